@@ -1,0 +1,50 @@
+# _cuda: built when a CUDA compiler is found, or demanded with JAXNORM_CUDA=1 and refused with JAXNORM_CUDA=0.
+include(CheckLanguage)
+
+set(JAXNORM_CUDA "$ENV{JAXNORM_CUDA}" CACHE STRING "1: build the CUDA kernels or fail; 0: do not; empty: if possible")
+if(JAXNORM_CUDA STREQUAL "0")
+  message(STATUS "jaxnorm: CUDA kernels off (JAXNORM_CUDA=0)")
+  return()
+endif()
+
+check_language(CUDA)
+if(NOT CMAKE_CUDA_COMPILER)
+  if(JAXNORM_CUDA)
+    message(FATAL_ERROR "jaxnorm: JAXNORM_CUDA=${JAXNORM_CUDA} asks for the CUDA kernels and no CUDA compiler was "
+                        "found. Install the CUDA toolkit (nvcc 12.8 or newer) and put nvcc on PATH, or set CUDACXX.")
+  endif()
+  message(STATUS "jaxnorm: CUDA kernels off (no CUDA compiler found; JAXNORM_CUDA=1 makes that an error)")
+  return()
+endif()
+
+# Architectures: JAXNORM_CUDA_ARCHITECTURES if set, else the present GPU's, else every supported one and PTX.
+set(JAXNORM_CUDA_ARCHITECTURES "$ENV{JAXNORM_CUDA_ARCHITECTURES}" CACHE STRING "CUDA architectures, ';' between them")
+if(NOT JAXNORM_CUDA_ARCHITECTURES)
+  execute_process(COMMAND nvidia-smi --query-gpu=compute_cap --format=csv,noheader
+                  OUTPUT_VARIABLE present RESULT_VARIABLE failed ERROR_QUIET)
+  if(NOT failed AND present MATCHES "^[0-9]+\\.[0-9]+")
+    string(REGEX MATCHALL "[0-9]+\\.[0-9]+" present "${present}")
+    list(REMOVE_DUPLICATES present)
+    string(REPLACE "." "" JAXNORM_CUDA_ARCHITECTURES "${present}")
+    list(TRANSFORM JAXNORM_CUDA_ARCHITECTURES APPEND "-real")
+  else()
+    set(JAXNORM_CUDA_ARCHITECTURES 80-real 86-real 89-real 90-real 100-real 120)
+  endif()
+endif()
+set(CMAKE_CUDA_ARCHITECTURES ${JAXNORM_CUDA_ARCHITECTURES})
+set(CMAKE_CUDA_STANDARD 17)
+set(CMAKE_CUDA_STANDARD_REQUIRED ON)
+set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
+enable_language(CUDA)
+find_package(CUDAToolkit REQUIRED)
+message(STATUS "jaxnorm: CUDA kernels on (nvcc ${CMAKE_CUDA_COMPILER_VERSION}, for ${JAXNORM_CUDA_ARCHITECTURES})")
+
+jaxnorm_add_module(_cuda src/ffi/cuda_module.cc src/cuda/plan.cc src/cuda/dispatch.cc
+  src/cuda/forward_f32.cu src/cuda/forward_f16.cu src/cuda/forward_bf16.cu
+  src/cuda/backward_f32.cu src/cuda/backward_f16.cu src/cuda/backward_bf16.cu)
+# Static, so that the module loads where there is no CUDA driver.
+set_target_properties(_cuda PROPERTIES CUDA_RUNTIME_LIBRARY Static)
+target_link_libraries(_cuda PRIVATE CUDA::cudart_static)
+list(JOIN JAXNORM_CUDA_ARCHITECTURES " " architectures)
+target_compile_definitions(_cuda PRIVATE JAXNORM_CUDA_ARCHITECTURES="${architectures}"
+  JAXNORM_CUDA_TOOLKIT="${CMAKE_CUDA_COMPILER_VERSION}")

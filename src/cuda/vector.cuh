@@ -1,0 +1,142 @@
+// The vector vocabulary: N consecutive elements of a row, packed as they lie in memory or unpacked as floats.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "norm.h"
+
+namespace jaxnorm::cuda {
+
+template <typename T>
+constexpr Dtype kDtype = sizeof(T) == 4 ? Dtype::f32 : std::is_same_v<T, __half> ? Dtype::f16 : Dtype::bf16;
+
+// Elements in the unit of access, 16 bytes of T.
+template <typename T>
+constexpr int kVector = vector_of(kDtype<T>);
+
+constexpr int min_of(int a, int b) { return a < b ? a : b; }
+
+template <typename T, int N>
+struct alignas(min_of(16, N * sizeof(T))) Packed {
+  uint32_t word[N * sizeof(T) / 4];
+};
+
+template <int N>
+__device__ void unpack(const Packed<float, N>& from, float (&to)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) to[i] = __uint_as_float(from.word[i]);
+}
+
+template <int N>
+__device__ void unpack(const Packed<__nv_bfloat16, N>& from, float (&to)[N]) {
+#pragma unroll
+  for (int i = 0; i < N / 2; ++i) {
+    to[2 * i] = __uint_as_float(from.word[i] << 16);
+    to[2 * i + 1] = __uint_as_float(from.word[i] & 0xffff0000u);
+  }
+}
+
+template <int N>
+__device__ void unpack(const Packed<__half, N>& from, float (&to)[N]) {
+#pragma unroll
+  for (int i = 0; i < N / 2; ++i) {
+    const float2 pair = __half22float2(reinterpret_cast<const __half2&>(from.word[i]));
+    to[2 * i] = pair.x;
+    to[2 * i + 1] = pair.y;
+  }
+}
+
+__device__ inline uint32_t pack_pair(float a, float b, __nv_bfloat16) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
+  return reinterpret_cast<const uint32_t&>(pair);
+}
+
+__device__ inline uint32_t pack_pair(float a, float b, __half) {
+  const __half2 pair = __floats2half2_rn(a, b);
+  return reinterpret_cast<const uint32_t&>(pair);
+}
+
+template <typename T, int N>
+__device__ Packed<T, N> pack(const float (&from)[N]) {
+  Packed<T, N> to;
+  if constexpr (sizeof(T) == 4) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) to.word[i] = __float_as_uint(from[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) to.word[i] = pack_pair(from[2 * i], from[2 * i + 1], T{});
+  }
+  return to;
+}
+
+// The first `valid` of N elements; the others are zero. `aligned` promises that all are valid and that `from` is aligned
+// as Packed is. The values, and so all results, are the same either way.
+template <int N, typename T>
+__device__ Packed<T, N> load(const T* from, int valid, bool aligned) {
+  if (aligned) return *reinterpret_cast<const Packed<T, N>*>(from);
+  Packed<T, N> packed{};
+  T* element = reinterpret_cast<T*>(packed.word);
+#pragma unroll
+  for (int i = 0; i < N; ++i)
+    if (i < valid) element[i] = from[i];
+  return packed;
+}
+
+template <int N, typename T>
+__device__ void store(T* to, const Packed<T, N>& packed, int valid, bool aligned) {
+  if (aligned) {
+    *reinterpret_cast<Packed<T, N>*>(to) = packed;
+    return;
+  }
+  const T* element = reinterpret_cast<const T*>(packed.word);
+#pragma unroll
+  for (int i = 0; i < N; ++i)
+    if (i < valid) to[i] = element[i];
+}
+
+// Calls f with a null pointer of the element type that `dtype` names: dtypes that are known only at run time.
+template <typename F>
+__device__ void with_type(Dtype dtype, F f) {
+  if (dtype == Dtype::f32) {
+    f(static_cast<float*>(nullptr));
+  } else if (dtype == Dtype::bf16) {
+    f(static_cast<__nv_bfloat16*>(nullptr));
+  } else {
+    f(static_cast<__half*>(nullptr));
+  }
+}
+
+template <int N>
+__device__ void load_floats(const Input& from, int64_t first, int valid, bool aligned, float (&to)[N]) {
+  with_type(from.dtype, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    unpack(load<N>(static_cast<const T*>(from.data) + first, valid, aligned), to);
+  });
+}
+
+template <int N>
+__device__ void store_floats(const Output& to, int64_t first, int valid, bool aligned, const float (&from)[N]) {
+  with_type(to.dtype, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    store(static_cast<T*>(to.data) + first, pack<T>(from), valid, aligned);
+  });
+}
+
+__device__ inline void store_float(const Output& to, int64_t index, float value) {
+  with_type(to.dtype, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    static_cast<T*>(to.data)[index] = static_cast<T>(value);
+  });
+}
+
+__device__ inline float round_to(Dtype dtype, float value) {
+  if (dtype == Dtype::bf16) return __bfloat162float(__float2bfloat16_rn(value));
+  if (dtype == Dtype::f16) return __half2float(__float2half_rn(value));
+  return value;
+}
+
+}  // namespace jaxnorm::cuda
