@@ -62,6 +62,12 @@ Dtype dtype_of(const std::string& name) {
   throw nb::value_error(("dtype is " + name + ", expected float32, float16 or bfloat16").c_str());
 }
 
+Kind kind_of(const std::string& name) {
+  if (name == "rms") return Kind::rms;
+  if (name == "layer") return Kind::layer;
+  throw nb::value_error(("kind is " + name + ", expected rms or layer").c_str());
+}
+
 nb::dict plan(const std::string& op, const std::string& x_dtype, int64_t cols, int max_cluster) {
   if (op != "forward" && op != "backward") throw nb::value_error("op is neither forward nor backward");
   const Dtype x = dtype_of(x_dtype);
@@ -86,10 +92,10 @@ NB_MODULE(_cuda, module) {
   module.def("toolkit", [] { return JAXNORM_CUDA_TOOLKIT; }, "The version of the CUDA compiler.");
   module.def(
       "partial_rows",
-      [](const std::string& x_dtype, int64_t cols) {
-        return jaxnorm::cuda::partial_rows(jaxnorm::dtype_of(x_dtype), cols);
+      [](const std::string& kind, const std::string& x_dtype, int64_t cols) {
+        return jaxnorm::cuda::partial_rows(jaxnorm::kind_of(kind), jaxnorm::dtype_of(x_dtype), cols);
       },
-      arg("x_dtype"), arg("cols"), "How many partial sums of dscale and dbias the backward keeps in its workspace.");
+      arg("kind"), arg("x_dtype"), arg("cols"), "How many partial sums of dscale and dbias the backward keeps in its workspace.");
   module.def("plan", &jaxnorm::plan, arg("op"), arg("x_dtype"), arg("cols"), arg("max_cluster") = 16,
              "The launch plan for rows of `cols` elements; elements_per_thread is 0 where a row is looped over.");
 }

@@ -1,0 +1,27 @@
+// What is compiled once for each instruction set, as a table to choose by at run time.
+#pragma once
+
+#include <cstdint>
+
+#include "norm.h"
+
+namespace jaxnorm::cpu {
+
+struct Kernels {
+  const char* isa;
+
+  // Normalises rows [begin, end).
+  void (*forward)(const Forward& f, int64_t begin, int64_t end);
+
+  // Writes dx of rows [begin, end) and adds their dscale and dbias, where asked for, to the f32 sums of a row each.
+  void (*backward)(const Backward& b, int64_t begin, int64_t end, float* dscale, float* dbias);
+
+  // Adds row `from` to row `into`.
+  void (*add)(const float* from, float* into, int64_t cols);
+
+  void (*cast)(const float* from, Output into, int64_t cols);
+};
+
+extern const Kernels baseline, avx2, avx512;
+
+}  // namespace jaxnorm::cpu

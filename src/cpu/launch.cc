@@ -1,0 +1,112 @@
+// Which kernels this processor runs, and how the rows of a call are shared out.
+#include "cpu/launch.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+
+#include "cpu/kernels.h"
+
+namespace jaxnorm::cpu {
+namespace {
+
+const Kernels& choose() {
+#if defined(__x86_64__)
+  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
+                          __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
+  if (has_avx2 && has_avx512) return avx512;
+  if (has_avx2) return avx2;
+#endif
+  return baseline;
+}
+
+const Kernels& kernels() {
+  static const Kernels& chosen = choose();
+  return chosen;
+}
+
+// The elements that are one task: enough to be worth handing to another thread.
+constexpr int64_t kElements = 1 << 17;
+
+int64_t rows_per_task(int64_t cols, int64_t least, int64_t most) { return std::clamp(kElements / cols, least, most); }
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Asks for large pages under a large output. XLA hands it over untouched, and to fault it in by 4 KiB takes several
+// times as long as to compute it. A refusal is no error.
+void expect_writes([[maybe_unused]] Output output, [[maybe_unused]] int64_t elements) {
+#if defined(MADV_HUGEPAGE)
+  constexpr uintptr_t kPage = 1 << 21;
+  const uintptr_t data = reinterpret_cast<uintptr_t>(output.data);
+  const uintptr_t begin = (data + kPage - 1) & -kPage;
+  const uintptr_t end = (data + elements * size_of(output.dtype)) & -kPage;
+  if (output && end > begin) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
+}
+
+// One f32 row of sums for each task, added up as a tree of fixed shape: which thread ran what does not show, and the
+// error hardly grows with the number of rows.
+class RowSums {
+ public:
+  RowSums(Output output, int64_t count, int64_t cols) : output_(output), count_(count), cols_(cols) {
+    if (!output_) return;
+    data_.reset(new float[count * cols]);
+    expect_writes({data_.get(), Dtype::f32}, count * cols);
+  }
+
+  float* zeroed(int64_t task) {
+    if (!output_) return nullptr;
+    float* const row = data_.get() + task * cols_;
+    std::memset(row, 0, cols_ * sizeof(float));
+    return row;
+  }
+
+  void finish(const ParallelFor& parallel_for) {
+    if (!output_) return;
+    constexpr int64_t kFan = 64;
+    for (int64_t stride = 1; stride < count_; stride *= kFan) {
+      parallel_for(ceil_div(count_, stride * kFan), [&](int64_t group) {
+        const int64_t first = group * stride * kFan;
+        const int64_t end = std::min(count_, first + stride * kFan);
+        for (int64_t row = first + stride; row < end; row += stride) {
+          kernels().add(data_.get() + row * cols_, data_.get() + first * cols_, cols_);
+        }
+      });
+    }
+    kernels().cast(data_.get(), output_, cols_);
+  }
+
+ private:
+  Output output_;
+  int64_t count_, cols_;
+  std::unique_ptr<float[]> data_;
+};
+
+}  // namespace
+
+const char* isa() { return kernels().isa; }
+
+void forward(const Forward& f, const ParallelFor& parallel_for) {
+  const int64_t step = rows_per_task(f.cols, 1, kElements);
+  expect_writes(f.y, f.rows * f.cols);
+  parallel_for(ceil_div(f.rows, step),
+               [&](int64_t task) { kernels().forward(f, task * step, std::min(f.rows, (task + 1) * step)); });
+}
+
+void backward(const Backward& b, const ParallelFor& parallel_for) {
+  // At least 8 rows share a row of sums, so that sums cost little memory; at most 512, so that they stay accurate.
+  const int64_t step = rows_per_task(b.cols, b.dscale || b.dbias ? 8 : 1, 512);
+  const int64_t tasks = std::max<int64_t>(1, ceil_div(b.rows, step));  // no rows: the sums are zero
+  expect_writes(b.dx, b.rows * b.cols);
+  RowSums dscale(b.dscale, tasks, b.cols), dbias(b.dbias, tasks, b.cols);
+  parallel_for(tasks, [&](int64_t task) {
+    kernels().backward(b, task * step, std::min(b.rows, (task + 1) * step), dscale.zeroed(task), dbias.zeroed(task));
+  });
+  dscale.finish(parallel_for);
+  dbias.finish(parallel_for);
+}
+
+}  // namespace jaxnorm::cpu

@@ -1,0 +1,186 @@
+// The vector vocabulary of the kernels: W floats, however x, y or a weight is stored.
+//
+// Everything is in an unnamed namespace because this file is compiled with several instruction sets into one library:
+// a function with external linkage could be merged by the linker into the version that this processor cannot run.
+// For the same reason nothing of std:: is instantiated here.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace jaxnorm::cpu {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int W = 16;
+#elif defined(__AVX2__)
+constexpr int W = 8;
+#else
+constexpr int W = 4;
+#endif
+
+typedef float Vec __attribute__((vector_size(4 * W)));
+typedef float Vec4 __attribute__((vector_size(16)));
+typedef uint32_t Bits __attribute__((vector_size(4 * W)));
+typedef uint16_t Halves __attribute__((vector_size(2 * W)));
+
+struct F16 {
+  uint16_t bits;
+};
+struct BF16 {
+  uint16_t bits;
+};
+
+// How much of a vector lies within the row: all of it, or its first lanes at the row's end.
+struct Whole {};
+struct Part {
+  int64_t count;
+};
+
+Vec broadcast(float value) { return value - Vec{}; }
+
+Bits select(Bits condition, Bits yes, Bits no) { return (condition & yes) | (~condition & no); }
+
+// What the compiler does not find by itself in every version, or needs several instructions for.
+#if defined(__AVX512F__)
+
+// The forms with a full mask: GCC 12 warns of an uninitialised value in its own header for those without.
+constexpr __mmask16 kAll = 0xffff;
+Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+Bits widen(Halves h) { return (Bits)_mm512_maskz_cvtepu16_epi32(kAll, (__m256i)h); }
+Halves narrow(Bits b) { return (Halves)_mm512_maskz_cvtepi32_epi16(kAll, (__m512i)b); }
+Vec widen(Halves h, F16) { return _mm512_maskz_cvtph_ps(kAll, (__m256i)h); }
+Halves narrow(Vec v, F16) { return (Halves)_mm512_maskz_cvtps_ph(kAll, v, _MM_FROUND_TO_NEAREST_INT); }
+
+#elif defined(__AVX2__)
+
+Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+Bits widen(Halves h) { return (Bits)_mm256_cvtepu16_epi32((__m128i)h); }
+Halves narrow(Bits b) {
+  const __m256i packed = _mm256_packus_epi32((__m256i)b, (__m256i)b);
+  return (Halves)_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0b1000));
+}
+Vec widen(Halves h, F16) { return _mm256_cvtph_ps((__m128i)h); }
+Halves narrow(Vec v, F16) { return (Halves)_mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT); }
+
+#else
+
+Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
+Bits widen(Halves h) { return __builtin_convertvector(h, Bits); }
+Halves narrow(Bits b) { return __builtin_convertvector(b, Halves); }
+
+// Both directions avoid arithmetic on subnormal floats, which XLA's threads flush to zero.
+Vec widen(Halves h, F16) {
+  const Bits wide = widen(h);
+  const Bits magnitude = (wide & 0x7fff) << 13;
+  const Bits rebias = magnitude + ((127 - 15) << 23);
+  const Bits smallest_normal = Bits{} + ((127 - 14) << 23);
+  const Bits subnormal = (Bits)((Vec)(magnitude + smallest_normal) - (Vec)smallest_normal);
+  const Bits special = rebias + ((128 - 16) << 23);
+  const Bits value = select((Bits)(magnitude < (1u << 23)), subnormal, rebias);
+  return (Vec)(select((Bits)(magnitude >= (0x1fu << 23)), special, value) | (wide & 0x8000) << 16);
+}
+
+Halves narrow(Vec v, F16) {
+  const Bits sign = (Bits)v & 0x80000000u;
+  const Bits magnitude = (Bits)v ^ sign;
+  const Bits normal = (magnitude - ((127 - 15) << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+  const Bits half = Bits{} + (126 << 23);  // 0.5f: adding it leaves the rounded subnormal in the last bits
+  const Bits subnormal = (Bits)((Vec)magnitude + (Vec)half) - half;
+  const Bits special = select((Bits)(magnitude > (0xffu << 23)), Bits{} + 0x7e00, Bits{} + 0x7c00);
+  const Bits value = select((Bits)(magnitude < ((127u - 14) << 23)), subnormal, normal);
+  const Bits bits = select((Bits)(magnitude >= ((127u + 16) << 23)), special, value) | sign >> 16;
+  return narrow(bits);
+}
+
+#endif
+
+Vec widen(Halves h, BF16) { return (Vec)(widen(h) << 16); }
+
+// Rounds to nearest even in integers: the processor's own conversion flushes subnormals.
+Halves narrow(Vec v, BF16) {
+  const Bits bits = (Bits)v;
+  const Bits rounded = bits + 0x7fff + ((bits >> 16) & 1);
+  return narrow(select((Bits)(v != v), bits | 0x400000, rounded) >> 16);
+}
+
+Vec load(const float* p, Whole) {
+  Vec v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+
+template <class T>
+Vec load(const T* p, Whole) {
+  Halves h;
+  memcpy(&h, p, sizeof h);
+  return widen(h, T{});
+}
+
+void store(float* p, Vec v, Whole) { memcpy(p, &v, sizeof v); }
+
+template <class T>
+void store(T* p, Vec v, Whole) {
+  const Halves h = narrow(v, T{});
+  memcpy(p, &h, sizeof h);
+}
+
+// Of a Part, the lanes past the row's end are zero when loaded and left alone when stored; within() makes them zero.
+Vec within(Vec v, Whole) { return v; }
+
+#if defined(__AVX512F__)
+
+__mmask16 mask(Part part) { return (1u << part.count) - 1; }
+Vec within(Vec v, Part part) { return _mm512_maskz_mov_ps(mask(part), v); }
+Vec load(const float* p, Part part) { return _mm512_maskz_loadu_ps(mask(part), p); }
+void store(float* p, Vec v, Part part) { _mm512_mask_storeu_ps(p, mask(part), v); }
+
+template <class T>
+Vec load(const T* p, Part part) {
+  return widen((Halves)_mm256_maskz_loadu_epi16(mask(part), p), T{});
+}
+
+template <class T>
+void store(T* p, Vec v, Part part) {
+  _mm256_mask_storeu_epi16(p, mask(part), (__m256i)narrow(v, T{}));
+}
+
+#else
+
+template <class T>
+Vec load(const T* p, Part part) {
+  T lanes[W] = {};
+  memcpy(lanes, p, part.count * sizeof(T));
+  return load(lanes, Whole{});
+}
+
+template <class T>
+void store(T* p, Vec v, Part part) {
+  T lanes[W];
+  store(lanes, v, Whole{});
+  memcpy(p, lanes, part.count * sizeof(T));
+}
+
+Vec within(Vec v, Part part) { return load(reinterpret_cast<const float*>(&v), part); }
+
+#endif
+
+Vec rounded_to(Vec v, float) { return v; }
+template <class T>
+Vec rounded_to(Vec v, T) {
+  return widen(narrow(v, T{}), T{});
+}
+
+float sum_of_lanes(Vec v) {
+  Vec4 parts[W / 4];
+  memcpy(parts, &v, sizeof v);
+  for (int i = 1; i < W / 4; ++i) parts[0] += parts[i];
+  return (parts[0][0] + parts[0][2]) + (parts[0][1] + parts[0][3]);
+}
+
+}  // namespace
+}  // namespace jaxnorm::cpu

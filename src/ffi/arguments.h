@@ -1,0 +1,241 @@
+// From XLA's buffers and attributes to the operands of a kernel, the same on every platform.
+//
+// A kernel trusts its pointers and sizes, so everything that Python checked while tracing is checked here again.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "norm.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jaxnorm {
+
+namespace ffi = xla::ffi;
+
+struct ForwardAttributes {
+  int64_t axes;  // how many trailing axes of x are normalised
+  float epsilon, scale_offset;
+  bool multiply_before_cast, has_scale, has_bias;
+};
+
+struct BackwardAttributes {
+  int64_t axes;
+  float scale_offset;
+  bool has_scale, with_dx, with_dscale, with_dbias;
+};
+
+}  // namespace jaxnorm
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jaxnorm::ForwardAttributes, StructMember<int64_t>("axes"),
+                                      StructMember<float>("epsilon"), StructMember<float>("scale_offset"),
+                                      StructMember<bool>("multiply_before_cast"), StructMember<bool>("has_scale"),
+                                      StructMember<bool>("has_bias"));
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jaxnorm::BackwardAttributes, StructMember<int64_t>("axes"),
+                                      StructMember<float>("scale_offset"), StructMember<bool>("has_scale"),
+                                      StructMember<bool>("with_dx"), StructMember<bool>("with_dscale"),
+                                      StructMember<bool>("with_dbias"));
+
+namespace jaxnorm {
+
+using Shape = std::vector<int64_t>;
+
+// The start of every handler's binding; the platform adds its context.
+template <class Attributes>
+auto bind() {
+  return ffi::Ffi::Bind().RemainingArgs().RemainingRets().template Attrs<Attributes>();
+}
+
+// The shapes that follow from x's and the number of normalised axes.
+struct Shapes {
+  Shape x, weight, statistics;
+  int64_t rows = 1, cols = 1;
+};
+
+// Takes a call's buffers one by one in the order of the contract and keeps the first thing that is wrong.
+class Buffers {
+ public:
+  Buffers(Kind kind, const char* direction, ffi::RemainingArgs operands, ffi::RemainingRets results)
+      : operands_(operands), results_(results) {
+    op_ = std::string(kind == Kind::rms ? "jaxnorm_rms_norm_" : "jaxnorm_layer_norm_") + direction;
+  }
+
+  // Reads the shapes off the first operand, which has x's shape in every op.
+  Shapes shapes(int64_t axes) {
+    Shapes shapes;
+    auto first = operands_.get<ffi::AnyBuffer>(0);
+    if (!first) {
+      fail("no operands came");
+      return shapes;
+    }
+    const auto dims = first->dimensions();
+    const int64_t rank = dims.size();
+    if (axes < 1 || axes > rank) {
+      fail("axes is " + std::to_string(axes) + ", expected from 1 to the rank of the first operand " + text(*first));
+      return shapes;
+    }
+    shapes.x.assign(dims.begin(), dims.end());
+    shapes.weight.assign(dims.end() - axes, dims.end());
+    shapes.statistics = shapes.x;
+    bool overflow = false;
+    for (int64_t axis = 0; axis < rank; ++axis) {
+      int64_t& extent = axis < rank - axes ? shapes.rows : shapes.cols;
+      overflow |= __builtin_mul_overflow(extent, dims[axis], &extent);
+      if (axis >= rank - axes) shapes.statistics[axis] = 1;
+    }
+    if (overflow || shapes.cols < 1) fail("no row can be normalised in " + text(*first));
+    return shapes;
+  }
+
+  Input operand(const char* name, const Shape& shape, std::optional<Dtype> dtype = std::nullopt) {
+    auto buffer = operands_.get<ffi::AnyBuffer>(next_operand_++);
+    if (!buffer) {
+      fail(std::string(name) + " is missing, operands that came: " + std::to_string(operands_.size()));
+      return {};
+    }
+    return {buffer->untyped_data(), checked(name, *buffer, shape, dtype)};
+  }
+
+  Output result(const char* name, const Shape& shape, std::optional<Dtype> dtype = std::nullopt) {
+    auto buffer = results_.get<ffi::AnyBuffer>(next_result_++);
+    if (!buffer) {
+      fail(std::string(name) + " is missing, results that came: " + std::to_string(results_.size()));
+      return {};
+    }
+    return {(*buffer)->untyped_data(), checked(name, **buffer, shape, dtype)};
+  }
+
+  const float* statistic(const char* name, const Shape& shape) {
+    return static_cast<const float*>(operand(name, shape, Dtype::f32).data);
+  }
+
+  float* f32_result(const char* name, const Shape& shape) {
+    return static_cast<float*>(result(name, shape, Dtype::f32).data);
+  }
+
+  void require(bool condition, const char* message) {
+    if (!condition) fail(message);
+  }
+
+  template <class Arguments>
+  ffi::ErrorOr<Arguments> finish(Arguments arguments) {
+    check_count("operands", operands_.size(), next_operand_);
+    check_count("results", results_.size(), next_result_);
+    if (!error_.empty()) return ffi::Unexpected(ffi::Error::InvalidArgument(op_ + ": " + error_));
+    return arguments;
+  }
+
+ private:
+  static std::string text(const ffi::AnyBuffer& buffer) {
+    std::ostringstream out;
+    out << buffer.element_type() << text(Shape(buffer.dimensions().begin(), buffer.dimensions().end()));
+    return out.str();
+  }
+
+  static std::string text(const Shape& shape) {
+    std::string out;
+    for (int64_t extent : shape) out += (out.empty() ? "" : ",") + std::to_string(extent);
+    return "[" + out + "]";
+  }
+
+  static std::optional<Dtype> dtype_of(const ffi::AnyBuffer& buffer) {
+    switch (buffer.element_type()) {
+      case ffi::F32:
+        return Dtype::f32;
+      case ffi::F16:
+        return Dtype::f16;
+      case ffi::BF16:
+        return Dtype::bf16;
+      default:
+        return std::nullopt;
+    }
+  }
+
+  Dtype checked(const char* name, const ffi::AnyBuffer& buffer, const Shape& shape, std::optional<Dtype> wanted) {
+    const auto dims = buffer.dimensions();
+    const auto dtype = dtype_of(buffer);
+    if (Shape(dims.begin(), dims.end()) != shape || !dtype || (wanted && *dtype != *wanted)) {
+      const char* const names[] = {"F32", "F16", "BF16"};
+      const std::string expected = wanted ? names[static_cast<int>(*wanted)] : "F32, F16 or BF16 of shape ";
+      fail(std::string(name) + " is " + text(buffer) + ", expected " + expected + text(shape));
+    }
+    return dtype.value_or(Dtype::f32);
+  }
+
+  void check_count(const char* what, size_t came, size_t expected) {
+    if (came == expected) return;
+    fail(std::string("number of ") + what + " is " + std::to_string(came) + ", expected " + std::to_string(expected));
+  }
+
+  void fail(std::string message) {
+    if (error_.empty()) error_ = std::move(message);
+  }
+
+  ffi::RemainingArgs operands_;
+  ffi::RemainingRets results_;
+  size_t next_operand_ = 0, next_result_ = 0;
+  std::string op_, error_;
+};
+
+inline constexpr const char* kPair = "x and y (or dy) have different dtypes and neither is F32";
+
+inline ffi::ErrorOr<Forward> forward_arguments(Kind kind, ffi::RemainingArgs operands, ffi::RemainingRets results,
+                                               const ForwardAttributes& attributes) {
+  Buffers buffers(kind, "fwd", operands, results);
+  const Shapes shapes = buffers.shapes(attributes.axes);
+  Forward f{};
+  f.kind = kind;
+  f.rows = shapes.rows;
+  f.cols = shapes.cols;
+  f.epsilon = attributes.epsilon;
+  f.scale_offset = attributes.scale_offset;
+  f.multiply_before_cast = attributes.multiply_before_cast;
+  f.x = buffers.operand("x", shapes.x);
+  if (attributes.has_scale) f.scale = buffers.operand("scale", shapes.weight);
+  if (attributes.has_bias) f.bias = buffers.operand("bias", shapes.weight);
+  f.y = buffers.result("y", shapes.x);
+  buffers.require(is_supported(f.x.dtype, f.y.dtype), kPair);
+  if (results.size() > 1) {
+    if (kind == Kind::layer) f.mean = buffers.f32_result("mean", shapes.statistics);
+    f.rstd = buffers.f32_result("rstd", shapes.statistics);
+  }
+  return buffers.finish(f);
+}
+
+// The number of rows of partial sums that the platform's kernel asks for in its workspace.
+using PartialRows = int64_t (*)(Kind kind, Dtype x, int64_t cols);
+
+// A platform without `partial_rows` has no workspace among its results.
+inline ffi::ErrorOr<Backward> backward_arguments(Kind kind, ffi::RemainingArgs operands, ffi::RemainingRets results,
+                                                 const BackwardAttributes& attributes,
+                                                 PartialRows partial_rows = nullptr) {
+  Buffers buffers(kind, "bwd", operands, results);
+  const Shapes shapes = buffers.shapes(attributes.axes);
+  Backward b{};
+  b.kind = kind;
+  b.rows = shapes.rows;
+  b.cols = shapes.cols;
+  b.scale_offset = attributes.scale_offset;
+  b.dy = buffers.operand("dy", shapes.x);
+  b.x = buffers.operand("x", shapes.x);
+  buffers.require(is_supported(b.x.dtype, b.dy.dtype), kPair);
+  if (kind == Kind::layer) b.mean = buffers.statistic("mean", shapes.statistics);
+  b.rstd = buffers.statistic("rstd", shapes.statistics);
+  if (attributes.has_scale) b.scale = buffers.operand("scale", shapes.weight);
+  buffers.require(attributes.has_scale || !attributes.with_dscale, "dscale is wanted and there is no scale");
+  if (attributes.with_dx) b.dx = buffers.result("dx", shapes.x, b.x.dtype);
+  if (attributes.with_dscale) b.dscale = buffers.result("dscale", shapes.weight, b.scale.dtype);
+  if (attributes.with_dbias) b.dbias = buffers.result("dbias", shapes.weight);
+  const int64_t sums = attributes.with_dscale + attributes.with_dbias;
+  if (partial_rows && sums > 0) {
+    b.workspace = buffers.f32_result("workspace", {sums, partial_rows(kind, b.x.dtype, b.cols), b.cols});
+  }
+  return buffers.finish(b);
+}
+
+}  // namespace jaxnorm
