@@ -1,0 +1,93 @@
+"""The one table of shapes: it drives the tests, the benchmarks and their plots, and imports nothing of the package.
+
+A shape is written as the model hands it to its norm. Tests shrink the leading axes with `few_rows`, which changes
+nothing about how a row is computed: a launch plan depends on the row's length and dtypes only.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+
+class Shape(NamedTuple):
+    name: str
+    dims: tuple[int, ...]
+    axes: int = 1  # how many trailing axes are normalised
+
+    @property
+    def rows(self) -> int:
+        return math.prod(self.dims[: len(self.dims) - self.axes])
+
+    @property
+    def cols(self) -> int:
+        return math.prod(self.dims[len(self.dims) - self.axes :])
+
+
+# Norms of published models: (batch, sequence, features), or (batch, sequence, heads, head_dim) for a norm over heads.
+MODELS = (
+    Shape("llama3 8B", (2, 2048, 4096)),
+    Shape("llama3 70B", (1, 2048, 8192)),
+    Shape("qwen3 8B qk-norm", (2, 2048, 32, 128)),  # the shortest rows in wide use, and the most of them
+    Shape("gemma3 27B", (2, 2048, 5376)),
+    Shape("gemma3 qk-norm", (2, 2048, 16, 256)),
+    Shape("gpt-oss 20B", (2, 2048, 2880)),  # not a power of two times a vector width of 256 threads
+    Shape("deepseek v3", (1, 2048, 7168)),
+    Shape("deepseek v3 kv latent", (2, 4096, 512)),
+    Shape("mamba2 2.7B", (2, 2048, 5120)),
+    Shape("ViT-L/16", (64, 197, 1024)),  # 197 tokens: rows do not come in powers of two either
+    Shape("BERT base", (32, 512, 768)),
+)
+
+# One token for each of a few sequences: launch overhead and latency, not bandwidth.
+DECODE = (
+    Shape("decode 1", (1, 4096)),
+    Shape("decode 32", (32, 4096)),
+    Shape("decode 256", (256, 8192)),
+)
+
+# Row lengths that no vector width, warp, block or cluster divides.
+ODD = (
+    Shape("one element", (5, 1)),
+    Shape("two elements", (5, 2)),
+    Shape("prime below a vector", (7, 7)),
+    Shape("prime below a warp", (9, 31)),
+    Shape("prime above a warp's vectors", (6, 257)),
+    Shape("prime below 1 K", (5, 1021)),
+    Shape("one more than a power of two", (3, 4097)),
+    Shape("odd multiple of a half vector", (3, 12_300)),
+    Shape("odd and long", (3, 100_003)),
+    Shape("odd million", (2, 1_000_003)),
+)
+
+# More than one normalised axis, more than two axes, one row, no axis but the normalised one.
+RANKS = (
+    Shape("one row, rank 1", (1000,), 1),
+    Shape("two normalised axes", (6, 16, 48), 2),
+    Shape("three normalised axes, odd", (4, 3, 5, 7), 3),
+    Shape("every axis normalised", (12, 34), 2),
+    Shape("many leading axes", (2, 1, 3, 2, 64), 1),
+)
+
+# No rows at all: a batch that a data loader left empty.
+EMPTY = (
+    Shape("no rows", (0, 128)),
+    Shape("an empty middle axis", (4, 0, 128)),
+    Shape("no rows, two normalised axes", (0, 8, 16), 2),
+)
+
+GRID_COLS = (256, 1024, 4096, 8192, 16_384, 65_536, 262_144)
+GRID_BYTES = 2**28  # an array of 256 MiB is far beyond any cache
+
+
+def grid(itemsize: int, nbytes: int = GRID_BYTES) -> tuple[Shape, ...]:
+    """Every row length of the comparison with other packages, each array ``nbytes`` large."""
+    return tuple(Shape(f"grid {cols}", (max(1, nbytes // itemsize // cols), cols)) for cols in GRID_COLS)
+
+
+def few_rows(shape: Shape, elements: int = 2**17) -> Shape:
+    """The same rows, and as few of them (one at least, an odd number) as ``elements`` elements hold."""
+    if shape.rows * shape.cols <= elements:
+        return shape
+    rows = max(1, elements // shape.cols)
+    return shape._replace(dims=(rows - (rows % 2 == 0), *shape.dims[len(shape.dims) - shape.axes :]))

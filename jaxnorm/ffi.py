@@ -1,0 +1,89 @@
+"""The native modules: the one Python file that loads them, and what it knows about what they can do."""
+
+import importlib
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxnorm import compat
+
+# JAX's name of a platform in lowering rules -> XLA's name of it in registrations.
+PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}
+TARGETS = tuple(f"jaxnorm_{kind}_norm_{way}" for kind in ("rms", "layer") for way in ("fwd", "bwd"))
+DTYPES = frozenset(map(jax.numpy.dtype, ("float32", "float16", "bfloat16")))
+
+_modules: dict[str, ModuleType] = {}
+_errors: dict[str, ImportError] = {}
+
+
+def available(platform: str) -> bool:
+    """Whether platform has native kernels in this installation; that it has a device is not needed."""
+    return platform in _modules
+
+
+def module(platform: str) -> ModuleType:
+    return _modules[platform]
+
+
+def why_not(platform: str) -> str:
+    """Why platform has no native kernels here, and the remedy."""
+    if platform not in PLATFORMS:
+        return f"jaxnorm has native kernels for {' and '.join(PLATFORMS)}, none for {platform}"
+    error = _errors[platform]
+    if not isinstance(error, ModuleNotFoundError) or error.name != f"jaxnorm._{platform}":
+        return f"jaxnorm._{platform} does not load ({error}); install jaxnorm again in this environment"
+    if platform == "cuda" and available("cpu"):
+        return (
+            "this jaxnorm was built without CUDA; with a CUDA toolkit present, JAXNORM_CUDA=1 pip install . builds it"
+        )
+    return (
+        f"jaxnorm._{platform} is not installed: jaxnorm is imported from a source tree that was never built; "
+        "pip install . in that tree builds it"
+    )
+
+
+def unsupported(
+    axes: tuple[int, ...],
+    shape: tuple[Any, ...],
+    x_dtype: np.dtype[Any],
+    out_dtype: np.dtype[Any],
+    weight_dtypes: Iterable[np.dtype[Any]],
+) -> str | None:
+    """What of this norm no kernel serves, as a sentence; None if the kernels serve all of it."""
+    lengths = [shape[axis] for axis in axes]
+    if axes != tuple(range(-len(axes), 0)):
+        return f"the normalised axes {axes} are not the trailing axes of x"
+    if not all(isinstance(length, int) for length in lengths):
+        return f"the normalised axes have a symbolic length {lengths}"
+    if 0 in lengths:
+        return "a normalised axis has length 0"
+    for name, dtype in (("x", x_dtype), ("the result", out_dtype), *(("a weight", dtype) for dtype in weight_dtypes)):
+        if dtype not in DTYPES:
+            return f"{name} is {dtype}, kernels take {', '.join(sorted(d.name for d in DTYPES))}"
+    if x_dtype != out_dtype and np.float32 not in (x_dtype, out_dtype):
+        return f"x is {x_dtype} and the result {out_dtype}; kernels want them equal, or one of them float32"
+    return None
+
+
+def partial_rows(kind: str, x_dtype: np.dtype[Any], cols: int) -> int:
+    """How many partial sums of dscale and dbias the CUDA backward keeps in its workspace."""
+    return int(_modules["cuda"].partial_rows(kind, x_dtype.name, cols))
+
+
+def _load(platform: str) -> None:
+    try:
+        native = importlib.import_module(f"jaxnorm._{platform}")
+    except ImportError as error:
+        _errors[platform] = error
+        return
+    for target, capsule in native.handlers().items():
+        jax.ffi.register_ffi_target(target, capsule, platform=PLATFORMS[platform])
+    _modules[platform] = native
+
+
+for _platform in PLATFORMS:
+    _load(_platform)
+compat.allow_export(TARGETS)

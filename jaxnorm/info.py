@@ -1,0 +1,152 @@
+"""What jaxnorm is made of here, and what would run for a given array: `python -m jaxnorm.info [--json]`."""
+
+import argparse
+import importlib.metadata
+import json
+import math
+import platform as python_platform
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxnorm import compat, ffi
+
+PACKAGES = ("jaxnorm", "jax", "jaxlib", "nanobind-backend")
+Report = dict[str, Any]
+
+
+def versions() -> Report:
+    found: Report = {"python": python_platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def native_modules() -> Report:
+    """For each platform with kernels whether its module is loaded, and how it was built or why it is not there."""
+    report: Report = {}
+    for platform in ffi.PLATFORMS:
+        if not ffi.available(platform):
+            report[platform] = {"loaded": False, "why_not": ffi.why_not(platform)}
+            continue
+        module = ffi.module(platform)
+        built = (
+            {"instruction_set": module.isa()}
+            if platform == "cpu"
+            else {"toolkit": module.toolkit(), "architectures": module.architectures()}
+        )
+        report[platform] = {"loaded": True, **built}
+    return report
+
+
+def call(
+    op: str, shape: tuple[int, ...], dtype: np.dtype[Any], out_dtype: np.dtype[Any], axes: int, platform: str
+) -> Report:
+    """What runs for the norm of an array over its last axes, forward and backward, and why."""
+    normalised = tuple(range(-axes, 0))
+    reason = ffi.unsupported(normalised, shape, dtype, out_dtype, [])
+    if reason is None and not ffi.available(platform):
+        reason = ffi.why_not(platform)
+    report: Report = {
+        "op": op,
+        "shape": shape,
+        "dtype": dtype.name,
+        "out_dtype": out_dtype.name,
+        "axes": axes,
+        "platform": platform,
+        "implementation": "native" if reason is None else "jnp",
+        "why": reason or f"jaxnorm._{platform} is loaded and has kernels for these dtypes",
+    }
+    if reason is None and platform == "cuda":
+        clusters = _largest_cluster()
+        cols = math.prod(shape[-axes:])
+        report["largest_cluster"] = clusters
+        report["plans"] = {
+            way: ffi.module("cuda").plan(way, dtype.name, cols, clusters) for way in ("forward", "backward")
+        }
+    return report
+
+
+def _largest_cluster() -> int:
+    """How many blocks a cluster has at most on the present GPU; without one, on an H100, H200 or B200."""
+    if compat.default_platform() != "cuda":
+        return 16
+    major = int(jax.devices()[0].compute_capability.split(".")[0])
+    return 1 if major < 9 else 16 if major < 12 else 8
+
+
+def plan_in_words(plan: Report) -> str:
+    threads, rows, blocks = plan["threads_per_row"], plan["rows_per_block"], plan["blocks_per_row"]
+    held = f"{plan['elements_per_thread']} elements a thread, held in registers"
+    return {
+        "rows per block": f"{rows} rows a block, {threads} threads a row, {held}",
+        "block per row": f"one block of {threads} threads a row, {held}",
+        "cluster per row": f"one cluster of {blocks} blocks a row, {threads} threads in all, {held}",
+        "looped": f"{blocks} block(s) a row, {threads} threads in all, which read the row again in each pass",
+    }[plan["regime"]]
+
+
+def in_words(report: Report) -> str:
+    lines = [f"{name:18}{version or 'not installed'}" for name, version in report["versions"].items()]
+    for platform, module in report["native"].items():
+        built = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in module.items() if key != "loaded")
+        lines.append(f"{platform + ' kernels':18}{'loaded: ' + built if module['loaded'] else module['why_not']}")
+    norm = report["call"]
+    shape = "x".join(map(str, norm["shape"]))
+    lines.append(
+        f"\n{norm['op']} of {norm['dtype']}[{shape}] to {norm['out_dtype']} over the last {norm['axes']} axes on "
+        f"{norm['platform']}: {norm['implementation']}, because {norm['why']}"
+    )
+    for way, plan in norm.get("plans", {}).items():
+        lines.append(f"{way:18}{plan['regime']}: {plan_in_words(plan)}")
+    if "plans" in norm:
+        lines.append(f"{'':18}(on a GPU whose largest cluster has {norm['largest_cluster']} blocks)")
+    return "\n".join(lines)
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m jaxnorm.info", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--op", choices=("rms_norm", "layer_norm"), default="rms_norm")
+    parser.add_argument("--shape", type=_shape, default=(4096, 4096), help="x's shape, as 4096x4096")
+    parser.add_argument("--axes", type=int, default=1, help="how many trailing axes are normalised")
+    parser.add_argument("--dtype", type=jnp.dtype, default="float32")
+    parser.add_argument("--out-dtype", type=jnp.dtype, help="the result's dtype; x's if not given")
+    parser.add_argument("--platform", help="cpu, cuda, tpu, ...; JAX's default if not given")
+    options = parser.parse_args(arguments)
+    if not 1 <= options.axes <= len(options.shape):
+        parser.error(f"--axes is {options.axes}, expected 1 to {len(options.shape)}, the rank of --shape")
+    for dtype in filter(None, (options.dtype, options.out_dtype)):
+        if not jnp.issubdtype(dtype, jnp.floating):
+            parser.error(f"{dtype} is no floating-point dtype, and norms take no other")
+    return options
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    return tuple(int(length) for length in text.split("x"))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = _parse(arguments)
+    report = {
+        "versions": versions(),
+        "native": native_modules(),
+        "call": call(
+            options.op,
+            options.shape,
+            options.dtype,
+            options.out_dtype or options.dtype,
+            options.axes,
+            options.platform or compat.default_platform(),
+        ),
+    }
+    print(json.dumps(report, indent=2) if options.json else in_words(report))
+
+
+if __name__ == "__main__":
+    main()

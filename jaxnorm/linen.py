@@ -1,0 +1,67 @@
+"""`flax.linen`'s norms on jaxnorm's kernels: change the import line, keep the model and its checkpoints."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxnorm import _flax
+from jaxnorm._flax import linen
+from jaxnorm.norms import layer_norm, rms_norm
+
+__all__ = ["LayerNorm", "RMSNorm"]
+
+# Flax's functions without the wrapper that makes them calls of the module: through it, a call would be captured,
+# intercepted and tabulated twice.
+_flax_rms_norm = inspect.unwrap(linen.RMSNorm.__call__)
+_flax_layer_norm = inspect.unwrap(linen.LayerNorm.__call__)
+
+
+class RMSNorm(linen.RMSNorm):
+    """`flax.linen.RMSNorm` with the same fields, parameters and result dtype, computed by `jaxnorm.rms_norm`.
+
+    The kernels serve the calls whose `reduction_axes` and `feature_axes` are the same trailing axes. A `mask`, an
+    `axis_name`, other axes, `force_float32_reductions=False`, and dtypes other than float32, bfloat16 and float16 are
+    computed by Flax's own code.
+    """
+
+    @linen.compact
+    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
+        y = _fused(rms_norm, self, x, mask, bias_init=None)
+        return _flax_rms_norm(self, x, mask=mask) if y is None else y
+
+
+class LayerNorm(linen.LayerNorm):
+    """`flax.linen.LayerNorm` with the same fields, parameters and result dtype, computed by `jaxnorm.layer_norm`.
+
+    The kernels serve the same calls as for `RMSNorm`. Their variance is always that of the centred values, so
+    `use_fast_variance=True`, Flax's default, costs no accuracy here: results differ from Flax's by rounding, and where
+    the mean is large against the deviation, Flax's lose digits.
+    """
+
+    @linen.compact
+    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
+        y = _fused(layer_norm, self, x, mask, bias_init=self.bias_init if self.use_bias else None)
+        return _flax_layer_norm(self, x, mask=mask) if y is None else y
+
+
+def _fused(
+    norm: Callable[..., jax.Array],
+    module: RMSNorm | LayerNorm,
+    x: jax.Array,
+    mask: jax.Array | None,
+    bias_init: Any,
+) -> jax.Array | None:
+    """`norm` called as `module` says, or None, with no parameter made yet, where it does not say the same as Flax."""
+    x = jnp.asarray(x)
+    axis = _flax.kernel_axes(module, x, mask)
+    dtypes = (x.dtype, module.param_dtype, jnp.float32 if module.dtype is None else module.dtype)
+    if axis is None or not module.force_float32_reductions or not _flax.kernel_dtypes(*dtypes):
+        return None
+    features = list(x.shape[axis[0] :])
+    scale = module.param("scale", module.scale_init, features, module.param_dtype) if module.use_scale else None
+    bias = module.param("bias", bias_init, features, module.param_dtype) if bias_init else None
+    dtype = linen.dtypes.canonicalize_dtype(x, scale, bias, dtype=module.dtype)
+    return norm(x, scale, bias, epsilon=module.epsilon, axis=axis, out_dtype=dtype)

@@ -1,0 +1,155 @@
+"""The public functions."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from jaxnorm import compat, ffi, primitives, reference, validation
+
+Implementation = Literal["native", "jnp"]
+
+
+def rms_norm(
+    x: Any,
+    scale: Any = None,
+    bias: Any = None,
+    *,
+    epsilon: float = 1e-6,
+    scale_offset: float = 0.0,
+    axis: int | Sequence[int] = -1,
+    multiply_before_cast: bool = True,
+    out_dtype: Any = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Divides x by its root mean square over `axis`.
+
+        y = x * rsqrt(mean(x², axis) + epsilon) * (scale + scale_offset) + bias
+
+    All of it is computed in float32 (in float64 where x, a weight or the result is float64) and rounded once, at the
+    end. It may be transformed in every way that the formula may be, differentiated any number of times included; a
+    gradient has the dtype of what it is the gradient of.
+
+    Args:
+      x: floating-point array of rank 1 or more.
+      scale: factor with the shape of the normalised axes, in x's order; None is a factor of 1.
+      bias: summand of the same shape; None is 0.
+      epsilon: non-negative Python number added to the mean square.
+      scale_offset: Python number added to scale; 1.0 is Gemma's convention. Ignored without scale.
+      axis: the axis, or the set of axes, to normalise over. Kernels serve trailing axes, the jnp formula any.
+      multiply_before_cast: False rounds x * rsqrt(...) to the result's dtype before it is multiplied by scale, as the
+        Llama and T5 of the model hubs do.
+      out_dtype: dtype of the result; None is x's.
+      implementation: "native" is the CPU or CUDA kernel, "jnp" the formula in jax.numpy, None the kernel where it
+        exists. `python -m jaxnorm.info` tells which. Under vmap over scale or bias the formula runs.
+
+    Returns:
+      An array of x's shape.
+
+    Raises:
+      ValueError: an axis is out of range or repeated, a weight has another shape than the normalised axes, epsilon is
+        negative or not finite, or implementation is unknown.
+      TypeError: an array is not floating-point, or epsilon or scale_offset is traced.
+      RuntimeError: implementation="native" and there is no kernel for this call; the message says why.
+
+    Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, https://arxiv.org/abs/1910.07467.
+    """
+    return _norm("rms", x, scale, bias, epsilon, scale_offset, axis, multiply_before_cast, out_dtype, implementation)
+
+
+def layer_norm(
+    x: Any,
+    scale: Any = None,
+    bias: Any = None,
+    *,
+    epsilon: float = 1e-6,
+    scale_offset: float = 0.0,
+    axis: int | Sequence[int] = -1,
+    multiply_before_cast: bool = True,
+    out_dtype: Any = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Shifts x to mean 0 and scales it to variance 1 over `axis`.
+
+        y = (x - mean) * rsqrt(mean((x - mean)², axis) + epsilon) * (scale + scale_offset) + bias,  mean = mean(x, axis)
+
+    The variance is the mean of squared deviations as written, never E[x²] - mean², so that rows far from 0 keep their
+    precision. Arguments, dtypes, result and errors are those of `rms_norm`.
+
+    Args:
+      x: floating-point array of rank 1 or more.
+      scale: factor with the shape of the normalised axes, in x's order; None is a factor of 1.
+      bias: summand of the same shape; None is 0.
+      epsilon: non-negative Python number added to the variance.
+      scale_offset: Python number added to scale. Ignored without scale.
+      axis: the axis, or the set of axes, to normalise over. Kernels serve trailing axes, the jnp formula any.
+      multiply_before_cast: False rounds (x - mean) * rsqrt(...) to the result's dtype before it is multiplied by scale.
+      out_dtype: dtype of the result; None is x's.
+      implementation: None, "native" or "jnp", as for `rms_norm`.
+
+    Returns:
+      An array of x's shape.
+
+    Raises:
+      ValueError, TypeError, RuntimeError: as `rms_norm` does.
+
+    Source: Ba, Kiros and Hinton, Layer Normalization, 2016, https://arxiv.org/abs/1607.06450.
+    """
+    return _norm("layer", x, scale, bias, epsilon, scale_offset, axis, multiply_before_cast, out_dtype, implementation)
+
+
+def _norm(
+    kind: reference.Kind,
+    x: Any,
+    scale: Any,
+    bias: Any,
+    epsilon: Any,
+    scale_offset: Any,
+    axis: int | Sequence[int],
+    multiply_before_cast: bool,
+    out_dtype: Any,
+    implementation: Implementation | None,
+) -> jax.Array:
+    op = f"{kind}_norm"
+    validation.check_implementation(op, implementation)
+    x = validation.check_x(op, x)
+    axes = validation.check_axes(op, axis, x.ndim)
+    scale = validation.check_weight(op, "scale", scale, x, axes)
+    bias = validation.check_weight(op, "bias", bias, x, axes)
+    out_dtype = validation.check_out_dtype(op, out_dtype, x)
+    dtypes = [out_dtype, *(operand.dtype for operand in (x, scale, bias) if operand is not None)]
+    norm = reference.Norm(
+        kind=kind,
+        axes=axes,
+        epsilon=validation.check_epsilon(op, epsilon),
+        scale_offset=validation.check_number(op, "scale_offset", scale_offset),
+        multiply_before_cast=bool(multiply_before_cast),
+        compute_dtype=np.dtype(np.float64 if np.float64 in dtypes else np.float32),
+        out_dtype=out_dtype,
+        native_only=implementation == "native",
+    )
+    if implementation == "jnp" or not _has_kernel(op, norm, x, scale, bias):
+        # Cast once, so that the cotangents of x's two uses are added before they are rounded to its dtype.
+        x = x.astype(norm.compute_dtype)
+        return reference.forward(norm, x, reference.statistics(norm, x), scale, bias)
+    return primitives.apply(norm, x, scale, bias)
+
+
+def _has_kernel(op: str, norm: reference.Norm, x: jax.Array, scale: jax.Array | None, bias: jax.Array | None) -> bool:
+    """Whether some platform has a kernel for this norm; if it must be native, an error where none is at hand."""
+    weights = [weight for weight in (scale, bias) if weight is not None]
+    reason = ffi.unsupported(norm.axes, x.shape, x.dtype, norm.out_dtype, [weight.dtype for weight in weights])
+    if compat.is_sharded(x, norm.axes) or any(compat.is_sharded(weight, range(weight.ndim)) for weight in weights):
+        reason = "the normalised axes are sharded over an Explicit mesh"
+    if not norm.native_only:
+        return reason is None
+    platform = compat.default_platform()
+    if reason is None and not ffi.available(platform):
+        reason = ffi.why_not(platform)
+    if reason is not None:
+        raise RuntimeError(
+            f"{op}: implementation='native' cannot serve this call: {reason}. "
+            "With implementation=None it runs in jax.numpy."
+        )
+    return True

@@ -1,0 +1,251 @@
+"""The JAX primitives of a norm, each with its abstract evaluation, lowering, batching, JVP and transpose.
+
+- `forward` gives y and, where a derivative follows, the row statistics. Its JVP binds
+- `linear`, the tangent of y, which is linear in the tangents of x, scale and bias. Its transpose binds
+- `backward`, the wanted ones of the cotangents of x, scale and bias, in one call.
+
+So a gradient is one native call each way; forward mode and higher derivatives go through the jnp formula.
+
+The operands of a primitive are the leaves of a tuple, in which an absent one is None; the tuple's structure is the
+parameter `tree`. Operands keep x's rank, so that a result's sharding and varying mesh axes follow from x's type.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import PartitionSpec
+
+from jaxnorm import compat, ffi, reference
+from jaxnorm.reference import Norm
+
+unflatten = jax.tree.unflatten
+forward_p = Primitive("jaxnorm_forward")
+linear_p = Primitive("jaxnorm_linear")
+backward_p = Primitive("jaxnorm_backward")
+
+
+def apply(norm: Norm, x: jax.Array, scale: jax.Array | None, bias: jax.Array | None) -> jax.Array:
+    """The norm of x over trailing axes, native on the platforms that have a kernel."""
+    leaves, tree = jax.tree.flatten((x, scale, bias))
+    y: jax.Array
+    (y,) = forward_p.bind(*compat.match_varying_axes(*leaves), tree=tree, norm=norm, with_stats=False)
+    return y
+
+
+# forward: (x, scale, bias) -> [y], and with_stats -> [y, *statistics]
+
+
+def _forward_abstract(x: Any, *_: Any, tree: Any, norm: Norm, with_stats: bool) -> list[Any]:
+    y = x.update(dtype=norm.out_dtype, weak_type=False)
+    rows = (*x.shape[: -len(norm.axes)], *(1 for _ in norm.axes))
+    statistic = x.update(shape=rows, dtype=norm.compute_dtype, weak_type=False)
+    count = {"rms": 1, "layer": 2}[norm.kind] if with_stats else 0
+    return [y, *(statistic for _ in range(count))]
+
+
+def _forward_jnp(*operands: Any, tree: Any, norm: Norm, with_stats: bool) -> list[Any]:
+    x, scale, bias = unflatten(tree, operands)
+    stats = reference.statistics(norm, x)
+    y = reference.forward(norm, x, stats, scale, bias)
+    return [y, *stats] if with_stats else [y]
+
+
+def _forward_native(platform: str, ctx: Any, *operands: Any, tree: Any, norm: Norm, with_stats: bool) -> Sequence[Any]:
+    _, scale, bias = unflatten(tree, operands)
+    return jax.ffi.ffi_lowering(f"jaxnorm_{norm.kind}_norm_fwd")(
+        ctx,
+        *operands,
+        axes=np.int64(len(norm.axes)),
+        epsilon=np.float32(norm.epsilon),
+        scale_offset=np.float32(norm.scale_offset),
+        multiply_before_cast=norm.multiply_before_cast,
+        has_scale=scale is not None,
+        has_bias=bias is not None,
+    )
+
+
+def _forward_batch(operands: Any, dims: Any, *, tree: Any, norm: Norm, with_stats: bool) -> tuple[Any, Any]:
+    x, *weights = unflatten(tree, operands)
+    x_dim, *weight_dims = unflatten(tree, dims)
+    params: dict[str, Any] = {"norm": norm, "with_stats": with_stats}
+    if not _all_none(weight_dims):
+        return _batch_jnp(partial(_forward_jnp, tree=tree, **params), operands, dims)
+    (x,) = _fold((x,), (x_dim,))
+    return _at_front(_bind(forward_p, (x, *weights), **params))
+
+
+def _forward_jvp(primals: Any, tangents: Any, *, tree: Any, norm: Norm, with_stats: bool) -> tuple[Any, Any]:
+    x, scale, _ = unflatten(tree, primals)
+    dots = unflatten(tree, [None if type(tangent) is ad.Zero else tangent for tangent in tangents])
+    y, *stats = forward_p.bind(*primals, tree=tree, norm=norm, with_stats=True)
+    y_dot = _bind(linear_p, (x, stats, scale, dots), norm=norm)
+    if not with_stats:
+        return [y], y_dot
+    # Only a second derivative comes here.
+    stats_dot = _tangents_jnp(partial(reference.statistics, norm), [x], unflatten(tree, tangents)[:1])
+    return [y, *stats], [*y_dot, *stats_dot]
+
+
+# linear: (x, statistics, scale, (x_dot, scale_dot, bias_dot)) -> [y_dot]
+
+
+def _linear_abstract(x: Any, *_: Any, tree: Any, norm: Norm) -> list[Any]:
+    return [x.update(dtype=norm.out_dtype, weak_type=False)]
+
+
+def _linear_jnp(*operands: Any, tree: Any, norm: Norm) -> list[Any]:
+    return [reference.linear(norm, *unflatten(tree, operands))]
+
+
+def _linear_batch(operands: Any, dims: Any, *, tree: Any, norm: Norm) -> tuple[Any, Any]:
+    x, stats, scale, (x_dot, *weights_dot) = unflatten(tree, operands)
+    x_dim, stats_dims, scale_dim, (x_dot_dim, *weights_dot_dims) = unflatten(tree, dims)
+    if x_dim is None or not _all_none([scale_dim, *weights_dot_dims]):
+        return _batch_jnp(partial(_linear_jnp, tree=tree, norm=norm), operands, dims)
+    x, stats, x_dot = _fold((x, stats, x_dot), (x_dim, stats_dims, x_dot_dim))
+    return _at_front(_bind(linear_p, (x, stats, scale, (x_dot, *weights_dot)), norm=norm))
+
+
+def _linear_jvp(primals: Any, tangents: Any, *, tree: Any, norm: Norm) -> tuple[Any, Any]:
+    params: dict[str, Any] = {"tree": tree, "norm": norm}
+    return linear_p.bind(*primals, **params), _tangents_jnp(partial(_linear_jnp, **params), primals, tangents)
+
+
+def _linear_transpose(cotangents: Any, *operands: Any, tree: Any, norm: Norm) -> list[Any]:
+    x, stats, scale, dots = unflatten(tree, operands)
+    dtypes = tuple(dot.aval.dtype if ad.is_undefined_primal(dot) else None for dot in dots)
+    dy = ad.instantiate_zeros(cotangents[0])
+    wanted = iter(_bind(backward_p, (dy, x, stats, scale), norm=norm, dtypes=dtypes))
+    return [next(wanted) if ad.is_undefined_primal(operand) else None for operand in operands]
+
+
+# backward: (dy, x, statistics, scale) -> those cotangents of (x, scale, bias) whose dtype is given
+
+
+def _backward_abstract(dy: Any, x: Any, *_: Any, tree: Any, norm: Norm, dtypes: Any) -> list[Any]:
+    axes = len(norm.axes)
+    sharding = x.sharding.update(spec=PartitionSpec(*x.sharding.spec[-axes:]))
+    weight = x.update(shape=x.shape[-axes:], sharding=sharding)
+    results = zip((x, weight, weight), dtypes, strict=True)
+    return [result.update(dtype=dtype, weak_type=False) for result, dtype in results if dtype is not None]
+
+
+def _backward_jnp(*operands: Any, tree: Any, norm: Norm, dtypes: Any) -> list[Any]:
+    dy, x, stats, scale = unflatten(tree, operands)
+    return reference.backward(norm, dy, x, stats, scale, dtypes)
+
+
+def _backward_native(platform: str, ctx: Any, *operands: Any, tree: Any, norm: Norm, dtypes: Any) -> Sequence[Any]:
+    _, x, _, scale = unflatten(tree, ctx.avals_in)
+    with_dx, with_dscale, with_dbias = (dtype is not None for dtype in dtypes)
+    workspace = []
+    if platform == "cuda" and (with_dscale or with_dbias):
+        cols = math.prod(x.shape[-len(norm.axes) :])
+        shape = (with_dscale + with_dbias, ffi.partial_rows(norm.kind, x.dtype, cols), cols)
+        workspace = [jax.core.ShapedArray(shape, np.float32)]
+    results = jax.ffi.ffi_lowering(f"jaxnorm_{norm.kind}_norm_bwd")(
+        ctx.replace(avals_out=[*ctx.avals_out, *workspace]),
+        *operands,
+        axes=np.int64(len(norm.axes)),
+        scale_offset=np.float32(norm.scale_offset),
+        has_scale=scale is not None,
+        with_dx=with_dx,
+        with_dscale=with_dscale,
+        with_dbias=with_dbias,
+    )
+    return results[: len(ctx.avals_out)]
+
+
+def _backward_batch(operands: Any, dims: Any, *, tree: Any, norm: Norm, dtypes: Any) -> tuple[Any, Any]:
+    dy, x, stats, scale = unflatten(tree, operands)
+    dy_dim, x_dim, stats_dims, scale_dim = unflatten(tree, dims)
+    if x_dim is None or scale_dim is not None:
+        return _batch_jnp(partial(_backward_jnp, tree=tree, norm=norm, dtypes=dtypes), operands, dims)
+    rows = _fold((dy, x, stats), (dy_dim, x_dim, stats_dims))
+    dx_dtype, *weight_dtypes = dtypes
+    cotangents = []
+    if dx_dtype is not None:
+        cotangents += _bind(backward_p, (*rows, scale), norm=norm, dtypes=(dx_dtype, None, None))
+    if not _all_none(weight_dtypes):
+        # A kernel would sum over the examples too.
+        sums = partial(reference.backward, norm, scale=scale, dtypes=(None, *weight_dtypes))
+        cotangents += jax.vmap(sums)(*rows)
+    return _at_front(cotangents)
+
+
+def _backward_jvp(primals: Any, tangents: Any, *, tree: Any, norm: Norm, dtypes: Any) -> tuple[Any, Any]:
+    params: dict[str, Any] = {"tree": tree, "norm": norm, "dtypes": dtypes}
+    return backward_p.bind(*primals, **params), _tangents_jnp(partial(_backward_jnp, **params), primals, tangents)
+
+
+def _bind(primitive: Primitive, operands: Any, **params: Any) -> Any:
+    leaves, tree = jax.tree.flatten(operands)
+    return primitive.bind(*leaves, tree=tree, **params)
+
+
+def _all_none(values: Sequence[object]) -> bool:
+    return all(value is None for value in values)
+
+
+def _fold(operands: Any, dims: Any) -> Any:
+    """The operands with the batch as their leading axis, repeated over it where an operand has none."""
+    return jax.vmap(lambda *values: values, in_axes=dims)(*operands)
+
+
+def _at_front(results: Any) -> tuple[Any, Any]:
+    return results, [0] * len(results)
+
+
+def _batch_jnp(formula: Callable[..., Any], operands: Any, dims: Any) -> tuple[Any, Any]:
+    return _at_front(jax.vmap(formula, in_axes=tuple(dims))(*operands))
+
+
+def _tangents_jnp(formula: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    """The tangents of formula's results; zero tangents stay symbolic."""
+    moving = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
+
+    def of_moving(*values: Any) -> Any:
+        operands = dict(enumerate(primals)) | dict(zip(moving, values, strict=True))
+        return formula(*operands.values())
+
+    return jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])[1]
+
+
+def _lowering(formula: Callable[..., Any], native: Callable[..., Any] | None, platform: str) -> Callable[..., Any]:
+    lower_formula = mlir.lower_fun(formula)
+
+    def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
+        if native is not None and ffi.available(platform):
+            return native(platform, ctx, *operands, **params)
+        if params["norm"].native_only:
+            raise RuntimeError(f"implementation='native': {ffi.why_not(platform)}")
+        return lower_formula(ctx, *operands, **params)
+
+    return lower
+
+
+def _register() -> None:
+    for primitive, abstract, formula, batch, jvp in (
+        (forward_p, _forward_abstract, _forward_jnp, _forward_batch, _forward_jvp),
+        (linear_p, _linear_abstract, _linear_jnp, _linear_batch, _linear_jvp),
+        (backward_p, _backward_abstract, _backward_jnp, _backward_batch, _backward_jvp),
+    ):
+        primitive.multiple_results = True
+        primitive.def_abstract_eval(abstract)
+        compat.run_eagerly(primitive)
+        mlir.register_lowering(primitive, _lowering(formula, None, "this platform"))
+        batching.primitive_batchers[primitive] = batch
+        ad.primitive_jvps[primitive] = jvp
+    ad.primitive_transposes[linear_p] = _linear_transpose
+    for platform in ffi.PLATFORMS:
+        mlir.register_lowering(forward_p, _lowering(_forward_jnp, _forward_native, platform), platform=platform)
+        mlir.register_lowering(backward_p, _lowering(_backward_jnp, _backward_native, platform), platform=platform)
+
+
+_register()

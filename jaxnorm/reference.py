@@ -1,0 +1,133 @@
+"""The norms as plain jnp: the specification, the oracle of the tests and the fallback, in one.
+
+A native kernel computes what stands here. Everything is computed in float32 (float64 where an operand has it) and
+rounded once, at the end.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+Kind = Literal["rms", "layer"]
+# Row statistics, shaped like x with normalised axes of length 1: (rstd,) of RMSNorm, (mean, rstd) of LayerNorm.
+Statistics = Sequence[jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Norm:
+    """What is static about one norm; hashable, so that a primitive carries it as a parameter.
+
+    Axes are counted from the end, so that leading axes that vmap adds change nothing.
+    """
+
+    kind: Kind
+    axes: tuple[int, ...]
+    epsilon: float
+    scale_offset: float
+    multiply_before_cast: bool
+    compute_dtype: np.dtype[Any]
+    out_dtype: np.dtype[Any]
+    native_only: bool = False
+
+
+def statistics(norm: Norm, x: jax.Array) -> Statistics:
+    """`(rstd,)` or `(mean, rstd)`; the variance is the mean of squared deviations, never E[x²] - mean²."""
+    x = x.astype(norm.compute_dtype)
+    if norm.kind == "rms":
+        return (lax.rsqrt(_mean(norm, x * x) + norm.epsilon),)
+    mean = _mean(norm, x)
+    deviation = x - mean
+    return mean, lax.rsqrt(_mean(norm, deviation * deviation) + norm.epsilon)
+
+
+def forward(norm: Norm, x: jax.Array, stats: Statistics, scale: jax.Array | None, bias: jax.Array | None) -> jax.Array:
+    """`y = x_hat * (scale + scale_offset) + bias`."""
+    y = _x_hat(norm, x, stats)
+    if not norm.multiply_before_cast:
+        y = y.astype(norm.out_dtype).astype(norm.compute_dtype)
+    if scale is not None:
+        y = y * _factor(norm, x, scale)
+    if bias is not None:
+        y = y + _broadcastable(norm, x, bias)
+    return y.astype(norm.out_dtype)
+
+
+def linear(
+    norm: Norm,
+    x: jax.Array,
+    stats: Statistics,
+    scale: jax.Array | None,
+    tangents: tuple[jax.Array | None, jax.Array | None, jax.Array | None],
+) -> jax.Array:
+    """The tangent of y for the tangents of x, scale and bias; None is a zero tangent."""
+    x_dot, scale_dot, bias_dot = tangents
+    terms = []
+    if x_dot is not None:
+        x_dot = x_dot.astype(norm.compute_dtype)
+        x_hat_dot = _project(norm, x_dot, x, stats)
+        terms.append(x_hat_dot if scale is None else x_hat_dot * _factor(norm, x, scale))
+    if scale_dot is not None:
+        terms.append(_x_hat(norm, x, stats) * _broadcastable(norm, x, scale_dot))
+    if bias_dot is not None:
+        terms.append(jnp.broadcast_to(_broadcastable(norm, x, bias_dot), x.shape))
+    return sum(terms[1:], start=terms[0]).astype(norm.out_dtype)
+
+
+def backward(
+    norm: Norm,
+    dy: jax.Array,
+    x: jax.Array,
+    stats: Statistics,
+    scale: jax.Array | None,
+    dtypes: tuple[np.dtype[Any] | None, np.dtype[Any] | None, np.dtype[Any] | None],
+) -> list[jax.Array]:
+    """The cotangents of x, scale and bias whose dtype is given, in this order: the transpose of `linear`."""
+    dx_dtype, dscale_dtype, dbias_dtype = dtypes
+    dy = dy.astype(norm.compute_dtype)
+    cotangents = []
+    if dx_dtype is not None:
+        g = dy if scale is None else dy * _factor(norm, x, scale)
+        cotangents.append(_project(norm, g, x, stats).astype(dx_dtype))
+    if dscale_dtype is not None:
+        cotangents.append(_sum_rows(norm, dy * _x_hat(norm, x, stats)).astype(dscale_dtype))
+    if dbias_dtype is not None:
+        cotangents.append(_sum_rows(norm, dy).astype(dbias_dtype))
+    return cotangents
+
+
+def _mean(norm: Norm, v: jax.Array) -> jax.Array:
+    return jnp.mean(v, axis=norm.axes, keepdims=True)
+
+
+def _x_hat(norm: Norm, x: jax.Array, stats: Statistics) -> jax.Array:
+    *mean, rstd = stats
+    x = x.astype(norm.compute_dtype)
+    return (x - mean[0] if mean else x) * rstd
+
+
+def _project(norm: Norm, v: jax.Array, x: jax.Array, stats: Statistics) -> jax.Array:
+    """The derivative of x_hat by x applied to v; it is symmetric, so it serves both directions."""
+    x_hat = _x_hat(norm, x, stats)
+    inner = v - x_hat * _mean(norm, v * x_hat)
+    if norm.kind == "layer":
+        inner = inner - _mean(norm, v)
+    return inner * stats[-1]
+
+
+def _factor(norm: Norm, x: jax.Array, scale: jax.Array) -> jax.Array:
+    return _broadcastable(norm, x, scale) + norm.scale_offset
+
+
+def _broadcastable(norm: Norm, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """weight, which has the normalised axes only, in the compute dtype and with x's rank."""
+    others = tuple(axis for axis in range(-x.ndim, 0) if axis not in norm.axes)
+    return jnp.expand_dims(weight.astype(norm.compute_dtype), others)
+
+
+def _sum_rows(norm: Norm, v: jax.Array) -> jax.Array:
+    return jnp.sum(v, axis=tuple(axis for axis in range(-v.ndim, 0) if axis not in norm.axes))

@@ -1,0 +1,116 @@
+"""Checks of what a caller passes, made once, while tracing.
+
+A message says which argument, what came, what was expected and what to do. ValueError: shapes, axes, values.
+TypeError: dtypes and values that are no arrays or no static numbers.
+"""
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+IMPLEMENTATIONS = (None, "native", "jnp")
+
+
+def check_array(op: str, name: str, value: object) -> jax.Array:
+    """value as a floating-point jax.Array."""
+    if not isinstance(value, (jax.Array, np.ndarray, np.generic)) and not hasattr(value, "__jax_array__"):
+        raise TypeError(
+            f"{op}: {name} must be an array, got {type(value).__name__}; convert it with jax.numpy.asarray({name})."
+        )
+    array = value if isinstance(value, jax.Array) else jnp.asarray(value)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise TypeError(
+            f"{op}: {name} must have a floating-point dtype, got {array.dtype}; "
+            f"convert it first, as with {name}.astype(jax.numpy.float32)."
+        )
+    return array
+
+
+def check_x(op: str, x: object) -> jax.Array:
+    array = check_array(op, "x", x)
+    if array.ndim == 0:
+        raise ValueError(f"{op}: x must have at least one axis, got a scalar: give it the axis to normalise over.")
+    return array
+
+
+def check_axes(op: str, axis: int | Sequence[int], ndim: int) -> tuple[int, ...]:
+    """The set of normalised axes, counted from the end (-1 is the last), ascending."""
+    given = axis if isinstance(axis, Sequence) else (axis,)
+    try:
+        axes = [operator.index(a) for a in given]
+    except TypeError:
+        raise TypeError(f"{op}: axis must be an int or a sequence of ints, got {axis!r}.") from None
+    if not axes:
+        raise ValueError(f"{op}: axis is empty; give at least one axis to normalise over, as with axis=-1.")
+    for a in axes:
+        if not -ndim <= a < ndim:
+            raise ValueError(
+                f"{op}: axis {a} is out of range for x with {ndim} axes; expected {-ndim} <= axis < {ndim}."
+            )
+    canonical = sorted(a - ndim if a >= 0 else a for a in axes)
+    if len(set(canonical)) < len(canonical):
+        raise ValueError(f"{op}: axis={axis!r} names an axis of x (which has {ndim}) twice; name each axis once.")
+    return tuple(canonical)
+
+
+def check_weight(op: str, name: str, value: object, x: jax.Array, axes: tuple[int, ...]) -> jax.Array | None:
+    if value is None:
+        return None
+    weight = check_array(op, name, value)
+    expected = tuple(x.shape[axis] for axis in axes)
+    if weight.shape != expected:
+        raise ValueError(
+            f"{op}: {name} has shape {weight.shape}, expected {expected}: the normalised axes {axes} of x, "
+            f"which has shape {x.shape}. Reshape {name}, or change axis."
+        )
+    return weight
+
+
+def check_number(op: str, name: str, value: object) -> float:
+    """value as a finite Python float, known while tracing."""
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(
+            f"{op}: {name} must be known while tracing, got the traced value {value}; pass a Python float "
+            f"(under jax.jit, close over it or mark its argument static)."
+        )
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise TypeError(f"{op}: {name} must be a number, got {value!r}; pass a Python float.") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{op}: {name} must be finite, got {number}.")
+    return number
+
+
+def check_epsilon(op: str, epsilon: object) -> float:
+    number = check_number(op, "epsilon", epsilon)
+    if number < 0:
+        raise ValueError(f"{op}: epsilon must not be negative, got {number}; 1e-6 is usual.")
+    return number
+
+
+def check_out_dtype(op: str, out_dtype: Any, x: jax.Array) -> np.dtype[Any]:
+    if out_dtype is None:
+        return np.dtype(x.dtype)
+    try:
+        dtype: np.dtype[Any] = np.dtype(jnp.dtype(out_dtype))
+    except TypeError:
+        raise TypeError(f"{op}: out_dtype must be a dtype, got {out_dtype!r}.") from None
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"{op}: out_dtype must be a floating-point dtype, got {dtype}; cast the result instead.")
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise TypeError(f"{op}: out_dtype={dtype} needs 64-bit types; enable them with jax_enable_x64.")
+    return dtype
+
+
+def check_implementation(op: str, implementation: object) -> None:
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"{op}: unknown implementation {implementation!r}; expected None (native where it exists), "
+            f"'native' (an error where it does not) or 'jnp'."
+        )

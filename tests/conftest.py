@@ -1,0 +1,68 @@
+"""One suite for every platform: what it tests is the installed package on JAX's default backend."""
+
+import os
+import sys
+from pathlib import Path
+
+# `python -m pytest` puts the clone's root on the path, where a jaxnorm without native modules lies.
+_ROOT = Path(__file__).resolve().parent.parent
+sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != _ROOT]
+
+# A mesh needs devices, and one CPU can stand for several. Must be set before JAX is imported.
+_FLAGS = os.environ.get("XLA_FLAGS", "")
+if "xla_force_host_platform_device_count" not in _FLAGS:
+    os.environ["XLA_FLAGS"] = f"{_FLAGS} --xla_force_host_platform_device_count=4".strip()
+# Several workers (`-n 2`) share one GPU.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import jax
+import pytest
+from hypothesis import settings
+from native import description, is_built, is_platform_with_kernels, why_not_native
+
+import jaxnorm
+
+# Every new shape is a compilation, so examples are few; CI repeats the same ones.
+settings.register_profile("jaxnorm", max_examples=20, deadline=None, database=None, derandomize="CI" in os.environ)
+settings.load_profile("jaxnorm")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--large", action="store_true", help="run the tests marked large on CPU too (30 GiB of memory)")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "kernels: calls the handlers themselves; on a platform that has them")
+    config.addinivalue_line("markers", "plans: launch plans, which need no GPU; where jaxnorm is built with CUDA")
+    config.addinivalue_line("markers", "gpu: about what only the CUDA kernels have; on a GPU")
+    config.addinivalue_line("markers", "large: arrays of more than 2**31 elements; on a GPU, or with --large")
+
+
+def pytest_report_header():
+    device = jax.devices()[0]
+    missing = why_not_native()
+    return [
+        f"jaxnorm: {Path(jaxnorm.__file__).parent}",
+        f"platform: {jax.default_backend()}, {jax.device_count()} x {device.device_kind}, jax {jax.__version__}",
+        f"implementation: {f'jnp only, native is missing: {missing}' if missing else description()}",
+    ]
+
+
+def pytest_collection_modifyitems(config, items):
+    on_gpu = jax.default_backend() == "gpu"
+    has = {
+        "kernels": is_platform_with_kernels(),
+        "plans": is_built("gpu"),
+        "gpu": on_gpu,
+        "large": on_gpu or config.getoption("--large"),
+    }
+    absent = {name for name, present in has.items() if not present}
+    deselected = [item for item in items if absent & {mark.name for mark in item.iter_markers()}]
+    config.hook.pytest_deselected(items=deselected)
+    items[:] = [item for item in items if item not in deselected]
+
+
+@pytest.fixture
+def devices():
+    """The devices of a mesh: a power of two of them, and one only where there is one only."""
+    return jax.devices()[: 1 << (min(4, jax.device_count()).bit_length() - 1)]

@@ -1,0 +1,48 @@
+"""Which native kernels are under test."""
+
+import importlib
+import importlib.util
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+
+import jaxnorm
+
+# The platforms that have kernels: JAX's backend, and the module that holds them.
+MODULES = {"cpu": "jaxnorm._cpu", "gpu": "jaxnorm._cuda"}
+
+
+def is_platform_with_kernels() -> bool:
+    return jax.default_backend() in MODULES
+
+
+@cache
+def why_not_native() -> str | None:
+    """Why the native kernels do not run on the default backend; None if they do."""
+    try:
+        jax.block_until_ready(jaxnorm.rms_norm(jnp.ones((1, 8)), implementation="native"))
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def description() -> str:
+    module = importlib.import_module(MODULES[jax.default_backend()])
+    if jax.default_backend() == "cpu":
+        return f"native, {module.isa()} kernels"
+    return f"native, CUDA {module.toolkit()} kernels for {module.architectures()}"
+
+
+def is_built(platform: str) -> bool:
+    return importlib.util.find_spec(MODULES[platform]) is not None
+
+
+def target(kind: str, direction: str) -> str:
+    return f"jaxnorm_{kind}_norm_{direction}"
+
+
+def native_calls(kind: str, fwd: int = 0, bwd: int = 0) -> dict[str, int]:
+    """What `count_native_calls` must give here: the counts named, nothing where there are no kernels."""
+    counts = {target(kind, "fwd"): fwd, target(kind, "bwd"): bwd}
+    return {name: count for name, count in counts.items() if count} if is_platform_with_kernels() else {}

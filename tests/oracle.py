@@ -1,0 +1,76 @@
+"""The formulas in float64 NumPy, with one final rounding: what every implementation is measured against."""
+
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+EPSILON = 1e-6
+
+
+class Forward(NamedTuple):
+    exact: np.ndarray  # y in float64
+    rounded: np.ndarray  # y in the output's dtype
+    terms: np.ndarray  # the size of what is summed to y: by it an error of arithmetic is measured
+    slack: np.ndarray  # what the rounding of x_hat, where the caller asked for it, may move y by
+
+
+class Gradients(NamedTuple):
+    dx: np.ndarray
+    dscale: np.ndarray
+    dbias: np.ndarray
+    dx_terms: np.ndarray  # rstd * g: the size of what is summed to dx
+
+
+def f64(array) -> np.ndarray:
+    return np.asarray(array).astype(np.float64)
+
+
+def spacing(values: np.ndarray, dtype) -> np.ndarray:
+    """The distance of neighbouring numbers of ``dtype`` at each value."""
+    info = ml_dtypes.finfo(dtype)
+    exponent = np.frexp(np.where(np.isfinite(values), values, 0))[1] - 1
+    return np.ldexp(1.0, np.maximum(exponent, info.minexp) - info.nmant)
+
+
+def round_to(values: np.ndarray, dtype) -> np.ndarray:
+    """To the nearest, ties to even, once: ml_dtypes' own conversion from float64 rounds twice, by way of float32."""
+    unit = spacing(values, dtype)
+    rounded = np.rint(values / unit) * unit
+    with np.errstate(over="ignore"):
+        return rounded.astype(dtype)
+
+
+def _statistics(kind, x, axes, epsilon):
+    mean = x.mean(axes, keepdims=True) if kind == "layer" else 0.0
+    centred = x - mean
+    rstd = 1 / np.sqrt(np.square(centred).mean(axes, keepdims=True) + epsilon)
+    return centred * rstd, rstd
+
+
+def forward(
+    kind, x, scale=None, bias=None, *, axes=1, epsilon=EPSILON, scale_offset=0.0, multiply_before_cast=True, out_dtype
+) -> Forward:
+    over = tuple(range(-axes, 0))
+    x_hat, _ = _statistics(kind, f64(x), over, epsilon)
+    factor = np.ones(()) if scale is None else f64(scale) + scale_offset
+    addend = np.zeros(()) if bias is None else f64(bias)
+    # LayerNorm subtracts the mean, so that a small x_hat carries the error of the row's largest.
+    size = np.abs(x_hat) if kind == "rms" else np.abs(x_hat).max(over, keepdims=True, initial=0)
+    slack = np.zeros(())
+    if not multiply_before_cast:
+        x_hat = f64(round_to(x_hat, out_dtype))
+        slack = spacing(x_hat, out_dtype) * np.abs(factor)
+    exact = x_hat * factor + addend
+    return Forward(exact, round_to(exact, out_dtype), size * np.abs(factor) + np.abs(addend), slack)
+
+
+def gradients(kind, x, dy, scale=None, *, axes=1, epsilon=EPSILON, scale_offset=0.0) -> Gradients:
+    x, dy = f64(x), f64(dy)
+    over = tuple(range(-axes, 0))
+    rows = tuple(range(x.ndim - axes))
+    x_hat, rstd = _statistics(kind, x, over, epsilon)
+    g = dy if scale is None else dy * (f64(scale) + scale_offset)
+    along = g - x_hat * (g * x_hat).mean(over, keepdims=True)
+    dx = rstd * (along if kind == "rms" else along - g.mean(over, keepdims=True))
+    return Gradients(dx, (dy * x_hat).sum(rows), dy.sum(rows), rstd * g)

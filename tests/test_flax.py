@@ -1,0 +1,136 @@
+"""The norms of `jaxnorm.nnx` and `jaxnorm.linen` against those of Flax that they stand in for."""
+
+import inspect
+from itertools import product
+
+import jax
+import jax.numpy as jnp
+import pytest
+from cases import DTYPES, KINDS, bits, draw, draw_x
+from flax_apis import APIS, assert_close, assert_gradients_close
+from hlo import compiled_text, count_native_calls
+from native import native_calls
+
+pytestmark = [pytest.mark.parametrize("kind", KINDS), pytest.mark.parametrize("api", APIS.values(), ids=APIS)]
+
+# Rows with a vectorised part and a rest; three axes, as norms of several axes and of axes in the middle need.
+DIMS = (4, 6, 37)
+# Every dtype of x with every dtype asked of the result, and with parameters that are half as well.
+DTYPE_FIELDS = [*product(DTYPES, [None, *DTYPES], ["float32"]), *product(DTYPES, [None], ["bfloat16"])]
+# A gradient has its primal's dtype: that is x's and the parameters', and one result of a dtype of its own.
+GRADIENT_DTYPES = [*product(DTYPES, [None], ["float32", "bfloat16"]), ("float32", "bfloat16", "float32")]
+
+SERVED_BY_KERNELS = [
+    {},
+    {"use_scale": False},
+    {"use_fast_variance": False},
+    {"epsilon": 0.1},  # large enough to be seen in the result
+    {"dtype": jnp.bfloat16},
+    {"param_dtype": jnp.float16},
+    {"reduction_axes": 2, "feature_axes": (-1,)},
+    {"reduction_axes": (-1, -2), "feature_axes": (1, 2)},
+    {"axis_index_groups": [[0, 1]]},  # Flax reads it with an axis_name only
+]
+SERVED_BY_FLAX = [
+    {"reduction_axes": 1, "feature_axes": 1},
+    {"reduction_axes": (0, 2), "feature_axes": 2},
+    {"reduction_axes": (1, 2), "feature_axes": -1},
+    {"reduction_axes": -1, "feature_axes": (1, 2)},
+    {"reduction_axes": (0, 1), "feature_axes": -1, "use_fast_variance": False},
+]
+
+
+def results(api, kind, x, fields, **call):
+    """What Flax's norm gives and what ours does."""
+    return [jax.jit(lambda p, x: apply(p, x, **call))(p, x) for apply, p in api.both(kind, x, **fields)]  # noqa: B023
+
+
+@pytest.mark.parametrize(("x_dtype", "dtype", "param_dtype"), DTYPE_FIELDS)
+def test_result_for_every_dtype(api, kind, x_dtype, dtype, param_dtype):
+    flaxs, ours = results(api, kind, draw_x(DIMS, x_dtype), {"dtype": dtype, "param_dtype": param_dtype})
+    assert_close(ours, flaxs)
+
+
+@pytest.mark.parametrize("fields", SERVED_BY_KERNELS, ids=str)
+def test_result_of_a_kernel(api, kind, fields):
+    flaxs, ours = results(api, kind, draw_x(DIMS), fields)
+    assert_close(ours, flaxs)
+
+
+@pytest.mark.parametrize("fields", SERVED_BY_KERNELS, ids=str)
+def test_a_kernel_serves(api, kind, fields):
+    x = draw_x(DIMS)
+    _, (apply, parameters) = api.both(kind, x, **fields)
+    assert count_native_calls(compiled_text(apply, parameters, x)) == native_calls(kind, fwd=1)
+
+
+@pytest.mark.parametrize("fields", SERVED_BY_FLAX, ids=str)
+def test_other_axes_are_flaxs_result(api, kind, fields):
+    flaxs, ours = results(api, kind, draw_x(DIMS), fields)
+    assert bits(ours) == bits(flaxs)
+
+
+@pytest.mark.parametrize("dims", [DIMS, DIMS[-1:]])
+def test_mask_is_flaxs_result(api, kind, dims):
+    mask = draw("mask", dims) > 0
+    flaxs, ours = results(api, kind, draw_x(DIMS), {}, mask=mask)
+    assert bits(ours) == bits(flaxs)
+
+
+def test_axis_name_is_flaxs_result(api, kind):
+    x = draw_x(DIMS)
+    norms = api.both(kind, x, axis_name="shard")
+    flaxs, ours = (jax.vmap(lambda x: apply(p, x), axis_name="shard")(x) for apply, p in norms)  # noqa: B023
+    assert bits(ours) == bits(flaxs)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.complex64])
+def test_dtypes_without_a_kernel_are_flaxs_result(api, kind, dtype):
+    flaxs, ours = results(api, kind, jnp.round(draw_x(DIMS)).astype(dtype), {})
+    assert ours.dtype == flaxs.dtype
+    assert bits(ours) == bits(flaxs)
+
+
+@pytest.mark.parametrize("fields", [{}, {"dtype": jnp.float64}, {"param_dtype": jnp.float64}], ids=str)
+def test_float64_is_flaxs_result(api, kind, fields):
+    with jax.enable_x64(True):
+        flaxs, ours = results(api, kind, draw_x(DIMS).astype(jnp.float32 if fields else jnp.float64), fields)
+        assert ours.dtype == jnp.float64
+        assert bits(ours) == bits(flaxs)
+
+
+def test_half_input_is_not_widened_before_the_kernel(api, kind):
+    x = draw_x(DIMS, "bfloat16")
+    _, (apply, parameters) = api.both(kind, x)
+    program = jax.make_jaxpr(apply)(parameters, x)
+    assert program.out_avals[0].dtype == jnp.float32
+    assert "convert_element_type" not in str(program)
+
+
+@pytest.mark.parametrize(("x_dtype", "dtype", "param_dtype"), GRADIENT_DTYPES)
+def test_gradients(api, kind, x_dtype, dtype, param_dtype):
+    x, weights = draw_x(DIMS, x_dtype), draw("dy", DIMS)
+    norms = api.both(kind, x, dtype=dtype, param_dtype=param_dtype)
+
+    def gradients(apply, parameters):
+        return jax.jit(jax.grad(lambda p, x: (apply(p, x) * weights).sum(), argnums=(0, 1)))(parameters, x)
+
+    flaxs, ours = (gradients(*norm) for norm in norms)
+    assert_gradients_close(ours, flaxs, through=dtype)
+
+
+def test_constructor_and_call_are_flaxs(api, kind):
+    flaxs, ours = api.classes(kind)
+    assert issubclass(ours, flaxs)
+    assert ours.__name__ == flaxs.__name__
+    assert inspect.signature(ours) == inspect.signature(flaxs)
+    call = [inspect.signature(cls.__call__).parameters for cls in (flaxs, ours)]
+    assert [(p.name, p.kind, p.default) for p in call[1].values()] == [
+        (p.name, p.kind, p.default) for p in call[0].values()
+    ]
+
+
+def test_parameters_are_flaxs(api, kind):
+    (_, flaxs), (_, ours) = api.both(kind, draw_x(DIMS), param_dtype=jnp.bfloat16)
+    assert flaxs.keys() == ours.keys()
+    assert bits(ours) == bits(flaxs)

@@ -1,0 +1,91 @@
+"""`python -m jaxnorm.info`: what is there, and what would run for an array."""
+
+import json
+import runpy
+import sys
+
+import jax
+import jaxlib
+import pytest
+from native import is_built
+
+
+@pytest.fixture
+def info(monkeypatch, capsys):
+    """Runs the program in this process; what it prints."""
+
+    def run(*arguments) -> str:
+        monkeypatch.setattr(sys, "argv", ["info", *arguments])
+        monkeypatch.delitem(sys.modules, "jaxnorm.info", raising=False)  # or runpy warns
+        runpy.run_module("jaxnorm.info", run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
+
+
+def call(info, *arguments):
+    return json.loads(info("--json", *arguments))["call"]
+
+
+def test_versions(info):
+    versions = json.loads(info("--json"))["versions"]
+    assert (versions["jax"], versions["jaxlib"]) == (jax.__version__, jaxlib.__version__)
+
+
+def test_what_was_built(info):
+    native = json.loads(info("--json"))["native"]
+    assert {name: module["loaded"] for name, module in native.items()} == {
+        "cpu": is_built("cpu"),
+        "cuda": is_built("gpu"),
+    }
+
+
+@pytest.mark.kernels
+def test_the_default_call_is_native(info):
+    platform = {"cpu": "cpu", "gpu": "cuda"}[jax.default_backend()]
+    report = call(info)
+    assert (report["implementation"], report["platform"]) == ("native", platform)
+
+
+# On platforms and for dtypes that have no kernel, and why.
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("--platform", "tpu"), "none for tpu"),
+        (("--platform", "rocm"), "none for rocm"),
+        (("--dtype", "float64"), "x is float64"),
+        (("--dtype", "float8_e4m3fn"), "x is float8_e4m3fn"),
+        (("--dtype", "float16", "--out-dtype", "bfloat16"), "one of them float32"),
+        (("--shape", "4x0"), "length 0"),
+    ],
+)
+def test_where_the_formula_runs(info, arguments, why):
+    report = call(info, *arguments)
+    assert report["implementation"] == "jnp"
+    assert why in report["why"]
+
+
+@pytest.mark.plans
+@pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
+def test_launch_plans(info, op):
+    report = call(info, "--platform", "cuda", "--op", op, "--shape", "3x8x128", "--dtype", "bfloat16", "--axes", "2")
+    plan = report["plans"]["forward"]
+    assert plan["threads_per_row"] * plan["elements_per_thread"] >= 8 * 128
+
+
+@pytest.mark.plans
+@pytest.mark.parametrize("cols", [1, 128, 4096, 65_536, 10**9])
+def test_launch_plans_in_words(info, cols):
+    words = info("--platform", "cuda", "--shape", f"3x{cols}")
+    assert all(way in words for way in ("forward  ", "backward  ", "threads"))
+
+
+def test_everything_in_words(info):
+    words = info("--shape", "8x4096", "--dtype", "bfloat16")
+    assert all(part in words for part in (jax.__version__, "bfloat16[8x4096]", "because"))
+
+
+@pytest.mark.parametrize("arguments", [("--shape", "4,4"), ("--axes", "3"), ("--axes", "0"), ("--dtype", "int8")])
+def test_bad_arguments(info, arguments):
+    with pytest.raises(SystemExit, match="2"):
+        info(*arguments)

@@ -1,0 +1,205 @@
+"""Handlers that are handed inconsistent buffers say so; they never read or write past one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import KINDS, bits, operands
+from native import target
+
+import jaxnorm.ffi
+
+pytestmark = [pytest.mark.kernels, pytest.mark.parametrize("kind", KINDS)]
+
+ROWS, COLS = 6, 40
+F32, F16, BF16 = jnp.float32, jnp.float16, jnp.bfloat16
+
+
+def struct(*shape, dtype=F32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+X, WEIGHT, STATISTIC = struct(ROWS, COLS), struct(COLS), struct(ROWS, 1)
+FORWARD = {
+    "axes": np.int64(1),
+    "epsilon": np.float32(1e-6),
+    "scale_offset": np.float32(0),
+    "multiply_before_cast": True,
+    "has_scale": True,
+    "has_bias": True,
+}
+BACKWARD = {
+    "axes": np.int64(1),
+    "scale_offset": np.float32(0),
+    "has_scale": True,
+    "with_dx": True,
+    "with_dscale": True,
+    "with_dbias": True,
+}
+
+
+def statistics(kind, like=STATISTIC):
+    return [like] * {"rms": 1, "layer": 2}[kind]
+
+
+def workspace(kind, sums=2):
+    if jax.default_backend() != "gpu":
+        return []
+    return [struct(sums, jaxnorm.ffi.partial_rows(kind, jnp.dtype(F32), COLS), COLS)]
+
+
+def call(name, results, inputs, attributes):
+    # A side effect, or XLA would drop a call without results. A new function each time, since JAX's cache takes
+    # np.int32(1) and True for one.
+    handler = jax.ffi.ffi_call(name, results, has_side_effect=True)
+    arguments = [jnp.ones(i.shape, i.dtype) for i in inputs]
+    return jax.block_until_ready(jax.jit(lambda *args: handler(*args, **attributes))(*arguments))
+
+
+def forward(kind, operands=(X, WEIGHT, WEIGHT), results=None, **changes):
+    results = [X, *statistics(kind)] if results is None else results
+    return call(target(kind, "fwd"), results, operands, FORWARD | changes)
+
+
+def backward(kind, operands=None, results=None, **changes):
+    operands = [X, X, *statistics(kind), WEIGHT] if operands is None else operands
+    results = [X, WEIGHT, WEIGHT, *workspace(kind)] if results is None else results
+    return call(target(kind, "bwd"), results, operands, BACKWARD | changes)
+
+
+# The calls below are these two with one thing wrong.
+def test_a_forward_call_as_it_should_be(kind):
+    y, *_ = forward(kind)
+    assert y.shape == (ROWS, COLS)
+
+
+def test_a_backward_call_as_it_should_be(kind):
+    dx, *_ = backward(kind)
+    assert dx.shape == (ROWS, COLS)
+
+
+X_INT, X_F16, X_BF16 = (struct(ROWS, COLS, dtype=dtype) for dtype in (jnp.int32, F16, BF16))
+# What is changed, and what the message names.
+MALFORMED_FORWARD = {
+    "no operands": ({"operands": ()}, "operand"),
+    "x alone": ({"operands": (X,)}, "scale"),
+    "no bias": ({"operands": (X, WEIGHT)}, "bias"),
+    "a fourth operand": ({"operands": (X, WEIGHT, WEIGHT, WEIGHT)}, "operands"),
+    "a short scale": ({"operands": (X, struct(COLS - 1), WEIGHT)}, "scale"),
+    "a long scale": ({"operands": (X, struct(COLS + 1), WEIGHT)}, "scale"),
+    "a scale of one": ({"operands": (X, struct(1), WEIGHT)}, "scale"),
+    "a scalar scale": ({"operands": (X, struct(), WEIGHT)}, "scale"),
+    "a scale for each row": ({"operands": (X, X, WEIGHT)}, "scale"),  # of which one row would be read
+    "a short bias": ({"operands": (X, WEIGHT, struct(COLS // 2))}, "bias"),
+    "integer scale": ({"operands": (X, struct(COLS, dtype=jnp.int16), WEIGHT)}, "scale"),
+    "integer x": ({"operands": (X_INT, WEIGHT, WEIGHT)}, "x "),
+    "scalar x": ({"operands": (struct(), WEIGHT, WEIGHT)}, "axes"),
+    "empty rows": ({"operands": (struct(ROWS, 0), struct(0), struct(0)), "results": [struct(ROWS, 0)]}, "row"),
+    "scale denied": ({"has_scale": False}, "operands|bias"),
+    "bias denied": ({"has_bias": False}, "operands"),
+    "no axes": ({"axes": np.int64(0)}, "axes"),
+    "negative axes": ({"axes": np.int64(-1)}, "axes"),
+    "more axes than x has": ({"axes": np.int64(3)}, "axes"),
+    "axes beyond any": ({"axes": np.int64(2**62)}, "axes"),
+    "axes beyond scale's": ({"axes": np.int64(2)}, "scale"),
+    "y without a row": ({"results": [struct(ROWS - 1, COLS)]}, "y "),
+    "y without a column": ({"results": [struct(ROWS, COLS - 1)]}, "y "),
+    "flat y": ({"results": [struct(ROWS * COLS)]}, "y "),
+    "integer y": ({"results": [X_INT]}, "y "),
+    "no y": ({"results": []}, "y "),
+    "flat statistics": ({"results": [X, struct(ROWS)]}, "mean|rstd"),
+    "statistics in bfloat16": ({"results": [X, *[struct(ROWS, 1, dtype=BF16)] * 2]}, "mean|rstd"),
+    "a fourth result": ({"results": [X, *[STATISTIC] * 3]}, "results"),
+    "half types mixed": ({"operands": (X_F16, WEIGHT, WEIGHT), "results": [X_BF16]}, "dtype"),
+}
+# Operands are dy, x, the statistics and scale; results dx, dscale, dbias, and a workspace where there is one.
+MALFORMED_BACKWARD = {
+    "dy alone": (lambda o, r: (o[:1], r), "x is missing"),
+    "no statistics": (lambda o, r: (o[:2], r), "mean|rstd"),
+    "no scale": (lambda o, r: (o[:-1], r), "scale"),
+    "one operand more": (lambda o, r: ([*o, WEIGHT], r), "operands"),
+    "dy without a row": (lambda o, r: ([struct(ROWS - 1, COLS), *o[1:]], r), "x is|dy is"),
+    "integer dy": (lambda o, r: ([X_INT, *o[1:]], r), "dy is"),
+    "x transposed": (lambda o, r: ([o[0], struct(COLS, ROWS), *o[2:]], r), "x is"),
+    "integer x": (lambda o, r: ([o[0], X_INT, *o[2:]], r), "x is"),
+    "flat statistics": (lambda o, r: ([*o[:2], *[struct(ROWS)] * len(o[2:-1]), o[-1]], r), "mean|rstd"),
+    "a statistic short": (lambda o, r: ([*o[:2], *[struct(ROWS - 1, 1)] * len(o[2:-1]), o[-1]], r), "mean|rstd"),
+    "half statistics": (lambda o, r: ([*o[:2], *[struct(ROWS, 1, dtype=F16)] * len(o[2:-1]), o[-1]], r), "mean|rstd"),
+    "a short scale": (lambda o, r: ([*o[:-1], struct(COLS - 1)], r), "scale"),
+    "a scale for each row": (lambda o, r: ([*o[:-1], X], r), "scale"),
+    "half types mixed": (lambda o, r: ([X_F16, X_BF16, *o[2:]], r), "dtype"),
+    "dx of another dtype": (lambda o, r: (o, [X_BF16, *r[1:]]), "dx"),
+    "dx without a row": (lambda o, r: (o, [struct(ROWS - 1, COLS), *r[1:]]), "dx"),
+    "a short dscale": (lambda o, r: (o, [r[0], struct(COLS - 1), *r[2:]]), "dscale"),
+    "dscale of another dtype": (lambda o, r: (o, [r[0], struct(COLS, dtype=BF16), *r[2:]]), "dscale"),
+    "dbias of one": (lambda o, r: (o, [*r[:2], struct(1), *r[3:]]), "dbias"),
+    "no dbias": (lambda o, r: (o, r[:2]), "dbias"),
+    "one result more": (lambda o, r: (o, [*r, X]), "results"),
+}
+MALFORMED_BACKWARD_ATTRIBUTES = {
+    "no axes": ({"axes": np.int64(0)}, "axes"),
+    "more axes than x has": ({"axes": np.int64(3)}, "axes"),
+    "scale denied": ({"has_scale": False}, "operands|scale"),
+    "dx denied": ({"with_dx": False}, "results|dscale"),
+    "dscale denied": ({"with_dscale": False}, "results|workspace"),
+    "dbias denied": ({"with_dbias": False}, "results|dbias|workspace"),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED_FORWARD)
+def test_a_malformed_forward_call(kind, name):
+    changes, message = MALFORMED_FORWARD[name]
+    with pytest.raises(jax.errors.JaxRuntimeError, match=rf"{target(kind, 'fwd')}.*({message})"):
+        forward(kind, **changes)
+
+
+@pytest.mark.parametrize("name", MALFORMED_BACKWARD)
+def test_malformed_buffers_of_a_backward_call(kind, name):
+    change, message = MALFORMED_BACKWARD[name]
+    buffers = change([X, X, *statistics(kind), WEIGHT], [X, WEIGHT, WEIGHT, *workspace(kind)])
+    with pytest.raises(jax.errors.JaxRuntimeError, match=rf"{target(kind, 'bwd')}.*({message})"):
+        backward(kind, *buffers)
+
+
+@pytest.mark.parametrize("name", MALFORMED_BACKWARD_ATTRIBUTES)
+def test_malformed_attributes_of_a_backward_call(kind, name):
+    changes, message = MALFORMED_BACKWARD_ATTRIBUTES[name]
+    with pytest.raises(jax.errors.JaxRuntimeError, match=rf"{target(kind, 'bwd')}.*({message})"):
+        backward(kind, **changes)
+
+
+@pytest.mark.parametrize("missing", FORWARD)
+def test_a_forward_call_without_an_attribute(kind, missing):
+    attributes = {name: value for name, value in FORWARD.items() if name != missing}
+    with pytest.raises(jax.errors.JaxRuntimeError, match="attributes"):
+        call(target(kind, "fwd"), [X], (X, WEIGHT, WEIGHT), attributes)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"axes": np.int32(1)}, "expected S64 but got S32"),
+        ({"epsilon": np.float64(1e-6)}, "expected F32 but got F64"),
+        ({"has_scale": np.int32(1)}, "expected PRED but got S32"),
+        ({"more": True}, "attributes"),
+    ],
+    ids=str,
+)
+def test_an_attribute_of_another_type(kind, change, message):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        forward(kind, **change)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(2, 1, COLS), (1, 1), (0,)])
+def test_a_workspace_of_the_wrong_size(kind, shape):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="workspace"):
+        backward(kind, results=[X, WEIGHT, WEIGHT, struct(*shape)])
+
+
+# What Python never asks for is harmless too: the same bits as through the package.
+def test_the_package_makes_no_other_call(kind):
+    x, scale, bias = operands((ROWS, COLS))
+    y = jax.ffi.ffi_call(target(kind, "fwd"), X)(x, scale, bias, **FORWARD)
+    norm = {"rms": jaxnorm.rms_norm, "layer": jaxnorm.layer_norm}[kind]
+    assert bits(y) == bits(norm(x, scale, bias))

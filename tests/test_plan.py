@@ -1,0 +1,83 @@
+"""Launch plans of the CUDA kernels: pure functions of row length and dtype, tested without a GPU."""
+
+import importlib
+from itertools import product
+
+import pytest
+import shapes
+from cases import DTYPES, KINDS
+
+pytestmark = pytest.mark.plans
+
+REGIMES = ("rows per block", "block per row", "cluster per row", "looped")
+OPS = ("forward", "backward")
+# The largest cluster: of a GPU before sm_90, of any that has clusters, of a data centre's.
+CLUSTERS = (1, 8, 16)
+# Every length to beyond the first few boundaries, then those of models, and each power of two with its neighbours.
+LENGTHS = sorted(
+    {*range(1, 2100), *(shape.cols for shape in (*shapes.MODELS, *shapes.ODD, *shapes.grid(4)))}
+    | {2**power + offset for power in range(11, 32) for offset in (-1, 0, 1)}
+)
+
+table = pytest.mark.parametrize(("op", "dtype", "max_cluster"), list(product(OPS, DTYPES, CLUSTERS)))
+
+
+@pytest.fixture
+def cuda():
+    return importlib.import_module("jaxnorm._cuda")
+
+
+@table
+def test_a_row_in_registers_is_covered(cuda, op, dtype, max_cluster):
+    plans = {cols: cuda.plan(op, dtype, cols, max_cluster) for cols in LENGTHS}
+    uncovered = [
+        cols
+        for cols, plan in plans.items()
+        if plan["regime"] != "looped" and plan["threads_per_row"] * plan["elements_per_thread"] < cols
+    ]
+    assert uncovered == []
+
+
+@table
+def test_regimes_come_in_the_order_of_length(cuda, op, dtype, max_cluster):
+    regimes = [REGIMES.index(cuda.plan(op, dtype, cols, max_cluster)["regime"]) for cols in LENGTHS]
+    assert regimes == sorted(regimes)
+
+
+@table
+def test_a_regime_is_what_its_name_says(cuda, op, dtype, max_cluster):
+    plans = [cuda.plan(op, dtype, cols, max_cluster) for cols in LENGTHS]
+    expected = {
+        "rows per block": lambda plan: plan["rows_per_block"] > 1 and plan["blocks_per_row"] == 1,
+        "block per row": lambda plan: plan["rows_per_block"] == plan["blocks_per_row"] == 1,
+        "cluster per row": lambda plan: plan["rows_per_block"] == 1 < plan["blocks_per_row"] <= max_cluster,
+        "looped": lambda plan: plan["elements_per_thread"] == 0,
+    }
+    assert [plan for plan in plans if not expected[plan["regime"]](plan)] == []
+
+
+@table
+def test_threads_come_in_warps_and_fit_a_block(cuda, op, dtype, max_cluster):
+    plans = [cuda.plan(op, dtype, cols, max_cluster) for cols in LENGTHS]
+    threads = {plan["threads_per_row"] * plan["rows_per_block"] // plan["blocks_per_row"] for plan in plans}
+    assert all(count % 32 == 0 and 0 < count <= 1024 for count in threads), threads
+
+
+# The lengths of the comparison with other packages, none of which may fall into the slow regime on a recent GPU.
+@pytest.mark.parametrize("cols", shapes.GRID_COLS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", OPS)
+def test_no_length_of_the_grid_is_looped(cuda, op, dtype, cols):
+    assert cuda.plan(op, dtype, cols, max_cluster=16)["regime"] != "looped"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_there_are_partial_sums(cuda, kind, dtype):
+    assert all(0 < cuda.partial_rows(kind, dtype, cols) <= 4096 for cols in LENGTHS)
+
+
+@pytest.mark.parametrize("arguments", [("sideways", "float32", 8), ("forward", "float64", 8)])
+def test_a_plan_for_what_has_no_kernel(cuda, arguments):
+    with pytest.raises(ValueError, match=r"expected|neither"):
+        cuda.plan(*arguments)
