@@ -1,5 +1,6 @@
 """Fused normalisation kernels for JAX."""
 
+import importlib.metadata
 import pkgutil
 
 # Python started in a clone's root finds this source directory before the installed package. The native modules are
@@ -8,4 +9,9 @@ __path__ = pkgutil.extend_path(__path__, __name__)
 
 from jaxnorm.norms import layer_norm, rms_norm
 
-__all__ = ["layer_norm", "rms_norm"]
+try:
+    __version__ = importlib.metadata.version(__name__)
+except importlib.metadata.PackageNotFoundError:  # a source tree that was never installed
+    __version__ = "unknown"
+
+__all__ = ["__version__", "layer_norm", "rms_norm"]

@@ -73,6 +73,11 @@ def partial_rows(kind: str, x_dtype: np.dtype[Any], cols: int) -> int:
     return int(_modules["cuda"].partial_rows(kind, x_dtype.name, cols))
 
 
+def row_segments(x_dtype: np.dtype[Any], cols: int) -> int:
+    """How many pairs of sums of each row the CUDA backward of x keeps in a workspace; 0 if it keeps none."""
+    return int(_modules["cuda"].row_segments(x_dtype.name, cols))
+
+
 def _load(platform: str) -> None:
     try:
         native = importlib.import_module(f"jaxnorm._{platform}")

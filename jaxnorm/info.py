@@ -87,6 +87,7 @@ def plan_in_words(plan: Report) -> str:
         "rows per block": f"{rows} rows a block, {threads} threads a row, {held}",
         "block per row": f"one block of {threads} threads a row, {held}",
         "cluster per row": f"one cluster of {blocks} blocks a row, {threads} threads in all, {held}",
+        "segments": f"{plan['segments']} segments a row, summed up by one kernel and finished by columns by the next",
         "looped": f"{blocks} block(s) a row, {threads} threads in all, which read the row again in each pass",
     }[plan["regime"]]
 

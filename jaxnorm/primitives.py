@@ -144,13 +144,15 @@ def _backward_jnp(*operands: Any, tree: Any, norm: Norm, dtypes: Any) -> list[An
 def _backward_native(platform: str, ctx: Any, *operands: Any, tree: Any, norm: Norm, dtypes: Any) -> Sequence[Any]:
     _, x, _, scale = unflatten(tree, ctx.avals_in)
     with_dx, with_dscale, with_dbias = (dtype is not None for dtype in dtypes)
-    workspace = []
-    if platform == "cuda" and (with_dscale or with_dbias):
+    workspaces: list[tuple[Any, ...]] = []
+    if platform == "cuda":
         cols = math.prod(x.shape[-len(norm.axes) :])
-        shape = (with_dscale + with_dbias, ffi.partial_rows(norm.kind, x.dtype, cols), cols)
-        workspace = [jax.core.ShapedArray(shape, np.float32)]
+        if with_dx and (segments := ffi.row_segments(x.dtype, cols)):
+            workspaces.append((*x.shape[: -len(norm.axes)], 2 * segments))
+        if with_dscale or with_dbias:
+            workspaces.append((with_dscale + with_dbias, ffi.partial_rows(norm.kind, x.dtype, cols), cols))
     results = jax.ffi.ffi_lowering(f"jaxnorm_{norm.kind}_norm_bwd")(
-        ctx.replace(avals_out=[*ctx.avals_out, *workspace]),
+        ctx.replace(avals_out=[*ctx.avals_out, *(jax.core.ShapedArray(shape, np.float32) for shape in workspaces)]),
         *operands,
         axes=np.int64(len(norm.axes)),
         scale_offset=np.float32(norm.scale_offset),

@@ -47,7 +47,8 @@ struct Backward {
   Input dy, x, scale;
   const float *mean, *rstd;
   Output dx, dscale, dbias;
-  float* workspace;  // CUDA: partial sums, (one or two arrays) * partial_rows * cols; null on CPU
+  float* row_sums;   // CUDA: rows * segments pairs of sums, for dx of rows that are cut into segments
+  float* workspace;  // CUDA: partial sums of dscale and dbias, (one or two arrays) * partial_rows * cols
   float scale_offset;
 };
 

@@ -34,6 +34,7 @@ class Api:
 
 class Nnx(Api):
     flax, ours = flax.nnx, jaxnorm.nnx
+    rounds_operands = True  # to the result's dtype, before it computes
 
     @staticmethod
     def build(cls, x, fields):
@@ -51,6 +52,7 @@ class Nnx(Api):
 
 class Linen(Api):
     flax, ours = flax.linen, jaxnorm.linen
+    rounds_operands = False
 
     @staticmethod
     def build(cls, x, fields):

@@ -45,15 +45,25 @@ def results(api, kind, x, fields, **call):
     return [jax.jit(lambda p, x: apply(p, x, **call))(p, x) for apply, p in api.both(kind, x, **fields)]  # noqa: B023
 
 
+def results_rounded_once(api, kind, x, fields):
+    """The same, Flax's in float32 until a last rounding: on a GPU, Flax rounds every step of its formula to a half type."""
+    flaxs, ours = results(api, kind, x, fields)
+    (apply, p), _ = api.both(kind, x, **fields)
+    operands = jax.tree.map(lambda a: a.astype(flaxs.dtype) if api.rounds_operands else a, (p, x))
+    (apply, _), _ = api.both(kind, x, **fields | {"dtype": jnp.float32})
+    return jax.jit(apply)(*jax.tree.map(jnp.float32, operands)).astype(flaxs.dtype), ours
+
+
 @pytest.mark.parametrize(("x_dtype", "dtype", "param_dtype"), DTYPE_FIELDS)
 def test_result_for_every_dtype(api, kind, x_dtype, dtype, param_dtype):
-    flaxs, ours = results(api, kind, draw_x(DIMS, x_dtype), {"dtype": dtype, "param_dtype": param_dtype})
+    fields = {"dtype": dtype, "param_dtype": param_dtype}
+    flaxs, ours = results_rounded_once(api, kind, draw_x(DIMS, x_dtype), fields)
     assert_close(ours, flaxs)
 
 
 @pytest.mark.parametrize("fields", SERVED_BY_KERNELS, ids=str)
 def test_result_of_a_kernel(api, kind, fields):
-    flaxs, ours = results(api, kind, draw_x(DIMS), fields)
+    flaxs, ours = results_rounded_once(api, kind, draw_x(DIMS), fields)
     assert_close(ours, flaxs)
 
 

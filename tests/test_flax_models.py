@@ -63,6 +63,13 @@ def linen_model(norms, seed=0):
 MODELS = {"nnx": (nnx_model, flax.nnx, jaxnorm.nnx), "linen": (linen_model, flax.linen, jaxnorm.linen)}
 
 
+@pytest.fixture(autouse=True)
+def full_precision():
+    """The models multiply matrices, on a GPU in 19-bit floats unless told otherwise."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
 @pytest.fixture(params=MODELS.values(), ids=MODELS)
 def both(request):
     """The model with Flax's norms and with ours, from one seed."""

@@ -9,7 +9,7 @@ from cases import DTYPES, KINDS
 
 pytestmark = pytest.mark.plans
 
-REGIMES = ("rows per block", "block per row", "cluster per row", "looped")
+REGIMES = ("rows per block", "block per row", "cluster per row", "segments", "looped")
 OPS = ("forward", "backward")
 # The largest cluster: of a GPU before sm_90, of any that has clusters, of a data centre's.
 CLUSTERS = (1, 8, 16)
@@ -33,7 +33,7 @@ def test_a_row_in_registers_is_covered(cuda, op, dtype, max_cluster):
     uncovered = [
         cols
         for cols, plan in plans.items()
-        if plan["regime"] != "looped" and plan["threads_per_row"] * plan["elements_per_thread"] < cols
+        if plan["elements_per_thread"] and plan["threads_per_row"] * plan["elements_per_thread"] < cols
     ]
     assert uncovered == []
 
@@ -51,7 +51,8 @@ def test_a_regime_is_what_its_name_says(cuda, op, dtype, max_cluster):
         "rows per block": lambda plan: plan["rows_per_block"] > 1 and plan["blocks_per_row"] == 1,
         "block per row": lambda plan: plan["rows_per_block"] == plan["blocks_per_row"] == 1,
         "cluster per row": lambda plan: plan["rows_per_block"] == 1 < plan["blocks_per_row"] <= max_cluster,
-        "looped": lambda plan: plan["elements_per_thread"] == 0,
+        "segments": lambda plan: plan["elements_per_thread"] == 0 < plan["segments"],
+        "looped": lambda plan: plan["elements_per_thread"] == plan["segments"] == 0,
     }
     assert [plan for plan in plans if not expected[plan["regime"]](plan)] == []
 
@@ -75,6 +76,13 @@ def test_no_length_of_the_grid_is_looped(cuda, op, dtype, cols):
 @pytest.mark.parametrize("kind", KINDS)
 def test_there_are_partial_sums(cuda, kind, dtype):
     assert all(0 < cuda.partial_rows(kind, dtype, cols) <= 4096 for cols in LENGTHS)
+
+
+# A result's shape may not depend on the device, so the workspace has to suit the plan of every device.
+@table
+def test_there_is_room_for_the_sums_of_all_segments(cuda, op, dtype, max_cluster):
+    segments = {cols: cuda.plan("backward", dtype, cols, max_cluster)["segments"] for cols in LENGTHS}
+    assert [cols for cols in LENGTHS if segments[cols] not in (0, cuda.row_segments(dtype, cols))] == []
 
 
 @pytest.mark.parametrize("arguments", [("sideways", "float32", 8), ("forward", "float64", 8)])

@@ -60,7 +60,8 @@ def test_native_calls_in_the_compiled_program(kind, name):
 
 
 def test_every_policy_is_in_the_table():
-    assert set(POLICIES) == set(vars(jax.checkpoint_policies))
+    # JAX 0.11 has the classes of policies there too; a policy is what makes or is one, in lower case.
+    assert set(POLICIES) == {name for name in vars(jax.checkpoint_policies) if name.islower()}
 
 
 def lowered_under_policy(kind, name):

@@ -13,31 +13,34 @@ struct Statistics {
 
 // mean(x^2), or the exact mean and variance: the deviations are summed about each warp's own mean, and the warps' moments
 // merged (Chan, Golub, LeVeque 1983), so that E[x^2] - mean^2 is never formed and one barrier is enough.
-template <Kind KIND, int N, int VECTORS, typename Row, typename Team>
+template <Kind KIND, typename W, typename Row, typename Team>
 __device__ Statistics statistics(const Row& x, Team& team, int64_t cols, float epsilon) {
-  // f(value, present) summed over this warp's part of the row. Absent elements, past the row's end, read as zero.
+  // The sum over this warp's part of the row, vector by vector: f(sum, value, present) adds one element. Absent elements,
+  // past the row's end, read as zero.
   const auto sum_of = [&](auto f) {
-    Accumulator<VECTORS> sum = 0;
-    for_each_vector<N, VECTORS>(team, cols, [&](int slot, int64_t first, int valid) {
-      float values[N], part = 0;
+    Accumulator<W> sum = 0;
+    for_each_vector<W>(team, cols, [&](int slot, int64_t first, int valid) {
+      float values[W::N], part = 0;
       x.get(slot, first, valid, values);
 #pragma unroll
-      for (int i = 0; i < N; ++i) part += f(values[i], i < valid);
+      for (int i = 0; i < W::N; ++i) part = f(part, values[i], i < valid);
       sum += part;
     });
     return static_cast<float>(team.warp_sum(sum));
   };
 
   if constexpr (KIND == Kind::rms) {
-    team.publish({sum_of([](float value, bool) { return value * value; })});
+    team.publish({sum_of([](float sum, float value, bool) { return fmaf(value, value, sum); })});
     const float squares = team.sum([](const float(&entry)[1]) { return entry[0]; });
     return {0.0f, __frsqrt_rn(squares / cols + epsilon)};
   } else {
-    const float count = sum_of([](float, bool present) { return present ? 1.0f : 0.0f; });
-    const float sum = sum_of([](float value, bool) { return value; });
+    const float count = team.warp_cols(cols, W::N);
+    const float sum = sum_of([](float sum, float value, bool) { return sum + value; });
     const float warp_mean = count > 0 ? sum / count : 0.0f;
-    const float squares = sum_of(
-        [&](float value, bool present) { return present ? (value - warp_mean) * (value - warp_mean) : 0.0f; });
+    const float squares = sum_of([&](float sum, float value, bool present) {
+      const float deviation = present ? value - warp_mean : 0.0f;
+      return fmaf(deviation, deviation, sum);
+    });
     team.publish({count, warp_mean, squares});
     const float mean = team.sum([](const float(&entry)[3]) { return entry[0] * entry[1]; }) / cols;
     const float m2 = team.sum([&](const float(&entry)[3]) {
@@ -47,42 +50,107 @@ __device__ Statistics statistics(const Row& x, Team& team, int64_t cols, float e
   }
 }
 
-template <Kind KIND, typename X, typename R>
-__global__ void __launch_bounds__(R::kBlockThreads) forward_kernel(Forward p, bool aligned) {
-  constexpr int N = kVector<X>;
-  if constexpr (R::kCluster && !kHasClusters) return;
+// Where a block stages what.
+struct ForwardStage {
+  char *x, *scale, *bias;
+};
+
+// The bytes of a weight's vector, of as many elements as one of X.
+template <typename X>
+__host__ __device__ int weight_bytes(const Input& weight) {
+  return weight.data ? kVector<X> * (weight.dtype == Dtype::f32 ? 4 : 2) : 0;
+}
+
+// y = x_hat * (scale + scale_offset) + bias of one vector, in place of x.
+template <int N, typename Weight>
+__device__ void normalise(const Forward& p, Statistics s, const Weight& scale, const Weight& bias, int slot,
+                          int64_t first, int valid, float (&y)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) y[i] = (y[i] - s.mean) * s.rstd;
+  if (!p.multiply_before_cast) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) y[i] = round_to(p.y.dtype, y[i]);
+  }
+  float weight[N];
+  if (p.scale.data) {
+    scale.get(slot, first, valid, weight);
+#pragma unroll
+    for (int i = 0; i < N; ++i) y[i] *= weight[i] + p.scale_offset;
+  }
+  if (p.bias.data) {
+    bias.get(slot, first, valid, weight);
+#pragma unroll
+    for (int i = 0; i < N; ++i) y[i] += weight[i];
+  }
+}
+
+template <typename F>
+cudaError_t with_forward_regime(const Plan& plan, F f) {
+  const bool cluster = plan.blocks_per_row > 1;
+  if (plan.vectors == kStreamed)
+    return cluster ? f(Regime<kWholeBlock, kStreamed, true>{}) : f(Regime<kWholeBlock, kStreamed, false>{});
+  if (cluster) return f(Regime<kWholeBlock, kForwardVectors, true>{});
+  if (plan.rows_share_block()) return with_shared_block(plan, f);
+  return plan.vectors == 4 ? f(Regime<kWholeBlock, 4, false>{}) : f(Regime<kWholeBlock, kForwardVectors, false>{});
+}
+
+template <typename X>
+__device__ bool is_plain(const Forward& p) {
+  const auto plain = [](Dtype dtype) { return dtype == kDtype<X>; };
+  return plain(p.y.dtype) && (!p.scale.data || plain(p.scale.dtype)) && (!p.bias.data || plain(p.bias.dtype));
+}
+
+// PLAIN: scale, bias and y are of type X too, as the compiler then knows.
+template <Kind KIND, typename X, typename R, bool ALIGNED, bool PLAIN>
+__device__ __forceinline__ void forward_rows(const Forward& p, const ForwardStage& stage) {
+  using W = Walk<X, R, ALIGNED>;
   Team<R::kThreads, KIND == Kind::rms ? 1 : 3, R::kCluster> team;
+  Row<X, W> x(p.x.data, p.cols, stage.x);
+  using WeightOf = std::conditional_t<PLAIN && !W::STAGED, PlainWeight<X, W>, Weight<W>>;
+  WeightOf scale(p.scale, p.cols, stage.scale), bias(p.bias, p.cols, stage.bias);
 
-  for_each_row(team, p.rows, [&](int64_t row) {
-    const Row<X, N, R::kVectors> x(team, p.x.data, row, p.cols, aligned);
-    const Statistics row_statistics = statistics<KIND, N, R::kVectors>(x, team, p.cols, p.epsilon);
-    const float mean = row_statistics.mean, rstd = row_statistics.rstd;
+  if (team.first_row < p.rows) x.prefetch(team, team.first_row);
+  scale.prefetch(team);
+  bias.prefetch(team);
+  for (int64_t row = team.first_row; row < p.rows; row += team.row_stride) {
+    __pipeline_commit();
+    __pipeline_wait_prior(0);
+    x.read(team, row);
+    if (row + team.row_stride < p.rows) x.prefetch(team, row + team.row_stride);
+    const Statistics s = statistics<KIND, W>(x, team, p.cols, p.epsilon);
     if (p.rstd && team.rank == 0) {
-      p.rstd[row] = rstd;
-      if (KIND == Kind::layer) p.mean[row] = mean;
+      p.rstd[row] = s.rstd;
+      if (KIND == Kind::layer) p.mean[row] = s.mean;
     }
-
-    for_each_vector<N, R::kVectors>(team, p.cols, [&](int slot, int64_t first, int valid) {
-      float y[N], weight[N];
+    for_each_vector<W>(team, p.cols, [&](int slot, int64_t first, int valid) {
+      float y[W::N];
       x.get(slot, first, valid, y);
-#pragma unroll
-      for (int i = 0; i < N; ++i) {
-        y[i] = (y[i] - mean) * rstd;
-        if (!p.multiply_before_cast) y[i] = round_to(p.y.dtype, y[i]);
+      normalise(p, s, scale, bias, slot, first, valid, y);
+      if constexpr (PLAIN) {
+        store(static_cast<X*>(p.y.data) + row * p.cols + first, pack<X>(y), valid, ALIGNED);
+      } else {
+        store_floats(p.y, row * p.cols + first, valid, ALIGNED, y);
       }
-      if (p.scale.data) {
-        load_floats(p.scale, first, valid, aligned, weight);
-#pragma unroll
-        for (int i = 0; i < N; ++i) y[i] *= weight[i] + p.scale_offset;
-      }
-      if (p.bias.data) {
-        load_floats(p.bias, first, valid, aligned, weight);
-#pragma unroll
-        for (int i = 0; i < N; ++i) y[i] += weight[i];
-      }
-      store_floats(p.y, row * p.cols + first, valid, aligned, y);
     });
-  });
+  }
+}
+
+template <Kind KIND, typename X, typename R>
+__global__ void __launch_bounds__(R::kBlockThreads, R::kCluster ? 1 : 1024 / R::kBlockThreads)
+    forward_kernel(const __grid_constant__ Forward p, bool aligned) {
+  if constexpr (R::kCluster && !kHasClusters) return;
+  extern __shared__ __align__(16) char shared[];
+  if (aligned) {
+    char* scale = shared + staged_bytes(blockDim.x, R::kVectors, 16);
+    char* bias = scale + staged_bytes(blockDim.x, R::kVectors, weight_bytes<X>(p.scale));
+    if (is_plain<X>(p)) {
+      forward_rows<KIND, X, R, true, true>(p, {shared, scale, bias});
+    } else {
+      forward_rows<KIND, X, R, true, false>(p, {shared, scale, bias});
+    }
+  } else {
+    forward_rows<KIND, X, R, false, false>(p, {});
+  }
 }
 
 template <Kind KIND, typename X>
@@ -91,8 +159,11 @@ cudaError_t launch_forward(const Forward& p, cudaStream_t stream) {
   const Plan plan = make_plan(Op::forward, kDtype<X>, p.cols, max_cluster());
   const bool aligned = p.cols % N == 0 && aligned_for<N>(p.x.dtype, p.x.data) && aligned_for<N>(p.y.dtype, p.y.data) &&
                        aligned_for<N>(p.scale.dtype, p.scale.data) && aligned_for<N>(p.bias.dtype, p.bias.data);
-  return with_regime<8>(plan, [&](auto regime) {
-    return launch(forward_kernel<KIND, X, decltype(regime)>, plan, p.rows, stream, p, aligned);
+  const int bytes = staged_bytes(plan.block_threads(), plan.vectors, 16 + weight_bytes<X>(p.scale) + weight_bytes<X>(p.bias));
+  const Staging staging(plan, aligned, plan.blocks_per_row > 1 ? bytes : 0);
+  return with_forward_regime(plan, [&](auto regime) {
+    return launch(forward_kernel<KIND, X, decltype(regime)>, plan, std::min(p.rows, staging.teams), staging.bytes, stream,
+                  p, staging.aligned);
   });
 }
 

@@ -6,6 +6,8 @@ namespace jaxnorm::cuda {
 namespace {
 
 constexpr int kWarp = 32;
+constexpr int kMultiprocessors = 132;     // of an H100 or H200, for which the numbers of teams are chosen
+constexpr int kClusterable = 120;         // of them, in clusters of 8: the others are the remainders of their GPCs
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -19,6 +21,7 @@ Plan block_per_row(int64_t row_vectors, int vectors, int blocks) {
 }  // namespace
 
 const char* Plan::regime() const {
+  if (segments > 0) return "segments";
   if (vectors == kStreamed) return "looped";
   if (blocks_per_row > 1) return "cluster per row";
   return rows_share_block() ? "rows per block" : "block per row";
@@ -26,29 +29,35 @@ const char* Plan::regime() const {
 
 Plan make_plan(Op op, Dtype x, int64_t cols, int max_cluster) {
   const int64_t row = ceil_div(cols, vector_of(x));
-  // The backward holds x, dy and its share of dscale and dbias: 32 elements of each are what 128 registers allow.
-  const int most = op == Op::forward ? 8 : 32 / vector_of(x);
-
   if (row <= 8) return rows_per_block(8, 1);
   if (row <= 16) return rows_per_block(8, 2);
   if (row <= 32) return rows_per_block(8, 4);
   if (row <= 64) return rows_per_block(32, 2);
   if (row <= 128) return rows_per_block(32, 4);
-  if (row <= 256 && most == 8) return rows_per_block(32, 8);
 
-  if (row <= 4 * 256) return block_per_row(row, 4, 1);
-  for (int blocks = 1; blocks <= std::min(max_cluster, kMaxCluster); blocks *= 2)
-    if (row <= static_cast<int64_t>(most) * kMaxThreads * blocks) return block_per_row(row, most, blocks);
-  return {kMaxThreads, kStreamed, 1, std::min(max_cluster, 8)};
+  if (op == Op::forward && row <= 256) return block_per_row(row, 4, 1);
+  const int vectors = op == Op::forward ? kForwardVectors : backward_vectors(vector_of(x));
+  const int largest = op == Op::forward ? max_cluster : std::min(max_cluster, 8);
+  for (int blocks = 1; blocks <= largest; blocks *= 2)
+    if (row <= static_cast<int64_t>(vectors) * kMaxThreads * blocks) return block_per_row(row, vectors, blocks);
+
+  if (op == Op::forward) return {kMaxThreads, kStreamed, 1, std::min(max_cluster, 8)};
+  return {kSegmentThreads, kStreamed, 1, 1, static_cast<int>(ceil_div(cols, kSegment))};
 }
 
-int64_t partial_rows(Dtype x, int64_t cols) {
-  // As many teams as run at once on the 132 multiprocessors of an H100/H200, at 128 registers a thread. Larger clusters
-  // have to fit the 16 multiprocessors that every processing cluster of the chip has.
+int row_segments(Dtype x, int64_t cols) { return make_plan(Op::backward, x, cols, 1).segments; }
+
+int64_t partial_rows(Kind kind, Dtype x, int64_t cols) {
   const Plan plan = make_plan(Op::backward, x, cols, kMaxCluster);
-  if (plan.vectors == kStreamed) return 16;
-  if (plan.blocks_per_row > 1) return plan.blocks_per_row == 2 ? 66 : 128 / plan.blocks_per_row;
-  return 132 * std::max(1, kMaxThreads / plan.block_threads());
+  if (plan.segments > 0) {
+    // Enough blocks of columns to fill the device sixteen times over.
+    const int64_t blocks = ceil_div(cols, plan.threads_per_row * vector_of(x));
+    return std::clamp<int64_t>(16 * kMultiprocessors / blocks, 4, 64);
+  }
+  // As many teams as run at once, at 128 registers a thread, more where layer norm's rows share a block; of clusters
+  // four times as many, since how many run at once varies from chip to chip.
+  if (plan.blocks_per_row > 1) return 4 * kClusterable / plan.blocks_per_row;
+  return kMultiprocessors * (kind == Kind::layer && plan.rows_share_block() ? 3 : kMaxThreads / plan.block_threads());
 }
 
 }  // namespace jaxnorm::cuda

@@ -14,16 +14,24 @@ enum class Op : uint8_t { forward, backward };
 constexpr int vector_of(Dtype x) { return 16 / size_of(x); }
 
 constexpr int kWholeBlock = 0;         // threads of a team: all of the block's (and, in a cluster, of its blocks)
-constexpr int kStreamed = 0;           // vectors a thread: none kept in registers, the row is read again in each pass
-constexpr int kMaxThreads = 512;       // threads a block: leaves 128 registers a thread
-constexpr int kMaxCluster = 16;        // blocks a cluster; 8 is what every architecture with clusters can do
-constexpr int kRowsBlockThreads = 128; // threads a block where several rows share one
+constexpr int kStreamed = 0;            // vectors a thread: none kept in registers, the row is read again in each pass
+constexpr int kMaxThreads = 512;        // threads a block: leaves 128 registers a thread
+constexpr int kMaxCluster = 16;         // blocks a cluster; 8 is what every architecture with clusters can do
+constexpr int kRowsBlockThreads = 128;  // threads a block where several rows share one
+constexpr int kSegmentThreads = 128;    // threads a block where rows are cut into segments
+constexpr int kSegment = 4096;          // columns of a segment
+
+// Vectors a thread of a team that has its blocks to itself. The backward holds x, dy and its share of dscale and dbias:
+// more than 16 elements of each leave too few threads on a multiprocessor.
+constexpr int kForwardVectors = 8;
+constexpr int backward_vectors(int vector) { return 16 / vector; }
 
 struct Plan {
   int threads_per_row;  // of one block: 8 or 32 where rows share a block, else the whole block
   int vectors;          // per thread, held in registers; kStreamed for a looped row
   int rows_per_block;
   int blocks_per_row;  // more than 1: a cluster
+  int segments = 0;    // of a row that two kernels work on: one sums up each segment, one finishes column by column
 
   int block_threads() const { return threads_per_row * rows_per_block; }
   bool rows_share_block() const { return rows_per_block > 1; }
@@ -33,7 +41,10 @@ struct Plan {
 // `max_cluster`: the largest cluster the device can launch, 1 where it has none.
 Plan make_plan(Op op, Dtype x, int64_t cols, int max_cluster);
 
+// How many segments' sums a row may need in the backward on any device; 0 where it never is cut into segments.
+int row_segments(Dtype x, int64_t cols);
+
 // How many partial sums of dscale and dbias the backward keeps. It is the same on every GPU, and so are the sums.
-int64_t partial_rows(Dtype x, int64_t cols);
+int64_t partial_rows(Kind kind, Dtype x, int64_t cols);
 
 }  // namespace jaxnorm::cuda

@@ -30,7 +30,8 @@ class Team {
       size = blocks * blockDim.x;
       first_row = index = blockIdx.x / blocks;
       row_stride = gridDim.x / blocks;
-      Cluster::sync();  // a block's shared memory may be written only once it runs
+      if (threadIdx.x < 2) arrivals()[threadIdx.x].init();
+      Cluster::arrive();  // publish waits: a block may be sent values only once its barriers stand
     } else if constexpr (kSpansWarps) {
       rank = threadIdx.x;
       size = blockDim.x;
@@ -56,24 +57,40 @@ class Team {
     return value;
   }
 
+  // How many of a row's columns, cut into vectors of `vector`, belong to the threads of the team that are in this warp.
+  __device__ float warp_cols(int64_t cols, int vector) const {
+    if constexpr (!kSpansWarps) {
+      return cols;
+    } else {
+      // Vectors go round the team in turns, all full but the last. A warp's share of the last is cut off at its end.
+      const int64_t turn = static_cast<int64_t>(size) * vector, share = kWarpSize * vector;
+      const int64_t rest = cols % turn - rank / kWarpSize * share;
+      return cols / turn * share + max(static_cast<int64_t>(0), min(share, rest));
+    }
+  }
+
   // Makes this warp's values known to the team. The only barrier of a reduction.
   __device__ void publish(const float (&values)[VALUES]) {
     if constexpr (!kSpansWarps) {
 #pragma unroll
       for (int v = 0; v < VALUES; ++v) own_[v] = values[v];
     } else {
-      current_ ^= 1;
-      const int warps = blockDim.x / kWarpSize, warp = threadIdx.x / kWarpSize;
+      Entry* entries = shared_entries() + (turn_ & 1) * kMaxEntries;
       if constexpr (CLUSTER) {
-        if (lane() < Cluster::blocks()) {
-          Entry* entries = Cluster::shared_of(shared_entries(), lane()) + current_ * kMaxEntries;
-          write(entries[Cluster::rank() * warps + warp], values);
-        }
-        Cluster::sync();
+        if (turn_ == 0) Cluster::wait();
+        Arrival& arrival = arrivals()[turn_ & 1];
+        if (threadIdx.x == 0) arrival.expect(size / kWarpSize * sizeof(Entry));
+        if (lane() < Cluster::blocks())
+#pragma unroll
+          for (int v = 0; v < VALUES; ++v) arrival.send(&entries[rank / kWarpSize].values[v], values[v], lane());
+        arrival.wait(turn_ >> 1 & 1);
       } else {
-        if (lane() == 0) write(shared_entries()[current_ * kMaxEntries + warp], values);
+        if (lane() == 0)
+#pragma unroll
+          for (int v = 0; v < VALUES; ++v) entries[rank / kWarpSize].values[v] = values[v];
         __syncthreads();
       }
+      ++turn_;
     }
   }
 
@@ -83,7 +100,7 @@ class Team {
     if constexpr (!kSpansWarps) {
       return f(own_);
     } else {
-      const Entry* entries = shared_entries() + current_ * kMaxEntries;
+      const Entry* entries = shared_entries() + (turn_ & 1 ^ 1) * kMaxEntries;
       float total = 0;
       for (int i = lane(); i < size / kWarpSize; i += kWarpSize) total += f(entries[i].values);
       return warp_sum(total);
@@ -103,12 +120,12 @@ class Team {
     return entries;
   }
 
-  __device__ static void write(Entry& to, const float (&values)[VALUES]) {
-#pragma unroll
-    for (int v = 0; v < VALUES; ++v) to.values[v] = values[v];
+  __device__ static Arrival* arrivals() {
+    __shared__ Arrival arrivals[2];
+    return arrivals;
   }
 
-  int current_ = 0;
+  unsigned turn_ = 0;  // how often this team has published
   float own_[VALUES];
 };
 

@@ -73,17 +73,30 @@ __device__ Packed<T, N> pack(const float (&from)[N]) {
   return to;
 }
 
-// The first `valid` of N elements; the others are zero. `aligned` promises that all are valid and that `from` is aligned
+// The first `valid` of N elements of an array that the kernel does not write; the others are zero. `aligned` promises that all are valid and that `from` is aligned
 // as Packed is. The values, and so all results, are the same either way.
 template <int N, typename T>
 __device__ Packed<T, N> load(const T* from, int valid, bool aligned) {
-  if (aligned) return *reinterpret_cast<const Packed<T, N>*>(from);
   Packed<T, N> packed{};
+  if (aligned) {
+    using Access = std::conditional_t<sizeof(packed) % 16 == 0, uint4, uint2>;
+#pragma unroll
+    for (unsigned i = 0; i < sizeof(packed) / sizeof(Access); ++i)
+      reinterpret_cast<Access*>(packed.word)[i] = __ldg(reinterpret_cast<const Access*>(from) + i);
+    return packed;
+  }
   T* element = reinterpret_cast<T*>(packed.word);
 #pragma unroll
   for (int i = 0; i < N; ++i)
     if (i < valid) element[i] = from[i];
   return packed;
+}
+
+// The same of an array that the kernel writes as well.
+template <int N, typename T>
+__device__ Packed<T, N> load_written(const T* from, int valid, bool aligned) {
+  if (aligned) return *reinterpret_cast<const Packed<T, N>*>(from);
+  return load<N>(from, valid, false);
 }
 
 template <int N, typename T>

@@ -207,13 +207,15 @@ inline ffi::ErrorOr<Forward> forward_arguments(Kind kind, ffi::RemainingArgs ope
   return buffers.finish(f);
 }
 
-// The number of rows of partial sums that the platform's kernel asks for in its workspace.
-using PartialRows = int64_t (*)(Kind kind, Dtype x, int64_t cols);
+// The workspaces that a platform's backward has among its results.
+struct Workspaces {
+  int (*row_segments)(Dtype x, int64_t cols);                // how many pairs of sums of each row; 0: none
+  int64_t (*partial_rows)(Kind kind, Dtype x, int64_t cols);  // how many rows of partial sums of dscale, and of dbias
+};
 
-// A platform without `partial_rows` has no workspace among its results.
 inline ffi::ErrorOr<Backward> backward_arguments(Kind kind, ffi::RemainingArgs operands, ffi::RemainingRets results,
                                                  const BackwardAttributes& attributes,
-                                                 PartialRows partial_rows = nullptr) {
+                                                 const Workspaces* workspaces = nullptr) {
   Buffers buffers(kind, "bwd", operands, results);
   const Shapes shapes = buffers.shapes(attributes.axes);
   Backward b{};
@@ -231,9 +233,14 @@ inline ffi::ErrorOr<Backward> backward_arguments(Kind kind, ffi::RemainingArgs o
   if (attributes.with_dx) b.dx = buffers.result("dx", shapes.x, b.x.dtype);
   if (attributes.with_dscale) b.dscale = buffers.result("dscale", shapes.weight, b.scale.dtype);
   if (attributes.with_dbias) b.dbias = buffers.result("dbias", shapes.weight);
-  const int64_t sums = attributes.with_dscale + attributes.with_dbias;
-  if (partial_rows && sums > 0) {
-    b.workspace = buffers.f32_result("workspace", {sums, partial_rows(kind, b.x.dtype, b.cols), b.cols});
+  if (!workspaces) return buffers.finish(b);
+  if (const int segments = workspaces->row_segments(b.x.dtype, b.cols); segments > 0 && attributes.with_dx) {
+    Shape row_sums(shapes.x.begin(), shapes.x.end() - shapes.weight.size());
+    row_sums.push_back(2 * segments);
+    b.row_sums = buffers.f32_result("row_sums", row_sums);
+  }
+  if (const int64_t sums = attributes.with_dscale + attributes.with_dbias; sums > 0) {
+    b.workspace = buffers.f32_result("workspace", {sums, workspaces->partial_rows(kind, b.x.dtype, b.cols), b.cols});
   }
   return buffers.finish(b);
 }

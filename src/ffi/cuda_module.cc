@@ -30,11 +30,13 @@ ffi::Error forward(ffi::RemainingArgs operands, ffi::RemainingRets results, Forw
              forward_arguments(kind, operands, results, attributes), stream);
 }
 
+constexpr Workspaces kWorkspaces{cuda::row_segments, cuda::partial_rows};
+
 template <Kind kind>
 ffi::Error backward(ffi::RemainingArgs operands, ffi::RemainingRets results, BackwardAttributes attributes,
                     cudaStream_t stream) {
   return run(cuda::backward, kind == Kind::rms ? "rms_norm_bwd" : "layer_norm_bwd",
-             backward_arguments(kind, operands, results, attributes, cuda::partial_rows), stream);
+             backward_arguments(kind, operands, results, attributes, &kWorkspaces), stream);
 }
 
 using Stream = ffi::PlatformStream<cudaStream_t>;
@@ -79,6 +81,7 @@ nb::dict plan(const std::string& op, const std::string& x_dtype, int64_t cols, i
   out["blocks_per_row"] = plan.blocks_per_row;
   out["threads_per_row"] = plan.threads_per_row * plan.blocks_per_row;
   out["elements_per_thread"] = plan.vectors * cuda::vector_of(x);
+  out["segments"] = plan.segments;
   return out;
 }
 
@@ -91,11 +94,17 @@ NB_MODULE(_cuda, module) {
   module.def("architectures", [] { return JAXNORM_CUDA_ARCHITECTURES; }, "What the kernels were compiled for.");
   module.def("toolkit", [] { return JAXNORM_CUDA_TOOLKIT; }, "The version of the CUDA compiler.");
   module.def(
+      "row_segments",
+      [](const std::string& x_dtype, int64_t cols) {
+        return jaxnorm::cuda::row_segments(jaxnorm::dtype_of(x_dtype), cols);
+      },
+      arg("x_dtype"), arg("cols"), "How many pairs of sums of each row the backward keeps in a workspace; 0: none.");
+  module.def(
       "partial_rows",
       [](const std::string& kind, const std::string& x_dtype, int64_t cols) {
         return jaxnorm::cuda::partial_rows(jaxnorm::kind_of(kind), jaxnorm::dtype_of(x_dtype), cols);
       },
       arg("kind"), arg("x_dtype"), arg("cols"), "How many partial sums of dscale and dbias the backward keeps in its workspace.");
   module.def("plan", &jaxnorm::plan, arg("op"), arg("x_dtype"), arg("cols"), arg("max_cluster") = 16,
-             "The launch plan for rows of `cols` elements; elements_per_thread is 0 where a row is looped over.");
+             "The launch plan for rows of `cols` elements; elements_per_thread is 0 where none are held in registers.");
 }

@@ -1,0 +1,186 @@
+// The backward by columns: for rows too long for a team, and for sums over rows without dx.
+//
+// A row's dx needs two sums over the row, so such rows are read twice: one kernel sums up every segment of a row, the next
+// finishes dx and adds up dscale and dbias, column by column. They alternate on chunks of rows small enough that the second
+// reading finds them in the L2 cache.
+#pragma once
+
+#include "cuda/backward_rows.cuh"
+
+namespace jaxnorm::cuda {
+
+// The sums of g * x_hat and of g over a row or a part of it.
+struct RowSums {
+  float gx, g;
+};
+
+__device__ inline RowSums warp_sums(RowSums sums) {
+#pragma unroll
+  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
+    sums.gx += __shfl_xor_sync(0xffffffffu, sums.gx, offset);
+    sums.g += __shfl_xor_sync(0xffffffffu, sums.g, offset);
+  }
+  return sums;
+}
+
+template <Kind KIND, typename X, typename DY, typename W, typename Weight>
+__device__ RowSums thread_sums(const Backward& p, const Weight& scale, int64_t row, int64_t begin) {
+  const float mean = KIND == Kind::layer ? p.mean[row] : 0.0f, rstd = p.rstd[row];
+  RowSums sums{};
+#pragma unroll
+  for (int slot = 0; slot < W::VECTORS; ++slot) {
+    const int64_t first = begin + (slot * kSegmentThreads + threadIdx.x) * W::N;
+    if (first >= p.cols) continue;
+    const int valid = W::ALIGNED ? W::N : static_cast<int>(min(static_cast<int64_t>(W::N), p.cols - first));
+    float x[W::N], g[W::N];
+    unpack(load<W::N>(static_cast<const X*>(p.x.data) + row * p.cols + first, valid, W::ALIGNED), x);
+    unpack(load<W::N>(static_cast<const DY*>(p.dy.data) + row * p.cols + first, valid, W::ALIGNED), g);
+    if (p.scale.data) scale_cotangent(scale, p.scale_offset, 0, first, valid, g);
+    RowSums part{};
+#pragma unroll
+    for (int i = 0; i < W::N; ++i) {
+      part.gx = fmaf(g[i], (x[i] - mean) * rstd, part.gx);
+      part.g += g[i];
+    }
+    sums.gx += part.gx;
+    sums.g += part.g;
+  }
+  return sums;
+}
+
+// Block b sums up segment b % segments of row from_row + b / segments.
+template <Kind KIND, typename X, typename DY>
+__global__ void __launch_bounds__(kSegmentThreads)
+    segment_sums_kernel(const __grid_constant__ Backward p, int64_t from_row, int segments, bool aligned) {
+  using R = Regime<kWholeBlock, kSegment / kSegmentThreads / kVector<X>, false>;
+  using Aligned = Walk<X, R, true>;
+  using Unaligned = Walk<X, R, false>;
+  const int64_t row = from_row + blockIdx.x / segments, begin = static_cast<int64_t>(blockIdx.x % segments) * kSegment;
+  RowSums sums;
+  if (!aligned) {
+    sums = thread_sums<KIND, X, DY, Unaligned>(p, Weight<Unaligned>(p.scale, p.cols, nullptr), row, begin);
+  } else if (p.scale.dtype != kDtype<X>) {
+    sums = thread_sums<KIND, X, DY, Aligned>(p, Weight<Aligned>(p.scale, p.cols, nullptr), row, begin);
+  } else {
+    sums = thread_sums<KIND, X, DY, Aligned>(p, PlainWeight<X, Aligned>(p.scale, p.cols, nullptr), row, begin);
+  }
+
+  __shared__ RowSums warps[kSegmentThreads / kWarpSize];
+  sums = warp_sums(sums);
+  if (threadIdx.x % kWarpSize == 0) warps[threadIdx.x / kWarpSize] = sums;
+  __syncthreads();
+  if (threadIdx.x > 0) return;
+  for (int warp = 1; warp < kSegmentThreads / kWarpSize; ++warp) {
+    sums.gx += warps[warp].gx;
+    sums.g += warps[warp].g;
+  }
+  reinterpret_cast<RowSums*>(p.row_sums)[row * segments + blockIdx.x % segments] = sums;
+}
+
+// What dx of a row needs besides x and dy.
+struct RowScalars {
+  float mean, rstd, gx_mean, g_mean;
+};
+
+template <Kind KIND>
+__device__ RowScalars row_scalars(const Backward& p, int64_t row, int segments) {
+  RowSums sums{};
+  if (p.dx.data) {
+    const RowSums* parts = reinterpret_cast<const RowSums*>(p.row_sums) + row * segments;
+    for (int i = threadIdx.x % kWarpSize; i < segments; i += kWarpSize) {
+      sums.gx += parts[i].gx;
+      sums.g += parts[i].g;
+    }
+    sums = warp_sums(sums);
+  }
+  const bool layer = KIND == Kind::layer;
+  return {layer ? p.mean[row] : 0.0f, p.rstd[row], sums.gx / p.cols, layer ? sums.g / p.cols : 0.0f};
+}
+
+// Thread t of the grid's x axis owns vector t of every row; block y of the grid goes through rows from_row + y,
+// from_row + y + gridDim.y, ... and adds to row y of the partial sums, or begins it at from_row 0.
+template <Kind KIND, typename X, typename DY, bool ALIGNED>
+__device__ __forceinline__ void finish_columns(const Backward& p, const Partials& partials, int64_t from_row,
+                                               int64_t to_row, int segments) {
+  constexpr int N = kVector<X>, kRows = 32;
+  using W = Walk<X, Regime<kWholeBlock, 1, false>, ALIGNED>;
+  const int64_t first = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * N;
+  const int valid = ALIGNED ? N : static_cast<int>(min(static_cast<int64_t>(N), p.cols - first));
+  const bool present = first < p.cols;
+  const int64_t sums_at = static_cast<int64_t>(blockIdx.y) * p.cols + first;
+
+  float factor[N], dscale[N] = {}, dbias[N] = {};
+#pragma unroll
+  for (int i = 0; i < N; ++i) factor[i] = 1.0f;
+  if (present) {
+    if (p.scale.data) scale_cotangent(Weight<W>(p.scale, p.cols, nullptr), p.scale_offset, 0, first, valid, factor);
+    if (from_row > 0 && partials.dscale) unpack(load_written<N>(partials.dscale + sums_at, valid, ALIGNED), dscale);
+    if (from_row > 0 && partials.dbias) unpack(load_written<N>(partials.dbias + sums_at, valid, ALIGNED), dbias);
+  }
+
+  __shared__ RowScalars scalars[kRows];
+  const int64_t step = gridDim.y;
+  for (int64_t begin = from_row + blockIdx.y; begin < to_row; begin += kRows * step) {
+    const int rows = static_cast<int>(min(static_cast<int64_t>(kRows), (to_row - begin + step - 1) / step));
+    __syncthreads();
+    for (int i = threadIdx.x / kWarpSize; i < rows; i += blockDim.x / kWarpSize) {
+      const RowScalars s = row_scalars<KIND>(p, begin + i * step, segments);
+      if (threadIdx.x % kWarpSize == 0) scalars[i] = s;
+    }
+    __syncthreads();
+    if (!present) continue;
+#pragma unroll 4
+    for (int i = 0; i < rows; ++i) {
+      const int64_t at = (begin + i * step) * p.cols + first;
+      const RowScalars s = scalars[i];
+      float x[N], dy[N];
+      unpack(load<N>(static_cast<const X*>(p.x.data) + at, valid, ALIGNED), x);
+      unpack(load<N>(static_cast<const DY*>(p.dy.data) + at, valid, ALIGNED), dy);
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        const float x_hat = (x[i] - s.mean) * s.rstd;
+        dscale[i] = fmaf(dy[i], x_hat, dscale[i]);
+        dbias[i] += dy[i];
+        x[i] = s.rstd * fmaf(-x_hat, s.gx_mean, dy[i] * factor[i] - s.g_mean);
+      }
+      if (p.dx.data) store(static_cast<X*>(p.dx.data) + at, pack<X>(x), valid, ALIGNED);
+    }
+  }
+  if (!present) return;
+  if (partials.dscale) store(partials.dscale + sums_at, pack<float>(dscale), valid, ALIGNED);
+  if (partials.dbias) store(partials.dbias + sums_at, pack<float>(dbias), valid, ALIGNED);
+}
+
+template <Kind KIND, typename X, typename DY>
+__global__ void __launch_bounds__(kSegmentThreads)
+    columns_kernel(const __grid_constant__ Backward p, const __grid_constant__ Partials partials, int64_t from_row,
+                   int64_t to_row, int segments, bool aligned) {
+  if (aligned) {
+    finish_columns<KIND, X, DY, true>(p, partials, from_row, to_row, segments);
+  } else {
+    finish_columns<KIND, X, DY, false>(p, partials, from_row, to_row, segments);
+  }
+}
+
+// `segments` is 0 where dx is not wanted.
+template <Kind KIND, typename X, typename DY>
+cudaError_t launch_columns(const Backward& p, int segments, Partials partials, bool aligned, cudaStream_t stream) {
+  // Chunks are whole turns of the partial sums, so that the order of addition does not depend on the device's cache.
+  const int64_t row_bytes = p.cols * static_cast<int64_t>(sizeof(X) + sizeof(DY));
+  const int64_t turns = attribute_of(cudaDevAttrL2CacheSize) / 3 / (row_bytes * partials.rows);
+  const int64_t chunk = segments > 0 ? std::max<int64_t>(1, turns) * partials.rows : p.rows;
+
+  const int64_t column_blocks = (p.cols + kSegmentThreads * kVector<X> - 1) / (kSegmentThreads * kVector<X>);
+  const dim3 grid(static_cast<unsigned>(column_blocks), static_cast<unsigned>(partials.used));
+  for (int64_t from = 0; from < p.rows; from += chunk) {
+    const int64_t to = std::min(from + chunk, p.rows);
+    if (segments > 0) {
+      const auto blocks = static_cast<unsigned>((to - from) * segments);
+      segment_sums_kernel<KIND, X, DY><<<blocks, kSegmentThreads, 0, stream>>>(p, from, segments, aligned);
+    }
+    columns_kernel<KIND, X, DY><<<grid, kSegmentThreads, 0, stream>>>(p, partials, from, to, segments, aligned);
+  }
+  return cudaGetLastError();
+}
+
+}  // namespace jaxnorm::cuda
