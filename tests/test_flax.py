@@ -46,7 +46,7 @@ def results(api, kind, x, fields, **call):
 
 
 def results_rounded_once(api, kind, x, fields):
-    """The same, Flax's in float32 until a last rounding: on a GPU, Flax rounds every step of its formula to a half type."""
+    """The same, Flax's in float32 but for a last rounding: on a GPU it rounds every step to a half type."""
     flaxs, ours = results(api, kind, x, fields)
     (apply, p), _ = api.both(kind, x, **fields)
     operands = jax.tree.map(lambda a: a.astype(flaxs.dtype) if api.rounds_operands else a, (p, x))

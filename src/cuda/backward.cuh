@@ -2,8 +2,8 @@
 //   dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat))      (no mean(g) for RMS)
 //   dscale = sum over rows of dy * x_hat,   dbias = sum over rows of dy.
 //
-// The sums over rows have two stages, both in a fixed order: blocks leave partial sums of their rows in the workspace, and
-// sum_partials_kernel adds those.
+// The sums over rows have two stages, both in a fixed order: blocks leave partial sums of their rows in the workspace,
+// and sum_partials_kernel adds those.
 #pragma once
 
 #include "cuda/backward_columns.cuh"
@@ -11,31 +11,41 @@
 
 namespace jaxnorm::cuda {
 
-// Adds the partial sums, 32 columns a block: warp w adds partial rows w, w + 32, ..., then warp 0 adds the warps' sums.
-static __global__ void __launch_bounds__(1024) sum_partials_kernel(Backward p, Partials partials) {
+constexpr int kSumThreads = 512;
+
+// Adds the partial sums. Thread (x, y) adds partial rows y, y + blockDim.y, ... of a column, then thread (x, 0) those
+// sums.
+static __global__ void __launch_bounds__(kSumThreads) sum_partials_kernel(Backward p, Partials partials) {
   const bool is_scale = blockIdx.y == 0 && partials.dscale;
   const float* from = is_scale ? partials.dscale : partials.dbias;
-  const int64_t col = static_cast<int64_t>(blockIdx.x) * 32 + threadIdx.x;
-  __shared__ float sums[32][33];
+  const int64_t col = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  __shared__ float sums[kSumThreads];
 
   float sum = 0;
   if (col < p.cols)
-    for (int64_t row = threadIdx.y; row < partials.used; row += 32) sum += from[row * p.cols + col];
-  sums[threadIdx.y][threadIdx.x] = sum;
+#pragma unroll 4
+    for (int64_t row = threadIdx.y; row < partials.used; row += blockDim.y) sum += from[row * p.cols + col];
+  sums[threadIdx.y * blockDim.x + threadIdx.x] = sum;
   __syncthreads();
   if (threadIdx.y > 0 || col >= p.cols) return;
-  sum = 0;
-  for (int i = 0; i < 32; ++i) sum += sums[i][threadIdx.x];
+  for (unsigned y = 1; y < blockDim.y; ++y) sum += sums[y * blockDim.x + threadIdx.x];
   store_float(is_scale ? p.dscale : p.dbias, col, sum);
+}
+
+inline void launch_sum_partials(const Backward& p, const Partials& partials, cudaStream_t stream) {
+  // The fewer the columns, the more threads share one.
+  const unsigned width = p.cols <= 4096 ? 32 : p.cols <= 65536 ? 128 : kSumThreads;
+  const dim3 grid(static_cast<unsigned>((p.cols + width - 1) / width), partials.dscale && partials.dbias ? 2 : 1);
+  sum_partials_kernel<<<grid, dim3(width, kSumThreads / width), 0, stream>>>(p, partials);
 }
 
 template <Kind KIND, typename X, typename DY>
 cudaError_t launch_backward(const Backward& p, cudaStream_t stream) {
   constexpr int N = kVector<X>;
   const Plan plan = make_plan(Op::backward, kDtype<X>, p.cols, max_cluster());
-  const bool aligned = p.cols % N == 0 && aligned_for<N>(p.x.dtype, p.x.data) && aligned_for<N>(p.dy.dtype, p.dy.data) &&
-                       aligned_for<N>(p.dx.dtype, p.dx.data) && aligned_for<N>(p.scale.dtype, p.scale.data) &&
-                       aligned_for<N>(Dtype::f32, p.workspace);
+  const bool aligned = p.cols % N == 0 && aligned_for<N>(p.x.dtype, p.x.data) &&
+                       aligned_for<N>(p.dy.dtype, p.dy.data) && aligned_for<N>(p.dx.dtype, p.dx.data) &&
+                       aligned_for<N>(p.scale.dtype, p.scale.data) && aligned_for<N>(Dtype::f32, p.workspace);
 
   Partials partials{};
   partials.rows = partial_rows(KIND, kDtype<X>, p.cols);
@@ -60,8 +70,7 @@ cudaError_t launch_backward(const Backward& p, cudaStream_t stream) {
     error = launch_columns<KIND, X, DY>(columns, segments ? plan.segments : 0, rest, aligned, stream);
   }
   if (error != cudaSuccess || !(p.dscale || p.dbias)) return error;
-  const dim3 grid(static_cast<unsigned>((p.cols + 31) / 32), p.dscale && p.dbias ? 2 : 1);
-  sum_partials_kernel<<<grid, dim3(32, 32), 0, stream>>>(p, partials);
+  launch_sum_partials(p, partials, stream);
   return cudaGetLastError();
 }
 

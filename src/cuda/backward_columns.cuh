@@ -1,8 +1,8 @@
 // The backward by columns: for rows too long for a team, and for sums over rows without dx.
 //
-// A row's dx needs two sums over the row, so such rows are read twice: one kernel sums up every segment of a row, the next
-// finishes dx and adds up dscale and dbias, column by column. They alternate on chunks of rows small enough that the second
-// reading finds them in the L2 cache.
+// A row's dx needs two sums over the row, so such rows are read twice: one kernel sums up every segment of a row, the
+// next finishes dx and adds up dscale and dbias, column by column. It takes the rows in reverse, since the last ones
+// that the first kernel read are still in the L2 cache.
 #pragma once
 
 #include "cuda/backward_rows.cuh"
@@ -48,14 +48,14 @@ __device__ RowSums thread_sums(const Backward& p, const Weight& scale, int64_t r
   return sums;
 }
 
-// Block b sums up segment b % segments of row from_row + b / segments.
+// Block b sums up segment b % segments of row b / segments.
 template <Kind KIND, typename X, typename DY>
 __global__ void __launch_bounds__(kSegmentThreads)
-    segment_sums_kernel(const __grid_constant__ Backward p, int64_t from_row, int segments, bool aligned) {
+    segment_sums_kernel(const __grid_constant__ Backward p, int segments, bool aligned) {
   using R = Regime<kWholeBlock, kSegment / kSegmentThreads / kVector<X>, false>;
   using Aligned = Walk<X, R, true>;
   using Unaligned = Walk<X, R, false>;
-  const int64_t row = from_row + blockIdx.x / segments, begin = static_cast<int64_t>(blockIdx.x % segments) * kSegment;
+  const int64_t row = blockIdx.x / segments, begin = static_cast<int64_t>(blockIdx.x % segments) * kSegment;
   RowSums sums;
   if (!aligned) {
     sums = thread_sums<KIND, X, DY, Unaligned>(p, Weight<Unaligned>(p.scale, p.cols, nullptr), row, begin);
@@ -97,41 +97,35 @@ __device__ RowScalars row_scalars(const Backward& p, int64_t row, int segments) 
   return {layer ? p.mean[row] : 0.0f, p.rstd[row], sums.gx / p.cols, layer ? sums.g / p.cols : 0.0f};
 }
 
-// Thread t of the grid's x axis owns vector t of every row; block y of the grid goes through rows from_row + y,
-// from_row + y + gridDim.y, ... and adds to row y of the partial sums, or begins it at from_row 0.
+// Thread t of the grid's x axis owns vector t of every row; block y of the grid goes through every gridDim.y-th row,
+// from the (y + 1)-th last on, and leaves row y of the partial sums.
 template <Kind KIND, typename X, typename DY, bool ALIGNED>
-__device__ __forceinline__ void finish_columns(const Backward& p, const Partials& partials, int64_t from_row,
-                                               int64_t to_row, int segments) {
+__device__ __forceinline__ void finish_columns(const Backward& p, const Partials& partials, int segments) {
   constexpr int N = kVector<X>, kRows = 32;
   using W = Walk<X, Regime<kWholeBlock, 1, false>, ALIGNED>;
   const int64_t first = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * N;
   const int valid = ALIGNED ? N : static_cast<int>(min(static_cast<int64_t>(N), p.cols - first));
   const bool present = first < p.cols;
-  const int64_t sums_at = static_cast<int64_t>(blockIdx.y) * p.cols + first;
-
   float factor[N], dscale[N] = {}, dbias[N] = {};
 #pragma unroll
   for (int i = 0; i < N; ++i) factor[i] = 1.0f;
-  if (present) {
-    if (p.scale.data) scale_cotangent(Weight<W>(p.scale, p.cols, nullptr), p.scale_offset, 0, first, valid, factor);
-    if (from_row > 0 && partials.dscale) unpack(load_written<N>(partials.dscale + sums_at, valid, ALIGNED), dscale);
-    if (from_row > 0 && partials.dbias) unpack(load_written<N>(partials.dbias + sums_at, valid, ALIGNED), dbias);
-  }
+  if (present && p.scale.data)
+    scale_cotangent(Weight<W>(p.scale, p.cols, nullptr), p.scale_offset, 0, first, valid, factor);
 
   __shared__ RowScalars scalars[kRows];
   const int64_t step = gridDim.y;
-  for (int64_t begin = from_row + blockIdx.y; begin < to_row; begin += kRows * step) {
-    const int rows = static_cast<int>(min(static_cast<int64_t>(kRows), (to_row - begin + step - 1) / step));
+  for (int64_t last = p.rows - 1 - blockIdx.y; last >= 0; last -= kRows * step) {
+    const int rows = static_cast<int>(min(static_cast<int64_t>(kRows), last / step + 1));
     __syncthreads();
     for (int i = threadIdx.x / kWarpSize; i < rows; i += blockDim.x / kWarpSize) {
-      const RowScalars s = row_scalars<KIND>(p, begin + i * step, segments);
+      const RowScalars s = row_scalars<KIND>(p, last - i * step, segments);
       if (threadIdx.x % kWarpSize == 0) scalars[i] = s;
     }
     __syncthreads();
     if (!present) continue;
-#pragma unroll 4
+#pragma unroll 2
     for (int i = 0; i < rows; ++i) {
-      const int64_t at = (begin + i * step) * p.cols + first;
+      const int64_t at = (last - i * step) * p.cols + first;
       const RowScalars s = scalars[i];
       float x[N], dy[N];
       unpack(load<N>(static_cast<const X*>(p.x.data) + at, valid, ALIGNED), x);
@@ -143,43 +137,36 @@ __device__ __forceinline__ void finish_columns(const Backward& p, const Partials
         dbias[i] += dy[i];
         x[i] = s.rstd * fmaf(-x_hat, s.gx_mean, dy[i] * factor[i] - s.g_mean);
       }
-      if (p.dx.data) store(static_cast<X*>(p.dx.data) + at, pack<X>(x), valid, ALIGNED);
+      if (p.dx.data) store_streaming(static_cast<X*>(p.dx.data) + at, pack<X>(x), valid, ALIGNED);
     }
   }
   if (!present) return;
+  const int64_t sums_at = static_cast<int64_t>(blockIdx.y) * p.cols + first;
   if (partials.dscale) store(partials.dscale + sums_at, pack<float>(dscale), valid, ALIGNED);
   if (partials.dbias) store(partials.dbias + sums_at, pack<float>(dbias), valid, ALIGNED);
 }
 
 template <Kind KIND, typename X, typename DY>
-__global__ void __launch_bounds__(kSegmentThreads)
-    columns_kernel(const __grid_constant__ Backward p, const __grid_constant__ Partials partials, int64_t from_row,
-                   int64_t to_row, int segments, bool aligned) {
+__global__ void __launch_bounds__(kColumnThreads, 2)
+    columns_kernel(const __grid_constant__ Backward p, const __grid_constant__ Partials partials, int segments,
+                   bool aligned) {
   if (aligned) {
-    finish_columns<KIND, X, DY, true>(p, partials, from_row, to_row, segments);
+    finish_columns<KIND, X, DY, true>(p, partials, segments);
   } else {
-    finish_columns<KIND, X, DY, false>(p, partials, from_row, to_row, segments);
+    finish_columns<KIND, X, DY, false>(p, partials, segments);
   }
 }
 
 // `segments` is 0 where dx is not wanted.
 template <Kind KIND, typename X, typename DY>
 cudaError_t launch_columns(const Backward& p, int segments, Partials partials, bool aligned, cudaStream_t stream) {
-  // Chunks are whole turns of the partial sums, so that the order of addition does not depend on the device's cache.
-  const int64_t row_bytes = p.cols * static_cast<int64_t>(sizeof(X) + sizeof(DY));
-  const int64_t turns = attribute_of(cudaDevAttrL2CacheSize) / 3 / (row_bytes * partials.rows);
-  const int64_t chunk = segments > 0 ? std::max<int64_t>(1, turns) * partials.rows : p.rows;
-
-  const int64_t column_blocks = (p.cols + kSegmentThreads * kVector<X> - 1) / (kSegmentThreads * kVector<X>);
-  const dim3 grid(static_cast<unsigned>(column_blocks), static_cast<unsigned>(partials.used));
-  for (int64_t from = 0; from < p.rows; from += chunk) {
-    const int64_t to = std::min(from + chunk, p.rows);
-    if (segments > 0) {
-      const auto blocks = static_cast<unsigned>((to - from) * segments);
-      segment_sums_kernel<KIND, X, DY><<<blocks, kSegmentThreads, 0, stream>>>(p, from, segments, aligned);
-    }
-    columns_kernel<KIND, X, DY><<<grid, kSegmentThreads, 0, stream>>>(p, partials, from, to, segments, aligned);
+  if (segments > 0) {
+    const auto blocks = static_cast<unsigned>(p.rows * segments);
+    segment_sums_kernel<KIND, X, DY><<<blocks, kSegmentThreads, 0, stream>>>(p, segments, aligned);
   }
+  constexpr int strip = kColumnThreads * kVector<X>;
+  const dim3 grid(static_cast<unsigned>((p.cols + strip - 1) / strip), static_cast<unsigned>(partials.used));
+  columns_kernel<KIND, X, DY><<<grid, kColumnThreads, 0, stream>>>(p, partials, segments, aligned);
   return cudaGetLastError();
 }
 

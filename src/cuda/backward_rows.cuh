@@ -5,7 +5,8 @@
 
 namespace jaxnorm::cuda {
 
-// The workspace: for dscale, then for dbias, if asked: `rows` rows of `cols` partial sums, of which the first `used` count.
+// The workspace: for dscale, then for dbias, if asked: `rows` rows of `cols` partial sums, of which the first `used`
+// count.
 struct Partials {
   float *dscale, *dbias;
   int64_t rows, used;
@@ -59,8 +60,8 @@ struct BackwardStage {
   char *x, *dy, *scale;
 };
 
-// dx, and the partial sums of dscale and, for layer norm, of dbias where they are asked for. The sums stay with the team
-// over all of its rows, so the next row is fetched while this one is worked on.
+// dx, and the partial sums of dscale and, for layer norm, of dbias where they are asked for. The sums stay with the
+// team over all of its rows, so the next row is fetched while this one is worked on.
 template <Kind KIND, typename X, typename DY, typename R, bool ALIGNED>
 __device__ __forceinline__ void backward_rows(const Backward& p, const Partials& partials, const BackwardStage& stage) {
   using W = Walk<X, R, ALIGNED>;
@@ -115,11 +116,11 @@ __device__ __forceinline__ void backward_rows(const Backward& p, const Partials&
     float g_mean = 0, gx_mean;
     if constexpr (kLayer) {
       team.publish({static_cast<float>(team.warp_sum(gx_sum)), static_cast<float>(team.warp_sum(g_sum))});
-      gx_mean = team.sum([](const float(&entry)[2]) { return entry[0]; }) / p.cols;
-      g_mean = team.sum([](const float(&entry)[2]) { return entry[1]; }) / p.cols;
+      gx_mean = team.sum([](const float (&entry)[2]) { return entry[0]; }) / p.cols;
+      g_mean = team.sum([](const float (&entry)[2]) { return entry[1]; }) / p.cols;
     } else {
       team.publish({static_cast<float>(team.warp_sum(gx_sum))});
-      gx_mean = team.sum([](const float(&entry)[1]) { return entry[0]; }) / p.cols;
+      gx_mean = team.sum([](const float (&entry)[1]) { return entry[0]; }) / p.cols;
     }
 
     for_each_vector<W>(team, p.cols, [&](int slot, int64_t first, int valid) {

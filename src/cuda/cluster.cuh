@@ -35,10 +35,10 @@ struct Cluster {
   }
 
   __device__ static void arrive() {
-    JAXNORM_SM90(asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"));
+    JAXNORM_SM90(asm volatile("barrier.cluster.arrive.release.aligned;" :: : "memory"));
   }
 
-  __device__ static void wait() { JAXNORM_SM90(asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory")); }
+  __device__ static void wait() { JAXNORM_SM90(asm volatile("barrier.cluster.wait.acquire.aligned;" :: : "memory")); }
 };
 
 // A barrier in this block's shared memory that completes a phase once the bytes announced for it have arrived.
@@ -57,11 +57,12 @@ struct Arrival {
   }
 
   __device__ void wait(int parity) {
-    JAXNORM_SM90(asm volatile(
-        "{\n\t.reg .pred done;\n"
-        "AGAIN:\n\t"
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n\t"
-        "@!done bra AGAIN;\n\t}" ::"r"(shared_address(&state)), "r"(parity) : "memory"));
+    JAXNORM_SM90(
+        asm volatile("{\n\t.reg .pred done;\n"
+                     "AGAIN:\n\t"
+                     "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n\t"
+                     "@!done bra AGAIN;\n\t}" ::"r"(shared_address(&state)),
+                     "r"(parity) : "memory"));
   }
 
   // Writes value to where `block` keeps what this block keeps at `to`, and counts its bytes at that block's barrier.

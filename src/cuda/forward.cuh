@@ -11,12 +11,12 @@ struct Statistics {
   float mean, rstd;
 };
 
-// mean(x^2), or the exact mean and variance: the deviations are summed about each warp's own mean, and the warps' moments
-// merged (Chan, Golub, LeVeque 1983), so that E[x^2] - mean^2 is never formed and one barrier is enough.
+// mean(x^2), or the exact mean and variance: the deviations are summed about each warp's own mean, and the warps'
+// moments merged (Chan, Golub, LeVeque 1983), so that E[x^2] - mean^2 is never formed and one barrier is enough.
 template <Kind KIND, typename W, typename Row, typename Team>
 __device__ Statistics statistics(const Row& x, Team& team, int64_t cols, float epsilon) {
-  // The sum over this warp's part of the row, vector by vector: f(sum, value, present) adds one element. Absent elements,
-  // past the row's end, read as zero.
+  // The sum over this warp's part of the row, vector by vector: f(sum, value, present) adds one element. Absent
+  // elements, past the row's end, read as zero.
   const auto sum_of = [&](auto f) {
     Accumulator<W> sum = 0;
     for_each_vector<W>(team, cols, [&](int slot, int64_t first, int valid) {
@@ -31,7 +31,7 @@ __device__ Statistics statistics(const Row& x, Team& team, int64_t cols, float e
 
   if constexpr (KIND == Kind::rms) {
     team.publish({sum_of([](float sum, float value, bool) { return fmaf(value, value, sum); })});
-    const float squares = team.sum([](const float(&entry)[1]) { return entry[0]; });
+    const float squares = team.sum([](const float (&entry)[1]) { return entry[0]; });
     return {0.0f, __frsqrt_rn(squares / cols + epsilon)};
   } else {
     const float count = team.warp_cols(cols, W::N);
@@ -42,10 +42,9 @@ __device__ Statistics statistics(const Row& x, Team& team, int64_t cols, float e
       return fmaf(deviation, deviation, sum);
     });
     team.publish({count, warp_mean, squares});
-    const float mean = team.sum([](const float(&entry)[3]) { return entry[0] * entry[1]; }) / cols;
-    const float m2 = team.sum([&](const float(&entry)[3]) {
-      return entry[2] + entry[0] * (entry[1] - mean) * (entry[1] - mean);
-    });
+    const float mean = team.sum([](const float (&entry)[3]) { return entry[0] * entry[1]; }) / cols;
+    const float m2 =
+        team.sum([&](const float (&entry)[3]) { return entry[2] + entry[0] * (entry[1] - mean) * (entry[1] - mean); });
     return {mean, __frsqrt_rn(m2 / cols + epsilon)};
   }
 }
@@ -159,11 +158,12 @@ cudaError_t launch_forward(const Forward& p, cudaStream_t stream) {
   const Plan plan = make_plan(Op::forward, kDtype<X>, p.cols, max_cluster());
   const bool aligned = p.cols % N == 0 && aligned_for<N>(p.x.dtype, p.x.data) && aligned_for<N>(p.y.dtype, p.y.data) &&
                        aligned_for<N>(p.scale.dtype, p.scale.data) && aligned_for<N>(p.bias.dtype, p.bias.data);
-  const int bytes = staged_bytes(plan.block_threads(), plan.vectors, 16 + weight_bytes<X>(p.scale) + weight_bytes<X>(p.bias));
+  const int bytes =
+      staged_bytes(plan.block_threads(), plan.vectors, 16 + weight_bytes<X>(p.scale) + weight_bytes<X>(p.bias));
   const Staging staging(plan, aligned, plan.blocks_per_row > 1 ? bytes : 0);
   return with_forward_regime(plan, [&](auto regime) {
-    return launch(forward_kernel<KIND, X, decltype(regime)>, plan, std::min(p.rows, staging.teams), staging.bytes, stream,
-                  p, staging.aligned);
+    return launch(forward_kernel<KIND, X, decltype(regime)>, plan, std::min(p.rows, staging.teams), staging.bytes,
+                  stream, p, staging.aligned);
   });
 }
 

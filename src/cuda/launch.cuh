@@ -54,23 +54,23 @@ constexpr int kPortableShared = (48 << 10) - kOwnShared;
 inline int max_cluster() {
   const int major = attribute_of(cudaDevAttrComputeCapabilityMajor);
   if (major < 9) return 1;
-  return major < 12 ? kMaxCluster : kPortableCluster;  // data-centre Hopper and Blackwell; consumer Blackwell has the portable 8
+  return major < 12 ? kMaxCluster
+                    : kPortableCluster;  // data-centre Hopper and Blackwell; consumer Blackwell has the portable 8
 }
 
 // Whether and how the blocks of a launch stage their rows, `bytes` each.
 struct Staging {
-  bool aligned;         // false also where a stage would not fit: the kernels' unaligned paths need none
-  int bytes = 0;        // of shared memory a block
-  int64_t teams = INT64_MAX;  // about as many as the device runs at once; they go on to further rows
+  bool aligned;               // false also where a stage would not fit: the kernels' unaligned paths need none
+  int bytes = 0;              // of shared memory a block
+  int64_t teams = INT64_MAX;  // as many as a device runs at once, or some more; they go on to further rows
 
   Staging(const Plan& plan, bool aligned_, int stage_bytes) : aligned(aligned_) {
     if (!aligned || stage_bytes == 0 || plan.vectors == kStreamed) return;
     aligned = stage_bytes <= attribute_of(cudaDevAttrMaxSharedMemoryPerBlockOptin) - kOwnShared;
     if (!aligned) return;
     bytes = stage_bytes;
-    const int shared = attribute_of(cudaDevAttrMaxSharedMemoryPerMultiprocessor) / (bytes + kOwnShared);
-    const int blocks = std::max(1, std::min(shared, 1536 / plan.block_threads()));
-    teams = std::max(1, attribute_of(cudaDevAttrMultiProcessorCount) * blocks / plan.blocks_per_row);
+    teams =
+        std::max(1, attribute_of(cudaDevAttrMultiProcessorCount) * (1536 / plan.block_threads()) / plan.blocks_per_row);
   }
 };
 
@@ -83,7 +83,8 @@ cudaError_t launch(void (*kernel)(Params...), const Plan& plan, int64_t teams, i
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim = {static_cast<unsigned>(plan.blocks_per_row), 1, 1};
   cudaLaunchConfig_t config{};
-  config.gridDim = {static_cast<unsigned>(std::min<int64_t>(groups, INT_MAX / kMaxCluster) * plan.blocks_per_row), 1, 1};
+  config.gridDim = {static_cast<unsigned>(std::min<int64_t>(groups, INT_MAX / kMaxCluster) * plan.blocks_per_row), 1,
+                    1};
   config.blockDim = {static_cast<unsigned>(plan.block_threads()), 1, 1};
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;

@@ -6,8 +6,8 @@ namespace jaxnorm::cuda {
 namespace {
 
 constexpr int kWarp = 32;
-constexpr int kMultiprocessors = 132;     // of an H100 or H200, for which the numbers of teams are chosen
-constexpr int kClusterable = 120;         // of them, in clusters of 8: the others are the remainders of their GPCs
+constexpr int kMultiprocessors = 132;  // of an H100 or H200, for which the numbers of teams are chosen
+constexpr int kClusterable = 120;      // of them, in clusters of 8: the others are the remainders of their GPCs
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -50,9 +50,8 @@ int row_segments(Dtype x, int64_t cols) { return make_plan(Op::backward, x, cols
 int64_t partial_rows(Kind kind, Dtype x, int64_t cols) {
   const Plan plan = make_plan(Op::backward, x, cols, kMaxCluster);
   if (plan.segments > 0) {
-    // Enough blocks of columns to fill the device sixteen times over.
-    const int64_t blocks = ceil_div(cols, plan.threads_per_row * vector_of(x));
-    return std::clamp<int64_t>(16 * kMultiprocessors / blocks, 4, 64);
+    // About two blocks of columns a multiprocessor, or four.
+    return std::clamp<int64_t>(2 * kMultiprocessors * kColumnThreads * vector_of(x) / cols, 4, 64);
   }
   // As many teams as run at once, at 128 registers a thread, more where layer norm's rows share a block; of clusters
   // four times as many, since how many run at once varies from chip to chip.

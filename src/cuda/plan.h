@@ -1,5 +1,6 @@
 // Which regime a norm runs in: one pure function of row length and dtypes, so that a row's result never depends on the
-// number of rows beside it (design law: batch invariance) and so that a captured CUDA graph always holds the same kernels.
+// number of rows beside it (design law: batch invariance) and so that a captured CUDA graph always holds the same
+// kernels.
 #pragma once
 
 #include <cstdint>
@@ -13,13 +14,14 @@ enum class Op : uint8_t { forward, backward };
 // Rows are cut into vectors of 16 bytes of x: `vector` elements, the unit in which a thread reads and writes.
 constexpr int vector_of(Dtype x) { return 16 / size_of(x); }
 
-constexpr int kWholeBlock = 0;         // threads of a team: all of the block's (and, in a cluster, of its blocks)
+constexpr int kWholeBlock = 0;          // threads of a team: all of the block's (and, in a cluster, of its blocks)
 constexpr int kStreamed = 0;            // vectors a thread: none kept in registers, the row is read again in each pass
 constexpr int kMaxThreads = 512;        // threads a block: leaves 128 registers a thread
 constexpr int kMaxCluster = 16;         // blocks a cluster; 8 is what every architecture with clusters can do
 constexpr int kRowsBlockThreads = 128;  // threads a block where several rows share one
 constexpr int kSegmentThreads = 128;    // threads a block where rows are cut into segments
 constexpr int kSegment = 4096;          // columns of a segment
+constexpr int kColumnThreads = 512;     // threads a block of the kernel that finishes such rows by columns
 
 // Vectors a thread of a team that has its blocks to itself. The backward holds x, dy and its share of dscale and dbias:
 // more than 16 elements of each leave too few threads on a multiprocessor.

@@ -1,8 +1,8 @@
 // A row as a team sees it: cut into vectors of N elements, thread t of the team owning vectors t, t + size, ...
 //
 // A team of a whole block works with a stage, its threads' shares of the block's shared memory: the next row is copied
-// there while this one is worked on, and scale and bias stay there for all rows. A thread reads back only what it copied
-// itself, so that no barrier is needed.
+// there while this one is worked on, and scale and bias stay there for all rows. A thread reads back only what it
+// copied itself, so that no barrier is needed.
 #pragma once
 
 #include <cuda_pipeline.h>
@@ -27,7 +27,8 @@ template <typename W, typename Team, typename F>
 __device__ void for_each_vector(const Team& team, int64_t cols, F f) {
   constexpr int N = W::N;
   if constexpr (W::STREAMED) {
-    for (int64_t first = static_cast<int64_t>(team.rank) * N; first < cols; first += static_cast<int64_t>(team.size) * N)
+    for (int64_t first = static_cast<int64_t>(team.rank) * N; first < cols;
+         first += static_cast<int64_t>(team.size) * N)
       f(0, first, W::ALIGNED ? N : static_cast<int>(min(static_cast<int64_t>(N), cols - first)));
   } else {
     // Hides that the columns are the same for every row: the compiler would keep the addresses of all vectors of all
@@ -146,8 +147,8 @@ class Weight {
   char* stage_;
 };
 
-// A weight of type T, known when compiled, and not staged. Without a switch between dtypes in their way, the loads of all
-// vectors are issued together.
+// A weight of type T, known when compiled, and not staged. Without a switch between dtypes in their way, the loads of
+// all vectors are issued together.
 template <typename T, typename W>
 class PlainWeight {
  public:

@@ -1,8 +1,8 @@
 // A team is the threads that share one row: 8 or 32 threads of a block, a whole block, or a cluster of blocks.
 //
-// A reduction has one barrier, whatever the team: each warp reduces its values by shuffles, publishes them to every block
-// of the team, and each warp then sums all entries in the same fixed order. Two sets of entries alternate, so that a row
-// may publish while slower warps still read the row before.
+// A reduction has one barrier, whatever the team: each warp reduces its values by shuffles, publishes them to every
+// block of the team, and each warp then sums all entries in the same fixed order. Two sets of entries alternate, so
+// that a row may publish while slower warps still read the row before.
 #pragma once
 
 #include "cuda/cluster.cuh"
@@ -19,9 +19,9 @@ class Team {
   static constexpr bool kSpansWarps = THREADS == kWholeBlock;
   static_assert(kSpansWarps || !CLUSTER);
 
-  int rank, size;                  // this thread's place in the team, and the team's size
-  int64_t first_row, row_stride;   // the rows of this team
-  int64_t index;                   // the team's place among those of the grid, clusters counted as one
+  int rank, size;                 // this thread's place in the team, and the team's size
+  int64_t first_row, row_stride;  // the rows of this team
+  int64_t index;                  // the team's place among those of the grid, clusters counted as one
 
   __device__ Team() {
     if constexpr (CLUSTER) {

@@ -12,7 +12,9 @@
 namespace jaxnorm::cuda {
 
 template <typename T>
-constexpr Dtype kDtype = sizeof(T) == 4 ? Dtype::f32 : std::is_same_v<T, __half> ? Dtype::f16 : Dtype::bf16;
+constexpr Dtype kDtype = sizeof(T) == 4              ? Dtype::f32
+                         : std::is_same_v<T, __half> ? Dtype::f16
+                                                     : Dtype::bf16;
 
 // Elements in the unit of access, 16 bytes of T.
 template <typename T>
@@ -73,8 +75,8 @@ __device__ Packed<T, N> pack(const float (&from)[N]) {
   return to;
 }
 
-// The first `valid` of N elements of an array that the kernel does not write; the others are zero. `aligned` promises that all are valid and that `from` is aligned
-// as Packed is. The values, and so all results, are the same either way.
+// The first `valid` of N elements of an array that the kernel does not write; the others are zero. `aligned` promises
+// that all are valid and that `from` is aligned as Packed is. The values, and so all results, are the same either way.
 template <int N, typename T>
 __device__ Packed<T, N> load(const T* from, int valid, bool aligned) {
   Packed<T, N> packed{};
@@ -92,13 +94,6 @@ __device__ Packed<T, N> load(const T* from, int valid, bool aligned) {
   return packed;
 }
 
-// The same of an array that the kernel writes as well.
-template <int N, typename T>
-__device__ Packed<T, N> load_written(const T* from, int valid, bool aligned) {
-  if (aligned) return *reinterpret_cast<const Packed<T, N>*>(from);
-  return load<N>(from, valid, false);
-}
-
 template <int N, typename T>
 __device__ void store(T* to, const Packed<T, N>& packed, int valid, bool aligned) {
   if (aligned) {
@@ -109,6 +104,16 @@ __device__ void store(T* to, const Packed<T, N>& packed, int valid, bool aligned
 #pragma unroll
   for (int i = 0; i < N; ++i)
     if (i < valid) to[i] = element[i];
+}
+
+// The same of values that leave the cache first.
+template <int N, typename T>
+__device__ void store_streaming(T* to, const Packed<T, N>& packed, int valid, bool aligned) {
+  using Access = std::conditional_t<sizeof(packed) % 16 == 0, uint4, uint2>;
+  if (!aligned) return store(to, packed, valid, false);
+#pragma unroll
+  for (unsigned i = 0; i < sizeof(packed) / sizeof(Access); ++i)
+    __stcs(reinterpret_cast<Access*>(to) + i, reinterpret_cast<const Access*>(packed.word)[i]);
 }
 
 // Calls f with a null pointer of the element type that `dtype` names: dtypes that are known only at run time.

@@ -209,7 +209,7 @@ inline ffi::ErrorOr<Forward> forward_arguments(Kind kind, ffi::RemainingArgs ope
 
 // The workspaces that a platform's backward has among its results.
 struct Workspaces {
-  int (*row_segments)(Dtype x, int64_t cols);                // how many pairs of sums of each row; 0: none
+  int (*row_segments)(Dtype x, int64_t cols);                 // how many pairs of sums of each row; 0: none
   int64_t (*partial_rows)(Kind kind, Dtype x, int64_t cols);  // how many rows of partial sums of dscale, and of dbias
 };
 

@@ -3,59 +3,41 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
+#include <initializer_list>
 #include <string>
 
 #include "cuda/norms.h"
 #include "cuda/plan.h"
-#include "ffi/arguments.h"
+#include "ffi/handlers.h"
 
 namespace nb = nanobind;
 
 namespace jaxnorm {
 namespace {
 
-template <class Arguments>
-ffi::Error run(cudaError_t (*kernel)(const Arguments&, cudaStream_t), const char* op,
-               const ffi::ErrorOr<Arguments>& arguments, cudaStream_t stream) {
-  if (!arguments) return arguments.error();
-  const cudaError_t error = kernel(*arguments, stream);
-  if (error == cudaSuccess) return ffi::Error::Success();
-  return ffi::Error::Internal(std::string("jaxnorm_") + op + ": launch failed: " + cudaGetErrorString(error));
-}
+struct Cuda {
+  using Context = ffi::PlatformStream<cudaStream_t>;
+  static constexpr std::initializer_list<ffi::Traits> kTraits = {ffi::Traits::kCmdBufferCompatible};
 
-template <Kind kind>
-ffi::Error forward(ffi::RemainingArgs operands, ffi::RemainingRets results, ForwardAttributes attributes,
-                   cudaStream_t stream) {
-  return run(cuda::forward, kind == Kind::rms ? "rms_norm_fwd" : "layer_norm_fwd",
-             forward_arguments(kind, operands, results, attributes), stream);
-}
+  static const Workspaces* workspaces() {
+    static constexpr Workspaces functions{cuda::row_segments, cuda::partial_rows};
+    return &functions;
+  }
 
-constexpr Workspaces kWorkspaces{cuda::row_segments, cuda::partial_rows};
+  static ffi::Error run(const Forward& f, cudaStream_t stream) {
+    return checked(f.kind, "forward", cuda::forward(f, stream));
+  }
+  static ffi::Error run(const Backward& b, cudaStream_t stream) {
+    return checked(b.kind, "backward", cuda::backward(b, stream));
+  }
 
-template <Kind kind>
-ffi::Error backward(ffi::RemainingArgs operands, ffi::RemainingRets results, BackwardAttributes attributes,
-                    cudaStream_t stream) {
-  return run(cuda::backward, kind == Kind::rms ? "rms_norm_bwd" : "layer_norm_bwd",
-             backward_arguments(kind, operands, results, attributes, &kWorkspaces), stream);
-}
-
-using Stream = ffi::PlatformStream<cudaStream_t>;
-#define JAXNORM_DEFINE_HANDLER(NAME, FUNCTION, ATTRIBUTES) \
-  XLA_FFI_DEFINE_HANDLER(NAME, FUNCTION, bind<ATTRIBUTES>().Ctx<Stream>(), {ffi::Traits::kCmdBufferCompatible})
-
-JAXNORM_DEFINE_HANDLER(rms_norm_fwd, forward<Kind::rms>, ForwardAttributes);
-JAXNORM_DEFINE_HANDLER(layer_norm_fwd, forward<Kind::layer>, ForwardAttributes);
-JAXNORM_DEFINE_HANDLER(rms_norm_bwd, backward<Kind::rms>, BackwardAttributes);
-JAXNORM_DEFINE_HANDLER(layer_norm_bwd, backward<Kind::layer>, BackwardAttributes);
-
-nb::dict handlers() {
-  nb::dict all;
-  all["jaxnorm_rms_norm_fwd"] = nb::capsule(reinterpret_cast<void*>(rms_norm_fwd));
-  all["jaxnorm_layer_norm_fwd"] = nb::capsule(reinterpret_cast<void*>(layer_norm_fwd));
-  all["jaxnorm_rms_norm_bwd"] = nb::capsule(reinterpret_cast<void*>(rms_norm_bwd));
-  all["jaxnorm_layer_norm_bwd"] = nb::capsule(reinterpret_cast<void*>(layer_norm_bwd));
-  return all;
-}
+ private:
+  static ffi::Error checked(Kind kind, const char* way, cudaError_t error) {
+    if (error == cudaSuccess) return ffi::Error::Success();
+    const std::string op = kind == Kind::rms ? "rms_norm " : "layer_norm ";
+    return ffi::Error::Internal("jaxnorm: launch of " + op + way + " failed: " + cudaGetErrorString(error));
+  }
+};
 
 Dtype dtype_of(const std::string& name) {
   if (name == "float32") return Dtype::f32;
@@ -90,7 +72,7 @@ nb::dict plan(const std::string& op, const std::string& x_dtype, int64_t cols, i
 
 NB_MODULE(_cuda, module) {
   using nb::arg;
-  module.def("handlers", &jaxnorm::handlers, "The XLA FFI handlers, by target name.");
+  module.def("handlers", &jaxnorm::handlers<jaxnorm::Cuda>, "The XLA FFI handlers, by target name.");
   module.def("architectures", [] { return JAXNORM_CUDA_ARCHITECTURES; }, "What the kernels were compiled for.");
   module.def("toolkit", [] { return JAXNORM_CUDA_TOOLKIT; }, "The version of the CUDA compiler.");
   module.def(
@@ -104,7 +86,8 @@ NB_MODULE(_cuda, module) {
       [](const std::string& kind, const std::string& x_dtype, int64_t cols) {
         return jaxnorm::cuda::partial_rows(jaxnorm::kind_of(kind), jaxnorm::dtype_of(x_dtype), cols);
       },
-      arg("kind"), arg("x_dtype"), arg("cols"), "How many partial sums of dscale and dbias the backward keeps in its workspace.");
+      arg("kind"), arg("x_dtype"), arg("cols"),
+      "How many partial sums of dscale and dbias the backward keeps in its workspace.");
   module.def("plan", &jaxnorm::plan, arg("op"), arg("x_dtype"), arg("cols"), arg("max_cluster") = 16,
              "The launch plan for rows of `cols` elements; elements_per_thread is 0 where none are held in registers.");
 }

@@ -1,0 +1,47 @@
+// The XLA FFI handlers of a platform, by target name.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <initializer_list>
+
+#include "ffi/arguments.h"
+
+namespace jaxnorm {
+
+// Platform: `Context`, what XLA hands a call beside its buffers, in the words of the binding; `kTraits`;
+// `workspaces()`, those of its backward or null; and `run`, of a Forward or a Backward in a context.
+template <class Platform, Kind kind>
+ffi::Error forward(ffi::RemainingArgs operands, ffi::RemainingRets results, ForwardAttributes attributes,
+                   typename ffi::CtxDecoding<typename Platform::Context>::Type context) {
+  const auto arguments = forward_arguments(kind, operands, results, attributes);
+  return arguments ? Platform::run(*arguments, context) : arguments.error();
+}
+
+template <class Platform, Kind kind>
+ffi::Error backward(ffi::RemainingArgs operands, ffi::RemainingRets results, BackwardAttributes attributes,
+                    typename ffi::CtxDecoding<typename Platform::Context>::Type context) {
+  const auto arguments = backward_arguments(kind, operands, results, attributes, Platform::workspaces());
+  return arguments ? Platform::run(*arguments, context) : arguments.error();
+}
+
+template <class Platform>
+nanobind::dict handlers() {
+  using Context = typename Platform::Context;
+  constexpr auto rms_fwd = forward<Platform, Kind::rms>, layer_fwd = forward<Platform, Kind::layer>;
+  constexpr auto rms_bwd = backward<Platform, Kind::rms>, layer_bwd = backward<Platform, Kind::layer>;
+  constexpr auto traits = Platform::kTraits;
+  XLA_FFI_DEFINE_HANDLER(rms_norm_fwd, rms_fwd, bind<ForwardAttributes>().template Ctx<Context>(), traits);
+  XLA_FFI_DEFINE_HANDLER(layer_norm_fwd, layer_fwd, bind<ForwardAttributes>().template Ctx<Context>(), traits);
+  XLA_FFI_DEFINE_HANDLER(rms_norm_bwd, rms_bwd, bind<BackwardAttributes>().template Ctx<Context>(), traits);
+  XLA_FFI_DEFINE_HANDLER(layer_norm_bwd, layer_bwd, bind<BackwardAttributes>().template Ctx<Context>(), traits);
+
+  nanobind::dict all;
+  all["jaxnorm_rms_norm_fwd"] = nanobind::capsule(reinterpret_cast<void*>(rms_norm_fwd));
+  all["jaxnorm_layer_norm_fwd"] = nanobind::capsule(reinterpret_cast<void*>(layer_norm_fwd));
+  all["jaxnorm_rms_norm_bwd"] = nanobind::capsule(reinterpret_cast<void*>(rms_norm_bwd));
+  all["jaxnorm_layer_norm_bwd"] = nanobind::capsule(reinterpret_cast<void*>(layer_norm_bwd));
+  return all;
+}
+
+}  // namespace jaxnorm
