@@ -1,12 +1,18 @@
 # _cuda: built when a CUDA compiler is found, or demanded with JAXNORM_CUDA=1 and refused with JAXNORM_CUDA=0.
 include(CheckLanguage)
 
-set(JAXNORM_CUDA "$ENV{JAXNORM_CUDA}" CACHE STRING "1: build the CUDA kernels or fail; 0: do not; empty: if possible")
+set(JAXNORM_CUDA "" CACHE STRING "1: build the CUDA kernels or fail; 0: do not; empty: if possible")
+if(DEFINED ENV{JAXNORM_CUDA})
+  set(JAXNORM_CUDA "$ENV{JAXNORM_CUDA}")
+endif()
 if(JAXNORM_CUDA STREQUAL "0")
   message(STATUS "jaxnorm: CUDA kernels off (JAXNORM_CUDA=0)")
   return()
 endif()
 
+if(NOT CMAKE_CUDA_COMPILER)
+  unset(CMAKE_CUDA_COMPILER CACHE)  # there may be one now
+endif()
 check_language(CUDA)
 if(NOT CMAKE_CUDA_COMPILER)
   if(JAXNORM_CUDA)
@@ -18,7 +24,10 @@ if(NOT CMAKE_CUDA_COMPILER)
 endif()
 
 # Architectures: JAXNORM_CUDA_ARCHITECTURES if set, else the present GPU's, else every supported one and PTX.
-set(JAXNORM_CUDA_ARCHITECTURES "$ENV{JAXNORM_CUDA_ARCHITECTURES}" CACHE STRING "CUDA architectures, ';' between them")
+set(JAXNORM_CUDA_ARCHITECTURES "" CACHE STRING "CUDA architectures, ';' between them")
+if(DEFINED ENV{JAXNORM_CUDA_ARCHITECTURES})
+  set(JAXNORM_CUDA_ARCHITECTURES "$ENV{JAXNORM_CUDA_ARCHITECTURES}")
+endif()
 if(NOT JAXNORM_CUDA_ARCHITECTURES)
   execute_process(COMMAND nvidia-smi --query-gpu=compute_cap --format=csv,noheader
                   OUTPUT_VARIABLE present RESULT_VARIABLE failed ERROR_QUIET)
@@ -28,7 +37,8 @@ if(NOT JAXNORM_CUDA_ARCHITECTURES)
     string(REPLACE "." "" JAXNORM_CUDA_ARCHITECTURES "${present}")
     list(TRANSFORM JAXNORM_CUDA_ARCHITECTURES APPEND "-real")
   else()
-    set(JAXNORM_CUDA_ARCHITECTURES 80-real 86-real 89-real 90-real 100-real 120)
+    # The two with PTX serve whatever is older, in between or newer.
+    set(JAXNORM_CUDA_ARCHITECTURES 75-virtual 80-real 86-real 89-real 90-real 100-real 120)
   endif()
 endif()
 set(CMAKE_CUDA_ARCHITECTURES ${JAXNORM_CUDA_ARCHITECTURES})
@@ -39,7 +49,7 @@ enable_language(CUDA)
 find_package(CUDAToolkit REQUIRED)
 message(STATUS "jaxnorm: CUDA kernels on (nvcc ${CMAKE_CUDA_COMPILER_VERSION}, for ${JAXNORM_CUDA_ARCHITECTURES})")
 
-jaxnorm_add_module(_cuda src/ffi/cuda_module.cc src/cuda/plan.cc src/cuda/dispatch.cc
+jaxnorm_add_module(_cuda src/ffi/cuda_module.cc src/cuda/plan.cc src/cuda/dispatch.cc src/cuda/device.cu src/cuda/partials.cu
   src/cuda/forward_f32.cu src/cuda/forward_f16.cu src/cuda/forward_bf16.cu
   src/cuda/backward_f32.cu src/cuda/backward_f16.cu src/cuda/backward_bf16.cu)
 # --fmad=false: where two operations are fused is written in the kernels and not left to the compiler, or a row's bits

@@ -7,7 +7,6 @@ import math
 import platform as python_platform
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -74,10 +73,7 @@ def call(
 
 def _largest_cluster() -> int:
     """How many blocks a cluster has at most on the present GPU; without one, on an H100, H200 or B200."""
-    if compat.default_platform() != "cuda":
-        return 16
-    major = int(jax.devices()[0].compute_capability.split(".")[0])
-    return 1 if major < 9 else 16 if major < 12 else 8
+    return int(ffi.module("cuda").max_cluster()) if compat.default_platform() == "cuda" else 16
 
 
 def plan_in_words(plan: Report) -> str:

@@ -1,4 +1,4 @@
-// The backward by columns: for rows too long for a team, and for sums over rows without dx.
+// The backward by columns: for rows too long for a team, and for dbias of RMS norm, which the rows kernel leaves out.
 //
 // A row's dx needs two sums over the row, so such rows are read twice: one kernel sums up every segment of a row, the
 // next finishes dx and adds up dscale and dbias, column by column. It takes the rows in reverse, since the last ones
@@ -23,8 +23,8 @@ __device__ inline RowSums warp_sums(RowSums sums) {
   return sums;
 }
 
-template <Kind KIND, typename X, typename DY, typename W, typename Weight>
-__device__ RowSums thread_sums(const Backward& p, const Weight& scale, int64_t row, int64_t begin) {
+template <Kind KIND, typename X, typename DY, typename W, typename AnyWeight>
+__device__ RowSums thread_sums(const Backward& p, const AnyWeight& scale, int64_t row, int64_t begin) {
   const float mean = KIND == Kind::layer ? p.mean[row] : 0.0f, rstd = p.rstd[row];
   RowSums sums{};
 #pragma unroll
@@ -52,9 +52,9 @@ __device__ RowSums thread_sums(const Backward& p, const Weight& scale, int64_t r
 template <Kind KIND, typename X, typename DY>
 __global__ void __launch_bounds__(kSegmentThreads)
     segment_sums_kernel(const __grid_constant__ Backward p, int segments, bool aligned) {
-  using R = Regime<kWholeBlock, kSegment / kSegmentThreads / kVector<X>, false>;
-  using Aligned = Walk<X, R, true>;
-  using Unaligned = Walk<X, R, false>;
+  constexpr int vectors = kSegment / kSegmentThreads / kVector<X>;
+  using Aligned = Walk<X, vectors, Access::vectors>;
+  using Unaligned = Walk<X, vectors, Access::elements>;
   const int64_t row = blockIdx.x / segments, begin = static_cast<int64_t>(blockIdx.x % segments) * kSegment;
   RowSums sums;
   if (!aligned) {
@@ -102,7 +102,7 @@ __device__ RowScalars row_scalars(const Backward& p, int64_t row, int segments) 
 template <Kind KIND, typename X, typename DY, bool ALIGNED>
 __device__ __forceinline__ void finish_columns(const Backward& p, const Partials& partials, int segments) {
   constexpr int N = kVector<X>, kRows = 32;
-  using W = Walk<X, Regime<kWholeBlock, 1, false>, ALIGNED>;
+  using W = Walk<X, 1, ALIGNED ? Access::vectors : Access::elements>;
   const int64_t first = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * N;
   const int valid = ALIGNED ? N : static_cast<int>(min(static_cast<int64_t>(N), p.cols - first));
   const bool present = first < p.cols;
@@ -131,11 +131,11 @@ __device__ __forceinline__ void finish_columns(const Backward& p, const Partials
       unpack(load<N>(static_cast<const X*>(p.x.data) + at, valid, ALIGNED), x);
       unpack(load<N>(static_cast<const DY*>(p.dy.data) + at, valid, ALIGNED), dy);
 #pragma unroll
-      for (int i = 0; i < N; ++i) {
-        const float x_hat = (x[i] - s.mean) * s.rstd;
-        dscale[i] = fmaf(dy[i], x_hat, dscale[i]);
-        dbias[i] += dy[i];
-        x[i] = s.rstd * fmaf(-x_hat, s.gx_mean, dy[i] * factor[i] - s.g_mean);
+      for (int e = 0; e < N; ++e) {
+        const float x_hat = (x[e] - s.mean) * s.rstd;
+        dscale[e] = fmaf(dy[e], x_hat, dscale[e]);
+        dbias[e] += dy[e];
+        x[e] = s.rstd * fmaf(-x_hat, s.gx_mean, dy[e] * factor[e] - s.g_mean);
       }
       if (p.dx.data) store_streaming(static_cast<X*>(p.dx.data) + at, pack<X>(x), valid, ALIGNED);
     }
@@ -157,17 +157,18 @@ __global__ void __launch_bounds__(kColumnThreads, 2)
   }
 }
 
-// `segments` is 0 where dx is not wanted.
+// dx, if it is wanted, and the sums that `partials` asks for.
 template <Kind KIND, typename X, typename DY>
 cudaError_t launch_columns(const Backward& p, int segments, Partials partials, bool aligned, cudaStream_t stream) {
-  if (segments > 0) {
-    const auto blocks = static_cast<unsigned>(p.rows * segments);
-    segment_sums_kernel<KIND, X, DY><<<blocks, kSegmentThreads, 0, stream>>>(p, segments, aligned);
+  if (p.dx) {
+    const dim3 grid(static_cast<unsigned>(p.rows * segments));
+    const auto error =
+        launch_grid(segment_sums_kernel<KIND, X, DY>, grid, kSegmentThreads, stream, p, segments, aligned);
+    if (error != cudaSuccess) return error;
   }
   constexpr int strip = kColumnThreads * kVector<X>;
-  const dim3 grid(static_cast<unsigned>((p.cols + strip - 1) / strip), static_cast<unsigned>(partials.used));
-  columns_kernel<KIND, X, DY><<<grid, kColumnThreads, 0, stream>>>(p, partials, segments, aligned);
-  return cudaGetLastError();
+  const dim3 grid(static_cast<unsigned>((p.cols + strip - 1) / strip), static_cast<unsigned>(partials.rows));
+  return launch_grid(columns_kernel<KIND, X, DY>, grid, kColumnThreads, stream, p, partials, segments, aligned);
 }
 
 }  // namespace jaxnorm::cuda

@@ -2,15 +2,9 @@
 #pragma once
 
 #include "cuda/forward.cuh"
+#include "cuda/partials.h"
 
 namespace jaxnorm::cuda {
-
-// The workspace: for dscale, then for dbias, if asked: `rows` rows of `cols` partial sums, of which the first `used`
-// count.
-struct Partials {
-  float *dscale, *dbias;
-  int64_t rows, used;
-};
 
 // The running sums of a team's rows, one float for each element that a thread owns.
 template <typename W>
@@ -43,12 +37,12 @@ struct ColumnSums {
   }
 };
 
-template <>
-struct ColumnSums<void> {};
+struct NoSums {};
 
 // g = dy * (scale + scale_offset).
-template <int N, typename Weight>
-__device__ void scale_cotangent(const Weight& scale, float offset, int slot, int64_t first, int valid, float (&dy)[N]) {
+template <int N, typename AnyWeight>
+__device__ void scale_cotangent(const AnyWeight& scale, float offset, int slot, int64_t first, int valid,
+                                float (&dy)[N]) {
   float factor[N];
   scale.get(slot, first, valid, factor);
 #pragma unroll
@@ -60,18 +54,18 @@ struct BackwardStage {
   char *x, *dy, *scale;
 };
 
-// dx, and the partial sums of dscale and, for layer norm, of dbias where they are asked for. The sums stay with the
+// dx, and the partial sums of dscale and, for layer norm, of dbias, each where it is asked for. The sums stay with the
 // team over all of its rows, so the next row is fetched while this one is worked on.
-template <Kind KIND, typename X, typename DY, typename R, bool ALIGNED>
+template <Kind KIND, typename X, typename DY, typename R, Access ACCESS>
 __device__ __forceinline__ void backward_rows(const Backward& p, const Partials& partials, const BackwardStage& stage) {
-  using W = Walk<X, R, ALIGNED>;
-  constexpr bool kLayer = KIND == Kind::layer, kSums = !W::STREAMED;
+  using W = Walk<X, R::kVectors, ACCESS>;
+  constexpr bool kLayer = KIND == Kind::layer;
   Team<R::kThreads, kLayer ? 2 : 1, R::kCluster> team;
   Row<X, W> x(p.x.data, p.cols, stage.x);
   Row<DY, W> dy(p.dy.data, p.cols, stage.dy);
   Weight<W> scale(p.scale, p.cols, stage.scale);
-  ColumnSums<std::conditional_t<kSums, W, void>> dscale;
-  ColumnSums<std::conditional_t<kSums && kLayer, W, void>> dbias;
+  ColumnSums<W> dscale;
+  std::conditional_t<kLayer, ColumnSums<W>, NoSums> dbias;
 
   float mean = 0, rstd = 0;  // of the next row, between prefetch and read
   const auto prefetch = [&](int64_t row) {
@@ -92,7 +86,7 @@ __device__ __forceinline__ void backward_rows(const Backward& p, const Partials&
     dy.read(team, row);
     prefetch(row + team.row_stride);
 
-    Accumulator<W> g_sum = 0, gx_sum = 0;
+    float g_sum = 0, gx_sum = 0;
     for_each_vector<W>(team, p.cols, [&](int slot, int64_t first, int valid) {
       float x_hat[W::N], g[W::N], g_part = 0, gx_part = 0;
       x.get(slot, first, valid, x_hat);
@@ -100,8 +94,8 @@ __device__ __forceinline__ void backward_rows(const Backward& p, const Partials&
 #pragma unroll
       for (int i = 0; i < W::N; ++i) {
         x_hat[i] = (x_hat[i] - s.mean) * s.rstd;
-        if constexpr (kSums) dscale.value[slot][i] = fmaf(g[i], x_hat[i], dscale.value[slot][i]);
-        if constexpr (kSums && kLayer) dbias.value[slot][i] += g[i];
+        dscale.value[slot][i] = fmaf(g[i], x_hat[i], dscale.value[slot][i]);
+        if constexpr (kLayer) dbias.value[slot][i] += g[i];
       }
       if (p.scale.data) scale_cotangent(scale, p.scale_offset, slot, first, valid, g);
 #pragma unroll
@@ -115,14 +109,15 @@ __device__ __forceinline__ void backward_rows(const Backward& p, const Partials&
 
     float g_mean = 0, gx_mean;
     if constexpr (kLayer) {
-      team.publish({static_cast<float>(team.warp_sum(gx_sum)), static_cast<float>(team.warp_sum(g_sum))});
+      team.publish({team.warp_sum(gx_sum), team.warp_sum(g_sum)});
       gx_mean = team.sum([](const float (&entry)[2]) { return entry[0]; }) / p.cols;
       g_mean = team.sum([](const float (&entry)[2]) { return entry[1]; }) / p.cols;
     } else {
-      team.publish({static_cast<float>(team.warp_sum(gx_sum))});
+      team.publish({team.warp_sum(gx_sum)});
       gx_mean = team.sum([](const float (&entry)[1]) { return entry[0]; }) / p.cols;
     }
 
+    if (!p.dx.data) continue;
     for_each_vector<W>(team, p.cols, [&](int slot, int64_t first, int valid) {
       float dx[W::N], g[W::N];
       x.get(slot, first, valid, dx);
@@ -130,27 +125,29 @@ __device__ __forceinline__ void backward_rows(const Backward& p, const Partials&
       if (p.scale.data) scale_cotangent(scale, p.scale_offset, slot, first, valid, g);
 #pragma unroll
       for (int i = 0; i < W::N; ++i) dx[i] = s.rstd * fmaf(-(dx[i] - s.mean) * s.rstd, gx_mean, g[i] - g_mean);
-      store(static_cast<X*>(p.dx.data) + row * p.cols + first, pack<X>(dx), valid, ALIGNED);
+      store(static_cast<X*>(p.dx.data) + row * p.cols + first, pack<X>(dx), valid, W::ALIGNED);
     });
   }
 
-  if constexpr (kSums)
-    if (partials.dscale) dscale.write(team, partials.dscale + team.index * p.cols, p.cols);
-  if constexpr (kSums && kLayer)
+  if (partials.dscale) dscale.write(team, partials.dscale + team.index * p.cols, p.cols);
+  if constexpr (kLayer)
     if (partials.dbias) dbias.write(team, partials.dbias + team.index * p.cols, p.cols);
 }
 
 template <Kind KIND, typename X, typename DY, typename R>
 __global__ void __launch_bounds__(R::kBlockThreads)
-    backward_kernel(const __grid_constant__ Backward p, const __grid_constant__ Partials partials, bool aligned) {
-  if constexpr (R::kCluster && !kHasClusters) return;
+    backward_kernel(const __grid_constant__ Backward p, const __grid_constant__ Partials partials, Access access) {
+  constexpr bool kStages = R::kThreads == kWholeBlock;
+  if constexpr (R::kCluster > 1 && !kHasClusters) return;
   extern __shared__ __align__(16) char shared[];
-  if (aligned) {
+  if (access == Access::elements) {
+    backward_rows<KIND, X, DY, R, Access::elements>(p, partials, {});
+  } else if (kStages && access == Access::staged) {
     char* dy = shared + staged_bytes(blockDim.x, R::kVectors, 16);
     char* scale = dy + staged_bytes(blockDim.x, R::kVectors, kVector<X> * sizeof(DY));
-    backward_rows<KIND, X, DY, R, true>(p, partials, {shared, dy, scale});
+    if constexpr (kStages) backward_rows<KIND, X, DY, R, Access::staged>(p, partials, {shared, dy, scale});
   } else {
-    backward_rows<KIND, X, DY, R, false>(p, partials, {});
+    backward_rows<KIND, X, DY, R, Access::vectors>(p, partials, {});
   }
 }
 
@@ -158,20 +155,21 @@ template <typename X, typename F>
 cudaError_t with_backward_regime(const Plan& plan, F f) {
   constexpr int vectors = backward_vectors(kVector<X>);
   if (plan.rows_share_block()) return with_shared_block(plan, f);
-  return plan.blocks_per_row > 1 ? f(Regime<kWholeBlock, vectors, true, true>{})
-                                 : f(Regime<kWholeBlock, vectors, false, true>{});
+  return plan.blocks_per_row > 1 ? f(Regime<kWholeBlock, vectors, kBackwardCluster>{})
+                                 : f(Regime<kWholeBlock, vectors, 1>{});
 }
 
 template <Kind KIND, typename X, typename DY>
 cudaError_t launch_rows(const Backward& p, const Plan& plan, Partials partials, bool aligned, cudaStream_t stream) {
   const int vector_bytes = 16 + kVector<X> * static_cast<int>(sizeof(DY)) + weight_bytes<X>(p.scale);
   const int bytes = staged_bytes(plan.block_threads(), plan.vectors, vector_bytes);
-  const Staging staging(plan, aligned, plan.rows_share_block() ? 0 : bytes);
+  constexpr int own_bytes = 5 << 9;  // more than a kernel that stages declares
+  const Reach reach(plan, aligned, plan.rows_share_block() ? 0 : bytes, own_bytes);
   const bool sums = partials.dscale || partials.dbias;
-  const int64_t teams = sums ? partials.used * plan.rows_per_block : staging.teams;
+  const int64_t teams = sums ? partials.rows * plan.rows_per_block : reach.teams;
   return with_backward_regime<X>(plan, [&](auto regime) {
-    return launch(backward_kernel<KIND, X, DY, decltype(regime)>, plan, std::min(p.rows, teams), staging.bytes, stream,
-                  p, partials, staging.aligned);
+    return launch_teams(backward_kernel<KIND, X, DY, decltype(regime)>, plan, std::min(p.rows, teams), reach, stream, p,
+                        partials, reach.access);
   });
 }
 

@@ -13,8 +13,8 @@ struct Statistics {
 
 // mean(x^2), or the exact mean and variance: the deviations are summed about each warp's own mean, and the warps'
 // moments merged (Chan, Golub, LeVeque 1983), so that E[x^2] - mean^2 is never formed and one barrier is enough.
-template <Kind KIND, typename W, typename Row, typename Team>
-__device__ Statistics statistics(const Row& x, Team& team, int64_t cols, float epsilon) {
+template <Kind KIND, typename W, typename X, typename T>
+__device__ Statistics statistics(const Row<X, W>& x, T& team, int64_t cols, float epsilon) {
   // The sum over this warp's part of the row, vector by vector: f(sum, value, present) adds one element. Absent
   // elements, past the row's end, read as zero.
   const auto sum_of = [&](auto f) {
@@ -61,8 +61,8 @@ __host__ __device__ int weight_bytes(const Input& weight) {
 }
 
 // y = x_hat * (scale + scale_offset) + bias of one vector, in place of x.
-template <int N, typename Weight>
-__device__ void normalise(const Forward& p, Statistics s, const Weight& scale, const Weight& bias, int slot,
+template <int N, typename AnyWeight>
+__device__ void normalise(const Forward& p, Statistics s, const AnyWeight& scale, const AnyWeight& bias, int slot,
                           int64_t first, int valid, float (&y)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) y[i] = (y[i] - s.mean) * s.rstd;
@@ -87,10 +87,10 @@ template <typename F>
 cudaError_t with_forward_regime(const Plan& plan, F f) {
   const bool cluster = plan.blocks_per_row > 1;
   if (plan.vectors == kStreamed)
-    return cluster ? f(Regime<kWholeBlock, kStreamed, true>{}) : f(Regime<kWholeBlock, kStreamed, false>{});
-  if (cluster) return f(Regime<kWholeBlock, kForwardVectors, true>{});
+    return cluster ? f(Regime<kWholeBlock, kStreamed, kMaxCluster>{}) : f(Regime<kWholeBlock, kStreamed, 1>{});
+  if (cluster) return f(Regime<kWholeBlock, kForwardVectors, kMaxCluster>{});
   if (plan.rows_share_block()) return with_shared_block(plan, f);
-  return plan.vectors == 4 ? f(Regime<kWholeBlock, 4, false>{}) : f(Regime<kWholeBlock, kForwardVectors, false>{});
+  return plan.vectors == 4 ? f(Regime<kWholeBlock, 4, 1>{}) : f(Regime<kWholeBlock, kForwardVectors, 1>{});
 }
 
 template <typename X>
@@ -100,12 +100,12 @@ __device__ bool is_plain(const Forward& p) {
 }
 
 // PLAIN: scale, bias and y are of type X too, as the compiler then knows.
-template <Kind KIND, typename X, typename R, bool ALIGNED, bool PLAIN>
+template <Kind KIND, typename X, typename R, Access ACCESS, bool PLAIN>
 __device__ __forceinline__ void forward_rows(const Forward& p, const ForwardStage& stage) {
-  using W = Walk<X, R, ALIGNED>;
+  using W = Walk<X, R::kVectors, ACCESS>;
   Team<R::kThreads, KIND == Kind::rms ? 1 : 3, R::kCluster> team;
   Row<X, W> x(p.x.data, p.cols, stage.x);
-  using WeightOf = std::conditional_t<PLAIN && !W::STAGED, PlainWeight<X, W>, Weight<W>>;
+  using WeightOf = std::conditional_t<PLAIN, PlainWeight<X, W>, Weight<W>>;
   WeightOf scale(p.scale, p.cols, stage.scale), bias(p.bias, p.cols, stage.bias);
 
   if (team.first_row < p.rows) x.prefetch(team, team.first_row);
@@ -126,44 +126,46 @@ __device__ __forceinline__ void forward_rows(const Forward& p, const ForwardStag
       x.get(slot, first, valid, y);
       normalise(p, s, scale, bias, slot, first, valid, y);
       if constexpr (PLAIN) {
-        store(static_cast<X*>(p.y.data) + row * p.cols + first, pack<X>(y), valid, ALIGNED);
+        store(static_cast<X*>(p.y.data) + row * p.cols + first, pack<X>(y), valid, W::ALIGNED);
       } else {
-        store_floats(p.y, row * p.cols + first, valid, ALIGNED, y);
+        store_floats(p.y, row * p.cols + first, valid, W::ALIGNED, y);
       }
     });
   }
 }
 
 template <Kind KIND, typename X, typename R>
-__global__ void __launch_bounds__(R::kBlockThreads, R::kCluster ? 1 : 1024 / R::kBlockThreads)
-    forward_kernel(const __grid_constant__ Forward p, bool aligned) {
-  if constexpr (R::kCluster && !kHasClusters) return;
+__global__ void __launch_bounds__(R::kBlockThreads, R::kCluster > 1 ? 1 : 1024 / R::kBlockThreads)
+    forward_kernel(const __grid_constant__ Forward p, Access access) {
+  constexpr bool kStages = R::kCluster > 1 && R::kVectors != kStreamed;
+  if constexpr (R::kCluster > 1 && !kHasClusters) return;
   extern __shared__ __align__(16) char shared[];
-  if (aligned) {
+  if (access == Access::elements) {
+    forward_rows<KIND, X, R, Access::elements, false>(p, {});
+  } else if (kStages && access == Access::staged) {
     char* scale = shared + staged_bytes(blockDim.x, R::kVectors, 16);
     char* bias = scale + staged_bytes(blockDim.x, R::kVectors, weight_bytes<X>(p.scale));
-    if (is_plain<X>(p)) {
-      forward_rows<KIND, X, R, true, true>(p, {shared, scale, bias});
-    } else {
-      forward_rows<KIND, X, R, true, false>(p, {shared, scale, bias});
-    }
+    if constexpr (kStages) forward_rows<KIND, X, R, Access::staged, false>(p, {shared, scale, bias});
+  } else if (is_plain<X>(p)) {
+    forward_rows<KIND, X, R, Access::vectors, true>(p, {});
   } else {
-    forward_rows<KIND, X, R, false, false>(p, {});
+    forward_rows<KIND, X, R, Access::vectors, false>(p, {});
   }
 }
 
 template <Kind KIND, typename X>
 cudaError_t launch_forward(const Forward& p, cudaStream_t stream) {
   constexpr int N = kVector<X>;
-  const Plan plan = make_plan(Op::forward, kDtype<X>, p.cols, max_cluster());
+  constexpr int own_bytes = 7 << 10;  // more than any kernel here declares
+  const Plan plan = make_plan(Op::forward, kDtype<X>, p.cols, current_device().max_cluster);
   const bool aligned = p.cols % N == 0 && aligned_for<N>(p.x.dtype, p.x.data) && aligned_for<N>(p.y.dtype, p.y.data) &&
                        aligned_for<N>(p.scale.dtype, p.scale.data) && aligned_for<N>(p.bias.dtype, p.bias.data);
   const int bytes =
       staged_bytes(plan.block_threads(), plan.vectors, 16 + weight_bytes<X>(p.scale) + weight_bytes<X>(p.bias));
-  const Staging staging(plan, aligned, plan.blocks_per_row > 1 ? bytes : 0);
+  const Reach reach(plan, aligned, plan.blocks_per_row > 1 ? bytes : 0, own_bytes);
   return with_forward_regime(plan, [&](auto regime) {
-    return launch(forward_kernel<KIND, X, decltype(regime)>, plan, std::min(p.rows, staging.teams), staging.bytes,
-                  stream, p, staging.aligned);
+    return launch_teams(forward_kernel<KIND, X, decltype(regime)>, plan, std::min(p.rows, reach.teams), reach, stream,
+                        p, reach.access);
   });
 }
 

@@ -37,7 +37,7 @@ Plan make_plan(Op op, Dtype x, int64_t cols, int max_cluster) {
 
   if (op == Op::forward && row <= 256) return block_per_row(row, 4, 1);
   const int vectors = op == Op::forward ? kForwardVectors : backward_vectors(vector_of(x));
-  const int largest = op == Op::forward ? max_cluster : std::min(max_cluster, 8);
+  const int largest = op == Op::forward ? max_cluster : std::min(max_cluster, kBackwardCluster);
   for (int blocks = 1; blocks <= largest; blocks *= 2)
     if (row <= static_cast<int64_t>(vectors) * kMaxThreads * blocks) return block_per_row(row, vectors, blocks);
 

@@ -17,7 +17,8 @@ constexpr int vector_of(Dtype x) { return 16 / size_of(x); }
 constexpr int kWholeBlock = 0;          // threads of a team: all of the block's (and, in a cluster, of its blocks)
 constexpr int kStreamed = 0;            // vectors a thread: none kept in registers, the row is read again in each pass
 constexpr int kMaxThreads = 512;        // threads a block: leaves 128 registers a thread
-constexpr int kMaxCluster = 16;         // blocks a cluster; 8 is what every architecture with clusters can do
+constexpr int kMaxCluster = 16;         // blocks a cluster of the forward
+constexpr int kBackwardCluster = 8;     // and of the backward: beyond, rows go faster by segments
 constexpr int kRowsBlockThreads = 128;  // threads a block where several rows share one
 constexpr int kSegmentThreads = 128;    // threads a block where rows are cut into segments
 constexpr int kSegment = 4096;          // columns of a segment
@@ -46,7 +47,7 @@ Plan make_plan(Op op, Dtype x, int64_t cols, int max_cluster);
 // How many segments' sums a row may need in the backward on any device; 0 where it never is cut into segments.
 int row_segments(Dtype x, int64_t cols);
 
-// How many partial sums of dscale and dbias the backward keeps. It is the same on every GPU, and so are the sums.
+// How many partial rows of dscale and dbias the backward has room for: on every GPU the same, being part of the shapes.
 int64_t partial_rows(Kind kind, Dtype x, int64_t cols);
 
 }  // namespace jaxnorm::cuda

@@ -1,24 +1,25 @@
 // A row as a team sees it: cut into vectors of N elements, thread t of the team owning vectors t, t + size, ...
 //
-// A team of a whole block works with a stage, its threads' shares of the block's shared memory: the next row is copied
-// there while this one is worked on, and scale and bias stay there for all rows. A thread reads back only what it
-// copied itself, so that no barrier is needed.
+// Where a block goes on to further rows, it may have a stage, its threads' shares of its shared memory: the next row is
+// copied there while this one is worked on, and scale and bias stay there for all rows. A thread reads back only what
+// it copied itself, so that no barrier is needed.
 #pragma once
 
 #include <cuda_pipeline.h>
 
+#include "cuda/launch.cuh"
 #include "cuda/team.cuh"
 #include "cuda/vector.cuh"
 
 namespace jaxnorm::cuda {
 
-// How a kernel walks rows of X in regime R. ALIGNED: every vector is whole and aligned; as the compiler knows it, the
-// checks are gone.
-template <typename X, typename R, bool ALIGNED_>
+// How a kernel walks rows of X, of which a thread owns VECTORS_ vectors. As the compiler knows ACCESS, every vector is
+// whole where they are not read by elements, and the checks are gone.
+template <typename X, int VECTORS_, Access ACCESS>
 struct Walk {
-  static constexpr int N = kVector<X>, VECTORS = R::kVectors;
-  static constexpr bool ALIGNED = ALIGNED_, STREAMED = VECTORS == kStreamed;
-  static constexpr bool STAGED = ALIGNED && !STREAMED && R::kStaged;
+  static constexpr int N = kVector<X>, VECTORS = VECTORS_;
+  static constexpr bool ALIGNED = ACCESS != Access::elements, STREAMED = VECTORS == kStreamed;
+  static constexpr bool STAGED = ACCESS == Access::staged;
 };
 
 // Calls f(slot, first, valid) for each vector of this thread: `slot` counts them (a constant once unrolled, so that it

@@ -12,25 +12,26 @@ namespace jaxnorm::cuda {
 
 constexpr int kWarpSize = 32;
 
-// THREADS: 8, 32 or kWholeBlock. VALUES: how many floats a reduction carries.
-template <int THREADS, int VALUES, bool CLUSTER>
+// THREADS: 8, 32 or kWholeBlock. VALUES: how many floats a reduction carries. CLUSTER: the most blocks of a team.
+template <int THREADS, int VALUES, int CLUSTER>
 class Team {
  public:
-  static constexpr bool kSpansWarps = THREADS == kWholeBlock;
-  static_assert(kSpansWarps || !CLUSTER);
+  static constexpr bool kSpansWarps = THREADS == kWholeBlock, kSpansBlocks = CLUSTER > 1;
+  static_assert(kSpansWarps || !kSpansBlocks);
 
   int rank, size;                 // this thread's place in the team, and the team's size
   int64_t first_row, row_stride;  // the rows of this team
   int64_t index;                  // the team's place among those of the grid, clusters counted as one
 
   __device__ Team() {
-    if constexpr (CLUSTER) {
+    if constexpr (kSpansBlocks) {
       const int blocks = Cluster::blocks();
       rank = Cluster::rank() * blockDim.x + threadIdx.x;
       size = blocks * blockDim.x;
       first_row = index = blockIdx.x / blocks;
       row_stride = gridDim.x / blocks;
       if (threadIdx.x < 2) arrivals()[threadIdx.x].init();
+      __syncwarp();
       Cluster::arrive();  // publish waits: a block may be sent values only once its barriers stand
     } else if constexpr (kSpansWarps) {
       rank = threadIdx.x;
@@ -76,7 +77,7 @@ class Team {
       for (int v = 0; v < VALUES; ++v) own_[v] = values[v];
     } else {
       Entry* entries = shared_entries() + (turn_ & 1) * kMaxEntries;
-      if constexpr (CLUSTER) {
+      if constexpr (kSpansBlocks) {
         if (turn_ == 0) Cluster::wait();
         Arrival& arrival = arrivals()[turn_ & 1];
         if (threadIdx.x == 0) arrival.expect(size / kWarpSize * sizeof(Entry));
@@ -110,7 +111,7 @@ class Team {
   __device__ static int lane() { return threadIdx.x % kWarpSize; }
 
  private:
-  static constexpr int kMaxEntries = kMaxThreads / kWarpSize * (CLUSTER ? kMaxCluster : 1);
+  static constexpr int kMaxEntries = kMaxThreads / kWarpSize * CLUSTER;
   struct Entry {
     float values[VALUES];
   };

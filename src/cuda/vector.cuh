@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "norm.h"
+#include "cuda/plan.h"
 
 namespace jaxnorm::cuda {
 

@@ -6,6 +6,7 @@
 #include <initializer_list>
 #include <string>
 
+#include "cuda/device.h"
 #include "cuda/norms.h"
 #include "cuda/plan.h"
 #include "ffi/handlers.h"
@@ -54,6 +55,7 @@ Kind kind_of(const std::string& name) {
 
 nb::dict plan(const std::string& op, const std::string& x_dtype, int64_t cols, int max_cluster) {
   if (op != "forward" && op != "backward") throw nb::value_error("op is neither forward nor backward");
+  if (cols < 1 || max_cluster < 1) throw nb::value_error("cols and max_cluster are expected to be positive");
   const Dtype x = dtype_of(x_dtype);
   const cuda::Plan plan =
       cuda::make_plan(op == "forward" ? cuda::Op::forward : cuda::Op::backward, x, cols, max_cluster);
@@ -88,6 +90,9 @@ NB_MODULE(_cuda, module) {
       },
       arg("kind"), arg("x_dtype"), arg("cols"),
       "How many partial sums of dscale and dbias the backward keeps in its workspace.");
+  module.def(
+      "max_cluster", [] { return jaxnorm::cuda::current_device().max_cluster; },
+      "How many blocks a cluster of the current GPU has at most; 1: it has no clusters.");
   module.def("plan", &jaxnorm::plan, arg("op"), arg("x_dtype"), arg("cols"), arg("max_cluster") = 16,
              "The launch plan for rows of `cols` elements; elements_per_thread is 0 where none are held in registers.");
 }
