@@ -17,7 +17,6 @@ import os
 import re
 import statistics
 import time
-from datetime import date
 from pathlib import Path
 
 import jax
@@ -93,8 +92,7 @@ def main():
     cells = [(kind, dtype, shape) for kind in args.norms for dtype in args.dtypes for shape in SHAPES]
     rows = [row for cell in tqdm(cells) for row in measure_cell(*cell, args.turns)]
     rows.sort(key=lambda row: (row["op"], row["dtype"]))
-    command = "python bench/cpu.py"
-    report.write({**hardware(), "date": date.today().isoformat(), "command": command}, rows, args.out)
+    report.write(hardware(), rows, args.out)
 
 
 if __name__ == "__main__":

@@ -69,7 +69,6 @@ def hardware():
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write OUT.json and OUT.md")
-    parser.add_argument("--date", default=None, help="date to put into the header")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--norms", nargs="+", default=list(NORMS), choices=NORMS)
     parser.add_argument("--cols", nargs="+", type=int, default=shapes.GRID_COLS)
@@ -85,8 +84,7 @@ def main():
     ]
     rows = [row for cell in tqdm(cells) for row in measure_cell(*cell, args.iterations)]
     rows.sort(key=lambda row: (row["op"], row["dtype"]))
-    header = {**hardware(), "date": args.date, "command": "python bench/gpu.py"}
-    report.write(header, rows, args.out)
+    report.write(hardware(), rows, args.out)
 
 
 if __name__ == "__main__":

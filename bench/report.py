@@ -1,7 +1,10 @@
 """How the benchmarks write what they measured: one table, as Markdown and as JSON."""
 
 import json
+import shlex
 import subprocess
+import sys
+from datetime import date
 
 
 def commit():
@@ -12,6 +15,7 @@ def commit():
 
 def write(header, rows, out=None):
     """Prints the table, and writes it to OUT.md and OUT.json if `out` is given."""
+    header = {**header, "date": date.today().isoformat(), "command": shlex.join(["python", *sys.argv])}
     table = markdown(header, rows)
     print(table)
     if out:

@@ -1,4 +1,4 @@
-"""The one table of shapes: it drives the tests, the benchmarks and their plots, and imports nothing of the package.
+"""The one table of shapes: it drives the tests and the benchmarks, and imports nothing of the package.
 
 A shape is written as the model hands it to its norm. Tests shrink the leading axes with `few_rows`, which changes
 nothing about how a row is computed: a launch plan depends on the row's length and dtypes only.

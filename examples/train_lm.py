@@ -243,7 +243,9 @@ def parse_options():
     if options.dim % (2 * options.heads):
         parser.error(f"--dim {options.dim} --heads {options.heads}: dim must be a multiple of 2 * heads")
     if options.text and not options.text.is_file():
-        parser.error(f"--text {options.text}: no such file")
+        parser.error(f"--text {options.text}: is no file")
+    if options.out.suffix != ".png" or options.out.is_dir():
+        parser.error(f"--out {options.out}: must be the name of a .png file")
     if not options.out.absolute().parent.is_dir():
         parser.error(f"--out {options.out}: its folder does not exist")
     return options

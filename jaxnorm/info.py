@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxnorm import compat, ffi
+from jaxnorm import compat, ffi, validation
 
 PACKAGES = ("jaxnorm", "jax", "jaxlib", "nanobind-backend")
 Report = dict[str, Any]
@@ -95,8 +95,9 @@ def in_words(report: Report) -> str:
         lines.append(f"{platform + ' kernels':18}{'loaded: ' + built if module['loaded'] else module['why_not']}")
     norm = report["call"]
     shape = "x".join(map(str, norm["shape"]))
+    axes = "axis" if norm["axes"] == 1 else f"{norm['axes']} axes"
     lines.append(
-        f"\n{norm['op']} of {norm['dtype']}[{shape}] to {norm['out_dtype']} over the last {norm['axes']} axes on "
+        f"\n{norm['op']} of {norm['dtype']}[{shape}] to {norm['out_dtype']} over the last {axes} on "
         f"{norm['platform']}: {norm['implementation']}, because {norm['why']}"
     )
     for way, plan in norm.get("plans", {}).items():
@@ -116,16 +117,24 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out-dtype", type=jnp.dtype, help="the result's dtype; x's if not given")
     parser.add_argument("--platform", help="cpu, cuda, tpu, ...; JAX's default if not given")
     options = parser.parse_args(arguments)
+    if options.platform == "gpu":
+        parser.error("--platform gpu is cuda or rocm here, as JAX lowers programs for one or the other")
     if not 1 <= options.axes <= len(options.shape):
         parser.error(f"--axes is {options.axes}, expected 1 to {len(options.shape)}, the rank of --shape")
     for dtype in filter(None, (options.dtype, options.out_dtype)):
-        if not jnp.issubdtype(dtype, jnp.floating):
-            parser.error(f"{dtype} is no floating-point dtype, and norms take no other")
+        if dtype not in validation.DTYPES:
+            parser.error(f"{dtype} is no floating-point dtype of 16, 32 or 64 bits, and norms take no other")
     return options
 
 
 def _shape(text: str) -> tuple[int, ...]:
-    return tuple(int(length) for length in text.split("x"))
+    try:
+        shape = tuple(int(length) for length in text.split("x"))
+    except ValueError:
+        shape = (-1,)
+    if min(shape) < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no shape; write one as 8x128")
+    return shape
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -66,4 +66,4 @@ def _fused(
 
 def _promote(array: jax.Array, dtype: Any) -> jax.Array:
     """`array` as Flax's promotion to `dtype` rounds it. Mere widening is left to the kernel: fewer bytes to read."""
-    return array if jnp.promote_types(array.dtype, dtype) == dtype else array.astype(dtype)
+    return array if dtype in (array.dtype, jnp.float32) else array.astype(dtype)

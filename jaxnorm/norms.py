@@ -49,8 +49,9 @@ def rms_norm(
 
     Raises:
       ValueError: an axis is out of range or repeated, a weight has another shape than the normalised axes, epsilon is
-        negative or not finite, or implementation is unknown.
-      TypeError: an array is not floating-point, or epsilon or scale_offset is traced.
+        negative, epsilon or scale_offset is not finite, or implementation is unknown.
+      TypeError: an array or out_dtype is not floating-point of 16, 32 or 64 bits, axis is not made of ints, or epsilon,
+        scale_offset or multiply_before_cast is traced.
       RuntimeError: implementation="native" and there is no kernel for this call; the message says why.
 
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, https://arxiv.org/abs/1910.07467.
@@ -124,7 +125,7 @@ def _norm(
         axes=axes,
         epsilon=validation.check_epsilon(op, epsilon),
         scale_offset=validation.check_number(op, "scale_offset", scale_offset),
-        multiply_before_cast=bool(multiply_before_cast),
+        multiply_before_cast=validation.check_flag(op, "multiply_before_cast", multiply_before_cast),
         compute_dtype=np.dtype(np.float64 if np.float64 in dtypes else np.float32),
         out_dtype=out_dtype,
         native_only=implementation == "native",
@@ -141,7 +142,7 @@ def _has_kernel(op: str, norm: reference.Norm, x: jax.Array, scale: jax.Array | 
     weights = [weight for weight in (scale, bias) if weight is not None]
     reason = ffi.unsupported(norm.axes, x.shape, x.dtype, norm.out_dtype, [weight.dtype for weight in weights])
     if compat.is_sharded(x, norm.axes) or any(compat.is_sharded(weight, range(weight.ndim)) for weight in weights):
-        reason = "the normalised axes are sharded over an Explicit mesh"
+        reason = "the normalised axes of x, scale or bias are sharded over an Explicit mesh"
     if not norm.native_only:
         return reason is None
     platform = compat.default_platform()

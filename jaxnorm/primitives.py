@@ -32,9 +32,8 @@ backward_p = Primitive("jaxnorm_backward")
 
 def apply(norm: Norm, x: jax.Array, scale: jax.Array | None, bias: jax.Array | None) -> jax.Array:
     """The norm of x over trailing axes, native on the platforms that have a kernel."""
-    leaves, tree = jax.tree.flatten((x, scale, bias))
     y: jax.Array
-    (y,) = forward_p.bind(*compat.match_varying_axes(*leaves), tree=tree, norm=norm, with_stats=False)
+    (y,) = _bind(forward_p, (x, scale, bias), norm=norm, with_stats=False)
     return y
 
 
@@ -90,6 +89,18 @@ def _forward_jvp(primals: Any, tangents: Any, *, tree: Any, norm: Norm, with_sta
     # Only a second derivative comes here.
     stats_dot = _tangents_jnp(partial(reference.statistics, norm), [x], unflatten(tree, tangents)[:1])
     return [y, *stats], [*y_dot, *stats_dot]
+
+
+def _forward_transpose(cotangents: Any, *operands: Any, tree: Any, norm: Norm, with_stats: bool) -> list[Any]:
+    """y is linear in scale and bias, each alone; x is known."""
+    x, scale, bias = unflatten(tree, operands)
+    if ad.is_undefined_primal(x) or with_stats:
+        raise NotImplementedError("a norm is not linear in x")
+    stats = reference.statistics(norm, x)
+    dy = ad.instantiate_zeros(cotangents[0])
+    dscale_dtype, dbias_dtype = (w.aval.dtype if ad.is_undefined_primal(w) else None for w in (scale, bias))
+    wanted = iter(reference.backward(norm, dy, x, stats, None, (None, dscale_dtype, dbias_dtype)))
+    return [next(wanted) if ad.is_undefined_primal(operand) else None for operand in operands]
 
 
 # linear: (x, statistics, scale, (x_dot, scale_dot, bias_dot)) -> [y_dot]
@@ -186,9 +197,19 @@ def _backward_jvp(primals: Any, tangents: Any, *, tree: Any, norm: Norm, dtypes:
     return backward_p.bind(*primals, **params), _tangents_jnp(partial(_backward_jnp, **params), primals, tangents)
 
 
+def _backward_transpose(cotangents: Any, *operands: Any, tree: Any, norm: Norm, dtypes: Any) -> list[Any]:
+    """The cotangents are linear in dy; `linear` is the transpose of that."""
+    _, x, stats, scale = unflatten(tree, operands)
+    given = iter(cotangents)
+    results = (None if dtype is None else next(given) for dtype in dtypes)
+    dots = tuple(None if type(dot) is ad.Zero else dot for dot in results)
+    (dy_bar,) = _bind(linear_p, (x, stats, scale, dots), norm=norm)
+    return [dy_bar, *(None for _ in operands[1:])]
+
+
 def _bind(primitive: Primitive, operands: Any, **params: Any) -> Any:
     leaves, tree = jax.tree.flatten(operands)
-    return primitive.bind(*leaves, tree=tree, **params)
+    return primitive.bind(*compat.match_varying_axes(*leaves), tree=tree, **params)
 
 
 def _all_none(values: Sequence[object]) -> bool:
@@ -219,32 +240,38 @@ def _tangents_jnp(formula: Callable[..., Any], primals: Sequence[Any], tangents:
     return jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])[1]
 
 
-def _lowering(formula: Callable[..., Any], native: Callable[..., Any] | None, platform: str) -> Callable[..., Any]:
+def _lowering(
+    formula: Callable[..., Any], native: Callable[..., Any] | None = None, platform: str = "this platform"
+) -> Callable[..., Any]:
     lower_formula = mlir.lower_fun(formula)
 
     def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
         if native is not None and ffi.available(platform):
             return native(platform, ctx, *operands, **params)
-        if params["norm"].native_only:
-            raise RuntimeError(f"implementation='native': {ffi.why_not(platform)}")
+        norm: Norm = params["norm"]
+        if norm.native_only:
+            raise RuntimeError(
+                f"{norm.kind}_norm: implementation='native' cannot be compiled for {platform}: "
+                f"{ffi.why_not(platform)}. With implementation=None it runs in jax.numpy."
+            )
         return lower_formula(ctx, *operands, **params)
 
     return lower
 
 
 def _register() -> None:
-    for primitive, abstract, formula, batch, jvp in (
-        (forward_p, _forward_abstract, _forward_jnp, _forward_batch, _forward_jvp),
-        (linear_p, _linear_abstract, _linear_jnp, _linear_batch, _linear_jvp),
-        (backward_p, _backward_abstract, _backward_jnp, _backward_batch, _backward_jvp),
+    for primitive, abstract, lowering, batch, jvp, transpose in (
+        (forward_p, _forward_abstract, _lowering(_forward_jnp), _forward_batch, _forward_jvp, _forward_transpose),
+        (linear_p, _linear_abstract, mlir.lower_fun(_linear_jnp), _linear_batch, _linear_jvp, _linear_transpose),
+        (backward_p, _backward_abstract, _lowering(_backward_jnp), _backward_batch, _backward_jvp, _backward_transpose),
     ):
         primitive.multiple_results = True
         primitive.def_abstract_eval(abstract)
         compat.run_eagerly(primitive)
-        mlir.register_lowering(primitive, _lowering(formula, None, "this platform"))
+        mlir.register_lowering(primitive, lowering)
         batching.primitive_batchers[primitive] = batch
         ad.primitive_jvps[primitive] = jvp
-    ad.primitive_transposes[linear_p] = _linear_transpose
+        ad.primitive_transposes[primitive] = transpose
     for platform in ffi.PLATFORMS:
         mlir.register_lowering(forward_p, _lowering(_forward_jnp, _forward_native, platform), platform=platform)
         mlir.register_lowering(backward_p, _lowering(_backward_jnp, _backward_native, platform), platform=platform)

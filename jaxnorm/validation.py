@@ -4,7 +4,6 @@ A message says which argument, what came, what was expected and what to do. Valu
 TypeError: dtypes and values that are no arrays or no static numbers.
 """
 
-import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 IMPLEMENTATIONS = (None, "native", "jnp")
+DTYPES = frozenset(map(jnp.dtype, ("float16", "bfloat16", "float32", "float64")))
 
 
 def check_array(op: str, name: str, value: object) -> jax.Array:
@@ -22,13 +22,13 @@ def check_array(op: str, name: str, value: object) -> jax.Array:
         raise TypeError(
             f"{op}: {name} must be an array, got {type(value).__name__}; convert it with jax.numpy.asarray({name})."
         )
-    array = value if isinstance(value, jax.Array) else jnp.asarray(value)
-    if not jnp.issubdtype(array.dtype, jnp.floating):
+    dtype = getattr(value, "dtype", None)
+    if dtype is not None and dtype not in DTYPES:
         raise TypeError(
-            f"{op}: {name} must have a floating-point dtype, got {array.dtype}; "
+            f"{op}: {name} must have a floating-point dtype of 16, 32 or 64 bits, got {dtype}; "
             f"convert it first, as with {name}.astype(jax.numpy.float32)."
         )
-    return array
+    return value if isinstance(value, jax.Array) else jnp.asarray(value)
 
 
 def check_x(op: str, x: object) -> jax.Array:
@@ -44,7 +44,9 @@ def check_axes(op: str, axis: int | Sequence[int], ndim: int) -> tuple[int, ...]
     try:
         axes = [operator.index(a) for a in given]
     except TypeError:
-        raise TypeError(f"{op}: axis must be an int or a sequence of ints, got {axis!r}.") from None
+        axes = None
+    if axes is None or any(isinstance(a, (bool, np.bool)) for a in given):
+        raise TypeError(f"{op}: axis must be an int or a sequence of ints, got {axis!r}.")
     if not axes:
         raise ValueError(f"{op}: axis is empty; give at least one axis to normalise over, as with axis=-1.")
     for a in axes:
@@ -79,12 +81,21 @@ def check_number(op: str, name: str, value: object) -> float:
             f"(under jax.jit, close over it or mark its argument static)."
         )
     try:
-        number = float(value)  # type: ignore[arg-type]
+        number = None if isinstance(value, (str, bytes, bool)) else float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
-        raise TypeError(f"{op}: {name} must be a number, got {value!r}; pass a Python float.") from None
-    if not math.isfinite(number):
-        raise ValueError(f"{op}: {name} must be finite, got {number}.")
+        number = None
+    if number is None:
+        raise TypeError(f"{op}: {name} must be a number, got {value!r}; pass a Python float.")
+    if not abs(number) <= float(np.finfo(np.float32).max):
+        raise ValueError(f"{op}: {name} must be finite in float32, got {number}.")
     return number
+
+
+def check_flag(op: str, name: str, value: object) -> bool:
+    """value as a Python bool, known while tracing."""
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(f"{op}: {name} must be known while tracing, got the traced value {value}; pass a Python bool.")
+    return bool(value)
 
 
 def check_epsilon(op: str, epsilon: object) -> float:
@@ -101,8 +112,10 @@ def check_out_dtype(op: str, out_dtype: Any, x: jax.Array) -> np.dtype[Any]:
         dtype: np.dtype[Any] = np.dtype(jnp.dtype(out_dtype))
     except TypeError:
         raise TypeError(f"{op}: out_dtype must be a dtype, got {out_dtype!r}.") from None
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"{op}: out_dtype must be a floating-point dtype, got {dtype}; cast the result instead.")
+    if dtype not in DTYPES:
+        raise TypeError(
+            f"{op}: out_dtype must be a floating-point dtype of 16, 32 or 64 bits, got {dtype}; cast the result."
+        )
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise TypeError(f"{op}: out_dtype={dtype} needs 64-bit types; enable them with jax_enable_x64.")
     return dtype

@@ -14,6 +14,7 @@ BAD_CALLS = {
     "x of integers": ((jnp.ones((3, 8), "int32"),), {}, TypeError, ("x", "floating", "int32", "astype")),
     "x of booleans": ((jnp.ones((3, 8), "bool"),), {}, TypeError, ("x", "floating", "bool")),
     "complex x": ((jnp.ones((3, 8), "complex64"),), {}, TypeError, ("x", "floating", "complex64")),
+    "x of 8 bits": ((X.astype("float8_e4m3fn"),), {}, TypeError, ("x", "floating", "float8_e4m3fn", "astype")),
     "x of text": (("rows",), {}, TypeError, ("x", "array", "str")),
     "x of lists": (([1.0, 2.0],), {}, TypeError, ("x", "array", "list", "asarray")),
     "no x": ((None,), {}, TypeError, ("x", "array", "NoneType")),
@@ -34,12 +35,16 @@ BAD_CALLS = {
     "axis repeated by another name": ((X,), {"axis": (2, -1)}, ValueError, ("axis", r"\(2, -1\)", "twice")),
     "no axis": ((X,), {"axis": ()}, ValueError, ("axis", "empty", "at least one")),
     "axis of a float": ((X,), {"axis": 1.5}, TypeError, ("axis", "int", "1.5")),
+    "axis of a bool": ((X,), {"axis": True}, TypeError, ("axis", "int", "True")),
     "axis of None": ((X,), {"axis": None}, TypeError, ("axis", "int", "None")),
     "axis of text": ((X,), {"axis": "last"}, TypeError, ("axis", "int", "last")),
     "negative epsilon": ((X,), {"epsilon": -1e-6}, ValueError, ("epsilon", "negative", "-1e-06")),
     "NaN epsilon": ((X,), {"epsilon": float("nan")}, ValueError, ("epsilon", "finite", "nan")),
     "infinite epsilon": ((X,), {"epsilon": float("inf")}, ValueError, ("epsilon", "finite", "inf")),
     "epsilon of text": ((X,), {"epsilon": "small"}, TypeError, ("epsilon", "number", "small")),
+    "epsilon of digits": ((X,), {"epsilon": "1e-6"}, TypeError, ("epsilon", "number", "1e-6")),
+    "epsilon of a bool": ((X,), {"epsilon": True}, TypeError, ("epsilon", "number", "True")),
+    "epsilon beyond float32": ((X,), {"epsilon": 1e39}, ValueError, ("epsilon", "finite", "1e\\+39")),
     "epsilon of None": ((X,), {"epsilon": None}, TypeError, ("epsilon", "number", "None")),
     "epsilon of an array": ((X,), {"epsilon": np.ones(2)}, TypeError, ("epsilon", "number")),
     "NaN offset": ((X, SCALE), {"scale_offset": float("nan")}, ValueError, ("scale_offset", "finite", "nan")),
@@ -52,16 +57,25 @@ BAD_CALLS = {
     ),
     "implementation of a list": ((X,), {"implementation": ["jnp"]}, ValueError, ("implementation", "native")),
     "integer out_dtype": ((X,), {"out_dtype": "int8"}, TypeError, ("out_dtype", "floating", "int8")),
+    "8-bit out_dtype": ((X,), {"out_dtype": "float8_e5m2"}, TypeError, ("out_dtype", "floating", "float8_e5m2")),
     "unknown out_dtype": ((X,), {"out_dtype": "float99"}, TypeError, ("out_dtype", "float99")),
     "float64 result without x64": ((X,), {"out_dtype": "float64"}, TypeError, ("out_dtype", "float64", "x64")),
 }
+
+
+# NumPy arrays of which JAX makes no array at all.
+@pytest.mark.parametrize("dtype", [np.longdouble, object])
+@pytest.mark.parametrize("kind", KINDS)
+def test_numpy_dtypes_that_jax_does_not_have(kind, dtype):
+    with pytest.raises(TypeError, match=in_order(kind, ("x", "floating", np.dtype(dtype).name))):
+        NORMS[kind](np.ones(8, dtype))
+
 
 # Calls that have no kernel anywhere: native by name is an error, by default they run.
 WITHOUT_KERNEL = {
     "a leading axis": ((X,), {"axis": 0}, "trailing"),
     "axes with a gap": ((X,), {"axis": (0, 2)}, "trailing"),
     "half types mixed": ((X.astype("float16"),), {"out_dtype": "bfloat16"}, "float16.*bfloat16"),
-    "float8": ((X.astype("float8_e4m3fn"),), {}, "float8_e4m3fn"),
     "rows of no elements": ((jnp.ones((3, 0)),), {}, "length 0"),
 }
 

@@ -1,4 +1,4 @@
-"""Law 8: NaN and infinity, nothing, one, a million, more than 2**31, and memory that is aligned to nothing."""
+"""Law 8: NaN and infinity, nothing, one, a million, more than 2**31. Memory aligned to nothing is in test_bits.py."""
 
 import jax
 import jax.numpy as jnp

@@ -54,7 +54,6 @@ def test_the_default_call_is_native(info):
         (("--platform", "tpu"), "none for tpu"),
         (("--platform", "rocm"), "none for rocm"),
         (("--dtype", "float64"), "x is float64"),
-        (("--dtype", "float8_e4m3fn"), "x is float8_e4m3fn"),
         (("--dtype", "float16", "--out-dtype", "bfloat16"), "one of them float32"),
         (("--shape", "4x0"), "length 0"),
     ],

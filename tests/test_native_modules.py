@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import KINDS, NORMS, formula, operands
@@ -23,6 +24,17 @@ def test_the_native_kernels_are_under_test():
 def test_native_by_name(kind):
     y = jax.jit(lambda *args: NORMS[kind](*args, implementation="native"))(*operands((5, 64)))
     np.testing.assert_allclose(y, formula(kind)(*operands((5, 64))), rtol=1e-5, atol=1e-6)
+
+
+# A tangent has no kernel on any platform: asking for the native norm asks for that of y.
+@pytest.mark.kernels
+@pytest.mark.parametrize("kind", KINDS)
+def test_tangents_of_native_by_name(kind):
+    x, scale, bias = operands((5, 64))
+    native = lambda x: NORMS[kind](x, scale, bias, implementation="native")  # noqa: E731
+    _, y_dot = jax.jvp(native, (x,), (jnp.cos(x),))
+    expected = jax.jvp(lambda x: formula(kind)(x, scale, bias), (x,), (jnp.cos(x),))[1]
+    np.testing.assert_allclose(y_dot, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -59,6 +59,22 @@ def _linear_transpose(norm):
     return function
 
 
+def _transpose_in_weights(norm):
+    def function(x, scale, bias):
+        transposed = jax.linear_transpose(lambda scale: norm(x, scale), scale)
+        return transposed(jnp.cos(x)), jax.linear_transpose(lambda bias: norm(x, scale, bias), bias)(jnp.sin(x))
+
+    return function
+
+
+def _transpose_of_vjp(norm):
+    def function(x, scale, bias):
+        y, vjp = jax.vjp(norm, x, scale, bias)
+        return jax.linear_transpose(vjp, y)((jnp.cos(x), scale, bias))
+
+    return function
+
+
 def _vmap_grad_x(norm):
     return lambda x, scale, bias: jax.vmap(jax.grad(loss_of(norm)), (0, None, None))(x, scale, bias)
 
@@ -146,6 +162,8 @@ TRANSFORMATIONS = {
     "jvp": Case(_jvp, 1, 0),
     "linearize": Case(_linearize, 1, 0),
     "linear_transpose": Case(_linear_transpose, 1, 1),
+    "linear_transpose in the weights": Case(_transpose_in_weights, None, None),
+    "linear_transpose of vjp": Case(_transpose_of_vjp, None, None),
     "jacrev": Case(lambda norm: jax.jacrev(norm, ALL), None, None),
     "jacfwd": Case(lambda norm: jax.jacfwd(norm, ALL), None, None),
     "hessian": Case(lambda norm: jax.hessian(loss_of(norm), ALL), None, None),
