@@ -6,7 +6,8 @@ Times are medians over the calls of several turns; both take turns, so that a bu
 turn's first call is left out: XLA frees a program's temporary memory after its results are ready, which slows whatever
 runs next, and that should be the same program. Results are new arrays in every call, as JAX makes them, and the time to
 map their memory is in all numbers. Rates count each input read once and each output written once: forward 2·M·N
-elements, backward 3·M·N, step 5·M·N.
+elements, backward 3·M·N, step 5·M·N. "In a chain" is the time of one of several norms in a row within one program,
+whose memory is mapped once.
 
 Every cell is checked first: sampled rows of y and dx, and sampled columns of dscale and dbias, against float64.
 """
@@ -22,7 +23,7 @@ from pathlib import Path
 import jax
 import report
 import shapes
-from programs import ELEMENTS, NORMS, check, operands, programs
+from programs import ELEMENTS, LINKS, NORMS, chains, check, operands, programs
 from tqdm import tqdm
 
 import jaxnorm.ffi
@@ -47,26 +48,32 @@ def turn(program, calls):
     return times[1:]
 
 
+def compare(native, xla, turns):
+    """The median seconds of both programs, in turns."""
+    pair = [(jax.jit(function), args) for function, args in (native, xla)]
+    taken = zip(*([turn(program, calls=5) for program in pair] for _ in range(turns)), strict=True)
+    return [statistics.median(itertools.chain(*times)) for times in taken]
+
+
 def measure_cell(kind, dtype, shape, turns):
     x, weights, dy = operands(kind, dtype, shape.rows, shape.cols)
     error = check(kind, x, weights, dy)
-    native, xla = (programs(kind, implementation, x, weights, dy) for implementation in ("native", "jnp"))
-    for direction, elements in ELEMENTS.items():
-        pair = [(jax.jit(function), args) for function, args in (native[direction], xla[direction])]
-        taken = zip(*([turn(program, calls=5) for program in pair] for _ in range(turns)), strict=True)
-        ours, theirs = (statistics.median(itertools.chain(*times)) for times in taken)
-        yield {
-            "op": f"{kind}_norm {direction}",
-            "dtype": dtype,
-            "shape": shape.name,
-            "M": shape.rows,
-            "N": shape.cols,
-            "ms": 1e3 * ours,
-            "GB/s": elements * x.nbytes / ours / 1e9,
-            "XLA ms": 1e3 * theirs,
-            "x XLA": theirs / ours,
-            "error / tolerance": error,
-        }
+    for make, name, links in ((programs, "", 1), (chains, f", {LINKS} in a chain", LINKS)):
+        native, xla = (make(kind, implementation, x, weights, dy) for implementation in ("native", "jnp"))
+        for direction in native:
+            ours, theirs = (seconds / links for seconds in compare(native[direction], xla[direction], turns))
+            yield {
+                "op": f"{kind}_norm {direction}{name}",
+                "dtype": dtype,
+                "shape": shape.name,
+                "M": shape.rows,
+                "N": shape.cols,
+                "ms": 1e3 * ours,
+                "GB/s": ELEMENTS[direction] * x.nbytes / ours / 1e9,
+                "XLA ms": 1e3 * theirs,
+                "x XLA": theirs / ours,
+                "error / tolerance": error,
+            }
 
 
 def hardware():
