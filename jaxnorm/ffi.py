@@ -68,9 +68,9 @@ def unsupported(
     return None
 
 
-def partial_rows(kind: str, x_dtype: np.dtype[Any], cols: int) -> int:
+def partial_rows(x_dtype: np.dtype[Any], cols: int) -> int:
     """How many partial sums of dscale and dbias the CUDA backward keeps in its workspace."""
-    return int(_modules["cuda"].partial_rows(kind, x_dtype.name, cols))
+    return int(_modules["cuda"].partial_rows(x_dtype.name, cols))
 
 
 def row_segments(x_dtype: np.dtype[Any], cols: int) -> int:

@@ -66,7 +66,8 @@ def call(
         cols = math.prod(shape[-axes:])
         report["largest_cluster"] = clusters
         report["plans"] = {
-            way: ffi.module("cuda").plan(way, dtype.name, cols, clusters) for way in ("forward", "backward")
+            way: ffi.module("cuda").plan(way, op.removesuffix("_norm"), dtype.name, cols, clusters)
+            for way in ("forward", "backward")
         }
     return report
 
@@ -78,7 +79,9 @@ def _largest_cluster() -> int:
 
 def plan_in_words(plan: Report) -> str:
     threads, rows, blocks = plan["threads_per_row"], plan["rows_per_block"], plan["blocks_per_row"]
-    held = f"{plan['elements_per_thread']} elements a thread, held in registers"
+    held = f"{plan['elements_per_thread']} elements a thread, " + (
+        "fetched ahead by way of shared memory" if plan["ring"] else "held in registers"
+    )
     return {
         "rows per block": f"{rows} rows a block, {threads} threads a row, {held}",
         "block per row": f"one block of {threads} threads a row, {held}",

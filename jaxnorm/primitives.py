@@ -161,7 +161,7 @@ def _backward_native(platform: str, ctx: Any, *operands: Any, tree: Any, norm: N
         if with_dx and (segments := ffi.row_segments(x.dtype, cols)):
             workspaces.append((*x.shape[: -len(norm.axes)], 2 * segments))
         if with_dscale or with_dbias:
-            workspaces.append((with_dscale + with_dbias, ffi.partial_rows(norm.kind, x.dtype, cols), cols))
+            workspaces.append((with_dscale + with_dbias, ffi.partial_rows(x.dtype, cols), cols))
     results = jax.ffi.ffi_lowering(f"jaxnorm_{norm.kind}_norm_bwd")(
         ctx.replace(avals_out=[*ctx.avals_out, *(jax.core.ShapedArray(shape, np.float32) for shape in workspaces)]),
         *operands,

@@ -45,7 +45,7 @@ def statistics(kind, like=STATISTIC):
 def workspace(kind, sums=2):
     if jax.default_backend() != "gpu":
         return []
-    return [struct(sums, jaxnorm.ffi.partial_rows(kind, jnp.dtype(F32), COLS), COLS)]
+    return [struct(sums, jaxnorm.ffi.partial_rows(jnp.dtype(F32), COLS), COLS)]
 
 
 def call(name, results, inputs, attributes):

@@ -14,31 +14,28 @@ namespace jaxnorm::cuda {
 template <Kind KIND, typename X, typename DY>
 cudaError_t launch_backward(const Backward& p, cudaStream_t stream) {
   constexpr int N = kVector<X>;
-  const Plan plan = make_plan(Op::backward, kDtype<X>, p.cols, current_device().max_cluster);
+  const Plan plan = make_plan(Op::backward, KIND, kDtype<X>, p.cols, current_device().max_cluster());
   const bool aligned = p.cols % N == 0 && aligned_for<N>(p.x.dtype, p.x.data) &&
                        aligned_for<N>(p.dy.dtype, p.dy.data) && aligned_for<N>(p.dx.dtype, p.dx.data) &&
                        aligned_for<N>(p.scale.dtype, p.scale.data) && aligned_for<N>(Dtype::f32, p.workspace);
 
   // The workspace has room for `most` partial rows of dscale, then of dbias; few rows fill fewer of them.
-  const int64_t most = partial_rows(KIND, kDtype<X>, p.cols);
+  const int64_t most = partial_rows(kDtype<X>, p.cols);
   Partials partials{};
   partials.rows = std::min(most, (p.rows + plan.rows_per_block - 1) / plan.rows_per_block);
   if (p.dscale) partials.dscale = p.workspace;
   if (p.dbias) partials.dbias = p.workspace + (p.dscale ? most * p.cols : 0);
 
-  // The kernel that goes by rows sums up what it can on its way to dx, the one that goes by columns the rest.
-  const bool has_team = plan.segments == 0;
-  Partials by_rows = partials, by_columns = partials;
-  (has_team ? by_columns : by_rows).dscale = nullptr;
-  (has_team && KIND == Kind::layer ? by_columns : by_rows).dbias = nullptr;
-  Backward columns = p;
-  if (has_team) columns.dx = {};
-
   cudaError_t error = cudaSuccess;
-  if (p.rows > 0 && has_team && (p.dx || by_rows.dscale || by_rows.dbias))
-    error = launch_rows<KIND, X, DY>(p, plan, by_rows, aligned, stream);
-  if (error == cudaSuccess && p.rows > 0 && (columns.dx || by_columns.dscale || by_columns.dbias))
-    error = launch_columns<KIND, X, DY>(columns, plan.segments, by_columns, aligned, stream);
+  if (p.rows > 0 && (p.dx || p.dscale || p.dbias)) {
+    if (plan.segments > 0) {
+      error = launch_columns<KIND, X, DY>(p, plan.segments, partials, aligned, stream);
+    } else if (KIND == Kind::layer || p.dbias) {
+      error = launch_rows<KIND, true, X, DY>(p, plan, partials, aligned, stream);
+    } else {
+      error = launch_rows<KIND, KIND == Kind::layer, X, DY>(p, plan, partials, aligned, stream);
+    }
+  }
   if (error == cudaSuccess && (p.dscale || p.dbias)) error = sum_partials(p, partials, stream);
   return error;
 }

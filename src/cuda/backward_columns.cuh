@@ -1,4 +1,4 @@
-// The backward by columns: for rows too long for a team, and for dbias of RMS norm, which the rows kernel leaves out.
+// The backward by columns, for rows too long for a team.
 //
 // A row's dx needs two sums over the row, so such rows are read twice: one kernel sums up every segment of a row, the
 // next finishes dx and adds up dscale and dbias, column by column. It takes the rows in reverse, since the last ones
@@ -16,7 +16,7 @@ struct RowSums {
 
 __device__ inline RowSums warp_sums(RowSums sums) {
 #pragma unroll
-  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
+  for (int offset = kWarp / 2; offset > 0; offset /= 2) {
     sums.gx += __shfl_xor_sync(0xffffffffu, sums.gx, offset);
     sums.g += __shfl_xor_sync(0xffffffffu, sums.g, offset);
   }
@@ -35,10 +35,12 @@ __device__ RowSums thread_sums(const Backward& p, const AnyWeight& scale, int64_
     float x[W::N], g[W::N];
     unpack(load<W::N>(static_cast<const X*>(p.x.data) + row * p.cols + first, valid, W::ALIGNED), x);
     unpack(load<W::N>(static_cast<const DY*>(p.dy.data) + row * p.cols + first, valid, W::ALIGNED), g);
-    if (p.scale.data) scale_cotangent(scale, p.scale_offset, 0, first, valid, g);
+    float factor[W::N];
+    scale.get(0, first, valid, factor);
     RowSums part{};
 #pragma unroll
     for (int i = 0; i < W::N; ++i) {
+      g[i] *= factor[i];
       part.gx = fmaf(g[i], (x[i] - mean) * rstd, part.gx);
       part.g += g[i];
     }
@@ -58,19 +60,20 @@ __global__ void __launch_bounds__(kSegmentThreads)
   const int64_t row = blockIdx.x / segments, begin = static_cast<int64_t>(blockIdx.x % segments) * kSegment;
   RowSums sums;
   if (!aligned) {
-    sums = thread_sums<KIND, X, DY, Unaligned>(p, Weight<Unaligned>(p.scale, p.cols, nullptr), row, begin);
-  } else if (p.scale.dtype != kDtype<X>) {
-    sums = thread_sums<KIND, X, DY, Aligned>(p, Weight<Aligned>(p.scale, p.cols, nullptr), row, begin);
+    sums = thread_sums<KIND, X, DY, Unaligned>(p, LoadedWeight<void, Unaligned>(p.scale, p.scale_offset, 1.0f), row,
+                                               begin);
+  } else if (!p.scale.data || p.scale.dtype != kDtype<X>) {
+    sums = thread_sums<KIND, X, DY, Aligned>(p, LoadedWeight<void, Aligned>(p.scale, p.scale_offset, 1.0f), row, begin);
   } else {
-    sums = thread_sums<KIND, X, DY, Aligned>(p, PlainWeight<X, Aligned>(p.scale, p.cols, nullptr), row, begin);
+    sums = thread_sums<KIND, X, DY, Aligned>(p, LoadedWeight<X, Aligned>(p.scale, p.scale_offset, 1.0f), row, begin);
   }
 
-  __shared__ RowSums warps[kSegmentThreads / kWarpSize];
+  __shared__ RowSums warps[kSegmentThreads / kWarp];
   sums = warp_sums(sums);
-  if (threadIdx.x % kWarpSize == 0) warps[threadIdx.x / kWarpSize] = sums;
+  if (threadIdx.x % kWarp == 0) warps[threadIdx.x / kWarp] = sums;
   __syncthreads();
   if (threadIdx.x > 0) return;
-  for (int warp = 1; warp < kSegmentThreads / kWarpSize; ++warp) {
+  for (int warp = 1; warp < kSegmentThreads / kWarp; ++warp) {
     sums.gx += warps[warp].gx;
     sums.g += warps[warp].g;
   }
@@ -87,7 +90,7 @@ __device__ RowScalars row_scalars(const Backward& p, int64_t row, int segments) 
   RowSums sums{};
   if (p.dx.data) {
     const RowSums* parts = reinterpret_cast<const RowSums*>(p.row_sums) + row * segments;
-    for (int i = threadIdx.x % kWarpSize; i < segments; i += kWarpSize) {
+    for (int i = threadIdx.x % kWarp; i < segments; i += kWarp) {
       sums.gx += parts[i].gx;
       sums.g += parts[i].g;
     }
@@ -107,19 +110,16 @@ __device__ __forceinline__ void finish_columns(const Backward& p, const Partials
   const int valid = ALIGNED ? N : static_cast<int>(min(static_cast<int64_t>(N), p.cols - first));
   const bool present = first < p.cols;
   float factor[N], dscale[N] = {}, dbias[N] = {};
-#pragma unroll
-  for (int i = 0; i < N; ++i) factor[i] = 1.0f;
-  if (present && p.scale.data)
-    scale_cotangent(Weight<W>(p.scale, p.cols, nullptr), p.scale_offset, 0, first, valid, factor);
+  if (present) LoadedWeight<void, W>(p.scale, p.scale_offset, 1.0f).get(0, first, valid, factor);
 
   __shared__ RowScalars scalars[kRows];
   const int64_t step = gridDim.y;
   for (int64_t last = p.rows - 1 - blockIdx.y; last >= 0; last -= kRows * step) {
     const int rows = static_cast<int>(min(static_cast<int64_t>(kRows), last / step + 1));
     __syncthreads();
-    for (int i = threadIdx.x / kWarpSize; i < rows; i += blockDim.x / kWarpSize) {
+    for (int i = threadIdx.x / kWarp; i < rows; i += blockDim.x / kWarp) {
       const RowScalars s = row_scalars<KIND>(p, last - i * step, segments);
-      if (threadIdx.x % kWarpSize == 0) scalars[i] = s;
+      if (threadIdx.x % kWarp == 0) scalars[i] = s;
     }
     __syncthreads();
     if (!present) continue;

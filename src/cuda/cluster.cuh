@@ -1,8 +1,9 @@
-// Thread-block clusters (sm_90 and later), so that code that uses them compiles for older architectures, where it is
-// never launched.
+// What sm_90 brought: clusters of blocks, barriers that count bytes, and bulk copies. Wrapped so that code that uses
+// them compiles for older architectures, where it is never launched.
 //
-// Blocks exchange values by asynchronous stores that count their bytes at a barrier of the receiver. A barrier of the
-// whole cluster would do too, and cost microseconds: it waits for every store to global memory that came before it.
+// Blocks of a cluster exchange values by asynchronous stores that count their bytes at a barrier of the receiver. A
+// barrier of the whole cluster would do too, and cost microseconds: it waits for every store to global memory that came
+// before it.
 #pragma once
 
 #include <cstdint>
@@ -60,21 +61,48 @@ struct Arrival {
     JAXNORM_SM90(
         asm volatile("{\n\t.reg .pred done;\n"
                      "AGAIN:\n\t"
-                     "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n\t"
+                     "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
                      "@!done bra AGAIN;\n\t}" ::"r"(shared_address(&state)),
                      "r"(parity) : "memory"));
   }
 
-  // Writes value to where `block` keeps what this block keeps at `to`, and counts its bytes at that block's barrier.
-  __device__ void send(float* to, float value, int block) {
-    JAXNORM_SM90(asm volatile(
-        "{\n\t.reg .b32 to, at;\n\t"
-        "mapa.shared::cluster.u32 to, %0, %2;\n\t"
-        "mapa.shared::cluster.u32 at, %1, %2;\n\t"
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [to], %3, [at];\n\t}" ::"r"(shared_address(to)),
-        "r"(shared_address(&state)), "r"(block), "r"(__float_as_uint(value)) : "memory"));
+  // Writes N floats to where `block` keeps what this block keeps at `to`, and counts their bytes at that block's
+  // barrier.
+  template <int N>
+  __device__ void send(float* to, const float (&values)[N], int block) {
+    static_assert(N == 1 || N == 2 || N == 4);
+    const uint32_t address = shared_address(to), barrier = shared_address(&state);
+    uint32_t remote = 0, remote_barrier = 0;
+    JAXNORM_SM90(asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(block)));
+    JAXNORM_SM90(asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote_barrier) : "r"(barrier), "r"(block)));
+    if constexpr (N == 1) {
+      JAXNORM_SM90(
+          asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(remote),
+                       "f"(values[0]), "r"(remote_barrier) : "memory"));
+    } else if constexpr (N == 2) {
+      JAXNORM_SM90(asm volatile(
+          "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(remote),
+          "f"(values[0]), "f"(values[1]), "r"(remote_barrier) : "memory"));
+    } else {
+      JAXNORM_SM90(asm volatile(
+          "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(remote),
+          "f"(values[0]), "f"(values[1]), "f"(values[2]), "f"(values[3]), "r"(remote_barrier) : "memory"));
+    }
+  }
+
+  // Starts a copy of `bytes` from global to shared memory and counts them here. All three are multiples of 16.
+  __device__ void copy(void* to, const void* from, int bytes) {
+    JAXNORM_SM90(
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                         shared_address(to)),
+                     "l"(from), "r"(bytes), "r"(shared_address(&state)) : "memory"));
   }
 };
+
+// A barrier of `threads` threads of the block, whole warps. Barrier 0 is that of __syncthreads.
+__device__ inline void barrier(int id, int threads) {
+  asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 
 #undef JAXNORM_SM90
 

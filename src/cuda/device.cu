@@ -13,7 +13,8 @@ constexpr int kMaxDevices = 64;
 // Stands for every kernel that runs in clusters.
 __global__ void __launch_bounds__(kMaxThreads) probe_kernel() {}
 
-bool launches_clusters_of(int blocks, int shared_bytes) {
+// How many clusters of as many blocks run at once.
+int clusters_of(int blocks, int shared_bytes) {
   const auto probe = reinterpret_cast<const void*>(probe_kernel);
   cudaFuncSetAttribute(probe, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   cudaFuncSetAttribute(probe, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
@@ -27,7 +28,7 @@ bool launches_clusters_of(int blocks, int shared_bytes) {
   config.attrs = &attribute;
   config.numAttrs = 1;
   int clusters = 0;
-  return cudaOccupancyMaxActiveClusters(&clusters, probe, &config) == cudaSuccess && clusters > 0;
+  return cudaOccupancyMaxActiveClusters(&clusters, probe, &config) == cudaSuccess ? clusters : 0;
 }
 
 Device query(int id) {
@@ -43,8 +44,7 @@ Device query(int id) {
   cudaFuncAttributes code{};
   cudaFuncGetAttributes(&code, probe_kernel);
   if (code.ptxVersion >= 90 && attribute(cudaDevAttrClusterLaunch))
-    while (device.max_cluster < kMaxCluster && launches_clusters_of(2 * device.max_cluster, device.shared_bytes))
-      device.max_cluster *= 2;
+    for (int i = 1; 1 << i <= kMaxCluster; ++i) device.clusters[i] = clusters_of(1 << i, device.shared_bytes);
   cudaGetLastError();  // what the device cannot do is no error
   return device;
 }

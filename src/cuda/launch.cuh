@@ -9,6 +9,7 @@
 
 #include "cuda/device.h"
 #include "cuda/plan.h"
+#include "cuda/ring.cuh"
 #include "cuda/vector.cuh"
 
 namespace jaxnorm::cuda {
@@ -17,25 +18,13 @@ namespace jaxnorm::cuda {
 template <int THREADS, int VECTORS, int CLUSTER>
 struct Regime {
   static constexpr int kThreads = THREADS, kVectors = VECTORS, kCluster = CLUSTER;
-  static constexpr int kBlockThreads = THREADS == kWholeBlock ? kMaxThreads : kRowsBlockThreads;
 };
-
-// Calls f(Regime{}) with the regime of a plan whose rows share a block.
-template <typename F>
-cudaError_t with_shared_block(const Plan& plan, F f) {
-  if (plan.threads_per_row == 8) {
-    if (plan.vectors == 1) return f(Regime<8, 1, 1>{});
-    if (plan.vectors == 2) return f(Regime<8, 2, 1>{});
-    return f(Regime<8, 4, 1>{});
-  }
-  return plan.vectors == 2 ? f(Regime<32, 2, 1>{}) : f(Regime<32, 4, 1>{});
-}
 
 // How a kernel reaches rows. It makes no difference to the results.
 enum class Access : uint8_t {
   elements,  // element by element, for arrays that are not aligned
   vectors,   // in vectors
-  staged,    // in vectors, by way of shared memory
+  ring,      // in vectors, by way of shared memory
 };
 
 // Whether every access of a vector may be one of up to 16 bytes. N: elements a vector.
@@ -44,22 +33,47 @@ bool aligned_for(Dtype dtype, const void* data) {
   return reinterpret_cast<uintptr_t>(data) % std::min(16, N * size_of(dtype)) == 0;
 }
 
-// How the teams of a launch reach their rows, and how many there are where they go on to further rows.
-struct Reach {
-  Access access;
-  int shared_bytes = 0;
-  int64_t teams = INT64_MAX;
+// Whether rows of `data` may be copied in bulk.
+inline bool is_bulk(Dtype dtype, const void* data, int64_t cols) {
+  return reinterpret_cast<uintptr_t>(data) % 16 == 0 && cols * size_of(dtype) % 16 == 0;
+}
 
-  // `stage_bytes`: of a block's stage; 0: it has none. `own_bytes`: of shared memory that its kernel declares.
-  Reach(const Plan& plan, bool aligned, int stage_bytes, int own_bytes)
-      : access(aligned ? Access::vectors : Access::elements) {
+// A launch of a kernel that goes by rows.
+struct RowsLaunch {
+  int threads_per_row, rows_per_block;
+  int64_t span;  // columns of each block of a cluster
+  Access access;
+  RingShape ring = {};
+
+  RowsLaunch(const Plan& plan, int64_t cols, int vector, bool aligned)
+      : threads_per_row(plan.threads_per_row),
+        rows_per_block(plan.rows_per_block),
+        span(int64_t{plan.threads_per_row} * plan.vectors * vector),
+        access(aligned ? Access::vectors : Access::elements) {
+    // A looped row's blocks share it evenly, in whole vectors.
+    if (plan.vectors == kStreamed)
+      span = ((cols + vector - 1) / vector + plan.blocks_per_row - 1) / plan.blocks_per_row * vector;
+  }
+
+  // Goes by way of rings, if the device has what it takes. `bytes`: of an element of each array; `own_bytes`: of shared
+  // memory that the kernel declares. Returns what the rings need of it.
+  int with_rings(const Plan& plan, int64_t cols, int bytes_a, int bytes_b, int own_bytes) {
     const Device& device = current_device();
-    if (!aligned || stage_bytes == 0 || stage_bytes + own_bytes > device.shared_bytes) return;
-    access = Access::staged;
-    shared_bytes = stage_bytes;
-    // As many as run at once, or some more.
-    constexpr int threads = 1536;  // a multiprocessor
-    teams = std::max(1, device.multiprocessors * (threads / plan.block_threads()) / plan.blocks_per_row);
+    const int rows = std::max(1, kWarp / plan.threads_per_row), rings = plan.rows_per_block / rows;  // rows: of a chunk
+    const int64_t elements = rows * std::min(cols, span);
+    const auto padded = [](int64_t bytes) { return static_cast<int>((bytes + 127) / 128 * 128); };
+    ring.bytes[0] = padded(elements * bytes_a);
+    ring.bytes[1] = padded(elements * bytes_b);
+    const int turn = rings * (ring.bytes[0] + ring.bytes[1]);
+    // Enough in flight to keep the memory busy. More would be slower: the further apart the rows that a GPU's
+    // multiprocessors are at, the less of what they ask for lies side by side.
+    constexpr int in_flight = 64 << 10;
+    const int held = plan.blocks_per_row > 1 ? 2 : 1;  // a cluster takes a row before it leaves the one before
+    const int wanted = std::max(plan.rows_per_block == 1 ? 3 : 2, held + in_flight / turn);
+    ring.chunks = std::min({wanted, (device.shared_bytes - own_bytes) / turn, kMaxChunks / rings});
+    if (!device.has_clusters() || ring.chunks <= held) return 0;
+    access = Access::ring;
+    return ring.chunks * turn;
   }
 };
 
@@ -72,9 +86,9 @@ cudaError_t launch_grid(void (*kernel)(Params...), dim3 grid, dim3 block, cudaSt
   return cudaLaunchKernelEx(&config, kernel, args...);
 }
 
-// Launches `teams` teams of the plan's size, or fewer if a grid cannot hold them: kernels loop over rows.
+// Launches `teams` blocks or clusters, or fewer if a grid cannot hold them: kernels loop over rows.
 template <typename... Params, typename... Args>
-cudaError_t launch_teams(void (*kernel)(Params...), const Plan& plan, int64_t teams, const Reach& reach,
+cudaError_t launch_teams(void (*kernel)(Params...), const Plan& plan, int64_t teams, int shared_bytes,
                          cudaStream_t stream, const Args&... args) {
   // More than this has to be allowed kernel by kernel. It is the kernel's for all threads of the process, so what is
   // allowed may not depend on the call: all that there is.
@@ -83,7 +97,7 @@ cudaError_t launch_teams(void (*kernel)(Params...), const Plan& plan, int64_t te
   cudaError_t error = cudaSuccess;
   if (plan.blocks_per_row > portable_cluster)
     error = cudaFuncSetAttribute(function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-  if (error == cudaSuccess && reach.shared_bytes > portable_shared) {
+  if (error == cudaSuccess && shared_bytes > portable_shared) {
     cudaFuncAttributes own{};
     error = cudaFuncGetAttributes(&own, function);
     if (error == cudaSuccess)
@@ -92,14 +106,13 @@ cudaError_t launch_teams(void (*kernel)(Params...), const Plan& plan, int64_t te
   }
   if (error != cudaSuccess) return error;
 
-  const int64_t groups = (teams + plan.rows_per_block - 1) / plan.rows_per_block;
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim = {static_cast<unsigned>(plan.blocks_per_row), 1, 1};
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(std::min<int64_t>(groups, INT_MAX / kMaxCluster) * plan.blocks_per_row));
+  config.gridDim = dim3(static_cast<unsigned>(std::min<int64_t>(teams, INT_MAX / kMaxCluster) * plan.blocks_per_row));
   config.blockDim = dim3(static_cast<unsigned>(plan.block_threads()));
-  config.dynamicSmemBytes = reach.shared_bytes;
+  config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = plan.blocks_per_row > 1 ? 1 : 0;

@@ -15,7 +15,7 @@ __global__ void __launch_bounds__(kSumThreads) sum_partials_kernel(Backward p, P
 
   float sum = 0;
   if (col < p.cols)
-#pragma unroll 4
+#pragma unroll 8
     for (int64_t row = threadIdx.y; row < partials.rows; row += blockDim.y) sum += from[row * p.cols + col];
   sums[threadIdx.y * blockDim.x + threadIdx.x] = sum;
   __syncthreads();
@@ -27,10 +27,10 @@ __global__ void __launch_bounds__(kSumThreads) sum_partials_kernel(Backward p, P
 }  // namespace
 
 cudaError_t sum_partials(const Backward& p, const Partials& partials, cudaStream_t stream) {
-  // The fewer the columns, the more threads share one: there are enough blocks without.
-  const unsigned width = p.cols <= 4096 ? 32 : p.cols <= 65536 ? 128 : kSumThreads;
+  // As many threads to a column as it has partial sums, within reason.
+  const unsigned height = partials.rows > 8 ? 16 : partials.rows > 4 ? 8 : 4, width = kSumThreads / height;
   const dim3 grid(static_cast<unsigned>((p.cols + width - 1) / width), partials.dscale && partials.dbias ? 2 : 1);
-  return launch_grid(sum_partials_kernel, grid, dim3(width, kSumThreads / width), stream, p, partials);
+  return launch_grid(sum_partials_kernel, grid, dim3(width, height), stream, p, partials);
 }
 
 }  // namespace jaxnorm::cuda

@@ -5,17 +5,42 @@
 namespace jaxnorm::cuda {
 namespace {
 
-constexpr int kWarp = 32;
 constexpr int kMultiprocessors = 132;  // of an H100 or H200, for which the numbers of teams are chosen
-constexpr int kClusterable = 120;      // of them, in clusters of 8: the others are the remainders of their GPCs
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-Plan rows_per_block(int threads, int vectors) { return {threads, vectors, kRowsBlockThreads / threads, 1}; }
+// The smallest of 1, 2, 4, 8 that is at least `value`.
+constexpr int power_of_two(int64_t value) { return value <= 1 ? 1 : value <= 2 ? 2 : value <= 4 ? 4 : 8; }
 
-Plan block_per_row(int64_t row_vectors, int vectors, int blocks) {
-  const int64_t threads = ceil_div(ceil_div(row_vectors, blocks), vectors);
-  return {static_cast<int>(ceil_div(threads, kWarp) * kWarp), vectors, 1, blocks};
+// A row of `row` vectors in whole warps of as many blocks as `blocks`; `threads`: as many of a block as rows may share.
+Plan whole_warps(int64_t row, int vectors, int blocks, int threads = 0) {
+  const int per_row = static_cast<int>(ceil_div(ceil_div(ceil_div(row, blocks), vectors), kWarp)) * kWarp;
+  return {per_row, vectors, std::max(1, threads / per_row), blocks};
+}
+
+Plan forward_plan(Kind kind, Dtype x, int64_t row, int max_cluster) {
+  if (row <= 32) return {8, power_of_two(ceil_div(row, 8)), kRowsThreads / 8, 1};
+  if (row <= 128) return {kWarp, std::max(2, power_of_two(ceil_div(row, kWarp))), kRowsThreads / kWarp, 1};
+  const auto fits = [&](int vectors, int blocks) { return row <= int64_t{vectors} * kMaxThreads * blocks; };
+  // Layer norm of a half type is short of instructions, not of memory: the fewer warps add up a row the better.
+  if (fits(4, 1) && (row <= 1024 || kind == Kind::rms || x == Dtype::f32)) return whole_warps(row, 4, 1);
+  if (fits(8, 1)) return whole_warps(row, 8, 1);
+  for (const int vectors : {4, 8})
+    for (int blocks = 2; blocks <= max_cluster; blocks *= 2)
+      if (fits(vectors, blocks)) return whole_warps(row, vectors, blocks);
+  return {kMaxThreads, kStreamed, 1, std::min(max_cluster, 8)};
+}
+
+Plan backward_plan(int64_t row, int64_t cols, int vector, int max_cluster) {
+  const int most = kElements / vector;
+  for (const int threads : {8, 16, kWarp})
+    if (row <= threads * most) {
+      const int vectors = std::min(most, power_of_two(ceil_div(row, threads)));
+      return {threads, vectors, kMaxThreads / threads, 1};
+    }
+  for (int blocks = 1; blocks <= max_cluster; blocks *= 2)
+    if (row <= int64_t{most} * kMaxThreads * blocks) return whole_warps(row, most, blocks, kMaxThreads);
+  return {kSegmentThreads, kStreamed, 1, 1, static_cast<int>(ceil_div(cols, kSegment))};
 }
 
 }  // namespace
@@ -24,39 +49,32 @@ const char* Plan::regime() const {
   if (segments > 0) return "segments";
   if (vectors == kStreamed) return "looped";
   if (blocks_per_row > 1) return "cluster per row";
-  return rows_share_block() ? "rows per block" : "block per row";
+  return rows_per_block > 1 ? "rows per block" : "block per row";
 }
 
-Plan make_plan(Op op, Dtype x, int64_t cols, int max_cluster) {
-  const int64_t row = ceil_div(cols, vector_of(x));
-  if (row <= 8) return rows_per_block(8, 1);
-  if (row <= 16) return rows_per_block(8, 2);
-  if (row <= 32) return rows_per_block(8, 4);
-  if (row <= 64) return rows_per_block(32, 2);
-  if (row <= 128) return rows_per_block(32, 4);
-
-  if (op == Op::forward && row <= 256) return block_per_row(row, 4, 1);
-  const int vectors = op == Op::forward ? kForwardVectors : backward_vectors(vector_of(x));
-  const int largest = op == Op::forward ? max_cluster : std::min(max_cluster, kBackwardCluster);
-  for (int blocks = 1; blocks <= largest; blocks *= 2)
-    if (row <= static_cast<int64_t>(vectors) * kMaxThreads * blocks) return block_per_row(row, vectors, blocks);
-
-  if (op == Op::forward) return {kMaxThreads, kStreamed, 1, std::min(max_cluster, 8)};
-  return {kSegmentThreads, kStreamed, 1, 1, static_cast<int>(ceil_div(cols, kSegment))};
+Plan make_plan(Op op, Kind kind, Dtype x, int64_t cols, int max_cluster) {
+  const int vector = vector_of(x);
+  const int64_t row = ceil_div(cols, vector);
+  return op == Op::forward ? forward_plan(kind, x, row, max_cluster) : backward_plan(row, cols, vector, max_cluster);
 }
 
-int row_segments(Dtype x, int64_t cols) { return make_plan(Op::backward, x, cols, 1).segments; }
+int row_segments(Dtype x, int64_t cols) { return make_plan(Op::backward, Kind::rms, x, cols, 1).segments; }
 
-int64_t partial_rows(Kind kind, Dtype x, int64_t cols) {
-  const Plan plan = make_plan(Op::backward, x, cols, kMaxCluster);
-  if (plan.segments > 0) {
-    // About two blocks of columns a multiprocessor, or four.
-    return std::clamp<int64_t>(2 * kMultiprocessors * kColumnThreads * vector_of(x) / cols, 4, 64);
+int64_t partial_rows(Dtype x, int64_t cols) {
+  const Plan plan = make_plan(Op::backward, Kind::rms, x, cols, kMaxCluster);
+  // About two blocks of columns a multiprocessor, or four.
+  if (plan.segments > 0) return std::clamp<int64_t>(2 * kMultiprocessors * kColumnThreads * vector_of(x) / cols, 4, 64);
+  // As many blocks, or clusters, as run at once: in clusters of 8 and 16 the remainders of a chip's GPCs stay idle.
+  switch (plan.blocks_per_row) {
+    case 16:
+      return 7;
+    case 8:
+      return 15;
+    case 4:
+      return 30;
+    default:
+      return kMultiprocessors / plan.blocks_per_row;
   }
-  // As many teams as run at once, at 128 registers a thread, more where layer norm's rows share a block; of clusters
-  // four times as many, since how many run at once varies from chip to chip.
-  if (plan.blocks_per_row > 1) return 4 * kClusterable / plan.blocks_per_row;
-  return kMultiprocessors * (kind == Kind::layer && plan.rows_share_block() ? 3 : kMaxThreads / plan.block_threads());
 }
 
 }  // namespace jaxnorm::cuda

@@ -1,13 +1,8 @@
-// A row as a team sees it: cut into vectors of N elements, thread t of the team owning vectors t, t + size, ...
-//
-// Where a block goes on to further rows, it may have a stage, its threads' shares of its shared memory: the next row is
-// copied there while this one is worked on, and scale and bias stay there for all rows. A thread reads back only what
-// it copied itself, so that no barrier is needed.
+// A row as a team sees it: cut into vectors of N elements, thread t of the team owning vectors t, t + threads, ...
 #pragma once
 
-#include <cuda_pipeline.h>
-
 #include "cuda/launch.cuh"
+#include "cuda/ring.cuh"
 #include "cuda/team.cuh"
 #include "cuda/vector.cuh"
 
@@ -19,84 +14,55 @@ template <typename X, int VECTORS_, Access ACCESS>
 struct Walk {
   static constexpr int N = kVector<X>, VECTORS = VECTORS_;
   static constexpr bool ALIGNED = ACCESS != Access::elements, STREAMED = VECTORS == kStreamed;
-  static constexpr bool STAGED = ACCESS == Access::staged;
+  static constexpr bool RING = ACCESS == Access::ring;
 };
 
 // Calls f(slot, first, valid) for each vector of this thread: `slot` counts them (a constant once unrolled, so that it
 // may index registers), `first` is the vector's first column, `valid` how many of its N elements the row still has.
 template <typename W, typename Team, typename F>
-__device__ void for_each_vector(const Team& team, int64_t cols, F f) {
+__device__ void for_each_vector(const Team& team, F f) {
   constexpr int N = W::N;
   if constexpr (W::STREAMED) {
-    for (int64_t first = static_cast<int64_t>(team.rank) * N; first < cols;
-         first += static_cast<int64_t>(team.size) * N)
-      f(0, first, W::ALIGNED ? N : static_cast<int>(min(static_cast<int64_t>(N), cols - first)));
+    for (int64_t first = team.begin + static_cast<int64_t>(team.rank) * N; first < team.end;
+         first += static_cast<int64_t>(team.threads) * N)
+      f(0, first, W::ALIGNED ? N : static_cast<int>(min(static_cast<int64_t>(N), team.end - first)));
   } else {
     // Hides that the columns are the same for every row: the compiler would keep the addresses of all vectors of all
     // operands in registers, twice as many as the row itself takes.
     int rank = team.rank;
     asm volatile("" : "+r"(rank));
+    const int begin = static_cast<int>(team.begin), end = static_cast<int>(team.end);
 #pragma unroll
     for (int slot = 0; slot < W::VECTORS; ++slot) {
-      const int first = (rank + slot * team.size) * N;
-      if (first < cols) f(slot, first, W::ALIGNED ? N : min(N, static_cast<int>(cols) - first));
+      const int first = begin + (rank + slot * team.threads) * N;
+      if (first < end) f(slot, first, W::ALIGNED ? N : min(N, end - first));
     }
   }
 }
 
-// The bytes that a block stages of an array of which a vector takes `vector_bytes`.
-__host__ __device__ inline int staged_bytes(int block_threads, int vectors, int vector_bytes) {
-  return block_threads * vectors * vector_bytes;
-}
-
-// Where this thread stages its vectors of one array: neighbouring threads' vectors lie side by side.
-__device__ inline char* staged(char* stage, int slot, int vector_bytes) {
-  return stage + (slot * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x)) * vector_bytes;
-}
-
-// Starts a copy of one vector of 8, 16 or 32 bytes.
-__device__ inline void copy_async(char* to, const void* from, int vector_bytes) {
-  const char* bytes = static_cast<const char*>(from);
-  if (vector_bytes == 8) {
-    __pipeline_memcpy_async(to, bytes, 8);
-  } else {
-    __pipeline_memcpy_async(to, bytes, 16);
-    if (vector_bytes == 32) __pipeline_memcpy_async(to + 16, bytes + 16, 16);
-  }
-}
-
-// The rows of one T array: each held packed in registers, read once; or streamed, read from memory in every pass.
+// A row of T: in shared memory, once a ring has it; or held packed in registers, read once; or streamed, read from
+// memory in every pass.
 template <typename T, typename W>
 class Row {
  public:
-  __device__ Row(const void* data, int64_t cols, char* stage = nullptr)
-      : data_(static_cast<const T*>(data)), cols_(cols), stage_(stage) {}
-
-  // Starts the copy of `row` to the stage. The caller commits.
+  // `row`: the columns of this block in shared memory, if a ring has them, else all columns in global memory.
   template <typename Team>
-  __device__ void prefetch(const Team& team, int64_t row) {
-    if constexpr (!W::STAGED) return;
-    for_each_vector<W>(team, cols_, [&](int slot, int64_t first, int) {
-      copy_async(staged(stage_, slot, kBytes), data_ + row * cols_ + first, kBytes);
-    });
-  }
-
-  // Makes `row` the one that get() reads. The caller has waited for its copy to the stage.
-  template <typename Team>
-  __device__ void read(const Team& team, int64_t row) {
-    row_ = data_ + row * cols_;
-    if constexpr (W::STREAMED) return;
-    for_each_vector<W>(team, cols_, [&](int slot, int64_t first, int valid) {
-      if constexpr (W::STAGED) {
-        packed_[slot] = *reinterpret_cast<const Packed<T, W::N>*>(staged(stage_, slot, kBytes));
-      } else {
+  __device__ void read(const Team& team, const T* row) {
+    row_ = row;
+    if constexpr (W::RING) {
+      row_ += team.rank * W::N;
+      step_ = team.threads * W::N;
+    } else if constexpr (!W::STREAMED) {
+      for_each_vector<W>(team, [&](int slot, int64_t first, int valid) {
         packed_[slot] = load<W::N>(row_ + first, valid, W::ALIGNED);
-      }
-    });
+      });
+    }
   }
 
   __device__ void get(int slot, int64_t first, int valid, float (&to)[W::N]) const {
-    if constexpr (W::STREAMED) {
+    if constexpr (W::RING) {
+      unpack(load_shared<W::N>(row_ + slot * step_), to);
+    } else if constexpr (W::STREAMED) {
       unpack(load<W::N>(row_ + first, valid, W::ALIGNED), to);
     } else {
       unpack(packed_[slot], to);
@@ -104,67 +70,69 @@ class Row {
   }
 
  private:
-  static constexpr int kBytes = sizeof(Packed<T, W::N>);
-
-  const T* data_;
-  int64_t cols_;
-  char* stage_;
   const T* row_ = nullptr;
-  Packed<T, W::N> packed_[W::STREAMED ? 1 : W::VECTORS];
+  int step_ = 0;
+  Packed<T, W::N> packed_[W::STREAMED || W::RING ? 1 : W::VECTORS];
 };
 
-// scale or bias: the same for every row, of a dtype known at run time, possibly absent.
-template <typename W>
-class Weight {
- public:
-  __device__ Weight(const Input& weight, int64_t cols, char* stage) : weight_(weight), cols_(cols), stage_(stage) {}
-
-  // Starts the copy to the stage. The caller commits, and waits before the first get().
-  template <typename Team>
-  __device__ void prefetch(const Team& team) {
-    if (!W::STAGED || !weight_.data) return;
-    for_each_vector<W>(team, cols_, [&](int slot, int64_t first, int) {
-      copy_async(staged(stage_, slot, bytes()), static_cast<const char*>(weight_.data) + first * element(), bytes());
-    });
-  }
-
-  __device__ void get(int slot, int64_t first, int valid, float (&to)[W::N]) const {
-    if constexpr (W::STAGED) {
-      with_type(weight_.dtype, [&](auto* type) {
-        using T = std::remove_pointer_t<decltype(type)>;
-        unpack(*reinterpret_cast<const Packed<T, W::N>*>(staged(stage_, slot, bytes())), to);
-      });
-    } else {
-      load_floats(weight_, first, valid, W::ALIGNED, to);
-    }
-  }
-
- private:
-  __device__ int element() const { return weight_.dtype == Dtype::f32 ? 4 : 2; }
-  __device__ int bytes() const { return W::N * element(); }
-
-  Input weight_;
-  int64_t cols_;
-  char* stage_;
-};
-
-// A weight of type T, known when compiled, and not staged. Without a switch between dtypes in their way, the loads of
-// all vectors are issued together.
+// scale or bias: the same for every row. `offset` is added to every element; `absent` is what a weight that is not
+// there has for elements.
+//
+// This one is loaded for each row. It is there and of type T; or it may be absent and of any type if T is void.
 template <typename T, typename W>
-class PlainWeight {
+class LoadedWeight {
  public:
-  __device__ PlainWeight(const Input& weight, int64_t, char*) : data_(static_cast<const T*>(weight.data)) {}
-
+  __device__ LoadedWeight(const Input& weight, float offset, float absent)
+      : weight_(weight), offset_(offset), absent_(absent) {}
   template <typename Team>
-  __device__ void prefetch(const Team&) {}
+  __device__ LoadedWeight(const Team&, const Input& weight, float offset, float absent)
+      : LoadedWeight(weight, offset, absent) {}
 
   __device__ void get(int, int64_t first, int valid, float (&to)[W::N]) const {
-    unpack(load<W::N>(data_ + first, valid, W::ALIGNED), to);
+    if constexpr (!std::is_void_v<T>) {
+      unpack(load<W::N>(static_cast<const T*>(weight_.data) + first, valid, W::ALIGNED), to);
+    } else if (weight_.data) {
+      load_floats(weight_, first, valid, W::ALIGNED, to);
+    }
+#pragma unroll
+    for (int i = 0; i < W::N; ++i) to[i] = !std::is_void_v<T> || weight_.data ? to[i] + offset_ : absent_;
   }
 
  private:
-  const T* data_;
+  const Input weight_;
+  const float offset_, absent_;
 };
+
+// And this one is held in registers for all rows of a team.
+template <typename W>
+class HeldWeight {
+ public:
+  template <typename Team>
+  __device__ HeldWeight(const Team& team, const Input& weight, float offset, float absent) {
+    if (weight.data)
+      with_type(weight.dtype, [&](auto* type) {
+        using T = std::remove_pointer_t<decltype(type)>;
+        for_each_vector<W>(team, [&](int slot, int64_t first, int valid) {
+          unpack(load<W::N>(static_cast<const T*>(weight.data) + first, valid, W::ALIGNED), value_[slot]);
+        });
+      });
+#pragma unroll
+    for (int slot = 0; slot < W::VECTORS; ++slot)
+#pragma unroll
+      for (int i = 0; i < W::N; ++i) value_[slot][i] = weight.data ? value_[slot][i] + offset : absent;
+  }
+
+  __device__ void get(int slot, int64_t, int, float (&to)[W::N]) const {
+#pragma unroll
+    for (int i = 0; i < W::N; ++i) to[i] = value_[slot][i];
+  }
+
+ private:
+  float value_[W::VECTORS][W::N];
+};
+
+template <typename T, typename W>
+using Weight = std::conditional_t<W::RING, HeldWeight<W>, LoadedWeight<T, W>>;
 
 // A thread's sum over its part of a row. Thousands of terms, as in a streamed row, need more than f32 to stay exact.
 template <typename W>

@@ -1,133 +1,183 @@
-// A team is the threads that share one row: 8 or 32 threads of a block, a whole block, or a cluster of blocks.
-//
-// A reduction has one barrier, whatever the team: each warp reduces its values by shuffles, publishes them to every
-// block of the team, and each warp then sums all entries in the same fixed order. Two sets of entries alternate, so
-// that a row may publish while slower warps still read the row before.
+// A team is the threads that share one row: 8, 16 or 32 threads of a warp, whole warps of a block, or all blocks of a
+// cluster. It reduces in a fixed order: each warp by shuffles, then the warps of a block, then the blocks of a cluster.
 #pragma once
+
+#include <type_traits>
 
 #include "cuda/cluster.cuh"
 #include "cuda/plan.h"
 
 namespace jaxnorm::cuda {
 
-constexpr int kWarpSize = 32;
+__device__ inline int lane() { return threadIdx.x % kWarp; }
 
-// THREADS: 8, 32 or kWholeBlock. VALUES: how many floats a reduction carries. CLUSTER: the most blocks of a team.
-template <int THREADS, int VALUES, int CLUSTER>
+// The sum over groups of WIDTH neighbouring threads, in all of them.
+template <int WIDTH, typename T>
+__device__ T group_sum(T value) {
+  // A group of a warp that other groups may leave behind names its own lanes only.
+  const unsigned mask = WIDTH == kWarp ? 0xffffffffu : ((1u << WIDTH % kWarp) - 1) << (lane() / WIDTH * WIDTH);
+#pragma unroll
+  for (int offset = WIDTH / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(mask, value, offset);
+  return value;
+}
+
+// K sums, of a part of a row.
+template <int K>
+struct Sums {
+  float value[K];
+
+  // Of all parts, of which each of a warp's lanes has one.
+  __device__ static Sums merge(const Sums& part, const Sums&, float) {
+    Sums total;
+#pragma unroll
+    for (int k = 0; k < K; ++k) total.value[k] = group_sum<kWarp>(part.value[k]);
+    return total;
+  }
+};
+
+// The count, mean and sum of squared deviations of a part of a row.
+struct Moments {
+  float value[4];
+
+  // Chan, Golub and LeVeque 1983, with the means taken relative to that of the first part. `reciprocal`: of the sum of
+  // all counts. A lane without a part has a count of 0.
+  __device__ static Moments merge(const Moments& part, const Moments& first, float reciprocal) {
+    const float count = part.value[0], origin = first.value[1], distance = part.value[1] - origin;
+    const float mean = group_sum<kWarp>(count > 0 ? count * distance : 0.0f) * reciprocal, off = distance - mean;
+    return {{0, origin + mean, group_sum<kWarp>(count > 0 ? fmaf(count * off, off, part.value[2]) : 0.0f), 0}};
+  }
+};
+
+// THREADS: 8, 16, 32, kWholeWarps or kWholeBlock. Part: what a reduction carries. CLUSTER: the most blocks of a team.
+//
+// A reduction is published and collected. In a cluster the next may be published before one is collected, so that the
+// exchange between blocks takes place meanwhile.
+template <int THREADS, typename Part, int CLUSTER>
 class Team {
  public:
-  static constexpr bool kSpansWarps = THREADS == kWholeBlock, kSpansBlocks = CLUSTER > 1;
-  static_assert(kSpansWarps || !kSpansBlocks);
+  static constexpr int kThreads = THREADS;
+  static constexpr bool kSpansWarps = THREADS <= 0, kSpansBlocks = CLUSTER > 1;
+  static_assert(THREADS == kWholeBlock || !kSpansBlocks);
+  static constexpr int kTeamsOfWarp = kSpansWarps ? 1 : kWarp / THREADS;
 
-  int rank, size;                 // this thread's place in the team, and the team's size
-  int64_t first_row, row_stride;  // the rows of this team
-  int64_t index;                  // the team's place among those of the grid, clusters counted as one
+  const int threads, rank;  // the team's threads in this block, and this one's place among them
+  const int place;          // the team's place in the block
+  int64_t begin, end;       // the columns that are this block's
+  int64_t index, count;     // which block of the grid this is, clusters counted as one, and of how many
 
-  __device__ Team() {
+  // `span`: the columns of each block of a cluster.
+  __device__ Team(int threads_per_row, int64_t cols, int64_t span)
+      : threads(THREADS > 0              ? THREADS
+                : THREADS == kWholeBlock ? blockDim.x
+                                         : threads_per_row),
+        rank(THREADS == kWholeBlock ? threadIdx.x : threadIdx.x % threads),
+        place(THREADS == kWholeBlock ? 0 : threadIdx.x / threads),
+        begin(0),
+        end(cols),
+        index(blockIdx.x),
+        count(gridDim.x),
+        reciprocal_(1.0f / cols) {
     if constexpr (kSpansBlocks) {
-      const int blocks = Cluster::blocks();
-      rank = Cluster::rank() * blockDim.x + threadIdx.x;
-      size = blocks * blockDim.x;
-      first_row = index = blockIdx.x / blocks;
-      row_stride = gridDim.x / blocks;
-      if (threadIdx.x < 2) arrivals()[threadIdx.x].init();
+      begin = min(cols, Cluster::rank() * span);
+      end = min(cols, begin + span);
+      index = blockIdx.x / Cluster::blocks();
+      count = gridDim.x / Cluster::blocks();
+      block_reciprocal_ = end > begin ? 1.0f / (end - begin) : 0.0f;
+      if (threadIdx.x < kSets) arrivals()[threadIdx.x].init();
       __syncwarp();
       Cluster::arrive();  // publish waits: a block may be sent values only once its barriers stand
-    } else if constexpr (kSpansWarps) {
-      rank = threadIdx.x;
-      size = blockDim.x;
-      first_row = index = blockIdx.x;
-      row_stride = gridDim.x;
-    } else {
-      const int teams = blockDim.x / THREADS;
-      rank = threadIdx.x % THREADS;
-      size = THREADS;
-      index = blockIdx.x;
-      first_row = index * teams + threadIdx.x / THREADS;
-      row_stride = static_cast<int64_t>(gridDim.x) * teams;
     }
   }
 
   // The sum over the threads of the team that are in this warp, in all of them.
   template <typename T>
   __device__ T warp_sum(T value) const {
-    constexpr int width = kSpansWarps ? kWarpSize : THREADS;
-    const unsigned mask = width == kWarpSize ? 0xffffffffu : ((1u << width) - 1) << (lane() / width * width);
-#pragma unroll
-    for (int offset = width / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(mask, value, offset);
-    return value;
+    return group_sum<kSpansWarps ? kWarp : THREADS>(value);
   }
 
-  // How many of a row's columns, cut into vectors of `vector`, belong to the threads of the team that are in this warp.
-  __device__ float warp_cols(int64_t cols, int vector) const {
+  // How many of this block's columns, cut into vectors of `vector`, belong to the team's threads in this warp.
+  __device__ float warp_cols(int vector) const {
     if constexpr (!kSpansWarps) {
-      return cols;
+      return end - begin;
     } else {
       // Vectors go round the team in turns, all full but the last. A warp's share of the last is cut off at its end.
-      const int64_t turn = static_cast<int64_t>(size) * vector, share = kWarpSize * vector;
-      const int64_t rest = cols % turn - rank / kWarpSize * share;
-      return cols / turn * share + max(static_cast<int64_t>(0), min(share, rest));
+      const unsigned cols = static_cast<unsigned>(end - begin), turn = threads * vector, turns = cols / turn;
+      const int share = kWarp * vector, rest = static_cast<int>(cols - turns * turn) - rank / kWarp * share;
+      return static_cast<float>(turns) * share + max(0, min(share, rest));
     }
   }
 
-  // Makes this warp's values known to the team. The only barrier of a reduction.
-  __device__ void publish(const float (&values)[VALUES]) {
+  // Adds this warp's part of a row to the next reduction. All of the team's threads in this block have met on return,
+  // if they are of several warps.
+  __device__ void publish(const Part& part) {
     if constexpr (!kSpansWarps) {
-#pragma unroll
-      for (int v = 0; v < VALUES; ++v) own_[v] = values[v];
+      own_ = part;
+      return;
+    }
+    Part* parts = warp_parts(published_);
+    if (lane() == 0) parts[rank / kWarp] = part;
+    if constexpr (THREADS == kWholeBlock) {
+      __syncthreads();
     } else {
-      Entry* entries = shared_entries() + (turn_ & 1) * kMaxEntries;
-      if constexpr (kSpansBlocks) {
-        if (turn_ == 0) Cluster::wait();
-        Arrival& arrival = arrivals()[turn_ & 1];
-        if (threadIdx.x == 0) arrival.expect(size / kWarpSize * sizeof(Entry));
+      barrier(1 + place, threads);
+    }
+    if constexpr (kSpansBlocks) {
+      if (published_ == 0) Cluster::wait();
+      if (rank < kWarp) {
+        Part block = merge(parts, threads / kWarp, block_reciprocal_);
+        if constexpr (std::is_same_v<Part, Moments>) block.value[0] = end - begin;
+        Arrival& arrival = arrivals()[published_ % kSets];
+        if (rank == 0) arrival.expect(Cluster::blocks() * sizeof(Part));
         if (lane() < Cluster::blocks())
-#pragma unroll
-          for (int v = 0; v < VALUES; ++v) arrival.send(&entries[rank / kWarpSize].values[v], values[v], lane());
-        arrival.wait(turn_ >> 1 & 1);
-      } else {
-        if (lane() == 0)
-#pragma unroll
-          for (int v = 0; v < VALUES; ++v) entries[rank / kWarpSize].values[v] = values[v];
-        __syncthreads();
+          arrival.send(block_parts(published_)[Cluster::rank()].value, block.value, lane());
       }
-      ++turn_;
     }
+    ++published_;
   }
 
-  // The sum of f(entry) over the published entries, one a warp, the same bits in every thread.
-  template <typename F>
-  __device__ float sum(F f) const {
+  // The whole team's, the same bits in every thread.
+  __device__ Part collect() {
     if constexpr (!kSpansWarps) {
-      return f(own_);
+      return own_;
+    } else if constexpr (!kSpansBlocks) {
+      return merge(warp_parts(published_ - 1), threads / kWarp, reciprocal_);
     } else {
-      const Entry* entries = shared_entries() + (turn_ & 1 ^ 1) * kMaxEntries;
-      float total = 0;
-      for (int i = lane(); i < size / kWarpSize; i += kWarpSize) total += f(entries[i].values);
-      return warp_sum(total);
+      arrivals()[collected_ % kSets].wait(collected_ / kSets % 2);
+      return merge(block_parts(collected_++), Cluster::blocks(), reciprocal_);
     }
   }
 
-  __device__ static int lane() { return threadIdx.x % kWarpSize; }
+  __device__ float reciprocal() const { return reciprocal_; }
 
  private:
-  static constexpr int kMaxEntries = kMaxThreads / kWarpSize * CLUSTER;
-  struct Entry {
-    float values[VALUES];
-  };
+  // Reductions of which parts are kept. A block that publishes one more has collected all but the last, to which every
+  // block has published; so every block has collected all but the last two before that, and one set more is free.
+  static constexpr unsigned kSets = 4;
 
-  __device__ static Entry* shared_entries() {
-    __shared__ Entry entries[2 * kMaxEntries];
-    return entries;
+  __device__ static Part merge(const Part* parts, int count, float reciprocal) {
+    return Part::merge(lane() < count ? parts[lane()] : Part{}, parts[0], reciprocal);
+  }
+
+  __device__ Part* warp_parts(unsigned turn) const {
+    constexpr int warps = kMaxThreads / kWarp;
+    __shared__ __align__(16) Part parts[kSets * warps];
+    return parts + turn % kSets * warps + place * (threads / kWarp);
+  }
+
+  __device__ static Part* block_parts(unsigned turn) {
+    __shared__ __align__(16) Part parts[kSets * CLUSTER];
+    return parts + turn % kSets * CLUSTER;
   }
 
   __device__ static Arrival* arrivals() {
-    __shared__ Arrival arrivals[2];
+    __shared__ Arrival arrivals[kSets];
     return arrivals;
   }
 
-  unsigned turn_ = 0;  // how often this team has published
-  float own_[VALUES];
+  const float reciprocal_;      // of the number of columns
+  float block_reciprocal_ = 0;  // and of this block's
+  unsigned published_ = 0, collected_ = 0;
+  Part own_;
 };
 
 }  // namespace jaxnorm::cuda

@@ -94,10 +94,34 @@ __device__ Packed<T, N> load(const T* from, int valid, bool aligned) {
   return packed;
 }
 
+// A vector from shared memory.
+template <int N, typename T>
+__device__ Packed<T, N> load_shared(const T* from) {
+  Packed<T, N> packed;
+  using Access = std::conditional_t<sizeof(packed) % 16 == 0, uint4, uint2>;
+#pragma unroll
+  for (unsigned i = 0; i < sizeof(packed) / sizeof(Access); ++i)
+    reinterpret_cast<Access*>(packed.word)[i] = reinterpret_cast<const Access*>(from)[i];
+  return packed;
+}
+
+// One store instruction each: the compiler takes an assignment of these types apart.
+__device__ inline void store_vector(uint4* to, uint4 value) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(value.x), "r"(value.y), "r"(value.z),
+               "r"(value.w));
+}
+
+__device__ inline void store_vector(uint2* to, uint2 value) {
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(value.x), "r"(value.y));
+}
+
 template <int N, typename T>
 __device__ void store(T* to, const Packed<T, N>& packed, int valid, bool aligned) {
   if (aligned) {
-    *reinterpret_cast<Packed<T, N>*>(to) = packed;
+    using Access = std::conditional_t<sizeof(packed) % 16 == 0, uint4, uint2>;
+#pragma unroll
+    for (unsigned i = 0; i < sizeof(packed) / sizeof(Access); ++i)
+      store_vector(reinterpret_cast<Access*>(to) + i, reinterpret_cast<const Access*>(packed.word)[i]);
     return;
   }
   const T* element = reinterpret_cast<const T*>(packed.word);

@@ -209,8 +209,8 @@ inline ffi::ErrorOr<Forward> forward_arguments(Kind kind, ffi::RemainingArgs ope
 
 // The workspaces that a platform's backward has among its results.
 struct Workspaces {
-  int (*row_segments)(Dtype x, int64_t cols);                 // how many pairs of sums of each row; 0: none
-  int64_t (*partial_rows)(Kind kind, Dtype x, int64_t cols);  // how many rows of partial sums of dscale, and of dbias
+  int (*row_segments)(Dtype x, int64_t cols);      // how many pairs of sums of each row; 0: none
+  int64_t (*partial_rows)(Dtype x, int64_t cols);  // how many rows of partial sums of dscale, and of dbias
 };
 
 inline ffi::ErrorOr<Backward> backward_arguments(Kind kind, ffi::RemainingArgs operands, ffi::RemainingRets results,
@@ -240,7 +240,7 @@ inline ffi::ErrorOr<Backward> backward_arguments(Kind kind, ffi::RemainingArgs o
     b.row_sums = buffers.f32_result("row_sums", row_sums);
   }
   if (const int64_t sums = attributes.with_dscale + attributes.with_dbias; sums > 0) {
-    b.workspace = buffers.f32_result("workspace", {sums, workspaces->partial_rows(kind, b.x.dtype, b.cols), b.cols});
+    b.workspace = buffers.f32_result("workspace", {sums, workspaces->partial_rows(b.x.dtype, b.cols), b.cols});
   }
   return buffers.finish(b);
 }

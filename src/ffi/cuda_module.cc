@@ -53,12 +53,13 @@ Kind kind_of(const std::string& name) {
   throw nb::value_error(("kind is " + name + ", expected rms or layer").c_str());
 }
 
-nb::dict plan(const std::string& op, const std::string& x_dtype, int64_t cols, int max_cluster) {
+nb::dict plan(const std::string& op, const std::string& kind, const std::string& x_dtype, int64_t cols,
+              int max_cluster) {
   if (op != "forward" && op != "backward") throw nb::value_error("op is neither forward nor backward");
   if (cols < 1 || max_cluster < 1) throw nb::value_error("cols and max_cluster are expected to be positive");
   const Dtype x = dtype_of(x_dtype);
   const cuda::Plan plan =
-      cuda::make_plan(op == "forward" ? cuda::Op::forward : cuda::Op::backward, x, cols, max_cluster);
+      cuda::make_plan(op == "forward" ? cuda::Op::forward : cuda::Op::backward, kind_of(kind), x, cols, max_cluster);
   nb::dict out;
   out["regime"] = plan.regime();
   out["rows_per_block"] = plan.rows_per_block;
@@ -66,6 +67,7 @@ nb::dict plan(const std::string& op, const std::string& x_dtype, int64_t cols, i
   out["threads_per_row"] = plan.threads_per_row * plan.blocks_per_row;
   out["elements_per_thread"] = plan.vectors * cuda::vector_of(x);
   out["segments"] = plan.segments;
+  out["ring"] = plan.vectors > 0 && (op == "backward" || plan.blocks_per_row > 1);
   return out;
 }
 
@@ -85,14 +87,15 @@ NB_MODULE(_cuda, module) {
       arg("x_dtype"), arg("cols"), "How many pairs of sums of each row the backward keeps in a workspace; 0: none.");
   module.def(
       "partial_rows",
-      [](const std::string& kind, const std::string& x_dtype, int64_t cols) {
-        return jaxnorm::cuda::partial_rows(jaxnorm::kind_of(kind), jaxnorm::dtype_of(x_dtype), cols);
+      [](const std::string& x_dtype, int64_t cols) {
+        return jaxnorm::cuda::partial_rows(jaxnorm::dtype_of(x_dtype), cols);
       },
-      arg("kind"), arg("x_dtype"), arg("cols"),
-      "How many partial sums of dscale and dbias the backward keeps in its workspace.");
+      arg("x_dtype"), arg("cols"), "How many partial sums of dscale and dbias the backward keeps in its workspace.");
   module.def(
-      "max_cluster", [] { return jaxnorm::cuda::current_device().max_cluster; },
+      "max_cluster", [] { return jaxnorm::cuda::current_device().max_cluster(); },
       "How many blocks a cluster of the current GPU has at most; 1: it has no clusters.");
-  module.def("plan", &jaxnorm::plan, arg("op"), arg("x_dtype"), arg("cols"), arg("max_cluster") = 16,
-             "The launch plan for rows of `cols` elements; elements_per_thread is 0 where none are held in registers.");
+  module.def(
+      "plan", &jaxnorm::plan, arg("op"), arg("kind"), arg("x_dtype"), arg("cols"), arg("max_cluster") = 16,
+      "The launch plan for rows of `cols` elements; elements_per_thread is 0 where a row is read more than once, ring "
+      "tells whether rows are fetched ahead by way of shared memory, where the GPU can.");
 }
