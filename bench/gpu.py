@@ -1,91 +1,228 @@
-"""Device time of both norms on one NVIDIA GPU, forward and backward, beside XLA's fusion of the jnp formula.
+"""Device time of both norms on one NVIDIA GPU, beside XLA's fusion of the jnp formula and a copy, in one run.
 
-    python bench/gpu.py --out bench/results/h200
+    python -m bench gpu --out bench/results/h200
+    python -m bench gpu --suites grid --dtypes bfloat16 --cols 4096 8192 --peers "torch eager" Liger
 
-Kernel time comes from CUPTI and is the median of many runs over arrays of 256 MiB, far beyond any cache. Rates count
-each input read once and each output written once: forward 2·M·N elements, backward 3·M·N, step 5·M·N. "copy" is XLA's
-`x + 1` on as many 32-bit words in the same run.
+Kernel time comes from CUPTI and is the median of many calls. Arrays beyond the caches are used again and again; smaller
+ones take turns, so that each is read from memory; those of the suite "small" stay in the cache, as in decoding. Rates
+count each input read once and each output written once: forward 2·M·N elements, backward 3·M·N, step 5·M·N. "copy" is
+XLA's `x + 1` on as many 32-bit words as x has bytes. "x XLA" and "x best peer" say how many times as fast jaxnorm is.
+Peers are measured (--peers), or else, on an H200, taken from bench/peers_h200.json: "(recorded)".
 
-Every cell is checked first: sampled rows of y and dx, and sampled columns of dscale and dbias, against float64.
+Every cell is checked first: sampled rows of y and dx, and sampled columns of dscale and dbias, against float64. What
+fails is listed, and so is what misses its target (bench/targets.py). Results are written after every cell.
 """
 
-import argparse
-import statistics
+import functools
+import os
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import report
-import shapes
-from jax.experimental.mosaic.gpu import profiler
-from programs import ELEMENTS, NORMS, check, operands, programs
+import jaxlib
 from tqdm import tqdm
 
+from bench import peers, recorded, report, shapes, targets
+from bench.programs import ELEMENTS, NORMS, check, operands, programs
+from bench.timing import device_time, sets_needed
+from jaxnorm import ffi
 
-def device_time(function, *args, iterations):
-    """The median of the time that all kernels of one call take, in seconds."""
-    _, milliseconds = profiler.measure(jax.jit(function), iterations=iterations)(*args)
-    return statistics.median(np.atleast_1d(milliseconds)) / 1e3
-
-
-def measure_cell(kind, dtype, rows, cols, iterations):
-    x, weights, dy = operands(kind, dtype, rows, cols)
-    error = check(kind, x, weights, dy)
-    nbytes = x.nbytes
-    words = jax.lax.bitcast_convert_type(x.reshape(-1, 4 // x.itemsize), jnp.int32).reshape(-1)
-    copy = 2 * nbytes / device_time(lambda x: x + 1, words, iterations=iterations)
-    times = {
-        implementation: {
-            direction: device_time(function, *args, iterations=iterations)
-            for direction, (function, args) in programs(kind, implementation, x, weights, dy).items()
-        }
-        for implementation in ("native", "jnp")
-    }
-    for direction, elements in ELEMENTS.items():
-        native, xla = times["native"][direction], times["jnp"][direction]
-        yield {
-            "op": f"{kind}_norm {direction}",
-            "dtype": dtype,
-            "M": rows,
-            "N": cols,
-            "us": native * 1e6,
-            "GB/s": elements * nbytes / native / 1e9,
-            "% of copy": 100 * elements * nbytes / native / copy,
-            "copy GB/s": copy / 1e9,
-            "XLA GB/s": elements * nbytes / xla / 1e9,
-            "x XLA": xla / native,
-            "error / tolerance": error,
-        }
+NAMES = {"native": "jaxnorm", "jnp": "XLA"}
 
 
-def hardware():
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    name, driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split("\n")[0].split(", ")
-    return {"gpu": name, "driver": driver, "jax": jax.__version__, "commit": report.commit()}
+class Cell(NamedTuple):
+    suite: str
+    kind: str
+    dtype: str
+    shape: shapes.Shape
+
+    def __str__(self):
+        return f"{self.kind}_norm {self.dtype} {self.shape.name} ({self.shape.rows}x{self.shape.cols})"
+
+    @property
+    def nbytes(self):
+        return self.shape.rows * self.shape.cols * jnp.dtype(self.dtype).itemsize
+
+    @property
+    def sets(self):
+        """How many sets of operands take turns: the forward reads x and writes as much."""
+        return 1 if self.suite == "small" else sets_needed(self.nbytes, 2 * self.nbytes)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser):
     parser.add_argument("--out", type=Path, help="write OUT.json and OUT.md")
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    suites = list(shapes.suites(4))
+    parser.add_argument("--suites", nargs="+", default=suites, choices=suites, metavar="SUITE", help=" ".join(suites))
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16", "float16"])
     parser.add_argument("--norms", nargs="+", default=list(NORMS), choices=NORMS)
-    parser.add_argument("--cols", nargs="+", type=int, default=shapes.GRID_COLS)
-    parser.add_argument("--iterations", type=int, default=20)
-    args = parser.parse_args()
+    parser.add_argument("--cols", nargs="+", type=int, help="these row lengths only")
+    parser.add_argument("--iterations", type=int, default=20, help="calls of each program; five times as many if small")
+    parser.add_argument(
+        "--peers", nargs="+", default=[], choices=peers.PACKAGES, metavar="PEER", help=", ".join(peers.PACKAGES)
+    )
+    parser.add_argument("--kernels", action="store_true", help="the kernels' names too, in the JSON")
+    parser.add_argument("--commit", help="what is measured, where git cannot tell")
 
-    cells = [
-        (kind, dtype, shape.rows, shape.cols)
+
+def cells(args):
+    """Whole suites after one another, so that a run that is cut short has the first of them complete."""
+    return [
+        Cell(suite, kind, dtype, shape)
+        for suite in args.suites
         for kind in args.norms
         for dtype in args.dtypes
-        for shape in shapes.grid(jnp.dtype(dtype).itemsize)
-        if shape.cols in args.cols
+        for shape in shapes.suites(jnp.dtype(dtype).itemsize)[suite]
+        if not args.cols or shape.cols in args.cols
     ]
-    rows = [row for cell in tqdm(cells) for row in measure_cell(*cell, args.iterations)]
-    rows.sort(key=lambda row: (row["op"], row["dtype"]))
-    report.write(hardware(), rows, args.out)
 
 
-if __name__ == "__main__":
-    main()
+@functools.partial(jax.jit, static_argnums=1)
+def _words(seed, count):
+    return jax.random.bits(jax.random.key(seed, impl="rbg"), (count,), jnp.uint32).astype(jnp.int32)
+
+
+@jax.jit
+def _copy(words):
+    return words + 1
+
+
+def copy_rate(cell, iterations):
+    """Bytes per second, read and written; from arrays of x's size that take turns as x does."""
+    words = [(_words(seed, -(-cell.nbytes // 4)),) for seed in range(cell.sets)]
+    return 2 * cell.nbytes / device_time(_copy, words, iterations).seconds
+
+
+def compiled(tasks, failed):
+    """The executables of (function, argument sets) by name. Compiling takes longer than measuring: all at once."""
+
+    def compile_one(task):
+        function, sets = task
+        return function.lower(*sets[0]).compile()
+
+    with ThreadPoolExecutor() as pool:
+        futures = {name: pool.submit(compile_one, task) for name, task in tasks.items()}
+    return attempts(((name, future.result) for name, future in futures.items()), failed)
+
+
+def attempts(thunks, failed):
+    """The results of (name, function) by name; what raises is left out, and noted."""
+    results = {}
+    for name, function in thunks:
+        try:
+            results[name] = function()
+        except Exception as error:
+            failed.append(f"{' '.join(name)}: {why(error)}")
+    return results
+
+
+def why(error):
+    """The first line of an error, which is all of it that fits a table."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+
+
+def measure_cell(cell, args, failed):
+    """The rows of one cell, by direction."""
+    iterations = args.iterations * (5 if cell.suite == "small" else 1)
+    shape = (cell.dtype, cell.shape.rows, cell.shape.cols)
+    sets = [operands(cell.kind, *shape, seed) for seed in range(cell.sets)]
+    tasks = {}
+    for implementation, name in NAMES.items():
+        by_set = [programs(cell.kind, implementation, *arrays) for arrays in sets]
+        for direction, (function, _) in by_set[0].items():
+            tasks[name, direction] = function, [by_direction[direction][1] for by_direction in by_set]
+    executables = compiled(tasks, failed)
+    error = check(cell.kind, *sets[0], step=executables["jaxnorm", "step"])
+    copy = None if cell.suite == "small" else copy_rate(cell, iterations)
+    timings = {
+        name: functools.partial(device_time, executable, tasks[name][1], iterations)
+        for name, executable in executables.items()
+    }
+    times = attempts(timings.items(), failed)
+    for peer in args.peers:
+        times |= peer_times(peer, cell.kind, sets, iterations, failed)
+    return [row(cell, direction, times, copy, error, args.kernels) for direction in ELEMENTS]
+
+
+def peer_times(peer, kind, sets, iterations, failed):
+    """By (peer, direction); a peer that fails is absent."""
+    times = {}
+    try:
+        for direction, function, tensors in peers.calls(peer, kind, sets):
+            times[peer, direction] = device_time(function, tensors, iterations)
+    except Exception as error:
+        failed.append(f"{peer}: {why(error)}")
+    return times
+
+
+def row(cell, direction, times, copy, error, kernels=False):
+    """One line of the table. Times are those of every package that ran, by (package, direction)."""
+    op, rows, cols = f"{cell.kind}_norm {direction}", cell.shape.rows, cell.shape.cols
+    taken = {name: time.seconds for (name, way), time in times.items() if way == direction}
+    ours, xla = taken.pop("jaxnorm"), taken.pop("XLA", None)
+    rate = ELEMENTS[direction] * cell.nbytes / ours
+    peer = min(taken.items(), key=lambda item: item[1], default=None)
+    if peer is None and (best := recorded.best(jax.devices()[0].device_kind, op, cell.dtype, rows, cols)):
+        peer = f"{best[0]} (recorded)", best[1]
+    line = {
+        "op": op,
+        "dtype": cell.dtype,
+        "shape": cell.shape.name,
+        "M": rows,
+        "N": cols,
+        "us": ours * 1e6,
+        "GB/s": rate / 1e9,
+        "% of copy": copy and 100 * rate / copy,
+        "copy GB/s": copy and copy / 1e9,
+        "XLA us": xla and xla * 1e6,
+        "x XLA": xla and xla / ours,
+        "best peer": peer and peer[0],
+        "x best peer": peer and peer[1] / ours,
+        "error / tolerance": error,
+    }
+    if taken:
+        line["peers us"] = {name: seconds * 1e6 for name, seconds in taken.items()}
+    if kernels:
+        line["kernels"] = {name: time.kernels for (name, way), time in times.items() if way == direction}
+    return line
+
+
+def hardware(args):
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return {
+        "gpu": jax.devices()[0].device_kind,
+        "driver": subprocess.run(query, capture_output=True, text=True, check=True).stdout.split("\n")[0],
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "CUDA of the kernels": ffi.module("cuda").toolkit(),
+        **peers.versions(args.peers),
+        "commit": args.commit or report.commit(),
+    }
+
+
+def main(args):
+    if args.peers:  # torch has its own memory beside JAX's
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
+    if not ffi.available("cuda"):
+        raise SystemExit(ffi.why_not("cuda"))
+    if jax.default_backend() != "gpu":
+        raise SystemExit(f"JAX finds no GPU here, its devices are {jax.devices()}")
+    header, rows, failed = hardware(args), [], []
+    todo = cells(args)
+    with tqdm(todo) as bar:
+        for done, cell in enumerate(bar, 1):
+            bar.set_postfix_str(str(cell))
+            remarks = []
+            try:
+                rows += measure_cell(cell, args, remarks)
+            except Exception as error:
+                remarks.append(why(error))
+            failed += [f"{cell}, {remark}" for remark in remarks]
+            rows.sort(key=lambda row: (row["op"], row["dtype"]))
+            header["cells"] = f"{done} of {len(todo)}"
+            if args.out:
+                report.save(header, rows, args.out, missing=targets.missing(rows), failed=failed)
+    report.write(header, rows, args.out, missing=targets.missing(rows), failed=failed)
+    return 1 if failed else 0

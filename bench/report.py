@@ -5,30 +5,77 @@ import shlex
 import subprocess
 import sys
 from datetime import date
+from pathlib import Path
 
 
 def commit():
-    """The commit of the tree that is measured, if it is a checkout."""
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    return git.stdout.strip()
+    """The commit of the tree that is measured; empty where there is no checkout, or no git."""
+    ask = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(ask, capture_output=True, text=True).stdout.strip()
+    except FileNotFoundError:
+        return ""
 
 
-def write(header, rows, out=None):
-    """Prints the table, and writes it to OUT.md and OUT.json if `out` is given."""
-    header = {**header, "date": date.today().isoformat(), "command": shlex.join(["python", *sys.argv])}
-    table = markdown(header, rows)
-    print(table)
+def command():
+    """The command line, as one would type it."""
+    program = ["-m", "bench"] if Path(sys.argv[0]).name == "__main__.py" else sys.argv[:1]
+    return shlex.join(["python", *program, *sys.argv[1:]])
+
+
+def write(header, rows, out=None, **lists):
+    """Prints the table and the named lists of remarks below it, and saves them if `out` is given."""
+    print(markdown(complete(header), rows, lists))
     if out:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.with_suffix(".json").write_text(json.dumps({"header": header, "rows": rows}, indent=1) + "\n")
-        out.with_suffix(".md").write_text(table)
+        save(header, rows, out, **lists)
 
 
-def markdown(header, rows):
-    columns = list(rows[0])
-    lines = [", ".join(f"{key} {value}" for key, value in header.items()), "", f"| {' | '.join(columns)} |"]
-    lines.append("|---" * len(columns) + "|")
-    for row in rows:
-        cells = (f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values())
-        lines.append(f"| {' | '.join(cells)} |")
+def save(header, rows, out, **lists):
+    """Writes OUT.json and OUT.md."""
+    header = complete(header)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_suffix(".json").write_text(to_json(header, rows, lists))
+    out.with_suffix(".md").write_text(markdown(header, rows, lists))
+
+
+def load(path):
+    """A results file: header, rows, and the lists."""
+    return json.loads(Path(path).read_text())
+
+
+def complete(header):
+    return {**header, "date": date.today().isoformat(), "command": command()}
+
+
+def to_json(header, rows, lists):
+    """One row a line, so that a difference between two runs can be read; five digits, as no measurement has more."""
+    lines = ",\n".join(f"  {json.dumps(_rounded(row))}" for row in rows)
+    parts = [f' "header": {json.dumps(header, indent=2)}', f' "rows": [\n{lines}\n ]']
+    parts += [f" {json.dumps(name)}: {json.dumps(remarks, indent=2)}" for name, remarks in lists.items()]
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def _rounded(value):
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+def markdown(header, rows, lists):
+    lines = [", ".join(f"{key} {value}" for key, value in header.items()), ""]
+    # What is no number and no text (a peer's time each, kernels by name) is for the JSON.
+    columns = [key for key, value in (rows[0] if rows else {}).items() if not isinstance(value, (dict, list))]
+    if rows:
+        lines += table(columns, [[cell(row.get(column)) for column in columns] for row in rows])
+    for name, remarks in lists.items():
+        lines += ["", f"{name.capitalize()}: {len(remarks) or 'none'}", *(f"- {remark}" for remark in remarks)]
     return "\n".join(lines) + "\n"
+
+
+def table(columns, rows):
+    """The lines of a Markdown table of strings."""
+    return [f"| {' | '.join(line)} |" for line in (columns, ["---"] * len(columns), *rows)]
+
+
+def cell(value):
+    return "-" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)

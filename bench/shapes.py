@@ -29,6 +29,7 @@ MODELS = (
     Shape("llama3 8B", (2, 2048, 4096)),
     Shape("llama3 70B", (1, 2048, 8192)),
     Shape("qwen3 8B qk-norm", (2, 2048, 32, 128)),  # the shortest rows in wide use, and the most of them
+    Shape("qwen3 30B-A3B", (2, 2048, 2048)),
     Shape("gemma3 27B", (2, 2048, 5376)),
     Shape("gemma3 qk-norm", (2, 2048, 16, 256)),
     Shape("gpt-oss 20B", (2, 2048, 2880)),  # not a power of two times a vector width of 256 threads
@@ -38,6 +39,9 @@ MODELS = (
     Shape("ViT-L/16", (64, 197, 1024)),  # 197 tokens: rows do not come in powers of two either
     Shape("BERT base", (32, 512, 768)),
 )
+
+# Timed only: the tests have the same row already, and fewer of it.
+LARGE_MODELS = (Shape("qwen3 qk-norm, 1 M rows", (8, 4096, 32, 128)),)
 
 # One token for each of a few sequences: launch overhead and latency, not bandwidth.
 DECODE = (
@@ -58,6 +62,13 @@ ODD = (
     Shape("odd multiple of a half vector", (3, 12_300)),
     Shape("odd and long", (3, 100_003)),
     Shape("odd million", (2, 1_000_003)),
+)
+
+# The like, with enough rows to time them.
+LARGE_ODD = (
+    Shape("odd 1021", (65_536, 1021)),
+    Shape("odd 4097", (16_384, 4097)),
+    Shape("odd 100003", (1024, 100_003)),
 )
 
 # More than one normalised axis, more than two axes, one row, no axis but the normalised one.
@@ -83,6 +94,11 @@ GRID_BYTES = 2**28  # an array of 256 MiB is far beyond any cache
 def grid(itemsize: int, nbytes: int = GRID_BYTES) -> tuple[Shape, ...]:
     """Every row length of the comparison with other packages, each array ``nbytes`` large."""
     return tuple(Shape(f"grid {cols}", (max(1, nbytes // itemsize // cols), cols)) for cols in GRID_COLS)
+
+
+def suites(itemsize: int) -> dict[str, tuple[Shape, ...]]:
+    """What the benchmarks time: all arrays of "grid" are of one size, those of "small" stay in the cache."""
+    return {"grid": grid(itemsize), "models": MODELS + LARGE_MODELS, "small": DECODE, "odd": LARGE_ODD}
 
 
 def few_rows(shape: Shape, elements: int = 2**17) -> Shape:

@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-import shapes
 from cases import DTYPES, KINDS, NORMS, axis_of, draw, draw_bias, draw_scale, draw_x
 from hypothesis import given
 from hypothesis import strategies as st
 from tolerances import forward_errors
+
+from bench import shapes
 
 TABLE = (*shapes.MODELS, *shapes.DECODE, *shapes.ODD, *shapes.RANKS, *shapes.EMPTY, *shapes.grid(itemsize=4))
 # Every kernel's pair of input and output; and float16 with bfloat16, which has none and still must be right.

@@ -6,11 +6,12 @@ import jax
 import numpy as np
 import oracle
 import pytest
-import shapes
 from cases import DTYPES, KINDS, NORMS, axis_of, draw, draw_bias, draw_scale, draw_x
 from hypothesis import given
 from hypothesis import strategies as st
 from tolerances import DSCALE, DX, gradient_error
+
+from bench import shapes
 
 TABLE = (*shapes.MODELS, *shapes.DECODE, *shapes.ODD, *shapes.RANKS, *shapes.grid(itemsize=4))
 

@@ -4,8 +4,9 @@ import importlib
 from itertools import product
 
 import pytest
-import shapes
 from cases import DTYPES, KINDS
+
+from bench import shapes
 
 pytestmark = pytest.mark.plans
 
@@ -19,7 +20,7 @@ LENGTHS = sorted(
     | {2**power + offset for power in range(11, 32) for offset in (-1, 0, 1)}
 )
 
-table = pytest.mark.parametrize(("op", "dtype", "max_cluster"), list(product(OPS, DTYPES, CLUSTERS)))
+table = pytest.mark.parametrize(("op", "kind", "dtype", "max_cluster"), list(product(OPS, KINDS, DTYPES, CLUSTERS)))
 
 
 @pytest.fixture
@@ -28,8 +29,8 @@ def cuda():
 
 
 @table
-def test_a_row_in_registers_is_covered(cuda, op, dtype, max_cluster):
-    plans = {cols: cuda.plan(op, dtype, cols, max_cluster) for cols in LENGTHS}
+def test_a_row_in_registers_is_covered(cuda, op, kind, dtype, max_cluster):
+    plans = {cols: cuda.plan(op, kind, dtype, cols, max_cluster) for cols in LENGTHS}
     uncovered = [
         cols
         for cols, plan in plans.items()
@@ -39,14 +40,14 @@ def test_a_row_in_registers_is_covered(cuda, op, dtype, max_cluster):
 
 
 @table
-def test_regimes_come_in_the_order_of_length(cuda, op, dtype, max_cluster):
-    regimes = [REGIMES.index(cuda.plan(op, dtype, cols, max_cluster)["regime"]) for cols in LENGTHS]
+def test_regimes_come_in_the_order_of_length(cuda, op, kind, dtype, max_cluster):
+    regimes = [REGIMES.index(cuda.plan(op, kind, dtype, cols, max_cluster)["regime"]) for cols in LENGTHS]
     assert regimes == sorted(regimes)
 
 
 @table
-def test_a_regime_is_what_its_name_says(cuda, op, dtype, max_cluster):
-    plans = [cuda.plan(op, dtype, cols, max_cluster) for cols in LENGTHS]
+def test_a_regime_is_what_its_name_says(cuda, op, kind, dtype, max_cluster):
+    plans = [cuda.plan(op, kind, dtype, cols, max_cluster) for cols in LENGTHS]
     expected = {
         "rows per block": lambda plan: plan["rows_per_block"] > 1 and plan["blocks_per_row"] == 1,
         "block per row": lambda plan: plan["rows_per_block"] == plan["blocks_per_row"] == 1,
@@ -58,8 +59,8 @@ def test_a_regime_is_what_its_name_says(cuda, op, dtype, max_cluster):
 
 
 @table
-def test_threads_come_in_warps_and_fit_a_block(cuda, op, dtype, max_cluster):
-    plans = [cuda.plan(op, dtype, cols, max_cluster) for cols in LENGTHS]
+def test_threads_come_in_warps_and_fit_a_block(cuda, op, kind, dtype, max_cluster):
+    plans = [cuda.plan(op, kind, dtype, cols, max_cluster) for cols in LENGTHS]
     threads = {plan["threads_per_row"] * plan["rows_per_block"] // plan["blocks_per_row"] for plan in plans}
     assert all(count % 32 == 0 and 0 < count <= 1024 for count in threads), threads
 
@@ -67,25 +68,28 @@ def test_threads_come_in_warps_and_fit_a_block(cuda, op, dtype, max_cluster):
 # The lengths of the comparison with other packages, none of which may fall into the slow regime on a recent GPU.
 @pytest.mark.parametrize("cols", shapes.GRID_COLS)
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("op", OPS)
-def test_no_length_of_the_grid_is_looped(cuda, op, dtype, cols):
-    assert cuda.plan(op, dtype, cols, max_cluster=16)["regime"] != "looped"
+def test_no_length_of_the_grid_is_looped(cuda, op, kind, dtype, cols):
+    assert cuda.plan(op, kind, dtype, cols, max_cluster=16)["regime"] != "looped"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_there_are_partial_sums(cuda, kind, dtype):
-    assert all(0 < cuda.partial_rows(kind, dtype, cols) <= 4096 for cols in LENGTHS)
+def test_there_are_partial_sums(cuda, dtype):
+    assert all(0 < cuda.partial_rows(dtype, cols) <= 4096 for cols in LENGTHS)
 
 
 # A result's shape may not depend on the device, so the workspace has to suit the plan of every device.
 @table
-def test_there_is_room_for_the_sums_of_all_segments(cuda, op, dtype, max_cluster):
-    segments = {cols: cuda.plan("backward", dtype, cols, max_cluster)["segments"] for cols in LENGTHS}
+def test_there_is_room_for_the_sums_of_all_segments(cuda, op, kind, dtype, max_cluster):
+    segments = {cols: cuda.plan("backward", kind, dtype, cols, max_cluster)["segments"] for cols in LENGTHS}
     assert [cols for cols in LENGTHS if segments[cols] not in (0, cuda.row_segments(dtype, cols))] == []
 
 
-@pytest.mark.parametrize("arguments", [("sideways", "float32", 8), ("forward", "float64", 8)])
+@pytest.mark.parametrize(
+    "arguments",
+    [("sideways", "rms", "float32", 8), ("forward", "group", "float32", 8), ("forward", "rms", "float64", 8)],
+)
 def test_a_plan_for_what_has_no_kernel(cuda, arguments):
     with pytest.raises(ValueError, match=r"expected|neither"):
         cuda.plan(*arguments)

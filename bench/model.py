@@ -1,0 +1,220 @@
+"""What the norms cost in a model, and how much of that jaxnorm wins back.
+
+    python -m bench model --out bench/results/h200_model
+
+Each program is compiled with XLA's fusion of the jnp formula ("jnp"), with jaxnorm's kernels, and with no norm at all
+("none"). Times are wall times of calls in a queue that is waited for once, taken in turns: "ms" is the median over the
+turns, "± us" half the range of its middle half. "norms us" is the median of what a turn took longer than the turn
+without norms beside it, so that a drifting clock cancels. "won back %" is (jnp - jaxnorm) / (jnp - none), by that
+column, and "ceiling %" what it would be if jaxnorm's calls took as long as their bytes do at the copy rate; see
+`norm_bytes`.
+"""
+
+import statistics
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jaxlib
+
+from bench import models, report
+
+PARTS = {"llama": models.LLAMA, "vit": models.VIT, "decode": models.LLAMA}
+LOSS_TOLERANCE = 1e-2  # an average over thousands of tokens or tens of images, of 7 or so
+NO_COMMAND_BUFFERS = {"xla_gpu_enable_command_buffer": ""}
+
+
+def add_arguments(parser):
+    parser.add_argument("--out", type=Path, help="write OUT.json and OUT.md")
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    extra = [variant for variant in models.VARIANTS if variant not in ("jnp", "none")]
+    parser.add_argument("--variants", nargs="+", default=["jaxnorm"], choices=extra, help="beside jnp and none")
+    parser.add_argument("--attention", choices=["xla", "cudnn"], help="(default: cudnn on a GPU)")
+    parser.add_argument("--no-rotary", action="store_true", help="no rotation between the norms of q, k and attention")
+    parser.add_argument("--scan", action="store_true", help="over stacked layers, which are unrolled otherwise")
+    parser.add_argument("--remat", choices=["none", "full"], default="none")
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32], help="sequences of a decoding step")
+    parser.add_argument("--copy-gbs", type=float, default=4250, help="what a copy reaches here, for the floor")
+    parser.add_argument("--turns", type=int, default=15, help="of each program (at least 2)")
+    parser.add_argument("--small", action="store_true", help="toy sizes, to try the program")
+
+
+def norm_bytes(spec, backward, fused=False):
+    """The bytes that the norms of a training step, or of its forward pass, must move: a floor of what they cost.
+
+    As calls of their own, norms read x and write y, backward read x and dy and write dx: 2 arrays forward and 3
+    backward, on top of what the model without norms moves. One or two float32 a row are written and read again. What
+    the weights and their gradients take is too little to count.
+
+    A compiler that fuses every norm with its neighbours needs less; `fused` counts that. The residual stream is written
+    by the addition before the norm anyway, so that only y is left to write: 1 array. Backward, the sum of the gradient
+    that arrives and the one that goes on takes dy and writes the result in any case, so that only x is left to read: 1
+    array. Rotation reads and writes queries and keys anyway: 0 arrays forward, and 1, x, backward.
+
+    No fusion goes as far: the sums over a row must be complete before its first element is written. Memory that is
+    read soon after it was written may come from the cache, so that single norms can fall below the floor.
+    """
+    rows, size = spec.batch * spec.tokens, 2
+    stream, head = (2 * spec.layers + 1, rows), (2 * spec.layers * spec.language, rows * spec.heads)
+    arrays = {"stream": (1, 1) if fused else (2, 3), "head": (0, 1) if fused and spec.rotary else (2, 3)}
+    passes = 1 + (backward and spec.remat == "full")
+    row_statistics = 4 * {"rms": 1, "layer": 2}[spec.norm]
+    total = 0
+    for (count, length), (ahead, back) in zip((stream, head), arrays.values(), strict=True):
+        elements = rows * spec.dim * (passes * ahead + backward * back)
+        total += count * (size * elements + 2 * backward * length * row_statistics)
+    return total
+
+
+def floor_text(spec, copy_gbs):
+    """What the header says of `norm_bytes`: milliseconds of norms as calls of their own, and as fused as can be."""
+    texts = []
+    for program, backward in (("train step", True), ("forward", False)):
+        apart, fused = (norm_bytes(spec, backward, fused) / copy_gbs / 1e6 for fused in (False, True))
+        texts.append(f"{program} {apart:.2f} ms ({fused:.2f} if fused with all neighbours)")
+    return "; ".join(texts)
+
+
+def compiled(name, function, args, donate=(), options=None):
+    """The executable; standard error says how long it took, since on a rented machine that is most of the time."""
+    start = time.perf_counter()
+    executable = jax.jit(function, donate_argnums=donate).lower(*args).compile(compiler_options=options)
+    print(f"compiled {name} in {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
+    return executable
+
+
+def measure(programs, state, inputs, turns, calls):
+    """The seconds that a call takes in each turn, by program, and the last state, which all share.
+
+    A first turn warms up: kernels are loaded and command buffers recorded when they first run.
+    """
+    times = {name: [] for name in programs}
+    for _ in range(1 + turns):
+        for name, program in programs.items():
+            jax.block_until_ready(state)
+            start = time.perf_counter()
+            for _ in range(calls):
+                following, result = program(state, *inputs)
+                state = state if following is None else following
+            jax.block_until_ready((state, result))
+            times[name].append((time.perf_counter() - start) / calls)
+    return {name: taken[1:] for name, taken in times.items()}, state
+
+
+def rows_of(model, times, temporary, floor=None):
+    """The table: seconds in each turn and temporary bytes come by (program, norms); `floor` is what the norms take."""
+    for (program, norms), taken in times.items():
+        costs = {
+            of: statistics.median(a - b for a, b in zip(times[program, of], times[program, "none"], strict=True))
+            for of in ("jnp", norms)
+        }
+
+        def won_back(cost, of=costs["jnp"]):
+            return 100 * (of - cost) / of if of > 0 else None  # nothing to win
+
+        lower, _, upper = statistics.quantiles(taken, n=4)
+        yield {
+            "model": model,
+            "program": program,
+            "norms": norms,
+            "ms": 1e3 * statistics.median(taken),
+            "± us": 1e6 * (upper - lower) / 2,
+            "norms us": 1e6 * costs[norms],
+            "temp MiB": temporary[program, norms] / 2**20,
+            "won back %": won_back(costs[norms]) if norms.startswith("jaxnorm") else None,
+            "ceiling %": won_back(floor) if norms == "jaxnorm" and floor is not None else None,
+        }
+
+
+def temporary_bytes(executables):
+    return {key: executable.memory_analysis().temp_size_in_bytes for key, executable in executables.items()}
+
+
+def check_losses(executables, params, inputs):
+    """All norms but none must give the same loss, up to what bfloat16 rounds."""
+    losses = {norms: float(run(params, *inputs)[1]) for (_, norms), run in executables.items()}
+    for norms, value in losses.items():
+        if norms.startswith("jaxnorm") and not abs(value - losses["jnp"]) < LOSS_TOLERANCE:
+            raise SystemExit(f"loss {value} with {norms} norms, {losses['jnp']} with jnp's")
+
+
+def measure_training(spec, variants, args):
+    """Train step and forward pass."""
+    params, inputs = models.init(spec), models.batch(spec)
+    calls = 1 if args.small else 4
+    for program, make, donate in (("forward", models.forward, ()), ("train step", models.train_step, (0,))):
+        executables = {
+            (program, norms): compiled(f"{spec.name} {program}, {norms}", make(spec, norms), (params, *inputs), donate)
+            for norms in variants
+        }
+        if program == "forward":
+            check_losses(executables, params, inputs)
+        times, params = measure(executables, params, inputs, args.turns, calls)
+        floor = norm_bytes(spec, program == "train step") / args.copy_gbs / 1e9
+        yield from rows_of(spec.name, times, temporary_bytes(executables), floor)
+
+
+def measure_decoding(spec, variants, args):
+    """One token for each sequence, with and without command buffers (CUDA graphs), 20 dependent steps in a queue.
+
+    By default XLA records kernels, matrix products and custom calls that allow it, as jaxnorm's do.
+    """
+    modes = {"token": None}
+    if jax.default_backend() == "gpu":
+        modes = {"token, command buffers": None, "token, no command buffers": NO_COMMAND_BUFFERS}
+    params = models.serving(models.init(replace(spec, scan=False)))
+    for batch in args.batches:
+        spec = replace(spec, batch=batch, scan=False)
+        name = f"{spec.name}, decode {batch}"
+        state = models.full_cache(spec)
+        executables = {
+            (mode, norms): compiled(
+                f"{name} {mode}, {norms}", models.decode_step(spec, norms), (state, params), (0,), options
+            )
+            for mode, options in modes.items()
+            for norms in variants
+        }
+        times, _ = measure(executables, state, (params,), args.turns, calls=2 if args.small else 20)
+        yield from rows_of(name, times, temporary_bytes(executables))
+
+
+def specs_of(args):
+    """The model of each part, as the arguments want it."""
+    attention = args.attention or ("cudnn" if jax.default_backend() == "gpu" else "xla")
+    choices = {"attention": attention, "rotary": not args.no_rotary, "scan": args.scan, "remat": args.remat}
+    return {
+        part: replace(models.small(spec) if args.small else spec, **choices)
+        for part, spec in PARTS.items()
+        if part in args.parts
+    }
+
+
+def header_of(specs, args):
+    spec = next(iter(specs.values()))
+    trained = [spec for part, spec in specs.items() if part != "decode"]
+    return {
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "commit": report.commit(),
+        "attention": spec.attention,
+        "layers": "scanned" if spec.scan else "unrolled",
+        "remat": spec.remat,
+        "rotary": spec.rotary,
+        "copy GB/s": args.copy_gbs,
+        **{f"floor of {spec.name} norms:": floor_text(spec, args.copy_gbs) for spec in trained},
+    }
+
+
+def main(args):
+    if args.turns < 2:
+        raise SystemExit(f"--turns {args.turns}: must be at least 2")
+    specs = specs_of(args)
+    rows = []
+    for part, spec in specs.items():
+        extra = [norms for norms in args.variants if spec.language or not norms.endswith("-qk")]
+        run = measure_decoding if part == "decode" else measure_training
+        rows += run(spec, ["jnp", *extra, "none"], args)
+        report.write(header_of(specs, args), rows, args.out)  # after each part: a run that is cut off keeps the others

@@ -1,0 +1,172 @@
+"""The results as tables in README.md, so that no number there is typed.
+
+    python -m bench tables           # writes them
+    python -m bench tables --check   # fails if they are not what the results say
+
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`, with a line about its run above it.
+"""
+
+import difflib
+import re
+import statistics
+from pathlib import Path
+
+from bench import report, shapes, targets
+
+MARKED = re.compile(r"<!-- table: (\S+) -->\n.*?<!-- end -->", re.DOTALL)
+# In the order of the tables; a run may have fewer, or others, which come last.
+OPS = [f"{kind}_norm {way}" for way in ("forward", "backward", "step") for kind in ("rms", "layer")]
+DTYPES = ["float32", "bfloat16", "float16"]
+CPU_SHAPE = (4096, 4096)
+
+
+def add_arguments(parser):
+    parser.add_argument("--readme", type=Path, default=Path("README.md"))
+    parser.add_argument("--results", type=Path, default=Path("bench/results"), help="the folder of the JSON files")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if something would change")
+
+
+def main(args):
+    old = args.readme.read_text()
+    new = render(old, args.results)
+    if args.check:
+        print(*difflib.unified_diff(old.splitlines(), new.splitlines(), "README", "results", lineterm=""), sep="\n")
+        return int(new != old)
+    args.readme.write_text(new)
+    return 0
+
+
+def render(text, folder):
+    """The text with every marked table made anew."""
+
+    def content(match):
+        name = match[1]
+        if name not in TABLES:
+            raise SystemExit(f"no table is called {name}; there are {', '.join(TABLES)}")
+        file, lines_of = TABLES[name]
+        path = folder / file
+        lines = lines_of(report.load(path)) if path.exists() else [f"Not measured yet: there is no `{file}`."]
+        return "\n".join([f"<!-- table: {name} -->", *lines, "<!-- end -->"])
+
+    return MARKED.sub(content, text)
+
+
+def about(header, *more):
+    """What ran where, and the empty line that Markdown wants before a table."""
+    device = next((header[key] for key in ("gpu", "cpu", "device") if key in header), "unknown device")
+    cores = f", {header['cores']} cores" if "cores" in header else ""
+    run = f"{device}{cores}, JAX {header['jax']}, {header['date']}, commit {header['commit']}: `{header['command']}`."
+    return [" ".join([run, *more]), ""]
+
+
+def grid(results):
+    """GB/s by op and row length, and how many times as fast as XLA."""
+    everything = [row for row in results["rows"] if row["shape"].startswith("grid ")]
+    steps = [row for row in everything if row["op"].endswith("step") and row["x XLA"]]
+    rows = [row for row in everything if not row["op"].endswith("step")]
+    if not rows:
+        return ["Not measured yet: the run has no grid."]
+    copy = statistics.median(row["copy GB/s"] for row in rows)
+    legend = f"A copy reaches {copy:.0f} GB/s. † misses its target: {target_words()}."
+
+    def cell(row):
+        ratio = "" if row["x XLA"] is None else f" ({row['x XLA']:.2f})"
+        return f"{row['GB/s']:.0f}{ratio}{'†' if targets.shortfalls(row) else ''}"
+
+    below = ["", ratios("The result and all gradients in one program", steps)] if steps else []
+    return about(results["header"], legend) + pivot("row length", rows, lambda row: row["N"], cell) + below
+
+
+def target_words():
+    percents = ", ".join(f"{way} {percent} %" for way, percent in targets.PERCENT_OF_COPY.items())
+    return f"{percents} of the copy, {targets.TIMES_XLA} of XLA's speed, or the fastest other package's"
+
+
+def small(results):
+    """Microseconds of small arrays: ours, XLA's, the best other's."""
+    names = {shape.name for shape in shapes.DECODE}
+    rows = [row for row in results["rows"] if row["shape"] in names and not row["op"].endswith("step")]
+    if not rows:
+        return ["Not measured yet: the run has no small shapes."]
+
+    def cell(row):
+        peer = row["x best peer"] and row["us"] * row["x best peer"]
+        return " / ".join("-" if us is None else f"{us:.1f}" for us in (row["us"], row["XLA us"], peer))
+
+    return about(results["header"]) + pivot("shape", rows, lambda row: f"{row['M']}x{row['N']}", cell)
+
+
+def pivot(corner, rows, column_of, cell):
+    """A line for each op and dtype, a column for each length or shape."""
+    columns = list(dict.fromkeys(map(column_of, sorted(rows, key=lambda row: (row["N"], row["M"])))))
+    cells = {(row["op"], row["dtype"], column_of(row)): cell(row) for row in rows}
+    lines = [
+        [f"{code(op)}, {dtype}", *(cells.get((op, dtype, column), "-") for column in columns)]
+        for op, dtype in sorted({(row["op"], row["dtype"]) for row in rows}, key=position)
+    ]
+    return report.table([corner, *map(str, columns)], lines)
+
+
+def position(key):
+    """Where (op, dtype) stands: plain ops before those that say more after a comma."""
+    (op, _, more), dtype = key[0].partition(", "), key[1]
+    places = (known.index(name) if name in known else len(known) for name, known in ((op, OPS), (dtype, DTYPES)))
+    return more, *places, op, dtype
+
+
+def code(op):
+    """The function's name as code: `rms_norm` forward."""
+    name, _, rest = op.partition(" ")
+    return f"`{name}` {rest}".strip()
+
+
+def cpu(results):
+    """Milliseconds of one shape, for all dtypes beside each other, and what all cells have in common."""
+    rows = [row for row in results["rows"] if row.get("x XLA")]
+    chosen = [row for row in rows if (row["M"], row["N"]) == CPU_SHAPE]
+    keys = sorted({(row["op"], row["dtype"]) for row in chosen}, key=position)
+    ops, dtypes = (list(dict.fromkeys(key[i] for key in keys)) for i in (0, 1))
+    cells = {(row["op"], row["dtype"]): cpu_cells(row) for row in chosen}
+    columns = [f"{CPU_SHAPE[0]}x{CPU_SHAPE[1]}"]
+    columns += [name for dtype in dtypes for name in (f"{dtype} ms", "XLA", "ratio")]
+    lines = [[code(op), *(text for dtype in dtypes for text in cells.get((op, dtype), "---"))] for op in ops]
+    return [*about(results["header"]), *report.table(columns, lines), "", *cpu_summary(rows)]
+
+
+def cpu_summary(rows):
+    """A line for each way in which the programs run: alone, or as their op says after a comma."""
+    groups = {}
+    for row in rows:
+        groups.setdefault(row["op"].partition(", ")[2] or "alone", []).append(row)
+    return [ratios(f"All {len(group)} cells, {name}", group) for name, group in groups.items()]
+
+
+def ratios(what, rows):
+    """How rows compare with XLA, the worst by name."""
+    mean = statistics.geometric_mean(row["x XLA"] for row in rows)
+    low, high = (pick(rows, key=lambda row: row["x XLA"]) for pick in (min, max))
+    return (
+        f"- {what}: {mean:.2f} times as fast as XLA's code in geometric mean, from {low['x XLA']:.2f} "
+        f"({code(low['op'])}, {low['dtype']}, {low['M']}x{low['N']}) to {high['x XLA']:.2f}."
+    )
+
+
+def cpu_cells(row):
+    return [f"{row['ms']:.1f}", f"{row['XLA ms']:.1f}", f"{row['x XLA']:.1f}"]
+
+
+def model(results):
+    """Every column as it is."""
+    rows = results["rows"]
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    return about(results["header"]) + report.table(
+        columns, [[report.cell(row.get(column)) for column in columns] for row in rows]
+    )
+
+
+TABLES = {
+    "h200-grid": ("h200.json", grid),
+    "h200-small": ("h200.json", small),
+    "cpu": ("cpu.json", cpu),
+    "model": ("h200_model.json", model),
+}

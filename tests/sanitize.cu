@@ -1,0 +1,84 @@
+// Every regime of the CUDA kernels without Python, for compute-sanitizer, whose tools but memcheck do not get along
+// with a whole JAX process:
+//
+//   nvcc -std=c++17 -O3 --fmad=false -arch=native -Isrc tests/sanitize.cu src/cuda/*.cu src/cuda/*.cc -o sanitize
+//   for tool in memcheck racecheck synccheck initcheck; do compute-sanitizer --tool $tool ./sanitize; done
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <initializer_list>
+
+#include "cuda/device.h"
+#include "cuda/norms.h"
+#include "cuda/plan.h"
+
+namespace {
+
+using namespace jaxnorm;
+using namespace jaxnorm::cuda;
+
+void check(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  std::printf("%s: %s\n", what, cudaGetErrorString(error));
+  std::exit(1);
+}
+
+// An array of its own allocation, so that a tool sees what lies beside it; inputs hold a pattern of small numbers.
+class Array {
+ public:
+  Array(Dtype dtype, int64_t elements, int64_t offset, bool is_input) : offset_(offset * size_of(dtype)) {
+    const size_t bytes = (elements + offset) * size_of(dtype);
+    check(cudaMalloc(&data_, bytes ? bytes : 1), "cudaMalloc");
+    if (is_input) check(cudaMemset(data_, 0x3c, bytes), "cudaMemset");  // 0.0115 as f32, 1.06 as f16, 0.0115 as bf16
+  }
+  ~Array() { cudaFree(data_); }
+  void* get() const { return static_cast<char*>(data_) + offset_; }
+
+ private:
+  void* data_ = nullptr;
+  int64_t offset_;
+};
+
+// `offset`: of each array, in elements, so that it is aligned to them and to nothing more.
+void run(Kind kind, Dtype dtype, int64_t rows, int64_t cols, int64_t offset) {
+  const Array x(dtype, rows * cols, offset, true), dy(dtype, rows * cols, offset, true);
+  const Array scale(dtype, cols, offset, true), bias(dtype, cols, offset, true);
+  const Array y(dtype, rows * cols, offset, false), dx(dtype, rows * cols, offset, false);
+  const Array mean(Dtype::f32, rows, 0, false), rstd(Dtype::f32, rows, 0, false);
+  const Array dscale(dtype, cols, 0, false), dbias(dtype, cols, 0, false);
+  const Array row_sums(Dtype::f32, 2 * rows * (row_segments(dtype, cols) + 1), 0, false);
+  const Array workspace(Dtype::f32, 2 * partial_rows(dtype, cols) * cols, 0, false);
+  const auto floats = [](const Array& array) { return static_cast<float*>(array.get()); };
+
+  Forward f{};
+  f.kind = kind, f.rows = rows, f.cols = cols, f.epsilon = 1e-6f, f.multiply_before_cast = true;
+  f.x = {x.get(), dtype}, f.scale = {scale.get(), dtype}, f.y = {y.get(), dtype};
+  if (kind == Kind::layer) f.bias = {bias.get(), dtype};
+  f.mean = floats(mean), f.rstd = floats(rstd);
+  check(forward(f, nullptr), "forward");
+
+  Backward b{};
+  b.kind = kind, b.rows = rows, b.cols = cols;
+  b.x = f.x, b.scale = f.scale, b.dy = {dy.get(), dtype}, b.dx = {dx.get(), dtype};
+  b.mean = f.mean, b.rstd = f.rstd, b.dscale = {dscale.get(), dtype};
+  if (kind == Kind::layer) b.dbias = {dbias.get(), dtype};
+  b.row_sums = floats(row_sums), b.workspace = floats(workspace);
+  check(backward(b, nullptr), "backward");
+  check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+}
+
+}  // namespace
+
+int main() {
+  // Lengths of every regime, whole vectors and not; rows of a part of a block, and more than run at once.
+  for (const Dtype dtype : {Dtype::f32, Dtype::bf16})
+    for (const Kind kind : {Kind::rms, Kind::layer}) {
+      for (const int64_t cols : {1, 24, 64, 72, 256, 257, 512, 1024, 1536, 2880, 4096})
+        for (const int64_t rows : {1, 37, 5000}) run(kind, dtype, rows, cols, 0);
+      for (const int64_t cols : {8192, 10000, 16384, 40000, 65536, 131072, 262144, 300000, 300001})
+        for (const int64_t rows : {1, 70}) run(kind, dtype, rows, cols, 0);
+      for (const int64_t cols : {64, 1024, 4096, 65536}) run(kind, dtype, 37, cols, 1);
+    }
+  std::printf("ran every regime\n");
+}

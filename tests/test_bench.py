@@ -1,0 +1,270 @@
+"""The benchmarks' own arithmetic, their files and their command line; what they measure needs the hardware."""
+
+import functools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+import bench
+from bench import gpu, peers, plot, programs, recorded, report, shapes, tables, targets, timing
+from bench.__main__ import COMMANDS, parse
+
+ROOT = Path(__file__).resolve().parent.parent
+HEADER = {"gpu": "NVIDIA H200", "jax": "0.0", "commit": "abc", "date": "2000-01-01", "command": "python -m bench gpu"}
+
+
+def result(op="rms_norm forward", dtype="float32", shape="grid 256", rows=4, cols=256, **changes):
+    """One row as `python -m bench gpu` writes it, which misses nothing."""
+    row = {"op": op, "dtype": dtype, "shape": shape, "M": rows, "N": cols, "us": 2.0, "GB/s": 4200.0}
+    row |= {"% of copy": 98.0, "copy GB/s": 4250.0, "XLA us": 4.0, "x XLA": 2.0}
+    return row | {"best peer": "quack (recorded)", "x best peer": 1.01, "error / tolerance": 0.1} | changes
+
+
+@pytest.fixture
+def results(tmp_path):
+    """A results folder with a small run of two lengths, both directions, and a small shape."""
+    grid = [
+        result(op, dtype, f"grid {cols}", cols=cols, **{"GB/s": 4000.0 + cols})
+        for op in ("rms_norm forward", "layer_norm backward")
+        for dtype in ("float32", "float16")
+        for cols in (1024, 256)
+    ]
+    small = result(shape="decode 1", rows=1, cols=4096, **{"% of copy": None, "copy GB/s": None, "x best peer": 0.5})
+    report.save(HEADER, [*grid, small], tmp_path / "h200", missing=["one"], failed=[])
+    return tmp_path
+
+
+def test_the_clone_lies_behind_what_is_installed():
+    places = [Path(entry).resolve() == bench.ROOT for entry in sys.path]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        parse([command, "--help"])
+    assert exit_.value.code == 0
+    assert f"python -m bench {command}" in capsys.readouterr().out
+
+
+def test_help_imports_no_command():
+    code = "import sys, bench.__main__ as main; sys.argv[1:] = ['--help']; main.main()"
+    run = subprocess.run([sys.executable, "-X", "importtime", "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0
+    assert " jax\n" not in run.stderr
+    assert all(command in run.stdout for command in COMMANDS)
+
+
+def test_the_gpu_command_selects_cells():
+    args = parse(["gpu", "--suites", "grid", "small", "--dtypes=bfloat16", "--norms=rms", "--cols", "256", "4096"])
+    assert [(cell.suite, cell.kind, cell.dtype, cell.shape.rows, cell.shape.cols) for cell in gpu.cells(args)] == [
+        ("grid", "rms", "bfloat16", 524_288, 256),
+        ("grid", "rms", "bfloat16", 32_768, 4096),
+        ("small", "rms", "bfloat16", 1, 4096),
+        ("small", "rms", "bfloat16", 32, 4096),
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_cell_of_every_suite_is_cold_or_small(dtype):
+    for suite, table in shapes.suites(4).items():
+        for shape in table:
+            cell = gpu.Cell(suite, "rms", dtype, shape)
+            between = (cell.sets - 1) * 2 * cell.nbytes  # what other sets read and write between two uses of one
+            assert (cell.sets == 1) if suite == "small" else max(between, cell.nbytes) >= timing.COLD_BYTES
+
+
+@pytest.mark.parametrize(
+    ("inputs", "call", "sets"),
+    [(256 << 20, 512 << 20, 1), (128_000_000, 256_000_000, 1), (64_000_000, 128_000_000, 2), (1000, 2000, 64_001)],
+)
+def test_sets_that_take_turns(inputs, call, sets):
+    assert timing.sets_needed(inputs, call) == sets
+
+
+def test_a_program_takes_its_arguments_in_turn():
+    calls = timing.InTurn(lambda x, y: (x, y), [(1, 2), (3, 4)])
+    assert isinstance(calls, jax.stages.Wrapped)  # else JAX's helper would jit it
+    assert [calls() for _ in range(3)] == [(1, 2), (3, 4), (1, 2)]
+
+
+def test_a_call_is_the_sum_of_its_kernels():
+    records = [[("first", 1.0), ("second", 0.5)], [("first", 9.0), ("second", 9.0)], [("first", 2.0), ("second", 0.5)]]
+    assert timing.median_call(records) == (2.5e-3, ["first", "second"])
+
+
+def test_jax_times_the_calls_in_turn(monkeypatch):
+    """With JAX's own helper, and a record of two kernels for each of its calls but the first."""
+    calls = []
+    record = SimpleNamespace(
+        _cupti_init=calls.clear,
+        _cupti_get_timings=lambda finalize: [(name, ms) for x in calls for name, ms in (("a", 10.0 * x), ("b", 1.0))],
+    )
+    monkeypatch.setattr(timing.profiler, "mosaic_gpu_lib", SimpleNamespace(_mosaic_gpu_ext=record))
+    time = timing.device_time(calls.append, [(1,), (2,), (3,)], iterations=5)
+    assert calls == [2, 3, 1, 2, 3]
+    assert time == (21e-3, ["a", "b"])
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("kind", programs.NORMS)
+def test_a_cell_is_measured_with_every_set(kind, monkeypatch):
+    """All but CUPTI, on this platform; and a package that fails is absent."""
+    used = []
+
+    def count(program, sets, iterations):
+        used.append(len(sets))
+        jax.block_until_ready([program(*arrays) for arrays in sets])
+        return timing.Time(1e-3 * len(used), [])
+
+    def fail(*args):
+        raise RuntimeError("no such kernel\nand more")
+
+    monkeypatch.setattr(gpu, "device_time", count)
+    monkeypatch.setattr(peers, "calls", fail)
+    monkeypatch.setattr(timing, "COLD_BYTES", 20_000)
+    cell, failed = gpu.Cell("models", kind, "float16", shapes.Shape("any", (9, 300))), []
+    rows = gpu.measure_cell(cell, SimpleNamespace(iterations=2, peers=["Liger"], kernels=False), failed)
+    assert [row["op"] for row in rows] == [f"{kind}_norm {way}" for way in ("forward", "backward", "step")]
+    assert used == [3] * 7  # the copy, and each package's three directions
+    assert all(row["error / tolerance"] < 1 and row["x XLA"] > 1 for row in rows)
+    assert failed == ["Liger: RuntimeError: no such kernel"]
+
+
+def test_the_check_sees_a_wrong_gradient():
+    x, weights, dy = programs.operands("layer", "float32", 70, 33)
+    right = functools.partial(programs.check, "layer", x, weights, dy)
+
+    def wrong(x, weights, dy):
+        y, (dx, (dscale, dbias)) = programs.functions("layer", "jnp")["step"](x, weights, dy)
+        return y, (dx, (dscale, 1.001 * dbias))
+
+    assert right(programs.functions("layer", "jnp")["step"]) < 1 < right(wrong)
+
+
+def test_recorded_packages_are_compared_by_time():
+    name, seconds = recorded.best("NVIDIA H200", "rms_norm backward", "float32", 8192, 8192)
+    assert (name, seconds) == ("quack", pytest.approx(3 * 2**26 * 4 / 4038e9))
+    assert recorded.best("NVIDIA H200", "rms_norm forward", "bfloat16", 1, 4096) == ("Liger", pytest.approx(1.7e-6))
+    # Of two packages the faster one, whatever XLA does.
+    assert recorded.best("NVIDIA H200", "rms_norm forward", "bfloat16", 16_384, 8192)[0] == "torch.compile"
+
+
+@pytest.mark.parametrize(
+    ("device", "op", "dtype", "cols"),
+    [
+        ("NVIDIA B200", "rms_norm forward", "float32", 8192),
+        ("NVIDIA H200", "rms_norm step", "float32", 8192),
+        ("NVIDIA H200", "layer_norm backward", "float32", 8192),
+        ("NVIDIA H200", "rms_norm forward", "float16", 8192),
+        ("NVIDIA H200", "rms_norm forward", "float32", 8191),
+    ],
+)
+def test_nothing_is_compared_that_was_not_recorded(device, op, dtype, cols):
+    assert recorded.best(device, op, dtype, 8192, cols) is None
+
+
+def test_recorded_shapes_are_those_of_the_table():
+    cells = {
+        (dtype, f"{shape.rows}x{shape.cols}")
+        for dtype, size in (("float32", 4), ("bfloat16", 2))
+        for suite in shapes.suites(size).values()
+        for shape in suite
+    }
+    kept = [by_dtype for unit in ("GB/s", "us") for by_dtype in recorded.table()[unit].values()]
+    assert {(dtype, shape) for by_dtype in kept for dtype, table in by_dtype.items() for shape in table} <= cells
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, []),
+        ({"% of copy": 96.9}, ["96.9 % of copy, wants 97"]),
+        ({"op": "rms_norm backward", "% of copy": 95.1}, []),
+        ({"op": "rms_norm step", "% of copy": 10.0}, []),
+        ({"x XLA": 0.96}, []),
+        ({"x XLA": 0.94}, ["0.94 x XLA"]),
+        ({"x best peer": 0.99}, ["0.99 x quack (recorded)"]),
+        ({"error / tolerance": float("nan")}, ["WRONG, nan times the tolerance"]),
+        (dict.fromkeys(("% of copy", "x XLA", "best peer", "x best peer")), []),
+    ],
+)
+def test_what_a_row_misses(changes, words):
+    assert targets.shortfalls(result(**changes)) == words
+
+
+def test_missing_rows_are_named():
+    assert targets.missing([result(), result(**{"x XLA": 0.5})]) == [
+        "rms_norm forward, float32, grid 256 (4x256): 0.50 x XLA"
+    ]
+
+
+def test_a_results_file_is_read_back(results):
+    data = report.load(results / "h200.json")
+    assert len(data["rows"]) == 9
+    assert (data["missing"], data["failed"]) == (["one"], [])
+    assert "| decode 1 | 1 | 4096 | 2.00 |" in (results / "h200.md").read_text()
+
+
+def test_plot_draws_each_direction(results):
+    plot.main(parse(["plot", str(results / "h200.json")]))
+    pictures = {path.name: path.read_bytes() for path in results.glob("*.png")}
+    assert set(pictures) == {"h200-forward.png", "h200-backward.png"}
+    assert all(picture.startswith(b"\x89PNG") and len(picture) < 150_000 for picture in pictures.values())
+
+
+def test_lines_of_a_plot(results):
+    panels = plot.panels_of(report.load(results / "h200.json")["rows"])
+    cells = panels["forward"]["rms_norm", "float32"]
+    lines = plot.lines_of(cells)
+    assert [row["N"] for row in cells] == [256, 1024]
+    assert lines["jaxnorm"] == [4256, 5024]
+    assert lines["XLA"] == [2128, 2512]
+    assert set(lines) == {"jaxnorm", "XLA", plot.RECORDED, "copy"}
+
+
+def test_tables_of_a_run(results):
+    marked = "\n".join(f"<!-- table: {name} -->\nold\n<!-- end -->\n" for name in tables.TABLES)
+    text = tables.render(f"before\n{marked}after\n", results)
+    assert "| `rms_norm` forward, float32 | 4256 (2.00) | 5024 (2.00) |" in text
+    assert "| `rms_norm` forward, float32 | 2.0 / 4.0 / 1.0 |" in text
+    assert text.count("Not measured yet") == 2  # the CPU's and the model's
+    assert "old" not in text
+    assert tables.render(text, results) == text
+
+
+def test_tables_are_written_and_checked(results, capsys):
+    readme = results / "README.md"
+    readme.write_text("<!-- table: h200-grid -->\n<!-- end -->\n")
+    args = parse(["tables", "--readme", str(readme), "--results", str(results)])
+    check = parse(["tables", "--check", "--readme", str(readme), "--results", str(results)])
+    assert tables.main(check) == 1
+    assert "+| row length | 256 | 1024 |" in capsys.readouterr().out
+    assert tables.main(args) == 0
+    assert tables.main(check) == 0
+
+
+def test_an_unknown_table_is_an_error(tmp_path):
+    with pytest.raises(SystemExit, match="no table is called other; there are h200-grid"):
+        tables.render("<!-- table: other -->\n<!-- end -->\n", tmp_path)
+
+
+def test_the_readme_has_what_the_results_say():
+    assert tables.render((ROOT / "README.md").read_text(), ROOT / "bench/results") == (ROOT / "README.md").read_text()
+
+
+def test_every_results_file_says_what_ran():
+    for path in (ROOT / "bench/results").glob("*.json"):
+        data = json.loads(path.read_text())
+        assert data["rows"], path.name
+        assert {"date", "command", "jax"} <= set(data["header"]), path.name
+
+
+def test_versions_of_peers_that_are_not_there(monkeypatch):
+    monkeypatch.setattr(peers, "PACKAGES", {"a": "no-such-package", "b": "no-such-package", "c": "pytest"})
+    assert peers.versions(["a", "b", "c"]) == {"no-such-package": "not installed", "pytest": pytest.__version__}

@@ -1,0 +1,120 @@
+"""The model benchmark at toy sizes: its programs compute what they say, and its arithmetic is right."""
+
+import argparse
+import json
+from dataclasses import replace
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bench import model, models
+
+LANGUAGE, IMAGES = models.small(models.LLAMA), replace(models.small(models.VIT), layers=1)
+# What bfloat16 activations leave: jnp norms, scanned and unrolled, give losses that are up to 6e-4 apart, and gradients
+# up to 1.4e-2. Without norms, losses are more than 0.05 from those with them.
+LOSS_TOLERANCE = 2e-3
+GRADIENT_TOLERANCE = 3e-2  # relative L2
+COLUMNS = ["model", "program", "norms", "ms", "± us", "norms us", "temp MiB", "won back %", "ceiling %"]
+
+
+@cache
+def loss_and_gradients(spec, norms):
+    gradient = jax.jit(jax.value_and_grad(partial(models.loss, spec, norms)))
+    loss, gradients = gradient(models.init(spec), *models.batch(spec))
+    if not spec.scan:
+        gradients["layers"] = jax.tree.map(lambda *leaves: jnp.stack(leaves), *gradients["layers"])
+    return float(loss), [np.float64(leaf) for leaf in jax.tree.leaves(gradients)]
+
+
+def largest_error(actual, expected):
+    """Of a gradient, relative L2."""
+    return max(np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(actual[1], expected[1], strict=True))
+
+
+def benchmark(tmp_path, *arguments):
+    """The table that `python -m bench model` writes."""
+    parser = argparse.ArgumentParser()
+    model.add_arguments(parser)
+    model.main(parser.parse_args(["--small", "--turns", "2", "--out", str(tmp_path / "table"), *arguments]))
+    return json.loads((tmp_path / "table.json").read_text())
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("spec", [LANGUAGE, IMAGES], ids=lambda spec: spec.name)
+def test_a_model_with_native_norms_trains_as_with_jnp_norms(spec):
+    native, jnp_norms = loss_and_gradients(spec, "jaxnorm"), loss_and_gradients(spec, "jnp")
+
+    assert native[0] == pytest.approx(jnp_norms[0], abs=LOSS_TOLERANCE)
+    assert largest_error(native, jnp_norms) < GRADIENT_TOLERANCE
+
+
+def test_a_model_without_norms_is_another_model():
+    assert abs(loss_and_gradients(LANGUAGE, "none")[0] - loss_and_gradients(LANGUAGE, "jnp")[0]) > 0.05
+
+
+def test_scanned_and_rematerialised_layers_compute_the_same():
+    scanned = loss_and_gradients(replace(LANGUAGE, scan=True, remat="full"), "jnp")
+
+    assert largest_error(scanned, loss_and_gradients(LANGUAGE, "jnp")) < GRADIENT_TOLERANCE
+
+
+def test_decoding_gives_the_logits_of_the_training_model():
+    """Tokens are fed one by one to a cache that is as long: the last step sees all of them, as the last token does.
+
+    One layer only: its keys and values depend on the tokens, the next one's on what was in the cache before them.
+    """
+    spec = replace(LANGUAGE, layers=1, tokens=4)
+    params, norms = models.init(spec), models.norms_of(spec, "jnp")
+    tokens, _ = models.batch(spec)
+    step = jax.jit(models.decode_step(spec, "jnp"))
+    _, _, cache = models.full_cache(spec)
+    for position in range(spec.tokens):
+        state = (tokens[:, position], jnp.array(position), cache)
+        (chosen, _, cache), logits = step(state, models.serving(params))
+
+    expected = models.product(models.hidden(spec, norms, params, tokens)[:, -1], params["head"])
+    assert np.linalg.norm(np.float64(logits - expected)) < 2e-2 * np.linalg.norm(np.float64(expected))
+    assert (chosen == logits.argmax(-1)).all()
+
+
+@pytest.mark.kernels
+def test_every_program_has_a_row_for_each_kind_of_norm(tmp_path, monkeypatch):
+    toy = models.small
+    monkeypatch.setattr(models, "small", lambda spec: replace(toy(spec), layers=1))  # half the time to compile
+
+    table = benchmark(tmp_path, "--parts", "vit", "decode", "--batches", "1")
+
+    programs = [("ViT-like", "forward"), ("ViT-like", "train step"), ("Llama-like, decode 1", "token")]
+    expected = [(*program, norms) for program in programs for norms in ("jnp", "jaxnorm", "none")]
+    rows = [row for row in table["rows"] if "no command buffers" not in row["program"]]
+    assert [(row["model"], row["program"].split(",")[0], row["norms"]) for row in rows] == expected
+    assert all(list(row) == COLUMNS for row in rows)
+    assert "floor of ViT-like norms:" in table["header"]
+
+
+def test_what_is_won_back_is_a_share_of_what_jnp_norms_cost():
+    times = {"jnp": [5.0, 6.0, 7.0], "jaxnorm": [4.5, 5.5, 6.5], "none": [3.0, 4.0, 5.0]}
+    keyed = {("forward", norms): seconds for norms, seconds in times.items()}
+
+    _, ours, _ = model.rows_of("a model", keyed, dict.fromkeys(keyed, 2**20), floor=0.5)
+
+    expected = {"ms": 5500.0, "norms us": 1.5e6, "temp MiB": 1.0, "won back %": 25.0, "ceiling %": 75.0}
+    assert {name: ours[name] for name in expected} == expected
+
+
+# Two layers of 2 x 3 tokens with 8 features in 2 heads: 5 norms of 6 rows over 96 bytes, and 4 over heads, of 12 rows.
+@pytest.mark.parametrize(
+    ("backward", "fused", "expected"),
+    [
+        (False, False, 9 * 2 * 96),
+        (True, False, 9 * 5 * 96 + 2 * 4 * (5 * 6 + 4 * 12)),  # and a statistic for each row, written and read
+        (True, True, 5 * 2 * 96 + 4 * 1 * 96 + 2 * 4 * (5 * 6 + 4 * 12)),
+    ],
+)
+def test_the_floor_is_a_count_of_bytes(backward, fused, expected):
+    tiny = replace(LANGUAGE, layers=2, dim=8, heads=2, batch=2, tokens=3)
+
+    assert model.norm_bytes(tiny, backward, fused) == expected
