@@ -28,10 +28,11 @@ NO_COMMAND_BUFFERS = {"xla_gpu_enable_command_buffer": ""}
 
 def add_arguments(parser):
     parser.add_argument("--out", type=Path, help="write OUT.json and OUT.md")
+    parser.add_argument("--commit", help="what is measured, where there is no git (default: the checkout's)")
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     extra = [variant for variant in models.VARIANTS if variant not in ("jnp", "none")]
     parser.add_argument("--variants", nargs="+", default=["jaxnorm"], choices=extra, help="beside jnp and none")
-    parser.add_argument("--attention", choices=["xla", "cudnn"], help="(default: cudnn on a GPU)")
+    parser.add_argument("--attention", choices=["xla", "cudnn"], help="(default: cudnn on a GPU where it takes the sequence)")
     parser.add_argument("--no-rotary", action="store_true", help="no rotation between the norms of q, k and attention")
     parser.add_argument("--scan", action="store_true", help="over stacked layers, which are unrolled otherwise")
     parser.add_argument("--remat", choices=["none", "full"], default="none")
@@ -182,10 +183,14 @@ def measure_decoding(spec, variants, args):
 
 def specs_of(args):
     """The model of each part, as the arguments want it."""
-    attention = args.attention or ("cudnn" if jax.default_backend() == "gpu" else "xla")
-    choices = {"attention": attention, "rotary": not args.no_rotary, "scan": args.scan, "remat": args.remat}
+    choices = {"rotary": not args.no_rotary, "scan": args.scan, "remat": args.remat}
+
+    def attention(spec):
+        cudnn = jax.default_backend() == "gpu" and spec.tokens % 64 == 0  # which takes no sequence of 197
+        return args.attention or ("cudnn" if cudnn else "xla")
+
     return {
-        part: replace(models.small(spec) if args.small else spec, **choices)
+        part: replace(models.small(spec) if args.small else spec, attention=attention(spec), **choices)
         for part, spec in PARTS.items()
         if part in args.parts
     }
@@ -198,8 +203,8 @@ def header_of(specs, args):
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
         "jaxlib": jaxlib.__version__,
-        "commit": report.commit(),
-        "attention": spec.attention,
+        "commit": args.commit or report.commit(),
+        "attention": ", ".join(f"{part} {spec.attention}" for part, spec in specs.items()),
         "layers": "scanned" if spec.scan else "unrolled",
         "remat": spec.remat,
         "rotary": spec.rotary,

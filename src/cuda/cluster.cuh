@@ -101,7 +101,7 @@ struct Arrival {
 
 // A barrier of `threads` threads of the block, whole warps. Barrier 0 is that of __syncthreads.
 __device__ inline void barrier(int id, int threads) {
-  asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 #undef JAXNORM_SM90

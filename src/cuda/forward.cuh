@@ -54,14 +54,16 @@ __device__ Statistics statistics(const Part<KIND>& row, float reciprocal_cols, f
   }
 }
 
-// What the compiler knows of a call, so that all loads of weights go out together, without a branch between them.
-// PLAIN: y is of x's type, and scale and bias, where each row loads them, are there, too, and of that type; then BIAS
-// tells whether there is a bias, and ROUND whether x_hat is rounded before the multiplication. If not PLAIN, all of
-// this is seen at run time.
-template <bool PLAIN, bool BIAS, bool ROUND>
+// What the compiler knows of a call, so that all loads of weights go out together, without a branch between them: y is
+// of x's type, the weights that there are of type T, a scale is among them, BIAS tells whether there is a bias, and
+// ROUND whether x_hat is rounded before the multiplication. If T is void, all of this is seen at run time.
+template <typename T, bool BIAS, bool ROUND>
 struct Call {
-  static constexpr bool kPlain = PLAIN, kBias = BIAS || !PLAIN, kRound = ROUND;
+  using Weight = T;
+  static constexpr bool kKnown = !std::is_void_v<T>, kBias = BIAS, kRound = ROUND;
 };
+
+using AnyCall = Call<void, true, true>;
 
 // y = x_hat * (scale + scale_offset) + bias of one vector, in place of x.
 template <Kind KIND, typename X, typename C, int N, typename AnyWeight>
@@ -69,9 +71,9 @@ __device__ void normalise(const Forward& p, Statistics s, const AnyWeight& scale
                           int64_t first, int valid, float (&y)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) y[i] = (KIND == Kind::layer ? y[i] - s.mean : y[i]) * s.rstd;
-  if constexpr (C::kPlain && C::kRound) {
-    unpack(pack<X>(y), y);
-  } else if (!C::kPlain && !p.multiply_before_cast) {
+  if constexpr (C::kKnown) {
+    if constexpr (C::kRound) unpack(pack<X>(y), y);
+  } else if (!p.multiply_before_cast) {
 #pragma unroll
     for (int i = 0; i < N; ++i) y[i] = round_to(p.y.dtype, y[i]);
   }
@@ -90,7 +92,7 @@ template <Kind KIND, typename X, typename R, Access ACCESS, typename C>
 __device__ __forceinline__ void forward_rows(const Forward& p, const RowsLaunch& launch, char* shared) {
   using W = Walk<X, R::kVectors, ACCESS>;
   using Threads = Team<R::kThreads, Part<KIND>, R::kCluster>;
-  using AnyWeight = Weight<std::conditional_t<C::kPlain, X, void>, W>;
+  using AnyWeight = Weight<typename C::Weight, W>;
   Threads team(launch.threads_per_row, p.cols, launch.span);
   const Rows rows{p.rows, p.cols, launch.rows_per_block, team.count};
   const X* const x_data = static_cast<const X*>(p.x.data);
@@ -126,7 +128,7 @@ __device__ __forceinline__ void forward_rows(const Forward& p, const RowsLaunch&
       float y[W::N];
       x.get(slot, first, valid, y);
       normalise<KIND, X, C>(p, s, scale, bias, slot, first, valid, y);
-      if constexpr (C::kPlain) {
+      if constexpr (C::kKnown) {
         store(static_cast<X*>(p.y.data) + row * p.cols + first, pack<X>(y), valid, W::ALIGNED);
       } else {
         store_floats(p.y, row * p.cols + first, valid, W::ALIGNED, y);
@@ -143,21 +145,29 @@ __global__ void __launch_bounds__(kMaxThreads, R::kCluster > 1 ? 1 : 1024 / kMax
   constexpr Access kAligned = kRing ? Access::ring : Access::vectors;
   if constexpr (R::kCluster > 1 && !kHasClusters) return;
   extern __shared__ __align__(128) char shared[];
-  const auto is_x = [](const auto& array) { return array.data && array.dtype == kDtype<X>; };
-  const bool has_bias = p.bias.data, rounds = !p.multiply_before_cast && sizeof(X) < 4;
   if (launch.access != kAligned) {
-    forward_rows<KIND, X, R, Access::elements, Call<false, true, true>>(p, launch, nullptr);
-  } else if (R::kVectors == kStreamed || !is_x(p.y) || (!kRing && (!is_x(p.scale) || (has_bias && !is_x(p.bias))))) {
-    forward_rows<KIND, X, R, kAligned, Call<false, true, true>>(p, launch, shared);
-  } else if (has_bias) {
-    if constexpr (R::kVectors != kStreamed) {
-      rounds ? forward_rows<KIND, X, R, kAligned, Call<true, true, sizeof(X) < 4>>(p, launch, shared)
-             : forward_rows<KIND, X, R, kAligned, Call<true, true, false>>(p, launch, shared);
-    }
-  } else {
-    if constexpr (R::kVectors != kStreamed) {
-      rounds ? forward_rows<KIND, X, R, kAligned, Call<true, false, sizeof(X) < 4>>(p, launch, shared)
-             : forward_rows<KIND, X, R, kAligned, Call<true, false, false>>(p, launch, shared);
+    forward_rows<KIND, X, R, Access::elements, AnyCall>(p, launch, nullptr);
+  } else if (R::kVectors == kStreamed || !p.scale.data || p.y.dtype != kDtype<X>) {
+    forward_rows<KIND, X, R, kAligned, AnyCall>(p, launch, shared);
+  } else if constexpr (R::kVectors != kStreamed) {
+    // What models have: weights of x's type or f32, RMS norm without a bias, layer norm rounded once.
+    const auto all_are = [&](Dtype dtype) { return p.scale.dtype == dtype && (!p.bias.data || p.bias.dtype == dtype); };
+    const bool rounds = !p.multiply_before_cast && sizeof(X) < 4;
+    constexpr bool kRms = KIND == Kind::rms;
+    // RMS norm's second choice is whether it rounds, layer norm's whether it has a bias.
+    const bool second = kRms ? rounds : p.bias.data != nullptr;
+    if (kRms ? p.bias.data != nullptr : rounds) {
+      forward_rows<KIND, X, R, kAligned, AnyCall>(p, launch, shared);
+    } else if (kRing || all_are(kDtype<X>)) {
+      second ? forward_rows<KIND, X, R, kAligned, Call<X, !kRms, kRms>>(p, launch, shared)
+             : forward_rows<KIND, X, R, kAligned, Call<X, false, false>>(p, launch, shared);
+    } else if (sizeof(X) < 4 && all_are(Dtype::f32)) {
+      if constexpr (sizeof(X) < 4 && !kRing) {
+        second ? forward_rows<KIND, X, R, kAligned, Call<float, !kRms, kRms>>(p, launch, shared)
+               : forward_rows<KIND, X, R, kAligned, Call<float, false, false>>(p, launch, shared);
+      }
+    } else {
+      forward_rows<KIND, X, R, kAligned, AnyCall>(p, launch, shared);
     }
   }
 }
