@@ -68,7 +68,7 @@ class Team {
   // `span`: the columns of each block of a cluster.
   __device__ Team(int threads_per_row, int64_t cols, int64_t span)
       : threads(THREADS > 0              ? THREADS
-                : THREADS == kWholeBlock ? blockDim.x
+                : THREADS == kWholeBlock ? static_cast<int>(blockDim.x)
                                          : threads_per_row),
         rank(THREADS == kWholeBlock ? threadIdx.x : threadIdx.x % threads),
         place(THREADS == kWholeBlock ? 0 : threadIdx.x / threads),
