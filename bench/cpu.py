@@ -104,7 +104,7 @@ def chain(kind, implementation, x, weights, dy):
     is all the barrier does. (The other loop of models, `scan`, copies its state after every norm, ours and XLA's.)
     Norms have weights of their own, as layers do; of shared ones XLA makes an array of x's size for all norms.
 
-    XLA is free to write a result over its input, which is dead, and does; a native call cannot.
+    XLA may write a result over its input, which is dead, and does for small float32 arrays; a native call cannot.
 
     The backward starts from what the forward keeps: x and the statistics, or what jax.vjp keeps of XLA's formula, 2 to
     6 arrays of x's size. Computing those again is slower.

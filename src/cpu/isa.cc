@@ -36,86 +36,126 @@ void with_types(Dtype x, Dtype y, F f) {
   });
 }
 
+// A row whose sums are over sooner than their horizontal additions, root and quotient goes with three others, so that
+// these wait together. It has one accumulator for each sum then, whatever rows are beside it.
+constexpr int64_t kShort = 512;
+constexpr int kTogether = kChains;
+
+// A core reaches this much of last-level cache. What the system says of it is no use: in a virtual machine it may be
+// the sum of many caches.
+constexpr int64_t kCache = 32 << 20;
+
+// How many elements ahead of the pass that writes its input is asked for, if that comes from memory: at least so far
+// that it arrives in time, and at most so far that it still lies in the second-level cache when it is read.
+int64_t elements_ahead(int64_t traffic, int64_t elements, int64_t size) {
+  constexpr int64_t kLeast = 1 << 13, kMost = 1 << 18;
+  if (traffic <= kCache) return 0;
+  return (elements * size < kLeast ? kLeast : elements * size > kMost ? kMost : elements * size) / size;
+}
+
+// Whether a result goes past the caches: if whoever reads it would not find much of it there, and all its whole vectors
+// are aligned as stream() wants them.
+bool is_streamed(int64_t traffic, Output output, int64_t cols) {
+  const int size = size_of(output.dtype);
+  return traffic > 2 * kCache && reinterpret_cast<uintptr_t>(output.data) % (W * size) == 0 && cols % W == 0;
+}
+
 void save(const Rms& stats, const Forward& f, int64_t row) { f.rstd[row] = stats.rstd; }
 void save(const Layer& stats, const Forward& f, int64_t row) {
   f.mean[row] = stats.mean;
   f.rstd[row] = stats.rstd;
 }
 
-template <class Stats, class X, class Y>
-void forward_row(const Forward& f, int64_t row) {
-  const Row<const X> x{static_cast<const X*>(f.x.data) + row * f.cols};
-  Y* const y = static_cast<Y*>(f.y.data) + row * f.cols;
-  const Weight scale{f.scale, f.scale_offset}, bias{f.bias, -0.f};
-  const bool has_scale{f.scale}, has_bias{f.bias}, round_x_hat = !f.multiply_before_cast;
-  const Stats stats = Stats::of(x, f.cols, f.epsilon);
-  if (f.rstd) save(stats, f, row);
-  for_each_vector(f.cols, [&](int64_t column, auto extent) {
-    Vec value = stats.x_hat(x(column, extent));
-    if (round_x_hat) value = rounded_to(value, Y{});
-    if (has_scale && has_bias) {
-      value = fma(value, scale(column, extent), bias(column, extent));
-    } else if (has_scale) {
-      value *= scale(column, extent);
-    } else if (has_bias) {
-      value += bias(column, extent);
-    }
-    store(y + column, value, extent);
-  });
+// Rows [first, first + count), of which there are R at most.
+template <int R, class Stats, class X, class Y>
+void forward_rows(const Forward& f, int64_t first, int64_t count, int64_t traffic) {
+  const Rows<R, X> rows(f.x, f.cols, first, count);
+  const Weight scale{static_cast<const float*>(f.scale.data), 1}, bias{static_cast<const float*>(f.bias.data), -0.f};
+  const bool round_x_hat = !f.multiply_before_cast, past_caches = is_streamed(traffic, f.y, f.cols);
+  const int64_t ahead = elements_ahead(traffic, R * f.cols, sizeof(X));
+  Stats stats[R];
+  Stats::template of<R>(rows, f.cols, f.epsilon, stats);
+  for (int64_t row = 0; row < count; ++row) {
+    const LastPass<X> x{rows.data[row], ahead};
+    const Result<Y> y{static_cast<Y*>(f.y.data) + (first + row) * f.cols, past_caches};
+    const Stats of_row = stats[row];
+    if (f.rstd) save(of_row, f, first + row);
+    for_each_vector(f.cols, [&](int64_t column, auto extent) {
+      Vec value = of_row.x_hat(x(column, extent));
+      if (round_x_hat) value = rounded_to(value, Y{});
+      y(column, fma(value, scale(column, extent), bias(column, extent)), extent);
+    });
+  }
 }
 
 void saved(const Backward& b, int64_t row, Rms* stats) { *stats = {b.rstd[row]}; }
 void saved(const Backward& b, int64_t row, Layer* stats) { *stats = {b.mean[row], b.rstd[row], -0.f}; }
 
 template <class Stats, class X, class Dy>
-void backward_row(const Backward& b, int64_t row, float* dscale, float* dbias) {
-  const Row<const X> x{static_cast<const X*>(b.x.data) + row * b.cols};
-  const Row<const Dy> dy{static_cast<const Dy*>(b.dy.data) + row * b.cols};
-  const Weight scale{b.scale, b.scale_offset};
+void backward_row(const Backward& b, int64_t row, float* dscale, float* dbias, int64_t traffic) {
+  const Rows<1, X> x_row(b.x, b.cols, row, 1);
+  const Rows<1, Dy> dy_row(b.dy, b.cols, row, 1);
+  const Weight scale{static_cast<const float*>(b.scale.data), 1};
   Stats stats;
   saved(b, row, &stats);
-  const auto weighted = [&](Vec value, int64_t column, auto extent) {
-    return b.scale ? value * scale(column, extent) : value;
-  };
 
   float mean_g = 0, mean_gx = 0;
   if (b.dx) {
-    const auto total = sum<2>(b.cols, [&](int64_t column, auto extent, Vec* sums) {
-      const Vec g = weighted(dy(column, extent), column, extent);
+    const auto total = sum<1, 2>(b.cols, [&](int, int64_t column, auto extent, Vec* sums) {
+      const Vec g = dy_row(0, column, extent) * scale(column, extent);
       if (Stats::centred) sums[0] += g;
-      sums[1] = fma(g, stats.x_hat(x(column, extent)), sums[1]);
+      sums[1] = fma(g, stats.x_hat(x_row(0, column, extent)), sums[1]);
     });
-    mean_g = total.mean(0);
-    mean_gx = total.mean(1);
+    mean_g = total.mean(0, 0);
+    mean_gx = total.mean(0, 1);
   }
-  X* const dx = static_cast<X*>(b.dx.data) + (b.dx ? row * b.cols : 0);
+  const LastPass<X> x{x_row.data[0], elements_ahead(traffic, b.cols, sizeof(X))};
+  const LastPass<Dy> dy{dy_row.data[0], elements_ahead(traffic, b.cols, sizeof(Dy))};
+  const Result<X> dx{static_cast<X*>(b.dx.data) + (b.dx ? row * b.cols : 0), is_streamed(traffic, b.dx, b.cols)};
   for_each_vector(b.cols, [&](int64_t column, auto extent) {
     const Vec d = dy(column, extent);
     const Vec x_hat = stats.x_hat(x(column, extent));
     if (b.dx) {
-      Vec g = weighted(d, column, extent);
+      Vec g = d * scale(column, extent);
       if (Stats::centred) g -= mean_g;
-      store(dx + column, fma(x_hat, broadcast(-mean_gx), g) * stats.rstd, extent);
+      dx(column, fma(x_hat, broadcast(-mean_gx), g) * stats.rstd, extent);
     }
     if (dscale) store(dscale + column, fma(d, x_hat, load(dscale + column, extent)), extent);
     if (dbias) store(dbias + column, d + load(dbias + column, extent), extent);
   });
 }
 
-void forward(const Forward& f, int64_t begin, int64_t end) {
+template <int R, class Stats>
+void forward_by(const Forward& f, int64_t begin, int64_t end, int64_t traffic) {
   with_types(f.x.dtype, f.y.dtype, [&](auto x, auto y) {
-    const auto row =
-        f.kind == Kind::rms ? forward_row<Rms, decltype(x), decltype(y)> : forward_row<Layer, decltype(x), decltype(y)>;
-    for (int64_t r = begin; r < end; ++r) row(f, r);
+    for (int64_t row = begin; row < end; row += R) {
+      forward_rows<R, Stats, decltype(x), decltype(y)>(f, row, end - row < R ? end - row : R, traffic);
+    }
   });
+  fence();
 }
 
-void backward(const Backward& b, int64_t begin, int64_t end, float* dscale, float* dbias) {
+template <class Stats>
+void forward_of(const Forward& f, int64_t begin, int64_t end, int64_t traffic) {
+  (f.cols <= kShort ? forward_by<kTogether, Stats> : forward_by<1, Stats>)(f, begin, end, traffic);
+}
+
+template <class Stats>
+void backward_of(const Backward& b, int64_t begin, int64_t end, float* dscale, float* dbias, int64_t traffic) {
   with_types(b.x.dtype, b.dy.dtype, [&](auto x, auto dy) {
-    const auto row = b.kind == Kind::rms ? backward_row<Rms, decltype(x), decltype(dy)>
-                                         : backward_row<Layer, decltype(x), decltype(dy)>;
-    for (int64_t r = begin; r < end; ++r) row(b, r, dscale, dbias);
+    for (int64_t row = begin; row < end; ++row) {
+      backward_row<Stats, decltype(x), decltype(dy)>(b, row, dscale, dbias, traffic);
+    }
   });
+  fence();
+}
+
+void forward(const Forward& f, int64_t begin, int64_t end, int64_t traffic) {
+  (f.kind == Kind::rms ? forward_of<Rms> : forward_of<Layer>)(f, begin, end, traffic);
+}
+
+void backward(const Backward& b, int64_t begin, int64_t end, float* dscale, float* dbias, int64_t traffic) {
+  (b.kind == Kind::rms ? backward_of<Rms> : backward_of<Layer>)(b, begin, end, dscale, dbias, traffic);
 }
 
 void add(const float* from, float* into, int64_t cols) {
@@ -132,8 +172,16 @@ void cast(const float* from, Output into, int64_t cols) {
   });
 }
 
+void widen(Input from, float offset, float* into, int64_t cols) {
+  with_type(from.dtype, [&](auto type) {
+    const auto* const in = static_cast<const decltype(type)*>(from.data);
+    for_each_vector(
+        cols, [&](int64_t column, auto extent) { store(into + column, load(in + column, extent) + offset, extent); });
+  });
+}
+
 }  // namespace
 
-extern const Kernels JAXNORM_ISA = {JAXNORM_ISA_NAME, forward, backward, add, cast};
+extern const Kernels JAXNORM_ISA = {JAXNORM_ISA_NAME, forward, backward, add, cast, widen};
 
 }  // namespace jaxnorm::cpu

@@ -7,19 +7,24 @@
 
 namespace jaxnorm::cpu {
 
+// In what these are given, scale and bias are f32 and the scale has its offset in it: widen() makes them so. `traffic`
+// is how many bytes all rows of the call read and write.
 struct Kernels {
   const char* isa;
 
   // Normalises rows [begin, end).
-  void (*forward)(const Forward& f, int64_t begin, int64_t end);
+  void (*forward)(const Forward& f, int64_t begin, int64_t end, int64_t traffic);
 
   // Writes dx of rows [begin, end) and adds their dscale and dbias, where asked for, to the f32 sums of a row each.
-  void (*backward)(const Backward& b, int64_t begin, int64_t end, float* dscale, float* dbias);
+  void (*backward)(const Backward& b, int64_t begin, int64_t end, float* dscale, float* dbias, int64_t traffic);
 
   // Adds row `from` to row `into`.
   void (*add)(const float* from, float* into, int64_t cols);
 
   void (*cast)(const float* from, Output into, int64_t cols);
+
+  // Writes from + offset.
+  void (*widen)(Input from, float offset, float* into, int64_t cols);
 };
 
 extern const Kernels baseline, avx2, avx512;

@@ -28,10 +28,9 @@ const Kernels& kernels() {
   return chosen;
 }
 
-// The elements that are one task: enough to be worth handing to another thread.
-constexpr int64_t kElements = 1 << 17;
-
-int64_t rows_per_task(int64_t cols, int64_t least, int64_t most) { return std::clamp(kElements / cols, least, most); }
+// The elements that are one task: enough to be worth handing to another thread. Where tasks have sums over rows, each
+// costs a row of them besides.
+constexpr int64_t kElements = 1 << 15, kElementsWithSums = 1 << 17;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -85,25 +84,48 @@ class RowSums {
   std::unique_ptr<float[]> data_;
 };
 
+// A weight as the kernels want it.
+class F32Weight {
+ public:
+  F32Weight(Input* weight, float offset, int64_t cols) {
+    if (!*weight || (weight->dtype == Dtype::f32 && offset == 0)) return;
+    data_.reset(new float[cols]);
+    kernels().widen(*weight, offset, data_.get(), cols);
+    *weight = {data_.get(), Dtype::f32};
+  }
+
+ private:
+  std::unique_ptr<float[]> data_;
+};
+
 }  // namespace
 
 const char* isa() { return kernels().isa; }
 
-void forward(const Forward& f, const ParallelFor& parallel_for) {
-  const int64_t step = rows_per_task(f.cols, 1, kElements);
-  expect_writes(f.y, f.rows * f.cols);
+void forward(const Forward& call, const ParallelFor& parallel_for) {
+  Forward f = call;
+  const F32Weight scale(&f.scale, f.scale_offset, f.cols), bias(&f.bias, 0, f.cols);
+  const int64_t step = std::max<int64_t>(1, kElements / f.cols), elements = f.rows * f.cols;
+  const int64_t traffic = elements * (size_of(f.x.dtype) + size_of(f.y.dtype));
+  expect_writes(f.y, elements);
   parallel_for(ceil_div(f.rows, step),
-               [&](int64_t task) { kernels().forward(f, task * step, std::min(f.rows, (task + 1) * step)); });
+               [&](int64_t task) { kernels().forward(f, task * step, std::min(f.rows, (task + 1) * step), traffic); });
 }
 
-void backward(const Backward& b, const ParallelFor& parallel_for) {
+void backward(const Backward& call, const ParallelFor& parallel_for) {
+  Backward b = call;
+  const F32Weight scale(&b.scale, b.scale_offset, b.cols);
   // At least 8 rows share a row of sums, so that sums cost little memory; at most 512, so that they stay accurate.
-  const int64_t step = rows_per_task(b.cols, b.dscale || b.dbias ? 8 : 1, 512);
+  const bool with_sums = b.dscale || b.dbias;
+  const int64_t step =
+      with_sums ? std::clamp<int64_t>(kElementsWithSums / b.cols, 8, 512) : std::max<int64_t>(1, kElements / b.cols);
   const int64_t tasks = std::max<int64_t>(1, ceil_div(b.rows, step));  // no rows: the sums are zero
-  expect_writes(b.dx, b.rows * b.cols);
+  const int64_t elements = b.rows * b.cols, traffic = elements * (2 * size_of(b.x.dtype) + size_of(b.dy.dtype));
+  expect_writes(b.dx, elements);
   RowSums dscale(b.dscale, tasks, b.cols), dbias(b.dbias, tasks, b.cols);
   parallel_for(tasks, [&](int64_t task) {
-    kernels().backward(b, task * step, std::min(b.rows, (task + 1) * step), dscale.zeroed(task), dbias.zeroed(task));
+    kernels().backward(b, task * step, std::min(b.rows, (task + 1) * step), dscale.zeroed(task), dbias.zeroed(task),
+                       traffic);
   });
   dscale.finish(parallel_for);
   dbias.finish(parallel_for);

@@ -1,8 +1,8 @@
-// The row engine: loops over one row in vectors, with the op given as functors.
+// The row engine: loops over rows in vectors, with the op given as functors.
 //
-//   load(column, extent)   -> Vec               what enters: x, and later x + residual
-//   Stats::of(load, cols)  -> Stats             one or two passes over the row, the later ones from cache
-//   epilogue(column, extent, x_hat)             what leaves
+//   load(row, column, extent)         -> Vec    what enters: x, and later x + residual
+//   Stats::of<R>(load, cols, epsilon) -> Stats  one or two passes over R rows, the later ones from cache
+//   stats.x_hat(x)                    -> Vec    what the epilogue starts from, in the pass that writes
 //
 // An extent is Whole or Part, see vector.h: a functor is generic in it and compiled for both.
 #pragma once
@@ -20,59 +20,99 @@ void for_each_vector(int64_t cols, F f) {
   if (column < cols) f(column, Part{cols - column});
 }
 
-template <int N>
+// Additions that do not wait for each other: these many vectors of one row, or as many rows.
+constexpr int kChains = 4;
+
+template <int R, int N>
 struct Sums {
-  double values[N];
+  double values[R][N];
   double reciprocal_cols;  // known before the sums are: a product waits less long for them than a quotient
-  double mean(int i) const { return values[i] * reciprocal_cols; }
+  double mean(int row, int i) const { return values[row][i] * reciprocal_cols; }
 };
 
-// N sums over a row; add(column, extent, sums) adds one vector's part to each. Accumulators are f32 within blocks of 64
-// additions a lane and double across blocks, so that the error does not grow with the row's length.
-template <int N, class Add>
-Sums<N> sum(int64_t cols, Add add) {
-  constexpr int kUnroll = 4;
+// N sums over each of R rows; add(row, column, extent, sums) adds one vector's part to each. Accumulators are f32
+// within blocks of 64 additions a lane and double across blocks, so that the error does not grow with the row's length.
+template <int R, int N, class Add>
+Sums<R, N> sum(int64_t cols, Add add) {
+  constexpr int kUnroll = kChains / R;
   constexpr int64_t kBlock = 64 * kUnroll * W;
-  Sums<N> total = {{}, 1. / cols};
+  Sums<R, N> total = {{}, 1. / cols};
   for (int64_t begin = 0; begin < cols; begin += kBlock) {
     const int64_t end = cols - begin < kBlock ? cols : begin + kBlock;
-    Vec lanes[kUnroll][N] = {};
+    Vec lanes[kUnroll][R][N] = {};
     int64_t column = begin;
     for (; column + kUnroll * W <= end; column += kUnroll * W) {
-      for (int u = 0; u < kUnroll; ++u) add(column + u * W, Whole{}, lanes[u]);
+      for (int u = 0; u < kUnroll; ++u) {
+        for (int row = 0; row < R; ++row) add(row, column + u * W, Whole{}, lanes[u][row]);
+      }
     }
-    for (; column + W <= end; column += W) add(column, Whole{}, lanes[0]);
-    if (column < end) add(column, Part{end - column}, lanes[0]);
-    for (int i = 0; i < N; ++i) {
-      total.values[i] += sum_of_lanes((lanes[0][i] + lanes[1][i]) + (lanes[2][i] + lanes[3][i]));
+    for_each_vector(end - column, [&](int64_t rest, auto extent) {
+      for (int row = 0; row < R; ++row) add(row, column + rest, extent, lanes[0][row]);
+    });
+    for (int row = 0; row < R; ++row) {
+      for (int i = 0; i < N; ++i) {
+        for (int u = 1; u < kUnroll; ++u) lanes[0][row][i] += lanes[u][row][i];
+        total.values[row][i] += sum_of_lanes(lanes[0][row][i]);
+      }
     }
   }
   return total;
 }
 
+// R rows of x or dy, of which the last stands for those beyond `count` too.
+template <int R, class T>
+struct Rows {
+  const T* data[R];
+
+  Rows(Input input, int64_t cols, int64_t first, int64_t count) {
+    for (int row = 0; row < R; ++row) {
+      data[row] = static_cast<const T*>(input.data) + (first + (row < count ? row : count - 1)) * cols;
+    }
+  }
+
+  template <class Extent>
+  Vec operator()(int row, int64_t column, Extent extent) const {
+    return load(data[row] + column, extent);
+  }
+};
+
+// One row of x or dy in the pass that writes. What the next rows' first pass will read is asked for meanwhile, where it
+// has to come from memory: that pass does nothing but wait for it.
 template <class T>
-struct Row {
-  T* data;
+struct LastPass {
+  const T* data;
+  int64_t ahead;  // in elements; 0: nothing is asked for
+
   template <class Extent>
   Vec operator()(int64_t column, Extent extent) const {
+    if (ahead) __builtin_prefetch(data + column + ahead);
     return load(data + column, extent);
   }
 };
 
-// Scale or bias, whose dtype is a run-time value: the branch is the same for every vector and costs nothing beside x.
+// One row of y or dx. Past the caches, a line of memory is not read before it is written.
+template <class T>
+struct Result {
+  T* data;
+  bool past_caches;
+
+  void operator()(int64_t column, Vec v, Whole whole) const {
+    if (past_caches) {
+      stream(data + column, v);
+    } else {
+      store(data + column, v, whole);
+    }
+  }
+  void operator()(int64_t column, Vec v, Part part) const { store(data + column, v, part); }
+};
+
+// Scale or bias. An absent one is the constant that changes no bit.
 struct Weight {
-  Input input;
-  float offset;
+  const float* data;
+  float absent;
   template <class Extent>
   Vec operator()(int64_t column, Extent extent) const {
-    switch (input.dtype) {
-      case Dtype::f32:
-        return load(static_cast<const float*>(input.data) + column, extent) + offset;
-      case Dtype::f16:
-        return load(static_cast<const F16*>(input.data) + column, extent) + offset;
-      default:
-        return load(static_cast<const BF16*>(input.data) + column, extent) + offset;
-    }
+    return data ? load(data + column, extent) : broadcast(absent);
   }
 };
 
@@ -81,16 +121,18 @@ struct Rms {
   static constexpr bool centred = false;
   float rstd;
 
-  template <class Load>
-  static Rms of(Load load, int64_t cols, float epsilon) {
-    const auto square = sum<1>(cols, [&](int64_t column, auto extent, Vec* sums) {
-      const Vec x = load(column, extent);
+  Vec x_hat(Vec x) const { return x * rstd; }
+
+  template <int R, class Load>
+  static void of(Load load, int64_t cols, float epsilon, Rms* stats) {
+    const auto square = sum<R, 1>(cols, [&](int row, int64_t column, auto extent, Vec* sums) {
+      const Vec x = load(row, column, extent);
       sums[0] = fma(x, x, sums[0]);
     });
-    return {static_cast<float>(1 / __builtin_sqrt(square.mean(0) + epsilon))};
+    for (int row = 0; row < R; ++row) {
+      stats[row] = {static_cast<float>(1 / __builtin_sqrt(square.mean(row, 0) + epsilon))};
+    }
   }
-
-  Vec x_hat(Vec x) const { return x * rstd; }
 };
 
 // x_hat = (x - mean) * rstd. Around the mean as far as f32 holds it, the second pass sums what is left of the mean
@@ -99,24 +141,28 @@ struct Layer {
   static constexpr bool centred = true;
   float mean, rstd, shift;
 
-  template <class Load>
-  static Layer of(Load load, int64_t cols, float epsilon) {
-    const auto value = sum<1>(cols, [&](int64_t column, auto extent, Vec* sums) { sums[0] += load(column, extent); });
-    const float centre = value.mean(0);
-    const auto rest = sum<2>(cols, [&](int64_t column, auto extent, Vec* sums) {
-      const Vec d = within(load(column, extent) - centre, extent);
+  Vec x_hat(Vec x) const { return fma(x - mean, broadcast(rstd), broadcast(shift)); }
+
+  template <int R, class Load>
+  static void of(Load load, int64_t cols, float epsilon, Layer* stats) {
+    const auto value =
+        sum<R, 1>(cols, [&](int row, int64_t column, auto extent, Vec* sums) { sums[0] += load(row, column, extent); });
+    float centre[R];
+    for (int row = 0; row < R; ++row) centre[row] = value.mean(row, 0);
+    const auto rest = sum<R, 2>(cols, [&](int row, int64_t column, auto extent, Vec* sums) {
+      const Vec d = within(load(row, column, extent) - centre[row], extent);
       sums[0] += d;
       sums[1] = fma(d, d, sums[1]);
     });
-    const double left = rest.mean(0);
-    const double variance = rest.mean(1) - left * left;
-    const double rstd = 1 / __builtin_sqrt((variance < 0 ? 0 : variance) + epsilon);
-    const double exact = centre + left;
-    const float mean = exact;
-    return {mean, static_cast<float>(rstd), static_cast<float>((mean - exact) * rstd)};
+    for (int row = 0; row < R; ++row) {
+      const double left = rest.mean(row, 0);
+      const double variance = rest.mean(row, 1) - left * left;
+      const double rstd = 1 / __builtin_sqrt((variance < 0 ? 0 : variance) + epsilon);
+      const double exact = centre[row] + left;
+      const float mean = exact;
+      stats[row] = {mean, static_cast<float>(rstd), static_cast<float>((mean - exact) * rstd)};
+    }
   }
-
-  Vec x_hat(Vec x) const { return fma(x - mean, broadcast(rstd), broadcast(shift)); }
 };
 
 }  // namespace

@@ -43,7 +43,7 @@ struct Part {
 
 Vec broadcast(float value) { return value - Vec{}; }
 
-Bits select(Bits condition, Bits yes, Bits no) { return (condition & yes) | (~condition & no); }
+constexpr uint32_t kQuiet = 0x400000;  // the bit of a NaN that raises no exception
 
 // What the compiler does not find by itself in every version, or needs several instructions for.
 #if defined(__AVX512F__)
@@ -52,26 +52,45 @@ Bits select(Bits condition, Bits yes, Bits no) { return (condition & yes) | (~co
 constexpr __mmask16 kAll = 0xffff;
 Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 Bits widen(Halves h) { return (Bits)_mm512_maskz_cvtepu16_epi32(kAll, (__m256i)h); }
-Halves narrow(Bits b) { return (Halves)_mm512_maskz_cvtepi32_epi16(kAll, (__m512i)b); }
 Vec widen(Halves h, F16) { return _mm512_maskz_cvtph_ps(kAll, (__m256i)h); }
 Halves narrow(Vec v, F16) { return (Halves)_mm512_maskz_cvtps_ph(kAll, v, _MM_FROUND_TO_NEAREST_INT); }
+
+Halves upper_halves(Bits b) {
+  constexpr __v32hi odd = {1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31};
+  const __m512i words = _mm512_maskz_permutexvar_epi16(~0u, (__m512i)odd, (__m512i)b);
+  Halves h;
+  memcpy(&h, &words, sizeof h);
+  return h;
+}
+
+// The bits `rounded`, but v's own where v is NaN, quiet.
+Bits quiet_nans(Bits rounded, Vec v) {
+  const __mmask16 is_nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+  return (Bits)_mm512_mask_or_epi32((__m512i)rounded, is_nan, (__m512i)v, (__m512i)(Bits{} + kQuiet));
+}
 
 #elif defined(__AVX2__)
 
 Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
 Bits widen(Halves h) { return (Bits)_mm256_cvtepu16_epi32((__m128i)h); }
-Halves narrow(Bits b) {
-  const __m256i packed = _mm256_packus_epi32((__m256i)b, (__m256i)b);
+Halves upper_halves(Bits b) {
+  const __m256i upper = (__m256i)(b >> 16), packed = _mm256_packus_epi32(upper, upper);
   return (Halves)_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0b1000));
 }
 Vec widen(Halves h, F16) { return _mm256_cvtph_ps((__m128i)h); }
 Halves narrow(Vec v, F16) { return (Halves)_mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT); }
+Bits quiet_nans(Bits rounded, Vec v) {
+  return (Bits)_mm256_blendv_ps((Vec)rounded, (Vec)((Bits)v | kQuiet), (Vec)(v != v));
+}
 
 #else
 
 Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
 Bits widen(Halves h) { return __builtin_convertvector(h, Bits); }
 Halves narrow(Bits b) { return __builtin_convertvector(b, Halves); }
+Halves upper_halves(Bits b) { return narrow(b >> 16); }
+Bits select(Bits condition, Bits yes, Bits no) { return (condition & yes) | (~condition & no); }
+Bits quiet_nans(Bits rounded, Vec v) { return select((Bits)(v != v), (Bits)v | kQuiet, rounded); }
 
 // Both directions avoid arithmetic on subnormal floats, which XLA's threads flush to zero.
 Vec widen(Halves h, F16) {
@@ -104,8 +123,7 @@ Vec widen(Halves h, BF16) { return (Vec)(widen(h) << 16); }
 // Rounds to nearest even in integers: the processor's own conversion flushes subnormals.
 Halves narrow(Vec v, BF16) {
   const Bits bits = (Bits)v;
-  const Bits rounded = bits + 0x7fff + ((bits >> 16) & 1);
-  return narrow(select((Bits)(v != v), bits | 0x400000, rounded) >> 16);
+  return upper_halves(quiet_nans(bits + 0x7fff + ((bits >> 16) & 1), v));
 }
 
 Vec load(const float* p, Whole) {
@@ -128,6 +146,29 @@ void store(T* p, Vec v, Whole) {
   const Halves h = narrow(v, T{});
   memcpy(p, &h, sizeof h);
 }
+
+// Stores past the caches, to memory that is aligned as what is stored; other threads may read it after fence().
+#if defined(__AVX512F__)
+void stream(float* p, Vec v) { _mm512_stream_ps(p, v); }
+template <class T>
+void stream(T* p, Vec v) {
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(p), (__m256i)narrow(v, T{}));
+}
+void fence() { _mm_sfence(); }
+#elif defined(__AVX2__)
+void stream(float* p, Vec v) { _mm256_stream_ps(p, v); }
+template <class T>
+void stream(T* p, Vec v) {
+  _mm_stream_si128(reinterpret_cast<__m128i*>(p), (__m128i)narrow(v, T{}));
+}
+void fence() { _mm_sfence(); }
+#else
+template <class T>
+void stream(T* p, Vec v) {
+  store(p, v, Whole{});
+}
+void fence() {}
+#endif
 
 // Of a Part, the lanes past the row's end are zero when loaded and left alone when stored; within() makes them zero.
 Vec within(Vec v, Whole) { return v; }

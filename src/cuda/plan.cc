@@ -19,8 +19,7 @@ Plan whole_warps(int64_t row, int vectors, int blocks, int threads = 0) {
 }
 
 Plan forward_plan(Kind kind, Dtype x, int64_t row, int max_cluster) {
-  // Blocks are handed out one after the other, so the shorter the rows, the more of them a block has.
-  if (row <= 32) return {8, power_of_two(ceil_div(row, 8)), kRowsThreads / (row <= 8 ? 2 : row <= 16 ? 4 : 8), 1};
+  if (row <= 32) return {8, power_of_two(ceil_div(row, 8)), kRowsThreads / 8, 1};
   if (row <= 128) return {kWarp, std::max(2, power_of_two(ceil_div(row, kWarp))), kRowsThreads / kWarp, 1};
   const auto fits = [&](int vectors, int blocks) { return row <= int64_t{vectors} * kMaxThreads * blocks; };
   // Layer norm of a half type is short of instructions, not of memory: the fewer warps add up a row the better.
