@@ -32,7 +32,9 @@ def add_arguments(parser):
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     extra = [variant for variant in models.VARIANTS if variant not in ("jnp", "none")]
     parser.add_argument("--variants", nargs="+", default=["jaxnorm"], choices=extra, help="beside jnp and none")
-    parser.add_argument("--attention", choices=["xla", "cudnn"], help="(default: cudnn on a GPU where it takes the sequence)")
+    parser.add_argument(
+        "--attention", choices=["xla", "cudnn"], help="(default: cudnn on a GPU where it takes the sequence)"
+    )
     parser.add_argument("--no-rotary", action="store_true", help="no rotation between the norms of q, k and attention")
     parser.add_argument("--scan", action="store_true", help="over stacked layers, which are unrolled otherwise")
     parser.add_argument("--remat", choices=["none", "full"], default="none")
