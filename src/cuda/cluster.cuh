@@ -42,6 +42,13 @@ struct Cluster {
   __device__ static void wait() { JAXNORM_SM90(asm volatile("barrier.cluster.wait.acquire.aligned;" :: : "memory")); }
 };
 
+// The address in the shared memory of `block` of the cluster that corresponds to one in this block's.
+__device__ inline uint32_t remote_address([[maybe_unused]] uint32_t address, [[maybe_unused]] int block) {
+  uint32_t remote = 0;
+  JAXNORM_SM90(asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(block)));
+  return remote;
+}
+
 // A barrier in this block's shared memory that completes a phase once the bytes announced for it have arrived.
 struct Arrival {
   uint64_t state;
@@ -72,21 +79,19 @@ struct Arrival {
   __device__ void send(float* to, const float (&values)[N], int block) {
     static_assert(N == 1 || N == 2 || N == 4);
     const uint32_t address = shared_address(to), barrier = shared_address(&state);
-    uint32_t remote = 0, remote_barrier = 0;
-    JAXNORM_SM90(asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(block)));
-    JAXNORM_SM90(asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote_barrier) : "r"(barrier), "r"(block)));
+    [[maybe_unused]] const uint32_t remote = remote_address(address, block), at = remote_address(barrier, block);
     if constexpr (N == 1) {
       JAXNORM_SM90(
           asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(remote),
-                       "f"(values[0]), "r"(remote_barrier) : "memory"));
+                       "f"(values[0]), "r"(at) : "memory"));
     } else if constexpr (N == 2) {
       JAXNORM_SM90(asm volatile(
           "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(remote),
-          "f"(values[0]), "f"(values[1]), "r"(remote_barrier) : "memory"));
+          "f"(values[0]), "f"(values[1]), "r"(at) : "memory"));
     } else {
       JAXNORM_SM90(asm volatile(
           "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(remote),
-          "f"(values[0]), "f"(values[1]), "f"(values[2]), "f"(values[3]), "r"(remote_barrier) : "memory"));
+          "f"(values[0]), "f"(values[1]), "f"(values[2]), "f"(values[3]), "r"(at) : "memory"));
     }
   }
 
