@@ -11,7 +11,6 @@ import jaxnorm
 NORMS = {"rms": jaxnorm.rms_norm, "layer": jaxnorm.layer_norm}
 # Arrays of x's size that each program reads or writes once.
 ELEMENTS = {"forward": 2, "backward": 3, "step": 5}
-LINKS = 6  # norms in a chain
 TOLERANCE = {"float32": 2e-6, "bfloat16": 4e-3, "float16": 5e-4}  # of y and dx, relative L2
 EPSILON = 1e-6
 
@@ -70,26 +69,6 @@ def programs(kind, implementation, x, weights, dy):
     else:
         backward = f["backward"], (f["residuals"](x, weights), dy)
     return {"forward": (f["forward"], (x, weights)), "backward": backward, "step": (f["step"], (x, weights, dy))}
-
-
-def chains(kind, implementation, x, weights, dy):
-    """The same, of several norms in a row within one program: their memory is mapped once and soon reused."""
-    norm = functools.partial(NORMS[kind], implementation=implementation)
-
-    def forward(x, weights):
-        for _ in range(LINKS):
-            x = norm(x, *weights)
-        return x
-
-    def backward(x, weights, dy):
-        _, vjp = jax.vjp(lambda x, weights: norm(x, *weights), x, weights)
-        sums = jax.tree.map(jnp.zeros_like, weights)
-        for _ in range(LINKS):
-            dy, dweights = vjp(dy)
-            sums = jax.tree.map(jnp.add, sums, dweights)
-        return dy, sums
-
-    return {"forward": (forward, (x, weights)), "backward": (backward, (x, weights, dy))}
 
 
 def check(kind, x, weights, dy, step=None):

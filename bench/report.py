@@ -34,8 +34,10 @@ def save(header, rows, out, **lists):
     """Writes OUT.json and OUT.md."""
     header = complete(header)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.with_suffix(".json").write_text(to_json(header, rows, lists))
-    out.with_suffix(".md").write_text(markdown(header, rows, lists))
+    for suffix, text in ((".json", to_json(header, rows, lists)), (".md", markdown(header, rows, lists))):
+        whole = out.with_suffix(f"{suffix}.new")  # a run that is cut off here leaves the last whole file
+        whole.write_text(text)
+        whole.replace(out.with_suffix(suffix))
 
 
 def load(path):
