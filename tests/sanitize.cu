@@ -28,7 +28,7 @@ void check(cudaError_t error, const char* what) {
 class Array {
  public:
   Array(Dtype dtype, int64_t elements, int64_t offset, bool is_input) : offset_(offset * size_of(dtype)) {
-    const size_t bytes = (elements + offset) * size_of(dtype);
+    const size_t bytes = (elements * size_of(dtype) + offset_ + 15) / 16 * 16;  // granules are read whole
     check(cudaMalloc(&data_, bytes ? bytes : 1), "cudaMalloc");
     if (is_input) check(cudaMemset(data_, 0x3c, bytes), "cudaMemset");  // 0.0115 as f32, 1.06 as f16, 0.0115 as bf16
   }
@@ -71,14 +71,17 @@ void run(Kind kind, Dtype dtype, int64_t rows, int64_t cols, int64_t offset) {
 }  // namespace
 
 int main() {
-  // Lengths of every regime, whole vectors and not; rows of a part of a block, and more than run at once.
+  // Lengths of every regime, whole vectors and not; rows of a part of a block, and more than run at once. Rows that
+  // vectors do not divide are fewer: racecheck looks at each element on its own.
   for (const Dtype dtype : {Dtype::f32, Dtype::bf16})
     for (const Kind kind : {Kind::rms, Kind::layer}) {
-      for (const int64_t cols : {1, 24, 64, 72, 256, 257, 512, 1024, 1536, 2880, 4096})
+      for (const int64_t cols : {24, 64, 72, 256, 512, 1024, 1536, 2880, 4096})
         for (const int64_t rows : {1, 37, 5000}) run(kind, dtype, rows, cols, 0);
-      for (const int64_t cols : {8192, 10000, 16384, 40000, 65536, 131072, 262144, 300000, 300001})
+      for (const int64_t cols : {8192, 10000, 16384, 40000, 65536, 131072, 262144, 300000})
         for (const int64_t rows : {1, 70}) run(kind, dtype, rows, cols, 0);
       for (const int64_t cols : {64, 1024, 4096, 65536}) run(kind, dtype, 37, cols, 1);
+      for (const int64_t cols : {1, 257, 1021, 4097}) run(kind, dtype, 20, cols, 0);
+      for (const int64_t cols : {30001, 100003, 300001}) run(kind, dtype, 3, cols, 0);
     }
   std::printf("ran every regime\n");
 }

@@ -61,7 +61,10 @@ def test_a_regime_is_what_its_name_says(cuda, op, kind, dtype, max_cluster):
 @table
 def test_threads_come_in_warps_and_fit_a_block(cuda, op, kind, dtype, max_cluster):
     plans = [cuda.plan(op, kind, dtype, cols, max_cluster) for cols in LENGTHS]
-    threads = {plan["threads_per_row"] * plan["rows_per_block"] // plan["blocks_per_row"] for plan in plans}
+    threads = {
+        plan["threads_per_row"] * plan["rows_per_block"] // plan["rows_per_team"] // plan["blocks_per_row"]
+        for plan in plans
+    }
     assert all(count % 32 == 0 and 0 < count <= 1024 for count in threads), threads
 
 

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "cuda/backward_columns.cuh"
+#include "cuda/backward_few.cuh"
 #include "cuda/backward_rows.cuh"
 
 namespace jaxnorm::cuda {
@@ -15,9 +16,18 @@ template <Kind KIND, typename X, typename DY>
 cudaError_t launch_backward(const Backward& p, cudaStream_t stream) {
   constexpr int N = kVector<X>;
   const Plan plan = make_plan(Op::backward, KIND, kDtype<X>, p.cols, current_device().max_cluster());
-  const bool aligned = p.cols % N == 0 && aligned_for<N>(p.x.dtype, p.x.data) &&
-                       aligned_for<N>(p.dy.dtype, p.dy.data) && aligned_for<N>(p.dx.dtype, p.dx.data) &&
+  // Rows of dy as well are whole multiples of 16 bytes: they may be copied in bulk.
+  const bool aligned = p.cols % N == 0 && p.cols % kVector<DY> == 0 && aligned_for<N>(p.x.dtype, p.x.data) &&
+                       aligned_for<kVector<DY>>(p.dy.dtype, p.dy.data) && aligned_for<N>(p.dx.dtype, p.dx.data) &&
                        aligned_for<N>(p.scale.dtype, p.scale.data) && aligned_for<N>(Dtype::f32, p.workspace);
+
+  if constexpr (std::is_same_v<X, DY>)
+    if (aligned && is_few(p, plan))
+      return with_backward_regime<KIND, X>(plan, [&](auto regime) {
+        using R = decltype(regime);
+        if constexpr (R::kCluster == 1) return launch_few<KIND, X, R>(p, plan, stream);
+        return cudaErrorInvalidValue;  // not reached
+      });
 
   // The workspace has room for `most` partial rows of dscale, then of dbias; few rows fill fewer of them.
   const int64_t most = partial_rows(kDtype<X>, p.cols);

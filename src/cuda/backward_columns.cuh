@@ -10,11 +10,11 @@
 namespace jaxnorm::cuda {
 
 // The sums of g * x_hat and of g over a row or a part of it.
-struct RowSums {
+struct SegmentSums {
   float gx, g;
 };
 
-__device__ inline RowSums warp_sums(RowSums sums) {
+__device__ inline SegmentSums sum_over_warp(SegmentSums sums) {
 #pragma unroll
   for (int offset = kWarp / 2; offset > 0; offset /= 2) {
     sums.gx += __shfl_xor_sync(0xffffffffu, sums.gx, offset);
@@ -23,21 +23,35 @@ __device__ inline RowSums warp_sums(RowSums sums) {
   return sums;
 }
 
-template <Kind KIND, typename X, typename DY, typename W, typename AnyWeight>
-__device__ RowSums thread_sums(const Backward& p, const AnyWeight& scale, int64_t row, int64_t begin) {
+// What dy is multiplied by, whatever type scale has, if there is one.
+template <bool ALIGNED, int N>
+__device__ void load_factor(const Backward& p, int64_t first, int left, float (&factor)[N]) {
+  if (p.scale.data) load_floats<ALIGNED>(p.scale, first, left, factor);
+#pragma unroll
+  for (int i = 0; i < N; ++i) factor[i] = p.scale.data ? factor[i] + p.scale_offset : 1.0f;
+}
+
+// T: scale's type, if it is known; void: scale may also be absent.
+template <Kind KIND, typename X, typename DY, typename T, typename W>
+__device__ SegmentSums thread_sums(const Backward& p, int64_t row, int64_t begin) {
   const float mean = KIND == Kind::layer ? p.mean[row] : 0.0f, rstd = p.rstd[row];
-  RowSums sums{};
+  SegmentSums sums{};
 #pragma unroll
   for (int slot = 0; slot < W::VECTORS; ++slot) {
     const int64_t first = begin + (slot * kSegmentThreads + threadIdx.x) * W::N;
     if (first >= p.cols) continue;
-    const int valid = W::ALIGNED ? W::N : static_cast<int>(min(static_cast<int64_t>(W::N), p.cols - first));
-    float x[W::N], g[W::N];
-    unpack(load<W::N>(static_cast<const X*>(p.x.data) + row * p.cols + first, valid, W::ALIGNED), x);
-    unpack(load<W::N>(static_cast<const DY*>(p.dy.data) + row * p.cols + first, valid, W::ALIGNED), g);
-    float factor[W::N];
-    scale.get(0, first, valid, factor);
-    RowSums part{};
+    const int left = static_cast<int>(min(static_cast<int64_t>(W::N), p.cols - first));
+    float x[W::N], g[W::N], factor[W::N];
+    unpack(load<W::ALIGNED, W::N>(static_cast<const X*>(p.x.data) + row * p.cols + first, left), x);
+    unpack(load<W::ALIGNED, W::N>(static_cast<const DY*>(p.dy.data) + row * p.cols + first, left), g);
+    if constexpr (std::is_void_v<T>) {
+      load_factor<W::ALIGNED>(p, first, left, factor);
+    } else {
+      unpack(load<W::ALIGNED, W::N>(static_cast<const T*>(p.scale.data) + first, left), factor);
+#pragma unroll
+      for (int i = 0; i < W::N; ++i) factor[i] += p.scale_offset;
+    }
+    SegmentSums part{};
 #pragma unroll
     for (int i = 0; i < W::N; ++i) {
       g[i] *= factor[i];
@@ -55,21 +69,19 @@ template <Kind KIND, typename X, typename DY>
 __global__ void __launch_bounds__(kSegmentThreads)
     segment_sums_kernel(const __grid_constant__ Backward p, int segments, bool aligned) {
   constexpr int vectors = kSegment / kSegmentThreads / kVector<X>;
-  using Aligned = Walk<X, vectors, Access::vectors>;
-  using Unaligned = Walk<X, vectors, Access::elements>;
+  using Aligned = Walk<X, Regime<kWholeBlock, vectors, 1>, Access::vectors>;
   const int64_t row = blockIdx.x / segments, begin = static_cast<int64_t>(blockIdx.x % segments) * kSegment;
-  RowSums sums;
+  SegmentSums sums;
   if (!aligned) {
-    sums = thread_sums<KIND, X, DY, Unaligned>(p, LoadedWeight<void, Unaligned>(p.scale, p.scale_offset, 1.0f), row,
-                                               begin);
+    sums = thread_sums<KIND, X, DY, void, Walk<X, Regime<kWholeBlock, vectors, 1>, Access::unaligned>>(p, row, begin);
   } else if (!p.scale.data || p.scale.dtype != kDtype<X>) {
-    sums = thread_sums<KIND, X, DY, Aligned>(p, LoadedWeight<void, Aligned>(p.scale, p.scale_offset, 1.0f), row, begin);
+    sums = thread_sums<KIND, X, DY, void, Aligned>(p, row, begin);
   } else {
-    sums = thread_sums<KIND, X, DY, Aligned>(p, LoadedWeight<X, Aligned>(p.scale, p.scale_offset, 1.0f), row, begin);
+    sums = thread_sums<KIND, X, DY, X, Aligned>(p, row, begin);
   }
 
-  __shared__ RowSums warps[kSegmentThreads / kWarp];
-  sums = warp_sums(sums);
+  __shared__ SegmentSums warps[kSegmentThreads / kWarp];
+  sums = sum_over_warp(sums);
   if (threadIdx.x % kWarp == 0) warps[threadIdx.x / kWarp] = sums;
   __syncthreads();
   if (threadIdx.x > 0) return;
@@ -77,7 +89,7 @@ __global__ void __launch_bounds__(kSegmentThreads)
     sums.gx += warps[warp].gx;
     sums.g += warps[warp].g;
   }
-  reinterpret_cast<RowSums*>(p.row_sums)[row * segments + blockIdx.x % segments] = sums;
+  reinterpret_cast<SegmentSums*>(p.row_sums)[row * segments + blockIdx.x % segments] = sums;
 }
 
 // What dx of a row needs besides x and dy.
@@ -87,14 +99,14 @@ struct RowScalars {
 
 template <Kind KIND>
 __device__ RowScalars row_scalars(const Backward& p, int64_t row, int segments) {
-  RowSums sums{};
+  SegmentSums sums{};
   if (p.dx.data) {
-    const RowSums* parts = reinterpret_cast<const RowSums*>(p.row_sums) + row * segments;
+    const SegmentSums* parts = reinterpret_cast<const SegmentSums*>(p.row_sums) + row * segments;
     for (int i = threadIdx.x % kWarp; i < segments; i += kWarp) {
       sums.gx += parts[i].gx;
       sums.g += parts[i].g;
     }
-    sums = warp_sums(sums);
+    sums = sum_over_warp(sums);
   }
   const bool layer = KIND == Kind::layer;
   return {layer ? p.mean[row] : 0.0f, p.rstd[row], sums.gx / p.cols, layer ? sums.g / p.cols : 0.0f};
@@ -105,12 +117,10 @@ __device__ RowScalars row_scalars(const Backward& p, int64_t row, int segments) 
 template <Kind KIND, typename X, typename DY, bool ALIGNED>
 __device__ __forceinline__ void finish_columns(const Backward& p, const Partials& partials, int segments) {
   constexpr int N = kVector<X>, kRows = 32;
-  using W = Walk<X, 1, ALIGNED ? Access::vectors : Access::elements>;
   const int64_t first = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * N;
-  const int valid = ALIGNED ? N : static_cast<int>(min(static_cast<int64_t>(N), p.cols - first));
-  const bool present = first < p.cols;
+  const int left = static_cast<int>(max(int64_t{0}, min(static_cast<int64_t>(N), p.cols - first)));
   float factor[N], dscale[N] = {}, dbias[N] = {};
-  if (present) LoadedWeight<void, W>(p.scale, p.scale_offset, 1.0f).get(0, first, valid, factor);
+  load_factor<ALIGNED>(p, first, left, factor);
 
   __shared__ RowScalars scalars[kRows];
   const int64_t step = gridDim.y;
@@ -122,14 +132,14 @@ __device__ __forceinline__ void finish_columns(const Backward& p, const Partials
       if (threadIdx.x % kWarp == 0) scalars[i] = s;
     }
     __syncthreads();
-    if (!present) continue;
+    if (ALIGNED && left == 0) continue;
 #pragma unroll 2
     for (int i = 0; i < rows; ++i) {
       const int64_t at = (last - i * step) * p.cols + first;
       const RowScalars s = scalars[i];
       float x[N], dy[N];
-      unpack(load<N>(static_cast<const X*>(p.x.data) + at, valid, ALIGNED), x);
-      unpack(load<N>(static_cast<const DY*>(p.dy.data) + at, valid, ALIGNED), dy);
+      unpack(load<ALIGNED, N>(static_cast<const X*>(p.x.data) + at, left), x);
+      unpack(load<ALIGNED, N>(static_cast<const DY*>(p.dy.data) + at, left), dy);
 #pragma unroll
       for (int e = 0; e < N; ++e) {
         const float x_hat = (x[e] - s.mean) * s.rstd;
@@ -137,13 +147,18 @@ __device__ __forceinline__ void finish_columns(const Backward& p, const Partials
         dbias[e] += dy[e];
         x[e] = s.rstd * fmaf(-x_hat, s.gx_mean, dy[e] * factor[e] - s.g_mean);
       }
-      if (p.dx.data) store_streaming(static_cast<X*>(p.dx.data) + at, pack<X>(x), valid, ALIGNED);
+      if (!p.dx.data) continue;
+      X* const dx = static_cast<X*>(p.dx.data) + at;
+      if constexpr (ALIGNED) {
+        store_streaming(dx, pack<X>(x));
+      } else {
+        store<false>(dx, pack<X>(x), left);
+      }
     }
   }
-  if (!present) return;
   const int64_t sums_at = static_cast<int64_t>(blockIdx.y) * p.cols + first;
-  if (partials.dscale) store(partials.dscale + sums_at, pack<float>(dscale), valid, ALIGNED);
-  if (partials.dbias) store(partials.dbias + sums_at, pack<float>(dbias), valid, ALIGNED);
+  if (partials.dscale) store<ALIGNED>(partials.dscale + sums_at, pack<float>(dscale), left);
+  if (partials.dbias) store<ALIGNED>(partials.dbias + sums_at, pack<float>(dbias), left);
 }
 
 template <Kind KIND, typename X, typename DY>

@@ -1,89 +1,32 @@
 // The backward where a team has its row at hand: dx, and the sums over the team's rows on the way.
 #pragma once
 
-#include "cuda/forward.cuh"
+#include "cuda/backward_row.cuh"
 #include "cuda/partials.h"
 
 namespace jaxnorm::cuda {
 
-// The running sums of a team's rows, one float for each element that a thread owns.
-template <typename W>
-struct ColumnSums {
-  float value[W::VECTORS][W::N];
-
-  __device__ void clear() {
-#pragma unroll
-    for (int slot = 0; slot < W::VECTORS; ++slot)
-#pragma unroll
-      for (int i = 0; i < W::N; ++i) value[slot][i] = 0;
-  }
-
-  // Writes those of a block or a cluster: teams that share a block add up theirs in `space`, a float for each element
-  // that the block's threads own.
-  template <typename Team>
-  __device__ void write(const Team& team, int teams, float* space, float* to) const {
-    if (Team::kSpansBlocks || teams == 1) {
-      for_each_vector<W>(team, [&](int slot, int64_t first, int valid) {
-        store(to + first, pack<float>(value[slot]), valid, W::ALIGNED);
-      });
-      return;
-    }
-    float* const own = space + team.place * static_cast<int>(team.end);
-    for_each_vector<W>(team, [&](int slot, int64_t first, int valid) {
-#pragma unroll
-      for (int i = 0; i < W::N; ++i)
-        if (i < valid) own[first + i] = value[slot][i];
-    });
-    __syncthreads();
-    for (int col = threadIdx.x; col < team.end; col += blockDim.x) {
-      float sum = space[col];
-      for (int i = 1; i < teams; ++i) sum += space[i * static_cast<int>(team.end) + col];
-      to[col] = sum;
-    }
-    __syncthreads();  // `space` may be used again
-  }
-};
-
-struct NoSums {
-  __device__ void clear() {}
-};
-
-struct RowStatistics {
-  float mean = 0, rstd = 0;
-
-  template <Kind KIND>
-  __device__ float x_hat(float x) const {
-    return (KIND == Kind::layer ? x - mean : x) * rstd;
-  }
-
-  template <Kind KIND>
-  __device__ void fetch(const Backward& p, int64_t row) {
-    if (row >= p.rows) return;
-    rstd = p.rstd[row];
-    if (KIND == Kind::layer) mean = p.mean[row];
-  }
-};
+// Whether shared memory has room for enough rows that dx may wait for other blocks while the next row is begun.
+template <typename X, typename DY>
+constexpr bool kHasRoom = sizeof(X) + sizeof(DY) == 4;
 
 // dx, and the partial sums of dscale and, if BIAS, of dbias, each where it is asked for. Partial sum i is over groups
 // i, i + partials.rows, ... of rows; a team has its own in registers.
 template <Kind KIND, bool BIAS, typename X, typename DY, typename R, Access ACCESS>
 __device__ __forceinline__ void backward_rows(const Backward& p, const Partials& partials, const RowsLaunch& launch,
                                               char* shared) {
-  using W = Walk<X, R::kVectors, ACCESS>;
-  constexpr bool kLayer = KIND == Kind::layer;
-  using Part = Sums<kLayer ? 2 : 1>;
-  using Threads = Team<R::kThreads, Part, R::kCluster>;
-  Threads team(launch.threads_per_row, p.cols, launch.span);
+  using W = Walk<X, R, ACCESS>;
+  using Threads = Team<R::kThreads, RowSums<KIND>, R::kCluster>;
+  Threads team(launch.threads_per_row, p.cols, launch.span, launch.reciprocal_cols);
   const Rows rows{p.rows, p.cols, launch.rows_per_block, partials.rows};
   const X* const x_data = static_cast<const X*>(p.x.data);
   const DY* const dy_data = static_cast<const DY*>(p.dy.data);
   RingOf<W, X, DY, Threads> ring(team, launch.ring, shared, rows);
   const int64_t stride = rows.stride * rows.group;
-  // dx may wait for other blocks while the next row is begun, if shared memory has room for enough rows.
-  constexpr bool kBehind = Threads::kSpansBlocks && W::RING && sizeof(X) == 2;
+  constexpr bool kBehind = Threads::kSpansBlocks && W::RING && kHasRoom<X, DY>;
 
   ring.start(team, rows, team.index, x_data, dy_data);
-  const Weight<void, W> scale(team, p.scale, p.scale_offset, 1.0f);
+  const FloatWeight<W> scale(team, p.scale, p.scale_offset, 1.0f);
   Row<X, W> x;
   Row<DY, W> dy;
   ColumnSums<W> dscale;
@@ -98,7 +41,8 @@ __device__ __forceinline__ void backward_rows(const Backward& p, const Partials&
     fetched.template fetch<KIND>(p, first_row);
     // Teams of a warp leave a row together, so they go on as long as one of them has one.
     const int64_t end = p.rows + (kBehind ? stride : 0) + team.place % Threads::kTeamsOfWarp;
-    for (int64_t next = first_row; next < end; next += stride) {
+    int64_t next = first_row;
+    for (; next < end; next += stride) {
       if (Threads::kTeamsOfWarp > 1 && next >= p.rows) {
         ring.take();
         ring.leave();
@@ -109,65 +53,32 @@ __device__ __forceinline__ void backward_rows(const Backward& p, const Partials&
         newest = fetched;
         ring.take();
         if constexpr (W::RING) {
-          x.read(team, ring.newest_a());
-          dy.read(team, ring.newest_b());
+          x.read(team, ring.newest_a(x_data + next * p.cols + team.begin));
+          dy.read(team, ring.newest_b(dy_data + next * p.cols + team.begin));
         } else {
           x.read(team, x_data + next * p.cols);
           dy.read(team, dy_data + next * p.cols);
         }
         fetched.template fetch<KIND>(p, next + stride);
 
-        float g_sum = 0, gx_sum = 0;
-        for_each_vector<W>(team, [&](int slot, int64_t first, int valid) {
-          float x_hat[W::N], g[W::N], factor[W::N], g_part = 0, gx_part = 0;
-          x.get(slot, first, valid, x_hat);
-          dy.get(slot, first, valid, g);
-          scale.get(slot, first, valid, factor);
-#pragma unroll
-          for (int i = 0; i < W::N; ++i) {
-            x_hat[i] = newest.template x_hat<KIND>(x_hat[i]);
-            dscale.value[slot][i] = fmaf(g[i], x_hat[i], dscale.value[slot][i]);
-            if constexpr (BIAS) dbias.value[slot][i] += g[i];
-            g[i] *= factor[i];
-            if (kLayer) g_part += g[i];
-            gx_part = fmaf(g[i], x_hat[i], gx_part);
-          }
-          g_sum += g_part;
-          gx_sum += gx_part;
-        });
-        Part warp_sums;
-        warp_sums.value[0] = team.warp_sum(gx_sum);
-        if constexpr (kLayer) warp_sums.value[1] = team.warp_sum(g_sum);
-        team.publish(warp_sums);
+        team.publish(warp_sums<KIND, W>(team, newest, x, dy, scale, dscale, dbias));
         ring.met();
       }
       if (kBehind && next == first_row) continue;
       const int64_t row = kBehind ? next - stride : next;
-      const Part sums = team.collect();
+      const RowSums<KIND> sums = team.collect();
       if (p.dx.data) {
-        // rstd * (g - mean(g) - x_hat * mean(g * x_hat))
-        const RowStatistics s = kBehind ? oldest : newest;
-        const float slope = sums.value[0] * team.reciprocal() * s.rstd;
-        const float level = kLayer ? sums.value[kLayer ? 1 : 0] * team.reciprocal() * s.rstd : 0.0f;
         if constexpr (kBehind) {
-          x.read(team, ring.oldest_a());
-          dy.read(team, ring.oldest_b());
+          x.read(team, ring.oldest_a(x_data + row * p.cols + team.begin));
+          dy.read(team, ring.oldest_b(dy_data + row * p.cols + team.begin));
         }
-        for_each_vector<W>(team, [&](int slot, int64_t first, int valid) {
-          float x_hat[W::N], g[W::N], factor[W::N];
-          x.get(slot, first, valid, x_hat);
-          dy.get(slot, first, valid, g);
-          scale.get(slot, first, valid, factor);
-#pragma unroll
-          for (int i = 0; i < W::N; ++i) {
-            x_hat[i] = s.template x_hat<KIND>(x_hat[i]);
-            g[i] = fmaf(g[i] * factor[i], s.rstd, -(kLayer ? fmaf(x_hat[i], slope, level) : x_hat[i] * slope));
-          }
-          store(static_cast<X*>(p.dx.data) + row * p.cols + first, pack<X>(g), valid, W::ALIGNED);
-        });
+        store_dx<KIND, W>(team, kBehind ? oldest : newest, sums, x, dy, scale,
+                          static_cast<X*>(p.dx.data) + row * p.cols);
       }
       ring.leave();
     }
+    // A team without a row of the last group meets as often as the others: compute-sanitizer reports races otherwise.
+    if (R::kThreads == kWholeWarps && next - team.place < p.rows) team.meet();
     __syncthreads();  // the ring is empty, and its memory may serve for sums
     float* const space = reinterpret_cast<float*>(shared);
     if (partials.dscale) dscale.write(team, rows.group, space, partials.dscale + part * p.cols);
@@ -176,24 +87,24 @@ __device__ __forceinline__ void backward_rows(const Backward& p, const Partials&
   }
 }
 
-template <Kind KIND, bool BIAS, typename X, typename DY, typename R>
+template <Kind KIND, bool BIAS, typename X, typename DY, typename R, Access ACCESS>
 __global__ void __launch_bounds__(kMaxThreads)
     backward_kernel(const __grid_constant__ Backward p, const __grid_constant__ Partials partials,
                     const __grid_constant__ RowsLaunch launch) {
-  if constexpr (R::kCluster > 1 && !kHasClusters) return;
-  extern __shared__ __align__(128) char shared[];
-  if (launch.access == Access::ring) {
-    if constexpr (kHasClusters) backward_rows<KIND, BIAS, X, DY, R, Access::ring>(p, partials, launch, shared);
-  } else if (R::kCluster == 1 && launch.access == Access::vectors) {
-    if constexpr (R::kCluster == 1) backward_rows<KIND, BIAS, X, DY, R, Access::vectors>(p, partials, launch, shared);
-  } else {
-    backward_rows<KIND, BIAS, X, DY, R, Access::elements>(p, partials, launch, shared);
+  // Rings, or what older architectures have in their place.
+  constexpr bool kRing = ACCESS == Access::ring || ACCESS == Access::ring_elements;
+  constexpr bool kNeeded = ACCESS == Access::unaligned || kRing == kHasClusters;
+  if constexpr (kNeeded && (kHasClusters || R::kCluster == 1)) {
+    extern __shared__ __align__(128) char shared[];
+    backward_rows<KIND, BIAS, X, DY, R, ACCESS>(p, partials, launch, shared);
   }
 }
 
-template <typename X, typename F>
+template <Kind KIND, typename X, typename F>
 cudaError_t with_backward_regime(const Plan& plan, F f) {
   constexpr int most = kElements / kVector<X>;
+  if constexpr (KIND == Kind::rms && sizeof(X) == 2)
+    if (plan.vectors > most) return f(Regime<kWholeBlock, 2 * most, kMaxCluster>{});
   if (plan.blocks_per_row > 1) return f(Regime<kWholeBlock, most, kMaxCluster>{});
   if (plan.threads_per_row > kWarp) return f(Regime<kWholeWarps, most, 1>{});
   if (plan.threads_per_row == kWarp) return f(Regime<kWarp, most, 1>{});
@@ -205,18 +116,32 @@ cudaError_t with_backward_regime(const Plan& plan, F f) {
 template <Kind KIND, bool BIAS, typename X, typename DY>
 cudaError_t launch_rows(const Backward& p, const Plan& plan, const Partials& partials, bool aligned,
                         cudaStream_t stream) {
-  constexpr int own_bytes = 2 << 10;  // of shared memory, more than any kernel here declares
-  RowsLaunch launch(plan, p.cols, kVector<X>, aligned);
-  int shared = 0;
-  if (aligned && is_bulk(p.x.dtype, p.x.data, p.cols) && is_bulk(p.dy.dtype, p.dy.data, p.cols))
-    shared = launch.with_rings(plan, p.cols, sizeof(X), sizeof(DY), own_bytes);
-  if (plan.rows_per_block > 1)
-    shared = std::max(shared, plan.block_threads() * kElements * static_cast<int>(sizeof(float)));
-  if (plan.blocks_per_row > 1 && launch.access == Access::vectors) launch.access = Access::elements;
+  // Of two types, rows that vectors do not divide go the slow way.
+  constexpr bool kOneType = std::is_same_v<X, DY>;
+  const bool divided = p.cols % kVector<X> == 0 && p.cols % kVector<DY> == 0;
+  RowsLaunch launch(plan, p.cols, kVector<X>);
+  const int held = plan.blocks_per_row > 1 && kHasRoom<X, DY> ? 2 : 1;
+  const int ring = aligned || (kOneType && !divided) ? launch.with_rings(plan, p.cols, sizeof(X), sizeof(DY), held) : 0;
+  const int sums = plan.rows_per_block > 1 ? plan.block_threads() * kElements * int{sizeof(float)} : 0;
   const int64_t teams = std::min<int64_t>(partials.rows, current_device().teams_at_once(plan.blocks_per_row));
-  return with_backward_regime<X>(plan, [&](auto regime) {
-    return launch_teams(backward_kernel<KIND, BIAS, X, DY, decltype(regime)>, plan, teams, shared, stream, p, partials,
-                        launch);
+  return with_backward_regime<KIND, X>(plan, [&](auto regime) {
+    using R = decltype(regime);
+    const auto launch_as = [&](auto access) {
+      constexpr Access kAccess = decltype(access)::value;
+      // What is rare has one kernel for both.
+      constexpr bool kBias = BIAS || kAccess == Access::unaligned || !kOneType;
+      return launch_teams(backward_kernel<KIND, kBias, X, DY, R, kAccess>, plan, teams, std::max(ring, sums), stream, p,
+                          partials, launch);
+    };
+    if (ring > 0 && divided) return launch_as(AccessAs<Access::ring>{});
+    if constexpr (kOneType) {
+      if (ring > 0) return launch_as(AccessAs<Access::ring_elements>{});
+      if constexpr (R::kCluster == 1)
+        if (!divided) return launch_as(AccessAs<Access::elements>{});
+    }
+    if constexpr (R::kCluster == 1)
+      if (aligned && !current_device().has_clusters()) return launch_as(AccessAs<Access::vectors>{});
+    return launch_as(AccessAs<Access::unaligned>{});
   });
 }
 

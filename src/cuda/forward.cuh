@@ -2,173 +2,139 @@
 // epilogue.
 #pragma once
 
+#include "cuda/forward_row.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/norms.h"
-#include "cuda/row.cuh"
 
 namespace jaxnorm::cuda {
 
-struct Statistics {
-  float mean, rstd;
-};
-
-template <Kind KIND>
-using Part = std::conditional_t<KIND == Kind::rms, Sums<1>, Moments>;
-
-// This warp's part of the statistics: the sum of squares, or the moments about the warp's own mean, so that
-// E[x^2] - mean^2 is never formed. `count`: how many columns the warp has.
-template <Kind KIND, typename W, typename X, typename T>
-__device__ Part<KIND> warp_part(const Row<X, W>& x, const T& team, float count, float reciprocal_count) {
-  // The sum over this warp's part of the row, vector by vector: f(sum, value, present) adds one element. Absent
-  // elements, past the row's end, read as zero.
-  const auto sum_of = [&](auto f) {
-    Accumulator<W> sum = 0;
-    for_each_vector<W>(team, [&](int slot, int64_t first, int valid) {
-      float values[W::N], part = 0;
-      x.get(slot, first, valid, values);
-#pragma unroll
-      for (int i = 0; i < W::N; ++i) part = f(part, values[i], i < valid);
-      sum += part;
-    });
-    return static_cast<float>(team.warp_sum(sum));
-  };
-
-  if constexpr (KIND == Kind::rms) {
-    return {{sum_of([](float sum, float value, bool) { return fmaf(value, value, sum); })}};
-  } else {
-    const float mean = sum_of([](float sum, float value, bool) { return sum + value; }) * reciprocal_count;
-    const float squares = sum_of([&](float sum, float value, bool present) {
-      const float deviation = present ? value - mean : 0.0f;
-      return fmaf(deviation, deviation, sum);
-    });
-    return {{count, mean, squares, 0}};
-  }
-}
-
-template <Kind KIND>
-__device__ Statistics statistics(const Part<KIND>& row, float reciprocal_cols, float epsilon) {
-  if constexpr (KIND == Kind::rms) {
-    return {0.0f, __frsqrt_rn(fmaf(row.value[0], reciprocal_cols, epsilon))};
-  } else {
-    return {row.value[1], __frsqrt_rn(fmaf(row.value[2], reciprocal_cols, epsilon))};
-  }
-}
-
-// What the compiler knows of a call, so that all loads of weights go out together, without a branch between them: y is
-// of x's type, the weights that there are of type T, a scale is among them, BIAS tells whether there is a bias, and
-// ROUND whether x_hat is rounded before the multiplication. If T is void, all of this is seen at run time.
-template <typename T, bool BIAS, bool ROUND>
-struct Call {
-  using Weight = T;
-  static constexpr bool kKnown = !std::is_void_v<T>, kBias = BIAS, kRound = ROUND;
-};
-
-using AnyCall = Call<void, true, true>;
-
-// y = x_hat * (scale + scale_offset) + bias of one vector, in place of x.
-template <Kind KIND, typename X, typename C, int N, typename AnyWeight>
-__device__ void normalise(const Forward& p, Statistics s, const AnyWeight& scale, const AnyWeight& bias, int slot,
-                          int64_t first, int valid, float (&y)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) y[i] = (KIND == Kind::layer ? y[i] - s.mean : y[i]) * s.rstd;
-  if constexpr (C::kKnown) {
-    if constexpr (C::kRound) unpack(pack<X>(y), y);
-  } else if (!p.multiply_before_cast) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) y[i] = round_to(p.y.dtype, y[i]);
-  }
-  float weight[N];
-  scale.get(slot, first, valid, weight);
-#pragma unroll
-  for (int i = 0; i < N; ++i) y[i] *= weight[i];
-  if constexpr (C::kBias) {
-    bias.get(slot, first, valid, weight);
-#pragma unroll
-    for (int i = 0; i < N; ++i) y[i] += weight[i];
-  }
-}
-
+// Teams whose rows do not come by way of a ring. A team has several rows under way at once if they are short.
 template <Kind KIND, typename X, typename R, Access ACCESS, typename C>
-__device__ __forceinline__ void forward_rows(const Forward& p, const RowsLaunch& launch, char* shared) {
-  using W = Walk<X, R::kVectors, ACCESS>;
+__device__ __forceinline__ void forward_rows(const Forward& p, const RowsLaunch& launch) {
+  using W = Walk<X, R, ACCESS>;
   using Threads = Team<R::kThreads, Part<KIND>, R::kCluster>;
-  using AnyWeight = Weight<typename C::Weight, W>;
-  Threads team(launch.threads_per_row, p.cols, launch.span);
-  const Rows rows{p.rows, p.cols, launch.rows_per_block, team.count};
+  Threads team(launch.threads_per_row, p.cols, launch.span, launch.reciprocal_cols);
+  const int64_t group = R::kThreads == kWholeBlock ? 1 : launch.rows_per_block;
+  constexpr int kRows = R::kRows;
+
+  for (int64_t first_row = team.index * kRows * group + team.place; first_row < p.rows;
+       first_row += team.count * kRows * group) {
+    Row<X, W> x[kRows];
+    Statistics s[kRows];
+    const X* x_row[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      // Past the last row, the first one again.
+      const int64_t row = first_row + r * group;
+      x_row[r] = static_cast<const X*>(p.x.data) + (row < p.rows ? row : first_row) * p.cols;
+      x[r].read(team, x_row[r]);
+    }
+    const auto collect = [&] {
+      const float cols = warp_cols<W>(team);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        team.publish(warp_part<KIND, W>(x[r], team, cols));
+        s[r] = statistics<KIND>(p, team, first_row + r * group);
+      }
+    };
+    if constexpr (C::kKnown) {
+      using T = typename C::Weight;
+      // Registers that x and the weights take, if those are held as well.
+      constexpr int kRegisters = W::VECTORS * W::N * (kRows * sizeof(X) + (C::kBias ? 2 : 1) * sizeof(T)) / 4;
+      using Weight = PackedWeight<T, W, (W::N > 1 && sizeof(T) == sizeof(X) && kRegisters <= 32)>;
+      const Weight scale(team, p.scale), bias(team, C::kBias ? p.bias : p.scale);
+      X* y[kRows];
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        y[r] = static_cast<X*>(p.y.data) + (first_row + r * group) * p.cols;
+        // Hides that this row lies as far from its array's beginning as the one that was read: the compiler would keep
+        // that distance for every vector.
+        asm volatile("" : "+l"(y[r]));
+      }
+      collect();
+      for_each_vector<W>(team, [&](int slot, auto first, int left) {
+        float factor[W::N], term[W::N];
+        scale.get(slot, first, left, factor);
+        if constexpr (C::kBias) bias.get(slot, first, left, term);
+#pragma unroll
+        for (int i = 0; i < W::N; ++i) factor[i] += p.scale_offset;
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+          const int64_t row = first_row + r * group;
+          float values[W::N];
+          x[r].get(slot, first, left, values);
+          finish<KIND, X, C>(s[r], factor, term, values);
+          if (r == 0 || row < p.rows) store<W::ALIGNED>(y[r] + first, pack<X>(values), left);
+        }
+      });
+    } else {
+      collect();
+      for (int r = 0; r < kRows && first_row + r * group < p.rows; ++r)
+        finish_row_any<KIND, W>(p, team, s[r], first_row + r * group, x_row[r]);
+    }
+  }
+}
+
+// Clusters whose rows come by way of rings: as many as run at once, each with the next row's statistics under way while
+// the blocks exchange those of one.
+template <Kind KIND, typename X, typename R, Access ACCESS, typename C>
+__device__ __forceinline__ void forward_ring(const Forward& p, const RowsLaunch& launch, char* shared) {
+  using W = Walk<X, R, ACCESS>;
+  using Threads = Team<R::kThreads, Part<KIND>, R::kCluster>;
+  Threads team(launch.threads_per_row, p.cols, launch.span, launch.reciprocal_cols);
+  const Rows rows{p.rows, p.cols, 1, team.count};
   const X* const x_data = static_cast<const X*>(p.x.data);
   RingOf<W, X, X, Threads> ring(team, launch.ring, shared, rows);
-  ring.start(team, rows, team.index, x_data, static_cast<const X*>(nullptr));
-  const AnyWeight scale(team, p.scale, p.scale_offset, 1.0f), bias(team, p.bias, 0.0f, -0.0f);
-  const float count = team.warp_cols(W::N), reciprocal_count = count > 0 ? 1.0f / count : 0.0f;
+  ring.start(team, rows, team.index, x_data, nullptr);
+  const FloatWeight<W> scale(team, p.scale, p.scale_offset, 1.0f), bias(team, p.bias, 0.0f, -0.0f);
+  const float cols = warp_cols<W>(team);
   Row<X, W> x;
 
-  const int group = R::kThreads == kWholeBlock ? 1 : rows.group;
-  const int64_t stride = team.count * group, first_row = team.index * group + team.place;
-  constexpr bool kBehind = Threads::kSpansBlocks && W::RING;  // the epilogue, which waits for other blocks
-  for (int64_t next = first_row; next < p.rows + (kBehind ? stride : 0); next += stride) {
-    if (!kBehind || next < p.rows) {
+  for (int64_t next = team.index; next < p.rows + team.count; next += team.count) {
+    if (next < p.rows) {
       ring.take();
-      if constexpr (W::RING) {
-        x.read(team, ring.newest_a());
-      } else {
-        x.read(team, x_data + next * p.cols);
-      }
-      team.publish(warp_part<KIND, W>(x, team, count, reciprocal_count));
+      x.read(team, ring.newest_a(x_data + next * p.cols + team.begin));
+      team.publish(warp_part<KIND, W>(x, team, cols));
       ring.met();
     }
-    if (kBehind && next == first_row) continue;
-    const int64_t row = kBehind ? next - stride : next;
-    const Statistics s = statistics<KIND>(team.collect(), team.reciprocal(), p.epsilon);
-    if (p.rstd && team.rank + team.begin == 0) {
-      p.rstd[row] = s.rstd;
-      if (KIND == Kind::layer) p.mean[row] = s.mean;
-    }
-    if constexpr (W::RING) x.read(team, ring.oldest_a());
-    for_each_vector<W>(team, [&](int slot, int64_t first, int valid) {
-      float y[W::N];
-      x.get(slot, first, valid, y);
-      normalise<KIND, X, C>(p, s, scale, bias, slot, first, valid, y);
-      if constexpr (C::kKnown) {
-        store(static_cast<X*>(p.y.data) + row * p.cols + first, pack<X>(y), valid, W::ALIGNED);
-      } else {
-        store_floats(p.y, row * p.cols + first, valid, W::ALIGNED, y);
-      }
+    const int64_t row = next - team.count;
+    if (row < 0) continue;
+    const Statistics s = statistics<KIND>(p, team, row);
+    x.read(team, ring.oldest_a(x_data + row * p.cols + team.begin));
+    X* const y = static_cast<X*>(p.y.data) + row * p.cols;
+    for_each_vector<W>(team, [&](int slot, auto first, int left) {
+      float values[W::N];
+      x.get(slot, first, left, values);
+      finish<KIND, X, C>(s, scale[slot], bias[slot], values);
+      store<true>(y + first, pack<X>(values), left);
     });
     ring.leave();
   }
 }
 
-template <Kind KIND, typename X, typename R>
-__global__ void __launch_bounds__(kMaxThreads, R::kCluster > 1 ? 1 : 1024 / kMaxThreads)
+// How many threads a block has at most, and how many blocks a multiprocessor shall hold: what bounds the registers.
+template <typename X, typename R, Access ACCESS>
+struct Residency {
+  static constexpr bool kRowsShare = R::kThreads > 0, kCluster = R::kCluster > 1,
+                        kRing = ACCESS == Access::ring || ACCESS == Access::ring_elements;
+  static constexpr int kThreads = kRowsShare ? kRowsThreads : kCluster ? kMaxThreads : max_forward_threads(kDtype<X>);
+  static constexpr bool kUnpacked = sizeof(X) == 2;  // in twice as many registers
+  static constexpr int kRegisters = kRing || (kUnpacked && R::kVectors == 8 && !kCluster) ? 128
+                                    : kUnpacked && kRowsShare                             ? 72
+                                                                                          : 64;
+  static constexpr int kBlocks = (64 << 10) / kRegisters / kThreads;
+};
+
+template <Kind KIND, typename X, typename R, Access ACCESS, typename C>
+__global__ void __launch_bounds__(Residency<X, R, ACCESS>::kThreads, Residency<X, R, ACCESS>::kBlocks)
     forward_kernel(const __grid_constant__ Forward p, const __grid_constant__ RowsLaunch launch) {
-  constexpr bool kRing = R::kCluster > 1 && R::kVectors != kStreamed;
-  constexpr Access kAligned = kRing ? Access::ring : Access::vectors;
-  if constexpr (R::kCluster > 1 && !kHasClusters) return;
-  extern __shared__ __align__(128) char shared[];
-  if (launch.access != kAligned) {
-    forward_rows<KIND, X, R, Access::elements, AnyCall>(p, launch, nullptr);
-  } else if (R::kVectors == kStreamed || !p.scale.data || p.y.dtype != kDtype<X>) {
-    forward_rows<KIND, X, R, kAligned, AnyCall>(p, launch, shared);
-  } else if constexpr (R::kVectors != kStreamed) {
-    // What models have: weights of x's type or f32, RMS norm without a bias, layer norm rounded once.
-    const auto all_are = [&](Dtype dtype) { return p.scale.dtype == dtype && (!p.bias.data || p.bias.dtype == dtype); };
-    const bool rounds = !p.multiply_before_cast && sizeof(X) < 4;
-    constexpr bool kRms = KIND == Kind::rms;
-    // RMS norm's second choice is whether it rounds, layer norm's whether it has a bias.
-    const bool second = kRms ? rounds : p.bias.data != nullptr;
-    if (kRms ? p.bias.data != nullptr : rounds) {
-      forward_rows<KIND, X, R, kAligned, AnyCall>(p, launch, shared);
-    } else if (kRing || all_are(kDtype<X>)) {
-      second ? forward_rows<KIND, X, R, kAligned, Call<X, !kRms, kRms>>(p, launch, shared)
-             : forward_rows<KIND, X, R, kAligned, Call<X, false, false>>(p, launch, shared);
-    } else if (sizeof(X) < 4 && all_are(Dtype::f32)) {
-      if constexpr (sizeof(X) < 4 && !kRing) {
-        second ? forward_rows<KIND, X, R, kAligned, Call<float, !kRms, kRms>>(p, launch, shared)
-               : forward_rows<KIND, X, R, kAligned, Call<float, false, false>>(p, launch, shared);
-      }
-    } else {
-      forward_rows<KIND, X, R, kAligned, AnyCall>(p, launch, shared);
-    }
+  if constexpr (R::kCluster > 1 && !kHasClusters) {
+    return;
+  } else if constexpr (ACCESS == Access::ring || ACCESS == Access::ring_elements) {
+    extern __shared__ __align__(128) char shared[];
+    forward_ring<KIND, X, R, ACCESS, C>(p, launch, shared);
+  } else {
+    forward_rows<KIND, X, R, ACCESS, C>(p, launch);
   }
 }
 
@@ -187,29 +153,67 @@ cudaError_t with_forward_regime(const Plan& plan, F f) {
   return plan.vectors == 4 ? f(Regime<kWholeBlock, 4, 1>{}) : f(Regime<kWholeBlock, 8, 1>{});
 }
 
-template <Kind KIND, typename X>
+// What models have is known to the compiler: weights of x's type or f32, RMS norm without a bias, layer norm rounded
+// once.
+template <Kind KIND, typename X, typename F>
+cudaError_t with_call(const Forward& p, F f) {
+  constexpr bool kRms = KIND == Kind::rms;
+  const auto all_are = [&](Dtype dtype) { return p.scale.dtype == dtype && (!p.bias || p.bias.dtype == dtype); };
+  const bool rounds = !p.multiply_before_cast && p.y.dtype != Dtype::f32;
+  if (!p.scale || p.y.dtype != kDtype<X> || (kRms ? bool{p.bias} : rounds)) return f(AnyCall{});
+  // RMS norm's second choice is whether it rounds, layer norm's whether it has a bias.
+  const bool second = kRms ? rounds : bool{p.bias};
+  if (all_are(kDtype<X>)) return second ? f(Call<X, !kRms, kRms>{}) : f(Call<X, false, false>{});
+  if constexpr (sizeof(X) < 4)
+    if (all_are(Dtype::f32)) return second ? f(Call<float, !kRms, kRms>{}) : f(Call<float, false, false>{});
+  return f(AnyCall{});
+}
+
+template <Kind KIND, typename X, typename R, typename C>
 cudaError_t launch_forward(const Forward& p, const Plan& plan, cudaStream_t stream) {
   constexpr int N = kVector<X>;
-  constexpr int own_bytes = 2 << 10;  // more than any kernel here declares
-  const bool aligned = p.cols % N == 0 && aligned_for<N>(p.x.dtype, p.x.data) && aligned_for<N>(p.y.dtype, p.y.data) &&
+  const int64_t rows = int64_t{plan.rows_per_block} * plan.rows_per_team, teams = (p.rows + rows - 1) / rows;
+  RowsLaunch launch(plan, p.cols, N);
+  const auto launch_as = [&](auto access, int64_t blocks_or_clusters, int shared_bytes) {
+    constexpr Access kAccess = decltype(access)::value;
+    return launch_teams(forward_kernel<KIND, X, R, kAccess, typename Seen<X, kAccess, C>::Call>, plan,
+                        blocks_or_clusters, shared_bytes, stream, p, launch);
+  };
+  const bool divided = p.cols % N == 0;
+  const bool aligned = divided && aligned_for<N>(p.x.dtype, p.x.data) && aligned_for<N>(p.y.dtype, p.y.data) &&
                        aligned_for<N>(p.scale.dtype, p.scale.data) && aligned_for<N>(p.bias.dtype, p.bias.data);
-  RowsLaunch launch(plan, p.cols, N, aligned);
-  int64_t teams = (p.rows + plan.rows_per_block - 1) / plan.rows_per_block;
-  int shared = 0;
-  if (aligned && plan.blocks_per_row > 1 && plan.vectors != kStreamed) {
-    shared = launch.with_rings(plan, p.cols, sizeof(X), 0, own_bytes);
-    teams = std::min<int64_t>(teams, current_device().teams_at_once(plan.blocks_per_row));
+  if constexpr (!C::kKnown) {
+    return aligned ? launch_as(AccessAs<Access::vectors>{}, teams, 0)
+                   : launch_as(AccessAs<Access::unaligned>{}, teams, 0);
+  } else {
+    if constexpr (R::kCluster == 1) {
+      if (aligned) return launch_as(AccessAs<Access::vectors>{}, teams, 0);
+      if (!divided) return launch_as(AccessAs<Access::elements>{}, teams, 0);
+    } else if (const int bytes = aligned || !divided ? launch.with_rings(plan, p.cols, sizeof(X), 0, 2) : 0) {
+      const int64_t at_once = std::min<int64_t>(teams, current_device().teams_at_once(plan.blocks_per_row));
+      return divided ? launch_as(AccessAs<Access::ring>{}, at_once, bytes)
+                     : launch_as(AccessAs<Access::ring_elements>{}, at_once, bytes);
+    }
+    return launch_forward<KIND, X, R, AnyCall>(p, plan, stream);
   }
+}
+
+template <Kind KIND, typename X>
+cudaError_t forward_of_kind(const Forward& p, cudaStream_t stream) {
+  const Plan plan = make_plan(Op::forward, KIND, kDtype<X>, p.cols, current_device().max_cluster());
   return with_forward_regime(plan, [&](auto regime) {
-    return launch_teams(forward_kernel<KIND, X, decltype(regime)>, plan, teams, shared, stream, p, launch);
+    return with_call<KIND, X>(p, [&](auto call) {
+      using R = decltype(regime);
+      // A looped row's epilogue reads it once more anyway.
+      using C = std::conditional_t<R::kVectors == kStreamed, AnyCall, decltype(call)>;
+      return launch_forward<KIND, X, R, C>(p, plan, stream);
+    });
   });
 }
 
 template <typename X>
 cudaError_t forward_of(const Forward& p, cudaStream_t stream) {
-  const Plan plan = make_plan(Op::forward, p.kind, kDtype<X>, p.cols, current_device().max_cluster());
-  return p.kind == Kind::rms ? launch_forward<Kind::rms, X>(p, plan, stream)
-                             : launch_forward<Kind::layer, X>(p, plan, stream);
+  return p.kind == Kind::rms ? forward_of_kind<Kind::rms, X>(p, stream) : forward_of_kind<Kind::layer, X>(p, stream);
 }
 
 }  // namespace jaxnorm::cuda

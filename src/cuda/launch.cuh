@@ -18,14 +18,21 @@ namespace jaxnorm::cuda {
 template <int THREADS, int VECTORS, int CLUSTER>
 struct Regime {
   static constexpr int kThreads = THREADS, kVectors = VECTORS, kCluster = CLUSTER;
+  static constexpr int kRows = rows_at_once(THREADS, VECTORS);
 };
 
-// How a kernel reaches rows. It makes no difference to the results.
+// How a kernel reaches rows: in vectors, or, where those do not divide a row, in elements. It makes no difference to
+// the results which way it goes about either.
 enum class Access : uint8_t {
-  elements,  // element by element, for arrays that are not aligned
-  vectors,   // in vectors
-  ring,      // in vectors, by way of shared memory
+  ring,       // aligned vectors, by way of shared memory
+  vectors,    // aligned vectors
+  unaligned,  // vectors, each read and written element by element
+  ring_elements,
+  elements,
 };
+
+template <Access ACCESS>
+using AccessAs = std::integral_constant<Access, ACCESS>;
 
 // Whether every access of a vector may be one of up to 16 bytes. N: elements a vector.
 template <int N>
@@ -33,46 +40,44 @@ bool aligned_for(Dtype dtype, const void* data) {
   return reinterpret_cast<uintptr_t>(data) % std::min(16, N * size_of(dtype)) == 0;
 }
 
-// Whether rows of `data` may be copied in bulk.
-inline bool is_bulk(Dtype dtype, const void* data, int64_t cols) {
-  return reinterpret_cast<uintptr_t>(data) % 16 == 0 && cols * size_of(dtype) % 16 == 0;
-}
-
 // A launch of a kernel that goes by rows.
 struct RowsLaunch {
   int threads_per_row, rows_per_block;
   int64_t span;  // columns of each block of a cluster
-  Access access;
+  float reciprocal_cols;
   RingShape ring = {};
 
-  RowsLaunch(const Plan& plan, int64_t cols, int vector, bool aligned)
+  RowsLaunch(const Plan& plan, int64_t cols, int vector)
       : threads_per_row(plan.threads_per_row),
         rows_per_block(plan.rows_per_block),
         span(int64_t{plan.threads_per_row} * plan.vectors * vector),
-        access(aligned ? Access::vectors : Access::elements) {
+        reciprocal_cols(1.0f / static_cast<float>(cols)) {
     // A looped row's blocks share it evenly, in whole vectors.
     if (plan.vectors == kStreamed)
       span = ((cols + vector - 1) / vector + plan.blocks_per_row - 1) / plan.blocks_per_row * vector;
   }
 
-  // Goes by way of rings, if the device has what it takes. `bytes`: of an element of each array; `own_bytes`: of shared
-  // memory that the kernel declares. Returns what the rings need of it.
-  int with_rings(const Plan& plan, int64_t cols, int bytes_a, int bytes_b, int own_bytes) {
+  // Goes by way of rings, if the device has what it takes. `bytes`: of an element of each array; `held`: rows that
+  // a team takes before it leaves the first. Returns what the rings need of shared memory, 0 if there are none.
+  int with_rings(const Plan& plan, int64_t cols, int bytes_a, int bytes_b, int held) {
+    constexpr int own_bytes = 2 << 10;  // more than any kernel with rings declares
+    // Rows that vectors do not divide begin and end anywhere in granules of 16 bytes.
+    const int granules = cols * bytes_a % 16 || cols * bytes_b % 16 ? 32 : 0;
     const Device& device = current_device();
     const int rows = std::max(1, kWarp / plan.threads_per_row), rings = plan.rows_per_block / rows;  // rows: of a chunk
     const int64_t elements = rows * std::min(cols, span);
-    const auto padded = [](int64_t bytes) { return static_cast<int>((bytes + 127) / 128 * 128); };
+    const auto padded = [&](int64_t bytes) {
+      return bytes ? static_cast<int>((bytes + granules + 127) / 128 * 128) : 0;
+    };
     ring.bytes[0] = padded(elements * bytes_a);
     ring.bytes[1] = padded(elements * bytes_b);
     const int turn = rings * (ring.bytes[0] + ring.bytes[1]);
     // Enough in flight to keep the memory busy. More would be slower: the further apart the rows that a GPU's
     // multiprocessors are at, the less of what they ask for lies side by side.
     constexpr int in_flight = 64 << 10;
-    const int held = plan.blocks_per_row > 1 ? 2 : 1;  // a cluster takes a row before it leaves the one before
     const int wanted = std::max(plan.rows_per_block == 1 ? 3 : 2, held + in_flight / turn);
     ring.chunks = std::min({wanted, (device.shared_bytes - own_bytes) / turn, kMaxChunks / rings});
     if (!device.has_clusters() || ring.chunks <= held) return 0;
-    access = Access::ring;
     return ring.chunks * turn;
   }
 };

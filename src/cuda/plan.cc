@@ -18,20 +18,21 @@ Plan whole_warps(int64_t row, int vectors, int blocks, int threads = 0) {
   return {per_row, vectors, std::max(1, threads / per_row), blocks};
 }
 
-Plan forward_plan(Kind kind, Dtype x, int64_t row, int max_cluster) {
-  if (row <= 32) return {8, power_of_two(ceil_div(row, 8)), kRowsThreads / 8, 1};
-  if (row <= 128) return {kWarp, std::max(2, power_of_two(ceil_div(row, kWarp))), kRowsThreads / kWarp, 1};
-  const auto fits = [&](int vectors, int blocks) { return row <= int64_t{vectors} * kMaxThreads * blocks; };
-  // Layer norm of a half type is short of instructions, not of memory: the fewer warps add up a row the better.
-  if (fits(4, 1) && (row <= 1024 || kind == Kind::rms || x == Dtype::f32)) return whole_warps(row, 4, 1);
-  if (fits(8, 1)) return whole_warps(row, 8, 1);
+Plan forward_plan(Dtype x, int64_t row, int max_cluster) {
+  for (const int threads : {8, kWarp})
+    if (row <= 4 * threads) {
+      const int vectors = std::max(threads == kWarp ? 2 : 1, power_of_two(ceil_div(row, threads)));
+      return {threads, vectors, kRowsThreads / threads, 1, rows_at_once(threads, vectors)};
+    }
+  for (const int vectors : {4, 8})
+    if (row <= int64_t{vectors} * max_forward_threads(x)) return whole_warps(row, vectors, 1);
   for (const int vectors : {4, 8})
     for (int blocks = 2; blocks <= max_cluster; blocks *= 2)
-      if (fits(vectors, blocks)) return whole_warps(row, vectors, blocks);
+      if (row <= int64_t{vectors} * kMaxThreads * blocks) return whole_warps(row, vectors, blocks);
   return {kMaxThreads, kStreamed, 1, std::min(max_cluster, 8)};
 }
 
-Plan backward_plan(int64_t row, int64_t cols, int vector, int max_cluster) {
+Plan backward_plan(Kind kind, int64_t row, int64_t cols, int vector, int max_cluster) {
   const int most = kElements / vector;
   for (const int threads : {8, 16, kWarp})
     if (row <= threads * most) {
@@ -40,7 +41,12 @@ Plan backward_plan(int64_t row, int64_t cols, int vector, int max_cluster) {
     }
   for (int blocks = 1; blocks <= max_cluster; blocks *= 2)
     if (row <= int64_t{most} * kMaxThreads * blocks) return whole_warps(row, most, blocks, kMaxThreads);
-  return {kSegmentThreads, kStreamed, 1, 1, static_cast<int>(ceil_div(cols, kSegment))};
+  // Of half types shared memory holds enough rows for twice as many elements a thread. Layer norm has no registers for
+  // their sums.
+  if (kind == Kind::rms && vector == vector_of(Dtype::bf16) && max_cluster == kMaxCluster &&
+      row <= int64_t{2 * most} * kMaxThreads * kMaxCluster)
+    return whole_warps(row, 2 * most, kMaxCluster);
+  return {kSegmentThreads, kStreamed, 1, 1, 1, static_cast<int>(ceil_div(cols, kSegment))};
 }
 
 }  // namespace
@@ -55,7 +61,7 @@ const char* Plan::regime() const {
 Plan make_plan(Op op, Kind kind, Dtype x, int64_t cols, int max_cluster) {
   const int vector = vector_of(x);
   const int64_t row = ceil_div(cols, vector);
-  return op == Op::forward ? forward_plan(kind, x, row, max_cluster) : backward_plan(row, cols, vector, max_cluster);
+  return op == Op::forward ? forward_plan(x, row, max_cluster) : backward_plan(kind, row, cols, vector, max_cluster);
 }
 
 int row_segments(Dtype x, int64_t cols) { return make_plan(Op::backward, Kind::rms, x, cols, 1).segments; }

@@ -25,15 +25,25 @@ constexpr int kSegmentThreads = 128;  // threads a block where rows are cut into
 constexpr int kSegment = 4096;        // columns of a segment
 constexpr int kColumnThreads = 512;   // threads a block of the kernel that finishes such rows by columns
 
+// Threads of a block of the forward that has a row for itself. A half type takes registers for its unpacked row.
+constexpr int max_forward_threads(Dtype x) { return x == Dtype::f32 ? kMaxThreads : kMaxThreads / 2; }
+
 // Elements a thread in the backward, which has a float of scale, dscale and dbias for each.
 constexpr int kElements = 16;
 
+// Rows that a team of the forward has under way at once: of short rows several, that a thread may have four vectors on
+// their way.
+constexpr int rows_at_once(int threads_per_row, int vectors) {
+  return threads_per_row > 0 && threads_per_row <= kWarp && vectors < 4 ? 4 / vectors : 1;
+}
+
 struct Plan {
-  int threads_per_row;  // of one block: 8, 16 or 32 of a warp, or whole warps
-  int vectors;          // per thread; kStreamed for a looped row
-  int rows_per_block;
-  int blocks_per_row;  // more than 1: a cluster
-  int segments = 0;    // of a row that two kernels work on: one sums up each segment, one finishes column by column
+  int threads_per_row;    // of one block: 8, 16 or 32 of a warp, or whole warps
+  int vectors;            // per thread; kStreamed for a looped row
+  int rows_per_block;     // and teams, where a team has one row
+  int blocks_per_row;     // more than 1: a cluster
+  int rows_per_team = 1;  // that a team has under way at once
+  int segments = 0;       // of a row that two kernels work on: one sums up each segment, one finishes column by column
 
   int block_threads() const { return threads_per_row * rows_per_block; }
   const char* regime() const;

@@ -37,7 +37,9 @@ struct NoRing {
   __device__ void leave() {}
 };
 
-template <typename A, typename B, typename Team>
+// UNEVEN: rows may begin and end anywhere. Then a chunk is all granules of 16 bytes in which its rows lie, whole:
+// memory is not allocated in smaller pieces.
+template <typename A, typename B, typename Team, bool UNEVEN>
 class Ring {
  public:
   // By all threads of the block.
@@ -96,15 +98,12 @@ class Ring {
     if (++oldest_ == shape_.chunks) oldest_ = 0;
   }
 
-  // The row that was taken last, and first of those not left yet, of both arrays.
-  __device__ const A* newest_a() const { return reinterpret_cast<const A*>(chunk(newest_)) + row_ * width_; }
-  __device__ const B* newest_b() const {
-    return reinterpret_cast<const B*>(chunk(newest_) + shape_.bytes[0]) + row_ * width_;
-  }
-  __device__ const A* oldest_a() const { return reinterpret_cast<const A*>(chunk(oldest_)) + row_ * width_; }
-  __device__ const B* oldest_b() const {
-    return reinterpret_cast<const B*>(chunk(oldest_) + shape_.bytes[0]) + row_ * width_;
-  }
+  // Where the team's columns of a row are that was taken last, or first of those not left yet. `row`: where they are in
+  // the array.
+  __device__ const A* newest_a(const A* row) const { return copy_of(row, chunk(newest_)); }
+  __device__ const B* newest_b(const B* row) const { return copy_of(row, chunk(newest_) + shape_.bytes[0]); }
+  __device__ const A* oldest_a(const A* row) const { return copy_of(row, chunk(oldest_)); }
+  __device__ const B* oldest_b(const B* row) const { return copy_of(row, chunk(oldest_) + shape_.bytes[0]); }
 
  private:
   static constexpr int kRows = Team::kTeamsOfWarp;  // of a chunk
@@ -118,16 +117,41 @@ class Ring {
 
   __device__ int chunk_bytes() const { return shape_.bytes[0] + shape_.bytes[1]; }
 
+  // Bytes of the granule in which the array's part begins before it does.
+  template <typename T>
+  __device__ static int bytes_before(const T* part) {
+    return UNEVEN ? static_cast<int>(reinterpret_cast<uintptr_t>(part) % 16) : 0;
+  }
+
+  // Of a chunk's rows, the first is where the copy begins.
+  template <typename T>
+  __device__ const T* copy_of(const T* row, const char* rows) const {
+    return reinterpret_cast<const T*>(rows + bytes_before(row - row_ * width_)) + row_ * width_;
+  }
+
+  template <typename T>
+  __device__ static int bytes_of(const T* part, int elements) {
+    const int bytes = elements * static_cast<int>(sizeof(T));
+    return UNEVEN ? (bytes_before(part) + bytes + 15) / 16 * 16 : bytes;
+  }
+
+  template <typename T>
+  __device__ static void copy(Arrival& full, char* to, const T* part, int elements) {
+    full.copy(to, reinterpret_cast<const char*>(part) - bytes_before(part), bytes_of(part, elements));
+  }
+
   // Starts the copy of the next rows, if there are any.
   __device__ void fill() {
     if (rows_ahead_ <= 0) return;
     const int elements = static_cast<int>(min(static_cast<int64_t>(kRows), rows_ahead_)) * width_;
     Arrival& full = full_[next_];
     char* to = shared_ + next_ * chunk_bytes();
-    full.expect(elements * static_cast<int>(sizeof(A) + (b_ ? sizeof(B) : 0)));
     if (elements > 0) {
-      full.copy(to, a_, elements * static_cast<int>(sizeof(A)));
-      if (b_) full.copy(to + shape_.bytes[0], b_, elements * static_cast<int>(sizeof(B)));
+      full.expect(bytes_of(a_, elements) + (b_ ? bytes_of(b_, elements) : 0));
+      copy(full, to, a_, elements);
+      if (b_) copy(full, to + shape_.bytes[0], b_, elements);
+    } else {
+      full.expect(0);
     }
     if (++next_ == shape_.chunks) next_ = 0;
     a_ += step_;
@@ -152,6 +176,6 @@ class Ring {
 };
 
 template <typename W, typename A, typename B, typename Team>
-using RingOf = std::conditional_t<W::RING, Ring<A, B, Team>, NoRing>;
+using RingOf = std::conditional_t<W::RING, Ring<A, B, Team, W::N == 1>, NoRing>;
 
 }  // namespace jaxnorm::cuda

@@ -1,4 +1,5 @@
-// A row as a team sees it: cut into vectors of N elements, thread t of the team owning vectors t, t + threads, ...
+// A row as a team sees it: cut into vectors of N elements. Each warp of the team owns neighbouring vectors, and of
+// these lane i owns vectors i, i + 32, ... A row that is streamed is dealt out to all threads of the team in turns.
 #pragma once
 
 #include "cuda/launch.cuh"
@@ -8,35 +9,61 @@
 
 namespace jaxnorm::cuda {
 
-// How a kernel walks rows of X, of which a thread owns VECTORS_ vectors. As the compiler knows ACCESS, every vector is
-// whole where they are not read by elements, and the checks are gone.
-template <typename X, int VECTORS_, Access ACCESS>
+// How a kernel walks rows of X in regime R. As the compiler knows ACCESS, the checks are gone where every vector is
+// whole.
+template <typename X, typename R, Access ACCESS>
 struct Walk {
-  static constexpr int N = kVector<X>, VECTORS = VECTORS_;
-  static constexpr bool ALIGNED = ACCESS != Access::elements, STREAMED = VECTORS == kStreamed;
-  static constexpr bool RING = ACCESS == Access::ring;
+  static constexpr int N = ACCESS >= Access::ring_elements ? 1 : kVector<X>;
+  static constexpr int VECTORS = R::kVectors * kVector<X> / N;
+  static constexpr int LANES = R::kThreads > 0 ? R::kThreads : kWarp;  // of a warp that share a row
+  static constexpr int STRIDE = N * LANES;                             // columns from a thread's vector to its next
+  static constexpr bool ALIGNED = ACCESS != Access::unaligned, STREAMED = VECTORS == kStreamed;
+  static constexpr bool RING = ACCESS == Access::ring || ACCESS == Access::ring_elements;
 };
 
-// Calls f(slot, first, valid) for each vector of this thread: `slot` counts them (a constant once unrolled, so that it
-// may index registers), `first` is the vector's first column, `valid` how many of its N elements the row still has.
+// The columns of its block's share before a thread's first.
+template <typename W, typename Team>
+__device__ int first_of_thread(const Team& team) {
+  return team.rank / W::LANES * W::VECTORS * W::STRIDE + team.rank % W::LANES * W::N;
+}
+
+// Calls f(slot, first, left) for each vector of this thread: `slot` counts them (a constant once unrolled, so that it
+// may index registers), `first` is the vector's first column, `left` how many columns the row has from there on: none
+// is left (zero or less) where a team has more vectors than the row. All threads of a team call f equally often.
 template <typename W, typename Team, typename F>
 __device__ void for_each_vector(const Team& team, F f) {
   constexpr int N = W::N;
   if constexpr (W::STREAMED) {
-    for (int64_t first = team.begin + static_cast<int64_t>(team.rank) * N; first < team.end;
-         first += static_cast<int64_t>(team.threads) * N)
-      f(0, first, W::ALIGNED ? N : static_cast<int>(min(static_cast<int64_t>(N), team.end - first)));
+    const int64_t step = static_cast<int64_t>(team.threads) * N;
+    for (int64_t turn = team.begin; turn < team.end; turn += step) {
+      const int64_t first = turn + static_cast<int64_t>(team.rank) * N;
+      f(0, first, static_cast<int>(min(static_cast<int64_t>(N), team.end - first)));
+    }
   } else {
-    // Hides that the columns are the same for every row: the compiler would keep the addresses of all vectors of all
-    // operands in registers, twice as many as the row itself takes.
-    int rank = team.rank;
-    asm volatile("" : "+r"(rank));
-    const int begin = static_cast<int>(team.begin), end = static_cast<int>(team.end);
+    const int first = static_cast<int>(team.begin) + first_of_thread<W>(team), end = static_cast<int>(team.end);
 #pragma unroll
     for (int slot = 0; slot < W::VECTORS; ++slot) {
-      const int first = begin + (rank + slot * team.threads) * N;
-      if (first < end) f(slot, first, W::ALIGNED ? N : min(N, end - first));
+      const int at = first + slot * W::STRIDE;
+      f(slot, at, end - at);
     }
+  }
+}
+
+// How many columns of its block's share the team's threads in this warp have.
+template <typename W, typename Team>
+__device__ float warp_cols(const Team& team) {
+  const int64_t cols = team.end - team.begin;
+  if constexpr (!Team::kSpansWarps) {
+    return cols;
+  } else if constexpr (W::STREAMED) {
+    // Turns are all whole but the last. A warp's share of the last is cut off at its end.
+    constexpr int64_t share = kWarp * W::N;
+    const int64_t turn = int64_t{team.threads} * W::N, turns = cols / turn;
+    const int64_t rest = cols - turns * turn - team.rank / kWarp * share;
+    return turns * share + max(int64_t{0}, min(share, rest));
+  } else {
+    constexpr int share = kWarp * W::N * W::VECTORS;
+    return max(0, min(share, static_cast<int>(cols) - team.rank / kWarp * share));
   }
 }
 
@@ -50,20 +77,19 @@ class Row {
   __device__ void read(const Team& team, const T* row) {
     row_ = row;
     if constexpr (W::RING) {
-      row_ += team.rank * W::N;
-      step_ = team.threads * W::N;
+      row_ += first_of_thread<W>(team);
     } else if constexpr (!W::STREAMED) {
-      for_each_vector<W>(team, [&](int slot, int64_t first, int valid) {
-        packed_[slot] = load<W::N>(row_ + first, valid, W::ALIGNED);
-      });
+      for_each_vector<W>(
+          team, [&](int slot, auto first, int left) { packed_[slot] = load<W::ALIGNED, W::N>(row_ + first, left); });
     }
   }
 
-  __device__ void get(int slot, int64_t first, int valid, float (&to)[W::N]) const {
+  // Columns past the row's end are zero.
+  __device__ void get(int slot, int64_t first, int left, float (&to)[W::N]) const {
     if constexpr (W::RING) {
-      unpack(load_shared<W::N>(row_ + slot * step_), to);
+      unpack(left > 0 ? load_shared<W::N>(row_ + slot * W::STRIDE) : Packed<T, W::N>{}, to);
     } else if constexpr (W::STREAMED) {
-      unpack(load<W::N>(row_ + first, valid, W::ALIGNED), to);
+      unpack(load<W::ALIGNED, W::N>(row_ + first, left), to);
     } else {
       unpack(packed_[slot], to);
     }
@@ -71,49 +97,43 @@ class Row {
 
  private:
   const T* row_ = nullptr;
-  int step_ = 0;
   Packed<T, W::N> packed_[W::STREAMED || W::RING ? 1 : W::VECTORS];
 };
 
-// scale or bias: the same for every row. `offset` is added to every element; `absent` is what a weight that is not
-// there has for elements.
-//
-// This one is loaded for each row. It is there and of type T; or it may be absent and of any type if T is void.
-template <typename T, typename W>
-class LoadedWeight {
+// scale or bias, of type T, the same for every row: held packed in registers if HELD, so that it is on its way before
+// the row's sums are known, or loaded as it is used.
+template <typename T, typename W, bool HELD>
+class PackedWeight {
  public:
-  __device__ LoadedWeight(const Input& weight, float offset, float absent)
-      : weight_(weight), offset_(offset), absent_(absent) {}
   template <typename Team>
-  __device__ LoadedWeight(const Team&, const Input& weight, float offset, float absent)
-      : LoadedWeight(weight, offset, absent) {}
+  __device__ PackedWeight(const Team& team, const Input& weight) : weight_(static_cast<const T*>(weight.data)) {
+    if constexpr (HELD)
+      for_each_vector<W>(
+          team, [&](int slot, auto first, int left) { packed_[slot] = load<W::ALIGNED, W::N>(weight_ + first, left); });
+  }
 
-  __device__ void get(int, int64_t first, int valid, float (&to)[W::N]) const {
-    if constexpr (!std::is_void_v<T>) {
-      unpack(load<W::N>(static_cast<const T*>(weight_.data) + first, valid, W::ALIGNED), to);
-    } else if (weight_.data) {
-      load_floats(weight_, first, valid, W::ALIGNED, to);
-    }
-#pragma unroll
-    for (int i = 0; i < W::N; ++i) to[i] = !std::is_void_v<T> || weight_.data ? to[i] + offset_ : absent_;
+  template <typename Column>
+  __device__ void get(int slot, Column first, int left, float (&to)[W::N]) const {
+    unpack(HELD ? packed_[HELD ? slot : 0] : load<W::ALIGNED, W::N>(weight_ + first, left), to);
   }
 
  private:
-  const Input weight_;
-  const float offset_, absent_;
+  const T* const weight_;
+  Packed<T, W::N> packed_[HELD ? W::VECTORS : 1];
 };
 
-// And this one is held in registers for all rows of a team.
+// scale or bias, of any type, as floats in registers for all rows of a team, `offset` added. One that is not there is
+// `absent` everywhere.
 template <typename W>
-class HeldWeight {
+class FloatWeight {
  public:
   template <typename Team>
-  __device__ HeldWeight(const Team& team, const Input& weight, float offset, float absent) {
+  __device__ FloatWeight(const Team& team, const Input& weight, float offset, float absent) {
     if (weight.data)
       with_type(weight.dtype, [&](auto* type) {
         using T = std::remove_pointer_t<decltype(type)>;
-        for_each_vector<W>(team, [&](int slot, int64_t first, int valid) {
-          unpack(load<W::N>(static_cast<const T*>(weight.data) + first, valid, W::ALIGNED), value_[slot]);
+        for_each_vector<W>(team, [&](int slot, auto first, int left) {
+          unpack(load<W::ALIGNED, W::N>(static_cast<const T*>(weight.data) + first, left), value_[slot]);
         });
       });
 #pragma unroll
@@ -122,20 +142,46 @@ class HeldWeight {
       for (int i = 0; i < W::N; ++i) value_[slot][i] = weight.data ? value_[slot][i] + offset : absent;
   }
 
-  __device__ void get(int slot, int64_t, int, float (&to)[W::N]) const {
-#pragma unroll
-    for (int i = 0; i < W::N; ++i) to[i] = value_[slot][i];
-  }
+  __device__ const float (&operator[](int slot) const)[W::N] { return value_[slot]; }
 
  private:
   float value_[W::VECTORS][W::N];
 };
 
-template <typename T, typename W>
-using Weight = std::conditional_t<W::RING, HeldWeight<W>, LoadedWeight<T, W>>;
-
-// A thread's sum over its part of a row. Thousands of terms, as in a streamed row, need more than f32 to stay exact.
+// A thread's running sum over its part of a row, in two parts that do not wait for each other. Thousands of terms, as
+// in a streamed row, need more than f32 to stay exact.
 template <typename W>
-using Accumulator = std::conditional_t<W::STREAMED, double, float>;
+class Sum {
+ public:
+  __device__ void add(const float (&a)[W::N]) {
+#pragma unroll
+    for (int i = 0; i < W::N; ++i) part_[i % 2] += a[i];
+    turn();
+  }
+
+  __device__ void add_products(const float (&a)[W::N], const float (&b)[W::N]) {
+#pragma unroll
+    for (int i = 0; i < W::N; ++i) part_[i % 2] = fmaf(a[i], b[i], part_[i % 2]);
+    turn();
+  }
+
+  __device__ auto value() const {
+    if constexpr (W::STREAMED) {
+      return total_;
+    } else {
+      return part_[0] + part_[1];
+    }
+  }
+
+ private:
+  __device__ void turn() {
+    if constexpr (!W::STREAMED) return;
+    total_ += part_[0] + part_[1];
+    part_[0] = part_[1] = 0;
+  }
+
+  float part_[2] = {};
+  double total_ = 0;
+};
 
 }  // namespace jaxnorm::cuda

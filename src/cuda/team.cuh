@@ -6,6 +6,7 @@
 
 #include "cuda/cluster.cuh"
 #include "cuda/plan.h"
+#include "cuda/vector.cuh"
 
 namespace jaxnorm::cuda {
 
@@ -14,10 +15,24 @@ __device__ inline int lane() { return threadIdx.x % kWarp; }
 // The sum over groups of WIDTH neighbouring threads, in all of them.
 template <int WIDTH, typename T>
 __device__ T group_sum(T value) {
-  // A group of a warp that other groups may leave behind names its own lanes only.
-  const unsigned mask = WIDTH == kWarp ? 0xffffffffu : ((1u << WIDTH % kWarp) - 1) << (lane() / WIDTH * WIDTH);
 #pragma unroll
-  for (int offset = WIDTH / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(mask, value, offset);
+  for (int offset = WIDTH / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(lanes_mask<WIDTH>(), value, offset);
+  return value;
+}
+
+constexpr int kMaxParts = 16;  // that a reduction merges: the warps of a block, or the blocks of a cluster
+
+// The sum over `count` parts, in all lanes of a warp. Every group of 4 lanes has them, or of 16 if there are more than
+// 4, and zeros for parts that there are not.
+__device__ inline float sum_of_parts(float value, int count) {
+  const auto add_over = [&](int distance) { value += __shfl_xor_sync(0xffffffffu, value, distance); };
+  static_assert(kMaxParts == 16);
+  if (count > 4) {
+    add_over(8);
+    add_over(4);
+  }
+  add_over(2);
+  add_over(1);
   return value;
 }
 
@@ -26,11 +41,11 @@ template <int K>
 struct Sums {
   float value[K];
 
-  // Of all parts, of which each of a warp's lanes has one.
-  __device__ static Sums merge(const Sums& part, const Sums&, float) {
+  // Of `count` parts, one a lane as for `sum_of_parts`.
+  __device__ static Sums merge(const Sums& part, const Sums&, int count, float) {
     Sums total;
 #pragma unroll
-    for (int k = 0; k < K; ++k) total.value[k] = group_sum<kWarp>(part.value[k]);
+    for (int k = 0; k < K; ++k) total.value[k] = sum_of_parts(part.value[k], count);
     return total;
   }
 };
@@ -41,10 +56,10 @@ struct Moments {
 
   // Chan, Golub and LeVeque 1983, with the means taken relative to that of the first part. `reciprocal`: of the sum of
   // all counts. A lane without a part has a count of 0.
-  __device__ static Moments merge(const Moments& part, const Moments& first, float reciprocal) {
+  __device__ static Moments merge(const Moments& part, const Moments& first, int parts, float reciprocal) {
     const float count = part.value[0], origin = first.value[1], distance = part.value[1] - origin;
-    const float mean = group_sum<kWarp>(count > 0 ? count * distance : 0.0f) * reciprocal, off = distance - mean;
-    return {{0, origin + mean, group_sum<kWarp>(count > 0 ? fmaf(count * off, off, part.value[2]) : 0.0f), 0}};
+    const float mean = sum_of_parts(count > 0 ? count * distance : 0.0f, parts) * reciprocal, off = distance - mean;
+    return {{0, origin + mean, sum_of_parts(count > 0 ? fmaf(count * off, off, part.value[2]) : 0.0f, parts), 0}};
   }
 };
 
@@ -65,8 +80,8 @@ class Team {
   int64_t begin, end;       // the columns that are this block's
   int64_t index, count;     // which block of the grid this is, clusters counted as one, and of how many
 
-  // `span`: the columns of each block of a cluster.
-  __device__ Team(int threads_per_row, int64_t cols, int64_t span)
+  // `span`: the columns of each block of a cluster; `reciprocal`: of all columns.
+  __device__ Team(int threads_per_row, int64_t cols, int64_t span, float reciprocal)
       : threads(THREADS > 0              ? THREADS
                 : THREADS == kWholeBlock ? static_cast<int>(blockDim.x)
                                          : threads_per_row),
@@ -76,13 +91,13 @@ class Team {
         end(cols),
         index(blockIdx.x),
         count(gridDim.x),
-        reciprocal_(1.0f / cols) {
+        reciprocal_(reciprocal) {
     if constexpr (kSpansBlocks) {
       begin = min(cols, Cluster::rank() * span);
       end = min(cols, begin + span);
       index = blockIdx.x / Cluster::blocks();
       count = gridDim.x / Cluster::blocks();
-      block_reciprocal_ = end > begin ? 1.0f / (end - begin) : 0.0f;
+      block_reciprocal_ = cuda::reciprocal(static_cast<float>(end - begin));
       if (threadIdx.x < kSets) arrivals()[threadIdx.x].init();
       __syncwarp();
       Cluster::arrive();  // publish waits: a block may be sent values only once its barriers stand
@@ -95,15 +110,12 @@ class Team {
     return group_sum<kSpansWarps ? kWarp : THREADS>(value);
   }
 
-  // How many of this block's columns, cut into vectors of `vector`, belong to the team's threads in this warp.
-  __device__ float warp_cols(int vector) const {
-    if constexpr (!kSpansWarps) {
-      return end - begin;
+  // The team's threads in this block, which are of several warps, wait for each other.
+  __device__ void meet() const {
+    if constexpr (THREADS == kWholeBlock) {
+      __syncthreads();
     } else {
-      // Vectors go round the team in turns, all full but the last. A warp's share of the last is cut off at its end.
-      const unsigned cols = static_cast<unsigned>(end - begin), turn = threads * vector, turns = cols / turn;
-      const int share = kWarp * vector, rest = static_cast<int>(cols - turns * turn) - rank / kWarp * share;
-      return static_cast<float>(turns) * share + max(0, min(share, rest));
+      barrier(1 + place, threads);
     }
   }
 
@@ -116,11 +128,7 @@ class Team {
     }
     Part* parts = warp_parts(published_);
     if (lane() == 0) parts[rank / kWarp] = part;
-    if constexpr (THREADS == kWholeBlock) {
-      __syncthreads();
-    } else {
-      barrier(1 + place, threads);
-    }
+    meet();
     if constexpr (kSpansBlocks) {
       if (published_ == 0) Cluster::wait();
       if (rank < kWarp) {
@@ -155,11 +163,13 @@ class Team {
   static constexpr unsigned kSets = 4;
 
   __device__ static Part merge(const Part* parts, int count, float reciprocal) {
-    return Part::merge(lane() < count ? parts[lane()] : Part{}, parts[0], reciprocal);
+    const int i = lane() % (count > 4 ? kMaxParts : 4);
+    return Part::merge(i < count ? parts[i] : Part{}, parts[0], count, reciprocal);
   }
 
   __device__ Part* warp_parts(unsigned turn) const {
     constexpr int warps = kMaxThreads / kWarp;
+    static_assert(warps <= kMaxParts && CLUSTER <= kMaxParts);
     __shared__ __align__(16) Part parts[kSets * warps];
     return parts + turn % kSets * warps + place * (threads / kWarp);
   }

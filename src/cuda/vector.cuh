@@ -22,33 +22,46 @@ constexpr int kVector = vector_of(kDtype<T>);
 
 constexpr int min_of(int a, int b) { return a < b ? a : b; }
 
+// The lanes of a warp that share this thread's group of WIDTH neighbours, of which other groups may be left behind.
+template <int WIDTH>
+__device__ unsigned lanes_mask() {
+  if constexpr (WIDTH == kWarp) {
+    return 0xffffffffu;
+  } else {
+    return ((1u << WIDTH) - 1) << (threadIdx.x % kWarp / WIDTH * WIDTH);
+  }
+}
+
 template <typename T, int N>
 struct alignas(min_of(16, N * sizeof(T))) Packed {
   uint32_t word[N * sizeof(T) / 4];
 };
 
-template <int N>
-__device__ void unpack(const Packed<float, N>& from, float (&to)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) to[i] = __uint_as_float(from.word[i]);
-}
+template <typename T>
+struct Packed<T, 1> {
+  T element;
+};
 
-template <int N>
-__device__ void unpack(const Packed<__nv_bfloat16, N>& from, float (&to)[N]) {
+template <typename T, int N>
+__device__ void unpack(const Packed<T, N>& from, float (&to)[N]) {
+  if constexpr (N == 1) {
+    to[0] = static_cast<float>(from.element);
+  } else if constexpr (sizeof(T) == 4) {
 #pragma unroll
-  for (int i = 0; i < N / 2; ++i) {
-    to[2 * i] = __uint_as_float(from.word[i] << 16);
-    to[2 * i + 1] = __uint_as_float(from.word[i] & 0xffff0000u);
-  }
-}
-
-template <int N>
-__device__ void unpack(const Packed<__half, N>& from, float (&to)[N]) {
+    for (int i = 0; i < N; ++i) to[i] = __uint_as_float(from.word[i]);
+  } else {
 #pragma unroll
-  for (int i = 0; i < N / 2; ++i) {
-    const float2 pair = __half22float2(reinterpret_cast<const __half2&>(from.word[i]));
-    to[2 * i] = pair.x;
-    to[2 * i + 1] = pair.y;
+    for (int i = 0; i < N / 2; ++i) {
+      const uint32_t word = from.word[i];
+      if constexpr (std::is_same_v<T, __half>) {
+        const float2 pair = __half22float2(reinterpret_cast<const __half2&>(word));
+        to[2 * i] = pair.x;
+        to[2 * i + 1] = pair.y;
+      } else {
+        to[2 * i] = __uint_as_float(word << 16);
+        to[2 * i + 1] = __uint_as_float(word & 0xffff0000u);
+      }
+    }
   }
 }
 
@@ -65,7 +78,9 @@ __device__ inline uint32_t pack_pair(float a, float b, __half) {
 template <typename T, int N>
 __device__ Packed<T, N> pack(const float (&from)[N]) {
   Packed<T, N> to;
-  if constexpr (sizeof(T) == 4) {
+  if constexpr (N == 1) {
+    to.element = static_cast<T>(from[0]);
+  } else if constexpr (sizeof(T) == 4) {
 #pragma unroll
     for (int i = 0; i < N; ++i) to.word[i] = __float_as_uint(from[i]);
   } else {
@@ -75,22 +90,25 @@ __device__ Packed<T, N> pack(const float (&from)[N]) {
   return to;
 }
 
-// The first `valid` of N elements of an array that the kernel does not write; the others are zero. `aligned` promises
-// that all are valid and that `from` is aligned as Packed is. The values, and so all results, are the same either way.
-template <int N, typename T>
-__device__ Packed<T, N> load(const T* from, int valid, bool aligned) {
+// N elements of an array that the kernel does not write, those from `left` on zero. ALIGNED promises that all N are
+// there or, if `left` is not positive, none, and that `from` is aligned as Packed is. The values, and so all results,
+// are the same either way.
+template <bool ALIGNED, int N, typename T>
+__device__ Packed<T, N> load(const T* from, int left) {
   Packed<T, N> packed{};
-  if (aligned) {
+  if constexpr (N == 1) {
+    if (left > 0) packed.element = __ldg(from);
+  } else if constexpr (ALIGNED) {
     using Access = std::conditional_t<sizeof(packed) % 16 == 0, uint4, uint2>;
 #pragma unroll
     for (unsigned i = 0; i < sizeof(packed) / sizeof(Access); ++i)
-      reinterpret_cast<Access*>(packed.word)[i] = __ldg(reinterpret_cast<const Access*>(from) + i);
-    return packed;
-  }
-  T* element = reinterpret_cast<T*>(packed.word);
+      if (left > 0) reinterpret_cast<Access*>(packed.word)[i] = __ldg(reinterpret_cast<const Access*>(from) + i);
+  } else {
+    T* element = reinterpret_cast<T*>(packed.word);
 #pragma unroll
-  for (int i = 0; i < N; ++i)
-    if (i < valid) element[i] = from[i];
+    for (int i = 0; i < N; ++i)
+      if (i < left) element[i] = from[i];
+  }
   return packed;
 }
 
@@ -98,10 +116,14 @@ __device__ Packed<T, N> load(const T* from, int valid, bool aligned) {
 template <int N, typename T>
 __device__ Packed<T, N> load_shared(const T* from) {
   Packed<T, N> packed;
-  using Access = std::conditional_t<sizeof(packed) % 16 == 0, uint4, uint2>;
+  if constexpr (N == 1) {
+    packed.element = *from;
+  } else {
+    using Access = std::conditional_t<sizeof(packed) % 16 == 0, uint4, uint2>;
 #pragma unroll
-  for (unsigned i = 0; i < sizeof(packed) / sizeof(Access); ++i)
-    reinterpret_cast<Access*>(packed.word)[i] = reinterpret_cast<const Access*>(from)[i];
+    for (unsigned i = 0; i < sizeof(packed) / sizeof(Access); ++i)
+      reinterpret_cast<Access*>(packed.word)[i] = reinterpret_cast<const Access*>(from)[i];
+  }
   return packed;
 }
 
@@ -115,26 +137,28 @@ __device__ inline void store_vector(uint2* to, uint2 value) {
   asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(value.x), "r"(value.y));
 }
 
-template <int N, typename T>
-__device__ void store(T* to, const Packed<T, N>& packed, int valid, bool aligned) {
-  if (aligned) {
+// Stores the first `left` of N elements. ALIGNED: as in `load`.
+template <bool ALIGNED, int N, typename T>
+__device__ void store(T* to, const Packed<T, N>& packed, int left) {
+  if constexpr (N == 1) {
+    if (left > 0) *to = packed.element;
+  } else if constexpr (ALIGNED) {
     using Access = std::conditional_t<sizeof(packed) % 16 == 0, uint4, uint2>;
 #pragma unroll
     for (unsigned i = 0; i < sizeof(packed) / sizeof(Access); ++i)
-      store_vector(reinterpret_cast<Access*>(to) + i, reinterpret_cast<const Access*>(packed.word)[i]);
-    return;
-  }
-  const T* element = reinterpret_cast<const T*>(packed.word);
+      if (left > 0) store_vector(reinterpret_cast<Access*>(to) + i, reinterpret_cast<const Access*>(packed.word)[i]);
+  } else {
+    const T* element = reinterpret_cast<const T*>(packed.word);
 #pragma unroll
-  for (int i = 0; i < N; ++i)
-    if (i < valid) to[i] = element[i];
+    for (int i = 0; i < N; ++i)
+      if (i < left) to[i] = element[i];
+  }
 }
 
-// The same of values that leave the cache first.
+// A whole aligned vector that leaves the cache first.
 template <int N, typename T>
-__device__ void store_streaming(T* to, const Packed<T, N>& packed, int valid, bool aligned) {
+__device__ void store_streaming(T* to, const Packed<T, N>& packed) {
   using Access = std::conditional_t<sizeof(packed) % 16 == 0, uint4, uint2>;
-  if (!aligned) return store(to, packed, valid, false);
 #pragma unroll
   for (unsigned i = 0; i < sizeof(packed) / sizeof(Access); ++i)
     __stcs(reinterpret_cast<Access*>(to) + i, reinterpret_cast<const Access*>(packed.word)[i]);
@@ -152,20 +176,29 @@ __device__ void with_type(Dtype dtype, F f) {
   }
 }
 
-template <int N>
-__device__ void load_floats(const Input& from, int64_t first, int valid, bool aligned, float (&to)[N]) {
+template <bool ALIGNED, int N>
+__device__ void load_floats(const Input& from, int64_t first, int left, float (&to)[N]) {
   with_type(from.dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    unpack(load<N>(static_cast<const T*>(from.data) + first, valid, aligned), to);
+    unpack(load<ALIGNED, N>(static_cast<const T*>(from.data) + first, left), to);
   });
 }
 
 template <int N>
-__device__ void store_floats(const Output& to, int64_t first, int valid, bool aligned, const float (&from)[N]) {
+__device__ void store_floats(const Output& to, int64_t first, const float (&from)[N]) {
   with_type(to.dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    store(static_cast<T*>(to.data) + first, pack<T>(from), valid, aligned);
+    store<true>(static_cast<T*>(to.data) + first, pack<T>(from), N);
   });
+}
+
+__device__ inline float load_float(const Input& from, int64_t index) {
+  float value;
+  with_type(from.dtype, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    value = static_cast<float>(static_cast<const T*>(from.data)[index]);
+  });
+  return value;
 }
 
 __device__ inline void store_float(const Output& to, int64_t index, float value) {
@@ -173,6 +206,21 @@ __device__ inline void store_float(const Output& to, int64_t index, float value)
     using T = std::remove_pointer_t<decltype(type)>;
     static_cast<T*>(to.data)[index] = static_cast<T>(value);
   });
+}
+
+// One unit in the last place from the quotient at most, without the branches of an exact division.
+__device__ inline float reciprocal(float value) {
+  float estimate;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(estimate) : "f"(value));
+  return fmaf(estimate, fmaf(-value, estimate, 1.0f), estimate);
+}
+
+// 1 / sqrt(value) to one unit in the last place. Of zero and of infinity the estimate is exact and the correction is
+// not a number.
+__device__ inline float reciprocal_sqrt(float value) {
+  const float estimate = rsqrtf(value);
+  const float better = fmaf(0.5f * estimate, fmaf(-value * estimate, estimate, 1.0f), estimate);
+  return value > 0.0f && value < INFINITY ? better : estimate;
 }
 
 __device__ inline float round_to(Dtype dtype, float value) {

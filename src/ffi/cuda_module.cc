@@ -62,7 +62,8 @@ nb::dict plan(const std::string& op, const std::string& kind, const std::string&
       cuda::make_plan(op == "forward" ? cuda::Op::forward : cuda::Op::backward, kind_of(kind), x, cols, max_cluster);
   nb::dict out;
   out["regime"] = plan.regime();
-  out["rows_per_block"] = plan.rows_per_block;
+  out["rows_per_block"] = plan.rows_per_block * plan.rows_per_team;
+  out["rows_per_team"] = plan.rows_per_team;
   out["blocks_per_row"] = plan.blocks_per_row;
   out["threads_per_row"] = plan.threads_per_row * plan.blocks_per_row;
   out["elements_per_thread"] = plan.vectors * cuda::vector_of(x);

@@ -1,0 +1,123 @@
+// One row in the backward: its sums, from which its dx follows, and its share of the sums over rows.
+#pragma once
+
+#include "cuda/row.cuh"
+
+namespace jaxnorm::cuda {
+
+struct RowStatistics {
+  float mean = 0, rstd = 0;
+
+  template <Kind KIND>
+  __device__ float x_hat(float x) const {
+    return (KIND == Kind::layer ? x - mean : x) * rstd;
+  }
+
+  template <Kind KIND>
+  __device__ void fetch(const Backward& p, int64_t row) {
+    if (row >= p.rows) return;
+    rstd = p.rstd[row];
+    if (KIND == Kind::layer) mean = p.mean[row];
+  }
+};
+
+// Of a row or a part of it: the sum of g * x_hat and, for layer norm, of g.
+template <Kind KIND>
+using RowSums = Sums<KIND == Kind::layer ? 2 : 1>;
+
+// The running sums of a team's rows, one float for each element that a thread owns.
+template <typename W>
+struct ColumnSums {
+  float value[W::VECTORS][W::N];
+
+  __device__ void clear() {
+#pragma unroll
+    for (int slot = 0; slot < W::VECTORS; ++slot)
+#pragma unroll
+      for (int i = 0; i < W::N; ++i) value[slot][i] = 0;
+  }
+
+  // Writes those of a block or a cluster: teams that share a block add up theirs in `space`, a float for each element
+  // that the block's threads own.
+  template <typename Team>
+  __device__ void write(const Team& team, int teams, float* space, float* to) const {
+    if (Team::kSpansBlocks || teams == 1) {
+      for_each_vector<W>(
+          team, [&](int slot, auto first, int left) { store<W::ALIGNED>(to + first, pack<float>(value[slot]), left); });
+      return;
+    }
+    float* const own = space + team.place * static_cast<int>(team.end);
+    for_each_vector<W>(team, [&](int slot, auto first, int left) {
+#pragma unroll
+      for (int i = 0; i < W::N; ++i)
+        if (i < left) own[first + i] = value[slot][i];
+    });
+    __syncthreads();
+    for (int col = threadIdx.x; col < team.end; col += blockDim.x) {
+      float sum = space[col];
+      for (int i = 1; i < teams; ++i) sum += space[i * static_cast<int>(team.end) + col];
+      to[col] = sum;
+    }
+    if constexpr (W::RING) fence_copies();
+    __syncthreads();  // `space` may be used again
+  }
+};
+
+// Where there are no such sums.
+struct NoSums {
+  __device__ void clear() {}
+};
+
+// Whether a branch keeps the compiler from having several vectors under way: it has no registers left for them.
+template <Kind KIND, typename W>
+constexpr bool kOneByOne = KIND == Kind::layer && W::RING && W::N > 1;
+
+// This warp's part of the sums of a row, whose shares of dscale and dbias are added to those.
+template <Kind KIND, typename W, typename T, typename X, typename DY, typename DScale, typename DBias>
+__device__ RowSums<KIND> warp_sums(const T& team, RowStatistics s, const Row<X, W>& x, const Row<DY, W>& dy,
+                                   const FloatWeight<W>& scale, DScale& dscale, DBias& dbias) {
+  Sum<W> g_sum, gx_sum;
+  for_each_vector<W>(team, [&](int slot, auto first, int left) {
+    if (kOneByOne<KIND, W> && left <= 0) return;
+    float x_hat[W::N], g[W::N];
+    x.get(slot, first, left, x_hat);
+    dy.get(slot, first, left, g);
+#pragma unroll
+    for (int i = 0; i < W::N; ++i) {
+      x_hat[i] = s.template x_hat<KIND>(x_hat[i]);
+      if constexpr (!std::is_same_v<DScale, NoSums>)
+        dscale.value[slot][i] = fmaf(g[i], x_hat[i], dscale.value[slot][i]);
+      if constexpr (!std::is_same_v<DBias, NoSums>) dbias.value[slot][i] += g[i];
+      g[i] *= scale[slot][i];
+    }
+    if constexpr (KIND == Kind::layer) g_sum.add(g);
+    gx_sum.add_products(g, x_hat);
+  });
+  RowSums<KIND> sums;
+  sums.value[0] = team.warp_sum(gx_sum.value());
+  if constexpr (KIND == Kind::layer) sums.value[1] = team.warp_sum(g_sum.value());
+  return sums;
+}
+
+// dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) of a row. `sums`: of the whole row.
+template <Kind KIND, typename W, typename T, typename X, typename DY>
+__device__ void store_dx(const T& team, RowStatistics s, const RowSums<KIND>& sums, const Row<X, W>& x,
+                         const Row<DY, W>& dy, const FloatWeight<W>& scale, X* dx) {
+  constexpr bool kLayer = KIND == Kind::layer;
+  const float slope = sums.value[0] * team.reciprocal() * s.rstd;
+  const float level = kLayer ? sums.value[kLayer] * team.reciprocal() * s.rstd : 0.0f;
+  for_each_vector<W>(team, [&](int slot, auto first, int left) {
+    if (kOneByOne<KIND, W> && left <= 0) return;
+    float x_hat[W::N], g[W::N];
+    x.get(slot, first, left, x_hat);
+    dy.get(slot, first, left, g);
+#pragma unroll
+    for (int i = 0; i < W::N; ++i) {
+      x_hat[i] = s.template x_hat<KIND>(x_hat[i]);
+      g[i] = fmaf(g[i] * scale[slot][i], s.rstd, -(kLayer ? fmaf(x_hat[i], slope, level) : x_hat[i] * slope));
+    }
+    store<W::ALIGNED>(dx + first, pack<X>(g), left);
+  });
+}
+
+}  // namespace jaxnorm::cuda

@@ -1,0 +1,131 @@
+// One row in the forward: its statistics, and y from them.
+#pragma once
+
+#include "cuda/row.cuh"
+
+namespace jaxnorm::cuda {
+
+struct Statistics {
+  float mean, rstd;
+};
+
+template <Kind KIND>
+using Part = std::conditional_t<KIND == Kind::rms, Sums<1>, Moments>;
+
+// This warp's part of the statistics: the sum of squares, or the moments about the warp's own mean, so that
+// E[x^2] - mean^2 is never formed. `cols`: how many columns the warp has.
+template <Kind KIND, typename W, typename X, typename T>
+__device__ Part<KIND> warp_part(const Row<X, W>& x, const T& team, float cols) {
+  // add(sum, values, left) of each vector.
+  const auto sum_over_warp = [&](auto add) {
+    Sum<W> sum;
+    for_each_vector<W>(team, [&](int slot, auto first, int left) {
+      float values[W::N];
+      x.get(slot, first, left, values);
+      add(sum, values, left);
+    });
+    return static_cast<float>(team.warp_sum(sum.value()));
+  };
+
+  if constexpr (KIND == Kind::rms) {
+    return {{sum_over_warp([](Sum<W>& sum, const auto& values, int) { sum.add_products(values, values); })}};
+  } else {
+    const float mean = sum_over_warp([](Sum<W>& sum, const auto& values, int) { sum.add(values); }) * reciprocal(cols);
+    const float squares = sum_over_warp([&](Sum<W>& sum, auto& values, int left) {
+      // Columns past the row's end, which are zero, stay so.
+      const float center = left > 0 ? mean : 0.0f;
+#pragma unroll
+      for (int i = 0; i < W::N; ++i) values[i] -= center;
+      if (!W::ALIGNED && left < W::N)
+#pragma unroll
+        for (int i = 0; i < W::N; ++i) values[i] = i < left ? values[i] : 0.0f;
+      sum.add_products(values, values);
+    });
+    return {{cols, mean, squares, 0}};
+  }
+}
+
+// Of a whole row, which thread 0 of its team writes where they are wanted.
+template <Kind KIND, typename T>
+__device__ Statistics statistics(const Forward& p, T& team, int64_t row) {
+  const Part<KIND> whole = team.collect();
+  constexpr bool kLayer = KIND == Kind::layer;
+  const float variance = kLayer ? whole.value[kLayer ? 2 : 0] : whole.value[0];
+  const Statistics s{kLayer ? whole.value[kLayer] : 0.0f,
+                     reciprocal_sqrt(fmaf(variance, team.reciprocal(), p.epsilon))};
+  if (p.rstd && team.rank + team.begin == 0 && row < p.rows) {
+    p.rstd[row] = s.rstd;
+    if (kLayer) p.mean[row] = s.mean;
+  }
+  return s;
+}
+
+template <Kind KIND>
+__device__ float x_hat(float x, Statistics s) {
+  return (KIND == Kind::layer ? x - s.mean : x) * s.rstd;
+}
+
+// What the compiler knows of a call, so that nothing stands between the loads of weights: y is of x's type, the weights
+// that there are of type T, a scale is among them, BIAS tells whether there is a bias, and ROUND whether x_hat is
+// rounded before the multiplication.
+template <typename T, bool BIAS, bool ROUND>
+struct Call {
+  using Weight = T;
+  static constexpr bool kKnown = true, kBias = BIAS, kRound = ROUND;
+};
+
+// Everything else, seen at run time.
+struct AnyCall {
+  static constexpr bool kKnown = false;
+};
+
+// What a kernel knows of a call. Where rows come by way of rings weights are held as floats, whatever type they have.
+template <typename X, Access ACCESS, typename C>
+struct Seen {
+  using Call = C;
+};
+template <typename X, typename T, bool BIAS, bool ROUND>
+struct Seen<X, Access::ring, Call<T, BIAS, ROUND>> {
+  using Call = cuda::Call<X, BIAS, ROUND>;
+};
+template <typename X, typename T, bool BIAS, bool ROUND>
+struct Seen<X, Access::ring_elements, Call<T, BIAS, ROUND>> {
+  using Call = cuda::Call<X, BIAS, ROUND>;
+};
+
+// y = x_hat * factor + term of a vector, in place of x. factor: scale + scale_offset; term: bias, if there is one.
+template <Kind KIND, typename X, typename C, int N>
+__device__ void finish(Statistics s, const float (&factor)[N], const float (&term)[N], float (&y)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) y[i] = x_hat<KIND>(y[i], s);
+  if constexpr (C::kRound) unpack(pack<X>(y), y);
+#pragma unroll
+  for (int i = 0; i < N; ++i) y[i] = C::kBias ? fmaf(y[i], factor[i], term[i]) : y[i] * factor[i];
+}
+
+// The same of N columns whose types are seen at run time. `x` is the row of x in memory.
+template <Kind KIND, int N, typename X>
+__device__ void finish_any(const Forward& p, Statistics s, int64_t row, const X* x, int64_t first) {
+  float y[N], factor[N], term[N];
+  unpack(load<true, N>(x + first, N), y);
+  if (p.scale.data) load_floats<true>(p.scale, first, N, factor);
+  if (p.bias.data) load_floats<true>(p.bias, first, N, term);
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    y[i] = x_hat<KIND>(y[i], s);
+    if (!p.multiply_before_cast) y[i] = round_to(p.y.dtype, y[i]);
+    y[i] = fmaf(y[i], p.scale.data ? factor[i] + p.scale_offset : 1.0f, p.bias.data ? term[i] : -0.0f);
+  }
+  store_floats(p.y, row * p.cols + first, y);
+}
+
+// And of a whole row. Vector by vector in a loop, or there would be as many kernels as types, or large ones.
+template <Kind KIND, typename W, typename X, typename T>
+__device__ void finish_row_any(const Forward& p, const T& team, Statistics s, int64_t row, const X* x) {
+  constexpr int N = W::ALIGNED ? W::N : 1;
+  const int64_t step = int64_t{team.threads} * N;
+  for (int64_t first = team.begin + team.rank * N; first < team.end; first += step)
+    finish_any<KIND, N>(p, s, row, x, first);
+}
+
+}  // namespace jaxnorm::cuda
