@@ -91,10 +91,8 @@ template <Kind KIND, bool BIAS, typename X, typename DY, typename R, Access ACCE
 __global__ void __launch_bounds__(kMaxThreads)
     backward_kernel(const __grid_constant__ Backward p, const __grid_constant__ Partials partials,
                     const __grid_constant__ RowsLaunch launch) {
-  // Rings, or what older architectures have in their place.
   constexpr bool kRing = ACCESS == Access::ring || ACCESS == Access::ring_elements;
-  constexpr bool kNeeded = ACCESS == Access::unaligned || kRing == kHasClusters;
-  if constexpr (kNeeded && (kHasClusters || R::kCluster == 1)) {
+  if constexpr (kHasClusters || (R::kCluster == 1 && !kRing)) {
     extern __shared__ __align__(128) char shared[];
     backward_rows<KIND, BIAS, X, DY, R, ACCESS>(p, partials, launch, shared);
   }
@@ -134,13 +132,14 @@ cudaError_t launch_rows(const Backward& p, const Plan& plan, const Partials& par
                           partials, launch);
     };
     if (ring > 0 && divided) return launch_as(AccessAs<Access::ring>{});
-    if constexpr (kOneType) {
+    if constexpr (kOneType)
       if (ring > 0) return launch_as(AccessAs<Access::ring_elements>{});
-      if constexpr (R::kCluster == 1)
+    // Without rings, or without room for them. A cluster goes the slow way.
+    if constexpr (R::kCluster == 1) {
+      if (aligned) return launch_as(AccessAs<Access::vectors>{});
+      if constexpr (kOneType)
         if (!divided) return launch_as(AccessAs<Access::elements>{});
     }
-    if constexpr (R::kCluster == 1)
-      if (aligned && !current_device().has_clusters()) return launch_as(AccessAs<Access::vectors>{});
     return launch_as(AccessAs<Access::unaligned>{});
   });
 }

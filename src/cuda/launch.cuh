@@ -60,7 +60,7 @@ struct RowsLaunch {
   // Goes by way of rings, if the device has what it takes. `bytes`: of an element of each array; `held`: rows that
   // a team takes before it leaves the first. Returns what the rings need of shared memory, 0 if there are none.
   int with_rings(const Plan& plan, int64_t cols, int bytes_a, int bytes_b, int held) {
-    constexpr int own_bytes = 2 << 10;  // more than any kernel with rings declares
+    constexpr int own_bytes = 3 << 10;  // more than any kernel with rings declares
     // Rows that vectors do not divide begin and end anywhere in granules of 16 bytes.
     const int granules = cols * bytes_a % 16 || cols * bytes_b % 16 ? 32 : 0;
     const Device& device = current_device();

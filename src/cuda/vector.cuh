@@ -192,15 +192,6 @@ __device__ void store_floats(const Output& to, int64_t first, const float (&from
   });
 }
 
-__device__ inline float load_float(const Input& from, int64_t index) {
-  float value;
-  with_type(from.dtype, [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
-    value = static_cast<float>(static_cast<const T*>(from.data)[index]);
-  });
-  return value;
-}
-
 __device__ inline void store_float(const Output& to, int64_t index, float value) {
   with_type(to.dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
