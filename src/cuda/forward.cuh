@@ -112,21 +112,25 @@ __device__ __forceinline__ void forward_ring(const Forward& p, const RowsLaunch&
   }
 }
 
-// How many threads a block has at most, and how many blocks a multiprocessor shall hold: what bounds the registers.
+// Of so many threads three blocks of a half type fit a multiprocessor, if each thread has 96 registers. Rows that go by
+// elements take more.
+constexpr int kFewThreads = 192;
+
+// How many blocks a multiprocessor shall hold: what bounds the registers, with the threads of a block.
 template <typename X, typename R, Access ACCESS>
 struct Residency {
   static constexpr bool kRowsShare = R::kThreads > 0, kCluster = R::kCluster > 1,
                         kRing = ACCESS == Access::ring || ACCESS == Access::ring_elements;
-  static constexpr int kThreads = kRowsShare ? kRowsThreads : kCluster ? kMaxThreads : max_forward_threads(kDtype<X>);
   static constexpr bool kUnpacked = sizeof(X) == 2;  // in twice as many registers
-  static constexpr int kRegisters = kRing || (kUnpacked && R::kVectors == 8 && !kCluster) ? 128
-                                    : kUnpacked && kRowsShare                             ? 72
-                                                                                          : 64;
-  static constexpr int kBlocks = (64 << 10) / kRegisters / kThreads;
+  static constexpr int kRegisters = kRing                                        ? 128
+                                    : kUnpacked && R::kVectors == 8 && !kCluster ? (R::kMost == kFewThreads ? 96 : 128)
+                                    : kRowsShare && (kUnpacked || R::kRows > 1)  ? 80
+                                                                                 : 64;
+  static constexpr int kBlocks = (64 << 10) / kRegisters / R::kMost;
 };
 
 template <Kind KIND, typename X, typename R, Access ACCESS, typename C>
-__global__ void __launch_bounds__(Residency<X, R, ACCESS>::kThreads, Residency<X, R, ACCESS>::kBlocks)
+__global__ void __launch_bounds__(R::kMost, Residency<X, R, ACCESS>::kBlocks)
     forward_kernel(const __grid_constant__ Forward p, const __grid_constant__ RowsLaunch launch) {
   if constexpr (R::kCluster > 1 && !kHasClusters) {
     return;
@@ -138,19 +142,24 @@ __global__ void __launch_bounds__(Residency<X, R, ACCESS>::kThreads, Residency<X
   }
 }
 
-template <typename F>
-cudaError_t with_forward_regime(const Plan& plan, F f) {
+// `divided`: whether vectors divide the row.
+template <typename X, typename F>
+cudaError_t with_forward_regime(const Plan& plan, bool divided, F f) {
   const bool cluster = plan.blocks_per_row > 1;
   if (plan.vectors == kStreamed)
     return cluster ? f(Regime<kWholeBlock, kStreamed, kMaxCluster>{}) : f(Regime<kWholeBlock, kStreamed, 1>{});
   if (cluster)
     return plan.vectors == 4 ? f(Regime<kWholeBlock, 4, kMaxCluster>{}) : f(Regime<kWholeBlock, 8, kMaxCluster>{});
   if (plan.threads_per_row == 8) {
-    if (plan.vectors == 1) return f(Regime<8, 1, 1>{});
-    return plan.vectors == 2 ? f(Regime<8, 2, 1>{}) : f(Regime<8, 4, 1>{});
+    if (plan.vectors == 1) return f(Regime<8, 1, 1, kRowsThreads>{});
+    return plan.vectors == 2 ? f(Regime<8, 2, 1, kRowsThreads>{}) : f(Regime<8, 4, 1, kRowsThreads>{});
   }
-  if (plan.rows_per_block > 1) return plan.vectors == 2 ? f(Regime<kWarp, 2, 1>{}) : f(Regime<kWarp, 4, 1>{});
-  return plan.vectors == 4 ? f(Regime<kWholeBlock, 4, 1>{}) : f(Regime<kWholeBlock, 8, 1>{});
+  if (plan.rows_per_block > 1)
+    return plan.vectors == 2 ? f(Regime<kWarp, 2, 1, kRowsThreads>{}) : f(Regime<kWarp, 4, 1, kRowsThreads>{});
+  if (plan.vectors == 4) return f(Regime<kWholeBlock, 4, 1, max_forward_threads(kDtype<X>)>{});
+  if constexpr (sizeof(X) == 2)
+    if (divided && plan.threads_per_row <= kFewThreads) return f(Regime<kWholeBlock, 8, 1, kFewThreads>{});
+  return f(Regime<kWholeBlock, 8, 1, max_forward_threads(kDtype<X>)>{});
 }
 
 // What models have is known to the compiler: weights of x's type or f32, RMS norm without a bias, layer norm rounded
@@ -188,7 +197,8 @@ cudaError_t launch_forward(const Forward& p, const Plan& plan, cudaStream_t stre
   } else {
     if constexpr (R::kCluster == 1) {
       if (aligned) return launch_as(AccessAs<Access::vectors>{}, teams, 0);
-      if (!divided) return launch_as(AccessAs<Access::elements>{}, teams, 0);
+      if constexpr (R::kMost != kFewThreads)
+        if (!divided) return launch_as(AccessAs<Access::elements>{}, teams, 0);
     } else if (const int bytes = aligned || !divided ? launch.with_rings(plan, p.cols, sizeof(X), 0, 2) : 0) {
       const int64_t at_once = std::min<int64_t>(teams, current_device().teams_at_once(plan.blocks_per_row));
       return divided ? launch_as(AccessAs<Access::ring>{}, at_once, bytes)
@@ -201,7 +211,7 @@ cudaError_t launch_forward(const Forward& p, const Plan& plan, cudaStream_t stre
 template <Kind KIND, typename X>
 cudaError_t forward_of_kind(const Forward& p, cudaStream_t stream) {
   const Plan plan = make_plan(Op::forward, KIND, kDtype<X>, p.cols, current_device().max_cluster());
-  return with_forward_regime(plan, [&](auto regime) {
+  return with_forward_regime<X>(plan, p.cols % kVector<X> == 0, [&](auto regime) {
     return with_call<KIND, X>(p, [&](auto call) {
       using R = decltype(regime);
       // A looped row's epilogue reads it once more anyway.

@@ -14,10 +14,11 @@
 
 namespace jaxnorm::cuda {
 
-// What of a plan the compiler has to know. CLUSTER: the most blocks of a team; 1: no cluster.
-template <int THREADS, int VECTORS, int CLUSTER>
+// What of a plan the compiler has to know. CLUSTER: the most blocks of a team; 1: no cluster. MOST: the most threads of
+// a block.
+template <int THREADS, int VECTORS, int CLUSTER, int MOST = kMaxThreads>
 struct Regime {
-  static constexpr int kThreads = THREADS, kVectors = VECTORS, kCluster = CLUSTER;
+  static constexpr int kThreads = THREADS, kVectors = VECTORS, kCluster = CLUSTER, kMost = MOST;
   static constexpr int kRows = rows_at_once(THREADS, VECTORS);
 };
 
