@@ -7,11 +7,11 @@ import pkgutil
 # in the installed one, so its directory is searched too.
 __path__ = pkgutil.extend_path(__path__, __name__)
 
-from jaxnorm.norms import layer_norm, rms_norm
+from jaxnorm.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 try:
     __version__ = importlib.metadata.version(__name__)
 except importlib.metadata.PackageNotFoundError:  # a source tree that was never installed
     __version__ = "unknown"
 
-__all__ = ["__version__", "layer_norm", "rms_norm"]
+__all__ = ["__version__", "add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]

@@ -1,6 +1,7 @@
 """The native modules: the one Python file that loads them, and what it knows about what they can do."""
 
 import importlib
+import itertools
 from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
@@ -51,6 +52,7 @@ def unsupported(
     x_dtype: np.dtype[Any],
     out_dtype: np.dtype[Any],
     weight_dtypes: Iterable[np.dtype[Any]],
+    residual_dtype: np.dtype[Any] | None = None,
 ) -> str | None:
     """What of this norm no kernel serves, as a sentence; None if the kernels serve all of it."""
     lengths = [shape[axis] for axis in axes]
@@ -60,11 +62,15 @@ def unsupported(
         return f"the normalised axes have a symbolic length {lengths}"
     if 0 in lengths:
         return "a normalised axis has length 0"
-    for name, dtype in (("x", x_dtype), ("the result", out_dtype), *(("a weight", dtype) for dtype in weight_dtypes)):
+    x, result = ("x", x_dtype), ("the result", out_dtype)
+    residual = [] if residual_dtype is None else [("residual", residual_dtype)]
+    for name, dtype in (x, *residual, result, *(("a weight", dtype) for dtype in weight_dtypes)):
         if dtype not in DTYPES:
             return f"{name} is {dtype}, kernels take {', '.join(sorted(d.name for d in DTYPES))}"
-    if x_dtype != out_dtype and np.float32 not in (x_dtype, out_dtype):
-        return f"x is {x_dtype} and the result {out_dtype}; kernels want them equal, or one of them float32"
+    # What is normalised has the residual's dtype, where there is one.
+    for (a, a_dtype), (b, b_dtype) in itertools.pairwise((x, *residual, result)):
+        if a_dtype != b_dtype and np.float32 not in (a_dtype, b_dtype):
+            return f"{a} is {a_dtype} and {b} {b_dtype}; kernels want them equal, or one of them float32"
     return None
 
 

@@ -56,7 +56,10 @@ def rms_norm(
 
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, https://arxiv.org/abs/1910.07467.
     """
-    return _norm("rms", x, scale, bias, epsilon, scale_offset, axis, multiply_before_cast, out_dtype, implementation)
+    (y,) = _norm(
+        "rms_norm", x, None, scale, bias, epsilon, scale_offset, axis, multiply_before_cast, out_dtype, implementation
+    )
+    return y
 
 
 def layer_norm(
@@ -97,12 +100,138 @@ def layer_norm(
 
     Source: Ba, Kiros and Hinton, Layer Normalization, 2016, https://arxiv.org/abs/1607.06450.
     """
-    return _norm("layer", x, scale, bias, epsilon, scale_offset, axis, multiply_before_cast, out_dtype, implementation)
+    (y,) = _norm(
+        "layer_norm", x, None, scale, bias, epsilon, scale_offset, axis, multiply_before_cast, out_dtype, implementation
+    )
+    return y
+
+
+def add_rms_norm(
+    x: Any,
+    residual: Any,
+    scale: Any = None,
+    bias: Any = None,
+    *,
+    epsilon: float = 1e-6,
+    scale_offset: float = 0.0,
+    axis: int | Sequence[int] = -1,
+    multiply_before_cast: bool = True,
+    out_dtype: Any = None,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Adds x to a residual stream and divides the sum by its root mean square over `axis`.
+
+        new_residual = x + residual
+        y = rms_norm(new_residual, scale, bias, ...)
+
+    as a pre-norm transformer does between its blocks. The kernel gives bit for bit what these two lines give, the sum
+    rounded to residual's dtype before it is normalised, and saves the pass over memory in which the norm would read the
+    sum again. In a gradient the cotangents of y and of new_residual are added in the same way.
+
+    Args:
+      x: floating-point array of rank 1 or more, what is added.
+      residual: the residual stream, of x's shape. Its dtype may be another: an x of bfloat16 goes with a stream of
+        float32, and the reverse.
+      scale: factor with the shape of the normalised axes, in x's order; None is a factor of 1.
+      bias: summand of the same shape; None is 0.
+      epsilon: non-negative Python number added to the mean square.
+      scale_offset: Python number added to scale. Ignored without scale.
+      axis: the axis, or the set of axes, to normalise over. Kernels serve trailing axes, the jnp formula any.
+      multiply_before_cast: False rounds new_residual * rsqrt(...) to y's dtype before it is multiplied by scale.
+      out_dtype: dtype of y; None is x's.
+      implementation: None, "native" or "jnp", as for `rms_norm`.
+
+    Returns:
+      (y, new_residual): arrays of x's shape, new_residual of residual's dtype.
+
+    Raises:
+      ValueError: residual has another shape than x; otherwise as `rms_norm` does.
+      TypeError, RuntimeError: as `rms_norm` does.
+
+    Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, https://arxiv.org/abs/1910.07467; before
+    each block, on the residual stream: Xiong et al., On Layer Normalization in the Transformer Architecture, 2020,
+    https://arxiv.org/abs/2002.04745.
+    """
+    y, new_residual = _norm(
+        "add_rms_norm",
+        x,
+        residual,
+        scale,
+        bias,
+        epsilon,
+        scale_offset,
+        axis,
+        multiply_before_cast,
+        out_dtype,
+        implementation,
+    )
+    return y, new_residual
+
+
+def add_layer_norm(
+    x: Any,
+    residual: Any,
+    scale: Any = None,
+    bias: Any = None,
+    *,
+    epsilon: float = 1e-6,
+    scale_offset: float = 0.0,
+    axis: int | Sequence[int] = -1,
+    multiply_before_cast: bool = True,
+    out_dtype: Any = None,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Adds x to a residual stream and shifts and scales the sum to mean 0 and variance 1 over `axis`.
+
+        new_residual = x + residual
+        y = layer_norm(new_residual, scale, bias, ...)
+
+    The kernel gives bit for bit what these two lines give and saves a pass over memory, as for `add_rms_norm`, whose
+    arguments, dtypes, result and errors these are.
+
+    Args:
+      x: floating-point array of rank 1 or more, what is added.
+      residual: the residual stream, of x's shape; its dtype may be another.
+      scale: factor with the shape of the normalised axes, in x's order; None is a factor of 1.
+      bias: summand of the same shape; None is 0.
+      epsilon: non-negative Python number added to the variance.
+      scale_offset: Python number added to scale. Ignored without scale.
+      axis: the axis, or the set of axes, to normalise over. Kernels serve trailing axes, the jnp formula any.
+      multiply_before_cast: False rounds (new_residual - mean) * rsqrt(...) to y's dtype before it is multiplied by
+        scale.
+      out_dtype: dtype of y; None is x's.
+      implementation: None, "native" or "jnp", as for `rms_norm`.
+
+    Returns:
+      (y, new_residual): arrays of x's shape, new_residual of residual's dtype.
+
+    Raises:
+      ValueError, TypeError, RuntimeError: as `add_rms_norm` does.
+
+    Source: Ba, Kiros and Hinton, Layer Normalization, 2016, https://arxiv.org/abs/1607.06450; before each block, on the
+    residual stream: Xiong et al., On Layer Normalization in the Transformer Architecture, 2020,
+    https://arxiv.org/abs/2002.04745.
+    """
+    y, new_residual = _norm(
+        "add_layer_norm",
+        x,
+        residual,
+        scale,
+        bias,
+        epsilon,
+        scale_offset,
+        axis,
+        multiply_before_cast,
+        out_dtype,
+        implementation,
+    )
+    return y, new_residual
 
 
 def _norm(
-    kind: reference.Kind,
+    op: Literal["rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"],
     x: Any,
+    residual: Any,
     scale: Any,
     bias: Any,
     epsilon: Any,
@@ -111,17 +240,18 @@ def _norm(
     multiply_before_cast: bool,
     out_dtype: Any,
     implementation: Implementation | None,
-) -> jax.Array:
-    op = f"{kind}_norm"
+) -> tuple[jax.Array, ...]:
+    """The result of one of the public functions: y, and the sum where it adds a residual."""
     validation.check_implementation(op, implementation)
     x = validation.check_x(op, x)
+    residual = validation.check_residual(op, residual, x) if op.startswith("add_") else None
     axes = validation.check_axes(op, axis, x.ndim)
     scale = validation.check_weight(op, "scale", scale, x, axes)
     bias = validation.check_weight(op, "bias", bias, x, axes)
     out_dtype = validation.check_out_dtype(op, out_dtype, x)
-    dtypes = [out_dtype, *(operand.dtype for operand in (x, scale, bias) if operand is not None)]
+    dtypes = [out_dtype, *(operand.dtype for operand in (x, residual, scale, bias) if operand is not None)]
     norm = reference.Norm(
-        kind=kind,
+        kind="rms" if op.endswith("rms_norm") else "layer",
         axes=axes,
         epsilon=validation.check_epsilon(op, epsilon),
         scale_offset=validation.check_number(op, "scale_offset", scale_offset),
@@ -130,19 +260,32 @@ def _norm(
         out_dtype=out_dtype,
         native_only=implementation == "native",
     )
-    if implementation == "jnp" or not _has_kernel(op, norm, x, scale, bias):
-        # Cast once, so that the cotangents of x's two uses are added before they are rounded to its dtype.
-        x = x.astype(norm.compute_dtype)
-        return reference.forward(norm, x, reference.statistics(norm, x), scale, bias)
-    return primitives.apply(norm, x, scale, bias)
+    if implementation == "jnp" or not _has_kernel(op, norm, x, residual, scale, bias):
+        normalised = x if residual is None else reference.add(x, residual)
+        # Cast once, so that the cotangents of its uses are added before they are rounded to its dtype.
+        wide = normalised.astype(norm.compute_dtype)
+        y = reference.forward(norm, wide, reference.statistics(norm, wide), scale, bias)
+        return (y,) if residual is None else (y, wide.astype(residual.dtype))
+    return primitives.apply(norm, x, residual, scale, bias)
 
 
-def _has_kernel(op: str, norm: reference.Norm, x: jax.Array, scale: jax.Array | None, bias: jax.Array | None) -> bool:
+def _has_kernel(
+    op: str,
+    norm: reference.Norm,
+    x: jax.Array,
+    residual: jax.Array | None,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+) -> bool:
     """Whether some platform has a kernel for this norm; if it must be native, an error where none is at hand."""
     weights = [weight for weight in (scale, bias) if weight is not None]
-    reason = ffi.unsupported(norm.axes, x.shape, x.dtype, norm.out_dtype, [weight.dtype for weight in weights])
+    weight_dtypes = [weight.dtype for weight in weights]
+    residual_dtype = None if residual is None else residual.dtype
+    reason = ffi.unsupported(norm.axes, x.shape, x.dtype, norm.out_dtype, weight_dtypes, residual_dtype)
     if compat.is_sharded(x, norm.axes) or any(compat.is_sharded(weight, range(weight.ndim)) for weight in weights):
         reason = "the normalised axes of x, scale or bias are sharded over an Explicit mesh"
+    if residual is not None and jax.typeof(residual).sharding.spec != jax.typeof(x).sharding.spec:
+        reason = "x and residual are sharded differently over an Explicit mesh"
     if not norm.native_only:
         return reason is None
     platform = compat.default_platform()

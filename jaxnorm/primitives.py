@@ -1,10 +1,13 @@
 """The JAX primitives of a norm, each with its abstract evaluation, lowering, batching, JVP and transpose.
 
-- `forward` gives y and, where a derivative follows, the row statistics. Its JVP binds
+- `forward` gives y and, where a derivative follows, the row statistics. With a residual it normalises the sum of that
+  and x, and gives the sum too. Its JVP binds
 - `linear`, the tangent of y, which is linear in the tangents of x, scale and bias. Its transpose binds
 - `backward`, the wanted ones of the cotangents of x, scale and bias, in one call.
 
-So a gradient is one native call each way; forward mode and higher derivatives go through the jnp formula.
+So a gradient is one native call each way; forward mode and higher derivatives go through the jnp formula. `linear` and
+`backward` know no residual: their x is the sum. `linear` hands the tangent of the sum on as a second result, so that
+its transpose sees the cotangents of y and of the sum together and `backward` adds the latter, dsum, to dx.
 
 The operands of a primitive are the leaves of a tuple, in which an absent one is None; the tuple's structure is the
 parameter `tree`. Operands keep x's rank, so that a result's sharding and varying mesh axes follow from x's type.
@@ -30,72 +33,93 @@ linear_p = Primitive("jaxnorm_linear")
 backward_p = Primitive("jaxnorm_backward")
 
 
-def apply(norm: Norm, x: jax.Array, scale: jax.Array | None, bias: jax.Array | None) -> jax.Array:
-    """The norm of x over trailing axes, native on the platforms that have a kernel."""
-    y: jax.Array
-    (y,) = _bind(forward_p, (x, scale, bias), norm=norm, with_stats=False)
-    return y
+def apply(
+    norm: Norm, x: jax.Array, residual: jax.Array | None, scale: jax.Array | None, bias: jax.Array | None
+) -> tuple[jax.Array, ...]:
+    """The norm of x over trailing axes, native on the platforms that have a kernel; with a residual, of their sum,
+    and the sum."""
+    return tuple(_bind(forward_p, (x, residual, scale, bias), norm=norm, with_stats=False))
 
 
-# forward: (x, scale, bias) -> [y], and with_stats -> [y, *statistics]
+# forward: (x, residual, scale, bias) -> [y], with a residual [y, sum]; with_stats the statistics follow
 
 
-def _forward_abstract(x: Any, *_: Any, tree: Any, norm: Norm, with_stats: bool) -> list[Any]:
+def _forward_abstract(*operands: Any, tree: Any, norm: Norm, with_stats: bool) -> list[Any]:
+    x, residual, *_ = unflatten(tree, operands)
     y = x.update(dtype=norm.out_dtype, weak_type=False)
+    sums = [] if residual is None else [residual.update(weak_type=False)]
     rows = (*x.shape[: -len(norm.axes)], *(1 for _ in norm.axes))
     statistic = x.update(shape=rows, dtype=norm.compute_dtype, weak_type=False)
     count = {"rms": 1, "layer": 2}[norm.kind] if with_stats else 0
-    return [y, *(statistic for _ in range(count))]
+    return [y, *sums, *(statistic for _ in range(count))]
 
 
 def _forward_jnp(*operands: Any, tree: Any, norm: Norm, with_stats: bool) -> list[Any]:
-    x, scale, bias = unflatten(tree, operands)
-    stats = reference.statistics(norm, x)
-    y = reference.forward(norm, x, stats, scale, bias)
-    return [y, *stats] if with_stats else [y]
+    x, residual, scale, bias = unflatten(tree, operands)
+    sums = [] if residual is None else [reference.add(x, residual)]
+    (normalised,) = sums or [x]
+    stats = reference.statistics(norm, normalised)
+    y = reference.forward(norm, normalised, stats, scale, bias)
+    return [y, *sums, *stats] if with_stats else [y, *sums]
 
 
 def _forward_native(platform: str, ctx: Any, *operands: Any, tree: Any, norm: Norm, with_stats: bool) -> Sequence[Any]:
-    _, scale, bias = unflatten(tree, operands)
-    return jax.ffi.ffi_lowering(f"jaxnorm_{norm.kind}_norm_fwd")(
+    _, residual, scale, bias = unflatten(tree, operands)
+    # The sum goes where the residual was, so that a dead or donated one needs no second buffer. XLA copies one that
+    # lives on: where a derivative follows it does, as the sum that the backward of the norm before this one wants.
+    aliases = {1: 1} if residual is not None and not with_stats else {}
+    return jax.ffi.ffi_lowering(f"jaxnorm_{norm.kind}_norm_fwd", operand_output_aliases=aliases)(
         ctx,
         *operands,
         axes=np.int64(len(norm.axes)),
         epsilon=np.float32(norm.epsilon),
         scale_offset=np.float32(norm.scale_offset),
         multiply_before_cast=norm.multiply_before_cast,
+        has_residual=residual is not None,
         has_scale=scale is not None,
         has_bias=bias is not None,
     )
 
 
 def _forward_batch(operands: Any, dims: Any, *, tree: Any, norm: Norm, with_stats: bool) -> tuple[Any, Any]:
-    x, *weights = unflatten(tree, operands)
-    x_dim, *weight_dims = unflatten(tree, dims)
+    *rows, scale, bias = unflatten(tree, operands)
+    *rows_dims, scale_dim, bias_dim = unflatten(tree, dims)
     params: dict[str, Any] = {"norm": norm, "with_stats": with_stats}
-    if not _all_none(weight_dims):
+    if not _all_none([scale_dim, bias_dim]):
         return _batch_jnp(partial(_forward_jnp, tree=tree, **params), operands, dims)
-    (x,) = _fold((x,), (x_dim,))
-    return _at_front(_bind(forward_p, (x, *weights), **params))
+    return _at_front(_bind(forward_p, (*_fold(tuple(rows), tuple(rows_dims)), scale, bias), **params))
 
 
 def _forward_jvp(primals: Any, tangents: Any, *, tree: Any, norm: Norm, with_stats: bool) -> tuple[Any, Any]:
-    x, scale, _ = unflatten(tree, primals)
-    dots = unflatten(tree, [None if type(tangent) is ad.Zero else tangent for tangent in tangents])
-    y, *stats = forward_p.bind(*primals, tree=tree, norm=norm, with_stats=True)
-    y_dot = _bind(linear_p, (x, stats, scale, dots), norm=norm)
+    x, residual, scale, _ = unflatten(tree, primals)
+    x_dot, residual_dot, *weights_dot = unflatten(tree, [None if type(t) is ad.Zero else t for t in tangents])
+    y, *rest = forward_p.bind(*primals, tree=tree, norm=norm, with_stats=True)
+    if residual is None:
+        sums, stats = [], rest
+        normalised, dot = x, x_dot
+    else:
+        sums, stats = rest[:1], rest[1:]
+        normalised, dot = sums[0], None
+        if not _all_none([x_dot, residual_dot]):
+            dot = _tangents_jnp(reference.add, [x, residual], [x_dot, residual_dot])
+    with_sum = residual is not None and dot is not None
+    y_dot, *sums_dot = _bind(linear_p, (normalised, stats, scale, (dot, *weights_dot)), norm=norm, with_sum=with_sum)
+    if len(sums_dot) < len(sums):
+        sums_dot = [ad.Zero(jax.typeof(normalised).to_tangent_aval())]
     if not with_stats:
-        return [y], y_dot
+        return [y, *sums], [y_dot, *sums_dot]
     # Only a second derivative comes here.
-    stats_dot = _tangents_jnp(partial(reference.statistics, norm), [x], unflatten(tree, tangents)[:1])
-    return [y, *stats], [*y_dot, *stats_dot]
+    stats_dot = _tangents_jnp(partial(reference.statistics, norm), [normalised], [dot])
+    return [y, *sums, *stats], [y_dot, *sums_dot, *stats_dot]
 
 
 def _forward_transpose(cotangents: Any, *operands: Any, tree: Any, norm: Norm, with_stats: bool) -> list[Any]:
-    """y is linear in scale and bias, each alone; x is known."""
-    x, scale, bias = unflatten(tree, operands)
-    if ad.is_undefined_primal(x) or with_stats:
+    """y is linear in scale and bias, each alone; x and the residual are known."""
+    x, residual, scale, bias = unflatten(tree, operands)
+    if ad.is_undefined_primal(x) or ad.is_undefined_primal(residual) or with_stats:
         raise NotImplementedError("a norm is not linear in x")
+    if residual is not None:
+        x = reference.add(x, residual)
     stats = reference.statistics(norm, x)
     dy = ad.instantiate_zeros(cotangents[0])
     dscale_dtype, dbias_dtype = (w.aval.dtype if ad.is_undefined_primal(w) else None for w in (scale, bias))
@@ -103,40 +127,48 @@ def _forward_transpose(cotangents: Any, *operands: Any, tree: Any, norm: Norm, w
     return [next(wanted) if ad.is_undefined_primal(operand) else None for operand in operands]
 
 
-# linear: (x, statistics, scale, (x_dot, scale_dot, bias_dot)) -> [y_dot]
+# linear: (x, statistics, scale, (x_dot, scale_dot, bias_dot)) -> [y_dot], with_sum [y_dot, x_dot]
 
 
-def _linear_abstract(x: Any, *_: Any, tree: Any, norm: Norm) -> list[Any]:
-    return [x.update(dtype=norm.out_dtype, weak_type=False)]
+def _linear_abstract(x: Any, *_: Any, tree: Any, norm: Norm, with_sum: bool) -> list[Any]:
+    y_dot = x.update(dtype=norm.out_dtype, weak_type=False)
+    return [y_dot, x.update(weak_type=False)] if with_sum else [y_dot]
 
 
-def _linear_jnp(*operands: Any, tree: Any, norm: Norm) -> list[Any]:
-    return [reference.linear(norm, *unflatten(tree, operands))]
+def _linear_jnp(*operands: Any, tree: Any, norm: Norm, with_sum: bool) -> list[Any]:
+    x, stats, scale, dots = unflatten(tree, operands)
+    y_dot = reference.linear(norm, x, stats, scale, dots)
+    return [y_dot, dots[0]] if with_sum else [y_dot]
 
 
-def _linear_batch(operands: Any, dims: Any, *, tree: Any, norm: Norm) -> tuple[Any, Any]:
+def _linear_batch(operands: Any, dims: Any, *, tree: Any, norm: Norm, with_sum: bool) -> tuple[Any, Any]:
+    params: dict[str, Any] = {"norm": norm, "with_sum": with_sum}
     x, stats, scale, (x_dot, *weights_dot) = unflatten(tree, operands)
     x_dim, stats_dims, scale_dim, (x_dot_dim, *weights_dot_dims) = unflatten(tree, dims)
     if x_dim is None or not _all_none([scale_dim, *weights_dot_dims]):
-        return _batch_jnp(partial(_linear_jnp, tree=tree, norm=norm), operands, dims)
+        return _batch_jnp(partial(_linear_jnp, tree=tree, **params), operands, dims)
     x, stats, x_dot = _fold((x, stats, x_dot), (x_dim, stats_dims, x_dot_dim))
-    return _at_front(_bind(linear_p, (x, stats, scale, (x_dot, *weights_dot)), norm=norm))
+    return _at_front(_bind(linear_p, (x, stats, scale, (x_dot, *weights_dot)), **params))
 
 
-def _linear_jvp(primals: Any, tangents: Any, *, tree: Any, norm: Norm) -> tuple[Any, Any]:
-    params: dict[str, Any] = {"tree": tree, "norm": norm}
+def _linear_jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
     return linear_p.bind(*primals, **params), _tangents_jnp(partial(_linear_jnp, **params), primals, tangents)
 
 
-def _linear_transpose(cotangents: Any, *operands: Any, tree: Any, norm: Norm) -> list[Any]:
+def _linear_transpose(cotangents: Any, *operands: Any, tree: Any, norm: Norm, with_sum: bool) -> list[Any]:
     x, stats, scale, dots = unflatten(tree, operands)
     dtypes = tuple(dot.aval.dtype if ad.is_undefined_primal(dot) else None for dot in dots)
-    dy = ad.instantiate_zeros(cotangents[0])
-    wanted = iter(_bind(backward_p, (dy, x, stats, scale), norm=norm, dtypes=dtypes))
+    dy, dsum = cotangents if with_sum else (*cotangents, None)
+    if type(dsum) is ad.Zero or dtypes[0] is None:
+        dsum = None
+    if dsum is not None and type(dy) is ad.Zero:
+        return [dsum if operand is dots[0] else None for operand in operands]
+    dy = ad.instantiate_zeros(dy)
+    wanted = iter(_bind(backward_p, (dy, x, stats, scale, dsum), norm=norm, dtypes=dtypes))
     return [next(wanted) if ad.is_undefined_primal(operand) else None for operand in operands]
 
 
-# backward: (dy, x, statistics, scale) -> those cotangents of (x, scale, bias) whose dtype is given
+# backward: (dy, x, statistics, scale, dsum) -> those cotangents of (x, scale, bias) whose dtype is given
 
 
 def _backward_abstract(dy: Any, x: Any, *_: Any, tree: Any, norm: Norm, dtypes: Any) -> list[Any]:
@@ -148,12 +180,12 @@ def _backward_abstract(dy: Any, x: Any, *_: Any, tree: Any, norm: Norm, dtypes: 
 
 
 def _backward_jnp(*operands: Any, tree: Any, norm: Norm, dtypes: Any) -> list[Any]:
-    dy, x, stats, scale = unflatten(tree, operands)
-    return reference.backward(norm, dy, x, stats, scale, dtypes)
+    dy, x, stats, scale, dsum = unflatten(tree, operands)
+    return reference.backward(norm, dy, x, stats, scale, dtypes, dsum)
 
 
 def _backward_native(platform: str, ctx: Any, *operands: Any, tree: Any, norm: Norm, dtypes: Any) -> Sequence[Any]:
-    _, x, _, scale = unflatten(tree, ctx.avals_in)
+    _, x, _, scale, dsum = unflatten(tree, ctx.avals_in)
     with_dx, with_dscale, with_dbias = (dtype is not None for dtype in dtypes)
     workspaces: list[tuple[Any, ...]] = []
     if platform == "cuda":
@@ -168,6 +200,7 @@ def _backward_native(platform: str, ctx: Any, *operands: Any, tree: Any, norm: N
         axes=np.int64(len(norm.axes)),
         scale_offset=np.float32(norm.scale_offset),
         has_scale=scale is not None,
+        has_dsum=dsum is not None,
         with_dx=with_dx,
         with_dscale=with_dscale,
         with_dbias=with_dbias,
@@ -176,15 +209,15 @@ def _backward_native(platform: str, ctx: Any, *operands: Any, tree: Any, norm: N
 
 
 def _backward_batch(operands: Any, dims: Any, *, tree: Any, norm: Norm, dtypes: Any) -> tuple[Any, Any]:
-    dy, x, stats, scale = unflatten(tree, operands)
-    dy_dim, x_dim, stats_dims, scale_dim = unflatten(tree, dims)
+    dy, x, stats, scale, dsum = unflatten(tree, operands)
+    dy_dim, x_dim, stats_dims, scale_dim, dsum_dim = unflatten(tree, dims)
     if x_dim is None or scale_dim is not None:
         return _batch_jnp(partial(_backward_jnp, tree=tree, norm=norm, dtypes=dtypes), operands, dims)
-    rows = _fold((dy, x, stats), (dy_dim, x_dim, stats_dims))
+    *rows, dsum = _fold((dy, x, stats, dsum), (dy_dim, x_dim, stats_dims, dsum_dim))
     dx_dtype, *weight_dtypes = dtypes
     cotangents = []
     if dx_dtype is not None:
-        cotangents += _bind(backward_p, (*rows, scale), norm=norm, dtypes=(dx_dtype, None, None))
+        cotangents += _bind(backward_p, (*rows, scale, dsum), norm=norm, dtypes=(dx_dtype, None, None))
     if not _all_none(weight_dtypes):
         # A kernel would sum over the examples too.
         sums = partial(reference.backward, norm, scale=scale, dtypes=(None, *weight_dtypes))
@@ -198,13 +231,14 @@ def _backward_jvp(primals: Any, tangents: Any, *, tree: Any, norm: Norm, dtypes:
 
 
 def _backward_transpose(cotangents: Any, *operands: Any, tree: Any, norm: Norm, dtypes: Any) -> list[Any]:
-    """The cotangents are linear in dy; `linear` is the transpose of that."""
-    _, x, stats, scale = unflatten(tree, operands)
+    """The cotangents are linear in dy and dsum; `linear` is the transpose of that in dy."""
+    _, x, stats, scale, dsum = unflatten(tree, operands)
     given = iter(cotangents)
     results = (None if dtype is None else next(given) for dtype in dtypes)
     dots = tuple(None if type(dot) is ad.Zero else dot for dot in results)
-    (dy_bar,) = _bind(linear_p, (x, stats, scale, dots), norm=norm)
-    return [dy_bar, *(None for _ in operands[1:])]
+    (dy_bar,) = _bind(linear_p, (x, stats, scale, dots), norm=norm, with_sum=False)
+    dsum_bar = [] if dsum is None else [dots[0]]
+    return [dy_bar, *(None for _ in operands[1 + len(dsum_bar) :]), *dsum_bar]
 
 
 def _bind(primitive: Primitive, operands: Any, **params: Any) -> Any:
@@ -230,8 +264,8 @@ def _batch_jnp(formula: Callable[..., Any], operands: Any, dims: Any) -> tuple[A
 
 
 def _tangents_jnp(formula: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-    """The tangents of formula's results; zero tangents stay symbolic."""
-    moving = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
+    """The tangents of formula's results; zero tangents stay symbolic, as None or a Zero."""
+    moving = [i for i, tangent in enumerate(tangents) if tangent is not None and type(tangent) is not ad.Zero]
 
     def of_moving(*values: Any) -> Any:
         operands = dict(enumerate(primals)) | dict(zip(moving, values, strict=True))

@@ -35,6 +35,18 @@ class Norm:
     native_only: bool = False
 
 
+def add(x: jax.Array, residual: jax.Array) -> jax.Array:
+    """`x + residual`, rounded once, to residual's dtype.
+
+    The wider of their dtypes is enough for that, float32 for two half types. Where they are of one dtype nothing is
+    converted, in the cotangents neither.
+    """
+    if x.dtype == residual.dtype:
+        return x + residual
+    dtype = jnp.promote_types(jnp.float32, jnp.promote_types(x.dtype, residual.dtype))
+    return (x.astype(dtype) + residual.astype(dtype)).astype(residual.dtype)
+
+
 def statistics(norm: Norm, x: jax.Array) -> Statistics:
     """`(rstd,)` or `(mean, rstd)`; the variance is the mean of squared deviations, never E[x²] - mean²."""
     x = x.astype(norm.compute_dtype)
@@ -85,14 +97,19 @@ def backward(
     stats: Statistics,
     scale: jax.Array | None,
     dtypes: tuple[np.dtype[Any] | None, np.dtype[Any] | None, np.dtype[Any] | None],
+    dsum: jax.Array | None = None,
 ) -> list[jax.Array]:
-    """The cotangents of x, scale and bias whose dtype is given, in this order: the transpose of `linear`."""
+    """The cotangents of x, scale and bias whose dtype is given, in this order: the transpose of `linear`.
+
+    dsum is the cotangent of x from elsewhere, where x is the sum of a residual connection: it is added to dx.
+    """
     dx_dtype, dscale_dtype, dbias_dtype = dtypes
     dy = dy.astype(norm.compute_dtype)
     cotangents = []
     if dx_dtype is not None:
         g = dy if scale is None else dy * _factor(norm, x, scale)
-        cotangents.append(_project(norm, g, x, stats).astype(dx_dtype))
+        dx = _project(norm, g, x, stats)
+        cotangents.append((dx if dsum is None else dx + dsum.astype(norm.compute_dtype)).astype(dx_dtype))
     if dscale_dtype is not None:
         cotangents.append(_sum_rows(norm, dy * _x_hat(norm, x, stats)).astype(dscale_dtype))
     if dbias_dtype is not None:

@@ -73,6 +73,16 @@ def check_weight(op: str, name: str, value: object, x: jax.Array, axes: tuple[in
     return weight
 
 
+def check_residual(op: str, value: object, x: jax.Array) -> jax.Array:
+    residual = check_array(op, "residual", value)
+    if residual.shape != x.shape:
+        raise ValueError(
+            f"{op}: residual has shape {residual.shape}, expected x's shape {x.shape}: they are added element by "
+            f"element. Reshape or broadcast one of them, as with jax.numpy.broadcast_to(residual, x.shape)."
+        )
+    return residual
+
+
 def check_number(op: str, name: str, value: object) -> float:
     """value as a finite Python float, known while tracing."""
     if isinstance(value, jax.core.Tracer):

@@ -1,7 +1,7 @@
 // The contract between the shim and the kernels: the operands of one norm, as pointers and sizes.
 //
 // A kernel sees these structs and nothing of XLA. An absent operand has a null pointer. Rows are contiguous: element
-// (r, c) of x, y, dy and dx lies at r * cols + c. Pointers are aligned to their element and to nothing more.
+// (r, c) of every array of rows lies at r * cols + c. Pointers are aligned to their element and to nothing more.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +13,8 @@ enum class Kind : uint8_t { rms, layer };
 
 constexpr int size_of(Dtype dtype) { return dtype == Dtype::f32 ? 4 : 2; }
 
-// The pairs (x's dtype, y's dtype) that have a kernel: equal, or one of them f32.
-constexpr bool is_supported(Dtype x, Dtype y) { return x == y || x == Dtype::f32 || y == Dtype::f32; }
+// The pairs of dtypes (what is normalised and y, x and the residual) that have a kernel: equal, or one of them f32.
+constexpr bool is_supported(Dtype a, Dtype b) { return a == b || a == Dtype::f32 || b == Dtype::f32; }
 
 struct Input {
   const void* data = nullptr;
@@ -28,23 +28,25 @@ struct Output {
   explicit operator bool() const { return data != nullptr; }
 };
 
-// y = x_hat * (scale + scale_offset) + bias, and the row statistics from which the backward rebuilds x_hat.
+// y = x_hat * (scale + scale_offset) + bias, and the row statistics from which the backward rebuilds x_hat. With a
+// residual it is sum = x + residual, in the residual's dtype, that is normalised; sum may be where the residual was.
 struct Forward {
   Kind kind;
   int64_t rows, cols;
-  Input x, scale, bias;
-  Output y;
+  Input x, residual, scale, bias;
+  Output y, sum;
   float* mean;  // rows values, layer norm only; null when the statistics are not wanted
   float* rstd;  // rows values; null when the statistics are not wanted
   float epsilon, scale_offset;
   bool multiply_before_cast;  // false: x_hat is rounded to y's dtype before the multiplication by scale
 };
 
-// The cotangents of x, scale and bias for the cotangent dy of y.
+// The cotangents of x, scale and bias for the cotangent dy of y. dsum, of x's dtype, is added to dx: what else x is
+// used for, where it is the sum of a residual connection.
 struct Backward {
   Kind kind;
   int64_t rows, cols;
-  Input dy, x, scale;
+  Input dy, x, scale, dsum;
   const float *mean, *rstd;
   Output dx, dscale, dbias;
   float* row_sums;   // CUDA: rows * segments pairs of sums, for dx of rows that are cut into segments

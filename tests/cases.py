@@ -10,6 +10,7 @@ import jaxnorm
 
 KINDS = ("rms", "layer")
 NORMS = {"rms": jaxnorm.rms_norm, "layer": jaxnorm.layer_norm}
+ADDS = {"rms": jaxnorm.add_rms_norm, "layer": jaxnorm.add_layer_norm}
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -44,6 +45,10 @@ def draw_x(dims, dtype="float32"):
         # rounding: law 2 has such rows, law 1 is about the arithmetic.
         x = jnp.where(jnp.arange(dims[-1]) % 2 == 0, 1 + jnp.abs(x), -1 - jnp.abs(x))
     return x.astype(dtype)
+
+
+def draw_residual(dims, dtype="float32"):
+    return draw("residual", dims, dtype, -0.3, 4.0)
 
 
 def draw_scale(dims, dtype="float32"):

@@ -49,6 +49,7 @@ void run(Kind kind, Dtype dtype, int64_t rows, int64_t cols, int64_t offset) {
   const Array x(dtype, rows * cols, offset, true), dy(dtype, rows * cols, offset, true);
   const Array scale(dtype, cols, offset, true), bias(dtype, cols, offset, true);
   const Array y(dtype, rows * cols, offset, false), dx(dtype, rows * cols, offset, false);
+  const Array sum(dtype, rows * cols, offset, true), dsum(dtype, rows * cols, offset, true);
   const Array mean(Dtype::f32, rows, 0, false), rstd(Dtype::f32, rows, 0, false);
   const Array dscale(dtype, cols, 0, false), dbias(dtype, cols, 0, false);
   const Array row_sums(Dtype::f32, 2 * rows * (row_segments(dtype, cols) + 1), 0, false);
@@ -69,6 +70,12 @@ void run(Kind kind, Dtype dtype, int64_t rows, int64_t cols, int64_t offset) {
   if (kind == Kind::layer) b.dbias = {dbias.get(), dtype};
   b.row_sums = floats(row_sums), b.workspace = floats(workspace);
   check(backward(b, nullptr), "backward");
+
+  // Of a residual connection, whose sum takes the residual's place.
+  f.residual = {sum.get(), dtype}, f.sum = {sum.get(), dtype};
+  check(forward(f, nullptr), "forward with a residual");
+  b.x = f.residual, b.dsum = {dsum.get(), dtype};
+  check(backward(b, nullptr), "backward with dsum");
   check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
 }
 

@@ -25,6 +25,7 @@ FORWARD = {
     "epsilon": np.float32(1e-6),
     "scale_offset": np.float32(0),
     "multiply_before_cast": True,
+    "has_residual": False,
     "has_scale": True,
     "has_bias": True,
 }
@@ -32,6 +33,7 @@ BACKWARD = {
     "axes": np.int64(1),
     "scale_offset": np.float32(0),
     "has_scale": True,
+    "has_dsum": False,
     "with_dx": True,
     "with_dscale": True,
     "with_dbias": True,
@@ -67,7 +69,16 @@ def backward(kind, operands=None, results=None, **changes):
     return call(target(kind, "bwd"), results, operands, BACKWARD | changes)
 
 
-# The calls below are these two with one thing wrong.
+def forward_of_sum(kind, operands=(X, X, WEIGHT, WEIGHT), results=None, **changes):
+    results = [X, X, *statistics(kind)] if results is None else results
+    return forward(kind, operands, results, **{"has_residual": True} | changes)
+
+
+def backward_with_dsum(kind, dsum=X, **changes):
+    return backward(kind, [X, X, *statistics(kind), WEIGHT, dsum], **{"has_dsum": True} | changes)
+
+
+# The calls below are these with one thing wrong.
 def test_a_forward_call_as_it_should_be(kind):
     y, *_ = forward(kind)
     assert y.shape == (ROWS, COLS)
@@ -76,6 +87,12 @@ def test_a_forward_call_as_it_should_be(kind):
 def test_a_backward_call_as_it_should_be(kind):
     dx, *_ = backward(kind)
     assert dx.shape == (ROWS, COLS)
+
+
+def test_calls_of_a_sum_as_they_should_be(kind):
+    _, total, *_ = forward_of_sum(kind)
+    dx, *_ = backward_with_dsum(kind)
+    assert (total[0, 0], dx.shape) == (2, (ROWS, COLS))
 
 
 X_INT, X_F16, X_BF16 = (struct(ROWS, COLS, dtype=dtype) for dtype in (jnp.int32, F16, BF16))
@@ -138,6 +155,24 @@ MALFORMED_BACKWARD = {
     "no dbias": (lambda o, r: (o, r[:2]), "dbias"),
     "one result more": (lambda o, r: (o, [*r, X]), "results"),
 }
+MALFORMED_SUM = {
+    "residual denied": ({"has_residual": False}, "scale|results|operands"),
+    "no residual": ({"operands": (X, WEIGHT, WEIGHT)}, "residual"),
+    "a residual without a row": ({"operands": (X, struct(ROWS - 1, COLS), WEIGHT, WEIGHT)}, "residual"),
+    "a residual of one row": ({"operands": (X, WEIGHT, WEIGHT, WEIGHT)}, "residual"),
+    "integer residual": ({"operands": (X, X_INT, WEIGHT, WEIGHT)}, "residual"),
+    "no sum": ({"results": [X]}, "sum"),
+    "a sum without a row": ({"results": [X, struct(ROWS - 1, COLS)]}, "sum"),
+    "a sum of another dtype": ({"results": [X, X_BF16]}, "sum"),
+    "half types mixed": ({"operands": (X_F16, X_BF16, WEIGHT, WEIGHT), "results": [X, X_BF16]}, "dtype"),
+    "half types mixed in sum and y": ({"operands": (X, X_BF16, WEIGHT, WEIGHT), "results": [X_F16, X_BF16]}, "dtype"),
+}
+MALFORMED_DSUM = {
+    "dsum denied": ({"has_dsum": False}, "operands"),
+    "dsum without a row": ({"dsum": struct(ROWS - 1, COLS)}, "dsum"),
+    "dsum of another dtype": ({"dsum": X_BF16}, "dsum"),
+    "dsum without dx": ({"with_dx": False}, "dsum"),
+}
 MALFORMED_BACKWARD_ATTRIBUTES = {
     "no axes": ({"axes": np.int64(0)}, "axes"),
     "more axes than x has": ({"axes": np.int64(3)}, "axes"),
@@ -153,6 +188,20 @@ def test_a_malformed_forward_call(kind, name):
     changes, message = MALFORMED_FORWARD[name]
     with pytest.raises(jax.errors.JaxRuntimeError, match=rf"{target(kind, 'fwd')}.*({message})"):
         forward(kind, **changes)
+
+
+@pytest.mark.parametrize("name", MALFORMED_SUM)
+def test_a_malformed_forward_call_of_a_sum(kind, name):
+    changes, message = MALFORMED_SUM[name]
+    with pytest.raises(jax.errors.JaxRuntimeError, match=rf"{target(kind, 'fwd')}.*({message})"):
+        forward_of_sum(kind, **changes)
+
+
+@pytest.mark.parametrize("name", MALFORMED_DSUM)
+def test_a_malformed_backward_call_with_dsum(kind, name):
+    changes, message = MALFORMED_DSUM[name]
+    with pytest.raises(jax.errors.JaxRuntimeError, match=rf"{target(kind, 'bwd')}.*({message})"):
+        backward_with_dsum(kind, **changes)
 
 
 @pytest.mark.parametrize("name", MALFORMED_BACKWARD)

@@ -66,10 +66,24 @@ void save(const Layer& stats, const Forward& f, int64_t row) {
   f.rstd[row] = stats.rstd;
 }
 
-// Rows [first, first + count), of which there are R at most.
+// Writes the sum of rows [first, first + count), which are normalised next and read from the cache then. It may lie
+// where the residual did: each vector of that is read before it is written.
+void add_rows(const Forward& f, int64_t first, int64_t count) {
+  with_types(f.x.dtype, f.residual.dtype, [&](auto x_type, auto sum_type) {
+    using Sum = decltype(sum_type);
+    const auto* const x = static_cast<const decltype(x_type)*>(f.x.data) + first * f.cols;
+    const auto* const residual = static_cast<const Sum*>(f.residual.data) + first * f.cols;
+    auto* const sum = static_cast<Sum*>(f.sum.data) + first * f.cols;
+    for_each_vector(count * f.cols, [&](int64_t i, auto extent) {
+      store(sum + i, load(x + i, extent) + load(residual + i, extent), extent);
+    });
+  });
+}
+
+// Normalises rows [first, first + count) of `input`, of which there are R at most.
 template <int R, class Stats, class X, class Y>
-void forward_rows(const Forward& f, int64_t first, int64_t count, int64_t traffic) {
-  const Rows<R, X> rows(f.x, f.cols, first, count);
+void forward_rows(const Forward& f, Input input, int64_t first, int64_t count, int64_t traffic) {
+  const Rows<R, X> rows(input, f.cols, first, count);
   const Weight scale{static_cast<const float*>(f.scale.data), 1}, bias{static_cast<const float*>(f.bias.data), -0.f};
   const bool round_x_hat = !f.multiply_before_cast, past_caches = is_streamed(traffic, f.y, f.cols);
   const int64_t ahead = elements_ahead(traffic, R * f.cols, sizeof(X));
@@ -111,6 +125,7 @@ void backward_row(const Backward& b, int64_t row, float* dscale, float* dbias, i
   }
   const LastPass<X> x{x_row.data[0], elements_ahead(traffic, b.cols, sizeof(X))};
   const LastPass<Dy> dy{dy_row.data[0], elements_ahead(traffic, b.cols, sizeof(Dy))};
+  const X* const dsum = b.dsum ? static_cast<const X*>(b.dsum.data) + row * b.cols : nullptr;
   const Result<X> dx{static_cast<X*>(b.dx.data) + (b.dx ? row * b.cols : 0), is_streamed(traffic, b.dx, b.cols)};
   for_each_vector(b.cols, [&](int64_t column, auto extent) {
     const Vec d = dy(column, extent);
@@ -118,7 +133,9 @@ void backward_row(const Backward& b, int64_t row, float* dscale, float* dbias, i
     if (b.dx) {
       Vec g = d * scale(column, extent);
       if (Stats::centred) g -= mean_g;
-      dx(column, fma(x_hat, broadcast(-mean_gx), g) * stats.rstd, extent);
+      Vec value = fma(x_hat, broadcast(-mean_gx), g) * stats.rstd;
+      if (dsum) value += load(dsum + column, extent);
+      dx(column, value, extent);
     }
     if (dscale) store(dscale + column, fma(d, x_hat, load(dscale + column, extent)), extent);
     if (dbias) store(dbias + column, d + load(dbias + column, extent), extent);
@@ -127,9 +144,12 @@ void backward_row(const Backward& b, int64_t row, float* dscale, float* dbias, i
 
 template <int R, class Stats>
 void forward_by(const Forward& f, int64_t begin, int64_t end, int64_t traffic) {
-  with_types(f.x.dtype, f.y.dtype, [&](auto x, auto y) {
+  const Input input = f.residual ? Input{f.sum.data, f.sum.dtype} : f.x;
+  with_types(input.dtype, f.y.dtype, [&](auto x, auto y) {
     for (int64_t row = begin; row < end; row += R) {
-      forward_rows<R, Stats, decltype(x), decltype(y)>(f, row, end - row < R ? end - row : R, traffic);
+      const int64_t count = end - row < R ? end - row : R;
+      if (f.residual) add_rows(f, row, count);
+      forward_rows<R, Stats, decltype(x), decltype(y)>(f, input, row, count, traffic);
     }
   });
   fence();

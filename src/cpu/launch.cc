@@ -106,8 +106,10 @@ void forward(const Forward& call, const ParallelFor& parallel_for) {
   Forward f = call;
   const F32Weight scale(&f.scale, f.scale_offset, f.cols), bias(&f.bias, 0, f.cols);
   const int64_t step = std::max<int64_t>(1, kElements / f.cols), elements = f.rows * f.cols;
-  const int64_t traffic = elements * (size_of(f.x.dtype) + size_of(f.y.dtype));
+  const int64_t sum_size = f.sum ? size_of(f.sum.dtype) : 0;
+  const int64_t traffic = elements * (size_of(f.x.dtype) + 2 * sum_size + size_of(f.y.dtype));
   expect_writes(f.y, elements);
+  expect_writes(f.sum, elements);
   parallel_for(ceil_div(f.rows, step),
                [&](int64_t task) { kernels().forward(f, task * step, std::min(f.rows, (task + 1) * step), traffic); });
 }
@@ -120,7 +122,8 @@ void backward(const Backward& call, const ParallelFor& parallel_for) {
   const int64_t step =
       with_sums ? std::clamp<int64_t>(kElementsWithSums / b.cols, 8, 512) : std::max<int64_t>(1, kElements / b.cols);
   const int64_t tasks = std::max<int64_t>(1, ceil_div(b.rows, step));  // no rows: the sums are zero
-  const int64_t elements = b.rows * b.cols, traffic = elements * (2 * size_of(b.x.dtype) + size_of(b.dy.dtype));
+  const int64_t elements = b.rows * b.cols, of_x = b.dsum ? 3 : 2;     // arrays of x's dtype
+  const int64_t traffic = elements * (of_x * size_of(b.x.dtype) + size_of(b.dy.dtype));
   expect_writes(b.dx, elements);
   RowSums dscale(b.dscale, tasks, b.cols), dbias(b.dbias, tasks, b.cols);
   parallel_for(tasks, [&](int64_t task) {

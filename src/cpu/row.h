@@ -1,6 +1,6 @@
 // The row engine: loops over rows in vectors, with the op given as functors.
 //
-//   load(row, column, extent)         -> Vec    what enters: x, and later x + residual
+//   load(row, column, extent)         -> Vec    what enters: x, or the sum of x and a residual
 //   Stats::of<R>(load, cols, epsilon) -> Stats  one or two passes over R rows, the later ones from cache
 //   stats.x_hat(x)                    -> Vec    what the epilogue starts from, in the pass that writes
 //

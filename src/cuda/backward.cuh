@@ -19,7 +19,8 @@ cudaError_t launch_backward(const Backward& p, cudaStream_t stream) {
   // Rows of dy as well are whole multiples of 16 bytes: they may be copied in bulk.
   const bool aligned = p.cols % N == 0 && p.cols % kVector<DY> == 0 && aligned_for<N>(p.x.dtype, p.x.data) &&
                        aligned_for<kVector<DY>>(p.dy.dtype, p.dy.data) && aligned_for<N>(p.dx.dtype, p.dx.data) &&
-                       aligned_for<N>(p.scale.dtype, p.scale.data) && aligned_for<N>(Dtype::f32, p.workspace);
+                       aligned_for<N>(p.scale.dtype, p.scale.data) && aligned_for<N>(p.dsum.dtype, p.dsum.data) &&
+                       aligned_for<N>(Dtype::f32, p.workspace);
 
   if constexpr (std::is_same_v<X, DY>)
     if (aligned && is_few(p, plan))
@@ -38,13 +39,16 @@ cudaError_t launch_backward(const Backward& p, cudaStream_t stream) {
 
   cudaError_t error = cudaSuccess;
   if (p.rows > 0 && (p.dx || p.dscale || p.dbias)) {
+    constexpr bool kLayer = KIND == Kind::layer;
+    error = cudaErrorNotSupported;
     if (plan.segments > 0) {
       error = launch_columns<KIND, X, DY>(p, plan.segments, partials, aligned, stream);
-    } else if (KIND == Kind::layer || p.dbias) {
-      error = launch_rows<KIND, true, X, DY>(p, plan, partials, aligned, stream);
-    } else {
-      error = launch_rows<KIND, KIND == Kind::layer, X, DY>(p, plan, partials, aligned, stream);
+    } else if (p.dsum && aligned && (kLayer || !p.dbias)) {
+      error = launch_rows<KIND, kLayer, true, X, DY>(p, plan, partials, aligned, stream);
     }
+    if (error == cudaErrorNotSupported)
+      error = kLayer || p.dbias ? launch_rows<KIND, true, false, X, DY>(p, plan, partials, aligned, stream)
+                                : launch_rows<KIND, kLayer, false, X, DY>(p, plan, partials, aligned, stream);
   }
   if (error == cudaSuccess && (p.dscale || p.dbias)) error = sum_partials(p, partials, stream);
   return error;

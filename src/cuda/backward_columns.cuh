@@ -113,8 +113,8 @@ __device__ RowScalars row_scalars(const Backward& p, int64_t row, int segments) 
 }
 
 // Thread t of the grid's x axis owns vector t of every row; block y of the grid goes through every gridDim.y-th row,
-// from the (y + 1)-th last on, and leaves row y of the partial sums.
-template <Kind KIND, typename X, typename DY, bool ALIGNED>
+// from the (y + 1)-th last on, and leaves row y of the partial sums. ADD: there is a dsum.
+template <Kind KIND, typename X, typename DY, bool ALIGNED, bool ADD>
 __device__ __forceinline__ void finish_columns(const Backward& p, const Partials& partials, int segments) {
   constexpr int N = kVector<X>, kRows = 32;
   const int64_t first = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * N;
@@ -133,7 +133,7 @@ __device__ __forceinline__ void finish_columns(const Backward& p, const Partials
     }
     __syncthreads();
     if (ALIGNED && left == 0) continue;
-#pragma unroll 2
+#pragma unroll(ADD ? 1 : 2)
     for (int i = 0; i < rows; ++i) {
       const int64_t at = (last - i * step) * p.cols + first;
       const RowScalars s = scalars[i];
@@ -148,6 +148,10 @@ __device__ __forceinline__ void finish_columns(const Backward& p, const Partials
         x[e] = s.rstd * fmaf(-x_hat, s.gx_mean, dy[e] * factor[e] - s.g_mean);
       }
       if (!p.dx.data) continue;
+      if constexpr (ADD) {
+        unpack(load<ALIGNED, N>(static_cast<const X*>(p.dsum.data) + at, left), dy);
+        accumulate(x, dy);
+      }
       X* const dx = static_cast<X*>(p.dx.data) + at;
       if constexpr (ALIGNED) {
         store_streaming(dx, pack<X>(x));
@@ -165,10 +169,13 @@ template <Kind KIND, typename X, typename DY>
 __global__ void __launch_bounds__(kColumnThreads, 2)
     columns_kernel(const __grid_constant__ Backward p, const __grid_constant__ Partials partials, int segments,
                    bool aligned) {
+  const bool add = p.dsum.data;
   if (aligned) {
-    finish_columns<KIND, X, DY, true>(p, partials, segments);
+    add ? finish_columns<KIND, X, DY, true, true>(p, partials, segments)
+        : finish_columns<KIND, X, DY, true, false>(p, partials, segments);
   } else {
-    finish_columns<KIND, X, DY, false>(p, partials, segments);
+    add ? finish_columns<KIND, X, DY, false, true>(p, partials, segments)
+        : finish_columns<KIND, X, DY, false, false>(p, partials, segments);
   }
 }
 

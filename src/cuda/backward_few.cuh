@@ -68,7 +68,8 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   const FloatWeight<W> scale(team, p.scale, p.scale_offset, 1.0f);
   NoSums none;
   team.publish(warp_sums<KIND, W>(team, s, x, dy, scale, none, none));
-  store_dx<KIND, W>(team, s, team.collect(), x, dy, scale, static_cast<X*>(p.dx.data) + row * p.cols);
+  const MemoryAdded<X, W> added{p.dsum.data ? static_cast<const X*>(p.dsum.data) + row * p.cols : nullptr};
+  store_dx<KIND, W>(team, s, team.collect(), x, dy, scale, added, static_cast<X*>(p.dx.data) + row * p.cols);
 }
 
 inline bool is_few(const Backward& p, const Plan& plan) {

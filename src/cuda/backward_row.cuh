@@ -99,10 +99,45 @@ __device__ RowSums<KIND> warp_sums(const T& team, RowStatistics s, const Row<X, 
   return sums;
 }
 
-// dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) of a row. `sums`: of the whole row.
-template <Kind KIND, typename W, typename T, typename X, typename DY>
+// What is added to dx of a row: nothing, as the compiler knows; what a ring has; or what is in memory, if anything is.
+struct NothingAdded {
+  template <int N>
+  __device__ void add_to(int, int64_t, int, float (&)[N]) const {}
+};
+
+template <int N>
+__device__ void accumulate(float (&sum)[N], const float (&more)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) sum[i] += more[i];
+}
+
+template <typename X, typename W>
+struct RingAdded {
+  Row<X, W> row;
+
+  __device__ void add_to(int slot, int64_t first, int left, float (&dx)[W::N]) const {
+    float more[W::N];
+    row.get(slot, first, left, more);
+    accumulate(dx, more);
+  }
+};
+
+template <typename X, typename W>
+struct MemoryAdded {
+  const X* row;
+
+  __device__ void add_to(int, int64_t first, int left, float (&dx)[W::N]) const {
+    if (!row) return;
+    float more[W::N];
+    unpack(load<W::ALIGNED, W::N>(row + first, left), more);
+    accumulate(dx, more);
+  }
+};
+
+// dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) + added of a row. `sums`: of the whole row.
+template <Kind KIND, typename W, typename T, typename X, typename DY, typename Added>
 __device__ void store_dx(const T& team, RowStatistics s, const RowSums<KIND>& sums, const Row<X, W>& x,
-                         const Row<DY, W>& dy, const FloatWeight<W>& scale, X* dx) {
+                         const Row<DY, W>& dy, const FloatWeight<W>& scale, const Added& added, X* dx) {
   constexpr bool kLayer = KIND == Kind::layer;
   const float slope = sums.value[0] * team.reciprocal() * s.rstd;
   const float level = kLayer ? sums.value[kLayer] * team.reciprocal() * s.rstd : 0.0f;
@@ -116,6 +151,7 @@ __device__ void store_dx(const T& team, RowStatistics s, const RowSums<KIND>& su
       x_hat[i] = s.template x_hat<KIND>(x_hat[i]);
       g[i] = fmaf(g[i] * scale[slot][i], s.rstd, -(kLayer ? fmaf(x_hat[i], slope, level) : x_hat[i] * slope));
     }
+    added.add_to(slot, first, left, g);
     store<W::ALIGNED>(dx + first, pack<X>(g), left);
   });
 }

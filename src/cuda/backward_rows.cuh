@@ -7,12 +7,12 @@
 namespace jaxnorm::cuda {
 
 // Whether shared memory has room for enough rows that dx may wait for other blocks while the next row is begun.
-template <typename X, typename DY>
-constexpr bool kHasRoom = sizeof(X) + sizeof(DY) == 4;
+template <typename X, typename DY, bool ADD>
+constexpr bool kHasRoom = sizeof(X) + sizeof(DY) == 4 && !ADD;
 
 // dx, and the partial sums of dscale and, if BIAS, of dbias, each where it is asked for. Partial sum i is over groups
-// i, i + partials.rows, ... of rows; a team has its own in registers.
-template <Kind KIND, bool BIAS, typename X, typename DY, typename R, Access ACCESS>
+// i, i + partials.rows, ... of rows; a team has its own in registers. ADD: dsum comes by way of the ring, too.
+template <Kind KIND, bool BIAS, bool ADD, typename X, typename DY, typename R, Access ACCESS>
 __device__ __forceinline__ void backward_rows(const Backward& p, const Partials& partials, const RowsLaunch& launch,
                                               char* shared) {
   using W = Walk<X, R, ACCESS>;
@@ -21,11 +21,17 @@ __device__ __forceinline__ void backward_rows(const Backward& p, const Partials&
   const Rows rows{p.rows, p.cols, launch.rows_per_block, partials.rows};
   const X* const x_data = static_cast<const X*>(p.x.data);
   const DY* const dy_data = static_cast<const DY*>(p.dy.data);
-  RingOf<W, X, DY, Threads> ring(team, launch.ring, shared, rows);
+  const X* const dsum_data = static_cast<const X*>(p.dsum.data);
+  auto ring = [&] {
+    if constexpr (ADD) {
+      return RingOf<W, Threads, X, DY, X>(team, launch.ring, shared, rows, x_data, dy_data, dsum_data);
+    } else {
+      return RingOf<W, Threads, X, DY>(team, launch.ring, shared, rows, x_data, dy_data);
+    }
+  }();
   const int64_t stride = rows.stride * rows.group;
-  constexpr bool kBehind = Threads::kSpansBlocks && W::RING && kHasRoom<X, DY>;
-
-  ring.start(team, rows, team.index, x_data, dy_data);
+  constexpr bool kBehind = Threads::kSpansBlocks && W::RING && kHasRoom<X, DY, ADD>;
+  ring.start(team.index);
   const FloatWeight<W> scale(team, p.scale, p.scale_offset, 1.0f);
   Row<X, W> x;
   Row<DY, W> dy;
@@ -33,7 +39,7 @@ __device__ __forceinline__ void backward_rows(const Backward& p, const Partials&
   std::conditional_t<BIAS, ColumnSums<W>, NoSums> dbias;
 
   for (int64_t part = team.index; part < partials.rows; part += team.count) {
-    if (part > team.index) ring.start(team, rows, part, x_data, dy_data);
+    if (part > team.index) ring.start(part);
     dscale.clear();
     dbias.clear();
     const int64_t first_row = part * rows.group + team.place;
@@ -53,8 +59,8 @@ __device__ __forceinline__ void backward_rows(const Backward& p, const Partials&
         newest = fetched;
         ring.take();
         if constexpr (W::RING) {
-          x.read(team, ring.newest_a(x_data + next * p.cols + team.begin));
-          dy.read(team, ring.newest_b(dy_data + next * p.cols + team.begin));
+          x.read(team, ring.template newest<0>(x_data + next * p.cols + team.begin));
+          dy.read(team, ring.template newest<1>(dy_data + next * p.cols + team.begin));
         } else {
           x.read(team, x_data + next * p.cols);
           dy.read(team, dy_data + next * p.cols);
@@ -69,11 +75,22 @@ __device__ __forceinline__ void backward_rows(const Backward& p, const Partials&
       const RowSums<KIND> sums = team.collect();
       if (p.dx.data) {
         if constexpr (kBehind) {
-          x.read(team, ring.oldest_a(x_data + row * p.cols + team.begin));
-          dy.read(team, ring.oldest_b(dy_data + row * p.cols + team.begin));
+          x.read(team, ring.template oldest<0>(x_data + row * p.cols + team.begin));
+          dy.read(team, ring.template oldest<1>(dy_data + row * p.cols + team.begin));
         }
-        store_dx<KIND, W>(team, kBehind ? oldest : newest, sums, x, dy, scale,
-                          static_cast<X*>(p.dx.data) + row * p.cols);
+        const auto store = [&](const auto& added) {
+          store_dx<KIND, W>(team, kBehind ? oldest : newest, sums, x, dy, scale, added,
+                            static_cast<X*>(p.dx.data) + row * p.cols);
+        };
+        if constexpr (ADD) {
+          RingAdded<X, W> added;
+          added.row.read(team, ring.template oldest<2>(dsum_data + row * p.cols + team.begin));
+          store(added);
+        } else if constexpr (W::RING && W::N > 1) {
+          store(NothingAdded{});
+        } else {
+          store(MemoryAdded<X, W>{dsum_data ? dsum_data + row * p.cols : nullptr});
+        }
       }
       ring.leave();
     }
@@ -87,14 +104,14 @@ __device__ __forceinline__ void backward_rows(const Backward& p, const Partials&
   }
 }
 
-template <Kind KIND, bool BIAS, typename X, typename DY, typename R, Access ACCESS>
+template <Kind KIND, bool BIAS, bool ADD, typename X, typename DY, typename R, Access ACCESS>
 __global__ void __launch_bounds__(kMaxThreads)
     backward_kernel(const __grid_constant__ Backward p, const __grid_constant__ Partials partials,
                     const __grid_constant__ RowsLaunch launch) {
   constexpr bool kRing = ACCESS == Access::ring || ACCESS == Access::ring_elements;
   if constexpr (kHasClusters || (R::kCluster == 1 && !kRing)) {
     extern __shared__ __align__(128) char shared[];
-    backward_rows<KIND, BIAS, X, DY, R, ACCESS>(p, partials, launch, shared);
+    backward_rows<KIND, BIAS, ADD, X, DY, R, ACCESS>(p, partials, launch, shared);
   }
 }
 
@@ -111,15 +128,22 @@ cudaError_t with_backward_regime(const Plan& plan, F f) {
   return plan.vectors == 2 ? f(Regime<8, 2, 1>{}) : f(Regime<8, most, 1>{});
 }
 
-template <Kind KIND, bool BIAS, typename X, typename DY>
+// ADD: only of aligned arrays, and cudaErrorNotSupported where there are no rings or no room for them; without it dsum,
+// if there is one, is read when it is added.
+template <Kind KIND, bool BIAS, bool ADD, typename X, typename DY>
 cudaError_t launch_rows(const Backward& p, const Plan& plan, const Partials& partials, bool aligned,
                         cudaStream_t stream) {
   // Of two types, rows that vectors do not divide go the slow way.
   constexpr bool kOneType = std::is_same_v<X, DY>;
   const bool divided = p.cols % kVector<X> == 0 && p.cols % kVector<DY> == 0;
   RowsLaunch launch(plan, p.cols, kVector<X>);
-  const int held = plan.blocks_per_row > 1 && kHasRoom<X, DY> ? 2 : 1;
-  const int ring = aligned || (kOneType && !divided) ? launch.with_rings(plan, p.cols, sizeof(X), sizeof(DY), held) : 0;
+  const int held = plan.blocks_per_row > 1 && kHasRoom<X, DY, ADD> ? 2 : 1;
+  int ring = 0;
+  if constexpr (ADD) {
+    ring = launch.with_rings(plan, p.cols, {sizeof(X), sizeof(DY), sizeof(X)}, held);
+  } else if ((aligned && !p.dsum) || (kOneType && !divided)) {
+    ring = launch.with_rings(plan, p.cols, {sizeof(X), sizeof(DY)}, held);
+  }
   const int sums = plan.rows_per_block > 1 ? plan.block_threads() * kElements * int{sizeof(float)} : 0;
   const int64_t teams = std::min<int64_t>(partials.rows, current_device().teams_at_once(plan.blocks_per_row));
   return with_backward_regime<KIND, X>(plan, [&](auto regime) {
@@ -128,19 +152,23 @@ cudaError_t launch_rows(const Backward& p, const Plan& plan, const Partials& par
       constexpr Access kAccess = decltype(access)::value;
       // What is rare has one kernel for both.
       constexpr bool kBias = BIAS || kAccess == Access::unaligned || !kOneType;
-      return launch_teams(backward_kernel<KIND, kBias, X, DY, R, kAccess>, plan, teams, std::max(ring, sums), stream, p,
-                          partials, launch);
+      return launch_teams(backward_kernel<KIND, kBias, ADD, X, DY, R, kAccess>, plan, teams, std::max(ring, sums),
+                          stream, p, partials, launch);
     };
-    if (ring > 0 && divided) return launch_as(AccessAs<Access::ring>{});
-    if constexpr (kOneType)
-      if (ring > 0) return launch_as(AccessAs<Access::ring_elements>{});
-    // Without rings, or without room for them. A cluster goes the slow way.
-    if constexpr (R::kCluster == 1) {
-      if (aligned) return launch_as(AccessAs<Access::vectors>{});
+    if constexpr (ADD) {
+      return ring > 0 ? launch_as(AccessAs<Access::ring>{}) : cudaErrorNotSupported;
+    } else {
+      if (ring > 0 && divided) return launch_as(AccessAs<Access::ring>{});
       if constexpr (kOneType)
-        if (!divided) return launch_as(AccessAs<Access::elements>{});
+        if (ring > 0) return launch_as(AccessAs<Access::ring_elements>{});
+      // Without rings, or without room for them. A cluster goes the slow way.
+      if constexpr (R::kCluster == 1) {
+        if (aligned) return launch_as(AccessAs<Access::vectors>{});
+        if constexpr (kOneType)
+          if (!divided) return launch_as(AccessAs<Access::elements>{});
+      }
+      return launch_as(AccessAs<Access::unaligned>{});
     }
-    return launch_as(AccessAs<Access::unaligned>{});
   });
 }
 

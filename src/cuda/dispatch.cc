@@ -4,16 +4,32 @@
 #include "cuda/norms.h"
 
 namespace jaxnorm::cuda {
+namespace {
+
+template <typename F>
+cudaError_t with_dtype(Dtype dtype, F f) {
+  if (dtype == Dtype::f32) return f(float{});
+  return dtype == Dtype::f16 ? f(__half{}) : f(__nv_bfloat16{});
+}
+
+}  // namespace
 
 cudaError_t forward(const Forward& p, cudaStream_t stream) {
   if (p.rows == 0) return cudaSuccess;
-  if (p.x.dtype == Dtype::f32) return forward_of<float>(p, stream);
-  return p.x.dtype == Dtype::f16 ? forward_of<__half>(p, stream) : forward_of<__nv_bfloat16>(p, stream);
+  if (!p.residual) return with_dtype(p.x.dtype, [&](auto x) { return forward_of<decltype(x)>(p, stream); });
+  const cudaError_t fused =
+      with_dtype(p.residual.dtype, [&](auto x) { return forward_added_of<decltype(x)>(p, stream); });
+  if (fused != cudaErrorNotSupported) return fused;
+  const cudaError_t error = add(p, stream);
+  if (error != cudaSuccess) return error;
+  Forward norm = p;
+  norm.x = {p.sum.data, p.sum.dtype};
+  norm.residual = {}, norm.sum = {};
+  return forward(norm, stream);
 }
 
 cudaError_t backward(const Backward& p, cudaStream_t stream) {
-  if (p.x.dtype == Dtype::f32) return backward_of<float>(p, stream);
-  return p.x.dtype == Dtype::f16 ? backward_of<__half>(p, stream) : backward_of<__nv_bfloat16>(p, stream);
+  return with_dtype(p.x.dtype, [&](auto x) { return backward_of<decltype(x)>(p, stream); });
 }
 
 }  // namespace jaxnorm::cuda

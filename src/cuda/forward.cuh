@@ -8,10 +8,14 @@
 
 namespace jaxnorm::cuda {
 
+template <typename X, typename W, typename C>
+using RowOf = std::conditional_t<C::kAdds, SumRow<typename C::template Result<X>, X, W>, Row<X, W>>;
+
 // Teams whose rows do not come by way of a ring. A team has several rows under way at once if they are short.
 template <Kind KIND, typename X, typename R, Access ACCESS, typename C>
 __device__ __forceinline__ void forward_rows(const Forward& p, const RowsLaunch& launch) {
   using W = Walk<X, R, ACCESS>;
+  using Y = typename C::template Result<X>;
   using Threads = Team<R::kThreads, Part<KIND>, R::kCluster>;
   Threads team(launch.threads_per_row, p.cols, launch.span, launch.reciprocal_cols);
   const int64_t group = R::kThreads == kWholeBlock ? 1 : launch.rows_per_block;
@@ -19,15 +23,20 @@ __device__ __forceinline__ void forward_rows(const Forward& p, const RowsLaunch&
 
   for (int64_t first_row = team.index * kRows * group + team.place; first_row < p.rows;
        first_row += team.count * kRows * group) {
-    Row<X, W> x[kRows];
+    RowOf<X, W, C> x[kRows];
     Statistics s[kRows];
-    const X* x_row[kRows];
+    const Y* x_row[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       // Past the last row, the first one again.
-      const int64_t row = first_row + r * group;
-      x_row[r] = static_cast<const X*>(p.x.data) + (row < p.rows ? row : first_row) * p.cols;
-      x[r].read(team, x_row[r]);
+      const int64_t row = first_row + r * group, start = (row < p.rows ? row : first_row) * p.cols;
+      x_row[r] = static_cast<const Y*>(p.x.data) + start;
+      if constexpr (C::kAdds) {
+        x[r].read(team, x_row[r], static_cast<const X*>(p.residual.data) + start, static_cast<X*>(p.sum.data) + start,
+                  row < p.rows);
+      } else {
+        x[r].read(team, x_row[r]);
+      }
     }
     const auto collect = [&] {
       const float cols = warp_cols<W>(team);
@@ -43,10 +52,10 @@ __device__ __forceinline__ void forward_rows(const Forward& p, const RowsLaunch&
       constexpr int kRegisters = W::VECTORS * W::N * (kRows * sizeof(X) + (C::kBias ? 2 : 1) * sizeof(T)) / 4;
       using Weight = PackedWeight<T, W, (W::N > 1 && sizeof(T) == sizeof(X) && kRegisters <= 32)>;
       const Weight scale(team, p.scale), bias(team, C::kBias ? p.bias : p.scale);
-      X* y[kRows];
+      Y* y[kRows];
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        y[r] = static_cast<X*>(p.y.data) + (first_row + r * group) * p.cols;
+        y[r] = static_cast<Y*>(p.y.data) + (first_row + r * group) * p.cols;
         // Hides that this row lies as far from its array's beginning as the one that was read: the compiler would keep
         // that distance for every vector.
         asm volatile("" : "+l"(y[r]));
@@ -63,8 +72,8 @@ __device__ __forceinline__ void forward_rows(const Forward& p, const RowsLaunch&
           const int64_t row = first_row + r * group;
           float values[W::N];
           x[r].get(slot, first, left, values);
-          finish<KIND, X, C>(s[r], factor, term, values);
-          if (r == 0 || row < p.rows) store<W::ALIGNED>(y[r] + first, pack<X>(values), left);
+          finish<KIND, Y, C>(s[r], factor, term, values);
+          if (r == 0 || row < p.rows) store<W::ALIGNED>(y[r] + first, pack<Y>(values), left);
         }
       });
     } else {
@@ -83,30 +92,48 @@ __device__ __forceinline__ void forward_ring(const Forward& p, const RowsLaunch&
   using Threads = Team<R::kThreads, Part<KIND>, R::kCluster>;
   Threads team(launch.threads_per_row, p.cols, launch.span, launch.reciprocal_cols);
   const Rows rows{p.rows, p.cols, 1, team.count};
-  const X* const x_data = static_cast<const X*>(p.x.data);
-  RingOf<W, X, X, Threads> ring(team, launch.ring, shared, rows);
-  ring.start(team, rows, team.index, x_data, nullptr);
+  using Y = typename C::template Result<X>;
+  const Y* const x_data = static_cast<const Y*>(p.x.data);
+  const X* const residual_data = static_cast<const X*>(p.residual.data);
+  auto ring = [&] {
+    if constexpr (C::kAdds) {
+      return RingOf<W, Threads, Y, X>(team, launch.ring, shared, rows, x_data, residual_data);
+    } else {
+      return RingOf<W, Threads, Y>(team, launch.ring, shared, rows, x_data);
+    }
+  }();
+  ring.start(team.index);
   const FloatWeight<W> scale(team, p.scale, p.scale_offset, 1.0f), bias(team, p.bias, 0.0f, -0.0f);
   const float cols = warp_cols<W>(team);
-  Row<X, W> x;
+  RowOf<X, W, C> x;
 
   for (int64_t next = team.index; next < p.rows + team.count; next += team.count) {
     if (next < p.rows) {
       ring.take();
-      x.read(team, ring.newest_a(x_data + next * p.cols + team.begin));
+      const int64_t start = next * p.cols + team.begin;
+      if constexpr (C::kAdds) {
+        x.read(team, ring.template newest<0>(x_data + start), ring.template newest<1>(residual_data + start));
+      } else {
+        x.read(team, ring.template newest<0>(x_data + start));
+      }
       team.publish(warp_part<KIND, W>(x, team, cols));
       ring.met();
     }
-    const int64_t row = next - team.count;
+    const int64_t row = next - team.count, start = row * p.cols + team.begin;
     if (row < 0) continue;
     const Statistics s = statistics<KIND>(p, team, row);
-    x.read(team, ring.oldest_a(x_data + row * p.cols + team.begin));
-    X* const y = static_cast<X*>(p.y.data) + row * p.cols;
+    if constexpr (C::kAdds) {
+      x.read(team, ring.template oldest<0>(x_data + start), ring.template oldest<1>(residual_data + start));
+    } else {
+      x.read(team, ring.template oldest<0>(x_data + start));
+    }
+    Y* const y = static_cast<Y*>(p.y.data) + row * p.cols;
     for_each_vector<W>(team, [&](int slot, auto first, int left) {
       float values[W::N];
       x.get(slot, first, left, values);
-      finish<KIND, X, C>(s, scale[slot], bias[slot], values);
-      store<true>(y + first, pack<X>(values), left);
+      if constexpr (C::kAdds) store<true>(static_cast<X*>(p.sum.data) + row * p.cols + first, pack<X>(values), left);
+      finish<KIND, Y, C>(s, scale[slot], bias[slot], values);
+      store<true>(y + first, pack<Y>(values), left);
     });
     ring.leave();
   }
@@ -178,8 +205,10 @@ cudaError_t with_call(const Forward& p, F f) {
   return f(AnyCall{});
 }
 
+// With a residual, only what is aligned and known to the compiler: cudaErrorNotSupported if this is not.
 template <Kind KIND, typename X, typename R, typename C>
 cudaError_t launch_forward(const Forward& p, const Plan& plan, cudaStream_t stream) {
+  using Y = typename C::template Result<X>;
   constexpr int N = kVector<X>;
   const int64_t rows = int64_t{plan.rows_per_block} * plan.rows_per_team, teams = (p.rows + rows - 1) / rows;
   RowsLaunch launch(plan, p.cols, N);
@@ -188,23 +217,30 @@ cudaError_t launch_forward(const Forward& p, const Plan& plan, cudaStream_t stre
     return launch_teams(forward_kernel<KIND, X, R, kAccess, typename Seen<X, kAccess, C>::Call>, plan,
                         blocks_or_clusters, shared_bytes, stream, p, launch);
   };
-  const bool divided = p.cols % N == 0;
-  const bool aligned = divided && aligned_for<N>(p.x.dtype, p.x.data) && aligned_for<N>(p.y.dtype, p.y.data) &&
-                       aligned_for<N>(p.scale.dtype, p.scale.data) && aligned_for<N>(p.bias.dtype, p.bias.data);
+  const auto are_aligned = [](auto... arrays) { return (aligned_for<N>(arrays.dtype, arrays.data) && ...); };
+  const bool divided = p.cols % N == 0 && p.cols % kVector<Y> == 0;
+  const bool aligned = divided && are_aligned(p.x, p.residual, p.y, p.sum, p.scale, p.bias);
   if constexpr (!C::kKnown) {
     return aligned ? launch_as(AccessAs<Access::vectors>{}, teams, 0)
                    : launch_as(AccessAs<Access::unaligned>{}, teams, 0);
   } else {
     if constexpr (R::kCluster == 1) {
       if (aligned) return launch_as(AccessAs<Access::vectors>{}, teams, 0);
-      if constexpr (R::kMost != kFewThreads)
+      if constexpr (R::kMost != kFewThreads && !C::kAdds)
         if (!divided) return launch_as(AccessAs<Access::elements>{}, teams, 0);
-    } else if (const int bytes = aligned || !divided ? launch.with_rings(plan, p.cols, sizeof(X), 0, 2) : 0) {
+    } else if (aligned || (!divided && !C::kAdds)) {
+      const int bytes = C::kAdds ? launch.with_rings(plan, p.cols, {sizeof(Y), sizeof(X)}, 2)
+                                 : launch.with_rings(plan, p.cols, {sizeof(X)}, 2);
       const int64_t at_once = std::min<int64_t>(teams, current_device().teams_at_once(plan.blocks_per_row));
-      return divided ? launch_as(AccessAs<Access::ring>{}, at_once, bytes)
-                     : launch_as(AccessAs<Access::ring_elements>{}, at_once, bytes);
+      if (bytes > 0 && divided) return launch_as(AccessAs<Access::ring>{}, at_once, bytes);
+      if constexpr (!C::kAdds)
+        if (bytes > 0) return launch_as(AccessAs<Access::ring_elements>{}, at_once, bytes);
     }
-    return launch_forward<KIND, X, R, AnyCall>(p, plan, stream);
+    if constexpr (C::kAdds) {
+      return cudaErrorNotSupported;
+    } else {
+      return launch_forward<KIND, X, R, AnyCall>(p, plan, stream);
+    }
   }
 }
 

@@ -14,8 +14,8 @@ using Part = std::conditional_t<KIND == Kind::rms, Sums<1>, Moments>;
 
 // This warp's part of the statistics: the sum of squares, or the moments about the warp's own mean, so that
 // E[x^2] - mean^2 is never formed. `cols`: how many columns the warp has.
-template <Kind KIND, typename W, typename X, typename T>
-__device__ Part<KIND> warp_part(const Row<X, W>& x, const T& team, float cols) {
+template <Kind KIND, typename W, typename Row, typename T>
+__device__ Part<KIND> warp_part(const Row& x, const T& team, float cols) {
   // add(sum, values, left) of each vector.
   const auto sum_over_warp = [&](auto add) {
     Sum<W> sum;
@@ -67,16 +67,21 @@ __device__ float x_hat(float x, Statistics s) {
 
 // What the compiler knows of a call, so that nothing stands between the loads of weights: y is of x's type, the weights
 // that there are of type T, a scale is among them, BIAS tells whether there is a bias, and ROUND whether x_hat is
-// rounded before the multiplication.
-template <typename T, bool BIAS, bool ROUND>
+// rounded before the multiplication. ADDED: x's type, if a residual is added to it; void: there is none.
+template <typename T, bool BIAS, bool ROUND, typename ADDED = void>
 struct Call {
   using Weight = T;
-  static constexpr bool kKnown = true, kBias = BIAS, kRound = ROUND;
+  static constexpr bool kKnown = true, kBias = BIAS, kRound = ROUND, kAdds = !std::is_void_v<ADDED>;
+  // Of y and of what is added, where rows are of X.
+  template <typename X>
+  using Result = std::conditional_t<kAdds, ADDED, X>;
 };
 
 // Everything else, seen at run time.
 struct AnyCall {
-  static constexpr bool kKnown = false;
+  static constexpr bool kKnown = false, kAdds = false;
+  template <typename X>
+  using Result = X;
 };
 
 // What a kernel knows of a call. Where rows come by way of rings weights are held as floats, whatever type they have.
@@ -84,21 +89,21 @@ template <typename X, Access ACCESS, typename C>
 struct Seen {
   using Call = C;
 };
-template <typename X, typename T, bool BIAS, bool ROUND>
-struct Seen<X, Access::ring, Call<T, BIAS, ROUND>> {
-  using Call = cuda::Call<X, BIAS, ROUND>;
+template <typename X, typename T, bool BIAS, bool ROUND, typename ADDED>
+struct Seen<X, Access::ring, Call<T, BIAS, ROUND, ADDED>> {
+  using Call = cuda::Call<X, BIAS, ROUND, ADDED>;
 };
-template <typename X, typename T, bool BIAS, bool ROUND>
-struct Seen<X, Access::ring_elements, Call<T, BIAS, ROUND>> {
-  using Call = cuda::Call<X, BIAS, ROUND>;
+template <typename X, typename T, bool BIAS, bool ROUND, typename ADDED>
+struct Seen<X, Access::ring_elements, Call<T, BIAS, ROUND, ADDED>> {
+  using Call = cuda::Call<X, BIAS, ROUND, ADDED>;
 };
 
 // y = x_hat * factor + term of a vector, in place of x. factor: scale + scale_offset; term: bias, if there is one.
-template <Kind KIND, typename X, typename C, int N>
+template <Kind KIND, typename Y, typename C, int N>
 __device__ void finish(Statistics s, const float (&factor)[N], const float (&term)[N], float (&y)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) y[i] = x_hat<KIND>(y[i], s);
-  if constexpr (C::kRound) unpack(pack<X>(y), y);
+  if constexpr (C::kRound) unpack(pack<Y>(y), y);
 #pragma unroll
   for (int i = 0; i < N; ++i) y[i] = C::kBias ? fmaf(y[i], factor[i], term[i]) : y[i] * factor[i];
 }

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <climits>
 #include <cstdint>
+#include <initializer_list>
 
 #include "cuda/device.h"
 #include "cuda/plan.h"
@@ -58,21 +59,20 @@ struct RowsLaunch {
       span = ((cols + vector - 1) / vector + plan.blocks_per_row - 1) / plan.blocks_per_row * vector;
   }
 
-  // Goes by way of rings, if the device has what it takes. `bytes`: of an element of each array; `held`: rows that
-  // a team takes before it leaves the first. Returns what the rings need of shared memory, 0 if there are none.
-  int with_rings(const Plan& plan, int64_t cols, int bytes_a, int bytes_b, int held) {
+  // Goes by way of rings, if the device has what it takes. `sizes`: bytes of an element of each array; `held`: rows
+  // that a team takes before it leaves the first. Returns what the rings need of shared memory, 0 if there are none.
+  int with_rings(const Plan& plan, int64_t cols, std::initializer_list<int> sizes, int held) {
     constexpr int own_bytes = 3 << 10;  // more than any kernel with rings declares
-    // Rows that vectors do not divide begin and end anywhere in granules of 16 bytes.
-    const int granules = cols * bytes_a % 16 || cols * bytes_b % 16 ? 32 : 0;
     const Device& device = current_device();
     const int rows = std::max(1, kWarp / plan.threads_per_row), rings = plan.rows_per_block / rows;  // rows: of a chunk
-    const int64_t elements = rows * std::min(cols, span);
-    const auto padded = [&](int64_t bytes) {
-      return bytes ? static_cast<int>((bytes + granules + 127) / 128 * 128) : 0;
-    };
-    ring.bytes[0] = padded(elements * bytes_a);
-    ring.bytes[1] = padded(elements * bytes_b);
-    const int turn = rings * (ring.bytes[0] + ring.bytes[1]);
+    // Rows that vectors do not divide begin and end anywhere in granules of 16 bytes.
+    const bool uneven = std::any_of(sizes.begin(), sizes.end(), [&](int size) { return cols * size % 16 != 0; });
+    int turn = 0, array = 0;
+    for (const int size : sizes) {
+      const int64_t bytes = rows * std::min(cols, span) * size + (uneven ? 32 : 0);
+      ring.bytes[array] = static_cast<int>((bytes + 127) / 128 * 128);
+      turn += rings * ring.bytes[array++];
+    }
     // Enough in flight to keep the memory busy. More would be slower: the further apart the rows that a GPU's
     // multiprocessors are at, the less of what they ask for lies side by side.
     constexpr int in_flight = 64 << 10;

@@ -10,9 +10,15 @@ namespace jaxnorm::cuda {
 cudaError_t forward(const Forward& p, cudaStream_t stream);
 cudaError_t backward(const Backward& p, cudaStream_t stream);
 
-// One for each dtype of x, each in a file of its own so that they compile side by side.
+// sum = x + residual of a forward, alone.
+cudaError_t add(const Forward& p, cudaStream_t stream);
+
+// One for each dtype of what is normalised, each in a file of its own so that they compile side by side.
 template <typename X>
 cudaError_t forward_of(const Forward& p, cudaStream_t stream);
+// With a residual. cudaErrorNotSupported: no one kernel does it.
+template <typename X>
+cudaError_t forward_added_of(const Forward& p, cudaStream_t stream);
 template <typename X>
 cudaError_t backward_of(const Backward& p, cudaStream_t stream);
 

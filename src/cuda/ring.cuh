@@ -1,4 +1,4 @@
-// A team's share of its block's shared memory as a ring of chunks, each a coming row of one or two arrays (sm_90). One
+// A team's share of its block's shared memory as a ring of chunks, each a coming row of up to three arrays (sm_90). One
 // thread keeps it full by bulk copies, so that the memory stays busy whatever the team waits for.
 //
 // A chunk is refilled once the whole team has met after its last look at it. Every reduction is such a meeting, so
@@ -6,17 +6,20 @@
 // the one before.
 #pragma once
 
+#include <tuple>
+
 #include "cuda/cluster.cuh"
 #include "cuda/team.cuh"
 
 namespace jaxnorm::cuda {
 
 constexpr int kMaxChunks = 64;  // of all rings of a block
+constexpr int kMaxArrays = 3;   // of which a chunk has a row
 
 // What of the rings of a launch is decided there.
 struct RingShape {
-  int chunks;    // of each ring
-  int bytes[2];  // a chunk, of each array
+  int chunks;             // of each ring
+  int bytes[kMaxArrays];  // a chunk, of each array; 0: there are fewer
 };
 
 // Which rows a team works on: `row` of every group of rows that its block comes by.
@@ -39,17 +42,23 @@ struct NoRing {
 
 // UNEVEN: rows may begin and end anywhere. Then a chunk is all granules of 16 bytes in which its rows lie, whole:
 // memory is not allocated in smaller pieces.
-template <typename A, typename B, typename Team, bool UNEVEN>
+template <typename Team, bool UNEVEN, typename... T>
 class Ring {
  public:
+  static constexpr int kArrays = sizeof...(T);
+  template <int ARRAY>
+  using Element = std::tuple_element_t<ARRAY, std::tuple<T...>>;
+
   // By all threads of the block.
-  __device__ Ring(const Team& team, const RingShape& shape, char* shared, const Rows& rows)
+  __device__ Ring(const Team& team, const RingShape& shape, char* shared, const Rows& rows, const T*... arrays)
       : shape_(shape),
+        rows_(rows),
+        arrays_{reinterpret_cast<const char*>(arrays)...},
+        begin_(team.begin),
         width_(static_cast<int>(team.end - team.begin)),
+        place_(team.place - team.place % kRows),
         row_(team.place % kRows),
-        leads_(Team::kSpansWarps ? team.rank == 0 : lane() == 0),
-        row_step_(rows.stride * rows.group),
-        step_(rows.stride * rows.group * rows.cols) {
+        leads_(Team::kSpansWarps ? team.rank == 0 : lane() == 0) {
     const int ring = team.place / kRows;
     full_ = barriers() + ring * shape.chunks;
     shared_ = shared + ring * shape.chunks * chunk_bytes();
@@ -57,13 +66,10 @@ class Ring {
     __syncthreads();
   }
 
-  // Fills the ring with every stride-th group of `rows` from `group` on, of arrays a and, if it is not null, b. The
-  // block has met since the last row, if there was one.
-  __device__ void start(const Team& team, const Rows& rows, int64_t group, const A* a, const B* b) {
-    const int64_t row = group * rows.group + team.place - row_;
-    rows_ahead_ = rows.rows - row;
-    a_ = a + row * rows.cols + team.begin;
-    b_ = b ? b + row * rows.cols + team.begin : nullptr;
+  // Fills the ring with every stride-th group of rows from `group` on. The block has met since the last row, if there
+  // was one.
+  __device__ void start(int64_t group) {
+    next_row_ = group * rows_.group + place_;
     left_ = 0;
     if (!leads_) return;
 #pragma unroll 1
@@ -100,10 +106,14 @@ class Ring {
 
   // Where the team's columns of a row are that was taken last, or first of those not left yet. `row`: where they are in
   // the array.
-  __device__ const A* newest_a(const A* row) const { return copy_of(row, chunk(newest_)); }
-  __device__ const B* newest_b(const B* row) const { return copy_of(row, chunk(newest_) + shape_.bytes[0]); }
-  __device__ const A* oldest_a(const A* row) const { return copy_of(row, chunk(oldest_)); }
-  __device__ const B* oldest_b(const B* row) const { return copy_of(row, chunk(oldest_) + shape_.bytes[0]); }
+  template <int ARRAY>
+  __device__ auto newest(const Element<ARRAY>* row) const {
+    return copy_of<ARRAY>(row, newest_);
+  }
+  template <int ARRAY>
+  __device__ auto oldest(const Element<ARRAY>* row) const {
+    return copy_of<ARRAY>(row, oldest_);
+  }
 
  private:
   static constexpr int kRows = Team::kTeamsOfWarp;  // of a chunk
@@ -113,60 +123,69 @@ class Ring {
     return barriers;
   }
 
-  __device__ const char* chunk(int i) const { return shared_ + i * chunk_bytes(); }
+  __device__ static constexpr int size(int array) {
+    constexpr int sizes[] = {sizeof(T)...};
+    return sizes[array];
+  }
 
-  __device__ int chunk_bytes() const { return shape_.bytes[0] + shape_.bytes[1]; }
+  // Bytes of a chunk before those of an array.
+  __device__ int bytes_before(int array) const {
+    int bytes = 0;
+#pragma unroll
+    for (int i = 0; i < array; ++i) bytes += shape_.bytes[i];
+    return bytes;
+  }
 
-  // Bytes of the granule in which the array's part begins before it does.
-  template <typename T>
-  __device__ static int bytes_before(const T* part) {
+  __device__ int chunk_bytes() const { return bytes_before(kArrays); }
+
+  // Bytes of the granule in which an array's part begins before it does.
+  __device__ static int granule_before(const void* part) {
     return UNEVEN ? static_cast<int>(reinterpret_cast<uintptr_t>(part) % 16) : 0;
   }
 
   // Of a chunk's rows, the first is where the copy begins.
-  template <typename T>
-  __device__ const T* copy_of(const T* row, const char* rows) const {
-    return reinterpret_cast<const T*>(rows + bytes_before(row - row_ * width_)) + row_ * width_;
+  template <int ARRAY>
+  __device__ const Element<ARRAY>* copy_of(const Element<ARRAY>* row, int chunk) const {
+    const char* rows = shared_ + chunk * chunk_bytes() + bytes_before(ARRAY) + granule_before(row - row_ * width_);
+    return reinterpret_cast<const Element<ARRAY>*>(rows) + row_ * width_;
   }
 
-  template <typename T>
-  __device__ static int bytes_of(const T* part, int elements) {
-    const int bytes = elements * static_cast<int>(sizeof(T));
-    return UNEVEN ? (bytes_before(part) + bytes + 15) / 16 * 16 : bytes;
-  }
-
-  template <typename T>
-  __device__ static void copy(Arrival& full, char* to, const T* part, int elements) {
-    full.copy(to, reinterpret_cast<const char*>(part) - bytes_before(part), bytes_of(part, elements));
+  // What a copy takes of a part: whole granules.
+  __device__ static int bytes_of(const char* part, int bytes) {
+    return UNEVEN ? (granule_before(part) + bytes + 15) / 16 * 16 : bytes;
   }
 
   // Starts the copy of the next rows, if there are any.
   __device__ void fill() {
-    if (rows_ahead_ <= 0) return;
-    const int elements = static_cast<int>(min(static_cast<int64_t>(kRows), rows_ahead_)) * width_;
+    if (next_row_ >= rows_.rows) return;
+    const int elements = static_cast<int>(min(static_cast<int64_t>(kRows), rows_.rows - next_row_)) * width_;
+    const int64_t start = next_row_ * rows_.cols + begin_;
     Arrival& full = full_[next_];
-    char* to = shared_ + next_ * chunk_bytes();
-    if (elements > 0) {
-      full.expect(bytes_of(a_, elements) + (b_ ? bytes_of(b_, elements) : 0));
-      copy(full, to, a_, elements);
-      if (b_) copy(full, to + shape_.bytes[0], b_, elements);
-    } else {
-      full.expect(0);
+    char* const to = shared_ + next_ * chunk_bytes();
+    int expected = 0;
+#pragma unroll
+    for (int i = 0; i < kArrays; ++i)
+      expected += elements > 0 ? bytes_of(arrays_[i] + start * size(i), elements * size(i)) : 0;
+    full.expect(expected);
+#pragma unroll
+    for (int i = 0; i < kArrays; ++i) {
+      const char* const part = arrays_[i] + start * size(i);
+      if (elements > 0)
+        full.copy(to + bytes_before(i), part - granule_before(part), bytes_of(part, elements * size(i)));
     }
     if (++next_ == shape_.chunks) next_ = 0;
-    a_ += step_;
-    if (b_) b_ += step_;
-    rows_ahead_ -= row_step_;
+    next_row_ += rows_.stride * rows_.group;
   }
 
   const RingShape shape_;
-  const int width_;                // columns of this block
-  const int row_;                  // the team's in its chunks
-  const bool leads_;               // whether this thread keeps the ring full
-  const int64_t row_step_, step_;  // from one chunk to the next, in rows and in elements
-  int64_t rows_ahead_ = 0;         // of the arrays, from the next chunk's first row on
-  const A* a_ = nullptr;           // the next chunk
-  const B* b_ = nullptr;
+  const Rows rows_;
+  const char* const arrays_[kArrays];
+  const int64_t begin_;  // of this block's columns
+  const int width_;      // and how many they are
+  const int place_;      // of its rows in each group of rows: of the first,
+  const int row_;        // and the team's after it
+  const bool leads_;     // whether this thread keeps the ring full
+  int64_t next_row_ = 0;
   Arrival* full_;
   char* shared_;
   int next_ = 0;               // chunk to fill
@@ -175,7 +194,7 @@ class Ring {
   int left_ = 0;  // how many rows were left and their chunks not refilled
 };
 
-template <typename W, typename A, typename B, typename Team>
-using RingOf = std::conditional_t<W::RING, Ring<A, B, Team, W::N == 1>, NoRing>;
+template <typename W, typename Team, typename... T>
+using RingOf = std::conditional_t<W::RING, Ring<Team, W::N == 1, T...>, NoRing>;
 
 }  // namespace jaxnorm::cuda

@@ -100,6 +100,64 @@ class Row {
   Packed<T, W::N> packed_[W::STREAMED || W::RING ? 1 : W::VECTORS];
 };
 
+// a + b, rounded to b's type.
+template <typename A, typename T, int N>
+__device__ Packed<T, N> sum_of(const Packed<A, N>& a, const Packed<T, N>& b) {
+  float values[N], more[N];
+  unpack(a, values);
+  unpack(b, more);
+#pragma unroll
+  for (int i = 0; i < N; ++i) values[i] += more[i];
+  return pack<T>(values);
+}
+
+// The sum of a row of A and one of T, rounded to T, as a Row of T.
+template <typename A, typename T, typename W>
+class SumRow {
+ public:
+  // From shared memory, once a ring has both.
+  template <typename Team>
+  __device__ void read(const Team& team, const A* a, const T* b) {
+    a_ = a + first_of_thread<W>(team);
+    b_ = b + first_of_thread<W>(team);
+  }
+
+  // From memory, and writes the sum if it is wanted. It may take b's place.
+  template <typename Team>
+  __device__ void read(const Team& team, const A* a, const T* b, T* sum, bool wanted) {
+    constexpr int at_once = sizeof(T) == 4 ? 4 : W::VECTORS;  // on their way, as far as there are registers for them
+    Packed<A, W::N> packed_a[W::VECTORS];
+#pragma unroll
+    for (int begin = 0; begin < W::VECTORS; begin += at_once) {
+      for_each_vector<W>(team, [&](int slot, auto first, int left) {
+        if (slot < begin || slot >= begin + at_once) return;
+        packed_a[slot] = load_now<W::N>(a + first, left);
+        packed_[slot] = load_now<W::N>(b + first, left);
+      });
+      if (at_once > 4) team.meet();
+      for_each_vector<W>(team, [&](int slot, auto first, int left) {
+        if (slot < begin || slot >= begin + at_once) return;
+        packed_[slot] = sum_of(packed_a[slot], packed_[slot]);
+        if (wanted) store<W::ALIGNED>(sum + first, packed_[slot], left);
+      });
+    }
+  }
+
+  // Columns past the row's end are zero.
+  __device__ void get(int slot, int64_t, int left, float (&to)[W::N]) const { unpack(packed(slot, left), to); }
+
+  __device__ Packed<T, W::N> packed(int slot, int left) const {
+    if constexpr (!W::RING) return packed_[slot];
+    if (left <= 0) return {};
+    return sum_of(load_shared<W::N>(a_ + slot * W::STRIDE), load_shared<W::N>(b_ + slot * W::STRIDE));
+  }
+
+ private:
+  const A* a_ = nullptr;
+  const T* b_ = nullptr;
+  Packed<T, W::N> packed_[W::RING ? 1 : W::VECTORS];
+};
+
 // scale or bias, of type T, the same for every row: held packed in registers if HELD, so that it is on its way before
 // the row's sums are known, or loaded as it is used.
 template <typename T, typename W, bool HELD>

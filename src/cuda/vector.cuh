@@ -112,6 +112,29 @@ __device__ Packed<T, N> load(const T* from, int left) {
   return packed;
 }
 
+// The same of whole aligned vectors, at this place among other such loads and stores: the compiler does not put it off
+// until its value is needed.
+__device__ inline void load_now(uint4& to, const uint4* from) {
+  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to.x), "=r"(to.y), "=r"(to.z), "=r"(to.w)
+               : "l"(from)
+               : "memory");
+}
+
+__device__ inline void load_now(uint2& to, const uint2* from) {
+  asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(to.x), "=r"(to.y) : "l"(from) : "memory");
+}
+
+template <int N, typename T>
+__device__ Packed<T, N> load_now(const T* from, int left) {
+  Packed<T, N> packed{};
+  using Access = std::conditional_t<sizeof(packed) % 16 == 0, uint4, uint2>;
+#pragma unroll
+  for (unsigned i = 0; i < sizeof(packed) / sizeof(Access); ++i)
+    if (left > 0) load_now(reinterpret_cast<Access*>(packed.word)[i], reinterpret_cast<const Access*>(from) + i);
+  return packed;
+}
+
 // A vector from shared memory.
 template <int N, typename T>
 __device__ Packed<T, N> load_shared(const T* from) {

@@ -20,26 +20,26 @@ namespace ffi = xla::ffi;
 struct ForwardAttributes {
   int64_t axes;  // how many trailing axes of x are normalised
   float epsilon, scale_offset;
-  bool multiply_before_cast, has_scale, has_bias;
+  bool multiply_before_cast, has_residual, has_scale, has_bias;
 };
 
 struct BackwardAttributes {
   int64_t axes;
   float scale_offset;
-  bool has_scale, with_dx, with_dscale, with_dbias;
+  bool has_scale, has_dsum, with_dx, with_dscale, with_dbias;
 };
 
 }  // namespace jaxnorm
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jaxnorm::ForwardAttributes, StructMember<int64_t>("axes"),
                                       StructMember<float>("epsilon"), StructMember<float>("scale_offset"),
-                                      StructMember<bool>("multiply_before_cast"), StructMember<bool>("has_scale"),
-                                      StructMember<bool>("has_bias"));
+                                      StructMember<bool>("multiply_before_cast"), StructMember<bool>("has_residual"),
+                                      StructMember<bool>("has_scale"), StructMember<bool>("has_bias"));
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jaxnorm::BackwardAttributes, StructMember<int64_t>("axes"),
                                       StructMember<float>("scale_offset"), StructMember<bool>("has_scale"),
-                                      StructMember<bool>("with_dx"), StructMember<bool>("with_dscale"),
-                                      StructMember<bool>("with_dbias"));
+                                      StructMember<bool>("has_dsum"), StructMember<bool>("with_dx"),
+                                      StructMember<bool>("with_dscale"), StructMember<bool>("with_dbias"));
 
 namespace jaxnorm {
 
@@ -182,7 +182,7 @@ class Buffers {
   std::string op_, error_;
 };
 
-inline constexpr const char* kPair = "x and y (or dy) have different dtypes and neither is F32";
+inline constexpr const char* kPair = "what is normalised and y (or dy) have different dtypes and neither is F32";
 
 inline ffi::ErrorOr<Forward> forward_arguments(Kind kind, ffi::RemainingArgs operands, ffi::RemainingRets results,
                                                const ForwardAttributes& attributes) {
@@ -196,11 +196,17 @@ inline ffi::ErrorOr<Forward> forward_arguments(Kind kind, ffi::RemainingArgs ope
   f.scale_offset = attributes.scale_offset;
   f.multiply_before_cast = attributes.multiply_before_cast;
   f.x = buffers.operand("x", shapes.x);
+  if (attributes.has_residual) f.residual = buffers.operand("residual", shapes.x);
   if (attributes.has_scale) f.scale = buffers.operand("scale", shapes.weight);
   if (attributes.has_bias) f.bias = buffers.operand("bias", shapes.weight);
   f.y = buffers.result("y", shapes.x);
-  buffers.require(is_supported(f.x.dtype, f.y.dtype), kPair);
-  if (results.size() > 1) {
+  if (attributes.has_residual) {
+    f.sum = buffers.result("sum", shapes.x, f.residual.dtype);
+    buffers.require(is_supported(f.x.dtype, f.residual.dtype),
+                    "x and residual have different dtypes and neither is F32");
+  }
+  buffers.require(is_supported(attributes.has_residual ? f.residual.dtype : f.x.dtype, f.y.dtype), kPair);
+  if (results.size() > (attributes.has_residual ? 2 : 1)) {
     if (kind == Kind::layer) f.mean = buffers.f32_result("mean", shapes.statistics);
     f.rstd = buffers.f32_result("rstd", shapes.statistics);
   }
@@ -229,7 +235,9 @@ inline ffi::ErrorOr<Backward> backward_arguments(Kind kind, ffi::RemainingArgs o
   if (kind == Kind::layer) b.mean = buffers.statistic("mean", shapes.statistics);
   b.rstd = buffers.statistic("rstd", shapes.statistics);
   if (attributes.has_scale) b.scale = buffers.operand("scale", shapes.weight);
+  if (attributes.has_dsum) b.dsum = buffers.operand("dsum", shapes.x, b.x.dtype);
   buffers.require(attributes.has_scale || !attributes.with_dscale, "dscale is wanted and there is no scale");
+  buffers.require(attributes.with_dx || !attributes.has_dsum, "dsum came and dx is not wanted");
   if (attributes.with_dx) b.dx = buffers.result("dx", shapes.x, b.x.dtype);
   if (attributes.with_dscale) b.dscale = buffers.result("dscale", shapes.weight, b.scale.dtype);
   if (attributes.with_dbias) b.dbias = buffers.result("dbias", shapes.weight);
