@@ -13,6 +13,7 @@ import numpy as np
 from jaxnorm import compat, ffi, validation
 
 PACKAGES = ("jaxnorm", "jax", "jaxlib", "nanobind-backend")
+OPS = ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm")
 Report = dict[str, Any]
 
 
@@ -46,9 +47,10 @@ def native_modules() -> Report:
 def call(
     op: str, shape: tuple[int, ...], dtype: np.dtype[Any], out_dtype: np.dtype[Any], axes: int, platform: str
 ) -> Report:
-    """What runs for the norm of an array over its last axes, forward and backward, and why."""
+    """What runs for the norm of an array over its last axes, each way, and why; a residual has its dtype."""
     normalised = tuple(range(-axes, 0))
-    reason = ffi.unsupported(normalised, shape, dtype, out_dtype, [])
+    residual_dtype = dtype if op.startswith("add_") else None
+    reason = ffi.unsupported(normalised, shape, dtype, out_dtype, [], residual_dtype)
     if reason is None and not ffi.available(platform):
         reason = ffi.why_not(platform)
     report: Report = {
@@ -65,9 +67,9 @@ def call(
         clusters = _largest_cluster()
         cols = math.prod(shape[-axes:])
         report["largest_cluster"] = clusters
+        kind = op.removeprefix("add_").removesuffix("_norm")
         report["plans"] = {
-            way: ffi.module("cuda").plan(way, op.removesuffix("_norm"), dtype.name, cols, clusters)
-            for way in ("forward", "backward")
+            way: ffi.module("cuda").plan(way, kind, dtype.name, cols, clusters) for way in ("forward", "backward")
         }
     return report
 
@@ -113,10 +115,10 @@ def in_words(report: Report) -> str:
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m jaxnorm.info", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--op", choices=("rms_norm", "layer_norm"), default="rms_norm")
+    parser.add_argument("--op", choices=OPS, default="rms_norm")
     parser.add_argument("--shape", type=_shape, default=(4096, 4096), help="x's shape, as 4096x4096")
     parser.add_argument("--axes", type=int, default=1, help="how many trailing axes are normalised")
-    parser.add_argument("--dtype", type=jnp.dtype, default="float32")
+    parser.add_argument("--dtype", type=jnp.dtype, default="float32", help="x's dtype, and a residual's")
     parser.add_argument("--out-dtype", type=jnp.dtype, help="the result's dtype; x's if not given")
     parser.add_argument("--platform", help="cpu, cuda, tpu, ...; JAX's default if not given")
     options = parser.parse_args(arguments)

@@ -122,11 +122,14 @@ def add_rms_norm(
     """Adds x to a residual stream and divides the sum by its root mean square over `axis`.
 
         new_residual = x + residual
-        y = rms_norm(new_residual, scale, bias, ...)
+        y = rms_norm(new_residual, scale, bias, out_dtype=x.dtype, ...)
 
     as a pre-norm transformer does between its blocks. The kernel gives bit for bit what these two lines give, the sum
     rounded to residual's dtype before it is normalised, and saves the pass over memory in which the norm would read the
-    sum again. In a gradient the cotangents of y and of new_residual are added in the same way.
+    sum again. In a gradient one native call serves the cotangents of both results.
+
+    Outside of differentiation new_residual takes residual's buffer: a donated or dead one costs no memory, while XLA
+    first copies one that is still needed.
 
     Args:
       x: floating-point array of rank 1 or more, what is added.
@@ -184,7 +187,7 @@ def add_layer_norm(
     """Adds x to a residual stream and shifts and scales the sum to mean 0 and variance 1 over `axis`.
 
         new_residual = x + residual
-        y = layer_norm(new_residual, scale, bias, ...)
+        y = layer_norm(new_residual, scale, bias, out_dtype=x.dtype, ...)
 
     The kernel gives bit for bit what these two lines give and saves a pass over memory, as for `add_rms_norm`, whose
     arguments, dtypes, result and errors these are.

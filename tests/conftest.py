@@ -1,6 +1,7 @@
 """One suite for every platform: what it tests is the installed package on JAX's default backend."""
 
 import os
+import shutil
 from pathlib import Path
 
 # First: it lets the installed jaxnorm come before the clone's, which has no native modules.
@@ -32,6 +33,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     config.addinivalue_line("markers", "kernels: calls the handlers themselves; on a platform that has them")
     config.addinivalue_line("markers", "plans: launch plans, which need no GPU; where jaxnorm is built with CUDA")
+    config.addinivalue_line("markers", "emulated: CUDA kernels on the host; where there is a CUDA compiler")
     config.addinivalue_line("markers", "gpu: about what only the CUDA kernels have; on a GPU")
     config.addinivalue_line("markers", "large: arrays of more than 2**31 elements; on a GPU, or with --large")
 
@@ -51,6 +53,7 @@ def pytest_collection_modifyitems(config, items):
     has = {
         "kernels": is_platform_with_kernels(),
         "plans": is_built("gpu"),
+        "emulated": shutil.which("nvcc") is not None,
         "gpu": on_gpu,
         "large": on_gpu or config.getoption("--large"),
     }

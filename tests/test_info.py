@@ -47,6 +47,13 @@ def test_the_default_call_is_native(info):
     assert (report["implementation"], report["platform"]) == ("native", platform)
 
 
+@pytest.mark.kernels
+@pytest.mark.parametrize("op", ["add_rms_norm", "add_layer_norm"])
+def test_a_norm_of_a_sum_is_native(info, op):
+    report = call(info, "--op", op)
+    assert (report["op"], report["implementation"]) == (op, "native")
+
+
 # On platforms and for dtypes that have no kernel, and why.
 @pytest.mark.parametrize(
     ("arguments", "why"),
@@ -65,7 +72,7 @@ def test_where_the_formula_runs(info, arguments, why):
 
 
 @pytest.mark.plans
-@pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
+@pytest.mark.parametrize("op", ["rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"])
 def test_launch_plans(info, op):
     report = call(info, "--platform", "cuda", "--op", op, "--shape", "3x8x128", "--dtype", "bfloat16", "--axes", "2")
     plan = report["plans"]["forward"]

@@ -110,8 +110,7 @@ __global__ void __launch_bounds__(kMaxThreads)
                     const __grid_constant__ RowsLaunch launch) {
   constexpr bool kRing = ACCESS == Access::ring || ACCESS == Access::ring_elements;
   if constexpr (kHasClusters || (R::kCluster == 1 && !kRing)) {
-    extern __shared__ __align__(128) char shared[];
-    backward_rows<KIND, BIAS, ADD, X, DY, R, ACCESS>(p, partials, launch, shared);
+    backward_rows<KIND, BIAS, ADD, X, DY, R, ACCESS>(p, partials, launch, dynamic_shared());
   }
 }
 

@@ -58,7 +58,7 @@ __device__ __forceinline__ void forward_rows(const Forward& p, const RowsLaunch&
         y[r] = static_cast<Y*>(p.y.data) + (first_row + r * group) * p.cols;
         // Hides that this row lies as far from its array's beginning as the one that was read: the compiler would keep
         // that distance for every vector.
-        asm volatile("" : "+l"(y[r]));
+        hide(y[r]);
       }
       collect();
       for_each_vector<W>(team, [&](int slot, auto first, int left) {
@@ -162,8 +162,7 @@ __global__ void __launch_bounds__(R::kMost, Residency<X, R, ACCESS>::kBlocks)
   if constexpr (R::kCluster > 1 && !kHasClusters) {
     return;
   } else if constexpr (ACCESS == Access::ring || ACCESS == Access::ring_elements) {
-    extern __shared__ __align__(128) char shared[];
-    forward_ring<KIND, X, R, ACCESS, C>(p, launch, shared);
+    forward_ring<KIND, X, R, ACCESS, C>(p, launch, dynamic_shared());
   } else {
     forward_rows<KIND, X, R, ACCESS, C>(p, launch);
   }

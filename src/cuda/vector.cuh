@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "cuda/plan.h"
+#include "cuda/ptx.cuh"
 
 namespace jaxnorm::cuda {
 
@@ -114,17 +115,6 @@ __device__ Packed<T, N> load(const T* from, int left) {
 
 // The same of whole aligned vectors, at this place among other such loads and stores: the compiler does not put it off
 // until its value is needed.
-__device__ inline void load_now(uint4& to, const uint4* from) {
-  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(to.x), "=r"(to.y), "=r"(to.z), "=r"(to.w)
-               : "l"(from)
-               : "memory");
-}
-
-__device__ inline void load_now(uint2& to, const uint2* from) {
-  asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(to.x), "=r"(to.y) : "l"(from) : "memory");
-}
-
 template <int N, typename T>
 __device__ Packed<T, N> load_now(const T* from, int left) {
   Packed<T, N> packed{};
@@ -148,16 +138,6 @@ __device__ Packed<T, N> load_shared(const T* from) {
       reinterpret_cast<Access*>(packed.word)[i] = reinterpret_cast<const Access*>(from)[i];
   }
   return packed;
-}
-
-// One store instruction each: the compiler takes an assignment of these types apart.
-__device__ inline void store_vector(uint4* to, uint4 value) {
-  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(value.x), "r"(value.y), "r"(value.z),
-               "r"(value.w));
-}
-
-__device__ inline void store_vector(uint2* to, uint2 value) {
-  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(value.x), "r"(value.y));
 }
 
 // Stores the first `left` of N elements. ALIGNED: as in `load`.
@@ -224,8 +204,7 @@ __device__ inline void store_float(const Output& to, int64_t index, float value)
 
 // One unit in the last place from the quotient at most, without the branches of an exact division.
 __device__ inline float reciprocal(float value) {
-  float estimate;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(estimate) : "f"(value));
+  const float estimate = reciprocal_estimate(value);
   return fmaf(estimate, fmaf(-value, estimate, 1.0f), estimate);
 }
 

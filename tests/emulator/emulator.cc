@@ -1,0 +1,180 @@
+#include "emulator.h"
+
+#include <setjmp.h>
+#include <ucontext.h>
+
+#include <cstdio>
+#include <cstdlib>
+
+#include "cuda/device.h"
+
+thread_local uint3 threadIdx, blockIdx;
+thread_local dim3 blockDim, gridDim;
+
+namespace emulator {
+namespace {
+
+constexpr size_t kStack = 128 << 10;
+constexpr unsigned kWords = 64;  // that a lane may be ahead of another in shuffles
+
+struct Fiber {
+  ucontext_t beginning;
+  jmp_buf place;  // where it goes on, once it has begun: ten times as fast as a context, which has a signal mask
+  bool begun = false, returned = false;
+  unsigned shuffles = 0;
+  uint32_t passed[kWords];  // in shuffle i, at i % kWords
+};
+
+struct Barrier {
+  int arrived = 0;
+  unsigned generation = 0;
+};
+
+struct Block {
+  Cluster& cluster;
+  int rank;
+  const std::function<void()>& kernel;
+  std::vector<Fiber> fibers;
+  int current = 0, running;
+  Barrier barriers[16];
+  ucontext_t launcher;
+  int64_t idle_turns = 0;
+};
+
+alignas(128) thread_local char dynamic[kDynamicShared];
+thread_local char anchor;
+thread_local Block* block;
+thread_local std::vector<char> stacks;  // of all fibers, kept for the next block
+
+void fail(const char* why) {
+  std::fprintf(stderr, "emulator: %s, block %u, thread %u\n", why, blockIdx.x, threadIdx.x);
+  std::abort();
+}
+
+// Makes the next fiber that has not returned the current one.
+Fiber& next_fiber() {
+  do block->current = (block->current + 1) % static_cast<int>(block->fibers.size());
+  while (block->fibers[block->current].returned);
+  threadIdx = {block->current % blockDim.x, block->current / blockDim.x, 0};
+  return block->fibers[block->current];
+}
+
+[[noreturn]] void go_on(Fiber& fiber) {
+  if (fiber.begun) _longjmp(fiber.place, 1);
+  fiber.begun = true;
+  setcontext(&fiber.beginning);
+  std::abort();
+}
+
+void yield() {
+  Fiber& own = block->fibers[block->current];
+  Fiber& next = next_fiber();
+  if (block->current == 0) {
+    if (block->cluster.blocks > 1 && block->idle_turns % 16 == 15) std::this_thread::yield();
+    if (++block->idle_turns > 1'000'000) fail("nobody goes on");
+  }
+  if (&own != &next && _setjmp(own.place) == 0) go_on(next);
+}
+
+void release(Barrier& barrier) {
+  barrier.arrived = 0;
+  ++barrier.generation;
+  block->idle_turns = 0;
+}
+
+void run_fiber() {
+  block->kernel();
+  block->fibers[block->current].returned = true;
+  if (--block->running == 0) setcontext(&block->launcher);
+  if (Barrier& all = block->barriers[0]; all.arrived == block->running) release(all);
+  go_on(next_fiber());
+}
+
+void run_block(Cluster& cluster, int rank, const std::function<void()>& kernel) {
+  cluster.anchors[rank] = &anchor;
+  ++cluster.started;
+  while (cluster.started < cluster.blocks) std::this_thread::yield();
+  const int threads = cluster.threads / cluster.blocks;
+  Block own{cluster, rank, kernel, std::vector<Fiber>(threads)};
+  if (stacks.size() < threads * kStack) stacks.resize(threads * kStack);
+  own.running = threads;
+  block = &own;
+  for (int i = 0; i < threads; ++i) {
+    ucontext_t& context = own.fibers[i].beginning;
+    getcontext(&context);
+    context.uc_stack.ss_sp = stacks.data() + i * kStack;
+    context.uc_stack.ss_size = kStack;
+    context.uc_link = nullptr;
+    makecontext(&context, run_fiber, 0);
+  }
+  threadIdx = {0, 0, 0};
+  own.fibers[0].begun = true;
+  swapcontext(&own.launcher, &own.fibers[0].beginning);
+}
+
+}  // namespace
+
+Cluster& cluster() { return block->cluster; }
+int rank() { return block->rank; }
+char* dynamic_shared() { return dynamic; }
+
+void* remote(void* own, int other) { return block->cluster.anchors[other] + (static_cast<char*>(own) - &anchor); }
+
+void wait_until(const std::function<bool()>& ready) {
+  while (!ready()) yield();
+}
+
+void barrier(int id, int threads) {
+  Barrier& barrier = block->barriers[id];
+  const unsigned generation = barrier.generation;
+  if (++barrier.arrived == (threads ? threads : block->running)) return release(barrier);
+  wait_until([&] { return barrier.generation != generation; });
+}
+
+uint32_t shuffle_xor(uint32_t value, int distance) {
+  Fiber &own = block->fibers[block->current], &other = block->fibers[block->current ^ distance];
+  const unsigned turn = own.shuffles++;
+  own.passed[turn % kWords] = value;
+  block->idle_turns = 0;
+  wait_until([&] { return other.shuffles > turn; });
+  if (other.shuffles > turn + kWords) fail("lanes out of step");
+  return other.passed[turn % kWords];
+}
+
+void launch(const cudaLaunchConfig_t& config, const std::function<void()>& kernel) {
+  const int blocks = config.numAttrs ? static_cast<int>(config.attrs[0].val.clusterDim.x) : 1;
+  const int threads = static_cast<int>(config.blockDim.x * config.blockDim.y) * blocks;
+  for (unsigned y = 0; y < config.gridDim.y; ++y)
+    for (unsigned x = 0; x < config.gridDim.x; x += blocks) {
+      Cluster cluster{blocks, threads, std::vector<char*>(blocks)};
+      const auto run = [&](int rank) {
+        blockIdx = {x + rank, y, 0};
+        blockDim = config.blockDim;
+        gridDim = config.gridDim;
+        std::memset(dynamic, 0xff, config.dynamicSmemBytes);  // not a number
+        run_block(cluster, rank, kernel);
+      };
+      std::vector<std::thread> others;
+      for (int rank = 1; rank < blocks; ++rank) others.emplace_back(run, rank);
+      run(0);
+      for (std::thread& thread : others) thread.join();
+    }
+}
+
+}  // namespace emulator
+
+extern "C" cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
+extern "C" cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
+  *attributes = {};
+  return cudaSuccess;
+}
+
+namespace jaxnorm::cuda {
+
+// A small GPU with an H200's shared memory and clusters: a block has several rows in turn.
+const Device& current_device() {
+  static constexpr Device device{5, emulator::kDynamicShared, {5, 3, 2, 2, 2}};
+  return device;
+}
+
+}  // namespace jaxnorm::cuda

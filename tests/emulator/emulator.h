@@ -1,0 +1,119 @@
+// CUDA's kernel language on the host, as much of it as the kernels use, so that their results can be tested without a
+// GPU. It comes before everything else (-include emulator.h).
+//
+// A block is an OS thread and its threads are fibers that take turns: shared memory is thread-local, and a barrier or a
+// shuffle goes on to the next fiber until all have come. The blocks of a cluster run side by side, others one after the
+// other. What hardware does at once or late (bulk copies) is done at once: a copy into memory still in use is seen,
+// a missing wait is not, nor is a race, which compute-sanitizer finds.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <thread>
+#include <vector>
+
+#undef __global__
+#undef __device__
+#undef __shared__
+#undef __forceinline__
+#undef __launch_bounds__
+#undef __grid_constant__
+#undef __align__
+#define __global__
+#define __device__
+#define __shared__ static thread_local
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __align__(bytes) __attribute__((aligned(bytes)))
+
+using std::max;
+using std::min;
+inline int64_t min(int a, int64_t b) { return std::min<int64_t>(a, b); }
+
+extern thread_local uint3 threadIdx, blockIdx;
+extern thread_local dim3 blockDim, gridDim;
+
+namespace emulator {
+
+constexpr int kDynamicShared = 227 << 10;
+
+// Blocks that run side by side. `anchors`: the address of one thread-local variable in each of them, from which those
+// of all others follow.
+struct Cluster {
+  int blocks, threads;
+  std::vector<char*> anchors;
+  std::atomic<int> started{0}, arrived{0};
+};
+
+// The calling block's cluster, its rank there and its dynamic shared memory.
+Cluster& cluster();
+int rank();
+char* dynamic_shared();
+
+// Where `block` of the cluster keeps what this block keeps at `own`.
+void* remote(void* own, int block);
+
+// Lets the block's other fibers go on, until `ready`.
+void wait_until(const std::function<bool()>& ready);
+
+// Waits for `threads` threads at barrier `id`; 0: for all that have not returned.
+void barrier(int id, int threads);
+
+// What lane `lane ^ distance` passes with its call that corresponds to this one.
+uint32_t shuffle_xor(uint32_t value, int distance);
+
+// Runs every block of a grid.
+void launch(const cudaLaunchConfig_t& config, const std::function<void()>& kernel);
+
+template <typename... Params, typename... Args>
+cudaError_t launch_kernel(const cudaLaunchConfig_t* config, void (*kernel)(Params...), const Args&... args) {
+  launch(*config, [&] { kernel(args...); });
+  return cudaSuccess;
+}
+
+}  // namespace emulator
+
+#define cudaLaunchKernelEx emulator::launch_kernel
+
+inline void __syncthreads() { emulator::barrier(0, 0); }
+inline void __syncwarp() {}
+
+template <typename T>
+T __shfl_xor_sync(unsigned, T value, int distance) {
+  static_assert(sizeof(T) % 4 == 0);
+  uint32_t words[sizeof(T) / 4];
+  std::memcpy(words, &value, sizeof(T));
+  for (uint32_t& word : words) word = emulator::shuffle_xor(word, distance);
+  std::memcpy(&value, words, sizeof(T));
+  return value;
+}
+
+template <typename T>
+T __ldg(const T* from) {
+  return *from;
+}
+template <typename T>
+void __stcs(T* to, T value) {
+  *to = value;
+}
+
+inline float __uint_as_float(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+inline uint32_t __float_as_uint(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+inline float rsqrtf(float value) { return 1 / std::sqrt(value); }

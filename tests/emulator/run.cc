@@ -1,0 +1,212 @@
+// Runs the CUDA kernels on the host and compares: the norm of a sum with the sum and then the norm, bit for bit, and
+// results and gradients with the formulas in float64.
+//
+//   run              every regime
+//   run ROWS COLS    one shape
+#include <cstdio>
+#include <cstdlib>
+#include <initializer_list>
+#include <random>
+#include <string>
+
+#include "cuda/norms.h"
+#include "cuda/plan.h"
+
+namespace jaxnorm::cuda {
+
+// The same code as for bf16; not compiled here, to save time.
+template <>
+cudaError_t forward_of<__half>(const Forward&, cudaStream_t) {
+  std::abort();
+}
+template <>
+cudaError_t forward_added_of<__half>(const Forward&, cudaStream_t) {
+  std::abort();
+}
+template <>
+cudaError_t backward_of<__half>(const Backward&, cudaStream_t) {
+  std::abort();
+}
+
+}  // namespace jaxnorm::cuda
+
+namespace {
+
+using namespace jaxnorm;
+using namespace jaxnorm::cuda;
+
+class Array {
+ public:
+  Array(Dtype dtype, int64_t elements, int64_t offset = 0)
+      : dtype_(dtype), elements_(elements), bytes_((elements + offset) * size_of(dtype) + 64, '\xff') {
+    const uintptr_t begin = reinterpret_cast<uintptr_t>(bytes_.data());
+    data_ = bytes_.data() + (32 - begin % 32) % 32 + offset * size_of(dtype);
+  }
+
+  Array(const Array&) = delete;
+  Array(Array&&) = default;
+
+  static Array normal(Dtype dtype, int64_t elements, int64_t offset) {
+    static std::mt19937 random;
+    std::normal_distribution<float> draw;
+    Array array(dtype, elements, offset);
+    for (int64_t i = 0; i < elements; ++i) array.set(i, draw(random));
+    return array;
+  }
+
+  float operator[](int64_t i) const {
+    return dtype_ == Dtype::f32 ? reinterpret_cast<const float*>(data_)[i]
+                                : __bfloat162float(reinterpret_cast<const __nv_bfloat16*>(data_)[i]);
+  }
+
+  void set(int64_t i, float value) {
+    if (dtype_ == Dtype::f32) {
+      reinterpret_cast<float*>(data_)[i] = value;
+    } else {
+      reinterpret_cast<__nv_bfloat16*>(data_)[i] = __float2bfloat16_rn(value);
+    }
+  }
+
+  bool operator==(const Array& other) const {
+    return std::memcmp(data_, other.data_, elements_ * size_of(dtype_)) == 0;
+  }
+
+  // The relative L2 error.
+  double error(const std::vector<double>& exact) const {
+    double difference = 0, size = 0;
+    for (int64_t i = 0; i < elements_; ++i) {
+      difference += ((*this)[i] - exact[i]) * ((*this)[i] - exact[i]);
+      size += exact[i] * exact[i];
+    }
+    return std::sqrt(difference / size);
+  }
+
+  operator Input() const { return {data_, dtype_}; }
+  operator Output() { return {data_, dtype_}; }
+  float* floats() { return reinterpret_cast<float*>(data_); }
+
+ private:
+  Dtype dtype_;
+  int64_t elements_;
+  std::vector<char> bytes_;
+  char* data_;
+};
+
+int failures = 0;
+
+// What a call is expected to give.
+struct Exact {
+  std::vector<double> y, dx, dx_and_dsum, dscale, dbias;
+
+  Exact(bool layer, int64_t rows, int64_t cols, const Array& x, const Array& scale, double offset, const Array& bias,
+        const Array& dy, const Array& dsum)
+      : y(rows * cols), dx(rows * cols), dx_and_dsum(rows * cols), dscale(cols), dbias(cols) {
+    for (int64_t row = 0; row < rows; ++row) {
+      const int64_t at = row * cols;
+      const auto mean_of = [&](auto f) {
+        double sum = 0;
+        for (int64_t i = 0; i < cols; ++i) sum += f(i);
+        return sum / cols;
+      };
+      const double mean = layer ? mean_of([&](int64_t i) { return x[at + i]; }) : 0;
+      const auto centred = [&](int64_t i) { return x[at + i] - mean; };
+      const double rstd = 1 / std::sqrt(mean_of([&](int64_t i) { return centred(i) * centred(i); }) + 1e-6);
+      const auto x_hat = [&](int64_t i) { return centred(i) * rstd; };
+      const auto g = [&](int64_t i) { return dy[at + i] * (scale[i] + offset); };
+      const double gx = mean_of([&](int64_t i) { return g(i) * x_hat(i); }), g_mean = layer ? mean_of(g) : 0;
+      for (int64_t i = 0; i < cols; ++i) {
+        y[at + i] = x_hat(i) * (scale[i] + offset) + (layer ? bias[i] : 0);
+        dx[at + i] = rstd * (g(i) - g_mean - x_hat(i) * gx);
+        dx_and_dsum[at + i] = dx[at + i] + dsum[at + i];
+        dscale[i] += dy[at + i] * x_hat(i);
+        dbias[i] += dy[at + i];
+      }
+    }
+  }
+};
+
+// `offset`: of each array, in elements, so that it is aligned to them and to nothing more.
+void test(Kind kind, Dtype x_dtype, Dtype dtype, Dtype weights, int64_t rows, int64_t cols, int64_t offset) {
+  const auto name_of = [](Dtype dtype) { return dtype == Dtype::f32 ? "f32" : "bf16"; };
+  const auto expect = [&](bool holds, const char* what) {
+    if (holds) return;
+    ++failures;
+    std::printf("%s: %s, x %s, residual %s, weights %s, %ld x %ld, offset %ld\n", what,
+                kind == Kind::rms ? "rms" : "layer", name_of(x_dtype), name_of(dtype), name_of(weights), rows, cols,
+                offset);
+  };
+  const bool layer = kind == Kind::layer;
+  const int64_t elements = rows * cols;
+  const auto x = Array::normal(x_dtype, elements, offset), residual = Array::normal(dtype, elements, offset);
+  const auto dy = Array::normal(x_dtype, elements, offset), dsum = Array::normal(dtype, elements, offset);
+  const auto scale = Array::normal(weights, cols, offset), bias = Array::normal(weights, cols, offset);
+  Array sum(dtype, elements, offset);
+  for (int64_t i = 0; i < elements; ++i) sum.set(i, x[i] + residual[i]);
+  const Exact exact(layer, rows, cols, sum, scale, 0.5, bias, dy, dsum);
+
+  Array y(x_dtype, elements, offset), mean(Dtype::f32, rows), rstd(Dtype::f32, rows);
+  Forward f{};
+  f.kind = kind, f.rows = rows, f.cols = cols, f.epsilon = 1e-6f, f.scale_offset = 0.5f, f.multiply_before_cast = true;
+  f.x = sum, f.scale = scale, f.y = y, f.mean = mean.floats(), f.rstd = rstd.floats();
+  if (layer) f.bias = bias;
+  expect(forward(f, nullptr) == cudaSuccess, "forward");
+  expect(y.error(exact.y) < (x_dtype == Dtype::f32 ? 1e-6 : 4e-3), "y");
+
+  Array fused_y(x_dtype, elements, offset), fused_mean(Dtype::f32, rows), fused_rstd(Dtype::f32, rows);
+  Array fused_sum(dtype, elements, offset);  // where the residual was
+  for (int64_t i = 0; i < elements; ++i) fused_sum.set(i, residual[i]);
+  Forward fused = f;
+  fused.x = x, fused.residual = fused_sum, fused.sum = fused_sum, fused.y = fused_y;
+  fused.mean = fused_mean.floats(), fused.rstd = fused_rstd.floats();
+  expect(forward(fused, nullptr) == cudaSuccess, "forward with a residual");
+  expect(fused_sum == sum && fused_y == y && fused_rstd == rstd && (!layer || fused_mean == mean), "fusion is exact");
+
+  Array workspace(Dtype::f32, 2 * partial_rows(dtype, cols) * cols);
+  Array row_sums(Dtype::f32, 2 * rows * (row_segments(dtype, cols) + 1));
+  Backward b{};
+  b.kind = kind, b.rows = rows, b.cols = cols, b.scale_offset = 0.5f, b.mean = mean.floats(), b.rstd = rstd.floats();
+  b.x = sum, b.dy = dy, b.scale = scale, b.workspace = workspace.floats(), b.row_sums = row_sums.floats();
+  const auto run = [&](Array& dx, Array& dscale, Array& dbias, const char* what) {
+    b.dx = dx, b.dscale = dscale;
+    if (layer) b.dbias = dbias;
+    expect(backward(b, nullptr) == cudaSuccess, what);
+  };
+  const double tolerance = dtype == Dtype::f32 ? 2e-6 : 4e-3;
+  Array dx(dtype, elements, offset), dscale(Dtype::f32, cols), dbias(Dtype::f32, cols);
+  run(dx, dscale, dbias, "backward");
+  expect(cols == 1 || dx.error(exact.dx) < tolerance, "dx");  // of one column it is next to nothing
+  expect(cols == 1 || dscale.error(exact.dscale) < 5e-6, "dscale");
+  expect(!layer || dbias.error(exact.dbias) < 5e-6, "dbias");
+
+  Array dx_and_dsum(dtype, elements, offset), same_dscale(Dtype::f32, cols), same_dbias(Dtype::f32, cols);
+  b.dsum = dsum;
+  run(dx_and_dsum, same_dscale, same_dbias, "backward with dsum");
+  expect(cols == 1 || dx_and_dsum.error(exact.dx_and_dsum) < tolerance, "dx + dsum");
+  expect(same_dscale == dscale && (!layer || same_dbias == dbias), "dsum changes nothing else");
+}
+
+void test_all(int64_t rows, int64_t cols, int64_t offset = 0) {
+  constexpr Dtype f32 = Dtype::f32, bf16 = Dtype::bf16;
+  constexpr Dtype combinations[][3] = {{f32, f32, f32},   {bf16, bf16, bf16}, {bf16, bf16, f32},
+                                       {bf16, f32, bf16}, {bf16, f32, f32},   {f32, bf16, f32}};
+  for (const Kind kind : {Kind::rms, Kind::layer})
+    for (const auto& [x, residual, weights] : combinations) test(kind, x, residual, weights, rows, cols, offset);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc == 3) {
+    test_all(std::atoll(argv[1]), std::atoll(argv[2]));
+  } else {
+    for (const int64_t cols : {1, 24, 64, 128, 257, 512, 1024})
+      for (const int64_t rows : {1, 3, 37}) test_all(rows, cols);
+    for (const int64_t cols : {64, 256}) test_all(600, cols);  // more than few
+    for (const int64_t cols : {72, 4096}) test_all(7, cols, 1);
+    for (const int64_t cols : {1536, 4097, 5376, 8192, 12288, 16384}) test_all(5, cols);
+    test_all(3, 40000);   // clusters
+    test_all(1, 300000);  // segments, and a row read again
+  }
+  std::printf("%d failures\n", failures);
+  return failures > 0;
+}

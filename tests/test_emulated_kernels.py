@@ -1,0 +1,34 @@
+"""The CUDA kernels on the host, compiled as C++ against `emulator/`: their results, without a GPU."""
+
+import os
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent / "emulator"
+SOURCES = HERE.parent.parent / "src"
+KERNELS = [f"{way}_{dtype}.cu" for dtype in ("f32", "bf16") for way in ("backward", "forward", "forward_added")]
+
+pytestmark = pytest.mark.emulated
+
+
+def compile_object(source, folder):
+    target = folder / f"{source.name}.o"
+    # nvcc knows where CUDA's headers are, and hands C++ on to the compiler of the host.
+    host = "-Xcompiler=-ffp-contract=off,-U_FORTIFY_SOURCE,-w"  # longjmp between stacks is what fortifying forbids
+    flags = ["-x", "c++", "-std=c++17", "-O1", host, f"-I{HERE}", f"-I{SOURCES}"]
+    subprocess.run(["nvcc", *flags, "-include", "emulator.h", "-c", source, "-o", target], check=True)
+    return target
+
+
+def test_results_and_gradients(tmp_path):
+    units = [*KERNELS, "add.cu", "partials.cu", "dispatch.cc", "plan.cc"]
+    sources = [*(SOURCES / "cuda" / unit for unit in units), HERE / "emulator.cc", HERE / "run.cc"]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(lambda source: compile_object(source, tmp_path), sources))
+    program = tmp_path / "run"
+    subprocess.run(["nvcc", *objects, "-cudart", "none", "-lpthread", "-o", program], check=True)
+    done = subprocess.run([program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0 failures\n", "")
