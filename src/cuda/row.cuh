@@ -134,7 +134,7 @@ class SumRow {
         packed_a[slot] = load_now<W::N>(a + first, left);
         packed_[slot] = load_now<W::N>(b + first, left);
       });
-      if (at_once > 4) team.meet();
+      if (at_once > 4) team.meet();  // or ptxas would put most of the loads off
       for_each_vector<W>(team, [&](int slot, auto first, int left) {
         if (slot < begin || slot >= begin + at_once) return;
         packed_[slot] = sum_of(packed_a[slot], packed_[slot]);

@@ -201,7 +201,7 @@ int main(int argc, char** argv) {
   } else {
     for (const int64_t cols : {1, 24, 64, 128, 257, 512, 1024})
       for (const int64_t rows : {1, 3, 37}) test_all(rows, cols);
-    for (const int64_t cols : {64, 256}) test_all(600, cols);  // more than few
+    for (const int64_t cols : {64, 256, 1024}) test_all(600, cols);  // more than few
     for (const int64_t cols : {72, 4096}) test_all(7, cols, 1);
     for (const int64_t cols : {1536, 4097, 5376, 8192, 12288, 16384}) test_all(5, cols);
     test_all(3, 40000);   // clusters
