@@ -26,7 +26,7 @@ import jax
 from tqdm import tqdm
 
 from bench import report, shapes
-from bench.programs import ELEMENTS, NORMS, check, operands, programs
+from bench.programs import NORMS, check, elements, operands, programs
 from jaxnorm import ffi
 
 LINKS = 12  # norms in a chain: few of them are the first to write to their memory
@@ -41,13 +41,13 @@ SHAPES = [
 def add_arguments(parser):
     parser.add_argument("--out", type=Path, help="write OUT.json and OUT.md")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--norms", nargs="+", default=list(NORMS), choices=NORMS)
+    parser.add_argument("--ops", nargs="+", default=list(NORMS), choices=NORMS)
     parser.add_argument("--turns", type=int, default=5, help="of each program, with 3 calls that count or more")
 
 
 def main(args):
     jax.config.update("jax_platforms", "cpu")
-    cells = [(kind, dtype, shape) for kind in args.norms for dtype in args.dtypes for shape in SHAPES]
+    cells = [(kind, dtype, shape) for kind in args.ops for dtype in args.dtypes for shape in SHAPES]
     rows = [row for cell in tqdm(cells) for row in measure_cell(*cell, args.turns)]
     rows.sort(key=lambda row: (row["op"], row["dtype"]))
     slower = [
@@ -75,10 +75,10 @@ def measure_cell(kind, dtype, shape, turns):
     error = check(kind, x, weights, dy)
     for manner, links, make, copy in (("", 1, programs, copy_once), (", in a chain", LINKS, chain, copy_chain)):
         native, xla = (make(kind, implementation, x, weights, dy) for implementation in ("native", "jnp"))
-        for direction, elements in ELEMENTS.items():
-            taken = compare([native[direction], xla[direction], (copy, (x,))], turns)
+        for direction, arrays in elements(kind).items():
+            taken = compare([native[direction][:2], xla[direction][:2], (copy, (x,))], turns)
             ours, theirs, copied = (seconds / links for seconds in taken)
-            copied *= elements / 2  # a copy reads one array and writes one
+            copied *= arrays / 2  # a copy reads one array and writes one
             yield {
                 "op": f"{kind}_norm {direction}{manner}",
                 "dtype": dtype,
@@ -86,7 +86,7 @@ def measure_cell(kind, dtype, shape, turns):
                 "M": shape.rows,
                 "N": shape.cols,
                 "ms": 1e3 * ours,
-                "GB/s": elements * x.nbytes / ours / 1e9,
+                "GB/s": arrays * x.nbytes / ours / 1e9,
                 "XLA ms": 1e3 * theirs,
                 "x XLA": theirs / ours,
                 "copy ms": 1e3 * copied,

@@ -1,20 +1,26 @@
-"""Device time of both norms on one NVIDIA GPU, beside XLA's fusion of the jnp formula and a copy, in one run.
+"""Device time of the norms on one NVIDIA GPU, beside XLA's fusion of the jnp formula and a copy, in one run.
 
-    python -m bench gpu --out bench/results/h200
+    python -m bench gpu --ops rms layer --out bench/results/h200
+    python -m bench gpu --ops add_rms add_layer --out bench/results/h200_add
     python -m bench gpu --suites grid --dtypes bfloat16 --cols 4096 8192 --peers "torch eager" Liger
 
 Kernel time comes from CUPTI and is the median of many calls. Arrays beyond the caches are used again and again; smaller
 ones take turns, so that each is read from memory; those of the suite "small" stay in the cache, as in decoding. Rates
-count each input read once and each output written once: forward 2·M·N elements, backward 3·M·N, step 5·M·N. "copy" is
-XLA's `x + 1` on as many 32-bit words as x has bytes. "x XLA" and "x best peer" say how many times as fast jaxnorm is.
-Peers are measured (--peers), or else, on an H200, taken from bench/peers_h200.json: "(recorded)".
+count each input read once and each output written once: forward 2·M·N elements, backward 3·M·N, step 5·M·N; with a
+residual 4, 4 and 8. "copy" is XLA's `x + 1` on as many 32-bit words as x has bytes. "x XLA" and "x best peer" say how
+many times as fast jaxnorm is. Peers are measured (--peers, without a residual), or else, on an H200, taken from
+bench/peers_h200.json: "(recorded)".
 
-Every cell is checked first: sampled rows of y and dx, and sampled columns of dscale and dbias, against float64. What
-fails is listed, and so is what misses its target (bench/targets.py). Results are written after every cell.
+A residual is donated to jaxnorm's forward, which writes the sum over it, and the sum is the next call's residual. In no
+program of jaxnorm XLA may run a kernel of its own, or copy an array of x's size: that is an error.
+
+Every cell is checked first: sampled rows of y, sum and dx, and sampled columns of dscale and dbias, against float64.
+What fails is listed, and so is what misses its target (bench/targets.py). Results are written after every cell.
 """
 
 import functools
 import os
+import re
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,7 +32,7 @@ import jaxlib
 from tqdm import tqdm
 
 from bench import peers, recorded, report, shapes, targets
-from bench.programs import ELEMENTS, NORMS, check, operands, programs
+from bench.programs import ADDED_NORMS, OPS, check, elements, operands, programs
 from bench.timing import device_time, sets_needed
 from jaxnorm import ffi
 
@@ -57,7 +63,7 @@ def add_arguments(parser):
     suites = list(shapes.suites(4))
     parser.add_argument("--suites", nargs="+", default=suites, choices=suites, metavar="SUITE", help=" ".join(suites))
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16", "float16"])
-    parser.add_argument("--norms", nargs="+", default=list(NORMS), choices=NORMS)
+    parser.add_argument("--ops", nargs="+", default=list(OPS), choices=OPS)
     parser.add_argument("--cols", nargs="+", type=int, help="these row lengths only")
     parser.add_argument("--iterations", type=int, default=20, help="calls of each program; five times as many if small")
     parser.add_argument(
@@ -72,11 +78,16 @@ def cells(args):
     return [
         Cell(suite, kind, dtype, shape)
         for suite in args.suites
-        for kind in args.norms
+        for kind in args.ops
         for dtype in args.dtypes
-        for shape in shapes.suites(jnp.dtype(dtype).itemsize)[suite]
+        for shape in suites_of(kind, dtype).get(suite, ())
         if not args.cols or shape.cols in args.cols
     ]
+
+
+def suites_of(kind, dtype):
+    make = shapes.added_suites if kind in ADDED_NORMS else shapes.suites
+    return make(jnp.dtype(dtype).itemsize)
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -96,11 +107,10 @@ def copy_rate(cell, iterations):
 
 
 def compiled(tasks, failed):
-    """The executables of (function, argument sets) by name. Compiling takes longer than measuring: all at once."""
+    """The executables of programs by name. Compiling takes longer than measuring: all at once."""
 
     def compile_one(task):
-        function, sets = task
-        return function.lower(*sets[0]).compile()
+        return task[0].function.lower(*task[0].arguments).compile()
 
     with ThreadPoolExecutor() as pool:
         futures = {name: pool.submit(compile_one, task) for name, task in tasks.items()}
@@ -128,22 +138,42 @@ def measure_cell(cell, args, failed):
     iterations = args.iterations * (5 if cell.suite == "small" else 1)
     shape = (cell.dtype, cell.shape.rows, cell.shape.cols)
     sets = [operands(cell.kind, *shape, seed) for seed in range(cell.sets)]
-    tasks = {}
+    tasks = {}  # a program by (package, direction), once for each set of operands
     for implementation, name in NAMES.items():
         by_set = [programs(cell.kind, implementation, *arrays) for arrays in sets]
-        for direction, (function, _) in by_set[0].items():
-            tasks[name, direction] = function, [by_direction[direction][1] for by_direction in by_set]
+        for direction in elements(cell.kind):
+            tasks[name, direction] = [by_direction[direction] for by_direction in by_set]
     executables = compiled(tasks, failed)
     error = check(cell.kind, *sets[0], step=executables["jaxnorm", "step"])
     copy = None if cell.suite == "small" else copy_rate(cell, iterations)
     timings = {
-        name: functools.partial(device_time, executable, tasks[name][1], iterations)
+        name: functools.partial(package_time, name[0], cell, executable, tasks[name], iterations)
         for name, executable in executables.items()
     }
     times = attempts(timings.items(), failed)
-    for peer in args.peers:
+    for peer in args.peers if cell.kind not in ADDED_NORMS else ():
         times |= peer_times(peer, cell.kind, sets, iterations, failed)
-    return [row(cell, direction, times, copy, error, args.kernels) for direction in ELEMENTS]
+    measured = [direction for direction in elements(cell.kind) if ("jaxnorm", direction) in times]
+    return [row(cell, direction, times, copy, error, args.kernels) for direction in measured]
+
+
+def package_time(package, cell, executable, by_set, iterations):
+    """What a program of jaxnorm or XLA takes; an error if XLA does work of its own in jaxnorm's."""
+    if package == "jaxnorm" and (found := copies(executable.as_text(), cell.shape)):
+        raise RuntimeError(f"XLA copies an array of x's size: {found[0]}")
+    time = device_time(executable, [program.arguments for program in by_set], iterations, by_set[0].carries)
+    if package == "jaxnorm" and (found := [kernel for kernel in time.kernels if "jaxnorm" not in kernel]):
+        raise RuntimeError(f"XLA runs kernels of its own: {', '.join(found)}")
+    return time
+
+
+def copies(text, shape):
+    """The copies of whole arrays in a compiled program's text.
+
+    XLA may run them as copies of memory, which no record of kernels shows.
+    """
+    instruction = re.compile(rf"\S+ = [^\n]*\[{shape.rows},{shape.cols}\][^\n]* copy(?:-start)?\(")
+    return instruction.findall(text)
 
 
 def peer_times(peer, kind, sets, iterations, failed):
@@ -162,7 +192,7 @@ def row(cell, direction, times, copy, error, kernels=False):
     op, rows, cols = f"{cell.kind}_norm {direction}", cell.shape.rows, cell.shape.cols
     taken = {name: time.seconds for (name, way), time in times.items() if way == direction}
     ours, xla = taken.pop("jaxnorm"), taken.pop("XLA", None)
-    rate = ELEMENTS[direction] * cell.nbytes / ours
+    rate = elements(cell.kind)[direction] * cell.nbytes / ours
     peer = min(taken.items(), key=lambda item: item[1], default=None)
     if peer is None and (best := recorded.best(jax.devices()[0].device_kind, op, cell.dtype, rows, cols)):
         peer = f"{best[0]} (recorded)", best[1]

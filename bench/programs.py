@@ -1,6 +1,7 @@
 """What the benchmarks time, for jaxnorm and for XLA's fusion of the jnp formula, and the check that comes first."""
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,11 +9,26 @@ import numpy as np
 
 import jaxnorm
 
+
+def _of_pair(norm):
+    return lambda pair, *weights, **options: norm(*pair, *weights, **options)
+
+
 NORMS = {"rms": jaxnorm.rms_norm, "layer": jaxnorm.layer_norm}
-# Arrays of x's size that each program reads or writes once.
-ELEMENTS = {"forward": 2, "backward": 3, "step": 5}
+# Of (x, residual): they give (y, the sum), and dy is (dy, dsum), the cotangents of both.
+ADDED_NORMS = {"add_rms": _of_pair(jaxnorm.add_rms_norm), "add_layer": _of_pair(jaxnorm.add_layer_norm)}
+OPS = NORMS | ADDED_NORMS
 TOLERANCE = {"float32": 2e-6, "bfloat16": 4e-3, "float16": 5e-4}  # of y and dx, relative L2
 EPSILON = 1e-6
+
+
+def elements(kind):
+    """How many arrays of x's size each program reads or writes once, by direction.
+
+    With a residual: x, residual, y and the sum forward; the sum, dy, dsum and dx backward.
+    """
+    forward, backward = (4, 4) if kind in ADDED_NORMS else (2, 3)
+    return {"forward": forward, "backward": backward, "step": forward + backward}
 
 
 def operands(kind, dtype, rows, cols, seed=0):
@@ -20,70 +36,98 @@ def operands(kind, dtype, rows, cols, seed=0):
 
     Nothing overflows in float16: x and dy are normal numbers, so the sums of a million of them are near a thousand.
     """
-    x, weights, dy = _draw(seed, jnp.dtype(dtype).name, rows, cols)
-    return x, weights if kind == "layer" else weights[:1], dy
+    added = kind in ADDED_NORMS
+    arrays, weights = _draw(seed, jnp.dtype(dtype).name, rows, cols, 4 if added else 2)
+    x, dy = (arrays[:2], arrays[2:]) if added else arrays
+    return x, weights if kind.endswith("layer") else weights[:1], dy
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _draw(seed, dtype, rows, cols):
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _draw(seed, dtype, rows, cols, count):
     # JAX's default generator takes longer to compile than everything that is timed.
-    keys = jax.random.split(jax.random.key(seed, impl="rbg"), 4)
-    x, dy = (jax.random.normal(key, (rows, cols)).astype(dtype) for key in keys[:2])
-    scale, bias = ((1 + 0.1 * jax.random.normal(key, (cols,))).astype(dtype) for key in keys[2:])
-    return x, (scale, bias), dy
+    keys = jax.random.split(jax.random.key(seed, impl="rbg"), 2 + count)
+    arrays = tuple(jax.random.normal(key, (rows, cols)).astype(dtype) for key in keys[2:])
+    return arrays, tuple((1 + 0.1 * jax.random.normal(key, (cols,))).astype(dtype) for key in keys[:2])
+
+
+class Program(NamedTuple):
+    """What to time. `carries`: the first of its arguments is donated, and the first of its two results is the next."""
+
+    function: Any
+    arguments: tuple[Any, ...]
+    carries: bool = False
 
 
 @functools.cache
 def functions(kind, implementation):
     """Each program as one jitted function, so that it is compiled once for all operands of a shape."""
-    norm = functools.partial(NORMS[kind], implementation=implementation)
+    norm = functools.partial(OPS[kind], implementation=implementation)
 
     def forward(x, weights):
         return norm(x, *weights)
+
+    def carry(residual, x, weights):
+        y, total = forward((x, residual), weights)
+        return total, y  # in this order: JAX gives a donated buffer to the first result that is like it
 
     def residuals(x, weights):
         return jax.vjp(forward, x, weights)[1]
 
     def backward(vjp, dy):
-        return vjp(dy)
+        dx, dweights = vjp(dy)
+        # The gradients of x and of a residual are one array, which XLA would copy to give it twice.
+        return jax.tree.leaves(dx)[0], dweights
 
     def step(x, weights, dy):
         y, vjp = jax.vjp(forward, x, weights)
-        return y, vjp(dy)
+        return y, backward(vjp, dy)
 
     def whole_vjp(x, weights, dy):
         return step(x, weights, dy)[1]
 
-    return {f.__name__: jax.jit(f) for f in (forward, residuals, backward, step, whole_vjp)}
+    jitted = {f.__name__: jax.jit(f) for f in (forward, residuals, backward, step, whole_vjp)}
+    return jitted | {"carry": jax.jit(carry, donate_argnums=0)}
 
 
 def programs(kind, implementation, x, weights, dy):
-    """What to time, by direction: a function and its arguments.
+    """The `Program` of each direction.
+
+    jaxnorm's forward writes the sum over the residual, so the residual is donated, as it is dead in a model that runs
+    forward only; of one that lives on XLA would make a copy first. XLA's own code writes the sum wherever it is asked
+    to, and is not tied to the residual's buffer.
 
     The backward is timed from its residuals (x, the statistics), as training runs it; XLA's is its whole vjp, the
     fastest of its choices, which computes the statistics again. "step" is y and all gradients in one program for both.
     """
     f = functions(kind, implementation)
+    forward = Program(f["forward"], (x, weights))
     if implementation == "jnp":
-        backward = f["whole_vjp"], (x, weights, dy)
+        backward = Program(f["whole_vjp"], (x, weights, dy))
     else:
-        backward = f["backward"], (f["residuals"](x, weights), dy)
-    return {"forward": (f["forward"], (x, weights)), "backward": backward, "step": (f["step"], (x, weights, dy))}
+        backward = Program(f["backward"], (f["residuals"](x, weights), dy))
+        if kind in ADDED_NORMS:
+            forward = Program(f["carry"], (jnp.copy(x[1]), x[0], weights), carries=True)
+    return {"forward": forward, "backward": backward, "step": Program(f["step"], (x, weights, dy))}
 
 
 def check(kind, x, weights, dy, step=None):
-    """The largest error of sampled rows of y and dx and columns of dscale and dbias, relative to their tolerance.
+    """The largest error of sampled rows of y, sum and dx and columns of dscale and dbias, relative to their tolerance.
 
     `step` is the program to check; jaxnorm's own if it is not given. Only samples come from the device to the host.
     """
     y, (dx, dweights) = (step or functions(kind, "native")["step"])(x, weights, dy)
-    rows, sums, weight_cols, actual_sums = jax.device_get(_samples(kind, x, dy, y, dx, weights, dweights))
-    tolerance = TOLERANCE[x.dtype.name]
-    expected_y, expected_dx = _reference(kind, rows["x"], rows["dy"], *(np.asarray(w, np.float64) for w in weight_cols))
-    errors = [
-        _relative_error(rows["y"], expected_y) / tolerance,
-        _relative_error(rows["dx"], expected_dx) / tolerance,
-    ]
+    arrays = {"x": x, "dy": dy, "y": y, "dx": dx}
+    if kind in ADDED_NORMS:
+        pairs = {("x", "residual"): x, ("dy", "dsum"): dy, ("y", "sum"): y}
+        arrays |= {name: array for names, pair in pairs.items() for name, array in zip(names, pair, strict=True)}
+    rows, sums, weight_cols, actual_sums = jax.device_get(_samples(kind, arrays, weights, dweights))
+    tolerance = TOLERANCE[dx.dtype.name]
+    normalised, weight_cols = rows.get("sum", rows["x"]), (np.asarray(w, np.float64) for w in weight_cols)
+    expected_y, expected_dx = _reference(kind, normalised, rows["dy"], *weight_cols)
+    expected = {"y": expected_y, "dx": expected_dx + np.float64(rows.get("dsum", 0))}
+    if "sum" in rows:
+        expected["sum"] = np.float64(rows["x"]) + np.float64(rows["residual"])
+    errors = [_relative_error(rows[name], exact) / tolerance for name, exact in expected.items()]
     for actual, partial in zip(actual_sums, sums, strict=False):
         errors.append(_relative_error(actual, np.float64(partial).sum(0)) / max(tolerance, 5e-6))
     return max(errors)
@@ -92,23 +136,23 @@ def check(kind, x, weights, dy, step=None):
 def _reference(kind, x, dy, scale, bias=0):
     """y and dx of whole rows in float64."""
     x, dy = np.float64(x), np.float64(dy)
-    centred = x - x.mean(1, keepdims=True) if kind == "layer" else x
+    centred = x - x.mean(1, keepdims=True) if kind.endswith("layer") else x
     rstd = 1 / np.sqrt((centred**2).mean(1, keepdims=True) + EPSILON)
     x_hat, g = centred * rstd, dy * scale
-    mean_g = g.mean(1, keepdims=True) if kind == "layer" else 0
+    mean_g = g.mean(1, keepdims=True) if kind.endswith("layer") else 0
     return x_hat * scale + bias, rstd * (g - x_hat * (g * x_hat).mean(1, keepdims=True) - mean_g)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _samples(kind, x, dy, y, dx, weights, dweights):
+def _samples(kind, arrays, weights, dweights):
     """Eight rows of each array, and of 32 columns dscale and dbias, with what each should be, as many partial sums."""
+    x, dy = arrays.get("sum", arrays["x"]), arrays["dy"]
     rows, cols = np.linspace(0, len(x) - 1, 8).astype(int), np.linspace(0, x.shape[1] - 1, 32).astype(int)
     x32 = x.astype(jnp.float32)
-    centred = x32 - x32.mean(1, keepdims=True) if kind == "layer" else x32
+    centred = x32 - x32.mean(1, keepdims=True) if kind.endswith("layer") else x32
     rstd = jax.lax.rsqrt((centred**2).mean(1, keepdims=True) + EPSILON)
     dy_cols = dy[:, cols].astype(jnp.float32)
     sums = [_partial_sums(terms) for terms in (centred[:, cols] * rstd * dy_cols, dy_cols)]
-    arrays = {"x": x, "dy": dy, "y": y, "dx": dx}
     return {name: a[rows] for name, a in arrays.items()}, sums, weights, [dw[cols] for dw in dweights]
 
 

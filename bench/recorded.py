@@ -4,7 +4,7 @@ import functools
 import json
 from pathlib import Path
 
-ELEMENTS = {"forward": 2, "backward": 3}  # arrays of x's size, as a rate counts them
+from bench.programs import elements
 
 
 @functools.cache
@@ -19,7 +19,8 @@ def seconds(op, dtype, rows, cols):
     """
     shape = f"{rows}x{cols}"
     rates, microseconds = (table()[unit].get(op, {}).get(dtype, {}).get(shape, {}) for unit in ("GB/s", "us"))
-    moved = ELEMENTS.get(op.split()[-1], 0) * rows * cols * (4 if dtype == "float32" else 2)
+    kind, _, direction = op.partition("_norm ")
+    moved = elements(kind)[direction] * rows * cols * (4 if dtype == "float32" else 2)
     times = {name: moved / (rate * 1e9) for name, rate in rates.items()}
     return times | {name: us * 1e-6 for name, us in microseconds.items()}
 

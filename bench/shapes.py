@@ -43,6 +43,9 @@ MODELS = (
 # Timed only: the tests have the same row already, and fewer of it.
 LARGE_MODELS = (Shape("qwen3 qk-norm, 1 M rows", (8, 4096, 32, 128)),)
 
+# Row lengths of the residual streams above, one of each: what is timed with a residual add.
+STREAMS = tuple(shape for shape in MODELS if shape.name in ("llama3 8B", "gpt-oss 20B", "deepseek v3", "ViT-L/16"))
+
 # One token for each of a few sequences: launch overhead and latency, not bandwidth.
 DECODE = (
     Shape("decode 1", (1, 4096)),
@@ -99,6 +102,11 @@ def grid(itemsize: int, nbytes: int = GRID_BYTES) -> tuple[Shape, ...]:
 def suites(itemsize: int) -> dict[str, tuple[Shape, ...]]:
     """What the benchmarks time: all arrays of "grid" are of one size, those of "small" stay in the cache."""
     return {"grid": grid(itemsize), "models": MODELS + LARGE_MODELS, "small": DECODE, "odd": LARGE_ODD}
+
+
+def added_suites(itemsize: int) -> dict[str, tuple[Shape, ...]]:
+    """The like, of norms with a residual add."""
+    return {"grid": grid(itemsize), "models": STREAMS, "small": DECODE}
 
 
 def few_rows(shape: Shape, elements: int = 2**17) -> Shape:

@@ -15,7 +15,8 @@ from bench import report, shapes, targets
 
 MARKED = re.compile(r"<!-- table: (\S+) -->\n.*?<!-- end -->", re.DOTALL)
 # In the order of the tables; a run may have fewer, or others, which come last.
-OPS = [f"{kind}_norm {way}" for way in ("forward", "backward", "step") for kind in ("rms", "layer")]
+KINDS = ("rms", "layer", "add_rms", "add_layer")
+OPS = [f"{kind}_norm {way}" for way in ("forward", "backward", "step") for kind in KINDS]
 DTYPES = ["float32", "bfloat16", "float16"]
 CPU_SHAPE = (4096, 4096)
 
@@ -167,6 +168,8 @@ def model(results):
 TABLES = {
     "h200-grid": ("h200.json", grid),
     "h200-small": ("h200.json", small),
+    "h200-add-grid": ("h200_add.json", grid),
+    "h200-add-small": ("h200_add.json", small),
     "cpu": ("cpu.json", cpu),
     "model": ("h200_model.json", model),
 }

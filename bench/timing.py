@@ -20,15 +20,25 @@ class Time(NamedTuple):
 class InTurn:
     """A compiled program that takes the next of several sets of arguments with each call.
 
+    One that carries something consumes the first of its arguments, which is donated, and gives the next one as the
+    first of two results.
+
     It has the methods of a jitted function: the helper would jit anything else, and so fix the arguments.
     """
 
-    def __init__(self, program, sets):
+    def __init__(self, program, sets, carries=False):
         self.program = program
-        self.sets = itertools.cycle(sets)
+        self.sets = list(sets)
+        self.turns = itertools.cycle(range(len(self.sets)))
+        self.carries = carries
 
     def __call__(self):
-        return self.program(*next(self.sets))
+        turn = next(self.turns)
+        if not self.carries:
+            return self.program(*self.sets[turn])
+        following, result = self.program(*self.sets[turn])
+        self.sets[turn] = (following, *self.sets[turn][1:])
+        return result
 
     def trace(self):
         raise NotImplementedError
@@ -41,14 +51,14 @@ def sets_needed(input_bytes, call_bytes):
     return 1 if input_bytes >= COLD_BYTES else 1 + math.ceil(COLD_BYTES / call_bytes)
 
 
-def device_time(program, sets, iterations):
-    """How long one call takes the GPU.
+def device_time(program, sets, iterations, carries=False):
+    """How long one call takes the GPU. `carries` is what it is for `InTurn`.
 
     The helper calls once to warm up, then `iterations` times, keeps all results (so that none overwrites another), and
     splits the record of kernels into equal parts, whose names it compares: kernels of two calls are never mixed. Of
     kernels that overlap each counts in full.
     """
-    calls = InTurn(program, sets)
+    calls = InTurn(program, sets, carries)
     if not isinstance(calls, jax.stages.Wrapped):
         raise TypeError("this JAX's jitted functions have methods that bench.timing.InTurn lacks")
     _, records = profiler.measure(calls, aggregate=False, iterations=iterations)()

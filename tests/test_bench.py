@@ -1,17 +1,14 @@
 """The benchmarks' own arithmetic, their files and their command line; what they measure needs the hardware."""
 
-import functools
 import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
-import jax
 import pytest
 
 import bench
-from bench import gpu, peers, plot, programs, recorded, report, shapes, tables, targets, timing
+from bench import peers, plot, recorded, report, shapes, tables, targets
 from bench.__main__ import COMMANDS, parse
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -60,97 +57,12 @@ def test_help_imports_no_command():
     assert all(command in run.stdout for command in COMMANDS)
 
 
-def test_the_gpu_command_selects_cells():
-    args = parse(["gpu", "--suites", "grid", "small", "--dtypes=bfloat16", "--norms=rms", "--cols", "256", "4096"])
-    assert [(cell.suite, cell.kind, cell.dtype, cell.shape.rows, cell.shape.cols) for cell in gpu.cells(args)] == [
-        ("grid", "rms", "bfloat16", 524_288, 256),
-        ("grid", "rms", "bfloat16", 32_768, 4096),
-        ("small", "rms", "bfloat16", 1, 4096),
-        ("small", "rms", "bfloat16", 32, 4096),
-    ]
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_cell_of_every_suite_is_cold_or_small(dtype):
-    for suite, table in shapes.suites(4).items():
-        for shape in table:
-            cell = gpu.Cell(suite, "rms", dtype, shape)
-            between = (cell.sets - 1) * 2 * cell.nbytes  # what other sets read and write between two uses of one
-            assert (cell.sets == 1) if suite == "small" else max(between, cell.nbytes) >= timing.COLD_BYTES
-
-
-@pytest.mark.parametrize(
-    ("inputs", "call", "sets"),
-    [(256 << 20, 512 << 20, 1), (128_000_000, 256_000_000, 1), (64_000_000, 128_000_000, 2), (1000, 2000, 64_001)],
-)
-def test_sets_that_take_turns(inputs, call, sets):
-    assert timing.sets_needed(inputs, call) == sets
-
-
-def test_a_program_takes_its_arguments_in_turn():
-    calls = timing.InTurn(lambda x, y: (x, y), [(1, 2), (3, 4)])
-    assert isinstance(calls, jax.stages.Wrapped)  # else JAX's helper would jit it
-    assert [calls() for _ in range(3)] == [(1, 2), (3, 4), (1, 2)]
-
-
-def test_a_call_is_the_sum_of_its_kernels():
-    records = [[("first", 1.0), ("second", 0.5)], [("first", 9.0), ("second", 9.0)], [("first", 2.0), ("second", 0.5)]]
-    assert timing.median_call(records) == (2.5e-3, ["first", "second"])
-
-
-def test_jax_times_the_calls_in_turn(monkeypatch):
-    """With JAX's own helper, and a record of two kernels for each of its calls but the first."""
-    calls = []
-    record = SimpleNamespace(
-        _cupti_init=calls.clear,
-        _cupti_get_timings=lambda finalize: [(name, ms) for x in calls for name, ms in (("a", 10.0 * x), ("b", 1.0))],
-    )
-    monkeypatch.setattr(timing.profiler, "mosaic_gpu_lib", SimpleNamespace(_mosaic_gpu_ext=record))
-    time = timing.device_time(calls.append, [(1,), (2,), (3,)], iterations=5)
-    assert calls == [2, 3, 1, 2, 3]
-    assert time == (21e-3, ["a", "b"])
-
-
-@pytest.mark.kernels
-@pytest.mark.parametrize("kind", programs.NORMS)
-def test_a_cell_is_measured_with_every_set(kind, monkeypatch):
-    """All but CUPTI, on this platform; and a package that fails is absent."""
-    used = []
-
-    def count(program, sets, iterations):
-        used.append(len(sets))
-        jax.block_until_ready([program(*arrays) for arrays in sets])
-        return timing.Time(1e-3 * len(used), [])
-
-    def fail(*args):
-        raise RuntimeError("no such kernel\nand more")
-
-    monkeypatch.setattr(gpu, "device_time", count)
-    monkeypatch.setattr(peers, "calls", fail)
-    monkeypatch.setattr(timing, "COLD_BYTES", 20_000)
-    cell, failed = gpu.Cell("models", kind, "float16", shapes.Shape("any", (9, 300))), []
-    rows = gpu.measure_cell(cell, SimpleNamespace(iterations=2, peers=["Liger"], kernels=False), failed)
-    assert [row["op"] for row in rows] == [f"{kind}_norm {way}" for way in ("forward", "backward", "step")]
-    assert used == [3] * 7  # the copy, and each package's three directions
-    assert all(row["error / tolerance"] < 1 and row["x XLA"] > 1 for row in rows)
-    assert failed == ["Liger: RuntimeError: no such kernel"]
-
-
-def test_the_check_sees_a_wrong_gradient():
-    x, weights, dy = programs.operands("layer", "float32", 70, 33)
-    right = functools.partial(programs.check, "layer", x, weights, dy)
-
-    def wrong(x, weights, dy):
-        y, (dx, (dscale, dbias)) = programs.functions("layer", "jnp")["step"](x, weights, dy)
-        return y, (dx, (dscale, 1.001 * dbias))
-
-    assert right(programs.functions("layer", "jnp")["step"]) < 1 < right(wrong)
-
-
 def test_recorded_packages_are_compared_by_time():
     name, seconds = recorded.best("NVIDIA H200", "rms_norm backward", "float32", 8192, 8192)
     assert (name, seconds) == ("quack", pytest.approx(3 * 2**26 * 4 / 4038e9))
     assert recorded.best("NVIDIA H200", "rms_norm forward", "bfloat16", 1, 4096) == ("Liger", pytest.approx(1.7e-6))
+    name, seconds = recorded.best("NVIDIA H200", "add_rms_norm forward", "bfloat16", 16_384, 8192)
+    assert (name, seconds) == ("quack", pytest.approx(4 * 2**27 * 2 / 4047e9))
     # Of two packages the faster one, whatever XLA does.
     assert recorded.best("NVIDIA H200", "rms_norm forward", "bfloat16", 16_384, 8192)[0] == "torch.compile"
 
@@ -187,6 +99,7 @@ def test_recorded_shapes_are_those_of_the_table():
         ({"% of copy": 96.9}, ["96.9 % of copy, wants 97"]),
         ({"op": "rms_norm backward", "% of copy": 95.1}, []),
         ({"op": "rms_norm step", "% of copy": 10.0}, []),
+        ({"op": "add_rms_norm backward", "% of copy": 94.9}, ["94.9 % of copy, wants 95"]),
         ({"x XLA": 0.96}, []),
         ({"x XLA": 0.94}, ["0.94 x XLA"]),
         ({"x best peer": 0.99}, ["0.99 x quack (recorded)"]),
@@ -233,7 +146,7 @@ def test_tables_of_a_run(results):
     text = tables.render(f"before\n{marked}after\n", results)
     assert "| `rms_norm` forward, float32 | 4256 (2.00) | 5024 (2.00) |" in text
     assert "| `rms_norm` forward, float32 | 2.0 / 4.0 / 1.0 |" in text
-    assert text.count("Not measured yet") == 2  # the CPU's and the model's
+    assert text.count("Not measured yet") == 4  # the CPU's, the model's, and the two with a residual
     assert "old" not in text
     assert tables.render(text, results) == text
 
