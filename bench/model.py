@@ -3,10 +3,13 @@
     python -m bench model --out bench/results/h200_model
 
 Each program is compiled with XLA's fusion of the jnp formula ("jnp"), with jaxnorm's kernels, and with no norm at all
-("none"). Times are wall times of calls in a queue that is waited for once, taken in turns: "ms" is the median over the
-turns, "± us" half the range of its middle half. "norms us" is the median of what a turn took longer than the turn
-without norms beside it, so that a drifting clock cancels. "won back %" is (jnp - jaxnorm) / (jnp - none), by that
-column, and "ceiling %" what it would be if jaxnorm's calls took as long as their bytes do at the copy rate; see
+("none"). In "jaxnorm-add" the kernels add to the residual stream as well, as `add_rms_norm` does: each layer hands on
+what it gives, and the stream that it is to be added to.
+
+Times are wall times of calls in a queue that is waited for once, taken in turns: "ms" is the median over the turns,
+"± us" half the range of its middle half. "norms us" is the median of what a turn took longer than the turn without
+norms beside it, so that a drifting clock cancels. "won back %" is (jnp - jaxnorm) / (jnp - none), by that column, and
+"ceiling %" what it would be if norms that add nothing took as long as their bytes do at the copy rate; see
 `norm_bytes`.
 """
 

@@ -7,7 +7,9 @@ of one joint product it would read slices, which XLA's fusion does in place and 
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,10 +45,12 @@ LLAMA = Spec("Llama-like", "rms", True, 8, 2048, 16, 8192, batch=4, tokens=2048,
 VIT = Spec("ViT-like", "layer", False, 12, 1024, 16, 4096, batch=64, tokens=197, classes=1000)
 
 # What computes the norms of the residual stream, and those of queries and keys. None leaves a norm out, its weights
-# too; "copy" stands for the fastest kernel of its own that could be there.
+# too; "copy" stands for the fastest kernel of its own that could be there; "add" is a native norm with the residual add
+# before it.
 VARIANTS = {
     "jnp": ("jnp", "jnp"),
     "jaxnorm": ("native", "native"),
+    "jaxnorm-add": ("add", "native"),
     "copy": ("copy", "copy"),
     "none": (None, None),
     "jnp-no-qk": ("jnp", None),
@@ -118,18 +122,50 @@ def _copy_backward(x, dy):
 copy.defvjp(lambda x: (copy(x), x), _copy_backward)
 
 
+class Norms(NamedTuple):
+    """The norms of a model, and its residual stream as they want it: an array, or (what is yet to be added, an array).
+
+    Their sum is the same stream in every variant.
+    """
+
+    start: Callable  # the embedding -> the stream
+    stream: Callable  # the stream, weights -> y, the stream with nothing yet to be added
+    add: Callable  # an array, what a layer gives -> the stream
+    head: Callable  # queries or keys, weights -> y
+
+
 def norms_of(spec, variant):
-    """The norm of the residual stream and that of queries and keys, each a function of x and its weights."""
+    stream, head = VARIANTS[variant]
+    head = norm_of(spec, head)
+    if stream == "add":
+        # In a scan the first layer finds what all others do.
+        start = (lambda x: (x, jnp.zeros_like(x))) if spec.scan else (lambda x: x)
+        return Norms(start, add_norm_of(spec), lambda x, part: (part, x), head)
+    norm = norm_of(spec, stream)
+    return Norms(lambda x: x, lambda x, weights: (norm(x, weights), x), lambda x, part: x + part, head)
 
-    def norm(implementation):
-        if implementation is None:
-            return lambda x, weights: x
-        if implementation == "copy":
-            return lambda x, weights: copy(x)
-        function = {"rms": jaxnorm.rms_norm, "layer": jaxnorm.layer_norm}[spec.norm]
-        return lambda x, weights: function(x, *weights, implementation=implementation)
 
-    return tuple(norm(implementation) for implementation in VARIANTS[variant])
+def norm_of(spec, implementation):
+    """A norm as a function of x and its weights."""
+    if implementation is None:
+        return lambda x, weights: x
+    if implementation == "copy":
+        return lambda x, weights: copy(x)
+    function = {"rms": jaxnorm.rms_norm, "layer": jaxnorm.layer_norm}[spec.norm]
+    return lambda x, weights: function(x, *weights, implementation=implementation)
+
+
+def add_norm_of(spec):
+    """A norm of a stream with what is yet to be added, or of one that is an array still."""
+    function = {"rms": jaxnorm.add_rms_norm, "layer": jaxnorm.add_layer_norm}[spec.norm]
+    norm = norm_of(spec, "native")
+
+    def add_norm(stream, weights):
+        if not isinstance(stream, tuple):
+            return norm(stream, weights), stream
+        return function(*stream, *weights, implementation="native")
+
+    return add_norm
 
 
 def product(x, matrix):
@@ -145,25 +181,24 @@ def rotate(x, positions):
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
 
 
-def block(spec, norms, layer, x, positions, attend):
-    """One layer: the next x, and what `attend` keeps besides its result."""
-    norm, head_norm = norms
-    y = norm(x, layer["attention_norm"])
+def block(spec, norms, layer, stream, positions, attend):
+    """One layer: the next stream, and what `attend` keeps besides its result."""
+    y, x = norms.stream(stream, layer["attention_norm"])
     heads = (*x.shape[:-1], spec.heads, spec.dim // spec.heads)
     q, k, v = (product(y, layer[name]).reshape(heads) for name in ("query", "key", "value"))
     if spec.language:
-        q, k = head_norm(q, layer["query_norm"]), head_norm(k, layer["key_norm"])
+        q, k = norms.head(q, layer["query_norm"]), norms.head(k, layer["key_norm"])
         if spec.rotary:
             q, k = rotate(q, positions), rotate(k, positions)
     y, kept = attend(q, k, v)
-    x = x + product(y.reshape(x.shape), layer["out"])
+    stream = norms.add(x, product(y.reshape(x.shape), layer["out"]))
 
-    y = norm(x, layer["mlp_norm"])
+    y, x = norms.stream(stream, layer["mlp_norm"])
     if spec.language:
         y = jax.nn.silu(product(y, layer["gate"])) * product(y, layer["up"])
     else:
         y = jax.nn.gelu(product(y, layer["up"]))
-    return x + product(y, layer["down"]), kept
+    return norms.add(x, product(y, layer["down"])), kept
 
 
 def hidden(spec, norms, params, inputs):
@@ -173,19 +208,20 @@ def hidden(spec, norms, params, inputs):
     def attend(q, k, v):
         return jax.nn.dot_product_attention(q, k, v, is_causal=spec.language, implementation=spec.attention), None
 
-    def layer_of(x, layer):
-        return block(spec, norms, layer, x, positions, attend)
+    def layer_of(stream, layer):
+        return block(spec, norms, layer, stream, positions, attend)
 
     if spec.remat == "full":
         layer_of = jax.checkpoint(layer_of)
     embed = params["embed"]
     x = embed[inputs].astype(jnp.bfloat16) if spec.language else product(inputs, embed)
+    stream = norms.start(x)
     if spec.scan:
-        x, _ = jax.lax.scan(layer_of, x, params["layers"])
+        stream, _ = jax.lax.scan(layer_of, stream, params["layers"])
     else:
         for layer in params["layers"]:
-            x, _ = layer_of(x, layer)
-    return norms[0](x, params["norm"])
+            stream, _ = layer_of(stream, layer)
+    return norms.stream(stream, params["norm"])[0]
 
 
 def loss(spec, variant, params, inputs, targets):
@@ -239,12 +275,12 @@ def decode_step(spec, variant):
             weights = jax.nn.softmax(logits / math.sqrt(q.shape[-1])).astype(q.dtype)
             return jnp.einsum("bhs,bhsd->bhd", weights, values), (keys, values)
 
-        x = params["embed"][tokens]
+        stream = norms.start(params["embed"][tokens])
         kept = []
         for layer, (keys, values) in zip(params["layers"], cache, strict=True):
-            x, entry = block(spec, norms, layer, x, position, functools.partial(attend, keys, values))
+            stream, entry = block(spec, norms, layer, stream, position, functools.partial(attend, keys, values))
             kept.append(entry)
-        logits = product(norms[0](x, params["norm"]), params["head"])
+        logits = product(norms.stream(stream, params["norm"])[0], params["head"])
         return (jnp.argmax(logits, -1).astype(tokens.dtype), position + 1, kept), logits
 
     return step

@@ -43,9 +43,10 @@ def benchmark(tmp_path, *arguments):
 
 
 @pytest.mark.kernels
+@pytest.mark.parametrize("norms", ["jaxnorm", "jaxnorm-add"])
 @pytest.mark.parametrize("spec", [LANGUAGE, IMAGES], ids=lambda spec: spec.name)
-def test_a_model_with_native_norms_trains_as_with_jnp_norms(spec):
-    native, jnp_norms = loss_and_gradients(spec, "jaxnorm"), loss_and_gradients(spec, "jnp")
+def test_a_model_with_native_norms_trains_as_with_jnp_norms(spec, norms):
+    native, jnp_norms = loss_and_gradients(spec, norms), loss_and_gradients(spec, "jnp")
 
     assert native[0] == pytest.approx(jnp_norms[0], abs=LOSS_TOLERANCE)
     assert largest_error(native, jnp_norms) < GRADIENT_TOLERANCE
@@ -55,10 +56,30 @@ def test_a_model_without_norms_is_another_model():
     assert abs(loss_and_gradients(LANGUAGE, "none")[0] - loss_and_gradients(LANGUAGE, "jnp")[0]) > 0.05
 
 
-def test_scanned_and_rematerialised_layers_compute_the_same():
-    scanned = loss_and_gradients(replace(LANGUAGE, scan=True, remat="full"), "jnp")
+@pytest.mark.kernels
+@pytest.mark.parametrize("norms", ["jnp", "jaxnorm-add"])
+def test_scanned_and_rematerialised_layers_compute_the_same(norms):
+    scanned = loss_and_gradients(replace(LANGUAGE, scan=True, remat="full"), norms)
 
-    assert largest_error(scanned, loss_and_gradients(LANGUAGE, "jnp")) < GRADIENT_TOLERANCE
+    assert largest_error(scanned, loss_and_gradients(LANGUAGE, norms)) < GRADIENT_TOLERANCE
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(("norms", "added"), [("jaxnorm", 0), ("jaxnorm-add", 2 * IMAGES.layers)])
+def test_every_norm_but_the_first_adds(norms, added):
+    params, inputs = models.init(IMAGES), models.batch(IMAGES)
+    text = jax.jit(models.forward(IMAGES, norms)).lower(params, *inputs).as_text()
+    assert text.count("has_residual = true") == added
+
+
+@pytest.mark.kernels
+def test_decoding_with_added_norms_gives_the_same_logits():
+    params, state = models.serving(models.init(LANGUAGE)), models.full_cache(LANGUAGE)
+    (_, added), (_, plain) = (
+        jax.jit(models.decode_step(LANGUAGE, norms))(state, params) for norms in ("jaxnorm-add", "jnp")
+    )
+
+    assert np.linalg.norm(np.float64(added - plain)) < 2e-2 * np.linalg.norm(np.float64(plain))
 
 
 def test_decoding_gives_the_logits_of_the_training_model():
