@@ -4,14 +4,14 @@ Each module is a subclass of Flax's own that only decides how a call is computed
 metadata and checkpoints are Flax's. A call that the kernels do not express is computed by Flax.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from numbers import Real
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
-from jaxnorm import ffi
+from jaxnorm import ffi, reference, validation
 
 try:
     from flax import linen as linen
@@ -45,6 +45,18 @@ def kernel_axes(module: FlaxNorm, x: jax.Array, mask: jax.Array | None) -> tuple
 def kernel_dtypes(*dtypes: Any) -> bool:
     """Whether the kernels read and write all of `dtypes`; integers, float64 and complex are left to Flax."""
     return ffi.DTYPES.issuperset(map(jnp.dtype, dtypes))
+
+
+def with_residual(module: FlaxNorm, x: Any, residual: Any) -> tuple[jax.Array, jax.Array]:
+    """x and residual as arrays of one shape, or an error."""
+    x = jnp.asarray(x)
+    return x, validation.check_residual(type(module).__name__, residual, x)
+
+
+def add_first(norm: Callable[..., Any], x: jax.Array, residual: jax.Array, mask: Any) -> tuple[jax.Array, jax.Array]:
+    """The norm of the sum, and the sum, where no kernel computes both."""
+    new_residual = reference.add(x, residual)
+    return norm(new_residual, mask=mask), new_residual
 
 
 def _from_the_end(rank: int, axes: int | Iterable[int]) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,9 +10,9 @@ import jax.numpy as jnp
 
 from jaxnorm import _flax
 from jaxnorm._flax import linen
-from jaxnorm.norms import layer_norm, rms_norm
+from jaxnorm.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
-__all__ = ["LayerNorm", "RMSNorm"]
+__all__ = ["AddLayerNorm", "AddRMSNorm", "LayerNorm", "RMSNorm"]
 
 # Flax's functions without the wrapper that makes them calls of the module: through it, a call would be captured,
 # intercepted and tabulated twice.
@@ -29,7 +30,7 @@ class RMSNorm(linen.RMSNorm):
 
     @linen.compact
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
-        y = _fused(rms_norm, self, x, mask, bias_init=None)
+        y: jax.Array | None = _fused(rms_norm, self, (x,), mask, bias_init=None)
         return _flax_rms_norm(self, x, mask=mask) if y is None else y
 
 
@@ -43,25 +44,62 @@ class LayerNorm(linen.LayerNorm):
 
     @linen.compact
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
-        y = _fused(layer_norm, self, x, mask, bias_init=self.bias_init if self.use_bias else None)
+        y: jax.Array | None = _fused(layer_norm, self, (x,), mask, bias_init=self.bias_init if self.use_bias else None)
         return _flax_layer_norm(self, x, mask=mask) if y is None else y
 
 
+class AddRMSNorm(RMSNorm):
+    """The sum of a residual connection and its `RMSNorm`, computed by `jaxnorm.add_rms_norm`.
+
+        y, new_residual = norm(x, residual)  # new_residual = x + residual, y = RMSNorm(...)(new_residual)
+
+    Fields, parameters and the dtype of y are those of `RMSNorm`, whose input is the sum; that has residual's dtype.
+    What the kernels of `RMSNorm` do not serve is added first and then computed by Flax's own code.
+
+    A module without a name is called after its class, "AddRMSNorm_0". To read the parameters of an `RMSNorm`, give it
+    the name that one had.
+    """
+
+    @linen.compact
+    def __call__(  # type: ignore[override]
+        self, x: jax.Array, residual: jax.Array, *, mask: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        rows = _flax.with_residual(self, x, residual)
+        results = _fused(add_rms_norm, self, rows, mask, bias_init=None)
+        return _flax.add_first(partial(_flax_rms_norm, self), *rows, mask) if results is None else results
+
+
+class AddLayerNorm(LayerNorm):
+    """The sum of a residual connection and its `LayerNorm`, computed by `jaxnorm.add_layer_norm`; see `AddRMSNorm`."""
+
+    @linen.compact
+    def __call__(  # type: ignore[override]
+        self, x: jax.Array, residual: jax.Array, *, mask: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        rows = _flax.with_residual(self, x, residual)
+        results = _fused(add_layer_norm, self, rows, mask, bias_init=self.bias_init if self.use_bias else None)
+        return _flax.add_first(partial(_flax_layer_norm, self), *rows, mask) if results is None else results
+
+
 def _fused(
-    norm: Callable[..., jax.Array],
+    norm: Callable[..., Any],
     module: RMSNorm | LayerNorm,
-    x: jax.Array,
+    rows: tuple[jax.Array, ...],
     mask: jax.Array | None,
     bias_init: Any,
-) -> jax.Array | None:
-    """`norm` called as `module` says, or None, with no parameter made yet, where it does not say the same as Flax."""
-    x = jnp.asarray(x)
-    axis = _flax.kernel_axes(module, x, mask)
-    dtypes = (x.dtype, module.param_dtype, jnp.float32 if module.dtype is None else module.dtype)
+) -> Any:
+    """`norm` of x, or of x and a residual, called as `module` says.
+
+    None, with no parameter made yet, where it does not say the same as Flax.
+    """
+    rows = tuple(map(jnp.asarray, rows))
+    *_, normalised = rows  # with a residual the sum, which is like it
+    axis = _flax.kernel_axes(module, normalised, mask)
+    dtypes = (module.param_dtype, jnp.float32 if module.dtype is None else module.dtype, *(a.dtype for a in rows))
     if axis is None or not module.force_float32_reductions or not _flax.kernel_dtypes(*dtypes):
         return None
-    features = list(x.shape[axis[0] :])
+    features = list(normalised.shape[axis[0] :])
     scale = module.param("scale", module.scale_init, features, module.param_dtype) if module.use_scale else None
     bias = module.param("bias", bias_init, features, module.param_dtype) if bias_init else None
-    dtype = linen.dtypes.canonicalize_dtype(x, scale, bias, dtype=module.dtype)
-    return norm(x, scale, bias, epsilon=module.epsilon, axis=axis, out_dtype=dtype)
+    dtype = linen.dtypes.canonicalize_dtype(normalised, scale, bias, dtype=module.dtype)
+    return norm(*rows, scale, bias, epsilon=module.epsilon, axis=axis, out_dtype=dtype)

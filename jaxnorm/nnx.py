@@ -8,9 +8,9 @@ import jax.numpy as jnp
 
 from jaxnorm import _flax
 from jaxnorm._flax import nnx
-from jaxnorm.norms import layer_norm, rms_norm
+from jaxnorm.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
-__all__ = ["LayerNorm", "RMSNorm"]
+__all__ = ["AddLayerNorm", "AddRMSNorm", "LayerNorm", "RMSNorm"]
 
 
 class RMSNorm(nnx.RMSNorm):
@@ -22,7 +22,7 @@ class RMSNorm(nnx.RMSNorm):
     """
 
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
-        y = _fused(rms_norm, self, mask, x, _value(self.scale))
+        y: jax.Array | None = _fused(rms_norm, self, mask, (x,), _value(self.scale))
         return super().__call__(x, mask) if y is None else y
 
 
@@ -35,8 +35,37 @@ class LayerNorm(nnx.LayerNorm):
     """
 
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
-        y = _fused(layer_norm, self, mask, x, _value(self.scale), _value(self.bias))
+        y: jax.Array | None = _fused(layer_norm, self, mask, (x,), _value(self.scale), _value(self.bias))
         return super().__call__(x, mask=mask) if y is None else y
+
+
+class AddRMSNorm(RMSNorm):
+    """The sum of a residual connection and its `RMSNorm`, computed by `jaxnorm.add_rms_norm`.
+
+        y, new_residual = norm(x, residual)  # new_residual = x + residual, y = RMSNorm(...)(new_residual)
+
+    Constructor, parameters and the dtype of y are those of `RMSNorm`, whose input is the sum. That has residual's
+    dtype, and is not rounded to another `dtype` before it is normalised, as flax.nnx rounds its input: only y is. What
+    the kernels of `RMSNorm` do not serve is added first and then computed by Flax's own code.
+    """
+
+    def __call__(  # type: ignore[override]
+        self, x: jax.Array, residual: jax.Array, *, mask: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        rows = _flax.with_residual(self, x, residual)
+        results = _fused(add_rms_norm, self, mask, rows, _value(self.scale))
+        return _flax.add_first(super().__call__, *rows, mask) if results is None else results
+
+
+class AddLayerNorm(LayerNorm):
+    """The sum of a residual connection and its `LayerNorm`, computed by `jaxnorm.add_layer_norm`; see `AddRMSNorm`."""
+
+    def __call__(  # type: ignore[override]
+        self, x: jax.Array, residual: jax.Array, *, mask: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        rows = _flax.with_residual(self, x, residual)
+        results = _fused(add_layer_norm, self, mask, rows, _value(self.scale), _value(self.bias))
+        return _flax.add_first(super().__call__, *rows, mask) if results is None else results
 
 
 def _value(parameter: Any) -> jax.Array | None:
@@ -44,24 +73,26 @@ def _value(parameter: Any) -> jax.Array | None:
 
 
 def _fused(
-    norm: Callable[..., jax.Array],
+    norm: Callable[..., Any],
     module: RMSNorm | LayerNorm,
     mask: jax.Array | None,
-    x: jax.Array,
+    rows: tuple[jax.Array, ...],
     *parameters: jax.Array | None,
-) -> jax.Array | None:
-    """`norm` called as `module` says, or None where it does not say the same as Flax."""
+) -> Any:
+    """`norm` of x, or of x and a residual, called as `module` says, or None where it does not say the same as Flax."""
     if module.promote_dtype is not nnx.nn.dtypes.promote_dtype:
         return None
-    x = jnp.asarray(x)
-    operands = (x, *parameters)
-    dtype = nnx.nn.dtypes.canonicalize_dtype(*operands, dtype=module.dtype)
-    axis = _flax.kernel_axes(module, x, mask)
-    if axis is None or not _flax.kernel_dtypes(dtype, *(a.dtype for a in operands if a is not None)):
+    rows = tuple(map(jnp.asarray, rows))
+    *_, normalised = rows  # with a residual the sum, which is like it
+    dtype = nnx.nn.dtypes.canonicalize_dtype(normalised, *parameters, dtype=module.dtype)
+    axis = _flax.kernel_axes(module, normalised, mask)
+    if axis is None or not _flax.kernel_dtypes(dtype, *(a.dtype for a in (*rows, *parameters) if a is not None)):
         return None
-    features = x.shape[axis[0] :]
+    features = normalised.shape[axis[0] :]
     parameters = tuple(None if p is None else _promote(p, dtype).reshape(features) for p in parameters)
-    return norm(_promote(x, dtype), *parameters, epsilon=module.epsilon, axis=axis, out_dtype=dtype)
+    if len(rows) == 1:
+        rows = (_promote(normalised, dtype),)
+    return norm(*rows, *parameters, epsilon=module.epsilon, axis=axis, out_dtype=dtype)
 
 
 def _promote(array: jax.Array, dtype: Any) -> jax.Array:

@@ -10,6 +10,7 @@ import jaxnorm.linen
 import jaxnorm.nnx
 
 NAMES = {"rms": "RMSNorm", "layer": "LayerNorm"}
+ADD_NAMES = {"rms": "AddRMSNorm", "layer": "AddLayerNorm"}
 
 
 def _random_scale(key, shape, dtype):
@@ -20,6 +21,10 @@ def _random_bias(key, shape, dtype):
     return 0.5 * jax.random.normal(key, shape, dtype)
 
 
+def _random(kind):
+    return {"scale_init": _random_scale} | ({"bias_init": _random_bias} if kind == "layer" else {})
+
+
 class Api:
     """`flax` and `ours` are the two modules that hold the classes. Parameters are a dict of arrays."""
 
@@ -28,8 +33,18 @@ class Api:
 
     def both(self, kind, x, **fields):
         """Flax's norm and ours, each as `(apply, parameters)` with `apply(parameters, x, **call)`."""
-        fields = {"scale_init": _random_scale} | ({"bias_init": _random_bias} if kind == "layer" else {}) | fields
-        return tuple(self.build(cls, x, fields) for cls in self.classes(kind))
+        return tuple(self.build(cls, (x,), _random(kind) | fields) for cls in self.classes(kind))
+
+    def both_added(self, kind, x, residual, **fields):
+        """The like with `apply(parameters, x, residual, **call)`, which give (y, x + residual)."""
+        flaxs, parameters = self.build(self.classes(kind)[0], (x,), _random(kind) | fields)
+
+        def add_first(parameters, x, residual, **call):
+            total = (jnp.float32(x) + jnp.float32(residual)).astype(residual.dtype)
+            return flaxs(parameters, total, **call), total
+
+        ours = getattr(self.ours, ADD_NAMES[kind])
+        return (add_first, parameters), self.build(ours, (x, residual), _random(kind) | fields)
 
 
 class Nnx(Api):
@@ -37,15 +52,15 @@ class Nnx(Api):
     rounds_operands = True  # to the result's dtype, before it computes
 
     @staticmethod
-    def build(cls, x, fields):
+    def build(cls, inputs, fields):
         axes = np.atleast_1d(fields.get("feature_axes", -1))
-        module = cls(int(np.prod([x.shape[axis] for axis in axes])), rngs=flax.nnx.Rngs(0), **fields)
+        module = cls(int(np.prod([inputs[0].shape[axis] for axis in axes])), rngs=flax.nnx.Rngs(0), **fields)
         definition, state = flax.nnx.split(module)
 
-        def apply(parameters, x, **call):
+        def apply(parameters, *inputs, **call):
             restored = jax.tree.map(lambda a: a, state)
             flax.nnx.replace_by_pure_dict(restored, parameters)
-            return flax.nnx.merge(definition, restored)(x, **call)
+            return flax.nnx.merge(definition, restored)(*inputs, **call)
 
         return apply, flax.nnx.to_pure_dict(state)
 
@@ -55,12 +70,14 @@ class Linen(Api):
     rounds_operands = False
 
     @staticmethod
-    def build(cls, x, fields):
+    def build(cls, inputs, fields):
         # Parameters are made by a call that needs no mapped axis.
-        variables = cls(**fields | {"axis_name": None}).init(jax.random.key(0), x)
-        return (lambda parameters, x, **call: cls(**fields).apply({"params": parameters}, x, **call)), dict(
-            variables.get("params", {})
-        )
+        variables = cls(**fields | {"axis_name": None}).init(jax.random.key(0), *inputs)
+
+        def apply(parameters, *inputs, **call):
+            return cls(**fields).apply({"params": parameters}, *inputs, **call)
+
+        return apply, dict(variables.get("params", {}))
 
 
 APIS = {"nnx": Nnx(), "linen": Linen()}
