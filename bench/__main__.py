@@ -5,7 +5,7 @@ import importlib
 import sys
 
 COMMANDS = {
-    "gpu": "device time of both norms on an NVIDIA GPU, beside XLA's code and a copy",
+    "gpu": "device time of the norms on an NVIDIA GPU, beside XLA's code and a copy",
     "cpu": "wall time of both norms on the CPU, beside XLA's code",
     "model": "the norms within a model's training step",
     "plot": "pictures of the results",
