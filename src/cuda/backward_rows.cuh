@@ -6,9 +6,12 @@
 
 namespace jaxnorm::cuda {
 
-// Whether shared memory has room for enough rows that dx may wait for other blocks while the next row is begun.
-template <typename X, typename DY, bool ADD>
-constexpr bool kHasRoom = sizeof(X) + sizeof(DY) == 4 && !ADD;
+// Whether dx of a row comes after the sums of the next, so that nothing stands still while a team, of several warps or
+// several blocks, exchanges those of the row. Shared memory has room for so many rows of half types only; and within a
+// block LayerNorm, which has more to compute, is slower so.
+template <Kind KIND, bool ADD, typename X, typename DY, typename R>
+constexpr bool kBehind =
+    sizeof(X) + sizeof(DY) == 4 && !ADD && (R::kCluster > 1 || (R::kThreads <= 0 && KIND == Kind::rms));
 
 // dx, and the partial sums of dscale and, if BIAS, of dbias, each where it is asked for. Partial sum i is over groups
 // i, i + partials.rows, ... of rows; a team has its own in registers. ADD: dsum comes by way of the ring, too.
@@ -30,7 +33,7 @@ __device__ __forceinline__ void backward_rows(const Backward& p, const Partials&
     }
   }();
   const int64_t stride = rows.stride * rows.group;
-  constexpr bool kBehind = Threads::kSpansBlocks && W::RING && kHasRoom<X, DY, ADD>;
+  constexpr bool kBehind = W::RING && cuda::kBehind<KIND, ADD, X, DY, R>;
   ring.start(team.index);
   const FloatWeight<W> scale(team, p.scale, p.scale_offset, 1.0f);
   Row<X, W> x;
@@ -136,17 +139,17 @@ cudaError_t launch_rows(const Backward& p, const Plan& plan, const Partials& par
   constexpr bool kOneType = std::is_same_v<X, DY>;
   const bool divided = p.cols % kVector<X> == 0 && p.cols % kVector<DY> == 0;
   RowsLaunch launch(plan, p.cols, kVector<X>);
-  const int held = plan.blocks_per_row > 1 && kHasRoom<X, DY, ADD> ? 2 : 1;
-  int ring = 0;
-  if constexpr (ADD) {
-    ring = launch.with_rings(plan, p.cols, {sizeof(X), sizeof(DY), sizeof(X)}, held);
-  } else if ((aligned && !p.dsum) || (kOneType && !divided)) {
-    ring = launch.with_rings(plan, p.cols, {sizeof(X), sizeof(DY)}, held);
-  }
   const int sums = plan.rows_per_block > 1 ? plan.block_threads() * kElements * int{sizeof(float)} : 0;
   const int64_t teams = std::min<int64_t>(partials.rows, current_device().teams_at_once(plan.blocks_per_row));
   return with_backward_regime<KIND, X>(plan, [&](auto regime) {
     using R = decltype(regime);
+    constexpr int held = kBehind<KIND, ADD, X, DY, R> ? 2 : 1;
+    int ring = 0;
+    if constexpr (ADD) {
+      ring = launch.with_rings(plan, p.cols, {sizeof(X), sizeof(DY), sizeof(X)}, held);
+    } else if ((aligned && !p.dsum) || (kOneType && !divided)) {
+      ring = launch.with_rings(plan, p.cols, {sizeof(X), sizeof(DY)}, held);
+    }
     const auto launch_as = [&](auto access) {
       constexpr Access kAccess = decltype(access)::value;
       // What is rare has one kernel for both.

@@ -73,10 +73,11 @@ struct RowsLaunch {
       ring.bytes[array] = static_cast<int>((bytes + 127) / 128 * 128);
       turn += rings * ring.bytes[array++];
     }
-    // Enough in flight to keep the memory busy. More would be slower: the further apart the rows that a GPU's
-    // multiprocessors are at, the less of what they ask for lies side by side.
+    // Enough in flight to keep the memory busy. More would be slower: some multiprocessors would be served faster than
+    // others, which has them finish early, and the further apart the rows are that they are at, the less of what they
+    // ask for lies side by side.
     constexpr int in_flight = 64 << 10;
-    const int wanted = std::max(plan.rows_per_block == 1 ? 3 : 2, held + in_flight / turn);
+    const int wanted = std::max(plan.blocks_per_row > 2 ? 3 : 2, held + (in_flight + turn - 1) / turn);
     ring.chunks = std::min({wanted, (device.shared_bytes - own_bytes) / turn, kMaxChunks / rings});
     if (!device.has_clusters() || ring.chunks <= held) return 0;
     return ring.chunks * turn;

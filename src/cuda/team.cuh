@@ -148,7 +148,7 @@ class Team {
     if constexpr (!kSpansWarps) {
       return own_;
     } else if constexpr (!kSpansBlocks) {
-      return merge(warp_parts(published_ - 1), threads / kWarp, reciprocal_);
+      return merge(warp_parts(collected_++), threads / kWarp, reciprocal_);
     } else {
       arrivals()[collected_ % kSets].wait(collected_ / kSets % 2);
       return merge(block_parts(collected_++), Cluster::blocks(), reciprocal_);
