@@ -8,10 +8,17 @@
 
 namespace jaxnorm {
 
-enum class Dtype : uint8_t { f32, f16, bf16 };
+// The last three are what results are quantised to; everything else is of the first three.
+enum class Dtype : uint8_t { f32, f16, bf16, f8e4m3fn, f8e5m2, s8 };
 enum class Kind : uint8_t { rms, layer };
 
-constexpr int size_of(Dtype dtype) { return dtype == Dtype::f32 ? 4 : 2; }
+constexpr bool is_quantized(Dtype dtype) { return dtype >= Dtype::f8e4m3fn; }
+constexpr int size_of(Dtype dtype) { return dtype == Dtype::f32 ? 4 : is_quantized(dtype) ? 1 : 2; }
+
+// The largest value of a dtype that results are quantised to; of s8 the smallest is -127, so that it is symmetric.
+constexpr float largest_of(Dtype dtype) {
+  return dtype == Dtype::f8e4m3fn ? 448.0f : dtype == Dtype::f8e5m2 ? 57344.0f : 127.0f;
+}
 
 // The pairs of dtypes (what is normalised and y, x and the residual) that have a kernel: equal, or one of them f32.
 constexpr bool is_supported(Dtype a, Dtype b) { return a == b || a == Dtype::f32 || b == Dtype::f32; }
@@ -28,6 +35,23 @@ struct Output {
   explicit operator bool() const { return data != nullptr; }
 };
 
+// How y, of f32, is quantised, each operation rounded to f32:
+//   v = y * smooth                                                 (y itself where smooth is absent)
+//   scale = given, or over each `group` neighbouring columns of a row
+//           amax = max |v|,  1 if that is 0, else min(max(amax / largest_of(dtype), 2^-126), max_scale),
+//           with power_of_two rounded up to a power of two before it is bounded
+//   values = v * (1 / scale), clipped to +-largest_of(dtype), rounded to nearest even
+// A NaN makes the scale of its group NaN, and an s8 of it 0.
+struct Quantization {
+  Output values;                 // absent: y is not quantised
+  float* scales = nullptr;       // rows * (cols / group) values; null where the scale is given
+  const float* given = nullptr;  // one value
+  Input smooth;                  // cols factors
+  int64_t group = 0;             // divides cols; cols: one scale a row; otherwise 64 or 128
+  float max_scale = 0;           // infinity: unbounded
+  bool power_of_two = false;
+};
+
 // y = x_hat * (scale + scale_offset) + bias, and the row statistics from which the backward rebuilds x_hat. With a
 // residual it is sum = x + residual, in the residual's dtype, that is normalised; sum may be where the residual was.
 struct Forward {
@@ -39,6 +63,7 @@ struct Forward {
   float* rstd;  // rows values; null when the statistics are not wanted
   float epsilon, scale_offset;
   bool multiply_before_cast;  // false: x_hat is rounded to y's dtype before the multiplication by scale
+  Quantization quantized;     // with values: y is absent and multiply_before_cast true
 };
 
 // The cotangents of x, scale and bias for the cotangent dy of y. dsum, of x's dtype, is added to dx: what else x is
