@@ -9,7 +9,8 @@ import pytest
 
 HERE = Path(__file__).parent / "emulator"
 SOURCES = HERE.parent.parent / "src"
-KERNELS = [f"{way}_{dtype}.cu" for dtype in ("f32", "bf16") for way in ("backward", "forward", "forward_added")]
+WAYS = ("backward", "forward", "forward_added", "forward_quantized")
+KERNELS = [f"{way}_{dtype}.cu" for dtype in ("f32", "bf16") for way in WAYS]
 
 pytestmark = pytest.mark.emulated
 
@@ -23,12 +24,20 @@ def compile_object(source, folder):
     return target
 
 
-def test_results_and_gradients(tmp_path):
+@pytest.fixture(scope="module")
+def objects(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("emulated")
     units = [*KERNELS, "add.cu", "partials.cu", "dispatch.cc", "plan.cc"]
-    sources = [*(SOURCES / "cuda" / unit for unit in units), HERE / "emulator.cc", HERE / "run.cc"]
+    sources = [*(SOURCES / "cuda" / unit for unit in units), HERE / "emulator.cc", HERE / "absent.cc"]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(lambda source: compile_object(source, tmp_path), sources))
-    program = tmp_path / "run"
-    subprocess.run(["nvcc", *objects, "-cudart", "none", "-lpthread", "-o", program], check=True)
-    done = subprocess.run([program], capture_output=True, text=True, check=False)
+        return list(pool.map(lambda source: compile_object(source, folder), sources))
+
+
+# Results and gradients; quantised results.
+@pytest.mark.parametrize("program", ["run", "run_quantized"])
+def test_no_failures(program, objects, tmp_path):
+    own = compile_object(HERE / f"{program}.cc", tmp_path)
+    target = tmp_path / program
+    subprocess.run(["nvcc", *objects, own, "-cudart", "none", "-lpthread", "-o", target], check=True)
+    done = subprocess.run([target], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "0 failures\n", "")

@@ -16,10 +16,12 @@ cudaError_t with_dtype(Dtype dtype, F f) {
 
 cudaError_t forward(const Forward& p, cudaStream_t stream) {
   if (p.rows == 0) return cudaSuccess;
-  if (!p.residual) return with_dtype(p.x.dtype, [&](auto x) { return forward_of<decltype(x)>(p, stream); });
-  const cudaError_t fused =
-      with_dtype(p.residual.dtype, [&](auto x) { return forward_added_of<decltype(x)>(p, stream); });
-  if (fused != cudaErrorNotSupported) return fused;
+  const cudaError_t fused = with_dtype(p.residual ? p.residual.dtype : p.x.dtype, [&](auto type) {
+    using X = decltype(type);
+    if (p.quantized.values.data) return forward_quantized_of<X>(p, stream);
+    return p.residual ? forward_added_of<X>(p, stream) : forward_of<X>(p, stream);
+  });
+  if (!p.residual || fused != cudaErrorNotSupported) return fused;
   const cudaError_t error = add(p, stream);
   if (error != cudaSuccess) return error;
   Forward norm = p;

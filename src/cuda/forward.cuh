@@ -191,7 +191,7 @@ cudaError_t with_forward_regime(const Plan& plan, bool divided, F f) {
 // What models have is known to the compiler: weights of x's type or f32, RMS norm without a bias, layer norm rounded
 // once.
 template <Kind KIND, typename X, typename F>
-cudaError_t with_call(const Forward& p, F f) {
+auto with_call(const Forward& p, F f) {
   constexpr bool kRms = KIND == Kind::rms;
   const auto all_are = [&](Dtype dtype) { return p.scale.dtype == dtype && (!p.bias || p.bias.dtype == dtype); };
   const bool rounds = !p.multiply_before_cast && p.y.dtype != Dtype::f32;

@@ -110,8 +110,8 @@ __device__ void finish(Statistics s, const float (&factor)[N], const float (&ter
 
 // The same of N columns whose types are seen at run time. `x` is the row of x in memory.
 template <Kind KIND, int N, typename X>
-__device__ void finish_any(const Forward& p, Statistics s, int64_t row, const X* x, int64_t first) {
-  float y[N], factor[N], term[N];
+__device__ void finish_any(const Forward& p, Statistics s, const X* x, int64_t first, float (&y)[N]) {
+  float factor[N], term[N];
   unpack(load<true, N>(x + first, N), y);
   if (p.scale.data) load_floats<true>(p.scale, first, N, factor);
   if (p.bias.data) load_floats<true>(p.bias, first, N, term);
@@ -121,7 +121,6 @@ __device__ void finish_any(const Forward& p, Statistics s, int64_t row, const X*
     if (!p.multiply_before_cast) y[i] = round_to(p.y.dtype, y[i]);
     y[i] = fmaf(y[i], p.scale.data ? factor[i] + p.scale_offset : 1.0f, p.bias.data ? term[i] : -0.0f);
   }
-  store_floats(p.y, row * p.cols + first, y);
 }
 
 // And of a whole row. Vector by vector in a loop, or there would be as many kernels as types, or large ones.
@@ -129,8 +128,11 @@ template <Kind KIND, typename W, typename X, typename T>
 __device__ void finish_row_any(const Forward& p, const T& team, Statistics s, int64_t row, const X* x) {
   constexpr int N = W::ALIGNED ? W::N : 1;
   const int64_t step = int64_t{team.threads} * N;
-  for (int64_t first = team.begin + team.rank * N; first < team.end; first += step)
-    finish_any<KIND, N>(p, s, row, x, first);
+  for (int64_t first = team.begin + team.rank * N; first < team.end; first += step) {
+    float y[N];
+    finish_any<KIND>(p, s, x, first, y);
+    store_floats(p.y, row * p.cols + first, y);
+  }
 }
 
 }  // namespace jaxnorm::cuda

@@ -19,6 +19,9 @@ cudaError_t forward_of(const Forward& p, cudaStream_t stream);
 // With a residual. cudaErrorNotSupported: no one kernel does it.
 template <typename X>
 cudaError_t forward_added_of(const Forward& p, cudaStream_t stream);
+// With a quantised result. cudaErrorNotSupported: with a residual, no one kernel does it.
+template <typename X>
+cudaError_t forward_quantized_of(const Forward& p, cudaStream_t stream);
 template <typename X>
 cudaError_t backward_of(const Backward& p, cudaStream_t stream);
 

@@ -33,6 +33,40 @@ __device__ inline void store_vector(uint2* to, uint2 value) {
   asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(value.x), "r"(value.y));
 }
 
+__device__ inline void store_vector(uint32_t* to, uint32_t value) { *to = value; }
+
+// The larger of a magnitude and that of a value; not a number if either is not.
+__device__ inline float larger_magnitude(float magnitude, float value) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(magnitude), "f"(fabsf(value)));
+  return larger;
+#else
+  return __uint_as_float(max(__float_as_uint(magnitude), __float_as_uint(fabsf(value))));
+#endif
+}
+
+// The largest of a warp's magnitudes, in all lanes: those of numbers are in the order of their bits, below all others.
+__device__ inline float warp_largest(float magnitude) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  return __uint_as_float(__reduce_max_sync(0xffffffffu, __float_as_uint(magnitude)));
+#else
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2)
+    magnitude = larger_magnitude(magnitude, __shfl_xor_sync(0xffffffffu, magnitude, offset));
+  return magnitude;
+#endif
+}
+
+// Rounded to the nearest even integers, clipped to -127 to 127, and 0 for what is not a number; a in the lowest byte.
+__device__ inline uint32_t pack_s8(float a, float b, float c, float d) {
+  const auto integer = [](float value) { return max(__float2int_rn(value), -127); };
+  uint32_t upper, packed;
+  asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, %3;" : "=r"(upper) : "r"(integer(d)), "r"(integer(c)), "r"(0));
+  asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, %3;" : "=r"(packed) : "r"(integer(b)), "r"(integer(a)), "r"(upper));
+  return packed;
+}
+
 __device__ inline float reciprocal_estimate(float value) {
   float estimate;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(estimate) : "f"(value));

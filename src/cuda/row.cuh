@@ -19,6 +19,13 @@ struct Walk {
   static constexpr int STRIDE = N * LANES;                             // columns from a thread's vector to its next
   static constexpr bool ALIGNED = ACCESS != Access::unaligned, STREAMED = VECTORS == kStreamed;
   static constexpr bool RING = ACCESS == Access::ring || ACCESS == Access::ring_elements;
+  static constexpr bool KEPT = !STREAMED;  // whether a row is read once and is at hand then
+};
+
+// The same vectors in the same order, so that sums have the same bits, but read again in each pass: in little code.
+template <typename X, typename R, Access ACCESS>
+struct WalkAgain : Walk<X, R, ACCESS> {
+  static constexpr bool RING = false, KEPT = false;
 };
 
 // The columns of its block's share before a thread's first.
@@ -41,10 +48,16 @@ __device__ void for_each_vector(const Team& team, F f) {
     }
   } else {
     const int first = static_cast<int>(team.begin) + first_of_thread<W>(team), end = static_cast<int>(team.end);
-#pragma unroll
-    for (int slot = 0; slot < W::VECTORS; ++slot) {
+    const auto visit = [&](int slot) {
       const int at = first + slot * W::STRIDE;
       f(slot, at, end - at);
+    };
+    if constexpr (W::KEPT) {
+#pragma unroll
+      for (int slot = 0; slot < W::VECTORS; ++slot) visit(slot);
+    } else {
+#pragma unroll 1
+      for (int slot = 0; slot < W::VECTORS; ++slot) visit(slot);
     }
   }
 }
@@ -67,8 +80,8 @@ __device__ float warp_cols(const Team& team) {
   }
 }
 
-// A row of T: in shared memory, once a ring has it; or held packed in registers, read once; or streamed, read from
-// memory in every pass.
+// A row of T: in shared memory, once a ring has it; or held packed in registers, read once; or, as a streamed one is,
+// read from memory in every pass.
 template <typename T, typename W>
 class Row {
  public:
@@ -78,7 +91,7 @@ class Row {
     row_ = row;
     if constexpr (W::RING) {
       row_ += first_of_thread<W>(team);
-    } else if constexpr (!W::STREAMED) {
+    } else if constexpr (W::KEPT) {
       for_each_vector<W>(
           team, [&](int slot, auto first, int left) { packed_[slot] = load<W::ALIGNED, W::N>(row_ + first, left); });
     }
@@ -88,7 +101,7 @@ class Row {
   __device__ void get(int slot, int64_t first, int left, float (&to)[W::N]) const {
     if constexpr (W::RING) {
       unpack(left > 0 ? load_shared<W::N>(row_ + slot * W::STRIDE) : Packed<T, W::N>{}, to);
-    } else if constexpr (W::STREAMED) {
+    } else if constexpr (!W::KEPT) {
       unpack(load<W::ALIGNED, W::N>(row_ + first, left), to);
     } else {
       unpack(packed_[slot], to);
@@ -97,7 +110,7 @@ class Row {
 
  private:
   const T* row_ = nullptr;
-  Packed<T, W::N> packed_[W::STREAMED || W::RING ? 1 : W::VECTORS];
+  Packed<T, W::N> packed_[W::RING || !W::KEPT ? 1 : W::VECTORS];
 };
 
 // a + b, rounded to b's type.
@@ -168,6 +181,16 @@ class PackedWeight {
     if constexpr (HELD)
       for_each_vector<W>(
           team, [&](int slot, auto first, int left) { packed_[slot] = load<W::ALIGNED, W::N>(weight_ + first, left); });
+  }
+
+  // If it is not `wanted`, nobody will ask for it.
+  template <typename Team>
+  __device__ PackedWeight(const Team& team, const Input& weight, bool wanted)
+      : weight_(static_cast<const T*>(weight.data)) {
+    if constexpr (HELD)
+      for_each_vector<W>(team, [&](int slot, auto first, int left) {
+        packed_[slot] = load<W::ALIGNED, W::N>(weight_ + first, wanted ? left : 0);
+      });
   }
 
   template <typename Column>

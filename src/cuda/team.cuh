@@ -20,12 +20,23 @@ __device__ T group_sum(T value) {
   return value;
 }
 
+// The largest of their magnitudes.
+template <int WIDTH>
+__device__ float group_largest(float magnitude) {
+  if constexpr (WIDTH == kWarp) return warp_largest(magnitude);
+#pragma unroll
+  for (int offset = WIDTH / 2; offset > 0; offset /= 2)
+    magnitude = larger_magnitude(magnitude, __shfl_xor_sync(lanes_mask<WIDTH>(), magnitude, offset));
+  return magnitude;
+}
+
 constexpr int kMaxParts = 16;  // that a reduction merges: the warps of a block, or the blocks of a cluster
 
-// The sum over `count` parts, in all lanes of a warp. Every group of 4 lanes has them, or of 16 if there are more than
-// 4, and zeros for parts that there are not.
-__device__ inline float sum_of_parts(float value, int count) {
-  const auto add_over = [&](int distance) { value += __shfl_xor_sync(0xffffffffu, value, distance); };
+// add(value, value of another part) over `count` parts, in all lanes of a warp. Every group of 4 lanes has them, or of
+// 16 if there are more than 4, and zeros for parts that there are not.
+template <typename F>
+__device__ float over_parts(float value, int count, F add) {
+  const auto add_over = [&](int distance) { value = add(value, __shfl_xor_sync(0xffffffffu, value, distance)); };
   static_assert(kMaxParts == 16);
   if (count > 4) {
     add_over(8);
@@ -34,6 +45,10 @@ __device__ inline float sum_of_parts(float value, int count) {
   add_over(2);
   add_over(1);
   return value;
+}
+
+__device__ inline float sum_of_parts(float value, int count) {
+  return over_parts(value, count, [](float a, float b) { return a + b; });
 }
 
 // K sums, of a part of a row.
@@ -63,7 +78,16 @@ struct Moments {
   }
 };
 
+// Where parts carry a magnitude, in their first value: the largest.
+struct Largest {
+  template <typename Part>
+  __device__ static Part merge(const Part& part, const Part&, int count, float) {
+    return {{over_parts(part.value[0], count, larger_magnitude)}};
+  }
+};
+
 // THREADS: 8, 16, 32, kWholeWarps or kWholeBlock. Part: what a reduction carries. CLUSTER: the most blocks of a team.
+// BY of a reduction: what merges its parts.
 //
 // A reduction is published and collected. In a cluster the next may be published before one is collected, so that the
 // exchange between blocks takes place meanwhile.
@@ -119,8 +143,14 @@ class Team {
     }
   }
 
+  // The largest of the magnitudes of the same threads.
+  __device__ float warp_largest(float magnitude) const {
+    return group_largest<kSpansWarps ? kWarp : THREADS>(magnitude);
+  }
+
   // Adds this warp's part of a row to the next reduction. All of the team's threads in this block have met on return,
   // if they are of several warps.
+  template <typename By = Part>
   __device__ void publish(const Part& part) {
     if constexpr (!kSpansWarps) {
       own_ = part;
@@ -132,8 +162,8 @@ class Team {
     if constexpr (kSpansBlocks) {
       if (published_ == 0) Cluster::wait();
       if (rank < kWarp) {
-        Part block = merge(parts, threads / kWarp, block_reciprocal_);
-        if constexpr (std::is_same_v<Part, Moments>) block.value[0] = end - begin;
+        Part block = merge<By>(parts, threads / kWarp, block_reciprocal_);
+        if constexpr (std::is_same_v<By, Moments>) block.value[0] = end - begin;
         Arrival& arrival = arrivals()[published_ % kSets];
         if (rank == 0) arrival.expect(Cluster::blocks() * sizeof(Part));
         if (lane() < Cluster::blocks())
@@ -143,15 +173,17 @@ class Team {
     ++published_;
   }
 
-  // The whole team's, the same bits in every thread.
+  // The whole team's, the same bits in every thread. Reductions are collected in the order in which they were
+  // published.
+  template <typename By = Part>
   __device__ Part collect() {
     if constexpr (!kSpansWarps) {
       return own_;
     } else if constexpr (!kSpansBlocks) {
-      return merge(warp_parts(collected_++), threads / kWarp, reciprocal_);
+      return merge<By>(warp_parts(collected_++), threads / kWarp, reciprocal_);
     } else {
       arrivals()[collected_ % kSets].wait(collected_ / kSets % 2);
-      return merge(block_parts(collected_++), Cluster::blocks(), reciprocal_);
+      return merge<By>(block_parts(collected_++), Cluster::blocks(), reciprocal_);
     }
   }
 
@@ -162,9 +194,10 @@ class Team {
   // block has published; so every block has collected all but the last two before that, and one set more is free.
   static constexpr unsigned kSets = 4;
 
+  template <typename By>
   __device__ static Part merge(const Part* parts, int count, float reciprocal) {
     const int i = lane() % (count > 4 ? kMaxParts : 4);
-    return Part::merge(i < count ? parts[i] : Part{}, parts[0], count, reciprocal);
+    return By::merge(i < count ? parts[i] : Part{}, parts[0], count, reciprocal);
   }
 
   __device__ Part* warp_parts(unsigned turn) const {

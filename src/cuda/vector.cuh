@@ -146,7 +146,8 @@ __device__ void store(T* to, const Packed<T, N>& packed, int left) {
   if constexpr (N == 1) {
     if (left > 0) *to = packed.element;
   } else if constexpr (ALIGNED) {
-    using Access = std::conditional_t<sizeof(packed) % 16 == 0, uint4, uint2>;
+    using Access = std::conditional_t<sizeof(packed) % 16 == 0, uint4,
+                                      std::conditional_t<sizeof(packed) % 8 == 0, uint2, uint32_t>>;
 #pragma unroll
     for (unsigned i = 0; i < sizeof(packed) / sizeof(Access); ++i)
       if (left > 0) store_vector(reinterpret_cast<Access*>(to) + i, reinterpret_cast<const Access*>(packed.word)[i]);

@@ -131,8 +131,8 @@ void barrier(int id, int threads) {
   wait_until([&] { return barrier.generation != generation; });
 }
 
-uint32_t shuffle_xor(uint32_t value, int distance) {
-  Fiber &own = block->fibers[block->current], &other = block->fibers[block->current ^ distance];
+uint32_t shuffle(uint32_t value, int thread) {
+  Fiber &own = block->fibers[block->current], &other = block->fibers[thread];
   const unsigned turn = own.shuffles++;
   own.passed[turn % kWords] = value;
   block->idle_turns = 0;

@@ -9,6 +9,7 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -68,8 +69,8 @@ void wait_until(const std::function<bool()>& ready);
 // Waits for `threads` threads at barrier `id`; 0: for all that have not returned.
 void barrier(int id, int threads);
 
-// What lane `lane ^ distance` passes with its call that corresponds to this one.
-uint32_t shuffle_xor(uint32_t value, int distance);
+// What the block's thread `other`, of the same warp, passes with its call that corresponds to this one.
+uint32_t shuffle(uint32_t value, int other);
 
 // Runs every block of a grid.
 void launch(const cudaLaunchConfig_t& config, const std::function<void()>& kernel);
@@ -88,13 +89,19 @@ inline void __syncthreads() { emulator::barrier(0, 0); }
 inline void __syncwarp() {}
 
 template <typename T>
-T __shfl_xor_sync(unsigned, T value, int distance) {
+T __shfl_sync(unsigned, T value, int lane, int width = 32) {
   static_assert(sizeof(T) % 4 == 0);
   uint32_t words[sizeof(T) / 4];
   std::memcpy(words, &value, sizeof(T));
-  for (uint32_t& word : words) word = emulator::shuffle_xor(word, distance);
+  const int thread = threadIdx.x + threadIdx.y * blockDim.x;
+  for (uint32_t& word : words) word = emulator::shuffle(word, thread - thread % width + lane % width);
   std::memcpy(&value, words, sizeof(T));
   return value;
+}
+template <typename T>
+T __shfl_xor_sync(unsigned mask, T value, int distance) {
+  const int thread = threadIdx.x + threadIdx.y * blockDim.x;
+  return __shfl_sync(mask, value, thread % 32 ^ distance);
 }
 
 template <typename T>

@@ -15,6 +15,24 @@ void store_vector(V* to, V value) {
   *to = value;
 }
 
+inline float larger_magnitude(float magnitude, float value) {
+  return __uint_as_float(max(__float_as_uint(magnitude), __float_as_uint(std::fabs(value))));
+}
+
+inline float warp_largest(float magnitude) {
+  for (int offset = 16; offset > 0; offset /= 2)
+    magnitude = larger_magnitude(magnitude, __shfl_xor_sync(0xffffffffu, magnitude, offset));
+  return magnitude;
+}
+
+inline uint32_t pack_s8(float a, float b, float c, float d) {
+  const auto byte = [](float value) -> uint32_t {
+    if (std::isnan(value)) return 0;
+    return static_cast<uint8_t>(static_cast<int8_t>(std::nearbyint(min(max(value, -127.0f), 127.0f))));
+  };
+  return byte(a) | byte(b) << 8 | byte(c) << 16 | byte(d) << 24;
+}
+
 inline float reciprocal_estimate(float value) { return 1 / value; }
 
 template <typename T>

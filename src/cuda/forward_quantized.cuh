@@ -1,0 +1,245 @@
+// The forward with a quantised result. Rows are walked as in the forward without, by the same plan, so that the y that
+// is quantised has the same bits.
+#pragma once
+
+#include "cuda/quantized_row.cuh"
+
+namespace jaxnorm::cuda {
+
+// What is done with a row of X, to which one of X may be added.
+template <typename X, bool ADDS>
+struct Quantized {
+  static constexpr bool kAdds = ADDS;
+  template <typename>
+  using Result = X;
+};
+
+// Teams whose rows do not come by way of a ring.
+template <Kind KIND, typename X, typename R, typename W, bool ADDS, typename Epilogue>
+__device__ __forceinline__ void quantized_rows(const Forward& p, const RowsLaunch& launch, const Epilogue& epilogue) {
+  using Threads = Team<R::kThreads, Part<KIND>, R::kCluster>;
+  Threads team(launch.threads_per_row, p.cols, launch.span, launch.reciprocal_cols);
+  constexpr int kRows = R::kRows;
+  UnderWay<RowOf<X, W, Quantized<X, ADDS>>, X, kRows> rows;
+  rows.group = R::kThreads == kWholeBlock ? 1 : launch.rows_per_block;
+
+  for (rows.first = team.index * kRows * rows.group + team.place; rows.first < p.rows;
+       rows.first += team.count * kRows * rows.group) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      // Past the last row, the first one again.
+      const int64_t row = rows.row(r), start = (row < p.rows ? row : rows.first) * p.cols;
+      rows.memory[r] = static_cast<const X*>(p.x.data) + start;
+      if constexpr (ADDS) {
+        rows.x[r].read(team, rows.memory[r], static_cast<const X*>(p.residual.data) + start,
+                       static_cast<X*>(p.sum.data) + start, row < p.rows);
+      } else {
+        rows.x[r].read(team, rows.memory[r]);
+      }
+    }
+    epilogue(team, rows, [&] {
+      const float cols = warp_cols<W>(team);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        team.publish(warp_part<KIND, W>(rows.x[r], team, cols));
+        rows.s[r] = statistics<KIND>(p, team, rows.row(r));
+      }
+    });
+  }
+}
+
+// Clusters whose rows come by way of rings. While the blocks exchange the largest magnitude of one row the sums of the
+// next are under way, and the other way round.
+template <Kind KIND, typename X, typename R, bool ADDS>
+__device__ __forceinline__ void quantized_ring(const Forward& p, const RowsLaunch& launch, char* shared) {
+  using W = Walk<X, R, Access::ring>;
+  using Threads = Team<R::kThreads, Part<KIND>, R::kCluster>;
+  Threads team(launch.threads_per_row, p.cols, launch.span, launch.reciprocal_cols);
+  const Rows rows{p.rows, p.cols, 1, team.count};
+  const X* const x_data = static_cast<const X*>(p.x.data);
+  const X* const residual_data = static_cast<const X*>(p.residual.data);
+  auto ring = [&] {
+    if constexpr (ADDS) {
+      return RingOf<W, Threads, X, X>(team, launch.ring, shared, rows, x_data, residual_data);
+    } else {
+      return RingOf<W, Threads, X>(team, launch.ring, shared, rows, x_data);
+    }
+  }();
+  ring.start(team.index);
+  // Beside more values than these there is no room for scale in registers.
+  using Scale = std::conditional_t<W::VECTORS * W::N <= 32, RegisterScale<X, W>, LoadedScale<X, W, false>>;
+  const Scale scale(team, p);
+  const float cols = warp_cols<W>(team);
+  RowOf<X, W, Quantized<X, ADDS>> x;
+  const auto sum_up = [&](int64_t row) {
+    ring.take();
+    const int64_t start = row * p.cols + team.begin;
+    if constexpr (ADDS) {
+      x.read(team, ring.template newest<0>(x_data + start), ring.template newest<1>(residual_data + start));
+    } else {
+      x.read(team, ring.template newest<0>(x_data + start));
+    }
+    team.publish(warp_part<KIND, W>(x, team, cols));
+    ring.met();
+  };
+
+  if (team.index < p.rows) sum_up(team.index);
+  for (int64_t row = team.index; row < p.rows; row += team.count) {
+    const auto number = [&](int) { return row; };
+    const Statistics s = statistics<KIND>(p, team, row);
+    Values<W, 1> values;
+    for_each_vector<W>(team, [&](int slot, auto first, int left) {
+      float (&v)[W::N] = values.v[0][slot];
+      x.get(slot, first, left, v);
+      if constexpr (ADDS) store<true>(static_cast<X*>(p.sum.data) + row * p.cols + first, pack<X>(v), left);
+#pragma unroll
+      for (int i = 0; i < W::N; ++i) v[i] = x_hat<KIND>(v[i], s);
+    });
+    ring.leave();
+    values.template finish<KIND, X>(p, team, scale);
+    values.publish(p, team);
+    if (row + team.count < p.rows) sum_up(row + team.count);
+    values.rescale(p, team, number);
+    values.store(p, team, number);
+  }
+}
+
+// How many blocks a multiprocessor shall hold. A thread has up to 32 values in registers, of half types 64 where it has
+// 8 vectors.
+template <typename X, typename R, Access ACCESS>
+struct QuantizedResidency {
+  static constexpr int kValues = R::kRows * R::kVectors * kVector<X>;
+  static constexpr int kRegisters = ACCESS == Access::ring                   ? 128
+                                    : kValues > 32                           ? (R::kMost == kFewThreads ? 96 : 128)
+                                    : kValues > 16 && R::kMost < kMaxThreads ? 80
+                                                                             : 64;
+  static constexpr int kBlocks = (64 << 10) / kRegisters / R::kMost;
+};
+
+// ADDS: x + residual is normalised.
+template <Kind KIND, typename X, typename R, Access ACCESS, bool ADDS>
+__global__ void __launch_bounds__(R::kMost, QuantizedResidency<X, R, ACCESS>::kBlocks)
+    quantized_kernel(const __grid_constant__ Forward p, const __grid_constant__ RowsLaunch launch) {
+  if constexpr (ACCESS == Access::ring) {
+    if constexpr (kHasClusters) quantized_ring<KIND, X, R, ADDS>(p, launch, dynamic_shared());
+  } else {
+    using W = Walk<X, R, ACCESS>;
+    quantized_rows<KIND, X, R, W, ADDS>(p, launch, QuantizeKnown<KIND, X, W>{p});
+  }
+}
+
+// Everything else.
+template <Kind KIND, typename X, typename R, Access ACCESS>
+__global__ void __launch_bounds__(kMaxThreads)
+    quantized_any_kernel(const __grid_constant__ Forward p, const __grid_constant__ RowsLaunch launch) {
+  if constexpr (R::kCluster == 1 || kHasClusters) {
+    using W = WalkAgain<X, R, ACCESS>;
+    quantized_rows<KIND, X, R, W, false>(p, launch, QuantizeAny<KIND, W>{p});
+  }
+}
+
+template <Kind KIND, typename X>
+class QuantizedForward {
+ public:
+  QuantizedForward(const Forward& p, cudaStream_t stream)
+      : p_(p),
+        stream_(stream),
+        plan_(make_plan(Op::forward, KIND, kDtype<X>, p.cols, current_device().max_cluster())),
+        launch_(plan_, p.cols, N) {}
+
+  cudaError_t run() {
+    if (plan_.vectors != kStreamed && aligned_ && is_known()) {
+      const cudaError_t error =
+          with_forward_regime<X>(plan_, true, [&](auto regime) { return run_known<decltype(regime)>(); });
+      if (error != cudaErrorNotSupported) return error;
+    }
+    if (p_.residual) return cudaErrorNotSupported;
+    return with_forward_regime<X>(plan_, false, [&](auto regime) { return run_any<decltype(regime)>(); });
+  }
+
+ private:
+  static constexpr int N = kVector<X>;
+
+  static bool is_aligned(const Input& array) { return aligned_for<N>(array.dtype, array.data); }
+
+  // Weights of x's type or f32, a bias only in layer norm, and beside a scale of its type.
+  bool is_known() const {
+    const auto is_of = [](const Input& weight) {
+      return !weight || weight.dtype == kDtype<X> || weight.dtype == Dtype::f32;
+    };
+    const bool bias = !p_.bias || (KIND == Kind::layer && p_.scale && p_.bias.dtype == p_.scale.dtype);
+    return bias && is_of(p_.scale) && is_of(p_.quantized.smooth) &&
+           (!p_.residual || (p_.x.dtype == kDtype<X> && p_.residual.dtype == kDtype<X>));
+  }
+
+  // Whether the forward without quantisation goes by elements, as it does where vectors do not divide a row of a call
+  // known to the compiler. Its sums are then of another order.
+  bool goes_by_elements() const {
+    Forward f = p_;
+    f.y = {nullptr, Dtype::f32};
+    if (p_.cols % N == 0 || plan_.vectors == kStreamed) return false;
+    if (!with_call<KIND, X>(f, [](auto call) { return decltype(call)::kKnown; })) return false;
+    RowsLaunch launch = launch_;
+    return plan_.blocks_per_row == 1 || launch.with_rings(plan_, p_.cols, {sizeof(X)}, 2) > 0;
+  }
+
+  int64_t teams() const {
+    const int64_t rows = int64_t{plan_.rows_per_block} * plan_.rows_per_team;
+    return (p_.rows + rows - 1) / rows;
+  }
+
+  template <typename R>
+  cudaError_t run_known() {
+    if constexpr (R::kVectors == kStreamed) {
+      return cudaErrorNotSupported;
+    } else {
+      return p_.residual ? launch_known<R, true>() : launch_known<R, false>();
+    }
+  }
+
+  template <typename R, bool ADDS>
+  cudaError_t launch_known() {
+    if constexpr (R::kCluster == 1) {
+      return launch_teams(quantized_kernel<KIND, X, R, Access::vectors, ADDS>, plan_, teams(), 0, stream_, p_, launch_);
+    } else {
+      const int bytes = ADDS ? launch_.with_rings(plan_, p_.cols, {sizeof(X), sizeof(X)}, 1)
+                             : launch_.with_rings(plan_, p_.cols, {sizeof(X)}, 1);
+      if (bytes == 0) return cudaErrorNotSupported;
+      const int64_t at_once = std::min<int64_t>(teams(), current_device().teams_at_once(plan_.blocks_per_row));
+      return launch_teams(quantized_kernel<KIND, X, R, Access::ring, ADDS>, plan_, at_once, bytes, stream_, p_,
+                          launch_);
+    }
+  }
+
+  template <typename R>
+  cudaError_t run_any() {
+    const auto launch_as = [&](auto access) {
+      using Any = Regime<R::kThreads, R::kVectors, R::kCluster>;  // of however many threads
+      return launch_teams(quantized_any_kernel<KIND, X, Any, decltype(access)::value>, plan_, teams(), 0, stream_, p_,
+                          launch_);
+    };
+    if constexpr (R::kVectors == kStreamed) {
+      if (aligned_) return launch_as(AccessAs<Access::vectors>{});
+    } else if constexpr (std::is_same_v<X, float>) {  // of half types f32 is not a type that calls are known for
+      if (goes_by_elements()) return launch_as(AccessAs<Access::elements>{});
+    }
+    return launch_as(AccessAs<Access::unaligned>{});
+  }
+
+  const Forward& p_;
+  const cudaStream_t stream_;
+  const Plan plan_;
+  RowsLaunch launch_;
+  const bool aligned_ = p_.cols % N == 0 && is_aligned(p_.x) && is_aligned(p_.residual) && is_aligned(p_.scale) &&
+                        is_aligned(p_.bias) && is_aligned(p_.quantized.smooth) &&
+                        aligned_for<N>(p_.sum.dtype, p_.sum.data) &&
+                        aligned_for<N>(p_.quantized.values.dtype, p_.quantized.values.data);
+};
+
+template <typename X>
+cudaError_t forward_quantized_of(const Forward& p, cudaStream_t stream) {
+  return p.kind == Kind::rms ? QuantizedForward<Kind::rms, X>(p, stream).run()
+                             : QuantizedForward<Kind::layer, X>(p, stream).run();
+}
+
+}  // namespace jaxnorm::cuda

@@ -1,0 +1,362 @@
+// Epilogues of rows whose result is quantised.
+#pragma once
+
+#include "cuda/forward.cuh"
+#include "cuda/quantize.cuh"
+
+namespace jaxnorm::cuda {
+
+// One scale a row, as against one given or one for each group of columns.
+__device__ inline bool is_by_row(const Forward& p) { return !p.quantized.given && p.quantized.group == p.cols; }
+
+__device__ inline int64_t group_of(const Quantization& q, int64_t column) { return column >> (q.group == 64 ? 6 : 7); }
+
+__device__ inline void write_scale(const Forward& p, int64_t row, int64_t group, float scale) {
+  const int64_t groups = is_by_row(p) ? 1 : group_of(p.quantized, p.cols);
+  if (row < p.rows) p.quantized.scales[row * groups + group] = scale;
+}
+
+// scale + scale_offset where scale is of X, held in registers if HELD, or of f32. with(f) calls
+// f(null pointer of its type, how to get a vector's factors), if there is a scale.
+template <typename X, typename W, bool HELD>
+class LoadedScale {
+ public:
+  template <typename Team>
+  __device__ LoadedScale(const Team& team, const Forward& p)
+      : p_(p), held_(team, p.scale, p.scale.data && p.scale.dtype == kDtype<X>), late_(team, p.scale) {}
+
+  template <typename F>
+  __device__ void with(F f) const {
+    if (!p_.scale.data) return;
+    if (p_.scale.dtype == kDtype<X>) {
+      f(static_cast<X*>(nullptr), factors(held_));
+    } else if constexpr (sizeof(X) < 4) {
+      f(static_cast<float*>(nullptr), factors(late_));
+    }
+  }
+
+ private:
+  template <typename Weight>
+  __device__ auto factors(const Weight& weight) const {
+    return [this, &weight](int slot, auto first, int left, float (&to)[W::N]) {
+      weight.get(slot, first, left, to);
+#pragma unroll
+      for (int i = 0; i < W::N; ++i) to[i] += p_.scale_offset;
+    };
+  }
+
+  const Forward& p_;
+  const PackedWeight<X, W, HELD> held_;
+  const PackedWeight<float, W, false> late_;
+};
+
+// The same for all rows of a team, as floats in registers.
+template <typename X, typename W>
+class RegisterScale {
+ public:
+  template <typename Team>
+  __device__ RegisterScale(const Team& team, const Forward& p) : p_(p), factor_(team, p.scale, p.scale_offset, 1.0f) {}
+
+  template <typename F>
+  __device__ void with(F f) const {
+    const auto factors = [this](int slot, auto, int, float (&to)[W::N]) {
+#pragma unroll
+      for (int i = 0; i < W::N; ++i) to[i] = factor_[slot][i];
+    };
+    if (p_.scale.dtype == kDtype<X>) {
+      f(static_cast<X*>(nullptr), factors);
+    } else {
+      f(static_cast<float*>(nullptr), factors);
+    }
+  }
+
+ private:
+  const Forward& p_;
+  const FloatWeight<W> factor_;
+};
+
+// What is quantised, of ROWS rows, in registers.
+template <typename W, int ROWS>
+struct Values {
+  float v[ROWS][W::VECTORS][W::N];
+
+  // x_hat is to become v = (x_hat * factor + bias) * smooth. A bias has scale's type, smooth X or f32.
+  template <Kind KIND, typename X, typename Scale, typename Team>
+  __device__ void finish(const Forward& p, const Team& team, const Scale& scale) {
+    scale.with([&](auto* type, auto factors) {
+      using T = std::remove_pointer_t<decltype(type)>;
+      const auto finish = [&](auto has_bias) {
+        constexpr bool kBias = decltype(has_bias)::value;
+        const PackedWeight<T, W, false> bias(team, p.bias);
+        for_each_vector<W>(team, [&](int slot, auto first, int left) {
+          float factor[W::N], term[W::N];
+          factors(slot, first, left, factor);
+          if constexpr (kBias) bias.get(slot, first, left, term);
+#pragma unroll
+          for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+            for (int i = 0; i < W::N; ++i)
+              v[r][slot][i] = kBias ? fmaf(v[r][slot][i], factor[i], term[i]) : v[r][slot][i] * factor[i];
+        });
+      };
+      if constexpr (KIND == Kind::layer)
+        if (p.bias.data) return finish(std::true_type{});
+      finish(std::false_type{});
+    });
+    const Input& smooth = p.quantized.smooth;
+    if (!smooth.data) return;
+    if (smooth.dtype == kDtype<X>) {
+      multiply_by(team, PackedWeight<X, W, false>(team, smooth));
+    } else if constexpr (sizeof(X) < 4) {
+      multiply_by(team, PackedWeight<float, W, false>(team, smooth));
+    }
+  }
+
+  // Where a row has one scale and a team several warps: begins to reduce what rescale needs.
+  template <typename Team>
+  __device__ void publish(const Forward& p, Team& team) const {
+    if constexpr (Team::kSpansWarps)
+      if (is_by_row(p)) {
+        float magnitudes[ROWS];
+        by_row(team, magnitudes);
+        static_assert(ROWS == 1);
+        team.template publish<Largest>({{team.warp_largest(magnitudes[0])}});
+      }
+  }
+
+  // Multiplies by the reciprocals of the scales, which it writes. row(r): the number of row r.
+  template <typename Team, typename F>
+  __device__ void rescale(const Forward& p, Team& team, F row) {
+    const Quantization& q = p.quantized;
+    if (q.given) {
+      const float reciprocal = 1.0f / __ldg(q.given);
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) multiply_row(r, reciprocal);
+    } else if (q.group != p.cols) {
+      rescale_groups(p, team, row);
+    } else if constexpr (Team::kSpansWarps) {
+      const float scale = scale_of(q, team.template collect<Largest>().value[0]);
+      if (team.rank + team.begin == 0) write_scale(p, row(0), 0, scale);
+      multiply_row(0, 1.0f / scale);
+    } else {
+      float magnitudes[ROWS];
+      by_row(team, magnitudes);
+      reciprocal_scales<W::LANES>(q, magnitudes, W::LANES, false,
+                                  [&](int r, float scale) { write_scale(p, row(r), 0, scale); });
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) multiply_row(r, magnitudes[r]);
+    }
+  }
+
+  template <typename Team, typename F>
+  __device__ void store(const Forward& p, const Team& team, F row) const {
+    uint8_t* values[ROWS];
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      values[r] = static_cast<uint8_t*>(p.quantized.values.data) + row(r) * p.cols;
+      hide(values[r]);
+    }
+    with_quantized(p.quantized.values.dtype, [&](auto dtype) {
+      for_each_vector<W>(team, [&](int slot, auto first, int left) {
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r)
+          if (r == 0 || row(r) < p.rows)
+            cuda::store<true>(values[r] + first, pack_quantized<decltype(dtype)::value>(v[r][slot]), left);
+      });
+    });
+  }
+
+ private:
+  template <typename Team, typename Weight>
+  __device__ void multiply_by(const Team& team, const Weight& weight) {
+    for_each_vector<W>(team, [&](int slot, auto first, int left) {
+      float factor[W::N];
+      weight.get(slot, first, left, factor);
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+        for (int i = 0; i < W::N; ++i) v[r][slot][i] *= factor[i];
+    });
+  }
+
+  __device__ void multiply_row(int r, float factor) {
+#pragma unroll
+    for (int slot = 0; slot < W::VECTORS; ++slot)
+#pragma unroll
+      for (int i = 0; i < W::N; ++i) v[r][slot][i] *= factor;
+  }
+
+  // This thread's part of each row. Vectors past the row's end are not zero any more.
+  template <typename Team>
+  __device__ void by_row(const Team& team, float (&magnitudes)[ROWS]) const {
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      magnitudes[r] = 0;
+      for_each_vector<W>(team, [&](int slot, auto, int left) {
+        const float larger = largest_in(magnitudes[r], v[r][slot]);
+        if (left > 0) magnitudes[r] = larger;
+      });
+    }
+  }
+
+  // A group's vectors are those of neighbouring lanes at one slot, or, of the shortest teams, at two.
+  template <typename Team, typename F>
+  __device__ void rescale_groups(const Forward& p, const Team& team, F row) {
+    const Quantization& q = p.quantized;
+    float factors[ROWS * W::VECTORS];
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+      for (int slot = 0; slot < W::VECTORS; ++slot) factors[r * W::VECTORS + slot] = largest_in(0, v[r][slot]);
+    const int group = static_cast<int>(q.group), width = min(group / W::N, W::LANES);
+    const int64_t first = team.begin + first_of_thread<W>(team) - lane() % width * W::N;
+    reciprocal_scales<W::LANES>(q, factors, width, group > W::STRIDE, [&](int number, float scale) {
+      const int64_t column = first + number % W::VECTORS * W::STRIDE;
+      if (column < team.end && column % group == 0)
+        write_scale(p, row(number / W::VECTORS), group_of(q, column), scale);
+    });
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+      for (int slot = 0; slot < W::VECTORS; ++slot)
+#pragma unroll
+        for (int i = 0; i < W::N; ++i) v[r][slot][i] *= factors[r * W::VECTORS + slot];
+  }
+};
+
+// The rows that a team has under way at once: row(0), row(1), ... of which those past the last row are not to be
+// written. `memory`: where they are.
+template <typename Row, typename X, int ROWS>
+struct UnderWay {
+  static constexpr int kRows = ROWS;
+  Row x[ROWS];
+  Statistics s[ROWS];
+  const X* memory[ROWS];
+  int64_t first, group;
+
+  __device__ int64_t row(int r) const { return first + r * group; }
+};
+
+// An epilogue of rows in registers. Their statistics are known once it has called collect().
+template <Kind KIND, typename X, typename W>
+struct QuantizeKnown {
+  const Forward& p;
+
+  template <typename Team, typename Rows, typename F>
+  __device__ __forceinline__ void operator()(Team& team, const Rows& rows, F collect) const {
+    constexpr int kRows = Rows::kRows;
+    constexpr int kRegisters = W::VECTORS * W::N * (kRows + 1) * sizeof(X) / 4;  // of x and scale
+    const LoadedScale<X, W, kRegisters <= 32> scale(team, p);
+    collect();
+    Values<W, kRows> values;
+    for_each_vector<W>(team, [&](int slot, auto first, int left) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        float (&v)[W::N] = values.v[r][slot];
+        rows.x[r].get(slot, first, left, v);
+#pragma unroll
+        for (int i = 0; i < W::N; ++i) v[i] = x_hat<KIND>(v[i], rows.s[r]);
+      }
+    });
+    const auto row = [&](int r) { return rows.row(r); };
+    values.template finish<KIND, X>(p, team, scale);
+    values.publish(p, team);
+    values.rescale(p, team, row);
+    values.store(p, team, row);
+  }
+};
+
+// Of any rows, which it reads once for each pass, and with any weights. In loops, to be little code.
+template <Kind KIND, typename W>
+struct QuantizeAny {
+  static constexpr int N = W::ALIGNED ? W::N : 1;
+  const Forward& p;
+
+  template <typename Team, typename Rows, typename F>
+  __device__ void operator()(Team& team, const Rows& rows, F collect) const {
+    collect();
+#pragma unroll 1
+    for (int r = 0; r < Rows::kRows && rows.row(r) < p.rows; ++r) {
+      const auto of = [&](auto& x) {
+        return [&](int64_t first, auto& v) {
+          finish_any<KIND>(p, rows.s[r], x, first, v);
+          constexpr int M = sizeof(v) / sizeof(float);
+          float factor[M];
+          if (p.quantized.smooth.data) {
+            load_floats<true>(p.quantized.smooth, first, M, factor);
+            for (int i = 0; i < M; ++i) v[i] *= factor[i];
+          }
+        };
+      };
+      if (p.quantized.given || is_by_row(p)) {
+        whole_row(team, rows.row(r), of(rows.memory[r]));
+      } else {
+        groups(team, rows.row(r), of(rows.memory[r]));
+      }
+    }
+  }
+
+ private:
+  template <int M>
+  __device__ void store_values(int64_t at, float (&v)[M], float reciprocal) const {
+#pragma unroll
+    for (int i = 0; i < M; ++i) v[i] *= reciprocal;
+    with_quantized(p.quantized.values.dtype, [&](auto dtype) {
+      store<true>(static_cast<uint8_t*>(p.quantized.values.data) + at, pack_quantized<decltype(dtype)::value>(v), M);
+    });
+  }
+
+  template <typename Team, typename V>
+  __device__ void whole_row(Team& team, int64_t row, V values) const {
+    const int64_t step = int64_t{team.threads} * N;
+    float scale, v[N];
+    if (p.quantized.given) {
+      scale = __ldg(p.quantized.given);
+    } else {
+      float magnitude = 0;
+#pragma unroll 1
+      for (int64_t first = team.begin + team.rank * N; first < team.end; first += step) {
+        values(first, v);
+        magnitude = largest_in(magnitude, v);
+      }
+      team.template publish<Largest>({{team.warp_largest(magnitude)}});
+      scale = scale_of(p.quantized, team.template collect<Largest>().value[0]);
+      if (team.rank + team.begin == 0) write_scale(p, row, 0, scale);
+    }
+    const float reciprocal = 1.0f / scale;
+#pragma unroll 1
+    for (int64_t first = team.begin + team.rank * N; first < team.end; first += step) {
+      values(first, v);
+      store_values(row * p.cols + first, v, reciprocal);
+    }
+  }
+
+  // A warp's threads of the team share a group. They need not have its columns otherwise.
+  template <typename Team, typename V>
+  __device__ void groups(Team& team, int64_t row, V values) const {
+    int64_t warp = team.rank / W::LANES, warps = team.threads / W::LANES;
+    if constexpr (Team::kSpansBlocks) {
+      warp += warps * Cluster::rank();
+      warps *= Cluster::blocks();
+    }
+    const int64_t group = p.quantized.group;
+#pragma unroll 1
+    for (int64_t begin = warp * group; begin < p.cols; begin += warps * group) {
+      float magnitude = 0, v[1];
+#pragma unroll 1
+      for (int64_t column = begin + team.rank % W::LANES; column < begin + group; column += W::LANES) {
+        values(column, v);
+        magnitude = largest_in(magnitude, v);
+      }
+      const float scale = scale_of(p.quantized, team.warp_largest(magnitude)), reciprocal = 1.0f / scale;
+      if (team.rank % W::LANES == 0) write_scale(p, row, group_of(p.quantized, begin), scale);
+#pragma unroll 1
+      for (int64_t column = begin + team.rank % W::LANES; column < begin + group; column += W::LANES) {
+        values(column, v);
+        store_values(row * p.cols + column, v, reciprocal);
+      }
+    }
+  }
+};
+
+}  // namespace jaxnorm::cuda

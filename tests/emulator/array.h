@@ -1,0 +1,73 @@
+// What the programs that run the CUDA kernels on the host share.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "norm.h"
+
+namespace jaxnorm {
+
+class Array {
+ public:
+  Array(Dtype dtype, int64_t elements, int64_t offset = 0)
+      : dtype_(dtype), elements_(elements), bytes_((elements + offset) * size_of(dtype) + 64, '\xff') {
+    const uintptr_t begin = reinterpret_cast<uintptr_t>(bytes_.data());
+    data_ = bytes_.data() + (32 - begin % 32) % 32 + offset * size_of(dtype);
+  }
+
+  Array(const Array&) = delete;
+  Array(Array&&) = default;
+
+  static Array normal(Dtype dtype, int64_t elements, int64_t offset) {
+    static std::mt19937 random;
+    std::normal_distribution<float> draw;
+    Array array(dtype, elements, offset);
+    for (int64_t i = 0; i < elements; ++i) array.set(i, draw(random));
+    return array;
+  }
+
+  uint8_t byte(int64_t i) const { return static_cast<uint8_t>(data_[i]); }
+
+  float operator[](int64_t i) const {
+    return dtype_ == Dtype::f32 ? reinterpret_cast<const float*>(data_)[i]
+                                : __bfloat162float(reinterpret_cast<const __nv_bfloat16*>(data_)[i]);
+  }
+
+  void set(int64_t i, float value) {
+    if (dtype_ == Dtype::f32) {
+      reinterpret_cast<float*>(data_)[i] = value;
+    } else {
+      reinterpret_cast<__nv_bfloat16*>(data_)[i] = __float2bfloat16_rn(value);
+    }
+  }
+
+  bool operator==(const Array& other) const {
+    return std::memcmp(data_, other.data_, elements_ * size_of(dtype_)) == 0;
+  }
+
+  // The relative L2 error.
+  double error(const std::vector<double>& exact) const {
+    double difference = 0, size = 0;
+    for (int64_t i = 0; i < elements_; ++i) {
+      difference += ((*this)[i] - exact[i]) * ((*this)[i] - exact[i]);
+      size += exact[i] * exact[i];
+    }
+    return std::sqrt(difference / size);
+  }
+
+  operator Input() const { return {data_, dtype_}; }
+  operator Output() { return {data_, dtype_}; }
+  float* floats() { return reinterpret_cast<float*>(data_); }
+
+ private:
+  Dtype dtype_;
+  int64_t elements_;
+  std::vector<char> bytes_;
+  char* data_;
+};
+
+}  // namespace jaxnorm

@@ -1,0 +1,183 @@
+// Runs the CUDA kernels on the host and compares quantised results, bit for bit, with the f32 y of the same norm
+// quantised number by number.
+//
+//   run_quantized              every regime
+//   run_quantized ROWS COLS    one shape
+#include <cstdio>
+#include <cstdlib>
+#include <initializer_list>
+
+#include "array.h"
+#include "cuda/norms.h"
+
+namespace {
+
+using namespace jaxnorm;
+
+constexpr Dtype kF32 = Dtype::f32, kBf16 = Dtype::bf16;
+int failures = 0;
+
+// The number that the code of an 8-bit float without its sign stands for.
+double decode(Dtype dtype, int code) {
+  const int bits = dtype == Dtype::f8e4m3fn ? 3 : 2, bias = dtype == Dtype::f8e4m3fn ? 7 : 15;
+  const int exponent = code >> bits, fraction = code & ((1 << bits) - 1);
+  return exponent ? std::ldexp((1 << bits) + fraction, exponent - bias - bits) : std::ldexp(fraction, 1 - bias - bits);
+}
+
+bool is_code_of(Dtype dtype, uint8_t code, float value) {
+  const float largest = largest_of(dtype);
+  if (dtype == Dtype::s8)
+    return static_cast<int8_t>(code) ==
+           (std::isnan(value) ? 0 : std::nearbyint(std::fmin(std::fmax(value, -largest), largest)));
+  const int highest = dtype == Dtype::f8e4m3fn ? 0x7e : 0x7b;  // of a number
+  if (std::isnan(value)) return dtype == Dtype::f8e4m3fn ? (code & 0x7f) == 0x7f : (code & 0x7f) > 0x7c;
+  int nearest = 0;
+  const double magnitude = std::fmin(std::fabs(value), largest);
+  while (nearest < highest && magnitude >= decode(dtype, nearest + 1)) ++nearest;
+  if (nearest < highest) {
+    const double middle = (decode(dtype, nearest) + decode(dtype, nearest + 1)) / 2;
+    if (magnitude > middle || (magnitude == middle && nearest % 2)) ++nearest;
+  }
+  return code == (nearest | (std::signbit(value) ? 0x80 : 0));
+}
+
+float scale_of(const Quantization& q, float amax) {
+  if (amax == 0 || std::isnan(amax)) return amax == 0 ? 1 : amax;
+  float scale = amax / largest_of(q.values.dtype);
+  if (q.power_of_two && !std::isinf(scale)) {
+    int exponent;
+    const float fraction = std::frexp(scale, &exponent);
+    scale = std::ldexp(1.0f, fraction == 0.5f ? exponent - 1 : exponent);
+  }
+  return std::fmin(std::fmax(scale, 0x1p-126f), q.max_scale);
+}
+
+// Whether `values` and `scales` are those of y.
+bool is_quantized(const Forward& f, const Array& y, const Array* smooth, const Array& values, const Array& scales) {
+  const Quantization& q = f.quantized;
+  for (int64_t begin = 0; begin < f.rows * f.cols; begin += q.group) {
+    std::vector<float> v(q.group);
+    float amax = 0;
+    for (int64_t i = 0; i < q.group; ++i) {
+      v[i] = smooth ? y[begin + i] * (*smooth)[(begin + i) % f.cols] : y[begin + i];
+      amax = std::isnan(amax) || std::isnan(v[i]) ? NAN : std::fmax(amax, std::fabs(v[i]));
+    }
+    const float scale = q.given ? *q.given : scale_of(q, amax);
+    if (!q.given) {
+      const float found = scales[begin / q.group];
+      if (std::isnan(scale) ? !std::isnan(found) : std::memcmp(&scale, &found, sizeof scale) != 0) return false;
+    }
+    const float reciprocal = 1 / scale;
+    for (int64_t i = 0; i < q.group; ++i)
+      if (!is_code_of(q.values.dtype, values.byte(begin + i), v[i] * reciprocal)) return false;
+  }
+  return true;
+}
+
+// What of a call does not decide which kernel it takes, or only between two: one after the other has its turn.
+class Turns {
+ public:
+  template <typename T>
+  T next(std::initializer_list<T> all) {
+    state_ = state_ * 6364136223846793005u + 1442695040888963407u;
+    return all.begin()[(state_ >> 33) % all.size()];
+  }
+
+ private:
+  uint64_t state_ = 1;
+};
+
+enum class Residual { none, same, f32 };
+
+// `offset`: of each array, in elements. group 0: the scale is given.
+void test(Kind kind, Dtype dtype, Residual residual_is, int64_t rows, int64_t cols, int64_t group, int64_t offset,
+          bool plain) {
+  static Turns turns;
+  const int64_t elements = rows * cols;
+  const bool adds = residual_is != Residual::none;
+  const Dtype sum_dtype = residual_is == Residual::f32 ? kF32 : dtype;
+  auto x = Array::normal(dtype, elements, offset);
+  const auto residual = Array::normal(sum_dtype, elements, offset);
+  Array sum(sum_dtype, elements, offset), fused_sum(sum_dtype, elements, offset);
+  if (rows > 3 && !adds)
+    for (int64_t i = 0; i < cols; ++i) {
+      x.set(i, 0);
+      x.set(cols + i, i == cols / 2 ? NAN : 1);
+      x.set(2 * cols + i, i == cols / 3 ? INFINITY : 1);
+    }
+  for (int64_t i = 0; i < elements; ++i) {
+    sum.set(i, adds ? x[i] + residual[i] : x[i]);
+    fused_sum.set(i, residual[i]);
+  }
+
+  Forward f{};
+  f.kind = kind, f.rows = rows, f.cols = cols, f.epsilon = 1e-6f, f.multiply_before_cast = true;
+  f.scale_offset = turns.next({0.0f, 1.0f});
+  const auto weight = [&](Dtype of) { return Array::normal(of, cols, offset); };
+  const Dtype of_weights = plain ? turns.next({dtype, kF32}) : turns.next({kF32, kBf16});
+  const auto scale = weight(of_weights), bias = weight(plain ? of_weights : kBf16);
+  const auto smooth = weight(turns.next({dtype, kF32}));
+  const bool has_scale = turns.next({true, true, !plain}),
+             has_bias = plain ? kind == Kind::layer : turns.next({true, false});
+  const bool has_smooth = turns.next({true, false});
+  if (has_scale) f.scale = scale;
+  if (has_bias) f.bias = bias;
+
+  Array y(kF32, elements), mean(kF32, rows), rstd(kF32, rows), own_mean(kF32, rows), own_rstd(kF32, rows);
+  f.x = sum, f.y = y, f.mean = mean.floats(), f.rstd = rstd.floats();
+  bool holds = cuda::forward(f, nullptr) == cudaSuccess;
+
+  const Dtype to = turns.next({Dtype::f8e4m3fn, Dtype::f8e5m2, Dtype::s8});
+  const float given = turns.next({0.02f, 0.1f});
+  Array values(to, elements, offset), scales(kF32, elements);
+  f.x = x, f.y = {};
+  if (adds) f.residual = fused_sum, f.sum = fused_sum;
+  const bool statistics = turns.next({true, false});
+  f.mean = statistics ? own_mean.floats() : nullptr, f.rstd = statistics ? own_rstd.floats() : nullptr;
+  f.quantized.values = values, f.quantized.group = group ? group : cols;
+  if (group) {
+    f.quantized.scales = scales.floats();
+  } else {
+    f.quantized.given = &given;
+  }
+  if (has_smooth) f.quantized.smooth = smooth;
+  f.quantized.power_of_two = turns.next({true, false});
+  f.quantized.max_scale = turns.next({static_cast<float>(INFINITY), 0.004f});
+  holds = holds && cuda::forward(f, nullptr) == cudaSuccess;
+  holds = holds && is_quantized(f, y, has_smooth ? &smooth : nullptr, values, scales) && (!adds || fused_sum == sum);
+  holds = holds && (!statistics || (own_rstd == rstd && (kind == Kind::rms || own_mean == mean)));
+  if (holds) return;
+  ++failures;
+  std::printf("%s, %s, residual %d, %ld x %ld, group %ld, offset %ld, to %d, %s weights, smooth %d\n",
+              kind == Kind::rms ? "rms" : "layer", dtype == kF32 ? "f32" : "bf16", static_cast<int>(residual_is), rows,
+              cols, group, offset, static_cast<int>(to), plain ? "plain" : "any", has_smooth);
+}
+
+void test_all(int64_t rows, int64_t cols, int64_t offset = 0) {
+  for (const Kind kind : {Kind::rms, Kind::layer})
+    for (const Dtype dtype : {kF32, kBf16})
+      for (const Residual residual : {Residual::none, Residual::same, Residual::f32})
+        for (const int64_t group : {int64_t{0}, int64_t{64}, int64_t{128}, cols}) {
+          if ((group && cols % group) || (residual == Residual::f32 && dtype == kF32)) continue;
+          test(kind, dtype, residual, rows, cols, group, offset, true);
+          if (residual == Residual::none && cols <= 2048) test(kind, dtype, residual, rows, cols, group, offset, false);
+        }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc == 3) {
+    test_all(std::atoll(argv[1]), std::atoll(argv[2]));
+  } else {
+    for (const int64_t cols : {1, 24, 64, 128, 192, 256, 257, 384, 512, 640, 1024}) test_all(13, cols);
+    for (const int64_t cols : {64, 192, 1024}) test_all(5, cols, 1);
+    for (const int64_t cols : {1536, 4097, 5376, 8192}) test_all(4, cols);
+    for (const int64_t cols : {12288, 16384}) test_all(1, cols);
+    test_all(4, 40960);  // clusters
+    test_all(1, 40001);
+    test_all(1, 300032);  // some looped
+  }
+  std::printf("%d failures\n", failures);
+  return failures > 0;
+}
