@@ -2,7 +2,7 @@
 // is quantised has the same bits.
 #pragma once
 
-#include "cuda/quantized_row.cuh"
+#include "cuda/quantized_any.cuh"
 
 namespace jaxnorm::cuda {
 
@@ -14,33 +14,43 @@ struct Quantized {
   using Result = X;
 };
 
-// Teams whose rows do not come by way of a ring.
-template <Kind KIND, typename X, typename R, typename W, bool ADDS, typename Epilogue>
+// Teams whose rows do not come by way of a ring. ROWS: that a team has under way at once. Whether something is added is
+// seen at run time: it only matters to how a row is read.
+template <Kind KIND, typename X, typename R, typename W, int ROWS, typename Epilogue>
 __device__ __forceinline__ void quantized_rows(const Forward& p, const RowsLaunch& launch, const Epilogue& epilogue) {
   using Threads = Team<R::kThreads, Part<KIND>, R::kCluster>;
   Threads team(launch.threads_per_row, p.cols, launch.span, launch.reciprocal_cols);
-  constexpr int kRows = R::kRows;
-  UnderWay<RowOf<X, W, Quantized<X, ADDS>>, X, kRows> rows;
+  UnderWay<std::conditional_t<W::KEPT, SumRow<X, X, W>, Row<X, W>>, X, ROWS> rows;
   rows.group = R::kThreads == kWholeBlock ? 1 : launch.rows_per_block;
 
-  for (rows.first = team.index * kRows * rows.group + team.place; rows.first < p.rows;
-       rows.first += team.count * kRows * rows.group) {
+  for (rows.first = team.index * ROWS * rows.group + team.place; rows.first < p.rows;
+       rows.first += team.count * ROWS * rows.group) {
+    const auto read = [&](auto read_row) {
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      // Past the last row, the first one again.
-      const int64_t row = rows.row(r), start = (row < p.rows ? row : rows.first) * p.cols;
-      rows.memory[r] = static_cast<const X*>(p.x.data) + start;
-      if constexpr (ADDS) {
-        rows.x[r].read(team, rows.memory[r], static_cast<const X*>(p.residual.data) + start,
-                       static_cast<X*>(p.sum.data) + start, row < p.rows);
-      } else {
-        rows.x[r].read(team, rows.memory[r]);
+      for (int r = 0; r < ROWS; ++r) {
+        // Past the last row, the first one again.
+        const int64_t row = rows.row(r), start = (row < p.rows ? row : rows.first) * p.cols;
+        rows.memory[r] = static_cast<const X*>(p.x.data) + start;
+        read_row(rows.x[r], rows.memory[r], start, row < p.rows);
       }
+    };
+    const auto read_alone = [&] { read([&](auto& x, const X* memory, int64_t, bool) { x.read(team, memory); }); };
+    if constexpr (W::KEPT) {
+      if (p.residual.data) {
+        read([&](auto& x, const X* memory, int64_t start, bool wanted) {
+          x.read(team, memory, static_cast<const X*>(p.residual.data) + start, static_cast<X*>(p.sum.data) + start,
+                 wanted);
+        });
+      } else {
+        read_alone();
+      }
+    } else {
+      read_alone();
     }
     epilogue(team, rows, [&] {
       const float cols = warp_cols<W>(team);
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) {
+      for (int r = 0; r < ROWS; ++r) {
         team.publish(warp_part<KIND, W>(rows.x[r], team, cols));
         rows.s[r] = statistics<KIND>(p, team, rows.row(r));
       }
@@ -66,8 +76,9 @@ __device__ __forceinline__ void quantized_ring(const Forward& p, const RowsLaunc
     }
   }();
   ring.start(team.index);
-  // Beside more values than these there is no room for scale in registers.
-  using Scale = std::conditional_t<W::VECTORS * W::N <= 32, RegisterScale<X, W>, LoadedScale<X, W, false>>;
+  // Beside more values than these, or sums on their way, there is no room for scale in registers.
+  using Scale =
+      std::conditional_t<W::VECTORS * W::N <= (ADDS ? 16 : 32), RegisterScale<X, W>, LoadedScale<X, W, false>>;
   const Scale scale(team, p);
   const float cols = warp_cols<W>(team);
   RowOf<X, W, Quantized<X, ADDS>> x;
@@ -116,7 +127,7 @@ struct QuantizedResidency {
   static constexpr int kBlocks = (64 << 10) / kRegisters / R::kMost;
 };
 
-// ADDS: x + residual is normalised.
+// ADDS: x + residual comes by way of a ring.
 template <Kind KIND, typename X, typename R, Access ACCESS, bool ADDS>
 __global__ void __launch_bounds__(R::kMost, QuantizedResidency<X, R, ACCESS>::kBlocks)
     quantized_kernel(const __grid_constant__ Forward p, const __grid_constant__ RowsLaunch launch) {
@@ -124,7 +135,7 @@ __global__ void __launch_bounds__(R::kMost, QuantizedResidency<X, R, ACCESS>::kB
     if constexpr (kHasClusters) quantized_ring<KIND, X, R, ADDS>(p, launch, dynamic_shared());
   } else {
     using W = Walk<X, R, ACCESS>;
-    quantized_rows<KIND, X, R, W, ADDS>(p, launch, QuantizeKnown<KIND, X, W>{p});
+    quantized_rows<KIND, X, R, W, R::kRows>(p, launch, QuantizeKnown<KIND, X, W>{p});
   }
 }
 
@@ -134,7 +145,7 @@ __global__ void __launch_bounds__(kMaxThreads)
     quantized_any_kernel(const __grid_constant__ Forward p, const __grid_constant__ RowsLaunch launch) {
   if constexpr (R::kCluster == 1 || kHasClusters) {
     using W = WalkAgain<X, R, ACCESS>;
-    quantized_rows<KIND, X, R, W, false>(p, launch, QuantizeAny<KIND, W>{p});
+    quantized_rows<KIND, X, R, W, 1>(p, launch, QuantizeAny<KIND, W>{p});
   }
 }
 
@@ -183,8 +194,9 @@ class QuantizedForward {
     return plan_.blocks_per_row == 1 || launch.with_rings(plan_, p_.cols, {sizeof(X)}, 2) > 0;
   }
 
-  int64_t teams() const {
-    const int64_t rows = int64_t{plan_.rows_per_block} * plan_.rows_per_team;
+  // `at_once`: rows that a team has under way.
+  int64_t teams(int at_once) const {
+    const int64_t rows = int64_t{plan_.rows_per_block} * at_once;
     return (p_.rows + rows - 1) / rows;
   }
 
@@ -192,30 +204,28 @@ class QuantizedForward {
   cudaError_t run_known() {
     if constexpr (R::kVectors == kStreamed) {
       return cudaErrorNotSupported;
+    } else if constexpr (R::kCluster == 1) {
+      return launch_teams(quantized_kernel<KIND, X, R, Access::vectors, false>, plan_, teams(R::kRows), 0, stream_, p_,
+                          launch_);
     } else {
-      return p_.residual ? launch_known<R, true>() : launch_known<R, false>();
+      return p_.residual ? launch_ring<R, true>() : launch_ring<R, false>();
     }
   }
 
   template <typename R, bool ADDS>
-  cudaError_t launch_known() {
-    if constexpr (R::kCluster == 1) {
-      return launch_teams(quantized_kernel<KIND, X, R, Access::vectors, ADDS>, plan_, teams(), 0, stream_, p_, launch_);
-    } else {
-      const int bytes = ADDS ? launch_.with_rings(plan_, p_.cols, {sizeof(X), sizeof(X)}, 1)
-                             : launch_.with_rings(plan_, p_.cols, {sizeof(X)}, 1);
-      if (bytes == 0) return cudaErrorNotSupported;
-      const int64_t at_once = std::min<int64_t>(teams(), current_device().teams_at_once(plan_.blocks_per_row));
-      return launch_teams(quantized_kernel<KIND, X, R, Access::ring, ADDS>, plan_, at_once, bytes, stream_, p_,
-                          launch_);
-    }
+  cudaError_t launch_ring() {
+    const int bytes = ADDS ? launch_.with_rings(plan_, p_.cols, {sizeof(X), sizeof(X)}, 1)
+                           : launch_.with_rings(plan_, p_.cols, {sizeof(X)}, 1);
+    if (bytes == 0) return cudaErrorNotSupported;
+    const int64_t at_once = std::min<int64_t>(teams(1), current_device().teams_at_once(plan_.blocks_per_row));
+    return launch_teams(quantized_kernel<KIND, X, R, Access::ring, ADDS>, plan_, at_once, bytes, stream_, p_, launch_);
   }
 
   template <typename R>
   cudaError_t run_any() {
     const auto launch_as = [&](auto access) {
       using Any = Regime<R::kThreads, R::kVectors, R::kCluster>;  // of however many threads
-      return launch_teams(quantized_any_kernel<KIND, X, Any, decltype(access)::value>, plan_, teams(), 0, stream_, p_,
+      return launch_teams(quantized_any_kernel<KIND, X, Any, decltype(access)::value>, plan_, teams(1), 0, stream_, p_,
                           launch_);
     };
     if constexpr (R::kVectors == kStreamed) {

@@ -1,4 +1,4 @@
-// Epilogues of rows whose result is quantised.
+// The epilogue of rows whose result is quantised from registers.
 #pragma once
 
 #include "cuda/forward.cuh"
@@ -246,7 +246,8 @@ struct QuantizeKnown {
   __device__ __forceinline__ void operator()(Team& team, const Rows& rows, F collect) const {
     constexpr int kRows = Rows::kRows;
     constexpr int kRegisters = W::VECTORS * W::N * (kRows + 1) * sizeof(X) / 4;  // of x and scale
-    const LoadedScale<X, W, kRegisters <= 32> scale(team, p);
+    // The sums of layer norm leave no room for scale.
+    const LoadedScale<X, W, (KIND == Kind::rms && kRegisters <= 32)> scale(team, p);
     collect();
     Values<W, kRows> values;
     for_each_vector<W>(team, [&](int slot, auto first, int left) {
@@ -263,99 +264,6 @@ struct QuantizeKnown {
     values.publish(p, team);
     values.rescale(p, team, row);
     values.store(p, team, row);
-  }
-};
-
-// Of any rows, which it reads once for each pass, and with any weights. In loops, to be little code.
-template <Kind KIND, typename W>
-struct QuantizeAny {
-  static constexpr int N = W::ALIGNED ? W::N : 1;
-  const Forward& p;
-
-  template <typename Team, typename Rows, typename F>
-  __device__ void operator()(Team& team, const Rows& rows, F collect) const {
-    collect();
-#pragma unroll 1
-    for (int r = 0; r < Rows::kRows && rows.row(r) < p.rows; ++r) {
-      const auto of = [&](auto& x) {
-        return [&](int64_t first, auto& v) {
-          finish_any<KIND>(p, rows.s[r], x, first, v);
-          constexpr int M = sizeof(v) / sizeof(float);
-          float factor[M];
-          if (p.quantized.smooth.data) {
-            load_floats<true>(p.quantized.smooth, first, M, factor);
-            for (int i = 0; i < M; ++i) v[i] *= factor[i];
-          }
-        };
-      };
-      if (p.quantized.given || is_by_row(p)) {
-        whole_row(team, rows.row(r), of(rows.memory[r]));
-      } else {
-        groups(team, rows.row(r), of(rows.memory[r]));
-      }
-    }
-  }
-
- private:
-  template <int M>
-  __device__ void store_values(int64_t at, float (&v)[M], float reciprocal) const {
-#pragma unroll
-    for (int i = 0; i < M; ++i) v[i] *= reciprocal;
-    with_quantized(p.quantized.values.dtype, [&](auto dtype) {
-      store<true>(static_cast<uint8_t*>(p.quantized.values.data) + at, pack_quantized<decltype(dtype)::value>(v), M);
-    });
-  }
-
-  template <typename Team, typename V>
-  __device__ void whole_row(Team& team, int64_t row, V values) const {
-    const int64_t step = int64_t{team.threads} * N;
-    float scale, v[N];
-    if (p.quantized.given) {
-      scale = __ldg(p.quantized.given);
-    } else {
-      float magnitude = 0;
-#pragma unroll 1
-      for (int64_t first = team.begin + team.rank * N; first < team.end; first += step) {
-        values(first, v);
-        magnitude = largest_in(magnitude, v);
-      }
-      team.template publish<Largest>({{team.warp_largest(magnitude)}});
-      scale = scale_of(p.quantized, team.template collect<Largest>().value[0]);
-      if (team.rank + team.begin == 0) write_scale(p, row, 0, scale);
-    }
-    const float reciprocal = 1.0f / scale;
-#pragma unroll 1
-    for (int64_t first = team.begin + team.rank * N; first < team.end; first += step) {
-      values(first, v);
-      store_values(row * p.cols + first, v, reciprocal);
-    }
-  }
-
-  // A warp's threads of the team share a group. They need not have its columns otherwise.
-  template <typename Team, typename V>
-  __device__ void groups(Team& team, int64_t row, V values) const {
-    int64_t warp = team.rank / W::LANES, warps = team.threads / W::LANES;
-    if constexpr (Team::kSpansBlocks) {
-      warp += warps * Cluster::rank();
-      warps *= Cluster::blocks();
-    }
-    const int64_t group = p.quantized.group;
-#pragma unroll 1
-    for (int64_t begin = warp * group; begin < p.cols; begin += warps * group) {
-      float magnitude = 0, v[1];
-#pragma unroll 1
-      for (int64_t column = begin + team.rank % W::LANES; column < begin + group; column += W::LANES) {
-        values(column, v);
-        magnitude = largest_in(magnitude, v);
-      }
-      const float scale = scale_of(p.quantized, team.warp_largest(magnitude)), reciprocal = 1.0f / scale;
-      if (team.rank % W::LANES == 0) write_scale(p, row, group_of(p.quantized, begin), scale);
-#pragma unroll 1
-      for (int64_t column = begin + team.rank % W::LANES; column < begin + group; column += W::LANES) {
-        values(column, v);
-        store_values(row * p.cols + column, v, reciprocal);
-      }
-    }
   }
 };
 

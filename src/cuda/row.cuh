@@ -156,6 +156,13 @@ class SumRow {
     }
   }
 
+  // b alone, from memory: nothing is added.
+  template <typename Team>
+  __device__ void read(const Team& team, const T* b) {
+    for_each_vector<W>(
+        team, [&](int slot, auto first, int left) { packed_[slot] = load<W::ALIGNED, W::N>(b + first, left); });
+  }
+
   // Columns past the row's end are zero.
   __device__ void get(int slot, int64_t, int left, float (&to)[W::N]) const { unpack(packed(slot, left), to); }
 

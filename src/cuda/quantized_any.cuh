@@ -1,0 +1,104 @@
+// The epilogue of any other rows whose result is quantised: no alignment, any weights, any length.
+#pragma once
+
+#include "cuda/quantized_row.cuh"
+
+namespace jaxnorm::cuda {
+
+// v of N columns of any types. This and the next are functions of their own: kernels that are not fast anyway share
+// them, and take less time to compile.
+template <Kind KIND, int N, typename X>
+__device__ __noinline__ Packed<float, N> any_values(const Forward& p, Statistics s, const X* x, int64_t first) {
+  float v[N], factor[N];
+  finish_any<KIND>(p, s, x, first, v);
+  if (p.quantized.smooth.data) {
+    load_floats<true>(p.quantized.smooth, first, N, factor);
+#pragma unroll
+    for (int i = 0; i < N; ++i) v[i] *= factor[i];
+  }
+  return pack<float>(v);
+}
+
+template <int N>
+__device__ __noinline__ void store_any(const Output& to, int64_t at, Packed<float, N> values, float reciprocal) {
+  float v[N];
+  unpack(values, v);
+#pragma unroll
+  for (int i = 0; i < N; ++i) v[i] *= reciprocal;
+  with_quantized(to.dtype, [&](auto dtype) {
+    store<true>(static_cast<uint8_t*>(to.data) + at, pack_quantized<decltype(dtype)::value>(v), N);
+  });
+}
+
+// Of any rows, which it reads once for each pass, and with any weights. In loops, to be little code.
+template <Kind KIND, typename W>
+struct QuantizeAny {
+  static constexpr int N = W::ALIGNED ? W::N : 1;
+  const Forward& p;
+
+  template <typename Team, typename Rows, typename F>
+  __device__ void operator()(Team& team, const Rows& rows, F collect) const {
+    static_assert(Rows::kRows == 1);
+    collect();
+    if (p.quantized.given || is_by_row(p)) {
+      whole_row(team, rows.row(0), rows.s[0], rows.memory[0]);
+    } else {
+      groups(team, rows.row(0), rows.s[0], rows.memory[0]);
+    }
+  }
+
+ private:
+  template <int M>
+  __device__ static float largest(float magnitude, const Packed<float, M>& values) {
+    float v[M];
+    unpack(values, v);
+    return largest_in(magnitude, v);
+  }
+
+  template <typename Team, typename X>
+  __device__ void whole_row(Team& team, int64_t row, Statistics s, const X* x) const {
+    const int64_t step = int64_t{team.threads} * N;
+    float scale;
+    if (p.quantized.given) {
+      scale = __ldg(p.quantized.given);
+    } else {
+      float magnitude = 0;
+#pragma unroll 1
+      for (int64_t first = team.begin + team.rank * N; first < team.end; first += step)
+        magnitude = largest(magnitude, any_values<KIND, N>(p, s, x, first));
+      team.template publish<Largest>({{team.warp_largest(magnitude)}});
+      scale = scale_of(p.quantized, team.template collect<Largest>().value[0]);
+      if (team.rank + team.begin == 0) write_scale(p, row, 0, scale);
+    }
+    const float reciprocal = 1.0f / scale;
+#pragma unroll 1
+    for (int64_t first = team.begin + team.rank * N; first < team.end; first += step)
+      store_any<N>(p.quantized.values, row * p.cols + first, any_values<KIND, N>(p, s, x, first), reciprocal);
+  }
+
+  // A warp's threads of the team share a group. They need not have its columns otherwise.
+  template <typename Team, typename X>
+  __device__ void groups(Team& team, int64_t row, Statistics s, const X* x) const {
+    int64_t warp = team.rank / W::LANES, warps = team.threads / W::LANES;
+    if constexpr (Team::kSpansBlocks) {
+      warp += warps * Cluster::rank();
+      warps *= Cluster::blocks();
+    }
+    const int64_t group = p.quantized.group;
+#pragma unroll 1
+    for (int64_t begin = warp * group; begin < p.cols; begin += warps * group) {
+      const int64_t first = begin + team.rank % W::LANES, end = begin + group;
+      float magnitude = 0;
+#pragma unroll 1
+      for (int64_t column = first; column < end; column += W::LANES)
+        magnitude = largest(magnitude, any_values<KIND, 1>(p, s, x, column));
+      const float scale = scale_of(p.quantized, team.warp_largest(magnitude)), reciprocal = 1.0f / scale;
+      if (team.rank % W::LANES == 0) write_scale(p, row, group_of(p.quantized, begin), scale);
+#pragma unroll 1
+      for (int64_t column = first; column < end; column += W::LANES)
+        store_any<1>(p.quantized.values, row * p.cols + column, any_values<KIND, 1>(p, s, x, column), reciprocal);
+    }
+  }
+};
+
+}  // namespace jaxnorm::cuda
