@@ -7,6 +7,7 @@
 //   compute-sanitizer --tool racecheck ./sanitize layer bf16 37 4096    # one shape, rows by columns
 #include <cuda_runtime.h>
 
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -79,6 +80,35 @@ void run(Kind kind, Dtype dtype, int64_t rows, int64_t cols, int64_t offset) {
   check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
 }
 
+// Quantised results, with a scale for each row, for groups and given; without a residual and with one.
+void run_quantized(Kind kind, Dtype dtype, int64_t rows, int64_t cols, int64_t offset) {
+  const Array x(dtype, rows * cols, offset, true), scale(dtype, cols, offset, true), bias(dtype, cols, offset, true);
+  const Array sum(dtype, rows * cols, offset, true), smooth(Dtype::f32, cols, offset, true);
+  const Array scales(Dtype::f32, rows * cols, 0, false), given(Dtype::f32, 1, 0, true);
+  constexpr Dtype formats[] = {Dtype::f8e4m3fn, Dtype::f8e5m2, Dtype::s8};
+  int turn = 0;
+  for (const bool adds : {false, true})
+    for (const int64_t group : {int64_t{0}, int64_t{64}, int64_t{128}, cols}) {
+      if (group && cols % group) continue;
+      const Dtype format = formats[turn++ % 3];
+      const Array values(format, rows * cols, offset, false);
+      Forward f{};
+      f.kind = kind, f.rows = rows, f.cols = cols, f.epsilon = 1e-6f, f.multiply_before_cast = true;
+      f.x = {x.get(), dtype}, f.scale = {scale.get(), dtype};
+      if (kind == Kind::layer) f.bias = {bias.get(), dtype};
+      if (adds) f.residual = {sum.get(), dtype}, f.sum = {sum.get(), dtype};
+      f.quantized.values = {values.get(), format}, f.quantized.smooth = {smooth.get(), Dtype::f32};
+      f.quantized.group = group ? group : cols, f.quantized.max_scale = INFINITY;
+      if (group) {
+        f.quantized.scales = static_cast<float*>(scales.get());
+      } else {
+        f.quantized.given = static_cast<const float*>(given.get());
+      }
+      check(forward(f, nullptr), "quantised forward");
+      check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -88,6 +118,7 @@ int main(int argc, char** argv) {
       if (!asked(1, kind == Kind::rms ? "rms" : "layer") || !asked(2, dtype == Dtype::f32 ? "f32" : "bf16")) continue;
       if (argc == 5) {
         run(kind, dtype, std::atoll(argv[3]), std::atoll(argv[4]), 0);
+        run_quantized(kind, dtype, std::atoll(argv[3]), std::atoll(argv[4]), 0);
         continue;
       }
       // Lengths of every regime, whole vectors and not; rows of a part of a block, and more than run at once.
@@ -96,6 +127,9 @@ int main(int argc, char** argv) {
       for (const int64_t cols : {8192, 10000, 16384, 30001, 40000, 65536, 100003, 131072, 262144, 300000, 300001})
         for (const int64_t rows : {1, 70}) run(kind, dtype, rows, cols, 0);
       for (const int64_t cols : {64, 1024, 4096, 65536}) run(kind, dtype, 37, cols, 1);
+      for (const int64_t cols : {24, 64, 256, 257, 512, 1024, 4096, 12288, 16384, 65536, 100003, 262144, 300032})
+        for (const int64_t rows : {1, 70}) run_quantized(kind, dtype, rows, cols, 0);
+      for (const int64_t cols : {64, 1024, 4096, 65536}) run_quantized(kind, dtype, 37, cols, 1);
     }
   std::printf("ran every regime that was asked for\n");
 }

@@ -25,6 +25,7 @@
 #undef __device__
 #undef __shared__
 #undef __forceinline__
+#undef __noinline__
 #undef __launch_bounds__
 #undef __grid_constant__
 #undef __align__
@@ -32,6 +33,7 @@
 #define __device__
 #define __shared__ static thread_local
 #define __forceinline__ inline
+#define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __align__(bytes) __attribute__((aligned(bytes)))

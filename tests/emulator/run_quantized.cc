@@ -159,6 +159,8 @@ void test_all(int64_t rows, int64_t cols, int64_t offset = 0) {
       for (const Residual residual : {Residual::none, Residual::same, Residual::f32})
         for (const int64_t group : {int64_t{0}, int64_t{64}, int64_t{128}, cols}) {
           if ((group && cols % group) || (residual == Residual::f32 && dtype == kF32)) continue;
+          // The longest rows take seconds: one granularity of each norm.
+          if (cols > 100'000 && (residual != Residual::none || group != (kind == Kind::rms ? cols : 128))) continue;
           test(kind, dtype, residual, rows, cols, group, offset, true);
           if (residual == Residual::none && cols <= 2048) test(kind, dtype, residual, rows, cols, group, offset, false);
         }
@@ -174,9 +176,9 @@ int main(int argc, char** argv) {
     for (const int64_t cols : {64, 192, 1024}) test_all(5, cols, 1);
     for (const int64_t cols : {1536, 4097, 5376, 8192}) test_all(4, cols);
     for (const int64_t cols : {12288, 16384}) test_all(1, cols);
-    test_all(4, 40960);  // clusters
-    test_all(1, 40001);
-    test_all(1, 300032);  // some looped
+    test_all(5, 20480);  // clusters
+    test_all(1, 20001);
+    test_all(1, 300032);  // looped, or many vectors a thread
   }
   std::printf("%d failures\n", failures);
   return failures > 0;
