@@ -76,9 +76,9 @@ __device__ constexpr int reversed(int i) {
   return result;
 }
 
-// From M magnitudes of each thread the reciprocal of the scale of each over groups of `width` neighbouring threads. The
-// first M lanes of a group reduce one each, lane i number reversed<M>(i), and write(its number, scale) it. TWO: so do
-// two groups together whose numbers differ in the lowest bit.
+// From M magnitudes of each thread the reciprocal of the scale of each over groups of `width` neighbouring threads, a
+// power of two. The first M lanes of a group reduce one each, lane i number reversed<M>(i), and write(its number,
+// scale) it. TWO: so do two groups together whose numbers differ in the lowest bit.
 template <int LANES, int M, typename F>
 __device__ void reciprocal_scales(const Quantization& q, float (&magnitude)[M], int width, bool two, F write) {
   static_assert(M <= 8 && M <= LANES);
@@ -101,7 +101,7 @@ __device__ void reciprocal_scales(const Quantization& q, float (&magnitude)[M], 
   if (M > 1 && two) amax = larger_magnitude(amax, __shfl_xor_sync(mask, amax, M / 2));
 
   const float scale = scale_of(q, amax), reciprocal = 1.0f / scale;
-  if (lane() % width < M) write(reversed<M>(lane() % M), scale);
+  if ((lane() & (width - 1)) < M) write(reversed<M>(lane() % M), scale);
 #pragma unroll
   for (int j = 0; j < M; ++j) magnitude[j] = __shfl_sync(mask, reciprocal, reversed<M>(j), M);
 }

@@ -199,7 +199,8 @@ struct Values {
     }
   }
 
-  // A group's vectors are those of neighbouring lanes at one slot, or, of the shortest teams, at two.
+  // A group's vectors are those of neighbouring lanes at one slot, or, of the shortest teams, at two. All numbers are
+  // powers of two.
   template <typename Team, typename F>
   __device__ void rescale_groups(const Forward& p, const Team& team, F row) {
     const Quantization& q = p.quantized;
@@ -209,10 +210,10 @@ struct Values {
 #pragma unroll
       for (int slot = 0; slot < W::VECTORS; ++slot) factors[r * W::VECTORS + slot] = largest_in(0, v[r][slot]);
     const int group = static_cast<int>(q.group), width = min(group / W::N, W::LANES);
-    const int64_t first = team.begin + first_of_thread<W>(team) - lane() % width * W::N;
+    const int64_t first = team.begin + first_of_thread<W>(team) - (lane() & (width - 1)) * W::N;
     reciprocal_scales<W::LANES>(q, factors, width, group > W::STRIDE, [&](int number, float scale) {
       const int64_t column = first + number % W::VECTORS * W::STRIDE;
-      if (column < team.end && column % group == 0)
+      if (column < team.end && (column & (group - 1)) == 0)
         write_scale(p, row(number / W::VECTORS), group_of(q, column), scale);
     });
 #pragma unroll
