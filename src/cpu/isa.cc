@@ -1,5 +1,6 @@
 // The kernels for one instruction set: compiled once for each, under the name JAXNORM_ISA.
 #include "cpu/kernels.h"
+#include "cpu/quantize.h"
 #include "cpu/row.h"
 
 namespace jaxnorm::cpu {
@@ -14,6 +15,18 @@ void with_type(Dtype dtype, F f) {
       return f(F16{});
     default:
       return f(BF16{});
+  }
+}
+
+template <class F>
+void with_quantized_type(Dtype dtype, F f) {
+  switch (dtype) {
+    case Dtype::f8e4m3fn:
+      return f(F8E4M3FN{});
+    case Dtype::f8e5m2:
+      return f(F8E5M2{});
+    default:
+      return f(S8{});
   }
 }
 
@@ -80,25 +93,73 @@ void add_rows(const Forward& f, int64_t first, int64_t count) {
   });
 }
 
+// The weights of a forward, and of a quantisation the factors that smooth.
+struct Weights {
+  Weight scale, bias, smooth;
+
+  explicit Weights(const Forward& f)
+      : scale{static_cast<const float*>(f.scale.data), 1},
+        bias{static_cast<const float*>(f.bias.data), -0.f},
+        smooth{static_cast<const float*>(f.quantized.smooth.data), 1} {}
+
+  template <class Extent>
+  Vec y(Vec x_hat, int64_t column, Extent extent) const {
+    return fma(x_hat, scale(column, extent), bias(column, extent));
+  }
+};
+
+// An epilogue: writes y.
+template <class Y>
+struct Write {
+  Weights weights;
+  Result<Y> y;
+  bool round_x_hat;
+
+  Write(const Forward& f, int64_t traffic)
+      : weights(f),
+        y{static_cast<Y*>(f.y.data), is_streamed(traffic, f.y, f.cols)},
+        round_x_hat(!f.multiply_before_cast) {}
+
+  template <class Stats, class X>
+  void operator()(const Forward& f, int64_t row, Stats stats, LastPass<X> x) const {
+    const Result<Y> of_row{y.data + row * f.cols, y.past_caches};
+    for_each_vector(f.cols, [&](int64_t column, auto extent) {
+      Vec value = stats.x_hat(x(column, extent));
+      if (round_x_hat) value = rounded_to(value, Y{});
+      of_row(column, weights.y(value, column, extent), extent);
+    });
+  }
+};
+
+// An epilogue: writes y quantised.
+template <class Q>
+struct Quantize {
+  Weights weights;
+
+  explicit Quantize(const Forward& f) : weights(f) {}
+
+  template <class Stats, class X>
+  void operator()(const Forward& f, int64_t row, Stats stats, LastPass<X> last_x) const {
+    const auto v = [&](LastPass<X> x, int64_t column, auto extent) {
+      return weights.y(stats.x_hat(x(column, extent)), column, extent) * weights.smooth(column, extent);
+    };
+    const LastPass<X> x{last_x.data, 0};
+    for (int64_t begin = 0; begin < f.cols; begin += f.quantized.group) {
+      quantize(f.quantized, row, f.cols, begin, v, x, last_x, Q{});
+    }
+  }
+};
+
 // Normalises rows [first, first + count) of `input`, of which there are R at most.
-template <int R, class Stats, class X, class Y>
-void forward_rows(const Forward& f, Input input, int64_t first, int64_t count, int64_t traffic) {
+template <int R, class Stats, class X, class Epilogue>
+void forward_rows(const Forward& f, Input input, int64_t first, int64_t count, int64_t ahead, Epilogue epilogue) {
   const Rows<R, X> rows(input, f.cols, first, count);
-  const Weight scale{static_cast<const float*>(f.scale.data), 1}, bias{static_cast<const float*>(f.bias.data), -0.f};
-  const bool round_x_hat = !f.multiply_before_cast, past_caches = is_streamed(traffic, f.y, f.cols);
-  const int64_t ahead = elements_ahead(traffic, R * f.cols, sizeof(X));
   Stats stats[R];
   Stats::template of<R>(rows, f.cols, f.epsilon, stats);
   for (int64_t row = 0; row < count; ++row) {
-    const LastPass<X> x{rows.data[row], ahead};
-    const Result<Y> y{static_cast<Y*>(f.y.data) + (first + row) * f.cols, past_caches};
     const Stats of_row = stats[row];
     if (f.rstd) save(of_row, f, first + row);
-    for_each_vector(f.cols, [&](int64_t column, auto extent) {
-      Vec value = of_row.x_hat(x(column, extent));
-      if (round_x_hat) value = rounded_to(value, Y{});
-      y(column, fma(value, scale(column, extent), bias(column, extent)), extent);
-    });
+    epilogue(f, first + row, of_row, LastPass<X>{rows.data[row], ahead});
   }
 }
 
@@ -142,16 +203,30 @@ void backward_row(const Backward& b, int64_t row, float* dscale, float* dbias, i
   });
 }
 
+template <int R, class Stats, class X, class Epilogue>
+void forward_by(const Forward& f, Input input, int64_t begin, int64_t end, int64_t traffic, Epilogue epilogue) {
+  const int64_t ahead = elements_ahead(traffic, R * f.cols, sizeof(X));
+  for (int64_t row = begin; row < end; row += R) {
+    const int64_t count = end - row < R ? end - row : R;
+    if (f.residual) add_rows(f, row, count);
+    forward_rows<R, Stats, X>(f, input, row, count, ahead, epilogue);
+  }
+}
+
 template <int R, class Stats>
 void forward_by(const Forward& f, int64_t begin, int64_t end, int64_t traffic) {
   const Input input = f.residual ? Input{f.sum.data, f.sum.dtype} : f.x;
-  with_types(input.dtype, f.y.dtype, [&](auto x, auto y) {
-    for (int64_t row = begin; row < end; row += R) {
-      const int64_t count = end - row < R ? end - row : R;
-      if (f.residual) add_rows(f, row, count);
-      forward_rows<R, Stats, decltype(x), decltype(y)>(f, input, row, count, traffic);
-    }
-  });
+  if (f.quantized.values) {
+    with_type(input.dtype, [&](auto x) {
+      with_quantized_type(f.quantized.values.dtype, [&](auto q) {
+        forward_by<R, Stats, decltype(x)>(f, input, begin, end, traffic, Quantize<decltype(q)>(f));
+      });
+    });
+  } else {
+    with_types(input.dtype, f.y.dtype, [&](auto x, auto y) {
+      forward_by<R, Stats, decltype(x)>(f, input, begin, end, traffic, Write<decltype(y)>(f, traffic));
+    });
+  }
   fence();
 }
 

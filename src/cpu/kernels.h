@@ -7,12 +7,12 @@
 
 namespace jaxnorm::cpu {
 
-// In what these are given, scale and bias are f32 and the scale has its offset in it: widen() makes them so. `traffic`
-// is how many bytes all rows of the call read and write.
+// In what these are given, scale, bias and smooth are f32 and the scale has its offset in it: widen() makes them so.
+// `traffic` is how many bytes all rows of the call read and write.
 struct Kernels {
   const char* isa;
 
-  // Normalises rows [begin, end).
+  // Normalises rows [begin, end), and quantises them where that is asked for.
   void (*forward)(const Forward& f, int64_t begin, int64_t end, int64_t traffic);
 
   // Writes dx of rows [begin, end) and adds their dscale and dbias, where asked for, to the f32 sums of a row each.

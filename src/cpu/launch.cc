@@ -105,10 +105,12 @@ const char* isa() { return kernels().isa; }
 void forward(const Forward& call, const ParallelFor& parallel_for) {
   Forward f = call;
   const F32Weight scale(&f.scale, f.scale_offset, f.cols), bias(&f.bias, 0, f.cols);
+  const F32Weight smooth(&f.quantized.smooth, 0, f.cols);
   const int64_t step = std::max<int64_t>(1, kElements / f.cols), elements = f.rows * f.cols;
   const int64_t sum_size = f.sum ? size_of(f.sum.dtype) : 0;
-  const int64_t traffic = elements * (size_of(f.x.dtype) + 2 * sum_size + size_of(f.y.dtype));
-  expect_writes(f.y, elements);
+  const Output result = f.y ? f.y : f.quantized.values;
+  const int64_t traffic = elements * (size_of(f.x.dtype) + 2 * sum_size + size_of(result.dtype));
+  expect_writes(result, elements);
   expect_writes(f.sum, elements);
   parallel_for(ceil_div(f.rows, step),
                [&](int64_t task) { kernels().forward(f, task * step, std::min(f.rows, (task + 1) * step), traffic); });

@@ -23,6 +23,12 @@ struct ForwardAttributes {
   bool multiply_before_cast, has_residual, has_scale, has_bias;
 };
 
+struct QuantizedAttributes {
+  int64_t axes, group;  // group: how many columns share a scale; 0: all of a row
+  float epsilon, scale_offset, max_scale;
+  bool power_of_two, has_residual, has_scale, has_bias, has_smooth, has_given;
+};
+
 struct BackwardAttributes {
   int64_t axes;
   float scale_offset;
@@ -35,6 +41,13 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jaxnorm::ForwardAttributes, StructMember<i
                                       StructMember<float>("epsilon"), StructMember<float>("scale_offset"),
                                       StructMember<bool>("multiply_before_cast"), StructMember<bool>("has_residual"),
                                       StructMember<bool>("has_scale"), StructMember<bool>("has_bias"));
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jaxnorm::QuantizedAttributes, StructMember<int64_t>("axes"),
+                                      StructMember<int64_t>("group"), StructMember<float>("epsilon"),
+                                      StructMember<float>("scale_offset"), StructMember<float>("max_scale"),
+                                      StructMember<bool>("power_of_two"), StructMember<bool>("has_residual"),
+                                      StructMember<bool>("has_scale"), StructMember<bool>("has_bias"),
+                                      StructMember<bool>("has_smooth"), StructMember<bool>("has_given"));
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jaxnorm::BackwardAttributes, StructMember<int64_t>("axes"),
                                       StructMember<float>("scale_offset"), StructMember<bool>("has_scale"),
@@ -98,16 +111,17 @@ class Buffers {
       fail(std::string(name) + " is missing, operands that came: " + std::to_string(operands_.size()));
       return {};
     }
-    return {buffer->untyped_data(), checked(name, *buffer, shape, dtype)};
+    return {buffer->untyped_data(), checked(name, *buffer, shape, dtype, false)};
   }
 
-  Output result(const char* name, const Shape& shape, std::optional<Dtype> dtype = std::nullopt) {
+  Output result(const char* name, const Shape& shape, std::optional<Dtype> dtype = std::nullopt,
+                bool quantized = false) {
     auto buffer = results_.get<ffi::AnyBuffer>(next_result_++);
     if (!buffer) {
       fail(std::string(name) + " is missing, results that came: " + std::to_string(results_.size()));
       return {};
     }
-    return {(*buffer)->untyped_data(), checked(name, **buffer, shape, dtype)};
+    return {(*buffer)->untyped_data(), checked(name, **buffer, shape, dtype, quantized)};
   }
 
   const float* statistic(const char* name, const Shape& shape) {
@@ -151,18 +165,28 @@ class Buffers {
         return Dtype::f16;
       case ffi::BF16:
         return Dtype::bf16;
+      case ffi::F8E4M3FN:
+        return Dtype::f8e4m3fn;
+      case ffi::F8E5M2:
+        return Dtype::f8e5m2;
+      case ffi::S8:
+        return Dtype::s8;
       default:
         return std::nullopt;
     }
   }
 
-  Dtype checked(const char* name, const ffi::AnyBuffer& buffer, const Shape& shape, std::optional<Dtype> wanted) {
+  // Without a dtype that is wanted, any of those that are quantised to, or any of the others, will do.
+  Dtype checked(const char* name, const ffi::AnyBuffer& buffer, const Shape& shape, std::optional<Dtype> wanted,
+                bool quantized) {
     const auto dims = buffer.dimensions();
     const auto dtype = dtype_of(buffer);
-    if (Shape(dims.begin(), dims.end()) != shape || !dtype || (wanted && *dtype != *wanted)) {
+    const bool is_right = dtype && (wanted ? *dtype == *wanted : is_quantized(*dtype) == quantized);
+    if (Shape(dims.begin(), dims.end()) != shape || !is_right) {
       const char* const names[] = {"F32", "F16", "BF16"};
-      const std::string expected = wanted ? names[static_cast<int>(*wanted)] : "F32, F16 or BF16 of shape ";
-      fail(std::string(name) + " is " + text(buffer) + ", expected " + expected + text(shape));
+      const char* const any = quantized ? "F8E4M3FN, F8E5M2 or S8 of shape " : "F32, F16 or BF16 of shape ";
+      fail(std::string(name) + " is " + text(buffer) + ", expected " +
+           (wanted ? names[static_cast<int>(*wanted)] : any) + text(shape));
     }
     return dtype.value_or(Dtype::f32);
   }
@@ -184,32 +208,74 @@ class Buffers {
 
 inline constexpr const char* kPair = "what is normalised and y (or dy) have different dtypes and neither is F32";
 
-inline ffi::ErrorOr<Forward> forward_arguments(Kind kind, ffi::RemainingArgs operands, ffi::RemainingRets results,
-                                               const ForwardAttributes& attributes) {
-  Buffers buffers(kind, "fwd", operands, results);
-  const Shapes shapes = buffers.shapes(attributes.axes);
+// What every forward has before its own attributes and results.
+template <class Attributes>
+Forward forward_operands(Kind kind, Buffers& buffers, const Shapes& shapes, const Attributes& attributes) {
   Forward f{};
   f.kind = kind;
   f.rows = shapes.rows;
   f.cols = shapes.cols;
   f.epsilon = attributes.epsilon;
   f.scale_offset = attributes.scale_offset;
-  f.multiply_before_cast = attributes.multiply_before_cast;
   f.x = buffers.operand("x", shapes.x);
   if (attributes.has_residual) f.residual = buffers.operand("residual", shapes.x);
   if (attributes.has_scale) f.scale = buffers.operand("scale", shapes.weight);
   if (attributes.has_bias) f.bias = buffers.operand("bias", shapes.weight);
-  f.y = buffers.result("y", shapes.x);
-  if (attributes.has_residual) {
+  return f;
+}
+
+// And after them: the sum, and the statistics if there are `more` results.
+inline void forward_results(Forward& f, Buffers& buffers, const Shapes& shapes, bool has_residual, bool more) {
+  if (has_residual) {
     f.sum = buffers.result("sum", shapes.x, f.residual.dtype);
     buffers.require(is_supported(f.x.dtype, f.residual.dtype),
                     "x and residual have different dtypes and neither is F32");
   }
-  buffers.require(is_supported(attributes.has_residual ? f.residual.dtype : f.x.dtype, f.y.dtype), kPair);
-  if (results.size() > (attributes.has_residual ? 2 : 1)) {
-    if (kind == Kind::layer) f.mean = buffers.f32_result("mean", shapes.statistics);
-    f.rstd = buffers.f32_result("rstd", shapes.statistics);
+  if (!more) return;
+  if (f.kind == Kind::layer) f.mean = buffers.f32_result("mean", shapes.statistics);
+  f.rstd = buffers.f32_result("rstd", shapes.statistics);
+}
+
+inline ffi::ErrorOr<Forward> forward_arguments(Kind kind, ffi::RemainingArgs operands, ffi::RemainingRets results,
+                                               const ForwardAttributes& attributes) {
+  Buffers buffers(kind, "fwd", operands, results);
+  const Shapes shapes = buffers.shapes(attributes.axes);
+  const bool has_residual = attributes.has_residual;
+  Forward f = forward_operands(kind, buffers, shapes, attributes);
+  f.multiply_before_cast = attributes.multiply_before_cast;
+  f.y = buffers.result("y", shapes.x);
+  buffers.require(is_supported(has_residual ? f.residual.dtype : f.x.dtype, f.y.dtype), kPair);
+  forward_results(f, buffers, shapes, has_residual, results.size() > (has_residual ? 2 : 1));
+  return buffers.finish(f);
+}
+
+inline ffi::ErrorOr<Forward> quantized_arguments(Kind kind, ffi::RemainingArgs operands, ffi::RemainingRets results,
+                                                 const QuantizedAttributes& attributes) {
+  Buffers buffers(kind, "quantized_fwd", operands, results);
+  const Shapes shapes = buffers.shapes(attributes.axes);
+  const int64_t group = attributes.group;
+  const bool is_row = group == 0, has_given = attributes.has_given;
+  buffers.require(is_row || group == 64 || group == 128, "group is neither 0, for a row, nor 64 nor 128");
+  buffers.require(is_row || (attributes.axes == 1 && shapes.cols % group == 0),
+                  "the last axis is not the only one that is normalised, or group does not divide it");
+  buffers.require(is_row || !has_given, "there are groups and their scale is given");
+  buffers.require(attributes.max_scale >= 0x1p-126f, "max_scale is below the smallest normal float");
+  Forward f = forward_operands(kind, buffers, shapes, attributes);
+  f.multiply_before_cast = true;
+  Quantization& q = f.quantized;
+  q.group = is_row ? shapes.cols : group;
+  q.max_scale = attributes.max_scale;
+  q.power_of_two = attributes.power_of_two;
+  if (attributes.has_smooth) q.smooth = buffers.operand("smooth_scale", shapes.weight);
+  if (has_given) q.given = buffers.statistic("static_scale", {});
+  q.values = buffers.result("values", shapes.x, std::nullopt, /*quantized=*/true);
+  if (!has_given) {
+    Shape scales = shapes.statistics;
+    if (!is_row && !scales.empty()) scales.back() = shapes.cols / group;
+    q.scales = buffers.f32_result("scales", scales);
   }
+  const size_t without_statistics = 1 + !has_given + attributes.has_residual;
+  forward_results(f, buffers, shapes, attributes.has_residual, results.size() > without_statistics);
   return buffers.finish(f);
 }
 

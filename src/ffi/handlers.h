@@ -19,6 +19,13 @@ ffi::Error forward(ffi::RemainingArgs operands, ffi::RemainingRets results, Forw
 }
 
 template <class Platform, Kind kind>
+ffi::Error quantized(ffi::RemainingArgs operands, ffi::RemainingRets results, QuantizedAttributes attributes,
+                     typename ffi::CtxDecoding<typename Platform::Context>::Type context) {
+  const auto arguments = quantized_arguments(kind, operands, results, attributes);
+  return arguments ? Platform::run(*arguments, context) : arguments.error();
+}
+
+template <class Platform, Kind kind>
 ffi::Error backward(ffi::RemainingArgs operands, ffi::RemainingRets results, BackwardAttributes attributes,
                     typename ffi::CtxDecoding<typename Platform::Context>::Type context) {
   const auto arguments = backward_arguments(kind, operands, results, attributes, Platform::workspaces());
@@ -29,16 +36,23 @@ template <class Platform>
 nanobind::dict handlers() {
   using Context = typename Platform::Context;
   constexpr auto rms_fwd = forward<Platform, Kind::rms>, layer_fwd = forward<Platform, Kind::layer>;
+  constexpr auto rms_quantized = quantized<Platform, Kind::rms>, layer_quantized = quantized<Platform, Kind::layer>;
   constexpr auto rms_bwd = backward<Platform, Kind::rms>, layer_bwd = backward<Platform, Kind::layer>;
   constexpr auto traits = Platform::kTraits;
   XLA_FFI_DEFINE_HANDLER(rms_norm_fwd, rms_fwd, bind<ForwardAttributes>().template Ctx<Context>(), traits);
   XLA_FFI_DEFINE_HANDLER(layer_norm_fwd, layer_fwd, bind<ForwardAttributes>().template Ctx<Context>(), traits);
+  XLA_FFI_DEFINE_HANDLER(rms_norm_quantized_fwd, rms_quantized, bind<QuantizedAttributes>().template Ctx<Context>(),
+                         traits);
+  XLA_FFI_DEFINE_HANDLER(layer_norm_quantized_fwd, layer_quantized, bind<QuantizedAttributes>().template Ctx<Context>(),
+                         traits);
   XLA_FFI_DEFINE_HANDLER(rms_norm_bwd, rms_bwd, bind<BackwardAttributes>().template Ctx<Context>(), traits);
   XLA_FFI_DEFINE_HANDLER(layer_norm_bwd, layer_bwd, bind<BackwardAttributes>().template Ctx<Context>(), traits);
 
   nanobind::dict all;
   all["jaxnorm_rms_norm_fwd"] = nanobind::capsule(reinterpret_cast<void*>(rms_norm_fwd));
   all["jaxnorm_layer_norm_fwd"] = nanobind::capsule(reinterpret_cast<void*>(layer_norm_fwd));
+  all["jaxnorm_rms_norm_quantized_fwd"] = nanobind::capsule(reinterpret_cast<void*>(rms_norm_quantized_fwd));
+  all["jaxnorm_layer_norm_quantized_fwd"] = nanobind::capsule(reinterpret_cast<void*>(layer_norm_quantized_fwd));
   all["jaxnorm_rms_norm_bwd"] = nanobind::capsule(reinterpret_cast<void*>(rms_norm_bwd));
   all["jaxnorm_layer_norm_bwd"] = nanobind::capsule(reinterpret_cast<void*>(layer_norm_bwd));
   return all;
