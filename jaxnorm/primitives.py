@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec
 
 from jaxnorm import compat, ffi, reference
 from jaxnorm.reference import Norm
+from jaxnorm.rules import all_none, at_front, batch_jnp, bind, fold, lowering, tangents_jnp
 
 unflatten = jax.tree.unflatten
 forward_p = Primitive("jaxnorm_forward")
@@ -38,13 +39,13 @@ def apply(
 ) -> tuple[jax.Array, ...]:
     """The norm of x over trailing axes, native on the platforms that have a kernel; with a residual, of their sum,
     and the sum."""
-    return tuple(_bind(forward_p, (x, residual, scale, bias), norm=norm, with_stats=False))
+    return tuple(bind(forward_p, (x, residual, scale, bias), norm=norm, with_stats=False))
 
 
 # forward: (x, residual, scale, bias) -> [y], with a residual [y, sum]; with_stats the statistics follow
 
 
-def _forward_abstract(*operands: Any, tree: Any, norm: Norm, with_stats: bool) -> list[Any]:
+def forward_abstract(*operands: Any, tree: Any, norm: Norm, with_stats: bool) -> list[Any]:
     x, residual, *_ = unflatten(tree, operands)
     y = x.update(dtype=norm.out_dtype, weak_type=False)
     sums = [] if residual is None else [residual.update(weak_type=False)]
@@ -54,7 +55,7 @@ def _forward_abstract(*operands: Any, tree: Any, norm: Norm, with_stats: bool) -
     return [y, *sums, *(statistic for _ in range(count))]
 
 
-def _forward_jnp(*operands: Any, tree: Any, norm: Norm, with_stats: bool) -> list[Any]:
+def forward_jnp(*operands: Any, tree: Any, norm: Norm, with_stats: bool) -> list[Any]:
     x, residual, scale, bias = unflatten(tree, operands)
     sums = [] if residual is None else [reference.add(x, residual)]
     (normalised,) = sums or [x]
@@ -85,32 +86,44 @@ def _forward_batch(operands: Any, dims: Any, *, tree: Any, norm: Norm, with_stat
     *rows, scale, bias = unflatten(tree, operands)
     *rows_dims, scale_dim, bias_dim = unflatten(tree, dims)
     params: dict[str, Any] = {"norm": norm, "with_stats": with_stats}
-    if not _all_none([scale_dim, bias_dim]):
-        return _batch_jnp(partial(_forward_jnp, tree=tree, **params), operands, dims)
-    return _at_front(_bind(forward_p, (*_fold(tuple(rows), tuple(rows_dims)), scale, bias), **params))
+    if not all_none([scale_dim, bias_dim]):
+        return batch_jnp(partial(forward_jnp, tree=tree, **params), operands, dims)
+    return at_front(bind(forward_p, (*fold(tuple(rows), tuple(rows_dims)), scale, bias), **params))
 
 
-def _forward_jvp(primals: Any, tangents: Any, *, tree: Any, norm: Norm, with_stats: bool) -> tuple[Any, Any]:
-    x, residual, scale, _ = unflatten(tree, primals)
-    x_dot, residual_dot, *weights_dot = unflatten(tree, [None if type(t) is ad.Zero else t for t in tangents])
+def _forward_jvp(primals: Any, dots: Any, *, tree: Any, norm: Norm, with_stats: bool) -> tuple[Any, Any]:
+    operands = unflatten(tree, primals)
+    dots = unflatten(tree, [None if type(dot) is ad.Zero else dot for dot in dots])
     y, *rest = forward_p.bind(*primals, tree=tree, norm=norm, with_stats=True)
-    if residual is None:
-        sums, stats = [], rest
-        normalised, dot = x, x_dot
-    else:
-        sums, stats = rest[:1], rest[1:]
-        normalised, dot = sums[0], None
-        if not _all_none([x_dot, residual_dot]):
-            dot = _tangents_jnp(reference.add, [x, residual], [x_dot, residual_dot])
-    with_sum = residual is not None and dot is not None
-    y_dot, *sums_dot = _bind(linear_p, (normalised, stats, scale, (dot, *weights_dot)), norm=norm, with_sum=with_sum)
-    if len(sums_dot) < len(sums):
-        sums_dot = [ad.Zero(jax.typeof(normalised).to_tangent_aval())]
+    split = 0 if operands[1] is None else 1
+    sums, stats = rest[:split], rest[split:]
+    y_dot, sums_dot, stats_dot = tangents(norm, operands, sums, stats, dots)
     if not with_stats:
         return [y, *sums], [y_dot, *sums_dot]
     # Only a second derivative comes here.
-    stats_dot = _tangents_jnp(partial(reference.statistics, norm), [normalised], [dot])
-    return [y, *sums, *stats], [y_dot, *sums_dot, *stats_dot]
+    return [y, *sums, *stats], [y_dot, *sums_dot, *stats_dot()]
+
+
+def tangents(
+    norm: Norm, operands: Any, sums: Sequence[Any], stats: Sequence[Any], dots: Any
+) -> tuple[Any, Sequence[Any], Callable[[], Sequence[Any]]]:
+    """The tangents of y, of the sum where there is one, and as a function those of the statistics.
+
+    operands are (x, residual, scale, bias) and dots their tangents, of which None is zero and not all are.
+    """
+    x, residual, scale, _ = operands
+    x_dot, residual_dot, *weights_dot = dots
+    if residual is None:
+        normalised, dot = x, x_dot
+    else:
+        normalised, dot = sums[0], None
+        if not all_none([x_dot, residual_dot]):
+            dot = tangents_jnp(reference.add, [x, residual], [x_dot, residual_dot])
+    with_sum = residual is not None and dot is not None
+    y_dot, *sums_dot = bind(linear_p, (normalised, stats, scale, (dot, *weights_dot)), norm=norm, with_sum=with_sum)
+    if len(sums_dot) < len(sums):
+        sums_dot = [ad.Zero(jax.typeof(normalised).to_tangent_aval())]
+    return y_dot, sums_dot, partial(tangents_jnp, partial(reference.statistics, norm), [normalised], [dot])
 
 
 def _forward_transpose(cotangents: Any, *operands: Any, tree: Any, norm: Norm, with_stats: bool) -> list[Any]:
@@ -145,14 +158,14 @@ def _linear_batch(operands: Any, dims: Any, *, tree: Any, norm: Norm, with_sum: 
     params: dict[str, Any] = {"norm": norm, "with_sum": with_sum}
     x, stats, scale, (x_dot, *weights_dot) = unflatten(tree, operands)
     x_dim, stats_dims, scale_dim, (x_dot_dim, *weights_dot_dims) = unflatten(tree, dims)
-    if x_dim is None or not _all_none([scale_dim, *weights_dot_dims]):
-        return _batch_jnp(partial(_linear_jnp, tree=tree, **params), operands, dims)
-    x, stats, x_dot = _fold((x, stats, x_dot), (x_dim, stats_dims, x_dot_dim))
-    return _at_front(_bind(linear_p, (x, stats, scale, (x_dot, *weights_dot)), **params))
+    if x_dim is None or not all_none([scale_dim, *weights_dot_dims]):
+        return batch_jnp(partial(_linear_jnp, tree=tree, **params), operands, dims)
+    x, stats, x_dot = fold((x, stats, x_dot), (x_dim, stats_dims, x_dot_dim))
+    return at_front(bind(linear_p, (x, stats, scale, (x_dot, *weights_dot)), **params))
 
 
 def _linear_jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
-    return linear_p.bind(*primals, **params), _tangents_jnp(partial(_linear_jnp, **params), primals, tangents)
+    return linear_p.bind(*primals, **params), tangents_jnp(partial(_linear_jnp, **params), primals, tangents)
 
 
 def _linear_transpose(cotangents: Any, *operands: Any, tree: Any, norm: Norm, with_sum: bool) -> list[Any]:
@@ -164,7 +177,7 @@ def _linear_transpose(cotangents: Any, *operands: Any, tree: Any, norm: Norm, wi
     if dsum is not None and type(dy) is ad.Zero:
         return [dsum if operand is dots[0] else None for operand in operands]
     dy = ad.instantiate_zeros(dy)
-    wanted = iter(_bind(backward_p, (dy, x, stats, scale, dsum), norm=norm, dtypes=dtypes))
+    wanted = iter(bind(backward_p, (dy, x, stats, scale, dsum), norm=norm, dtypes=dtypes))
     return [next(wanted) if ad.is_undefined_primal(operand) else None for operand in operands]
 
 
@@ -212,22 +225,22 @@ def _backward_batch(operands: Any, dims: Any, *, tree: Any, norm: Norm, dtypes: 
     dy, x, stats, scale, dsum = unflatten(tree, operands)
     dy_dim, x_dim, stats_dims, scale_dim, dsum_dim = unflatten(tree, dims)
     if x_dim is None or scale_dim is not None:
-        return _batch_jnp(partial(_backward_jnp, tree=tree, norm=norm, dtypes=dtypes), operands, dims)
-    *rows, dsum = _fold((dy, x, stats, dsum), (dy_dim, x_dim, stats_dims, dsum_dim))
+        return batch_jnp(partial(_backward_jnp, tree=tree, norm=norm, dtypes=dtypes), operands, dims)
+    *rows, dsum = fold((dy, x, stats, dsum), (dy_dim, x_dim, stats_dims, dsum_dim))
     dx_dtype, *weight_dtypes = dtypes
     cotangents = []
     if dx_dtype is not None:
-        cotangents += _bind(backward_p, (*rows, scale, dsum), norm=norm, dtypes=(dx_dtype, None, None))
-    if not _all_none(weight_dtypes):
+        cotangents += bind(backward_p, (*rows, scale, dsum), norm=norm, dtypes=(dx_dtype, None, None))
+    if not all_none(weight_dtypes):
         # A kernel would sum over the examples too.
         sums = partial(reference.backward, norm, scale=scale, dtypes=(None, *weight_dtypes))
         cotangents += jax.vmap(sums)(*rows)
-    return _at_front(cotangents)
+    return at_front(cotangents)
 
 
 def _backward_jvp(primals: Any, tangents: Any, *, tree: Any, norm: Norm, dtypes: Any) -> tuple[Any, Any]:
     params: dict[str, Any] = {"tree": tree, "norm": norm, "dtypes": dtypes}
-    return backward_p.bind(*primals, **params), _tangents_jnp(partial(_backward_jnp, **params), primals, tangents)
+    return backward_p.bind(*primals, **params), tangents_jnp(partial(_backward_jnp, **params), primals, tangents)
 
 
 def _backward_transpose(cotangents: Any, *operands: Any, tree: Any, norm: Norm, dtypes: Any) -> list[Any]:
@@ -236,79 +249,27 @@ def _backward_transpose(cotangents: Any, *operands: Any, tree: Any, norm: Norm, 
     given = iter(cotangents)
     results = (None if dtype is None else next(given) for dtype in dtypes)
     dots = tuple(None if type(dot) is ad.Zero else dot for dot in results)
-    (dy_bar,) = _bind(linear_p, (x, stats, scale, dots), norm=norm, with_sum=False)
+    (dy_bar,) = bind(linear_p, (x, stats, scale, dots), norm=norm, with_sum=False)
     dsum_bar = [] if dsum is None else [dots[0]]
     return [dy_bar, *(None for _ in operands[1 + len(dsum_bar) :]), *dsum_bar]
 
 
-def _bind(primitive: Primitive, operands: Any, **params: Any) -> Any:
-    leaves, tree = jax.tree.flatten(operands)
-    return primitive.bind(*compat.match_varying_axes(*leaves), tree=tree, **params)
-
-
-def _all_none(values: Sequence[object]) -> bool:
-    return all(value is None for value in values)
-
-
-def _fold(operands: Any, dims: Any) -> Any:
-    """The operands with the batch as their leading axis, repeated over it where an operand has none."""
-    return jax.vmap(lambda *values: values, in_axes=dims)(*operands)
-
-
-def _at_front(results: Any) -> tuple[Any, Any]:
-    return results, [0] * len(results)
-
-
-def _batch_jnp(formula: Callable[..., Any], operands: Any, dims: Any) -> tuple[Any, Any]:
-    return _at_front(jax.vmap(formula, in_axes=tuple(dims))(*operands))
-
-
-def _tangents_jnp(formula: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-    """The tangents of formula's results; zero tangents stay symbolic, as None or a Zero."""
-    moving = [i for i, tangent in enumerate(tangents) if tangent is not None and type(tangent) is not ad.Zero]
-
-    def of_moving(*values: Any) -> Any:
-        operands = dict(enumerate(primals)) | dict(zip(moving, values, strict=True))
-        return formula(*operands.values())
-
-    return jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])[1]
-
-
-def _lowering(
-    formula: Callable[..., Any], native: Callable[..., Any] | None = None, platform: str = "this platform"
-) -> Callable[..., Any]:
-    lower_formula = mlir.lower_fun(formula)
-
-    def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
-        if native is not None and ffi.available(platform):
-            return native(platform, ctx, *operands, **params)
-        norm: Norm = params["norm"]
-        if norm.native_only:
-            raise RuntimeError(
-                f"{norm.kind}_norm: implementation='native' cannot be compiled for {platform}: "
-                f"{ffi.why_not(platform)}. With implementation=None it runs in jax.numpy."
-            )
-        return lower_formula(ctx, *operands, **params)
-
-    return lower
-
-
 def _register() -> None:
-    for primitive, abstract, lowering, batch, jvp, transpose in (
-        (forward_p, _forward_abstract, _lowering(_forward_jnp), _forward_batch, _forward_jvp, _forward_transpose),
+    for primitive, abstract, lower, batch, jvp, transpose in (
+        (forward_p, forward_abstract, lowering(forward_jnp), _forward_batch, _forward_jvp, _forward_transpose),
         (linear_p, _linear_abstract, mlir.lower_fun(_linear_jnp), _linear_batch, _linear_jvp, _linear_transpose),
-        (backward_p, _backward_abstract, _lowering(_backward_jnp), _backward_batch, _backward_jvp, _backward_transpose),
+        (backward_p, _backward_abstract, lowering(_backward_jnp), _backward_batch, _backward_jvp, _backward_transpose),
     ):
         primitive.multiple_results = True
         primitive.def_abstract_eval(abstract)
         compat.run_eagerly(primitive)
-        mlir.register_lowering(primitive, lowering)
+        mlir.register_lowering(primitive, lower)
         batching.primitive_batchers[primitive] = batch
         ad.primitive_jvps[primitive] = jvp
         ad.primitive_transposes[primitive] = transpose
     for platform in ffi.PLATFORMS:
-        mlir.register_lowering(forward_p, _lowering(_forward_jnp, _forward_native, platform), platform=platform)
-        mlir.register_lowering(backward_p, _lowering(_backward_jnp, _backward_native, platform), platform=platform)
+        mlir.register_lowering(forward_p, lowering(forward_jnp, _forward_native, platform), platform=platform)
+        mlir.register_lowering(backward_p, lowering(_backward_jnp, _backward_native, platform), platform=platform)
 
 
 _register()

@@ -1,0 +1,63 @@
+"""What the rules of several primitives have in common."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, mlir
+
+from jaxnorm import compat, ffi
+from jaxnorm.reference import Norm
+
+
+def bind(primitive: Primitive, operands: Any, **params: Any) -> Any:
+    leaves, tree = jax.tree.flatten(operands)
+    return primitive.bind(*compat.match_varying_axes(*leaves), tree=tree, **params)
+
+
+def all_none(values: Sequence[object]) -> bool:
+    return all(value is None for value in values)
+
+
+def fold(operands: Any, dims: Any) -> Any:
+    """The operands with the batch as their leading axis, repeated over it where an operand has none."""
+    return jax.vmap(lambda *values: values, in_axes=dims)(*operands)
+
+
+def at_front(results: Any) -> tuple[Any, Any]:
+    return results, [0] * len(results)
+
+
+def batch_jnp(formula: Callable[..., Any], operands: Any, dims: Any) -> tuple[Any, Any]:
+    return at_front(jax.vmap(formula, in_axes=tuple(dims))(*operands))
+
+
+def tangents_jnp(formula: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    """The tangents of formula's results; zero tangents stay symbolic, as None or a Zero."""
+    moving = [i for i, tangent in enumerate(tangents) if tangent is not None and type(tangent) is not ad.Zero]
+
+    def of_moving(*values: Any) -> Any:
+        operands = dict(enumerate(primals)) | dict(zip(moving, values, strict=True))
+        return formula(*operands.values())
+
+    return jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])[1]
+
+
+def lowering(
+    formula: Callable[..., Any], native: Callable[..., Any] | None = None, platform: str = "this platform"
+) -> Callable[..., Any]:
+    lower_formula = mlir.lower_fun(formula)
+
+    def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
+        if native is not None and ffi.available(platform):
+            return native(platform, ctx, *operands, **params)
+        norm: Norm = params["norm"]
+        if norm.native_only:
+            raise RuntimeError(
+                f"{norm.kind}_norm: implementation='native' cannot be compiled for {platform}: "
+                f"{ffi.why_not(platform)}. With implementation=None it runs in jax.numpy."
+            )
+        return lower_formula(ctx, *operands, **params)
+
+    return lower
