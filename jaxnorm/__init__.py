@@ -8,10 +8,22 @@ import pkgutil
 __path__ = pkgutil.extend_path(__path__, __name__)
 
 from jaxnorm.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from jaxnorm.quantization import Quantization, Quantized
+from jaxnorm.quantized import layer_norm_quantized, rms_norm_quantized
 
 try:
     __version__ = importlib.metadata.version(__name__)
 except importlib.metadata.PackageNotFoundError:  # a source tree that was never installed
     __version__ = "unknown"
 
-__all__ = ["__version__", "add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
+__all__ = [
+    "Quantization",
+    "Quantized",
+    "__version__",
+    "add_layer_norm",
+    "add_rms_norm",
+    "layer_norm",
+    "layer_norm_quantized",
+    "rms_norm",
+    "rms_norm_quantized",
+]

@@ -13,7 +13,7 @@ from jaxnorm import compat
 
 # JAX's name of a platform in lowering rules -> XLA's name of it in registrations.
 PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}
-TARGETS = tuple(f"jaxnorm_{kind}_norm_{way}" for kind in ("rms", "layer") for way in ("fwd", "bwd"))
+TARGETS = tuple(f"jaxnorm_{kind}_norm_{way}" for kind in ("rms", "layer") for way in ("fwd", "quantized_fwd", "bwd"))
 DTYPES = frozenset(map(jax.numpy.dtype, ("float32", "float16", "bfloat16")))
 
 _modules: dict[str, ModuleType] = {}

@@ -245,16 +245,39 @@ def _norm(
     implementation: Implementation | None,
 ) -> tuple[jax.Array, ...]:
     """The result of one of the public functions: y, and the sum where it adds a residual."""
+    norm, (x, residual, scale, bias) = prepare(
+        op, x, residual, scale, bias, epsilon, scale_offset, axis, multiply_before_cast, out_dtype, implementation
+    )
+    if implementation == "jnp" or not has_kernel(op, norm, x, residual, (scale, bias)):
+        return reference.apply(norm, x, residual, scale, bias)
+    return primitives.apply(norm, x, residual, scale, bias)
+
+
+def prepare(
+    op: str,
+    x: Any,
+    residual: Any,
+    scale: Any,
+    bias: Any,
+    epsilon: Any,
+    scale_offset: Any,
+    axis: int | Sequence[int],
+    multiply_before_cast: bool,
+    out_dtype: Any,
+    implementation: Implementation | None,
+) -> tuple[reference.Norm, tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]]:
+    """The checked arguments of a public function: what is static, and (x, residual, scale, bias)."""
     validation.check_implementation(op, implementation)
     x = validation.check_x(op, x)
-    residual = validation.check_residual(op, residual, x) if op.startswith("add_") else None
+    if residual is not None or op.startswith("add_"):
+        residual = validation.check_residual(op, residual, x)
     axes = validation.check_axes(op, axis, x.ndim)
     scale = validation.check_weight(op, "scale", scale, x, axes)
     bias = validation.check_weight(op, "bias", bias, x, axes)
     out_dtype = validation.check_out_dtype(op, out_dtype, x)
     dtypes = [out_dtype, *(operand.dtype for operand in (x, residual, scale, bias) if operand is not None)]
     norm = reference.Norm(
-        kind="rms" if op.endswith("rms_norm") else "layer",
+        kind="rms" if "rms_norm" in op else "layer",
         axes=axes,
         epsilon=validation.check_epsilon(op, epsilon),
         scale_offset=validation.check_number(op, "scale_offset", scale_offset),
@@ -263,30 +286,23 @@ def _norm(
         out_dtype=out_dtype,
         native_only=implementation == "native",
     )
-    if implementation == "jnp" or not _has_kernel(op, norm, x, residual, scale, bias):
-        normalised = x if residual is None else reference.add(x, residual)
-        # Cast once, so that the cotangents of its uses are added before they are rounded to its dtype.
-        wide = normalised.astype(norm.compute_dtype)
-        y = reference.forward(norm, wide, reference.statistics(norm, wide), scale, bias)
-        return (y,) if residual is None else (y, wide.astype(residual.dtype))
-    return primitives.apply(norm, x, residual, scale, bias)
+    return norm, (x, residual, scale, bias)
 
 
-def _has_kernel(
+def has_kernel(
     op: str,
     norm: reference.Norm,
     x: jax.Array,
     residual: jax.Array | None,
-    scale: jax.Array | None,
-    bias: jax.Array | None,
+    optional_weights: Sequence[jax.Array | None],
 ) -> bool:
     """Whether some platform has a kernel for this norm; if it must be native, an error where none is at hand."""
-    weights = [weight for weight in (scale, bias) if weight is not None]
+    weights = [weight for weight in optional_weights if weight is not None]
     weight_dtypes = [weight.dtype for weight in weights]
     residual_dtype = None if residual is None else residual.dtype
     reason = ffi.unsupported(norm.axes, x.shape, x.dtype, norm.out_dtype, weight_dtypes, residual_dtype)
     if compat.is_sharded(x, norm.axes) or any(compat.is_sharded(weight, range(weight.ndim)) for weight in weights):
-        reason = "the normalised axes of x, scale or bias are sharded over an Explicit mesh"
+        reason = "the normalised axes of x or of a weight are sharded over an Explicit mesh"
     if residual is not None and jax.typeof(residual).sharding.spec != jax.typeof(x).sharding.spec:
         reason = "x and residual are sharded differently over an Explicit mesh"
     if not norm.native_only:

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxnorm.quantization import SMALLEST_SCALE, Quantization
+
 Kind = Literal["rms", "layer"]
 # Row statistics, shaped like x with normalised axes of length 1: (rstd,) of RMSNorm, (mean, rstd) of LayerNorm.
 Statistics = Sequence[jax.Array]
@@ -65,8 +67,19 @@ def forward(norm: Norm, x: jax.Array, stats: Statistics, scale: jax.Array | None
     if scale is not None:
         y = y * _factor(norm, x, scale)
     if bias is not None:
-        y = y + _broadcastable(norm, x, bias)
+        y = y + broadcastable(norm, x, bias)
     return y.astype(norm.out_dtype)
+
+
+def apply(
+    norm: Norm, x: jax.Array, residual: jax.Array | None, scale: jax.Array | None, bias: jax.Array | None
+) -> tuple[jax.Array, ...]:
+    """`(y,)`, or `(y, sum)` of the norm of `x + residual`."""
+    normalised = x if residual is None else add(x, residual)
+    # Cast once, so that the cotangents of its uses are added before they are rounded to its dtype.
+    wide = normalised.astype(norm.compute_dtype)
+    y = forward(norm, wide, statistics(norm, wide), scale, bias)
+    return (y,) if residual is None else (y, wide.astype(residual.dtype))
 
 
 def linear(
@@ -84,9 +97,9 @@ def linear(
         x_hat_dot = _project(norm, x_dot, x, stats)
         terms.append(x_hat_dot if scale is None else x_hat_dot * _factor(norm, x, scale))
     if scale_dot is not None:
-        terms.append(_x_hat(norm, x, stats) * _broadcastable(norm, x, scale_dot))
+        terms.append(_x_hat(norm, x, stats) * broadcastable(norm, x, scale_dot))
     if bias_dot is not None:
-        terms.append(jnp.broadcast_to(_broadcastable(norm, x, bias_dot), x.shape))
+        terms.append(jnp.broadcast_to(broadcastable(norm, x, bias_dot), x.shape))
     return sum(terms[1:], start=terms[0]).astype(norm.out_dtype)
 
 
@@ -117,6 +130,41 @@ def backward(
     return cotangents
 
 
+def quantize(
+    quantization: Quantization, norm: Norm, y: jax.Array, smooth: jax.Array | None, given: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """The values that y, of float32, is quantised to, and their scales unless one is given.
+
+    Not re-associated by XLA, this is bit for bit what NumPy gives. On a CPU XLA counts subnormal numbers as zero.
+    """
+    v = y if smooth is None else y * broadcastable(norm, y, smooth)
+    shape, group = v.shape, quantization.group_size
+    if group is not None:
+        v = v.reshape(*shape[:-1], shape[-1] // group, group)
+    scale = given
+    if scale is None:
+        scale = _scale(quantization, jnp.max(jnp.abs(v), norm.axes if group is None else -1, keepdims=True, initial=0))
+    largest = quantization.largest
+    values = jnp.clip(v * (1 / scale), -largest, largest)
+    if quantization.dtype == jnp.int8:
+        values = jnp.where(jnp.isnan(values), 0, jnp.round(values))
+    scales = None if given is not None else scale if group is None else scale.squeeze(-1)
+    return values.astype(quantization.dtype).reshape(shape), scales
+
+
+def _scale(quantization: Quantization, amax: jax.Array) -> jax.Array:
+    is_zero = amax == 0
+    # By a constant XLA would not divide but multiply by its rounded reciprocal.
+    scale = amax / jnp.where(is_zero, 1, jnp.float32(quantization.largest))
+    if quantization.power_of_two:
+        rounded_up = (lax.bitcast_convert_type(scale, jnp.int32) + 0x7FFFFF) & 0x7F800000
+        scale = jnp.where(scale < jnp.inf, lax.bitcast_convert_type(rounded_up, jnp.float32), scale)
+    scale = jnp.maximum(scale, SMALLEST_SCALE)
+    if quantization.max_scale is not None:
+        scale = jnp.minimum(scale, quantization.max_scale)
+    return jnp.where(is_zero, 1, scale)
+
+
 def _mean(norm: Norm, v: jax.Array) -> jax.Array:
     return jnp.mean(v, axis=norm.axes, keepdims=True)
 
@@ -137,10 +185,10 @@ def _project(norm: Norm, v: jax.Array, x: jax.Array, stats: Statistics) -> jax.A
 
 
 def _factor(norm: Norm, x: jax.Array, scale: jax.Array) -> jax.Array:
-    return _broadcastable(norm, x, scale) + norm.scale_offset
+    return broadcastable(norm, x, scale) + norm.scale_offset
 
 
-def _broadcastable(norm: Norm, x: jax.Array, weight: jax.Array) -> jax.Array:
+def broadcastable(norm: Norm, x: jax.Array, weight: jax.Array) -> jax.Array:
     """weight, which has the normalised axes only, in the compute dtype and with x's rank."""
     others = tuple(axis for axis in range(-x.ndim, 0) if axis not in norm.axes)
     return jnp.expand_dims(weight.astype(norm.compute_dtype), others)

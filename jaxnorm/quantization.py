@@ -1,0 +1,88 @@
+"""How the result of a norm is to be quantised, and what comes of it."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxnorm import validation
+
+Granularity = Literal["token", "tensor", "group"]
+SMALLEST_SCALE = 2.0**-126  # the smallest float32 whose reciprocal is finite and that no platform takes for zero
+LARGEST = {jnp.dtype("float8_e4m3fn"): 448.0, jnp.dtype("float8_e5m2"): 57344.0, jnp.dtype("int8"): 127.0}
+GROUP_SIZES = (64, 128)
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How `rms_norm_quantized` and `layer_norm_quantized` quantise: static, hashable, equal by value.
+
+    Args:
+      dtype: `jax.numpy.float8_e4m3fn` (values to ±448), `float8_e5m2` (±57344) or `int8` (±127: symmetric).
+      granularity: what shares a scale. "token": a row, that is one vector of the normalised axes. "group":
+        `group_size` neighbouring elements of a row. "tensor": everything, and the caller gives the scale.
+      group_size: 64 or 128 with "group", where None is 128; None otherwise.
+      power_of_two: rounds a scale up to a power of two, of float8 only; with another scale than the caller's.
+      max_scale: upper bound of a computed scale, at least 2**-126; what is larger then is clipped. None: no bound.
+
+    Raises:
+      ValueError, TypeError: the options are not those above, or do not go together.
+    """
+
+    dtype: Any
+    granularity: Granularity = "token"
+    group_size: int | None = None
+    power_of_two: bool = False
+    max_scale: float | None = None
+
+    def __post_init__(self) -> None:
+        checked = {
+            "dtype": validation.check_quantized_dtype(self.dtype, LARGEST),
+            "granularity": validation.check_granularity(self.granularity),
+            "group_size": validation.check_group_size(self.group_size, self.granularity, GROUP_SIZES),
+            "power_of_two": validation.check_flag("Quantization", "power_of_two", self.power_of_two),
+            "max_scale": validation.check_max_scale(self.max_scale, SMALLEST_SCALE),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        validation.check_scale_options(self)
+
+    @property
+    def largest(self) -> float:
+        """The largest value of dtype that is used."""
+        return LARGEST[self.dtype]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Quantized:
+    """A quantised array, a pytree: `values * scales` approximates what was quantised.
+
+    Attributes:
+      values: of the array's shape and the dtype quantised to.
+      scales: float32. One a row: of values' shape with normalised axes of length 1. One a group: of values' shape with
+        a last axis as long as a row has groups. One for everything: a scalar.
+      carrier: zeros through which a straight-through gradient flows, of the shape and dtype of the norm's result;
+        None where none was asked for.
+    """
+
+    values: jax.Array
+    scales: jax.Array
+    carrier: jax.Array | None = None
+
+    def dequantize(self, dtype: Any = jnp.float32) -> jax.Array:
+        """`values * scales`, computed in float32 and rounded to dtype, plus the carrier.
+
+        Its derivative is the carrier's: the cotangent of this result is that of what was quantised.
+        """
+        # Of fewer axes than values, scales have the leading ones: those of a vmap over a scalar.
+        scales = self.scales.reshape(*self.scales.shape, *(1,) * (self.values.ndim - self.scales.ndim))
+        if scales.ndim and scales.shape[-1] > 1:
+            scales = jnp.repeat(scales, self.values.shape[-1] // scales.shape[-1], axis=-1)
+        array = lax.stop_gradient(self.values.astype(jnp.float32) * scales)
+        if self.carrier is not None:
+            array = array + self.carrier.astype(jnp.float32)
+        return array.astype(np.dtype(dtype))

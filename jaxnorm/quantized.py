@@ -1,0 +1,187 @@
+"""The public functions of which the result is quantised."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxnorm import norms, validation
+from jaxnorm.norms import Implementation
+from jaxnorm.quantization import Quantization, Quantized
+from jaxnorm.quantized_primitive import Call, Operands, quantized
+
+
+def rms_norm_quantized(
+    x: Any,
+    scale: Any = None,
+    bias: Any = None,
+    *,
+    quantization: Quantization,
+    residual: Any = None,
+    static_scale: Any = None,
+    smooth_scale: Any = None,
+    epsilon: float = 1e-6,
+    scale_offset: float = 0.0,
+    axis: int | Sequence[int] = -1,
+    straight_through: bool = False,
+    implementation: Implementation | None = None,
+) -> Quantized | tuple[Quantized, jax.Array]:
+    """Divides x by its root mean square over `axis` and quantises the result to 8 bits.
+
+        v = rms_norm(x, scale, bias, out_dtype=float32, ...) * smooth_scale
+        scales = max|v| / largest       over each row or group, 1 where that is 0; at least 2**-126, at most max_scale
+        values = v * (1 / scales)       clipped to ±largest, rounded to nearest, ties to even
+
+    with the `largest` of quantization's dtype, each operation in float32. The kernel gives bit for bit what these lines
+    give in NumPy, from the result of the same implementation's norm. Nothing is rounded before it is quantised, so
+    there is no `multiply_before_cast`. A NaN makes the scale of its row or group NaN, its float8 values NaN and its
+    int8 values 0. On a CPU, numbers below 2**-126 count as zero, as everywhere in XLA.
+
+    By default the result has no derivative, and to take one is an error. With straight_through=True it has that of the
+    unquantised norm, by convention: `dequantize` of the result passes its cotangent on as that of v. The gradients of
+    x, residual, scale and bias are those of `rms_norm` or `add_rms_norm`, in one native call; those of smooth_scale and
+    static_scale are zero.
+
+    Args:
+      x: array of float32, bfloat16 or float16 of rank 1 or more.
+      scale: factor with the shape of the normalised axes, in x's order; None is a factor of 1.
+      bias: summand of the same shape; None is 0.
+      quantization: dtype, what shares a scale, and how a scale is made.
+      residual: None, or an array of x's shape to which x is added first: the norm is that of
+        `new_residual = x + residual`, rounded to residual's dtype, as in `add_rms_norm`.
+      static_scale: the scale with granularity "tensor", a scalar; with others it is computed and this None.
+      smooth_scale: factor with the shape of the normalised axes that makes v easier to quantise; None is 1. The matrix
+        that follows is divided by it.
+      epsilon: non-negative Python number added to the mean square.
+      scale_offset: Python number added to scale; 1.0 is Gemma's convention. Ignored without scale.
+      axis: the axis, or the set of axes, to normalise over. Kernels serve trailing axes, the jnp formula any.
+      straight_through: whether the result has a derivative, and with it a carrier.
+      implementation: None, "native" or "jnp", as for `rms_norm`.
+
+    Returns:
+      A `Quantized`: values of x's shape, float32 scales, and a carrier of x's shape and dtype for the straight-through
+      gradient. With a residual `(quantized, new_residual)`.
+
+    Raises:
+      ValueError: group_size does not divide the normalised axis or there are several; static_scale is missing, no
+        scalar, or given beside scales that are computed; residual or a weight has another shape; a derivative is taken
+        without straight_through; otherwise as `rms_norm` does.
+      TypeError: quantization is no `Quantization`, an array is float64; otherwise as `rms_norm` does.
+      RuntimeError: implementation="native" and there is no kernel for this call; the message says why.
+
+    Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, https://arxiv.org/abs/1910.07467;
+    Micikevicius et al., FP8 Formats for Deep Learning, 2022, https://arxiv.org/abs/2209.05433; Xiao et al.,
+    SmoothQuant, 2022, https://arxiv.org/abs/2211.10438.
+    """
+    return _quantized(
+        "rms_norm_quantized",
+        x,
+        scale,
+        bias,
+        quantization,
+        residual,
+        static_scale,
+        smooth_scale,
+        epsilon,
+        scale_offset,
+        axis,
+        straight_through,
+        implementation,
+    )
+
+
+def layer_norm_quantized(
+    x: Any,
+    scale: Any = None,
+    bias: Any = None,
+    *,
+    quantization: Quantization,
+    residual: Any = None,
+    static_scale: Any = None,
+    smooth_scale: Any = None,
+    epsilon: float = 1e-6,
+    scale_offset: float = 0.0,
+    axis: int | Sequence[int] = -1,
+    straight_through: bool = False,
+    implementation: Implementation | None = None,
+) -> Quantized | tuple[Quantized, jax.Array]:
+    """Shifts and scales x to mean 0 and variance 1 over `axis` and quantises the result to 8 bits.
+
+        v = layer_norm(x, scale, bias, out_dtype=float32, ...) * smooth_scale
+
+    and from there as `rms_norm_quantized`, whose dtypes, result, derivative and errors these are.
+
+    Args:
+      x: array of float32, bfloat16 or float16 of rank 1 or more.
+      scale: factor with the shape of the normalised axes, in x's order; None is a factor of 1.
+      bias: summand of the same shape; None is 0.
+      quantization: dtype, what shares a scale, and how a scale is made.
+      residual: None, or an array of x's shape to which x is added first, as in `add_layer_norm`.
+      static_scale: the scale with granularity "tensor", a scalar; with others it is computed and this None.
+      smooth_scale: factor with the shape of the normalised axes that makes v easier to quantise; None is 1.
+      epsilon: non-negative Python number added to the variance.
+      scale_offset: Python number added to scale. Ignored without scale.
+      axis: the axis, or the set of axes, to normalise over. Kernels serve trailing axes, the jnp formula any.
+      straight_through: whether the result has a derivative, and with it a carrier.
+      implementation: None, "native" or "jnp", as for `rms_norm`.
+
+    Returns:
+      A `Quantized`; with a residual `(quantized, new_residual)`.
+
+    Raises:
+      ValueError, TypeError, RuntimeError: as `rms_norm_quantized` does.
+
+    Source: Ba, Kiros and Hinton, Layer Normalization, 2016, https://arxiv.org/abs/1607.06450; Micikevicius et al., FP8
+    Formats for Deep Learning, 2022, https://arxiv.org/abs/2209.05433; Xiao et al., SmoothQuant, 2022,
+    https://arxiv.org/abs/2211.10438.
+    """
+    return _quantized(
+        "layer_norm_quantized",
+        x,
+        scale,
+        bias,
+        quantization,
+        residual,
+        static_scale,
+        smooth_scale,
+        epsilon,
+        scale_offset,
+        axis,
+        straight_through,
+        implementation,
+    )
+
+
+def _quantized(
+    op: str,
+    x: Any,
+    scale: Any,
+    bias: Any,
+    quantization: Quantization,
+    residual: Any,
+    static_scale: Any,
+    smooth_scale: Any,
+    epsilon: Any,
+    scale_offset: Any,
+    axis: int | Sequence[int],
+    straight_through: Any,
+    implementation: Implementation | None,
+) -> Quantized | tuple[Quantized, jax.Array]:
+    norm, (x, residual, scale, bias) = norms.prepare(
+        op, x, residual, scale, bias, epsilon, scale_offset, axis, True, np.float32, implementation
+    )
+    validation.check_quantization(op, quantization, Quantization, x, norm.axes)
+    given = validation.check_static_scale(op, static_scale, quantization.granularity)
+    smooth = validation.check_weight(op, "smooth_scale", smooth_scale, x, norm.axes)
+    operands = {"x": x, "residual": residual, "scale": scale, "bias": bias, "smooth_scale": smooth}
+    validation.check_float32(op, operands)
+    call = Call(
+        norm,
+        quantization,
+        straight_through=validation.check_flag(op, "straight_through", straight_through),
+        has_kernel=implementation != "jnp" and norms.has_kernel(op, norm, x, residual, (scale, bias, smooth)),
+    )
+    results = quantized(call, Operands(x, residual, scale, bias, smooth, given))
+    result = Quantized(results.values, results.scales if given is None else given, results.carrier)
+    return result if residual is None else (result, *results.sums)
