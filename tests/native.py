@@ -42,7 +42,7 @@ def target(kind: str, direction: str) -> str:
     return f"jaxnorm_{kind}_norm_{direction}"
 
 
-def native_calls(kind: str, fwd: int = 0, bwd: int = 0) -> dict[str, int]:
+def native_calls(kind: str, fwd: int = 0, bwd: int = 0, quantized: int = 0) -> dict[str, int]:
     """What `count_native_calls` must give here: the counts named, nothing where there are no kernels."""
-    counts = {target(kind, "fwd"): fwd, target(kind, "bwd"): bwd}
+    counts = {target(kind, "fwd"): fwd, target(kind, "quantized_fwd"): quantized, target(kind, "bwd"): bwd}
     return {name: count for name, count in counts.items() if count} if is_platform_with_kernels() else {}
