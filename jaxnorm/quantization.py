@@ -78,11 +78,12 @@ class Quantized:
 
         Its derivative is the carrier's: the cotangent of this result is that of what was quantised.
         """
+        shape = self.values.shape
         # Of fewer axes than values, scales have the leading ones: those of a vmap over a scalar.
-        scales = self.scales.reshape(*self.scales.shape, *(1,) * (self.values.ndim - self.scales.ndim))
-        if scales.ndim and scales.shape[-1] > 1:
-            scales = jnp.repeat(scales, self.values.shape[-1] // scales.shape[-1], axis=-1)
-        array = lax.stop_gradient(self.values.astype(jnp.float32) * scales)
+        scales = self.scales.reshape(*self.scales.shape, *(1,) * (len(shape) - self.scales.ndim), 1)
+        groups = scales.shape[-2]
+        values = self.values.reshape(*shape[:-1], groups, shape[-1] // groups).astype(jnp.float32)
+        array = lax.stop_gradient((values * scales).reshape(shape))
         if self.carrier is not None:
             array = array + self.carrier.astype(jnp.float32)
         return array.astype(np.dtype(dtype))

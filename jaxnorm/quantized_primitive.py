@@ -67,8 +67,8 @@ def quantized(call: Call, operands: Operands) -> Results:
     sums = 0 if operands.residual is None else 1
     carrier = None
     if call.straight_through:
-        # What is varying in any operand is so in the gradient that the carrier stands for.
-        carrier, _ = compat.match_varying_axes(jnp.zeros_like(operands.x), values)
+        # Made of the values, so that under vmap and over a mesh it varies as what it stands for does.
+        carrier = jnp.where(False, values.astype(operands.x.dtype), 0)
     return Results(values, scales, carrier, sums=tuple(rest[:sums]), stats=tuple(rest[sums:]))
 
 
