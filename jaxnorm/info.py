@@ -10,10 +10,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxnorm import compat, ffi, validation
+from jaxnorm import compat, ffi, quantization, validation
 
 PACKAGES = ("jaxnorm", "jax", "jaxlib", "nanobind-backend")
-OPS = ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm")
+OPS = ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "rms_norm_quantized", "layer_norm_quantized")
 Report = dict[str, Any]
 
 
@@ -50,7 +50,10 @@ def call(
     """What runs for the norm of an array over its last axes, each way, and why; a residual has its dtype."""
     normalised = tuple(range(-axes, 0))
     residual_dtype = dtype if op.startswith("add_") else None
-    reason = ffi.unsupported(normalised, shape, dtype, out_dtype, [], residual_dtype)
+    is_quantized = op.endswith("_quantized")
+    # What is quantised is float32.
+    result_dtype = np.dtype(np.float32) if is_quantized else out_dtype
+    reason = ffi.unsupported(normalised, shape, dtype, result_dtype, [], residual_dtype)
     if reason is None and not ffi.available(platform):
         reason = ffi.why_not(platform)
     report: Report = {
@@ -67,10 +70,10 @@ def call(
         clusters = _largest_cluster()
         cols = math.prod(shape[-axes:])
         report["largest_cluster"] = clusters
-        kind = op.removeprefix("add_").removesuffix("_norm")
-        report["plans"] = {
-            way: ffi.module("cuda").plan(way, kind, dtype.name, cols, clusters) for way in ("forward", "backward")
-        }
+        kind = "rms" if "rms_norm" in op else "layer"
+        # The plans are of the norms themselves; that of the straight-through gradient is the norm's.
+        ways = ("backward",) if is_quantized else ("forward", "backward")
+        report["plans"] = {way: ffi.module("cuda").plan(way, kind, dtype.name, cols, clusters) for way in ways}
     return report
 
 
@@ -119,16 +122,22 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--shape", type=_shape, default=(4096, 4096), help="x's shape, as 4096x4096")
     parser.add_argument("--axes", type=int, default=1, help="how many trailing axes are normalised")
     parser.add_argument("--dtype", type=jnp.dtype, default="float32", help="x's dtype, and a residual's")
-    parser.add_argument("--out-dtype", type=jnp.dtype, help="the result's dtype; x's if not given")
+    parser.add_argument("--out-dtype", type=jnp.dtype, help="the result's dtype; x's, or float8_e4m3fn, if not given")
     parser.add_argument("--platform", help="cpu, cuda, tpu, ...; JAX's default if not given")
     options = parser.parse_args(arguments)
     if options.platform == "gpu":
         parser.error("--platform gpu is cuda or rocm here, as JAX lowers programs for one or the other")
     if not 1 <= options.axes <= len(options.shape):
         parser.error(f"--axes is {options.axes}, expected 1 to {len(options.shape)}, the rank of --shape")
-    for dtype in filter(None, (options.dtype, options.out_dtype)):
-        if dtype not in validation.DTYPES:
-            parser.error(f"{dtype} is no floating-point dtype of 16, 32 or 64 bits, and norms take no other")
+    is_quantized = options.op.endswith("_quantized")
+    options.out_dtype = options.out_dtype or (jnp.dtype("float8_e4m3fn") if is_quantized else options.dtype)
+    if options.dtype not in validation.DTYPES:
+        parser.error(f"{options.dtype} is no floating-point dtype of 16, 32 or 64 bits, and norms take no other")
+    results = quantization.LARGEST if is_quantized else validation.DTYPES
+    if options.out_dtype not in results:
+        parser.error(
+            f"{options.op} has no results of {options.out_dtype}, but of {', '.join(sorted(map(str, results)))}"
+        )
     return options
 
 
@@ -151,7 +160,7 @@ def main(arguments: list[str] | None = None) -> None:
             options.op,
             options.shape,
             options.dtype,
-            options.out_dtype or options.dtype,
+            options.out_dtype,
             options.axes,
             options.platform or compat.default_platform(),
         ),

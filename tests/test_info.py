@@ -48,10 +48,17 @@ def test_the_default_call_is_native(info):
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("op", ["add_rms_norm", "add_layer_norm"])
-def test_a_norm_of_a_sum_is_native(info, op):
-    report = call(info, "--op", op)
+@pytest.mark.parametrize("op", ["add_rms_norm", "add_layer_norm", "rms_norm_quantized", "layer_norm_quantized"])
+def test_every_other_norm_is_native(info, op):
+    report = call(info, "--op", op, "--dtype", "bfloat16")
     assert (report["op"], report["implementation"]) == (op, "native")
+
+
+@pytest.mark.parametrize("to", ["float8_e4m3fn", "float8_e5m2", "int8"])
+def test_a_quantised_result_in_words(info, to):
+    assert f"rms_norm_quantized of float32[8x64] to {to}" in info(
+        "--op", "rms_norm_quantized", "--shape", "8x64", "--out-dtype", to
+    )
 
 
 # On platforms and for dtypes that have no kernel, and why.
@@ -80,6 +87,12 @@ def test_launch_plans(info, op):
 
 
 @pytest.mark.plans
+def test_the_launch_plan_of_a_straight_through_gradient(info):
+    report = call(info, "--platform", "cuda", "--op", "layer_norm_quantized")
+    assert list(report["plans"]) == ["backward"]
+
+
+@pytest.mark.plans
 @pytest.mark.parametrize("cols", [1, 128, 4096, 65_536, 10**9])
 def test_launch_plans_in_words(info, cols):
     words = info("--platform", "cuda", "--shape", f"3x{cols}")
@@ -91,7 +104,17 @@ def test_everything_in_words(info):
     assert all(part in words for part in (jax.__version__, "bfloat16[8x4096]", "because"))
 
 
-@pytest.mark.parametrize("arguments", [("--shape", "4,4"), ("--axes", "3"), ("--axes", "0"), ("--dtype", "int8")])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--shape", "4,4"),
+        ("--axes", "3"),
+        ("--axes", "0"),
+        ("--dtype", "int8"),
+        ("--out-dtype", "int8"),
+        ("--op", "rms_norm_quantized", "--out-dtype", "bfloat16"),
+    ],
+)
 def test_bad_arguments(info, arguments):
     with pytest.raises(SystemExit, match="2"):
         info(*arguments)
