@@ -11,7 +11,6 @@ namespace {
 
 typedef int32_t Ints __attribute__((vector_size(4 * W)));
 typedef int32_t Ints4 __attribute__((vector_size(16)));
-typedef uint8_t Bytes __attribute__((vector_size(W)));
 
 // Eight bits of which `mantissa` are a mantissa and, below the sign, the rest an exponent.
 struct F8E4M3FN {
@@ -70,7 +69,7 @@ Bits codes(Vec v, S8) {
 
 template <class Q>
 void store_codes(uint8_t* p, Vec v, Q, Whole) {
-  const Bytes bytes = __builtin_convertvector(codes(v, Q{}), Bytes);
+  const Bytes bytes = low_bytes(codes(v, Q{}));
   memcpy(p, &bytes, sizeof bytes);
 }
 

@@ -27,6 +27,7 @@ typedef float Vec __attribute__((vector_size(4 * W)));
 typedef float Vec4 __attribute__((vector_size(16)));
 typedef uint32_t Bits __attribute__((vector_size(4 * W)));
 typedef uint16_t Halves __attribute__((vector_size(2 * W)));
+typedef uint8_t Bytes __attribute__((vector_size(W)));
 
 struct F16 {
   uint16_t bits;
@@ -63,6 +64,8 @@ Halves upper_halves(Bits b) {
   return h;
 }
 
+Bytes low_bytes(Bits b) { return (Bytes)_mm512_maskz_cvtepi32_epi8(kAll, (__m512i)b); }
+
 // The bits `rounded`, but v's own where v is NaN, quiet.
 Bits quiet_nans(Bits rounded, Vec v) {
   const __mmask16 is_nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
@@ -77,6 +80,14 @@ Halves upper_halves(Bits b) {
   const __m256i upper = (__m256i)(b >> 16), packed = _mm256_packus_epi32(upper, upper);
   return (Halves)_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0b1000));
 }
+Bytes low_bytes(Bits b) {
+  const __m256i low = (__m256i)(b & 0xff), words = _mm256_packus_epi32(low, low);
+  const __m256i packed = _mm256_packus_epi16(words, words);
+  const __m128i joined = _mm_unpacklo_epi32(_mm256_castsi256_si128(packed), _mm256_extracti128_si256(packed, 1));
+  Bytes bytes;
+  memcpy(&bytes, &joined, sizeof bytes);
+  return bytes;
+}
 Vec widen(Halves h, F16) { return _mm256_cvtph_ps((__m128i)h); }
 Halves narrow(Vec v, F16) { return (Halves)_mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT); }
 Bits quiet_nans(Bits rounded, Vec v) {
@@ -89,6 +100,7 @@ Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
 Bits widen(Halves h) { return __builtin_convertvector(h, Bits); }
 Halves narrow(Bits b) { return __builtin_convertvector(b, Halves); }
 Halves upper_halves(Bits b) { return narrow(b >> 16); }
+Bytes low_bytes(Bits b) { return __builtin_convertvector(b, Bytes); }
 Bits select(Bits condition, Bits yes, Bits no) { return (condition & yes) | (~condition & no); }
 Bits quiet_nans(Bits rounded, Vec v) { return select((Bits)(v != v), (Bits)v | kQuiet, rounded); }
 
