@@ -13,8 +13,9 @@
 namespace jaxnorm::cpu {
 namespace {
 
+// Inlined always: what f has captured would otherwise be read again after each write.
 template <class F>
-void for_each_vector(int64_t cols, F f) {
+[[gnu::always_inline]] inline void for_each_vector(int64_t cols, F f) {
   int64_t column = 0;
   for (; column + W <= cols; column += W) f(column, Whole{});
   if (column < cols) f(column, Part{cols - column});
