@@ -6,7 +6,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import export, lax
 
 from jaxnorm import validation
 
@@ -87,3 +87,12 @@ class Quantized:
         if self.carrier is not None:
             array = array + self.carrier.astype(jnp.float32)
         return array.astype(np.dtype(dtype))
+
+
+# So that a program whose result is one can be serialised. It has no static fields.
+export.register_pytree_node_serialization(
+    Quantized,
+    serialized_name="jaxnorm.Quantized",
+    serialize_auxdata=lambda _: b"",
+    deserialize_auxdata=lambda _: (),
+)

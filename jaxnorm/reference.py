@@ -135,7 +135,8 @@ def quantize(
 ) -> tuple[jax.Array, jax.Array | None]:
     """The values that y, of float32, is quantised to, and their scales unless one is given.
 
-    Not re-associated by XLA, this is bit for bit what NumPy gives. On a CPU XLA counts subnormal numbers as zero.
+    On a CPU this is bit for bit what NumPy gives, but for subnormal numbers, which XLA counts as zero there, and for a
+    given scale that is a quotient in the same program: of 1 / (a / b) XLA makes b / a.
     """
     v = y if smooth is None else y * broadcastable(norm, y, smooth)
     shape, group = v.shape, quantization.group_size

@@ -17,7 +17,7 @@ from test_sharding import mesh_of
 from test_transformations import assert_close
 from transformations import POLICIES, TRANSFORMATIONS, loss_of
 
-from jaxnorm import Quantization
+from jaxnorm import Quantization, Quantized
 
 DIMS = (6, 10)
 INT8 = Quantization("int8")
@@ -81,8 +81,8 @@ def test_gradient_under_a_checkpoint_policy(name):
     assert calls == native_calls("rms", quantized=POLICIES[name].fwd, bwd=1)
 
 
-def draw_operands(dims, granularity="token"):
-    """Of a quantised norm, with all that it may have; the function of them and the axes that vmap may have."""
+def draw_operands(dims):
+    """All that a quantised norm may have: (x, scale, bias, smooth, residual)."""
     features = dims[-1:]
     return draw_x(dims), draw_scale(features), draw_bias(features), draw_smooth(features), draw_residual(dims)
 
@@ -234,8 +234,9 @@ def test_exported_for_every_platform_and_any_number_of_rows(kind, granularity):
 # The result itself, as a program of inference has it.
 @pytest.mark.parametrize("to", ["float8_e4m3fn", "float8_e5m2", "int8"])
 def test_an_exported_result(to):
-    function = jax.jit(lambda x: jax.tree.leaves(quantize("rms", Quantization(to))(x)))
+    function = quantize("rms", Quantization(to))
     program = export.deserialize(export.export(function, platforms=("cpu", "cuda", "tpu"))(draw_x(DIMS)).serialize())
+    assert isinstance(program.call(draw_x(DIMS)), Quantized)
     assert bits(program.call(draw_x(DIMS))) == bits(function(draw_x(DIMS)))
 
 
