@@ -23,11 +23,14 @@ __device__ T group_sum(T value) {
 // The largest of their magnitudes.
 template <int WIDTH>
 __device__ float group_largest(float magnitude) {
-  if constexpr (WIDTH == kWarp) return warp_largest(magnitude);
+  if constexpr (WIDTH == kWarp) {
+    return warp_largest(magnitude);
+  } else {
 #pragma unroll
-  for (int offset = WIDTH / 2; offset > 0; offset /= 2)
-    magnitude = larger_magnitude(magnitude, __shfl_xor_sync(lanes_mask<WIDTH>(), magnitude, offset));
-  return magnitude;
+    for (int offset = WIDTH / 2; offset > 0; offset /= 2)
+      magnitude = larger_magnitude(magnitude, __shfl_xor_sync(lanes_mask<WIDTH>(), magnitude, offset));
+    return magnitude;
+  }
 }
 
 constexpr int kMaxParts = 16;  // that a reduction merges: the warps of a block, or the blocks of a cluster
