@@ -2,6 +2,7 @@
 
     python -m bench gpu --ops rms layer --out bench/results/h200
     python -m bench gpu --ops add_rms add_layer --out bench/results/h200_add
+    python -m bench gpu --ops rms_quantized layer_quantized --out bench/results/h200_quantized
     python -m bench gpu --suites grid --dtypes bfloat16 --cols 4096 8192 --peers "torch eager" Liger
 
 Kernel time comes from CUPTI and is the median of many calls. Arrays beyond the caches are used again and again; smaller
@@ -14,7 +15,11 @@ bench/peers_h200.json: "(recorded)".
 A residual is donated to jaxnorm's forward, which writes the sum over it, and the sum is the next call's residual. In no
 program of jaxnorm XLA may run a kernel of its own, or copy an array of x's size: that is an error.
 
-Every cell is checked first: sampled rows of y, sum and dx, and sampled columns of dscale and dbias, against float64.
+A quantised result has the dtype float8_e4m3fn and a scale a token; the suite "variants" has others, and a residual. Of
+the result a byte an element is counted, and no scales. There is a forward only.
+
+Every cell is checked first: sampled rows of y, sum and dx, and sampled columns of dscale and dbias, against float64; of
+a quantised result sampled rows of values and scales, against float64 that is quantised.
 What fails is listed, and so is what misses its target (bench/targets.py). Results are written after every cell.
 """
 
@@ -31,8 +36,8 @@ import jax.numpy as jnp
 import jaxlib
 from tqdm import tqdm
 
-from bench import peers, recorded, report, shapes, targets
-from bench.programs import ADDED_NORMS, OPS, check, elements, operands, programs
+from bench import ops, peers, recorded, report, shapes, targets
+from bench.programs import NORMS
 from bench.timing import device_time, sets_needed
 from jaxnorm import ffi
 
@@ -46,24 +51,29 @@ class Cell(NamedTuple):
     shape: shapes.Shape
 
     def __str__(self):
-        return f"{self.kind}_norm {self.dtype} {self.shape.name} ({self.shape.rows}x{self.shape.cols})"
+        return f"{report.op_name(self.kind)} {self.dtype} {self.shape.name} ({self.shape.rows}x{self.shape.cols})"
 
     @property
     def nbytes(self):
         return self.shape.rows * self.shape.cols * jnp.dtype(self.dtype).itemsize
 
     @property
+    def moved(self):
+        """How many bytes each direction reads or writes once."""
+        return ops.module_of(self.kind).moved(self.kind, self.dtype, self.shape.rows, self.shape.cols)
+
+    @property
     def sets(self):
-        """How many sets of operands take turns: the forward reads x and writes as much."""
-        return 1 if self.suite == "small" else sets_needed(self.nbytes, 2 * self.nbytes)
+        """How many sets of operands take turns: the forward reads x and writes as much, or less if it is quantised."""
+        return 1 if self.suite == "small" else sets_needed(self.nbytes, min(2 * self.nbytes, self.moved["forward"]))
 
 
 def add_arguments(parser):
     parser.add_argument("--out", type=Path, help="write OUT.json and OUT.md")
-    suites = list(shapes.suites(4))
-    parser.add_argument("--suites", nargs="+", default=suites, choices=suites, metavar="SUITE", help=" ".join(suites))
+    suites = " ".join(ops.SUITES)
+    parser.add_argument("--suites", nargs="+", default=ops.SUITES, choices=ops.SUITES, metavar="SUITE", help=suites)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16", "float16"])
-    parser.add_argument("--ops", nargs="+", default=list(OPS), choices=OPS)
+    parser.add_argument("--ops", nargs="+", default=ops.OPS, choices=ops.OPS)
     parser.add_argument("--cols", nargs="+", type=int, help="these row lengths only")
     parser.add_argument("--iterations", type=int, default=20, help="calls of each program; five times as many if small")
     parser.add_argument(
@@ -78,16 +88,11 @@ def cells(args):
     return [
         Cell(suite, kind, dtype, shape)
         for suite in args.suites
-        for kind in args.ops
+        for op in args.ops
         for dtype in args.dtypes
-        for shape in suites_of(kind, dtype).get(suite, ())
+        for kind, shape in ops.suites_of(op, dtype).get(suite, ())
         if not args.cols or shape.cols in args.cols
     ]
-
-
-def suites_of(kind, dtype):
-    make = shapes.added_suites if kind in ADDED_NORMS else shapes.suites
-    return make(jnp.dtype(dtype).itemsize)
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -137,23 +142,24 @@ def measure_cell(cell, args, failed):
     """The rows of one cell, by direction."""
     iterations = args.iterations * (5 if cell.suite == "small" else 1)
     shape = (cell.dtype, cell.shape.rows, cell.shape.cols)
-    sets = [operands(cell.kind, *shape, seed) for seed in range(cell.sets)]
+    work = ops.module_of(cell.kind)
+    sets = [work.operands(cell.kind, *shape, seed) for seed in range(cell.sets)]
     tasks = {}  # a program by (package, direction), once for each set of operands
     for implementation, name in NAMES.items():
-        by_set = [programs(cell.kind, implementation, *arrays) for arrays in sets]
-        for direction in elements(cell.kind):
+        by_set = [work.programs(cell.kind, implementation, *arrays) for arrays in sets]
+        for direction in cell.moved:
             tasks[name, direction] = [by_direction[direction] for by_direction in by_set]
     executables = compiled(tasks, failed)
-    error = check(cell.kind, *sets[0], step=executables["jaxnorm", "step"])
+    error = work.check(cell.kind, *sets[0], executables["jaxnorm", work.CHECKED])
     copy = None if cell.suite == "small" else copy_rate(cell, iterations)
     timings = {
         name: functools.partial(package_time, name[0], cell, executable, tasks[name], iterations)
         for name, executable in executables.items()
     }
     times = attempts(timings.items(), failed)
-    for peer in args.peers if cell.kind not in ADDED_NORMS else ():
+    for peer in args.peers if cell.kind in NORMS else ():
         times |= peer_times(peer, cell.kind, sets, iterations, failed)
-    measured = [direction for direction in elements(cell.kind) if ("jaxnorm", direction) in times]
+    measured = [direction for direction in cell.moved if ("jaxnorm", direction) in times]
     return [row(cell, direction, times, copy, error, args.kernels) for direction in measured]
 
 
@@ -189,10 +195,10 @@ def peer_times(peer, kind, sets, iterations, failed):
 
 def row(cell, direction, times, copy, error, kernels=False):
     """One line of the table. Times are those of every package that ran, by (package, direction)."""
-    op, rows, cols = f"{cell.kind}_norm {direction}", cell.shape.rows, cell.shape.cols
+    op, rows, cols = report.op_name(cell.kind, direction), cell.shape.rows, cell.shape.cols
     taken = {name: time.seconds for (name, way), time in times.items() if way == direction}
     ours, xla = taken.pop("jaxnorm"), taken.pop("XLA", None)
-    rate = elements(cell.kind)[direction] * cell.nbytes / ours
+    rate = cell.moved[direction] / ours
     peer = min(taken.items(), key=lambda item: item[1], default=None)
     if peer is None and (best := recorded.best(jax.devices()[0].device_kind, op, cell.dtype, rows, cols)):
         peer = f"{best[0]} (recorded)", best[1]

@@ -43,7 +43,7 @@ def panels_of(rows):
     """The rows of the grid by direction, and in that by (op, dtype), in order of length."""
     panels = {}
     for row in rows:
-        if row["shape"].startswith("grid "):
+        if row["shape"].startswith("grid ") and ", " not in row["op"]:  # a variant has two of its shapes
             name, direction = row["op"].split()
             panels.setdefault(direction, {}).setdefault((name, row["dtype"]), []).append(row)
     for cells in itertools.chain.from_iterable(by_panel.values() for by_panel in panels.values()):

@@ -18,6 +18,7 @@ NORMS = {"rms": jaxnorm.rms_norm, "layer": jaxnorm.layer_norm}
 # Of (x, residual): they give (y, the sum), and dy is (dy, dsum), the cotangents of both.
 ADDED_NORMS = {"add_rms": _of_pair(jaxnorm.add_rms_norm), "add_layer": _of_pair(jaxnorm.add_layer_norm)}
 OPS = NORMS | ADDED_NORMS
+CHECKED = "step"
 TOLERANCE = {"float32": 2e-6, "bfloat16": 4e-3, "float16": 5e-4}  # of y and dx, relative L2
 EPSILON = 1e-6
 
@@ -31,19 +32,29 @@ def elements(kind):
     return {"forward": forward, "backward": backward, "step": forward + backward}
 
 
+def moved(kind, dtype, rows, cols):
+    """How many bytes each program reads or writes once, by direction."""
+    nbytes = rows * cols * jnp.dtype(dtype).itemsize
+    return {direction: arrays * nbytes for direction, arrays in elements(kind).items()}
+
+
+def is_layer(kind):
+    return "layer" in kind
+
+
 def operands(kind, dtype, rows, cols, seed=0):
     """x, the weights and dy: RMSNorm with a scale, LayerNorm with scale and bias.
 
     Nothing overflows in float16: x and dy are normal numbers, so the sums of a million of them are near a thousand.
     """
     added = kind in ADDED_NORMS
-    arrays, weights = _draw(seed, jnp.dtype(dtype).name, rows, cols, 4 if added else 2)
+    arrays, weights = draw(seed, jnp.dtype(dtype).name, rows, cols, 4 if added else 2)
     x, dy = (arrays[:2], arrays[2:]) if added else arrays
-    return x, weights if kind.endswith("layer") else weights[:1], dy
+    return x, weights if is_layer(kind) else weights[:1], dy
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
-def _draw(seed, dtype, rows, cols, count):
+def draw(seed, dtype, rows, cols, count):
     # JAX's default generator takes longer to compile than everything that is timed.
     keys = jax.random.split(jax.random.key(seed, impl="rbg"), 2 + count)
     arrays = tuple(jax.random.normal(key, (rows, cols)).astype(dtype) for key in keys[2:])
@@ -127,19 +138,25 @@ def check(kind, x, weights, dy, step=None):
     expected = {"y": expected_y, "dx": expected_dx + np.float64(rows.get("dsum", 0))}
     if "sum" in rows:
         expected["sum"] = np.float64(rows["x"]) + np.float64(rows["residual"])
-    errors = [_relative_error(rows[name], exact) / tolerance for name, exact in expected.items()]
+    errors = [relative_error(rows[name], exact) / tolerance for name, exact in expected.items()]
     for actual, partial in zip(actual_sums, sums, strict=False):
-        errors.append(_relative_error(actual, np.float64(partial).sum(0)) / max(tolerance, 5e-6))
+        errors.append(relative_error(actual, np.float64(partial).sum(0)) / max(tolerance, 5e-6))
     return max(errors)
+
+
+def standardised(kind, x):
+    """x_hat and rstd of whole rows in float64."""
+    x = np.float64(x)
+    centred = x - x.mean(1, keepdims=True) if is_layer(kind) else x
+    rstd = 1 / np.sqrt((centred**2).mean(1, keepdims=True) + EPSILON)
+    return centred * rstd, rstd
 
 
 def _reference(kind, x, dy, scale, bias=0):
     """y and dx of whole rows in float64."""
-    x, dy = np.float64(x), np.float64(dy)
-    centred = x - x.mean(1, keepdims=True) if kind.endswith("layer") else x
-    rstd = 1 / np.sqrt((centred**2).mean(1, keepdims=True) + EPSILON)
-    x_hat, g = centred * rstd, dy * scale
-    mean_g = g.mean(1, keepdims=True) if kind.endswith("layer") else 0
+    x_hat, rstd = standardised(kind, x)
+    g = np.float64(dy) * scale
+    mean_g = g.mean(1, keepdims=True) if is_layer(kind) else 0
     return x_hat * scale + bias, rstd * (g - x_hat * (g * x_hat).mean(1, keepdims=True) - mean_g)
 
 
@@ -147,13 +164,19 @@ def _reference(kind, x, dy, scale, bias=0):
 def _samples(kind, arrays, weights, dweights):
     """Eight rows of each array, and of 32 columns dscale and dbias, with what each should be, as many partial sums."""
     x, dy = arrays.get("sum", arrays["x"]), arrays["dy"]
-    rows, cols = np.linspace(0, len(x) - 1, 8).astype(int), np.linspace(0, x.shape[1] - 1, 32).astype(int)
+    cols = np.linspace(0, x.shape[1] - 1, 32).astype(int)
     x32 = x.astype(jnp.float32)
-    centred = x32 - x32.mean(1, keepdims=True) if kind.endswith("layer") else x32
+    centred = x32 - x32.mean(1, keepdims=True) if is_layer(kind) else x32
     rstd = jax.lax.rsqrt((centred**2).mean(1, keepdims=True) + EPSILON)
     dy_cols = dy[:, cols].astype(jnp.float32)
     sums = [_partial_sums(terms) for terms in (centred[:, cols] * rstd * dy_cols, dy_cols)]
-    return {name: a[rows] for name, a in arrays.items()}, sums, weights, [dw[cols] for dw in dweights]
+    return sampled_rows(arrays), sums, weights, [dw[cols] for dw in dweights]
+
+
+def sampled_rows(arrays):
+    """Eight rows of each array by name."""
+    rows = np.linspace(0, len(next(iter(arrays.values()))) - 1, 8).astype(int)
+    return {name: array[rows] for name, array in arrays.items()}
 
 
 def _partial_sums(terms, of=256):
@@ -161,5 +184,5 @@ def _partial_sums(terms, of=256):
     return jnp.pad(terms, ((0, -len(terms) % of), (0, 0))).reshape(-1, of, terms.shape[1]).sum(1)
 
 
-def _relative_error(actual, expected):
+def relative_error(actual, expected):
     return float(np.linalg.norm(np.float64(actual) - expected) / np.linalg.norm(expected))

@@ -4,7 +4,7 @@ import functools
 import json
 from pathlib import Path
 
-from bench.programs import elements
+from bench import ops, report
 
 
 @functools.cache
@@ -19,8 +19,8 @@ def seconds(op, dtype, rows, cols):
     """
     shape = f"{rows}x{cols}"
     rates, microseconds = (table()[unit].get(op, {}).get(dtype, {}).get(shape, {}) for unit in ("GB/s", "us"))
-    kind, _, direction = op.partition("_norm ")
-    moved = elements(kind)[direction] * rows * cols * (4 if dtype == "float32" else 2)
+    kind, direction = report.op_parts(op)
+    moved = ops.module_of(kind).moved(kind, dtype, rows, cols)[direction]
     times = {name: moved / (rate * 1e9) for name, rate in rates.items()}
     return times | {name: us * 1e-6 for name, us in microseconds.items()}
 

@@ -8,6 +8,20 @@ from datetime import date
 from pathlib import Path
 
 
+def op_name(kind, direction=""):
+    """What a row calls an op: the function, its direction, and the variant: "rms_norm_quantized forward, int8"."""
+    op, *variant = kind.split(", ")
+    norm, quantized, _ = op.partition("_quantized")
+    return ", ".join([f"{norm}_norm{quantized} {direction}".rstrip(), *variant])
+
+
+def op_parts(name):
+    """(kind, direction) of what `op_name` gives."""
+    call, *variant = name.split(", ")
+    function, direction = call.split()
+    return ", ".join([function.replace("_norm", ""), *variant]), direction
+
+
 def commit():
     """The commit of the tree that is measured; empty where there is no checkout, or no git."""
     ask = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]

@@ -109,6 +109,12 @@ def added_suites(itemsize: int) -> dict[str, tuple[Shape, ...]]:
     return {"grid": grid(itemsize), "models": STREAMS, "small": DECODE}
 
 
+def quantized_suites(itemsize: int) -> dict[str, tuple[Shape, ...]]:
+    """The like, of norms with a quantised result; "variants" has the shapes of which every granularity is timed."""
+    table = grid(itemsize)
+    return {"grid": table, "small": DECODE, "variants": tuple(shape for shape in table if shape.cols in (4096, 8192))}
+
+
 def few_rows(shape: Shape, elements: int = 2**17) -> Shape:
     """The same rows, and as few of them (one at least, an odd number) as ``elements`` elements hold."""
     if shape.rows * shape.cols <= elements:

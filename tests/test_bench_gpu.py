@@ -4,9 +4,10 @@ import functools
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import pytest
 
-from bench import gpu, peers, programs, shapes, timing
+from bench import gpu, ops, peers, programs, quantized, shapes, timing
 from bench.__main__ import parse
 
 
@@ -24,6 +25,15 @@ def test_norms_with_a_residual_have_shapes_of_residual_streams():
     args = parse(["gpu", "--suites", "models", "odd", "--dtypes=float32", "--ops", "add_rms"])
     names = {cell.shape.name for cell in gpu.cells(args)}
     assert {"llama3 8B", "ViT-L/16"} <= names <= {shape.name for shape in shapes.MODELS if "qk" not in shape.name}
+
+
+def test_variants_of_quantised_norms_have_a_suite_of_their_own():
+    args = parse(["gpu", "--ops", "rms_quantized", "--dtypes", "float32", "bfloat16"])
+    found = [(cell.suite, cell.kind, cell.dtype) for cell in gpu.cells(args)]
+    per_dtype = len(shapes.GRID_COLS) + len(shapes.DECODE)
+    assert found.count(("grid", "rms_quantized", "float32")) == len(shapes.GRID_COLS)
+    assert found.count(("variants", "rms_quantized, int8", "bfloat16")) == 2
+    assert len(found) == 2 * per_dtype + 2 * len(quantized.VARIANTS)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -73,7 +83,7 @@ def test_jax_times_the_calls_in_turn(monkeypatch):
     assert time == (21e-3, ["a", "b"])
 
 
-def measure_cell(kind, monkeypatch, kernels=("jaxnorm",), dtype="float16"):
+def measure_cell(kind, monkeypatch, kernels=("jaxnorm",), dtype="float16", cols=300):
     """Rows, failures and how many sets each program had: all but CUPTI, on this platform, and no peer works."""
     used, failed = [], []
 
@@ -89,7 +99,7 @@ def measure_cell(kind, monkeypatch, kernels=("jaxnorm",), dtype="float16"):
     monkeypatch.setattr(gpu, "device_time", run)
     monkeypatch.setattr(peers, "calls", fail)
     monkeypatch.setattr(timing, "COLD_BYTES", 20_000)
-    cell = gpu.Cell("models", kind, dtype, shapes.Shape("any", (9, 300)))
+    cell = gpu.Cell("models", kind, dtype, shapes.Shape("any", (9, cols)))
     rows = gpu.measure_cell(cell, SimpleNamespace(iterations=2, peers=["Liger"], kernels=False), failed)
     return rows, failed, used
 
@@ -103,6 +113,21 @@ def test_a_cell_is_measured_with_every_set(kind, monkeypatch):
     assert all(row["error / tolerance"] < 1 and row["x XLA"] > 1 for row in rows)
     # No peer adds a residual; one that fails is absent.
     assert failed == [] if kind in programs.ADDED_NORMS else ["Liger: RuntimeError: no such kernel"]
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("variant", ["", *quantized.VARIANTS])
+@pytest.mark.parametrize("op", quantized.NORMS)
+def test_a_cell_of_quantised_norms_is_measured(op, variant, monkeypatch):
+    kind, has_residual = f"{op}, {variant}".removesuffix(", "), "residual" in variant
+    cols = 384 if "groups" in variant else 300
+    rows, failed, used = measure_cell(kind, monkeypatch, cols=cols)
+    name = op.replace("_", "_norm_") + f" forward, {variant}".removesuffix(", ")
+    assert [row["op"] for row in rows] == [name]
+    assert len(used) == 3  # the copy, and each package's forward
+    assert rows[0]["error / tolerance"] < 1
+    assert rows[0]["GB/s"] == pytest.approx(9 * cols * ((3 if has_residual else 1) * 2 + 1) / 2e-3 / 1e9)
+    assert failed == []
 
 
 def test_rates_count_every_array_once(monkeypatch):
@@ -123,17 +148,20 @@ def test_no_kernel_of_xlas_is_counted_as_jaxnorms(monkeypatch):
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", programs.ADDED_NORMS)
+@pytest.mark.parametrize("kind", [*programs.ADDED_NORMS, *(f"{op}, with a residual" for op in quantized.NORMS)])
 def test_no_program_of_jaxnorm_copies_an_array(kind, dtype):
-    """But one whose residual is not donated does."""
-    arrays, shape = programs.operands(kind, dtype, 9, 300), shapes.Shape("any", (9, 300))
-    text = {
-        way: program.function.lower(*program.arguments).compile().as_text()
-        for way, program in programs.programs(kind, "native", *arrays).items()
-    }
-    assert [found for words in text.values() for found in gpu.copies(words, shape)] == []
-    kept = programs.functions(kind, "native")["forward"].lower(*arrays[:2]).compile().as_text()
-    assert gpu.copies(kept, shape) != []
+    work, shape = ops.module_of(kind), shapes.Shape("any", (9, 300))
+    for program in work.programs(kind, "native", *work.operands(kind, dtype, 9, 300)).values():
+        text = program.function.lower(*program.arguments).compile().as_text()
+        assert gpu.copies(text, shape) == []
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("kind", programs.ADDED_NORMS)
+def test_a_residual_that_is_not_donated_is_copied(kind):
+    x, weights, _ = programs.operands(kind, "float32", 9, 300)
+    text = programs.functions(kind, "native")["forward"].lower(x, weights).compile().as_text()
+    assert gpu.copies(text, shapes.Shape("any", (9, 300))) != []
 
 
 @pytest.mark.parametrize(
@@ -174,3 +202,35 @@ def test_the_check_sees_what_is_wrong(kind, spoil):
 
     check = functools.partial(programs.check, kind, *operands)
     assert check(step) < 1 < check(wrong)
+
+
+def one_step_lower(values, *scales):
+    """The value before each, in magnitude if it is a float8."""
+    bits = jax.lax.bitcast_convert_type(values, jnp.int8)
+    return jax.lax.bitcast_convert_type(bits - 1, values.dtype), *scales
+
+
+def wrong_scales(values, *scales):
+    return values, *(1.00001 * array for array in scales)
+
+
+@pytest.mark.parametrize("spoil", [one_step_lower, wrong_scales])
+@pytest.mark.parametrize("kind", ["rms_quantized", "layer_quantized, int8", "layer_quantized, groups of 128"])
+def test_the_check_of_quantised_norms_sees_what_is_wrong(kind, spoil):
+    operands = quantized.operands(kind, "float32", 70, 256)
+    forward = quantized.functions(kind, "jnp")["forward"]
+    check = functools.partial(quantized.check, kind, *operands)
+    assert check(forward) < 1 < check(lambda *arrays: spoil(*forward(*arrays)))
+
+
+def test_the_check_sees_values_that_are_truncated():
+    kind = "rms_quantized, static scale"
+    x, weights, static_scale = quantized.operands(kind, "float32", 70, 256)
+
+    def truncated(*arrays):
+        (values,) = quantized.functions(kind, "jnp")["forward"](*arrays)
+        exact = programs.NORMS["rms"](x, *weights, implementation="jnp") / static_scale
+        is_rounded_up = jnp.abs(values.astype("float32")) > jnp.abs(exact)
+        return (jnp.where(is_rounded_up, *one_step_lower(values), values),)
+
+    assert quantized.check(kind, x, weights, static_scale, truncated) > 1
