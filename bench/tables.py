@@ -15,8 +15,8 @@ from bench import report, shapes, targets
 
 MARKED = re.compile(r"<!-- table: (\S+) -->\n.*?<!-- end -->", re.DOTALL)
 # In the order of the tables; a run may have fewer, or others, which come last.
-KINDS = ("rms", "layer", "add_rms", "add_layer")
-OPS = [f"{kind}_norm {way}" for way in ("forward", "backward", "step") for kind in KINDS]
+KINDS = ("rms", "layer", "add_rms", "add_layer", "rms_quantized", "layer_quantized")
+OPS = [report.op_name(kind, way) for way in ("forward", "backward", "step") for kind in KINDS]
 DTYPES = ["float32", "bfloat16", "float16"]
 CPU_SHAPE = (4096, 4096)
 
@@ -68,7 +68,7 @@ def grid(results):
     if not rows:
         return ["Not measured yet: the run has no grid."]
     copy = statistics.median(row["copy GB/s"] for row in rows)
-    legend = f"A copy reaches {copy:.0f} GB/s. † misses its target: {target_words()}."
+    legend = f"A copy reaches {copy:.0f} GB/s. † misses its target: {targets.in_words(rows)}."
 
     def cell(row):
         ratio = "" if row["x XLA"] is None else f" ({row['x XLA']:.2f})"
@@ -76,11 +76,6 @@ def grid(results):
 
     below = ["", ratios("The result and all gradients in one program", steps)] if steps else []
     return about(results["header"], legend) + pivot("row length", rows, lambda row: row["N"], cell) + below
-
-
-def target_words():
-    percents = ", ".join(f"{way} {percent} %" for way, percent in targets.PERCENT_OF_COPY.items())
-    return f"{percents} of the copy, {targets.TIMES_XLA} of XLA's speed, or the fastest other package's"
 
 
 def small(results):
@@ -170,6 +165,8 @@ TABLES = {
     "h200-small": ("h200.json", small),
     "h200-add-grid": ("h200_add.json", grid),
     "h200-add-small": ("h200_add.json", small),
+    "h200-quantized-grid": ("h200_quantized.json", grid),
+    "h200-quantized-small": ("h200_quantized.json", small),
     "cpu": ("cpu.json", cpu),
     "model": ("h200_model.json", model),
 }

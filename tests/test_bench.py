@@ -13,6 +13,7 @@ from bench.__main__ import COMMANDS, parse
 
 ROOT = Path(__file__).resolve().parent.parent
 HEADER = {"gpu": "NVIDIA H200", "jax": "0.0", "commit": "abc", "date": "2000-01-01", "command": "python -m bench gpu"}
+INT8 = "rms_norm_quantized forward, int8"
 
 
 def result(op="rms_norm forward", dtype="float32", shape="grid 256", rows=4, cols=256, **changes):
@@ -63,6 +64,11 @@ def test_recorded_packages_are_compared_by_time():
     assert recorded.best("NVIDIA H200", "rms_norm forward", "bfloat16", 1, 4096) == ("Liger", pytest.approx(1.7e-6))
     name, seconds = recorded.best("NVIDIA H200", "add_rms_norm forward", "bfloat16", 16_384, 8192)
     assert (name, seconds) == ("quack", pytest.approx(4 * 2**27 * 2 / 4047e9))
+    # Only XLA is recorded, which every run measures.
+    assert recorded.best("NVIDIA H200", "rms_norm_quantized forward", "bfloat16", 16_384, 8192) is None
+    assert recorded.seconds("rms_norm_quantized forward", "bfloat16", 16_384, 8192) == {
+        "XLA": pytest.approx(3 * 2**27 / 1583e9)
+    }
     # Of two packages the faster one, whatever XLA does.
     assert recorded.best("NVIDIA H200", "rms_norm forward", "bfloat16", 16_384, 8192)[0] == "torch.compile"
 
@@ -100,6 +106,12 @@ def test_recorded_shapes_are_those_of_the_table():
         ({"op": "rms_norm backward", "% of copy": 95.1}, []),
         ({"op": "rms_norm step", "% of copy": 10.0}, []),
         ({"op": "add_rms_norm backward", "% of copy": 94.9}, ["94.9 % of copy, wants 95"]),
+        ({"op": "rms_norm_quantized forward", "% of copy": 95.1}, []),
+        ({"op": "rms_norm_quantized forward", "% of copy": 94.9}, ["94.9 % of copy, wants 95"]),
+        ({"op": "rms_norm_quantized forward, int8", "% of copy": 94.9}, ["94.9 % of copy, wants 95"]),
+        ({"op": "layer_norm_quantized forward", "x XLA": 1.99}, ["1.99 x XLA"]),
+        ({"op": "layer_norm_quantized forward, int8", "x XLA": 1.0}, []),
+        ({"op": "layer_norm_quantized forward", "x XLA": 1.0, "shape": "decode 1"}, []),
         ({"x XLA": 0.96}, []),
         ({"x XLA": 0.94}, ["0.94 x XLA"]),
         ({"x best peer": 0.99}, ["0.99 x quack (recorded)"]),
@@ -109,6 +121,20 @@ def test_recorded_shapes_are_those_of_the_table():
 )
 def test_what_a_row_misses(changes, words):
     assert targets.shortfalls(result(**changes)) == words
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("rms", "rms_norm forward"),
+        ("add_layer", "add_layer_norm forward"),
+        ("rms_quantized", "rms_norm_quantized forward"),
+        ("layer_quantized, groups of 128", "layer_norm_quantized forward, groups of 128"),
+    ],
+)
+def test_ops_are_called_as_the_functions_are(kind, name):
+    assert report.op_name(kind, "forward") == name
+    assert report.op_parts(name) == (kind, "forward")
 
 
 def test_missing_rows_are_named():
@@ -141,14 +167,31 @@ def test_lines_of_a_plot(results):
     assert set(lines) == {"jaxnorm", "XLA", plot.RECORDED, "copy"}
 
 
+def test_a_plot_has_no_variants():
+    assert plot.panels_of([result(INT8)]) == {}
+
+
 def test_tables_of_a_run(results):
     marked = "\n".join(f"<!-- table: {name} -->\nold\n<!-- end -->\n" for name in tables.TABLES)
     text = tables.render(f"before\n{marked}after\n", results)
     assert "| `rms_norm` forward, float32 | 4256 (2.00) | 5024 (2.00) |" in text
     assert "| `rms_norm` forward, float32 | 2.0 / 4.0 / 1.0 |" in text
-    assert text.count("Not measured yet") == 4  # the CPU's, the model's, and the two with a residual
+    assert (
+        text.count("Not measured yet") == 6
+    )  # the CPU's, the model's, and two each with a residual and of quantised results
     assert "old" not in text
     assert tables.render(text, results) == text
+
+
+def test_the_table_of_quantised_results(tmp_path):
+    plain, variant = (result(op, "bfloat16", "grid 4096", 4, 4096) for op in ("rms_norm_quantized forward", INT8))
+    report.save(HEADER, [variant | {"x XLA": 1.5}, plain | {"x XLA": 1.5}], tmp_path / "h200_quantized")
+    lines = tables.render("<!-- table: h200-quantized-grid -->\n<!-- end -->\n", tmp_path).splitlines()
+    assert "95 % of the copy, 2 times XLA's speed" in lines[1]
+    assert lines[-3:-1] == [
+        "| `rms_norm_quantized` forward, bfloat16 | 4200 (1.50)† |",
+        "| `rms_norm_quantized` forward, int8, bfloat16 | 4200 (1.50) |",
+    ]
 
 
 def test_tables_are_written_and_checked(results, capsys):
