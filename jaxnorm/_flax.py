@@ -1,7 +1,8 @@
 """What the modules of both Flax APIs share: which of their calls the kernels express.
 
 Each module is a subclass of Flax's own that only decides how a call is computed, so that constructor, parameters,
-metadata and checkpoints are Flax's. A call that the kernels do not express is computed by Flax.
+metadata and checkpoints are Flax's. A call that the kernels do not express is computed by Flax; one that is to be
+quantised, which Flax cannot do, by the function's formula if that says the same, and is an error otherwise.
 """
 
 from collections.abc import Callable, Iterable
@@ -42,6 +43,35 @@ def kernel_axes(module: FlaxNorm, x: jax.Array, mask: jax.Array | None) -> tuple
     return trailing if reduction == trailing == _from_the_end(x.ndim, module.feature_axes) else None
 
 
+def function_axes(module: FlaxNorm, x: jax.Array, mask: object) -> tuple[int, ...]:
+    """The axes that a function of this package normalises for `module(x)`, or an error where none says the same."""
+    name = type(module).__name__
+    if mask is not None:
+        raise ValueError(
+            f"{name}: got a mask, expected None: a quantised norm is of all elements of its rows. "
+            "Take the norm that is not quantised for what is masked."
+        )
+    if module.axis_name is not None:
+        raise ValueError(
+            f"{name}: axis_name={module.axis_name!r}, expected None: statistics over several devices are not "
+            "quantised. Leave axis_name out, or take the norm that is not quantised."
+        )
+    reduction, features = (_from_the_end(x.ndim, axes) for axes in (module.reduction_axes, module.feature_axes))
+    if reduction != features:
+        raise ValueError(
+            f"{name}: reduction_axes={module.reduction_axes} and feature_axes={module.feature_axes} are not the same "
+            f"axes of x, which has shape {x.shape}: parameters have the shape of what is normalised. Give both alike."
+        )
+    return validation.check_axes(name, reduction, x.ndim)
+
+
+def must_be(module: object, option: str, expected: object, why: str) -> None:
+    """That an option which only Flax's own code has another value for is not set to one."""
+    value = getattr(module, option)
+    if value is not expected:
+        raise ValueError(f"{type(module).__name__}: {option}={value}, expected {expected}: {why}. Leave it out.")
+
+
 def kernel_dtypes(*dtypes: Any) -> bool:
     """Whether the kernels read and write all of `dtypes`; integers, float64 and complex are left to Flax."""
     return ffi.DTYPES.issuperset(map(jnp.dtype, dtypes))
@@ -60,6 +90,6 @@ def add_first(norm: Callable[..., Any], x: jax.Array, residual: jax.Array, mask:
 
 
 def _from_the_end(rank: int, axes: int | Iterable[int]) -> tuple[int, ...]:
-    """`axes` counted from the last one, sorted and without repetitions."""
+    """`axes` counted from the last one, sorted and without repetitions; those out of range stay so."""
     axes = axes if isinstance(axes, Iterable) else (axes,)
-    return tuple(sorted({axis if axis < 0 else axis - rank for axis in axes}))
+    return tuple(sorted({axis - rank if 0 <= axis < rank else axis for axis in axes}))

@@ -11,8 +11,10 @@ import jax.numpy as jnp
 from jaxnorm import _flax
 from jaxnorm._flax import linen
 from jaxnorm.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from jaxnorm.quantization import Quantization, Quantized
+from jaxnorm.quantized import layer_norm_quantized, rms_norm_quantized
 
-__all__ = ["AddLayerNorm", "AddRMSNorm", "LayerNorm", "RMSNorm"]
+__all__ = ["AddLayerNorm", "AddRMSNorm", "LayerNorm", "QuantizedLayerNorm", "QuantizedRMSNorm", "RMSNorm"]
 
 # Flax's functions without the wrapper that makes them calls of the module: through it, a call would be captured,
 # intercepted and tabulated twice.
@@ -81,6 +83,59 @@ class AddLayerNorm(LayerNorm):
         return _flax.add_first(partial(_flax_layer_norm, self), *rows, mask) if results is None else results
 
 
+class QuantizedRMSNorm(RMSNorm, kw_only=True):
+    """An `RMSNorm` of which the result is quantised, computed by `jaxnorm.rms_norm_quantized`.
+
+        norm = QuantizedRMSNorm(quantization=Quantization(jnp.float8_e4m3fn))
+        quantized = norm(x)
+        quantized, new_residual = norm(x, residual)
+
+    Fields and parameters are those of `RMSNorm`, and of the function `quantization`, `straight_through` and the call's
+    `residual`, `static_scale` and `smooth_scale`. `dtype`, which flax.linen gives to its result, does not matter: what
+    is quantised is float32. A module without a name is called after its class, as `AddRMSNorm` says.
+
+    `reduction_axes` and `feature_axes` must be the same axes: kernels serve trailing ones, the jnp formula others.
+    A `mask`, an `axis_name` and `force_float32_reductions=False` are errors.
+    """
+
+    quantization: Quantization
+    straight_through: bool = False
+
+    @linen.compact
+    def __call__(  # type: ignore[override]
+        self,
+        x: jax.Array,
+        residual: jax.Array | None = None,
+        *,
+        static_scale: Any = None,
+        smooth_scale: jax.Array | None = None,
+        mask: None = None,
+    ) -> Quantized | tuple[Quantized, jax.Array]:
+        scales = {"static_scale": static_scale, "smooth_scale": smooth_scale}
+        return _quantized(rms_norm_quantized, self, x, residual, mask, scales, bias_init=None)
+
+
+class QuantizedLayerNorm(LayerNorm, kw_only=True):
+    """A `LayerNorm` of which the result is quantised, by `jaxnorm.layer_norm_quantized`; see `QuantizedRMSNorm`."""
+
+    quantization: Quantization
+    straight_through: bool = False
+
+    @linen.compact
+    def __call__(  # type: ignore[override]
+        self,
+        x: jax.Array,
+        residual: jax.Array | None = None,
+        *,
+        static_scale: Any = None,
+        smooth_scale: jax.Array | None = None,
+        mask: None = None,
+    ) -> Quantized | tuple[Quantized, jax.Array]:
+        scales = {"static_scale": static_scale, "smooth_scale": smooth_scale}
+        bias_init = self.bias_init if self.use_bias else None
+        return _quantized(layer_norm_quantized, self, x, residual, mask, scales, bias_init)
+
+
 def _fused(
     norm: Callable[..., Any],
     module: RMSNorm | LayerNorm,
@@ -98,8 +153,36 @@ def _fused(
     dtypes = (module.param_dtype, jnp.float32 if module.dtype is None else module.dtype, *(a.dtype for a in rows))
     if axis is None or not module.force_float32_reductions or not _flax.kernel_dtypes(*dtypes):
         return None
-    features = list(normalised.shape[axis[0] :])
-    scale = module.param("scale", module.scale_init, features, module.param_dtype) if module.use_scale else None
-    bias = module.param("bias", bias_init, features, module.param_dtype) if bias_init else None
+    scale, bias = _parameters(module, normalised, axis, bias_init)
     dtype = linen.dtypes.canonicalize_dtype(normalised, scale, bias, dtype=module.dtype)
     return norm(*rows, scale, bias, epsilon=module.epsilon, axis=axis, out_dtype=dtype)
+
+
+def _quantized(
+    norm: Callable[..., Quantized | tuple[Quantized, jax.Array]],
+    module: QuantizedRMSNorm | QuantizedLayerNorm,
+    x: jax.Array,
+    residual: jax.Array | None,
+    mask: object,
+    scales: dict[str, Any],
+    bias_init: Any,
+) -> Quantized | tuple[Quantized, jax.Array]:
+    """The quantised `norm` of x, or of x and a residual, called as `module` says."""
+    _flax.must_be(module, "force_float32_reductions", True, "what is quantised is computed in float32")
+    x = jnp.asarray(x)
+    if residual is not None:
+        x, residual = _flax.with_residual(module, x, residual)
+    axis = _flax.function_axes(module, x, mask)
+    scale, bias = _parameters(module, x, axis, bias_init)
+    options = {"quantization": module.quantization, "straight_through": module.straight_through, **scales}
+    return norm(x, scale, bias, residual=residual, epsilon=module.epsilon, axis=axis, **options)
+
+
+def _parameters(
+    module: RMSNorm | LayerNorm, x: jax.Array, axis: tuple[int, ...], bias_init: Any
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """The module's scale and bias, of the shape of these axes of x."""
+    features = [x.shape[a] for a in axis]
+    scale = module.param("scale", module.scale_init, features, module.param_dtype) if module.use_scale else None
+    bias = module.param("bias", bias_init, features, module.param_dtype) if bias_init else None
+    return scale, bias

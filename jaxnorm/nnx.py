@@ -9,8 +9,10 @@ import jax.numpy as jnp
 from jaxnorm import _flax
 from jaxnorm._flax import nnx
 from jaxnorm.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from jaxnorm.quantization import Quantization, Quantized
+from jaxnorm.quantized import layer_norm_quantized, rms_norm_quantized
 
-__all__ = ["AddLayerNorm", "AddRMSNorm", "LayerNorm", "RMSNorm"]
+__all__ = ["AddLayerNorm", "AddRMSNorm", "LayerNorm", "QuantizedLayerNorm", "QuantizedRMSNorm", "RMSNorm"]
 
 
 class RMSNorm(nnx.RMSNorm):
@@ -68,6 +70,65 @@ class AddLayerNorm(LayerNorm):
         return _flax.add_first(super().__call__, *rows, mask) if results is None else results
 
 
+class QuantizedRMSNorm(RMSNorm):
+    """An `RMSNorm` of which the result is quantised, computed by `jaxnorm.rms_norm_quantized`.
+
+        norm = QuantizedRMSNorm(features, quantization=Quantization(jnp.float8_e4m3fn), rngs=rngs)
+        quantized = norm(x)
+        quantized, new_residual = norm(x, residual)
+
+    Constructor and parameters are those of `RMSNorm`, and of the function `quantization`, `straight_through` and the
+    call's `residual`, `static_scale` and `smooth_scale`. `dtype` is that of the operands, as in flax.nnx: the
+    parameters, and x where there is no residual, are rounded to it; what comes of them is float32 until it is
+    quantised.
+
+    `reduction_axes` and `feature_axes` must be the same axes: kernels serve trailing ones, the jnp formula others.
+    A `mask`, an `axis_name` and a `promote_dtype` of one's own are errors.
+    """
+
+    def __init__(
+        self, num_features: int, *, quantization: Quantization, straight_through: bool = False, **flax: Any
+    ) -> None:
+        super().__init__(num_features, **flax)
+        self.quantization = quantization
+        self.straight_through = straight_through
+
+    def __call__(  # type: ignore[override]
+        self,
+        x: jax.Array,
+        residual: jax.Array | None = None,
+        *,
+        static_scale: Any = None,
+        smooth_scale: jax.Array | None = None,
+        mask: None = None,
+    ) -> Quantized | tuple[Quantized, jax.Array]:
+        scales = {"static_scale": static_scale, "smooth_scale": smooth_scale}
+        return _quantized(rms_norm_quantized, self, mask, x, residual, scales, _value(self.scale))
+
+
+class QuantizedLayerNorm(LayerNorm):
+    """A `LayerNorm` of which the result is quantised, by `jaxnorm.layer_norm_quantized`; see `QuantizedRMSNorm`."""
+
+    def __init__(
+        self, num_features: int, *, quantization: Quantization, straight_through: bool = False, **flax: Any
+    ) -> None:
+        super().__init__(num_features, **flax)
+        self.quantization = quantization
+        self.straight_through = straight_through
+
+    def __call__(  # type: ignore[override]
+        self,
+        x: jax.Array,
+        residual: jax.Array | None = None,
+        *,
+        static_scale: Any = None,
+        smooth_scale: jax.Array | None = None,
+        mask: None = None,
+    ) -> Quantized | tuple[Quantized, jax.Array]:
+        scales = {"static_scale": static_scale, "smooth_scale": smooth_scale}
+        return _quantized(layer_norm_quantized, self, mask, x, residual, scales, _value(self.scale), _value(self.bias))
+
+
 def _value(parameter: Any) -> jax.Array | None:
     return None if parameter is None else parameter[...]
 
@@ -88,11 +149,39 @@ def _fused(
     axis = _flax.kernel_axes(module, normalised, mask)
     if axis is None or not _flax.kernel_dtypes(dtype, *(a.dtype for a in (*rows, *parameters) if a is not None)):
         return None
-    features = normalised.shape[axis[0] :]
-    parameters = tuple(None if p is None else _promote(p, dtype).reshape(features) for p in parameters)
-    if len(rows) == 1:
-        rows = (_promote(normalised, dtype),)
+    rows, parameters = _operands(rows, parameters, dtype, axis)
     return norm(*rows, *parameters, epsilon=module.epsilon, axis=axis, out_dtype=dtype)
+
+
+def _quantized(
+    norm: Callable[..., Quantized | tuple[Quantized, jax.Array]],
+    module: QuantizedRMSNorm | QuantizedLayerNorm,
+    mask: object,
+    x: jax.Array,
+    residual: jax.Array | None,
+    scales: dict[str, Any],
+    *parameters: jax.Array | None,
+) -> Quantized | tuple[Quantized, jax.Array]:
+    """The quantised `norm` of x, or of x and a residual, called as `module` says."""
+    _flax.must_be(module, "promote_dtype", nnx.nn.dtypes.promote_dtype, "what is quantised is computed in float32")
+    rows: tuple[jax.Array, ...] = (jnp.asarray(x),)
+    if residual is not None:
+        rows = _flax.with_residual(module, x, residual)
+    axis = _flax.function_axes(module, rows[-1], mask)
+    dtype = nnx.nn.dtypes.canonicalize_dtype(rows[-1], *parameters, dtype=module.dtype)
+    rows, parameters = _operands(rows, parameters, dtype, axis)
+    x, *added = rows
+    options = {"quantization": module.quantization, "straight_through": module.straight_through, **scales}
+    return norm(x, *parameters, residual=added[0] if added else None, epsilon=module.epsilon, axis=axis, **options)
+
+
+def _operands(
+    rows: tuple[jax.Array, ...], parameters: tuple[jax.Array | None, ...], dtype: Any, axis: tuple[int, ...]
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array | None, ...]]:
+    """x, or x and a residual, and parameters: rounded to `dtype` as Flax rounds them, parameters with `axis`' shape."""
+    features = [rows[-1].shape[a] for a in axis]
+    parameters = tuple(None if p is None else _promote(p, dtype).reshape(features) for p in parameters)
+    return (tuple(_promote(x, dtype) for x in rows) if len(rows) == 1 else rows), parameters
 
 
 def _promote(array: jax.Array, dtype: Any) -> jax.Array:

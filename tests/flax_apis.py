@@ -11,6 +11,7 @@ import jaxnorm.nnx
 
 NAMES = {"rms": "RMSNorm", "layer": "LayerNorm"}
 ADD_NAMES = {"rms": "AddRMSNorm", "layer": "AddLayerNorm"}
+QUANTIZED_NAMES = {"rms": "QuantizedRMSNorm", "layer": "QuantizedLayerNorm"}
 
 
 def _random_scale(key, shape, dtype):
@@ -46,13 +47,17 @@ class Api:
         ours = getattr(self.ours, ADD_NAMES[kind])
         return (add_first, parameters), self.build(ours, (x, residual), _random(kind) | fields)
 
+    def quantized(self, kind, *inputs, call=None, **fields):
+        """Our quantised norm; `call` are keywords of a call that makes its parameters."""
+        return self.build(getattr(self.ours, QUANTIZED_NAMES[kind]), inputs, _random(kind) | fields, call or {})
+
 
 class Nnx(Api):
     flax, ours = flax.nnx, jaxnorm.nnx
     rounds_operands = True  # to the result's dtype, before it computes
 
     @staticmethod
-    def build(cls, inputs, fields):
+    def build(cls, inputs, fields, call=None):
         axes = np.atleast_1d(fields.get("feature_axes", -1))
         module = cls(int(np.prod([inputs[0].shape[axis] for axis in axes])), rngs=flax.nnx.Rngs(0), **fields)
         definition, state = flax.nnx.split(module)
@@ -70,9 +75,9 @@ class Linen(Api):
     rounds_operands = False
 
     @staticmethod
-    def build(cls, inputs, fields):
+    def build(cls, inputs, fields, call=None):
         # Parameters are made by a call that needs no mapped axis.
-        variables = cls(**fields | {"axis_name": None}).init(jax.random.key(0), *inputs)
+        variables = cls(**fields | {"axis_name": None}).init(jax.random.key(0), *inputs, **call or {})
 
         def apply(parameters, *inputs, **call):
             return cls(**fields).apply({"params": parameters}, *inputs, **call)
