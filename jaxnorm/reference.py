@@ -136,7 +136,8 @@ def quantize(
     """The values that y, of float32, is quantised to, and their scales unless one is given.
 
     On a CPU this is bit for bit what NumPy gives, but for subnormal numbers, which XLA counts as zero there, and for a
-    given scale that is a quotient in the same program: of 1 / (a / b) XLA makes b / a.
+    given scale that is a quotient in the same program: of 1 / (a / b) XLA makes b / a. On a GPU XLA may also leave out
+    the rounding to float8 where the same program converts the values back.
     """
     v = y if smooth is None else y * broadcastable(norm, y, smooth)
     shape, group = v.shape, quantization.group_size

@@ -35,7 +35,9 @@ def test_results_are_the_functions(api, kind, dtype, residual_dtype):
 @pairs
 def test_results_are_flaxs_norm_of_the_sum(api, kind, dtype, residual_dtype):
     inputs = draw_pair(dtype, residual_dtype)
-    flaxs, ours = (jax.jit(apply)(p, *inputs) for apply, p in api.both_added(kind, *inputs))
+    (add_first, flaxs_parameters), (apply, parameters) = api.both_added(kind, *inputs)
+    flaxs = add_first(flaxs_parameters, *inputs)  # not in one program, where XLA may leave the sum unrounded
+    ours = jax.jit(apply)(parameters, *inputs)
     assert_close(ours[0], flaxs[0])
     assert bits(ours[1]) == bits(flaxs[1])
 
