@@ -8,10 +8,10 @@ namespace jaxnorm::cuda {
 
 // Whether dx of a row comes after the sums of the next, so that nothing stands still while a team, of several warps or
 // several blocks, exchanges those of the row. Shared memory has room for so many rows of half types only; and within a
-// block LayerNorm, which has more to compute, is slower so.
-template <Kind KIND, bool ADD, typename X, typename DY, typename R>
+// block LayerNorm and rows that vectors do not divide (not VECTORS), which have more to compute, are slower so.
+template <Kind KIND, bool ADD, typename X, typename DY, typename R, bool VECTORS>
 constexpr bool kBehind =
-    sizeof(X) + sizeof(DY) == 4 && !ADD && (R::kCluster > 1 || (R::kThreads <= 0 && KIND == Kind::rms));
+    sizeof(X) + sizeof(DY) == 4 && !ADD && (R::kCluster > 1 || (R::kThreads <= 0 && KIND == Kind::rms && VECTORS));
 
 // dx, and the partial sums of dscale and, if BIAS, of dbias, each where it is asked for. Partial sum i is over groups
 // i, i + partials.rows, ... of rows; a team has its own in registers. ADD: dsum comes by way of the ring, too.
@@ -33,7 +33,7 @@ __device__ __forceinline__ void backward_rows(const Backward& p, const Partials&
     }
   }();
   const int64_t stride = rows.stride * rows.group;
-  constexpr bool kBehind = W::RING && cuda::kBehind<KIND, ADD, X, DY, R>;
+  constexpr bool kBehind = W::RING && cuda::kBehind<KIND, ADD, X, DY, R, (W::N > 1)>;
   ring.start(team.index);
   const FloatWeight<W> scale(team, p.scale, p.scale_offset, 1.0f);
   Row<X, W> x;
@@ -143,7 +143,8 @@ cudaError_t launch_rows(const Backward& p, const Plan& plan, const Partials& par
   const int64_t teams = std::min<int64_t>(partials.rows, current_device().teams_at_once(plan.blocks_per_row));
   return with_backward_regime<KIND, X>(plan, [&](auto regime) {
     using R = decltype(regime);
-    constexpr int held = kBehind<KIND, ADD, X, DY, R> ? 2 : 1;
+    const bool behind = divided ? kBehind<KIND, ADD, X, DY, R, true> : kBehind<KIND, ADD, X, DY, R, false>;
+    const int held = behind ? 2 : 1;
     int ring = 0;
     if constexpr (ADD) {
       ring = launch.with_rings(plan, p.cols, {sizeof(X), sizeof(DY), sizeof(X)}, held);
