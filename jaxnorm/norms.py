@@ -129,7 +129,8 @@ def add_rms_norm(
     sum again. In a gradient one native call serves the cotangents of both results.
 
     Outside of differentiation new_residual takes residual's buffer: a donated or dead one costs no memory, while XLA
-    first copies one that is still needed.
+    first copies one that is still needed. JAX gives a donated buffer to the first result of its shape and dtype, so a
+    function that donates residual should return new_residual before y.
 
     Args:
       x: floating-point array of rank 1 or more, what is added.
