@@ -35,6 +35,21 @@ struct Output {
   explicit operator bool() const { return data != nullptr; }
 };
 
+// Which row of scale and bias is whose: of `count` rows, row r of x takes row r / inner % count.
+struct Heads {
+  int64_t count = 1, inner = 1;
+};
+
+enum class Activation : uint8_t { silu, sigmoid };
+
+// What a norm is multiplied by, element by element: a = activation(data).
+struct Gate {
+  Input data;                                // of x's dtype
+  Activation activation = Activation::silu;  // silu(v) = v * sigmoid(v)
+  bool first = false;                        // x * a is normalised; otherwise y is multiplied by a
+  explicit operator bool() const { return bool{data}; }
+};
+
 // How y, of f32, is quantised, each operation rounded to f32:
 //   v = y * smooth                                                 (y itself where smooth is absent)
 //   scale = given, or over each `group` neighbouring columns of a row
@@ -53,7 +68,8 @@ struct Quantization {
 };
 
 // y = x_hat * (scale + scale_offset) + bias, and the row statistics from which the backward rebuilds x_hat. With a
-// residual it is sum = x + residual, in the residual's dtype, that is normalised; sum may be where the residual was.
+// residual it is sum = x + residual, in the residual's dtype, that is normalised; sum may be where the residual was. A
+// gate goes with neither a residual nor a bias; everything between its operands and y is f32.
 struct Forward {
   Kind kind;
   int64_t rows, cols;
@@ -64,6 +80,9 @@ struct Forward {
   float epsilon, scale_offset;
   bool multiply_before_cast;  // false: x_hat is rounded to y's dtype before the multiplication by scale
   Quantization quantized;     // with values: y is absent and multiply_before_cast true
+  Heads heads;                // of scale and bias
+  int64_t y_pad = 0;          // zeros that are written after each row of y
+  Gate gate;
 };
 
 // The cotangents of x, scale and bias for the cotangent dy of y. dsum, of x's dtype, is added to dx: what else x is
@@ -75,8 +94,12 @@ struct Backward {
   const float *mean, *rstd;
   Output dx, dscale, dbias;
   float* row_sums;   // CUDA: rows * segments pairs of sums, for dx of rows that are cut into segments
-  float* workspace;  // CUDA: partial sums of dscale and dbias, (one or two arrays) * partial_rows * cols
+  float* workspace;  // CUDA: partial sums of dscale and dbias, (one or two arrays) * partial_rows * heads.count * cols
   float scale_offset;
+  Heads heads;         // of scale, dscale and dbias
+  int64_t dy_pad = 0;  // columns after each row of dy that are not read
+  Gate gate;
+  Output dgate;  // wanted or not, as dx
 };
 
 }  // namespace jaxnorm

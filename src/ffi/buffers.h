@@ -1,0 +1,168 @@
+// XLA's buffers, taken one by one in the order of a contract and checked.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "norm.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jaxnorm {
+
+namespace ffi = xla::ffi;
+
+using Shape = std::vector<int64_t>;
+
+// The start of every handler's binding; the platform adds its context.
+template <class Attributes>
+auto bind() {
+  return ffi::Ffi::Bind().RemainingArgs().RemainingRets().template Attrs<Attributes>();
+}
+
+// The shapes that follow from x's and the number of normalised axes.
+struct Shapes {
+  Shape x, weight, statistics;
+  int64_t rows = 1, cols = 1;
+};
+
+// Takes a call's buffers one by one in the order of the contract and keeps the first thing that is wrong.
+class Buffers {
+ public:
+  Buffers(Kind kind, const char* direction, ffi::RemainingArgs operands, ffi::RemainingRets results)
+      : operands_(operands), results_(results) {
+    op_ = std::string(kind == Kind::rms ? "jaxnorm_rms_norm_" : "jaxnorm_layer_norm_") + direction;
+  }
+
+  // Reads the shapes off the first operand, which has x's shape in every op.
+  Shapes shapes(int64_t axes) {
+    Shapes shapes;
+    auto first = operands_.get<ffi::AnyBuffer>(0);
+    if (!first) {
+      fail("no operands came");
+      return shapes;
+    }
+    const auto dims = first->dimensions();
+    const int64_t rank = dims.size();
+    if (axes < 1 || axes > rank) {
+      fail("axes is " + std::to_string(axes) + ", expected from 1 to the rank of the first operand " + text(*first));
+      return shapes;
+    }
+    shapes.x.assign(dims.begin(), dims.end());
+    shapes.weight.assign(dims.end() - axes, dims.end());
+    shapes.statistics = shapes.x;
+    bool overflow = false;
+    for (int64_t axis = 0; axis < rank; ++axis) {
+      int64_t& extent = axis < rank - axes ? shapes.rows : shapes.cols;
+      overflow |= __builtin_mul_overflow(extent, dims[axis], &extent);
+      if (axis >= rank - axes) shapes.statistics[axis] = 1;
+    }
+    if (overflow || shapes.cols < 1) fail("no row can be normalised in " + text(*first));
+    return shapes;
+  }
+
+  Input operand(const char* name, const Shape& shape, std::optional<Dtype> dtype = std::nullopt) {
+    auto buffer = operands_.get<ffi::AnyBuffer>(next_operand_++);
+    if (!buffer) {
+      fail(std::string(name) + " is missing, operands that came: " + std::to_string(operands_.size()));
+      return {};
+    }
+    return {buffer->untyped_data(), checked(name, *buffer, shape, dtype, false)};
+  }
+
+  Output result(const char* name, const Shape& shape, std::optional<Dtype> dtype = std::nullopt,
+                bool quantized = false) {
+    auto buffer = results_.get<ffi::AnyBuffer>(next_result_++);
+    if (!buffer) {
+      fail(std::string(name) + " is missing, results that came: " + std::to_string(results_.size()));
+      return {};
+    }
+    return {(*buffer)->untyped_data(), checked(name, **buffer, shape, dtype, quantized)};
+  }
+
+  const float* statistic(const char* name, const Shape& shape) {
+    return static_cast<const float*>(operand(name, shape, Dtype::f32).data);
+  }
+
+  float* f32_result(const char* name, const Shape& shape) {
+    return static_cast<float*>(result(name, shape, Dtype::f32).data);
+  }
+
+  void require(bool condition, const char* message) {
+    if (!condition) fail(message);
+  }
+
+  template <class Arguments>
+  ffi::ErrorOr<Arguments> finish(Arguments arguments) {
+    check_count("operands", operands_.size(), next_operand_);
+    check_count("results", results_.size(), next_result_);
+    if (!error_.empty()) return ffi::Unexpected(ffi::Error::InvalidArgument(op_ + ": " + error_));
+    return arguments;
+  }
+
+ private:
+  static std::string text(const ffi::AnyBuffer& buffer) {
+    std::ostringstream out;
+    out << buffer.element_type() << text(Shape(buffer.dimensions().begin(), buffer.dimensions().end()));
+    return out.str();
+  }
+
+  static std::string text(const Shape& shape) {
+    std::string out;
+    for (int64_t extent : shape) out += (out.empty() ? "" : ",") + std::to_string(extent);
+    return "[" + out + "]";
+  }
+
+  static std::optional<Dtype> dtype_of(const ffi::AnyBuffer& buffer) {
+    switch (buffer.element_type()) {
+      case ffi::F32:
+        return Dtype::f32;
+      case ffi::F16:
+        return Dtype::f16;
+      case ffi::BF16:
+        return Dtype::bf16;
+      case ffi::F8E4M3FN:
+        return Dtype::f8e4m3fn;
+      case ffi::F8E5M2:
+        return Dtype::f8e5m2;
+      case ffi::S8:
+        return Dtype::s8;
+      default:
+        return std::nullopt;
+    }
+  }
+
+  // Without a dtype that is wanted, any of those that are quantised to, or any of the others, will do.
+  Dtype checked(const char* name, const ffi::AnyBuffer& buffer, const Shape& shape, std::optional<Dtype> wanted,
+                bool quantized) {
+    const auto dims = buffer.dimensions();
+    const auto dtype = dtype_of(buffer);
+    const bool is_right = dtype && (wanted ? *dtype == *wanted : is_quantized(*dtype) == quantized);
+    if (Shape(dims.begin(), dims.end()) != shape || !is_right) {
+      const char* const names[] = {"F32", "F16", "BF16"};
+      const char* const any = quantized ? "F8E4M3FN, F8E5M2 or S8 of shape " : "F32, F16 or BF16 of shape ";
+      fail(std::string(name) + " is " + text(buffer) + ", expected " +
+           (wanted ? names[static_cast<int>(*wanted)] : any) + text(shape));
+    }
+    return dtype.value_or(Dtype::f32);
+  }
+
+  void check_count(const char* what, size_t came, size_t expected) {
+    if (came == expected) return;
+    fail(std::string("number of ") + what + " is " + std::to_string(came) + ", expected " + std::to_string(expected));
+  }
+
+  void fail(std::string message) {
+    if (error_.empty()) error_ = std::move(message);
+  }
+
+  ffi::RemainingArgs operands_;
+  ffi::RemainingRets results_;
+  size_t next_operand_ = 0, next_result_ = 0;
+  std::string op_, error_;
+};
+
+}  // namespace jaxnorm
