@@ -28,14 +28,7 @@ using RowSums = Sums<KIND == Kind::layer ? 2 : 1>;
 // The running sums of a team's rows, one float for each element that a thread owns.
 template <typename W>
 struct ColumnSums {
-  float value[W::VECTORS][W::N];
-
-  __device__ void clear() {
-#pragma unroll
-    for (int slot = 0; slot < W::VECTORS; ++slot)
-#pragma unroll
-      for (int i = 0; i < W::N; ++i) value[slot][i] = 0;
-  }
+  float value[W::VECTORS][W::N] = {};
 
   // Writes those of a block or a cluster: teams that share a block add up theirs in `space`, a float for each element
   // that the block's threads own.
@@ -58,15 +51,12 @@ struct ColumnSums {
       for (int i = 1; i < teams; ++i) sum += space[i * static_cast<int>(team.end) + col];
       to[col] = sum;
     }
-    if constexpr (W::RING) fence_copies();
     __syncthreads();  // `space` may be used again
   }
 };
 
 // Where there are no such sums.
-struct NoSums {
-  __device__ void clear() {}
-};
+struct NoSums {};
 
 // Whether a branch keeps the compiler from having several vectors under way: it has no registers left for them.
 template <Kind KIND, typename W>

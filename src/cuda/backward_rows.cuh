@@ -13,15 +13,16 @@ template <Kind KIND, bool ADD, typename X, typename DY, typename R, bool VECTORS
 constexpr bool kBehind =
     sizeof(X) + sizeof(DY) == 4 && !ADD && (R::kCluster > 1 || (R::kThreads <= 0 && KIND == Kind::rms && VECTORS));
 
-// dx, and the partial sums of dscale and, if BIAS, of dbias, each where it is asked for. Partial sum i is over groups
-// i, i + partials.rows, ... of rows; a team has its own in registers. ADD: dsum comes by way of the ring, too.
+// dx, and the partial sums of dscale and, if BIAS, of dbias, each where it is asked for. Block or cluster i of
+// partials.rows adds up groups i, i + partials.rows, ... of rows, each team its own in registers. ADD: dsum comes by
+// way of the ring, too.
 template <Kind KIND, bool BIAS, bool ADD, typename X, typename DY, typename R, Access ACCESS>
 __device__ __forceinline__ void backward_rows(const Backward& p, const Partials& partials, const RowsLaunch& launch,
                                               char* shared) {
   using W = Walk<X, R, ACCESS>;
   using Threads = Team<R::kThreads, RowSums<KIND>, R::kCluster>;
   Threads team(launch.threads_per_row, p.cols, launch.span, launch.reciprocal_cols);
-  const Rows rows{p.rows, p.cols, launch.rows_per_block, partials.rows};
+  const Rows rows{p.rows, p.cols, launch.rows_per_block, team.count};
   const X* const x_data = static_cast<const X*>(p.x.data);
   const DY* const dy_data = static_cast<const DY*>(p.dy.data);
   const X* const dsum_data = static_cast<const X*>(p.dsum.data);
@@ -34,77 +35,71 @@ __device__ __forceinline__ void backward_rows(const Backward& p, const Partials&
   }();
   const int64_t stride = rows.stride * rows.group;
   constexpr bool kBehind = W::RING && cuda::kBehind<KIND, ADD, X, DY, R, (W::N > 1)>;
-  ring.start(team.index);
   const FloatWeight<W> scale(team, p.scale, p.scale_offset, 1.0f);
   Row<X, W> x;
   Row<DY, W> dy;
   ColumnSums<W> dscale;
   std::conditional_t<BIAS, ColumnSums<W>, NoSums> dbias;
 
-  for (int64_t part = team.index; part < partials.rows; part += team.count) {
-    if (part > team.index) ring.start(part);
-    dscale.clear();
-    dbias.clear();
-    const int64_t first_row = part * rows.group + team.place;
-    RowStatistics fetched, newest{}, oldest;
-    fetched.template fetch<KIND>(p, first_row);
-    // Teams of a warp leave a row together, so they go on as long as one of them has one.
-    const int64_t end = p.rows + (kBehind ? stride : 0) + team.place % Threads::kTeamsOfWarp;
-    int64_t next = first_row;
-    for (; next < end; next += stride) {
-      if (Threads::kTeamsOfWarp > 1 && next >= p.rows) {
-        ring.take();
-        ring.leave();
-        break;
-      }
-      oldest = newest;
-      if (!kBehind || next < p.rows) {
-        newest = fetched;
-        ring.take();
-        if constexpr (W::RING) {
-          x.read(team, ring.template newest<0>(x_data + next * p.cols + team.begin));
-          dy.read(team, ring.template newest<1>(dy_data + next * p.cols + team.begin));
-        } else {
-          x.read(team, x_data + next * p.cols);
-          dy.read(team, dy_data + next * p.cols);
-        }
-        fetched.template fetch<KIND>(p, next + stride);
-
-        team.publish(warp_sums<KIND, W>(team, newest, x, dy, scale, dscale, dbias));
-        ring.met();
-      }
-      if (kBehind && next == first_row) continue;
-      const int64_t row = kBehind ? next - stride : next;
-      const RowSums<KIND> sums = team.collect();
-      if (p.dx.data) {
-        if constexpr (kBehind) {
-          x.read(team, ring.template oldest<0>(x_data + row * p.cols + team.begin));
-          dy.read(team, ring.template oldest<1>(dy_data + row * p.cols + team.begin));
-        }
-        const auto store = [&](const auto& added) {
-          store_dx<KIND, W>(team, kBehind ? oldest : newest, sums, x, dy, scale, added,
-                            static_cast<X*>(p.dx.data) + row * p.cols);
-        };
-        if constexpr (ADD) {
-          RingAdded<X, W> added;
-          added.row.read(team, ring.template oldest<2>(dsum_data + row * p.cols + team.begin));
-          store(added);
-        } else if constexpr (W::RING && W::N > 1) {
-          store(NothingAdded{});
-        } else {
-          store(MemoryAdded<X, W>{dsum_data ? dsum_data + row * p.cols : nullptr});
-        }
-      }
+  const int64_t first_row = team.index * rows.group + team.place;
+  RowStatistics fetched, newest{}, oldest;
+  fetched.template fetch<KIND>(p, first_row);
+  // Teams of a warp leave a row together, so they go on as long as one of them has one.
+  const int64_t end = p.rows + (kBehind ? stride : 0) + team.place % Threads::kTeamsOfWarp;
+  int64_t next = first_row;
+  for (; next < end; next += stride) {
+    if (Threads::kTeamsOfWarp > 1 && next >= p.rows) {
+      ring.take();
       ring.leave();
+      break;
     }
-    // A team without a row of the last group meets as often as the others: compute-sanitizer reports races otherwise.
-    if (R::kThreads == kWholeWarps && next - team.place < p.rows) team.meet();
-    __syncthreads();  // the ring is empty, and its memory may serve for sums
-    float* const space = reinterpret_cast<float*>(shared);
-    if (partials.dscale) dscale.write(team, rows.group, space, partials.dscale + part * p.cols);
-    if constexpr (BIAS)
-      if (partials.dbias) dbias.write(team, rows.group, space, partials.dbias + part * p.cols);
+    oldest = newest;
+    if (!kBehind || next < p.rows) {
+      newest = fetched;
+      ring.take();
+      if constexpr (W::RING) {
+        x.read(team, ring.template newest<0>(x_data + next * p.cols + team.begin));
+        dy.read(team, ring.template newest<1>(dy_data + next * p.cols + team.begin));
+      } else {
+        x.read(team, x_data + next * p.cols);
+        dy.read(team, dy_data + next * p.cols);
+      }
+      fetched.template fetch<KIND>(p, next + stride);
+
+      team.publish(warp_sums<KIND, W>(team, newest, x, dy, scale, dscale, dbias));
+      ring.met();
+    }
+    if (kBehind && next == first_row) continue;
+    const int64_t row = kBehind ? next - stride : next;
+    const RowSums<KIND> sums = team.collect();
+    if (p.dx.data) {
+      if constexpr (kBehind) {
+        x.read(team, ring.template oldest<0>(x_data + row * p.cols + team.begin));
+        dy.read(team, ring.template oldest<1>(dy_data + row * p.cols + team.begin));
+      }
+      const auto store = [&](const auto& added) {
+        store_dx<KIND, W>(team, kBehind ? oldest : newest, sums, x, dy, scale, added,
+                          static_cast<X*>(p.dx.data) + row * p.cols);
+      };
+      if constexpr (ADD) {
+        RingAdded<X, W> added;
+        added.row.read(team, ring.template oldest<2>(dsum_data + row * p.cols + team.begin));
+        store(added);
+      } else if constexpr (W::RING && W::N > 1) {
+        store(NothingAdded{});
+      } else {
+        store(MemoryAdded<X, W>{dsum_data ? dsum_data + row * p.cols : nullptr});
+      }
+    }
+    ring.leave();
   }
+  // A team without a row of the last group meets as often as the others: compute-sanitizer reports races otherwise.
+  if (R::kThreads == kWholeWarps && next - team.place < p.rows) team.meet();
+  __syncthreads();  // the ring is empty, and its memory may serve for sums
+  float* const space = reinterpret_cast<float*>(shared);
+  if (partials.dscale) dscale.write(team, rows.group, space, partials.dscale + team.index * p.cols);
+  if constexpr (BIAS)
+    if (partials.dbias) dbias.write(team, rows.group, space, partials.dbias + team.index * p.cols);
 }
 
 template <Kind KIND, bool BIAS, bool ADD, typename X, typename DY, typename R, Access ACCESS>
@@ -140,7 +135,6 @@ cudaError_t launch_rows(const Backward& p, const Plan& plan, const Partials& par
   const bool divided = p.cols % kVector<X> == 0 && p.cols % kVector<DY> == 0;
   RowsLaunch launch(plan, p.cols, kVector<X>);
   const int sums = plan.rows_per_block > 1 ? plan.block_threads() * kElements * int{sizeof(float)} : 0;
-  const int64_t teams = std::min<int64_t>(partials.rows, current_device().teams_at_once(plan.blocks_per_row));
   return with_backward_regime<KIND, X>(plan, [&](auto regime) {
     using R = decltype(regime);
     const bool behind = divided ? kBehind<KIND, ADD, X, DY, R, true> : kBehind<KIND, ADD, X, DY, R, false>;
@@ -155,8 +149,8 @@ cudaError_t launch_rows(const Backward& p, const Plan& plan, const Partials& par
       constexpr Access kAccess = decltype(access)::value;
       // What is rare has one kernel for both.
       constexpr bool kBias = BIAS || kAccess == Access::unaligned || !kOneType;
-      return launch_teams(backward_kernel<KIND, kBias, ADD, X, DY, R, kAccess>, plan, teams, std::max(ring, sums),
-                          stream, p, partials, launch);
+      return launch_teams(backward_kernel<KIND, kBias, ADD, X, DY, R, kAccess>, plan, partials.rows,
+                          std::max(ring, sums), stream, p, partials, launch);
     };
     if constexpr (ADD) {
       return ring > 0 ? launch_as(AccessAs<Access::ring>{}) : cudaErrorNotSupported;

@@ -104,9 +104,6 @@ struct Arrival {
   }
 };
 
-// What this thread did to shared memory comes before copies in bulk that start after the next barrier.
-__device__ inline void fence_copies() { JAXNORM_SM90(asm volatile("fence.proxy.async.shared::cta;" :: : "memory")); }
-
 // A barrier of `threads` threads of the block, whole warps. Barrier 0 is that of __syncthreads.
 __device__ inline void barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");

@@ -102,7 +102,6 @@ __device__ __forceinline__ void forward_ring(const Forward& p, const RowsLaunch&
       return RingOf<W, Threads, Y>(team, launch.ring, shared, rows, x_data);
     }
   }();
-  ring.start(team.index);
   const FloatWeight<W> scale(team, p.scale, p.scale_offset, 1.0f), bias(team, p.bias, 0.0f, -0.0f);
   const float cols = warp_cols<W>(team);
   RowOf<X, W, C> x;

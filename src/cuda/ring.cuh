@@ -22,7 +22,7 @@ struct RingShape {
   int bytes[kMaxArrays];  // a chunk, of each array; 0: there are fewer
 };
 
-// Which rows a team works on: `row` of every group of rows that its block comes by.
+// Which rows the teams of a block work on: the groups of rows team.index, team.index + stride, ..., a row each.
 struct Rows {
   int64_t rows, cols;
   int group;       // rows of a group, one for each team of the block
@@ -33,8 +33,6 @@ struct Rows {
 struct NoRing {
   template <typename... Args>
   __device__ explicit NoRing(const Args&...) {}
-  template <typename... Args>
-  __device__ void start(const Args&...) {}
   __device__ void take() {}
   __device__ void met() {}
   __device__ void leave() {}
@@ -49,7 +47,7 @@ class Ring {
   template <int ARRAY>
   using Element = std::tuple_element_t<ARRAY, std::tuple<T...>>;
 
-  // By all threads of the block.
+  // By all threads of the block. Begins to fill the ring.
   __device__ Ring(const Team& team, const RingShape& shape, char* shared, const Rows& rows, const T*... arrays)
       : shape_(shape),
         rows_(rows),
@@ -64,16 +62,10 @@ class Ring {
     shared_ = shared + ring * shape.chunks * chunk_bytes();
     if (threadIdx.x < rows.group / kRows * shape.chunks) barriers()[threadIdx.x].init();
     __syncthreads();
-  }
-
-  // Fills the ring with every stride-th group of rows from `group` on. The block has met since the last row, if there
-  // was one.
-  __device__ void start(int64_t group) {
-    next_row_ = group * rows_.group + place_;
-    left_ = 0;
+    next_row_ = team.index * rows.group + place_;
     if (!leads_) return;
 #pragma unroll 1
-    for (int i = 0; i < shape_.chunks; ++i) fill();
+    for (int i = 0; i < shape.chunks; ++i) fill();
   }
 
   // Waits for the next row, or the next rows of the warp's teams.

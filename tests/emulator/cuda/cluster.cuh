@@ -62,7 +62,6 @@ struct Arrival {
 
 static_assert(sizeof(Arrival) == 8);
 
-inline void fence_copies() {}
 inline void barrier(int id, int threads) { emulator::barrier(id, threads); }
 
 }  // namespace jaxnorm::cuda
