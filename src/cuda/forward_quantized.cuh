@@ -75,7 +75,6 @@ __device__ __forceinline__ void quantized_ring(const Forward& p, const RowsLaunc
       return RingOf<W, Threads, X>(team, launch.ring, shared, rows, x_data);
     }
   }();
-  ring.start(team.index);
   // Beside more values than these, or sums on their way, there is no room for scale in registers.
   using Scale =
       std::conditional_t<W::VECTORS * W::N <= (ADDS ? 16 : 32), RegisterScale<X, W>, LoadedScale<X, W, false>>;
