@@ -45,23 +45,25 @@ class Array {
   int64_t offset_;
 };
 
-// `offset`: of each array, in elements, so that it is aligned to them and to nothing more.
-void run(Kind kind, Dtype dtype, int64_t rows, int64_t cols, int64_t offset) {
-  const Array x(dtype, rows * cols, offset, true), dy(dtype, rows * cols, offset, true);
-  const Array scale(dtype, cols, offset, true), bias(dtype, cols, offset, true);
-  const Array y(dtype, rows * cols, offset, false), dx(dtype, rows * cols, offset, false);
+// `offset`: of each array, in elements, so that it is aligned to them and to nothing more. `pad`: columns after each
+// row of y and dy.
+void run(Kind kind, Dtype dtype, int64_t rows, int64_t cols, int64_t offset, const Heads& heads = {}, int64_t pad = 0) {
+  const Array x(dtype, rows * cols, offset, true), dy(dtype, rows * (cols + pad), offset, true);
+  const int64_t weights = heads.count * cols;
+  const Array scale(dtype, weights, offset, true), bias(dtype, weights, offset, true);
+  const Array y(dtype, rows * (cols + pad), offset, false), dx(dtype, rows * cols, offset, false);
   const Array sum(dtype, rows * cols, offset, true), dsum(dtype, rows * cols, offset, true);
   const Array mean(Dtype::f32, rows, 0, false), rstd(Dtype::f32, rows, 0, false);
-  const Array dscale(dtype, cols, 0, false), dbias(dtype, cols, 0, false);
+  const Array dscale(dtype, weights, 0, false), dbias(dtype, weights, 0, false);
   const Array row_sums(Dtype::f32, 2 * rows * (row_segments(dtype, cols) + 1), 0, false);
-  const Array workspace(Dtype::f32, 2 * partial_rows(dtype, cols) * cols, 0, false);
+  const Array workspace(Dtype::f32, 2 * partial_rows(dtype, cols, heads) * weights, 0, false);
   const auto floats = [](const Array& array) { return static_cast<float*>(array.get()); };
 
   Forward f{};
   f.kind = kind, f.rows = rows, f.cols = cols, f.epsilon = 1e-6f, f.multiply_before_cast = true;
   f.x = {x.get(), dtype}, f.scale = {scale.get(), dtype}, f.y = {y.get(), dtype};
   if (kind == Kind::layer) f.bias = {bias.get(), dtype};
-  f.mean = floats(mean), f.rstd = floats(rstd);
+  f.mean = floats(mean), f.rstd = floats(rstd), f.heads = heads, f.y_pad = pad;
   check(forward(f, nullptr), "forward");
 
   Backward b{};
@@ -69,7 +71,7 @@ void run(Kind kind, Dtype dtype, int64_t rows, int64_t cols, int64_t offset) {
   b.x = f.x, b.scale = f.scale, b.dy = {dy.get(), dtype}, b.dx = {dx.get(), dtype};
   b.mean = f.mean, b.rstd = f.rstd, b.dscale = {dscale.get(), dtype};
   if (kind == Kind::layer) b.dbias = {dbias.get(), dtype};
-  b.row_sums = floats(row_sums), b.workspace = floats(workspace);
+  b.row_sums = floats(row_sums), b.workspace = floats(workspace), b.heads = heads, b.dy_pad = pad;
   check(backward(b, nullptr), "backward");
 
   // Of a residual connection, whose sum takes the residual's place.
@@ -129,6 +131,14 @@ int main(int argc, char** argv) {
       for (const int64_t cols : {64, 1024, 4096, 65536}) run(kind, dtype, 37, cols, 1);
       for (const int64_t cols : {24, 64, 256, 257, 512, 1024, 4096, 12288, 16384, 65536, 100003, 262144, 300032})
         for (const int64_t rows : {1, 70}) run_quantized(kind, dtype, rows, cols, 0);
+      for (const int64_t cols : {64, 128, 257, 1024, 4096}) {
+        run(kind, dtype, 600, cols, 0, {3, 1});
+        run(kind, dtype, 600, cols, 0, {3, 5});
+        run(kind, dtype, 240, cols, 0, {40, 3});
+      }
+      run(kind, dtype, 20000, 128, 0, {8, 500});
+      for (const int64_t cols : {64, 257, 2880, 40000, 100003, 300000}) run(kind, dtype, 37, cols, 0, {}, 64);
+      run(kind, dtype, 600, 1024, 0, {}, 1);
       for (const int64_t cols : {64, 1024, 4096, 65536}) run_quantized(kind, dtype, 37, cols, 1);
     }
   std::printf("ran every regime that was asked for\n");

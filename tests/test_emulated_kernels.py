@@ -33,8 +33,8 @@ def objects(tmp_path_factory):
         return list(pool.map(lambda source: compile_object(source, folder), sources))
 
 
-# Results and gradients; quantised results.
-@pytest.mark.parametrize("program", ["run", "run_quantized"])
+# Results and gradients; of several rows of weights; with padding; quantised results.
+@pytest.mark.parametrize("program", ["run", "run_heads", "run_padding", "run_quantized"])
 def test_no_failures(program, objects, tmp_path):
     own = compile_object(HERE / f"{program}.cc", tmp_path)
     target = tmp_path / program

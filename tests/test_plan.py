@@ -82,6 +82,17 @@ def test_there_are_partial_sums(cuda, dtype):
     assert all(0 < cuda.partial_rows(dtype, cols) <= 4096 for cols in LENGTHS)
 
 
+# Numbers of heads that divide the rows of a block, that do not, and that exceed them and the blocks that run at once.
+@pytest.mark.parametrize(("count", "inner"), list(product((2, 3, 7, 32, 40, 64, 100, 131, 1000), (1, 5))))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_heads_leave_no_more_partial_rows(cuda, dtype, count, inner):
+    lengths = [cols for cols in LENGTHS if cols <= 8192]
+    rows = {
+        cols: (cuda.partial_rows(dtype, cols, count, inner), cuda.partial_rows(dtype, cols, 1, 1)) for cols in lengths
+    }
+    assert [cols for cols, (of_heads, plain) in rows.items() if not 0 < of_heads <= plain] == []
+
+
 # A result's shape may not depend on the device, so the workspace has to suit the plan of every device.
 @table
 def test_there_is_room_for_the_sums_of_all_segments(cuda, op, kind, dtype, max_cluster):

@@ -1,6 +1,7 @@
 // The backward of both norms. With g = dy * (scale + scale_offset) and x_hat rebuilt from the saved statistics,
 //   dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat))      (no mean(g) for RMS)
 //   dscale = sum over rows of dy * x_hat,   dbias = sum over rows of dy.
+// With heads, the rows of each have a dscale and a dbias of their own.
 //
 // The sums over rows have two stages, both in a fixed order: blocks leave partial sums of their rows in the workspace,
 // and sum_partials adds those.
@@ -17,10 +18,10 @@ cudaError_t launch_backward(const Backward& p, cudaStream_t stream) {
   constexpr int N = kVector<X>;
   const Plan plan = make_plan(Op::backward, KIND, kDtype<X>, p.cols, current_device().max_cluster());
   // Rows of dy as well are whole multiples of 16 bytes: they may be copied in bulk.
-  const bool aligned = p.cols % N == 0 && p.cols % kVector<DY> == 0 && aligned_for<N>(p.x.dtype, p.x.data) &&
-                       aligned_for<kVector<DY>>(p.dy.dtype, p.dy.data) && aligned_for<N>(p.dx.dtype, p.dx.data) &&
-                       aligned_for<N>(p.scale.dtype, p.scale.data) && aligned_for<N>(p.dsum.dtype, p.dsum.data) &&
-                       aligned_for<N>(Dtype::f32, p.workspace);
+  const bool aligned = p.cols % N == 0 && p.cols % kVector<DY> == 0 && p.dy_pad % kVector<DY> == 0 &&
+                       aligned_for<N>(p.x.dtype, p.x.data) && aligned_for<kVector<DY>>(p.dy.dtype, p.dy.data) &&
+                       aligned_for<N>(p.dx.dtype, p.dx.data) && aligned_for<N>(p.scale.dtype, p.scale.data) &&
+                       aligned_for<N>(p.dsum.dtype, p.dsum.data) && aligned_for<N>(Dtype::f32, p.workspace);
 
   if constexpr (std::is_same_v<X, DY>)
     if (aligned && is_few(p, plan))
@@ -30,12 +31,14 @@ cudaError_t launch_backward(const Backward& p, cudaStream_t stream) {
         return cudaErrorInvalidValue;  // not reached
       });
 
-  // The workspace has room for `most` partial rows of dscale, then of dbias; few rows fill fewer of them.
-  const int64_t most = partial_rows(kDtype<X>, p.cols);
+  // The workspace has room for the most partial rows of dscale, then of dbias; few rows fill fewer of them.
+  const int64_t count = p.heads.count, most = partial_rows(kDtype<X>, p.cols, p.heads);
+  const Shares shares = share_rows(kDtype<X>, p.cols, p.rows, p.heads, plan.rows_per_block);
   Partials partials{};
-  partials.rows = std::min(most, (p.rows + plan.rows_per_block - 1) / plan.rows_per_block);
+  partials.rows = shares.partial_rows;
   if (p.dscale) partials.dscale = p.workspace;
-  if (p.dbias) partials.dbias = p.workspace + (p.dscale ? most * p.cols : 0);
+  if (p.dbias) partials.dbias = p.workspace + (p.dscale ? most * count * p.cols : 0);
+  if (shares.blocks > INT_MAX / plan.blocks_per_row || (plan.segments > 0 && count > 1)) return cudaErrorInvalidValue;
 
   cudaError_t error = cudaSuccess;
   if (p.rows > 0 && (p.dx || p.dscale || p.dbias)) {
@@ -44,11 +47,11 @@ cudaError_t launch_backward(const Backward& p, cudaStream_t stream) {
     if (plan.segments > 0) {
       error = launch_columns<KIND, X, DY>(p, plan.segments, partials, aligned, stream);
     } else if (p.dsum && aligned && (kLayer || !p.dbias)) {
-      error = launch_rows<KIND, kLayer, true, X, DY>(p, plan, partials, aligned, stream);
+      error = launch_rows<KIND, kLayer, true, X, DY>(p, plan, shares, partials, aligned, stream);
     }
     if (error == cudaErrorNotSupported)
-      error = kLayer || p.dbias ? launch_rows<KIND, true, false, X, DY>(p, plan, partials, aligned, stream)
-                                : launch_rows<KIND, kLayer, false, X, DY>(p, plan, partials, aligned, stream);
+      error = kLayer || p.dbias ? launch_rows<KIND, true, false, X, DY>(p, plan, shares, partials, aligned, stream)
+                                : launch_rows<KIND, kLayer, false, X, DY>(p, plan, shares, partials, aligned, stream);
   }
   if (error == cudaSuccess && (p.dscale || p.dbias)) error = sum_partials(p, partials, stream);
   return error;

@@ -34,6 +34,7 @@ __device__ void load_factor(const Backward& p, int64_t first, int left, float (&
 // T: scale's type, if it is known; void: scale may also be absent.
 template <Kind KIND, typename X, typename DY, typename T, typename W>
 __device__ SegmentSums thread_sums(const Backward& p, int64_t row, int64_t begin) {
+  const int64_t dy_stride = W::ALIGNED ? p.cols : p.cols + p.dy_pad;
   const float mean = KIND == Kind::layer ? p.mean[row] : 0.0f, rstd = p.rstd[row];
   SegmentSums sums{};
 #pragma unroll
@@ -43,7 +44,7 @@ __device__ SegmentSums thread_sums(const Backward& p, int64_t row, int64_t begin
     const int left = static_cast<int>(min(static_cast<int64_t>(W::N), p.cols - first));
     float x[W::N], g[W::N], factor[W::N];
     unpack(load<W::ALIGNED, W::N>(static_cast<const X*>(p.x.data) + row * p.cols + first, left), x);
-    unpack(load<W::ALIGNED, W::N>(static_cast<const DY*>(p.dy.data) + row * p.cols + first, left), g);
+    unpack(load<W::ALIGNED, W::N>(static_cast<const DY*>(p.dy.data) + row * dy_stride + first, left), g);
     if constexpr (std::is_void_v<T>) {
       load_factor<W::ALIGNED>(p, first, left, factor);
     } else {
@@ -135,11 +136,12 @@ __device__ __forceinline__ void finish_columns(const Backward& p, const Partials
     if (ALIGNED && left == 0) continue;
 #pragma unroll(ADD ? 1 : 2)
     for (int i = 0; i < rows; ++i) {
-      const int64_t at = (last - i * step) * p.cols + first;
+      const int64_t row = last - i * step, at = row * p.cols + first;
+      const int64_t dy_at = ALIGNED ? at : at + row * p.dy_pad;
       const RowScalars s = scalars[i];
       float x[N], dy[N];
       unpack(load<ALIGNED, N>(static_cast<const X*>(p.x.data) + at, left), x);
-      unpack(load<ALIGNED, N>(static_cast<const DY*>(p.dy.data) + at, left), dy);
+      unpack(load<ALIGNED, N>(static_cast<const DY*>(p.dy.data) + dy_at, left), dy);
 #pragma unroll
       for (int e = 0; e < N; ++e) {
         const float x_hat = (x[e] - s.mean) * s.rstd;
@@ -179,9 +181,11 @@ __global__ void __launch_bounds__(kColumnThreads, 2)
   }
 }
 
-// dx, if it is wanted, and the sums that `partials` asks for.
+// dx, if it is wanted, and the sums that `partials` asks for. Rows of dy that are padded go the slow way: those that
+// lie side by side have no registers for it.
 template <Kind KIND, typename X, typename DY>
 cudaError_t launch_columns(const Backward& p, int segments, Partials partials, bool aligned, cudaStream_t stream) {
+  aligned = aligned && p.dy_pad == 0;
   if (p.dx) {
     const dim3 grid(static_cast<unsigned>(p.rows * segments));
     const auto error =

@@ -31,9 +31,10 @@ struct ColumnSums {
   float value[W::VECTORS][W::N] = {};
 
   // Writes those of a block or a cluster: teams that share a block add up theirs in `space`, a float for each element
-  // that the block's threads own.
+  // that the block's threads own. There are `sums` of them, each of every sums-th team; the one of the first team takes
+  // place `first`, those after it the next, all the way round.
   template <typename Team>
-  __device__ void write(const Team& team, int teams, float* space, float* to) const {
+  __device__ void write(const Team& team, int teams, int sums, int first, float* space, float* to) const {
     if (Team::kSpansBlocks || teams == 1) {
       for_each_vector<W>(
           team, [&](int slot, auto first, int left) { store<W::ALIGNED>(to + first, pack<float>(value[slot]), left); });
@@ -46,10 +47,12 @@ struct ColumnSums {
         if (i < left) own[first + i] = value[slot][i];
     });
     __syncthreads();
-    for (int col = threadIdx.x; col < team.end; col += blockDim.x) {
+    const int cols = static_cast<int>(team.end), all = sums * cols;
+    for (int col = threadIdx.x; col < all; col += blockDim.x) {
       float sum = space[col];
-      for (int i = 1; i < teams; ++i) sum += space[i * static_cast<int>(team.end) + col];
-      to[col] = sum;
+      for (int i = col + all; i < teams * cols; i += all) sum += space[i];
+      const int at = col + first * cols;
+      to[at < all ? at : at - all] = sum;
     }
     __syncthreads();  // `space` may be used again
   }

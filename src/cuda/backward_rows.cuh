@@ -13,16 +13,19 @@ template <Kind KIND, bool ADD, typename X, typename DY, typename R, bool VECTORS
 constexpr bool kBehind =
     sizeof(X) + sizeof(DY) == 4 && !ADD && (R::kCluster > 1 || (R::kThreads <= 0 && KIND == Kind::rms && VECTORS));
 
-// dx, and the partial sums of dscale and, if BIAS, of dbias, each where it is asked for. Block or cluster i of
-// partials.rows adds up groups i, i + partials.rows, ... of rows, each team its own in registers. ADD: dsum comes by
-// way of the ring, too.
+// dx, and the partial sums of dscale and, if BIAS, of dbias, each where it is asked for. A team has those of
+// its rows, which are of one head, in registers. ADD: dsum comes by way of the ring, too.
 template <Kind KIND, bool BIAS, bool ADD, typename X, typename DY, typename R, Access ACCESS>
 __device__ __forceinline__ void backward_rows(const Backward& p, const Partials& partials, const RowsLaunch& launch,
                                               char* shared) {
   using W = Walk<X, R, ACCESS>;
   using Threads = Team<R::kThreads, RowSums<KIND>, R::kCluster>;
   Threads team(launch.threads_per_row, p.cols, launch.span, launch.reciprocal_cols);
-  const Rows rows{p.rows, p.cols, launch.rows_per_block, team.count};
+  const HeadsLaunch& heads = launch.heads;
+  // Of heads with neighbours block i has rows of head i % count.
+  const int group = launch.rows_per_block;
+  const int64_t part = heads.has_neighbours ? heads.count.quotient(team.index) : team.index;
+  const Rows rows{part * group, launch.step, launch.end, group, &heads, team.index};
   const X* const x_data = static_cast<const X*>(p.x.data);
   const DY* const dy_data = static_cast<const DY*>(p.dy.data);
   const X* const dsum_data = static_cast<const X*>(p.dsum.data);
@@ -33,49 +36,49 @@ __device__ __forceinline__ void backward_rows(const Backward& p, const Partials&
       return RingOf<W, Threads, X, DY>(team, launch.ring, shared, rows, x_data, dy_data);
     }
   }();
-  const int64_t stride = rows.stride * rows.group;
   constexpr bool kBehind = W::RING && cuda::kBehind<KIND, ADD, X, DY, R, (W::N > 1)>;
-  const FloatWeight<W> scale(team, p.scale, p.scale_offset, 1.0f);
+  const int64_t first_row = rows.first + team.place;
+  const FloatWeight<W> scale(team, from(p.scale, heads.of_row(rows.row(first_row)) * p.cols), p.scale_offset, 1.0f);
   Row<X, W> x;
   Row<DY, W> dy;
   ColumnSums<W> dscale;
   std::conditional_t<BIAS, ColumnSums<W>, NoSums> dbias;
 
-  const int64_t first_row = team.index * rows.group + team.place;
   RowStatistics fetched, newest{}, oldest;
-  fetched.template fetch<KIND>(p, first_row);
+  fetched.template fetch<KIND>(p, rows.row(first_row));
   // Teams of a warp leave a row together, so they go on as long as one of them has one.
-  const int64_t end = p.rows + (kBehind ? stride : 0) + team.place % Threads::kTeamsOfWarp;
+  const int64_t end = rows.end + (kBehind ? rows.step : 0) + team.place % Threads::kTeamsOfWarp;
   int64_t next = first_row;
-  for (; next < end; next += stride) {
-    if (Threads::kTeamsOfWarp > 1 && next >= p.rows) {
+  for (; next < end; next += rows.step) {
+    if (Threads::kTeamsOfWarp > 1 && next >= rows.end) {
       ring.take();
       ring.leave();
       break;
     }
     oldest = newest;
-    if (!kBehind || next < p.rows) {
+    if (!kBehind || next < rows.end) {
       newest = fetched;
       ring.take();
+      const int64_t row = rows.row(next);
       if constexpr (W::RING) {
-        x.read(team, ring.template newest<0>(x_data + next * p.cols + team.begin));
-        dy.read(team, ring.template newest<1>(dy_data + next * p.cols + team.begin));
+        x.read(team, ring.template newest<0>(x_data + row * p.cols + team.begin));
+        dy.read(team, ring.template newest<1>(dy_data + row * launch.ring.stride[1] + team.begin));
       } else {
-        x.read(team, x_data + next * p.cols);
-        dy.read(team, dy_data + next * p.cols);
+        x.read(team, x_data + row * p.cols);
+        dy.read(team, dy_data + row * (p.cols + p.dy_pad));
       }
-      fetched.template fetch<KIND>(p, next + stride);
+      fetched.template fetch<KIND>(p, rows.row(next + rows.step));
 
       team.publish(warp_sums<KIND, W>(team, newest, x, dy, scale, dscale, dbias));
       ring.met();
     }
     if (kBehind && next == first_row) continue;
-    const int64_t row = kBehind ? next - stride : next;
+    const int64_t row = rows.row(kBehind ? next - rows.step : next);
     const RowSums<KIND> sums = team.collect();
     if (p.dx.data) {
       if constexpr (kBehind) {
         x.read(team, ring.template oldest<0>(x_data + row * p.cols + team.begin));
-        dy.read(team, ring.template oldest<1>(dy_data + row * p.cols + team.begin));
+        dy.read(team, ring.template oldest<1>(dy_data + row * launch.ring.stride[1] + team.begin));
       }
       const auto store = [&](const auto& added) {
         store_dx<KIND, W>(team, kBehind ? oldest : newest, sums, x, dy, scale, added,
@@ -94,12 +97,19 @@ __device__ __forceinline__ void backward_rows(const Backward& p, const Partials&
     ring.leave();
   }
   // A team without a row of the last group meets as often as the others: compute-sanitizer reports races otherwise.
-  if (R::kThreads == kWholeWarps && next - team.place < p.rows) team.meet();
+  if (R::kThreads == kWholeWarps && next - team.place < rows.end) team.meet();
   __syncthreads();  // the ring is empty, and its memory may serve for sums
   float* const space = reinterpret_cast<float*>(shared);
-  if (partials.dscale) dscale.write(team, rows.group, space, partials.dscale + team.index * p.cols);
-  if constexpr (BIAS)
-    if (partials.dbias) dbias.write(team, rows.group, space, partials.dbias + team.index * p.cols);
+  // The heads of the block's teams follow each other, from this one on where the partial row has all of them.
+  const int first_head = heads.count.value > 1 && launch.sums == heads.count.value
+                             ? static_cast<int>(heads.count.remainder(rows.first))
+                             : 0;
+  const int64_t sums_at = team.index * launch.sums * p.cols;
+  const auto write = [&](const auto& sums, float* to) {
+    if (to) sums.write(team, rows.group, launch.sums, first_head, space, to + sums_at);
+  };
+  write(dscale, partials.dscale);
+  if constexpr (BIAS) write(dbias, partials.dbias);
 }
 
 template <Kind KIND, bool BIAS, bool ADD, typename X, typename DY, typename R, Access ACCESS>
@@ -128,12 +138,19 @@ cudaError_t with_backward_regime(const Plan& plan, F f) {
 // ADD: only of aligned arrays, and cudaErrorNotSupported where there are no rings or no room for them; without it dsum,
 // if there is one, is read when it is added.
 template <Kind KIND, bool BIAS, bool ADD, typename X, typename DY>
-cudaError_t launch_rows(const Backward& p, const Plan& plan, const Partials& partials, bool aligned,
-                        cudaStream_t stream) {
+cudaError_t launch_rows(const Backward& p, const Plan& plan, const Shares& shares, const Partials& partials,
+                        bool aligned, cudaStream_t stream) {
   // Of two types, rows that vectors do not divide go the slow way.
   constexpr bool kOneType = std::is_same_v<X, DY>;
   const bool divided = p.cols % kVector<X> == 0 && p.cols % kVector<DY> == 0;
-  RowsLaunch launch(plan, p.cols, kVector<X>);
+  RowsLaunch launch(plan, p.cols, kVector<X>, p.heads);
+  launch.step = shares.step;
+  launch.end = shares.end;
+  launch.sums = shares.sums;
+  // A chunk's rows are neighbours.
+  const bool whole_chunks =
+      !launch.heads.has_neighbours || p.heads.inner % std::max(1, kWarp / plan.threads_per_row) == 0;
+  const RingArray x_array{sizeof(X), p.cols}, dy_array{sizeof(DY), p.cols + p.dy_pad};
   const int sums = plan.rows_per_block > 1 ? plan.block_threads() * kElements * int{sizeof(float)} : 0;
   return with_backward_regime<KIND, X>(plan, [&](auto regime) {
     using R = decltype(regime);
@@ -141,15 +158,16 @@ cudaError_t launch_rows(const Backward& p, const Plan& plan, const Partials& par
     const int held = behind ? 2 : 1;
     int ring = 0;
     if constexpr (ADD) {
-      ring = launch.with_rings(plan, p.cols, {sizeof(X), sizeof(DY), sizeof(X)}, held);
-    } else if ((aligned && !p.dsum) || (kOneType && !divided)) {
-      ring = launch.with_rings(plan, p.cols, {sizeof(X), sizeof(DY)}, held);
+      if (!whole_chunks) return cudaErrorNotSupported;
+      ring = launch.with_rings(plan, p.cols, {x_array, dy_array, x_array}, held);
+    } else if (whole_chunks && ((aligned && !p.dsum) || (kOneType && !divided))) {
+      ring = launch.with_rings(plan, p.cols, {x_array, dy_array}, held);
     }
     const auto launch_as = [&](auto access) {
       constexpr Access kAccess = decltype(access)::value;
       // What is rare has one kernel for both.
       constexpr bool kBias = BIAS || kAccess == Access::unaligned || !kOneType;
-      return launch_teams(backward_kernel<KIND, kBias, ADD, X, DY, R, kAccess>, plan, partials.rows,
+      return launch_teams(backward_kernel<KIND, kBias, ADD, X, DY, R, kAccess>, plan, shares.blocks,
                           std::max(ring, sums), stream, p, partials, launch);
     };
     if constexpr (ADD) {

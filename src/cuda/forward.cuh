@@ -48,14 +48,25 @@ __device__ __forceinline__ void forward_rows(const Forward& p, const RowsLaunch&
     };
     if constexpr (C::kKnown) {
       using T = typename C::Weight;
+      constexpr int kWeights = C::kHeads ? kRows : 1, kOfWeights = kWeights * (C::kBias ? 2 : 1) * sizeof(T);
       // Registers that x and the weights take, if those are held as well.
-      constexpr int kRegisters = W::VECTORS * W::N * (kRows * sizeof(X) + (C::kBias ? 2 : 1) * sizeof(T)) / 4;
+      constexpr int kRegisters = W::VECTORS * W::N * (kRows * sizeof(X) + kOfWeights) / 4;
       using Weight = PackedWeight<T, W, (W::N > 1 && sizeof(T) == sizeof(X) && kRegisters <= 32)>;
-      const Weight scale(team, p.scale), bias(team, C::kBias ? p.bias : p.scale);
+      Weight scale[kWeights], bias[kWeights];
+#pragma unroll
+      for (int r = 0; r < kWeights; ++r) {
+        const auto weight = [&](const Input& whole) {
+          if constexpr (!C::kHeads) return Weight(team, whole);
+          const int64_t row = first_row + r * group;
+          return Weight(team, from(whole, launch.heads.of_row(row < p.rows ? row : first_row) * p.cols));
+        };
+        scale[r] = weight(p.scale);
+        if constexpr (C::kBias) bias[r] = weight(p.bias);
+      }
       Y* y[kRows];
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        y[r] = static_cast<Y*>(p.y.data) + (first_row + r * group) * p.cols;
+        y[r] = static_cast<Y*>(p.y.data) + (first_row + r * group) * (C::kAdds ? p.cols + p.y_pad : p.cols);
         // Hides that this row lies as far from its array's beginning as the one that was read: the compiler would keep
         // that distance for every vector.
         hide(y[r]);
@@ -63,23 +74,30 @@ __device__ __forceinline__ void forward_rows(const Forward& p, const RowsLaunch&
       collect();
       for_each_vector<W>(team, [&](int slot, auto first, int left) {
         float factor[W::N], term[W::N];
-        scale.get(slot, first, left, factor);
-        if constexpr (C::kBias) bias.get(slot, first, left, term);
-#pragma unroll
-        for (int i = 0; i < W::N; ++i) factor[i] += p.scale_offset;
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
           const int64_t row = first_row + r * group;
+          if (r < kWeights) {
+            scale[r].get(slot, first, left, factor);
+            if constexpr (C::kBias) bias[r].get(slot, first, left, term);
+#pragma unroll
+            for (int i = 0; i < W::N; ++i) factor[i] += p.scale_offset;
+          }
           float values[W::N];
           x[r].get(slot, first, left, values);
           finish<KIND, Y, C>(s[r], factor, term, values);
           if (r == 0 || row < p.rows) store<W::ALIGNED>(y[r] + first, pack<Y>(values), left);
         }
       });
+      if constexpr (C::kAdds)
+#pragma unroll
+        for (int r = 0; r < kRows; ++r)
+          if (const int64_t row = first_row + r * group; row < p.rows)
+            pad_row<W::N>(p, {p.y.data, kDtype<Y>}, team, row);
     } else {
       collect();
       for (int r = 0; r < kRows && first_row + r * group < p.rows; ++r)
-        finish_row_any<KIND, W>(p, team, s[r], first_row + r * group, x_row[r]);
+        finish_row_any<KIND, W>(p, launch.heads, team, s[r], first_row + r * group, x_row[r]);
     }
   }
 }
@@ -91,7 +109,7 @@ __device__ __forceinline__ void forward_ring(const Forward& p, const RowsLaunch&
   using W = Walk<X, R, ACCESS>;
   using Threads = Team<R::kThreads, Part<KIND>, R::kCluster>;
   Threads team(launch.threads_per_row, p.cols, launch.span, launch.reciprocal_cols);
-  const Rows rows{p.rows, p.cols, 1, team.count};
+  const Rows rows{team.index, team.count, p.rows, 1};
   using Y = typename C::template Result<X>;
   const Y* const x_data = static_cast<const Y*>(p.x.data);
   const X* const residual_data = static_cast<const X*>(p.residual.data);
@@ -126,7 +144,7 @@ __device__ __forceinline__ void forward_ring(const Forward& p, const RowsLaunch&
     } else {
       x.read(team, ring.template oldest<0>(x_data + start));
     }
-    Y* const y = static_cast<Y*>(p.y.data) + row * p.cols;
+    Y* const y = static_cast<Y*>(p.y.data) + row * (p.cols + p.y_pad);
     for_each_vector<W>(team, [&](int slot, auto first, int left) {
       float values[W::N];
       x.get(slot, first, left, values);
@@ -134,6 +152,7 @@ __device__ __forceinline__ void forward_ring(const Forward& p, const RowsLaunch&
       finish<KIND, Y, C>(s, scale[slot], bias[slot], values);
       store<true>(y + first, pack<Y>(values), left);
     });
+    pad_row<W::N>(p, {p.y.data, kDtype<Y>}, team, row);
     ring.leave();
   }
 }
@@ -203,13 +222,18 @@ auto with_call(const Forward& p, F f) {
   return f(AnyCall{});
 }
 
+template <Kind KIND, typename X>
+bool is_known(const Forward& p) {
+  return with_call<KIND, X>(p, [](auto call) { return decltype(call)::kKnown; });
+}
+
 // With a residual, only what is aligned and known to the compiler: cudaErrorNotSupported if this is not.
 template <Kind KIND, typename X, typename R, typename C>
 cudaError_t launch_forward(const Forward& p, const Plan& plan, cudaStream_t stream) {
   using Y = typename C::template Result<X>;
   constexpr int N = kVector<X>;
   const int64_t rows = int64_t{plan.rows_per_block} * plan.rows_per_team, teams = (p.rows + rows - 1) / rows;
-  RowsLaunch launch(plan, p.cols, N);
+  RowsLaunch launch(plan, p.cols, N, p.heads);
   const auto launch_as = [&](auto access, int64_t blocks_or_clusters, int shared_bytes) {
     constexpr Access kAccess = decltype(access)::value;
     return launch_teams(forward_kernel<KIND, X, R, kAccess, typename Seen<X, kAccess, C>::Call>, plan,
@@ -217,18 +241,26 @@ cudaError_t launch_forward(const Forward& p, const Plan& plan, cudaStream_t stre
   };
   const auto are_aligned = [](auto... arrays) { return (aligned_for<N>(arrays.dtype, arrays.data) && ...); };
   const bool divided = p.cols % N == 0 && p.cols % kVector<Y> == 0;
-  const bool aligned = divided && are_aligned(p.x, p.residual, p.y, p.sum, p.scale, p.bias);
+  const bool aligned = divided && p.y_pad % N == 0 && p.y_pad % kVector<Y> == 0 &&
+                       are_aligned(p.x, p.residual, p.y, p.sum, p.scale, p.bias);
   if constexpr (!C::kKnown) {
+    // Heads and padding leave a row the sums that it has without them.
+    if constexpr (R::kCluster == 1 && R::kVectors != kStreamed && R::kMost != kFewThreads)
+      if ((p.heads.count > 1 || p.y_pad > 0) && !divided && is_known<KIND, X>(p))
+        return launch_as(AccessAs<Access::elements>{}, teams, 0);
     return aligned ? launch_as(AccessAs<Access::vectors>{}, teams, 0)
                    : launch_as(AccessAs<Access::unaligned>{}, teams, 0);
   } else {
     if constexpr (R::kCluster == 1) {
+      // Without a residual padding is rare, and costs registers.
+      if constexpr (!C::kAdds)
+        if (p.y_pad > 0) return launch_forward<KIND, X, R, AnyCall>(p, plan, stream);
       if (aligned) return launch_as(AccessAs<Access::vectors>{}, teams, 0);
-      if constexpr (R::kMost != kFewThreads && !C::kAdds)
+      if constexpr (R::kMost != kFewThreads && !C::kAdds && !C::kHeads)
         if (!divided) return launch_as(AccessAs<Access::elements>{}, teams, 0);
     } else if (aligned || (!divided && !C::kAdds)) {
-      const int bytes = C::kAdds ? launch.with_rings(plan, p.cols, {sizeof(Y), sizeof(X)}, 2)
-                                 : launch.with_rings(plan, p.cols, {sizeof(X)}, 2);
+      const int bytes = C::kAdds ? launch.with_rings(plan, p.cols, {{sizeof(Y), p.cols}, {sizeof(X), p.cols}}, 2)
+                                 : launch.with_rings(plan, p.cols, {{sizeof(X), p.cols}}, 2);
       const int64_t at_once = std::min<int64_t>(teams, current_device().teams_at_once(plan.blocks_per_row));
       if (bytes > 0 && divided) return launch_as(AccessAs<Access::ring>{}, at_once, bytes);
       if constexpr (!C::kAdds)
@@ -242,6 +274,17 @@ cudaError_t launch_forward(const Forward& p, const Plan& plan, cudaStream_t stre
   }
 }
 
+// Whether, of several heads, more is known to the compiler than of any call: short rows, as attention has them.
+template <Kind KIND, typename X, typename R, typename C>
+constexpr bool are_heads_known() {
+  if constexpr (!C::kKnown || R::kThreads <= 0) {
+    return false;
+  } else {
+    constexpr int most = R::kThreads * R::kVectors * kVector<X>;
+    return most >= 64 && most <= 256 && (KIND == Kind::rms || C::kBias) && (sizeof(X) < 4 || !C::kRound);
+  }
+}
+
 template <Kind KIND, typename X>
 cudaError_t forward_of_kind(const Forward& p, cudaStream_t stream) {
   const Plan plan = make_plan(Op::forward, KIND, kDtype<X>, p.cols, current_device().max_cluster());
@@ -250,7 +293,9 @@ cudaError_t forward_of_kind(const Forward& p, cudaStream_t stream) {
       using R = decltype(regime);
       // A looped row's epilogue reads it once more anyway.
       using C = std::conditional_t<R::kVectors == kStreamed, AnyCall, decltype(call)>;
-      return launch_forward<KIND, X, R, C>(p, plan, stream);
+      if (p.heads.count == 1) return launch_forward<KIND, X, R, C>(p, plan, stream);
+      using Heads = std::conditional_t<are_heads_known<KIND, X, R, C>(), HeadsCall<C>, AnyCall>;
+      return launch_forward<KIND, X, R, Heads>(p, plan, stream);
     });
   });
 }

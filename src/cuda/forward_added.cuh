@@ -27,6 +27,7 @@ cudaError_t with_added_call(const Forward& p, F f) {
 
 template <Kind KIND, typename X, typename ADDED>
 cudaError_t forward_added_of_kind(const Forward& p, cudaStream_t stream) {
+  if (p.heads.count > 1) return cudaErrorNotSupported;
   const Plan plan = make_plan(Op::forward, KIND, kDtype<X>, p.cols, current_device().max_cluster());
   return with_forward_regime<X>(plan, p.cols % kVector<X> == 0, [&](auto regime) {
     using R = decltype(regime);

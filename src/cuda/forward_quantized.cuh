@@ -65,7 +65,7 @@ __device__ __forceinline__ void quantized_ring(const Forward& p, const RowsLaunc
   using W = Walk<X, R, Access::ring>;
   using Threads = Team<R::kThreads, Part<KIND>, R::kCluster>;
   Threads team(launch.threads_per_row, p.cols, launch.span, launch.reciprocal_cols);
-  const Rows rows{p.rows, p.cols, 1, team.count};
+  const Rows rows{team.index, team.count, p.rows, 1};
   const X* const x_data = static_cast<const X*>(p.x.data);
   const X* const residual_data = static_cast<const X*>(p.residual.data);
   auto ring = [&] {
@@ -155,7 +155,7 @@ class QuantizedForward {
       : p_(p),
         stream_(stream),
         plan_(make_plan(Op::forward, KIND, kDtype<X>, p.cols, current_device().max_cluster())),
-        launch_(plan_, p.cols, N) {}
+        launch_(plan_, p.cols, N, p.heads) {}
 
   cudaError_t run() {
     if (plan_.vectors != kStreamed && aligned_ && is_known()) {
@@ -188,9 +188,9 @@ class QuantizedForward {
     Forward f = p_;
     f.y = {nullptr, Dtype::f32};
     if (p_.cols % N == 0 || plan_.vectors == kStreamed) return false;
-    if (!with_call<KIND, X>(f, [](auto call) { return decltype(call)::kKnown; })) return false;
+    if (!is_known<KIND, X>(f)) return false;
     RowsLaunch launch = launch_;
-    return plan_.blocks_per_row == 1 || launch.with_rings(plan_, p_.cols, {sizeof(X)}, 2) > 0;
+    return plan_.blocks_per_row == 1 || launch.with_rings(plan_, p_.cols, {{sizeof(X), p_.cols}}, 2) > 0;
   }
 
   // `at_once`: rows that a team has under way.
@@ -213,8 +213,8 @@ class QuantizedForward {
 
   template <typename R, bool ADDS>
   cudaError_t launch_ring() {
-    const int bytes = ADDS ? launch_.with_rings(plan_, p_.cols, {sizeof(X), sizeof(X)}, 1)
-                           : launch_.with_rings(plan_, p_.cols, {sizeof(X)}, 1);
+    const int bytes = ADDS ? launch_.with_rings(plan_, p_.cols, {{sizeof(X), p_.cols}, {sizeof(X), p_.cols}}, 1)
+                           : launch_.with_rings(plan_, p_.cols, {{sizeof(X), p_.cols}}, 1);
     if (bytes == 0) return cudaErrorNotSupported;
     const int64_t at_once = std::min<int64_t>(teams(1), current_device().teams_at_once(plan_.blocks_per_row));
     return launch_teams(quantized_kernel<KIND, X, R, Access::ring, ADDS>, plan_, at_once, bytes, stream_, p_, launch_);

@@ -71,15 +71,21 @@ __device__ float x_hat(float x, Statistics s) {
 template <typename T, bool BIAS, bool ROUND, typename ADDED = void>
 struct Call {
   using Weight = T;
-  static constexpr bool kKnown = true, kBias = BIAS, kRound = ROUND, kAdds = !std::is_void_v<ADDED>;
+  static constexpr bool kKnown = true, kBias = BIAS, kRound = ROUND, kAdds = !std::is_void_v<ADDED>, kHeads = false;
   // Of y and of what is added, where rows are of X.
   template <typename X>
   using Result = std::conditional_t<kAdds, ADDED, X>;
 };
 
+// Of several heads.
+template <typename C>
+struct HeadsCall : C {
+  static constexpr bool kHeads = true;
+};
+
 // Everything else, seen at run time.
 struct AnyCall {
-  static constexpr bool kKnown = false, kAdds = false;
+  static constexpr bool kKnown = false, kAdds = false, kHeads = false;
   template <typename X>
   using Result = X;
 };
@@ -108,13 +114,15 @@ __device__ void finish(Statistics s, const float (&factor)[N], const float (&ter
   for (int i = 0; i < N; ++i) y[i] = C::kBias ? fmaf(y[i], factor[i], term[i]) : y[i] * factor[i];
 }
 
-// The same of N columns whose types are seen at run time. `x` is the row of x in memory.
+// The same of N columns whose types are seen at run time. `x` is the row of x in memory, `weights_at` where the
+// weights' row begins.
 template <Kind KIND, int N, typename X>
-__device__ void finish_any(const Forward& p, Statistics s, const X* x, int64_t first, float (&y)[N]) {
+__device__ void finish_any(const Forward& p, Statistics s, const X* x, int64_t weights_at, int64_t first,
+                           float (&y)[N]) {
   float factor[N], term[N];
   unpack(load<true, N>(x + first, N), y);
-  if (p.scale.data) load_floats<true>(p.scale, first, N, factor);
-  if (p.bias.data) load_floats<true>(p.bias, first, N, term);
+  if (p.scale.data) load_floats<true>(p.scale, weights_at + first, N, factor);
+  if (p.bias.data) load_floats<true>(p.bias, weights_at + first, N, term);
 #pragma unroll
   for (int i = 0; i < N; ++i) {
     y[i] = x_hat<KIND>(y[i], s);
@@ -123,16 +131,28 @@ __device__ void finish_any(const Forward& p, Statistics s, const X* x, int64_t f
   }
 }
 
+// The zeros after a row of y.
+template <int N, typename T>
+__device__ void pad_row(const Forward& p, const Output& y, const T& team, int64_t row) {
+  if (p.y_pad == 0 || team.begin > 0) return;
+  const float zeros[N] = {};
+  const int64_t end = (row + 1) * (p.cols + p.y_pad);
+#pragma unroll 1
+  for (int64_t at = end - p.y_pad + team.rank * N; at < end; at += team.threads * N) store_floats(y, at, zeros);
+}
+
 // And of a whole row. Vector by vector in a loop, or there would be as many kernels as types, or large ones.
 template <Kind KIND, typename W, typename X, typename T>
-__device__ void finish_row_any(const Forward& p, const T& team, Statistics s, int64_t row, const X* x) {
+__device__ void finish_row_any(const Forward& p, const HeadsLaunch& heads, const T& team, Statistics s, int64_t row,
+                               const X* x) {
   constexpr int N = W::ALIGNED ? W::N : 1;
-  const int64_t step = int64_t{team.threads} * N;
+  const int64_t step = int64_t{team.threads} * N, weights_at = heads.of_row(row) * p.cols;
   for (int64_t first = team.begin + team.rank * N; first < team.end; first += step) {
     float y[N];
-    finish_any<KIND>(p, s, x, first, y);
-    store_floats(p.y, row * p.cols + first, y);
+    finish_any<KIND>(p, s, x, weights_at, first, y);
+    store_floats(p.y, row * (p.cols + p.y_pad) + first, y);
   }
+  pad_row<N>(p, p.y, team, row);
 }
 
 }  // namespace jaxnorm::cuda

@@ -9,6 +9,7 @@
 #include <initializer_list>
 
 #include "cuda/device.h"
+#include "cuda/heads.cuh"
 #include "cuda/plan.h"
 #include "cuda/ring.cuh"
 #include "cuda/vector.cuh"
@@ -42,36 +43,50 @@ bool aligned_for(Dtype dtype, const void* data) {
   return reinterpret_cast<uintptr_t>(data) % std::min(16, N * size_of(dtype)) == 0;
 }
 
+// An array of which rings hold rows: bytes of an element, and elements from a row to the next.
+struct RingArray {
+  int size;
+  int64_t stride;
+};
+
 // A launch of a kernel that goes by rows.
 struct RowsLaunch {
   int threads_per_row, rows_per_block;
   int64_t span;  // columns of each block of a cluster
   float reciprocal_cols;
+  HeadsLaunch heads;
+  int64_t step = 0, end = 0;  // of the backward, as of Shares
+  int sums = 1;
   RingShape ring = {};
 
-  RowsLaunch(const Plan& plan, int64_t cols, int vector)
+  RowsLaunch(const Plan& plan, int64_t cols, int vector, const Heads& heads)
       : threads_per_row(plan.threads_per_row),
         rows_per_block(plan.rows_per_block),
         span(int64_t{plan.threads_per_row} * plan.vectors * vector),
-        reciprocal_cols(1.0f / static_cast<float>(cols)) {
+        reciprocal_cols(1.0f / static_cast<float>(cols)),
+        heads(heads) {
     // A looped row's blocks share it evenly, in whole vectors.
     if (plan.vectors == kStreamed)
       span = ((cols + vector - 1) / vector + plan.blocks_per_row - 1) / plan.blocks_per_row * vector;
   }
 
-  // Goes by way of rings, if the device has what it takes. `sizes`: bytes of an element of each array; `held`: rows
-  // that a team takes before it leaves the first. Returns what the rings need of shared memory, 0 if there are none.
-  int with_rings(const Plan& plan, int64_t cols, std::initializer_list<int> sizes, int held) {
+  // Goes by way of rings, if the device has what it takes. `held`: rows that a team takes before it leaves the
+  // first. Returns what the rings need of shared memory, 0 if there are none.
+  int with_rings(const Plan& plan, int64_t cols, std::initializer_list<RingArray> arrays, int held) {
     constexpr int own_bytes = 3 << 10;  // more than any kernel with rings declares
     const Device& device = current_device();
     const int rows = std::max(1, kWarp / plan.threads_per_row), rings = plan.rows_per_block / rows;  // rows: of a chunk
     // Rows that vectors do not divide begin and end anywhere in granules of 16 bytes.
-    const bool uneven = std::any_of(sizes.begin(), sizes.end(), [&](int size) { return cols * size % 16 != 0; });
-    int turn = 0, array = 0;
-    for (const int size : sizes) {
-      const int64_t bytes = rows * std::min(cols, span) * size + (uneven ? 32 : 0);
-      ring.bytes[array] = static_cast<int>((bytes + 127) / 128 * 128);
-      turn += rings * ring.bytes[array++];
+    const bool uneven =
+        std::any_of(arrays.begin(), arrays.end(), [&](auto array) { return cols * array.size % 16 != 0; });
+    int turn = 0, i = 0;
+    for (const RingArray array : arrays) {
+      if (array.stride > INT_MAX / array.size / rows) return 0;
+      const int64_t bytes = ((rows - 1) * array.stride + std::min(cols, span)) * array.size + (uneven ? 32 : 0);
+      if (bytes > device.shared_bytes) return 0;
+      ring.bytes[i] = static_cast<int>((bytes + 127) / 128 * 128);
+      ring.stride[i] = static_cast<int>(array.stride);
+      turn += rings * ring.bytes[i++];
     }
     // Enough in flight to keep the memory busy. More would be slower: some multiprocessors would be served faster than
     // others, which has them finish early, and the further apart the rows are that they are at, the less of what they
@@ -93,7 +108,7 @@ cudaError_t launch_grid(void (*kernel)(Params...), dim3 grid, dim3 block, cudaSt
   return cudaLaunchKernelEx(&config, kernel, args...);
 }
 
-// Launches `teams` blocks or clusters, or fewer if a grid cannot hold them: kernels loop over rows.
+// Launches `teams` blocks or clusters, or fewer if a grid cannot hold them: kernels of the forward loop over rows.
 template <typename... Params, typename... Args>
 cudaError_t launch_teams(void (*kernel)(Params...), const Plan& plan, int64_t teams, int shared_bytes,
                          cudaStream_t stream, const Args&... args) {
@@ -117,7 +132,8 @@ cudaError_t launch_teams(void (*kernel)(Params...), const Plan& plan, int64_t te
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim = {static_cast<unsigned>(plan.blocks_per_row), 1, 1};
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(std::min<int64_t>(teams, INT_MAX / kMaxCluster) * plan.blocks_per_row));
+  config.gridDim =
+      dim3(static_cast<unsigned>(std::min<int64_t>(teams, INT_MAX / plan.blocks_per_row) * plan.blocks_per_row));
   config.blockDim = dim3(static_cast<unsigned>(plan.block_threads()));
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;

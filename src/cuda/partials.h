@@ -7,7 +7,8 @@
 
 namespace jaxnorm::cuda {
 
-// Where a kernel leaves partial sums of dscale and dbias, null for what it does not sum up: `rows` rows of p.cols each.
+// Where a kernel leaves partial sums of dscale and dbias, null for what it does not sum up: `rows` rows of
+// p.heads.count * p.cols each.
 struct Partials {
   float *dscale, *dbias;
   int64_t rows;

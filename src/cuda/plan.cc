@@ -1,6 +1,7 @@
 #include "cuda/plan.h"
 
 #include <algorithm>
+#include <numeric>
 
 namespace jaxnorm::cuda {
 namespace {
@@ -53,6 +54,24 @@ Plan backward_plan(Kind kind, int64_t row, int64_t cols, int vector, int max_clu
   return {kSegmentThreads, kStreamed, 1, 1, 1, static_cast<int>(ceil_div(cols, kSegment))};
 }
 
+// Of the backward. The same on every GPU.
+int64_t blocks_at_once(Dtype x, int64_t cols) {
+  const Plan plan = make_plan(Op::backward, Kind::rms, x, cols, kMaxCluster);
+  // About two blocks of columns a multiprocessor, or four.
+  if (plan.segments > 0) return std::clamp<int64_t>(2 * kMultiprocessors * kColumnThreads * vector_of(x) / cols, 4, 64);
+  // As many blocks, or clusters, as run at once: in clusters of 8 and 16 the remainders of a chip's GPCs stay idle.
+  switch (plan.blocks_per_row) {
+    case 16:
+      return 7;
+    case 8:
+      return 15;
+    case 4:
+      return 30;
+    default:
+      return kMultiprocessors / plan.blocks_per_row;
+  }
+}
+
 }  // namespace
 
 const char* Plan::regime() const {
@@ -71,21 +90,24 @@ Plan make_plan(Op op, Kind kind, Dtype x, int64_t cols, int max_cluster) {
 
 int row_segments(Dtype x, int64_t cols) { return make_plan(Op::backward, Kind::rms, x, cols, 1).segments; }
 
-int64_t partial_rows(Dtype x, int64_t cols) {
-  const Plan plan = make_plan(Op::backward, Kind::rms, x, cols, kMaxCluster);
-  // About two blocks of columns a multiprocessor, or four.
-  if (plan.segments > 0) return std::clamp<int64_t>(2 * kMultiprocessors * kColumnThreads * vector_of(x) / cols, 4, 64);
-  // As many blocks, or clusters, as run at once: in clusters of 8 and 16 the remainders of a chip's GPCs stay idle.
-  switch (plan.blocks_per_row) {
-    case 16:
-      return 7;
-    case 8:
-      return 15;
-    case 4:
-      return 30;
-    default:
-      return kMultiprocessors / plan.blocks_per_row;
+Shares share_rows(Dtype x, int64_t cols, int64_t rows, Heads heads, int group) {
+  const int64_t blocks = blocks_at_once(x, cols);
+  if (heads.count > 1 && heads.inner > 1) {
+    const int64_t of_head = rows / heads.count;
+    const int64_t parts = std::clamp<int64_t>(ceil_div(of_head, group), 0, std::max<int64_t>(1, blocks / heads.count));
+    return {parts * heads.count, parts, parts * group, of_head, 1};
   }
+  // So many groups are whole turns of the heads.
+  const int64_t turn = heads.count / std::gcd(heads.count, int64_t{group});
+  const int64_t most = std::max<int64_t>(1, blocks / turn) * turn;
+  const int64_t used = std::min(most, ceil_div(ceil_div(rows, group), turn) * turn);
+  const int sums = static_cast<int>(std::min<int64_t>(heads.count, group));
+  return {used, used * sums / heads.count, used * group, rows, sums};
+}
+
+int64_t partial_rows(Dtype x, int64_t cols, Heads heads) {
+  const int group = make_plan(Op::backward, Kind::rms, x, cols, kMaxCluster).rows_per_block;
+  return share_rows(x, cols, INT64_MAX / 2, heads, group).partial_rows;
 }
 
 }  // namespace jaxnorm::cuda

@@ -55,7 +55,22 @@ Plan make_plan(Op op, Kind kind, Dtype x, int64_t cols, int max_cluster);
 // How many segments' sums a row may need in the backward on any device; 0 where it never is cut into segments.
 int row_segments(Dtype x, int64_t cols);
 
-// How many partial rows of dscale and dbias the backward has room for: on every GPU the same, being part of the shapes.
-int64_t partial_rows(Dtype x, int64_t cols);
+// How the backward shares out rows among blocks, or clusters, and how many rows of partial sums of dscale and dbias
+// these leave, each of heads.count * cols columns. A block goes through groups of rows that lie equally far apart, and
+// each of its teams keeps its head. For that, the groups of one turn of all blocks
+//   are whole turns of the heads, where neighbouring rows are of different heads;
+//   are, block by block, of one head, where neighbours are of the same (inner > 1). A head's rows are counted for
+//   themselves then.
+struct Shares {
+  int64_t blocks, partial_rows;
+  int64_t step, end;  // rows from a group of a block to its next, and how many there are
+  int sums;           // of different heads, that a block leaves
+};
+
+// `group`: rows of a group.
+Shares share_rows(Dtype x, int64_t cols, int64_t rows, Heads heads, int group);
+
+// How many partial rows the backward has room for: on every GPU the same, being part of the shapes.
+int64_t partial_rows(Dtype x, int64_t cols, Heads heads = {});
 
 }  // namespace jaxnorm::cuda

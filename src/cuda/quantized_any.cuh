@@ -10,7 +10,7 @@ namespace jaxnorm::cuda {
 template <Kind KIND, int N, typename X>
 __device__ __noinline__ Packed<float, N> any_values(const Forward& p, Statistics s, const X* x, int64_t first) {
   float v[N], factor[N];
-  finish_any<KIND>(p, s, x, first, v);
+  finish_any<KIND>(p, s, x, 0, first, v);
   if (p.quantized.smooth.data) {
     load_floats<true>(p.quantized.smooth, first, N, factor);
 #pragma unroll

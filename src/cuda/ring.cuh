@@ -9,6 +9,7 @@
 #include <tuple>
 
 #include "cuda/cluster.cuh"
+#include "cuda/heads.cuh"
 #include "cuda/team.cuh"
 
 namespace jaxnorm::cuda {
@@ -18,15 +19,22 @@ constexpr int kMaxArrays = 3;   // of which a chunk has a row
 
 // What of the rings of a launch is decided there.
 struct RingShape {
-  int chunks;             // of each ring
-  int bytes[kMaxArrays];  // a chunk, of each array; 0: there are fewer
+  int chunks;              // of each ring
+  int bytes[kMaxArrays];   // a chunk, of each array; 0: there are fewer
+  int stride[kMaxArrays];  // of the array, in elements, from a row to the next: in a chunk they lie as they do there
 };
 
-// Which rows the teams of a block work on: the groups of rows team.index, team.index + stride, ..., a row each.
+// Which rows the teams of a block work on: of each of several groups of neighbouring rows one. Where `heads` has
+// neighbours, the rows of the block's head are counted for themselves.
 struct Rows {
-  int64_t rows, cols;
-  int group;       // rows of a group, one for each team of the block
-  int64_t stride;  // in groups
+  int64_t first, step, end;  // where the first group begins, and each after it, and where there are no more rows
+  int group;                 // rows of a group
+  const HeadsLaunch* heads = nullptr;
+  int64_t block = 0;
+
+  __device__ int64_t row(int64_t index) const {
+    return heads && heads->has_neighbours ? heads->row_of(heads->count.remainder(block), index) : index;
+  }
 };
 
 // Where rows are not fetched by way of a ring.
@@ -62,7 +70,7 @@ class Ring {
     shared_ = shared + ring * shape.chunks * chunk_bytes();
     if (threadIdx.x < rows.group / kRows * shape.chunks) barriers()[threadIdx.x].init();
     __syncthreads();
-    next_row_ = team.index * rows.group + place_;
+    next_row_ = rows.first + place_;
     if (!leads_) return;
 #pragma unroll 1
     for (int i = 0; i < shape.chunks; ++i) fill();
@@ -138,35 +146,36 @@ class Ring {
   // Of a chunk's rows, the first is where the copy begins.
   template <int ARRAY>
   __device__ const Element<ARRAY>* copy_of(const Element<ARRAY>* row, int chunk) const {
-    const char* rows = shared_ + chunk * chunk_bytes() + bytes_before(ARRAY) + granule_before(row - row_ * width_);
-    return reinterpret_cast<const Element<ARRAY>*>(rows) + row_ * width_;
+    const int before = kRows > 1 ? row_ * shape_.stride[ARRAY] : 0;
+    const char* rows = shared_ + chunk * chunk_bytes() + bytes_before(ARRAY) + granule_before(row - before);
+    return reinterpret_cast<const Element<ARRAY>*>(rows) + before;
   }
 
-  // What a copy takes of a part: whole granules.
-  __device__ static int bytes_of(const char* part, int bytes) {
+  // What a copy takes of a part.
+  __device__ static int whole_granules(const char* part, int bytes) {
     return UNEVEN ? (granule_before(part) + bytes + 15) / 16 * 16 : bytes;
   }
 
   // Starts the copy of the next rows, if there are any.
   __device__ void fill() {
-    if (next_row_ >= rows_.rows) return;
-    const int elements = static_cast<int>(min(static_cast<int64_t>(kRows), rows_.rows - next_row_)) * width_;
-    const int64_t start = next_row_ * rows_.cols + begin_;
+    if (next_row_ >= rows_.end) return;
+    const int more = static_cast<int>(min(static_cast<int64_t>(kRows), rows_.end - next_row_)) - 1;
+    const int64_t row = rows_.row(next_row_);
+    const auto part_of = [&](int i) { return arrays_[i] + (row * shape_.stride[i] + begin_) * size(i); };
+    const auto bytes_of = [&](int i) {
+      return whole_granules(part_of(i), (more * shape_.stride[i] + width_) * size(i));
+    };
     Arrival& full = full_[next_];
     char* const to = shared_ + next_ * chunk_bytes();
     int expected = 0;
 #pragma unroll
-    for (int i = 0; i < kArrays; ++i)
-      expected += elements > 0 ? bytes_of(arrays_[i] + start * size(i), elements * size(i)) : 0;
+    for (int i = 0; i < kArrays; ++i) expected += width_ > 0 ? bytes_of(i) : 0;
     full.expect(expected);
 #pragma unroll
-    for (int i = 0; i < kArrays; ++i) {
-      const char* const part = arrays_[i] + start * size(i);
-      if (elements > 0)
-        full.copy(to + bytes_before(i), part - granule_before(part), bytes_of(part, elements * size(i)));
-    }
+    for (int i = 0; i < kArrays; ++i)
+      if (width_ > 0) full.copy(to + bytes_before(i), part_of(i) - granule_before(part_of(i)), bytes_of(i));
     if (++next_ == shape_.chunks) next_ = 0;
-    next_row_ += rows_.stride * rows_.group;
+    next_row_ += rows_.step;
   }
 
   const RingShape shape_;

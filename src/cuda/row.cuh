@@ -178,11 +178,13 @@ class SumRow {
   Packed<T, W::N> packed_[W::RING ? 1 : W::VECTORS];
 };
 
-// scale or bias, of type T, the same for every row: held packed in registers if HELD, so that it is on its way before
+// scale or bias, of type T: held packed in registers if HELD, so that it is on its way before
 // the row's sums are known, or loaded as it is used.
 template <typename T, typename W, bool HELD>
 class PackedWeight {
  public:
+  PackedWeight() = default;
+
   template <typename Team>
   __device__ PackedWeight(const Team& team, const Input& weight) : weight_(static_cast<const T*>(weight.data)) {
     if constexpr (HELD)
@@ -206,7 +208,7 @@ class PackedWeight {
   }
 
  private:
-  const T* const weight_;
+  const T* weight_;
   Packed<T, W::N> packed_[HELD ? W::VECTORS : 1];
 };
 
