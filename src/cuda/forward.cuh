@@ -223,7 +223,7 @@ auto with_call(const Forward& p, F f) {
 }
 
 template <Kind KIND, typename X>
-bool is_known(const Forward& p) {
+bool is_known_call(const Forward& p) {
   return with_call<KIND, X>(p, [](auto call) { return decltype(call)::kKnown; });
 }
 
@@ -246,7 +246,7 @@ cudaError_t launch_forward(const Forward& p, const Plan& plan, cudaStream_t stre
   if constexpr (!C::kKnown) {
     // Heads and padding leave a row the sums that it has without them.
     if constexpr (R::kCluster == 1 && R::kVectors != kStreamed && R::kMost != kFewThreads)
-      if ((p.heads.count > 1 || p.y_pad > 0) && !divided && is_known<KIND, X>(p))
+      if ((p.heads.count > 1 || p.y_pad > 0) && !divided && is_known_call<KIND, X>(p))
         return launch_as(AccessAs<Access::elements>{}, teams, 0);
     return aligned ? launch_as(AccessAs<Access::vectors>{}, teams, 0)
                    : launch_as(AccessAs<Access::unaligned>{}, teams, 0);

@@ -188,7 +188,7 @@ class QuantizedForward {
     Forward f = p_;
     f.y = {nullptr, Dtype::f32};
     if (p_.cols % N == 0 || plan_.vectors == kStreamed) return false;
-    if (!is_known<KIND, X>(f)) return false;
+    if (!is_known_call<KIND, X>(f)) return false;
     RowsLaunch launch = launch_;
     return plan_.blocks_per_row == 1 || launch.with_rings(plan_, p_.cols, {{sizeof(X), p_.cols}}, 2) > 0;
   }
