@@ -67,10 +67,10 @@ int64_t elements_ahead(int64_t traffic, int64_t elements, int64_t size) {
 }
 
 // Whether a result goes past the caches: if whoever reads it would not find much of it there, and all its whole vectors
-// are aligned as stream() wants them.
-bool is_streamed(int64_t traffic, Output output, int64_t cols) {
+// are aligned as stream() wants them, rows being `stride` elements apart.
+bool is_streamed(int64_t traffic, Output output, int64_t stride) {
   const int size = size_of(output.dtype);
-  return traffic > 2 * kCache && reinterpret_cast<uintptr_t>(output.data) % (W * size) == 0 && cols % W == 0;
+  return traffic > 2 * kCache && reinterpret_cast<uintptr_t>(output.data) % (W * size) == 0 && stride % W == 0;
 }
 
 void save(const Rms& stats, const Forward& f, int64_t row) { f.rstd[row] = stats.rstd; }
@@ -102,13 +102,22 @@ struct Weights {
         bias{static_cast<const float*>(f.bias.data), -0.f},
         smooth{static_cast<const float*>(f.quantized.smooth.data), 1} {}
 
+  // Those of a row of x.
+  Weights of(const Forward& f, int64_t row) const {
+    const int64_t begin = weights_of(f.heads, row, f.cols);
+    Weights of_row = *this;
+    of_row.scale = scale.from(begin);
+    of_row.bias = bias.from(begin);
+    return of_row;
+  }
+
   template <class Extent>
   Vec y(Vec x_hat, int64_t column, Extent extent) const {
     return fma(x_hat, scale(column, extent), bias(column, extent));
   }
 };
 
-// An epilogue: writes y.
+// An epilogue: writes y, and the zeros after it.
 template <class Y>
 struct Write {
   Weights weights;
@@ -117,17 +126,19 @@ struct Write {
 
   Write(const Forward& f, int64_t traffic)
       : weights(f),
-        y{static_cast<Y*>(f.y.data), is_streamed(traffic, f.y, f.cols)},
+        y{static_cast<Y*>(f.y.data), is_streamed(traffic, f.y, f.cols + f.y_pad)},
         round_x_hat(!f.multiply_before_cast) {}
 
   template <class Stats, class X>
   void operator()(const Forward& f, int64_t row, Stats stats, LastPass<X> x) const {
-    const Result<Y> of_row{y.data + row * f.cols, y.past_caches};
+    const Result<Y> of_row{y.data + row * (f.cols + f.y_pad), y.past_caches};
+    const Weights row_weights = weights.of(f, row);
     for_each_vector(f.cols, [&](int64_t column, auto extent) {
       Vec value = stats.x_hat(x(column, extent));
       if (round_x_hat) value = rounded_to(value, Y{});
-      of_row(column, weights.y(value, column, extent), extent);
+      of_row(column, row_weights.y(value, column, extent), extent);
     });
+    if (f.y_pad) memset(of_row.data + f.cols, 0, f.y_pad * sizeof(Y));
   }
 };
 
@@ -169,8 +180,11 @@ void saved(const Backward& b, int64_t row, Layer* stats) { *stats = {b.mean[row]
 template <class Stats, class X, class Dy>
 void backward_row(const Backward& b, int64_t row, float* dscale, float* dbias, int64_t traffic) {
   const Rows<1, X> x_row(b.x, b.cols, row, 1);
-  const Rows<1, Dy> dy_row(b.dy, b.cols, row, 1);
-  const Weight scale{static_cast<const float*>(b.scale.data), 1};
+  const Rows<1, Dy> dy_row(b.dy, b.cols + b.dy_pad, row, 1);
+  const int64_t weights = weights_of(b.heads, row, b.cols);
+  const Weight scale = Weight{static_cast<const float*>(b.scale.data), 1}.from(weights);
+  if (dscale) dscale += weights;
+  if (dbias) dbias += weights;
   Stats stats;
   saved(b, row, &stats);
 
@@ -185,7 +199,7 @@ void backward_row(const Backward& b, int64_t row, float* dscale, float* dbias, i
     mean_gx = total.mean(0, 1);
   }
   const LastPass<X> x{x_row.data[0], elements_ahead(traffic, b.cols, sizeof(X))};
-  const LastPass<Dy> dy{dy_row.data[0], elements_ahead(traffic, b.cols, sizeof(Dy))};
+  const LastPass<Dy> dy{dy_row.data[0], elements_ahead(traffic, b.cols + b.dy_pad, sizeof(Dy))};
   const X* const dsum = b.dsum ? static_cast<const X*>(b.dsum.data) + row * b.cols : nullptr;
   const Result<X> dx{static_cast<X*>(b.dx.data) + (b.dx ? row * b.cols : 0), is_streamed(traffic, b.dx, b.cols)};
   for_each_vector(b.cols, [&](int64_t column, auto extent) {
@@ -253,25 +267,25 @@ void backward(const Backward& b, int64_t begin, int64_t end, float* dscale, floa
   (b.kind == Kind::rms ? backward_of<Rms> : backward_of<Layer>)(b, begin, end, dscale, dbias, traffic);
 }
 
-void add(const float* from, float* into, int64_t cols) {
-  for_each_vector(cols, [&](int64_t column, auto extent) {
+void add(const float* from, float* into, int64_t count) {
+  for_each_vector(count, [&](int64_t column, auto extent) {
     store(into + column, load(into + column, extent) + load(from + column, extent), extent);
   });
 }
 
-void cast(const float* from, Output into, int64_t cols) {
+void cast(const float* from, Output into, int64_t count) {
   with_type(into.dtype, [&](auto type) {
     auto* const out = static_cast<decltype(type)*>(into.data);
-    for_each_vector(cols,
+    for_each_vector(count,
                     [&](int64_t column, auto extent) { store(out + column, load(from + column, extent), extent); });
   });
 }
 
-void widen(Input from, float offset, float* into, int64_t cols) {
+void widen(Input from, float offset, float* into, int64_t count) {
   with_type(from.dtype, [&](auto type) {
     const auto* const in = static_cast<const decltype(type)*>(from.data);
     for_each_vector(
-        cols, [&](int64_t column, auto extent) { store(into + column, load(in + column, extent) + offset, extent); });
+        count, [&](int64_t column, auto extent) { store(into + column, load(in + column, extent) + offset, extent); });
   });
 }
 

@@ -46,20 +46,74 @@ void expect_writes([[maybe_unused]] Output output, [[maybe_unused]] int64_t elem
 #endif
 }
 
-// One f32 row of sums for each task, added up as a tree of fixed shape: which thread ran what does not show, and the
-// error hardly grows with the number of rows.
-class RowSums {
+// Calls task(begin, end) for blocks of `count` neighbouring elements.
+template <class Task>
+void for_each_block(const ParallelFor& parallel_for, int64_t count, Task task) {
+  parallel_for(ceil_div(count, kElements),
+               [&](int64_t block) { task(block * kElements, std::min(count, (block + 1) * kElements)); });
+}
+
+// How the rows of a backward are shared out. Row k of head h is row (k / inner * count + h) * inner + k % inner of x; a
+// task has the same `step` rows of each of `group` neighbouring heads. Without sums over rows all rows are of one head.
+class Tasks {
  public:
-  RowSums(Output output, int64_t count, int64_t cols) : output_(output), count_(count), cols_(cols) {
-    if (!output_) return;
-    data_.reset(new float[count * cols]);
-    expect_writes({data_.get(), Dtype::f32}, count * cols);
+  Tasks(const Backward& b, bool with_sums) : heads_(with_sums ? b.heads : Heads{}) {
+    // At least 8 rows share a row of sums, so that sums cost little memory; at most 512, so that they stay accurate.
+    step_ = with_sums ? std::clamp<int64_t>(kElementsWithSums / (b.cols * heads_.count), 8, 512)
+                      : std::max<int64_t>(1, kElements / b.cols);
+    if (heads_.count == 1) heads_.inner = std::max<int64_t>(1, b.rows);
+    rows_of_head_ = b.rows / heads_.count;
+    chunks_ = std::max<int64_t>(1, ceil_div(rows_of_head_, step_));  // no rows: the sums are zero
+    group_ =
+        std::clamp<int64_t>(kElementsWithSums / b.cols / std::clamp<int64_t>(rows_of_head_, 1, step_), 1, heads_.count);
+    groups_ = ceil_div(heads_.count, group_);
   }
 
+  int64_t count() const { return chunks_ * groups_; }
+  int64_t chunks() const { return chunks_; }
+  int64_t chunk(int64_t task) const { return task / groups_; }
+  int64_t first_head(int64_t task) const { return task % groups_ * group_; }
+  int64_t end_head(int64_t task) const { return std::min(heads_.count, first_head(task) + group_); }
+
+  // Calls run(begin, end) for the stretches of neighbouring rows of x that a task is made of.
+  template <class Run>
+  void for_each_stretch(int64_t task, Run run) const {
+    const int64_t first = first_head(task), last = end_head(task) - 1, inner = heads_.inner;
+    const int64_t end = std::min(rows_of_head_, (chunk(task) + 1) * step_);
+    const auto row = [&](int64_t k, int64_t head) { return (k / inner * heads_.count + head) * inner + k % inner; };
+    for (int64_t k = chunk(task) * step_, length; k < end; k += length) {
+      const int64_t whole = k % inner == 0 ? (end - k) / inner : 0;
+      length = whole == 0 ? std::min(end - k, inner - k % inner) : group_ == heads_.count ? whole * inner : inner;
+      if (whole > 0) {
+        run(row(k, first), row(k + length - 1, last) + 1);
+      } else {
+        for (int64_t head = first; head <= last; ++head) run(row(k, head), row(k, head) + length);
+      }
+    }
+  }
+
+ private:
+  Heads heads_;
+  int64_t step_, rows_of_head_, chunks_, group_, groups_;
+};
+
+// Rows of f32 sums, one for each chunk of rows, added up as a tree of fixed shape: which thread ran what does not show,
+// and the error hardly grows with the number of rows.
+class RowSums {
+ public:
+  RowSums(Output output, const Tasks& tasks, Heads heads, int64_t cols)
+      : output_(output), tasks_(tasks), count_(tasks.chunks()), cols_(cols), width_(heads.count * cols) {
+    if (!output_) return;
+    data_.reset(new float[count_ * width_]);
+    expect_writes({data_.get(), Dtype::f32}, count_ * width_);
+  }
+
+  // The row of a task, in which its heads' sums are zero.
   float* zeroed(int64_t task) {
     if (!output_) return nullptr;
-    float* const row = data_.get() + task * cols_;
-    std::memset(row, 0, cols_ * sizeof(float));
+    float* const row = data_.get() + tasks_.chunk(task) * width_;
+    const int64_t first = tasks_.first_head(task), end = tasks_.end_head(task);
+    std::memset(row + first * cols_, 0, (end - first) * cols_ * sizeof(float));
     return row;
   }
 
@@ -71,26 +125,33 @@ class RowSums {
         const int64_t first = group * stride * kFan;
         const int64_t end = std::min(count_, first + stride * kFan);
         for (int64_t row = first + stride; row < end; row += stride) {
-          kernels().add(data_.get() + row * cols_, data_.get() + first * cols_, cols_);
+          kernels().add(data_.get() + row * width_, data_.get() + first * width_, width_);
         }
       });
     }
-    kernels().cast(data_.get(), output_, cols_);
+    for_each_block(parallel_for, width_, [&](int64_t begin, int64_t end) {
+      char* const data = static_cast<char*>(output_.data) + begin * size_of(output_.dtype);
+      kernels().cast(data_.get() + begin, {data, output_.dtype}, end - begin);
+    });
   }
 
  private:
   Output output_;
-  int64_t count_, cols_;
+  const Tasks& tasks_;
+  int64_t count_, cols_, width_;
   std::unique_ptr<float[]> data_;
 };
 
 // A weight as the kernels want it.
 class F32Weight {
  public:
-  F32Weight(Input* weight, float offset, int64_t cols) {
+  F32Weight(Input* weight, float offset, int64_t count, const ParallelFor& parallel_for) {
     if (!*weight || (weight->dtype == Dtype::f32 && offset == 0)) return;
-    data_.reset(new float[cols]);
-    kernels().widen(*weight, offset, data_.get(), cols);
+    data_.reset(new float[count]);
+    for_each_block(parallel_for, count, [&](int64_t begin, int64_t end) {
+      const char* const data = static_cast<const char*>(weight->data) + begin * size_of(weight->dtype);
+      kernels().widen({data, weight->dtype}, offset, data_.get() + begin, end - begin);
+    });
     *weight = {data_.get(), Dtype::f32};
   }
 
@@ -104,13 +165,14 @@ const char* isa() { return kernels().isa; }
 
 void forward(const Forward& call, const ParallelFor& parallel_for) {
   Forward f = call;
-  const F32Weight scale(&f.scale, f.scale_offset, f.cols), bias(&f.bias, 0, f.cols);
-  const F32Weight smooth(&f.quantized.smooth, 0, f.cols);
+  const int64_t weights = f.heads.count * f.cols;
+  const F32Weight scale(&f.scale, f.scale_offset, weights, parallel_for), bias(&f.bias, 0, weights, parallel_for);
+  const F32Weight smooth(&f.quantized.smooth, 0, f.cols, parallel_for);
   const int64_t step = std::max<int64_t>(1, kElements / f.cols), elements = f.rows * f.cols;
   const int64_t sum_size = f.sum ? size_of(f.sum.dtype) : 0;
   const Output result = f.y ? f.y : f.quantized.values;
   const int64_t traffic = elements * (size_of(f.x.dtype) + 2 * sum_size + size_of(result.dtype));
-  expect_writes(result, elements);
+  expect_writes(result, f.rows * (f.cols + f.y_pad));
   expect_writes(f.sum, elements);
   parallel_for(ceil_div(f.rows, step),
                [&](int64_t task) { kernels().forward(f, task * step, std::min(f.rows, (task + 1) * step), traffic); });
@@ -118,19 +180,16 @@ void forward(const Forward& call, const ParallelFor& parallel_for) {
 
 void backward(const Backward& call, const ParallelFor& parallel_for) {
   Backward b = call;
-  const F32Weight scale(&b.scale, b.scale_offset, b.cols);
-  // At least 8 rows share a row of sums, so that sums cost little memory; at most 512, so that they stay accurate.
-  const bool with_sums = b.dscale || b.dbias;
-  const int64_t step =
-      with_sums ? std::clamp<int64_t>(kElementsWithSums / b.cols, 8, 512) : std::max<int64_t>(1, kElements / b.cols);
-  const int64_t tasks = std::max<int64_t>(1, ceil_div(b.rows, step));  // no rows: the sums are zero
-  const int64_t elements = b.rows * b.cols, of_x = b.dsum ? 3 : 2;     // arrays of x's dtype
+  const F32Weight scale(&b.scale, b.scale_offset, b.heads.count * b.cols, parallel_for);
+  const Tasks tasks(b, /*with_sums=*/b.dscale || b.dbias);
+  const int64_t elements = b.rows * b.cols, of_x = b.dsum ? 3 : 2;  // arrays of x's dtype
   const int64_t traffic = elements * (of_x * size_of(b.x.dtype) + size_of(b.dy.dtype));
   expect_writes(b.dx, elements);
-  RowSums dscale(b.dscale, tasks, b.cols), dbias(b.dbias, tasks, b.cols);
-  parallel_for(tasks, [&](int64_t task) {
-    kernels().backward(b, task * step, std::min(b.rows, (task + 1) * step), dscale.zeroed(task), dbias.zeroed(task),
-                       traffic);
+  RowSums dscale(b.dscale, tasks, b.heads, b.cols), dbias(b.dbias, tasks, b.heads, b.cols);
+  parallel_for(tasks.count(), [&](int64_t task) {
+    float *const of_scale = dscale.zeroed(task), *const of_bias = dbias.zeroed(task);
+    tasks.for_each_stretch(
+        task, [&](int64_t begin, int64_t end) { kernels().backward(b, begin, end, of_scale, of_bias, traffic); });
   });
   dscale.finish(parallel_for);
   dbias.finish(parallel_for);

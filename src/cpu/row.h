@@ -65,9 +65,10 @@ template <int R, class T>
 struct Rows {
   const T* data[R];
 
-  Rows(Input input, int64_t cols, int64_t first, int64_t count) {
+  // Rows begin `stride` elements apart.
+  Rows(Input input, int64_t stride, int64_t first, int64_t count) {
     for (int row = 0; row < R; ++row) {
-      data[row] = static_cast<const T*>(input.data) + (first + (row < count ? row : count - 1)) * cols;
+      data[row] = static_cast<const T*>(input.data) + (first + (row < count ? row : count - 1)) * stride;
     }
   }
 
@@ -107,10 +108,18 @@ struct Result {
   void operator()(int64_t column, Vec v, Part part) const { store(data + column, v, part); }
 };
 
+// Where in scale, bias and their sums the weights of a row of x begin. The plain case divides nothing.
+int64_t weights_of(Heads heads, int64_t row, int64_t cols) {
+  return heads.count == 1 ? 0 : row / heads.inner % heads.count * cols;
+}
+
 // Scale or bias. An absent one is the constant that changes no bit.
 struct Weight {
   const float* data;
   float absent;
+
+  Weight from(int64_t begin) const { return {data ? data + begin : nullptr, absent}; }
+
   template <class Extent>
   Vec operator()(int64_t column, Extent extent) const {
     return data ? load(data + column, extent) : broadcast(absent);

@@ -53,7 +53,7 @@ inline constexpr const char* kPair = "what is normalised and y (or dy) have diff
 
 // What every forward has before its own attributes and results.
 template <class Attributes>
-Forward forward_operands(Kind kind, Buffers& buffers, const Shapes& shapes, const Attributes& attributes) {
+Forward forward_operands(Kind kind, Buffers& buffers, Shapes& shapes, const Attributes& attributes) {
   Forward f{};
   f.kind = kind;
   f.rows = shapes.rows;
@@ -62,8 +62,9 @@ Forward forward_operands(Kind kind, Buffers& buffers, const Shapes& shapes, cons
   f.scale_offset = attributes.scale_offset;
   f.x = buffers.operand("x", shapes.x);
   if (attributes.has_residual) f.residual = buffers.operand("residual", shapes.x);
-  if (attributes.has_scale) f.scale = buffers.operand("scale", shapes.weight);
-  if (attributes.has_bias) f.bias = buffers.operand("bias", shapes.weight);
+  if (attributes.has_scale) f.scale = buffers.weight("scale", shapes);
+  if (attributes.has_bias) f.bias = buffers.weight("bias", shapes);
+  f.heads = shapes.heads;
   return f;
 }
 
@@ -82,11 +83,11 @@ inline void forward_results(Forward& f, Buffers& buffers, const Shapes& shapes, 
 inline ffi::ErrorOr<Forward> forward_arguments(Kind kind, ffi::RemainingArgs operands, ffi::RemainingRets results,
                                                const ForwardAttributes& attributes) {
   Buffers buffers(kind, "fwd", operands, results);
-  const Shapes shapes = buffers.shapes(attributes.axes);
+  Shapes shapes = buffers.shapes(attributes.axes, 0);
   const bool has_residual = attributes.has_residual;
   Forward f = forward_operands(kind, buffers, shapes, attributes);
   f.multiply_before_cast = attributes.multiply_before_cast;
-  f.y = buffers.result("y", shapes.x);
+  f.y = buffers.padded_result("y", shapes, &f.y_pad);
   buffers.require(is_supported(has_residual ? f.residual.dtype : f.x.dtype, f.y.dtype), kPair);
   forward_results(f, buffers, shapes, has_residual, results.size() > (has_residual ? 2 : 1));
   return buffers.finish(f);
@@ -95,7 +96,8 @@ inline ffi::ErrorOr<Forward> forward_arguments(Kind kind, ffi::RemainingArgs ope
 inline ffi::ErrorOr<Forward> quantized_arguments(Kind kind, ffi::RemainingArgs operands, ffi::RemainingRets results,
                                                  const QuantizedAttributes& attributes) {
   Buffers buffers(kind, "quantized_fwd", operands, results);
-  const Shapes shapes = buffers.shapes(attributes.axes);
+  Shapes shapes = buffers.shapes(attributes.axes, 0);
+  shapes.has_weight = true;  // of the plain shape: what is quantised has no heads
   const int64_t group = attributes.group;
   const bool is_row = group == 0, has_given = attributes.has_given;
   buffers.require(is_row || group == 64 || group == 128, "group is neither 0, for a row, nor 64 nor 128");
@@ -124,40 +126,46 @@ inline ffi::ErrorOr<Forward> quantized_arguments(Kind kind, ffi::RemainingArgs o
 
 // The workspaces that a platform's backward has among its results.
 struct Workspaces {
-  int (*row_segments)(Dtype x, int64_t cols);      // how many pairs of sums of each row; 0: none
-  int64_t (*partial_rows)(Dtype x, int64_t cols);  // how many rows of partial sums of dscale, and of dbias
+  // How many pairs of sums of each row; 0: none.
+  int (*row_segments)(Dtype x, int64_t cols);
+  // How many rows of partial sums of dscale, and of dbias; for heads with neighbouring rows, each time they come.
+  int64_t (*partial_rows)(Dtype x, int64_t cols, Heads heads);
 };
 
 inline ffi::ErrorOr<Backward> backward_arguments(Kind kind, ffi::RemainingArgs operands, ffi::RemainingRets results,
                                                  const BackwardAttributes& attributes,
                                                  const Workspaces* workspaces = nullptr) {
   Buffers buffers(kind, "bwd", operands, results);
-  const Shapes shapes = buffers.shapes(attributes.axes);
+  Shapes shapes = buffers.shapes(attributes.axes, 1);
   Backward b{};
   b.kind = kind;
   b.rows = shapes.rows;
   b.cols = shapes.cols;
   b.scale_offset = attributes.scale_offset;
-  b.dy = buffers.operand("dy", shapes.x);
+  b.dy = buffers.padded_operand("dy", shapes, &b.dy_pad);
   b.x = buffers.operand("x", shapes.x);
   buffers.require(is_supported(b.x.dtype, b.dy.dtype), kPair);
   if (kind == Kind::layer) b.mean = buffers.statistic("mean", shapes.statistics);
   b.rstd = buffers.statistic("rstd", shapes.statistics);
-  if (attributes.has_scale) b.scale = buffers.operand("scale", shapes.weight);
+  if (attributes.has_scale) b.scale = buffers.weight("scale", shapes);
   if (attributes.has_dsum) b.dsum = buffers.operand("dsum", shapes.x, b.x.dtype);
   buffers.require(attributes.has_scale || !attributes.with_dscale, "dscale is wanted and there is no scale");
   buffers.require(attributes.with_dx || !attributes.has_dsum, "dsum came and dx is not wanted");
   if (attributes.with_dx) b.dx = buffers.result("dx", shapes.x, b.x.dtype);
-  if (attributes.with_dscale) b.dscale = buffers.result("dscale", shapes.weight, b.scale.dtype);
-  if (attributes.with_dbias) b.dbias = buffers.result("dbias", shapes.weight);
+  if (attributes.with_dscale) b.dscale = buffers.weight_result("dscale", shapes, b.scale.dtype);
+  if (attributes.with_dbias) b.dbias = buffers.weight_result("dbias", shapes);
+  b.heads = shapes.heads;
   if (!workspaces) return buffers.finish(b);
   if (const int segments = workspaces->row_segments(b.x.dtype, b.cols); segments > 0 && attributes.with_dx) {
-    Shape row_sums(shapes.x.begin(), shapes.x.end() - shapes.weight.size());
+    Shape row_sums(shapes.x.begin(), shapes.x.end() - shapes.axes);
     row_sums.push_back(2 * segments);
     b.row_sums = buffers.f32_result("row_sums", row_sums);
   }
   if (const int64_t sums = attributes.with_dscale + attributes.with_dbias; sums > 0) {
-    b.workspace = buffers.f32_result("workspace", {sums, workspaces->partial_rows(b.x.dtype, b.cols), b.cols});
+    const auto [count, inner] = b.heads;
+    const int64_t rows = workspaces->partial_rows(b.x.dtype, b.cols, b.heads);
+    b.workspace =
+        buffers.f32_result("workspace", {sums, inner > 1 ? rows * (b.rows / (count * inner)) : rows, count * b.cols});
   }
   return buffers.finish(b);
 }

@@ -1,6 +1,7 @@
 // XLA's buffers, taken one by one in the order of a contract and checked.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <sstream>
@@ -23,11 +24,38 @@ auto bind() {
   return ffi::Ffi::Bind().RemainingArgs().RemainingRets().template Attrs<Attributes>();
 }
 
-// The shapes that follow from x's and the number of normalised axes.
+// The shapes that follow from x's and the number of normalised axes; `weight` and `heads`, from the first weight too.
 struct Shapes {
-  Shape x, weight, statistics;
-  int64_t rows = 1, cols = 1;
+  Shape x, statistics, weight;
+  int64_t axes = 0, rows = 1, cols = 1;
+  Heads heads;
+  bool has_weight = false;
 };
+
+// Longer rows have no kernels with weights for each head.
+inline constexpr int64_t kLongestWithHeads = 8192;
+
+// The heads of a weight of shape (lead..., normalised...), whose lead is aligned to the right with x's other axes, each
+// axis 1 or as long as x's; nothing where it has another shape, or no kernel takes it.
+inline std::optional<Heads> heads_of(const Shape& x, const Shape& weight, int64_t axes) {
+  const int64_t rank = weight.size(), lead = rank - axes, before = static_cast<int64_t>(x.size()) - rank;
+  if (lead < 0 || before < 0 || !std::equal(weight.end() - axes, weight.end(), x.end() - axes)) return std::nullopt;
+  Heads heads;
+  bool is_over = false;  // the axes along which the weights differ
+  for (int64_t axis = lead - 1; axis >= 0; --axis) {
+    const int64_t of_weight = weight[axis], of_x = x[before + axis];
+    const bool differ = of_weight != 1;
+    if (of_weight < 1 || (differ && (of_weight != of_x || is_over))) return std::nullopt;
+    if (differ) heads.count *= of_weight;
+    if (!differ && of_x != 1) {
+      if (heads.count == 1) heads.inner *= of_x;
+      is_over = heads.count > 1;
+    }
+  }
+  if (heads.count == 1) return Heads{};
+  heads.inner = std::max<int64_t>(1, heads.inner);
+  return heads;
+}
 
 // Takes a call's buffers one by one in the order of the contract and keeps the first thing that is wrong.
 class Buffers {
@@ -37,20 +65,21 @@ class Buffers {
     op_ = std::string(kind == Kind::rms ? "jaxnorm_rms_norm_" : "jaxnorm_layer_norm_") + direction;
   }
 
-  // Reads the shapes off the first operand, which has x's shape in every op.
-  Shapes shapes(int64_t axes) {
+  // Reads the shapes off x, the operand of this index.
+  Shapes shapes(int64_t axes, size_t index) {
     Shapes shapes;
-    auto first = operands_.get<ffi::AnyBuffer>(0);
-    if (!first) {
-      fail("no operands came");
+    auto x = operands_.get<ffi::AnyBuffer>(index);
+    if (!x) {
+      fail("x is missing, operands that came: " + std::to_string(operands_.size()));
       return shapes;
     }
-    const auto dims = first->dimensions();
+    const auto dims = x->dimensions();
     const int64_t rank = dims.size();
     if (axes < 1 || axes > rank) {
-      fail("axes is " + std::to_string(axes) + ", expected from 1 to the rank of the first operand " + text(*first));
+      fail("axes is " + std::to_string(axes) + ", expected from 1 to the rank of x " + text(*x));
       return shapes;
     }
+    shapes.axes = axes;
     shapes.x.assign(dims.begin(), dims.end());
     shapes.weight.assign(dims.end() - axes, dims.end());
     shapes.statistics = shapes.x;
@@ -60,8 +89,30 @@ class Buffers {
       overflow |= __builtin_mul_overflow(extent, dims[axis], &extent);
       if (axis >= rank - axes) shapes.statistics[axis] = 1;
     }
-    if (overflow || shapes.cols < 1) fail("no row can be normalised in " + text(*first));
+    if (overflow || shapes.cols < 1) fail("no row can be normalised in " + text(*x));
     return shapes;
+  }
+
+  // Scale or bias: the first that comes says what heads there are.
+  Input weight(const char* name, Shapes& shapes) {
+    if (auto buffer = operands_.get<ffi::AnyBuffer>(next_operand_)) adopt(*buffer, shapes);
+    return operand(name, shapes.weight);
+  }
+
+  Output weight_result(const char* name, Shapes& shapes, std::optional<Dtype> dtype = std::nullopt) {
+    if (auto buffer = results_.get<ffi::AnyBuffer>(next_result_)) adopt(**buffer, shapes);
+    return result(name, shapes.weight, dtype);
+  }
+
+  // dy or y, of x's shape but for columns after each row, where one axis is normalised.
+  Input padded_operand(const char* name, const Shapes& shapes, int64_t* pad) {
+    auto buffer = operands_.get<ffi::AnyBuffer>(next_operand_);
+    return operand(name, padded(buffer ? &*buffer : nullptr, shapes, pad));
+  }
+
+  Output padded_result(const char* name, const Shapes& shapes, int64_t* pad) {
+    auto buffer = results_.get<ffi::AnyBuffer>(next_result_);
+    return result(name, padded(buffer ? &**buffer : nullptr, shapes, pad));
   }
 
   Input operand(const char* name, const Shape& shape, std::optional<Dtype> dtype = std::nullopt) {
@@ -104,9 +155,31 @@ class Buffers {
   }
 
  private:
+  static Shape shape_of(const ffi::AnyBuffer& buffer) {
+    return Shape(buffer.dimensions().begin(), buffer.dimensions().end());
+  }
+
+  static void adopt(const ffi::AnyBuffer& weight, Shapes& shapes) {
+    if (shapes.has_weight) return;
+    const Shape shape = shape_of(weight);
+    const auto heads = heads_of(shapes.x, shape, shapes.axes);
+    shapes.has_weight = true;
+    if (!heads || (heads->count > 1 && shapes.cols > kLongestWithHeads)) return;
+    shapes.weight = shape;
+    shapes.heads = *heads;
+  }
+
+  static Shape padded(const ffi::AnyBuffer* buffer, const Shapes& shapes, int64_t* pad) {
+    Shape shape = shapes.x;
+    if (!buffer || shapes.axes != 1 || buffer->dimensions().size() != shape.size()) return shape;
+    *pad = std::max<int64_t>(0, buffer->dimensions().back() - shape.back());
+    shape.back() += *pad;
+    return shape;
+  }
+
   static std::string text(const ffi::AnyBuffer& buffer) {
     std::ostringstream out;
-    out << buffer.element_type() << text(Shape(buffer.dimensions().begin(), buffer.dimensions().end()));
+    out << buffer.element_type() << text(shape_of(buffer));
     return out.str();
   }
 
@@ -138,10 +211,9 @@ class Buffers {
   // Without a dtype that is wanted, any of those that are quantised to, or any of the others, will do.
   Dtype checked(const char* name, const ffi::AnyBuffer& buffer, const Shape& shape, std::optional<Dtype> wanted,
                 bool quantized) {
-    const auto dims = buffer.dimensions();
     const auto dtype = dtype_of(buffer);
     const bool is_right = dtype && (wanted ? *dtype == *wanted : is_quantized(*dtype) == quantized);
-    if (Shape(dims.begin(), dims.end()) != shape || !is_right) {
+    if (shape_of(buffer) != shape || !is_right) {
       const char* const names[] = {"F32", "F16", "BF16"};
       const char* const any = quantized ? "F8E4M3FN, F8E5M2 or S8 of shape " : "F32, F16 or BF16 of shape ";
       fail(std::string(name) + " is " + text(buffer) + ", expected " +

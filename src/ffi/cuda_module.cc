@@ -88,10 +88,12 @@ NB_MODULE(_cuda, module) {
       arg("x_dtype"), arg("cols"), "How many pairs of sums of each row the backward keeps in a workspace; 0: none.");
   module.def(
       "partial_rows",
-      [](const std::string& x_dtype, int64_t cols) {
-        return jaxnorm::cuda::partial_rows(jaxnorm::dtype_of(x_dtype), cols);
+      [](const std::string& x_dtype, int64_t cols, int64_t count, int64_t inner) {
+        return jaxnorm::cuda::partial_rows(jaxnorm::dtype_of(x_dtype), cols, {count, inner});
       },
-      arg("x_dtype"), arg("cols"), "How many partial sums of dscale and dbias the backward keeps in its workspace.");
+      arg("x_dtype"), arg("cols"), arg("count") = 1, arg("inner") = 1,
+      "How many partial sums of dscale and dbias the backward keeps in its workspace, for `count` heads of `inner` "
+      "neighbouring rows each; where inner > 1, as many for each outer / (count * inner) of all rows.");
   module.def(
       "max_cluster", [] { return jaxnorm::cuda::current_device().max_cluster(); },
       "How many blocks a cluster of the current GPU has at most; 1: it has no clusters.");
