@@ -7,7 +7,8 @@ import pkgutil
 # in the installed one, so its directory is searched too.
 __path__ = pkgutil.extend_path(__path__, __name__)
 
-from jaxnorm.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from jaxnorm.added import add_layer_norm, add_rms_norm
+from jaxnorm.norms import layer_norm, rms_norm
 from jaxnorm.quantization import Quantization, Quantized
 from jaxnorm.quantized import layer_norm_quantized, rms_norm_quantized
 

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 
 from jaxnorm import _flax
 from jaxnorm._flax import nnx
-from jaxnorm.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from jaxnorm.added import add_layer_norm, add_rms_norm
+from jaxnorm.norms import layer_norm, rms_norm
 from jaxnorm.quantization import Quantization, Quantized
 from jaxnorm.quantized import layer_norm_quantized, rms_norm_quantized
 

@@ -1,4 +1,4 @@
-"""The public functions."""
+"""The public functions of x alone, and what they share with the others."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -6,7 +6,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from jaxnorm import compat, ffi, primitives, reference, validation
+from jaxnorm import compat, ffi, heads, primitives, reference, validation
 
 Implementation = Literal["native", "jnp"]
 
@@ -56,7 +56,7 @@ def rms_norm(
 
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, https://arxiv.org/abs/1910.07467.
     """
-    (y,) = _norm(
+    (y,) = compute(
         "rms_norm", x, None, scale, bias, epsilon, scale_offset, axis, multiply_before_cast, out_dtype, implementation
     )
     return y
@@ -100,139 +100,13 @@ def layer_norm(
 
     Source: Ba, Kiros and Hinton, Layer Normalization, 2016, https://arxiv.org/abs/1607.06450.
     """
-    (y,) = _norm(
+    (y,) = compute(
         "layer_norm", x, None, scale, bias, epsilon, scale_offset, axis, multiply_before_cast, out_dtype, implementation
     )
     return y
 
 
-def add_rms_norm(
-    x: Any,
-    residual: Any,
-    scale: Any = None,
-    bias: Any = None,
-    *,
-    epsilon: float = 1e-6,
-    scale_offset: float = 0.0,
-    axis: int | Sequence[int] = -1,
-    multiply_before_cast: bool = True,
-    out_dtype: Any = None,
-    implementation: Implementation | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Adds x to a residual stream and divides the sum by its root mean square over `axis`.
-
-        new_residual = x + residual
-        y = rms_norm(new_residual, scale, bias, out_dtype=x.dtype, ...)
-
-    as a pre-norm transformer does between its blocks. The kernel gives bit for bit what these two lines give, the sum
-    rounded to residual's dtype before it is normalised, and saves the pass over memory in which the norm would read the
-    sum again. In a gradient one native call serves the cotangents of both results.
-
-    Outside of differentiation new_residual takes residual's buffer: a donated or dead one costs no memory, while XLA
-    first copies one that is still needed. JAX gives a donated buffer to the first result of its shape and dtype, so a
-    function that donates residual should return new_residual before y.
-
-    Args:
-      x: floating-point array of rank 1 or more, what is added.
-      residual: the residual stream, of x's shape. Its dtype may be another: an x of bfloat16 goes with a stream of
-        float32, and the reverse.
-      scale: factor with the shape of the normalised axes, in x's order; None is a factor of 1.
-      bias: summand of the same shape; None is 0.
-      epsilon: non-negative Python number added to the mean square.
-      scale_offset: Python number added to scale. Ignored without scale.
-      axis: the axis, or the set of axes, to normalise over. Kernels serve trailing axes, the jnp formula any.
-      multiply_before_cast: False rounds new_residual * rsqrt(...) to y's dtype before it is multiplied by scale.
-      out_dtype: dtype of y; None is x's.
-      implementation: None, "native" or "jnp", as for `rms_norm`.
-
-    Returns:
-      (y, new_residual): arrays of x's shape, new_residual of residual's dtype.
-
-    Raises:
-      ValueError: residual has another shape than x; otherwise as `rms_norm` does.
-      TypeError, RuntimeError: as `rms_norm` does.
-
-    Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, https://arxiv.org/abs/1910.07467; before
-    each block, on the residual stream: Xiong et al., On Layer Normalization in the Transformer Architecture, 2020,
-    https://arxiv.org/abs/2002.04745.
-    """
-    y, new_residual = _norm(
-        "add_rms_norm",
-        x,
-        residual,
-        scale,
-        bias,
-        epsilon,
-        scale_offset,
-        axis,
-        multiply_before_cast,
-        out_dtype,
-        implementation,
-    )
-    return y, new_residual
-
-
-def add_layer_norm(
-    x: Any,
-    residual: Any,
-    scale: Any = None,
-    bias: Any = None,
-    *,
-    epsilon: float = 1e-6,
-    scale_offset: float = 0.0,
-    axis: int | Sequence[int] = -1,
-    multiply_before_cast: bool = True,
-    out_dtype: Any = None,
-    implementation: Implementation | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Adds x to a residual stream and shifts and scales the sum to mean 0 and variance 1 over `axis`.
-
-        new_residual = x + residual
-        y = layer_norm(new_residual, scale, bias, out_dtype=x.dtype, ...)
-
-    The kernel gives bit for bit what these two lines give and saves a pass over memory, as for `add_rms_norm`, whose
-    arguments, dtypes, result and errors these are.
-
-    Args:
-      x: floating-point array of rank 1 or more, what is added.
-      residual: the residual stream, of x's shape; its dtype may be another.
-      scale: factor with the shape of the normalised axes, in x's order; None is a factor of 1.
-      bias: summand of the same shape; None is 0.
-      epsilon: non-negative Python number added to the variance.
-      scale_offset: Python number added to scale. Ignored without scale.
-      axis: the axis, or the set of axes, to normalise over. Kernels serve trailing axes, the jnp formula any.
-      multiply_before_cast: False rounds (new_residual - mean) * rsqrt(...) to y's dtype before it is multiplied by
-        scale.
-      out_dtype: dtype of y; None is x's.
-      implementation: None, "native" or "jnp", as for `rms_norm`.
-
-    Returns:
-      (y, new_residual): arrays of x's shape, new_residual of residual's dtype.
-
-    Raises:
-      ValueError, TypeError, RuntimeError: as `add_rms_norm` does.
-
-    Source: Ba, Kiros and Hinton, Layer Normalization, 2016, https://arxiv.org/abs/1607.06450; before each block, on the
-    residual stream: Xiong et al., On Layer Normalization in the Transformer Architecture, 2020,
-    https://arxiv.org/abs/2002.04745.
-    """
-    y, new_residual = _norm(
-        "add_layer_norm",
-        x,
-        residual,
-        scale,
-        bias,
-        epsilon,
-        scale_offset,
-        axis,
-        multiply_before_cast,
-        out_dtype,
-        implementation,
-    )
-    return y, new_residual
-
-
-def _norm(
+def compute(
     op: Literal["rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"],
     x: Any,
     residual: Any,
@@ -244,10 +118,22 @@ def _norm(
     multiply_before_cast: bool,
     out_dtype: Any,
     implementation: Implementation | None,
+    pad_to: Any = None,
 ) -> tuple[jax.Array, ...]:
     """The result of one of the public functions: y, and the sum where it adds a residual."""
     norm, (x, residual, scale, bias) = prepare(
-        op, x, residual, scale, bias, epsilon, scale_offset, axis, multiply_before_cast, out_dtype, implementation
+        op,
+        x,
+        residual,
+        scale,
+        bias,
+        epsilon,
+        scale_offset,
+        axis,
+        multiply_before_cast,
+        out_dtype,
+        implementation,
+        pad_to,
     )
     if implementation == "jnp" or not has_kernel(op, norm, x, residual, (scale, bias)):
         return reference.apply(norm, x, residual, scale, bias)
@@ -266,6 +152,7 @@ def prepare(
     multiply_before_cast: bool,
     out_dtype: Any,
     implementation: Implementation | None,
+    pad_to: Any = None,
 ) -> tuple[reference.Norm, tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]]:
     """The checked arguments of a public function: what is static, and (x, residual, scale, bias)."""
     validation.check_implementation(op, implementation)
@@ -286,6 +173,7 @@ def prepare(
         compute_dtype=np.dtype(np.float64 if np.float64 in dtypes else np.float32),
         out_dtype=out_dtype,
         native_only=implementation == "native",
+        pad_to=validation.check_pad_to(op, pad_to, axes),
     )
     return norm, (x, residual, scale, bias)
 
@@ -302,6 +190,10 @@ def has_kernel(
     weight_dtypes = [weight.dtype for weight in weights]
     residual_dtype = None if residual is None else residual.dtype
     reason = ffi.unsupported(norm.axes, x.shape, x.dtype, norm.out_dtype, weight_dtypes, residual_dtype)
+    if reason is None and (lead := heads.lead_of(len(norm.axes), weights)):
+        reason = heads.unsupported(x.shape, len(norm.axes), lead)
+        if op.endswith("_quantized"):
+            reason = f"no kernel that quantises takes a scale or bias with leading axes, {lead}"
     if compat.is_sharded(x, norm.axes) or any(compat.is_sharded(weight, range(weight.ndim)) for weight in weights):
         reason = "the normalised axes of x or of a weight are sharded over an Explicit mesh"
     if residual is not None and jax.typeof(residual).sharding.spec != jax.typeof(x).sharding.spec:

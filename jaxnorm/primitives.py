@@ -10,7 +10,8 @@ So a gradient is one native call each way; forward mode and higher derivatives g
 its transpose sees the cotangents of y and of the sum together and `backward` adds the latter, dsum, to dx.
 
 The operands of a primitive are the leaves of a tuple, in which an absent one is None; the tuple's structure is the
-parameter `tree`. Operands keep x's rank, so that a result's sharding and varying mesh axes follow from x's type.
+parameter `tree`. Operands keep x's rank, so that a result's sharding and varying mesh axes follow from x's type. All
+weights of one primitive, tangents included, have one lead, see `jaxnorm.heads`; of a vmapped weight the batch is in it.
 """
 
 import math
@@ -24,7 +25,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
-from jaxnorm import compat, ffi, reference
+from jaxnorm import compat, ffi, heads, reference
+from jaxnorm.heads import Lead
 from jaxnorm.reference import Norm
 from jaxnorm.rules import all_none, at_front, batch_jnp, bind, fold, lowering, tangents_jnp
 
@@ -39,7 +41,8 @@ def apply(
 ) -> tuple[jax.Array, ...]:
     """The norm of x over trailing axes, native on the platforms that have a kernel; with a residual, of their sum,
     and the sum."""
-    return tuple(bind(forward_p, (x, residual, scale, bias), norm=norm, with_stats=False))
+    weights = heads.aligned(len(norm.axes), (scale, bias))
+    return tuple(bind(forward_p, (x, residual, *weights), norm=norm, with_stats=False))
 
 
 # forward: (x, residual, scale, bias) -> [y], with a residual [y, sum]; with_stats the statistics follow
@@ -47,7 +50,7 @@ def apply(
 
 def forward_abstract(*operands: Any, tree: Any, norm: Norm, with_stats: bool) -> list[Any]:
     x, residual, *_ = unflatten(tree, operands)
-    y = x.update(dtype=norm.out_dtype, weak_type=False)
+    y = x.update(shape=norm.padded(x.shape), dtype=norm.out_dtype, weak_type=False)
     sums = [] if residual is None else [residual.update(weak_type=False)]
     rows = (*x.shape[: -len(norm.axes)], *(1 for _ in norm.axes))
     statistic = x.update(shape=rows, dtype=norm.compute_dtype, weak_type=False)
@@ -83,12 +86,14 @@ def _forward_native(platform: str, ctx: Any, *operands: Any, tree: Any, norm: No
 
 
 def _forward_batch(operands: Any, dims: Any, *, tree: Any, norm: Norm, with_stats: bool) -> tuple[Any, Any]:
-    *rows, scale, bias = unflatten(tree, operands)
-    *rows_dims, scale_dim, bias_dim = unflatten(tree, dims)
+    x, residual, *weights = unflatten(tree, operands)
+    x_dim, residual_dim, *weights_dims = unflatten(tree, dims)
     params: dict[str, Any] = {"norm": norm, "with_stats": with_stats}
-    if not all_none([scale_dim, bias_dim]):
+    whole = heads.batch(x, x_dim, len(norm.axes), weights, weights_dims)
+    # Statistics that all examples share are computed once by the formula.
+    if whole is None or all_none([x_dim, residual_dim]):
         return batch_jnp(partial(forward_jnp, tree=tree, **params), operands, dims)
-    return at_front(bind(forward_p, (*fold(tuple(rows), tuple(rows_dims)), scale, bias), **params))
+    return at_front(bind(forward_p, (*fold((x, residual), (x_dim, residual_dim)), *whole), **params))
 
 
 def _forward_jvp(primals: Any, dots: Any, *, tree: Any, norm: Norm, with_stats: bool) -> tuple[Any, Any]:
@@ -136,7 +141,8 @@ def _forward_transpose(cotangents: Any, *operands: Any, tree: Any, norm: Norm, w
     stats = reference.statistics(norm, x)
     dy = ad.instantiate_zeros(cotangents[0])
     dscale_dtype, dbias_dtype = (w.aval.dtype if ad.is_undefined_primal(w) else None for w in (scale, bias))
-    wanted = iter(reference.backward(norm, dy, x, stats, None, (None, dscale_dtype, dbias_dtype)))
+    (lead, *_) = (heads.lead_of(len(norm.axes), [w.aval]) for w in (scale, bias) if ad.is_undefined_primal(w))
+    wanted = iter(reference.backward(norm, dy, x, stats, None, (None, dscale_dtype, dbias_dtype), lead=lead))
     return [next(wanted) if ad.is_undefined_primal(operand) else None for operand in operands]
 
 
@@ -144,7 +150,7 @@ def _forward_transpose(cotangents: Any, *operands: Any, tree: Any, norm: Norm, w
 
 
 def _linear_abstract(x: Any, *_: Any, tree: Any, norm: Norm, with_sum: bool) -> list[Any]:
-    y_dot = x.update(dtype=norm.out_dtype, weak_type=False)
+    y_dot = x.update(shape=norm.padded(x.shape), dtype=norm.out_dtype, weak_type=False)
     return [y_dot, x.update(weak_type=False)] if with_sum else [y_dot]
 
 
@@ -158,8 +164,10 @@ def _linear_batch(operands: Any, dims: Any, *, tree: Any, norm: Norm, with_sum: 
     params: dict[str, Any] = {"norm": norm, "with_sum": with_sum}
     x, stats, scale, (x_dot, *weights_dot) = unflatten(tree, operands)
     x_dim, stats_dims, scale_dim, (x_dot_dim, *weights_dot_dims) = unflatten(tree, dims)
-    if x_dim is None or not all_none([scale_dim, *weights_dot_dims]):
+    weights = heads.batch(x, x_dim, len(norm.axes), (scale, *weights_dot), (scale_dim, *weights_dot_dims))
+    if x_dim is None or weights is None:
         return batch_jnp(partial(_linear_jnp, tree=tree, **params), operands, dims)
+    scale, *weights_dot = weights
     x, stats, x_dot = fold((x, stats, x_dot), (x_dim, stats_dims, x_dot_dim))
     return at_front(bind(linear_p, (x, stats, scale, (x_dot, *weights_dot)), **params))
 
@@ -177,27 +185,32 @@ def _linear_transpose(cotangents: Any, *operands: Any, tree: Any, norm: Norm, wi
     if dsum is not None and type(dy) is ad.Zero:
         return [dsum if operand is dots[0] else None for operand in operands]
     dy = ad.instantiate_zeros(dy)
-    wanted = iter(bind(backward_p, (dy, x, stats, scale, dsum), norm=norm, dtypes=dtypes))
+    weights = [scale, *(dot.aval for dot in dots[1:] if ad.is_undefined_primal(dot))]
+    lead = heads.lead_of(len(norm.axes), weights)
+    wanted = iter(bind(backward_p, (dy, x, stats, scale, dsum), norm=norm, dtypes=dtypes, lead=lead))
     return [next(wanted) if ad.is_undefined_primal(operand) else None for operand in operands]
 
 
 # backward: (dy, x, statistics, scale, dsum) -> those cotangents of (x, scale, bias) whose dtype is given
 
 
-def _backward_abstract(dy: Any, x: Any, *_: Any, tree: Any, norm: Norm, dtypes: Any) -> list[Any]:
+def _backward_abstract(dy: Any, x: Any, *_: Any, tree: Any, norm: Norm, dtypes: Any, lead: Lead) -> list[Any]:
     axes = len(norm.axes)
-    sharding = x.sharding.update(spec=PartitionSpec(*x.sharding.spec[-axes:]))
-    weight = x.update(shape=x.shape[-axes:], sharding=sharding)
+    # A weight that is sharded over an Explicit mesh has no kernel.
+    sharding = x.sharding.update(spec=PartitionSpec(*(None for _ in lead), *x.sharding.spec[-axes:]))
+    weight = x.update(shape=(*lead, *x.shape[-axes:]), sharding=sharding)
     results = zip((x, weight, weight), dtypes, strict=True)
     return [result.update(dtype=dtype, weak_type=False) for result, dtype in results if dtype is not None]
 
 
-def _backward_jnp(*operands: Any, tree: Any, norm: Norm, dtypes: Any) -> list[Any]:
+def _backward_jnp(*operands: Any, tree: Any, norm: Norm, dtypes: Any, lead: Lead) -> list[Any]:
     dy, x, stats, scale, dsum = unflatten(tree, operands)
-    return reference.backward(norm, dy, x, stats, scale, dtypes, dsum)
+    return reference.backward(norm, dy, x, stats, scale, dtypes, dsum, lead)
 
 
-def _backward_native(platform: str, ctx: Any, *operands: Any, tree: Any, norm: Norm, dtypes: Any) -> Sequence[Any]:
+def _backward_native(
+    platform: str, ctx: Any, *operands: Any, tree: Any, norm: Norm, dtypes: Any, lead: Lead
+) -> Sequence[Any]:
     _, x, _, scale, dsum = unflatten(tree, ctx.avals_in)
     with_dx, with_dscale, with_dbias = (dtype is not None for dtype in dtypes)
     workspaces: list[tuple[Any, ...]] = []
@@ -206,7 +219,9 @@ def _backward_native(platform: str, ctx: Any, *operands: Any, tree: Any, norm: N
         if with_dx and (segments := ffi.row_segments(x.dtype, cols)):
             workspaces.append((*x.shape[: -len(norm.axes)], 2 * segments))
         if with_dscale or with_dbias:
-            workspaces.append((with_dscale + with_dbias, ffi.partial_rows(x.dtype, cols), cols))
+            outer, count, inner = heads.heads_of(x.shape, len(norm.axes), lead)
+            partial_rows = ffi.partial_rows(x.dtype, cols, count, inner) * (outer if inner > 1 else 1)
+            workspaces.append((with_dscale + with_dbias, partial_rows, count * cols))
     results = jax.ffi.ffi_lowering(f"jaxnorm_{norm.kind}_norm_bwd")(
         ctx.replace(avals_out=[*ctx.avals_out, *(jax.core.ShapedArray(shape, np.float32) for shape in workspaces)]),
         *operands,
@@ -221,29 +236,40 @@ def _backward_native(platform: str, ctx: Any, *operands: Any, tree: Any, norm: N
     return results[: len(ctx.avals_out)]
 
 
-def _backward_batch(operands: Any, dims: Any, *, tree: Any, norm: Norm, dtypes: Any) -> tuple[Any, Any]:
+def _backward_batch(operands: Any, dims: Any, *, tree: Any, norm: Norm, dtypes: Any, lead: Lead) -> tuple[Any, Any]:
     dy, x, stats, scale, dsum = unflatten(tree, operands)
     dy_dim, x_dim, stats_dims, scale_dim, dsum_dim = unflatten(tree, dims)
-    if x_dim is None or scale_dim is not None:
-        return batch_jnp(partial(_backward_jnp, tree=tree, norm=norm, dtypes=dtypes), operands, dims)
+    axes, (dx_dtype, *weight_dtypes) = len(norm.axes), dtypes
+    whole = None if x_dim is None else heads.batch_lead(x, x_dim, axes, lead)
+    if x_dim is None or (scale_dim is not None and whole is None):
+        return batch_jnp(partial(_backward_jnp, tree=tree, norm=norm, dtypes=dtypes, lead=lead), operands, dims)
     *rows, dsum = fold((dy, x, stats, dsum), (dy_dim, x_dim, stats_dims, dsum_dim))
-    dx_dtype, *weight_dtypes = dtypes
-    cotangents = []
-    if dx_dtype is not None:
-        cotangents += bind(backward_p, (*rows, scale, dsum), norm=norm, dtypes=(dx_dtype, None, None))
-    if not all_none(weight_dtypes):
-        # A kernel would sum over the examples too.
-        sums = partial(reference.backward, norm, scale=scale, dtypes=(None, *weight_dtypes))
+    # The sums over the rows of each example, not of all, are those for each head. Of one row there is none to be made.
+    one_row = whole is not None and math.prod(rows[1].shape[:-axes]) == math.prod(whole)
+    native_sums = whole is not None and not one_row and not all_none(weight_dtypes)
+    native_dtypes = dtypes if native_sums else (dx_dtype, None, None)
+    native_lead = whole if whole is not None and (native_sums or scale_dim is not None) else lead
+    cotangents: list[Any] = []
+    if not all_none(native_dtypes):
+        scale = heads.with_lead(native_lead, axes, heads.in_front(scale, scale_dim, x.ndim))
+        params: dict[str, Any] = {"norm": norm, "dtypes": native_dtypes, "lead": native_lead}
+        cotangents += bind(backward_p, (*rows, scale, dsum), **params)
+    if native_sums:
+        of_example = (*lead, *rows[1].shape[-axes:])
+        split = 0 if dx_dtype is None else 1
+        cotangents[split:] = (sums.reshape(-1, *of_example) for sums in cotangents[split:])
+    elif not all_none(weight_dtypes):
+        sums = partial(reference.backward, norm, scale=None, dtypes=(None, *weight_dtypes), lead=lead)
         cotangents += jax.vmap(sums)(*rows)
     return at_front(cotangents)
 
 
-def _backward_jvp(primals: Any, tangents: Any, *, tree: Any, norm: Norm, dtypes: Any) -> tuple[Any, Any]:
-    params: dict[str, Any] = {"tree": tree, "norm": norm, "dtypes": dtypes}
+def _backward_jvp(primals: Any, tangents: Any, *, tree: Any, norm: Norm, dtypes: Any, lead: Lead) -> tuple[Any, Any]:
+    params: dict[str, Any] = {"tree": tree, "norm": norm, "dtypes": dtypes, "lead": lead}
     return backward_p.bind(*primals, **params), tangents_jnp(partial(_backward_jnp, **params), primals, tangents)
 
 
-def _backward_transpose(cotangents: Any, *operands: Any, tree: Any, norm: Norm, dtypes: Any) -> list[Any]:
+def _backward_transpose(cotangents: Any, *operands: Any, tree: Any, norm: Norm, dtypes: Any, lead: Lead) -> list[Any]:
     """The cotangents are linear in dy and dsum; `linear` is the transpose of that in dy."""
     _, x, stats, scale, dsum = unflatten(tree, operands)
     given = iter(cotangents)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxnorm import norms, validation
+from jaxnorm import heads, norms, validation
 from jaxnorm.norms import Implementation
 from jaxnorm.quantization import Quantization, Quantized
 from jaxnorm.quantized_primitive import Call, Operands, quantized
@@ -173,15 +173,14 @@ def _quantized(
     )
     validation.check_quantization(op, quantization, Quantization, x, norm.axes)
     given = validation.check_static_scale(op, static_scale, quantization.granularity)
-    smooth = validation.check_weight(op, "smooth_scale", smooth_scale, x, norm.axes)
+    smooth = validation.check_weight(op, "smooth_scale", smooth_scale, x, norm.axes, with_lead=False)
     operands = {"x": x, "residual": residual, "scale": scale, "bias": bias, "smooth_scale": smooth}
     validation.check_float32(op, operands)
-    call = Call(
-        norm,
-        quantization,
-        straight_through=validation.check_flag(op, "straight_through", straight_through),
-        has_kernel=implementation != "jnp" and norms.has_kernel(op, norm, x, residual, (scale, bias, smooth)),
-    )
+    has_kernel = implementation != "jnp" and norms.has_kernel(op, norm, x, residual, (scale, bias, smooth))
+    if has_kernel:
+        scale, bias = heads.aligned(len(norm.axes), (scale, bias))
+    is_straight_through = validation.check_flag(op, "straight_through", straight_through)
+    call = Call(norm, quantization, is_straight_through, has_kernel)
     results = quantized(call, Operands(x, residual, scale, bias, smooth, given))
     result = Quantized(results.values, results.scales if given is None else given, results.carrier)
     return result if residual is None else (result, *results.sums)

@@ -35,6 +35,11 @@ class Norm:
     compute_dtype: np.dtype[Any]
     out_dtype: np.dtype[Any]
     native_only: bool = False
+    pad_to: int = 1  # y's last axis, the only normalised one then, has zeros after it up to a multiple
+
+    def padded(self, shape: tuple[Any, ...]) -> tuple[Any, ...]:
+        """y's shape for x's."""
+        return shape if self.pad_to == 1 else (*shape[:-1], shape[-1] + -shape[-1] % self.pad_to)
 
 
 def add(x: jax.Array, residual: jax.Array) -> jax.Array:
@@ -68,7 +73,7 @@ def forward(norm: Norm, x: jax.Array, stats: Statistics, scale: jax.Array | None
         y = y * _factor(norm, x, scale)
     if bias is not None:
         y = y + broadcastable(norm, x, bias)
-    return y.astype(norm.out_dtype)
+    return _pad(norm, y.astype(norm.out_dtype))
 
 
 def apply(
@@ -100,7 +105,7 @@ def linear(
         terms.append(_x_hat(norm, x, stats) * broadcastable(norm, x, scale_dot))
     if bias_dot is not None:
         terms.append(jnp.broadcast_to(broadcastable(norm, x, bias_dot), x.shape))
-    return sum(terms[1:], start=terms[0]).astype(norm.out_dtype)
+    return _pad(norm, sum(terms[1:], start=terms[0]).astype(norm.out_dtype))
 
 
 def backward(
@@ -111,22 +116,24 @@ def backward(
     scale: jax.Array | None,
     dtypes: tuple[np.dtype[Any] | None, np.dtype[Any] | None, np.dtype[Any] | None],
     dsum: jax.Array | None = None,
+    lead: tuple[int, ...] = (),
 ) -> list[jax.Array]:
     """The cotangents of x, scale and bias whose dtype is given, in this order: the transpose of `linear`.
 
-    dsum is the cotangent of x from elsewhere, where x is the sum of a residual connection: it is added to dx.
+    dsum is the cotangent of x from elsewhere, where x is the sum of a residual connection: it is added to dx. lead are
+    the axes that scale and bias have before the normalised ones.
     """
     dx_dtype, dscale_dtype, dbias_dtype = dtypes
-    dy = dy.astype(norm.compute_dtype)
+    dy = (dy if norm.pad_to == 1 else dy[..., : x.shape[-1]]).astype(norm.compute_dtype)
     cotangents = []
     if dx_dtype is not None:
         g = dy if scale is None else dy * _factor(norm, x, scale)
         dx = _project(norm, g, x, stats)
         cotangents.append((dx if dsum is None else dx + dsum.astype(norm.compute_dtype)).astype(dx_dtype))
     if dscale_dtype is not None:
-        cotangents.append(_sum_rows(norm, dy * _x_hat(norm, x, stats)).astype(dscale_dtype))
+        cotangents.append(_sum_rows(norm, dy * _x_hat(norm, x, stats), lead).astype(dscale_dtype))
     if dbias_dtype is not None:
-        cotangents.append(_sum_rows(norm, dy).astype(dbias_dtype))
+        cotangents.append(_sum_rows(norm, dy, lead).astype(dbias_dtype))
     return cotangents
 
 
@@ -191,10 +198,21 @@ def _factor(norm: Norm, x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def broadcastable(norm: Norm, x: jax.Array, weight: jax.Array) -> jax.Array:
-    """weight, which has the normalised axes only, in the compute dtype and with x's rank."""
-    others = tuple(axis for axis in range(-x.ndim, 0) if axis not in norm.axes)
-    return jnp.expand_dims(weight.astype(norm.compute_dtype), others)
+    """weight in the compute dtype and with x's rank: a lead that it has is aligned to the right with x's other axes."""
+    missing = [axis for axis in range(-x.ndim, 0) if axis not in norm.axes][: x.ndim - weight.ndim]
+    return jnp.expand_dims(weight.astype(norm.compute_dtype), missing)
 
 
-def _sum_rows(norm: Norm, v: jax.Array) -> jax.Array:
-    return jnp.sum(v, axis=tuple(axis for axis in range(-v.ndim, 0) if axis not in norm.axes))
+def _sum_rows(norm: Norm, v: jax.Array, lead: tuple[int, ...]) -> jax.Array:
+    """The sums over the axes along which weights of this lead do not differ."""
+    others = [axis for axis in range(-v.ndim, 0) if axis not in norm.axes]
+    of_lead = others[len(others) - len(lead) :]
+    ones = [axis for axis, length in zip(of_lead, lead, strict=True) if length == 1]
+    sums = jnp.sum(v, axis=(*others[: len(others) - len(lead)], *ones))
+    return jnp.expand_dims(sums, ones)
+
+
+def _pad(norm: Norm, y: jax.Array) -> jax.Array:
+    if norm.pad_to == 1:
+        return y
+    return jnp.pad(y, [*((0, 0) for _ in y.shape[:-1]), (0, norm.padded(y.shape)[-1] - y.shape[-1])])

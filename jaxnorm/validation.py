@@ -60,17 +60,48 @@ def check_axes(op: str, axis: int | Sequence[int], ndim: int) -> tuple[int, ...]
     return tuple(canonical)
 
 
-def check_weight(op: str, name: str, value: object, x: jax.Array, axes: tuple[int, ...]) -> jax.Array | None:
+def check_weight(
+    op: str, name: str, value: object, x: jax.Array, axes: tuple[int, ...], *, with_lead: bool = True
+) -> jax.Array | None:
+    """value as an array of the normalised axes' shape; with_lead: perhaps with axes before them, see jaxnorm.heads."""
     if value is None:
         return None
     weight = check_array(op, name, value)
-    expected = tuple(x.shape[axis] for axis in axes)
-    if weight.shape != expected:
-        raise ValueError(
-            f"{op}: {name} has shape {weight.shape}, expected {expected}: the normalised axes {axes} of x, "
-            f"which has shape {x.shape}. Reshape {name}, or change axis."
-        )
+    features = tuple(x.shape[axis] for axis in axes)
+    expected = f"{features}: the normalised axes {axes} of x, which has shape {x.shape}"
+    lead = weight.shape[: max(0, weight.ndim - len(axes))]
+    if with_lead and axes == tuple(range(-len(axes), 0)):
+        others = x.shape[: x.ndim - len(axes)]
+        expected += f", and before them, if anything, what broadcasts against its other axes {others}"
+        aligned = zip(reversed(lead), reversed(others), strict=False)
+        is_lead = len(lead) <= len(others) and all(a in (1, b) for a, b in aligned)
+    else:
+        is_lead = not lead
+    if weight.shape[len(lead) :] != features or not is_lead:
+        raise ValueError(f"{op}: {name} has shape {weight.shape}, expected {expected}. Reshape {name}, or change axis.")
     return weight
+
+
+def check_pad_to(op: str, pad_to: object, axes: tuple[int, ...]) -> int:
+    """The multiple to which y's last axis is padded; 1 for None."""
+    if pad_to is None:
+        return 1
+    if isinstance(pad_to, jax.core.Tracer):
+        raise TypeError(f"{op}: pad_to must be known while tracing, got the traced value {pad_to}; pass a Python int.")
+    try:
+        multiple = None if isinstance(pad_to, (bool, np.bool)) else operator.index(pad_to)  # type: ignore[arg-type]
+    except TypeError:
+        multiple = None
+    if multiple is None:
+        raise TypeError(f"{op}: pad_to must be an int, got {pad_to!r}; None pads nothing.")
+    if multiple < 1:
+        raise ValueError(f"{op}: pad_to must be positive, got {multiple}; None pads nothing.")
+    if axes != (-1,):
+        raise ValueError(
+            f"{op}: pad_to pads the last axis, expected axis=-1, got the normalised axes {axes}; "
+            f"reshape x, or leave pad_to out."
+        )
+    return multiple
 
 
 def check_residual(op: str, value: object, x: jax.Array) -> jax.Array:

@@ -1,0 +1,119 @@
+"""Weights for each head: scale and bias that have leading axes before the normalised ones.
+
+The shape of such a weight is (lead..., normalised...), its lead aligned to the right with x's other axes, each 1 or as
+long as x's. Kernels see rows: row r of x takes row r // inner % count of the weights, so the axes along which these
+differ have to be neighbours. In primitives all weights have one lead, which does not begin with a 1.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxnorm import compat
+
+# Longer rows have no kernels with weights for each head.
+LONGEST = 8192
+
+Lead = tuple[int, ...]
+
+
+def heads_of(shape: tuple[Any, ...], axes: int, lead: Lead) -> tuple[Any, int, int]:
+    """The rows of an x of this shape, of which `axes` trailing axes are normalised, as (outer, count, inner).
+
+    Of these the weights have `count`. The outer ones may be symbolic.
+    """
+    first, end = _span(shape, axes, lead)
+    inner = math.prod(shape[end : len(shape) - axes]) if lead else 1
+    return math.prod(shape[:first]), math.prod(lead), max(1, inner)
+
+
+def unsupported(shape: tuple[Any, ...], axes: int, lead: Lead) -> str | None:
+    """Why no kernel takes weights of this lead, as a sentence; None if one does."""
+    if not lead:
+        return None
+    first, end = _span(shape, axes, lead)
+    if not all(isinstance(length, int) for length in (*lead, *shape[first : len(shape) - axes])):
+        return f"the leading axes {lead} of scale or bias, or x's axes after them, have a symbolic length"
+    if 0 in lead:
+        return f"the leading axes {lead} of scale or bias hold no element"
+    if any(a != b for a, b in zip(lead, shape[first:end], strict=False)):
+        return f"the leading axes {lead} of scale or bias differ along axes of x that are not neighbours"
+    if (cols := math.prod(shape[len(shape) - axes :])) > LONGEST:
+        return f"scale or bias has leading axes and rows have {cols} elements, more than {LONGEST}"
+    return None
+
+
+def lead_of(axes: int, weights: Iterable[jax.Array | None]) -> Lead:
+    """The lead that all weights broadcast to, less the ones that it begins with."""
+    leads = [weight.shape[: weight.ndim - axes] for weight in weights if weight is not None]
+    return _stripped(tuple(lax.broadcast_shapes(*leads)) if leads else ())
+
+
+def with_lead(lead: Lead, axes: int, weight: jax.Array | None) -> jax.Array | None:
+    if weight is None:
+        return None
+    if (more := weight.ndim - axes - len(lead)) > 0:
+        weight = lax.squeeze(weight, range(more))
+    shape = (*lead, *weight.shape[weight.ndim - axes :])
+    return weight if weight.shape == shape else jnp.broadcast_to(weight, shape)
+
+
+def aligned(axes: int, weights: Sequence[jax.Array | None]) -> tuple[jax.Array | None, ...]:
+    """The weights with the lead that they have in common."""
+    lead = lead_of(axes, weights)
+    return tuple(with_lead(lead, axes, weight) for weight in weights)
+
+
+def in_front(weight: jax.Array | None, dim: int | None, rank: int) -> jax.Array | None:
+    """A weight of a batch with the batch where an x of this rank has its own: in front."""
+    if weight is None or dim is None:
+        return weight
+    weight = jnp.moveaxis(weight, dim, 0)
+    return lax.expand_dims(weight, range(1, 1 + rank - weight.ndim))
+
+
+def batch(
+    x: jax.Array, x_dim: int | None, axes: int, weights: Sequence[jax.Array | None], dims: Sequence[int | None]
+) -> tuple[jax.Array | None, ...] | None:
+    """The weights of a batch for an x with the batch in front; None where no kernel takes them."""
+    moving = [
+        (weight, dim) for weight, dim in zip(weights, dims, strict=True) if weight is not None and dim is not None
+    ]
+    if not moving:
+        return tuple(weights)
+    shape = x.shape if x_dim is None else (*x.shape[:x_dim], *x.shape[x_dim + 1 :])
+    (weight, dim), *_ = moving
+    whole = [in_front(weight, dim, len(shape) + 1) for weight, dim in zip(weights, dims, strict=True)]
+    lead = lead_of(axes, whole)
+    no_kernel = any(compat.is_sharded(weight, [dim]) for weight, dim in moving) or unsupported(
+        (weight.shape[dim], *shape), axes, lead
+    )
+    return None if no_kernel else tuple(with_lead(lead, axes, weight) for weight in whole)
+
+
+def batch_lead(x: jax.Array, x_dim: int, axes: int, lead: Lead) -> Lead | None:
+    """The lead of weights that each example of x has for itself; None where no kernel takes them."""
+    example = (*x.shape[:x_dim], *x.shape[x_dim + 1 :])
+    ones = (1,) * (len(example) - axes - len(lead))
+    whole = _stripped((x.shape[x_dim], *ones, *lead))
+    no_kernel = compat.is_sharded(x, [x_dim]) or unsupported((x.shape[x_dim], *example), axes, whole)
+    return None if no_kernel else whole
+
+
+def _span(shape: tuple[Any, ...], axes: int, lead: Lead) -> tuple[int, int]:
+    """The axes of x, from the first to beyond the last, along which weights of this lead differ."""
+    others = len(shape) - axes
+    trailing = 0
+    while trailing < len(lead) and lead[-1 - trailing] == 1:
+        trailing += 1
+    return others - len(lead), others - trailing
+
+
+def _stripped(lead: Lead) -> Lead:
+    while lead and lead[0] == 1:
+        lead = lead[1:]
+    return lead
