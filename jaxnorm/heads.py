@@ -63,8 +63,15 @@ def with_lead(lead: Lead, axes: int, weight: jax.Array | None) -> jax.Array | No
 
 
 def aligned(axes: int, weights: Sequence[jax.Array | None]) -> tuple[jax.Array | None, ...]:
-    """The weights with the lead that they have in common."""
+    """The weights with the lead that they have in common, in float32 if one is repeated for that.
+
+    So the gradients of its copies are added before they are rounded to its dtype. The others go with it: a tangent has
+    the dtype of its weight.
+    """
     lead = lead_of(axes, weights)
+    present = [weight for weight in weights if weight is not None]
+    if any(math.prod(lead) > math.prod(weight.shape[: weight.ndim - axes]) for weight in present):
+        weights = [None if weight is None else weight.astype(jnp.float32) for weight in weights]
     return tuple(with_lead(lead, axes, weight) for weight in weights)
 
 
@@ -88,11 +95,10 @@ def batch(
     shape = x.shape if x_dim is None else (*x.shape[:x_dim], *x.shape[x_dim + 1 :])
     (weight, dim), *_ = moving
     whole = [in_front(weight, dim, len(shape) + 1) for weight, dim in zip(weights, dims, strict=True)]
-    lead = lead_of(axes, whole)
-    no_kernel = any(compat.is_sharded(weight, [dim]) for weight, dim in moving) or unsupported(
-        (weight.shape[dim], *shape), axes, lead
-    )
-    return None if no_kernel else tuple(with_lead(lead, axes, weight) for weight in whole)
+    shape = (weight.shape[dim], *shape)
+    is_sharded = any(compat.is_sharded(weight, [dim]) for weight, dim in moving)
+    no_kernel = is_sharded or unsupported(shape, axes, lead_of(axes, whole))
+    return None if no_kernel else aligned(axes, whole)
 
 
 def batch_lead(x: jax.Array, x_dim: int, axes: int, lead: Lead) -> Lead | None:

@@ -65,12 +65,19 @@ def forward(
     return Forward(exact, round_to(exact, out_dtype), size * np.abs(factor) + np.abs(addend), slack)
 
 
-def gradients(kind, x, dy, scale=None, *, axes=1, epsilon=EPSILON, scale_offset=0.0) -> Gradients:
+def gradients(kind, x, dy, scale=None, *, axes=1, lead=(), epsilon=EPSILON, scale_offset=0.0) -> Gradients:
+    """``lead``: the axes that scale and bias have before the normalised ones."""
     x, dy = f64(x), f64(dy)
     over = tuple(range(-axes, 0))
-    rows = tuple(range(x.ndim - axes))
     x_hat, rstd = _statistics(kind, x, over, epsilon)
     g = dy if scale is None else dy * (f64(scale) + scale_offset)
     along = g - x_hat * (g * x_hat).mean(over, keepdims=True)
     dx = rstd * (along if kind == "rms" else along - g.mean(over, keepdims=True))
-    return Gradients(dx, (dy * x_hat).sum(rows), dy.sum(rows), rstd * g)
+    weight = (*lead, *x.shape[x.ndim - axes :])
+    return Gradients(dx, _sum_to(weight, dy * x_hat), _sum_to(weight, dy), rstd * g)
+
+
+def _sum_to(dims, values):
+    """The sums over the axes that a broadcast from ``dims`` repeats."""
+    sums = values.sum(tuple(range(values.ndim - len(dims))))
+    return sums.sum(tuple(axis for axis, length in enumerate(dims) if length == 1), keepdims=True)

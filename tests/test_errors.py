@@ -23,6 +23,20 @@ BAD_CALLS = {
     "scalar scale": ((X, jnp.ones(())), {}, ValueError, ("scale", r"\(\)", r"\(8,\)")),
     "scale of length 1": ((X, jnp.ones(1)), {}, ValueError, ("scale", r"\(1,\)", r"\(8,\)")),
     "scale of a column": ((X, jnp.ones((8, 1))), {}, ValueError, ("scale", r"\(8, 1\)", r"\(8,\)")),
+    "scale for other heads": ((X, jnp.ones((3, 8))), {}, ValueError, ("scale", r"\(3, 8\)", r"\(8,\)", r"\(3, 4\)")),
+    "scale with more axes than x": (
+        (X, jnp.ones((1, 1, 1, 8))),
+        {},
+        ValueError,
+        ("scale", r"\(1, 1, 1, 8\)", r"\(8,\)"),
+    ),
+    "scale for the heads of another axis": (
+        (X, jnp.ones((4, 3))),
+        {"axis": 0},
+        ValueError,
+        ("scale", r"\(4, 3\)", r"expected \(3,\)", "Reshape"),
+    ),
+    "bias for other heads": ((X, SCALE, jnp.ones((2, 1, 8))), {}, ValueError, ("bias", r"\(2, 1, 8\)", r"\(3, 4\)")),
     "scale of integers": ((X, jnp.ones(8, "int8")), {}, TypeError, ("scale", "floating", "int8")),
     "complex scale": ((X, jnp.ones(8, "complex64")), {}, TypeError, ("scale", "floating", "complex64")),
     "scale of lists": ((X, [1.0] * 8), {}, TypeError, ("scale", "array", "list")),
@@ -77,6 +91,14 @@ WITHOUT_KERNEL = {
     "axes with a gap": ((X,), {"axis": (0, 2)}, "trailing"),
     "half types mixed": ((X.astype("float16"),), {"out_dtype": "bfloat16"}, "float16.*bfloat16"),
     "rows of no elements": ((jnp.ones((3, 0)),), {}, "length 0"),
+    "heads that are not neighbours": ((jnp.ones((3, 4, 5, 8)), jnp.ones((3, 1, 5, 8))), {}, "not neighbours"),
+    "scale and bias of heads that are not neighbours": (
+        (jnp.ones((3, 4, 5, 8)), jnp.ones((3, 1, 1, 8)), jnp.ones((5, 8))),
+        {},
+        "not neighbours",
+    ),
+    "heads with long rows": ((jnp.ones((2, 8193)), jnp.ones((2, 8193))), {}, "8193 elements, more than 8192"),
+    "no heads": ((jnp.ones((2, 0, 8)), jnp.ones((0, 8))), {}, "no element"),
 }
 
 kinds = pytest.mark.parametrize("kind", KINDS)

@@ -106,7 +106,10 @@ MALFORMED_FORWARD = {
     "a long scale": ({"operands": (X, struct(COLS + 1), WEIGHT)}, "scale"),
     "a scale of one": ({"operands": (X, struct(1), WEIGHT)}, "scale"),
     "a scalar scale": ({"operands": (X, struct(), WEIGHT)}, "scale"),
-    "a scale for each row": ({"operands": (X, X, WEIGHT)}, "scale"),  # of which one row would be read
+    "a scale for each row and one bias": ({"operands": (X, X, WEIGHT)}, "bias"),
+    "a bias for each row and one scale": ({"operands": (X, WEIGHT, X)}, "bias"),
+    "a scale for other rows": ({"operands": (X, struct(ROWS // 2, COLS), WEIGHT)}, "scale"),
+    "a scale with more axes than x": ({"operands": (X, struct(1, ROWS, COLS), WEIGHT)}, "scale"),
     "a short bias": ({"operands": (X, WEIGHT, struct(COLS // 2))}, "bias"),
     "integer scale": ({"operands": (X, struct(COLS, dtype=jnp.int16), WEIGHT)}, "scale"),
     "integer x": ({"operands": (X_INT, WEIGHT, WEIGHT)}, "x "),
@@ -121,6 +124,7 @@ MALFORMED_FORWARD = {
     "axes beyond scale's": ({"axes": np.int64(2)}, "scale"),
     "y without a row": ({"results": [struct(ROWS - 1, COLS)]}, "y "),
     "y without a column": ({"results": [struct(ROWS, COLS - 1)]}, "y "),
+    "y padded by rows": ({"results": [struct(ROWS + 1, COLS)]}, "y "),
     "flat y": ({"results": [struct(ROWS * COLS)]}, "y "),
     "integer y": ({"results": [X_INT]}, "y "),
     "flat statistics": ({"results": [X, struct(ROWS)]}, "mean|rstd"),
@@ -139,13 +143,15 @@ MALFORMED_BACKWARD = {
     "one operand more": (lambda o, r: ([*o, WEIGHT], r), "operands"),
     "dy without a row": (lambda o, r: ([struct(ROWS - 1, COLS), *o[1:]], r), "x is|dy is"),
     "integer dy": (lambda o, r: ([X_INT, *o[1:]], r), "dy is"),
-    "x transposed": (lambda o, r: ([o[0], struct(COLS, ROWS), *o[2:]], r), "x is"),
+    "x transposed": (lambda o, r: ([o[0], struct(COLS, ROWS), *o[2:]], r), "dy is"),
+    "dy without a column": (lambda o, r: ([struct(ROWS, COLS - 1), *o[1:]], r), "dy is"),
     "integer x": (lambda o, r: ([o[0], X_INT, *o[2:]], r), "x is"),
     "flat statistics": (lambda o, r: ([*o[:2], *[struct(ROWS)] * len(o[2:-1]), o[-1]], r), "mean|rstd"),
     "a statistic short": (lambda o, r: ([*o[:2], *[struct(ROWS - 1, 1)] * len(o[2:-1]), o[-1]], r), "mean|rstd"),
     "half statistics": (lambda o, r: ([*o[:2], *[struct(ROWS, 1, dtype=F16)] * len(o[2:-1]), o[-1]], r), "mean|rstd"),
     "a short scale": (lambda o, r: ([*o[:-1], struct(COLS - 1)], r), "scale"),
-    "a scale for each row": (lambda o, r: ([*o[:-1], X], r), "scale"),
+    "a scale for each row and one dscale": (lambda o, r: ([*o[:-1], X], r), "dscale"),
+    "a scale and dscale for each row and one dbias": (lambda o, r: ([*o[:-1], X], [r[0], X, *r[2:]]), "dbias"),
     "half types mixed": (lambda o, r: ([X_F16, X_BF16, *o[2:]], r), "dtype"),
     "dx of another dtype": (lambda o, r: (o, [X_BF16, *r[1:]]), "dx"),
     "dx without a row": (lambda o, r: (o, [struct(ROWS - 1, COLS), *r[1:]]), "dx"),
@@ -156,7 +162,7 @@ MALFORMED_BACKWARD = {
     "one result more": (lambda o, r: (o, [*r, X]), "results"),
 }
 MALFORMED_SUM = {
-    "residual denied": ({"has_residual": False}, "scale|results|operands"),
+    "residual denied": ({"has_residual": False}, "scale|bias|results|operands"),
     "no residual": ({"operands": (X, WEIGHT, WEIGHT)}, "residual"),
     "a residual without a row": ({"operands": (X, struct(ROWS - 1, COLS), WEIGHT, WEIGHT)}, "residual"),
     "a residual of one row": ({"operands": (X, WEIGHT, WEIGHT, WEIGHT)}, "residual"),
@@ -246,6 +252,35 @@ def test_an_attribute_of_another_type(kind, change, message):
 def test_a_workspace_of_the_wrong_size(kind, shape):
     with pytest.raises(jax.errors.JaxRuntimeError, match="workspace"):
         backward(kind, results=[X, WEIGHT, WEIGHT, struct(*shape)])
+
+
+HEADS, SEQUENCE = 3, 5
+OF_HEADS = struct(2, HEADS, SEQUENCE, COLS)
+# Weights whose row for a row of x no kernel finds: between their axes x has another, or rows are too long.
+HEADS_WITHOUT_KERNEL = {
+    "axes that are not neighbours": (OF_HEADS, struct(2, 1, SEQUENCE, COLS)),
+    "long rows": (struct(2, HEADS, 8193), struct(HEADS, 8193)),
+    "no head": (struct(2, 0, COLS), struct(0, COLS)),
+}
+
+
+@pytest.mark.parametrize("weight", [struct(HEADS, 1, COLS), struct(1, HEADS, 1, COLS), struct(2, HEADS, 1, COLS)])
+def test_a_call_of_heads_as_it_should_be(kind, weight):
+    y, *_ = call(target(kind, "fwd"), [OF_HEADS], (OF_HEADS, weight, weight), FORWARD)
+    assert y.shape == OF_HEADS.shape
+
+
+@pytest.mark.parametrize("name", HEADS_WITHOUT_KERNEL)
+def test_a_call_of_heads_that_have_no_kernel(kind, name):
+    x, weight = HEADS_WITHOUT_KERNEL[name]
+    with pytest.raises(jax.errors.JaxRuntimeError, match=rf"{target(kind, 'fwd')}.*scale is"):
+        call(target(kind, "fwd"), [x], (x, weight, weight), FORWARD)
+
+
+def test_columns_after_the_rows_where_several_axes_are_normalised(kind):
+    weight = struct(ROWS, COLS)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=rf"{target(kind, 'fwd')}.*y is"):
+        call(target(kind, "fwd"), [struct(ROWS, COLS + 8)], (X, weight, weight), FORWARD | {"axes": np.int64(2)})
 
 
 # What Python never asks for is harmless too: the same bits as through the package.
