@@ -102,22 +102,13 @@ struct Weights {
         bias{static_cast<const float*>(f.bias.data), -0.f},
         smooth{static_cast<const float*>(f.quantized.smooth.data), 1} {}
 
-  // Those of a row of x.
-  Weights of(const Forward& f, int64_t row) const {
-    const int64_t begin = weights_of(f.heads, row, f.cols);
-    Weights of_row = *this;
-    of_row.scale = scale.from(begin);
-    of_row.bias = bias.from(begin);
-    return of_row;
-  }
-
   template <class Extent>
   Vec y(Vec x_hat, int64_t column, Extent extent) const {
     return fma(x_hat, scale(column, extent), bias(column, extent));
   }
 };
 
-// An epilogue: writes y, and the zeros after it.
+// An epilogue: writes y.
 template <class Y>
 struct Write {
   Weights weights;
@@ -132,15 +123,21 @@ struct Write {
   template <class Stats, class X>
   void operator()(const Forward& f, int64_t row, Stats stats, LastPass<X> x) const {
     const Result<Y> of_row{y.data + row * (f.cols + f.y_pad), y.past_caches};
-    const Weights row_weights = weights.of(f, row);
+    const int64_t begin = weights_of(f.heads, row, f.cols);
     for_each_vector(f.cols, [&](int64_t column, auto extent) {
       Vec value = stats.x_hat(x(column, extent));
       if (round_x_hat) value = rounded_to(value, Y{});
-      of_row(column, row_weights.y(value, column, extent), extent);
+      of_row(column, weights.y(value, begin + column, extent), extent);
     });
-    if (f.y_pad) memset(of_row.data + f.cols, 0, f.y_pad * sizeof(Y));
   }
 };
+
+void write_padding(const Forward& f, int64_t begin, int64_t end) {
+  const int64_t size = size_of(f.y.dtype);
+  for (int64_t row = begin; row < end; ++row) {
+    memset(static_cast<char*>(f.y.data) + ((row + 1) * (f.cols + f.y_pad) - f.y_pad) * size, 0, f.y_pad * size);
+  }
+}
 
 // An epilogue: writes y quantised.
 template <class Q>
@@ -181,17 +178,15 @@ template <class Stats, class X, class Dy>
 void backward_row(const Backward& b, int64_t row, float* dscale, float* dbias, int64_t traffic) {
   const Rows<1, X> x_row(b.x, b.cols, row, 1);
   const Rows<1, Dy> dy_row(b.dy, b.cols + b.dy_pad, row, 1);
-  const int64_t weights = weights_of(b.heads, row, b.cols);
-  const Weight scale = Weight{static_cast<const float*>(b.scale.data), 1}.from(weights);
-  if (dscale) dscale += weights;
-  if (dbias) dbias += weights;
+  const Weight scale{static_cast<const float*>(b.scale.data), 1};
+  const int64_t begin = weights_of(b.heads, row, b.cols);
   Stats stats;
   saved(b, row, &stats);
 
   float mean_g = 0, mean_gx = 0;
   if (b.dx) {
     const auto total = sum<1, 2>(b.cols, [&](int, int64_t column, auto extent, Vec* sums) {
-      const Vec g = dy_row(0, column, extent) * scale(column, extent);
+      const Vec g = dy_row(0, column, extent) * scale(begin + column, extent);
       if (Stats::centred) sums[0] += g;
       sums[1] = fma(g, stats.x_hat(x_row(0, column, extent)), sums[1]);
     });
@@ -206,14 +201,15 @@ void backward_row(const Backward& b, int64_t row, float* dscale, float* dbias, i
     const Vec d = dy(column, extent);
     const Vec x_hat = stats.x_hat(x(column, extent));
     if (b.dx) {
-      Vec g = d * scale(column, extent);
+      Vec g = d * scale(begin + column, extent);
       if (Stats::centred) g -= mean_g;
       Vec value = fma(x_hat, broadcast(-mean_gx), g) * stats.rstd;
       if (dsum) value += load(dsum + column, extent);
       dx(column, value, extent);
     }
-    if (dscale) store(dscale + column, fma(d, x_hat, load(dscale + column, extent)), extent);
-    if (dbias) store(dbias + column, d + load(dbias + column, extent), extent);
+    const int64_t i = begin + column;
+    if (dscale) store(dscale + i, fma(d, x_hat, load(dscale + i, extent)), extent);
+    if (dbias) store(dbias + i, d + load(dbias + i, extent), extent);
   });
 }
 
@@ -240,6 +236,7 @@ void forward_by(const Forward& f, int64_t begin, int64_t end, int64_t traffic) {
     with_types(input.dtype, f.y.dtype, [&](auto x, auto y) {
       forward_by<R, Stats, decltype(x)>(f, input, begin, end, traffic, Write<decltype(y)>(f, traffic));
     });
+    if (f.y_pad) write_padding(f, begin, end);
   }
   fence();
 }

@@ -117,9 +117,6 @@ int64_t weights_of(Heads heads, int64_t row, int64_t cols) {
 struct Weight {
   const float* data;
   float absent;
-
-  Weight from(int64_t begin) const { return {data ? data + begin : nullptr, absent}; }
-
   template <class Extent>
   Vec operator()(int64_t column, Extent extent) const {
     return data ? load(data + column, extent) : broadcast(absent);
