@@ -39,8 +39,9 @@ def add_rms_norm(
       x: floating-point array of rank 1 or more, what is added.
       residual: the residual stream, of x's shape. Its dtype may be another: an x of bfloat16 goes with a stream of
         float32, and the reverse.
-      scale: factor with the shape of the normalised axes, in x's order; None is a factor of 1.
-      bias: summand of the same shape; None is 0.
+      scale: factor with the shape of the normalised axes, in x's order, or with axes before them, as for `rms_norm`;
+        None is a factor of 1.
+      bias: summand, as scale; None is 0.
       epsilon: non-negative Python number added to the mean square.
       scale_offset: Python number added to scale. Ignored without scale.
       axis: the axis, or the set of axes, to normalise over. Kernels serve trailing axes, the jnp formula any.
@@ -105,8 +106,9 @@ def add_layer_norm(
     Args:
       x: floating-point array of rank 1 or more, what is added.
       residual: the residual stream, of x's shape; its dtype may be another.
-      scale: factor with the shape of the normalised axes, in x's order; None is a factor of 1.
-      bias: summand of the same shape; None is 0.
+      scale: factor with the shape of the normalised axes, in x's order, or with axes before them, as for `rms_norm`;
+        None is a factor of 1.
+      bias: summand, as scale; None is 0.
       epsilon: non-negative Python number added to the variance.
       scale_offset: Python number added to scale. Ignored without scale.
       axis: the axis, or the set of axes, to normalise over. Kernels serve trailing axes, the jnp formula any.

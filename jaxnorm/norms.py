@@ -29,12 +29,18 @@ def rms_norm(
 
     All of it is computed in float32 (in float64 where x, a weight or the result is float64) and rounded once, at the
     end. It may be transformed in every way that the formula may be, differentiated any number of times included; a
-    gradient has the dtype of what it is the gradient of.
+    gradient has the shape and the dtype of what it is the gradient of.
+
+    Over trailing axes, scale and bias may have more axes before the normalised ones, which broadcast against x's: for x
+    of shape (batch, sequence, heads, D) there may be a scale for each head, (heads, D), as of queries and keys. Kernels
+    serve such weights where the axes along which they differ are neighbours in x, and rows of up to 8192 elements. A
+    vmapped weight is one of these: an ensemble is one native call.
 
     Args:
       x: floating-point array of rank 1 or more.
-      scale: factor with the shape of the normalised axes, in x's order; None is a factor of 1.
-      bias: summand of the same shape; None is 0.
+      scale: factor with the shape of the normalised axes, in x's order, or with axes before them, as above; None is a
+        factor of 1.
+      bias: summand, as scale; None is 0.
       epsilon: non-negative Python number added to the mean square.
       scale_offset: Python number added to scale; 1.0 is Gemma's convention. Ignored without scale.
       axis: the axis, or the set of axes, to normalise over. Kernels serve trailing axes, the jnp formula any.
@@ -42,14 +48,15 @@ def rms_norm(
         Llama and T5 of the model hubs do.
       out_dtype: dtype of the result; None is x's.
       implementation: "native" is the CPU or CUDA kernel, "jnp" the formula in jax.numpy, None the kernel where it
-        exists. `python -m jaxnorm.info` tells which. Under vmap over scale or bias the formula runs.
+        exists. `python -m jaxnorm.info` tells which. Under vmap over scale or bias alone, and not x, the formula runs.
 
     Returns:
       An array of x's shape.
 
     Raises:
-      ValueError: an axis is out of range or repeated, a weight has another shape than the normalised axes, epsilon is
-        negative, epsilon or scale_offset is not finite, or implementation is unknown.
+      ValueError: an axis is out of range or repeated, a weight has another shape than the normalised axes or has
+        axes before them that do not broadcast against x's, epsilon is negative, epsilon or scale_offset is not finite,
+        or implementation is unknown.
       TypeError: an array or out_dtype is not floating-point of 16, 32 or 64 bits, axis is not made of ints, or epsilon,
         scale_offset or multiply_before_cast is traced.
       RuntimeError: implementation="native" and there is no kernel for this call; the message says why.
@@ -83,8 +90,9 @@ def layer_norm(
 
     Args:
       x: floating-point array of rank 1 or more.
-      scale: factor with the shape of the normalised axes, in x's order; None is a factor of 1.
-      bias: summand of the same shape; None is 0.
+      scale: factor with the shape of the normalised axes, in x's order, or with axes before them; None is a factor
+        of 1.
+      bias: summand, as scale; None is 0.
       epsilon: non-negative Python number added to the variance.
       scale_offset: Python number added to scale. Ignored without scale.
       axis: the axis, or the set of axes, to normalise over. Kernels serve trailing axes, the jnp formula any.

@@ -45,8 +45,9 @@ def rms_norm_quantized(
 
     Args:
       x: array of float32, bfloat16 or float16 of rank 1 or more.
-      scale: factor with the shape of the normalised axes, in x's order; None is a factor of 1.
-      bias: summand of the same shape; None is 0.
+      scale: factor with the shape of the normalised axes, in x's order, or with axes before them, as for `rms_norm`,
+        which no kernel serves; None is a factor of 1.
+      bias: summand, as scale; None is 0.
       quantization: dtype, what shares a scale, and how a scale is made.
       residual: None, or an array of x's shape to which x is added first: the norm is that of
         `new_residual = x + residual`, rounded to residual's dtype, as in `add_rms_norm`.
@@ -114,8 +115,9 @@ def layer_norm_quantized(
 
     Args:
       x: array of float32, bfloat16 or float16 of rank 1 or more.
-      scale: factor with the shape of the normalised axes, in x's order; None is a factor of 1.
-      bias: summand of the same shape; None is 0.
+      scale: factor with the shape of the normalised axes, in x's order, or with axes before them, as for `rms_norm`,
+        which no kernel serves; None is a factor of 1.
+      bias: summand, as scale; None is 0.
       quantization: dtype, what shares a scale, and how a scale is made.
       residual: None, or an array of x's shape to which x is added first, as in `add_layer_norm`.
       static_scale: the scale with granularity "tensor", a scalar; with others it is computed and this None.
