@@ -13,9 +13,9 @@ from test_transformations import assert_close
 from transformations import TRANSFORMATIONS
 
 # The dtypes of x and the residual.
-PAIRS = [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "float16"), ("bfloat16", "float32")]
-# Columns and the multiple: no padding, less and more than a vector, longer than the row, of one; short and long rows.
-SIZES = [(64, 64), (100, 128), (100, 101), (3, 256), (1, 1), (1000, 256), (4097, 128), (40_000, 4096)]
+PAIRS = [("float32", "float32"), ("float16", "float16"), ("bfloat16", "float32")]
+# Columns and the multiple: no padding, less and more than a vector, longer than the row; short and long rows.
+SIZES = [(64, 64), (100, 128), (100, 101), (3, 256), (1000, 256), (4097, 128), (40_000, 4096)]
 
 kinds = pytest.mark.parametrize("kind", KINDS)
 pairs = pytest.mark.parametrize(("dtype", "residual_dtype"), PAIRS)
