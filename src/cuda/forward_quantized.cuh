@@ -20,42 +20,38 @@ template <Kind KIND, typename X, typename R, typename W, int ROWS, typename Epil
 __device__ __forceinline__ void quantized_rows(const Forward& p, const RowsLaunch& launch, const Epilogue& epilogue) {
   using Threads = Team<R::kThreads, Part<KIND>, R::kCluster>;
   Threads team(launch.threads_per_row, p.cols, launch.span, launch.reciprocal_cols);
-  UnderWay<std::conditional_t<W::KEPT, SumRow<X, X, W>, Row<X, W>>, X, ROWS> rows;
+  UnderWay<std::conditional_t<W::KEPT, Floats<W>, Row<X, W>>, X, ROWS> rows;
   rows.group = R::kThreads == kWholeBlock ? 1 : launch.rows_per_block;
+  rows.first = team.index * ROWS * rows.group + team.place;
+  if (rows.first >= p.rows) return;
 
-  for (rows.first = team.index * ROWS * rows.group + team.place; rows.first < p.rows;
-       rows.first += team.count * ROWS * rows.group) {
-    const auto read = [&](auto read_row) {
+  const auto read = [&](auto read_row) {
 #pragma unroll
-      for (int r = 0; r < ROWS; ++r) {
-        // Past the last row, the first one again.
-        const int64_t row = rows.row(r), start = (row < p.rows ? row : rows.first) * p.cols;
-        rows.memory[r] = static_cast<const X*>(p.x.data) + start;
-        read_row(rows.x[r], rows.memory[r], start, row < p.rows);
-      }
-    };
-    const auto read_alone = [&] { read([&](auto& x, const X* memory, int64_t, bool) { x.read(team, memory); }); };
-    if constexpr (W::KEPT) {
-      if (p.residual.data) {
-        read([&](auto& x, const X* memory, int64_t start, bool wanted) {
-          x.read(team, memory, static_cast<const X*>(p.residual.data) + start, static_cast<X*>(p.sum.data) + start,
-                 wanted);
-        });
-      } else {
-        read_alone();
-      }
-    } else {
-      read_alone();
+    for (int r = 0; r < ROWS; ++r) {
+      // Past the last row, the first one again.
+      const int64_t row = rows.row(r), start = (row < p.rows ? row : rows.first) * p.cols;
+      rows.memory[r] = static_cast<const X*>(p.x.data) + start;
+      read_row(rows.x[r], rows.memory[r], start, row < p.rows);
     }
-    epilogue(team, rows, [&] {
-      const float cols = warp_cols<W>(team);
-#pragma unroll
-      for (int r = 0; r < ROWS; ++r) {
-        team.publish(warp_part<KIND, W>(rows.x[r], team, cols));
-        rows.s[r] = statistics<KIND>(p, team, rows.row(r));
-      }
+  };
+  if constexpr (!W::KEPT) {
+    read([&](auto& x, const X* memory, int64_t, bool) { x.read(team, memory); });
+  } else if (p.residual.data) {
+    read([&](auto& x, const X* memory, int64_t start, bool wanted) {
+      x.template read<X>(team, memory, static_cast<const X*>(p.residual.data) + start,
+                         static_cast<X*>(p.sum.data) + start, wanted);
     });
+  } else {
+    read([&](auto& x, const X* memory, int64_t, bool) { x.template read<X>(team, memory); });
   }
+  epilogue(team, rows, [&] {
+    const float cols = warp_cols<W>(team);
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      team.publish(warp_part<KIND, W>(rows.x[r], team, cols));
+      rows.s[r] = statistics<KIND>(p, team, rows.row(r));
+    }
+  });
 }
 
 // Clusters whose rows come by way of rings. While the blocks exchange the largest magnitude of one row the sums of the
@@ -77,7 +73,7 @@ __device__ __forceinline__ void quantized_ring(const Forward& p, const RowsLaunc
   }();
   // Beside more values than these, or sums on their way, there is no room for scale in registers.
   using Scale =
-      std::conditional_t<W::VECTORS * W::N <= (ADDS ? 16 : 32), RegisterScale<X, W>, LoadedScale<X, W, false>>;
+      std::conditional_t<W::VECTORS * W::N <= (ADDS ? 16 : 32), RegisterScale<X, W>, LoadedScale<X, W, Threads, false>>;
   const Scale scale(team, p);
   const float cols = warp_cols<W>(team);
   RowOf<X, W, Quantized<X, ADDS>> x;
@@ -97,9 +93,10 @@ __device__ __forceinline__ void quantized_ring(const Forward& p, const RowsLaunc
   for (int64_t row = team.index; row < p.rows; row += team.count) {
     const auto number = [&](int) { return row; };
     const Statistics s = statistics<KIND>(p, team, row);
-    Values<W, 1> values;
+    Floats<W> floats[1];
+    Values<W, 1> values{floats};
     for_each_vector<W>(team, [&](int slot, auto first, int left) {
-      float (&v)[W::N] = values.v[0][slot];
+      float (&v)[W::N] = floats[0].v[slot];
       x.get(slot, first, left, v);
       if constexpr (ADDS) store<true>(static_cast<X*>(p.sum.data) + row * p.cols + first, pack<X>(v), left);
 #pragma unroll
@@ -116,25 +113,29 @@ __device__ __forceinline__ void quantized_ring(const Forward& p, const RowsLaunc
 
 // How many blocks a multiprocessor shall hold. A thread has up to 32 values in registers, of half types 64 where it has
 // 8 vectors.
-template <typename X, typename R, Access ACCESS>
+template <Kind KIND, typename X, typename R, Access ACCESS>
 struct QuantizedResidency {
   static constexpr int kValues = R::kRows * R::kVectors * kVector<X>;
-  static constexpr int kRegisters = ACCESS == Access::ring                   ? 128
-                                    : kValues > 32                           ? (R::kMost == kFewThreads ? 96 : 128)
-                                    : kValues > 16 && R::kMost < kMaxThreads ? 80
-                                                                             : 64;
+  static constexpr int kRegisters = ACCESS == Access::ring              ? 128
+                                    : kValues > 32                      ? (R::kMost == kFewThreads ? 96 : 128)
+                                    : R::kThreads <= 0 && kValues <= 16 ? 40
+                                                                        : 64;
   static constexpr int kBlocks = (64 << 10) / kRegisters / R::kMost;
+  // Whether there is room for the packed scale besides. The sums of layer norm leave none.
+  static constexpr int kWithScale = R::kVectors * kVector<X> * (R::kRows + 1) * sizeof(X) / 4;
+  static constexpr bool kHoldsScale = KIND == Kind::rms && kRegisters == 64 && kWithScale <= 32;
 };
 
 // ADDS: x + residual comes by way of a ring.
 template <Kind KIND, typename X, typename R, Access ACCESS, bool ADDS>
-__global__ void __launch_bounds__(R::kMost, QuantizedResidency<X, R, ACCESS>::kBlocks)
+__global__ void __launch_bounds__(R::kMost, QuantizedResidency<KIND, X, R, ACCESS>::kBlocks)
     quantized_kernel(const __grid_constant__ Forward p, const __grid_constant__ RowsLaunch launch) {
   if constexpr (ACCESS == Access::ring) {
     if constexpr (kHasClusters) quantized_ring<KIND, X, R, ADDS>(p, launch, dynamic_shared());
   } else {
     using W = Walk<X, R, ACCESS>;
-    quantized_rows<KIND, X, R, W, R::kRows>(p, launch, QuantizeKnown<KIND, X, W>{p});
+    quantized_rows<KIND, X, R, W, R::kRows>(
+        p, launch, QuantizeKnown<KIND, X, W, QuantizedResidency<KIND, X, R, ACCESS>::kHoldsScale>{p});
   }
 }
 

@@ -108,13 +108,14 @@ cudaError_t launch_grid(void (*kernel)(Params...), dim3 grid, dim3 block, cudaSt
   return cudaLaunchKernelEx(&config, kernel, args...);
 }
 
-// Launches `teams` blocks or clusters, or fewer if a grid cannot hold them: kernels of the forward loop over rows.
+// Launches `teams` blocks or clusters.
 template <typename... Params, typename... Args>
 cudaError_t launch_teams(void (*kernel)(Params...), const Plan& plan, int64_t teams, int shared_bytes,
                          cudaStream_t stream, const Args&... args) {
   // More than this has to be allowed kernel by kernel. It is the kernel's for all threads of the process, so what is
   // allowed may not depend on the call: all that there is.
   constexpr int portable_cluster = 8, portable_shared = 40 << 10;
+  if (teams > INT_MAX / plan.blocks_per_row) return cudaErrorInvalidConfiguration;  // more than memory has rows for
   const auto function = reinterpret_cast<const void*>(kernel);
   cudaError_t error = cudaSuccess;
   if (plan.blocks_per_row > portable_cluster)
@@ -132,8 +133,7 @@ cudaError_t launch_teams(void (*kernel)(Params...), const Plan& plan, int64_t te
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim = {static_cast<unsigned>(plan.blocks_per_row), 1, 1};
   cudaLaunchConfig_t config{};
-  config.gridDim =
-      dim3(static_cast<unsigned>(std::min<int64_t>(teams, INT_MAX / plan.blocks_per_row) * plan.blocks_per_row));
+  config.gridDim = dim3(static_cast<unsigned>(teams * plan.blocks_per_row));
   config.blockDim = dim3(static_cast<unsigned>(plan.block_threads()));
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;

@@ -12,14 +12,21 @@ template <Dtype DTYPE>
 constexpr float kLargest = largest_of(DTYPE);
 
 __device__ inline float scale_of(const Quantization& q, float amax) {
-  if (amax == 0.0f) return 1.0f;
-  if (amax != amax) return amax;
-  float scale = amax / (q.values.dtype == Dtype::f8e4m3fn ? kLargest<Dtype::f8e4m3fn>
-                        : q.values.dtype == Dtype::f8e5m2 ? kLargest<Dtype::f8e5m2>
-                                                          : kLargest<Dtype::s8>);
+  constexpr float e4m3 = kLargest<Dtype::f8e4m3fn>, e5m2 = kLargest<Dtype::f8e5m2>, s8 = kLargest<Dtype::s8>;
+  const auto choose = [&](float a, float b, float c) {
+    return q.values.dtype == Dtype::f8e4m3fn ? a : q.values.dtype == Dtype::f8e5m2 ? b : c;
+  };
+  // A division in three operations: from the rounded reciprocal one correction leads to the rounded quotient, as long
+  // as that is not subnormal (Markstein 1990).
+  const float largest = choose(e4m3, e5m2, s8), reciprocal = choose(1 / e4m3, 1 / e5m2, 1 / s8);
+  const float quotient = amax * reciprocal;
+  float scale = fmaf(fmaf(-quotient, largest, amax), reciprocal, quotient);
+  if (amax == INFINITY) scale = amax;
   // One more than the bits below the exponent can hold carries into it.
   if (q.power_of_two) scale = __uint_as_float((__float_as_uint(scale) + 0x007fffffu) & 0x7f800000u);
-  return fminf(fmaxf(scale, 0x1p-126f), q.max_scale);
+  scale = fminf(fmaxf(scale, 0x1p-126f), q.max_scale);
+  if (amax == 0.0f) scale = 1.0f;
+  return amax != amax ? amax : scale;
 }
 
 // Calls f with the dtype that values are of as a constant.

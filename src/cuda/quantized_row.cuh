@@ -18,10 +18,9 @@ __device__ inline void write_scale(const Forward& p, int64_t row, int64_t group,
 
 // scale + scale_offset where scale is of X, held in registers if HELD, or of f32. with(f) calls
 // f(null pointer of its type, how to get a vector's factors), if there is a scale.
-template <typename X, typename W, bool HELD>
+template <typename X, typename W, typename Team, bool HELD>
 class LoadedScale {
  public:
-  template <typename Team>
   __device__ LoadedScale(const Team& team, const Forward& p)
       : p_(p), held_(team, p.scale, p.scale.data && p.scale.dtype == kDtype<X>), late_(team, p.scale) {}
 
@@ -40,6 +39,8 @@ class LoadedScale {
   __device__ auto factors(const Weight& weight) const {
     return [this, &weight](int slot, auto first, int left, float (&to)[W::N]) {
       weight.get(slot, first, left, to);
+      // An addition less. The branch has late loads wait for each other, which matters where the whole block does.
+      if ((HELD || !Team::kSpansWarps) && p_.scale_offset == 0.0f) return;
 #pragma unroll
       for (int i = 0; i < W::N; ++i) to[i] += p_.scale_offset;
     };
@@ -75,10 +76,29 @@ class RegisterScale {
   const FloatWeight<W> factor_;
 };
 
-// What is quantised, of ROWS rows, in registers.
+// A row as floats in registers: unpacked once, however many passes there are over it.
+template <typename W>
+struct Floats {
+  float v[W::VECTORS][W::N];
+
+  // What a row reads of X, or of the sum that it forms.
+  template <typename X, typename Team, typename... Args>
+  __device__ void read(const Team& team, const Args&... args) {
+    SumRow<X, X, W> row;
+    row.read(team, args...);
+    for_each_vector<W>(team, [&](int slot, auto, int left) { unpack(row.packed(slot, left), v[slot]); });
+  }
+
+  __device__ void get(int slot, int64_t, int, float (&to)[W::N]) const {
+#pragma unroll
+    for (int i = 0; i < W::N; ++i) to[i] = v[slot][i];
+  }
+};
+
+// What is quantised, of ROWS rows.
 template <typename W, int ROWS>
 struct Values {
-  float v[ROWS][W::VECTORS][W::N];
+  Floats<W> (&rows)[ROWS];
 
   // x_hat is to become v = (x_hat * factor + bias) * smooth. A bias has scale's type, smooth X or f32.
   template <Kind KIND, typename X, typename Scale, typename Team>
@@ -87,8 +107,11 @@ struct Values {
       using T = std::remove_pointer_t<decltype(type)>;
       const auto finish = [&](auto has_bias) {
         constexpr bool kBias = decltype(has_bias)::value;
+        // Of so many there are no registers for several on their way.
+        constexpr bool kOneByOne = kBias && W::VECTORS == 8 && sizeof(X) == 4;
         const PackedWeight<T, W, false> bias(team, p.bias);
         for_each_vector<W>(team, [&](int slot, auto first, int left) {
+          if (kOneByOne && left <= 0) return;
           float factor[W::N], term[W::N];
           factors(slot, first, left, factor);
           if constexpr (kBias) bias.get(slot, first, left, term);
@@ -96,7 +119,7 @@ struct Values {
           for (int r = 0; r < ROWS; ++r)
 #pragma unroll
             for (int i = 0; i < W::N; ++i)
-              v[r][slot][i] = kBias ? fmaf(v[r][slot][i], factor[i], term[i]) : v[r][slot][i] * factor[i];
+              value(r, slot, i) = kBias ? fmaf(value(r, slot, i), factor[i], term[i]) : value(r, slot, i) * factor[i];
         });
       };
       if constexpr (KIND == Kind::layer)
@@ -161,12 +184,14 @@ struct Values {
 #pragma unroll
         for (int r = 0; r < ROWS; ++r)
           if (r == 0 || row(r) < p.rows)
-            cuda::store<true>(values[r] + first, pack_quantized<decltype(dtype)::value>(v[r][slot]), left);
+            cuda::store<true>(values[r] + first, pack_quantized<decltype(dtype)::value>(rows[r].v[slot]), left);
       });
     });
   }
 
  private:
+  __device__ float& value(int r, int slot, int i) const { return rows[r].v[slot][i]; }
+
   template <typename Team, typename Weight>
   __device__ void multiply_by(const Team& team, const Weight& weight) {
     for_each_vector<W>(team, [&](int slot, auto first, int left) {
@@ -175,7 +200,7 @@ struct Values {
 #pragma unroll
       for (int r = 0; r < ROWS; ++r)
 #pragma unroll
-        for (int i = 0; i < W::N; ++i) v[r][slot][i] *= factor[i];
+        for (int i = 0; i < W::N; ++i) value(r, slot, i) *= factor[i];
     });
   }
 
@@ -183,7 +208,7 @@ struct Values {
 #pragma unroll
     for (int slot = 0; slot < W::VECTORS; ++slot)
 #pragma unroll
-      for (int i = 0; i < W::N; ++i) v[r][slot][i] *= factor;
+      for (int i = 0; i < W::N; ++i) value(r, slot, i) *= factor;
   }
 
   // This thread's part of each row. Vectors past the row's end are not zero any more.
@@ -193,7 +218,7 @@ struct Values {
     for (int r = 0; r < ROWS; ++r) {
       magnitudes[r] = 0;
       for_each_vector<W>(team, [&](int slot, auto, int left) {
-        const float larger = largest_in(magnitudes[r], v[r][slot]);
+        const float larger = largest_in(magnitudes[r], rows[r].v[slot]);
         if (left > 0) magnitudes[r] = larger;
       });
     }
@@ -208,7 +233,7 @@ struct Values {
 #pragma unroll
     for (int r = 0; r < ROWS; ++r)
 #pragma unroll
-      for (int slot = 0; slot < W::VECTORS; ++slot) factors[r * W::VECTORS + slot] = largest_in(0, v[r][slot]);
+      for (int slot = 0; slot < W::VECTORS; ++slot) factors[r * W::VECTORS + slot] = largest_in(0, rows[r].v[slot]);
     const int group = static_cast<int>(q.group), width = min(group / W::N, W::LANES);
     const int64_t first = team.begin + first_of_thread<W>(team) - (lane() & (width - 1)) * W::N;
     reciprocal_scales<W::LANES>(q, factors, width, group > W::STRIDE, [&](int number, float scale) {
@@ -221,7 +246,7 @@ struct Values {
 #pragma unroll
       for (int slot = 0; slot < W::VECTORS; ++slot)
 #pragma unroll
-        for (int i = 0; i < W::N; ++i) v[r][slot][i] *= factors[r * W::VECTORS + slot];
+        for (int i = 0; i < W::N; ++i) value(r, slot, i) *= factors[r * W::VECTORS + slot];
   }
 };
 
@@ -239,27 +264,22 @@ struct UnderWay {
 };
 
 // An epilogue of rows in registers. Their statistics are known once it has called collect().
-template <Kind KIND, typename X, typename W>
+template <Kind KIND, typename X, typename W, bool HOLDS_SCALE>
 struct QuantizeKnown {
   const Forward& p;
 
   template <typename Team, typename Rows, typename F>
-  __device__ __forceinline__ void operator()(Team& team, const Rows& rows, F collect) const {
+  __device__ __forceinline__ void operator()(Team& team, Rows& rows, F collect) const {
     constexpr int kRows = Rows::kRows;
-    constexpr int kRegisters = W::VECTORS * W::N * (kRows + 1) * sizeof(X) / 4;  // of x and scale
-    // The sums of layer norm leave no room for scale.
-    const LoadedScale<X, W, (KIND == Kind::rms && kRegisters <= 32)> scale(team, p);
+    const LoadedScale<X, W, Team, HOLDS_SCALE> scale(team, p);
     collect();
-    Values<W, kRows> values;
-    for_each_vector<W>(team, [&](int slot, auto first, int left) {
+    for_each_vector<W>(team, [&](int slot, auto, int) {
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        float (&v)[W::N] = values.v[r][slot];
-        rows.x[r].get(slot, first, left, v);
+      for (int r = 0; r < kRows; ++r)
 #pragma unroll
-        for (int i = 0; i < W::N; ++i) v[i] = x_hat<KIND>(v[i], rows.s[r]);
-      }
+        for (float& v : rows.x[r].v[slot]) v = x_hat<KIND>(v, rows.s[r]);
     });
+    Values<W, kRows> values{rows.x};
     const auto row = [&](int r) { return rows.row(r); };
     values.template finish<KIND, X>(p, team, scale);
     values.publish(p, team);
