@@ -176,7 +176,8 @@ def prepare(
         kind="rms" if "rms_norm" in op else "layer",
         axes=axes,
         epsilon=validation.check_epsilon(op, epsilon),
-        scale_offset=validation.check_number(op, "scale_offset", scale_offset),
+        # A sum with -0 is the weight itself, one of -0 too, and kernels may leave it out.
+        scale_offset=validation.check_number(op, "scale_offset", scale_offset) or -0.0,
         multiply_before_cast=validation.check_flag(op, "multiply_before_cast", multiply_before_cast),
         compute_dtype=np.dtype(np.float64 if np.float64 in dtypes else np.float32),
         out_dtype=out_dtype,
