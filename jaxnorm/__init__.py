@@ -8,6 +8,7 @@ import pkgutil
 __path__ = pkgutil.extend_path(__path__, __name__)
 
 from jaxnorm.added import add_layer_norm, add_rms_norm
+from jaxnorm.gated import gated_rms_norm
 from jaxnorm.norms import layer_norm, rms_norm
 from jaxnorm.quantization import Quantization, Quantized
 from jaxnorm.quantized import layer_norm_quantized, rms_norm_quantized
@@ -23,6 +24,7 @@ __all__ = [
     "__version__",
     "add_layer_norm",
     "add_rms_norm",
+    "gated_rms_norm",
     "layer_norm",
     "layer_norm_quantized",
     "rms_norm",

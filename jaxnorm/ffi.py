@@ -13,8 +13,14 @@ from jaxnorm import compat
 
 # JAX's name of a platform in lowering rules -> XLA's name of it in registrations.
 PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}
-TARGETS = tuple(f"jaxnorm_{kind}_norm_{way}" for kind in ("rms", "layer") for way in ("fwd", "quantized_fwd", "bwd"))
+TARGETS = (
+    *(f"jaxnorm_{kind}_norm_{way}" for kind in ("rms", "layer") for way in ("fwd", "quantized_fwd", "bwd")),
+    *(f"jaxnorm_gated_rms_norm_{way}" for way in ("fwd", "bwd")),
+)
 DTYPES = frozenset(map(jax.numpy.dtype, ("float32", "float16", "bfloat16")))
+
+# The longest row that is gated.
+GATED_COLS = 1 << 14
 
 _modules: dict[str, ModuleType] = {}
 _errors: dict[str, ImportError] = {}
@@ -71,6 +77,18 @@ def unsupported(
     for (a, a_dtype), (b, b_dtype) in itertools.pairwise((x, *residual, result)):
         if a_dtype != b_dtype and np.float32 not in (a_dtype, b_dtype):
             return f"{a} is {a_dtype} and {b} {b_dtype}; kernels want them equal, or one of them float32"
+    return None
+
+
+def unsupported_gate(
+    cols: Any, x_dtype: np.dtype[Any], gate_dtype: np.dtype[Any], out_dtype: np.dtype[Any]
+) -> str | None:
+    """What of this norm's gate no kernel serves, beside what `unsupported` says of the norm."""
+    if isinstance(cols, int) and cols > GATED_COLS:
+        return f"rows of {cols} elements are normalised, kernels with a gate take at most {GATED_COLS}"
+    for name, dtype in (("gate", gate_dtype), ("the result", out_dtype)):
+        if dtype != x_dtype:
+            return f"x is {x_dtype} and {name} {dtype}; kernels with a gate want them equal"
     return None
 
 

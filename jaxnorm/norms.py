@@ -213,8 +213,12 @@ def has_kernel(
     if reason is None and not ffi.available(platform):
         reason = ffi.why_not(platform)
     if reason is not None:
-        raise RuntimeError(
-            f"{op}: implementation='native' cannot serve this call: {reason}. "
-            "With implementation=None it runs in jax.numpy."
-        )
+        raise no_kernel(op, reason)
     return True
+
+
+def no_kernel(op: str, reason: str) -> RuntimeError:
+    return RuntimeError(
+        f"{op}: implementation='native' cannot serve this call: {reason}. "
+        "With implementation=None it runs in jax.numpy."
+    )

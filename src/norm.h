@@ -42,6 +42,9 @@ struct Heads {
 
 enum class Activation : uint8_t { silu, sigmoid };
 
+// The longest row of a norm with a gate.
+constexpr int64_t kGatedCols = 1 << 14;
+
 // What a norm is multiplied by, element by element: a = activation(data).
 struct Gate {
   Input data;                                // of x's dtype

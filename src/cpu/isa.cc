@@ -1,22 +1,12 @@
 // The kernels for one instruction set: compiled once for each, under the name JAXNORM_ISA.
+#include "cpu/gated.h"
 #include "cpu/kernels.h"
 #include "cpu/quantize.h"
 #include "cpu/row.h"
+#include "cpu/types.h"
 
 namespace jaxnorm::cpu {
 namespace {
-
-template <class F>
-void with_type(Dtype dtype, F f) {
-  switch (dtype) {
-    case Dtype::f32:
-      return f(float{});
-    case Dtype::f16:
-      return f(F16{});
-    default:
-      return f(BF16{});
-  }
-}
 
 template <class F>
 void with_quantized_type(Dtype dtype, F f) {
@@ -30,48 +20,11 @@ void with_quantized_type(Dtype dtype, F f) {
   }
 }
 
-template <class T>
-constexpr Dtype dtype_of = Dtype::f32;
-template <>
-constexpr Dtype dtype_of<F16> = Dtype::f16;
-template <>
-constexpr Dtype dtype_of<BF16> = Dtype::bf16;
-
-// Calls f(X{}, Y{}) with the types that stand for a supported pair of dtypes.
-template <class F>
-void with_types(Dtype x, Dtype y, F f) {
-  with_type(x, [&](auto x_type) {
-    using X = decltype(x_type);
-    with_type(y, [&](auto y_type) {
-      using Y = decltype(y_type);
-      if constexpr (is_supported(dtype_of<X>, dtype_of<Y>)) f(X{}, Y{});
-    });
-  });
-}
-
 // A row whose sums are over sooner than their horizontal additions, root and quotient goes with three others, so that
 // these wait together. It has one accumulator for each sum then, whatever rows are beside it.
 constexpr int64_t kShort = 512;
 constexpr int kTogether = kChains;
-
-// A core reaches this much of last-level cache. What the system says of it is no use: in a virtual machine it may be
-// the sum of many caches.
-constexpr int64_t kCache = 32 << 20;
-
-// How many elements ahead of the pass that writes its input is asked for, if that comes from memory: at least so far
-// that it arrives in time, and at most so far that it still lies in the second-level cache when it is read.
-int64_t elements_ahead(int64_t traffic, int64_t elements, int64_t size) {
-  constexpr int64_t kLeast = 1 << 13, kMost = 1 << 18;
-  if (traffic <= kCache) return 0;
-  return (elements * size < kLeast ? kLeast : elements * size > kMost ? kMost : elements * size) / size;
-}
-
-// Whether a result goes past the caches: if whoever reads it would not find much of it there, and all its whole vectors
-// are aligned as stream() wants them, rows being `stride` elements apart.
-bool is_streamed(int64_t traffic, Output output, int64_t stride) {
-  const int size = size_of(output.dtype);
-  return traffic > 2 * kCache && reinterpret_cast<uintptr_t>(output.data) % (W * size) == 0 && stride % W == 0;
-}
+static_assert(kTogether * kShort <= kGatedCols);
 
 void save(const Rms& stats, const Forward& f, int64_t row) { f.rstd[row] = stats.rstd; }
 void save(const Layer& stats, const Forward& f, int64_t row) {
@@ -257,10 +210,12 @@ void backward_of(const Backward& b, int64_t begin, int64_t end, float* dscale, f
 }
 
 void forward(const Forward& f, int64_t begin, int64_t end, int64_t traffic) {
+  if (f.gate) return (f.cols <= kShort ? gated_forward<kTogether> : gated_forward<1>)(f, begin, end, traffic);
   (f.kind == Kind::rms ? forward_of<Rms> : forward_of<Layer>)(f, begin, end, traffic);
 }
 
 void backward(const Backward& b, int64_t begin, int64_t end, float* dscale, float* dbias, int64_t traffic) {
+  if (b.gate) return gated_backward(b, begin, end, dscale, traffic);
   (b.kind == Kind::rms ? backward_of<Rms> : backward_of<Layer>)(b, begin, end, dscale, dbias, traffic);
 }
 

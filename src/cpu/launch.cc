@@ -171,7 +171,8 @@ void forward(const Forward& call, const ParallelFor& parallel_for) {
   const int64_t step = std::max<int64_t>(1, kElements / f.cols), elements = f.rows * f.cols;
   const int64_t sum_size = f.sum ? size_of(f.sum.dtype) : 0;
   const Output result = f.y ? f.y : f.quantized.values;
-  const int64_t traffic = elements * (size_of(f.x.dtype) + 2 * sum_size + size_of(result.dtype));
+  const int64_t gate_size = f.gate ? size_of(f.gate.data.dtype) : 0;
+  const int64_t traffic = elements * (size_of(f.x.dtype) + gate_size + 2 * sum_size + size_of(result.dtype));
   expect_writes(result, f.rows * (f.cols + f.y_pad));
   expect_writes(f.sum, elements);
   parallel_for(ceil_div(f.rows, step),
@@ -182,9 +183,10 @@ void backward(const Backward& call, const ParallelFor& parallel_for) {
   Backward b = call;
   const F32Weight scale(&b.scale, b.scale_offset, b.heads.count * b.cols, parallel_for);
   const Tasks tasks(b, /*with_sums=*/b.dscale || b.dbias);
-  const int64_t elements = b.rows * b.cols, of_x = b.dsum ? 3 : 2;  // arrays of x's dtype
+  const int64_t elements = b.rows * b.cols, of_x = b.gate ? 4 : b.dsum ? 3 : 2;  // arrays of x's dtype
   const int64_t traffic = elements * (of_x * size_of(b.x.dtype) + size_of(b.dy.dtype));
   expect_writes(b.dx, elements);
+  expect_writes(b.dgate, elements);
   RowSums dscale(b.dscale, tasks, b.heads, b.cols), dbias(b.dbias, tasks, b.heads, b.cols);
   parallel_for(tasks.count(), [&](int64_t task) {
     float *const of_scale = dscale.zeroed(task), *const of_bias = dbias.zeroed(task);

@@ -78,6 +78,25 @@ struct Rows {
   }
 };
 
+// A core reaches this much of last-level cache. What the system says of it is no use: in a virtual machine it may be
+// the sum of many caches.
+constexpr int64_t kCache = 32 << 20;
+
+// How many elements ahead of the pass that writes its input is asked for, if that comes from memory: at least so far
+// that it arrives in time, and at most so far that it still lies in the second-level cache when it is read.
+int64_t elements_ahead(int64_t traffic, int64_t elements, int64_t size) {
+  constexpr int64_t kLeast = 1 << 13, kMost = 1 << 18;
+  if (traffic <= kCache) return 0;
+  return (elements * size < kLeast ? kLeast : elements * size > kMost ? kMost : elements * size) / size;
+}
+
+// Whether a result goes past the caches: if whoever reads it would not find much of it there, and all its whole vectors
+// are aligned as stream() wants them, rows being `stride` elements apart.
+bool is_streamed(int64_t traffic, Output output, int64_t stride) {
+  const int size = size_of(output.dtype);
+  return traffic > 2 * kCache && reinterpret_cast<uintptr_t>(output.data) % (W * size) == 0 && stride % W == 0;
+}
+
 // One row of x or dy in the pass that writes. What the next rows' first pass will read is asked for meanwhile, where it
 // has to come from memory: that pass does nothing but wait for it.
 template <class T>

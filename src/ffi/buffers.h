@@ -61,9 +61,11 @@ inline std::optional<Heads> heads_of(const Shape& x, const Shape& weight, int64_
 class Buffers {
  public:
   Buffers(Kind kind, const char* direction, ffi::RemainingArgs operands, ffi::RemainingRets results)
-      : operands_(operands), results_(results) {
-    op_ = std::string(kind == Kind::rms ? "jaxnorm_rms_norm_" : "jaxnorm_layer_norm_") + direction;
-  }
+      : Buffers(std::string(kind == Kind::rms ? "jaxnorm_rms_norm_" : "jaxnorm_layer_norm_") + direction, operands,
+                results) {}
+
+  Buffers(std::string op, ffi::RemainingArgs operands, ffi::RemainingRets results)
+      : operands_(operands), results_(results), op_(std::move(op)) {}
 
   // Reads the shapes off x, the operand of this index.
   Shapes shapes(int64_t axes, size_t index) {
