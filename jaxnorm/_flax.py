@@ -2,7 +2,7 @@
 
 Each module is a subclass of Flax's own that only decides how a call is computed, so that constructor, parameters,
 metadata and checkpoints are Flax's. A call that the kernels do not express is computed by Flax; one that is to be
-quantised, which Flax cannot do, by the function's formula if that says the same, and is an error otherwise.
+quantised or gated, which Flax cannot do, by the function's formula if that says the same, and is an error otherwise.
 """
 
 from collections.abc import Callable, Iterable
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from jaxnorm import ffi, reference, validation
+from jaxnorm import ffi, gated_validation, reference, validation
 
 try:
     from flax import linen as linen
@@ -43,18 +43,21 @@ def kernel_axes(module: FlaxNorm, x: jax.Array, mask: jax.Array | None) -> tuple
     return trailing if reduction == trailing == _from_the_end(x.ndim, module.feature_axes) else None
 
 
-def function_axes(module: FlaxNorm, x: jax.Array, mask: object) -> tuple[int, ...]:
-    """The axes that a function of this package normalises for `module(x)`, or an error where none says the same."""
+def function_axes(module: FlaxNorm, x: jax.Array, mask: object, what: str) -> tuple[int, ...]:
+    """The axes that a function of this package normalises for `module(x)`, or an error where none says the same.
+
+    `what` is the norm that Flax has no code for: "quantised" or "gated".
+    """
     name = type(module).__name__
     if mask is not None:
         raise ValueError(
-            f"{name}: got a mask, expected None: a quantised norm is of all elements of its rows. "
-            "Take the norm that is not quantised for what is masked."
+            f"{name}: got a mask, expected None: a {what} norm is of all elements of its rows. "
+            f"Take the norm that is not {what} for what is masked."
         )
     if module.axis_name is not None:
         raise ValueError(
-            f"{name}: axis_name={module.axis_name!r}, expected None: statistics over several devices are not "
-            "quantised. Leave axis_name out, or take the norm that is not quantised."
+            f"{name}: axis_name={module.axis_name!r}, expected None: a {what} norm has no statistics over several "
+            f"devices. Leave axis_name out, or take the norm that is not {what}."
         )
     reduction, features = (_from_the_end(x.ndim, axes) for axes in (module.reduction_axes, module.feature_axes))
     if reduction != features:
@@ -63,6 +66,16 @@ def function_axes(module: FlaxNorm, x: jax.Array, mask: object) -> tuple[int, ..
             f"axes of x, which has shape {x.shape}: parameters have the shape of what is normalised. Give both alike."
         )
     return validation.check_axes(name, reduction, x.ndim)
+
+
+def gated_axis(module: FlaxNorm, x: jax.Array, mask: object) -> None:
+    """An error unless `module(x, gate)` normalises the last axis alone."""
+    axes = function_axes(module, x, mask, "gated")
+    if axes != (-1,):
+        raise ValueError(
+            f"{type(module).__name__}: reduction_axes={module.reduction_axes}, expected -1: the gated norm is of the "
+            f"last axis of x, which has shape {x.shape}. Transpose or reshape x."
+        )
 
 
 def must_be(module: object, option: str, expected: object, why: str) -> None:
@@ -81,6 +94,12 @@ def with_residual(module: FlaxNorm, x: Any, residual: Any) -> tuple[jax.Array, j
     """x and residual as arrays of one shape, or an error."""
     x = jnp.asarray(x)
     return x, validation.check_residual(type(module).__name__, residual, x)
+
+
+def with_gate(module: object, x: Any, gate: Any) -> tuple[jax.Array, jax.Array]:
+    """x and gate as arrays of one shape, or an error."""
+    x = jnp.asarray(x)
+    return x, gated_validation.check_gate(type(module).__name__, gate, x)
 
 
 def add_first(norm: Callable[..., Any], x: jax.Array, residual: jax.Array, mask: Any) -> tuple[jax.Array, jax.Array]:

@@ -11,11 +11,21 @@ import jax.numpy as jnp
 from jaxnorm import _flax
 from jaxnorm._flax import linen
 from jaxnorm.added import add_layer_norm, add_rms_norm
+from jaxnorm.gated import gated_rms_norm
+from jaxnorm.gated_reference import Activation
 from jaxnorm.norms import layer_norm, rms_norm
 from jaxnorm.quantization import Quantization, Quantized
 from jaxnorm.quantized import layer_norm_quantized, rms_norm_quantized
 
-__all__ = ["AddLayerNorm", "AddRMSNorm", "LayerNorm", "QuantizedLayerNorm", "QuantizedRMSNorm", "RMSNorm"]
+__all__ = [
+    "AddLayerNorm",
+    "AddRMSNorm",
+    "GatedRMSNorm",
+    "LayerNorm",
+    "QuantizedLayerNorm",
+    "QuantizedRMSNorm",
+    "RMSNorm",
+]
 
 # Flax's functions without the wrapper that makes them calls of the module: through it, a call would be captured,
 # intercepted and tabulated twice.
@@ -82,6 +92,45 @@ class AddLayerNorm(LayerNorm):
         rows = _flax.with_residual(self, x, residual)
         results = _fused(add_layer_norm, self, rows, mask, bias_init=self.bias_init if self.use_bias else None)
         return _flax.add_first(partial(_flax_layer_norm, self), *rows, mask) if results is None else results
+
+
+class GatedRMSNorm(RMSNorm, kw_only=True):
+    """An `RMSNorm` that is gated, computed by `jaxnorm.gated_rms_norm`.
+
+        norm = GatedRMSNorm(gate_first=True, group_size=1024)  # Mamba2's
+        y = norm(x, gate)
+
+    Fields and parameters are those of `RMSNorm`, and of the function `gate_first`, `activation` and `group_size`.
+    `dtype` is that of y; None is what x, gate and scale promote to. The kernels want x, gate and y of one dtype: with
+    float32 parameters, give `dtype` for a gated norm of half types. A module without a name is called after its class,
+    as `AddRMSNorm` says.
+
+    `reduction_axes` and `feature_axes` must be -1. A `mask`, an `axis_name` and `force_float32_reductions=False` are
+    errors.
+    """
+
+    gate_first: bool
+    activation: Activation = "silu"
+    group_size: int | None = None
+
+    @linen.compact
+    def __call__(  # type: ignore[override]
+        self, x: jax.Array, gate: jax.Array, *, mask: None = None
+    ) -> jax.Array:
+        _flax.must_be(self, "force_float32_reductions", True, "what is gated is computed in float32")
+        x, gate = _flax.with_gate(self, x, gate)
+        _flax.gated_axis(self, x, mask)
+        scale, _ = _parameters(self, x, (-1,), bias_init=None)
+        return gated_rms_norm(
+            x,
+            gate,
+            scale,
+            gate_first=self.gate_first,
+            activation=self.activation,
+            group_size=self.group_size,
+            epsilon=self.epsilon,
+            out_dtype=linen.dtypes.canonicalize_dtype(x, gate, scale, dtype=self.dtype),
+        )
 
 
 class QuantizedRMSNorm(RMSNorm, kw_only=True):
@@ -173,7 +222,7 @@ def _quantized(
     x = jnp.asarray(x)
     if residual is not None:
         x, residual = _flax.with_residual(module, x, residual)
-    axis = _flax.function_axes(module, x, mask)
+    axis = _flax.function_axes(module, x, mask, "quantised")
     scale, bias = _parameters(module, x, axis, bias_init)
     options = {"quantization": module.quantization, "straight_through": module.straight_through, **scales}
     return norm(x, scale, bias, residual=residual, epsilon=module.epsilon, axis=axis, **options)

@@ -9,11 +9,21 @@ import jax.numpy as jnp
 from jaxnorm import _flax
 from jaxnorm._flax import nnx
 from jaxnorm.added import add_layer_norm, add_rms_norm
+from jaxnorm.gated import gated_rms_norm
+from jaxnorm.gated_reference import Activation
 from jaxnorm.norms import layer_norm, rms_norm
 from jaxnorm.quantization import Quantization, Quantized
 from jaxnorm.quantized import layer_norm_quantized, rms_norm_quantized
 
-__all__ = ["AddLayerNorm", "AddRMSNorm", "LayerNorm", "QuantizedLayerNorm", "QuantizedRMSNorm", "RMSNorm"]
+__all__ = [
+    "AddLayerNorm",
+    "AddRMSNorm",
+    "GatedRMSNorm",
+    "LayerNorm",
+    "QuantizedLayerNorm",
+    "QuantizedRMSNorm",
+    "RMSNorm",
+]
 
 
 class RMSNorm(nnx.RMSNorm):
@@ -69,6 +79,54 @@ class AddLayerNorm(LayerNorm):
         rows = _flax.with_residual(self, x, residual)
         results = _fused(add_layer_norm, self, mask, rows, _value(self.scale), _value(self.bias))
         return _flax.add_first(super().__call__, *rows, mask) if results is None else results
+
+
+class GatedRMSNorm(RMSNorm):
+    """An `RMSNorm` that is gated, computed by `jaxnorm.gated_rms_norm`.
+
+        norm = GatedRMSNorm(features, gate_first=True, group_size=1024, rngs=rngs)  # Mamba2's
+        y = norm(x, gate)
+
+    Constructor and parameters are those of `RMSNorm`, and of the function `gate_first`, `activation` and `group_size`.
+    As in flax.nnx, `dtype` is that of the operands, which are rounded to it, and of y; None is what they promote to.
+    The kernels want x, gate and y of one dtype: with float32 parameters, give `dtype` for a gated norm of half types.
+
+    `reduction_axes` and `feature_axes` must be -1. A `mask`, an `axis_name` and a `promote_dtype` of one's own are
+    errors.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        gate_first: bool,
+        activation: Activation = "silu",
+        group_size: int | None = None,
+        **flax: Any,
+    ) -> None:
+        super().__init__(num_features, **flax)
+        self.gate_first = gate_first
+        self.activation = activation
+        self.group_size = group_size
+
+    def __call__(  # type: ignore[override]
+        self, x: jax.Array, gate: jax.Array, *, mask: None = None
+    ) -> jax.Array:
+        _flax.must_be(self, "promote_dtype", nnx.nn.dtypes.promote_dtype, "what is gated is computed in float32")
+        x, gate = _flax.with_gate(self, x, gate)
+        _flax.gated_axis(self, x, mask)
+        scale = _value(self.scale)
+        dtype = nnx.nn.dtypes.canonicalize_dtype(x, gate, scale, dtype=self.dtype)
+        return gated_rms_norm(
+            _promote(x, dtype),
+            _promote(gate, dtype),
+            None if scale is None else _promote(scale, dtype),
+            gate_first=self.gate_first,
+            activation=self.activation,
+            group_size=self.group_size,
+            epsilon=self.epsilon,
+            out_dtype=dtype,
+        )
 
 
 class QuantizedRMSNorm(RMSNorm):
@@ -168,7 +226,7 @@ def _quantized(
     rows: tuple[jax.Array, ...] = (jnp.asarray(x),)
     if residual is not None:
         rows = _flax.with_residual(module, x, residual)
-    axis = _flax.function_axes(module, rows[-1], mask)
+    axis = _flax.function_axes(module, rows[-1], mask, "quantised")
     dtype = nnx.nn.dtypes.canonicalize_dtype(rows[-1], *parameters, dtype=module.dtype)
     rows, parameters = _operands(rows, parameters, dtype, axis)
     x, *added = rows
