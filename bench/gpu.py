@@ -3,14 +3,15 @@
     python -m bench gpu --ops rms layer --out bench/results/h200
     python -m bench gpu --ops add_rms add_layer --out bench/results/h200_add
     python -m bench gpu --ops rms_quantized layer_quantized --out bench/results/h200_quantized
+    python -m bench gpu --ops gated heads --out bench/results/h200_gated
     python -m bench gpu --suites grid --dtypes bfloat16 --cols 4096 8192 --peers "torch eager" Liger
 
 Kernel time comes from CUPTI and is the median of many calls. Arrays beyond the caches are used again and again; smaller
 ones take turns, so that each is read from memory; those of the suite "small" stay in the cache, as in decoding. Rates
 count each input read once and each output written once: forward 2·M·N elements, backward 3·M·N, step 5·M·N; with a
-residual 4, 4 and 8. "copy" is XLA's `x + 1` on as many 32-bit words as x has bytes. "x XLA" and "x best peer" say how
-many times as fast jaxnorm is. Peers are measured (--peers, without a residual), or else, on an H200, taken from
-bench/peers_h200.json: "(recorded)".
+residual 4, 4 and 8; with a gate 3, 5 and 8. "copy" is XLA's `x + 1` on as many 32-bit words as x has bytes. "x XLA" and
+"x best peer" say how many times as fast jaxnorm is. Peers are measured (--peers, without a residual), or else, on an
+H200, taken from bench/peers_h200.json: "(recorded)".
 
 A residual is donated to jaxnorm's forward, which writes the sum over it, and the sum is the next call's residual. In no
 program of jaxnorm XLA may run a kernel of its own, or copy an array of x's size: that is an error.
@@ -19,7 +20,7 @@ A quantised result has the dtype float8_e4m3fn and a scale a token; the suite "v
 the result a byte an element is counted, and no scales. There is a forward only.
 
 Every cell is checked first: sampled rows of y, sum and dx, and sampled columns of dscale and dbias, against float64; of
-a quantised result sampled rows of values and scales, against float64 that is quantised.
+a quantised result sampled rows of values and scales, against float64 that is quantised; of a gated one dgate as well.
 What fails is listed, and so is what misses its target (bench/targets.py). Results are written after every cell.
 """
 

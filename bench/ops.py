@@ -2,20 +2,29 @@
 
 import jax.numpy as jnp
 
-from bench import programs, quantized, shapes
+from bench import gated, heads, programs, quantized, shapes
 
-OPS = (*programs.OPS, *quantized.NORMS)
+# "gated" and "heads" are of several kinds or of shapes of their own; the others are kinds.
+OPS = (*programs.OPS, *quantized.NORMS, "gated", "heads")
 SUITES = (*shapes.suites(4), "variants")
 
 
 def module_of(kind):
     """`bench.programs` or what has functions of the same names: operands, programs, moved and check."""
+    if kind in gated.VARIANTS:
+        return gated
+    if kind == heads.KIND:
+        return heads
     return quantized if kind.partition(", ")[0] in quantized.NORMS else programs
 
 
 def suites_of(op, dtype):
     """(kind, shape) of each cell, by suite. A variant is another kind: "rms_quantized, int8"."""
     itemsize = jnp.dtype(dtype).itemsize
+    if op == "gated":
+        return _gated_suites(itemsize)
+    if op == "heads":
+        return {"models": [(heads.KIND, shape) for shape in shapes.PER_HEAD]}
     if op not in quantized.NORMS:
         suites = (shapes.added_suites if op in programs.ADDED_NORMS else shapes.suites)(itemsize)
         return {suite: [(op, shape) for shape in table] for suite, table in suites.items()}
@@ -24,3 +33,14 @@ def suites_of(op, dtype):
     if dtype == "bfloat16":  # one dtype for all variants: they differ in what is written
         suites["variants"] = [(f"{op}, {name}", shape) for name in quantized.VARIANTS for shape in table["variants"]]
     return suites
+
+
+def _gated_suites(itemsize):
+    """Either order on the grid, and each model with its own; the gate of a Mamba2 comes first."""
+    table = shapes.gated_suites(itemsize)
+    models = [(kind, shape) for shape in table["models"] for kind in (gated.PLAIN, gated.GROUPED)]
+    return {
+        "grid": [(kind, shape) for kind in (gated.PLAIN, gated.LAST) for shape in table["grid"]],
+        "models": [*models, (gated.LAST, shapes.QWEN3_NEXT)],
+        "small": [(gated.PLAIN, shape) for shape in table["small"]],
+    }

@@ -74,20 +74,26 @@ def functions(kind, implementation):
     """Each program as one jitted function, so that it is compiled once for all operands of a shape."""
     norm = functools.partial(OPS[kind], implementation=implementation)
 
+    def carry(residual, x, weights):
+        y, total = norm((x, residual), *weights)
+        return total, y  # in this order: JAX gives a donated buffer to the first result that is like it
+
+    # The gradients of x and of a residual are one array, which XLA would copy to give it twice.
+    return jitted(norm, lambda dx: jax.tree.leaves(dx)[0]) | {"carry": jax.jit(carry, donate_argnums=0)}
+
+
+def jitted(norm, wanted_of=lambda dx: dx):
+    """The functions of x and weights that make up the programs; wanted_of(dx) is what the backward gives of dx."""
+
     def forward(x, weights):
         return norm(x, *weights)
-
-    def carry(residual, x, weights):
-        y, total = forward((x, residual), weights)
-        return total, y  # in this order: JAX gives a donated buffer to the first result that is like it
 
     def residuals(x, weights):
         return jax.vjp(forward, x, weights)[1]
 
     def backward(vjp, dy):
         dx, dweights = vjp(dy)
-        # The gradients of x and of a residual are one array, which XLA would copy to give it twice.
-        return jax.tree.leaves(dx)[0], dweights
+        return wanted_of(dx), dweights
 
     def step(x, weights, dy):
         y, vjp = jax.vjp(forward, x, weights)
@@ -96,8 +102,7 @@ def functions(kind, implementation):
     def whole_vjp(x, weights, dy):
         return step(x, weights, dy)[1]
 
-    jitted = {f.__name__: jax.jit(f) for f in (forward, residuals, backward, step, whole_vjp)}
-    return jitted | {"carry": jax.jit(carry, donate_argnums=0)}
+    return {f.__name__: jax.jit(f) for f in (forward, residuals, backward, step, whole_vjp)}
 
 
 def programs(kind, implementation, x, weights, dy):
@@ -111,14 +116,20 @@ def programs(kind, implementation, x, weights, dy):
     fastest of its choices, which computes the statistics again. "step" is y and all gradients in one program for both.
     """
     f = functions(kind, implementation)
-    forward = Program(f["forward"], (x, weights))
+    by_direction = each_direction(f, implementation, x, weights, dy)
+    if implementation == "native" and kind in ADDED_NORMS:
+        by_direction["forward"] = Program(f["carry"], (jnp.copy(x[1]), x[0], weights), carries=True)
+    return by_direction
+
+
+def each_direction(f, implementation, x, weights, dy):
+    """The `Program` of each direction, of what `jitted` gives."""
     if implementation == "jnp":
         backward = Program(f["whole_vjp"], (x, weights, dy))
     else:
         backward = Program(f["backward"], (f["residuals"](x, weights), dy))
-        if kind in ADDED_NORMS:
-            forward = Program(f["carry"], (jnp.copy(x[1]), x[0], weights), carries=True)
-    return {"forward": forward, "backward": backward, "step": Program(f["step"], (x, weights, dy))}
+    forward, step = Program(f["forward"], (x, weights)), Program(f["step"], (x, weights, dy))
+    return {"forward": forward, "backward": backward, "step": step}
 
 
 def check(kind, x, weights, dy, step=None):
@@ -169,7 +180,7 @@ def _samples(kind, arrays, weights, dweights):
     centred = x32 - x32.mean(1, keepdims=True) if is_layer(kind) else x32
     rstd = jax.lax.rsqrt((centred**2).mean(1, keepdims=True) + EPSILON)
     dy_cols = dy[:, cols].astype(jnp.float32)
-    sums = [_partial_sums(terms) for terms in (centred[:, cols] * rstd * dy_cols, dy_cols)]
+    sums = [partial_sums(terms) for terms in (centred[:, cols] * rstd * dy_cols, dy_cols)]
     return sampled_rows(arrays), sums, weights, [dw[cols] for dw in dweights]
 
 
@@ -179,7 +190,7 @@ def sampled_rows(arrays):
     return {name: array[rows] for name, array in arrays.items()}
 
 
-def _partial_sums(terms, of=256):
+def partial_sums(terms, of=256):
     """Sums of so few rows that float32 does for them; float64 adds them up on the host."""
     return jnp.pad(terms, ((0, -len(terms) % of), (0, 0))).reshape(-1, of, terms.shape[1]).sum(1)
 

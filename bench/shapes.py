@@ -46,6 +46,14 @@ LARGE_MODELS = (Shape("qwen3 qk-norm, 1 M rows", (8, 4096, 32, 128)),)
 # Row lengths of the residual streams above, one of each: what is timed with a residual add.
 STREAMS = tuple(shape for shape in MODELS if shape.name in ("llama3 8B", "gpt-oss 20B", "deepseek v3", "ViT-L/16"))
 
+# Of gated norms: Mamba2's after its scan, with and without groups of 1024 columns, and Qwen3-Next's of each head.
+MAMBA2 = tuple(Shape(f"mamba2 {cols}", (2, 2048, cols)) for cols in (5120, 8192))
+QWEN3_NEXT = Shape("qwen3-next heads", (2, 4096, 32, 128))
+
+# Of norms with a scale for each head, 128 of them.
+HEADS = 128
+PER_HEAD = (Shape("qk-norm, 1 M rows", (8192, HEADS, 128)), Shape("qk-norm 256", (4096, HEADS, 256)))
+
 # One token for each of a few sequences: launch overhead and latency, not bandwidth.
 DECODE = (
     Shape("decode 1", (1, 4096)),
@@ -107,6 +115,12 @@ def suites(itemsize: int) -> dict[str, tuple[Shape, ...]]:
 def added_suites(itemsize: int) -> dict[str, tuple[Shape, ...]]:
     """The like, of norms with a residual add."""
     return {"grid": grid(itemsize), "models": STREAMS, "small": DECODE}
+
+
+def gated_suites(itemsize: int) -> dict[str, tuple[Shape, ...]]:
+    """The like, of gated norms, whose rows have at most 16384 columns; "models" are rows without groups."""
+    table = tuple(shape for shape in grid(itemsize) if shape.cols <= 16_384)
+    return {"grid": table, "models": MAMBA2, "small": DECODE}
 
 
 def quantized_suites(itemsize: int) -> dict[str, tuple[Shape, ...]]:

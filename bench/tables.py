@@ -15,7 +15,7 @@ from bench import report, shapes, targets
 
 MARKED = re.compile(r"<!-- table: (\S+) -->\n.*?<!-- end -->", re.DOTALL)
 # In the order of the tables; a run may have fewer, or others, which come last.
-KINDS = ("rms", "layer", "add_rms", "add_layer", "rms_quantized", "layer_quantized")
+KINDS = ("rms", "layer", "add_rms", "add_layer", "gated_rms", "rms_quantized", "layer_quantized")
 OPS = [report.op_name(kind, way) for way in ("forward", "backward", "step") for kind in KINDS]
 DTYPES = ["float32", "bfloat16", "float16"]
 CPU_SHAPE = (4096, 4096)

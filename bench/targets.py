@@ -5,6 +5,8 @@ from bench import report
 # Percent of the rate of a copy in the same run, large arrays.
 PERCENT_OF_COPY = {"forward": 97, "backward": 95}
 PERCENT_OF_COPY_QUANTIZED = 95
+PERCENT_OF_COPY_GATED = 95
+PERCENT_OF_COPY_PER_HEAD = 95
 # A cell is as fast as XLA within what two runs differ by.
 TIMES_XLA = 0.95
 # Of the grid, to float8_e4m3fn with a scale a token: there XLA reached half of a copy's rate, and less.
@@ -17,8 +19,14 @@ def is_quantized(row):
 
 def percent_of_copy(row):
     """None where nothing is wanted."""
-    _, direction = report.op_parts(row["op"])
-    return PERCENT_OF_COPY_QUANTIZED if is_quantized(row) else PERCENT_OF_COPY.get(direction)
+    kind, direction = report.op_parts(row["op"])
+    if is_quantized(row):
+        return PERCENT_OF_COPY_QUANTIZED
+    if direction not in PERCENT_OF_COPY:
+        return None
+    if kind.startswith("gated_"):
+        return PERCENT_OF_COPY_GATED
+    return PERCENT_OF_COPY_PER_HEAD if kind.endswith("a scale a head") else PERCENT_OF_COPY[direction]
 
 
 def times_xla(row):
@@ -28,7 +36,8 @@ def times_xla(row):
 
 def in_words(rows):
     """What rows of the grid should reach."""
-    percents = ", ".join(f"{way} {percent} %" for way, percent in PERCENT_OF_COPY.items())
+    wanted = {(report.op_parts(row["op"])[1], percent_of_copy(row)) for row in rows if not is_quantized(row)}
+    percents = ", ".join(f"{way} {percent} %" for way in PERCENT_OF_COPY for of, percent in sorted(wanted) if of == way)
     unquantized = f"{percents} of the copy, {TIMES_XLA} of XLA's speed"
     quantized = (
         f"{PERCENT_OF_COPY_QUANTIZED} % of the copy, {TIMES_XLA_QUANTIZED} times XLA's speed "

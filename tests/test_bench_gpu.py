@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from bench import gpu, ops, peers, programs, quantized, shapes, timing
+from bench import gated, gpu, heads, ops, peers, programs, quantized, shapes, timing
 from bench.__main__ import parse
 
 
@@ -34,6 +34,19 @@ def test_variants_of_quantised_norms_have_a_suite_of_their_own():
     assert found.count(("grid", "rms_quantized", "float32")) == len(shapes.GRID_COLS)
     assert found.count(("variants", "rms_quantized, int8", "bfloat16")) == 2
     assert len(found) == 2 * per_dtype + 2 * len(quantized.VARIANTS)
+
+
+def test_the_gated_norm_has_shapes_of_its_models():
+    args = parse(["gpu", "--ops", "gated", "--dtypes", "bfloat16", "--suites", "grid", "models"])
+    found = [(cell.kind, cell.shape.rows, cell.shape.cols) for cell in gpu.cells(args)]
+    assert {(gated.PLAIN, 4096, 5120), (gated.GROUPED, 4096, 8192), (gated.LAST, 262_144, 128)} <= set(found)
+    assert max(cols for *_, cols in found) == 16_384  # the longest row of a kernel
+
+
+def test_norms_with_a_scale_a_head_have_a_million_rows():
+    found = gpu.cells(parse(["gpu", "--ops", "heads", "--dtypes", "bfloat16"]))
+    assert (found[0].kind, found[0].shape.rows, found[0].shape.cols) == (heads.KIND, 2**20, 128)
+    assert all(cell.shape.rows % shapes.HEADS == 0 for cell in found)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -130,6 +143,18 @@ def test_a_cell_of_quantised_norms_is_measured(op, variant, monkeypatch):
     assert failed == []
 
 
+@pytest.mark.kernels
+@pytest.mark.parametrize("kind", gated.VARIANTS)
+def test_a_cell_of_the_gated_norm_is_measured(kind, monkeypatch):
+    cols = 2 * gated.GROUP if kind == gated.GROUPED else 300
+    rows, failed, used = measure_cell(kind, monkeypatch, cols=cols)
+    variant = kind.removeprefix("gated_rms")
+    assert [row["op"] for row in rows] == [f"gated_rms_norm {way}{variant}" for way in gated.ELEMENTS]
+    assert len(used) == 7  # the copy, and each package's three directions
+    assert all(row["error / tolerance"] < 1 for row in rows)
+    assert failed == []
+
+
 def test_rates_count_every_array_once(monkeypatch):
     monkeypatch.setattr(gpu.jax, "devices", lambda: [SimpleNamespace(device_kind="NVIDIA H200")])
     cell = gpu.Cell("grid", "add_rms", "bfloat16", shapes.Shape("grid 1024", (131_072, 1024)))
@@ -152,6 +177,15 @@ def test_no_kernel_of_xlas_is_counted_as_jaxnorms(monkeypatch):
 def test_no_program_of_jaxnorm_copies_an_array(kind, dtype):
     work, shape = ops.module_of(kind), shapes.Shape("any", (9, 300))
     for program in work.programs(kind, "native", *work.operands(kind, dtype, 9, 300)).values():
+        text = program.function.lower(*program.arguments).compile().as_text()
+        assert gpu.copies(text, shape) == []
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("kind", gated.VARIANTS)
+def test_no_program_of_the_gated_norm_copies_an_array(kind):
+    shape = shapes.Shape("any", (9, 2 * gated.GROUP))
+    for program in gated.programs(kind, "native", *gated.operands(kind, "bfloat16", *shape.dims)).values():
         text = program.function.lower(*program.arguments).compile().as_text()
         assert gpu.copies(text, shape) == []
 
@@ -201,6 +235,49 @@ def test_the_check_sees_what_is_wrong(kind, spoil):
         return spoil(y, dx, dweights)
 
     check = functools.partial(programs.check, kind, *operands)
+    assert check(step) < 1 < check(wrong)
+
+
+def wrong_dgate(y, pair, dweights):
+    return y, ((pair[0], 1.001 * pair[1]), dweights)
+
+
+def wrong_dscale(y, dx, dweights):
+    return y, (dx, tuple(1.001 * dweight for dweight in dweights))
+
+
+@pytest.mark.parametrize("spoil", [wrong_dgate, wrong_dscale])
+@pytest.mark.parametrize("kind", gated.VARIANTS)
+def test_the_check_of_the_gated_norm_sees_what_is_wrong(kind, spoil):
+    operands = gated.operands(kind, "float32", 70, 2 * gated.GROUP)
+    step = gated.functions(kind, "jnp")["step"]
+
+    def wrong(*arrays):
+        y, (dx, dweights) = step(*arrays)
+        return spoil(y, dx, dweights)
+
+    check = functools.partial(gated.check, kind, *operands)
+    assert check(step) < 1 < check(wrong)
+
+
+# By the formula of one head after another, which needs no per-head scale of the package.
+def test_the_check_of_heads_sees_what_is_wrong():
+    operands = heads.operands(heads.KIND, "float32", 3 * shapes.HEADS, 32)
+
+    def step(x, weights, dy):
+        def forward(x, scale):
+            of_heads = x.reshape(-1, *scale.shape)
+            rstd = jax.lax.rsqrt((of_heads**2).mean(-1, keepdims=True) + programs.EPSILON)
+            return (of_heads * rstd * scale).reshape(x.shape)
+
+        y, vjp = jax.vjp(lambda x, weights: forward(x, *weights), x, weights)
+        return y, vjp(dy)
+
+    def wrong(*arrays):
+        y, (dx, dweights) = step(*arrays)
+        return wrong_dscale(y, dx, dweights)
+
+    check = functools.partial(heads.check, heads.KIND, *operands)
     assert check(step) < 1 < check(wrong)
 
 
