@@ -106,7 +106,7 @@ inline ffi::ErrorOr<Backward> gated_backward_arguments(ffi::RemainingArgs operan
   if (attributes.with_dgate) b.dgate = buffers.result("dgate", shapes.x, dtype);
   if (attributes.with_dscale) b.dscale = buffers.result("dscale", scale.shape, b.scale.dtype);
   if (workspaces && attributes.with_dscale) {
-    const int64_t partial_rows = workspaces->partial_rows(dtype, b.cols);
+    const int64_t partial_rows = workspaces->partial_rows(dtype, b.cols, b.heads);
     b.workspace = buffers.f32_result("workspace", {1, partial_rows, b.heads.count * b.cols});
   }
   return buffers.finish(b);
