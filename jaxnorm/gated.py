@@ -77,7 +77,7 @@ def gated_rms_norm(
         kind="rms",
         axes=(-1,),
         epsilon=validation.check_epsilon(_OP, epsilon),
-        scale_offset=validation.check_number(_OP, "scale_offset", scale_offset),
+        scale_offset=validation.check_number(_OP, "scale_offset", scale_offset) or -0.0,  # see norms.prepare
         multiply_before_cast=True,
         compute_dtype=np.dtype(np.float64 if np.float64 in dtypes else np.float32),
         out_dtype=out_dtype,

@@ -170,7 +170,7 @@ def _backward_native(
     workspaces: list[tuple[int, ...]] = []
     if platform == "cuda" and with_dscale:
         cols, size = x.shape[-1], scale.size
-        workspaces.append((1, ffi.partial_rows(x.dtype, cols), size))
+        workspaces.append((1, ffi.partial_rows(x.dtype, cols, size // cols), size))
     results = jax.ffi.ffi_lowering("jaxnorm_gated_rms_norm_bwd")(
         ctx.replace(avals_out=[*ctx.avals_out, *(jax.core.ShapedArray(shape, np.float32) for shape in workspaces)]),
         *operands,
