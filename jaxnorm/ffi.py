@@ -95,7 +95,7 @@ def unsupported_gate(
 def partial_rows(x_dtype: np.dtype[Any], cols: int, count: int = 1, inner: int = 1) -> int:
     """How many partial sums of dscale and dbias the CUDA backward keeps in its workspace.
 
-    There are `count` heads, each of `inner` neighbouring rows; where inner > 1, as many for each outer one.
+    There are `count` heads, each of `inner` neighbouring rows.
     """
     return int(_modules["cuda"].partial_rows(x_dtype.name, cols, count, inner))
 

@@ -21,14 +21,11 @@ LONGEST = 8192
 Lead = tuple[int, ...]
 
 
-def heads_of(shape: tuple[Any, ...], axes: int, lead: Lead) -> tuple[Any, int, int]:
-    """The rows of an x of this shape, of which `axes` trailing axes are normalised, as (outer, count, inner).
-
-    Of these the weights have `count`. The outer ones may be symbolic.
-    """
-    first, end = _span(shape, axes, lead)
+def heads_of(shape: tuple[Any, ...], axes: int, lead: Lead) -> tuple[int, int]:
+    """How many heads an x of this shape has, of which `axes` trailing axes are normalised, and their neighbouring rows."""
+    _, end = _span(shape, axes, lead)
     inner = math.prod(shape[end : len(shape) - axes]) if lead else 1
-    return math.prod(shape[:first]), math.prod(lead), max(1, inner)
+    return math.prod(lead), max(1, inner)
 
 
 def unsupported(shape: tuple[Any, ...], axes: int, lead: Lead) -> str | None:

@@ -219,8 +219,8 @@ def _backward_native(
         if with_dx and (segments := ffi.row_segments(x.dtype, cols)):
             workspaces.append((*x.shape[: -len(norm.axes)], 2 * segments))
         if with_dscale or with_dbias:
-            outer, count, inner = heads.heads_of(x.shape, len(norm.axes), lead)
-            partial_rows = ffi.partial_rows(x.dtype, cols, count, inner) * (outer if inner > 1 else 1)
+            count, inner = heads.heads_of(x.shape, len(norm.axes), lead)
+            partial_rows = ffi.partial_rows(x.dtype, cols, count, inner)
             workspaces.append((with_dscale + with_dbias, partial_rows, count * cols))
     results = jax.ffi.ffi_lowering(f"jaxnorm_{norm.kind}_norm_bwd")(
         ctx.replace(avals_out=[*ctx.avals_out, *(jax.core.ShapedArray(shape, np.float32) for shape in workspaces)]),

@@ -242,17 +242,17 @@ def test_a_quantised_norm(kind):
     assert bits(norm(x, scale[:1], quantization=to)) == bits(norm(x, scale[0], quantization=to))
 
 
-# (outer, count, inner): rows r of x with the weights r // inner % count.
+# (count, inner): rows r of x with the weights r // inner % count.
 @pytest.mark.parametrize(
     ("shape", "axes", "lead", "expected"),
     [
-        ((2, 3, 5, 8), 1, (), (30, 1, 1)),
-        ((2, 3, 5, 8), 1, (5,), (6, 5, 1)),
-        ((2, 3, 5, 8), 1, (3, 1), (2, 3, 5)),
-        ((2, 3, 5, 8), 1, (2, 1, 1), (1, 2, 15)),
-        ((2, 3, 5, 8), 1, (2, 3, 5), (1, 30, 1)),
-        ((2, 3, 5, 8), 2, (2, 1), (1, 2, 3)),
-        ((2, 3, 0, 8), 1, (3, 1), (2, 3, 1)),
+        ((2, 3, 5, 8), 1, (), (1, 1)),
+        ((2, 3, 5, 8), 1, (5,), (5, 1)),
+        ((2, 3, 5, 8), 1, (3, 1), (3, 5)),
+        ((2, 3, 5, 8), 1, (2, 1, 1), (2, 15)),
+        ((2, 3, 5, 8), 1, (2, 3, 5), (30, 1)),
+        ((2, 3, 5, 8), 2, (2, 1), (2, 3)),
+        ((2, 3, 0, 8), 1, (3, 1), (3, 1)),
     ],
 )
 def test_heads_of_a_shape(shape, axes, lead, expected):

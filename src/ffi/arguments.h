@@ -162,10 +162,8 @@ inline ffi::ErrorOr<Backward> backward_arguments(Kind kind, ffi::RemainingArgs o
     b.row_sums = buffers.f32_result("row_sums", row_sums);
   }
   if (const int64_t sums = attributes.with_dscale + attributes.with_dbias; sums > 0) {
-    const auto [count, inner] = b.heads;
     const int64_t rows = workspaces->partial_rows(b.x.dtype, b.cols, b.heads);
-    b.workspace =
-        buffers.f32_result("workspace", {sums, inner > 1 ? rows * (b.rows / (count * inner)) : rows, count * b.cols});
+    b.workspace = buffers.f32_result("workspace", {sums, rows, b.heads.count * b.cols});
   }
   return buffers.finish(b);
 }

@@ -93,7 +93,7 @@ NB_MODULE(_cuda, module) {
       },
       arg("x_dtype"), arg("cols"), arg("count") = 1, arg("inner") = 1,
       "How many partial sums of dscale and dbias the backward keeps in its workspace, for `count` heads of `inner` "
-      "neighbouring rows each; where inner > 1, as many for each outer / (count * inner) of all rows.");
+      "neighbouring rows each.");
   module.def(
       "max_cluster", [] { return jaxnorm::cuda::current_device().max_cluster(); },
       "How many blocks a cluster of the current GPU has at most; 1: it has no clusters.");
