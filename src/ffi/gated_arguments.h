@@ -63,7 +63,7 @@ inline Gate gate_of(Buffers& buffers, Input data, std::string_view activation, b
 inline ffi::ErrorOr<Forward> gated_forward_arguments(ffi::RemainingArgs operands, ffi::RemainingRets results,
                                                      const GatedForwardAttributes& attributes) {
   Buffers buffers("jaxnorm_gated_rms_norm_fwd", operands, results);
-  const Shapes shapes = buffers.shapes(1);
+  const Shapes shapes = buffers.shapes(1, 0);
   const GatedScale scale = gated_scale(buffers, shapes, attributes.grouped);
   Forward f{};
   f.kind = Kind::rms;
@@ -86,7 +86,7 @@ inline ffi::ErrorOr<Backward> gated_backward_arguments(ffi::RemainingArgs operan
                                                        const GatedBackwardAttributes& attributes,
                                                        const Workspaces* workspaces = nullptr) {
   Buffers buffers("jaxnorm_gated_rms_norm_bwd", operands, results);
-  const Shapes shapes = buffers.shapes(1);
+  const Shapes shapes = buffers.shapes(1, 0);
   const GatedScale scale = gated_scale(buffers, shapes, attributes.grouped);
   Backward b{};
   b.kind = Kind::rms;
