@@ -111,6 +111,31 @@ void run_quantized(Kind kind, Dtype dtype, int64_t rows, int64_t cols, int64_t o
     }
 }
 
+// Gated, in both orders, with as many heads.
+void run_gated(Dtype dtype, int64_t rows, int64_t cols, int64_t heads, int64_t offset) {
+  const Array x(dtype, rows * cols, offset, true), dy(dtype, rows * cols, offset, true);
+  const Array gate(dtype, rows * cols, offset, true), scale(dtype, heads * cols, offset, true);
+  const Array y(dtype, rows * cols, offset, false), dx(dtype, rows * cols, offset, false);
+  const Array dgate(dtype, rows * cols, offset, false), dscale(dtype, heads * cols, 0, false);
+  const Array rstd(Dtype::f32, rows, 0, false);
+  const Array workspace(Dtype::f32, partial_rows(dtype, cols, {heads, 1}) * heads * cols, 0, false);
+  for (const bool first : {false, true}) {
+    Forward f{};
+    f.kind = Kind::rms, f.rows = rows, f.cols = cols, f.epsilon = 1e-6f, f.multiply_before_cast = true;
+    f.x = {x.get(), dtype}, f.scale = {scale.get(), dtype}, f.y = {y.get(), dtype}, f.heads = {heads, 1};
+    f.gate = {{gate.get(), dtype}, first ? Activation::silu : Activation::sigmoid, first};
+    f.rstd = static_cast<float*>(rstd.get());
+    check(forward(f, nullptr), "gated forward");
+
+    Backward b{};
+    b.kind = Kind::rms, b.rows = rows, b.cols = cols, b.heads = f.heads, b.gate = f.gate, b.rstd = f.rstd;
+    b.x = f.x, b.scale = f.scale, b.dy = {dy.get(), dtype}, b.dx = {dx.get(), dtype}, b.dgate = {dgate.get(), dtype};
+    b.dscale = {dscale.get(), dtype}, b.workspace = static_cast<float*>(workspace.get());
+    check(backward(b, nullptr), "gated backward");
+    check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -121,6 +146,8 @@ int main(int argc, char** argv) {
       if (argc == 5) {
         run(kind, dtype, std::atoll(argv[3]), std::atoll(argv[4]), 0);
         run_quantized(kind, dtype, std::atoll(argv[3]), std::atoll(argv[4]), 0);
+        if (kind == Kind::rms && std::atoll(argv[4]) <= kMaxGatedCols)
+          run_gated(dtype, std::atoll(argv[3]), std::atoll(argv[4]), 1, 0);
         continue;
       }
       // Lengths of every regime, whole vectors and not; rows of a part of a block, and more than run at once.
@@ -140,6 +167,10 @@ int main(int argc, char** argv) {
       for (const int64_t cols : {64, 257, 2880, 40000, 100003, 300000}) run(kind, dtype, 37, cols, 0, {}, 64);
       run(kind, dtype, 600, 1024, 0, {}, 1);
       for (const int64_t cols : {64, 1024, 4096, 65536}) run_quantized(kind, dtype, 37, cols, 1);
+      if (kind == Kind::layer) continue;
+      for (const int64_t cols : {24, 64, 100, 128, 256, 512, 1024, 4096, 8192, 16384})
+        for (const int64_t heads : {1, 8}) run_gated(dtype, 700, cols, heads, 0);
+      for (const int64_t cols : {64, 1024, 4096}) run_gated(dtype, 37, cols, 1, 1);
     }
   std::printf("ran every regime that was asked for\n");
 }

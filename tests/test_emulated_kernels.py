@@ -9,7 +9,7 @@ import pytest
 
 HERE = Path(__file__).parent / "emulator"
 SOURCES = HERE.parent.parent / "src"
-WAYS = ("backward", "forward", "forward_added", "forward_quantized")
+WAYS = ("backward", "forward", "forward_added", "forward_quantized", "forward_gated", "backward_gated")
 KERNELS = [f"{way}_{dtype}.cu" for dtype in ("f32", "bf16") for way in WAYS]
 
 pytestmark = pytest.mark.emulated
@@ -33,8 +33,8 @@ def objects(tmp_path_factory):
         return list(pool.map(lambda source: compile_object(source, folder), sources))
 
 
-# Results and gradients; of several rows of weights; with padding; quantised results.
-@pytest.mark.parametrize("program", ["run", "run_heads", "run_padding", "run_quantized"])
+# Results and gradients; of several rows of weights; with padding; quantised results; gated norms.
+@pytest.mark.parametrize("program", ["run", "run_heads", "run_padding", "run_quantized", "run_gated"])
 def test_no_failures(program, objects, tmp_path):
     own = compile_object(HERE / f"{program}.cc", tmp_path)
     target = tmp_path / program

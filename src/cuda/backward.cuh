@@ -47,11 +47,12 @@ cudaError_t launch_backward(const Backward& p, cudaStream_t stream) {
     if (plan.segments > 0) {
       error = launch_columns<KIND, X, DY>(p, plan.segments, partials, aligned, stream);
     } else if (p.dsum && aligned && (kLayer || !p.dbias)) {
-      error = launch_rows<KIND, kLayer, true, X, DY>(p, plan, shares, partials, aligned, stream);
+      error = launch_rows<KIND, kLayer, Third::dsum, X, DY>(p, plan, shares, partials, aligned, stream);
     }
     if (error == cudaErrorNotSupported)
-      error = kLayer || p.dbias ? launch_rows<KIND, true, false, X, DY>(p, plan, shares, partials, aligned, stream)
-                                : launch_rows<KIND, kLayer, false, X, DY>(p, plan, shares, partials, aligned, stream);
+      error = kLayer || p.dbias
+                  ? launch_rows<KIND, true, Third::none, X, DY>(p, plan, shares, partials, aligned, stream)
+                  : launch_rows<KIND, kLayer, Third::none, X, DY>(p, plan, shares, partials, aligned, stream);
   }
   if (error == cudaSuccess && (p.dscale || p.dbias)) error = sum_partials(p, partials, stream);
   return error;

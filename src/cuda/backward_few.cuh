@@ -66,16 +66,17 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   Team<R::kThreads, RowSums<KIND>, 1> team(launch.threads_per_row, p.cols, launch.span, launch.reciprocal_cols);
   const int64_t row = int64_t{blockIdx.x} * launch.rows_per_block + team.place;
   if (row >= p.rows) return;
-  Row<X, W> x, dy;
-  x.read(team, static_cast<const X*>(p.x.data) + row * p.cols);
-  dy.read(team, static_cast<const X*>(p.dy.data) + row * (p.cols + p.dy_pad));
+  Operands<X, X, W> operands;
+  operands.x.read(team, static_cast<const X*>(p.x.data) + row * p.cols);
+  operands.dy.read(team, static_cast<const X*>(p.dy.data) + row * (p.cols + p.dy_pad));
   RowStatistics s;
   s.template fetch<KIND>(p, row);
   const FloatWeight<W> scale(team, from(p.scale, launch.heads.of_row(row) * p.cols), p.scale_offset, 1.0f);
   NoSums none;
-  team.publish(warp_sums<KIND, W>(team, s, x, dy, scale, none, none));
+  team.publish(warp_sums<KIND, W>(team, s, operands, scale, none, none));
   const MemoryAdded<X, W> added{p.dsum.data ? static_cast<const X*>(p.dsum.data) + row * p.cols : nullptr};
-  store_dx<KIND, W>(team, s, team.collect(), x, dy, scale, added, static_cast<X*>(p.dx.data) + row * p.cols);
+  const DxResult<W, X, MemoryAdded<X, W>> result{added, static_cast<X*>(p.dx.data) + row * p.cols};
+  store_dx<KIND, W>(team, s, team.collect(), operands, scale, result);
 }
 
 inline bool is_few(const Backward& p, const Plan& plan) {

@@ -65,16 +65,35 @@ struct NoSums {};
 template <Kind KIND, typename W>
 constexpr bool kOneByOne = KIND == Kind::layer && W::RING && W::N > 1;
 
+// What a row has besides x and dy, of x's type. Of a gate it is known when it applies, or seen at run time.
+enum class Third : uint8_t { none, dsum, gate, gate_first, gate_last };
+
+template <Third THIRD>
+constexpr bool kIsGate = THIRD >= Third::gate;
+
+// What a row's sums and dx are computed from. Beside these `get` may return what only the results want.
+template <typename X, typename DY, typename W>
+struct Operands {
+  struct Rest {};
+  Row<X, W> x;
+  Row<DY, W> dy;
+
+  __device__ Rest get(int slot, int64_t first, int left, float (&to_x)[W::N], float (&to_dy)[W::N]) const {
+    x.get(slot, first, left, to_x);
+    dy.get(slot, first, left, to_dy);
+    return {};
+  }
+};
+
 // This warp's part of the sums of a row, whose shares of dscale and dbias are added to those.
-template <Kind KIND, typename W, typename T, typename X, typename DY, typename DScale, typename DBias>
-__device__ RowSums<KIND> warp_sums(const T& team, RowStatistics s, const Row<X, W>& x, const Row<DY, W>& dy,
+template <Kind KIND, typename W, typename T, typename Operands, typename DScale, typename DBias>
+__device__ RowSums<KIND> warp_sums(const T& team, RowStatistics s, const Operands& operands,
                                    const FloatWeight<W>& scale, DScale& dscale, DBias& dbias) {
   Sum<W> g_sum, gx_sum;
   for_each_vector<W>(team, [&](int slot, auto first, int left) {
     if (kOneByOne<KIND, W> && left <= 0) return;
     float x_hat[W::N], g[W::N];
-    x.get(slot, first, left, x_hat);
-    dy.get(slot, first, left, g);
+    operands.get(slot, first, left, x_hat, g);
 #pragma unroll
     for (int i = 0; i < W::N; ++i) {
       x_hat[i] = s.template x_hat<KIND>(x_hat[i]);
@@ -127,25 +146,37 @@ struct MemoryAdded {
   }
 };
 
-// dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) + added of a row. `sums`: of the whole row.
-template <Kind KIND, typename W, typename T, typename X, typename DY, typename Added>
-__device__ void store_dx(const T& team, RowStatistics s, const RowSums<KIND>& sums, const Row<X, W>& x,
-                         const Row<DY, W>& dy, const FloatWeight<W>& scale, const Added& added, X* dx) {
+// Stores dx and what is added to it.
+template <typename W, typename X, typename Added>
+struct DxResult {
+  const Added& added;
+  X* dx;
+
+  template <typename Rest>
+  __device__ void store(const Rest&, int slot, int64_t first, int left, float (&vector)[W::N], const float (&)[W::N],
+                        const float (&)[W::N]) const {
+    added.add_to(slot, first, left, vector);
+    cuda::store<W::ALIGNED>(dx + first, pack<X>(vector), left);
+  }
+};
+
+// dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) of a row, which `result` stores. `sums`: of the whole row.
+template <Kind KIND, typename W, typename T, typename Operands, typename Result>
+__device__ void store_dx(const T& team, RowStatistics s, const RowSums<KIND>& sums, const Operands& operands,
+                         const FloatWeight<W>& scale, const Result& result) {
   constexpr bool kLayer = KIND == Kind::layer;
   const float slope = sums.value[0] * team.reciprocal() * s.rstd;
   const float level = kLayer ? sums.value[kLayer] * team.reciprocal() * s.rstd : 0.0f;
   for_each_vector<W>(team, [&](int slot, auto first, int left) {
     if (kOneByOne<KIND, W> && left <= 0) return;
     float x_hat[W::N], g[W::N];
-    x.get(slot, first, left, x_hat);
-    dy.get(slot, first, left, g);
+    const auto rest = operands.get(slot, first, left, x_hat, g);
 #pragma unroll
     for (int i = 0; i < W::N; ++i) {
       x_hat[i] = s.template x_hat<KIND>(x_hat[i]);
       g[i] = fmaf(g[i] * scale[slot][i], s.rstd, -(kLayer ? fmaf(x_hat[i], slope, level) : x_hat[i] * slope));
     }
-    added.add_to(slot, first, left, g);
-    store<W::ALIGNED>(dx + first, pack<X>(g), left);
+    result.store(rest, slot, first, left, g, x_hat, scale[slot]);
   });
 }
 

@@ -1,7 +1,7 @@
 // The backward where a team has its row at hand: dx, and the sums over the team's rows on the way.
 #pragma once
 
-#include "cuda/backward_row.cuh"
+#include "cuda/backward_gated_row.cuh"
 #include "cuda/partials.h"
 
 namespace jaxnorm::cuda {
@@ -9,16 +9,19 @@ namespace jaxnorm::cuda {
 // Whether dx of a row comes after the sums of the next, so that nothing stands still while a team, of several warps or
 // several blocks, exchanges those of the row. Shared memory has room for so many rows of half types only; and within a
 // block LayerNorm and rows that vectors do not divide (not VECTORS), which have more to compute, are slower so.
-template <Kind KIND, bool ADD, typename X, typename DY, typename R, bool VECTORS>
-constexpr bool kBehind =
-    sizeof(X) + sizeof(DY) == 4 && !ADD && (R::kCluster > 1 || (R::kThreads <= 0 && KIND == Kind::rms && VECTORS));
+template <Kind KIND, Third THIRD, typename X, typename DY, typename R, bool VECTORS>
+constexpr bool kBehind = sizeof(X) + sizeof(DY) == 4 && THIRD == Third::none &&
+                         (R::kCluster > 1 || (R::kThreads <= 0 && KIND == Kind::rms && VECTORS));
 
 // dx, and the partial sums of dscale and, if BIAS, of dbias, each where it is asked for. A team has those of
-// its rows, which are of one head, in registers. ADD: dsum comes by way of the ring, too.
-template <Kind KIND, bool BIAS, bool ADD, typename X, typename DY, typename R, Access ACCESS>
+// its rows, which are of one head, in registers. A third array comes by way of the ring, too, if there is
+// one.
+template <Kind KIND, bool BIAS, Third THIRD, typename X, typename DY, typename R, Access ACCESS>
 __device__ __forceinline__ void backward_rows(const Backward& p, const Partials& partials, const RowsLaunch& launch,
                                               char* shared) {
-  using W = Walk<X, R, ACCESS>;
+  // Three rows are not held in registers.
+  constexpr bool kGated = kIsGate<THIRD>;
+  using W = std::conditional_t<kGated && ACCESS != Access::ring, WalkAgain<X, R, ACCESS>, Walk<X, R, ACCESS>>;
   using Threads = Team<R::kThreads, RowSums<KIND>, R::kCluster>;
   Threads team(launch.threads_per_row, p.cols, launch.span, launch.reciprocal_cols);
   const HeadsLaunch& heads = launch.heads;
@@ -28,19 +31,19 @@ __device__ __forceinline__ void backward_rows(const Backward& p, const Partials&
   const Rows rows{part * group, launch.step, launch.end, group, &heads, team.index};
   const X* const x_data = static_cast<const X*>(p.x.data);
   const DY* const dy_data = static_cast<const DY*>(p.dy.data);
-  const X* const dsum_data = static_cast<const X*>(p.dsum.data);
+  const X* const third_data = static_cast<const X*>(kGated ? p.gate.data.data : p.dsum.data);
   auto ring = [&] {
-    if constexpr (ADD) {
-      return RingOf<W, Threads, X, DY, X>(team, launch.ring, shared, rows, x_data, dy_data, dsum_data);
+    if constexpr (THIRD != Third::none) {
+      return RingOf<W, Threads, X, DY, X>(team, launch.ring, shared, rows, x_data, dy_data, third_data);
     } else {
       return RingOf<W, Threads, X, DY>(team, launch.ring, shared, rows, x_data, dy_data);
     }
   }();
-  constexpr bool kBehind = W::RING && cuda::kBehind<KIND, ADD, X, DY, R, (W::N > 1)>;
+  constexpr bool kBehind = W::RING && cuda::kBehind<KIND, THIRD, X, DY, R, (W::N > 1)>;
   const int64_t first_row = rows.first + team.place;
   const FloatWeight<W> scale(team, from(p.scale, heads.of_row(rows.row(first_row)) * p.cols), p.scale_offset, 1.0f);
-  Row<X, W> x;
-  Row<DY, W> dy;
+  std::conditional_t<kGated, GatedOperands<X, W, THIRD>, Operands<X, DY, W>> operands;
+  if constexpr (kGated) operands.how = p.gate;
   ColumnSums<W> dscale;
   std::conditional_t<BIAS, ColumnSums<W>, NoSums> dbias;
 
@@ -61,37 +64,44 @@ __device__ __forceinline__ void backward_rows(const Backward& p, const Partials&
       ring.take();
       const int64_t row = rows.row(next);
       if constexpr (W::RING) {
-        x.read(team, ring.template newest<0>(x_data + row * p.cols + team.begin));
-        dy.read(team, ring.template newest<1>(dy_data + row * launch.ring.stride[1] + team.begin));
+        const int64_t at = row * p.cols + team.begin;
+        operands.x.read(team, ring.template newest<0>(x_data + at));
+        operands.dy.read(team, ring.template newest<1>(dy_data + row * launch.ring.stride[1] + team.begin));
+        if constexpr (kGated) operands.gate.read(team, ring.template newest<2>(third_data + at));
       } else {
-        x.read(team, x_data + row * p.cols);
-        dy.read(team, dy_data + row * (p.cols + p.dy_pad));
+        operands.x.read(team, x_data + row * p.cols);
+        operands.dy.read(team, dy_data + row * (p.cols + p.dy_pad));
+        if constexpr (kGated) operands.gate.read(team, third_data + row * p.cols);
       }
       fetched.template fetch<KIND>(p, rows.row(next + rows.step));
 
-      team.publish(warp_sums<KIND, W>(team, newest, x, dy, scale, dscale, dbias));
+      team.publish(warp_sums<KIND, W>(team, newest, operands, scale, dscale, dbias));
       ring.met();
     }
     if (kBehind && next == first_row) continue;
     const int64_t row = rows.row(kBehind ? next - rows.step : next);
     const RowSums<KIND> sums = team.collect();
-    if (p.dx.data) {
+    if (p.dx.data || (kGated && p.dgate.data)) {
       if constexpr (kBehind) {
-        x.read(team, ring.template oldest<0>(x_data + row * p.cols + team.begin));
-        dy.read(team, ring.template oldest<1>(dy_data + row * launch.ring.stride[1] + team.begin));
+        operands.x.read(team, ring.template oldest<0>(x_data + row * p.cols + team.begin));
+        operands.dy.read(team, ring.template oldest<1>(dy_data + row * launch.ring.stride[1] + team.begin));
       }
-      const auto store = [&](const auto& added) {
-        store_dx<KIND, W>(team, kBehind ? oldest : newest, sums, x, dy, scale, added,
-                          static_cast<X*>(p.dx.data) + row * p.cols);
+      const auto store = [&](const auto& result) {
+        store_dx<KIND, W>(team, kBehind ? oldest : newest, sums, operands, scale, result);
       };
-      if constexpr (ADD) {
+      const auto add_and_store = [&](const auto& added) {
+        store(DxResult<W, X, std::decay_t<decltype(added)>>{added, static_cast<X*>(p.dx.data) + row * p.cols});
+      };
+      if constexpr (kGated) {
+        store(GatedResult<W, X>(p, row));
+      } else if constexpr (THIRD == Third::dsum) {
         RingAdded<X, W> added;
-        added.row.read(team, ring.template oldest<2>(dsum_data + row * p.cols + team.begin));
-        store(added);
+        added.row.read(team, ring.template oldest<2>(third_data + row * p.cols + team.begin));
+        add_and_store(added);
       } else if constexpr (W::RING && W::N > 1) {
-        store(NothingAdded{});
+        add_and_store(NothingAdded{});
       } else {
-        store(MemoryAdded<X, W>{dsum_data ? dsum_data + row * p.cols : nullptr});
+        add_and_store(MemoryAdded<X, W>{third_data ? third_data + row * p.cols : nullptr});
       }
     }
     ring.leave();
@@ -112,13 +122,13 @@ __device__ __forceinline__ void backward_rows(const Backward& p, const Partials&
   if constexpr (BIAS) write(dbias, partials.dbias);
 }
 
-template <Kind KIND, bool BIAS, bool ADD, typename X, typename DY, typename R, Access ACCESS>
+template <Kind KIND, bool BIAS, Third THIRD, typename X, typename DY, typename R, Access ACCESS>
 __global__ void __launch_bounds__(kMaxThreads)
     backward_kernel(const __grid_constant__ Backward p, const __grid_constant__ Partials partials,
                     const __grid_constant__ RowsLaunch launch) {
   constexpr bool kRing = ACCESS == Access::ring || ACCESS == Access::ring_elements;
   if constexpr (kHasClusters || (R::kCluster == 1 && !kRing)) {
-    backward_rows<KIND, BIAS, ADD, X, DY, R, ACCESS>(p, partials, launch, dynamic_shared());
+    backward_rows<KIND, BIAS, THIRD, X, DY, R, ACCESS>(p, partials, launch, dynamic_shared());
   }
 }
 
@@ -135,9 +145,9 @@ cudaError_t with_backward_regime(const Plan& plan, F f) {
   return plan.vectors == 2 ? f(Regime<8, 2, 1>{}) : f(Regime<8, most, 1>{});
 }
 
-// ADD: only of aligned arrays, and cudaErrorNotSupported where there are no rings or no room for them; without it dsum,
-// if there is one, is read when it is added.
-template <Kind KIND, bool BIAS, bool ADD, typename X, typename DY>
+// With dsum as the third array only of aligned arrays, and cudaErrorNotSupported where there are no rings or no room
+// for them; otherwise dsum, if there is one, is read when it is added.
+template <Kind KIND, bool BIAS, Third THIRD, typename X, typename DY>
 cudaError_t launch_rows(const Backward& p, const Plan& plan, const Shares& shares, const Partials& partials,
                         bool aligned, cudaStream_t stream) {
   // Of two types, rows that vectors do not divide go the slow way.
@@ -154,10 +164,10 @@ cudaError_t launch_rows(const Backward& p, const Plan& plan, const Shares& share
   const int sums = plan.rows_per_block > 1 ? plan.block_threads() * kElements * int{sizeof(float)} : 0;
   return with_backward_regime<KIND, X>(plan, [&](auto regime) {
     using R = decltype(regime);
-    const bool behind = divided ? kBehind<KIND, ADD, X, DY, R, true> : kBehind<KIND, ADD, X, DY, R, false>;
+    const bool behind = divided ? kBehind<KIND, THIRD, X, DY, R, true> : kBehind<KIND, THIRD, X, DY, R, false>;
     const int held = behind ? 2 : 1;
     int ring = 0;
-    if constexpr (ADD) {
+    if constexpr (THIRD == Third::dsum) {
       if (!whole_chunks) return cudaErrorNotSupported;
       ring = launch.with_rings(plan, p.cols, {x_array, dy_array, x_array}, held);
     } else if (whole_chunks && ((aligned && !p.dsum) || (kOneType && !divided))) {
@@ -167,10 +177,10 @@ cudaError_t launch_rows(const Backward& p, const Plan& plan, const Shares& share
       constexpr Access kAccess = decltype(access)::value;
       // What is rare has one kernel for both.
       constexpr bool kBias = BIAS || kAccess == Access::unaligned || !kOneType;
-      return launch_teams(backward_kernel<KIND, kBias, ADD, X, DY, R, kAccess>, plan, shares.blocks,
+      return launch_teams(backward_kernel<KIND, kBias, THIRD, X, DY, R, kAccess>, plan, shares.blocks,
                           std::max(ring, sums), stream, p, partials, launch);
     };
-    if constexpr (ADD) {
+    if constexpr (THIRD == Third::dsum) {
       return ring > 0 ? launch_as(AccessAs<Access::ring>{}) : cudaErrorNotSupported;
     } else {
       if (ring > 0 && divided) return launch_as(AccessAs<Access::ring>{});

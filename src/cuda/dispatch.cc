@@ -18,6 +18,7 @@ cudaError_t forward(const Forward& p, cudaStream_t stream) {
   if (p.rows == 0) return cudaSuccess;
   const cudaError_t fused = with_dtype(p.residual ? p.residual.dtype : p.x.dtype, [&](auto type) {
     using X = decltype(type);
+    if (p.gate) return forward_gated_of<X>(p, stream);
     if (p.quantized.values.data) return forward_quantized_of<X>(p, stream);
     return p.residual ? forward_added_of<X>(p, stream) : forward_of<X>(p, stream);
   });
@@ -31,7 +32,10 @@ cudaError_t forward(const Forward& p, cudaStream_t stream) {
 }
 
 cudaError_t backward(const Backward& p, cudaStream_t stream) {
-  return with_dtype(p.x.dtype, [&](auto x) { return backward_of<decltype(x)>(p, stream); });
+  return with_dtype(p.x.dtype, [&](auto type) {
+    using X = decltype(type);
+    return p.gate ? backward_gated_of<X>(p, stream) : backward_of<X>(p, stream);
+  });
 }
 
 }  // namespace jaxnorm::cuda

@@ -2,19 +2,20 @@
 // epilogue.
 #pragma once
 
-#include "cuda/forward_row.cuh"
+#include "cuda/gated_row.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/norms.h"
 
 namespace jaxnorm::cuda {
 
 template <typename X, typename W, typename C>
-using RowOf = std::conditional_t<C::kAdds, SumRow<typename C::template Result<X>, X, W>, Row<X, W>>;
+using RowOf = std::conditional_t<C::kGates, GatedRow<X, W, C::kFirst>,
+                                 std::conditional_t<C::kAdds, SumRow<typename C::template Result<X>, X, W>, Row<X, W>>>;
 
 // Teams whose rows do not come by way of a ring. A team has several rows under way at once if they are short.
 template <Kind KIND, typename X, typename R, Access ACCESS, typename C>
 __device__ __forceinline__ void forward_rows(const Forward& p, const RowsLaunch& launch) {
-  using W = Walk<X, R, ACCESS>;
+  using W = std::conditional_t<C::kGates && ACCESS == Access::unaligned, WalkAgain<X, R, ACCESS>, Walk<X, R, ACCESS>>;
   using Y = typename C::template Result<X>;
   using Threads = Team<R::kThreads, Part<KIND>, R::kCluster>;
   Threads team(launch.threads_per_row, p.cols, launch.span, launch.reciprocal_cols);
@@ -34,6 +35,8 @@ __device__ __forceinline__ void forward_rows(const Forward& p, const RowsLaunch&
     if constexpr (C::kAdds) {
       x[r].read(team, x_row[r], static_cast<const X*>(p.residual.data) + start, static_cast<X*>(p.sum.data) + start,
                 row < p.rows);
+    } else if constexpr (C::kGates) {
+      x[r].read(team, x_row[r], static_cast<const X*>(p.gate.data.data) + start, p.gate.activation);
     } else {
       x[r].read(team, x_row[r]);
     }
@@ -93,6 +96,16 @@ __device__ __forceinline__ void forward_rows(const Forward& p, const RowsLaunch&
 #pragma unroll
       for (int r = 0; r < kRows; ++r)
         if (const int64_t row = first_row + r * group; row < p.rows) pad_row<W::N>(p, {p.y.data, kDtype<Y>}, team, row);
+  } else if constexpr (C::kGates) {
+    collect();
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const int64_t row = first_row + r * group;
+      if (r > 0 && row >= p.rows) break;
+      X* y = static_cast<X*>(p.y.data) + row * p.cols;
+      hide(y);
+      finish_gated<W>(p, team, s[r], x[r], from(p.scale, launch.heads.of_row(row) * p.cols), y);
+    }
   } else {
     collect();
     for (int r = 0; r < kRows && first_row + r * group < p.rows; ++r)

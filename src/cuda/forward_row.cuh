@@ -71,7 +71,8 @@ __device__ float x_hat(float x, Statistics s) {
 template <typename T, bool BIAS, bool ROUND, typename ADDED = void>
 struct Call {
   using Weight = T;
-  static constexpr bool kKnown = true, kBias = BIAS, kRound = ROUND, kAdds = !std::is_void_v<ADDED>, kHeads = false;
+  static constexpr bool kKnown = true, kBias = BIAS, kRound = ROUND, kAdds = !std::is_void_v<ADDED>, kHeads = false,
+                        kGates = false, kFirst = false;
   // Of y and of what is added, where rows are of X.
   template <typename X>
   using Result = std::conditional_t<kAdds, ADDED, X>;
@@ -85,7 +86,7 @@ struct HeadsCall : C {
 
 // Everything else, seen at run time.
 struct AnyCall {
-  static constexpr bool kKnown = false, kAdds = false, kHeads = false;
+  static constexpr bool kKnown = false, kAdds = false, kHeads = false, kGates = false, kFirst = false;
   template <typename X>
   using Result = X;
 };

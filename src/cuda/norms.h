@@ -22,7 +22,12 @@ cudaError_t forward_added_of(const Forward& p, cudaStream_t stream);
 // With a quantised result. cudaErrorNotSupported: with a residual, no one kernel does it.
 template <typename X>
 cudaError_t forward_quantized_of(const Forward& p, cudaStream_t stream);
+// With a gate: rows of up to 16384 columns.
+template <typename X>
+cudaError_t forward_gated_of(const Forward& p, cudaStream_t stream);
 template <typename X>
 cudaError_t backward_of(const Backward& p, cudaStream_t stream);
+template <typename X>
+cudaError_t backward_gated_of(const Backward& p, cudaStream_t stream);
 
 }  // namespace jaxnorm::cuda

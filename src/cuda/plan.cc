@@ -88,6 +88,12 @@ Plan make_plan(Op op, Kind kind, Dtype x, int64_t cols, int max_cluster) {
                            : backward_plan(kind, row, cols, vector, max_cluster);
 }
 
+Plan make_gated_backward_plan(Dtype x, int64_t cols, int max_cluster) {
+  const Plan plan = make_plan(Op::backward, Kind::rms, x, cols, max_cluster);
+  const int vector = vector_of(x);
+  return plan.segments > 0 ? whole_warps(ceil_div(cols, vector), 2 * kElements / vector, 1) : plan;
+}
+
 int row_segments(Dtype x, int64_t cols) { return make_plan(Op::backward, Kind::rms, x, cols, 1).segments; }
 
 Shares share_rows(Dtype x, int64_t cols, int64_t rows, Heads heads, int group) {

@@ -73,6 +73,16 @@ __device__ inline float reciprocal_estimate(float value) {
   return estimate;
 }
 
+// 2^value to two units in the last place.
+__device__ inline float exp2_estimate(float value) {
+  float estimate;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(estimate) : "f"(value));
+  return estimate;
+}
+
+// Brings a line of memory into the L2 cache.
+__device__ inline void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+
 // Hides from the compiler what it knows of a pointer.
 template <typename T>
 __device__ void hide(T*& pointer) {

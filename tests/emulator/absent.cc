@@ -18,7 +18,15 @@ cudaError_t forward_quantized_of<__half>(const Forward&, cudaStream_t) {
   std::abort();
 }
 template <>
+cudaError_t forward_gated_of<__half>(const Forward&, cudaStream_t) {
+  std::abort();
+}
+template <>
 cudaError_t backward_of<__half>(const Backward&, cudaStream_t) {
+  std::abort();
+}
+template <>
+cudaError_t backward_gated_of<__half>(const Backward&, cudaStream_t) {
   std::abort();
 }
 

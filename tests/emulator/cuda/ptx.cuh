@@ -33,7 +33,12 @@ inline uint32_t pack_s8(float a, float b, float c, float d) {
   return byte(a) | byte(b) << 8 | byte(c) << 16 | byte(d) << 24;
 }
 
-inline float reciprocal_estimate(float value) { return 1 / value; }
+// Of these instructions what is below the smallest normal number is zero.
+inline float flushed(float value) { return std::fabs(value) < 0x1p-126f ? std::copysign(0.0f, value) : value; }
+inline float reciprocal_estimate(float value) { return flushed(1 / flushed(value)); }
+inline float exp2_estimate(float value) { return flushed(std::exp2(flushed(value))); }
+
+inline void prefetch(const void*) {}
 
 template <typename T>
 void hide(T*&) {}

@@ -1,0 +1,66 @@
+// The backward of a gated RMS norm.
+#pragma once
+
+#include "cuda/backward_rows.cuh"
+#include "cuda/norms.h"
+
+namespace jaxnorm::cuda {
+
+template <typename X, typename F>
+cudaError_t with_gated_backward_regime(const Plan& plan, F f) {
+  constexpr int most = kElements / kVector<X>;
+  if (plan.vectors > most) return f(Regime<kWholeBlock, 2 * most, 1>{});
+  return with_backward_regime<Kind::rms, X>(plan, [&](auto regime) {
+    if constexpr (decltype(regime)::kVectors <= most) return f(regime);
+    return cudaErrorInvalidValue;  // not reached
+  });
+}
+
+template <typename X>
+cudaError_t launch_gated_rows(const Backward& p, const Plan& plan, const Shares& shares, const Partials& partials,
+                              bool aligned, cudaStream_t stream) {
+  RowsLaunch launch(plan, p.cols, kVector<X>, p.heads);
+  launch.step = shares.step;
+  launch.end = shares.end;
+  launch.sums = shares.sums;
+  const RingArray array{sizeof(X), p.cols};
+  const int sums = plan.rows_per_block > 1 ? plan.block_threads() * kElements * int{sizeof(float)} : 0;
+  return with_gated_backward_regime<X>(plan, [&](auto regime) {
+    using R = decltype(regime);
+    const int ring = aligned ? launch.with_rings(plan, p.cols, {array, array, array}, 1) : 0;
+    const auto launch_as = [&](auto kernel) {
+      return launch_teams(kernel, plan, shares.blocks, std::max(ring, sums), stream, p, partials, launch);
+    };
+    if constexpr (R::kVectors * kVector<X> <= kElements)
+      if (ring > 0)
+        return launch_as(p.gate.first ? backward_kernel<Kind::rms, false, Third::gate_first, X, X, R, Access::ring>
+                                      : backward_kernel<Kind::rms, false, Third::gate_last, X, X, R, Access::ring>);
+    // What is rare has one kernel for both orders.
+    if constexpr (R::kCluster == 1)
+      if (aligned) return launch_as(backward_kernel<Kind::rms, false, Third::gate, X, X, R, Access::vectors>);
+    return launch_as(backward_kernel<Kind::rms, false, Third::gate, X, X, R, Access::unaligned>);
+  });
+}
+
+template <typename X>
+cudaError_t backward_gated_of(const Backward& p, cudaStream_t stream) {
+  if (p.cols > kMaxGatedCols) return cudaErrorNotSupported;
+  constexpr int N = kVector<X>;
+  const Plan plan = make_gated_backward_plan(kDtype<X>, p.cols, current_device().max_cluster());
+  const auto are_aligned = [](auto... arrays) { return (aligned_for<N>(arrays.dtype, arrays.data) && ...); };
+  const bool aligned = p.cols % N == 0 && aligned_for<N>(Dtype::f32, p.workspace) &&
+                       are_aligned(p.x, p.gate.data, p.dy, p.scale, p.dx, p.dgate);
+  const Shares shares = share_rows(kDtype<X>, p.cols, p.rows, p.heads, plan.rows_per_block);
+  if (p.heads.inner != 1 || shares.blocks > INT_MAX / plan.blocks_per_row) return cudaErrorInvalidValue;
+  Partials partials{};
+  partials.rows = shares.partial_rows;
+  if (p.dscale) partials.dscale = p.workspace;
+
+  cudaError_t error = cudaSuccess;
+  if (p.rows > 0 && (p.dx || p.dgate || p.dscale))
+    error = launch_gated_rows<X>(p, plan, shares, partials, aligned, stream);
+  if (error == cudaSuccess && p.dscale) error = sum_partials(p, partials, stream);
+  return error;
+}
+
+}  // namespace jaxnorm::cuda

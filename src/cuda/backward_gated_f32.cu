@@ -1,0 +1,5 @@
+#include "cuda/backward_gated.cuh"
+
+namespace jaxnorm::cuda {
+template cudaError_t backward_gated_of<float>(const Backward&, cudaStream_t);
+}  // namespace jaxnorm::cuda
