@@ -150,8 +150,9 @@ cudaError_t with_backward_regime(const Plan& plan, F f) {
 template <Kind KIND, bool BIAS, Third THIRD, typename X, typename DY>
 cudaError_t launch_rows(const Backward& p, const Plan& plan, const Shares& shares, const Partials& partials,
                         bool aligned, cudaStream_t stream) {
-  // Of two types, rows that vectors do not divide go the slow way.
-  constexpr bool kOneType = std::is_same_v<X, DY>;
+  // Of two types, rows that vectors do not divide go the slow way, and there are no rings for half types whose dy is
+  // f32: such calls are rare, and kernels take time to compile.
+  constexpr bool kOneType = std::is_same_v<X, DY>, kRings = kOneType || sizeof(X) == 4;
   const bool divided = p.cols % kVector<X> == 0 && p.cols % kVector<DY> == 0;
   RowsLaunch launch(plan, p.cols, kVector<X>, p.heads);
   launch.step = shares.step;
@@ -168,9 +169,9 @@ cudaError_t launch_rows(const Backward& p, const Plan& plan, const Shares& share
     const int held = behind ? 2 : 1;
     int ring = 0;
     if constexpr (THIRD == Third::dsum) {
-      if (!whole_chunks) return cudaErrorNotSupported;
+      if (!whole_chunks || !kRings) return cudaErrorNotSupported;
       ring = launch.with_rings(plan, p.cols, {x_array, dy_array, x_array}, held);
-    } else if (whole_chunks && ((aligned && !p.dsum) || (kOneType && !divided))) {
+    } else if (kRings && whole_chunks && ((aligned && !p.dsum) || (kOneType && !divided))) {
       ring = launch.with_rings(plan, p.cols, {x_array, dy_array}, held);
     }
     const auto launch_as = [&](auto access) {
@@ -180,10 +181,11 @@ cudaError_t launch_rows(const Backward& p, const Plan& plan, const Shares& share
       return launch_teams(backward_kernel<KIND, kBias, THIRD, X, DY, R, kAccess>, plan, shares.blocks,
                           std::max(ring, sums), stream, p, partials, launch);
     };
-    if constexpr (THIRD == Third::dsum) {
-      return ring > 0 ? launch_as(AccessAs<Access::ring>{}) : cudaErrorNotSupported;
-    } else {
+    if constexpr (kRings)
       if (ring > 0 && divided) return launch_as(AccessAs<Access::ring>{});
+    if constexpr (THIRD == Third::dsum) {
+      return cudaErrorNotSupported;
+    } else {
       if constexpr (kOneType)
         if (ring > 0) return launch_as(AccessAs<Access::ring_elements>{});
       // Without rings, or without room for them. A cluster goes the slow way.
