@@ -46,7 +46,7 @@ class GatedRow {
     activation_ = activation;
     if constexpr (W::KEPT)
       for_each_batch<W, AT_ONCE>(team, [&](auto visit) {
-        Packed<X, W::N> gates[AT_ONCE];
+        [[maybe_unused]] Packed<X, W::N> gates[AT_ONCE];
         visit([&](int i, int slot, auto first, int left) {
           held_[slot] = load_now<W::N>(x + first, left);
           if constexpr (FIRST) {
