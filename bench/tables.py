@@ -19,6 +19,7 @@ KINDS = ("rms", "layer", "add_rms", "add_layer", "gated_rms", "rms_quantized", "
 OPS = [report.op_name(kind, way) for way in ("forward", "backward", "step") for kind in KINDS]
 DTYPES = ["float32", "bfloat16", "float16"]
 CPU_SHAPE = (4096, 4096)
+SMALL = frozenset(shape.name for shape in shapes.DECODE)
 
 
 def add_arguments(parser):
@@ -64,9 +65,20 @@ def grid(results):
     """GB/s by op and row length, and how many times as fast as XLA."""
     everything = [row for row in results["rows"] if row["shape"].startswith("grid ")]
     steps = [row for row in everything if row["op"].endswith("step") and row["x XLA"]]
-    rows = [row for row in everything if not row["op"].endswith("step")]
+    below = ["", ratios("The result and all gradients in one program", steps)] if steps else []
+    return rates(results["header"], everything, "row length", lambda row: row["N"]) + below
+
+
+def models(results):
+    """The same by op and shape, of what is neither the grid nor small."""
+    others = [row for row in results["rows"] if not row["shape"].startswith("grid ") and row["shape"] not in SMALL]
+    return rates(results["header"], others, "shape", lambda row: f"{row['shape']}, {row['M']}x{row['N']}")
+
+
+def rates(header, rows, corner, column_of):
+    rows = [row for row in rows if not row["op"].endswith("step")]
     if not rows:
-        return ["Not measured yet: the run has no grid."]
+        return ["Not measured yet: the run has none of these shapes."]
     copy = statistics.median(row["copy GB/s"] for row in rows)
     legend = f"A copy reaches {copy:.0f} GB/s. † misses its target: {targets.in_words(rows)}."
 
@@ -74,14 +86,12 @@ def grid(results):
         ratio = "" if row["x XLA"] is None else f" ({row['x XLA']:.2f})"
         return f"{row['GB/s']:.0f}{ratio}{'†' if targets.shortfalls(row) else ''}"
 
-    below = ["", ratios("The result and all gradients in one program", steps)] if steps else []
-    return about(results["header"], legend) + pivot("row length", rows, lambda row: row["N"], cell) + below
+    return about(header, legend) + pivot(corner, rows, column_of, cell)
 
 
 def small(results):
     """Microseconds of small arrays: ours, XLA's, the best other's."""
-    names = {shape.name for shape in shapes.DECODE}
-    rows = [row for row in results["rows"] if row["shape"] in names and not row["op"].endswith("step")]
+    rows = [row for row in results["rows"] if row["shape"] in SMALL and not row["op"].endswith("step")]
     if not rows:
         return ["Not measured yet: the run has no small shapes."]
 
@@ -165,6 +175,8 @@ TABLES = {
     "h200-small": ("h200.json", small),
     "h200-add-grid": ("h200_add.json", grid),
     "h200-add-small": ("h200_add.json", small),
+    "h200-gated-grid": ("h200_gated.json", grid),
+    "h200-gated-models": ("h200_gated.json", models),
     "h200-quantized-grid": ("h200_quantized.json", grid),
     "h200-quantized-small": ("h200_quantized.json", small),
     "cpu": ("cpu.json", cpu),

@@ -176,11 +176,20 @@ def test_tables_of_a_run(results):
     text = tables.render(f"before\n{marked}after\n", results)
     assert "| `rms_norm` forward, float32 | 4256 (2.00) | 5024 (2.00) |" in text
     assert "| `rms_norm` forward, float32 | 2.0 / 4.0 / 1.0 |" in text
-    assert (
-        text.count("Not measured yet") == 6
-    )  # the CPU's, the model's, and two each with a residual and of quantised results
+    # The CPU's, the model's, and two each with a residual, with a gate and of quantised results.
+    assert text.count("Not measured yet") == 8
     assert "old" not in text
     assert tables.render(text, results) == text
+
+
+def test_the_table_of_models(tmp_path):
+    rows = [
+        result("gated_rms_norm forward", "bfloat16", shape, 4, 5120) for shape in ("Mamba2", "grid 5120", "decode 1")
+    ]
+    report.save(HEADER, rows, tmp_path / "h200_gated")
+    *_, heading, _, line, _ = tables.render("<!-- table: h200-gated-models -->\n<!-- end -->\n", tmp_path).splitlines()
+    assert heading == "| shape | Mamba2, 4x5120 |"
+    assert line.startswith("| `gated_rms_norm` forward, bfloat16 |")
 
 
 def test_the_table_of_quantised_results(tmp_path):
