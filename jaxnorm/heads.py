@@ -22,7 +22,7 @@ Lead = tuple[int, ...]
 
 
 def heads_of(shape: tuple[Any, ...], axes: int, lead: Lead) -> tuple[int, int]:
-    """How many heads an x of this shape has, of which `axes` trailing axes are normalised, and their neighbouring rows."""
+    """(count, inner): how many heads such an x has, of `axes` normalised axes, and how many neighbouring rows of each."""
     _, end = _span(shape, axes, lead)
     inner = math.prod(shape[end : len(shape) - axes]) if lead else 1
     return math.prod(lead), max(1, inner)
