@@ -22,7 +22,7 @@ Lead = tuple[int, ...]
 
 
 def heads_of(shape: tuple[Any, ...], axes: int, lead: Lead) -> tuple[int, int]:
-    """(count, inner): how many heads such an x has, of `axes` normalised axes, and how many neighbouring rows of each."""
+    """(count, inner): how many heads such an x has, of `axes` normalised axes, and neighbouring rows of each."""
     _, end = _span(shape, axes, lead)
     inner = math.prod(shape[end : len(shape) - axes]) if lead else 1
     return math.prod(lead), max(1, inner)
