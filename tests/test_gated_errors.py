@@ -1,5 +1,7 @@
 """Bad input of the gated norm is a clear error while tracing; bad calls of its handlers are errors too."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -108,7 +110,8 @@ BACKWARD = {
 def workspace(scale=WEIGHT, cols=COLS):
     if jax.default_backend() != "gpu":
         return []
-    return [struct(1, jaxnorm.ffi.partial_rows(jnp.dtype(F32), cols), np.prod(scale.shape))]
+    size = math.prod(scale.shape)
+    return [struct(1, jaxnorm.ffi.partial_rows(jnp.dtype(F32), cols, size // cols), size)]
 
 
 def forward(operands=(ROW, ROW, WEIGHT), results=(ROW, RSTD), **changes):

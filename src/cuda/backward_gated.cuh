@@ -44,7 +44,7 @@ cudaError_t launch_gated_rows(const Backward& p, const Plan& plan, const Shares&
 
 template <typename X>
 cudaError_t backward_gated_of(const Backward& p, cudaStream_t stream) {
-  if (p.cols > kMaxGatedCols) return cudaErrorNotSupported;
+  if (p.cols > kGatedCols) return cudaErrorNotSupported;
   constexpr int N = kVector<X>;
   const Plan plan = make_gated_backward_plan(kDtype<X>, p.cols, current_device().max_cluster());
   const auto are_aligned = [](auto... arrays) { return (aligned_for<N>(arrays.dtype, arrays.data) && ...); };

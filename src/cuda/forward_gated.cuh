@@ -34,7 +34,7 @@ cudaError_t with_gated_regime(const Plan& plan, F f) {
 template <typename X>
 cudaError_t forward_gated_of(const Forward& p, cudaStream_t stream) {
   constexpr int N = kVector<X>;
-  if (p.cols > kMaxGatedCols) return cudaErrorNotSupported;
+  if (p.cols > kGatedCols) return cudaErrorNotSupported;
   const Plan plan = make_plan(Op::forward, Kind::rms, kDtype<X>, p.cols, current_device().max_cluster());
   const int64_t rows = int64_t{plan.rows_per_block} * plan.rows_per_team, teams = (p.rows + rows - 1) / rows;
   const auto are_aligned = [](auto... arrays) { return (aligned_for<N>(arrays.dtype, arrays.data) && ...); };

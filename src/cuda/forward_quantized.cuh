@@ -9,7 +9,7 @@ namespace jaxnorm::cuda {
 // What is done with a row of X, to which one of X may be added.
 template <typename X, bool ADDS>
 struct Quantized {
-  static constexpr bool kAdds = ADDS, kGates = false;
+  static constexpr bool kAdds = ADDS, kGates = false, kFirst = false;
   template <typename>
   using Result = X;
 };

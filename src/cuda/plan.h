@@ -24,7 +24,6 @@ constexpr int kRowsThreads = 128;     // threads a block where rows share a bloc
 constexpr int kSegmentThreads = 128;  // threads a block where rows are cut into segments
 constexpr int kSegment = 4096;        // columns of a segment
 constexpr int kColumnThreads = 512;   // threads a block of the kernel that finishes such rows by columns
-constexpr int kMaxGatedCols = 16384;  // of a gated norm: what a block of the forward holds
 
 // Threads of a block of the forward that has a row for itself. A half type takes registers for its unpacked row.
 constexpr int max_forward_threads(Dtype x) { return x == Dtype::f32 ? kMaxThreads : kMaxThreads / 2; }
@@ -53,7 +52,7 @@ struct Plan {
 // `max_cluster`: the largest cluster the device can launch, 1 where it has none.
 Plan make_plan(Op op, Kind kind, Dtype x, int64_t cols, int max_cluster);
 
-// That of the backward of a gated norm, whose rows of up to kMaxGatedCols are never cut into segments.
+// That of the backward of a gated norm, whose rows of up to kGatedCols are never cut into segments.
 Plan make_gated_backward_plan(Dtype x, int64_t cols, int max_cluster);
 
 // How many segments' sums a row may need in the backward on any device; 0 where it never is cut into segments.
