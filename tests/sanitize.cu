@@ -146,7 +146,7 @@ int main(int argc, char** argv) {
       if (argc == 5) {
         run(kind, dtype, std::atoll(argv[3]), std::atoll(argv[4]), 0);
         run_quantized(kind, dtype, std::atoll(argv[3]), std::atoll(argv[4]), 0);
-        if (kind == Kind::rms && std::atoll(argv[4]) <= kMaxGatedCols)
+        if (kind == Kind::rms && std::atoll(argv[4]) <= kGatedCols)
           run_gated(dtype, std::atoll(argv[3]), std::atoll(argv[4]), 1, 0);
         continue;
       }
