@@ -34,9 +34,9 @@ def gated_rms_norm(
         y = rms_norm(x) * (scale + scale_offset) * a        gate_first=False: Qwen3-Next, gated linear attention
 
     with `rms_norm(h) = h * rsqrt(mean(h², -1) + epsilon)`. All of it is computed in float32 (in float64 where an
-    operand or the result is float64) and rounded once, at the end. It may be transformed in every way that the formula
-    may be, differentiated any number of times included. In a gradient one native call each way serves x, gate and
-    scale, and x, gate and a float32 a row are kept for it.
+    operand or the result is float64) and rounded once, at the end; kernels take a sigmoid below 2**-126 for 0. It may
+    be transformed in every way that the formula may be, differentiated any number of times included. In a gradient one
+    native call each way serves x, gate and scale, and x, gate and a float32 a row are kept for it.
 
     Args:
       x: floating-point array of rank 1 or more.

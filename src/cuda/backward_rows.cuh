@@ -150,9 +150,10 @@ cudaError_t with_backward_regime(const Plan& plan, F f) {
 template <Kind KIND, bool BIAS, Third THIRD, typename X, typename DY>
 cudaError_t launch_rows(const Backward& p, const Plan& plan, const Shares& shares, const Partials& partials,
                         bool aligned, cudaStream_t stream) {
-  // Of two types, rows that vectors do not divide go the slow way, and there are no rings for half types whose dy is
-  // f32: such calls are rare, and kernels take time to compile.
-  constexpr bool kOneType = std::is_same_v<X, DY>, kRings = kOneType || sizeof(X) == 4;
+  // What is rare has no rings, and goes the slow way if vectors do not divide its rows, for kernels take time to
+  // compile: dbias of RMS norm, half types whose dy is f32.
+  constexpr bool kUsual = KIND == Kind::layer || !BIAS, kOneType = std::is_same_v<X, DY> && kUsual;
+  constexpr bool kRings = (std::is_same_v<X, DY> || sizeof(X) == 4) && kUsual;
   const bool divided = p.cols % kVector<X> == 0 && p.cols % kVector<DY> == 0;
   RowsLaunch launch(plan, p.cols, kVector<X>, p.heads);
   launch.step = shares.step;
