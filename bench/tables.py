@@ -64,7 +64,7 @@ def about(header, *more):
 def grid(results):
     """GB/s by op and row length, and how many times as fast as XLA."""
     everything = [row for row in results["rows"] if row["shape"].startswith("grid ")]
-    steps = [row for row in everything if row["op"].endswith("step") and row["x XLA"]]
+    steps = [row for row in everything if is_step(row) and row["x XLA"]]
     below = ["", ratios("The result and all gradients in one program", steps)] if steps else []
     return rates(results["header"], everything, "row length", lambda row: row["N"]) + below
 
@@ -75,8 +75,12 @@ def models(results):
     return rates(results["header"], others, "shape", lambda row: f"{row['shape']}, {row['M']}x{row['N']}")
 
 
+def is_step(row):
+    return report.op_parts(row["op"])[1] == "step"
+
+
 def rates(header, rows, corner, column_of):
-    rows = [row for row in rows if not row["op"].endswith("step")]
+    rows = [row for row in rows if not is_step(row)]
     if not rows:
         return ["Not measured yet: the run has none of these shapes."]
     copy = statistics.median(row["copy GB/s"] for row in rows)
@@ -91,7 +95,7 @@ def rates(header, rows, corner, column_of):
 
 def small(results):
     """Microseconds of small arrays: ours, XLA's, the best other's."""
-    rows = [row for row in results["rows"] if row["shape"] in SMALL and not row["op"].endswith("step")]
+    rows = [row for row in results["rows"] if row["shape"] in SMALL and not is_step(row)]
     if not rows:
         return ["Not measured yet: the run has no small shapes."]
 
