@@ -106,8 +106,7 @@ int main(int argc, char** argv) {
     test_all(13, 64, 64, 1);
     for (const int64_t cols : {64, 100, 257}) test_all(600, cols, 8);  // more than few
     test_all(600, 64, 7);
-    test_all(600, 64, 100'000);  // no room for rings of rows with their padding
-    test_all(300, 4096, 32);
+    test_all(600, 64, 500);  // no room for rings of rows with their padding
     for (const int64_t cols : {8192, 12288}) test_all(3, cols, 32);
     for (const int64_t pad : {1, 64}) test_all(3, 20'000, pad);  // clusters
     test_all(2, 20'001, 7);
