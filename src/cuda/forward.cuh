@@ -22,95 +22,102 @@ __device__ __forceinline__ void forward_rows(const Forward& p, const RowsLaunch&
   const int64_t group = R::kThreads == kWholeBlock ? 1 : launch.rows_per_block;
   constexpr int kRows = R::kRows;
 
-  const int64_t first_row = team.index * kRows * group + team.place;
+  // A grid holds a team for every row. Yet a loop keeps the compiler from having more under way than it has registers
+  // for, where rows go by elements or have many vectors and a gate.
+  constexpr bool kLoop = W::N == 1 || (C::kGates && W::VECTORS == 8);
+  int64_t first_row = team.index * kRows * group + team.place;
   if (first_row >= p.rows) return;
-  RowOf<X, W, C> x[kRows];
-  Statistics s[kRows];
-  const Y* x_row[kRows];
+  do {
+    RowOf<X, W, C> x[kRows];
+    Statistics s[kRows];
+    const Y* x_row[kRows];
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    // Past the last row, the first one again.
-    const int64_t row = first_row + r * group, start = (row < p.rows ? row : first_row) * p.cols;
-    x_row[r] = static_cast<const Y*>(p.x.data) + start;
-    if constexpr (C::kAdds) {
-      x[r].read(team, x_row[r], static_cast<const X*>(p.residual.data) + start, static_cast<X*>(p.sum.data) + start,
-                row < p.rows);
+    for (int r = 0; r < kRows; ++r) {
+      // Past the last row, the first one again.
+      const int64_t row = first_row + r * group, start = (row < p.rows ? row : first_row) * p.cols;
+      x_row[r] = static_cast<const Y*>(p.x.data) + start;
+      if constexpr (C::kAdds) {
+        x[r].read(team, x_row[r], static_cast<const X*>(p.residual.data) + start, static_cast<X*>(p.sum.data) + start,
+                  row < p.rows);
+      } else if constexpr (C::kGates) {
+        x[r].read(team, x_row[r], static_cast<const X*>(p.gate.data.data) + start, p.gate.activation);
+      } else {
+        x[r].read(team, x_row[r]);
+      }
+    }
+    const auto collect = [&] {
+      const float cols = warp_cols<W>(team);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        team.publish(warp_part<KIND, W>(x[r], team, cols));
+        s[r] = statistics<KIND>(p, team, first_row + r * group);
+      }
+    };
+    if constexpr (C::kKnown) {
+      using T = typename C::Weight;
+      constexpr int kWeights = C::kHeads ? kRows : 1, kOfWeights = kWeights * (C::kBias ? 2 : 1) * sizeof(T);
+      // Registers that x and the weights take, if those are held as well.
+      constexpr int kRegisters = W::VECTORS * W::N * (kRows * sizeof(X) + kOfWeights) / 4;
+      using Weight = PackedWeight<T, W, (W::N > 1 && sizeof(T) == sizeof(X) && kRegisters <= 32)>;
+      Weight scale[kWeights], bias[kWeights];
+#pragma unroll
+      for (int r = 0; r < kWeights; ++r) {
+        const auto weight = [&](const Input& whole) {
+          if constexpr (!C::kHeads) return Weight(team, whole);
+          const int64_t row = first_row + r * group;
+          return Weight(team, from(whole, launch.heads.of_row(row < p.rows ? row : first_row) * p.cols));
+        };
+        scale[r] = weight(p.scale);
+        if constexpr (C::kBias) bias[r] = weight(p.bias);
+      }
+      Y* y[kRows];
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        y[r] = static_cast<Y*>(p.y.data) + (first_row + r * group) * (C::kAdds ? p.cols + p.y_pad : p.cols);
+        // Hides that this row lies as far from its array's beginning as the one that was read: the compiler would keep
+        // that distance for every vector.
+        hide(y[r]);
+      }
+      collect();
+      for_each_vector<W>(team, [&](int slot, auto first, int left) {
+        float factor[W::N], term[W::N];
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+          const int64_t row = first_row + r * group;
+          if (r < kWeights) {
+            scale[r].get(slot, first, left, factor);
+            if constexpr (C::kBias) bias[r].get(slot, first, left, term);
+#pragma unroll
+            for (int i = 0; i < W::N; ++i) factor[i] += p.scale_offset;
+          }
+          float values[W::N];
+          x[r].get(slot, first, left, values);
+          finish<KIND, Y, C>(s[r], factor, term, values);
+          if (r == 0 || row < p.rows) store<W::ALIGNED>(y[r] + first, pack<Y>(values), left);
+        }
+      });
+      if constexpr (C::kAdds)
+#pragma unroll
+        for (int r = 0; r < kRows; ++r)
+          if (const int64_t row = first_row + r * group; row < p.rows)
+            pad_row<W::N>(p, {p.y.data, kDtype<Y>}, team, row);
     } else if constexpr (C::kGates) {
-      x[r].read(team, x_row[r], static_cast<const X*>(p.gate.data.data) + start, p.gate.activation);
-    } else {
-      x[r].read(team, x_row[r]);
-    }
-  }
-  const auto collect = [&] {
-    const float cols = warp_cols<W>(team);
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      team.publish(warp_part<KIND, W>(x[r], team, cols));
-      s[r] = statistics<KIND>(p, team, first_row + r * group);
-    }
-  };
-  if constexpr (C::kKnown) {
-    using T = typename C::Weight;
-    constexpr int kWeights = C::kHeads ? kRows : 1, kOfWeights = kWeights * (C::kBias ? 2 : 1) * sizeof(T);
-    // Registers that x and the weights take, if those are held as well.
-    constexpr int kRegisters = W::VECTORS * W::N * (kRows * sizeof(X) + kOfWeights) / 4;
-    using Weight = PackedWeight<T, W, (W::N > 1 && sizeof(T) == sizeof(X) && kRegisters <= 32)>;
-    Weight scale[kWeights], bias[kWeights];
-#pragma unroll
-    for (int r = 0; r < kWeights; ++r) {
-      const auto weight = [&](const Input& whole) {
-        if constexpr (!C::kHeads) return Weight(team, whole);
-        const int64_t row = first_row + r * group;
-        return Weight(team, from(whole, launch.heads.of_row(row < p.rows ? row : first_row) * p.cols));
-      };
-      scale[r] = weight(p.scale);
-      if constexpr (C::kBias) bias[r] = weight(p.bias);
-    }
-    Y* y[kRows];
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      y[r] = static_cast<Y*>(p.y.data) + (first_row + r * group) * (C::kAdds ? p.cols + p.y_pad : p.cols);
-      // Hides that this row lies as far from its array's beginning as the one that was read: the compiler would keep
-      // that distance for every vector.
-      hide(y[r]);
-    }
-    collect();
-    for_each_vector<W>(team, [&](int slot, auto first, int left) {
-      float factor[W::N], term[W::N];
+      collect();
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
         const int64_t row = first_row + r * group;
-        if (r < kWeights) {
-          scale[r].get(slot, first, left, factor);
-          if constexpr (C::kBias) bias[r].get(slot, first, left, term);
-#pragma unroll
-          for (int i = 0; i < W::N; ++i) factor[i] += p.scale_offset;
-        }
-        float values[W::N];
-        x[r].get(slot, first, left, values);
-        finish<KIND, Y, C>(s[r], factor, term, values);
-        if (r == 0 || row < p.rows) store<W::ALIGNED>(y[r] + first, pack<Y>(values), left);
+        if (r > 0 && row >= p.rows) break;
+        X* y = static_cast<X*>(p.y.data) + row * p.cols;
+        hide(y);
+        finish_gated<W>(p, team, s[r], x[r], from(p.scale, launch.heads.of_row(row) * p.cols), y);
       }
-    });
-    if constexpr (C::kAdds)
-#pragma unroll
-      for (int r = 0; r < kRows; ++r)
-        if (const int64_t row = first_row + r * group; row < p.rows) pad_row<W::N>(p, {p.y.data, kDtype<Y>}, team, row);
-  } else if constexpr (C::kGates) {
-    collect();
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const int64_t row = first_row + r * group;
-      if (r > 0 && row >= p.rows) break;
-      X* y = static_cast<X*>(p.y.data) + row * p.cols;
-      hide(y);
-      finish_gated<W>(p, team, s[r], x[r], from(p.scale, launch.heads.of_row(row) * p.cols), y);
+    } else {
+      collect();
+      for (int r = 0; r < kRows && first_row + r * group < p.rows; ++r)
+        finish_row_any<KIND, W>(p, launch.heads, team, s[r], first_row + r * group, x_row[r]);
     }
-  } else {
-    collect();
-    for (int r = 0; r < kRows && first_row + r * group < p.rows; ++r)
-      finish_row_any<KIND, W>(p, launch.heads, team, s[r], first_row + r * group, x_row[r]);
-  }
+    first_row += team.count * kRows * group;
+  } while (kLoop && first_row < p.rows);
 }
 
 // Clusters whose rows come by way of rings: as many as run at once, each with the next row's statistics under way while
