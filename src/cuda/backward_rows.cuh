@@ -25,10 +25,15 @@ __device__ __forceinline__ void backward_rows(const Backward& p, const Partials&
   using Threads = Team<R::kThreads, RowSums<KIND>, R::kCluster>;
   Threads team(launch.threads_per_row, p.cols, launch.span, launch.reciprocal_cols);
   const HeadsLaunch& heads = launch.heads;
-  // Of heads with neighbours block i has rows of head i % count.
+  // Of heads with neighbours block i has rows of head i % count, which are counted for themselves. They come without a
+  // ring: what it takes to find each would cost the others 5 to 10 % of their time.
+  const bool has_neighbours = !W::RING && heads.has_neighbours;
+  const auto row_of = [&](int64_t index) {
+    return has_neighbours ? heads.row_of(heads.count.remainder(team.index), index) : index;
+  };
   const int group = launch.rows_per_block;
-  const int64_t part = heads.has_neighbours ? heads.count.quotient(team.index) : team.index;
-  const Rows rows{part * group, launch.step, launch.end, group, &heads, team.index};
+  const int64_t part = has_neighbours ? heads.count.quotient(team.index) : team.index;
+  const Rows rows{part * group, launch.step, launch.end, group};
   const X* const x_data = static_cast<const X*>(p.x.data);
   const DY* const dy_data = static_cast<const DY*>(p.dy.data);
   const X* const third_data = static_cast<const X*>(kGated ? p.gate.data.data : p.dsum.data);
@@ -41,14 +46,14 @@ __device__ __forceinline__ void backward_rows(const Backward& p, const Partials&
   }();
   constexpr bool kBehind = W::RING && cuda::kBehind<KIND, THIRD, X, DY, R, (W::N > 1)>;
   const int64_t first_row = rows.first + team.place;
-  const FloatWeight<W> scale(team, from(p.scale, heads.of_row(rows.row(first_row)) * p.cols), p.scale_offset, 1.0f);
+  const FloatWeight<W> scale(team, from(p.scale, heads.of_row(row_of(first_row)) * p.cols), p.scale_offset, 1.0f);
   std::conditional_t<kGated, GatedOperands<X, W, THIRD>, Operands<X, DY, W>> operands;
   if constexpr (kGated) operands.how = p.gate;
   ColumnSums<W> dscale;
   std::conditional_t<BIAS, ColumnSums<W>, NoSums> dbias;
 
   RowStatistics fetched, newest{}, oldest;
-  fetched.template fetch<KIND>(p, rows.row(first_row));
+  fetched.template fetch<KIND>(p, row_of(first_row));
   // Teams of a warp leave a row together, so they go on as long as one of them has one.
   const int64_t end = rows.end + (kBehind ? rows.step : 0) + team.place % Threads::kTeamsOfWarp;
   int64_t next = first_row;
@@ -62,7 +67,7 @@ __device__ __forceinline__ void backward_rows(const Backward& p, const Partials&
     if (!kBehind || next < rows.end) {
       newest = fetched;
       ring.take();
-      const int64_t row = rows.row(next);
+      const int64_t row = row_of(next);
       if constexpr (W::RING) {
         const int64_t at = row * p.cols + team.begin;
         operands.x.read(team, ring.template newest<0>(x_data + at));
@@ -73,13 +78,13 @@ __device__ __forceinline__ void backward_rows(const Backward& p, const Partials&
         operands.dy.read(team, dy_data + row * (p.cols + p.dy_pad));
         if constexpr (kGated) operands.gate.read(team, third_data + row * p.cols);
       }
-      fetched.template fetch<KIND>(p, rows.row(next + rows.step));
+      fetched.template fetch<KIND>(p, row_of(next + rows.step));
 
       team.publish(warp_sums<KIND, W>(team, newest, operands, scale, dscale, dbias));
       ring.met();
     }
     if (kBehind && next == first_row) continue;
-    const int64_t row = rows.row(kBehind ? next - rows.step : next);
+    const int64_t row = row_of(kBehind ? next - rows.step : next);
     const RowSums<KIND> sums = team.collect();
     if (p.dx.data || (kGated && p.dgate.data)) {
       if constexpr (kBehind) {
@@ -159,9 +164,7 @@ cudaError_t launch_rows(const Backward& p, const Plan& plan, const Shares& share
   launch.step = shares.step;
   launch.end = shares.end;
   launch.sums = shares.sums;
-  // A chunk's rows are neighbours.
-  const bool whole_chunks =
-      !launch.heads.has_neighbours || p.heads.inner % std::max(1, kWarp / plan.threads_per_row) == 0;
+  const bool rings = kRings && !launch.heads.has_neighbours;
   const RingArray x_array{sizeof(X), p.cols}, dy_array{sizeof(DY), p.cols + p.dy_pad};
   const int sums = plan.rows_per_block > 1 ? plan.block_threads() * kElements * int{sizeof(float)} : 0;
   return with_backward_regime<KIND, X>(plan, [&](auto regime) {
@@ -170,9 +173,9 @@ cudaError_t launch_rows(const Backward& p, const Plan& plan, const Shares& share
     const int held = behind ? 2 : 1;
     int ring = 0;
     if constexpr (THIRD == Third::dsum) {
-      if (!whole_chunks || !kRings) return cudaErrorNotSupported;
+      if (!rings) return cudaErrorNotSupported;
       ring = launch.with_rings(plan, p.cols, {x_array, dy_array, x_array}, held);
-    } else if (kRings && whole_chunks && ((aligned && !p.dsum) || (kOneType && !divided))) {
+    } else if (rings && ((aligned && !p.dsum) || (kOneType && !divided))) {
       ring = launch.with_rings(plan, p.cols, {x_array, dy_array}, held);
     }
     const auto launch_as = [&](auto access) {

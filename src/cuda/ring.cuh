@@ -9,7 +9,6 @@
 #include <tuple>
 
 #include "cuda/cluster.cuh"
-#include "cuda/heads.cuh"
 #include "cuda/team.cuh"
 
 namespace jaxnorm::cuda {
@@ -24,17 +23,10 @@ struct RingShape {
   int stride[kMaxArrays];  // of the array, in elements, from a row to the next: in a chunk they lie as they do there
 };
 
-// Which rows the teams of a block work on: of each of several groups of neighbouring rows one. Where `heads` has
-// neighbours, the rows of the block's head are counted for themselves.
+// Which rows the teams of a block work on: of each of several groups of neighbouring rows one.
 struct Rows {
   int64_t first, step, end;  // where the first group begins, and each after it, and where there are no more rows
   int group;                 // rows of a group
-  const HeadsLaunch* heads = nullptr;
-  int64_t block = 0;
-
-  __device__ int64_t row(int64_t index) const {
-    return heads && heads->has_neighbours ? heads->row_of(heads->count.remainder(block), index) : index;
-  }
 };
 
 // Where rows are not fetched by way of a ring.
@@ -160,8 +152,7 @@ class Ring {
   __device__ void fill() {
     if (next_row_ >= rows_.end) return;
     const int more = static_cast<int>(min(static_cast<int64_t>(kRows), rows_.end - next_row_)) - 1;
-    const int64_t row = rows_.row(next_row_);
-    const auto part_of = [&](int i) { return arrays_[i] + (row * shape_.stride[i] + begin_) * size(i); };
+    const auto part_of = [&](int i) { return arrays_[i] + (next_row_ * shape_.stride[i] + begin_) * size(i); };
     const auto bytes_of = [&](int i) {
       return whole_granules(part_of(i), (more * shape_.stride[i] + width_) * size(i));
     };
