@@ -23,8 +23,8 @@ __device__ __forceinline__ void forward_rows(const Forward& p, const RowsLaunch&
   constexpr int kRows = R::kRows;
 
   // A grid holds a team for every row. Yet a loop keeps the compiler from having more under way than it has registers
-  // for, where rows go by elements or have many vectors and a gate.
-  constexpr bool kLoop = W::N == 1 || (C::kGates && W::VECTORS == 8);
+  // for, where rows go by elements or have many vectors and a gate or a residual.
+  constexpr bool kLoop = W::N == 1 || ((C::kGates || C::kAdds) && W::VECTORS == 8);
   int64_t first_row = team.index * kRows * group + team.place;
   if (first_row >= p.rows) return;
   do {
