@@ -22,13 +22,13 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad
 from jax.sharding import PartitionSpec
 
-from jaxnorm import compat, ffi, heads, reference
+from jaxnorm import ffi, heads, reference
 from jaxnorm.heads import Lead
 from jaxnorm.reference import Norm
-from jaxnorm.rules import all_none, at_front, batch_jnp, bind, fold, lowering, tangents_jnp
+from jaxnorm.rules import all_none, at_front, batch_jnp, bind, fold, register, tangents_jnp
 
 unflatten = jax.tree.unflatten
 forward_p = Primitive("jaxnorm_forward")
@@ -280,22 +280,8 @@ def _backward_transpose(cotangents: Any, *operands: Any, tree: Any, norm: Norm, 
     return [dy_bar, *(None for _ in operands[1 + len(dsum_bar) :]), *dsum_bar]
 
 
-def _register() -> None:
-    for primitive, abstract, lower, batch, jvp, transpose in (
-        (forward_p, forward_abstract, lowering(forward_jnp), _forward_batch, _forward_jvp, _forward_transpose),
-        (linear_p, _linear_abstract, mlir.lower_fun(_linear_jnp), _linear_batch, _linear_jvp, _linear_transpose),
-        (backward_p, _backward_abstract, lowering(_backward_jnp), _backward_batch, _backward_jvp, _backward_transpose),
-    ):
-        primitive.multiple_results = True
-        primitive.def_abstract_eval(abstract)
-        compat.run_eagerly(primitive)
-        mlir.register_lowering(primitive, lower)
-        batching.primitive_batchers[primitive] = batch
-        ad.primitive_jvps[primitive] = jvp
-        ad.primitive_transposes[primitive] = transpose
-    for platform in ffi.PLATFORMS:
-        mlir.register_lowering(forward_p, lowering(forward_jnp, _forward_native, platform), platform=platform)
-        mlir.register_lowering(backward_p, lowering(_backward_jnp, _backward_native, platform), platform=platform)
-
-
-_register()
+register(forward_p, forward_abstract, forward_jnp, _forward_native, _forward_batch, _forward_jvp, _forward_transpose)
+register(linear_p, _linear_abstract, _linear_jnp, None, _linear_batch, _linear_jvp, _linear_transpose)
+register(
+    backward_p, _backward_abstract, _backward_jnp, _backward_native, _backward_batch, _backward_jvp, _backward_transpose
+)

@@ -16,12 +16,12 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad
 
-from jaxnorm import compat, ffi, primitives, reference
+from jaxnorm import primitives, reference
 from jaxnorm.quantization import Quantization
 from jaxnorm.reference import Norm
-from jaxnorm.rules import all_none, at_front, batch_jnp, bind, fold, lowering, tangents_jnp
+from jaxnorm.rules import all_none, at_front, batch_jnp, bind, fold, register, tangents_jnp
 
 unflatten = jax.tree.unflatten
 quantized_p = Primitive("jaxnorm_quantized")
@@ -174,14 +174,4 @@ def _batch(operands: Any, dims: Any, *, tree: Any, **params: Any) -> tuple[Any, 
     return at_front(bind(quantized_p, named._replace(x=x, residual=residual), **params))
 
 
-def _register() -> None:
-    quantized_p.multiple_results = True
-    quantized_p.def_abstract_eval(_abstract)
-    compat.run_eagerly(quantized_p)
-    batching.primitive_batchers[quantized_p] = _batch
-    mlir.register_lowering(quantized_p, lowering(_jnp))
-    for platform in ffi.PLATFORMS:
-        mlir.register_lowering(quantized_p, lowering(_jnp, _native, platform), platform=platform)
-
-
-_register()
+register(quantized_p, _abstract, _jnp, _native, _batch)

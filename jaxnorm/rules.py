@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 from jax.extend.core import Primitive
-from jax.interpreters import ad, mlir
+from jax.interpreters import ad, batching, mlir
 
 from jaxnorm import compat, ffi
 from jaxnorm.reference import Norm
@@ -61,3 +61,29 @@ def lowering(
         return lower_formula(ctx, *operands, **params)
 
     return lower
+
+
+def register(
+    primitive: Primitive,
+    abstract: Callable[..., Any],
+    formula: Callable[..., Any],
+    native: Callable[..., Any] | None,
+    batch: Callable[..., Any],
+    jvp: Callable[..., Any] | None = None,
+    transpose: Callable[..., Any] | None = None,
+) -> None:
+    """Gives a primitive of several results its rules. Where it has no native call, the formula is its lowering."""
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(abstract)
+    compat.run_eagerly(primitive)
+    batching.primitive_batchers[primitive] = batch
+    if jvp is not None:
+        ad.primitive_jvps[primitive] = jvp
+    if transpose is not None:
+        ad.primitive_transposes[primitive] = transpose
+    if native is None:
+        mlir.register_lowering(primitive, mlir.lower_fun(formula))
+        return
+    mlir.register_lowering(primitive, lowering(formula))
+    for platform in ffi.PLATFORMS:
+        mlir.register_lowering(primitive, lowering(formula, native, platform), platform=platform)
