@@ -1,0 +1,177 @@
+// The forward of a team's rows: their statistics, and the epilogue from registers, shared memory or, of calls that are
+// not known to the compiler, from memory again.
+#pragma once
+
+#include "cuda/gated_row.cuh"
+#include "cuda/launch.cuh"
+
+namespace jaxnorm::cuda {
+
+template <typename X, typename W, typename C>
+using RowOf = std::conditional_t<C::kGates, GatedRow<X, W, C::kFirst>,
+                                 std::conditional_t<C::kAdds, SumRow<typename C::template Result<X>, X, W>, Row<X, W>>>;
+
+// Teams whose rows do not come by way of a ring. A team has several rows under way at once if they are short.
+template <Kind KIND, typename X, typename R, Access ACCESS, typename C>
+__device__ __forceinline__ void forward_rows(const Forward& p, const RowsLaunch& launch) {
+  using W = std::conditional_t<C::kGates && ACCESS == Access::unaligned, WalkAgain<X, R, ACCESS>, Walk<X, R, ACCESS>>;
+  using Y = typename C::template Result<X>;
+  using Threads = Team<R::kThreads, Part<KIND>, R::kCluster>;
+  Threads team(launch.threads_per_row, p.cols, launch.span, launch.reciprocal_cols);
+  const int64_t group = R::kThreads == kWholeBlock ? 1 : launch.rows_per_block;
+  constexpr int kRows = R::kRows;
+
+  // A grid holds a team for every row. Yet a loop keeps the compiler from having more under way than it has registers
+  // for, where rows go by elements or have many vectors and a gate or a residual.
+  constexpr bool kLoop = W::N == 1 || ((C::kGates || C::kAdds) && W::VECTORS == 8);
+  int64_t first_row = team.index * kRows * group + team.place;
+  if (first_row >= p.rows) return;
+  do {
+    RowOf<X, W, C> x[kRows];
+    Statistics s[kRows];
+    const Y* x_row[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      // Past the last row, the first one again.
+      const int64_t row = first_row + r * group, start = (row < p.rows ? row : first_row) * p.cols;
+      x_row[r] = static_cast<const Y*>(p.x.data) + start;
+      if constexpr (C::kAdds) {
+        x[r].read(team, x_row[r], static_cast<const X*>(p.residual.data) + start, static_cast<X*>(p.sum.data) + start,
+                  row < p.rows);
+      } else if constexpr (C::kGates) {
+        x[r].read(team, x_row[r], static_cast<const X*>(p.gate.data.data) + start, p.gate.activation);
+      } else {
+        x[r].read(team, x_row[r]);
+      }
+    }
+    const auto collect = [&] {
+      const float cols = warp_cols<W>(team);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        team.publish(warp_part<KIND, W>(x[r], team, cols));
+        s[r] = statistics<KIND>(p, team, first_row + r * group);
+      }
+    };
+    if constexpr (C::kKnown) {
+      using T = typename C::Weight;
+      constexpr int kWeights = C::kHeads ? kRows : 1, kOfWeights = kWeights * (C::kBias ? 2 : 1) * sizeof(T);
+      // Registers that x and the weights take, if those are held as well.
+      constexpr int kRegisters = W::VECTORS * W::N * (kRows * sizeof(X) + kOfWeights) / 4;
+      using Weight = PackedWeight<T, W, (W::N > 1 && sizeof(T) == sizeof(X) && kRegisters <= 32)>;
+      Weight scale[kWeights], bias[kWeights];
+#pragma unroll
+      for (int r = 0; r < kWeights; ++r) {
+        const auto weight = [&](const Input& whole) {
+          if constexpr (!C::kHeads) return Weight(team, whole);
+          const int64_t row = first_row + r * group;
+          return Weight(team, from(whole, launch.heads.of_row(row < p.rows ? row : first_row) * p.cols));
+        };
+        scale[r] = weight(p.scale);
+        if constexpr (C::kBias) bias[r] = weight(p.bias);
+      }
+      Y* y[kRows];
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        y[r] = static_cast<Y*>(p.y.data) + (first_row + r * group) * (C::kAdds ? p.cols + p.y_pad : p.cols);
+        // Hides that this row lies as far from its array's beginning as the one that was read: the compiler would keep
+        // that distance for every vector.
+        hide(y[r]);
+      }
+      collect();
+      for_each_vector<W>(team, [&](int slot, auto first, int left) {
+        float factor[W::N], term[W::N];
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+          const int64_t row = first_row + r * group;
+          if (r < kWeights) {
+            scale[r].get(slot, first, left, factor);
+            if constexpr (C::kBias) bias[r].get(slot, first, left, term);
+#pragma unroll
+            for (int i = 0; i < W::N; ++i) factor[i] += p.scale_offset;
+          }
+          float values[W::N];
+          x[r].get(slot, first, left, values);
+          finish<KIND, Y, C>(s[r], factor, term, values);
+          if (r == 0 || row < p.rows) store<W::ALIGNED>(y[r] + first, pack<Y>(values), left);
+        }
+      });
+      if constexpr (C::kAdds)
+#pragma unroll
+        for (int r = 0; r < kRows; ++r)
+          if (const int64_t row = first_row + r * group; row < p.rows)
+            pad_row<W::N>(p, {p.y.data, kDtype<Y>}, team, row);
+    } else if constexpr (C::kGates) {
+      collect();
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        const int64_t row = first_row + r * group;
+        if (r > 0 && row >= p.rows) break;
+        X* y = static_cast<X*>(p.y.data) + row * p.cols;
+        hide(y);
+        finish_gated<W>(p, team, s[r], x[r], from(p.scale, launch.heads.of_row(row) * p.cols), y);
+      }
+    } else {
+      collect();
+      for (int r = 0; r < kRows && first_row + r * group < p.rows; ++r)
+        finish_row_any<KIND, W>(p, launch.heads, team, s[r], first_row + r * group, x_row[r]);
+    }
+    first_row += team.count * kRows * group;
+  } while (kLoop && first_row < p.rows);
+}
+
+// Clusters whose rows come by way of rings: as many as run at once, each with the next row's statistics under way while
+// the blocks exchange those of one.
+template <Kind KIND, typename X, typename R, Access ACCESS, typename C>
+__device__ __forceinline__ void forward_ring(const Forward& p, const RowsLaunch& launch, char* shared) {
+  using W = Walk<X, R, ACCESS>;
+  using Threads = Team<R::kThreads, Part<KIND>, R::kCluster>;
+  Threads team(launch.threads_per_row, p.cols, launch.span, launch.reciprocal_cols);
+  const Rows rows{team.index, team.count, p.rows, 1};
+  using Y = typename C::template Result<X>;
+  const Y* const x_data = static_cast<const Y*>(p.x.data);
+  const X* const residual_data = static_cast<const X*>(p.residual.data);
+  auto ring = [&] {
+    if constexpr (C::kAdds) {
+      return RingOf<W, Threads, Y, X>(team, launch.ring, shared, rows, x_data, residual_data);
+    } else {
+      return RingOf<W, Threads, Y>(team, launch.ring, shared, rows, x_data);
+    }
+  }();
+  const FloatWeight<W> scale(team, p.scale, p.scale_offset, 1.0f), bias(team, p.bias, 0.0f, -0.0f);
+  const float cols = warp_cols<W>(team);
+  RowOf<X, W, C> x;
+
+  for (int64_t next = team.index; next < p.rows + team.count; next += team.count) {
+    if (next < p.rows) {
+      ring.take();
+      const int64_t start = next * p.cols + team.begin;
+      if constexpr (C::kAdds) {
+        x.read(team, ring.template newest<0>(x_data + start), ring.template newest<1>(residual_data + start));
+      } else {
+        x.read(team, ring.template newest<0>(x_data + start));
+      }
+      team.publish(warp_part<KIND, W>(x, team, cols));
+      ring.met();
+    }
+    const int64_t row = next - team.count, start = row * p.cols + team.begin;
+    if (row < 0) continue;
+    const Statistics s = statistics<KIND>(p, team, row);
+    if constexpr (C::kAdds) {
+      x.read(team, ring.template oldest<0>(x_data + start), ring.template oldest<1>(residual_data + start));
+    } else {
+      x.read(team, ring.template oldest<0>(x_data + start));
+    }
+    Y* const y = static_cast<Y*>(p.y.data) + row * (p.cols + p.y_pad);
+    for_each_vector<W>(team, [&](int slot, auto first, int left) {
+      float values[W::N];
+      x.get(slot, first, left, values);
+      if constexpr (C::kAdds) store<true>(static_cast<X*>(p.sum.data) + row * p.cols + first, pack<X>(values), left);
+      finish<KIND, Y, C>(s, scale[slot], bias[slot], values);
+      store<true>(y + first, pack<Y>(values), left);
+    });
+    pad_row<W::N>(p, {p.y.data, kDtype<Y>}, team, row);
+    ring.leave();
+  }
+}
+
+}  // namespace jaxnorm::cuda
