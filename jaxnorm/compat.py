@@ -1,13 +1,23 @@
 """Every private name of JAX that jaxnorm uses, each with its reason; the file to read when a JAX release breaks one."""
 
-from collections.abc import Iterable
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
-from jax._src import core, dispatch, xla_bridge
+import numpy as np
+from jax._src import core, dispatch, sharding_impls, xla_bridge
+from jax._src.custom_partitioning_sharding_rule import sdy_sharding_rule_to_mlir
 from jax._src.export import _export
+from jax._src.interpreters import mlir
+from jax._src.lib import xla_client  # type: ignore[attr-defined]
+from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule
 from jax.extend.core import Primitive
+
+# The name of the axis of all devices in a program of `program_of_a_device`.
+ALL_DEVICES = "devices"
 
 
 def run_eagerly(primitive: Primitive) -> None:
@@ -42,7 +52,111 @@ def default_platform() -> str:
     return xla_bridge.canonicalize_platform(jax.default_backend())
 
 
-def is_sharded(array: jax.Array, axes: Iterable[int]) -> bool:
-    """Whether one of the axes is sharded over, or the array awaits a reduction over, an Explicit mesh axis."""
+def awaits_reduction(array: jax.Array) -> bool:
+    """Whether the array, or its cotangent, is to be reduced over an Explicit mesh axis."""
     spec: Any = jax.typeof(array).sharding.spec
-    return any(spec[axis] is not None for axis in axes) or bool(spec.unreduced) or bool(spec.reduced)
+    return bool(spec.unreduced) or bool(spec.reduced)
+
+
+def who_splits(ctx: Any) -> Literal["no one", "XLA", "XLA and a shard_map"]:
+    """Who splits what is lowered in this context over several devices; a `shard_map` over all axes has done so."""
+    context = ctx.module_context.axis_context
+    if isinstance(context, sharding_impls.ShardingContext):
+        return "XLA" if context.num_devices > 1 else "no one"
+    if isinstance(context, sharding_impls.SPMDAxisContext):
+        rest = (size for name, size in context.mesh.shape.items() if name not in context.manual_axes)
+        return "XLA and a shard_map" if math.prod(rest) > 1 else "no one"
+    return "no one"
+
+
+def has_partitioner() -> bool:
+    """Whether XLA asks the partitioners of `register_partitioner`, which Shardy makes possible, how to split a call."""
+    return bool(jax.config.jax_use_shardy_partitioner)  # type: ignore[attr-defined]
+
+
+def partitioned_call(
+    ctx: Any,
+    target: str,
+    text: str,
+    operands: Sequence[Any],
+    operand_layouts: Iterable[Sequence[int | None]],
+    result_layouts: Iterable[Sequence[int | None]],
+) -> Sequence[Any]:
+    """A call that says to Shardy how shardings go through it, and of which XLA asks `target`'s partitioner.
+
+    Axes of operands and results that have the same number in their layouts are split alike, those of None are not. JAX
+    sets the attribute for its own `custom_partitioning` alone.
+    """
+    results: Any = jax.ffi.ffi_lowering(target, api_version=2, backend_config=text)(ctx, *operands)
+    own = itertools.count()
+    mappings = [
+        tuple(
+            ArrayMapping(*(f"own{next(own)}" if axis is None else f"x{axis}" for axis in layout)) for layout in layouts
+        )
+        for layouts in (operand_layouts, result_layouts)
+    ]
+    types = [[value.type for value in values] for values in (operands, results)]
+    results[0].owner.attributes["sdy.sharding_rule"] = sdy_sharding_rule_to_mlir(SdyShardingRule(*mappings), *types)
+    return list(results)
+
+
+def register_partitioner(target: str, partition: Callable[..., tuple[bytes, Sequence[Any], Sequence[Any]]]) -> None:
+    """Let XLA ask `partition` in this process, for every backend, how to split the calls of target.
+
+    It gets shapes and shardings of operands and of results and the call's text, and gives the program of one device and
+    both shardings. JAX does this for its own `custom_partitioning` alone; that names a call by an address in its
+    process, so programs with it are compiled anew in each and are not exported.
+    """
+
+    def split(arg_shapes: Any, arg_shardings: Any, shape: Any, sharding: Any, text: bytes) -> tuple[Any, Any, Any]:
+        shapes, shardings = [shape], [sharding]
+        if shape.is_tuple():
+            shapes, shardings = shape.tuple_shapes(), sharding.tuple_elements()
+        program, operands, results = partition(arg_shapes, arg_shardings, shapes, shardings, text)
+        whole = xla_client.HloSharding.tuple_sharding(shape, results) if shape.is_tuple() else results[0]
+        return program, operands, whole
+
+    def only_for_gspmd(*_: Any) -> Any:
+        raise NotImplementedError("jaxnorm is partitioned by Shardy")
+
+    register = partial(
+        xla_client.register_custom_call_partitioner,
+        name=target,
+        prop_user_sharding=only_for_gspmd,
+        partition=split,
+        infer_sharding_from_operands=only_for_gspmd,
+        can_side_effecting_have_replicated_sharding=True,
+    )
+    register()
+    xla_bridge.register_plugin_callbacks(register)
+
+
+def program_of_a_device(function: Callable[..., Any], parts: Sequence[Any], platform: str, devices: int) -> bytes:
+    """The program that computes function of arrays like parts on each of so many devices, ALL_DEVICES its axis.
+
+    XLA asks for it in the midst of a compilation, perhaps under the user's mesh, which has no part in it.
+    """
+    mesh = jax.sharding.AbstractMesh((devices,), (ALL_DEVICES,))
+    no_mesh = jax.sharding.AbstractMesh((), ())
+    with jax.sharding.use_abstract_mesh(no_mesh), core.extend_axis_env_nd([(ALL_DEVICES, devices)]):
+        jaxpr = jax.make_jaxpr(function)(*parts)
+        module = mlir.build_mlir_module_helper(
+            jaxpr,
+            name="jaxnorm_part",
+            platforms=(platform,),
+            backend=None,
+            axis_context=sharding_impls.SPMDAxisContext(mesh, frozenset(mesh.axis_names)),  # type: ignore[arg-type]
+        )
+        return mlir.module_to_bytecode(module)
+
+
+def hlo_sharding(devices: np.ndarray[Any, Any]) -> Any:
+    """The sharding over these devices: of the axes of an array, then of one axis of copies."""
+    if math.prod(devices.shape[:-1]) == 1:
+        return xla_client.HloSharding.replicate()
+    sharding = xla_client.OpSharding()
+    sharding.type = xla_client.OpSharding.Type.OTHER
+    sharding.tile_assignment_dimensions = list(devices.shape)
+    sharding.tile_assignment_devices = devices.ravel().tolist()
+    sharding.last_tile_dims = [xla_client.OpSharding.Type.REPLICATED]
+    return xla_client.HloSharding.from_proto(sharding)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm.reference import Norm
+from jaxnorm.reference import Norm, means
 
 Activation = Literal["silu", "sigmoid"]
 Dtypes = tuple[np.dtype[Any] | None, np.dtype[Any] | None, np.dtype[Any] | None]
@@ -37,7 +37,8 @@ def slope(kind: Gate, gate: jax.Array) -> jax.Array:
 def statistics(norm: Norm, kind: Gate, x: jax.Array, gate: jax.Array) -> jax.Array:
     """rstd of what is normalised, with x's shape but for a last axis of length 1."""
     h = _normalised(norm, kind, x, gate)
-    return lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + norm.epsilon)
+    (mean_square,) = means(norm, h * h)
+    return lax.rsqrt(mean_square + norm.epsilon)
 
 
 def forward(
@@ -78,7 +79,7 @@ def linear(
         moving = [] if x_dot is None else [x_dot]
     terms = []
     if moving:
-        terms.append(_scaled(norm, _project(sum(moving[1:], start=moving[0]), h_hat, rstd), scale))
+        terms.append(_scaled(norm, _project(norm, sum(moving[1:], start=moving[0]), h_hat, rstd), scale))
     if scale_dot is not None:
         terms.append(h_hat * scale_dot)
     if not kind.first:
@@ -106,7 +107,7 @@ def backward(
     u = dy if kind.first else dy * a
     cotangents = []
     if dx_dtype is not None or (dgate_dtype is not None and kind.first):
-        dh = _project(_scaled(norm, u, scale), h_hat, rstd)
+        dh = _project(norm, _scaled(norm, u, scale), h_hat, rstd)
     if dx_dtype is not None:
         cotangents.append((dh * a if kind.first else dh).astype(dx_dtype))
     if dgate_dtype is not None:
@@ -132,6 +133,7 @@ def _scaled(norm: Norm, v: jax.Array, scale: jax.Array | None) -> jax.Array:
     return v * (jnp.expand_dims(scale, tuple(range(v.ndim - scale.ndim))) + norm.scale_offset)
 
 
-def _project(v: jax.Array, h_hat: jax.Array, rstd: jax.Array) -> jax.Array:
+def _project(norm: Norm, v: jax.Array, h_hat: jax.Array, rstd: jax.Array) -> jax.Array:
     """The derivative of h_hat by h applied to v; it is symmetric, so it serves both directions."""
-    return (v - h_hat * jnp.mean(v * h_hat, axis=-1, keepdims=True)) * rstd
+    (along,) = means(norm, v * h_hat)
+    return (v - h_hat * along) * rstd

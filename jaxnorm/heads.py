@@ -13,8 +13,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxnorm import compat
-
 # Longer rows have no kernels with weights for each head.
 LONGEST = 8192
 
@@ -93,8 +91,7 @@ def batch(
     (weight, dim), *_ = moving
     whole = [in_front(weight, dim, len(shape) + 1) for weight, dim in zip(weights, dims, strict=True)]
     shape = (weight.shape[dim], *shape)
-    is_sharded = any(compat.is_sharded(weight, [dim]) for weight, dim in moving)
-    no_kernel = is_sharded or unsupported(shape, axes, lead_of(axes, whole))
+    no_kernel = unsupported(shape, axes, lead_of(axes, whole))
     return None if no_kernel else aligned(axes, whole)
 
 
@@ -103,7 +100,7 @@ def batch_lead(x: jax.Array, x_dim: int, axes: int, lead: Lead) -> Lead | None:
     example = (*x.shape[:x_dim], *x.shape[x_dim + 1 :])
     ones = (1,) * (len(example) - axes - len(lead))
     whole = _stripped((x.shape[x_dim], *ones, *lead))
-    no_kernel = compat.is_sharded(x, [x_dim]) or unsupported((x.shape[x_dim], *example), axes, whole)
+    no_kernel = unsupported((x.shape[x_dim], *example), axes, whole)
     return None if no_kernel else whole
 
 

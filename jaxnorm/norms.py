@@ -203,8 +203,8 @@ def has_kernel(
         reason = heads.unsupported(x.shape, len(norm.axes), lead)
         if op.endswith("_quantized"):
             reason = f"no kernel that quantises takes a scale or bias with leading axes, {lead}"
-    if compat.is_sharded(x, norm.axes) or any(compat.is_sharded(weight, range(weight.ndim)) for weight in weights):
-        reason = "the normalised axes of x or of a weight are sharded over an Explicit mesh"
+    if any(compat.awaits_reduction(array) for array in (x, *weights)):
+        reason = "x or a weight awaits a reduction over an axis of an Explicit mesh"
     if residual is not None and jax.typeof(residual).sharding.spec != jax.typeof(x).sharding.spec:
         reason = "x and residual are sharded differently over an Explicit mesh"
     if not norm.native_only:

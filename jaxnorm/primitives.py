@@ -23,12 +23,12 @@ import jax
 import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad
-from jax.sharding import PartitionSpec
 
-from jaxnorm import ffi, heads, reference
+from jaxnorm import ffi, heads, partition, reference
 from jaxnorm.heads import Lead
+from jaxnorm.partition import Layout
 from jaxnorm.reference import Norm
-from jaxnorm.rules import all_none, at_front, batch_jnp, bind, fold, register, tangents_jnp
+from jaxnorm.rules import all_none, at_front, batch_jnp, bind, fold, register, register_native, tangents_jnp
 
 unflatten = jax.tree.unflatten
 forward_p = Primitive("jaxnorm_forward")
@@ -48,12 +48,26 @@ def apply(
 # forward: (x, residual, scale, bias) -> [y], with a residual [y, sum]; with_stats the statistics follow
 
 
+def forward_layouts(operands: Any, *, norm: Norm, with_stats: bool) -> tuple[list[Layout], list[Layout]]:
+    x, residual, *weights = operands
+    axes = len(norm.axes)
+    whole, rows = partition.whole(x.ndim), partition.rows(x.ndim, axes)
+    y = whole if norm.pad_to == 1 else (*whole[:-1], None)
+    sums = [] if residual is None else [whole]
+    count = {"rms": 1, "layer": 2}[norm.kind] if with_stats else 0
+    takes = [partition.weight(x.ndim, axes, w.shape[: w.ndim - axes]) for w in weights if w is not None]
+    return [whole, *sums, *takes], [y, *sums, *(rows for _ in range(count))]
+
+
 def forward_abstract(*operands: Any, tree: Any, norm: Norm, with_stats: bool) -> list[Any]:
-    x, residual, *_ = unflatten(tree, operands)
-    y = x.update(shape=norm.padded(x.shape), dtype=norm.out_dtype, weak_type=False)
+    named = unflatten(tree, operands)
+    x, residual, *_ = named
+    _, (layout, *_, rows) = forward_layouts(named, norm=norm, with_stats=True)
+    y = partition.result_like(x, layout, norm.padded(x.shape), norm.out_dtype)
     sums = [] if residual is None else [residual.update(weak_type=False)]
-    rows = (*x.shape[: -len(norm.axes)], *(1 for _ in norm.axes))
-    statistic = x.update(shape=rows, dtype=norm.compute_dtype, weak_type=False)
+    statistic = partition.result_like(
+        x, rows, (*x.shape[: -len(norm.axes)], *(1 for _ in norm.axes)), norm.compute_dtype
+    )
     count = {"rms": 1, "layer": 2}[norm.kind] if with_stats else 0
     return [y, *sums, *(statistic for _ in range(count))]
 
@@ -194,13 +208,23 @@ def _linear_transpose(cotangents: Any, *operands: Any, tree: Any, norm: Norm, wi
 # backward: (dy, x, statistics, scale, dsum) -> those cotangents of (x, scale, bias) whose dtype is given
 
 
-def _backward_abstract(dy: Any, x: Any, *_: Any, tree: Any, norm: Norm, dtypes: Any, lead: Lead) -> list[Any]:
-    axes = len(norm.axes)
-    # A weight that is sharded over an Explicit mesh has no kernel.
-    sharding = x.sharding.update(spec=PartitionSpec(*(None for _ in lead), *x.sharding.spec[-axes:]))
-    weight = x.update(shape=(*lead, *x.shape[-axes:]), sharding=sharding)
-    results = zip((x, weight, weight), dtypes, strict=True)
-    return [result.update(dtype=dtype, weak_type=False) for result, dtype in results if dtype is not None]
+def _backward_layouts(operands: Any, *, norm: Norm, dtypes: Any, lead: Lead) -> tuple[list[Layout], list[Layout]]:
+    _, x, stats, scale, dsum = operands
+    whole, rows = partition.whole(x.ndim), partition.rows(x.ndim, len(norm.axes))
+    weight = partition.weight(x.ndim, len(norm.axes), lead)
+    y = whole if norm.pad_to == 1 else (*whole[:-1], None)
+    takes = [y, whole, *(rows for _ in stats), *([] if scale is None else [weight]), *([] if dsum is None else [whole])]
+    gives = [layout for layout, dtype in zip((whole, weight, weight), dtypes, strict=True) if dtype is not None]
+    return takes, gives
+
+
+def _backward_abstract(*operands: Any, tree: Any, norm: Norm, dtypes: Any, lead: Lead) -> list[Any]:
+    named = unflatten(tree, operands)
+    _, x, *_ = named
+    _, layouts = _backward_layouts(named, norm=norm, dtypes=dtypes, lead=lead)
+    weight = (*lead, *x.shape[-len(norm.axes) :])
+    results = [result for result in zip((x.shape, weight, weight), dtypes, strict=True) if result[1] is not None]
+    return [partition.result_like(x, layout, *result) for layout, result in zip(layouts, results, strict=True)]
 
 
 def _backward_jnp(*operands: Any, tree: Any, norm: Norm, dtypes: Any, lead: Lead) -> list[Any]:
@@ -280,8 +304,8 @@ def _backward_transpose(cotangents: Any, *operands: Any, tree: Any, norm: Norm, 
     return [dy_bar, *(None for _ in operands[1 + len(dsum_bar) :]), *dsum_bar]
 
 
-register(forward_p, forward_abstract, forward_jnp, _forward_native, _forward_batch, _forward_jvp, _forward_transpose)
-register(linear_p, _linear_abstract, _linear_jnp, None, _linear_batch, _linear_jvp, _linear_transpose)
-register(
-    backward_p, _backward_abstract, _backward_jnp, _backward_native, _backward_batch, _backward_jvp, _backward_transpose
-)
+register(forward_p, forward_abstract, forward_jnp, _forward_batch, _forward_jvp, _forward_transpose)
+register(linear_p, _linear_abstract, _linear_jnp, _linear_batch, _linear_jvp, _linear_transpose)
+register(backward_p, _backward_abstract, _backward_jnp, _backward_batch, _backward_jvp, _backward_transpose)
+register_native(forward_p, forward_jnp, _forward_native, forward_layouts)
+register_native(backward_p, _backward_jnp, _backward_native, _backward_layouts)

@@ -18,10 +18,11 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad
 
-from jaxnorm import primitives, reference
+from jaxnorm import partition, primitives, reference
+from jaxnorm.partition import Layout
 from jaxnorm.quantization import Quantization
 from jaxnorm.reference import Norm
-from jaxnorm.rules import all_none, at_front, batch_jnp, bind, fold, register, tangents_jnp
+from jaxnorm.rules import all_none, at_front, batch_jnp, bind, fold, register, register_native, tangents_jnp
 
 unflatten = jax.tree.unflatten
 quantized_p = Primitive("jaxnorm_quantized")
@@ -119,8 +120,22 @@ def _quantize(quantization: Quantization, norm: Norm, y: jax.Array, operands: Op
 
 def _forward(operands: Any, tree: Any) -> tuple[Operands, list[Any], Any]:
     """All operands by name, and those of `forward` as its rules take them."""
-    named: Operands = unflatten(tree, operands)
+    named = Operands(*unflatten(tree, operands))
     return named, *jax.tree.flatten(tuple(named[:4]))
+
+
+def _layouts(
+    operands: Any, *, norm: Norm, quantization: Quantization, with_stats: bool
+) -> tuple[list[Layout], list[Layout]]:
+    x, *_, smooth, given = operands
+    takes, (values, *rest) = primitives.forward_layouts(operands[:4], norm=norm, with_stats=with_stats)
+    if smooth is not None:
+        takes.append(partition.weight(x.ndim, len(norm.axes), ()))
+    if given is not None:
+        return [*takes, ()], [values, *rest]
+    # The scales of groups stand along the last axis, fewer than it is long.
+    scales = partition.rows(x.ndim, len(norm.axes)) if quantization.group_size is None else values
+    return takes, [values, scales, *rest]
 
 
 def _abstract(*operands: Any, tree: Any, norm: Norm, quantization: Quantization, with_stats: bool) -> list[Any]:
@@ -129,11 +144,12 @@ def _abstract(*operands: Any, tree: Any, norm: Norm, quantization: Quantization,
     values = y.update(dtype=quantization.dtype)
     if named.given is not None:
         return [values, *rest]
+    _, (_, layout, *_) = _layouts(named, norm=norm, quantization=quantization, with_stats=with_stats)
     if quantization.group_size is not None:
         shape = (*y.shape[:-1], y.shape[-1] // quantization.group_size)
     else:
         shape = (*y.shape[: -len(norm.axes)], *(1 for _ in norm.axes))
-    return [values, y.update(shape=shape), *rest]
+    return [values, partition.result_like(named.x, layout, shape, np.float32), *rest]
 
 
 def _jnp(*operands: Any, tree: Any, norm: Norm, quantization: Quantization, with_stats: bool) -> list[Any]:
@@ -167,11 +183,12 @@ def _native(
 
 
 def _batch(operands: Any, dims: Any, *, tree: Any, **params: Any) -> tuple[Any, Any]:
-    named, axes = unflatten(tree, operands), unflatten(tree, dims)
+    named, axes = Operands(*unflatten(tree, operands)), Operands(*unflatten(tree, dims))
     if not all_none(axes[2:]):
         return batch_jnp(partial(_jnp, tree=tree, **params), operands, dims)
     x, residual = fold((named.x, named.residual), (axes.x, axes.residual))
     return at_front(bind(quantized_p, named._replace(x=x, residual=residual), **params))
 
 
-register(quantized_p, _abstract, _jnp, _native, _batch)
+register(quantized_p, _abstract, _jnp, _batch)
+register_native(quantized_p, _jnp, _native, _layouts)

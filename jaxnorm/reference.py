@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from jaxnorm.quantization import SMALLEST_SCALE, Quantization
+from jaxnorm.split import Split
 
 Kind = Literal["rms", "layer"]
 # Row statistics, shaped like x with normalised axes of length 1: (rstd,) of RMSNorm, (mean, rstd) of LayerNorm.
@@ -36,6 +37,7 @@ class Norm:
     out_dtype: np.dtype[Any]
     native_only: bool = False
     pad_to: int = 1  # y's last axis, the only normalised one then, has zeros after it up to a multiple
+    split: Split | None = None  # the devices that hold equal parts of each row; what is global is computed by all
 
     def padded(self, shape: tuple[Any, ...]) -> tuple[Any, ...]:
         """y's shape for x's."""
@@ -58,10 +60,18 @@ def statistics(norm: Norm, x: jax.Array) -> Statistics:
     """`(rstd,)` or `(mean, rstd)`; the variance is the mean of squared deviations, never E[x²] - mean²."""
     x = x.astype(norm.compute_dtype)
     if norm.kind == "rms":
-        return (lax.rsqrt(_mean(norm, x * x) + norm.epsilon),)
-    mean = _mean(norm, x)
+        (mean_square,) = means(norm, x * x)
+        return (lax.rsqrt(mean_square + norm.epsilon),)
+    part = dataclasses.replace(norm, split=None)
+    (mean,) = means(part, x)
     deviation = x - mean
-    return mean, lax.rsqrt(_mean(norm, deviation * deviation) + norm.epsilon)
+    (variance,) = means(part, deviation * deviation)
+    if norm.split is not None:
+        # Chan, Golub and LeVeque's merge of the parts: as exact as the sum over all, with one exchange.
+        parts = norm.split.gather(mean, variance)
+        mean = jnp.mean(parts[0], axis=0)
+        variance = jnp.mean(parts[1] + lax.square(parts[0] - mean), axis=0)
+    return mean, lax.rsqrt(variance + norm.epsilon)
 
 
 def forward(norm: Norm, x: jax.Array, stats: Statistics, scale: jax.Array | None, bias: jax.Array | None) -> jax.Array:
@@ -152,7 +162,10 @@ def quantize(
         v = v.reshape(*shape[:-1], shape[-1] // group, group)
     scale = given
     if scale is None:
-        scale = _scale(quantization, jnp.max(jnp.abs(v), norm.axes if group is None else -1, keepdims=True, initial=0))
+        amax = jnp.max(jnp.abs(v), norm.axes if group is None else -1, keepdims=True, initial=0)
+        if norm.split is not None and group is None:
+            amax = norm.split.max(amax)
+        scale = _scale(quantization, amax)
     largest = quantization.largest
     values = jnp.clip(v * (1 / scale), -largest, largest)
     if quantization.dtype == jnp.int8:
@@ -174,8 +187,10 @@ def _scale(quantization: Quantization, amax: jax.Array) -> jax.Array:
     return jnp.where(is_zero, 1, scale)
 
 
-def _mean(norm: Norm, v: jax.Array) -> jax.Array:
-    return jnp.mean(v, axis=norm.axes, keepdims=True)
+def means(norm: Norm, *values: jax.Array) -> Sequence[jax.Array]:
+    """The mean of each over the normalised axes."""
+    of_parts = [jnp.mean(v, axis=norm.axes, keepdims=True) for v in values]
+    return of_parts if norm.split is None else norm.split.mean(*of_parts)
 
 
 def _x_hat(norm: Norm, x: jax.Array, stats: Statistics) -> jax.Array:
@@ -187,9 +202,10 @@ def _x_hat(norm: Norm, x: jax.Array, stats: Statistics) -> jax.Array:
 def _project(norm: Norm, v: jax.Array, x: jax.Array, stats: Statistics) -> jax.Array:
     """The derivative of x_hat by x applied to v; it is symmetric, so it serves both directions."""
     x_hat = _x_hat(norm, x, stats)
-    inner = v - x_hat * _mean(norm, v * x_hat)
-    if norm.kind == "layer":
-        inner = inner - _mean(norm, v)
+    along, *mean = means(norm, v * x_hat, *([v] if norm.kind == "layer" else []))
+    inner = v - x_hat * along
+    if mean:
+        inner = inner - mean[0]
     return inner * stats[-1]
 
 

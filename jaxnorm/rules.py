@@ -7,7 +7,7 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jaxnorm import compat, ffi
+from jaxnorm import compat, ffi, partition
 from jaxnorm.reference import Norm
 
 
@@ -45,18 +45,29 @@ def tangents_jnp(formula: Callable[..., Any], primals: Sequence[Any], tangents: 
 
 
 def lowering(
-    formula: Callable[..., Any], native: Callable[..., Any] | None = None, platform: str = "this platform"
+    primitive: Primitive,
+    formula: Callable[..., Any],
+    native: Callable[..., Any] | None = None,
+    platform: str = "this platform",
 ) -> Callable[..., Any]:
     lower_formula = mlir.lower_fun(formula)
 
     def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
-        if native is not None and ffi.available(platform):
+        if native is None or not ffi.available(platform):
+            reason = ffi.why_not(platform)
+        elif (who := compat.who_splits(ctx)) == "no one":
             return native(platform, ctx, *operands, **params)
+        elif who == "XLA" and compat.has_partitioner():
+            return partition.lower(platform, primitive, ctx, *operands, **params)
+        elif who == "XLA":
+            reason = "several devices need XLA's partitioner Shardy, and it is switched off"
+        else:
+            reason = "a shard_map over some axes of a mesh leaves it to XLA to split the others, which it cannot here"
         norm: Norm = params["norm"]
         if norm.native_only:
             raise RuntimeError(
-                f"{norm.kind}_norm: implementation='native' cannot be compiled for {platform}: "
-                f"{ffi.why_not(platform)}. With implementation=None it runs in jax.numpy."
+                f"{norm.kind}_norm: implementation='native' cannot be compiled for {platform}: {reason}. "
+                "With implementation=None it runs in jax.numpy."
             )
         return lower_formula(ctx, *operands, **params)
 
@@ -67,12 +78,11 @@ def register(
     primitive: Primitive,
     abstract: Callable[..., Any],
     formula: Callable[..., Any],
-    native: Callable[..., Any] | None,
     batch: Callable[..., Any],
     jvp: Callable[..., Any] | None = None,
     transpose: Callable[..., Any] | None = None,
 ) -> None:
-    """Gives a primitive of several results its rules. Where it has no native call, the formula is its lowering."""
+    """Gives a primitive of several results its rules; its lowering is the formula, see `register_native`."""
     primitive.multiple_results = True
     primitive.def_abstract_eval(abstract)
     compat.run_eagerly(primitive)
@@ -81,9 +91,14 @@ def register(
         ad.primitive_jvps[primitive] = jvp
     if transpose is not None:
         ad.primitive_transposes[primitive] = transpose
-    if native is None:
-        mlir.register_lowering(primitive, mlir.lower_fun(formula))
-        return
-    mlir.register_lowering(primitive, lowering(formula))
+    mlir.register_lowering(primitive, mlir.lower_fun(formula))
+
+
+def register_native(
+    primitive: Primitive, formula: Callable[..., Any], native: Callable[..., Any], layouts: partition.Layouts
+) -> None:
+    """Lowers a primitive to its native call on the platforms that have one, and over several devices by its layouts."""
+    partition.register(primitive, formula, layouts)
+    mlir.register_lowering(primitive, lowering(primitive, formula))
     for platform in ffi.PLATFORMS:
-        mlir.register_lowering(primitive, lowering(formula, native, platform), platform=platform)
+        mlir.register_lowering(primitive, lowering(primitive, formula, native, platform), platform=platform)

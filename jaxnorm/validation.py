@@ -11,6 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
+
+from jaxnorm import compat
 
 IMPLEMENTATIONS = (None, "native", "jnp")
 DTYPES = frozenset(map(jnp.dtype, ("float16", "bfloat16", "float32", "float64")))
@@ -79,7 +82,24 @@ def check_weight(
         is_lead = not lead
     if weight.shape[len(lead) :] != features or not is_lead:
         raise ValueError(f"{op}: {name} has shape {weight.shape}, expected {expected}. Reshape {name}, or change axis.")
-    return weight
+    return _sharded_like(op, name, weight, x, axes)
+
+
+def _sharded_like(op: str, name: str, weight: jax.Array, x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """weight, split as x is: over an Explicit mesh one that is whole on each device is, others must be."""
+    spec, x_spec = jax.typeof(weight).sharding.spec, jax.typeof(x).sharding.spec
+    others = [axis for axis in range(-x.ndim, 0) if axis not in axes]
+    along = [*others[len(others) + len(axes) - weight.ndim :], *axes]
+    wanted = PartitionSpec(*(None if n == 1 else x_spec[axis] for n, axis in zip(weight.shape, along, strict=True)))
+    if spec == wanted or compat.awaits_reduction(x) or compat.awaits_reduction(weight):
+        return weight
+    if any(spec):
+        raise ValueError(
+            f"{op}: {name} is sharded as {spec} over an Explicit mesh, expected {wanted}, as x's axes {tuple(along)} "
+            f"are, or all of it on each device. Reshard it, as with jax.sharding.reshard({name}, {wanted})."
+        )
+    resharded: jax.Array = jax.sharding.reshard(weight, jax.typeof(x).sharding.update(spec=wanted))
+    return resharded
 
 
 def check_pad_to(op: str, pad_to: object, axes: tuple[int, ...]) -> int:

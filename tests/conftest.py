@@ -10,7 +10,7 @@ import bench  # noqa: F401
 # A mesh needs devices, and one CPU can stand for several. Must be set before JAX is imported.
 _FLAGS = os.environ.get("XLA_FLAGS", "")
 if "xla_force_host_platform_device_count" not in _FLAGS:
-    os.environ["XLA_FLAGS"] = f"{_FLAGS} --xla_force_host_platform_device_count=4".strip()
+    os.environ["XLA_FLAGS"] = f"{_FLAGS} --xla_force_host_platform_device_count=8".strip()
 # Several workers (`-n 2`) share one GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
@@ -34,6 +34,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "kernels: calls the handlers themselves; on a platform that has them")
     config.addinivalue_line("markers", "plans: launch plans, which need no GPU; where jaxnorm is built with CUDA")
     config.addinivalue_line("markers", "emulated: CUDA kernels on the host; where there is a CUDA compiler")
+    config.addinivalue_line("markers", "several: spread over devices; where there are several")
     config.addinivalue_line("markers", "gpu: about what only the CUDA kernels have; on a GPU")
     config.addinivalue_line("markers", "large: arrays of more than 2**31 elements; on a GPU, or with --large")
 
@@ -54,6 +55,7 @@ def pytest_collection_modifyitems(config, items):
         "kernels": is_platform_with_kernels(),
         "plans": is_built("gpu"),
         "emulated": shutil.which("nvcc") is not None,
+        "several": jax.device_count() > 1,
         "gpu": on_gpu,
         "large": on_gpu or config.getoption("--large"),
     }
@@ -66,4 +68,4 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture
 def devices():
     """The devices of a mesh: a power of two of them, and one only where there is one only."""
-    return jax.devices()[: 1 << (min(4, jax.device_count()).bit_length() - 1)]
+    return jax.devices()[: 1 << (min(8, jax.device_count()).bit_length() - 1)]

@@ -1,0 +1,255 @@
+"""How native calls are split over the devices of one program.
+
+XLA gathers what a custom call reads if it does not know the call. So a primitive whose program spans several devices is
+lowered to a call of `ffi.PARTITIONED`. Shardy takes shardings through it by a rule, which says along which axis of x
+each axis of an operand or a result goes, its *layout*; and when XLA then partitions the program, it asks `_partition`
+for what each device computes. Rows are computed where they are. Of rows that are split over devices the formula
+exchanges the statistics. Weight gradients are summed over the devices that hold different rows.
+
+What a call computes stands in its text, and nothing in it refers to the process that made it, so a program may be
+cached or exported and compiled elsewhere.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.sharding import PartitionSpec
+
+from jaxnorm import compat, ffi
+from jaxnorm.gated_reference import Gate
+from jaxnorm.quantization import Quantization
+from jaxnorm.reference import Norm
+from jaxnorm.split import Split
+
+# For each axis of an array the axis of x that it goes along; None is an axis of its own, which is not split.
+Layout = tuple[int | None, ...]
+# (operands by their place or None, params) -> the layouts of the operands that are there, and of the results
+Layouts = Callable[..., tuple[list[Layout], list[Layout]]]
+
+
+class Partitionable(NamedTuple):
+    primitive: Primitive
+    formula: Callable[..., Any]
+    layouts: Layouts
+
+
+_partitionable: dict[str, Partitionable] = {}
+
+
+def whole(ndim: int) -> Layout:
+    """The layout of x, and of what is like it."""
+    return tuple(range(ndim))
+
+
+def rows(ndim: int, axes: int) -> Layout:
+    """The layout of what has one element, or one part of a row, for each row."""
+    return (*range(ndim - axes), *(None for _ in range(axes)))
+
+
+def weight(ndim: int, axes: int, lead: Sequence[int]) -> Layout:
+    """The layout of a weight with this lead."""
+    others = ndim - axes
+    of_lead = (None if length == 1 else others - len(lead) + i for i, length in enumerate(lead))
+    return (*of_lead, *range(others, ndim))
+
+
+def result_like(x: Any, layout: Layout, shape: Sequence[Any], dtype: Any) -> Any:
+    """The type of a result of this layout: over an Explicit mesh it is sharded as x is along the axes they share."""
+    spec = PartitionSpec(*(None if axis is None else x.sharding.spec[axis] for axis in layout))
+    return x.update(shape=tuple(shape), dtype=dtype, sharding=x.sharding.update(spec=spec), weak_type=False)
+
+
+def register(primitive: Primitive, formula: Callable[..., Any], layouts: Layouts) -> None:
+    _partitionable[primitive.name] = Partitionable(primitive, formula, layouts)
+
+
+def lower(platform: str, primitive: Primitive, ctx: Any, *operands: Any, tree: Any, **params: Any) -> Sequence[Any]:
+    """Lowers the primitive to a call that XLA has to partition, on a platform that has its kernel."""
+    layouts = _partitionable[primitive.name].layouts(jax.tree.unflatten(tree, ctx.avals_in), **params)
+    places = jax.tree.unflatten(tree, range(len(operands)))
+    text = json.dumps([platform, primitive.name, places, params], default=_encode, sort_keys=True)
+    return compat.partitioned_call(ctx, ffi.PARTITIONED, text, operands, *layouts)
+
+
+def _encode(value: object) -> dict[str, Any]:
+    if isinstance(value, np.dtype):
+        return {"dtype": value.name}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return {type(value).__name__: fields}
+    raise TypeError(f"{value!r} cannot stand in a call's text")
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(map(_decode, value))
+    if not isinstance(value, dict):
+        return value
+    decoded = {key: _decode(item) for key, item in value.items()}
+    for kind in (Norm, Gate, Quantization):
+        if kind.__name__ in decoded:
+            return kind(**decoded[kind.__name__])
+    return np.dtype(decoded["dtype"]) if "dtype" in decoded and len(decoded) == 1 else decoded
+
+
+class Tiles(NamedTuple):
+    """How x is split: the devices, along x's axes as often as each is split and then along one of copies."""
+
+    devices: np.ndarray[Any, Any]
+
+    @classmethod
+    def of(cls, sharding: Any, ndim: int) -> "Tiles":
+        if sharding is None or not sharding.is_tiled():
+            return cls(np.zeros((1,) * (ndim + 1), int))
+        counts = sharding.tile_assignment_dimensions()
+        return cls(np.reshape(sharding.tile_assignment_devices(), (*counts[:ndim], -1)))
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        *counts, _ = self.devices.shape
+        return tuple(counts)
+
+    def joined(self, axes: Sequence[int]) -> "Tiles":
+        """With copies along those axes of x, instead of parts."""
+        devices = np.moveaxis(self.devices, axes, range(-1 - len(axes), -1))
+        return Tiles(devices.reshape(*(1 if axis in axes else n for axis, n in enumerate(self.counts)), -1))
+
+    def sharding(self, layout: Layout) -> Any:
+        """That of an array of this layout."""
+        own = [axis for axis in layout if axis is not None]
+        rest = [axis for axis in range(self.devices.ndim) if axis not in own]
+        counts = [1 if axis is None else self.counts[axis] for axis in layout]
+        return compat.hlo_sharding(np.transpose(self.devices, [*own, *rest]).reshape(*counts, -1))
+
+    def part(self, layout: Layout, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of a device's part of an array."""
+        sizes = zip(layout, shape, strict=True)
+        return tuple(n if axis is None else -(-n // self.counts[axis]) for axis, n in sizes)
+
+    def split(self, axes: Sequence[int]) -> Split | None:
+        """The devices that hold different parts along those axes of x, and else the same; None if there is no other."""
+        if all(self.counts[axis] == 1 for axis in axes):
+            return None
+        groups = np.moveaxis(self.devices, axes, range(-len(axes), 0))
+        groups = groups.reshape(-1, math.prod(self.counts[axis] for axis in axes))
+        return Split((compat.ALL_DEVICES,), tuple(map(tuple, groups.tolist())))
+
+
+class Array(NamedTuple):
+    """An array of a whole program."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    sharding: Any
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+
+class Call(NamedTuple):
+    """One such call, as its text and XLA describe it."""
+
+    platform: str
+    of: Partitionable
+    places: Any
+    params: dict[str, Any]
+    operands: list[Array]
+    results: list[Array]
+    operand_layouts: list[Layout]
+    result_layouts: list[Layout]
+
+    @classmethod
+    def read(cls, text: bytes, operands: list[Array], results: list[Array]) -> "Call":
+        platform, name, places, params = _decode(json.loads(text))
+        of = _partitionable[name]
+        layouts = of.layouts(_at(places, operands), **params)
+        return cls(platform, of, places, params, operands, results, *layouts)
+
+    @property
+    def rank(self) -> int:
+        return max(array.ndim for array in self.operands)
+
+    @property
+    def features(self) -> list[int]:
+        """x's normalised axes."""
+        return list(range(self.rank - len(self.params["norm"].axes), self.rank))
+
+    def tiles(self) -> Tiles:
+        """How x is split: as that one of the arrays which go along all its axes that is split most."""
+        arrays = zip([*self.operands, *self.results], [*self.operand_layouts, *self.result_layouts], strict=True)
+        like_x = [array for array, layout in arrays if layout == whole(self.rank)]
+        shape = like_x[0].shape
+        tiles = max((Tiles.of(array.sharding, self.rank) for array in like_x), key=lambda t: math.prod(t.counts))
+        # The last part of rows may be shorter, and what is computed beyond it is dropped. It must not be in a sum.
+        have_sums = any(self._rows_without(layout) for layout in self.result_layouts)
+        uneven = [axis for axis, n in enumerate(shape) if n % tiles.counts[axis]]
+        tiles = tiles.joined([axis for axis in uneven if have_sums or axis in self.features])
+        return tiles if self._can_split_rows(shape[-1] // tiles.counts[-1]) else tiles.joined(self.features)
+
+    def _can_split_rows(self, cols: int) -> bool:
+        """Whether parts of rows, of so many elements, can be computed: not with padding, nor with a part of a group."""
+        group = getattr(self.params.get("quantization"), "group_size", None)
+        return self.params["norm"].pad_to == 1 and (group is None or cols % group == 0)
+
+    def local(self, tiles: Tiles) -> Callable[..., list[jax.Array]]:
+        """What a device computes of its parts of the operands."""
+        params = dict(self.params)
+        sums = [tiles.split(self._rows_without(layout)) for layout in self.result_layouts]
+        if "lead" in params:
+            layout = weight(self.rank, len(self.features), params["lead"])[: len(params["lead"])]
+            params["lead"] = tiles.part(layout, params["lead"])
+        if any(sums):
+            # What is added up has the dtype of weights: it is not rounded to that before.
+            wide = iter(
+                np.dtype(np.float32) if split else array.dtype for split, array in zip(sums, self.results, strict=True)
+            )
+            params["dtypes"] = tuple(None if dtype is None else next(wide) for dtype in params["dtypes"])
+        function: Callable[..., Any] = self.of.primitive.bind
+        if (split := tiles.split(self.features)) is not None:
+            params["norm"] = dataclasses.replace(params["norm"], split=split)
+            function = self.of.formula
+
+        def compute(*operands: jax.Array) -> list[jax.Array]:
+            if any(sums):
+                layouts = zip(operands, self.operand_layouts, strict=True)
+                operands = tuple(v.astype(jnp.float32) if self._rows_without(layout) else v for v, layout in layouts)
+            results = function(*operands, tree=jax.tree.structure(self.places), **params)
+            added = [v if split is None else split.sum(v) for split, v in zip(sums, results, strict=True)]
+            return [v.astype(array.dtype) for v, array in zip(added, self.results, strict=True)]
+
+        return compute
+
+    def _rows_without(self, layout: Layout) -> list[int]:
+        """x's axes, other than the normalised ones, that such an array does not go along."""
+        return [axis for axis in range(self.features[0]) if axis not in layout]
+
+
+def _at(places: Any, values: Sequence[Any]) -> Any:
+    return jax.tree.map(lambda place: values[place], places)
+
+
+def _partition(
+    arg_shapes: Any, arg_shardings: Any, shapes: Any, shardings: Any, text: bytes
+) -> tuple[bytes, list[Any], list[Any]]:
+    """The program of one device, with the shardings of what it takes and gives."""
+    operands, results = (
+        [Array(tuple(shape.dimensions()), np.dtype(shape.numpy_dtype()), of) for shape, of in zip(*both, strict=True)]
+        for both in ((arg_shapes, arg_shardings), (shapes, shardings))
+    )
+    call = Call.read(text, operands, results)
+    tiles = call.tiles()
+    layouts = zip(operands, call.operand_layouts, strict=True)
+    parts = [jax.ShapeDtypeStruct(tiles.part(layout, array.shape), array.dtype) for array, layout in layouts]
+    program = compat.program_of_a_device(call.local(tiles), parts, call.platform, tiles.devices.size)
+    return program, list(map(tiles.sharding, call.operand_layouts)), list(map(tiles.sharding, call.result_layouts))
+
+
+compat.register_partitioner(ffi.PARTITIONED, _partition)

@@ -1,0 +1,159 @@
+"""What XLA splits over devices, on Auto and Explicit meshes: nothing is gathered, and what is exchanged is counted."""
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import bits, draw_bias, draw_residual, draw_scale, draw_x
+from hlo import collectives, count_native_calls
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from test_sharding import mesh_of
+
+import jaxnorm
+from jaxnorm import Quantization
+
+pytestmark = pytest.mark.several
+
+DIMS = (8, 4, 256)
+ROWS, COLS = 8 * 4, 256
+
+
+class Op(NamedTuple):
+    function: Callable  # of (x, second, scale, bias), of which it takes what it wants
+    statistics: int = 1  # f32 numbers a row that devices with parts of it exchange forward
+    backward: int = 1  # and backward
+    weights: int = 1  # how many weights have a gradient
+    gathers: bool = False  # whether statistics are gathered, not added
+    lead: tuple[int, ...] = ()
+
+
+def quantized(name, quantization, **given):
+    def function(x, second, scale, bias):
+        norm = getattr(jaxnorm, name)
+        result = norm(x, scale, quantization=quantization, straight_through=True, **given)
+        return result.dequantize()
+
+    return function
+
+
+E4M3 = jnp.float8_e4m3fn
+OPS = {
+    "rms": Op(lambda x, r, s, b: jaxnorm.rms_norm(x, s)),
+    "rms with bias": Op(lambda x, r, s, b: jaxnorm.rms_norm(x, s, b), weights=2),
+    "layer": Op(lambda x, r, s, b: jaxnorm.layer_norm(x, s, b), statistics=2, backward=2, weights=2, gathers=True),
+    "add rms": Op(lambda x, r, s, b: jaxnorm.add_rms_norm(x, r, s)),
+    "add layer": Op(
+        lambda x, r, s, b: jaxnorm.add_layer_norm(x, r, s, b), statistics=2, backward=2, weights=2, gathers=True
+    ),
+    "heads": Op(lambda x, r, s, b: jaxnorm.rms_norm(x, s), lead=(4,)),
+    "gate first": Op(lambda x, g, s, b: jaxnorm.gated_rms_norm(x, g, s, gate_first=True)),
+    "gate last": Op(lambda x, g, s, b: jaxnorm.gated_rms_norm(x, g, s, gate_first=False)),
+    "gated groups": Op(lambda x, g, s, b: jaxnorm.gated_rms_norm(x, g, s, gate_first=True, group_size=64), 0, 0),
+    "token": Op(quantized("rms_norm_quantized", Quantization(E4M3)), 2),
+    "group": Op(quantized("rms_norm_quantized", Quantization(jnp.int8, "group", group_size=64))),
+    "tensor": Op(quantized("rms_norm_quantized", Quantization(E4M3, "tensor"), static_scale=jnp.float32(0.01))),
+}
+ops = pytest.mark.parametrize("name", OPS)
+axis_types = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+feature_specs = pytest.mark.parametrize("spec", [P(None, None, "b"), P("a", None, "b")], ids=str)
+row_specs = pytest.mark.parametrize("spec", [P("a"), P(("b", "a")), P("a", "b"), P(None, "b")], ids=str)
+
+
+def place(op, mesh, spec):
+    """(x, second, scale, bias) with rows and features as spec says, and copies of weights where they need be."""
+    spec = P(*spec, *(None for _ in range(3 - len(spec))))
+    features = (*op.lead, COLS)
+    of_weights = P(*spec[3 - len(features) :])
+    x, second = draw_x(DIMS), draw_residual(DIMS)
+    scale, bias = draw_scale(features), draw_bias(features)
+    sharded = [(x, spec), (second, spec), (scale, of_weights), (bias, of_weights)]
+    return [jax.device_put(array, NamedSharding(mesh, spec)) for array, spec in sharded]
+
+
+def gradients(op):
+    def function(x, second, scale, bias):
+        y, pullback = jax.vjp(op.function, x, second, scale, bias)
+        return y, pullback(jax.tree.map(jnp.cos, y))
+
+    return function
+
+
+def exchanged(op, mesh, spec, *, with_gradients):
+    """The bytes of each kind of collective on one device, as `collectives` gives them."""
+    along = [axes if isinstance(axes, tuple) else (axes,) for axes in (*spec, None, None)][:3]
+    batch, sequence, features = (math.prod(mesh.shape[axis] for axis in axes if axis) for axes in along)
+    rows, cols = ROWS // batch // sequence, COLS // features
+    total = Counter()
+    if features > 1:
+        kind, copies = ("all-gather", features) if op.gathers else ("all-reduce", 1)
+        total[kind] += 4 * op.statistics * rows * copies
+        total["all-reduce"] += 4 * op.backward * rows * with_gradients
+    # The heads are the sequence axis: its parts have weights of their own.
+    heads, others = (op.lead[0] // sequence, batch) if op.lead else (1, batch * sequence)
+    if others > 1:
+        total["all-reduce"] += 4 * op.weights * heads * cols * with_gradients
+    return {kind: size for kind, size in total.items() if size}
+
+
+def run(function, args, mesh):
+    """What function gives on the mesh, what it gives on one device, and its program on the mesh."""
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(function).lower(*args).compile()
+        actual = compiled(*args)
+    return actual, jax.jit(function)(*(jnp.asarray(np.asarray(arg)) for arg in args)), compiled.as_text()
+
+
+def assert_close(actual, expected):
+    # Relative to the largest: with a gate, large numbers cancel to small ones.
+    def close(a, e):
+        np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-5 * np.abs(e).max())
+
+    jax.tree.map(close, actual, expected)
+
+
+@row_specs
+@axis_types
+@ops
+def test_rows_are_computed_where_they_are(devices, name, axis_type, spec):
+    op, mesh = OPS[name], mesh_of(devices, axis_type)
+    actual, expected, text = run(op.function, place(op, mesh, spec), mesh)
+    assert bits(actual) == bits(expected)
+    assert collectives(text) == {}
+    assert list(count_native_calls(text).values()) == [1]
+
+
+@row_specs
+@axis_types
+@ops
+def test_gradients_of_rows_add_up_weights(devices, name, axis_type, spec):
+    op, mesh = OPS[name], mesh_of(devices, axis_type)
+    actual, expected, text = run(gradients(op), place(op, mesh, spec), mesh)
+    assert_close(actual, expected)
+    assert collectives(text) == exchanged(op, mesh, spec, with_gradients=True)
+    assert list(count_native_calls(text).values()) == [1, 1]
+
+
+@feature_specs
+@axis_types
+@ops
+def test_parts_of_rows_exchange_their_statistics(devices, name, axis_type, spec):
+    op, mesh = OPS[name], mesh_of(devices, axis_type)
+    actual, expected, text = run(op.function, place(op, mesh, spec), mesh)
+    assert_close(actual, expected)
+    assert collectives(text) == exchanged(op, mesh, spec, with_gradients=False)
+
+
+@feature_specs
+@axis_types
+@ops
+def test_gradients_of_parts_of_rows(devices, name, axis_type, spec):
+    op, mesh = OPS[name], mesh_of(devices, axis_type)
+    actual, expected, text = run(gradients(op), place(op, mesh, spec), mesh)
+    assert_close(actual, expected)
+    assert collectives(text) == exchanged(op, mesh, spec, with_gradients=True)
