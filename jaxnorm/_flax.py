@@ -30,11 +30,13 @@ class FlaxNorm(Protocol):
     reduction_axes: Any
     feature_axes: Any
     axis_name: Any
+    axis_index_groups: Any
 
 
 def kernel_axes(module: FlaxNorm, x: jax.Array, mask: jax.Array | None) -> tuple[int, ...] | None:
     """The axes that a kernel would normalise for `module(x, mask=mask)`, or None where no kernel says the same."""
-    if mask is not None or module.axis_name is not None or not isinstance(module.epsilon, Real):
+    in_groups = module.axis_name is not None and module.axis_index_groups is not None
+    if mask is not None or in_groups or not isinstance(module.epsilon, Real):
         return None
     reduction = _from_the_end(x.ndim, module.reduction_axes)
     trailing = tuple(range(-len(reduction), 0))
@@ -54,10 +56,10 @@ def function_axes(module: FlaxNorm, x: jax.Array, mask: object, what: str) -> tu
             f"{name}: got a mask, expected None: a {what} norm is of all elements of its rows. "
             f"Take the norm that is not {what} for what is masked."
         )
-    if module.axis_name is not None:
+    if module.axis_name is not None and module.axis_index_groups is not None:
         raise ValueError(
-            f"{name}: axis_name={module.axis_name!r}, expected None: a {what} norm has no statistics over several "
-            f"devices. Leave axis_name out, or take the norm that is not {what}."
+            f"{name}: axis_index_groups={module.axis_index_groups}, expected None: a {what} norm exchanges its "
+            f"statistics over all of axis_name. Leave it out, or take the norm that is not {what}."
         )
     reduction, features = (_from_the_end(x.ndim, axes) for axes in (module.reduction_axes, module.feature_axes))
     if reduction != features:

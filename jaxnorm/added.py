@@ -20,6 +20,7 @@ def add_rms_norm(
     multiply_before_cast: bool = True,
     out_dtype: Any = None,
     pad_to: int | None = None,
+    axis_name: Any = None,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Adds x to a residual stream and divides the sum by its root mean square over `axis`.
@@ -49,13 +50,15 @@ def add_rms_norm(
       out_dtype: dtype of y; None is x's.
       pad_to: None, or a positive Python int, with axis=-1: y's last axis is padded with zeros to a multiple of it, as
         matrix products in blocks want it. new_residual is not. The backward does not read what is padded.
+      axis_name: None, or the axes of a mesh over which rows are split, as for `rms_norm`.
       implementation: None, "native" or "jnp", as for `rms_norm`.
 
     Returns:
       (y, new_residual): arrays of x's shape, y's last axis padded, new_residual of residual's dtype.
 
     Raises:
-      ValueError: residual has another shape than x, pad_to is not positive or axis is not -1 with it; otherwise as
+      ValueError: residual has another shape than x, pad_to is not positive, or axis is not -1 or axis_name given with
+        it; otherwise as
         `rms_norm` does.
       TypeError: pad_to is no int or traced; otherwise as `rms_norm` does.
       RuntimeError: as `rms_norm` does.
@@ -75,6 +78,7 @@ def add_rms_norm(
         axis,
         multiply_before_cast,
         out_dtype,
+        axis_name,
         implementation,
         pad_to,
     )
@@ -93,6 +97,7 @@ def add_layer_norm(
     multiply_before_cast: bool = True,
     out_dtype: Any = None,
     pad_to: int | None = None,
+    axis_name: Any = None,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Adds x to a residual stream and shifts and scales the sum to mean 0 and variance 1 over `axis`.
@@ -117,6 +122,7 @@ def add_layer_norm(
       out_dtype: dtype of y; None is x's.
       pad_to: None, or a positive Python int, with axis=-1: y's last axis is padded with zeros to a multiple of it, as
         matrix products in blocks want it. new_residual is not. The backward does not read what is padded.
+      axis_name: None, or the axes of a mesh over which rows are split, as for `rms_norm`.
       implementation: None, "native" or "jnp", as for `rms_norm`.
 
     Returns:
@@ -140,6 +146,7 @@ def add_layer_norm(
         axis,
         multiply_before_cast,
         out_dtype,
+        axis_name,
         implementation,
         pad_to,
     )

@@ -36,6 +36,14 @@ def match_varying_axes(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(insert(*arrays))
 
 
+def same_along(aval: Any, names: Iterable[Any]) -> Any:
+    """The type of an array that does not vary over those manual mesh axes."""
+    varying = aval.mat.varying - set(names)
+    return aval.update(
+        manual_axis_type=type(aval.mat)(varying=varying, unreduced=aval.mat.unreduced, reduced=aval.mat.reduced)
+    )
+
+
 def allow_export(targets: Iterable[str]) -> None:
     """Let `jax.export` serialise calls of these FFI targets.
 

@@ -24,6 +24,7 @@ def gated_rms_norm(
     epsilon: float = 1e-6,
     scale_offset: float = 0.0,
     out_dtype: Any = None,
+    axis_name: Any = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Divides x by its root mean square over the last axis and multiplies it by an activation of a gate.
@@ -50,6 +51,7 @@ def gated_rms_norm(
       epsilon: non-negative Python number added to the mean square.
       scale_offset: Python number added to scale; 1.0 is Gemma's convention. Ignored without scale.
       out_dtype: dtype of the result; None is x's.
+      axis_name: None, or the axes of a mesh over which rows are split, as for `rms_norm`; not with group_size.
       implementation: None, "native" or "jnp", as for `rms_norm`. Under vmap over scale the formula runs, and for rows
         or groups of more than 16384 columns.
 
@@ -82,6 +84,7 @@ def gated_rms_norm(
         compute_dtype=np.dtype(np.float64 if np.float64 in dtypes else np.float32),
         out_dtype=out_dtype,
         native_only=implementation == "native",
+        split=gated_validation.check_axis_name(_OP, axis_name, group_size),
     )
     kind = Gate(
         activation=gated_validation.check_activation(_OP, activation, get_args(Activation)),
@@ -100,6 +103,8 @@ def gated_rms_norm(
 
 def _has_kernel(norm: Norm, x: jax.Array, gate: jax.Array, scale: jax.Array | None, group_size: int | None) -> bool:
     """Whether some platform has a kernel for this norm; if it must be native, an error where none is at hand."""
+    if norm.split is not None:
+        return norms.has_primitive(_OP, norm, x)
     cols = x.shape[-1] if group_size is None else group_size
     reason = ffi.unsupported_gate(cols, x.dtype, gate.dtype, norm.out_dtype)
     if jax.typeof(gate).sharding.spec != jax.typeof(x).sharding.spec:

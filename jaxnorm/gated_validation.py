@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxnorm import validation
+from jaxnorm.split import Split
 from jaxnorm.validation import check_array
 
 
@@ -29,6 +31,15 @@ def check_scale(op: str, value: object, x: jax.Array) -> jax.Array | None:
             f"{x.shape}, whatever group_size is. Reshape scale."
         )
     return scale
+
+
+def check_axis_name(op: str, axis_name: object, group_size: int | None) -> Split | None:
+    if axis_name is not None and group_size is not None:
+        raise ValueError(
+            f"{op}: axis_name={axis_name!r} with group_size={group_size}: a group is normalised by itself, on the "
+            f"device that has it. Leave axis_name out."
+        )
+    return validation.check_axis_name(op, axis_name)
 
 
 def check_activation(op: str, activation: Any, known: Sequence[str]) -> Any:

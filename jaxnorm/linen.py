@@ -36,9 +36,9 @@ _flax_layer_norm = inspect.unwrap(linen.LayerNorm.__call__)
 class RMSNorm(linen.RMSNorm):
     """`flax.linen.RMSNorm` with the same fields, parameters and result dtype, computed by `jaxnorm.rms_norm`.
 
-    The kernels serve the calls whose `reduction_axes` and `feature_axes` are the same trailing axes. A `mask`, an
-    `axis_name`, other axes, `force_float32_reductions=False`, and dtypes other than float32, bfloat16 and float16 are
-    computed by Flax's own code.
+    The kernels serve the calls whose `reduction_axes` and `feature_axes` are the same trailing axes. A `mask`,
+    `axis_index_groups`, other axes, `force_float32_reductions=False`, and dtypes other than float32, bfloat16 and
+    float16 are computed by Flax's own code.
     """
 
     @linen.compact
@@ -105,8 +105,8 @@ class GatedRMSNorm(RMSNorm, kw_only=True):
     float32 parameters, give `dtype` for a gated norm of half types. A module without a name is called after its class,
     as `AddRMSNorm` says.
 
-    `reduction_axes` and `feature_axes` must be -1. A `mask`, an `axis_name` and `force_float32_reductions=False` are
-    errors.
+    `reduction_axes` and `feature_axes` must be -1. A `mask`, `axis_index_groups` and
+    `force_float32_reductions=False` are errors.
     """
 
     gate_first: bool
@@ -129,6 +129,7 @@ class GatedRMSNorm(RMSNorm, kw_only=True):
             activation=self.activation,
             group_size=self.group_size,
             epsilon=self.epsilon,
+            axis_name=self.axis_name,
             out_dtype=linen.dtypes.canonicalize_dtype(x, gate, scale, dtype=self.dtype),
         )
 
@@ -145,7 +146,7 @@ class QuantizedRMSNorm(RMSNorm, kw_only=True):
     is quantised is float32. A module without a name is called after its class, as `AddRMSNorm` says.
 
     `reduction_axes` and `feature_axes` must be the same axes: kernels serve trailing ones, the jnp formula others.
-    A `mask`, an `axis_name` and `force_float32_reductions=False` are errors.
+    A `mask`, `axis_index_groups` and `force_float32_reductions=False` are errors.
     """
 
     quantization: Quantization
@@ -205,7 +206,7 @@ def _fused(
         return None
     scale, bias = _parameters(module, normalised, axis, bias_init)
     dtype = linen.dtypes.canonicalize_dtype(normalised, scale, bias, dtype=module.dtype)
-    return norm(*rows, scale, bias, epsilon=module.epsilon, axis=axis, out_dtype=dtype)
+    return norm(*rows, scale, bias, epsilon=module.epsilon, axis=axis, out_dtype=dtype, axis_name=module.axis_name)
 
 
 def _quantized(
@@ -225,6 +226,7 @@ def _quantized(
     axis = _flax.function_axes(module, x, mask, "quantised")
     scale, bias = _parameters(module, x, axis, bias_init)
     options = {"quantization": module.quantization, "straight_through": module.straight_through, **scales}
+    options["axis_name"] = module.axis_name
     return norm(x, scale, bias, residual=residual, epsilon=module.epsilon, axis=axis, **options)
 
 

@@ -29,9 +29,9 @@ __all__ = [
 class RMSNorm(nnx.RMSNorm):
     """`flax.nnx.RMSNorm` with the same constructor, parameters and result dtype, computed by `jaxnorm.rms_norm`.
 
-    The kernels serve the calls whose `reduction_axes` and `feature_axes` are the same trailing axes. A `mask`, an
-    `axis_name`, other axes, a `promote_dtype` of one's own, and dtypes other than float32, bfloat16 and float16 are
-    computed by Flax's own code.
+    The kernels serve the calls whose `reduction_axes` and `feature_axes` are the same trailing axes. A `mask`,
+    `axis_index_groups`, other axes, a `promote_dtype` of one's own, and dtypes other than float32, bfloat16 and float16
+    are computed by Flax's own code.
     """
 
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
@@ -91,7 +91,7 @@ class GatedRMSNorm(RMSNorm):
     As in flax.nnx, `dtype` is that of the operands, which are rounded to it, and of y; None is what they promote to.
     The kernels want x, gate and y of one dtype: with float32 parameters, give `dtype` for a gated norm of half types.
 
-    `reduction_axes` and `feature_axes` must be -1. A `mask`, an `axis_name` and a `promote_dtype` of one's own are
+    `reduction_axes` and `feature_axes` must be -1. A `mask`, `axis_index_groups` and a `promote_dtype` of one's own are
     errors.
     """
 
@@ -125,6 +125,7 @@ class GatedRMSNorm(RMSNorm):
             activation=self.activation,
             group_size=self.group_size,
             epsilon=self.epsilon,
+            axis_name=self.axis_name,
             out_dtype=dtype,
         )
 
@@ -142,7 +143,7 @@ class QuantizedRMSNorm(RMSNorm):
     quantised.
 
     `reduction_axes` and `feature_axes` must be the same axes: kernels serve trailing ones, the jnp formula others.
-    A `mask`, an `axis_name` and a `promote_dtype` of one's own are errors.
+    A `mask`, `axis_index_groups` and a `promote_dtype` of one's own are errors.
     """
 
     def __init__(
@@ -209,7 +210,7 @@ def _fused(
     if axis is None or not _flax.kernel_dtypes(dtype, *(a.dtype for a in (*rows, *parameters) if a is not None)):
         return None
     rows, parameters = _operands(rows, parameters, dtype, axis)
-    return norm(*rows, *parameters, epsilon=module.epsilon, axis=axis, out_dtype=dtype)
+    return norm(*rows, *parameters, epsilon=module.epsilon, axis=axis, out_dtype=dtype, axis_name=module.axis_name)
 
 
 def _quantized(
@@ -231,6 +232,7 @@ def _quantized(
     rows, parameters = _operands(rows, parameters, dtype, axis)
     x, *added = rows
     options = {"quantization": module.quantization, "straight_through": module.straight_through, **scales}
+    options["axis_name"] = module.axis_name
     return norm(x, *parameters, residual=added[0] if added else None, epsilon=module.epsilon, axis=axis, **options)
 
 

@@ -21,6 +21,7 @@ def rms_norm(
     axis: int | Sequence[int] = -1,
     multiply_before_cast: bool = True,
     out_dtype: Any = None,
+    axis_name: Any = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Divides x by its root mean square over `axis`.
@@ -47,6 +48,9 @@ def rms_norm(
       multiply_before_cast: False rounds x * rsqrt(...) to the result's dtype before it is multiplied by scale, as the
         Llama and T5 of the model hubs do.
       out_dtype: dtype of the result; None is x's.
+      axis_name: None, or a mesh axis of a surrounding `jax.shard_map`, or a tuple of them, or the name of the axis of a
+        `jax.vmap`: rows are split over it evenly. x, scale, bias and the result are one part; the statistics are of
+        whole rows, by one exchange of them each way. Runs in jax.numpy.
       implementation: "native" is the CPU or CUDA kernel, "jnp" the formula in jax.numpy, None the kernel where it
         exists. `python -m jaxnorm.info` tells which. Under vmap over scale or bias alone, and not x, the formula runs.
 
@@ -55,8 +59,9 @@ def rms_norm(
 
     Raises:
       ValueError: an axis is out of range or repeated, a weight has another shape than the normalised axes or has
-        axes before them that do not broadcast against x's, epsilon is negative, epsilon or scale_offset is not finite,
-        or implementation is unknown.
+        axes before them that do not broadcast against x's, a weight is sharded unlike x over an Explicit mesh, a name
+        in axis_name is not bound or there twice, epsilon is negative, epsilon or scale_offset is not finite, or
+        implementation is unknown.
       TypeError: an array or out_dtype is not floating-point of 16, 32 or 64 bits, axis is not made of ints, or epsilon,
         scale_offset or multiply_before_cast is traced.
       RuntimeError: implementation="native" and there is no kernel for this call; the message says why.
@@ -64,7 +69,18 @@ def rms_norm(
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, https://arxiv.org/abs/1910.07467.
     """
     (y,) = compute(
-        "rms_norm", x, None, scale, bias, epsilon, scale_offset, axis, multiply_before_cast, out_dtype, implementation
+        "rms_norm",
+        x,
+        None,
+        scale,
+        bias,
+        epsilon,
+        scale_offset,
+        axis,
+        multiply_before_cast,
+        out_dtype,
+        axis_name,
+        implementation,
     )
     return y
 
@@ -79,6 +95,7 @@ def layer_norm(
     axis: int | Sequence[int] = -1,
     multiply_before_cast: bool = True,
     out_dtype: Any = None,
+    axis_name: Any = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Shifts x to mean 0 and scales it to variance 1 over `axis`.
@@ -98,6 +115,7 @@ def layer_norm(
       axis: the axis, or the set of axes, to normalise over. Kernels serve trailing axes, the jnp formula any.
       multiply_before_cast: False rounds (x - mean) * rsqrt(...) to the result's dtype before it is multiplied by scale.
       out_dtype: dtype of the result; None is x's.
+      axis_name: None, or the axes of a mesh over which rows are split, as for `rms_norm`.
       implementation: None, "native" or "jnp", as for `rms_norm`.
 
     Returns:
@@ -109,7 +127,18 @@ def layer_norm(
     Source: Ba, Kiros and Hinton, Layer Normalization, 2016, https://arxiv.org/abs/1607.06450.
     """
     (y,) = compute(
-        "layer_norm", x, None, scale, bias, epsilon, scale_offset, axis, multiply_before_cast, out_dtype, implementation
+        "layer_norm",
+        x,
+        None,
+        scale,
+        bias,
+        epsilon,
+        scale_offset,
+        axis,
+        multiply_before_cast,
+        out_dtype,
+        axis_name,
+        implementation,
     )
     return y
 
@@ -125,6 +154,7 @@ def compute(
     axis: int | Sequence[int],
     multiply_before_cast: bool,
     out_dtype: Any,
+    axis_name: Any,
     implementation: Implementation | None,
     pad_to: Any = None,
 ) -> tuple[jax.Array, ...]:
@@ -140,12 +170,24 @@ def compute(
         axis,
         multiply_before_cast,
         out_dtype,
+        axis_name,
         implementation,
         pad_to,
     )
-    if implementation == "jnp" or not has_kernel(op, norm, x, residual, (scale, bias)):
+    if implementation == "jnp" or not has_primitive(op, norm, x, residual, (scale, bias)):
         return reference.apply(norm, x, residual, scale, bias)
     return primitives.apply(norm, x, residual, scale, bias)
+
+
+def has_primitive(op: str, norm: reference.Norm, x: jax.Array, *others: Any) -> bool:
+    """Whether this norm is the primitive's, which is a kernel where there is one and keeps little for a gradient."""
+    if norm.split is None:
+        return has_kernel(op, norm, x, *others)
+    if norm.native_only:
+        raise no_kernel(op, "axis_name is given, and what is exchanged over devices is exchanged by jax.numpy")
+    # A primitive that exchanges parts would not know what to do with the axis of a vmap.
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return set(norm.split.names) <= set(manual) and norm.axes == tuple(range(-len(norm.axes), 0))
 
 
 def prepare(
@@ -159,6 +201,7 @@ def prepare(
     axis: int | Sequence[int],
     multiply_before_cast: bool,
     out_dtype: Any,
+    axis_name: Any,
     implementation: Implementation | None,
     pad_to: Any = None,
 ) -> tuple[reference.Norm, tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]]:
@@ -182,7 +225,8 @@ def prepare(
         compute_dtype=np.dtype(np.float64 if np.float64 in dtypes else np.float32),
         out_dtype=out_dtype,
         native_only=implementation == "native",
-        pad_to=validation.check_pad_to(op, pad_to, axes),
+        pad_to=validation.check_pad_to(op, pad_to, axes, axis_name),
+        split=validation.check_axis_name(op, axis_name),
     )
     return norm, (x, residual, scale, bias)
 

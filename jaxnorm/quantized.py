@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxnorm import heads, norms, validation
+from jaxnorm import heads, norms, quantized_validation, validation
 from jaxnorm.norms import Implementation
 from jaxnorm.quantization import Quantization, Quantized
 from jaxnorm.quantized_primitive import Call, Operands, quantized
@@ -25,6 +25,7 @@ def rms_norm_quantized(
     scale_offset: float = 0.0,
     axis: int | Sequence[int] = -1,
     straight_through: bool = False,
+    axis_name: Any = None,
     implementation: Implementation | None = None,
 ) -> Quantized | tuple[Quantized, jax.Array]:
     """Divides x by its root mean square over `axis` and quantises the result to 8 bits.
@@ -58,6 +59,7 @@ def rms_norm_quantized(
       scale_offset: Python number added to scale; 1.0 is Gemma's convention. Ignored without scale.
       axis: the axis, or the set of axes, to normalise over. Kernels serve trailing axes, the jnp formula any.
       straight_through: whether the result has a derivative, and with it a carrier.
+      axis_name: None, or the axes of a mesh over which rows are split, as for `rms_norm`.
       implementation: None, "native" or "jnp", as for `rms_norm`.
 
     Returns:
@@ -88,6 +90,7 @@ def rms_norm_quantized(
         scale_offset,
         axis,
         straight_through,
+        axis_name,
         implementation,
     )
 
@@ -105,6 +108,7 @@ def layer_norm_quantized(
     scale_offset: float = 0.0,
     axis: int | Sequence[int] = -1,
     straight_through: bool = False,
+    axis_name: Any = None,
     implementation: Implementation | None = None,
 ) -> Quantized | tuple[Quantized, jax.Array]:
     """Shifts and scales x to mean 0 and variance 1 over `axis` and quantises the result to 8 bits.
@@ -126,6 +130,7 @@ def layer_norm_quantized(
       scale_offset: Python number added to scale. Ignored without scale.
       axis: the axis, or the set of axes, to normalise over. Kernels serve trailing axes, the jnp formula any.
       straight_through: whether the result has a derivative, and with it a carrier.
+      axis_name: None, or the axes of a mesh over which rows are split, as for `rms_norm`.
       implementation: None, "native" or "jnp", as for `rms_norm`.
 
     Returns:
@@ -151,6 +156,7 @@ def layer_norm_quantized(
         scale_offset,
         axis,
         straight_through,
+        axis_name,
         implementation,
     )
 
@@ -168,17 +174,19 @@ def _quantized(
     scale_offset: Any,
     axis: int | Sequence[int],
     straight_through: Any,
+    axis_name: Any,
     implementation: Implementation | None,
 ) -> Quantized | tuple[Quantized, jax.Array]:
     norm, (x, residual, scale, bias) = norms.prepare(
-        op, x, residual, scale, bias, epsilon, scale_offset, axis, True, np.float32, implementation
+        op, x, residual, scale, bias, epsilon, scale_offset, axis, True, np.float32, axis_name, implementation
     )
-    validation.check_quantization(op, quantization, Quantization, x, norm.axes)
-    given = validation.check_static_scale(op, static_scale, quantization.granularity)
+    quantized_validation.check_quantization(op, quantization, Quantization, x, norm.axes)
+    given = quantized_validation.check_static_scale(op, static_scale, quantization.granularity)
     smooth = validation.check_weight(op, "smooth_scale", smooth_scale, x, norm.axes, with_lead=False)
     operands = {"x": x, "residual": residual, "scale": scale, "bias": bias, "smooth_scale": smooth}
-    validation.check_float32(op, operands)
-    has_kernel = implementation != "jnp" and norms.has_kernel(op, norm, x, residual, (scale, bias, smooth))
+    quantized_validation.check_float32(op, operands)
+    weights = (scale, bias, smooth)
+    has_kernel = implementation != "jnp" and norms.has_primitive(op, norm, x, residual, weights)
     if has_kernel:
         scale, bias = heads.aligned(len(norm.axes), (scale, bias))
     is_straight_through = validation.check_flag(op, "straight_through", straight_through)

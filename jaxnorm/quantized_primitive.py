@@ -18,7 +18,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad
 
-from jaxnorm import partition, primitives, reference
+from jaxnorm import compat, partition, primitives, reference
 from jaxnorm.partition import Layout
 from jaxnorm.quantization import Quantization
 from jaxnorm.reference import Norm
@@ -149,7 +149,10 @@ def _abstract(*operands: Any, tree: Any, norm: Norm, quantization: Quantization,
         shape = (*y.shape[:-1], y.shape[-1] // quantization.group_size)
     else:
         shape = (*y.shape[: -len(norm.axes)], *(1 for _ in norm.axes))
-    return [values, partition.result_like(named.x, layout, shape, np.float32), *rest]
+    scales = partition.result_like(named.x, layout, shape, np.float32)
+    if norm.split is not None and quantization.group_size is None:
+        scales = compat.same_along(scales, norm.split.names)
+    return [values, scales, *rest]
 
 
 def _jnp(*operands: Any, tree: Any, norm: Norm, quantization: Quantization, with_stats: bool) -> list[Any]:

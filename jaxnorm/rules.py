@@ -53,6 +53,8 @@ def lowering(
     lower_formula = mlir.lower_fun(formula)
 
     def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
+        if params["norm"].split is not None:
+            return lower_formula(ctx, *operands, **params)
         if native is None or not ffi.available(platform):
             reason = ffi.why_not(platform)
         elif (who := compat.who_splits(ctx)) == "no one":

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxnorm import compat
+
 
 @dataclasses.dataclass(frozen=True)
 class Split:
@@ -17,9 +19,11 @@ class Split:
 
     def mean(self, *parts: jax.Array) -> list[jax.Array]:
         """The mean over the parts of each, in one exchange."""
-        if len(parts) == 1:
-            return [lax.pmean(parts[0], self.names, axis_index_groups=self.groups)]
-        return list(lax.pmean(jnp.stack(parts), self.names, axis_index_groups=self.groups))
+        stacked = parts[0] if len(parts) == 1 else jnp.stack(parts)
+        mean = lax.pmean(stacked, self.names, axis_index_groups=self.groups)
+        # Typed as different on each device, as what it is computed with is: so are all results of a primitive.
+        mean, _ = compat.match_varying_axes(mean, stacked)
+        return [mean] if len(parts) == 1 else list(mean)
 
     def gather(self, *parts: jax.Array) -> list[jax.Array]:
         """Each of all parts, along a new axis in front, in one exchange."""

@@ -5,7 +5,7 @@ TypeError: dtypes and values that are no arrays or no static numbers.
 """
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxnorm import compat
+from jaxnorm.split import Split
 
 IMPLEMENTATIONS = (None, "native", "jnp")
 DTYPES = frozenset(map(jnp.dtype, ("float16", "bfloat16", "float32", "float64")))
@@ -102,7 +103,26 @@ def _sharded_like(op: str, name: str, weight: jax.Array, x: jax.Array, axes: tup
     return resharded
 
 
-def check_pad_to(op: str, pad_to: object, axes: tuple[int, ...]) -> int:
+def check_axis_name(op: str, axis_name: object) -> Split | None:
+    """The mesh or vmap axes over which rows are split, each bound here and named once; None for None."""
+    if axis_name is None:
+        return None
+    names = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"{op}: axis_name={axis_name!r} must name at least one axis, and each once.")
+    for name in names:
+        try:
+            jax.lax.axis_size(name)
+        except NameError:
+            raise ValueError(
+                f"{op}: axis_name={axis_name!r}, but no axis {name!r} is bound here; call {op} under jax.shard_map "
+                f"over a mesh with that axis, or under jax.vmap(..., axis_name={name!r}). Outside of these leave "
+                f"axis_name out: what jit shards needs none."
+            ) from None
+    return Split(names)
+
+
+def check_pad_to(op: str, pad_to: object, axes: tuple[int, ...], axis_name: object) -> int:
     """The multiple to which y's last axis is padded; 1 for None."""
     if pad_to is None:
         return 1
@@ -120,6 +140,11 @@ def check_pad_to(op: str, pad_to: object, axes: tuple[int, ...]) -> int:
         raise ValueError(
             f"{op}: pad_to pads the last axis, expected axis=-1, got the normalised axes {axes}; "
             f"reshape x, or leave pad_to out."
+        )
+    if axis_name is not None:
+        raise ValueError(
+            f"{op}: pad_to={pad_to} with axis_name={axis_name!r}: zeros would stand after each part of a row. "
+            f"Leave pad_to out."
         )
     return multiple
 
@@ -188,123 +213,3 @@ def check_implementation(op: str, implementation: object) -> None:
             f"{op}: unknown implementation {implementation!r}; expected None (native where it exists), "
             f"'native' (an error where it does not) or 'jnp'."
         )
-
-
-def check_float32(op: str, operands: Mapping[str, jax.Array | None]) -> None:
-    """That float32 is wide enough for all of them."""
-    for name, operand in operands.items():
-        if operand is not None and operand.dtype == np.float64:
-            raise TypeError(
-                f"{op}: {name} is float64, expected 16 or 32 bits: what is quantised is computed in float32. "
-                f"Convert it first, as with {name}.astype(jax.numpy.float32)."
-            )
-
-
-def check_quantized_dtype(dtype: Any, known: Iterable[np.dtype[Any]]) -> np.dtype[Any]:
-    expected = f"expected {', '.join(d.name for d in known)}"
-    try:
-        canonical: np.dtype[Any] = np.dtype(jnp.dtype(dtype))
-    except TypeError:
-        raise TypeError(f"Quantization: dtype must be a dtype, got {dtype!r}; {expected}.") from None
-    if dtype is None or canonical not in known:
-        raise TypeError(
-            f"Quantization: cannot quantise to dtype {canonical if dtype is not None else None}; {expected}."
-        )
-    return canonical
-
-
-def check_granularity(granularity: Any) -> Any:
-    if granularity not in ("token", "tensor", "group"):
-        raise ValueError(
-            f"Quantization: unknown granularity {granularity!r}; expected 'token' (a scale for each row), 'tensor' "
-            f"(one that you give) or 'group' (one for each group_size elements of a row)."
-        )
-    return granularity
-
-
-def check_group_size(group_size: Any, granularity: str, known: Sequence[int]) -> int | None:
-    if granularity != "group":
-        if group_size is not None:
-            raise ValueError(
-                f"Quantization: group_size={group_size!r} goes with granularity='group', got {granularity!r}; "
-                f"leave one of them out."
-            )
-        return None
-    if group_size is None:
-        return known[-1]
-    if isinstance(group_size, (bool, np.bool)) or group_size not in known:
-        raise ValueError(f"Quantization: group_size must be {' or '.join(map(str, known))}, got {group_size!r}.")
-    return int(group_size)
-
-
-def check_max_scale(max_scale: Any, smallest: float) -> float | None:
-    if max_scale is None:
-        return None
-    number = float(np.float32(check_number("Quantization", "max_scale", max_scale)))
-    if number < smallest:
-        raise ValueError(f"Quantization: max_scale must be at least 2**-126, got {max_scale}; None is no bound.")
-    return number
-
-
-def check_scale_options(quantization: Any) -> None:
-    """That the options of a computed scale go with the granularity and the dtype."""
-    computed = {"power_of_two": quantization.power_of_two, "max_scale": quantization.max_scale is not None}
-    for name in (name for name, given in computed.items() if given and quantization.granularity == "tensor"):
-        raise ValueError(
-            f"Quantization: {name} is about a scale that is computed, and with granularity='tensor' you give it; "
-            f"leave {name} out."
-        )
-    if quantization.power_of_two and quantization.dtype == np.int8:
-        raise ValueError(
-            "Quantization: power_of_two is for float8, whose values a power of two scales without rounding, got int8; "
-            "leave it out."
-        )
-
-
-def check_quantization(op: str, quantization: Any, kind: type[Any], x: jax.Array, axes: tuple[int, ...]) -> None:
-    """That it is of the kind `Quantization` and its groups divide x's rows."""
-    if not isinstance(quantization, kind):
-        raise TypeError(
-            f"{op}: quantization must be a jaxnorm.Quantization, got {quantization!r}; "
-            f"as in quantization=jaxnorm.Quantization(jax.numpy.float8_e4m3fn)."
-        )
-    group_size = quantization.group_size
-    if group_size is None:
-        return
-    if axes != (-1,):
-        raise ValueError(
-            f"{op}: granularity='group' groups the last axis, expected axis=-1, got the normalised axes {axes}; "
-            f"reshape x, or take granularity='token'."
-        )
-    cols = x.shape[-1]
-    if not isinstance(cols, int) or cols % group_size:
-        raise ValueError(
-            f"{op}: group_size {group_size} does not divide the normalised axis of x, which has shape {x.shape}; "
-            f"take another group_size or granularity='token', or pad x's last axis."
-        )
-
-
-def check_static_scale(op: str, value: Any, granularity: str) -> jax.Array | None:
-    """The caller's scale as a float32 scalar, which goes with the granularity "tensor" and with no other."""
-    if granularity != "tensor":
-        if value is not None:
-            raise ValueError(
-                f"{op}: static_scale goes with granularity='tensor', got granularity={granularity!r}, whose scales are "
-                f"computed; leave static_scale out."
-            )
-        return None
-    if value is None:
-        raise ValueError(f"{op}: granularity='tensor' needs static_scale, the scale of all values; got None.")
-    if isinstance(value, (jax.Array, np.ndarray, np.generic)):
-        if value.shape != ():
-            raise ValueError(
-                f"{op}: static_scale must be a scalar, got shape {value.shape}; for a scale a row "
-                f"take granularity='token', which computes it."
-            )
-        if not jnp.issubdtype(value.dtype, jnp.floating):
-            raise TypeError(f"{op}: static_scale must have a floating-point dtype, got {value.dtype}; convert it.")
-        return jnp.asarray(value, jnp.float32)
-    number = check_number(op, "static_scale", value)
-    if number <= 0:
-        raise ValueError(f"{op}: static_scale must be positive, got {number}.")
-    return jnp.asarray(number, jnp.float32)

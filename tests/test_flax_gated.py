@@ -85,7 +85,11 @@ def test_the_call_takes_x_and_gate(api):
 # Fields or arguments that say what the function does not.
 NOT_EXPRESSED = {
     "a mask": ({}, {"mask": True}, "got a mask, expected None: a gated norm .* not gated"),
-    "an axis name": ({"axis_name": "devices"}, {}, "axis_name='devices', expected None: a gated norm"),
+    "axis index groups": (
+        {"axis_name": "devices", "axis_index_groups": ((0, 1),)},
+        {},
+        r"axis_index_groups=\(\(0, 1\),\), expected None: a gated norm",
+    ),
     "another axis": ({"reduction_axes": 1, "feature_axes": 1}, {}, "reduction_axes=1, expected -1"),
     "two axes": ({"reduction_axes": (1, 2), "feature_axes": (1, 2)}, {}, r"reduction_axes=\(1, 2\), expected -1"),
 }

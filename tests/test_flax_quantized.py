@@ -177,7 +177,12 @@ def test_vmap_and_scan_of_a_module(api, kind):
 # in this order.
 BAD_CALLS = {
     "a mask": ({}, (), {"mask": True}, ("got a mask", "not quantised")),
-    "an axis name": ({"axis_name": "shard"}, (), {}, ("axis_name='shard'", "expected None", "not quantised")),
+    "axis index groups": (
+        {"axis_name": "shard", "axis_index_groups": ((0, 1),)},
+        (),
+        {},
+        ("axis_index_groups=((0, 1),)", "expected None", "not quantised"),
+    ),
     "fewer features than are reduced": (
         {"reduction_axes": (1, 2), "feature_axes": -1},
         (),

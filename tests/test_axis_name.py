@@ -1,0 +1,164 @@
+"""`axis_name`: rows that are split over named axes have the statistics of whole rows, and right gradients."""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from cases import NORMS, bits, draw_x
+from hlo import collectives
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from test_partition import COLS, OPS, assert_close, exchanged, gradients, place
+from test_sharding import mesh_of
+
+import jaxnorm
+from jaxnorm import Quantization
+
+SPLIT = {name: op for name, op in OPS.items() if name != "gated groups"}  # whose groups are of one device
+ops = pytest.mark.parametrize("name", SPLIT)
+X = P("a", None, "b")  # rows over a, features over b
+vma = pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no vma"])
+
+
+def specs(op):
+    """Of (x, second, scale, bias)."""
+    weight = P(*(None for _ in op.lead), "b")
+    return X, X, weight, weight
+
+
+def over(op, mesh, out_specs, check_vma=True):
+    return partial(jax.shard_map, mesh=mesh, in_specs=specs(op), out_specs=out_specs, check_vma=check_vma)
+
+
+@pytest.mark.several
+@vma
+@ops
+def test_forward_in_shard_map(devices, name, check_vma):
+    op, mesh = SPLIT[name], mesh_of(devices, AxisType.Auto)
+    args = place(op, mesh, X)
+    # The scales of quantised rows are not split.
+    out_specs = [X, P("a")] if op.amax else X
+    function = jax.jit(over(op, mesh, out_specs, check_vma)(partial(op.function, axis_name="b")))
+    assert_close(function(*args), jax.jit(op.function)(*args))
+    assert collectives(function.lower(*args).compile().as_text()) == exchanged(op, mesh, X, with_gradients=False)
+
+
+# check_vma or not: the weights are the same along a, so their gradients are the sums over it.
+@pytest.mark.several
+@vma
+@ops
+def test_gradients_of_shard_map(devices, name, check_vma):
+    op, mesh = SPLIT[name], mesh_of(devices, AxisType.Auto)
+    args = place(op, mesh, X)
+    function = jax.jit(gradients(op, over(op, mesh, X, check_vma), axis_name="b"))
+    assert_close(function(*args), jax.jit(gradients(op))(*args))
+    assert collectives(function.lower(*args).compile().as_text()) == exchanged(op, mesh, X, with_gradients=True)
+
+
+@pytest.mark.several
+@ops
+def test_gradients_in_shard_map(devices, name):
+    op, mesh = SPLIT[name], mesh_of(devices, AxisType.Auto)
+    args = place(op, mesh, X)
+    inside = jax.jit(over(op, mesh, specs(op))(gradients(op, axis_name="b")))
+    assert_close(inside(*args), jax.jit(gradients(op))(*args))
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_second_derivative(devices, kind):
+    mesh = mesh_of(devices, AxisType.Auto)
+    x = draw_x((4, 16))
+
+    def second(norm):
+        return jax.grad(lambda x: jnp.sin(jax.grad(lambda x: jnp.sin(norm(x)).sum())(x)).sum())
+
+    norm = jax.shard_map(partial(NORMS[kind], axis_name="b"), mesh=mesh, in_specs=P("a", "b"), out_specs=P("a", "b"))
+    assert_close(jax.jit(second(norm))(x), jax.jit(second(NORMS[kind]))(x))
+
+
+# Two axes of a mesh, or an axis of vmap, or one of each.
+@pytest.mark.parametrize("kind", NORMS)
+def test_two_mesh_axes(devices, kind):
+    mesh = mesh_of(devices, AxisType.Auto)
+    x = draw_x((4, 64))
+    split = jax.shard_map(
+        partial(NORMS[kind], axis_name=("a", "b")),
+        mesh=mesh,
+        in_specs=P(None, ("a", "b")),
+        out_specs=P(None, ("a", "b")),
+    )
+    assert_close(jax.jit(split)(x), NORMS[kind](x))
+
+
+@ops
+def test_vmap(name):
+    op = SPLIT[name]
+    args = place(op, mesh_of(jax.devices()[:1], AxisType.Auto), P())
+    parts = [jnp.stack(jnp.split(arg, 2, -1)) for arg in args]
+    forward = jax.vmap(partial(op.function, axis_name="part"), axis_name="part")(*parts)
+    backward = gradients(op, partial(jax.vmap, axis_name="part"), axis_name="part")(*parts)
+
+    def whole(part, expected):
+        # The scales of quantised rows are of all parts.
+        return part[0] if part.shape[1:] == expected.shape else jnp.concatenate(list(part), -1)
+
+    for actual, expected in ((forward, op.function(*args)), (backward, gradients(op)(*args))):
+        assert_close(jax.tree.map(whole, actual, expected), expected)
+
+
+@pytest.mark.several
+def test_vmap_in_shard_map_over_what_is_not_split(devices):
+    mesh = mesh_of(devices, AxisType.Auto)
+    x = draw_x((3, 4, 16))
+    split = jax.shard_map(
+        jax.vmap(partial(jaxnorm.layer_norm, axis_name="b")),
+        mesh=mesh,
+        in_specs=P(None, "a", "b"),
+        out_specs=P(None, "a", "b"),
+    )
+    assert_close(jax.jit(split)(x), jaxnorm.layer_norm(x))
+
+
+# Law 8. Of floats, not every backend's maximum over devices keeps a NaN.
+@pytest.mark.several
+def test_a_nan_on_one_device_is_in_the_scale_of_its_row(devices):
+    mesh = mesh_of(devices, AxisType.Auto)
+    x = draw_x((4, COLS)).at[1, 3].set(jnp.nan)
+    to = Quantization(jnp.float8_e4m3fn)
+
+    def scales(x, **given):
+        return jaxnorm.rms_norm_quantized(x, quantization=to, **given).scales
+
+    split = jax.shard_map(partial(scales, axis_name="b"), mesh=mesh, in_specs=P(None, "b"), out_specs=P())
+    assert bits(jnp.isnan(jax.jit(split)(x))) == bits(jnp.isnan(scales(x)))
+
+
+BAD = {
+    "not bound": ({"axis_name": "rows"}, ValueError, "no axis 'rows' is bound here.*jax.shard_map"),
+    "not bound of two": ({"axis_name": ("part", "rows")}, ValueError, "no axis 'rows' is bound here"),
+    "twice": ({"axis_name": ("part", "part")}, ValueError, r"axis_name=\('part', 'part'\) must name .* each once"),
+    "empty": ({"axis_name": ()}, ValueError, "at least one axis"),
+    "native": ({"axis_name": "part", "implementation": "native"}, RuntimeError, "axis_name is given"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
+def test_bad_axis_names(name, case):
+    options, error, message = BAD[case]
+    with pytest.raises(error, match=f"^{name}: .*{message}"):
+        jax.vmap(partial(getattr(jaxnorm, name), **options), axis_name="part")(draw_x((2, 8)))
+
+
+def test_padding_has_no_part():
+    norm = partial(jaxnorm.add_rms_norm, axis_name="part", pad_to=8)
+    with pytest.raises(ValueError, match=re.escape("pad_to=8 with axis_name='part'")):
+        jax.vmap(norm, axis_name="part")(draw_x((2, 4)), draw_x((2, 4)))
+
+
+def test_a_group_has_no_part():
+    norm = partial(jaxnorm.gated_rms_norm, axis_name="part", group_size=2, gate_first=True)
+    with pytest.raises(ValueError, match=re.escape("axis_name='part' with group_size=2")):
+        jax.vmap(norm, axis_name="part")(draw_x((2, 4)), draw_x((2, 4)))
