@@ -59,12 +59,14 @@ def lowering(
             reason = ffi.why_not(platform)
         elif (who := compat.who_splits(ctx)) == "no one":
             return native(platform, ctx, *operands, **params)
-        elif who == "XLA" and compat.has_partitioner():
-            return partition.lower(platform, primitive, ctx, *operands, **params)
-        elif who == "XLA":
-            reason = "several devices need XLA's partitioner Shardy, and it is switched off"
+        elif who == "XLA and a shard_map":
+            reason = "a shard_map over some axes of the mesh leaves others to XLA, which cannot split a kernel there"
+        elif not compat.has_partitioner():
+            reason = "XLA splits kernels over devices with its partitioner Shardy only, which is switched off"
+        elif not all(isinstance(n, int) for aval in ctx.avals_in for n in aval.shape):
+            reason = "a program for several devices has arrays of unknown shape"
         else:
-            reason = "a shard_map over some axes of a mesh leaves it to XLA to split the others, which it cannot here"
+            return partition.lower(platform, primitive, ctx, *operands, **params)
         norm: Norm = params["norm"]
         if norm.native_only:
             raise RuntimeError(

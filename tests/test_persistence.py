@@ -1,0 +1,121 @@
+"""What outlives its process: compiled programs in JAX's cache, and exported ones."""
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import NORMS, operands
+from hlo import count_native_calls
+from jax import export
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from native import native_calls
+from test_sharding import loss_and_gradients, mesh_of
+
+DIMS = (8, 4, 64)
+
+# Each process runs one of these programs, and says in JSON what came of it.
+CACHED = """
+import sys
+import jax, jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+import jaxnorm
+
+events = []
+jax.monitoring.register_event_listener(lambda name, **_: events.append(name.rpartition("/")[2]))
+x, scale = jnp.ones((8, 64)), jnp.ones(64)
+if sys.argv[1] != "one device":
+    mesh = jax.make_mesh((2, jax.device_count() // 2), ("a", "b"), (AxisType[sys.argv[1]],) * 2)
+    jax.set_mesh(mesh)
+    rows, features = sys.argv[2].split()
+    x = jax.device_put(x, NamedSharding(mesh, P(eval(rows), eval(features))))
+    scale = jax.device_put(scale, NamedSharding(mesh, P(eval(features))))
+events.clear()
+step = jax.jit(jax.grad(lambda x, scale: jaxnorm.layer_norm(x, scale).sum(), (0, 1)))
+step(x, scale)
+print(json.dumps({"hits": events.count("cache_hits"), "misses": events.count("cache_misses")}))
+"""
+EXPORTED = """
+import sys
+import jax, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+import jaxnorm
+
+program = jax.export.deserialize(open(sys.argv[1], "rb").read())
+args = [arg for _, arg in sorted(np.load(sys.argv[2]).items())]
+if program.nr_devices > 1:
+    mesh = jax.make_mesh((program.nr_devices,), ("rows",), (jax.sharding.AxisType.Auto,))
+    specs = P("rows"), P(), P()
+    args = [jax.device_put(arg, NamedSharding(mesh, spec)) for arg, spec in zip(args, specs)]
+results = jax.tree.leaves(jax.jit(program.call)(*args))
+np.savez(sys.argv[3], *results)
+print(json.dumps({"program": jax.jit(program.call).lower(*args).compile().as_text()}))
+"""
+
+
+def run(program, *args, **environment):
+    command = [sys.executable, "-P", "-c", "import json\n" + program, *map(str, args)]
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+MESHES = ["one device", "Auto", "Explicit"]
+SPECS = ["'a' None", "None 'b'"]
+
+
+@pytest.mark.several
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_second_process_finds_what_the_first_compiled(tmp_path, mesh, spec):
+    options = {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    assert run(CACHED, mesh, spec, **options) == {"hits": 0, "misses": 1}
+    assert run(CACHED, mesh, spec, **options) == {"hits": 1, "misses": 0}
+
+
+def run_exported(tmp_path, program, args):
+    """What another process, which has this package and nothing of this file, makes of an exported program."""
+    paths = [tmp_path / name for name in ("program", "args.npz", "results.npz")]
+    paths[0].write_bytes(program.serialize())
+    np.savez(paths[1], *args)
+    text = run(EXPORTED, *paths)["program"]
+    return [array for _, array in sorted(np.load(paths[2]).items())], text
+
+
+def assert_close(actual, expected):
+    for a, e in zip(actual, jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, e, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_exported_for_any_number_of_rows(tmp_path, kind):
+    (rows,) = export.symbolic_shape("rows")
+    features = jax.ShapeDtypeStruct(DIMS[-1:], jnp.float32)
+    function = jax.jit(loss_and_gradients(NORMS[kind]))
+    x = jax.ShapeDtypeStruct((rows, *DIMS[1:]), jnp.float32)
+    program = export.export(function, platforms=("cpu", "cuda", "tpu"))(x, features, features)
+    actual, text = run_exported(tmp_path, program, operands(DIMS))
+    assert_close(actual, function(*operands(DIMS)))
+    assert count_native_calls(text) == native_calls(kind, fwd=1, bwd=1)
+
+
+@pytest.mark.several
+@pytest.mark.parametrize("kind", NORMS)
+def test_exported_for_several_devices(tmp_path, devices, kind):
+    mesh = mesh_of(devices, AxisType.Auto)
+    function = jax.jit(loss_and_gradients(NORMS[kind]))
+    specs = P(("a", "b")), P(), P()
+    args = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(operands(DIMS), specs, strict=True)]
+    program = export.export(function, platforms=("cpu", "cuda", "tpu"))(*args)
+    actual, text = run_exported(tmp_path, program, operands(DIMS))
+    assert_close(actual, function(*operands(DIMS)))
+    assert count_native_calls(text) == native_calls(kind, fwd=1, bwd=1)
