@@ -7,6 +7,7 @@ import pkgutil
 # in the installed one, so its directory is searched too.
 __path__ = pkgutil.extend_path(__path__, __name__)
 
+from jaxnorm import checkpoint_policies
 from jaxnorm.added import add_layer_norm, add_rms_norm
 from jaxnorm.gated import gated_rms_norm
 from jaxnorm.norms import layer_norm, rms_norm
@@ -24,6 +25,7 @@ __all__ = [
     "__version__",
     "add_layer_norm",
     "add_rms_norm",
+    "checkpoint_policies",
     "gated_rms_norm",
     "layer_norm",
     "layer_norm_quantized",

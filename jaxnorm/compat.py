@@ -36,6 +36,14 @@ def match_varying_axes(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(insert(*arrays))
 
 
+def parts(array: jax.Array, axis: int) -> int:
+    """Over how many devices an axis is split by an Explicit mesh."""
+    sharding: Any = jax.typeof(array).sharding
+    names = sharding.spec[axis]
+    names = names if isinstance(names, tuple) else (names,)
+    return math.prod(sharding.mesh.shape[name] for name in names if name is not None)
+
+
 def same_along(aval: Any, names: Iterable[Any]) -> Any:
     """The type of an array that does not vary over those manual mesh axes."""
     varying = aval.mat.varying - set(names)

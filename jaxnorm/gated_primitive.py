@@ -21,7 +21,7 @@ from jaxnorm import ffi, gated_reference, partition
 from jaxnorm.gated_reference import Gate
 from jaxnorm.partition import Layout
 from jaxnorm.reference import Norm
-from jaxnorm.rules import all_none, at_front, batch_jnp, bind, fold, register, register_native, tangents_jnp
+from jaxnorm.rules import all_none, at_front, batch_jnp, bind, fold, named, register, register_native, tangents_jnp
 
 unflatten = jax.tree.unflatten
 forward_p = Primitive("jaxnorm_gated_forward")
@@ -94,6 +94,7 @@ def _forward_jvp(primals: Any, dots: Any, *, tree: Any, norm: Norm, kind: Gate, 
     x, gate, scale = unflatten(tree, primals)
     dots = unflatten(tree, [None if type(dot) is ad.Zero else dot for dot in dots])
     y, rstd = forward_p.bind(*primals, tree=tree, norm=norm, kind=kind, with_stats=True)
+    (y,), (rstd,) = named("result", [y]), named("statistics", [rstd])
     y_dot = bind(linear_p, (x, gate, rstd, scale, dots), norm=norm, kind=kind)
     if not with_stats:
         return [y], y_dot

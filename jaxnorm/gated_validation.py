@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxnorm import validation
 from jaxnorm.split import Split
-from jaxnorm.validation import check_array
+from jaxnorm.validation import check_array, check_whole_groups
 
 
 def check_gate(op: str, value: object, x: jax.Array) -> jax.Array:
@@ -69,4 +69,5 @@ def check_group_size(op: str, group_size: Any, x: jax.Array) -> int | None:
             f"{op}: group_size {group_size} is not a positive divisor of the last axis of x, which has shape "
             f"{x.shape}; it is the number of columns of a group, not that of groups."
         )
+    check_whole_groups(op, int(group_size), x)
     return int(group_size)

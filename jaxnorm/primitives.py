@@ -28,7 +28,7 @@ from jaxnorm import ffi, heads, partition, reference
 from jaxnorm.heads import Lead
 from jaxnorm.partition import Layout
 from jaxnorm.reference import Norm
-from jaxnorm.rules import all_none, at_front, batch_jnp, bind, fold, register, register_native, tangents_jnp
+from jaxnorm.rules import all_none, at_front, batch_jnp, bind, fold, named, register, register_native, tangents_jnp
 
 unflatten = jax.tree.unflatten
 forward_p = Primitive("jaxnorm_forward")
@@ -115,7 +115,7 @@ def _forward_jvp(primals: Any, dots: Any, *, tree: Any, norm: Norm, with_stats: 
     dots = unflatten(tree, [None if type(dot) is ad.Zero else dot for dot in dots])
     y, *rest = forward_p.bind(*primals, tree=tree, norm=norm, with_stats=True)
     split = 0 if operands[1] is None else 1
-    sums, stats = rest[:split], rest[split:]
+    (y,), sums, stats = named("result", [y]), named("sum", rest[:split]), named("statistics", rest[split:])
     y_dot, sums_dot, stats_dot = tangents(norm, operands, sums, stats, dots)
     if not with_stats:
         return [y, *sums], [y_dot, *sums_dot]

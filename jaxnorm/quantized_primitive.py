@@ -22,7 +22,7 @@ from jaxnorm import compat, partition, primitives, reference
 from jaxnorm.partition import Layout
 from jaxnorm.quantization import Quantization
 from jaxnorm.reference import Norm
-from jaxnorm.rules import all_none, at_front, batch_jnp, bind, fold, register, register_native, tangents_jnp
+from jaxnorm.rules import all_none, at_front, batch_jnp, bind, fold, named, register, register_native, tangents_jnp
 
 unflatten = jax.tree.unflatten
 quantized_p = Primitive("jaxnorm_quantized")
@@ -66,10 +66,8 @@ def quantized(call: Call, operands: Operands) -> Results:
     values, *rest = flat
     scales = rest.pop(0) if operands.given is None else None
     sums = 0 if operands.residual is None else 1
-    carrier = None
-    if call.straight_through:
-        # Made of the values, so that under vmap and over a mesh it varies as what it stands for does.
-        carrier = jnp.where(False, values.astype(operands.x.dtype), 0)
+    # Made of the values, so that under vmap and over a mesh it varies as what it stands for does.
+    carrier = jnp.where(False, values.astype(operands.x.dtype), 0) if call.straight_through else None
     return Results(values, scales, carrier, sums=tuple(rest[:sums]), stats=tuple(rest[sums:]))
 
 
@@ -83,6 +81,7 @@ def _quantized_jvp(call: Call, primals: Any, tangents: Any) -> tuple[Results, Re
             f"jax.lax.stop_gradient."
         )
     results = quantized(dataclasses.replace(call, with_stats=call.has_kernel), operands)
+    results = _named(results)
     zeros = jax.tree.map(lambda result: SymbolicZero(jax.typeof(result).to_tangent_aval()), results)
     results_dot = zeros
     moving = [None if isinstance(dot, SymbolicZero) else dot for dot in dots[:4]]
@@ -91,6 +90,20 @@ def _quantized_jvp(call: Call, primals: Any, tangents: Any) -> tuple[Results, Re
     if not call.with_stats:
         results, results_dot = results._replace(stats=()), results_dot._replace(stats=())
     return results, results_dot
+
+
+def _named(results: Results) -> Results:
+    """The results, known to `jax.checkpoint`'s policies."""
+    # As integers: `jax.checkpoint` rounds what it keeps to its dtype, and takes a float8 to have infinities.
+    (integers,) = named("result", [lax.bitcast_convert_type(results.values, jnp.int8)])
+    values = lax.bitcast_convert_type(integers, results.values.dtype)
+    return Results(
+        values,
+        None if results.scales is None else named("result", [results.scales])[0],
+        None if results.carrier is None else named("result", [results.carrier])[0],
+        sums=tuple(named("sum", results.sums)),
+        stats=tuple(named("statistics", results.stats)),
+    )
 
 
 def _tangents(call: Call, operands: Operands, results: Results, dots: Any) -> dict[str, Any]:

@@ -102,6 +102,7 @@ def check_quantization(op: str, quantization: Any, kind: type[Any], x: jax.Array
             f"{op}: group_size {group_size} does not divide the normalised axis of x, which has shape {x.shape}; "
             f"take another group_size or granularity='token', or pad x's last axis."
         )
+    check_whole_groups(op, group_size, x)
 
 
 def check_static_scale(op: str, value: Any, granularity: str) -> jax.Array | None:

@@ -4,11 +4,25 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jaxnorm import compat, ffi, partition
 from jaxnorm.reference import Norm
+
+# What a derivative may want again: the result, the sum with a residual, the row statistics.
+NAMES = ("jaxnorm_result", "jaxnorm_sum", "jaxnorm_statistics")
+
+
+def named(kind: str, values: Sequence[Any]) -> list[Any]:
+    """The values, known to `jax.checkpoint`'s policies by one of NAMES: a "result", a "sum" or "statistics"."""
+    return [checkpoint_name(value, f"jaxnorm_{kind}") for value in values]
+
+
+def is_named(primitive: Primitive, params: dict[str, Any]) -> bool:
+    """Whether an equation gives one of NAMES to a value."""
+    return primitive.name == "name" and params["name"] in NAMES
 
 
 def bind(primitive: Primitive, operands: Any, **params: Any) -> Any:

@@ -122,6 +122,15 @@ def check_axis_name(op: str, axis_name: object) -> Split | None:
     return Split(names)
 
 
+def check_whole_groups(op: str, group_size: int, x: jax.Array) -> None:
+    """That an Explicit mesh splits rows between groups of so many columns only."""
+    if x.shape[-1] // group_size % (parts := compat.parts(x, -1)):
+        raise ValueError(
+            f"{op}: the last axis of x, which has shape {x.shape}, is split over {parts} devices of an Explicit mesh, "
+            f"and so would be a group of {group_size} columns; take another group_size, or reshard x."
+        )
+
+
 def check_pad_to(op: str, pad_to: object, axes: tuple[int, ...], axis_name: object) -> int:
     """The multiple to which y's last axis is padded; 1 for None."""
     if pad_to is None:

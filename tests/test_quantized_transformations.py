@@ -186,7 +186,7 @@ def test_a_sharded_feature_axis(devices, kind, axis_type, granularity):
 
     expected = dequantized(*function(*args))
     with jax.set_mesh(mesh):
-        specs = (P(None, "a"), P(), P(), P(), P(None, "a"))
+        specs = (P(None, "b"), P(), P(), P(), P(None, "b"))
         placed = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(args, specs, strict=True)]
         assert_close(dequantized(*function(*placed)), expected)
 

@@ -112,15 +112,6 @@ def test_shard_map_without_a_bias(devices, kind):
 
 
 @kinds
-def test_shard_map_over_one_axis_of_two(devices, kind):
-    mesh = mesh_of(devices, AxisType.Auto)
-    norm = jax.shard_map(
-        NORMS[kind], mesh=mesh, in_specs=(P("a"), P(), P()), out_specs=P("a"), check_vma=True, axis_names={"a"}
-    )
-    assert_close(jax.jit(loss_and_gradients(norm))(*place(mesh, P("a", "b"))), expected(kind))
-
-
-@kinds
 def test_second_derivative_in_shard_map(devices, kind):
     def second(norm):
         return jax.grad(lambda *args: jnp.sin(jax.grad(loss_of(norm))(*args)).sum(), (0, 1, 2))

@@ -214,7 +214,7 @@ POLICIES = {
     "checkpoint_dots_with_no_batch_dims": Policy(_P.checkpoint_dots_with_no_batch_dims, 2),
     "offload_dot_with_no_batch_dims": Policy(_P.offload_dot_with_no_batch_dims(**_OFFLOAD), 2),
     "save_anything_except_these_names": Policy(_P.save_anything_except_these_names("other"), 1),
-    "save_any_names_but_these": Policy(_P.save_any_names_but_these("other"), 2),
+    "save_any_names_but_these": Policy(_P.save_any_names_but_these("other"), 1),
     "save_only_these_names": Policy(_P.save_only_these_names("other"), 2),
     "save_from_both_policies": Policy(_P.save_from_both_policies(_P.dots_saveable, _P.everything_saveable), 1),
     "save_and_offload_only_these_names": Policy(

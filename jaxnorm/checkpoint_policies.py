@@ -1,0 +1,36 @@
+"""Policies for `jax.checkpoint` that tell norms from the rest of a model, beside those of `jax.checkpoint_policies`.
+
+    block = jax.checkpoint(block, policy=jaxnorm.checkpoint_policies.save_norms)
+
+Where a derivative follows, each result of a norm and each of its statistics has one of `NAMES`, so that
+`jax.checkpoint_policies.save_only_these_names(*NAMES)` and its like work as well. Name all of them: one native call
+gives them together, and it runs again if one is missing.
+"""
+
+from typing import Any
+
+from jaxnorm import gated_primitive, primitives, quantized_primitive
+from jaxnorm.rules import NAMES, is_named
+
+__all__ = ["NAMES", "recompute_norms", "save_norms"]
+
+_FORWARD = (primitives.forward_p, gated_primitive.forward_p, quantized_primitive.quantized_p)
+
+
+def save_norms(prim: Any, *_: Any, **params: Any) -> bool:
+    """Keeps what norms give for the backward pass, and recomputes everything else.
+
+    One native call each way, for the memory of the norms' results.
+    `jax.checkpoint_policies.save_from_both_policies(save_norms, dots_saveable)` keeps matrix products too.
+    """
+    return is_named(prim, params)
+
+
+def recompute_norms(prim: Any, *_: Any, **params: Any) -> bool:
+    """Keeps everything but what norms give, which a second forward call computes again: norms are cheap to repeat.
+
+    The statistics are among it: the call that gives the result gives them too.
+    """
+    # What is quantised stands in a function with a derivative of its own.
+    inner = {eqn.primitive for eqn in params["call_jaxpr"].eqns} if "call_jaxpr" in params else set()
+    return not inner.union([prim]).intersection(_FORWARD) and not is_named(prim, params)

@@ -1,0 +1,242 @@
+"""Programs around norms that XLA splits: transformations, other shardings than one would choose, and misuse."""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import NORMS, bits, draw, draw_bias, draw_residual, draw_scale, draw_x
+from hlo import collectives, compiled_text, count_native_calls
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from native import native_calls
+from test_sharding import mesh_of
+from transformations import loss_of
+
+import jaxnorm
+
+pytestmark = pytest.mark.several
+
+DIMS = (8, 4, 64)
+kinds = pytest.mark.parametrize("kind", NORMS)
+axis_types = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+
+
+def operands(dims=DIMS, dtype="float32"):
+    return draw_x(dims, dtype), draw_scale(dims[-1:], dtype), draw_bias(dims[-1:], dtype)
+
+
+def placed(mesh, args, *specs):
+    return [jax.device_put(arg, NamedSharding(mesh, spec)) for arg, spec in zip(args, specs, strict=True)]
+
+
+def assert_close(actual, expected):
+    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-4, atol=2e-5), actual, expected)
+
+
+def layers(norm):
+    """Three of them, each kept for the gradient by its inputs alone."""
+
+    @jax.checkpoint
+    def layer(y, _, *, weights):
+        return y + norm(y, *weights), None
+
+    return lambda x, *weights: jax.lax.scan(partial(layer, weights=weights), x, length=3)[0]
+
+
+@axis_types
+@kinds
+def test_scan_of_checkpointed_layers(devices, kind, axis_type):
+    mesh = mesh_of(devices, axis_type)
+    step = jax.jit(jax.value_and_grad(loss_of(layers(NORMS[kind])), (0, 1, 2)))
+    with jax.set_mesh(mesh):
+        args = placed(mesh, operands(), P("a", "b"), P(), P())
+        text = step.lower(*args).compile().as_text()
+        actual = step(*args)
+    assert_close(actual, step(*operands()))
+    assert set(collectives(text)) == {"all-reduce"}
+    assert count_native_calls(text) == native_calls(kind, fwd=2, bwd=1)
+
+
+@axis_types
+@kinds
+def test_vmap(devices, kind, axis_type):
+    mesh = mesh_of(devices, axis_type)
+    x, *weights = operands((3, *DIMS))
+    norm = jax.vmap(NORMS[kind], (0, None, None))
+    with jax.set_mesh(mesh):
+        args = placed(mesh, (x, *weights), P(None, "a", "b"), P(), P())
+        text, y = compiled_text(norm, *args), jax.jit(norm)(*args)
+    assert bits(y) == bits(jax.jit(norm)(x, *weights))
+    assert collectives(text) == {}
+    assert count_native_calls(text) == native_calls(kind, fwd=1)
+
+
+# An ensemble whose members are spread over devices: each has its own weights, and their gradients.
+@axis_types
+@kinds
+def test_vmap_over_weights_that_are_spread(devices, kind, axis_type):
+    mesh = mesh_of(devices, axis_type)
+    members = len(devices)
+    args = draw_x((members, 4, 64)), draw_scale((members, 64)), draw_bias((members, 64))
+    step = jax.jit(jax.vmap(jax.grad(loss_of(NORMS[kind]), (0, 1, 2))))
+    with jax.set_mesh(mesh):
+        spread = placed(mesh, args, *[P(("a", "b"))] * 3)
+        text, actual = step.lower(*spread).compile().as_text(), step(*spread)
+    assert_close(actual, step(*args))
+    assert collectives(text) == {}
+    assert count_native_calls(text) == native_calls(kind, fwd=1, bwd=1)
+
+
+# Groups of devices are read off the sharding, whatever the order in which a mesh has the devices.
+@kinds
+@pytest.mark.parametrize("spec", [P("a", "b"), P("b", None, "a"), P(None, "a", "b")], ids=str)
+def test_another_order_of_devices(devices, kind, spec):
+    mesh = Mesh(np.reshape(devices[::-1], (2, -1)).T, ("a", "b"))
+    step = jax.jit(jax.value_and_grad(loss_of(NORMS[kind]), (0, 1, 2)))
+    assert_close(step(*placed(mesh, operands(), spec, P(), P())), step(*operands()))
+
+
+# The parts of a sum are float32 until they are added.
+@kinds
+def test_gradients_of_bfloat16_weights(devices, kind):
+    mesh = mesh_of(devices, AxisType.Auto)
+    args = operands((64, 8, 64), "bfloat16")
+    step = jax.jit(jax.grad(loss_of(NORMS[kind]), (1, 2)))
+    actual = step(*placed(mesh, args, P(("a", "b")), P(), P()))
+    expected = step(*args)
+    jax.tree.map(lambda a, e: np.testing.assert_allclose(*np.float32((a, e)), rtol=2**-8, atol=1e-3), actual, expected)
+
+
+# Sharded parameters (FSDP): they are gathered, and nothing else is.
+@kinds
+def test_weights_that_are_spread_where_rows_are(devices, kind):
+    mesh = mesh_of(devices, AxisType.Auto)
+    args = placed(mesh, operands(), P(("a", "b")), P(("a", "b")), P(("a", "b")))
+    assert collectives(compiled_text(NORMS[kind], *args)) == {"all-gather": 2 * 4 * DIMS[-1]}
+    assert bits(jax.jit(NORMS[kind])(*args)) == bits(jax.jit(NORMS[kind])(*operands()))
+
+
+@kinds
+def test_rows_that_do_not_divide(devices, kind):
+    mesh = mesh_of(devices, AxisType.Auto)
+    rows = 2 * len(devices) + 1
+
+    def norm(x, *weights):
+        x = jax.lax.with_sharding_constraint(jnp.sin(x), NamedSharding(mesh, P(("a", "b"))))
+        return NORMS[kind](x, *weights)
+
+    args = operands((rows, 64))
+    step = jax.jit(jax.value_and_grad(loss_of(norm), (0, 1, 2)))
+    exact = jax.value_and_grad(loss_of(lambda x, *weights: NORMS[kind](jnp.sin(x), *weights)), (0, 1, 2))
+    assert_close(step(*placed(mesh, args, P(), P(), P())), exact(*args))
+
+
+@kinds
+def test_only_the_result_is_sharded(devices, kind):
+    mesh = mesh_of(devices, AxisType.Auto)
+    norm = jax.jit(NORMS[kind], out_shardings=NamedSharding(mesh, P("a", "b")))
+    args = placed(mesh, operands(), P(), P(), P())
+    assert collectives(norm.lower(*args).compile().as_text()) == {}
+    assert bits(norm(*args)) == bits(jax.jit(NORMS[kind])(*operands()))
+
+
+@pytest.mark.parametrize("spec", [P("a", "b"), P("a", None, "b")], ids=str)
+def test_padding(devices, spec):
+    mesh = mesh_of(devices, AxisType.Auto)
+    args = draw_x((8, 4, 48)), draw_residual((8, 4, 48)), draw_scale((48,))
+
+    def loss(x, residual, scale):
+        y, total = jaxnorm.add_rms_norm(x, residual, scale, pad_to=32)
+        return (y * draw("dy", y.shape)).sum() + jnp.sin(total).sum()
+
+    step = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
+    assert_close(step(*placed(mesh, args, spec, spec, P())), step(*args))
+
+
+# The stream takes the donated buffer, on each device.
+@axis_types
+def test_a_donated_residual(devices, axis_type):
+    mesh = mesh_of(devices, axis_type)
+    args = draw_x(DIMS), draw_residual(DIMS), draw_scale(DIMS[-1:])
+    function = jax.jit(lambda x, r, s: jaxnorm.add_rms_norm(x, r, s)[::-1], donate_argnums=1)
+    with jax.set_mesh(mesh):
+        spread = placed(mesh, args, P("a", "b"), P("a", "b"), P())
+        text = function.lower(*spread).compile().as_text()
+        actual = function(*spread)
+    assert bits(actual) == bits(jaxnorm.add_rms_norm(*args)[::-1])
+    assert "output_to_operand_aliasing" in text
+    assert " copy(" not in text
+
+
+# One axis is the user's and the other XLA's, who cannot split a kernel there: the formula runs, nothing is gathered.
+@kinds
+@pytest.mark.parametrize("spec", [P("a", "b"), P("a", None, "b")], ids=str)
+def test_shard_map_over_one_axis_of_two(devices, kind, spec):
+    mesh = mesh_of(devices, AxisType.Auto)
+    norm = jax.shard_map(
+        NORMS[kind], mesh=mesh, in_specs=(P("a"), P(), P()), out_specs=P("a"), check_vma=True, axis_names={"a"}
+    )
+    step = jax.jit(jax.value_and_grad(loss_of(norm), (0, 1, 2)))
+    args = placed(mesh, operands(), spec, P(), P())
+    assert_close(step(*args), jax.jit(jax.value_and_grad(loss_of(NORMS[kind]), (0, 1, 2)))(*operands()))
+    assert "all-gather" not in collectives(step.lower(*args).compile().as_text())
+
+
+def test_no_kernel_in_a_shard_map_over_one_axis_of_two(devices):
+    mesh = Mesh(np.reshape(devices, (1, -1)), ("a", "b"))
+    norm = partial(jaxnorm.rms_norm, implementation="native")
+    sharded = jax.shard_map(norm, mesh=mesh, in_specs=P("a"), out_specs=P("a"), axis_names={"a"})
+    with pytest.raises(RuntimeError, match="shard_map over some axes of the mesh"):
+        jax.jit(sharded)(draw_x((8, 64)))
+
+
+@axis_types
+def test_native_over_several_devices(devices, axis_type):
+    mesh = mesh_of(devices, axis_type)
+    norm = partial(jaxnorm.rms_norm, implementation="native")
+    with jax.set_mesh(mesh):
+        (x,) = placed(mesh, [draw_x(DIMS)], P("a", "b"))
+        assert bits(jax.jit(norm)(x)) == bits(norm(draw_x(DIMS)))
+
+
+@kinds
+def test_whole_weights_for_rows_that_are_split_over_an_explicit_mesh(devices, kind):
+    mesh = mesh_of(devices, AxisType.Explicit)
+    step = jax.jit(jax.grad(loss_of(NORMS[kind]), (0, 1, 2)))
+    with jax.set_mesh(mesh):
+        args = placed(mesh, operands(), P("a", None, "b"), P(), P())
+        actual = step(*args)
+        assert [jax.typeof(g).sharding for g in actual] == [jax.typeof(a).sharding for a in args]
+    assert_close(actual, step(*operands()))
+
+
+@pytest.mark.parametrize(
+    ("x_spec", "scale_spec", "expected"),
+    [(P("a", None, "b"), P("a"), P("b")), (P("a"), P("b"), P(None))],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
+def test_a_weight_that_is_sharded_unlike_x(devices, name, x_spec, scale_spec, expected):
+    mesh = Mesh(np.reshape(devices, (2, -1)), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        x, scale = placed(mesh, operands()[:2], x_spec, scale_spec)
+        message = re.escape(f"{name}: scale is sharded as {scale_spec} over an Explicit mesh, expected {expected}")
+        with pytest.raises(ValueError, match=message):
+            jax.eval_shape(getattr(jaxnorm, name), x, scale)
+
+
+@pytest.mark.parametrize("name", ["rms_norm_quantized", "gated_rms_norm"])
+def test_a_group_that_is_split(devices, name):
+    mesh = Mesh(devices, "b", axis_types=(AxisType.Explicit,))
+    to = jaxnorm.Quantization(jnp.int8, "group", group_size=64)
+    norms = {
+        "rms_norm_quantized": lambda x: jaxnorm.rms_norm_quantized(x, quantization=to),
+        "gated_rms_norm": lambda x: jaxnorm.gated_rms_norm(x, x, gate_first=True, group_size=64),
+    }
+    with jax.set_mesh(mesh):
+        (x,) = placed(mesh, [draw_x((8, 64))], P(None, "b"))
+        with pytest.raises(ValueError, match=rf"^{name}: .* split over {len(devices)} devices .* group of 64 columns"):
+            jax.eval_shape(norms[name], x)
