@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxnorm.validation import check_number
+from jaxnorm.validation import check_number, check_whole_groups
 
 
 def check_float32(op: str, operands: Mapping[str, jax.Array | None]) -> None:
