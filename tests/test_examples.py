@@ -1,15 +1,38 @@
 """The examples run as they are, on sizes for a CPU."""
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
+def run(name, *args, **environment):
+    command = [sys.executable, "-W", "error", EXAMPLES / name, *args]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def test_fp8_inference():
-    command = [sys.executable, "-W", "error", EXAMPLES / "fp8_inference.py", "--small", "--calls", "2"]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    assert re.search(r"differs from the bfloat16 block's by [3-9]\.\d\d %.*streams are the same bits", run.stdout)
+    printed = run("fp8_inference.py", "--small", "--calls", "2")
+    assert re.search(r"differs from the bfloat16 block's by [3-9]\.\d\d %.*streams are the same bits", printed)
+
+
+# On devices that this CPU simulates, by one process and by two. The losses are those of one device.
+@pytest.mark.parametrize("how", [[], ["--split-hidden"], ["--processes", "2"]], ids=["rows", "hidden", "two processes"])
+def test_train_sharded(how):
+    printed = run("train_sharded.py", "--steps", "3", *how, JAX_PLATFORMS="cpu")
+    assert float(re.search(r"between the curves: (\S+) in 3 steps", printed)[1]) < 1e-5
+    assert re.search(r"rms_norm_bwd, \d x rms_norm_fwd", printed)
+
+
+def test_more_devices_than_there_are():
+    command = [sys.executable, EXAMPLES / "train_sharded.py", "--data", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "--batch 8: must be a multiple of --data 3" in done.stderr
