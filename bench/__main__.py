@@ -8,6 +8,7 @@ COMMANDS = {
     "gpu": "device time of the norms on an NVIDIA GPU, beside XLA's code and a copy",
     "cpu": "wall time of both norms on the CPU, beside XLA's code",
     "model": "the norms within a model's training step",
+    "sharding": "the norms over several devices",
     "plot": "pictures of the results",
     "tables": "write the results into README.md",
 }
