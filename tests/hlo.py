@@ -23,8 +23,8 @@ def collectives(text: str) -> dict[str, int]:
     exchanged: Counter[str] = Counter()
     for shape, kind, start in _COLLECTIVE.findall(text):
         arrays = _SHAPE.findall(shape)
-        # The start of one that changes shapes has its operands before its results.
-        results = arrays[len(arrays) // 2 :] if start and kind != "all-reduce" else arrays
+        # The start of an asynchronous one has its operands before its results.
+        results = arrays[len(arrays) // 2 :] if start else arrays
         for _, bits, dims in results:
             exchanged[kind] += int(bits) // 8 * math.prod(int(n) for n in dims.split(",") if n)
     return dict(exchanged)
