@@ -34,13 +34,7 @@ Layout = tuple[int | None, ...]
 Layouts = Callable[..., tuple[list[Layout], list[Layout]]]
 
 
-class Partitionable(NamedTuple):
-    primitive: Primitive
-    formula: Callable[..., Any]
-    layouts: Layouts
-
-
-_partitionable: dict[str, Partitionable] = {}
+_partitionable: dict[str, tuple[Primitive, Layouts]] = {}
 
 
 def whole(ndim: int) -> Layout:
@@ -66,13 +60,14 @@ def result_like(x: Any, layout: Layout, shape: Sequence[Any], dtype: Any) -> Any
     return x.update(shape=tuple(shape), dtype=dtype, sharding=x.sharding.update(spec=spec), weak_type=False)
 
 
-def register(primitive: Primitive, formula: Callable[..., Any], layouts: Layouts) -> None:
-    _partitionable[primitive.name] = Partitionable(primitive, formula, layouts)
+def register(primitive: Primitive, layouts: Layouts) -> None:
+    _partitionable[primitive.name] = primitive, layouts
 
 
 def lower(platform: str, primitive: Primitive, ctx: Any, *operands: Any, tree: Any, **params: Any) -> Sequence[Any]:
     """Lowers the primitive to a call that XLA has to partition, on a platform that has its kernel."""
-    layouts = _partitionable[primitive.name].layouts(jax.tree.unflatten(tree, ctx.avals_in), **params)
+    _, layouts_of = _partitionable[primitive.name]
+    layouts = layouts_of(jax.tree.unflatten(tree, ctx.avals_in), **params)
     places = jax.tree.unflatten(tree, range(len(operands)))
     text = json.dumps([platform, primitive.name, places, params], default=_encode, sort_keys=True)
     return compat.partitioned_call(ctx, ffi.PARTITIONED, text, operands, *layouts)
@@ -158,7 +153,7 @@ class Call(NamedTuple):
     """One such call, as its text and XLA describe it."""
 
     platform: str
-    of: Partitionable
+    primitive: Primitive
     places: Any
     params: dict[str, Any]
     operands: list[Array]
@@ -169,9 +164,9 @@ class Call(NamedTuple):
     @classmethod
     def read(cls, text: bytes, operands: list[Array], results: list[Array]) -> "Call":
         platform, name, places, params = _decode(json.loads(text))
-        of = _partitionable[name]
-        layouts = of.layouts(_at(places, operands), **params)
-        return cls(platform, of, places, params, operands, results, *layouts)
+        primitive, layouts_of = _partitionable[name]
+        layouts = layouts_of(_at(places, operands), **params)
+        return cls(platform, primitive, places, params, operands, results, *layouts)
 
     @property
     def rank(self) -> int:
@@ -212,16 +207,14 @@ class Call(NamedTuple):
                 np.dtype(np.float32) if split else array.dtype for split, array in zip(sums, self.results, strict=True)
             )
             params["dtypes"] = tuple(None if dtype is None else next(wide) for dtype in params["dtypes"])
-        function: Callable[..., Any] = self.of.primitive.bind
-        if (split := tiles.split(self.features)) is not None:
-            params["norm"] = dataclasses.replace(params["norm"], split=split)
-            function = self.of.formula
+        # Where rows are whole on a device, this is the native call there.
+        params["norm"] = dataclasses.replace(params["norm"], split=tiles.split(self.features))
 
         def compute(*operands: jax.Array) -> list[jax.Array]:
             if any(sums):
                 layouts = zip(operands, self.operand_layouts, strict=True)
                 operands = tuple(v.astype(jnp.float32) if self._rows_without(layout) else v for v, layout in layouts)
-            results = function(*operands, tree=jax.tree.structure(self.places), **params)
+            results = self.primitive.bind(*operands, tree=jax.tree.structure(self.places), **params)
             added = [v if split is None else split.sum(v) for split, v in zip(sums, results, strict=True)]
             return [v.astype(array.dtype) for v, array in zip(added, self.results, strict=True)]
 

@@ -24,7 +24,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad
 
-from jaxnorm import ffi, heads, partition, reference
+from jaxnorm import ffi, heads, partition, parts, reference
 from jaxnorm.heads import Lead
 from jaxnorm.partition import Layout
 from jaxnorm.reference import Norm
@@ -79,6 +79,17 @@ def forward_jnp(*operands: Any, tree: Any, norm: Norm, with_stats: bool) -> list
     stats = reference.statistics(norm, normalised)
     y = reference.forward(norm, normalised, stats, scale, bias)
     return [y, *sums, *stats] if with_stats else [y, *sums]
+
+
+def _forward_of_parts(*operands: Any, tree: Any, norm: Norm, with_stats: bool) -> list[Any]:
+    """The formula, with kernels around the exchange of statistics."""
+    x, residual, scale, bias = unflatten(tree, operands)
+    weights = [weight for weight in (scale, bias) if weight is not None]
+    if residual is not None or heads.lead_of(len(norm.axes), weights) or norm.compute_dtype != np.float32:
+        # XLA adds a residual, and what it has to know of it, in one pass.
+        return forward_jnp(*operands, tree=tree, norm=norm, with_stats=with_stats)
+    stats = parts.statistics(norm, x)
+    return [parts.apply(norm, x, stats, scale, bias), *(stats if with_stats else [])]
 
 
 def _forward_native(platform: str, ctx: Any, *operands: Any, tree: Any, norm: Norm, with_stats: bool) -> Sequence[Any]:
@@ -232,6 +243,17 @@ def _backward_jnp(*operands: Any, tree: Any, norm: Norm, dtypes: Any, lead: Lead
     return reference.backward(norm, dy, x, stats, scale, dtypes, dsum, lead)
 
 
+def _backward_of_parts(*operands: Any, tree: Any, norm: Norm, dtypes: Any, lead: Lead) -> list[Any]:
+    """The formula for dx, which needs an exchange, and the kernel for the others, which need none."""
+    dx_dtype, *weight_dtypes = dtypes
+    dy, x, stats, scale, dsum = unflatten(tree, operands)
+    cotangents = reference.backward(norm, dy, x, stats, scale, (dx_dtype, None, None), dsum, lead)
+    if not all_none(weight_dtypes) and norm.compute_dtype == np.float32:
+        params: dict[str, Any] = {"dtypes": (None, *weight_dtypes), "lead": lead}
+        return [*cotangents, *bind(backward_p, (dy, x, stats, scale, None), norm=norm.whole(), **params)]
+    return cotangents + reference.backward(norm, dy, x, stats, scale, (None, *weight_dtypes), None, lead)
+
+
 def _backward_native(
     platform: str, ctx: Any, *operands: Any, tree: Any, norm: Norm, dtypes: Any, lead: Lead
 ) -> Sequence[Any]:
@@ -307,5 +329,5 @@ def _backward_transpose(cotangents: Any, *operands: Any, tree: Any, norm: Norm, 
 register(forward_p, forward_abstract, forward_jnp, _forward_batch, _forward_jvp, _forward_transpose)
 register(linear_p, _linear_abstract, _linear_jnp, _linear_batch, _linear_jvp, _linear_transpose)
 register(backward_p, _backward_abstract, _backward_jnp, _backward_batch, _backward_jvp, _backward_transpose)
-register_native(forward_p, forward_jnp, _forward_native, forward_layouts)
-register_native(backward_p, _backward_jnp, _backward_native, _backward_layouts)
+register_native(forward_p, forward_jnp, _forward_native, forward_layouts, _forward_of_parts)
+register_native(backward_p, _backward_jnp, _backward_native, _backward_layouts, _backward_of_parts)

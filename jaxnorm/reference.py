@@ -43,6 +43,10 @@ class Norm:
         """y's shape for x's."""
         return shape if self.pad_to == 1 else (*shape[:-1], shape[-1] + -shape[-1] % self.pad_to)
 
+    def whole(self) -> "Norm":
+        """The norm of rows that are not split."""
+        return dataclasses.replace(self, split=None)
+
 
 def add(x: jax.Array, residual: jax.Array) -> jax.Array:
     """`x + residual`, rounded once, to residual's dtype.
@@ -58,14 +62,24 @@ def add(x: jax.Array, residual: jax.Array) -> jax.Array:
 
 def statistics(norm: Norm, x: jax.Array) -> Statistics:
     """`(rstd,)` or `(mean, rstd)`; the variance is the mean of squared deviations, never E[x²] - mean²."""
+    return merged(norm, moments(norm, x))
+
+
+def moments(norm: Norm, x: jax.Array) -> Sequence[jax.Array]:
+    """The mean square, or mean and variance, of x alone, though it were a part of rows that are split."""
     x = x.astype(norm.compute_dtype)
     if norm.kind == "rms":
-        (mean_square,) = means(norm, x * x)
+        return (_mean(norm, x * x),)
+    mean = _mean(norm, x)
+    return mean, _mean(norm, lax.square(x - mean))
+
+
+def merged(norm: Norm, of_part: Sequence[jax.Array]) -> Statistics:
+    """The statistics of whole rows by the moments of their parts."""
+    if norm.kind == "rms":
+        (mean_square,) = of_part if norm.split is None else norm.split.mean(*of_part)
         return (lax.rsqrt(mean_square + norm.epsilon),)
-    part = dataclasses.replace(norm, split=None)
-    (mean,) = means(part, x)
-    deviation = x - mean
-    (variance,) = means(part, deviation * deviation)
+    mean, variance = of_part
     if norm.split is not None:
         # Chan, Golub and LeVeque's merge of the parts: as exact as the sum over all, with one exchange.
         parts = norm.split.gather(mean, variance)
@@ -188,9 +202,13 @@ def _scale(quantization: Quantization, amax: jax.Array) -> jax.Array:
 
 
 def means(norm: Norm, *values: jax.Array) -> Sequence[jax.Array]:
-    """The mean of each over the normalised axes."""
-    of_parts = [jnp.mean(v, axis=norm.axes, keepdims=True) for v in values]
+    """The mean of each over the normalised axes, in one exchange where they are split."""
+    of_parts = [_mean(norm, v) for v in values]
     return of_parts if norm.split is None else norm.split.mean(*of_parts)
+
+
+def _mean(norm: Norm, v: jax.Array) -> jax.Array:
+    return jnp.mean(v, axis=norm.axes, keepdims=True)
 
 
 def _x_hat(norm: Norm, x: jax.Array, stats: Statistics) -> jax.Array:

@@ -63,12 +63,14 @@ def lowering(
     formula: Callable[..., Any],
     native: Callable[..., Any] | None = None,
     platform: str = "this platform",
+    of_parts: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     lower_formula = mlir.lower_fun(formula)
+    lower_parts = mlir.lower_fun(of_parts or formula)
 
     def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
         if params["norm"].split is not None:
-            return lower_formula(ctx, *operands, **params)
+            return lower_parts(ctx, *operands, **params)
         if native is None or not ffi.available(platform):
             reason = ffi.why_not(platform)
         elif (who := compat.who_splits(ctx)) == "no one":
@@ -113,10 +115,18 @@ def register(
 
 
 def register_native(
-    primitive: Primitive, formula: Callable[..., Any], native: Callable[..., Any], layouts: partition.Layouts
+    primitive: Primitive,
+    formula: Callable[..., Any],
+    native: Callable[..., Any],
+    layouts: partition.Layouts,
+    of_parts: Callable[..., Any] | None = None,
 ) -> None:
-    """Lowers a primitive to its native call on the platforms that have one, and over several devices by its layouts."""
-    partition.register(primitive, formula, layouts)
-    mlir.register_lowering(primitive, lowering(primitive, formula))
+    """Lowers a primitive to its native call on the platforms that have one, and over several devices by its layouts.
+
+    Of rows that are split over devices, of_parts computes a device's part; None is the formula.
+    """
+    partition.register(primitive, layouts)
+    mlir.register_lowering(primitive, lowering(primitive, formula, of_parts=of_parts))
     for platform in ffi.PLATFORMS:
-        mlir.register_lowering(primitive, lowering(primitive, formula, native, platform), platform=platform)
+        rule = lowering(primitive, formula, native, platform, of_parts)
+        mlir.register_lowering(primitive, rule, platform=platform)

@@ -1,0 +1,77 @@
+"""Norms of rows that are split over devices: what of them is native, around the exchange of statistics.
+
+`moments` are the statistics of a device's part of each row, `apply` is the norm by statistics that are given. Both are
+kernels on CUDA, where XLA reads x twice for LayerNorm's moments, and are the jnp formula elsewhere. They have no rules
+but their lowering, as they are bound where a program is lowered: see `forward_p` and `backward_p` for all others.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from jaxnorm import ffi, reference
+from jaxnorm.reference import Norm
+
+unflatten = jax.tree.unflatten
+moments_p = Primitive("jaxnorm_moments")
+apply_p = Primitive("jaxnorm_apply")
+
+
+def statistics(norm: Norm, x: jax.Array) -> Sequence[jax.Array]:
+    """The statistics of whole rows, of which x is a part."""
+    return reference.merged(norm, moments_p.bind(x, norm=norm))
+
+
+def apply(
+    norm: Norm, x: jax.Array, stats: Sequence[jax.Array], scale: jax.Array | None, bias: jax.Array | None
+) -> jax.Array:
+    """The norm of this part by the statistics of whole rows; weights have no lead."""
+    leaves, tree = jax.tree.flatten((x, tuple(stats), scale, bias))
+    y: jax.Array
+    (y,) = apply_p.bind(*leaves, tree=tree, norm=norm)
+    return y
+
+
+def _moments_jnp(x: Any, *, norm: Norm) -> list[Any]:
+    return list(reference.moments(norm, x))
+
+
+def _moments_native(ctx: Any, x: Any, *, norm: Norm) -> Any:
+    return jax.ffi.ffi_lowering(f"jaxnorm_{norm.kind}_norm_statistics")(ctx, x, axes=np.int64(len(norm.axes)))
+
+
+def _apply_jnp(*operands: Any, tree: Any, norm: Norm) -> list[Any]:
+    return [reference.forward(norm, *unflatten(tree, operands))]
+
+
+def _apply_native(ctx: Any, *operands: Any, tree: Any, norm: Norm) -> Any:
+    *_, scale, bias = unflatten(tree, operands)
+    return jax.ffi.ffi_lowering(f"jaxnorm_{norm.kind}_norm_apply")(
+        ctx,
+        *operands,
+        axes=np.int64(len(norm.axes)),
+        scale_offset=np.float32(norm.scale_offset),
+        multiply_before_cast=norm.multiply_before_cast,
+        has_scale=scale is not None,
+        has_bias=bias is not None,
+    )
+
+
+def _register(primitive: Primitive, formula: Callable[..., Any], native: Callable[..., Any]) -> None:
+    def abstract(*avals: Any, **params: Any) -> list[Any]:
+        return [jax.typeof(result) for result in jax.eval_shape(partial(formula, **params), *avals)]
+
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(abstract)
+    mlir.register_lowering(primitive, mlir.lower_fun(formula))
+    if ffi.available("cuda"):
+        mlir.register_lowering(primitive, native, platform="cuda")
+
+
+_register(moments_p, _moments_jnp, _moments_native)
+_register(apply_p, _apply_jnp, _apply_native)
