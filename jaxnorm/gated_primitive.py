@@ -17,9 +17,8 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad
 
-from jaxnorm import ffi, gated_reference, partition
+from jaxnorm import ffi, gated_reference, layouts
 from jaxnorm.gated_reference import Gate
-from jaxnorm.partition import Layout
 from jaxnorm.reference import Norm
 from jaxnorm.rules import all_none, at_front, batch_jnp, bind, fold, named, register, register_native, tangents_jnp
 
@@ -39,18 +38,11 @@ def apply(norm: Norm, kind: Gate, x: jax.Array, gate: jax.Array, scale: jax.Arra
 # forward: (x, gate, scale) -> [y]; with_stats [y, rstd]
 
 
-def _forward_layouts(operands: Any, *, norm: Norm, kind: Gate, with_stats: bool) -> tuple[list[Layout], list[Layout]]:
-    x, _, scale = operands
-    whole = partition.whole(x.ndim)
-    of_scale = [] if scale is None else [whole[-scale.ndim :]]
-    return [whole, whole, *of_scale], [whole, *([partition.rows(x.ndim, 1)] if with_stats else [])]
-
-
 def _forward_abstract(*operands: Any, tree: Any, norm: Norm, kind: Gate, with_stats: bool) -> list[Any]:
     x, *_ = unflatten(tree, operands)
     y = x.update(dtype=norm.out_dtype, weak_type=False)
-    rows = partition.rows(x.ndim, 1)
-    return [y, partition.result_like(x, rows, (*x.shape[:-1], 1), norm.compute_dtype)] if with_stats else [y]
+    rows = layouts.rows(x.ndim, 1)
+    return [y, layouts.result_like(x, rows, (*x.shape[:-1], 1), norm.compute_dtype)] if with_stats else [y]
 
 
 def _forward_jnp(*operands: Any, tree: Any, norm: Norm, kind: Gate, with_stats: bool) -> list[Any]:
@@ -155,22 +147,13 @@ def _linear_transpose(cotangents: Any, *operands: Any, tree: Any, norm: Norm, ki
 # backward: (dy, x, gate, rstd, scale) -> those cotangents of (x, gate, scale) whose dtype is given
 
 
-def _backward_layouts(operands: Any, *, norm: Norm, kind: Gate, dtypes: Any) -> tuple[list[Layout], list[Layout]]:
-    _, x, _, _, scale = operands
-    whole = partition.whole(x.ndim)
-    of_scale = whole if scale is None else whole[-scale.ndim :]
-    gives = [layout for layout, dtype in zip((whole, whole, of_scale), dtypes, strict=True) if dtype is not None]
-    takes = [whole, whole, whole, partition.rows(x.ndim, 1)]
-    return [*takes, *([] if scale is None else [of_scale])], gives
-
-
 def _backward_abstract(*operands: Any, tree: Any, norm: Norm, kind: Gate, dtypes: Any) -> list[Any]:
     named = unflatten(tree, operands)
     _, x, _, _, scale = named
-    _, layouts = _backward_layouts(named, norm=norm, kind=kind, dtypes=dtypes)
+    _, of_results = layouts.of_gated_backward(named, norm=norm, kind=kind, dtypes=dtypes)
     weight = x.shape if scale is None else scale.shape
     results = [result for result in zip((x.shape, x.shape, weight), dtypes, strict=True) if result[1] is not None]
-    return [partition.result_like(x, layout, *result) for layout, result in zip(layouts, results, strict=True)]
+    return [layouts.result_like(x, layout, *result) for layout, result in zip(of_results, results, strict=True)]
 
 
 def _backward_jnp(*operands: Any, tree: Any, norm: Norm, kind: Gate, dtypes: Any) -> list[Any]:
@@ -233,5 +216,5 @@ def _backward_transpose(cotangents: Any, *operands: Any, tree: Any, norm: Norm, 
 register(forward_p, _forward_abstract, _forward_jnp, _forward_batch, _forward_jvp, _forward_transpose)
 register(linear_p, _linear_abstract, _linear_jnp, _linear_batch, _linear_jvp, _linear_transpose)
 register(backward_p, _backward_abstract, _backward_jnp, _backward_batch, _backward_jvp, _backward_transpose)
-register_native(forward_p, _forward_jnp, _forward_native, _forward_layouts)
-register_native(backward_p, _backward_jnp, _backward_native, _backward_layouts)
+register_native(forward_p, _forward_jnp, _forward_native, layouts.of_gated_forward)
+register_native(backward_p, _backward_jnp, _backward_native, layouts.of_gated_backward)

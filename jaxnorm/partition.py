@@ -20,44 +20,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
-from jax.sharding import PartitionSpec
 
-from jaxnorm import compat, ffi
+from jaxnorm import compat, ffi, layouts
 from jaxnorm.gated_reference import Gate
+from jaxnorm.layouts import Layout, Layouts
 from jaxnorm.quantization import Quantization
 from jaxnorm.reference import Norm
 from jaxnorm.split import Split
 
-# For each axis of an array the axis of x that it goes along; None is an axis of its own, which is not split.
-Layout = tuple[int | None, ...]
-# (operands by their place or None, params) -> the layouts of the operands that are there, and of the results
-Layouts = Callable[..., tuple[list[Layout], list[Layout]]]
-
-
 _partitionable: dict[str, tuple[Primitive, Layouts]] = {}
-
-
-def whole(ndim: int) -> Layout:
-    """The layout of x, and of what is like it."""
-    return tuple(range(ndim))
-
-
-def rows(ndim: int, axes: int) -> Layout:
-    """The layout of what has one element, or one part of a row, for each row."""
-    return (*range(ndim - axes), *(None for _ in range(axes)))
-
-
-def weight(ndim: int, axes: int, lead: Sequence[int]) -> Layout:
-    """The layout of a weight with this lead."""
-    others = ndim - axes
-    of_lead = (None if length == 1 else others - len(lead) + i for i, length in enumerate(lead))
-    return (*of_lead, *range(others, ndim))
-
-
-def result_like(x: Any, layout: Layout, shape: Sequence[Any], dtype: Any) -> Any:
-    """The type of a result of this layout: over an Explicit mesh it is sharded as x is along the axes they share."""
-    spec = PartitionSpec(*(None if axis is None else x.sharding.spec[axis] for axis in layout))
-    return x.update(shape=tuple(shape), dtype=dtype, sharding=x.sharding.update(spec=spec), weak_type=False)
 
 
 def register(primitive: Primitive, layouts: Layouts) -> None:
@@ -67,10 +38,10 @@ def register(primitive: Primitive, layouts: Layouts) -> None:
 def lower(platform: str, primitive: Primitive, ctx: Any, *operands: Any, tree: Any, **params: Any) -> Sequence[Any]:
     """Lowers the primitive to a call that XLA has to partition, on a platform that has its kernel."""
     _, layouts_of = _partitionable[primitive.name]
-    layouts = layouts_of(jax.tree.unflatten(tree, ctx.avals_in), **params)
+    layouts_in, layouts_out = layouts_of(jax.tree.unflatten(tree, ctx.avals_in), **params)
     places = jax.tree.unflatten(tree, range(len(operands)))
     text = json.dumps([platform, primitive.name, places, params], default=_encode, sort_keys=True)
-    return compat.partitioned_call(ctx, ffi.PARTITIONED, text, operands, *layouts)
+    return compat.partitioned_call(ctx, ffi.PARTITIONED, text, operands, layouts_in, layouts_out)
 
 
 def _encode(value: object) -> dict[str, Any]:
@@ -165,8 +136,7 @@ class Call(NamedTuple):
     def read(cls, text: bytes, operands: list[Array], results: list[Array]) -> "Call":
         platform, name, places, params = _decode(json.loads(text))
         primitive, layouts_of = _partitionable[name]
-        layouts = layouts_of(_at(places, operands), **params)
-        return cls(platform, primitive, places, params, operands, results, *layouts)
+        return cls(platform, primitive, places, params, operands, results, *layouts_of(_at(places, operands), **params))
 
     @property
     def rank(self) -> int:
@@ -180,7 +150,7 @@ class Call(NamedTuple):
     def tiles(self) -> Tiles:
         """How x is split: as that one of the arrays which go along all its axes that is split most."""
         arrays = zip([*self.operands, *self.results], [*self.operand_layouts, *self.result_layouts], strict=True)
-        like_x = [array for array, layout in arrays if layout == whole(self.rank)]
+        like_x = [array for array, layout in arrays if layout == layouts.whole(self.rank)]
         shape = like_x[0].shape
         tiles = max((Tiles.of(array.sharding, self.rank) for array in like_x), key=lambda t: math.prod(t.counts))
         # The last part of rows may be shorter, and what is computed beyond it is dropped. It must not be in a sum.
@@ -199,7 +169,7 @@ class Call(NamedTuple):
         params = dict(self.params)
         sums = [tiles.split(self._rows_without(layout)) for layout in self.result_layouts]
         if "lead" in params:
-            layout = weight(self.rank, len(self.features), params["lead"])[: len(params["lead"])]
+            layout = layouts.weight(self.rank, len(self.features), params["lead"])[: len(params["lead"])]
             params["lead"] = tiles.part(layout, params["lead"])
         if any(sums):
             # What is added up has the dtype of weights: it is not rounded to that before.
@@ -212,8 +182,8 @@ class Call(NamedTuple):
 
         def compute(*operands: jax.Array) -> list[jax.Array]:
             if any(sums):
-                layouts = zip(operands, self.operand_layouts, strict=True)
-                operands = tuple(v.astype(jnp.float32) if self._rows_without(layout) else v for v, layout in layouts)
+                pairs = zip(operands, self.operand_layouts, strict=True)
+                operands = tuple(v.astype(jnp.float32) if self._rows_without(layout) else v for v, layout in pairs)
             results = self.primitive.bind(*operands, tree=jax.tree.structure(self.places), **params)
             added = [v if split is None else split.sum(v) for split, v in zip(sums, results, strict=True)]
             return [v.astype(array.dtype) for v, array in zip(added, self.results, strict=True)]
@@ -239,8 +209,8 @@ def _partition(
     )
     call = Call.read(text, operands, results)
     tiles = call.tiles()
-    layouts = zip(operands, call.operand_layouts, strict=True)
-    parts = [jax.ShapeDtypeStruct(tiles.part(layout, array.shape), array.dtype) for array, layout in layouts]
+    pairs = zip(operands, call.operand_layouts, strict=True)
+    parts = [jax.ShapeDtypeStruct(tiles.part(layout, array.shape), array.dtype) for array, layout in pairs]
     program = compat.program_of_a_device(call.local(tiles), parts, call.platform, tiles.devices.size)
     return program, list(map(tiles.sharding, call.operand_layouts)), list(map(tiles.sharding, call.result_layouts))
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from jaxnorm import ffi, reference
+from jaxnorm import ffi, heads, reference
 from jaxnorm.reference import Norm
 
 unflatten = jax.tree.unflatten
@@ -22,19 +22,21 @@ moments_p = Primitive("jaxnorm_moments")
 apply_p = Primitive("jaxnorm_apply")
 
 
-def statistics(norm: Norm, x: jax.Array) -> Sequence[jax.Array]:
-    """The statistics of whole rows, of which x is a part."""
-    return reference.merged(norm, moments_p.bind(x, norm=norm))
-
-
-def apply(
-    norm: Norm, x: jax.Array, stats: Sequence[jax.Array], scale: jax.Array | None, bias: jax.Array | None
-) -> jax.Array:
-    """The norm of this part by the statistics of whole rows; weights have no lead."""
-    leaves, tree = jax.tree.flatten((x, tuple(stats), scale, bias))
-    y: jax.Array
+def forward(
+    norm: Norm, x: jax.Array, residual: jax.Array | None, scale: jax.Array | None, bias: jax.Array | None
+) -> tuple[jax.Array, Sequence[jax.Array], Sequence[jax.Array]]:
+    """y, the sum where there is a residual, and the statistics of whole rows, of which x is a part."""
+    sums = [] if residual is None else [reference.add(x, residual)]
+    (normalised,) = sums or [x]
+    is_native = norm.compute_dtype == np.float32
+    # XLA adds a residual, and computes the moments of the sum, in one pass.
+    of_part = moments_p.bind(x, norm=norm) if is_native and not sums else reference.moments(norm, normalised)
+    stats = reference.merged(norm, of_part)
+    if not is_native or heads.lead_of(len(norm.axes), (scale, bias)):
+        return reference.forward(norm, normalised, stats, scale, bias), sums, stats
+    leaves, tree = jax.tree.flatten((normalised, tuple(stats), scale, bias))
     (y,) = apply_p.bind(*leaves, tree=tree, norm=norm)
-    return y
+    return y, sums, stats
 
 
 def _moments_jnp(x: Any, *, norm: Norm) -> list[Any]:

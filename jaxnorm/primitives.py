@@ -24,9 +24,8 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad
 
-from jaxnorm import ffi, heads, partition, parts, reference
+from jaxnorm import ffi, heads, layouts, parts, reference
 from jaxnorm.heads import Lead
-from jaxnorm.partition import Layout
 from jaxnorm.reference import Norm
 from jaxnorm.rules import all_none, at_front, batch_jnp, bind, fold, named, register, register_native, tangents_jnp
 
@@ -48,26 +47,13 @@ def apply(
 # forward: (x, residual, scale, bias) -> [y], with a residual [y, sum]; with_stats the statistics follow
 
 
-def forward_layouts(operands: Any, *, norm: Norm, with_stats: bool) -> tuple[list[Layout], list[Layout]]:
-    x, residual, *weights = operands
-    axes = len(norm.axes)
-    whole, rows = partition.whole(x.ndim), partition.rows(x.ndim, axes)
-    y = whole if norm.pad_to == 1 else (*whole[:-1], None)
-    sums = [] if residual is None else [whole]
-    count = {"rms": 1, "layer": 2}[norm.kind] if with_stats else 0
-    takes = [partition.weight(x.ndim, axes, w.shape[: w.ndim - axes]) for w in weights if w is not None]
-    return [whole, *sums, *takes], [y, *sums, *(rows for _ in range(count))]
-
-
 def forward_abstract(*operands: Any, tree: Any, norm: Norm, with_stats: bool) -> list[Any]:
     named = unflatten(tree, operands)
     x, residual, *_ = named
-    _, (layout, *_, rows) = forward_layouts(named, norm=norm, with_stats=True)
-    y = partition.result_like(x, layout, norm.padded(x.shape), norm.out_dtype)
+    _, (layout, *_, rows) = layouts.of_forward(named, norm=norm, with_stats=True)
+    y = layouts.result_like(x, layout, norm.padded(x.shape), norm.out_dtype)
     sums = [] if residual is None else [residual.update(weak_type=False)]
-    statistic = partition.result_like(
-        x, rows, (*x.shape[: -len(norm.axes)], *(1 for _ in norm.axes)), norm.compute_dtype
-    )
+    statistic = layouts.result_like(x, rows, (*x.shape[: -len(norm.axes)], *(1 for _ in norm.axes)), norm.compute_dtype)
     count = {"rms": 1, "layer": 2}[norm.kind] if with_stats else 0
     return [y, *sums, *(statistic for _ in range(count))]
 
@@ -82,14 +68,8 @@ def forward_jnp(*operands: Any, tree: Any, norm: Norm, with_stats: bool) -> list
 
 
 def _forward_of_parts(*operands: Any, tree: Any, norm: Norm, with_stats: bool) -> list[Any]:
-    """The formula, with kernels around the exchange of statistics."""
-    x, residual, scale, bias = unflatten(tree, operands)
-    weights = [weight for weight in (scale, bias) if weight is not None]
-    if residual is not None or heads.lead_of(len(norm.axes), weights) or norm.compute_dtype != np.float32:
-        # XLA adds a residual, and what it has to know of it, in one pass.
-        return forward_jnp(*operands, tree=tree, norm=norm, with_stats=with_stats)
-    stats = parts.statistics(norm, x)
-    return [parts.apply(norm, x, stats, scale, bias), *(stats if with_stats else [])]
+    y, sums, stats = parts.forward(norm, *unflatten(tree, operands))
+    return [y, *sums, *stats] if with_stats else [y, *sums]
 
 
 def _forward_native(platform: str, ctx: Any, *operands: Any, tree: Any, norm: Norm, with_stats: bool) -> Sequence[Any]:
@@ -219,23 +199,13 @@ def _linear_transpose(cotangents: Any, *operands: Any, tree: Any, norm: Norm, wi
 # backward: (dy, x, statistics, scale, dsum) -> those cotangents of (x, scale, bias) whose dtype is given
 
 
-def _backward_layouts(operands: Any, *, norm: Norm, dtypes: Any, lead: Lead) -> tuple[list[Layout], list[Layout]]:
-    _, x, stats, scale, dsum = operands
-    whole, rows = partition.whole(x.ndim), partition.rows(x.ndim, len(norm.axes))
-    weight = partition.weight(x.ndim, len(norm.axes), lead)
-    y = whole if norm.pad_to == 1 else (*whole[:-1], None)
-    takes = [y, whole, *(rows for _ in stats), *([] if scale is None else [weight]), *([] if dsum is None else [whole])]
-    gives = [layout for layout, dtype in zip((whole, weight, weight), dtypes, strict=True) if dtype is not None]
-    return takes, gives
-
-
 def _backward_abstract(*operands: Any, tree: Any, norm: Norm, dtypes: Any, lead: Lead) -> list[Any]:
     named = unflatten(tree, operands)
     _, x, *_ = named
-    _, layouts = _backward_layouts(named, norm=norm, dtypes=dtypes, lead=lead)
+    _, of_results = layouts.of_backward(named, norm=norm, dtypes=dtypes, lead=lead)
     weight = (*lead, *x.shape[-len(norm.axes) :])
     results = [result for result in zip((x.shape, weight, weight), dtypes, strict=True) if result[1] is not None]
-    return [partition.result_like(x, layout, *result) for layout, result in zip(layouts, results, strict=True)]
+    return [layouts.result_like(x, layout, *result) for layout, result in zip(of_results, results, strict=True)]
 
 
 def _backward_jnp(*operands: Any, tree: Any, norm: Norm, dtypes: Any, lead: Lead) -> list[Any]:
@@ -329,5 +299,5 @@ def _backward_transpose(cotangents: Any, *operands: Any, tree: Any, norm: Norm, 
 register(forward_p, forward_abstract, forward_jnp, _forward_batch, _forward_jvp, _forward_transpose)
 register(linear_p, _linear_abstract, _linear_jnp, _linear_batch, _linear_jvp, _linear_transpose)
 register(backward_p, _backward_abstract, _backward_jnp, _backward_batch, _backward_jvp, _backward_transpose)
-register_native(forward_p, forward_jnp, _forward_native, forward_layouts, _forward_of_parts)
-register_native(backward_p, _backward_jnp, _backward_native, _backward_layouts, _backward_of_parts)
+register_native(forward_p, forward_jnp, _forward_native, layouts.of_forward, _forward_of_parts)
+register_native(backward_p, _backward_jnp, _backward_native, layouts.of_backward, _backward_of_parts)

@@ -18,8 +18,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad
 
-from jaxnorm import compat, partition, primitives, reference
-from jaxnorm.partition import Layout
+from jaxnorm import compat, layouts, primitives, reference
 from jaxnorm.quantization import Quantization
 from jaxnorm.reference import Norm
 from jaxnorm.rules import all_none, at_front, batch_jnp, bind, fold, named, register, register_native, tangents_jnp
@@ -137,32 +136,18 @@ def _forward(operands: Any, tree: Any) -> tuple[Operands, list[Any], Any]:
     return named, *jax.tree.flatten(tuple(named[:4]))
 
 
-def _layouts(
-    operands: Any, *, norm: Norm, quantization: Quantization, with_stats: bool
-) -> tuple[list[Layout], list[Layout]]:
-    x, *_, smooth, given = operands
-    takes, (values, *rest) = primitives.forward_layouts(operands[:4], norm=norm, with_stats=with_stats)
-    if smooth is not None:
-        takes.append(partition.weight(x.ndim, len(norm.axes), ()))
-    if given is not None:
-        return [*takes, ()], [values, *rest]
-    # The scales of groups stand along the last axis, fewer than it is long.
-    scales = partition.rows(x.ndim, len(norm.axes)) if quantization.group_size is None else values
-    return takes, [values, scales, *rest]
-
-
 def _abstract(*operands: Any, tree: Any, norm: Norm, quantization: Quantization, with_stats: bool) -> list[Any]:
     named, forward, forward_tree = _forward(operands, tree)
     y, *rest = primitives.forward_abstract(*forward, tree=forward_tree, norm=norm, with_stats=with_stats)
     values = y.update(dtype=quantization.dtype)
     if named.given is not None:
         return [values, *rest]
-    _, (_, layout, *_) = _layouts(named, norm=norm, quantization=quantization, with_stats=with_stats)
+    _, (_, layout, *_) = layouts.of_quantized(named, norm=norm, quantization=quantization, with_stats=with_stats)
     if quantization.group_size is not None:
         shape = (*y.shape[:-1], y.shape[-1] // quantization.group_size)
     else:
         shape = (*y.shape[: -len(norm.axes)], *(1 for _ in norm.axes))
-    scales = partition.result_like(named.x, layout, shape, np.float32)
+    scales = layouts.result_like(named.x, layout, shape, np.float32)
     if norm.split is not None and quantization.group_size is None:
         scales = compat.same_along(scales, norm.split.names)
     return [values, scales, *rest]
@@ -207,4 +192,4 @@ def _batch(operands: Any, dims: Any, *, tree: Any, **params: Any) -> tuple[Any, 
 
 
 register(quantized_p, _abstract, _jnp, _batch)
-register_native(quantized_p, _jnp, _native, _layouts)
+register_native(quantized_p, _jnp, _native, layouts.of_quantized)

@@ -9,6 +9,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jaxnorm import compat, ffi, partition
+from jaxnorm.layouts import Layouts
 from jaxnorm.reference import Norm
 
 # What a derivative may want again: the result, the sum with a residual, the row statistics.
@@ -118,7 +119,7 @@ def register_native(
     primitive: Primitive,
     formula: Callable[..., Any],
     native: Callable[..., Any],
-    layouts: partition.Layouts,
+    layouts: Layouts,
     of_parts: Callable[..., Any] | None = None,
 ) -> None:
     """Lowers a primitive to its native call on the platforms that have one, and over several devices by its layouts.
