@@ -39,6 +39,11 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "large: arrays of more than 2**31 elements; on a GPU, or with --large")
 
 
+def pytest_sessionstart():
+    if "CI" in os.environ and jax.default_backend() == "cpu" and jax.device_count() < 8:
+        pytest.exit(f"the tests of several devices want 8 simulated ones, there are {jax.device_count()}", returncode=1)
+
+
 def pytest_report_header():
     device = jax.devices()[0]
     missing = why_not_native()

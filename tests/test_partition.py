@@ -1,5 +1,6 @@
-"""What XLA splits over devices, on Auto and Explicit meshes: nothing is gathered, and what is exchanged is counted."""
+"""Norms that are split over devices, by XLA or a `shard_map`: nothing is gathered, and what is exchanged is counted."""
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -84,9 +85,18 @@ OPS = {
     "tensor": Op(**quantized(Quantization(E4M3, "tensor"), static_scale=jnp.float32(0.01))),
 }
 ops = pytest.mark.parametrize("name", OPS)
-axis_types = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+by_xla = pytest.mark.parametrize("mode", ["auto", "explicit"])
 feature_specs = pytest.mark.parametrize("spec", [P(None, None, "b"), P("a", None, "b")], ids=str)
-row_specs = pytest.mark.parametrize("spec", [P("a"), P(("b", "a")), P("a", "b"), P(None, "b")], ids=str)
+ROWS_OVER = [P("a"), P(("b", "a")), P("a", "b"), P(None, "b")]
+# Without check_vma, JAX takes gradients for different along axes that a shard_map does not name, and adds them up.
+row_modes = pytest.mark.parametrize(
+    ("mode", "spec"),
+    [
+        *itertools.product(["auto", "explicit", "manual"], ROWS_OVER),
+        *(("manual, unchecked", spec) for spec in ROWS_OVER[1:3]),
+    ],
+    ids=str,
+)
 
 
 def place(op, mesh, spec):
@@ -111,6 +121,18 @@ def gradients(op, transform=lambda function: function, **given):
     return of_args
 
 
+def mesh_for(mode, devices):
+    return mesh_of(devices, AxisType.Explicit if mode == "explicit" else AxisType.Auto)
+
+
+def split_by(mode, op, mesh, spec):
+    """A function of (x, ...) as the mode has it: for XLA as it is, for a `shard_map` of the parts of each device."""
+    if not mode.startswith("manual"):
+        return lambda function: function
+    arrays = [arg.sharding.spec for arg in place(op, mesh, spec)]
+    return partial(jax.shard_map, mesh=mesh, in_specs=tuple(arrays), out_specs=spec, check_vma=mode == "manual")
+
+
 def exchanged(op, mesh, spec, *, with_gradients):
     """The bytes of each kind of collective on one device, as `collectives` gives them."""
     along = [axes if isinstance(axes, tuple) else (axes,) for axes in (*spec, None, None)][:3]
@@ -129,12 +151,12 @@ def exchanged(op, mesh, spec, *, with_gradients):
     return {kind: size for kind, size in total.items() if size}
 
 
-def run(function, args, mesh):
-    """What function gives on the mesh, what it gives on one device, and its program on the mesh."""
+def run(function, on_one_device, args, mesh):
+    """What function gives on the mesh, what the other gives on one device, and the program on the mesh."""
     with jax.set_mesh(mesh):
         compiled = jax.jit(function).lower(*args).compile()
         actual = compiled(*args)
-    return actual, jax.jit(function)(*(jnp.asarray(np.asarray(arg)) for arg in args)), compiled.as_text()
+    return actual, jax.jit(on_one_device)(*(jnp.asarray(np.asarray(arg)) for arg in args)), compiled.as_text()
 
 
 def assert_close(actual, expected):
@@ -151,43 +173,43 @@ def assert_close(actual, expected):
     jax.tree.map(close, actual, expected)
 
 
-@row_specs
-@axis_types
+@row_modes
 @ops
-def test_rows_are_computed_where_they_are(devices, name, axis_type, spec):
-    op, mesh = OPS[name], mesh_of(devices, axis_type)
-    actual, expected, text = run(op.function, place(op, mesh, spec), mesh)
+def test_rows_are_computed_where_they_are(devices, name, mode, spec):
+    op, mesh = OPS[name], mesh_for(mode, devices)
+    function = split_by(mode, op, mesh, spec)(op.function)
+    actual, expected, text = run(function, op.function, place(op, mesh, spec), mesh)
     assert bits(actual) == bits(expected)
     assert collectives(text) == {}
     assert list(count_native_calls(text).values()) == [1]
 
 
-@row_specs
-@axis_types
+@row_modes
 @ops
-def test_gradients_of_rows_add_up_weights(devices, name, axis_type, spec):
-    op, mesh = OPS[name], mesh_of(devices, axis_type)
-    actual, expected, text = run(gradients(op), place(op, mesh, spec), mesh)
+def test_gradients_of_rows_add_up_weights(devices, name, mode, spec):
+    op, mesh = OPS[name], mesh_for(mode, devices)
+    function = gradients(op, split_by(mode, op, mesh, spec))
+    actual, expected, text = run(function, gradients(op), place(op, mesh, spec), mesh)
     assert_close(actual, expected)
     assert collectives(text) == exchanged(op, mesh, spec, with_gradients=True)
     assert list(count_native_calls(text).values()) == [1, 1]
 
 
 @feature_specs
-@axis_types
+@by_xla
 @ops
-def test_parts_of_rows_exchange_their_statistics(devices, name, axis_type, spec):
-    op, mesh = OPS[name], mesh_of(devices, axis_type)
-    actual, expected, text = run(op.function, place(op, mesh, spec), mesh)
+def test_parts_of_rows_exchange_their_statistics(devices, name, mode, spec):
+    op, mesh = OPS[name], mesh_for(mode, devices)
+    actual, expected, text = run(op.function, op.function, place(op, mesh, spec), mesh)
     assert_close(actual, expected)
     assert collectives(text) == exchanged(op, mesh, spec, with_gradients=False)
 
 
 @feature_specs
-@axis_types
+@by_xla
 @ops
-def test_gradients_of_parts_of_rows(devices, name, axis_type, spec):
-    op, mesh = OPS[name], mesh_of(devices, axis_type)
-    actual, expected, text = run(gradients(op), place(op, mesh, spec), mesh)
+def test_gradients_of_parts_of_rows(devices, name, mode, spec):
+    op, mesh = OPS[name], mesh_for(mode, devices)
+    actual, expected, text = run(gradients(op), gradients(op), place(op, mesh, spec), mesh)
     assert_close(actual, expected)
     assert collectives(text) == exchanged(op, mesh, spec, with_gradients=True)
