@@ -105,4 +105,25 @@ struct Backward {
   Output dgate;  // wanted or not, as dx
 };
 
+// Rows of which each device has a part: the statistics of x alone, so that the devices can exchange them.
+struct PartStatistics {
+  Kind kind;
+  int64_t rows, cols;
+  Input x;
+  float* mean;      // rows values, layer norm only
+  float* variance;  // rows values; about the part's own mean, of RMS norm about zero
+};
+
+// And y from those of the whole rows, as Forward has it.
+struct PartApply {
+  Kind kind;
+  int64_t rows, cols;
+  Input x, scale, bias;
+  Output y;
+  const float* mean;  // layer norm only
+  const float* rstd;
+  float scale_offset;
+  bool multiply_before_cast;
+};
+
 }  // namespace jaxnorm
