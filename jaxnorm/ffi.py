@@ -17,6 +17,8 @@ TARGETS = (
     *(f"jaxnorm_{kind}_norm_{way}" for kind in ("rms", "layer") for way in ("fwd", "quantized_fwd", "bwd")),
     *(f"jaxnorm_gated_rms_norm_{way}" for way in ("fwd", "bwd")),
 )
+# For rows that are split over devices.
+CUDA_TARGETS = tuple(f"jaxnorm_{kind}_norm_{way}" for kind in ("rms", "layer") for way in ("statistics", "apply"))
 # What `jaxnorm.partition` makes of them where XLA splits a program over devices.
 PARTITIONED = "jaxnorm_partitioned"
 DTYPES = frozenset(map(jax.numpy.dtype, ("float32", "float16", "bfloat16")))
@@ -120,4 +122,4 @@ def _load(platform: str) -> None:
 
 for _platform in PLATFORMS:
     _load(_platform)
-compat.allow_export([*TARGETS, PARTITIONED])
+compat.allow_export([*TARGETS, *CUDA_TARGETS, PARTITIONED])

@@ -10,6 +10,7 @@
 #include "cuda/norms.h"
 #include "cuda/plan.h"
 #include "ffi/handlers.h"
+#include "ffi/parts_arguments.h"
 
 namespace nb = nanobind;
 
@@ -31,6 +32,12 @@ struct Cuda {
   static ffi::Error run(const Backward& b, cudaStream_t stream) {
     return checked(b.kind, "backward", cuda::backward(b, stream));
   }
+  static ffi::Error run(const PartStatistics& p, cudaStream_t stream) {
+    return checked(p.kind, "statistics", cuda::part_statistics(p, stream));
+  }
+  static ffi::Error run(const PartApply& p, cudaStream_t stream) {
+    return checked(p.kind, "apply", cuda::part_apply(p, stream));
+  }
 
  private:
   static ffi::Error checked(Kind kind, const char* way, cudaError_t error) {
@@ -39,6 +46,40 @@ struct Cuda {
     return ffi::Error::Internal("jaxnorm: launch of " + op + way + " failed: " + cudaGetErrorString(error));
   }
 };
+
+template <Kind kind>
+ffi::Error statistics(ffi::RemainingArgs operands, ffi::RemainingRets results, PartStatisticsAttributes attributes,
+                      cudaStream_t stream) {
+  const auto arguments = part_statistics_arguments(kind, operands, results, attributes);
+  return arguments ? Cuda::run(*arguments, stream) : arguments.error();
+}
+
+template <Kind kind>
+ffi::Error apply(ffi::RemainingArgs operands, ffi::RemainingRets results, PartApplyAttributes attributes,
+                 cudaStream_t stream) {
+  const auto arguments = part_apply_arguments(kind, operands, results, attributes);
+  return arguments ? Cuda::run(*arguments, stream) : arguments.error();
+}
+
+// Those of every platform, and those for rows that are split over devices.
+nb::dict all_handlers() {
+  constexpr auto rms_statistics = statistics<Kind::rms>, layer_statistics = statistics<Kind::layer>;
+  constexpr auto rms_apply = apply<Kind::rms>, layer_apply = apply<Kind::layer>;
+  constexpr auto traits = Cuda::kTraits;
+  XLA_FFI_DEFINE_HANDLER(rms_norm_statistics, rms_statistics, bind<PartStatisticsAttributes>().Ctx<Cuda::Context>(),
+                         traits);
+  XLA_FFI_DEFINE_HANDLER(layer_norm_statistics, layer_statistics, bind<PartStatisticsAttributes>().Ctx<Cuda::Context>(),
+                         traits);
+  XLA_FFI_DEFINE_HANDLER(rms_norm_apply, rms_apply, bind<PartApplyAttributes>().Ctx<Cuda::Context>(), traits);
+  XLA_FFI_DEFINE_HANDLER(layer_norm_apply, layer_apply, bind<PartApplyAttributes>().Ctx<Cuda::Context>(), traits);
+
+  nb::dict all = handlers<Cuda>();
+  all["jaxnorm_rms_norm_statistics"] = nb::capsule(reinterpret_cast<void*>(rms_norm_statistics));
+  all["jaxnorm_layer_norm_statistics"] = nb::capsule(reinterpret_cast<void*>(layer_norm_statistics));
+  all["jaxnorm_rms_norm_apply"] = nb::capsule(reinterpret_cast<void*>(rms_norm_apply));
+  all["jaxnorm_layer_norm_apply"] = nb::capsule(reinterpret_cast<void*>(layer_norm_apply));
+  return all;
+}
 
 Dtype dtype_of(const std::string& name) {
   if (name == "float32") return Dtype::f32;
@@ -77,7 +118,7 @@ nb::dict plan(const std::string& op, const std::string& kind, const std::string&
 
 NB_MODULE(_cuda, module) {
   using nb::arg;
-  module.def("handlers", &jaxnorm::handlers<jaxnorm::Cuda>, "The XLA FFI handlers, by target name.");
+  module.def("handlers", &jaxnorm::all_handlers, "The XLA FFI handlers, by target name.");
   module.def("architectures", [] { return JAXNORM_CUDA_ARCHITECTURES; }, "What the kernels were compiled for.");
   module.def("toolkit", [] { return JAXNORM_CUDA_TOOLKIT; }, "The version of the CUDA compiler.");
   module.def(
