@@ -27,14 +27,15 @@ def compile_object(source, folder):
 @pytest.fixture(scope="module")
 def objects(tmp_path_factory):
     folder = tmp_path_factory.mktemp("emulated")
-    units = [*KERNELS, "add.cu", "partials.cu", "dispatch.cc", "plan.cc"]
+    units = [*KERNELS, "part_apply.cu", "part_statistics.cu", "add.cu", "partials.cu", "dispatch.cc", "plan.cc"]
     sources = [*(SOURCES / "cuda" / unit for unit in units), HERE / "emulator.cc", HERE / "absent.cc"]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(lambda source: compile_object(source, folder), sources))
 
 
-# Results and gradients; of several rows of weights; with padding; quantised results; gated norms.
-@pytest.mark.parametrize("program", ["run", "run_heads", "run_padding", "run_quantized", "run_gated"])
+# Results and gradients; of several rows of weights; with padding; quantised results; gated norms; rows that are split
+# over devices.
+@pytest.mark.parametrize("program", ["run", "run_heads", "run_padding", "run_quantized", "run_gated", "run_parts"])
 def test_no_failures(program, objects, tmp_path):
     own = compile_object(HERE / f"{program}.cc", tmp_path)
     target = tmp_path / program

@@ -33,6 +33,7 @@ class Array {
   uint8_t byte(int64_t i) const { return static_cast<uint8_t>(data_[i]); }
 
   float operator[](int64_t i) const {
+    if (dtype_ == Dtype::f16) return __half2float(reinterpret_cast<const __half*>(data_)[i]);
     return dtype_ == Dtype::f32 ? reinterpret_cast<const float*>(data_)[i]
                                 : __bfloat162float(reinterpret_cast<const __nv_bfloat16*>(data_)[i]);
   }
@@ -40,6 +41,8 @@ class Array {
   void set(int64_t i, float value) {
     if (dtype_ == Dtype::f32) {
       reinterpret_cast<float*>(data_)[i] = value;
+    } else if (dtype_ == Dtype::f16) {
+      reinterpret_cast<__half*>(data_)[i] = __float2half_rn(value);
     } else {
       reinterpret_cast<__nv_bfloat16*>(data_)[i] = __float2bfloat16_rn(value);
     }
