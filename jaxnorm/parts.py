@@ -28,11 +28,15 @@ def forward(
     """y, the sum where there is a residual, and the statistics of whole rows, of which x is a part."""
     sums = [] if residual is None else [reference.add(x, residual)]
     (normalised,) = sums or [x]
-    is_native = norm.compute_dtype == np.float32
+    weights = [weight for weight in (scale, bias) if weight is not None]
+    weight_dtypes = (weight.dtype for weight in weights)
+    why_not = ffi.unsupported(norm.axes, x.shape, normalised.dtype, norm.out_dtype, weight_dtypes)
     # XLA adds a residual, and computes the moments of the sum, in one pass.
-    of_part = moments_p.bind(x, norm=norm) if is_native and not sums else reference.moments(norm, normalised)
+    of_part = reference.moments(norm, normalised) if why_not or sums else moments_p.bind(x, norm=norm)
     stats = reference.merged(norm, of_part)
-    if not is_native or heads.lead_of(len(norm.axes), (scale, bias)):
+    # Of float32 alone XLA's own loop is at the copy rate, and the kernel is not.
+    all_wide = normalised.dtype == norm.out_dtype == np.float32
+    if why_not or all_wide or heads.lead_of(len(norm.axes), weights):
         return reference.forward(norm, normalised, stats, scale, bias), sums, stats
     leaves, tree = jax.tree.flatten((normalised, tuple(stats), scale, bias))
     (y,) = apply_p.bind(*leaves, tree=tree, norm=norm)

@@ -1,12 +1,13 @@
 """`axis_name`: rows that are split over named axes have the statistics of whole rows, and right gradients."""
 
+import itertools
 import re
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import NORMS, bits, draw_x
+from cases import DTYPES, NORMS, bits, draw_bias, draw_scale, draw_x
 from hlo import collectives
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -76,6 +77,24 @@ def test_second_derivative(devices, kind):
 
     norm = jax.shard_map(partial(NORMS[kind], axis_name="b"), mesh=mesh, in_specs=P("a", "b"), out_specs=P("a", "b"))
     assert_close(jax.jit(second(norm))(x), jax.jit(second(NORMS[kind]))(x))
+
+
+# On a GPU the statistics and the result of a part are kernels, if these take the dtypes.
+@pytest.mark.several
+@pytest.mark.parametrize("dtypes", [*itertools.product(DTYPES, DTYPES), ("float64", "float32")], ids=str)
+@pytest.mark.parametrize("kind", NORMS)
+def test_dtypes(devices, kind, dtypes):
+    x_dtype, out_dtype = dtypes
+    mesh = mesh_of(devices, AxisType.Auto)
+    with jax.enable_x64(x_dtype == "float64"):
+        args = draw_x((8, 64)).astype(x_dtype), draw_scale((64,), "bfloat16"), draw_bias((64,))
+        norm = partial(NORMS[kind], out_dtype=out_dtype, multiply_before_cast=False)
+        specs = P("a", "b"), P("b"), P("b")
+        split = jax.shard_map(partial(norm, axis_name="b"), mesh=mesh, in_specs=specs, out_specs=specs[0])
+        actual, expected = jax.jit(split)(*args), norm(*args)
+    assert actual.dtype == expected.dtype
+    ulp = float(jnp.finfo(out_dtype).eps)
+    np.testing.assert_allclose(*np.float32((actual, expected)), rtol=ulp + 1e-6, atol=ulp)
 
 
 # Two axes of a mesh, or an axis of vmap, or one of each.
