@@ -6,6 +6,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from cases import DTYPES, NORMS, bits, draw_bias, draw_scale, draw_x
 from hlo import collectives
@@ -93,8 +94,9 @@ def test_dtypes(devices, kind, dtypes):
         split = jax.shard_map(partial(norm, axis_name="b"), mesh=mesh, in_specs=specs, out_specs=specs[0])
         actual, expected = jax.jit(split)(*args), norm(*args)
     assert actual.dtype == expected.dtype
+    # x_hat, of up to 4, may be rounded to the neighbour before it is multiplied.
     ulp = float(jnp.finfo(out_dtype).eps)
-    np.testing.assert_allclose(*np.float32((actual, expected)), rtol=ulp + 1e-6, atol=ulp)
+    np.testing.assert_allclose(*np.float32((actual, expected)), rtol=ulp, atol=4 * ulp + 1e-6)
 
 
 # Two axes of a mesh, or an axis of vmap, or one of each.
