@@ -31,8 +31,8 @@ def forward(
     weights = [weight for weight in (scale, bias) if weight is not None]
     weight_dtypes = (weight.dtype for weight in weights)
     why_not = ffi.unsupported(norm.axes, x.shape, normalised.dtype, norm.out_dtype, weight_dtypes)
-    # XLA adds a residual, and computes the moments of the sum, in one pass. Of float32 alone its loop over the result is
-    # at the copy rate, and its mean square as fast as the kernel's.
+    # XLA adds a residual, and computes the moments of the sum, in one pass. Of float32 alone its loop over the result
+    # is at the copy rate, and its mean square as fast as the kernel's.
     all_wide = normalised.dtype == norm.out_dtype == np.float32
     xla_reads_once = bool(sums) or (all_wide and norm.kind == "rms")
     of_part = reference.moments(norm, normalised) if why_not or xla_reads_once else moments_p.bind(x, norm=norm)
