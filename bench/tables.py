@@ -165,7 +165,7 @@ def cpu_cells(row):
     return [f"{row['ms']:.1f}", f"{row['XLA ms']:.1f}", f"{row['x XLA']:.1f}"]
 
 
-def model(results):
+def whole(results):
     """Every column as it is."""
     rows = results["rows"]
     columns = list(dict.fromkeys(key for row in rows for key in row))
@@ -184,5 +184,6 @@ TABLES = {
     "h200-quantized-grid": ("h200_quantized.json", grid),
     "h200-quantized-small": ("h200_quantized.json", small),
     "cpu": ("cpu.json", cpu),
-    "model": ("h200_model.json", model),
+    "model": ("h200_model.json", whole),
+    "sharding": ("h200_x4_sharding.json", whole),
 }

@@ -141,8 +141,13 @@ def main():
     text, _ = read_text(options)
     meshes = [Mesh(those, ("data", "model"), (AxisType.Auto,) * 2) for those in (devices, [[jax.local_devices()[0]]])]
     (losses, program), (alone, _) = (train(mesh, text, options) for mesh in meshes)
-    if options.process > 0:
-        return
+    if options.process == 0:
+        report(devices, losses, alone, program, options)
+    if options.processes > 1:
+        jax.distributed.shutdown()
+
+
+def report(devices, losses, alone, program, options):
     print(f"{options.data} x {options.model} devices of {jax.device_count()} x {devices[0, 0].device_kind}")
     describe(program)
     print(
