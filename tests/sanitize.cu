@@ -74,6 +74,12 @@ void run(Kind kind, Dtype dtype, int64_t rows, int64_t cols, int64_t offset, con
   b.row_sums = floats(row_sums), b.workspace = floats(workspace), b.heads = heads, b.dy_pad = pad;
   check(backward(b, nullptr), "backward");
 
+  if (heads.count == 1 && pad == 0) {
+    // The same as parts of rows that are split over devices.
+    check(part_statistics({kind, rows, cols, f.x, f.mean, f.rstd}, nullptr), "statistics");
+    check(part_apply({kind, rows, cols, f.x, f.scale, f.bias, f.y, f.mean, f.rstd, 0.0f, true}, nullptr), "apply");
+  }
+
   // Of a residual connection, whose sum takes the residual's place.
   f.residual = {sum.get(), dtype}, f.sum = {sum.get(), dtype};
   check(forward(f, nullptr), "forward with a residual");
