@@ -130,6 +130,19 @@ def test_vmap(name):
 
 
 @pytest.mark.several
+@pytest.mark.parametrize("kind", NORMS)
+def test_pmap(devices, kind):
+    x = draw_x((4, 16 * len(devices)))
+    parts = jnp.stack(jnp.split(x, len(devices), -1))
+
+    def gradient(norm):
+        return jax.grad(lambda x: jnp.sin(norm(x)).sum())
+
+    split = jax.pmap(gradient(partial(NORMS[kind], axis_name="part")), axis_name="part", devices=devices)
+    assert_close(jnp.concatenate(list(split(parts)), -1), gradient(NORMS[kind])(x))
+
+
+@pytest.mark.several
 def test_vmap_in_shard_map_over_what_is_not_split(devices):
     mesh = mesh_of(devices, AxisType.Auto)
     x = draw_x((3, 4, 16))
