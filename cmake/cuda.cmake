@@ -57,7 +57,8 @@ jaxnorm_add_module(_cuda
   src/cuda/forward_quantized_f32.cu src/cuda/forward_quantized_f16.cu src/cuda/forward_quantized_bf16.cu
   src/cuda/backward_gated_f32.cu src/cuda/backward_gated_f16.cu src/cuda/backward_gated_bf16.cu
   src/cuda/forward_gated_f32.cu src/cuda/forward_gated_f16.cu src/cuda/forward_gated_bf16.cu
-  src/cuda/part_apply.cu src/cuda/part_statistics.cu src/cuda/add.cu src/cuda/partials.cu src/cuda/device.cu src/cuda/dispatch.cc src/cuda/plan.cc src/ffi/cuda_module.cc)
+  src/cuda/part_apply.cu src/cuda/part_statistics.cu
+  src/cuda/add.cu src/cuda/partials.cu src/cuda/device.cu src/cuda/dispatch.cc src/cuda/plan.cc src/ffi/cuda_module.cc)
 # --fmad=false: where two operations are fused is written in the kernels and not left to the compiler, or a row's bits
 # would depend on which copy of the code it meets.
 # --compress-mode=size: machine code takes a fifth of the room, and is unpacked once, when it is loaded.
