@@ -4,9 +4,10 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax._src import core, dispatch, sharding_impls, xla_bridge
 from jax._src.custom_partitioning_sharding_rule import sdy_sharding_rule_to_mlir
@@ -74,15 +75,20 @@ def awaits_reduction(array: jax.Array) -> bool:
     return bool(spec.unreduced) or bool(spec.reduced)
 
 
-def who_splits(ctx: Any) -> Literal["no one", "XLA", "XLA and a shard_map"]:
-    """Who splits what is lowered in this context over several devices; a `shard_map` over all axes has done so."""
+def is_split_by_xla(ctx: Any) -> bool:
+    """Whether XLA splits what is lowered in this context over devices; a `shard_map` over all axes has done so."""
     context = ctx.module_context.axis_context
     if isinstance(context, sharding_impls.ShardingContext):
-        return "XLA" if context.num_devices > 1 else "no one"
-    if isinstance(context, sharding_impls.SPMDAxisContext):
-        rest = (size for name, size in context.mesh.shape.items() if name not in context.manual_axes)
-        return "XLA and a shard_map" if math.prod(rest) > 1 else "no one"
-    return "no one"
+        return context.num_devices is not None and context.num_devices > 1
+    return isinstance(context, sharding_impls.SPMDAxisContext) and math.prod(_left(ctx).values()) > 1
+
+
+def _left(ctx: Any) -> dict[Any, int]:
+    """The mesh axes that a `shard_map`, and those around it, leave to XLA, with their sizes."""
+    context = ctx.module_context.axis_context
+    # JAX 0.10 has those of the ones around it in types only.
+    manual = context.manual_axes.union(*(aval.sharding.mesh.manual_axes for aval in ctx.avals_in))
+    return {name: size for name, size in context.mesh.shape.items() if name not in manual}
 
 
 def has_partitioner() -> bool:
@@ -114,6 +120,44 @@ def partitioned_call(
     types = [[value.type for value in values] for values in (operands, results)]
     results[0].owner.attributes["sdy.sharding_rule"] = sdy_sharding_rule_to_mlir(SdyShardingRule(*mappings), *types)
     return list(results)
+
+
+class PartlyManual(NamedTuple):
+    """The mesh of a `shard_map` over some of its axes, which leaves others to XLA."""
+
+    sizes: tuple[int, ...]
+    manual: tuple[int, ...]  # the axes that are the shard_map's
+
+
+def partly_manual(ctx: Any) -> PartlyManual | None:
+    """The mesh, in the order of the devices, if this context is in a `shard_map` over some of its axes."""
+    context = ctx.module_context.axis_context
+    if not isinstance(context, sharding_impls.SPMDAxisContext):
+        return None
+    left = _left(ctx)
+    manual = (i for i, name in enumerate(context.mesh.axis_names) if name not in left)
+    return PartlyManual(tuple(context.mesh.shape.values()), tuple(manual))
+
+
+def with_devices(ctx: Any) -> tuple[Any, Any]:
+    """The context of one operand more, and that: an array of an element for each device that a `shard_map` left to XLA.
+
+    Its axes are the mesh axes that were left, and it is split over all of them. So its sharding says which device is
+    which: XLA numbers them anew where a `shard_map` leaves it some axes only, in an order of its own for each call.
+    """
+    context = ctx.module_context.axis_context
+    left = _left(ctx)
+    axis_types = (jax.sharding.AxisType.Auto,) * len(context.mesh.axis_names)
+    mesh = jax.sharding.AbstractMesh(context.mesh.axis_sizes, context.mesh.axis_names, axis_types=axis_types)
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*left))
+    aval = core.ShapedArray(tuple(left.values()), np.dtype(np.int32))
+
+    def spread() -> Any:
+        return jax.lax.with_sharding_constraint(jnp.zeros(aval.shape, aval.dtype), sharding)
+
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        (value,) = mlir.lower_fun(spread, multiple_results=False)(ctx.replace(avals_in=[], avals_out=[aval]))
+    return ctx.replace(avals_in=[*ctx.avals_in, aval]), value
 
 
 def register_partitioner(target: str, partition: Callable[..., tuple[bytes, Sequence[Any], Sequence[Any]]]) -> None:

@@ -40,7 +40,11 @@ def lower(platform: str, primitive: Primitive, ctx: Any, *operands: Any, tree: A
     _, layouts_of = _partitionable[primitive.name]
     layouts_in, layouts_out = layouts_of(jax.tree.unflatten(tree, ctx.avals_in), **params)
     places = jax.tree.unflatten(tree, range(len(operands)))
-    text = json.dumps([platform, primitive.name, places, params], default=_encode, sort_keys=True)
+    mesh = compat.partly_manual(ctx)
+    text = json.dumps([platform, primitive.name, places, params, mesh], default=_encode, sort_keys=True)
+    if mesh is not None:
+        ctx, devices = compat.with_devices(ctx)
+        operands, layouts_in = (*operands, devices), [*layouts_in, (None,) * devices.type.rank]
     return compat.partitioned_call(ctx, ffi.PARTITIONED, text, operands, layouts_in, layouts_out)
 
 
@@ -66,16 +70,22 @@ def _decode(value: Any) -> Any:
 
 
 class Tiles(NamedTuple):
-    """How x is split: the devices, along x's axes as often as each is split and then along one of copies."""
+    """How x is split: the devices, along x's axes as often as each is split and then along one of copies.
+
+    They have XLA's numbers in this call, of devices that stand for one in each of its groups.
+    """
 
     devices: np.ndarray[Any, Any]
+    groups: np.ndarray[Any, Any]  # a row for each group, its devices by their numbers in the program
 
     @classmethod
-    def of(cls, sharding: Any, ndim: int) -> "Tiles":
+    def of(cls, sharding: Any, ndim: int, groups: np.ndarray[Any, Any] | None) -> "Tiles":
         if sharding is None or not sharding.is_tiled():
-            return cls(np.zeros((1,) * (ndim + 1), int))
-        counts = sharding.tile_assignment_dimensions()
-        return cls(np.reshape(sharding.tile_assignment_devices(), (*counts[:ndim], -1)))
+            devices = np.zeros((1,) * (ndim + 1), int)
+        else:
+            counts = sharding.tile_assignment_dimensions()
+            devices = np.reshape(sharding.tile_assignment_devices(), (*counts[:ndim], -1))
+        return cls(devices, np.arange(devices.size)[None] if groups is None else groups)
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -85,7 +95,8 @@ class Tiles(NamedTuple):
     def joined(self, axes: Sequence[int]) -> "Tiles":
         """With copies along those axes of x, instead of parts."""
         devices = np.moveaxis(self.devices, axes, range(-1 - len(axes), -1))
-        return Tiles(devices.reshape(*(1 if axis in axes else n for axis, n in enumerate(self.counts)), -1))
+        counts = (1 if axis in axes else n for axis, n in enumerate(self.counts))
+        return self._replace(devices=devices.reshape(*counts, -1))
 
     def sharding(self, layout: Layout) -> Any:
         """That of an array of this layout."""
@@ -103,9 +114,9 @@ class Tiles(NamedTuple):
         """The devices that hold different parts along those axes of x, and else the same; None if there is no other."""
         if all(self.counts[axis] == 1 for axis in axes):
             return None
-        groups = np.moveaxis(self.devices, axes, range(-len(axes), 0))
-        groups = groups.reshape(-1, math.prod(self.counts[axis] for axis in axes))
-        return Split((compat.ALL_DEVICES,), tuple(map(tuple, groups.tolist())))
+        together = self.groups[:, np.moveaxis(self.devices, axes, range(-len(axes), 0))]
+        together = together.reshape(-1, math.prod(self.counts[axis] for axis in axes))
+        return Split((compat.ALL_DEVICES,), tuple(map(tuple, together.tolist())))
 
 
 class Array(NamedTuple):
@@ -120,6 +131,16 @@ class Array(NamedTuple):
         return len(self.shape)
 
 
+def _groups(mesh: compat.PartlyManual, devices: Any) -> np.ndarray[Any, Any]:
+    """The devices of each group that a `shard_map` over some axes leaves to XLA, in the order of their numbers there.
+
+    XLA's numbers are those of the sharding of an array with an element for each of a group's devices.
+    """
+    numbers = np.ravel(devices.tile_assignment_devices())
+    program = np.moveaxis(np.arange(math.prod(mesh.sizes)).reshape(mesh.sizes), mesh.manual, range(len(mesh.manual)))
+    return program.reshape(-1, numbers.size)[:, np.argsort(numbers)]
+
+
 class Call(NamedTuple):
     """One such call, as its text and XLA describe it."""
 
@@ -131,12 +152,18 @@ class Call(NamedTuple):
     results: list[Array]
     operand_layouts: list[Layout]
     result_layouts: list[Layout]
+    groups: np.ndarray[Any, Any] | None  # of devices, in a `shard_map` over some axes
 
     @classmethod
     def read(cls, text: bytes, operands: list[Array], results: list[Array]) -> "Call":
-        platform, name, places, params = _decode(json.loads(text))
+        platform, name, places, params, mesh = _decode(json.loads(text))
+        groups = None
+        if mesh is not None:
+            *operands, devices = operands
+            groups = _groups(compat.PartlyManual(*mesh), devices.sharding)
         primitive, layouts_of = _partitionable[name]
-        return cls(platform, primitive, places, params, operands, results, *layouts_of(_at(places, operands), **params))
+        both = layouts_of(_at(places, operands), **params)
+        return cls(platform, primitive, places, params, operands, results, *both, groups)
 
     @property
     def rank(self) -> int:
@@ -152,7 +179,9 @@ class Call(NamedTuple):
         arrays = zip([*self.operands, *self.results], [*self.operand_layouts, *self.result_layouts], strict=True)
         like_x = [array for array, layout in arrays if layout == layouts.whole(self.rank)]
         shape = like_x[0].shape
-        tiles = max((Tiles.of(array.sharding, self.rank) for array in like_x), key=lambda t: math.prod(t.counts))
+        tiles = max(
+            (Tiles.of(array.sharding, self.rank, self.groups) for array in like_x), key=lambda t: math.prod(t.counts)
+        )
         # The last part of rows may be shorter, and what is computed beyond it is dropped. It must not be in a sum.
         have_sums = any(self._rows_without(layout) for layout in self.result_layouts)
         uneven = [axis for axis, n in enumerate(shape) if n % tiles.counts[axis]]
@@ -181,6 +210,7 @@ class Call(NamedTuple):
         params["norm"] = dataclasses.replace(params["norm"], split=tiles.split(self.features))
 
         def compute(*operands: jax.Array) -> list[jax.Array]:
+            operands = operands[: len(self.operands)]
             if any(sums):
                 pairs = zip(operands, self.operand_layouts, strict=True)
                 operands = tuple(v.astype(jnp.float32) if self._rows_without(layout) else v for v, layout in pairs)
@@ -209,10 +239,14 @@ def _partition(
     )
     call = Call.read(text, operands, results)
     tiles = call.tiles()
-    pairs = zip(operands, call.operand_layouts, strict=True)
+    pairs = zip(call.operands, call.operand_layouts, strict=True)
     parts = [jax.ShapeDtypeStruct(tiles.part(layout, array.shape), array.dtype) for array, layout in pairs]
-    program = compat.program_of_a_device(call.local(tiles), parts, call.platform, tiles.devices.size)
-    return program, list(map(tiles.sharding, call.operand_layouts)), list(map(tiles.sharding, call.result_layouts))
+    taken, given = (list(map(tiles.sharding, of)) for of in (call.operand_layouts, call.result_layouts))
+    for devices in operands[len(parts) :]:  # which are there to be read by `Call.read`, not to be computed with
+        parts.append(jax.ShapeDtypeStruct((1,) * devices.ndim, devices.dtype))
+        taken.append(devices.sharding)
+    program = compat.program_of_a_device(call.local(tiles), parts, call.platform, tiles.groups.size)
+    return program, taken, given
 
 
 compat.register_partitioner(ffi.PARTITIONED, _partition)

@@ -74,14 +74,15 @@ def lowering(
             return lower_parts(ctx, *operands, **params)
         if native is None or not ffi.available(platform):
             reason = ffi.why_not(platform)
-        elif (who := compat.who_splits(ctx)) == "no one":
+        elif not compat.is_split_by_xla(ctx):
             return native(platform, ctx, *operands, **params)
-        elif who == "XLA and a shard_map":
-            reason = "a shard_map over some axes of the mesh leaves others to XLA, which cannot split a kernel there"
         elif not compat.has_partitioner():
             reason = "XLA splits kernels over devices with its partitioner Shardy only, which is switched off"
         elif not all(isinstance(n, int) for aval in ctx.avals_in for n in aval.shape):
             reason = "a program for several devices has arrays of unknown shape"
+        elif compat.partly_manual(ctx) and len(ctx.module_context.platforms) > 1:
+            # It has branches for platforms then, and XLA does not remove those in which devices exchange something.
+            reason = "a program for several platforms has a shard_map over some axes of a mesh"
         else:
             return partition.lower(platform, primitive, ctx, *operands, **params)
         norm: Norm = params["norm"]

@@ -15,7 +15,7 @@ from cases import bits, draw_bias, draw_residual, draw_scale, draw_x
 from hlo import collectives, count_native_calls
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_sharding import mesh_of
+from test_sharding import mesh_of, mesh_of_three
 
 import jaxnorm
 from jaxnorm import Quantization
@@ -85,14 +85,15 @@ OPS = {
     "tensor": Op(**quantized(Quantization(E4M3, "tensor"), static_scale=jnp.float32(0.01))),
 }
 ops = pytest.mark.parametrize("name", OPS)
-by_xla = pytest.mark.parametrize("mode", ["auto", "explicit"])
+# "partly manual": a `shard_map` over a third axis, along which all is alike, leaves the two of a spec to XLA.
+by_xla = pytest.mark.parametrize("mode", ["auto", "explicit", "partly manual"])
 feature_specs = pytest.mark.parametrize("spec", [P(None, None, "b"), P("a", None, "b")], ids=str)
 ROWS_OVER = [P("a"), P(("b", "a")), P("a", "b"), P(None, "b")]
 # Without check_vma, JAX takes gradients for different along axes that a shard_map does not name, and adds them up.
 row_modes = pytest.mark.parametrize(
     ("mode", "spec"),
     [
-        *itertools.product(["auto", "explicit", "manual"], ROWS_OVER),
+        *itertools.product(["auto", "explicit", "manual", "partly manual"], ROWS_OVER),
         *(("manual, unchecked", spec) for spec in ROWS_OVER[1:3]),
     ],
     ids=str,
@@ -122,11 +123,15 @@ def gradients(op, transform=lambda function: function, **given):
 
 
 def mesh_for(mode, devices):
+    if mode == "partly manual":
+        return mesh_of_three(devices)
     return mesh_of(devices, AxisType.Explicit if mode == "explicit" else AxisType.Auto)
 
 
 def split_by(mode, op, mesh, spec):
     """A function of (x, ...) as the mode has it: for XLA as it is, for a `shard_map` of the parts of each device."""
+    if mode == "partly manual":
+        return partial(jax.shard_map, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"c"})
     if not mode.startswith("manual"):
         return lambda function: function
     arrays = [arg.sharding.spec for arg in place(op, mesh, spec)]
@@ -200,7 +205,8 @@ def test_gradients_of_rows_add_up_weights(devices, name, mode, spec):
 @ops
 def test_parts_of_rows_exchange_their_statistics(devices, name, mode, spec):
     op, mesh = OPS[name], mesh_for(mode, devices)
-    actual, expected, text = run(op.function, op.function, place(op, mesh, spec), mesh)
+    function = split_by(mode, op, mesh, spec)(op.function)
+    actual, expected, text = run(function, op.function, place(op, mesh, spec), mesh)
     assert_close(actual, expected)
     assert collectives(text) == exchanged(op, mesh, spec, with_gradients=False)
 
@@ -210,6 +216,7 @@ def test_parts_of_rows_exchange_their_statistics(devices, name, mode, spec):
 @ops
 def test_gradients_of_parts_of_rows(devices, name, mode, spec):
     op, mesh = OPS[name], mesh_for(mode, devices)
-    actual, expected, text = run(gradients(op), gradients(op), place(op, mesh, spec), mesh)
+    function = gradients(op, split_by(mode, op, mesh, spec))
+    actual, expected, text = run(function, gradients(op), place(op, mesh, spec), mesh)
     assert_close(actual, expected)
     assert collectives(text) == exchanged(op, mesh, spec, with_gradients=True)

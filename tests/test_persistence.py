@@ -18,6 +18,7 @@ from native import native_calls
 from test_sharding import loss_and_gradients, mesh_of
 
 DIMS = (8, 4, 64)
+PLATFORMS = ("cpu", "cuda", "tpu")
 
 # Each process runs one of these programs, and says in JSON what came of it.
 CACHED = """
@@ -28,15 +29,18 @@ import jaxnorm
 
 events = []
 jax.monitoring.register_event_listener(lambda name, **_: events.append(name.rpartition("/")[2]))
-x, scale = jnp.ones((8, 64)), jnp.ones(64)
+x, scale, norm = jnp.ones((8, 64)), jnp.ones(64), jaxnorm.layer_norm
 if sys.argv[1] != "one device":
-    mesh = jax.make_mesh((2, jax.device_count() // 2), ("a", "b"), (AxisType[sys.argv[1]],) * 2)
+    axis_type = AxisType.Explicit if sys.argv[1] == "Explicit" else AxisType.Auto
+    mesh = jax.make_mesh((2, jax.device_count() // 2), ("a", "b"), (axis_type,) * 2)
     jax.set_mesh(mesh)
+    if sys.argv[1] == "shard_map over one axis":
+        norm = jax.shard_map(norm, in_specs=(P("a"), P()), out_specs=P("a"), axis_names={"a"})
     rows, features = sys.argv[2].split()
     x = jax.device_put(x, NamedSharding(mesh, P(eval(rows), eval(features))))
     scale = jax.device_put(scale, NamedSharding(mesh, P(eval(features))))
 events.clear()
-step = jax.jit(jax.grad(lambda x, scale: jaxnorm.layer_norm(x, scale).sum(), (0, 1)))
+step = jax.jit(jax.grad(lambda x, scale: norm(x, scale).sum(), (0, 1)))
 step(x, scale)
 print(json.dumps({"hits": events.count("cache_hits"), "misses": events.count("cache_misses")}))
 """
@@ -65,7 +69,7 @@ def run(program, *args, **environment):
     return json.loads(done.stdout)
 
 
-MESHES = ["one device", "Auto", "Explicit"]
+MESHES = ["one device", "Auto", "Explicit", "shard_map over one axis"]
 SPECS = ["'a' None", "None 'b'"]
 
 
@@ -102,7 +106,7 @@ def test_exported_for_any_number_of_rows(tmp_path, kind):
     features = jax.ShapeDtypeStruct(DIMS[-1:], jnp.float32)
     function = jax.jit(loss_and_gradients(NORMS[kind]))
     x = jax.ShapeDtypeStruct((rows, *DIMS[1:]), jnp.float32)
-    program = export.export(function, platforms=("cpu", "cuda", "tpu"))(x, features, features)
+    program = export.export(function, platforms=PLATFORMS)(x, features, features)
     actual, text = run_exported(tmp_path, program, operands(DIMS))
     assert_close(actual, function(*operands(DIMS)))
     assert count_native_calls(text) == native_calls(kind, fwd=1, bwd=1)
@@ -116,19 +120,26 @@ def sharded_by(how, norm, mesh):
     return jax.shard_map(norm, mesh=mesh, in_specs=(spec, P(), P()), out_specs=spec, axis_names=set(axes))
 
 
+# Of a shard_map over one axis, a program for several platforms has the formula.
 @pytest.mark.several
-@pytest.mark.parametrize("how", ["Auto", "Explicit", "shard_map", "shard_map over one axis"])
+@pytest.mark.parametrize(
+    ("how", "platforms", "is_native"),
+    [
+        *((how, PLATFORMS, True) for how in ("Auto", "Explicit", "shard_map")),
+        ("shard_map over one axis", PLATFORMS, False),
+        ("shard_map over one axis", None, True),
+    ],
+)
 @pytest.mark.parametrize("kind", NORMS)
-def test_exported_for_several_devices(tmp_path, devices, kind, how):
+def test_exported_for_several_devices(tmp_path, devices, kind, how, platforms, is_native):
     mesh = mesh_of(devices, AxisType.Explicit if how == "Explicit" else AxisType.Auto)
     with jax.set_mesh(mesh):
         function = jax.jit(loss_and_gradients(sharded_by(how, NORMS[kind], mesh)))
         specs = P(("a", "b")), P(), P()
         args = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(operands(DIMS), specs, strict=True)]
-        program = export.export(function, platforms=("cpu", "cuda", "tpu"))(*args)
+        program = export.export(function, platforms=platforms)(*args)
     actual, text = run_exported(tmp_path, program, operands(DIMS))
     assert_close(actual, jax.jit(loss_and_gradients(NORMS[kind]))(*operands(DIMS)))
-    is_native = how != "shard_map over one axis" or mesh.shape["b"] == 1
     assert count_native_calls(text) == (native_calls(kind, fwd=1, bwd=1) if is_native else {})
 
 
@@ -140,7 +151,7 @@ def test_exported_for_several_devices_and_any_number_of_rows(tmp_path, devices, 
     (rows,) = export.symbolic_shape(f"{len(devices)}*rows")
     types = [((rows, *DIMS[1:]), P(("a", "b"))), (DIMS[-1:], P()), (DIMS[-1:], P())]
     args = [jax.ShapeDtypeStruct(dims, jnp.float32, sharding=NamedSharding(mesh, spec)) for dims, spec in types]
-    program = export.export(jax.jit(loss_and_gradients(NORMS[kind])), platforms=("cpu", "cuda", "tpu"))(*args)
+    program = export.export(jax.jit(loss_and_gradients(NORMS[kind])), platforms=PLATFORMS)(*args)
     actual, text = run_exported(tmp_path, program, operands(DIMS))
     assert_close(actual, jax.jit(loss_and_gradients(NORMS[kind]))(*operands(DIMS)))
     assert count_native_calls(text) == {}

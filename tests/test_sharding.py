@@ -25,6 +25,13 @@ def mesh_of(devices, axis_type):
     return Mesh(np.reshape(devices, shape), ("a", "b"), axis_types=(axis_type, axis_type))
 
 
+def mesh_of_three(devices, names="acb"):
+    """Three axes, c of two devices, in the order of names."""
+    b = min(2, len(devices) // 2)
+    sizes = {"a": len(devices) // (2 * b), "b": b, "c": 2}
+    return Mesh(np.reshape(devices, [sizes[name] for name in names]), tuple(names))
+
+
 def place(mesh, spec):
     x, scale, bias = operands(DIMS)
     weights = [jax.device_put(weight, NamedSharding(mesh, P())) for weight in (scale, bias)]
