@@ -13,7 +13,15 @@ import numpy as np
 from jaxnorm import compat, ffi, quantization, validation
 
 PACKAGES = ("jaxnorm", "jax", "jaxlib", "nanobind-backend")
-OPS = ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "rms_norm_quantized", "layer_norm_quantized")
+OPS = (
+    "rms_norm",
+    "layer_norm",
+    "add_rms_norm",
+    "add_layer_norm",
+    "gated_rms_norm",
+    "rms_norm_quantized",
+    "layer_norm_quantized",
+)
 Report = dict[str, Any]
 
 
@@ -47,13 +55,16 @@ def native_modules() -> Report:
 def call(
     op: str, shape: tuple[int, ...], dtype: np.dtype[Any], out_dtype: np.dtype[Any], axes: int, platform: str
 ) -> Report:
-    """What runs for the norm of an array over its last axes, each way, and why; a residual has its dtype."""
+    """What runs for the norm of an array over its last axes, each way, and why; a residual or gate has its dtype."""
     normalised = tuple(range(-axes, 0))
     residual_dtype = dtype if op.startswith("add_") else None
-    is_quantized = op.endswith("_quantized")
+    is_gated = op.startswith("gated_")
     # What is quantised is float32.
-    result_dtype = np.dtype(np.float32) if is_quantized else out_dtype
+    result_dtype = np.dtype(np.float32) if op.endswith("_quantized") else out_dtype
+    cols = math.prod(shape[-axes:])
     reason = ffi.unsupported(normalised, shape, dtype, result_dtype, [], residual_dtype)
+    if reason is None and is_gated:
+        reason = ffi.unsupported_gate(cols, dtype, dtype, out_dtype)
     if reason is None and not ffi.available(platform):
         reason = ffi.why_not(platform)
     report: Report = {
@@ -68,12 +79,13 @@ def call(
     }
     if reason is None and platform == "cuda":
         clusters = _largest_cluster()
-        cols = math.prod(shape[-axes:])
         report["largest_cluster"] = clusters
         kind = "rms" if "rms_norm" in op else "layer"
-        # The plans are of the norms themselves; that of the straight-through gradient is the norm's.
-        ways = ("backward",) if is_quantized else ("forward", "backward")
-        report["plans"] = {way: ffi.module("cuda").plan(way, kind, dtype.name, cols, clusters) for way in ways}
+        # A residual and a quantised result change no plan; the straight-through gradient's is the norm's.
+        plan = ffi.module("cuda").plan
+        report["plans"] = {
+            way: plan(way, kind, dtype.name, cols, clusters, is_gated) for way in ("forward", "backward")
+        }
     return report
 
 
@@ -121,7 +133,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--op", choices=OPS, default="rms_norm")
     parser.add_argument("--shape", type=_shape, default=(4096, 4096), help="x's shape, as 4096x4096")
     parser.add_argument("--axes", type=int, default=1, help="how many trailing axes are normalised")
-    parser.add_argument("--dtype", type=jnp.dtype, default="float32", help="x's dtype, and a residual's")
+    parser.add_argument("--dtype", type=jnp.dtype, default="float32", help="x's dtype, and a residual's or a gate's")
     parser.add_argument("--out-dtype", type=jnp.dtype, help="the result's dtype; x's, or float8_e4m3fn, if not given")
     parser.add_argument("--platform", help="cpu, cuda, tpu, ...; JAX's default if not given")
     options = parser.parse_args(arguments)

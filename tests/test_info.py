@@ -48,7 +48,9 @@ def test_the_default_call_is_native(info):
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("op", ["add_rms_norm", "add_layer_norm", "rms_norm_quantized", "layer_norm_quantized"])
+@pytest.mark.parametrize(
+    "op", ["add_rms_norm", "add_layer_norm", "gated_rms_norm", "rms_norm_quantized", "layer_norm_quantized"]
+)
 def test_every_other_norm_is_native(info, op):
     report = call(info, "--op", op, "--dtype", "bfloat16")
     assert (report["op"], report["implementation"]) == (op, "native")
@@ -70,6 +72,8 @@ def test_a_quantised_result_in_words(info, to):
         (("--dtype", "float64"), "x is float64"),
         (("--dtype", "float16", "--out-dtype", "bfloat16"), "one of them float32"),
         (("--shape", "4x0"), "length 0"),
+        (("--op", "gated_rms_norm", "--shape", "4x20000"), "take at most 16384"),
+        (("--op", "gated_rms_norm", "--out-dtype", "bfloat16"), "want them equal"),
     ],
 )
 def test_where_the_formula_runs(info, arguments, why):
@@ -79,17 +83,12 @@ def test_where_the_formula_runs(info, arguments, why):
 
 
 @pytest.mark.plans
-@pytest.mark.parametrize("op", ["rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"])
+@pytest.mark.parametrize("op", ["rms_norm", "layer_norm", "add_rms_norm", "gated_rms_norm", "layer_norm_quantized"])
 def test_launch_plans(info, op):
     report = call(info, "--platform", "cuda", "--op", op, "--shape", "3x8x128", "--dtype", "bfloat16", "--axes", "2")
-    plan = report["plans"]["forward"]
-    assert plan["threads_per_row"] * plan["elements_per_thread"] >= 8 * 128
-
-
-@pytest.mark.plans
-def test_the_launch_plan_of_a_straight_through_gradient(info):
-    report = call(info, "--platform", "cuda", "--op", "layer_norm_quantized")
-    assert list(report["plans"]) == ["backward"]
+    assert list(report["plans"]) == ["forward", "backward"]
+    for plan in report["plans"].values():
+        assert plan["threads_per_row"] * plan["elements_per_thread"] >= 8 * 128
 
 
 @pytest.mark.plans

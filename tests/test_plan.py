@@ -100,10 +100,23 @@ def test_there_is_room_for_the_sums_of_all_segments(cuda, op, kind, dtype, max_c
     assert [cols for cols in LENGTHS if segments[cols] not in (0, cuda.row_segments(dtype, cols))] == []
 
 
+# Kernels with gates have no other way.
+@pytest.mark.parametrize(("dtype", "max_cluster"), list(product(DTYPES, CLUSTERS)))
+def test_rows_with_gates_are_never_cut_into_segments(cuda, dtype, max_cluster):
+    plans = [cuda.plan("backward", "rms", dtype, cols, max_cluster, gated=True) for cols in LENGTHS if cols <= 16_384]
+    assert not any(plan["segments"] for plan in plans)
+
+
 @pytest.mark.parametrize(
     "arguments",
-    [("sideways", "rms", "float32", 8), ("forward", "group", "float32", 8), ("forward", "rms", "float64", 8)],
+    [
+        ("sideways", "rms", "float32", 8),
+        ("forward", "group", "float32", 8),
+        ("forward", "rms", "float64", 8),
+        ("forward", "layer", "float32", 8, 16, True),
+        ("backward", "rms", "float32", 20_000, 16, True),
+    ],
 )
 def test_a_plan_for_what_has_no_kernel(cuda, arguments):
-    with pytest.raises(ValueError, match=r"expected|neither"):
+    with pytest.raises(ValueError, match=r"expected|neither|no kernel"):
         cuda.plan(*arguments)

@@ -94,13 +94,16 @@ Kind kind_of(const std::string& name) {
   throw nb::value_error(("kind is " + name + ", expected rms or layer").c_str());
 }
 
-nb::dict plan(const std::string& op, const std::string& kind, const std::string& x_dtype, int64_t cols,
-              int max_cluster) {
+nb::dict plan(const std::string& op, const std::string& kind, const std::string& x_dtype, int64_t cols, int max_cluster,
+              bool gated) {
   if (op != "forward" && op != "backward") throw nb::value_error("op is neither forward nor backward");
   if (cols < 1 || max_cluster < 1) throw nb::value_error("cols and max_cluster are expected to be positive");
+  if (gated && (kind != "rms" || cols > kGatedCols)) throw nb::value_error("no kernel has gates for such rows");
   const Dtype x = dtype_of(x_dtype);
-  const cuda::Plan plan =
-      cuda::make_plan(op == "forward" ? cuda::Op::forward : cuda::Op::backward, kind_of(kind), x, cols, max_cluster);
+  const cuda::Op way = op == "forward" ? cuda::Op::forward : cuda::Op::backward;
+  const cuda::Plan plan = gated && way == cuda::Op::backward
+                              ? cuda::make_gated_backward_plan(x, cols, max_cluster)
+                              : cuda::make_plan(way, kind_of(kind), x, cols, max_cluster);
   nb::dict out;
   out["regime"] = plan.regime();
   out["rows_per_block"] = plan.rows_per_block * plan.rows_per_team;
@@ -140,6 +143,7 @@ NB_MODULE(_cuda, module) {
       "How many blocks a cluster of the current GPU has at most; 1: it has no clusters.");
   module.def(
       "plan", &jaxnorm::plan, arg("op"), arg("kind"), arg("x_dtype"), arg("cols"), arg("max_cluster") = 16,
+      arg("gated") = false,
       "The launch plan for rows of `cols` elements; elements_per_thread is 0 where a row is read more than once, ring "
       "tells whether rows are fetched ahead by way of shared memory, where the GPU can.");
 }
