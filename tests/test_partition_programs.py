@@ -193,6 +193,28 @@ def test_shard_map_over_one_axis_of_three(devices, kind, spec, names):
     assert "jaxnorm" in text
 
 
+# Each stage has layers of its own and hands its rows to the next; XLA splits what is in a stage.
+def test_stages_of_a_pipeline(devices):
+    mesh = mesh_of_three(devices, "cab")
+
+    def step_by(implementation):
+        norm = layers(partial(jaxnorm.rms_norm, implementation=implementation))
+
+        @partial(jax.shard_map, mesh=mesh, in_specs=P("c"), out_specs=P("c"), axis_names={"c"})
+        def stage(x, weights):
+            return jax.lax.ppermute(norm(x, *weights), "c", [(0, 1), (1, 0)])
+
+        return jax.jit(jax.value_and_grad(loss_of(stage), (0, 1)))
+
+    with jax.set_mesh(mesh):
+        args = placed(mesh, [draw_x((2, *DIMS)), draw_scale((2, 64))], P("c", "a"), P("c"))
+        texts = [step_by(how).lower(*args).compile().as_text() for how in (None, "jnp")]
+        actual, expected = (step_by(how)(*args) for how in (None, "jnp"))
+    assert_close(actual, expected)
+    assert collectives(texts[0]) == collectives(texts[1])
+    assert count_native_calls(texts[0]) == native_calls("rms", fwd=2, bwd=1)
+
+
 # The outer one takes the mesh's first axis: XLA of JAX 0.12 ends the process where axes are taken in another order.
 def test_shard_maps_in_each_other(devices):
     mesh = mesh_of_three(devices, "cab")
