@@ -48,9 +48,8 @@ def apply(
 
 
 def forward_abstract(*operands: Any, tree: Any, norm: Norm, with_stats: bool) -> list[Any]:
-    named = unflatten(tree, operands)
-    x, residual, *_ = named
-    _, (layout, *_, rows) = layouts.of_forward(named, norm=norm, with_stats=True)
+    x, residual, *weights = unflatten(tree, operands)
+    _, (layout, *_, rows) = layouts.of_forward((x, residual, *weights), norm=norm, with_stats=True)
     y = layouts.result_like(x, layout, norm.padded(x.shape), norm.out_dtype)
     sums = [] if residual is None else [residual.update(weak_type=False)]
     statistic = layouts.result_like(x, rows, (*x.shape[: -len(norm.axes)], *(1 for _ in norm.axes)), norm.compute_dtype)
@@ -200,9 +199,8 @@ def _linear_transpose(cotangents: Any, *operands: Any, tree: Any, norm: Norm, wi
 
 
 def _backward_abstract(*operands: Any, tree: Any, norm: Norm, dtypes: Any, lead: Lead) -> list[Any]:
-    named = unflatten(tree, operands)
-    _, x, *_ = named
-    _, of_results = layouts.of_backward(named, norm=norm, dtypes=dtypes, lead=lead)
+    dy, x, *others = unflatten(tree, operands)
+    _, of_results = layouts.of_backward((dy, x, *others), norm=norm, dtypes=dtypes, lead=lead)
     weight = (*lead, *x.shape[-len(norm.axes) :])
     results = [result for result in zip((x.shape, weight, weight), dtypes, strict=True) if result[1] is not None]
     return [layouts.result_like(x, layout, *result) for layout, result in zip(of_results, results, strict=True)]
