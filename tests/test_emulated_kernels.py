@@ -9,7 +9,7 @@ import pytest
 
 HERE = Path(__file__).parent / "emulator"
 SOURCES = HERE.parent.parent / "src"
-WAYS = ("backward", "forward", "forward_added", "forward_quantized", "forward_gated", "backward_gated")
+WAYS = ("backward", "forward", "forward_added", "forward_quantized", "gated")
 KERNELS = [f"{way}_{dtype}.cu" for dtype in ("f32", "bf16") for way in WAYS]
 
 pytestmark = pytest.mark.emulated
