@@ -141,6 +141,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.error("--platform gpu is cuda or rocm here, as JAX lowers programs for one or the other")
     if not 1 <= options.axes <= len(options.shape):
         parser.error(f"--axes is {options.axes}, expected 1 to {len(options.shape)}, the rank of --shape")
+    if options.op == "gated_rms_norm" and options.axes > 1:
+        parser.error(f"--axes is {options.axes}, expected 1: gated_rms_norm is over the last axis")
     is_quantized = options.op.endswith("_quantized")
     options.out_dtype = options.out_dtype or (jnp.dtype("float8_e4m3fn") if is_quantized else options.dtype)
     if options.dtype not in validation.DTYPES:

@@ -6,6 +6,9 @@ each axis of an operand or a result goes, its *layout*; and when XLA then partit
 for what each device computes. Rows are computed where they are. Of rows that are split over devices the formula
 exchanges the statistics. Weight gradients are summed over the devices that hold different rows.
 
+A `shard_map` over some axes of a mesh leaves XLA groups of devices, which it numbers anew for each call. There a call
+has one operand more, whose sharding tells which device has which number; nothing is computed with it.
+
 What a call computes stands in its text, and nothing in it refers to the process that made it, so a program may be
 cached or exported and compiled elsewhere.
 """
