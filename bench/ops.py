@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from bench import gated, heads, programs, quantized, shapes
 
 # "gated" and "heads" are of several kinds or of shapes of their own; the others are kinds.
-OPS = (*programs.OPS, *quantized.NORMS, "gated", "heads")
+OPS = (*(op for op in programs.OPS if op != programs.PADDED), *quantized.NORMS, "gated", "heads")
 SUITES = (*shapes.suites(4), "variants")
 
 
@@ -26,8 +26,11 @@ def suites_of(op, dtype):
     if op == "heads":
         return {"models": [(heads.KIND, shape) for shape in shapes.PER_HEAD]}
     if op not in quantized.NORMS:
-        suites = (shapes.added_suites if op in programs.ADDED_NORMS else shapes.suites)(itemsize)
-        return {suite: [(op, shape) for shape in table] for suite, table in suites.items()}
+        tables = (shapes.added_suites if op in programs.ADDED_NORMS else shapes.suites)(itemsize)
+        suites = {suite: [(op, shape) for shape in table] for suite, table in tables.items()}
+        if op == "add_rms":
+            suites["models"].append((programs.PADDED, shapes.PADDED))
+        return suites
     table = shapes.quantized_suites(itemsize)
     suites = {suite: [(op, shape) for shape in table[suite]] for suite in ("grid", "small")}
     if dtype == "bfloat16":  # one dtype for all variants: they differ in what is written

@@ -16,7 +16,11 @@ def _of_pair(norm):
 
 NORMS = {"rms": jaxnorm.rms_norm, "layer": jaxnorm.layer_norm}
 # Of (x, residual): they give (y, the sum), and dy is (dy, dsum), the cotangents of both.
+# A kind is the name of an op, or that and after a comma what differs.
 ADDED_NORMS = {"add_rms": _of_pair(jaxnorm.add_rms_norm), "add_layer": _of_pair(jaxnorm.add_layer_norm)}
+PAD_TO = 256
+PADDED = f"add_rms, padded to {PAD_TO}"
+ADDED_NORMS[PADDED] = functools.partial(ADDED_NORMS["add_rms"], pad_to=PAD_TO)
 OPS = NORMS | ADDED_NORMS
 CHECKED = "step"
 TOLERANCE = {"float32": 2e-6, "bfloat16": 4e-3, "float16": 5e-4}  # of y and dx, relative L2
@@ -32,10 +36,16 @@ def elements(kind):
     return {"forward": forward, "backward": backward, "step": forward + backward}
 
 
+def padding(kind, cols):
+    """The columns of zeros after a row of y."""
+    return -cols % PAD_TO if kind == PADDED else 0
+
+
 def moved(kind, dtype, rows, cols):
-    """How many bytes each program reads or writes once, by direction."""
-    nbytes = rows * cols * jnp.dtype(dtype).itemsize
-    return {direction: arrays * nbytes for direction, arrays in elements(kind).items()}
+    """How many bytes each program reads or writes once, by direction. Zeros are written, and never read."""
+    size = rows * jnp.dtype(dtype).itemsize
+    zeros = {"forward": size * padding(kind, cols), "backward": 0, "step": size * padding(kind, cols)}
+    return {direction: arrays * cols * size + zeros[direction] for direction, arrays in elements(kind).items()}
 
 
 def is_layer(kind):
@@ -50,6 +60,8 @@ def operands(kind, dtype, rows, cols, seed=0):
     added = kind in ADDED_NORMS
     arrays, weights = draw(seed, jnp.dtype(dtype).name, rows, cols, 4 if added else 2)
     x, dy = (arrays[:2], arrays[2:]) if added else arrays
+    if zeros := padding(kind, cols):
+        dy = jnp.pad(dy[0], ((0, 0), (0, zeros)), constant_values=1), dy[1]
     return x, weights if is_layer(kind) else weights[:1], dy
 
 
@@ -143,7 +155,10 @@ def check(kind, x, weights, dy, step=None):
         pairs = {("x", "residual"): x, ("dy", "dsum"): dy, ("y", "sum"): y}
         arrays |= {name: array for names, pair in pairs.items() for name, array in zip(names, pair, strict=True)}
     rows, sums, weight_cols, actual_sums = jax.device_get(_samples(kind, arrays, weights, dweights))
-    tolerance = TOLERANCE[dx.dtype.name]
+    tolerance, cols = TOLERANCE[dx.dtype.name], dx.shape[1]
+    if rows["y"][:, cols:].any():
+        return np.inf  # what is not zero there is wrong
+    rows |= {name: rows[name][:, :cols] for name in ("y", "dy")}
     normalised, weight_cols = rows.get("sum", rows["x"]), (np.asarray(w, np.float64) for w in weight_cols)
     expected_y, expected_dx = _reference(kind, normalised, rows["dy"], *weight_cols)
     expected = {"y": expected_y, "dx": expected_dx + np.float64(rows.get("dsum", 0))}
@@ -174,7 +189,8 @@ def _reference(kind, x, dy, scale, bias=0):
 @functools.partial(jax.jit, static_argnums=0)
 def _samples(kind, arrays, weights, dweights):
     """Eight rows of each array, and of 32 columns dscale and dbias, with what each should be, as many partial sums."""
-    x, dy = arrays.get("sum", arrays["x"]), arrays["dy"]
+    x = arrays.get("sum", arrays["x"])
+    dy = arrays["dy"][:, : x.shape[1]]
     cols = np.linspace(0, x.shape[1] - 1, 32).astype(int)
     x32 = x.astype(jnp.float32)
     centred = x32 - x32.mean(1, keepdims=True) if is_layer(kind) else x32

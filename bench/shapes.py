@@ -46,6 +46,9 @@ LARGE_MODELS = (Shape("qwen3 qk-norm, 1 M rows", (8, 4096, 32, 128)),)
 # Row lengths of the residual streams above, one of each: what is timed with a residual add.
 STREAMS = tuple(shape for shape in MODELS if shape.name in ("llama3 8B", "gpt-oss 20B", "deepseek v3", "ViT-L/16"))
 
+# Of which y is padded with zeros, to whole tiles of the product that follows.
+(PADDED,) = (shape for shape in STREAMS if shape.name == "gpt-oss 20B")
+
 # Of gated norms: Mamba2's after its scan, with and without groups of 1024 columns, and Qwen3-Next's of each head.
 MAMBA2 = tuple(Shape(f"mamba2 {cols}", (2, 2048, cols)) for cols in (5120, 8192))
 QWEN3_NEXT = Shape("qwen3-next heads", (2, 4096, 32, 128))

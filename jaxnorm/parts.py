@@ -1,8 +1,9 @@
 """Norms of rows that are split over devices: what of them is native, around the exchange of statistics.
 
 `moments` are the statistics of a device's part of each row, `apply` is the norm by statistics that are given. Both are
-kernels on CUDA, where XLA reads x twice for LayerNorm's moments, and are the jnp formula elsewhere. They have no rules
-but their lowering, as they are bound where a program is lowered: see `forward_p` and `backward_p` for all others.
+kernels on CUDA, where XLA reads x twice for LayerNorm's moments and never from its end (see `Rows` in `src/cuda`), and
+are the jnp formula elsewhere. They have no rules but their lowering, as they are bound where a program is lowered: see
+`forward_p` and `backward_p` for all others.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,11 +33,10 @@ def forward(
     weight_dtypes = (weight.dtype for weight in weights)
     why_not = ffi.unsupported(norm.axes, x.shape, normalised.dtype, norm.out_dtype, weight_dtypes)
     # XLA adds a residual, and computes the moments of the sum, in one pass. Of float32 alone its loop over the result
-    # is at the copy rate, and its mean square as fast as the kernel's.
-    all_wide = normalised.dtype == norm.out_dtype == np.float32
-    xla_reads_once = bool(sums) or (all_wide and norm.kind == "rms")
-    of_part = reference.moments(norm, normalised) if why_not or xla_reads_once else moments_p.bind(x, norm=norm)
+    # is at the copy rate.
+    of_part = reference.moments(norm, normalised) if why_not or sums else moments_p.bind(x, norm=norm)
     stats = reference.merged(norm, of_part)
+    all_wide = normalised.dtype == norm.out_dtype == np.float32
     if why_not or all_wide or heads.lead_of(len(norm.axes), weights):
         return reference.forward(norm, normalised, stats, scale, bias), sums, stats
     leaves, tree = jax.tree.flatten((normalised, tuple(stats), scale, bias))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from bench import gated, gpu, heads, ops, peers, programs, quantized, shapes, timing
+from bench import gated, gpu, heads, ops, peers, programs, quantized, report, shapes, timing
 from bench.__main__ import parse
 
 
@@ -121,7 +121,7 @@ def measure_cell(kind, monkeypatch, kernels=("jaxnorm",), dtype="float16", cols=
 @pytest.mark.parametrize("kind", programs.OPS)
 def test_a_cell_is_measured_with_every_set(kind, monkeypatch):
     rows, failed, used = measure_cell(kind, monkeypatch)
-    assert [row["op"] for row in rows] == [f"{kind}_norm {way}" for way in ("forward", "backward", "step")]
+    assert [row["op"] for row in rows] == [report.op_name(kind, way) for way in ("forward", "backward", "step")]
     assert used == [3] * 7  # the copy, and each package's three directions
     assert all(row["error / tolerance"] < 1 and row["x XLA"] > 1 for row in rows)
     # No peer adds a residual; one that fails is absent.
@@ -223,8 +223,18 @@ def without_dsum(y, dx, dweights):
     return y, (dx - 1, dweights)
 
 
+def ones_for_zeros(y, dx, dweights):
+    return (y[0].at[69, -1].set(1), y[1]), (dx, dweights)
+
+
 @pytest.mark.parametrize(
-    ("kind", "spoil"), [("layer", wrong_bias_gradient), ("add_layer", wrong_sum), ("add_rms", without_dsum)]
+    ("kind", "spoil"),
+    [
+        ("layer", wrong_bias_gradient),
+        ("add_layer", wrong_sum),
+        ("add_rms", without_dsum),
+        (programs.PADDED, ones_for_zeros),
+    ],
 )
 def test_the_check_sees_what_is_wrong(kind, spoil):
     operands = programs.operands(kind, "float32", 70, 33)

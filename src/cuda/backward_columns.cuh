@@ -1,8 +1,8 @@
 // The backward by columns, for rows too long for a team.
 //
 // A row's dx needs two sums over the row, so such rows are read twice: one kernel sums up every segment of a row, the
-// next finishes dx and adds up dscale and dbias, column by column. It takes the rows in reverse, since the last ones
-// that the first kernel read are still in the L2 cache.
+// next finishes dx and adds up dscale and dbias, column by column. The first takes the rows in reverse, as all kernels
+// do (see Rows), and the second does not: it finds in the cache those that the first read last.
 #pragma once
 
 #include "cuda/backward_rows.cuh"
@@ -65,13 +65,14 @@ __device__ SegmentSums thread_sums(const Backward& p, int64_t row, int64_t begin
   return sums;
 }
 
-// Block b sums up segment b % segments of row b / segments.
+// Block b sums up segment b % segments of the row that is b / segments before the last.
 template <Kind KIND, typename X, typename DY>
 __global__ void __launch_bounds__(kSegmentThreads)
     segment_sums_kernel(const __grid_constant__ Backward p, int segments, bool aligned) {
   constexpr int vectors = kSegment / kSegmentThreads / kVector<X>;
   using Aligned = Walk<X, Regime<kWholeBlock, vectors, 1>, Access::vectors>;
-  const int64_t row = blockIdx.x / segments, begin = static_cast<int64_t>(blockIdx.x % segments) * kSegment;
+  const int64_t row = p.rows - 1 - blockIdx.x / segments,
+                begin = static_cast<int64_t>(blockIdx.x % segments) * kSegment;
   SegmentSums sums;
   if (!aligned) {
     sums = thread_sums<KIND, X, DY, void, Walk<X, Regime<kWholeBlock, vectors, 1>, Access::unaligned>>(p, row, begin);
@@ -114,7 +115,7 @@ __device__ RowScalars row_scalars(const Backward& p, int64_t row, int segments) 
 }
 
 // Thread t of the grid's x axis owns vector t of every row; block y of the grid goes through every gridDim.y-th row,
-// from the (y + 1)-th last on, and leaves row y of the partial sums. ADD: there is a dsum.
+// from the y-th on, and leaves row y of the partial sums. ADD: there is a dsum.
 template <Kind KIND, typename X, typename DY, bool ALIGNED, bool ADD>
 __device__ __forceinline__ void finish_columns(const Backward& p, const Partials& partials, int segments) {
   constexpr int N = kVector<X>, kRows = 32;
@@ -125,18 +126,18 @@ __device__ __forceinline__ void finish_columns(const Backward& p, const Partials
 
   __shared__ RowScalars scalars[kRows];
   const int64_t step = gridDim.y;
-  for (int64_t last = p.rows - 1 - blockIdx.y; last >= 0; last -= kRows * step) {
-    const int rows = static_cast<int>(min(static_cast<int64_t>(kRows), last / step + 1));
+  for (int64_t begin = blockIdx.y; begin < p.rows; begin += kRows * step) {
+    const int rows = static_cast<int>(min(static_cast<int64_t>(kRows), (p.rows - 1 - begin) / step + 1));
     __syncthreads();
     for (int i = threadIdx.x / kWarp; i < rows; i += blockDim.x / kWarp) {
-      const RowScalars s = row_scalars<KIND>(p, last - i * step, segments);
+      const RowScalars s = row_scalars<KIND>(p, begin + i * step, segments);
       if (threadIdx.x % kWarp == 0) scalars[i] = s;
     }
     __syncthreads();
     if (ALIGNED && left == 0) continue;
 #pragma unroll(ADD ? 1 : 2)
     for (int i = 0; i < rows; ++i) {
-      const int64_t row = last - i * step, at = row * p.cols + first;
+      const int64_t row = begin + i * step, at = row * p.cols + first;
       const int64_t dy_at = ALIGNED ? at : at + row * p.dy_pad;
       const RowScalars s = scalars[i];
       float x[N], dy[N];

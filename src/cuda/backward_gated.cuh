@@ -20,8 +20,7 @@ template <typename X>
 cudaError_t launch_gated_rows(const Backward& p, const Plan& plan, const Shares& shares, const Partials& partials,
                               bool aligned, cudaStream_t stream) {
   RowsLaunch launch(plan, p.cols, kVector<X>, p.heads);
-  launch.step = shares.step;
-  launch.end = shares.end;
+  launch.take_turns(shares.step, shares.end);
   launch.sums = shares.sums;
   const RingArray array{sizeof(X), p.cols};
   const int sums = plan.rows_per_block > 1 ? plan.block_threads() * kElements * int{sizeof(float)} : 0;

@@ -15,7 +15,7 @@ struct RowStatistics {
 
   template <Kind KIND>
   __device__ void fetch(const Backward& p, int64_t row) {
-    if (row >= p.rows) return;
+    if (static_cast<uint64_t>(row) >= static_cast<uint64_t>(p.rows)) return;
     rstd = p.rstd[row];
     if (KIND == Kind::layer) mean = p.mean[row];
   }

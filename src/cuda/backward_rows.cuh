@@ -33,63 +33,64 @@ __device__ __forceinline__ void backward_rows(const Backward& p, const Partials&
   };
   const int group = launch.rows_per_block;
   const int64_t part = has_neighbours ? heads.count.quotient(team.index) : team.index;
-  const Rows rows{part * group, launch.step, launch.end, group};
+  const Rows rows{part * group, launch.step, launch.end, launch.reach, group};
   const X* const x_data = static_cast<const X*>(p.x.data);
-  const DY* const dy_data = static_cast<const DY*>(p.dy.data);
+  const auto dy_row = [&](int64_t at) { return row_at<DY>(p.dy, at); };
   const X* const third_data = static_cast<const X*>(kGated ? p.gate.data.data : p.dsum.data);
   auto ring = [&] {
     if constexpr (THIRD != Third::none) {
-      return RingOf<W, Threads, X, DY, X>(team, launch.ring, shared, rows, x_data, dy_data, third_data);
+      return RingOf<W, Threads, X, DY, X>(team, launch.ring, shared, rows, x_data, dy_row(0), third_data);
     } else {
-      return RingOf<W, Threads, X, DY>(team, launch.ring, shared, rows, x_data, dy_data);
+      return RingOf<W, Threads, X, DY>(team, launch.ring, shared, rows, x_data, dy_row(0));
     }
   }();
   constexpr bool kBehind = W::RING && cuda::kBehind<KIND, THIRD, X, DY, R, (W::N > 1)>;
-  const int64_t first_row = rows.first + team.place;
-  const FloatWeight<W> scale(team, from(p.scale, heads.of_row(row_of(first_row)) * p.cols), p.scale_offset, 1.0f);
+  const int64_t head = heads.of_row(row_of(rows.first + team.place));
+  const FloatWeight<W> scale(team, from(p.scale, head * p.cols), p.scale_offset, 1.0f);
   std::conditional_t<kGated, GatedOperands<X, W, THIRD>, Operands<X, DY, W>> operands;
   if constexpr (kGated) operands.how = p.gate;
   ColumnSums<W> dscale;
   std::conditional_t<BIAS, ColumnSums<W>, NoSums> dbias;
 
+  // Teams of a warp leave a row together, so one without a row of the last group joins the others.
+  const int of_warp = team.place % Threads::kTeamsOfWarp;
+  int64_t last = rows.last(team.place - of_warp) + of_warp;
+  if (Threads::kTeamsOfWarp > 1 && last >= rows.end) {
+    ring.take();
+    ring.leave();
+    last -= rows.step;
+  }
   RowStatistics fetched, newest{}, oldest;
-  fetched.template fetch<KIND>(p, row_of(first_row));
-  // Teams of a warp leave a row together, so they go on as long as one of them has one.
-  const int64_t end = rows.end + (kBehind ? rows.step : 0) + team.place % Threads::kTeamsOfWarp;
-  int64_t next = first_row;
-  for (; next < end; next += rows.step) {
-    if (Threads::kTeamsOfWarp > 1 && next >= rows.end) {
-      ring.take();
-      ring.leave();
-      break;
-    }
+  fetched.template fetch<KIND>(p, row_of(last));
+  const int64_t end = kBehind ? -rows.step : 0;
+  for (int64_t next = last; next >= end; next -= rows.step) {
     oldest = newest;
-    if (!kBehind || next < rows.end) {
+    if (!kBehind || next >= 0) {
       newest = fetched;
       ring.take();
       const int64_t row = row_of(next);
       if constexpr (W::RING) {
         const int64_t at = row * p.cols + team.begin;
         operands.x.read(team, ring.template newest<0>(x_data + at));
-        operands.dy.read(team, ring.template newest<1>(dy_data + row * launch.ring.stride[1] + team.begin));
+        operands.dy.read(team, ring.template newest<1>(dy_row(row * launch.ring.stride[1] + team.begin)));
         if constexpr (kGated) operands.gate.read(team, ring.template newest<2>(third_data + at));
       } else {
         operands.x.read(team, x_data + row * p.cols);
-        operands.dy.read(team, dy_data + row * (p.cols + p.dy_pad));
+        operands.dy.read(team, dy_row(row * (p.cols + p.dy_pad)));
         if constexpr (kGated) operands.gate.read(team, third_data + row * p.cols);
       }
-      fetched.template fetch<KIND>(p, row_of(next + rows.step));
+      fetched.template fetch<KIND>(p, row_of(next - rows.step));
 
       team.publish(warp_sums<KIND, W>(team, newest, operands, scale, dscale, dbias));
       ring.met();
     }
-    if (kBehind && next == first_row) continue;
-    const int64_t row = row_of(kBehind ? next - rows.step : next);
+    if (kBehind && next == last) continue;
+    const int64_t row = row_of(kBehind ? next + rows.step : next);
     const RowSums<KIND> sums = team.collect();
     if (p.dx.data || (kGated && p.dgate.data)) {
       if constexpr (kBehind) {
         operands.x.read(team, ring.template oldest<0>(x_data + row * p.cols + team.begin));
-        operands.dy.read(team, ring.template oldest<1>(dy_data + row * launch.ring.stride[1] + team.begin));
+        operands.dy.read(team, ring.template oldest<1>(dy_row(row * launch.ring.stride[1] + team.begin)));
       }
       const auto store = [&](const auto& result) {
         store_dx<KIND, W>(team, kBehind ? oldest : newest, sums, operands, scale, result);
@@ -112,7 +113,7 @@ __device__ __forceinline__ void backward_rows(const Backward& p, const Partials&
     ring.leave();
   }
   // A team without a row of the last group meets as often as the others: compute-sanitizer reports races otherwise.
-  if (R::kThreads == kWholeWarps && next - team.place < rows.end) team.meet();
+  if (R::kThreads == kWholeWarps && last - team.place < rows.last(0)) team.meet();
   __syncthreads();  // the ring is empty, and its memory may serve for sums
   float* const space = reinterpret_cast<float*>(shared);
   // The heads of the block's teams follow each other, from this one on where the partial row has all of them.
@@ -161,8 +162,7 @@ cudaError_t launch_rows(const Backward& p, const Plan& plan, const Shares& share
   constexpr bool kRings = (std::is_same_v<X, DY> || sizeof(X) == 4) && kUsual;
   const bool divided = p.cols % kVector<X> == 0 && p.cols % kVector<DY> == 0;
   RowsLaunch launch(plan, p.cols, kVector<X>, p.heads);
-  launch.step = shares.step;
-  launch.end = shares.end;
+  launch.take_turns(shares.step, shares.end);
   launch.sums = shares.sums;
   const bool rings = kRings && !launch.heads.has_neighbours;
   const RingArray x_array{sizeof(X), p.cols}, dy_array{sizeof(DY), p.cols + p.dy_pad};
@@ -178,12 +178,12 @@ cudaError_t launch_rows(const Backward& p, const Plan& plan, const Shares& share
     } else if (rings && ((aligned && !p.dsum) || (kOneType && !divided))) {
       ring = launch.with_rings(plan, p.cols, {x_array, dy_array}, held);
     }
+    const auto launch_kernel = [&](auto kernel) {
+      return launch_teams(kernel, plan, shares.blocks, std::max(ring, sums), stream, p, partials, launch);
+    };
+    // What is rare has one kernel, with dbias or without.
     const auto launch_as = [&](auto access) {
-      constexpr Access kAccess = decltype(access)::value;
-      // What is rare has one kernel for both.
-      constexpr bool kBias = BIAS || kAccess == Access::unaligned || !kOneType;
-      return launch_teams(backward_kernel<KIND, kBias, THIRD, X, DY, R, kAccess>, plan, shares.blocks,
-                          std::max(ring, sums), stream, p, partials, launch);
+      return launch_kernel(backward_kernel < KIND, BIAS || !kOneType, THIRD, X, DY, R, decltype(access)::value >);
     };
     if constexpr (kRings)
       if (ring > 0 && divided) return launch_as(AccessAs<Access::ring>{});
@@ -198,7 +198,10 @@ cudaError_t launch_rows(const Backward& p, const Plan& plan, const Shares& share
         if constexpr (kOneType)
           if (!divided) return launch_as(AccessAs<Access::elements>{});
       }
-      return launch_as(AccessAs<Access::unaligned>{});
+      // What is rarest, one for all types of dy and, as vectors past a row's end add zeros, all numbers of vectors.
+      constexpr int kVectors = R::kVectors < kElements / kVector<X> ? kElements / kVector<X> : R::kVectors;
+      using Any = Regime<R::kThreads, kVectors, R::kCluster>;
+      return launch_kernel(backward_kernel<KIND, true, THIRD, X, AnyElement, Any, Access::unaligned>);
     }
   });
 }

@@ -36,19 +36,22 @@ cudaError_t forward_gated_of(const Forward& p, cudaStream_t stream) {
   constexpr int N = kVector<X>;
   if (p.cols > kGatedCols) return cudaErrorNotSupported;
   const Plan plan = make_plan(Op::forward, Kind::rms, kDtype<X>, p.cols, current_device().max_cluster());
-  const int64_t rows = int64_t{plan.rows_per_block} * plan.rows_per_team, teams = (p.rows + rows - 1) / rows;
   const auto are_aligned = [](auto... arrays) { return (aligned_for<N>(arrays.dtype, arrays.data) && ...); };
   const bool aligned = p.cols % N == 0 && are_aligned(p.x, p.gate.data, p.y, p.scale);
   return with_gated_regime<X>(plan, [&](auto regime) {
     using R = decltype(regime);
-    const auto launch_as = [&](auto kernel) {
-      return launch_teams(kernel, plan, teams, 0, stream, p, RowsLaunch(plan, p.cols, N, p.heads));
+    // at_once: rows of a team, as in the forward without a gate.
+    const auto launch_as = [&](auto kernel, int at_once) {
+      const int64_t rows = int64_t{plan.rows_per_block} * at_once;
+      return launch_teams(kernel, plan, (p.rows + rows - 1) / rows, 0, stream, p, RowsLaunch(plan, p.cols, N, p.heads));
     };
     if (aligned)
       return launch_as(p.gate.first ? forward_gated_kernel<X, R, Access::vectors, true>
-                                    : forward_gated_kernel<X, R, Access::vectors, false>);
+                                    : forward_gated_kernel<X, R, Access::vectors, false>,
+                       plan.rows_per_team);
     return launch_as(p.gate.first ? forward_gated_kernel<X, R, Access::unaligned, true>
-                                  : forward_gated_kernel<X, R, Access::unaligned, false>);
+                                  : forward_gated_kernel<X, R, Access::unaligned, false>,
+                     1);
   });
 }
 

@@ -61,7 +61,7 @@ __device__ __forceinline__ void quantized_ring(const Forward& p, const RowsLaunc
   using W = Walk<X, R, Access::ring>;
   using Threads = Team<R::kThreads, Part<KIND>, R::kCluster>;
   Threads team(launch.threads_per_row, p.cols, launch.span, launch.reciprocal_cols);
-  const Rows rows{team.index, team.count, p.rows, 1};
+  const Rows rows{team.index, launch.step, launch.end, launch.reach, 1};
   const X* const x_data = static_cast<const X*>(p.x.data);
   const X* const residual_data = static_cast<const X*>(p.residual.data);
   auto ring = [&] {
@@ -89,8 +89,9 @@ __device__ __forceinline__ void quantized_ring(const Forward& p, const RowsLaunc
     ring.met();
   };
 
-  if (team.index < p.rows) sum_up(team.index);
-  for (int64_t row = team.index; row < p.rows; row += team.count) {
+  const int64_t last = rows.last(0);
+  if (last >= 0) sum_up(last);
+  for (int64_t row = last; row >= 0; row -= rows.step) {
     const auto number = [&](int) { return row; };
     const Statistics s = statistics<KIND>(p, team, row);
     Floats<W> floats[1];
@@ -105,7 +106,7 @@ __device__ __forceinline__ void quantized_ring(const Forward& p, const RowsLaunc
     ring.leave();
     values.template finish<KIND, X>(p, team, scale);
     values.publish(p, team);
-    if (row + team.count < p.rows) sum_up(row + team.count);
+    if (row >= rows.step) sum_up(row - rows.step);
     values.rescale(p, team, number);
     values.store(p, team, number);
   }
@@ -218,6 +219,7 @@ class QuantizedForward {
                            : launch_.with_rings(plan_, p_.cols, {{sizeof(X), p_.cols}}, 1);
     if (bytes == 0) return cudaErrorNotSupported;
     const int64_t at_once = std::min<int64_t>(teams(1), current_device().teams_at_once(plan_.blocks_per_row));
+    launch_.take_turns(at_once, p_.rows);
     return launch_teams(quantized_kernel<KIND, X, R, Access::ring, ADDS>, plan_, at_once, bytes, stream_, p_, launch_);
   }
 

@@ -14,12 +14,12 @@ using RowOf = std::conditional_t<C::kGates, GatedRow<X, W, C::kFirst>,
 // Teams whose rows do not come by way of a ring. A team has several rows under way at once if they are short.
 template <Kind KIND, typename X, typename R, Access ACCESS, typename C>
 __device__ __forceinline__ void forward_rows(const Forward& p, const RowsLaunch& launch) {
-  using W = std::conditional_t<C::kGates && ACCESS == Access::unaligned, WalkAgain<X, R, ACCESS>, Walk<X, R, ACCESS>>;
+  using W = std::conditional_t<C::kKnown || ACCESS == Access::vectors, Walk<X, R, ACCESS>, WalkAgain<X, R, ACCESS>>;
   using Y = typename C::template Result<X>;
   using Threads = Team<R::kThreads, Part<KIND>, R::kCluster>;
   Threads team(launch.threads_per_row, p.cols, launch.span, launch.reciprocal_cols);
   const int64_t group = R::kThreads == kWholeBlock ? 1 : launch.rows_per_block;
-  constexpr int kRows = R::kRows;
+  constexpr int kRows = W::KEPT ? R::kRows : 1;
 
   // A grid holds a team for every row. Yet a loop keeps the compiler from having more under way than it has registers
   // for, where rows go by elements or have many vectors and a gate or a residual.
@@ -126,7 +126,7 @@ __device__ __forceinline__ void forward_ring(const Forward& p, const RowsLaunch&
   using W = Walk<X, R, ACCESS>;
   using Threads = Team<R::kThreads, Part<KIND>, R::kCluster>;
   Threads team(launch.threads_per_row, p.cols, launch.span, launch.reciprocal_cols);
-  const Rows rows{team.index, team.count, p.rows, 1};
+  const Rows rows{team.index, launch.step, launch.end, launch.reach, 1};
   using Y = typename C::template Result<X>;
   const Y* const x_data = static_cast<const Y*>(p.x.data);
   const X* const residual_data = static_cast<const X*>(p.residual.data);
@@ -141,8 +141,9 @@ __device__ __forceinline__ void forward_ring(const Forward& p, const RowsLaunch&
   const float cols = warp_cols<W>(team);
   RowOf<X, W, C> x;
 
-  for (int64_t next = team.index; next < p.rows + team.count; next += team.count) {
-    if (next < p.rows) {
+  const int64_t last = rows.last(0);
+  for (int64_t next = last; next >= -rows.step; next -= rows.step) {
+    if (next >= 0) {
       ring.take();
       const int64_t start = next * p.cols + team.begin;
       if constexpr (C::kAdds) {
@@ -153,8 +154,8 @@ __device__ __forceinline__ void forward_ring(const Forward& p, const RowsLaunch&
       team.publish(warp_part<KIND, W>(x, team, cols));
       ring.met();
     }
-    const int64_t row = next - team.count, start = row * p.cols + team.begin;
-    if (row < 0) continue;
+    if (next == last) continue;
+    const int64_t row = next + rows.step, start = row * p.cols + team.begin;
     const Statistics s = statistics<KIND>(p, team, row);
     if constexpr (C::kAdds) {
       x.read(team, ring.template oldest<0>(x_data + start), ring.template oldest<1>(residual_data + start));

@@ -55,8 +55,8 @@ struct RowsLaunch {
   int64_t span;  // columns of each block of a cluster
   float reciprocal_cols;
   HeadsLaunch heads;
-  int64_t step = 0, end = 0;  // of the backward, as of Shares
-  int sums = 1;
+  int64_t step = 0, end = 0, reach = 0;  // as of Rows, where a team has several turns
+  int sums = 1;                          // of the backward, as of Shares
   RingShape ring = {};
 
   RowsLaunch(const Plan& plan, int64_t cols, int vector, const Heads& heads)
@@ -68,6 +68,12 @@ struct RowsLaunch {
     // A looped row's blocks share it evenly, in whole vectors.
     if (plan.vectors == kStreamed)
       span = ((cols + vector - 1) / vector + plan.blocks_per_row - 1) / plan.blocks_per_row * vector;
+  }
+
+  void take_turns(int64_t to_next, int64_t rows) {
+    step = to_next;
+    end = rows;
+    reach = rows > 0 ? (rows - 1) / step * step : 0;
   }
 
   // Goes by way of rings, if the device has what it takes. `held`: rows that a team takes before it leaves the

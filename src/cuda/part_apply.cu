@@ -29,8 +29,8 @@ template <typename X, typename Y, bool ALIGNED>
 __global__ void __launch_bounds__(kApplyThreads, 4)
     part_apply_kernel(const __grid_constant__ PartApply p, const __grid_constant__ Tiles tiles) {
   constexpr int N = kUnit<X, Y>;
-  // The last rows first: of x, whose statistics were taken before, they are what the cache still has.
-  const int block = gridDim.x - 1 - blockIdx.x;
+  // The first rows first: of x, whose statistics were taken from the last row on, they are what the cache still has.
+  const int block = blockIdx.x;
   const int64_t first = (int64_t{block % tiles.count} * blockDim.x + threadIdx.x) * N;
   if (first >= p.cols) return;
   const int left = ALIGNED ? N : static_cast<int>(min(int64_t{N}, p.cols - first));

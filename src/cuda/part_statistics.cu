@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kStatisticsThreads, 4)
     part_statistics_kernel(const __grid_constant__ PartStatistics p, int threads_per_row, float reciprocal_cols) {
   using W = Walk<X, Regime<kWholeWarps, kTurnVectors, 1>, ALIGNED ? Access::vectors : Access::unaligned>;
   Team<kWholeWarps, Part<KIND>, 1> team(threads_per_row, p.cols, 0, reciprocal_cols);
-  const int64_t row = int64_t{blockIdx.x} * (blockDim.x / threads_per_row) + team.place;
+  const int64_t row = team.index * (blockDim.x / threads_per_row) + team.place;
   if (row >= p.rows) return;
 
   const X* from = static_cast<const X*>(p.x.data) + row * p.cols;

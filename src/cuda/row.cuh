@@ -113,6 +113,37 @@ class Row {
   Packed<T, W::N> packed_[W::RING || !W::KEPT ? 1 : W::VECTORS];
 };
 
+// An element of a type that is seen at run time: of arrays that slow kernels read, one for all types.
+struct AnyElement {};
+
+template <typename W>
+class Row<AnyElement, W> {
+ public:
+  template <typename Team>
+  __device__ void read(const Team& team, const Input& row) {
+    for_each_vector<W>(
+        team, [&](int slot, auto first, int left) { load_floats<W::ALIGNED>(row, first, left, value_[slot]); });
+  }
+
+  __device__ void get(int slot, int64_t, int, float (&to)[W::N]) const {
+#pragma unroll
+    for (int i = 0; i < W::N; ++i) to[i] = value_[slot][i];
+  }
+
+ private:
+  float value_[W::VECTORS][W::N];
+};
+
+// The row of an array that begins at element `at`, as Row<T> reads it.
+template <typename T>
+__device__ auto row_at(const Input& array, int64_t at) {
+  if constexpr (std::is_same_v<T, AnyElement>) {
+    return from(array, at);
+  } else {
+    return static_cast<const T*>(array.data) + at;
+  }
+}
+
 // a + b, rounded to b's type.
 template <typename A, typename T, int N>
 __device__ Packed<T, N> sum_of(const Packed<A, N>& a, const Packed<T, N>& b) {

@@ -105,7 +105,8 @@ class Team {
   const int threads, rank;  // the team's threads in this block, and this one's place among them
   const int place;          // the team's place in the block
   int64_t begin, end;       // the columns that are this block's
-  int64_t index, count;     // which block of the grid this is, clusters counted as one, and of how many
+  int64_t index, count;     // which block of the grid this is, from the last one on and clusters counted as one, and of
+                            // how many
 
   // `span`: the columns of each block of a cluster; `reciprocal`: of all columns.
   __device__ Team(int threads_per_row, int64_t cols, int64_t span, float reciprocal)
@@ -116,14 +117,14 @@ class Team {
         place(THREADS == kWholeBlock ? 0 : threadIdx.x / threads),
         begin(0),
         end(cols),
-        index(blockIdx.x),
+        index(gridDim.x - 1 - blockIdx.x),
         count(gridDim.x),
         reciprocal_(reciprocal) {
     if constexpr (kSpansBlocks) {
       begin = min(cols, Cluster::rank() * span);
       end = min(cols, begin + span);
-      index = blockIdx.x / Cluster::blocks();
-      count = gridDim.x / Cluster::blocks();
+      index /= Cluster::blocks();
+      count /= Cluster::blocks();
       block_reciprocal_ = cuda::reciprocal(static_cast<float>(end - begin));
       if (threadIdx.x < kSets) arrivals()[threadIdx.x].init();
       __syncwarp();

@@ -91,6 +91,26 @@ __device__ Packed<T, N> pack(const float (&from)[N]) {
   return to;
 }
 
+// The elements of a vector, one by one. This and the next are functions of their own: kernels that are not fast anyway
+// share them, and take less time to compile.
+template <int N, typename T>
+__device__ __noinline__ Packed<T, N> load_elements(const T* from, int left) {
+  Packed<T, N> packed{};
+  T* element = reinterpret_cast<T*>(packed.word);
+#pragma unroll
+  for (int i = 0; i < N; ++i)
+    if (i < left) element[i] = from[i];
+  return packed;
+}
+
+template <int N, typename T>
+__device__ __noinline__ void store_elements(T* to, Packed<T, N> packed, int left) {
+  const T* element = reinterpret_cast<const T*>(packed.word);
+#pragma unroll
+  for (int i = 0; i < N; ++i)
+    if (i < left) to[i] = element[i];
+}
+
 // N elements of an array that the kernel does not write, those from `left` on zero. ALIGNED promises that all N are
 // there or, if `left` is not positive, none, and that `from` is aligned as Packed is. The values, and so all results,
 // are the same either way.
@@ -105,10 +125,7 @@ __device__ Packed<T, N> load(const T* from, int left) {
     for (unsigned i = 0; i < sizeof(packed) / sizeof(Access); ++i)
       if (left > 0) reinterpret_cast<Access*>(packed.word)[i] = __ldg(reinterpret_cast<const Access*>(from) + i);
   } else {
-    T* element = reinterpret_cast<T*>(packed.word);
-#pragma unroll
-    for (int i = 0; i < N; ++i)
-      if (i < left) element[i] = from[i];
+    return load_elements<N>(from, left);
   }
   return packed;
 }
@@ -152,10 +169,7 @@ __device__ void store(T* to, const Packed<T, N>& packed, int left) {
     for (unsigned i = 0; i < sizeof(packed) / sizeof(Access); ++i)
       if (left > 0) store_vector(reinterpret_cast<Access*>(to) + i, reinterpret_cast<const Access*>(packed.word)[i]);
   } else {
-    const T* element = reinterpret_cast<const T*>(packed.word);
-#pragma unroll
-    for (int i = 0; i < N; ++i)
-      if (i < left) to[i] = element[i];
+    store_elements<N>(to, packed, left);
   }
 }
 
