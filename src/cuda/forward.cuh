@@ -11,21 +11,33 @@ namespace jaxnorm::cuda {
 // elements take more.
 constexpr int kFewThreads = 192;
 
+// Whether the scale is held as it is in memory, beside the row and nothing else.
+template <typename X, typename C>
+constexpr bool holds_scale() {
+  if constexpr (C::kKnown && !C::kAdds) return std::is_same_v<typename C::Weight, X>;
+  return false;
+}
+
 // How many blocks a multiprocessor shall hold: what bounds the registers, with the threads of a block.
-template <typename X, typename R, Access ACCESS>
+template <Kind KIND, typename X, typename R, Access ACCESS, typename C>
 struct Residency {
   static constexpr bool kRowsShare = R::kThreads > 0, kCluster = R::kCluster > 1,
                         kRing = ACCESS == Access::ring || ACCESS == Access::ring_elements;
   static constexpr bool kUnpacked = sizeof(X) == 2;  // in twice as many registers
+  // With 64 registers the compiler would put off the scale's loads until the row's sums are known. Layer norm, whose
+  // weights have no room in 80 either, is slower with fewer blocks.
+  static constexpr bool kHoldsScale = KIND == Kind::rms && kUnpacked && R::kThreads == kWholeBlock &&
+                                      R::kVectors == 4 && ACCESS == Access::vectors && holds_scale<X, C>();
   static constexpr int kRegisters = kRing                                        ? 128
                                     : kUnpacked && R::kVectors == 8 && !kCluster ? (R::kMost == kFewThreads ? 96 : 128)
                                     : kRowsShare && (kUnpacked || R::kRows > 1)  ? 80
+                                    : kHoldsScale                                ? 80
                                                                                  : 64;
   static constexpr int kBlocks = (64 << 10) / kRegisters / R::kMost;
 };
 
 template <Kind KIND, typename X, typename R, Access ACCESS, typename C>
-__global__ void __launch_bounds__(R::kMost, Residency<X, R, ACCESS>::kBlocks)
+__global__ void __launch_bounds__(R::kMost, Residency<KIND, X, R, ACCESS, C>::kBlocks)
     forward_kernel(const __grid_constant__ Forward p, const __grid_constant__ RowsLaunch launch) {
   if constexpr (R::kCluster > 1 && !kHasClusters) {
     return;

@@ -61,7 +61,7 @@ __device__ __forceinline__ void quantized_ring(const Forward& p, const RowsLaunc
   using W = Walk<X, R, Access::ring>;
   using Threads = Team<R::kThreads, Part<KIND>, R::kCluster>;
   Threads team(launch.threads_per_row, p.cols, launch.span, launch.reciprocal_cols);
-  const Rows rows{team.index, launch.step, launch.end, launch.reach, 1};
+  const Rows rows = launch.backwards(team.index, 1);
   const X* const x_data = static_cast<const X*>(p.x.data);
   const X* const residual_data = static_cast<const X*>(p.residual.data);
   auto ring = [&] {
@@ -89,9 +89,9 @@ __device__ __forceinline__ void quantized_ring(const Forward& p, const RowsLaunc
     ring.met();
   };
 
-  const int64_t last = rows.last(0);
-  if (last >= 0) sum_up(last);
-  for (int64_t row = last; row >= 0; row -= rows.step) {
+  const int64_t first_row = rows.start(0);
+  if (first_row >= 0) sum_up(first_row);
+  for (int64_t row = first_row; row >= 0; row += rows.step) {
     const auto number = [&](int) { return row; };
     const Statistics s = statistics<KIND>(p, team, row);
     Floats<W> floats[1];
@@ -106,7 +106,7 @@ __device__ __forceinline__ void quantized_ring(const Forward& p, const RowsLaunc
     ring.leave();
     values.template finish<KIND, X>(p, team, scale);
     values.publish(p, team);
-    if (row >= rows.step) sum_up(row - rows.step);
+    if (row + rows.step >= 0) sum_up(row + rows.step);
     values.rescale(p, team, number);
     values.store(p, team, number);
   }

@@ -35,6 +35,9 @@ __device__ __forceinline__ void forward_rows(const Forward& p, const RowsLaunch&
       // Past the last row, the first one again.
       const int64_t row = first_row + r * group, start = (row < p.rows ? row : first_row) * p.cols;
       x_row[r] = static_cast<const Y*>(p.x.data) + start;
+      // Or each vector's address would be computed from the array's beginning. RMS norm by elements has no registers
+      // for the row's.
+      if constexpr (W::N > 1 || KIND == Kind::layer) hide(x_row[r]);
       if constexpr (C::kAdds) {
         x[r].read(team, x_row[r], static_cast<const X*>(p.residual.data) + start, static_cast<X*>(p.sum.data) + start,
                   row < p.rows);
@@ -126,7 +129,7 @@ __device__ __forceinline__ void forward_ring(const Forward& p, const RowsLaunch&
   using W = Walk<X, R, ACCESS>;
   using Threads = Team<R::kThreads, Part<KIND>, R::kCluster>;
   Threads team(launch.threads_per_row, p.cols, launch.span, launch.reciprocal_cols);
-  const Rows rows{team.index, launch.step, launch.end, launch.reach, 1};
+  const Rows rows = launch.backwards(team.index, 1);
   using Y = typename C::template Result<X>;
   const Y* const x_data = static_cast<const Y*>(p.x.data);
   const X* const residual_data = static_cast<const X*>(p.residual.data);
@@ -141,8 +144,8 @@ __device__ __forceinline__ void forward_ring(const Forward& p, const RowsLaunch&
   const float cols = warp_cols<W>(team);
   RowOf<X, W, C> x;
 
-  const int64_t last = rows.last(0);
-  for (int64_t next = last; next >= -rows.step; next -= rows.step) {
+  const int64_t first_row = rows.start(0);
+  for (int64_t next = first_row; next >= rows.step; next += rows.step) {
     if (next >= 0) {
       ring.take();
       const int64_t start = next * p.cols + team.begin;
@@ -154,8 +157,8 @@ __device__ __forceinline__ void forward_ring(const Forward& p, const RowsLaunch&
       team.publish(warp_part<KIND, W>(x, team, cols));
       ring.met();
     }
-    if (next == last) continue;
-    const int64_t row = next + rows.step, start = row * p.cols + team.begin;
+    if (next == first_row) continue;
+    const int64_t row = next - rows.step, start = row * p.cols + team.begin;
     const Statistics s = statistics<KIND>(p, team, row);
     if constexpr (C::kAdds) {
       x.read(team, ring.template oldest<0>(x_data + start), ring.template oldest<1>(residual_data + start));

@@ -55,8 +55,9 @@ struct RowsLaunch {
   int64_t span;  // columns of each block of a cluster
   float reciprocal_cols;
   HeadsLaunch heads;
-  int64_t step = 0, end = 0, reach = 0;  // as of Rows, where a team has several turns
-  int sums = 1;                          // of the backward, as of Shares
+  int64_t step = 0, end = 0;  // of teams that take turns, as of Shares
+  int64_t reach = 0;          // from the first turn to the last, as rows
+  int sums = 1;               // of the backward, as of Shares
   RingShape ring = {};
 
   RowsLaunch(const Plan& plan, int64_t cols, int vector, const Heads& heads)
@@ -70,11 +71,17 @@ struct RowsLaunch {
       span = ((cols + vector - 1) / vector + plan.blocks_per_row - 1) / plan.blocks_per_row * vector;
   }
 
-  void take_turns(int64_t to_next, int64_t rows) {
-    step = to_next;
+  void take_turns(int64_t rows_of_turn, int64_t rows) {
+    step = rows_of_turn;
     end = rows;
     reach = rows > 0 ? (rows - 1) / step * step : 0;
   }
+
+  // Of a block that begins at row `first` of a turn, from the last turn to the first: of what was written just now the
+  // cache still has the end, and whoever reads the result begins at its beginning.
+  __device__ Rows backwards(int64_t first, int group) const { return {first + reach, -step, end, group}; }
+
+  __device__ Rows forwards(int64_t first, int group) const { return {first, step, end, group}; }
 
   // Goes by way of rings, if the device has what it takes. `held`: rows that a team takes before it leaves the
   // first. Returns what the rings need of shared memory, 0 if there are none.

@@ -23,19 +23,18 @@ struct RingShape {
   int stride[kMaxArrays];  // of the array, in elements, from a row to the next: in a chunk they lie as they do there
 };
 
-// Which rows the teams of a block work on: of each of several groups of neighbouring rows one. The last group comes
-// first: of what was written just now the cache still has the end, and whoever reads the result begins at its
-// beginning.
+// Which rows the teams of a block work on: of each of several groups of neighbouring rows one.
 struct Rows {
-  int64_t first, step, end;  // where the first group begins, and each after it, and where there are no more rows
-  int64_t reach;             // the most steps from a first group to a last one, as rows
+  int64_t begin, step, end;  // where the first group to come begins, from one to the next, and how many rows there are
   int group;                 // rows of a group
 
-  // The last row of a team, or of the first of neighbouring teams, with its place; negative if it has none.
-  __device__ int64_t last(int place) const {
-    const int64_t row = first + reach + place;
-    return row < end ? row : row - step;
+  // The first row of a team with this place, or of several from this place on: the last group may have none of theirs.
+  __device__ int64_t start(int place) const {
+    const int64_t row = begin + place;
+    return step < 0 && row >= end ? row + step : row;
   }
+
+  __device__ bool has(int64_t row) const { return static_cast<uint64_t>(row) < static_cast<uint64_t>(end); }
 };
 
 // Where rows are not fetched by way of a ring.
@@ -71,7 +70,7 @@ class Ring {
     shared_ = shared + ring * shape.chunks * chunk_bytes();
     if (threadIdx.x < rows.group / kRows * shape.chunks) barriers()[threadIdx.x].init();
     __syncthreads();
-    next_row_ = rows.last(place_);
+    next_row_ = rows.start(place_);
     if (!leads_) return;
 #pragma unroll 1
     for (int i = 0; i < shape.chunks; ++i) fill();
@@ -159,7 +158,7 @@ class Ring {
 
   // Starts the copy of the next rows, if there are any.
   __device__ void fill() {
-    if (next_row_ < 0) return;
+    if (!rows_.has(next_row_)) return;
     const int more = static_cast<int>(min(static_cast<int64_t>(kRows), rows_.end - next_row_)) - 1;
     const auto part_of = [&](int i) { return arrays_[i] + (next_row_ * shape_.stride[i] + begin_) * size(i); };
     const auto bytes_of = [&](int i) {
@@ -175,7 +174,7 @@ class Ring {
     for (int i = 0; i < kArrays; ++i)
       if (width_ > 0) full.copy(to + bytes_before(i), part_of(i) - granule_before(part_of(i)), bytes_of(i));
     if (++next_ == shape_.chunks) next_ = 0;
-    next_row_ -= rows_.step;
+    next_row_ += rows_.step;
   }
 
   const RingShape shape_;
