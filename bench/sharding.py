@@ -133,10 +133,13 @@ def forwards(norm, xs, weights):
 
 
 def compare(pairs, turns):
-    """The median seconds of a norm in programs (function, arguments), in turns."""
+    """The median seconds of a norm in programs (function, arguments), in turns, of which every other is in reverse."""
     programs = [(jax.jit(function), args) for function, args in pairs]
-    taken = [[turn(*program) for program in programs] for _ in range(1 + turns)]
-    return [statistics.median(times) for times in zip(*taken[1:], strict=True)]
+    taken = [[] for _ in programs]
+    for number in range(1 + turns):
+        for times, program in list(zip(taken, programs, strict=True))[:: -1 if number % 2 else 1]:
+            times.append(turn(*program))
+    return [statistics.median(times[1:]) for times in taken]
 
 
 def turn(program, args):

@@ -185,5 +185,7 @@ TABLES = {
     "h200-quantized-small": ("h200_quantized.json", small),
     "cpu": ("cpu.json", cpu),
     "model": ("h200_model.json", whole),
+    "model-add": ("h200_model_add.json", whole),
     "sharding": ("h200_x4_sharding.json", whole),
+    "sharding-two": ("h200_x2_sharding.json", whole),
 }

@@ -77,7 +77,8 @@ void run(Kind kind, Dtype dtype, int64_t rows, int64_t cols, int64_t offset, con
   if (heads.count == 1 && pad == 0) {
     // The same as parts of rows that are split over devices.
     check(part_statistics({kind, rows, cols, f.x, f.mean, f.rstd}, nullptr), "statistics");
-    check(part_apply({kind, rows, cols, f.x, f.scale, f.bias, f.y, f.mean, f.rstd, 0.0f, true}, nullptr), "apply");
+    const float* const means = kind == Kind::layer ? f.mean : nullptr;
+    check(part_apply({kind, rows, cols, f.x, f.scale, f.bias, f.y, means, f.rstd, 0.0f, true}, nullptr), "apply");
   }
 
   // Of a residual connection, whose sum takes the residual's place.
