@@ -176,8 +176,8 @@ def test_tables_of_a_run(results):
     text = tables.render(f"before\n{marked}after\n", results)
     assert "| `rms_norm` forward, float32 | 4256 (2.00) | 5024 (2.00) |" in text
     assert "| `rms_norm` forward, float32 | 2.0 / 4.0 / 1.0 |" in text
-    # The CPU's, the model's, several devices', and two each with a residual, with a gate and of quantised results.
-    assert text.count("Not measured yet") == 9
+    elsewhere = [file for file, _ in tables.TABLES.values() if file != "h200.json"]
+    assert text.count("Not measured yet") == len(elsewhere)
     assert "old" not in text
     assert tables.render(text, results) == text
 
