@@ -44,7 +44,10 @@ struct Block {
 alignas(128) thread_local char dynamic[kDynamicShared];
 thread_local char anchor;
 thread_local Block* block;
-thread_local std::vector<char> stacks;  // of all fibers, kept for the next block
+
+// Of all fibers, kept for the thread's next block. Not initialised: most of this memory is never touched.
+thread_local std::unique_ptr<char[]> stacks;
+thread_local size_t stacks_size = 0;
 
 void fail(const char* why) {
   std::fprintf(stderr, "emulator: %s, block %u, thread %u\n", why, blockIdx.x, threadIdx.x);
@@ -96,13 +99,16 @@ void run_block(Cluster& cluster, int rank, const std::function<void()>& kernel) 
   while (cluster.started < cluster.blocks) std::this_thread::yield();
   const int threads = cluster.threads / cluster.blocks;
   Block own{cluster, rank, kernel, std::vector<Fiber>(threads)};
-  if (stacks.size() < threads * kStack) stacks.resize(threads * kStack);
+  if (stacks_size < threads * kStack) {
+    stacks_size = threads * kStack;
+    stacks.reset(new char[stacks_size]);
+  }
   own.running = threads;
   block = &own;
   for (int i = 0; i < threads; ++i) {
     ucontext_t& context = own.fibers[i].beginning;
     getcontext(&context);
-    context.uc_stack.ss_sp = stacks.data() + i * kStack;
+    context.uc_stack.ss_sp = stacks.get() + i * kStack;
     context.uc_stack.ss_size = kStack;
     context.uc_link = nullptr;
     makecontext(&context, run_fiber, 0);
