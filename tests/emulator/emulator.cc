@@ -15,7 +15,8 @@ namespace emulator {
 namespace {
 
 constexpr size_t kStack = 128 << 10;
-constexpr unsigned kWords = 64;  // that a lane may be ahead of another in shuffles
+constexpr int kMostThreads = 512;  // of a block
+constexpr unsigned kWords = 64;    // that a lane may be ahead of another in shuffles
 
 struct Fiber {
   ucontext_t beginning;
@@ -34,10 +35,10 @@ struct Block {
   Cluster& cluster;
   int rank;
   const std::function<void()>& kernel;
-  std::vector<Fiber> fibers;
-  int current = 0, running;
-  Barrier barriers[16];
-  ucontext_t launcher;
+  Fiber* fibers;
+  int threads, current = 0, running = threads;
+  Barrier barriers[16] = {};
+  jmp_buf launcher;
   int64_t idle_turns = 0;
 };
 
@@ -45,9 +46,10 @@ alignas(128) thread_local char dynamic[kDynamicShared];
 thread_local char anchor;
 thread_local Block* block;
 
-// Of all fibers, kept for the thread's next block. Not initialised: most of this memory is never touched.
+// Kept for the thread's next block: to begin one takes system calls. The stacks are not initialised, as most of them is
+// never touched.
+thread_local std::unique_ptr<Fiber[]> fibers;
 thread_local std::unique_ptr<char[]> stacks;
-thread_local size_t stacks_size = 0;
 
 void fail(const char* why) {
   std::fprintf(stderr, "emulator: %s, block %u, thread %u\n", why, blockIdx.x, threadIdx.x);
@@ -56,7 +58,7 @@ void fail(const char* why) {
 
 // Makes the next fiber that has not returned the current one.
 Fiber& next_fiber() {
-  do block->current = (block->current + 1) % static_cast<int>(block->fibers.size());
+  do block->current = (block->current + 1) % block->threads;
   while (block->fibers[block->current].returned);
   threadIdx = {block->current % blockDim.x, block->current / blockDim.x, 0};
   return block->fibers[block->current];
@@ -85,37 +87,43 @@ void release(Barrier& barrier) {
   block->idle_turns = 0;
 }
 
+// Of one block after the other.
 void run_fiber() {
-  block->kernel();
-  block->fibers[block->current].returned = true;
-  if (--block->running == 0) setcontext(&block->launcher);
-  if (Barrier& all = block->barriers[0]; all.arrived == block->running) release(all);
-  go_on(next_fiber());
+  for (;;) {
+    block->kernel();
+    Fiber& own = block->fibers[block->current];
+    own.returned = true;
+    if (_setjmp(own.place)) continue;
+    if (--block->running == 0) _longjmp(block->launcher, 1);
+    if (Barrier& all = block->barriers[0]; all.arrived == block->running) release(all);
+    go_on(next_fiber());
+  }
 }
 
-void run_block(Cluster& cluster, int rank, const std::function<void()>& kernel) {
-  cluster.anchors[rank] = &anchor;
-  ++cluster.started;
-  while (cluster.started < cluster.blocks) std::this_thread::yield();
-  const int threads = cluster.threads / cluster.blocks;
-  Block own{cluster, rank, kernel, std::vector<Fiber>(threads)};
-  if (stacks_size < threads * kStack) {
-    stacks_size = threads * kStack;
-    stacks.reset(new char[stacks_size]);
-  }
-  own.running = threads;
-  block = &own;
-  for (int i = 0; i < threads; ++i) {
-    ucontext_t& context = own.fibers[i].beginning;
+void make_fibers() {
+  fibers.reset(new Fiber[kMostThreads]);
+  stacks.reset(new char[kMostThreads * kStack]);
+  for (int i = 0; i < kMostThreads; ++i) {
+    ucontext_t& context = fibers[i].beginning;
     getcontext(&context);
     context.uc_stack.ss_sp = stacks.get() + i * kStack;
     context.uc_stack.ss_size = kStack;
     context.uc_link = nullptr;
     makecontext(&context, run_fiber, 0);
   }
+}
+
+void run_block(Cluster& cluster, int rank, const std::function<void()>& kernel) {
+  cluster.anchors[rank] = &anchor;
+  ++cluster.started;
+  while (cluster.started < cluster.blocks) std::this_thread::yield();
+  if (!fibers) make_fibers();
+  if (cluster.threads > cluster.blocks * kMostThreads) fail("a block of too many threads");
+  Block own{cluster, rank, kernel, fibers.get(), cluster.threads / cluster.blocks};
+  for (int i = 0; i < own.threads; ++i) fibers[i].returned = false, fibers[i].shuffles = 0;
+  block = &own;
   threadIdx = {0, 0, 0};
-  own.fibers[0].begun = true;
-  swapcontext(&own.launcher, &own.fibers[0].beginning);
+  if (_setjmp(own.launcher) == 0) go_on(fibers[0]);
 }
 
 }  // namespace
