@@ -16,8 +16,8 @@ def _of_pair(norm):
 
 NORMS = {"rms": jaxnorm.rms_norm, "layer": jaxnorm.layer_norm}
 # Of (x, residual): they give (y, the sum), and dy is (dy, dsum), the cotangents of both.
-# A kind is the name of an op, or that and after a comma what differs.
 ADDED_NORMS = {"add_rms": _of_pair(jaxnorm.add_rms_norm), "add_layer": _of_pair(jaxnorm.add_layer_norm)}
+# A kind is the name of an op, or that and after a comma what differs.
 PAD_TO = 256
 PADDED = f"add_rms, padded to {PAD_TO}"
 ADDED_NORMS[PADDED] = functools.partial(ADDED_NORMS["add_rms"], pad_to=PAD_TO)

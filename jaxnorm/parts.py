@@ -1,9 +1,9 @@
 """Norms of rows that are split over devices: what of them is native, around the exchange of statistics.
 
 `moments` are the statistics of a device's part of each row, `apply` is the norm by statistics that are given. Both are
-kernels on CUDA, where XLA reads x twice for LayerNorm's moments and never from its end (see `Rows` in `src/cuda`), and
-are the jnp formula elsewhere. They have no rules but their lowering, as they are bound where a program is lowered: see
-`forward_p` and `backward_p` for all others.
+kernels on CUDA, where XLA reads x twice for LayerNorm's moments, and never from its end, so that the result would find
+its beginning in the cache; they are the jnp formula elsewhere. They have no rules but their lowering, as they are bound
+where a program is lowered: see `forward_p` and `backward_p` for all others.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,8 +1,9 @@
 // The backward by columns, for rows too long for a team.
 //
 // A row's dx needs two sums over the row, so such rows are read twice: one kernel sums up every segment of a row, the
-// next finishes dx and adds up dscale and dbias, column by column. The first takes the rows in reverse, as all kernels
-// do (see Rows), and the second does not: it finds in the cache those that the first read last.
+// next finishes dx and adds up dscale and dbias, column by column. The first takes the rows in reverse, for the
+// reason that RowsLaunch::backwards gives, and the second does not: it finds in the cache those that the first read
+// last.
 #pragma once
 
 #include "cuda/backward_rows.cuh"

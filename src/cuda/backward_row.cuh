@@ -1,7 +1,7 @@
 // One row in the backward: its sums, from which its dx follows, and its share of the sums over rows.
 #pragma once
 
-#include "cuda/row.cuh"
+#include "cuda/weight.cuh"
 
 namespace jaxnorm::cuda {
 

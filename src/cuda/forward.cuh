@@ -94,12 +94,8 @@ template <Kind KIND, typename X, typename R, typename C>
 cudaError_t launch_forward(const Forward& p, const Plan& plan, cudaStream_t stream) {
   using Y = typename C::template Result<X>;
   constexpr int N = kVector<X>;
-  // Rows of a team under way at once: one, of those that are read again in each pass.
-  const auto teams_of = [&](int at_once) {
-    const int64_t rows = int64_t{plan.rows_per_block} * at_once;
-    return (p.rows + rows - 1) / rows;
-  };
-  const int64_t teams = teams_of(plan.rows_per_team);
+  // Rows that are read again in each pass go one at a time.
+  const int64_t teams = plan.blocks_of(p.rows, plan.rows_per_team), teams_of_one = plan.blocks_of(p.rows, 1);
   RowsLaunch launch(plan, p.cols, N, p.heads);
   const auto launch_as = [&](auto access, int64_t blocks_or_clusters, int shared_bytes) {
     constexpr Access kAccess = decltype(access)::value;
@@ -114,9 +110,9 @@ cudaError_t launch_forward(const Forward& p, const Plan& plan, cudaStream_t stre
     // Heads and padding leave a row the sums that it has without them.
     if constexpr (R::kCluster == 1 && R::kVectors != kStreamed && R::kMost != kFewThreads)
       if ((p.heads.count > 1 || p.y_pad > 0) && !divided && is_known_call<KIND, X>(p))
-        return launch_as(AccessAs<Access::elements>{}, teams_of(1), 0);
+        return launch_as(AccessAs<Access::elements>{}, teams_of_one, 0);
     return aligned ? launch_as(AccessAs<Access::vectors>{}, teams, 0)
-                   : launch_as(AccessAs<Access::unaligned>{}, teams_of(1), 0);
+                   : launch_as(AccessAs<Access::unaligned>{}, teams_of_one, 0);
   } else {
     if constexpr (R::kCluster == 1) {
       // Without a residual padding is rare, and costs registers.

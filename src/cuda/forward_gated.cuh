@@ -40,10 +40,10 @@ cudaError_t forward_gated_of(const Forward& p, cudaStream_t stream) {
   const bool aligned = p.cols % N == 0 && are_aligned(p.x, p.gate.data, p.y, p.scale);
   return with_gated_regime<X>(plan, [&](auto regime) {
     using R = decltype(regime);
-    // at_once: rows of a team, as in the forward without a gate.
+    // `at_once`: rows of a team, as in the forward without a gate.
     const auto launch_as = [&](auto kernel, int at_once) {
-      const int64_t rows = int64_t{plan.rows_per_block} * at_once;
-      return launch_teams(kernel, plan, (p.rows + rows - 1) / rows, 0, stream, p, RowsLaunch(plan, p.cols, N, p.heads));
+      return launch_teams(kernel, plan, plan.blocks_of(p.rows, at_once), 0, stream, p,
+                          RowsLaunch(plan, p.cols, N, p.heads));
     };
     if (aligned)
       return launch_as(p.gate.first ? forward_gated_kernel<X, R, Access::vectors, true>

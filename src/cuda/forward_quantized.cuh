@@ -196,10 +196,7 @@ class QuantizedForward {
   }
 
   // `at_once`: rows that a team has under way.
-  int64_t teams(int at_once) const {
-    const int64_t rows = int64_t{plan_.rows_per_block} * at_once;
-    return (p_.rows + rows - 1) / rows;
-  }
+  int64_t teams(int at_once) const { return plan_.blocks_of(p_.rows, at_once); }
 
   template <typename R>
   cudaError_t run_known() {

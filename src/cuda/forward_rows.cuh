@@ -4,6 +4,7 @@
 
 #include "cuda/gated_row.cuh"
 #include "cuda/launch.cuh"
+#include "cuda/weight.cuh"
 
 namespace jaxnorm::cuda {
 
@@ -145,7 +146,7 @@ __device__ __forceinline__ void forward_ring(const Forward& p, const RowsLaunch&
   RowOf<X, W, C> x;
 
   const int64_t first_row = rows.start(0);
-  for (int64_t next = first_row; next >= rows.step; next += rows.step) {
+  for (int64_t next = first_row; next >= rows.step; next += rows.step) {  // a turn more than there are rows
     if (next >= 0) {
       ring.take();
       const int64_t start = next * p.cols + team.begin;

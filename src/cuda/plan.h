@@ -46,6 +46,12 @@ struct Plan {
   int segments = 0;       // of a row that two kernels work on: one sums up each segment, one finishes column by column
 
   int block_threads() const { return threads_per_row * rows_per_block; }
+
+  // Blocks, or clusters, of which each row has a team; `at_once`: rows that a team has under way.
+  int64_t blocks_of(int64_t rows, int at_once) const {
+    const int64_t of_block = int64_t{rows_per_block} * at_once;
+    return (rows + of_block - 1) / of_block;
+  }
   const char* regime() const;
 };
 

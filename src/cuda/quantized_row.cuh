@@ -3,6 +3,7 @@
 
 #include "cuda/forward.cuh"
 #include "cuda/quantize.cuh"
+#include "cuda/weight.cuh"
 
 namespace jaxnorm::cuda {
 

@@ -105,8 +105,9 @@ class Team {
   const int threads, rank;  // the team's threads in this block, and this one's place among them
   const int place;          // the team's place in the block
   int64_t begin, end;       // the columns that are this block's
-  int64_t index, count;     // which block of the grid this is, from the last one on and clusters counted as one, and of
-                            // how many
+  // Which block of the grid this is, clusters counted as one, and of how many. The one that starts first has the last
+  // rows: see RowsLaunch::backwards.
+  int64_t index, count;
 
   // `span`: the columns of each block of a cluster; `reciprocal`: of all columns.
   __device__ Team(int threads_per_row, int64_t cols, int64_t span, float reciprocal)
