@@ -71,7 +71,8 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   operands.dy.read(team, static_cast<const X*>(p.dy.data) + row * (p.cols + p.dy_pad));
   RowStatistics s;
   s.template fetch<KIND>(p, row);
-  const FloatWeight<W> scale(team, from(p.scale, launch.heads.of_row(row) * p.cols), p.scale_offset, 1.0f);
+  FloatWeight<W> scale(team, from(p.scale, launch.heads.of_row(row) * p.cols));
+  scale.arrive(p.scale_offset, 1.0f);
   NoSums none;
   team.publish(warp_sums<KIND, W>(team, s, operands, scale, none, none));
   const MemoryAdded<X, W> added{p.dsum.data ? static_cast<const X*>(p.dsum.data) + row * p.cols : nullptr};

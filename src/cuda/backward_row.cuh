@@ -42,17 +42,42 @@ struct ColumnSums {
     }
     float* const own = space + team.place * static_cast<int>(team.end);
     for_each_vector<W>(team, [&](int slot, auto first, int left) {
+      if constexpr (W::ALIGNED) {
+        if (left > 0) store_shared(own + first, value[slot]);
+      } else {
 #pragma unroll
-      for (int i = 0; i < W::N; ++i)
-        if (i < left) own[first + i] = value[slot][i];
+        for (int i = 0; i < W::N; ++i)
+          if (i < left) own[first + i] = value[slot][i];
+      }
     });
     __syncthreads();
     const int cols = static_cast<int>(team.end), all = sums * cols;
-    for (int col = threadIdx.x; col < all; col += blockDim.x) {
-      float sum = space[col];
-      for (int i = col + all; i < teams * cols; i += all) sum += space[i];
-      const int at = col + first * cols;
-      to[at < all ? at : at - all] = sum;
+    int count = teams * cols;
+    // Where there are fewer columns than threads, several threads begin with one.
+    const int threads = static_cast<int>(blockDim.x), begun = threads / all * all;
+    if (begun > all && begun < count) {
+      if (threadIdx.x < begun) {
+        float sum = space[threadIdx.x];
+#pragma unroll 4
+        for (int i = threadIdx.x + begun; i < count; i += begun) sum += space[i];
+        space[threadIdx.x] = sum;
+      }
+      count = begun;
+      __syncthreads();
+    }
+    // Otherwise a thread has several columns, of which it adds up a few at once.
+    constexpr int kAtOnce = 4;
+    for (int begin = threadIdx.x; begin < all; begin += kAtOnce * threads) {
+      float sum[kAtOnce] = {};
+      for (int from = begin; from < count; from += all)
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i)
+          if (begin + i * threads < all) sum[i] += space[from + i * threads];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int at = begin + i * threads + first * cols;
+        if (begin + i * threads < all) to[at < all ? at : at - all] = sum[i];
+      }
     }
     __syncthreads();  // `space` may be used again
   }

@@ -46,19 +46,21 @@ __device__ __forceinline__ void backward_rows(const Backward& p, const Partials&
       return RingOf<W, Threads, X, DY>(team, launch.ring, shared, rows, x_data, dy_row(0));
     }
   }();
-  constexpr bool kBehind = W::RING && cuda::kBehind<KIND, THIRD, X, DY, R, (W::N > 1)>;
   const int64_t head = heads.of_row(row_of(part * group + team.place));
-  const FloatWeight<W> scale(team, from(p.scale, head * p.cols), p.scale_offset, 1.0f);
-  std::conditional_t<kGated, GatedOperands<X, W, THIRD>, Operands<X, DY, W>> operands;
-  if constexpr (kGated) operands.how = p.gate;
-  ColumnSums<W> dscale;
-  std::conditional_t<BIAS, ColumnSums<W>, NoSums> dbias;
-
+  FloatWeight<W> scale(team, from(p.scale, head * p.cols));
   // Teams of a warp leave a row together, so one without a row of the last group joins the others.
   const int of_warp = team.place % kTeams;
   const int64_t start = rows.start(team.place - of_warp) + of_warp;
   RowStatistics fetched, newest{}, oldest;
   fetched.template fetch<KIND>(p, row_of(start));
+  ring.fill_up();
+  scale.arrive(p.scale_offset, 1.0f);
+  constexpr bool kBehind = W::RING && cuda::kBehind<KIND, THIRD, X, DY, R, (W::N > 1)>;
+  std::conditional_t<kGated, GatedOperands<X, W, THIRD>, Operands<X, DY, W>> operands;
+  if constexpr (kGated) operands.how = p.gate;
+  ColumnSums<W> dscale;
+  std::conditional_t<BIAS, ColumnSums<W>, NoSums> dbias;
+
   for (int64_t next = start; rows.has(next - of_warp) || (kBehind && rows.has(next - rows.step)); next += rows.step) {
     if (kTeams > 1 && next >= rows.end) {
       ring.take();

@@ -118,7 +118,9 @@ cudaError_t launch_forward(const Forward& p, const Plan& plan, cudaStream_t stre
       // Without a residual padding is rare, and costs registers.
       if constexpr (!C::kAdds)
         if (p.y_pad > 0) return launch_forward<KIND, X, R, AnyCall>(p, plan, stream);
-      if (aligned) return launch_as(AccessAs<Access::vectors>{}, teams, 0);
+      using W = Walk<X, R, Access::vectors>;
+      const int bytes = plan.block_threads() * Weights<KIND, X, R, W, C>::kSharedBytes;
+      if (aligned) return launch_as(AccessAs<Access::vectors>{}, teams, bytes);
       if constexpr (R::kMost != kFewThreads && !C::kAdds && !C::kHeads)
         if (!divided) return launch_as(AccessAs<Access::elements>{}, teams, 0);
     } else if (aligned || (!divided && !C::kAdds)) {

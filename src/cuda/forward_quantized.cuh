@@ -74,7 +74,9 @@ __device__ __forceinline__ void quantized_ring(const Forward& p, const RowsLaunc
   // Beside more values than these, or sums on their way, there is no room for scale in registers.
   using Scale =
       std::conditional_t<W::VECTORS * W::N <= (ADDS ? 16 : 32), RegisterScale<X, W>, LoadedScale<X, W, Threads, false>>;
-  const Scale scale(team, p);
+  Scale scale(team, p);
+  ring.fill_up();
+  scale.arrive();
   const float cols = warp_cols<W>(team);
   RowOf<X, W, Quantized<X, ADDS>> x;
   const auto sum_up = [&](int64_t row) {

@@ -12,6 +12,28 @@ template <typename X, typename W, typename C>
 using RowOf = std::conditional_t<C::kGates, GatedRow<X, W, C::kFirst>,
                                  std::conditional_t<C::kAdds, SumRow<typename C::template Result<X>, X, W>, Row<X, W>>>;
 
+// What holds the weights of a call that is known: scale and, if there is one, bias. kCount of each, which is one for
+// each row that a team has under way if these are of several heads.
+template <Kind KIND, typename X, typename R, typename W, typename C>
+struct Weights {
+  using T = typename C::Weight;
+  static constexpr int kCount = C::kHeads ? R::kRows : 1, kKinds = C::kBias ? 2 : 1;
+  // Of a thread, with its rows and its weights.
+  static constexpr int kRegisters =
+      W::VECTORS * W::N * static_cast<int>(R::kRows * sizeof(X) + kCount * kKinds * sizeof(T)) / 4;
+  static constexpr bool kSameType = sizeof(T) == sizeof(X), kVectors = W::N > 1;
+  // There is no room in registers for those of layer norm, nor for f32 beside a half type. Where a thread has more of
+  // them than here, the way through shared memory takes longer than loading them late.
+  static constexpr bool kShared = kVectors && !C::kHeads &&
+                                  (kSameType ? KIND == Kind::layer && R::kThreads == kWholeBlock && R::kVectors == 4
+                                             : R::kThreads == 8 && R::kVectors <= 2);
+  static constexpr Place kPlace = kShared                                     ? Place::shared
+                                  : kVectors && kSameType && kRegisters <= 32 ? Place::registers
+                                                                              : Place::memory;
+  using Weight = PackedWeight<T, W, kPlace>;
+  static constexpr int kSharedBytes = Weight::kSharedBytes * kKinds;  // of a thread
+};
+
 // Teams whose rows do not come by way of a ring. A team has several rows under way at once if they are short.
 template <Kind KIND, typename X, typename R, Access ACCESS, typename C>
 __device__ __forceinline__ void forward_rows(const Forward& p, const RowsLaunch& launch) {
@@ -57,21 +79,20 @@ __device__ __forceinline__ void forward_rows(const Forward& p, const RowsLaunch&
       }
     };
     if constexpr (C::kKnown) {
-      using T = typename C::Weight;
-      constexpr int kWeights = C::kHeads ? kRows : 1, kOfWeights = kWeights * (C::kBias ? 2 : 1) * sizeof(T);
-      // Registers that x and the weights take, if those are held as well.
-      constexpr int kRegisters = W::VECTORS * W::N * (kRows * sizeof(X) + kOfWeights) / 4;
-      using Weight = PackedWeight<T, W, (W::N > 1 && sizeof(T) == sizeof(X) && kRegisters <= 32)>;
+      using Of = Weights<KIND, X, R, W, C>;
+      using Weight = typename Of::Weight;
+      constexpr int kWeights = Of::kCount;
       Weight scale[kWeights], bias[kWeights];
 #pragma unroll
       for (int r = 0; r < kWeights; ++r) {
-        const auto weight = [&](const Input& whole) {
-          if constexpr (!C::kHeads) return Weight(team, whole);
+        const auto weight = [&](const Input& whole, int kind) {
+          char* const space = dynamic_shared() + kind * Weight::kSharedBytes * static_cast<int>(blockDim.x);
+          if constexpr (!C::kHeads) return Weight(team, whole, true, space);
           const int64_t row = first_row + r * group;
           return Weight(team, from(whole, launch.heads.of_row(row < p.rows ? row : first_row) * p.cols));
         };
-        scale[r] = weight(p.scale);
-        if constexpr (C::kBias) bias[r] = weight(p.bias);
+        scale[r] = weight(p.scale, 0);
+        if constexpr (C::kBias) bias[r] = weight(p.bias, 1);
       }
       Y* y[kRows];
 #pragma unroll
@@ -82,6 +103,7 @@ __device__ __forceinline__ void forward_rows(const Forward& p, const RowsLaunch&
         hide(y[r]);
       }
       collect();
+      if constexpr (Of::kPlace == Place::shared) wait_for_copies();
       for_each_vector<W>(team, [&](int slot, auto first, int left) {
         float factor[W::N], term[W::N];
 #pragma unroll
@@ -141,7 +163,10 @@ __device__ __forceinline__ void forward_ring(const Forward& p, const RowsLaunch&
       return RingOf<W, Threads, Y>(team, launch.ring, shared, rows, x_data);
     }
   }();
-  const FloatWeight<W> scale(team, p.scale, p.scale_offset, 1.0f), bias(team, p.bias, 0.0f, -0.0f);
+  FloatWeight<W> scale(team, p.scale), bias(team, p.bias);
+  ring.fill_up();
+  scale.arrive(p.scale_offset, 1.0f);
+  bias.arrive(0.0f, -0.0f);
   const float cols = warp_cols<W>(team);
   RowOf<X, W, C> x;
 

@@ -83,6 +83,22 @@ __device__ inline float exp2_estimate(float value) {
 // Brings a line of memory into the L2 cache.
 __device__ inline void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 
+// Copies 16 bytes to shared memory, where they are once this thread has waited for its copies.
+__device__ inline void copy_to_shared(char* to, const void* from) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  const auto address = static_cast<unsigned>(__cvta_generic_to_shared(to));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
+#else
+  *reinterpret_cast<uint4*>(to) = *static_cast<const uint4*>(from);
+#endif
+}
+
+__device__ inline void wait_for_copies() {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
+
 // Hides from the compiler what it knows of a pointer.
 template <typename T>
 __device__ void hide(T*& pointer) {

@@ -25,6 +25,8 @@ class LoadedScale {
   __device__ LoadedScale(const Team& team, const Forward& p)
       : p_(p), held_(team, p.scale, p.scale.data && p.scale.dtype == kDtype<X>), late_(team, p.scale) {}
 
+  __device__ void arrive() {}
+
   template <typename F>
   __device__ void with(F f) const {
     if (!p_.scale.data) return;
@@ -48,8 +50,8 @@ class LoadedScale {
   }
 
   const Forward& p_;
-  const PackedWeight<X, W, HELD> held_;
-  const PackedWeight<float, W, false> late_;
+  const PackedWeight<X, W, HELD ? Place::registers : Place::memory> held_;
+  const PackedWeight<float, W, Place::memory> late_;
 };
 
 // The same for all rows of a team, as floats in registers.
@@ -57,7 +59,9 @@ template <typename X, typename W>
 class RegisterScale {
  public:
   template <typename Team>
-  __device__ RegisterScale(const Team& team, const Forward& p) : p_(p), factor_(team, p.scale, p.scale_offset, 1.0f) {}
+  __device__ RegisterScale(const Team& team, const Forward& p) : p_(p), factor_(team, p.scale) {}
+
+  __device__ void arrive() { factor_.arrive(p_.scale_offset, 1.0f); }
 
   template <typename F>
   __device__ void with(F f) const {
@@ -74,7 +78,7 @@ class RegisterScale {
 
  private:
   const Forward& p_;
-  const FloatWeight<W> factor_;
+  FloatWeight<W> factor_;
 };
 
 // A row as floats in registers: unpacked once, however many passes there are over it.
@@ -110,7 +114,7 @@ struct Values {
         constexpr bool kBias = decltype(has_bias)::value;
         // Of so many there are no registers for several on their way.
         constexpr bool kOneByOne = kBias && W::VECTORS == 8 && sizeof(X) == 4;
-        const PackedWeight<T, W, false> bias(team, p.bias);
+        const PackedWeight<T, W, Place::memory> bias(team, p.bias);
         for_each_vector<W>(team, [&](int slot, auto first, int left) {
           if (kOneByOne && left <= 0) return;
           float factor[W::N], term[W::N];
@@ -130,9 +134,9 @@ struct Values {
     const Input& smooth = p.quantized.smooth;
     if (!smooth.data) return;
     if (smooth.dtype == kDtype<X>) {
-      multiply_by(team, PackedWeight<X, W, false>(team, smooth));
+      multiply_by(team, PackedWeight<X, W, Place::memory>(team, smooth));
     } else if constexpr (sizeof(X) < 4) {
-      multiply_by(team, PackedWeight<float, W, false>(team, smooth));
+      multiply_by(team, PackedWeight<float, W, Place::memory>(team, smooth));
     }
   }
 

@@ -41,6 +41,7 @@ struct Rows {
 struct NoRing {
   template <typename... Args>
   __device__ explicit NoRing(const Args&...) {}
+  __device__ void fill_up() {}
   __device__ void take() {}
   __device__ void met() {}
   __device__ void leave() {}
@@ -55,7 +56,7 @@ class Ring {
   template <int ARRAY>
   using Element = std::tuple_element_t<ARRAY, std::tuple<T...>>;
 
-  // By all threads of the block. Begins to fill the ring.
+  // By all threads of the block. Begins to fill the ring, with the first chunk.
   __device__ Ring(const Team& team, const RingShape& shape, char* shared, const Rows& rows, const T*... arrays)
       : shape_(shape),
         rows_(rows),
@@ -71,9 +72,14 @@ class Ring {
     if (threadIdx.x < rows.group / kRows * shape.chunks) barriers()[threadIdx.x].init();
     __syncthreads();
     next_row_ = rows.start(place_);
+    if (leads_) fill();
+  }
+
+  // And goes on with the others. What is loaded between the two arrives before them, the memory being busy by then.
+  __device__ void fill_up() {
     if (!leads_) return;
 #pragma unroll 1
-    for (int i = 0; i < shape.chunks; ++i) fill();
+    for (int i = 1; i < shape_.chunks; ++i) fill();
   }
 
   // Waits for the next row, or the next rows of the warp's teams.

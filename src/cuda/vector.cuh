@@ -157,6 +157,18 @@ __device__ Packed<T, N> load_shared(const T* from) {
   return packed;
 }
 
+template <int N>
+__device__ void store_shared(float* to, const float (&from)[N]) {
+  if constexpr (N == 1) {
+    *to = from[0];
+  } else {
+    static_assert(N % 4 == 0);
+#pragma unroll
+    for (int i = 0; i < N; i += 4)
+      *reinterpret_cast<float4*>(to + i) = make_float4(from[i], from[i + 1], from[i + 2], from[i + 3]);
+  }
+}
+
 // Stores the first `left` of N elements. ALIGNED: as in `load`.
 template <bool ALIGNED, int N, typename T>
 __device__ void store(T* to, const Packed<T, N>& packed, int left) {

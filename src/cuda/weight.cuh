@@ -5,64 +5,116 @@
 
 namespace jaxnorm::cuda {
 
-// scale or bias, of type T: held packed in registers if HELD, so that it is on its way before
-// the row's sums are known, or loaded as it is used.
-template <typename T, typename W, bool HELD>
+// Where a weight is while the row's sums are not known yet: still where it was, or on its way.
+enum class Place : uint8_t { memory, registers, shared };
+
+// scale or bias, of type T. In shared memory, of which `space` is the block's for this weight, a thread has what it
+// needs for itself, and may have it once it has waited for its copies.
+template <typename T, typename W, Place PLACE>
 class PackedWeight {
  public:
+  static constexpr int kVectorBytes = W::N * sizeof(T);
+  static constexpr int kSharedBytes = PLACE == Place::shared ? W::VECTORS * kVectorBytes : 0;  // of a thread
+
   PackedWeight() = default;
 
+  // If it is not `wanted`, nobody will ask for it, and registers stay empty.
   template <typename Team>
-  __device__ PackedWeight(const Team& team, const Input& weight) : weight_(static_cast<const T*>(weight.data)) {
-    if constexpr (HELD)
-      for_each_vector<W>(
-          team, [&](int slot, auto first, int left) { packed_[slot] = load<W::ALIGNED, W::N>(weight_ + first, left); });
-  }
-
-  // If it is not `wanted`, nobody will ask for it.
-  template <typename Team>
-  __device__ PackedWeight(const Team& team, const Input& weight, bool wanted)
-      : weight_(static_cast<const T*>(weight.data)) {
-    if constexpr (HELD)
+  __device__ PackedWeight(const Team& team, const Input& weight, bool wanted = true, char* space = nullptr)
+      : weight_(static_cast<const T*>(weight.data)),
+        shared_(PLACE == Place::shared ? space + threadIdx.x * kGranule : nullptr) {
+    if constexpr (PLACE == Place::registers) {
       for_each_vector<W>(team, [&](int slot, auto first, int left) {
         packed_[slot] = load<W::ALIGNED, W::N>(weight_ + first, wanted ? left : 0);
       });
+    } else if constexpr (PLACE == Place::shared) {
+      for_each_vector<W>(team, [&](int slot, auto first, int left) {
+#pragma unroll
+        for (int i = 0; i < kVectorBytes / kGranule; ++i)
+          if (left > 0) copy_to_shared(granule(slot, i), weight_ + first + i * kVector<T>);
+      });
+    }
   }
 
   template <typename Column>
   __device__ void get(int slot, Column first, int left, float (&to)[W::N]) const {
-    unpack(HELD ? packed_[HELD ? slot : 0] : load<W::ALIGNED, W::N>(weight_ + first, left), to);
+    if constexpr (PLACE == Place::memory) {
+      unpack(load<W::ALIGNED, W::N>(weight_ + first, left), to);
+    } else if constexpr (PLACE == Place::registers) {
+      unpack(packed_[slot], to);
+    } else {
+      Packed<T, W::N> packed;
+#pragma unroll
+      for (int i = 0; i < kVectorBytes / kGranule; ++i)
+        reinterpret_cast<uint4*>(packed.word)[i] = *reinterpret_cast<const uint4*>(granule(slot, i));
+      unpack(packed, to);
+    }
   }
 
  private:
+  static constexpr int kGranule = 16;  // bytes: those of neighbouring threads lie side by side
+
+  __device__ char* granule(int slot, int i) const {
+    return shared_ + (slot * (kVectorBytes / kGranule) + i) * static_cast<int>(blockDim.x) * kGranule;
+  }
+
   const T* weight_;
-  Packed<T, W::N> packed_[HELD ? W::VECTORS : 1];
+  char* shared_;
+  Packed<T, W::N> packed_[PLACE == Place::registers ? W::VECTORS : 1];
 };
 
 // scale or bias, of any type, as floats in registers for all rows of a team, `offset` added. One that is not there is
 // `absent` everywhere.
+//
+// Its constructor begins to load it and `arrive` waits for it, so that a ring may be filled up in between: behind the
+// rows that fill one it would have to queue.
 template <typename W>
 class FloatWeight {
  public:
   template <typename Team>
-  __device__ FloatWeight(const Team& team, const Input& weight, float offset, float absent) {
+  __device__ FloatWeight(const Team& team, const Input& weight) : weight_(weight) {
     if (weight.data)
       with_type(weight.dtype, [&](auto* type) {
         using T = std::remove_pointer_t<decltype(type)>;
         for_each_vector<W>(team, [&](int slot, auto first, int left) {
-          unpack(load<W::ALIGNED, W::N>(static_cast<const T*>(weight.data) + first, left), value_[slot]);
+          const T* const from = static_cast<const T*>(weight.data) + first;
+          Packed<T, W::N>& packed = packed_of<T>(slot);
+          if constexpr (W::ALIGNED && W::N > 1) {
+            packed = load_now<W::N>(from, left);
+          } else {
+            packed = load<W::ALIGNED, W::N>(from, left);
+          }
         });
+      });
+  }
+
+  __device__ void arrive(float offset, float absent) {
+    if (weight_.data)
+      with_type(weight_.dtype, [&](auto* type) {
+        using T = std::remove_pointer_t<decltype(type)>;
+#pragma unroll
+        for (int slot = 0; slot < W::VECTORS; ++slot) {
+          const Packed<T, W::N> packed = packed_of<T>(slot);
+          unpack(packed, value_[slot]);
+        }
       });
 #pragma unroll
     for (int slot = 0; slot < W::VECTORS; ++slot)
 #pragma unroll
-      for (int i = 0; i < W::N; ++i) value_[slot][i] = weight.data ? value_[slot][i] + offset : absent;
+      for (int i = 0; i < W::N; ++i) value_[slot][i] = weight_.data ? value_[slot][i] + offset : absent;
   }
 
   __device__ const float (&operator[](int slot) const)[W::N] { return value_[slot]; }
 
  private:
-  float value_[W::VECTORS][W::N];
+  // As it lies in memory, until it has arrived, where its values will be.
+  template <typename T>
+  __device__ Packed<T, W::N>& packed_of(int slot) {
+    return reinterpret_cast<Packed<T, W::N>&>(value_[slot]);
+  }
+
+  const Input weight_;
+  alignas(16) float value_[W::VECTORS][W::N];
 };
 
 }  // namespace jaxnorm::cuda

@@ -38,6 +38,9 @@ inline float flushed(float value) { return std::fabs(value) < 0x1p-126f ? std::c
 inline float reciprocal_estimate(float value) { return flushed(1 / flushed(value)); }
 inline float exp2_estimate(float value) { return flushed(std::exp2(flushed(value))); }
 
+inline void copy_to_shared(char* to, const void* from) { std::memcpy(to, from, 16); }
+inline void wait_for_copies() {}
+
 inline void prefetch(const void*) {}
 
 template <typename T>
