@@ -72,7 +72,7 @@ struct ColumnSums {
       for (int from = begin; from < count; from += all)
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i)
-          if (begin + i * threads < all) sum[i] += space[from + i * threads];
+          if (begin + i * threads < all && from + i * threads < count) sum[i] += space[from + i * threads];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         const int at = begin + i * threads + first * cols;
