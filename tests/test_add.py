@@ -41,8 +41,9 @@ def draw_pair(dims, dtype="float32", residual_dtype="float32"):
     return draw_x(dims, dtype), draw_residual(dims, residual_dtype)
 
 
-def draw_operands(dims, dtype="float32", residual_dtype="float32"):
-    return *draw_pair(dims, dtype, residual_dtype), draw_scale(dims[-1:]), draw_bias(dims[-1:])
+def draw_operands(dims, dtype="float32", residual_dtype="float32", weight_dtype="float32"):
+    weights = (draw(dims[-1:], weight_dtype) for draw in (draw_scale, draw_bias))
+    return *draw_pair(dims, dtype, residual_dtype), *weights
 
 
 def sum_of(x, residual):
@@ -59,10 +60,13 @@ def assert_exact(kind, x, residual, scale, bias, out_dtype=None, **options):
 
 
 @pytest.mark.parametrize("cols", LENGTHS)
-@pairs
+@pytest.mark.parametrize(
+    ("dtype", "residual_dtype", "weight_dtype"),
+    [(*pair, weights) for pair in PAIRS for weights in sorted({pair[0], "float32"})],
+)
 @kinds
-def test_rows_of_every_length_are_exact(kind, dtype, residual_dtype, cols):
-    assert_exact(kind, *draw_operands((7, cols), dtype, residual_dtype))
+def test_rows_of_every_length_are_exact(kind, dtype, residual_dtype, weight_dtype, cols):
+    assert_exact(kind, *draw_operands((7, cols), dtype, residual_dtype, weight_dtype))
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -21,12 +21,12 @@ struct Weights {
   // Of a thread, with its rows and its weights.
   static constexpr int kRegisters =
       W::VECTORS * W::N * static_cast<int>(R::kRows * sizeof(X) + kCount * kKinds * sizeof(T)) / 4;
-  static constexpr bool kSameType = sizeof(T) == sizeof(X), kVectors = W::N > 1;
+  static constexpr bool kSameType = sizeof(T) == sizeof(X), kLarger = sizeof(T) > sizeof(X), kVectors = W::N > 1;
   // There is no room in registers for those of layer norm, nor for f32 beside a half type. Where a thread has more of
   // them than here, the way through shared memory takes longer than loading them late.
   static constexpr bool kShared = kVectors && !C::kHeads &&
                                   (kSameType ? KIND == Kind::layer && R::kThreads == kWholeBlock && R::kVectors == 4
-                                             : R::kThreads == 8 && R::kVectors <= 2);
+                                             : kLarger && R::kThreads == 8 && R::kVectors <= 2);
   static constexpr Place kPlace = kShared                                     ? Place::shared
                                   : kVectors && kSameType && kRegisters <= 32 ? Place::registers
                                                                               : Place::memory;

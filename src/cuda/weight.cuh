@@ -53,6 +53,7 @@ class PackedWeight {
 
  private:
   static constexpr int kGranule = 16;  // bytes: those of neighbouring threads lie side by side
+  static_assert(PLACE != Place::shared || kVectorBytes % kGranule == 0);
 
   __device__ char* granule(int slot, int i) const {
     return shared_ + (slot * (kVectorBytes / kGranule) + i) * static_cast<int>(blockDim.x) * kGranule;
@@ -78,26 +79,28 @@ class FloatWeight {
         using T = std::remove_pointer_t<decltype(type)>;
         for_each_vector<W>(team, [&](int slot, auto first, int left) {
           const T* const from = static_cast<const T*>(weight.data) + first;
-          Packed<T, W::N>& packed = packed_of<T>(slot);
-          if constexpr (W::ALIGNED && W::N > 1) {
-            packed = load_now<W::N>(from, left);
+          if constexpr (W::RING && W::N > 1) {
+            packed_of<T>(slot) = load_now<W::N>(from, left);
+          } else if constexpr (W::RING) {
+            packed_of<T>(slot) = load<true, W::N>(from, left);
           } else {
-            packed = load<W::ALIGNED, W::N>(from, left);
+            unpack(load<W::ALIGNED, W::N>(from, left), value_[slot]);
           }
         });
       });
   }
 
   __device__ void arrive(float offset, float absent) {
-    if (weight_.data)
-      with_type(weight_.dtype, [&](auto* type) {
-        using T = std::remove_pointer_t<decltype(type)>;
+    if constexpr (W::RING)
+      if (weight_.data)
+        with_type(weight_.dtype, [&](auto* type) {
+          using T = std::remove_pointer_t<decltype(type)>;
 #pragma unroll
-        for (int slot = 0; slot < W::VECTORS; ++slot) {
-          const Packed<T, W::N> packed = packed_of<T>(slot);
-          unpack(packed, value_[slot]);
-        }
-      });
+          for (int slot = 0; slot < W::VECTORS; ++slot) {
+            const Packed<T, W::N> packed = packed_of<T>(slot);
+            unpack(packed, value_[slot]);
+          }
+        });
 #pragma unroll
     for (int slot = 0; slot < W::VECTORS; ++slot)
 #pragma unroll
