@@ -25,6 +25,37 @@ struct RowStatistics {
 template <Kind KIND>
 using RowSums = Sums<KIND == Kind::layer ? 2 : 1>;
 
+// Adds up every `all`-th of `count` floats that a block's threads have left in `space`, so that `all` sums remain. The
+// first goes to to[first], those after it to the next, all the way round.
+__device__ __forceinline__ void add_up(float* space, int count, int all, int first, float* to) {
+  const int threads = static_cast<int>(blockDim.x), begun = threads / all * all;
+  // Of fewer sums than threads several threads begin with each.
+  if (begun > all && begun < count) {
+    if (threadIdx.x < begun) {
+      float sum = space[threadIdx.x];
+#pragma unroll 4
+      for (int i = threadIdx.x + begun; i < count; i += begun) sum += space[i];
+      space[threadIdx.x] = sum;
+    }
+    count = begun;
+    __syncthreads();
+  }
+  // Of more sums a thread has a few under way at once.
+  constexpr int kAtOnce = 4;
+  for (int begin = threadIdx.x; begin < all; begin += kAtOnce * threads) {
+    float sum[kAtOnce] = {};
+    for (int from = begin; from < count; from += all)
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i)
+        if (begin + i * threads < all && from + i * threads < count) sum[i] += space[from + i * threads];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int at = begin + i * threads + first;
+      if (begin + i * threads < all) to[at < all ? at : at - all] = sum[i];
+    }
+  }
+}
+
 // The running sums of a team's rows, one float for each element that a thread owns.
 template <typename W>
 struct ColumnSums {
@@ -51,34 +82,8 @@ struct ColumnSums {
       }
     });
     __syncthreads();
-    const int cols = static_cast<int>(team.end), all = sums * cols;
-    int count = teams * cols;
-    // Where there are fewer columns than threads, several threads begin with one.
-    const int threads = static_cast<int>(blockDim.x), begun = threads / all * all;
-    if (begun > all && begun < count) {
-      if (threadIdx.x < begun) {
-        float sum = space[threadIdx.x];
-#pragma unroll 4
-        for (int i = threadIdx.x + begun; i < count; i += begun) sum += space[i];
-        space[threadIdx.x] = sum;
-      }
-      count = begun;
-      __syncthreads();
-    }
-    // Otherwise a thread has several columns, of which it adds up a few at once.
-    constexpr int kAtOnce = 4;
-    for (int begin = threadIdx.x; begin < all; begin += kAtOnce * threads) {
-      float sum[kAtOnce] = {};
-      for (int from = begin; from < count; from += all)
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i)
-          if (begin + i * threads < all && from + i * threads < count) sum[i] += space[from + i * threads];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const int at = begin + i * threads + first * cols;
-        if (begin + i * threads < all) to[at < all ? at : at - all] = sum[i];
-      }
-    }
+    const int cols = static_cast<int>(team.end);
+    add_up(space, teams * cols, sums * cols, first * cols, to);
     __syncthreads();  // `space` may be used again
   }
 };
