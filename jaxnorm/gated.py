@@ -83,7 +83,7 @@ def gated_rms_norm(
         multiply_before_cast=True,
         compute_dtype=np.dtype(np.float64 if np.float64 in dtypes else np.float32),
         out_dtype=out_dtype,
-        native_only=implementation == "native",
+        native_for=_OP if implementation == "native" else None,
         split=gated_validation.check_axis_name(_OP, axis_name, group_size),
     )
     kind = Gate(
@@ -109,6 +109,6 @@ def _has_kernel(norm: Norm, x: jax.Array, gate: jax.Array, scale: jax.Array | No
     reason = ffi.unsupported_gate(cols, x.dtype, gate.dtype, norm.out_dtype)
     if jax.typeof(gate).sharding.spec != jax.typeof(x).sharding.spec:
         reason = "x and gate are sharded differently over an Explicit mesh"
-    if reason is not None and norm.native_only:
+    if reason is not None and norm.native_for:
         raise norms.no_kernel(_OP, reason)
     return norms.has_kernel(_OP, norm, x, None, (scale,)) and reason is None

@@ -183,7 +183,7 @@ def has_primitive(op: str, norm: reference.Norm, x: jax.Array, *others: Any) -> 
     """Whether this norm is the primitive's, which is a kernel where there is one and keeps little for a gradient."""
     if norm.split is None:
         return has_kernel(op, norm, x, *others)
-    if norm.native_only:
+    if norm.native_for:
         raise no_kernel(op, "axis_name is given, and what is exchanged over devices is exchanged by jax.numpy")
     # A primitive that exchanges parts would not know what to do with the axis of a vmap.
     manual = jax.sharding.get_abstract_mesh().manual_axes
@@ -224,7 +224,7 @@ def prepare(
         multiply_before_cast=validation.check_flag(op, "multiply_before_cast", multiply_before_cast),
         compute_dtype=np.dtype(np.float64 if np.float64 in dtypes else np.float32),
         out_dtype=out_dtype,
-        native_only=implementation == "native",
+        native_for=op if implementation == "native" else None,
         pad_to=validation.check_pad_to(op, pad_to, axes, axis_name),
         split=validation.check_axis_name(op, axis_name),
     )
@@ -251,7 +251,7 @@ def has_kernel(
         reason = "x or a weight awaits a reduction over an axis of an Explicit mesh"
     if residual is not None and jax.typeof(residual).sharding.spec != jax.typeof(x).sharding.spec:
         reason = "x and residual are sharded differently over an Explicit mesh"
-    if not norm.native_only:
+    if not norm.native_for:
         return reason is None
     platform = compat.default_platform()
     if reason is None and not ffi.available(platform):

@@ -35,7 +35,7 @@ class Norm:
     multiply_before_cast: bool
     compute_dtype: np.dtype[Any]
     out_dtype: np.dtype[Any]
-    native_only: bool = False
+    native_for: str | None = None  # the function that was asked for a kernel and nothing else
     pad_to: int = 1  # y's last axis, the only normalised one then, has zeros after it up to a multiple
     split: Split | None = None  # the devices that hold equal parts of each row; what is global is computed by all
 

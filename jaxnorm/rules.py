@@ -86,9 +86,9 @@ def lowering(
         else:
             return partition.lower(platform, primitive, ctx, *operands, **params)
         norm: Norm = params["norm"]
-        if norm.native_only:
+        if norm.native_for:
             raise RuntimeError(
-                f"{norm.kind}_norm: implementation='native' cannot be compiled for {platform}: {reason}. "
+                f"{norm.native_for}: implementation='native' cannot be compiled for {platform}: {reason}. "
                 "With implementation=None it runs in jax.numpy."
             )
         return lower_formula(ctx, *operands, **params)

@@ -1,5 +1,7 @@
 """Laws 7 and 9: programs for other platforms, written here and read anywhere."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,8 @@ from hlo import count_native_calls
 from jax import export
 from native import is_built, target
 from transformations import loss_of
+
+import jaxnorm
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 
@@ -103,3 +107,21 @@ def test_native_calls_for_a_platform_that_may_be_absent(kind, platform, backend)
 def test_no_native_call_for_rocm(kind):
     traced = jax.jit(value_and_gradients(NORMS[kind])).trace(*operands((5, 64)))
     assert count_native_calls(traced.lower(lowering_platforms=("rocm",)).as_text()) == {}
+
+
+TWO_ARRAYS = {
+    "add_rms_norm": jaxnorm.add_rms_norm,
+    "add_layer_norm": jaxnorm.add_layer_norm,
+    "gated_rms_norm": partial(jaxnorm.gated_rms_norm, activation="silu", gate_first=True),
+    "rms_norm_quantized": lambda x, r, **options: jaxnorm.rms_norm_quantized(
+        x, residual=r, quantization=jaxnorm.Quantization("int8"), **options
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TWO_ARRAYS)
+def test_what_must_be_native_names_itself_where_nothing_is(name):
+    native = jax.jit(partial(TWO_ARRAYS[name], implementation="native"))
+    x = jnp.ones((4, 8))
+    with pytest.raises(RuntimeError, match=f"^{name}: .*'native' cannot be compiled.*kernels for cpu and cuda.*None"):
+        native.trace(x, x).lower(lowering_platforms=("tpu",))
