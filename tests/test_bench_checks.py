@@ -9,6 +9,16 @@ import pytest
 from bench import gated, heads, programs, quantized, shapes
 
 
+def spoilt(step, spoil):
+    """The step, with spoil(y, dx, dweights) in place of its results."""
+
+    def wrong(*arrays):
+        y, (dx, dweights) = step(*arrays)
+        return spoil(y, dx, dweights)
+
+    return wrong
+
+
 def wrong_bias_gradient(y, dx, dweights):
     return y, (dx, (*dweights[:-1], 1.001 * dweights[-1]))
 
@@ -38,12 +48,8 @@ def test_the_check_sees_what_is_wrong(kind, spoil):
     operands = programs.operands(kind, "float32", 70, 33)
     step = programs.functions(kind, "jnp")["step"]
 
-    def wrong(*arrays):
-        y, (dx, dweights) = step(*arrays)
-        return spoil(y, dx, dweights)
-
     check = functools.partial(programs.check, kind, *operands)
-    assert check(step) < 1 < check(wrong)
+    assert check(step) < 1 < check(spoilt(step, spoil))
 
 
 def wrong_dgate(y, pair, dweights):
@@ -60,12 +66,8 @@ def test_the_check_of_the_gated_norm_sees_what_is_wrong(kind, spoil):
     operands = gated.operands(kind, "float32", 70, 2 * gated.GROUP)
     step = gated.functions(kind, "jnp")["step"]
 
-    def wrong(*arrays):
-        y, (dx, dweights) = step(*arrays)
-        return spoil(y, dx, dweights)
-
     check = functools.partial(gated.check, kind, *operands)
-    assert check(step) < 1 < check(wrong)
+    assert check(step) < 1 < check(spoilt(step, spoil))
 
 
 # By the formula of one head after another, which needs no per-head scale of the package.
@@ -81,12 +83,8 @@ def test_the_check_of_heads_sees_what_is_wrong():
         y, vjp = jax.vjp(lambda x, weights: forward(x, *weights), x, weights)
         return y, vjp(dy)
 
-    def wrong(*arrays):
-        y, (dx, dweights) = step(*arrays)
-        return wrong_dscale(y, dx, dweights)
-
     check = functools.partial(heads.check, heads.KIND, *operands)
-    assert check(step) < 1 < check(wrong)
+    assert check(step) < 1 < check(spoilt(step, wrong_dscale))
 
 
 def one_step_lower(values, *scales):

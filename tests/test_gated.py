@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 from cases import DTYPES, bits, draw, draw_scale, draw_x
 from gating import (
-    BWD,
-    FWD,
     MAMBA,
     QWEN,
     draw_gate,
@@ -20,8 +18,6 @@ from gating import (
     variants,
 )
 from hlo import compiled_text, count_native_calls
-from native import is_platform_with_kernels
-from test_residuals import lowered_calls, wanted
 from test_transformations import assert_close
 from tolerances import DSCALE, DX, forward_errors, gradient_error
 
@@ -209,51 +205,6 @@ def test_groups_have_the_bits_of_rows(variant):
     for group in (slice(at, at + 128) for at in range(0, 640, 128)):
         alone, _ = everything(variant, (x[:, group], gate[:, group], scale[group]), dy[:, group])
         assert bits(alone) == bits([result[:, group] for result in (y, dx, dgate)])
-
-
-def loss(norm):
-    return lambda *args: jnp.sin(norm(*args).astype(jnp.float32)).sum()
-
-
-@pytest.mark.parametrize("group_size", [None, 20])
-@dtypes
-@orders
-def test_a_gradient_is_one_call_each_way(variant, dtype, group_size):
-    gradient = jax.grad(loss(gated(variant, group_size=group_size)), (0, 1, 2))
-    assert count_native_calls(compiled_text(gradient, *draw_operands((12, 80), dtype))) == gated_calls(fwd=1, bwd=1)
-
-
-@pytest.mark.parametrize(
-    ("argnums", "expected"),
-    [
-        ((0,), {"dx": True, "dgate": False, "dscale": False}),
-        ((1,), {"dx": False, "dgate": True, "dscale": False}),
-        ((2,), {"dx": False, "dgate": False, "dscale": True}),
-        ((0, 1), {"dx": True, "dgate": True, "dscale": False}),
-        ((0, 1, 2), {"dx": True, "dgate": True, "dscale": True}),
-    ],
-)
-@orders
-def test_the_backward_computes_what_is_asked_for(variant, argnums, expected):
-    args = draw_operands((12, 80))
-    gradient = jax.grad(loss(gated(variant)), argnums)
-    assert [wanted(call) for call in lowered_calls(gradient, BWD, *args)] == [expected] * is_platform_with_kernels()
-    every = jax.jit(jax.grad(loss(gated(variant)), (0, 1, 2)))(*args)
-    assert bits(jax.jit(gradient)(*args)) == bits([every[i] for i in argnums])
-
-
-def test_inference_writes_no_statistics():
-    calls = lowered_calls(gated(MAMBA), FWD, *draw_operands((12, 80)))
-    assert [call.rpartition("->")[2].strip() for call in calls] == ["tensor<12x80xf32>"] * is_platform_with_kernels()
-
-
-@dtypes
-@orders
-def test_between_forward_and_backward_only_the_operands_and_rstd_live(variant, dtype):
-    args = draw_operands((12, 80), dtype)
-    pullback = jax.eval_shape(lambda *args: jax.vjp(gated(variant, group_size=20), *args)[1], *args)
-    kept = sorted((leaf.size, leaf.dtype.name) for leaf in jax.tree.leaves(pullback) if leaf.size > 1)
-    assert kept == sorted([(12 * 80, dtype), (12 * 80, dtype), (80, "float32"), (12 * 4, "float32")])
 
 
 @pytest.mark.parametrize("dims", [(0, 64), (3, 0, 64)], ids=str)

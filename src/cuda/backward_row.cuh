@@ -25,9 +25,11 @@ struct RowStatistics {
 template <Kind KIND>
 using RowSums = Sums<KIND == Kind::layer ? 2 : 1>;
 
-// Adds up every `all`-th of `count` floats that a block's threads have left in `space`, so that `all` sums remain. The
-// first goes to to[first], those after it to the next, all the way round.
-__device__ __forceinline__ void add_up(float* space, int count, int all, int first, float* to) {
+// Adds up what the `teams` of a block have left in `space`, `cols` floats each: `sums` sums, each of every sums-th
+// team. The first takes place `first`, those after it the next, all the way round.
+__device__ __forceinline__ void add_up(float* space, int cols, int teams, int sums, int first, float* to) {
+  const int all = sums * cols;
+  int count = teams * cols;
   const int threads = static_cast<int>(blockDim.x), begun = threads / all * all;
   // Of fewer sums than threads several threads begin with each.
   if (begun > all && begun < count) {
@@ -50,7 +52,7 @@ __device__ __forceinline__ void add_up(float* space, int count, int all, int fir
         if (begin + i * threads < all && from + i * threads < count) sum[i] += space[from + i * threads];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const int at = begin + i * threads + first;
+      const int at = begin + i * threads + first * cols;
       if (begin + i * threads < all) to[at < all ? at : at - all] = sum[i];
     }
   }
@@ -62,8 +64,7 @@ struct ColumnSums {
   float value[W::VECTORS][W::N] = {};
 
   // Writes those of a block or a cluster: teams that share a block add up theirs in `space`, a float for each element
-  // that the block's threads own. There are `sums` of them, each of every sums-th team; the one of the first team takes
-  // place `first`, those after it the next, all the way round.
+  // that the block's threads own. `sums` and `first` are what they are for add_up.
   template <typename Team>
   __device__ void write(const Team& team, int teams, int sums, int first, float* space, float* to) const {
     if (Team::kSpansBlocks || teams == 1) {
@@ -82,8 +83,7 @@ struct ColumnSums {
       }
     });
     __syncthreads();
-    const int cols = static_cast<int>(team.end);
-    add_up(space, teams * cols, sums * cols, first * cols, to);
+    add_up(space, static_cast<int>(team.end), teams, sums, first, to);
     __syncthreads();  // `space` may be used again
   }
 };

@@ -75,8 +75,12 @@ __device__ __forceinline__ void quantized_ring(const Forward& p, const RowsLaunc
   using Scale =
       std::conditional_t<W::VECTORS * W::N <= (ADDS ? 16 : 32), RegisterScale<X, W>, LoadedScale<X, W, Threads, false>>;
   Scale scale(team, p);
+  // Loaded late, each row would wait for it.
+  std::conditional_t<KIND == Kind::layer, SharedBias<X, W>, LateBias<W>> bias(
+      team, p.bias, shared + launch.ring.bytes_of_ring<ADDS ? 2 : 1>());
   ring.fill_up();
   scale.arrive();
+  bias.arrive();
   const float cols = warp_cols<W>(team);
   RowOf<X, W, Quantized<X, ADDS>> x;
   const auto sum_up = [&](int64_t row) {
@@ -106,7 +110,7 @@ __device__ __forceinline__ void quantized_ring(const Forward& p, const RowsLaunc
       for (int i = 0; i < W::N; ++i) v[i] = x_hat<KIND>(v[i], s);
     });
     ring.leave();
-    values.template finish<KIND, X>(p, team, scale);
+    values.template finish<KIND, X>(p, team, scale, bias);
     values.publish(p, team);
     if (row + rows.step >= 0) sum_up(row + rows.step);
     values.rescale(p, team, number);
@@ -214,8 +218,9 @@ class QuantizedForward {
 
   template <typename R, bool ADDS>
   cudaError_t launch_ring() {
-    const int bytes = ADDS ? launch_.with_rings(plan_, p_.cols, {{sizeof(X), p_.cols}, {sizeof(X), p_.cols}}, 1)
-                           : launch_.with_rings(plan_, p_.cols, {{sizeof(X), p_.cols}}, 1);
+    const int bias = plan_.block_threads() * SharedBias<X, Walk<X, R, Access::ring>>::bytes(p_.bias);
+    const int bytes = ADDS ? launch_.with_rings(plan_, p_.cols, {{sizeof(X), p_.cols}, {sizeof(X), p_.cols}}, 1, bias)
+                           : launch_.with_rings(plan_, p_.cols, {{sizeof(X), p_.cols}}, 1, bias);
     if (bytes == 0) return cudaErrorNotSupported;
     const int64_t at_once = std::min<int64_t>(teams(1), current_device().teams_at_once(plan_.blocks_per_row));
     launch_.take_turns(at_once, p_.rows);

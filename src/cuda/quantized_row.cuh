@@ -3,7 +3,7 @@
 
 #include "cuda/forward.cuh"
 #include "cuda/quantize.cuh"
-#include "cuda/weight.cuh"
+#include "cuda/quantized_weight.cuh"
 
 namespace jaxnorm::cuda {
 
@@ -16,70 +16,6 @@ __device__ inline void write_scale(const Forward& p, int64_t row, int64_t group,
   const int64_t groups = is_by_row(p) ? 1 : group_of(p.quantized, p.cols);
   if (row < p.rows) p.quantized.scales[row * groups + group] = scale;
 }
-
-// scale + scale_offset where scale is of X, held in registers if HELD, or of f32. with(f) calls
-// f(null pointer of its type, how to get a vector's factors), if there is a scale.
-template <typename X, typename W, typename Team, bool HELD>
-class LoadedScale {
- public:
-  __device__ LoadedScale(const Team& team, const Forward& p)
-      : p_(p), held_(team, p.scale, p.scale.data && p.scale.dtype == kDtype<X>), late_(team, p.scale) {}
-
-  __device__ void arrive() {}
-
-  template <typename F>
-  __device__ void with(F f) const {
-    if (!p_.scale.data) return;
-    if (p_.scale.dtype == kDtype<X>) {
-      f(static_cast<X*>(nullptr), factors(held_));
-    } else if constexpr (sizeof(X) < 4) {
-      f(static_cast<float*>(nullptr), factors(late_));
-    }
-  }
-
- private:
-  template <typename Weight>
-  __device__ auto factors(const Weight& weight) const {
-    return [this, &weight](int slot, auto first, int left, float (&to)[W::N]) {
-      weight.get(slot, first, left, to);
-      // An addition less. The branch has late loads wait for each other, which matters where the whole block does.
-      if ((HELD || !Team::kSpansWarps) && p_.scale_offset == 0.0f) return;
-#pragma unroll
-      for (int i = 0; i < W::N; ++i) to[i] += p_.scale_offset;
-    };
-  }
-
-  const Forward& p_;
-  const PackedWeight<X, W, HELD ? Place::registers : Place::memory> held_;
-  const PackedWeight<float, W, Place::memory> late_;
-};
-
-// The same for all rows of a team, as floats in registers.
-template <typename X, typename W>
-class RegisterScale {
- public:
-  template <typename Team>
-  __device__ RegisterScale(const Team& team, const Forward& p) : p_(p), factor_(team, p.scale) {}
-
-  __device__ void arrive() { factor_.arrive(p_.scale_offset, 1.0f); }
-
-  template <typename F>
-  __device__ void with(F f) const {
-    const auto factors = [this](int slot, auto, int, float (&to)[W::N]) {
-#pragma unroll
-      for (int i = 0; i < W::N; ++i) to[i] = factor_[slot][i];
-    };
-    if (p_.scale.dtype == kDtype<X>) {
-      f(static_cast<X*>(nullptr), factors);
-    } else {
-      f(static_cast<float*>(nullptr), factors);
-    }
-  }
-
- private:
-  const Forward& p_;
-  FloatWeight<W> factor_;
-};
 
 // A row as floats in registers: unpacked once, however many passes there are over it.
 template <typename W>
@@ -106,20 +42,20 @@ struct Values {
   Floats<W> (&rows)[ROWS];
 
   // x_hat is to become v = (x_hat * factor + bias) * smooth. A bias has scale's type, smooth X or f32.
-  template <Kind KIND, typename X, typename Scale, typename Team>
-  __device__ void finish(const Forward& p, const Team& team, const Scale& scale) {
+  template <Kind KIND, typename X, typename Scale, typename Bias, typename Team>
+  __device__ void finish(const Forward& p, const Team& team, const Scale& scale, const Bias& bias) {
     scale.with([&](auto* type, auto factors) {
       using T = std::remove_pointer_t<decltype(type)>;
       const auto finish = [&](auto has_bias) {
         constexpr bool kBias = decltype(has_bias)::value;
         // Of so many there are no registers for several on their way.
         constexpr bool kOneByOne = kBias && W::VECTORS == 8 && sizeof(X) == 4;
-        const PackedWeight<T, W, Place::memory> bias(team, p.bias);
+        const auto& terms = bias.template of<T>(team);
         for_each_vector<W>(team, [&](int slot, auto first, int left) {
           if (kOneByOne && left <= 0) return;
           float factor[W::N], term[W::N];
           factors(slot, first, left, factor);
-          if constexpr (kBias) bias.get(slot, first, left, term);
+          if constexpr (kBias) terms.get(slot, first, left, term);
 #pragma unroll
           for (int r = 0; r < ROWS; ++r)
 #pragma unroll
@@ -286,7 +222,7 @@ struct QuantizeKnown {
     });
     Values<W, kRows> values{rows.x};
     const auto row = [&](int r) { return rows.row(r); };
-    values.template finish<KIND, X>(p, team, scale);
+    values.template finish<KIND, X>(p, team, scale, LateBias<W>(team, p.bias));
     values.publish(p, team);
     values.rescale(p, team, row);
     values.store(p, team, row);

@@ -21,6 +21,19 @@ struct RingShape {
   int chunks;              // of each ring
   int bytes[kMaxArrays];   // a chunk, of each array; 0: there are fewer
   int stride[kMaxArrays];  // of the array, in elements, from a row to the next: in a chunk they lie as they do there
+
+  // Of a chunk before those of an array.
+  __device__ int bytes_before(int array) const {
+    int sum = 0;
+#pragma unroll
+    for (int i = 0; i < array; ++i) sum += bytes[i];
+    return sum;
+  }
+
+  template <int ARRAYS>
+  __device__ int bytes_of_ring() const {
+    return chunks * bytes_before(ARRAYS);
+  }
 };
 
 // Which rows the teams of a block work on: of each of several groups of neighbouring rows one.
@@ -68,7 +81,7 @@ class Ring {
         leads_(Team::kSpansWarps ? team.rank == 0 : lane() == 0) {
     const int ring = team.place / kRows;
     full_ = barriers() + ring * shape.chunks;
-    shared_ = shared + ring * shape.chunks * chunk_bytes();
+    shared_ = shared + ring * shape.bytes_of_ring<kArrays>();
     if (threadIdx.x < rows.group / kRows * shape.chunks) barriers()[threadIdx.x].init();
     __syncthreads();
     next_row_ = rows.start(place_);
@@ -134,16 +147,6 @@ class Ring {
     return sizes[array];
   }
 
-  // Bytes of a chunk before those of an array.
-  __device__ int bytes_before(int array) const {
-    int bytes = 0;
-#pragma unroll
-    for (int i = 0; i < array; ++i) bytes += shape_.bytes[i];
-    return bytes;
-  }
-
-  __device__ int chunk_bytes() const { return bytes_before(kArrays); }
-
   // Bytes of the granule in which an array's part begins before it does.
   __device__ static int granule_before(const void* part) {
     return UNEVEN ? static_cast<int>(reinterpret_cast<uintptr_t>(part) % 16) : 0;
@@ -153,7 +156,8 @@ class Ring {
   template <int ARRAY>
   __device__ const Element<ARRAY>* copy_of(const Element<ARRAY>* row, int chunk) const {
     const int before = kRows > 1 ? row_ * shape_.stride[ARRAY] : 0;
-    const char* rows = shared_ + chunk * chunk_bytes() + bytes_before(ARRAY) + granule_before(row - before);
+    const char* rows =
+        shared_ + chunk * shape_.bytes_before(kArrays) + shape_.bytes_before(ARRAY) + granule_before(row - before);
     return reinterpret_cast<const Element<ARRAY>*>(rows) + before;
   }
 
@@ -171,14 +175,14 @@ class Ring {
       return whole_granules(part_of(i), (more * shape_.stride[i] + width_) * size(i));
     };
     Arrival& full = full_[next_];
-    char* const to = shared_ + next_ * chunk_bytes();
+    char* const to = shared_ + next_ * shape_.bytes_before(kArrays);
     int expected = 0;
 #pragma unroll
     for (int i = 0; i < kArrays; ++i) expected += width_ > 0 ? bytes_of(i) : 0;
     full.expect(expected);
 #pragma unroll
     for (int i = 0; i < kArrays; ++i)
-      if (width_ > 0) full.copy(to + bytes_before(i), part_of(i) - granule_before(part_of(i)), bytes_of(i));
+      if (width_ > 0) full.copy(to + shape_.bytes_before(i), part_of(i) - granule_before(part_of(i)), bytes_of(i));
     if (++next_ == shape_.chunks) next_ = 0;
     next_row_ += rows_.step;
   }

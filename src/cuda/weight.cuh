@@ -18,7 +18,7 @@ class PackedWeight {
 
   PackedWeight() = default;
 
-  // If it is not `wanted`, nobody will ask for it, and registers stay empty.
+  // If it is not `wanted`, nobody will ask for it, and nothing is loaded.
   template <typename Team>
   __device__ PackedWeight(const Team& team, const Input& weight, bool wanted = true, char* space = nullptr)
       : weight_(static_cast<const T*>(weight.data)),
@@ -31,7 +31,7 @@ class PackedWeight {
       for_each_vector<W>(team, [&](int slot, auto first, int left) {
 #pragma unroll
         for (int i = 0; i < kVectorBytes / kGranule; ++i)
-          if (left > 0) copy_to_shared(granule(slot, i), weight_ + first + i * kVector<T>);
+          if (wanted && left > 0) copy_to_shared(granule(slot, i), weight_ + first + i * kVector<T>);
       });
     }
   }
