@@ -23,9 +23,18 @@ namespace {
 using namespace jaxnorm;
 using namespace jaxnorm::cuda;
 
+// What runs.
+struct {
+  Kind kind;
+  Dtype dtype;
+  int64_t rows, cols;
+} now;
+
 void check(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
-  std::printf("%s: %s\n", what, cudaGetErrorString(error));
+  std::printf("%s, %s %s %lldx%lld: %s\n", what, now.kind == Kind::rms ? "rms" : "layer",
+              now.dtype == Dtype::f32 ? "f32" : "bf16", static_cast<long long>(now.rows),
+              static_cast<long long>(now.cols), cudaGetErrorString(error));
   std::exit(1);
 }
 
@@ -48,6 +57,7 @@ class Array {
 // `offset`: of each array, in elements, so that it is aligned to them and to nothing more. `pad`: columns after each
 // row of y and dy.
 void run(Kind kind, Dtype dtype, int64_t rows, int64_t cols, int64_t offset, const Heads& heads = {}, int64_t pad = 0) {
+  now = {kind, dtype, rows, cols};
   const Array x(dtype, rows * cols, offset, true), dy(dtype, rows * (cols + pad), offset, true);
   const int64_t weights = heads.count * cols;
   const Array scale(dtype, weights, offset, true), bias(dtype, weights, offset, true);
@@ -91,6 +101,7 @@ void run(Kind kind, Dtype dtype, int64_t rows, int64_t cols, int64_t offset, con
 
 // Quantised results, with a scale for each row, for groups and given; without a residual and with one.
 void run_quantized(Kind kind, Dtype dtype, int64_t rows, int64_t cols, int64_t offset) {
+  now = {kind, dtype, rows, cols};
   const Array x(dtype, rows * cols, offset, true), scale(dtype, cols, offset, true), bias(dtype, cols, offset, true);
   const Array sum(dtype, rows * cols, offset, true), smooth(Dtype::f32, cols, offset, true);
   const Array scales(Dtype::f32, rows * cols, 0, false), given(Dtype::f32, 1, 0, true);
@@ -120,6 +131,7 @@ void run_quantized(Kind kind, Dtype dtype, int64_t rows, int64_t cols, int64_t o
 
 // Gated, in both orders, with as many heads.
 void run_gated(Dtype dtype, int64_t rows, int64_t cols, int64_t heads, int64_t offset) {
+  now = {Kind::rms, dtype, rows, cols};
   const Array x(dtype, rows * cols, offset, true), dy(dtype, rows * cols, offset, true);
   const Array gate(dtype, rows * cols, offset, true), scale(dtype, heads * cols, offset, true);
   const Array y(dtype, rows * cols, offset, false), dx(dtype, rows * cols, offset, false);
