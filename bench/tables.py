@@ -61,6 +61,19 @@ def about(header, *more):
     return [" ".join([run, *more]), ""]
 
 
+def headline(results):
+    """One line about all shapes."""
+    steps = [row for row in results["rows"] if is_step(row) and row["x XLA"]]
+    what = f"{results['header']['gpu']}, {len(steps)} programs of a result and all its gradients"
+    return [ratios(what, steps)] if steps else []
+
+
+def cpu_headline(results):
+    """The same, of programs that run alone and in a chain."""
+    header, rows = results["header"], [row for row in results["rows"] if row.get("x XLA")]
+    return [ratios(f"{header['cpu']}, {header['cores']} cores, {len(rows)} programs", rows)]
+
+
 def grid(results):
     """GB/s by op and row length, and how many times as fast as XLA."""
     everything = [row for row in results["rows"] if row["shape"].startswith("grid ")]
@@ -176,6 +189,7 @@ def whole(results):
 
 TABLES = {
     "h200-grid": ("h200.json", grid),
+    "h200-headline": ("h200.json", headline),
     "h200-small": ("h200.json", small),
     "h200-add-grid": ("h200_add.json", grid),
     "h200-add-small": ("h200_add.json", small),
@@ -184,6 +198,7 @@ TABLES = {
     "h200-quantized-grid": ("h200_quantized.json", grid),
     "h200-quantized-small": ("h200_quantized.json", small),
     "cpu": ("cpu.json", cpu),
+    "cpu-headline": ("cpu.json", cpu_headline),
     "model": ("h200_model.json", whole),
     "model-add": ("h200_model_add.json", whole),
     "sharding": ("h200_x4_sharding.json", whole),

@@ -201,6 +201,19 @@ def test_the_table_of_quantised_results(tmp_path):
     ]
 
 
+def test_the_headline_is_of_all_steps_and_names_the_slowest(tmp_path):
+    steps = [
+        result("rms_norm step", shape=shape, **{"x XLA": ratio}) for shape, ratio in (("grid 256", 8.0), ("odd", 0.5))
+    ]
+    report.save(HEADER, [*steps, result()], tmp_path / "h200")
+    _, line, _ = tables.render("<!-- table: h200-headline -->\n<!-- end -->\n", tmp_path).splitlines()
+    assert "2 programs" in line
+    assert (
+        "2.00 times as fast as XLA's code in geometric mean, from 0.50 (`rms_norm` step, float32, 4x256) to 8.00"
+        in line
+    )
+
+
 def test_tables_are_written_and_checked(results, capsys):
     readme = results / "README.md"
     readme.write_text("<!-- table: h200-grid -->\n<!-- end -->\n")
