@@ -19,6 +19,12 @@ LONGEST = 8192
 Lead = tuple[int, ...]
 
 
+def is_lead(lead: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
+    """Whether weights may have these axes in front, for an x with these others before its normalised ones."""
+    aligned = zip(reversed(lead), reversed(others), strict=False)
+    return len(lead) <= len(others) and all(a in (1, b) for a, b in aligned)
+
+
 def heads_of(shape: tuple[Any, ...], axes: int, lead: Lead) -> tuple[int, int]:
     """(count, inner): how many heads such an x has, of `axes` normalised axes, and neighbouring rows of each."""
     _, end = _span(shape, axes, lead)
@@ -26,10 +32,12 @@ def heads_of(shape: tuple[Any, ...], axes: int, lead: Lead) -> tuple[int, int]:
     return math.prod(lead), max(1, inner)
 
 
-def unsupported(shape: tuple[Any, ...], axes: int, lead: Lead) -> str | None:
-    """Why no kernel takes weights of this lead, as a sentence; None if one does."""
+def unsupported(shape: tuple[Any, ...], axes: int, lead: Lead, op: str = "") -> str | None:
+    """Why no kernel, of this op, takes weights of this lead, as a sentence; None if one does."""
     if not lead:
         return None
+    if op.endswith("_quantized"):
+        return f"no kernel that quantises takes a scale or bias with leading axes, {lead}"
     first, end = _span(shape, axes, lead)
     if not all(isinstance(length, int) for length in (*lead, *shape[first : len(shape) - axes])):
         return f"the leading axes {lead} of scale or bias, or x's axes after them, have a symbolic length"
@@ -45,7 +53,7 @@ def unsupported(shape: tuple[Any, ...], axes: int, lead: Lead) -> str | None:
 def lead_of(axes: int, weights: Iterable[jax.Array | None]) -> Lead:
     """The lead that all weights broadcast to, less the ones that it begins with."""
     leads = [weight.shape[: weight.ndim - axes] for weight in weights if weight is not None]
-    return _stripped(tuple(lax.broadcast_shapes(*leads)) if leads else ())
+    return stripped(tuple(lax.broadcast_shapes(*leads)) if leads else ())
 
 
 def with_lead(lead: Lead, axes: int, weight: jax.Array | None) -> jax.Array | None:
@@ -99,7 +107,7 @@ def batch_lead(x: jax.Array, x_dim: int, axes: int, lead: Lead) -> Lead | None:
     """The lead of weights that each example of x has for itself; None where no kernel takes them."""
     example = (*x.shape[:x_dim], *x.shape[x_dim + 1 :])
     ones = (1,) * (len(example) - axes - len(lead))
-    whole = _stripped((x.shape[x_dim], *ones, *lead))
+    whole = stripped((x.shape[x_dim], *ones, *lead))
     no_kernel = unsupported((x.shape[x_dim], *example), axes, whole)
     return None if no_kernel else whole
 
@@ -113,7 +121,8 @@ def _span(shape: tuple[Any, ...], axes: int, lead: Lead) -> tuple[int, int]:
     return others - len(lead), others - trailing
 
 
-def _stripped(lead: Lead) -> Lead:
+def stripped(lead: Lead) -> Lead:
+    """The lead of a weight in a primitive: it does not begin with a 1."""
     while lead and lead[0] == 1:
         lead = lead[1:]
     return lead

@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxnorm import compat, ffi, quantization, validation
+from jaxnorm import compat, ffi, heads, quantization, validation
 
 PACKAGES = ("jaxnorm", "jax", "jaxlib", "nanobind-backend")
 OPS = (
@@ -53,9 +53,16 @@ def native_modules() -> Report:
 
 
 def call(
-    op: str, shape: tuple[int, ...], dtype: np.dtype[Any], out_dtype: np.dtype[Any], axes: int, platform: str
+    op: str,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    out_dtype: np.dtype[Any],
+    axes: int,
+    platform: str,
+    scale_shape: tuple[int, ...] | None = None,
 ) -> Report:
     """What runs for the norm of an array over its last axes, each way, and why; a residual or gate has its dtype."""
+    scale_shape = shape[-axes:] if scale_shape is None else scale_shape
     normalised = tuple(range(-axes, 0))
     residual_dtype = dtype if op.startswith("add_") else None
     is_gated = op.startswith("gated_")
@@ -63,6 +70,9 @@ def call(
     result_dtype = np.dtype(np.float32) if op.endswith("_quantized") else out_dtype
     cols = math.prod(shape[-axes:])
     reason = ffi.unsupported(normalised, shape, dtype, result_dtype, [], residual_dtype)
+    lead = heads.stripped(scale_shape[:-axes])
+    if reason is None:
+        reason = heads.unsupported(shape, axes, lead, op)
     if reason is None and is_gated:
         reason = ffi.unsupported_gate(cols, dtype, dtype, out_dtype)
     if reason is None and not ffi.available(platform):
@@ -73,6 +83,7 @@ def call(
         "dtype": dtype.name,
         "out_dtype": out_dtype.name,
         "axes": axes,
+        "scale_shape": scale_shape,
         "platform": platform,
         "implementation": "native" if reason is None else "jnp",
         "why": reason or f"jaxnorm._{platform} is loaded and has kernels for these dtypes",
@@ -86,6 +97,9 @@ def call(
         report["plans"] = {
             way: plan(way, kind, dtype.name, cols, clusters, is_gated) for way in ("forward", "backward")
         }
+        count, inner = heads.heads_of(shape, axes, lead)
+        if count > 1 and inner > 1:  # such rows are not fetched ahead
+            report["plans"]["backward"]["ring"] = False
     return report
 
 
@@ -114,10 +128,11 @@ def in_words(report: Report) -> str:
         built = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in module.items() if key != "loaded")
         lines.append(f"{platform + ' kernels':18}{'loaded: ' + built if module['loaded'] else module['why_not']}")
     norm = report["call"]
-    shape = "x".join(map(str, norm["shape"]))
+    shape, scale_shape = ("x".join(map(str, norm[name])) for name in ("shape", "scale_shape"))
     axes = "axis" if norm["axes"] == 1 else f"{norm['axes']} axes"
+    scale = f", scale[{scale_shape}]," if len(norm["scale_shape"]) > norm["axes"] else ""
     lines.append(
-        f"\n{norm['op']} of {norm['dtype']}[{shape}] to {norm['out_dtype']} over the last {axes} on "
+        f"\n{norm['op']} of {norm['dtype']}[{shape}]{scale} to {norm['out_dtype']} over the last {axes} on "
         f"{norm['platform']}: {norm['implementation']}, because {norm['why']}"
     )
     for way, plan in norm.get("plans", {}).items():
@@ -133,6 +148,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--op", choices=OPS, default="rms_norm")
     parser.add_argument("--shape", type=_shape, default=(4096, 4096), help="x's shape, as 4096x4096")
     parser.add_argument("--axes", type=int, default=1, help="how many trailing axes are normalised")
+    parser.add_argument(
+        "--scale-shape", type=_shape, help="scale's, as 32x128 for 32 heads; x's last axes if not given"
+    )
     parser.add_argument("--dtype", type=jnp.dtype, default="float32", help="x's dtype, and a residual's or a gate's")
     parser.add_argument("--out-dtype", type=jnp.dtype, help="the result's dtype; x's, or float8_e4m3fn, if not given")
     parser.add_argument("--platform", help="cpu, cuda, tpu, ...; JAX's default if not given")
@@ -143,6 +161,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.error(f"--axes is {options.axes}, expected 1 to {len(options.shape)}, the rank of --shape")
     if options.op == "gated_rms_norm" and options.axes > 1:
         parser.error(f"--axes is {options.axes}, expected 1: gated_rms_norm is over the last axis")
+    if options.scale_shape is not None:
+        _check_scale_shape(parser, options)
     is_quantized = options.op.endswith("_quantized")
     options.out_dtype = options.out_dtype or (jnp.dtype("float8_e4m3fn") if is_quantized else options.dtype)
     if options.dtype not in validation.DTYPES:
@@ -153,6 +173,18 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
             f"{options.op} has no results of {options.out_dtype}, but of {', '.join(sorted(map(str, results)))}"
         )
     return options
+
+
+def _check_scale_shape(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    others, last = options.shape[: -options.axes], options.shape[-options.axes :]
+    lead = options.scale_shape[: -options.axes]
+    if options.op == "gated_rms_norm" and lead:
+        parser.error("--scale-shape has leading axes; the scale of gated_rms_norm has the last axis alone")
+    if options.scale_shape[-options.axes :] != last or not heads.is_lead(lead, others):
+        parser.error(
+            f"--scale-shape is {options.scale_shape}, expected {last} and before it, if anything, what broadcasts "
+            f"against {others}"
+        )
 
 
 def _shape(text: str) -> tuple[int, ...]:
@@ -177,6 +209,7 @@ def main(arguments: list[str] | None = None) -> None:
             options.out_dtype,
             options.axes,
             options.platform or compat.default_platform(),
+            options.scale_shape,
         ),
     }
     print(json.dumps(report, indent=2) if options.json else in_words(report))

@@ -243,10 +243,8 @@ def has_kernel(
     weight_dtypes = [weight.dtype for weight in weights]
     residual_dtype = None if residual is None else residual.dtype
     reason = ffi.unsupported(norm.axes, x.shape, x.dtype, norm.out_dtype, weight_dtypes, residual_dtype)
-    if reason is None and (lead := heads.lead_of(len(norm.axes), weights)):
-        reason = heads.unsupported(x.shape, len(norm.axes), lead)
-        if op.endswith("_quantized"):
-            reason = f"no kernel that quantises takes a scale or bias with leading axes, {lead}"
+    if reason is None:
+        reason = heads.unsupported(x.shape, len(norm.axes), heads.lead_of(len(norm.axes), weights), op)
     if any(compat.awaits_reduction(array) for array in (x, *weights)):
         reason = "x or a weight awaits a reduction over an axis of an Explicit mesh"
     if residual is not None and jax.typeof(residual).sharding.spec != jax.typeof(x).sharding.spec:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jaxnorm import compat
+from jaxnorm import compat, heads
 from jaxnorm.split import Split
 
 IMPLEMENTATIONS = (None, "native", "jnp")
@@ -77,8 +77,7 @@ def check_weight(
     if with_lead and axes == tuple(range(-len(axes), 0)):
         others = x.shape[: x.ndim - len(axes)]
         expected += f", and before them, if anything, what broadcasts against its other axes {others}"
-        aligned = zip(reversed(lead), reversed(others), strict=False)
-        is_lead = len(lead) <= len(others) and all(a in (1, b) for a, b in aligned)
+        is_lead = heads.is_lead(lead, others)
     else:
         is_lead = not lead
     if weight.shape[len(lead) :] != features or not is_lead:

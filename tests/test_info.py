@@ -9,6 +9,9 @@ import jaxlib
 import pytest
 from native import is_built
 
+# Queries or keys, with a scale for each of 32 heads.
+HEADS = ("--shape", "8x2048x32x128", "--scale-shape", "32x128")
+
 
 @pytest.fixture
 def info(monkeypatch, capsys):
@@ -74,12 +77,22 @@ def test_a_quantised_result_in_words(info, to):
         (("--shape", "4x0"), "length 0"),
         (("--op", "gated_rms_norm", "--shape", "4x20000"), "take at most 16384"),
         (("--op", "gated_rms_norm", "--out-dtype", "bfloat16"), "want them equal"),
+        (("--shape", "8x16x4x9000", "--scale-shape", "4x9000"), "more than 8192"),
+        (("--op", "rms_norm_quantized", *HEADS), "no kernel that quantises"),
     ],
 )
 def test_where_the_formula_runs(info, arguments, why):
     report = call(info, *arguments)
     assert report["implementation"] == "jnp"
     assert why in report["why"]
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("op", ["rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"])
+def test_a_scale_for_each_head(info, op):
+    report = call(info, "--op", op, *HEADS)
+    assert (report["scale_shape"], report["implementation"]) == ([32, 128], "native")
+    assert "float32[8x2048x32x128], scale[32x128], to float32" in info("--op", op, *HEADS)
 
 
 @pytest.mark.plans
@@ -92,6 +105,14 @@ def test_launch_plans(info, op):
     assert list(report["plans"]) == ["forward", "backward"]
     for plan in report["plans"].values():
         assert plan["threads_per_row"] * plan["elements_per_thread"] >= (128, 8 * 128)[axes - 1]
+
+
+# Whose rows are neighbours, or not.
+@pytest.mark.plans
+@pytest.mark.parametrize(("scale_shape", "ring"), [("32x128", True), ("2048x1x128", False), ("128", True)])
+def test_the_backward_fetches_ahead(info, scale_shape, ring):
+    report = call(info, "--platform", "cuda", "--shape", "8x2048x32x128", "--scale-shape", scale_shape)
+    assert report["plans"]["backward"]["ring"] is ring
 
 
 @pytest.mark.plans
@@ -113,6 +134,10 @@ def test_everything_in_words(info):
         ("--axes", "3"),
         ("--axes", "0"),
         ("--op", "gated_rms_norm", "--axes", "2"),
+        ("--op", "gated_rms_norm", *HEADS),
+        ("--shape", "8x128", "--scale-shape", "64"),
+        ("--shape", "8x128", "--scale-shape", "4x128"),
+        ("--shape", "8x128", "--scale-shape", "2x8x128"),
         ("--dtype", "int8"),
         ("--out-dtype", "int8"),
         ("--op", "rms_norm_quantized", "--out-dtype", "bfloat16"),
