@@ -106,6 +106,13 @@ def test_with_a_residual_is_exact(kind, dtype, residual_dtype, granularity, impl
     assert_exact(kind, to, *draw_operands(dims, dtype), residual, implementation=implementation)
 
 
+# Rows of x and of the residual that take a whole block's shared memory, beside what the CUDA kernels declare.
+@kinds
+def test_rows_that_leave_no_room_are_exact(kind):
+    dims = (3, 229_376)
+    assert_exact(kind, E4M3, *draw_operands(dims, "float32"), draw_residual(dims, "float32"), implementation=None)
+
+
 @implementations
 @pytest.mark.parametrize("granularity", ["token", "tensor"])
 @kinds
