@@ -2,6 +2,7 @@
 // epilogue.
 #pragma once
 
+#include "cuda/forward_few.cuh"
 #include "cuda/forward_rows.cuh"
 #include "cuda/norms.h"
 
@@ -76,9 +77,11 @@ auto with_call(const Forward& p, F f) {
   const auto all_are = [&](Dtype dtype) { return p.scale.dtype == dtype && (!p.bias || p.bias.dtype == dtype); };
   const bool rounds = !p.multiply_before_cast && p.y.dtype != Dtype::f32;
   if (!p.scale || p.y.dtype != kDtype<X> || (kRms ? bool{p.bias} : rounds)) return f(AnyCall{});
-  // RMS norm's second choice is whether it rounds, layer norm's whether it has a bias.
+  // RMS norm's second choice is whether it rounds, which f32 never does, layer norm's whether it has a bias.
   const bool second = kRms ? rounds : bool{p.bias};
-  if (all_are(kDtype<X>)) return second ? f(Call<X, !kRms, kRms>{}) : f(Call<X, false, false>{});
+  if constexpr (!kRms || sizeof(X) < 4)
+    if (all_are(kDtype<X>) && second) return f(Call<X, !kRms, kRms>{});
+  if (all_are(kDtype<X>)) return f(Call<X, false, false>{});
   if constexpr (sizeof(X) < 4)
     if (all_are(Dtype::f32)) return second ? f(Call<float, !kRms, kRms>{}) : f(Call<float, false, false>{});
   return f(AnyCall{});
@@ -118,6 +121,8 @@ cudaError_t launch_forward(const Forward& p, const Plan& plan, cudaStream_t stre
       // Without a residual padding is rare, and costs registers.
       if constexpr (!C::kAdds)
         if (p.y_pad > 0) return launch_forward<KIND, X, R, AnyCall>(p, plan, stream);
+      if constexpr (kMayBeFew<R, C>)
+        if (aligned && are_few<R>(p)) return launch_few<KIND, X, R, C>(p, plan, launch, stream);
       using W = Walk<X, R, Access::vectors>;
       const int bytes = plan.block_threads() * Weights<KIND, X, R, W, C>::kSharedBytes;
       if (aligned) return launch_as(AccessAs<Access::vectors>{}, teams, bytes);

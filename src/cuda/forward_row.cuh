@@ -45,18 +45,26 @@ __device__ Part<KIND> warp_part(const Row& x, const T& team, float cols) {
   }
 }
 
-// Of a whole row, which thread 0 of its team writes where they are wanted.
-template <Kind KIND, typename T>
-__device__ Statistics statistics(const Forward& p, T& team, int64_t row) {
-  const Part<KIND> whole = team.collect();
+// Of a whole row.
+template <Kind KIND>
+__device__ Statistics statistics(const Part<KIND>& whole, float reciprocal_cols, float epsilon) {
   constexpr bool kLayer = KIND == Kind::layer;
   const float variance = kLayer ? whole.value[kLayer ? 2 : 0] : whole.value[0];
-  const Statistics s{kLayer ? whole.value[kLayer] : 0.0f,
-                     reciprocal_sqrt(fmaf(variance, team.reciprocal(), p.epsilon))};
-  if (p.rstd && team.rank + team.begin == 0 && row < p.rows) {
-    p.rstd[row] = s.rstd;
-    if (kLayer) p.mean[row] = s.mean;
-  }
+  return {kLayer ? whole.value[kLayer] : 0.0f, reciprocal_sqrt(fmaf(variance, reciprocal_cols, epsilon))};
+}
+
+template <Kind KIND>
+__device__ void write_statistics(Statistics s, int64_t row, float* mean, float* rstd) {
+  if (!rstd) return;
+  rstd[row] = s.rstd;
+  if (KIND == Kind::layer) mean[row] = s.mean;
+}
+
+// The same of a team's row, which its thread 0 writes where they are wanted.
+template <Kind KIND, typename T>
+__device__ Statistics statistics(const Forward& p, T& team, int64_t row) {
+  const Statistics s = statistics<KIND>(team.collect(), team.reciprocal(), p.epsilon);
+  if (team.rank + team.begin == 0 && row < p.rows) write_statistics<KIND>(s, row, p.mean, p.rstd);
   return s;
 }
 

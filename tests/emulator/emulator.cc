@@ -187,7 +187,7 @@ namespace jaxnorm::cuda {
 
 // A small GPU with an H200's shared memory and clusters: a block has several rows in turn.
 const Device& current_device() {
-  static constexpr Device device{5, emulator::kDynamicShared, {5, 3, 2, 2, 2}};
+  static constexpr Device device{8, emulator::kDynamicShared, {5, 3, 2, 2, 2}};
   return device;
 }
 

@@ -98,7 +98,8 @@ int main(int argc, char** argv) {
       for (const int64_t rows : {1, 3, 37}) test_all(rows, cols);
     for (const int64_t cols : {64, 256, 1024}) test_all(600, cols);  // more than few
     for (const int64_t cols : {72, 4096}) test_all(7, cols, 1);
-    for (const int64_t cols : {1536, 4097, 5376, 8192, 12288, 16384}) test_all(5, cols);
+    for (const int64_t cols : {1536, 4097, 5376, 8192, 12288, 16384})
+      for (const int64_t rows : {1, 5}) test_all(rows, cols);
     test_all(3, 40000);   // clusters
     test_all(1, 300000);  // segments, and a row read again
   }
