@@ -190,6 +190,17 @@ def test_a_row_alone(variant, dtype, cols, group_size):
     assert bits(alone) == bits([result[2:3] for result in many])
 
 
+# On a GPU few rows have a kernel of their own for the backward.
+@pytest.mark.parametrize(("cols", "group_size"), [(128, None), (640, 128), (2048, None), (8192, None)])
+@dtypes
+@orders
+def test_few_rows_among_many(variant, dtype, cols, group_size):
+    (x, gate, scale), dy = draw_operands((600, cols), dtype), draw("dy", (600, cols), dtype)
+    many, _ = everything(variant, (x, gate, scale), dy, group_size)
+    few, _ = everything(variant, (x[300:315], gate[300:315], scale), dy[300:315], group_size)
+    assert bits(few) == bits([result[300:315] for result in many])
+
+
 @dtypes
 @variants
 def test_runs_repeat_themselves(variant, dtype):

@@ -27,7 +27,7 @@ cudaError_t launch_backward(const Backward& p, cudaStream_t stream) {
     if (aligned && is_few(p, plan))
       return with_backward_regime<KIND, X>(plan, [&](auto regime) {
         using R = decltype(regime);
-        if constexpr (R::kCluster == 1) return launch_few<KIND, X, R>(p, plan, stream);
+        if constexpr (R::kCluster == 1) return launch_few<KIND, Third::none, X, R>(p, plan, stream);
         return cudaErrorInvalidValue;  // not reached
       });
 

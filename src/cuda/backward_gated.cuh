@@ -1,6 +1,7 @@
 // The backward of a gated RMS norm.
 #pragma once
 
+#include "cuda/backward_few.cuh"
 #include "cuda/backward_rows.cuh"
 #include "cuda/norms.h"
 
@@ -49,6 +50,13 @@ cudaError_t backward_gated_of(const Backward& p, cudaStream_t stream) {
   const auto are_aligned = [](auto... arrays) { return (aligned_for<N>(arrays.dtype, arrays.data) && ...); };
   const bool aligned = p.cols % N == 0 && aligned_for<N>(Dtype::f32, p.workspace) &&
                        are_aligned(p.x, p.gate.data, p.dy, p.scale, p.dx, p.dgate);
+  if (aligned && is_few(p, plan) && plan.vectors <= kElements / N)
+    return with_gated_backward_regime<X>(plan, [&](auto regime) {
+      using R = decltype(regime);
+      if constexpr (R::kCluster == 1 && R::kVectors * N <= kElements)
+        return launch_few<Kind::rms, Third::gate, X, R>(p, plan, stream);
+      return cudaErrorInvalidValue;  // not reached
+    });
   const Shares shares = share_rows(kDtype<X>, p.cols, p.rows, p.heads, plan.rows_per_block);
   if (p.heads.inner != 1 || shares.blocks > INT_MAX / plan.blocks_per_row) return cudaErrorInvalidValue;
   Partials partials{};

@@ -9,42 +9,49 @@
 
 namespace jaxnorm::cuda {
 
-// The order decides between factors, of which one is 1.
+// What dx and dgate are besides products of dh and x_hat: their last factors, and whether dgate has dh.
+template <int N>
+struct GateFactors {
+  bool first;
+  float of_dx[N], of_dgate[N];
+};
+
+// h and u of a vector, in place of x and dy. The order decides between factors, of which one is 1.
+template <typename X, int N>
+__device__ GateFactors<N> apply_gate(Activation activation, bool first, float (&h)[N], float (&u)[N],
+                                     const float (&gate)[N]) {
+  GateFactors<N> rest;
+  rest.first = first;
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    const Activated a = activate_with_slope<X>(activation, gate[i]);
+    rest.of_dx[i] = first ? a.value : 1.0f;
+    rest.of_dgate[i] = (first ? h[i] : u[i]) * a.slope;
+    h[i] *= rest.of_dx[i];
+    u[i] *= first ? 1.0f : a.value;
+  }
+  return rest;
+}
+
 template <typename X, typename W, Third THIRD>
 struct GatedOperands {
-  // What dx and dgate are besides products of dh and x_hat: their last factors, and whether dgate has dh.
-  struct Rest {
-    bool first;
-    float of_dx[W::N], of_dgate[W::N];
-  };
   Row<X, W> x, dy, gate;
   Gate how;
 
-  __device__ Rest get(int slot, int64_t at, int left, float (&h)[W::N], float (&u)[W::N]) const {
-    Rest rest;
-    rest.first = THIRD == Third::gate ? how.first : THIRD == Third::gate_first;
+  __device__ GateFactors<W::N> get(int slot, int64_t at, int left, float (&h)[W::N], float (&u)[W::N]) const {
+    float values[W::N];
     x.get(slot, at, left, h);
     dy.get(slot, at, left, u);
-    gate.get(slot, at, left, rest.of_dx);
-#pragma unroll
-    for (int i = 0; i < W::N; ++i) {
-      const Activated a = activate_with_slope<X>(how.activation, rest.of_dx[i]);
-      rest.of_dx[i] = rest.first ? a.value : 1.0f;
-      rest.of_dgate[i] = (rest.first ? h[i] : u[i]) * a.slope;
-      h[i] *= rest.of_dx[i];
-      u[i] *= rest.first ? 1.0f : a.value;
-    }
-    return rest;
+    gate.get(slot, at, left, values);
+    return apply_gate<X>(how.activation, THIRD == Third::gate ? how.first : THIRD == Third::gate_first, h, u, values);
   }
 };
 
-// Stores dx and dgate, each if it is wanted.
+// Stores a row of dx and of dgate, each if there is one.
 template <typename W, typename X>
 class GatedResult {
  public:
-  __device__ GatedResult(const Backward& p, int64_t row)
-      : dx_(p.dx.data ? static_cast<X*>(p.dx.data) + row * p.cols : nullptr),
-        dgate_(p.dgate.data ? static_cast<X*>(p.dgate.data) + row * p.cols : nullptr) {}
+  __device__ GatedResult(X* dx, X* dgate) : dx_(dx), dgate_(dgate) {}
 
   template <typename Rest>
   __device__ void store(const Rest& rest, int, int64_t at, int left, float (&dh)[W::N], const float (&h_hat)[W::N],

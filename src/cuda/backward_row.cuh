@@ -13,8 +13,9 @@ struct RowStatistics {
     return (KIND == Kind::layer ? x - mean : x) * rstd;
   }
 
-  template <Kind KIND>
-  __device__ void fetch(const Backward& p, int64_t row) {
+  // P has a member for each.
+  template <Kind KIND, typename P>
+  __device__ void fetch(const P& p, int64_t row) {
     if (static_cast<uint64_t>(row) >= static_cast<uint64_t>(p.rows)) return;
     rstd = p.rstd[row];
     if (KIND == Kind::layer) mean = p.mean[row];

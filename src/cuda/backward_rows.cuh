@@ -102,7 +102,10 @@ __device__ __forceinline__ void backward_rows(const Backward& p, const Partials&
         store(DxResult<W, X, std::decay_t<decltype(added)>>{added, static_cast<X*>(p.dx.data) + row * p.cols});
       };
       if constexpr (kGated) {
-        store(GatedResult<W, X>(p, row));
+        const auto row_of_result = [&](const Output& to) {
+          return to.data ? static_cast<X*>(to.data) + row * p.cols : nullptr;
+        };
+        store(GatedResult<W, X>(row_of_result(p.dx), row_of_result(p.dgate)));
       } else if constexpr (THIRD == Third::dsum) {
         RingAdded<X, W> added;
         added.row.read(team, ring.template oldest<2>(third_data + row * p.cols + team.begin));

@@ -125,9 +125,8 @@ struct Results {
     c.expect(backward(b, nullptr) == cudaSuccess && alone == dgate, "dgate alone");
   }
 
-  bool operator==(const Results& r) const {
-    return y == r.y && rstd == r.rstd && dx == r.dx && dgate == r.dgate && dscale == r.dscale;
-  }
+  // Whether rows have the same results. Sums over rows are of another order where those of few rows are aligned.
+  bool operator==(const Results& r) const { return y == r.y && rstd == r.rstd && dx == r.dx && dgate == r.dgate; }
 };
 
 // Whether f32 results are within 5e-7 of the exact ones, each by itself, and of bf16 all within one unit in the last
@@ -160,7 +159,9 @@ void test(const Case& c) {
   c.expect(results.dx.error(exact.dx) < tolerance, "dx");
   c.expect(results.dgate.error(exact.dgate) < tolerance, "dgate");
   c.expect(results.dscale.error(exact.dscale) < 5e-6, "dscale");
-  if (c.cols <= 5120) c.expect(Results(c, operands, 1) == results, "unaligned arrays");
+  if (c.cols > 5120) return;
+  const Results unaligned(c, operands, 1);
+  c.expect(unaligned == results && unaligned.dscale.error(exact.dscale) < 5e-6, "unaligned arrays");
 }
 
 // Gates that overflow somewhere on the way, each in a row of its own.
@@ -205,7 +206,7 @@ int main(int argc, char** argv) {
     test_all(std::atoll(argv[1]), std::atoll(argv[2]));
   } else {
     for (const int64_t cols : {64, 100, 128, 256, 1024})
-      for (const int64_t rows : {1, 3, 41}) test_all(rows, cols);
+      for (const int64_t rows : {1, 3, 40, 41}) test_all(rows, cols);
     for (const int64_t cols : {64, 128}) test_all(600, cols);
     for (const int64_t cols : {512, 1536, 4096, 5120, 8192, 16384}) test_all(9, cols);
     for_each_way([](Dtype dtype, Activation activation, bool first) {
