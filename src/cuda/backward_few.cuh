@@ -11,7 +11,7 @@ constexpr int kFewRows = 512, kFewGatedRows = 64;  // gated: of a head
 constexpr int64_t kFewElements = 1 << 21;
 constexpr int kStrip = 8;  // vectors, each of one thread of a row
 
-// What the kernel has to know: no more than that, see FewRows of the forward.
+// What the kernel has to know, and no more: see FewRows of the forward.
 struct FewBackward {
   const void *x, *dy;
   const float *mean, *rstd;
@@ -115,16 +115,17 @@ __global__ void __launch_bounds__(kMaxThreads, kIsGate<THIRD> ? 1 : 2)
   Team<R::kThreads, RowSums<KIND>, 1> team(p.threads_per_row, p.cols, 0, p.reciprocal_cols);
   const int row = static_cast<int>(blockIdx.x) * p.rows_per_block + team.place;
   if (row >= p.rows) return;
-  const auto row_of = [&](const void* array, int stride) {
-    const X* at = static_cast<const X*>(array) + int64_t{row} * stride;
-    hide(at);  // or each vector's address would be computed from the array's beginning
+  // Each vector's address would be computed from the array's beginning.
+  const auto row_of = [&](auto* array, int stride) {
+    auto* at = array + int64_t{row} * stride;
+    hide(at);
     return at;
   };
   std::conditional_t<kIsGate<THIRD>, GatedOperands<X, W, THIRD>, Operands<X, X, W>> operands;
-  operands.x.read(team, row_of(p.x, p.cols));
-  operands.dy.read(team, row_of(p.dy, p.dy_stride));
+  operands.x.read(team, row_of(static_cast<const X*>(p.x), p.cols));
+  operands.dy.read(team, row_of(static_cast<const X*>(p.dy), p.dy_stride));
   if constexpr (kIsGate<THIRD>) {
-    operands.gate.read(team, row_of(p.gate.data.data, p.cols));
+    operands.gate.read(team, row_of(static_cast<const X*>(p.gate.data.data), p.cols));
     operands.how = p.gate;
   }
   RowStatistics s;
@@ -134,11 +135,11 @@ __global__ void __launch_bounds__(kMaxThreads, kIsGate<THIRD> ? 1 : 2)
   NoSums none;
   team.publish(warp_sums<KIND, W>(team, s, operands, scale, none, none));
   const auto store = [&](const auto& result) { store_dx<KIND, W>(team, s, team.collect(), operands, scale, result); };
-  const auto result_row = [&](void* array) { return array ? const_cast<X*>(row_of(array, p.cols)) : nullptr; };
+  const auto result_row = [&](void* array) { return array ? row_of(static_cast<X*>(array), p.cols) : nullptr; };
   if constexpr (kIsGate<THIRD>) {
     store(GatedResult<W, X>(result_row(p.dx), result_row(p.dgate)));
   } else {
-    const MemoryAdded<X, W> added{p.dsum ? row_of(p.dsum, p.cols) : nullptr};
+    const MemoryAdded<X, W> added{p.dsum ? row_of(static_cast<const X*>(p.dsum), p.cols) : nullptr};
     store(DxResult<W, X, MemoryAdded<X, W>>{added, result_row(p.dx)});
   }
 }

@@ -50,6 +50,7 @@ cudaError_t backward_gated_of(const Backward& p, cudaStream_t stream) {
   const auto are_aligned = [](auto... arrays) { return (aligned_for<N>(arrays.dtype, arrays.data) && ...); };
   const bool aligned = p.cols % N == 0 && aligned_for<N>(Dtype::f32, p.workspace) &&
                        are_aligned(p.x, p.gate.data, p.dy, p.scale, p.dx, p.dgate);
+  if (p.heads.inner != 1) return cudaErrorInvalidValue;
   if (aligned && is_few(p, plan) && plan.vectors <= kElements / N)
     return with_gated_backward_regime<X>(plan, [&](auto regime) {
       using R = decltype(regime);
@@ -58,7 +59,7 @@ cudaError_t backward_gated_of(const Backward& p, cudaStream_t stream) {
       return cudaErrorInvalidValue;  // not reached
     });
   const Shares shares = share_rows(kDtype<X>, p.cols, p.rows, p.heads, plan.rows_per_block);
-  if (p.heads.inner != 1 || shares.blocks > INT_MAX / plan.blocks_per_row) return cudaErrorInvalidValue;
+  if (shares.blocks > INT_MAX / plan.blocks_per_row) return cudaErrorInvalidValue;
   Partials partials{};
   partials.rows = shares.partial_rows;
   if (p.dscale) partials.dscale = p.workspace;

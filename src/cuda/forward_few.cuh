@@ -8,8 +8,8 @@
 
 namespace jaxnorm::cuda {
 
-// All that the kernel has to know. A multiprocessor fetches arguments before anything else, so they are few: a tenth of
-// a microsecond.
+// All that the kernel has to know. With every argument of a forward and of a launch it would take a tenth of a
+// microsecond longer.
 struct FewRows {
   const void *x, *scale, *bias;
   void* y;
