@@ -110,8 +110,8 @@ cudaError_t launch_forward(const Forward& p, const Plan& plan, cudaStream_t stre
   const bool aligned = divided && p.y_pad % N == 0 && p.y_pad % kVector<Y> == 0 &&
                        are_aligned(p.x, p.residual, p.y, p.sum, p.scale, p.bias);
   if constexpr (!C::kKnown) {
-    // Heads and padding leave a row the sums that it has without them.
-    if constexpr (R::kCluster == 1 && R::kVectors != kStreamed && R::kMost != kFewThreads)
+    // Heads and padding leave a row the sums that it has without them. Of half types those are of vectors anyway.
+    if constexpr (sizeof(X) == 4 && R::kCluster == 1 && R::kVectors != kStreamed && R::kMost != kFewThreads)
       if ((p.heads.count > 1 || p.y_pad > 0) && !divided && is_known_call<KIND, X>(p))
         return launch_as(AccessAs<Access::elements>{}, teams_of_one, 0);
     return aligned ? launch_as(AccessAs<Access::vectors>{}, teams, 0)
@@ -123,11 +123,19 @@ cudaError_t launch_forward(const Forward& p, const Plan& plan, cudaStream_t stre
         if (p.y_pad > 0) return launch_forward<KIND, X, R, AnyCall>(p, plan, stream);
       if constexpr (kMayBeFew<R, C>)
         if (aligned && are_few<R>(p)) return launch_few<KIND, X, R, C>(p, plan, launch, stream);
-      using W = Walk<X, R, Access::vectors>;
-      const int bytes = plan.block_threads() * Weights<KIND, X, R, W, C>::kSharedBytes;
-      if (aligned) return launch_as(AccessAs<Access::vectors>{}, teams, bytes);
-      if constexpr (R::kMost != kFewThreads && !C::kAdds && !C::kHeads)
-        if (!divided) return launch_as(AccessAs<Access::elements>{}, teams, 0);
+      // With weights that may be on their way to shared memory.
+      const auto launch_rows = [&](auto access) {
+        using W = Walk<X, R, decltype(access)::value>;
+        return launch_as(access, teams, plan.block_threads() * Weights<KIND, X, R, W, C>::kSharedBytes);
+      };
+      if (aligned) return launch_rows(AccessAs<Access::vectors>{});
+      if constexpr (R::kMost != kFewThreads && !C::kAdds && !C::kHeads) {
+        // Rows of f32, of fewer elements, would take longer shifted.
+        if constexpr (sizeof(X) == 2)
+          if (are_aligned(p.scale, p.bias)) return launch_rows(AccessAs<Access::shifted>{});
+        if constexpr (sizeof(X) == 4)
+          if (!divided) return launch_rows(AccessAs<Access::elements>{});
+      }
     } else if (aligned || (!divided && !C::kAdds)) {
       const int bytes = C::kAdds ? launch.with_rings(plan, p.cols, {{sizeof(Y), p.cols}, {sizeof(X), p.cols}}, 2)
                                  : launch.with_rings(plan, p.cols, {{sizeof(X), p.cols}}, 2);

@@ -95,12 +95,14 @@ __device__ __forceinline__ void forward_rows(const Forward& p, const RowsLaunch&
         if constexpr (C::kBias) bias[r] = weight(p.bias, 1);
       }
       Y* y[kRows];
+      [[maybe_unused]] GranuleWriter<Y, W> writer[kRows];
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
         y[r] = static_cast<Y*>(p.y.data) + (first_row + r * group) * (C::kAdds ? p.cols + p.y_pad : p.cols);
         // Hides that this row lies as far from its array's beginning as the one that was read: the compiler would keep
         // that distance for every vector.
         hide(y[r]);
+        if constexpr (W::SHIFTED) writer[r] = {team, y[r]};
       }
       collect();
       if constexpr (Of::kPlace == Place::shared) wait_for_copies();
@@ -118,7 +120,11 @@ __device__ __forceinline__ void forward_rows(const Forward& p, const RowsLaunch&
           float values[W::N];
           x[r].get(slot, first, left, values);
           finish<KIND, Y, C>(s[r], factor, term, values);
-          if (r == 0 || row < p.rows) store<W::ALIGNED>(y[r] + first, pack<Y>(values), left);
+          if constexpr (W::SHIFTED) {
+            writer[r].write(slot, first, left, pack<Y>(values), r == 0 || row < p.rows);
+          } else if (r == 0 || row < p.rows) {
+            store<W::ALIGNED>(y[r] + first, pack<Y>(values), left);
+          }
         }
       });
       if constexpr (C::kAdds)

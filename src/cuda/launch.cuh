@@ -30,6 +30,7 @@ enum class Access : uint8_t {
   ring,       // aligned vectors, by way of shared memory
   vectors,    // aligned vectors
   unaligned,  // vectors, each read and written element by element
+  shifted,    // vectors, by way of the granules of memory in which they lie
   ring_elements,
   elements,
 };
@@ -48,6 +49,8 @@ struct RingArray {
   int size;
   int64_t stride;
 };
+
+constexpr int kOwnBytes = 4 << 10;  // of shared memory, more than any kernel with rings declares
 
 // A launch of a kernel that goes by rows.
 struct RowsLaunch {
@@ -86,7 +89,6 @@ struct RowsLaunch {
   // Goes by way of rings, if the device has what it takes. `held`: rows that a team takes before it leaves the
   // first. Returns what the block needs of shared memory, with `besides` bytes after the rings; 0 if there are none.
   int with_rings(const Plan& plan, int64_t cols, std::initializer_list<RingArray> arrays, int held, int besides = 0) {
-    constexpr int own_bytes = 4 << 10;  // more than any kernel with rings declares
     const Device& device = current_device();
     const int rows = std::max(1, kWarp / plan.threads_per_row), rings = plan.rows_per_block / rows;  // rows: of a chunk
     // Rows that vectors do not divide begin and end anywhere in granules of 16 bytes.
@@ -106,7 +108,7 @@ struct RowsLaunch {
     // ask for lies side by side.
     constexpr int in_flight = 64 << 10;
     const int wanted = std::max(plan.blocks_per_row > 2 ? 3 : 2, held + (in_flight + turn - 1) / turn);
-    ring.chunks = std::min({wanted, (device.shared_bytes - own_bytes - besides) / turn, kMaxChunks / rings});
+    ring.chunks = std::min({wanted, (device.shared_bytes - kOwnBytes - besides) / turn, kMaxChunks / rings});
     if (!device.has_clusters() || ring.chunks <= held) return 0;
     return ring.chunks * turn + besides;
   }

@@ -24,14 +24,14 @@ class PackedWeight {
       : weight_(static_cast<const T*>(weight.data)),
         shared_(PLACE == Place::shared ? space + threadIdx.x * kGranule : nullptr) {
     if constexpr (PLACE == Place::registers) {
-      for_each_vector<W>(team, [&](int slot, auto first, int left) {
-        packed_[slot] = load<W::ALIGNED, W::N>(weight_ + first, wanted ? left : 0);
-      });
+      for_each_vector<W>(team,
+                         [&](int slot, auto first, int left) { packed_[slot] = fetch(first, wanted ? left : 0); });
     } else if constexpr (PLACE == Place::shared) {
       for_each_vector<W>(team, [&](int slot, auto first, int left) {
 #pragma unroll
         for (int i = 0; i < kVectorBytes / kGranule; ++i)
-          if (wanted && left > 0) copy_to_shared(granule(slot, i), weight_ + first + i * kVector<T>);
+          if (wanted && left > (W::SHIFTED ? i * kVector<T> : 0))
+            copy_to_shared(granule(slot, i), weight_ + first + i * kVector<T>);
       });
     }
   }
@@ -39,7 +39,7 @@ class PackedWeight {
   template <typename Column>
   __device__ void get(int slot, Column first, int left, float (&to)[W::N]) const {
     if constexpr (PLACE == Place::memory) {
-      unpack(load<W::ALIGNED, W::N>(weight_ + first, left), to);
+      unpack(fetch(first, left), to);
     } else if constexpr (PLACE == Place::registers) {
       unpack(packed_[slot], to);
     } else {
@@ -54,6 +54,16 @@ class PackedWeight {
  private:
   static constexpr int kGranule = 16;  // bytes: those of neighbouring threads lie side by side
   static_assert(PLACE != Place::shared || kVectorBytes % kGranule == 0);
+
+  // From memory, of which granules are read that have any of the elements.
+  template <typename Column>
+  __device__ Packed<T, W::N> fetch(Column first, int left) const {
+    if constexpr (!W::SHIFTED) {
+      return load<W::ALIGNED, W::N>(weight_ + first, left);
+    } else {
+      return load_granules<W::N>(weight_ + first, left);
+    }
+  }
 
   __device__ char* granule(int slot, int i) const {
     return shared_ + (slot * (kVectorBytes / kGranule) + i) * static_cast<int>(blockDim.x) * kGranule;
