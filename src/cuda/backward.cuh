@@ -9,6 +9,7 @@
 
 #include "cuda/backward_columns.cuh"
 #include "cuda/backward_few.cuh"
+#include "cuda/backward_long.cuh"
 #include "cuda/backward_rows.cuh"
 
 namespace jaxnorm::cuda {
@@ -45,7 +46,10 @@ cudaError_t launch_backward(const Backward& p, cudaStream_t stream) {
     constexpr bool kLayer = KIND == Kind::layer;
     error = cudaErrorNotSupported;
     if (plan.segments > 0) {
-      error = launch_columns<KIND, X, DY>(p, plan.segments, partials, aligned, stream);
+      if constexpr (KIND == Kind::rms && std::is_same_v<X, float> && std::is_same_v<DY, float>)
+        if (plan.blocks_per_row > 1) error = launch_long<X>(p, plan, shares, partials, aligned, stream);
+      if (error == cudaErrorNotSupported)
+        error = launch_columns<KIND, X, DY>(p, plan.segments, partials, aligned, stream);
     } else if (p.dsum && aligned && (kLayer || !p.dbias)) {
       error = launch_rows<KIND, kLayer, Third::dsum, X, DY>(p, plan, shares, partials, aligned, stream);
     }

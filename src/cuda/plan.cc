@@ -46,19 +46,24 @@ Plan backward_plan(Kind kind, int64_t row, int64_t cols, int vector, int max_clu
     }
   for (int blocks = 1; blocks <= max_cluster; blocks *= 2)
     if (row <= int64_t{most} * kMaxThreads * blocks) return whole_warps(row, most, blocks, kMaxThreads);
-  // Of half types shared memory holds enough rows for twice as many elements a thread. Layer norm has no registers for
-  // their sums.
-  if (kind == Kind::rms && vector == vector_of(Dtype::bf16) && max_cluster == kMaxCluster &&
-      row <= int64_t{2 * most} * kMaxThreads * kMaxCluster)
-    return whole_warps(row, 2 * most, kMaxCluster);
-  return {kSegmentThreads, kStreamed, 1, 1, 1, static_cast<int>(ceil_div(cols, kSegment))};
+  // Longer rows have twice as many elements a thread, for whose sums layer norm has no registers. What shared memory
+  // holds one row of, f32, may still have to be cut into segments, beside a dy of another type.
+  const bool f32 = vector == vector_of(Dtype::f32);
+  const int segments = static_cast<int>(ceil_div(cols, kSegment));
+  if (kind == Kind::rms && max_cluster == kMaxCluster && row <= int64_t{2 * most} * kMaxThreads * kMaxCluster) {
+    Plan plan = whole_warps(row, 2 * most, kMaxCluster);
+    plan.segments = f32 ? segments : 0;
+    return plan;
+  }
+  return {kSegmentThreads, kStreamed, 1, 1, 1, segments};
 }
 
 // Of the backward. The same on every GPU.
 int64_t blocks_at_once(Dtype x, int64_t cols) {
   const Plan plan = make_plan(Op::backward, Kind::rms, x, cols, kMaxCluster);
   // About two blocks of columns a multiprocessor, or four.
-  if (plan.segments > 0) return std::clamp<int64_t>(2 * kMultiprocessors * kColumnThreads * vector_of(x) / cols, 4, 64);
+  if (plan.vectors == kStreamed)
+    return std::clamp<int64_t>(2 * kMultiprocessors * kColumnThreads * vector_of(x) / cols, 4, 64);
   // As many blocks, or clusters, as run at once: in clusters of 8 and 16 the remainders of a chip's GPCs stay idle.
   switch (plan.blocks_per_row) {
     case 16:
@@ -75,8 +80,7 @@ int64_t blocks_at_once(Dtype x, int64_t cols) {
 }  // namespace
 
 const char* Plan::regime() const {
-  if (segments > 0) return "segments";
-  if (vectors == kStreamed) return "looped";
+  if (vectors == kStreamed) return segments > 0 ? "segments" : "looped";
   if (blocks_per_row > 1) return "cluster per row";
   return rows_per_block > 1 ? "rows per block" : "block per row";
 }

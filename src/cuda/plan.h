@@ -1,6 +1,6 @@
 // Which regime a norm runs in: one pure function of row length and dtypes, so that a row's result never depends on the
 // number of rows beside it (design law: batch invariance) and so that a captured CUDA graph always holds the same
-// kernels.
+// kernels. Few rows have kernels of their own, with as many threads and vectors and sums in the same order.
 #pragma once
 
 #include <cstdint>
@@ -43,7 +43,9 @@ struct Plan {
   int rows_per_block;     // and teams, where a team has one row
   int blocks_per_row;     // more than 1: a cluster
   int rows_per_team = 1;  // that a team has under way at once
-  int segments = 0;       // of a row that two kernels work on: one sums up each segment, one finishes column by column
+  // Of a row that two kernels work on: one sums up each segment, one finishes column by column. So do rows that a
+  // cluster might have for itself, where dy is of another type or there is no room.
+  int segments = 0;
 
   int block_threads() const { return threads_per_row * rows_per_block; }
 

@@ -99,6 +99,21 @@ __device__ inline void wait_for_copies() {
 #endif
 }
 
+// Ends a batch of copies, which may be empty.
+__device__ inline void commit_copies() {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Waits for all batches but the last BATCHES.
+template <int BATCHES>
+__device__ void wait_for_copies_but() {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_group %0;" ::"n"(BATCHES) : "memory");
+#endif
+}
+
 // Hides from the compiler what it knows of a pointer.
 template <typename T>
 __device__ void hide(T*& pointer) {

@@ -112,6 +112,7 @@ int main(int argc, char** argv) {
     for (const int64_t cols : {8192, 12288}) test_all(3, cols, 32);
     for (const int64_t pad : {1, 64}) test_all(3, 20'000, pad);  // clusters
     test_all(2, 20'001, 7);
+    for (const int64_t pad : {1, 64}) test_all(2, 131'076, pad);
     for (const int64_t pad : {1, 64}) test_all(1, 300'000, pad);  // segments, and a row read again
   }
   std::printf("%d failures\n", failures);

@@ -40,6 +40,9 @@ inline float exp2_estimate(float value) { return flushed(std::exp2(flushed(value
 
 inline void copy_to_shared(char* to, const void* from) { std::memcpy(to, from, 16); }
 inline void wait_for_copies() {}
+inline void commit_copies() {}
+template <int BATCHES>
+void wait_for_copies_but() {}
 
 inline void prefetch(const void*) {}
 
