@@ -8,8 +8,8 @@
 
 namespace jaxnorm::cuda {
 
-// Of so many threads three blocks of a half type fit a multiprocessor, if each thread has 96 registers. Rows that go by
-// elements take more.
+// Of so many threads three blocks of a half type fit a multiprocessor, if each thread has 96 registers. Rows that
+// vectors do not divide take more.
 constexpr int kFewThreads = 192;
 
 // Whether the scale is held as it is in memory, beside the row and nothing else.

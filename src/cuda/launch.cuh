@@ -24,8 +24,8 @@ struct Regime {
   static constexpr int kRows = rows_at_once(THREADS, VECTORS);
 };
 
-// How a kernel reaches rows: in vectors, or, where those do not divide a row, in elements. It makes no difference to
-// the results which way it goes about either.
+// How a kernel reaches rows: in vectors, or, where those do not divide a row, in elements, unless it shifts. It makes
+// no difference to the results which way it goes about either.
 enum class Access : uint8_t {
   ring,       // aligned vectors, by way of shared memory
   vectors,    // aligned vectors
