@@ -130,7 +130,8 @@ cudaError_t launch_forward(const Forward& p, const Plan& plan, cudaStream_t stre
       };
       if (aligned) return launch_rows(AccessAs<Access::vectors>{});
       if constexpr (R::kMost != kFewThreads && !C::kAdds && !C::kHeads) {
-        // Rows of f32, of fewer elements, would take longer shifted.
+        // Whatever is aligned to less than vectors is shifted, but for f32: its vectors have fewer elements, and rows
+        // that they do not divide would take longer so.
         if constexpr (sizeof(X) == 2)
           if (are_aligned(p.scale, p.bias)) return launch_rows(AccessAs<Access::shifted>{});
         if constexpr (sizeof(X) == 4)

@@ -100,8 +100,9 @@ int main(int argc, char** argv) {
     for (const int64_t cols : {72, 4096}) test_all(7, cols, 1);
     for (const int64_t cols : {1536, 4097, 5376, 8192, 12288, 16384})
       for (const int64_t rows : {1, 5}) test_all(rows, cols);
-    test_all(3, 40000);                  // clusters
-    for (const int64_t offset : {0, 1})  // a cluster's memory has one row and the beginning of the next
+    test_all(3, 40000);  // clusters
+    // Of which the memory of one has a row and the beginning of the next.
+    for (const int64_t offset : {0, 1})
       test(Kind::rms, Dtype::f32, Dtype::f32, Dtype::f32, 9, 131076 - offset, offset);
     test_all(1, 300000);  // segments, and a row read again
   }
