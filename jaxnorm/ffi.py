@@ -2,7 +2,7 @@
 
 import importlib
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -96,12 +96,32 @@ def unsupported_gate(
     return None
 
 
+def call(
+    target: str,
+    ctx: Any,
+    operands: Sequence[Any],
+    *,
+    workspaces: Sequence[tuple[Any, ...]],
+    aliases: Mapping[int, int] | None = None,
+    **attributes: Any,
+) -> Sequence[Any]:
+    """The results of a native call while it is lowered, which has workspaces of float32 behind them."""
+    results = [*ctx.avals_out, *(jax.core.ShapedArray(shape, np.float32) for shape in workspaces)]
+    lower = jax.ffi.ffi_lowering(target, operand_output_aliases=aliases)
+    return lower(ctx.replace(avals_out=results), *operands, **attributes)[: len(ctx.avals_out)]
+
+
 def partial_rows(x_dtype: np.dtype[Any], cols: int, count: int = 1, inner: int = 1) -> int:
     """How many partial sums of dscale and dbias the CUDA backward keeps in its workspace.
 
     There are `count` heads, each of `inner` neighbouring rows.
     """
     return int(_modules["cuda"].partial_rows(x_dtype.name, cols, count, inner))
+
+
+def has_drawn_rows(kind: str, x_dtype: np.dtype[Any], cols: int) -> bool:
+    """Whether the CUDA forward, which normalises rows of this dtype, keeps a count of them in a workspace."""
+    return bool(_modules["cuda"].has_drawn_rows(kind, x_dtype.name, cols))
 
 
 def row_segments(x_dtype: np.dtype[Any], cols: int) -> int:

@@ -170,16 +170,17 @@ def _backward_native(
     if platform == "cuda" and with_dscale:
         cols, size = x.shape[-1], scale.size
         workspaces.append((1, ffi.partial_rows(x.dtype, cols, size // cols), size))
-    results = jax.ffi.ffi_lowering("jaxnorm_gated_rms_norm_bwd")(
-        ctx.replace(avals_out=[*ctx.avals_out, *(jax.core.ShapedArray(shape, np.float32) for shape in workspaces)]),
-        *operands,
+    return ffi.call(
+        "jaxnorm_gated_rms_norm_bwd",
+        ctx,
+        operands,
+        workspaces=workspaces,
         scale_offset=np.float32(norm.scale_offset),
         **_attributes(kind, scale),
         with_dx=with_dx,
         with_dgate=with_dgate,
         with_dscale=with_dscale,
     )
-    return results[: len(ctx.avals_out)]
 
 
 def _backward_batch(operands: Any, dims: Any, *, tree: Any, norm: Norm, kind: Gate, dtypes: Any) -> tuple[Any, Any]:

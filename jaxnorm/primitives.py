@@ -72,13 +72,19 @@ def _forward_of_parts(*operands: Any, tree: Any, norm: Norm, with_stats: bool) -
 
 
 def _forward_native(platform: str, ctx: Any, *operands: Any, tree: Any, norm: Norm, with_stats: bool) -> Sequence[Any]:
-    _, residual, scale, bias = unflatten(tree, operands)
+    x, residual, scale, bias = unflatten(tree, ctx.avals_in)
     # The sum goes where the residual was, so that a dead or donated one needs no second buffer. XLA copies one that
     # lives on: where a derivative follows it does, as the sum that the backward of the norm before this one wants.
     aliases = {1: 1} if residual is not None and not with_stats else {}
-    return jax.ffi.ffi_lowering(f"jaxnorm_{norm.kind}_norm_fwd", operand_output_aliases=aliases)(
+    normalised = x if residual is None else residual
+    cols = math.prod(x.shape[-len(norm.axes) :])
+    drawn = platform == "cuda" and ffi.has_drawn_rows(norm.kind, normalised.dtype, cols)
+    return ffi.call(
+        f"jaxnorm_{norm.kind}_norm_fwd",
         ctx,
-        *operands,
+        operands,
+        workspaces=[(1,)] if drawn else [],
+        aliases=aliases,
         axes=np.int64(len(norm.axes)),
         epsilon=np.float32(norm.epsilon),
         scale_offset=np.float32(norm.scale_offset),
@@ -236,9 +242,11 @@ def _backward_native(
             count, inner = heads.heads_of(x.shape, len(norm.axes), lead)
             partial_rows = ffi.partial_rows(x.dtype, cols, count, inner)
             workspaces.append((with_dscale + with_dbias, partial_rows, count * cols))
-    results = jax.ffi.ffi_lowering(f"jaxnorm_{norm.kind}_norm_bwd")(
-        ctx.replace(avals_out=[*ctx.avals_out, *(jax.core.ShapedArray(shape, np.float32) for shape in workspaces)]),
-        *operands,
+    return ffi.call(
+        f"jaxnorm_{norm.kind}_norm_bwd",
+        ctx,
+        operands,
+        workspaces=workspaces,
         axes=np.int64(len(norm.axes)),
         scale_offset=np.float32(norm.scale_offset),
         has_scale=scale is not None,
@@ -247,7 +255,6 @@ def _backward_native(
         with_dscale=with_dscale,
         with_dbias=with_dbias,
     )
-    return results[: len(ctx.avals_out)]
 
 
 def _backward_batch(operands: Any, dims: Any, *, tree: Any, norm: Norm, dtypes: Any, lead: Lead) -> tuple[Any, Any]:

@@ -86,6 +86,7 @@ struct Forward {
   Heads heads;                // of scale and bias
   int64_t y_pad = 0;          // zeros that are written after each row of y
   Gate gate;
+  uint32_t* drawn = nullptr;  // CUDA: a count, for rows that clusters draw
 };
 
 // The cotangents of x, scale and bias for the cotangent dy of y. dsum, of x's dtype, is added to dx: what else x is

@@ -69,7 +69,7 @@ void run(Kind kind, Dtype dtype, int64_t rows, int64_t cols, int64_t offset, con
   const Array scale(dtype, weights, offset, true), bias(dtype, weights, offset, true);
   const Array y(dtype, rows * (cols + pad), offset, false), dx(dtype, rows * cols, offset, false);
   const Array sum(dtype, rows * cols, offset, true), dsum(dtype, rows * cols, offset, true);
-  const Array mean(Dtype::f32, rows, 0, false), rstd(Dtype::f32, rows, 0, false);
+  const Array mean(Dtype::f32, rows, 0, false), rstd(Dtype::f32, rows, 0, false), drawn(Dtype::f32, 1, 0, false);
   const Array dscale(dtype, weights, 0, false), dbias(dtype, weights, 0, false);
   const Array row_sums(Dtype::f32, 2 * rows * (row_segments(dtype, cols) + 1), 0, false);
   const Array workspace(Dtype::f32, 2 * partial_rows(dtype, cols, heads) * weights, 0, false);
@@ -80,6 +80,7 @@ void run(Kind kind, Dtype dtype, int64_t rows, int64_t cols, int64_t offset, con
   f.x = {x.get(), dtype}, f.scale = {scale.get(), dtype}, f.y = {y.get(), dtype};
   if (kind == Kind::layer) f.bias = {bias.get(), dtype};
   f.mean = floats(mean), f.rstd = floats(rstd), f.heads = heads, f.y_pad = pad;
+  f.drawn = static_cast<uint32_t*>(drawn.get());
   finish(forward(f, nullptr), "forward");
 
   Backward b{};

@@ -3,6 +3,7 @@
 import importlib
 from itertools import product
 
+import jax.numpy as jnp
 import pytest
 from cases import DTYPES, KINDS
 
@@ -98,6 +99,18 @@ def test_heads_leave_no_more_partial_rows(cuda, dtype, count, inner):
 def test_there_is_room_for_the_sums_of_all_segments(cuda, op, kind, dtype, max_cluster):
     segments = {cols: cuda.plan("backward", kind, dtype, cols, max_cluster)["segments"] for cols in LENGTHS}
     assert [cols for cols in LENGTHS if segments[cols] not in (0, cuda.row_segments(dtype, cols))] == []
+
+
+# Nor may the count of rows that clusters draw, which are those that go by vectors.
+@pytest.mark.parametrize(("kind", "dtype", "max_cluster"), list(product(KINDS, DTYPES, CLUSTERS)))
+def test_there_is_room_to_count_drawn_rows(cuda, kind, dtype, max_cluster):
+    def is_drawn(cols):
+        vectors = cols * jnp.dtype(dtype).itemsize % 16 == 0 and (kind == "rms" or dtype == "float32")
+        return vectors and cuda.plan("forward", kind, dtype, cols, max_cluster)["regime"] == "cluster per row"
+
+    drawn = {cols for cols in LENGTHS if is_drawn(cols)}
+    counted = {cols for cols in LENGTHS if cuda.has_drawn_rows(kind, dtype, cols)}
+    assert drawn == counted if max_cluster == 16 else drawn <= counted
 
 
 # Kernels with gates have no other way.

@@ -48,8 +48,10 @@ cudaError_t launch_backward(const Backward& p, cudaStream_t stream) {
     if (plan.segments > 0) {
       if constexpr (KIND == Kind::rms && std::is_same_v<X, float> && std::is_same_v<DY, float>)
         if (plan.blocks_per_row > 1) error = launch_long<X>(p, plan, shares, partials, aligned, stream);
-      if (error == cudaErrorNotSupported)
+      if (error == cudaErrorNotSupported) {
+        if (aligned) partials.rows = std::min(partials.rows, rows_of_column_blocks(kDtype<X>, p.cols));
         error = launch_columns<KIND, X, DY>(p, plan.segments, partials, aligned, stream);
+      }
     } else if (p.dsum && aligned && (kLayer || !p.dbias)) {
       error = launch_rows<KIND, kLayer, Third::dsum, X, DY>(p, plan, shares, partials, aligned, stream);
     }

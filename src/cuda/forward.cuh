@@ -142,7 +142,13 @@ cudaError_t launch_forward(const Forward& p, const Plan& plan, cudaStream_t stre
                                  : launch.with_rings(plan, p.cols, {{sizeof(X), p.cols}}, 2);
       const int64_t at_once = std::min<int64_t>(teams, current_device().teams_at_once(plan.blocks_per_row));
       launch.take_turns(at_once, p.rows);
-      if (bytes > 0 && divided) return launch_as(AccessAs<Access::ring>{}, at_once, bytes);
+      if (bytes > 0 && divided) {
+        if constexpr (kDraws<KIND, X>) {
+          const cudaError_t error = launch.draw_rows(at_once, p.rows, p.drawn, stream);
+          if (error != cudaSuccess) return error;
+        }
+        return launch_as(AccessAs<Access::ring>{}, at_once, bytes);
+      }
       if constexpr (!C::kAdds)
         if (bytes > 0) return launch_as(AccessAs<Access::ring_elements>{}, at_once, bytes);
     }

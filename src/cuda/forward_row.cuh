@@ -12,6 +12,10 @@ struct Statistics {
 template <Kind KIND>
 using Part = std::conditional_t<KIND == Kind::rms, Sums<1>, Moments>;
 
+// With room for a note.
+template <Kind KIND>
+using NotedPart = std::conditional_t<KIND == Kind::rms, NotedSum, Moments>;
+
 // This warp's part of the statistics: the sum of squares, or the moments about the warp's own mean, so that
 // E[x^2] - mean^2 is never formed. `cols`: how many columns the warp has.
 template <Kind KIND, typename W, typename Row, typename T>
@@ -46,8 +50,8 @@ __device__ Part<KIND> warp_part(const Row& x, const T& team, float cols) {
 }
 
 // Of a whole row.
-template <Kind KIND>
-__device__ Statistics statistics(const Part<KIND>& whole, float reciprocal_cols, float epsilon) {
+template <Kind KIND, typename Whole>
+__device__ Statistics statistics(const Whole& whole, float reciprocal_cols, float epsilon) {
   constexpr bool kLayer = KIND == Kind::layer;
   const float variance = kLayer ? whole.value[kLayer ? 2 : 0] : whole.value[0];
   return {kLayer ? whole.value[kLayer] : 0.0f, reciprocal_sqrt(fmaf(variance, reciprocal_cols, epsilon))};

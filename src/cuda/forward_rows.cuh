@@ -151,22 +151,34 @@ __device__ __forceinline__ void forward_rows(const Forward& p, const RowsLaunch&
   } while (kLoop && first_row < p.rows);
 }
 
+// draws_rows, for the device's code.
+template <Kind KIND, typename X>
+constexpr bool kDraws = draws_rows(KIND, kDtype<X>);
+
 // Clusters whose rows come by way of rings: as many as run at once, each with the next row's statistics under way while
 // the blocks exchange those of one.
 template <Kind KIND, typename X, typename R, Access ACCESS, typename C>
 __device__ __forceinline__ void forward_ring(const Forward& p, const RowsLaunch& launch, char* shared) {
   using W = Walk<X, R, ACCESS>;
-  using Threads = Team<R::kThreads, Part<KIND>, R::kCluster>;
+  constexpr bool kDrawn = kDraws<KIND, X> && ACCESS == Access::ring;
+  using Threads = Team<R::kThreads, std::conditional_t<kDrawn, NotedPart<KIND>, Part<KIND>>, R::kCluster>;
   Threads team(launch.threads_per_row, p.cols, launch.span, launch.reciprocal_cols);
-  const Rows rows = launch.backwards(team.index, 1);
+  const auto rows = [&] {
+    if constexpr (kDrawn) {
+      return launch.drawn_rows(team.index);
+    } else {
+      return launch.backwards(team.index, 1);
+    }
+  }();
+  using Source = std::remove_const_t<decltype(rows)>;
   using Y = typename C::template Result<X>;
   const Y* const x_data = static_cast<const Y*>(p.x.data);
   const X* const residual_data = static_cast<const X*>(p.residual.data);
   auto ring = [&] {
     if constexpr (C::kAdds) {
-      return RingOf<W, Threads, Y, X>(team, launch.ring, shared, rows, x_data, residual_data);
+      return Ring<Threads, W::N == 1, Source, Y, X>(team, launch.ring, shared, rows, x_data, residual_data);
     } else {
-      return RingOf<W, Threads, Y>(team, launch.ring, shared, rows, x_data);
+      return Ring<Threads, W::N == 1, Source, Y>(team, launch.ring, shared, rows, x_data);
     }
   }();
   FloatWeight<W> scale(team, p.scale), bias(team, p.bias);
@@ -176,8 +188,11 @@ __device__ __forceinline__ void forward_ring(const Forward& p, const RowsLaunch&
   const float cols = warp_cols<W>(team);
   RowOf<X, W, C> x;
 
-  const int64_t first_row = rows.start(0);
-  for (int64_t next = first_row; next >= rows.step; next += rows.step) {  // a turn more than there are rows
+  // The statistics of `next` begin before the result of `row` does.
+  int64_t row = -1, next = rows.start(0), after = -1;
+  [[maybe_unused]] float note = 0;
+  if constexpr (kDrawn) note = rows.draw(team);
+  for (; row >= 0 || next >= 0; row = next, next = after) {
     if (next >= 0) {
       ring.take();
       const int64_t start = next * p.cols + team.begin;
@@ -186,11 +201,17 @@ __device__ __forceinline__ void forward_ring(const Forward& p, const RowsLaunch&
       } else {
         x.read(team, ring.template newest<0>(x_data + start));
       }
-      team.publish(warp_part<KIND, W>(x, team, cols));
+      team.publish(warp_part<KIND, W>(x, team, cols), note);
       ring.met();
+      if constexpr (kDrawn) {
+        note = rows.draw(team);
+        after = ring.upcoming_row();
+      } else {
+        after = next + rows.step;
+      }
     }
-    if (next == first_row) continue;
-    const int64_t row = next - rows.step, start = row * p.cols + team.begin;
+    if (row < 0) continue;
+    const int64_t start = row * p.cols + team.begin;
     const Statistics s = statistics<KIND>(p, team, row);
     if constexpr (C::kAdds) {
       x.read(team, ring.template oldest<0>(x_data + start), ring.template oldest<1>(residual_data + start));
@@ -206,6 +227,7 @@ __device__ __forceinline__ void forward_ring(const Forward& p, const RowsLaunch&
       store<true>(y + first, pack<Y>(values), left);
     });
     pad_row<W::N>(p, {p.y.data, kDtype<Y>}, team, row);
+    if constexpr (kDrawn) ring.note(team.note());
     ring.leave();
   }
 }

@@ -62,6 +62,7 @@ struct RowsLaunch {
   int64_t reach = 0;          // from the first turn to the last, as rows
   int sums = 1;               // of the backward, as of Shares
   RingShape ring = {};
+  uint32_t* drawn = nullptr;  // as of DrawnRows
 
   RowsLaunch(const Plan& plan, int64_t cols, int vector, const Heads& heads)
       : threads_per_row(plan.threads_per_row),
@@ -78,6 +79,19 @@ struct RowsLaunch {
     step = rows_of_turn;
     end = rows;
     reach = rows > 0 ? (rows - 1) / step * step : 0;
+  }
+
+  // Of clusters with rings that draw what they have no room for at first, counting in `counter`.
+  cudaError_t draw_rows(int64_t clusters, int64_t rows, uint32_t* counter, cudaStream_t stream) {
+    take_turns(clusters, rows);
+    if (rows <= clusters * ring.chunks) return cudaSuccess;
+    if (!counter || rows > INT_MAX) return cudaErrorInvalidValue;
+    drawn = counter;
+    return cudaMemsetAsync(counter, 0, sizeof *counter, stream);
+  }
+
+  __device__ DrawnRows drawn_rows(int64_t cluster) const {
+    return {{end - step + cluster, -step, end, 1}, static_cast<int>(step) * ring.chunks, drawn};
   }
 
   // Of a block that begins at row `first` of a turn, from the last turn to the first: of what was written just now the

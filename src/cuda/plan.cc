@@ -61,9 +61,7 @@ Plan backward_plan(Kind kind, int64_t row, int64_t cols, int vector, int max_clu
 // Of the backward. The same on every GPU.
 int64_t blocks_at_once(Dtype x, int64_t cols) {
   const Plan plan = make_plan(Op::backward, Kind::rms, x, cols, kMaxCluster);
-  // About two blocks of columns a multiprocessor, or four.
-  if (plan.vectors == kStreamed)
-    return std::clamp<int64_t>(2 * kMultiprocessors * kColumnThreads * vector_of(x) / cols, 4, 64);
+  if (plan.vectors == kStreamed) return rows_of_column_blocks(x, cols);
   // As many blocks, or clusters, as run at once: in clusters of 8 and 16 the remainders of a chip's GPCs stay idle.
   switch (plan.blocks_per_row) {
     case 16:
@@ -98,7 +96,17 @@ Plan make_gated_backward_plan(Dtype x, int64_t cols, int max_cluster) {
   return plan.segments > 0 ? whole_warps(ceil_div(cols, vector), 2 * kElements / vector, 1) : plan;
 }
 
+bool has_drawn_rows(Kind kind, Dtype x, int64_t cols) {
+  const Plan plan = make_plan(Op::forward, kind, x, cols, kMaxCluster);
+  return draws_rows(kind, x) && plan.blocks_per_row > 1 && plan.vectors != kStreamed && cols % vector_of(x) == 0;
+}
+
 int row_segments(Dtype x, int64_t cols) { return make_plan(Op::backward, Kind::rms, x, cols, 1).segments; }
+
+int64_t rows_of_column_blocks(Dtype x, int64_t cols) {
+  // About two blocks a multiprocessor.
+  return std::clamp<int64_t>(2 * kMultiprocessors * kColumnThreads * vector_of(x) / cols, 4, 64);
+}
 
 Shares share_rows(Dtype x, int64_t cols, int64_t rows, Heads heads, int group) {
   const int64_t blocks = blocks_at_once(x, cols);

@@ -63,8 +63,18 @@ Plan make_plan(Op op, Kind kind, Dtype x, int64_t cols, int max_cluster);
 // That of the backward of a gated norm, whose rows of up to kGatedCols are never cut into segments.
 Plan make_gated_backward_plan(Dtype x, int64_t cols, int max_cluster);
 
+// Whether the forward's clusters draw rows of x that go by vectors, which takes a count in global memory. Layer norm of
+// half types has no time for it in its turns.
+constexpr bool draws_rows(Kind kind, Dtype x) { return kind == Kind::rms || x == Dtype::f32; }
+
+// And whether rows of so many columns may need one, on any device.
+bool has_drawn_rows(Kind kind, Dtype x, int64_t cols);
+
 // How many segments' sums a row may need in the backward on any device; 0 where it never is cut into segments.
 int row_segments(Dtype x, int64_t cols);
+
+// How many rows of blocks the kernel has that finishes such rows by columns, each with a row of partial sums.
+int64_t rows_of_column_blocks(Dtype x, int64_t cols);
 
 // How the backward shares out rows among blocks, or clusters, and how many rows of partial sums of dscale and dbias
 // these leave, each of heads.count * cols columns. A block goes through groups of rows that lie equally far apart, and

@@ -23,6 +23,29 @@ __device__ inline void load_now(uint2& to, const uint2* from) {
   asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(to.x), "=r"(to.y) : "l"(from) : "memory");
 }
 
+// What is the same in all lanes, so that the compiler sees that it is.
+__device__ inline int uniform(int value) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  return __reduce_max_sync(0xffffffffu, value);
+#else
+  return value;
+#endif
+}
+
+// The count, which it raises by one, or else `otherwise`. Of an addition the compiler makes one for all lanes, and waits
+// for it at once, where this is waited for where it is used.
+__device__ inline uint32_t count_if(bool counts, uint32_t* count, uint32_t otherwise) {
+  uint32_t value = otherwise;
+  asm volatile(
+      "{\n\t.reg .pred counts;\n\t"
+      "setp.ne.u32 counts, %1, 0;\n\t"
+      "@counts atom.global.inc.u32 %0, [%2], 0x7fffffff;\n\t}"
+      : "+r"(value)
+      : "r"(uint32_t{counts}), "l"(count)
+      : "memory");
+  return value;
+}
+
 // One store instruction each: the compiler takes an assignment of these types apart.
 __device__ inline void store_vector(uint4* to, uint4 value) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(value.x), "r"(value.y), "r"(value.z),

@@ -6,6 +6,7 @@
 // the one before.
 #pragma once
 
+#include <climits>
 #include <tuple>
 
 #include "cuda/cluster.cuh"
@@ -50,6 +51,23 @@ struct Rows {
   __device__ bool has(int64_t row) const { return static_cast<uint64_t>(row) < static_cast<uint64_t>(end); }
 };
 
+// The rows of a cluster that draws them, as some multiprocessors are served faster than others. As many as its ring has
+// room for are its own. Which row takes the place of one of them, its first block draws meanwhile, and notes it to the
+// others with the sums of that one.
+struct DrawnRows : Rows {
+  int own;          // rows that are some cluster's own
+  uint32_t* drawn;  // how many of the others were drawn; null: there are no others
+
+  // To be published with a row's sums, which is a turn later: a number takes its time to come.
+  template <typename Team>
+  __device__ float draw(const Team& team) const {
+    return __uint_as_float(count_if(drawn && team.begin + team.rank == 0, drawn, INT_MAX));
+  }
+
+  // Negative: there is none.
+  __device__ int64_t noted(float note) const { return end - 1 - own - static_cast<int64_t>(__float_as_uint(note)); }
+};
+
 // Where rows are not fetched by way of a ring.
 struct NoRing {
   template <typename... Args>
@@ -61,8 +79,8 @@ struct NoRing {
 };
 
 // UNEVEN: rows may begin and end anywhere. Then a chunk is all granules of 16 bytes in which its rows lie, whole:
-// memory is not allocated in smaller pieces.
-template <typename Team, bool UNEVEN, typename... T>
+// memory is not allocated in smaller pieces. Source: Rows or DrawnRows.
+template <typename Team, bool UNEVEN, typename Source, typename... T>
 class Ring {
  public:
   static constexpr int kArrays = sizeof...(T);
@@ -70,7 +88,7 @@ class Ring {
   using Element = std::tuple_element_t<ARRAY, std::tuple<T...>>;
 
   // By all threads of the block. Begins to fill the ring, with the first chunk.
-  __device__ Ring(const Team& team, const RingShape& shape, char* shared, const Rows& rows, const T*... arrays)
+  __device__ Ring(const Team& team, const RingShape& shape, char* shared, const Source& rows, const T*... arrays)
       : shape_(shape),
         rows_(rows),
         arrays_{reinterpret_cast<const char*>(arrays)...},
@@ -83,6 +101,8 @@ class Ring {
     full_ = barriers() + ring * shape.chunks;
     shared_ = shared + ring * shape.bytes_of_ring<kArrays>();
     if (threadIdx.x < rows.group / kRows * shape.chunks) barriers()[threadIdx.x].init();
+    if constexpr (kDraws)
+      if (threadIdx.x < shape.chunks) drawn_rows()[threadIdx.x] = to_int(rows.begin + threadIdx.x * rows.step);
     __syncthreads();
     next_row_ = rows.start(place_);
     if (leads_) fill();
@@ -105,6 +125,10 @@ class Ring {
     }
   }
 
+  // Of rows that are drawn, which one is to be taken next; negative: there are no more. The team has met since it last
+  // left one.
+  __device__ int64_t upcoming_row() const { return uniform(drawn_rows()[ready_]); }
+
   // The team has met since it last left a row.
   __device__ void met() {
     if (!Team::kSpansWarps || left_ == 0) return;
@@ -123,6 +147,13 @@ class Ring {
     if (++oldest_ == shape_.chunks) oldest_ = 0;
   }
 
+  // Which row is to take the place of the one that is left next.
+  __device__ void note(float note) {
+    if (!leads_) return;
+    next_row_ = rows_.noted(note);
+    drawn_rows()[oldest_] = to_int(next_row_);
+  }
+
   // Where the team's columns of a row are that was taken last, or first of those not left yet. `row`: where they are in
   // the array.
   template <int ARRAY>
@@ -136,6 +167,16 @@ class Ring {
 
  private:
   static constexpr int kRows = Team::kTeamsOfWarp;  // of a chunk
+  static constexpr bool kDraws = std::is_same_v<Source, DrawnRows>;
+  static_assert(!kDraws || kRows == 1);
+
+  __device__ int to_int(int64_t row) const { return rows_.has(row) ? static_cast<int>(row) : -1; }
+
+  // Of each chunk, that is in it or will be.
+  __device__ static volatile int* drawn_rows() {
+    __shared__ volatile int rows[kMaxChunks];
+    return rows;
+  }
 
   __device__ static Arrival* barriers() {
     __shared__ Arrival barriers[kMaxChunks];
@@ -188,7 +229,7 @@ class Ring {
   }
 
   const RingShape shape_;
-  const Rows rows_;
+  const Source rows_;
   const char* const arrays_[kArrays];
   const int64_t begin_;  // of this block's columns
   const int width_;      // and how many they are
@@ -205,6 +246,6 @@ class Ring {
 };
 
 template <typename W, typename Team, typename... T>
-using RingOf = std::conditional_t<W::RING, Ring<Team, W::N == 1, T...>, NoRing>;
+using RingOf = std::conditional_t<W::RING, Ring<Team, W::N == 1, Rows, T...>, NoRing>;
 
 }  // namespace jaxnorm::cuda

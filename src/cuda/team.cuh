@@ -58,6 +58,7 @@ __device__ inline float sum_of_parts(float value, int count) {
 template <int K>
 struct Sums {
   float value[K];
+  static constexpr int kNote = -1;  // has no room for one, see Team::publish
 
   // Of `count` parts, one a lane as for `sum_of_parts`.
   __device__ static Sums merge(const Sums& part, const Sums&, int count, float) {
@@ -68,9 +69,23 @@ struct Sums {
   }
 };
 
+// A sum with room for a note.
+struct NotedSum {
+  float value[2];
+  static constexpr int kNote = 1;
+
+  NotedSum() = default;
+  __device__ NotedSum(const Sums<1>& sum) : value{sum.value[0], 0} {}
+
+  __device__ static NotedSum merge(const NotedSum& part, const NotedSum&, int count, float) {
+    return Sums<1>{{sum_of_parts(part.value[0], count)}};
+  }
+};
+
 // The count, mean and sum of squared deviations of a part of a row.
 struct Moments {
   float value[4];
+  static constexpr int kNote = 3;
 
   // Chan, Golub and LeVeque 1983, with the means taken relative to that of the first part. `reciprocal`: of the sum of
   // all counts. A lane without a part has a count of 0.
@@ -154,9 +169,9 @@ class Team {
   }
 
   // Adds this warp's part of a row to the next reduction. All of the team's threads in this block have met on return,
-  // if they are of several warps.
+  // if they are of several warps. The blocks of a cluster get the note of the first one's first thread with it.
   template <typename By = Part>
-  __device__ void publish(const Part& part) {
+  __device__ void publish(const Part& part, [[maybe_unused]] float note = 0) {
     if constexpr (!kSpansWarps) {
       own_ = part;
       return;
@@ -169,6 +184,8 @@ class Team {
       if (rank < kWarp) {
         Part block = merge<By>(parts, threads / kWarp, block_reciprocal_);
         if constexpr (std::is_same_v<By, Moments>) block.value[0] = end - begin;
+        if constexpr (Part::kNote >= 0 && std::is_same_v<By, Part>)
+          block.value[Part::kNote] = __shfl_sync(0xffffffffu, note, 0);
         Arrival& arrival = arrivals()[published_ % kSets];
         if (rank == 0) arrival.expect(Cluster::blocks() * sizeof(Part));
         if (lane() < Cluster::blocks())
@@ -191,6 +208,9 @@ class Team {
       return merge<By>(block_parts(collected_++), Cluster::blocks(), reciprocal_);
     }
   }
+
+  // What came with the reduction that was collected last. To be asked before the next is published.
+  __device__ float note() const { return block_parts(collected_ - 1)[0].value[Part::kNote]; }
 
   __device__ float reciprocal() const { return reciprocal_; }
 

@@ -51,6 +51,16 @@ namespace jaxnorm {
 
 inline constexpr const char* kPair = "what is normalised and y (or dy) have different dtypes and neither is F32";
 
+// The workspaces that a platform has among its results.
+struct Workspaces {
+  // Whether there is one of a forward, with room for a count.
+  bool (*has_drawn_rows)(Kind kind, Dtype x, int64_t cols);
+  // Of a backward: how many pairs of sums of each row; 0: none.
+  int (*row_segments)(Dtype x, int64_t cols);
+  // How many rows of partial sums of dscale, and of dbias; for heads with neighbouring rows, each time they come.
+  int64_t (*partial_rows)(Dtype x, int64_t cols, Heads heads);
+};
+
 // What every forward has before its own attributes and results.
 template <class Attributes>
 Forward forward_operands(Kind kind, Buffers& buffers, Shapes& shapes, const Attributes& attributes) {
@@ -81,7 +91,8 @@ inline void forward_results(Forward& f, Buffers& buffers, const Shapes& shapes, 
 }
 
 inline ffi::ErrorOr<Forward> forward_arguments(Kind kind, ffi::RemainingArgs operands, ffi::RemainingRets results,
-                                               const ForwardAttributes& attributes) {
+                                               const ForwardAttributes& attributes,
+                                               const Workspaces* workspaces = nullptr) {
   Buffers buffers(kind, "fwd", operands, results);
   Shapes shapes = buffers.shapes(attributes.axes, 0);
   const bool has_residual = attributes.has_residual;
@@ -89,7 +100,10 @@ inline ffi::ErrorOr<Forward> forward_arguments(Kind kind, ffi::RemainingArgs ope
   f.multiply_before_cast = attributes.multiply_before_cast;
   f.y = buffers.padded_result("y", shapes, &f.y_pad);
   buffers.require(is_supported(has_residual ? f.residual.dtype : f.x.dtype, f.y.dtype), kPair);
-  forward_results(f, buffers, shapes, has_residual, results.size() > (has_residual ? 2 : 1));
+  const bool draws =
+      workspaces && workspaces->has_drawn_rows(kind, has_residual ? f.residual.dtype : f.x.dtype, f.cols);
+  forward_results(f, buffers, shapes, has_residual, results.size() > size_t{1} + has_residual + draws);
+  if (draws) f.drawn = reinterpret_cast<uint32_t*>(buffers.f32_result("drawn", {1}));
   return buffers.finish(f);
 }
 
@@ -123,14 +137,6 @@ inline ffi::ErrorOr<Forward> quantized_arguments(Kind kind, ffi::RemainingArgs o
   forward_results(f, buffers, shapes, attributes.has_residual, results.size() > without_statistics);
   return buffers.finish(f);
 }
-
-// The workspaces that a platform's backward has among its results.
-struct Workspaces {
-  // How many pairs of sums of each row; 0: none.
-  int (*row_segments)(Dtype x, int64_t cols);
-  // How many rows of partial sums of dscale, and of dbias; for heads with neighbouring rows, each time they come.
-  int64_t (*partial_rows)(Dtype x, int64_t cols, Heads heads);
-};
 
 inline ffi::ErrorOr<Backward> backward_arguments(Kind kind, ffi::RemainingArgs operands, ffi::RemainingRets results,
                                                  const BackwardAttributes& attributes,

@@ -22,7 +22,7 @@ struct Cuda {
   static constexpr std::initializer_list<ffi::Traits> kTraits = {ffi::Traits::kCmdBufferCompatible};
 
   static const Workspaces* workspaces() {
-    static constexpr Workspaces functions{cuda::row_segments, cuda::partial_rows};
+    static constexpr Workspaces functions{cuda::has_drawn_rows, cuda::row_segments, cuda::partial_rows};
     return &functions;
   }
 
@@ -124,6 +124,12 @@ NB_MODULE(_cuda, module) {
   module.def("handlers", &jaxnorm::all_handlers, "The XLA FFI handlers, by target name.");
   module.def("architectures", [] { return JAXNORM_CUDA_ARCHITECTURES; }, "What the kernels were compiled for.");
   module.def("toolkit", [] { return JAXNORM_CUDA_TOOLKIT; }, "The version of the CUDA compiler.");
+  module.def(
+      "has_drawn_rows",
+      [](const std::string& kind, const std::string& x_dtype, int64_t cols) {
+        return jaxnorm::cuda::has_drawn_rows(jaxnorm::kind_of(kind), jaxnorm::dtype_of(x_dtype), cols);
+      },
+      arg("kind"), arg("x_dtype"), arg("cols"), "Whether the forward has a count for its rows in a workspace.");
   module.def(
       "row_segments",
       [](const std::string& x_dtype, int64_t cols) {

@@ -11,11 +11,11 @@
 namespace jaxnorm {
 
 // Platform: `Context`, what XLA hands a call beside its buffers, in the words of the binding; `kTraits`;
-// `workspaces()`, those of its backward or null; and `run`, of a Forward or a Backward in a context.
+// `workspaces()`, or null; and `run`, of a Forward or a Backward in a context.
 template <class Platform, Kind kind>
 ffi::Error forward(ffi::RemainingArgs operands, ffi::RemainingRets results, ForwardAttributes attributes,
                    typename ffi::CtxDecoding<typename Platform::Context>::Type context) {
-  const auto arguments = forward_arguments(kind, operands, results, attributes);
+  const auto arguments = forward_arguments(kind, operands, results, attributes, Platform::workspaces());
   return arguments ? Platform::run(*arguments, context) : arguments.error();
 }
 

@@ -183,6 +183,11 @@ extern "C" cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, con
   return cudaSuccess;
 }
 
+extern "C" cudaError_t cudaMemsetAsync(void* to, int byte, size_t count, cudaStream_t) {
+  std::memset(to, byte, count);
+  return cudaSuccess;
+}
+
 namespace jaxnorm::cuda {
 
 // A small GPU with an H200's shared memory and clusters: a block has several rows in turn.

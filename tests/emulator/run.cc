@@ -39,10 +39,10 @@ void test(Kind kind, Dtype x_dtype, Dtype dtype, Dtype weights, int64_t rows, in
   for (int64_t i = 0; i < elements; ++i) sum.set(i, x[i] + residual[i]);
   const Exact exact(layer, rows, cols, sum, scale, 0.5, bias, dy, dsum);
 
-  Array y(x_dtype, elements, offset), mean(Dtype::f32, rows), rstd(Dtype::f32, rows);
+  Array y(x_dtype, elements, offset), mean(Dtype::f32, rows), rstd(Dtype::f32, rows), drawn(Dtype::f32, 1);
   Forward f{};
   f.kind = kind, f.rows = rows, f.cols = cols, f.epsilon = 1e-6f, f.scale_offset = 0.5f, f.multiply_before_cast = true;
-  f.x = sum, f.scale = scale, f.y = y, f.mean = mean.floats(), f.rstd = rstd.floats();
+  f.x = sum, f.scale = scale, f.y = y, f.mean = mean.floats(), f.rstd = rstd.floats(), f.drawn = drawn.bits();
   if (layer) f.bias = bias;
   expect(forward(f, nullptr) == cudaSuccess, "forward");
   expect(y.error(exact.y) < (x_dtype == Dtype::f32 ? 1e-6 : 4e-3), "y");
@@ -101,6 +101,7 @@ int main(int argc, char** argv) {
     for (const int64_t cols : {1536, 4097, 5376, 8192, 12288, 16384})
       for (const int64_t rows : {1, 5}) test_all(rows, cols);
     test_all(3, 40000);  // clusters
+    test_all(30, 16400);  // that draw rows
     // Of which the memory of one has a row and the beginning of the next.
     for (const int64_t offset : {0, 1})
       test(Kind::rms, Dtype::f32, Dtype::f32, Dtype::f32, 9, 131076 - offset, offset);

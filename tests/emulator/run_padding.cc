@@ -44,11 +44,12 @@ void test(Kind kind, Dtype y_dtype, Dtype dtype, Dtype weights, int64_t rows, in
   const auto scale = Array::normal(weights, cols, offset), bias = Array::normal(weights, cols, offset);
   Array sum(dtype, elements, offset), fused_sum(dtype, elements, offset);
   Array y(y_dtype, elements, offset), padded(y_dtype, padded_elements, offset), fused(y_dtype, padded_elements, offset);
-  Array mean(Dtype::f32, rows), rstd(Dtype::f32, rows);
+  Array mean(Dtype::f32, rows), rstd(Dtype::f32, rows), drawn(Dtype::f32, 1);
   Forward f{};
   f.kind = kind, f.rows = rows, f.cols = cols, f.epsilon = 1e-6f, f.multiply_before_cast = true;
   f.x = x, f.residual = residual, f.sum = sum, f.scale = scale, f.y = y, f.mean = mean.floats(), f.rstd = rstd.floats();
   if (layer) f.bias = bias;
+  f.drawn = drawn.bits();
   expect(forward(f, nullptr) == cudaSuccess, "forward");
   f.y = fused, f.sum = fused_sum, f.y_pad = pad;
   expect(forward(f, nullptr) == cudaSuccess, "padded forward with a residual");

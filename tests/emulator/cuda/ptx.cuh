@@ -10,6 +10,10 @@ void load_now(V& to, const V* from) {
   to = *from;
 }
 
+inline int uniform(int value) { return value; }
+
+inline uint32_t count_if(bool counts, uint32_t* count, uint32_t otherwise) { return counts ? (*count)++ : otherwise; }
+
 template <typename V>
 void store_vector(V* to, V value) {
   *to = value;
