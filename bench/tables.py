@@ -201,6 +201,7 @@ TABLES = {
     "cpu-headline": ("cpu.json", cpu_headline),
     "model": ("h200_model.json", whole),
     "model-add": ("h200_model_add.json", whole),
+    "model-decode": ("h200_decode.json", whole),
     "sharding": ("h200_x4_sharding.json", whole),
     "sharding-two": ("h200_x2_sharding.json", whole),
 }
