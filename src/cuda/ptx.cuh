@@ -32,8 +32,8 @@ __device__ inline int uniform(int value) {
 #endif
 }
 
-// The count, which it raises by one, or else `otherwise`. Of an addition the compiler makes one for all lanes, and waits
-// for it at once, where this is waited for where it is used.
+// The count, which it raises by one, or else `otherwise`. Of an addition the compiler makes one for all lanes and waits
+// for it at once; this is waited for where it is used.
 __device__ inline uint32_t count_if(bool counts, uint32_t* count, uint32_t otherwise) {
   uint32_t value = otherwise;
   asm volatile(

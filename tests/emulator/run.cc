@@ -100,11 +100,10 @@ int main(int argc, char** argv) {
     for (const int64_t cols : {72, 4096}) test_all(7, cols, 1);
     for (const int64_t cols : {1536, 4097, 5376, 8192, 12288, 16384})
       for (const int64_t rows : {1, 5}) test_all(rows, cols);
-    test_all(3, 40000);  // clusters
+    test_all(3, 40000);   // clusters
     test_all(30, 16400);  // that draw rows
     // Of which the memory of one has a row and the beginning of the next.
-    for (const int64_t offset : {0, 1})
-      test(Kind::rms, Dtype::f32, Dtype::f32, Dtype::f32, 9, 131076 - offset, offset);
+    for (const int64_t offset : {0, 1}) test(Kind::rms, Dtype::f32, Dtype::f32, Dtype::f32, 9, 131076 - offset, offset);
     test_all(1, 300000);  // segments, and a row read again
   }
   std::printf("%d failures\n", failures);
