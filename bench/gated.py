@@ -39,10 +39,15 @@ def operands(kind, dtype, rows, cols, seed=0):
     return (x, gate), weights[:1], dy
 
 
+def norm_of(kind, implementation):
+    """The op as a function of x, the gate and the scale."""
+    return functools.partial(jaxnorm.gated_rms_norm, **VARIANTS[kind]._asdict(), implementation=implementation)
+
+
 @functools.cache
 def functions(kind, implementation):
     """Each program as one jitted function, as `bench.programs.functions` has them."""
-    norm = functools.partial(jaxnorm.gated_rms_norm, **VARIANTS[kind]._asdict(), implementation=implementation)
+    norm = norm_of(kind, implementation)
     return jitted(lambda pair, scale: norm(*pair, scale))
 
 

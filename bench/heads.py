@@ -33,15 +33,20 @@ def operands(kind, dtype, rows, cols, seed=0):
     return x, (scale.reshape(HEADS, cols),), dy
 
 
-@functools.cache
-def functions(kind, implementation):
-    """Each program as one jitted function, as `bench.programs.functions` has them."""
+def norm_of(kind, implementation):
+    """The op as a function of x and the scales."""
 
     def norm(x, scale):
         heads = x.reshape(-1, *scale.shape)
         return jaxnorm.rms_norm(heads, scale, implementation=implementation).reshape(x.shape)
 
-    return jitted(norm)
+    return norm
+
+
+@functools.cache
+def functions(kind, implementation):
+    """Each program as one jitted function, as `bench.programs.functions` has them."""
+    return jitted(norm_of(kind, implementation))
 
 
 def programs(kind, implementation, x, weights, dy):

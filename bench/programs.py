@@ -81,10 +81,15 @@ class Program(NamedTuple):
     carries: bool = False
 
 
+def norm_of(kind, implementation):
+    """The op as a function of x and the weights."""
+    return functools.partial(OPS[kind], implementation=implementation)
+
+
 @functools.cache
 def functions(kind, implementation):
     """Each program as one jitted function, so that it is compiled once for all operands of a shape."""
-    norm = functools.partial(OPS[kind], implementation=implementation)
+    norm = norm_of(kind, implementation)
 
     def carry(residual, x, weights):
         y, total = norm((x, residual), *weights)

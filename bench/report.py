@@ -7,6 +7,8 @@ import sys
 from datetime import date
 from pathlib import Path
 
+CHAINED = "in a chain"  # the last word on a row of several norms in one program
+
 
 def op_name(kind, direction=""):
     """What a row calls an op: the function, its direction, and the variant: "rms_norm_quantized forward, int8"."""

@@ -157,10 +157,10 @@ def cpu(results):
 
 
 def cpu_summary(rows):
-    """A line for each way in which the programs run: alone, or as their op says after a comma."""
+    """A line for each way in which the programs run: alone, or as their op says at its end."""
     groups = {}
     for row in rows:
-        groups.setdefault(row["op"].partition(", ")[2] or "alone", []).append(row)
+        groups.setdefault(report.CHAINED if row["op"].endswith(f", {report.CHAINED}") else "alone", []).append(row)
     return [ratios(f"All {len(group)} cells, {name}", group) for name, group in groups.items()]
 
 
@@ -199,6 +199,8 @@ TABLES = {
     "h200-quantized-small": ("h200_quantized.json", small),
     "cpu": ("cpu.json", cpu),
     "cpu-headline": ("cpu.json", cpu_headline),
+    "cpu-neighbours": ("cpu_neighbours.json", cpu),
+    "cpu-quantized": ("cpu_quantized.json", cpu),
     "model": ("h200_model.json", whole),
     "model-add": ("h200_model_add.json", whole),
     "model-decode": ("h200_decode.json", whole),

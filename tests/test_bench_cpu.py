@@ -1,0 +1,75 @@
+"""What `bench cpu` measures, but for the clock: its cells, its programs, and what of them is compared."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bench import cpu, gated, heads, ops, programs, quantized, shapes
+from bench.__main__ import parse
+
+FEW = shapes.Shape("few", (2 * shapes.HEADS, 128))
+KINDS = ("layer", "add_rms", gated.LAST, heads.KIND, "rms_quantized", "layer_quantized, with a residual")
+
+
+@pytest.fixture(autouse=True)
+def short_chains(monkeypatch):
+    monkeypatch.setattr(cpu, "LINKS", 2)
+
+
+def test_each_op_has_its_kinds():
+    def kinds(op):
+        return {kind for kind, *_ in cpu.cells(parse(["cpu", "--dtypes", "bfloat16", "--ops", op]))}
+
+    assert kinds("add_layer") == {"add_layer"}
+    assert kinds("gated") == set(gated.VARIANTS)
+    assert kinds("heads") == {heads.KIND}
+    assert kinds("rms_quantized") == {"rms_quantized", *(f"rms_quantized, {name}" for name in quantized.VARIANTS)}
+
+
+def test_without_a_choice_it_is_of_the_plain_norms():
+    cells = cpu.cells(parse(["cpu"]))
+    assert len(cells) == len(programs.NORMS) * 2 * len(cpu.SHAPES)
+    assert {kind for kind, *_ in cells} == set(programs.NORMS)
+
+
+def result_of(program):
+    """What a program gives; the arguments live on."""
+    return program.function(*jax.tree.map(jnp.copy, program.arguments))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cell_has_each_direction_alone_and_in_a_chain(kind, monkeypatch):
+    compared = []
+
+    def compare(programs, turns):
+        compared.append(programs)
+        return [1.0, 3.0, 2.0]
+
+    monkeypatch.setattr(cpu, "compare", compare)
+    rows = list(cpu.measure_cell(kind, "float32", FEW, 1))
+    alone, linked = ([row for row in rows if row["op"].endswith("in a chain") == chained] for chained in (False, True))
+    directions = 1 if "quantized" in kind else 3
+    assert (len(alone), len(linked)) == (directions, 0 if "quantized" in kind else 3)
+    moved = ops.module_of(kind).moved(kind, "float32", FEW.rows, FEW.cols)["forward"]
+    assert (alone[0]["x XLA"], alone[0]["GB/s"]) == (3, pytest.approx(moved / 1e9))
+    assert all(row["error / tolerance"] < 1 for row in rows)
+    # jaxnorm and XLA compute the same from the same.
+    for ours, theirs, _ in compared:
+        assert ours.carries == theirs.carries
+        for a, b in zip(*(jax.tree.leaves(result_of(program)) for program in (ours, theirs)), strict=True):
+            a, b = np.float64(a), np.float64(b)
+            assert np.linalg.norm(a - b) < 1e-3 * np.linalg.norm(b)
+
+
+def test_what_carries_goes_on_with_its_sum():
+    seen = []
+
+    def add(total, x):
+        seen.append(float(total))
+        return total + x, x
+
+    program = programs.Program(add, (jnp.float32(1), jnp.float32(2)), carries=True)
+    for _ in range(2):
+        assert len(cpu.turn(program, 2)) == 2
+    assert seen == [1, 3, 5, 1, 3, 5]
