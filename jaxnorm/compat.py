@@ -93,7 +93,8 @@ def _left(ctx: Any) -> dict[Any, int]:
 
 def has_partitioner() -> bool:
     """Whether XLA asks the partitioners of `register_partitioner`, which Shardy makes possible, how to split a call."""
-    return bool(jax.config.jax_use_shardy_partitioner)  # type: ignore[attr-defined]
+    config: Any = jax.config  # JAX 0.10 declares no such attribute, 0.12 does
+    return bool(config.jax_use_shardy_partitioner)
 
 
 def partitioned_call(

@@ -111,22 +111,30 @@ def call(
     return lower(ctx.replace(avals_out=results), *operands, **attributes)[: len(ctx.avals_out)]
 
 
-def partial_rows(x_dtype: np.dtype[Any], cols: int, count: int = 1, inner: int = 1) -> int:
-    """How many partial sums of dscale and dbias the CUDA backward keeps in its workspace.
+# What kernels keep beside their results, as shapes of float32 by their order. Those of the CPU keep nothing.
+
+
+def drawn_rows(platform: str, kind: str, x_dtype: np.dtype[Any], cols: int) -> list[tuple[Any, ...]]:
+    """A forward that normalises rows of this dtype: how many of them its clusters have drawn."""
+    return [(1,)] if platform == "cuda" and _modules["cuda"].has_drawn_rows(kind, x_dtype.name, cols) else []
+
+
+def row_sums(platform: str, rows: tuple[Any, ...], x_dtype: np.dtype[Any], cols: int) -> list[tuple[Any, ...]]:
+    """A backward that gives dx: two sums of each segment of a row, where rows are cut into segments."""
+    segments = _modules["cuda"].row_segments(x_dtype.name, cols) if platform == "cuda" else 0
+    return [(*rows, 2 * segments)] if segments else []
+
+
+def weight_sums(
+    platform: str, arrays: int, x_dtype: np.dtype[Any], cols: int, count: int = 1, inner: int = 1
+) -> list[tuple[Any, ...]]:
+    """A backward that gives so many of dscale and dbias: partial sums of each.
 
     There are `count` heads, each of `inner` neighbouring rows.
     """
-    return int(_modules["cuda"].partial_rows(x_dtype.name, cols, count, inner))
-
-
-def has_drawn_rows(kind: str, x_dtype: np.dtype[Any], cols: int) -> bool:
-    """Whether the CUDA forward, which normalises rows of this dtype, keeps a count of them in a workspace."""
-    return bool(_modules["cuda"].has_drawn_rows(kind, x_dtype.name, cols))
-
-
-def row_segments(x_dtype: np.dtype[Any], cols: int) -> int:
-    """How many pairs of sums of each row the CUDA backward of x keeps in a workspace; 0 if it keeps none."""
-    return int(_modules["cuda"].row_segments(x_dtype.name, cols))
+    if platform != "cuda" or not arrays:
+        return []
+    return [(arrays, _modules["cuda"].partial_rows(x_dtype.name, cols, count, inner), count * cols)]
 
 
 def _load(platform: str) -> None:

@@ -166,15 +166,13 @@ def _backward_native(
 ) -> Sequence[Any]:
     _, x, _, _, scale = unflatten(tree, ctx.avals_in)
     with_dx, with_dgate, with_dscale = (dtype is not None for dtype in dtypes)
-    workspaces: list[tuple[int, ...]] = []
-    if platform == "cuda" and with_dscale:
-        cols, size = x.shape[-1], scale.size
-        workspaces.append((1, ffi.partial_rows(x.dtype, cols, size // cols), size))
+    cols = x.shape[-1]
+    groups = scale.size // cols if with_dscale else 1
     return ffi.call(
         "jaxnorm_gated_rms_norm_bwd",
         ctx,
         operands,
-        workspaces=workspaces,
+        workspaces=ffi.weight_sums(platform, int(with_dscale), x.dtype, cols, groups),
         scale_offset=np.float32(norm.scale_offset),
         **_attributes(kind, scale),
         with_dx=with_dx,

@@ -78,12 +78,11 @@ def _forward_native(platform: str, ctx: Any, *operands: Any, tree: Any, norm: No
     aliases = {1: 1} if residual is not None and not with_stats else {}
     normalised = x if residual is None else residual
     cols = math.prod(x.shape[-len(norm.axes) :])
-    drawn = platform == "cuda" and ffi.has_drawn_rows(norm.kind, normalised.dtype, cols)
     return ffi.call(
         f"jaxnorm_{norm.kind}_norm_fwd",
         ctx,
         operands,
-        workspaces=[(1,)] if drawn else [],
+        workspaces=ffi.drawn_rows(platform, norm.kind, normalised.dtype, cols),
         aliases=aliases,
         axes=np.int64(len(norm.axes)),
         epsilon=np.float32(norm.epsilon),
@@ -233,21 +232,16 @@ def _backward_native(
 ) -> Sequence[Any]:
     _, x, _, scale, dsum = unflatten(tree, ctx.avals_in)
     with_dx, with_dscale, with_dbias = (dtype is not None for dtype in dtypes)
-    workspaces: list[tuple[Any, ...]] = []
-    if platform == "cuda":
-        cols = math.prod(x.shape[-len(norm.axes) :])
-        if with_dx and (segments := ffi.row_segments(x.dtype, cols)):
-            workspaces.append((*x.shape[: -len(norm.axes)], 2 * segments))
-        if with_dscale or with_dbias:
-            count, inner = heads.heads_of(x.shape, len(norm.axes), lead)
-            partial_rows = ffi.partial_rows(x.dtype, cols, count, inner)
-            workspaces.append((with_dscale + with_dbias, partial_rows, count * cols))
+    axes = len(norm.axes)
+    cols = math.prod(x.shape[-axes:])
+    sums = ffi.row_sums(platform, x.shape[:-axes], x.dtype, cols) if with_dx else []
+    sums += ffi.weight_sums(platform, with_dscale + with_dbias, x.dtype, cols, *heads.heads_of(x.shape, axes, lead))
     return ffi.call(
         f"jaxnorm_{norm.kind}_norm_bwd",
         ctx,
         operands,
-        workspaces=workspaces,
-        axes=np.int64(len(norm.axes)),
+        workspaces=sums,
+        axes=np.int64(axes),
         scale_offset=np.float32(norm.scale_offset),
         has_scale=scale is not None,
         has_dsum=dsum is not None,

@@ -12,6 +12,7 @@ from test_malformed_calls import BF16, F32, call, struct
 
 import jaxnorm
 import jaxnorm.ffi
+from jaxnorm import compat
 
 X, SCALE = jnp.ones((3, 4, 8)), jnp.ones(8)
 FIRST = {"gate_first": True}
@@ -108,10 +109,9 @@ BACKWARD = {
 
 
 def workspace(scale=WEIGHT, cols=COLS):
-    if jax.default_backend() != "gpu":
-        return []
-    size = math.prod(scale.shape)
-    return [struct(1, jaxnorm.ffi.partial_rows(jnp.dtype(F32), cols, size // cols), size)]
+    groups = math.prod(scale.shape) // cols
+    shapes = jaxnorm.ffi.weight_sums(compat.default_platform(), 1, jnp.dtype(F32), cols, groups)
+    return [struct(*shape) for shape in shapes]
 
 
 def forward(operands=(ROW, ROW, WEIGHT), results=(ROW, RSTD), **changes):

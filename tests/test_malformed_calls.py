@@ -8,6 +8,7 @@ from cases import KINDS, bits, operands
 from native import target
 
 import jaxnorm.ffi
+from jaxnorm import compat
 
 pytestmark = [pytest.mark.kernels, pytest.mark.parametrize("kind", KINDS)]
 
@@ -45,9 +46,8 @@ def statistics(kind, like=STATISTIC):
 
 
 def workspace(kind, sums=2):
-    if jax.default_backend() != "gpu":
-        return []
-    return [struct(sums, jaxnorm.ffi.partial_rows(jnp.dtype(F32), COLS), COLS)]
+    shapes = jaxnorm.ffi.weight_sums(compat.default_platform(), sums, jnp.dtype(F32), COLS)
+    return [struct(*shape) for shape in shapes]
 
 
 def call(name, results, inputs, attributes):
