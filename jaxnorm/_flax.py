@@ -7,7 +7,7 @@ quantised or gated, which Flax cannot do, by the function's formula if that says
 
 from collections.abc import Callable, Iterable
 from numbers import Real
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -33,16 +33,34 @@ class FlaxNorm(Protocol):
     axis_index_groups: Any
 
 
-def kernel_axes(module: FlaxNorm, x: jax.Array, mask: jax.Array | None) -> tuple[int, ...] | None:
-    """The axes that a kernel would normalise for `module(x, mask=mask)`, or None where no kernel says the same."""
+class Scales(TypedDict, total=False):
+    """For type checkers: the keywords in the call of a quantised norm."""
+
+    static_scale: Any
+    smooth_scale: jax.Array | None
+    mask: None
+
+
+def kernel_axes(
+    module: FlaxNorm, x: jax.Array, mask: jax.Array | None, parameters: Iterable[jax.Array | None]
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """The axes that a kernel would normalise for `module(x, mask=mask)` and those of its parameters.
+
+    None where no kernel says the same as Flax. Parameters may have axes before the normalised ones: those of heads.
+    """
     in_groups = module.axis_name is not None and module.axis_index_groups is not None
     if mask is not None or in_groups or not isinstance(module.epsilon, Real):
         return None
-    reduction = _from_the_end(x.ndim, module.reduction_axes)
-    trailing = tuple(range(-len(reduction), 0))
-    if not 0 < len(trailing) <= x.ndim:
+    reduction, features = (_from_the_end(x.ndim, axes) for axes in (module.reduction_axes, module.feature_axes))
+    if not 0 < len(reduction) <= len(features) <= x.ndim:
         return None
-    return trailing if reduction == trailing == _from_the_end(x.ndim, module.feature_axes) else None
+    if any(axes != tuple(range(-len(axes), 0)) for axes in (reduction, features)):
+        return None
+    # Over an Explicit mesh, a parameter that is split otherwise than x splits Flax's result.
+    split = tuple(jax.typeof(x).sharding.spec)[-len(features) :]
+    if any(p is not None and tuple(jax.typeof(p).sharding.spec) not in ((None,) * p.ndim, split) for p in parameters):
+        return None
+    return reduction, features
 
 
 def function_axes(module: FlaxNorm, x: jax.Array, mask: object, what: str) -> tuple[int, ...]:

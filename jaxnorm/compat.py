@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import core, dispatch, sharding_impls, xla_bridge
+from jax._src import checkify, core, dispatch, sharding_impls, xla_bridge
 from jax._src.custom_partitioning_sharding_rule import sdy_sharding_rule_to_mlir
 from jax._src.export import _export
 from jax._src.interpreters import mlir
@@ -24,6 +24,11 @@ ALL_DEVICES = "devices"
 def run_eagerly(primitive: Primitive) -> None:
     """Let primitive be called outside jit: JAX compiles it alone. No public name does that for a new primitive."""
     primitive.def_impl(partial(dispatch.apply_primitive, primitive))
+
+
+def check_nans(primitive: Primitive) -> None:
+    """Let `jax.experimental.checkify` look for NaN in the results of primitive. It knows no others than JAX's own."""
+    checkify.error_checks[primitive] = partial(checkify.nan_error_check, primitive)
 
 
 def match_varying_axes(*arrays: jax.Array) -> tuple[jax.Array, ...]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxnorm import validation
 from jaxnorm.split import Split
-from jaxnorm.validation import check_array, check_whole_groups
+from jaxnorm.validation import check_array, check_flag, check_whole_groups, sharded_like
 
 
 def check_gate(op: str, value: object, x: jax.Array) -> jax.Array:
@@ -30,7 +30,7 @@ def check_scale(op: str, value: object, x: jax.Array) -> jax.Array | None:
             f"{op}: scale has shape {scale.shape}, expected {x.shape[-1:]}: the last axis of x, which has shape "
             f"{x.shape}, whatever group_size is. Reshape scale."
         )
-    return scale
+    return sharded_like(op, "scale", scale, x, (-1,))
 
 
 def check_axis_name(op: str, axis_name: object, group_size: int | None) -> Split | None:
@@ -49,12 +49,8 @@ def check_activation(op: str, activation: Any, known: Sequence[str]) -> Any:
 
 
 def check_gate_first(op: str, gate_first: object) -> bool:
-    if not isinstance(gate_first, (bool, np.bool)):
-        raise TypeError(
-            f"{op}: gate_first must be a bool, got {gate_first!r}; True multiplies by the gate before x is "
-            f"normalised (Mamba2), False after (Qwen3-Next)."
-        )
-    return bool(gate_first)
+    what = "True multiplies by the gate before x is normalised (Mamba2), False after (Qwen3-Next)"
+    return check_flag(op, "gate_first", gate_first, what)
 
 
 def check_group_size(op: str, group_size: Any, x: jax.Array) -> int | None:

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -36,9 +36,11 @@ _flax_layer_norm = inspect.unwrap(linen.LayerNorm.__call__)
 class RMSNorm(linen.RMSNorm):
     """`flax.linen.RMSNorm` with the same fields, parameters and result dtype, computed by `jaxnorm.rms_norm`.
 
-    The kernels serve the calls whose `reduction_axes` and `feature_axes` are the same trailing axes. A `mask`,
-    `axis_index_groups`, other axes, `force_float32_reductions=False`, and dtypes other than float32, bfloat16 and
-    float16 are computed by Flax's own code.
+    The kernels serve the calls whose `reduction_axes` and `feature_axes` are trailing axes: the same ones, or with
+    features before those that are reduced, a scale for each head: `reduction_axes=-1, feature_axes=(-2, -1)`. A `mask`,
+    `axis_index_groups`, other axes, parameters that an Explicit mesh splits otherwise than x,
+    `force_float32_reductions=False`, and dtypes other than float32, bfloat16 and float16 are computed by Flax's own
+    code.
     """
 
     @linen.compact
@@ -152,8 +154,14 @@ class QuantizedRMSNorm(RMSNorm, kw_only=True):
     quantization: Quantization
     straight_through: bool = False
 
+    @overload  # type: ignore[override]
+    def __call__(self, x: jax.Array, residual: None = None, **_: Unpack[_flax.Scales]) -> Quantized: ...
+
+    @overload
+    def __call__(self, x: jax.Array, residual: jax.Array, **_: Unpack[_flax.Scales]) -> tuple[Quantized, jax.Array]: ...
+
     @linen.compact
-    def __call__(  # type: ignore[override]
+    def __call__(
         self,
         x: jax.Array,
         residual: jax.Array | None = None,
@@ -172,8 +180,14 @@ class QuantizedLayerNorm(LayerNorm, kw_only=True):
     quantization: Quantization
     straight_through: bool = False
 
+    @overload  # type: ignore[override]
+    def __call__(self, x: jax.Array, residual: None = None, **_: Unpack[_flax.Scales]) -> Quantized: ...
+
+    @overload
+    def __call__(self, x: jax.Array, residual: jax.Array, **_: Unpack[_flax.Scales]) -> tuple[Quantized, jax.Array]: ...
+
     @linen.compact
-    def __call__(  # type: ignore[override]
+    def __call__(
         self,
         x: jax.Array,
         residual: jax.Array | None = None,
@@ -200,11 +214,12 @@ def _fused(
     """
     rows = tuple(map(jnp.asarray, rows))
     *_, normalised = rows  # with a residual the sum, which is like it
-    axis = _flax.kernel_axes(module, normalised, mask)
+    axes = _flax.kernel_axes(module, normalised, mask, _given(module))
     dtypes = (module.param_dtype, jnp.float32 if module.dtype is None else module.dtype, *(a.dtype for a in rows))
-    if axis is None or not module.force_float32_reductions or not _flax.kernel_dtypes(*dtypes):
+    if axes is None or not module.force_float32_reductions or not _flax.kernel_dtypes(*dtypes):
         return None
-    scale, bias = _parameters(module, normalised, axis, bias_init)
+    axis, features = axes
+    scale, bias = _parameters(module, normalised, features, bias_init)
     dtype = linen.dtypes.canonicalize_dtype(normalised, scale, bias, dtype=module.dtype)
     return norm(*rows, scale, bias, epsilon=module.epsilon, axis=axis, out_dtype=dtype, axis_name=module.axis_name)
 
@@ -228,6 +243,12 @@ def _quantized(
     options = {"quantization": module.quantization, "straight_through": module.straight_through, **scales}
     options["axis_name"] = module.axis_name
     return norm(x, scale, bias, residual=residual, epsilon=module.epsilon, axis=axis, **options)
+
+
+def _given(module: RMSNorm | LayerNorm) -> list[jax.Array]:
+    """The parameters that the call comes with; while they are initialised, none."""
+    names = (name for name in ("scale", "bias") if module.has_variable("params", name))
+    return [linen.meta.unbox(module.get_variable("params", name)) for name in names]
 
 
 def _parameters(

@@ -1,7 +1,8 @@
 """`flax.nnx`'s norms on jaxnorm's kernels: change the import line, keep the model and its checkpoints."""
 
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -29,9 +30,10 @@ __all__ = [
 class RMSNorm(nnx.RMSNorm):
     """`flax.nnx.RMSNorm` with the same constructor, parameters and result dtype, computed by `jaxnorm.rms_norm`.
 
-    The kernels serve the calls whose `reduction_axes` and `feature_axes` are the same trailing axes. A `mask`,
-    `axis_index_groups`, other axes, a `promote_dtype` of one's own, and dtypes other than float32, bfloat16 and float16
-    are computed by Flax's own code.
+    The kernels serve the calls whose `reduction_axes` and `feature_axes` are trailing axes: the same ones, or with
+    features before those that are reduced, a scale for each head: `reduction_axes=-1, feature_axes=(-2, -1)`. A `mask`,
+    `axis_index_groups`, other axes, parameters that an Explicit mesh splits otherwise than x, a `promote_dtype` of
+    one's own, and dtypes other than float32, bfloat16 and float16 are computed by Flax's own code.
     """
 
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
@@ -153,7 +155,13 @@ class QuantizedRMSNorm(RMSNorm):
         self.quantization = quantization
         self.straight_through = straight_through
 
-    def __call__(  # type: ignore[override]
+    @overload  # type: ignore[override]
+    def __call__(self, x: jax.Array, residual: None = None, **_: Unpack[_flax.Scales]) -> Quantized: ...
+
+    @overload
+    def __call__(self, x: jax.Array, residual: jax.Array, **_: Unpack[_flax.Scales]) -> tuple[Quantized, jax.Array]: ...
+
+    def __call__(
         self,
         x: jax.Array,
         residual: jax.Array | None = None,
@@ -176,7 +184,13 @@ class QuantizedLayerNorm(LayerNorm):
         self.quantization = quantization
         self.straight_through = straight_through
 
-    def __call__(  # type: ignore[override]
+    @overload  # type: ignore[override]
+    def __call__(self, x: jax.Array, residual: None = None, **_: Unpack[_flax.Scales]) -> Quantized: ...
+
+    @overload
+    def __call__(self, x: jax.Array, residual: jax.Array, **_: Unpack[_flax.Scales]) -> tuple[Quantized, jax.Array]: ...
+
+    def __call__(
         self,
         x: jax.Array,
         residual: jax.Array | None = None,
@@ -206,10 +220,11 @@ def _fused(
     rows = tuple(map(jnp.asarray, rows))
     *_, normalised = rows  # with a residual the sum, which is like it
     dtype = nnx.nn.dtypes.canonicalize_dtype(normalised, *parameters, dtype=module.dtype)
-    axis = _flax.kernel_axes(module, normalised, mask)
-    if axis is None or not _flax.kernel_dtypes(dtype, *(a.dtype for a in (*rows, *parameters) if a is not None)):
+    axes = _flax.kernel_axes(module, normalised, mask, parameters)
+    if axes is None or not _flax.kernel_dtypes(dtype, *(a.dtype for a in (*rows, *parameters) if a is not None)):
         return None
-    rows, parameters = _operands(rows, parameters, dtype, axis)
+    axis, features = axes
+    rows, parameters = _operands(rows, parameters, dtype, features)
     return norm(*rows, *parameters, epsilon=module.epsilon, axis=axis, out_dtype=dtype, axis_name=module.axis_name)
 
 
@@ -237,10 +252,16 @@ def _quantized(
 
 
 def _operands(
-    rows: tuple[jax.Array, ...], parameters: tuple[jax.Array | None, ...], dtype: Any, axis: tuple[int, ...]
+    rows: tuple[jax.Array, ...], parameters: tuple[jax.Array | None, ...], dtype: Any, axes: tuple[int, ...]
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array | None, ...]]:
-    """x, or x and a residual, and parameters: rounded to `dtype` as Flax rounds them, parameters with `axis`' shape."""
-    features = [rows[-1].shape[a] for a in axis]
+    """x, or x and a residual, and parameters: rounded to `dtype` as Flax rounds them, parameters with `axes`' shape."""
+    features = tuple(rows[-1].shape[axis] for axis in axes)
+    for parameter in parameters:
+        if parameter is not None and parameter.size != math.prod(features):
+            raise ValueError(
+                f"the norm's parameters are of {parameter.size} features, expected {math.prod(features)}: x has shape "
+                f"{rows[-1].shape}, of which the axes {axes} are features. Construct it with that many."
+            )
     parameters = tuple(None if p is None else _promote(p, dtype).reshape(features) for p in parameters)
     return (tuple(_promote(x, dtype) for x in rows) if len(rows) == 1 else rows), parameters
 

@@ -16,9 +16,10 @@ LARGEST = {jnp.dtype("float8_e4m3fn"): 448.0, jnp.dtype("float8_e5m2"): 57344.0,
 GROUP_SIZES = (64, 128)
 
 
+@jax.tree_util.register_static
 @dataclass(frozen=True)
 class Quantization:
-    """How `rms_norm_quantized` and `layer_norm_quantized` quantise: static, hashable, equal by value.
+    """How `rms_norm_quantized` and `layer_norm_quantized` quantise: hashable, equal by value, static for `jax.jit`.
 
     Args:
       dtype: `jax.numpy.float8_e4m3fn` (values to ±448), `float8_e5m2` (±57344) or `int8` (±127: symmetric).
@@ -57,7 +58,7 @@ class Quantization:
 
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Quantized:
     """A quantised array, a pytree: `values * scales` approximates what was quantised.
 
@@ -66,7 +67,8 @@ class Quantized:
       scales: float32. One a row: of values' shape with normalised axes of length 1. One a group: of values' shape with
         a last axis as long as a row has groups. One for everything: a scalar.
       carrier: zeros through which a straight-through gradient flows, of the shape and dtype of the norm's result;
-        None where none was asked for.
+        None where none was asked for. It does so by `dequantize` alone: the gradient of what is computed from values
+        and scales is zero.
     """
 
     values: jax.Array

@@ -1,15 +1,46 @@
 """The public functions of which the result is quantised."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypedDict, Unpack, overload
 
 import jax
 import numpy as np
 
 from jaxnorm import heads, norms, quantized_validation, validation
 from jaxnorm.norms import Implementation
-from jaxnorm.quantization import Quantization, Quantized
+from jaxnorm.quantization import SMALLEST_SCALE, Quantization, Quantized
 from jaxnorm.quantized_primitive import Call, Operands, quantized
+
+
+class _Options(TypedDict, total=False):
+    """For type checkers: the keywords that do not decide what is returned."""
+
+    static_scale: Any
+    smooth_scale: Any
+    epsilon: float
+    scale_offset: float
+    axis: int | Sequence[int]
+    straight_through: bool
+    axis_name: Any
+    implementation: Implementation | None
+
+
+@overload
+def rms_norm_quantized(
+    x: Any,
+    scale: Any = None,
+    bias: Any = None,
+    *,
+    quantization: Quantization,
+    residual: None = None,
+    **_: Unpack[_Options],
+) -> Quantized: ...
+
+
+@overload
+def rms_norm_quantized(
+    x: Any, scale: Any = None, bias: Any = None, *, quantization: Quantization, residual: Any, **_: Unpack[_Options]
+) -> tuple[Quantized, jax.Array]: ...
 
 
 def rms_norm_quantized(
@@ -93,6 +124,24 @@ def rms_norm_quantized(
         axis_name,
         implementation,
     )
+
+
+@overload
+def layer_norm_quantized(
+    x: Any,
+    scale: Any = None,
+    bias: Any = None,
+    *,
+    quantization: Quantization,
+    residual: None = None,
+    **_: Unpack[_Options],
+) -> Quantized: ...
+
+
+@overload
+def layer_norm_quantized(
+    x: Any, scale: Any = None, bias: Any = None, *, quantization: Quantization, residual: Any, **_: Unpack[_Options]
+) -> tuple[Quantized, jax.Array]: ...
 
 
 def layer_norm_quantized(
@@ -181,7 +230,7 @@ def _quantized(
         op, x, residual, scale, bias, epsilon, scale_offset, axis, True, np.float32, axis_name, implementation
     )
     quantized_validation.check_quantization(op, quantization, Quantization, x, norm.axes)
-    given = quantized_validation.check_static_scale(op, static_scale, quantization.granularity)
+    given = quantized_validation.check_static_scale(op, static_scale, quantization.granularity, SMALLEST_SCALE)
     smooth = validation.check_weight(op, "smooth_scale", smooth_scale, x, norm.axes, with_lead=False)
     operands = {"x": x, "residual": residual, "scale": scale, "bias": bias, "smooth_scale": smooth}
     quantized_validation.check_float32(op, operands)

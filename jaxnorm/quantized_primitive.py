@@ -76,8 +76,8 @@ def _quantized_jvp(call: Call, primals: Any, tangents: Any) -> tuple[Results, Re
     if not call.straight_through:
         raise ValueError(
             f"{call.norm.kind}_norm_quantized: rounded values have no derivative, and one is taken; pass "
-            f"straight_through=True for that of the norm before it is quantised, or keep the gradient away with "
-            f"jax.lax.stop_gradient."
+            f"straight_through=True for that of the norm before it is quantised, and of new_residual the true one; or "
+            f"apply jax.lax.stop_gradient to x, residual, scale and bias, not to the result."
         )
     results = quantized(dataclasses.replace(call, with_stats=call.has_kernel), operands)
     results = _named(results)

@@ -105,7 +105,7 @@ def check_quantization(op: str, quantization: Any, kind: type[Any], x: jax.Array
     check_whole_groups(op, group_size, x)
 
 
-def check_static_scale(op: str, value: Any, granularity: str) -> jax.Array | None:
+def check_static_scale(op: str, value: Any, granularity: str, smallest: float) -> jax.Array | None:
     """The caller's scale as a float32 scalar, which goes with the granularity "tensor" and with no other."""
     if granularity != "tensor":
         if value is not None:
@@ -126,6 +126,6 @@ def check_static_scale(op: str, value: Any, granularity: str) -> jax.Array | Non
             raise TypeError(f"{op}: static_scale must have a floating-point dtype, got {value.dtype}; convert it.")
         return jnp.asarray(value, jnp.float32)
     number = check_number(op, "static_scale", value)
-    if number <= 0:
-        raise ValueError(f"{op}: static_scale must be positive, got {number}.")
+    if number < smallest:
+        raise ValueError(f"{op}: static_scale must be at least 2**-126, got {number}: it is divided by.")
     return jnp.asarray(number, jnp.float32)

@@ -108,6 +108,7 @@ def register(
     primitive.multiple_results = True
     primitive.def_abstract_eval(abstract)
     compat.run_eagerly(primitive)
+    compat.check_nans(primitive)
     batching.primitive_batchers[primitive] = batch
     if jvp is not None:
         ad.primitive_jvps[primitive] = jvp

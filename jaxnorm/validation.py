@@ -4,8 +4,9 @@ A message says which argument, what came, what was expected and what to do. Valu
 TypeError: dtypes and values that are no arrays or no static numbers.
 """
 
+import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
@@ -24,15 +25,17 @@ def check_array(op: str, name: str, value: object) -> jax.Array:
     """value as a floating-point jax.Array."""
     if not isinstance(value, (jax.Array, np.ndarray, np.generic)) and not hasattr(value, "__jax_array__"):
         raise TypeError(
-            f"{op}: {name} must be an array, got {type(value).__name__}; convert it with jax.numpy.asarray({name})."
+            f"{op}: {name} must be an array, got {type(value).__name__}; convert it with jax.numpy.asarray({name}), or "
+            f"name the argument that it is meant for, as epsilon has to be."
         )
-    dtype = getattr(value, "dtype", None)
-    if dtype is not None and dtype not in DTYPES:
+    # Of float64 without 64-bit types jax.numpy makes float32; what only becomes an array has no dtype before.
+    given = value if hasattr(value, "dtype") else jnp.asarray(value)
+    if given.dtype not in DTYPES:
         raise TypeError(
-            f"{op}: {name} must have a floating-point dtype of 16, 32 or 64 bits, got {dtype}; "
+            f"{op}: {name} must have a floating-point dtype of 16, 32 or 64 bits, got {given.dtype}; "
             f"convert it first, as with {name}.astype(jax.numpy.float32)."
         )
-    return value if isinstance(value, jax.Array) else jnp.asarray(value)
+    return given if isinstance(given, jax.Array) else jnp.asarray(given)
 
 
 def check_x(op: str, x: object) -> jax.Array:
@@ -82,10 +85,10 @@ def check_weight(
         is_lead = not lead
     if weight.shape[len(lead) :] != features or not is_lead:
         raise ValueError(f"{op}: {name} has shape {weight.shape}, expected {expected}. Reshape {name}, or change axis.")
-    return _sharded_like(op, name, weight, x, axes)
+    return sharded_like(op, name, weight, x, axes)
 
 
-def _sharded_like(op: str, name: str, weight: jax.Array, x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+def sharded_like(op: str, name: str, weight: jax.Array, x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     """weight, split as x is: over an Explicit mesh one that is whole on each device is, others must be."""
     spec, x_spec = jax.typeof(weight).sharding.spec, jax.typeof(x).sharding.spec
     others = [axis for axis in range(-x.ndim, 0) if axis not in axes]
@@ -107,6 +110,8 @@ def check_axis_name(op: str, axis_name: object) -> Split | None:
     if axis_name is None:
         return None
     names = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
+    if not all(isinstance(name, Hashable) for name in names):
+        raise TypeError(f"{op}: axis_name={axis_name!r} must be the name of an axis or a tuple of names.")
     if not names or len(set(names)) < len(names):
         raise ValueError(f"{op}: axis_name={axis_name!r} must name at least one axis, and each once.")
     for name in names:
@@ -178,6 +183,8 @@ def check_number(op: str, name: str, value: object) -> float:
         number = None if isinstance(value, (str, bytes, bool)) else float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         number = None
+    except OverflowError:
+        number = math.inf
     if number is None:
         raise TypeError(f"{op}: {name} must be a number, got {value!r}; pass a Python float.")
     if not abs(number) <= float(np.finfo(np.float32).max):
@@ -185,10 +192,12 @@ def check_number(op: str, name: str, value: object) -> float:
     return number
 
 
-def check_flag(op: str, name: str, value: object) -> bool:
+def check_flag(op: str, name: str, value: object, remedy: str = "pass True or False") -> bool:
     """value as a Python bool, known while tracing."""
     if isinstance(value, jax.core.Tracer):
         raise TypeError(f"{op}: {name} must be known while tracing, got the traced value {value}; pass a Python bool.")
+    if not isinstance(value, (bool, np.bool)):
+        raise TypeError(f"{op}: {name} must be a bool, got {value!r}; {remedy}.")
     return bool(value)
 
 

@@ -9,6 +9,14 @@ from cases import KINDS, NORMS
 X = jnp.ones((3, 4, 8))
 SCALE = jnp.ones(8)
 
+
+class Integers:
+    """No array, but jax.numpy makes one of it."""
+
+    def __jax_array__(self):
+        return jnp.ones(8, "int32")
+
+
 # (arguments, keywords, exception, what the message must hold in this order)
 BAD_CALLS = {
     "x of integers": ((jnp.ones((3, 8), "int32"),), {}, TypeError, ("x", "floating", "int32", "astype")),
@@ -40,6 +48,8 @@ BAD_CALLS = {
     "scale of integers": ((X, jnp.ones(8, "int8")), {}, TypeError, ("scale", "floating", "int8")),
     "complex scale": ((X, jnp.ones(8, "complex64")), {}, TypeError, ("scale", "floating", "complex64")),
     "scale of lists": ((X, [1.0] * 8), {}, TypeError, ("scale", "array", "list")),
+    "scale of what becomes integers": ((X, Integers()), {}, TypeError, ("scale", "floating", "int32")),
+    "epsilon without its name": ((X, SCALE, 1e-6), {}, TypeError, ("bias", "array", "float", "epsilon")),
     "scale for two axes": ((X, SCALE), {"axis": (-2, -1)}, ValueError, ("scale", r"\(8,\)", r"\(4, 8\)")),
     "long bias": ((X, SCALE, jnp.ones(9)), {}, ValueError, ("bias", r"\(9,\)", r"\(8,\)")),
     "bias of integers": ((X, SCALE, jnp.ones(8, "int32")), {}, TypeError, ("bias", "floating", "int32")),
@@ -53,6 +63,7 @@ BAD_CALLS = {
     "axis of None": ((X,), {"axis": None}, TypeError, ("axis", "int", "None")),
     "axis of text": ((X,), {"axis": "last"}, TypeError, ("axis", "int", "last")),
     "negative epsilon": ((X,), {"epsilon": -1e-6}, ValueError, ("epsilon", "negative", "-1e-06")),
+    "epsilon of a huge int": ((X,), {"epsilon": 10**400}, ValueError, ("epsilon", "finite", "inf")),
     "NaN epsilon": ((X,), {"epsilon": float("nan")}, ValueError, ("epsilon", "finite", "nan")),
     "infinite epsilon": ((X,), {"epsilon": float("inf")}, ValueError, ("epsilon", "finite", "inf")),
     "epsilon of text": ((X,), {"epsilon": "small"}, TypeError, ("epsilon", "number", "small")),
@@ -63,6 +74,9 @@ BAD_CALLS = {
     "epsilon of an array": ((X,), {"epsilon": np.ones(2)}, TypeError, ("epsilon", "number")),
     "NaN offset": ((X, SCALE), {"scale_offset": float("nan")}, ValueError, ("scale_offset", "finite", "nan")),
     "offset of None": ((X, SCALE), {"scale_offset": None}, TypeError, ("scale_offset", "number", "None")),
+    "order of None": ((X, SCALE), {"multiply_before_cast": None}, TypeError, ("multiply_before_cast", "bool", "None")),
+    "order of text": ((X, SCALE), {"multiply_before_cast": "no"}, TypeError, ("multiply_before_cast", "bool", "'no'")),
+    "axis_name of a list in a list": ((X,), {"axis_name": [["a"]]}, TypeError, ("axis_name", "name of an axis")),
     "unknown implementation": (
         (X,),
         {"implementation": "cuda"},

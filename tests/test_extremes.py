@@ -79,6 +79,15 @@ def test_squares_that_overflow(kind):
     np.testing.assert_array_equal(jax.jit(NORMS[kind])(x), formula(kind)(x))
 
 
+# Past a row's end x is 0, and its x_hat is not finite where the mean is so large; none of it belongs to the row.
+@pytest.mark.parametrize("cols", [5, 16, 17, 100])
+def test_the_gradient_of_a_constant_row_near_the_largest_number_on_cpu(cols):
+    with jax.default_device(jax.devices("cpu")[0]):
+        x, dy = jnp.full((3, cols), 2e36), draw("dy", (3, cols))
+        (dx,) = jax.jit(lambda x, dy: jax.vjp(lambda x: NORMS["layer"](x, epsilon=1e-5), x)[1](dy))(x, dy)
+    assert np.isfinite(dx).all()
+
+
 @pytest.mark.parametrize("dims", [(0, 64), (3, 0, 64), (0, 0, 1), (0, 100_003)])
 @kinds
 def test_no_rows(kind, dims):

@@ -11,8 +11,10 @@ import pytest
 from cases import DTYPES, KINDS, bits, draw, draw_x
 from flax_apis import APIS, assert_close, assert_gradients_close
 from hlo import compiled_text, count_native_calls
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from native import native_calls
+from test_sharding import mesh_of
 
 pytestmark = [pytest.mark.parametrize("kind", KINDS), pytest.mark.parametrize("api", APIS.values(), ids=APIS)]
 
@@ -32,13 +34,14 @@ SERVED_BY_KERNELS = [
     {"param_dtype": jnp.float16},
     {"reduction_axes": 2, "feature_axes": (-1,)},
     {"reduction_axes": (-1, -2), "feature_axes": (1, 2)},
+    {"reduction_axes": -1, "feature_axes": (1, 2)},  # a scale for each head
     {"axis_index_groups": [[0, 1]]},  # Flax reads it with an axis_name only
 ]
 SERVED_BY_FLAX = [
     {"reduction_axes": 1, "feature_axes": 1},
     {"reduction_axes": (0, 2), "feature_axes": 2},
     {"reduction_axes": (1, 2), "feature_axes": -1},
-    {"reduction_axes": -1, "feature_axes": (1, 2)},
+    {"reduction_axes": -1, "feature_axes": (0, 2)},
     {"reduction_axes": (0, 1), "feature_axes": -1, "use_fast_variance": False},
 ]
 
@@ -123,6 +126,23 @@ def test_float64_is_flaxs_result(api, kind, fields):
         flaxs, ours = results(api, kind, draw_x(DIMS).astype(jnp.float32 if fields else jnp.float64), fields)
         assert ours.dtype == jnp.float64
         assert bits(ours) == bits(flaxs)
+
+
+# A parameter that is split otherwise than x splits Flax's result.
+@pytest.mark.parametrize("x_spec", [P("a"), P("a", None, "b")], ids=str)
+@pytest.mark.parametrize("spec", [P(), P("b")], ids=str)
+def test_shardings_of_an_explicit_mesh_are_flaxs(api, kind, devices, x_spec, spec):
+    mesh = mesh_of(devices, AxisType.Explicit)
+    norms = api.both(kind, draw_x((8, 6, 32)))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(draw_x((8, 6, 32)), NamedSharding(mesh, x_spec))
+        (flaxs, flaxs_dp), (ours, ours_dp) = (
+            (apply(p, x), jax.grad(lambda p: apply(p, x).sum())(p))  # noqa: B023
+            for apply, p in ((apply, jax.device_put(p, NamedSharding(mesh, spec))) for apply, p in norms)
+        )
+        assert jax.typeof(ours) == jax.typeof(flaxs)
+        assert jax.tree.map(jax.typeof, ours_dp) == jax.tree.map(jax.typeof, flaxs_dp)
+        np.testing.assert_allclose(ours, flaxs, rtol=2e-5, atol=2e-5)
 
 
 def test_half_input_is_not_widened_before_the_kernel(api, kind):

@@ -86,6 +86,7 @@ def test_native_by_name_where_there_is_no_kernel(name):
 
 
 ROWS, COUNT, COLS = 6, 4, 40
+EMPTY = struct(ROWS, 0, COLS)
 ROW, GROUPED, WEIGHT, GROUPS = struct(ROWS, COLS), struct(ROWS, COUNT, COLS), struct(COLS), struct(COUNT, COLS)
 RSTD = struct(ROWS, 1)
 FORWARD = {
@@ -142,6 +143,7 @@ MALFORMED_FORWARD = {
     "gate without a row": ({"operands": (ROW, struct(ROWS - 1, COLS), WEIGHT)}, "gate"),
     "gate of another dtype": ({"operands": (ROW, struct(ROWS, COLS, dtype=BF16), WEIGHT)}, "gate is BF16.*F32"),
     "integer x": ({"operands": (struct(ROWS, COLS, dtype=jnp.int32), ROW, WEIGHT)}, "x is S32"),
+    "quantised x": ({"operands": (struct(ROWS, COLS, dtype=jnp.int8), ROW, WEIGHT)}, "x is S8"),
     "short scale": ({"operands": (ROW, ROW, struct(COLS - 1))}, "scale"),
     "scale of groups": ({"operands": (GROUPED, GROUPED, GROUPS), "results": [GROUPED]}, "scale"),
     "scale of a row": (
@@ -178,6 +180,15 @@ MALFORMED_BACKWARD = {
     "half rstd": ({"operands": (ROW, ROW, ROW, struct(ROWS, 1, dtype=BF16), WEIGHT)}, "rstd"),
     "gate without a row": ({"operands": (ROW, ROW, struct(ROWS - 1, COLS), RSTD, WEIGHT)}, "gate"),
     "x of another dtype": ({"operands": (ROW, struct(ROWS, COLS, dtype=BF16), ROW, RSTD, WEIGHT)}, "x is BF16"),
+    "quantised dy": ({"operands": (struct(ROWS, COLS, dtype=jnp.float8_e5m2), ROW, ROW, RSTD, WEIGHT)}, "dy is F8E5M2"),
+    "no groups": (
+        {
+            "operands": (EMPTY, EMPTY, EMPTY, struct(ROWS, 0, 1), struct(0, COLS)),
+            "results": [EMPTY, EMPTY, struct(0, COLS)],
+            "grouped": True,
+        },
+        "no groups",
+    ),
     "dscale without a scale": ({"operands": (ROW, ROW, ROW, RSTD), "has_scale": False}, "there is no scale"),
     "no dgate": ({"results": [ROW], "extra": [], "with_dscale": False}, "dgate"),
     "dgate of another dtype": ({"results": [ROW, struct(ROWS, COLS, dtype=BF16), WEIGHT]}, "dgate is BF16"),

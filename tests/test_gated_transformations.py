@@ -1,6 +1,6 @@
 """Law 7 for the gated norm: what works on the formula works on it and gives the same."""
 
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,8 @@ from native import is_built
 from test_sharding import mesh_of
 from test_transformations import assert_close
 from transformations import POLICIES, TRANSFORMATIONS, loss_of
+
+import jaxnorm
 
 ALL = (0, 1, 2)
 DIMS = (6, 10)
@@ -151,6 +153,21 @@ def test_rows_on_a_mesh(devices, axis_type, gate_spec):
             jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(args, (P("a"), gate_spec, P()), strict=True)
         ]
         assert_close(jax.jit(jax.grad(loss_of(GROUPED), ALL))(*placed), expected)
+
+
+# Scale is whole on each device and x is not: it is split by itself, and its gradient is whole again.
+@pytest.mark.parametrize("variant", [{}, {"group_size": 4}], ids=str)
+def test_features_on_an_explicit_mesh(devices, variant):
+    norm = partial(jaxnorm.gated_rms_norm, gate_first=True, **variant)
+    x, gate, scale = draw_operands((6, 64))
+    expected = jax.grad(loss_of(partial(norm, implementation="jnp")), ALL)(x, gate, scale)
+    mesh = mesh_of(devices, AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        x, gate = (jax.device_put(a, NamedSharding(mesh, P(None, "a"))) for a in (x, gate))
+        assert jax.typeof(jax.jit(norm)(x, gate, scale)).sharding.spec == P(None, "a")
+        assert_close(jax.jit(jax.grad(loss_of(norm), ALL))(x, gate, scale), expected)
+        with pytest.raises(ValueError, match=r"^gated_rms_norm: scale is sharded as .*expected"):
+            norm(x, gate, jax.device_put(scale, NamedSharding(mesh, P("b"))))
 
 
 # Scale is replicated: its gradient is summed over the mesh, and so is that of a gate that is the same everywhere.

@@ -274,5 +274,12 @@ def test_dequantised_with_a_scale_for_each_example():
 def test_a_quantization_is_static():
     one, same = Quantization(jnp.int8, "group"), Quantization("int8", "group", group_size=128)
     assert (one, hash(one)) == (same, hash(same))
-    function = jax.jit(lambda x, quantization: QUANTIZED["rms"](x, quantization=quantization), static_argnums=1)
-    assert len(jax.tree.leaves(function(X, one))) == 2
+    traced = []
+
+    @jax.jit
+    def function(x, quantization):
+        traced.append(quantization)
+        return QUANTIZED["rms"](x, quantization=quantization)
+
+    assert len(jax.tree.leaves(function(X, one))) == len(jax.tree.leaves(function(X, same))) == 2
+    assert traced == [one]

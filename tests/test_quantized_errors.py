@@ -72,7 +72,12 @@ BAD_CALLS = {
         TypeError,
         ("static_scale", "floating", "int32"),
     ),
-    "a static scale of zero": ({"quantization": TENSOR, "static_scale": 0}, ValueError, ("static_scale", "positive")),
+    "a static scale of zero": ({"quantization": TENSOR, "static_scale": 0}, ValueError, ("static_scale", "at least")),
+    "a static scale that float32 flushes": (
+        {"quantization": TENSOR, "static_scale": 1e-45},
+        ValueError,
+        ("static_scale", "at least", "1e-45"),
+    ),
     "a static scale of NaN": (
         {"quantization": TENSOR, "static_scale": float("nan")},
         ValueError,

@@ -173,6 +173,15 @@ def test_a_derivative_without_straight_through(kind, to, name, implementation):
 
 
 @kinds
+def test_values_and_scales_by_themselves_pass_no_gradient_on(kind):
+    def loss(x):
+        quantized = QUANTIZED[kind](x, quantization=Quantization("float8_e4m3fn"), straight_through=True)
+        return (quantized.values.astype("float32") * quantized.scales).sum()
+
+    np.testing.assert_array_equal(jax.grad(loss)(draw_x(DIMS)), np.zeros(DIMS))
+
+
+@kinds
 def test_a_quantised_branch_that_is_not_differentiated(kind):
     def loss(x):
         return (x * quantize(kind, INT8)(jax.lax.stop_gradient(x)).dequantize()).sum()

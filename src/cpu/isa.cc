@@ -141,7 +141,8 @@ void backward_row(const Backward& b, int64_t row, float* dscale, float* dbias, i
     const auto total = sum<1, 2>(b.cols, [&](int, int64_t column, auto extent, Vec* sums) {
       const Vec g = dy_row(0, column, extent) * scale(begin + column, extent);
       if (Stats::centred) sums[0] += g;
-      sums[1] = fma(g, stats.x_hat(x_row(0, column, extent)), sums[1]);
+      // Past the row's end x_hat is that of x = 0, which may be infinite.
+      sums[1] = fma(g, within(stats.x_hat(x_row(0, column, extent)), extent), sums[1]);
     });
     mean_g = total.mean(0, 0);
     mean_gx = total.mean(0, 1);

@@ -137,7 +137,8 @@ cudaError_t launch_forward(const Forward& p, const Plan& plan, cudaStream_t stre
         if constexpr (sizeof(X) == 4)
           if (!divided) return launch_rows(AccessAs<Access::elements>{});
       }
-    } else if (aligned || (!divided && !C::kAdds)) {
+    } else if (C::kAdds ? aligned && aligned_for<kVector<Y>>(p.x.dtype, p.x.data) : aligned || !divided) {
+      // What comes by way of a ring is copied in bulk, and so aligned to 16 bytes.
       const int bytes = C::kAdds ? launch.with_rings(plan, p.cols, {{sizeof(Y), p.cols}, {sizeof(X), p.cols}}, 2)
                                  : launch.with_rings(plan, p.cols, {{sizeof(X), p.cols}}, 2);
       const int64_t at_once = std::min<int64_t>(teams, current_device().teams_at_once(plan.blocks_per_row));

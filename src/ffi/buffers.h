@@ -216,7 +216,7 @@ class Buffers {
     const auto dtype = dtype_of(buffer);
     const bool is_right = dtype && (wanted ? *dtype == *wanted : is_quantized(*dtype) == quantized);
     if (shape_of(buffer) != shape || !is_right) {
-      const char* const names[] = {"F32", "F16", "BF16"};
+      const char* const names[] = {"F32", "F16", "BF16", "F8E4M3FN", "F8E5M2", "S8"};
       const char* const any = quantized ? "F8E4M3FN, F8E5M2 or S8 of shape " : "F32, F16 or BF16 of shape ";
       fail(std::string(name) + " is " + text(buffer) + ", expected " +
            (wanted ? names[static_cast<int>(*wanted)] : any) + text(shape));

@@ -1,6 +1,7 @@
 // The operands and attributes of the norm that is gated; the rows are those of x's last axis.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <string_view>
 
@@ -52,7 +53,7 @@ inline GatedScale gated_scale(Buffers& buffers, const Shapes& shapes, bool group
   Shape shape(shapes.x.end() - 2, shapes.x.end());
   const int64_t count = shape[0];
   buffers.require(count > 0, "there are no groups");
-  return {std::move(shape), {count, 1}};
+  return {std::move(shape), {std::max<int64_t>(1, count), 1}};
 }
 
 inline Gate gate_of(Buffers& buffers, Input data, std::string_view activation, bool first) {

@@ -1,0 +1,36 @@
+"""What type checkers make of calls whose result depends on their arguments: mypy reads this, and pytest runs it."""
+
+from typing import assert_type
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import jaxnorm
+import jaxnorm.linen
+import jaxnorm.nnx
+from jaxnorm import Quantization, Quantized
+
+INT8 = Quantization(jnp.int8)
+
+
+def test_a_quantised_norm_gives_the_sum_as_well_where_there_is_a_residual() -> None:
+    x = jnp.ones((2, 8))
+    for norm in (jaxnorm.rms_norm_quantized, jaxnorm.layer_norm_quantized):
+        assert assert_type(norm(x, quantization=INT8), Quantized).values.shape == x.shape
+        _, total = assert_type(norm(x, quantization=INT8, residual=x, epsilon=1e-5), tuple[Quantized, jax.Array])
+        assert total.shape == x.shape
+
+
+def test_so_does_a_module() -> None:
+    x, rngs = jnp.ones((2, 8)), nnx.Rngs(0)
+    for module in (jaxnorm.nnx.QuantizedRMSNorm, jaxnorm.nnx.QuantizedLayerNorm):
+        norm = module(8, quantization=INT8, rngs=rngs)
+        assert assert_type(norm(x), Quantized).values.shape == x.shape
+        _, total = assert_type(norm(x, x, smooth_scale=None), tuple[Quantized, jax.Array])
+        assert total.shape == x.shape
+
+
+def a_module_of_linen(norm: jaxnorm.linen.QuantizedRMSNorm, x: jax.Array) -> tuple[Quantized, jax.Array]:
+    assert_type(norm(x), Quantized)
+    return assert_type(norm(x, x, static_scale=1.0), tuple[Quantized, jax.Array])
