@@ -3,9 +3,8 @@
 from typing import Any, get_args
 
 import jax
-import numpy as np
 
-from jaxnorm import ffi, gated_primitive, gated_reference, gated_validation, norms, validation
+from jaxnorm import ffi, gated_primitive, gated_reference, gated_validation, layouts, norms, validation
 from jaxnorm.gated_reference import Activation, Gate
 from jaxnorm.norms import Implementation
 from jaxnorm.reference import Norm
@@ -81,7 +80,7 @@ def gated_rms_norm(
         epsilon=validation.check_epsilon(_OP, epsilon),
         scale_offset=validation.check_number(_OP, "scale_offset", scale_offset) or -0.0,  # see norms.prepare
         multiply_before_cast=True,
-        compute_dtype=np.dtype(np.float64 if np.float64 in dtypes else np.float32),
+        compute_dtype=layouts.wide_dtype(dtypes),
         out_dtype=out_dtype,
         native_for=_OP if implementation == "native" else None,
         split=gated_validation.check_axis_name(_OP, axis_name, group_size),

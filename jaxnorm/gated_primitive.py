@@ -17,7 +17,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad
 
-from jaxnorm import ffi, gated_reference, layouts
+from jaxnorm import ffi, gated_reference, layouts, signatures
 from jaxnorm.gated_reference import Gate
 from jaxnorm.reference import Norm
 from jaxnorm.rules import all_none, at_front, batch_jnp, bind, fold, named, register, register_native, tangents_jnp
@@ -150,7 +150,7 @@ def _linear_transpose(cotangents: Any, *operands: Any, tree: Any, norm: Norm, ki
 def _backward_abstract(*operands: Any, tree: Any, norm: Norm, kind: Gate, dtypes: Any) -> list[Any]:
     named = unflatten(tree, operands)
     _, x, _, _, scale = named
-    _, of_results = layouts.of_gated_backward(named, norm=norm, kind=kind, dtypes=dtypes)
+    _, of_results = signatures.of_gated_backward(named, norm=norm, kind=kind, dtypes=dtypes)
     weight = x.shape if scale is None else scale.shape
     results = [result for result in zip((x.shape, x.shape, weight), dtypes, strict=True) if result[1] is not None]
     return [layouts.result_like(x, layout, *result) for layout, result in zip(of_results, results, strict=True)]
@@ -215,5 +215,5 @@ def _backward_transpose(cotangents: Any, *operands: Any, tree: Any, norm: Norm, 
 register(forward_p, _forward_abstract, _forward_jnp, _forward_batch, _forward_jvp, _forward_transpose)
 register(linear_p, _linear_abstract, _linear_jnp, _linear_batch, _linear_jvp, _linear_transpose)
 register(backward_p, _backward_abstract, _backward_jnp, _backward_batch, _backward_jvp, _backward_transpose)
-register_native(forward_p, _forward_jnp, _forward_native, layouts.of_gated_forward)
-register_native(backward_p, _backward_jnp, _backward_native, layouts.of_gated_backward)
+register_native(forward_p, _forward_jnp, _forward_native, signatures.of_gated_forward)
+register_native(backward_p, _backward_jnp, _backward_native, signatures.of_gated_backward)

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxnorm import layouts
+
 # Longer rows have no kernels with weights for each head.
 LONGEST = 8192
 
@@ -56,17 +58,18 @@ def lead_of(axes: int, weights: Iterable[jax.Array | None]) -> Lead:
     return stripped(tuple(lax.broadcast_shapes(*leads)) if leads else ())
 
 
-def with_lead(lead: Lead, axes: int, weight: jax.Array | None) -> jax.Array | None:
+def with_lead(x: Any, lead: Lead, axes: int, weight: jax.Array | None) -> jax.Array | None:
+    """The weight with this lead, for an x of this type."""
     if weight is None:
         return None
     if (more := weight.ndim - axes - len(lead)) > 0:
         weight = lax.squeeze(weight, range(more))
     shape = (*lead, *weight.shape[weight.ndim - axes :])
-    return weight if weight.shape == shape else jnp.broadcast_to(weight, shape)
+    return weight if weight.shape == shape else layouts.broadcast(weight, shape, x, layouts.weight(x.ndim, axes, lead))
 
 
-def aligned(axes: int, weights: Sequence[jax.Array | None]) -> tuple[jax.Array | None, ...]:
-    """The weights with the lead that they have in common, in float32 if one is repeated for that.
+def aligned(x: Any, axes: int, weights: Sequence[jax.Array | None]) -> tuple[jax.Array | None, ...]:
+    """The weights with the lead that they have in common, for an x of this type; in float32 if one is repeated for it.
 
     So the gradients of its copies are added before they are rounded to its dtype. The others go with it: a tangent has
     the dtype of its weight.
@@ -74,8 +77,9 @@ def aligned(axes: int, weights: Sequence[jax.Array | None]) -> tuple[jax.Array |
     lead = lead_of(axes, weights)
     present = [weight for weight in weights if weight is not None]
     if any(math.prod(lead) > math.prod(weight.shape[: weight.ndim - axes]) for weight in present):
-        weights = [None if weight is None else weight.astype(jnp.float32) for weight in weights]
-    return tuple(with_lead(lead, axes, weight) for weight in weights)
+        dtype = layouts.wide_dtype(weight.dtype for weight in present)
+        weights = [None if weight is None else weight.astype(dtype) for weight in weights]
+    return tuple(with_lead(x, lead, axes, weight) for weight in weights)
 
 
 def in_front(weight: jax.Array | None, dim: int | None, rank: int) -> jax.Array | None:
@@ -95,12 +99,19 @@ def batch(
     ]
     if not moving:
         return tuple(weights)
-    shape = x.shape if x_dim is None else (*x.shape[:x_dim], *x.shape[x_dim + 1 :])
     (weight, dim), *_ = moving
-    whole = [in_front(weight, dim, len(shape) + 1) for weight, dim in zip(weights, dims, strict=True)]
-    shape = (weight.shape[dim], *shape)
-    no_kernel = unsupported(shape, axes, lead_of(axes, whole))
-    return None if no_kernel else aligned(axes, whole)
+    type_of_all = _type_of_batch(x, x_dim, weight.shape[dim])
+    whole = [in_front(weight, dim, type_of_all.ndim) for weight, dim in zip(weights, dims, strict=True)]
+    no_kernel = unsupported(type_of_all.shape, axes, lead_of(axes, whole))
+    return None if no_kernel else aligned(type_of_all, axes, whole)
+
+
+def _type_of_batch(x: jax.Array, dim: int | None, size: int) -> Any:
+    """The type of x with its batch in front, or repeated over one."""
+    x_type: Any = jax.typeof(x)
+    layout = [None if dim is None else dim, *(axis for axis in range(x.ndim) if axis != dim)]
+    shape = [size if axis is None else x.shape[axis] for axis in layout]
+    return layouts.result_like(x_type, tuple(layout), shape, x.dtype)
 
 
 def batch_lead(x: jax.Array, x_dim: int, axes: int, lead: Lead) -> Lead | None:

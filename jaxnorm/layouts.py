@@ -1,18 +1,20 @@
-"""Along which axes of x the operands and results of each primitive go: how they are split where x is."""
+"""The types of arrays that go with x: along which of its axes they go, how they are split where it is, their dtypes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
-
-from jaxnorm.gated_reference import Gate
-from jaxnorm.quantization import Quantization
-from jaxnorm.reference import Norm
 
 # For each axis of an array the axis of x that it goes along; None is an axis of its own, which is not split.
 Layout = tuple[int | None, ...]
-# (operands by their place or None, params) -> the layouts of the operands that are there, and of the results
-Layouts = Callable[..., tuple[list[Layout], list[Layout]]]
+
+
+def wide_dtype(dtypes: Iterable[np.dtype[Any]]) -> np.dtype[Any]:
+    """What operands of these dtypes are computed in."""
+    return np.dtype(np.float64 if any(dtype == np.float64 for dtype in dtypes) else np.float32)
 
 
 def whole(ndim: int) -> Layout:
@@ -38,57 +40,18 @@ def result_like(x: Any, layout: Layout, shape: Sequence[Any], dtype: Any) -> Any
     return x.update(shape=tuple(shape), dtype=dtype, sharding=x.sharding.update(spec=spec), weak_type=False)
 
 
-def of_forward(operands: Any, *, norm: Norm, with_stats: bool) -> tuple[list[Layout], list[Layout]]:
-    x, residual, *weights = operands
-    axes = len(norm.axes)
-    sums = [] if residual is None else [whole(x.ndim)]
-    of_weights = [weight(x.ndim, axes, w.shape[: w.ndim - axes]) for w in weights if w is not None]
-    count = {"rms": 1, "layer": 2}[norm.kind] if with_stats else 0
-    return [whole(x.ndim), *sums, *of_weights], [_result(norm, x), *sums, *(rows(x.ndim, axes) for _ in range(count))]
+def broadcast(array: jax.Array, shape: Sequence[Any], x: Any, layout: Layout) -> jax.Array:
+    """The array, repeated to this shape and sharded as `result_like` says for x, a type."""
+    sharding = result_like(x, layout, shape, array.dtype).sharding
+    return jnp.broadcast_to(array, shape, out_sharding=sharding if any(sharding.spec) else None)
 
 
-def of_backward(operands: Any, *, norm: Norm, dtypes: Any, lead: Sequence[int]) -> tuple[list[Layout], list[Layout]]:
-    _, x, stats, scale, dsum = operands
-    like_x, of_weight = whole(x.ndim), weight(x.ndim, len(norm.axes), lead)
-    of_scale, of_dsum = [] if scale is None else [of_weight], [] if dsum is None else [like_x]
-    of_stats = [rows(x.ndim, len(norm.axes)) for _ in stats]
-    return [_result(norm, x), like_x, *of_stats, *of_scale, *of_dsum], _wanted((like_x, of_weight, of_weight), dtypes)
-
-
-def of_gated_forward(operands: Any, *, norm: Norm, kind: Gate, with_stats: bool) -> tuple[list[Layout], list[Layout]]:
-    x, _, scale = operands
-    like_x = whole(x.ndim)
-    of_scale = [] if scale is None else [like_x[-scale.ndim :]]
-    return [like_x, like_x, *of_scale], [like_x, *([rows(x.ndim, 1)] if with_stats else [])]
-
-
-def of_gated_backward(operands: Any, *, norm: Norm, kind: Gate, dtypes: Any) -> tuple[list[Layout], list[Layout]]:
-    _, x, _, _, scale = operands
-    like_x = whole(x.ndim)
-    of_scale = [] if scale is None else [like_x[-scale.ndim :]]
-    takes = [like_x, like_x, like_x, rows(x.ndim, 1), *of_scale]
-    return takes, _wanted((like_x, like_x, *(of_scale or [like_x])), dtypes)
-
-
-def of_quantized(
-    operands: Any, *, norm: Norm, quantization: Quantization, with_stats: bool
-) -> tuple[list[Layout], list[Layout]]:
-    x, *_, smooth, given = operands
-    takes, (values, *rest) = of_forward(operands[:4], norm=norm, with_stats=with_stats)
-    if smooth is not None:
-        takes.append(weight(x.ndim, len(norm.axes), ()))
-    if given is not None:
-        return [*takes, ()], [values, *rest]
-    # The scales of groups stand along the last axis, fewer than it is long.
-    scales = rows(x.ndim, len(norm.axes)) if quantization.group_size is None else values
-    return takes, [values, scales, *rest]
-
-
-def _result(norm: Norm, x: Any) -> Layout:
-    """y's: one that is padded has a last axis of its own."""
-    return whole(x.ndim) if norm.pad_to == 1 else (*range(x.ndim - 1), None)
-
-
-def _wanted(layouts: Sequence[Layout], dtypes: Sequence[Any]) -> list[Layout]:
-    """Those of the cotangents whose dtype is given."""
-    return [layout for layout, dtype in zip(layouts, dtypes, strict=True) if dtype is not None]
+def unsplit(array: jax.Array, axis: int) -> jax.Array:
+    """The array, along this axis whole on each device of an Explicit mesh."""
+    sharding: Any = jax.typeof(array).sharding
+    spec = list(sharding.spec)
+    if spec[axis] is None:
+        return array
+    spec[axis] = None
+    whole: jax.Array = jax.sharding.reshard(array, sharding.update(spec=PartitionSpec(*spec)))
+    return whole

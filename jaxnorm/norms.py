@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
-import numpy as np
 
-from jaxnorm import compat, ffi, heads, primitives, reference, validation
+from jaxnorm import compat, ffi, heads, layouts, primitives, reference, validation
 
 Implementation = Literal["native", "jnp"]
 
@@ -222,7 +221,7 @@ def prepare(
         # A sum with -0 is the weight itself, one of -0 too, and kernels may leave it out.
         scale_offset=validation.check_number(op, "scale_offset", scale_offset) or -0.0,
         multiply_before_cast=validation.check_flag(op, "multiply_before_cast", multiply_before_cast),
-        compute_dtype=np.dtype(np.float64 if np.float64 in dtypes else np.float32),
+        compute_dtype=layouts.wide_dtype(dtypes),
         out_dtype=out_dtype,
         native_for=op if implementation == "native" else None,
         pad_to=validation.check_pad_to(op, pad_to, axes, axis_name),

@@ -26,9 +26,10 @@ from jax.extend.core import Primitive
 
 from jaxnorm import compat, ffi, layouts
 from jaxnorm.gated_reference import Gate
-from jaxnorm.layouts import Layout, Layouts
+from jaxnorm.layouts import Layout
 from jaxnorm.quantization import Quantization
 from jaxnorm.reference import Norm
+from jaxnorm.signatures import Layouts
 from jaxnorm.split import Split
 
 _partitionable: dict[str, tuple[Primitive, Layouts]] = {}

@@ -6,8 +6,7 @@ its beginning in the cache; they are the jnp formula elsewhere. They have no rul
 where a program is lowered: see `forward_p` and `backward_p` for all others.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +14,8 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from jaxnorm import ffi, heads, reference
+from jaxnorm import ffi, heads, layouts, reference
+from jaxnorm.heads import Lead
 from jaxnorm.reference import Norm
 
 unflatten = jax.tree.unflatten
@@ -30,8 +30,7 @@ def forward(
     sums = [] if residual is None else [reference.add(x, residual)]
     (normalised,) = sums or [x]
     weights = [weight for weight in (scale, bias) if weight is not None]
-    weight_dtypes = (weight.dtype for weight in weights)
-    why_not = ffi.unsupported(norm.axes, x.shape, normalised.dtype, norm.out_dtype, weight_dtypes)
+    why_not = unsupported(norm, normalised, [weight.dtype for weight in weights])
     # XLA adds a residual, and computes the moments of the sum, in one pass. Of float32 alone its loop over the result
     # is at the copy rate.
     of_part = reference.moments(norm, normalised) if why_not or sums else moments_p.bind(x, norm=norm)
@@ -44,12 +43,31 @@ def forward(
     return y, sums, stats
 
 
+def unsupported(norm: Norm, part: jax.Array, weight_dtypes: Iterable[np.dtype[Any]], lead: Lead = ()) -> str | None:
+    """What of the norm no kernel serves for a part of each row, as a sentence; None if the kernels serve all of it."""
+    if norm.compute_dtype != np.float32:
+        return f"it is computed in {norm.compute_dtype}"
+    why_not = ffi.unsupported(norm.axes, part.shape, part.dtype, norm.out_dtype, weight_dtypes)
+    return why_not or heads.unsupported(part.shape, len(norm.axes), lead)
+
+
+def _moments_abstract(x: Any, *, norm: Norm) -> list[Any]:
+    axes = len(norm.axes)
+    shape = (*x.shape[:-axes], *(1 for _ in norm.axes))
+    statistic = layouts.result_like(x, layouts.rows(x.ndim, axes), shape, norm.compute_dtype)
+    return [statistic] * {"rms": 1, "layer": 2}[norm.kind]
+
+
 def _moments_jnp(x: Any, *, norm: Norm) -> list[Any]:
     return list(reference.moments(norm, x))
 
 
 def _moments_native(ctx: Any, x: Any, *, norm: Norm) -> Any:
     return jax.ffi.ffi_lowering(f"jaxnorm_{norm.kind}_norm_statistics")(ctx, x, axes=np.int64(len(norm.axes)))
+
+
+def _apply_abstract(x: Any, *_: Any, tree: Any, norm: Norm) -> list[Any]:
+    return [x.update(dtype=norm.out_dtype, weak_type=False)]
 
 
 def _apply_jnp(*operands: Any, tree: Any, norm: Norm) -> list[Any]:
@@ -69,10 +87,9 @@ def _apply_native(ctx: Any, *operands: Any, tree: Any, norm: Norm) -> Any:
     )
 
 
-def _register(primitive: Primitive, formula: Callable[..., Any], native: Callable[..., Any]) -> None:
-    def abstract(*avals: Any, **params: Any) -> list[Any]:
-        return [jax.typeof(result) for result in jax.eval_shape(partial(formula, **params), *avals)]
-
+def _register(
+    primitive: Primitive, abstract: Callable[..., Any], formula: Callable[..., Any], native: Callable[..., Any]
+) -> None:
     primitive.multiple_results = True
     primitive.def_abstract_eval(abstract)
     mlir.register_lowering(primitive, mlir.lower_fun(formula))
@@ -80,5 +97,5 @@ def _register(primitive: Primitive, formula: Callable[..., Any], native: Callabl
         mlir.register_lowering(primitive, native, platform="cuda")
 
 
-_register(moments_p, _moments_jnp, _moments_native)
-_register(apply_p, _apply_jnp, _apply_native)
+_register(moments_p, _moments_abstract, _moments_jnp, _moments_native)
+_register(apply_p, _apply_abstract, _apply_jnp, _apply_native)

@@ -24,7 +24,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad
 
-from jaxnorm import ffi, heads, layouts, parts, reference
+from jaxnorm import ffi, heads, layouts, parts, reference, signatures
 from jaxnorm.heads import Lead
 from jaxnorm.reference import Norm
 from jaxnorm.rules import all_none, at_front, batch_jnp, bind, fold, named, register, register_native, tangents_jnp
@@ -40,7 +40,7 @@ def apply(
 ) -> tuple[jax.Array, ...]:
     """The norm of x over trailing axes, native on the platforms that have a kernel; with a residual, of their sum,
     and the sum."""
-    weights = heads.aligned(len(norm.axes), (scale, bias))
+    weights = heads.aligned(jax.typeof(x), len(norm.axes), (scale, bias))
     return tuple(bind(forward_p, (x, residual, *weights), norm=norm, with_stats=False))
 
 
@@ -49,7 +49,7 @@ def apply(
 
 def forward_abstract(*operands: Any, tree: Any, norm: Norm, with_stats: bool) -> list[Any]:
     x, residual, *weights = unflatten(tree, operands)
-    _, (layout, *_, rows) = layouts.of_forward((x, residual, *weights), norm=norm, with_stats=True)
+    _, (layout, *_, rows) = signatures.of_forward((x, residual, *weights), norm=norm, with_stats=True)
     y = layouts.result_like(x, layout, norm.padded(x.shape), norm.out_dtype)
     sums = [] if residual is None else [residual.update(weak_type=False)]
     statistic = layouts.result_like(x, rows, (*x.shape[: -len(norm.axes)], *(1 for _ in norm.axes)), norm.compute_dtype)
@@ -159,7 +159,7 @@ def _forward_transpose(cotangents: Any, *operands: Any, tree: Any, norm: Norm, w
 
 
 def _linear_abstract(x: Any, *_: Any, tree: Any, norm: Norm, with_sum: bool) -> list[Any]:
-    y_dot = x.update(shape=norm.padded(x.shape), dtype=norm.out_dtype, weak_type=False)
+    y_dot = layouts.result_like(x, signatures.result(norm, x), norm.padded(x.shape), norm.out_dtype)
     return [y_dot, x.update(weak_type=False)] if with_sum else [y_dot]
 
 
@@ -205,7 +205,7 @@ def _linear_transpose(cotangents: Any, *operands: Any, tree: Any, norm: Norm, wi
 
 def _backward_abstract(*operands: Any, tree: Any, norm: Norm, dtypes: Any, lead: Lead) -> list[Any]:
     dy, x, *others = unflatten(tree, operands)
-    _, of_results = layouts.of_backward((dy, x, *others), norm=norm, dtypes=dtypes, lead=lead)
+    _, of_results = signatures.of_backward((dy, x, *others), norm=norm, dtypes=dtypes, lead=lead)
     weight = (*lead, *x.shape[-len(norm.axes) :])
     results = [result for result in zip((x.shape, weight, weight), dtypes, strict=True) if result[1] is not None]
     return [layouts.result_like(x, layout, *result) for layout, result in zip(of_results, results, strict=True)]
@@ -221,7 +221,8 @@ def _backward_of_parts(*operands: Any, tree: Any, norm: Norm, dtypes: Any, lead:
     dx_dtype, *weight_dtypes = dtypes
     dy, x, stats, scale, dsum = unflatten(tree, operands)
     cotangents = reference.backward(norm, dy, x, stats, scale, (dx_dtype, None, None), dsum, lead)
-    if not all_none(weight_dtypes) and norm.compute_dtype == np.float32:
+    of_weights = [dtype for dtype in (*weight_dtypes, scale is not None and scale.dtype) if dtype]
+    if not (all_none(weight_dtypes) or parts.unsupported(norm, x, of_weights, lead)):
         params: dict[str, Any] = {"dtypes": (None, *weight_dtypes), "lead": lead}
         return [*cotangents, *bind(backward_p, (dy, x, stats, scale, None), norm=norm.whole(), **params)]
     return cotangents + reference.backward(norm, dy, x, stats, scale, (None, *weight_dtypes), None, lead)
@@ -266,7 +267,7 @@ def _backward_batch(operands: Any, dims: Any, *, tree: Any, norm: Norm, dtypes: 
     native_lead = whole if whole is not None and (native_sums or scale_dim is not None) else lead
     cotangents: list[Any] = []
     if not all_none(native_dtypes):
-        scale = heads.with_lead(native_lead, axes, heads.in_front(scale, scale_dim, x.ndim))
+        scale = heads.with_lead(jax.typeof(rows[1]), native_lead, axes, heads.in_front(scale, scale_dim, x.ndim))
         params: dict[str, Any] = {"norm": norm, "dtypes": native_dtypes, "lead": native_lead}
         cotangents += bind(backward_p, (*rows, scale, dsum), **params)
     if native_sums:
@@ -298,5 +299,5 @@ def _backward_transpose(cotangents: Any, *operands: Any, tree: Any, norm: Norm, 
 register(forward_p, forward_abstract, forward_jnp, _forward_batch, _forward_jvp, _forward_transpose)
 register(linear_p, _linear_abstract, _linear_jnp, _linear_batch, _linear_jvp, _linear_transpose)
 register(backward_p, _backward_abstract, _backward_jnp, _backward_batch, _backward_jvp, _backward_transpose)
-register_native(forward_p, forward_jnp, _forward_native, layouts.of_forward, _forward_of_parts)
-register_native(backward_p, _backward_jnp, _backward_native, layouts.of_backward, _backward_of_parts)
+register_native(forward_p, forward_jnp, _forward_native, signatures.of_forward, _forward_of_parts)
+register_native(backward_p, _backward_jnp, _backward_native, signatures.of_backward, _backward_of_parts)

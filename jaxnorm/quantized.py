@@ -237,7 +237,7 @@ def _quantized(
     weights = (scale, bias, smooth)
     has_kernel = implementation != "jnp" and norms.has_primitive(op, norm, x, residual, weights)
     if has_kernel:
-        scale, bias = heads.aligned(len(norm.axes), (scale, bias))
+        scale, bias = heads.aligned(jax.typeof(x), len(norm.axes), (scale, bias))
     is_straight_through = validation.check_flag(op, "straight_through", straight_through)
     call = Call(norm, quantization, is_straight_through, has_kernel)
     results = quantized(call, Operands(x, residual, scale, bias, smooth, given))

@@ -18,7 +18,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad
 
-from jaxnorm import compat, layouts, primitives, reference
+from jaxnorm import compat, layouts, primitives, reference, signatures
 from jaxnorm.quantization import Quantization
 from jaxnorm.reference import Norm
 from jaxnorm.rules import all_none, at_front, batch_jnp, bind, fold, named, register, register_native, tangents_jnp
@@ -142,7 +142,7 @@ def _abstract(*operands: Any, tree: Any, norm: Norm, quantization: Quantization,
     values = y.update(dtype=quantization.dtype)
     if named.given is not None:
         return [values, *rest]
-    _, (_, layout, *_) = layouts.of_quantized(named, norm=norm, quantization=quantization, with_stats=with_stats)
+    _, (_, layout, *_) = signatures.of_quantized(named, norm=norm, quantization=quantization, with_stats=with_stats)
     if quantization.group_size is not None:
         shape = (*y.shape[:-1], y.shape[-1] // quantization.group_size)
     else:
@@ -192,4 +192,4 @@ def _batch(operands: Any, dims: Any, *, tree: Any, **params: Any) -> tuple[Any, 
 
 
 register(quantized_p, _abstract, _jnp, _batch)
-register_native(quantized_p, _jnp, _native, layouts.of_quantized)
+register_native(quantized_p, _jnp, _native, signatures.of_quantized)

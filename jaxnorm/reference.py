@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxnorm import layouts
 from jaxnorm.quantization import SMALLEST_SCALE, Quantization
 from jaxnorm.split import Split
 
@@ -56,7 +57,7 @@ def add(x: jax.Array, residual: jax.Array) -> jax.Array:
     """
     if x.dtype == residual.dtype:
         return x + residual
-    dtype = jnp.promote_types(jnp.float32, jnp.promote_types(x.dtype, residual.dtype))
+    dtype = layouts.wide_dtype((x.dtype, residual.dtype))
     return (x.astype(dtype) + residual.astype(dtype)).astype(residual.dtype)
 
 
@@ -128,7 +129,7 @@ def linear(
     if scale_dot is not None:
         terms.append(_x_hat(norm, x, stats) * broadcastable(norm, x, scale_dot))
     if bias_dot is not None:
-        terms.append(jnp.broadcast_to(broadcastable(norm, x, bias_dot), x.shape))
+        terms.append(layouts.broadcast(broadcastable(norm, x, bias_dot), x.shape, jax.typeof(x), layouts.whole(x.ndim)))
     return _pad(norm, sum(terms[1:], start=terms[0]).astype(norm.out_dtype))
 
 
@@ -249,4 +250,5 @@ def _sum_rows(norm: Norm, v: jax.Array, lead: tuple[int, ...]) -> jax.Array:
 def _pad(norm: Norm, y: jax.Array) -> jax.Array:
     if norm.pad_to == 1:
         return y
+    y = layouts.unsplit(y, -1)
     return jnp.pad(y, [*((0, 0) for _ in y.shape[:-1]), (0, norm.padded(y.shape)[-1] - y.shape[-1])])

@@ -9,8 +9,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jaxnorm import compat, ffi, partition
-from jaxnorm.layouts import Layouts
 from jaxnorm.reference import Norm
+from jaxnorm.signatures import Layouts
 
 # What a derivative may want again: the result, the sum with a residual, the row statistics.
 NAMES = ("jaxnorm_result", "jaxnorm_sum", "jaxnorm_statistics")

@@ -101,7 +101,10 @@ def sharded_like(op: str, name: str, weight: jax.Array, x: jax.Array, axes: tupl
             f"{op}: {name} is sharded as {spec} over an Explicit mesh, expected {wanted}, as x's axes {tuple(along)} "
             f"are, or all of it on each device. Reshard it, as with jax.sharding.reshard({name}, {wanted})."
         )
-    resharded: jax.Array = jax.sharding.reshard(weight, jax.typeof(x).sharding.update(spec=wanted))
+    sharding: Any = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else x.sharding
+    # Outside jit an array knows its devices, and the mesh need not be set.
+    reshard: Any = jax.sharding.reshard if isinstance(x, jax.core.Tracer) else jax.device_put
+    resharded: jax.Array = reshard(weight, sharding.update(spec=wanted))
     return resharded
 
 

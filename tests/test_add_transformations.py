@@ -225,3 +225,12 @@ def test_jvp_of_a_bfloat16_x_on_a_float32_stream(kind):
     (y, total), (y_dot, total_dot) = jax.jvp(ADDS[kind], (x, residual), tangents)
     assert [a.dtype for a in (y, total, y_dot, total_dot)] == ["bfloat16", "float32", "bfloat16", "float32"]
     np.testing.assert_array_equal(total_dot, tangents[0].astype("float32") + tangents[1])
+
+
+@kinds
+def test_strict_promotion(kind):
+    with jax.numpy_dtype_promotion("strict"):
+        x, residual = draw_x(DIMS, "bfloat16"), draw_residual(DIMS)
+        y, total = jax.vmap(ADDS[kind])(x, residual)
+        assert (y.dtype, total.dtype) == (jnp.bfloat16, jnp.float32)
+        assert jax.grad(lambda x: ADDS[kind](x, residual)[1].sum())(x).dtype == jnp.bfloat16

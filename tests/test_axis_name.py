@@ -99,6 +99,59 @@ def test_dtypes(devices, kind, dtypes):
     np.testing.assert_allclose(*np.float32((actual, expected)), rtol=ulp, atol=4 * ulp + 1e-6)
 
 
+# XLA splits the rows, and the caller the features.
+@pytest.mark.several
+@pytest.mark.parametrize("kind", NORMS)
+def test_features_in_a_partly_manual_shard_map(devices, kind):
+    mesh = mesh_of(devices, AxisType.Auto)
+    x = draw_x((8, 16))
+    norm = partial(NORMS[kind], axis_name="b")
+    split = jax.shard_map(norm, mesh=mesh, in_specs=P(None, "b"), out_specs=P(None, "b"), axis_names={"b"})
+
+    def results(norm):
+        return jax.jit(jax.value_and_grad(lambda x: jnp.sin(norm(x)).sum()))
+
+    assert_close(results(split)(x), results(NORMS[kind])(x))
+
+
+# Of parts of rows as of whole ones, not all that the formula computes has a kernel.
+WITHOUT_KERNEL = {
+    "half types mixed": ((6, 16), (16,), (16,), {"out_dtype": "float16"}, "bfloat16"),
+    "heads that are not neighbours": ((2, 3, 5, 8), (2, 1, 5, 8), (8,), {}, "float32"),
+    "heads with long rows": ((2, 3, 20_000), (3, 20_000), (20_000,), {}, "float32"),
+    "heads of float64": ((4, 2, 8), (2, 8), (8,), {}, "float64"),
+}
+
+
+@pytest.mark.several
+@pytest.mark.parametrize("name", WITHOUT_KERNEL)
+@pytest.mark.parametrize("kind", NORMS)
+def test_what_has_no_kernel(devices, kind, name):
+    dims, *weights, options, dtype = WITHOUT_KERNEL[name]
+    mesh = mesh_of(devices, AxisType.Auto)
+    specs = [P(*(None for _ in shape[1:]), "b") for shape in (dims, *weights)]
+    with jax.enable_x64(dtype == "float64"):
+        x, *others = (
+            draw(shape) for draw, shape in zip((draw_x, draw_scale, draw_bias), (dims, *weights), strict=True)
+        )
+        args = [x.astype(dtype), *(w.astype("float64" if dtype == "float64" else "float32") for w in others)]
+
+        def results(norm):
+            def loss(x, scale, bias):
+                return jnp.sin(norm(x, scale, bias).astype(scale.dtype)).sum()
+
+            return jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
+
+        norm = partial(NORMS[kind], **options)
+        split = jax.shard_map(partial(norm, axis_name="b"), mesh=mesh, in_specs=tuple(specs), out_specs=specs[0])
+        actual, expected = results(split)(*args), results(norm)(*args)
+    tolerance = {"bfloat16": 2e-2, "float32": 1e-4, "float64": 1e-12}[dtype]
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == e.dtype
+        a, e = np.float64(a), np.float64(e)
+        assert np.linalg.norm(a - e) <= tolerance * np.linalg.norm(e)
+
+
 # Two axes of a mesh, or an axis of vmap, or one of each.
 @pytest.mark.parametrize("kind", NORMS)
 def test_two_mesh_axes(devices, kind):
