@@ -69,7 +69,7 @@ def with_lead(x: Any, lead: Lead, axes: int, weight: jax.Array | None) -> jax.Ar
 
 
 def aligned(x: Any, axes: int, weights: Sequence[jax.Array | None]) -> tuple[jax.Array | None, ...]:
-    """The weights with the lead that they have in common, for an x of this type; in float32 if one is repeated for it.
+    """The weights with the lead that they have in common, for an x of this type; in `wide_dtype` if one is repeated.
 
     So the gradients of its copies are added before they are rounded to its dtype. The others go with it: a tangent has
     the dtype of its weight.

@@ -221,7 +221,7 @@ def _backward_of_parts(*operands: Any, tree: Any, norm: Norm, dtypes: Any, lead:
     dx_dtype, *weight_dtypes = dtypes
     dy, x, stats, scale, dsum = unflatten(tree, operands)
     cotangents = reference.backward(norm, dy, x, stats, scale, (dx_dtype, None, None), dsum, lead)
-    of_weights = [dtype for dtype in (*weight_dtypes, scale is not None and scale.dtype) if dtype]
+    of_weights = [dtype for dtype in (*weight_dtypes, getattr(scale, "dtype", None)) if dtype is not None]
     if not (all_none(weight_dtypes) or parts.unsupported(norm, x, of_weights, lead)):
         params: dict[str, Any] = {"dtypes": (None, *weight_dtypes), "lead": lead}
         return [*cotangents, *bind(backward_p, (dy, x, stats, scale, None), norm=norm.whole(), **params)]
