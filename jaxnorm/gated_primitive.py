@@ -41,8 +41,7 @@ def apply(norm: Norm, kind: Gate, x: jax.Array, gate: jax.Array, scale: jax.Arra
 def _forward_abstract(*operands: Any, tree: Any, norm: Norm, kind: Gate, with_stats: bool) -> list[Any]:
     x, *_ = unflatten(tree, operands)
     y = x.update(dtype=norm.out_dtype, weak_type=False)
-    rows = layouts.rows(x.ndim, 1)
-    return [y, layouts.result_like(x, rows, (*x.shape[:-1], 1), norm.compute_dtype)] if with_stats else [y]
+    return [y, *signatures.statistics(norm, x)] if with_stats else [y]
 
 
 def _forward_jnp(*operands: Any, tree: Any, norm: Norm, kind: Gate, with_stats: bool) -> list[Any]:

@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from jaxnorm import ffi, heads, layouts, reference
+from jaxnorm import ffi, heads, reference, signatures
 from jaxnorm.heads import Lead
 from jaxnorm.reference import Norm
 
@@ -52,10 +52,7 @@ def unsupported(norm: Norm, part: jax.Array, weight_dtypes: Iterable[np.dtype[An
 
 
 def _moments_abstract(x: Any, *, norm: Norm) -> list[Any]:
-    axes = len(norm.axes)
-    shape = (*x.shape[:-axes], *(1 for _ in norm.axes))
-    statistic = layouts.result_like(x, layouts.rows(x.ndim, axes), shape, norm.compute_dtype)
-    return [statistic] * {"rms": 1, "layer": 2}[norm.kind]
+    return signatures.statistics(norm, x)
 
 
 def _moments_jnp(x: Any, *, norm: Norm) -> list[Any]:

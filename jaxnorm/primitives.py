@@ -48,13 +48,10 @@ def apply(
 
 
 def forward_abstract(*operands: Any, tree: Any, norm: Norm, with_stats: bool) -> list[Any]:
-    x, residual, *weights = unflatten(tree, operands)
-    _, (layout, *_, rows) = signatures.of_forward((x, residual, *weights), norm=norm, with_stats=True)
-    y = layouts.result_like(x, layout, norm.padded(x.shape), norm.out_dtype)
+    x, residual, *_ = unflatten(tree, operands)
+    y = layouts.result_like(x, signatures.result(norm, x), norm.padded(x.shape), norm.out_dtype)
     sums = [] if residual is None else [residual.update(weak_type=False)]
-    statistic = layouts.result_like(x, rows, (*x.shape[: -len(norm.axes)], *(1 for _ in norm.axes)), norm.compute_dtype)
-    count = {"rms": 1, "layer": 2}[norm.kind] if with_stats else 0
-    return [y, *sums, *(statistic for _ in range(count))]
+    return [y, *sums, *(signatures.statistics(norm, x) if with_stats else [])]
 
 
 def forward_jnp(*operands: Any, tree: Any, norm: Norm, with_stats: bool) -> list[Any]:

@@ -1,15 +1,16 @@
-"""Along which axes of x the operands and results of each primitive go."""
+"""Along which axes of x the operands and results of each primitive go, and the types of row statistics."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxnorm.gated_reference import Gate
-from jaxnorm.layouts import Layout, rows, weight, whole
+from jaxnorm.layouts import Layout, result_like, rows, weight, whole
 from jaxnorm.quantization import Quantization
 from jaxnorm.reference import Norm
 
 # (operands by their place or None, params) -> the layouts of the operands that are there, and of the results
 Layouts = Callable[..., tuple[list[Layout], list[Layout]]]
+_STATISTICS = {"rms": 1, "layer": 2}
 
 
 def of_forward(operands: Any, *, norm: Norm, with_stats: bool) -> tuple[list[Layout], list[Layout]]:
@@ -17,8 +18,8 @@ def of_forward(operands: Any, *, norm: Norm, with_stats: bool) -> tuple[list[Lay
     axes = len(norm.axes)
     sums = [] if residual is None else [whole(x.ndim)]
     of_weights = [weight(x.ndim, axes, w.shape[: w.ndim - axes]) for w in weights if w is not None]
-    count = {"rms": 1, "layer": 2}[norm.kind] if with_stats else 0
-    return [whole(x.ndim), *sums, *of_weights], [result(norm, x), *sums, *(rows(x.ndim, axes) for _ in range(count))]
+    stats = [rows(x.ndim, axes)] * _STATISTICS[norm.kind] if with_stats else []
+    return [whole(x.ndim), *sums, *of_weights], [result(norm, x), *sums, *stats]
 
 
 def of_backward(operands: Any, *, norm: Norm, dtypes: Any, lead: Sequence[int]) -> tuple[list[Layout], list[Layout]]:
@@ -61,6 +62,13 @@ def of_quantized(
 def result(norm: Norm, x: Any) -> Layout:
     """y's: one that is padded has a last axis of its own."""
     return whole(x.ndim) if norm.pad_to == 1 else (*range(x.ndim - 1), None)
+
+
+def statistics(norm: Norm, x: Any) -> list[Any]:
+    """The types of the statistics of x's rows."""
+    axes = len(norm.axes)
+    shape = (*x.shape[:-axes], *(1 for _ in norm.axes))
+    return [result_like(x, rows(x.ndim, axes), shape, norm.compute_dtype)] * _STATISTICS[norm.kind]
 
 
 def _wanted(layouts: Sequence[Layout], dtypes: Sequence[Any]) -> list[Layout]:
