@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench import cpu, gated, heads, ops, programs, quantized, shapes
+from bench import cpu, gated, heads, ops, programs, quantized, report, shapes
 from bench.__main__ import parse
 
 FEW = shapes.Shape("few", (2 * shapes.HEADS, 128))
@@ -73,3 +73,20 @@ def test_what_carries_goes_on_with_its_sum():
     for _ in range(2):
         assert len(cpu.turn(program, 2)) == 2
     assert seen == [1, 3, 5, 1, 3, 5]
+
+
+def test_a_run_that_is_cut_off_leaves_what_it_measured(monkeypatch, tmp_path):
+    def measure_cell(kind, dtype, shape, turns):
+        if shape.name == cells[1][2].name:
+            raise MemoryError
+        yield {"op": "rms_norm forward", "dtype": dtype, "shape": shape.name, "x XLA": 0.5}
+
+    args = parse(["cpu", "--ops", "rms", "--out", str(tmp_path / "cpu")])
+    cells = cpu.cells(args)
+    monkeypatch.setattr(cpu, "measure_cell", measure_cell)
+    with pytest.raises(MemoryError):
+        cpu.main(args)
+    saved = report.load(tmp_path / "cpu.json")
+    assert saved["header"]["cells"] == f"1 of {len(cells)}"
+    assert [row["shape"] for row in saved["rows"]] == [cells[0][2].name]
+    assert len(saved["slower"]) == 1
