@@ -102,7 +102,8 @@ int main(int argc, char** argv) {
       for (const int64_t rows : {1, 5}) test_all(rows, cols);
     test_all(3, 40000);   // clusters
     test_all(30, 16400);  // that draw rows
-    test(Kind::rms, Dtype::bf16, Dtype::f32, Dtype::f32, 3, 40000, 4);  // x is aligned to 8 bytes, the residual to 16
+    // Clusters with x aligned to 8 bytes and the residual to 16.
+    test(Kind::rms, Dtype::bf16, Dtype::f32, Dtype::f32, 3, 40000, 4);
     // Of which the memory of one has a row and the beginning of the next.
     for (const int64_t offset : {0, 1}) test(Kind::rms, Dtype::f32, Dtype::f32, Dtype::f32, 9, 131076 - offset, offset);
     test_all(1, 300000);  // segments, and a row read again
