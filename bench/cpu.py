@@ -80,7 +80,7 @@ def shapes_of(op):
         return [(heads.KIND, SHAPES[HEADS])]
     if op == "gated":
         either = [(kind, shape) for kind in (gated.PLAIN, gated.LAST) for shape in SHAPES.values()]
-        # Of longer rows XLA keeps more for the backward of a chain than 24 GiB hold.
+        # The next, of 8192 columns in float32, takes more than 24 GiB in a chain.
         return [*either, (gated.GROUPED, shapes.MAMBA2[0])]
     variants = quantized.VARIANTS if op in quantized.NORMS else ()
     return [*((op, shape) for shape in SHAPES.values()), *((f"{op}, {name}", SHAPES[LLAMA]) for name in variants)]
