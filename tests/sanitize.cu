@@ -174,7 +174,7 @@ int main(int argc, char** argv) {
         continue;
       }
       // Lengths of every regime, whole vectors and not; rows of a part of a block, and more than run at once.
-      for (const int64_t cols : {1, 24, 64, 72, 256, 257, 512, 1024, 1536, 2880, 4096, 4097})
+      for (const int64_t cols : {1, 24, 64, 72, 256, 257, 512, 768, 1024, 1536, 2880, 4096, 4097})
         for (const int64_t rows : {1, 37, 5000}) run(kind, dtype, rows, cols, 0);
       for (const int64_t cols : {8192, 10000, 16384, 30001, 40000, 65536, 100003, 131072, 262144, 300000, 300001})
         for (const int64_t rows : {1, 70}) run(kind, dtype, rows, cols, 0);

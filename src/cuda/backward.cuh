@@ -17,7 +17,10 @@ namespace jaxnorm::cuda {
 template <Kind KIND, typename X, typename DY>
 cudaError_t launch_backward(const Backward& p, cudaStream_t stream) {
   constexpr int N = kVector<X>;
-  const Plan plan = make_plan(Op::backward, KIND, kDtype<X>, p.cols, current_device().max_cluster());
+  Plan plan = make_plan(Op::backward, KIND, kDtype<X>, p.cols, current_device().max_cluster());
+  // With a third array there is enough on its way with fewer rows.
+  if (p.dsum && plan.vectors > 1 && plan.block_threads() > kMaxThreads)
+    plan.rows_per_block = kMaxThreads / plan.threads_per_row;
   // Rows of dy as well are whole multiples of 16 bytes: they may be copied in bulk.
   const bool aligned = p.cols % N == 0 && p.cols % kVector<DY> == 0 && p.dy_pad % kVector<DY> == 0 &&
                        aligned_for<N>(p.x.dtype, p.x.data) && aligned_for<kVector<DY>>(p.dy.dtype, p.dy.data) &&

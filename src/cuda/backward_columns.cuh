@@ -36,7 +36,9 @@ __device__ void load_factor(const Backward& p, int64_t first, int left, float (&
 template <Kind KIND, typename X, typename DY, typename T, typename W>
 __device__ SegmentSums thread_sums(const Backward& p, int64_t row, int64_t begin) {
   const int64_t dy_stride = W::ALIGNED ? p.cols : p.cols + p.dy_pad;
-  const float mean = KIND == Kind::layer ? p.mean[row] : 0.0f, rstd = p.rstd[row];
+  RowStatistics s;
+  s.template fetch<KIND>(p, row);
+  s = s.bounded();
   SegmentSums sums{};
 #pragma unroll
   for (int slot = 0; slot < W::VECTORS; ++slot) {
@@ -57,7 +59,7 @@ __device__ SegmentSums thread_sums(const Backward& p, int64_t row, int64_t begin
 #pragma unroll
     for (int i = 0; i < W::N; ++i) {
       g[i] *= factor[i];
-      part.gx = fmaf(g[i], (x[i] - mean) * rstd, part.gx);
+      part.gx = fmaf(g[i], s.template x_hat<KIND>(x[i]), part.gx);
       part.g += g[i];
     }
     sums.gx += part.gx;

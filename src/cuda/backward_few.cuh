@@ -157,12 +157,14 @@ cudaError_t launch_few(const Backward& p, const Plan& plan, cudaStream_t stream)
   constexpr int kCols = kStrip * kVector<X>;
   FewBackward few(p, plan);
   // Where there are more multiprocessors than rows, blocks have few rows.
-  if (R::kThreads == kWholeWarps && p.rows <= current_device().multiprocessors)
-    few.rows_per_block = std::max(1, kMaxThreads / 2 / plan.threads_per_row);
+  const bool are_few = p.rows <= current_device().multiprocessors;
+  if (R::kThreads == kWholeWarps)
+    few.rows_per_block = std::max(1, (are_few ? kMaxThreads / 2 : kMaxThreads) / plan.threads_per_row);
   if (p.dx || p.dgate) few.row_blocks = (few.rows + few.rows_per_block - 1) / few.rows_per_block;
   const int64_t strips = p.dscale || p.dbias ? p.heads.count * ((p.cols + kCols - 1) / kCols) : 0;
   if (few.row_blocks + strips == 0) return cudaSuccess;
-  return launch_grid(backward_few_kernel<KIND, THIRD, X, R>, static_cast<unsigned>(few.row_blocks + strips),
+  using Narrow = Regime<R::kThreads, R::kVectors, R::kCluster>;
+  return launch_grid(backward_few_kernel<KIND, THIRD, X, Narrow>, static_cast<unsigned>(few.row_blocks + strips),
                      few.threads_per_row * few.rows_per_block, stream, few);
 }
 

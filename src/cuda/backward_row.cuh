@@ -13,6 +13,11 @@ struct RowStatistics {
     return (KIND == Kind::layer ? x - mean : x) * rstd;
   }
 
+  // For sums in which what is past the row's end has no part, being multiplied by 0, as long as x_hat is finite there,
+  // where x is 0. A mean so large may belong to a row whose numbers are all alike, or rstd is 0: of any deviation from
+  // it the square is infinite. So within the row x_hat stays what it is.
+  __device__ RowStatistics bounded() const { return {mean, fabsf(mean) > 1e27f && rstd > 1.0f ? 1.0f : rstd}; }
+
   // P has a member for each.
   template <Kind KIND, typename P>
   __device__ void fetch(const P& p, int64_t row) {
@@ -120,6 +125,7 @@ struct Operands {
 template <Kind KIND, typename W, typename T, typename Operands, typename DScale, typename DBias>
 __device__ RowSums<KIND> warp_sums(const T& team, RowStatistics s, const Operands& operands,
                                    const FloatWeight<W>& scale, DScale& dscale, DBias& dbias) {
+  if constexpr (KIND == Kind::layer) s = s.bounded();
   Sum<W> g_sum, gx_sum;
   for_each_vector<W>(team, [&](int slot, auto first, int left) {
     if (kOneByOne<KIND, W> && left <= 0) return;

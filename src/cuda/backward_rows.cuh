@@ -22,7 +22,7 @@ __device__ __forceinline__ void backward_rows(const Backward& p, const Partials&
   // Three rows are not held in registers.
   constexpr bool kGated = kIsGate<THIRD>;
   using W = std::conditional_t<kGated && ACCESS != Access::ring, WalkAgain<X, R, ACCESS>, Walk<X, R, ACCESS>>;
-  using Threads = Team<R::kThreads, RowSums<KIND>, R::kCluster>;
+  using Threads = Team<R::kThreads, RowSums<KIND>, R::kCluster, R::kMost>;
   Threads team(launch.threads_per_row, p.cols, launch.span, launch.reciprocal_cols);
   const HeadsLaunch& heads = launch.heads;
   // Of heads with neighbours block i has rows of head i % count, which are counted for themselves. They come without a
@@ -135,7 +135,7 @@ __device__ __forceinline__ void backward_rows(const Backward& p, const Partials&
 }
 
 template <Kind KIND, bool BIAS, Third THIRD, typename X, typename DY, typename R, Access ACCESS>
-__global__ void __launch_bounds__(kMaxThreads)
+__global__ void __launch_bounds__(R::kMost)
     backward_kernel(const __grid_constant__ Backward p, const __grid_constant__ Partials partials,
                     const __grid_constant__ RowsLaunch launch) {
   constexpr bool kRing = ACCESS == Access::ring || ACCESS == Access::ring_elements;
@@ -150,6 +150,10 @@ cudaError_t with_backward_regime(const Plan& plan, F f) {
   if constexpr (KIND == Kind::rms && sizeof(X) == 2)
     if (plan.vectors > most) return f(Regime<kWholeBlock, 2 * most, kMaxCluster>{});
   if (plan.blocks_per_row > 1) return f(Regime<kWholeBlock, most, kMaxCluster>{});
+  if constexpr (sizeof(X) == 2) {
+    if (plan.threads_per_row > kWarp && plan.vectors == 1) return f(Regime<kWholeWarps, 1, 1, kThinThreads>{});
+    if (plan.block_threads() > kMaxThreads) return f(Regime<kWholeWarps, most, 1, kWideThreads>{});
+  }
   if (plan.threads_per_row > kWarp) return f(Regime<kWholeWarps, most, 1>{});
   if (plan.threads_per_row == kWarp) return f(Regime<kWarp, most, 1>{});
   if (plan.threads_per_row == 16) return f(Regime<16, most, 1>{});
@@ -196,17 +200,19 @@ cudaError_t launch_rows(const Backward& p, const Plan& plan, const Shares& share
     if constexpr (THIRD == Third::dsum) {
       return cudaErrorNotSupported;
     } else {
-      if constexpr (kOneType)
+      constexpr bool kAnyLength = R::kMost <= kMaxThreads;  // larger blocks are of rows that vectors divide
+      if constexpr (kOneType && kAnyLength)
         if (ring > 0) return launch_as(AccessAs<Access::ring_elements>{});
       // Without rings, or without room for them. A cluster goes the slow way.
       if constexpr (R::kCluster == 1) {
         if (aligned) return launch_as(AccessAs<Access::vectors>{});
-        if constexpr (kOneType)
+        if constexpr (kOneType && kAnyLength)
           if (!divided) return launch_as(AccessAs<Access::elements>{});
       }
-      // What is rarest, one for all types of dy and, as vectors past a row's end add zeros, all numbers of vectors.
-      constexpr int kVectors = R::kVectors < kElements / kVector<X> ? kElements / kVector<X> : R::kVectors;
-      using Any = Regime<R::kThreads, kVectors, R::kCluster>;
+      // What is rarest, one for all types of dy and, where vectors past a row's end add zeros, all numbers of vectors.
+      constexpr int most = kElements / kVector<X>;
+      constexpr int kVectors = R::kThreads > 0 && R::kVectors < most ? most : R::kVectors;
+      using Any = Regime<R::kThreads, kVectors, R::kCluster, R::kMost>;
       return launch_kernel(backward_kernel<KIND, true, THIRD, X, AnyElement, Any, Access::unaligned>);
     }
   });

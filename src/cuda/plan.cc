@@ -37,6 +37,18 @@ Plan forward_plan(Kind kind, Dtype x, int64_t cols, int64_t row, int max_cluster
   return {kMaxThreads, kStreamed, 1, std::min(max_cluster, 8)};
 }
 
+// A row of `row` vectors in whole warps of one block. A thread has up to `most` of them.
+Plan backward_block(int64_t row, int most, bool is_divided) {
+  const Plan plan = whole_warps(row, most, 1, kMaxThreads);
+  if (most > 2 || !is_divided) return plan;
+  // Of half types a block may have too few threads with something to do. Where two warps a row are more than it fills,
+  // three of one vector a thread are not; elsewhere more rows get a team.
+  if (row <= 3 * kWarp) return whole_warps(row, 1, 1, kThinThreads);
+  const Plan wide = whole_warps(row, most, 1, kWideThreads);
+  const bool is_idle = plan.rows_per_block * row < int64_t{most} * kMaxThreads * 3 / 4;
+  return is_idle && wide.rows_per_block > plan.rows_per_block ? wide : plan;
+}
+
 Plan backward_plan(Kind kind, int64_t row, int64_t cols, int vector, int max_cluster) {
   const int most = kElements / vector;
   for (const int threads : {8, 16, kWarp})
@@ -44,8 +56,9 @@ Plan backward_plan(Kind kind, int64_t row, int64_t cols, int vector, int max_clu
       const int vectors = std::min(most, power_of_two(ceil_div(row, threads)));
       return {threads, vectors, kMaxThreads / threads, 1};
     }
-  for (int blocks = 1; blocks <= max_cluster; blocks *= 2)
-    if (row <= int64_t{most} * kMaxThreads * blocks) return whole_warps(row, most, blocks, kMaxThreads);
+  if (row <= int64_t{most} * kMaxThreads) return backward_block(row, most, cols % vector == 0);
+  for (int blocks = 2; blocks <= max_cluster; blocks *= 2)
+    if (row <= int64_t{most} * kMaxThreads * blocks) return whole_warps(row, most, blocks);
   // Longer rows have twice as many elements a thread, for whose sums layer norm has no registers. What shared memory
   // holds one row of, f32, may still have to be cut into segments, beside a dy of another type.
   const bool f32 = vector == vector_of(Dtype::f32);
@@ -92,8 +105,10 @@ Plan make_plan(Op op, Kind kind, Dtype x, int64_t cols, int max_cluster) {
 
 Plan make_gated_backward_plan(Dtype x, int64_t cols, int max_cluster) {
   const Plan plan = make_plan(Op::backward, Kind::rms, x, cols, max_cluster);
-  const int vector = vector_of(x);
-  return plan.segments > 0 ? whole_warps(ceil_div(cols, vector), 2 * kElements / vector, 1) : plan;
+  const int most = kElements / vector_of(x);
+  const int64_t row = ceil_div(cols, vector_of(x));
+  if (plan.segments > 0) return whole_warps(row, 2 * most, 1);
+  return plan.block_threads() > kMaxThreads ? whole_warps(row, most, 1, kMaxThreads) : plan;
 }
 
 bool has_drawn_rows(Kind kind, Dtype x, int64_t cols) {
@@ -124,8 +139,11 @@ Shares share_rows(Dtype x, int64_t cols, int64_t rows, Heads heads, int group) {
 }
 
 int64_t partial_rows(Dtype x, int64_t cols, Heads heads) {
-  const int group = make_plan(Op::backward, Kind::rms, x, cols, kMaxCluster).rows_per_block;
-  return share_rows(x, cols, INT64_MAX / 2, heads, group).partial_rows;
+  const auto rows_with = [&](const Plan& plan) {
+    return share_rows(x, cols, INT64_MAX / 2, heads, plan.rows_per_block).partial_rows;
+  };
+  return std::max(rows_with(make_plan(Op::backward, Kind::rms, x, cols, kMaxCluster)),
+                  rows_with(make_gated_backward_plan(x, cols, kMaxCluster)));
 }
 
 }  // namespace jaxnorm::cuda

@@ -19,6 +19,8 @@ constexpr int kWholeBlock = 0;        // threads of a team: all of the block's, 
 constexpr int kWholeWarps = -1;       // whole warps, and there may be other teams in the block
 constexpr int kStreamed = 0;          // vectors a thread: none kept at hand, the row is read again in each pass
 constexpr int kMaxThreads = 512;      // threads a block: leaves 128 registers a thread
+constexpr int kWideThreads = 640;     // and in the backward of rows that would leave many of those idle: 96
+constexpr int kThinThreads = 768;     // or, where each has one vector: 80
 constexpr int kMaxCluster = 16;       // blocks a cluster
 constexpr int kRowsThreads = 128;     // threads a block where rows share a block of the forward
 constexpr int kSegmentThreads = 128;  // threads a block where rows are cut into segments
@@ -60,7 +62,8 @@ struct Plan {
 // `max_cluster`: the largest cluster the device can launch, 1 where it has none.
 Plan make_plan(Op op, Kind kind, Dtype x, int64_t cols, int max_cluster);
 
-// That of the backward of a gated norm, whose rows of up to kGatedCols are never cut into segments.
+// That of the backward of a gated norm, whose rows of up to kGatedCols are never cut into segments. Its blocks have
+// kMaxThreads at most.
 Plan make_gated_backward_plan(Dtype x, int64_t cols, int max_cluster);
 
 // Whether the forward's clusters draw rows of x that go by vectors, which takes a count in global memory. Layer norm of

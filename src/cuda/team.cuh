@@ -109,7 +109,7 @@ struct Largest {
 //
 // A reduction is published and collected. In a cluster the next may be published before one is collected, so that the
 // exchange between blocks takes place meanwhile.
-template <int THREADS, typename Part, int CLUSTER>
+template <int THREADS, typename Part, int CLUSTER, int MOST = kMaxThreads>
 class Team {
  public:
   static constexpr int kThreads = THREADS;
@@ -226,8 +226,8 @@ class Team {
   }
 
   __device__ Part* warp_parts(unsigned turn) const {
-    constexpr int warps = kMaxThreads / kWarp;
-    static_assert(warps <= kMaxParts && CLUSTER <= kMaxParts);
+    constexpr int warps = MOST / kWarp;
+    static_assert(kMaxThreads / kWarp <= kMaxParts && CLUSTER <= kMaxParts);
     __shared__ __align__(16) Part parts[kSets * warps];
     return parts + turn % kSets * warps + place * (threads / kWarp);
   }

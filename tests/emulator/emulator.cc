@@ -15,7 +15,7 @@ namespace emulator {
 namespace {
 
 constexpr size_t kStack = 128 << 10;
-constexpr int kMostThreads = 512;  // of a block
+constexpr int kMostThreads = 768;  // of a block
 constexpr unsigned kWords = 64;    // that a lane may be ahead of another in shuffles
 
 struct Fiber {

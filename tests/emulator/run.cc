@@ -77,7 +77,8 @@ void test(Kind kind, Dtype x_dtype, Dtype dtype, Dtype weights, int64_t rows, in
   b.dsum = dsum;
   run(dx_and_dsum, same_dscale, same_dbias, "backward with dsum");
   expect(cols == 1 || dx_and_dsum.error(exact.dx_and_dsum) < tolerance, "dx + dsum");
-  expect(same_dscale == dscale && (!layer || same_dbias == dbias), "dsum changes nothing else");
+  expect(cols == 1 || same_dscale.error(exact.dscale) < 5e-6, "dscale beside dsum");
+  expect(!layer || same_dbias.error(exact.dbias) < 5e-6, "dbias beside dsum");
 }
 
 void test_all(int64_t rows, int64_t cols, int64_t offset = 0) {
@@ -96,8 +97,8 @@ int main(int argc, char** argv) {
   } else {
     for (const int64_t cols : {1, 24, 64, 128, 257, 512, 1024})
       for (const int64_t rows : {1, 3, 37}) test_all(rows, cols);
-    for (const int64_t cols : {64, 256, 1024}) test_all(600, cols);  // more than few
-    for (const int64_t cols : {72, 4096}) test_all(7, cols, 1);
+    for (const int64_t cols : {64, 256, 768, 1024, 1152}) test_all(600, cols);  // more than few
+    for (const int64_t cols : {72, 768, 1152, 4096}) test_all(7, cols, 1);
     for (const int64_t cols : {1536, 4097, 5376, 8192, 12288, 16384})
       for (const int64_t rows : {1, 5}) test_all(rows, cols);
     test_all(3, 40000);   // clusters

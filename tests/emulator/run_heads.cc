@@ -142,7 +142,7 @@ int main(int argc, char** argv) {
       test_all({2, 8, 35, cols});
     }
     test_all({70, 8, 1, 128}, 1);
-    test_all({70, 8, 1, 1536});
+    for (const int64_t cols : {768, 1152, 1536}) test_all({70, 8, 1, cols});
     test_all({1, 3, 171, 1536});
     test_all({1, 150, 4, 256});  // more heads than blocks run at once
     test_all({4, 139, 1, 256});
