@@ -203,6 +203,7 @@ TABLES = {
     "cpu-quantized": ("cpu_quantized.json", cpu),
     "model": ("h200_model.json", whole),
     "model-add": ("h200_model_add.json", whole),
+    "model-no-rotary": ("h200_model_no_rotary.json", whole),
     "model-decode": ("h200_decode.json", whole),
     "sharding": ("h200_x4_sharding.json", whole),
     "sharding-two": ("h200_x2_sharding.json", whole),
