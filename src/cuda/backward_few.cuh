@@ -51,7 +51,7 @@ struct FewBackward {
 
 // dscale and dbias of a head, of the columns of strip `strip`: thread i adds up every blockDim.x / kStrip-th row of its
 // vector.
-template <Kind KIND, Third THIRD, typename X>
+template <Kind KIND, Third THIRD, typename X, int MOST>
 __device__ void sum_strip(const FewBackward& p, int head, int strip) {
   constexpr int N = kVector<X>, kCols = kStrip * N;
   const int first = strip * kCols + static_cast<int>(threadIdx.x) % kStrip * N, left = p.cols - first;
@@ -80,7 +80,7 @@ __device__ void sum_strip(const FewBackward& p, int head, int strip) {
     }
   }
 
-  __shared__ float of_warps[2][kMaxThreads / kWarp][kCols];
+  __shared__ float of_warps[2][MOST / kWarp][kCols];
 #pragma unroll
   for (int k = 0; k < 2; ++k) {
     if (k == 1 && !p.dbias.data) break;
@@ -104,15 +104,15 @@ __device__ void sum_strip(const FewBackward& p, int head, int strip) {
 }
 
 template <Kind KIND, Third THIRD, typename X, typename R>
-__global__ void __launch_bounds__(kMaxThreads, kIsGate<THIRD> ? 1 : 2)
+__global__ void __launch_bounds__(R::kMost, kIsGate<THIRD> ? 1 : 2)
     backward_few_kernel(const __grid_constant__ FewBackward p) {
   if (blockIdx.x >= p.row_blocks) {
     const int strip = static_cast<int>(blockIdx.x - p.row_blocks), heads = static_cast<int>(p.heads.count.value);
     const int of_head = heads == 1 ? strip : strip / heads;
-    return sum_strip<KIND, THIRD, X>(p, heads == 1 ? 0 : strip % heads, of_head);
+    return sum_strip<KIND, THIRD, X, R::kMost>(p, heads == 1 ? 0 : strip % heads, of_head);
   }
   using W = Walk<X, R, Access::vectors>;
-  Team<R::kThreads, RowSums<KIND>, 1> team(p.threads_per_row, p.cols, 0, p.reciprocal_cols);
+  Team<R::kThreads, RowSums<KIND>, 1, R::kMost> team(p.threads_per_row, p.cols, 0, p.reciprocal_cols);
   const int row = static_cast<int>(blockIdx.x) * p.rows_per_block + team.place;
   if (row >= p.rows) return;
   // Each vector's address would be computed from the array's beginning.
@@ -163,8 +163,9 @@ cudaError_t launch_few(const Backward& p, const Plan& plan, cudaStream_t stream)
   if (p.dx || p.dgate) few.row_blocks = (few.rows + few.rows_per_block - 1) / few.rows_per_block;
   const int64_t strips = p.dscale || p.dbias ? p.heads.count * ((p.cols + kCols - 1) / kCols) : 0;
   if (few.row_blocks + strips == 0) return cudaSuccess;
-  using Narrow = Regime<R::kThreads, R::kVectors, R::kCluster>;
-  return launch_grid(backward_few_kernel<KIND, THIRD, X, Narrow>, static_cast<unsigned>(few.row_blocks + strips),
+  // Whatever the blocks of many rows, those of few have kMaxThreads at most, unless a gated row takes more.
+  using Few = std::conditional_t<kIsGate<THIRD>, R, Regime<R::kThreads, R::kVectors, R::kCluster>>;
+  return launch_grid(backward_few_kernel<KIND, THIRD, X, Few>, static_cast<unsigned>(few.row_blocks + strips),
                      few.threads_per_row * few.rows_per_block, stream, few);
 }
 

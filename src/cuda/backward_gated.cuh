@@ -12,7 +12,7 @@ cudaError_t with_gated_backward_regime(const Plan& plan, F f) {
   constexpr int most = kElements / kVector<X>;
   if (plan.vectors > most) return f(Regime<kWholeBlock, 2 * most, 1>{});
   return with_backward_regime<Kind::rms, X>(plan, [&](auto regime) {
-    if constexpr (decltype(regime)::kVectors <= most && decltype(regime)::kMost <= kMaxThreads) return f(regime);
+    if constexpr (decltype(regime)::kVectors <= most && decltype(regime)::kMost != kWideThreads) return f(regime);
     return cudaErrorInvalidValue;  // not reached
   });
 }

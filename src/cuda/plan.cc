@@ -105,10 +105,14 @@ Plan make_plan(Op op, Kind kind, Dtype x, int64_t cols, int max_cluster) {
 
 Plan make_gated_backward_plan(Dtype x, int64_t cols, int max_cluster) {
   const Plan plan = make_plan(Op::backward, Kind::rms, x, cols, max_cluster);
-  const int most = kElements / vector_of(x);
-  const int64_t row = ceil_div(cols, vector_of(x));
+  const int vector = vector_of(x), most = kElements / vector;
+  const int64_t row = ceil_div(cols, vector);
   if (plan.segments > 0) return whole_warps(row, 2 * most, 1);
-  return plan.block_threads() > kMaxThreads ? whole_warps(row, most, 1, kMaxThreads) : plan;
+  if (plan.threads_per_row <= kWarp || plan.blocks_per_row > 1) return plan;
+  // Half types have much to compute, for which more threads wait less, unless their rows leave a quarter of them idle.
+  const Plan thin = whole_warps(row, 1, 1, kThinThreads);
+  const bool is_thin = most == 2 && cols % vector == 0 && row <= kThinThreads;
+  return is_thin && thin.rows_per_block * row >= kThinThreads * 3 / 4 ? thin : whole_warps(row, most, 1, kMaxThreads);
 }
 
 bool has_drawn_rows(Kind kind, Dtype x, int64_t cols) {

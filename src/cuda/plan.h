@@ -62,8 +62,8 @@ struct Plan {
 // `max_cluster`: the largest cluster the device can launch, 1 where it has none.
 Plan make_plan(Op op, Kind kind, Dtype x, int64_t cols, int max_cluster);
 
-// That of the backward of a gated norm, whose rows of up to kGatedCols are never cut into segments. Its blocks have
-// kMaxThreads at most.
+// That of the backward of a gated norm, whose rows of up to kGatedCols are never cut into segments. Its blocks are thin
+// or have kMaxThreads at most.
 Plan make_gated_backward_plan(Dtype x, int64_t cols, int max_cluster);
 
 // Whether the forward's clusters draw rows of x that go by vectors, which takes a count in global memory. Layer norm of

@@ -33,7 +33,7 @@ __device__ float group_largest(float magnitude) {
   }
 }
 
-constexpr int kMaxParts = 16;  // that a reduction merges: the warps of a block, or the blocks of a cluster
+constexpr int kMaxParts = 16;  // that a reduction merges: the warps of a team, or the blocks of a cluster
 
 // add(value, value of another part) over `count` parts, in all lanes of a warp. Every group of 4 lanes has them, or of
 // 16 if there are more than 4, and zeros for parts that there are not.
@@ -59,6 +59,11 @@ template <int K>
 struct Sums {
   float value[K];
   static constexpr int kNote = -1;  // has no room for one, see Team::publish
+
+  __device__ void add(const Sums& more) {
+#pragma unroll
+    for (int k = 0; k < K; ++k) value[k] += more.value[k];
+  }
 
   // Of `count` parts, one a lane as for `sum_of_parts`.
   __device__ static Sums merge(const Sums& part, const Sums&, int count, float) {
@@ -105,7 +110,7 @@ struct Largest {
 };
 
 // THREADS: 8, 16, 32, kWholeWarps or kWholeBlock. Part: what a reduction carries. CLUSTER: the most blocks of a team.
-// BY of a reduction: what merges its parts.
+// MOST: the most threads of a block. BY of a reduction: what merges its parts.
 //
 // A reduction is published and collected. In a cluster the next may be published before one is collected, so that the
 // exchange between blocks takes place meanwhile.
@@ -218,16 +223,20 @@ class Team {
   // Reductions of which parts are kept. A block that publishes one more has collected all but the last, to which every
   // block has published; so every block has collected all but the last two before that, and one set more is free.
   static constexpr unsigned kSets = 4;
+  static constexpr bool kMoreWarps = MOST > kWideThreads;  // may be a team's than are merged at once
 
   template <typename By>
   __device__ static Part merge(const Part* parts, int count, float reciprocal) {
     const int i = lane() % (count > 4 ? kMaxParts : 4);
-    return By::merge(i < count ? parts[i] : Part{}, parts[0], count, reciprocal);
+    Part part = i < count ? parts[i] : Part{};
+    if constexpr (kMoreWarps)
+      if (i + kMaxParts < count) part.add(parts[i + kMaxParts]);
+    return By::merge(part, parts[0], count, reciprocal);
   }
 
   __device__ Part* warp_parts(unsigned turn) const {
     constexpr int warps = MOST / kWarp;
-    static_assert(kMaxThreads / kWarp <= kMaxParts && CLUSTER <= kMaxParts);
+    static_assert(warps <= 2 * kMaxParts && CLUSTER <= kMaxParts);
     __shared__ __align__(16) Part parts[kSets * warps];
     return parts + turn % kSets * warps + place * (threads / kWarp);
   }
