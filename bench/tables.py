@@ -100,10 +100,29 @@ def rates(header, rows, corner, column_of):
     legend = f"A copy reaches {copy:.0f} GB/s. † misses its target: {targets.in_words(rows)}."
 
     def cell(row):
-        ratio = "" if row["x XLA"] is None else f" ({row['x XLA']:.2f})"
-        return f"{row['GB/s']:.0f}{ratio}{'†' if targets.shortfalls(row) else ''}"
+        return f"{row['GB/s']:.0f}{in_parentheses(row)}{'†' if targets.shortfalls(row) else ''}"
 
     return about(header, legend) + pivot(corner, rows, column_of, cell)
+
+
+def in_parentheses(row):
+    """How many times as fast as XLA, if that was measured."""
+    return "" if row["x XLA"] is None else f" ({row['x XLA']:.2f})"
+
+
+def bfloat16_by_shape(results):
+    """Microseconds, and how many times as fast as XLA: a line for each shape."""
+    rows = [row for row in results["rows"] if row["dtype"] == "bfloat16"]
+    ops = sorted({row["op"] for row in rows}, key=lambda op: position((op, "bfloat16")))
+    lines = {}
+    for row in rows:
+        lines.setdefault(f"{row['shape']}, {row['M']}x{row['N']}", {})[row["op"]] = (
+            f"{row['us']:.1f}{in_parentheses(row)}"
+        )
+    return about(results["header"]) + report.table(
+        ["bfloat16", *map(code, ops)],
+        [[shape, *(cells.get(op, "-") for op in ops)] for shape, cells in lines.items()],
+    )
 
 
 def small(results):
@@ -191,6 +210,7 @@ TABLES = {
     "h200-grid": ("h200.json", grid),
     "h200-headline": ("h200.json", headline),
     "h200-small": ("h200.json", small),
+    "h200-models": ("h200_models.json", bfloat16_by_shape),
     "h200-add-grid": ("h200_add.json", grid),
     "h200-add-small": ("h200_add.json", small),
     "h200-gated-grid": ("h200_gated.json", grid),
