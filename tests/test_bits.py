@@ -45,7 +45,7 @@ def test_a_row_alone(kind, dtype, cols):
 
 
 # On a GPU few rows have kernels of their own, forward and backward.
-@pytest.mark.parametrize("cols", [128, 384, 1021, 2048, 5376, 8192, 16384])
+@pytest.mark.parametrize("cols", [128, 384, 768, 1021, 2048, 2880, 5120, 5376, 8192, 16384])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_few_rows_among_many(kind, dtype, cols):

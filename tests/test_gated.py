@@ -191,7 +191,7 @@ def test_a_row_alone(variant, dtype, cols, group_size):
 
 
 # On a GPU few rows have a kernel of their own for the backward.
-@pytest.mark.parametrize(("cols", "group_size"), [(128, None), (640, 128), (2048, None), (8192, None)])
+@pytest.mark.parametrize(("cols", "group_size"), [(128, None), (640, 128), (2048, None), (5120, None), (8192, None)])
 @dtypes
 @orders
 def test_few_rows_among_many(variant, dtype, cols, group_size):

@@ -18,9 +18,7 @@ template <Kind KIND, typename X, typename DY>
 cudaError_t launch_backward(const Backward& p, cudaStream_t stream) {
   constexpr int N = kVector<X>;
   Plan plan = make_plan(Op::backward, KIND, kDtype<X>, p.cols, current_device().max_cluster());
-  // With a third array there is enough on its way with fewer rows.
-  if (p.dsum && plan.vectors > 1 && plan.block_threads() > kMaxThreads)
-    plan.rows_per_block = kMaxThreads / plan.threads_per_row;
+  if (p.dsum) plan = beside_third_array(plan);
   // Rows of dy as well are whole multiples of 16 bytes: they may be copied in bulk.
   const bool aligned = p.cols % N == 0 && p.cols % kVector<DY> == 0 && p.dy_pad % kVector<DY> == 0 &&
                        aligned_for<N>(p.x.dtype, p.x.data) && aligned_for<kVector<DY>>(p.dy.dtype, p.dy.data) &&
@@ -42,7 +40,8 @@ cudaError_t launch_backward(const Backward& p, cudaStream_t stream) {
   partials.rows = shares.partial_rows;
   if (p.dscale) partials.dscale = p.workspace;
   if (p.dbias) partials.dbias = p.workspace + (p.dscale ? most * count * p.cols : 0);
-  if (shares.blocks > INT_MAX / plan.blocks_per_row || (plan.segments > 0 && count > 1)) return cudaErrorInvalidValue;
+  if (shares.blocks > INT_MAX / plan.blocks_per_row || shares.partial_rows > most || (plan.segments > 0 && count > 1))
+    return cudaErrorInvalidValue;
 
   cudaError_t error = cudaSuccess;
   if (p.rows > 0 && (p.dx || p.dscale || p.dbias)) {

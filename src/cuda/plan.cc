@@ -103,6 +103,11 @@ Plan make_plan(Op op, Kind kind, Dtype x, int64_t cols, int max_cluster) {
                            : backward_plan(kind, row, cols, vector, max_cluster);
 }
 
+Plan beside_third_array(Plan plan) {
+  if (plan.vectors > 1 && plan.block_threads() > kMaxThreads) plan.rows_per_block = kMaxThreads / plan.threads_per_row;
+  return plan;
+}
+
 Plan make_gated_backward_plan(Dtype x, int64_t cols, int max_cluster) {
   const Plan plan = make_plan(Op::backward, Kind::rms, x, cols, max_cluster);
   const int vector = vector_of(x), most = kElements / vector;
@@ -143,11 +148,11 @@ Shares share_rows(Dtype x, int64_t cols, int64_t rows, Heads heads, int group) {
 }
 
 int64_t partial_rows(Dtype x, int64_t cols, Heads heads) {
-  const auto rows_with = [&](const Plan& plan) {
-    return share_rows(x, cols, INT64_MAX / 2, heads, plan.rows_per_block).partial_rows;
-  };
-  return std::max(rows_with(make_plan(Op::backward, Kind::rms, x, cols, kMaxCluster)),
-                  rows_with(make_gated_backward_plan(x, cols, kMaxCluster)));
+  const Plan plan = make_plan(Op::backward, Kind::rms, x, cols, kMaxCluster);
+  int64_t most = 0;
+  for (const Plan& each : {plan, beside_third_array(plan), make_gated_backward_plan(x, cols, kMaxCluster)})
+    most = std::max(most, share_rows(x, cols, INT64_MAX / 2, heads, each.rows_per_block).partial_rows);
+  return most;
 }
 
 }  // namespace jaxnorm::cuda

@@ -62,6 +62,9 @@ struct Plan {
 // `max_cluster`: the largest cluster the device can launch, 1 where it has none.
 Plan make_plan(Op op, Kind kind, Dtype x, int64_t cols, int max_cluster);
 
+// That of the backward with a third array, from the one without: enough is on its way with fewer rows.
+Plan beside_third_array(Plan plan);
+
 // That of the backward of a gated norm, whose rows of up to kGatedCols are never cut into segments. Its blocks are thin
 // or have kMaxThreads at most.
 Plan make_gated_backward_plan(Dtype x, int64_t cols, int max_cluster);

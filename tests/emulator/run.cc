@@ -79,6 +79,18 @@ void test(Kind kind, Dtype x_dtype, Dtype dtype, Dtype weights, int64_t rows, in
   expect(cols == 1 || dx_and_dsum.error(exact.dx_and_dsum) < tolerance, "dx + dsum");
   expect(cols == 1 || same_dscale.error(exact.dscale) < 5e-6, "dscale beside dsum");
   expect(!layer || same_dbias.error(exact.dbias) < 5e-6, "dbias beside dsum");
+
+  // Few rows have kernels of their own, and give the bits that they give among many.
+  constexpr int64_t begin = 300, count = 15;
+  if (rows < begin + count) return;
+  const auto from_begin = [&](const Array& array) {
+    const Input all = array;
+    return Input{static_cast<const char*>(all.data) + begin * cols * size_of(all.dtype), all.dtype};
+  };
+  Array few_dx(dtype, count * cols, offset), few_dscale(Dtype::f32, cols), few_dbias(Dtype::f32, cols);
+  b.dsum = {}, b.rows = count, b.x = from_begin(sum), b.dy = from_begin(dy), b.mean += begin, b.rstd += begin;
+  run(few_dx, few_dscale, few_dbias, "backward of few rows");
+  expect(std::memcmp(Input(few_dx).data, from_begin(dx).data, count * cols * size_of(dtype)) == 0, "few rows' dx");
 }
 
 void test_all(int64_t rows, int64_t cols, int64_t offset = 0) {
