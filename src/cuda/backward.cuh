@@ -40,8 +40,7 @@ cudaError_t launch_backward(const Backward& p, cudaStream_t stream) {
   partials.rows = shares.partial_rows;
   if (p.dscale) partials.dscale = p.workspace;
   if (p.dbias) partials.dbias = p.workspace + (p.dscale ? most * count * p.cols : 0);
-  if (shares.blocks > INT_MAX / plan.blocks_per_row || shares.partial_rows > most || (plan.segments > 0 && count > 1))
-    return cudaErrorInvalidValue;
+  if (!fits(shares, plan, most) || (plan.segments > 0 && count > 1)) return cudaErrorInvalidValue;
 
   cudaError_t error = cudaSuccess;
   if (p.rows > 0 && (p.dx || p.dscale || p.dbias)) {

@@ -59,8 +59,7 @@ cudaError_t backward_gated_of(const Backward& p, cudaStream_t stream) {
       return cudaErrorInvalidValue;  // not reached
     });
   const Shares shares = share_rows(kDtype<X>, p.cols, p.rows, p.heads, plan.rows_per_block);
-  if (shares.blocks > INT_MAX / plan.blocks_per_row || shares.partial_rows > partial_rows(kDtype<X>, p.cols, p.heads))
-    return cudaErrorInvalidValue;
+  if (!fits(shares, plan, partial_rows(kDtype<X>, p.cols, p.heads))) return cudaErrorInvalidValue;
   Partials partials{};
   partials.rows = shares.partial_rows;
   if (p.dscale) partials.dscale = p.workspace;

@@ -1,6 +1,7 @@
 #include "cuda/plan.h"
 
 #include <algorithm>
+#include <climits>
 #include <numeric>
 
 namespace jaxnorm::cuda {
@@ -153,6 +154,10 @@ int64_t partial_rows(Dtype x, int64_t cols, Heads heads) {
   for (const Plan& each : {plan, beside_third_array(plan), make_gated_backward_plan(x, cols, kMaxCluster)})
     most = std::max(most, share_rows(x, cols, INT64_MAX / 2, heads, each.rows_per_block).partial_rows);
   return most;
+}
+
+bool fits(const Shares& shares, const Plan& plan, int64_t partial_rows) {
+  return shares.blocks <= INT_MAX / plan.blocks_per_row && shares.partial_rows <= partial_rows;
 }
 
 }  // namespace jaxnorm::cuda

@@ -100,4 +100,7 @@ Shares share_rows(Dtype x, int64_t cols, int64_t rows, Heads heads, int group);
 // How many partial rows the backward has room for: on every GPU the same, being part of the shapes.
 int64_t partial_rows(Dtype x, int64_t cols, Heads heads = {});
 
+// Whether a grid may have the blocks of such a launch, and the workspace has room for its partial sums.
+bool fits(const Shares& shares, const Plan& plan, int64_t partial_rows);
+
 }  // namespace jaxnorm::cuda

@@ -5,6 +5,7 @@
 //   run ROWS COLS    one shape
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <initializer_list>
 #include <string>
 
@@ -79,6 +80,10 @@ void test(Kind kind, Dtype x_dtype, Dtype dtype, Dtype weights, int64_t rows, in
   expect(cols == 1 || dx_and_dsum.error(exact.dx_and_dsum) < tolerance, "dx + dsum");
   expect(cols == 1 || same_dscale.error(exact.dscale) < 5e-6, "dscale beside dsum");
   expect(!layer || same_dbias.error(exact.dbias) < 5e-6, "dbias beside dsum");
+  // Where blocks have as many rows as without.
+  const Plan plan = make_plan(Op::backward, kind, dtype, cols, kMaxCluster);
+  if (beside_third_array(plan).rows_per_block == plan.rows_per_block)
+    expect(same_dscale == dscale && (!layer || same_dbias == dbias), "dsum changes nothing else");
 
   // Few rows have kernels of their own, and give the bits that they give among many.
   constexpr int64_t begin = 300, count = 15;
