@@ -61,7 +61,10 @@ def call(
     platform: str,
     scale_shape: tuple[int, ...] | None = None,
 ) -> Report:
-    """What runs for the norm of an array over its last axes, each way, and why; a residual or gate has its dtype."""
+    """What runs for the norm of an array over its last axes, each way, and why.
+
+    A residual or gate has the array's dtype, and a gate comes last.
+    """
     scale_shape = shape[-axes:] if scale_shape is None else scale_shape
     normalised = tuple(range(-axes, 0))
     residual_dtype = dtype if op.startswith("add_") else None
@@ -93,10 +96,8 @@ def call(
         report["largest_cluster"] = clusters
         kind = "rms" if "rms_norm" in op else "layer"
         # A residual and a quantised result change no plan; the straight-through gradient's is the norm's.
-        plan = ffi.module("cuda").plan
-        report["plans"] = {
-            way: plan(way, kind, dtype.name, cols, clusters, is_gated) for way in ("forward", "backward")
-        }
+        plan, gate = ffi.module("cuda").plan, "last" if is_gated else ""
+        report["plans"] = {way: plan(way, kind, dtype.name, cols, clusters, gate) for way in ("forward", "backward")}
         count, inner = heads.heads_of(shape, axes, lead)
         if count > 1 and inner > 1:  # such rows are not fetched ahead
             report["plans"]["backward"]["ring"] = False

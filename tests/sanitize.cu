@@ -196,7 +196,7 @@ int main(int argc, char** argv) {
       run(kind, dtype, 600, 1024, 0, {}, 1);
       for (const int64_t cols : {64, 1024, 4096, 65536}) run_quantized(kind, dtype, 37, cols, 1);
       if (kind == Kind::layer) continue;
-      for (const int64_t cols : {24, 64, 100, 128, 256, 512, 1024, 4096, 5120, 8192, 16384})
+      for (const int64_t cols : {24, 64, 100, 128, 256, 512, 1024, 4096, 5120, 8192, 12288, 16384})
         for (const int64_t heads : {1, 8}) run_gated(dtype, 700, cols, heads, 0);
       for (const int64_t cols : {64, 1024, 4096}) run_gated(dtype, 37, cols, 1, 1);
     }

@@ -22,7 +22,7 @@ from test_transformations import assert_close
 from tolerances import DSCALE, DX, forward_errors, gradient_error
 
 # Heads, models' rows, whole vectors with and without a rest, several rows at once, and the longest row of a kernel.
-LENGTHS = (1, 64, 100, 128, 1000, 1024, 4096, 8192, 16_384)
+LENGTHS = (1, 64, 100, 128, 1000, 1024, 4096, 8192, 12_288, 16_384)
 # The length of a row and of its groups: Mamba2's, more groups than rows at once, groups without whole vectors.
 GROUPS = [(4096, 1024), (512, 64), (1000, 100), (96, 3), (64, 64)]
 OPTIONS = {
@@ -99,7 +99,11 @@ def gradient_errors(actual, exact):
 
 
 # Few rows and many, short ones and long ones.
-@pytest.mark.parametrize("dims", [(33, 64), (2, 100), (600, 1000), (4099, 128), (9, 4096), (3, 16_384)], ids=str)
+@pytest.mark.parametrize(
+    "dims",
+    [(33, 64), (2, 100), (600, 1000), (4099, 128), (2000, 256), (9, 4096), (70, 4096), (70, 5120), (3, 16_384)],
+    ids=str,
+)
 @dtypes
 @variants
 def test_gradients(variant, dtype, dims):
@@ -191,7 +195,9 @@ def test_a_row_alone(variant, dtype, cols, group_size):
 
 
 # On a GPU few rows have a kernel of their own for the backward.
-@pytest.mark.parametrize(("cols", "group_size"), [(128, None), (640, 128), (2048, None), (5120, None), (8192, None)])
+@pytest.mark.parametrize(
+    ("cols", "group_size"), [(128, None), (640, 128), (256, None), (2048, None), (4096, None), (5120, None), (8192, None)]
+)
 @dtypes
 @orders
 def test_few_rows_among_many(variant, dtype, cols, group_size):

@@ -117,10 +117,15 @@ def test_there_is_room_to_count_drawn_rows(cuda, kind, dtype, max_cluster):
 
 
 # Kernels with gates have no other way.
-@pytest.mark.parametrize(("dtype", "max_cluster"), list(product(DTYPES, CLUSTERS)))
-def test_rows_with_gates_are_never_cut_into_segments(cuda, dtype, max_cluster):
-    plans = [cuda.plan("backward", "rms", dtype, cols, max_cluster, gated=True) for cols in LENGTHS if cols <= 16_384]
-    assert not any(plan["segments"] for plan in plans)
+@pytest.mark.parametrize(
+    ("dtype", "max_cluster", "op", "gate"), list(product(DTYPES, CLUSTERS, OPS, ("first", "last")))
+)
+def test_rows_with_gates_have_a_block_or_a_cluster(cuda, dtype, max_cluster, op, gate):
+    plans = {cols: cuda.plan(op, "rms", dtype, cols, max_cluster, gate) for cols in LENGTHS if cols <= 16_384}
+    covered = [cols for cols, plan in plans.items() if plan["threads_per_row"] * plan["elements_per_thread"] >= cols]
+    assert covered == list(plans)
+    assert not any(plan["segments"] for plan in plans.values())
+    assert op == "backward" or all(plan["blocks_per_row"] == 1 for plan in plans.values())
 
 
 @pytest.mark.parametrize(
@@ -129,8 +134,9 @@ def test_rows_with_gates_are_never_cut_into_segments(cuda, dtype, max_cluster):
         ("sideways", "rms", "float32", 8),
         ("forward", "group", "float32", 8),
         ("forward", "rms", "float64", 8),
-        ("forward", "layer", "float32", 8, 16, True),
-        ("backward", "rms", "float32", 20_000, 16, True),
+        ("forward", "layer", "float32", 8, 16, "first"),
+        ("backward", "rms", "float32", 20_000, 16, "last"),
+        ("forward", "rms", "float32", 8, 16, "middle"),
     ],
 )
 def test_a_plan_for_what_has_no_kernel(cuda, arguments):

@@ -7,14 +7,23 @@
 
 namespace jaxnorm::cuda {
 
+// Of half types, blocks of one vector a thread have as many registers as their threads leave.
 template <typename X, typename F>
 cudaError_t with_gated_backward_regime(const Plan& plan, F f) {
   constexpr int most = kElements / kVector<X>;
   if (plan.vectors > most) return f(Regime<kWholeBlock, 2 * most, 1>{});
-  return with_backward_regime<Kind::rms, X>(plan, [&](auto regime) {
-    if constexpr (decltype(regime)::kVectors <= most && decltype(regime)::kMost != kWideThreads) return f(regime);
-    return cudaErrorInvalidValue;  // not reached
-  });
+  if constexpr (sizeof(X) == 4) {
+    return with_backward_regime<Kind::rms, X>(plan, f);
+  } else {
+    if (plan.blocks_per_row > 1) return f(Regime<kWholeBlock, most, kMaxCluster>{});
+    if (plan.threads_per_row == 8) return f(Regime<8, 1, 1, kThinThreads>{});
+    if (plan.threads_per_row == 16) return f(Regime<16, 1, 1, kThinThreads>{});
+    if (plan.threads_per_row == kWarp) return f(Regime<kWarp, 1, 1, kThinThreads>{});
+    if (plan.vectors == most) return f(Regime<kWholeWarps, most, 1>{});
+    if (plan.block_threads() <= kMaxThreads) return f(Regime<kWholeWarps, 1, 1, kMaxThreads>{});
+    if (plan.block_threads() <= kWideThreads) return f(Regime<kWholeWarps, 1, 1, kWideThreads>{});
+    return f(Regime<kWholeWarps, 1, 1, kThinThreads>{});
+  }
 }
 
 template <typename X>

@@ -22,19 +22,18 @@ constexpr bool holds_scale() {
 // How many blocks a multiprocessor shall hold: what bounds the registers, with the threads of a block.
 template <Kind KIND, typename X, typename R, Access ACCESS, typename C>
 struct Residency {
-  static constexpr bool kRowsShare = R::kThreads > 0, kCluster = R::kCluster > 1,
-                        kRing = ACCESS == Access::ring || ACCESS == Access::ring_elements;
+  static constexpr bool kCluster = R::kCluster > 1, kRing = ACCESS == Access::ring || ACCESS == Access::ring_elements;
   static constexpr bool kUnpacked = sizeof(X) == 2;  // in twice as many registers
+  static constexpr bool kManyRows = R::kThreads > 0 && kRowsAtOnce<R, C>* R::kVectors == 4;  // or many of their vectors
   // With 64 registers the compiler would put off the scale's loads until the row's sums are known. Layer norm, whose
   // weights have no room in 80 either, is slower with fewer blocks.
   static constexpr bool kHoldsScale = KIND == Kind::rms && kUnpacked && R::kThreads == kWholeBlock &&
                                       R::kVectors == 4 && ACCESS == Access::vectors && holds_scale<X, C>();
   static constexpr int kRegisters = kRing                                        ? 128
                                     : kUnpacked && R::kVectors == 8 && !kCluster ? (R::kMost == kFewThreads ? 96 : 128)
-                                    : kRowsShare && (kUnpacked || R::kRows > 1)  ? 80
-                                    : kHoldsScale                                ? 80
+                                    : kManyRows || kHoldsScale                   ? 80
                                                                                  : 64;
-  static constexpr int kBlocks = (64 << 10) / kRegisters / R::kMost;
+  static constexpr int kBlocks = resident_blocks(kRegisters, R::kMost);
 };
 
 template <Kind KIND, typename X, typename R, Access ACCESS, typename C>
@@ -98,7 +97,7 @@ cudaError_t launch_forward(const Forward& p, const Plan& plan, cudaStream_t stre
   using Y = typename C::template Result<X>;
   constexpr int N = kVector<X>;
   // Rows that are read again in each pass go one at a time.
-  const int64_t teams = plan.blocks_of(p.rows, plan.rows_per_team), teams_of_one = plan.blocks_of(p.rows, 1);
+  const int64_t teams = plan.blocks_of(p.rows, kRowsAtOnce<R, C>), teams_of_one = plan.blocks_of(p.rows, 1);
   RowsLaunch launch(plan, p.cols, N, p.heads);
   const auto launch_as = [&](auto access, int64_t blocks_or_clusters, int shared_bytes) {
     constexpr Access kAccess = decltype(access)::value;

@@ -15,7 +15,8 @@ struct Quantized {
 };
 
 // Teams whose rows do not come by way of a ring. ROWS: that a team has under way at once. Whether something is added is
-// seen at run time: it only matters to how a row is read.
+// seen at run time: it only matters to how a row is read, and where no branch stands behind that the compiler has more
+// under way than there are registers for.
 template <Kind KIND, typename X, typename R, typename W, int ROWS, typename Epilogue>
 __device__ __forceinline__ void quantized_rows(const Forward& p, const RowsLaunch& launch, const Epilogue& epilogue) {
   using Threads = Team<R::kThreads, Part<KIND>, R::kCluster>;
@@ -119,30 +120,37 @@ __device__ __forceinline__ void quantized_ring(const Forward& p, const RowsLaunc
 }
 
 // How many blocks a multiprocessor shall hold. A thread has up to 32 values in registers, of half types 64 where it has
-// 8 vectors.
-template <Kind KIND, typename X, typename R, Access ACCESS>
+// 8 vectors. Where nothing is added, more warps help more than registers for what else there is.
+template <Kind KIND, typename X, typename R, Access ACCESS, bool ADDS>
 struct QuantizedResidency {
-  static constexpr int kValues = R::kRows * R::kVectors * kVector<X>;
-  static constexpr int kRegisters = ACCESS == Access::ring              ? 128
-                                    : kValues > 32                      ? (R::kMost == kFewThreads ? 96 : 128)
-                                    : R::kThreads <= 0 && kValues <= 16 ? 40
-                                                                        : 64;
-  static constexpr int kBlocks = (64 << 10) / kRegisters / R::kMost;
+  static constexpr bool kHalf = sizeof(X) == 2, kRowsShare = R::kThreads > 0, kRing = ACCESS == Access::ring;
+  static constexpr int kRows = R::template kRows<>, kValues = kRows * R::kVectors * kVector<X>;
+  // Layer norm's sums would spill, but of one row a warp.
+  static constexpr bool kManySums = KIND == Kind::layer && !(R::kThreads == kWarp && kRows == 1);
+  static constexpr int kRegisters = kRing                   ? 128
+                                    : kValues > 32          ? (R::kMost == kFewThreads ? 96 : 128)
+                                    : !kRowsShare && !kHalf ? (kValues <= 16 ? 40 : 64)
+                                    : ADDS                  ? 64
+                                    : !kHalf                ? 40
+                                    : kRowsShare            ? (kManySums ? 64 : 56)
+                                                            : 48;
+  static constexpr int kBlocks = resident_blocks(kRegisters, R::kMost);
   // Whether there is room for the packed scale besides. The sums of layer norm leave none.
-  static constexpr int kWithScale = R::kVectors * kVector<X> * (R::kRows + 1) * sizeof(X) / 4;
-  static constexpr bool kHoldsScale = KIND == Kind::rms && kRegisters == 64 && kWithScale <= 32;
+  static constexpr int kWithScale = R::kVectors * kVector<X> * (kRows + 1) * sizeof(X) / 4;
+  static constexpr bool kHoldsScale =
+      KIND == Kind::rms && ((kRegisters == 64 && kWithScale <= 32) || (kRegisters == 128 && !kRing));
 };
 
-// ADDS: x + residual comes by way of a ring.
+// ADDS: x + residual is what is normalised.
 template <Kind KIND, typename X, typename R, Access ACCESS, bool ADDS>
-__global__ void __launch_bounds__(R::kMost, QuantizedResidency<KIND, X, R, ACCESS>::kBlocks)
+__global__ void __launch_bounds__(R::kMost, QuantizedResidency<KIND, X, R, ACCESS, ADDS>::kBlocks)
     quantized_kernel(const __grid_constant__ Forward p, const __grid_constant__ RowsLaunch launch) {
   if constexpr (ACCESS == Access::ring) {
     if constexpr (kHasClusters) quantized_ring<KIND, X, R, ADDS>(p, launch, dynamic_shared());
   } else {
     using W = Walk<X, R, ACCESS>;
-    quantized_rows<KIND, X, R, W, R::kRows>(
-        p, launch, QuantizeKnown<KIND, X, W, QuantizedResidency<KIND, X, R, ACCESS>::kHoldsScale>{p});
+    using Residency = QuantizedResidency<KIND, X, R, ACCESS, ADDS>;
+    quantized_rows<KIND, X, R, W, Residency::kRows>(p, launch, QuantizeKnown<KIND, X, W, Residency::kHoldsScale>{p});
   }
 }
 
@@ -167,8 +175,10 @@ class QuantizedForward {
 
   cudaError_t run() {
     if (plan_.vectors != kStreamed && aligned_ && is_known()) {
-      const cudaError_t error =
-          with_forward_regime<X>(plan_, true, [&](auto regime) { return run_known<decltype(regime)>(); });
+      const cudaError_t error = with_forward_regime<X>(plan_, true, [&](auto regime) {
+        using R = decltype(regime);
+        return p_.residual ? run_known<R, true>() : run_known<R, false>();
+      });
       if (error != cudaErrorNotSupported) return error;
     }
     if (p_.residual) return cudaErrorNotSupported;
@@ -204,15 +214,15 @@ class QuantizedForward {
   // `at_once`: rows that a team has under way.
   int64_t teams(int at_once) const { return plan_.blocks_of(p_.rows, at_once); }
 
-  template <typename R>
+  template <typename R, bool ADDS>
   cudaError_t run_known() {
     if constexpr (R::kVectors == kStreamed) {
       return cudaErrorNotSupported;
     } else if constexpr (R::kCluster == 1) {
-      return launch_teams(quantized_kernel<KIND, X, R, Access::vectors, false>, plan_, teams(R::kRows), 0, stream_, p_,
-                          launch_);
+      return launch_teams(quantized_kernel<KIND, X, R, Access::vectors, ADDS>, plan_, teams(R::template kRows<>), 0,
+                          stream_, p_, launch_);
     } else {
-      return p_.residual ? launch_ring<R, true>() : launch_ring<R, false>();
+      return launch_ring<R, ADDS>();
     }
   }
 

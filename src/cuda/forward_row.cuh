@@ -103,6 +103,10 @@ struct AnyCall {
   using Result = X;
 };
 
+// Rows that a team has under way at once.
+template <typename R, typename C>
+constexpr int kRowsAtOnce = R::template kRows < C::kAdds || C::kGates ? 2 : 1 > ;
+
 // What a kernel knows of a call. Where rows come by way of rings weights are held as floats, whatever type they have.
 template <typename X, Access ACCESS, typename C>
 struct Seen {

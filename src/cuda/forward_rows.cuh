@@ -17,10 +17,10 @@ using RowOf = std::conditional_t<C::kGates, GatedRow<X, W, C::kFirst>,
 template <Kind KIND, typename X, typename R, typename W, typename C>
 struct Weights {
   using T = typename C::Weight;
-  static constexpr int kCount = C::kHeads ? R::kRows : 1, kKinds = C::kBias ? 2 : 1;
+  static constexpr int kRows = kRowsAtOnce<R, C>, kCount = C::kHeads ? kRows : 1, kKinds = C::kBias ? 2 : 1;
   // Of a thread, with its rows and its weights.
   static constexpr int kRegisters =
-      W::VECTORS * W::N * static_cast<int>(R::kRows * sizeof(X) + kCount * kKinds * sizeof(T)) / 4;
+      W::VECTORS * W::N * static_cast<int>(kRows * sizeof(X) + kCount * kKinds * sizeof(T)) / 4;
   static constexpr bool kSameType = sizeof(T) == sizeof(X), kLarger = sizeof(T) > sizeof(X), kVectors = W::N > 1;
   // There is no room in registers for those of layer norm, nor for f32 beside a half type. Where a thread has more of
   // them than here, the way through shared memory takes longer than loading them late.
@@ -42,7 +42,7 @@ __device__ __forceinline__ void forward_rows(const Forward& p, const RowsLaunch&
   using Threads = Team<R::kThreads, Part<KIND>, R::kCluster>;
   Threads team(launch.threads_per_row, p.cols, launch.span, launch.reciprocal_cols);
   const int64_t group = R::kThreads == kWholeBlock ? 1 : launch.rows_per_block;
-  constexpr int kRows = W::KEPT ? R::kRows : 1;
+  constexpr int kRows = W::KEPT ? kRowsAtOnce<R, C> : 1;
 
   // A grid holds a team for every row. Yet a loop keeps the compiler from having more under way than it has registers
   // for, where rows go by elements or have many vectors and a gate or a residual.

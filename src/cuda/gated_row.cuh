@@ -38,7 +38,8 @@ template <typename X, typename W, bool FIRST>
 class GatedRow {
  public:
   static constexpr bool HELD = FIRST || W::VECTORS <= 4 || sizeof(X) < 4;
-  static constexpr int AT_ONCE = min_of(4, W::VECTORS);  // vectors on their way
+  // Vectors on their way. Eight of floats leave room for one gate.
+  static constexpr int AT_ONCE = FIRST && W::VECTORS == 8 && sizeof(X) == 4 ? 1 : min_of(4, W::VECTORS);
 
   template <typename Team>
   __device__ void read(const Team& team, const X* x, const X* gate, Activation activation) {

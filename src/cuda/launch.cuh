@@ -21,8 +21,15 @@ namespace jaxnorm::cuda {
 template <int THREADS, int VECTORS, int CLUSTER, int MOST = kMaxThreads>
 struct Regime {
   static constexpr int kThreads = THREADS, kVectors = VECTORS, kCluster = CLUSTER, kMost = MOST;
-  static constexpr int kRows = rows_at_once(THREADS, VECTORS);
+  template <int ARRAYS = 1>
+  static constexpr int kRows = rows_at_once(THREADS, VECTORS, ARRAYS);
 };
+
+// How many blocks of so many threads a multiprocessor holds, with so many registers each: a quarter of it has a quarter
+// of the registers, and of the warps.
+constexpr int resident_blocks(int registers, int threads) {
+  return (16 << 10) / (registers * kWarp) * 4 * kWarp / threads;
+}
 
 // How a kernel reaches rows: in vectors, or, where those do not divide a row, in elements, unless it shifts. It makes
 // no difference to the results which way it goes about either.

@@ -24,7 +24,7 @@ Plan forward_plan(Kind kind, Dtype x, int64_t cols, int64_t row, int max_cluster
   for (const int threads : {8, kWarp})
     if (row <= 4 * threads) {
       const int vectors = std::max(threads == kWarp ? 2 : 1, power_of_two(ceil_div(row, threads)));
-      return {threads, vectors, kRowsThreads / threads, 1, rows_at_once(threads, vectors)};
+      return {threads, vectors, kRowsThreads / threads, 1};
     }
   // Layer norm of f32 is faster with twice the vectors than with more than 256 threads, unless it goes by elements.
   const bool small_blocks = kind == Kind::layer && cols % vector_of(x) == 0;
@@ -69,7 +69,7 @@ Plan backward_plan(Kind kind, int64_t row, int64_t cols, int vector, int max_clu
     plan.segments = f32 ? segments : 0;
     return plan;
   }
-  return {kSegmentThreads, kStreamed, 1, 1, 1, segments};
+  return {kSegmentThreads, kStreamed, 1, 1, segments};
 }
 
 // Of the backward. The same on every GPU.
@@ -109,16 +109,28 @@ Plan beside_third_array(Plan plan) {
   return plan;
 }
 
+Plan make_gated_forward_plan(Dtype x, int64_t cols, bool first) {
+  const Plan plan = make_plan(Op::forward, Kind::rms, x, cols, 1);
+  if (x == Dtype::f32 || plan.vectors <= 4) return plan;
+  // A thread of a half type has no room for eight vectors and their gates: as few vectors as ever, of more threads, as
+  // far as these leave room for two blocks.
+  const Plan more = whole_warps(ceil_div(cols, vector_of(x)), 4, 1);
+  return first || more.threads_per_row <= kGatedThreads ? more : plan;
+}
+
 Plan make_gated_backward_plan(Dtype x, int64_t cols, int max_cluster) {
   const Plan plan = make_plan(Op::backward, Kind::rms, x, cols, max_cluster);
   const int vector = vector_of(x), most = kElements / vector;
   const int64_t row = ceil_div(cols, vector);
   if (plan.segments > 0) return whole_warps(row, 2 * most, 1);
-  if (plan.threads_per_row <= kWarp || plan.blocks_per_row > 1) return plan;
-  // Half types have much to compute, for which more threads wait less, unless their rows leave a quarter of them idle.
-  const Plan thin = whole_warps(row, 1, 1, kThinThreads);
-  const bool is_thin = most == 2 && cols % vector == 0 && row <= kThinThreads;
-  return is_thin && thin.rows_per_block * row >= kThinThreads * 3 / 4 ? thin : whole_warps(row, most, 1, kMaxThreads);
+  if (plan.blocks_per_row > 1) return plan;
+  // Half types have much to compute, for which more threads wait less.
+  if (most == 2 && row <= kThinThreads) {
+    for (const int threads : {8, 16, kWarp})
+      if (row <= threads) return {threads, 1, kThinThreads / threads, 1};
+    return whole_warps(row, 1, 1, kThinThreads);
+  }
+  return plan.threads_per_row <= kWarp ? plan : whole_warps(row, most, 1, kMaxThreads);
 }
 
 bool has_drawn_rows(Kind kind, Dtype x, int64_t cols) {

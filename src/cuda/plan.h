@@ -22,7 +22,8 @@ constexpr int kMaxThreads = 512;      // threads a block: leaves 128 registers a
 constexpr int kWideThreads = 640;     // and in the backward of rows that would leave many of those idle: 96
 constexpr int kThinThreads = 768;     // or, where each has one vector: 80
 constexpr int kMaxCluster = 16;       // blocks a cluster
-constexpr int kRowsThreads = 128;     // threads a block where rows share a block of the forward
+constexpr int kRowsThreads = 64;      // threads a block where rows share a block of the forward
+constexpr int kGatedThreads = 384;    // or a row with a gate that comes last, of a half type, has one for itself
 constexpr int kSegmentThreads = 128;  // threads a block where rows are cut into segments
 constexpr int kSegment = 4096;        // columns of a segment
 constexpr int kColumnThreads = 512;   // threads a block of the kernel that finishes such rows by columns
@@ -33,18 +34,17 @@ constexpr int max_forward_threads(Dtype x) { return x == Dtype::f32 ? kMaxThread
 // Elements a thread in the backward, which has a float of scale, dscale and dbias for each.
 constexpr int kElements = 16;
 
-// Rows that a team of the forward has under way at once: of short rows several, that a thread may have four vectors on
-// their way.
-constexpr int rows_at_once(int threads_per_row, int vectors) {
-  return threads_per_row > 0 && threads_per_row <= kWarp && vectors < 4 ? 4 / vectors : 1;
+// Rows of so many arrays that a team of the forward has under way at once: of short rows several, that a thread may
+// have four vectors on their way.
+constexpr int rows_at_once(int threads_per_row, int vectors, int arrays = 1) {
+  return threads_per_row > 0 && threads_per_row <= kWarp && vectors * arrays < 4 ? 4 / (vectors * arrays) : 1;
 }
 
 struct Plan {
-  int threads_per_row;    // of one block: 8, 16 or 32 of a warp, or whole warps
-  int vectors;            // per thread; kStreamed for a looped row
-  int rows_per_block;     // and teams, where a team has one row
-  int blocks_per_row;     // more than 1: a cluster
-  int rows_per_team = 1;  // that a team has under way at once
+  int threads_per_row;  // of one block: 8, 16 or 32 of a warp, or whole warps
+  int vectors;          // per thread; kStreamed for a looped row
+  int rows_per_block;   // and teams, where a team has one row
+  int blocks_per_row;   // more than 1: a cluster
   // Of a row that two kernels work on: one sums up each segment, one finishes column by column. So do rows that a
   // cluster might have for itself, where dy is of another type or there is no room.
   int segments = 0;
@@ -65,8 +65,9 @@ Plan make_plan(Op op, Kind kind, Dtype x, int64_t cols, int max_cluster);
 // That of the backward with a third array, from the one without: enough is on its way with fewer rows.
 Plan beside_third_array(Plan plan);
 
-// That of the backward of a gated norm, whose rows of up to kGatedCols are never cut into segments. Its blocks are thin
-// or have kMaxThreads at most.
+// That of a gated norm, whose rows of up to kGatedCols have one block in the forward and are never cut into segments in
+// the backward. `first`: the gate comes before the norm.
+Plan make_gated_forward_plan(Dtype x, int64_t cols, bool first);
 Plan make_gated_backward_plan(Dtype x, int64_t cols, int max_cluster);
 
 // Whether the forward's clusters draw rows of x that go by vectors, which takes a count in global memory. Layer norm of

@@ -207,9 +207,9 @@ int main(int argc, char** argv) {
   } else {
     for (const int64_t cols : {64, 100, 128, 256, 1024})
       for (const int64_t rows : {1, 3, 40, 41}) test_all(rows, cols);
-    for (const int64_t cols : {64, 128}) test_all(600, cols);
-    for (const int64_t cols : {1024, 5120}) test_all(65, cols);
-    for (const int64_t cols : {512, 1536, 4096, 5120, 8192, 16384}) test_all(9, cols);
+    for (const int64_t cols : {64, 128, 256}) test_all(600, cols);
+    for (const int64_t cols : {512, 1024, 4096, 5120}) test_all(65, cols);
+    for (const int64_t cols : {512, 1536, 4096, 5120, 8192, 12288, 16384}) test_all(9, cols);
     for_each_way([](Dtype dtype, Activation activation, bool first) {
       for (const int64_t cols : {96, 100, 4096}) test_extremes({dtype, kF32, activation, first, true, 0, cols, 1});
     });
