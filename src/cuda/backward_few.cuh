@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(R::kMost, kIsGate<THIRD> ? 1 : 2)
     return sum_strip<KIND, THIRD, X, R::kMost>(p, heads == 1 ? 0 : strip % heads, of_head);
   }
   using W = Walk<X, R, Access::vectors>;
-  Team<R::kThreads, RowSums<KIND>, 1, R::kMost> team(p.threads_per_row, p.cols, 0, p.reciprocal_cols);
+  Team<R::kThreads, RowSums<KIND>, 1, R::kMost, R::kManyWarps> team(p.threads_per_row, p.cols, 0, p.reciprocal_cols);
   const int row = static_cast<int>(blockIdx.x) * p.rows_per_block + team.place;
   if (row >= p.rows) return;
   // Each vector's address would be computed from the array's beginning.

@@ -22,7 +22,7 @@ __device__ __forceinline__ void backward_rows(const Backward& p, const Partials&
   // Three rows are not held in registers.
   constexpr bool kGated = kIsGate<THIRD>;
   using W = std::conditional_t<kGated && ACCESS != Access::ring, WalkAgain<X, R, ACCESS>, Walk<X, R, ACCESS>>;
-  using Threads = Team<R::kThreads, RowSums<KIND>, R::kCluster, R::kMost>;
+  using Threads = Team<R::kThreads, RowSums<KIND>, R::kCluster, R::kMost, R::kManyWarps>;
   Threads team(launch.threads_per_row, p.cols, launch.span, launch.reciprocal_cols);
   const HeadsLaunch& heads = launch.heads;
   // Of heads with neighbours block i has rows of head i % count, which are counted for themselves. They come without a

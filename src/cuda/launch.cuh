@@ -21,6 +21,8 @@ namespace jaxnorm::cuda {
 template <int THREADS, int VECTORS, int CLUSTER, int MOST = kMaxThreads>
 struct Regime {
   static constexpr int kThreads = THREADS, kVectors = VECTORS, kCluster = CLUSTER, kMost = MOST;
+  // Whether a team may have more warps than are merged at once. Blocks of more vectors a thread have several teams.
+  static constexpr bool kManyWarps = MOST > kMaxThreads&& VECTORS == 1;
   template <int ARRAYS = 1>
   static constexpr int kRows = rows_at_once(THREADS, VECTORS, ARRAYS);
 };

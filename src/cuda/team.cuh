@@ -110,11 +110,12 @@ struct Largest {
 };
 
 // THREADS: 8, 16, 32, kWholeWarps or kWholeBlock. Part: what a reduction carries. CLUSTER: the most blocks of a team.
-// MOST: the most threads of a block. BY of a reduction: what merges its parts.
+// MOST: the most threads of a block. MANY: whether a team may have more warps than kMaxParts. BY of a reduction: what
+// merges its parts.
 //
 // A reduction is published and collected. In a cluster the next may be published before one is collected, so that the
 // exchange between blocks takes place meanwhile.
-template <int THREADS, typename Part, int CLUSTER, int MOST = kMaxThreads>
+template <int THREADS, typename Part, int CLUSTER, int MOST = kMaxThreads, bool MANY = false>
 class Team {
  public:
   static constexpr int kThreads = THREADS;
@@ -223,13 +224,12 @@ class Team {
   // Reductions of which parts are kept. A block that publishes one more has collected all but the last, to which every
   // block has published; so every block has collected all but the last two before that, and one set more is free.
   static constexpr unsigned kSets = 4;
-  static constexpr bool kMoreWarps = MOST > kWideThreads;  // may be a team's than are merged at once
 
   template <typename By>
   __device__ static Part merge(const Part* parts, int count, float reciprocal) {
     const int i = lane() % (count > 4 ? kMaxParts : 4);
     Part part = i < count ? parts[i] : Part{};
-    if constexpr (kMoreWarps)
+    if constexpr (MANY)
       if (i + kMaxParts < count) part.add(parts[i + kMaxParts]);
     return By::merge(part, parts[0], count, reciprocal);
   }
