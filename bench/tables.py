@@ -20,6 +20,7 @@ OPS = [report.op_name(kind, way) for way in ("forward", "backward", "step") for 
 DTYPES = ["float32", "bfloat16", "float16"]
 CPU_SHAPE = (4096, 4096)
 SMALL = frozenset(shape.name for shape in shapes.DECODE)
+MODELS = frozenset(shape.name for shape in shapes.suites(2)["models"])
 
 
 def add_arguments(parser):
@@ -110,9 +111,9 @@ def in_parentheses(row):
     return "" if row["x XLA"] is None else f" ({row['x XLA']:.2f})"
 
 
-def bfloat16_by_shape(results):
-    """Microseconds, and how many times as fast as XLA: a line for each shape."""
-    rows = [row for row in results["rows"] if row["dtype"] == "bfloat16"]
+def bfloat16_of_models(results):
+    """Microseconds, and how many times as fast as XLA: a line for each shape of a model."""
+    rows = [row for row in results["rows"] if row["dtype"] == "bfloat16" and row["shape"] in MODELS]
     ops = sorted({row["op"] for row in rows}, key=lambda op: position((op, "bfloat16")))
     lines = {}
     for row in rows:
@@ -210,7 +211,7 @@ TABLES = {
     "h200-grid": ("h200.json", grid),
     "h200-headline": ("h200.json", headline),
     "h200-small": ("h200.json", small),
-    "h200-models": ("h200_models.json", bfloat16_by_shape),
+    "h200-models": ("h200.json", bfloat16_of_models),
     "h200-add-grid": ("h200_add.json", grid),
     "h200-add-small": ("h200_add.json", small),
     "h200-gated-grid": ("h200_gated.json", grid),

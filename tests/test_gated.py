@@ -196,7 +196,8 @@ def test_a_row_alone(variant, dtype, cols, group_size):
 
 # On a GPU few rows have a kernel of their own for the backward.
 @pytest.mark.parametrize(
-    ("cols", "group_size"), [(128, None), (640, 128), (256, None), (2048, None), (4096, None), (5120, None), (8192, None)]
+    ("cols", "group_size"),
+    [(128, None), (640, 128), (256, None), (2048, None), (4096, None), (5120, None), (8192, None)],
 )
 @dtypes
 @orders

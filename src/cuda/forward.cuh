@@ -24,7 +24,8 @@ template <Kind KIND, typename X, typename R, Access ACCESS, typename C>
 struct Residency {
   static constexpr bool kCluster = R::kCluster > 1, kRing = ACCESS == Access::ring || ACCESS == Access::ring_elements;
   static constexpr bool kUnpacked = sizeof(X) == 2;  // in twice as many registers
-  static constexpr bool kManyRows = R::kThreads > 0 && kRowsAtOnce<R, C>* R::kVectors == 4;  // or many of their vectors
+  static constexpr bool kManyRows =
+      R::kThreads > 0 && (R::kVectors * kRowsAtOnce<R, C>) == 4;  // or many of their vectors
   // With 64 registers the compiler would put off the scale's loads until the row's sums are known. Layer norm, whose
   // weights have no room in 80 either, is slower with fewer blocks.
   static constexpr bool kHoldsScale = KIND == Kind::rms && kUnpacked && R::kThreads == kWholeBlock &&

@@ -120,17 +120,17 @@ __device__ __forceinline__ void quantized_ring(const Forward& p, const RowsLaunc
 }
 
 // How many blocks a multiprocessor shall hold. A thread has up to 32 values in registers, of half types 64 where it has
-// 8 vectors. Where nothing is added, more warps help more than registers for what else there is.
-template <Kind KIND, typename X, typename R, Access ACCESS, bool ADDS>
+// 8 vectors. Where many rows wait for their turn more warps help more than registers for what else there is, which a
+// roomy kernel has: few rows want it, and a residual.
+template <Kind KIND, typename X, typename R, bool ROOMY>
 struct QuantizedResidency {
-  static constexpr bool kHalf = sizeof(X) == 2, kRowsShare = R::kThreads > 0, kRing = ACCESS == Access::ring;
+  static constexpr bool kHalf = sizeof(X) == 2, kRowsShare = R::kThreads > 0;
   static constexpr int kRows = R::template kRows<>, kValues = kRows * R::kVectors * kVector<X>;
   // Layer norm's sums would spill, but of one row a warp.
   static constexpr bool kManySums = KIND == Kind::layer && !(R::kThreads == kWarp && kRows == 1);
-  static constexpr int kRegisters = kRing                   ? 128
-                                    : kValues > 32          ? (R::kMost == kFewThreads ? 96 : 128)
+  static constexpr int kRegisters = kValues > 32            ? (R::kMost == kFewThreads ? 96 : 128)
                                     : !kRowsShare && !kHalf ? (kValues <= 16 ? 40 : 64)
-                                    : ADDS                  ? 64
+                                    : ROOMY                 ? 64
                                     : !kHalf                ? 40
                                     : kRowsShare            ? (kManySums ? 64 : 56)
                                                             : 48;
@@ -138,20 +138,21 @@ struct QuantizedResidency {
   // Whether there is room for the packed scale besides. The sums of layer norm leave none.
   static constexpr int kWithScale = R::kVectors * kVector<X> * (kRows + 1) * sizeof(X) / 4;
   static constexpr bool kHoldsScale =
-      KIND == Kind::rms && ((kRegisters == 64 && kWithScale <= 32) || (kRegisters == 128 && !kRing));
+      KIND == Kind::rms && ((kRegisters == 64 && kWithScale <= 32) || kRegisters == 128);
 };
 
-// ADDS: x + residual is what is normalised.
-template <Kind KIND, typename X, typename R, Access ACCESS, bool ADDS>
-__global__ void __launch_bounds__(R::kMost, QuantizedResidency<KIND, X, R, ACCESS, ADDS>::kBlocks)
-    quantized_kernel(const __grid_constant__ Forward p, const __grid_constant__ RowsLaunch launch) {
-  if constexpr (ACCESS == Access::ring) {
-    if constexpr (kHasClusters) quantized_ring<KIND, X, R, ADDS>(p, launch, dynamic_shared());
-  } else {
-    using W = Walk<X, R, ACCESS>;
-    using Residency = QuantizedResidency<KIND, X, R, ACCESS, ADDS>;
-    quantized_rows<KIND, X, R, W, Residency::kRows>(p, launch, QuantizeKnown<KIND, X, W, Residency::kHoldsScale>{p});
-  }
+template <Kind KIND, typename X, typename R, bool ROOMY>
+__global__ void __launch_bounds__(R::kMost, QuantizedResidency<KIND, X, R, ROOMY>::kBlocks)
+    quantized_rows_kernel(const __grid_constant__ Forward p, const __grid_constant__ RowsLaunch launch) {
+  using W = Walk<X, R, Access::vectors>;
+  using Residency = QuantizedResidency<KIND, X, R, ROOMY>;
+  quantized_rows<KIND, X, R, W, Residency::kRows>(p, launch, QuantizeKnown<KIND, X, W, Residency::kHoldsScale>{p});
+}
+
+template <Kind KIND, typename X, typename R, bool ADDS>
+__global__ void __launch_bounds__(R::kMost)
+    quantized_ring_kernel(const __grid_constant__ Forward p, const __grid_constant__ RowsLaunch launch) {
+  if constexpr (kHasClusters) quantized_ring<KIND, X, R, ADDS>(p, launch, dynamic_shared());
 }
 
 // Everything else.
@@ -175,10 +176,8 @@ class QuantizedForward {
 
   cudaError_t run() {
     if (plan_.vectors != kStreamed && aligned_ && is_known()) {
-      const cudaError_t error = with_forward_regime<X>(plan_, true, [&](auto regime) {
-        using R = decltype(regime);
-        return p_.residual ? run_known<R, true>() : run_known<R, false>();
-      });
+      const cudaError_t error =
+          with_forward_regime<X>(plan_, true, [&](auto regime) { return run_known<decltype(regime)>(); });
       if (error != cudaErrorNotSupported) return error;
     }
     if (p_.residual) return cudaErrorNotSupported;
@@ -214,16 +213,26 @@ class QuantizedForward {
   // `at_once`: rows that a team has under way.
   int64_t teams(int at_once) const { return plan_.blocks_of(p_.rows, at_once); }
 
-  template <typename R, bool ADDS>
+  template <typename R>
   cudaError_t run_known() {
     if constexpr (R::kVectors == kStreamed) {
       return cudaErrorNotSupported;
     } else if constexpr (R::kCluster == 1) {
-      return launch_teams(quantized_kernel<KIND, X, R, Access::vectors, ADDS>, plan_, teams(R::template kRows<>), 0,
-                          stream_, p_, launch_);
+      const int64_t blocks = teams(R::template kRows<>);
+      constexpr int roomy = QuantizedResidency<KIND, X, R, true>::kRegisters;
+      if constexpr (roomy > QuantizedResidency<KIND, X, R, false>::kRegisters) {
+        const int64_t at_once = resident_blocks(roomy, plan_.block_threads()) * current_device().multiprocessors;
+        if (p_.residual || blocks <= at_once) return launch_rows<R, true>(blocks);
+      }
+      return launch_rows<R, false>(blocks);
     } else {
-      return launch_ring<R, ADDS>();
+      return p_.residual ? launch_ring<R, true>() : launch_ring<R, false>();
     }
+  }
+
+  template <typename R, bool ROOMY>
+  cudaError_t launch_rows(int64_t blocks) {
+    return launch_teams(quantized_rows_kernel<KIND, X, R, ROOMY>, plan_, blocks, 0, stream_, p_, launch_);
   }
 
   template <typename R, bool ADDS>
@@ -234,7 +243,7 @@ class QuantizedForward {
     if (bytes == 0) return cudaErrorNotSupported;
     const int64_t at_once = std::min<int64_t>(teams(1), current_device().teams_at_once(plan_.blocks_per_row));
     launch_.take_turns(at_once, p_.rows);
-    return launch_teams(quantized_kernel<KIND, X, R, Access::ring, ADDS>, plan_, at_once, bytes, stream_, p_, launch_);
+    return launch_teams(quantized_ring_kernel<KIND, X, R, ADDS>, plan_, at_once, bytes, stream_, p_, launch_);
   }
 
   template <typename R>

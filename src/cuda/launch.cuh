@@ -22,7 +22,7 @@ template <int THREADS, int VECTORS, int CLUSTER, int MOST = kMaxThreads>
 struct Regime {
   static constexpr int kThreads = THREADS, kVectors = VECTORS, kCluster = CLUSTER, kMost = MOST;
   // Whether a team may have more warps than are merged at once. Blocks of more vectors a thread have several teams.
-  static constexpr bool kManyWarps = MOST > kMaxThreads&& VECTORS == 1;
+  static constexpr bool kManyWarps = VECTORS == 1 && (MOST > kMaxThreads);
   template <int ARRAYS = 1>
   static constexpr int kRows = rows_at_once(THREADS, VECTORS, ARRAYS);
 };
@@ -153,7 +153,7 @@ cudaError_t launch_teams(void (*kernel)(Params...), const Plan& plan, int64_t te
   // More than this has to be allowed kernel by kernel. It is the kernel's for all threads of the process, so what is
   // allowed may not depend on the call: all that there is.
   constexpr int portable_cluster = 8, portable_shared = 40 << 10;
-  if (teams > INT_MAX / plan.blocks_per_row) return cudaErrorInvalidConfiguration;  // more than memory has rows for
+  if (teams > INT_MAX / plan.blocks_per_row) return cudaErrorInvalidConfiguration;  // of the shortest rows 2^34
   const auto function = reinterpret_cast<const void*>(kernel);
   cudaError_t error = cudaSuccess;
   if (plan.blocks_per_row > portable_cluster)

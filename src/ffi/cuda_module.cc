@@ -150,9 +150,10 @@ NB_MODULE(_cuda, module) {
   module.def(
       "max_cluster", [] { return jaxnorm::cuda::current_device().max_cluster(); },
       "How many blocks a cluster of the current GPU has at most; 1: it has no clusters.");
-  module.def("plan", &jaxnorm::plan, arg("op"), arg("kind"), arg("x_dtype"), arg("cols"), arg("max_cluster") = 16,
-             arg("gate") = "",
-             "The launch plan for rows of `cols` elements, with a gate that comes `first` or `last` or with none; "
-             "elements_per_thread is 0 where a row is read more than once, ring "
-             "tells whether rows are fetched ahead by way of shared memory, where the GPU can.");
+  module.def(
+      "plan", &jaxnorm::plan, arg("op"), arg("kind"), arg("x_dtype"), arg("cols"), arg("max_cluster") = 16,
+      arg("gate") = "",
+      "The launch plan for rows of `cols` elements, with a gate that comes `first` or `last` or with none; "
+      "elements_per_thread is 0 where a row is read more than once, ring tells whether rows are fetched ahead by "
+      "way of shared memory, where the GPU can.");
 }

@@ -176,6 +176,8 @@ int main(int argc, char** argv) {
     for (const int64_t cols : {64, 192, 1024}) test_all(5, cols, 1);
     for (const int64_t cols : {1536, 4097, 5376, 8192}) test_all(4, cols);
     for (const int64_t cols : {12288, 16384}) test_all(1, cols);
+    test_all(130, 1536);  // more rows than have a block at once
+    test_all(4100, 64);
     test_all(5, 20480);  // clusters
     test_all(1, 20001);
     test_all(1, 300032);  // looped, or many vectors a thread
