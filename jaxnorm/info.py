@@ -95,9 +95,10 @@ def call(
         clusters = _largest_cluster()
         report["largest_cluster"] = clusters
         kind = "rms" if "rms_norm" in op else "layer"
-        # A residual and a quantised result change no plan; the straight-through gradient's is the norm's.
-        plan, gate = ffi.module("cuda").plan, "last" if is_gated else ""
-        report["plans"] = {way: plan(way, kind, dtype.name, cols, clusters, gate) for way in ("forward", "backward")}
+        # A quantised result changes no plan; the straight-through gradient's is the norm's.
+        how = {"max_cluster": clusters, "gate": "last" if is_gated else "", "adds": residual_dtype is not None}
+        plan = ffi.module("cuda").plan
+        report["plans"] = {way: plan(way, kind, dtype.name, cols, **how) for way in ("forward", "backward")}
         count, inner = heads.heads_of(shape, axes, lead)
         if count > 1 and inner > 1:  # such rows are not fetched ahead
             report["plans"]["backward"]["ring"] = False

@@ -174,6 +174,7 @@ EDGES = {
     "subnormal and normal results": {"smooth": jnp.logspace(-44, 0, 256)},
     "subnormal and tiny results": {"scale": 1e-36 * SCALE, "smooth": jnp.logspace(-4, 0, 256)},
     "zeros of either sign": {"scale": 0 * SCALE},
+    "zeros of either sign and no bias": {"scale": 0 * SCALE, "bias": None},
     "one large number": {"x": 1e-3 * X.at[1, 5].set(1e8)},
 }
 # Keywords of Quantization.
@@ -222,6 +223,18 @@ def test_a_row_alone(kind, dtype, granularity, cols):
     function = quantize(kind, Quantization("float8_e4m3fn", **GRANULARITIES[granularity]))
     alone, many = function(x[2:3], scale, bias, smooth), function(x, scale, bias, smooth)
     assert bits((alone.values, alone.scales)) == bits((many.values[2:3], many.scales[2:3]))
+
+
+# On a GPU more rows than have a block at once have a kernel with fewer registers.
+@pytest.mark.parametrize("dims", [(2500, 4096), (40_000, 128), (9000, 1024)], ids=str)
+@dtypes
+@kinds
+def test_few_rows_among_many(kind, dtype, dims):
+    x, scale, _, smooth = draw_operands(dims, dtype)
+    scale = scale.at[::7].set(-0.0)
+    function = quantize(kind, Quantization("float8_e4m3fn"))
+    few, many = function(x[5:9], scale, None, smooth), function(x, scale, None, smooth)
+    assert bits((few.values, few.scales)) == bits((many.values[5:9], many.scales[5:9]))
 
 
 # XLA may hand a kernel the slice itself, whose first row is aligned to nothing.

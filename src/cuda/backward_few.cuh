@@ -163,7 +163,7 @@ cudaError_t launch_few(const Backward& p, const Plan& plan, cudaStream_t stream)
   if (p.dx || p.dgate) few.row_blocks = (few.rows + few.rows_per_block - 1) / few.rows_per_block;
   const int64_t strips = p.dscale || p.dbias ? p.heads.count * ((p.cols + kCols - 1) / kCols) : 0;
   if (few.row_blocks + strips == 0) return cudaSuccess;
-  // Whatever the blocks of many rows, those of few have kMaxThreads at most, unless a gated row takes more.
+  // Whatever the blocks of many rows, those of few have kMaxThreads at most, but for gates.
   using Few = std::conditional_t<kIsGate<THIRD>, R, Regime<R::kThreads, R::kVectors, R::kCluster>>;
   return launch_grid(backward_few_kernel<KIND, THIRD, X, Few>, static_cast<unsigned>(few.row_blocks + strips),
                      few.threads_per_row * few.rows_per_block, stream, few);

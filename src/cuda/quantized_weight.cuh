@@ -29,9 +29,10 @@ class LoadedScale {
   template <typename Weight>
   __device__ auto factors(const Weight& weight) const {
     return [this, &weight](int slot, auto first, int left, float (&to)[W::N]) {
-      weight.get(slot, first, left, to);
-      // An addition less. The branch has late loads wait for each other, which matters where the whole block does.
-      if ((HELD || !Team::kSpansWarps) && p_.scale_offset == 0.0f) return;
+      const auto packed = weight.packed(slot, first, left);
+      // Half an addition less. The branch has late loads wait for each other, which matters where the whole block does.
+      if (!Team::kSpansWarps && p_.scale_offset == 0.0f) return unpack_plus_zero(packed, to);
+      unpack(packed, to);
 #pragma unroll
       for (int i = 0; i < W::N; ++i) to[i] += p_.scale_offset;
     };

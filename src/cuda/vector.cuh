@@ -66,6 +66,25 @@ __device__ void unpack(const Packed<T, N>& from, float (&to)[N]) {
   }
 }
 
+// The same with 0 added, which makes a zero positive: two elements of a half type at once.
+template <typename T, int N>
+__device__ void unpack_plus_zero(Packed<T, N> from, float (&to)[N]) {
+  if constexpr (sizeof(T) == 2 && N > 1) {
+    using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+    const uint32_t zero = 0;
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) {
+      const Pair sum = __hadd2(reinterpret_cast<const Pair&>(from.word[i]), reinterpret_cast<const Pair&>(zero));
+      from.word[i] = reinterpret_cast<const uint32_t&>(sum);
+    }
+    unpack(from, to);
+  } else {
+    unpack(from, to);
+#pragma unroll
+    for (int i = 0; i < N; ++i) to[i] += 0.0f;
+  }
+}
+
 __device__ inline uint32_t pack_pair(float a, float b, __nv_bfloat16) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
   return reinterpret_cast<const uint32_t&>(pair);

@@ -38,16 +38,21 @@ class PackedWeight {
 
   template <typename Column>
   __device__ void get(int slot, Column first, int left, float (&to)[W::N]) const {
+    unpack(packed(slot, first, left), to);
+  }
+
+  template <typename Column>
+  __device__ Packed<T, W::N> packed(int slot, Column first, int left) const {
     if constexpr (PLACE == Place::memory) {
-      unpack(fetch(first, left), to);
+      return fetch(first, left);
     } else if constexpr (PLACE == Place::registers) {
-      unpack(packed_[slot], to);
+      return packed_[slot];
     } else {
       Packed<T, W::N> packed;
 #pragma unroll
       for (int i = 0; i < kVectorBytes / kGranule; ++i)
         reinterpret_cast<uint4*>(packed.word)[i] = *reinterpret_cast<const uint4*>(granule(slot, i));
-      unpack(packed, to);
+      return packed;
     }
   }
 

@@ -95,18 +95,19 @@ Kind kind_of(const std::string& name) {
 }
 
 nb::dict plan(const std::string& op, const std::string& kind, const std::string& x_dtype, int64_t cols, int max_cluster,
-              const std::string& gate) {
+              const std::string& gate, bool adds) {
   if (op != "forward" && op != "backward") throw nb::value_error("op is neither forward nor backward");
   if (cols < 1 || max_cluster < 1) throw nb::value_error("cols and max_cluster are expected to be positive");
   if (gate != "" && gate != "first" && gate != "last") throw nb::value_error("gate is neither first nor last");
   const bool gated = gate != "", forward = op == "forward";
   if (gated && (kind != "rms" || cols > kGatedCols)) throw nb::value_error("no kernel has gates for such rows");
   const Dtype x = dtype_of(x_dtype);
-  const cuda::Plan plan =
+  cuda::Plan plan =
       !gated    ? cuda::make_plan(forward ? cuda::Op::forward : cuda::Op::backward, kind_of(kind), x, cols, max_cluster)
       : forward ? cuda::make_gated_forward_plan(x, cols, gate == "first")
                 : cuda::make_gated_backward_plan(x, cols, max_cluster);
-  const int rows_per_team = forward ? cuda::rows_at_once(plan.threads_per_row, plan.vectors, gated ? 2 : 1) : 1;
+  if (adds && !forward) plan = cuda::beside_third_array(plan);
+  const int rows_per_team = forward ? cuda::rows_at_once(plan.threads_per_row, plan.vectors, gated || adds ? 2 : 1) : 1;
   nb::dict out;
   out["regime"] = plan.regime();
   out["rows_per_block"] = plan.rows_per_block * rows_per_team;
@@ -152,8 +153,9 @@ NB_MODULE(_cuda, module) {
       "How many blocks a cluster of the current GPU has at most; 1: it has no clusters.");
   module.def(
       "plan", &jaxnorm::plan, arg("op"), arg("kind"), arg("x_dtype"), arg("cols"), arg("max_cluster") = 16,
-      arg("gate") = "",
-      "The launch plan for rows of `cols` elements, with a gate that comes `first` or `last` or with none; "
-      "elements_per_thread is 0 where a row is read more than once, ring tells whether rows are fetched ahead by "
+      arg("gate") = "", arg("adds") = false,
+      "The launch plan for rows of `cols` elements, with a gate that comes `first` or `last` or with none, and with a "
+      "residual if one is added; elements_per_thread is 0 where a row is read more than once, ring tells whether rows "
+      "are fetched ahead by "
       "way of shared memory, where the GPU can.");
 }

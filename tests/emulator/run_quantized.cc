@@ -115,7 +115,9 @@ void test(Kind kind, Dtype dtype, Residual residual_is, int64_t rows, int64_t co
   f.scale_offset = turns.next({0.0f, 1.0f});
   const auto weight = [&](Dtype of) { return Array::normal(of, cols, offset); };
   const Dtype of_weights = plain ? turns.next({dtype, kF32}) : turns.next({kF32, kBf16});
-  const auto scale = weight(of_weights), bias = weight(plain ? of_weights : kBf16);
+  auto scale = weight(of_weights);
+  const auto bias = weight(plain ? of_weights : kBf16);
+  for (int64_t i = 0; i < cols; i += 7) scale.set(i, -0.0f);  // zeros of the result have x's sign
   const auto smooth = weight(turns.next({dtype, kF32}));
   const bool has_scale = turns.next({true, true, !plain}),
              has_bias = plain ? kind == Kind::layer : turns.next({true, false});
@@ -177,7 +179,8 @@ int main(int argc, char** argv) {
     for (const int64_t cols : {1536, 4097, 5376, 8192}) test_all(4, cols);
     for (const int64_t cols : {12288, 16384}) test_all(1, cols);
     test_all(130, 1536);  // more rows than have a block at once
-    test_all(4100, 64);
+    for (const int64_t cols : {64, 256}) test_all(1100, cols);
+    test_all(260, 1024);
     test_all(5, 20480);  // clusters
     test_all(1, 20001);
     test_all(1, 300032);  // looped, or many vectors a thread
