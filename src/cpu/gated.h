@@ -76,8 +76,8 @@ Result<T> row_of(Output output, int64_t cols, int64_t row, int64_t traffic) {
   return {static_cast<T*>(output.data) + row * cols, is_streamed(traffic, output, cols)};
 }
 
-Weight scale_of(Input scale, Heads heads, int64_t cols, int64_t row) {
-  return {scale ? static_cast<const float*>(scale.data) + weights_of(heads, row, cols) : nullptr, 1};
+Weight scale_of(Input scale, RowMap weight_rows, int64_t cols, int64_t row) {
+  return {scale ? static_cast<const float*>(scale.data) + weights_of(weight_rows, row, cols) : nullptr, 1};
 }
 
 // Normalises rows [first, first + count), of which there are R at most. `products` has room for these rows.
@@ -98,7 +98,7 @@ void gated_forward_rows(const Forward& f, int64_t first, int64_t count, int64_t 
   for (int64_t row = 0; row < count; ++row) {
     const Rms of_row = stats[row];
     if (f.rstd) f.rstd[first + row] = of_row.rstd;
-    const Weight scale = scale_of(f.scale, f.heads, f.cols, first + row);
+    const Weight scale = scale_of(f.scale, f.weight_rows, f.cols, first + row);
     const Result<X> y = row_of<X>(f.y, f.cols, first + row, traffic);
     if (f.gate.first) {
       const float* const product = products + row * f.cols;
@@ -137,7 +137,7 @@ void backward_of_gated_first(const Backward& b, int64_t row, float* dscale, int6
   const X *const x = row_of<X>(b.x, b.cols, row), *const dy = row_of<X>(b.dy, b.cols, row);
   const X* const gate = row_of<X>(b.gate.data, b.cols, row);
   const Result<X> dx = row_of<X>(b.dx, b.cols, row, traffic), dgate = row_of<X>(b.dgate, b.cols, row, traffic);
-  const Weight scale = scale_of(b.scale, b.heads, b.cols, row);
+  const Weight scale = scale_of(b.scale, b.weight_rows, b.cols, row);
   const Rms stats{b.rstd[row]};
   const auto total = sum<1, 1>(b.cols, [&](int, int64_t column, auto extent, Vec* sums) {
     const Activated a = A::with_slope(load(gate + column, extent));
@@ -164,7 +164,7 @@ void backward_of_gated_last(const Backward& b, int64_t row, float* dscale, int64
   const X *const x = row_of<X>(b.x, b.cols, row), *const dy = row_of<X>(b.dy, b.cols, row);
   const X* const gate = row_of<X>(b.gate.data, b.cols, row);
   const Result<X> dx = row_of<X>(b.dx, b.cols, row, traffic), dgate = row_of<X>(b.dgate, b.cols, row, traffic);
-  const Weight scale = scale_of(b.scale, b.heads, b.cols, row);
+  const Weight scale = scale_of(b.scale, b.weight_rows, b.cols, row);
   const Rms stats{b.rstd[row]};
   const auto total = sum<1, 1>(b.cols, [&](int, int64_t column, auto extent, Vec* sums) {
     const Activated a = A::with_slope(load(gate + column, extent));
@@ -189,7 +189,7 @@ void gated_backward(const Backward& b, int64_t begin, int64_t end, float* dscale
     using X = decltype(x);
     using A = decltype(a);
     for (int64_t row = begin; row < end; ++row) {
-      float* const of_head = dscale ? dscale + weights_of(b.heads, row, b.cols) : nullptr;
+      float* const of_head = dscale ? dscale + weights_of(b.weight_rows, row, b.cols) : nullptr;
       if (b.gate.first) {
         backward_of_gated_first<X, A>(b, row, of_head, traffic, kept[0], kept[1]);
       } else {

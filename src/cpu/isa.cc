@@ -76,7 +76,7 @@ struct Write {
   template <class Stats, class X>
   void operator()(const Forward& f, int64_t row, Stats stats, LastPass<X> x) const {
     const Result<Y> of_row{y.data + row * (f.cols + f.y_pad), y.past_caches};
-    const int64_t begin = weights_of(f.heads, row, f.cols);
+    const int64_t begin = weights_of(f.weight_rows, row, f.cols);
     for_each_vector(f.cols, [&](int64_t column, auto extent) {
       Vec value = stats.x_hat(x(column, extent));
       if (round_x_hat) value = rounded_to(value, Y{});
@@ -132,7 +132,7 @@ void backward_row(const Backward& b, int64_t row, float* dscale, float* dbias, i
   const Rows<1, X> x_row(b.x, b.cols, row, 1);
   const Rows<1, Dy> dy_row(b.dy, b.cols + b.dy_pad, row, 1);
   const Weight scale{static_cast<const float*>(b.scale.data), 1};
-  const int64_t begin = weights_of(b.heads, row, b.cols);
+  const int64_t begin = weights_of(b.weight_rows, row, b.cols);
   Stats stats;
   saved(b, row, &stats);
 

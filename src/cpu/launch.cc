@@ -57,7 +57,7 @@ void for_each_block(const ParallelFor& parallel_for, int64_t count, Task task) {
 // task has the same `step` rows of each of `group` neighbouring heads. Without sums over rows all rows are of one head.
 class Tasks {
  public:
-  Tasks(const Backward& b, bool with_sums) : heads_(with_sums ? b.heads : Heads{}) {
+  Tasks(const Backward& b, bool with_sums) : heads_(with_sums ? b.weight_rows : RowMap{}) {
     // At least 8 rows share a row of sums, so that sums cost little memory; at most 512, so that they stay accurate.
     step_ = with_sums ? std::clamp<int64_t>(kElementsWithSums / (b.cols * heads_.count), 8, 512)
                       : std::max<int64_t>(1, kElements / b.cols);
@@ -93,7 +93,7 @@ class Tasks {
   }
 
  private:
-  Heads heads_;
+  RowMap heads_;
   int64_t step_, rows_of_head_, chunks_, group_, groups_;
 };
 
@@ -101,8 +101,8 @@ class Tasks {
 // and the error hardly grows with the number of rows.
 class RowSums {
  public:
-  RowSums(Output output, const Tasks& tasks, Heads heads, int64_t cols)
-      : output_(output), tasks_(tasks), count_(tasks.chunks()), cols_(cols), width_(heads.count * cols) {
+  RowSums(Output output, const Tasks& tasks, RowMap weight_rows, int64_t cols)
+      : output_(output), tasks_(tasks), count_(tasks.chunks()), cols_(cols), width_(weight_rows.count * cols) {
     if (!output_) return;
     data_.reset(new float[count_ * width_]);
     expect_writes({data_.get(), Dtype::f32}, count_ * width_);
@@ -165,7 +165,7 @@ const char* isa() { return kernels().isa; }
 
 void forward(const Forward& call, const ParallelFor& parallel_for) {
   Forward f = call;
-  const int64_t weights = f.heads.count * f.cols;
+  const int64_t weights = f.weight_rows.count * f.cols;
   const F32Weight scale(&f.scale, f.scale_offset, weights, parallel_for), bias(&f.bias, 0, weights, parallel_for);
   const F32Weight smooth(&f.quantized.smooth, 0, f.cols, parallel_for);
   const int64_t step = std::max<int64_t>(1, kElements / f.cols), elements = f.rows * f.cols;
@@ -181,13 +181,13 @@ void forward(const Forward& call, const ParallelFor& parallel_for) {
 
 void backward(const Backward& call, const ParallelFor& parallel_for) {
   Backward b = call;
-  const F32Weight scale(&b.scale, b.scale_offset, b.heads.count * b.cols, parallel_for);
+  const F32Weight scale(&b.scale, b.scale_offset, b.weight_rows.count * b.cols, parallel_for);
   const Tasks tasks(b, /*with_sums=*/b.dscale || b.dbias);
   const int64_t elements = b.rows * b.cols, of_x = b.gate ? 4 : b.dsum ? 3 : 2;  // arrays of x's dtype
   const int64_t traffic = elements * (of_x * size_of(b.x.dtype) + size_of(b.dy.dtype));
   expect_writes(b.dx, elements);
   expect_writes(b.dgate, elements);
-  RowSums dscale(b.dscale, tasks, b.heads, b.cols), dbias(b.dbias, tasks, b.heads, b.cols);
+  RowSums dscale(b.dscale, tasks, b.weight_rows, b.cols), dbias(b.dbias, tasks, b.weight_rows, b.cols);
   parallel_for(tasks.count(), [&](int64_t task) {
     float *const of_scale = dscale.zeroed(task), *const of_bias = dbias.zeroed(task);
     tasks.for_each_stretch(

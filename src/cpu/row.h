@@ -128,8 +128,8 @@ struct Result {
 };
 
 // Where in scale, bias and their sums the weights of a row of x begin. The plain case divides nothing.
-int64_t weights_of(Heads heads, int64_t row, int64_t cols) {
-  return heads.count == 1 ? 0 : row / heads.inner % heads.count * cols;
+int64_t weights_of(RowMap weight_rows, int64_t row, int64_t cols) {
+  return weight_rows.count == 1 ? 0 : row / weight_rows.inner % weight_rows.count * cols;
 }
 
 // Scale or bias. An absent one is the constant that changes no bit.

@@ -54,11 +54,11 @@ inline constexpr const char* kPair = "what is normalised and y (or dy) have diff
 // The workspaces that a platform has among its results.
 struct Workspaces {
   // Whether there is one of a forward, with room for a count.
-  bool (*has_drawn_rows)(Kind kind, Dtype x, int64_t cols);
+  bool (*has_tickets)(Kind kind, Dtype x, int64_t cols);
   // Of a backward: how many pairs of sums of each row; 0: none.
   int (*row_segments)(Dtype x, int64_t cols);
   // How many rows of partial sums of dscale, and of dbias; for heads with neighbouring rows, each time they come.
-  int64_t (*partial_rows)(Dtype x, int64_t cols, Heads heads);
+  int64_t (*partial_rows)(Dtype x, int64_t cols, RowMap heads);
 };
 
 // What every forward has before its own attributes and results.
@@ -74,7 +74,7 @@ Forward forward_operands(Kind kind, Buffers& buffers, Shapes& shapes, const Attr
   if (attributes.has_residual) f.residual = buffers.operand("residual", shapes.x);
   if (attributes.has_scale) f.scale = buffers.weight("scale", shapes);
   if (attributes.has_bias) f.bias = buffers.weight("bias", shapes);
-  f.heads = shapes.heads;
+  f.weight_rows = shapes.weight_rows;
   return f;
 }
 
@@ -100,10 +100,9 @@ inline ffi::ErrorOr<Forward> forward_arguments(Kind kind, ffi::RemainingArgs ope
   f.multiply_before_cast = attributes.multiply_before_cast;
   f.y = buffers.padded_result("y", shapes, &f.y_pad);
   buffers.require(is_supported(has_residual ? f.residual.dtype : f.x.dtype, f.y.dtype), kPair);
-  const bool draws =
-      workspaces && workspaces->has_drawn_rows(kind, has_residual ? f.residual.dtype : f.x.dtype, f.cols);
+  const bool draws = workspaces && workspaces->has_tickets(kind, has_residual ? f.residual.dtype : f.x.dtype, f.cols);
   forward_results(f, buffers, shapes, has_residual, results.size() > size_t{1} + has_residual + draws);
-  if (draws) f.drawn = reinterpret_cast<uint32_t*>(buffers.f32_result("drawn", {1}));
+  if (draws) f.tickets = reinterpret_cast<uint32_t*>(buffers.f32_result("tickets", {1}));
   return buffers.finish(f);
 }
 
@@ -160,7 +159,7 @@ inline ffi::ErrorOr<Backward> backward_arguments(Kind kind, ffi::RemainingArgs o
   if (attributes.with_dx) b.dx = buffers.result("dx", shapes.x, b.x.dtype);
   if (attributes.with_dscale) b.dscale = buffers.weight_result("dscale", shapes, b.scale.dtype);
   if (attributes.with_dbias) b.dbias = buffers.weight_result("dbias", shapes);
-  b.heads = shapes.heads;
+  b.weight_rows = shapes.weight_rows;
   if (!workspaces) return buffers.finish(b);
   if (const int segments = workspaces->row_segments(b.x.dtype, b.cols); segments > 0 && attributes.with_dx) {
     Shape row_sums(shapes.x.begin(), shapes.x.end() - shapes.axes);
@@ -168,8 +167,8 @@ inline ffi::ErrorOr<Backward> backward_arguments(Kind kind, ffi::RemainingArgs o
     b.row_sums = buffers.f32_result("row_sums", row_sums);
   }
   if (const int64_t sums = attributes.with_dscale + attributes.with_dbias; sums > 0) {
-    const int64_t rows = workspaces->partial_rows(b.x.dtype, b.cols, b.heads);
-    b.workspace = buffers.f32_result("workspace", {sums, rows, b.heads.count * b.cols});
+    const int64_t rows = workspaces->partial_rows(b.x.dtype, b.cols, b.weight_rows);
+    b.workspace = buffers.f32_result("workspace", {sums, rows, b.weight_rows.count * b.cols});
   }
   return buffers.finish(b);
 }

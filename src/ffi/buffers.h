@@ -28,7 +28,7 @@ auto bind() {
 struct Shapes {
   Shape x, statistics, weight;
   int64_t axes = 0, rows = 1, cols = 1;
-  Heads heads;
+  RowMap weight_rows;
   bool has_weight = false;
 };
 
@@ -37,24 +37,24 @@ inline constexpr int64_t kLongestWithHeads = 8192;
 
 // The heads of a weight of shape (lead..., normalised...), whose lead is aligned to the right with x's other axes, each
 // axis 1 or as long as x's; nothing where it has another shape, or no kernel takes it.
-inline std::optional<Heads> heads_of(const Shape& x, const Shape& weight, int64_t axes) {
+inline std::optional<RowMap> heads_of(const Shape& x, const Shape& weight, int64_t axes) {
   const int64_t rank = weight.size(), lead = rank - axes, before = static_cast<int64_t>(x.size()) - rank;
   if (lead < 0 || before < 0 || !std::equal(weight.end() - axes, weight.end(), x.end() - axes)) return std::nullopt;
-  Heads heads;
+  RowMap weight_rows;
   bool is_over = false;  // the axes along which the weights differ
   for (int64_t axis = lead - 1; axis >= 0; --axis) {
     const int64_t of_weight = weight[axis], of_x = x[before + axis];
     const bool differ = of_weight != 1;
     if (of_weight < 1 || (differ && (of_weight != of_x || is_over))) return std::nullopt;
-    if (differ) heads.count *= of_weight;
+    if (differ) weight_rows.count *= of_weight;
     if (!differ && of_x != 1) {
-      if (heads.count == 1) heads.inner *= of_x;
-      is_over = heads.count > 1;
+      if (weight_rows.count == 1) weight_rows.inner *= of_x;
+      is_over = weight_rows.count > 1;
     }
   }
-  if (heads.count == 1) return Heads{};
-  heads.inner = std::max<int64_t>(1, heads.inner);
-  return heads;
+  if (weight_rows.count == 1) return RowMap{};
+  weight_rows.inner = std::max<int64_t>(1, weight_rows.inner);
+  return weight_rows;
 }
 
 // Takes a call's buffers one by one in the order of the contract and keeps the first thing that is wrong.
@@ -164,11 +164,11 @@ class Buffers {
   static void adopt(const ffi::AnyBuffer& weight, Shapes& shapes) {
     if (shapes.has_weight) return;
     const Shape shape = shape_of(weight);
-    const auto heads = heads_of(shapes.x, shape, shapes.axes);
+    const auto weight_rows = heads_of(shapes.x, shape, shapes.axes);
     shapes.has_weight = true;
-    if (!heads || (heads->count > 1 && shapes.cols > kLongestWithHeads)) return;
+    if (!weight_rows || (weight_rows->count > 1 && shapes.cols > kLongestWithHeads)) return;
     shapes.weight = shape;
-    shapes.heads = *heads;
+    shapes.weight_rows = *weight_rows;
   }
 
   static Shape padded(const ffi::AnyBuffer* buffer, const Shapes& shapes, int64_t* pad) {

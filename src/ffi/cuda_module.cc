@@ -6,11 +6,11 @@
 #include <initializer_list>
 #include <string>
 
-#include "cuda/device.h"
+#include "cuda/engine/device.h"
+#include "cuda/engine/plan.h"
 #include "cuda/norms.h"
-#include "cuda/plan.h"
 #include "ffi/handlers.h"
-#include "ffi/parts_arguments.h"
+#include "ffi/shard_arguments.h"
 
 namespace nb = nanobind;
 
@@ -22,7 +22,7 @@ struct Cuda {
   static constexpr std::initializer_list<ffi::Traits> kTraits = {ffi::Traits::kCmdBufferCompatible};
 
   static const Workspaces* workspaces() {
-    static constexpr Workspaces functions{cuda::has_drawn_rows, cuda::row_segments, cuda::partial_rows};
+    static constexpr Workspaces functions{cuda::has_tickets, cuda::row_segments, cuda::partial_rows};
     return &functions;
   }
 
@@ -32,11 +32,11 @@ struct Cuda {
   static ffi::Error run(const Backward& b, cudaStream_t stream) {
     return checked(b.kind, "backward", cuda::backward(b, stream));
   }
-  static ffi::Error run(const PartStatistics& p, cudaStream_t stream) {
-    return checked(p.kind, "statistics", cuda::part_statistics(p, stream));
+  static ffi::Error run(const ShardStatistics& p, cudaStream_t stream) {
+    return checked(p.kind, "statistics", cuda::shard_statistics(p, stream));
   }
-  static ffi::Error run(const PartApply& p, cudaStream_t stream) {
-    return checked(p.kind, "apply", cuda::part_apply(p, stream));
+  static ffi::Error run(const ShardApply& p, cudaStream_t stream) {
+    return checked(p.kind, "apply", cuda::shard_apply(p, stream));
   }
 
  private:
@@ -106,7 +106,7 @@ nb::dict plan(const std::string& op, const std::string& kind, const std::string&
       !gated    ? cuda::make_plan(forward ? cuda::Op::forward : cuda::Op::backward, kind_of(kind), x, cols, max_cluster)
       : forward ? cuda::make_gated_forward_plan(x, cols, gate == "first")
                 : cuda::make_gated_backward_plan(x, cols, max_cluster);
-  if (adds && !forward) plan = cuda::beside_third_array(plan);
+  if (adds && !forward) plan = cuda::beside_extra_operand(plan);
   const int rows_per_team = forward ? cuda::rows_at_once(plan.threads_per_row, plan.vectors, gated || adds ? 2 : 1) : 1;
   nb::dict out;
   out["regime"] = plan.regime();
@@ -129,9 +129,9 @@ NB_MODULE(_cuda, module) {
   module.def("architectures", [] { return JAXNORM_CUDA_ARCHITECTURES; }, "What the kernels were compiled for.");
   module.def("toolkit", [] { return JAXNORM_CUDA_TOOLKIT; }, "The version of the CUDA compiler.");
   module.def(
-      "has_drawn_rows",
+      "has_tickets",
       [](const std::string& kind, const std::string& x_dtype, int64_t cols) {
-        return jaxnorm::cuda::has_drawn_rows(jaxnorm::kind_of(kind), jaxnorm::dtype_of(x_dtype), cols);
+        return jaxnorm::cuda::has_tickets(jaxnorm::kind_of(kind), jaxnorm::dtype_of(x_dtype), cols);
       },
       arg("kind"), arg("x_dtype"), arg("cols"), "Whether the forward has a count for its rows in a workspace.");
   module.def(

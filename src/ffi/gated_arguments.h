@@ -40,7 +40,7 @@ namespace jaxnorm {
 // The shape of scale, and which row of it is whose.
 struct GatedScale {
   Shape shape;
-  Heads heads;
+  RowMap weight_rows;
 };
 
 inline GatedScale gated_scale(Buffers& buffers, const Shapes& shapes, bool grouped) {
@@ -73,7 +73,7 @@ inline ffi::ErrorOr<Forward> gated_forward_arguments(ffi::RemainingArgs operands
   f.epsilon = attributes.epsilon;
   f.scale_offset = attributes.scale_offset;
   f.multiply_before_cast = true;
-  f.heads = scale.heads;
+  f.weight_rows = scale.weight_rows;
   f.x = buffers.operand("x", shapes.x);
   const Input gate = buffers.operand("gate", shapes.x, f.x.dtype);
   f.gate = gate_of(buffers, gate, attributes.activation, attributes.gate_first);
@@ -94,7 +94,7 @@ inline ffi::ErrorOr<Backward> gated_backward_arguments(ffi::RemainingArgs operan
   b.rows = shapes.rows;
   b.cols = shapes.cols;
   b.scale_offset = attributes.scale_offset;
-  b.heads = scale.heads;
+  b.weight_rows = scale.weight_rows;
   b.dy = buffers.operand("dy", shapes.x);
   const Dtype dtype = b.dy.dtype;
   b.x = buffers.operand("x", shapes.x, dtype);
@@ -107,8 +107,8 @@ inline ffi::ErrorOr<Backward> gated_backward_arguments(ffi::RemainingArgs operan
   if (attributes.with_dgate) b.dgate = buffers.result("dgate", shapes.x, dtype);
   if (attributes.with_dscale) b.dscale = buffers.result("dscale", scale.shape, b.scale.dtype);
   if (workspaces && attributes.with_dscale) {
-    const int64_t partial_rows = workspaces->partial_rows(dtype, b.cols, b.heads);
-    b.workspace = buffers.f32_result("workspace", {1, partial_rows, b.heads.count * b.cols});
+    const int64_t partial_rows = workspaces->partial_rows(dtype, b.cols, b.weight_rows);
+    b.workspace = buffers.f32_result("workspace", {1, partial_rows, b.weight_rows.count * b.cols});
   }
   return buffers.finish(b);
 }
