@@ -28,6 +28,9 @@ class Row {
     }
   }
 
+  // The row in memory, where no pipeline has it.
+  __device__ const T* data() const { return row_; }
+
   // Columns past the row's end are zero.
   __device__ void get(int slot, int64_t first, int left, float (&to)[Tile::N]) const {
     if constexpr (Tile::PIPELINED) {

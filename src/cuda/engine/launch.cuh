@@ -11,6 +11,7 @@
 #include "cuda/engine/device.h"
 #include "cuda/engine/pipeline.cuh"
 #include "cuda/engine/plan.h"
+#include "cuda/engine/regimes.h"
 #include "cuda/engine/row_map.cuh"
 #include "cuda/engine/vector.cuh"
 
@@ -28,9 +29,29 @@ struct Regime {
   static constexpr int kRows = rows_at_once(THREADS, VECTORS, ARRAYS);
 };
 
+// An entry of a table of regimes as a type.
+template <typename TABLE, int ENTRY>
+struct TableRegime : Regime<TABLE::kTable.entry[ENTRY].threads, TABLE::kTable.entry[ENTRY].vectors,
+                            (TABLE::kTable.entry[ENTRY].blocks > 1 ? kMaxCluster : 1),
+                            TABLE::kTable.entry[ENTRY].block_threads> {
+  static constexpr Registers kRegisters = TABLE::kTable.entry[ENTRY].registers;
+  static constexpr bool kDividedOnly = TABLE::kTable.entry[ENTRY].divided_only;
+};
+
+// Calls f with the regime of a plan that was made from the table: there is one for each of its entries.
+template <typename TABLE, int ENTRY = 0, typename F>
+cudaError_t with_regime(const Plan& plan, F f) {
+  if constexpr (ENTRY == TABLE::kTable.kSize) {
+    return cudaErrorInvalidValue;  // the plan was made from another table
+  } else {
+    return plan.entry == ENTRY ? f(TableRegime<TABLE, ENTRY>{}) : with_regime<TABLE, ENTRY + 1>(plan, f);
+  }
+}
+
 // How many blocks of so many threads a multiprocessor holds, with so many registers each: a quarter of it has a quarter
-// of the registers, and of the warps.
+// of the registers, and of the warps. 0: no bound.
 constexpr int resident_blocks(int registers, int threads) {
+  if (registers == 0) return 0;
   return (16 << 10) / (registers * kWarp) * 4 * kWarp / threads;
 }
 
@@ -46,12 +67,21 @@ enum class Access : uint8_t {
 };
 
 template <Access ACCESS>
+constexpr bool kIsPipelined = ACCESS == Access::pipelined || ACCESS == Access::pipelined_scalar;
+
+template <Access ACCESS>
 using AccessAs = std::integral_constant<Access, ACCESS>;
 
 // Whether every access of a vector may be one of up to 16 bytes. N: elements a vector.
 template <int N>
 bool aligned_for(Dtype dtype, const void* data) {
   return reinterpret_cast<uintptr_t>(data) % std::min(16, N * size_of(dtype)) == 0;
+}
+
+// The same of all arrays, absent ones included.
+template <int N, typename... Arrays>
+bool are_aligned(const Arrays&... arrays) {
+  return (aligned_for<N>(arrays.dtype, arrays.data) && ...);
 }
 
 // An array of which pipelines hold rows: bytes of an element, and elements from a row to the next.
@@ -71,6 +101,7 @@ struct RowsLaunch {
   int64_t step = 0, end = 0;  // of thread groups that take turns, as of RowSchedule
   int64_t reach = 0;          // from the first turn to the last, as rows
   int sums = 1;               // of the backward, as of RowSchedule
+  int64_t y_pad = 0;          // elements after each row of the result that are set to zero
   PipelineShape pipeline = {};
   uint32_t* tickets = nullptr;  // as of DynamicRows
 
@@ -91,13 +122,16 @@ struct RowsLaunch {
     reach = rows > 0 ? (rows - 1) / step * step : 0;
   }
 
-  // Of clusters with pipelines that draw what they have no room for at first, counting in `counter`.
-  cudaError_t schedule_dynamically(int64_t clusters, int64_t rows, uint32_t* counter, cudaStream_t stream) {
+  // Of clusters with pipelines that draw tickets for the rows that they have no room for at first; the workspace has
+  // their count. Without one there are so many clusters that each has room for its rows.
+  cudaError_t schedule_dynamically(int64_t& clusters, int64_t rows, const Workspace& workspace, cudaStream_t stream) {
+    if (rows > INT_MAX) return cudaErrorInvalidValue;
+    if (rows > clusters * pipeline.stages && workspace.floats < 1)
+      clusters = (rows + pipeline.stages - 1) / pipeline.stages;
     take_turns(clusters, rows);
     if (rows <= clusters * pipeline.stages) return cudaSuccess;
-    if (!counter || rows > INT_MAX) return cudaErrorInvalidValue;
-    tickets = counter;
-    return cudaMemsetAsync(counter, 0, sizeof *counter, stream);
+    tickets = reinterpret_cast<uint32_t*>(workspace.data);
+    return cudaMemsetAsync(tickets, 0, sizeof *tickets, stream);
   }
 
   __device__ DynamicRows dynamic_rows(int64_t cluster) const {

@@ -5,7 +5,8 @@
 
 #include <cstdint>
 
-#include "norm.h"
+#include "call.h"
+#include "ops/norm.h"
 
 namespace jaxnorm::cuda {
 
@@ -15,7 +16,7 @@ enum class Op : uint8_t { forward, backward };
 constexpr int vector_of(Dtype x) { return 16 / size_of(x); }
 
 constexpr int kWarp = 32;
-constexpr int kWholeBlock = 0;        // threads of a thread group: all of the block's, in a cluster of each block's
+constexpr int kWholeBlock = -2;       // threads of a thread group: all of the block's, in a cluster of each block's
 constexpr int kWholeWarps = -1;       // whole warps, and there may be other thread groups in the block
 constexpr int kStreamed = 0;          // vectors a thread: none kept at hand, the row is read again in each pass
 constexpr int kMaxThreads = 512;      // threads a block: leaves 128 registers a thread
@@ -27,9 +28,6 @@ constexpr int kGatedThreads = 384;    // or a row with a gate that comes last, o
 constexpr int kSegmentThreads = 128;  // threads a block where rows are cut into segments
 constexpr int kSegment = 4096;        // columns of a segment
 constexpr int kColumnThreads = 512;   // threads a block of the kernel that finishes such rows by columns
-
-// Threads of a block of the forward that has a row for itself. A half type takes registers for its unpacked row.
-constexpr int max_forward_threads(Dtype x) { return x == Dtype::f32 ? kMaxThreads : kMaxThreads / 2; }
 
 // Elements a thread in the backward, which has a float of scale, dscale and dbias for each.
 constexpr int kElements = 16;
@@ -48,6 +46,7 @@ struct Plan {
   // Of a row that two kernels work on: one sums up each segment, one finishes column by column. So do rows that a
   // cluster might have for itself, where dy is of another type or there is no room.
   int segments = 0;
+  int entry = -1;  // of the forward: which one of its table of regimes (regimes.h)
 
   int block_threads() const { return threads_per_row * rows_per_block; }
 

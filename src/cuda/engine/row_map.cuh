@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "norm.h"
+#include "call.h"
 
 namespace jaxnorm::cuda {
 

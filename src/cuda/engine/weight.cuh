@@ -5,6 +5,17 @@
 
 namespace jaxnorm::cuda {
 
+// Added to any float it leaves that, -0.0 too.
+constexpr float kNothing = -0.0f;
+
+// A vector of a weight becomes what is computed with: `offset` is added, or, of a weight that is not `there`, all are
+// `absent`.
+template <int N>
+__device__ void complete(bool there, float offset, float absent, float (&weight)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) weight[i] = there ? weight[i] + offset : absent;
+}
+
 // Where a weight is while the row's sums are not known yet: still where it was, or on its way.
 enum class Place : uint8_t { memory, registers, shared };
 
@@ -117,9 +128,7 @@ class FloatWeight {
           }
         });
 #pragma unroll
-    for (int slot = 0; slot < Tile::VECTORS; ++slot)
-#pragma unroll
-      for (int i = 0; i < Tile::N; ++i) value_[slot][i] = weight_.data ? value_[slot][i] + offset : absent;
+    for (int slot = 0; slot < Tile::VECTORS; ++slot) complete(weight_.data, offset, absent, value_[slot]);
   }
 
   __device__ const float (&operator[](int slot) const)[Tile::N] { return value_[slot]; }
@@ -133,6 +142,30 @@ class FloatWeight {
 
   const Input weight_;
   alignas(16) float value_[Tile::VECTORS][Tile::N];
+};
+
+// scale or bias of X or of f32, which is seen at run time: each has its place.
+template <typename X, typename Tile, Place PLACE, Place FLOAT_PLACE>
+class EitherWeight {
+ public:
+  template <typename Group>
+  __device__ EitherWeight(const Group& group, const Input& weight, char* space = nullptr)
+      : same_(group, weight, weight.data && weight.dtype == kDtype<X>, space),
+        float_(group, weight, weight.data && weight.dtype != kDtype<X>, space) {}
+
+  // As what it is, if it is of T.
+  template <typename T>
+  __device__ const auto& as() const {
+    if constexpr (std::is_same_v<T, X>) {
+      return same_;
+    } else {
+      return float_;
+    }
+  }
+
+ private:
+  const PackedWeight<X, Tile, PLACE> same_;
+  const PackedWeight<float, Tile, FLOAT_PLACE> float_;
 };
 
 }  // namespace jaxnorm::cuda
