@@ -95,8 +95,7 @@ struct ForwardRegimes<4> {
       }} + kLongRows;
 };
 
-// The same for rows of up to kGatedCols with a second operand. FIRST: it is applied before the row's statistics, and
-// not kept.
+// The same for gated rows, of up to kGatedCols. FIRST: their second operand is applied before the statistics, and not kept.
 template <int BYTES, bool FIRST>
 struct GatedForwardRegimes {
   static constexpr auto kTable =
@@ -115,7 +114,7 @@ struct GatedForwardRegimes<2, false> {
   // A thread has no room for eight vectors of both: four as long as two blocks of as many threads fit.
   static constexpr auto kTable =
       kShortRows<2> + RegimeTable<2>{{
-          {kWholeBlock, 4, 1, kGatedThreads, kGatedThreads, false, {64, 80}},
+          {kWholeBlock, 4, 1, 384, 384, false, {64, 80}},
           {kWholeBlock, 8, 1, 256, 256, false, {64, 128}},
       }};
 };

@@ -62,6 +62,12 @@ struct RowOp {
   static constexpr bool kDynamic = false;
 };
 
+// What epilogues need only if they say so.
+struct RowEpilogue {
+  static constexpr int kSharedBytes = 0;     // of the direct loop: shared memory of a thread
+  static constexpr bool kReduces = false;  // of the pipelined loop: whether it has a reduction of its own
+};
+
 // The statistics of a thread group's row, which its first thread writes where they are wanted.
 template <typename Stats, typename P, typename Group>
 __device__ auto collect_statistics(const P& p, Group& group, int64_t row) {
@@ -194,8 +200,17 @@ struct RowLauncher {
                          launch);
   }
 
-  // cudaErrorNotSupported: the device has no pipelines, or no room for them and `besides` bytes. `tickets`: a count for
-  // clusters that draw them; without it, or where all rows are some cluster's own, the schedule is a static one.
+  // By way of pipelines where clusters can have them. `is_aligned`: whether vectors divide all rows, and may be accessed
+  // whole.
+  cudaError_t run(bool is_aligned) const {
+    if constexpr (R::kCluster > 1 && R::kVectors != kStreamed)
+      if (is_aligned)
+        if (const cudaError_t error = pipelined<Access::pipelined>({}); error != cudaErrorNotSupported) return error;
+    return is_aligned ? direct<Access::vectors>() : direct<Access::elementwise>();
+  }
+
+  // cudaErrorNotSupported: the device has no pipelines, or no room for them and `besides` bytes. `workspace`: for the
+  // count of tickets, where clusters draw them.
   template <Access ACCESS>
   cudaError_t pipelined([[maybe_unused]] const Workspace& workspace, int besides = 0) const {
     using Tile = typename Op::template Tile<R, ACCESS>;
@@ -207,7 +222,7 @@ struct RowLauncher {
       const cudaError_t error = launch.schedule_dynamically(clusters, p.rows, workspace, stream);
       if (error != cudaSuccess) return error;
     } else {
-      launch.take_turns(clusters, p.rows);
+      launch.set_grid_stride(clusters, p.rows);
     }
     return launch_groups(row_kernel<Op, R, ACCESS>, plan, clusters, bytes, stream, p, launch);
   }

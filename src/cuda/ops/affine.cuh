@@ -1,7 +1,7 @@
 // y = x_hat * (scale + scale_offset) + bias.
 #pragma once
 
-#include "cuda/engine/launch.cuh"
+#include "cuda/engine/row_loop.cuh"
 #include "cuda/engine/weight.cuh"
 
 namespace jaxnorm::cuda {
@@ -85,7 +85,7 @@ struct HeldWeights {
 
 // The epilogue of direct rows with known weights.
 template <typename Op, typename R, typename Tile>
-class AffineEpilogue {
+class AffineEpilogue : public RowEpilogue {
   using W = typename Op::Known;
   using Y = typename Op::Y;
   static constexpr int kRows = Op::template kRows<R>;
@@ -154,12 +154,10 @@ class AffineEpilogue {
 
 // And of pipelined rows: weights as floats in registers for all rows of a cluster.
 template <typename Op, typename R, typename Tile>
-class PipelinedAffine {
+class PipelinedAffine : public RowEpilogue {
   using Y = typename Op::Y;
 
  public:
-  static constexpr bool kReduces = false;
-
   template <typename P, typename Group>
   __device__ __forceinline__ PipelinedAffine(const P& p, const Group& group, char*)
       : scale_(group, p.scale), bias_(group, p.bias) {}
@@ -191,9 +189,7 @@ class PipelinedAffine {
 // The epilogue of any other rows: vector by vector in a loop, or there would be as many kernels as types, or large
 // ones.
 template <typename Op, typename R, typename Tile>
-struct AnyEpilogue {
-  static constexpr int kSharedBytes = 0;
-
+struct AnyEpilogue : RowEpilogue {
   template <typename P, typename Group, typename Rows>
   __device__ AnyEpilogue(const P&, const RowsLaunch&, const Group&, const Rows&) {}
 

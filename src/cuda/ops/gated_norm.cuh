@@ -1,7 +1,6 @@
-// The forward of gated RMSNorm, of rows that a block holds.
+// Gated RMSNorm, of rows that a block holds.
 #pragma once
 
-#include "cuda/engine/row_loop.cuh"
 #include "cuda/ops/activation.cuh"
 #include "cuda/ops/affine.cuh"
 #include "cuda/ops/norms.h"
@@ -125,8 +124,7 @@ struct LoadGated {
 // y of rows with weights of any type, which are loaded several vectors at once, or each would wait for the branch
 // before it.
 template <typename Op, typename R, typename Tile>
-struct GatedEpilogue {
-  static constexpr int kSharedBytes = 0;
+struct GatedEpilogue : RowEpilogue {
   using X = typename Op::Stream;
 
   template <typename P, typename Group, typename Rows>
@@ -185,8 +183,7 @@ cudaError_t gated_norm_as(const GatedNormForward& p, const Plan& plan, cudaStrea
   const bool is_aligned = p.cols % N == 0 && are_aligned<N>(p.x, p.gate.data, p.y, p.scale);
   return with_regime<GatedForwardRegimes<sizeof(X), FIRST>>(plan, [&](auto regime) {
     RowsLaunch launch(plan, p.cols, N, p.weight_rows);
-    const RowLauncher<GatedNormOp<X, FIRST>, decltype(regime)> launcher{p, plan, launch, stream};
-    return is_aligned ? launcher.template direct<Access::vectors>() : launcher.template direct<Access::elementwise>();
+    return RowLauncher<GatedNormOp<X, FIRST>, decltype(regime)>{p, plan, launch, stream}.run(is_aligned);
   });
 }
 

@@ -32,13 +32,11 @@ struct LoadFloats {
 
 // HOLDS_SCALE: whether there are registers for it beside the rows.
 template <typename Op, typename Tile, bool HOLDS_SCALE>
-class QuantizeEpilogue {
+class QuantizeEpilogue : public RowEpilogue {
   using X = typename Op::Stream;
   using P = QuantizedNormForward;
 
  public:
-  static constexpr int kSharedBytes = 0;
-
   template <typename Group, typename Rows>
   __device__ __forceinline__ QuantizeEpilogue(const P& p, const RowsLaunch&, const Group& group, const Rows&)
       : scale_(group, p) {}
@@ -67,7 +65,7 @@ class QuantizeEpilogue {
 // Of pipelined rows. While the blocks of a cluster exchange the largest magnitude of one row, the statistics of the next
 // are under way, and the other way round. LayerNorm's bias is in shared memory: loaded late, each row would wait for it.
 template <typename Op, typename Tile, bool HOLDS_SCALE>
-class PipelinedQuantize {
+class PipelinedQuantize : public RowEpilogue {
   using X = typename Op::Stream;
   using P = QuantizedNormForward;
   static constexpr bool kCentred = Op::Stats::kCentred;
@@ -148,13 +146,11 @@ __device__ __noinline__ void store_any(const Output& to, int64_t at, Packed<floa
 
 // Of any rows, which it reads once for each pass, and with any weights. In loops, to be little code.
 template <typename Op, typename Tile>
-class AnyQuantize {
+class AnyQuantize : public RowEpilogue {
   using P = QuantizedNormForward;
   static constexpr int N = Tile::ALIGNED ? Tile::N : 1;
 
  public:
-  static constexpr int kSharedBytes = 0;
-
   template <typename Group, typename Rows>
   __device__ AnyQuantize(const P&, const RowsLaunch&, const Group&, const Rows&) {}
 
