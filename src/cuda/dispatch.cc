@@ -35,9 +35,8 @@ cudaError_t add_and(const P& p, cudaStream_t stream, F run) {
 
 cudaError_t run(const NormForward& p, cudaStream_t stream) {
   if (p.rows == 0) return cudaSuccess;
-  return with_dtype(p.x.dtype, [&](auto type) {
-    return run_norm<decltype(type)>(p, forward_plan(p, p.x.dtype), stream);
-  });
+  return with_dtype(p.x.dtype,
+                    [&](auto type) { return run_norm<decltype(type)>(p, forward_plan(p, p.x.dtype), stream); });
 }
 
 cudaError_t run(const AddNormForward& p, cudaStream_t stream) {

@@ -1,6 +1,6 @@
 // The launch plan: a pure function of row length and dtypes, so that a row's result never depends on the number of rows
-// beside it (design law: batch invariance) and so that a captured CUDA graph always holds the same kernels. Small batches
-// have kernels of their own, with as many threads and vectors and sums in the same order.
+// beside it (design law: batch invariance) and so that a captured CUDA graph always holds the same kernels. Small
+// batches have kernels of their own, with as many threads and vectors and sums in the same order.
 #pragma once
 
 #include <cstdint>
@@ -68,8 +68,8 @@ Plan beside_extra_operand(Plan plan);
 Plan make_gated_forward_plan(Dtype x, int64_t cols, bool first);
 Plan make_gated_backward_plan(Dtype x, int64_t cols, int max_cluster);
 
-// Whether clusters of the forward have a dynamic schedule for rows of x that vectors divide, which takes a count in global
-// memory. LayerNorm of half types has no time for it.
+// Whether clusters of the forward have a dynamic schedule for rows of x that vectors divide, which takes a count in
+// global memory. LayerNorm of half types has no time for it.
 constexpr bool is_dynamic(Kind kind, Dtype x) { return kind == Kind::rms || x == Dtype::f32; }
 
 // Whether rows of so many columns want that count, on any device.

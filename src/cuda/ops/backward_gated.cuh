@@ -30,7 +30,7 @@ template <typename X>
 cudaError_t launch_gated_rows(const Backward& p, const Plan& plan, const RowSchedule& schedule,
                               const Partials& partials, bool aligned, cudaStream_t stream) {
   RowsLaunch launch(plan, p.cols, kVector<X>, p.weight_rows);
-  launch.take_turns(schedule.step, schedule.end);
+  launch.set_grid_stride(schedule.step, schedule.end);
   launch.sums = schedule.sums;
   const PipelineArray array{sizeof(X), p.cols};
   const int sums = plan.rows_per_block > 1 ? plan.block_threads() * kElements * int{sizeof(float)} : 0;

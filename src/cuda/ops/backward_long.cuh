@@ -183,7 +183,7 @@ template <typename X>
 cudaError_t launch_long(const Backward& p, const Plan& plan, const RowSchedule& schedule, const Partials& partials,
                         bool aligned, cudaStream_t stream) {
   RowsLaunch launch(plan, p.cols, kVector<X>, p.weight_rows);
-  launch.take_turns(schedule.step, schedule.end);
+  launch.set_grid_stride(schedule.step, schedule.end);
   const int bytes = plan.block_threads() * VectorPipeline<X, LongTiling<X, false>>::kBytes;
   if (bytes > current_device().shared_bytes - kOwnBytes) return cudaErrorNotSupported;
   const auto kernel = !aligned || p.dbias ? backward_long_kernel<X, true, true>

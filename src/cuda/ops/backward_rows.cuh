@@ -176,7 +176,7 @@ cudaError_t launch_rows(const Backward& p, const Plan& plan, const RowSchedule& 
   constexpr bool kPipelines = (std::is_same_v<X, DY> || sizeof(X) == 4) && kUsual;
   const bool divided = p.cols % kVector<X> == 0 && p.cols % kVector<DY> == 0;
   RowsLaunch launch(plan, p.cols, kVector<X>, p.weight_rows);
-  launch.take_turns(schedule.step, schedule.end);
+  launch.set_grid_stride(schedule.step, schedule.end);
   launch.sums = schedule.sums;
   const bool pipelines = kPipelines && !launch.weight_rows.has_neighbours;
   const PipelineArray x_array{sizeof(X), p.cols}, dy_array{sizeof(DY), p.cols + p.dy_pad};
