@@ -68,11 +68,12 @@ struct RowEpilogue {
   static constexpr bool kReduces = false;  // of the pipelined loop: whether it has a reduction of its own
 };
 
-// The statistics of a thread group's row. If there is such a row, its first thread writes them where they are wanted.
-template <typename Stats, typename P, typename Group>
-__device__ auto collect_statistics(const P& p, Group& group, int64_t row, bool is_there) {
+// The statistics of a thread group's row, which its first thread writes where they are wanted. MAY_BE_PAST: whether the
+// row may come after the last one.
+template <typename Stats, bool MAY_BE_PAST, typename P, typename Group>
+__device__ auto collect_statistics(const P& p, Group& group, int64_t row) {
   const auto s = Stats::finish(p, group.collect(), group.reciprocal());
-  if (group.rank + group.begin == 0 && is_there) Stats::write(p, s, row);
+  if (group.rank + group.begin == 0 && (!MAY_BE_PAST || row < p.rows)) Stats::write(p, s, row);
   return s;
 }
 
@@ -96,7 +97,7 @@ __device__ __forceinline__ void direct_rows(const typename Op::Params& p, const 
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       group.publish(Stats::template warp_part<Tile>(rows.x[r], group, cols));
-      rows.s[r] = collect_statistics<Stats>(p, group, rows.row(r), rows.is_there(r));
+      rows.s[r] = collect_statistics<Stats, true>(p, group, rows.row(r));
     }
     epilogue.finish(p, launch, group, rows);
     first += group.count * kRows * block_rows;
@@ -148,7 +149,7 @@ __device__ __forceinline__ void pipelined_rows(const typename Op::Params& p, con
       if (next >= 0) begin_statistics();
       if (row < 0) continue;
     }
-    const auto s = collect_statistics<Stats>(p, group, row, true);
+    const auto s = collect_statistics<Stats, false>(p, group, row);
     if constexpr (kReduces) {
       epilogue.template begin<Load>(p, group, s, row, x);
       pipeline.release();

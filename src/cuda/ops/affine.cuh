@@ -109,7 +109,7 @@ class AffineEpilogue : public RowEpilogue {
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      y_[r] = static_cast<Y*>(p.y.data) + rows.row(r) * (Op::kPads ? p.y_stride : p.cols);
+      y_[r] = static_cast<Y*>(p.y.data) + rows.row(r) * (Op::kPads ? p.cols + launch.y_pad : p.cols);
       // Hides that this row lies as far from its array's beginning as the one that was read: the compiler would keep
       // that distance for every vector.
       hide(y_[r]);

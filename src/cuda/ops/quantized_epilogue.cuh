@@ -116,7 +116,7 @@ class PipelinedQuantize : public RowEpilogue {
   }
 
  private:
-  std::conditional_t<HOLDS_SCALE, FloatScale<Tile>, PackedScale<X, Tile, false>> scale_;
+  std::conditional_t<HOLDS_SCALE, FloatScale<X, Tile>, PackedScale<X, Tile, false>> scale_;
   const EitherWeight<X, Tile, kBiasPlace, kBiasPlace> bias_;
   Floats<Tile> row_[1];
 };

@@ -27,7 +27,17 @@ class PackedScale {
   __device__ PackedScale(const Group& group, const QuantizedNormForward& p) : weight_(group, p.scale) {}
 
   __device__ void arrive(const QuantizedNormForward&) {}
-  __device__ static bool is_wanted(const QuantizedNormForward& p) { return p.scale.data; }
+
+  // Calls f with a null pointer of scale's type, if there is a scale.
+  template <typename F>
+  __device__ static void with_type(const QuantizedNormForward& p, F f) {
+    if (!p.scale.data) return;
+    if (p.scale.dtype == kDtype<X>) {
+      f(static_cast<X*>(nullptr));
+    } else if constexpr (sizeof(X) < 4) {
+      f(static_cast<float*>(nullptr));
+    }
+  }
 
   // Where it is of T.
   template <typename T, bool SPANS_WARPS>
@@ -44,14 +54,23 @@ class PackedScale {
 };
 
 // The same as floats in registers, for all rows of a thread group.
-template <typename Tile>
+template <typename X, typename Tile>
 class FloatScale {
  public:
   template <typename Group>
   __device__ FloatScale(const Group& group, const QuantizedNormForward& p) : factor_(group, p.scale) {}
 
   __device__ void arrive(const QuantizedNormForward& p) { factor_.arrive(p.scale_offset, 1.0f); }
-  __device__ static bool is_wanted(const QuantizedNormForward&) { return true; }
+
+  // One that is absent is 1. Where X is f32 too there is a branch for each: without it the compiler would spill.
+  template <typename F>
+  __device__ static void with_type(const QuantizedNormForward& p, F f) {
+    if (p.scale.dtype == kDtype<X>) {
+      f(static_cast<X*>(nullptr));
+    } else {
+      f(static_cast<float*>(nullptr));
+    }
+  }
 
   template <typename T, bool SPANS_WARPS>
   __device__ void get(const QuantizedNormForward&, int vec, int64_t, int, float (&to)[Tile::N]) const {
@@ -62,17 +81,6 @@ class FloatScale {
  private:
   FloatWeight<Tile> factor_;
 };
-
-// Calls f with a null pointer of a weight's type, which is X or f32. Where both are f32 too there is a branch for each:
-// without it the compiler would spill.
-template <typename X, typename F>
-__device__ void with_either(Dtype dtype, F f) {
-  if (dtype == kDtype<X>) {
-    f(static_cast<X*>(nullptr));
-  } else {
-    f(static_cast<float*>(nullptr));
-  }
-}
 
 // A row, unpacked once, however many passes there are over it.
 template <typename Tile>
@@ -109,7 +117,7 @@ struct Values {
         if (p.bias.data) return apply_affine<T, true>(p, group, scale, bias.template as<T>(), sizeof(X));
       apply_affine<T, false>(p, group, scale, bias.template as<T>(), sizeof(X));
     };
-    if (Scale::is_wanted(p)) with_either<X>(p.scale.dtype, apply);
+    Scale::with_type(p, apply);
     const Input& smooth = p.quantized.smooth;
     if (!smooth.data) return;
     if (smooth.dtype == kDtype<X>) {
