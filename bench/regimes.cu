@@ -1,5 +1,5 @@
-// Kernels with other threads, vectors, rows under way and registers than they have, in turns, so that the clock and the
-// memory are the same for all: how bench/NOTES.md came to what it says of them. Another trial is another line.
+// Kernels in other regimes than theirs, in turns, so that the clock and the memory are the same for all: how
+// bench/NOTES.md came to what it says of regimes. Another trial is another line.
 //
 //   nvcc -std=c++17 -O3 --fmad=false -arch=native -Isrc bench/regimes.cu src/cuda/engine/*.cu src/cuda/engine/*.cc
 //     -o regimes                            # on one line
@@ -18,8 +18,8 @@
 #include "cuda/ops/gated_norm.cuh"
 #include "cuda/ops/quantized_norm.cuh"
 
-using namespace jaxnorm;
 using namespace jaxnorm::cuda;
+using namespace jaxnorm;
 
 namespace {
 
@@ -108,10 +108,11 @@ __global__ void copy_kernel(const uint4* a, const uint4* b, const uint4* c, uint
 
 template <int READ, int WRITTEN>
 void copy() {
-  uint4* of[5];
-  for (int i = 0; i < 5; ++i) of[i] = static_cast<uint4*>(array(i, true));
+  const auto of = [](int i) { return static_cast<uint4*>(array(i, true)); };
   turns.add(std::to_string(READ) + " read, " + (WRITTEN ? std::to_string(WRITTEN) : "half of one") + " written",
-            [=] { copy_kernel<READ, WRITTEN><<<kBytes / 16 / 256, 256>>>(of[0], of[1], of[2], of[3], of[4]); });
+            [a = of(0), b = of(1), c = of(2), x = of(3), y = of(4)] {
+              copy_kernel<READ, WRITTEN><<<kBytes / 16 / 256, 256>>>(a, b, c, x, y);
+            });
 }
 
 // For rows of `row` vectors. Blocks of `most` threads have as many as there is room for, or one.
