@@ -10,7 +10,7 @@ COMMANDS = {
     "model": "the norms within a model's training step",
     "sharding": "the norms over several devices",
     "plot": "pictures of the results",
-    "tables": "write the results into README.md",
+    "tables": "write the results into README.md and docs/",
 }
 
 
