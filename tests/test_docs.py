@@ -17,7 +17,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 # Files of the repository that a page names as code.
-NAMED_FILE = re.compile(r"`((?:bench|docs|examples|tests)/[\w./-]+|README\.md|mkdocs\.yml)`")
+NAMED_FILE = re.compile(r"`((?:bench|docs|examples)/[\w./-]+|README\.md|mkdocs\.yml)`")
 
 # Runs in an interpreter of its own: whatever JAX's devices are here, the examples want eight CPU devices. The blocks of
 # a page share a namespace, and a traceback has the page's own line numbers.
