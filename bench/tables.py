@@ -254,7 +254,6 @@ def whole(results):
 
 
 TABLES = {
-    "steps": (("h200_model_add.json", "h200_decode.json"), steps),
     "h200-grid": ("h200.json", grid),
     "h200-headline": ("h200.json", headline),
     "h200-small": ("h200.json", small),
@@ -275,4 +274,5 @@ TABLES = {
     "model-decode": ("h200_decode.json", whole),
     "sharding": ("h200_x4_sharding.json", whole),
     "sharding-two": ("h200_x2_sharding.json", whole),
+    "steps": (("h200_model_add.json", "h200_decode.json"), steps),
 }

@@ -230,7 +230,9 @@ def test_an_unknown_table_is_an_error(tmp_path):
         tables.render("<!-- table: other -->\n<!-- end -->\n", tmp_path)
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(ROOT.glob("docs/benchmarks/*.md"))], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *sorted(ROOT.glob("docs/benchmarks/*.md"))], ids=lambda page: page.stem
+)
 def test_pages_have_what_the_results_say(page):
     assert tables.render(page.read_text(), ROOT / "bench/results") == page.read_text()
 

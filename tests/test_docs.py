@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
+import jaxnorm
 from bench.__main__ import COMMANDS, parse
+from jaxnorm import checkpoint_policies as policies
+from jaxnorm import linen, nnx
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -137,6 +140,14 @@ def check_bench(args):
     assert args[0] in COMMANDS
     if "--help" not in args:
         parse(args)  # an unknown option ends this
+
+
+def test_the_reference_has_every_public_name():
+    reference = (ROOT / "docs/api.md").read_text()
+    public = {f"jaxnorm.{name}" for name in jaxnorm.__all__ if callable(getattr(jaxnorm, name))}
+    public |= {f"{module.__name__}.{name}" for module in (nnx, linen) for name in module.__all__}
+    public |= {f"{policies.__name__}.{name}" for name in policies.__all__ if callable(getattr(policies, name))}
+    assert set(re.findall(r"^::: (\S+)$", reference, re.MULTILINE)) == public
 
 
 def test_readme_is_short():
