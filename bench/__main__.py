@@ -11,7 +11,7 @@ COMMANDS = {
     "sharding": "the norms over several devices",
     "resources": "registers and spills of the CUDA kernels in two builds, without a GPU",
     "plot": "pictures of the results",
-    "tables": "write the results into README.md",
+    "tables": "write the results into README.md and docs/",
 }
 
 

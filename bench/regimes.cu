@@ -1,5 +1,5 @@
 // Kernels with other threads, vectors, rows under way and registers than they have, in turns, so that the clock and the
-// memory are the same for all: how bench/NOTES.md came to what it says of them. Another trial is another line.
+// memory are the same for all: how docs/experiments came to what they say of them. Another trial is another line.
 //
 //   nvcc -std=c++17 -O3 --fmad=false -arch=native -Isrc bench/regimes.cu src/cuda/device.cu src/cuda/plan.cc
 //     src/cuda/partials.cu -o regimes       # on one line

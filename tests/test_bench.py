@@ -217,8 +217,8 @@ def test_the_headline_is_of_all_steps_and_names_the_slowest(tmp_path):
 def test_tables_are_written_and_checked(results, capsys):
     readme = results / "README.md"
     readme.write_text("<!-- table: h200-grid -->\n<!-- end -->\n")
-    args = parse(["tables", "--readme", str(readme), "--results", str(results)])
-    check = parse(["tables", "--check", "--readme", str(readme), "--results", str(results)])
+    args = parse(["tables", "--pages", str(readme), "--results", str(results)])
+    check = parse(["tables", "--check", "--pages", str(readme), "--results", str(results)])
     assert tables.main(check) == 1
     assert "+| row length | 256 | 1024 |" in capsys.readouterr().out
     assert tables.main(args) == 0
@@ -230,8 +230,23 @@ def test_an_unknown_table_is_an_error(tmp_path):
         tables.render("<!-- table: other -->\n<!-- end -->\n", tmp_path)
 
 
-def test_the_readme_has_what_the_results_say():
-    assert tables.render((ROOT / "README.md").read_text(), ROOT / "bench/results") == (ROOT / "README.md").read_text()
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *sorted(ROOT.glob("docs/benchmarks/*.md"))], ids=lambda page: page.stem
+)
+def test_pages_have_what_the_results_say(page):
+    assert tables.render(page.read_text(), ROOT / "bench/results") == page.read_text()
+
+
+def test_a_step_is_compared_as_a_whole(tmp_path):
+    times = {"jnp": (10.0, 1000.0), "jaxnorm": (9.5, 500.0), "jaxnorm-add": (10.3, 1200.0)}
+    rows = [
+        {"model": "Toy", "program": "train step", "norms": norms, "ms": ms, "± us": 100.0, "norms us": us}
+        for norms, (ms, us) in times.items()
+    ]
+    for name in ("h200_model_add", "h200_decode"):
+        report.save(HEADER, rows, tmp_path / name)
+    *_, line, _ = tables.render("<!-- table: steps -->\n<!-- end -->\n", tmp_path).splitlines()
+    assert line == "| Toy, train step | 10.00 | 10.0 | 5.0 % faster | **2.0 % slower** | ±1.0 |"
 
 
 def test_every_results_file_says_what_ran():
