@@ -4,7 +4,8 @@
 // does not survive every instruction that takes a maximum.
 #pragma once
 
-#include "cpu/row.h"
+#include "cpu/engine/columns.h"
+#include "ops/quantized_norm.h"
 
 namespace jaxnorm::cpu {
 namespace {
@@ -109,26 +110,26 @@ float scale_of(const Quantization& q, float amax) {
   if (amax == 0) return 1;
   float scale = amax / largest_of(q.values.dtype);
   if (q.power_of_two) scale = power_of_two_above(scale);
-  if (scale < 0x1p-126f) scale = 0x1p-126f;
+  if (scale < kSmallestScale) scale = kSmallestScale;
   return scale > q.max_scale ? q.max_scale : scale;
 }
 
-// Quantises the group of columns from `begin` on. v(x, column, extent) is computed for the largest magnitude and, from
-// the cache, again for the values, so that no row of float32 is kept anywhere.
-template <class Q, class V, class X, class LastX>
-void quantize(const Quantization& q, int64_t row, int64_t cols, int64_t begin, V v, X x, LastX last_x, Q) {
+// Quantises the group of columns from `begin` on. v(column, extent, is_last) is computed for the largest magnitude and,
+// from the cache, again for the values, so that no row of float32 is kept anywhere.
+template <class Q, class V>
+void quantize(const Quantization& q, int64_t row, int64_t cols, int64_t begin, V v, Q) {
   float scale;
   if (q.given) {
     scale = *q.given;
   } else {
     scale = scale_of(
-        q, largest_magnitude(q.group, [&](int64_t column, auto extent) { return v(x, begin + column, extent); }));
+        q, largest_magnitude(q.group, [&](int64_t column, auto extent) { return v(begin + column, extent, false); }));
     q.scales[(row * cols + begin) / q.group] = scale;
   }
   const float inverse = 1 / scale;
   uint8_t* const values = static_cast<uint8_t*>(q.values.data) + row * cols + begin;
   for_each_vector(q.group, [&](int64_t column, auto extent) {
-    store_codes(values + column, v(last_x, begin + column, extent) * inverse, Q{}, extent);
+    store_codes(values + column, v(begin + column, extent, true) * inverse, Q{}, extent);
   });
 }
 
