@@ -15,9 +15,9 @@ struct Addition {
   Output sum;
 };
 
-// In the ops that these are given, scale, bias and smooth are f32 and the scale has its offset in it: widen() makes them
-// so. They work on rows [begin, end); `traffic` is how many bytes all rows of the call read and write. Gradients of
-// weights are added to f32 sums of the weights' shape; null: they are not wanted.
+// In the ops that these are given, scale, bias and smooth are f32 and the scale has its offset in it: widen() makes
+// them so. They work on rows [begin, end); `traffic` is how many bytes all rows of the call read and write. Gradients
+// of weights are added to f32 sums of the weights' shape; null: they are not wanted.
 struct Kernels {
   const char* isa;
 

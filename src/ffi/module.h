@@ -42,9 +42,10 @@ inline nanobind::dict limits() {
 template <class Handlers>
 void define(nanobind::module_& module, Handlers handlers) {
   module.def("handlers", [handlers] { return capsules(handlers()); }, "The XLA FFI handlers, by target name.");
-  module.def("limits", &limits,
-             "The longest rows with weights for each head and of the gated norm, how many columns may share a scale, and "
-             "the smallest scale.");
+  module.def(
+      "limits", &limits,
+      "The longest rows with weights for each head and of the gated norm, how many columns may share a scale, and "
+      "the smallest scale.");
 }
 
 }  // namespace jaxnorm

@@ -22,8 +22,9 @@ struct RowShapes {
   void adopt(const Shape& first_weight);
 };
 
-// Which row of a weight of shape (lead..., normalised...) goes with which row of x. The lead is aligned to the right with
-// x's other axes, each of its axes 1 or as long as x's. Nothing where it has another shape, or no RowMap describes it.
+// Which row of a weight of shape (lead..., normalised...) goes with which row of x. The lead is aligned to the right
+// with x's other axes, each of its axes 1 or as long as x's. Nothing where it has another shape, or no RowMap describes
+// it.
 inline std::optional<RowMap> weight_rows_of(const Shape& x, const Shape& weight, int64_t axes) {
   const int64_t rank = weight.size(), lead = rank - axes, before = static_cast<int64_t>(x.size()) - rank;
   if (lead < 0 || before < 0 || !std::equal(weight.end() - axes, weight.end(), x.end() - axes)) return std::nullopt;

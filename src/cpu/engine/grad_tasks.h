@@ -14,7 +14,8 @@ namespace jaxnorm::cpu {
 // task has the same `step` rows of each of `group` neighbouring heads. Without sums over rows all rows are of one head.
 class GradTasks {
  public:
-  GradTasks(int64_t rows, int64_t cols, RowMap weight_rows, bool with_sums) : heads_(with_sums ? weight_rows : RowMap{}) {
+  GradTasks(int64_t rows, int64_t cols, RowMap weight_rows, bool with_sums)
+      : heads_(with_sums ? weight_rows : RowMap{}) {
     // Each task costs a row of sums: at least 8 rows share one, so that sums cost little memory; at most 512, so that
     // they stay accurate.
     constexpr int64_t kElements = 1 << 17;
@@ -55,8 +56,8 @@ class GradTasks {
   int64_t step_, rows_of_head_, chunks_, group_, groups_;
 };
 
-// The gradient of a weight: rows of f32 sums, one for each chunk of rows, added up as a tree of fixed shape: which thread
-// ran what does not show, and the error hardly grows with the number of rows.
+// The gradient of a weight: rows of f32 sums, one for each chunk of rows, added up as a tree of fixed shape: which
+// thread ran what does not show, and the error hardly grows with the number of rows.
 class WeightGrad {
  public:
   WeightGrad(Output output, const GradTasks& tasks, RowMap weight_rows, int64_t cols)

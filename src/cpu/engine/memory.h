@@ -36,8 +36,8 @@ int64_t elements_ahead(int64_t traffic, int64_t elements, int64_t size) {
   return (elements * size < kLeast ? kLeast : elements * size > kMost ? kMost : elements * size) / size;
 }
 
-// One row in the pass that writes. What the next rows' first pass will read is asked for meanwhile, where it has to come
-// from memory: that pass does nothing but wait for it.
+// One row in the pass that writes. What the next rows' first pass will read is asked for meanwhile, where it has to
+// come from memory: that pass does nothing but wait for it.
 template <class T>
 struct RowReader {
   const T* data;

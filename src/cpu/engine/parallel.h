@@ -24,8 +24,7 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // Calls task(begin, end) for blocks of `step` neighbours among `count`.
 template <class Task>
 void for_each_block(const ParallelFor& parallel_for, int64_t count, int64_t step, Task task) {
-  parallel_for(ceil_div(count, step),
-               [&](int64_t block) { task(block * step, std::min(count, (block + 1) * step)); });
+  parallel_for(ceil_div(count, step), [&](int64_t block) { task(block * step, std::min(count, (block + 1) * step)); });
 }
 
 template <class Task>

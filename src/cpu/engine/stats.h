@@ -94,15 +94,14 @@ struct Layer {
   // dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat))
   static constexpr int kGradSums = 2;
   static void add(Vec g, Vec x_hat, Vec* sums) {
-    sums[0] = fma(g, x_hat, sums[0]);
-    sums[1] += g;
+    sums[0] += g;
+    sums[1] = fma(g, x_hat, sums[1]);
   }
 
   auto gradient(const Sums<1, kGradSums>& sums) const {
-    const Vec minus_mean_gx = broadcast(-sums.mean(0, 0));
-    return [minus_mean_gx, mean_g = static_cast<float>(sums.mean(0, 1)), rstd = rstd](Vec g, Vec x_hat) {
-      return fma(x_hat, minus_mean_gx, g - mean_g) * rstd;
-    };
+    const Vec mean_g = broadcast(sums.mean(0, 0)), minus_mean_gx = broadcast(-sums.mean(0, 1));
+    return
+        [mean_g, minus_mean_gx, rstd = rstd](Vec g, Vec x_hat) { return fma(x_hat, minus_mean_gx, g - mean_g) * rstd; };
   }
 };
 

@@ -8,9 +8,8 @@ namespace jaxnorm::cpu {
 namespace {
 
 void add(const float* from, float* into, int64_t count) {
-  for_each_vector(count, [&](int64_t i, auto extent) {
-    store(into + i, load(into + i, extent) + load(from + i, extent), extent);
-  });
+  for_each_vector(
+      count, [&](int64_t i, auto extent) { store(into + i, load(into + i, extent) + load(from + i, extent), extent); });
 }
 
 void cast(const float* from, Output into, int64_t count) {

@@ -68,7 +68,7 @@ void gated_norm(const GatedNormForward& p, int64_t begin, int64_t end, int64_t t
     const OutputRows<X> y(p.y, p.cols, traffic);
     if (p.gate.first) {
       const Products<X, decltype(a)> load{x, gate, p.cols, products};
-      for_rows<Rms>(p, begin, end, traffic, load, Write<X>{p.scale, {}, p.weight_rows, p.cols, y, false});
+      for_rows<Rms>(p, begin, end, traffic, load, Write<X>{p.cols, y, p.scale, {}, p.weight_rows});
     } else {
       const WriteGated<X, decltype(a)> write{p.scale, p.weight_rows, p.cols, gate, y};
       for_rows<Rms>(p, begin, end, traffic, Stored<X>{p.x, p.cols}, write);
@@ -76,104 +76,117 @@ void gated_norm(const GatedNormForward& p, int64_t begin, int64_t end, int64_t t
   });
 }
 
-// The cotangents of a row that was multiplied by its activations and then normalised. There is room for a row of the
-// activations and one of their slopes.
-template <class X, class A>
-struct GateFirst {
+template <class X>
+struct GatedRow {
   const X *dy, *x, *gate;
   RowWriter<X> dx, dgate;
-  float *values, *slopes;
+  float *kept, *slopes;  // room for a row each
+};
 
+// The cotangents of a row that was multiplied by its activations, which are kept, and then normalised.
+template <class X, class A>
+struct GateFirst : GatedRow<X> {
   struct In {
     Vec d, h, x, a;
   };
 
   template <class Extent>
   Cotangents first(int64_t column, Extent extent) const {
-    const Activated a = A::with_slope(load(gate + column, extent));
-    store(values + column, a.value, extent);
-    store(slopes + column, a.slope, extent);
-    return {load(dy + column, extent), load(x + column, extent) * a.value};
+    const Activated a = A::with_slope(load(this->gate + column, extent));
+    store(this->kept + column, a.value, extent);
+    store(this->slopes + column, a.slope, extent);
+    return {load(this->dy + column, extent), load(this->x + column, extent) * a.value};
   }
 
   template <class Extent>
   In last(int64_t column, Extent extent) const {
-    const Vec d = load(dy + column, extent), v = load(x + column, extent), a = load(values + column, extent);
-    return {d, v * a, v, a};
+    const Vec x = load(this->x + column, extent), a = load(this->kept + column, extent);
+    return {load(this->dy + column, extent), x * a, x, a};
   }
 
   bool needs_sums() const { return true; }
-  bool is_wanted() const { return dx || dgate; }
+  bool is_wanted() const { return this->dx || this->dgate; }
 
   template <class Extent>
   void before_sums(int64_t, const Cotangents&, Vec, Vec, Extent) const {}
 
   template <class Extent>
   void write(int64_t column, const In& in, Vec dh, Extent extent) const {
-    if (dx) dx(column, dh * in.a, extent);
-    if (dgate) dgate(column, dh * in.x * load(slopes + column, extent), extent);
+    if (this->dx) this->dx(column, dh * in.a, extent);
+    if (this->dgate) this->dgate(column, dh * in.x * load(this->slopes + column, extent), extent);
   }
 };
 
-// Those of a row that was normalised and then multiplied by its activations. There is room for a row of the cotangent
-// of what was multiplied by them.
+// Those of a row that was normalised and then multiplied by its activations. The cotangent of what was multiplied by
+// them is kept.
 template <class X, class A>
-struct GateLast {
-  const X *dy, *x, *gate;
-  RowWriter<X> dx, dgate;
-  float* cotangents;
-
+struct GateLast : GatedRow<X> {
   struct In {
     Vec d, h, dy, slope;
   };
 
   template <class Extent>
   In first(int64_t column, Extent extent) const {
-    const Activated a = A::with_slope(load(gate + column, extent));
-    const Vec dy_vec = load(dy + column, extent), d = dy_vec * a.value;
-    store(cotangents + column, d, extent);
-    return {d, load(x + column, extent), dy_vec, a.slope};
+    const Activated a = A::with_slope(load(this->gate + column, extent));
+    const Vec dy = load(this->dy + column, extent), d = dy * a.value;
+    store(this->kept + column, d, extent);
+    return {d, load(this->x + column, extent), dy, a.slope};
   }
 
   template <class Extent>
   Cotangents last(int64_t column, Extent extent) const {
-    return {load(cotangents + column, extent), load(x + column, extent)};
+    return {load(this->kept + column, extent), load(this->x + column, extent)};
   }
 
   bool needs_sums() const { return true; }
-  bool is_wanted() const { return bool{dx}; }
+  bool is_wanted() const { return bool{this->dx}; }
 
   template <class Extent>
   void before_sums(int64_t column, const In& in, Vec scale, Vec x_hat, Extent extent) const {
-    if (dgate) dgate(column, in.dy * scale * x_hat * in.slope, extent);
+    if (this->dgate) this->dgate(column, in.dy * scale * x_hat * in.slope, extent);
   }
 
   template <class Extent>
   void write(int64_t column, const Cotangents&, Vec dh, Extent extent) const {
-    dx(column, dh, extent);
+    this->dx(column, dh, extent);
   }
+};
+
+// `Row` is one of these two, which are operands and result in one.
+template <class X, class Row>
+struct GatedNormGrad {
+  const GatedNormBackward& p;
+  InputRows<X> dy, x, gate;
+  OutputRows<X> dx, dgate;
+  float *dscale, *kept, *slopes;
+
+  GatedNormGrad(const GatedNormBackward& p, float* dscale, float (&kept)[2][kGatedCols], int64_t traffic)
+      : p(p),
+        dy(p.dy, p.cols),
+        x(p.x, p.cols),
+        gate(p.gate.data, p.cols),
+        dx(p.dx, p.cols, traffic),
+        dgate(p.dgate, p.cols, traffic),
+        dscale(dscale),
+        kept(kept[0]),
+        slopes(kept[1]) {}
+
+  Row operands(int64_t row) const { return {{dy[row], x[row], gate[row], dx[row], dgate[row], kept, slopes}}; }
+  Row result(int64_t row) const { return operands(row); }
+  GradWeights weights(int64_t row) const { return grad_weights(p, row, dscale, nullptr); }
 };
 
 void gated_norm_grad(const GatedNormBackward& p, int64_t begin, int64_t end, float* dscale, int64_t traffic) {
   float kept[2][kGatedCols];
-  with_activation(p.x.dtype, p.gate.activation, [&](auto x_type, auto a) {
-    using X = decltype(x_type);
+  with_activation(p.x.dtype, p.gate.activation, [&](auto x, auto a) {
+    using X = decltype(x);
     using A = decltype(a);
-    const InputRows<X> dy(p.dy, p.cols), x(p.x, p.cols), gate(p.gate.data, p.cols);
-    const OutputRows<X> dx(p.dx, p.cols, traffic), dgate(p.dgate, p.cols, traffic);
-    for (int64_t row = begin; row < end; ++row) {
-      const int64_t at = weights_of(p.weight_rows, row, p.cols);
-      const auto write = [&](const auto& of_row) {
-        grad_row(p.cols, Rms::saved(p, row), of_row, of_row, Weight(p.scale, 1, at), WeightSums{dscale}.from(at));
-      };
-      if (p.gate.first) {
-        write(GateFirst<X, A>{dy[row], x[row], gate[row], dx[row], dgate[row], kept[0], kept[1]});
-      } else {
-        write(GateLast<X, A>{dy[row], x[row], gate[row], dx[row], dgate[row], kept[0]});
-      }
+    if (p.gate.first) {
+      for_grad_rows<Rms>(p, begin, end, GatedNormGrad<X, GateFirst<X, A>>(p, dscale, kept, traffic));
+    } else {
+      for_grad_rows<Rms>(p, begin, end, GatedNormGrad<X, GateLast<X, A>>(p, dscale, kept, traffic));
     }
   });
-  fence();
 }
 
 }  // namespace

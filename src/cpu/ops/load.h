@@ -16,9 +16,8 @@ void add_rows(const Addition& p, int64_t cols, int64_t first, int64_t count) {
     const auto* const a = static_cast<const decltype(a_type)*>(p.a.data) + first * cols;
     const auto* const b = static_cast<const Sum*>(p.b.data) + first * cols;
     auto* const sum = static_cast<Sum*>(p.sum.data) + first * cols;
-    for_each_vector(count * cols, [&](int64_t i, auto extent) {
-      store(sum + i, load(a + i, extent) + load(b + i, extent), extent);
-    });
+    for_each_vector(count * cols,
+                    [&](int64_t i, auto extent) { store(sum + i, load(a + i, extent) + load(b + i, extent), extent); });
   });
 }
 

@@ -20,9 +20,8 @@ void forward(NormForward p, const Addition* addition, const ParallelFor& paralle
       elements * (size_of(p.y.dtype) + (addition ? size_of(addition->a.dtype) + 2 * x_size : x_size));
   expect_writes(p.y, p.rows * p.y_stride);
   if (addition) expect_writes(addition->sum, elements);
-  for_each_forward_rows(p, parallel_for, [&](int64_t begin, int64_t end) {
-    kernels().norm(p, addition, begin, end, traffic);
-  });
+  for_each_forward_rows(p, parallel_for,
+                        [&](int64_t begin, int64_t end) { kernels().norm(p, addition, begin, end, traffic); });
 }
 
 }  // namespace
@@ -56,10 +55,9 @@ void run(const NormBackward& call, const ParallelFor& parallel_for) {
   const int64_t elements = p.rows * p.cols, x_arrays = p.dsum ? 3 : 2;
   const int64_t traffic = elements * (x_arrays * size_of(p.x.dtype) + size_of(p.dy.dtype));
   expect_writes(p.dx, elements);
-  for_each_grad_rows(parallel_for, p, p.dscale, p.dbias,
-                     [&](int64_t begin, int64_t end, float* dscale, float* dbias) {
-                       kernels().norm_grad(p, begin, end, dscale, dbias, traffic);
-                     });
+  for_each_grad_rows(parallel_for, p, p.dscale, p.dbias, [&](int64_t begin, int64_t end, float* dscale, float* dbias) {
+    kernels().norm_grad(p, begin, end, dscale, dbias, traffic);
+  });
 }
 
 }  // namespace jaxnorm::cpu
