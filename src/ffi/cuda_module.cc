@@ -100,7 +100,8 @@ NB_MODULE(_cuda, module) {
   module.def(
       "plan", &jaxnorm::plan, arg("op"), arg("kind"), arg("x_dtype"), arg("cols"), arg("max_cluster") = 16,
       arg("gate") = "", arg("adds") = false,
-      "The launch plan for rows of `cols` elements, with a gate that comes `first` or `last` or with none, and with a "
-      "residual if one is added; elements_per_thread is 0 where a row is read more than once, ring tells whether rows "
+      "The launch plan for rows of `cols` elements, with a gate that comes `first` or `last` or with none, and with "
+      "another array if one is added; elements_per_thread is 0 where a row is read more than once, ring tells whether "
+      "rows "
       "are fetched ahead by way of shared memory, where the GPU can.");
 }

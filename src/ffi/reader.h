@@ -118,7 +118,11 @@ class Reader {
   ffi::Error finish() {
     check_count("attributes", attributes_.size(), attributes_read_);
     check_count("operands", operands_.size(), next_operand_);
-    check_count("results", results_.size(), next_result_);
+    check_count("results", results_.size(), next_result_,
+                has_workspace_
+                    ? ", or one more, a workspace, if that is F32 of rank 1: a program that another version of "
+                      "jaxnorm exported is to be exported again"
+                    : "");
     if (error_.empty()) return ffi::Error::Success();
     return ffi::Error::InvalidArgument(std::string(target_) + ": " + error_);
   }
@@ -156,9 +160,10 @@ class Reader {
     return dtype.value_or(Dtype::f32);
   }
 
-  void check_count(const char* what, size_t came, size_t expected) {
+  void check_count(const char* what, size_t came, size_t expected, const char* remark = "") {
     if (came == expected) return;
-    fail(std::string("number of ") + what + " is " + std::to_string(came) + ", expected " + std::to_string(expected));
+    fail(std::string("number of ") + what + " is " + std::to_string(came) + ", expected " + std::to_string(expected) +
+         remark);
   }
 
   void fail_missing(const char* name, const char* what, size_t came) {
