@@ -13,9 +13,9 @@
 #include <string>
 #include <vector>
 
-#include "cuda/backward_gated.cuh"
-#include "cuda/forward_gated.cuh"
-#include "cuda/forward_quantized.cuh"
+#include "cuda/ops/backward_gated.cuh"
+#include "cuda/ops/forward_gated.cuh"
+#include "cuda/ops/forward_quantized.cuh"
 
 using namespace jaxnorm;
 using namespace jaxnorm::cuda;
@@ -31,7 +31,7 @@ void check(cudaError_t error) {
   std::exit(1);
 }
 
-__global__ void fill(uint32_t* array, size_t words, bool half) {
+__global__ void acquire(uint32_t* array, size_t words, bool half) {
   for (size_t i = blockIdx.x * size_t{blockDim.x} + threadIdx.x; i < words; i += size_t{gridDim.x} * blockDim.x) {
     uint32_t bits = static_cast<uint32_t>(i) * 2654435761u;
     bits = (bits ^ bits >> 15) * 2246822519u;
@@ -144,8 +144,8 @@ __global__ void __launch_bounds__(R::kMost, R::kBlocks)
 template <Kind KIND, typename X, typename R, bool HOLDS_SCALE>
 __global__ void __launch_bounds__(R::kMost, R::kBlocks)
     quantized_trial(const __grid_constant__ Forward p, const __grid_constant__ RowsLaunch launch) {
-  using W = Walk<X, R, Access::vectors>;
-  quantized_rows<KIND, X, R, W, R::template kRows<>>(p, launch, QuantizeKnown<KIND, X, W, HOLDS_SCALE>{p});
+  using Tile = Tiling<X, R, Access::vectors>;
+  quantized_rows<KIND, X, R, Tile, R::template kRows<>>(p, launch, QuantizeSpecialised<KIND, X, Tile, HOLDS_SCALE>{p});
 }
 
 template <typename X>
@@ -161,24 +161,24 @@ Forward forward_of_rows(Kind kind, int64_t cols) {
 template <typename X, typename R, typename K>
 void add_forward(const char* what, K kernel, const Forward& p, int shared_bytes_of_thread = 0) {
   const Plan plan = plan_of(R::kThreads, R::kVectors, R::kMost, p.cols / kVector<X>, R::kThreads > 0);
-  const RowsLaunch launch(plan, p.cols, kVector<X>, p.heads);
+  const RowsLaunch launch(plan, p.cols, kVector<X>, p.weight_rows);
   const int bytes = shared_bytes_of_thread * plan.block_threads();
   turns.add(R::name(what, p), [=] {
-    check(launch_teams(kernel, plan, plan.blocks_of(p.rows, R::template kRows<>), bytes, nullptr, p, launch));
+    check(launch_groups(kernel, plan, plan.blocks_of(p.rows, R::template kRows<>), bytes, nullptr, p, launch));
   });
 }
 
 template <Kind KIND, typename X, typename R>
 void plain_and_added(int64_t cols) {
   constexpr bool kLayer = KIND == Kind::layer;
-  using C = Call<X, kLayer, false>;
-  using Added = Call<X, kLayer, false, X>;
-  using W = Walk<X, R, Access::vectors>;
+  using C = Specialised<X, kLayer, false>;
+  using Added = Specialised<X, kLayer, false, X>;
+  using Tile = Tiling<X, R, Access::vectors>;
   Forward p = forward_of_rows<X>(KIND, cols);
-  add_forward<X, R>(kLayer ? "layer" : "rms", forward_trial<KIND, X, R, C>, p, Weights<KIND, X, R, W, C>::kSharedBytes);
+  add_forward<X, R>(kLayer ? "layer" : "rms", forward_trial<KIND, X, R, C>, p, Weights<KIND, X, R, Tile, C>::kSharedBytes);
   p.residual = {array(3, sizeof(X) == 2), kDtype<X>}, p.sum = {array(4, sizeof(X) == 2), kDtype<X>};
   add_forward<X, R>(kLayer ? "add layer" : "add rms", forward_trial<KIND, X, R, Added>, p,
-                    Weights<KIND, X, R, W, Added>::kSharedBytes);
+                    Weights<KIND, X, R, Tile, Added>::kSharedBytes);
 }
 
 template <typename X, bool FIRST, typename R>
@@ -208,17 +208,17 @@ void gated_backward(int64_t cols) {
   p.dx = {of(3), kDtype<X>}, p.dgate = {of(4), kDtype<X>}, p.rstd = static_cast<float*>(array(5, false));
   p.scale = p.x;
   const Plan plan = plan_of(THREADS, VECTORS, MOST, cols / kVector<X>, true);
-  const Shares shares = share_rows(kDtype<X>, cols, p.rows, p.heads, plan.rows_per_block);
-  RowsLaunch launch(plan, cols, kVector<X>, p.heads);
-  launch.take_turns(shares.step, shares.end);
-  const RingArray row{sizeof(X), cols};
-  const int bytes = std::max(launch.with_rings(plan, cols, {row, row, row}, 1), plan.block_threads() * kElements * 4);
-  const Partials partials{static_cast<float*>(array(6, false)), nullptr, shares.partial_rows};
+  const RowSchedule schedule = schedule_rows(kDtype<X>, cols, p.rows, p.weight_rows, plan.rows_per_block);
+  RowsLaunch launch(plan, cols, kVector<X>, p.weight_rows);
+  launch.take_turns(schedule.step, schedule.end);
+  const PipelineArray row{sizeof(X), cols};
+  const int bytes = std::max(launch.with_pipelines(plan, cols, {row, row, row}, 1), plan.block_threads() * kElements * 4);
+  const Partials partials{static_cast<float*>(array(6, false)), nullptr, schedule.partial_rows};
   turns.add("gated backward " + std::to_string(cols) + " columns: " + std::to_string(VECTORS) + " vectors, blocks of " +
                 std::to_string(MOST),
             [=] {
-              check(launch_teams(backward_kernel<Kind::rms, false, Third::gate_first, X, X, R, Access::ring>, plan,
-                                 shares.blocks, bytes, nullptr, p, partials, launch));
+              check(launch_groups(backward_kernel<Kind::rms, false, Extra::gate_first, X, X, R, Access::pipelined>, plan,
+                                 schedule.blocks, bytes, nullptr, p, partials, launch));
             });
 }
 

@@ -53,13 +53,13 @@ message(STATUS "jaxnorm: CUDA kernels on (nvcc ${CMAKE_CUDA_COMPILER_VERSION}, f
 
 # What takes longest to compile comes first.
 jaxnorm_add_module(_cuda
-  src/cuda/backward_f32.cu src/cuda/backward_f16.cu src/cuda/backward_bf16.cu
-  src/cuda/forward_f16.cu src/cuda/forward_bf16.cu src/cuda/forward_f32.cu
-  src/cuda/forward_added_f32.cu src/cuda/forward_added_f16.cu src/cuda/forward_added_bf16.cu
-  src/cuda/forward_quantized_f32.cu src/cuda/forward_quantized_f16.cu src/cuda/forward_quantized_bf16.cu
-  src/cuda/gated_f32.cu src/cuda/gated_f16.cu src/cuda/gated_bf16.cu
-  src/cuda/part_apply.cu src/cuda/part_statistics.cu
-  src/cuda/add.cu src/cuda/partials.cu src/cuda/device.cu src/cuda/dispatch.cc src/cuda/plan.cc src/ffi/cuda_module.cc)
+  src/cuda/ops/backward_f32.cu src/cuda/ops/backward_f16.cu src/cuda/ops/backward_bf16.cu
+  src/cuda/ops/forward_f16.cu src/cuda/ops/forward_bf16.cu src/cuda/ops/forward_f32.cu
+  src/cuda/ops/forward_added_f32.cu src/cuda/ops/forward_added_f16.cu src/cuda/ops/forward_added_bf16.cu
+  src/cuda/ops/forward_quantized_f32.cu src/cuda/ops/forward_quantized_f16.cu src/cuda/ops/forward_quantized_bf16.cu
+  src/cuda/ops/gated_f32.cu src/cuda/ops/gated_f16.cu src/cuda/ops/gated_bf16.cu
+  src/cuda/ops/shard_apply.cu src/cuda/ops/shard_statistics.cu
+  src/cuda/ops/add.cu src/cuda/engine/partials.cu src/cuda/engine/device.cu src/cuda/dispatch.cc src/cuda/engine/plan.cc src/ffi/cuda_module.cc)
 # --fmad=false: where two operations are fused is written in the kernels and not left to the compiler, or a row's bits
 # would depend on which copy of the code it meets.
 # --compress-mode=size: machine code takes a fifth of the room, and is unpacked once, when it is loaded.

@@ -14,9 +14,9 @@
 #include <cstring>
 #include <initializer_list>
 
-#include "cuda/device.h"
+#include "cuda/engine/device.h"
 #include "cuda/norms.h"
-#include "cuda/plan.h"
+#include "cuda/engine/plan.h"
 
 namespace {
 
@@ -48,7 +48,7 @@ void finish(cudaError_t error, const char* what) {
 class Array {
  public:
   Array(Dtype dtype, int64_t elements, int64_t offset, bool is_input) : offset_(offset * size_of(dtype)) {
-    const size_t bytes = (elements * size_of(dtype) + offset_ + 15) / 16 * 16;  // granules are read whole
+    const size_t bytes = (elements * size_of(dtype) + offset_ + 15) / 16 * 16;  // 16-byte words are read whole
     check(cudaMalloc(&data_, bytes ? bytes : 1), "cudaMalloc");
     if (is_input) check(cudaMemset(data_, 0x3c, bytes), "cudaMemset");  // 0.0115 as f32, 1.06 as f16, 0.0115 as bf16
   }
@@ -62,25 +62,25 @@ class Array {
 
 // `offset`: of each array, in elements, so that it is aligned to them and to nothing more. `pad`: columns after each
 // row of y and dy.
-void run(Kind kind, Dtype dtype, int64_t rows, int64_t cols, int64_t offset, const Heads& heads = {}, int64_t pad = 0) {
+void run(Kind kind, Dtype dtype, int64_t rows, int64_t cols, int64_t offset, const RowMap& weight_rows = {}, int64_t pad = 0) {
   now = {kind, dtype, rows, cols};
   const Array x(dtype, rows * cols, offset, true), dy(dtype, rows * (cols + pad), offset, true);
-  const int64_t weights = heads.count * cols;
+  const int64_t weights = weight_rows.count * cols;
   const Array scale(dtype, weights, offset, true), bias(dtype, weights, offset, true);
   const Array y(dtype, rows * (cols + pad), offset, false), dx(dtype, rows * cols, offset, false);
   const Array sum(dtype, rows * cols, offset, true), dsum(dtype, rows * cols, offset, true);
-  const Array mean(Dtype::f32, rows, 0, false), rstd(Dtype::f32, rows, 0, false), drawn(Dtype::f32, 1, 0, false);
+  const Array mean(Dtype::f32, rows, 0, false), rstd(Dtype::f32, rows, 0, false), tickets(Dtype::f32, 1, 0, false);
   const Array dscale(dtype, weights, 0, false), dbias(dtype, weights, 0, false);
   const Array row_sums(Dtype::f32, 2 * rows * (row_segments(dtype, cols) + 1), 0, false);
-  const Array workspace(Dtype::f32, 2 * partial_rows(dtype, cols, heads) * weights, 0, false);
+  const Array workspace(Dtype::f32, 2 * partial_rows(dtype, cols, weight_rows) * weights, 0, false);
   const auto floats = [](const Array& array) { return static_cast<float*>(array.get()); };
 
   Forward f{};
   f.kind = kind, f.rows = rows, f.cols = cols, f.epsilon = 1e-6f, f.multiply_before_cast = true;
   f.x = {x.get(), dtype}, f.scale = {scale.get(), dtype}, f.y = {y.get(), dtype};
   if (kind == Kind::layer) f.bias = {bias.get(), dtype};
-  f.mean = floats(mean), f.rstd = floats(rstd), f.heads = heads, f.y_pad = pad;
-  f.drawn = static_cast<uint32_t*>(drawn.get());
+  f.mean = floats(mean), f.rstd = floats(rstd), f.weight_rows = weight_rows, f.y_pad = pad;
+  f.tickets = static_cast<uint32_t*>(tickets.get());
   finish(forward(f, nullptr), "forward");
 
   Backward b{};
@@ -88,10 +88,10 @@ void run(Kind kind, Dtype dtype, int64_t rows, int64_t cols, int64_t offset, con
   b.x = f.x, b.scale = f.scale, b.dy = {dy.get(), dtype}, b.dx = {dx.get(), dtype};
   b.mean = f.mean, b.rstd = f.rstd, b.dscale = {dscale.get(), dtype};
   if (kind == Kind::layer) b.dbias = {dbias.get(), dtype};
-  b.row_sums = floats(row_sums), b.workspace = floats(workspace), b.heads = heads, b.dy_pad = pad;
+  b.row_sums = floats(row_sums), b.workspace = floats(workspace), b.weight_rows = weight_rows, b.dy_pad = pad;
   finish(backward(b, nullptr), "backward");
 
-  if (heads.count == 1 && pad == 0) {
+  if (weight_rows.count == 1 && pad == 0) {
     // The same as parts of rows that are split over devices.
     finish(part_statistics({kind, rows, cols, f.x, f.mean, f.rstd}, nullptr), "statistics");
     const float* const means = kind == Kind::layer ? f.mean : nullptr;
@@ -135,24 +135,24 @@ void run_quantized(Kind kind, Dtype dtype, int64_t rows, int64_t cols, int64_t o
 }
 
 // Gated, in both orders, with as many heads.
-void run_gated(Dtype dtype, int64_t rows, int64_t cols, int64_t heads, int64_t offset) {
+void run_gated(Dtype dtype, int64_t rows, int64_t cols, int64_t weight_rows, int64_t offset) {
   now = {Kind::rms, dtype, rows, cols};
   const Array x(dtype, rows * cols, offset, true), dy(dtype, rows * cols, offset, true);
-  const Array gate(dtype, rows * cols, offset, true), scale(dtype, heads * cols, offset, true);
+  const Array gate(dtype, rows * cols, offset, true), scale(dtype, weight_rows * cols, offset, true);
   const Array y(dtype, rows * cols, offset, false), dx(dtype, rows * cols, offset, false);
-  const Array dgate(dtype, rows * cols, offset, false), dscale(dtype, heads * cols, 0, false);
+  const Array dgate(dtype, rows * cols, offset, false), dscale(dtype, weight_rows * cols, 0, false);
   const Array rstd(Dtype::f32, rows, 0, false);
-  const Array workspace(Dtype::f32, partial_rows(dtype, cols, {heads, 1}) * heads * cols, 0, false);
+  const Array workspace(Dtype::f32, partial_rows(dtype, cols, {weight_rows, 1}) * weight_rows * cols, 0, false);
   for (const bool first : {false, true}) {
     Forward f{};
     f.kind = Kind::rms, f.rows = rows, f.cols = cols, f.epsilon = 1e-6f, f.multiply_before_cast = true;
-    f.x = {x.get(), dtype}, f.scale = {scale.get(), dtype}, f.y = {y.get(), dtype}, f.heads = {heads, 1};
+    f.x = {x.get(), dtype}, f.scale = {scale.get(), dtype}, f.y = {y.get(), dtype}, f.weight_rows = {weight_rows, 1};
     f.gate = {{gate.get(), dtype}, first ? Activation::silu : Activation::sigmoid, first};
     f.rstd = static_cast<float*>(rstd.get());
     finish(forward(f, nullptr), "gated forward");
 
     Backward b{};
-    b.kind = Kind::rms, b.rows = rows, b.cols = cols, b.heads = f.heads, b.gate = f.gate, b.rstd = f.rstd;
+    b.kind = Kind::rms, b.rows = rows, b.cols = cols, b.weight_rows = f.weight_rows, b.gate = f.gate, b.rstd = f.rstd;
     b.x = f.x, b.scale = f.scale, b.dy = {dy.get(), dtype}, b.dx = {dx.get(), dtype}, b.dgate = {dgate.get(), dtype};
     b.dscale = {dscale.get(), dtype}, b.workspace = static_cast<float*>(workspace.get());
     finish(backward(b, nullptr), "gated backward");
@@ -197,7 +197,7 @@ int main(int argc, char** argv) {
       for (const int64_t cols : {64, 1024, 4096, 65536}) run_quantized(kind, dtype, 37, cols, 1);
       if (kind == Kind::layer) continue;
       for (const int64_t cols : {24, 64, 100, 128, 256, 512, 1024, 4096, 5120, 8192, 12288, 16384})
-        for (const int64_t heads : {1, 8}) run_gated(dtype, 700, cols, heads, 0);
+        for (const int64_t weight_rows : {1, 8}) run_gated(dtype, 700, cols, weight_rows, 0);
       for (const int64_t cols : {64, 1024, 4096}) run_gated(dtype, 37, cols, 1, 1);
     }
   std::printf("ran every regime that was asked for\n");

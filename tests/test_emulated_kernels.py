@@ -10,7 +10,7 @@ import pytest
 HERE = Path(__file__).parent / "emulator"
 SOURCES = HERE.parent.parent / "src"
 WAYS = ("backward", "forward", "forward_added", "forward_quantized", "gated")
-KERNELS = [f"{way}_{dtype}.cu" for dtype in ("f32", "bf16") for way in WAYS]
+KERNELS = [f"ops/{way}_{dtype}.cu" for dtype in ("f32", "bf16") for way in WAYS]
 
 pytestmark = pytest.mark.emulated
 
@@ -27,7 +27,7 @@ def compile_object(source, folder):
 @pytest.fixture(scope="module")
 def objects(tmp_path_factory):
     folder = tmp_path_factory.mktemp("emulated")
-    units = [*KERNELS, "part_apply.cu", "part_statistics.cu", "add.cu", "partials.cu", "dispatch.cc", "plan.cc"]
+    units = [*KERNELS, "shard_apply.cu", "shard_statistics.cu", "add.cu", "partials.cu", "dispatch.cc", "plan.cc"]
     sources = [*(SOURCES / "cuda" / unit for unit in units), HERE / "emulator.cc", HERE / "absent.cc"]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(lambda source: compile_object(source, folder), sources))

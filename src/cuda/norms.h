@@ -10,8 +10,8 @@ namespace jaxnorm::cuda {
 cudaError_t forward(const Forward& p, cudaStream_t stream);
 cudaError_t backward(const Backward& p, cudaStream_t stream);
 
-cudaError_t part_statistics(const PartStatistics& p, cudaStream_t stream);
-cudaError_t part_apply(const PartApply& p, cudaStream_t stream);
+cudaError_t shard_statistics(const ShardStatistics& p, cudaStream_t stream);
+cudaError_t shard_apply(const ShardApply& p, cudaStream_t stream);
 
 // sum = x + residual of a forward, alone.
 cudaError_t add(const Forward& p, cudaStream_t stream);

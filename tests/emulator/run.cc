@@ -10,8 +10,8 @@
 #include <string>
 
 #include "array.h"
+#include "cuda/engine/plan.h"
 #include "cuda/norms.h"
-#include "cuda/plan.h"
 #include "exact.h"
 
 namespace {
@@ -40,10 +40,10 @@ void test(Kind kind, Dtype x_dtype, Dtype dtype, Dtype weights, int64_t rows, in
   for (int64_t i = 0; i < elements; ++i) sum.set(i, x[i] + residual[i]);
   const Exact exact(layer, rows, cols, sum, scale, 0.5, bias, dy, dsum);
 
-  Array y(x_dtype, elements, offset), mean(Dtype::f32, rows), rstd(Dtype::f32, rows), drawn(Dtype::f32, 1);
+  Array y(x_dtype, elements, offset), mean(Dtype::f32, rows), rstd(Dtype::f32, rows), tickets(Dtype::f32, 1);
   Forward f{};
   f.kind = kind, f.rows = rows, f.cols = cols, f.epsilon = 1e-6f, f.scale_offset = 0.5f, f.multiply_before_cast = true;
-  f.x = sum, f.scale = scale, f.y = y, f.mean = mean.floats(), f.rstd = rstd.floats(), f.drawn = drawn.bits();
+  f.x = sum, f.scale = scale, f.y = y, f.mean = mean.floats(), f.rstd = rstd.floats(), f.tickets = tickets.bits();
   if (layer) f.bias = bias;
   expect(forward(f, nullptr) == cudaSuccess, "forward");
   expect(y.error(exact.y) < (x_dtype == Dtype::f32 ? 1e-6 : 4e-3), "y");
@@ -82,7 +82,7 @@ void test(Kind kind, Dtype x_dtype, Dtype dtype, Dtype weights, int64_t rows, in
   expect(!layer || same_dbias.error(exact.dbias) < 5e-6, "dbias beside dsum");
   // Where blocks have as many rows as without.
   const Plan plan = make_plan(Op::backward, kind, dtype, cols, kMaxCluster);
-  if (beside_third_array(plan).rows_per_block == plan.rows_per_block)
+  if (beside_extra_operand(plan).rows_per_block == plan.rows_per_block)
     expect(same_dscale == dscale && (!layer || same_dbias == dbias), "dsum changes nothing else");
 
   // Few rows have kernels of their own, and give the bits that they give among many.
@@ -94,8 +94,8 @@ void test(Kind kind, Dtype x_dtype, Dtype dtype, Dtype weights, int64_t rows, in
   };
   Array few_dx(dtype, count * cols, offset), few_dscale(Dtype::f32, cols), few_dbias(Dtype::f32, cols);
   b.dsum = {}, b.rows = count, b.x = from_begin(sum), b.dy = from_begin(dy), b.mean += begin, b.rstd += begin;
-  run(few_dx, few_dscale, few_dbias, "backward of few rows");
-  expect(std::memcmp(Input(few_dx).data, from_begin(dx).data, count * cols * size_of(dtype)) == 0, "few rows' dx");
+  run(few_dx, few_dscale, few_dbias, "backward of batch rows");
+  expect(std::memcmp(Input(few_dx).data, from_begin(dx).data, count * cols * size_of(dtype)) == 0, "batch rows' dx");
 }
 
 void test_all(int64_t rows, int64_t cols, int64_t offset = 0) {

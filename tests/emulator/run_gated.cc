@@ -8,8 +8,8 @@
 #include <initializer_list>
 
 #include "array.h"
+#include "cuda/engine/plan.h"
 #include "cuda/norms.h"
-#include "cuda/plan.h"
 
 namespace {
 
@@ -31,7 +31,7 @@ struct Case {
   void expect(bool holds, const char* what) const {
     if (holds) return;
     ++failures;
-    std::printf("%s: %s, weights %s, %s, gate %s, %ld x %ld, %ld heads\n", what, dtype == kF32 ? "f32" : "bf16",
+    std::printf("%s: %s, weights %s, %s, gate %s, %ld x %ld, %ld weight_rows\n", what, dtype == kF32 ? "f32" : "bf16",
                 !scaled           ? "absent"
                 : weights == kF32 ? "f32"
                                   : "bf16",
@@ -107,13 +107,13 @@ struct Results {
     Forward f{};
     f.kind = Kind::rms, f.rows = c.rows, f.cols = c.cols, f.multiply_before_cast = true;
     f.epsilon = kEpsilon, f.scale_offset = kOffset;
-    f.x = x, f.y = y, f.rstd = rstd.floats(), f.gate = {gate, c.activation, c.first}, f.heads = {c.count, 1};
+    f.x = x, f.y = y, f.rstd = rstd.floats(), f.gate = {gate, c.activation, c.first}, f.weight_rows = {c.count, 1};
     if (c.scaled) f.scale = scale;
     c.expect(forward(f, nullptr) == cudaSuccess, "forward");
 
     Array workspace(kF32, partial_rows(c.dtype, c.cols, {c.count, 1}) * c.count * c.cols);
     Backward b{};
-    b.kind = Kind::rms, b.rows = c.rows, b.cols = c.cols, b.scale_offset = kOffset, b.heads = f.heads;
+    b.kind = Kind::rms, b.rows = c.rows, b.cols = c.cols, b.scale_offset = kOffset, b.weight_rows = f.weight_rows;
     b.x = x, b.dy = dy, b.scale = f.scale, b.gate = f.gate, b.rstd = f.rstd, b.workspace = workspace.floats();
     b.dx = dx, b.dgate = dgate, b.dscale = dscale;
     c.expect(backward(b, nullptr) == cudaSuccess, "backward");

@@ -8,8 +8,8 @@
 #include <initializer_list>
 
 #include "array.h"
+#include "cuda/engine/plan.h"
 #include "cuda/norms.h"
-#include "cuda/plan.h"
 #include "exact.h"
 
 namespace {
@@ -37,25 +37,25 @@ Array rows_of(const Array& from, Dtype dtype, int64_t rows, int64_t cols, int64_
 }
 
 // The results of a call forward and backward.
-struct Call {
+struct Specialised {
   Array y, mean, rstd, dx, dscale, dbias;
   bool holds;
 
-  Call(Kind kind, Dtype dtype, const Heads& heads, int64_t rows, int64_t cols, int64_t offset, const Array& x,
-       const Array& dy, Input dsum, Input scale, Input bias)
+  Specialised(Kind kind, Dtype dtype, const RowMap& weight_rows, int64_t rows, int64_t cols, int64_t offset,
+              const Array& x, const Array& dy, Input dsum, Input scale, Input bias)
       : y(dtype, rows * cols, offset),
         mean(Dtype::f32, rows),
         rstd(Dtype::f32, rows),
         dx(dtype, rows * cols, offset),
-        dscale(Dtype::f32, heads.count * cols),
-        dbias(Dtype::f32, heads.count * cols) {
+        dscale(Dtype::f32, weight_rows.count * cols),
+        dbias(Dtype::f32, weight_rows.count * cols) {
     Forward f{};
-    f.kind = kind, f.rows = rows, f.cols = cols, f.epsilon = 1e-6f, f.scale_offset = 0.5f, f.heads = heads;
+    f.kind = kind, f.rows = rows, f.cols = cols, f.epsilon = 1e-6f, f.scale_offset = 0.5f, f.weight_rows = weight_rows;
     f.multiply_before_cast = kind == Kind::layer;
     f.x = x, f.scale = scale, f.bias = bias, f.y = y, f.mean = mean.floats(), f.rstd = rstd.floats();
-    Array workspace(Dtype::f32, 2 * partial_rows(dtype, cols, heads) * heads.count * cols);
+    Array workspace(Dtype::f32, 2 * partial_rows(dtype, cols, weight_rows) * weight_rows.count * cols);
     Backward b{};
-    b.kind = kind, b.rows = rows, b.cols = cols, b.scale_offset = 0.5f, b.heads = heads;
+    b.kind = kind, b.rows = rows, b.cols = cols, b.scale_offset = 0.5f, b.weight_rows = weight_rows;
     b.mean = f.mean, b.rstd = f.rstd, b.x = x, b.dy = dy, b.dsum = dsum, b.scale = scale;
     b.workspace = workspace.floats(), b.dx = dx, b.dscale = dscale;
     if (bias) b.dbias = dbias;
@@ -77,11 +77,12 @@ void test(Kind kind, Dtype dtype, Dtype weights, const Shape& shape, int64_t off
   const auto dy = Array::normal(dtype, shape.rows() * cols, offset);
   const auto dsum = Array::normal(dtype, shape.rows() * cols, offset);
   const auto scale = Array::normal(weights, count * cols, offset), bias = Array::normal(weights, count * cols, offset);
-  const auto call = [&](const Heads& heads, int64_t rows, auto& x, auto& dy, auto& dsum, auto& scale, auto& bias) {
-    return Call(kind, dtype, heads, rows, cols, offset, x, dy, adds ? Input(dsum) : Input(), scale,
-                layer ? Input(bias) : Input());
+  const auto call = [&](const RowMap& weight_rows, int64_t rows, auto& x, auto& dy, auto& dsum, auto& scale,
+                        auto& bias) {
+    return Specialised(kind, dtype, weight_rows, rows, cols, offset, x, dy, adds ? Input(dsum) : Input(), scale,
+                       layer ? Input(bias) : Input());
   };
-  const Call all = call({count, inner}, shape.rows(), x, dy, dsum, scale, bias);
+  const Specialised all = call({count, inner}, shape.rows(), x, dy, dsum, scale, bias);
   expect(all.holds, "a call");
 
   std::vector<double> dscale, dbias;
@@ -95,7 +96,7 @@ void test(Kind kind, Dtype dtype, Dtype weights, const Shape& shape, int64_t off
     };
     const auto own_x = of_head(x, dtype), own_dy = of_head(dy, dtype), own_scale = row(scale), own_bias = row(bias);
     const auto own_dsum = of_head(dsum, dtype);
-    const Call own = call({}, shape.rows_of_head(), own_x, own_dy, own_dsum, own_scale, own_bias);
+    const Specialised own = call({}, shape.rows_of_head(), own_x, own_dy, own_dsum, own_scale, own_bias);
     expect(own.holds && of_head(all.y, dtype) == own.y, "y");
     expect(of_head(all.dx, dtype) == own.dx, "dx");
     const Exact exact(layer, shape.rows_of_head(), cols, own_x, own_scale, 0.5, own_bias, own_dy, own_dy);
@@ -129,7 +130,7 @@ int main(int argc, char** argv) {
       }
     test_all({2, 40, 1, 64}, 1);
     // More: heads that divide a group of rows, that do not, and more of them than a group has; neighbouring rows in one
-    // part and in several; rows enough for a second turn of each team.
+    // part and in several; rows enough for a second turn of each thread group.
     for (const int64_t cols : {64, 128}) {
       for (const int64_t count : {1, 3, 32, 40, 100}) test_all({1000 / count, count, 1, cols});
       for (const int64_t count : {1, 3, 40}) test_all({2, count, 600 / count, cols});

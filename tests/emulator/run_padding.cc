@@ -8,8 +8,8 @@
 #include <initializer_list>
 
 #include "array.h"
+#include "cuda/engine/plan.h"
 #include "cuda/norms.h"
-#include "cuda/plan.h"
 
 namespace {
 
@@ -44,12 +44,12 @@ void test(Kind kind, Dtype y_dtype, Dtype dtype, Dtype weights, int64_t rows, in
   const auto scale = Array::normal(weights, cols, offset), bias = Array::normal(weights, cols, offset);
   Array sum(dtype, elements, offset), fused_sum(dtype, elements, offset);
   Array y(y_dtype, elements, offset), padded(y_dtype, padded_elements, offset), fused(y_dtype, padded_elements, offset);
-  Array mean(Dtype::f32, rows), rstd(Dtype::f32, rows), drawn(Dtype::f32, 1);
+  Array mean(Dtype::f32, rows), rstd(Dtype::f32, rows), tickets(Dtype::f32, 1);
   Forward f{};
   f.kind = kind, f.rows = rows, f.cols = cols, f.epsilon = 1e-6f, f.multiply_before_cast = true;
   f.x = x, f.residual = residual, f.sum = sum, f.scale = scale, f.y = y, f.mean = mean.floats(), f.rstd = rstd.floats();
   if (layer) f.bias = bias;
-  f.drawn = drawn.bits();
+  f.tickets = tickets.bits();
   expect(forward(f, nullptr) == cudaSuccess, "forward");
   f.y = fused, f.sum = fused_sum, f.y_pad = pad;
   expect(forward(f, nullptr) == cudaSuccess, "padded forward with a residual");
@@ -109,7 +109,7 @@ int main(int argc, char** argv) {
     test_all(13, 64, 64, 1);
     for (const int64_t cols : {64, 100, 257}) test_all(600, cols, 8);  // more than few
     test_all(600, 64, 7);
-    test_all(600, 64, 500);  // no room for rings of rows with their padding
+    test_all(600, 64, 500);  // no room for pipelines of rows with their padding
     for (const int64_t cols : {8192, 12288}) test_all(3, cols, 32);
     for (const int64_t pad : {1, 64}) test_all(3, 20'000, pad);  // clusters
     test_all(2, 20'001, 7);

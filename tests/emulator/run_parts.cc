@@ -39,8 +39,8 @@ struct Statistics {
   Array mean, variance;
 
   Statistics(Kind kind, Input x, int64_t rows, int64_t cols) : mean(f32, rows), variance(f32, rows) {
-    const PartStatistics p{kind, rows, cols, x, kind == Kind::layer ? mean.floats() : nullptr, variance.floats()};
-    if (part_statistics(p, nullptr) != cudaSuccess) ++failures;
+    const ShardStatistics p{kind, rows, cols, x, kind == Kind::layer ? mean.floats() : nullptr, variance.floats()};
+    if (shard_statistics(p, nullptr) != cudaSuccess) ++failures;
   }
 };
 
@@ -111,12 +111,12 @@ void test_apply(Kind kind, Dtype x_dtype, Dtype y_dtype, Weights weights, bool m
   const auto scale = Array::normal(weights.scale, cols, offset), bias = Array::normal(weights.bias, cols, offset);
   auto mean = Array::normal(f32, rows, 0), rstd = Array::normal(f32, rows, 0);
   Array y(y_dtype, rows * cols, offset), expected(y_dtype, rows * cols, offset), rounded(y_dtype, 1);
-  PartApply p{};
+  ShardApply p{};
   p.kind = kind, p.rows = rows, p.cols = cols, p.x = x, p.y = y, p.mean = layer ? mean.floats() : nullptr;
   p.rstd = rstd.floats(), p.scale_offset = 0.25f, p.multiply_before_cast = multiply_before_cast;
   if (weights.has_scale) p.scale = scale;
   if (weights.has_bias) p.bias = bias;
-  expect(part_apply(p, nullptr) == cudaSuccess, "apply");
+  expect(shard_apply(p, nullptr) == cudaSuccess, "apply");
 
   std::vector<double> exact(rows * cols);
   for (int64_t row = 0; row < rows; ++row)
@@ -171,8 +171,8 @@ int main(int argc, char** argv) {
         for (const Weights& weights : kWeights)
           for (const bool multiply_before_cast : {false, true})
             for (const int64_t offset : {0, 1}) test_apply(kind, x, y, weights, multiply_before_cast, 3, 264, offset);
-      if (part_statistics({kind, 0, 8}, nullptr) != cudaSuccess) ++failures;
-      if (part_apply({kind, 0, 8}, nullptr) != cudaSuccess) ++failures;
+      if (shard_statistics({kind, 0, 8}, nullptr) != cudaSuccess) ++failures;
+      if (shard_apply({kind, 0, 8}, nullptr) != cudaSuccess) ++failures;
     }
   }
   std::printf("%d failures\n", failures);

@@ -1,0 +1,58 @@
+// What a kernel sees of a call: pointers, dtypes and sizes, and nothing of XLA.
+//
+// Each op has a struct for each direction in ops/, with these as its fields. An absent operand has a null pointer.
+// Pointers are aligned to their element and to nothing more.
+#pragma once
+
+#include <cstdint>
+
+namespace jaxnorm {
+
+// Results are quantised to the last three; all other arrays are of the first three.
+enum class Dtype : uint8_t { f32, f16, bf16, f8e4m3fn, f8e5m2, s8 };
+
+constexpr bool is_quantized(Dtype dtype) { return dtype >= Dtype::f8e4m3fn; }
+constexpr int size_of(Dtype dtype) { return dtype == Dtype::f32 ? 4 : is_quantized(dtype) ? 1 : 2; }
+
+// The pairs of dtypes that a kernel serves, of what it normalises and y, or of x and the residual: equal, or one is f32.
+constexpr bool is_supported(Dtype a, Dtype b) { return a == b || a == Dtype::f32 || b == Dtype::f32; }
+
+struct Input {
+  const void* data = nullptr;
+  Dtype dtype = Dtype::f32;
+  explicit operator bool() const { return data != nullptr; }
+};
+
+struct Output {
+  void* data = nullptr;
+  Dtype dtype = Dtype::f32;
+  explicit operator bool() const { return data != nullptr; }
+};
+
+// Which row of an operand goes with row r of x: row r / inner % count. One row for all rows of x: count 1.
+struct RowMap {
+  int64_t count = 1, inner = 1;
+};
+
+// Room for what a kernel keeps beside its results. A program may have been exported with a size that another build
+// wanted, so a kernel makes do with less, and refuses a call only where it cannot.
+struct Workspace {
+  float* data = nullptr;
+  int64_t floats = 0;
+};
+
+// How large a workspace a call wants, and what that follows from: the same on every GPU, since it is part of what is
+// exported.
+struct WorkspaceSize {
+  int64_t floats_a_row = 0, floats = 0;
+};
+
+struct WorkspaceQuery {
+  Dtype dtype;  // of what is normalised
+  int64_t cols;
+  int weights = 0;  // how many gradients of weights are wanted
+  RowMap weight_rows;
+  bool with_dx = false;
+};
+
+}  // namespace jaxnorm

@@ -1,0 +1,30 @@
+// What the launches have to know of the current device, asked once.
+#pragma once
+
+namespace jaxnorm::cuda {
+
+struct Device {
+  int multiprocessors = 1;
+  int shared_bytes = 0;  // the most that a block may be allowed, its kernel's own included
+  int clusters[5] = {};  // how many clusters of 1, 2, ... 16 blocks as large as any run at once
+
+  bool has_clusters() const { return clusters[1] > 0; }
+
+  // The largest cluster that it can launch; 1: none.
+  int max_cluster() const {
+    int blocks = 1;
+    for (int i = 1; i < 5 && clusters[i] > 0; ++i) blocks *= 2;
+    return blocks;
+  }
+
+  // How many thread groups of as many blocks, each with a multiprocessor for itself, run at once.
+  int groups_at_once(int blocks) const {
+    int i = 0;
+    while (1 << i < blocks) ++i;
+    return i == 0 ? multiprocessors : clusters[i];
+  }
+};
+
+const Device& current_device();
+
+}  // namespace jaxnorm::cuda

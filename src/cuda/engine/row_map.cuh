@@ -1,0 +1,55 @@
+// Of several rows of scale and bias, which is whose.
+#pragma once
+
+#include <cstdint>
+
+#include "norm.h"
+
+namespace jaxnorm::cuda {
+
+// Quotients by a number that is known at the launch, without a division: exact of 0 to 2^63 - 1.
+struct Divisor {
+  int64_t value;
+  uint64_t factor;  // 2^(63 + shift) / value, rounded up
+  int shift;        // 2^shift is at least `value`
+
+  explicit Divisor(int64_t value) : value(value), shift(0) {
+    while (uint64_t{1} << shift < static_cast<uint64_t>(value)) ++shift;
+    factor = static_cast<uint64_t>(((static_cast<unsigned __int128>(1) << (63 + shift)) + value - 1) / value);
+  }
+
+  __device__ int64_t quotient(int64_t number) const {
+    return static_cast<int64_t>(__umul64hi(2 * static_cast<uint64_t>(number), factor) >> shift);
+  }
+  __device__ int64_t remainder(int64_t number) const { return number - quotient(number) * value; }
+};
+
+// What kernels need to find a row's head.
+struct RowMapLaunch {
+  Divisor count, inner;
+  int64_t skipped;      // rows of other heads between those of a head
+  bool has_neighbours;  // whether neighbouring rows are of one head, and others are not
+
+  explicit RowMapLaunch(const RowMap& weight_rows)
+      : count(weight_rows.count),
+        inner(weight_rows.inner),
+        skipped((weight_rows.count - 1) * weight_rows.inner),
+        has_neighbours(weight_rows.count > 1 && weight_rows.inner > 1) {}
+
+  __device__ int64_t of_row(int64_t row) const {
+    return count.value == 1 ? 0 : count.remainder(inner.value == 1 ? row : inner.quotient(row));
+  }
+
+  // The row that is the index-th of a head.
+  __device__ int64_t row_of(int64_t head, int64_t index) const {
+    return count.value == 1 ? index : index + inner.quotient(index) * skipped + head * inner.value;
+  }
+};
+
+// scale or bias, if it is there, from element `at` on.
+__device__ inline Input from(const Input& weight, int64_t at) {
+  if (!weight.data) return weight;
+  return {static_cast<const char*>(weight.data) + at * (weight.dtype == Dtype::f32 ? 4 : 2), weight.dtype};
+}
+
+}  // namespace jaxnorm::cuda

@@ -1,0 +1,29 @@
+// What the shim calls: each op, and how large a workspace it wants. Nothing here allocates or asks the stream anything:
+// calls may be captured into CUDA graphs.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "ops/add_norm.h"
+#include "ops/gated_norm.h"
+#include "ops/norm_shard.h"
+#include "ops/quantized_norm.h"
+
+namespace jaxnorm::cuda {
+
+// cudaErrorMemoryAllocation: the workspace has too little room for any way to compute the op.
+cudaError_t run(const NormForward& p, cudaStream_t stream);
+cudaError_t run(const AddNormForward& p, cudaStream_t stream);
+cudaError_t run(const QuantizedNormForward& p, cudaStream_t stream);
+cudaError_t run(const GatedNormForward& p, cudaStream_t stream);
+cudaError_t run(const NormBackward& p, cudaStream_t stream);
+cudaError_t run(const GatedNormBackward& p, cudaStream_t stream);
+cudaError_t run(const ShardStatistics& p, cudaStream_t stream);
+cudaError_t run(const ShardApply& p, cudaStream_t stream);
+
+// Ops without a workspace have none of these.
+WorkspaceSize norm_forward_workspace(Kind kind, const WorkspaceQuery& query);
+WorkspaceSize norm_backward_workspace(const WorkspaceQuery& query);
+WorkspaceSize gated_norm_backward_workspace(const WorkspaceQuery& query);
+
+}  // namespace jaxnorm::cuda
