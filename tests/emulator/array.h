@@ -7,7 +7,7 @@
 #include <random>
 #include <vector>
 
-#include "norm.h"
+#include "call.h"
 
 namespace jaxnorm {
 
@@ -26,7 +26,7 @@ class Array {
     static std::mt19937 random;
     std::normal_distribution<float> draw;
     Array array(dtype, elements, offset);
-    for (int64_t i = 0; i < elements; ++i) array.set(i, take_ticket(random));
+    for (int64_t i = 0; i < elements; ++i) array.set(i, draw(random));
     return array;
   }
 

@@ -1,14 +1,14 @@
-// Runs the CUDA kernels for rows that are split over devices on the host: statistics against float64, and y bit for bit
+// Runs the CUDA kernels for rows that are sharded over devices on the host: statistics against float64, and y bit for bit
 // against the formula in f32.
 //
-//   run_parts                every shape
-//   run_parts ROWS COLS      one shape
+//   run_shards                every shape
+//   run_shards ROWS COLS      one shape
 #include <cstdio>
 #include <cstdlib>
 #include <initializer_list>
 
 #include "array.h"
-#include "cuda/norms.h"
+#include "cuda/ops.h"
 
 namespace {
 
@@ -40,7 +40,7 @@ struct Statistics {
 
   Statistics(Kind kind, Input x, int64_t rows, int64_t cols) : mean(f32, rows), variance(f32, rows) {
     const ShardStatistics p{kind, rows, cols, x, kind == Kind::layer ? mean.floats() : nullptr, variance.floats()};
-    if (shard_statistics(p, nullptr) != cudaSuccess) ++failures;
+    if (run(p, nullptr) != cudaSuccess) ++failures;
   }
 };
 
@@ -116,7 +116,7 @@ void test_apply(Kind kind, Dtype x_dtype, Dtype y_dtype, Weights weights, bool m
   p.rstd = rstd.floats(), p.scale_offset = 0.25f, p.multiply_before_cast = multiply_before_cast;
   if (weights.has_scale) p.scale = scale;
   if (weights.has_bias) p.bias = bias;
-  expect(shard_apply(p, nullptr) == cudaSuccess, "apply");
+  expect(run(p, nullptr) == cudaSuccess, "apply");
 
   std::vector<double> exact(rows * cols);
   for (int64_t row = 0; row < rows; ++row)
@@ -171,8 +171,8 @@ int main(int argc, char** argv) {
         for (const Weights& weights : kWeights)
           for (const bool multiply_before_cast : {false, true})
             for (const int64_t offset : {0, 1}) test_apply(kind, x, y, weights, multiply_before_cast, 3, 264, offset);
-      if (shard_statistics({kind, 0, 8}, nullptr) != cudaSuccess) ++failures;
-      if (shard_apply({kind, 0, 8}, nullptr) != cudaSuccess) ++failures;
+      if (run(ShardStatistics{kind, 0, 8}, nullptr) != cudaSuccess) ++failures;
+      if (run(ShardApply{kind, 0, 8}, nullptr) != cudaSuccess) ++failures;
     }
   }
   std::printf("%d failures\n", failures);
