@@ -9,7 +9,7 @@ import pytest
 
 HERE = Path(__file__).parent / "emulator"
 SOURCES = HERE.parent.parent / "src"
-WAYS = ("backward", "forward", "forward_added", "forward_quantized", "gated")
+WAYS = ("norm_grad", "gated_norm_grad", "forward", "forward_added", "forward_quantized", "gated")
 KERNELS = [f"ops/{way}_{dtype}.cu" for dtype in ("f32", "bf16") for way in WAYS]
 
 pytestmark = pytest.mark.emulated
@@ -27,7 +27,8 @@ def compile_object(source, folder):
 @pytest.fixture(scope="module")
 def objects(tmp_path_factory):
     folder = tmp_path_factory.mktemp("emulated")
-    units = [*KERNELS, "shard_apply.cu", "shard_statistics.cu", "add.cu", "partials.cu", "dispatch.cc", "plan.cc"]
+    units = [*KERNELS, "ops/shard_apply.cu", "ops/shard_statistics.cu", "ops/add.cu", "ops/grad.cc", "dispatch.cc"]
+    units += ["engine/partials.cu", "engine/plan.cc", "engine/grad_schedule.cc"]
     sources = [*(SOURCES / "cuda" / unit for unit in units), HERE / "emulator.cc", HERE / "absent.cc"]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(lambda source: compile_object(source, folder), sources))

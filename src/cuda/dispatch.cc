@@ -31,11 +31,4 @@ cudaError_t forward(const Forward& p, cudaStream_t stream) {
   return forward(norm, stream);
 }
 
-cudaError_t backward(const Backward& p, cudaStream_t stream) {
-  return with_dtype(p.x.dtype, [&](auto type) {
-    using X = decltype(type);
-    return p.gate ? backward_gated_of<X>(p, stream) : backward_of<X>(p, stream);
-  });
-}
-
 }  // namespace jaxnorm::cuda

@@ -8,7 +8,6 @@
 namespace jaxnorm::cuda {
 
 cudaError_t forward(const Forward& p, cudaStream_t stream);
-cudaError_t backward(const Backward& p, cudaStream_t stream);
 
 cudaError_t shard_statistics(const ShardStatistics& p, cudaStream_t stream);
 cudaError_t shard_apply(const ShardApply& p, cudaStream_t stream);
@@ -28,9 +27,5 @@ cudaError_t forward_quantized_of(const Forward& p, cudaStream_t stream);
 // With a gate: rows of up to 16384 columns.
 template <typename X>
 cudaError_t forward_gated_of(const Forward& p, cudaStream_t stream);
-template <typename X>
-cudaError_t backward_of(const Backward& p, cudaStream_t stream);
-template <typename X>
-cudaError_t backward_gated_of(const Backward& p, cudaStream_t stream);
 
 }  // namespace jaxnorm::cuda

@@ -2,6 +2,7 @@
 #include <cstdlib>
 
 #include "cuda/norms.h"
+#include "cuda/ops/grad.h"
 
 namespace jaxnorm::cuda {
 
@@ -22,11 +23,11 @@ cudaError_t forward_gated_of<__half>(const Forward&, cudaStream_t) {
   std::abort();
 }
 template <>
-cudaError_t backward_of<__half>(const Backward&, cudaStream_t) {
+cudaError_t norm_grad_of<__half>(const NormBackward&, cudaStream_t) {
   std::abort();
 }
 template <>
-cudaError_t backward_gated_of<__half>(const Backward&, cudaStream_t) {
+cudaError_t gated_norm_grad_of<__half>(const GatedNormBackward&, cudaStream_t) {
   std::abort();
 }
 

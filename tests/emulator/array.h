@@ -7,7 +7,7 @@
 #include <random>
 #include <vector>
 
-#include "norm.h"
+#include "call.h"
 
 namespace jaxnorm {
 
@@ -26,7 +26,7 @@ class Array {
     static std::mt19937 random;
     std::normal_distribution<float> draw;
     Array array(dtype, elements, offset);
-    for (int64_t i = 0; i < elements; ++i) array.set(i, take_ticket(random));
+    for (int64_t i = 0; i < elements; ++i) array.set(i, draw(random));
     return array;
   }
 
@@ -64,6 +64,7 @@ class Array {
 
   operator Input() const { return {data_, dtype_}; }
   operator Output() { return {data_, dtype_}; }
+  Workspace workspace() { return {floats(), elements_}; }
   float* floats() { return reinterpret_cast<float*>(data_); }
   uint32_t* bits() { return reinterpret_cast<uint32_t*>(data_); }
 

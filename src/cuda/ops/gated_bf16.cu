@@ -1,7 +1,5 @@
-#include "cuda/ops/backward_gated.cuh"
 #include "cuda/ops/forward_gated.cuh"
 
 namespace jaxnorm::cuda {
 template cudaError_t forward_gated_of<__nv_bfloat16>(const Forward&, cudaStream_t);
-template cudaError_t backward_gated_of<__nv_bfloat16>(const Backward&, cudaStream_t);
 }  // namespace jaxnorm::cuda
