@@ -50,9 +50,8 @@ template <typename Op, typename T, typename Tile>
 __device__ SegmentSums thread_sums(const GradCall<typename Op::State>& p, int64_t row, int64_t begin) {
   constexpr int N = Tile::N;
   const int64_t dy_stride = Tile::ALIGNED ? p.cols : p.dy_stride;
-  const Op op(p.state);
   typename Op::Scalars s{};
-  fetch_scalars(op, p.rows, row, s);
+  fetch_scalars<Op>(p, row, s);
   s = s.for_sums();
   SegmentSums sums{};
 #pragma unroll
@@ -132,8 +131,7 @@ __device__ ColumnScalars<Op> column_scalars(const GradCall<typename Op::State>& 
     sums = sum_over_warp(sums);
     scalars.means = {sums.gx / p.cols, sums.g / p.cols};
   }
-  const Op op(p.state);
-  op.fetch(row, scalars.s);
+  Op(p.state).fetch(row, scalars.s);
   return scalars;
 }
 

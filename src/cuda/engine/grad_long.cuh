@@ -132,7 +132,6 @@ __device__ __forceinline__ void long_rows(const GradCall<typename Op::State>& p,
   using Tile = LongTiling<Op>;
   using Pipeline = VectorPipeline<X, Tile>;
   constexpr bool kAdds = Op::kExtra == Extra::in_memory;
-  const Op op(p.state);
   ThreadGroup<kWholeBlock, Sums<1>, kMaxCluster> group(launch.threads_per_row, p.cols, launch.span,
                                                        launch.reciprocal_cols);
   const Rows rows = launch.backwards(group.index, 1);
@@ -142,10 +141,10 @@ __device__ __forceinline__ void long_rows(const GradCall<typename Op::State>& p,
   std::conditional_t<(Op::kWeights > 0), ColumnSums<Tile>, NoColumnSums> dscale;
   std::conditional_t<(Op::kWeights > 1), ColumnSums<Tile>, NoColumnSums> dbias;
   typename Op::Scalars fetched{};
-  fetch_scalars(op, p.rows, rows.start(0), fetched);
+  fetch_scalars<Op>(p, rows.start(0), fetched);
   for (int64_t row = rows.start(0); rows.has(row); row += rows.step) {
     const typename Op::Scalars s = fetched;
-    fetch_scalars(op, p.rows, row + rows.step, fetched);
+    fetch_scalars<Op>(p, row + rows.step, fetched);
     const X* const extra = p.extra.data ? static_cast<const X*>(p.extra.data) + row * p.cols : nullptr;
     if constexpr (kAdds)
       for_each_vector<Tile>(group, [&](int, auto col, int remaining) {
@@ -155,10 +154,10 @@ __device__ __forceinline__ void long_rows(const GradCall<typename Op::State>& p,
     group.publish(
         warp_sums<Op, Tile>(group, s, PipelineOperands<Tile, Pipeline, false>{pipeline}, scale, dscale, dbias));
     const auto sums = group.collect();
-    if (op.has_result(p.dx)) {
+    if (Op(p.state).has_result(p.dx)) {
       const auto place = [&](void* array) { return static_cast<X*>(array) + row * p.cols; };
       const auto finish = [&](const auto& added) {
-        const auto result = op.template result<Tile>(p.dx, added, place);
+        const auto result = Op(p.state).template result<Tile>(p.dx, added, place);
         finish_row<Op, Tile>(group, s, sums, PipelineOperands<Tile, Pipeline, true>{pipeline}, scale,
                              LastResult<Tile, decltype(result), Pipeline>{result, pipeline});
       };

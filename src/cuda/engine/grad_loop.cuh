@@ -132,7 +132,6 @@ __device__ __forceinline__ void grad_rows(const GradCall<typename Op::State>& p,
   using Group = typename Types::Group;
   constexpr bool kDeferDx = Types::kDeferDx;
   constexpr int kGroups = Group::kGroupsOfWarp;
-  const Op op(p.state);
   Group group(launch.threads_per_row, p.cols, launch.span, launch.reciprocal_cols);
   const GradRows<Op, Types> source{p, launch, group};
   const Rows rows = source.rows();
@@ -143,10 +142,10 @@ __device__ __forceinline__ void grad_rows(const GradCall<typename Op::State>& p,
   const int64_t start = rows.start(group.place - in_warp) + in_warp;
   // Of the row to come, of the one whose sums are under way, and of the one before, whose dx may be deferred.
   typename Op::Scalars fetched{}, current{}, deferred;
-  fetch_scalars(op, p.rows, source.row_of(start), fetched);
+  fetch_scalars<Op>(p, source.row_of(start), fetched);
   pipeline.acquire_rest();
   scale.arrive(p.scale_offset, 1.0f);
-  Operands<Op, Tile> operands(op);
+  Operands<Op, Tile> operands(Op(p.state));
   typename Types::DScale dscale;
   typename Types::DBias dbias;
 
@@ -161,21 +160,21 @@ __device__ __forceinline__ void grad_rows(const GradCall<typename Op::State>& p,
       current = fetched;
       pipeline.wait();
       source.read(source.row_of(next), pipeline, operands);
-      fetch_scalars(op, p.rows, source.row_of(next + rows.step), fetched);
+      fetch_scalars<Op>(p, source.row_of(next + rows.step), fetched);
       group.publish(warp_sums<Op, Tile>(group, current, operands, scale, dscale, dbias));
       pipeline.synced();
     }
     if (kDeferDx && next == start) continue;
     const int64_t row = source.row_of(kDeferDx ? next - rows.step : next);
     const auto sums = group.collect();
-    if (op.has_result(p.dx)) {
+    if (Op(p.state).has_result(p.dx)) {
       if constexpr (kDeferDx) {
         operands.x.read(group, pipeline.template oldest<0>(source.x + source.in_pipeline(row)));
         operands.dy.read(group, pipeline.template oldest<1>(source.dy_in_pipeline(row)));
       }
       const auto place = [&](void* array) { return static_cast<typename Op::X*>(array) + row * p.cols; };
       finish_row<Op, Tile>(group, kDeferDx ? deferred : current, sums, operands, scale,
-                           op.template result<Tile>(p.dx, source.added(row, pipeline), place));
+                           Op(p.state).template result<Tile>(p.dx, source.added(row, pipeline), place));
     }
     pipeline.release();
   }

@@ -44,10 +44,11 @@ struct GradCall {
 // What transform returns where nothing is handed on.
 struct NothingKept {};
 
-// Beyond the last row a thread group's scalars stay as they are.
-template <typename Op>
-__device__ void fetch_scalars(const Op& op, int64_t rows, int64_t row, typename Op::Scalars& s) {
-  if (static_cast<uint64_t>(row) < static_cast<uint64_t>(rows)) op.fetch(row, s);
+// The scalars of a row of a call; beyond the last row they stay as they are. The functor is made where it is used, so that
+// what it has is read from the call's arguments then, and takes no registers before.
+template <typename Op, typename Call>
+__device__ void fetch_scalars(const Call& p, int64_t row, typename Op::Scalars& s) {
+  if (static_cast<uint64_t>(row) < static_cast<uint64_t>(p.rows)) Op(p.state).fetch(row, s);
 }
 
 }  // namespace jaxnorm::cuda

@@ -48,7 +48,6 @@ struct SmallBatchGrad {
 template <typename Op, int N>
 __device__ void sum_over_rows(const SmallBatchGrad<typename Op::State>& p, int weight_row, int col, int remaining,
                               float (&sums)[2][N]) {
-  const Op op(p.state);
   const int rows = static_cast<int>(p.weight_rows.count.quotient(p.rows));
   const auto read = [&](const void* array, int64_t row_at, float (&to)[N]) {
     unpack(load<true, N>(static_cast<const typename Op::X*>(array) + row_at + col, remaining), to);
@@ -57,14 +56,14 @@ __device__ void sum_over_rows(const SmallBatchGrad<typename Op::State>& p, int w
   for (int index = threadIdx.x / kStrip; index < rows; index += blockDim.x / kStrip) {
     const int64_t row = p.weight_rows.row_of(weight_row, index);
     typename Op::Scalars s{};
-    fetch_scalars(op, p.rows, row, s);
+    fetch_scalars<Op>(p, row, s);
     float x[N], dy[N];
     read(p.x, row * p.cols, x);
     read(p.dy, row * p.dy_stride, dy);
     if constexpr (Op::kTransforms) {
       float extra[N];
       read(p.extra, row * p.cols, extra);
-      op.transform(x, dy, extra);
+      Op(p.state).transform(x, dy, extra);
     }
 #pragma unroll
     for (int i = 0; i < N; ++i) {
@@ -120,13 +119,12 @@ __device__ __forceinline__ void small_batch_row(const SmallBatchGrad<typename Op
     hide(at);
     return at;
   };
-  const Op op(p.state);
-  Operands<Op, Tile> operands(op);
+  Operands<Op, Tile> operands(Op(p.state));
   operands.x.read(group, row_of(static_cast<const X*>(p.x), p.cols));
   operands.dy.read(group, row_of(static_cast<const X*>(p.dy), p.dy_stride));
   if constexpr (Op::kTransforms) operands.extra.read(group, row_of(static_cast<const X*>(p.extra), p.cols));
   typename Op::Scalars s{};
-  fetch_scalars(op, p.rows, row, s);
+  fetch_scalars<Op>(p, row, s);
   ScaleOf<Op, Tile> scale(group, from(p.scale, p.weight_rows.of_row(row) * p.cols));
   scale.arrive(p.scale_offset, 1.0f);
   NoColumnSums none;
@@ -134,7 +132,7 @@ __device__ __forceinline__ void small_batch_row(const SmallBatchGrad<typename Op
   const auto place = [&](void* array) { return array ? row_of(static_cast<X*>(array), p.cols) : nullptr; };
   const auto finish = [&](const auto& added) {
     finish_row<Op, Tile>(group, s, group.collect(), operands, scale,
-                         op.template result<Tile>({p.dx, kDtype<X>}, added, place));
+                         Op(p.state).template result<Tile>({p.dx, kDtype<X>}, added, place));
   };
   if constexpr (Op::kTransforms || Op::kExtra == Extra::absent) {
     finish(NothingAdded{});
