@@ -49,7 +49,7 @@ __device__ void load_factor(const Call& p, int64_t col, int remaining, float (&f
 template <typename Op, typename T, typename Tile>
 __device__ SegmentSums thread_sums(const GradCall<typename Op::State>& p, int64_t row, int64_t begin) {
   constexpr int N = Tile::N;
-  const int64_t dy_stride = Tile::ALIGNED ? p.cols : p.dy_stride;
+  const int64_t dy_stride = Tile::ALIGNED ? p.cols : p.cols + p.dy_pad;
   typename Op::Scalars s{};
   fetch_scalars<Op>(p, row, s);
   s = s.for_sums();
@@ -90,8 +90,9 @@ __global__ void __launch_bounds__(kSegmentThreads)
   using X = typename Op::X;
   using R = Regime<kWholeBlock, kSegment / kSegmentThreads / kVector<X>, 1>;
   using Aligned = Tiling<X, R, Access::vectors>;
-  const int64_t row = p.rows - 1 - blockIdx.x / segments.count, segment = blockIdx.x % segments.count;
-  const int64_t begin = (segment * segments.pieces + segments.piece) * kSegment;
+  const int segment = static_cast<int>(blockIdx.x % segments.count);
+  const int64_t row = p.rows - 1 - blockIdx.x / segments.count,
+                begin = static_cast<int64_t>(segment * segments.pieces + segments.piece) * kSegment;
   SegmentSums sums;
   if (!aligned) {
     sums = thread_sums<Op, void, Tiling<X, R, Access::elementwise>>(p, row, begin);
@@ -162,7 +163,7 @@ __device__ __forceinline__ void finish_columns(const GradCall<typename Op::State
 #pragma unroll(ADD ? 1 : 2)
     for (int i = 0; i < rows; ++i) {
       const int64_t row = begin + i * stride, at = row * p.cols + col;
-      const int64_t dy_at = ALIGNED ? at : row * p.dy_stride + col;
+      const int64_t dy_at = ALIGNED ? at : at + row * p.dy_pad;
       const ColumnScalars<Op> own = scalars[i];
       float x[N], dy[N];
       unpack(load<ALIGNED, N>(static_cast<const X*>(p.x.data) + at, remaining), x);
@@ -213,7 +214,7 @@ cudaError_t launch_columns(const GradCall<typename Op::State>& p, const GradRoom
   using X = typename Op::X;
   Partials partials = room.partials;
   if (aligned) partials.rows = std::min(partials.rows, rows_of_column_blocks(kDtype<X>, p.cols));
-  aligned = aligned && p.dy_stride == p.cols;
+  aligned = aligned && p.dy_pad == 0;
   const int64_t pieces = (p.cols + kSegment - 1) / kSegment;
   Segments segments{reinterpret_cast<SegmentSums*>(room.row_sums), room.segments, 1, 0};
   if (p.dx) {

@@ -70,7 +70,7 @@ class GradLaunch {
       return cudaErrorNotSupported;
     } else {
       if (launch_.weight_rows.has_neighbours) return cudaErrorNotSupported;
-      const PipelineArray x{sizeof(X), p_.cols}, dy{sizeof(typename Op::DY), p_.dy_stride};
+      const PipelineArray x{sizeof(X), p_.cols}, dy{sizeof(typename Op::DY), p_.cols + p_.dy_pad};
       const int held = kDeferDx<Op, R, ACCESS == Access::pipelined> ? 2 : 1;
       const int bytes = Op::kExtra == Extra::pipelined ? launch_.with_pipelines(plan_, p_.cols, {x, dy, x}, held)
                                                        : launch_.with_pipelines(plan_, p_.cols, {x, dy}, held);

@@ -20,7 +20,7 @@ class VectorPipeline {
       : shared_(shared + threadIdx.x * 16),
         rows_(rows),
         x_stride_(p.cols),
-        dy_stride_(p.dy_stride),
+        dy_stride_(p.cols + p.dy_pad),
         row_(rows.start(0)) {
     const int64_t first = group.begin + first_of_thread<Tile>(group);
     x_ = static_cast<const X*>(p.x.data) + first;

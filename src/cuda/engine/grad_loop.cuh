@@ -43,6 +43,7 @@ struct GradRows {
   // Of weight rows with neighbours block i has rows of weight row i % count, which are counted for themselves. They come
   // without a pipeline: what it takes to find each would cost the others 5 to 10 % of their time.
   const bool has_neighbours = !Tile::PIPELINED && launch.weight_rows.has_neighbours;
+  const int64_t part = has_neighbours ? launch.weight_rows.count.quotient(group.index) : group.index;
 
   __device__ int64_t row_of(int64_t index) const {
     const RowMapLaunch& weight_rows = launch.weight_rows;
@@ -50,9 +51,7 @@ struct GradRows {
   }
 
   // The first row of the block's first group of rows, counted so.
-  __device__ int64_t first() const {
-    return (has_neighbours ? launch.weight_rows.count.quotient(group.index) : group.index) * launch.rows_per_block;
-  }
+  __device__ int64_t first() const { return part * launch.rows_per_block; }
 
   // Where thread groups share a warp, half types take 7 % more time from the last row on, for reasons unknown.
   __device__ Rows rows() const {
@@ -84,7 +83,7 @@ struct GradRows {
       if constexpr (Op::kTransforms) operands.extra.read(group, pipeline.template newest<2>(extra + in_pipeline(row)));
     } else {
       operands.x.read(group, x + row * p.cols);
-      operands.dy.read(group, dy(row * p.dy_stride));
+      operands.dy.read(group, dy(row * (p.cols + p.dy_pad)));
       if constexpr (Op::kTransforms) operands.extra.read(group, extra + row * p.cols);
     }
   }

@@ -34,7 +34,7 @@ enum class Extra : uint8_t { absent, in_memory, pipelined };
 // A call as the kernels see it. `State`: the op's own.
 template <typename State>
 struct GradCall {
-  int64_t rows, cols, dy_stride;
+  int64_t rows, cols, dy_pad;  // dy_pad: elements after each row of dy
   Input x, dy, extra, scale;
   Output dx;
   float scale_offset;

@@ -32,7 +32,7 @@ struct SmallBatchGrad {
         scale(p.scale),
         rows(static_cast<int>(p.rows)),
         cols(static_cast<int>(p.cols)),
-        dy_stride(static_cast<int>(p.dy_stride)),
+        dy_stride(static_cast<int>(p.cols + p.dy_pad)),
         reciprocal_cols(1.0f / static_cast<float>(p.cols)),
         scale_offset(p.scale_offset),
         threads_per_row(plan.threads_per_row),
@@ -157,7 +157,7 @@ struct SmallBatchLimits {
 
 template <typename State>
 bool is_small_batch(const GradCall<State>& p, const Plan& plan, const RowMap& weight_rows, SmallBatchLimits limits) {
-  return p.rows > 0 && p.rows <= limits.rows && p.rows * p.dy_stride <= limits.elements &&
+  return p.rows > 0 && p.rows <= limits.rows && p.rows * (p.cols + p.dy_pad) <= limits.elements &&
          p.rows % weight_rows.count == 0 && plan.blocks_per_row == 1 && plan.segments == 0;
 }
 

@@ -113,7 +113,7 @@ cudaError_t gated_norm_grad_of(const GatedNormBackward& p, cudaStream_t stream) 
   const bool aligned =
       p.cols % N == 0 && are_aligned<N>(p.x, p.gate.data, p.dy, p.scale, p.dx, p.dgate,
                                         Output{p.workspace.data, Dtype::f32});
-  const GradCall<GatedState> call{p.rows,  p.cols, p.cols,         p.x, p.dy, p.gate.data,
+  const GradCall<GatedState> call{p.rows,  p.cols, 0,         p.x, p.dy, p.gate.data,
                                   p.scale, p.dx,   p.scale_offset, {p.rstd, p.gate.activation, p.gate.first, p.dgate.data}};
   const SmallBatchLimits limits{kSmallGatedBatch.rows * p.weight_rows.count, kSmallGatedBatch.elements};
   if (aligned && is_small_batch(call, plan, p.weight_rows, limits) && plan.vectors <= kElements / N)
