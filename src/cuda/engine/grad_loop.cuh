@@ -43,6 +43,7 @@ struct GradRows {
   // Of weight rows with neighbours block i has rows of weight row i % count, which are counted for themselves. They come
   // without a pipeline: what it takes to find each would cost the others 5 to 10 % of their time.
   const bool has_neighbours = !Tile::PIPELINED && launch.weight_rows.has_neighbours;
+  const int block_rows = launch.rows_per_block;
   const int64_t part = has_neighbours ? launch.weight_rows.count.quotient(group.index) : group.index;
 
   __device__ int64_t row_of(int64_t index) const {
@@ -51,12 +52,11 @@ struct GradRows {
   }
 
   // The first row of the block's first group of rows, counted so.
-  __device__ int64_t first() const { return part * launch.rows_per_block; }
+  __device__ int64_t first() const { return part * block_rows; }
 
   // Where thread groups share a warp, half types take 7 % more time from the last row on, for reasons unknown.
   __device__ Rows rows() const {
-    return Group::kGroupsOfWarp > 1 ? launch.forwards(first(), launch.rows_per_block)
-                                    : launch.backwards(first(), launch.rows_per_block);
+    return Group::kGroupsOfWarp > 1 ? launch.forwards(first(), block_rows) : launch.backwards(first(), block_rows);
   }
 
   __device__ int64_t weight_row() const { return launch.weight_rows.of_row(row_of(first() + group.place)); }
@@ -110,14 +110,12 @@ __device__ __forceinline__ void write_partials(const Source& source, const typen
                                                char* shared) {
   const RowsLaunch& launch = source.launch;
   const auto& count = launch.weight_rows.count;
-  __syncthreads();  // the pipeline is empty, and its memory may serve for sums
   // The weight rows of the block's thread groups follow each other, from this one on where a partial row has all.
   const int first =
       count.value > 1 && launch.sums == count.value ? static_cast<int>(count.remainder(source.first())) : 0;
   const int64_t at = source.group.index * launch.sums * source.p.cols;
   const auto write = [&](const auto& sums, float* to) {
-    if (to)
-      sums.write(source.group, launch.rows_per_block, launch.sums, first, reinterpret_cast<float*>(shared), to + at);
+    if (to) sums.write(source.group, source.block_rows, launch.sums, first, reinterpret_cast<float*>(shared), to + at);
   };
   if constexpr (!std::is_same_v<typename Types::DScale, NoColumnSums>) write(dscale, partials.dscale);
   if constexpr (!std::is_same_v<typename Types::DBias, NoColumnSums>) write(dbias, partials.dbias);
@@ -180,7 +178,10 @@ __device__ __forceinline__ void grad_rows(const GradCall<typename Op::State>& p,
   // A thread group without a row of the last group meets as often as the others: compute-sanitizer reports races
   // otherwise.
   if (R::kThreads == kWholeWarps && start - group.place < rows.start(0)) group.meet();
-  if constexpr (Op::kWeights > 0) write_partials<Types>(source, dscale, dbias, partials, shared);
+  if constexpr (Op::kWeights > 0) {
+    __syncthreads();  // the pipeline is empty, and its memory may serve for sums
+    write_partials<Types>(source, dscale, dbias, partials, shared);
+  }
 }
 
 template <typename Op, typename R, Access ACCESS>

@@ -34,11 +34,12 @@ enum class Extra : uint8_t { absent, in_memory, pipelined };
 // A call as the kernels see it. `State`: the op's own.
 template <typename State>
 struct GradCall {
-  int64_t rows, cols, dy_pad;  // dy_pad: elements after each row of dy
-  Input x, dy, extra, scale;
+  int64_t rows, cols;
+  Input dy, x, scale, extra;
+  State state;
   Output dx;
   float scale_offset;
-  State state;
+  int64_t dy_pad;  // elements after each row of dy
 };
 
 // What transform returns where nothing is handed on.

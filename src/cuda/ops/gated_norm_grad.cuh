@@ -113,8 +113,8 @@ cudaError_t gated_norm_grad_of(const GatedNormBackward& p, cudaStream_t stream) 
   const bool aligned =
       p.cols % N == 0 && are_aligned<N>(p.x, p.gate.data, p.dy, p.scale, p.dx, p.dgate,
                                         Output{p.workspace.data, Dtype::f32});
-  const GradCall<GatedState> call{p.rows,  p.cols, 0,         p.x, p.dy, p.gate.data,
-                                  p.scale, p.dx,   p.scale_offset, {p.rstd, p.gate.activation, p.gate.first, p.dgate.data}};
+  const GatedState state{p.rstd, p.gate.activation, p.gate.first, p.dgate.data};
+  const GradCall<GatedState> call{p.rows, p.cols, p.dy, p.x, p.scale, p.gate.data, state, p.dx, p.scale_offset, 0};
   const SmallBatchLimits limits{kSmallGatedBatch.rows * p.weight_rows.count, kSmallGatedBatch.elements};
   if (aligned && is_small_batch(call, plan, p.weight_rows, limits) && plan.vectors <= kElements / N)
     return launch_small_batch<GatedNormGrad<X, Order::any, Extra::in_memory>>(
