@@ -15,8 +15,8 @@
 #include <initializer_list>
 
 #include "cuda/engine/device.h"
-#include "cuda/norms.h"
 #include "cuda/engine/plan.h"
+#include "cuda/ops.h"
 
 namespace {
 
@@ -62,7 +62,8 @@ class Array {
 
 // `offset`: of each array, in elements, so that it is aligned to them and to nothing more. `pad`: columns after each
 // row of y and dy.
-void run(Kind kind, Dtype dtype, int64_t rows, int64_t cols, int64_t offset, const RowMap& weight_rows = {}, int64_t pad = 0) {
+void run(Kind kind, Dtype dtype, int64_t rows, int64_t cols, int64_t offset, const RowMap& weight_rows = {},
+         int64_t pad = 0) {
   now = {kind, dtype, rows, cols};
   const Array x(dtype, rows * cols, offset, true), dy(dtype, rows * (cols + pad), offset, true);
   const int64_t weights = weight_rows.count * cols;

@@ -53,7 +53,8 @@ float scale_of(const Quantization& q, float amax) {
 }
 
 // Whether `values` and `scales` are those of y.
-bool is_quantized(const QuantizedNormForward& f, const Array& y, const Array* smooth, const Array& values, const Array& scales) {
+bool is_quantized(const QuantizedNormForward& f, const Array& y, const Array* smooth, const Array& values,
+                  const Array& scales) {
   const Quantization& q = f.quantized;
   for (int64_t begin = 0; begin < f.rows * f.cols; begin += q.group) {
     std::vector<float> v(q.group);

@@ -1,5 +1,5 @@
-// Runs the CUDA kernels for rows that are sharded over devices on the host: statistics against float64, and y bit for bit
-// against the formula in f32.
+// Runs the CUDA kernels for rows that are sharded over devices on the host: statistics against float64, and y bit for
+// bit against the formula in f32.
 //
 //   run_shards                every shape
 //   run_shards ROWS COLS      one shape

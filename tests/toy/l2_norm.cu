@@ -1,7 +1,6 @@
-#include "l2_norm.h"
-
 #include "cuda/ops/load.cuh"
 #include "cuda/ops/stats.cuh"
+#include "l2_norm.h"
 
 namespace toy {
 namespace {

@@ -8,8 +8,8 @@
 
 namespace jaxnorm::cuda {
 
-// Of a row of T: in shared memory, once a pipeline has it; or packed in registers, read once; or, if it is streamed, read
-// from memory in every pass.
+// Of a row of T: in shared memory, once a pipeline has it; or packed in registers, read once; or, if it is streamed,
+// read from memory in every pass.
 template <typename T, typename Tile>
 class Row {
  public:
@@ -124,12 +124,15 @@ class SumRow {
   // b alone, from memory: nothing is added.
   template <typename ThreadGroup>
   __device__ void read(const ThreadGroup& group, const T* b) {
-    for_each_vector<Tile>(
-        group, [&](int vec, auto col, int remaining) { packed_[vec] = load<Tile::ALIGNED, Tile::N>(b + col, remaining); });
+    for_each_vector<Tile>(group, [&](int vec, auto col, int remaining) {
+      packed_[vec] = load<Tile::ALIGNED, Tile::N>(b + col, remaining);
+    });
   }
 
   // Columns past the row's end are zero.
-  __device__ void get(int vec, int64_t, int remaining, float (&to)[Tile::N]) const { unpack(packed(vec, remaining), to); }
+  __device__ void get(int vec, int64_t, int remaining, float (&to)[Tile::N]) const {
+    unpack(packed(vec, remaining), to);
+  }
 
   __device__ Packed<T, Tile::N> packed(int vec, int remaining) const {
     if constexpr (!Tile::PIPELINED) return packed_[vec];
@@ -143,8 +146,8 @@ class SumRow {
   Packed<T, Tile::N> packed_[Tile::PIPELINED ? 1 : Tile::VECTORS];
 };
 
-// A thread's running sum over its columns of a row, in two halves that do not wait for each other. Thousands of terms, as
-// in a streamed row, need more than f32 to stay exact.
+// A thread's running sum over its columns of a row, in two halves that do not wait for each other. Thousands of terms,
+// as in a streamed row, need more than f32 to stay exact.
 template <typename Tile>
 class Sum {
  public:

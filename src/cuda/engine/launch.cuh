@@ -31,9 +31,9 @@ struct Regime {
 
 // An entry of a table of regimes as a type.
 template <typename TABLE, int ENTRY>
-struct TableRegime : Regime<TABLE::kTable.entry[ENTRY].threads, TABLE::kTable.entry[ENTRY].vectors,
-                            (TABLE::kTable.entry[ENTRY].blocks > 1 ? kMaxCluster : 1),
-                            TABLE::kTable.entry[ENTRY].block_threads> {
+struct TableRegime
+    : Regime<TABLE::kTable.entry[ENTRY].threads, TABLE::kTable.entry[ENTRY].vectors,
+             (TABLE::kTable.entry[ENTRY].blocks > 1 ? kMaxCluster : 1), TABLE::kTable.entry[ENTRY].block_threads> {
   static constexpr Registers kRegisters = TABLE::kTable.entry[ENTRY].registers;
   static constexpr bool kDividedOnly = TABLE::kTable.entry[ENTRY].divided_only;
 };
@@ -55,8 +55,8 @@ constexpr int resident_blocks(int registers, int threads) {
   return (16 << 10) / (registers * kWarp) * 4 * kWarp / threads;
 }
 
-// How a kernel reaches rows: in vectors or, where those do not divide a row, in elements, unless it can do with unaligned
-// vectors. How it does either makes no difference to the results.
+// How a kernel reaches rows: in vectors or, where those do not divide a row, in elements, unless it can do with
+// unaligned vectors. How it does either makes no difference to the results.
 enum class Access : uint8_t {
   pipelined,    // aligned vectors, by way of shared memory
   vectors,      // aligned vectors
@@ -120,8 +120,8 @@ struct RowsLaunch {
     last_step = rows > 0 ? (rows - 1) / step * step : 0;
   }
 
-  // For clusters with pipelines, which draw tickets for the rows that they have no room for at first. The workspace has the
-  // count of tickets. Without it there are so many clusters that each has room for its rows.
+  // For clusters with pipelines, which draw tickets for the rows that they have no room for at first. The workspace has
+  // the count of tickets. Without it there are so many clusters that each has room for its rows.
   cudaError_t schedule_dynamically(int64_t& clusters, int64_t rows, const Workspace& workspace, cudaStream_t stream) {
     if (rows > INT_MAX) return cudaErrorInvalidValue;
     if (rows > clusters * pipeline.stages && workspace.floats < 1)
@@ -136,14 +136,14 @@ struct RowsLaunch {
     return {{end - step + cluster, -step, end, 1}, static_cast<int>(step) * pipeline.stages, tickets};
   }
 
-  // The rows of a block that begins at row `first` of each step, from the last step to the first: of what was written just
-  // now the cache still has the end, and whoever reads the result begins at its beginning.
+  // The rows of a block that begins at row `first` of each step, from the last step to the first: of what was written
+  // just now the cache still has the end, and whoever reads the result begins at its beginning.
   __device__ Rows backwards(int64_t first, int block_rows) const { return {first + last_step, -step, end, block_rows}; }
 
   __device__ Rows forwards(int64_t first, int block_rows) const { return {first, step, end, block_rows}; }
 
-  // Sets up pipelines, if the device can have them. `held`: how many rows a thread group has at once. Returns how many bytes
-  // of shared memory a block needs, with `besides` bytes after the pipelines; 0: there are no pipelines.
+  // Sets up pipelines, if the device can have them. `held`: how many rows a thread group has at once. Returns how many
+  // bytes of shared memory a block needs, with `besides` bytes after the pipelines; 0: there are no pipelines.
   int with_pipelines(const Plan& plan, int64_t cols, std::initializer_list<PipelineArray> arrays, int held,
                      int besides = 0) {
     const Device& device = current_device();
@@ -185,8 +185,8 @@ cudaError_t launch_grid(void (*kernel)(Params...), dim3 grid, dim3 block, cudaSt
 template <typename... Params, typename... Args>
 cudaError_t launch_groups(void (*kernel)(Params...), const Plan& plan, int64_t blocks_or_clusters, int shared_bytes,
                           cudaStream_t stream, const Args&... args) {
-  // More than this has to be allowed kernel by kernel, for all threads of the process. So what is allowed may not depend on
-  // the call: it is all that there is.
+  // More than this has to be allowed kernel by kernel, for all threads of the process. So what is allowed may not
+  // depend on the call: it is all that there is.
   constexpr int portable_cluster = 8, portable_shared = 40 << 10;
   if (blocks_or_clusters > INT_MAX / plan.blocks_per_row) return cudaErrorInvalidConfiguration;
   const auto function = reinterpret_cast<const void*>(kernel);

@@ -3,8 +3,8 @@
 // waits for.
 //
 // A stage is refilled once the whole thread group has met after its last look at it. Every reduction is such a meeting,
-// so nobody reports back; the thread groups of a warp share a pipeline and meet in the warp. A thread group may wait for
-// a row before it releases the one before.
+// so nobody reports back; the thread groups of a warp share a pipeline and meet in the warp. A thread group may wait
+// for a row before it releases the one before.
 #pragma once
 
 #include <climits>
@@ -41,14 +41,15 @@ struct PipelineShape {
   }
 };
 
-// A grid-stride schedule of a block's rows. It takes blocks of neighbouring rows, and each of its thread groups has one row
-// of each.
+// A grid-stride schedule of a block's rows. It takes blocks of neighbouring rows, and each of its thread groups has one
+// row of each.
 struct Rows {
-  int64_t begin, step, end;  // the first row of the first block, rows from a block to the next, and how many rows there are
-  int block_rows;            // rows of a block
+  int64_t begin, step,
+      end;         // the first row of the first block, rows from a block to the next, and how many rows there are
+  int block_rows;  // rows of a block
 
-  // The first row of the thread group with this place, or of several from this place on: the last block of rows may have
-  // none for them.
+  // The first row of the thread group with this place, or of several from this place on: the last block of rows may
+  // have none for them.
   __device__ int64_t start(int place) const {
     const int64_t row = begin + place;
     return step < 0 && row >= end ? row + step : row;
@@ -57,9 +58,9 @@ struct Rows {
   __device__ bool has(int64_t row) const { return static_cast<uint64_t>(row) < static_cast<uint64_t>(end); }
 };
 
-// A dynamic schedule, as some multiprocessors are served faster than others. A cluster has as many rows of its own as its
-// pipeline has room for. For the row that takes the place of one of them its first block draws a ticket meanwhile, which
-// the others get with the statistics of that one.
+// A dynamic schedule, as some multiprocessors are served faster than others. A cluster has as many rows of its own as
+// its pipeline has room for. For the row that takes the place of one of them its first block draws a ticket meanwhile,
+// which the others get with the statistics of that one.
 struct DynamicRows : Rows {
   int own;            // rows that are some cluster's own
   uint32_t* tickets;  // how many tickets were drawn for the others; null: there are no others
@@ -163,8 +164,8 @@ class Pipeline {
     dynamic_rows()[oldest_] = to_int(next_row_);
   }
 
-  // Where the thread group's columns are, of the row that was waited for last, or first of those not released yet. `row`:
-  // where they are in the array.
+  // Where the thread group's columns are, of the row that was waited for last, or first of those not released yet.
+  // `row`: where they are in the array.
   template <int ARRAY>
   __device__ auto newest(const Element<ARRAY>* row) const {
     return copy_of<ARRAY>(row, newest_);
@@ -178,7 +179,8 @@ class Pipeline {
   static constexpr int kRows = ThreadGroup::kGroupsOfWarp;  // of a stage
   static constexpr bool kIsDynamic = std::is_same_v<Source, DynamicRows>;
   static_assert(!kIsDynamic || kRows == 1);
-  static_assert(ThreadGroup::kSharedBytes + kMaxStages * (sizeof(TransactionBarrier) + (kIsDynamic ? sizeof(int) : 0)) <=
+  static_assert(ThreadGroup::kSharedBytes +
+                    kMaxStages * (sizeof(TransactionBarrier) + (kIsDynamic ? sizeof(int) : 0)) <=
                 kOwnBytes);
 
   __device__ int to_int(int64_t row) const { return rows_.has(row) ? static_cast<int>(row) : -1; }

@@ -39,8 +39,8 @@ struct RowOp {
   using Stats = STATS;
 
   template <typename R, Access ACCESS>
-  using Tile = std::conditional_t<ACCESS == Access::elementwise, RereadTiling<Stream, R, ACCESS>,
-                                  Tiling<Stream, R, ACCESS>>;
+  using Tile =
+      std::conditional_t<ACCESS == Access::elementwise, RereadTiling<Stream, R, ACCESS>, Tiling<Stream, R, ACCESS>>;
 
   // Rows of a thread group under way at once.
   template <typename R>
@@ -64,7 +64,7 @@ struct RowOp {
 
 // What epilogues need only if they say so.
 struct RowEpilogue {
-  static constexpr int kSharedBytes = 0;     // of the direct loop: shared memory of a thread
+  static constexpr int kSharedBytes = 0;   // of the direct loop: shared memory of a thread
   static constexpr bool kReduces = false;  // of the pipelined loop: whether it has a reduction of its own
 };
 
@@ -200,8 +200,8 @@ struct RowLauncher {
                          launch);
   }
 
-  // By way of pipelines where clusters can have them. `is_aligned`: whether vectors divide all rows, and may be accessed
-  // whole.
+  // By way of pipelines where clusters can have them. `is_aligned`: whether vectors divide all rows, and may be
+  // accessed whole.
   cudaError_t run(bool is_aligned) const {
     if constexpr (R::kCluster > 1 && R::kVectors != kStreamed)
       if (is_aligned)

@@ -96,8 +96,8 @@ struct Moments {
 
   __device__ void set_cols(int64_t cols) { value[0] = cols; }
 
-  // Chan, Golub and LeVeque 1983, with means relative to that of the first part. `reciprocal`: of the sum of all counts.
-  // A lane without a part has a count of 0.
+  // Chan, Golub and LeVeque 1983, with means relative to that of the first part. `reciprocal`: of the sum of all
+  // counts. A lane without a part has a count of 0.
   __device__ static Moments merge(const Moments& part, const Moments& first, int parts, float reciprocal) {
     const float count = part.value[0], origin = first.value[1], distance = part.value[1] - origin;
     const float mean = sum_of_parts(count > 0 ? count * distance : 0.0f, parts) * reciprocal, off = distance - mean;
@@ -117,8 +117,8 @@ struct Largest {
 // blocks of a thread group. MOST: the most threads of a block. MANY: whether a thread group may have more warps than
 // kMaxParts.
 //
-// A reduction is published and collected. In a cluster the next one may be published before the last one is collected, so
-// that the blocks exchange their parts meanwhile. By: what merges the parts, if it is not Part itself.
+// A reduction is published and collected. In a cluster the next one may be published before the last one is collected,
+// so that the blocks exchange their parts meanwhile. By: what merges the parts, if it is not Part itself.
 template <int THREADS, typename Part, int CLUSTER, int MOST = kMaxThreads, bool MANY = false>
 class ThreadGroup {
  public:
@@ -178,8 +178,8 @@ class ThreadGroup {
     return group_largest<kSpansWarps ? kWarp : THREADS>(magnitude);
   }
 
-  // Adds this warp's part of a row to the next reduction. On return the thread group's threads in this block have met, if
-  // they are of several warps. The blocks of a cluster get the ticket of the first one's first thread with it.
+  // Adds this warp's part of a row to the next reduction. On return the thread group's threads in this block have met,
+  // if they are of several warps. The blocks of a cluster get the ticket of the first one's first thread with it.
   template <typename By = Part>
   __device__ void publish(const Part& part, [[maybe_unused]] float ticket = 0) {
     if constexpr (!kSpansWarps) {
@@ -205,8 +205,8 @@ class ThreadGroup {
     ++published_;
   }
 
-  // The merged parts of the whole thread group, with the same bits in every thread. Reductions are collected in the order
-  // in which they were published.
+  // The merged parts of the whole thread group, with the same bits in every thread. Reductions are collected in the
+  // order in which they were published.
   template <typename By = Part>
   __device__ Part collect() {
     if constexpr (!kSpansWarps) {
@@ -226,7 +226,8 @@ class ThreadGroup {
 
  private:
   // How many reductions have room for their parts. A block that publishes one more has collected all but the last, to
-  // which every block has published; so every block has collected all but the last two before that, and one more is free.
+  // which every block has published; so every block has collected all but the last two before that, and one more is
+  // free.
   static constexpr unsigned kSets = 4;
 
  public:
@@ -235,7 +236,6 @@ class ThreadGroup {
       kSets * static_cast<int>(sizeof(Part) * (MOST / kWarp + CLUSTER) + sizeof(TransactionBarrier));
 
  private:
-
   template <typename By>
   __device__ static Part merge(const Part* parts, int count, float reciprocal) {
     const int i = lane() % (count > 4 ? kMaxParts : 4);

@@ -33,10 +33,10 @@ __device__ int first_of_thread(const ThreadGroup& group) {
   return group.rank / Tile::LANES * Tile::VECTORS * Tile::STRIDE + group.rank % Tile::LANES * Tile::N;
 }
 
-// Calls f(vec, col, remaining) for each vector of this thread. `vec` counts them; once unrolled it is a constant, so that
-// it may index registers. `col` is the vector's first column, and `remaining` how many columns the row has from there
-// on: zero or less where a thread group has more vectors than the row. All threads of a thread group call f equally
-// often.
+// Calls f(vec, col, remaining) for each vector of this thread. `vec` counts them; once unrolled it is a constant, so
+// that it may index registers. `col` is the vector's first column, and `remaining` how many columns the row has from
+// there on: zero or less where a thread group has more vectors than the row. All threads of a thread group call f
+// equally often.
 template <typename Tile, typename ThreadGroup, typename F>
 __device__ void for_each_vector(const ThreadGroup& group, F f) {
   constexpr int N = Tile::N;

@@ -1,6 +1,7 @@
-// Unaligned vectors, for rows of half types that vectors do not divide. Such a row begins and ends anywhere in a 16-byte
-// word, which is one access. A vector is put together from the two words in which it lies, and a word to be written from
-// two neighbouring vectors. Memory is not allocated in smaller pieces than such words, so they may be read whole.
+// Unaligned vectors, for rows of half types that vectors do not divide. Such a row begins and ends anywhere in a
+// 16-byte word, which is one access. A vector is put together from the two words in which it lies, and a word to be
+// written from two neighbouring vectors. Memory is not allocated in smaller pieces than such words, so they may be read
+// whole.
 #pragma once
 
 #include "cuda/engine/tiling.cuh"

@@ -130,9 +130,9 @@ __device__ __noinline__ void store_elements(T* to, Packed<T, N> packed, int rema
     if (i < remaining) to[i] = element[i];
 }
 
-// N elements of an array that the kernel does not write; those from the `remaining`-th on are zero. ALIGNED promises that
-// all N are there or, if `remaining` is not positive, none, and that `from` is aligned as Packed is. The values, and so
-// all results, are the same either way.
+// N elements of an array that the kernel does not write; those from the `remaining`-th on are zero. ALIGNED promises
+// that all N are there or, if `remaining` is not positive, none, and that `from` is aligned as Packed is. The values,
+// and so all results, are the same either way.
 template <bool ALIGNED, int N, typename T>
 __device__ Packed<T, N> load(const T* from, int remaining) {
   Packed<T, N> packed{};
@@ -198,7 +198,8 @@ __device__ void store(T* to, const Packed<T, N>& packed, int remaining) {
                                       std::conditional_t<sizeof(packed) % 8 == 0, uint2, uint32_t>>;
 #pragma unroll
     for (unsigned i = 0; i < sizeof(packed) / sizeof(Access); ++i)
-      if (remaining > 0) store_vector(reinterpret_cast<Access*>(to) + i, reinterpret_cast<const Access*>(packed.word)[i]);
+      if (remaining > 0)
+        store_vector(reinterpret_cast<Access*>(to) + i, reinterpret_cast<const Access*>(packed.word)[i]);
   } else {
     store_elements<N>(to, packed, remaining);
   }

@@ -19,8 +19,8 @@ __device__ void complete(bool there, float offset, float absent, float (&weight)
 // Where a weight is until the row's statistics are known: still in memory, or on its way.
 enum class Place : uint8_t { memory, registers, shared };
 
-// scale or bias of type T, packed. In shared memory each thread has what it needs for itself, in the block's `space` for
-// this weight, once it has waited for its copies.
+// scale or bias of type T, packed. In shared memory each thread has what it needs for itself, in the block's `space`
+// for this weight, once it has waited for its copies.
 template <typename T, typename Tile, Place PLACE>
 class PackedWeight {
  public:
@@ -35,8 +35,8 @@ class PackedWeight {
       : weight_(static_cast<const T*>(weight.data)),
         shared_(PLACE == Place::shared ? space + threadIdx.x * kWordBytes : nullptr) {
     if constexpr (PLACE == Place::registers) {
-      for_each_vector<Tile>(group,
-                            [&](int vec, auto col, int remaining) { packed_[vec] = fetch(col, wanted ? remaining : 0); });
+      for_each_vector<Tile>(
+          group, [&](int vec, auto col, int remaining) { packed_[vec] = fetch(col, wanted ? remaining : 0); });
     } else if constexpr (PLACE == Place::shared) {
       for_each_vector<Tile>(group, [&](int vec, auto col, int remaining) {
 #pragma unroll
@@ -92,8 +92,8 @@ class PackedWeight {
 
 // scale or bias of any type, as floats in registers for all rows of a thread group.
 //
-// The constructor begins to load it and `arrive` waits for it. A pipeline may be filled in between: behind the rows that
-// fill one the loads would have to queue.
+// The constructor begins to load it and `arrive` waits for it. A pipeline may be filled in between: behind the rows
+// that fill one the loads would have to queue.
 template <typename Tile>
 class FloatWeight {
  public:

@@ -55,9 +55,8 @@ cudaError_t add_norm_as(const AddNormForward& p, const Plan& plan, cudaStream_t 
       if constexpr (R::kVectors == kStreamed) {
         return cudaErrorNotSupported;
       } else {
-        return with_known_weights<STATS, X>(p, [&](auto weights) {
-          return launch_add_norm<STATS, S, X, R, decltype(weights)>(p, plan, stream);
-        });
+        return with_known_weights<STATS, X>(
+            p, [&](auto weights) { return launch_add_norm<STATS, S, X, R, decltype(weights)>(p, plan, stream); });
       }
     });
   });

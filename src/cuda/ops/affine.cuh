@@ -72,10 +72,9 @@ struct HeldWeights {
   static constexpr bool kSameType = sizeof(T) == sizeof(S), kLarger = sizeof(T) > sizeof(S), kVectors = Tile::N > 1;
   // There is no room in registers for those of LayerNorm, nor for f32 beside a half type. Where a thread has more of
   // them than here, the way through shared memory takes longer than loading them late.
-  static constexpr bool kShared =
-      kVectors && !W::kPerHead &&
-      (kSameType ? CENTRED && R::kThreads == kWholeBlock && R::kVectors == 4
-                 : kLarger && R::kThreads == 8 && R::kVectors <= 2);
+  static constexpr bool kShared = kVectors && !W::kPerHead &&
+                                  (kSameType ? CENTRED && R::kThreads == kWholeBlock && R::kVectors == 4
+                                             : kLarger && R::kThreads == 8 && R::kVectors <= 2);
   static constexpr Place kPlace = kShared                                     ? Place::shared
                                   : kVectors && kSameType && kRegisters <= 32 ? Place::registers
                                                                               : Place::memory;

@@ -35,8 +35,8 @@ struct NormOp : RowOp<S, STATS, ADDS ? 2 : 1> {
           : Base::template kRegisters<R, ACCESS>;
 
   template <Access ACCESS>
-  static constexpr bool kDynamic = is_dynamic(STATS::kCentred ? Kind::layer : Kind::rms, kDtype<S>) &&
-                                   ACCESS == Access::pipelined;
+  static constexpr bool kDynamic =
+      is_dynamic(STATS::kCentred ? Kind::layer : Kind::rms, kDtype<S>) && ACCESS == Access::pipelined;
 };
 
 // Any other call. By vectors a row is at hand for its statistics, and read once more for its results.
@@ -132,8 +132,8 @@ class NormLauncher {
     };
     if (is_aligned_) return launch_as(AccessAs<Access::vectors>{});
     if constexpr (!R::kDividedOnly && !W::kPerHead) {
-      // Whatever is aligned to less than vectors is unaligned vectors, but for f32: its vectors have fewer elements, and
-      // rows that they do not divide would take longer so.
+      // Whatever is aligned to less than vectors is unaligned vectors, but for f32: its vectors have fewer elements,
+      // and rows that they do not divide would take longer so.
       if constexpr (sizeof(S) == 2)
         if (are_aligned<N>(p_.scale, p_.bias)) return launch_as(AccessAs<Access::unaligned>{});
       if constexpr (sizeof(S) == 4)

@@ -62,8 +62,9 @@ class QuantizeEpilogue : public RowEpilogue {
   const PackedScale<X, Tile, HOLDS_SCALE> scale_;
 };
 
-// Of pipelined rows. While the blocks of a cluster exchange the largest magnitude of one row, the statistics of the next
-// are under way, and the other way round. LayerNorm's bias is in shared memory: loaded late, each row would wait for it.
+// Of pipelined rows. While the blocks of a cluster exchange the largest magnitude of one row, the statistics of the
+// next are under way, and the other way round. LayerNorm's bias is in shared memory: loaded late, each row would wait
+// for it.
 template <typename Op, typename Tile, bool HOLDS_SCALE>
 class PipelinedQuantize : public RowEpilogue {
   using X = typename Op::Stream;
@@ -110,7 +111,9 @@ class PipelinedQuantize : public RowEpilogue {
     values.store(p, group, number);
   }
 
-  static int shared_bytes(const Input& bias) { return bias && kCentred ? Tile::VECTORS * Tile::N * size_of(bias.dtype) : 0; }
+  static int shared_bytes(const Input& bias) {
+    return bias && kCentred ? Tile::VECTORS * Tile::N * size_of(bias.dtype) : 0;
+  }
 
  private:
   std::conditional_t<HOLDS_SCALE, FloatScale<Tile>, PackedScale<X, Tile, false>> scale_;

@@ -12,7 +12,7 @@ template <typename STATS, typename X, bool ROOMY>
 struct QuantizedOp : RowOp<X, STATS> {
   using Params = QuantizedNormForward;
   template <typename R>
-  static constexpr int kRoom = ROOMY            ? R::kRegisters.quantized_roomy
+  static constexpr int kRoom = ROOMY             ? R::kRegisters.quantized_roomy
                                : STATS::kCentred ? R::kRegisters.quantized_centred
                                                  : R::kRegisters.quantized;
   template <typename R, Access ACCESS>
@@ -23,8 +23,7 @@ struct QuantizedOp : RowOp<X, STATS> {
   static constexpr int kWithScale =
       R::kVectors * kVector<X> * (R::template kRows<> + 1) * static_cast<int>(sizeof(X)) / 4;
   template <typename R>
-  static constexpr bool kHoldsScale =
-      !STATS::kCentred && ((kRoom<R> == 64 && kWithScale<R> <= 32) || kRoom<R> == 128);
+  static constexpr bool kHoldsScale = !STATS::kCentred && ((kRoom<R> == 64 && kWithScale<R> <= 32) || kRoom<R> == 128);
 
   template <typename Tile>
   using Load = LoadFloats<X, Tile>;
@@ -42,7 +41,8 @@ struct PipelinedQuantizedOp : RowOp<X, STATS> {
   using Load = std::conditional_t<ADDS, LoadSum<X, X, Tile>, LoadRow<X, Tile>>;
   // Beside more values than these, or sums on their way, there is no room for scale in registers.
   template <typename R, typename Tile>
-  using PipelinedEpilogue = PipelinedQuantize<PipelinedQuantizedOp, Tile, (Tile::VECTORS * Tile::N <= (ADDS ? 16 : 32))>;
+  using PipelinedEpilogue =
+      PipelinedQuantize<PipelinedQuantizedOp, Tile, (Tile::VECTORS * Tile::N <= (ADDS ? 16 : 32))>;
 };
 
 // Everything else.
@@ -70,8 +70,7 @@ class QuantizedLauncher {
   cudaError_t run() {
     using Table = ForwardRegimes<sizeof(X)>;
     if (plan_.vectors != kStreamed && is_aligned_ && is_known()) {
-      const cudaError_t error =
-          with_regime<Table>(plan_, [&](auto regime) { return run_known<decltype(regime)>(); });
+      const cudaError_t error = with_regime<Table>(plan_, [&](auto regime) { return run_known<decltype(regime)>(); });
       if (error != cudaErrorNotSupported) return error;
     }
     if (p_.residual) return cudaErrorNotSupported;
@@ -155,8 +154,7 @@ class QuantizedLauncher {
 
 template <typename X>
 cudaError_t run_quantized_norm(const QuantizedNormForward& p, const Plan& plan, cudaStream_t stream) {
-  return with_stats(
-      p.kind, [&](auto stats) { return QuantizedLauncher<decltype(stats), X>(p, plan, stream).run(); });
+  return with_stats(p.kind, [&](auto stats) { return QuantizedLauncher<decltype(stats), X>(p, plan, stream).run(); });
 }
 
 }  // namespace jaxnorm::cuda

@@ -97,8 +97,8 @@ template <typename Tile, int ROWS>
 struct Values {
   Floats<Tile> (&rows)[ROWS];
 
-  // x_hat becomes v = (x_hat * factor + bias) * smooth. A bias has scale's type; smooth is of X or f32. CENTRED: whether
-  // there may be a bias.
+  // x_hat becomes v = (x_hat * factor + bias) * smooth. A bias has scale's type; smooth is of X or f32. CENTRED:
+  // whether there may be a bias.
   template <typename X, bool CENTRED, typename Scale, typename Bias, typename Group>
   __device__ void apply_weights(const QuantizedNormForward& p, const Group& group, const Scale& scale,
                                 const Bias& bias) {

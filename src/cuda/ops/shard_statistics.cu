@@ -1,5 +1,5 @@
-// The statistics of a device's shard of rows: one pass over memory. The warps of a row take a few vectors a thread of it
-// at a time, which are in registers between their mean and the squares about it.
+// The statistics of a device's shard of rows: one pass over memory. The warps of a row take a few vectors a thread of
+// it at a time, which are in registers between their mean and the squares about it.
 #include "cuda/engine/launch.cuh"
 #include "cuda/ops.h"
 #include "cuda/ops/stats.cuh"

@@ -30,8 +30,8 @@ struct SquareSum {
 
   template <typename Tile, typename Row, typename Group>
   __device__ static Part warp_part(const Row& x, const Group& group, float) {
-    return {{sum_over_warp<Tile>(
-        x, group, [](Sum<Tile>& sum, const auto& values, int) { sum.add_products(values, values); })}};
+    return {{sum_over_warp<Tile>(x, group,
+                                 [](Sum<Tile>& sum, const auto& values, int) { sum.add_products(values, values); })}};
   }
 };
 
@@ -77,9 +77,8 @@ struct MeanVariance {
 
   template <typename Tile, typename Row, typename Group>
   __device__ static Part warp_part(const Row& x, const Group& group, float cols) {
-    const float mean =
-        sum_over_warp<Tile>(x, group, [](Sum<Tile>& sum, const auto& values, int) { sum.add(values); }) *
-        reciprocal(cols);
+    const float mean = sum_over_warp<Tile>(x, group, [](Sum<Tile>& sum, const auto& values, int) { sum.add(values); }) *
+                       reciprocal(cols);
     const float squares = sum_over_warp<Tile>(x, group, [&](Sum<Tile>& sum, auto& values, int remaining) {
       // Columns past the row's end, which are zero, stay so.
       const float centre = remaining > 0 ? mean : 0.0f;
