@@ -1,0 +1,168 @@
+"""The forward primitive of an op: operands -> results, and with_stats the statistics behind them."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.interpreters import ad
+
+from jaxnorm.native import ffi
+from jaxnorm.primitive import weights
+from jaxnorm.primitive.addend import add
+from jaxnorm.primitive.linear import Linear
+from jaxnorm.primitive.op import AnyOp, RowSpec, Statistics, statistics_types
+from jaxnorm.primitive.rules import Rules, all_none, at_front, bind, has, leaves_of, named, present, tangents_jnp
+from jaxnorm.sharding import dims
+from jaxnorm.sharding.dims import DimMap
+
+
+class Forward(Rules):
+    def __init__(self, op: AnyOp, linear: Linear | None) -> None:
+        super().__init__(op, "forward")
+        self.linear = linear
+
+    def bind(self, spec: RowSpec, operands: Any, *, with_stats: bool = False) -> tuple[Any, Statistics]:
+        values = bind(self.primitive, tuple(operands), spec=spec, with_stats=with_stats)
+        return self._by_name(spec, jax.tree.map(jax.typeof, operands), values)
+
+    def _operands(self, tree: Any, values: Any) -> Any:
+        return self.op.operands(*jax.tree.unflatten(tree, values))
+
+    def _by_name(self, spec: RowSpec, types: Any, values: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
+        """The results and the statistics, for operands of these types."""
+        tree = jax.tree.structure(self.op.types(spec, types))
+        return jax.tree.unflatten(tree, values[: tree.num_leaves]), tuple(values[tree.num_leaves :])
+
+    def abstract(self, *leaves: Any, tree: Any, spec: RowSpec, with_stats: bool) -> list[Any]:
+        operands = self._operands(tree, leaves)
+        types = jax.tree.leaves(self.op.types(spec, operands))
+        return [*types, *statistics_types(spec, operands[0], self.op.statistics(spec))] if with_stats else types
+
+    def formula(self, *leaves: Any, tree: Any, spec: RowSpec, with_stats: bool) -> list[jax.Array]:
+        results, stats = self.op.forward(spec, self._operands(tree, leaves))
+        return [*jax.tree.leaves(results), *(stats if with_stats else ())]
+
+    def formula_of_shard(self, *leaves: Any, tree: Any, spec: RowSpec, with_stats: bool) -> list[jax.Array]:
+        forward = self.op.forward_of_shard or self.op.forward
+        results, stats = forward(spec, self._operands(tree, leaves))
+        return [*jax.tree.leaves(results), *(stats if with_stats else ())]
+
+    def native(
+        self, platform: str, ctx: Any, *leaves: Any, tree: Any, spec: RowSpec, with_stats: bool
+    ) -> Sequence[Any]:
+        native = self.op.native
+        assert native is not None
+        operands = self._operands(tree, ctx.avals_in)
+        x, addend = operands[0], self._addend(operands)
+        rows, cols = (math.prod(lengths) for lengths in (x.shape[: -spec.rank], x.shape[-spec.rank :]))
+        normalised = x if addend is None else addend
+        target = f"{native.name(spec)}_fwd"
+        return ffi.call(
+            target,
+            ctx,
+            leaves,
+            workspace=ffi.workspace(platform, target, normalised.dtype, rows, cols),
+            # The sum goes where the addend was, so that a dead or donated one needs no second buffer. XLA copies one
+            # that lives on: where a derivative follows it does, as the sum that the backward of the op before this one
+            # wants.
+            aliases={} if addend is None or with_stats else self._sum_in_place(spec, operands),
+            **native.forward(spec, operands),
+            **has("has_", operands),
+        )
+
+    def _addend(self, operands: Any) -> Any:
+        return getattr(operands, self.op.addend) if self.op.addend else None
+
+    def _sum_in_place(self, spec: RowSpec, operands: Any) -> dict[int, int]:
+        given, results = ([name for name, _ in leaves_of(a)] for a in (operands, self.op.types(spec, operands)))
+        return {given.index(self.op.addend): results.index("sum")}
+
+    def dim_maps(self, places: Any, *, spec: RowSpec, with_stats: bool) -> tuple[list[DimMap], list[DimMap]]:
+        """Those of the operands, whose types these are, and of the results."""
+        operands = self.op.operands(*places)
+        ndim = operands[0].ndim
+        stats = [dims.per_row(ndim, spec.rank)] * self.op.statistics(spec) if with_stats else []
+        results = self.maps_of(spec, ndim, self.op.types(spec, operands))
+        return self.maps_of(spec, ndim, operands), [*results, *stats]
+
+    def batch(self, leaves: Any, axes: Any, *, tree: Any, spec: RowSpec, with_stats: bool) -> Any:
+        params: dict[str, Any] = {"spec": spec, "with_stats": with_stats}
+        whole = self.batch_in_front(spec, [self._operands(tree, leaves)], [self._operands(tree, axes)])
+        if whole is None:
+            return self.batch_formula(leaves, axes, tree=tree, **params)
+        return at_front(bind(self.primitive, tuple(whole[0]), **params))
+
+    def jvp(self, primals: Any, dots: Any, *, tree: Any, spec: RowSpec, with_stats: bool) -> tuple[Any, Any]:
+        operands = self._operands(tree, primals)
+        moving = self._operands(tree, [None if type(dot) is ad.Zero else dot for dot in dots])
+        results, stats = self.named(*self.bind(spec, operands, with_stats=True))
+        results_dot, stats_dot = self.tangents(spec, operands, results, stats, moving)
+        if not with_stats:
+            return present(results), present(results_dot)
+        # Only a second derivative comes here.
+        return [*present(results), *stats], [*present(results_dot), *stats_dot()]
+
+    def named(self, results: Any, stats: Statistics) -> tuple[Any, Statistics]:
+        """The results and the statistics, known to `jax.checkpoint`'s policies."""
+        fields = {name: named("sum" if name == "sum" else "result", [array])[0] for name, array in leaves_of(results)}
+        return results._replace(**fields), tuple(named("statistics", stats))
+
+    def tangents(
+        self, spec: RowSpec, operands: Any, results: Any, stats: Statistics, dots: Any
+    ) -> tuple[Any, Callable[[], Sequence[Any]]]:
+        """The tangents of the results, zeros among them, and as a function those of the statistics.
+
+        dots are the tangents of the operands, of which None is zero and not all are.
+        """
+        assert self.linear is not None
+        saved, variables = self._saved(operands, results, stats), self._variables(operands, dots)
+        with_sum = self._addend(operands) is not None and variables[0] is not None
+        results_dot = self.linear.bind(spec, saved, variables, with_sum=with_sum)
+        zeros = {
+            name: ad.Zero(jax.typeof(array).to_tangent_aval())
+            for name, array in leaves_of(results)
+            if getattr(results_dot, name) is None
+        }
+
+        def statistics(*values: Any) -> Statistics:
+            return self.op.forward(spec, self.op.operands(*values))[1]
+
+        return results_dot._replace(**zeros), lambda: tangents_jnp(statistics, operands, dots)
+
+    def _saved(self, operands: Any, results: Any, stats: Statistics) -> Any:
+        """What a derivative reads. With an addend the sum is in x's place."""
+        x, *_ = operands._fields
+        arrays = {**operands._asdict(), **results._asdict(), "stats": stats}
+        if self._addend(operands) is not None:
+            arrays[x] = results.sum
+        return self.op.saved(**{name: arrays[name] for name in self.op.saved._fields})
+
+    def _variables(self, operands: Any, dots: Any) -> Any:
+        """The tangents of what a derivative is taken by. With an addend that of the sum is in x's place."""
+        x, *_ = operands._fields
+        moving, addend = dots._asdict(), self._addend(operands)
+        if addend is not None:
+            of_both = dots[0], moving[self.op.addend]
+            moving[x] = None if all_none(of_both) else tangents_jnp(add, [operands[0], addend], of_both)
+        return self.op.variables(**{name: moving[name] for name in self.op.variables._fields})
+
+    def transpose(self, cotangents: Any, *leaves: Any, tree: Any, spec: RowSpec, with_stats: bool) -> list[Any]:
+        """The results are linear in the weights, each alone; all else is known."""
+        op, operands = self.op, self._operands(tree, leaves)
+        wanted = {n: v.aval for n, v in operands._asdict().items() if ad.is_undefined_primal(v)}
+        if with_stats or not all(map(self.is_weight, wanted)):
+            raise NotImplementedError(f"{op.name} is linear in its weights alone")
+        operands = operands._replace(**dict.fromkeys(wanted))
+        types = op.types(spec, jax.tree.map(jax.typeof, operands))
+        of_results = jax.tree.unflatten(jax.tree.structure(types), map(ad.instantiate_zeros, cotangents))
+        if self._addend(operands) is not None:
+            of_results = of_results._replace(sum=None)
+        gradients = op.backward(
+            spec,
+            of_results,
+            self._saved(operands, *op.forward(spec, operands)),
+            op.variables(**{name: aval.dtype for name, aval in wanted.items()}),
+            weights.batch_dims_of(spec.rank, wanted.values()),
+        )
+        return [getattr(gradients, n) if n in wanted else None for n, _ in leaves_of(self._operands(tree, leaves))]
