@@ -109,15 +109,11 @@ class Backward(Rules):
         return [of_first, *self.maps_of(spec, ndim, saved), *of_others], gradients
 
     def batch(self, leaves: Any, axes: Any, *, tree: Any, spec: RowSpec, wanted: Any, batch_dims: BatchDims) -> Any:
+        params: dict[str, Any] = {"tree": tree, "spec": spec, "wanted": wanted, "batch_dims": batch_dims}
         (cotangents, saved), (of_cotangents, of_saved) = self._operands(tree, leaves), self._operands(tree, axes)
-        x, x_axis = saved[0], of_saved[0]
-        whole = None
-        if x_axis is not None and self.op.weights_batch:
-            whole = weights.batch_dims_in_front(x, x_axis, spec.rank, batch_dims)
-        others = [name for name, _ in leaves_of(of_saved) if self.role(name).batch != "fold"]
-        if x_axis is None or (others and (whole is None or not all(map(self.is_weight, others)))):
-            params: dict[str, Any] = {"spec": spec, "wanted": wanted, "batch_dims": batch_dims}
-            return self.batch_formula(leaves, axes, tree=tree, **params)
+        # What all examples share is computed once by the formula.
+        if not self.rows_of(of_saved):
+            return self.batch_formula(leaves, axes, **params)
         rows = [name for name in saved._fields if self.role(name).batch == "fold"]
         given, batch = (
             (tuple(of), tuple(getattr(also, name) for name in rows))
@@ -125,6 +121,10 @@ class Backward(Rules):
         )
         cotangents, folded = fold(given, batch)
         saved = saved._replace(**dict(zip(rows, folded, strict=True)))
+        whole = weights.batch_dims_in_front(saved[0], 0, spec.rank, batch_dims) if self.op.weights_batch else None
+        others = [name for name, _ in leaves_of(of_saved) if self.role(name).batch != "fold"]
+        if others and (whole is None or not all(map(self.is_weight, others))):
+            return self.batch_formula(leaves, axes, **params)
         example = Example(spec, self.op.variables(*wanted), batch_dims)
         return at_front(self._batch(example, self.op.results(*cotangents), saved, of_saved, whole))
 

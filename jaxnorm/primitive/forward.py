@@ -128,7 +128,14 @@ class Forward(Rules):
         def statistics(*values: Any) -> Statistics:
             return self.op.forward(spec, self.op.operands(*values))[1]
 
+        if with_sum:
+            operands = self._without_addend(operands, results.sum)
+            dots = self._without_addend(dots, variables[0])
         return results_dot._replace(**zeros), lambda: tangents_jnp(statistics, operands, dots)
+
+    def _without_addend(self, operands: Any, total: Any) -> Any:
+        """The operands, or their tangents, of a forward that has nothing to add."""
+        return operands._replace(**{operands._fields[0]: total, self.op.addend: None})
 
     def _saved(self, operands: Any, results: Any, stats: Statistics) -> Any:
         """What a derivative reads. With an addend the sum is in x's place."""

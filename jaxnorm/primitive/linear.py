@@ -52,7 +52,7 @@ class Linear(Rules):
     def batch(self, leaves: Any, axes: Any, *, tree: Any, spec: RowSpec, with_sum: bool) -> Any:
         params: dict[str, Any] = {"spec": spec, "with_sum": with_sum}
         values, batch = self._operands(tree, leaves), self._operands(tree, axes)
-        whole = None if batch[0][0] is None else self.batch_in_front(spec, values, batch)
+        whole = self.batch_in_front(spec, values, batch) if self.rows_of(batch[0]) else None
         if whole is None:
             return self.batch_formula(leaves, axes, tree=tree, **params)
         return at_front(bind(self.primitive, tuple(map(tuple, whole)), **params))

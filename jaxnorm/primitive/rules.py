@@ -155,6 +155,10 @@ class Rules:
         values |= dict(zip([*rows, *kept], [*folded, *whole], strict=True))
         return [type(record)(*(values[i, name] for name in record._fields)) for i, record in enumerate(records)]
 
+    def rows_of(self, arrays: Any) -> list[Any]:
+        """The arrays of a NamedTuple that are neither statistics nor weights nor the same for all rows."""
+        return [array for name, array in leaves_of(arrays) if name != "stats" and self.role(name).batch == "fold"]
+
     def is_weight(self, name: str) -> bool:
         return self.role(name).batch == "weight"
 

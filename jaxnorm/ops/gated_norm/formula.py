@@ -81,13 +81,18 @@ def slope(norm: GatedNorm, gate: jax.Array) -> jax.Array:
     return sigmoid * rest if norm.activation == "sigmoid" else sigmoid + gate * sigmoid * rest
 
 
+def statistics(norm: GatedNorm, x: jax.Array, gate: jax.Array) -> jax.Array:
+    """rstd of what is normalised."""
+    h = _normalised(norm, x, gate)
+    (mean_square,) = means(norm, h * h)
+    return lax.rsqrt(mean_square + norm.epsilon)
+
+
 def forward(norm: GatedNorm, operands: Operands) -> tuple[Results, Statistics]:
     """`y = h_hat * (scale + scale_offset)`, multiplied by the activations where they do not come first; and rstd."""
     x, gate, scale = operands
-    h = _normalised(norm, x, gate)
-    (mean_square,) = means(norm, h * h)
-    rstd = lax.rsqrt(mean_square + norm.epsilon)
-    y = _scaled(norm, h * rstd, scale)
+    rstd = statistics(norm, x, gate)
+    y = _scaled(norm, _normalised(norm, x, gate) * rstd, scale)
     if not norm.gate_first:
         y = y * activate(norm, gate.astype(norm.compute_dtype))
     return Results(y.astype(norm.out_dtype)), (rstd,)

@@ -36,8 +36,8 @@ class Static:
 class Results(NamedTuple):
     values: Any
     scales: Any  # None where the scale is given
-    sum: Any  # None without a residual
     carrier: Any  # None without a derivative
+    sum: Any  # None without a residual
     stats: Statistics
 
 
@@ -51,7 +51,7 @@ def quantized(static: Static, operands: Operands) -> Results:
     # Made of the values, so that under vmap and over a mesh it varies as what it stands for does.
     values = results.values
     carrier = jnp.where(False, values.astype(operands.x.dtype), 0) if static.straight_through else None
-    return Results(*results, carrier, stats)
+    return Results(values, results.scales, carrier, results.sum, stats)
 
 
 @partial(quantized.defjvp, symbolic_zeros=True)
@@ -80,8 +80,8 @@ def _named(results: Results) -> Results:
     return Results(
         lax.bitcast_convert_type(integers, results.values.dtype),
         None if results.scales is None else named("result", [results.scales])[0],
-        None if results.sum is None else named("sum", [results.sum])[0],
         None if results.carrier is None else named("result", [results.carrier])[0],
+        None if results.sum is None else named("sum", [results.sum])[0],
         tuple(named("statistics", results.stats)),
     )
 
