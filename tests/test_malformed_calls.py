@@ -7,8 +7,7 @@ import pytest
 from cases import KINDS, bits, operands
 from native import target
 
-import jaxnorm.ffi
-from jaxnorm import compat
+from jaxnorm.native import compat, ffi
 
 pytestmark = [pytest.mark.kernels, pytest.mark.parametrize("kind", KINDS)]
 
@@ -46,7 +45,8 @@ def statistics(kind, like=STATISTIC):
 
 
 def workspace(kind, sums=2):
-    shapes = jaxnorm.ffi.weight_sums(compat.default_platform(), sums, jnp.dtype(F32), COLS)
+    needs = {"weights": sums, "with_dx": True}
+    shapes = ffi.workspace(compat.default_platform(), target(kind, "bwd"), jnp.dtype(F32), ROWS, COLS, **needs)
     return [struct(*shape) for shape in shapes]
 
 

@@ -76,9 +76,9 @@ def call(
     ctx: Any,
     operands: Sequence[Any],
     *,
+    attributes: Mapping[str, Any],
     workspace: Sequence[tuple[Any, ...]] = (),
     aliases: Mapping[int, int] | None = None,
-    **attributes: Any,
 ) -> Sequence[Any]:
     """The results of a native call while it is lowered, with its workspace behind them."""
     results = [*ctx.avals_out, *(jax.core.ShapedArray(shape, np.float32) for shape in workspace)]

@@ -6,7 +6,6 @@ result's cotangent comes before what is saved, and those of other results after 
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -14,7 +13,7 @@ from jax.interpreters import ad
 
 from jaxnorm.native import ffi
 from jaxnorm.primitive import weights
-from jaxnorm.primitive.op import AnyOp, BatchDims, RowSpec
+from jaxnorm.primitive.op import AnyOp, BatchDims, Derivative, RowSpec
 from jaxnorm.primitive.rules import Rules, all_none, at_front, bind, fold, has, leaves_of, present
 from jaxnorm.sharding import dims
 from jaxnorm.sharding.dims import DimMap
@@ -24,8 +23,9 @@ if TYPE_CHECKING:
 
 
 class Backward(Rules):
-    def __init__(self, op: AnyOp, linear: "Linear") -> None:
+    def __init__(self, op: AnyOp, derivative: Derivative[Any, Any, Any], linear: "Linear") -> None:
         super().__init__(op, "backward")
+        self.derivative = derivative
         self.linear = linear
 
     def bind(self, spec: RowSpec, cotangents: Any, saved: Any, *, wanted: Any, batch_dims: BatchDims) -> Any:
@@ -37,15 +37,15 @@ class Backward(Rules):
 
     def _operands(self, tree: Any, values: Any) -> tuple[Any, Any]:
         first, saved, others = jax.tree.unflatten(tree, values)
-        return self.op.results(first, *others), self.op.saved(*saved)
+        return self.op.results(first, *others), self.derivative.saved(*saved)
 
     def _by_name(self, wanted: Any, values: Sequence[Any]) -> Any:
         given = iter(values)
-        return self.op.variables(*(None if dtype is None else next(given) for dtype in wanted))
+        return self.derivative.variables(*(None if dtype is None else next(given) for dtype in wanted))
 
     def _types(self, spec: RowSpec, saved: Any, wanted: Any, batch_dims: BatchDims) -> Any:
         x = saved[0]
-        variables = self.op.variables(*wanted)
+        variables = self.derivative.variables(*wanted)
         shapes = {
             name: (*batch_dims, *x.shape[-spec.rank :]) if self.is_weight(name) else getattr(saved, name, x).shape
             for name, _ in leaves_of(variables)
@@ -62,14 +62,16 @@ class Backward(Rules):
         return jax.tree.leaves(self._types(spec, saved, wanted, batch_dims))
 
     def formula(self, *leaves: Any, tree: Any, spec: RowSpec, wanted: Any, batch_dims: BatchDims) -> list[jax.Array]:
-        variables = self.op.variables(*wanted)
-        return jax.tree.leaves(self.op.backward(spec, *self._operands(tree, leaves), variables, batch_dims))
+        variables = self.derivative.variables(*wanted)
+        return jax.tree.leaves(self.derivative.backward(spec, *self._operands(tree, leaves), variables, batch_dims))
 
     def formula_of_shard(
         self, *leaves: Any, tree: Any, spec: RowSpec, wanted: Any, batch_dims: BatchDims
     ) -> list[jax.Array]:
-        backward = self.op.backward_of_shard or self.op.backward
-        return jax.tree.leaves(backward(spec, *self._operands(tree, leaves), self.op.variables(*wanted), batch_dims))
+        backward = self.derivative.backward_of_shard or self.derivative.backward
+        return jax.tree.leaves(
+            backward(spec, *self._operands(tree, leaves), self.derivative.variables(*wanted), batch_dims)
+        )
 
     def native(
         self, platform: str, ctx: Any, *leaves: Any, tree: Any, spec: RowSpec, wanted: Any, batch_dims: BatchDims
@@ -78,7 +80,7 @@ class Backward(Rules):
         assert native is not None
         assert native.backward is not None
         cotangents, saved = self._operands(tree, ctx.avals_in)
-        variables = self.op.variables(*wanted)
+        variables = self.derivative.variables(*wanted)
         x = saved[0]
         rows, cols = (math.prod(lengths) for lengths in (x.shape[: -spec.rank], x.shape[-spec.rank :]))
         count, inner = weights.heads_of(x.shape, spec.rank, batch_dims)
@@ -94,15 +96,15 @@ class Backward(Rules):
             inner=inner,
             with_dx=variables[0] is not None,
         )
-        attributes = native.backward(spec, saved) | has("has_", saved) | has("has_d", cotangents)
-        return ffi.call(target, ctx, leaves, workspace=workspace, **attributes, **has("with_d", variables))
+        attributes = {**native.backward(spec, saved), **has("has_", saved), **has("has_d", cotangents)}
+        return ffi.call(target, ctx, leaves, workspace=workspace, attributes=attributes | has("with_d", variables))
 
     def dim_maps(
         self, places: Any, *, spec: RowSpec, wanted: Any, batch_dims: BatchDims
     ) -> tuple[list[DimMap], list[DimMap]]:
         """Those of the operands, whose types these are, and of the results."""
         first, saved, others = places
-        cotangents, saved = self.op.results(first, *others), self.op.saved(*saved)
+        cotangents, saved = self.op.results(first, *others), self.derivative.saved(*saved)
         ndim = saved[0].ndim
         of_first, *of_others = self.maps_of(spec, ndim, cotangents)
         gradients = self.maps_of(spec, ndim, self._types(spec, saved, wanted, batch_dims))
@@ -125,7 +127,7 @@ class Backward(Rules):
         others = [name for name, _ in leaves_of(of_saved) if self.role(name).batch != "fold"]
         if others and (whole is None or not all(map(self.is_weight, others))):
             return self.batch_formula(leaves, axes, **params)
-        example = Example(spec, self.op.variables(*wanted), batch_dims)
+        example = Example(spec, self.derivative.variables(*wanted), batch_dims)
         return at_front(self._batch(example, self.op.results(*cotangents), saved, of_saved, whole))
 
     def _batch(self, example: "Example", cotangents: Any, saved: Any, axes: Any, whole: BatchDims | None) -> list[Any]:
@@ -145,7 +147,7 @@ class Backward(Rules):
         one_row = whole is not None and math.prod(x.shape[: -spec.rank]) == math.prod(whole)
         sums_are_native = whole is not None and not one_row and not all_none(of_weights)
         native = wanted if sums_are_native else of_rows
-        gradients = self.op.variables()
+        gradients = self.derivative.variables()
         if not all_none(native):
             moving = any(getattr(axes, name) is not None for name in kept)
             dims_of_call = whole if whole is not None and (sums_are_native or moving) else batch_dims
@@ -162,7 +164,10 @@ class Backward(Rules):
             sums = {}
         else:
             in_axes = jax.tree.map(lambda _: 0, saved)._replace(**{name: getattr(axes, name) for name in kept})
-            formula = partial(self.op.backward, spec, wanted=of_weights, batch_dims=batch_dims)
+
+            def formula(cotangents: Any, saved: Any) -> Any:
+                return self.derivative.backward(spec, cotangents, saved, of_weights, batch_dims)
+
             of_examples = jax.vmap(formula, in_axes=(jax.tree.map(lambda _: 0, cotangents), in_axes))
             sums = dict(leaves_of(of_examples(cotangents, saved)))
         return present(gradients._replace(**sums))

@@ -14,9 +14,10 @@ from typing import Any, Generic
 import jax
 
 from jaxnorm.primitive import lowering, reasons, weights
+from jaxnorm.primitive.backward import Backward
 from jaxnorm.primitive.forward import Forward
 from jaxnorm.primitive.linear import Linear
-from jaxnorm.primitive.op import BatchDims, D, O, Op, R, S, Statistics, register
+from jaxnorm.primitive.op import BatchDims, O, Op, R, S, Statistics, register
 from jaxnorm.sharding import partition, text
 
 _forwards: set[Any] = set()
@@ -27,14 +28,14 @@ def is_forward(primitive: Any) -> bool:
     return primitive in _forwards
 
 
-class Family(Generic[S, O, R, D]):
+class Family(Generic[S, O, R]):
     """An op that is registered: it can be called, by the kernels where there are some."""
 
-    def __init__(self, op: Op[S, O, R, D]) -> None:
+    def __init__(self, op: Op[S, O, R]) -> None:
         self.op = op
-        self._linear = linear = None if op.linear is None else Linear(op)
+        self._linear = linear = None if op.derivative is None else Linear(op, op.derivative)
         self._forward = Forward(op, linear)
-        rules = [self._forward] if linear is None else [self._forward, linear.backward]
+        rules: list[Forward | Backward] = [self._forward] if linear is None else [self._forward, linear.backward]
         for rule in rules:
             partition.register(rule.primitive, rule.dim_maps, op.can_shard)
             native = None if op.native is None else rule.native
@@ -76,7 +77,7 @@ class Family(Generic[S, O, R, D]):
         """
         return self._forward.tangents(spec, operands, results, stats, dots)
 
-    def gradients(self, spec: S, cotangents: R, saved: D, wanted: Any, batch_dims: BatchDims) -> Any:
+    def gradients(self, spec: S, cotangents: R, saved: Any, wanted: Any, batch_dims: BatchDims) -> Any:
         """The gradients whose dtypes are given, native on the platforms that have a kernel."""
         assert self._linear is not None
         return self._linear.backward.bind(spec, cotangents, saved, wanted=wanted, batch_dims=batch_dims)

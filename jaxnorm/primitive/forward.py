@@ -20,7 +20,12 @@ from jaxnorm.sharding.dims import DimMap
 class Forward(Rules):
     def __init__(self, op: AnyOp, linear: Linear | None) -> None:
         super().__init__(op, "forward")
-        self.linear = linear
+        self._maybe_linear = linear
+
+    @property
+    def _linear(self) -> Linear:
+        assert self._maybe_linear is not None, f"{self.op.name} has no derivative"
+        return self._maybe_linear
 
     def bind(self, spec: RowSpec, operands: Any, *, with_stats: bool = False) -> tuple[Any, Statistics]:
         values = bind(self.primitive, tuple(operands), spec=spec, with_stats=with_stats)
@@ -31,7 +36,7 @@ class Forward(Rules):
 
     def _by_name(self, spec: RowSpec, types: Any, values: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
         """The results and the statistics, for operands of these types."""
-        tree = jax.tree.structure(self.op.types(spec, types))
+        tree: Any = jax.tree.structure(self.op.types(spec, types))
         return jax.tree.unflatten(tree, values[: tree.num_leaves]), tuple(values[tree.num_leaves :])
 
     def abstract(self, *leaves: Any, tree: Any, spec: RowSpec, with_stats: bool) -> list[Any]:
@@ -67,8 +72,7 @@ class Forward(Rules):
             # that lives on: where a derivative follows it does, as the sum that the backward of the op before this one
             # wants.
             aliases={} if addend is None or with_stats else self._sum_in_place(spec, operands),
-            **native.forward(spec, operands),
-            **has("has_", operands),
+            attributes={**native.forward(spec, operands), **has("has_", operands)},
         )
 
     def _addend(self, operands: Any) -> Any:
@@ -76,7 +80,7 @@ class Forward(Rules):
 
     def _sum_in_place(self, spec: RowSpec, operands: Any) -> dict[int, int]:
         given, results = ([name for name, _ in leaves_of(a)] for a in (operands, self.op.types(spec, operands)))
-        return {given.index(self.op.addend): results.index("sum")}
+        return {given.index(str(self.op.addend)): results.index("sum")}
 
     def dim_maps(self, places: Any, *, spec: RowSpec, with_stats: bool) -> tuple[list[DimMap], list[DimMap]]:
         """Those of the operands, whose types these are, and of the results."""
@@ -115,10 +119,9 @@ class Forward(Rules):
 
         dots are the tangents of the operands, of which None is zero and not all are.
         """
-        assert self.linear is not None
         saved, variables = self._saved(operands, results, stats), self._variables(operands, dots)
         with_sum = self._addend(operands) is not None and variables[0] is not None
-        results_dot = self.linear.bind(spec, saved, variables, with_sum=with_sum)
+        results_dot = self._linear.bind(spec, saved, variables, with_sum=with_sum)
         zeros = {
             name: ad.Zero(jax.typeof(array).to_tangent_aval())
             for name, array in leaves_of(results)
@@ -143,7 +146,8 @@ class Forward(Rules):
         arrays = {**operands._asdict(), **results._asdict(), "stats": stats}
         if self._addend(operands) is not None:
             arrays[x] = results.sum
-        return self.op.saved(**{name: arrays[name] for name in self.op.saved._fields})
+        saved = self._linear.derivative.saved
+        return saved(**{name: arrays[name] for name in saved._fields})
 
     def _variables(self, operands: Any, dots: Any) -> Any:
         """The tangents of what a derivative is taken by. With an addend that of the sum is in x's place."""
@@ -152,24 +156,26 @@ class Forward(Rules):
         if addend is not None:
             of_both = dots[0], moving[self.op.addend]
             moving[x] = None if all_none(of_both) else tangents_jnp(add, [operands[0], addend], of_both)
-        return self.op.variables(**{name: moving[name] for name in self.op.variables._fields})
+        variables = self._linear.derivative.variables
+        return variables(**{name: moving[name] for name in variables._fields})
 
     def transpose(self, cotangents: Any, *leaves: Any, tree: Any, spec: RowSpec, with_stats: bool) -> list[Any]:
         """The results are linear in the weights, each alone; all else is known."""
-        op, operands = self.op, self._operands(tree, leaves)
-        wanted = {n: v.aval for n, v in operands._asdict().items() if ad.is_undefined_primal(v)}
+        op, derivative, given = self.op, self._linear.derivative, self._operands(tree, leaves)._asdict()
+        wanted = {name: value.aval for name, value in given.items() if ad.is_undefined_primal(value)}
         if with_stats or not all(map(self.is_weight, wanted)):
             raise NotImplementedError(f"{op.name} is linear in its weights alone")
-        operands = operands._replace(**dict.fromkeys(wanted))
+        operands = op.operands(**given | dict.fromkeys(wanted))
         types = op.types(spec, jax.tree.map(jax.typeof, operands))
         of_results = jax.tree.unflatten(jax.tree.structure(types), map(ad.instantiate_zeros, cotangents))
         if self._addend(operands) is not None:
             of_results = of_results._replace(sum=None)
-        gradients = op.backward(
+        gradients = derivative.backward(
             spec,
             of_results,
             self._saved(operands, *op.forward(spec, operands)),
-            op.variables(**{name: aval.dtype for name, aval in wanted.items()}),
+            derivative.variables(**{name: aval.dtype for name, aval in wanted.items()}),
             weights.batch_dims_of(spec.rank, wanted.values()),
         )
-        return [getattr(gradients, n) if n in wanted else None for n, _ in leaves_of(self._operands(tree, leaves))]
+        there = (name for name, value in given.items() if value is not None)
+        return [getattr(gradients, name) if name in wanted else None for name in there]

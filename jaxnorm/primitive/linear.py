@@ -12,14 +12,15 @@ from jax.interpreters import ad
 
 from jaxnorm.primitive import weights
 from jaxnorm.primitive.backward import Backward
-from jaxnorm.primitive.op import AnyOp, RowSpec
+from jaxnorm.primitive.op import AnyOp, Derivative, RowSpec
 from jaxnorm.primitive.rules import Rules, all_none, at_front, bind, leaves_of
 
 
 class Linear(Rules):
-    def __init__(self, op: AnyOp) -> None:
+    def __init__(self, op: AnyOp, derivative: Derivative[Any, Any, Any]) -> None:
         super().__init__(op, "linear")
-        self.backward = Backward(op, self)
+        self.derivative = derivative
+        self.backward = Backward(op, derivative, self)
 
     def bind(self, spec: RowSpec, saved: Any, dots: Any, *, with_sum: bool) -> Any:
         """The tangents of the results; None for what does not move."""
@@ -31,7 +32,7 @@ class Linear(Rules):
 
     def _operands(self, tree: Any, values: Any) -> tuple[Any, Any]:
         saved, dots = jax.tree.unflatten(tree, values)
-        return self.op.saved(*saved), self.op.variables(*dots)
+        return self.derivative.saved(*saved), self.derivative.variables(*dots)
 
     def _types(self, spec: RowSpec, saved: Any, *, with_sum: bool) -> Any:
         """Those of the results, from the types of what is saved."""
@@ -46,7 +47,7 @@ class Linear(Rules):
 
     def formula(self, *leaves: Any, tree: Any, spec: RowSpec, with_sum: bool) -> list[jax.Array]:
         saved, dots = self._operands(tree, leaves)
-        results = self.op.linear(spec, saved, dots)
+        results = self.derivative.linear(spec, saved, dots)
         return jax.tree.leaves(results._replace(sum=dots[0]) if with_sum else results)
 
     def batch(self, leaves: Any, axes: Any, *, tree: Any, spec: RowSpec, with_sum: bool) -> Any:
@@ -70,7 +71,7 @@ class Linear(Rules):
         if type(dsum) is ad.Zero or x not in wanted:
             dsum = None
         if dsum is not None and all(type(cotangent) is ad.Zero for cotangent in given.values()):
-            gradients = self.op.variables(**{x: dsum})
+            gradients = self.derivative.variables(**{x: dsum})
         else:
             given = {name: ad.instantiate_zeros(cotangent) for name, cotangent in given.items()}
             of_results = self.op.results(**given)
@@ -78,7 +79,7 @@ class Linear(Rules):
                 spec,
                 of_results if dsum is None else of_results._replace(sum=dsum),
                 saved,
-                wanted=self.op.variables(**{name: aval.dtype for name, aval in wanted.items()}),
+                wanted=self.derivative.variables(**{name: aval.dtype for name, aval in wanted.items()}),
                 batch_dims=weights.batch_dims_of(
                     spec.rank,
                     [*self.weights_of(saved), *(aval for name, aval in wanted.items() if self.is_weight(name))],

@@ -82,7 +82,7 @@ D = TypeVar("D", bound=NamedTuple)
 
 
 @dataclasses.dataclass(frozen=True)
-class Native(Generic[S, O, D]):
+class Native(Generic[S, O]):
     """The native calls of an op: their targets are `<name>_fwd` and `<name>_bwd`, for every name that it has.
 
     Attributes come from the spec and the types of operands. To these are added `has_<operand>` for each operand that
@@ -94,7 +94,7 @@ class Native(Generic[S, O, D]):
     names: tuple[str, ...]
     name: Callable[[S], str]
     forward: Callable[[S, O], dict[str, Any]]
-    backward: Callable[[S, D], dict[str, Any]] | None = None
+    backward: Callable[[S, Any], dict[str, Any]] | None = None
     plan: Callable[[S, O], dict[str, Any]] | None = None  # what `_cuda.plan` wants to know, for `jaxnorm.info`
 
     @property
@@ -128,13 +128,25 @@ class Function:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Op(Generic[S, O, R, D]):
-    """An op on rows. x is the first field of its operands.
+class Derivative(Generic[S, R, D]):
+    """What the derivative of an op is made of.
 
-    `variables` are what a derivative is taken by: a NamedTuple of their tangents, of which None is zero, of their
-    gradients, or of the dtypes of the gradients that are wanted, None for the others. `linear` gives the tangents of
-    the results. `backward` is its transpose: from the cotangents of the results, of which the first is there always, it
-    gives the wanted gradients, those of weights with the given batch dims. An op without these two has no derivative.
+    `saved` is what it reads, `stats` among it. `variables` are what it is taken by: a NamedTuple of their tangents, in
+    which None is zero, of their gradients, or of the dtypes of the gradients that are wanted, None for the others.
+    `linear` gives the tangents of the results. `backward` is its transpose: from the cotangents of the results, the
+    first of which is always there, it gives the wanted gradients, those of weights with the given batch dims.
+    """
+
+    saved: type[D]
+    variables: type[Any]
+    linear: Callable[[S, D, Any], R]
+    backward: Callable[[S, R, D, Any, BatchDims], Any]
+    backward_of_shard: Callable[[S, R, D, Any, BatchDims], Any] | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Op(Generic[S, O, R]):
+    """An op on rows. x is the first field of its operands.
 
     Where `addend` names an operand that is there, the forward adds it to x, and gives the sum as the result `sum`. Then
     what a derivative reads as x is the sum, and `linear` gives no tangent of it; `backward` adds the sum's cotangent to
@@ -146,21 +158,13 @@ class Op(Generic[S, O, R, D]):
     operands: type[O]
     results: type[R]
     roles: Mapping[str, Role]
-    # The types of the results, from those of the operands.
-    types: Callable[[S, O], R]
+    types: Callable[[S, O], R]  # of the results, from those of the operands
     forward: Callable[[S, O], tuple[R, Statistics]]
+    plain: Callable[[S, O], R] | None = None  # the results in jax.numpy, for JAX to differentiate, if not `forward`'s
+    statistics: Callable[[S], int] = lambda _: 1  # how many there are of a row
+    derivative: Derivative[S, R, Any] | None = None
 
-    # The results in jax.numpy, for JAX to differentiate; `forward` if not given.
-    plain: Callable[[S, O], R] | None = None
-
-    # What the derivative reads, `stats` among it, and the operands that it is taken by.
-    saved: type[D] | None = None
-    variables: type[Any] | None = None
-    linear: Callable[[S, D, Any], R] | None = None
-    backward: Callable[[S, R, D, Any, BatchDims], Any] | None = None
-    statistics: Callable[[S], int] = lambda _: 1
-
-    native: Native[S, O, D] | None = None
+    native: Native[S, O] | None = None
     reasons: tuple[Callable[[S, O], str | None], ...] = ()  # why no kernel serves a call, beside what holds for all
     weights_batch: bool = False  # whether kernels take weights with batch dims, so that vmap may make some
     addend: str | None = None
@@ -168,13 +172,12 @@ class Op(Generic[S, O, R, D]):
     # Rows with sharded axes: whether shards of so many columns can be computed, and how where it is not by the formula.
     can_shard: Callable[[S, int], bool] = lambda *_: False
     forward_of_shard: Callable[[S, O], tuple[R, Statistics]] | None = None
-    backward_of_shard: Callable[[S, R, D, Any, BatchDims], Any] | None = None
 
     static_types: tuple[type[Any], ...] = ()  # dataclasses within the spec
     functions: tuple[Function, ...] = ()
 
 
-AnyOp = Op[Any, Any, Any, Any]
+AnyOp = Op[Any, Any, Any]
 REGISTRY: dict[str, AnyOp] = {}
 
 

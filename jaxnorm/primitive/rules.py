@@ -93,7 +93,7 @@ class Rules:
         compat.run_eagerly(self.primitive)
         compat.check_nans(self.primitive)
         batching.primitive_batchers[self.primitive] = self.batch
-        if op.linear is not None:
+        if op.derivative is not None:
             ad.primitive_jvps[self.primitive] = self.jvp
             ad.primitive_transposes[self.primitive] = self.transpose
 
@@ -106,13 +106,13 @@ class Rules:
         """The results in jax.numpy."""
 
     @abstractmethod
-    def batch(self, leaves: Any, dims: Any, **params: Any) -> Any: ...
+    def batch(self, *leaves_and_axes: Any, **params: Any) -> Any: ...
 
     @abstractmethod
-    def jvp(self, primals: Any, dots: Any, **params: Any) -> Any: ...
+    def jvp(self, *primals_and_dots: Any, **params: Any) -> Any: ...
 
     @abstractmethod
-    def transpose(self, cotangents: Any, *leaves: Any, **params: Any) -> Any: ...
+    def transpose(self, *cotangents_and_leaves: Any, **params: Any) -> Any: ...
 
     def jvp_of_formula(self, primals: Any, dots: Any, **params: Any) -> Any:
         def formula(*leaves: Any) -> list[jax.Array]:

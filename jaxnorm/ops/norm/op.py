@@ -23,7 +23,7 @@ from jaxnorm.ops.norm.formula import (
 )
 from jaxnorm.primitive import weights
 from jaxnorm.primitive.family import Family
-from jaxnorm.primitive.op import LIKE_X, WEIGHT, BatchDims, Function, Native, Op, Request, Role, Statistics
+from jaxnorm.primitive.op import LIKE_X, WEIGHT, BatchDims, Derivative, Function, Native, Op, Request, Role, Statistics
 from jaxnorm.sharding import dims
 
 # y, where it is padded, has a last axis of its own.
@@ -119,10 +119,13 @@ NORM = Family(
         types=types,
         forward=forward,
         plain=plain,
-        saved=Saved,
-        variables=Variables,
-        linear=linear,
-        backward=backward,
+        derivative=Derivative(
+            saved=Saved,
+            variables=Variables,
+            linear=linear,
+            backward=backward,
+            backward_of_shard=_backward_of_shard,
+        ),
         statistics=lambda norm: STATISTICS[norm.kind],
         native=Native(
             names=tuple(f"jaxnorm_{kind}_norm" for kind in KINDS),
@@ -136,7 +139,6 @@ NORM = Family(
         addend="residual",
         can_shard=lambda norm, _: norm.pad_to == 1,
         forward_of_shard=_forward_of_shard,
-        backward_of_shard=_backward_of_shard,
         functions=(
             Function("rms_norm", requested("rms")),
             Function("layer_norm", requested("layer")),

@@ -54,7 +54,7 @@ def _moments_jnp(x: jax.Array, *, norm: Norm) -> list[jax.Array]:
 
 
 def _moments_native(ctx: Any, x: Any, *, norm: Norm) -> Any:
-    return ffi.call(f"jaxnorm_{norm.kind}_norm_statistics", ctx, [x], axes=np.int64(norm.rank))
+    return ffi.call(f"jaxnorm_{norm.kind}_norm_statistics", ctx, [x], attributes={"axes": np.int64(norm.rank)})
 
 
 def _apply_abstract(x: Any, *_: Any, tree: Any, norm: Norm) -> list[Any]:
@@ -71,11 +71,13 @@ def _apply_native(ctx: Any, *operands: Any, tree: Any, norm: Norm) -> Any:
         f"jaxnorm_{norm.kind}_norm_apply",
         ctx,
         operands,
-        axes=np.int64(norm.rank),
-        scale_offset=np.float32(norm.scale_offset),
-        multiply_before_cast=norm.multiply_before_cast,
-        has_scale=scale is not None,
-        has_bias=bias is not None,
+        attributes={
+            "axes": np.int64(norm.rank),
+            "scale_offset": np.float32(norm.scale_offset),
+            "multiply_before_cast": norm.multiply_before_cast,
+            "has_scale": scale is not None,
+            "has_bias": bias is not None,
+        },
     )
 
 

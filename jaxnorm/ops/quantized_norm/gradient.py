@@ -65,9 +65,9 @@ def _quantized_jvp(static: Static, primals: Any, tangents: Any) -> tuple[Results
         )
     results = _named(quantized(dataclasses.replace(static, with_stats=static.is_primitive), operands))
     results_dot = jax.tree.map(lambda result: SymbolicZero(jax.typeof(result).to_tangent_aval()), results)
-    moving = formula.Operands(*(None if isinstance(dot, SymbolicZero) else dot for dot in dots.of_norm()))
+    moving: Any = [None if isinstance(dot, SymbolicZero) else dot for dot in dots.of_norm()]
     if not all_none(moving):
-        results_dot = results_dot._replace(**_tangents(static, operands, results, moving))
+        results_dot = results_dot._replace(**_tangents(static, operands, results, formula.Operands(*moving)))
     if not static.with_stats:
         results, results_dot = results._replace(stats=()), results_dot._replace(stats=())
     return results, results_dot
@@ -90,6 +90,7 @@ def _tangents(static: Static, operands: Operands, results: Results, dots: formul
     """The tangents of the carrier, the sum and the statistics."""
     dtype, smooth, of_norm = operands.x.dtype, operands.smooth, operands.of_norm()
     norm = static.norm.unquantized(dtype if smooth is None else static.norm.compute_dtype)
+    sum_dot: Any
     stats_dot: Any = results.stats
     if static.is_primitive:
         of_forward = formula.Results(results.values, results.sum)
