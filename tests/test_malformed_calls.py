@@ -7,6 +7,7 @@ import pytest
 from cases import KINDS, bits, operands
 from native import target
 
+import jaxnorm
 from jaxnorm.native import compat, ffi
 
 pytestmark = [pytest.mark.kernels, pytest.mark.parametrize("kind", KINDS)]
