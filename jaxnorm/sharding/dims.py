@@ -40,6 +40,11 @@ def result_like(x: Any, dim_map: DimMap, shape: Sequence[Any], dtype: Any) -> An
     return x.update(shape=tuple(shape), dtype=dtype, sharding=x.sharding.update(spec=spec), weak_type=False)
 
 
+def like(x: Any, dtype: Any) -> Any:
+    """The type of x with another dtype."""
+    return x.update(dtype=dtype, weak_type=False)
+
+
 def broadcast(array: jax.Array, shape: Sequence[Any], x: Any, dim_map: DimMap) -> jax.Array:
     """The array, repeated to this shape and sharded as `result_like` says for x, a type."""
     sharding = result_like(x, dim_map, shape, array.dtype).sharding

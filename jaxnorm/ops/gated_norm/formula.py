@@ -171,8 +171,7 @@ def _project(norm: GatedNorm, v: jax.Array, h_hat: jax.Array, rstd: jax.Array) -
 
 
 def _types(norm: GatedNorm, operands: Operands) -> Results:
-    x: Any = operands.x
-    return Results(x.update(dtype=norm.out_dtype, weak_type=False))
+    return Results(dims.like(operands.x, norm.out_dtype))
 
 
 def _row_too_long(_: GatedNorm, operands: Operands) -> str | None:
