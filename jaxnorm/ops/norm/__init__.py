@@ -1,1 +1,1 @@
-"""RMSNorm and LayerNorm, alone and with a residual."""
+"""RMSNorm and LayerNorm."""

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from jaxnorm.ops.norm.api import normalise
-from jaxnorm.ops.norm.formula import Kind
+from jaxnorm.ops.norm.formula import Kind, Operands
 from jaxnorm.ops.options import Implementation, NormOptions
 
 
@@ -72,7 +72,7 @@ def add_rms_norm(
         axis_name=axis_name,
         implementation=implementation,
     )
-    return _added("add_rms_norm", "rms", options, x, residual, scale, bias)
+    return _added("add_rms_norm", "rms", options, Operands(x, residual, scale, bias))
 
 
 def add_layer_norm(
@@ -123,12 +123,10 @@ def add_layer_norm(
         axis_name=axis_name,
         implementation=implementation,
     )
-    return _added("add_layer_norm", "layer", options, x, residual, scale, bias)
+    return _added("add_layer_norm", "layer", options, Operands(x, residual, scale, bias))
 
 
-def _added(
-    function: str, kind: Kind, options: NormOptions, x: Any, residual: Any, scale: Any, bias: Any
-) -> tuple[jax.Array, jax.Array]:
-    results = normalise(function, kind, options, x=x, residual=residual, scale=scale, bias=bias, adds=True)
+def _added(function: str, kind: Kind, options: NormOptions, arrays: Operands) -> tuple[jax.Array, jax.Array]:
+    results = normalise(function, kind, options, arrays, needs_addend=True)
     assert results.sum is not None
     return results.y, results.sum

@@ -1,4 +1,4 @@
-"""The public functions of x alone, and what they share with those that add a residual first."""
+"""The public functions of x alone, and what they share with those that add something to it first."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from jaxnorm.ops import checks
-from jaxnorm.ops.norm.formula import Kind, Norm, Operands, Results
+from jaxnorm.ops.norm.formula import ADDEND, Kind, Norm, Operands, Results
 from jaxnorm.ops.norm.op import NORM
 from jaxnorm.ops.options import Implementation, NormOptions
 from jaxnorm.sharding import dims
@@ -78,7 +78,7 @@ def rms_norm(
         axis_name=axis_name,
         implementation=implementation,
     )
-    return normalise("rms_norm", "rms", options, x=x, scale=scale, bias=bias).y
+    return normalise("rms_norm", "rms", options, Operands(x, None, scale, bias)).y
 
 
 def layer_norm(
@@ -124,50 +124,29 @@ def layer_norm(
         axis_name=axis_name,
         implementation=implementation,
     )
-    return normalise("layer_norm", "layer", options, x=x, scale=scale, bias=bias).y
+    return normalise("layer_norm", "layer", options, Operands(x, None, scale, bias)).y
 
 
 def normalise(
-    function: str,
-    kind: Kind,
-    options: NormOptions,
-    *,
-    x: Any,
-    scale: Any,
-    bias: Any,
-    residual: Any = None,
-    adds: bool = False,
+    function: str, kind: Kind, options: NormOptions, arrays: Operands, *, needs_addend: bool = False
 ) -> Results:
-    """The results of a public function; with `adds` it is one of a residual, which may not be None."""
-    norm, operands = prepare(
-        function, kind, options, x=x, residual=residual, scale=scale, bias=bias, needs_residual=adds
-    )
+    """The results of a public function."""
+    norm, operands = prepare(function, kind, options, arrays, needs_addend=needs_addend)
     return NORM(norm, operands, options.implementation)
 
 
 def prepare(
-    function: str,
-    kind: Kind,
-    options: NormOptions,
-    *,
-    x: Any,
-    residual: Any,
-    scale: Any,
-    bias: Any,
-    needs_residual: bool = False,
+    function: str, kind: Kind, options: NormOptions, arrays: Operands, *, needs_addend: bool = False
 ) -> tuple[Norm, Operands]:
-    """The checked arguments of a public function: what is static, and the operands."""
+    """The checked arguments of a public function: what is static, and the operands, from unchecked ones."""
     checks.check_implementation(function, options.implementation)
+    x, addend, scale, bias = arrays
     x = checks.check_x(function, x)
-    if residual is not None or needs_residual:
-        residual = checks.check_like_x(function, "residual", residual, x, "added")
+    if addend is not None or needs_addend:
+        addend = checks.check_like_x(function, ADDEND, addend, x, "added")
     axes = checks.check_axes(function, options.axis, x.ndim)
-    operands = Operands(
-        x,
-        residual,
-        checks.check_weight(function, "scale", scale, x, axes),
-        checks.check_weight(function, "bias", bias, x, axes),
-    )
+    scale, bias = (checks.check_weight(function, n, w, x, axes) for n, w in (("scale", scale), ("bias", bias)))
+    operands = Operands(x, addend, scale, bias)
     out_dtype = checks.check_out_dtype(function, options.out_dtype, x)
     norm = Norm(
         kind=kind,

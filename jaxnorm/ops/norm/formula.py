@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from jaxnorm.primitive.addend import add
-from jaxnorm.primitive.op import BatchDims, RowSpec, Statistics
+from jaxnorm.primitive.op import LIKE_X, WEIGHT, BatchDims, Role, RowSpec, Statistics
 from jaxnorm.sharding import dims
 
 Kind = Literal["rms", "layer"]
@@ -53,6 +53,12 @@ class Operands(NamedTuple):
 class Results(NamedTuple):
     y: jax.Array
     sum: jax.Array | None = None  # of x and a residual
+
+
+# y, where it is padded, has a last axis of its own.
+PADDED = Role(lambda norm, ndim, _: dims.like_x(ndim) if norm.pad_to == 1 else (*range(ndim - 1), None))
+ADDEND = "residual"
+ROLES = {"x": LIKE_X, ADDEND: LIKE_X, "scale": WEIGHT, "bias": WEIGHT, "y": PADDED, "sum": LIKE_X}
 
 
 class Saved(NamedTuple):

@@ -1,4 +1,4 @@
-"""The op of the norms, alone and with a residual."""
+"""The op of the norms."""
 
 from typing import Any
 
@@ -7,7 +7,10 @@ import numpy as np
 
 from jaxnorm.ops.norm import shard
 from jaxnorm.ops.norm.formula import (
+    ADDEND,
     KINDS,
+    PADDED,
+    ROLES,
     STATISTICS,
     Dtype,
     Kind,
@@ -23,21 +26,17 @@ from jaxnorm.ops.norm.formula import (
 )
 from jaxnorm.primitive import weights
 from jaxnorm.primitive.family import Family
-from jaxnorm.primitive.op import LIKE_X, WEIGHT, BatchDims, Derivative, Function, Native, Op, Request, Role, Statistics
+from jaxnorm.primitive.op import BatchDims, Derivative, Function, Native, Op, Request, Statistics
 from jaxnorm.sharding import dims
-
-# y, where it is padded, has a last axis of its own.
-PADDED = Role(
-    lambda norm, ndim, _: dims.like_x(ndim) if norm.pad_to == 1 else (*range(ndim - 1), None),
-)
 
 
 def types(norm: Norm, operands: Operands) -> Results:
-    x: Any = operands.x
-    residual: Any = operands.residual
+    x: Any
+    addend: Any
+    x, addend, *_ = operands
     shape = norm.padded(x.shape)
     y = dims.result_like(x, PADDED.dim_map(norm, x.ndim, shape), shape, norm.out_dtype)
-    return Results(y, None if residual is None else residual.update(weak_type=False))
+    return Results(y, None if addend is None else dims.like(addend, addend.dtype))
 
 
 def per_head_weights(norm: Norm, operands: Operands) -> str | None:
@@ -65,7 +64,7 @@ def _backward_attributes(norm: Norm, _: Saved) -> dict[str, Any]:
 
 def plan(norm: Norm, operands: Any) -> dict[str, Any]:
     """What a launch plan of the CUDA kernels depends on, beside the dtype and the length of a row."""
-    return {"kind": norm.kind, "adds": operands.residual is not None}
+    return {"kind": norm.kind, "adds": operands[1] is not None}
 
 
 def _has_kernels(norm: Norm, x: jax.Array) -> bool:
@@ -74,8 +73,8 @@ def _has_kernels(norm: Norm, x: jax.Array) -> bool:
 
 
 def _forward_of_shard(norm: Norm, operands: Operands) -> tuple[Results, Statistics]:
-    normalised = operands.x if operands.residual is None else operands.residual
-    return shard.forward(norm, operands, has_kernels=_has_kernels(norm, normalised))
+    x, addend, *_ = operands
+    return shard.forward(norm, operands, has_kernels=_has_kernels(norm, x if addend is None else addend))
 
 
 def _backward_of_shard(
@@ -115,7 +114,7 @@ NORM = Family(
         spec=Norm,
         operands=Operands,
         results=Results,
-        roles={"x": LIKE_X, "residual": LIKE_X, "scale": WEIGHT, "bias": WEIGHT, "y": PADDED, "sum": LIKE_X},
+        roles=ROLES,
         types=types,
         forward=forward,
         plain=plain,
@@ -136,7 +135,7 @@ NORM = Family(
         ),
         reasons=(per_head_weights,),
         weights_batch=True,
-        addend="residual",
+        addend=ADDEND,
         can_shard=lambda norm, _: norm.pad_to == 1,
         forward_of_shard=_forward_of_shard,
         functions=(

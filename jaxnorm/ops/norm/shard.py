@@ -28,12 +28,12 @@ apply_p = Primitive("jaxnorm_apply")
 
 
 def forward(norm: Norm, operands: Operands, *, has_kernels: bool) -> tuple[Results, Statistics]:
-    """y, with a residual the sum, and the statistics of whole rows, of which x is a shard."""
-    x, residual, scale, bias = operands
-    normalised = x if residual is None else add(x, residual)
-    # XLA adds a residual, and computes the moments of the sum, in one pass. Of float32 alone its loop over the result
+    """y, the sum where there is an addend, and the statistics of whole rows, of which x is a shard."""
+    x, addend, scale, bias = operands
+    normalised = x if addend is None else add(x, addend)
+    # XLA adds an addend, and computes the moments of the sum, in one pass. Of float32 alone its loop over the result
     # is at the copy rate.
-    is_native = has_kernels and residual is None
+    is_native = has_kernels and addend is None
     of_shard: Sequence[jax.Array] = moments_p.bind(x, norm=norm) if is_native else moments(norm, normalised)
     stats = merged(norm, of_shard)
     all_wide = normalised.dtype == norm.out_dtype == np.float32
@@ -42,7 +42,7 @@ def forward(norm: Norm, operands: Operands, *, has_kernels: bool) -> tuple[Resul
     else:
         leaves, tree = jax.tree.flatten((normalised, stats, scale, bias))
         (y,) = apply_p.bind(*leaves, tree=tree, norm=norm)
-    return Results(y, None if residual is None else normalised), stats
+    return Results(y, None if addend is None else normalised), stats
 
 
 def _moments_abstract(x: Any, *, norm: Norm) -> list[Any]:

@@ -9,6 +9,7 @@ import numpy as np
 from jaxnorm.ops import checks as shared_checks
 from jaxnorm.ops.norm.api import prepare
 from jaxnorm.ops.norm.formula import Kind
+from jaxnorm.ops.norm.formula import Operands as NormOperands
 from jaxnorm.ops.options import Implementation, NormOptions
 from jaxnorm.ops.quantized_norm import checks
 from jaxnorm.ops.quantized_norm.formula import QUANTIZED_NORM, Operands, QuantizedNorm
@@ -202,7 +203,7 @@ class QuantizedOptions(NamedTuple):
 def _quantized(
     function: str, kind: Kind, options: NormOptions, own: QuantizedOptions, *, x: Any, scale: Any, bias: Any
 ) -> Quantized | tuple[Quantized, jax.Array]:
-    norm, of_norm = prepare(function, kind, options, x=x, residual=own.residual, scale=scale, bias=bias)
+    norm, of_norm = prepare(function, kind, options, NormOperands(x, own.residual, scale, bias))
     x = of_norm.x
     checks.check_quantization(function, own.quantization, Quantization, x, norm.axes)
     given = checks.check_static_scale(function, own.static_scale, own.quantization.granularity, SMALLEST_SCALE)

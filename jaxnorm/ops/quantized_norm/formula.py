@@ -10,10 +10,10 @@ from jax import lax
 
 from jaxnorm.native import compat
 from jaxnorm.ops.norm import formula, op
-from jaxnorm.ops.norm.formula import KINDS, STATISTICS, Kind, Norm, broadcastable
+from jaxnorm.ops.norm.formula import ADDEND, KINDS, ROLES, STATISTICS, Kind, Norm, broadcastable
 from jaxnorm.primitive import weights
 from jaxnorm.primitive.family import Family
-from jaxnorm.primitive.op import FEATURES, LIKE_X, SCALAR, WEIGHT, Function, Native, Op, Request, Role, Statistics
+from jaxnorm.primitive.op import FEATURES, LIKE_X, SCALAR, Function, Native, Op, Request, Role, Statistics
 from jaxnorm.quantization import LARGEST, SMALLEST_SCALE, Quantization
 from jaxnorm.sharding import dims
 
@@ -99,6 +99,14 @@ def _scale(quantization: Quantization, amax: jax.Array) -> jax.Array:
     return jnp.where(is_zero, 1, scale)
 
 
+def no_derivative(norm: QuantizedNorm) -> ValueError:
+    return ValueError(
+        f"{norm.kind}_norm_quantized: rounded values have no derivative, and one is taken; pass straight_through=True "
+        f"for that of the norm before it is quantised, and of new_residual the true one; or apply "
+        f"jax.lax.stop_gradient to x, residual, scale and bias, not to the result."
+    )
+
+
 def _types(norm: QuantizedNorm, operands: Operands) -> Results:
     x: Any = operands.x
     y, total = op.types(norm, operands.of_norm())
@@ -161,15 +169,11 @@ QUANTIZED_NORM = Family(
         operands=Operands,
         results=Results,
         roles={
-            "x": LIKE_X,
-            "residual": LIKE_X,
-            "scale": WEIGHT,
-            "bias": WEIGHT,
+            **ROLES,
             "smooth": FEATURES,
             "given": SCALAR,
             "values": LIKE_X,
             "scales": SCALES,
-            "sum": LIKE_X,
         },
         types=_types,
         forward=forward,
@@ -183,7 +187,7 @@ QUANTIZED_NORM = Family(
             plan=op.plan,
         ),
         reasons=(_weights_with_batch_dims,),
-        addend="residual",
+        addend=ADDEND,
         can_shard=_can_shard,
         static_types=(Quantization,),
         functions=tuple(

@@ -18,7 +18,7 @@ from jax.interpreters import ad
 
 from jaxnorm.ops.norm import formula
 from jaxnorm.ops.norm.op import NORM
-from jaxnorm.ops.quantized_norm.formula import QUANTIZED_NORM, Operands, QuantizedNorm, plain
+from jaxnorm.ops.quantized_norm.formula import QUANTIZED_NORM, Operands, QuantizedNorm, no_derivative, plain
 from jaxnorm.primitive.op import Statistics
 from jaxnorm.primitive.rules import all_none, named, tangents_jnp
 
@@ -37,7 +37,7 @@ class Results(NamedTuple):
     values: Any
     scales: Any  # None where the scale is given
     carrier: Any  # None without a derivative
-    sum: Any  # None without a residual
+    sum: Any  # None where nothing is added
     stats: Statistics
 
 
@@ -58,11 +58,7 @@ def quantized(static: Static, operands: Operands) -> Results:
 def _quantized_jvp(static: Static, primals: Any, tangents: Any) -> tuple[Results, Results]:
     ((operands,), (dots,)) = primals, tangents
     if not static.straight_through:
-        raise ValueError(
-            f"{static.norm.kind}_norm_quantized: rounded values have no derivative, and one is taken; pass "
-            f"straight_through=True for that of the norm before it is quantised, and of new_residual the true one; or "
-            f"apply jax.lax.stop_gradient to x, residual, scale and bias, not to the result."
-        )
+        raise no_derivative(static.norm)
     results = _named(quantized(dataclasses.replace(static, with_stats=static.is_primitive), operands))
     results_dot = jax.tree.map(lambda result: SymbolicZero(jax.typeof(result).to_tangent_aval()), results)
     moving: Any = [None if isinstance(dot, SymbolicZero) else dot for dot in dots.of_norm()]
