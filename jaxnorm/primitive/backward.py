@@ -5,7 +5,7 @@ result's cotangent comes before what is saved, and those of other results after 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -14,7 +14,7 @@ from jax.interpreters import ad
 from jaxnorm.native import ffi
 from jaxnorm.primitive import weights
 from jaxnorm.primitive.op import AnyOp, BatchDims, Derivative, RowSpec
-from jaxnorm.primitive.rules import Rules, all_none, at_front, bind, fold, has, leaves_of, present
+from jaxnorm.primitive.rules import Rules, all_none, at_front, bind, fold, has, leaves_of, present, rows_and_cols
 from jaxnorm.sharding import dims
 from jaxnorm.sharding.dims import DimMap
 
@@ -46,32 +46,28 @@ class Backward(Rules):
     def _types(self, spec: RowSpec, saved: Any, wanted: Any, batch_dims: BatchDims) -> Any:
         x = saved[0]
         variables = self.derivative.variables(*wanted)
-        shapes = {
-            name: (*batch_dims, *x.shape[-spec.rank :]) if self.is_weight(name) else getattr(saved, name, x).shape
-            for name, _ in leaves_of(variables)
-        }
-        return variables._replace(
-            **{
-                name: dims.result_like(x, self.role(name).dim_map(spec, x.ndim, shape), shape, getattr(variables, name))
-                for name, shape in shapes.items()
-            }
-        )
+        gradients = {}
+        for name, dtype in leaves_of(variables):
+            of_weight = (*batch_dims, *x.shape[-spec.row_ndim :])
+            shape = of_weight if self.is_weight(name) else getattr(saved, name, x).shape
+            gradients[name] = dims.result_like(x, self.role(name).dim_map(spec, x.ndim, shape), shape, dtype)
+        return variables._replace(**gradients)
 
     def abstract(self, *leaves: Any, tree: Any, spec: RowSpec, wanted: Any, batch_dims: BatchDims) -> list[Any]:
         _, saved = self._operands(tree, leaves)
         return jax.tree.leaves(self._types(spec, saved, wanted, batch_dims))
 
-    def formula(self, *leaves: Any, tree: Any, spec: RowSpec, wanted: Any, batch_dims: BatchDims) -> list[jax.Array]:
-        variables = self.derivative.variables(*wanted)
-        return jax.tree.leaves(self.derivative.backward(spec, *self._operands(tree, leaves), variables, batch_dims))
+    def formula(self, *leaves: Any, **params: Any) -> list[jax.Array]:
+        return self._gradients(self.derivative.backward, leaves, **params)
 
-    def formula_of_shard(
-        self, *leaves: Any, tree: Any, spec: RowSpec, wanted: Any, batch_dims: BatchDims
+    def formula_of_shard(self, *leaves: Any, **params: Any) -> list[jax.Array]:
+        return self._gradients(self.derivative.backward_of_shard or self.derivative.backward, leaves, **params)
+
+    def _gradients(
+        self, backward: Callable[..., Any], leaves: Any, *, tree: Any, spec: RowSpec, wanted: Any, batch_dims: BatchDims
     ) -> list[jax.Array]:
-        backward = self.derivative.backward_of_shard or self.derivative.backward
-        return jax.tree.leaves(
-            backward(spec, *self._operands(tree, leaves), self.derivative.variables(*wanted), batch_dims)
-        )
+        cotangents, saved = self._operands(tree, leaves)
+        return jax.tree.leaves(backward(spec, cotangents, saved, self.derivative.variables(*wanted), batch_dims))
 
     def native(
         self, platform: str, ctx: Any, *leaves: Any, tree: Any, spec: RowSpec, wanted: Any, batch_dims: BatchDims
@@ -82,8 +78,8 @@ class Backward(Rules):
         cotangents, saved = self._operands(tree, ctx.avals_in)
         variables = self.derivative.variables(*wanted)
         x = saved[0]
-        rows, cols = (math.prod(lengths) for lengths in (x.shape[: -spec.rank], x.shape[-spec.rank :]))
-        count, inner = weights.heads_of(x.shape, spec.rank, batch_dims)
+        rows, cols = rows_and_cols(spec, x)
+        count, inner = weights.heads_of(x.shape, spec.row_ndim, batch_dims)
         target = f"{native.name(spec)}_bwd"
         workspace = ffi.workspace(
             platform,
@@ -123,7 +119,7 @@ class Backward(Rules):
         )
         cotangents, folded = fold(given, batch)
         saved = saved._replace(**dict(zip(rows, folded, strict=True)))
-        whole = weights.batch_dims_in_front(saved[0], 0, spec.rank, batch_dims) if self.op.weights_batch else None
+        whole = weights.batch_dims_in_front(saved[0], 0, spec.row_ndim, batch_dims) if self.op.weights_batch else None
         others = [name for name, _ in leaves_of(of_saved) if self.role(name).batch != "fold"]
         if others and (whole is None or not all(map(self.is_weight, others))):
             return self.batch_formula(leaves, axes, **params)
@@ -144,7 +140,7 @@ class Backward(Rules):
             for weight in (False, True)
         )
         # Of one row there is no sum to be made.
-        one_row = whole is not None and math.prod(x.shape[: -spec.rank]) == math.prod(whole)
+        one_row = whole is not None and math.prod(x.shape[: -spec.row_ndim]) == math.prod(whole)
         sums_are_native = whole is not None and not one_row and not all_none(of_weights)
         native = wanted if sums_are_native else of_rows
         gradients = self.derivative.variables()
@@ -153,12 +149,12 @@ class Backward(Rules):
             dims_of_call = whole if whole is not None and (sums_are_native or moving) else batch_dims
             in_front = {name: weights.in_front(getattr(saved, name), getattr(axes, name), x.ndim) for name in kept}
             in_call = {
-                name: weights.with_batch_dims(jax.typeof(x), dims_of_call, spec.rank, weight)
+                name: weights.with_batch_dims(jax.typeof(x), dims_of_call, spec.row_ndim, weight)
                 for name, weight in in_front.items()
             }
             gradients = self.bind(spec, cotangents, saved._replace(**in_call), wanted=native, batch_dims=dims_of_call)
         if sums_are_native:
-            shape = (-1, *batch_dims, *x.shape[-spec.rank :])
+            shape = (-1, *batch_dims, *x.shape[-spec.row_ndim :])
             sums = {name: array.reshape(shape) for name, array in leaves_of(gradients) if self.is_weight(name)}
         elif all_none(of_weights):
             sums = {}

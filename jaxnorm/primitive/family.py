@@ -59,7 +59,7 @@ class Family(Generic[S, O, R]):
         """The operands with weights as primitives have them: with the same batch dims."""
         names = [name for name in operands._fields if self._forward.is_weight(name)]
         given = [getattr(operands, name) for name in names]
-        replaced = weights.aligned(jax.typeof(operands[0]), spec.rank, given)
+        replaced = weights.aligned(jax.typeof(operands[0]), spec.row_ndim, given)
         return operands._replace(**dict(zip(names, replaced, strict=True)))
 
     def __call__(self, spec: S, operands: O, implementation: str | None) -> R:

@@ -1,6 +1,5 @@
 """The forward primitive of an op: operands -> results, and with_stats the statistics behind them."""
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +11,18 @@ from jaxnorm.primitive import weights
 from jaxnorm.primitive.addend import add
 from jaxnorm.primitive.linear import Linear
 from jaxnorm.primitive.op import AnyOp, RowSpec, Statistics, statistics_types
-from jaxnorm.primitive.rules import Rules, all_none, at_front, bind, has, leaves_of, named, present, tangents_jnp
+from jaxnorm.primitive.rules import (
+    Rules,
+    all_none,
+    at_front,
+    bind,
+    has,
+    leaves_of,
+    named,
+    present,
+    rows_and_cols,
+    tangents_jnp,
+)
 from jaxnorm.sharding import dims
 from jaxnorm.sharding.dims import DimMap
 
@@ -44,12 +54,15 @@ class Forward(Rules):
         types = jax.tree.leaves(self.op.types(spec, operands))
         return [*types, *statistics_types(spec, operands[0], self.op.statistics(spec))] if with_stats else types
 
-    def formula(self, *leaves: Any, tree: Any, spec: RowSpec, with_stats: bool) -> list[jax.Array]:
-        results, stats = self.op.forward(spec, self._operands(tree, leaves))
-        return [*jax.tree.leaves(results), *(stats if with_stats else ())]
+    def formula(self, *leaves: Any, **params: Any) -> list[jax.Array]:
+        return self._results(self.op.forward, leaves, **params)
 
-    def formula_of_shard(self, *leaves: Any, tree: Any, spec: RowSpec, with_stats: bool) -> list[jax.Array]:
-        forward = self.op.forward_of_shard or self.op.forward
+    def formula_of_shard(self, *leaves: Any, **params: Any) -> list[jax.Array]:
+        return self._results(self.op.forward_of_shard or self.op.forward, leaves, **params)
+
+    def _results(
+        self, forward: Callable[..., Any], leaves: Any, *, tree: Any, spec: RowSpec, with_stats: bool
+    ) -> list[jax.Array]:
         results, stats = forward(spec, self._operands(tree, leaves))
         return [*jax.tree.leaves(results), *(stats if with_stats else ())]
 
@@ -60,7 +73,7 @@ class Forward(Rules):
         assert native is not None
         operands = self._operands(tree, ctx.avals_in)
         x, addend = operands[0], self._addend(operands)
-        rows, cols = (math.prod(lengths) for lengths in (x.shape[: -spec.rank], x.shape[-spec.rank :]))
+        rows, cols = rows_and_cols(spec, x)
         normalised = x if addend is None else addend
         target = f"{native.name(spec)}_fwd"
         return ffi.call(
@@ -86,7 +99,7 @@ class Forward(Rules):
         """Those of the operands, whose types these are, and of the results."""
         operands = self.op.operands(*places)
         ndim = operands[0].ndim
-        stats = [dims.per_row(ndim, spec.rank)] * self.op.statistics(spec) if with_stats else []
+        stats = [dims.per_row(ndim, spec.row_ndim)] * self.op.statistics(spec) if with_stats else []
         results = self.maps_of(spec, ndim, self.op.types(spec, operands))
         return self.maps_of(spec, ndim, operands), [*results, *stats]
 
@@ -175,7 +188,7 @@ class Forward(Rules):
             of_results,
             self._saved(operands, *op.forward(spec, operands)),
             derivative.variables(**{name: aval.dtype for name, aval in wanted.items()}),
-            weights.batch_dims_of(spec.rank, wanted.values()),
+            weights.batch_dims_of(spec.row_ndim, wanted.values()),
         )
         there = (name for name, value in given.items() if value is not None)
         return [getattr(gradients, name) if name in wanted else None for name in there]

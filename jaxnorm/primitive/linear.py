@@ -81,7 +81,7 @@ class Linear(Rules):
                 saved,
                 wanted=self.derivative.variables(**{name: aval.dtype for name, aval in wanted.items()}),
                 batch_dims=weights.batch_dims_of(
-                    spec.rank,
+                    spec.row_ndim,
                     [*self.weights_of(saved), *(aval for name, aval in wanted.items() if self.is_weight(name))],
                 ),
             )

@@ -42,8 +42,8 @@ class RowSpec(Spec):
     out_dtype: np.dtype[Any] = np.dtype(np.float32)  # noqa: RUF009
 
     @property
-    def rank(self) -> int:
-        """The number of a row's axes."""
+    def row_ndim(self) -> int:
+        """How many axes a row has."""
         return len(self.axes)
 
 
@@ -62,17 +62,17 @@ class Role:
 # Of x's shape; one element for each row, with axes of length 1 for the row's or without these; of a row's shape, with
 # batch dims or without; one element for all.
 LIKE_X = Role(lambda spec, ndim, _: dims.like_x(ndim))
-STATISTIC = Role(lambda spec, ndim, _: dims.per_row(ndim, spec.rank))
-PER_ROW = Role(lambda spec, ndim, _: dims.like_x(ndim - spec.rank))
-WEIGHT = Role(lambda spec, ndim, shape: dims.weight(ndim, spec.rank, shape[: len(shape) - spec.rank]), "weight")
-FEATURES = Role(lambda spec, ndim, _: dims.weight(ndim, spec.rank, ()), "formula")
+STATISTIC = Role(lambda spec, ndim, _: dims.per_row(ndim, spec.row_ndim))
+PER_ROW = Role(lambda spec, ndim, _: dims.like_x(ndim - spec.row_ndim))
+WEIGHT = Role(lambda spec, ndim, shape: dims.weight(ndim, spec.row_ndim, shape[: len(shape) - spec.row_ndim]), "weight")
+FEATURES = Role(lambda spec, ndim, _: dims.weight(ndim, spec.row_ndim, ()), "formula")
 SCALAR = Role(lambda *_: (), "formula")
 
 
 def statistics_types(spec: RowSpec, x: Any, count: int) -> list[Any]:
     """The types of so many statistics of x's rows."""
-    shape = (*x.shape[: -spec.rank], *(1 for _ in spec.axes))
-    return [dims.result_like(x, dims.per_row(x.ndim, spec.rank), shape, spec.compute_dtype)] * count
+    shape = (*x.shape[: -spec.row_ndim], *(1 for _ in spec.axes))
+    return [dims.result_like(x, dims.per_row(x.ndim, spec.row_ndim), shape, spec.compute_dtype)] * count
 
 
 S = TypeVar("S", bound=RowSpec)

@@ -1,5 +1,6 @@
 """What the primitives of all ops have in common."""
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -76,6 +77,11 @@ def has(prefix: str, arrays: Any) -> dict[str, bool]:
     return {f"{prefix}{name}": getattr(arrays, name) is not None for name in arrays._field_defaults}
 
 
+def rows_and_cols(spec: RowSpec, x: Any) -> tuple[Any, int]:
+    """How many rows an x of this type has, and elements each; the first may be symbolic."""
+    return math.prod(x.shape[: -spec.row_ndim]), math.prod(x.shape[-spec.row_ndim :])
+
+
 class Rules:
     """One primitive of an op. The methods of a subclass are its rules.
 
@@ -146,7 +152,7 @@ class Rules:
             return None
         if self.op.weights_batch:
             x, x_axis = records[0][0], batch[0][0]
-            whole = weights.batch(x, x_axis, spec.rank, [values[f] for f in kept], [axes[f] for f in kept])
+            whole = weights.batch(x, x_axis, spec.row_ndim, [values[f] for f in kept], [axes[f] for f in kept])
         else:
             whole = None if any(moving[field] for field in kept) else tuple(values[field] for field in kept)
         if whole is None:

@@ -41,8 +41,8 @@ def types(norm: Norm, operands: Operands) -> Results:
 
 def per_head_weights(norm: Norm, operands: Operands) -> str | None:
     """Why no kernel takes the weights' batch dims."""
-    batch_dims = weights.batch_dims_of(norm.rank, (operands.scale, operands.bias))
-    return weights.unsupported(operands.x.shape, norm.rank, batch_dims)
+    batch_dims = weights.batch_dims_of(norm.row_ndim, (operands.scale, operands.bias))
+    return weights.unsupported(operands.x.shape, norm.row_ndim, batch_dims)
 
 
 def _name(norm: Norm) -> str:
@@ -51,7 +51,7 @@ def _name(norm: Norm) -> str:
 
 def _forward_attributes(norm: Norm, _: Operands) -> dict[str, Any]:
     return {
-        "axes": np.int64(norm.rank),
+        "axes": np.int64(norm.row_ndim),
         "epsilon": np.float32(norm.epsilon),
         "scale_offset": np.float32(norm.scale_offset),
         "multiply_before_cast": norm.multiply_before_cast,
@@ -59,7 +59,7 @@ def _forward_attributes(norm: Norm, _: Operands) -> dict[str, Any]:
 
 
 def _backward_attributes(norm: Norm, _: Saved) -> dict[str, Any]:
-    return {"axes": np.int64(norm.rank), "scale_offset": np.float32(norm.scale_offset)}
+    return {"axes": np.int64(norm.row_ndim), "scale_offset": np.float32(norm.scale_offset)}
 
 
 def plan(norm: Norm, operands: Any) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def _backward_of_shard(
     of_weights = wanted._replace(x=None)
     dx = backward(norm, cotangents, saved, Variables(wanted.x), batch_dims).x
     x = saved.x
-    native = _has_kernels(norm, x) and not weights.unsupported(x.shape, norm.rank, batch_dims)
+    native = _has_kernels(norm, x) and not weights.unsupported(x.shape, norm.row_ndim, batch_dims)
     if native and of_weights != Variables():
         sums = NORM.gradients(norm.whole(), cotangents._replace(sum=None), saved, of_weights, batch_dims)
     else:

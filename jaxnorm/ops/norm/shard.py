@@ -37,7 +37,7 @@ def forward(norm: Norm, operands: Operands, *, has_kernels: bool) -> tuple[Resul
     of_shard: Sequence[jax.Array] = moments_p.bind(x, norm=norm) if is_native else moments(norm, normalised)
     stats = merged(norm, of_shard)
     all_wide = normalised.dtype == norm.out_dtype == np.float32
-    if all_wide or not has_kernels or weights.batch_dims_of(norm.rank, (scale, bias)):
+    if all_wide or not has_kernels or weights.batch_dims_of(norm.row_ndim, (scale, bias)):
         y = affine(norm, normalised, stats, scale, bias)
     else:
         leaves, tree = jax.tree.flatten((normalised, stats, scale, bias))
@@ -54,7 +54,7 @@ def _moments_jnp(x: jax.Array, *, norm: Norm) -> list[jax.Array]:
 
 
 def _moments_native(ctx: Any, x: Any, *, norm: Norm) -> Any:
-    return ffi.call(f"jaxnorm_{norm.kind}_norm_statistics", ctx, [x], attributes={"axes": np.int64(norm.rank)})
+    return ffi.call(f"jaxnorm_{norm.kind}_norm_statistics", ctx, [x], attributes={"axes": np.int64(norm.row_ndim)})
 
 
 def _apply_abstract(x: Any, *_: Any, tree: Any, norm: Norm) -> list[Any]:
@@ -72,7 +72,7 @@ def _apply_native(ctx: Any, *operands: Any, tree: Any, norm: Norm) -> Any:
         ctx,
         operands,
         attributes={
-            "axes": np.int64(norm.rank),
+            "axes": np.int64(norm.row_ndim),
             "scale_offset": np.float32(norm.scale_offset),
             "multiply_before_cast": norm.multiply_before_cast,
             "has_scale": scale is not None,

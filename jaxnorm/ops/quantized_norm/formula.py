@@ -116,7 +116,7 @@ def _types(norm: QuantizedNorm, operands: Operands) -> Results:
     if norm.quantization.group_size is not None:
         shape = (*x.shape[:-1], x.shape[-1] // norm.quantization.group_size)
     else:
-        shape = (*x.shape[: -norm.rank], *(1 for _ in norm.axes))
+        shape = (*x.shape[: -norm.row_ndim], *(1 for _ in norm.axes))
     scales = dims.result_like(x, SCALES.dim_map(norm, x.ndim, shape), shape, np.float32)
     if norm.shards is not None and norm.quantization.group_size is None:
         scales = compat.same_along(scales, norm.shards.names)
@@ -125,19 +125,21 @@ def _types(norm: QuantizedNorm, operands: Operands) -> Results:
 
 # Those of groups stand along the last axis, fewer than it is long.
 SCALES = Role(
-    lambda norm, ndim, _: dims.per_row(ndim, norm.rank) if norm.quantization.group_size is None else dims.like_x(ndim)
+    lambda norm, ndim, _: (
+        dims.per_row(ndim, norm.row_ndim) if norm.quantization.group_size is None else dims.like_x(ndim)
+    )
 )
 
 
 def _weights_with_batch_dims(norm: QuantizedNorm, operands: Operands) -> str | None:
-    batch_dims = weights.batch_dims_of(norm.rank, (operands.scale, operands.bias))
+    batch_dims = weights.batch_dims_of(norm.row_ndim, (operands.scale, operands.bias))
     return f"no kernel that quantises takes a scale or bias with leading axes, {batch_dims}" if batch_dims else None
 
 
 def _attributes(norm: QuantizedNorm, _: Operands) -> dict[str, Any]:
     quantization = norm.quantization
     return {
-        "axes": np.int64(norm.rank),
+        "axes": np.int64(norm.row_ndim),
         "group": np.int64(quantization.group_size or 0),
         "epsilon": np.float32(norm.epsilon),
         "scale_offset": np.float32(norm.scale_offset),
