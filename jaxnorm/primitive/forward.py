@@ -1,5 +1,6 @@
 """The forward primitive of an op: operands -> results, and with_stats the statistics behind them."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ from jaxnorm.sharding.dims import DimMap
 class Forward(Rules):
     def __init__(self, op: AnyOp, linear: Linear | None) -> None:
         super().__init__(op, "forward")
+        self._results_tree = functools.lru_cache(maxsize=4096)(self._tree_of_results)
         self._maybe_linear = linear
 
     @property
@@ -39,15 +41,15 @@ class Forward(Rules):
 
     def bind(self, spec: RowSpec, operands: Any, *, with_stats: bool = False) -> tuple[Any, Statistics]:
         values = bind(self.primitive, tuple(operands), spec=spec, with_stats=with_stats)
-        return self._by_name(spec, jax.tree.map(jax.typeof, operands), values)
+        tree = self._results_tree(spec, jax.tree.map(jax.typeof, operands))
+        return jax.tree.unflatten(tree, values[: tree.num_leaves]), tuple(values[tree.num_leaves :])
 
     def _operands(self, tree: Any, values: Any) -> Any:
         return self.op.operands(*jax.tree.unflatten(tree, values))
 
-    def _by_name(self, spec: RowSpec, types: Any, values: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
-        """The results and the statistics, for operands of these types."""
-        tree: Any = jax.tree.structure(self.op.types(spec, types))
-        return jax.tree.unflatten(tree, values[: tree.num_leaves]), tuple(values[tree.num_leaves :])
+    def _tree_of_results(self, spec: RowSpec, types: Any) -> Any:
+        """Which results there are, for operands of these types."""
+        return jax.tree.structure(self.op.types(spec, types))
 
     def abstract(self, *leaves: Any, tree: Any, spec: RowSpec, with_stats: bool) -> list[Any]:
         operands = self._operands(tree, leaves)
@@ -179,8 +181,8 @@ class Forward(Rules):
         if with_stats or not all(map(self.is_weight, wanted)):
             raise NotImplementedError(f"{op.name} is linear in its weights alone")
         operands = op.operands(**given | dict.fromkeys(wanted))
-        types = op.types(spec, jax.tree.map(jax.typeof, operands))
-        of_results = jax.tree.unflatten(jax.tree.structure(types), map(ad.instantiate_zeros, cotangents))
+        tree = self._results_tree(spec, jax.tree.map(jax.typeof, operands))
+        of_results = jax.tree.unflatten(tree, map(ad.instantiate_zeros, cotangents))
         if self._addend(operands) is not None:
             of_results = of_results._replace(sum=None)
         gradients = derivative.backward(

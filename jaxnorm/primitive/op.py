@@ -144,7 +144,7 @@ class Derivative(Generic[S, R, D]):
     backward_of_shard: Callable[[S, R, D, Any, BatchDims], Any] | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Op(Generic[S, O, R]):
     """An op on rows. x is the first field of its operands.
 

@@ -4,6 +4,7 @@ The public functions ask it before they bind a primitive, lowering rules when th
 a call that is only described. A reason is a part of a sentence.
 """
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -141,9 +142,16 @@ OF_PROGRAM: tuple[Callable[[Any], str | None], ...] = (
 
 def why_not(*, call: Call | None = None, place: Place | None = None, context: Any = None) -> str | None:
     """The first reason, by what is known: a call, a place, the context of a lowering rule. None: a kernel runs."""
-    facts: tuple[tuple[Any, Any], ...] = ((OF_CALL, call), (OF_PLACE, place), (OF_PROGRAM, context))
+    if call is not None and (reason := _why_not_call(call)):
+        return reason
+    facts: tuple[tuple[Any, Any], ...] = ((OF_PLACE, place), (OF_PROGRAM, context))
     asked = (predicate(known) for predicates, known in facts if known is not None for predicate in predicates)
     return next(filter(None, asked), None)
+
+
+@functools.lru_cache(maxsize=4096)  # or a call outside jit would spend most of its time here
+def _why_not_call(call: Call) -> str | None:
+    return next(filter(None, (predicate(call) for predicate in OF_CALL)), None)
 
 
 def is_trailing(axes: tuple[int, ...]) -> bool:

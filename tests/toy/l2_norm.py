@@ -60,7 +60,8 @@ def _derivative(norm: L2Norm, saved: Saved, v: Any) -> jax.Array:
     """The derivative of y by x applied to v; it is symmetric, so it serves both directions."""
     (rlen,) = saved.stats
     v, y = v.astype(norm.compute_dtype), saved.x.astype(norm.compute_dtype) * rlen
-    return (v - y * jnp.sum(v * y, axis=norm.axes, keepdims=True)) * rlen
+    derivative: jax.Array = (v - y * jnp.sum(v * y, axis=norm.axes, keepdims=True)) * rlen
+    return derivative
 
 
 L2_NORM = Family(
