@@ -48,9 +48,9 @@ class Backward(Rules):
         variables = self.derivative.variables(*wanted)
         gradients = {}
         for name, dtype in leaves_of(variables):
-            of_weight = (*batch_dims, *x.shape[-spec.row_ndim :])
-            shape = of_weight if self.is_weight(name) else getattr(saved, name, x).shape
-            gradients[name] = dims.result_like(x, self.role(name).dim_map(spec, x.ndim, shape), shape, dtype)
+            role = self.role(name)
+            shape = role.shape(spec, x.shape, batch_dims) if role.shape else getattr(saved, name, x).shape
+            gradients[name] = dims.result_like(x, role.dim_map(spec, x.ndim, shape), shape, dtype)
         return variables._replace(**gradients)
 
     def abstract(self, *leaves: Any, tree: Any, spec: RowSpec, wanted: Any, batch_dims: BatchDims) -> list[Any]:
@@ -112,7 +112,7 @@ class Backward(Rules):
         # What all examples share is computed once by the formula.
         if not self.rows_of(of_saved):
             return self.batch_formula(leaves, axes, **params)
-        rows = [name for name in saved._fields if self.role(name).batch == "fold"]
+        rows = list(filter(self.is_row, saved._fields))
         given, batch = (
             (tuple(of), tuple(getattr(also, name) for name in rows))
             for of, also in ((cotangents, saved), (of_cotangents, of_saved))
@@ -120,7 +120,7 @@ class Backward(Rules):
         cotangents, folded = fold(given, batch)
         saved = saved._replace(**dict(zip(rows, folded, strict=True)))
         whole = weights.batch_dims_in_front(saved[0], 0, spec.row_ndim, batch_dims) if self.op.weights_batch else None
-        others = [name for name, _ in leaves_of(of_saved) if self.role(name).batch != "fold"]
+        others = [name for name, _ in leaves_of(of_saved) if not self.is_row(name)]
         if others and (whole is None or not all(map(self.is_weight, others))):
             return self.batch_formula(leaves, axes, **params)
         example = Example(spec, self.derivative.variables(*wanted), batch_dims)
@@ -134,20 +134,26 @@ class Backward(Rules):
         """
         spec, wanted, batch_dims = example
         x = saved[0]
-        kept = [name for name in saved._fields if self.is_weight(name)]
-        of_rows, of_weights = (
-            wanted._replace(**{name: None for name in wanted._fields if self.is_weight(name) is not weight})
-            for weight in (False, True)
+        kept = [name for name in saved._fields if not self.is_row(name)]
+        of_rows, of_sums = (
+            wanted._replace(**{name: None for name in wanted._fields if self.is_row(name) is not rows})
+            for rows in (True, False)
         )
         # Of one row there is no sum to be made.
         one_row = whole is not None and math.prod(x.shape[: -spec.row_ndim]) == math.prod(whole)
-        sums_are_native = whole is not None and not one_row and not all_none(of_weights)
+        may_be_native = (
+            whole is not None and not one_row and all(self.is_weight(name) for name, _ in leaves_of(of_sums))
+        )
+        sums_are_native = may_be_native and not all_none(of_sums)
         native = wanted if sums_are_native else of_rows
         gradients = self.derivative.variables()
         if not all_none(native):
             moving = any(getattr(axes, name) is not None for name in kept)
             dims_of_call = whole if whole is not None and (sums_are_native or moving) else batch_dims
-            in_front = {name: weights.in_front(getattr(saved, name), getattr(axes, name), x.ndim) for name in kept}
+            in_front = {
+                name: weights.in_front(getattr(saved, name), getattr(axes, name), x.ndim)
+                for name in filter(self.is_weight, kept)
+            }
             in_call = {
                 name: weights.with_batch_dims(jax.typeof(x), dims_of_call, spec.row_ndim, weight)
                 for name, weight in in_front.items()
@@ -156,13 +162,13 @@ class Backward(Rules):
         if sums_are_native:
             shape = (-1, *batch_dims, *x.shape[-spec.row_ndim :])
             sums = {name: array.reshape(shape) for name, array in leaves_of(gradients) if self.is_weight(name)}
-        elif all_none(of_weights):
+        elif all_none(of_sums):
             sums = {}
         else:
             in_axes = jax.tree.map(lambda _: 0, saved)._replace(**{name: getattr(axes, name) for name in kept})
 
             def formula(cotangents: Any, saved: Any) -> Any:
-                return self.derivative.backward(spec, cotangents, saved, of_weights, batch_dims)
+                return self.derivative.backward(spec, cotangents, saved, of_sums, batch_dims)
 
             of_examples = jax.vmap(formula, in_axes=(jax.tree.map(lambda _: 0, cotangents), in_axes))
             sums = dict(leaves_of(of_examples(cotangents, saved)))

@@ -11,7 +11,7 @@ from jaxnorm.native import ffi
 from jaxnorm.primitive import weights
 from jaxnorm.primitive.addend import add
 from jaxnorm.primitive.linear import Linear
-from jaxnorm.primitive.op import AnyOp, RowSpec, Statistics, statistics_types
+from jaxnorm.primitive.op import AnyOp, RowSpec, Statistics
 from jaxnorm.primitive.rules import (
     Rules,
     all_none,
@@ -24,7 +24,6 @@ from jaxnorm.primitive.rules import (
     rows_and_cols,
     tangents_jnp,
 )
-from jaxnorm.sharding import dims
 from jaxnorm.sharding.dims import DimMap
 
 
@@ -54,7 +53,7 @@ class Forward(Rules):
     def abstract(self, *leaves: Any, tree: Any, spec: RowSpec, with_stats: bool) -> list[Any]:
         operands = self._operands(tree, leaves)
         types = jax.tree.leaves(self.op.types(spec, operands))
-        return [*types, *statistics_types(spec, operands[0], self.op.statistics(spec))] if with_stats else types
+        return [*types, *self.op.statistics(spec, operands)] if with_stats else types
 
     def formula(self, *leaves: Any, **params: Any) -> list[jax.Array]:
         return self._results(self.op.forward, leaves, **params)
@@ -101,9 +100,10 @@ class Forward(Rules):
         """Those of the operands, whose types these are, and of the results."""
         operands = self.op.operands(*places)
         ndim = operands[0].ndim
-        stats = [dims.per_row(ndim, spec.row_ndim)] * self.op.statistics(spec) if with_stats else []
         results = self.maps_of(spec, ndim, self.op.types(spec, operands))
-        return self.maps_of(spec, ndim, operands), [*results, *stats]
+        stats = self.op.statistics(spec, operands) if with_stats else []
+        of_stats = [self.role("stats").dim_map(spec, ndim, array.shape) for array in stats]
+        return self.maps_of(spec, ndim, operands), [*results, *of_stats]
 
     def batch(self, leaves: Any, axes: Any, *, tree: Any, spec: RowSpec, with_stats: bool) -> Any:
         params: dict[str, Any] = {"spec": spec, "with_stats": with_stats}

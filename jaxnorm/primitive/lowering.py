@@ -24,8 +24,8 @@ def register(
     """Lowers a primitive, one of whose parameters is a `Spec`, to its native call on the platforms that have one.
 
     None is for a primitive without kernels. Where rows have sharded axes, of_shard computes a device's shard; None is
-    the formula. In a program for several devices the call is one that XLA partitions, and
-    `jaxnorm.sharding.partition.register` must have been told how.
+    the formula. In a program for several devices the call is one that XLA partitions, if
+    `jaxnorm.sharding.partition.register` was told how, and else the formula.
     """
     lower_formula = mlir.lower_fun(formula)
     lower_shard = mlir.lower_fun(of_shard or formula)
@@ -34,7 +34,8 @@ def register(
         def lower(ctx: Any, *operands: Any, spec: Spec, **params: Any) -> Any:
             if spec.shards is not None:
                 return lower_shard(ctx, *operands, spec=spec, **params)
-            reason = reasons.why_not(place=reasons.Place(platform, native is not None), context=ctx)
+            program = reasons.Program(ctx, partition.is_registered(primitive))
+            reason = reasons.why_not(place=reasons.Place(platform, native is not None), program=program)
             if native is None or reason is not None:
                 if spec.native_for and reason is not None:
                     raise reasons.cannot_compile(spec.native_for, platform, reason)

@@ -53,26 +53,41 @@ class Role:
 
     "fold": the batch becomes the first of its axes, as of x's. "weight": it becomes a batch dim of the weight, where a
     kernel takes that. "formula": the formula runs.
+
+    `shape`, from the spec, x's shape and the batch dims of weights, is needed of a variable that is not saved.
     """
 
     dim_map: Callable[[Any, int, Sequence[Any]], DimMap]
     batch: Literal["fold", "weight", "formula"] = "fold"
+    shape: Callable[[Any, Sequence[Any], BatchDims], tuple[Any, ...]] | None = None
+
+
+def _weight_map(spec: RowSpec, ndim: int, shape: Sequence[Any]) -> DimMap:
+    return dims.weight(ndim, spec.row_ndim, shape[: len(shape) - spec.row_ndim])
+
+
+def _row_shape(spec: RowSpec, shape: Sequence[Any], _: BatchDims) -> tuple[Any, ...]:
+    return tuple(shape[-spec.row_ndim :])
+
+
+def _weight_shape(spec: RowSpec, shape: Sequence[Any], batch_dims: BatchDims) -> tuple[Any, ...]:
+    return (*batch_dims, *shape[-spec.row_ndim :])
 
 
 # Of x's shape; one element for each row, with axes of length 1 for the row's or without these; of a row's shape, with
-# batch dims or without; one element for all.
+# batch dims or without, where a row's axes are the last; one element for all.
 LIKE_X = Role(lambda spec, ndim, _: dims.like_x(ndim))
-STATISTIC = Role(lambda spec, ndim, _: dims.per_row(ndim, spec.row_ndim))
-PER_ROW = Role(lambda spec, ndim, _: dims.like_x(ndim - spec.row_ndim))
-WEIGHT = Role(lambda spec, ndim, shape: dims.weight(ndim, spec.row_ndim, shape[: len(shape) - spec.row_ndim]), "weight")
-FEATURES = Role(lambda spec, ndim, _: dims.weight(ndim, spec.row_ndim, ()), "formula")
+STATISTIC = Role(lambda spec, ndim, _: dims.per_row(ndim, spec.axes))
+PER_ROW = Role(lambda spec, ndim, _: tuple(axis for axis in range(ndim) if axis - ndim not in spec.axes))
+WEIGHT = Role(_weight_map, "weight", _weight_shape)
+FEATURES = Role(lambda spec, ndim, _: dims.weight(ndim, spec.row_ndim, ()), "formula", _row_shape)
 SCALAR = Role(lambda *_: (), "formula")
 
 
-def statistics_types(spec: RowSpec, x: Any, count: int) -> list[Any]:
-    """The types of so many statistics of x's rows."""
-    shape = (*x.shape[: -spec.row_ndim], *(1 for _ in spec.axes))
-    return [dims.result_like(x, dims.per_row(x.ndim, spec.row_ndim), shape, spec.compute_dtype)] * count
+def statistics_of(spec: RowSpec, x: Any, count: int = 1) -> list[Any]:
+    """The types of so many statistics for each row of x."""
+    shape = [1 if axis - x.ndim in spec.axes else length for axis, length in enumerate(x.shape)]
+    return [dims.result_like(x, dims.per_row(x.ndim, spec.axes), shape, spec.compute_dtype)] * count
 
 
 S = TypeVar("S", bound=RowSpec)
@@ -161,11 +176,13 @@ class Op(Generic[S, O, R]):
     types: Callable[[S, O], R]  # of the results, from those of the operands
     forward: Callable[[S, O], tuple[R, Statistics]]
     plain: Callable[[S, O], R] | None = None  # the results in jax.numpy, for JAX to differentiate, if not `forward`'s
-    statistics: Callable[[S], int] = lambda _: 1  # how many there are of a row
+    # The types of the statistics, from those of the operands. Their role is `roles["stats"]`, STATISTIC if not given.
+    statistics: Callable[[S, O], Sequence[Any]] = lambda spec, operands: statistics_of(spec, operands[0])
     derivative: Derivative[S, R, Any] | None = None
 
     native: Native[S, O] | None = None
     reasons: tuple[Callable[[S, O], str | None], ...] = ()  # why no kernel serves a call, beside what holds for all
+    is_trailing: bool = True  # whether kernels want a row's axes to be the last of x
     weights_batch: bool = False  # whether kernels take weights with batch dims, so that vmap may make some
     addend: str | None = None
 

@@ -53,7 +53,11 @@ def sharded_axes(call: Call) -> str | None:
 
 def axes_not_trailing(call: Call) -> str | None:
     axes = call.spec.axes
-    return None if is_trailing(axes) else f"the normalised axes {axes} are not the trailing axes of x"
+    return (
+        None
+        if is_trailing(axes) or not call.op.is_trailing
+        else f"the normalised axes {axes} are not the trailing axes of x"
+    )
 
 
 def unknown_or_no_length(call: Call) -> str | None:
@@ -103,21 +107,38 @@ def not_on_this_platform(place: Place) -> str | None:
     return None if ffi.available(place.platform) else ffi.why_not(place.platform)
 
 
-def no_partitioner(ctx: Any) -> str | None:
-    if compat.is_split_by_xla(ctx) and not compat.has_partitioner():
+class Program(NamedTuple):
+    """A program that a call is lowered in, by the context of the lowering rule."""
+
+    ctx: Any
+    is_partitionable: bool  # whether the call may be split over devices
+
+    @property
+    def is_split(self) -> bool:
+        return compat.is_split_by_xla(self.ctx)
+
+
+def not_partitionable(program: Program) -> str | None:
+    if program.is_split and not program.is_partitionable:
+        return "it has no rule for a program that XLA splits over devices"
+    return None
+
+
+def no_partitioner(program: Program) -> str | None:
+    if program.is_split and not compat.has_partitioner():
         return "XLA splits kernels over devices with its partitioner Shardy only, which is switched off"
     return None
 
 
-def unknown_shape_on_devices(ctx: Any) -> str | None:
-    known = all(isinstance(n, int) for aval in ctx.avals_in for n in aval.shape)
-    if compat.is_split_by_xla(ctx) and not known:
+def unknown_shape_on_devices(program: Program) -> str | None:
+    if program.is_split and not all(isinstance(n, int) for aval in program.ctx.avals_in for n in aval.shape):
         return "a program for several devices has arrays of unknown shape"
     return None
 
 
-def partly_manual_on_platforms(ctx: Any) -> str | None:
-    if compat.is_split_by_xla(ctx) and compat.partly_manual(ctx) and len(ctx.module_context.platforms) > 1:
+def partly_manual_on_platforms(program: Program) -> str | None:
+    platforms = program.ctx.module_context.platforms
+    if program.is_split and compat.partly_manual(program.ctx) and len(platforms) > 1:
         # It has branches for platforms then, and XLA does not remove those in which devices exchange something.
         return "a program for several platforms has a shard_map over some axes of a mesh"
     return None
@@ -133,18 +154,19 @@ OF_CALL: tuple[Callable[[Call], str | None], ...] = (
     unreduced,
 )
 OF_PLACE: tuple[Callable[[Place], str | None], ...] = (no_native, not_on_this_platform)
-OF_PROGRAM: tuple[Callable[[Any], str | None], ...] = (
+OF_PROGRAM: tuple[Callable[[Program], str | None], ...] = (
+    not_partitionable,
     no_partitioner,
     unknown_shape_on_devices,
     partly_manual_on_platforms,
 )
 
 
-def why_not(*, call: Call | None = None, place: Place | None = None, context: Any = None) -> str | None:
-    """The first reason, by what is known: a call, a place, the context of a lowering rule. None: a kernel runs."""
+def why_not(*, call: Call | None = None, place: Place | None = None, program: Program | None = None) -> str | None:
+    """The first reason, by what is known: a call, a place, a program. None: a kernel runs."""
     if call is not None and (reason := _why_not_call(call)):
         return reason
-    facts: tuple[tuple[Any, Any], ...] = ((OF_PLACE, place), (OF_PROGRAM, context))
+    facts: tuple[tuple[Any, Any], ...] = ((OF_PLACE, place), (OF_PROGRAM, program))
     asked = (predicate(known) for predicates, known in facts if known is not None for predicate in predicates)
     return next(filter(None, asked), None)
 
@@ -175,7 +197,7 @@ def wants_primitive(op: AnyOp, spec: RowSpec, operands: Any) -> bool:
         return why_not(call=call) is None
     # A primitive that exchanges shards would not know what to do with the axis of a vmap.
     manual = jax.sharding.get_abstract_mesh().manual_axes
-    return set(spec.shards.names) <= set(manual) and is_trailing(spec.axes)
+    return set(spec.shards.names) <= set(manual) and (is_trailing(spec.axes) or not op.is_trailing)
 
 
 def cannot_compile(function: str, platform: str, reason: str) -> RuntimeError:

@@ -79,7 +79,9 @@ def has(prefix: str, arrays: Any) -> dict[str, bool]:
 
 def rows_and_cols(spec: RowSpec, x: Any) -> tuple[Any, int]:
     """How many rows an x of this type has, and elements each; the first may be symbolic."""
-    return math.prod(x.shape[: -spec.row_ndim]), math.prod(x.shape[-spec.row_ndim :])
+    lengths = {axis - x.ndim: length for axis, length in enumerate(x.shape)}
+    cols = math.prod(lengths.pop(axis) for axis in spec.axes)
+    return math.prod(lengths.values()), cols
 
 
 class Rules:
@@ -130,7 +132,7 @@ class Rules:
         return at_front(jax.vmap(lambda *values: self.formula(*values, **params), in_axes=tuple(dims))(*leaves))
 
     def role(self, name: str) -> Role:
-        return STATISTIC if name == "stats" else self.op.roles[name]
+        return self.op.roles.get(name, STATISTIC) if name == "stats" else self.op.roles[name]
 
     def maps_of(self, spec: RowSpec, ndim: int, arrays: Any) -> list[DimMap]:
         """Those of all arrays of a NamedTuple of types, for an x of this rank."""
@@ -163,7 +165,10 @@ class Rules:
 
     def rows_of(self, arrays: Any) -> list[Any]:
         """The arrays of a NamedTuple that are neither statistics nor weights nor the same for all rows."""
-        return [array for name, array in leaves_of(arrays) if name != "stats" and self.role(name).batch == "fold"]
+        return [array for name, array in leaves_of(arrays) if name != "stats" and self.is_row(name)]
+
+    def is_row(self, name: str) -> bool:
+        return self.role(name).batch == "fold"
 
     def is_weight(self, name: str) -> bool:
         return self.role(name).batch == "weight"

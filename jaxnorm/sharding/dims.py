@@ -22,9 +22,9 @@ def like_x(ndim: int) -> DimMap:
     return tuple(range(ndim))
 
 
-def per_row(ndim: int, axes: int) -> DimMap:
-    """The dim map of what has one element, or one part of a row, for each row."""
-    return (*range(ndim - axes), *(None for _ in range(axes)))
+def per_row(ndim: int, axes: Sequence[int]) -> DimMap:
+    """The dim map of what has one element, or one part of a row, for each row, whose axes of x these are."""
+    return tuple(None if axis - ndim in axes else axis for axis in range(ndim))
 
 
 def weight(ndim: int, axes: int, batch_dims: Sequence[int]) -> DimMap:

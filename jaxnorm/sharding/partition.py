@@ -46,6 +46,10 @@ def register(primitive: Primitive, dim_maps: DimMaps, can_shard: Callable[[Any, 
     _partitionable[primitive.name] = Partitionable(primitive, dim_maps, can_shard)
 
 
+def is_registered(primitive: Primitive) -> bool:
+    return primitive.name in _partitionable
+
+
 def lower(platform: str, primitive: Primitive, ctx: Any, *operands: Any, tree: Any, **params: Any) -> Sequence[Any]:
     """Lowers the primitive to a call that XLA has to partition, on a platform that has its kernel."""
     types = jax.tree.unflatten(tree, ctx.avals_in)
@@ -162,8 +166,8 @@ class PartitionedCall(NamedTuple):
 
     @property
     def features(self) -> list[int]:
-        """x's normalised axes."""
-        return list(range(self.rank - len(self.params["spec"].axes), self.rank))
+        """The axes of x that are a row's."""
+        return [self.rank + axis for axis in self.params["spec"].axes]
 
     def placement(self) -> Placement:
         """How x is sharded: as that one of the arrays with all of its axes which is sharded most."""
@@ -208,8 +212,8 @@ class PartitionedCall(NamedTuple):
         return compute
 
     def _rows_without(self, dim_map: DimMap) -> list[int]:
-        """x's axes, other than the normalised ones, that such an array does not go along."""
-        return [axis for axis in range(self.features[0]) if axis not in dim_map]
+        """x's axes, other than a row's, that such an array does not go along."""
+        return [axis for axis in range(self.rank) if axis not in self.features and axis not in dim_map]
 
 
 def _partition(

@@ -26,7 +26,7 @@ from jaxnorm.ops.norm.formula import (
 )
 from jaxnorm.primitive import weights
 from jaxnorm.primitive.family import Family
-from jaxnorm.primitive.op import BatchDims, Derivative, Function, Native, Op, Request, Statistics
+from jaxnorm.primitive.op import BatchDims, Derivative, Function, Native, Op, Request, Statistics, statistics_of
 from jaxnorm.sharding import dims
 
 
@@ -37,6 +37,10 @@ def types(norm: Norm, operands: Operands) -> Results:
     shape = norm.padded(x.shape)
     y = dims.result_like(x, PADDED.dim_map(norm, x.ndim, shape), shape, norm.out_dtype)
     return Results(y, None if addend is None else dims.like(addend, addend.dtype))
+
+
+def statistics_types(norm: Norm, operands: Operands) -> list[Any]:
+    return statistics_of(norm, operands.x, STATISTICS[norm.kind])
 
 
 def per_head_weights(norm: Norm, operands: Operands) -> str | None:
@@ -125,7 +129,7 @@ NORM = Family(
             backward=backward,
             backward_of_shard=_backward_of_shard,
         ),
-        statistics=lambda norm: STATISTICS[norm.kind],
+        statistics=statistics_types,
         native=Native(
             names=tuple(f"jaxnorm_{kind}_norm" for kind in KINDS),
             name=_name,

@@ -17,7 +17,7 @@ from jaxnorm.native import ffi
 from jaxnorm.ops.norm.formula import KINDS, STATISTICS, Norm, Operands, Results, affine, merged, moments
 from jaxnorm.primitive import lowering, weights
 from jaxnorm.primitive.addend import add
-from jaxnorm.primitive.op import Statistics, statistics_types
+from jaxnorm.primitive.op import Statistics, statistics_of
 
 # Targets that only CUDA has.
 TARGETS = tuple(f"jaxnorm_{kind}_norm_{what}" for kind in KINDS for what in ("statistics", "apply"))
@@ -46,7 +46,7 @@ def forward(norm: Norm, operands: Operands, *, has_kernels: bool) -> tuple[Resul
 
 
 def _moments_abstract(x: Any, *, norm: Norm) -> list[Any]:
-    return statistics_types(norm, x, STATISTICS[norm.kind])
+    return statistics_of(norm, x, STATISTICS[norm.kind])
 
 
 def _moments_jnp(x: jax.Array, *, norm: Norm) -> list[jax.Array]:

@@ -10,7 +10,7 @@ from jax import lax
 
 from jaxnorm.native import compat
 from jaxnorm.ops.norm import formula, op
-from jaxnorm.ops.norm.formula import ADDEND, KINDS, ROLES, STATISTICS, Kind, Norm, broadcastable
+from jaxnorm.ops.norm.formula import ADDEND, KINDS, ROLES, Kind, Norm, broadcastable
 from jaxnorm.primitive import weights
 from jaxnorm.primitive.family import Family
 from jaxnorm.primitive.op import FEATURES, LIKE_X, SCALAR, Function, Native, Op, Request, Role, Statistics
@@ -125,9 +125,7 @@ def _types(norm: QuantizedNorm, operands: Operands) -> Results:
 
 # Those of groups stand along the last axis, fewer than it is long.
 SCALES = Role(
-    lambda norm, ndim, _: (
-        dims.per_row(ndim, norm.row_ndim) if norm.quantization.group_size is None else dims.like_x(ndim)
-    )
+    lambda norm, ndim, _: dims.per_row(ndim, norm.axes) if norm.quantization.group_size is None else dims.like_x(ndim)
 )
 
 
@@ -180,7 +178,7 @@ QUANTIZED_NORM = Family(
         types=_types,
         forward=forward,
         plain=plain,
-        statistics=lambda norm: STATISTICS[norm.kind],
+        statistics=lambda norm, operands: op.statistics_types(norm, operands.of_norm()),
         native=Native(
             names=tuple(f"jaxnorm_{kind}_norm_quantized" for kind in KINDS),
             name=lambda norm: f"jaxnorm_{norm.kind}_norm_quantized",
