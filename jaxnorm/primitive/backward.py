@@ -13,7 +13,7 @@ from jax.interpreters import ad
 
 from jaxnorm.native import ffi
 from jaxnorm.primitive import weights
-from jaxnorm.primitive.op import AnyOp, BatchDims, Derivative, RowSpec
+from jaxnorm.primitive.op import AnyOp, BatchDims, Derivative, Record, RowSpec
 from jaxnorm.primitive.rules import Rules, all_none, at_front, bind, fold, has, leaves_of, present, rows_and_cols
 from jaxnorm.sharding import dims
 from jaxnorm.sharding.dims import DimMap
@@ -28,14 +28,14 @@ class Backward(Rules):
         self.derivative = derivative
         self.linear = linear
 
-    def bind(self, spec: RowSpec, cotangents: Any, saved: Any, *, wanted: Any, batch_dims: BatchDims) -> Any:
+    def bind(self, spec: RowSpec, cotangents: Any, saved: Record, *, wanted: Any, batch_dims: BatchDims) -> Any:
         first, *others = cotangents
         operands = first, tuple(saved), tuple(others)
         # Of a plain tuple a parameter's text can be made, see `jaxnorm.sharding.partition`.
         values = bind(self.primitive, operands, spec=spec, wanted=tuple(wanted), batch_dims=batch_dims)
         return self._by_name(wanted, values)
 
-    def _operands(self, tree: Any, values: Any) -> tuple[Any, Any]:
+    def _operands(self, tree: Any, values: Any) -> tuple[Record, Record]:
         first, saved, others = jax.tree.unflatten(tree, values)
         return self.op.results(first, *others), self.derivative.saved(*saved)
 
@@ -43,7 +43,7 @@ class Backward(Rules):
         given = iter(values)
         return self.derivative.variables(*(None if dtype is None else next(given) for dtype in wanted))
 
-    def _types(self, spec: RowSpec, saved: Any, wanted: Any, batch_dims: BatchDims) -> Any:
+    def _types(self, spec: RowSpec, saved: Record, wanted: Any, batch_dims: BatchDims) -> Any:
         x = saved[0]
         variables = self.derivative.variables(*wanted)
         gradients = {}
@@ -126,7 +126,9 @@ class Backward(Rules):
         example = Example(spec, self.derivative.variables(*wanted), batch_dims)
         return at_front(self._batch(example, self.op.results(*cotangents), saved, of_saved, whole))
 
-    def _batch(self, example: "Example", cotangents: Any, saved: Any, axes: Any, whole: BatchDims | None) -> list[Any]:
+    def _batch(
+        self, example: "Example", cotangents: Any, saved: Record, axes: Any, whole: BatchDims | None
+    ) -> list[Any]:
         """The gradients of examples whose rows are folded; weights have their batch along these axes.
 
         `whole` are the batch dims of weights that each example has for itself, if kernels take them: sums over the rows
@@ -167,7 +169,7 @@ class Backward(Rules):
         else:
             in_axes = jax.tree.map(lambda _: 0, saved)._replace(**{name: getattr(axes, name) for name in kept})
 
-            def formula(cotangents: Any, saved: Any) -> Any:
+            def formula(cotangents: Any, saved: Record) -> Any:
                 return self.derivative.backward(spec, cotangents, saved, of_sums, batch_dims)
 
             of_examples = jax.vmap(formula, in_axes=(jax.tree.map(lambda _: 0, cotangents), in_axes))

@@ -17,7 +17,7 @@ from jaxnorm.primitive import lowering, reasons, weights
 from jaxnorm.primitive.backward import Backward
 from jaxnorm.primitive.forward import Forward
 from jaxnorm.primitive.linear import Linear
-from jaxnorm.primitive.op import BatchDims, O, Op, R, S, Statistics, register
+from jaxnorm.primitive.op import BatchDims, O, Op, R, Record, S, Statistics, register
 from jaxnorm.sharding import partition, text
 
 _forwards: set[Any] = set()
@@ -77,7 +77,7 @@ class Family(Generic[S, O, R]):
         """
         return self._forward.tangents(spec, operands, results, stats, dots)
 
-    def gradients(self, spec: S, cotangents: R, saved: Any, wanted: Any, batch_dims: BatchDims) -> Any:
+    def gradients(self, spec: S, cotangents: R, saved: Record, wanted: Any, batch_dims: BatchDims) -> Any:
         """The gradients whose dtypes are given, native on the platforms that have a kernel."""
         assert self._linear is not None
         return self._linear.backward.bind(spec, cotangents, saved, wanted=wanted, batch_dims=batch_dims)

@@ -11,7 +11,7 @@ from jaxnorm.native import ffi
 from jaxnorm.primitive import weights
 from jaxnorm.primitive.addend import add
 from jaxnorm.primitive.linear import Linear
-from jaxnorm.primitive.op import AnyOp, RowSpec, Statistics
+from jaxnorm.primitive.op import AnyOp, Record, RowSpec, Statistics
 from jaxnorm.primitive.rules import (
     Rules,
     all_none,
@@ -38,12 +38,12 @@ class Forward(Rules):
         assert self._maybe_linear is not None, f"{self.op.name} has no derivative"
         return self._maybe_linear
 
-    def bind(self, spec: RowSpec, operands: Any, *, with_stats: bool = False) -> tuple[Any, Statistics]:
+    def bind(self, spec: RowSpec, operands: Record, *, with_stats: bool = False) -> tuple[Any, Statistics]:
         values = bind(self.primitive, tuple(operands), spec=spec, with_stats=with_stats)
         tree = self._results_tree(spec, jax.tree.map(jax.typeof, operands))
         return jax.tree.unflatten(tree, values[: tree.num_leaves]), tuple(values[tree.num_leaves :])
 
-    def _operands(self, tree: Any, values: Any) -> Any:
+    def _operands(self, tree: Any, values: Any) -> Record:
         return self.op.operands(*jax.tree.unflatten(tree, values))
 
     def _tree_of_results(self, spec: RowSpec, types: Any) -> Any:
@@ -89,10 +89,10 @@ class Forward(Rules):
             attributes={**native.forward(spec, operands), **has("has_", operands)},
         )
 
-    def _addend(self, operands: Any) -> Any:
+    def _addend(self, operands: Record) -> Any:
         return getattr(operands, self.op.addend) if self.op.addend else None
 
-    def _sum_in_place(self, spec: RowSpec, operands: Any) -> dict[int, int]:
+    def _sum_in_place(self, spec: RowSpec, operands: Record) -> dict[int, int]:
         given, results = ([name for name, _ in leaves_of(a)] for a in (operands, self.op.types(spec, operands)))
         return {given.index(str(self.op.addend)): results.index("sum")}
 
@@ -122,13 +122,13 @@ class Forward(Rules):
         # Only a second derivative comes here.
         return [*present(results), *stats], [*present(results_dot), *stats_dot()]
 
-    def named(self, results: Any, stats: Statistics) -> tuple[Any, Statistics]:
+    def named(self, results: Record, stats: Statistics) -> tuple[Any, Statistics]:
         """The results and the statistics, known to `jax.checkpoint`'s policies."""
         fields = {name: named("sum" if name == "sum" else "result", [array])[0] for name, array in leaves_of(results)}
         return results._replace(**fields), tuple(named("statistics", stats))
 
     def tangents(
-        self, spec: RowSpec, operands: Any, results: Any, stats: Statistics, dots: Any
+        self, spec: RowSpec, operands: Record, results: Record, stats: Statistics, dots: Record
     ) -> tuple[Any, Callable[[], Sequence[Any]]]:
         """The tangents of the results, zeros among them, and as a function those of the statistics.
 
@@ -151,11 +151,11 @@ class Forward(Rules):
             dots = self._without_addend(dots, variables[0])
         return results_dot._replace(**zeros), lambda: tangents_jnp(statistics, operands, dots)
 
-    def _without_addend(self, operands: Any, total: Any) -> Any:
+    def _without_addend(self, operands: Record, total: Any) -> Any:
         """The operands, or their tangents, of a forward that has nothing to add."""
         return operands._replace(**{operands._fields[0]: total, self.op.addend: None})
 
-    def _saved(self, operands: Any, results: Any, stats: Statistics) -> Any:
+    def _saved(self, operands: Record, results: Record, stats: Statistics) -> Any:
         """What a derivative reads. With an addend the sum is in x's place."""
         x, *_ = operands._fields
         arrays = {**operands._asdict(), **results._asdict(), "stats": stats}
@@ -164,7 +164,7 @@ class Forward(Rules):
         saved = self._linear.derivative.saved
         return saved(**{name: arrays[name] for name in saved._fields})
 
-    def _variables(self, operands: Any, dots: Any) -> Any:
+    def _variables(self, operands: Record, dots: Record) -> Any:
         """The tangents of what a derivative is taken by. With an addend that of the sum is in x's place."""
         x, *_ = operands._fields
         moving, addend = dots._asdict(), self._addend(operands)

@@ -12,7 +12,7 @@ from jax.interpreters import ad
 
 from jaxnorm.primitive import weights
 from jaxnorm.primitive.backward import Backward
-from jaxnorm.primitive.op import AnyOp, Derivative, RowSpec
+from jaxnorm.primitive.op import AnyOp, Derivative, Record, RowSpec
 from jaxnorm.primitive.rules import Rules, all_none, at_front, bind, leaves_of
 
 
@@ -22,7 +22,7 @@ class Linear(Rules):
         self.derivative = derivative
         self.backward = Backward(op, derivative, self)
 
-    def bind(self, spec: RowSpec, saved: Any, dots: Any, *, with_sum: bool) -> Any:
+    def bind(self, spec: RowSpec, saved: Record, dots: Record, *, with_sum: bool) -> Any:
         """The tangents of the results; None for what does not move."""
         if all_none(dots):
             return self.op.results(*(None for _ in self.op.results._fields))
@@ -30,11 +30,11 @@ class Linear(Rules):
         types = self._types(spec, jax.tree.map(jax.typeof, saved), with_sum=with_sum)
         return jax.tree.unflatten(jax.tree.structure(types), values)
 
-    def _operands(self, tree: Any, values: Any) -> tuple[Any, Any]:
+    def _operands(self, tree: Any, values: Any) -> tuple[Record, Record]:
         saved, dots = jax.tree.unflatten(tree, values)
         return self.derivative.saved(*saved), self.derivative.variables(*dots)
 
-    def _types(self, spec: RowSpec, saved: Any, *, with_sum: bool) -> Any:
+    def _types(self, spec: RowSpec, saved: Record, *, with_sum: bool) -> Any:
         """Those of the results, from the types of what is saved."""
         x, *others = self.op.operands._fields
         given = {name: getattr(saved, name, None) for name in others}

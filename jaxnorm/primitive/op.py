@@ -18,6 +18,7 @@ from jaxnorm.sharding import dims
 from jaxnorm.sharding.dims import DimMap
 from jaxnorm.sharding.shards import Shards
 
+Record = Any  # a NamedTuple of an op, whose fields are known by their names only
 BatchDims = tuple[int, ...]  # of weights, see `jaxnorm.primitive.weights`
 Statistics = tuple[jax.Array, ...]
 

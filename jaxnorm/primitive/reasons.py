@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxnorm.native import compat, ffi
-from jaxnorm.primitive.op import AnyOp, RowSpec
+from jaxnorm.primitive.op import AnyOp, Record, RowSpec
 
 
 class Call(NamedTuple):
@@ -22,7 +22,7 @@ class Call(NamedTuple):
 
     op: AnyOp
     spec: RowSpec
-    operands: Any
+    operands: Record
 
     @property
     def x(self) -> Any:
@@ -180,7 +180,7 @@ def is_trailing(axes: tuple[int, ...]) -> bool:
     return axes == tuple(range(-len(axes), 0))
 
 
-def wants_primitive(op: AnyOp, spec: RowSpec, operands: Any) -> bool:
+def wants_primitive(op: AnyOp, spec: RowSpec, operands: Record) -> bool:
     """Whether a call should be the op's primitive: a kernel on some platform, and little kept for a derivative.
 
     If it must be native, an error where no kernel is at hand.

@@ -12,7 +12,7 @@ from jax.interpreters import ad, batching
 
 from jaxnorm.native import compat
 from jaxnorm.primitive import weights
-from jaxnorm.primitive.op import STATISTIC, AnyOp, Role, RowSpec
+from jaxnorm.primitive.op import STATISTIC, AnyOp, Record, Role, RowSpec
 from jaxnorm.sharding.dims import DimMap
 
 # What a derivative may want again: the results, the sum with an addend, the row statistics.
@@ -61,18 +61,18 @@ def tangents_jnp(formula: Callable[..., Any], primals: Sequence[Any], tangents: 
     return jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])[1]
 
 
-def leaves_of(arrays: Any) -> Iterator[tuple[str, Any]]:
+def leaves_of(arrays: Record) -> Iterator[tuple[str, Any]]:
     """The arrays of a NamedTuple in their order, each with the name of its field."""
     for name, value in zip(arrays._fields, arrays, strict=True):
         yield from ((name, array) for array in jax.tree.leaves(value))
 
 
-def present(arrays: Any) -> list[Any]:
+def present(arrays: Record) -> list[Any]:
     """The fields of a NamedTuple that are there; a symbolic zero is one."""
     return [array for array in arrays if array is not None]
 
 
-def has(prefix: str, arrays: Any) -> dict[str, bool]:
+def has(prefix: str, arrays: Record) -> dict[str, bool]:
     """For each field of a NamedTuple that may be absent whether it is there, as attributes of a native call."""
     return {f"{prefix}{name}": getattr(arrays, name) is not None for name in arrays._field_defaults}
 
@@ -134,11 +134,11 @@ class Rules:
     def role(self, name: str) -> Role:
         return self.op.roles.get(name, STATISTIC) if name == "stats" else self.op.roles[name]
 
-    def maps_of(self, spec: RowSpec, ndim: int, arrays: Any) -> list[DimMap]:
+    def maps_of(self, spec: RowSpec, ndim: int, arrays: Record) -> list[DimMap]:
         """Those of all arrays of a NamedTuple of types, for an x of this rank."""
         return [self.role(name).dim_map(spec, ndim, array.shape) for name, array in leaves_of(arrays)]
 
-    def batch_in_front(self, spec: RowSpec, records: Sequence[Any], batch: Sequence[Any]) -> list[Any] | None:
+    def batch_in_front(self, spec: RowSpec, records: Sequence[Record], batch: Sequence[Record]) -> list[Record] | None:
         """The operands of a batch, with it folded into the rows and a batch dim of weights.
 
         `batch` has the batch axis of each array in `records`, whose first is x. None where only the formula serves
@@ -163,7 +163,7 @@ class Rules:
         values |= dict(zip([*rows, *kept], [*folded, *whole], strict=True))
         return [type(record)(*(values[i, name] for name in record._fields)) for i, record in enumerate(records)]
 
-    def rows_of(self, arrays: Any) -> list[Any]:
+    def rows_of(self, arrays: Record) -> list[Any]:
         """The arrays of a NamedTuple that are neither statistics nor weights nor the same for all rows."""
         return [array for name, array in leaves_of(arrays) if name != "stats" and self.is_row(name)]
 
@@ -173,6 +173,6 @@ class Rules:
     def is_weight(self, name: str) -> bool:
         return self.role(name).batch == "weight"
 
-    def weights_of(self, arrays: Any) -> list[Any]:
+    def weights_of(self, arrays: Record) -> list[Any]:
         """The weights among the arrays of a NamedTuple."""
         return [array for name, array in leaves_of(arrays) if self.is_weight(name)]
