@@ -53,11 +53,9 @@ def sharded_axes(call: Call) -> str | None:
 
 def axes_not_trailing(call: Call) -> str | None:
     axes = call.spec.axes
-    return (
-        None
-        if is_trailing(axes) or not call.op.is_trailing
-        else f"the normalised axes {axes} are not the trailing axes of x"
-    )
+    if is_trailing(axes) or not call.op.is_trailing:
+        return None
+    return f"the normalised axes {axes} are not the trailing axes of x"
 
 
 def unknown_or_no_length(call: Call) -> str | None:
