@@ -11,8 +11,7 @@ from gating import BWD, FWD, MAMBA, draw_operands, gated
 from test_malformed_calls import BF16, F32, call, struct
 
 import jaxnorm
-import jaxnorm.ffi
-from jaxnorm import compat
+from jaxnorm.native import compat, ffi
 
 X, SCALE = jnp.ones((3, 4, 8)), jnp.ones(8)
 FIRST = {"gate_first": True}
@@ -110,8 +109,8 @@ BACKWARD = {
 
 
 def workspace(scale=WEIGHT, cols=COLS):
-    groups = math.prod(scale.shape) // cols
-    shapes = jaxnorm.ffi.weight_sums(compat.default_platform(), 1, jnp.dtype(F32), cols, groups)
+    needs = {"weights": 1, "count": math.prod(scale.shape) // cols, "with_dx": True}
+    shapes = ffi.workspace(compat.default_platform(), BWD, jnp.dtype(F32), ROWS, cols, **needs)
     return [struct(*shape) for shape in shapes]
 
 

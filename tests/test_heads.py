@@ -14,7 +14,7 @@ from tolerances import DSCALE, DX, forward_errors, gradient_error
 from transformations import loss_of
 
 import jaxnorm
-from jaxnorm import heads
+from jaxnorm.primitive import weights
 
 # x's shape and the weights'. Heads whose rows alternate, come in stretches, are one for each head; few rows and so many
 # that there are several partial sums; no whole vector, and several.
@@ -256,5 +256,5 @@ def test_a_quantised_norm(kind):
     ],
 )
 def test_heads_of_a_shape(shape, axes, lead, expected):
-    assert heads.unsupported(shape, axes, lead) is None
-    assert heads.heads_of(shape, axes, lead) == expected
+    assert weights.unsupported(shape, axes, lead) is None
+    assert weights.heads_of(shape, axes, lead) == expected

@@ -5,7 +5,9 @@ from typing import Any
 
 import jax
 
-from jaxnorm.norms import Implementation, compute
+from jaxnorm.ops.norm.api import normalise
+from jaxnorm.ops.norm.formula import Kind, Operands
+from jaxnorm.ops.options import Implementation, NormOptions
 
 
 def add_rms_norm(
@@ -37,29 +39,22 @@ def add_rms_norm(
     function that donates residual should return new_residual before y.
 
     Args:
-      x: floating-point array of rank 1 or more, what is added.
+      x: floating-point array of rank 1 or more, which is added.
       residual: the residual stream, of x's shape. Its dtype may be another: an x of bfloat16 goes with a stream of
         float32, and the reverse.
-      scale: factor with the shape of the normalised axes, in x's order, or with axes before them, as for `rms_norm`;
-        None is a factor of 1.
-      bias: summand, as scale; None is 0.
-      epsilon: non-negative Python number added to the mean square.
-      scale_offset: Python number added to scale. Ignored without scale.
-      axis: the axis, or the set of axes, to normalise over. Kernels serve trailing axes, the jnp formula any.
+      scale, bias: arrays with the shape of the normalised axes, or with axes before them, or None, as for `rms_norm`.
+      epsilon, scale_offset, axis, axis_name, implementation: as for `rms_norm`.
       multiply_before_cast: False rounds new_residual * rsqrt(...) to y's dtype before it is multiplied by scale.
       out_dtype: dtype of y; None is x's.
       pad_to: None, or a positive Python int, with axis=-1: y's last axis is padded with zeros to a multiple of it, as
         matrix products in blocks want it. new_residual is not. The backward does not read what is padded.
-      axis_name: None, or the axes of a mesh over which rows are split, as for `rms_norm`.
-      implementation: None, "native" or "jnp", as for `rms_norm`.
 
     Returns:
       (y, new_residual): arrays of x's shape, y's last axis padded, new_residual of residual's dtype.
 
     Raises:
       ValueError: residual has another shape than x, pad_to is not positive, or axis is not -1 or axis_name given with
-        it; otherwise as
-        `rms_norm` does.
+        it; otherwise as `rms_norm` does.
       TypeError: pad_to is no int or traced; otherwise as `rms_norm` does.
       RuntimeError: as `rms_norm` does.
 
@@ -67,22 +62,17 @@ def add_rms_norm(
     each block, on the residual stream: Xiong et al., On Layer Normalization in the Transformer Architecture, 2020,
     https://arxiv.org/abs/2002.04745.
     """
-    y, new_residual = compute(
-        "add_rms_norm",
-        x,
-        residual,
-        scale,
-        bias,
-        epsilon,
-        scale_offset,
-        axis,
-        multiply_before_cast,
-        out_dtype,
-        axis_name,
-        implementation,
-        pad_to,
+    options = NormOptions(
+        epsilon=epsilon,
+        scale_offset=scale_offset,
+        axis=axis,
+        multiply_before_cast=multiply_before_cast,
+        out_dtype=out_dtype,
+        pad_to=pad_to,
+        axis_name=axis_name,
+        implementation=implementation,
     )
-    return y, new_residual
+    return _added("add_rms_norm", "rms", options, Operands(x, residual, scale, bias))
 
 
 def add_layer_norm(
@@ -105,25 +95,13 @@ def add_layer_norm(
         new_residual = x + residual
         y = layer_norm(new_residual, scale, bias, out_dtype=x.dtype, ...)
 
-    The kernel gives bit for bit what these two lines give and saves a pass over memory, as for `add_rms_norm`, whose
-    arguments, dtypes, result and errors these are.
+    The kernel gives bit for bit what these two lines give and saves a pass over memory, as for `add_rms_norm`.
 
     Args:
-      x: floating-point array of rank 1 or more, what is added.
-      residual: the residual stream, of x's shape; its dtype may be another.
-      scale: factor with the shape of the normalised axes, in x's order, or with axes before them, as for `rms_norm`;
-        None is a factor of 1.
-      bias: summand, as scale; None is 0.
+      x, residual: arrays of one shape, as for `add_rms_norm`.
       epsilon: non-negative Python number added to the variance.
-      scale_offset: Python number added to scale. Ignored without scale.
-      axis: the axis, or the set of axes, to normalise over. Kernels serve trailing axes, the jnp formula any.
-      multiply_before_cast: False rounds (new_residual - mean) * rsqrt(...) to y's dtype before it is multiplied by
-        scale.
-      out_dtype: dtype of y; None is x's.
-      pad_to: None, or a positive Python int, with axis=-1: y's last axis is padded with zeros to a multiple of it, as
-        matrix products in blocks want it. new_residual is not. The backward does not read what is padded.
-      axis_name: None, or the axes of a mesh over which rows are split, as for `rms_norm`.
-      implementation: None, "native" or "jnp", as for `rms_norm`.
+      scale, bias, scale_offset, axis, multiply_before_cast, out_dtype, pad_to, axis_name, implementation: as for
+        `add_rms_norm`.
 
     Returns:
       (y, new_residual): arrays of x's shape, y's last axis padded, new_residual of residual's dtype.
@@ -135,19 +113,20 @@ def add_layer_norm(
     residual stream: Xiong et al., On Layer Normalization in the Transformer Architecture, 2020,
     https://arxiv.org/abs/2002.04745.
     """
-    y, new_residual = compute(
-        "add_layer_norm",
-        x,
-        residual,
-        scale,
-        bias,
-        epsilon,
-        scale_offset,
-        axis,
-        multiply_before_cast,
-        out_dtype,
-        axis_name,
-        implementation,
-        pad_to,
+    options = NormOptions(
+        epsilon=epsilon,
+        scale_offset=scale_offset,
+        axis=axis,
+        multiply_before_cast=multiply_before_cast,
+        out_dtype=out_dtype,
+        pad_to=pad_to,
+        axis_name=axis_name,
+        implementation=implementation,
     )
-    return y, new_residual
+    return _added("add_layer_norm", "layer", options, Operands(x, residual, scale, bias))
+
+
+def _added(function: str, kind: Kind, options: NormOptions, arrays: Operands) -> tuple[jax.Array, jax.Array]:
+    results = normalise(function, kind, options, arrays, needs_addend=True)
+    assert results.sum is not None
+    return results.y, results.sum

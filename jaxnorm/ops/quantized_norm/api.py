@@ -1,15 +1,20 @@
-"""The public functions of which the result is quantised."""
+"""The public functions with a quantised result."""
 
 from collections.abc import Sequence
-from typing import Any, TypedDict, Unpack, overload
+from typing import Any, NamedTuple, TypedDict, Unpack, overload
 
 import jax
 import numpy as np
 
-from jaxnorm import heads, norms, quantized_validation, validation
-from jaxnorm.norms import Implementation
+from jaxnorm.ops import checks as shared_checks
+from jaxnorm.ops.norm.api import prepare
+from jaxnorm.ops.norm.formula import Kind
+from jaxnorm.ops.norm.formula import Operands as NormOperands
+from jaxnorm.ops.options import Implementation, NormOptions
+from jaxnorm.ops.quantized_norm import checks
+from jaxnorm.ops.quantized_norm.formula import QUANTIZED_NORM, Operands, QuantizedNorm
+from jaxnorm.ops.quantized_norm.gradient import Static, quantized
 from jaxnorm.quantization import SMALLEST_SCALE, Quantization, Quantized
-from jaxnorm.quantized_primitive import Call, Operands, quantized
 
 
 class _Options(TypedDict, total=False):
@@ -86,12 +91,8 @@ def rms_norm_quantized(
       static_scale: the scale with granularity "tensor", a scalar; with others it is computed and this None.
       smooth_scale: factor with the shape of the normalised axes that makes v easier to quantise; None is 1. The matrix
         that follows is divided by it.
-      epsilon: non-negative Python number added to the mean square.
-      scale_offset: Python number added to scale; 1.0 is Gemma's convention. Ignored without scale.
-      axis: the axis, or the set of axes, to normalise over. Kernels serve trailing axes, the jnp formula any.
+      epsilon, scale_offset, axis, axis_name, implementation: as for `rms_norm`.
       straight_through: whether the result has a derivative, and with it a carrier.
-      axis_name: None, or the axes of a mesh over which rows are split, as for `rms_norm`.
-      implementation: None, "native" or "jnp", as for `rms_norm`.
 
     Returns:
       A `Quantized`: values of x's shape, float32 scales, and a carrier of x's shape and dtype for the straight-through
@@ -108,22 +109,16 @@ def rms_norm_quantized(
     Micikevicius et al., FP8 Formats for Deep Learning, 2022, https://arxiv.org/abs/2209.05433; Xiao et al.,
     SmoothQuant, 2022, https://arxiv.org/abs/2211.10438.
     """
-    return _quantized(
-        "rms_norm_quantized",
-        x,
-        scale,
-        bias,
-        quantization,
-        residual,
-        static_scale,
-        smooth_scale,
-        epsilon,
-        scale_offset,
-        axis,
-        straight_through,
-        axis_name,
-        implementation,
+    options = NormOptions(
+        epsilon=epsilon,
+        scale_offset=scale_offset,
+        axis=axis,
+        out_dtype=np.float32,
+        axis_name=axis_name,
+        implementation=implementation,
     )
+    own = QuantizedOptions(quantization, residual, static_scale, smooth_scale, straight_through)
+    return _quantized("rms_norm_quantized", "rms", options, own, x=x, scale=scale, bias=bias)
 
 
 @overload
@@ -168,19 +163,10 @@ def layer_norm_quantized(
 
     Args:
       x: array of float32, bfloat16 or float16 of rank 1 or more.
-      scale: factor with the shape of the normalised axes, in x's order, or with axes before them, as for `rms_norm`,
-        which no kernel serves; None is a factor of 1.
-      bias: summand, as scale; None is 0.
-      quantization: dtype, what shares a scale, and how a scale is made.
-      residual: None, or an array of x's shape to which x is added first, as in `add_layer_norm`.
-      static_scale: the scale with granularity "tensor", a scalar; with others it is computed and this None.
-      smooth_scale: factor with the shape of the normalised axes that makes v easier to quantise; None is 1.
       epsilon: non-negative Python number added to the variance.
-      scale_offset: Python number added to scale. Ignored without scale.
-      axis: the axis, or the set of axes, to normalise over. Kernels serve trailing axes, the jnp formula any.
-      straight_through: whether the result has a derivative, and with it a carrier.
-      axis_name: None, or the axes of a mesh over which rows are split, as for `rms_norm`.
-      implementation: None, "native" or "jnp", as for `rms_norm`.
+      residual: None, or an array of x's shape to which x is added first, as in `add_layer_norm`.
+      scale, bias, quantization, static_scale, smooth_scale, scale_offset, axis, straight_through, axis_name,
+        implementation: as for `rms_norm_quantized`.
 
     Returns:
       A `Quantized`; with a residual `(quantized, new_residual)`.
@@ -192,54 +178,44 @@ def layer_norm_quantized(
     Formats for Deep Learning, 2022, https://arxiv.org/abs/2209.05433; Xiao et al., SmoothQuant, 2022,
     https://arxiv.org/abs/2211.10438.
     """
-    return _quantized(
-        "layer_norm_quantized",
-        x,
-        scale,
-        bias,
-        quantization,
-        residual,
-        static_scale,
-        smooth_scale,
-        epsilon,
-        scale_offset,
-        axis,
-        straight_through,
-        axis_name,
-        implementation,
+    options = NormOptions(
+        epsilon=epsilon,
+        scale_offset=scale_offset,
+        axis=axis,
+        out_dtype=np.float32,
+        axis_name=axis_name,
+        implementation=implementation,
     )
+    own = QuantizedOptions(quantization, residual, static_scale, smooth_scale, straight_through)
+    return _quantized("layer_norm_quantized", "layer", options, own, x=x, scale=scale, bias=bias)
+
+
+class QuantizedOptions(NamedTuple):
+    """The keywords that only quantised norms have, as a caller gave them."""
+
+    quantization: Any
+    residual: Any
+    static_scale: Any
+    smooth_scale: Any
+    straight_through: Any
 
 
 def _quantized(
-    op: str,
-    x: Any,
-    scale: Any,
-    bias: Any,
-    quantization: Quantization,
-    residual: Any,
-    static_scale: Any,
-    smooth_scale: Any,
-    epsilon: Any,
-    scale_offset: Any,
-    axis: int | Sequence[int],
-    straight_through: Any,
-    axis_name: Any,
-    implementation: Implementation | None,
+    function: str, kind: Kind, options: NormOptions, own: QuantizedOptions, *, x: Any, scale: Any, bias: Any
 ) -> Quantized | tuple[Quantized, jax.Array]:
-    norm, (x, residual, scale, bias) = norms.prepare(
-        op, x, residual, scale, bias, epsilon, scale_offset, axis, True, np.float32, axis_name, implementation
-    )
-    quantized_validation.check_quantization(op, quantization, Quantization, x, norm.axes)
-    given = quantized_validation.check_static_scale(op, static_scale, quantization.granularity, SMALLEST_SCALE)
-    smooth = validation.check_weight(op, "smooth_scale", smooth_scale, x, norm.axes, with_lead=False)
-    operands = {"x": x, "residual": residual, "scale": scale, "bias": bias, "smooth_scale": smooth}
-    quantized_validation.check_float32(op, operands)
-    weights = (scale, bias, smooth)
-    has_kernel = implementation != "jnp" and norms.has_primitive(op, norm, x, residual, weights)
-    if has_kernel:
-        scale, bias = heads.aligned(jax.typeof(x), len(norm.axes), (scale, bias))
-    is_straight_through = validation.check_flag(op, "straight_through", straight_through)
-    call = Call(norm, quantization, is_straight_through, has_kernel)
-    results = quantized(call, Operands(x, residual, scale, bias, smooth, given))
-    result = Quantized(results.values, results.scales if given is None else given, results.carrier)
-    return result if residual is None else (result, *results.sums)
+    norm, of_norm = prepare(function, kind, options, NormOperands(x, own.residual, scale, bias))
+    x = of_norm.x
+    checks.check_quantization(function, own.quantization, Quantization, x, norm.axes)
+    given = checks.check_static_scale(function, own.static_scale, own.quantization.granularity, SMALLEST_SCALE)
+    smooth = shared_checks.check_weight(function, "smooth_scale", own.smooth_scale, x, norm.axes, with_batch_dims=False)
+    checks.check_float32(function, {**of_norm._asdict(), "smooth_scale": smooth})
+    spec = QuantizedNorm(**vars(norm), quantization=own.quantization)
+    operands = Operands(*of_norm, smooth, given)
+    is_primitive = QUANTIZED_NORM.wants_primitive(spec, operands, options.implementation)
+    if is_primitive:
+        operands = QUANTIZED_NORM.aligned(spec, operands)
+    straight_through = shared_checks.check_flag(function, "straight_through", own.straight_through)
+    results = quantized(Static(spec, straight_through, is_primitive), operands)
+    scales = results.scales if given is None else given
+    result = Quantized(results.values, scales, results.carrier)
+    return result if results.sum is None else (result, results.sum)

@@ -1,4 +1,4 @@
-"""Checks of what describes a quantised norm, as `jaxnorm.validation`."""
+"""Checks of what describes a quantised norm, as `jaxnorm.ops.checks`."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -7,15 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxnorm.validation import check_number, check_whole_groups
+from jaxnorm.ops.checks import check_number, check_whole_groups
 
 
-def check_float32(op: str, operands: Mapping[str, jax.Array | None]) -> None:
+def check_float32(function: str, operands: Mapping[str, jax.Array | None]) -> None:
     """That float32 is wide enough for all of them."""
     for name, operand in operands.items():
         if operand is not None and operand.dtype == np.float64:
             raise TypeError(
-                f"{op}: {name} is float64, expected 16 or 32 bits: what is quantised is computed in float32. "
+                f"{function}: {name} is float64, expected 16 or 32 bits: what is quantised is computed in float32. "
                 f"Convert it first, as with {name}.astype(jax.numpy.float32)."
             )
 
@@ -81,11 +81,11 @@ def check_scale_options(quantization: Any) -> None:
         )
 
 
-def check_quantization(op: str, quantization: Any, kind: type[Any], x: jax.Array, axes: tuple[int, ...]) -> None:
+def check_quantization(function: str, quantization: Any, kind: type[Any], x: jax.Array, axes: tuple[int, ...]) -> None:
     """That it is of the kind `Quantization` and its groups divide x's rows."""
     if not isinstance(quantization, kind):
         raise TypeError(
-            f"{op}: quantization must be a jaxnorm.Quantization, got {quantization!r}; "
+            f"{function}: quantization must be a jaxnorm.Quantization, got {quantization!r}; "
             f"as in quantization=jaxnorm.Quantization(jax.numpy.float8_e4m3fn)."
         )
     group_size = quantization.group_size
@@ -93,39 +93,41 @@ def check_quantization(op: str, quantization: Any, kind: type[Any], x: jax.Array
         return
     if axes != (-1,):
         raise ValueError(
-            f"{op}: granularity='group' groups the last axis, expected axis=-1, got the normalised axes {axes}; "
+            f"{function}: granularity='group' groups the last axis, expected axis=-1, got the normalised axes {axes}; "
             f"reshape x, or take granularity='token'."
         )
     cols = x.shape[-1]
     if not isinstance(cols, int) or cols % group_size:
         raise ValueError(
-            f"{op}: group_size {group_size} does not divide the normalised axis of x, which has shape {x.shape}; "
+            f"{function}: group_size {group_size} does not divide the normalised axis of x, which has shape {x.shape}; "
             f"take another group_size or granularity='token', or pad x's last axis."
         )
-    check_whole_groups(op, group_size, x)
+    check_whole_groups(function, group_size, x)
 
 
-def check_static_scale(op: str, value: Any, granularity: str, smallest: float) -> jax.Array | None:
+def check_static_scale(function: str, value: Any, granularity: str, smallest: float) -> jax.Array | None:
     """The caller's scale as a float32 scalar, which goes with the granularity "tensor" and with no other."""
     if granularity != "tensor":
         if value is not None:
             raise ValueError(
-                f"{op}: static_scale goes with granularity='tensor', got granularity={granularity!r}, whose scales are "
-                f"computed; leave static_scale out."
+                f"{function}: static_scale goes with granularity='tensor', got granularity={granularity!r}, whose "
+                f"scales are computed; leave static_scale out."
             )
         return None
     if value is None:
-        raise ValueError(f"{op}: granularity='tensor' needs static_scale, the scale of all values; got None.")
+        raise ValueError(f"{function}: granularity='tensor' needs static_scale, the scale of all values; got None.")
     if isinstance(value, (jax.Array, np.ndarray, np.generic)):
         if value.shape != ():
             raise ValueError(
-                f"{op}: static_scale must be a scalar, got shape {value.shape}; for a scale a row "
+                f"{function}: static_scale must be a scalar, got shape {value.shape}; for a scale a row "
                 f"take granularity='token', which computes it."
             )
         if not jnp.issubdtype(value.dtype, jnp.floating):
-            raise TypeError(f"{op}: static_scale must have a floating-point dtype, got {value.dtype}; convert it.")
+            raise TypeError(
+                f"{function}: static_scale must have a floating-point dtype, got {value.dtype}; convert it."
+            )
         return jnp.asarray(value, jnp.float32)
-    number = check_number(op, "static_scale", value)
+    number = check_number(function, "static_scale", value)
     if number < smallest:
-        raise ValueError(f"{op}: static_scale must be at least 2**-126, got {number}: it is divided by.")
+        raise ValueError(f"{function}: static_scale must be at least 2**-126, got {number}: it is divided by.")
     return jnp.asarray(number, jnp.float32)

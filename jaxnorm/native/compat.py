@@ -42,8 +42,8 @@ def match_varying_axes(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(insert(*arrays))
 
 
-def parts(array: jax.Array, axis: int) -> int:
-    """Over how many devices an axis is split by an Explicit mesh."""
+def shard_count(array: jax.Array, axis: int) -> int:
+    """The number of devices over which an Explicit mesh shards an axis."""
     sharding: Any = jax.typeof(array).sharding
     names = sharding.spec[axis]
     names = names if isinstance(names, tuple) else (names,)
@@ -74,9 +74,9 @@ def default_platform() -> str:
     return xla_bridge.canonicalize_platform(jax.default_backend())
 
 
-def awaits_reduction(array: jax.Array) -> bool:
-    """Whether the array, or its cotangent, is to be reduced over an Explicit mesh axis."""
-    spec: Any = jax.typeof(array).sharding.spec
+def awaits_reduction(aval: Any) -> bool:
+    """Whether an array of this type, or its cotangent, is to be reduced over an Explicit mesh axis."""
+    spec = aval.sharding.spec
     return bool(spec.unreduced) or bool(spec.reduced)
 
 
@@ -107,21 +107,21 @@ def partitioned_call(
     target: str,
     text: str,
     operands: Sequence[Any],
-    operand_layouts: Iterable[Sequence[int | None]],
-    result_layouts: Iterable[Sequence[int | None]],
+    operand_maps: Iterable[Sequence[int | None]],
+    result_maps: Iterable[Sequence[int | None]],
 ) -> Sequence[Any]:
     """A call that says to Shardy how shardings go through it, and of which XLA asks `target`'s partitioner.
 
-    Axes of operands and results that have the same number in their layouts are split alike, those of None are not. JAX
+    Axes of operands and results that have the same number in their dim maps are split alike, those of None are not. JAX
     sets the attribute for its own `custom_partitioning` alone.
     """
     results: Any = jax.ffi.ffi_lowering(target, api_version=2, backend_config=text)(ctx, *operands)
     own = itertools.count()
     mappings = [
         tuple(
-            ArrayMapping(*(f"own{next(own)}" if axis is None else f"x{axis}" for axis in layout)) for layout in layouts
+            ArrayMapping(*(f"own{next(own)}" if axis is None else f"x{axis}" for axis in dim_map)) for dim_map in maps
         )
-        for layouts in (operand_layouts, result_layouts)
+        for maps in (operand_maps, result_maps)
     ]
     types = [[value.type for value in values] for values in (operands, results)]
     results[0].owner.attributes["sdy.sharding_rule"] = sdy_sharding_rule_to_mlir(SdyShardingRule(*mappings), *types)
@@ -197,18 +197,18 @@ def register_partitioner(target: str, partition: Callable[..., tuple[bytes, Sequ
     xla_bridge.register_plugin_callbacks(register)
 
 
-def program_of_a_device(function: Callable[..., Any], parts: Sequence[Any], platform: str, devices: int) -> bytes:
-    """The program that computes function of arrays like parts on each of so many devices, ALL_DEVICES its axis.
+def program_of_a_device(function: Callable[..., Any], shards: Sequence[Any], platform: str, devices: int) -> bytes:
+    """The program that computes function of arrays like shards on each of so many devices, ALL_DEVICES its axis.
 
     XLA asks for it in the midst of a compilation, perhaps under the user's mesh, which has no part in it.
     """
     mesh = jax.sharding.AbstractMesh((devices,), (ALL_DEVICES,))
     no_mesh = jax.sharding.AbstractMesh((), ())
     with jax.sharding.use_abstract_mesh(no_mesh), core.extend_axis_env_nd([(ALL_DEVICES, devices)]):
-        jaxpr = jax.make_jaxpr(function)(*parts)
+        jaxpr = jax.make_jaxpr(function)(*shards)
         module = mlir.build_mlir_module_helper(
             jaxpr,
-            name="jaxnorm_part",
+            name="jaxnorm_shard",
             platforms=(platform,),
             backend=None,
             axis_context=sharding_impls.SPMDAxisContext(mesh, frozenset(mesh.axis_names)),  # type: ignore[arg-type]
