@@ -27,10 +27,13 @@ settings.load_profile("jaxnorm")
 
 
 def pytest_addoption(parser):
+    parser.addoption("--full", action="store_true", help="run all combinations, as a GPU does, not only pairs of values")
     parser.addoption("--large", action="store_true", help="run the tests marked large on CPU too (30 GiB of memory)")
 
 
 def pytest_configure(config):
+    config.addinivalue_line("markers", "full: a combination beyond pairs of values; on a GPU, or with --full")
+    config.addinivalue_line("markers", "jax_version: depends on JAX's version: the tests of another Python")
     config.addinivalue_line("markers", "kernels: calls the handlers themselves; on a platform that has them")
     config.addinivalue_line("markers", "plans: launch plans, which need no GPU; where jaxnorm is built with CUDA")
     config.addinivalue_line("markers", "emulated: CUDA kernels on the host; where there is a CUDA compiler")
@@ -62,6 +65,7 @@ def pytest_collection_modifyitems(config, items):
         "emulated": shutil.which("nvcc") is not None,
         "several": jax.device_count() > 1,
         "gpu": on_gpu,
+        "full": on_gpu or config.getoption("--full"),
         "large": on_gpu or config.getoption("--large"),
     }
     absent = {name for name, present in has.items() if not present}

@@ -1,4 +1,4 @@
-"""The two norms, their formula in plain jnp, and random operands."""
+"""The dtypes, random operands, and comparisons of results."""
 
 import zlib
 
@@ -12,23 +12,8 @@ KINDS = ("rms", "layer")
 NORMS = {"rms": jaxnorm.rms_norm, "layer": jaxnorm.layer_norm}
 ADDS = {"rms": jaxnorm.add_rms_norm, "layer": jaxnorm.add_layer_norm}
 DTYPES = ("float32", "bfloat16", "float16")
-
-
-def formula(kind):
-    """The norm as anyone would write it in jnp, in float32: what transformations are compared with."""
-
-    def norm(x, scale=None, bias=None, *, epsilon=1e-6, scale_offset=0.0):
-        y = x.astype(jnp.float32)
-        if kind == "layer":
-            y = y - y.mean(-1, keepdims=True)
-        y = y * jax.lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + epsilon)
-        if scale is not None:
-            y = y * (scale.astype(jnp.float32) + scale_offset)
-        if bias is not None:
-            y = y + bias.astype(jnp.float32)
-        return y.astype(x.dtype)
-
-    return norm
+# The dtypes of x and of the residual: the same, a wide stream that takes narrow parts, and the reverse.
+PAIRS = (*((dtype, dtype) for dtype in DTYPES), ("bfloat16", "float32"), ("float16", "float32"), ("float32", "bfloat16"))
 
 
 def draw(name: str, dims, dtype="float32", mean=0.0, std=1.0):
@@ -51,12 +36,21 @@ def draw_residual(dims, dtype="float32"):
     return draw("residual", dims, dtype, -0.3, 4.0)
 
 
+def draw_gate(dims, dtype="float32"):
+    # Beyond where sigmoid is 0 or 1 in a half type.
+    return draw("gate", dims, dtype, 0.5, 4.0)
+
+
 def draw_scale(dims, dtype="float32"):
     return draw("scale", dims, dtype, 1.0, 0.3)
 
 
 def draw_bias(dims, dtype="float32"):
     return draw("bias", dims, dtype, 0.1, 0.5)
+
+
+def draw_smooth(dims, dtype="float32"):
+    return jnp.abs(draw("smooth", dims, "float32", 1.0, 0.4)).astype(dtype) + jnp.asarray(0.1, dtype)
 
 
 def operands(dims, dtype="float32", axes=1):
@@ -72,3 +66,11 @@ def axis_of(axes: int):
 def bits(tree) -> list[bytes]:
     """For comparisons that must be exact, NaN and the sign of zero included."""
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+def assert_close(actual, expected, atol=1e-5):
+    """As two float32 programs that round in different places: relative to the largest number where that is above 1."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert (a.shape, a.dtype) == (e.shape, e.dtype)
+        np.testing.assert_allclose(a, e, rtol=1e-4, atol=atol * max(1.0, float(jnp.abs(e).max(initial=0))))
