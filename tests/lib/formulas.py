@@ -25,8 +25,8 @@ def padded(y, multiple):
 
 def added(kind):
     def formula(x, residual, scale=None, bias=None, *, pad_to=1):
-        total = x + residual
-        return padded(norm(kind)(total, scale, bias), pad_to), total
+        total = (x + residual).astype(residual.dtype)
+        return padded(norm(kind)(total, scale, bias).astype(x.dtype), pad_to), total
 
     return formula
 

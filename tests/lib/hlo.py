@@ -35,3 +35,10 @@ def compiled_text(function, *args, **jit_options) -> str:
     import jax
 
     return jax.jit(function, **jit_options).lower(*args).compile().as_text()
+
+
+def lowered_calls(function, target, *args) -> list[str]:
+    """The text of each call of one target in StableHLO, attributes and result types included."""
+    import jax
+
+    return [line for line in jax.jit(function).lower(*args).as_text().splitlines() if f"@{target}(" in line]

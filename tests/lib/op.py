@@ -83,20 +83,26 @@ class Op:
         drawn = zip(self.operands, dims, kinds, strict=True)
         return tuple(dtype and getattr(cases, f"draw_{name}")(shape, dtype) for name, shape, dtype in drawn)
 
+    def types(self, size: Size) -> tuple:
+        """The operands as shapes."""
+        dims = [*[size.dims] * self.arrays, *[size.weights] * len(self.weights)]
+        return tuple(jax.ShapeDtypeStruct(shape, "float32") for shape in dims)
+
     def cotangents(self, args, **options) -> tuple:
         results = jax.eval_shape(partial(self.differentiable, **options), *args)
         return tuple(cases.draw(name, r.shape, r.dtype) for name, r in zip(("dy", "dsum"), results, strict=False))
 
+    def run(self, function: Callable | None = None, **options) -> Callable:
+        """What is differentiated, or its formula, as a function of the operands at the small size or with options."""
+        return partial(function or self.differentiable, **(options or self.small.options))
+
     def norm(self, function: Callable | None = None) -> Callable:
-        """As a function of (x, scale, bias) and of x's shape, at the small size."""
-        return self.as_norm(partial(function or self.differentiable, **self.small.options))
+        """The like as a function of (x, scale, bias) and of x's shape."""
+        return self.as_norm(self.run(function))
 
-    def norm_formula(self) -> Callable:
-        return self.norm(self.formula)
-
-    def loss(self, function: Callable | None = None, **options) -> Callable:
+    def loss(self, function: Callable | None = None) -> Callable:
         """Of the operands, and not linear in any result, so that every derivative is seen."""
-        function = partial(function or self.differentiable, **(options or self.small.options))
+        function = function or self.run()
 
         def loss(*args):
             y, *total = function(*args)
@@ -113,8 +119,8 @@ class Op:
         """The operands that have a gradient."""
         return tuple(i for i, gradient in enumerate(self.gradients) if gradient)
 
-    def gradient(self, function: Callable | None = None, argnums=None, **options) -> Callable:
-        return jax.grad(self.loss(function, **options), self.all if argnums is None else argnums)
+    def gradient(self, function: Callable | None = None, argnums=None) -> Callable:
+        return jax.grad(self.loss(function), self.all if argnums is None else argnums)
 
     def calls(self, fwd: int = 0, bwd: int = 0) -> dict[str, int]:
         """What `count_native_calls` must give here: the counts named, nothing where there are no kernels."""

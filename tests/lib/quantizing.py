@@ -123,4 +123,5 @@ def assert_exact(kind, to, x, scale=None, bias=None, smooth=None, residual=None,
 
 def sum_of(x, residual):
     """By NumPy."""
-    return jnp.asarray((np.float32(x) + np.float32(residual)).astype(residual.dtype))
+    wide = np.float64 if "float64" in (x.dtype, residual.dtype) else np.float32
+    return jnp.asarray((np.asarray(x, wide) + np.asarray(residual, wide)).astype(residual.dtype))

@@ -202,6 +202,79 @@ TRANSFORMATIONS = {
     "custom_jvp": Case(lambda norm: _grad_of(loss_of(_custom_jvp(norm))), None, 0),
 }
 
+# What treats weights or leading axes in a way of its own.
+OF_WEIGHTS = (
+    "grad of the weights",
+    "vjp",
+    "linearize",
+    "linear_transpose in the weights",
+    "linear_transpose of vjp",
+    "hessian",
+    "vmap over scale",
+    "vmap over x and scale",
+    "vmap over everything",
+    "vmap of grad",
+    "vmap of every grad",
+    "vmap of every grad of everything",
+    "grad of vmap over scale",
+    "grad of scan",
+    "grad of scan of checkpoint",
+    "map over rows",
+)
+
+
+def _grad_of_grad(op, function):
+    gradient = op.gradient(function)
+    return jax.grad(lambda *args: sum(jnp.sin(g).sum() for g in gradient(*args)), op.all)
+
+
+def _jvp_of_grad(op, function):
+    return lambda *args: jax.jvp(op.gradient(function), args, tuple(map(jnp.cos, args)))
+
+
+def _transpose_of_vjp(op, function):
+    def transposed(*args):
+        results, vjp = jax.vjp(function, *args)
+        return jax.linear_transpose(vjp, results)(tuple(map(jnp.cos, args)))
+
+    return transposed
+
+
+# Of all operands of an op; each takes the op, and what it computes or the formula.
+OF_EVERY_OPERAND = {
+    "results": lambda op, function: function,
+    "grad": lambda op, function: op.gradient(function),
+    "hessian": lambda op, function: jax.hessian(op.loss(function), op.all),
+    "grad of grad": _grad_of_grad,
+    "jvp of grad": _jvp_of_grad,
+    "transpose of vjp": _transpose_of_vjp,
+}
+
+
+def operand_by_operand(op) -> dict[str, Callable]:
+    """The like of one operand, while the others stand still."""
+
+    def jvp_of(i):
+        def transform(op, function):
+            def tangent(*args):
+                alone = lambda a: function(*args[:i], a, *args[i + 1 :])  # noqa: E731
+                return jax.jvp(alone, (args[i],), (jnp.cos(args[i]),))
+
+            return tangent
+
+        return transform
+
+    def twice(i):
+        def transform(op, function):
+            gradient = op.gradient(function, argnums=i)
+            return jax.grad(lambda *args: jnp.sin(gradient(*args)).sum(), op.all)
+
+        return transform
+
+    names = [(i, op.operands[i]) for i in op.all]
+    return {f"jvp of {name}": jvp_of(i) for i, name in names} | {f"grad of {name} twice": twice(i) for i, name in names}
+
+
 _P = jax.checkpoint_policies
 _OFFLOAD = {"offload_src": "device", "offload_dst": "pinned_host"}
 # Every one that jax.checkpoint_policies has.
