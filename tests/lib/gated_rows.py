@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import partial
 
+import bad_calls
 import formulas
 import gating
 import jax
@@ -68,6 +69,8 @@ def gate(variant):
         gradients=("dx", "dgate", "dscale"),
         kept=("x", "gate", "scale"),
         statistics=1,
+        bad_calls=bad_calls.GATED,
+        without_kernel=bad_calls.GATED_WITHOUT_KERNEL,
     )
 
 

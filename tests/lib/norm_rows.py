@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import partial
 
+import bad_calls
 import formulas
 import jax
 import jax.numpy as jnp
@@ -76,6 +77,8 @@ def norm(kind):
         gradients=("dx", "dscale", "dbias"),
         kept=("x", "scale"),
         statistics=STATISTICS[kind],
+        bad_calls=bad_calls.NORM,
+        without_kernel=bad_calls.NORM_WITHOUT_KERNEL,
     )
 
 
@@ -196,6 +199,8 @@ def added(kind):
         many=(),
         gradients=("dx", "dx", "dscale", "dbias"),
         kept=("residual", "scale"),
+        bad_calls=bad_calls.RESIDUAL | bad_calls.PADDING,
+        without_kernel=bad_calls.RESIDUAL_WITHOUT_KERNEL,
     )
 
 

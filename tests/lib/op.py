@@ -63,6 +63,11 @@ class Op:
     kept: tuple[str, ...]  # the operands that live until the backward, "residual" for the sum
     statistics: int  # float32 numbers that live for each row
 
+    # Arguments, keywords, the exception, and what its message must hold in this order.
+    bad_calls: Mapping[str, tuple] = field(default_factory=dict)
+    # Arguments, keywords, and why no kernel serves them anywhere.
+    without_kernel: Mapping[str, tuple] = field(default_factory=dict)
+
     def __str__(self):
         return self.name
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import bad_quantized_calls
 import formulas
 import jax.numpy as jnp
 import numpy as np
@@ -61,6 +62,8 @@ def quantized(kind, granularity, to):
         forward=target(kind, "quantized_fwd"),
         gradients=("dx", "dscale", "dbias", ""),
         statistics=STATISTICS[kind],
+        bad_calls=bad_quantized_calls.QUANTIZED,
+        without_kernel=bad_quantized_calls.QUANTIZED_WITHOUT_KERNEL,
     )
 
 
