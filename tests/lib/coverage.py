@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+Named = list[tuple[str, Any]]
+
 
 def pairwise(sizes: Sequence[int]) -> list[tuple[int, ...]]:
     """Rows of a covering array for factors with this many values: any two values stand together in some row."""
@@ -34,30 +36,34 @@ def cover(**factors: Iterable[Any]):
     return pytest.mark.parametrize(list(factors), _params(named))
 
 
-def over(ops: Iterable[Any], **factors: Callable[[Any], Iterable[Any]]):
+def over(ops: Iterable[Any], *, default: Sequence[Any] | None = None, **factors: Callable[[Any], Iterable[Any]]):
     """Parametrises a test with `op` and these factors, each a function of the op.
 
     Ops with the same factors share a covering array, in which the op is one factor more. An op that has no value for
-    some factor has no such test.
+    some factor has no such test. Where `default` is given, the other ops have theirs with `--full`.
     """
-    groups: dict[str, tuple[list[Any], list[list[tuple[str, Any]]]]] = {}
-    for op in ops:
+    groups: dict[str, tuple[list[Any], list[Named]]] = {}
+    for op in sorted(ops, key=lambda op: default is not None and op not in default):
         named = [_named(values(op)) for values in factors.values()]
         if all(named):
             groups.setdefault(repr(named), ([], named))[0].append(op)
-    params = [param for alike, named in groups.values() for param in _params([_named(alike), *named])]
+    params = []
+    for alike, named in groups.values():
+        first = [op for op in alike if default is None or op in default]
+        params += _params([_named(alike), *named], len(first))
     return pytest.mark.parametrize(["op", *factors], params)
 
 
-def _named(values: Iterable[Any]) -> list[tuple[str, Any]]:
+def _named(values: Iterable[Any]) -> Named:
     if isinstance(values, dict):
         return list(values.items())
     return [(" ".join(map(str, value)) if type(value) is tuple else str(value), value) for value in values]
 
 
-def _params(named: list[list[tuple[str, Any]]]) -> list[Any]:
+def _params(named: list[Named], first: int | None = None) -> list[Any]:
+    """Of the first factor, only so many values are in the default tier."""
     sizes = [len(values) for values in named]
-    chosen = set(pairwise(sizes))
+    chosen = set(pairwise([sizes[0] if first is None else first, *sizes[1:]])) if first != 0 else set()
     return [
         pytest.param(
             *(values[i][1] for values, i in zip(named, row, strict=True)),

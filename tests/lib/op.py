@@ -62,6 +62,7 @@ class Op:
     gradients: tuple[str, ...]  # what the backward call gives for each operand
     kept: tuple[str, ...]  # the operands that live until the backward, "residual" for the sum
     statistics: int  # float32 numbers that live for each row
+    has_row_scale: bool = False  # whether the result has a scale for each row, from its maximum
 
     # Arguments, keywords, the exception, and what its message must hold in this order.
     bad_calls: Mapping[str, tuple] = field(default_factory=dict)

@@ -62,6 +62,7 @@ def quantized(kind, granularity, to):
         forward=target(kind, "quantized_fwd"),
         gradients=("dx", "dscale", "dbias", ""),
         statistics=STATISTICS[kind],
+        has_row_scale=granularity == "token",
         bad_calls=bad_quantized_calls.QUANTIZED,
         without_kernel=bad_quantized_calls.QUANTIZED_WITHOUT_KERNEL,
     )
