@@ -1,164 +1,230 @@
 """Law 7 on meshes: the same values and gradients wherever the rows live."""
 
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from cases import KINDS, NORMS, formula, operands
-from jax.sharding import AxisType, Mesh, NamedSharding
+from cases import assert_close
+from coverage import over
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from transformations import loss_of
+from meshes import mesh_of, placed
+from ops import EACH, GATED, GROUPED, NORMS, OPS, PER_HEAD
 
-DIMS = (8, 4, 16)
+pytestmark = pytest.mark.jax_version
+
 # Rows over one mesh axis, over two, on the batch or the sequence axis; all rows everywhere.
 ROW_SPECS = [P("a"), P(("a", "b")), P("a", "b"), P(None, "b"), P()]
-
-kinds = pytest.mark.parametrize("kind", KINDS)
-row_specs = pytest.mark.parametrize("spec", ROW_SPECS, ids=str)
+AXIS_TYPES = [AxisType.Auto, AxisType.Explicit]
 
 
-def mesh_of(devices, axis_type):
-    """Two axes; of one device, an axis of one is an axis all the same."""
-    shape = (len(devices) // 2, 2) if len(devices) > 1 else (1, 1)
-    return Mesh(np.reshape(devices, shape), ("a", "b"), axis_types=(axis_type, axis_type))
+def row_specs(op):
+    return ROW_SPECS
 
 
-def mesh_of_three(devices, names="acb"):
-    """Three axes, c of two devices, in the order of names."""
-    b = min(2, len(devices) // 2)
-    sizes = {"a": len(devices) // (2 * b), "b": b, "c": 2}
-    return Mesh(np.reshape(devices, [sizes[name] for name in names]), tuple(names))
+def size_of(op):
+    """A batch of sequences of its rows."""
+    return op.small._replace(dims=(8, 4, *op.small.dims[1:]))
 
 
-def place(mesh, spec):
-    x, scale, bias = operands(DIMS)
-    weights = [jax.device_put(weight, NamedSharding(mesh, P())) for weight in (scale, bias)]
-    return jax.device_put(x, NamedSharding(mesh, spec)), *weights
+def specs_of(op, spec, weight_spec=P()):
+    return (*[spec] * op.arrays, *[weight_spec] * len(op.weights))
 
 
-def loss_and_gradients(norm):
-    return jax.value_and_grad(loss_of(norm), (0, 1, 2))
+def place(op, mesh, spec, weight_spec=P()):
+    return placed(mesh, op.draw(size_of(op)), specs_of(op, spec, weight_spec))
+
+
+def loss_and_gradients(op, function=None):
+    return jax.value_and_grad(op.loss(function), op.all)
 
 
 @cache
-def expected(kind):
-    return jax.jit(loss_and_gradients(formula(kind)))(*operands(DIMS))
+def expected(op):
+    """On one device."""
+    return jax.device_get(jax.jit(loss_and_gradients(op))(*op.draw(size_of(op))))
 
 
-def assert_close(actual, expected):
-    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-4, atol=2e-5), actual, expected)
-
-
-@row_specs
-@kinds
-def test_auto_mesh(devices, kind, spec):
-    args = place(mesh_of(devices, AxisType.Auto), spec)
-    assert_close(jax.jit(loss_and_gradients(NORMS[kind]))(*args), expected(kind))
-
-
-@row_specs
-@kinds
-def test_explicit_mesh(devices, kind, spec):
-    mesh = mesh_of(devices, AxisType.Explicit)
-    with jax.set_mesh(mesh):
-        assert_close(jax.jit(loss_and_gradients(NORMS[kind]))(*place(mesh, spec)), expected(kind))
-
-
-@row_specs
-@kinds
-def test_an_explicit_mesh_is_in_the_results_type(devices, kind, spec):
-    mesh = mesh_of(devices, AxisType.Explicit)
-    with jax.set_mesh(mesh):
-        args = place(mesh, spec)
-        types = [jax.typeof(g).sharding for g in jax.jit(loss_and_gradients(NORMS[kind]))(*args)[1]]
-    assert types == [jax.typeof(a).sharding for a in args]
-
-
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-@kinds
-def test_a_sharded_feature_axis(devices, kind, axis_type):
+@over(OPS, default=EACH, axis_type=lambda op: AXIS_TYPES, spec=row_specs)
+def test_rows_on_a_mesh(devices, op, axis_type, spec):
     mesh = mesh_of(devices, axis_type)
     with jax.set_mesh(mesh):
-        args = place(mesh, P("a", None, "b"))
-        assert_close(jax.jit(loss_and_gradients(NORMS[kind]))(*args), expected(kind))
+        assert_close(jax.device_get(jax.jit(loss_and_gradients(op))(*place(op, mesh, spec))), expected(op), atol=2e-5)
 
 
-@row_specs
-@kinds
-def test_grad_of_shard_map(devices, kind, spec):
+@over(OPS, default=EACH, spec=row_specs)
+def test_an_explicit_mesh_is_in_the_results_type(devices, op, spec):
+    mesh = mesh_of(devices, AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        args = place(op, mesh, spec)
+        gradients = jax.jit(op.gradient())(*args)
+    assert [jax.typeof(g).sharding for g in gradients] == [jax.typeof(args[i]).sharding for i in op.all]
+
+
+# An op of two arrays, of which one is the same everywhere.
+@over([op for op in OPS if op.arrays == 2], default=EACH, axis_type=lambda op: AXIS_TYPES)
+def test_one_array_is_everywhere(devices, op, axis_type):
+    mesh = mesh_of(devices, axis_type)
+    with jax.set_mesh(mesh):
+        args = place(op, mesh, P("a"))
+        args[1] = jax.device_put(args[1], NamedSharding(mesh, P()))
+        assert_close(jax.device_get(jax.jit(loss_and_gradients(op))(*args)), expected(op), atol=2e-5)
+
+
+# Groups have to stay whole, and a padded result is in test_padding.py.
+WITH_FEATURES = [op for op in OPS if not {"group_size", "pad_to"} & {*op.small.options} and len(op.small.dims) == 2]
+
+
+@over(WITH_FEATURES, default=EACH, axis_type=lambda op: AXIS_TYPES)
+def test_a_sharded_feature_axis(devices, op, axis_type):
+    mesh = mesh_of(devices, axis_type)
+    results = jax.jit(op.function)  # not dequantised in one program, where XLA may leave the values unrounded
+    with jax.set_mesh(mesh):
+        actual = jax.device_get(results(*place(op, mesh, P("a", None, "b"))))
+    for a, e in zip(actual, results(*op.draw(size_of(op))), strict=True):
+        assert_close(jnp.float32(a), jnp.float32(e), atol=2e-5 if a.dtype == "float32" else 1)
+
+
+# Scale is whole on each device and x is not: it is split by itself, and its gradient is whole again.
+@pytest.mark.parametrize("op", (NORMS[1], GATED[0], GROUPED[0]), ids=str)
+def test_features_with_whole_weights_on_an_explicit_mesh(devices, op):
+    mesh = mesh_of(devices, AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        args = place(op, mesh, P("a", None, "b"))
+        actual = jax.jit(op.gradient())(*args)
+        assert jax.typeof(jax.jit(op.run())(*args)[0]).sharding.spec == P("a", None, "b")
+        assert [jax.typeof(g).sharding for g in actual] == [jax.typeof(args[i]).sharding for i in op.all]
+    assert_close(jax.device_get(actual), expected(op)[1], atol=2e-5)
+
+
+# The batch, the sequence or the heads are sharded, and of the weights nothing or the heads.
+@over(
+    PER_HEAD,
+    axis_type=lambda op: AXIS_TYPES,
+    specs=lambda op: [
+        (P("a"), P()),
+        (P(None, "b"), P()),
+        (P(None, None, "b"), P()),
+        (P("a", None, "b"), P("b")),
+    ],
+)
+def test_heads_on_a_mesh(devices, op, axis_type, specs):
+    mesh = mesh_of(devices, axis_type)
+    with jax.set_mesh(mesh):
+        args = place(op, mesh, *specs)
+        actual = jax.jit(op.gradient())(*args)
+    assert_close(jax.device_get(actual), expected(op)[1], atol=2e-5)
+    if axis_type is AxisType.Explicit:
+        assert [jax.typeof(g).sharding for g in actual] == [jax.typeof(a).sharding for a in args]
+
+
+@over(OPS, default=EACH, spec=row_specs)
+def test_grad_of_shard_map(devices, op, spec):
     mesh = mesh_of(devices, AxisType.Auto)
-    norm = jax.shard_map(NORMS[kind], mesh=mesh, in_specs=(spec, P(), P()), out_specs=spec, check_vma=True)
-    assert_close(jax.jit(loss_and_gradients(norm))(*place(mesh, spec)), expected(kind))
+    function = jax.shard_map(op.run(), mesh=mesh, in_specs=specs_of(op, spec), out_specs=spec, check_vma=True)
+    assert_close(jax.jit(loss_and_gradients(op, function))(*place(op, mesh, spec)), expected(op), atol=2e-5)
 
 
 # A replicated weight meets rows that differ over the mesh: its gradient is the sum over the mesh.
-@row_specs
-@kinds
-def test_shard_map_of_grad(devices, kind, spec):
+@over(OPS, default=EACH, spec=row_specs)
+def test_shard_map_of_grad(devices, op, spec):
     mesh = mesh_of(devices, AxisType.Auto)
+    specs = specs_of(op, spec)
     gradients = jax.shard_map(
-        jax.grad(loss_of(NORMS[kind]), (0, 1, 2)),
-        mesh=mesh,
-        in_specs=(spec, P(), P()),
-        out_specs=(spec, P(), P()),
-        check_vma=True,
+        op.gradient(), mesh=mesh, in_specs=specs, out_specs=tuple(specs[i] for i in op.all), check_vma=True
     )
-    assert_close(jax.jit(gradients)(*place(mesh, spec)), expected(kind)[1])
+    assert_close(jax.jit(gradients)(*place(op, mesh, spec)), expected(op)[1], atol=2e-5)
 
 
-@kinds
-def test_shard_map_without_a_bias(devices, kind):
+# Sharded weights go with their heads.
+@pytest.mark.parametrize("op", PER_HEAD, ids=str)
+def test_shard_map_of_grad_of_heads(devices, op):
     mesh = mesh_of(devices, AxisType.Auto)
-    gradients = jax.shard_map(
-        jax.grad(loss_of(NORMS[kind]), (0, 1)), mesh=mesh, in_specs=(P("a"), P()), out_specs=(P("a"), P())
-    )
-    exact = jax.grad(loss_of(formula(kind)), (0, 1))(*operands(DIMS)[:2])
-    assert_close(jax.jit(gradients)(*place(mesh, P("a"))[:2]), exact)
+    specs = specs_of(op, P("a", None, "b"), P("b"))
+    gradients = jax.shard_map(op.gradient(), mesh=mesh, in_specs=specs, out_specs=specs, check_vma=True)
+    assert_close(jax.jit(gradients)(*placed(mesh, op.draw(size_of(op)), specs)), expected(op)[1], atol=2e-5)
 
 
-@kinds
-def test_second_derivative_in_shard_map(devices, kind):
-    def second(norm):
-        return jax.grad(lambda *args: jnp.sin(jax.grad(loss_of(norm))(*args)).sum(), (0, 1, 2))
+# Of two arrays the first or the second varies over the mesh: the other's gradient is summed, too.
+@over([op for op in OPS if op.arrays == 2], default=EACH, varying=lambda op: [0, 1], outside=lambda op: [True, False])
+def test_shard_map_where_one_array_varies(devices, op, varying, outside):
+    mesh = mesh_of(devices, AxisType.Auto)
+    args = list(op.draw(size_of(op)))
+    parts = mesh.shape["a"]
+    args[1 - varying] = args[1 - varying][: 8 // parts]
+    specs = [P("a") if i == varying else P() for i in range(len(args))]
+    shard = partial(jax.shard_map, mesh=mesh, in_specs=tuple(specs), check_vma=True)
+    if outside:
+        gradients = op.gradient(shard(op.run(), out_specs=P("a")))
+    else:
+        gradients = shard(op.gradient(), out_specs=tuple(specs[i] for i in op.all))
+
+    def repeated(*args):
+        tiled = [jnp.tile(a, (parts, *[1] * (a.ndim - 1))) if i == 1 - varying else a for i, a in enumerate(args)]
+        return op.run()(*tiled)
+
+    assert_close(jax.jit(gradients)(*args), jax.jit(op.gradient(repeated))(*args), atol=2e-5)
+
+
+@pytest.mark.parametrize("op", (*NORMS, GATED[0]), ids=str)
+def test_shard_map_without_a_weight(devices, op):
+    mesh = mesh_of(devices, AxisType.Auto)
+    args = op.draw(size_of(op))[:-1]
+    specs = specs_of(op, P("a"))[:-1]
+    argnums = tuple(range(len(args)))
+    gradients = jax.shard_map(op.gradient(argnums=argnums), mesh=mesh, in_specs=specs, out_specs=specs)
+    assert_close(jax.jit(gradients)(*placed(mesh, args, specs)), op.gradient(argnums=argnums)(*args), atol=2e-5)
+
+
+@pytest.mark.parametrize("op", [op for op in EACH if not op.derived], ids=str)
+def test_second_derivative_in_shard_map(devices, op):
+    second = jax.grad(lambda *args: jnp.sin(op.gradient(argnums=0)(*args)).sum(), op.all)
+    mesh = mesh_of(devices, AxisType.Auto)
+    specs = specs_of(op, P("a"))
+    gradients = jax.shard_map(second, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=True)
+    assert_close(jax.jit(gradients)(*place(op, mesh, P("a"))), jax.jit(second)(*op.draw(size_of(op))), atol=2e-5)
+
+
+@pytest.mark.parametrize("op", EACH, ids=str)
+def test_vmap_in_shard_map(devices, op):
+    mesh = mesh_of(devices, AxisType.Auto)
+    specs = specs_of(op, P("a"))
+    axes = (*[1] * op.arrays, *[None] * len(op.weights))
+    function = jax.shard_map(jax.vmap(op.run(), axes, 1), mesh=mesh, in_specs=specs, out_specs=P("a"))
+    assert_close(jax.jit(loss_and_gradients(op, function))(*place(op, mesh, P("a"))), expected(op), atol=2e-5)
+
+
+# vmap makes x vary over one mesh axis more after the op was traced: the weights have to follow.
+@pytest.mark.parametrize("op", EACH, ids=str)
+def test_vmap_of_shard_map_over_a_mesh_axis(devices, op):
+    mesh = mesh_of(devices, AxisType.Auto)
+    axes = (*[0] * op.arrays, *[None] * len(op.weights))
+    sharded = jax.shard_map(op.run(), mesh=mesh, in_specs=specs_of(op, P("b")), out_specs=P("b"))
+    function = jax.vmap(sharded, axes, spmd_axis_name="a")
+    assert_close(jax.jit(loss_and_gradients(op, function))(*op.draw(size_of(op))), expected(op), atol=2e-5)
+
+
+@pytest.mark.parametrize("op", NORMS, ids=str)
+def test_scan_in_shard_map(devices, op):
+    def layers(*args):
+        return jax.lax.scan(lambda y, _: (y + op.norm()(y, *args[1:]), None), args[0], length=3)[0]
+
+    def results(function):
+        return jax.jit(jax.value_and_grad(lambda *args: jnp.sin(function(*args)).sum(), (0, 1, 2)))
 
     mesh = mesh_of(devices, AxisType.Auto)
-    gradients = jax.shard_map(
-        second(NORMS[kind]), mesh=mesh, in_specs=(P("a"), P(), P()), out_specs=(P("a"), P(), P()), check_vma=True
-    )
-    assert_close(jax.jit(gradients)(*place(mesh, P("a"))), second(formula(kind))(*operands(DIMS)))
+    sharded = jax.shard_map(layers, mesh=mesh, in_specs=specs_of(op, P("a")), out_specs=P("a"), check_vma=True)
+    args = op.draw(size_of(op))
+    assert_close(results(sharded)(*place(op, mesh, P("a"))), results(layers)(*args), atol=2e-5)
 
 
-@kinds
-def test_vmap_in_shard_map(devices, kind):
-    mesh = mesh_of(devices, AxisType.Auto)
-    norm = jax.shard_map(
-        jax.vmap(NORMS[kind], (1, None, None), 1), mesh=mesh, in_specs=(P("a"), P(), P()), out_specs=P("a")
-    )
-    assert_close(jax.jit(loss_and_gradients(norm))(*place(mesh, P("a"))), expected(kind))
-
-
-@kinds
-def test_scan_in_shard_map(devices, kind):
-    def layers(norm):
-        return lambda *args: jax.lax.scan(lambda y, _: (y + norm(y, *args[1:]), None), args[0], length=3)[0]
-
-    mesh = mesh_of(devices, AxisType.Auto)
-    norm = jax.shard_map(layers(NORMS[kind]), mesh=mesh, in_specs=(P("a"), P(), P()), out_specs=P("a"), check_vma=True)
-    exact = jax.jit(loss_and_gradients(layers(formula(kind))))(*operands(DIMS))
-    assert_close(jax.jit(loss_and_gradients(norm))(*place(mesh, P("a"))), exact)
-
-
-# vmap makes x vary over one mesh axis more after the norm was traced: the weights have to follow.
-@kinds
-def test_vmap_of_shard_map_over_a_mesh_axis(devices, kind):
-    mesh = mesh_of(devices, AxisType.Auto)
-    x, scale, bias = operands(DIMS)
-
-    def mapped(norm):
-        sharded = jax.shard_map(norm, mesh=mesh, in_specs=(P("b"), P(), P()), out_specs=P("b"))
-        return jax.vmap(sharded, (0, None, None), spmd_axis_name="a")
-
-    actual = jax.jit(loss_and_gradients(mapped(NORMS[kind])))(x, scale, bias)
-    assert_close(actual, jax.jit(loss_and_gradients(formula(kind)))(x, scale, bias))
+# The models of an ensemble on several devices, each with its weights.
+@over((*NORMS, GATED[0]), axis_type=lambda op: AXIS_TYPES)
+def test_an_ensemble_on_a_mesh(devices, op, axis_type):
+    mesh = mesh_of(devices, axis_type)
+    args = [jnp.stack([a, 2 * a, jnp.sin(a), a]) for a in op.draw(op.small)]
+    ensemble = jax.jit(jax.vmap(op.gradient()))
+    with jax.set_mesh(mesh):
+        actual = ensemble(*placed(mesh, args, [P("a")] * len(args)))
+    assert_close(jax.device_get(actual), jax.device_get(ensemble(*args)), atol=2e-5)
