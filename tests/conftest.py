@@ -27,7 +27,9 @@ settings.load_profile("jaxnorm")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--full", action="store_true", help="run all combinations, as a GPU does, not only pairs of values")
+    parser.addoption(
+        "--full", action="store_true", help="run all combinations, as a GPU does, not only pairs of values"
+    )
     parser.addoption("--large", action="store_true", help="run the tests marked large on CPU too (30 GiB of memory)")
 
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import pytest
 from cases import bits
 from coverage import over
-from ops import EACH, NORMS, OPS
 from op import rows
+from ops import EACH, NORMS, OPS
 
 
 @cache

@@ -64,7 +64,8 @@ def test_by_default_the_formula_where_there_is_no_kernel(op, name):
 
     assert jax.grad(loss)(args[0]).shape == args[0].shape
     y = jax.tree.leaves(function(*args))[0]
-    assert (y.shape, y.dtype) == (args[0].shape, "int8" if op in QUANTIZED else keywords.get("out_dtype", args[0].dtype))
+    dtype = "int8" if op in QUANTIZED else keywords.get("out_dtype", args[0].dtype)
+    assert (y.shape, y.dtype) == (args[0].shape, dtype)
 
 
 # NumPy arrays of which JAX makes no array at all.

@@ -6,15 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import KINDS, NORMS, draw_bias, draw_scale, draw_x
+from cases import ADDS, KINDS, NORMS, assert_close, draw_bias, draw_scale, draw_x
 from hlo import collectives, compiled_text
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_sharding import assert_close, mesh_of
+from meshes import mesh_of, placed
 from transformations import loss_of
 
-import jaxnorm
+pytestmark = pytest.mark.jax_version
 
 ROWS, HEADS, COLS = 8, 4, 16
 X = draw_x((ROWS, HEADS, COLS))
@@ -27,10 +27,6 @@ def mesh(devices):
     mesh = mesh_of(devices, AxisType.Explicit)
     with jax.set_mesh(mesh):
         yield mesh
-
-
-def place(mesh, arrays, specs):
-    return [jax.device_put(array, NamedSharding(mesh, spec)) for array, spec in zip(arrays, specs, strict=True)]
 
 
 # A weight that is repeated, to have as many rows as the other, is split as x is.
@@ -49,20 +45,20 @@ def test_weights_of_unlike_shapes(mesh, kind, name):
     scale_shape, bias_shape, axes, specs = UNLIKE_WEIGHTS[name]
     args = X, draw_scale(scale_shape), draw_bias(bias_shape)
     gradients = jax.jit(jax.value_and_grad(loss_of(jax.vmap(NORMS[kind], axes) if axes else NORMS[kind]), (0, 1, 2)))
-    placed = place(mesh, args, specs)
-    actual = gradients(*placed)
-    assert [jax.typeof(g) for g in actual[1]] == [jax.typeof(a) for a in placed]
+    on_mesh = placed(mesh, args, specs)
+    actual = gradients(*on_mesh)
+    assert [jax.typeof(g) for g in actual[1]] == [jax.typeof(a) for a in on_mesh]
     assert_close(actual, gradients(*args))
 
 
 def padded(kind, x, pad_to):
-    return {"rms": jaxnorm.add_rms_norm, "layer": jaxnorm.add_layer_norm}[kind](x, 2 * x, pad_to=pad_to)[0]
+    return ADDS[kind](x, 2 * x, pad_to=pad_to)[0]
 
 
 @pytest.mark.parametrize("pad_to", [12, 9])
 @kinds
 def test_padding_of_features_that_are_split(mesh, kind, pad_to):
-    (x,) = place(mesh, [X], [P("a", None, "b")])
+    (x,) = placed(mesh, [X], [P("a", None, "b")])
     norm = partial(padded, kind, pad_to=pad_to)
 
     def sums(x):
@@ -78,7 +74,7 @@ def test_padding_of_features_that_are_split(mesh, kind, pad_to):
 
 @kinds
 def test_the_tangent_of_a_bias_is_split_as_x_is(mesh, kind):
-    (x,), bias = place(mesh, [X], [P("a", "b")]), draw_bias((COLS,))
+    (x,), bias = placed(mesh, [X], [P("a", "b")]), draw_bias((COLS,))
     norm = partial(NORMS[kind], x, None)
     jacobian = jax.jit(jax.jacfwd(norm))(bias)
     assert jax.typeof(jacobian).sharding.spec == P("a", "b", None, None)

@@ -2,126 +2,128 @@
 
 from functools import partial
 
+import exporting
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from cases import KINDS, NORMS, formula, operands
+from cases import assert_close, bits
+from coverage import over
+from exporting import PLATFORMS, exported
 from hlo import count_native_calls
 from jax import export
-from native import is_built, target
-from transformations import loss_of
+from native import is_built
+from op import rows
+from ops import ADDED, EACH, GATED, NORMS, OPS, QUANTIZED
 
-import jaxnorm
+from jaxnorm import Quantized
 
-PLATFORMS = ("cpu", "cuda", "tpu")
-
-kinds = pytest.mark.parametrize("kind", KINDS)
-
-
-def value_and_gradients(norm):
-    return jax.value_and_grad(loss_of(norm), (0, 1, 2))
+pytestmark = pytest.mark.jax_version
 
 
-def exported(function, platforms):
-    """For any number of rows."""
-    (rows,) = export.symbolic_shape("rows")
-    features = jax.ShapeDtypeStruct((64,), jnp.float32)
-    return export.export(jax.jit(function), platforms=platforms)(
-        jax.ShapeDtypeStruct((rows, 64), jnp.float32), features, features
-    )
+def value_and_gradients(op):
+    return jax.value_and_grad(op.loss(), op.all)
 
 
-def assert_close(actual, expected):
-    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-5), actual, expected)
+def of_rows(op, rows):
+    return op.draw(op.small._replace(dims=(rows, *op.small.dims[1:])))
 
 
-@pytest.mark.parametrize("rows", [1, 5, 600])
-@kinds
-def test_an_exported_program_runs_for_any_number_of_rows(kind, rows):
-    program = export.deserialize(exported(value_and_gradients(NORMS[kind]), PLATFORMS).serialize())
-    args = operands((rows, 64))
-    assert_close(program.call(*args), jax.jit(value_and_gradients(formula(kind)))(*args))
+@over(OPS, default=(*EACH, *NORMS), count=lambda op: [1, 5, 600])
+def test_an_exported_program_runs_for_any_number_of_rows(op, count):
+    program = export.deserialize(exported(op, value_and_gradients(op)).serialize())
+    args = of_rows(op, count)
+    assert_close(program.call(*args), jax.jit(value_and_gradients(op))(*args))
+
+
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_a_program_for_every_platform_holds_the_native_calls_of_each(op):
+    calls = count_native_calls(exported(op, value_and_gradients(op)).mlir_module())
+    assert calls == op.exported_calls()
+
+
+# The result itself, as a program of inference has it.
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_an_exported_result(op):
+    program = export.deserialize(exported(op, op.run(op.function)).serialize())
+    args = of_rows(op, 5)
+    assert count_native_calls(program.mlir_module()) == op.exported_calls(bwd=0)
+    assert bits(program.call(*args)) == bits(jax.jit(op.run(op.function))(*args))
+
+
+def test_an_exported_result_that_is_quantised_has_its_type():
+    to = QUANTIZED[0]
+    function = jax.jit(partial(exporting.quantized_rms_norm))
+    program = export.deserialize(export.export(function, platforms=PLATFORMS)(*to.types(to.small)[:1]).serialize())
+    assert isinstance(program.call(to.draw(to.small)[0]), Quantized)
 
 
 # On CUDA, rows so long have a workspace whose shape holds the unknown number of rows.
-@kinds
-def test_a_program_for_any_number_of_long_rows(kind):
-    long = jax.ShapeDtypeStruct((262_144,), jnp.float32)
-    (rows,) = export.symbolic_shape("rows")
-    x = jax.ShapeDtypeStruct((rows, 262_144), jnp.float32)
-    program = export.export(jax.jit(value_and_gradients(NORMS[kind])), platforms=PLATFORMS)(x, long, long)
-    args = operands((2, 262_144))
-    assert_close(program.call(*args), jax.jit(value_and_gradients(formula(kind)))(*args))
+@pytest.mark.parametrize("op", NORMS, ids=str)
+def test_a_program_for_any_number_of_long_rows(op):
+    long = rows(2, 262_144)
+    program = exported(op, value_and_gradients(op), long)
+    assert_close(program.call(*op.draw(long)), jax.jit(value_and_gradients(op))(*op.draw(long)))
 
 
-@kinds
-def test_an_exported_program_has_a_gradient(kind):
-    program = exported(loss_of(NORMS[kind]), PLATFORMS).serialize(vjp_order=1)
-    gradient = jax.grad(export.deserialize(program).call, (0, 1, 2))
-    args = operands((5, 64))
-    assert_close(gradient(*args), jax.grad(loss_of(formula(kind)), (0, 1, 2))(*args))
+@pytest.mark.parametrize("op", EACH, ids=str)
+def test_an_exported_program_has_a_gradient(op):
+    program = exported(op, op.loss()).serialize(vjp_order=1)
+    gradient = jax.grad(export.deserialize(program).call, op.all)
+    args = of_rows(op, 5)
+    assert_close(gradient(*args), jax.jit(op.gradient())(*args))
 
 
-@kinds
-def test_a_program_for_every_platform_holds_the_native_calls_of_each(kind):
-    calls = count_native_calls(exported(value_and_gradients(NORMS[kind]), PLATFORMS).mlir_module())
-    each = is_built("cpu") + is_built("gpu")
-    assert calls == ({target(kind, "fwd"): each, target(kind, "bwd"): each} if each else {})
-
-
-@kinds
-def test_a_program_for_several_dimensions_of_unknown_size(kind):
-    batch, length = export.symbolic_shape("batch, length")
-    x = jax.ShapeDtypeStruct((batch, length, 64), jnp.bfloat16)
-    program = export.export(jax.jit(NORMS[kind]), platforms=PLATFORMS)(x)
-    args = operands((3, 5, 64), "bfloat16")[:1]
-    np.testing.assert_allclose(np.float32(program.call(*args)), np.float32(formula(kind)(*args)), rtol=1e-2, atol=1e-3)
+@over(EACH, symbols=lambda op: ["batch, length"])
+def test_a_program_for_several_dimensions_of_unknown_size(op, symbols):
+    program = exported(op, op.run(op.function), symbols=symbols)
+    args = op.draw(op.small._replace(dims=(3, 5, *op.small.dims[1:])))
+    assert_close(jax.tree.map(jnp.float32, program.call(*args)), jax.tree.map(jnp.float32, op.run(op.function)(*args)))
 
 
 # The normalised axis of unknown size: no kernel can be planned, the formula still holds.
-@kinds
-def test_a_program_for_rows_of_unknown_length(kind):
+@pytest.mark.parametrize("op", [*NORMS, *ADDED, GATED[1]], ids=str)
+def test_a_program_for_rows_of_unknown_length(op):
     (cols,) = export.symbolic_shape("cols")
-    x = jax.ShapeDtypeStruct((4, cols), jnp.float32)
-    program = export.export(jax.jit(jax.grad(loss_of(NORMS[kind]))), platforms=PLATFORMS)(x)
-    args = operands((4, 50))[:1]
-    assert_close(program.call(*args), jax.grad(loss_of(formula(kind)))(*args))
+    program = export.export(jax.jit(op.gradient()), platforms=PLATFORMS)(*op.types(rows(4, cols)))
+    args = op.draw(rows(4, 50))
+    assert_close(program.call(*args), jax.jit(op.gradient())(*args))
 
 
-@kinds
-def test_no_native_call_for_a_tpu(kind):
-    program = jax.jit(value_and_gradients(NORMS[kind])).trace(*operands((5, 64))).lower(lowering_platforms=("tpu",))
-    assert "custom_call" not in program.as_text()
+# A weight for each of an unknown number of heads: no kernel finds it, the formula does.
+@pytest.mark.parametrize("op", NORMS, ids=str)
+def test_a_program_for_heads_before_an_axis_of_unknown_size(op):
+    dims = export.symbolic_shape("4, b, 64")
+    x, weight = jax.ShapeDtypeStruct(dims, "float32"), jax.ShapeDtypeStruct((4, 1, 64), "float32")
+    program = export.export(jax.jit(op.gradient()), platforms=PLATFORMS)(x, weight, weight)
+    args = op.draw(op.small._replace(dims=(4, 3, 64), weights=(4, 1, 64)))
+    assert count_native_calls(program.mlir_module()) == {}
+    assert_close(program.call(*args), jax.jit(op.gradient())(*args))
 
 
-@pytest.mark.parametrize(("platform", "backend"), [("cpu", "cpu"), ("cuda", "gpu")])
-@kinds
-def test_native_calls_for_a_platform_that_may_be_absent(kind, platform, backend):
-    traced = jax.jit(value_and_gradients(NORMS[kind])).trace(*operands((5, 64)))
-    calls = count_native_calls(traced.lower(lowering_platforms=(platform,)).as_text())
-    assert calls == ({target(kind, "fwd"): 1, target(kind, "bwd"): 1} if is_built(backend) else {})
+def lowered_for(op, platform):
+    return jax.jit(value_and_gradients(op)).trace(*op.draw(op.small)).lower(lowering_platforms=(platform,)).as_text()
 
 
-@kinds
-def test_no_native_call_for_rocm(kind):
-    traced = jax.jit(value_and_gradients(NORMS[kind])).trace(*operands((5, 64)))
-    assert count_native_calls(traced.lower(lowering_platforms=("rocm",)).as_text()) == {}
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_no_native_call_for_a_tpu(op):
+    assert "custom_call" not in lowered_for(op, "tpu")
 
 
-TWO_ARRAYS = {
-    "add_rms_norm": jaxnorm.add_rms_norm,
-    "add_layer_norm": jaxnorm.add_layer_norm,
-    "gated_rms_norm": partial(jaxnorm.gated_rms_norm, activation="silu", gate_first=True),
-    "rms_norm_quantized": lambda x, r, **options: jaxnorm.rms_norm_quantized(
-        x, residual=r, quantization=jaxnorm.Quantization("int8"), **options
-    ),
-}
+@over(OPS, platform=lambda op: {"cpu": ("cpu", "cpu"), "cuda": ("cuda", "gpu")})
+def test_native_calls_for_a_platform_that_may_be_absent(op, platform):
+    name, backend = platform
+    calls = {op.forward: 1, op.backward: 1} if is_built(backend) else {}
+    assert count_native_calls(lowered_for(op, name)) == calls
 
 
-@pytest.mark.parametrize("name", TWO_ARRAYS)
-def test_what_must_be_native_names_itself_where_nothing_is(name):
-    native = jax.jit(partial(TWO_ARRAYS[name], implementation="native"))
-    x = jnp.ones((4, 8))
-    with pytest.raises(RuntimeError, match=f"^{name}: .*'native' cannot be compiled.*kernels for cpu and cuda.*None"):
-        native.trace(x, x).lower(lowering_platforms=("tpu",))
+@pytest.mark.parametrize("op", EACH, ids=str)
+def test_no_native_call_for_rocm(op):
+    assert count_native_calls(lowered_for(op, "rocm")) == {}
+
+
+@pytest.mark.parametrize("op", EACH, ids=str)
+def test_what_must_be_native_names_itself_where_nothing_is(op):
+    native = jax.jit(partial(op.function, implementation="native", **op.small.options))
+    message = f"^{op.public}: .*'native' cannot be compiled.*kernels for cpu and cuda.*None"
+    with pytest.raises(RuntimeError, match=message):
+        native.trace(*op.draw(op.small)).lower(lowering_platforms=("tpu",))

@@ -133,7 +133,7 @@ def test_the_gradient_of_a_constant_row_near_the_largest_number(dtype, rows, row
 
 
 def empty(op):
-    dims, weights, options = op.small
+    dims, weights, _ = op.small
     shapes = [(0, *dims[1:]), *([(3, 0, *dims[1:])] if weights == dims[-1:] else [])]
     table = [op.small._replace(dims=shape) for shape in shapes]
     return table if op not in PLAIN else [*table, rows(0, 0, 1), rows(0, 100_003), rows(4, 0, 128)]

@@ -5,20 +5,21 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import meshes
 import numpy as np
 import pytest
-from cases import NORMS, bits, draw, draw_bias, draw_residual, draw_scale, draw_x
+from cases import NORMS, assert_close, bits, draw, draw_bias, draw_residual, draw_scale, draw_x
 from hlo import collectives, compiled_text, count_native_calls
 from jax import export
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import mesh_of, mesh_of_three
 from native import native_calls
-from test_sharding import mesh_of, mesh_of_three
 from transformations import loss_of
 
 import jaxnorm
 
-pytestmark = pytest.mark.several
+pytestmark = [pytest.mark.several, pytest.mark.jax_version]
 
 DIMS = (8, 4, 64)
 kinds = pytest.mark.parametrize("kind", NORMS)
@@ -30,11 +31,7 @@ def operands(dims=DIMS, dtype="float32"):
 
 
 def placed(mesh, args, *specs):
-    return [jax.device_put(arg, NamedSharding(mesh, spec)) for arg, spec in zip(args, specs, strict=True)]
-
-
-def assert_close(actual, expected):
-    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-4, atol=2e-5), actual, expected)
+    return meshes.placed(mesh, args, specs)
 
 
 def layers(norm):

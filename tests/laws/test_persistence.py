@@ -9,13 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import NORMS, operands
+from cases import KINDS, NORMS, operands
 from hlo import count_native_calls
 from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import mesh_of
 from native import native_calls
-from test_sharding import loss_and_gradients, mesh_of
+from transformations import loss_of
+
+pytestmark = pytest.mark.jax_version
 
 DIMS = (8, 4, 64)
 PLATFORMS = ("cpu", "cuda", "tpu")
@@ -62,6 +65,10 @@ print(json.dumps({"program": jax.jit(program.call).lower(*args).compile().as_tex
 """
 
 
+def loss_and_gradients(norm):
+    return jax.value_and_grad(loss_of(norm), (0, 1, 2))
+
+
 def run(program, *args, **environment):
     command = [sys.executable, "-P", "-c", "import json\n" + program, *map(str, args)]
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=300)
@@ -100,7 +107,7 @@ def assert_close(actual, expected):
         np.testing.assert_allclose(a, e, rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_exported_for_any_number_of_rows(tmp_path, kind):
     (rows,) = export.symbolic_shape("rows")
     features = jax.ShapeDtypeStruct(DIMS[-1:], jnp.float32)
@@ -130,7 +137,7 @@ def sharded_by(how, norm, mesh):
         ("shard_map over one axis", None, True),
     ],
 )
-@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_exported_for_several_devices(tmp_path, devices, kind, how, platforms, is_native):
     mesh = mesh_of(devices, AxisType.Explicit if how == "Explicit" else AxisType.Auto)
     with jax.set_mesh(mesh):
@@ -145,7 +152,7 @@ def test_exported_for_several_devices(tmp_path, devices, kind, how, platforms, i
 
 # Of unknown shapes XLA splits the formula.
 @pytest.mark.several
-@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_exported_for_several_devices_and_any_number_of_rows(tmp_path, devices, kind):
     mesh = mesh_of(devices, AxisType.Auto)
     (rows,) = export.symbolic_shape(f"{len(devices)}*rows")

@@ -7,6 +7,9 @@ import sys
 
 import jax
 import pytest
+from coverage import cover
+
+pytestmark = pytest.mark.jax_version
 
 # Each process has one GPU, where there are two, or two simulated devices of the CPU.
 PROGRAM = """
@@ -40,9 +43,7 @@ for a, e in zip(actual, jax.tree.leaves(step(x, scale, bias)), strict=True):
 """
 
 
-@pytest.mark.parametrize("spec", ["rows", "features", "both"])
-@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
-@pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
+@cover(name=["rms_norm", "layer_norm"], axis_type=["Auto", "Explicit"], spec=["rows", "features", "both"])
 def test_two_processes(name, axis_type, spec):
     with socket.socket() as free:
         free.bind(("localhost", 0))

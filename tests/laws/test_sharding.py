@@ -28,11 +28,14 @@ def size_of(op):
     return op.small._replace(dims=(8, 4, *op.small.dims[1:]))
 
 
-def specs_of(op, spec, weight_spec=P()):
+WHOLE = P()
+
+
+def specs_of(op, spec, weight_spec=WHOLE):
     return (*[spec] * op.arrays, *[weight_spec] * len(op.weights))
 
 
-def place(op, mesh, spec, weight_spec=P()):
+def place(op, mesh, spec, weight_spec=WHOLE):
     return placed(mesh, op.draw(size_of(op)), specs_of(op, spec, weight_spec))
 
 
@@ -87,7 +90,7 @@ def test_a_sharded_feature_axis(devices, op, axis_type):
 
 
 # Scale is whole on each device and x is not: it is split by itself, and its gradient is whole again.
-@pytest.mark.parametrize("op", (NORMS[1], GATED[0], GROUPED[0]), ids=str)
+@pytest.mark.parametrize("op", [NORMS[1], GATED[0], GROUPED[0]], ids=str)
 def test_features_with_whole_weights_on_an_explicit_mesh(devices, op):
     mesh = mesh_of(devices, AxisType.Explicit)
     with jax.set_mesh(mesh):
@@ -167,7 +170,7 @@ def test_shard_map_where_one_array_varies(devices, op, varying, outside):
     assert_close(jax.jit(gradients)(*args), jax.jit(op.gradient(repeated))(*args), atol=2e-5)
 
 
-@pytest.mark.parametrize("op", (*NORMS, GATED[0]), ids=str)
+@pytest.mark.parametrize("op", [*NORMS, GATED[0]], ids=str)
 def test_shard_map_without_a_weight(devices, op):
     mesh = mesh_of(devices, AxisType.Auto)
     args = op.draw(size_of(op))[:-1]

@@ -13,7 +13,12 @@ NORMS = {"rms": jaxnorm.rms_norm, "layer": jaxnorm.layer_norm}
 ADDS = {"rms": jaxnorm.add_rms_norm, "layer": jaxnorm.add_layer_norm}
 DTYPES = ("float32", "bfloat16", "float16")
 # The dtypes of x and of the residual: the same, a wide stream that takes narrow parts, and the reverse.
-PAIRS = (*((dtype, dtype) for dtype in DTYPES), ("bfloat16", "float32"), ("float16", "float32"), ("float32", "bfloat16"))
+PAIRS = (
+    *((dtype, dtype) for dtype in DTYPES),
+    ("bfloat16", "float32"),
+    ("float16", "float32"),
+    ("float32", "bfloat16"),
+)
 
 
 def draw(name: str, dims, dtype="float32", mean=0.0, std=1.0):

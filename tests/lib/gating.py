@@ -42,9 +42,7 @@ def exact_forward(variant, x, gate, scale=None, *, group_size=None, epsilon=1e-6
     return oracle.Forward(exact, round_to(exact, out_dtype or x.dtype), np.abs(exact), np.zeros(()))
 
 
-def exact_gradients(
-    variant, x, gate, scale, dy, *, group_size=None, epsilon=1e-6, scale_offset=0.0
-) -> Gradients:
+def exact_gradients(variant, x, gate, scale, dy, *, group_size=None, epsilon=1e-6, scale_offset=0.0) -> Gradients:
     x, dy, scale = f64(x), f64(dy), np.float64(1) if scale is None else f64(scale) + scale_offset
     a, slope = _activation(variant, f64(gate))
     h_hat, rstd = _normalised(variant, x, a, group_size, epsilon)

@@ -45,7 +45,7 @@ DIMS = (8, 4, 256)
 def size_of(op) -> Size:
     """The rows are for a head each, where weights are."""
     weights = DIMS[1:] if len(op.small.weights) > 1 else DIMS[-1:]
-    return Size(DIMS, weights, {name: 64 for name in op.small.options})
+    return Size(DIMS, weights, dict.fromkeys(op.small.options, 64))
 
 
 def specs_of(op, spec):
@@ -77,9 +77,7 @@ def split_by(mode, op, mesh, spec):
         return partial(jax.shard_map, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"c"})
     if mode not in (MANUAL, UNCHECKED):
         return lambda function: function
-    return partial(
-        jax.shard_map, mesh=mesh, in_specs=specs_of(op, spec), out_specs=spec, check_vma=mode == MANUAL
-    )
+    return partial(jax.shard_map, mesh=mesh, in_specs=specs_of(op, spec), out_specs=spec, check_vma=mode == MANUAL)
 
 
 def exchanged(op, mesh, spec, *, with_gradients):
