@@ -76,13 +76,23 @@ def run(program, *args, **environment):
     return json.loads(done.stdout)
 
 
-MESHES = ["one device", "Auto", "Explicit", "shard_map over one axis"]
-SPECS = ["'a' None", "None 'b'"]
+ROWS, FEATURES = "'a' None", "None 'b'"
 
 
 @pytest.mark.several
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    ("mesh", "spec"),
+    [
+        ("one device", ROWS),
+        ("Auto", FEATURES),
+        ("Explicit", ROWS),
+        ("shard_map over one axis", FEATURES),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in [("Auto", ROWS), ("Explicit", FEATURES), ("shard_map over one axis", ROWS)]
+        ),
+    ],
+)
 def test_a_second_process_finds_what_the_first_compiled(tmp_path, mesh, spec):
     options = {
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path),

@@ -51,7 +51,7 @@ def over(ops: Iterable[Any], *, default: Sequence[Any] | None = None, **factors:
     for alike, named in groups.values():
         first = [op for op in alike if default is None or op in default]
         params += _params([_named(alike), *named], len(first))
-    return pytest.mark.parametrize(["op", *factors], params)
+    return pytest.mark.parametrize(("op", *factors), params)
 
 
 def _named(values: Iterable[Any]) -> Named:

@@ -1,17 +1,6 @@
-"""Programs for every platform; those in `tests/artefacts` were written by an older build, and run in every later one.
+"""Programs for every platform, and those in `tests/artefacts`, which an older build wrote."""
 
-    python tests/lib/exporting.py
-
-writes them anew. That gives up what the old ones promise: do it for a new op, or where a contract ends on purpose.
-"""
-
-import sys
 from pathlib import Path
-
-TESTS = Path(__file__).resolve().parents[1]
-if __name__ == "__main__":
-    sys.path[:0] = [str(TESTS.parent), str(TESTS), str(TESTS / "lib")]
-    import bench  # noqa: F401  # first: it lets the installed jaxnorm come before the clone's
 
 import jax
 from jax import export
@@ -19,7 +8,7 @@ from jax import export
 import jaxnorm
 
 PLATFORMS = ("cpu", "cuda", "tpu")
-ARTEFACTS = TESTS / "artefacts"
+ARTEFACTS = Path(__file__).resolve().parents[1] / "artefacts"
 WAYS = ("forward", "gradient")
 
 
@@ -41,20 +30,3 @@ def artefact(op, way) -> Path:
 def function_of(op, way):
     """The results, and for a gradient those of all operands."""
     return op.run(op.function) if way == "forward" else op.gradient()
-
-
-def main() -> None:
-    from native import is_built
-    from ops import OPS
-
-    missing = [platform for platform in ("cpu", "gpu") if not is_built(platform)]
-    if missing:
-        sys.exit(f"no kernels for {' and '.join(missing)} are installed, so no program would hold calls of them")
-    ARTEFACTS.mkdir(exist_ok=True)
-    for op in OPS:
-        for way in WAYS:
-            artefact(op, way).write_bytes(exported(op, function_of(op, way)).serialize())
-
-
-if __name__ == "__main__":
-    main()

@@ -72,7 +72,7 @@ def gradients(op, transform=lambda function: function, **given):
 
 
 def split_by(mode, op, mesh, spec):
-    """A function of the operands as the mode has it: for XLA as it is, for a `shard_map` of the parts of each device."""
+    """A function of the operands as the mode has it: for XLA as it is, or a `shard_map` of each device's parts."""
     if mode == PARTLY_MANUAL:  # over a third axis, along which all is alike: the two of a spec are left to XLA
         return partial(jax.shard_map, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"c"})
     if mode not in (MANUAL, UNCHECKED):
