@@ -14,10 +14,11 @@ TESTS = Path(__file__).resolve().parents[1]
 
 def main() -> None:
     sys.path[:0] = [str(TESTS.parent), str(TESTS)]
-    import bench  # noqa: F401  # it lets the installed jaxnorm come before the clone's
     from exporting import ARTEFACTS, WAYS, artefact, exported, function_of
     from native import is_built
     from ops import OPS
+
+    import bench  # noqa: F401  # it lets the installed jaxnorm come before the clone's
 
     missing = [platform for platform in ("cpu", "gpu") if not is_built(platform)]
     if missing:

@@ -4,22 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from calls import BF16, F16, call, is_refused, statistics, struct, without, workspaces
 from cases import KINDS, bits, operands
 from native import target
 
-import jaxnorm.ffi
-from jaxnorm import compat
+import jaxnorm
 
 pytestmark = [pytest.mark.kernels, pytest.mark.parametrize("kind", KINDS)]
 
 ROWS, COLS = 6, 40
-F32, F16, BF16 = jnp.float32, jnp.float16, jnp.bfloat16
-
-
-def struct(*shape, dtype=F32):
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
 X, WEIGHT, STATISTIC = struct(ROWS, COLS), struct(COLS), struct(ROWS, 1)
 FORWARD = {
     "axes": np.int64(1),
@@ -41,41 +34,24 @@ BACKWARD = {
 }
 
 
-def statistics(kind, like=STATISTIC):
-    return [like] * {"rms": 1, "layer": 2}[kind]
-
-
-def workspace(kind, sums=2):
-    shapes = jaxnorm.ffi.weight_sums(compat.default_platform(), sums, jnp.dtype(F32), COLS)
-    return [struct(*shape) for shape in shapes]
-
-
-def call(name, results, inputs, attributes):
-    # A side effect, or XLA would drop a call without results. A new function each time, since JAX's cache takes
-    # np.int32(1) and True for one.
-    handler = jax.ffi.ffi_call(name, results, has_side_effect=True)
-    arguments = [jnp.ones(i.shape, i.dtype) for i in inputs]
-    return jax.block_until_ready(jax.jit(lambda *args: handler(*args, **attributes))(*arguments))
-
-
 def forward(kind, operands=(X, WEIGHT, WEIGHT), results=None, **changes):
-    results = [X, *statistics(kind)] if results is None else results
+    results = [X, *statistics(kind, STATISTIC)] if results is None else results
     return call(target(kind, "fwd"), results, operands, FORWARD | changes)
 
 
 def backward(kind, operands=None, results=None, **changes):
-    operands = [X, X, *statistics(kind), WEIGHT] if operands is None else operands
-    results = [X, WEIGHT, WEIGHT, *workspace(kind)] if results is None else results
+    operands = [X, X, *statistics(kind, STATISTIC), WEIGHT] if operands is None else operands
+    results = [X, WEIGHT, WEIGHT, *workspaces(2, COLS)] if results is None else results
     return call(target(kind, "bwd"), results, operands, BACKWARD | changes)
 
 
 def forward_of_sum(kind, operands=(X, X, WEIGHT, WEIGHT), results=None, **changes):
-    results = [X, X, *statistics(kind)] if results is None else results
+    results = [X, X, *statistics(kind, STATISTIC)] if results is None else results
     return forward(kind, operands, results, **{"has_residual": True} | changes)
 
 
 def backward_with_dsum(kind, dsum=X, **changes):
-    return backward(kind, [X, X, *statistics(kind), WEIGHT, dsum], **{"has_dsum": True} | changes)
+    return backward(kind, [X, X, *statistics(kind, STATISTIC), WEIGHT, dsum], **{"has_dsum": True} | changes)
 
 
 # The calls below are these with one thing wrong.
@@ -192,44 +168,43 @@ MALFORMED_BACKWARD_ATTRIBUTES = {
 @pytest.mark.parametrize("name", MALFORMED_FORWARD)
 def test_a_malformed_forward_call(kind, name):
     changes, message = MALFORMED_FORWARD[name]
-    with pytest.raises(jax.errors.JaxRuntimeError, match=rf"{target(kind, 'fwd')}.*({message})"):
+    with is_refused(target(kind, "fwd"), message):
         forward(kind, **changes)
 
 
 @pytest.mark.parametrize("name", MALFORMED_SUM)
 def test_a_malformed_forward_call_of_a_sum(kind, name):
     changes, message = MALFORMED_SUM[name]
-    with pytest.raises(jax.errors.JaxRuntimeError, match=rf"{target(kind, 'fwd')}.*({message})"):
+    with is_refused(target(kind, "fwd"), message):
         forward_of_sum(kind, **changes)
 
 
 @pytest.mark.parametrize("name", MALFORMED_DSUM)
 def test_a_malformed_backward_call_with_dsum(kind, name):
     changes, message = MALFORMED_DSUM[name]
-    with pytest.raises(jax.errors.JaxRuntimeError, match=rf"{target(kind, 'bwd')}.*({message})"):
+    with is_refused(target(kind, "bwd"), message):
         backward_with_dsum(kind, **changes)
 
 
 @pytest.mark.parametrize("name", MALFORMED_BACKWARD)
 def test_malformed_buffers_of_a_backward_call(kind, name):
     change, message = MALFORMED_BACKWARD[name]
-    buffers = change([X, X, *statistics(kind), WEIGHT], [X, WEIGHT, WEIGHT, *workspace(kind)])
-    with pytest.raises(jax.errors.JaxRuntimeError, match=rf"{target(kind, 'bwd')}.*({message})"):
+    buffers = change([X, X, *statistics(kind, STATISTIC), WEIGHT], [X, WEIGHT, WEIGHT, *workspaces(2, COLS)])
+    with is_refused(target(kind, "bwd"), message):
         backward(kind, *buffers)
 
 
 @pytest.mark.parametrize("name", MALFORMED_BACKWARD_ATTRIBUTES)
 def test_malformed_attributes_of_a_backward_call(kind, name):
     changes, message = MALFORMED_BACKWARD_ATTRIBUTES[name]
-    with pytest.raises(jax.errors.JaxRuntimeError, match=rf"{target(kind, 'bwd')}.*({message})"):
+    with is_refused(target(kind, "bwd"), message):
         backward(kind, **changes)
 
 
 @pytest.mark.parametrize("missing", FORWARD)
 def test_a_forward_call_without_an_attribute(kind, missing):
-    attributes = {name: value for name, value in FORWARD.items() if name != missing}
-    with pytest.raises(jax.errors.JaxRuntimeError, match="attributes"):
-        call(target(kind, "fwd"), [X], (X, WEIGHT, WEIGHT), attributes)
+    with is_refused("", "attributes"):
+        call(target(kind, "fwd"), [X], (X, WEIGHT, WEIGHT), without(FORWARD, missing))
 
 
 @pytest.mark.parametrize(
@@ -243,14 +218,14 @@ def test_a_forward_call_without_an_attribute(kind, missing):
     ids=str,
 )
 def test_an_attribute_of_another_type(kind, change, message):
-    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+    with is_refused("", message):
         forward(kind, **change)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(2, 1, COLS), (1, 1), (0,)])
 def test_a_workspace_of_the_wrong_size(kind, shape):
-    with pytest.raises(jax.errors.JaxRuntimeError, match="workspace"):
+    with is_refused("", "workspace"):
         backward(kind, results=[X, WEIGHT, WEIGHT, struct(*shape)])
 
 
@@ -273,13 +248,13 @@ def test_a_call_of_heads_as_it_should_be(kind, weight):
 @pytest.mark.parametrize("name", HEADS_WITHOUT_KERNEL)
 def test_a_call_of_heads_that_have_no_kernel(kind, name):
     x, weight = HEADS_WITHOUT_KERNEL[name]
-    with pytest.raises(jax.errors.JaxRuntimeError, match=rf"{target(kind, 'fwd')}.*scale is"):
+    with is_refused(target(kind, "fwd"), "scale is"):
         call(target(kind, "fwd"), [x], (x, weight, weight), FORWARD)
 
 
 def test_columns_after_the_rows_where_several_axes_are_normalised(kind):
     weight = struct(ROWS, COLS)
-    with pytest.raises(jax.errors.JaxRuntimeError, match=rf"{target(kind, 'fwd')}.*y is"):
+    with is_refused(target(kind, "fwd"), "y is"):
         call(target(kind, "fwd"), [struct(ROWS, COLS + 8)], (X, weight, weight), FORWARD | {"axes": np.int64(2)})
 
 

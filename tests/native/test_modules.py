@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import KINDS, NORMS, formula, operands
+from cases import KINDS, NORMS, operands
+from formulas import norm as formula
 from native import why_not_native
 
 

@@ -4,12 +4,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import ADDS, DTYPES, KINDS, NORMS, bits, draw, draw_bias, draw_residual, draw_scale, draw_x
+from cases import (
+    ADDS,
+    DTYPES,
+    KINDS,
+    NORMS,
+    PAIRS,
+    bits,
+    draw,
+    draw_bias,
+    draw_residual,
+    draw_scale,
+    draw_smooth,
+    draw_x,
+)
+from coverage import cover
 from hlo import compiled_text, count_native_calls
-from native import is_platform_with_kernels, native_calls, target
-from quantizing import GRANULARITIES, QUANTIZED, STATIC_SCALE, TO, draw_smooth, quantize
-from test_add import PAIRS
-from test_residuals import STATISTICS, lowered_calls
+from native import native_calls
+from quantizing import GRANULARITIES, QUANTIZED, STATIC_SCALE, TO, quantize
 
 from jaxnorm import Quantization
 
@@ -41,10 +53,7 @@ def draw_operands(dtype="float32"):
     return draw_x(DIMS, dtype), draw_scale(DIMS[-1:]), draw_bias(DIMS[-1:])
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize("to", TO)
-@pytest.mark.parametrize("dtype", DTYPES)
-@kinds
+@cover(kind=KINDS, dtype=DTYPES, to=TO, granularity=GRANULARITIES.keys())
 def test_the_gradient_is_that_of_the_norm(kind, dtype, to, granularity):
     args, dy = draw_operands(dtype), draw("dy", DIMS, dtype)
     quantization = Quantization(to, **GRANULARITIES[granularity])
@@ -52,9 +61,9 @@ def test_the_gradient_is_that_of_the_norm(kind, dtype, to, granularity):
     assert bits(gradients) == bits(pull_back(NORMS[kind], args, dy))
 
 
-@pytest.mark.parametrize(("dtype", "residual_dtype"), PAIRS)
-@kinds
-def test_the_gradient_with_a_residual_is_that_of_the_norm(kind, dtype, residual_dtype):
+@cover(kind=KINDS, dtypes=PAIRS)
+def test_the_gradient_with_a_residual_is_that_of_the_norm(kind, dtypes):
+    dtype, residual_dtype = dtypes
     x, scale, bias = draw_operands(dtype)
     residual = draw_residual(DIMS, residual_dtype)
     cotangents = draw("dy", DIMS, dtype), draw("dsum", DIMS, residual_dtype)
@@ -63,8 +72,7 @@ def test_the_gradient_with_a_residual_is_that_of_the_norm(kind, dtype, residual_
     assert bits(gradients) == bits(pull_back(ADDS[kind], (x, residual, scale, bias), cotangents))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@kinds
+@cover(kind=KINDS, dtype=DTYPES)
 def test_the_gradient_with_smooth_factors_is_that_of_the_norm_times_them(kind, dtype):
     args, dy, smooth = draw_operands(dtype), draw("dy", DIMS, dtype), draw_smooth(DIMS[-1:])
 
@@ -120,29 +128,11 @@ def loss_of(kind, residual=None):
 
 
 # Law 6.
-@pytest.mark.parametrize("has_residual", [False, True])
-@pytest.mark.parametrize("has_smooth", [False, True])
-@kinds
+@cover(kind=KINDS, has_smooth=[False, True], has_residual=[False, True])
 def test_native_calls_of_a_gradient(kind, has_smooth, has_residual):
     gradient = jax.grad(loss_of(kind, draw_residual(DIMS) if has_residual else None), (0, 1, 2))
     args = (*draw_operands(), *([draw_smooth(DIMS[-1:])] if has_smooth else []))
     assert count_native_calls(compiled_text(gradient, *args)) == native_calls(kind, quantized=1, bwd=1)
-
-
-@pytest.mark.parametrize(("of", "with_dscale"), [(0, "false"), ((0, 1), "true")])
-@kinds
-def test_what_is_not_differentiated_is_not_computed(kind, of, with_dscale):
-    calls = lowered_calls(jax.grad(loss_of(kind), of), target(kind, "bwd"), *draw_operands())
-    assert [f"with_dscale = {with_dscale}" in call for call in calls] == [True] * is_platform_with_kernels()
-
-
-@kinds
-def test_between_forward_and_backward_only_x_the_scale_and_statistics_live(kind):
-    args = draw_operands("bfloat16")
-    pullback = jax.eval_shape(lambda *args: jax.vjp(straight_through(kind), *args)[1], *args)
-    kept = sorted((leaf.shape, leaf.dtype.name) for leaf in jax.tree.leaves(pullback) if leaf.size > 1)
-    statistics = [((ROWS, 1), "float32")] * STATISTICS[kind]
-    assert kept == sorted([(DIMS, "bfloat16"), ((COLS,), "float32"), *statistics])
 
 
 # What asks for a derivative without a carrier, and asks for it of anything that moves the values.
@@ -159,10 +149,7 @@ DERIVATIVES = {
 }
 
 
-@pytest.mark.parametrize("implementation", [None, "jnp"])
-@pytest.mark.parametrize("name", DERIVATIVES)
-@pytest.mark.parametrize("to", TO)
-@kinds
+@cover(kind=KINDS, to=TO, name=DERIVATIVES.keys(), implementation=[None, "jnp"])
 def test_a_derivative_without_straight_through(kind, to, name, implementation):
     def loss(x, scale):
         quantized = QUANTIZED[kind](x, scale, quantization=Quantization(to), implementation=implementation)
