@@ -11,7 +11,7 @@ import bench
 from bench import peers, plot, recorded, report, shapes, tables, targets
 from bench.__main__ import COMMANDS, parse
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 HEADER = {"gpu": "NVIDIA H200", "jax": "0.0", "commit": "abc", "date": "2000-01-01", "command": "python -m bench gpu"}
 INT8 = "rms_norm_quantized forward, int8"
 

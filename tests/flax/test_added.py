@@ -5,36 +5,32 @@ import inspect
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import ADDS, DTYPES, KINDS, bits, draw, draw_residual, draw_x
-from flax_apis import ADD_NAMES, APIS, assert_close, assert_gradients_close
+from cases import ADDS, KINDS, PAIRS, bits, draw, draw_residual, draw_x
+from coverage import cover
+from flax_apis import ADD_NAMES, APIS, SERVED_BY_FLAX, SERVED_BY_KERNELS, assert_close, assert_gradients_close
 from hlo import compiled_text, count_native_calls
 from native import native_calls
-from test_flax import SERVED_BY_FLAX, SERVED_BY_KERNELS
 
-pytestmark = [pytest.mark.parametrize("kind", KINDS), pytest.mark.parametrize("api", APIS.values(), ids=APIS)]
+pytestmark = pytest.mark.jax_version
 
 DIMS = (4, 6, 37)
-# One dtype, a wide stream that takes narrow parts, and the reverse.
-PAIRS = [*((dtype, dtype) for dtype in DTYPES), ("bfloat16", "float32"), ("float32", "bfloat16")]
-
-pairs = pytest.mark.parametrize(("dtype", "residual_dtype"), PAIRS)
 
 
 def draw_pair(dtype="float32", residual_dtype="float32"):
     return draw_x(DIMS, dtype), draw_residual(DIMS, residual_dtype)
 
 
-@pairs
-def test_results_are_the_functions(api, kind, dtype, residual_dtype):
-    inputs = draw_pair(dtype, residual_dtype)
+@cover(kind=KINDS, api=APIS, dtypes=PAIRS)
+def test_results_are_the_functions(api, kind, dtypes):
+    inputs = draw_pair(*dtypes)
     _, (apply, parameters) = api.both_added(kind, *inputs)
     function = jax.jit(lambda p, x, r: ADDS[kind](x, r, **p, out_dtype="float32"))
     assert bits(jax.jit(apply)(parameters, *inputs)) == bits(function(parameters, *inputs))
 
 
-@pairs
-def test_results_are_flaxs_norm_of_the_sum(api, kind, dtype, residual_dtype):
-    inputs = draw_pair(dtype, residual_dtype)
+@cover(kind=KINDS, api=APIS, dtypes=PAIRS)
+def test_results_are_flaxs_norm_of_the_sum(api, kind, dtypes):
+    inputs = draw_pair(*dtypes)
     (add_first, flaxs_parameters), (apply, parameters) = api.both_added(kind, *inputs)
     flaxs = add_first(flaxs_parameters, *inputs)  # not in one program, where XLA may leave the sum unrounded
     ours = jax.jit(apply)(parameters, *inputs)
@@ -42,7 +38,7 @@ def test_results_are_flaxs_norm_of_the_sum(api, kind, dtype, residual_dtype):
     assert bits(ours[1]) == bits(flaxs[1])
 
 
-@pytest.mark.parametrize("fields", SERVED_BY_KERNELS, ids=str)
+@cover(kind=KINDS, api=APIS, fields=SERVED_BY_KERNELS)
 def test_a_kernel_serves_each_way(api, kind, fields):
     inputs = draw_pair()
     _, (apply, parameters) = api.both_added(kind, *inputs, **fields)
@@ -51,13 +47,14 @@ def test_a_kernel_serves_each_way(api, kind, fields):
     assert count_native_calls(compiled_text(gradient, parameters, *inputs)) == native_calls(kind, fwd=1, bwd=1)
 
 
-@pytest.mark.parametrize("fields", SERVED_BY_FLAX, ids=str)
+@cover(kind=KINDS, api=APIS, fields=SERVED_BY_FLAX)
 def test_other_axes_are_flaxs_result_of_the_sum(api, kind, fields):
     inputs = draw_pair()
     flaxs, ours = (jax.jit(apply)(p, *inputs) for apply, p in api.both_added(kind, *inputs, **fields))
     assert bits(ours) == bits(flaxs)
 
 
+@cover(kind=KINDS, api=APIS)
 def test_mask_is_flaxs_result_of_the_sum(api, kind):
     inputs, mask = draw_pair("bfloat16", "float32"), draw("mask", DIMS) > 0
     flaxs, ours = (
@@ -67,6 +64,7 @@ def test_mask_is_flaxs_result_of_the_sum(api, kind):
     assert bits(ours) == bits(flaxs)
 
 
+@cover(kind=KINDS, api=APIS)
 def test_a_wide_stream_is_not_rounded(api, kind):
     inputs = draw_pair("bfloat16", "float32")
     _, (apply, parameters) = api.both_added(kind, *inputs, dtype=jnp.bfloat16)
@@ -77,9 +75,9 @@ def test_a_wide_stream_is_not_rounded(api, kind):
     assert bits((y, new_residual)) == bits(ADDS[kind](*inputs, **parameters))
 
 
-@pairs
-def test_gradients_are_flaxs(api, kind, dtype, residual_dtype):
-    inputs = draw_pair(dtype, residual_dtype)
+@cover(kind=KINDS, api=APIS, dtypes=PAIRS)
+def test_gradients_are_flaxs(api, kind, dtypes):
+    inputs = draw_pair(*dtypes)
 
     def gradients(apply, parameters):
         def loss(*args):
@@ -89,20 +87,23 @@ def test_gradients_are_flaxs(api, kind, dtype, residual_dtype):
         return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(parameters, *inputs)
 
     flaxs, ours = (gradients(*norm) for norm in api.both_added(kind, *inputs))
-    assert_gradients_close(ours, flaxs, through=residual_dtype)
+    assert_gradients_close(ours, flaxs, through=dtypes[1])
 
 
+@cover(kind=KINDS, api=APIS)
 def test_parameters_are_flaxs(api, kind):
     (_, flaxs), (_, ours) = api.both_added(kind, *draw_pair(), param_dtype=jnp.bfloat16)
     assert flaxs.keys() == ours.keys()
     assert bits(ours) == bits(flaxs)
 
 
+@cover(kind=KINDS, api=APIS)
 def test_constructor_is_flaxs(api, kind):
     ours = getattr(api.ours, ADD_NAMES[kind])
     assert inspect.signature(ours) == inspect.signature(api.classes(kind)[0])
 
 
+@cover(kind=KINDS, api=APIS)
 def test_a_residual_of_another_shape_is_an_error(api, kind):
     x, residual = draw_pair()
     _, (apply, parameters) = api.both_added(kind, x, residual)

@@ -5,12 +5,13 @@ import inspect
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import DTYPES, bits, draw_x
+from cases import DTYPES, bits, draw_gate, draw_x
 from flax_apis import APIS
-from gating import MAMBA, QWEN, draw_gate, gated, gated_calls
+from gating import MAMBA, QWEN, gated
 from hlo import compiled_text, count_native_calls
+from ops import GATED
 
-pytestmark = pytest.mark.parametrize("api", APIS.values(), ids=APIS)
+pytestmark = [pytest.mark.jax_version, pytest.mark.parametrize("api", APIS.values(), ids=APIS)]
 
 DIMS = (4, 6, 60)
 # Fields of the module beside Flax's, and of the function beside those.
@@ -30,13 +31,9 @@ def draw_inputs(dtype="float32"):
     return draw_x(DIMS, dtype), draw_gate(DIMS, dtype)
 
 
-def build(api, variant, inputs, **fields):
-    return api.build(api.ours.GatedRMSNorm, inputs, variant._asdict() | fields)
-
-
 def built_and_called(api, inputs, flax, **call):
     """A module may find what is wrong when it makes its parameters or when it is called."""
-    apply, parameters = build(api, MAMBA, inputs, **flax)
+    apply, parameters = api.gated(MAMBA, inputs, **flax)
     return apply(parameters, *inputs, **call)
 
 
@@ -44,7 +41,7 @@ def built_and_called(api, inputs, flax, **call):
 def test_results_are_the_functions(api, name):
     variant, options, flax = FIELDS[name]
     inputs = draw_inputs()
-    apply, parameters = build(api, variant, inputs, **options, **flax)
+    apply, parameters = api.gated(variant, inputs, **options, **flax)
     epsilon = {key: flax[key] for key in ("epsilon",) if key in flax}
     expected = jax.jit(lambda p, x, gate: gated(variant, **options, **epsilon)(x, gate, **p))(parameters, *inputs)
     assert bits(jax.jit(apply)(parameters, *inputs)) == bits(expected)
@@ -53,21 +50,21 @@ def test_results_are_the_functions(api, name):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_kernel_serves_each_way(api, dtype):
     inputs = draw_inputs(dtype)
-    apply, parameters = build(api, MAMBA, inputs, group_size=20, dtype=dtype)
+    apply, parameters = api.gated(MAMBA, inputs, group_size=20, dtype=dtype)
     assert apply(parameters, *inputs).dtype == dtype
     gradient = jax.grad(lambda *args: jnp.sin(apply(*args).astype("float32")).sum(), argnums=(0, 1, 2))
-    assert count_native_calls(compiled_text(gradient, parameters, *inputs)) == gated_calls(fwd=1, bwd=1)
+    assert count_native_calls(compiled_text(gradient, parameters, *inputs)) == GATED[0].calls(fwd=1, bwd=1)
 
 
 def test_the_result_has_the_dtype_that_flax_promotes_to(api):
     inputs = draw_inputs("bfloat16")
-    apply, parameters = build(api, QWEN, inputs)
+    apply, parameters = api.gated(QWEN, inputs)
     assert apply(parameters, *inputs).dtype == "float32"
 
 
 def test_parameters_are_flaxs(api):
     inputs = draw_inputs()
-    _, ours = build(api, MAMBA, inputs, param_dtype=jnp.bfloat16)
+    _, ours = api.gated(MAMBA, inputs, param_dtype=jnp.bfloat16)
     _, flaxs = api.build(api.flax.RMSNorm, inputs[:1], {"param_dtype": jnp.bfloat16})
     assert ours.keys() == flaxs.keys()
     assert bits(ours) == bits(flaxs)
@@ -105,7 +102,7 @@ def test_what_the_function_does_not_express(api, name):
 
 def test_a_gate_of_another_shape_is_an_error(api):
     x, gate = draw_inputs()
-    apply, parameters = build(api, MAMBA, (x, gate))
+    apply, parameters = api.gated(MAMBA, (x, gate))
     with pytest.raises(ValueError, match=r"^GatedRMSNorm: gate has shape \(6, 60\), expected x's shape \(4, 6, 60\)"):
         apply(parameters, x, gate[0])
 

@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.jax_version
+
 
 def run_python(code, tmp_path):
     """Runs `code` in a fresh interpreter, away from the clone's root."""

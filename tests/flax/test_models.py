@@ -16,6 +16,8 @@ from native import native_calls
 import jaxnorm.linen
 import jaxnorm.nnx
 
+pytestmark = pytest.mark.jax_version
+
 DIMS = (3, 8)
 
 

@@ -9,41 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import DTYPES, KINDS, bits, draw, draw_x
-from flax_apis import APIS, assert_close, assert_gradients_close
+from coverage import cover
+from flax_apis import APIS, SERVED_BY_FLAX, SERVED_BY_KERNELS, assert_close, assert_gradients_close
 from hlo import compiled_text, count_native_calls
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import mesh_of
 from native import native_calls
-from test_sharding import mesh_of
 
-pytestmark = [pytest.mark.parametrize("kind", KINDS), pytest.mark.parametrize("api", APIS.values(), ids=APIS)]
+pytestmark = pytest.mark.jax_version
 
 # Rows with a vectorised part and a rest; three axes, as norms of several axes and of axes in the middle need.
 DIMS = (4, 6, 37)
-# Every dtype of x with every dtype asked of the result, and with parameters that are half as well.
-DTYPE_FIELDS = [*product(DTYPES, [None, *DTYPES], ["float32"]), *product(DTYPES, [None], ["bfloat16"])]
 # A gradient has its primal's dtype: that is x's and the parameters', and one result of a dtype of its own.
 GRADIENT_DTYPES = [*product(DTYPES, [None], ["float32", "bfloat16"]), ("float32", "bfloat16", "float32")]
-
-SERVED_BY_KERNELS = [
-    {},
-    {"use_scale": False},
-    {"use_fast_variance": False},
-    {"epsilon": 0.1},  # large enough to be seen in the result
-    {"dtype": jnp.bfloat16},
-    {"param_dtype": jnp.float16},
-    {"reduction_axes": 2, "feature_axes": (-1,)},
-    {"reduction_axes": (-1, -2), "feature_axes": (1, 2)},
-    {"reduction_axes": -1, "feature_axes": (1, 2)},  # a scale for each head
-    {"axis_index_groups": [[0, 1]]},  # Flax reads it with an axis_name only
-]
-SERVED_BY_FLAX = [
-    {"reduction_axes": 1, "feature_axes": 1},
-    {"reduction_axes": (0, 2), "feature_axes": 2},
-    {"reduction_axes": (1, 2), "feature_axes": -1},
-    {"reduction_axes": -1, "feature_axes": (0, 2)},
-    {"reduction_axes": (0, 1), "feature_axes": -1, "use_fast_variance": False},
-]
 
 
 def results(api, kind, x, fields, **call):
@@ -60,39 +39,41 @@ def results_rounded_once(api, kind, x, fields):
     return jax.jit(apply)(*jax.tree.map(jnp.float32, operands)).astype(flaxs.dtype), ours
 
 
-@pytest.mark.parametrize(("x_dtype", "dtype", "param_dtype"), DTYPE_FIELDS)
+# Every dtype of x with every dtype asked of the result, and with parameters that are half as well.
+@cover(kind=KINDS, api=APIS, x_dtype=DTYPES, dtype=[None, *DTYPES], param_dtype=["float32", "bfloat16"])
 def test_result_for_every_dtype(api, kind, x_dtype, dtype, param_dtype):
     fields = {"dtype": dtype, "param_dtype": param_dtype}
     flaxs, ours = results_rounded_once(api, kind, draw_x(DIMS, x_dtype), fields)
     assert_close(ours, flaxs)
 
 
-@pytest.mark.parametrize("fields", SERVED_BY_KERNELS, ids=str)
+@cover(kind=KINDS, api=APIS, fields=SERVED_BY_KERNELS)
 def test_result_of_a_kernel(api, kind, fields):
     flaxs, ours = results_rounded_once(api, kind, draw_x(DIMS), fields)
     assert_close(ours, flaxs)
 
 
-@pytest.mark.parametrize("fields", SERVED_BY_KERNELS, ids=str)
+@cover(kind=KINDS, api=APIS, fields=SERVED_BY_KERNELS)
 def test_a_kernel_serves(api, kind, fields):
     x = draw_x(DIMS)
     _, (apply, parameters) = api.both(kind, x, **fields)
     assert count_native_calls(compiled_text(apply, parameters, x)) == native_calls(kind, fwd=1)
 
 
-@pytest.mark.parametrize("fields", SERVED_BY_FLAX, ids=str)
+@cover(kind=KINDS, api=APIS, fields=SERVED_BY_FLAX)
 def test_other_axes_are_flaxs_result(api, kind, fields):
     flaxs, ours = results(api, kind, draw_x(DIMS), fields)
     assert bits(ours) == bits(flaxs)
 
 
-@pytest.mark.parametrize("dims", [DIMS, DIMS[-1:]])
+@cover(kind=KINDS, api=APIS, dims=[DIMS, DIMS[-1:]])
 def test_mask_is_flaxs_result(api, kind, dims):
     mask = draw("mask", dims) > 0
     flaxs, ours = results(api, kind, draw_x(DIMS), {}, mask=mask)
     assert bits(ours) == bits(flaxs)
 
 
+@cover(kind=KINDS, api=APIS)
 def test_axis_name_is_flaxs_result(api, kind):
     x = draw_x(DIMS)
     norms = api.both(kind, x, axis_name="shard")
@@ -102,6 +83,7 @@ def test_axis_name_is_flaxs_result(api, kind):
 
 
 @pytest.mark.several
+@cover(kind=KINDS, api=APIS)
 def test_axis_index_groups_are_flaxs_result(api, kind, devices):
     half = len(devices) // 2
     groups = (tuple(range(half)), tuple(range(half, 2 * half)))
@@ -113,14 +95,14 @@ def test_axis_index_groups_are_flaxs_result(api, kind, devices):
     assert bits(ours) == bits(flaxs)
 
 
-@pytest.mark.parametrize("dtype", [jnp.int32, jnp.complex64])
+@cover(kind=KINDS, api=APIS, dtype=[jnp.int32, jnp.complex64])
 def test_dtypes_without_a_kernel_are_flaxs_result(api, kind, dtype):
     flaxs, ours = results(api, kind, jnp.round(draw_x(DIMS)).astype(dtype), {})
     assert ours.dtype == flaxs.dtype
     assert bits(ours) == bits(flaxs)
 
 
-@pytest.mark.parametrize("fields", [{}, {"dtype": jnp.float64}, {"param_dtype": jnp.float64}], ids=str)
+@cover(kind=KINDS, api=APIS, fields=[{}, {"dtype": jnp.float64}, {"param_dtype": jnp.float64}])
 def test_float64_is_flaxs_result(api, kind, fields):
     with jax.enable_x64(True):
         flaxs, ours = results(api, kind, draw_x(DIMS).astype(jnp.float32 if fields else jnp.float64), fields)
@@ -129,8 +111,7 @@ def test_float64_is_flaxs_result(api, kind, fields):
 
 
 # A parameter that is split otherwise than x splits Flax's result.
-@pytest.mark.parametrize("x_spec", [P("a"), P("a", None, "b")], ids=str)
-@pytest.mark.parametrize("spec", [P(), P("b")], ids=str)
+@cover(kind=KINDS, api=APIS, x_spec=[P("a"), P("a", None, "b")], spec=[P(), P("b")])
 def test_shardings_of_an_explicit_mesh_are_flaxs(api, kind, devices, x_spec, spec):
     mesh = mesh_of(devices, AxisType.Explicit)
     norms = api.both(kind, draw_x((8, 6, 32)))
@@ -145,6 +126,7 @@ def test_shardings_of_an_explicit_mesh_are_flaxs(api, kind, devices, x_spec, spe
         np.testing.assert_allclose(ours, flaxs, rtol=2e-5, atol=2e-5)
 
 
+@cover(kind=KINDS, api=APIS)
 def test_half_input_is_not_widened_before_the_kernel(api, kind):
     x = draw_x(DIMS, "bfloat16")
     _, (apply, parameters) = api.both(kind, x)
@@ -153,8 +135,9 @@ def test_half_input_is_not_widened_before_the_kernel(api, kind):
     assert "convert_element_type" not in str(program)
 
 
-@pytest.mark.parametrize(("x_dtype", "dtype", "param_dtype"), GRADIENT_DTYPES)
-def test_gradients(api, kind, x_dtype, dtype, param_dtype):
+@cover(kind=KINDS, api=APIS, dtypes=GRADIENT_DTYPES)
+def test_gradients(api, kind, dtypes):
+    x_dtype, dtype, param_dtype = dtypes
     x, weights = draw_x(DIMS, x_dtype), draw("dy", DIMS)
     norms = api.both(kind, x, dtype=dtype, param_dtype=param_dtype)
 
@@ -165,6 +148,7 @@ def test_gradients(api, kind, x_dtype, dtype, param_dtype):
     assert_gradients_close(ours, flaxs, through=dtype)
 
 
+@cover(kind=KINDS, api=APIS)
 def test_constructor_and_call_are_flaxs(api, kind):
     flaxs, ours = api.classes(kind)
     assert issubclass(ours, flaxs)
@@ -176,6 +160,7 @@ def test_constructor_and_call_are_flaxs(api, kind):
     ]
 
 
+@cover(kind=KINDS, api=APIS)
 def test_parameters_are_flaxs(api, kind):
     (_, flaxs), (_, ours) = api.both(kind, draw_x(DIMS), param_dtype=jnp.bfloat16)
     assert flaxs.keys() == ours.keys()

@@ -8,16 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import DTYPES, KINDS, bits, draw, draw_residual, draw_x
+from cases import DTYPES, KINDS, PAIRS, bits, draw, draw_residual, draw_smooth, draw_x
+from coverage import cover
 from flax_apis import APIS, NAMES, QUANTIZED_NAMES
 from hlo import compiled_text, count_native_calls
 from native import native_calls
-from quantizing import GRANULARITIES, QUANTIZED, TO, draw_smooth, static_scale_of
-from test_add import PAIRS
+from quantizing import GRANULARITIES, QUANTIZED, TO, static_scale_of
 
 from jaxnorm import Quantization, Quantized
 
-pytestmark = [pytest.mark.parametrize("kind", KINDS), pytest.mark.parametrize("api", APIS.values(), ids=APIS)]
+pytestmark = pytest.mark.jax_version
 
 # Rows of one group of 128 and of two of 64; three axes, as norms of several axes and of axes in the middle need.
 DIMS = (4, 6, 128)
@@ -38,7 +38,6 @@ SERVED_BY_THE_FORMULA = [
     ({"reduction_axes": 1, "feature_axes": 1}, {"axis": 1}),
     ({"reduction_axes": (2, 0), "feature_axes": (0, -1)}, {"axis": (0, 2)}),
 ]
-apart = pytest.mark.parametrize("has_residual", [False, True])
 
 
 def draw_inputs(has_residual=False, dtype="float32", residual_dtype=None):
@@ -63,35 +62,35 @@ def assert_is_the_function(api, kind, inputs, fields, options, quantization=INT8
     assert bits(actual) == bits(expected)
 
 
-@apart
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize("to", TO)
+@cover(kind=KINDS, api=APIS, to=TO, granularity=GRANULARITIES.keys(), has_residual=[False, True])
 def test_result_is_the_functions(api, kind, to, granularity, has_residual):
     quantization = Quantization(to, **GRANULARITIES[granularity])
     call = {"static_scale": static_scale_of(quantization), "smooth_scale": draw_smooth(DIMS[-1:])}
     assert_is_the_function(api, kind, draw_inputs(has_residual), {}, {}, quantization, **call)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@cover(kind=KINDS, api=APIS, dtype=DTYPES)
 def test_result_for_every_dtype(api, kind, dtype):
     assert_is_the_function(api, kind, draw_inputs(dtype=dtype), {}, {})
 
 
-@pytest.mark.parametrize(("dtype", "residual_dtype"), PAIRS)
-def test_result_of_a_residual_for_every_dtype(api, kind, dtype, residual_dtype):
-    assert_is_the_function(api, kind, draw_inputs(True, dtype, residual_dtype), {}, {})
+@cover(kind=KINDS, api=APIS, dtypes=PAIRS)
+def test_result_of_a_residual_for_every_dtype(api, kind, dtypes):
+    assert_is_the_function(api, kind, draw_inputs(True, *dtypes), {}, {})
 
 
-@pytest.mark.parametrize(("fields", "options"), SERVED_BY_KERNELS, ids=str)
-def test_one_kernel_serves(api, kind, fields, options):
+@cover(kind=KINDS, api=APIS, served=SERVED_BY_KERNELS)
+def test_one_kernel_serves(api, kind, served):
+    fields, options = served
     inputs = draw_inputs(has_residual=True)
     assert_is_the_function(api, kind, inputs, fields, options)
     apply, parameters = api.quantized(kind, *inputs, quantization=INT8, **fields)
     assert count_native_calls(compiled_text(apply, parameters, *inputs)) == native_calls(kind, quantized=1)
 
 
-@pytest.mark.parametrize(("fields", "options"), SERVED_BY_THE_FORMULA, ids=str)
-def test_the_formula_serves_other_axes(api, kind, fields, options):
+@cover(kind=KINDS, api=APIS, served=SERVED_BY_THE_FORMULA)
+def test_the_formula_serves_other_axes(api, kind, served):
+    fields, options = served
     inputs = draw_inputs(has_residual=True)
     assert_is_the_function(api, kind, inputs, fields, options)
     apply, parameters = api.quantized(kind, *inputs, quantization=INT8, **fields)
@@ -99,8 +98,7 @@ def test_the_formula_serves_other_axes(api, kind, fields, options):
 
 
 # Of nnx, `dtype` is what operands are rounded to, but for a residual stream; of linen, the result's, which is 8 bits.
-@apart
-@pytest.mark.parametrize("x_dtype", ["float32", "float16"])
+@cover(kind=KINDS, api=APIS, x_dtype=["float32", "float16"], has_residual=[False, True])
 def test_dtype_is_that_of_flaxs_operands(api, kind, x_dtype, has_residual):
     x, *residual = draw_inputs(has_residual, x_dtype)
     apply, parameters = api.quantized(kind, x, *residual, quantization=INT8, dtype=jnp.bfloat16)
@@ -123,7 +121,7 @@ def loss_of(apply):
     return loss
 
 
-@apart
+@cover(kind=KINDS, api=APIS, has_residual=[False, True])
 def test_straight_through_gradient_is_that_of_the_unquantised_module(api, kind, has_residual):
     inputs = draw_inputs(has_residual)
     _, plain = (api.both_added if has_residual else api.both)(kind, *inputs)
@@ -133,7 +131,7 @@ def test_straight_through_gradient_is_that_of_the_unquantised_module(api, kind, 
     assert bits(gradients[0]) == bits(gradients[1])
 
 
-@apart
+@cover(kind=KINDS, api=APIS, has_residual=[False, True])
 def test_native_calls_of_a_gradient(api, kind, has_residual):
     inputs = draw_inputs(has_residual, "bfloat16")
     apply, parameters = api.quantized(kind, *inputs, quantization=INT8, straight_through=True)
@@ -141,12 +139,14 @@ def test_native_calls_of_a_gradient(api, kind, has_residual):
     assert count_native_calls(compiled_text(gradient, parameters, *inputs)) == native_calls(kind, quantized=1, bwd=1)
 
 
+@cover(kind=KINDS, api=APIS)
 def test_no_gradient_without_straight_through(api, kind):
     apply, parameters = api.quantized(kind, draw_x(DIMS), quantization=INT8)
     with pytest.raises(ValueError, match=rf"^{kind}_norm_quantized: .*straight_through=True"):
         jax.grad(lambda p: apply(p, draw_x(DIMS)).dequantize().sum())(parameters)
 
 
+@cover(kind=KINDS, api=APIS)
 def test_parameters_are_those_of_the_unquantised_module(api, kind):
     _, (_, plain) = api.both(kind, draw_x(DIMS), param_dtype=jnp.bfloat16)
     _, parameters = api.quantized(kind, draw_x(DIMS), quantization=INT8, param_dtype=jnp.bfloat16)
@@ -155,6 +155,7 @@ def test_parameters_are_those_of_the_unquantised_module(api, kind):
     assert bits(parameters) == bits(plain)
 
 
+@cover(kind=KINDS, api=APIS)
 def test_constructor_and_class(api, kind):
     ours = getattr(api.ours, QUANTIZED_NAMES[kind])
     assert issubclass(ours, getattr(api.ours, NAMES[kind]))
@@ -164,6 +165,7 @@ def test_constructor_and_class(api, kind):
     assert options["straight_through"].default is False
 
 
+@cover(kind=KINDS, api=APIS)
 def test_vmap_and_scan_of_a_module(api, kind):
     stacked = draw("stacked", (3, *DIMS))
     apply, parameters = api.quantized(kind, stacked[0], quantization=INT8)
@@ -223,17 +225,19 @@ def assert_is_an_error(api, kind, fields, inputs, call, parts):
         module_call()
 
 
-@pytest.mark.parametrize("name", BAD_CALLS)
+@cover(kind=KINDS, api=APIS, name=BAD_CALLS.keys())
 def test_what_has_no_equivalent(api, kind, name):
     assert_is_an_error(api, kind, *BAD_CALLS[name])
 
 
+@cover(kind=KINDS, api=APIS)
 def test_an_option_that_only_flaxs_code_has(api, kind):
     name = next(name for name in APIS if APIS[name] is api)
     fields, parts = BAD_OPTIONS[name]
     assert_is_an_error(api, kind, fields, (), {}, parts)
 
 
+@cover(kind=KINDS, api=APIS)
 def test_dtypes_without_quantised_norms(api, kind):
     apply, parameters = api.quantized(kind, draw_x(DIMS), quantization=INT8)
     with pytest.raises(TypeError, match=rf"^{kind}_norm_quantized: x must have a floating-point dtype .* int32"):
@@ -242,6 +246,7 @@ def test_dtypes_without_quantised_norms(api, kind):
         apply(parameters, jnp.ones(DIMS, "float64"))
 
 
+@cover(kind=KINDS, api=APIS)
 def test_a_dtype_for_a_quantization(api, kind):
     def module_call():
         apply, parameters = api.quantized(kind, draw_x(DIMS), quantization="int8")

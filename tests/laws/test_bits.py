@@ -39,42 +39,39 @@ def take(tree, rows):
     return jax.tree.map(lambda a: a[rows], tree)
 
 
-def shifted(arrays, cotangents):
-    """Programs see their operands begin at an odd element, where XLA hands a kernel the slice itself."""
-    whole = (arrays, cotangents)
-    flat = jax.tree.map(lambda a: jnp.pad(a.reshape(-1), (1, 0)), whole)
-    return flat, lambda flat: jax.tree.map(lambda f, a: f[1:].reshape(a.shape), flat, whole)
+def rows_of(inputs, rows):
+    arrays, weights, cotangents = inputs
+    return take(arrays, rows), weights, take(cotangents, rows)
+
+
+def at_an_odd_element(inputs):
+    """Where XLA hands a kernel the slice itself, it is aligned to nothing."""
+    flat = jax.tree.map(lambda a: jnp.pad(a.reshape(-1), (1, 0)), inputs)
+    return flat, lambda flat: jax.tree.map(lambda f, a: f[1:].reshape(a.shape), flat, inputs), slice(None)
 
 
 # How rows come to lie otherwise: what the program is given, what it makes of that, and which rows these are.
+ONE, SOME, BACK = slice(1, 2), slice(1, 4), slice(None, None, -1)
 MOVES = {
-    "alone": lambda *args: (take(args, slice(1, 2)), lambda args: args, slice(1, 2)),
-    "in another order": lambda *args: (take(args, slice(None, None, -1)), lambda args: args, slice(None, None, -1)),
-    "a slice": lambda *args: (args, lambda args: take(args, slice(1, 4)), slice(1, 4)),
-    "at an odd element": lambda *args: (*shifted(*args), slice(None)),
+    "alone": lambda inputs: (rows_of(inputs, ONE), lambda given: given, ONE),
+    "in another order": lambda inputs: (rows_of(inputs, BACK), lambda given: given, BACK),
+    "a slice": lambda inputs: (inputs, lambda given: rows_of(given, SOME), SOME),
+    "at an odd element": at_an_odd_element,
 }
 
 
 @over(OPS, move=lambda op: MOVES, dtypes=lambda op: op.dtypes, size=lambda op: op.lengths)
 def test_rows_that_lie_otherwise(op, move, dtypes, size):
-    arrays, weights, cotangents = make(op, size, dtypes)
-    run = by_row(op, **size.options)
-    given, then, which = move(arrays, cotangents)
-
-    def moved(given, weights):
-        arrays, cotangents = then(given)
-        return run(arrays, weights, cotangents)
-
-    assert bits(jax.jit(moved)(given, weights)) == bits(take(run(arrays, weights, cotangents), which))
+    inputs, run = make(op, size, dtypes), by_row(op, **size.options)
+    given, then, which = move(inputs)
+    assert bits(jax.jit(lambda given: run(*then(given)))(given)) == bits(take(run(*inputs), which))
 
 
 # On a GPU few rows have kernels of their own, forward and backward.
 @over([op for op in OPS if op.many], dtypes=lambda op: op.dtypes, size=lambda op: op.many)
 def test_few_rows_among_many(op, dtypes, size):
-    arrays, weights, cotangents = make(op, size, dtypes)
-    run, few = by_row(op, **size.options), slice(300, 315)
-    among_many = take(run(arrays, weights, cotangents), few)
-    assert bits(run(take(arrays, few), weights, take(cotangents, few))) == bits(among_many)
+    inputs, run, few = make(op, size, dtypes), by_row(op, **size.options), slice(300, 315)
+    assert bits(run(*rows_of(inputs, few))) == bits(take(run(*inputs), few))
 
 
 @pytest.mark.parametrize("op", NORMS, ids=str)

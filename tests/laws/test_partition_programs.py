@@ -15,6 +15,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import mesh_of, mesh_of_three
 from native import native_calls
+from ops import GATED
+from ops import NORMS as PLAIN
 from transformations import loss_of
 
 import jaxnorm
@@ -267,14 +269,14 @@ def test_whole_weights_for_rows_that_are_split_over_an_explicit_mesh(devices, ki
     [(P("a", None, "b"), P("a"), P("b")), (P("a"), P("b"), P(None))],
     ids=str,
 )
-@pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
-def test_a_weight_that_is_sharded_unlike_x(devices, name, x_spec, scale_spec, expected):
+@pytest.mark.parametrize("op", [*PLAIN, GATED[0]], ids=str)
+def test_a_weight_that_is_sharded_unlike_x(devices, op, x_spec, scale_spec, expected):
     mesh = Mesh(np.reshape(devices, (2, -1)), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
     with jax.set_mesh(mesh):
         x, scale = placed(mesh, operands()[:2], x_spec, scale_spec)
-        message = re.escape(f"{name}: scale is sharded as {scale_spec} over an Explicit mesh, expected {expected}")
-        with pytest.raises(ValueError, match=message):
-            jax.eval_shape(getattr(jaxnorm, name), x, scale)
+        message = f"{op.public}: scale is sharded as {scale_spec} over an Explicit mesh, expected {expected}"
+        with pytest.raises(ValueError, match=re.escape(message)):
+            jax.eval_shape(op.function, *[x] * op.arrays, scale)
 
 
 @pytest.mark.parametrize("name", ["rms_norm_quantized", "gated_rms_norm"])

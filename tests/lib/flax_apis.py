@@ -26,6 +26,28 @@ def _random(kind):
     return {"scale_init": _random_scale} | ({"bias_init": _random_bias} if kind == "layer" else {})
 
 
+# Fields of Flax's norms.
+SERVED_BY_KERNELS = [
+    {},
+    {"use_scale": False},
+    {"use_fast_variance": False},
+    {"epsilon": 0.1},  # large enough to be seen in the result
+    {"dtype": jnp.bfloat16},
+    {"param_dtype": jnp.float16},
+    {"reduction_axes": 2, "feature_axes": (-1,)},
+    {"reduction_axes": (-1, -2), "feature_axes": (1, 2)},
+    {"reduction_axes": -1, "feature_axes": (1, 2)},  # a scale for each head
+    {"axis_index_groups": [[0, 1]]},  # Flax reads it with an axis_name only
+]
+SERVED_BY_FLAX = [
+    {"reduction_axes": 1, "feature_axes": 1},
+    {"reduction_axes": (0, 2), "feature_axes": 2},
+    {"reduction_axes": (1, 2), "feature_axes": -1},
+    {"reduction_axes": -1, "feature_axes": (0, 2)},
+    {"reduction_axes": (0, 1), "feature_axes": -1, "use_fast_variance": False},
+]
+
+
 class Api:
     """`flax` and `ours` are the two modules that hold the classes. Parameters are a dict of arrays."""
 
@@ -46,6 +68,10 @@ class Api:
 
         ours = getattr(self.ours, ADD_NAMES[kind])
         return (add_first, parameters), self.build(ours, (x, residual), _random(kind) | fields)
+
+    def gated(self, variant, inputs, **fields):
+        """Our gated norm."""
+        return self.build(self.ours.GatedRMSNorm, inputs, variant._asdict() | fields)
 
     def quantized(self, kind, *inputs, call=None, **fields):
         """Our quantised norm; `call` are keywords of a call that makes its parameters."""

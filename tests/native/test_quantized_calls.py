@@ -159,9 +159,7 @@ def test_a_malformed_call(kind, name):
 @pytest.mark.parametrize("missing", QUANTIZED)
 def test_a_call_without_an_attribute(kind, missing):
     with is_refused("", "attributes"):
-        call(
-            target(kind, "quantized_fwd"), [VALUES, STATISTIC], (X, WEIGHT, WEIGHT, WEIGHT), without(QUANTIZED, missing)
-        )
+        call(target(kind, "quantized_fwd"), [VALUES, STATISTIC], (X, *[WEIGHT] * 3), without(QUANTIZED, missing))
 
 
 # What Python never asks for is harmless too: the same bits as through the package.

@@ -1,4 +1,4 @@
-"""What is particular to weights for each head: how they broadcast, ensembles, and what no kernel finds the weights of."""
+"""What is particular to weights for each head: how they broadcast, ensembles, and where no kernel finds them."""
 
 import jax
 import jax.numpy as jnp
