@@ -16,6 +16,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
 import pytest
+from coverage import set_full
 from hypothesis import settings
 from native import description, is_built, is_platform_with_kernels, why_not_native
 
@@ -34,7 +35,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "full: a combination beyond pairs of values; on a GPU, or with --full")
+    set_full(jax.default_backend() == "gpu" or config.getoption("--full"))
     config.addinivalue_line("markers", "jax_version: depends on JAX's version: the tests of another Python")
     config.addinivalue_line("markers", "kernels: calls the handlers themselves; on a platform that has them")
     config.addinivalue_line("markers", "plans: launch plans, which need no GPU; where jaxnorm is built with CUDA")
@@ -67,13 +68,14 @@ def pytest_collection_modifyitems(config, items):
         "emulated": shutil.which("nvcc") is not None,
         "several": jax.device_count() > 1,
         "gpu": on_gpu,
-        "full": on_gpu or config.getoption("--full"),
         "large": on_gpu or config.getoption("--large"),
     }
     absent = {name for name, present in has.items() if not present}
-    deselected = [item for item in items if absent & {mark.name for mark in item.iter_markers()}]
+    kept, deselected = [], []
+    for item in items:
+        (deselected if absent & {mark.name for mark in item.iter_markers()} else kept).append(item)
     config.hook.pytest_deselected(items=deselected)
-    items[:] = [item for item in items if item not in deselected]
+    items[:] = kept
 
 
 @pytest.fixture

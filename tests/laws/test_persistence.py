@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import KINDS, NORMS, operands
+from coverage import in_full
 from hlo import count_native_calls
 from jax import export
 from jax.sharding import AxisType, NamedSharding
@@ -87,10 +88,7 @@ ROWS, FEATURES = "'a' None", "None 'b'"
         ("Auto", FEATURES),
         ("Explicit", ROWS),
         ("shard_map over one axis", FEATURES),
-        *(
-            pytest.param(*case, marks=pytest.mark.full)
-            for case in [("Auto", ROWS), ("Explicit", FEATURES), ("shard_map over one axis", ROWS)]
-        ),
+        *in_full(("Auto", ROWS), ("Explicit", FEATURES), ("shard_map over one axis", ROWS)),
     ],
 )
 def test_a_second_process_finds_what_the_first_compiled(tmp_path, mesh, spec):

@@ -8,6 +8,19 @@ import pytest
 
 Named = list[tuple[str, Any]]
 
+_full = False
+
+
+def set_full(full: bool) -> None:
+    """Before test modules are imported."""
+    global _full
+    _full = full
+
+
+def in_full(*cases: Any) -> tuple[Any, ...]:
+    """These, in the full tier only."""
+    return cases if _full else ()
+
 
 def pairwise(sizes: Sequence[int]) -> list[tuple[int, ...]]:
     """Rows of a covering array for factors with this many values: any two values stand together in some row."""
@@ -63,12 +76,12 @@ def _named(values: Iterable[Any]) -> Named:
 def _params(named: list[Named], first: int | None = None) -> list[Any]:
     """Of the first factor, only so many values are in the default tier."""
     sizes = [len(values) for values in named]
-    chosen = set(pairwise([sizes[0] if first is None else first, *sizes[1:]])) if first != 0 else set()
+    some = [sizes[0] if first is None else first, *sizes[1:]]
+    table = itertools.product(*map(range, sizes)) if _full else sorted(pairwise(some)) if all(some) else ()
     return [
         pytest.param(
             *(values[i][1] for values, i in zip(named, row, strict=True)),
             id="-".join(values[i][0] for values, i in zip(named, row, strict=True)),
-            marks=() if row in chosen else pytest.mark.full,
         )
-        for row in itertools.product(*map(range, sizes))
+        for row in table
     ]
