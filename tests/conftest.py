@@ -73,6 +73,8 @@ def pytest_collection_modifyitems(config, items):
     absent = {name for name, present in has.items() if not present}
     kept, deselected = [], []
     for item in items:
+        if item.get_closest_marker("emulated") and config.pluginmanager.hasplugin("xdist"):
+            item.add_marker(pytest.mark.xdist_group("emulated"))  # one worker compiles the kernels for all
         (deselected if absent & {mark.name for mark in item.iter_markers()} else kept).append(item)
     config.hook.pytest_deselected(items=deselected)
     items[:] = kept

@@ -106,9 +106,9 @@ def test_a_keyword_of_another_function(call, keyword):
 
 @pytest.mark.parametrize("name", bad_quantized_calls.QUANTIZATION)
 def test_a_bad_quantization(name):
-    args, error, parts = bad_quantized_calls.QUANTIZATION[name]
+    args, keywords, error, parts = bad_quantized_calls.QUANTIZATION[name]
     with pytest.raises(error, match=in_order("Quantization", parts)):
-        Quantization(*args)
+        Quantization(*args, **keywords)
 
 
 @over(QUANTIZED[:2], name=lambda op: ["x", "scale", "bias", "residual", "smooth_scale"])

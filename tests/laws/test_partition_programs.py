@@ -253,17 +253,6 @@ def test_native_over_several_devices(devices, axis_type):
         assert bits(jax.jit(norm)(x)) == bits(norm(draw_x(DIMS)))
 
 
-@kinds
-def test_whole_weights_for_rows_that_are_split_over_an_explicit_mesh(devices, kind):
-    mesh = mesh_of(devices, AxisType.Explicit)
-    step = jax.jit(jax.grad(loss_of(NORMS[kind]), (0, 1, 2)))
-    with jax.set_mesh(mesh):
-        args = placed(mesh, operands(), P("a", None, "b"), P(), P())
-        actual = step(*args)
-        assert [jax.typeof(g).sharding for g in actual] == [jax.typeof(a).sharding for a in args]
-    assert_close(actual, step(*operands()))
-
-
 @pytest.mark.parametrize(
     ("x_spec", "scale_spec", "expected"),
     [(P("a", None, "b"), P("a"), P("b")), (P("a"), P("b"), P(None))],

@@ -220,14 +220,3 @@ def test_scan_in_shard_map(devices, op):
     sharded = jax.shard_map(layers, mesh=mesh, in_specs=specs_of(op, P("a")), out_specs=P("a"), check_vma=True)
     args = op.draw(size_of(op))
     assert_close(results(sharded)(*place(op, mesh, P("a"))), results(layers)(*args), atol=2e-5)
-
-
-# The models of an ensemble on several devices, each with its weights.
-@over((*NORMS, GATED[0]), axis_type=lambda op: AXIS_TYPES)
-def test_an_ensemble_on_a_mesh(devices, op, axis_type):
-    mesh = mesh_of(devices, axis_type)
-    args = [jnp.stack([a, 2 * a, jnp.sin(a), a]) for a in op.draw(op.small)]
-    ensemble = jax.jit(jax.vmap(op.gradient()))
-    with jax.set_mesh(mesh):
-        actual = ensemble(*placed(mesh, args, [P("a")] * len(args)))
-    assert_close(jax.device_get(actual), jax.device_get(ensemble(*args)), atol=2e-5)

@@ -9,6 +9,7 @@ import cases
 import jax
 import jax.numpy as jnp
 from native import is_built, is_platform_with_kernels
+from statements import NoKernel, Raises
 
 
 class Size(NamedTuple):
@@ -64,10 +65,8 @@ class Op:
     statistics: int  # float32 numbers that live for each row
     has_row_scale: bool = False  # whether the result has a scale for each row, from its maximum
 
-    # Arguments, keywords, the exception, and what its message must hold in this order.
-    bad_calls: Mapping[str, tuple] = field(default_factory=dict)
-    # Arguments, keywords, and why no kernel serves them anywhere.
-    without_kernel: Mapping[str, tuple] = field(default_factory=dict)
+    bad_calls: Mapping[str, Raises] = field(default_factory=dict)  # of the public function
+    without_kernel: Mapping[str, NoKernel] = field(default_factory=dict)
 
     def __str__(self):
         return self.name

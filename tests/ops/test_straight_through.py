@@ -19,8 +19,6 @@ from cases import (
     draw_x,
 )
 from coverage import cover
-from hlo import compiled_text, count_native_calls
-from native import native_calls
 from quantizing import GRANULARITIES, QUANTIZED, STATIC_SCALE, TO, quantize
 
 from jaxnorm import Quantization
@@ -117,22 +115,6 @@ def test_a_carrier_changes_no_value(kind):
     assert (quantized.carrier.shape, quantized.carrier.dtype, expected.carrier) == (DIMS, "bfloat16", None)
     assert bits((quantized.values, quantized.scales, total)) == bits((expected.values, expected.scales, expected_total))
     np.testing.assert_array_equal(quantized.dequantize(), expected.dequantize())
-
-
-def loss_of(kind, residual=None):
-    def loss(x, scale, bias, smooth=None):
-        y = straight_through(kind)(x, scale, bias, smooth, residual)
-        return sum(jnp.sin(leaf).sum() for leaf in jax.tree.leaves(y))
-
-    return loss
-
-
-# Law 6.
-@cover(kind=KINDS, has_smooth=[False, True], has_residual=[False, True])
-def test_native_calls_of_a_gradient(kind, has_smooth, has_residual):
-    gradient = jax.grad(loss_of(kind, draw_residual(DIMS) if has_residual else None), (0, 1, 2))
-    args = (*draw_operands(), *([draw_smooth(DIMS[-1:])] if has_smooth else []))
-    assert count_native_calls(compiled_text(gradient, *args)) == native_calls(kind, quantized=1, bwd=1)
 
 
 # What asks for a derivative without a carrier, and asks for it of anything that moves the values.
