@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import ADDS, KINDS, NORMS, assert_close, draw_bias, draw_scale, draw_x
+from cases import ADDS, KINDS, NORMS, assert_near, draw_bias, draw_scale, draw_x
 from hlo import collectives, compiled_text
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
@@ -48,7 +48,7 @@ def test_weights_of_unlike_shapes(mesh, kind, name):
     on_mesh = placed(mesh, args, specs)
     actual = gradients(*on_mesh)
     assert [jax.typeof(g) for g in actual[1]] == [jax.typeof(a) for a in on_mesh]
-    assert_close(actual, gradients(*args))
+    assert_near(actual, gradients(*args))
 
 
 def padded(kind, x, pad_to):
@@ -68,8 +68,8 @@ def test_padding_of_features_that_are_split(mesh, kind, pad_to):
     for function in (norm, sums):
         y, y_dot = jax.jit(lambda x: jax.jvp(function, (x,), (x,)))(x)  # noqa: B023
         assert jax.typeof(y) == jax.typeof(y_dot)
-        assert_close((y, y_dot), jax.jvp(function, (X,), (X,)))
-    assert_close(jax.jit(jax.grad(loss_of(norm)))(x), jax.grad(loss_of(norm))(X))
+        assert_near((y, y_dot), jax.jvp(function, (X,), (X,)))
+    assert_near(jax.jit(jax.grad(loss_of(norm)))(x), jax.grad(loss_of(norm))(X))
 
 
 @kinds

@@ -5,11 +5,11 @@ from functools import cache, partial
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import assert_close
+from cases import assert_close, assert_near
 from coverage import over
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import mesh_of, placed
+from meshes import assert_parts_close, mesh_of, placed
 from ops import EACH, GATED, GROUPED, NORMS, OPS, PER_HEAD
 
 pytestmark = pytest.mark.jax_version
@@ -39,6 +39,11 @@ def place(op, mesh, spec, weight_spec=WHOLE):
     return placed(mesh, op.draw(size_of(op)), specs_of(op, spec, weight_spec))
 
 
+def assert_same(op, actual, expected):
+    """With a gate or a factor that depends on the sum, large numbers cancel to small ones."""
+    (assert_near if op in (*NORMS, *PER_HEAD) else assert_close)(actual, expected)
+
+
 def loss_and_gradients(op, function=None):
     return jax.value_and_grad(op.loss(function), op.all)
 
@@ -53,7 +58,7 @@ def expected(op):
 def test_rows_on_a_mesh(devices, op, axis_type, spec):
     mesh = mesh_of(devices, axis_type)
     with jax.set_mesh(mesh):
-        assert_close(jax.device_get(jax.jit(loss_and_gradients(op))(*place(op, mesh, spec))), expected(op), atol=2e-5)
+        assert_same(op, jax.device_get(jax.jit(loss_and_gradients(op))(*place(op, mesh, spec))), expected(op))
 
 
 @over(OPS, default=EACH, spec=row_specs)
@@ -72,21 +77,28 @@ def test_one_array_is_everywhere(devices, op, axis_type):
     with jax.set_mesh(mesh):
         args = place(op, mesh, P("a"))
         args[1] = jax.device_put(args[1], NamedSharding(mesh, P()))
-        assert_close(jax.device_get(jax.jit(loss_and_gradients(op))(*args)), expected(op), atol=2e-5)
+        assert_same(op, jax.device_get(jax.jit(loss_and_gradients(op))(*args)), expected(op))
 
 
 # Groups have to stay whole, and a padded result is in test_padding.py.
 WITH_FEATURES = [op for op in OPS if not {"group_size", "pad_to"} & {*op.small.options} and len(op.small.dims) == 2]
 
 
-@over(WITH_FEATURES, default=EACH, axis_type=lambda op: AXIS_TYPES)
+@over([op for op in WITH_FEATURES if not op.derived], default=EACH, axis_type=lambda op: AXIS_TYPES)
 def test_a_sharded_feature_axis(devices, op, axis_type):
     mesh = mesh_of(devices, axis_type)
-    results = jax.jit(op.function)  # not dequantised in one program, where XLA may leave the values unrounded
+    with jax.set_mesh(mesh):
+        actual = jax.device_get(jax.jit(loss_and_gradients(op))(*place(op, mesh, P("a", None, "b"))))
+    assert_same(op, actual, expected(op))
+
+
+# Not dequantised in one program, where XLA may leave the values unrounded.
+@over([op for op in WITH_FEATURES if op.derived], default=EACH, axis_type=lambda op: AXIS_TYPES)
+def test_a_sharded_feature_axis_of_a_quantised_result(devices, op, axis_type):
+    mesh, results = mesh_of(devices, axis_type), jax.jit(op.function)
     with jax.set_mesh(mesh):
         actual = jax.device_get(results(*place(op, mesh, P("a", None, "b"))))
-    for a, e in zip(actual, results(*op.draw(size_of(op))), strict=True):
-        assert_close(jnp.float32(a), jnp.float32(e), atol=2e-5 if a.dtype == "float32" else 1)
+    assert_parts_close(actual, jax.device_get(results(*op.draw(size_of(op)))))
 
 
 # Scale is whole on each device and x is not: it is split by itself, and its gradient is whole again.
@@ -98,7 +110,7 @@ def test_features_with_whole_weights_on_an_explicit_mesh(devices, op):
         actual = jax.jit(op.gradient())(*args)
         assert jax.typeof(jax.jit(op.run())(*args)[0]).sharding.spec == P("a", None, "b")
         assert [jax.typeof(g).sharding for g in actual] == [jax.typeof(args[i]).sharding for i in op.all]
-    assert_close(jax.device_get(actual), expected(op)[1], atol=2e-5)
+    assert_same(op, jax.device_get(actual), expected(op)[1])
 
 
 # The batch, the sequence or the heads are sharded, and of the weights nothing or the heads.
@@ -117,7 +129,7 @@ def test_heads_on_a_mesh(devices, op, axis_type, specs):
     with jax.set_mesh(mesh):
         args = place(op, mesh, *specs)
         actual = jax.jit(op.gradient())(*args)
-    assert_close(jax.device_get(actual), expected(op)[1], atol=2e-5)
+    assert_same(op, jax.device_get(actual), expected(op)[1])
     if axis_type is AxisType.Explicit:
         assert [jax.typeof(g).sharding for g in actual] == [jax.typeof(a).sharding for a in args]
 
@@ -126,7 +138,7 @@ def test_heads_on_a_mesh(devices, op, axis_type, specs):
 def test_grad_of_shard_map(devices, op, spec):
     mesh = mesh_of(devices, AxisType.Auto)
     function = jax.shard_map(op.run(), mesh=mesh, in_specs=specs_of(op, spec), out_specs=spec, check_vma=True)
-    assert_close(jax.jit(loss_and_gradients(op, function))(*place(op, mesh, spec)), expected(op), atol=2e-5)
+    assert_same(op, jax.jit(loss_and_gradients(op, function))(*place(op, mesh, spec)), expected(op))
 
 
 # A replicated weight meets rows that differ over the mesh: its gradient is the sum over the mesh.
@@ -137,7 +149,7 @@ def test_shard_map_of_grad(devices, op, spec):
     gradients = jax.shard_map(
         op.gradient(), mesh=mesh, in_specs=specs, out_specs=tuple(specs[i] for i in op.all), check_vma=True
     )
-    assert_close(jax.jit(gradients)(*place(op, mesh, spec)), expected(op)[1], atol=2e-5)
+    assert_same(op, jax.jit(gradients)(*place(op, mesh, spec)), expected(op)[1])
 
 
 # Sharded weights go with their heads.
@@ -146,7 +158,7 @@ def test_shard_map_of_grad_of_heads(devices, op):
     mesh = mesh_of(devices, AxisType.Auto)
     specs = specs_of(op, P("a", None, "b"), P("b"))
     gradients = jax.shard_map(op.gradient(), mesh=mesh, in_specs=specs, out_specs=specs, check_vma=True)
-    assert_close(jax.jit(gradients)(*placed(mesh, op.draw(size_of(op)), specs)), expected(op)[1], atol=2e-5)
+    assert_same(op, jax.jit(gradients)(*placed(mesh, op.draw(size_of(op)), specs)), expected(op)[1])
 
 
 # Of two arrays the first or the second varies over the mesh: the other's gradient is summed, too.
@@ -167,7 +179,7 @@ def test_shard_map_where_one_array_varies(devices, op, varying, outside):
         tiled = [jnp.tile(a, (parts, *[1] * (a.ndim - 1))) if i == 1 - varying else a for i, a in enumerate(args)]
         return op.run()(*tiled)
 
-    assert_close(jax.jit(gradients)(*args), jax.jit(op.gradient(repeated))(*args), atol=2e-5)
+    assert_same(op, jax.jit(gradients)(*args), jax.jit(op.gradient(repeated))(*args))
 
 
 @pytest.mark.parametrize("op", [*NORMS, GATED[0]], ids=str)
@@ -177,7 +189,7 @@ def test_shard_map_without_a_weight(devices, op):
     specs = specs_of(op, P("a"))[:-1]
     argnums = tuple(range(len(args)))
     gradients = jax.shard_map(op.gradient(argnums=argnums), mesh=mesh, in_specs=specs, out_specs=specs)
-    assert_close(jax.jit(gradients)(*placed(mesh, args, specs)), op.gradient(argnums=argnums)(*args), atol=2e-5)
+    assert_same(op, jax.jit(gradients)(*placed(mesh, args, specs)), op.gradient(argnums=argnums)(*args))
 
 
 @pytest.mark.parametrize("op", [op for op in EACH if not op.derived], ids=str)
@@ -186,7 +198,7 @@ def test_second_derivative_in_shard_map(devices, op):
     mesh = mesh_of(devices, AxisType.Auto)
     specs = specs_of(op, P("a"))
     gradients = jax.shard_map(second, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=True)
-    assert_close(jax.jit(gradients)(*place(op, mesh, P("a"))), jax.jit(second)(*op.draw(size_of(op))), atol=2e-5)
+    assert_same(op, jax.jit(gradients)(*place(op, mesh, P("a"))), jax.jit(second)(*op.draw(size_of(op))))
 
 
 @pytest.mark.parametrize("op", EACH, ids=str)
@@ -195,7 +207,7 @@ def test_vmap_in_shard_map(devices, op):
     specs = specs_of(op, P("a"))
     axes = (*[1] * op.arrays, *[None] * len(op.weights))
     function = jax.shard_map(jax.vmap(op.run(), axes, 1), mesh=mesh, in_specs=specs, out_specs=P("a"))
-    assert_close(jax.jit(loss_and_gradients(op, function))(*place(op, mesh, P("a"))), expected(op), atol=2e-5)
+    assert_same(op, jax.jit(loss_and_gradients(op, function))(*place(op, mesh, P("a"))), expected(op))
 
 
 # vmap makes x vary over one mesh axis more after the op was traced: the weights have to follow.
@@ -205,7 +217,7 @@ def test_vmap_of_shard_map_over_a_mesh_axis(devices, op):
     axes = (*[0] * op.arrays, *[None] * len(op.weights))
     sharded = jax.shard_map(op.run(), mesh=mesh, in_specs=specs_of(op, P("b")), out_specs=P("b"))
     function = jax.vmap(sharded, axes, spmd_axis_name="a")
-    assert_close(jax.jit(loss_and_gradients(op, function))(*op.draw(size_of(op))), expected(op), atol=2e-5)
+    assert_same(op, jax.jit(loss_and_gradients(op, function))(*op.draw(size_of(op))), expected(op))
 
 
 @pytest.mark.parametrize("op", NORMS, ids=str)
@@ -219,4 +231,4 @@ def test_scan_in_shard_map(devices, op):
     mesh = mesh_of(devices, AxisType.Auto)
     sharded = jax.shard_map(layers, mesh=mesh, in_specs=specs_of(op, P("a")), out_specs=P("a"), check_vma=True)
     args = op.draw(size_of(op))
-    assert_close(results(sharded)(*place(op, mesh, P("a"))), results(layers)(*args), atol=2e-5)
+    assert_same(op, results(sharded)(*place(op, mesh, P("a"))), results(layers)(*args))

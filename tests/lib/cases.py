@@ -73,9 +73,18 @@ def bits(tree) -> list[bytes]:
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
-def assert_close(actual, expected, atol=1e-5):
+def assert_close(actual, expected):
     """As two float32 programs that round in different places: relative to the largest number where that is above 1."""
+    _assert_allclose(actual, expected, lambda e: 1e-5 * max(1.0, float(jnp.abs(e).max(initial=0))))
+
+
+def assert_near(actual, expected, atol=2e-5):
+    """The like where no large numbers cancel to small ones."""
+    _assert_allclose(actual, expected, lambda _: atol)
+
+
+def _assert_allclose(actual, expected, atol_of):
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert (a.shape, a.dtype) == (e.shape, e.dtype)
-        np.testing.assert_allclose(a, e, rtol=1e-4, atol=atol * max(1.0, float(jnp.abs(e).max(initial=0))))
+        np.testing.assert_allclose(a, e, rtol=1e-4, atol=atol_of(e))
