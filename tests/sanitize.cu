@@ -1,7 +1,8 @@
 // Every regime of the CUDA kernels without Python, for compute-sanitizer, whose tools but memcheck do not get along
 // with a whole JAX process:
 //
-//   nvcc -std=c++17 -O3 --fmad=false -arch=native -Isrc tests/sanitize.cu src/cuda/*.cu src/cuda/*.cc -o sanitize
+//   nvcc -std=c++17 -O3 --fmad=false -arch=native -Isrc tests/sanitize.cu src/cuda/*/*.cu src/cuda/*/*.cc src/cuda/*.cc
+//     -o sanitize       # on one line
 //   for tool in memcheck racecheck synccheck initcheck; do compute-sanitizer --tool $tool ./sanitize; done
 //   compute-sanitizer --tool racecheck ./sanitize layer bf16            # a part of them
 //   compute-sanitizer --tool racecheck ./sanitize layer bf16 37 4096    # one shape, rows by columns
@@ -76,13 +77,14 @@ void run(Kind kind, Dtype dtype, int64_t rows, int64_t cols, int64_t offset, con
   const Array workspace(Dtype::f32, 2 * partial_rows(dtype, cols, weight_rows) * weights, 0, false);
   const auto floats = [](const Array& array) { return static_cast<float*>(array.get()); };
 
-  Forward f{};
+  AddNormForward f{};
   f.kind = kind, f.rows = rows, f.cols = cols, f.epsilon = 1e-6f, f.multiply_before_cast = true;
-  f.x = {x.get(), dtype}, f.scale = {scale.get(), dtype}, f.y = {y.get(), dtype};
+  f.x = {x.get(), dtype}, f.scale = {scale.get(), dtype}, f.y = {y.get(), dtype}, f.y_stride = cols + pad;
   if (kind == Kind::layer) f.bias = {bias.get(), dtype};
-  f.mean = floats(mean), f.rstd = floats(rstd), f.weight_rows = weight_rows, f.y_pad = pad;
-  f.tickets = static_cast<uint32_t*>(tickets.get());
-  finish(forward(f, nullptr), "forward");
+  f.mean = floats(mean), f.rstd = floats(rstd), f.weight_rows = weight_rows;
+  f.workspace = {floats(tickets), 1};
+  const NormForward& alone = f;
+  finish(jaxnorm::cuda::run(alone, nullptr), "forward");
 
   Backward b{};
   b.kind = kind, b.rows = rows, b.cols = cols;
@@ -93,15 +95,16 @@ void run(Kind kind, Dtype dtype, int64_t rows, int64_t cols, int64_t offset, con
   finish(backward(b, nullptr), "backward");
 
   if (weight_rows.count == 1 && pad == 0) {
-    // The same as parts of rows that are split over devices.
-    finish(part_statistics({kind, rows, cols, f.x, f.mean, f.rstd}, nullptr), "statistics");
+    // The same as shards of rows.
+    finish(jaxnorm::cuda::run(ShardStatistics{kind, rows, cols, f.x, f.mean, f.rstd}, nullptr), "statistics");
     const float* const means = kind == Kind::layer ? f.mean : nullptr;
-    finish(part_apply({kind, rows, cols, f.x, f.scale, f.bias, f.y, means, f.rstd, 0.0f, true}, nullptr), "apply");
+    const ShardApply apply{kind, rows, cols, f.x, f.scale, f.bias, f.y, means, f.rstd, 0.0f, true};
+    finish(jaxnorm::cuda::run(apply, nullptr), "apply");
   }
 
   // Of a residual connection, whose sum takes the residual's place.
   f.residual = {sum.get(), dtype}, f.sum = {sum.get(), dtype};
-  finish(forward(f, nullptr), "forward with a residual");
+  finish(jaxnorm::cuda::run(f, nullptr), "forward with a residual");
   b.x = f.residual, b.dsum = {dsum.get(), dtype};
   finish(backward(b, nullptr), "backward with dsum");
 }
@@ -119,8 +122,8 @@ void run_quantized(Kind kind, Dtype dtype, int64_t rows, int64_t cols, int64_t o
       if (group && cols % group) continue;
       const Dtype format = formats[turn++ % 3];
       const Array values(format, rows * cols, offset, false);
-      Forward f{};
-      f.kind = kind, f.rows = rows, f.cols = cols, f.epsilon = 1e-6f, f.multiply_before_cast = true;
+      QuantizedNormForward f{};
+      f.kind = kind, f.rows = rows, f.cols = cols, f.epsilon = 1e-6f, f.weight_rows = {};
       f.x = {x.get(), dtype}, f.scale = {scale.get(), dtype};
       if (kind == Kind::layer) f.bias = {bias.get(), dtype};
       if (adds) f.residual = {sum.get(), dtype}, f.sum = {sum.get(), dtype};
@@ -131,7 +134,7 @@ void run_quantized(Kind kind, Dtype dtype, int64_t rows, int64_t cols, int64_t o
       } else {
         f.quantized.given = static_cast<const float*>(given.get());
       }
-      finish(forward(f, nullptr), "quantised forward");
+      finish(jaxnorm::cuda::run(f, nullptr), "quantised forward");
     }
 }
 
@@ -145,12 +148,12 @@ void run_gated(Dtype dtype, int64_t rows, int64_t cols, int64_t weight_rows, int
   const Array rstd(Dtype::f32, rows, 0, false);
   const Array workspace(Dtype::f32, partial_rows(dtype, cols, {weight_rows, 1}) * weight_rows * cols, 0, false);
   for (const bool first : {false, true}) {
-    Forward f{};
-    f.kind = Kind::rms, f.rows = rows, f.cols = cols, f.epsilon = 1e-6f, f.multiply_before_cast = true;
+    GatedNormForward f{};
+    f.rows = rows, f.cols = cols, f.epsilon = 1e-6f;
     f.x = {x.get(), dtype}, f.scale = {scale.get(), dtype}, f.y = {y.get(), dtype}, f.weight_rows = {weight_rows, 1};
     f.gate = {{gate.get(), dtype}, first ? Activation::silu : Activation::sigmoid, first};
     f.rstd = static_cast<float*>(rstd.get());
-    finish(forward(f, nullptr), "gated forward");
+    finish(jaxnorm::cuda::run(f, nullptr), "gated forward");
 
     Backward b{};
     b.kind = Kind::rms, b.rows = rows, b.cols = cols, b.weight_rows = f.weight_rows, b.gate = f.gate, b.rstd = f.rstd;
@@ -183,7 +186,7 @@ int main(int argc, char** argv) {
       for (const int64_t cols : {24, 64, 256, 257, 512, 1024, 4096, 12288, 16384, 65536, 262144, 300032})
         for (const int64_t rows : {1, 70}) run_quantized(kind, dtype, rows, cols, 0);
       // No more rows than clusters run at once: where blocks of two clusters of 16 share a multiprocessor, synccheck
-      // ends any program (docs/experiments/sanitizer.md).
+      // ends any program (bench/NOTES.md).
       run_quantized(kind, dtype, 7, 100003, 0);
       run(kind, dtype, 7, 140000, 1);
       for (const int64_t cols : {64, 128, 257, 1024, 4096}) {

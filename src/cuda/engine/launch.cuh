@@ -132,15 +132,21 @@ struct RowsLaunch {
     return cudaMemsetAsync(tickets, 0, sizeof *tickets, stream);
   }
 
-  __device__ DynamicRows dynamic_rows(int64_t cluster) const {
-    return {{end - step + cluster, -step, end, 1}, static_cast<int>(step) * pipeline.stages, tickets};
-  }
-
   // The rows of a block that begins at row `first` of each step, from the last step to the first: of what was written
   // just now the cache still has the end, and whoever reads the result begins at its beginning.
   __device__ Rows backwards(int64_t first, int block_rows) const { return {first + last_step, -step, end, block_rows}; }
 
   __device__ Rows forwards(int64_t first, int block_rows) const { return {first, step, end, block_rows}; }
+
+  // The rows of a cluster with a pipeline.
+  template <bool DYNAMIC>
+  __device__ auto cluster_rows(int64_t cluster) const {
+    if constexpr (DYNAMIC) {
+      return DynamicRows{{end - step + cluster, -step, end, 1}, static_cast<int>(step) * pipeline.stages, tickets};
+    } else {
+      return backwards(cluster, 1);
+    }
+  }
 
   // Sets up pipelines, if the device can have them. `held`: how many rows a thread group has at once. Returns how many
   // bytes of shared memory a block needs, with `besides` bytes after the pipelines; 0: there are no pipelines.

@@ -8,15 +8,15 @@
 
 namespace jaxnorm::cuda {
 
-// Registers of a thread, by what a kernel keeps in them. The columns:
-//   one_array            a row of one array, or several rows if they are short
-//   two_arrays           rows of two arrays, such as x and a residual
-//   weights              a row, and the packed scale beside it
-//   quantized            a row as floats, on its way to 8 bits; where many rows wait, more warps help more than room
-//   does quantized_centred    the same, with statistics that have a mean quantized_roomy      the same with room to
-//   spare, for calls with few rows or a residual
+// Registers of a thread, by what a kernel keeps in them.
 struct Registers {
-  int one_array = 64, two_arrays = 64, weights = 64, quantized = 64, quantized_centred = 64, quantized_roomy = 64;
+  int one_array = 64;   // a row of one array, or several rows if they are short
+  int two_arrays = 64;  // rows of two arrays, such as x and a residual
+  int weights = 64;     // a row, and the packed scale beside it
+  // A row as floats, on its way to 8 bits: where many rows wait, more warps help more than room does.
+  int quantized = 64;
+  int quantized_centred = 64;  // the same, with statistics that have a mean
+  int quantized_roomy = 64;    // with room to spare, for calls with few rows or a residual
 
   static constexpr Registers all(int registers) {
     return {registers, registers, registers, registers, registers, registers};
@@ -72,51 +72,49 @@ constexpr RegimeTable<A + B> operator+(const RegimeTable<A>& a, const RegimeTabl
   return sum;
 }
 
+// Rows with a block for themselves. Eight vectors of a half type take twice as many registers once they are unpacked.
+// Of 192 threads with 96 registers three blocks fit a multiprocessor; rows that vectors do not divide take more. With
+// 64 registers beside a scale the compiler would put off its loads until the row's statistics are known.
+template <int BYTES>
+inline constexpr RegimeTable<3> kBlockRows{{
+    {kWholeBlock, 4, 1, 256, 256, false, {64, 64, 80, 48, 48, 64}},
+    {kWholeBlock, 8, 1, 192, 192, true, Registers::all(96)},
+    {kWholeBlock, 8, 1, 256, 256, false, Registers::all(128)},
+}};
+// With a mean, twice the vectors are faster than more than 256 threads, unless rows go by elements.
+template <>
+inline constexpr RegimeTable<2> kBlockRows<4>{{
+    {kWholeBlock, 4, 1, kMaxThreads, 256, false, {64, 64, 64, 40, 40, 40}},
+    {kWholeBlock, 8, 1, kMaxThreads, kMaxThreads, false},
+}};
+
+// Gated rows with a block for themselves. FIRST: their second operand is applied before the statistics, and not kept.
+template <int BYTES, bool FIRST>
+inline constexpr RegimeTable<2> kGatedBlockRows{{
+    {kWholeBlock, 4, 1, kMaxThreads, kMaxThreads, false},
+    {kWholeBlock, 8, 1, kMaxThreads, kMaxThreads, false},
+}};
+template <>
+inline constexpr RegimeTable<1> kGatedBlockRows<2, true>{{
+    {kWholeBlock, 4, 1, kMaxThreads, kMaxThreads, false},
+}};
+// A thread has no room for eight vectors of both operands: four, as long as two blocks of as many threads fit.
+template <>
+inline constexpr RegimeTable<2> kGatedBlockRows<2, false>{{
+    {kWholeBlock, 4, 1, 384, 384, false, {64, 80}},
+    {kWholeBlock, 8, 1, 256, 256, false, {64, 128}},
+}};
+
 // A row takes the first regime that has room for it. Each table is a type, so that a regime may be a type too.
 template <int BYTES>
 struct ForwardRegimes {
-  // Eight vectors of a half type take twice as many registers once they are unpacked. Of 192 threads with 96 registers
-  // three blocks fit a multiprocessor; rows that vectors do not divide take more. With 64 registers beside a scale the
-  // compiler would put off its loads until the row's sums are known.
-  static constexpr auto kTable = kShortRows<BYTES> +
-                                 RegimeTable<3>{{
-                                     {kWholeBlock, 4, 1, 256, 256, false, {64, 64, 80, 48, 48, 64}},
-                                     {kWholeBlock, 8, 1, 192, 192, true, Registers::all(96)},
-                                     {kWholeBlock, 8, 1, 256, 256, false, Registers::all(128)},
-                                 }} +
-                                 kLongRows;
-};
-template <>
-struct ForwardRegimes<4> {
-  // With a mean, twice the vectors are faster than more than 256 threads, unless rows go by elements.
-  static constexpr auto kTable = kShortRows<4> +
-                                 RegimeTable<2>{{
-                                     {kWholeBlock, 4, 1, kMaxThreads, 256, false, {64, 64, 64, 40, 40, 40}},
-                                     {kWholeBlock, 8, 1, kMaxThreads, kMaxThreads, false},
-                                 }} +
-                                 kLongRows;
+  static constexpr auto kTable = kShortRows<BYTES> + kBlockRows<BYTES> + kLongRows;
 };
 
-// The same for gated rows, of up to kGatedCols. FIRST: their second operand is applied before the statistics, and not
-// kept.
+// The same for gated rows, of up to kGatedCols.
 template <int BYTES, bool FIRST>
 struct GatedForwardRegimes {
-  static constexpr auto kTable = kShortRows<BYTES> + RegimeTable<2>{{
-                                                         {kWholeBlock, 4, 1, kMaxThreads, kMaxThreads, false},
-                                                         {kWholeBlock, 8, 1, kMaxThreads, kMaxThreads, false},
-                                                     }};
-};
-template <>
-struct GatedForwardRegimes<2, true> {
-  static constexpr auto kTable = kShortRows<2> + RegimeTable<1>{{{kWholeBlock, 4, 1, kMaxThreads, kMaxThreads, false}}};
-};
-template <>
-struct GatedForwardRegimes<2, false> {
-  // A thread has no room for eight vectors of both: four as long as two blocks of as many threads fit.
-  static constexpr auto kTable = kShortRows<2> + RegimeTable<2>{{
-                                                     {kWholeBlock, 4, 1, 384, 384, false, {64, 80}},
-                                                     {kWholeBlock, 8, 1, 256, 256, false, {64, 128}},
-                                                 }};
+  static constexpr auto kTable = kShortRows<BYTES> + kGatedBlockRows<BYTES, FIRST>;
 };
 
 }  // namespace jaxnorm::cuda

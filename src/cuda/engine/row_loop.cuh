@@ -68,11 +68,11 @@ struct RowEpilogue {
   static constexpr bool kReduces = false;  // of the pipelined loop: whether it has a reduction of its own
 };
 
-// The statistics of a thread group's row, which its first thread writes where they are wanted.
+// The statistics of a thread group's row. If there is such a row, its first thread writes them where they are wanted.
 template <typename Stats, typename P, typename Group>
-__device__ auto collect_statistics(const P& p, Group& group, int64_t row) {
+__device__ auto collect_statistics(const P& p, Group& group, int64_t row, bool is_there) {
   const auto s = Stats::finish(p, group.collect(), group.reciprocal());
-  if (group.rank + group.begin == 0 && row < p.rows) Stats::write(p, s, row);
+  if (group.rank + group.begin == 0 && is_there) Stats::write(p, s, row);
   return s;
 }
 
@@ -96,7 +96,7 @@ __device__ __forceinline__ void direct_rows(const typename Op::Params& p, const 
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       group.publish(Stats::template warp_part<Tile>(rows.x[r], group, cols));
-      rows.s[r] = collect_statistics<Stats>(p, group, rows.row(r));
+      rows.s[r] = collect_statistics<Stats>(p, group, rows.row(r), rows.is_there(r));
     }
     epilogue.finish(p, launch, group, rows);
     first += group.count * kRows * block_rows;
@@ -116,13 +116,7 @@ __device__ __forceinline__ void pipelined_rows(const typename Op::Params& p, con
   using Part = std::conditional_t<kDynamic, typename Stats::TicketPart, typename Stats::Part>;
   ThreadGroup<R::kThreads, Part, R::kCluster> group(launch.threads_per_row, p.cols, launch.span,
                                                     launch.reciprocal_cols);
-  const auto rows = [&] {
-    if constexpr (kDynamic) {
-      return launch.dynamic_rows(group.index);
-    } else {
-      return launch.backwards(group.index, 1);
-    }
-  }();
+  const auto rows = launch.cluster_rows<kDynamic>(group.index);
   auto pipeline = Load::pipeline(p, group, launch.pipeline, shared, rows);
   Epilogue epilogue(p, group, shared + launch.pipeline.template bytes_of_pipeline<decltype(pipeline)::kArrays>());
   pipeline.acquire_rest();
@@ -154,7 +148,7 @@ __device__ __forceinline__ void pipelined_rows(const typename Op::Params& p, con
       if (next >= 0) begin_statistics();
       if (row < 0) continue;
     }
-    const auto s = collect_statistics<Stats>(p, group, row);
+    const auto s = collect_statistics<Stats>(p, group, row, true);
     if constexpr (kReduces) {
       epilogue.template begin<Load>(p, group, s, row, x);
       pipeline.release();

@@ -63,12 +63,13 @@ class FloatScale {
   FloatWeight<Tile> factor_;
 };
 
-// Calls f with a null pointer of a weight's type, which is X or f32.
+// Calls f with a null pointer of a weight's type, which is X or f32. Where both are f32 too there is a branch for each:
+// without it the compiler would spill.
 template <typename X, typename F>
 __device__ void with_either(Dtype dtype, F f) {
   if (dtype == kDtype<X>) {
     f(static_cast<X*>(nullptr));
-  } else if constexpr (sizeof(X) < 4) {
+  } else {
     f(static_cast<float*>(nullptr));
   }
 }
@@ -111,9 +112,11 @@ struct Values {
     if (Scale::is_wanted(p)) with_either<X>(p.scale.dtype, apply);
     const Input& smooth = p.quantized.smooth;
     if (!smooth.data) return;
-    with_either<X>(smooth.dtype, [&](auto* type) {
-      multiply_by(group, PackedWeight<std::remove_pointer_t<decltype(type)>, Tile, Place::memory>(group, smooth));
-    });
+    if (smooth.dtype == kDtype<X>) {
+      multiply_by(group, PackedWeight<X, Tile, Place::memory>(group, smooth));
+    } else if constexpr (sizeof(X) < 4) {
+      multiply_by(group, PackedWeight<float, Tile, Place::memory>(group, smooth));
+    }
   }
 
   // Where a row has one scale and a thread group several warps: begins to reduce what rescale needs.
