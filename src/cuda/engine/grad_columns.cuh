@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(kSegmentThreads)
 
 // What dx of a row needs besides x and dy.
 template <typename Op>
-struct ColumnScalars {
+struct alignas(16) ColumnScalars {
   typename Op::Scalars s;
   SegmentSums means;
 };
@@ -124,14 +124,13 @@ struct ColumnScalars {
 template <typename Op>
 __device__ ColumnScalars<Op> column_scalars(const GradCall<typename Op::State>& p, int64_t row,
                                             const Segments& segments) {
-  ColumnScalars<Op> scalars{};
+  SegmentSums sums{};
   if (p.dx.data) {
-    SegmentSums sums{};
     const SegmentSums* const parts = segments.sums + row * segments.count;
     for (int i = threadIdx.x % kWarp; i < segments.count; i += kWarp) sums.add(parts[i]);
     sums = sum_over_warp(sums);
-    scalars.means = {sums.gx / p.cols, sums.g / p.cols};
   }
+  ColumnScalars<Op> scalars{{}, {sums.gx / p.cols, sums.g / p.cols}};
   Op(p.state).fetch(row, scalars.s);
   return scalars;
 }
@@ -164,7 +163,7 @@ __device__ __forceinline__ void finish_columns(const GradCall<typename Op::State
     for (int i = 0; i < rows; ++i) {
       const int64_t row = begin + i * stride, at = row * p.cols + col;
       const int64_t dy_at = ALIGNED ? at : at + row * p.dy_pad;
-      const ColumnScalars<Op> own = scalars[i];
+      const ColumnScalars<Op>& own = scalars[i];
       float x[N], dy[N];
       unpack(load<ALIGNED, N>(static_cast<const X*>(p.x.data) + at, remaining), x);
       unpack(load<ALIGNED, N>(static_cast<const DY*>(p.dy.data) + dy_at, remaining), dy);
