@@ -1,5 +1,5 @@
 // Kernels in other regimes than theirs, in turns, so that the clock and the memory are the same for all: how
-// bench/NOTES.md came to what it says of regimes. Another trial is another line.
+// docs/experiments came to what they say of regimes. Another trial is another line.
 //
 //   nvcc -std=c++17 -O3 --fmad=false -arch=native -Isrc bench/regimes.cu src/cuda/engine/*.cu src/cuda/engine/*.cc
 //     -o regimes                            # on one line
@@ -14,8 +14,8 @@
 #include <vector>
 
 #include "cuda/ops/add_norm.cuh"
-#include "cuda/ops/backward_gated.cuh"
 #include "cuda/ops/gated_norm.cuh"
+#include "cuda/ops/gated_norm_grad.cuh"
 #include "cuda/ops/quantized_norm.cuh"
 
 using namespace jaxnorm::cuda;
@@ -202,27 +202,21 @@ void quantized(int64_t cols) {
 // Without the kernel that adds up partial sums.
 template <typename X, int THREADS, int VECTORS, int MOST>
 void gated_backward(int64_t cols) {
-  using R = Regime<THREADS, VECTORS, 1, MOST>;
   constexpr bool half = sizeof(X) == 2;
-  const auto of = [](int i) { return array(i, half); };
-  Backward p{};
-  p.kind = Kind::rms, p.cols = cols, p.rows = kBytes / sizeof(X) / cols;
-  p.x = {of(0), kDtype<X>}, p.dy = {of(1), kDtype<X>}, p.gate = {{of(2), kDtype<X>}, Activation::silu, true};
-  p.dx = {of(3), kDtype<X>}, p.dgate = {of(4), kDtype<X>}, p.rstd = static_cast<float*>(array(5, false));
-  p.scale = p.x;
+  const auto of = [](int i) { return Input{array(i, half), kDtype<X>}; };
+  const auto result = [](int i) { return Output{array(i, half), kDtype<X>}; };
+  const GatedState state{static_cast<float*>(array(5, false)), Activation::silu, true, result(4).data};
+  const int64_t rows = kBytes / sizeof(X) / cols;
+  const GradCall<GatedState> p{rows, cols, of(1), of(0), of(0), of(2), state, result(3), 0.0f, 0};
   const Plan plan = plan_of(THREADS, VECTORS, MOST, cols / kVector<X>, true);
-  const RowSchedule schedule = schedule_rows(kDtype<X>, cols, p.rows, p.weight_rows, plan.rows_per_block);
-  RowsLaunch launch(plan, cols, kVector<X>, p.weight_rows);
-  launch.set_grid_stride(schedule.step, schedule.end);
-  const PipelineArray row{sizeof(X), cols};
-  const int bytes =
-      std::max(launch.with_pipelines(plan, cols, {row, row, row}, 1), plan.block_threads() * kElements * 4);
-  const Partials partials{static_cast<float*>(array(6, false)), nullptr, schedule.partial_rows};
+  GradRoom room;
+  const Workspace workspace{static_cast<float*>(array(6, false)), kBytes / sizeof(float)};
+  check(make_room(workspace, {true, false, 0}, plan, kDtype<X>, rows, cols, {}, room));
   turns.add("gated backward " + std::to_string(cols) + " columns: " + std::to_string(VECTORS) + " vectors, blocks of " +
                 std::to_string(MOST),
             [=] {
-              check(launch_groups(backward_kernel<Kind::rms, false, Extra::gate_first, X, X, R, Access::pipelined>,
-                                  plan, schedule.blocks, bytes, nullptr, p, partials, launch));
+              GradLaunch<GatedWays<X, Order::first>, GatedState> launch(p, plan, {}, room, true, nullptr);
+              check(launch.run(Regime<THREADS, VECTORS, 1, MOST>{}));
             });
 }
 

@@ -17,7 +17,6 @@
 
 #include "cuda/engine/device.h"
 #include "cuda/engine/plan.h"
-#include "cuda/norms.h"
 #include "cuda/ops.h"
 
 namespace {
@@ -74,8 +73,9 @@ void run(Kind kind, Dtype dtype, int64_t rows, int64_t cols, int64_t offset, con
   const Array sum(dtype, rows * cols, offset, true), dsum(dtype, rows * cols, offset, true);
   const Array mean(Dtype::f32, rows, 0, false), rstd(Dtype::f32, rows, 0, false), tickets(Dtype::f32, 1, 0, false);
   const Array dscale(dtype, weights, 0, false), dbias(dtype, weights, 0, false);
-  const Array row_sums(Dtype::f32, 2 * rows * (row_segments(dtype, cols) + 1), 0, false);
-  const Array workspace(Dtype::f32, 2 * partial_rows(dtype, cols, weight_rows) * weights, 0, false);
+  const WorkspaceSize size = norm_backward_workspace({dtype, cols, kind == Kind::layer ? 2 : 1, weight_rows, true});
+  const int64_t workspace_floats = rows * size.floats_a_row + size.floats;
+  const Array workspace(Dtype::f32, workspace_floats, 0, false);
   const auto floats = [](const Array& array) { return static_cast<float*>(array.get()); };
 
   AddNormForward f{};
@@ -87,13 +87,13 @@ void run(Kind kind, Dtype dtype, int64_t rows, int64_t cols, int64_t offset, con
   const NormForward& alone = f;
   finish(jaxnorm::cuda::run(alone, nullptr), "forward");
 
-  Backward b{};
+  NormBackward b{};
   b.kind = kind, b.rows = rows, b.cols = cols;
   b.x = f.x, b.scale = f.scale, b.dy = {dy.get(), dtype}, b.dx = {dx.get(), dtype};
   b.mean = f.mean, b.rstd = f.rstd, b.dscale = {dscale.get(), dtype};
   if (kind == Kind::layer) b.dbias = {dbias.get(), dtype};
-  b.row_sums = floats(row_sums), b.workspace = floats(workspace), b.weight_rows = weight_rows, b.dy_pad = pad;
-  finish(backward(b, nullptr), "backward");
+  b.workspace = {floats(workspace), workspace_floats}, b.weight_rows = weight_rows, b.dy_stride = cols + pad;
+  finish(jaxnorm::cuda::run(b, nullptr), "backward");
 
   if (weight_rows.count == 1 && pad == 0) {
     // The same as shards of rows.
@@ -107,7 +107,7 @@ void run(Kind kind, Dtype dtype, int64_t rows, int64_t cols, int64_t offset, con
   f.residual = {sum.get(), dtype}, f.sum = {sum.get(), dtype};
   finish(jaxnorm::cuda::run(f, nullptr), "forward with a residual");
   b.x = f.residual, b.dsum = {dsum.get(), dtype};
-  finish(backward(b, nullptr), "backward with dsum");
+  finish(jaxnorm::cuda::run(b, nullptr), "backward with dsum");
 }
 
 // Quantised results, with a scale for each row, for groups and given; without a residual and with one.
@@ -147,7 +147,8 @@ void run_gated(Dtype dtype, int64_t rows, int64_t cols, int64_t weight_rows, int
   const Array y(dtype, rows * cols, offset, false), dx(dtype, rows * cols, offset, false);
   const Array dgate(dtype, rows * cols, offset, false), dscale(dtype, weight_rows * cols, 0, false);
   const Array rstd(Dtype::f32, rows, 0, false);
-  const Array workspace(Dtype::f32, partial_rows(dtype, cols, {weight_rows, 1}) * weight_rows * cols, 0, false);
+  const int64_t workspace_floats = gated_norm_backward_workspace({dtype, cols, 1, {weight_rows, 1}, true}).floats;
+  const Array workspace(Dtype::f32, workspace_floats, 0, false);
   for (const bool first : {false, true}) {
     GatedNormForward f{};
     f.rows = rows, f.cols = cols, f.epsilon = 1e-6f;
@@ -156,11 +157,11 @@ void run_gated(Dtype dtype, int64_t rows, int64_t cols, int64_t weight_rows, int
     f.rstd = static_cast<float*>(rstd.get());
     finish(jaxnorm::cuda::run(f, nullptr), "gated forward");
 
-    Backward b{};
-    b.kind = Kind::rms, b.rows = rows, b.cols = cols, b.weight_rows = f.weight_rows, b.gate = f.gate, b.rstd = f.rstd;
+    GatedNormBackward b{};
+    b.rows = rows, b.cols = cols, b.weight_rows = f.weight_rows, b.gate = f.gate, b.rstd = f.rstd;
     b.x = f.x, b.scale = f.scale, b.dy = {dy.get(), dtype}, b.dx = {dx.get(), dtype}, b.dgate = {dgate.get(), dtype};
-    b.dscale = {dscale.get(), dtype}, b.workspace = static_cast<float*>(workspace.get());
-    finish(backward(b, nullptr), "gated backward");
+    b.dscale = {dscale.get(), dtype}, b.workspace = {static_cast<float*>(workspace.get()), workspace_floats};
+    finish(jaxnorm::cuda::run(b, nullptr), "gated backward");
   }
 }
 
@@ -187,7 +188,7 @@ int main(int argc, char** argv) {
       for (const int64_t cols : {24, 64, 256, 257, 512, 1024, 4096, 12288, 16384, 65536, 262144, 300032})
         for (const int64_t rows : {1, 70}) run_quantized(kind, dtype, rows, cols, 0);
       // No more rows than clusters run at once: where blocks of two clusters of 16 share a multiprocessor, synccheck
-      // ends any program (bench/NOTES.md).
+      // ends any program (docs/experiments/sanitizer.md).
       run_quantized(kind, dtype, 7, 100003, 0);
       run(kind, dtype, 7, 140000, 1);
       for (const int64_t cols : {64, 128, 257, 1024, 4096}) {

@@ -10,12 +10,13 @@ import pytest
 HERE = Path(__file__).parent
 EMULATOR, TOY = HERE / "emulator", HERE / "toy"
 SOURCES = HERE.parent / "src"
-OPS = ("backward", "norm", "add_norm", "quantized_norm", "gated")
-ENGINE = ("cuda/engine/plan.cc", "cuda/engine/partials.cu")
+OPS = ("norm_grad", "norm", "add_norm", "quantized_norm", "gated_norm_grad", "gated_norm")
+ENGINE = ("cuda/engine/plan.cc", "cuda/engine/grad_schedule.cc", "cuda/engine/partials.cu")
 UNITS = (
     *(f"cuda/ops/{op}_{dtype}.cu" for dtype in ("f32", "bf16") for op in OPS),
     *(f"cuda/ops/{op}.cu" for op in ("shard_apply", "shard_statistics", "add")),
     *ENGINE,
+    "cuda/ops/grad.cc",
     "cuda/dispatch.cc",
 )
 # Results and gradients; with per-head weights; with padding; quantised results; gated norms; sharded rows.

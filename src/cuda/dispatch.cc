@@ -3,7 +3,7 @@
 #include <cuda_fp16.h>
 
 #include "cuda/engine/device.h"
-#include "cuda/norms.h"
+#include "cuda/ops.h"
 #include "cuda/ops/norms.h"
 
 namespace jaxnorm::cuda {
@@ -71,13 +71,6 @@ cudaError_t run(const GatedNormForward& p, cudaStream_t stream) {
 
 WorkspaceSize norm_forward_workspace(Kind kind, const WorkspaceQuery& query) {
   return {0, has_tickets(kind, query.dtype, query.cols) ? 1 : 0};
-}
-
-cudaError_t backward(const Backward& p, cudaStream_t stream) {
-  return with_dtype(p.x.dtype, [&](auto type) {
-    using X = decltype(type);
-    return p.gate ? backward_gated_of<X>(p, stream) : backward_of<X>(p, stream);
-  });
 }
 
 }  // namespace jaxnorm::cuda

@@ -1,7 +1,8 @@
 // The kernels of f16: the same code as for bf16, not compiled here, to save time.
 #include <cstdlib>
 
-#include "cuda/norms.h"
+#include "cuda/ops.h"
+#include "cuda/ops/grad.h"
 #include "cuda/ops/norms.h"
 
 namespace jaxnorm::cuda {
@@ -23,11 +24,11 @@ cudaError_t run_gated_norm<__half>(const GatedNormForward&, const Plan&, cudaStr
   std::abort();
 }
 template <>
-cudaError_t backward_of<__half>(const Backward&, cudaStream_t) {
+cudaError_t norm_grad_of<__half>(const NormBackward&, cudaStream_t) {
   std::abort();
 }
 template <>
-cudaError_t backward_gated_of<__half>(const Backward&, cudaStream_t) {
+cudaError_t gated_norm_grad_of<__half>(const GatedNormBackward&, cudaStream_t) {
   std::abort();
 }
 

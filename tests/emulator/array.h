@@ -64,6 +64,7 @@ class Array {
 
   operator Input() const { return {data_, dtype_}; }
   operator Output() { return {data_, dtype_}; }
+  Workspace workspace() { return {floats(), elements_}; }
   float* floats() { return reinterpret_cast<float*>(data_); }
   uint32_t* bits() { return reinterpret_cast<uint32_t*>(data_); }
 

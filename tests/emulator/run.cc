@@ -11,7 +11,6 @@
 
 #include "array.h"
 #include "cuda/engine/plan.h"
-#include "cuda/norms.h"
 #include "cuda/ops.h"
 #include "exact.h"
 
@@ -60,15 +59,15 @@ void test(Kind kind, Dtype x_dtype, Dtype dtype, Dtype weights, int64_t rows, in
   expect(run(fused, nullptr) == cudaSuccess, "forward with a residual");
   expect(fused_sum == sum && fused_y == y && fused_rstd == rstd && (!layer || fused_mean == mean), "fusion is exact");
 
-  Array workspace(Dtype::f32, 2 * partial_rows(dtype, cols) * cols);
-  Array row_sums(Dtype::f32, 2 * rows * (row_segments(dtype, cols) + 1));
-  Backward b{};
+  const WorkspaceSize size = norm_backward_workspace({dtype, cols, layer ? 2 : 1, {}, true});
+  Array workspace(Dtype::f32, rows * size.floats_a_row + size.floats);
+  NormBackward b{};
   b.kind = kind, b.rows = rows, b.cols = cols, b.scale_offset = 0.5f, b.mean = mean.floats(), b.rstd = rstd.floats();
-  b.x = sum, b.dy = dy, b.scale = scale, b.workspace = workspace.floats(), b.row_sums = row_sums.floats();
+  b.x = sum, b.dy = dy, b.scale = scale, b.dy_stride = cols, b.workspace = workspace.workspace();
   const auto run_backward = [&](Array& dx, Array& dscale, Array& dbias, const char* what) {
     b.dx = dx, b.dscale = dscale;
     if (layer) b.dbias = dbias;
-    expect(backward(b, nullptr) == cudaSuccess, what);
+    expect(cuda::run(b, nullptr) == cudaSuccess, what);
   };
   const double tolerance = dtype == Dtype::f32 ? 2e-6 : 4e-3;
   Array dx(dtype, elements, offset), dscale(Dtype::f32, cols), dbias(Dtype::f32, cols);

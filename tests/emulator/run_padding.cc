@@ -9,7 +9,6 @@
 
 #include "array.h"
 #include "cuda/engine/plan.h"
-#include "cuda/norms.h"
 #include "cuda/ops.h"
 
 namespace {
@@ -65,17 +64,17 @@ void test(Kind kind, Dtype y_dtype, Dtype dtype, Dtype weights, int64_t rows, in
   Array padded_dy(y_dtype, padded_elements, offset);  // not numbers where it is not read
   for (int64_t row = 0; row < rows; ++row)
     for (int64_t col = 0; col < cols; ++col) padded_dy.set(row * (cols + pad) + col, dy[row * cols + col]);
-  Array workspace(Dtype::f32, 2 * partial_rows(dtype, cols) * cols);
-  Array row_sums(Dtype::f32, 2 * rows * (row_segments(dtype, cols) + 1));
+  const WorkspaceSize size = norm_backward_workspace({dtype, cols, layer ? 2 : 1, {}, true});
+  Array workspace(Dtype::f32, rows * size.floats_a_row + size.floats);
   for (const bool adds : {false, true}) {
     const auto run_backward = [&](const Array& dy, int64_t dy_pad, Array& dx, Array& dscale, Array& dbias) {
-      Backward b{};
+      NormBackward b{};
       b.kind = kind, b.rows = rows, b.cols = cols, b.mean = mean.floats(), b.rstd = rstd.floats();
-      b.x = sum, b.dy = dy, b.dy_pad = dy_pad, b.scale = scale, b.dx = dx, b.dscale = dscale;
+      b.x = sum, b.dy = dy, b.dy_stride = cols + dy_pad, b.scale = scale, b.dx = dx, b.dscale = dscale;
       if (adds) b.dsum = dsum;
       if (layer) b.dbias = dbias;
-      b.workspace = workspace.floats(), b.row_sums = row_sums.floats();
-      expect(backward(b, nullptr) == cudaSuccess, "backward");
+      b.workspace = workspace.workspace();
+      expect(cuda::run(b, nullptr) == cudaSuccess, "backward");
     };
     Array dx(dtype, elements, offset), dscale(Dtype::f32, cols), dbias(Dtype::f32, cols);
     Array own_dx(dtype, elements, offset), own_dscale(Dtype::f32, cols), own_dbias(Dtype::f32, cols);

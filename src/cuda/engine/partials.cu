@@ -8,9 +8,9 @@ constexpr int kSumThreads = 512;
 constexpr int kAtOnce = 9;  // partial sums that a thread has on their way
 
 // Thread (x, y) adds partial rows y, y + blockDim.y, ... of a column, then thread (x, 0) adds those sums.
-__global__ void __launch_bounds__(kSumThreads) sum_partials_kernel(Backward p, Partials partials) {
-  const bool is_scale = blockIdx.y == 0 && partials.dscale;
-  const int64_t cols = p.weight_rows.count * p.cols;
+__global__ void __launch_bounds__(kSumThreads)
+    sum_partials_kernel(Partials partials, int64_t cols, Output dscale, Output dbias) {
+  const bool is_scale = blockIdx.y == 0 && dscale.data;
   const int64_t col = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   const int rows = static_cast<int>(partials.rows), height = static_cast<int>(blockDim.y);
   __shared__ float sums[kSumThreads];
@@ -30,19 +30,18 @@ __global__ void __launch_bounds__(kSumThreads) sum_partials_kernel(Backward p, P
   __syncthreads();
   if (threadIdx.y > 0 || col >= cols) return;
   for (int y = 1; y < height; ++y) sum += sums[y * blockDim.x + threadIdx.x];
-  store_float(is_scale ? p.dscale : p.dbias, col, sum);
+  store_float(is_scale ? dscale : dbias, col, sum);
 }
 
 }  // namespace
 
-cudaError_t sum_partials(const Backward& p, const Partials& partials, cudaStream_t stream) {
+cudaError_t sum_partials(const Partials& partials, int64_t cols, Output dscale, Output dbias, cudaStream_t stream) {
   // As many threads to a column as have all of its partial sums on their way at once, within reason.
   unsigned height = 1;
   while (height < 32 && height * kAtOnce < partials.rows) height *= 2;
   const unsigned width = kSumThreads / height;
-  const int64_t cols = p.weight_rows.count * p.cols;
-  const dim3 grid(static_cast<unsigned>((cols + width - 1) / width), partials.dscale && partials.dbias ? 2 : 1);
-  return launch_grid(sum_partials_kernel, grid, dim3(width, height), stream, p, partials);
+  const dim3 grid(static_cast<unsigned>((cols + width - 1) / width), dscale && dbias ? 2 : 1);
+  return launch_grid(sum_partials_kernel, grid, dim3(width, height), stream, partials, cols, dscale, dbias);
 }
 
 }  // namespace jaxnorm::cuda

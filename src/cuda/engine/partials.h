@@ -1,19 +1,20 @@
-// The second stage of the sums over rows: partial sums of dscale and dbias, added in a fixed order.
+// Sums over rows have two stages, both in a fixed order: blocks leave partial sums of their rows in the workspace, and
+// these are added here.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
-#include "norm.h"
+#include "call.h"
 
 namespace jaxnorm::cuda {
 
-// Where a kernel leaves partial sums of dscale and dbias, null for what it does not sum up: `rows` rows of
-// p.heads.count * p.cols each.
+// Where a kernel leaves partial sums of dscale and dbias, null for what it does not sum up: `rows` rows of each.
 struct Partials {
   float *dscale, *dbias;
   int64_t rows;
 };
 
-cudaError_t sum_partials(const Backward& p, const Partials& partials, cudaStream_t stream);
+// `cols`: of a partial row.
+cudaError_t sum_partials(const Partials& partials, int64_t cols, Output dscale, Output dbias, cudaStream_t stream);
 
 }  // namespace jaxnorm::cuda

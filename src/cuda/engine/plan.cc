@@ -1,16 +1,12 @@
 #include "cuda/engine/plan.h"
 
 #include <algorithm>
-#include <climits>
-#include <numeric>
 
 #include "cuda/engine/regimes.h"
 #include "ops/gated_norm.h"
 
 namespace jaxnorm::cuda {
 namespace {
-
-constexpr int kMultiprocessors = 132;  // of an H100 or H200, for which the numbers of thread groups are chosen
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -93,23 +89,6 @@ Plan backward_plan(Kind kind, int64_t row, int64_t cols, int vector, int max_clu
   return {kSegmentThreads, kStreamed, 1, 1, segments};
 }
 
-// Of the backward. The same on every GPU.
-int64_t blocks_at_once(Dtype x, int64_t cols) {
-  const Plan plan = make_plan(Op::backward, Kind::rms, x, cols, kMaxCluster);
-  if (plan.vectors == kStreamed) return rows_of_column_blocks(x, cols);
-  // As many blocks, or clusters, as run at once: in clusters of 8 and 16 the remainders of a chip's GPCs stay idle.
-  switch (plan.blocks_per_row) {
-    case 16:
-      return 7;
-    case 8:
-      return 15;
-    case 4:
-      return 30;
-    default:
-      return kMultiprocessors / plan.blocks_per_row;
-  }
-}
-
 }  // namespace
 
 const char* Plan::regime() const {
@@ -155,41 +134,6 @@ Plan make_gated_backward_plan(Dtype x, int64_t cols, int max_cluster) {
 bool has_tickets(Kind kind, Dtype x, int64_t cols) {
   const Plan plan = make_plan(Op::forward, kind, x, cols, kMaxCluster);
   return is_dynamic(kind, x) && plan.blocks_per_row > 1 && plan.vectors != kStreamed && cols % vector_of(x) == 0;
-}
-
-int row_segments(Dtype x, int64_t cols) { return make_plan(Op::backward, Kind::rms, x, cols, 1).segments; }
-
-int64_t rows_of_column_blocks(Dtype x, int64_t cols) {
-  // About two blocks a multiprocessor.
-  return std::clamp<int64_t>(2 * kMultiprocessors * kColumnThreads * vector_of(x) / cols, 4, 64);
-}
-
-RowSchedule schedule_rows(Dtype x, int64_t cols, int64_t rows, RowMap weight_rows, int block_rows) {
-  const int64_t blocks = blocks_at_once(x, cols);
-  if (weight_rows.count > 1 && weight_rows.inner > 1) {
-    const int64_t of_head = rows / weight_rows.count;
-    const int64_t parts =
-        std::clamp<int64_t>(ceil_div(of_head, block_rows), 0, std::max<int64_t>(1, blocks / weight_rows.count));
-    return {parts * weight_rows.count, parts, parts * block_rows, of_head, 1};
-  }
-  // So many groups are whole turns of the heads.
-  const int64_t turn = weight_rows.count / std::gcd(weight_rows.count, int64_t{block_rows});
-  const int64_t most = std::max<int64_t>(1, blocks / turn) * turn;
-  const int64_t used = std::min(most, ceil_div(ceil_div(rows, block_rows), turn) * turn);
-  const int sums = static_cast<int>(std::min<int64_t>(weight_rows.count, block_rows));
-  return {used, used * sums / weight_rows.count, used * block_rows, rows, sums};
-}
-
-int64_t partial_rows(Dtype x, int64_t cols, RowMap weight_rows) {
-  const Plan plan = make_plan(Op::backward, Kind::rms, x, cols, kMaxCluster);
-  int64_t most = 0;
-  for (const Plan& each : {plan, beside_extra_operand(plan), make_gated_backward_plan(x, cols, kMaxCluster)})
-    most = std::max(most, schedule_rows(x, cols, INT64_MAX / 2, weight_rows, each.rows_per_block).partial_rows);
-  return most;
-}
-
-bool fits(const RowSchedule& schedule, const Plan& plan, int64_t partial_rows) {
-  return schedule.blocks <= INT_MAX / plan.blocks_per_row && schedule.partial_rows <= partial_rows;
 }
 
 }  // namespace jaxnorm::cuda

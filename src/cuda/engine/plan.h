@@ -75,31 +75,4 @@ constexpr bool is_dynamic(Kind kind, Dtype x) { return kind == Kind::rms || x ==
 // Whether rows of so many columns want that count, on any device.
 bool has_tickets(Kind kind, Dtype x, int64_t cols);
 
-// How many segments' sums a row may need in the backward on any device; 0 where it never is cut into segments.
-int row_segments(Dtype x, int64_t cols);
-
-// How many rows of blocks the kernel has that finishes such rows by columns, each with a row of partial sums.
-int64_t rows_of_column_blocks(Dtype x, int64_t cols);
-
-// How the backward shares out rows among blocks, or clusters, and how many rows of partial sums of dscale and dbias
-// these leave, each of heads.count * cols columns. A block goes through groups of rows that lie equally far apart, and
-// each of its thread groups keeps its head. For that, the groups of one turn of all blocks
-//   are whole turns of the heads, where neighbouring rows are of different heads;
-//   are, block by block, of one head, where neighbours are of the same (inner > 1). A head's rows are counted for
-//   themselves then.
-struct RowSchedule {
-  int64_t blocks, partial_rows;
-  int64_t step, end;  // rows from a group of a block to its next, and how many there are
-  int sums;           // of different heads, that a block leaves
-};
-
-// `block_rows`: rows of a group.
-RowSchedule schedule_rows(Dtype x, int64_t cols, int64_t rows, RowMap weight_rows, int block_rows);
-
-// How many partial rows the backward has room for: on every GPU the same, being part of the shapes.
-int64_t partial_rows(Dtype x, int64_t cols, RowMap weight_rows = {});
-
-// Whether a grid may have the blocks of such a launch, and the workspace has room for its partial sums.
-bool fits(const RowSchedule& schedule, const Plan& plan, int64_t partial_rows);
-
 }  // namespace jaxnorm::cuda

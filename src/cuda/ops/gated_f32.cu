@@ -1,7 +1,0 @@
-#include "cuda/ops/backward_gated.cuh"
-#include "cuda/ops/gated_norm.cuh"
-
-namespace jaxnorm::cuda {
-template cudaError_t run_gated_norm<float>(const GatedNormForward&, const Plan&, cudaStream_t);
-template cudaError_t backward_gated_of<float>(const Backward&, cudaStream_t);
-}  // namespace jaxnorm::cuda

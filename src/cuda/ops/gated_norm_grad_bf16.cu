@@ -1,0 +1,5 @@
+#include "cuda/ops/gated_norm_grad.cuh"
+
+namespace jaxnorm::cuda {
+template cudaError_t gated_norm_grad_of<__nv_bfloat16>(const GatedNormBackward&, cudaStream_t);
+}  // namespace jaxnorm::cuda
