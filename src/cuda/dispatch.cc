@@ -41,8 +41,8 @@ cudaError_t run(const NormForward& p, cudaStream_t stream) {
 
 cudaError_t run(const AddNormForward& p, cudaStream_t stream) {
   if (p.rows == 0) return cudaSuccess;
-  const Plan plan = forward_plan(p, p.residual.dtype);
-  return with_dtype(p.residual.dtype, [&](auto type) {
+  const Plan plan = forward_plan(p, p.sum.dtype);
+  return with_dtype(p.sum.dtype, [&](auto type) {
     using S = decltype(type);
     const cudaError_t fused = run_add_norm<S>(p, plan, stream);
     if (fused != cudaErrorNotSupported) return fused;
@@ -52,12 +52,12 @@ cudaError_t run(const AddNormForward& p, cudaStream_t stream) {
 
 cudaError_t run(const QuantizedNormForward& p, cudaStream_t stream) {
   if (p.rows == 0) return cudaSuccess;
-  const Dtype stream_dtype = p.residual ? p.residual.dtype : p.x.dtype;
+  const Dtype stream_dtype = p.sum ? p.sum.dtype : p.x.dtype;
   const Plan plan = forward_plan(p, stream_dtype);
   return with_dtype(stream_dtype, [&](auto type) {
     using S = decltype(type);
     const cudaError_t fused = run_quantized_norm<S>(p, plan, stream);
-    if (!p.residual || fused != cudaErrorNotSupported) return fused;
+    if (!p.sum || fused != cudaErrorNotSupported) return fused;
     return add_and(p, stream, [&](const auto& norm) { return run_quantized_norm<S>(norm, plan, stream); });
   });
 }

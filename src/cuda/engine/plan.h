@@ -64,7 +64,7 @@ Plan make_plan(Op op, Kind kind, Dtype x, int64_t cols, int max_cluster);
 Plan beside_extra_operand(Plan plan);
 
 // That of a gated norm, whose rows of up to kGatedCols have one block in the forward and are never cut into segments in
-// the backward. `first`: the gate comes before the norm.
+// the backward. `first`: as in Gate.
 Plan make_gated_forward_plan(Dtype x, int64_t cols, bool first);
 Plan make_gated_backward_plan(Dtype x, int64_t cols, int max_cluster);
 

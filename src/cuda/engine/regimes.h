@@ -11,12 +11,12 @@ namespace jaxnorm::cuda {
 // Registers of a thread, by what a kernel keeps in them.
 struct Registers {
   int one_array = 64;   // a row of one array, or several rows if they are short
-  int two_arrays = 64;  // rows of two arrays, such as x and a residual
+  int two_arrays = 64;  // rows of two arrays
   int weights = 64;     // a row, and the packed scale beside it
   // A row as floats, on its way to 8 bits: where many rows wait, more warps help more than room does.
   int quantized = 64;
   int quantized_centred = 64;  // the same, with statistics that have a mean
-  int quantized_roomy = 64;    // with room to spare, for calls with few rows or a residual
+  int quantized_roomy = 64;    // with room to spare, for small batches and rows of two arrays
 
   static constexpr Registers all(int registers) {
     return {registers, registers, registers, registers, registers, registers};

@@ -1,4 +1,4 @@
-// How rows reach a thread group: x, or x + residual. A Load has
+// How rows reach a thread group: x, or its sum with a residual. A Load has
 //
 //   Fragment                          what a thread has of a row (fragment.cuh)
 //   read(p, group, rows)              reads the rows that a thread group has under way in the direct loop
@@ -108,6 +108,31 @@ struct LoadSum {
   static int shared_bytes(RowsLaunch& launch, const Plan& plan, const P& p, int held, int besides) {
     const PipelineArray x{sizeof(X), p.cols}, residual{sizeof(S), p.cols};
     return launch.with_pipelines(plan, p.cols, {x, residual}, held, besides);
+  }
+};
+
+// x, or x + residual, as FLOATS, which read either and hold it unpacked. Which it is is seen at run time: it only
+// matters to how a row is read, where no branch stands behind which the compiler has more under way than there are
+// registers for.
+template <typename X, typename FLOATS>
+struct LoadFloats {
+  using Fragment = FLOATS;
+
+  template <typename P, typename Group, typename Batch>
+  __device__ static void read(const P& p, const Group& group, Batch& rows) {
+    const auto each = [&](auto read_row) {
+#pragma unroll
+      for (int r = 0; r < Batch::kRows; ++r) read_row(rows.x[r], rows.row_to_read(r) * p.cols, rows.is_there(r));
+    };
+    const X* const x_data = static_cast<const X*>(p.x.data);
+    if (p.residual.data) {
+      each([&](Fragment& x, int64_t start, bool is_there) {
+        x.template read<X>(group, x_data + start, static_cast<const X*>(p.residual.data) + start,
+                           static_cast<X*>(p.sum.data) + start, is_there);
+      });
+    } else {
+      each([&](Fragment& x, int64_t start, bool) { x.template read<X>(group, x_data + start); });
+    }
   }
 };
 

@@ -1,4 +1,4 @@
-// The forward of RMSNorm and LayerNorm, of x or of x + residual: the row in registers or shared memory between its
+// The forward of RMSNorm and LayerNorm, of x or of a sum: the row in registers or shared memory between its
 // statistics and its epilogue.
 #pragma once
 
@@ -10,14 +10,14 @@
 
 namespace jaxnorm::cuda {
 
-// Calls with known weights. S: the type of what is normalised; X: of x and y; ADDS: S is that of a sum with a residual.
+// Calls with known weights. S: the type of what is normalised; X: of x and y; ADDS: a sum of x is normalised.
 template <typename STATS, typename S, typename X, typename W, bool ADDS>
 struct NormOp : RowOp<S, STATS, ADDS ? 2 : 1> {
   using Base = RowOp<S, STATS, ADDS ? 2 : 1>;
   using Params = std::conditional_t<ADDS, AddNormForward, NormForward>;
   using Known = W;
   using Y = X;
-  // Without a residual padding is rare, and would cost registers.
+  // Where nothing is added padding is rare, and would cost registers.
   static constexpr bool kPads = ADDS;
 
   template <typename Tile>

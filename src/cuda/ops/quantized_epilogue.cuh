@@ -6,30 +6,6 @@
 
 namespace jaxnorm::cuda {
 
-// x, or x + residual, as floats. Whether there is a residual is seen at run time: it only matters to how a row is read,
-// where no branch stands behind that the compiler has more under way than there are registers for.
-template <typename X, typename Tile>
-struct LoadFloats {
-  using Fragment = Floats<Tile>;
-
-  template <typename P, typename Group, typename Batch>
-  __device__ static void read(const P& p, const Group& group, Batch& rows) {
-    const auto each = [&](auto read_row) {
-#pragma unroll
-      for (int r = 0; r < Batch::kRows; ++r) read_row(rows.x[r], rows.row_to_read(r) * p.cols, rows.is_there(r));
-    };
-    const X* const x_data = static_cast<const X*>(p.x.data);
-    if (p.residual.data) {
-      each([&](Fragment& x, int64_t start, bool is_there) {
-        x.template read<X>(group, x_data + start, static_cast<const X*>(p.residual.data) + start,
-                           static_cast<X*>(p.sum.data) + start, is_there);
-      });
-    } else {
-      each([&](Fragment& x, int64_t start, bool) { x.template read<X>(group, x_data + start); });
-    }
-  }
-};
-
 // HOLDS_SCALE: whether there are registers for it beside the rows.
 template <typename Op, typename Tile, bool HOLDS_SCALE>
 class QuantizeEpilogue : public RowEpilogue {

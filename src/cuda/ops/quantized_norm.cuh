@@ -26,7 +26,7 @@ struct QuantizedOp : RowOp<X, STATS> {
   static constexpr bool kHoldsScale = !STATS::kCentred && ((kRoom<R> == 64 && kWithScale<R> <= 32) || kRoom<R> == 128);
 
   template <typename Tile>
-  using Load = LoadFloats<X, Tile>;
+  using Load = LoadFloats<X, Floats<Tile>>;
   template <typename R, typename Tile>
   using Epilogue = QuantizeEpilogue<QuantizedOp, Tile, kHoldsScale<R>>;
 };
@@ -34,7 +34,7 @@ struct QuantizedOp : RowOp<X, STATS> {
 template <typename STATS, typename X, bool ADDS>
 struct PipelinedQuantizedOp : RowOp<X, STATS> {
   using Params = QuantizedNormForward;
-  // With a bound of what it may have anyway the compiler spills more beside a residual, and less without one.
+  // With a bound of what it may have anyway the compiler spills more where it adds, and less where it does not.
   template <typename R, Access ACCESS>
   static constexpr int kRegisters = ADDS ? 0 : 128;
   template <typename Tile>
@@ -73,7 +73,7 @@ class QuantizedLauncher {
       const cudaError_t error = with_regime<Table>(plan_, [&](auto regime) { return run_known<decltype(regime)>(); });
       if (error != cudaErrorNotSupported) return error;
     }
-    if (p_.residual) return cudaErrorNotSupported;
+    if (p_.sum) return cudaErrorNotSupported;
     return with_regime<Table>(plan_, [&](auto regime) { return run_any<decltype(regime)>(); });
   }
 
@@ -87,7 +87,7 @@ class QuantizedLauncher {
     };
     const bool bias = !p_.bias || (STATS::kCentred && p_.scale && p_.bias.dtype == p_.scale.dtype);
     return bias && is_x_or_f32(p_.scale) && is_x_or_f32(p_.quantized.smooth) &&
-           (!p_.residual || (p_.x.dtype == kDtype<X> && p_.residual.dtype == kDtype<X>));
+           (!p_.sum || (p_.x.dtype == kDtype<X> && p_.sum.dtype == kDtype<X>));
   }
 
   // Whether the forward without quantisation goes by elements, as it does where vectors do not divide a row of a call
@@ -116,11 +116,11 @@ class QuantizedLauncher {
         const int64_t blocks = plan_.blocks_of(p_.rows, Op::template kRows<R>);
         const int64_t at_once =
             resident_blocks(Roomy::template kRoom<R>, plan_.block_threads()) * current_device().multiprocessors;
-        if (p_.residual || blocks <= at_once) return launcher<Roomy, R>().template direct<Access::vectors>();
+        if (p_.sum || blocks <= at_once) return launcher<Roomy, R>().template direct<Access::vectors>();
       }
       return launcher<Op, R>().template direct<Access::vectors>();
     } else {
-      return p_.residual ? run_pipelined<R, true>() : run_pipelined<R, false>();
+      return p_.sum ? run_pipelined<R, true>() : run_pipelined<R, false>();
     }
   }
 
