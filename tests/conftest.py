@@ -60,6 +60,7 @@ def pytest_report_header():
     ]
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
 def pytest_collection_modifyitems(config, items):
     on_gpu = jax.default_backend() == "gpu"
     has = {
