@@ -1,5 +1,6 @@
 """One suite for every platform: what it tests is the installed package on JAX's default backend."""
 
+import argparse
 import os
 import shutil
 from pathlib import Path
@@ -29,13 +30,16 @@ settings.load_profile("jaxnorm")
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--full", action="store_true", help="run all combinations, as a GPU does, not only pairs of values"
+        "--full",
+        action=argparse.BooleanOptionalAction,
+        help="run all combinations of factors, not only each pair of values; the default on a GPU",
     )
     parser.addoption("--large", action="store_true", help="run the tests marked large on CPU too (30 GiB of memory)")
 
 
 def pytest_configure(config):
-    set_full(jax.default_backend() == "gpu" or config.getoption("--full"))
+    full = config.getoption("--full")
+    set_full(jax.default_backend() == "gpu" if full is None else full)
     config.addinivalue_line("markers", "jax_version: depends on JAX's version: the tests of another Python")
     config.addinivalue_line("markers", "kernels: calls the handlers themselves; on a platform that has them")
     config.addinivalue_line("markers", "plans: launch plans, which need no GPU; where jaxnorm is built with CUDA")
@@ -60,6 +64,7 @@ def pytest_report_header():
     ]
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
 def pytest_collection_modifyitems(config, items):
     on_gpu = jax.default_backend() == "gpu"
     has = {

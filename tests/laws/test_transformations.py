@@ -18,6 +18,7 @@ pytestmark = pytest.mark.jax_version
 
 DIMS = (6, 10)
 IN_WEIGHTS = "linear_transpose in the weights"
+RMS = (NORMS[0], ADDED[0], PER_HEAD[0], PADDED[0])
 # Ops as norms of (x, scale, bias), and the transformations that they have rules of their own for. Those of a formula
 # that rounds are left out: as programs they may round in another place.
 TRANSFORMED = {
@@ -30,7 +31,10 @@ TRANSFORMED = {
     GATED[1]: ["vjp", "hessian", "vmap over everything"],
     QUANTIZED[0]: ["grad", "hessian", "vmap over x", "vmap over scale", "scan"],
 }
-transformations = over(TRANSFORMED, name=lambda op: TRANSFORMED[op])
+# RMSNorm's rules are LayerNorm's with a statistic less.
+transformations = over(
+    TRANSFORMED, default=[op for op in TRANSFORMED if op in EACH or op not in RMS], name=lambda op: TRANSFORMED[op]
+)
 # Where every primitive runs alone; the rules are those of the programs.
 alone = over(TRANSFORMED, default=EACH, name=lambda op: TRANSFORMED[op])
 
@@ -75,8 +79,15 @@ def test_linear_transpose_in_the_weights(op):
 WITH_ARRAYS = (*ADDED, *GATED, *GROUPED, *PER_HEAD, QUANTIZED[1])
 
 
-# The cotangent of smooth factors is zero by convention, of which the last two make tangents.
-@over(WITH_ARRAYS, name=lambda op: [*[*OF_EVERY_OPERAND][: 4 if op.derived else None], *operand_by_operand(op)])
+def names_of(op):
+    """Those of each activation are of its first and second derivatives, and large gates leave few digits of a third.
+    The cotangent of smooth factors is zero by convention, of which the last two make tangents."""
+    if op in GATED:
+        return ["grad", "jvp of grad", *operand_by_operand(op)]
+    return [*[*OF_EVERY_OPERAND][: 4 if op.derived else None], *operand_by_operand(op)]
+
+
+@over(WITH_ARRAYS, default=[op for op in WITH_ARRAYS if op not in RMS], name=names_of)
 def test_of_every_operand(op, name):
     transform = OF_EVERY_OPERAND.get(name) or operand_by_operand(op)[name]
     args = op.draw(op.small)
@@ -97,7 +108,7 @@ def examples_of(op, moved):
     return stacked, [0 if i in moved else None for i in range(len(args))]
 
 
-@over([*NORMS, *WITH_ARRAYS, *PADDED], what=lambda op: ["results", "grad"], moved=moved)
+@over([*NORMS, *WITH_ARRAYS, *PADDED], default=(*EACH, *GROUPED), what=lambda op: ["results", "grad"], moved=moved)
 def test_vmap(op, what, moved):
     examples, axes = examples_of(op, moved)
 

@@ -52,7 +52,7 @@ def quantized(kind, granularity, to):
         exact=None,
         exact_gradients=None,
         unfused=unfused,
-        small=rows(6, 128) if group else rows(6, 10),
+        small=rows(6, 2 * group if group else 10),
         sizes=of_groups or SIZES,
         options=(),
         backward_sizes=(),
