@@ -114,22 +114,22 @@ float scale_of(const Quantization& q, float amax) {
   return scale > q.max_scale ? q.max_scale : scale;
 }
 
-// Quantises the group of columns from `begin` on. v(column, extent, is_last) is computed for the largest magnitude and,
-// from the cache, again for the values, so that no row of float32 is kept anywhere.
-template <class Q, class V>
-void quantize(const Quantization& q, int64_t row, int64_t cols, int64_t begin, V v, Q) {
+// Quantises the group of columns from `begin` on. The values are computed for the largest magnitude, by first(column,
+// extent), and from the cache again to be written, by last(column, extent), so that no row of float32 is kept anywhere.
+template <class Q, class First, class Last>
+void quantize(const Quantization& q, int64_t row, int64_t cols, int64_t begin, First first, Last last, Q) {
   float scale;
   if (q.given) {
     scale = *q.given;
   } else {
     scale = scale_of(
-        q, largest_magnitude(q.group, [&](int64_t column, auto extent) { return v(begin + column, extent, false); }));
+        q, largest_magnitude(q.group, [&](int64_t column, auto extent) { return first(begin + column, extent); }));
     q.scales[(row * cols + begin) / q.group] = scale;
   }
   const float inverse = 1 / scale;
   uint8_t* const values = static_cast<uint8_t*>(q.values.data) + row * cols + begin;
   for_each_vector(q.group, [&](int64_t column, auto extent) {
-    store_codes(values + column, v(begin + column, extent, true) * inverse, Q{}, extent);
+    store_codes(values + column, last(begin + column, extent) * inverse, Q{}, extent);
   });
 }
 

@@ -29,14 +29,14 @@ struct WriteQuantized {
   int64_t cols;
 
   template <class Stats, class X>
-  void operator()(int64_t row, Stats stats, RowReader<X> last_x) const {
-    const RowReader<X> x{last_x.data, 0};
-    const auto v = [&](int64_t column, auto extent, bool is_last) {
-      const Vec x_hat = stats.x_hat((is_last ? last_x : x)(column, extent));
-      return affine(x_hat, column, extent) * smooth(column, extent);
+  void operator()(int64_t row, Stats stats, RowReader<X> x) const {
+    const auto values = [&](RowReader<X> x) {
+      return [x, stats, affine = affine, smooth = smooth](int64_t column, auto extent) {
+        return affine(stats.x_hat(x(column, extent)), column, extent) * smooth(column, extent);
+      };
     };
     for (int64_t begin = 0; begin < cols; begin += quantization.group) {
-      quantize(quantization, row, cols, begin, v, Q{});
+      quantize(quantization, row, cols, begin, values({x.data, 0}), values(x), Q{});
     }
   }
 };
