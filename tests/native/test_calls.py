@@ -230,12 +230,14 @@ def test_a_workspace_of_another_size(kind, floats):
     assert bits(backward(kind, results=[X, WEIGHT, WEIGHT, struct(floats)])[:3]) == bits(expected)
 
 
+# Of a few rows there would be nothing to keep.
 @pytest.mark.gpu
 @pytest.mark.parametrize("workspace", [[], [struct(0)], [struct(1)]], ids=str)
 def test_a_workspace_that_is_too_small(kind, workspace):
-    message = "the program's workspace holds . floats.*export it again"
-    with is_refused(target(kind, "bwd"), message):
-        backward(kind, results=[X, WEIGHT, WEIGHT, *workspace])
+    x, of_rows = struct(1000, COLS), struct(1000, 1)
+    operands = [x, x, *statistics(kind, of_rows), WEIGHT]
+    with is_refused(target(kind, "bwd"), "the program's workspace holds . floats.*export it again"):
+        backward(kind, operands, [x, WEIGHT, WEIGHT, *workspace])
 
 
 @pytest.mark.gpu
