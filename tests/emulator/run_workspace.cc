@@ -76,8 +76,7 @@ void test_norm(Kind kind, Dtype dtype, int64_t rows, int64_t cols, RowMap weight
   const Plan plan = make_plan(Op::backward, kind, dtype, cols, kMaxCluster);
   const bool in_segments = plan.segments > 0 && (plan.blocks_per_row == 1 || dtype != kF32);
   const WorkspaceSize size = norm_backward_workspace({dtype, cols, weights, weight_rows, true});
-  const int64_t partials =
-      weights * least_partial_rows(weight_rows, plan.rows_per_block) * weight_rows.count * cols;
+  const int64_t partials = weights * least_partial_rows(weight_rows, plan.rows_per_block) * weight_rows.count * cols;
   test(kind == Kind::rms ? "rms" : "layer", dtype, rows, cols, weight_rows.count * cols,
        rows * size.floats_a_row + size.floats, partials + (in_segments ? 2 * rows : 0), in_segments,
        [&](Results& results, int64_t floats) {

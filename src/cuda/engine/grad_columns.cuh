@@ -20,8 +20,8 @@ struct SegmentSums {
   }
 };
 
-// Where those of each row are, of `count` segments. A segment is `pieces` times kSegment columns, or what is left of the
-// row, and has a launch for each piece: more than one only where the workspace has little room.
+// Where those of each row are, of `count` segments. A segment is `pieces` times kSegment columns, or what is left of
+// the row, and has a launch for each piece: more than one only where the workspace has little room.
 struct Segments {
   SegmentSums* sums;
   int count, pieces, piece;
@@ -85,8 +85,8 @@ __device__ SegmentSums thread_sums(const GradCall<typename Op::State>& p, int64_
 // Block b sums up segment b % segments.count of the row that is b / segments.count before the last.
 template <typename Op>
 __global__ void __launch_bounds__(kSegmentThreads)
-    segment_sums_kernel(const __grid_constant__ GradCall<typename Op::State> p, const __grid_constant__ Segments segments,
-                        bool aligned) {
+    segment_sums_kernel(const __grid_constant__ GradCall<typename Op::State> p,
+                        const __grid_constant__ Segments segments, bool aligned) {
   using X = typename Op::X;
   using R = Regime<kWholeBlock, kSegment / kSegmentThreads / kVector<X>, 1>;
   using Aligned = Tiling<X, R, Access::vectors>;
@@ -198,7 +198,8 @@ __global__ void __launch_bounds__(kColumnThreads, 2)
                    const __grid_constant__ Segments segments, bool aligned) {
   const bool add = p.extra.data;
   if (aligned) {
-    add ? finish_columns<Op, true, true>(p, partials, segments) : finish_columns<Op, true, false>(p, partials, segments);
+    add ? finish_columns<Op, true, true>(p, partials, segments)
+        : finish_columns<Op, true, false>(p, partials, segments);
   } else {
     add ? finish_columns<Op, false, true>(p, partials, segments)
         : finish_columns<Op, false, false>(p, partials, segments);

@@ -1,5 +1,6 @@
-// The gradient of rows of which a cluster's shared memory holds one and the beginning of the next. They lie in pipelines
-// of vectors, each thread's own: once dx of a vector is stored its place is filled again, and nobody else is asked.
+// The gradient of rows of which a cluster's shared memory holds one and the beginning of the next. They lie in
+// pipelines of vectors, each thread's own: once dx of a vector is stored its place is filled again, and nobody else is
+// asked.
 #pragma once
 
 #include "cuda/engine/grad_row.cuh"
@@ -121,8 +122,8 @@ constexpr Access kLongAccess = Op::kWeights > 1 ? Access::elementwise : Access::
 
 // Twice as many elements a thread as other rows have, for whose sums an op with one sum a row has registers.
 template <typename Op>
-using LongTiling = Tiling<typename Op::X, Regime<kWholeBlock, 2 * kElements / kVector<typename Op::X>, kMaxCluster>,
-                          kLongAccess<Op>>;
+using LongTiling =
+    Tiling<typename Op::X, Regime<kWholeBlock, 2 * kElements / kVector<typename Op::X>, kMaxCluster>, kLongAccess<Op>>;
 
 // What is rare has one kernel: with two weights arrays need not be aligned.
 template <typename Op>

@@ -40,8 +40,8 @@ struct GradRows {
   const Group& group;
   const X* const x = static_cast<const X*>(p.x.data);
   const X* const extra = static_cast<const X*>(p.extra.data);
-  // Of weight rows with neighbours block i has rows of weight row i % count, which are counted for themselves. They come
-  // without a pipeline: what it takes to find each would cost the others 5 to 10 % of their time.
+  // Of weight rows with neighbours block i has rows of weight row i % count, which are counted for themselves. They
+  // come without a pipeline: what it takes to find each would cost the others 5 to 10 % of their time.
   const bool has_neighbours = !Tile::PIPELINED && launch.weight_rows.has_neighbours;
   const int block_rows = launch.rows_per_block;
   const int64_t part = has_neighbours ? launch.weight_rows.count.quotient(group.index) : group.index;

@@ -14,7 +14,8 @@
 //                with; kSums, how many sums it has: 1 or 2. Rows in segments also want mean_sums and dx_of_means
 //   kWeights     gradients of weights that are summed up over rows: 0, 1 (dscale) or 2 (and dbias)
 //   kExtra       how the extra operand is reached, if there is one
-//   kTransforms  whether transform(x, dy, extra) makes what stands for x and dy above, in place, from all three; what it
+//   kTransforms  whether transform(x, dy, extra) makes what stands for x and dy above, in place, from all three; what
+//   it
 //                returns is handed on to the result. Otherwise the extra operand is added to dx
 //   fetch(row, s)            loads the scalars of a row
 //   has_result(dx)           whether any result of rows is wanted
@@ -45,8 +46,8 @@ struct GradCall {
 // What transform returns where nothing is handed on.
 struct NothingKept {};
 
-// The scalars of a row of a call; beyond the last row they stay as they are. The functor is made where it is used, so that
-// what it has is read from the call's arguments then, and takes no registers before.
+// The scalars of a row of a call; beyond the last row they stay as they are. The functor is made where it is used, so
+// that what it has is read from the call's arguments then, and takes no registers before.
 template <typename Op, typename Call>
 __device__ void fetch_scalars(const Call& p, int64_t row, typename Op::Scalars& s) {
   if (static_cast<uint64_t>(row) < static_cast<uint64_t>(p.rows)) Op(p.state).fetch(row, s);

@@ -39,8 +39,8 @@ cudaError_t with_regime(RegimeList<R, More...>, const Plan& plan, F f) {
 // Those of the list without clusters and without more elements a thread than kElements.
 template <typename X, typename... R>
 constexpr auto small_batch_regimes(RegimeList<R...>) {
-  return (std::conditional_t<R::kCluster == 1 && R::kVectors * kVector<X> <= kElements, RegimeList<R>, RegimeList<>>{} +
-          ... + RegimeList<>{});
+  return (std::conditional_t < R::kCluster == 1 && R::kVectors * kVector<X> <= kElements, RegimeList<R>,
+          RegimeList < >> {} + ... + RegimeList<>{});
 }
 
 // The tables. A block of as many threads as a regime may have leaves its registers: 128 a thread of 512, 96 of 640, 80
@@ -53,9 +53,9 @@ constexpr auto grad_regimes() {
   if constexpr (sizeof(X) == 4) {
     return RegimeList<Regime<8, 1, 1>, Regime<8, 2, 1>, Regime<8, most, 1>>{} + Shared{};
   } else {
-    constexpr auto half = RegimeList<Regime<8, 1, 1>, Regime<8, most, 1>>{} + Shared{} +
-                          RegimeList<Regime<kWholeWarps, most, 1, kWideThreads>,
-                                     Regime<kWholeWarps, 1, 1, kThinThreads>>{};
+    constexpr auto half =
+        RegimeList<Regime<8, 1, 1>, Regime<8, most, 1>>{} + Shared{} +
+        RegimeList<Regime<kWholeWarps, most, 1, kWideThreads>, Regime<kWholeWarps, 1, 1, kThinThreads>>{};
     if constexpr (KIND == Kind::layer) {
       return half;
     } else {

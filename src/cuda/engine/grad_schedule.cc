@@ -17,9 +17,7 @@ bool has_neighbours(RowMap weight_rows) { return weight_rows.count > 1 && weight
 int64_t blocks_of_cycle(RowMap weight_rows, int block_rows) {
   return weight_rows.count / std::gcd(weight_rows.count, int64_t{block_rows});
 }
-int64_t sums_of_block(RowMap weight_rows, int block_rows) {
-  return std::min<int64_t>(weight_rows.count, block_rows);
-}
+int64_t sums_of_block(RowMap weight_rows, int block_rows) { return std::min<int64_t>(weight_rows.count, block_rows); }
 
 }  // namespace
 

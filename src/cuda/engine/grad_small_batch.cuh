@@ -161,7 +161,8 @@ bool is_small_batch(const GradCall<State>& p, const Plan& plan, const RowMap& we
          p.rows % weight_rows.count == 0 && plan.blocks_per_row == 1 && plan.segments == 0;
 }
 
-// Whatever the blocks of larger batches, those of small ones have kMaxThreads at most, unless the op has much to compute.
+// Whatever the blocks of larger batches, those of small ones have kMaxThreads at most, unless the op has much to
+// compute.
 template <typename Op, typename Regimes>
 cudaError_t launch_small_batch(Regimes regimes, const GradCall<typename Op::State>& p, const Plan& plan,
                                const RowMap& weight_rows, Output dscale, Output dbias, cudaStream_t stream) {
@@ -174,8 +175,7 @@ cudaError_t launch_small_batch(Regimes regimes, const GradCall<typename Op::Stat
     // Where there are more multiprocessors than rows, blocks have few rows.
     const int threads = p.rows <= current_device().multiprocessors ? kMaxThreads / 2 : kMaxThreads;
     if (R::kThreads == kWholeWarps) batch.rows_per_block = std::max(1, threads / plan.threads_per_row);
-    if (Op(p.state).has_result(p.dx))
-      batch.row_blocks = (batch.rows + batch.rows_per_block - 1) / batch.rows_per_block;
+    if (Op(p.state).has_result(p.dx)) batch.row_blocks = (batch.rows + batch.rows_per_block - 1) / batch.rows_per_block;
     const int64_t strips = dscale || dbias ? weight_rows.count * ((p.cols + kCols - 1) / kCols) : 0;
     if (batch.row_blocks + strips == 0) return cudaSuccess;
     return launch_grid(small_batch_grad_kernel<Op, Own>, static_cast<unsigned>(batch.row_blocks + strips),

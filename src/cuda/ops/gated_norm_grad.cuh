@@ -58,7 +58,7 @@ struct GatedNormGrad : GatedState {
   static constexpr Extra kExtra = GATE;
   static constexpr bool kTransforms = true;
 
-  __device__ __host__ explicit GatedNormGrad(const State& state) : State(state) {}
+  __device__ __host__ explicit GatedNormGrad(const State& state) : GatedState(state) {}
 
   __device__ void fetch(int64_t row, Scalars& s) const { s.rstd = rstd[row]; }
 
@@ -110,9 +110,8 @@ cudaError_t gated_norm_grad_of(const GatedNormBackward& p, cudaStream_t stream) 
   if (p.weight_rows.inner != 1) return cudaErrorInvalidValue;
   constexpr int N = kVector<X>;
   const Plan plan = make_gated_backward_plan(kDtype<X>, p.cols, current_device().max_cluster());
-  const bool aligned =
-      p.cols % N == 0 && are_aligned<N>(p.x, p.gate.data, p.dy, p.scale, p.dx, p.dgate,
-                                        Output{p.workspace.data, Dtype::f32});
+  const bool aligned = p.cols % N == 0 && are_aligned<N>(p.x, p.gate.data, p.dy, p.scale, p.dx, p.dgate,
+                                                         Output{p.workspace.data, Dtype::f32});
   const GatedState state{p.rstd, p.gate.activation, p.gate.first, p.dgate.data};
   const GradCall<GatedState> call{p.rows, p.cols, p.dy, p.x, p.scale, p.gate.data, state, p.dx, p.scale_offset, 0};
   const SmallBatchLimits limits{kSmallGatedBatch.rows * p.weight_rows.count, kSmallGatedBatch.elements};

@@ -1,9 +1,10 @@
+#include "cuda/ops/grad.h"
+
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include "cuda/engine/grad_schedule.h"
 #include "cuda/ops.h"
-#include "cuda/ops/grad.h"
 
 namespace jaxnorm::cuda {
 

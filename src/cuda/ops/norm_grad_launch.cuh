@@ -75,7 +75,8 @@ cudaError_t launch_norm_grad(const NormBackward& p, cudaStream_t stream) {
   const bool aligned = p.cols % N == 0 && p.cols % kVector<DY> == 0 && p.dy_stride % kVector<DY> == 0 &&
                        are_aligned<N>(p.x, p.dx, p.scale, p.dsum, Output{p.workspace.data, Dtype::f32}) &&
                        are_aligned<kVector<DY>>(p.dy);
-  const GradCall<NormState> call{p.rows, p.cols, p.dy, p.x, p.scale, p.dsum, {p.mean, p.rstd}, p.dx, p.scale_offset, p.dy_stride - p.cols};
+  const GradCall<NormState> call{
+      p.rows, p.cols, p.dy, p.x, p.scale, p.dsum, {p.mean, p.rstd}, p.dx, p.scale_offset, p.dy_stride - p.cols};
   if constexpr (std::is_same_v<X, DY>)
     if (aligned && is_small_batch(call, plan, p.weight_rows, kSmallNormBatch))
       return launch_small_batch<NormGrad<KIND, X, X, 2, Extra::in_memory>>(grad_regimes<KIND, X>(), call, plan,
@@ -85,8 +86,8 @@ cudaError_t launch_norm_grad(const NormBackward& p, cudaStream_t stream) {
 
   bool is_long = false;
   if constexpr (kMayBeLong<KIND, X, DY>)
-    is_long = plan.segments > 0 && plan.blocks_per_row > 1 &&
-              has_room_for_long_rows<LongNormGrad<X, 1, Extra::absent>>(plan);
+    is_long =
+        plan.segments > 0 && plan.blocks_per_row > 1 && has_room_for_long_rows<LongNormGrad<X, 1, Extra::absent>>(plan);
   const bool by_columns = plan.segments > 0 && !is_long;
   GradRoom room;
   const GradNeeds needs{bool{p.dscale}, bool{p.dbias}, by_columns && p.dx ? plan.segments : 0};
