@@ -9,8 +9,9 @@ COMMANDS = {
     "cpu": "wall time of both norms on the CPU, beside XLA's code",
     "model": "the norms within a model's training step",
     "sharding": "the norms over several devices",
+    "resources": "registers and spills of the CUDA kernels in two builds, without a GPU",
     "plot": "pictures of the results",
-    "tables": "write the results into README.md",
+    "tables": "write the results into README.md and docs/",
 }
 
 

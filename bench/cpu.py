@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 from bench import gated, heads, ops, quantized, report, shapes
 from bench.programs import NORMS, Program, each_direction, jitted
-from jaxnorm import ffi
+from jaxnorm.native import ffi
 
 LINKS = 12  # norms in a chain: few of them are the first to write to their memory
 HEADS, LLAMA = "qwen3 8B qk-norm", "llama3 8B"

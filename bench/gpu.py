@@ -40,7 +40,7 @@ from tqdm import tqdm
 from bench import ops, peers, recorded, report, shapes, targets
 from bench.programs import NORMS
 from bench.timing import device_time, sets_needed
-from jaxnorm import ffi
+from jaxnorm.native import ffi
 
 NAMES = {"native": "jaxnorm", "jnp": "XLA"}
 

@@ -1,8 +1,8 @@
-// Kernels with other threads, vectors, rows under way and registers than they have, in turns, so that the clock and the
-// memory are the same for all: how bench/NOTES.md came to what it says of them. Another trial is another line.
+// Kernels in other regimes than theirs, in turns, so that the clock and the memory are the same for all: how
+// docs/experiments came to what they say of regimes. Another trial is another line.
 //
-//   nvcc -std=c++17 -O3 --fmad=false -arch=native -Isrc bench/regimes.cu src/cuda/device.cu src/cuda/plan.cc
-//     src/cuda/partials.cu -o regimes       # on one line
+//   nvcc -std=c++17 -O3 --fmad=false -arch=native -Isrc bench/regimes.cu src/cuda/engine/*.cu src/cuda/engine/*.cc
+//     -o regimes                            # on one line
 //   ./regimes                               # every group
 //   ./regimes short gated                   # some of: copies short whole gated gated_backward quantized
 #include <algorithm>
@@ -13,12 +13,13 @@
 #include <string>
 #include <vector>
 
-#include "cuda/ops/backward_gated.cuh"
-#include "cuda/ops/forward_gated.cuh"
-#include "cuda/ops/forward_quantized.cuh"
+#include "cuda/ops/add_norm.cuh"
+#include "cuda/ops/gated_norm.cuh"
+#include "cuda/ops/gated_norm_grad.cuh"
+#include "cuda/ops/quantized_norm.cuh"
 
-using namespace jaxnorm;
 using namespace jaxnorm::cuda;
+using namespace jaxnorm;
 
 namespace {
 
@@ -31,7 +32,7 @@ void check(cudaError_t error) {
   std::exit(1);
 }
 
-__global__ void acquire(uint32_t* array, size_t words, bool half) {
+__global__ void fill(uint32_t* array, size_t words, bool half) {
   for (size_t i = blockIdx.x * size_t{blockDim.x} + threadIdx.x; i < words; i += size_t{gridDim.x} * blockDim.x) {
     uint32_t bits = static_cast<uint32_t>(i) * 2654435761u;
     bits = (bits ^ bits >> 15) * 2246822519u;
@@ -108,138 +109,135 @@ __global__ void copy_kernel(const uint4* a, const uint4* b, const uint4* c, uint
 template <int READ, int WRITTEN>
 void copy() {
   const auto of = [](int i) { return static_cast<uint4*>(array(i, true)); };
-  uint4 *const a = of(0), *const b = of(1), *const c = of(2), *const x = of(3), *const y = of(4);
   turns.add(std::to_string(READ) + " read, " + (WRITTEN ? std::to_string(WRITTEN) : "half of one") + " written",
-            [=] { copy_kernel<READ, WRITTEN><<<kBytes / 16 / 256, 256>>>(a, b, c, x, y); });
+            [a = of(0), b = of(1), c = of(2), x = of(3), y = of(4)] {
+              copy_kernel<READ, WRITTEN><<<kBytes / 16 / 256, 256>>>(a, b, c, x, y);
+            });
 }
 
-// Of rows of `row` vectors, of which blocks of `most` threads have as many as they have room for, or one.
+// For rows of `row` vectors. Blocks of `most` threads have as many as there is room for, or one.
 Plan plan_of(int threads, int vectors, int most, int64_t row, bool share) {
   if (threads <= 0) threads = static_cast<int>((row + vectors - 1) / vectors + kWarp - 1) / kWarp * kWarp;
   return {threads, vectors, share ? most / threads : 1, 1};
 }
 
-// REGISTERS: of a thread, as the number of blocks bounds them.
+// A regime beside those of the tables. REGISTERS: of a thread, as the number of blocks bounds them.
 template <int THREADS, int VECTORS, int MOST, int ROWS, int REGISTERS>
 struct Trial {
   static constexpr int kThreads = THREADS, kVectors = VECTORS, kCluster = 1, kMost = MOST;
-  static constexpr int kBlocks = resident_blocks(REGISTERS, MOST);
+  static constexpr Registers kRegisters = Registers::all(REGISTERS);
   template <int ARRAYS = 1>
   static constexpr int kRows = ROWS;
 
-  static std::string name(const char* what, const Forward& p) {
+  static std::string name(const char* what, int64_t cols) {
     char text[120];
     std::snprintf(text, sizeof text, "%-16s %7lld columns: %d threads, %d vectors, %d rows, blocks of %d, %d registers",
-                  what, static_cast<long long>(p.cols), THREADS, VECTORS, ROWS, MOST, REGISTERS);
+                  what, static_cast<long long>(cols), THREADS, VECTORS, ROWS, MOST, REGISTERS);
     return text;
   }
 };
 
-template <Kind KIND, typename X, typename R, typename C>
-__global__ void __launch_bounds__(R::kMost, R::kBlocks)
-    forward_trial(const __grid_constant__ Forward p, const __grid_constant__ RowsLaunch launch) {
-  forward_rows<KIND, X, R, Access::vectors, C>(p, launch);
-}
-
-template <Kind KIND, typename X, typename R, bool HOLDS_SCALE>
-__global__ void __launch_bounds__(R::kMost, R::kBlocks)
-    quantized_trial(const __grid_constant__ Forward p, const __grid_constant__ RowsLaunch launch) {
-  using Tile = Tiling<X, R, Access::vectors>;
-  quantized_rows<KIND, X, R, Tile, R::template kRows<>>(p, launch, QuantizeSpecialised<KIND, X, Tile, HOLDS_SCALE>{p});
-}
-
-template <typename X>
-Forward forward_of_rows(Kind kind, int64_t cols) {
+template <typename X, typename P>
+P call_of_rows(int64_t cols) {
   constexpr bool half = sizeof(X) == 2;
-  Forward p{};
-  p.kind = kind, p.cols = cols, p.rows = kBytes / sizeof(X) / cols, p.epsilon = 1e-6f, p.multiply_before_cast = true;
-  p.x = {array(0, half), kDtype<X>}, p.scale = {array(1, half), kDtype<X>}, p.y = {array(2, half), kDtype<X>};
-  if (kind == Kind::layer) p.bias = p.scale;
+  P p{};
+  p.cols = cols, p.rows = kBytes / sizeof(X) / cols, p.epsilon = 1e-6f, p.weight_rows = {};
+  p.x = {array(0, half), kDtype<X>}, p.scale = {array(1, half), kDtype<X>};
   return p;
 }
 
-template <typename X, typename R, typename K>
-void add_forward(const char* what, K kernel, const Forward& p, int shared_bytes_of_thread = 0) {
+// Operands of the forward without quantisation.
+template <typename X, typename P>
+P call_with_y(int64_t cols, bool centred) {
+  P p = call_of_rows<X, P>(cols);
+  p.y = {array(2, sizeof(X) == 2), kDtype<X>}, p.y_stride = cols, p.multiply_before_cast = true;
+  if (centred) p.bias = p.scale;
+  return p;
+}
+
+template <typename Op, typename R>
+void add_forward(const char* what, const typename Op::Params& p) {
+  using X = typename Op::Stream;
   const Plan plan = plan_of(R::kThreads, R::kVectors, R::kMost, p.cols / kVector<X>, R::kThreads > 0);
-  const RowsLaunch launch(plan, p.cols, kVector<X>, p.weight_rows);
-  const int bytes = shared_bytes_of_thread * plan.block_threads();
-  turns.add(R::name(what, p), [=] {
-    check(launch_groups(kernel, plan, plan.blocks_of(p.rows, R::template kRows<>), bytes, nullptr, p, launch));
+  turns.add(R::name(what, p.cols), [=] {
+    RowsLaunch launch(plan, p.cols, kVector<X>, p.weight_rows);
+    check(RowLauncher<Op, R>{p, plan, launch, nullptr}.template direct<Access::vectors>());
   });
 }
 
-template <Kind KIND, typename X, typename R>
+template <typename STATS, typename X, typename R>
 void plain_and_added(int64_t cols) {
-  constexpr bool kLayer = KIND == Kind::layer;
-  using C = Specialised<X, kLayer, false>;
-  using Added = Specialised<X, kLayer, false, X>;
-  using Tile = Tiling<X, R, Access::vectors>;
-  Forward p = forward_of_rows<X>(KIND, cols);
-  add_forward<X, R>(kLayer ? "layer" : "rms", forward_trial<KIND, X, R, C>, p, Weights<KIND, X, R, Tile, C>::kSharedBytes);
-  p.residual = {array(3, sizeof(X) == 2), kDtype<X>}, p.sum = {array(4, sizeof(X) == 2), kDtype<X>};
-  add_forward<X, R>(kLayer ? "add layer" : "add rms", forward_trial<KIND, X, R, Added>, p,
-                    Weights<KIND, X, R, Tile, Added>::kSharedBytes);
+  constexpr bool kCentred = STATS::kCentred, half = sizeof(X) == 2;
+  using W = Weights<X, kCentred, false>;
+  add_forward<NormOp<STATS, X, X, W, false>, R>(kCentred ? "layer" : "rms",
+                                                call_with_y<X, NormForward>(cols, kCentred));
+  auto p = call_with_y<X, AddNormForward>(cols, kCentred);
+  p.residual = {array(3, half), kDtype<X>}, p.sum = {array(4, half), kDtype<X>};
+  add_forward<NormOp<STATS, X, X, W, true>, R>(kCentred ? "add layer" : "add rms", p);
 }
 
 template <typename X, bool FIRST, typename R>
 void gated(int64_t cols) {
-  Forward p = forward_of_rows<X>(Kind::rms, cols);
+  auto p = call_of_rows<X, GatedNormForward>(cols);
+  p.y = {array(2, sizeof(X) == 2), kDtype<X>};
   p.gate = {{array(3, sizeof(X) == 2), kDtype<X>}, Activation::silu, FIRST};
-  add_forward<X, R>(FIRST ? "gate first" : "gate last", forward_trial<Kind::rms, X, R, GatedCall<FIRST>>, p);
+  add_forward<GatedNormOp<X, FIRST>, R>(FIRST ? "gate first" : "gate last", p);
 }
 
-template <Kind KIND, typename X, typename R, bool HOLDS_SCALE = false>
+template <typename STATS, typename X, bool HOLDS_SCALE>
+struct QuantizedTrial : QuantizedOp<STATS, X, false> {
+  template <typename R, typename Tile>
+  using Epilogue = QuantizeEpilogue<QuantizedTrial, Tile, HOLDS_SCALE>;
+};
+
+template <typename STATS, typename X, typename R, bool HOLDS_SCALE = false>
 void quantized(int64_t cols) {
-  Forward p = forward_of_rows<X>(KIND, cols);
-  p.y = {}, p.quantized.values = {array(2, true), Dtype::f8e4m3fn}, p.quantized.group = cols;
+  auto p = call_of_rows<X, QuantizedNormForward>(cols);
+  if (STATS::kCentred) p.bias = p.scale;
+  p.quantized.values = {array(2, true), Dtype::f8e4m3fn}, p.quantized.group = cols;
   p.quantized.scales = static_cast<float*>(array(3, false)), p.quantized.max_scale = INFINITY;
-  add_forward<X, R>(KIND == Kind::layer ? "layer to fp8" : "rms to fp8", quantized_trial<KIND, X, R, HOLDS_SCALE>, p);
+  add_forward<QuantizedTrial<STATS, X, HOLDS_SCALE>, R>(STATS::kCentred ? "layer to fp8" : "rms to fp8", p);
 }
 
 // Without the kernel that adds up partial sums.
 template <typename X, int THREADS, int VECTORS, int MOST>
 void gated_backward(int64_t cols) {
-  using R = Regime<THREADS, VECTORS, 1, MOST>;
   constexpr bool half = sizeof(X) == 2;
-  const auto of = [](int i) { return array(i, half); };
-  Backward p{};
-  p.kind = Kind::rms, p.cols = cols, p.rows = kBytes / sizeof(X) / cols;
-  p.x = {of(0), kDtype<X>}, p.dy = {of(1), kDtype<X>}, p.gate = {{of(2), kDtype<X>}, Activation::silu, true};
-  p.dx = {of(3), kDtype<X>}, p.dgate = {of(4), kDtype<X>}, p.rstd = static_cast<float*>(array(5, false));
-  p.scale = p.x;
+  const auto of = [](int i) { return Input{array(i, half), kDtype<X>}; };
+  const auto result = [](int i) { return Output{array(i, half), kDtype<X>}; };
+  const GatedState state{static_cast<float*>(array(5, false)), Activation::silu, true, result(4).data};
+  const int64_t rows = kBytes / sizeof(X) / cols;
+  const GradCall<GatedState> p{rows, cols, of(1), of(0), of(0), of(2), state, result(3), 0.0f, 0};
   const Plan plan = plan_of(THREADS, VECTORS, MOST, cols / kVector<X>, true);
-  const RowSchedule schedule = schedule_rows(kDtype<X>, cols, p.rows, p.weight_rows, plan.rows_per_block);
-  RowsLaunch launch(plan, cols, kVector<X>, p.weight_rows);
-  launch.take_turns(schedule.step, schedule.end);
-  const PipelineArray row{sizeof(X), cols};
-  const int bytes = std::max(launch.with_pipelines(plan, cols, {row, row, row}, 1), plan.block_threads() * kElements * 4);
-  const Partials partials{static_cast<float*>(array(6, false)), nullptr, schedule.partial_rows};
+  GradRoom room;
+  const Workspace workspace{static_cast<float*>(array(6, false)), kBytes / sizeof(float)};
+  check(make_room(workspace, {true, false, 0}, plan, kDtype<X>, rows, cols, {}, room));
   turns.add("gated backward " + std::to_string(cols) + " columns: " + std::to_string(VECTORS) + " vectors, blocks of " +
                 std::to_string(MOST),
             [=] {
-              check(launch_groups(backward_kernel<Kind::rms, false, Extra::gate_first, X, X, R, Access::pipelined>, plan,
-                                 schedule.blocks, bytes, nullptr, p, partials, launch));
+              GradLaunch<GatedWays<X, Order::first>, GatedState> launch(p, plan, {}, room, true, nullptr);
+              check(launch.run(Regime<THREADS, VECTORS, 1, MOST>{}));
             });
 }
 
-template <Kind KIND>
+template <typename STATS>
 void short_rows() {
-  plain_and_added<KIND, Half, Trial<8, 4, 128, 1, 80>>(256);
-  plain_and_added<KIND, Half, Trial<8, 4, 64, 1, 80>>(256);
-  plain_and_added<KIND, Half, Trial<16, 2, 128, 1, 64>>(256);
+  plain_and_added<STATS, Half, Trial<8, 4, 128, 1, 80>>(256);
+  plain_and_added<STATS, Half, Trial<8, 4, 64, 1, 80>>(256);
+  plain_and_added<STATS, Half, Trial<16, 2, 128, 1, 64>>(256);
   turns.run();
-  plain_and_added<KIND, Half, Trial<kWarp, 4, 128, 1, 80>>(1024);
-  plain_and_added<KIND, Half, Trial<kWarp, 4, 64, 1, 80>>(1024);
+  plain_and_added<STATS, Half, Trial<kWarp, 4, 128, 1, 80>>(1024);
+  plain_and_added<STATS, Half, Trial<kWarp, 4, 64, 1, 80>>(1024);
   turns.run();
-  plain_and_added<KIND, float, Trial<kWarp, 2, 64, 2, 80>>(256);
-  plain_and_added<KIND, float, Trial<kWarp, 2, 64, 1, 64>>(256);
+  plain_and_added<STATS, float, Trial<kWarp, 2, 64, 2, 80>>(256);
+  plain_and_added<STATS, float, Trial<kWarp, 2, 64, 1, 64>>(256);
   turns.run();
 }
 
-template <Kind KIND>
+template <typename STATS>
 void whole_rows() {
-  plain_and_added<KIND, Half, Trial<kWholeBlock, 4, 256, 1, 64>>(4096);
-  plain_and_added<KIND, Half, Trial<kWholeBlock, 2, 256, 1, 64>>(4096);
+  plain_and_added<STATS, Half, Trial<kWholeBlock, 4, 256, 1, 64>>(4096);
+  plain_and_added<STATS, Half, Trial<kWholeBlock, 2, 256, 1, 64>>(4096);
   turns.run();
 }
 
@@ -273,12 +271,12 @@ void gated_backwards() {
   }
 }
 
-template <Kind KIND>
+template <typename STATS>
 void quantized_rows_of_half_types() {
   for (const int64_t cols : {4096, 8192}) {
-    quantized<KIND, Half, Trial<kWholeBlock, 4, 256, 1, 48>>(cols);
-    quantized<KIND, Half, Trial<kWholeBlock, 4, 256, 1, 64>>(cols);
-    quantized<KIND, Half, Trial<kWholeBlock, 4, 256, 1, 64>, true>(cols);
+    quantized<STATS, Half, Trial<kWholeBlock, 4, 256, 1, 48>>(cols);
+    quantized<STATS, Half, Trial<kWholeBlock, 4, 256, 1, 64>>(cols);
+    quantized<STATS, Half, Trial<kWholeBlock, 4, 256, 1, 64>, true>(cols);
     turns.run();
   }
 }
@@ -290,9 +288,9 @@ int main(int argc, char** argv) {
     return argc == 1 || std::any_of(argv + 1, argv + argc, [&](char* name) { return std::strcmp(name, group) == 0; });
   };
   if (asked("copies")) copy<1, 1>(), copy<2, 1>(), copy<2, 2>(), copy<3, 2>(), copy<1, 0>(), turns.run();
-  if (asked("short")) short_rows<Kind::rms>(), short_rows<Kind::layer>();
-  if (asked("whole")) whole_rows<Kind::rms>(), whole_rows<Kind::layer>();
+  if (asked("short")) short_rows<MeanSquare>(), short_rows<MeanVariance>();
+  if (asked("whole")) whole_rows<MeanSquare>(), whole_rows<MeanVariance>();
   if (asked("gated")) gates<true>(), gates<false>();
   if (asked("gated_backward")) gated_backwards();
-  if (asked("quantized")) quantized_rows_of_half_types<Kind::rms>(), quantized_rows_of_half_types<Kind::layer>();
+  if (asked("quantized")) quantized_rows_of_half_types<MeanSquare>(), quantized_rows_of_half_types<MeanVariance>();
 }

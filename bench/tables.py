@@ -1,4 +1,4 @@
-"""The results as tables in README.md, so that no number there is typed.
+"""The results as tables in README.md and docs/, so that no number there is typed.
 
     python -m bench tables           # writes them
     python -m bench tables --check   # fails if they are not what the results say
@@ -24,19 +24,23 @@ MODELS = frozenset(shape.name for shape in shapes.suites(2)["models"])
 
 
 def add_arguments(parser):
-    parser.add_argument("--readme", type=Path, default=Path("README.md"))
+    parser.add_argument("--pages", type=Path, nargs="+", help="the Markdown files (default: README.md and docs/)")
     parser.add_argument("--results", type=Path, default=Path("bench/results"), help="the folder of the JSON files")
     parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if something would change")
 
 
 def main(args):
-    old = args.readme.read_text()
-    new = render(old, args.results)
-    if args.check:
-        print(*difflib.unified_diff(old.splitlines(), new.splitlines(), "README", "results", lineterm=""), sep="\n")
-        return int(new != old)
-    args.readme.write_text(new)
-    return 0
+    changed = False
+    for page in args.pages or [Path("README.md"), *sorted(Path("docs").rglob("*.md"))]:
+        old = page.read_text()
+        new = render(old, args.results)
+        changed |= new != old
+        if args.check:
+            lines = difflib.unified_diff(old.splitlines(), new.splitlines(), str(page), "results", lineterm="")
+            print(*lines, sep="\n")
+        elif new != old:
+            page.write_text(new)
+    return int(args.check and changed)
 
 
 def render(text, folder):
@@ -46,9 +50,13 @@ def render(text, folder):
         name = match[1]
         if name not in TABLES:
             raise SystemExit(f"no table is called {name}; there are {', '.join(TABLES)}")
-        file, lines_of = TABLES[name]
-        path = folder / file
-        lines = lines_of(report.load(path)) if path.exists() else [f"Not measured yet: there is no `{file}`."]
+        files, lines_of = TABLES[name]
+        files = (files,) if isinstance(files, str) else files
+        missing = [file for file in files if not (folder / file).exists()]
+        if missing:
+            lines = [f"Not measured yet: there is no `{', '.join(missing)}`."]
+        else:
+            lines = lines_of(*(report.load(folder / file) for file in files))
         return "\n".join([f"<!-- table: {name} -->", *lines, "<!-- end -->"])
 
     return MARKED.sub(content, text)
@@ -198,6 +206,44 @@ def cpu_cells(row):
     return [f"{row['ms']:.1f}", f"{row['XLA ms']:.1f}", f"{row['x XLA']:.1f}"]
 
 
+def steps(*runs):
+    """What the norms are of a whole step of a model, and what jaxnorm changes of it, in percent: gains first."""
+    lines = []
+    for results in runs:
+        programs = {}
+        for row in results["rows"]:
+            programs.setdefault((row["model"], row["program"]), {})[row["norms"]] = row
+        lines += [step(*names, variants) for names, variants in programs.items()]
+    lines.sort(key=lambda line: line[0], reverse=True)
+    columns = ["program", "XLA ms", "norms %", "the norms", "with the residual adds", "scatter %"]
+    headers = [line for results in runs for line in about(results["header"])]
+    return [*headers, *report.table(columns, [cells for _, cells in lines])]
+
+
+def step(model, program, variants):
+    """(the best change in percent, the cells of the line) of one program of a model.
+
+    Both columns of changes are of paired runs: what a program takes longer than the one without norms beside it.
+    """
+    xla = variants["jnp"]
+    whole = xla["ms"] * 1e3
+    changes = {
+        norms: 100 * (xla["norms us"] - variants[norms]["norms us"]) / whole
+        for norms in ("jaxnorm", "jaxnorm-add")
+        if norms in variants
+    }
+    cells = [f"{xla['ms']:.2f}", f"{100 * xla['norms us'] / whole:.1f}"]
+    cells += [faster(changes.get(norms)) for norms in ("jaxnorm", "jaxnorm-add")]
+    return max(changes.values()), [f"{model}, {program}", *cells, f"±{xla['± us'] / whole * 100:.1f}"]
+
+
+def faster(percent):
+    """A change in words; a loss is bold."""
+    if percent is None:
+        return "-"
+    return f"{percent:.1f} % faster" if percent >= 0 else f"**{-percent:.1f} % slower**"
+
+
 def whole(results):
     """Every column as it is."""
     rows = results["rows"]
@@ -228,4 +274,5 @@ TABLES = {
     "model-decode": ("h200_decode.json", whole),
     "sharding": ("h200_x4_sharding.json", whole),
     "sharding-two": ("h200_x2_sharding.json", whole),
+    "steps": (("h200_model_add.json", "h200_decode.json"), steps),
 }

@@ -54,14 +54,14 @@ message(STATUS "jaxnorm: CUDA kernels on (nvcc ${CMAKE_CUDA_COMPILER_VERSION}, f
 # What takes longest to compile comes first.
 jaxnorm_add_module(_cuda
   src/cuda/ops/norm_grad_f32.cu src/cuda/ops/norm_grad_f16.cu src/cuda/ops/norm_grad_bf16.cu
-  src/cuda/ops/forward_f16.cu src/cuda/ops/forward_bf16.cu src/cuda/ops/forward_f32.cu
-  src/cuda/ops/forward_added_f32.cu src/cuda/ops/forward_added_f16.cu src/cuda/ops/forward_added_bf16.cu
-  src/cuda/ops/forward_quantized_f32.cu src/cuda/ops/forward_quantized_f16.cu src/cuda/ops/forward_quantized_bf16.cu
+  src/cuda/ops/norm_f16.cu src/cuda/ops/norm_bf16.cu src/cuda/ops/norm_f32.cu
+  src/cuda/ops/add_norm_f32.cu src/cuda/ops/add_norm_f16.cu src/cuda/ops/add_norm_bf16.cu
+  src/cuda/ops/quantized_norm_f32.cu src/cuda/ops/quantized_norm_f16.cu src/cuda/ops/quantized_norm_bf16.cu
   src/cuda/ops/gated_norm_grad_f32.cu src/cuda/ops/gated_norm_grad_f16.cu src/cuda/ops/gated_norm_grad_bf16.cu
-  src/cuda/ops/gated_f32.cu src/cuda/ops/gated_f16.cu src/cuda/ops/gated_bf16.cu
-  src/cuda/ops/shard_apply.cu src/cuda/ops/shard_statistics.cu
-  src/cuda/ops/add.cu src/cuda/engine/partials.cu src/cuda/engine/device.cu src/cuda/engine/grad_schedule.cc
-  src/cuda/ops/grad.cc src/cuda/dispatch.cc src/cuda/engine/plan.cc src/ffi/cuda_module.cc)
+  src/cuda/ops/gated_norm_f32.cu src/cuda/ops/gated_norm_f16.cu src/cuda/ops/gated_norm_bf16.cu
+  src/cuda/ops/shard_apply.cu src/cuda/ops/shard_statistics.cu src/cuda/ops/add.cu src/cuda/engine/partials.cu
+  src/cuda/engine/device.cu src/cuda/engine/grad_schedule.cc src/cuda/engine/plan.cc src/cuda/ops/grad.cc
+  src/cuda/dispatch.cc src/ffi/cuda_module.cc)
 # --fmad=false: where two operations are fused is written in the kernels and not left to the compiler, or a row's bits
 # would depend on which copy of the code it meets.
 # --compress-mode=size: machine code takes a fifth of the room, and is unpacked once, when it is loaded.

@@ -8,11 +8,11 @@ import pkgutil
 __path__ = pkgutil.extend_path(__path__, __name__)
 
 from jaxnorm import checkpoint_policies
-from jaxnorm.added import add_layer_norm, add_rms_norm
-from jaxnorm.gated import gated_rms_norm
-from jaxnorm.norms import layer_norm, rms_norm
+from jaxnorm.ops.gated_norm.api import gated_rms_norm
+from jaxnorm.ops.norm.added import add_layer_norm, add_rms_norm
+from jaxnorm.ops.norm.api import layer_norm, rms_norm
+from jaxnorm.ops.quantized_norm.api import layer_norm_quantized, rms_norm_quantized
 from jaxnorm.quantization import Quantization, Quantized
-from jaxnorm.quantized import layer_norm_quantized, rms_norm_quantized
 
 try:
     __version__ = importlib.metadata.version(__name__)

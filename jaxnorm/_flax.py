@@ -1,18 +1,23 @@
 """What the modules of both Flax APIs share: which of their calls the kernels express.
 
 Each module is a subclass of Flax's own that only decides how a call is computed, so that constructor, parameters,
-metadata and checkpoints are Flax's. A call that the kernels do not express is computed by Flax; one that is to be
-quantised or gated, which Flax cannot do, by the function's formula if that says the same, and is an error otherwise.
+metadata and checkpoints are Flax's. A call that the kernels do not express is computed by Flax. Where Flax has no code,
+as for a quantised norm, the function's formula computes it if that says the same, and it is an error otherwise.
 """
 
 from collections.abc import Callable, Iterable
 from numbers import Real
-from typing import Any, Protocol, TypedDict
+from typing import Any, NamedTuple, Protocol, TypedDict
 
 import jax
 import jax.numpy as jnp
 
-from jaxnorm import ffi, gated_validation, reference, validation
+from jaxnorm.native import ffi
+from jaxnorm.ops import checks
+from jaxnorm.ops.norm.added import add_layer_norm, add_rms_norm
+from jaxnorm.ops.norm.api import layer_norm, rms_norm
+from jaxnorm.ops.quantized_norm.api import layer_norm_quantized, rms_norm_quantized
+from jaxnorm.primitive.addend import add
 
 try:
     from flax import linen as linen
@@ -31,6 +36,18 @@ class FlaxNorm(Protocol):
     feature_axes: Any
     axis_name: Any
     axis_index_groups: Any
+
+
+class Functions(NamedTuple):
+    """The functions of this package that compute one norm of Flax."""
+
+    norm: Callable[..., Any]
+    add: Callable[..., Any]
+    quantized: Callable[..., Any]
+
+
+RMS = Functions(rms_norm, add_rms_norm, rms_norm_quantized)
+LAYER = Functions(layer_norm, add_layer_norm, layer_norm_quantized)
 
 
 class Scales(TypedDict, total=False):
@@ -66,7 +83,7 @@ def kernel_axes(
 def function_axes(module: FlaxNorm, x: jax.Array, mask: object, what: str) -> tuple[int, ...]:
     """The axes that a function of this package normalises for `module(x)`, or an error where none says the same.
 
-    `what` is the norm that Flax has no code for: "quantised" or "gated".
+    `what` says which norm Flax has no code for, as "quantised".
     """
     name = type(module).__name__
     if mask is not None:
@@ -85,15 +102,15 @@ def function_axes(module: FlaxNorm, x: jax.Array, mask: object, what: str) -> tu
             f"{name}: reduction_axes={module.reduction_axes} and feature_axes={module.feature_axes} are not the same "
             f"axes of x, which has shape {x.shape}: parameters have the shape of what is normalised. Give both alike."
         )
-    return validation.check_axes(name, reduction, x.ndim)
+    return checks.check_axes(name, reduction, x.ndim)
 
 
-def gated_axis(module: FlaxNorm, x: jax.Array, mask: object) -> None:
-    """An error unless `module(x, gate)` normalises the last axis alone."""
-    axes = function_axes(module, x, mask, "gated")
+def last_axis(module: FlaxNorm, x: jax.Array, mask: object, what: str) -> None:
+    """An error unless a function of this package, see `function_axes`, normalises the last axis alone."""
+    axes = function_axes(module, x, mask, what)
     if axes != (-1,):
         raise ValueError(
-            f"{type(module).__name__}: reduction_axes={module.reduction_axes}, expected -1: the gated norm is of the "
+            f"{type(module).__name__}: reduction_axes={module.reduction_axes}, expected -1: the {what} norm is of the "
             f"last axis of x, which has shape {x.shape}. Transpose or reshape x."
         )
 
@@ -110,21 +127,20 @@ def kernel_dtypes(*dtypes: Any) -> bool:
     return ffi.DTYPES.issuperset(map(jnp.dtype, dtypes))
 
 
-def with_residual(module: FlaxNorm, x: Any, residual: Any) -> tuple[jax.Array, jax.Array]:
+def with_residual(module: object, x: Any, residual: Any) -> tuple[jax.Array, jax.Array]:
     """x and residual as arrays of one shape, or an error."""
-    x = jnp.asarray(x)
-    return x, validation.check_residual(type(module).__name__, residual, x)
+    return with_other(module, x, "residual", residual, "added")
 
 
-def with_gate(module: object, x: Any, gate: Any) -> tuple[jax.Array, jax.Array]:
-    """x and gate as arrays of one shape, or an error."""
+def with_other(module: object, x: Any, name: str, other: Any, they_are: str) -> tuple[jax.Array, jax.Array]:
+    """x and another argument as arrays of one shape, or an error; `they_are` says what is done with both."""
     x = jnp.asarray(x)
-    return x, gated_validation.check_gate(type(module).__name__, gate, x)
+    return x, checks.check_like_x(type(module).__name__, name, other, x, they_are)
 
 
 def add_first(norm: Callable[..., Any], x: jax.Array, residual: jax.Array, mask: Any) -> tuple[jax.Array, jax.Array]:
     """The norm of the sum, and the sum, where no kernel computes both."""
-    new_residual = reference.add(x, residual)
+    new_residual = add(x, residual)
     return norm(new_residual, mask=mask), new_residual
 
 

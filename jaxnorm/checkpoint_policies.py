@@ -9,12 +9,10 @@ gives them together, and it runs again if one is missing.
 
 from typing import Any
 
-from jaxnorm import gated_primitive, primitives, quantized_primitive
-from jaxnorm.rules import NAMES, is_named
+from jaxnorm.primitive.family import is_forward
+from jaxnorm.primitive.rules import NAMES, is_named
 
 __all__ = ["NAMES", "recompute_norms", "save_norms"]
-
-_FORWARD = (primitives.forward_p, gated_primitive.forward_p, quantized_primitive.quantized_p)
 
 
 def save_norms(prim: Any, *_: Any, **params: Any) -> bool:
@@ -32,5 +30,5 @@ def recompute_norms(prim: Any, *_: Any, **params: Any) -> bool:
     The statistics are among it: the call that gives the result gives them too.
     """
     # What is quantised stands in a function with a derivative of its own.
-    inner = {eqn.primitive for eqn in params["call_jaxpr"].eqns} if "call_jaxpr" in params else set()
-    return not inner.union([prim]).intersection(_FORWARD) and not is_named(prim, params)
+    inner = [eqn.primitive for eqn in params["call_jaxpr"].eqns] if "call_jaxpr" in params else []
+    return not any(map(is_forward, [prim, *inner])) and not is_named(prim, params)

@@ -8,20 +8,12 @@ import platform as python_platform
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
-from jaxnorm import compat, ffi, heads, quantization, validation
+from jaxnorm.native import compat, ffi
+from jaxnorm.ops import checks
+from jaxnorm.primitive import op, reasons, weights
 
 PACKAGES = ("jaxnorm", "jax", "jaxlib", "nanobind-backend")
-OPS = (
-    "rms_norm",
-    "layer_norm",
-    "add_rms_norm",
-    "add_layer_norm",
-    "gated_rms_norm",
-    "rms_norm_quantized",
-    "layer_norm_quantized",
-)
 Report = dict[str, Any]
 
 
@@ -52,57 +44,41 @@ def native_modules() -> Report:
     return report
 
 
-def call(
-    op: str,
-    shape: tuple[int, ...],
-    dtype: np.dtype[Any],
-    out_dtype: np.dtype[Any],
-    axes: int,
-    platform: str,
-    scale_shape: tuple[int, ...] | None = None,
-) -> Report:
-    """What runs for the norm of an array over its last axes, each way, and why.
-
-    A residual or gate has the array's dtype, and a gate comes last.
-    """
-    scale_shape = shape[-axes:] if scale_shape is None else scale_shape
-    normalised = tuple(range(-axes, 0))
-    residual_dtype = dtype if op.startswith("add_") else None
-    is_gated = op.startswith("gated_")
-    # What is quantised is float32.
-    result_dtype = np.dtype(np.float32) if op.endswith("_quantized") else out_dtype
-    cols = math.prod(shape[-axes:])
-    reason = ffi.unsupported(normalised, shape, dtype, result_dtype, [], residual_dtype)
-    lead = heads.stripped(scale_shape[:-axes])
-    if reason is None:
-        reason = heads.unsupported(shape, axes, lead, op)
-    if reason is None and is_gated:
-        reason = ffi.unsupported_gate(cols, dtype, dtype, out_dtype)
-    if reason is None and not ffi.available(platform):
-        reason = ffi.why_not(platform)
+def call(function: str, request: op.Request, platform: str) -> Report:
+    """What runs for such a call of a public function, each way, and why."""
+    of_function, how = op.functions()[function]
+    spec, operands = how.request(request)
+    place = reasons.Place(platform, of_function.native is not None)
+    reason = reasons.why_not(call=reasons.Call(of_function, spec, operands), place=place)
     report: Report = {
-        "op": op,
-        "shape": shape,
-        "dtype": dtype.name,
-        "out_dtype": out_dtype.name,
-        "axes": axes,
-        "scale_shape": scale_shape,
+        "op": function,
+        "shape": request.shape,
+        "dtype": request.dtype.name,
+        "out_dtype": request.out_dtype.name,
+        "axes": request.axes,
+        "scale_shape": request.scale_shape,
         "platform": platform,
         "implementation": "native" if reason is None else "jnp",
         "why": reason or f"jaxnorm._{platform} is loaded and has kernels for these dtypes",
     }
-    if reason is None and platform == "cuda":
-        clusters = _largest_cluster()
-        report["largest_cluster"] = clusters
-        kind = "rms" if "rms_norm" in op else "layer"
-        # A quantised result changes no plan; the straight-through gradient's is the norm's.
-        how = {"max_cluster": clusters, "gate": "last" if is_gated else "", "adds": residual_dtype is not None}
-        plan = ffi.module("cuda").plan
-        report["plans"] = {way: plan(way, kind, dtype.name, cols, **how) for way in ("forward", "backward")}
-        count, inner = heads.heads_of(shape, axes, lead)
-        if count > 1 and inner > 1:  # such rows are not fetched ahead
-            report["plans"]["backward"]["ring"] = False
+    if reason is None and platform == "cuda" and of_function.native is not None and of_function.native.plan:
+        report |= _plans(request, of_function.native.plan(spec, operands))
     return report
+
+
+def _plans(request: op.Request, how: dict[str, Any]) -> Report:
+    """The launch plans of the CUDA kernels, each way, as the op describes itself to them."""
+    kind, how = how["kind"], {key: value for key, value in how.items() if key != "kind"}
+    clusters, cols = _largest_cluster(), math.prod(request.shape[-request.axes :])
+    plan = ffi.module("cuda").plan
+    plans = {
+        way: plan(way, kind, request.dtype.name, cols, max_cluster=clusters, **how) for way in ("forward", "backward")
+    }
+    batch_dims = weights.stripped(request.scale_shape[: -request.axes])
+    count, inner = weights.heads_of(request.shape, request.axes, batch_dims)
+    if count > 1 and inner > 1:  # such rows are not fetched ahead
+        plans["backward"]["ring"] = False
+    return {"largest_cluster": clusters, "plans": plans}
 
 
 def _largest_cluster() -> int:
@@ -144,16 +120,16 @@ def in_words(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
+def _parse(arguments: list[str] | None) -> tuple[argparse.Namespace, op.Request]:
     parser = argparse.ArgumentParser(prog="python -m jaxnorm.info", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--op", choices=OPS, default="rms_norm")
+    parser.add_argument("--op", choices=tuple(op.functions()), default="rms_norm")
     parser.add_argument("--shape", type=_shape, default=(4096, 4096), help="x's shape, as 4096x4096")
     parser.add_argument("--axes", type=int, default=1, help="how many trailing axes are normalised")
     parser.add_argument(
         "--scale-shape", type=_shape, help="scale's, as 32x128 for 32 heads; x's last axes if not given"
     )
-    parser.add_argument("--dtype", type=jnp.dtype, default="float32", help="x's dtype, and a residual's or a gate's")
+    parser.add_argument("--dtype", type=jnp.dtype, default="float32", help="the dtype of x, and of other operands")
     parser.add_argument("--out-dtype", type=jnp.dtype, help="the result's dtype; x's, or float8_e4m3fn, if not given")
     parser.add_argument("--platform", help="cpu, cuda, tpu, ...; JAX's default if not given")
     options = parser.parse_args(arguments)
@@ -161,28 +137,28 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.error("--platform gpu is cuda or rocm here, as JAX lowers programs for one or the other")
     if not 1 <= options.axes <= len(options.shape):
         parser.error(f"--axes is {options.axes}, expected 1 to {len(options.shape)}, the rank of --shape")
-    if options.op == "gated_rms_norm" and options.axes > 1:
-        parser.error(f"--axes is {options.axes}, expected 1: gated_rms_norm is over the last axis")
-    if options.scale_shape is not None:
-        _check_scale_shape(parser, options)
-    is_quantized = options.op.endswith("_quantized")
-    options.out_dtype = options.out_dtype or (jnp.dtype("float8_e4m3fn") if is_quantized else options.dtype)
-    if options.dtype not in validation.DTYPES:
+    _, function = op.functions()[options.op]
+    if options.axes > 1 and function.last_axis_only:
+        parser.error(f"--axes is {options.axes}, expected 1: {options.op} is over the last axis")
+    options.scale_shape = options.scale_shape or options.shape[-options.axes :]
+    _check_scale_shape(parser, options, function)
+    if options.dtype not in checks.DTYPES:
         parser.error(f"{options.dtype} is no floating-point dtype of 16, 32 or 64 bits, and norms take no other")
-    results = quantization.LARGEST if is_quantized else validation.DTYPES
-    if options.out_dtype not in results:
-        parser.error(
-            f"{options.op} has no results of {options.out_dtype}, but of {', '.join(sorted(map(str, results)))}"
-        )
-    return options
+    results = function.out_dtypes or (options.dtype, *checks.DTYPES)
+    out_dtype = options.out_dtype or results[0]
+    if out_dtype not in results:
+        known = ", ".join(sorted({dtype.name for dtype in results}))
+        parser.error(f"{options.op} has no results of {out_dtype}, but of {known}")
+    request = op.Request(options.shape, options.dtype, out_dtype, options.axes, options.scale_shape)
+    return options, request
 
 
-def _check_scale_shape(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+def _check_scale_shape(parser: argparse.ArgumentParser, options: argparse.Namespace, function: op.Function) -> None:
     others, last = options.shape[: -options.axes], options.shape[-options.axes :]
-    lead = options.scale_shape[: -options.axes]
-    if options.op == "gated_rms_norm" and lead:
-        parser.error("--scale-shape has leading axes; the scale of gated_rms_norm has the last axis alone")
-    if options.scale_shape[-options.axes :] != last or not heads.is_lead(lead, others):
+    batch_dims = options.scale_shape[: -options.axes]
+    if function.last_axis_only and batch_dims:
+        parser.error(f"--scale-shape has leading axes; the scale of {options.op} has the last axis alone")
+    if options.scale_shape[-options.axes :] != last or not weights.are_batch_dims(batch_dims, others):
         parser.error(
             f"--scale-shape is {options.scale_shape}, expected {last} and before it, if anything, what broadcasts "
             f"against {others}"
@@ -200,19 +176,11 @@ def _shape(text: str) -> tuple[int, ...]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = _parse(arguments)
+    options, request = _parse(arguments)
     report = {
         "versions": versions(),
         "native": native_modules(),
-        "call": call(
-            options.op,
-            options.shape,
-            options.dtype,
-            options.out_dtype,
-            options.axes,
-            options.platform or compat.default_platform(),
-            options.scale_shape,
-        ),
+        "call": call(options.op, request, options.platform or compat.default_platform()),
     }
     print(json.dumps(report, indent=2) if options.json else in_words(report))
 

@@ -10,12 +10,9 @@ import jax.numpy as jnp
 
 from jaxnorm import _flax
 from jaxnorm._flax import linen
-from jaxnorm.added import add_layer_norm, add_rms_norm
-from jaxnorm.gated import gated_rms_norm
-from jaxnorm.gated_reference import Activation
-from jaxnorm.norms import layer_norm, rms_norm
+from jaxnorm.ops.gated_norm.api import gated_rms_norm
+from jaxnorm.ops.gated_norm.formula import Activation
 from jaxnorm.quantization import Quantization, Quantized
-from jaxnorm.quantized import layer_norm_quantized, rms_norm_quantized
 
 __all__ = [
     "AddLayerNorm",
@@ -29,8 +26,7 @@ __all__ = [
 
 # Flax's functions without the wrapper that makes them calls of the module: through it, a call would be captured,
 # intercepted and tabulated twice.
-_flax_rms_norm = inspect.unwrap(linen.RMSNorm.__call__)
-_flax_layer_norm = inspect.unwrap(linen.LayerNorm.__call__)
+_OF_FLAX = {_flax.RMS: inspect.unwrap(linen.RMSNorm.__call__), _flax.LAYER: inspect.unwrap(linen.LayerNorm.__call__)}
 
 
 class RMSNorm(linen.RMSNorm):
@@ -43,10 +39,12 @@ class RMSNorm(linen.RMSNorm):
     code.
     """
 
+    _functions = _flax.RMS
+
     @linen.compact
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
-        y: jax.Array | None = _fused(rms_norm, self, (x,), mask, bias_init=None)
-        return _flax_rms_norm(self, x, mask=mask) if y is None else y
+        y: jax.Array | None = _fused(self._functions.norm, self, (jnp.asarray(x),), mask)
+        return _OF_FLAX[self._functions](self, x, mask=mask) if y is None else y
 
 
 class LayerNorm(linen.LayerNorm):
@@ -57,13 +55,29 @@ class LayerNorm(linen.LayerNorm):
     the mean is large against the deviation, Flax's lose digits.
     """
 
+    _functions = _flax.LAYER
+
     @linen.compact
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
-        y: jax.Array | None = _fused(layer_norm, self, (x,), mask, bias_init=self.bias_init if self.use_bias else None)
-        return _flax_layer_norm(self, x, mask=mask) if y is None else y
+        y: jax.Array | None = _fused(self._functions.norm, self, (jnp.asarray(x),), mask)
+        return _OF_FLAX[self._functions](self, x, mask=mask) if y is None else y
 
 
-class AddRMSNorm(RMSNorm):
+class _Add(linen.Module):
+    """What makes a norm one of the sum of x and a residual."""
+
+    @linen.compact
+    def __call__(
+        self, x: jax.Array, residual: jax.Array, *, mask: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        module: Any = self
+        rows = _flax.with_residual(self, x, residual)
+        results: tuple[jax.Array, jax.Array] | None = _fused(module._functions.add, module, rows, mask)
+        of_flax = partial(_OF_FLAX[module._functions], self)
+        return _flax.add_first(of_flax, *rows, mask) if results is None else results
+
+
+class AddRMSNorm(_Add, RMSNorm):  # type: ignore[misc]
     """The sum of a residual connection and its `RMSNorm`, computed by `jaxnorm.add_rms_norm`.
 
         y, new_residual = norm(x, residual)  # new_residual = x + residual, y = RMSNorm(...)(new_residual)
@@ -75,25 +89,9 @@ class AddRMSNorm(RMSNorm):
     the name that one had.
     """
 
-    @linen.compact
-    def __call__(  # type: ignore[override]
-        self, x: jax.Array, residual: jax.Array, *, mask: jax.Array | None = None
-    ) -> tuple[jax.Array, jax.Array]:
-        rows = _flax.with_residual(self, x, residual)
-        results = _fused(add_rms_norm, self, rows, mask, bias_init=None)
-        return _flax.add_first(partial(_flax_rms_norm, self), *rows, mask) if results is None else results
 
-
-class AddLayerNorm(LayerNorm):
+class AddLayerNorm(_Add, LayerNorm):  # type: ignore[misc]
     """The sum of a residual connection and its `LayerNorm`, computed by `jaxnorm.add_layer_norm`; see `AddRMSNorm`."""
-
-    @linen.compact
-    def __call__(  # type: ignore[override]
-        self, x: jax.Array, residual: jax.Array, *, mask: jax.Array | None = None
-    ) -> tuple[jax.Array, jax.Array]:
-        rows = _flax.with_residual(self, x, residual)
-        results = _fused(add_layer_norm, self, rows, mask, bias_init=self.bias_init if self.use_bias else None)
-        return _flax.add_first(partial(_flax_layer_norm, self), *rows, mask) if results is None else results
 
 
 class GatedRMSNorm(RMSNorm, kw_only=True):
@@ -120,9 +118,9 @@ class GatedRMSNorm(RMSNorm, kw_only=True):
         self, x: jax.Array, gate: jax.Array, *, mask: None = None
     ) -> jax.Array:
         _flax.must_be(self, "force_float32_reductions", True, "what is gated is computed in float32")
-        x, gate = _flax.with_gate(self, x, gate)
-        _flax.gated_axis(self, x, mask)
-        scale, _ = _parameters(self, x, (-1,), bias_init=None)
+        x, gate = _flax.with_other(self, x, "gate", gate, "multiplied")
+        _flax.last_axis(self, x, mask, "gated")
+        scale, _ = _parameters(self, x, (-1,))
         return gated_rms_norm(
             x,
             gate,
@@ -136,8 +134,34 @@ class GatedRMSNorm(RMSNorm, kw_only=True):
         )
 
 
-class QuantizedRMSNorm(RMSNorm, kw_only=True):
-    """An `RMSNorm` of which the result is quantised, computed by `jaxnorm.rms_norm_quantized`.
+class _Quantized(linen.Module, kw_only=True):
+    """What makes a norm one with a quantised result."""
+
+    quantization: Quantization
+    straight_through: bool = False
+
+    @overload
+    def __call__(self, x: jax.Array, residual: None = None, **_: Unpack[_flax.Scales]) -> Quantized: ...
+
+    @overload
+    def __call__(self, x: jax.Array, residual: jax.Array, **_: Unpack[_flax.Scales]) -> tuple[Quantized, jax.Array]: ...
+
+    @linen.compact
+    def __call__(
+        self,
+        x: jax.Array,
+        residual: jax.Array | None = None,
+        *,
+        static_scale: Any = None,
+        smooth_scale: jax.Array | None = None,
+        mask: None = None,
+    ) -> Quantized | tuple[Quantized, jax.Array]:
+        scales = {"static_scale": static_scale, "smooth_scale": smooth_scale}
+        return _quantized(self, x, residual, mask, scales)
+
+
+class QuantizedRMSNorm(_Quantized, RMSNorm, kw_only=True):  # type: ignore[misc]
+    """An `RMSNorm` with a quantised result, computed by `jaxnorm.rms_norm_quantized`.
 
         norm = QuantizedRMSNorm(quantization=Quantization(jnp.float8_e4m3fn))
         quantized = norm(x)
@@ -151,111 +175,62 @@ class QuantizedRMSNorm(RMSNorm, kw_only=True):
     A `mask`, `axis_index_groups` and `force_float32_reductions=False` are errors.
     """
 
-    quantization: Quantization
-    straight_through: bool = False
 
-    @overload  # type: ignore[override]
-    def __call__(self, x: jax.Array, residual: None = None, **_: Unpack[_flax.Scales]) -> Quantized: ...
-
-    @overload
-    def __call__(self, x: jax.Array, residual: jax.Array, **_: Unpack[_flax.Scales]) -> tuple[Quantized, jax.Array]: ...
-
-    @linen.compact
-    def __call__(
-        self,
-        x: jax.Array,
-        residual: jax.Array | None = None,
-        *,
-        static_scale: Any = None,
-        smooth_scale: jax.Array | None = None,
-        mask: None = None,
-    ) -> Quantized | tuple[Quantized, jax.Array]:
-        scales = {"static_scale": static_scale, "smooth_scale": smooth_scale}
-        return _quantized(rms_norm_quantized, self, x, residual, mask, scales, bias_init=None)
+class QuantizedLayerNorm(_Quantized, LayerNorm, kw_only=True):  # type: ignore[misc]
+    """A `LayerNorm` with a quantised result, computed by `jaxnorm.layer_norm_quantized`; see `QuantizedRMSNorm`."""
 
 
-class QuantizedLayerNorm(LayerNorm, kw_only=True):
-    """A `LayerNorm` of which the result is quantised, by `jaxnorm.layer_norm_quantized`; see `QuantizedRMSNorm`."""
-
-    quantization: Quantization
-    straight_through: bool = False
-
-    @overload  # type: ignore[override]
-    def __call__(self, x: jax.Array, residual: None = None, **_: Unpack[_flax.Scales]) -> Quantized: ...
-
-    @overload
-    def __call__(self, x: jax.Array, residual: jax.Array, **_: Unpack[_flax.Scales]) -> tuple[Quantized, jax.Array]: ...
-
-    @linen.compact
-    def __call__(
-        self,
-        x: jax.Array,
-        residual: jax.Array | None = None,
-        *,
-        static_scale: Any = None,
-        smooth_scale: jax.Array | None = None,
-        mask: None = None,
-    ) -> Quantized | tuple[Quantized, jax.Array]:
-        scales = {"static_scale": static_scale, "smooth_scale": smooth_scale}
-        bias_init = self.bias_init if self.use_bias else None
-        return _quantized(layer_norm_quantized, self, x, residual, mask, scales, bias_init)
-
-
-def _fused(
-    norm: Callable[..., Any],
-    module: RMSNorm | LayerNorm,
-    rows: tuple[jax.Array, ...],
-    mask: jax.Array | None,
-    bias_init: Any,
-) -> Any:
+def _fused(norm: Callable[..., Any], module: Any, rows: tuple[jax.Array, ...], mask: jax.Array | None) -> Any:
     """`norm` of x, or of x and a residual, called as `module` says.
 
     None, with no parameter made yet, where it does not say the same as Flax.
     """
-    rows = tuple(map(jnp.asarray, rows))
     *_, normalised = rows  # with a residual the sum, which is like it
     axes = _flax.kernel_axes(module, normalised, mask, _given(module))
     dtypes = (module.param_dtype, jnp.float32 if module.dtype is None else module.dtype, *(a.dtype for a in rows))
     if axes is None or not module.force_float32_reductions or not _flax.kernel_dtypes(*dtypes):
         return None
     axis, features = axes
-    scale, bias = _parameters(module, normalised, features, bias_init)
+    scale, bias = _parameters(module, normalised, features)
     dtype = linen.dtypes.canonicalize_dtype(normalised, scale, bias, dtype=module.dtype)
     return norm(*rows, scale, bias, epsilon=module.epsilon, axis=axis, out_dtype=dtype, axis_name=module.axis_name)
 
 
 def _quantized(
-    norm: Callable[..., Quantized | tuple[Quantized, jax.Array]],
-    module: QuantizedRMSNorm | QuantizedLayerNorm,
-    x: jax.Array,
-    residual: jax.Array | None,
-    mask: object,
-    scales: dict[str, Any],
-    bias_init: Any,
+    module: Any, x: jax.Array, residual: jax.Array | None, mask: object, scales: dict[str, Any]
 ) -> Quantized | tuple[Quantized, jax.Array]:
-    """The quantised `norm` of x, or of x and a residual, called as `module` says."""
+    """The quantised norm of x, or of x and a residual, called as `module` says."""
     _flax.must_be(module, "force_float32_reductions", True, "what is quantised is computed in float32")
     x = jnp.asarray(x)
     if residual is not None:
         x, residual = _flax.with_residual(module, x, residual)
     axis = _flax.function_axes(module, x, mask, "quantised")
-    scale, bias = _parameters(module, x, axis, bias_init)
-    options = {"quantization": module.quantization, "straight_through": module.straight_through, **scales}
-    options["axis_name"] = module.axis_name
-    return norm(x, scale, bias, residual=residual, epsilon=module.epsilon, axis=axis, **options)
+    scale, bias = _parameters(module, x, axis)
+    quantized: Quantized | tuple[Quantized, jax.Array] = module._functions.quantized(
+        x,
+        scale,
+        bias,
+        quantization=module.quantization,
+        residual=residual,
+        straight_through=module.straight_through,
+        epsilon=module.epsilon,
+        axis=axis,
+        axis_name=module.axis_name,
+        **scales,
+    )
+    return quantized
 
 
-def _given(module: RMSNorm | LayerNorm) -> list[jax.Array]:
+def _given(module: Any) -> list[jax.Array]:
     """The parameters that the call comes with; while they are initialised, none."""
     names = (name for name in ("scale", "bias") if module.has_variable("params", name))
     return [linen.meta.unbox(module.get_variable("params", name)) for name in names]
 
 
-def _parameters(
-    module: RMSNorm | LayerNorm, x: jax.Array, axis: tuple[int, ...], bias_init: Any
-) -> tuple[jax.Array | None, jax.Array | None]:
-    """The module's scale and bias, of the shape of these axes of x."""
+def _parameters(module: Any, x: jax.Array, axis: tuple[int, ...]) -> tuple[jax.Array | None, jax.Array | None]:
+    """The module's scale and bias, of the shape of these axes of x. An RMSNorm has no bias."""
     features = [x.shape[a] for a in axis]
     scale = module.param("scale", module.scale_init, features, module.param_dtype) if module.use_scale else None
-    bias = module.param("bias", bias_init, features, module.param_dtype) if bias_init else None
+    has_bias = getattr(module, "use_bias", False)
+    bias = module.param("bias", module.bias_init, features, module.param_dtype) if has_bias else None
     return scale, bias

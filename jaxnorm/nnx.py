@@ -9,12 +9,9 @@ import jax.numpy as jnp
 
 from jaxnorm import _flax
 from jaxnorm._flax import nnx
-from jaxnorm.added import add_layer_norm, add_rms_norm
-from jaxnorm.gated import gated_rms_norm
-from jaxnorm.gated_reference import Activation
-from jaxnorm.norms import layer_norm, rms_norm
+from jaxnorm.ops.gated_norm.api import gated_rms_norm
+from jaxnorm.ops.gated_norm.formula import Activation
 from jaxnorm.quantization import Quantization, Quantized
-from jaxnorm.quantized import layer_norm_quantized, rms_norm_quantized
 
 __all__ = [
     "AddLayerNorm",
@@ -36,8 +33,10 @@ class RMSNorm(nnx.RMSNorm):
     one's own, and dtypes other than float32, bfloat16 and float16 are computed by Flax's own code.
     """
 
+    _functions = _flax.RMS
+
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
-        y: jax.Array | None = _fused(rms_norm, self, mask, (x,), _value(self.scale))
+        y: jax.Array | None = _fused(self._functions.norm, self, mask, (jnp.asarray(x),))
         return super().__call__(x, mask) if y is None else y
 
 
@@ -49,12 +48,28 @@ class LayerNorm(nnx.LayerNorm):
     the mean is large against the deviation, Flax's lose digits.
     """
 
+    _functions = _flax.LAYER
+
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
-        y: jax.Array | None = _fused(layer_norm, self, mask, (x,), _value(self.scale), _value(self.bias))
+        y: jax.Array | None = _fused(self._functions.norm, self, mask, (jnp.asarray(x),))
         return super().__call__(x, mask=mask) if y is None else y
 
 
-class AddRMSNorm(RMSNorm):
+class _Add:
+    """What makes a norm one of the sum of x and a residual."""
+
+    _functions: _flax.Functions
+
+    def __call__(
+        self, x: jax.Array, residual: jax.Array, *, mask: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        rows = _flax.with_residual(self, x, residual)
+        results: tuple[jax.Array, jax.Array] | None = _fused(self._functions.add, self, mask, rows)
+        of_flax: Callable[..., Any] = super().__call__  # type: ignore[misc]
+        return _flax.add_first(of_flax, *rows, mask) if results is None else results
+
+
+class AddRMSNorm(_Add, RMSNorm):  # type: ignore[misc]
     """The sum of a residual connection and its `RMSNorm`, computed by `jaxnorm.add_rms_norm`.
 
         y, new_residual = norm(x, residual)  # new_residual = x + residual, y = RMSNorm(...)(new_residual)
@@ -64,23 +79,9 @@ class AddRMSNorm(RMSNorm):
     the kernels of `RMSNorm` do not serve is added first and then computed by Flax's own code.
     """
 
-    def __call__(  # type: ignore[override]
-        self, x: jax.Array, residual: jax.Array, *, mask: jax.Array | None = None
-    ) -> tuple[jax.Array, jax.Array]:
-        rows = _flax.with_residual(self, x, residual)
-        results = _fused(add_rms_norm, self, mask, rows, _value(self.scale))
-        return _flax.add_first(super().__call__, *rows, mask) if results is None else results
 
-
-class AddLayerNorm(LayerNorm):
+class AddLayerNorm(_Add, LayerNorm):  # type: ignore[misc]
     """The sum of a residual connection and its `LayerNorm`, computed by `jaxnorm.add_layer_norm`; see `AddRMSNorm`."""
-
-    def __call__(  # type: ignore[override]
-        self, x: jax.Array, residual: jax.Array, *, mask: jax.Array | None = None
-    ) -> tuple[jax.Array, jax.Array]:
-        rows = _flax.with_residual(self, x, residual)
-        results = _fused(add_layer_norm, self, mask, rows, _value(self.scale), _value(self.bias))
-        return _flax.add_first(super().__call__, *rows, mask) if results is None else results
 
 
 class GatedRMSNorm(RMSNorm):
@@ -115,8 +116,8 @@ class GatedRMSNorm(RMSNorm):
         self, x: jax.Array, gate: jax.Array, *, mask: None = None
     ) -> jax.Array:
         _flax.must_be(self, "promote_dtype", nnx.nn.dtypes.promote_dtype, "what is gated is computed in float32")
-        x, gate = _flax.with_gate(self, x, gate)
-        _flax.gated_axis(self, x, mask)
+        x, gate = _flax.with_other(self, x, "gate", gate, "multiplied")
+        _flax.last_axis(self, x, mask, "gated")
         scale = _value(self.scale)
         dtype = nnx.nn.dtypes.canonicalize_dtype(x, gate, scale, dtype=self.dtype)
         return gated_rms_norm(
@@ -132,8 +133,37 @@ class GatedRMSNorm(RMSNorm):
         )
 
 
-class QuantizedRMSNorm(RMSNorm):
-    """An `RMSNorm` of which the result is quantised, computed by `jaxnorm.rms_norm_quantized`.
+class _Quantized:
+    """What makes a norm one with a quantised result."""
+
+    def __init__(
+        self, num_features: int, *, quantization: Quantization, straight_through: bool = False, **flax: Any
+    ) -> None:
+        super().__init__(num_features, **flax)  # type: ignore[call-arg]
+        self.quantization = quantization
+        self.straight_through = straight_through
+
+    @overload
+    def __call__(self, x: jax.Array, residual: None = None, **_: Unpack[_flax.Scales]) -> Quantized: ...
+
+    @overload
+    def __call__(self, x: jax.Array, residual: jax.Array, **_: Unpack[_flax.Scales]) -> tuple[Quantized, jax.Array]: ...
+
+    def __call__(
+        self,
+        x: jax.Array,
+        residual: jax.Array | None = None,
+        *,
+        static_scale: Any = None,
+        smooth_scale: jax.Array | None = None,
+        mask: None = None,
+    ) -> Quantized | tuple[Quantized, jax.Array]:
+        scales = {"static_scale": static_scale, "smooth_scale": smooth_scale}
+        return _quantized(self, mask, x, residual, scales)
+
+
+class QuantizedRMSNorm(_Quantized, RMSNorm):  # type: ignore[misc]
+    """An `RMSNorm` with a quantised result, computed by `jaxnorm.rms_norm_quantized`.
 
         norm = QuantizedRMSNorm(features, quantization=Quantization(jnp.float8_e4m3fn), rngs=rngs)
         quantized = norm(x)
@@ -148,77 +178,26 @@ class QuantizedRMSNorm(RMSNorm):
     A `mask`, `axis_index_groups` and a `promote_dtype` of one's own are errors.
     """
 
-    def __init__(
-        self, num_features: int, *, quantization: Quantization, straight_through: bool = False, **flax: Any
-    ) -> None:
-        super().__init__(num_features, **flax)
-        self.quantization = quantization
-        self.straight_through = straight_through
 
-    @overload  # type: ignore[override]
-    def __call__(self, x: jax.Array, residual: None = None, **_: Unpack[_flax.Scales]) -> Quantized: ...
-
-    @overload
-    def __call__(self, x: jax.Array, residual: jax.Array, **_: Unpack[_flax.Scales]) -> tuple[Quantized, jax.Array]: ...
-
-    def __call__(
-        self,
-        x: jax.Array,
-        residual: jax.Array | None = None,
-        *,
-        static_scale: Any = None,
-        smooth_scale: jax.Array | None = None,
-        mask: None = None,
-    ) -> Quantized | tuple[Quantized, jax.Array]:
-        scales = {"static_scale": static_scale, "smooth_scale": smooth_scale}
-        return _quantized(rms_norm_quantized, self, mask, x, residual, scales, _value(self.scale))
-
-
-class QuantizedLayerNorm(LayerNorm):
-    """A `LayerNorm` of which the result is quantised, by `jaxnorm.layer_norm_quantized`; see `QuantizedRMSNorm`."""
-
-    def __init__(
-        self, num_features: int, *, quantization: Quantization, straight_through: bool = False, **flax: Any
-    ) -> None:
-        super().__init__(num_features, **flax)
-        self.quantization = quantization
-        self.straight_through = straight_through
-
-    @overload  # type: ignore[override]
-    def __call__(self, x: jax.Array, residual: None = None, **_: Unpack[_flax.Scales]) -> Quantized: ...
-
-    @overload
-    def __call__(self, x: jax.Array, residual: jax.Array, **_: Unpack[_flax.Scales]) -> tuple[Quantized, jax.Array]: ...
-
-    def __call__(
-        self,
-        x: jax.Array,
-        residual: jax.Array | None = None,
-        *,
-        static_scale: Any = None,
-        smooth_scale: jax.Array | None = None,
-        mask: None = None,
-    ) -> Quantized | tuple[Quantized, jax.Array]:
-        scales = {"static_scale": static_scale, "smooth_scale": smooth_scale}
-        return _quantized(layer_norm_quantized, self, mask, x, residual, scales, _value(self.scale), _value(self.bias))
+class QuantizedLayerNorm(_Quantized, LayerNorm):  # type: ignore[misc]
+    """A `LayerNorm` with a quantised result, computed by `jaxnorm.layer_norm_quantized`; see `QuantizedRMSNorm`."""
 
 
 def _value(parameter: Any) -> jax.Array | None:
     return None if parameter is None else parameter[...]
 
 
-def _fused(
-    norm: Callable[..., Any],
-    module: RMSNorm | LayerNorm,
-    mask: jax.Array | None,
-    rows: tuple[jax.Array, ...],
-    *parameters: jax.Array | None,
-) -> Any:
+def _parameters(module: Any) -> tuple[jax.Array | None, jax.Array | None]:
+    """scale and bias, which an RMSNorm has not."""
+    return _value(module.scale), _value(getattr(module, "bias", None))
+
+
+def _fused(norm: Callable[..., Any], module: Any, mask: jax.Array | None, rows: tuple[jax.Array, ...]) -> Any:
     """`norm` of x, or of x and a residual, called as `module` says, or None where it does not say the same as Flax."""
     if module.promote_dtype is not nnx.nn.dtypes.promote_dtype:
         return None
-    rows = tuple(map(jnp.asarray, rows))
     *_, normalised = rows  # with a residual the sum, which is like it
+    parameters = _parameters(module)
     dtype = nnx.nn.dtypes.canonicalize_dtype(normalised, *parameters, dtype=module.dtype)
     axes = _flax.kernel_axes(module, normalised, mask, parameters)
     if axes is None or not _flax.kernel_dtypes(dtype, *(a.dtype for a in (*rows, *parameters) if a is not None)):
@@ -229,31 +208,38 @@ def _fused(
 
 
 def _quantized(
-    norm: Callable[..., Quantized | tuple[Quantized, jax.Array]],
-    module: QuantizedRMSNorm | QuantizedLayerNorm,
-    mask: object,
-    x: jax.Array,
-    residual: jax.Array | None,
-    scales: dict[str, Any],
-    *parameters: jax.Array | None,
+    module: Any, mask: object, x: jax.Array, residual: jax.Array | None, scales: dict[str, Any]
 ) -> Quantized | tuple[Quantized, jax.Array]:
-    """The quantised `norm` of x, or of x and a residual, called as `module` says."""
+    """The quantised norm of x, or of x and a residual, called as `module` says."""
     _flax.must_be(module, "promote_dtype", nnx.nn.dtypes.promote_dtype, "what is quantised is computed in float32")
     rows: tuple[jax.Array, ...] = (jnp.asarray(x),)
     if residual is not None:
         rows = _flax.with_residual(module, x, residual)
     axis = _flax.function_axes(module, rows[-1], mask, "quantised")
+    parameters = _parameters(module)
     dtype = nnx.nn.dtypes.canonicalize_dtype(rows[-1], *parameters, dtype=module.dtype)
-    rows, parameters = _operands(rows, parameters, dtype, axis)
-    x, *added = rows
-    options = {"quantization": module.quantization, "straight_through": module.straight_through, **scales}
-    options["axis_name"] = module.axis_name
-    return norm(x, *parameters, residual=added[0] if added else None, epsilon=module.epsilon, axis=axis, **options)
+    (x, *added), (scale, bias) = _operands(rows, parameters, dtype, axis)
+    quantized: Quantized | tuple[Quantized, jax.Array] = module._functions.quantized(
+        x,
+        scale,
+        bias,
+        quantization=module.quantization,
+        residual=added[0] if added else None,
+        straight_through=module.straight_through,
+        epsilon=module.epsilon,
+        axis=axis,
+        axis_name=module.axis_name,
+        **scales,
+    )
+    return quantized
 
 
 def _operands(
-    rows: tuple[jax.Array, ...], parameters: tuple[jax.Array | None, ...], dtype: Any, axes: tuple[int, ...]
-) -> tuple[tuple[jax.Array, ...], tuple[jax.Array | None, ...]]:
+    rows: tuple[jax.Array, ...],
+    parameters: tuple[jax.Array | None, jax.Array | None],
+    dtype: Any,
+    axes: tuple[int, ...],
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array | None, jax.Array | None]]:
     """x, or x and a residual, and parameters: rounded to `dtype` as Flax rounds them, parameters with `axes`' shape."""
     features = tuple(rows[-1].shape[axis] for axis in axes)
     for parameter in parameters:
@@ -262,8 +248,8 @@ def _operands(
                 f"the norm's parameters are of {parameter.size} features, expected {math.prod(features)}: x has shape "
                 f"{rows[-1].shape}, of which the axes {axes} are features. Construct it with that many."
             )
-    parameters = tuple(None if p is None else _promote(p, dtype).reshape(features) for p in parameters)
-    return (tuple(_promote(x, dtype) for x in rows) if len(rows) == 1 else rows), parameters
+    scale, bias = (None if p is None else _promote(p, dtype).reshape(features) for p in parameters)
+    return (tuple(_promote(x, dtype) for x in rows) if len(rows) == 1 else rows), (scale, bias)
 
 
 def _promote(array: jax.Array, dtype: Any) -> jax.Array:

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export, lax
 
-from jaxnorm import quantized_validation, validation
+from jaxnorm.ops.checks import check_flag
+from jaxnorm.ops.quantized_norm import checks
 
 Granularity = Literal["token", "tensor", "group"]
 SMALLEST_SCALE = 2.0**-126  # the smallest float32 whose reciprocal is finite and that no platform takes for zero
@@ -41,15 +42,15 @@ class Quantization:
 
     def __post_init__(self) -> None:
         checked = {
-            "dtype": quantized_validation.check_quantized_dtype(self.dtype, LARGEST),
-            "granularity": quantized_validation.check_granularity(self.granularity),
-            "group_size": quantized_validation.check_group_size(self.group_size, self.granularity, GROUP_SIZES),
-            "power_of_two": validation.check_flag("Quantization", "power_of_two", self.power_of_two),
-            "max_scale": quantized_validation.check_max_scale(self.max_scale, SMALLEST_SCALE),
+            "dtype": checks.check_quantized_dtype(self.dtype, LARGEST),
+            "granularity": checks.check_granularity(self.granularity),
+            "group_size": checks.check_group_size(self.group_size, self.granularity, GROUP_SIZES),
+            "power_of_two": check_flag("Quantization", "power_of_two", self.power_of_two),
+            "max_scale": checks.check_max_scale(self.max_scale, SMALLEST_SCALE),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
-        quantized_validation.check_scale_options(self)
+        checks.check_scale_options(self)
 
     @property
     def largest(self) -> float:

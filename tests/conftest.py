@@ -1,5 +1,6 @@
 """One suite for every platform: what it tests is the installed package on JAX's default backend."""
 
+import argparse
 import os
 import shutil
 from pathlib import Path
@@ -16,6 +17,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
 import pytest
+from coverage import set_full
 from hypothesis import settings
 from native import description, is_built, is_platform_with_kernels, why_not_native
 
@@ -27,10 +29,18 @@ settings.load_profile("jaxnorm")
 
 
 def pytest_addoption(parser):
+    parser.addoption(
+        "--full",
+        action=argparse.BooleanOptionalAction,
+        help="run all combinations of factors, not only each pair of values; the default on a GPU",
+    )
     parser.addoption("--large", action="store_true", help="run the tests marked large on CPU too (30 GiB of memory)")
 
 
 def pytest_configure(config):
+    full = config.getoption("--full")
+    set_full(jax.default_backend() == "gpu" if full is None else full)
+    config.addinivalue_line("markers", "jax_version: depends on JAX's version: the tests of another Python")
     config.addinivalue_line("markers", "kernels: calls the handlers themselves; on a platform that has them")
     config.addinivalue_line("markers", "plans: launch plans, which need no GPU; where jaxnorm is built with CUDA")
     config.addinivalue_line("markers", "emulated: CUDA kernels on the host; where there is a CUDA compiler")
@@ -54,6 +64,7 @@ def pytest_report_header():
     ]
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
 def pytest_collection_modifyitems(config, items):
     on_gpu = jax.default_backend() == "gpu"
     has = {
@@ -65,9 +76,13 @@ def pytest_collection_modifyitems(config, items):
         "large": on_gpu or config.getoption("--large"),
     }
     absent = {name for name, present in has.items() if not present}
-    deselected = [item for item in items if absent & {mark.name for mark in item.iter_markers()}]
+    kept, deselected = [], []
+    for item in items:
+        if item.get_closest_marker("emulated") and config.pluginmanager.hasplugin("xdist"):
+            item.add_marker(pytest.mark.xdist_group("emulated"))  # one worker compiles the kernels for all
+        (deselected if absent & {mark.name for mark in item.iter_markers()} else kept).append(item)
     config.hook.pytest_deselected(items=deselected)
-    items[:] = [item for item in items if item not in deselected]
+    items[:] = kept
 
 
 @pytest.fixture

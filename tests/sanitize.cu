@@ -1,7 +1,8 @@
 // Every regime of the CUDA kernels without Python, for compute-sanitizer, whose tools but memcheck do not get along
 // with a whole JAX process:
 //
-//   nvcc -std=c++17 -O3 --fmad=false -arch=native -Isrc tests/sanitize.cu src/cuda/*.cu src/cuda/*.cc -o sanitize
+//   nvcc -std=c++17 -O3 --fmad=false -arch=native -Isrc tests/sanitize.cu src/cuda/*/*.cu src/cuda/*/*.cc src/cuda/*.cc
+//     -o sanitize       # on one line
 //   for tool in memcheck racecheck synccheck initcheck; do compute-sanitizer --tool $tool ./sanitize; done
 //   compute-sanitizer --tool racecheck ./sanitize layer bf16            # a part of them
 //   compute-sanitizer --tool racecheck ./sanitize layer bf16 37 4096    # one shape, rows by columns
@@ -15,8 +16,8 @@
 #include <initializer_list>
 
 #include "cuda/engine/device.h"
-#include "cuda/norms.h"
 #include "cuda/engine/plan.h"
+#include "cuda/ops.h"
 
 namespace {
 
@@ -62,7 +63,8 @@ class Array {
 
 // `offset`: of each array, in elements, so that it is aligned to them and to nothing more. `pad`: columns after each
 // row of y and dy.
-void run(Kind kind, Dtype dtype, int64_t rows, int64_t cols, int64_t offset, const RowMap& weight_rows = {}, int64_t pad = 0) {
+void run(Kind kind, Dtype dtype, int64_t rows, int64_t cols, int64_t offset, const RowMap& weight_rows = {},
+         int64_t pad = 0) {
   now = {kind, dtype, rows, cols};
   const Array x(dtype, rows * cols, offset, true), dy(dtype, rows * (cols + pad), offset, true);
   const int64_t weights = weight_rows.count * cols;
@@ -71,38 +73,41 @@ void run(Kind kind, Dtype dtype, int64_t rows, int64_t cols, int64_t offset, con
   const Array sum(dtype, rows * cols, offset, true), dsum(dtype, rows * cols, offset, true);
   const Array mean(Dtype::f32, rows, 0, false), rstd(Dtype::f32, rows, 0, false), tickets(Dtype::f32, 1, 0, false);
   const Array dscale(dtype, weights, 0, false), dbias(dtype, weights, 0, false);
-  const Array row_sums(Dtype::f32, 2 * rows * (row_segments(dtype, cols) + 1), 0, false);
-  const Array workspace(Dtype::f32, 2 * partial_rows(dtype, cols, weight_rows) * weights, 0, false);
+  const WorkspaceSize size = norm_backward_workspace({dtype, cols, kind == Kind::layer ? 2 : 1, weight_rows, true});
+  const int64_t workspace_floats = rows * size.floats_a_row + size.floats;
+  const Array workspace(Dtype::f32, workspace_floats, 0, false);
   const auto floats = [](const Array& array) { return static_cast<float*>(array.get()); };
 
-  Forward f{};
+  AddNormForward f{};
   f.kind = kind, f.rows = rows, f.cols = cols, f.epsilon = 1e-6f, f.multiply_before_cast = true;
-  f.x = {x.get(), dtype}, f.scale = {scale.get(), dtype}, f.y = {y.get(), dtype};
+  f.x = {x.get(), dtype}, f.scale = {scale.get(), dtype}, f.y = {y.get(), dtype}, f.y_stride = cols + pad;
   if (kind == Kind::layer) f.bias = {bias.get(), dtype};
-  f.mean = floats(mean), f.rstd = floats(rstd), f.weight_rows = weight_rows, f.y_pad = pad;
-  f.tickets = static_cast<uint32_t*>(tickets.get());
-  finish(forward(f, nullptr), "forward");
+  f.mean = floats(mean), f.rstd = floats(rstd), f.weight_rows = weight_rows;
+  f.workspace = {floats(tickets), 1};
+  const NormForward& alone = f;
+  finish(jaxnorm::cuda::run(alone, nullptr), "forward");
 
-  Backward b{};
+  NormBackward b{};
   b.kind = kind, b.rows = rows, b.cols = cols;
   b.x = f.x, b.scale = f.scale, b.dy = {dy.get(), dtype}, b.dx = {dx.get(), dtype};
   b.mean = f.mean, b.rstd = f.rstd, b.dscale = {dscale.get(), dtype};
   if (kind == Kind::layer) b.dbias = {dbias.get(), dtype};
-  b.row_sums = floats(row_sums), b.workspace = floats(workspace), b.weight_rows = weight_rows, b.dy_pad = pad;
-  finish(backward(b, nullptr), "backward");
+  b.workspace = {floats(workspace), workspace_floats}, b.weight_rows = weight_rows, b.dy_stride = cols + pad;
+  finish(jaxnorm::cuda::run(b, nullptr), "backward");
 
   if (weight_rows.count == 1 && pad == 0) {
-    // The same as parts of rows that are split over devices.
-    finish(part_statistics({kind, rows, cols, f.x, f.mean, f.rstd}, nullptr), "statistics");
+    // The same as shards of rows.
+    finish(jaxnorm::cuda::run(ShardStatistics{kind, rows, cols, f.x, f.mean, f.rstd}, nullptr), "statistics");
     const float* const means = kind == Kind::layer ? f.mean : nullptr;
-    finish(part_apply({kind, rows, cols, f.x, f.scale, f.bias, f.y, means, f.rstd, 0.0f, true}, nullptr), "apply");
+    const ShardApply apply{kind, rows, cols, f.x, f.scale, f.bias, f.y, means, f.rstd, 0.0f, true};
+    finish(jaxnorm::cuda::run(apply, nullptr), "apply");
   }
 
   // Of a residual connection, whose sum takes the residual's place.
   f.residual = {sum.get(), dtype}, f.sum = {sum.get(), dtype};
-  finish(forward(f, nullptr), "forward with a residual");
+  finish(jaxnorm::cuda::run(f, nullptr), "forward with a residual");
   b.x = f.residual, b.dsum = {dsum.get(), dtype};
-  finish(backward(b, nullptr), "backward with dsum");
+  finish(jaxnorm::cuda::run(b, nullptr), "backward with dsum");
 }
 
 // Quantised results, with a scale for each row, for groups and given; without a residual and with one.
@@ -118,8 +123,8 @@ void run_quantized(Kind kind, Dtype dtype, int64_t rows, int64_t cols, int64_t o
       if (group && cols % group) continue;
       const Dtype format = formats[turn++ % 3];
       const Array values(format, rows * cols, offset, false);
-      Forward f{};
-      f.kind = kind, f.rows = rows, f.cols = cols, f.epsilon = 1e-6f, f.multiply_before_cast = true;
+      QuantizedNormForward f{};
+      f.kind = kind, f.rows = rows, f.cols = cols, f.epsilon = 1e-6f, f.weight_rows = {};
       f.x = {x.get(), dtype}, f.scale = {scale.get(), dtype};
       if (kind == Kind::layer) f.bias = {bias.get(), dtype};
       if (adds) f.residual = {sum.get(), dtype}, f.sum = {sum.get(), dtype};
@@ -130,7 +135,7 @@ void run_quantized(Kind kind, Dtype dtype, int64_t rows, int64_t cols, int64_t o
       } else {
         f.quantized.given = static_cast<const float*>(given.get());
       }
-      finish(forward(f, nullptr), "quantised forward");
+      finish(jaxnorm::cuda::run(f, nullptr), "quantised forward");
     }
 }
 
@@ -142,20 +147,21 @@ void run_gated(Dtype dtype, int64_t rows, int64_t cols, int64_t weight_rows, int
   const Array y(dtype, rows * cols, offset, false), dx(dtype, rows * cols, offset, false);
   const Array dgate(dtype, rows * cols, offset, false), dscale(dtype, weight_rows * cols, 0, false);
   const Array rstd(Dtype::f32, rows, 0, false);
-  const Array workspace(Dtype::f32, partial_rows(dtype, cols, {weight_rows, 1}) * weight_rows * cols, 0, false);
+  const int64_t workspace_floats = gated_norm_backward_workspace({dtype, cols, 1, {weight_rows, 1}, true}).floats;
+  const Array workspace(Dtype::f32, workspace_floats, 0, false);
   for (const bool first : {false, true}) {
-    Forward f{};
-    f.kind = Kind::rms, f.rows = rows, f.cols = cols, f.epsilon = 1e-6f, f.multiply_before_cast = true;
+    GatedNormForward f{};
+    f.rows = rows, f.cols = cols, f.epsilon = 1e-6f;
     f.x = {x.get(), dtype}, f.scale = {scale.get(), dtype}, f.y = {y.get(), dtype}, f.weight_rows = {weight_rows, 1};
     f.gate = {{gate.get(), dtype}, first ? Activation::silu : Activation::sigmoid, first};
     f.rstd = static_cast<float*>(rstd.get());
-    finish(forward(f, nullptr), "gated forward");
+    finish(jaxnorm::cuda::run(f, nullptr), "gated forward");
 
-    Backward b{};
-    b.kind = Kind::rms, b.rows = rows, b.cols = cols, b.weight_rows = f.weight_rows, b.gate = f.gate, b.rstd = f.rstd;
+    GatedNormBackward b{};
+    b.rows = rows, b.cols = cols, b.weight_rows = f.weight_rows, b.gate = f.gate, b.rstd = f.rstd;
     b.x = f.x, b.scale = f.scale, b.dy = {dy.get(), dtype}, b.dx = {dx.get(), dtype}, b.dgate = {dgate.get(), dtype};
-    b.dscale = {dscale.get(), dtype}, b.workspace = static_cast<float*>(workspace.get());
-    finish(backward(b, nullptr), "gated backward");
+    b.dscale = {dscale.get(), dtype}, b.workspace = {static_cast<float*>(workspace.get()), workspace_floats};
+    finish(jaxnorm::cuda::run(b, nullptr), "gated backward");
   }
 }
 
@@ -182,7 +188,7 @@ int main(int argc, char** argv) {
       for (const int64_t cols : {24, 64, 256, 257, 512, 1024, 4096, 12288, 16384, 65536, 262144, 300032})
         for (const int64_t rows : {1, 70}) run_quantized(kind, dtype, rows, cols, 0);
       // No more rows than clusters run at once: where blocks of two clusters of 16 share a multiprocessor, synccheck
-      // ends any program (bench/NOTES.md).
+      // ends any program (docs/experiments/sanitizer.md).
       run_quantized(kind, dtype, 7, 100003, 0);
       run(kind, dtype, 7, 140000, 1);
       for (const int64_t cols : {64, 128, 257, 1024, 4096}) {

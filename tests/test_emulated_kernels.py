@@ -7,39 +7,62 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent / "emulator"
-SOURCES = HERE.parent.parent / "src"
-WAYS = ("norm_grad", "gated_norm_grad", "forward", "forward_added", "forward_quantized", "gated")
-KERNELS = [f"ops/{way}_{dtype}.cu" for dtype in ("f32", "bf16") for way in WAYS]
+HERE = Path(__file__).parent
+EMULATOR, TOY = HERE / "emulator", HERE / "toy"
+SOURCES = HERE.parent / "src"
+OPS = ("norm_grad", "norm", "add_norm", "quantized_norm", "gated_norm_grad", "gated_norm")
+ENGINE = ("cuda/engine/plan.cc", "cuda/engine/grad_schedule.cc", "cuda/engine/partials.cu")
+UNITS = (
+    *(f"cuda/ops/{op}_{dtype}.cu" for dtype in ("f32", "bf16") for op in OPS),
+    *(f"cuda/ops/{op}.cu" for op in ("shard_apply", "shard_statistics", "add")),
+    *ENGINE,
+    "cuda/ops/grad.cc",
+    "cuda/dispatch.cc",
+)
+# Results and gradients; with per-head weights; with padding; quantised results; gated norms; sharded rows.
+PROGRAMS = ("run", "run_heads", "run_padding", "run_quantized", "run_gated", "run_shards")
 
 pytestmark = pytest.mark.emulated
 
 
-def compile_object(source, folder):
-    target = folder / f"{source.name}.o"
-    # nvcc knows where CUDA's headers are, and hands C++ on to the compiler of the host.
-    host = "-Xcompiler=-ffp-contract=off,-U_FORTIFY_SOURCE,-w"  # longjmp between stacks is what fortifying forbids
-    flags = ["-x", "c++", "-std=c++17", "-O1", host, f"-I{HERE}", f"-I{SOURCES}"]
-    subprocess.run(["nvcc", *flags, "-include", "emulator.h", "-c", source, "-o", target], check=True)
-    return target
+def compile_objects(sources, folder):
+    def compile_object(source):
+        target = folder / f"{source.name}.o"
+        # nvcc knows where CUDA's headers are, and hands C++ on to the compiler of the host.
+        host = "-Xcompiler=-ffp-contract=off,-U_FORTIFY_SOURCE,-w"  # longjmp between stacks is what fortifying forbids
+        flags = ["-x", "c++", "-std=c++17", "-O1", host, f"-I{EMULATOR}", f"-I{SOURCES}"]
+        subprocess.run(["nvcc", *flags, "-include", "emulator.h", "-c", source, "-o", target], check=True)
+        return target
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(compile_object, sources))
+
+
+def failures(objects, program):
+    subprocess.run(["nvcc", *objects, "-cudart", "none", "-lpthread", "-o", program], check=True)
+    done = subprocess.run([program], capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout, done.stderr
 
 
 @pytest.fixture(scope="module")
 def objects(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("emulated")
-    units = [*KERNELS, "ops/shard_apply.cu", "ops/shard_statistics.cu", "ops/add.cu", "ops/grad.cc", "dispatch.cc"]
-    units += ["engine/partials.cu", "engine/plan.cc", "engine/grad_schedule.cc"]
-    sources = [*(SOURCES / "cuda" / unit for unit in units), HERE / "emulator.cc", HERE / "absent.cc"]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(lambda source: compile_object(source, folder), sources))
+    sources = [*(SOURCES / unit for unit in UNITS), EMULATOR / "emulator.cc", EMULATOR / "absent.cc"]
+    return compile_objects(sources, tmp_path_factory.mktemp("emulated"))
 
 
-# Results and gradients; of several rows of weights; with padding; quantised results; gated norms; rows that are split
-# over devices.
-@pytest.mark.parametrize("program", ["run", "run_heads", "run_padding", "run_quantized", "run_gated", "run_parts"])
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_no_failures(program, objects, tmp_path):
-    own = compile_object(HERE / f"{program}.cc", tmp_path)
-    target = tmp_path / program
-    subprocess.run(["nvcc", *objects, own, "-cudart", "none", "-lpthread", "-o", target], check=True)
-    done = subprocess.run([target], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "0 failures\n", "")
+    own = compile_objects([EMULATOR / f"{program}.cc"], tmp_path)
+    assert failures([*objects, *own], tmp_path / program) == (0, "0 failures\n", "")
+
+
+# An op out of the package's tree is a file, and nothing of the package's own ops.
+@pytest.mark.parametrize("op", ["l2_norm"])
+def test_an_op_out_of_tree(op, tmp_path):
+    sources = [
+        TOY / f"{op}.cu",
+        TOY / f"run_{op}.cc",
+        EMULATOR / "emulator.cc",
+        *(SOURCES / unit for unit in ENGINE[:1]),
+    ]
+    assert failures(compile_objects(sources, tmp_path), tmp_path / op) == (0, "0 failures\n", "")

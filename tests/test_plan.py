@@ -81,39 +81,47 @@ def test_no_length_of_the_grid_is_looped(cuda, op, kind, dtype, cols):
     assert cuda.plan(op, kind, dtype, cols, max_cluster=16)["regime"] != "looped"
 
 
+def weight_floats(cuda, dtype, cols, *, count=1, inner=1):
+    """How many rows of partial sums of each row of a weight the backward wants room for."""
+    target = "jaxnorm_rms_norm_bwd"
+    return cuda.workspace(target, dtype, cols, weights=1, count=count, inner=inner)[1] // (count * cols)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_there_are_partial_sums(cuda, dtype):
-    assert all(0 < cuda.partial_rows(dtype, cols) <= 4096 for cols in LENGTHS)
+    assert all(0 < weight_floats(cuda, dtype, cols) <= 4096 for cols in LENGTHS)
 
 
-# Numbers of heads that divide the rows of a block, that do not, and that exceed them and the blocks that run at once.
+# Numbers of weights that divide the rows of a block, that do not, and that exceed them and the blocks that run at once.
 @pytest.mark.parametrize(("count", "inner"), list(product((2, 3, 7, 32, 40, 64, 100, 131, 1000), (1, 5))))
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_heads_leave_no_more_partial_rows(cuda, dtype, count, inner):
-    lengths = [cols for cols in LENGTHS if cols <= 8192]
+def test_per_head_weights_leave_no_more_partial_rows(cuda, dtype, count, inner):
     rows = {
-        cols: (cuda.partial_rows(dtype, cols, count, inner), cuda.partial_rows(dtype, cols, 1, 1)) for cols in lengths
+        cols: (weight_floats(cuda, dtype, cols, count=count, inner=inner), weight_floats(cuda, dtype, cols))
+        for cols in LENGTHS
+        if cols <= 8192
     }
-    assert [cols for cols, (of_heads, plain) in rows.items() if not 0 < of_heads <= plain] == []
+    assert [cols for cols, (per_head, plain) in rows.items() if not 0 < per_head <= plain] == []
 
 
-# A result's shape may not depend on the device, so the workspace has to suit the plan of every device.
+# The shape of a workspace may not depend on the device, so it has to suit the plan of every device.
 @table
 def test_there_is_room_for_the_sums_of_all_segments(cuda, op, kind, dtype, max_cluster):
     segments = {cols: cuda.plan("backward", kind, dtype, cols, max_cluster)["segments"] for cols in LENGTHS}
-    assert [cols for cols in LENGTHS if segments[cols] not in (0, cuda.row_segments(dtype, cols))] == []
+    room = {cols: cuda.workspace(f"jaxnorm_{kind}_norm_bwd", dtype, cols, with_dx=True)[0] for cols in LENGTHS}
+    assert [cols for cols in LENGTHS if segments[cols] > 0 and 2 * segments[cols] != room[cols]] == []
 
 
-# Nor may the count of rows that clusters draw, which are those that go by vectors.
+# Nor may the count of tickets, for rows that vectors divide and clusters draw.
 @pytest.mark.parametrize(("kind", "dtype", "max_cluster"), list(product(KINDS, DTYPES, CLUSTERS)))
-def test_there_is_room_to_count_drawn_rows(cuda, kind, dtype, max_cluster):
-    def is_drawn(cols):
+def test_there_is_room_to_count_tickets(cuda, kind, dtype, max_cluster):
+    def is_dynamic(cols):
         vectors = cols * jnp.dtype(dtype).itemsize % 16 == 0 and (kind == "rms" or dtype == "float32")
         return vectors and cuda.plan("forward", kind, dtype, cols, max_cluster)["regime"] == "cluster per row"
 
-    drawn = {cols for cols in LENGTHS if is_drawn(cols)}
-    counted = {cols for cols in LENGTHS if cuda.has_drawn_rows(kind, dtype, cols)}
-    assert drawn == counted if max_cluster == 16 else drawn <= counted
+    dynamic = {cols for cols in LENGTHS if is_dynamic(cols)}
+    counted = {cols for cols in LENGTHS if cuda.workspace(f"jaxnorm_{kind}_norm_fwd", dtype, cols) == (0, 1)}
+    assert dynamic == counted if max_cluster == 16 else dynamic <= counted
 
 
 # Kernels with gates have no other way.

@@ -4,12 +4,15 @@ from typing import assert_type
 
 import jax
 import jax.numpy as jnp
+import pytest
 from flax import nnx
 
 import jaxnorm
 import jaxnorm.linen
 import jaxnorm.nnx
 from jaxnorm import Quantization, Quantized
+
+pytestmark = pytest.mark.jax_version
 
 INT8 = Quantization(jnp.int8)
 

@@ -3,32 +3,42 @@
 
 #include <cstdint>
 
-#include "norm.h"
+#include "ops/gated_norm.h"
+#include "ops/norm.h"
+#include "ops/quantized_norm.h"
 
 namespace jaxnorm::cpu {
 
-// In what these are given, scale, bias and smooth are f32 and the scale has its offset in it: widen() makes them so.
-// `count` elements are any number of neighbours in an array.
-// `traffic` is how many bytes all rows of the call read and write.
+// sum = a + b, in b's dtype, of rows that are normalised next and read from the cache then. It may lie where b does.
+struct Addition {
+  Input a, b;
+  Output sum;
+};
+
+// In the ops that these are given, scale, bias and smooth are f32 and the scale has its offset in it: widen() makes
+// them so. They work on rows [begin, end); `traffic` is how many bytes all rows of the call read and write. Gradients
+// of weights are added to f32 sums of the weights' shape; null: they are not wanted.
 struct Kernels {
   const char* isa;
 
-  // Normalises rows [begin, end), and quantises them where that is asked for.
-  void (*forward)(const Forward& f, int64_t begin, int64_t end, int64_t traffic);
+  // With an addition, which is then done first, p.x is its sum.
+  void (*norm)(const NormForward& p, const Addition* addition, int64_t begin, int64_t end, int64_t traffic);
+  void (*quantized_norm)(const QuantizedNormForward& p, const Addition* addition, int64_t begin, int64_t end,
+                         int64_t traffic);
+  void (*gated_norm)(const GatedNormForward& p, int64_t begin, int64_t end, int64_t traffic);
 
-  // Writes dx of rows [begin, end) and adds their dscale and dbias, where asked for, to f32 sums of a row for each
-  // head.
-  void (*backward)(const Backward& b, int64_t begin, int64_t end, float* dscale, float* dbias, int64_t traffic);
+  void (*norm_grad)(const NormBackward& p, int64_t begin, int64_t end, float* dscale, float* dbias, int64_t traffic);
+  void (*gated_norm_grad)(const GatedNormBackward& p, int64_t begin, int64_t end, float* dscale, int64_t traffic);
 
-  // Adds `from` to `into`.
+  // Of `count` neighbours in an array: adds `from` to `into`; writes `from`; writes from + offset.
   void (*add)(const float* from, float* into, int64_t count);
-
   void (*cast)(const float* from, Output into, int64_t count);
-
-  // Writes from + offset.
   void (*widen)(Input from, float offset, float* into, int64_t count);
 };
 
 extern const Kernels baseline, avx2, avx512;
+
+// Those that this processor runs.
+const Kernels& kernels();
 
 }  // namespace jaxnorm::cpu

@@ -1,7 +1,10 @@
+// From a call to the code for its dtype, with a plan that is made once.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "cuda/norms.h"
+#include "cuda/engine/device.h"
+#include "cuda/ops.h"
+#include "cuda/ops/norms.h"
 
 namespace jaxnorm::cuda {
 namespace {
@@ -12,23 +15,62 @@ cudaError_t with_dtype(Dtype dtype, F f) {
   return dtype == Dtype::f16 ? f(__half{}) : f(__nv_bfloat16{});
 }
 
-}  // namespace
+// `stream_dtype`: of what is normalised.
+Plan forward_plan(const NormOperands& p, Dtype stream_dtype) {
+  return make_plan(Op::forward, p.kind, stream_dtype, p.cols, current_device().max_cluster());
+}
 
-cudaError_t forward(const Forward& p, cudaStream_t stream) {
-  if (p.rows == 0) return cudaSuccess;
-  const cudaError_t fused = with_dtype(p.residual ? p.residual.dtype : p.x.dtype, [&](auto type) {
-    using X = decltype(type);
-    if (p.gate) return forward_gated_of<X>(p, stream);
-    if (p.quantized.values.data) return forward_quantized_of<X>(p, stream);
-    return p.residual ? forward_added_of<X>(p, stream) : forward_of<X>(p, stream);
-  });
-  if (!p.residual || fused != cudaErrorNotSupported) return fused;
-  const cudaError_t error = add(p, stream);
+// An op of a sum that no one kernel does: the sum by itself, and then the op of it.
+template <typename P, typename F>
+cudaError_t add_and(const P& p, cudaStream_t stream, F run) {
+  const cudaError_t error = add(p.x, p.residual, p.sum, p.rows * p.cols, stream);
   if (error != cudaSuccess) return error;
-  Forward norm = p;
+  P norm = p;
   norm.x = {p.sum.data, p.sum.dtype};
   norm.residual = {}, norm.sum = {};
-  return forward(norm, stream);
+  return run(norm);
+}
+
+}  // namespace
+
+cudaError_t run(const NormForward& p, cudaStream_t stream) {
+  if (p.rows == 0) return cudaSuccess;
+  return with_dtype(p.x.dtype,
+                    [&](auto type) { return run_norm<decltype(type)>(p, forward_plan(p, p.x.dtype), stream); });
+}
+
+cudaError_t run(const AddNormForward& p, cudaStream_t stream) {
+  if (p.rows == 0) return cudaSuccess;
+  const Plan plan = forward_plan(p, p.sum.dtype);
+  return with_dtype(p.sum.dtype, [&](auto type) {
+    using S = decltype(type);
+    const cudaError_t fused = run_add_norm<S>(p, plan, stream);
+    if (fused != cudaErrorNotSupported) return fused;
+    return add_and(p, stream, [&](const NormForward& norm) { return run_norm<S>(norm, plan, stream); });
+  });
+}
+
+cudaError_t run(const QuantizedNormForward& p, cudaStream_t stream) {
+  if (p.rows == 0) return cudaSuccess;
+  const Dtype stream_dtype = p.sum ? p.sum.dtype : p.x.dtype;
+  const Plan plan = forward_plan(p, stream_dtype);
+  return with_dtype(stream_dtype, [&](auto type) {
+    using S = decltype(type);
+    const cudaError_t fused = run_quantized_norm<S>(p, plan, stream);
+    if (!p.sum || fused != cudaErrorNotSupported) return fused;
+    return add_and(p, stream, [&](const auto& norm) { return run_quantized_norm<S>(norm, plan, stream); });
+  });
+}
+
+cudaError_t run(const GatedNormForward& p, cudaStream_t stream) {
+  if (p.cols > kGatedCols) return cudaErrorNotSupported;
+  if (p.rows == 0) return cudaSuccess;
+  const Plan plan = make_gated_forward_plan(p.x.dtype, p.cols, p.gate.first);
+  return with_dtype(p.x.dtype, [&](auto type) { return run_gated_norm<decltype(type)>(p, plan, stream); });
+}
+
+WorkspaceSize norm_forward_workspace(Kind kind, const WorkspaceQuery& query) {
+  return {0, has_tickets(kind, query.dtype, query.cols) ? 1 : 0};
 }
 
 }  // namespace jaxnorm::cuda

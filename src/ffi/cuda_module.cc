@@ -1,85 +1,29 @@
 // The module jaxnorm._cuda: XLA FFI handlers of the CUDA kernels, and the launch plans behind them.
-#include <cuda_runtime_api.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
-#include <initializer_list>
 #include <string>
 
 #include "cuda/engine/device.h"
 #include "cuda/engine/plan.h"
-#include "cuda/norms.h"
-#include "ffi/handlers.h"
-#include "ffi/shard_arguments.h"
+#include "ffi/cuda.h"
+#include "ffi/module.h"
 
 namespace nb = nanobind;
 
 namespace jaxnorm {
 namespace {
 
-struct Cuda {
-  using Context = ffi::PlatformStream<cudaStream_t>;
-  static constexpr std::initializer_list<ffi::Traits> kTraits = {ffi::Traits::kCmdBufferCompatible};
-
-  static const Workspaces* workspaces() {
-    static constexpr Workspaces functions{cuda::has_tickets, cuda::row_segments, cuda::partial_rows};
-    return &functions;
+struct Workspaces {
+  template <Kind kind>
+  static WorkspaceSize norm(const WorkspaceQuery& query) {
+    return cuda::norm_forward_workspace(kind, query);
   }
-
-  static ffi::Error run(const Forward& f, cudaStream_t stream) {
-    return checked(f.kind, "forward", cuda::forward(f, stream));
-  }
-  static ffi::Error run(const Backward& b, cudaStream_t stream) {
-    return checked(b.kind, "backward", cuda::backward(b, stream));
-  }
-  static ffi::Error run(const ShardStatistics& p, cudaStream_t stream) {
-    return checked(p.kind, "statistics", cuda::shard_statistics(p, stream));
-  }
-  static ffi::Error run(const ShardApply& p, cudaStream_t stream) {
-    return checked(p.kind, "apply", cuda::shard_apply(p, stream));
-  }
-
- private:
-  static ffi::Error checked(Kind kind, const char* way, cudaError_t error) {
-    if (error == cudaSuccess) return ffi::Error::Success();
-    const std::string op = kind == Kind::rms ? "rms_norm " : "layer_norm ";
-    return ffi::Error::Internal("jaxnorm: launch of " + op + way + " failed: " + cudaGetErrorString(error));
-  }
+  static constexpr WorkspaceFunction* norm_grad = cuda::norm_backward_workspace;
+  static constexpr WorkspaceFunction* gated_norm_grad = cuda::gated_norm_backward_workspace;
 };
 
-template <Kind kind>
-ffi::Error statistics(ffi::RemainingArgs operands, ffi::RemainingRets results, PartStatisticsAttributes attributes,
-                      cudaStream_t stream) {
-  const auto arguments = part_statistics_arguments(kind, operands, results, attributes);
-  return arguments ? Cuda::run(*arguments, stream) : arguments.error();
-}
-
-template <Kind kind>
-ffi::Error apply(ffi::RemainingArgs operands, ffi::RemainingRets results, PartApplyAttributes attributes,
-                 cudaStream_t stream) {
-  const auto arguments = part_apply_arguments(kind, operands, results, attributes);
-  return arguments ? Cuda::run(*arguments, stream) : arguments.error();
-}
-
-// Those of every platform, and those for rows that are split over devices.
-nb::dict all_handlers() {
-  constexpr auto rms_statistics = statistics<Kind::rms>, layer_statistics = statistics<Kind::layer>;
-  constexpr auto rms_apply = apply<Kind::rms>, layer_apply = apply<Kind::layer>;
-  constexpr auto traits = Cuda::kTraits;
-  XLA_FFI_DEFINE_HANDLER(rms_norm_statistics, rms_statistics, bind<PartStatisticsAttributes>().Ctx<Cuda::Context>(),
-                         traits);
-  XLA_FFI_DEFINE_HANDLER(layer_norm_statistics, layer_statistics, bind<PartStatisticsAttributes>().Ctx<Cuda::Context>(),
-                         traits);
-  XLA_FFI_DEFINE_HANDLER(rms_norm_apply, rms_apply, bind<PartApplyAttributes>().Ctx<Cuda::Context>(), traits);
-  XLA_FFI_DEFINE_HANDLER(layer_norm_apply, layer_apply, bind<PartApplyAttributes>().Ctx<Cuda::Context>(), traits);
-
-  nb::dict all = handlers<Cuda>();
-  all["jaxnorm_rms_norm_statistics"] = nb::capsule(reinterpret_cast<void*>(rms_norm_statistics));
-  all["jaxnorm_layer_norm_statistics"] = nb::capsule(reinterpret_cast<void*>(layer_norm_statistics));
-  all["jaxnorm_rms_norm_apply"] = nb::capsule(reinterpret_cast<void*>(rms_norm_apply));
-  all["jaxnorm_layer_norm_apply"] = nb::capsule(reinterpret_cast<void*>(layer_norm_apply));
-  return all;
-}
+std::vector<Handler> cuda_handlers() { return all_handlers<Cuda, kOps<Workspaces>, kShardOps>(); }
 
 Dtype dtype_of(const std::string& name) {
   if (name == "float32") return Dtype::f32;
@@ -92,6 +36,22 @@ Kind kind_of(const std::string& name) {
   if (name == "rms") return Kind::rms;
   if (name == "layer") return Kind::layer;
   throw nb::value_error(("kind is " + name + ", expected rms or layer").c_str());
+}
+
+nb::tuple workspace(const std::string& target, const std::string& dtype, int64_t cols, int weights, int64_t count,
+                    int64_t inner, bool with_dx) {
+  if (cols < 1 || weights < 0 || count < 1 || inner < 1) {
+    throw nb::value_error("cols, count and inner are expected to be positive, and weights not to be negative");
+  }
+  for (const Handler& handler : cuda_handlers()) {
+    if (target != handler.target) continue;
+    if (!handler.workspace) return nb::make_tuple(0, 0);
+    WorkspaceSize size = handler.workspace({dtype_of(dtype), cols, weights, {count, inner}, with_dx});
+    // One float might be taken for the statistic of a single row.
+    if (size.floats_a_row == 0 && size.floats == 1) size.floats = 2;
+    return nb::make_tuple(size.floats_a_row, size.floats);
+  }
+  throw nb::value_error(("there is no target " + target).c_str());
 }
 
 nb::dict plan(const std::string& op, const std::string& kind, const std::string& x_dtype, int64_t cols, int max_cluster,
@@ -125,37 +85,23 @@ nb::dict plan(const std::string& op, const std::string& kind, const std::string&
 
 NB_MODULE(_cuda, module) {
   using nb::arg;
-  module.def("handlers", &jaxnorm::all_handlers, "The XLA FFI handlers, by target name.");
+  jaxnorm::define(module, jaxnorm::cuda_handlers);
   module.def("architectures", [] { return JAXNORM_CUDA_ARCHITECTURES; }, "What the kernels were compiled for.");
   module.def("toolkit", [] { return JAXNORM_CUDA_TOOLKIT; }, "The version of the CUDA compiler.");
   module.def(
-      "has_tickets",
-      [](const std::string& kind, const std::string& x_dtype, int64_t cols) {
-        return jaxnorm::cuda::has_tickets(jaxnorm::kind_of(kind), jaxnorm::dtype_of(x_dtype), cols);
-      },
-      arg("kind"), arg("x_dtype"), arg("cols"), "Whether the forward has a count for its rows in a workspace.");
-  module.def(
-      "row_segments",
-      [](const std::string& x_dtype, int64_t cols) {
-        return jaxnorm::cuda::row_segments(jaxnorm::dtype_of(x_dtype), cols);
-      },
-      arg("x_dtype"), arg("cols"), "How many pairs of sums of each row the backward keeps in a workspace; 0: none.");
-  module.def(
-      "partial_rows",
-      [](const std::string& x_dtype, int64_t cols, int64_t count, int64_t inner) {
-        return jaxnorm::cuda::partial_rows(jaxnorm::dtype_of(x_dtype), cols, {count, inner});
-      },
-      arg("x_dtype"), arg("cols"), arg("count") = 1, arg("inner") = 1,
-      "How many partial sums of dscale and dbias the backward keeps in its workspace, for `count` heads of `inner` "
-      "neighbouring rows each.");
+      "workspace", &jaxnorm::workspace, arg("target"), arg("dtype"), arg("cols"), nb::kw_only(), arg("weights") = 0,
+      arg("count") = 1, arg("inner") = 1, arg("with_dx") = false,
+      "How many floats a call of `target` wants in its workspace for each row, and how many more, where rows of "
+      "`cols` elements of `dtype` are normalised: the gradients of so many `weights` are wanted, of `count` heads "
+      "of `inner` neighbouring rows each, and the gradient of x.");
   module.def(
       "max_cluster", [] { return jaxnorm::cuda::current_device().max_cluster(); },
       "How many blocks a cluster of the current GPU has at most; 1: it has no clusters.");
   module.def(
       "plan", &jaxnorm::plan, arg("op"), arg("kind"), arg("x_dtype"), arg("cols"), arg("max_cluster") = 16,
       arg("gate") = "", arg("adds") = false,
-      "The launch plan for rows of `cols` elements, with a gate that comes `first` or `last` or with none, and with a "
-      "residual if one is added; elements_per_thread is 0 where a row is read more than once, ring tells whether rows "
-      "are fetched ahead by "
-      "way of shared memory, where the GPU can.");
+      "The launch plan for rows of `cols` elements, with a gate that comes `first` or `last` or with none, and with "
+      "another array if one is added; elements_per_thread is 0 where a row is read more than once, ring tells whether "
+      "rows "
+      "are fetched ahead by way of shared memory, where the GPU can.");
 }

@@ -1,5 +1,5 @@
-// RMSNorm and LayerNorm of rows that are sharded over devices: the statistics of a device's shard of each row, which the
-// devices exchange, and y of the shard from the statistics of whole rows.
+// RMSNorm and LayerNorm of rows that are sharded over devices: the statistics of a device's shard of each row, which
+// the devices exchange, and y of the shard from the statistics of whole rows.
 #pragma once
 
 #include "ops/norm.h"

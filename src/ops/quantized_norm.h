@@ -1,5 +1,5 @@
-// The norm with a result of 8 bits, perhaps of a sum with a residual. y, in f32 and never stored, is quantised with each
-// operation rounded to f32:
+// The norm with a result of 8 bits, perhaps of a sum with a residual. y, in f32 and never stored, is quantised with
+// each operation rounded to f32:
 //
 //   v = y * smooth                                                  (y itself where there is no smooth)
 //   scale = given, or over each `group` neighbouring columns of a row

@@ -1,25 +1,26 @@
 // The kernels of f16: the same code as for bf16, not compiled here, to save time.
 #include <cstdlib>
 
-#include "cuda/norms.h"
+#include "cuda/ops.h"
 #include "cuda/ops/grad.h"
+#include "cuda/ops/norms.h"
 
 namespace jaxnorm::cuda {
 
 template <>
-cudaError_t forward_of<__half>(const Forward&, cudaStream_t) {
+cudaError_t run_norm<__half>(const NormForward&, const Plan&, cudaStream_t) {
   std::abort();
 }
 template <>
-cudaError_t forward_added_of<__half>(const Forward&, cudaStream_t) {
+cudaError_t run_add_norm<__half>(const AddNormForward&, const Plan&, cudaStream_t) {
   std::abort();
 }
 template <>
-cudaError_t forward_quantized_of<__half>(const Forward&, cudaStream_t) {
+cudaError_t run_quantized_norm<__half>(const QuantizedNormForward&, const Plan&, cudaStream_t) {
   std::abort();
 }
 template <>
-cudaError_t forward_gated_of<__half>(const Forward&, cudaStream_t) {
+cudaError_t run_gated_norm<__half>(const GatedNormForward&, const Plan&, cudaStream_t) {
   std::abort();
 }
 template <>

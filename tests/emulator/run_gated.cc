@@ -9,7 +9,6 @@
 
 #include "array.h"
 #include "cuda/engine/plan.h"
-#include "cuda/norms.h"
 #include "cuda/ops.h"
 
 namespace {
@@ -105,12 +104,12 @@ struct Results {
     };
     const auto x = moved(o.x, c.dtype, c.elements()), gate = moved(o.gate, c.dtype, c.elements());
     const auto dy = moved(o.dy, c.dtype, c.elements()), scale = moved(o.scale, c.weights, c.count * c.cols);
-    Forward f{};
-    f.kind = Kind::rms, f.rows = c.rows, f.cols = c.cols, f.multiply_before_cast = true;
+    GatedNormForward f{};
+    f.rows = c.rows, f.cols = c.cols;
     f.epsilon = kEpsilon, f.scale_offset = kOffset;
     f.x = x, f.y = y, f.rstd = rstd.floats(), f.gate = {gate, c.activation, c.first}, f.weight_rows = {c.count, 1};
     if (c.scaled) f.scale = scale;
-    c.expect(forward(f, nullptr) == cudaSuccess, "forward");
+    c.expect(run(f, nullptr) == cudaSuccess, "forward");
 
     const WorkspaceSize size = gated_norm_backward_workspace({c.dtype, c.cols, 1, {c.count, 1}, true});
     Array workspace(kF32, size.floats);

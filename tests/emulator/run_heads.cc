@@ -9,7 +9,6 @@
 
 #include "array.h"
 #include "cuda/engine/plan.h"
-#include "cuda/norms.h"
 #include "cuda/ops.h"
 #include "exact.h"
 
@@ -50,10 +49,10 @@ struct Specialised {
         dx(dtype, rows * cols, offset),
         dscale(Dtype::f32, weight_rows.count * cols),
         dbias(Dtype::f32, weight_rows.count * cols) {
-    Forward f{};
+    NormForward f{};
     f.kind = kind, f.rows = rows, f.cols = cols, f.epsilon = 1e-6f, f.scale_offset = 0.5f, f.weight_rows = weight_rows;
     f.multiply_before_cast = kind == Kind::layer;
-    f.x = x, f.scale = scale, f.bias = bias, f.y = y, f.mean = mean.floats(), f.rstd = rstd.floats();
+    f.x = x, f.scale = scale, f.bias = bias, f.y = y, f.y_stride = cols, f.mean = mean.floats(), f.rstd = rstd.floats();
     const WorkspaceSize size = norm_backward_workspace({dtype, cols, bias ? 2 : 1, weight_rows, true});
     Array workspace(Dtype::f32, rows * size.floats_a_row + size.floats);
     NormBackward b{};
@@ -61,7 +60,7 @@ struct Specialised {
     b.mean = f.mean, b.rstd = f.rstd, b.x = x, b.dy = dy, b.dsum = dsum, b.scale = scale;
     b.workspace = workspace.workspace(), b.dy_stride = cols, b.dx = dx, b.dscale = dscale;
     if (bias) b.dbias = dbias;
-    holds = forward(f, nullptr) == cudaSuccess && run(b, nullptr) == cudaSuccess;
+    holds = run(f, nullptr) == cudaSuccess && run(b, nullptr) == cudaSuccess;
   }
 };
 

@@ -9,7 +9,6 @@
 
 #include "array.h"
 #include "cuda/engine/plan.h"
-#include "cuda/norms.h"
 #include "cuda/ops.h"
 
 namespace {
@@ -46,17 +45,19 @@ void test(Kind kind, Dtype y_dtype, Dtype dtype, Dtype weights, int64_t rows, in
   Array sum(dtype, elements, offset), fused_sum(dtype, elements, offset);
   Array y(y_dtype, elements, offset), padded(y_dtype, padded_elements, offset), fused(y_dtype, padded_elements, offset);
   Array mean(Dtype::f32, rows), rstd(Dtype::f32, rows), tickets(Dtype::f32, 1);
-  Forward f{};
+  AddNormForward f{};
   f.kind = kind, f.rows = rows, f.cols = cols, f.epsilon = 1e-6f, f.multiply_before_cast = true;
-  f.x = x, f.residual = residual, f.sum = sum, f.scale = scale, f.y = y, f.mean = mean.floats(), f.rstd = rstd.floats();
+  f.x = x, f.residual = residual, f.sum = sum, f.scale = scale, f.y = y, f.y_stride = cols;
+  f.mean = mean.floats(), f.rstd = rstd.floats();
   if (layer) f.bias = bias;
-  f.tickets = tickets.bits();
-  expect(forward(f, nullptr) == cudaSuccess, "forward");
-  f.y = fused, f.sum = fused_sum, f.y_pad = pad;
-  expect(forward(f, nullptr) == cudaSuccess, "padded forward with a residual");
+  f.workspace = {tickets.floats(), 1};
+  expect(run(f, nullptr) == cudaSuccess, "forward");
+  f.y = fused, f.sum = fused_sum, f.y_stride = cols + pad;
+  expect(run(f, nullptr) == cudaSuccess, "padded forward with a residual");
   expect(is_padded(fused, y, rows, cols, pad) && fused_sum == sum, "y with a residual");
-  f.x = sum, f.residual = {}, f.sum = {}, f.y = padded;
-  expect(forward(f, nullptr) == cudaSuccess, "padded forward");
+  NormForward alone = f;
+  alone.x = sum, alone.y = padded;
+  expect(run(alone, nullptr) == cudaSuccess, "padded forward");
   expect(is_padded(padded, y, rows, cols, pad), "y");
 
   const auto dy = Array::normal(y_dtype, elements, offset), dsum = Array::normal(dtype, elements, offset);
@@ -66,7 +67,7 @@ void test(Kind kind, Dtype y_dtype, Dtype dtype, Dtype weights, int64_t rows, in
   const WorkspaceSize size = norm_backward_workspace({dtype, cols, layer ? 2 : 1, {}, true});
   Array workspace(Dtype::f32, rows * size.floats_a_row + size.floats);
   for (const bool adds : {false, true}) {
-    const auto run = [&](const Array& dy, int64_t dy_pad, Array& dx, Array& dscale, Array& dbias) {
+    const auto run_backward = [&](const Array& dy, int64_t dy_pad, Array& dx, Array& dscale, Array& dbias) {
       NormBackward b{};
       b.kind = kind, b.rows = rows, b.cols = cols, b.mean = mean.floats(), b.rstd = rstd.floats();
       b.x = sum, b.dy = dy, b.dy_stride = cols + dy_pad, b.scale = scale, b.dx = dx, b.dscale = dscale;
@@ -77,8 +78,8 @@ void test(Kind kind, Dtype y_dtype, Dtype dtype, Dtype weights, int64_t rows, in
     };
     Array dx(dtype, elements, offset), dscale(Dtype::f32, cols), dbias(Dtype::f32, cols);
     Array own_dx(dtype, elements, offset), own_dscale(Dtype::f32, cols), own_dbias(Dtype::f32, cols);
-    run(dy, 0, dx, dscale, dbias);
-    run(padded_dy, pad, own_dx, own_dscale, own_dbias);
+    run_backward(dy, 0, dx, dscale, dbias);
+    run_backward(padded_dy, pad, own_dx, own_dscale, own_dbias);
     expect(own_dx == dx, "dx");
     // A call of few rows has another order of sums, and takes rows of dy that lie on vectors only.
     const auto exact = [&](const Array& array) {

@@ -8,7 +8,7 @@
 #include <initializer_list>
 
 #include "array.h"
-#include "cuda/norms.h"
+#include "cuda/ops.h"
 
 namespace {
 
@@ -53,7 +53,8 @@ float scale_of(const Quantization& q, float amax) {
 }
 
 // Whether `values` and `scales` are those of y.
-bool is_quantized(const Forward& f, const Array& y, const Array* smooth, const Array& values, const Array& scales) {
+bool is_quantized(const QuantizedNormForward& f, const Array& y, const Array* smooth, const Array& values,
+                  const Array& scales) {
   const Quantization& q = f.quantized;
   for (int64_t begin = 0; begin < f.rows * f.cols; begin += q.group) {
     std::vector<float> v(q.group);
@@ -110,8 +111,8 @@ void test(Kind kind, Dtype dtype, Residual residual_is, int64_t rows, int64_t co
     fused_sum.set(i, residual[i]);
   }
 
-  Forward f{};
-  f.kind = kind, f.rows = rows, f.cols = cols, f.epsilon = 1e-6f, f.multiply_before_cast = true;
+  QuantizedNormForward f{};
+  f.kind = kind, f.rows = rows, f.cols = cols, f.epsilon = 1e-6f, f.weight_rows = {};
   f.scale_offset = turns.next({0.0f, 1.0f});
   const auto weight = [&](Dtype of) { return Array::normal(of, cols, offset); };
   const Dtype of_weights = plain ? turns.next({dtype, kF32}) : turns.next({kF32, kBf16});
@@ -126,13 +127,16 @@ void test(Kind kind, Dtype dtype, Residual residual_is, int64_t rows, int64_t co
   if (has_bias) f.bias = bias;
 
   Array y(kF32, elements), mean(kF32, rows), rstd(kF32, rows), own_mean(kF32, rows), own_rstd(kF32, rows);
-  f.x = sum, f.y = y, f.mean = mean.floats(), f.rstd = rstd.floats();
-  bool holds = cuda::forward(f, nullptr) == cudaSuccess;
+  NormForward norm{};
+  static_cast<NormOperands&>(norm) = f;
+  norm.x = sum, norm.y = y, norm.y_stride = cols, norm.multiply_before_cast = true;
+  norm.mean = mean.floats(), norm.rstd = rstd.floats();
+  bool holds = cuda::run(norm, nullptr) == cudaSuccess;
 
   const Dtype to = turns.next({Dtype::f8e4m3fn, Dtype::f8e5m2, Dtype::s8});
   const float given = turns.next({0.02f, 0.1f});
   Array values(to, elements, offset), scales(kF32, elements);
-  f.x = x, f.y = {};
+  f.x = x;
   if (adds) f.residual = fused_sum, f.sum = fused_sum;
   const bool statistics = turns.next({true, false});
   f.mean = statistics ? own_mean.floats() : nullptr, f.rstd = statistics ? own_rstd.floats() : nullptr;
@@ -145,7 +149,7 @@ void test(Kind kind, Dtype dtype, Residual residual_is, int64_t rows, int64_t co
   if (has_smooth) f.quantized.smooth = smooth;
   f.quantized.power_of_two = turns.next({true, false});
   f.quantized.max_scale = turns.next({static_cast<float>(INFINITY), 0.004f});
-  holds = holds && cuda::forward(f, nullptr) == cudaSuccess;
+  holds = holds && cuda::run(f, nullptr) == cudaSuccess;
   holds = holds && is_quantized(f, y, has_smooth ? &smooth : nullptr, values, scales) && (!adds || fused_sum == sum);
   holds = holds && (!statistics || (own_rstd == rstd && (kind == Kind::rms || own_mean == mean)));
   if (holds) return;

@@ -1,4 +1,4 @@
-// What a thread has of a row.
+// A thread's fragment of a row.
 #pragma once
 
 #include "cuda/engine/pipeline.cuh"
@@ -8,12 +8,12 @@
 
 namespace jaxnorm::cuda {
 
-// A row of T: in shared memory, once a pipeline has it; or held packed in registers, read once; or, as a streamed one
-// is, read from memory in every pass.
+// Of a row of T: in shared memory, once a pipeline has it; or packed in registers, read once; or, if it is streamed,
+// read from memory in every pass.
 template <typename T, typename Tile>
 class Row {
  public:
-  // `row`: the columns of this block in shared memory, if a pipeline has them, else all columns in global memory.
+  // `row`: this block's columns in shared memory, if a pipeline has them, else all columns in global memory.
   template <typename ThreadGroup>
   __device__ void read(const ThreadGroup& group, const T* row) {
     row_ = row;
@@ -22,20 +22,23 @@ class Row {
     } else if constexpr (Tile::UNALIGNED) {
       read_words<Tile>(group, row, packed_);
     } else if constexpr (Tile::KEPT) {
-      for_each_vector<Tile>(group, [&](int slot, auto first, int left) {
-        packed_[slot] = load<Tile::ALIGNED, Tile::N>(row_ + first, left);
+      for_each_vector<Tile>(group, [&](int vec, auto col, int remaining) {
+        packed_[vec] = load<Tile::ALIGNED, Tile::N>(row_ + col, remaining);
       });
     }
   }
 
+  // The row in memory, where no pipeline has it.
+  __device__ const T* data() const { return row_; }
+
   // Columns past the row's end are zero.
-  __device__ void get(int slot, int64_t first, int left, float (&to)[Tile::N]) const {
+  __device__ void get(int vec, int64_t col, int remaining, float (&to)[Tile::N]) const {
     if constexpr (Tile::PIPELINED) {
-      unpack(left > 0 ? load_shared<Tile::N>(row_ + slot * Tile::STRIDE) : Packed<T, Tile::N>{}, to);
+      unpack(remaining > 0 ? load_shared<Tile::N>(row_ + vec * Tile::STRIDE) : Packed<T, Tile::N>{}, to);
     } else if constexpr (!Tile::KEPT) {
-      unpack(load<Tile::ALIGNED, Tile::N>(row_ + first, left), to);
+      unpack(load<Tile::ALIGNED, Tile::N>(row_ + col, remaining), to);
     } else {
-      unpack(packed_[slot], to);
+      unpack(packed_[vec], to);
     }
   }
 
@@ -44,7 +47,7 @@ class Row {
   Packed<T, Tile::N> packed_[Tile::PIPELINED || !Tile::KEPT ? 1 : Tile::VECTORS];
 };
 
-// An element of a type that is seen at run time: of arrays that slow kernels read, one for all types.
+// An element whose type is seen at run time, of arrays that slow kernels read: one kernel for all types.
 struct AnyElement {};
 
 template <typename Tile>
@@ -53,12 +56,12 @@ class Row<AnyElement, Tile> {
   template <typename ThreadGroup>
   __device__ void read(const ThreadGroup& group, const Input& row) {
     for_each_vector<Tile>(
-        group, [&](int slot, auto first, int left) { load_floats<Tile::ALIGNED>(row, first, left, value_[slot]); });
+        group, [&](int vec, auto col, int remaining) { load_floats<Tile::ALIGNED>(row, col, remaining, value_[vec]); });
   }
 
-  __device__ void get(int slot, int64_t, int, float (&to)[Tile::N]) const {
+  __device__ void get(int vec, int64_t, int, float (&to)[Tile::N]) const {
 #pragma unroll
-    for (int i = 0; i < Tile::N; ++i) to[i] = value_[slot][i];
+    for (int i = 0; i < Tile::N; ++i) to[i] = value_[vec][i];
   }
 
  private:
@@ -86,7 +89,7 @@ __device__ Packed<T, N> sum_of(const Packed<A, N>& a, const Packed<T, N>& b) {
   return pack<T>(values);
 }
 
-// The sum of a row of A and one of T, rounded to T, as a Row of T.
+// Of the sum of a row of A and a row of T, rounded to T: as Row<T>.
 template <typename A, typename T, typename Tile>
 class SumRow {
  public:
@@ -97,23 +100,23 @@ class SumRow {
     b_ = b + first_of_thread<Tile>(group);
   }
 
-  // From memory, and writes the sum if it is wanted. It may take b's place.
+  // From memory. Writes the sum if it is wanted; it may take b's place.
   template <typename ThreadGroup>
   __device__ void read(const ThreadGroup& group, const A* a, const T* b, T* sum, bool wanted) {
-    constexpr int at_once = sizeof(T) == 4 ? 4 : Tile::VECTORS;  // on their way, as far as there are registers for them
+    constexpr int at_once = sizeof(T) == 4 ? 4 : Tile::VECTORS;  // as many on their way as there are registers for
     Packed<A, Tile::N> packed_a[Tile::VECTORS];
 #pragma unroll
     for (int begin = 0; begin < Tile::VECTORS; begin += at_once) {
-      for_each_vector<Tile>(group, [&](int slot, auto first, int left) {
-        if (slot < begin || slot >= begin + at_once) return;
-        packed_a[slot] = load_now<Tile::N>(a + first, left);
-        packed_[slot] = load_now<Tile::N>(b + first, left);
+      for_each_vector<Tile>(group, [&](int vec, auto col, int remaining) {
+        if (vec < begin || vec >= begin + at_once) return;
+        packed_a[vec] = load_now<Tile::N>(a + col, remaining);
+        packed_[vec] = load_now<Tile::N>(b + col, remaining);
       });
       if (at_once > 4) group.meet();  // or ptxas would put most of the loads off
-      for_each_vector<Tile>(group, [&](int slot, auto first, int left) {
-        if (slot < begin || slot >= begin + at_once) return;
-        packed_[slot] = sum_of(packed_a[slot], packed_[slot]);
-        if (wanted) store<Tile::ALIGNED>(sum + first, packed_[slot], left);
+      for_each_vector<Tile>(group, [&](int vec, auto col, int remaining) {
+        if (vec < begin || vec >= begin + at_once) return;
+        packed_[vec] = sum_of(packed_a[vec], packed_[vec]);
+        if (wanted) store<Tile::ALIGNED>(sum + col, packed_[vec], remaining);
       });
     }
   }
@@ -121,17 +124,20 @@ class SumRow {
   // b alone, from memory: nothing is added.
   template <typename ThreadGroup>
   __device__ void read(const ThreadGroup& group, const T* b) {
-    for_each_vector<Tile>(
-        group, [&](int slot, auto first, int left) { packed_[slot] = load<Tile::ALIGNED, Tile::N>(b + first, left); });
+    for_each_vector<Tile>(group, [&](int vec, auto col, int remaining) {
+      packed_[vec] = load<Tile::ALIGNED, Tile::N>(b + col, remaining);
+    });
   }
 
   // Columns past the row's end are zero.
-  __device__ void get(int slot, int64_t, int left, float (&to)[Tile::N]) const { unpack(packed(slot, left), to); }
+  __device__ void get(int vec, int64_t, int remaining, float (&to)[Tile::N]) const {
+    unpack(packed(vec, remaining), to);
+  }
 
-  __device__ Packed<T, Tile::N> packed(int slot, int left) const {
-    if constexpr (!Tile::PIPELINED) return packed_[slot];
-    if (left <= 0) return {};
-    return sum_of(load_shared<Tile::N>(a_ + slot * Tile::STRIDE), load_shared<Tile::N>(b_ + slot * Tile::STRIDE));
+  __device__ Packed<T, Tile::N> packed(int vec, int remaining) const {
+    if constexpr (!Tile::PIPELINED) return packed_[vec];
+    if (remaining <= 0) return {};
+    return sum_of(load_shared<Tile::N>(a_ + vec * Tile::STRIDE), load_shared<Tile::N>(b_ + vec * Tile::STRIDE));
   }
 
  private:
@@ -140,39 +146,39 @@ class SumRow {
   Packed<T, Tile::N> packed_[Tile::PIPELINED ? 1 : Tile::VECTORS];
 };
 
-// A thread's running sum over its part of a row, in two parts that do not wait for each other. Thousands of terms, as
-// in a streamed row, need more than f32 to stay exact.
+// A thread's running sum over its columns of a row, in two halves that do not wait for each other. Thousands of terms,
+// as in a streamed row, need more than f32 to stay exact.
 template <typename Tile>
 class Sum {
  public:
   __device__ void add(const float (&a)[Tile::N]) {
 #pragma unroll
-    for (int i = 0; i < Tile::N; ++i) part_[i % 2] += a[i];
-    turn();
+    for (int i = 0; i < Tile::N; ++i) half_[i % 2] += a[i];
+    end_vector();
   }
 
   __device__ void add_products(const float (&a)[Tile::N], const float (&b)[Tile::N]) {
 #pragma unroll
-    for (int i = 0; i < Tile::N; ++i) part_[i % 2] = fmaf(a[i], b[i], part_[i % 2]);
-    turn();
+    for (int i = 0; i < Tile::N; ++i) half_[i % 2] = fmaf(a[i], b[i], half_[i % 2]);
+    end_vector();
   }
 
   __device__ auto value() const {
     if constexpr (Tile::STREAMED) {
       return total_;
     } else {
-      return part_[0] + part_[1];
+      return half_[0] + half_[1];
     }
   }
 
  private:
-  __device__ void turn() {
+  __device__ void end_vector() {
     if constexpr (!Tile::STREAMED) return;
-    total_ += part_[0] + part_[1];
-    part_[0] = part_[1] = 0;
+    total_ += half_[0] + half_[1];
+    half_[0] = half_[1] = 0;
   }
 
-  float part_[2] = {};
+  float half_[2] = {};
   double total_ = 0;
 };
 

@@ -48,7 +48,7 @@ class GradLaunch {
         divided_(p.cols % kVector<X> == 0 && p.cols % kVector<typename Ways::DY> == 0),
         stream_(stream),
         launch_(plan, p.cols, kVector<X>, weight_rows) {
-    launch_.take_turns(room.schedule.stride, room.schedule.end);
+    launch_.set_grid_stride(room.schedule.stride, room.schedule.end);
     launch_.sums = room.schedule.sums;
   }
 

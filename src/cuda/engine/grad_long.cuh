@@ -202,7 +202,7 @@ template <typename Op>
 cudaError_t launch_long_rows(const GradCall<typename Op::State>& p, const Plan& plan, const GradRoom& room,
                              cudaStream_t stream) {
   RowsLaunch launch(plan, p.cols, kVector<typename Op::X>, {});
-  launch.take_turns(room.schedule.stride, room.schedule.end);
+  launch.set_grid_stride(room.schedule.stride, room.schedule.end);
   return launch_groups(long_rows_kernel<Op>, plan, room.schedule.blocks, long_rows_bytes<Op>(plan), stream, p,
                        room.partials, launch);
 }

@@ -5,12 +5,6 @@
 
 namespace jaxnorm::cuda {
 
-// Whether all of these arrays are aligned to vectors of N elements. Absent ones are.
-template <int N, typename... Arrays>
-bool are_aligned(const Arrays&... arrays) {
-  return (aligned_for<N>(arrays.dtype, arrays.data) && ...);
-}
-
 template <typename... R>
 struct RegimeList {};
 

@@ -1,6 +1,9 @@
 // How the backward shares out rows among blocks, and what it keeps in its workspace.
 #pragma once
 
+#include <cstdint>
+#include <initializer_list>
+
 #include "call.h"
 #include "cuda/engine/partials.h"
 #include "cuda/engine/plan.h"

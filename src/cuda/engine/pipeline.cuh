@@ -1,9 +1,10 @@
-// A thread group's share of its block's shared memory as a pipeline of stages, each a coming row of up to three arrays
-// (sm_90). One thread keeps it full by bulk copies, so that the memory stays busy whatever the thread group waits for.
+// A pipeline of rows (sm_90): a thread group's share of its block's shared memory, in stages with a coming row of up to
+// three arrays each. One thread keeps it full by bulk copies, so that the memory stays busy whatever the thread group
+// waits for.
 //
 // A stage is refilled once the whole thread group has met after its last look at it. Every reduction is such a meeting,
-// so nobody reports back; the thread groups of a warp share a pipeline and meet in the warp. A thread group may take a
-// row before it leaves the one before.
+// so nobody reports back; the thread groups of a warp share a pipeline and meet in the warp. A thread group may wait
+// for a row before it releases the one before.
 #pragma once
 
 #include <climits>
@@ -15,15 +16,18 @@
 namespace jaxnorm::cuda {
 
 constexpr int kMaxStages = 64;  // of all pipelines of a block
-constexpr int kMaxArrays = 3;   // of which a stage has a row
+constexpr int kMaxArrays = 3;   // arrays that a stage has a row of
 
-// What of the pipelines of a launch is decided there.
+// Shared memory that is left for what kernels with pipelines declare themselves.
+constexpr int kOwnBytes = 4 << 10;
+
+// The shape of a launch's pipelines.
 struct PipelineShape {
   int stages;              // of each pipeline
-  int bytes[kMaxArrays];   // a stage, of each array; 0: there are fewer
-  int stride[kMaxArrays];  // of the array, in elements, from a row to the next: in a stage they lie as they do there
+  int bytes[kMaxArrays];   // of a stage, for each array; 0: there are fewer arrays
+  int stride[kMaxArrays];  // elements from a row of an array to the next; in a stage rows lie as they do in the array
 
-  // Of a stage before those of an array.
+  // How many bytes of a stage come before those of an array.
   __device__ int bytes_before(int array) const {
     int sum = 0;
 #pragma unroll
@@ -37,13 +41,15 @@ struct PipelineShape {
   }
 };
 
-// Which rows the thread groups of a block work on: of each of several groups of neighbouring rows one.
+// A grid-stride schedule of a block's rows. It takes blocks of neighbouring rows, and each of its thread groups has one
+// row of each.
 struct Rows {
-  int64_t begin, step, end;  // where the first group to come begins, from one to the next, and how many rows there are
-  int block_rows;            // rows of a group
+  int64_t begin, step,
+      end;         // the first row of the first block, rows from a block to the next, and how many rows there are
+  int block_rows;  // rows of a block
 
-  // The first row of a thread group with this place, or of several from this place on: the last group may have none of
-  // theirs.
+  // The first row of the thread group with this place, or of several from this place on: the last block of rows may
+  // have none for them.
   __device__ int64_t start(int place) const {
     const int64_t row = begin + place;
     return step < 0 && row >= end ? row + step : row;
@@ -52,14 +58,14 @@ struct Rows {
   __device__ bool has(int64_t row) const { return static_cast<uint64_t>(row) < static_cast<uint64_t>(end); }
 };
 
-// The rows of a cluster that draws them, as some multiprocessors are served faster than others. As many as its pipeline
-// has room for are its own. Which row takes the place of one of them, its first block draws meanwhile, and notes it to
-// the others with the sums of that one.
+// A dynamic schedule, as some multiprocessors are served faster than others. A cluster has as many rows of its own as
+// its pipeline has room for. For the row that takes the place of one of them its first block draws a ticket meanwhile,
+// which the others get with the statistics of that one.
 struct DynamicRows : Rows {
   int own;            // rows that are some cluster's own
-  uint32_t* tickets;  // how many of the others were drawn; null: there are no others
+  uint32_t* tickets;  // how many tickets were drawn for the others; null: there are no others
 
-  // To be published with a row's sums, which is a turn later: a number takes its time to come.
+  // To be published with the next row's statistics: the number takes its time to come.
   template <typename ThreadGroup>
   __device__ float take_ticket(const ThreadGroup& group) const {
     return __uint_as_float(count_if(tickets && group.begin + group.rank == 0, tickets, INT_MAX));
@@ -71,7 +77,7 @@ struct DynamicRows : Rows {
   }
 };
 
-// Where rows are not fetched by way of a pipeline.
+// Where rows do not come by way of a pipeline.
 struct NoPipeline {
   template <typename... Args>
   __device__ explicit NoPipeline(const Args&...) {}
@@ -81,8 +87,8 @@ struct NoPipeline {
   __device__ void release() {}
 };
 
-// UNEVEN: rows may begin and end anywhere. Then a stage is all 16-byte words of 16 bytes in which its rows lie, whole:
-// memory is not allocated in smaller pieces. Source: Rows or DynamicRows.
+// UNEVEN: rows may begin and end anywhere. Then a stage has all 16-byte words in which its rows lie: memory is not
+// allocated in smaller pieces. Source: Rows or DynamicRows.
 template <typename ThreadGroup, bool UNEVEN, typename Source, typename... T>
 class Pipeline {
  public:
@@ -90,7 +96,7 @@ class Pipeline {
   template <int ARRAY>
   using Element = std::tuple_element_t<ARRAY, std::tuple<T...>>;
 
-  // By all threads of the block. Begins to fill the pipeline, with the first stage.
+  // By all threads of the block. Begins to fill the first stage.
   __device__ Pipeline(const ThreadGroup& group, const PipelineShape& shape, char* shared, const Source& rows,
                       const T*... arrays)
       : shape_(shape),
@@ -112,7 +118,7 @@ class Pipeline {
     if (leads_) acquire();
   }
 
-  // And goes on with the others. What is loaded between the two arrives before them, the memory being busy by then.
+  // Goes on with the other stages. What is loaded between the two arrives before these keep the memory busy.
   __device__ void acquire_rest() {
     if (!leads_) return;
 #pragma unroll 1
@@ -129,21 +135,21 @@ class Pipeline {
     }
   }
 
-  // Of rows that are drawn, which one is to be taken next; negative: there are no more. The thread group has met since
-  // it last left one.
+  // Of a dynamic schedule, the row that comes next; negative: there are no more. The thread group has met since it last
+  // released one.
   __device__ int64_t upcoming_row() const { return uniform(dynamic_rows()[ready_]); }
 
-  // The thread group has met since it last left a row.
+  // The thread group has met since it last released a row.
   __device__ void synced() {
-    if (!ThreadGroup::kSpansWarps || left_ == 0) return;
-    --left_;
+    if (!ThreadGroup::kSpansWarps || released_ == 0) return;
+    --released_;
     if (leads_) acquire();
   }
 
-  // Leaves the row that was taken first of those not left yet.
+  // Releases the row that was waited for first of those not released yet.
   __device__ void release() {
     if constexpr (ThreadGroup::kSpansWarps) {
-      ++left_;
+      ++released_;
     } else {
       __syncwarp();
       if (leads_) acquire();
@@ -151,15 +157,15 @@ class Pipeline {
     if (++oldest_ == shape_.stages) oldest_ = 0;
   }
 
-  // Which row is to take the place of the one that is left next.
+  // Takes the row of a ticket for the place of the one that is released next.
   __device__ void ticket(float ticket) {
     if (!leads_) return;
     next_row_ = rows_.row_of_ticket(ticket);
     dynamic_rows()[oldest_] = to_int(next_row_);
   }
 
-  // Where the thread group's columns of a row are that was taken last, or first of those not left yet. `row`: where
-  // they are in the array.
+  // Where the thread group's columns are, of the row that was waited for last, or first of those not released yet.
+  // `row`: where they are in the array.
   template <int ARRAY>
   __device__ auto newest(const Element<ARRAY>* row) const {
     return copy_of<ARRAY>(row, newest_);
@@ -173,10 +179,13 @@ class Pipeline {
   static constexpr int kRows = ThreadGroup::kGroupsOfWarp;  // of a stage
   static constexpr bool kIsDynamic = std::is_same_v<Source, DynamicRows>;
   static_assert(!kIsDynamic || kRows == 1);
+  static_assert(ThreadGroup::kSharedBytes +
+                    kMaxStages * (sizeof(TransactionBarrier) + (kIsDynamic ? sizeof(int) : 0)) <=
+                kOwnBytes);
 
   __device__ int to_int(int64_t row) const { return rows_.has(row) ? static_cast<int>(row) : -1; }
 
-  // Of each stage, that is in it or will be.
+  // The row that is in each stage, or will be.
   __device__ static volatile int* dynamic_rows() {
     __shared__ volatile int rows[kMaxStages];
     return rows;
@@ -192,12 +201,12 @@ class Pipeline {
     return sizes[array];
   }
 
-  // Bytes of the 16-byte word in which an array's part begins before it does.
-  __device__ static int word_before(const void* part) {
-    return UNEVEN ? static_cast<int>(reinterpret_cast<uintptr_t>(part) % 16) : 0;
+  // How many bytes of the 16-byte word in which a piece of an array begins come before it.
+  __device__ static int word_before(const void* piece) {
+    return UNEVEN ? static_cast<int>(reinterpret_cast<uintptr_t>(piece) % 16) : 0;
   }
 
-  // Of a stage's rows, the first is where the copy begins.
+  // The copy of a row; it begins with that of the stage's first row.
   template <int ARRAY>
   __device__ const Element<ARRAY>* copy_of(const Element<ARRAY>* row, int stage) const {
     const int before = kRows > 1 ? row_ * shape_.stride[ARRAY] : 0;
@@ -206,17 +215,17 @@ class Pipeline {
     return reinterpret_cast<const Element<ARRAY>*>(rows) + before;
   }
 
-  // What a copy takes of a part.
-  __device__ static int whole_words(const char* part, int bytes) {
-    return UNEVEN ? (word_before(part) + bytes + 15) / 16 * 16 : bytes;
+  // How many bytes a copy of a piece takes.
+  __device__ static int whole_words(const char* piece, int bytes) {
+    return UNEVEN ? (word_before(piece) + bytes + 15) / 16 * 16 : bytes;
   }
 
   // Starts the copy of the next rows, if there are any.
   __device__ void acquire() {
     if (!rows_.has(next_row_)) return;
     const int more = static_cast<int>(min(static_cast<int64_t>(kRows), rows_.end - next_row_)) - 1;
-    const auto part_of = [&](int i) { return arrays_[i] + (next_row_ * shape_.stride[i] + begin_) * size(i); };
-    const auto bytes_of = [&](int i) { return whole_words(part_of(i), (more * shape_.stride[i] + width_) * size(i)); };
+    const auto piece_of = [&](int i) { return arrays_[i] + (next_row_ * shape_.stride[i] + begin_) * size(i); };
+    const auto bytes_of = [&](int i) { return whole_words(piece_of(i), (more * shape_.stride[i] + width_) * size(i)); };
     TransactionBarrier& full = full_[next_];
     char* const to = shared_ + next_ * shape_.bytes_before(kArrays);
     int expected = 0;
@@ -225,7 +234,7 @@ class Pipeline {
     full.expect(expected);
 #pragma unroll
     for (int i = 0; i < kArrays; ++i)
-      if (width_ > 0) full.copy(to + shape_.bytes_before(i), part_of(i) - word_before(part_of(i)), bytes_of(i));
+      if (width_ > 0) full.copy(to + shape_.bytes_before(i), piece_of(i) - word_before(piece_of(i)), bytes_of(i));
     if (++next_ == shape_.stages) next_ = 0;
     next_row_ += rows_.step;
   }
@@ -235,8 +244,8 @@ class Pipeline {
   const char* const arrays_[kArrays];
   const int64_t begin_;  // of this block's columns
   const int width_;      // and how many they are
-  const int place_;      // of its rows in each group of rows: of the first,
-  const int row_;        // and the thread group's after it
+  const int place_;      // in each block of rows: of the stage's first row,
+  const int row_;        // and of the thread group's row after it
   const bool leads_;     // whether this thread keeps the pipeline full
   int64_t next_row_ = 0;
   TransactionBarrier* full_;
@@ -244,7 +253,7 @@ class Pipeline {
   int next_ = 0;               // stage to fill
   int ready_ = 0, phase_ = 0;  // and to wait for
   int newest_ = 0, oldest_ = 0;
-  int left_ = 0;  // how many rows were left and their stages not refilled
+  int released_ = 0;  // how many rows were released and their stages not refilled
 };
 
 template <typename Tile, typename ThreadGroup, typename... T>

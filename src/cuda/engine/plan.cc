@@ -2,6 +2,9 @@
 
 #include <algorithm>
 
+#include "cuda/engine/regimes.h"
+#include "ops/gated_norm.h"
+
 namespace jaxnorm::cuda {
 namespace {
 
@@ -11,28 +14,46 @@ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int power_of_two(int64_t value) { return value <= 1 ? 1 : value <= 2 ? 2 : value <= 4 ? 4 : 8; }
 
 // A row of `row` vectors in whole warps of as many blocks as `blocks`; `threads`: as many of a block as rows may share.
-Plan whole_warps(int64_t row, int vectors, int blocks, int threads = 0) {
+constexpr Plan whole_warps(int64_t row, int vectors, int blocks, int threads = 0) {
   const int per_row = static_cast<int>(ceil_div(ceil_div(ceil_div(row, blocks), vectors), kWarp)) * kWarp;
   return {per_row, vectors, std::max(1, threads / per_row), blocks};
 }
 
-Plan forward_plan(Kind kind, Dtype x, int64_t cols, int64_t row, int max_cluster) {
-  for (const int threads : {8, kWarp})
-    if (row <= 4 * threads) {
-      const int vectors = std::max(threads == kWarp ? 2 : 1, power_of_two(ceil_div(row, threads)));
-      return {threads, vectors, kRowsThreads / threads, 1};
+// The plan of the first regime of a table that has room for a row. `centred`: its statistics have a mean.
+template <size_t SIZE>
+constexpr Plan forward_plan(const RegimeTable<SIZE>& table, bool centred, Dtype x, int64_t cols, int max_cluster) {
+  const int64_t row = ceil_div(cols, vector_of(x));
+  const bool is_divided = cols % vector_of(x) == 0;
+  for (int i = 0; i < table.kSize; ++i) {
+    const ForwardRegime& regime = table.entry[i];
+    if (regime.divided_only && !is_divided) continue;
+    if (regime.vectors == kStreamed) {
+      if (regime.blocks > 1 && max_cluster == 1) continue;
+      return {kMaxThreads, kStreamed, 1, std::min(max_cluster, regime.blocks), 0, i};
     }
-  // Layer norm of f32 is faster with twice the vectors than with more than 256 threads, unless it goes by elements.
-  const bool small_blocks = kind == Kind::layer && cols % vector_of(x) == 0;
-  for (const int vectors : {4, 8}) {
-    const int threads = small_blocks && vectors == 4 ? kMaxThreads / 2 : max_forward_threads(x);
-    if (row <= int64_t{vectors} * threads) return whole_warps(row, vectors, 1);
+    if (regime.threads > 0) {
+      if (row <= int64_t{regime.vectors} * regime.threads)
+        return {regime.threads, regime.vectors, regime.block_threads / regime.threads, 1, 0, i};
+      continue;
+    }
+    const int threads = centred && is_divided ? regime.centred_threads : regime.block_threads;
+    for (int blocks = regime.blocks > 1 ? 2 : 1; blocks <= std::min(regime.blocks, max_cluster); blocks *= 2)
+      if (row <= int64_t{regime.vectors} * threads * blocks) {
+        Plan plan = whole_warps(row, regime.vectors, blocks);
+        plan.entry = i;
+        return plan;
+      }
   }
-  for (const int vectors : {4, 8})
-    for (int blocks = 2; blocks <= max_cluster; blocks *= 2)
-      if (row <= int64_t{vectors} * kMaxThreads * blocks) return whole_warps(row, vectors, blocks);
-  return {kMaxThreads, kStreamed, 1, std::min(max_cluster, 8)};
+  return {};
 }
+
+// Each of these tables has a regime for every row: its last one has room for the longest.
+constexpr int64_t kLongest = int64_t{1} << 50;
+static_assert(forward_plan(ForwardRegimes<2>::kTable, false, Dtype::bf16, kLongest, 1).entry >= 0);
+static_assert(forward_plan(ForwardRegimes<4>::kTable, true, Dtype::f32, kLongest, kMaxCluster).entry >= 0);
+static_assert(forward_plan(GatedForwardRegimes<2, true>::kTable, false, Dtype::bf16, kGatedCols, 1).entry >= 0);
+static_assert(forward_plan(GatedForwardRegimes<2, false>::kTable, false, Dtype::bf16, kGatedCols, 1).entry >= 0);
+static_assert(forward_plan(GatedForwardRegimes<4, true>::kTable, false, Dtype::f32, kGatedCols, 1).entry >= 0);
 
 // A row of `row` vectors in whole warps of one block. A thread has up to `most` of them.
 Plan backward_block(int64_t row, int most, bool is_divided) {
@@ -78,9 +99,10 @@ const char* Plan::regime() const {
 
 Plan make_plan(Op op, Kind kind, Dtype x, int64_t cols, int max_cluster) {
   const int vector = vector_of(x);
-  const int64_t row = ceil_div(cols, vector);
-  return op == Op::forward ? forward_plan(kind, x, cols, row, max_cluster)
-                           : backward_plan(kind, row, cols, vector, max_cluster);
+  if (op == Op::backward) return backward_plan(kind, ceil_div(cols, vector), cols, vector, max_cluster);
+  const bool centred = kind == Kind::layer;
+  return x == Dtype::f32 ? forward_plan(ForwardRegimes<4>::kTable, centred, x, cols, max_cluster)
+                         : forward_plan(ForwardRegimes<2>::kTable, centred, x, cols, max_cluster);
 }
 
 Plan beside_extra_operand(Plan plan) {
@@ -89,12 +111,9 @@ Plan beside_extra_operand(Plan plan) {
 }
 
 Plan make_gated_forward_plan(Dtype x, int64_t cols, bool first) {
-  const Plan plan = make_plan(Op::forward, Kind::rms, x, cols, 1);
-  if (x == Dtype::f32 || plan.vectors <= 4) return plan;
-  // A thread of a half type has no room for eight vectors and their gates: as few vectors as ever, of more threads, as
-  // far as these leave room for two blocks.
-  const Plan more = whole_warps(ceil_div(cols, vector_of(x)), 4, 1);
-  return first || more.threads_per_row <= kGatedThreads ? more : plan;
+  const auto plan = [&](const auto& table) { return forward_plan(table, false, x, cols, 1); };
+  if (x == Dtype::f32) return plan(GatedForwardRegimes<4, true>::kTable);
+  return first ? plan(GatedForwardRegimes<2, true>::kTable) : plan(GatedForwardRegimes<2, false>::kTable);
 }
 
 Plan make_gated_backward_plan(Dtype x, int64_t cols, int max_cluster) {

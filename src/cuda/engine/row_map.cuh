@@ -1,13 +1,13 @@
-// Of several rows of scale and bias, which is whose.
+// RowMap on the device: which row of an operand goes with a row of x.
 #pragma once
 
 #include <cstdint>
 
-#include "norm.h"
+#include "call.h"
 
 namespace jaxnorm::cuda {
 
-// Quotients by a number that is known at the launch, without a division: exact of 0 to 2^63 - 1.
+// Quotients by a number that is known at the launch, without a division: exact for 0 to 2^63 - 1.
 struct Divisor {
   int64_t value;
   uint64_t factor;  // 2^(63 + shift) / value, rounded up
@@ -24,11 +24,11 @@ struct Divisor {
   __device__ int64_t remainder(int64_t number) const { return number - quotient(number) * value; }
 };
 
-// What kernels need to find a row's head.
+// The same map without a division. A plain op has one row of weights, and pays a branch for it.
 struct RowMapLaunch {
   Divisor count, inner;
-  int64_t skipped;      // rows of other heads between those of a head
-  bool has_neighbours;  // whether neighbouring rows are of one head, and others are not
+  int64_t skipped;      // rows of x between the runs of neighbouring rows that go with one row of the operand
+  bool has_neighbours;  // whether there are such runs, and of several rows
 
   explicit RowMapLaunch(const RowMap& weight_rows)
       : count(weight_rows.count),
@@ -36,17 +36,18 @@ struct RowMapLaunch {
         skipped((weight_rows.count - 1) * weight_rows.inner),
         has_neighbours(weight_rows.count > 1 && weight_rows.inner > 1) {}
 
+  // The row of the operand.
   __device__ int64_t of_row(int64_t row) const {
     return count.value == 1 ? 0 : count.remainder(inner.value == 1 ? row : inner.quotient(row));
   }
 
-  // The row that is the index-th of a head.
-  __device__ int64_t row_of(int64_t head, int64_t index) const {
-    return count.value == 1 ? index : index + inner.quotient(index) * skipped + head * inner.value;
+  // The index-th of the rows of x that go with a row of the operand.
+  __device__ int64_t row_of(int64_t operand_row, int64_t index) const {
+    return count.value == 1 ? index : index + inner.quotient(index) * skipped + operand_row * inner.value;
   }
 };
 
-// scale or bias, if it is there, from element `at` on.
+// An operand from element `at` on, if it is there.
 __device__ inline Input from(const Input& weight, int64_t at) {
   if (!weight.data) return weight;
   return {static_cast<const char*>(weight.data) + at * (weight.dtype == Dtype::f32 ? 4 : 2), weight.dtype};

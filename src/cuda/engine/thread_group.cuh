@@ -34,10 +34,11 @@ __device__ float group_largest(float magnitude) {
   }
 }
 
-constexpr int kMaxParts = 16;  // that a reduction merges: the warps of a thread group, or the blocks of a cluster
+constexpr int kMaxParts = 16;  // parts that a reduction merges: of the warps of a thread group, or of the blocks of a
+                               // cluster
 
-// add(value, value of another part) over `count` parts, in all lanes of a warp. Every group of 4 lanes has them, or of
-// 16 if there are more than 4, and zeros for parts that there are not.
+// Combines `count` parts by add(a, b), in all lanes of a warp. Every 4 lanes have the parts, or every 16 if there are
+// more than 4; lanes beyond `count` have zeros.
 template <typename F>
 __device__ float over_parts(float value, int count, F add) {
   const auto add_over = [&](int distance) { value = add(value, __shfl_xor_sync(0xffffffffu, value, distance)); };
@@ -55,18 +56,18 @@ __device__ inline float sum_of_parts(float value, int count) {
   return over_parts(value, count, [](float a, float b) { return a + b; });
 }
 
-// K sums, of a part of a row.
+// K sums over a part of a row.
 template <int K>
 struct Sums {
   float value[K];
-  static constexpr int kTicket = -1;  // has no room for one, see ThreadGroup::publish
+  static constexpr int kTicket = -1;  // where ThreadGroup::publish puts a ticket; here is no room for one
 
   __device__ void add(const Sums& more) {
 #pragma unroll
     for (int k = 0; k < K; ++k) value[k] += more.value[k];
   }
 
-  // Of `count` parts, one a lane as for `sum_of_parts`.
+  // Merges `count` parts, one a lane as for `sum_of_parts`.
   __device__ static Sums merge(const Sums& part, const Sums&, int count, float) {
     Sums total;
 #pragma unroll
@@ -75,7 +76,7 @@ struct Sums {
   }
 };
 
-// A sum with room for a note.
+// A sum with room for a ticket.
 struct TicketSum {
   float value[2];
   static constexpr int kTicket = 1;
@@ -93,8 +94,10 @@ struct Moments {
   float value[4];
   static constexpr int kTicket = 3;
 
-  // Chan, Golub and LeVeque 1983, with the means taken relative to that of the first part. `reciprocal`: of the sum of
-  // all counts. A lane without a part has a count of 0.
+  __device__ void set_cols(int64_t cols) { value[0] = cols; }
+
+  // Chan, Golub and LeVeque 1983, with means relative to that of the first part. `reciprocal`: of the sum of all
+  // counts. A lane without a part has a count of 0.
   __device__ static Moments merge(const Moments& part, const Moments& first, int parts, float reciprocal) {
     const float count = part.value[0], origin = first.value[1], distance = part.value[1] - origin;
     const float mean = sum_of_parts(count > 0 ? count * distance : 0.0f, parts) * reciprocal, off = distance - mean;
@@ -102,7 +105,7 @@ struct Moments {
   }
 };
 
-// Where parts carry a magnitude, in their first value: the largest.
+// Merges parts that carry a magnitude, in their first value: the largest.
 struct Largest {
   template <typename Part>
   __device__ static Part merge(const Part& part, const Part&, int count, float) {
@@ -110,12 +113,12 @@ struct Largest {
   }
 };
 
-// THREADS: 8, 16, 32, kWholeWarps or kWholeBlock. Part: what a reduction carries. CLUSTER: the most blocks of a thread
-// group. MOST: the most threads of a block. MANY: whether a thread group may have more warps than kMaxParts. BY of a
-// reduction: what merges its parts.
+// THREADS: 8, 16, 32, kWholeWarps or kWholeBlock. Part: what a reduction carries of a share of a row. CLUSTER: the most
+// blocks of a thread group. MOST: the most threads of a block. MANY: whether a thread group may have more warps than
+// kMaxParts.
 //
-// A reduction is published and collected. In a cluster the next may be published before one is collected, so that the
-// exchange between blocks takes place meanwhile.
+// A reduction is published and collected. In a cluster the next one may be published before the last one is collected,
+// so that the blocks exchange their parts meanwhile. By: what merges the parts, if it is not Part itself.
 template <int THREADS, typename Part, int CLUSTER, int MOST = kMaxThreads, bool MANY = false>
 class ThreadGroup {
  public:
@@ -127,11 +130,11 @@ class ThreadGroup {
   const int threads, rank;  // the thread group's threads in this block, and this one's place among them
   const int place;          // the thread group's place in the block
   int64_t begin, end;       // the columns that are this block's
-  // Which block of the grid this is, clusters counted as one, and of how many. The one that starts first has the last
-  // rows: see RowsLaunch::backwards.
+  // Which block or cluster of the grid this is, and of how many. The one that starts first has the last rows: see
+  // RowsLaunch::backwards.
   int64_t index, count;
 
-  // `span`: the columns of each block of a cluster; `reciprocal`: of all columns.
+  // `span`: how many columns each block of a cluster has. `reciprocal`: of the number of all columns.
   __device__ ThreadGroup(int threads_per_row, int64_t cols, int64_t span, float reciprocal)
       : threads(THREADS > 0              ? THREADS
                 : THREADS == kWholeBlock ? static_cast<int>(blockDim.x)
@@ -175,8 +178,8 @@ class ThreadGroup {
     return group_largest<kSpansWarps ? kWarp : THREADS>(magnitude);
   }
 
-  // Adds this warp's part of a row to the next reduction. All of the thread group's threads in this block have met on
-  // return, if they are of several warps. The blocks of a cluster get the note of the first one's first thread with it.
+  // Adds this warp's part of a row to the next reduction. On return the thread group's threads in this block have met,
+  // if they are of several warps. The blocks of a cluster get the ticket of the first one's first thread with it.
   template <typename By = Part>
   __device__ void publish(const Part& part, [[maybe_unused]] float ticket = 0) {
     if constexpr (!kSpansWarps) {
@@ -190,7 +193,7 @@ class ThreadGroup {
       if (published_ == 0) Cluster::wait();
       if (rank < kWarp) {
         Part block = merge<By>(parts, threads / kWarp, block_reciprocal_);
-        if constexpr (std::is_same_v<By, Moments>) block.value[0] = end - begin;
+        if constexpr (std::is_same_v<By, Moments>) block.set_cols(end - begin);
         if constexpr (Part::kTicket >= 0 && std::is_same_v<By, Part>)
           block.value[Part::kTicket] = __shfl_sync(0xffffffffu, ticket, 0);
         TransactionBarrier& arrival = arrivals()[published_ % kSets];
@@ -202,8 +205,8 @@ class ThreadGroup {
     ++published_;
   }
 
-  // The whole thread group's, the same bits in every thread. Reductions are collected in the order in which they were
-  // published.
+  // The merged parts of the whole thread group, with the same bits in every thread. Reductions are collected in the
+  // order in which they were published.
   template <typename By = Part>
   __device__ Part collect() {
     if constexpr (!kSpansWarps) {
@@ -216,16 +219,23 @@ class ThreadGroup {
     }
   }
 
-  // What came with the reduction that was collected last. To be asked before the next is published.
+  // The ticket that came with the reduction collected last. To be asked before the next is published.
   __device__ float ticket() const { return block_parts(collected_ - 1)[0].value[Part::kTicket]; }
 
   __device__ float reciprocal() const { return reciprocal_; }
 
  private:
-  // Reductions of which parts are kept. A block that publishes one more has collected all but the last, to which every
-  // block has published; so every block has collected all but the last two before that, and one set more is free.
+  // How many reductions have room for their parts. A block that publishes one more has collected all but the last, to
+  // which every block has published; so every block has collected all but the last two before that, and one more is
+  // free.
   static constexpr unsigned kSets = 4;
 
+ public:
+  // What it takes of shared memory.
+  static constexpr int kSharedBytes =
+      kSets * static_cast<int>(sizeof(Part) * (MOST / kWarp + CLUSTER) + sizeof(TransactionBarrier));
+
+ private:
   template <typename By>
   __device__ static Part merge(const Part* parts, int count, float reciprocal) {
     const int i = lane() % (count > 4 ? kMaxParts : 4);
@@ -235,16 +245,16 @@ class ThreadGroup {
     return By::merge(part, parts[0], count, reciprocal);
   }
 
-  __device__ Part* warp_parts(unsigned turn) const {
+  __device__ Part* warp_parts(unsigned reduction) const {
     constexpr int warps = MOST / kWarp;
     static_assert(warps <= 2 * kMaxParts && CLUSTER <= kMaxParts);
     __shared__ __align__(16) Part parts[kSets * warps];
-    return parts + turn % kSets * warps + place * (threads / kWarp);
+    return parts + reduction % kSets * warps + place * (threads / kWarp);
   }
 
-  __device__ static Part* block_parts(unsigned turn) {
+  __device__ static Part* block_parts(unsigned reduction) {
     __shared__ __align__(16) Part parts[kSets * CLUSTER];
-    return parts + turn % kSets * CLUSTER;
+    return parts + reduction % kSets * CLUSTER;
   }
 
   __device__ static TransactionBarrier* arrivals() {

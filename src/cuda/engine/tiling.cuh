@@ -1,6 +1,5 @@
-// A row as a thread group sees it: cut into vectors of N elements. Each warp of the thread group owns neighbouring
-// vectors, and of these lane i owns vectors i, i + 32, ... A row that is streamed is dealt out to all threads of the
-// thread group in turns.
+// How a thread group divides a row: into vectors of N elements. Each warp has neighbouring vectors, and lane i of the
+// warp has vectors i, i + 32, ... of them. The vectors of a streamed row go round all threads of the thread group.
 #pragma once
 
 #include "cuda/engine/launch.cuh"
@@ -8,57 +7,57 @@
 
 namespace jaxnorm::cuda {
 
-// How a kernel walks rows of X in regime R. As the compiler knows ACCESS, the checks are gone where every vector is
-// whole.
+// The tiling of rows of X in regime R. As the compiler knows ACCESS, the checks are gone where every vector is whole.
 template <typename X, typename R, Access ACCESS>
 struct Tiling {
   static constexpr int N = ACCESS >= Access::pipelined_scalar ? 1 : kVector<X>;
   static constexpr int VECTORS = R::kVectors * kVector<X> / N;
-  static constexpr int LANES = R::kThreads > 0 ? R::kThreads : kWarp;  // of a warp that share a row
+  static constexpr int LANES = R::kThreads > 0 ? R::kThreads : kWarp;  // lanes of a warp that share a row
   static constexpr int STRIDE = N * LANES;                             // columns from a thread's vector to its next
   static constexpr bool UNALIGNED = ACCESS == Access::unaligned;
   static constexpr bool ALIGNED = ACCESS != Access::elementwise && !UNALIGNED, STREAMED = VECTORS == kStreamed;
   static constexpr bool PIPELINED = ACCESS == Access::pipelined || ACCESS == Access::pipelined_scalar;
-  static constexpr bool KEPT = !STREAMED;  // whether a row is read once and is at hand then
+  static constexpr bool KEPT = !STREAMED;  // whether a row is read once and then at hand
 };
 
-// The same vectors in the same order, so that sums have the same bits, but read again in each pass: in little code.
+// The same vectors in the same order, so that sums have the same bits, but read again in each pass. It takes little
+// code.
 template <typename X, typename R, Access ACCESS>
 struct RereadTiling : Tiling<X, R, ACCESS> {
   static constexpr bool PIPELINED = false, KEPT = false;
 };
 
-// The columns of its block's share before a thread's first.
+// How many columns of its block's share come before a thread's first.
 template <typename Tile, typename ThreadGroup>
 __device__ int first_of_thread(const ThreadGroup& group) {
   return group.rank / Tile::LANES * Tile::VECTORS * Tile::STRIDE + group.rank % Tile::LANES * Tile::N;
 }
 
-// Calls f(slot, first, left) for each vector of this thread: `slot` counts them (a constant once unrolled, so that it
-// may index registers), `first` is the vector's first column, `left` how many columns the row has from there on: none
-// is left (zero or less) where a thread group has more vectors than the row. All threads of a thread group call f
+// Calls f(vec, col, remaining) for each vector of this thread. `vec` counts them; once unrolled it is a constant, so
+// that it may index registers. `col` is the vector's first column, and `remaining` how many columns the row has from
+// there on: zero or less where a thread group has more vectors than the row. All threads of a thread group call f
 // equally often.
 template <typename Tile, typename ThreadGroup, typename F>
 __device__ void for_each_vector(const ThreadGroup& group, F f) {
   constexpr int N = Tile::N;
   if constexpr (Tile::STREAMED) {
     const int64_t step = static_cast<int64_t>(group.threads) * N;
-    for (int64_t turn = group.begin; turn < group.end; turn += step) {
-      const int64_t first = turn + static_cast<int64_t>(group.rank) * N;
-      f(0, first, static_cast<int>(min(static_cast<int64_t>(N), group.end - first)));
+    for (int64_t begin = group.begin; begin < group.end; begin += step) {
+      const int64_t col = begin + static_cast<int64_t>(group.rank) * N;
+      f(0, col, static_cast<int>(min(static_cast<int64_t>(N), group.end - col)));
     }
   } else {
     const int first = static_cast<int>(group.begin) + first_of_thread<Tile>(group), end = static_cast<int>(group.end);
-    const auto visit = [&](int slot) {
-      const int at = first + slot * Tile::STRIDE;
-      f(slot, at, end - at);
+    const auto visit = [&](int vec) {
+      const int col = first + vec * Tile::STRIDE;
+      f(vec, col, end - col);
     };
     if constexpr (Tile::KEPT) {
 #pragma unroll
-      for (int slot = 0; slot < Tile::VECTORS; ++slot) visit(slot);
+      for (int vec = 0; vec < Tile::VECTORS; ++vec) visit(vec);
     } else {
 #pragma unroll 1
-      for (int slot = 0; slot < Tile::VECTORS; ++slot) visit(slot);
+      for (int vec = 0; vec < Tile::VECTORS; ++vec) visit(vec);
     }
   }
 }
@@ -70,11 +69,11 @@ __device__ float warp_cols(const ThreadGroup& group) {
   if constexpr (!ThreadGroup::kSpansWarps) {
     return cols;
   } else if constexpr (Tile::STREAMED) {
-    // Turns are all whole but the last. A warp's share of the last is cut off at its end.
+    // All rounds of the vectors are whole but the last, in which a warp's share is cut off at the row's end.
     constexpr int64_t share = kWarp * Tile::N;
-    const int64_t turn = int64_t{group.threads} * Tile::N, turns = cols / turn;
-    const int64_t rest = cols - turns * turn - group.rank / kWarp * share;
-    return turns * share + max(int64_t{0}, min(share, rest));
+    const int64_t round = int64_t{group.threads} * Tile::N, rounds = cols / round;
+    const int64_t rest = cols - rounds * round - group.rank / kWarp * share;
+    return rounds * share + max(int64_t{0}, min(share, rest));
   } else {
     constexpr int share = kWarp * Tile::N * Tile::VECTORS;
     return max(0, min(share, static_cast<int>(cols) - group.rank / kWarp * share));

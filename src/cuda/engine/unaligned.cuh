@@ -1,7 +1,7 @@
-// Rows of half types that vectors do not divide, in vectors all the same: each begins and ends anywhere in a 16-byte
-// word, the 16 bytes of one access. A vector is put together from the two 16-byte words in which it lies, and a 16-byte
-// word, to be written, from two vectors that are neighbours. Memory is not allocated in smaller pieces than 16-byte
-// words, so they may be read whole.
+// Unaligned vectors, for rows of half types that vectors do not divide. Such a row begins and ends anywhere in a
+// 16-byte word, which is one access. A vector is put together from the two words in which it lies, and a word to be
+// written from two neighbouring vectors. Memory is not allocated in smaller pieces than such words, so they may be read
+// whole.
 #pragma once
 
 #include "cuda/engine/tiling.cuh"
@@ -9,19 +9,19 @@
 
 namespace jaxnorm::cuda {
 
-// Elements of the 16-byte word in which a row begins before it does.
+// How many elements of the word in which a row begins come before it.
 template <typename T>
 __device__ int offset_in_word(const T* row) {
   return static_cast<int>(reinterpret_cast<uintptr_t>(row) / sizeof(T) % kVector<T>);
 }
 
-// N elements that begin with a 16-byte word: those 16-byte words that have any of the first `left`.
+// N elements that begin with a word. Of these words it reads those that have any of the `remaining` elements.
 template <int N, typename T>
-__device__ Packed<T, N> load_words(const T* from, int left) {
+__device__ Packed<T, N> load_words(const T* from, int remaining) {
   Packed<T, N> packed{};
 #pragma unroll
   for (int i = 0; i < N / kVector<T>; ++i)
-    if (left > i * kVector<T>)
+    if (remaining > i * kVector<T>)
       reinterpret_cast<uint4*>(packed.word)[i] = __ldg(reinterpret_cast<const uint4*>(from) + i);
   return packed;
 }
@@ -46,12 +46,12 @@ __device__ Packed<T, N> elements_from(int begin, const Packed<T, N>& a, const Pa
   return result;
 }
 
-// Makes the elements from `left` on zeros.
+// Sets the elements from the `remaining`-th on to zero.
 template <typename T, int N>
-__device__ void clear_from(int left, Packed<T, N>& packed) {
+__device__ void clear_from(int remaining, Packed<T, N>& packed) {
 #pragma unroll
   for (int i = 0; i < N / 2; ++i)
-    if (left < 2 * i + 2) packed.word[i] &= left <= 2 * i ? 0 : 0xffffu;
+    if (remaining < 2 * i + 2) packed.word[i] &= remaining <= 2 * i ? 0 : 0xffffu;
 }
 
 // A thread's vectors of a row, with zeros past its end.
@@ -60,18 +60,17 @@ __device__ void read_words(const ThreadGroup& group, const T* row, Packed<T, Til
   const int offset = offset_in_word(row);
   const T* const words = row - offset;
   Packed<T, Tile::N> next[Tile::VECTORS];
-  for_each_vector<Tile>(group, [&](int slot, int first, int left) {
-    to[slot] = load<true, Tile::N>(words + first, left);
-    next[slot] = load<true, Tile::N>(words + first + Tile::N, left + offset - Tile::N);
+  for_each_vector<Tile>(group, [&](int vec, int col, int remaining) {
+    to[vec] = load<true, Tile::N>(words + col, remaining);
+    next[vec] = load<true, Tile::N>(words + col + Tile::N, remaining + offset - Tile::N);
   });
-  for_each_vector<Tile>(group, [&](int slot, int, int left) {
-    to[slot] = elements_from(offset, to[slot], next[slot]);
-    if (left < Tile::N) clear_from(left, to[slot]);
+  for_each_vector<Tile>(group, [&](int vec, int, int remaining) {
+    to[vec] = elements_from(offset, to[vec], next[vec]);
+    if (remaining < Tile::N) clear_from(remaining, to[vec]);
   });
 }
 
-// Writes a row, of which each thread gives its vectors one after the other. All threads of a thread group take part in
-// each.
+// Writes a row. Each thread gives its vectors one after the other, and all threads of a thread group take part in each.
 template <typename T, typename Tile>
 class UnalignedWriter {
  public:
@@ -80,10 +79,10 @@ class UnalignedWriter {
   __device__ UnalignedWriter(const ThreadGroup& group, T* row)
       : place_(group.rank % Tile::LANES), offset_(offset_in_word(row)), words_(row - offset_) {}
 
-  // `wanted`: or nothing is written.
-  __device__ void write(int slot, int first, int left, const Packed<T, Tile::N>& vector, bool wanted) {
+  // Writes nothing unless it is `wanted`.
+  __device__ void write(int vec, int col, int remaining, const Packed<T, Tile::N>& vector, bool wanted) {
     constexpr int N = Tile::N, last = Tile::LANES - 1;
-    // The vector before the first of a slot is the last one of the slot before.
+    // The first lane's neighbour is the last lane's vector before this one.
     const int neighbour = offset_ > 0 ? (place_ + last) % Tile::LANES : place_;
     Packed<T, N> before;
 #pragma unroll
@@ -93,23 +92,23 @@ class UnalignedWriter {
                       neighbour, Tile::LANES);
     before_ = vector;
     if (!wanted) return;
-    const int begin = (N - offset_) % N, end = left + offset_;
+    const int begin = (N - offset_) % N, end = remaining + offset_;
     const Packed<T, N> word16 = elements_from(begin, before, vector);
-    if (slot == 0 && place_ == 0 && offset_ > 0) {
+    if (vec == 0 && place_ == 0 && offset_ > 0) {
       edge_ = word16;
       edge_end_ = end;
     } else if (end >= N) {
-      store<true>(words_ + first, word16, N);
+      store<true>(words_ + col, word16, N);
     } else if (end > 0) {
-      store_elements<N>(words_ + first, word16, end);
+      store_elements<N>(words_ + col, word16, end);
     }
-    if (slot < Tile::VECTORS - 1 || offset_ == 0) return;
+    if (vec < Tile::VECTORS - 1 || offset_ == 0) return;
     if (place_ == last) {
       edge_ = elements_from(begin, vector, vector);
       edge_end_ = min(offset_, end - N);
     }
     if (place_ == 0 || place_ == last)
-      write_edge(words_ + (place_ == 0 ? first - slot * Tile::STRIDE : first + N), place_ == 0 ? offset_ : 0);
+      write_edge(words_ + (place_ == 0 ? col - vec * Tile::STRIDE : col + N), place_ == 0 ? offset_ : 0);
   }
 
  private:
@@ -120,10 +119,10 @@ class UnalignedWriter {
         reinterpret_cast<uint16_t*>(to)[i] = static_cast<uint16_t>(edge_.word[i / 2] >> i % 2 * 16);
   }
 
-  int place_, offset_;  // of the thread among those that share its vectors, and of the row in its first 16-byte word
+  int place_, offset_;  // of the thread among the lanes of its row, and of the row in its first word
   T* words_;
   Packed<T, Tile::N> before_;
-  // This thread's part of the 16-byte word between this warp's columns and those of the warp before it or after it.
+  // This thread's elements of the word between this warp's columns and those of the warp before it or after it.
   Packed<T, Tile::N> edge_;
   int edge_end_;
 };

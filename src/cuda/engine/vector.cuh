@@ -23,7 +23,7 @@ constexpr int kVector = vector_of(kDtype<T>);
 
 constexpr int min_of(int a, int b) { return a < b ? a : b; }
 
-// The lanes of a warp that share this thread's group of WIDTH neighbours, of which other groups may be left behind.
+// The lanes of a warp that share this thread's group of WIDTH neighbours, while other groups may have gone elsewhere.
 template <int WIDTH>
 __device__ unsigned lanes_mask() {
   if constexpr (WIDTH == kWarp) {
@@ -113,51 +113,51 @@ __device__ Packed<T, N> pack(const float (&from)[N]) {
 // The elements of a vector, one by one. This and the next are functions of their own: kernels that are not fast anyway
 // share them, and take less time to compile.
 template <int N, typename T>
-__device__ __noinline__ Packed<T, N> load_elements(const T* from, int left) {
+__device__ __noinline__ Packed<T, N> load_elements(const T* from, int remaining) {
   Packed<T, N> packed{};
   T* element = reinterpret_cast<T*>(packed.word);
 #pragma unroll
   for (int i = 0; i < N; ++i)
-    if (i < left) element[i] = from[i];
+    if (i < remaining) element[i] = from[i];
   return packed;
 }
 
 template <int N, typename T>
-__device__ __noinline__ void store_elements(T* to, Packed<T, N> packed, int left) {
+__device__ __noinline__ void store_elements(T* to, Packed<T, N> packed, int remaining) {
   const T* element = reinterpret_cast<const T*>(packed.word);
 #pragma unroll
   for (int i = 0; i < N; ++i)
-    if (i < left) to[i] = element[i];
+    if (i < remaining) to[i] = element[i];
 }
 
-// N elements of an array that the kernel does not write, those from `left` on zero. ALIGNED promises that all N are
-// there or, if `left` is not positive, none, and that `from` is aligned as Packed is. The values, and so all results,
-// are the same either way.
+// N elements of an array that the kernel does not write; those from the `remaining`-th on are zero. ALIGNED promises
+// that all N are there or, if `remaining` is not positive, none, and that `from` is aligned as Packed is. The values,
+// and so all results, are the same either way.
 template <bool ALIGNED, int N, typename T>
-__device__ Packed<T, N> load(const T* from, int left) {
+__device__ Packed<T, N> load(const T* from, int remaining) {
   Packed<T, N> packed{};
   if constexpr (N == 1) {
-    if (left > 0) packed.element = __ldg(from);
+    if (remaining > 0) packed.element = __ldg(from);
   } else if constexpr (ALIGNED) {
     using Access = std::conditional_t<sizeof(packed) % 16 == 0, uint4, uint2>;
 #pragma unroll
     for (unsigned i = 0; i < sizeof(packed) / sizeof(Access); ++i)
-      if (left > 0) reinterpret_cast<Access*>(packed.word)[i] = __ldg(reinterpret_cast<const Access*>(from) + i);
+      if (remaining > 0) reinterpret_cast<Access*>(packed.word)[i] = __ldg(reinterpret_cast<const Access*>(from) + i);
   } else {
-    return load_elements<N>(from, left);
+    return load_elements<N>(from, remaining);
   }
   return packed;
 }
 
-// The same of whole aligned vectors, at this place among other such loads and stores: the compiler does not put it off
-// until its value is needed.
+// The same for whole aligned vectors, at this place among other such loads and stores: the compiler does not put it off
+// until the value is needed.
 template <int N, typename T>
-__device__ Packed<T, N> load_now(const T* from, int left) {
+__device__ Packed<T, N> load_now(const T* from, int remaining) {
   Packed<T, N> packed{};
   using Access = std::conditional_t<sizeof(packed) % 16 == 0, uint4, uint2>;
 #pragma unroll
   for (unsigned i = 0; i < sizeof(packed) / sizeof(Access); ++i)
-    if (left > 0) load_now(reinterpret_cast<Access*>(packed.word)[i], reinterpret_cast<const Access*>(from) + i);
+    if (remaining > 0) load_now(reinterpret_cast<Access*>(packed.word)[i], reinterpret_cast<const Access*>(from) + i);
   return packed;
 }
 
@@ -188,19 +188,20 @@ __device__ void store_shared(float* to, const float (&from)[N]) {
   }
 }
 
-// Stores the first `left` of N elements. ALIGNED: as in `load`.
+// Stores the first `remaining` of N elements. ALIGNED: as in `load`.
 template <bool ALIGNED, int N, typename T>
-__device__ void store(T* to, const Packed<T, N>& packed, int left) {
+__device__ void store(T* to, const Packed<T, N>& packed, int remaining) {
   if constexpr (N == 1) {
-    if (left > 0) *to = packed.element;
+    if (remaining > 0) *to = packed.element;
   } else if constexpr (ALIGNED) {
     using Access = std::conditional_t<sizeof(packed) % 16 == 0, uint4,
                                       std::conditional_t<sizeof(packed) % 8 == 0, uint2, uint32_t>>;
 #pragma unroll
     for (unsigned i = 0; i < sizeof(packed) / sizeof(Access); ++i)
-      if (left > 0) store_vector(reinterpret_cast<Access*>(to) + i, reinterpret_cast<const Access*>(packed.word)[i]);
+      if (remaining > 0)
+        store_vector(reinterpret_cast<Access*>(to) + i, reinterpret_cast<const Access*>(packed.word)[i]);
   } else {
-    store_elements<N>(to, packed, left);
+    store_elements<N>(to, packed, remaining);
   }
 }
 
@@ -226,18 +227,18 @@ __device__ void with_type(Dtype dtype, F f) {
 }
 
 template <bool ALIGNED, int N>
-__device__ void load_floats(const Input& from, int64_t first, int left, float (&to)[N]) {
+__device__ void load_floats(const Input& from, int64_t col, int remaining, float (&to)[N]) {
   with_type(from.dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    unpack(load<ALIGNED, N>(static_cast<const T*>(from.data) + first, left), to);
+    unpack(load<ALIGNED, N>(static_cast<const T*>(from.data) + col, remaining), to);
   });
 }
 
 template <int N>
-__device__ void store_floats(const Output& to, int64_t first, const float (&from)[N]) {
+__device__ void store_floats(const Output& to, int64_t col, const float (&from)[N]) {
   with_type(to.dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    store<true>(static_cast<T*>(to.data) + first, pack<T>(from), N);
+    store<true>(static_cast<T*>(to.data) + col, pack<T>(from), N);
   });
 }
 

@@ -1,7 +1,8 @@
-// The activations of a gate, two instructions of the special function unit each.
+// Activations, two instructions of the special function unit each.
 #pragma once
 
 #include "cuda/engine/vector.cuh"
+#include "ops/gated_norm.h"
 
 namespace jaxnorm::cuda {
 

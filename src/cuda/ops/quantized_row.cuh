@@ -1,38 +1,103 @@
-// The epilogue of rows whose result is quantised from registers.
+// Rows as floats in registers on their way to 8 bits: weights, the scales of the quantisation, and the stores.
 #pragma once
 
-#include "cuda/ops/forward.cuh"
+#include "cuda/engine/weight.cuh"
+#include "cuda/ops/affine.cuh"
 #include "cuda/ops/quantize.cuh"
-#include "cuda/ops/quantized_weight.cuh"
 
 namespace jaxnorm::cuda {
 
 // One scale a row, as against one given or one for each group of columns.
-__device__ inline bool is_by_row(const Forward& p) { return !p.quantized.given && p.quantized.group == p.cols; }
+__device__ inline bool is_by_row(const QuantizedNormForward& p) {
+  return !p.quantized.given && p.quantized.group == p.cols;
+}
 
 __device__ inline int64_t group_of(const Quantization& q, int64_t column) { return column >> (q.group == 64 ? 6 : 7); }
 
-__device__ inline void write_scale(const Forward& p, int64_t row, int64_t scale_group, float scale) {
+__device__ inline void write_scale(const QuantizedNormForward& p, int64_t row, int64_t scale_group, float scale) {
   const int64_t groups = is_by_row(p) ? 1 : group_of(p.quantized, p.cols);
   if (row < p.rows) p.quantized.scales[row * groups + scale_group] = scale;
 }
 
-// A row as floats in registers: unpacked once, however many passes there are over it.
+// scale + scale_offset, of X or of f32, which is seen at run time. Packed; HELD: in registers if it is of X.
+template <typename X, typename Tile, bool HELD>
+class PackedScale {
+ public:
+  template <typename Group>
+  __device__ PackedScale(const Group& group, const QuantizedNormForward& p) : weight_(group, p.scale) {}
+
+  __device__ void arrive(const QuantizedNormForward&) {}
+
+  // Calls f with a null pointer of scale's type, if there is a scale.
+  template <typename F>
+  __device__ static void with_type(const QuantizedNormForward& p, F f) {
+    if (!p.scale.data) return;
+    if (p.scale.dtype == kDtype<X>) {
+      f(static_cast<X*>(nullptr));
+    } else if constexpr (sizeof(X) < 4) {
+      f(static_cast<float*>(nullptr));
+    }
+  }
+
+  // Where it is of T.
+  template <typename T, bool SPANS_WARPS>
+  __device__ void get(const QuantizedNormForward& p, int vec, int64_t col, int remaining, float (&to)[Tile::N]) const {
+    const auto packed = weight_.template as<T>().packed(vec, col, remaining);
+    // Half an addition less. The branch has late loads wait for each other, which matters where the whole block does.
+    if (!SPANS_WARPS && p.scale_offset == 0.0f) return unpack_plus_zero(packed, to);
+    unpack(packed, to);
+    complete(true, p.scale_offset, 1.0f, to);
+  }
+
+ private:
+  const EitherWeight<X, Tile, HELD ? Place::registers : Place::memory, Place::memory> weight_;
+};
+
+// The same as floats in registers, for all rows of a thread group.
+template <typename X, typename Tile>
+class FloatScale {
+ public:
+  template <typename Group>
+  __device__ FloatScale(const Group& group, const QuantizedNormForward& p) : factor_(group, p.scale) {}
+
+  __device__ void arrive(const QuantizedNormForward& p) { factor_.arrive(p.scale_offset, 1.0f); }
+
+  // One that is absent is 1. Where X is f32 too there is a branch for each: without it the compiler would spill.
+  template <typename F>
+  __device__ static void with_type(const QuantizedNormForward& p, F f) {
+    if (p.scale.dtype == kDtype<X>) {
+      f(static_cast<X*>(nullptr));
+    } else {
+      f(static_cast<float*>(nullptr));
+    }
+  }
+
+  template <typename T, bool SPANS_WARPS>
+  __device__ void get(const QuantizedNormForward&, int vec, int64_t, int, float (&to)[Tile::N]) const {
+#pragma unroll
+    for (int i = 0; i < Tile::N; ++i) to[i] = factor_[vec][i];
+  }
+
+ private:
+  FloatWeight<Tile> factor_;
+};
+
+// A row, unpacked once, however many passes there are over it.
 template <typename Tile>
 struct Floats {
   float v[Tile::VECTORS][Tile::N];
 
   // What a row reads of X, or of the sum that it forms.
-  template <typename X, typename ThreadGroup, typename... Args>
-  __device__ void read(const ThreadGroup& group, const Args&... args) {
+  template <typename X, typename Group, typename... Args>
+  __device__ void read(const Group& group, const Args&... args) {
     SumRow<X, X, Tile> row;
     row.read(group, args...);
-    for_each_vector<Tile>(group, [&](int slot, auto, int left) { unpack(row.packed(slot, left), v[slot]); });
+    for_each_vector<Tile>(group, [&](int vec, auto, int remaining) { unpack(row.packed(vec, remaining), v[vec]); });
   }
 
-  __device__ void get(int slot, int64_t, int, float (&to)[Tile::N]) const {
+  __device__ void get(int vec, int64_t, int, float (&to)[Tile::N]) const {
 #pragma unroll
-    for (int i = 0; i < Tile::N; ++i) to[i] = v[slot][i];
+    for (int i = 0; i < Tile::N; ++i) to[i] = v[vec][i];
   }
 };
 
@@ -41,32 +106,18 @@ template <typename Tile, int ROWS>
 struct Values {
   Floats<Tile> (&rows)[ROWS];
 
-  // x_hat is to become v = (x_hat * factor + bias) * smooth. A bias has scale's type, smooth X or f32.
-  template <Kind KIND, typename X, typename Scale, typename Bias, typename ThreadGroup>
-  __device__ void finish(const Forward& p, const ThreadGroup& group, const Scale& scale, const Bias& bias) {
-    scale.with([&](auto* type, auto factors) {
+  // x_hat becomes v = (x_hat * factor + bias) * smooth. A bias has scale's type; smooth is of X or f32. CENTRED:
+  // whether there may be a bias.
+  template <typename X, bool CENTRED, typename Scale, typename Bias, typename Group>
+  __device__ void apply_weights(const QuantizedNormForward& p, const Group& group, const Scale& scale,
+                                const Bias& bias) {
+    const auto apply = [&](auto* type) {
       using T = std::remove_pointer_t<decltype(type)>;
-      const auto finish = [&](auto has_bias) {
-        constexpr bool kBias = decltype(has_bias)::value;
-        // Of so many there are no registers for several on their way.
-        constexpr bool kOneByOne = kBias && Tile::VECTORS == 8 && sizeof(X) == 4;
-        const auto& terms = bias.template of<T>(group);
-        for_each_vector<Tile>(group, [&](int slot, auto first, int left) {
-          if (kOneByOne && left <= 0) return;
-          float factor[Tile::N], term[Tile::N];
-          factors(slot, first, left, factor);
-          if constexpr (kBias) terms.get(slot, first, left, term);
-#pragma unroll
-          for (int r = 0; r < ROWS; ++r)
-#pragma unroll
-            for (int i = 0; i < Tile::N; ++i)
-              value(r, slot, i) = kBias ? fmaf(value(r, slot, i), factor[i], term[i]) : value(r, slot, i) * factor[i];
-        });
-      };
-      if constexpr (KIND == Kind::layer)
-        if (p.bias.data) return finish(std::true_type{});
-      finish(std::false_type{});
-    });
+      if constexpr (CENTRED)
+        if (p.bias.data) return apply_affine<T, true>(p, group, scale, bias.template as<T>(), sizeof(X));
+      apply_affine<T, false>(p, group, scale, bias.template as<T>(), sizeof(X));
+    };
+    Scale::with_type(p, apply);
     const Input& smooth = p.quantized.smooth;
     if (!smooth.data) return;
     if (smooth.dtype == kDtype<X>) {
@@ -77,20 +128,20 @@ struct Values {
   }
 
   // Where a row has one scale and a thread group several warps: begins to reduce what rescale needs.
-  template <typename ThreadGroup>
-  __device__ void publish(const Forward& p, ThreadGroup& group) const {
-    if constexpr (ThreadGroup::kSpansWarps)
+  template <typename Group>
+  __device__ void publish(const QuantizedNormForward& p, Group& group) const {
+    if constexpr (Group::kSpansWarps)
       if (is_by_row(p)) {
         float magnitudes[ROWS];
-        by_row(group, magnitudes);
+        largest_of_rows(group, magnitudes);
         static_assert(ROWS == 1);
         group.template publish<Largest>({{group.warp_largest(magnitudes[0])}});
       }
   }
 
   // Multiplies by the reciprocals of the scales, which it writes. row(r): the number of row r.
-  template <typename ThreadGroup, typename F>
-  __device__ void rescale(const Forward& p, ThreadGroup& group, F row) {
+  template <typename Group, typename F>
+  __device__ void rescale(const QuantizedNormForward& p, Group& group, F row) {
     const Quantization& q = p.quantized;
     if (q.given) {
       const float reciprocal = 1.0f / __ldg(q.given);
@@ -98,13 +149,13 @@ struct Values {
       for (int r = 0; r < ROWS; ++r) multiply_row(r, reciprocal);
     } else if (q.group != p.cols) {
       rescale_groups(p, group, row);
-    } else if constexpr (ThreadGroup::kSpansWarps) {
+    } else if constexpr (Group::kSpansWarps) {
       const float scale = scale_of(q, group.template collect<Largest>().value[0]);
       if (group.rank + group.begin == 0) write_scale(p, row(0), 0, scale);
       multiply_row(0, 1.0f / scale);
     } else {
       float magnitudes[ROWS];
-      by_row(group, magnitudes);
+      largest_of_rows(group, magnitudes);
       reciprocal_scales<Tile::LANES>(q, magnitudes, Tile::LANES, false,
                                      [&](int r, float scale) { write_scale(p, row(r), 0, scale); });
 #pragma unroll
@@ -112,8 +163,8 @@ struct Values {
     }
   }
 
-  template <typename ThreadGroup, typename F>
-  __device__ void store(const Forward& p, const ThreadGroup& group, F row) const {
+  template <typename Group, typename F>
+  __device__ void store(const QuantizedNormForward& p, const Group& group, F row) const {
     uint8_t* values[ROWS];
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
@@ -121,61 +172,77 @@ struct Values {
       hide(values[r]);
     }
     with_quantized(p.quantized.values.dtype, [&](auto dtype) {
-      for_each_vector<Tile>(group, [&](int slot, auto first, int left) {
+      for_each_vector<Tile>(group, [&](int vec, auto col, int remaining) {
 #pragma unroll
         for (int r = 0; r < ROWS; ++r)
           if (r == 0 || row(r) < p.rows)
-            cuda::store<true>(values[r] + first, pack_quantized<decltype(dtype)::value>(rows[r].v[slot]), left);
+            cuda::store<true>(values[r] + col, pack_quantized<decltype(dtype)::value>(rows[r].v[vec]), remaining);
       });
     });
   }
 
  private:
-  __device__ float& value(int r, int slot, int i) const { return rows[r].v[slot][i]; }
+  __device__ float& value(int r, int vec, int i) const { return rows[r].v[vec][i]; }
 
-  template <typename ThreadGroup, typename Weight>
-  __device__ void multiply_by(const ThreadGroup& group, const Weight& weight) {
-    for_each_vector<Tile>(group, [&](int slot, auto first, int left) {
-      float factor[Tile::N];
-      weight.get(slot, first, left, factor);
+  // Weights of type T; BYTES: of an element of the row.
+  template <typename T, bool BIAS, typename Scale, typename Bias, typename Group>
+  __device__ void apply_affine(const QuantizedNormForward& p, const Group& group, const Scale& scale, const Bias& bias,
+                               size_t bytes) {
+    for_each_vector<Tile>(group, [&](int vec, auto col, int remaining) {
+      // Of so many there are no registers for several on their way.
+      if (BIAS && Tile::VECTORS == 8 && bytes == 4 && remaining <= 0) return;
+      float factor[Tile::N], term[Tile::N];
+      scale.template get<T, Group::kSpansWarps>(p, vec, col, remaining, factor);
+      if constexpr (BIAS) bias.get(vec, col, remaining, term);
 #pragma unroll
       for (int r = 0; r < ROWS; ++r)
 #pragma unroll
-        for (int i = 0; i < Tile::N; ++i) value(r, slot, i) *= factor[i];
+        for (int i = 0; i < Tile::N; ++i) value(r, vec, i) = affine<BIAS>(value(r, vec, i), factor[i], term[i]);
+    });
+  }
+
+  template <typename Group, typename Weight>
+  __device__ void multiply_by(const Group& group, const Weight& weight) {
+    for_each_vector<Tile>(group, [&](int vec, auto col, int remaining) {
+      float factor[Tile::N];
+      weight.get(vec, col, remaining, factor);
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+        for (int i = 0; i < Tile::N; ++i) value(r, vec, i) *= factor[i];
     });
   }
 
   __device__ void multiply_row(int r, float factor) {
 #pragma unroll
-    for (int slot = 0; slot < Tile::VECTORS; ++slot)
+    for (int vec = 0; vec < Tile::VECTORS; ++vec)
 #pragma unroll
-      for (int i = 0; i < Tile::N; ++i) value(r, slot, i) *= factor;
+      for (int i = 0; i < Tile::N; ++i) value(r, vec, i) *= factor;
   }
 
-  // This thread's part of each row. Vectors past the row's end are not zero any more.
-  template <typename ThreadGroup>
-  __device__ void by_row(const ThreadGroup& group, float (&magnitudes)[ROWS]) const {
+  // This thread's share of each row. Vectors past the row's end are not zero any more.
+  template <typename Group>
+  __device__ void largest_of_rows(const Group& group, float (&magnitudes)[ROWS]) const {
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       magnitudes[r] = 0;
-      for_each_vector<Tile>(group, [&](int slot, auto, int left) {
-        const float larger = largest_in(magnitudes[r], rows[r].v[slot]);
-        if (left > 0) magnitudes[r] = larger;
+      for_each_vector<Tile>(group, [&](int vec, auto, int remaining) {
+        const float larger = largest_in(magnitudes[r], rows[r].v[vec]);
+        if (remaining > 0) magnitudes[r] = larger;
       });
     }
   }
 
-  // A group's vectors are those of neighbouring lanes at one slot, or, of the shortest thread groups, at two. All
+  // A group's vectors are those of neighbouring lanes with one number, or, of the shortest thread groups, with two. All
   // numbers are powers of two.
-  template <typename ThreadGroup, typename F>
-  __device__ void rescale_groups(const Forward& p, const ThreadGroup& group, F row) {
+  template <typename Group, typename F>
+  __device__ void rescale_groups(const QuantizedNormForward& p, const Group& group, F row) {
     const Quantization& q = p.quantized;
     float factors[ROWS * Tile::VECTORS];
 #pragma unroll
     for (int r = 0; r < ROWS; ++r)
 #pragma unroll
-      for (int slot = 0; slot < Tile::VECTORS; ++slot)
-        factors[r * Tile::VECTORS + slot] = largest_in(0, rows[r].v[slot]);
+      for (int vec = 0; vec < Tile::VECTORS; ++vec) factors[r * Tile::VECTORS + vec] = largest_in(0, rows[r].v[vec]);
     const int group_cols = static_cast<int>(q.group), width = min(group_cols / Tile::N, Tile::LANES);
     const int64_t first = group.begin + first_of_thread<Tile>(group) - (lane() & (width - 1)) * Tile::N;
     reciprocal_scales<Tile::LANES>(q, factors, width, group_cols > Tile::STRIDE, [&](int number, float scale) {
@@ -186,47 +253,9 @@ struct Values {
 #pragma unroll
     for (int r = 0; r < ROWS; ++r)
 #pragma unroll
-      for (int slot = 0; slot < Tile::VECTORS; ++slot)
+      for (int vec = 0; vec < Tile::VECTORS; ++vec)
 #pragma unroll
-        for (int i = 0; i < Tile::N; ++i) value(r, slot, i) *= factors[r * Tile::VECTORS + slot];
-  }
-};
-
-// The rows that a thread group has under way at once: row(0), row(1), ... of which those past the last row are not to
-// be written. `memory`: where they are.
-template <typename Row, typename X, int ROWS>
-struct UnderWay {
-  static constexpr int kRows = ROWS;
-  Row x[ROWS];
-  Statistics s[ROWS];
-  const X* memory[ROWS];
-  int64_t first, block_rows;
-
-  __device__ int64_t row(int r) const { return first + r * block_rows; }
-};
-
-// An epilogue of rows in registers. Their statistics are known once it has called collect().
-template <Kind KIND, typename X, typename Tile, bool HOLDS_SCALE>
-struct QuantizeSpecialised {
-  const Forward& p;
-
-  template <typename ThreadGroup, typename Rows, typename F>
-  __device__ __forceinline__ void operator()(ThreadGroup& group, Rows& rows, F collect) const {
-    constexpr int kRows = Rows::kRows;
-    const LoadedScale<X, Tile, ThreadGroup, HOLDS_SCALE> scale(group, p);
-    collect();
-    for_each_vector<Tile>(group, [&](int slot, auto, int) {
-#pragma unroll
-      for (int r = 0; r < kRows; ++r)
-#pragma unroll
-        for (float& v : rows.x[r].v[slot]) v = x_hat<KIND>(v, rows.s[r]);
-    });
-    Values<Tile, kRows> values{rows.x};
-    const auto row = [&](int r) { return rows.row(r); };
-    values.template finish<KIND, X>(p, group, scale, LateBias<Tile>(group, p.bias));
-    values.publish(p, group);
-    values.rescale(p, group, row);
-    values.store(p, group, row);
+        for (int i = 0; i < Tile::N; ++i) value(r, vec, i) *= factors[r * Tile::VECTORS + vec];
   }
 };
 

@@ -1,0 +1,1 @@
+"""What is beneath Python: the native modules, and the private names of JAX."""

@@ -1,0 +1,104 @@
+"""The native modules: the one Python file that loads them and calls what they offer."""
+
+import importlib
+from collections.abc import Iterable, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxnorm.native import compat
+
+# JAX's name of a platform in lowering rules -> XLA's name of it in registrations.
+PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}
+# What `jaxnorm.sharding.partition` makes of a call where XLA splits its program over devices.
+PARTITIONED = "jaxnorm_partitioned"
+DTYPES = frozenset(map(jax.numpy.dtype, ("float32", "float16", "bfloat16")))
+
+_modules: dict[str, ModuleType] = {}
+_errors: dict[str, ImportError] = {}
+
+
+def available(platform: str) -> bool:
+    """Whether platform has native kernels in this installation; that it has a device is not needed."""
+    return platform in _modules
+
+
+def module(platform: str) -> ModuleType:
+    return _modules[platform]
+
+
+def why_not(platform: str) -> str:
+    """Why platform has no native kernels here, and the remedy."""
+    if platform not in PLATFORMS:
+        return f"jaxnorm has native kernels for {' and '.join(PLATFORMS)}, none for {platform}"
+    error = _errors[platform]
+    if not isinstance(error, ModuleNotFoundError) or error.name != f"jaxnorm._{platform}":
+        return f"jaxnorm._{platform} does not load ({error}); install jaxnorm again in this environment"
+    if platform == "cuda" and available("cpu"):
+        return (
+            "this jaxnorm was built without CUDA; with a CUDA toolkit present, JAXNORM_CUDA=1 pip install . builds it"
+        )
+    return (
+        f"jaxnorm._{platform} is not installed: jaxnorm is imported from a source tree that was never built; "
+        "pip install . in that tree builds it"
+    )
+
+
+def allow_export(targets: Iterable[str]) -> None:
+    """Lets programs with these targets be exported, also where no module with them is loaded."""
+    compat.allow_export(targets)
+
+
+def workspace(
+    platform: str,
+    target: str,
+    dtype: np.dtype[Any],
+    rows: Any,
+    cols: int,
+    **needs: int,
+) -> list[tuple[Any, ...]]:
+    """The shape of what a native call of float32 keeps beside its results, in a list; empty where it keeps nothing.
+
+    `dtype` is that of what is normalised, `rows` may be symbolic. `needs` are `weights`, how many of their gradients
+    are wanted; `count` and `inner`, see `jaxnorm.primitive.weights.heads_of`; and `with_dx`. Kernels of the CPU keep
+    nothing. A handler takes a workspace of any size, so that an exported program outlives another choice here.
+    """
+    if platform != "cuda":
+        return []
+    per_row, fixed = _modules[platform].workspace(target, dtype.name, cols, **needs)
+    return [(rows * per_row + fixed if per_row else fixed,)] if per_row or fixed else []
+
+
+def call(
+    target: str,
+    ctx: Any,
+    operands: Sequence[Any],
+    *,
+    attributes: Mapping[str, Any],
+    workspace: Sequence[tuple[Any, ...]] = (),
+    aliases: Mapping[int, int] | None = None,
+) -> Sequence[Any]:
+    """The results of a native call while it is lowered, with its workspace behind them."""
+    results = [*ctx.avals_out, *(jax.core.ShapedArray(shape, np.float32) for shape in workspace)]
+    lower = jax.ffi.ffi_lowering(target, operand_output_aliases=aliases)
+    return lower(ctx.replace(avals_out=results), *operands, **attributes)[: len(ctx.avals_out)]
+
+
+def _load(platform: str) -> None:
+    try:
+        native = importlib.import_module(f"jaxnorm._{platform}")
+    except ImportError as error:
+        _errors[platform] = error
+        return
+    handlers = native.handlers()
+    for target, capsule in handlers.items():
+        jax.ffi.register_ffi_target(target, capsule, platform=PLATFORMS[platform])
+    allow_export(handlers)
+    _modules[platform] = native
+
+
+for _platform in PLATFORMS:
+    _load(_platform)
+allow_export([PARTITIONED])

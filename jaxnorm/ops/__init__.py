@@ -1,0 +1,1 @@
+"""The ops: for each its formulas, its `Op` and its public functions."""

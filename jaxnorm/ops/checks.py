@@ -1,0 +1,251 @@
+"""Checks of what a caller passes, made once, while tracing.
+
+A message says which argument, what came, what was expected and what to do. ValueError: shapes, axes, values.
+TypeError: dtypes and values that are no arrays or no static numbers.
+"""
+
+import math
+import operator
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from jaxnorm.native import compat
+from jaxnorm.primitive import weights
+from jaxnorm.sharding.shards import Shards
+
+IMPLEMENTATIONS = (None, "native", "jnp")
+DTYPES = frozenset(map(jnp.dtype, ("float16", "bfloat16", "float32", "float64")))
+
+
+def check_array(function: str, name: str, value: object) -> jax.Array:
+    """value as a floating-point jax.Array."""
+    if not isinstance(value, (jax.Array, np.ndarray, np.generic)) and not hasattr(value, "__jax_array__"):
+        raise TypeError(
+            f"{function}: {name} must be an array, got {type(value).__name__}; convert it with "
+            f"jax.numpy.asarray({name}), or name the argument that it is meant for, as epsilon has to be."
+        )
+    # Of float64 without 64-bit types jax.numpy makes float32; what only becomes an array has no dtype before.
+    given = value if hasattr(value, "dtype") else jnp.asarray(value)
+    if given.dtype not in DTYPES:
+        raise TypeError(
+            f"{function}: {name} must have a floating-point dtype of 16, 32 or 64 bits, got {given.dtype}; "
+            f"convert it first, as with {name}.astype(jax.numpy.float32)."
+        )
+    return given if isinstance(given, jax.Array) else jnp.asarray(given)
+
+
+def check_x(function: str, x: object) -> jax.Array:
+    array = check_array(function, "x", x)
+    if array.ndim == 0:
+        raise ValueError(
+            f"{function}: x must have at least one axis, got a scalar: give it the axis to normalise over."
+        )
+    return array
+
+
+def check_axes(function: str, axis: int | Sequence[int], ndim: int) -> tuple[int, ...]:
+    """The set of normalised axes, counted from the end (-1 is the last), ascending."""
+    given = axis if isinstance(axis, Sequence) else (axis,)
+    try:
+        axes = [operator.index(a) for a in given]
+    except TypeError:
+        axes = None
+    if axes is None or any(isinstance(a, (bool, np.bool)) for a in given):
+        raise TypeError(f"{function}: axis must be an int or a sequence of ints, got {axis!r}.")
+    if not axes:
+        raise ValueError(f"{function}: axis is empty; give at least one axis to normalise over, as with axis=-1.")
+    for a in axes:
+        if not -ndim <= a < ndim:
+            raise ValueError(
+                f"{function}: axis {a} is out of range for x with {ndim} axes; expected {-ndim} <= axis < {ndim}."
+            )
+    canonical = sorted(a - ndim if a >= 0 else a for a in axes)
+    if len(set(canonical)) < len(canonical):
+        raise ValueError(f"{function}: axis={axis!r} names an axis of x (which has {ndim}) twice; name each axis once.")
+    return tuple(canonical)
+
+
+def check_weight(
+    function: str, name: str, value: object, x: jax.Array, axes: tuple[int, ...], *, with_batch_dims: bool = True
+) -> jax.Array | None:
+    """value as an array with the normalised axes' shape and, where these may be, batch dims before them."""
+    if value is None:
+        return None
+    weight = check_array(function, name, value)
+    features = tuple(x.shape[axis] for axis in axes)
+    expected = f"{features}: the normalised axes {axes} of x, which has shape {x.shape}"
+    batch_dims = weight.shape[: max(0, weight.ndim - len(axes))]
+    if with_batch_dims and axes == tuple(range(-len(axes), 0)):
+        others = x.shape[: x.ndim - len(axes)]
+        expected += f", and before them, if anything, what broadcasts against its other axes {others}"
+        is_batch = weights.are_batch_dims(batch_dims, others)
+    else:
+        is_batch = not batch_dims
+    if weight.shape[len(batch_dims) :] != features or not is_batch:
+        raise ValueError(
+            f"{function}: {name} has shape {weight.shape}, expected {expected}. Reshape {name}, or change axis."
+        )
+    return sharded_like(function, name, weight, x, axes)
+
+
+def sharded_like(function: str, name: str, weight: jax.Array, x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """weight, split as x is: over an Explicit mesh one that is whole on each device is, others must be."""
+    spec, x_spec = jax.typeof(weight).sharding.spec, jax.typeof(x).sharding.spec
+    others = [axis for axis in range(-x.ndim, 0) if axis not in axes]
+    along = [*others[len(others) + len(axes) - weight.ndim :], *axes]
+    wanted = PartitionSpec(*(None if n == 1 else x_spec[axis] for n, axis in zip(weight.shape, along, strict=True)))
+    if spec == wanted or any(map(compat.awaits_reduction, map(jax.typeof, (x, weight)))):
+        return weight
+    if any(spec):
+        raise ValueError(
+            f"{function}: {name} is sharded as {spec} over an Explicit mesh, expected {wanted}, as x's axes "
+            f"{tuple(along)} are, or all of it on each device. Reshard it, as with "
+            f"jax.sharding.reshard({name}, {wanted})."
+        )
+    sharding: Any = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else x.sharding
+    # Outside jit an array knows its devices, and the mesh need not be set.
+    reshard: Any = jax.sharding.reshard if isinstance(x, jax.core.Tracer) else jax.device_put
+    resharded: jax.Array = reshard(weight, sharding.update(spec=wanted))
+    return resharded
+
+
+def check_axis_name(function: str, axis_name: object) -> Shards | None:
+    """The mesh or vmap axes over which rows are split, each bound here and named once; None for None."""
+    if axis_name is None:
+        return None
+    names = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
+    if not all(isinstance(name, Hashable) for name in names):
+        raise TypeError(f"{function}: axis_name={axis_name!r} must be the name of an axis or a tuple of names.")
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"{function}: axis_name={axis_name!r} must name at least one axis, and each once.")
+    for name in names:
+        try:
+            jax.lax.axis_size(name)
+        except NameError:
+            raise ValueError(
+                f"{function}: axis_name={axis_name!r}, but no axis {name!r} is bound here; call {function} under "
+                f"jax.shard_map over a mesh with that axis, or under jax.vmap(..., axis_name={name!r}). Outside of "
+                f"these leave axis_name out: what jit shards needs none."
+            ) from None
+    return Shards(names)
+
+
+def check_whole_groups(function: str, group_size: int, x: jax.Array) -> None:
+    """That an Explicit mesh splits rows between groups of so many columns only."""
+    if x.shape[-1] // group_size % (shards := compat.shard_count(x, -1)):
+        raise ValueError(
+            f"{function}: the last axis of x, which has shape {x.shape}, is split over {shards} devices of an Explicit "
+            f"mesh, and so would be a group of {group_size} columns; take another group_size, or reshard x."
+        )
+
+
+def check_pad_to(function: str, pad_to: object, axes: tuple[int, ...], axis_name: object) -> int:
+    """The multiple to which y's last axis is padded; 1 for None."""
+    if pad_to is None:
+        return 1
+    if isinstance(pad_to, jax.core.Tracer):
+        raise TypeError(
+            f"{function}: pad_to must be known while tracing, got the traced value {pad_to}; pass a Python int."
+        )
+    try:
+        multiple = None if isinstance(pad_to, (bool, np.bool)) else operator.index(pad_to)  # type: ignore[arg-type]
+    except TypeError:
+        multiple = None
+    if multiple is None:
+        raise TypeError(f"{function}: pad_to must be an int, got {pad_to!r}; None pads nothing.")
+    if multiple < 1:
+        raise ValueError(f"{function}: pad_to must be positive, got {multiple}; None pads nothing.")
+    if axes != (-1,):
+        raise ValueError(
+            f"{function}: pad_to pads the last axis, expected axis=-1, got the normalised axes {axes}; "
+            f"reshape x, or leave pad_to out."
+        )
+    if axis_name is not None:
+        raise ValueError(
+            f"{function}: pad_to={pad_to} with axis_name={axis_name!r}: zeros would stand after each part of a row. "
+            f"Leave pad_to out."
+        )
+    return multiple
+
+
+def check_like_x(function: str, name: str, value: object, x: jax.Array, they_are: str) -> jax.Array:
+    """value as an array of x's shape; `they_are` says what is done with both, element by element."""
+    array = check_array(function, name, value)
+    if array.shape != x.shape:
+        raise ValueError(
+            f"{function}: {name} has shape {array.shape}, expected x's shape {x.shape}: they are {they_are} element by "
+            f"element. Reshape or broadcast one of them, as with jax.numpy.broadcast_to({name}, x.shape)."
+        )
+    return array
+
+
+def check_number(function: str, name: str, value: object) -> float:
+    """value as a finite Python float, known while tracing."""
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(
+            f"{function}: {name} must be known while tracing, got the traced value {value}; pass a Python float "
+            f"(under jax.jit, close over it or mark its argument static)."
+        )
+    try:
+        number = None if isinstance(value, (str, bytes, bool)) else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        number = None
+    except OverflowError:
+        number = math.inf
+    if number is None:
+        raise TypeError(f"{function}: {name} must be a number, got {value!r}; pass a Python float.")
+    if not abs(number) <= float(np.finfo(np.float32).max):
+        raise ValueError(f"{function}: {name} must be finite in float32, got {number}.")
+    return number
+
+
+def check_flag(function: str, name: str, value: object, remedy: str = "pass True or False") -> bool:
+    """value as a Python bool, known while tracing."""
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(
+            f"{function}: {name} must be known while tracing, got the traced value {value}; pass a Python bool."
+        )
+    if not isinstance(value, (bool, np.bool)):
+        raise TypeError(f"{function}: {name} must be a bool, got {value!r}; {remedy}.")
+    return bool(value)
+
+
+def check_epsilon(function: str, epsilon: object) -> float:
+    number = check_number(function, "epsilon", epsilon)
+    if number < 0:
+        raise ValueError(f"{function}: epsilon must not be negative, got {number}; 1e-6 is usual.")
+    return number
+
+
+def check_scale_offset(function: str, scale_offset: object) -> float:
+    # A sum with -0 is the weight itself, one of -0 too, and kernels may leave it out.
+    return check_number(function, "scale_offset", scale_offset) or -0.0
+
+
+def check_out_dtype(function: str, out_dtype: Any, x: jax.Array) -> np.dtype[Any]:
+    if out_dtype is None:
+        return np.dtype(x.dtype)
+    try:
+        dtype: np.dtype[Any] = np.dtype(jnp.dtype(out_dtype))
+    except TypeError:
+        raise TypeError(f"{function}: out_dtype must be a dtype, got {out_dtype!r}.") from None
+    if dtype not in DTYPES:
+        raise TypeError(
+            f"{function}: out_dtype must be a floating-point dtype of 16, 32 or 64 bits, got {dtype}; cast the result."
+        )
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise TypeError(f"{function}: out_dtype={dtype} needs 64-bit types; enable them with jax_enable_x64.")
+    return dtype
+
+
+def check_implementation(function: str, implementation: object) -> None:
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"{function}: unknown implementation {implementation!r}; expected None (native where it exists), "
+            f"'native' (an error where it does not) or 'jnp'."
+        )

@@ -1,0 +1,147 @@
+"""The public function of the gated norm, and the checks of its own arguments."""
+
+from typing import Any, get_args
+
+import jax
+import numpy as np
+
+from jaxnorm.ops import checks
+from jaxnorm.ops.gated_norm.formula import GATED_NORM, Activation, GatedNorm, Operands
+from jaxnorm.ops.options import Implementation
+from jaxnorm.sharding import dims
+from jaxnorm.sharding.shards import Shards
+
+
+def gated_rms_norm(
+    x: Any,
+    gate: Any,
+    scale: Any = None,
+    *,
+    gate_first: bool,
+    activation: Activation = "silu",
+    group_size: int | None = None,
+    epsilon: float = 1e-6,
+    scale_offset: float = 0.0,
+    out_dtype: Any = None,
+    axis_name: Any = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Divides x by its root mean square over the last axis and multiplies it by an activation of a gate.
+
+        a = gate * sigmoid(gate)                            with activation="silu"
+        a = sigmoid(gate)                                   with activation="sigmoid"
+        y = rms_norm(x * a) * (scale + scale_offset)        gate_first=True: Mamba2
+        y = rms_norm(x) * (scale + scale_offset) * a        gate_first=False: Qwen3-Next, gated linear attention
+
+    with `rms_norm(h) = h * rsqrt(mean(h², -1) + epsilon)`. All of it is computed in float32 (in float64 where an
+    operand or the result is float64) and rounded once, at the end; kernels take a sigmoid below 2**-126 for 0. It may
+    be transformed in every way that the formula may be, differentiated any number of times included. In a gradient one
+    native call each way serves x, gate and scale, and x, gate and a float32 a row are kept for it.
+
+    Args:
+      x: floating-point array of rank 1 or more.
+      gate: array of x's shape. The kernels want x, gate and the result of one dtype; the formula takes any.
+      scale: factor with the shape of x's last axis; None is a factor of 1.
+      gate_first: whether x is multiplied by a before it is normalised, or after. Models differ, and a default would be
+        wrong for half of them without a sign of it.
+      activation: "silu" or "sigmoid".
+      group_size: None, or a divisor of the last axis' length: each `group_size` neighbouring columns are normalised by
+        their own root mean square, as Mamba2 with n_groups > 1 and Nemotron-H do. scale is of the whole axis.
+      epsilon: non-negative Python number added to the mean square.
+      scale_offset: Python number added to scale; 1.0 is Gemma's convention. Ignored without scale.
+      out_dtype: dtype of the result; None is x's.
+      axis_name: None, or the axes of a mesh over which rows are split, as for `rms_norm`; not with group_size.
+      implementation: None, "native" or "jnp", as for `rms_norm`. Under vmap over scale the formula runs, and for rows
+        or groups of more than 16384 columns.
+
+    Returns:
+      An array of x's shape.
+
+    Raises:
+      ValueError: gate has another shape than x, or scale than x's last axis; group_size is not positive or does not
+        divide the last axis; activation is unknown; otherwise as `rms_norm` does.
+      TypeError: gate_first is no bool, group_size no int; otherwise as `rms_norm` does.
+      RuntimeError: implementation="native" and there is no kernel for this call; the message says why.
+
+    Source: the gated norm of Dao and Gu, Transformers are SSMs, 2024, https://arxiv.org/abs/2405.21060 (RMSNormGated in
+    https://github.com/state-spaces/mamba, norm_before_gate=not gate_first); after the norm: Yang et al., Gated Linear
+    Attention Transformers, 2023, https://arxiv.org/abs/2312.06635.
+    """
+    name = "gated_rms_norm"
+    checks.check_implementation(name, implementation)
+    x = checks.check_x(name, x)
+    gate = check_gate(name, gate, x)
+    scale = _check_scale(name, scale, x)
+    group_size = _check_group_size(name, group_size, x)
+    out_dtype = checks.check_out_dtype(name, out_dtype, x)
+    norm = GatedNorm(
+        epsilon=checks.check_epsilon(name, epsilon),
+        scale_offset=checks.check_scale_offset(name, scale_offset),
+        compute_dtype=dims.wide_dtype([out_dtype, *(a.dtype for a in (x, gate, scale) if a is not None)]),
+        out_dtype=out_dtype,
+        native_for=name if implementation == "native" else None,
+        shards=_check_axis_name(name, axis_name, group_size),
+        activation=_check_activation(name, activation),
+        gate_first=_check_gate_first(name, gate_first),
+    )
+    shape = x.shape
+    if group_size is not None:
+        groups = (shape[-1] // group_size, group_size)
+        x, gate = x.reshape(*shape[:-1], *groups), gate.reshape(*shape[:-1], *groups)
+        scale = None if scale is None else scale.reshape(groups)
+    return GATED_NORM(norm, Operands(x, gate, scale), implementation).y.reshape(shape)
+
+
+def check_gate(function: str, value: object, x: jax.Array) -> jax.Array:
+    return checks.check_like_x(function, "gate", value, x, "multiplied")
+
+
+def _check_scale(function: str, value: object, x: jax.Array) -> jax.Array | None:
+    if value is None:
+        return None
+    scale = checks.check_array(function, "scale", value)
+    if scale.shape != x.shape[-1:]:
+        raise ValueError(
+            f"{function}: scale has shape {scale.shape}, expected {x.shape[-1:]}: the last axis of x, which has shape "
+            f"{x.shape}, whatever group_size is. Reshape scale."
+        )
+    return checks.sharded_like(function, "scale", scale, x, (-1,))
+
+
+def _check_axis_name(function: str, axis_name: object, group_size: int | None) -> Shards | None:
+    if axis_name is not None and group_size is not None:
+        raise ValueError(
+            f"{function}: axis_name={axis_name!r} with group_size={group_size}: a group is normalised by itself, on "
+            f"the device that has it. Leave axis_name out."
+        )
+    return checks.check_axis_name(function, axis_name)
+
+
+def _check_activation(function: str, activation: Any) -> Any:
+    known = get_args(Activation)
+    if activation not in known:
+        raise ValueError(f"{function}: unknown activation {activation!r}; expected {' or '.join(map(repr, known))}.")
+    return activation
+
+
+def _check_gate_first(function: str, gate_first: object) -> bool:
+    what = "True multiplies by the gate before x is normalised (Mamba2), False after (Qwen3-Next)"
+    return checks.check_flag(function, "gate_first", gate_first, what)
+
+
+def _check_group_size(function: str, group_size: Any, x: jax.Array) -> int | None:
+    """group_size as a divisor of the last axis; None for None."""
+    if group_size is None:
+        return None
+    if isinstance(group_size, (bool, np.bool)) or not isinstance(group_size, (int, np.integer)):
+        raise TypeError(
+            f"{function}: group_size must be a positive int, got {group_size!r}; None normalises the whole axis."
+        )
+    cols = x.shape[-1]
+    if group_size < 1 or not isinstance(cols, int) or cols % group_size:
+        raise ValueError(
+            f"{function}: group_size {group_size} is not a positive divisor of the last axis of x, which has shape "
+            f"{x.shape}; it is the number of columns of a group, not that of groups."
+        )
+    checks.check_whole_groups(function, int(group_size), x)
+    return int(group_size)

@@ -1,0 +1,132 @@
+"""The public functions that add a residual first."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jaxnorm.ops.norm.api import normalise
+from jaxnorm.ops.norm.formula import Kind, Operands
+from jaxnorm.ops.options import Implementation, NormOptions
+
+
+def add_rms_norm(
+    x: Any,
+    residual: Any,
+    scale: Any = None,
+    bias: Any = None,
+    *,
+    epsilon: float = 1e-6,
+    scale_offset: float = 0.0,
+    axis: int | Sequence[int] = -1,
+    multiply_before_cast: bool = True,
+    out_dtype: Any = None,
+    pad_to: int | None = None,
+    axis_name: Any = None,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Adds x to a residual stream and divides the sum by its root mean square over `axis`.
+
+        new_residual = x + residual
+        y = rms_norm(new_residual, scale, bias, out_dtype=x.dtype, ...)
+
+    as a pre-norm transformer does between its blocks. The kernel gives bit for bit what these two lines give, the sum
+    rounded to residual's dtype before it is normalised, and saves the pass over memory in which the norm would read the
+    sum again. In a gradient one native call serves the cotangents of both results.
+
+    Outside of differentiation new_residual takes residual's buffer: a donated or dead one costs no memory, while XLA
+    first copies one that is still needed. JAX gives a donated buffer to the first result of its shape and dtype, so a
+    function that donates residual should return new_residual before y.
+
+    Args:
+      x: floating-point array of rank 1 or more, which is added.
+      residual: the residual stream, of x's shape. Its dtype may be another: an x of bfloat16 goes with a stream of
+        float32, and the reverse.
+      scale, bias: arrays with the shape of the normalised axes, or with axes before them, or None, as for `rms_norm`.
+      epsilon, scale_offset, axis, axis_name, implementation: as for `rms_norm`.
+      multiply_before_cast: False rounds new_residual * rsqrt(...) to y's dtype before it is multiplied by scale.
+      out_dtype: dtype of y; None is x's.
+      pad_to: None, or a positive Python int, with axis=-1: y's last axis is padded with zeros to a multiple of it, as
+        matrix products in blocks want it. new_residual is not. The backward does not read what is padded.
+
+    Returns:
+      (y, new_residual): arrays of x's shape, y's last axis padded, new_residual of residual's dtype.
+
+    Raises:
+      ValueError: residual has another shape than x, pad_to is not positive, or axis is not -1 or axis_name given with
+        it; otherwise as `rms_norm` does.
+      TypeError: pad_to is no int or traced; otherwise as `rms_norm` does.
+      RuntimeError: as `rms_norm` does.
+
+    Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, https://arxiv.org/abs/1910.07467; before
+    each block, on the residual stream: Xiong et al., On Layer Normalization in the Transformer Architecture, 2020,
+    https://arxiv.org/abs/2002.04745.
+    """
+    options = NormOptions(
+        epsilon=epsilon,
+        scale_offset=scale_offset,
+        axis=axis,
+        multiply_before_cast=multiply_before_cast,
+        out_dtype=out_dtype,
+        pad_to=pad_to,
+        axis_name=axis_name,
+        implementation=implementation,
+    )
+    return _added("add_rms_norm", "rms", options, Operands(x, residual, scale, bias))
+
+
+def add_layer_norm(
+    x: Any,
+    residual: Any,
+    scale: Any = None,
+    bias: Any = None,
+    *,
+    epsilon: float = 1e-6,
+    scale_offset: float = 0.0,
+    axis: int | Sequence[int] = -1,
+    multiply_before_cast: bool = True,
+    out_dtype: Any = None,
+    pad_to: int | None = None,
+    axis_name: Any = None,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Adds x to a residual stream and shifts and scales the sum to mean 0 and variance 1 over `axis`.
+
+        new_residual = x + residual
+        y = layer_norm(new_residual, scale, bias, out_dtype=x.dtype, ...)
+
+    The kernel gives bit for bit what these two lines give and saves a pass over memory, as for `add_rms_norm`.
+
+    Args:
+      x, residual: arrays of one shape, as for `add_rms_norm`.
+      epsilon: non-negative Python number added to the variance.
+      scale, bias, scale_offset, axis, multiply_before_cast, out_dtype, pad_to, axis_name, implementation: as for
+        `add_rms_norm`.
+
+    Returns:
+      (y, new_residual): arrays of x's shape, y's last axis padded, new_residual of residual's dtype.
+
+    Raises:
+      ValueError, TypeError, RuntimeError: as `add_rms_norm` does.
+
+    Source: Ba, Kiros and Hinton, Layer Normalization, 2016, https://arxiv.org/abs/1607.06450; before each block, on the
+    residual stream: Xiong et al., On Layer Normalization in the Transformer Architecture, 2020,
+    https://arxiv.org/abs/2002.04745.
+    """
+    options = NormOptions(
+        epsilon=epsilon,
+        scale_offset=scale_offset,
+        axis=axis,
+        multiply_before_cast=multiply_before_cast,
+        out_dtype=out_dtype,
+        pad_to=pad_to,
+        axis_name=axis_name,
+        implementation=implementation,
+    )
+    return _added("add_layer_norm", "layer", options, Operands(x, residual, scale, bias))
+
+
+def _added(function: str, kind: Kind, options: NormOptions, arrays: Operands) -> tuple[jax.Array, jax.Array]:
+    results = normalise(function, kind, options, arrays, needs_addend=True)
+    assert results.sum is not None
+    return results.y, results.sum

@@ -1,0 +1,163 @@
+"""The public functions of x alone, and what they share with those that add something to it first."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jaxnorm.ops import checks
+from jaxnorm.ops.norm.formula import ADDEND, Kind, Norm, Operands, Results
+from jaxnorm.ops.norm.op import NORM
+from jaxnorm.ops.options import Implementation, NormOptions
+from jaxnorm.sharding import dims
+
+
+def rms_norm(
+    x: Any,
+    scale: Any = None,
+    bias: Any = None,
+    *,
+    epsilon: float = 1e-6,
+    scale_offset: float = 0.0,
+    axis: int | Sequence[int] = -1,
+    multiply_before_cast: bool = True,
+    out_dtype: Any = None,
+    axis_name: Any = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Divides x by its root mean square over `axis`.
+
+        y = x * rsqrt(mean(x², axis) + epsilon) * (scale + scale_offset) + bias
+
+    All of it is computed in float32 (in float64 where x, a weight or the result is float64) and rounded once, at the
+    end. It may be transformed in every way that the formula may be, differentiated any number of times included; a
+    gradient has the shape and the dtype of what it is the gradient of.
+
+    Over trailing axes, scale and bias may have more axes before the normalised ones, which broadcast against x's: for x
+    of shape (batch, sequence, heads, D) there may be a scale for each head, (heads, D), as of queries and keys. Kernels
+    serve such weights where the axes along which they differ are neighbours in x, and rows of up to 8192 elements. A
+    vmapped weight is one of these: an ensemble is one native call.
+
+    Args:
+      x: floating-point array of rank 1 or more.
+      scale: factor with the shape of the normalised axes, in x's order, or with axes before them, as above; None is a
+        factor of 1.
+      bias: summand, as scale; None is 0.
+      epsilon: non-negative Python number added to the mean square.
+      scale_offset: Python number added to scale; 1.0 is Gemma's convention. Ignored without scale.
+      axis: the axis, or the set of axes, to normalise over. Kernels serve trailing axes, the jnp formula any.
+      multiply_before_cast: False rounds x * rsqrt(...) to the result's dtype before it is multiplied by scale, as the
+        Llama and T5 of the model hubs do.
+      out_dtype: dtype of the result; None is x's.
+      axis_name: None, or a mesh axis of a surrounding `jax.shard_map`, or a tuple of them, or the name of the axis of a
+        `jax.vmap`: rows are split over it evenly. x, scale, bias and the result are one part; the statistics are of
+        whole rows, by one exchange of them each way. Runs in jax.numpy.
+      implementation: "native" is the CPU or CUDA kernel, "jnp" the formula in jax.numpy, None the kernel where it
+        exists. `python -m jaxnorm.info` tells which. Under vmap over scale or bias alone, and not x, the formula runs.
+
+    Returns:
+      An array of x's shape.
+
+    Raises:
+      ValueError: an axis is out of range or repeated, a weight has another shape than the normalised axes or has
+        axes before them that do not broadcast against x's, a weight is sharded unlike x over an Explicit mesh, a name
+        in axis_name is not bound or there twice, epsilon is negative, epsilon or scale_offset is not finite, or
+        implementation is unknown.
+      TypeError: an array or out_dtype is not floating-point of 16, 32 or 64 bits, axis is not made of ints, or epsilon,
+        scale_offset or multiply_before_cast is traced.
+      RuntimeError: implementation="native" and there is no kernel for this call; the message says why.
+
+    Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, https://arxiv.org/abs/1910.07467.
+    """
+    options = NormOptions(
+        epsilon=epsilon,
+        scale_offset=scale_offset,
+        axis=axis,
+        multiply_before_cast=multiply_before_cast,
+        out_dtype=out_dtype,
+        axis_name=axis_name,
+        implementation=implementation,
+    )
+    return normalise("rms_norm", "rms", options, Operands(x, None, scale, bias)).y
+
+
+def layer_norm(
+    x: Any,
+    scale: Any = None,
+    bias: Any = None,
+    *,
+    epsilon: float = 1e-6,
+    scale_offset: float = 0.0,
+    axis: int | Sequence[int] = -1,
+    multiply_before_cast: bool = True,
+    out_dtype: Any = None,
+    axis_name: Any = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Shifts x to mean 0 and scales it to variance 1 over `axis`.
+
+        y = (x - mean) * rsqrt(mean((x - mean)², axis) + epsilon) * (scale + scale_offset) + bias,  mean = mean(x, axis)
+
+    The variance is the mean of squared deviations as written, never E[x²] - mean², so that rows far from 0 keep their
+    precision. It is computed, rounded and transformed as `rms_norm` says.
+
+    Args:
+      x: floating-point array of rank 1 or more.
+      scale, bias: arrays with the shape of the normalised axes, or with axes before them, or None, as for `rms_norm`.
+      epsilon: non-negative Python number added to the variance.
+      scale_offset, axis, multiply_before_cast, out_dtype, axis_name, implementation: as for `rms_norm`.
+
+    Returns:
+      An array of x's shape.
+
+    Raises:
+      ValueError, TypeError, RuntimeError: as `rms_norm` does.
+
+    Source: Ba, Kiros and Hinton, Layer Normalization, 2016, https://arxiv.org/abs/1607.06450.
+    """
+    options = NormOptions(
+        epsilon=epsilon,
+        scale_offset=scale_offset,
+        axis=axis,
+        multiply_before_cast=multiply_before_cast,
+        out_dtype=out_dtype,
+        axis_name=axis_name,
+        implementation=implementation,
+    )
+    return normalise("layer_norm", "layer", options, Operands(x, None, scale, bias)).y
+
+
+def normalise(
+    function: str, kind: Kind, options: NormOptions, arrays: Operands, *, needs_addend: bool = False
+) -> Results:
+    """The results of a public function."""
+    norm, operands = prepare(function, kind, options, arrays, needs_addend=needs_addend)
+    return NORM(norm, operands, options.implementation)
+
+
+def prepare(
+    function: str, kind: Kind, options: NormOptions, arrays: Operands, *, needs_addend: bool = False
+) -> tuple[Norm, Operands]:
+    """The checked arguments of a public function: what is static, and the operands, from unchecked ones."""
+    checks.check_implementation(function, options.implementation)
+    x, addend, scale, bias = arrays
+    x = checks.check_x(function, x)
+    if addend is not None or needs_addend:
+        addend = checks.check_like_x(function, ADDEND, addend, x, "added")
+    axes = checks.check_axes(function, options.axis, x.ndim)
+    scale, bias = (checks.check_weight(function, n, w, x, axes) for n, w in (("scale", scale), ("bias", bias)))
+    operands = Operands(x, addend, scale, bias)
+    out_dtype = checks.check_out_dtype(function, options.out_dtype, x)
+    norm = Norm(
+        kind=kind,
+        axes=axes,
+        epsilon=checks.check_epsilon(function, options.epsilon),
+        scale_offset=checks.check_scale_offset(function, options.scale_offset),
+        multiply_before_cast=checks.check_flag(function, "multiply_before_cast", options.multiply_before_cast),
+        compute_dtype=dims.wide_dtype([out_dtype, *(array.dtype for array in operands if array is not None)]),
+        out_dtype=out_dtype,
+        native_for=function if options.implementation == "native" else None,
+        pad_to=checks.check_pad_to(function, options.pad_to, axes, options.axis_name),
+        shards=checks.check_axis_name(function, options.axis_name),
+    )
+    return norm, operands

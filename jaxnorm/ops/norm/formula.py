@@ -1,0 +1,217 @@
+"""The norms as plain jnp: the specification, the oracle of the tests and the fallback, in one.
+
+A native kernel computes what stands here. Everything is computed in float32 (float64 where an operand has it) and
+rounded once, at the end.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxnorm.primitive.addend import add
+from jaxnorm.primitive.op import LIKE_X, WEIGHT, BatchDims, Role, RowSpec, Statistics
+from jaxnorm.sharding import dims
+
+Kind = Literal["rms", "layer"]
+KINDS: tuple[Kind, ...] = ("rms", "layer")
+STATISTICS = {"rms": 1, "layer": 2}
+Dtype = np.dtype[Any]
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Norm(RowSpec):
+    """What is static about one norm."""
+
+    kind: Kind
+    epsilon: float
+    scale_offset: float
+    multiply_before_cast: bool = True
+    pad_to: int = 1  # y's last axis, the only normalised one then, has zeros after it up to a multiple
+
+    def padded(self, shape: tuple[Any, ...]) -> tuple[Any, ...]:
+        """y's shape for x's."""
+        return shape if self.pad_to == 1 else (*shape[:-1], shape[-1] + -shape[-1] % self.pad_to)
+
+    def whole(self) -> "Norm":
+        """The norm of rows without sharded axes."""
+        return dataclasses.replace(self, shards=None)
+
+
+class Operands(NamedTuple):
+    x: jax.Array
+    residual: jax.Array | None = None
+    scale: jax.Array | None = None
+    bias: jax.Array | None = None
+
+
+class Results(NamedTuple):
+    y: jax.Array
+    sum: jax.Array | None = None  # of x and a residual
+
+
+# y, where it is padded, has a last axis of its own.
+PADDED = Role(lambda norm, ndim, _: dims.like_x(ndim) if norm.pad_to == 1 else (*range(ndim - 1), None))
+ADDEND = "residual"
+ROLES = {"x": LIKE_X, ADDEND: LIKE_X, "scale": WEIGHT, "bias": WEIGHT, "y": PADDED, "sum": LIKE_X}
+
+
+class Saved(NamedTuple):
+    x: jax.Array  # what is normalised
+    stats: Statistics  # of x's shape with normalised axes of length 1: (rstd,) of RMSNorm, (mean, rstd) of LayerNorm
+    scale: jax.Array | None = None
+
+
+class Variables(NamedTuple, Generic[T]):
+    """What a derivative is taken by: the tangents, the gradients, or the dtypes of those that are wanted."""
+
+    x: T | None = None
+    scale: T | None = None
+    bias: T | None = None
+
+
+def statistics(norm: Norm, x: jax.Array) -> Statistics:
+    """`(rstd,)` or `(mean, rstd)`; the variance is the mean of squared deviations, never E[x²] - mean²."""
+    return merged(norm, moments(norm, x))
+
+
+def moments(norm: Norm, x: jax.Array) -> Sequence[jax.Array]:
+    """The mean square, or mean and variance, of x alone, though it were a shard of each row."""
+    x = x.astype(norm.compute_dtype)
+    if norm.kind == "rms":
+        return (_mean(norm, x * x),)
+    mean = _mean(norm, x)
+    return mean, _mean(norm, lax.square(x - mean))
+
+
+def merged(norm: Norm, of_shard: Sequence[jax.Array]) -> Statistics:
+    """The statistics of whole rows, from the moments of their shards."""
+    if norm.kind == "rms":
+        (mean_square,) = of_shard if norm.shards is None else norm.shards.mean(*of_shard)
+        return (lax.rsqrt(mean_square + norm.epsilon),)
+    mean, variance = of_shard
+    if norm.shards is not None:
+        # Chan, Golub and LeVeque's merge of the shards: as exact as the sum over all, with one exchange.
+        means, variances = norm.shards.gather(mean, variance)
+        mean = jnp.mean(means, axis=0)
+        variance = jnp.mean(variances + lax.square(means - mean), axis=0)
+    return mean, lax.rsqrt(variance + norm.epsilon)
+
+
+def affine(norm: Norm, x: jax.Array, stats: Statistics, scale: jax.Array | None, bias: jax.Array | None) -> jax.Array:
+    """`y = x_hat * (scale + scale_offset) + bias`."""
+    y = _x_hat(norm, x, stats)
+    if not norm.multiply_before_cast:
+        y = y.astype(norm.out_dtype).astype(norm.compute_dtype)
+    if scale is not None:
+        y = y * _factor(norm, x, scale)
+    if bias is not None:
+        y = y + broadcastable(norm, x, bias)
+    return _pad(norm, y.astype(norm.out_dtype))
+
+
+def forward(norm: Norm, operands: Operands) -> tuple[Results, Statistics]:
+    """y and the statistics; with a residual, of the sum, and that."""
+    x, residual, scale, bias = operands
+    if residual is not None:
+        x = add(x, residual)
+    stats = statistics(norm, x)
+    return Results(affine(norm, x, stats, scale, bias), None if residual is None else x), stats
+
+
+def plain(norm: Norm, operands: Operands) -> Results:
+    """The results of `forward`, for JAX to differentiate."""
+    x, residual, scale, bias = operands
+    # Cast once, so that the cotangents of its uses are added before they are rounded to its dtype.
+    wide = (x if residual is None else add(x, residual)).astype(norm.compute_dtype)
+    y = affine(norm, wide, statistics(norm, wide), scale, bias)
+    return Results(y, None if residual is None else wide.astype(residual.dtype))
+
+
+def linear(norm: Norm, saved: Saved, dots: Variables[jax.Array]) -> Results:
+    """The tangent of y."""
+    x, stats, scale = saved
+    terms = []
+    if dots.x is not None:
+        x_hat_dot = _project(norm, dots.x.astype(norm.compute_dtype), x, stats)
+        terms.append(x_hat_dot if scale is None else x_hat_dot * _factor(norm, x, scale))
+    if dots.scale is not None:
+        terms.append(_x_hat(norm, x, stats) * broadcastable(norm, x, dots.scale))
+    if dots.bias is not None:
+        terms.append(dims.broadcast(broadcastable(norm, x, dots.bias), x.shape, jax.typeof(x), dims.like_x(x.ndim)))
+    return Results(_pad(norm, sum(terms[1:], start=terms[0]).astype(norm.out_dtype)))
+
+
+def backward(
+    norm: Norm, cotangents: Results, saved: Saved, wanted: Variables[Dtype], batch_dims: BatchDims
+) -> Variables[jax.Array]:
+    """The wanted gradients: the transpose of `linear`. The cotangent of a sum is added to x's."""
+    dy, dsum = cotangents
+    x, stats, scale = saved
+    dy = (dy if norm.pad_to == 1 else dy[..., : x.shape[-1]]).astype(norm.compute_dtype)
+    dx = dscale = dbias = None
+    if wanted.x is not None:
+        dx = _project(norm, dy if scale is None else dy * _factor(norm, x, scale), x, stats)
+        dx = (dx if dsum is None else dx + dsum.astype(norm.compute_dtype)).astype(wanted.x)
+    if wanted.scale is not None:
+        dscale = sum_rows(norm, dy * _x_hat(norm, x, stats), batch_dims).astype(wanted.scale)
+    if wanted.bias is not None:
+        dbias = sum_rows(norm, dy, batch_dims).astype(wanted.bias)
+    return Variables(dx, dscale, dbias)
+
+
+def means(norm: RowSpec, *values: jax.Array) -> Sequence[jax.Array]:
+    """The mean of each over the normalised axes, in one exchange where these are sharded."""
+    of_shard = [_mean(norm, v) for v in values]
+    return of_shard if norm.shards is None else norm.shards.mean(*of_shard)
+
+
+def _mean(norm: RowSpec, v: jax.Array) -> jax.Array:
+    return jnp.mean(v, axis=norm.axes, keepdims=True)
+
+
+def _x_hat(norm: Norm, x: jax.Array, stats: Statistics) -> jax.Array:
+    *mean, rstd = stats
+    x = x.astype(norm.compute_dtype)
+    return (x - mean[0] if mean else x) * rstd
+
+
+def _project(norm: Norm, v: jax.Array, x: jax.Array, stats: Statistics) -> jax.Array:
+    """The derivative of x_hat by x applied to v; it is symmetric, so it serves both directions."""
+    x_hat = _x_hat(norm, x, stats)
+    along, *mean = means(norm, v * x_hat, *([v] if norm.kind == "layer" else []))
+    inner = v - x_hat * along
+    if mean:
+        inner = inner - mean[0]
+    return inner * stats[-1]
+
+
+def _factor(norm: Norm, x: jax.Array, scale: jax.Array) -> jax.Array:
+    return broadcastable(norm, x, scale) + norm.scale_offset
+
+
+def broadcastable(norm: RowSpec, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """weight in the compute dtype and with x's rank: its batch dims are aligned to the right with x's other axes."""
+    missing = [axis for axis in range(-x.ndim, 0) if axis not in norm.axes][: x.ndim - weight.ndim]
+    return jnp.expand_dims(weight.astype(norm.compute_dtype), missing)
+
+
+def sum_rows(norm: RowSpec, v: jax.Array, batch_dims: BatchDims) -> jax.Array:
+    """The sums over the axes along which weights with these batch dims do not differ."""
+    others = [axis for axis in range(-v.ndim, 0) if axis not in norm.axes]
+    first = len(others) - len(batch_dims)
+    ones = [axis for axis, length in zip(others[first:], batch_dims, strict=True) if length == 1]
+    sums = jnp.sum(v, axis=(*others[:first], *ones))
+    return jnp.expand_dims(sums, ones)
+
+
+def _pad(norm: Norm, y: jax.Array) -> jax.Array:
+    if norm.pad_to == 1:
+        return y
+    y = dims.unsharded(y, -1)
+    return jnp.pad(y, [*((0, 0) for _ in y.shape[:-1]), (0, norm.padded(y.shape)[-1] - y.shape[-1])])

@@ -1,0 +1,221 @@
+"""The public functions with a quantised result."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypedDict, Unpack, overload
+
+import jax
+import numpy as np
+
+from jaxnorm.ops import checks as shared_checks
+from jaxnorm.ops.norm.api import prepare
+from jaxnorm.ops.norm.formula import Kind
+from jaxnorm.ops.norm.formula import Operands as NormOperands
+from jaxnorm.ops.options import Implementation, NormOptions
+from jaxnorm.ops.quantized_norm import checks
+from jaxnorm.ops.quantized_norm.formula import QUANTIZED_NORM, Operands, QuantizedNorm
+from jaxnorm.ops.quantized_norm.gradient import Static, quantized
+from jaxnorm.quantization import SMALLEST_SCALE, Quantization, Quantized
+
+
+class _Options(TypedDict, total=False):
+    """For type checkers: the keywords that do not decide what is returned."""
+
+    static_scale: Any
+    smooth_scale: Any
+    epsilon: float
+    scale_offset: float
+    axis: int | Sequence[int]
+    straight_through: bool
+    axis_name: Any
+    implementation: Implementation | None
+
+
+@overload
+def rms_norm_quantized(
+    x: Any,
+    scale: Any = None,
+    bias: Any = None,
+    *,
+    quantization: Quantization,
+    residual: None = None,
+    **_: Unpack[_Options],
+) -> Quantized: ...
+
+
+@overload
+def rms_norm_quantized(
+    x: Any, scale: Any = None, bias: Any = None, *, quantization: Quantization, residual: Any, **_: Unpack[_Options]
+) -> tuple[Quantized, jax.Array]: ...
+
+
+def rms_norm_quantized(
+    x: Any,
+    scale: Any = None,
+    bias: Any = None,
+    *,
+    quantization: Quantization,
+    residual: Any = None,
+    static_scale: Any = None,
+    smooth_scale: Any = None,
+    epsilon: float = 1e-6,
+    scale_offset: float = 0.0,
+    axis: int | Sequence[int] = -1,
+    straight_through: bool = False,
+    axis_name: Any = None,
+    implementation: Implementation | None = None,
+) -> Quantized | tuple[Quantized, jax.Array]:
+    """Divides x by its root mean square over `axis` and quantises the result to 8 bits.
+
+        v = rms_norm(x, scale, bias, out_dtype=float32, ...) * smooth_scale
+        scales = max|v| / largest       over each row or group, 1 where that is 0; at least 2**-126, at most max_scale
+        values = v * (1 / scales)       clipped to ±largest, rounded to nearest, ties to even
+
+    with the `largest` of quantization's dtype, each operation in float32. The kernel gives bit for bit what these lines
+    give in NumPy, from the result of the same implementation's norm. Nothing is rounded before it is quantised, so
+    there is no `multiply_before_cast`. A NaN makes the scale of its row or group NaN, its float8 values NaN and its
+    int8 values 0. On a CPU, numbers below 2**-126 count as zero, as everywhere in XLA.
+
+    By default the result has no derivative, and to take one is an error. With straight_through=True it has that of the
+    unquantised norm, by convention: `dequantize` of the result passes its cotangent on as that of v. The gradients of
+    x, residual, scale and bias are those of `rms_norm` or `add_rms_norm`, in one native call; those of smooth_scale and
+    static_scale are zero.
+
+    Args:
+      x: array of float32, bfloat16 or float16 of rank 1 or more.
+      scale: factor with the shape of the normalised axes, in x's order, or with axes before them, as for `rms_norm`,
+        which no kernel serves; None is a factor of 1.
+      bias: summand, as scale; None is 0.
+      quantization: dtype, what shares a scale, and how a scale is made.
+      residual: None, or an array of x's shape to which x is added first: the norm is that of
+        `new_residual = x + residual`, rounded to residual's dtype, as in `add_rms_norm`.
+      static_scale: the scale with granularity "tensor", a scalar; with others it is computed and this None.
+      smooth_scale: factor with the shape of the normalised axes that makes v easier to quantise; None is 1. The matrix
+        that follows is divided by it.
+      epsilon, scale_offset, axis, axis_name, implementation: as for `rms_norm`.
+      straight_through: whether the result has a derivative, and with it a carrier.
+
+    Returns:
+      A `Quantized`: values of x's shape, float32 scales, and a carrier of x's shape and dtype for the straight-through
+      gradient. With a residual `(quantized, new_residual)`.
+
+    Raises:
+      ValueError: group_size does not divide the normalised axis or there are several; static_scale is missing, no
+        scalar, or given beside scales that are computed; residual or a weight has another shape; a derivative is taken
+        without straight_through; otherwise as `rms_norm` does.
+      TypeError: quantization is no `Quantization`, an array is float64; otherwise as `rms_norm` does.
+      RuntimeError: implementation="native" and there is no kernel for this call; the message says why.
+
+    Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, https://arxiv.org/abs/1910.07467;
+    Micikevicius et al., FP8 Formats for Deep Learning, 2022, https://arxiv.org/abs/2209.05433; Xiao et al.,
+    SmoothQuant, 2022, https://arxiv.org/abs/2211.10438.
+    """
+    options = NormOptions(
+        epsilon=epsilon,
+        scale_offset=scale_offset,
+        axis=axis,
+        out_dtype=np.float32,
+        axis_name=axis_name,
+        implementation=implementation,
+    )
+    own = QuantizedOptions(quantization, residual, static_scale, smooth_scale, straight_through)
+    return _quantized("rms_norm_quantized", "rms", options, own, x=x, scale=scale, bias=bias)
+
+
+@overload
+def layer_norm_quantized(
+    x: Any,
+    scale: Any = None,
+    bias: Any = None,
+    *,
+    quantization: Quantization,
+    residual: None = None,
+    **_: Unpack[_Options],
+) -> Quantized: ...
+
+
+@overload
+def layer_norm_quantized(
+    x: Any, scale: Any = None, bias: Any = None, *, quantization: Quantization, residual: Any, **_: Unpack[_Options]
+) -> tuple[Quantized, jax.Array]: ...
+
+
+def layer_norm_quantized(
+    x: Any,
+    scale: Any = None,
+    bias: Any = None,
+    *,
+    quantization: Quantization,
+    residual: Any = None,
+    static_scale: Any = None,
+    smooth_scale: Any = None,
+    epsilon: float = 1e-6,
+    scale_offset: float = 0.0,
+    axis: int | Sequence[int] = -1,
+    straight_through: bool = False,
+    axis_name: Any = None,
+    implementation: Implementation | None = None,
+) -> Quantized | tuple[Quantized, jax.Array]:
+    """Shifts and scales x to mean 0 and variance 1 over `axis` and quantises the result to 8 bits.
+
+        v = layer_norm(x, scale, bias, out_dtype=float32, ...) * smooth_scale
+
+    and from there as `rms_norm_quantized`, whose dtypes, result, derivative and errors these are.
+
+    Args:
+      x: array of float32, bfloat16 or float16 of rank 1 or more.
+      epsilon: non-negative Python number added to the variance.
+      residual: None, or an array of x's shape to which x is added first, as in `add_layer_norm`.
+      scale, bias, quantization, static_scale, smooth_scale, scale_offset, axis, straight_through, axis_name,
+        implementation: as for `rms_norm_quantized`.
+
+    Returns:
+      A `Quantized`; with a residual `(quantized, new_residual)`.
+
+    Raises:
+      ValueError, TypeError, RuntimeError: as `rms_norm_quantized` does.
+
+    Source: Ba, Kiros and Hinton, Layer Normalization, 2016, https://arxiv.org/abs/1607.06450; Micikevicius et al., FP8
+    Formats for Deep Learning, 2022, https://arxiv.org/abs/2209.05433; Xiao et al., SmoothQuant, 2022,
+    https://arxiv.org/abs/2211.10438.
+    """
+    options = NormOptions(
+        epsilon=epsilon,
+        scale_offset=scale_offset,
+        axis=axis,
+        out_dtype=np.float32,
+        axis_name=axis_name,
+        implementation=implementation,
+    )
+    own = QuantizedOptions(quantization, residual, static_scale, smooth_scale, straight_through)
+    return _quantized("layer_norm_quantized", "layer", options, own, x=x, scale=scale, bias=bias)
+
+
+class QuantizedOptions(NamedTuple):
+    """The keywords that only quantised norms have, as a caller gave them."""
+
+    quantization: Any
+    residual: Any
+    static_scale: Any
+    smooth_scale: Any
+    straight_through: Any
+
+
+def _quantized(
+    function: str, kind: Kind, options: NormOptions, own: QuantizedOptions, *, x: Any, scale: Any, bias: Any
+) -> Quantized | tuple[Quantized, jax.Array]:
+    norm, of_norm = prepare(function, kind, options, NormOperands(x, own.residual, scale, bias))
+    x = of_norm.x
+    checks.check_quantization(function, own.quantization, Quantization, x, norm.axes)
+    given = checks.check_static_scale(function, own.static_scale, own.quantization.granularity, SMALLEST_SCALE)
+    smooth = shared_checks.check_weight(function, "smooth_scale", own.smooth_scale, x, norm.axes, with_batch_dims=False)
+    checks.check_float32(function, {**of_norm._asdict(), "smooth_scale": smooth})
+    spec = QuantizedNorm(**vars(norm), quantization=own.quantization)
+    operands = Operands(*of_norm, smooth, given)
+    is_primitive = QUANTIZED_NORM.wants_primitive(spec, operands, options.implementation)
+    if is_primitive:
+        operands = QUANTIZED_NORM.aligned(spec, operands)
+    straight_through = shared_checks.check_flag(function, "straight_through", own.straight_through)
+    results = quantized(Static(spec, straight_through, is_primitive), operands)
+    scales = results.scales if given is None else given
+    result = Quantized(results.values, scales, results.carrier)
+    return result if results.sum is None else (result, results.sum)

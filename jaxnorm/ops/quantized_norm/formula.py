@@ -1,0 +1,197 @@
+"""The quantised norms: what is static about one, its formula in plain jnp, and its op."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxnorm.native import compat
+from jaxnorm.ops.norm import formula, op
+from jaxnorm.ops.norm.formula import ADDEND, KINDS, ROLES, Kind, Norm, broadcastable
+from jaxnorm.primitive import weights
+from jaxnorm.primitive.family import Family
+from jaxnorm.primitive.op import FEATURES, LIKE_X, SCALAR, Function, Native, Op, Request, Role, Statistics
+from jaxnorm.quantization import LARGEST, SMALLEST_SCALE, Quantization
+from jaxnorm.sharding import dims
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuantizedNorm(Norm):
+    """What is static about one quantised norm."""
+
+    quantization: Quantization
+
+    def unquantized(self, out_dtype: np.dtype[Any]) -> Norm:
+        """The norm whose result is quantised."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(Norm)}
+        return Norm(**fields | {"out_dtype": out_dtype})
+
+
+class Operands(NamedTuple):
+    x: jax.Array
+    residual: jax.Array | None = None
+    scale: jax.Array | None = None
+    bias: jax.Array | None = None
+    smooth: jax.Array | None = None
+    given: jax.Array | None = None  # the scale of everything
+
+    def of_norm(self) -> formula.Operands:
+        return formula.Operands(self.x, self.residual, self.scale, self.bias)
+
+
+class Results(NamedTuple):
+    values: jax.Array
+    scales: jax.Array | None = None  # None where the scale is given
+    sum: jax.Array | None = None
+
+
+def forward(norm: QuantizedNorm, operands: Operands) -> tuple[Results, Statistics]:
+    (y, total), stats = formula.forward(norm, operands.of_norm())
+    values, scales = quantize(norm, y, operands)
+    return Results(values, scales, total), stats
+
+
+def plain(norm: QuantizedNorm, operands: Operands) -> Results:
+    y, total = formula.plain(norm, operands.of_norm())
+    values, scales = quantize(norm, y, operands)
+    return Results(values, scales, total)
+
+
+def quantize(norm: QuantizedNorm, y: jax.Array, operands: Operands) -> tuple[jax.Array, jax.Array | None]:
+    """The values that y, of float32, is quantised to, and their scales unless one is given.
+
+    On a CPU this is bit for bit what NumPy gives, but for subnormal numbers, which XLA counts as zero there, and for a
+    given scale that is a quotient in the same program: of 1 / (a / b) XLA makes b / a. On a GPU XLA may also leave out
+    the rounding to float8 where the same program converts the values back.
+    """
+    quantization, given = norm.quantization, operands.given
+    v = y if operands.smooth is None else y * broadcastable(norm, y, operands.smooth)
+    shape, group = v.shape, quantization.group_size
+    if group is not None:
+        v = v.reshape(*shape[:-1], shape[-1] // group, group)
+    scale = given
+    if scale is None:
+        amax = jnp.max(jnp.abs(v), norm.axes if group is None else -1, keepdims=True, initial=0)
+        if norm.shards is not None and group is None:
+            amax = norm.shards.max(amax)
+        scale = _scale(quantization, amax)
+    largest = quantization.largest
+    values = jnp.clip(v * (1 / scale), -largest, largest)
+    if quantization.dtype == jnp.int8:
+        values = jnp.where(jnp.isnan(values), 0, jnp.round(values))
+    scales = None if given is not None else scale if group is None else scale.squeeze(-1)
+    return values.astype(quantization.dtype).reshape(shape), scales
+
+
+def _scale(quantization: Quantization, amax: jax.Array) -> jax.Array:
+    is_zero = amax == 0
+    # By a constant XLA would not divide but multiply by its rounded reciprocal.
+    scale = amax / jnp.where(is_zero, 1, jnp.float32(quantization.largest))
+    if quantization.power_of_two:
+        rounded_up = (lax.bitcast_convert_type(scale, jnp.int32) + 0x7FFFFF) & 0x7F800000
+        scale = jnp.where(scale < jnp.inf, lax.bitcast_convert_type(rounded_up, jnp.float32), scale)
+    scale = jnp.maximum(scale, SMALLEST_SCALE)
+    if quantization.max_scale is not None:
+        scale = jnp.minimum(scale, quantization.max_scale)
+    return jnp.where(is_zero, 1, scale)
+
+
+def no_derivative(norm: QuantizedNorm) -> ValueError:
+    return ValueError(
+        f"{norm.kind}_norm_quantized: rounded values have no derivative, and one is taken; pass straight_through=True "
+        f"for that of the norm before it is quantised, and of new_residual the true one; or apply "
+        f"jax.lax.stop_gradient to x, residual, scale and bias, not to the result."
+    )
+
+
+def _types(norm: QuantizedNorm, operands: Operands) -> Results:
+    x: Any = operands.x
+    y, total = op.types(norm, operands.of_norm())
+    values = y.update(dtype=norm.quantization.dtype)  # type: ignore[attr-defined]
+    if operands.given is not None:
+        return Results(values, None, total)
+    if norm.quantization.group_size is not None:
+        shape = (*x.shape[:-1], x.shape[-1] // norm.quantization.group_size)
+    else:
+        shape = (*x.shape[: -norm.row_ndim], *(1 for _ in norm.axes))
+    scales = dims.result_like(x, SCALES.dim_map(norm, x.ndim, shape), shape, np.float32)
+    if norm.shards is not None and norm.quantization.group_size is None:
+        scales = compat.same_along(scales, norm.shards.names)
+    return Results(values, scales, total)
+
+
+# Those of groups stand along the last axis, fewer than it is long.
+SCALES = Role(
+    lambda norm, ndim, _: dims.per_row(ndim, norm.axes) if norm.quantization.group_size is None else dims.like_x(ndim)
+)
+
+
+def _weights_with_batch_dims(norm: QuantizedNorm, operands: Operands) -> str | None:
+    batch_dims = weights.batch_dims_of(norm.row_ndim, (operands.scale, operands.bias))
+    return f"no kernel that quantises takes a scale or bias with leading axes, {batch_dims}" if batch_dims else None
+
+
+def _attributes(norm: QuantizedNorm, _: Operands) -> dict[str, Any]:
+    quantization = norm.quantization
+    return {
+        "axes": np.int64(norm.row_ndim),
+        "group": np.int64(quantization.group_size or 0),
+        "epsilon": np.float32(norm.epsilon),
+        "scale_offset": np.float32(norm.scale_offset),
+        "max_scale": np.float32(np.inf if quantization.max_scale is None else quantization.max_scale),
+        "power_of_two": quantization.power_of_two,
+    }
+
+
+def _can_shard(norm: QuantizedNorm, cols: int) -> bool:
+    """A shard holds whole groups."""
+    group = norm.quantization.group_size
+    return group is None or cols % group == 0
+
+
+def _requested(kind: Kind) -> Any:
+    def of_request(request: Request) -> tuple[QuantizedNorm, Operands]:
+        # What is quantised is float32.
+        norm, operands = op.requested(kind)(request._replace(out_dtype=np.dtype(np.float32)))
+        spec = QuantizedNorm(**vars(norm), quantization=Quantization(request.out_dtype))
+        return spec, Operands(*operands)
+
+    return of_request
+
+
+QUANTIZED_NORM = Family(
+    Op(
+        name="quantized_norm",
+        spec=QuantizedNorm,
+        operands=Operands,
+        results=Results,
+        roles={
+            **ROLES,
+            "smooth": FEATURES,
+            "given": SCALAR,
+            "values": LIKE_X,
+            "scales": SCALES,
+        },
+        types=_types,
+        forward=forward,
+        plain=plain,
+        statistics=lambda norm, operands: op.statistics_types(norm, operands.of_norm()),
+        native=Native(
+            names=tuple(f"jaxnorm_{kind}_norm_quantized" for kind in KINDS),
+            name=lambda norm: f"jaxnorm_{norm.kind}_norm_quantized",
+            forward=_attributes,
+            # A quantised result changes no plan; the straight-through gradient's is the norm's.
+            plan=op.plan,
+        ),
+        reasons=(_weights_with_batch_dims,),
+        addend=ADDEND,
+        can_shard=_can_shard,
+        static_types=(Quantization,),
+        functions=tuple(
+            Function(f"{kind}_norm_quantized", _requested(kind), out_dtypes=tuple(LARGEST)) for kind in KINDS
+        ),
+    )
+)

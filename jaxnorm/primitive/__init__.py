@@ -1,0 +1,1 @@
+"""From an `Op` to JAX primitives with all their rules."""

@@ -1,0 +1,199 @@
+"""The backward primitive of an op: (cotangents of the results, saved) -> the wanted gradients, in one call.
+
+A gradient is wanted where its dtype is given; those of weights have the batch dims that are a parameter. The first
+result's cotangent comes before what is saved, and those of other results after it.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+from jax.interpreters import ad
+
+from jaxnorm.native import ffi
+from jaxnorm.primitive import weights
+from jaxnorm.primitive.op import AnyOp, BatchDims, Derivative, Record, RowSpec
+from jaxnorm.primitive.rules import Rules, all_none, at_front, bind, fold, has, leaves_of, present, rows_and_cols
+from jaxnorm.sharding import dims
+from jaxnorm.sharding.dims import DimMap
+
+if TYPE_CHECKING:
+    from jaxnorm.primitive.linear import Linear
+
+
+class Backward(Rules):
+    def __init__(self, op: AnyOp, derivative: Derivative[Any, Any, Any], linear: "Linear") -> None:
+        super().__init__(op, "backward")
+        self.derivative = derivative
+        self.linear = linear
+
+    def bind(self, spec: RowSpec, cotangents: Any, saved: Record, *, wanted: Any, batch_dims: BatchDims) -> Any:
+        first, *others = cotangents
+        operands = first, tuple(saved), tuple(others)
+        # Of a plain tuple a parameter's text can be made, see `jaxnorm.sharding.partition`.
+        values = bind(self.primitive, operands, spec=spec, wanted=tuple(wanted), batch_dims=batch_dims)
+        return self._by_name(wanted, values)
+
+    def _operands(self, tree: Any, values: Any) -> tuple[Record, Record]:
+        first, saved, others = jax.tree.unflatten(tree, values)
+        return self.op.results(first, *others), self.derivative.saved(*saved)
+
+    def _by_name(self, wanted: Any, values: Sequence[Any]) -> Any:
+        given = iter(values)
+        return self.derivative.variables(*(None if dtype is None else next(given) for dtype in wanted))
+
+    def _types(self, spec: RowSpec, saved: Record, wanted: Any, batch_dims: BatchDims) -> Any:
+        x = saved[0]
+        variables = self.derivative.variables(*wanted)
+        gradients = {}
+        for name, dtype in leaves_of(variables):
+            role = self.role(name)
+            shape = role.shape(spec, x.shape, batch_dims) if role.shape else getattr(saved, name, x).shape
+            gradients[name] = dims.result_like(x, role.dim_map(spec, x.ndim, shape), shape, dtype)
+        return variables._replace(**gradients)
+
+    def abstract(self, *leaves: Any, tree: Any, spec: RowSpec, wanted: Any, batch_dims: BatchDims) -> list[Any]:
+        _, saved = self._operands(tree, leaves)
+        return jax.tree.leaves(self._types(spec, saved, wanted, batch_dims))
+
+    def formula(self, *leaves: Any, **params: Any) -> list[jax.Array]:
+        return self._gradients(self.derivative.backward, leaves, **params)
+
+    def formula_of_shard(self, *leaves: Any, **params: Any) -> list[jax.Array]:
+        return self._gradients(self.derivative.backward_of_shard or self.derivative.backward, leaves, **params)
+
+    def _gradients(
+        self, backward: Callable[..., Any], leaves: Any, *, tree: Any, spec: RowSpec, wanted: Any, batch_dims: BatchDims
+    ) -> list[jax.Array]:
+        cotangents, saved = self._operands(tree, leaves)
+        return jax.tree.leaves(backward(spec, cotangents, saved, self.derivative.variables(*wanted), batch_dims))
+
+    def native(
+        self, platform: str, ctx: Any, *leaves: Any, tree: Any, spec: RowSpec, wanted: Any, batch_dims: BatchDims
+    ) -> Sequence[Any]:
+        native = self.op.native
+        assert native is not None
+        assert native.backward is not None
+        cotangents, saved = self._operands(tree, ctx.avals_in)
+        variables = self.derivative.variables(*wanted)
+        x = saved[0]
+        rows, cols = rows_and_cols(spec, x)
+        count, inner = weights.heads_of(x.shape, spec.row_ndim, batch_dims)
+        target = f"{native.name(spec)}_bwd"
+        workspace = ffi.workspace(
+            platform,
+            target,
+            x.dtype,
+            rows,
+            cols,
+            weights=len(self.weights_of(variables)),
+            count=count,
+            inner=inner,
+            with_dx=variables[0] is not None,
+        )
+        attributes = {**native.backward(spec, saved), **has("has_", saved), **has("has_d", cotangents)}
+        return ffi.call(target, ctx, leaves, workspace=workspace, attributes=attributes | has("with_d", variables))
+
+    def dim_maps(
+        self, places: Any, *, spec: RowSpec, wanted: Any, batch_dims: BatchDims
+    ) -> tuple[list[DimMap], list[DimMap]]:
+        """Those of the operands, whose types these are, and of the results."""
+        first, saved, others = places
+        cotangents, saved = self.op.results(first, *others), self.derivative.saved(*saved)
+        ndim = saved[0].ndim
+        of_first, *of_others = self.maps_of(spec, ndim, cotangents)
+        gradients = self.maps_of(spec, ndim, self._types(spec, saved, wanted, batch_dims))
+        return [of_first, *self.maps_of(spec, ndim, saved), *of_others], gradients
+
+    def batch(self, leaves: Any, axes: Any, *, tree: Any, spec: RowSpec, wanted: Any, batch_dims: BatchDims) -> Any:
+        params: dict[str, Any] = {"tree": tree, "spec": spec, "wanted": wanted, "batch_dims": batch_dims}
+        (cotangents, saved), (of_cotangents, of_saved) = self._operands(tree, leaves), self._operands(tree, axes)
+        # What all examples share is computed once by the formula.
+        if not self.rows_of(of_saved):
+            return self.batch_formula(leaves, axes, **params)
+        rows = list(filter(self.is_row, saved._fields))
+        given, batch = (
+            (tuple(of), tuple(getattr(also, name) for name in rows))
+            for of, also in ((cotangents, saved), (of_cotangents, of_saved))
+        )
+        cotangents, folded = fold(given, batch)
+        saved = saved._replace(**dict(zip(rows, folded, strict=True)))
+        whole = weights.batch_dims_in_front(saved[0], 0, spec.row_ndim, batch_dims) if self.op.weights_batch else None
+        others = [name for name, _ in leaves_of(of_saved) if not self.is_row(name)]
+        if others and (whole is None or not all(map(self.is_weight, others))):
+            return self.batch_formula(leaves, axes, **params)
+        example = Example(spec, self.derivative.variables(*wanted), batch_dims)
+        return at_front(self._batch(example, self.op.results(*cotangents), saved, of_saved, whole))
+
+    def _batch(
+        self, example: "Example", cotangents: Any, saved: Record, axes: Any, whole: BatchDims | None
+    ) -> list[Any]:
+        """The gradients of examples whose rows are folded; weights have their batch along these axes.
+
+        `whole` are the batch dims of weights that each example has for itself, if kernels take them: sums over the rows
+        of each example, not of all, are those for each head then.
+        """
+        spec, wanted, batch_dims = example
+        x = saved[0]
+        kept = [name for name in saved._fields if not self.is_row(name)]
+        of_rows, of_sums = (
+            wanted._replace(**{name: None for name in wanted._fields if self.is_row(name) is not rows})
+            for rows in (True, False)
+        )
+        # Of one row there is no sum to be made.
+        one_row = whole is not None and math.prod(x.shape[: -spec.row_ndim]) == math.prod(whole)
+        may_be_native = (
+            whole is not None and not one_row and all(self.is_weight(name) for name, _ in leaves_of(of_sums))
+        )
+        sums_are_native = may_be_native and not all_none(of_sums)
+        native = wanted if sums_are_native else of_rows
+        gradients = self.derivative.variables()
+        if not all_none(native):
+            moving = any(getattr(axes, name) is not None for name in kept)
+            dims_of_call = whole if whole is not None and (sums_are_native or moving) else batch_dims
+            in_front = {
+                name: weights.in_front(getattr(saved, name), getattr(axes, name), x.ndim)
+                for name in filter(self.is_weight, kept)
+            }
+            in_call = {
+                name: weights.with_batch_dims(jax.typeof(x), dims_of_call, spec.row_ndim, weight)
+                for name, weight in in_front.items()
+            }
+            gradients = self.bind(spec, cotangents, saved._replace(**in_call), wanted=native, batch_dims=dims_of_call)
+        if sums_are_native:
+            shape = (-1, *batch_dims, *x.shape[-spec.row_ndim :])
+            sums = {name: array.reshape(shape) for name, array in leaves_of(gradients) if self.is_weight(name)}
+        elif all_none(of_sums):
+            sums = {}
+        else:
+            in_axes = jax.tree.map(lambda _: 0, saved)._replace(**{name: getattr(axes, name) for name in kept})
+
+            def formula(cotangents: Any, saved: Record) -> Any:
+                return self.derivative.backward(spec, cotangents, saved, of_sums, batch_dims)
+
+            of_examples = jax.vmap(formula, in_axes=(jax.tree.map(lambda _: 0, cotangents), in_axes))
+            sums = dict(leaves_of(of_examples(cotangents, saved)))
+        return present(gradients._replace(**sums))
+
+    def jvp(self, primals: Any, dots: Any, **params: Any) -> Any:
+        return self.jvp_of_formula(primals, dots, **params)
+
+    def transpose(
+        self, cotangents: Any, *leaves: Any, tree: Any, spec: RowSpec, wanted: Any, batch_dims: BatchDims
+    ) -> list[Any]:
+        """The gradients are linear in the cotangents; `linear` is the transpose of that in these of the results."""
+        of_results, saved = self._operands(tree, leaves)
+        dots = self._by_name(wanted, [None if type(dot) is ad.Zero else dot for dot in cotangents])
+        with_sum = getattr(of_results, "sum", None) is not None and dots[0] is not None
+        bars = self.linear.bind(spec, saved, dots, with_sum=with_sum)
+        first, *others = (bar for bar, given in zip(bars, of_results, strict=True) if given is not None)
+        return [first, *(None for _ in jax.tree.leaves(saved)), *others]
+
+
+class Example(NamedTuple):
+    """The parameters of `backward` for one example of a batch."""
+
+    spec: RowSpec
+    wanted: Any
+    batch_dims: BatchDims

@@ -1,0 +1,87 @@
+"""The primitives of an op, which follow from its record.
+
+- `forward` gives the results and, where a derivative follows, the row statistics. Its JVP binds
+- `linear`, the tangents of the results, which is linear in the tangents of the variables. Its transpose binds
+- `backward`, the wanted ones of the gradients, in one call.
+
+So a gradient is one native call each way; forward mode and higher derivatives go through the formulas. Each primitive
+has its abstract evaluation, lowering, batching, JVP and transpose in a file of its own.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Generic
+
+import jax
+
+from jaxnorm.primitive import lowering, reasons, weights
+from jaxnorm.primitive.backward import Backward
+from jaxnorm.primitive.forward import Forward
+from jaxnorm.primitive.linear import Linear
+from jaxnorm.primitive.op import BatchDims, O, Op, R, Record, S, Statistics, register
+from jaxnorm.sharding import partition, text
+
+_forwards: set[Any] = set()
+
+
+def is_forward(primitive: Any) -> bool:
+    """Whether a primitive is the forward of an op."""
+    return primitive in _forwards
+
+
+class Family(Generic[S, O, R]):
+    """An op that is registered: it can be called, by the kernels where there are some."""
+
+    def __init__(self, op: Op[S, O, R]) -> None:
+        self.op = op
+        self._linear = linear = None if op.derivative is None else Linear(op, op.derivative)
+        self._forward = Forward(op, linear)
+        rules: list[Forward | Backward] = [self._forward] if linear is None else [self._forward, linear.backward]
+        for rule in rules:
+            partition.register(rule.primitive, rule.dim_maps, op.can_shard)
+            native = None if op.native is None else rule.native
+            lowering.register(rule.primitive, rule.formula, native, rule.formula_of_shard)
+        if linear is not None:
+            lowering.register_formula(linear.primitive, linear.formula)
+        text.register_types(op.spec, *op.static_types)
+        register(op)
+        _forwards.add(self._forward.primitive)
+
+    def wants_primitive(self, spec: S, operands: O, implementation: str | None) -> bool:
+        """Whether `implementation` asks for the primitive, or allows it where some platform has a kernel."""
+        return implementation != "jnp" and reasons.wants_primitive(self.op, spec, operands)
+
+    def bind(self, spec: S, operands: O, *, with_stats: bool = False) -> tuple[R, Statistics]:
+        """The results, native on the platforms that have a kernel, and with_stats the statistics."""
+        results: tuple[R, Statistics] = self._forward.bind(spec, self.aligned(spec, operands), with_stats=with_stats)
+        return results
+
+    def aligned(self, spec: S, operands: O) -> O:
+        """The operands with weights as primitives have them: with the same batch dims."""
+        names = [name for name in operands._fields if self._forward.is_weight(name)]
+        given = [getattr(operands, name) for name in names]
+        replaced = weights.aligned(jax.typeof(operands[0]), spec.row_ndim, given)
+        return operands._replace(**dict(zip(names, replaced, strict=True)))
+
+    def __call__(self, spec: S, operands: O, implementation: str | None) -> R:
+        """The results, from the primitive or in plain jax.numpy, as `wants_primitive` says."""
+        if self.wants_primitive(spec, operands, implementation):
+            return self.bind(spec, operands)[0]
+        return self.op.plain(spec, operands) if self.op.plain else self.op.forward(spec, operands)[0]
+
+    def tangents(
+        self, spec: S, operands: O, results: R, stats: Statistics, dots: O
+    ) -> tuple[R, Callable[[], Sequence[Any]]]:
+        """The tangents of the results, zeros among them, and as a function those of the statistics.
+
+        dots are the tangents of the operands, of which None is zero and not all are.
+        """
+        return self._forward.tangents(spec, operands, results, stats, dots)
+
+    def gradients(self, spec: S, cotangents: R, saved: Record, wanted: Any, batch_dims: BatchDims) -> Any:
+        """The gradients whose dtypes are given, native on the platforms that have a kernel."""
+        assert self._linear is not None
+        return self._linear.backward.bind(spec, cotangents, saved, wanted=wanted, batch_dims=batch_dims)
+
+    def why_not(self, spec: S, operands: O) -> str | None:
+        """Why no platform has a kernel for such a call; None if one has."""
+        return reasons.why_not(call=reasons.Call(self.op, spec, jax.tree.map(jax.typeof, operands)))

@@ -1,0 +1,196 @@
+"""The forward primitive of an op: operands -> results, and with_stats the statistics behind them."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.interpreters import ad
+
+from jaxnorm.native import ffi
+from jaxnorm.primitive import weights
+from jaxnorm.primitive.addend import add
+from jaxnorm.primitive.linear import Linear
+from jaxnorm.primitive.op import AnyOp, Record, RowSpec, Statistics
+from jaxnorm.primitive.rules import (
+    Rules,
+    all_none,
+    at_front,
+    bind,
+    has,
+    leaves_of,
+    named,
+    present,
+    rows_and_cols,
+    tangents_jnp,
+)
+from jaxnorm.sharding.dims import DimMap
+
+
+class Forward(Rules):
+    def __init__(self, op: AnyOp, linear: Linear | None) -> None:
+        super().__init__(op, "forward")
+        self._results_tree = functools.lru_cache(maxsize=4096)(self._tree_of_results)
+        self._maybe_linear = linear
+
+    @property
+    def _linear(self) -> Linear:
+        assert self._maybe_linear is not None, f"{self.op.name} has no derivative"
+        return self._maybe_linear
+
+    def bind(self, spec: RowSpec, operands: Record, *, with_stats: bool = False) -> tuple[Any, Statistics]:
+        values = bind(self.primitive, tuple(operands), spec=spec, with_stats=with_stats)
+        tree = self._results_tree(spec, jax.tree.map(jax.typeof, operands))
+        return jax.tree.unflatten(tree, values[: tree.num_leaves]), tuple(values[tree.num_leaves :])
+
+    def _operands(self, tree: Any, values: Any) -> Record:
+        return self.op.operands(*jax.tree.unflatten(tree, values))
+
+    def _tree_of_results(self, spec: RowSpec, types: Any) -> Any:
+        """Which results there are, for operands of these types."""
+        return jax.tree.structure(self.op.types(spec, types))
+
+    def abstract(self, *leaves: Any, tree: Any, spec: RowSpec, with_stats: bool) -> list[Any]:
+        operands = self._operands(tree, leaves)
+        types = jax.tree.leaves(self.op.types(spec, operands))
+        return [*types, *self.op.statistics(spec, operands)] if with_stats else types
+
+    def formula(self, *leaves: Any, **params: Any) -> list[jax.Array]:
+        return self._results(self.op.forward, leaves, **params)
+
+    def formula_of_shard(self, *leaves: Any, **params: Any) -> list[jax.Array]:
+        return self._results(self.op.forward_of_shard or self.op.forward, leaves, **params)
+
+    def _results(
+        self, forward: Callable[..., Any], leaves: Any, *, tree: Any, spec: RowSpec, with_stats: bool
+    ) -> list[jax.Array]:
+        results, stats = forward(spec, self._operands(tree, leaves))
+        return [*jax.tree.leaves(results), *(stats if with_stats else ())]
+
+    def native(
+        self, platform: str, ctx: Any, *leaves: Any, tree: Any, spec: RowSpec, with_stats: bool
+    ) -> Sequence[Any]:
+        native = self.op.native
+        assert native is not None
+        operands = self._operands(tree, ctx.avals_in)
+        x, addend = operands[0], self._addend(operands)
+        rows, cols = rows_and_cols(spec, x)
+        normalised = x if addend is None else addend
+        target = f"{native.name(spec)}_fwd"
+        return ffi.call(
+            target,
+            ctx,
+            leaves,
+            workspace=ffi.workspace(platform, target, normalised.dtype, rows, cols),
+            # The sum goes where the addend was, so that a dead or donated one needs no second buffer. XLA copies one
+            # that lives on: where a derivative follows it does, as the sum that the backward of the op before this one
+            # wants.
+            aliases={} if addend is None or with_stats else self._sum_in_place(spec, operands),
+            attributes={**native.forward(spec, operands), **has("has_", operands)},
+        )
+
+    def _addend(self, operands: Record) -> Any:
+        return getattr(operands, self.op.addend) if self.op.addend else None
+
+    def _sum_in_place(self, spec: RowSpec, operands: Record) -> dict[int, int]:
+        given, results = ([name for name, _ in leaves_of(a)] for a in (operands, self.op.types(spec, operands)))
+        return {given.index(str(self.op.addend)): results.index("sum")}
+
+    def dim_maps(self, places: Any, *, spec: RowSpec, with_stats: bool) -> tuple[list[DimMap], list[DimMap]]:
+        """Those of the operands, whose types these are, and of the results."""
+        operands = self.op.operands(*places)
+        ndim = operands[0].ndim
+        results = self.maps_of(spec, ndim, self.op.types(spec, operands))
+        stats = self.op.statistics(spec, operands) if with_stats else []
+        of_stats = [self.role("stats").dim_map(spec, ndim, array.shape) for array in stats]
+        return self.maps_of(spec, ndim, operands), [*results, *of_stats]
+
+    def batch(self, leaves: Any, axes: Any, *, tree: Any, spec: RowSpec, with_stats: bool) -> Any:
+        params: dict[str, Any] = {"spec": spec, "with_stats": with_stats}
+        whole = self.batch_in_front(spec, [self._operands(tree, leaves)], [self._operands(tree, axes)])
+        if whole is None:
+            return self.batch_formula(leaves, axes, tree=tree, **params)
+        return at_front(bind(self.primitive, tuple(whole[0]), **params))
+
+    def jvp(self, primals: Any, dots: Any, *, tree: Any, spec: RowSpec, with_stats: bool) -> tuple[Any, Any]:
+        operands = self._operands(tree, primals)
+        moving = self._operands(tree, [None if type(dot) is ad.Zero else dot for dot in dots])
+        results, stats = self.named(*self.bind(spec, operands, with_stats=True))
+        results_dot, stats_dot = self.tangents(spec, operands, results, stats, moving)
+        if not with_stats:
+            return present(results), present(results_dot)
+        # Only a second derivative comes here.
+        return [*present(results), *stats], [*present(results_dot), *stats_dot()]
+
+    def named(self, results: Record, stats: Statistics) -> tuple[Any, Statistics]:
+        """The results and the statistics, known to `jax.checkpoint`'s policies."""
+        fields = {name: named("sum" if name == "sum" else "result", [array])[0] for name, array in leaves_of(results)}
+        return results._replace(**fields), tuple(named("statistics", stats))
+
+    def tangents(
+        self, spec: RowSpec, operands: Record, results: Record, stats: Statistics, dots: Record
+    ) -> tuple[Any, Callable[[], Sequence[Any]]]:
+        """The tangents of the results, zeros among them, and as a function those of the statistics.
+
+        dots are the tangents of the operands, of which None is zero and not all are.
+        """
+        saved, variables = self._saved(operands, results, stats), self._variables(operands, dots)
+        with_sum = self._addend(operands) is not None and variables[0] is not None
+        results_dot = self._linear.bind(spec, saved, variables, with_sum=with_sum)
+        zeros = {
+            name: ad.Zero(jax.typeof(array).to_tangent_aval())
+            for name, array in leaves_of(results)
+            if getattr(results_dot, name) is None
+        }
+
+        def statistics(*values: Any) -> Statistics:
+            return self.op.forward(spec, self.op.operands(*values))[1]
+
+        if with_sum:
+            operands = self._without_addend(operands, results.sum)
+            dots = self._without_addend(dots, variables[0])
+        return results_dot._replace(**zeros), lambda: tangents_jnp(statistics, operands, dots)
+
+    def _without_addend(self, operands: Record, total: Any) -> Any:
+        """The operands, or their tangents, of a forward that has nothing to add."""
+        return operands._replace(**{operands._fields[0]: total, self.op.addend: None})
+
+    def _saved(self, operands: Record, results: Record, stats: Statistics) -> Any:
+        """What a derivative reads. With an addend the sum is in x's place."""
+        x, *_ = operands._fields
+        arrays = {**operands._asdict(), **results._asdict(), "stats": stats}
+        if self._addend(operands) is not None:
+            arrays[x] = results.sum
+        saved = self._linear.derivative.saved
+        return saved(**{name: arrays[name] for name in saved._fields})
+
+    def _variables(self, operands: Record, dots: Record) -> Any:
+        """The tangents of what a derivative is taken by. With an addend that of the sum is in x's place."""
+        x, *_ = operands._fields
+        moving, addend = dots._asdict(), self._addend(operands)
+        if addend is not None:
+            of_both = dots[0], moving[self.op.addend]
+            moving[x] = None if all_none(of_both) else tangents_jnp(add, [operands[0], addend], of_both)
+        variables = self._linear.derivative.variables
+        return variables(**{name: moving[name] for name in variables._fields})
+
+    def transpose(self, cotangents: Any, *leaves: Any, tree: Any, spec: RowSpec, with_stats: bool) -> list[Any]:
+        """The results are linear in the weights, each alone; all else is known."""
+        op, derivative, given = self.op, self._linear.derivative, self._operands(tree, leaves)._asdict()
+        wanted = {name: value.aval for name, value in given.items() if ad.is_undefined_primal(value)}
+        if with_stats or not all(map(self.is_weight, wanted)):
+            raise NotImplementedError(f"{op.name} is linear in its weights alone")
+        operands = op.operands(**given | dict.fromkeys(wanted))
+        tree = self._results_tree(spec, jax.tree.map(jax.typeof, operands))
+        of_results = jax.tree.unflatten(tree, map(ad.instantiate_zeros, cotangents))
+        if self._addend(operands) is not None:
+            of_results = of_results._replace(sum=None)
+        gradients = derivative.backward(
+            spec,
+            of_results,
+            self._saved(operands, *op.forward(spec, operands)),
+            derivative.variables(**{name: aval.dtype for name, aval in wanted.items()}),
+            weights.batch_dims_of(spec.row_ndim, wanted.values()),
+        )
+        there = (name for name, value in given.items() if value is not None)
+        return [getattr(gradients, name) if name in wanted else None for name in there]

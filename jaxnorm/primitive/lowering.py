@@ -1,0 +1,65 @@
+"""How primitives become code: native calls where there are kernels, the formula in jax.numpy elsewhere."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from jaxnorm.native import compat, ffi
+from jaxnorm.primitive import reasons
+from jaxnorm.primitive.op import Spec
+from jaxnorm.sharding import partition
+
+Formula = Callable[..., list[Any]]
+
+
+class NativeRule(Protocol):
+    def __call__(self, platform: str, ctx: Any, *operands: Any, **params: Any) -> Sequence[Any]: ...
+
+
+def register(
+    primitive: Primitive, formula: Formula, native: NativeRule | None, of_shard: Formula | None = None
+) -> None:
+    """Lowers a primitive, one of whose parameters is a `Spec`, to its native call on the platforms that have one.
+
+    None is for a primitive without kernels. Where rows have sharded axes, of_shard computes a device's shard; None is
+    the formula. In a program for several devices the call is one that XLA partitions, if
+    `jaxnorm.sharding.partition.register` was told how, and else the formula.
+    """
+    lower_formula = mlir.lower_fun(formula)
+    lower_shard = mlir.lower_fun(of_shard or formula)
+
+    def rule(platform: str) -> Callable[..., Any]:
+        def lower(ctx: Any, *operands: Any, spec: Spec, **params: Any) -> Any:
+            if spec.shards is not None:
+                return lower_shard(ctx, *operands, spec=spec, **params)
+            program = reasons.Program(ctx, partition.is_registered(primitive))
+            reason = reasons.why_not(place=reasons.Place(platform, native is not None), program=program)
+            if native is None or reason is not None:
+                if spec.native_for and reason is not None:
+                    raise reasons.cannot_compile(spec.native_for, platform, reason)
+                return lower_formula(ctx, *operands, spec=spec, **params)
+            if compat.is_split_by_xla(ctx):
+                return partition.lower(platform, primitive, ctx, *operands, spec=spec, **params)
+            return native(platform, ctx, *operands, spec=spec, **params)
+
+        return lower
+
+    mlir.register_lowering(primitive, rule("this platform"))
+    for platform in ffi.PLATFORMS:
+        mlir.register_lowering(primitive, rule(platform), platform=platform)
+
+
+def register_formula(primitive: Primitive, formula: Formula) -> None:
+    """Lowers a primitive to its formula everywhere."""
+    mlir.register_lowering(primitive, mlir.lower_fun(formula))
+
+
+def register_inner(
+    primitive: Primitive, formula: Formula, native: Callable[..., Any], platforms: Iterable[str]
+) -> None:
+    """Lowers a primitive that is only bound while another is lowered: natively wherever one of the platforms has it."""
+    mlir.register_lowering(primitive, mlir.lower_fun(formula))
+    for platform in filter(ffi.available, platforms):
+        mlir.register_lowering(primitive, native, platform=platform)

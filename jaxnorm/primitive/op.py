@@ -1,0 +1,212 @@
+"""The record of an op: what its author writes, and everything else follows from. See `jaxnorm.primitive.family`.
+
+An op takes x and other operands, and gives results and, where a derivative follows, *statistics*: a few numbers for
+each row of x, which is all that is kept for the derivative beside operands or results. Operands, results and what a
+derivative reads are NamedTuples, in which a field that may be absent has None as its default. Fields of one name are
+one array, so its role is said once.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
+
+import jax
+import numpy as np
+
+from jaxnorm.native import ffi
+from jaxnorm.sharding import dims
+from jaxnorm.sharding.dims import DimMap
+from jaxnorm.sharding.shards import Shards
+
+Record = Any  # a NamedTuple of an op, whose fields are known by their names only
+BatchDims = tuple[int, ...]  # of weights, see `jaxnorm.primitive.weights`
+Statistics = tuple[jax.Array, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Spec:
+    """What is static about a call: hashable, since a primitive carries it as a parameter."""
+
+    native_for: str | None = None  # the function that was asked for a kernel and nothing else
+    shards: Shards | None = None  # where x has a shard of each row: the devices with the others
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowSpec(Spec):
+    """What is static about an op on rows.
+
+    Axes are counted from the end, so that leading axes that vmap adds change nothing.
+    """
+
+    axes: tuple[int, ...] = (-1,)  # those of a row, ascending
+    compute_dtype: np.dtype[Any] = np.dtype(np.float32)  # noqa: RUF009
+    out_dtype: np.dtype[Any] = np.dtype(np.float32)  # noqa: RUF009
+
+    @property
+    def row_ndim(self) -> int:
+        """How many axes a row has."""
+        return len(self.axes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Role:
+    """How an array goes with x: its dim map, by x's rank and its own shape, and what vmap does with a batch of it.
+
+    "fold": the batch becomes the first of its axes, as of x's. "weight": it becomes a batch dim of the weight, where a
+    kernel takes that. "formula": the formula runs.
+
+    `shape`, from the spec, x's shape and the batch dims of weights, is needed of a variable that is not saved.
+    """
+
+    dim_map: Callable[[Any, int, Sequence[Any]], DimMap]
+    batch: Literal["fold", "weight", "formula"] = "fold"
+    shape: Callable[[Any, Sequence[Any], BatchDims], tuple[Any, ...]] | None = None
+
+
+def _weight_map(spec: RowSpec, ndim: int, shape: Sequence[Any]) -> DimMap:
+    return dims.weight(ndim, spec.row_ndim, shape[: len(shape) - spec.row_ndim])
+
+
+def _row_shape(spec: RowSpec, shape: Sequence[Any], _: BatchDims) -> tuple[Any, ...]:
+    return tuple(shape[-spec.row_ndim :])
+
+
+def _weight_shape(spec: RowSpec, shape: Sequence[Any], batch_dims: BatchDims) -> tuple[Any, ...]:
+    return (*batch_dims, *shape[-spec.row_ndim :])
+
+
+# Of x's shape; one element for each row, with axes of length 1 for the row's or without these; of a row's shape, with
+# batch dims or without, where a row's axes are the last; one element for all.
+LIKE_X = Role(lambda spec, ndim, _: dims.like_x(ndim))
+STATISTIC = Role(lambda spec, ndim, _: dims.per_row(ndim, spec.axes))
+PER_ROW = Role(lambda spec, ndim, _: tuple(axis for axis in range(ndim) if axis - ndim not in spec.axes))
+WEIGHT = Role(_weight_map, "weight", _weight_shape)
+FEATURES = Role(lambda spec, ndim, _: dims.weight(ndim, spec.row_ndim, ()), "formula", _row_shape)
+SCALAR = Role(lambda *_: (), "formula")
+
+
+def statistics_of(spec: RowSpec, x: Any, count: int = 1) -> list[Any]:
+    """The types of so many statistics for each row of x."""
+    shape = [1 if axis - x.ndim in spec.axes else length for axis, length in enumerate(x.shape)]
+    return [dims.result_like(x, dims.per_row(x.ndim, spec.axes), shape, spec.compute_dtype)] * count
+
+
+S = TypeVar("S", bound=RowSpec)
+O = TypeVar("O", bound=NamedTuple)  # noqa: E741
+R = TypeVar("R", bound=NamedTuple)
+D = TypeVar("D", bound=NamedTuple)
+
+
+@dataclasses.dataclass(frozen=True)
+class Native(Generic[S, O]):
+    """The native calls of an op: their targets are `<name>_fwd` and `<name>_bwd`, for every name that it has.
+
+    Attributes come from the spec and the types of operands. To these are added `has_<operand>` for each operand that
+    may be absent; and backward `with_d<variable>` for each gradient that may be wanted, and `has_d<result>` for each
+    result that may be absent. Operands and results stand in the order of their fields; backward, the first result's
+    cotangent stands first, and those of others last.
+    """
+
+    names: tuple[str, ...]
+    name: Callable[[S], str]
+    forward: Callable[[S, O], dict[str, Any]]
+    backward: Callable[[S, Any], dict[str, Any]] | None = None
+    plan: Callable[[S, O], dict[str, Any]] | None = None  # what `_cuda.plan` wants to know, for `jaxnorm.info`
+
+    @property
+    def targets(self) -> list[str]:
+        directions = ["fwd"] if self.backward is None else ["fwd", "bwd"]
+        return [f"{name}_{direction}" for name in self.names for direction in directions]
+
+
+class Request(NamedTuple):
+    """A call as `jaxnorm.info` describes it."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    out_dtype: np.dtype[Any]
+    axes: int
+    scale_shape: tuple[int, ...]
+
+    def array(self, shape: tuple[int, ...], dtype: Any = None) -> Any:
+        """The type of an operand, of x's dtype if no other is given."""
+        return jax.core.ShapedArray(shape, self.dtype if dtype is None else dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Function:
+    """A public function of an op, as `jaxnorm.info` knows it."""
+
+    name: str
+    request: Callable[[Request], tuple[Any, Any]]  # -> the spec and the types of the operands
+    out_dtypes: tuple[np.dtype[Any], ...] | None = None  # those of the result, the usual one first; None: x's
+    last_axis_only: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Derivative(Generic[S, R, D]):
+    """What the derivative of an op is made of.
+
+    `saved` is what it reads, `stats` among it. `variables` are what it is taken by: a NamedTuple of their tangents, in
+    which None is zero, of their gradients, or of the dtypes of the gradients that are wanted, None for the others.
+    `linear` gives the tangents of the results. `backward` is its transpose: from the cotangents of the results, the
+    first of which is always there, it gives the wanted gradients, those of weights with the given batch dims.
+    """
+
+    saved: type[D]
+    variables: type[Any]
+    linear: Callable[[S, D, Any], R]
+    backward: Callable[[S, R, D, Any, BatchDims], Any]
+    backward_of_shard: Callable[[S, R, D, Any, BatchDims], Any] | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Op(Generic[S, O, R]):
+    """An op on rows. x is the first field of its operands.
+
+    Where `addend` names an operand that is there, the forward adds it to x, and gives the sum as the result `sum`. Then
+    what a derivative reads as x is the sum, and `linear` gives no tangent of it; `backward` adds the sum's cotangent to
+    x's.
+    """
+
+    name: str
+    spec: type[S]
+    operands: type[O]
+    results: type[R]
+    roles: Mapping[str, Role]
+    types: Callable[[S, O], R]  # of the results, from those of the operands
+    forward: Callable[[S, O], tuple[R, Statistics]]
+    plain: Callable[[S, O], R] | None = None  # the results in jax.numpy, for JAX to differentiate, if not `forward`'s
+    # The types of the statistics, from those of the operands. Their role is `roles["stats"]`, STATISTIC if not given.
+    statistics: Callable[[S, O], Sequence[Any]] = lambda spec, operands: statistics_of(spec, operands[0])
+    derivative: Derivative[S, R, Any] | None = None
+
+    native: Native[S, O] | None = None
+    reasons: tuple[Callable[[S, O], str | None], ...] = ()  # why no kernel serves a call, beside what holds for all
+    is_trailing: bool = True  # whether kernels want a row's axes to be the last of x
+    weights_batch: bool = False  # whether kernels take weights with batch dims, so that vmap may make some
+    addend: str | None = None
+
+    # Rows with sharded axes: whether shards of so many columns can be computed, and how where it is not by the formula.
+    can_shard: Callable[[S, int], bool] = lambda *_: False
+    forward_of_shard: Callable[[S, O], tuple[R, Statistics]] | None = None
+
+    static_types: tuple[type[Any], ...] = ()  # dataclasses within the spec
+    functions: tuple[Function, ...] = ()
+
+
+AnyOp = Op[Any, Any, Any]
+REGISTRY: dict[str, AnyOp] = {}
+
+
+def register(op: AnyOp) -> None:
+    if op.name in REGISTRY:
+        raise ValueError(f"an op {op.name!r} is registered already; give this one another name.")
+    REGISTRY[op.name] = op
+    if op.native is not None:
+        ffi.allow_export(op.native.targets)
+
+
+def functions() -> dict[str, tuple[AnyOp, Function]]:
+    """Every public function with its op."""
+    return {function.name: (op, function) for op in REGISTRY.values() for function in op.functions}

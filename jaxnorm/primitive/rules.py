@@ -1,0 +1,178 @@
+"""What the primitives of all ops have in common."""
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching
+
+from jaxnorm.native import compat
+from jaxnorm.primitive import weights
+from jaxnorm.primitive.op import STATISTIC, AnyOp, Record, Role, RowSpec
+from jaxnorm.sharding.dims import DimMap
+
+# What a derivative may want again: the results, the sum with an addend, the row statistics.
+NAMES = ("jaxnorm_result", "jaxnorm_sum", "jaxnorm_statistics")
+
+
+def named(kind: str, values: Sequence[jax.Array]) -> list[jax.Array]:
+    """The values, known to `jax.checkpoint`'s policies by one of NAMES: a "result", a "sum" or "statistics"."""
+    return [checkpoint_name(value, f"jaxnorm_{kind}") for value in values]
+
+
+def is_named(primitive: Primitive, params: dict[str, Any]) -> bool:
+    """Whether an equation gives one of NAMES to a value."""
+    return primitive.name == "name" and params["name"] in NAMES
+
+
+def bind(primitive: Primitive, operands: Any, **params: Any) -> list[jax.Array]:
+    """The results of a primitive whose operands are the leaves of a tuple, in which an absent one is None."""
+    leaves, tree = jax.tree.flatten(operands)
+    values: list[jax.Array] = primitive.bind(*compat.match_varying_axes(*leaves), tree=tree, **params)
+    return values
+
+
+def all_none(values: Iterable[object]) -> bool:
+    return all(value is None for value in values)
+
+
+def fold(operands: Any, dims: Any) -> Any:
+    """The operands with the batch as their leading axis, repeated over it where an operand has none."""
+    return jax.vmap(lambda *values: values, in_axes=dims)(*operands)
+
+
+def at_front(results: Any) -> tuple[list[jax.Array], list[int]]:
+    leaves = jax.tree.leaves(results)
+    return leaves, [0] * len(leaves)
+
+
+def tangents_jnp(formula: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    """The tangents of formula's results; zero tangents stay symbolic, as None or a Zero."""
+    moving = [i for i, tangent in enumerate(tangents) if tangent is not None and type(tangent) is not ad.Zero]
+
+    def of_moving(*values: Any) -> Any:
+        operands = dict(enumerate(primals)) | dict(zip(moving, values, strict=True))
+        return formula(*operands.values())
+
+    return jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])[1]
+
+
+def leaves_of(arrays: Record) -> Iterator[tuple[str, Any]]:
+    """The arrays of a NamedTuple in their order, each with the name of its field."""
+    for name, value in zip(arrays._fields, arrays, strict=True):
+        yield from ((name, array) for array in jax.tree.leaves(value))
+
+
+def present(arrays: Record) -> list[Any]:
+    """The fields of a NamedTuple that are there; a symbolic zero is one."""
+    return [array for array in arrays if array is not None]
+
+
+def has(prefix: str, arrays: Record) -> dict[str, bool]:
+    """For each field of a NamedTuple that may be absent whether it is there, as attributes of a native call."""
+    return {f"{prefix}{name}": getattr(arrays, name) is not None for name in arrays._field_defaults}
+
+
+def rows_and_cols(spec: RowSpec, x: Any) -> tuple[Any, int]:
+    """How many rows an x of this type has, and elements each; the first may be symbolic."""
+    lengths = {axis - x.ndim: length for axis, length in enumerate(x.shape)}
+    cols = math.prod(lengths.pop(axis) for axis in spec.axes)
+    return math.prod(lengths.values()), cols
+
+
+class Rules:
+    """One primitive of an op. The methods of a subclass are its rules.
+
+    Its operands are the leaves of a tuple of tuples, in which an absent one is None; the structure of it is the
+    parameter `tree`. Operands keep x's rank, so that a result's sharding and varying mesh axes follow from x's type.
+    All weights of one primitive, tangents included, have the same batch dims, see `jaxnorm.primitive.weights`.
+    """
+
+    def __init__(self, op: AnyOp, direction: str) -> None:
+        self.op = op
+        self.direction = direction
+        self.primitive = Primitive(f"jaxnorm_{op.name}_{direction}")
+        self.primitive.multiple_results = True
+        self.primitive.def_abstract_eval(self.abstract)
+        compat.run_eagerly(self.primitive)
+        compat.check_nans(self.primitive)
+        batching.primitive_batchers[self.primitive] = self.batch
+        if op.derivative is not None:
+            ad.primitive_jvps[self.primitive] = self.jvp
+            ad.primitive_transposes[self.primitive] = self.transpose
+
+    @abstractmethod
+    def abstract(self, *leaves: Any, **params: Any) -> list[Any]:
+        """The types of the results."""
+
+    @abstractmethod
+    def formula(self, *leaves: Any, **params: Any) -> list[jax.Array]:
+        """The results in jax.numpy."""
+
+    @abstractmethod
+    def batch(self, *leaves_and_axes: Any, **params: Any) -> Any: ...
+
+    @abstractmethod
+    def jvp(self, *primals_and_dots: Any, **params: Any) -> Any: ...
+
+    @abstractmethod
+    def transpose(self, *cotangents_and_leaves: Any, **params: Any) -> Any: ...
+
+    def jvp_of_formula(self, primals: Any, dots: Any, **params: Any) -> Any:
+        def formula(*leaves: Any) -> list[jax.Array]:
+            return self.formula(*leaves, **params)
+
+        return self.primitive.bind(*primals, **params), tangents_jnp(formula, primals, dots)
+
+    def batch_formula(self, leaves: Any, dims: Any, **params: Any) -> Any:
+        return at_front(jax.vmap(lambda *values: self.formula(*values, **params), in_axes=tuple(dims))(*leaves))
+
+    def role(self, name: str) -> Role:
+        return self.op.roles.get(name, STATISTIC) if name == "stats" else self.op.roles[name]
+
+    def maps_of(self, spec: RowSpec, ndim: int, arrays: Record) -> list[DimMap]:
+        """Those of all arrays of a NamedTuple of types, for an x of this rank."""
+        return [self.role(name).dim_map(spec, ndim, array.shape) for name, array in leaves_of(arrays)]
+
+    def batch_in_front(self, spec: RowSpec, records: Sequence[Record], batch: Sequence[Record]) -> list[Record] | None:
+        """The operands of a batch, with it folded into the rows and a batch dim of weights.
+
+        `batch` has the batch axis of each array in `records`, whose first is x. None where only the formula serves
+        them, and where no row moves: what all examples share is computed once then.
+        """
+        fields = [(i, name) for i, record in enumerate(records) for name in record._fields]
+        values, axes = ({(i, name): getattr(of[i], name) for i, name in fields} for of in (records, batch))
+        rows, kept, of_formula = (
+            [field for field in fields if self.role(field[1]).batch == how] for how in ("fold", "weight", "formula")
+        )
+        moving = {field: jax.tree.leaves(axes[field]) for field in fields}
+        if any(moving[field] for field in of_formula) or not any(moving[field] for field in rows):
+            return None
+        if self.op.weights_batch:
+            x, x_axis = records[0][0], batch[0][0]
+            whole = weights.batch(x, x_axis, spec.row_ndim, [values[f] for f in kept], [axes[f] for f in kept])
+        else:
+            whole = None if any(moving[field] for field in kept) else tuple(values[field] for field in kept)
+        if whole is None:
+            return None
+        folded = fold(tuple(values[field] for field in rows), tuple(axes[field] for field in rows))
+        values |= dict(zip([*rows, *kept], [*folded, *whole], strict=True))
+        return [type(record)(*(values[i, name] for name in record._fields)) for i, record in enumerate(records)]
+
+    def rows_of(self, arrays: Record) -> list[Any]:
+        """The arrays of a NamedTuple that are neither statistics nor weights nor the same for all rows."""
+        return [array for name, array in leaves_of(arrays) if name != "stats" and self.is_row(name)]
+
+    def is_row(self, name: str) -> bool:
+        return self.role(name).batch == "fold"
+
+    def is_weight(self, name: str) -> bool:
+        return self.role(name).batch == "weight"
+
+    def weights_of(self, arrays: Record) -> list[Any]:
+        """The weights among the arrays of a NamedTuple."""
+        return [array for name, array in leaves_of(arrays) if self.is_weight(name)]

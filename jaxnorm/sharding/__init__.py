@@ -1,0 +1,1 @@
+"""How arrays are divided among devices, and what these compute of a row that is."""

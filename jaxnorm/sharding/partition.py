@@ -1,0 +1,241 @@
+"""How native calls are split over the devices of one program.
+
+XLA gathers what a custom call reads if it does not know the call. So a primitive whose program spans several devices is
+lowered to a call of `ffi.PARTITIONED`. Shardy takes shardings through it by a rule made of dim maps, which say along
+which axis of x each axis of an operand or a result goes; and when XLA then partitions the program, it asks `_partition`
+for what each device computes. Rows are computed where they are. Shards of rows exchange their statistics, by the
+formula. Weight gradients are summed over the devices that hold different rows.
+
+A `shard_map` over some axes of a mesh leaves XLA groups of devices, which it numbers anew for each call. There a call
+has one operand more, whose sharding tells which device has which number; nothing is computed with it.
+
+What a call computes stands in its text, see `jaxnorm.sharding.text`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+
+from jaxnorm.native import compat, ffi
+from jaxnorm.sharding import dims, text
+from jaxnorm.sharding.dims import DimMap
+from jaxnorm.sharding.shards import Shards
+
+# (the types of the operands at their places, params) -> the dim maps of the operands that are there, and of the results
+DimMaps = Callable[..., tuple[list[DimMap], list[DimMap]]]
+
+
+class Partitionable(NamedTuple):
+    """A primitive that XLA may partition; one of its parameters is `spec`, with the axes of a row."""
+
+    primitive: Primitive
+    dim_maps: DimMaps
+    can_shard: Callable[[Any, int], bool]  # whether shards of a row, of so many columns, can be computed
+
+
+_partitionable: dict[str, Partitionable] = {}
+
+
+def register(primitive: Primitive, dim_maps: DimMaps, can_shard: Callable[[Any, int], bool]) -> None:
+    _partitionable[primitive.name] = Partitionable(primitive, dim_maps, can_shard)
+
+
+def is_registered(primitive: Primitive) -> bool:
+    return primitive.name in _partitionable
+
+
+def lower(platform: str, primitive: Primitive, ctx: Any, *operands: Any, tree: Any, **params: Any) -> Sequence[Any]:
+    """Lowers the primitive to a call that XLA has to partition, on a platform that has its kernel."""
+    types = jax.tree.unflatten(tree, ctx.avals_in)
+    operand_maps, result_maps = _partitionable[primitive.name].dim_maps(types, **params)
+    places = jax.tree.unflatten(tree, range(len(operands)))
+    mesh = compat.partly_manual(ctx)
+    call = text.encode(platform, primitive.name, places, params, mesh)
+    if mesh is not None:
+        ctx, devices = compat.with_devices(ctx)
+        operands, operand_maps = (*operands, devices), [*operand_maps, (None,) * devices.type.rank]
+    return compat.partitioned_call(ctx, ffi.PARTITIONED, call, operands, operand_maps, result_maps)
+
+
+class Placement(NamedTuple):
+    """How x is sharded: the devices, along x's axes as often as each is sharded and then along one of copies.
+
+    They have XLA's numbers in this call, of devices that stand for one in each of its groups.
+    """
+
+    devices: np.ndarray[Any, Any]
+    groups: np.ndarray[Any, Any]  # a row for each group, its devices by their numbers in the program
+
+    @classmethod
+    def of(cls, sharding: Any, ndim: int, groups: np.ndarray[Any, Any] | None) -> "Placement":
+        if sharding is None or not sharding.is_tiled():
+            devices = np.zeros((1,) * (ndim + 1), int)
+        else:
+            counts = sharding.tile_assignment_dimensions()
+            devices = np.reshape(sharding.tile_assignment_devices(), (*counts[:ndim], -1))
+        return cls(devices, np.arange(devices.size)[None] if groups is None else groups)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        *counts, _ = self.devices.shape
+        return tuple(counts)
+
+    def joined(self, axes: Sequence[int]) -> "Placement":
+        """With copies along those axes of x, instead of shards."""
+        devices = np.moveaxis(self.devices, axes, range(-1 - len(axes), -1))
+        counts = (1 if axis in axes else n for axis, n in enumerate(self.counts))
+        return self._replace(devices=devices.reshape(*counts, -1))
+
+    def sharding(self, dim_map: DimMap) -> Any:
+        """That of an array with this dim map."""
+        own = [axis for axis in dim_map if axis is not None]
+        rest = [axis for axis in range(self.devices.ndim) if axis not in own]
+        counts = [1 if axis is None else self.counts[axis] for axis in dim_map]
+        return compat.hlo_sharding(np.transpose(self.devices, [*own, *rest]).reshape(*counts, -1))
+
+    def shard_shape(self, dim_map: DimMap, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of an array's shard."""
+        sizes = zip(dim_map, shape, strict=True)
+        return tuple(n if axis is None else -(-n // self.counts[axis]) for axis, n in sizes)
+
+    def shards(self, axes: Sequence[int]) -> Shards | None:
+        """The devices with different shards along those axes of x, and else the same; None if there is no other."""
+        if all(self.counts[axis] == 1 for axis in axes):
+            return None
+        together = self.groups[:, np.moveaxis(self.devices, axes, range(-len(axes), 0))]
+        together = together.reshape(-1, math.prod(self.counts[axis] for axis in axes))
+        return Shards((compat.ALL_DEVICES,), tuple(map(tuple, together.tolist())))
+
+
+class Array(NamedTuple):
+    """An array of a whole program."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    sharding: Any
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+
+def _groups(mesh: compat.PartlyManual, devices: Any) -> np.ndarray[Any, Any]:
+    """The devices of each group that a `shard_map` over some axes leaves to XLA, in the order of their numbers there.
+
+    XLA's numbers are those of the sharding of an array with an element for each of a group's devices.
+    """
+    numbers = np.ravel(devices.tile_assignment_devices())
+    program = np.moveaxis(np.arange(math.prod(mesh.sizes)).reshape(mesh.sizes), mesh.manual, range(len(mesh.manual)))
+    return program.reshape(-1, numbers.size)[:, np.argsort(numbers)]
+
+
+class PartitionedCall(NamedTuple):
+    """One such call, as its text and XLA describe it."""
+
+    platform: str
+    partitionable: Partitionable
+    places: Any
+    params: dict[str, Any]
+    operands: list[Array]
+    results: list[Array]
+    operand_maps: list[DimMap]
+    result_maps: list[DimMap]
+    groups: np.ndarray[Any, Any] | None  # of devices, in a `shard_map` over some axes
+
+    @classmethod
+    def read(cls, call: bytes, operands: list[Array], results: list[Array]) -> "PartitionedCall":
+        platform, name, places, params, mesh = text.decode(call)
+        groups = None
+        if mesh is not None:
+            *operands, devices = operands
+            groups = _groups(compat.PartlyManual(*mesh), devices.sharding)
+        partitionable = _partitionable[name]
+        types = jax.tree.map(lambda place: jax.core.ShapedArray(operands[place].shape, operands[place].dtype), places)
+        maps = partitionable.dim_maps(types, **params)
+        return cls(platform, partitionable, places, params, operands, results, *maps, groups)
+
+    @property
+    def rank(self) -> int:
+        return max(array.ndim for array in self.operands)
+
+    @property
+    def features(self) -> list[int]:
+        """The axes of x that are a row's."""
+        return [self.rank + axis for axis in self.params["spec"].axes]
+
+    def placement(self) -> Placement:
+        """How x is sharded: as that one of the arrays with all of its axes which is sharded most."""
+        arrays = zip([*self.operands, *self.results], [*self.operand_maps, *self.result_maps], strict=True)
+        like_x = [array for array, dim_map in arrays if dim_map == dims.like_x(self.rank)]
+        shape = like_x[0].shape
+        placements = (Placement.of(array.sharding, self.rank, self.groups) for array in like_x)
+        placement = max(placements, key=lambda placement: math.prod(placement.counts))
+        # The last shard of rows may be shorter, and what is computed beyond it is dropped. It must not be in a sum.
+        have_sums = any(self._rows_without(dim_map) for dim_map in self.result_maps)
+        uneven = [axis for axis, n in enumerate(shape) if n % placement.counts[axis]]
+        placement = placement.joined([axis for axis in uneven if have_sums or axis in self.features])
+        cols = shape[-1] // placement.counts[-1]
+        can_shard = self.partitionable.can_shard(self.params["spec"], cols)
+        return placement if can_shard else placement.joined(self.features)
+
+    def local(self, placement: Placement) -> Callable[..., list[jax.Array]]:
+        """What a device computes of its shards of the operands."""
+        params = dict(self.params)
+        sums = [placement.shards(self._rows_without(dim_map)) for dim_map in self.result_maps]
+        if "batch_dims" in params:
+            dim_map = dims.weight(self.rank, len(self.features), params["batch_dims"])[: len(params["batch_dims"])]
+            params["batch_dims"] = placement.shard_shape(dim_map, params["batch_dims"])
+        if any(sums):
+            # What is added up has the dtype of weights: it is not rounded to that before.
+            wide = iter(
+                np.dtype(np.float32) if over else array.dtype for over, array in zip(sums, self.results, strict=True)
+            )
+            params["wanted"] = tuple(None if dtype is None else next(wide) for dtype in params["wanted"])
+        # Where rows are whole on a device, this is the native call there.
+        params["spec"] = dataclasses.replace(params["spec"], shards=placement.shards(self.features))
+
+        def compute(*operands: jax.Array) -> list[jax.Array]:
+            operands = operands[: len(self.operands)]
+            if any(sums):
+                pairs = zip(operands, self.operand_maps, strict=True)
+                operands = tuple(v.astype(jnp.float32) if self._rows_without(dim_map) else v for v, dim_map in pairs)
+            results = self.partitionable.primitive.bind(*operands, tree=jax.tree.structure(self.places), **params)
+            added = [v if over is None else over.sum(v) for over, v in zip(sums, results, strict=True)]
+            return [v.astype(array.dtype) for v, array in zip(added, self.results, strict=True)]
+
+        return compute
+
+    def _rows_without(self, dim_map: DimMap) -> list[int]:
+        """x's axes, other than a row's, that such an array does not go along."""
+        return [axis for axis in range(self.rank) if axis not in self.features and axis not in dim_map]
+
+
+def _partition(
+    arg_shapes: Any, arg_shardings: Any, shapes: Any, shardings: Any, call_text: bytes
+) -> tuple[bytes, list[Any], list[Any]]:
+    """The program of one device, with the shardings of what it takes and gives."""
+    operands, results = (
+        [Array(tuple(shape.dimensions()), np.dtype(shape.numpy_dtype()), of) for shape, of in zip(*both, strict=True)]
+        for both in ((arg_shapes, arg_shardings), (shapes, shardings))
+    )
+    call = PartitionedCall.read(call_text, operands, results)
+    placement = call.placement()
+    pairs = zip(call.operands, call.operand_maps, strict=True)
+    shards = [
+        jax.ShapeDtypeStruct(placement.shard_shape(dim_map, array.shape), array.dtype) for array, dim_map in pairs
+    ]
+    taken, given = (list(map(placement.sharding, of)) for of in (call.operand_maps, call.result_maps))
+    for devices in operands[len(shards) :]:  # there to be read above, not to be computed with
+        shards.append(jax.ShapeDtypeStruct((1,) * devices.ndim, devices.dtype))
+        taken.append(devices.sharding)
+    program = compat.program_of_a_device(call.local(placement), shards, call.platform, placement.groups.size)
+    return program, taken, given
+
+
+compat.register_partitioner(ffi.PARTITIONED, _partition)

@@ -1,0 +1,45 @@
+"""Rows with sharded axes: each device holds an equal shard of every row, and exchanges what is about the whole row."""
+
+import dataclasses
+from collections.abc import Hashable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxnorm.native import compat
+
+
+@dataclasses.dataclass(frozen=True)
+class Shards:
+    """The axes over which the shards of a row exchange something; hashable, so that a primitive carries it."""
+
+    names: tuple[Hashable, ...]  # mesh axes, or those that a vmap named
+    groups: tuple[tuple[int, ...], ...] | None = None  # of the positions along the only name; None is all of them
+
+    def mean(self, *shards: jax.Array) -> list[jax.Array]:
+        """The mean of each array over the shards, in one exchange."""
+        stacked = shards[0] if len(shards) == 1 else jnp.stack(shards)
+        mean = lax.pmean(stacked, self.names, axis_index_groups=self.groups)
+        # Typed as different on each device, as what it is computed with is: so are all results of a primitive.
+        mean, _ = compat.match_varying_axes(mean, stacked)
+        return [mean] if len(shards) == 1 else list(mean)
+
+    def gather(self, *shards: jax.Array) -> list[jax.Array]:
+        """Each array from all shards, along a new axis in front, in one exchange."""
+        stacked = lax.all_gather(jnp.stack(shards), self.names, axis=1, axis_index_groups=self.groups)
+        return list(stacked)
+
+    def max(self, shard: jax.Array) -> jax.Array:
+        """The greatest over the shards, for float32 that is not negative; NaN if there is one.
+
+        Such numbers are ordered as their bits are, with NaN above all others; of floats, not every backend's maximum
+        over devices keeps a NaN.
+        """
+        bits = lax.bitcast_convert_type(shard, jnp.int32)
+        greatest = lax.pmax(bits, self.names, axis_index_groups=self.groups)
+        return lax.bitcast_convert_type(greatest, jnp.float32)
+
+    def sum(self, shard: jax.Array) -> jax.Array:
+        total: jax.Array = lax.psum(shard, self.names, axis_index_groups=self.groups)
+        return total

@@ -1,0 +1,53 @@
+// How the rows of a call are shared out among threads.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <functional>
+
+#include "call.h"
+
+#if defined(__unix__)
+#include <sys/mman.h>
+#endif
+
+namespace jaxnorm::cpu {
+
+// Calls task(i) once for each i in [0, count), in any order and on any threads, and returns when all have returned.
+using ParallelFor = std::function<void(int64_t count, const std::function<void(int64_t)>& task)>;
+
+// The elements that are one task: enough to be worth handing to another thread.
+inline constexpr int64_t kTaskElements = 1 << 15;
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Calls task(begin, end) for blocks of `step` neighbours among `count`.
+template <class Task>
+void for_each_block(const ParallelFor& parallel_for, int64_t count, int64_t step, Task task) {
+  parallel_for(ceil_div(count, step), [&](int64_t block) { task(block * step, std::min(count, (block + 1) * step)); });
+}
+
+template <class Task>
+void for_each_block(const ParallelFor& parallel_for, int64_t count, Task task) {
+  for_each_block(parallel_for, count, kTaskElements, task);
+}
+
+// Calls task(begin, end) for blocks of neighbouring rows.
+template <class Task>
+void for_each_rows(const ParallelFor& parallel_for, int64_t rows, int64_t cols, Task task) {
+  for_each_block(parallel_for, rows, std::max<int64_t>(1, kTaskElements / cols), task);
+}
+
+// Asks for large pages under a large output. XLA hands it over untouched, and to fault it in by 4 KiB takes several
+// times as long as to compute it. A refusal is no error.
+inline void expect_writes([[maybe_unused]] Output output, [[maybe_unused]] int64_t elements) {
+#if defined(MADV_HUGEPAGE)
+  constexpr uintptr_t kPage = 1 << 21;
+  const uintptr_t data = reinterpret_cast<uintptr_t>(output.data);
+  const uintptr_t begin = (data + kPage - 1) & -kPage;
+  const uintptr_t end = (data + elements * size_of(output.dtype)) & -kPage;
+  if (output && end > begin) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
+}
+
+}  // namespace jaxnorm::cpu

@@ -1,0 +1,23 @@
+// What the shim calls: each op, on the threads that it is given.
+#pragma once
+
+#include "cpu/engine/parallel.h"
+#include "ops/add_norm.h"
+#include "ops/gated_norm.h"
+#include "ops/norm.h"
+#include "ops/quantized_norm.h"
+
+namespace jaxnorm::cpu {
+
+// std::bad_alloc: there is no memory for f32 weights or for sums over rows.
+void run(const NormForward& p, const ParallelFor& parallel_for);
+void run(const AddNormForward& p, const ParallelFor& parallel_for);
+void run(const QuantizedNormForward& p, const ParallelFor& parallel_for);
+void run(const GatedNormForward& p, const ParallelFor& parallel_for);
+void run(const NormBackward& p, const ParallelFor& parallel_for);
+void run(const GatedNormBackward& p, const ParallelFor& parallel_for);
+
+// The instruction set that this processor's kernels were compiled for: "avx512", "avx2" or "baseline".
+const char* isa();
+
+}  // namespace jaxnorm::cpu

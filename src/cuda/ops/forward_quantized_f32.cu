@@ -1,5 +1,0 @@
-#include "cuda/ops/forward_quantized.cuh"
-
-namespace jaxnorm::cuda {
-template cudaError_t forward_quantized_of<float>(const Forward&, cudaStream_t);
-}  // namespace jaxnorm::cuda

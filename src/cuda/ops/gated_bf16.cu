@@ -1,5 +1,0 @@
-#include "cuda/ops/forward_gated.cuh"
-
-namespace jaxnorm::cuda {
-template cudaError_t forward_gated_of<__nv_bfloat16>(const Forward&, cudaStream_t);
-}  // namespace jaxnorm::cuda

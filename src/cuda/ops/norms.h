@@ -1,0 +1,29 @@
+// The forward ops by the type S of what is normalised, each in a file of its own so that they compile side by side.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "cuda/engine/plan.h"
+#include "cuda/ops.h"
+
+namespace jaxnorm::cuda {
+
+template <typename S>
+cudaError_t run_norm(const NormForward& p, const Plan& plan, cudaStream_t stream);
+
+// cudaErrorNotSupported: no one kernel does it.
+template <typename S>
+cudaError_t run_add_norm(const AddNormForward& p, const Plan& plan, cudaStream_t stream);
+
+// cudaErrorNotSupported: of a sum, no one kernel does it.
+template <typename S>
+cudaError_t run_quantized_norm(const QuantizedNormForward& p, const Plan& plan, cudaStream_t stream);
+
+// Rows of up to kGatedCols.
+template <typename S>
+cudaError_t run_gated_norm(const GatedNormForward& p, const Plan& plan, cudaStream_t stream);
+
+// sum = a + b, rounded to b's type; sum may lie where b does.
+cudaError_t add(const Input& a, const Input& b, const Output& sum, int64_t elements, cudaStream_t stream);
+
+}  // namespace jaxnorm::cuda

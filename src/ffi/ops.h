@@ -1,0 +1,41 @@
+// The tables of the two modules. Python knows targets by these names.
+#pragma once
+
+#include <tuple>
+
+#include "ffi/gated_norm.h"
+#include "ffi/norm.h"
+#include "ffi/norm_shard.h"
+#include "ffi/quantized_norm.h"
+#include "ffi/table.h"
+
+namespace jaxnorm {
+
+// The functions of a platform that keeps nothing beside results. Another has functions of its own by these names.
+struct NoWorkspaces {
+  template <Kind kind>
+  static constexpr WorkspaceFunction* norm = nullptr;
+  static constexpr WorkspaceFunction *norm_grad = nullptr, *gated_norm_grad = nullptr;
+};
+
+template <class Workspaces>
+inline constexpr std::tuple kOps{
+    Row{"jaxnorm_rms_norm_fwd", read_norm<Kind::rms>, Workspaces::template norm<Kind::rms>},
+    Row{"jaxnorm_layer_norm_fwd", read_norm<Kind::layer>, Workspaces::template norm<Kind::layer>},
+    Row{"jaxnorm_rms_norm_quantized_fwd", read_quantized_norm<Kind::rms>},
+    Row{"jaxnorm_layer_norm_quantized_fwd", read_quantized_norm<Kind::layer>},
+    Row{"jaxnorm_gated_rms_norm_fwd", read_gated_norm},
+    Row{"jaxnorm_rms_norm_bwd", read_norm_grad<Kind::rms>, Workspaces::norm_grad},
+    Row{"jaxnorm_layer_norm_bwd", read_norm_grad<Kind::layer>, Workspaces::norm_grad},
+    Row{"jaxnorm_gated_rms_norm_bwd", read_gated_norm_grad, Workspaces::gated_norm_grad},
+};
+
+// For rows that are sharded over devices, which no platform but CUDA has.
+inline constexpr std::tuple kShardOps{
+    Row{"jaxnorm_rms_norm_statistics", read_shard_statistics<Kind::rms>},
+    Row{"jaxnorm_layer_norm_statistics", read_shard_statistics<Kind::layer>},
+    Row{"jaxnorm_rms_norm_apply", read_shard_apply<Kind::rms>},
+    Row{"jaxnorm_layer_norm_apply", read_shard_apply<Kind::layer>},
+};
+
+}  // namespace jaxnorm

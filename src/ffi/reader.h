@@ -1,0 +1,207 @@
+// A call's attributes and buffers, taken one by one in the order of its contract and checked.
+//
+// A kernel trusts its pointers and sizes, so everything that Python checked while tracing is checked here again. The
+// first thing that is wrong becomes the call's error; what is read after it is of no use, and harmless.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "ffi/row_shapes.h"
+
+namespace jaxnorm {
+
+class Reader {
+ public:
+  // `has_workspace`: whether the op may have one.
+  Reader(const char* target, ffi::RemainingArgs operands, ffi::RemainingRets results, ffi::Dictionary attributes,
+         bool has_workspace)
+      : target_(target),
+        operands_(operands),
+        results_(results),
+        attributes_(attributes),
+        has_workspace_(has_workspace) {}
+
+  template <class T>
+  T attribute(const char* name) {
+    ++attributes_read_;
+    const auto value = attributes_.get<T>(name);
+    if (value) return *value;
+    fail(std::string("among the attributes, ") + name + ": " + value.error().message());
+    return {};
+  }
+
+  bool flag(const char* name) { return attribute<bool>(name); }
+
+  // The shape of the operand of this index, which is read later.
+  Shape operand_shape(const char* name, size_t index) {
+    if (const auto buffer = operands_.get<ffi::AnyBuffer>(index)) return shape_of(*buffer);
+    fail_missing(name, "operands", operands_.size());
+    return {};
+  }
+
+  // Those of the operand x of this index, of which the last `axes` are normalised.
+  RowShapes rows(int64_t axes, size_t index = 0);
+
+  // Without a dtype that is wanted, any but those of 8 bits will do.
+  Input operand(const char* name, const Shape& shape, std::optional<Dtype> dtype = std::nullopt) {
+    if (const auto buffer = operands_.get<ffi::AnyBuffer>(next_operand_++)) {
+      return {buffer->untyped_data(), checked(name, *buffer, shape, dtype, false)};
+    }
+    fail_missing(name, "operands", operands_.size());
+    return {};
+  }
+
+  Output result(const char* name, const Shape& shape, std::optional<Dtype> dtype = std::nullopt) {
+    return result(name, shape, dtype, false);
+  }
+
+  // A result of any dtype of 8 bits.
+  Output quantized_result(const char* name, const Shape& shape) { return result(name, shape, std::nullopt, true); }
+
+  const float* f32_operand(const char* name, const Shape& shape) {
+    return static_cast<const float*>(operand(name, shape, Dtype::f32).data);
+  }
+
+  float* f32_result(const char* name, const Shape& shape) {
+    return static_cast<float*>(result(name, shape, Dtype::f32).data);
+  }
+
+  // Scale or bias: the first that comes says which row of the weights goes with which row of x.
+  Input weight(const char* name, RowShapes& rows) {
+    if (const auto buffer = operands_.get<ffi::AnyBuffer>(next_operand_)) rows.adopt(shape_of(*buffer));
+    return operand(name, rows.weight);
+  }
+
+  Output weight_result(const char* name, RowShapes& rows, std::optional<Dtype> dtype = std::nullopt) {
+    if (auto buffer = results_.get<ffi::AnyBuffer>(next_result_)) rows.adopt(shape_of(**buffer));
+    return result(name, rows.weight, dtype);
+  }
+
+  // An array of x's shape, but that its rows may be further apart where one axis is normalised.
+  Input padded_operand(const char* name, const RowShapes& rows, int64_t* stride) {
+    const auto buffer = operands_.get<ffi::AnyBuffer>(next_operand_);
+    return operand(name, padded(buffer ? shape_of(*buffer) : rows.x, rows, stride));
+  }
+
+  Output padded_result(const char* name, const RowShapes& rows, int64_t* stride) {
+    auto buffer = results_.get<ffi::AnyBuffer>(next_result_);
+    return result(name, padded(buffer ? shape_of(**buffer) : rows.x, rows, stride));
+  }
+
+  // Whether a result of this shape, or another that is not the workspace, comes next.
+  bool has_result(const Shape& shape) const {
+    const size_t left = results_.size() - std::min(results_.size(), next_result_);
+    if (left != 1 || !has_workspace_) return left > 0;
+    return !is_workspace() || shape_of(**results_.get<ffi::AnyBuffer>(next_result_)) == shape;
+  }
+
+  // The last result, of f32 and rank 1, where there is one.
+  Workspace workspace() {
+    if (!has_workspace_ || next_result_ + 1 != results_.size() || !is_workspace()) return {};
+    auto buffer = *results_.get<ffi::AnyBuffer>(next_result_++);
+    return {static_cast<float*>(buffer->untyped_data()), buffer->dimensions()[0]};
+  }
+
+  void require(bool condition, const char* message) {
+    if (!condition) fail(message);
+  }
+
+  void fail(std::string message) {
+    if (error_.empty()) error_ = std::move(message);
+  }
+
+  // Once everything is read: what was wrong, or that there is something else.
+  ffi::Error finish() {
+    check_count("attributes", attributes_.size(), attributes_read_);
+    check_count("operands", operands_.size(), next_operand_);
+    check_count("results", results_.size(), next_result_,
+                has_workspace_
+                    ? ", or one more, a workspace, if that is F32 of rank 1: a program that another version of "
+                      "jaxnorm exported is to be exported again"
+                    : "");
+    if (error_.empty()) return ffi::Error::Success();
+    return ffi::Error::InvalidArgument(std::string(target_) + ": " + error_);
+  }
+
+ private:
+  Output result(const char* name, const Shape& shape, std::optional<Dtype> dtype, bool quantized) {
+    if (auto buffer = results_.get<ffi::AnyBuffer>(next_result_++)) {
+      return {(*buffer)->untyped_data(), checked(name, **buffer, shape, dtype, quantized)};
+    }
+    fail_missing(name, "results", results_.size());
+    return {};
+  }
+
+  // Whether the last result may be the workspace.
+  bool is_workspace() const {
+    auto last = *results_.get<ffi::AnyBuffer>(results_.size() - 1);
+    return last->element_type() == ffi::F32 && last->dimensions().size() == 1;
+  }
+
+  static Shape padded(const Shape& came, const RowShapes& rows, int64_t* stride) {
+    Shape shape = rows.x;
+    *stride = rows.cols;
+    if (rows.axes != 1 || came.size() != shape.size()) return shape;
+    return shape.back() = *stride = std::max(rows.cols, came.back()), shape;
+  }
+
+  Dtype checked(const char* name, const ffi::AnyBuffer& buffer, const Shape& shape, std::optional<Dtype> wanted,
+                bool quantized) {
+    const auto dtype = dtype_of(buffer);
+    const bool is_right = dtype && (wanted ? *dtype == *wanted : is_quantized(*dtype) == quantized);
+    if (shape_of(buffer) != shape || !is_right) {
+      const char* const any = quantized ? "F8E4M3FN, F8E5M2 or S8 of shape " : "F32, F16 or BF16 of shape ";
+      fail(std::string(name) + " is " + text(buffer) + ", expected " + (wanted ? name_of(*wanted) : any) + text(shape));
+    }
+    return dtype.value_or(Dtype::f32);
+  }
+
+  void check_count(const char* what, size_t came, size_t expected, const char* remark = "") {
+    if (came == expected) return;
+    fail(std::string("number of ") + what + " is " + std::to_string(came) + ", expected " + std::to_string(expected) +
+         remark);
+  }
+
+  void fail_missing(const char* name, const char* what, size_t came) {
+    fail(std::string(name) + " is missing, " + what + " that came: " + std::to_string(came));
+  }
+
+  const char* target_;
+  ffi::RemainingArgs operands_;
+  ffi::RemainingRets results_;
+  ffi::Dictionary attributes_;
+  bool has_workspace_;
+  size_t attributes_read_ = 0, next_operand_ = 0, next_result_ = 0;
+  std::string error_;
+};
+
+inline RowShapes Reader::rows(int64_t axes, size_t index) {
+  RowShapes rows;
+  const auto x = operands_.get<ffi::AnyBuffer>(index);
+  if (!x) {
+    fail_missing("x", "operands", operands_.size());
+    return rows;
+  }
+  rows.x = rows.statistics = shape_of(*x);
+  const int64_t rank = rows.x.size();
+  if (axes < 1 || axes > rank) {
+    fail("axes is " + std::to_string(axes) + ", expected from 1 to the rank of x " + text(*x));
+    return {};
+  }
+  rows.axes = axes;
+  rows.weight.assign(rows.x.end() - axes, rows.x.end());
+  bool overflow = false;
+  for (int64_t axis = 0; axis < rank; ++axis) {
+    int64_t& extent = axis < rank - axes ? rows.rows : rows.cols;
+    overflow |= __builtin_mul_overflow(extent, rows.x[axis], &extent);
+    if (axis >= rank - axes) rows.statistics[axis] = 1;
+  }
+  if (overflow || rows.cols < 1) fail("no row can be normalised in " + text(*x));
+  return rows;
+}
+
+}  // namespace jaxnorm

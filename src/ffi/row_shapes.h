@@ -1,0 +1,57 @@
+// The shapes of rows, and of weights that differ between rows.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+
+#include "ffi/buffers.h"
+#include "ops/norm.h"
+
+namespace jaxnorm {
+
+// What follows from the shape of x and the number of normalised axes; `weight` and `weight_rows` from the first weight
+// too.
+struct RowShapes {
+  Shape x, statistics, weight;
+  int64_t axes = 0, rows = 1, cols = 1;
+  RowMap weight_rows;
+  bool has_weight = false;
+
+  // Makes the shape of a weight that of the first that comes, if a kernel takes it.
+  void adopt(const Shape& first_weight);
+};
+
+// Which row of a weight of shape (lead..., normalised...) goes with which row of x. The lead is aligned to the right
+// with x's other axes, each of its axes 1 or as long as x's. Nothing where it has another shape, or no RowMap describes
+// it.
+inline std::optional<RowMap> weight_rows_of(const Shape& x, const Shape& weight, int64_t axes) {
+  const int64_t rank = weight.size(), lead = rank - axes, before = static_cast<int64_t>(x.size()) - rank;
+  if (lead < 0 || before < 0 || !std::equal(weight.end() - axes, weight.end(), x.end() - axes)) return std::nullopt;
+  RowMap weight_rows;
+  bool is_over = false;  // the axes along which the weights differ
+  for (int64_t axis = lead - 1; axis >= 0; --axis) {
+    const int64_t weight_extent = weight[axis], x_extent = x[before + axis];
+    const bool differ = weight_extent != 1;
+    if (weight_extent < 1 || (differ && (weight_extent != x_extent || is_over))) return std::nullopt;
+    if (differ) weight_rows.count *= weight_extent;
+    if (!differ && x_extent != 1) {
+      if (weight_rows.count == 1) weight_rows.inner *= x_extent;
+      is_over = weight_rows.count > 1;
+    }
+  }
+  if (weight_rows.count == 1) return RowMap{};
+  weight_rows.inner = std::max<int64_t>(1, weight_rows.inner);
+  return weight_rows;
+}
+
+inline void RowShapes::adopt(const Shape& first_weight) {
+  if (has_weight) return;
+  has_weight = true;
+  const auto map = weight_rows_of(x, first_weight, axes);
+  if (!map || (map->count > 1 && cols > kPerHeadCols)) return;
+  weight = first_weight;
+  weight_rows = *map;
+}
+
+}  // namespace jaxnorm

@@ -1,0 +1,251 @@
+"""`axis_name`: rows that are split over named axes have the statistics of whole rows, and right gradients."""
+
+import itertools
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import DTYPES, KINDS, NORMS, bits, draw_bias, draw_scale, draw_x
+from coverage import cover, over
+from hlo import collectives
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from meshes import assert_parts_close, exchanged, gradients, mesh_of, place, size_of, specs_of
+from ops import EACH, GROUPED, OPS, PADDED, QUANTIZED, QUANTIZED_SUMS
+
+import jaxnorm
+from jaxnorm import Quantization
+
+pytestmark = pytest.mark.jax_version
+
+# Groups of columns are of one device, and so is a padded row.
+SPLIT = [op for op in OPS if op not in (*GROUPED, *PADDED)]
+ops = over(SPLIT, default=(*EACH, QUANTIZED[2], QUANTIZED_SUMS[2]))
+vma = over(SPLIT, default=(*EACH, QUANTIZED[2], QUANTIZED_SUMS[2]), check_vma=lambda op: {"vma": True, "no vma": False})
+X = P("a", None, "b")  # rows over a, features over b
+
+
+def shard(op, mesh, out_specs, check_vma=True):
+    return partial(jax.shard_map, mesh=mesh, in_specs=specs_of(op, X), out_specs=out_specs, check_vma=check_vma)
+
+
+def results(op, **given):
+    """Those that differ over features, or have one number for each row."""
+    return lambda *args: [r for r in op.function(*args, **given) if r.ndim][:2]
+
+
+@pytest.mark.several
+@vma
+def test_forward_in_shard_map(devices, op, check_vma):
+    mesh = mesh_of(devices, AxisType.Auto)
+    args = place(op, mesh, X)
+    # The scales of quantised rows are not split.
+    out_specs = [P("a") if r.shape[-1] == 1 else X for r in jax.eval_shape(results(op), *args)]
+    function = jax.jit(shard(op, mesh, out_specs, check_vma)(results(op, axis_name="b")))
+    assert_parts_close(function(*args), jax.jit(results(op))(*args))
+    assert collectives(function.lower(*args).compile().as_text()) == exchanged(op, mesh, X, with_gradients=False)
+
+
+# check_vma or not: the weights are the same along a, so their gradients are the sums over it.
+@pytest.mark.several
+@vma
+def test_gradients_of_shard_map(devices, op, check_vma):
+    mesh = mesh_of(devices, AxisType.Auto)
+    args = place(op, mesh, X)
+    function = jax.jit(gradients(op, shard(op, mesh, X, check_vma), axis_name="b"))
+    assert_parts_close(function(*args), jax.jit(gradients(op))(*args))
+    assert collectives(function.lower(*args).compile().as_text()) == exchanged(op, mesh, X, with_gradients=True)
+
+
+@pytest.mark.several
+@ops
+def test_gradients_in_shard_map(devices, op):
+    mesh = mesh_of(devices, AxisType.Auto)
+    args = place(op, mesh, X)
+    out_specs = [specs_of(op, X)[i] for i in op.all]
+    inside = jax.jit(shard(op, mesh, out_specs)(gradients(op, axis_name="b")))
+    assert_parts_close(inside(*args), jax.jit(gradients(op))(*args))
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_second_derivative(devices, kind):
+    mesh = mesh_of(devices, AxisType.Auto)
+    x = draw_x((4, 16))
+
+    def second(norm):
+        return jax.grad(lambda x: jnp.sin(jax.grad(lambda x: jnp.sin(norm(x)).sum())(x)).sum())
+
+    norm = jax.shard_map(partial(NORMS[kind], axis_name="b"), mesh=mesh, in_specs=P("a", "b"), out_specs=P("a", "b"))
+    assert_parts_close(jax.jit(second(norm))(x), jax.jit(second(NORMS[kind]))(x))
+
+
+# On a GPU the statistics and the result of a part are kernels, if these take the dtypes.
+@pytest.mark.several
+@cover(kind=KINDS, dtypes=[*itertools.product(DTYPES, DTYPES), ("float64", "float32")])
+def test_dtypes(devices, kind, dtypes):
+    x_dtype, out_dtype = dtypes
+    mesh = mesh_of(devices, AxisType.Auto)
+    with jax.enable_x64(x_dtype == "float64"):
+        args = draw_x((8, 64)).astype(x_dtype), draw_scale((64,), "bfloat16"), draw_bias((64,))
+        norm = partial(NORMS[kind], out_dtype=out_dtype, multiply_before_cast=False)
+        specs = P("a", "b"), P("b"), P("b")
+        split = jax.shard_map(partial(norm, axis_name="b"), mesh=mesh, in_specs=specs, out_specs=specs[0])
+        actual, expected = jax.jit(split)(*args), norm(*args)
+    assert actual.dtype == expected.dtype
+    # x_hat, of up to 4, may be rounded to the neighbour before it is multiplied.
+    ulp = float(jnp.finfo(out_dtype).eps)
+    np.testing.assert_allclose(*np.float32((actual, expected)), rtol=ulp, atol=4 * ulp + 1e-6)
+
+
+# XLA splits the rows, and the caller the features.
+@pytest.mark.several
+@pytest.mark.parametrize("kind", NORMS)
+def test_features_in_a_partly_manual_shard_map(devices, kind):
+    mesh = mesh_of(devices, AxisType.Auto)
+    x = draw_x((8, 16))
+    norm = partial(NORMS[kind], axis_name="b")
+    split = jax.shard_map(norm, mesh=mesh, in_specs=P(None, "b"), out_specs=P(None, "b"), axis_names={"b"})
+
+    def results(norm):
+        return jax.jit(jax.value_and_grad(lambda x: jnp.sin(norm(x)).sum()))
+
+    assert_parts_close(results(split)(x), results(NORMS[kind])(x))
+
+
+# Of parts of rows as of whole ones, not all that the formula computes has a kernel.
+WITHOUT_KERNEL = {
+    "half types mixed": ((6, 16), (16,), (16,), {"out_dtype": "float16"}, "bfloat16"),
+    "heads that are not neighbours": ((2, 3, 5, 8), (2, 1, 5, 8), (8,), {}, "float32"),
+    "heads with long rows": ((2, 3, 20_000), (3, 20_000), (20_000,), {}, "float32"),
+    "heads of float64": ((4, 2, 8), (2, 8), (8,), {}, "float64"),
+}
+
+
+@pytest.mark.several
+@pytest.mark.parametrize("name", WITHOUT_KERNEL)
+@pytest.mark.parametrize("kind", NORMS)
+def test_what_has_no_kernel(devices, kind, name):
+    dims, *weights, options, dtype = WITHOUT_KERNEL[name]
+    mesh = mesh_of(devices, AxisType.Auto)
+    specs = [P(*(None for _ in shape[1:]), "b") for shape in (dims, *weights)]
+    with jax.enable_x64(dtype == "float64"):
+        x, *others = (
+            draw(shape) for draw, shape in zip((draw_x, draw_scale, draw_bias), (dims, *weights), strict=True)
+        )
+        args = [x.astype(dtype), *(w.astype("float64" if dtype == "float64" else "float32") for w in others)]
+
+        def results(norm):
+            def loss(x, scale, bias):
+                return jnp.sin(norm(x, scale, bias).astype(scale.dtype)).sum()
+
+            return jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
+
+        norm = partial(NORMS[kind], **options)
+        split = jax.shard_map(partial(norm, axis_name="b"), mesh=mesh, in_specs=tuple(specs), out_specs=specs[0])
+        actual, expected = results(split)(*args), results(norm)(*args)
+    tolerance = {"bfloat16": 2e-2, "float32": 1e-4, "float64": 1e-12}[dtype]
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == e.dtype
+        a, e = np.float64(a), np.float64(e)
+        assert np.linalg.norm(a - e) <= tolerance * np.linalg.norm(e)
+
+
+# Two axes of a mesh, or an axis of vmap, or one of each.
+@pytest.mark.parametrize("kind", NORMS)
+def test_two_mesh_axes(devices, kind):
+    mesh = mesh_of(devices, AxisType.Auto)
+    x = draw_x((4, 64))
+    split = jax.shard_map(
+        partial(NORMS[kind], axis_name=("a", "b")),
+        mesh=mesh,
+        in_specs=P(None, ("a", "b")),
+        out_specs=P(None, ("a", "b")),
+    )
+    assert_parts_close(jax.jit(split)(x), NORMS[kind](x))
+
+
+@ops
+def test_vmap(op):
+    args = op.draw(size_of(op))
+    parts = [jnp.stack(jnp.split(arg, 2, -1)) for arg in args]
+    forward = jax.vmap(results(op, axis_name="part"), axis_name="part")(*parts)
+    backward = gradients(op, partial(jax.vmap, axis_name="part"), axis_name="part")(*parts)
+
+    def whole(part, expected):
+        # The scales of quantised rows are of all parts.
+        return part[0] if part.shape[1:] == expected.shape else jnp.concatenate(list(part), -1)
+
+    for actual, expected in ((forward, results(op)(*args)), (backward, gradients(op)(*args))):
+        assert_parts_close(jax.tree.map(whole, actual, expected), expected)
+
+
+@pytest.mark.several
+@pytest.mark.parametrize("kind", NORMS)
+def test_pmap(devices, kind):
+    x = draw_x((4, 16 * len(devices)))
+    parts = jnp.stack(jnp.split(x, len(devices), -1))
+
+    def gradient(norm):
+        return jax.grad(lambda x: jnp.sin(norm(x)).sum())
+
+    split = jax.pmap(gradient(partial(NORMS[kind], axis_name="part")), axis_name="part", devices=devices)
+    assert_parts_close(jnp.concatenate(list(split(parts)), -1), gradient(NORMS[kind])(x))
+
+
+@pytest.mark.several
+def test_vmap_in_shard_map_over_what_is_not_split(devices):
+    mesh = mesh_of(devices, AxisType.Auto)
+    x = draw_x((3, 4, 16))
+    split = jax.shard_map(
+        jax.vmap(partial(jaxnorm.layer_norm, axis_name="b")),
+        mesh=mesh,
+        in_specs=P(None, "a", "b"),
+        out_specs=P(None, "a", "b"),
+    )
+    assert_parts_close(jax.jit(split)(x), jaxnorm.layer_norm(x))
+
+
+# Law 8. Of floats, not every backend's maximum over devices keeps a NaN.
+@pytest.mark.several
+def test_a_nan_on_one_device_is_in_the_scale_of_its_row(devices):
+    mesh = mesh_of(devices, AxisType.Auto)
+    x = draw_x((4, 256)).at[1, 3].set(jnp.nan)
+    to = Quantization(jnp.float8_e4m3fn)
+
+    def scales(x, **given):
+        return jaxnorm.rms_norm_quantized(x, quantization=to, **given).scales
+
+    split = jax.shard_map(partial(scales, axis_name="b"), mesh=mesh, in_specs=P(None, "b"), out_specs=P())
+    assert bits(jnp.isnan(jax.jit(split)(x))) == bits(jnp.isnan(scales(x)))
+
+
+BAD = {
+    "not bound": ({"axis_name": "rows"}, ValueError, "no axis 'rows' is bound here.*jax.shard_map"),
+    "not bound of two": ({"axis_name": ("part", "rows")}, ValueError, "no axis 'rows' is bound here"),
+    "twice": ({"axis_name": ("part", "part")}, ValueError, r"axis_name=\('part', 'part'\) must name .* each once"),
+    "empty": ({"axis_name": ()}, ValueError, "at least one axis"),
+    "native": ({"axis_name": "part", "implementation": "native"}, RuntimeError, "axis_name is given"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
+def test_bad_axis_names(name, case):
+    options, error, message = BAD[case]
+    with pytest.raises(error, match=f"^{name}: .*{message}"):
+        jax.vmap(partial(getattr(jaxnorm, name), **options), axis_name="part")(draw_x((2, 8)))
+
+
+def test_padding_has_no_part():
+    norm = partial(jaxnorm.add_rms_norm, axis_name="part", pad_to=8)
+    with pytest.raises(ValueError, match=re.escape("pad_to=8 with axis_name='part'")):
+        jax.vmap(norm, axis_name="part")(draw_x((2, 4)), draw_x((2, 4)))
+
+
+def test_a_group_has_no_part():
+    norm = partial(jaxnorm.gated_rms_norm, axis_name="part", group_size=2, gate_first=True)
+    with pytest.raises(ValueError, match=re.escape("axis_name='part' with group_size=2")):
+        jax.vmap(norm, axis_name="part")(draw_x((2, 4)), draw_x((2, 4)))

@@ -1,0 +1,142 @@
+"""Bad input: each a clear error while tracing, which names the argument, what came, what was expected."""
+
+from functools import partial
+
+import bad_quantized_calls
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from bad_calls import SCALE, X
+from coverage import cover, over
+from ops import ADDED, GATED, NORMS, OPS, QUANTIZED
+
+import jaxnorm
+from jaxnorm import Quantization
+
+TOKEN = Quantization("int8")
+OF_EACH_FUNCTION = (*NORMS, *ADDED, GATED[0], *QUANTIZED[:2])
+
+
+def public(op):
+    """The public function, and what it wants beside its arguments."""
+    function = getattr(jaxnorm, op.public)
+    return partial(function, quantization=TOKEN) if op in QUANTIZED else function
+
+
+def in_order(public, parts) -> str:
+    return rf"(?s)^{public}: " + ".*".join(("", *parts))
+
+
+def test_each_function_has_bad_calls():
+    assert {op.public for op in OF_EACH_FUNCTION} == {op.public for op in OPS}
+    assert all(op.bad_calls and op.without_kernel for op in OF_EACH_FUNCTION)
+
+
+@over(OF_EACH_FUNCTION, name=lambda op: list(op.bad_calls))
+def test_bad_input(op, name):
+    args, keywords, error, parts = op.bad_calls[name]
+    with pytest.raises(error, match=in_order(op.public, parts)):
+        public(op)(*args, **keywords)
+
+
+@over(OF_EACH_FUNCTION, name=lambda op: [n for n, (args, *_) in op.bad_calls.items() if hasattr(args[0], "dtype")])
+def test_bad_input_is_found_while_tracing(op, name):
+    (x, *args), keywords, error, parts = op.bad_calls[name]
+    with pytest.raises(error, match=in_order(op.public, parts)):
+        jax.eval_shape(lambda x: public(op)(x, *args, **keywords), x)
+
+
+@over(OF_EACH_FUNCTION, name=lambda op: list(op.without_kernel))
+def test_native_by_name_where_there_is_no_kernel(op, name):
+    args, keywords, reason = op.without_kernel[name]
+    with pytest.raises(RuntimeError, match=rf"(?s)^{op.public}: .*native.*{reason}.*implementation=None"):
+        jax.eval_shape(partial(public(op), implementation="native", **keywords), *args)
+
+
+@over(OF_EACH_FUNCTION, name=lambda op: list(op.without_kernel))
+def test_by_default_the_formula_where_there_is_no_kernel(op, name):
+    args, keywords, _ = op.without_kernel[name]
+    function = partial(public(op), **keywords, **({"straight_through": True} if op in QUANTIZED else {}))
+
+    def loss(x):
+        return sum(leaf.astype("float32").sum() for leaf in jax.tree.leaves(function(x, *args[1:])))
+
+    assert jax.grad(loss)(args[0]).shape == args[0].shape
+    y = jax.tree.leaves(function(*args))[0]
+    dtype = "int8" if op in QUANTIZED else keywords.get("out_dtype", args[0].dtype)
+    assert (y.shape, y.dtype) == (args[0].shape, dtype)
+
+
+# NumPy arrays of which JAX makes no array at all.
+@over(NORMS, dtype=lambda op: [np.longdouble, object])
+def test_numpy_dtypes_that_jax_does_not_have(op, dtype):
+    with pytest.raises(TypeError, match=in_order(op.public, ("x", "floating", np.dtype(dtype).name))):
+        public(op)(np.ones(8, dtype))
+
+
+@over(OF_EACH_FUNCTION, argument=lambda op: ["epsilon", "scale_offset", *["pad_to"] * (op in ADDED)])
+def test_a_traced_number(op, argument):
+    args = [X] * op.arrays
+    options = {"gate_first": True} if op in GATED else {}
+    with pytest.raises(TypeError, match=in_order(op.public, (argument, "known while tracing"))):
+        jax.jit(lambda value: public(op)(*args, **options, **{argument: value}))(1)
+
+
+@pytest.mark.parametrize("op", OF_EACH_FUNCTION, ids=str)
+def test_an_unknown_keyword(op):
+    with pytest.raises(TypeError, match="eps"):
+        public(op)(*[X] * op.arrays, eps=1e-6)
+
+
+# Keywords that other functions have, and one that has no default.
+@pytest.mark.parametrize(
+    ("call", "keyword"),
+    [
+        (lambda: jaxnorm.rms_norm(X, pad_to=8), "pad_to"),
+        (lambda: jaxnorm.layer_norm(X, pad_to=8), "pad_to"),
+        (lambda: jaxnorm.gated_rms_norm(X, X), "gate_first"),
+        (lambda: jaxnorm.rms_norm_quantized(X, quantization=TOKEN, multiply_before_cast=True), "multiply_before_cast"),
+    ],
+)
+def test_a_keyword_of_another_function(call, keyword):
+    with pytest.raises(TypeError, match=keyword):
+        call()
+
+
+@pytest.mark.parametrize("name", bad_quantized_calls.QUANTIZATION)
+def test_a_bad_quantization(name):
+    args, keywords, error, parts = bad_quantized_calls.QUANTIZATION[name]
+    with pytest.raises(error, match=in_order("Quantization", parts)):
+        Quantization(*args, **keywords)
+
+
+@over(QUANTIZED[:2], name=lambda op: ["x", "scale", "bias", "residual", "smooth_scale"])
+def test_quantised_float64(op, name):
+    with jax.enable_x64(True):
+        wide = jnp.ones(8 if name in ("scale", "bias", "smooth_scale") else (3, 8), "float64")
+        operands = {"x": jnp.ones((3, 8), "float32")} | {name: wide}
+        with pytest.raises(TypeError, match=f"^{op.public}: {name} is float64.*float32.*{name}.astype"):
+            public(op)(**operands)
+
+
+@pytest.mark.parametrize("op", QUANTIZED[:2], ids=str)
+def test_a_traced_flag(op):
+    with pytest.raises(TypeError, match="straight_through must be known while tracing"):
+        jax.jit(lambda flag: public(op)(X, straight_through=flag).values)(True)
+
+
+# What looks like bad input and is not.
+@over(NORMS, number=lambda op: {type(n).__name__: n for n in (1, np.float32(1), np.float64(1), jnp.float32(1))})
+def test_epsilon_of_any_number_type(op, number):
+    np.testing.assert_array_equal(public(op)(X, epsilon=number), public(op)(X, epsilon=1.0))
+
+
+@over(NORMS, axis=lambda op: {repr(axis): axis for axis in (2, (2,), [-1], np.int64(2))})
+def test_the_last_axis_by_any_name(op, axis):
+    np.testing.assert_array_equal(public(op)(X, SCALE, axis=axis), public(op)(X, SCALE))
+
+
+@cover(op=ADDED, pad_to={"int64": np.int64(16), "uint8": np.uint8(16)})
+def test_padding_to_an_int_of_numpy(op, pad_to):
+    assert public(op)(X, X, pad_to=pad_to)[0].shape == (3, 4, 16)

@@ -1,0 +1,209 @@
+"""Law 8: NaN and infinity, nothing, one, a million, more than 2**31. Memory aligned to nothing is in test_bits.py."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import DTYPES, KINDS, NORMS, bits, draw_scale, draw_x
+from coverage import cover, over
+from op import rows
+from ops import EACH, GROUPED, OPS
+from ops import NORMS as PLAIN
+
+kinds = pytest.mark.parametrize("kind", KINDS)
+# Where a value that is not finite spreads as in the formula: a quantised one has bits of its own to keep, and in a
+# product with a gate a zero is on its way to infinity.
+SPREAD = [op for op in OPS if op.exact and op.public != "gated_rms_norm"]
+
+
+def size_of(op):
+    """Rows with a rest after the last vector."""
+    return op.lengths[1] if op.small.weights != op.small.dims[-1:] else rows(4, 1021)
+
+
+def results_and_gradients(op, function=None):
+    def run(cotangents, *args):
+        results, pullback = jax.vjp(function or op.function, *args)
+        return results, pullback(cotangents)
+
+    return jax.jit(run)
+
+
+def classes(array) -> np.ndarray:
+    """Of each number: finite (0), NaN, or an infinity of which sign."""
+    return np.where(np.isfinite(np.float32(array)), 0, np.float32(array))
+
+
+def assert_spreads_alike(op, cotangents, args):
+    """The results alike in every number; in the gradients, where it is not finite: what the difference of two infinite
+    sums becomes depends on which of them is subtracted first."""
+    actual, expected = (
+        results_and_gradients(op, function)(cotangents, *args) for function in (op.function, op.formula)
+    )
+    for a, e in zip(actual[0], expected[0], strict=True):
+        np.testing.assert_array_equal(classes(a), classes(e))
+    for a, e in zip(actual[1], expected[1], strict=True):
+        np.testing.assert_array_equal(np.isfinite(np.float32(a)), np.isfinite(np.float32(e)))
+
+
+def inputs(op, size, dtypes=None):
+    args = op.draw(size, dtypes, dtypes[0] if dtypes else "float32")
+    return args, op.cotangents(args, **size.options)
+
+
+# Inside a vector, in the rest after the last vector, at the row's ends.
+@over(
+    SPREAD,
+    value=lambda op: [np.nan, np.inf, -np.inf],
+    column=lambda op: [0, 5, size_of(op).dims[-1] // 2, -1],
+    array=lambda op: range(op.arrays),
+    dtypes=lambda op: op.dtypes,
+)
+def test_what_is_not_finite_in_arrays_spreads_as_in_the_formula(op, value, column, array, dtypes):
+    args, cotangents = inputs(op, size_of(op), dtypes)
+    spoilt = [a.at[1, ..., column].set(value) if i == array else a for i, a in enumerate(args)]
+    assert_spreads_alike(op, cotangents, spoilt)
+
+
+@over(
+    SPREAD,
+    value=lambda op: [np.nan, np.inf, -np.inf],
+    operand=lambda op: [*op.weights, "dy", "dsum"][: len(op.weights) + op.arrays],
+)
+def test_what_is_not_finite_elsewhere_spreads_as_in_the_formula(op, value, operand):
+    args, cotangents = inputs(op, size_of(op))
+    named = dict(zip((*op.operands, "dy", "dsum"), (*args, *cotangents), strict=False))
+    named[operand] = named[operand].at[..., -1].set(value)
+    args, cotangents = [named[name] for name in op.operands], tuple(named[n] for n in ("dy", "dsum") if n in named)
+    assert_spreads_alike(op, cotangents, args)
+
+
+@over(OPS, value=lambda op: [np.nan, np.inf], dtypes=lambda op: op.dtypes)
+def test_a_row_that_is_not_finite_leaves_its_neighbours_alone(op, value, dtypes):
+    args = op.draw(op.small, dtypes)
+    function = jax.jit(op.run(op.function))
+    spoilt = function(args[0].at[1].set(value), *args[1:])
+    others = jnp.array([0, *range(2, op.small.dims[0])])
+    of_rows = [(a[others], b[others]) for a, b in zip(spoilt, function(*args), strict=True) if a.ndim]
+    assert bits([a for a, _ in of_rows]) == bits([b for _, b in of_rows])
+
+
+@pytest.mark.parametrize("op", GROUPED, ids=str)
+def test_a_group_that_is_not_finite_leaves_its_neighbours_alone(op):
+    args = op.draw(rows(4, 256))
+    norm = jax.jit(partial(op.function, group_size=64))
+    y, clean = norm(args[0].at[1, 70].set(np.nan), *args[1:])[0], np.asarray(norm(*args)[0]).copy()
+    clean[1, 64:128] = y[1, 64:128]
+    np.testing.assert_array_equal(y, clean)
+    assert np.isnan(y[1, 70])
+
+
+# An output of a half type overflows to infinity as a cast does.
+@pytest.mark.parametrize("op", PLAIN, ids=str)
+def test_an_output_too_large_for_its_dtype(op):
+    args = draw_x((4, 64), "float16"), jnp.full((64,), 6e4, jnp.float16)
+    np.testing.assert_array_equal(*(classes(jax.jit(f)(*args)[0]) for f in (op.function, op.formula)))
+
+
+# Squares beyond float32 are infinite in the formula, and rstd zero.
+@pytest.mark.parametrize("op", PLAIN, ids=str)
+def test_squares_that_overflow(op):
+    x = 1e30 * draw_x((4, 64))
+    np.testing.assert_array_equal(jax.jit(op.function)(x)[0], op.formula(x)[0])
+
+
+# Past a row's end x is 0, and its x_hat is not finite where the mean is so large; none of it belongs to the row.
+@cover(
+    dtype=["float32", "bfloat16"],
+    rows=[3, 600],
+    row=[
+        *((cols, 2e36, 1e-5) for cols in (5, 16, 17, 100)),
+        *((cols, 1e33, 1e-12) for cols in (5, 16, 17, 100, 1021, 1056, 5376, 140_001)),  # whose sums are finite, too
+    ],
+)
+def test_the_gradient_of_a_constant_row_near_the_largest_number(dtype, rows, row):
+    cols, value, epsilon = row
+    (_, op), dims = PLAIN, (min(rows, 2**20 // cols), cols)
+    args, cotangents = inputs(op, op.small._replace(dims=dims, weights=(cols,)), (dtype,))
+    run = results_and_gradients(op, partial(op.function, epsilon=epsilon))
+    results = run(cotangents, jnp.full(dims, value, dtype), *args[1:])
+    assert all(np.isfinite(np.float32(result)).all() for result in jax.tree.leaves(results))
+
+
+def empty(op):
+    dims, weights, _ = op.small
+    shapes = [(0, *dims[1:]), *([(3, 0, *dims[1:])] if weights == dims[-1:] else [])]
+    table = [op.small._replace(dims=shape) for shape in shapes]
+    return table if op not in PLAIN else [*table, rows(0, 0, 1), rows(0, 100_003), rows(4, 0, 128)]
+
+
+@over(OPS, size=empty)
+def test_no_rows(op, size):
+    args = op.draw(size)
+    results, gradients = results_and_gradients(op, op.run(**size.options))(op.cotangents(args, **size.options), *args)
+    values, *_ = op.function(*args, **size.options)
+    assert (values.shape[:-1], results[0].shape[:-1]) == (size.dims[:-1], size.dims[:-1])
+    for i, gradient in enumerate(gradients):
+        np.testing.assert_array_equal(gradient, jnp.zeros_like(args[i]))
+
+
+# An axis of length 0 has no mean; the formula says what comes of it, which is nothing.
+@over([op for op in EACH if len(op.small.dims) == 2], cols=lambda op: [0])
+def test_rows_of_no_elements(op, cols):
+    y, *_ = jax.jit(op.function)(*op.draw(rows(3, cols)))
+    assert y.shape == (3, 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_one_element(dtype):
+    x = jnp.asarray([[3.0], [-2.0], [0.0]], dtype)
+    signs = np.sign(np.float32(x))
+    np.testing.assert_allclose(np.float32(jax.jit(NORMS["rms"])(x)), signs, rtol=1e-6)
+    np.testing.assert_array_equal(jax.jit(NORMS["layer"])(x), jnp.zeros((3, 1), dtype))
+
+
+@cover(kind=KINDS, dtype=DTYPES, cols=[2**20, 2**21 + 1])
+def test_rows_of_a_million(kind, dtype, cols):
+    signs = jnp.where(jnp.arange(cols) % 2 == 0, 1, -1).astype(dtype)
+    y = jax.jit(NORMS[kind])(3 * signs[None])
+    np.testing.assert_allclose(np.float32(y), np.float32(signs[None]), atol=2e-6 if dtype == "float32" else 0)
+
+
+@over([op for op in EACH if len(op.small.dims) == 2 and not op.derived], count=lambda op: [70_000, 2**20 + 1])
+def test_more_rows_than_a_cuda_grid_has_in_two_dimensions(op, count):
+    args = op.draw(op.small)
+    repeated = [jnp.tile(a[:1], (count, 1)) for a in args[: op.arrays]]
+    weights = args[op.arrays :]
+
+    def function(*arrays):
+        results, pullback = jax.vjp(lambda *arrays: op.run()(*arrays, *weights), *arrays)
+        return results, pullback(results)
+
+    results = jax.jit(function)(*repeated)
+    assert bits(jax.tree.map(lambda a: a[-1], results)) == bits(jax.tree.map(lambda a: a[0], results))
+
+
+# Byte offsets of 2**32 and element offsets of 2**31 do not fit 32 bits. The rows repeat, and so must the results.
+@pytest.mark.large
+@pytest.mark.parametrize("cols", [4096, 100_003])
+@kinds
+def test_more_elements_than_an_int32_counts(kind, cols):
+    period = 64
+    rows = (2**31 // cols // period + 2) * period
+    block = draw_x((period, cols), "bfloat16")
+    x = jnp.tile(block, (rows // period, 1))
+    scale = draw_scale((cols,))
+    y, dx = jax.jit(lambda x: (NORMS[kind](x, scale), jax.vjp(lambda x: NORMS[kind](x, scale), x)[1](x)[0]))(x)
+    alone = jax.jit(lambda x: (NORMS[kind](x, scale), jax.vjp(lambda x: NORMS[kind](x, scale), x)[1](x)[0]))(block)
+    assert bits((y[-period:], dx[-period:])) == bits(alone)
+
+
+# A whole row of more than 2**31 elements.
+@pytest.mark.large
+def test_a_row_longer_than_an_int32_counts():
+    cols = 2**31 + 8
+    x = jnp.tile(jnp.asarray([2.0, -2.0], "bfloat16"), cols // 2).reshape(1, cols)
+    y = jax.jit(NORMS["rms"])(x)
+    assert bits(jax.lax.slice_in_dim(y[0], cols - 4, cols)) == bits(jnp.asarray([1.0, -1.0, 1.0, -1.0], "bfloat16"))

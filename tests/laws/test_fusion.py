@@ -1,0 +1,73 @@
+"""Law 5: an op that joins several gives bit for bit what they give one after the other."""
+
+import math
+from functools import partial
+
+import jax
+import pytest
+from cases import bits, draw_x
+from coverage import over
+from ops import ADDED, OPS
+from quantizing import assert_same
+
+FUSED = [op for op in OPS if op.unfused]
+
+
+def run(op, args, **options):
+    return jax.jit(partial(op.function, **options))(*args)
+
+
+def sizes(op):
+    return [size for size in op.unfused_sizes or op.sizes if math.prod(size.dims) < 2**22]
+
+
+@over(FUSED, dtypes=lambda op: op.dtypes, weights=lambda op: ["x's", "float32"], size=sizes)
+def test_sizes(op, dtypes, weights, size):
+    args = op.draw(size, dtypes, dtypes[0] if weights == "x's" else weights)
+    assert_same(run(op, args, **size.options), op.unfused(*args, **size.options))
+
+
+# Beyond every cache, where results may go past it.
+@over(FUSED, size=lambda op: [size for size in op.unfused_sizes or op.sizes if math.prod(size.dims) >= 2**22])
+def test_large_arrays(op, size):
+    args = op.draw(size)
+    assert_same(run(op, args, **size.options), op.unfused(*args, **size.options))
+
+
+@over(
+    FUSED,
+    dtypes=lambda op: op.dtypes,
+    options=lambda op: op.options,
+    size=lambda op: op.lengths[:2] if "per head" in op.name else op.lengths[2:4],
+)
+def test_options(op, dtypes, options, size):
+    args = op.draw(size, dtypes)
+    assert_same(run(op, args, **options, **size.options), op.unfused(*args, **options, **size.options))
+
+
+@over(ADDED, dtypes=lambda op: op.dtypes, weights=lambda op: [(None, None), ("float32", None), (None, "float32")])
+def test_weights_that_are_absent(op, dtypes, weights):
+    args = op.draw(op.lengths[3], dtypes, weights)
+    assert_same(run(op, args), op.unfused(*args))
+
+
+@over(
+    [op for op in FUSED if op.has_unfused_gradients],
+    dtypes=lambda op: op.dtypes,
+    size=sizes,
+)
+def test_gradients_of_arrays(op, dtypes, size):
+    args = op.draw(size, dtypes)
+    cotangents = op.cotangents(args, **size.options)
+
+    def gradients(function):
+        _, pullback = jax.vjp(lambda *arrays: function(*arrays, *args[op.arrays :], **size.options), *args[: op.arrays])
+        return pullback(cotangents)
+
+    assert bits(jax.jit(partial(gradients, op.function))()) == bits(gradients(op.unfused))
+
+
+@pytest.mark.parametrize("op", ADDED, ids=str)
+def test_one_array_added_to_itself(op):
+    x = draw_x((12, 80))
+    assert_same(run(op, (x, x, None, None)), op.unfused(x, x, None, None))

@@ -1,0 +1,286 @@
+"""Law 7: everything that works on the jnp formula works on the ops and gives the same."""
+
+import threading
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import assert_close, bits, operands
+from coverage import over
+from hlo import compiled_text, count_native_calls
+from jax.experimental import checkify
+from ops import ADDED, EACH, GATED, GROUPED, NORMS, OPS, PADDED, PER_HEAD, QUANTIZED, QUANTIZED_SUMS
+from transformations import OF_EVERY_OPERAND, OF_WEIGHTS, POLICIES, TRANSFORMATIONS, operand_by_operand
+
+pytestmark = pytest.mark.jax_version
+
+DIMS = (6, 10)
+IN_WEIGHTS = "linear_transpose in the weights"
+RMS = (NORMS[0], ADDED[0], PER_HEAD[0], PADDED[0])
+# Ops as norms of (x, scale, bias), and the transformations that they have rules of their own for. Those of a formula
+# that rounds are left out: as programs they may round in another place.
+TRANSFORMED = {
+    **dict.fromkeys((*NORMS, GROUPED[0]), tuple(TRANSFORMATIONS)),
+    # A primitive that gives y and the sum is transposed in a weight for y only, so that has a test of its own below.
+    # In its weights the quantised norm is not linear.
+    **dict.fromkeys((*ADDED, QUANTIZED[1]), tuple(name for name in TRANSFORMATIONS if name != IN_WEIGHTS)),
+    **dict.fromkeys(PER_HEAD, OF_WEIGHTS),
+    **dict.fromkeys(PADDED, tuple(name for name in OF_WEIGHTS if name != IN_WEIGHTS)),
+    GATED[1]: ["vjp", "hessian", "vmap over everything"],
+    QUANTIZED[0]: ["grad", "hessian", "vmap over x", "vmap over scale", "scan"],
+}
+# RMSNorm's rules are LayerNorm's with a statistic less.
+transformations = over(
+    TRANSFORMED, default=[op for op in TRANSFORMED if op in EACH or op not in RMS], name=lambda op: TRANSFORMED[op]
+)
+# Where every primitive runs alone; the rules are those of the programs.
+alone = over(TRANSFORMED, default=EACH, name=lambda op: TRANSFORMED[op])
+
+
+@cache
+def compiled(op, name):
+    """The norm under one of the transformations, compiled once for the tests of its values and of its program."""
+    return jax.jit(TRANSFORMATIONS[name].transform(op.norm())).lower(*operands(DIMS)).compile()
+
+
+@cache
+def expected(op, name):
+    return jax.jit(TRANSFORMATIONS[name].transform(op.norm(op.formula)))(*operands(DIMS))
+
+
+@transformations
+def test_transformed_and_compiled(op, name):
+    assert_close(compiled(op, name)(*operands(DIMS)), expected(op, name))
+
+
+@transformations
+def test_native_calls_in_the_compiled_program(op, name):
+    _, fwd, bwd = TRANSFORMATIONS[name]
+    calls = count_native_calls(compiled(op, name).as_text())
+    counted = {way for way, count in ((op.forward, fwd), (op.backward, bwd)) if count is not None}
+    assert {name: count for name, count in calls.items() if name in counted} == op.calls(fwd or 0, bwd or 0)
+
+
+@alone
+def test_transformed_outside_jit(op, name):
+    assert_close(TRANSFORMATIONS[name].transform(op.norm())(*operands(DIMS)), expected(op, name))
+
+
+@pytest.mark.parametrize("op", ADDED, ids=str)
+def test_linear_transpose_in_the_weights(op):
+    def of_y(function):
+        return TRANSFORMATIONS[IN_WEIGHTS].transform(lambda x, *weights: function(x, jnp.cos(x), *weights)[0])
+
+    assert_close(of_y(op.function)(*operands(DIMS)), of_y(op.formula)(*operands(DIMS)))
+
+
+WITH_ARRAYS = (*ADDED, *GATED, *GROUPED, *PER_HEAD, QUANTIZED[1])
+
+
+def names_of(op):
+    """Those of each activation are of its first and second derivatives, and large gates leave few digits of a third.
+    The cotangent of smooth factors is zero by convention, of which the last two make tangents."""
+    if op in GATED:
+        return ["grad", "jvp of grad", *operand_by_operand(op)]
+    return [*[*OF_EVERY_OPERAND][: 4 if op.derived else None], *operand_by_operand(op)]
+
+
+@over(WITH_ARRAYS, default=[op for op in WITH_ARRAYS if op not in RMS], name=names_of)
+def test_of_every_operand(op, name):
+    transform = OF_EVERY_OPERAND.get(name) or operand_by_operand(op)[name]
+    args = op.draw(op.small)
+    ours, theirs = (transform(op, op.run(function)) for function in (op.differentiable, op.formula))
+    assert_close(jax.jit(ours)(*args), jax.jit(theirs)(*args))
+
+
+def moved(op):
+    """Which operands have an axis of examples: each alone, all arrays, every one."""
+    every = tuple(range(len(op.operands)))
+    return sorted({*((i,) for i in every), every[: op.arrays], every}, key=lambda some: (len(some), some))
+
+
+def examples_of(op, moved):
+    """Three examples of these operands, and the axes of a vmap over them."""
+    args = op.draw(op.small)
+    stacked = [jnp.stack([a, 2 * a, jnp.sin(a)]) if i in moved else a for i, a in enumerate(args)]
+    return stacked, [0 if i in moved else None for i in range(len(args))]
+
+
+@over([*NORMS, *WITH_ARRAYS, *PADDED], default=(*EACH, *GROUPED), what=lambda op: ["results", "grad"], moved=moved)
+def test_vmap(op, what, moved):
+    examples, axes = examples_of(op, moved)
+
+    def of(function):
+        function = op.run(function) if what == "results" else op.gradient(op.run(function))
+        return jax.jit(jax.vmap(function, axes))(*examples)
+
+    assert_close(of(op.differentiable), of(op.formula))
+
+
+@over(OPS, moved=lambda op: [some for some in moved(op) if max(some) < op.arrays])
+def test_rows_by_vmap_are_one_call_each_way(op, moved):
+    examples, axes = examples_of(op, moved)
+    gradients = jax.vmap(op.gradient(argnums=tuple(range(op.arrays))), axes)
+    assert count_native_calls(compiled_text(gradients, *examples)) == op.calls(fwd=1, bwd=1)
+
+
+@over(OPS, moved=lambda op: [some for some in moved(op) if max(some) < op.arrays])
+def test_examples_of_rows_have_the_bits_of_calls_one_by_one(op, moved):
+    examples, axes = examples_of(op, moved)
+    function = jax.jit(op.run(op.function))
+    one_by_one = [function(*(a[i] if j in moved else a for j, a in enumerate(examples))) for i in range(3)]
+    expected = jax.tree.map(lambda *leaves: jnp.stack(leaves), *one_by_one)
+    assert bits(jax.jit(jax.vmap(function, axes))(*examples)) == bits(expected)
+
+
+def test_every_policy_is_in_the_table():
+    # JAX 0.11 has the classes of policies there too; a policy is what makes or is one, in lower case.
+    assert set(POLICIES) == {name for name in vars(jax.checkpoint_policies) if name.islower()}
+
+
+def lowered_under_policy(op, name):
+    layer = jax.checkpoint(op.run(), policy=POLICIES[name].policy)
+    return jax.jit(op.gradient(layer)).lower(*op.draw(op.small))
+
+
+@over([*NORMS, *ADDED, *GROUPED, *QUANTIZED[:2]], name=lambda op: list(POLICIES))
+def test_gradient_under_a_checkpoint_policy(op, name):
+    actual = lowered_under_policy(op, name).compile()(*op.draw(op.small))
+    assert_close(actual, jax.jit(op.gradient())(*op.draw(op.small)))
+
+
+# Counted as lowered: XLA's CPU compiler may merge what a policy recomputes, as there is no memory to be saved there.
+@over([*NORMS, *ADDED, *GROUPED, *QUANTIZED[:2]], name=lambda op: list(POLICIES))
+def test_native_calls_under_a_checkpoint_policy(op, name):
+    calls = count_native_calls(lowered_under_policy(op, name).as_text())
+    assert calls == op.calls(fwd=POLICIES[name].fwd, bwd=1)
+
+
+# A stack of layers as a scan over the residual stream.
+@pytest.mark.parametrize("op", [*ADDED, *QUANTIZED_SUMS[:2]], ids=str)
+def test_grad_of_scan_over_a_stream(op):
+    def gradient(function):
+        def stack(x, residual, scale, *others):
+            def layer(stream, scale):
+                y, residual = function(*stream, scale, *others)
+                return (jnp.tanh(y), residual), None
+
+            y, residual = jax.lax.scan(layer, (x, residual), jnp.stack([scale, 2 * scale, scale + 1]))[0]
+            return (y * jnp.sin(residual)).sum()
+
+        return jax.jit(jax.grad(stack, (0, 1, 2, 3)))
+
+    args = op.draw(op.small)
+    if op in ADDED:
+        assert_close(gradient(op.function)(*args), gradient(op.formula)(*args))
+    text = gradient(op.differentiable).lower(*args).compile().as_text()
+    assert count_native_calls(text) == op.calls(fwd=1, bwd=1)
+
+
+def test_donated_memory_may_hold_the_gradient():
+    (op,) = NORMS[1:]
+    step = jax.jit(lambda *args: args[0] - jax.grad(op.loss())(*args), donate_argnums=0)
+    expected = op.draw(op.small)[0] - jax.grad(op.loss(op.run(op.formula)))(*op.draw(op.small))
+    assert_close(step(*op.draw(op.small)), expected)
+
+
+# The sum takes the donated buffer.
+@over([*ADDED, *QUANTIZED_SUMS], dtype=lambda op: ["bfloat16"])
+def test_a_donated_residual_becomes_the_sum(op, dtype):
+    args = op.draw(op.small, (dtype, "float32"))
+    function = op.run(op.function)
+    expected = bits(jax.jit(function)(*args))
+    compiled = jax.jit(function, donate_argnums=1).lower(*args).compile()
+    rows, cols = op.small.dims
+    assert f"f32[{rows},{cols}]{{1,0}} copy(" not in compiled.as_text()
+    assert bits(compiled(*args)) == expected
+
+
+@over(EACH, donated=lambda op: [False, True])
+def test_compiled_ahead_of_time(op, donated):
+    function = op.run(op.function)
+    expected = bits(jax.jit(function)(*op.draw(op.small)))
+    compiled = jax.jit(function, donate_argnums=(0,) * donated).lower(*op.draw(op.small)).compile()
+    assert bits(compiled(*op.draw(op.small))) == expected
+
+
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_evaluated_for_its_shape_only(op):
+    dims = (2**40, *op.small.dims[1:])
+    x = jax.ShapeDtypeStruct(dims, "bfloat16")
+    weights = [jax.typeof(a) for a in op.draw(op.small)[op.arrays :]]
+    y, *_ = jax.eval_shape(op.run(), *[x] * op.arrays, *weights)
+    assert y.shape[:-1] == dims[:-1]
+
+
+# 0 / 0, in the result and in the gradient.
+@over([*NORMS, *ADDED], what=lambda op: ["value", "gradient"])
+def test_checkify_finds_nan(op, what):
+    norm = partial(op.function, epsilon=0.0)
+    function = {"value": norm, "gradient": op.gradient(norm)}[what]
+    checked = jax.jit(checkify.checkify(function, errors=checkify.float_checks))
+    args = op.draw(op.small)
+    assert checked(*args)[0].get() is None
+    zeros = [0 * a for a in args[: op.arrays]]
+    assert "nan generated by primitive: jaxnorm_" in checked(*zeros, *args[op.arrays :])[0].get()
+
+
+@pytest.mark.parametrize("op", [NORMS[0], GROUPED[0]], ids=str)
+def test_called_from_several_threads(op):
+    gradient = jax.jit(op.gradient())
+    inputs = [op.draw(op.small._replace(dims=(n, *op.small.dims[1:]))) for n in (1, 2, 3, 50, 51, 52, 500, 501)]
+    results = [None] * len(inputs)
+
+    def work(i):
+        for _ in range(5):
+            results[i] = gradient(*inputs[i])
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(inputs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert bits(results) == bits([gradient(*args) for args in inputs])
+
+
+# A jnp norm converts weak types and NumPy arrays; so must these.
+@over(OPS, convert=lambda op: {"numpy": np.asarray, "jax": jnp.asarray})
+def test_arrays_of_numpy(op, convert):
+    args = op.draw(op.small)
+    function = op.run(op.function)
+    assert bits(function(*map(convert, args))) == bits(function(*args))
+
+
+@pytest.mark.parametrize("op", ADDED, ids=str)
+def test_strict_promotion(op):
+    with jax.numpy_dtype_promotion("strict"):
+        x, residual = op.draw(op.small, ("bfloat16", "float32"))[:2]
+        y, total = jax.vmap(op.function)(x, residual)
+        assert (y.dtype, total.dtype) == (jnp.bfloat16, jnp.float32)
+        assert jax.grad(lambda x: op.function(x, residual)[1].sum())(x).dtype == jnp.bfloat16
+
+
+# The tangents are cast as the values are.
+@over([op for op in OPS if op.exact], dtypes=lambda op: op.dtypes[1:])
+def test_jvp_of_half_types(op, dtypes):
+    args = op.draw(op.small, dtypes)
+    dots = tuple(jnp.cos(a) for a in args)
+    results, tangents = jax.jit(lambda *args: jax.jvp(op.run(op.function), args, dots))(*args)
+    wide = [jax.tree.map(lambda a: a.astype("float32"), arrays) for arrays in (args, dots)]
+    _, expected = jax.jvp(op.run(op.formula), *wide)
+    assert [t.dtype for t in tangents] == [r.dtype for r in results]
+    for tangent, exact in zip(tangents, expected, strict=True):
+        np.testing.assert_allclose(tangent.astype("float32"), exact, rtol=2e-2, atol=4e-2)
+
+
+# Through the formula, whichever operand is float64.
+@over([op for op in OPS if op.exact], wide=lambda op: ["all", *op.operands])
+def test_float64(op, wide):
+    with jax.enable_x64(True):
+        drawn = zip(op.operands, op.draw(op.small), strict=True)
+        args = [a.astype("float64") / 3 if wide in (name, "all") else a for name, a in drawn]
+        y, *_ = op.function(*args, out_dtype="float64", **op.small.options)
+        exact = op.exact(*args, out_dtype=np.dtype("float64"), **op.small.options)
+    np.testing.assert_allclose(y, exact.exact, rtol=1e-11)

@@ -1,0 +1,176 @@
+"""Bad input of each op, and what no kernel serves anywhere."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from statements import call
+
+X, SCALE = jnp.ones((3, 4, 8)), jnp.ones(8)
+
+
+class Integers:
+    """No array, but jax.numpy makes one of it."""
+
+    def __jax_array__(self):
+        return jnp.ones(8, "int32")
+
+
+NORM = {
+    "x of integers": call(jnp.ones((3, 8), "int32")).raises(TypeError, "x", "floating", "int32", "astype"),
+    "x of booleans": call(jnp.ones((3, 8), "bool")).raises(TypeError, "x", "floating", "bool"),
+    "complex x": call(jnp.ones((3, 8), "complex64")).raises(TypeError, "x", "floating", "complex64"),
+    "x of 8 bits": call(X.astype("float8_e4m3fn")).raises(TypeError, "x", "floating", "float8_e4m3fn", "astype"),
+    "x of text": call("rows").raises(TypeError, "x", "array", "str"),
+    "x of lists": call([1.0, 2.0]).raises(TypeError, "x", "array", "list", "asarray"),
+    "no x": call(None).raises(TypeError, "x", "array", "NoneType"),
+    "scalar x": call(jnp.ones(())).raises(ValueError, "x", "at least one axis"),
+    "short scale": call(X, jnp.ones(7)).raises(ValueError, "scale", r"\(7,\)", r"expected \(8,\)", r"\(3, 4, 8\)"),
+    "scalar scale": call(X, jnp.ones(())).raises(ValueError, "scale", r"\(\)", r"\(8,\)"),
+    "scale of length 1": call(X, jnp.ones(1)).raises(ValueError, "scale", r"\(1,\)", r"\(8,\)"),
+    "scale of a column": call(X, jnp.ones((8, 1))).raises(ValueError, "scale", r"\(8, 1\)", r"\(8,\)"),
+    "scale for other heads": call(X, jnp.ones((3, 8))).raises(ValueError, "scale", r"\(3, 8\)", r"\(8,\)", r"\(3, 4\)"),
+    "scale with more axes than x": call(X, jnp.ones((1, 1, 1, 8))).raises(
+        ValueError, "scale", r"\(1, 1, 1, 8\)", r"\(8,\)"
+    ),
+    "scale for the heads of another axis": call(X, jnp.ones((4, 3)), axis=0).raises(
+        ValueError, "scale", r"\(4, 3\)", r"expected \(3,\)", "Reshape"
+    ),
+    "bias for other heads": call(X, SCALE, jnp.ones((2, 1, 8))).raises(ValueError, "bias", r"\(2, 1, 8\)", r"\(3, 4\)"),
+    "scale of integers": call(X, jnp.ones(8, "int8")).raises(TypeError, "scale", "floating", "int8"),
+    "complex scale": call(X, jnp.ones(8, "complex64")).raises(TypeError, "scale", "floating", "complex64"),
+    "scale of lists": call(X, [1.0] * 8).raises(TypeError, "scale", "array", "list"),
+    "scale of what becomes integers": call(X, Integers()).raises(TypeError, "scale", "floating", "int32"),
+    "epsilon without its name": call(X, SCALE, 1e-6).raises(TypeError, "bias", "array", "float", "epsilon"),
+    "scale for two axes": call(X, SCALE, axis=(-2, -1)).raises(ValueError, "scale", r"\(8,\)", r"\(4, 8\)"),
+    "long bias": call(X, SCALE, jnp.ones(9)).raises(ValueError, "bias", r"\(9,\)", r"\(8,\)"),
+    "bias of integers": call(X, SCALE, jnp.ones(8, "int32")).raises(TypeError, "bias", "floating", "int32"),
+    "axis above": call(X, axis=3).raises(ValueError, "axis", "3", "out of range", "-3 <= axis < 3"),
+    "axis below": call(X, axis=-4).raises(ValueError, "axis", "-4", "out of range"),
+    "axis repeated": call(X, axis=(-1, -1)).raises(ValueError, "axis", r"\(-1, -1\)", "twice"),
+    "axis repeated by another name": call(X, axis=(2, -1)).raises(ValueError, "axis", r"\(2, -1\)", "twice"),
+    "no axis": call(X, axis=()).raises(ValueError, "axis", "empty", "at least one"),
+    "axis of a float": call(X, axis=1.5).raises(TypeError, "axis", "int", "1.5"),
+    "axis of a bool": call(X, axis=True).raises(TypeError, "axis", "int", "True"),
+    "axis of None": call(X, axis=None).raises(TypeError, "axis", "int", "None"),
+    "axis of text": call(X, axis="last").raises(TypeError, "axis", "int", "last"),
+    "negative epsilon": call(X, epsilon=-1e-6).raises(ValueError, "epsilon", "negative", "-1e-06"),
+    "epsilon of a huge int": call(X, epsilon=10**400).raises(ValueError, "epsilon", "finite", "inf"),
+    "NaN epsilon": call(X, epsilon=float("nan")).raises(ValueError, "epsilon", "finite", "nan"),
+    "infinite epsilon": call(X, epsilon=float("inf")).raises(ValueError, "epsilon", "finite", "inf"),
+    "epsilon of text": call(X, epsilon="small").raises(TypeError, "epsilon", "number", "small"),
+    "epsilon of digits": call(X, epsilon="1e-6").raises(TypeError, "epsilon", "number", "1e-6"),
+    "epsilon of a bool": call(X, epsilon=True).raises(TypeError, "epsilon", "number", "True"),
+    "epsilon beyond float32": call(X, epsilon=1e39).raises(ValueError, "epsilon", "finite", "1e\\+39"),
+    "epsilon of None": call(X, epsilon=None).raises(TypeError, "epsilon", "number", "None"),
+    "epsilon of an array": call(X, epsilon=np.ones(2)).raises(TypeError, "epsilon", "number"),
+    "NaN offset": call(X, SCALE, scale_offset=float("nan")).raises(ValueError, "scale_offset", "finite", "nan"),
+    "offset of None": call(X, SCALE, scale_offset=None).raises(TypeError, "scale_offset", "number", "None"),
+    "order of None": call(X, SCALE, multiply_before_cast=None).raises(
+        TypeError, "multiply_before_cast", "bool", "None"
+    ),
+    "order of text": call(X, SCALE, multiply_before_cast="no").raises(
+        TypeError, "multiply_before_cast", "bool", "'no'"
+    ),
+    "axis_name of a list in a list": call(X, axis_name=[["a"]]).raises(TypeError, "axis_name", "name of an axis"),
+    "unknown implementation": call(X, implementation="cuda").raises(
+        ValueError, "implementation", "cuda", "native", "jnp"
+    ),
+    "implementation of a list": call(X, implementation=["jnp"]).raises(ValueError, "implementation", "native"),
+    "integer out_dtype": call(X, out_dtype="int8").raises(TypeError, "out_dtype", "floating", "int8"),
+    "8-bit out_dtype": call(X, out_dtype="float8_e5m2").raises(TypeError, "out_dtype", "floating", "float8_e5m2"),
+    "unknown out_dtype": call(X, out_dtype="float99").raises(TypeError, "out_dtype", "float99"),
+    "float64 result without x64": call(X, out_dtype="float64").raises(TypeError, "out_dtype", "float64", "x64"),
+}
+
+# Of a norm of x + residual, beside these.
+RESIDUAL = {
+    "residual of another shape": call(X, X[:2]).raises(
+        ValueError, "residual", r"\(2, 4, 8\)", r"\(3, 4, 8\)", "broadcast_to"
+    ),
+    "residual that would broadcast": call(X, X[0]).raises(ValueError, "residual", r"\(4, 8\)", r"\(3, 4, 8\)"),
+    "residual of integers": call(X, X.astype("int32")).raises(TypeError, "residual", "floating", "int32", "astype"),
+    "residual of 8 bits": call(X, X.astype("float8_e4m3fn")).raises(TypeError, "residual", "floating", "float8_e4m3fn"),
+    "no residual": call(X, None).raises(TypeError, "residual", "array", "NoneType"),
+}
+PADDING = {
+    "padding to zero": call(X, X, pad_to=0).raises(ValueError, "pad_to", "positive", "0"),
+    "padding to less": call(X, X, pad_to=-8).raises(ValueError, "pad_to", "positive", "-8"),
+    "padding to a float": call(X, X, pad_to=8.0).raises(TypeError, "pad_to", "int", "8.0"),
+    "padding to a bool": call(X, X, pad_to=True).raises(TypeError, "pad_to", "int", "True"),
+    "padding to text": call(X, X, pad_to="8").raises(TypeError, "pad_to", "int", "8"),
+    "padding of several axes": call(X, X, pad_to=8, axis=(-2, -1)).raises(
+        ValueError, "pad_to", "axis=-1", r"\(-2, -1\)", "leave pad_to out"
+    ),
+    "padding of another axis": call(X, X, pad_to=8, axis=0).raises(ValueError, "pad_to", "axis=-1", r"\(-3,\)"),
+}
+
+FIRST = {"gate_first": True}
+GATED = {
+    "no gate": call(X, None, **FIRST).raises(TypeError, "gate", "array", "NoneType"),
+    "gate of another shape": call(X, X[:2], **FIRST).raises(
+        ValueError, "gate", r"\(2, 4, 8\)", r"\(3, 4, 8\)", "broadcast_to"
+    ),
+    "gate that would broadcast": call(X, X[0], **FIRST).raises(ValueError, "gate", r"\(4, 8\)", r"\(3, 4, 8\)"),
+    "gate of integers": call(X, X.astype("int32"), **FIRST).raises(TypeError, "gate", "floating", "int32", "astype"),
+    "gate of 8 bits": call(X, X.astype("float8_e4m3fn"), **FIRST).raises(
+        TypeError, "gate", "floating", "float8_e4m3fn"
+    ),
+    "x without axes": call(jnp.ones(()), jnp.ones(()), **FIRST).raises(ValueError, "x", "at least one axis"),
+    "scale of a group": call(X, X, SCALE[:4], **FIRST, group_size=4).raises(ValueError, "scale", r"\(4,\)", r"\(8,\)"),
+    "scale of groups": call(X, X, SCALE.reshape(2, 4), **FIRST, group_size=4).raises(
+        ValueError, "scale", r"\(2, 4\)", r"\(8,\)", "group_size"
+    ),
+    "group that does not divide": call(X, X, **FIRST, group_size=3).raises(ValueError, "group_size 3", r"\(3, 4, 8\)"),
+    "group longer than a row": call(X, X, **FIRST, group_size=16).raises(ValueError, "group_size 16", "divisor"),
+    "group of nothing": call(X, X, **FIRST, group_size=0).raises(ValueError, "group_size 0", "positive"),
+    "negative group": call(X, X, **FIRST, group_size=-4).raises(ValueError, "group_size -4", "positive"),
+    "group of a float": call(X, X, **FIRST, group_size=4.0).raises(TypeError, "group_size", "int", "4.0"),
+    "group of a bool": call(X, X, **FIRST, group_size=True).raises(TypeError, "group_size", "int", "True"),
+    "unknown activation": call(X, X, **FIRST, activation="gelu").raises(
+        ValueError, "activation", "'gelu'", "'silu' or 'sigmoid'"
+    ),
+    "activation of a function": call(X, X, **FIRST, activation=jax.nn.silu).raises(ValueError, "activation", "'silu'"),
+    "order of a number": call(X, X, gate_first=1).raises(TypeError, "gate_first", "bool", "1", "Mamba2"),
+    "order of None": call(X, X, gate_first=None).raises(TypeError, "gate_first", "bool", "None"),
+    "negative epsilon": call(X, X, **FIRST, epsilon=-1.0).raises(ValueError, "epsilon", "negative"),
+    "NaN offset": call(X, X, **FIRST, scale_offset=float("nan")).raises(ValueError, "scale_offset", "finite"),
+    "integer out_dtype": call(X, X, **FIRST, out_dtype="int8").raises(TypeError, "out_dtype", "floating", "int8"),
+    "unknown implementation": call(X, X, **FIRST, implementation="cuda").raises(ValueError, "implementation", "cuda"),
+}
+
+
+# What no kernel serves anywhere: arguments, keywords, and the reason that an error gives where native is asked for by
+# name. By default it runs.
+NORM_WITHOUT_KERNEL = {
+    "a leading axis": call(X, axis=0).has_no_kernel("trailing"),
+    "axes with a gap": call(X, axis=(0, 2)).has_no_kernel("trailing"),
+    "half types mixed": call(X.astype("float16"), out_dtype="bfloat16").has_no_kernel("float16.*bfloat16"),
+    "rows of no elements": call(jnp.ones((3, 0))).has_no_kernel("length 0"),
+    "heads that are not neighbours": call(jnp.ones((3, 4, 5, 8)), jnp.ones((3, 1, 5, 8))).has_no_kernel(
+        "not neighbours"
+    ),
+    "scale and bias of heads that are not neighbours": call(
+        jnp.ones((3, 4, 5, 8)), jnp.ones((3, 1, 1, 8)), jnp.ones((5, 8))
+    ).has_no_kernel("not neighbours"),
+    "heads with long rows": call(jnp.ones((2, 8193)), jnp.ones((2, 8193))).has_no_kernel(
+        "8193 elements, more than 8192"
+    ),
+    "no heads": call(jnp.ones((2, 0, 8)), jnp.ones((0, 8))).has_no_kernel("no element"),
+}
+HALF, BRAIN = X.astype("float16"), X.astype("bfloat16")
+RESIDUAL_WITHOUT_KERNEL = {
+    "half types mixed": call(HALF, BRAIN, out_dtype="float16").has_no_kernel(
+        "x is float16 and residual bfloat16.*one of them float32"
+    ),
+    "half types mixed in sum and y": call(X, BRAIN, out_dtype="float16").has_no_kernel(
+        "residual is bfloat16 and the result float16.*one of them float32"
+    ),
+}
+LONG = jnp.ones((2, 16_385))
+GATED_WITHOUT_KERNEL = {
+    "long rows": call(LONG, LONG, **FIRST).has_no_kernel("rows of 16385 elements are normalised, .* at most 16384"),
+    "a gate of another dtype": call(X, BRAIN, **FIRST).has_no_kernel("x is float32 and gate bfloat16; .* equal"),
+    "a result of another dtype": call(BRAIN, BRAIN, **FIRST, out_dtype="float32").has_no_kernel(
+        "x is bfloat16 and the result float32"
+    ),
+}

@@ -1,0 +1,37 @@
+"""Calls of the handlers themselves, with any buffers and attributes."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+F32, F16, BF16 = jnp.float32, jnp.float16, jnp.bfloat16
+
+
+def struct(*shape, dtype=F32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+# What a backward call has behind its results, of any size that suffices.
+WORKSPACE = [] if jax.default_backend() == "cpu" else [struct(1 << 16)]
+
+
+def call(name, results, inputs, attributes):
+    # A side effect, or XLA would drop a call without results. A new function each time, since JAX's cache takes
+    # np.int32(1) and True for one.
+    handler = jax.ffi.ffi_call(name, results, has_side_effect=True)
+    arguments = [jnp.ones(i.shape, i.dtype) for i in inputs]
+    return jax.block_until_ready(jax.jit(lambda *args: handler(*args, **attributes))(*arguments))
+
+
+def is_refused(target, message):
+    """The call within is an error of this target that says so."""
+    return pytest.raises(jax.errors.JaxRuntimeError, match=f"{target}.*({message})")
+
+
+def without(attributes, missing):
+    return {name: value for name, value in attributes.items() if name != missing}
+
+
+def statistics(kind, like):
+    """What a norm of this kind keeps."""
+    return [like] * {"rms": 1, "layer": 2}[kind]

@@ -1,0 +1,90 @@
+"""The dtypes, random operands, and comparisons of results."""
+
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxnorm
+
+KINDS = ("rms", "layer")
+NORMS = {"rms": jaxnorm.rms_norm, "layer": jaxnorm.layer_norm}
+ADDS = {"rms": jaxnorm.add_rms_norm, "layer": jaxnorm.add_layer_norm}
+DTYPES = ("float32", "bfloat16", "float16")
+# The dtypes of x and of the residual: the same, a wide stream that takes narrow parts, and the reverse.
+PAIRS = (
+    *((dtype, dtype) for dtype in DTYPES),
+    ("bfloat16", "float32"),
+    ("float16", "float32"),
+    ("float32", "bfloat16"),
+)
+
+
+def draw(name: str, dims, dtype="float32", mean=0.0, std=1.0):
+    """Normal numbers that depend on the arguments only."""
+    generator = np.random.default_rng(zlib.crc32(f"{name} {dims}".encode()))
+    return jnp.asarray(mean + std * generator.standard_normal(dims, np.float32), dtype)
+
+
+def draw_x(dims, dtype="float32"):
+    # Off centre, so that a norm that mixes up mean and no mean is found out.
+    x = draw("x", dims, "float32", 0.5, 2.0)
+    if dims[-1] < 32:
+        # A few numbers may by chance lie close together and far from zero. LayerNorm's mean is then lost in its own
+        # rounding: law 2 has such rows, law 1 is about the arithmetic.
+        x = jnp.where(jnp.arange(dims[-1]) % 2 == 0, 1 + jnp.abs(x), -1 - jnp.abs(x))
+    return x.astype(dtype)
+
+
+def draw_residual(dims, dtype="float32"):
+    return draw("residual", dims, dtype, -0.3, 4.0)
+
+
+def draw_gate(dims, dtype="float32"):
+    # Beyond where sigmoid is 0 or 1 in a half type.
+    return draw("gate", dims, dtype, 0.5, 4.0)
+
+
+def draw_scale(dims, dtype="float32"):
+    return draw("scale", dims, dtype, 1.0, 0.3)
+
+
+def draw_bias(dims, dtype="float32"):
+    return draw("bias", dims, dtype, 0.1, 0.5)
+
+
+def draw_smooth(dims, dtype="float32"):
+    return jnp.abs(draw("smooth", dims, "float32", 1.0, 0.4)).astype(dtype) + jnp.asarray(0.1, dtype)
+
+
+def operands(dims, dtype="float32", axes=1):
+    """x, scale and bias."""
+    features = dims[len(dims) - axes :]
+    return draw_x(dims, dtype), draw_scale(features, dtype), draw_bias(features, dtype)
+
+
+def axis_of(axes: int):
+    return -1 if axes == 1 else tuple(range(-axes, 0))
+
+
+def bits(tree) -> list[bytes]:
+    """For comparisons that must be exact, NaN and the sign of zero included."""
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+def assert_close(actual, expected):
+    """As two float32 programs that round in different places: relative to the largest number where that is above 1."""
+    _assert_allclose(actual, expected, lambda e: 1e-5 * max(1.0, float(jnp.abs(e).max(initial=0))))
+
+
+def assert_near(actual, expected, atol=2e-5):
+    """The like where no large numbers cancel to small ones."""
+    _assert_allclose(actual, expected, lambda _: atol)
+
+
+def _assert_allclose(actual, expected, atol_of):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert (a.shape, a.dtype) == (e.shape, e.dtype)
+        np.testing.assert_allclose(a, e, rtol=1e-4, atol=atol_of(e))

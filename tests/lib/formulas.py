@@ -1,0 +1,60 @@
+"""The ops as anyone would write them in jnp, in float32: what transformations are compared with."""
+
+import jax
+import jax.numpy as jnp
+
+
+def norm(kind):
+    def formula(x, scale=None, bias=None, *, epsilon=1e-6, scale_offset=0.0):
+        y = x.astype(jnp.float32)
+        if kind == "layer":
+            y = y - y.mean(-1, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + epsilon)
+        if scale is not None:
+            y = y * (scale.astype(jnp.float32) + scale_offset)
+        if bias is not None:
+            y = y + bias.astype(jnp.float32)
+        return y.astype(x.dtype)
+
+    return formula
+
+
+def padded(y, multiple):
+    return jnp.pad(y, [(0, 0)] * (y.ndim - 1) + [(0, -y.shape[-1] % multiple)])
+
+
+def added(kind):
+    def formula(x, residual, scale=None, bias=None, *, pad_to=1):
+        total = (x + residual).astype(residual.dtype)
+        return padded(norm(kind)(total, scale, bias).astype(x.dtype), pad_to), total
+
+    return formula
+
+
+def gated(variant):
+    def formula(x, gate, scale=None, *, group_size=None):
+        a = jax.nn.silu(gate) if variant.activation == "silu" else jax.nn.sigmoid(gate)
+        h = x * a if variant.gate_first else x
+        groups = h.reshape(*h.shape[:-1], -1, group_size or h.shape[-1])
+        y = (groups * jax.lax.rsqrt(jnp.square(groups).mean(-1, keepdims=True) + 1e-6)).reshape(h.shape)
+        y = y if scale is None else y * scale
+        return y if variant.gate_first else y * a
+
+    return formula
+
+
+def dequantized(kind, quantization, static_scale=None):
+    """What a quantised norm means, and its straight-through gradient: that of the norm."""
+    largest = float(jnp.finfo(quantization.dtype).max) if quantization.dtype != jnp.int8 else 127.0
+
+    def formula(x, *args):
+        y = norm(kind)(x, *args[:2])
+        y = y if len(args) < 3 else y * args[2]
+        groups = y.reshape(*y.shape[:-1], -1, quantization.group_size or y.shape[-1])
+        scales = jnp.abs(groups).max(-1, keepdims=True) / largest if static_scale is None else static_scale
+        values = jnp.clip(groups / scales, -largest, largest)
+        values = jnp.round(values) if quantization.dtype == jnp.int8 else values.astype(quantization.dtype)
+        exact = (values.astype(jnp.float32) * scales).reshape(y.shape)
+        return y + jax.lax.stop_gradient(exact - y)
+
+    return formula

@@ -1,0 +1,118 @@
+"""Meshes, operands on them, and what devices with parts of rows have to exchange."""
+
+import math
+from collections import Counter
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from op import Size
+
+# Without check_vma, JAX takes gradients for different along axes that a shard_map does not name, and adds them up.
+MANUAL, UNCHECKED, PARTLY_MANUAL = "manual", "manual, unchecked", "partly manual"
+
+
+def mesh_of(devices, axis_type):
+    """Two axes; of one device, an axis of one is an axis all the same."""
+    shape = (len(devices) // 2, 2) if len(devices) > 1 else (1, 1)
+    return Mesh(np.reshape(devices, shape), ("a", "b"), axis_types=(axis_type, axis_type))
+
+
+def mesh_of_three(devices, names="acb"):
+    """Three axes, c of two devices, in the order of names."""
+    b = min(2, len(devices) // 2)
+    sizes = {"a": len(devices) // (2 * b), "b": b, "c": 2}
+    return Mesh(np.reshape(devices, [sizes[name] for name in names]), tuple(names))
+
+
+def mesh_for(mode, devices):
+    if mode == PARTLY_MANUAL:
+        return mesh_of_three(devices)
+    return mesh_of(devices, AxisType.Explicit if mode == "explicit" else AxisType.Auto)
+
+
+def placed(mesh, args, specs):
+    return [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(args, specs, strict=True)]
+
+
+# Of three axes, batch, sequence and features, are the arrays that devices exchange statistics of.
+DIMS = (8, 4, 256)
+
+
+def size_of(op) -> Size:
+    """The rows are for a head each, where weights are."""
+    weights = DIMS[1:] if len(op.small.weights) > 1 else DIMS[-1:]
+    return Size(DIMS, weights, dict.fromkeys(op.small.options, 64))
+
+
+def specs_of(op, spec):
+    """Those of the operands, for arrays of three axes."""
+    spec = P(*spec, *(None for _ in range(3 - len(spec))))
+    weight = P(*spec[3 - len(size_of(op).weights) :])
+    return (*[spec] * op.arrays, *[weight] * len(op.weights))
+
+
+def place(op, mesh, spec):
+    return placed(mesh, op.draw(size_of(op)), specs_of(op, spec))
+
+
+def gradients(op, transform=lambda function: function, **given):
+    """Those of all operands, for cotangents that do not depend on the results."""
+
+    def of_args(x, *others):
+        function = transform(lambda *args: op.differentiable(*args, **size_of(op).options, **given)[0])
+        y, pullback = jax.vjp(function, x, *others)
+        cotangents = pullback(jnp.cos(x).astype(y.dtype))
+        return [cotangents[i] for i in op.all]
+
+    return of_args
+
+
+def split_by(mode, op, mesh, spec):
+    """A function of the operands as the mode has it: for XLA as it is, or a `shard_map` of each device's parts."""
+    if mode == PARTLY_MANUAL:  # over a third axis, along which all is alike: the two of a spec are left to XLA
+        return partial(jax.shard_map, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"c"})
+    if mode not in (MANUAL, UNCHECKED):
+        return lambda function: function
+    return partial(jax.shard_map, mesh=mesh, in_specs=specs_of(op, spec), out_specs=spec, check_vma=mode == MANUAL)
+
+
+def exchanged(op, mesh, spec, *, with_gradients):
+    """The bytes of each kind of collective on one device, as `collectives` gives them."""
+    along = [axes if isinstance(axes, tuple) else (axes,) for axes in (*spec, None, None)][:3]
+    batch, sequence, features = (math.prod(mesh.shape[axis] for axis in axes if axis) for axes in along)
+    rows, cols = DIMS[0] * DIMS[1] // batch // sequence, DIMS[-1] // features
+    statistics = 0 if "group_size" in op.small.options else op.statistics  # those of a group are on one device
+    total = Counter()
+    if features > 1:
+        # LayerNorm's are gathered, as they are no sums.
+        kind, copies = ("all-gather", features) if op.kind == "layer" else ("all-reduce", 1)
+        total[kind] += 4 * statistics * rows * copies
+        total["all-reduce"] += 4 * (op.has_row_scale and not with_gradients) * rows
+        total["all-reduce"] += 4 * statistics * rows * with_gradients
+    # The heads are the sequence axis: its parts have weights of their own.
+    is_per_head = len(op.small.weights) > 1
+    heads, others = (DIMS[1] // sequence, batch) if is_per_head else (1, batch * sequence)
+    if others > 1:
+        weights = sum(i >= op.arrays for i in op.all)
+        total["all-reduce"] += 4 * weights * heads * cols * with_gradients
+    return {kind: size for kind, size in total.items() if size}
+
+
+def assert_parts_close(actual, expected):
+    """What is computed of parts of rows, to what is computed of whole ones."""
+
+    def close(a, e):
+        if a.dtype.itemsize == 1:
+            # Statistics that differ by a rounding move few values over the border to the next.
+            steps = np.abs(np.asarray(a).view(np.int8).astype(int) - np.asarray(e).view(np.int8))
+            assert steps.max() <= 1
+            assert np.count_nonzero(steps) <= 1e-3 * steps.size
+        else:
+            # Relative to the largest: with a gate, large numbers cancel to small ones.
+            np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-5 * np.abs(e).max())
+
+    jax.tree.map(close, actual, expected)

@@ -1,0 +1,139 @@
+"""What a row of the table in `ops.py` says of an op, and what follows from it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import cases
+import jax
+import jax.numpy as jnp
+from native import is_built, is_platform_with_kernels
+from statements import NoKernel, Raises
+
+
+class Size(NamedTuple):
+    """The shape of x and of what has its rows, that of scale and bias, and the options that go with them."""
+
+    dims: tuple[int, ...]
+    weights: tuple[int, ...]
+    options: Mapping[str, Any] = {}
+
+    def __str__(self):
+        parts = ["x".join(map(str, self.dims))]
+        if len(self.weights) > 1:
+            parts.append("of " + "x".join(map(str, self.weights)))
+        return " ".join([*parts, *(f"{name} {value}" for name, value in self.options.items())])
+
+
+def rows(*dims: int, **options: Any) -> Size:
+    """Weights for the last axis."""
+    return Size(dims, dims[-1:], options)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Op:
+    name: str
+    public: str  # the public function, with whose name its errors begin
+    kind: str  # whose statistics: "rms" or "layer"
+    operands: tuple[str, ...]
+    arrays: int  # so many operands, the first ones, have x's shape; the others are weights
+    dtypes: tuple[tuple[str, ...], ...]  # of the arrays
+
+    function: Callable  # of the operands and options: a tuple of results
+    derived: Callable | None = None  # what is differentiated, where the results have no gradient
+    formula: Callable  # what is differentiated, in plain jnp
+    as_norm: Callable  # takes such a function, gives one of (x, scale, bias) that is linear in each weight
+
+    exact: Callable | None = None  # y in float64, an `oracle.Forward`
+    exact_gradients: Callable | None = None  # by the names of operands, for cotangents of the results
+    unfused: Callable | None = None  # law 5: the same results by simpler ops
+    has_unfused_gradients: bool = False  # and the same gradients of the arrays
+
+    small: Size  # for programs: quick to compile
+    sizes: tuple[Size, ...]  # for accuracy and law 5: every path of the kernels
+    unfused_sizes: tuple[Size, ...] | None = None  # for law 5, if only some
+    options: tuple[Mapping[str, Any], ...] = ()  # what the public function may be told, beside sizes' options
+    backward_sizes: tuple[Size, ...] = ()  # for gradients, beside these
+    lengths: tuple[Size, ...] = ()  # for bits: a few rows for every kernel
+    many: tuple[Size, ...] = ()  # for bits: as many rows as have other kernels than few rows
+
+    forward: str  # the native calls
+    backward: str
+    gradients: tuple[str, ...]  # what the backward call gives for each operand
+    kept: tuple[str, ...]  # the operands that live until the backward, "residual" for the sum
+    statistics: int  # float32 numbers that live for each row
+    has_row_scale: bool = False  # whether the result has a scale for each row, from its maximum
+
+    bad_calls: Mapping[str, Raises] = field(default_factory=dict)  # of the public function
+    without_kernel: Mapping[str, NoKernel] = field(default_factory=dict)
+
+    def __str__(self):
+        return self.name
+
+    @property
+    def differentiable(self) -> Callable:
+        return self.derived or self.function
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        return self.operands[self.arrays :]
+
+    def draw(self, size: Size, dtypes=None, weight_dtypes="float32") -> tuple:
+        """Random operands; a dtype of None is one that is absent."""
+        if isinstance(weight_dtypes, str):
+            weight_dtypes = [weight_dtypes] * len(self.weights)
+        kinds = [*(dtypes or ["float32"] * self.arrays), *weight_dtypes[: len(self.weights)]]
+        dims = [*[size.dims] * self.arrays, *[size.weights] * len(self.weights)]
+        drawn = zip(self.operands, dims, kinds, strict=True)
+        return tuple(dtype and getattr(cases, f"draw_{name}")(shape, dtype) for name, shape, dtype in drawn)
+
+    def types(self, size: Size) -> tuple:
+        """The operands as shapes."""
+        dims = [*[size.dims] * self.arrays, *[size.weights] * len(self.weights)]
+        return tuple(jax.ShapeDtypeStruct(shape, "float32") for shape in dims)
+
+    def cotangents(self, args, **options) -> tuple:
+        results = jax.eval_shape(partial(self.differentiable, **options), *args)
+        return tuple(cases.draw(name, r.shape, r.dtype) for name, r in zip(("dy", "dsum"), results, strict=False))
+
+    def run(self, function: Callable | None = None, **options) -> Callable:
+        """What is differentiated, or its formula, as a function of the operands at the small size or with options."""
+        return partial(function or self.differentiable, **(options or self.small.options))
+
+    def norm(self, function: Callable | None = None) -> Callable:
+        """The like as a function of (x, scale, bias) and of x's shape."""
+        return self.as_norm(self.run(function))
+
+    def loss(self, function: Callable | None = None) -> Callable:
+        """Of the operands, and not linear in any result, so that every derivative is seen."""
+        function = function or self.run()
+
+        def loss(*args):
+            y, *total = function(*args)
+            y = jnp.sin(y.astype(jnp.float32))
+            if not total:
+                return y.sum()
+            # A padded y is longer than the sum.
+            return (y[..., : total[0].shape[-1]] * jnp.cos(total[0].astype(jnp.float32))).sum() + y.sum()
+
+        return loss
+
+    @property
+    def all(self) -> tuple[int, ...]:
+        """The operands that have a gradient."""
+        return tuple(i for i, gradient in enumerate(self.gradients) if gradient)
+
+    def gradient(self, function: Callable | None = None, argnums=None) -> Callable:
+        return jax.grad(self.loss(function), self.all if argnums is None else argnums)
+
+    def calls(self, fwd: int = 0, bwd: int = 0) -> dict[str, int]:
+        """What `count_native_calls` must give here: the counts named, nothing where there are no kernels."""
+        counts = {self.forward: fwd, self.backward: bwd}
+        return {name: count for name, count in counts.items() if count} if is_platform_with_kernels() else {}
+
+    def exported_calls(self, bwd: int = 1) -> dict[str, int]:
+        """The like in a program for every platform."""
+        each = is_built("cpu") + is_built("gpu")
+        counts = {self.forward: each, self.backward: each * bwd}
+        return {name: count for name, count in counts.items() if count}

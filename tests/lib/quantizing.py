@@ -1,0 +1,127 @@
+"""Law 5's other side for the quantised norms: what NumPy and ml_dtypes make of the unquantised norm."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from cases import ADDS, NORMS, axis_of
+
+import jaxnorm
+from jaxnorm import Quantization
+
+QUANTIZED = {"rms": jaxnorm.rms_norm_quantized, "layer": jaxnorm.layer_norm_quantized}
+LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
+STATIC_SCALE = 0.013
+# Keywords of Quantization: what shares a scale.
+GRANULARITIES = {
+    "token": {},
+    "tensor": {"granularity": "tensor"},
+    "groups of 64": {"granularity": "group", "group_size": 64},
+    "groups of 128": {"granularity": "group", "group_size": 128},
+}
+TO = tuple(LARGEST)
+E4M3, E5M2, INT8 = ({"dtype": to} for to in TO)
+# None is the kernel, where there is one. Of the formula XLA's compiler for GPUs decides how exactly it divides.
+IMPLEMENTATIONS = ("jnp", None) if jax.default_backend() == "cpu" else (None,)
+
+
+def flushed(v):
+    """XLA counts subnormal numbers as zero on a CPU."""
+    is_lost = (np.abs(v) < np.finfo(np.float32).tiny) & (jax.default_backend() == "cpu")
+    return np.where(is_lost, np.copysign(np.float32(0), v), v)
+
+
+def scale_of(v, quantization, over):
+    """v's scale over these axes, each of length 1 in it."""
+    amax = np.abs(v).max(over, keepdims=True, initial=0)
+    scale = amax / np.float32(LARGEST[quantization.dtype.name])
+    if quantization.power_of_two:
+        fraction, exponent = np.frexp(scale)
+        up = np.ldexp(np.float32(1), np.where(fraction == 0.5, exponent - 1, exponent))
+        scale = np.where(np.isfinite(scale), up, scale)
+    scale = np.maximum(scale, np.float32(2.0**-126))
+    scale = np.minimum(scale, np.float32(np.inf if quantization.max_scale is None else quantization.max_scale))
+    return np.where(amax == 0, np.float32(1), scale)
+
+
+@np.errstate(all="ignore")
+def by_numpy(y, quantization, smooth=None, static_scale=None, axes=1):
+    """Values and scales of y, a float32 result of a norm."""
+    v = np.asarray(y)
+    if smooth is not None:
+        v = flushed(v * np.asarray(smooth, np.float32))
+    shape, group = v.shape, quantization.group_size
+    if group is not None:
+        v = v.reshape(*shape[:-1], shape[-1] // group, group)
+    scale = np.float32(static_scale) if static_scale is not None else scale_of(v, quantization, axis_of(axes))
+    largest = np.float32(LARGEST[quantization.dtype.name])
+    values = np.clip(v * (np.float32(1) / scale), -largest, largest)
+    if quantization.dtype == np.int8:
+        values = np.where(np.isnan(values), 0, np.rint(values))
+    return values.astype(quantization.dtype).reshape(shape), scale if group is None else scale[..., 0]
+
+
+def assert_same(actual, expected):
+    """The same bits; any NaN is like any other."""
+    for a, e in zip(actual, expected, strict=True):
+        a, e = np.asarray(a), np.asarray(e)
+        assert (a.shape, a.dtype) == (e.shape, e.dtype)
+        bits = f"u{a.dtype.itemsize}"
+        is_nan = np.isnan(e.astype(np.float32))
+        np.testing.assert_array_equal(np.isnan(a.astype(np.float32)), is_nan)
+        np.testing.assert_array_equal(np.where(is_nan, 0, a.view(bits)), np.where(is_nan, 0, e.view(bits)))
+
+
+def static_scale_of(quantization):
+    return STATIC_SCALE if quantization.granularity == "tensor" else None
+
+
+def call(kind, quantization, x, scale=None, bias=None, smooth=None, residual=None, **options):
+    """The function under test with its operands in one order, and a static scale where it wants one."""
+    given = {"static_scale": static_scale_of(quantization), "smooth_scale": smooth, "residual": residual}
+    return QUANTIZED[kind](x, scale, bias, quantization=quantization, **given, **options)
+
+
+@cache
+def quantize(kind, quantization, implementation=None, **options):
+    """A compiled function of (x, scale, bias, smooth, residual)."""
+    return jax.jit(lambda *args: call(kind, quantization, *args, implementation=implementation, **options))
+
+
+@cache
+def plain(kind, implementation, **options):
+    """A compiled function of (x, scale, bias) or (x, residual, scale, bias): what is quantised, and the sum."""
+
+    def function(x, *args):
+        norm = NORMS[kind] if len(args) == 2 else ADDS[kind]
+        return norm(x, *args, out_dtype="float32", implementation=implementation, **options)
+
+    return jax.jit(function)
+
+
+def assert_exact(kind, to, x, scale=None, bias=None, smooth=None, residual=None, *, implementation, axes=1, **options):
+    """Law 5; `to` are the keywords of a Quantization. Returns the result."""
+    quantization = Quantization(**to)
+    options["axis"] = axis_of(axes)
+    result = quantize(kind, quantization, implementation, **options)(x, scale, bias, smooth, residual)
+    if residual is None:
+        y = plain(kind, implementation, **options)(x, scale, bias)
+    elif implementation == "jnp":
+        # XLA may not round the sum of half types before it is normalised: its excess precision.
+        y, total = plain(kind, implementation, **options)(x, residual, scale, bias)
+    else:
+        total = sum_of(x, residual)
+        y = plain(kind, implementation, **options)(total, scale, bias)
+    if residual is not None:
+        result, new_residual = result
+        assert_same([new_residual], [total])
+    values, scales = by_numpy(y, quantization, smooth, static_scale_of(quantization), axes)
+    assert_same([result.scales, result.values], [scales, values])
+    return result
+
+
+def sum_of(x, residual):
+    """By NumPy."""
+    wide = np.float64 if "float64" in (x.dtype, residual.dtype) else np.float32
+    return jnp.asarray((np.asarray(x, wide) + np.asarray(residual, wide)).astype(residual.dtype))

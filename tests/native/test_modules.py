@@ -1,0 +1,98 @@
+"""The native modules load; where they do not, the package works without and says why."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import KINDS, NORMS, operands
+from formulas import norm as formula
+from native import why_not_native
+
+
+# Without this a package built wrongly would pass every other test in jnp.
+@pytest.mark.kernels
+def test_the_native_kernels_are_under_test():
+    assert why_not_native() is None
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("kind", KINDS)
+def test_native_by_name(kind):
+    y = jax.jit(lambda *args: NORMS[kind](*args, implementation="native"))(*operands((5, 64)))
+    np.testing.assert_allclose(y, formula(kind)(*operands((5, 64))), rtol=1e-5, atol=1e-6)
+
+
+# A tangent has no kernel on any platform: asking for the native norm asks for that of y.
+@pytest.mark.kernels
+@pytest.mark.parametrize("kind", KINDS)
+def test_tangents_of_native_by_name(kind):
+    x, scale, bias = operands((5, 64))
+    native, exact = partial(NORMS[kind], implementation="native"), formula(kind)
+    _, y_dot = jax.jvp(lambda x: native(x, scale, bias), (x,), (jnp.cos(x),))
+    _, expected = jax.jvp(lambda x: exact(x, scale, bias), (x,), (jnp.cos(x),))
+    np.testing.assert_allclose(y_dot, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_jnp_by_name(kind):
+    y = jax.jit(lambda *args: NORMS[kind](*args, implementation="jnp"))(*operands((5, 64)))
+    np.testing.assert_allclose(y, formula(kind)(*operands((5, 64))), rtol=1e-5, atol=1e-6)
+
+
+def run(directory, *arguments) -> str:
+    """What a fresh Python on CPU prints; its error if it fails."""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    process = subprocess.run(
+        [sys.executable, *arguments], env=environment, cwd=directory, capture_output=True, text=True, check=False
+    )
+    return process.stdout if process.returncode == 0 else process.stderr
+
+
+# A library that the module needs is missing, or built for something else: the loader raises ImportError.
+BREAK_NATIVE = """
+import importlib.abc, sys
+class Broken(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name in ("jaxnorm._cpu", "jaxnorm._cuda"):
+            raise ImportError("libmissing.so.7: cannot open shared object file")
+sys.meta_path.insert(0, Broken())
+import numpy as np
+import jax
+import jaxnorm
+x = np.arange(12, dtype=np.float32).reshape(3, 4)
+"""
+
+
+def test_a_broken_module_leaves_the_formula(tmp_path):
+    program = BREAK_NATIVE + "print(np.asarray(jax.jit(jaxnorm.rms_norm)(x)).tolist())"
+    x = np.arange(12, dtype=np.float32).reshape(3, 4)
+    np.testing.assert_allclose(json.loads(run(tmp_path, "-c", program)), formula("rms")(x), rtol=1e-6)
+
+
+def test_a_broken_module_leaves_the_gradient(tmp_path):
+    program = BREAK_NATIVE + "print(np.asarray(jax.grad(lambda x: (jaxnorm.layer_norm(x) ** 3).sum())(x)).tolist())"
+    x = np.arange(12, dtype=np.float32).reshape(3, 4)
+    expected = jax.grad(lambda x: (formula("layer")(x) ** 3).sum())(x)
+    np.testing.assert_allclose(json.loads(run(tmp_path, "-c", program)), expected, rtol=1e-3, atol=1e-5)
+
+
+def test_native_by_name_says_why_a_module_is_broken(tmp_path):
+    printed = run(tmp_path, "-c", BREAK_NATIVE + "jaxnorm.rms_norm(x, implementation='native')")
+    assert "RuntimeError: rms_norm: " in printed
+    assert "libmissing.so.7" in printed
+
+
+def test_info_says_why_a_module_is_broken(tmp_path):
+    program = BREAK_NATIVE + "import runpy; sys.argv = ['info']; runpy.run_module('jaxnorm.info', run_name='__main__')"
+    assert "libmissing.so.7" in run(tmp_path, "-c", program)
+
+
+def test_importing_the_package_starts_no_backend(tmp_path):
+    program = "import jaxnorm; from jax._src import xla_bridge; print(xla_bridge.backends_are_initialized())"
+    assert run(tmp_path, "-c", program) == "False\n"

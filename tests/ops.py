@@ -1,0 +1,30 @@
+"""The table: a row for each op. Each law in `laws/` is tested for each row, by what the row says.
+
+A new op is a new row: what it computes and by which formula, its operands and sizes, what its backward gives and needs.
+"""
+
+from cases import KINDS
+from gated_rows import gate, grouped
+from gating import MAMBA, QWEN, VARIANTS
+from norm_rows import added, norm, padded, per_head
+from quantized_rows import quantized, quantized_sum
+
+NORMS = tuple(norm(kind) for kind in KINDS)
+PER_HEAD = tuple(per_head(kind) for kind in KINDS)
+ADDED = tuple(added(kind) for kind in KINDS)
+PADDED = tuple(padded(kind) for kind in KINDS)
+GATED = tuple(gate(variant) for variant in VARIANTS)
+GROUPED = tuple(grouped(variant) for variant in (MAMBA, QWEN))
+QUANTIZED = (
+    *(quantized(kind, "token", "int8") for kind in KINDS),
+    *(quantized(kind, "groups of 64", "float8_e4m3fn") for kind in KINDS),
+)
+QUANTIZED_SUMS = (
+    *(quantized_sum(kind, "token", "float8_e4m3fn") for kind in KINDS),
+    *(quantized_sum(kind, "tensor", "float8_e4m3fn") for kind in KINDS),
+    *(quantized_sum(kind, "groups of 128", "float8_e5m2") for kind in KINDS),
+)
+
+OPS = (*NORMS, *PER_HEAD, *ADDED, *PADDED, *GATED, *GROUPED, *QUANTIZED, *QUANTIZED_SUMS)
+# One row of each kind of rule, where they do not depend on the norm, the activation or the dtype.
+EACH = (NORMS[1], PER_HEAD[1], ADDED[1], PADDED[1], GATED[1], GROUPED[0], QUANTIZED[1], QUANTIZED_SUMS[1])

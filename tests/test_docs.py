@@ -1,0 +1,167 @@
+"""README and docs: examples run, commands and files exist, links lead somewhere."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jaxnorm
+from bench.__main__ import COMMANDS, parse
+from jaxnorm import checkpoint_policies as policies
+from jaxnorm import linen, nnx
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+# Files of the repository that a page names as code.
+NAMED_FILE = re.compile(r"`((?:bench|docs|examples)/[\w./-]+|README\.md|mkdocs\.yml)`")
+
+# Runs in an interpreter of its own: whatever JAX's devices are here, the examples want eight CPU devices. The blocks of
+# a page share a namespace, and a traceback has the page's own line numbers.
+RUN = """
+import json, sys, traceback
+failures = {}
+for page, blocks in json.load(sys.stdin).items():
+    namespace = {"__name__": page}
+    try:
+        for line, code in blocks:
+            exec(compile("\\n" * line + code, page, "exec"), namespace)
+    except Exception:
+        failures[page] = traceback.format_exc()
+json.dump(failures, sys.stdout)
+"""
+
+
+def blocks(page, language):
+    """(lines before it, text) of each fenced block of a page in a language."""
+    text = page.read_text()
+    return [(text.count("\n", 0, m.start(2)), m[2]) for m in FENCE.finditer(text) if m[1] == language]
+
+
+def page_id(page):
+    return str(page.relative_to(ROOT))
+
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=page_id)
+WITH_PYTHON = [page for page in PAGES if blocks(page, "python")]
+
+
+@pytest.fixture(scope="module")
+def failures():
+    """The traceback of each page whose examples fail."""
+    code = {page_id(page): blocks(page, "python") for page in WITH_PYTHON}
+    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    run = subprocess.run(
+        # -P: the installed package, and not the source tree.
+        [sys.executable, "-W", "error", "-P", "-c", RUN],
+        input=json.dumps(code),
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=page_id)
+def test_examples_run(page, failures):
+    assert page_id(page) not in failures, failures.get(page_id(page))
+
+
+def anchors(page):
+    """The anchors that Markdown gives the headings of a page."""
+    text = FENCE.sub("", page.read_text())
+    found = []
+    for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE):
+        slug = re.sub(r"[^\w\s-]", "", re.sub(r"`|\[([^\]]*)\]\([^)]*\)", r"\1", heading)).strip().lower()
+        found.append(re.sub(r"\s+", "-", slug))
+    return found
+
+
+@each_page
+def test_links_lead_somewhere(page):
+    for target in LINK.findall(FENCE.sub("", page.read_text())):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.is_file(), f"{target}: there is no {file}"
+        assert not anchor or anchor in anchors(file), f"{target}: {file.name} has {anchors(file)}"
+
+
+@each_page
+def test_headings_of_a_page_differ(page):
+    assert len(anchors(page)) == len(set(anchors(page)))
+
+
+@each_page
+def test_named_files_exist(page):
+    missing = [name for name in NAMED_FILE.findall(page.read_text()) if not (ROOT / name).exists()]
+    assert not missing
+
+
+def commands(page):
+    """Each command of the sh blocks and of code spans, as words; environment variables left out."""
+    lines = [line for _, text in blocks(page, "sh") for line in text.splitlines()]
+    lines += re.findall(r"`(python -m [^`]+|pip install [^`]+|mkdocs \w+)`", FENCE.sub("", page.read_text()))
+    for line in lines:
+        for command in re.split(r" && |; ", line):
+            yield [word for word in shlex.split(command) if not re.match(r"[A-Z_]+=", word)]
+
+
+def extras():
+    text = (ROOT / "pyproject.toml").read_text()
+    section = text.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+    return set(re.findall(r"^(\w+) = \[", section, re.MULTILINE))
+
+
+@each_page
+def test_commands_name_what_exists(page):
+    for program, *args in commands(page):
+        if Path(program).name == "pip":
+            for extra in re.findall(r"\[([\w,]+)\]", " ".join(args)):
+                assert set(extra.split(",")) <= extras()
+        elif args[:2] == ["-m", "bench"]:
+            check_bench(args[2:])
+        elif args and args[0].endswith(".py"):
+            assert (ROOT / args[0]).is_file()
+            options = [arg for arg in args if arg.startswith("--")]
+            assert all(option in (ROOT / args[0]).read_text() for option in options)
+
+
+def check_bench(args):
+    assert args[0] in COMMANDS
+    if "--help" not in args:
+        parse(args)  # an unknown option ends this
+
+
+def test_the_reference_has_every_public_name():
+    reference = (ROOT / "docs/api.md").read_text()
+    public = {f"jaxnorm.{name}" for name in jaxnorm.__all__ if callable(getattr(jaxnorm, name))}
+    public |= {f"{module.__name__}.{name}" for module in (nnx, linen) for name in module.__all__}
+    public |= {f"{policies.__name__}.{name}" for name in policies.__all__ if callable(getattr(policies, name))}
+    assert set(re.findall(r"^::: (\S+)$", reference, re.MULTILINE)) == public
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 180
+
+
+@pytest.mark.parametrize("command", ["pytest", "examples/train_lm.py"])
+def test_the_commands_that_ci_runs_stand_in_readme(command):
+    assert len(re.findall(rf"^python3 -m venv .*{command}$", (ROOT / "README.md").read_text(), re.MULTILINE)) == 1
+
+
+def test_every_constant_of_the_plan_is_explained():
+    sources = [path for path in (ROOT / "src").rglob("plan.*") if path.suffix in (".h", ".cc")]
+    assert sources
+    constants = {name for path in sources for name in re.findall(r"constexpr \w+ (k\w+) =", path.read_text())}
+    explained = (ROOT / "docs/kernels.md").read_text()
+    assert not {name for name in constants if f"`{name}`" not in explained}

@@ -1,0 +1,69 @@
+// The L2 norm's kernels, readers and table.
+#include "toy/l2_norm_cpu.h"
+
+#include "cpu/engine/row_loop.h"
+#include "cpu/ops/grad.h"
+#include "cpu/ops/load.h"
+#include "cpu/ops/write.h"
+#include "ffi/cpu.h"
+#include "ffi/table.h"
+
+namespace toy {
+
+void run(const L2NormForward& p, const ParallelFor& parallel_for) {
+  const int64_t traffic = 2 * p.rows * p.cols * size_of(p.x.dtype);
+  for_each_rows(parallel_for, p.rows, p.cols, [&](int64_t begin, int64_t end) {
+    with_type(p.x.dtype, [&](auto type) {
+      using X = decltype(type);
+      for_rows<L2>(p, begin, end, traffic, Stored<X>{p.x, p.cols}, Write<X>{p.cols, {p.y, p.cols, traffic}});
+    });
+  });
+}
+
+template <class X>
+struct L2NormGrad {
+  InputRows<X> dy, x;
+  OutputRows<X> dx;
+  DyAndX<X, X> operands(int64_t row) const { return {dy.reader(row), x.reader(row)}; }
+  WriteDx<X> result(int64_t row) const { return {dx[row]}; }
+  GradWeights weights(int64_t) const { return {}; }
+};
+
+void run(const L2NormBackward& p, const ParallelFor& parallel_for) {
+  const int64_t traffic = 3 * p.rows * p.cols * size_of(p.x.dtype);
+  for_each_rows(parallel_for, p.rows, p.cols, [&](int64_t begin, int64_t end) {
+    with_type(p.x.dtype, [&](auto type) {
+      using X = decltype(type);
+      const L2NormGrad<X> op{{p.dy, p.cols, traffic}, {p.x, p.cols, traffic}, {p.dx, p.cols, traffic}};
+      for_grad_rows<L2>(p, begin, end, op);
+    });
+  });
+}
+
+L2NormForward read_l2_norm(Reader& in) {
+  const RowShapes rows = in.rows(1);
+  L2NormForward p{rows.rows, rows.cols, in.operand("x", rows.x), {}, nullptr, in.attribute<float>("epsilon")};
+  p.y = in.result("y", rows.x, p.x.dtype);
+  if (in.has_result(rows.statistics)) p.rstd = in.f32_result("rstd", rows.statistics);
+  return p;
+}
+
+L2NormBackward read_l2_norm_grad(Reader& in) {
+  const RowShapes rows = in.rows(1);
+  L2NormBackward p{rows.rows, rows.cols, in.operand("dy", rows.x), {}, nullptr, {}};
+  p.x = in.operand("x", rows.x, p.dy.dtype);
+  p.rstd = in.f32_operand("rstd", rows.statistics);
+  p.dx = in.result("dx", rows.x, p.x.dtype);
+  return p;
+}
+
+inline constexpr std::tuple kTable{Row{"toy_l2_norm_fwd", read_l2_norm}, Row{"toy_l2_norm_bwd", read_l2_norm_grad}};
+
+extern "C" [[gnu::visibility("default")]] XLA_FFI_Error* l2_norm_fwd(XLA_FFI_CallFrame* frame) {
+  return handle<Cpu, kTable, 0>(frame);
+}
+extern "C" [[gnu::visibility("default")]] XLA_FFI_Error* l2_norm_bwd(XLA_FFI_CallFrame* frame) {
+  return handle<Cpu, kTable, 1>(frame);
+}
+
+}  // namespace toy
