@@ -38,6 +38,7 @@ struct Block {
   Fiber* fibers;
   int threads, current = 0, running = threads;
   Barrier barriers[16] = {};
+  Barrier warps[kMostThreads / 32] = {};
   jmp_buf launcher;
   int64_t idle_turns = 0;
 };
@@ -143,6 +144,22 @@ void barrier(int id, int threads) {
   const unsigned generation = barrier.generation;
   if (++barrier.arrived == (threads ? threads : block->running)) return release(barrier);
   wait_until([&] { return barrier.generation != generation; });
+}
+
+void sync_warp() {
+  const int first = block->current / 32 * 32, end = std::min(first + 32, block->threads);
+  const auto running = [&] {
+    int count = 0;
+    for (int i = first; i < end; ++i) count += !block->fibers[i].returned;
+    return count;
+  };
+  Barrier& warp = block->warps[first / 32];
+  const unsigned generation = warp.generation;
+  ++warp.arrived;
+  wait_until([&] {
+    if (warp.generation == generation && warp.arrived == running()) release(warp);
+    return warp.generation != generation;
+  });
 }
 
 uint32_t shuffle(uint32_t value, int thread) {

@@ -72,6 +72,9 @@ void wait_until(const std::function<bool()>& ready);
 // Waits for `threads` threads at barrier `id`; 0: for all that have not returned.
 void barrier(int id, int threads);
 
+// Waits for all threads of the warp that have not returned.
+void sync_warp();
+
 // What the block's thread `other`, of the same warp, passes with its call that corresponds to this one.
 uint32_t shuffle(uint32_t value, int other);
 
@@ -89,7 +92,7 @@ cudaError_t launch_kernel(const cudaLaunchConfig_t* config, void (*kernel)(Param
 #define cudaLaunchKernelEx emulator::launch_kernel
 
 inline void __syncthreads() { emulator::barrier(0, 0); }
-inline void __syncwarp() {}
+inline void __syncwarp() { emulator::sync_warp(); }
 
 template <typename T>
 T __shfl_sync(unsigned, T value, int lane, int width = 32) {

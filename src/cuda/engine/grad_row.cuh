@@ -159,4 +159,26 @@ struct DxResult {
   }
 };
 
+// What ops have in common whose sums are of x and dy as they are, and whose result is dx.
+template <typename T>
+struct DxGrad {
+  using X = T;
+  static constexpr bool kTransforms = false;
+
+  __device__ __host__ bool has_result(const Output& dx) const { return dx.data; }
+
+  template <typename Tile, typename Added, typename Place>
+  __device__ auto result(const Output& dx, const Added& added, const Place& at) const {
+    return DxResult<Tile, X, Added>{added, at(dx.data)};
+  }
+};
+
+// An op on x and dy of one type without weights and without an extra operand, but for its State, Scalars and fetch.
+template <typename T>
+struct WeightlessGrad : DxGrad<T> {
+  using DY = T;
+  static constexpr int kWeights = 0;
+  static constexpr Extra kExtra = Extra::absent;
+};
+
 }  // namespace jaxnorm::cuda

@@ -58,7 +58,7 @@ struct GatedNormGrad : GatedState {
   static constexpr Extra kExtra = GATE;
   static constexpr bool kTransforms = true;
 
-  __device__ __host__ explicit GatedNormGrad(const State& state) : State(state) {}
+  __device__ __host__ explicit GatedNormGrad(const State& state) : GatedState(state) {}
 
   __device__ void fetch(int64_t row, Scalars& s) const { s.rstd = rstd[row]; }
 

@@ -48,27 +48,18 @@ struct NormScalars {
 
 // WEIGHTS: how many gradients of weights there may be. DSUM: how dsum is reached, which is added to dx.
 template <Kind KIND, typename X_, typename DY_, int WEIGHTS, Extra DSUM>
-struct NormGrad : NormState {
-  using X = X_;
+struct NormGrad : NormState, DxGrad<X_> {
   using DY = DY_;
   using State = NormState;
   using Scalars = NormScalars<KIND>;
   static constexpr int kWeights = WEIGHTS;
   static constexpr Extra kExtra = DSUM;
-  static constexpr bool kTransforms = false;
 
-  __device__ __host__ explicit NormGrad(const State& state) : State(state) {}
+  __device__ __host__ explicit NormGrad(const State& state) : NormState(state) {}
 
   __device__ void fetch(int64_t row, Scalars& s) const {
     s.rstd = rstd[row];
     if constexpr (Scalars::kLayer) s.mean = mean[row];
-  }
-
-  __device__ __host__ bool has_result(const Output& dx) const { return dx.data; }
-
-  template <typename Tile, typename Added, typename Place>
-  __device__ auto result(const Output& dx, const Added& added, const Place& at) const {
-    return DxResult<Tile, X, Added>{added, at(dx.data)};
   }
 };
 
