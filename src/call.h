@@ -14,7 +14,8 @@ enum class Dtype : uint8_t { f32, f16, bf16, f8e4m3fn, f8e5m2, s8 };
 constexpr bool is_quantized(Dtype dtype) { return dtype >= Dtype::f8e4m3fn; }
 constexpr int size_of(Dtype dtype) { return dtype == Dtype::f32 ? 4 : is_quantized(dtype) ? 1 : 2; }
 
-// The pairs of dtypes that a kernel serves, of what it normalises and y, or of x and the residual: equal, or one f32.
+// The pairs of dtypes that a kernel serves, of what it normalises and y, or of x and what it is added to: equal, or one
+// f32.
 constexpr bool is_supported(Dtype a, Dtype b) { return a == b || a == Dtype::f32 || b == Dtype::f32; }
 
 struct Input {

@@ -3,17 +3,12 @@
 
 #include <cstdint>
 
+#include "ops/add_norm.h"
 #include "ops/gated_norm.h"
 #include "ops/norm.h"
 #include "ops/quantized_norm.h"
 
 namespace jaxnorm::cpu {
-
-// sum = a + b, in b's dtype, of rows that are normalised next and read from the cache then. It may lie where b does.
-struct Addition {
-  Input a, b;
-  Output sum;
-};
 
 // In the ops that these are given, scale, bias and smooth are f32 and the scale has its offset in it: widen() makes
 // them so. They work on rows [begin, end); `traffic` is how many bytes all rows of the call read and write. Gradients

@@ -23,12 +23,8 @@ Plan forward_plan(const NormOperands& p, Dtype stream_dtype) {
 // An op of a sum that no one kernel does: the sum by itself, and then the op of it.
 template <typename P, typename F>
 cudaError_t add_and(const P& p, cudaStream_t stream, F run) {
-  const cudaError_t error = add(p.x, p.residual, p.sum, p.rows * p.cols, stream);
-  if (error != cudaSuccess) return error;
-  P norm = p;
-  norm.x = {p.sum.data, p.sum.dtype};
-  norm.residual = {}, norm.sum = {};
-  return run(norm);
+  const cudaError_t error = add(addition_of(p), p.rows * p.cols, stream);
+  return error == cudaSuccess ? run(of_sum(p)) : error;
 }
 
 }  // namespace
@@ -65,8 +61,7 @@ cudaError_t run(const QuantizedNormForward& p, cudaStream_t stream) {
 cudaError_t run(const GatedNormForward& p, cudaStream_t stream) {
   if (p.cols > kGatedCols) return cudaErrorNotSupported;
   if (p.rows == 0) return cudaSuccess;
-  const Plan plan = make_gated_forward_plan(p.x.dtype, p.cols, p.gate.first);
-  return with_dtype(p.x.dtype, [&](auto type) { return run_gated_norm<decltype(type)>(p, plan, stream); });
+  return with_dtype(p.x.dtype, [&](auto type) { return run_gated_norm<decltype(type)>(p, stream); });
 }
 
 WorkspaceSize norm_forward_workspace(Kind kind, const WorkspaceQuery& query) {

@@ -5,9 +5,31 @@
 
 namespace jaxnorm {
 
-struct AddNormForward : NormForward {
-  Input residual;
-  Output sum;  // may lie where the residual does
+// What x is added to before it is normalised.
+struct Addend {
+  Input residual;  // absent: x is normalised
+  Output sum;      // may lie where the residual does
 };
+
+struct AddNormForward : NormForward, Addend {};
+
+// sum = a + b, rounded to b's dtype; sum may lie where b does.
+struct Addition {
+  Input a, b;
+  Output sum;
+};
+
+template <class Op>
+Addition addition_of(const Op& p) {
+  return {p.x, p.residual, p.sum};
+}
+
+// The op of a sum that is stored already.
+template <class Op>
+Op of_sum(Op p) {
+  p.x = {p.sum.data, p.sum.dtype};
+  static_cast<Addend&>(p) = {};
+  return p;
+}
 
 }  // namespace jaxnorm

@@ -1,5 +1,5 @@
-// The norm with a result of 8 bits, perhaps of a sum with a residual. y, in f32 and never stored, is quantised with
-// each operation rounded to f32:
+// The norm with a result of 8 bits, of x or of a sum. y, in f32 and never stored, is quantised with each operation
+// rounded to f32:
 //
 //   v = y * smooth                                                  (y itself where there is no smooth)
 //   scale = given, or over each `group` neighbouring columns of a row
@@ -10,7 +10,7 @@
 // A NaN makes the scale of its group NaN, and is 0 as an s8.
 #pragma once
 
-#include "ops/norm.h"
+#include "ops/add_norm.h"
 
 namespace jaxnorm {
 
@@ -35,9 +35,7 @@ struct Quantization {
   bool power_of_two = false;
 };
 
-struct QuantizedNormForward : NormOperands {
-  Input residual;  // absent: x is normalised
-  Output sum;      // may lie where the residual does
+struct QuantizedNormForward : NormOperands, Addend {
   Quantization quantized;
 };
 

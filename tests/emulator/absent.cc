@@ -20,7 +20,7 @@ cudaError_t run_quantized_norm<__half>(const QuantizedNormForward&, const Plan&,
   std::abort();
 }
 template <>
-cudaError_t run_gated_norm<__half>(const GatedNormForward&, const Plan&, cudaStream_t) {
+cudaError_t run_gated_norm<__half>(const GatedNormForward&, cudaStream_t) {
   std::abort();
 }
 template <>

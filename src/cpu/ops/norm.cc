@@ -29,15 +29,13 @@ void forward(NormForward p, const Addition* addition, const ParallelFor& paralle
 void run(const NormForward& p, const ParallelFor& parallel_for) { forward(p, nullptr, parallel_for); }
 
 void run(const AddNormForward& p, const ParallelFor& parallel_for) {
-  const Addition addition{p.x, p.residual, p.sum};
-  NormForward norm = p;
-  norm.x = {p.sum.data, p.sum.dtype};
-  forward(norm, &addition, parallel_for);
+  const Addition addition = addition_of(p);
+  forward(of_sum(p), &addition, parallel_for);
 }
 
 void run(const QuantizedNormForward& call, const ParallelFor& parallel_for) {
   QuantizedNormForward p = call;
-  const Addition addition{p.x, p.residual, p.sum};
+  const Addition addition = addition_of(p);
   const int64_t elements = p.rows * p.cols, sum_size = p.sum ? size_of(p.sum.dtype) : 0;
   const int64_t traffic = elements * (size_of(p.x.dtype) + 2 * sum_size + size_of(p.quantized.values.dtype));
   if (p.sum) p.x = {p.sum.data, p.sum.dtype};

@@ -21,32 +21,32 @@ __global__ void __launch_bounds__(kAddThreads) add_kernel(const A* a, const T* b
 }
 
 template <typename A, typename T>
-cudaError_t add_as(const Input& a, const Input& b, const Output& sum, int64_t elements, cudaStream_t stream) {
+cudaError_t add_as(const Addition& p, int64_t elements, cudaStream_t stream) {
   constexpr int N = kVector<T>;
   const int64_t vectors = (elements + N - 1) / N;
-  const bool is_aligned = elements % N == 0 && are_aligned<N>(a, b, sum);
+  const bool is_aligned = elements % N == 0 && are_aligned<N>(p.a, p.b, p.sum);
   const dim3 grid(static_cast<unsigned>(std::min<int64_t>((vectors + kAddThreads - 1) / kAddThreads, INT_MAX)));
   return launch_grid(is_aligned ? add_kernel<A, T, true> : add_kernel<A, T, false>, grid, kAddThreads, stream,
-                     static_cast<const A*>(a.data), static_cast<const T*>(b.data), static_cast<T*>(sum.data), elements);
+                     static_cast<const A*>(p.a.data), static_cast<const T*>(p.b.data), static_cast<T*>(p.sum.data),
+                     elements);
 }
 
 template <typename T>
-cudaError_t add_to(const Input& a, const Input& b, const Output& sum, int64_t elements, cudaStream_t stream) {
-  if (a.dtype == kDtype<T>) return add_as<T, T>(a, b, sum, elements, stream);
+cudaError_t add_to(const Addition& p, int64_t elements, cudaStream_t stream) {
+  if (p.a.dtype == kDtype<T>) return add_as<T, T>(p, elements, stream);
   if constexpr (std::is_same_v<T, float>) {
-    return a.dtype == Dtype::f16 ? add_as<__half, T>(a, b, sum, elements, stream)
-                                 : add_as<__nv_bfloat16, T>(a, b, sum, elements, stream);
+    return p.a.dtype == Dtype::f16 ? add_as<__half, T>(p, elements, stream)
+                                   : add_as<__nv_bfloat16, T>(p, elements, stream);
   } else {
-    return add_as<float, T>(a, b, sum, elements, stream);
+    return add_as<float, T>(p, elements, stream);
   }
 }
 
 }  // namespace
 
-cudaError_t add(const Input& a, const Input& b, const Output& sum, int64_t elements, cudaStream_t stream) {
-  if (sum.dtype == Dtype::f32) return add_to<float>(a, b, sum, elements, stream);
-  return sum.dtype == Dtype::f16 ? add_to<__half>(a, b, sum, elements, stream)
-                                 : add_to<__nv_bfloat16>(a, b, sum, elements, stream);
+cudaError_t add(const Addition& p, int64_t elements, cudaStream_t stream) {
+  if (p.sum.dtype == Dtype::f32) return add_to<float>(p, elements, stream);
+  return p.sum.dtype == Dtype::f16 ? add_to<__half>(p, elements, stream) : add_to<__nv_bfloat16>(p, elements, stream);
 }
 
 }  // namespace jaxnorm::cuda

@@ -178,8 +178,9 @@ struct GatedNormOp : RowOp<X, MeanSquare, 2> {
 };
 
 template <typename X, bool FIRST>
-cudaError_t gated_norm_as(const GatedNormForward& p, const Plan& plan, cudaStream_t stream) {
+cudaError_t gated_norm_as(const GatedNormForward& p, cudaStream_t stream) {
   constexpr int N = kVector<X>;
+  const Plan plan = make_gated_forward_plan(kDtype<X>, p.cols, FIRST);
   const bool is_aligned = p.cols % N == 0 && are_aligned<N>(p.x, p.gate.data, p.y, p.scale);
   return with_regime<GatedForwardRegimes<sizeof(X), FIRST>>(plan, [&](auto regime) {
     RowsLaunch launch(plan, p.cols, N, p.weight_rows);
@@ -188,8 +189,8 @@ cudaError_t gated_norm_as(const GatedNormForward& p, const Plan& plan, cudaStrea
 }
 
 template <typename X>
-cudaError_t run_gated_norm(const GatedNormForward& p, const Plan& plan, cudaStream_t stream) {
-  return p.gate.first ? gated_norm_as<X, true>(p, plan, stream) : gated_norm_as<X, false>(p, plan, stream);
+cudaError_t run_gated_norm(const GatedNormForward& p, cudaStream_t stream) {
+  return p.gate.first ? gated_norm_as<X, true>(p, stream) : gated_norm_as<X, false>(p, stream);
 }
 
 }  // namespace jaxnorm::cuda

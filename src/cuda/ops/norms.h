@@ -21,9 +21,8 @@ cudaError_t run_quantized_norm(const QuantizedNormForward& p, const Plan& plan, 
 
 // Rows of up to kGatedCols.
 template <typename S>
-cudaError_t run_gated_norm(const GatedNormForward& p, const Plan& plan, cudaStream_t stream);
+cudaError_t run_gated_norm(const GatedNormForward& p, cudaStream_t stream);
 
-// sum = a + b, rounded to b's type; sum may lie where b does.
-cudaError_t add(const Input& a, const Input& b, const Output& sum, int64_t elements, cudaStream_t stream);
+cudaError_t add(const Addition& p, int64_t elements, cudaStream_t stream);
 
 }  // namespace jaxnorm::cuda
