@@ -19,8 +19,9 @@ UNITS = (
     "cuda/ops/grad.cc",
     "cuda/dispatch.cc",
 )
-# Results and gradients; with per-head weights; with padding; quantised results; gated norms; sharded rows.
-PROGRAMS = ("run", "run_heads", "run_padding", "run_quantized", "run_gated", "run_shards")
+# Results and gradients; with per-head weights; with padding; quantised results; gated norms; sharded rows; workspaces
+# of other sizes than are wanted; whether every plan has a kernel.
+PROGRAMS = ("run", "run_heads", "run_padding", "run_quantized", "run_gated", "run_shards", "run_workspace", "run_plans")
 
 pytestmark = pytest.mark.emulated
 
@@ -63,6 +64,6 @@ def test_an_op_out_of_tree(op, tmp_path):
         TOY / f"{op}.cu",
         TOY / f"run_{op}.cc",
         EMULATOR / "emulator.cc",
-        *(SOURCES / unit for unit in ENGINE[:1]),
+        *(SOURCES / unit for unit in ENGINE[:2]),
     ]
     assert failures(compile_objects(sources, tmp_path), tmp_path / op) == (0, "0 failures\n", "")

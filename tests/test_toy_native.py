@@ -1,22 +1,10 @@
 """Ops that are not part of the package enter by files of their own: an L2 norm, and a matmul that is no norm at all."""
 
-import ctypes
-import shutil
-import subprocess
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-TESTS = Path(__file__).parent
-COMPILER = shutil.which("g++")
-# As the package's kernels are compiled, for the baseline instruction set. Symbols are hidden, or one library's table
-# would stand for another's of the same name. No op calls all functions of the headers.
-LIBRARY = ["-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden"]
-WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-unused-function"]
-FLAGS = [*LIBRARY, *WARNINGS, "-O2", "-ffp-contract=off", "-fno-math-errno"]
+from toys import COMPILER, load
 
 pytestmark = [
     pytest.mark.skipif(jax.default_backend() != "cpu", reason="handlers of the CPU"),
@@ -24,26 +12,14 @@ pytestmark = [
 ]
 
 
-def build(directory, source):
-    library = directory / f"{source}.so"
-    includes = ["-I", TESTS.parent / "src", "-I", TESTS, "-isystem", jax.ffi.include_dir()]
-    subprocess.run([COMPILER, *FLAGS, *includes, TESTS / "toy" / f"{source}.cc", "-o", library], check=True)
-    return ctypes.cdll.LoadLibrary(library)
-
-
-def register(library, *names):
-    for name in names:
-        jax.ffi.register_ffi_target(f"toy_{name}", jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
+@pytest.fixture(scope="module")
+def l2_norm():
+    load("l2_norm_cpu", "l2_norm_fwd", "l2_norm_bwd")
 
 
 @pytest.fixture(scope="module")
-def l2_norm(tmp_path_factory):
-    register(build(tmp_path_factory.mktemp("toy"), "l2_norm_cpu"), "l2_norm_fwd", "l2_norm_bwd")
-
-
-@pytest.fixture(scope="module")
-def matmul(tmp_path_factory):
-    register(build(tmp_path_factory.mktemp("toy"), "scaled_matmul_cpu"), "scaled_matmul")
+def matmul():
+    load("scaled_matmul_cpu", "scaled_matmul")
 
 
 def struct(*shape, dtype=jnp.float32):
@@ -79,7 +55,7 @@ def test_an_l2_norm(shape, dtype):
 def test_the_gradient_of_an_l2_norm(shape):
     x, dy = (jax.random.normal(jax.random.key(seed), shape) for seed in range(2))
     _, rstd = norm(x, with_rstd=True)
-    (dx,) = jax.ffi.ffi_call("toy_l2_norm_bwd", [struct(*shape)])(dy, x, rstd)
+    (dx,) = jax.ffi.ffi_call("toy_l2_norm_bwd", [struct(*shape)])(dy, x, rstd, with_dx=True)
     x_hat, dy = formula(x), np.asarray(dy, np.float64)
     expected = np.asarray(rstd, np.float64) * (dy - x_hat * (dy * x_hat).sum(-1, keepdims=True))
     assert np.linalg.norm(dx - expected) <= 1e-6 * np.linalg.norm(dy * rstd)

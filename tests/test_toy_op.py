@@ -1,5 +1,7 @@
 """An op that one file adds, out of the package's tree: everything that JAX does with a formula works with it."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,11 +10,19 @@ from cases import bits, draw, draw_x
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from toy.l2_norm import l2_norm
+from toy.l2_norm import NATIVE, l2_norm
+from toys import COMPILER, load
 
 import jaxnorm
 
 X = draw_x((8, 3, 40))
+HAS_KERNELS = jax.default_backend() == "cpu" and COMPILER is not None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels():
+    if HAS_KERNELS:
+        load("l2_norm_cpu", "l2_norm_fwd", "l2_norm_bwd")
 
 
 def formula(x, epsilon=1e-6):
@@ -73,9 +83,9 @@ def test_transformations(name):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_the_formula_is_what_runs(dtype):
+def test_the_formula_is_what_runs_by_name(dtype):
     x = X.astype(dtype)
-    assert bits(jax.jit(l2_norm)(x)) == bits(jax.jit(formula)(x))
+    assert bits(jax.jit(partial(l2_norm, implementation="jnp"))(x)) == bits(jax.jit(formula)(x))
 
 
 @pytest.mark.several
@@ -97,10 +107,16 @@ def test_between_forward_and_backward_only_x_and_a_number_for_each_row_live():
 
 
 def test_native_by_name_where_there_is_no_kernel():
-    with pytest.raises(RuntimeError, match=r"^l2_norm: .*native.*no kernels.*implementation=None"):
-        l2_norm(X, implementation="native")
+    with pytest.raises(RuntimeError, match=r"^l2_norm: .*native.*has length 0.*implementation=None"):
+        l2_norm(X[..., :0], implementation="native")
 
 
 def test_errors_are_those_of_every_op():
     with pytest.raises(TypeError, match=r"^l2_norm: x must have a floating-point dtype"):
         l2_norm(jnp.arange(4))
+
+
+@pytest.mark.skipif(not HAS_KERNELS, reason="the kernels are built for the CPU alone")
+def test_a_gradient_is_one_native_call_each_way():
+    text = jax.jit(jax.grad(loss_of(partial(l2_norm, implementation="native")))).lower(X).compile().as_text()
+    assert [text.count(f'custom_call_target="{target}"') for target in NATIVE.targets] == [1, 1]

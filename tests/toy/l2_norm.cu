@@ -1,3 +1,5 @@
+// The CUDA kernels of the L2 norm: its functors, and their launches.
+#include "cuda/engine/grad_launch.cuh"
 #include "cuda/ops/load.cuh"
 #include "cuda/ops/stats.cuh"
 #include "l2_norm.h"
@@ -10,14 +12,14 @@ using namespace jaxnorm::cuda;
 
 struct Norm : SquareSum {
   struct Statistics {
-    float rnorm;
+    float rstd;
   };
   template <typename Whole>
-  __device__ static Statistics finish(const L2Norm& p, const Whole& whole, float) {
+  __device__ static Statistics finish(const L2NormForward& p, const Whole& whole, float) {
     return {reciprocal_sqrt(whole.value[0] + p.epsilon)};
   }
-  __device__ static void write(const L2Norm& p, const Statistics& s, int64_t row) {
-    if (p.rnorm) p.rnorm[row] = s.rnorm;
+  __device__ static void write(const L2NormForward& p, const Statistics& s, int64_t row) {
+    if (p.rstd) p.rstd[row] = s.rstd;
   }
 };
 
@@ -26,20 +28,20 @@ template <typename X, typename Tile>
 struct Scale : RowEpilogue {
   template <typename... Args>
   __device__ Scale(const Args&...) {}
-  __device__ void arrive(const L2Norm&) {}
+  __device__ void arrive(const L2NormForward&) {}
 
   template <typename Group, typename Rows>
-  __device__ void finish(const L2Norm& p, const RowsLaunch& launch, const Group& group, const Rows& rows) const {
+  __device__ void finish(const L2NormForward& p, const RowsLaunch& launch, const Group& group, const Rows& rows) const {
     for (int r = 0; r < Rows::kRows && rows.is_there(r); ++r)
       finish<void>(p, launch, group, rows.s[r], rows.row(r), rows.x[r]);
   }
   template <typename Load, typename Group, typename Row>
-  __device__ void finish(const L2Norm& p, const RowsLaunch&, const Group& group, Norm::Statistics s, int64_t row,
+  __device__ void finish(const L2NormForward& p, const RowsLaunch&, const Group& group, Norm::Statistics s, int64_t row,
                          const Row& x) const {
     for_each_vector<Tile>(group, [&](int vec, auto col, int remaining) {
       float values[Tile::N];
       x.get(vec, col, remaining, values);
-      for (float& value : values) value *= s.rnorm;
+      for (float& value : values) value *= s.rstd;
       store<Tile::ALIGNED>(static_cast<X*>(p.y.data) + row * p.cols + col, pack<X>(values), remaining);
     });
   }
@@ -47,7 +49,7 @@ struct Scale : RowEpilogue {
 
 template <typename X>
 struct L2NormOp : RowOp<X, Norm> {
-  using Params = L2Norm;
+  using Params = L2NormForward;
   template <typename Tile>
   using Load = LoadRow<X, Tile>;
   template <typename R, typename Tile>
@@ -57,9 +59,9 @@ struct L2NormOp : RowOp<X, Norm> {
 };
 
 template <typename X>
-cudaError_t run_as(const L2Norm& p, cudaStream_t stream) {
+cudaError_t run_as(const L2NormForward& p, cudaStream_t stream) {
   constexpr int N = kVector<X>;
-  const Plan plan = make_plan(jaxnorm::cuda::Op::forward, Kind::rms, kDtype<X>, p.cols, current_device().max_cluster());
+  const Plan plan = make_plan(cuda::Op::forward, Kind::rms, kDtype<X>, p.cols, current_device().max_cluster());
   return with_regime<ForwardRegimes<sizeof(X)>>(plan, [&](auto regime) {
     RowsLaunch launch(plan, p.cols, N, {});
     return RowLauncher<L2NormOp<X>, decltype(regime)>{p, plan, launch, stream}.run(p.cols % N == 0 &&
@@ -67,10 +69,55 @@ cudaError_t run_as(const L2Norm& p, cudaStream_t stream) {
   });
 }
 
-}  // namespace
+struct GradState {
+  const float* rstd;
+};
 
-cudaError_t run(const L2Norm& p, cudaStream_t stream) {
+struct GradScalars {
+  static constexpr int kSums = 1;
+  float rstd = 0;
+
+  __device__ float x_hat(float x) const { return x * rstd; }
+  __device__ GradScalars for_sums() const { return *this; }
+
+  struct Dx {
+    float rstd, sum;
+    __device__ float operator()(float dy, float y) const { return rstd * fmaf(-y, sum, dy); }
+  };
+  __device__ Dx dx(const Sums<1>& sums, float) const { return {rstd, sums.value[0]}; }
+};
+
+template <typename T>
+struct L2NormGradOp : WeightlessGrad<T> {
+  using State = GradState;
+  using Scalars = GradScalars;
+  const GradState state;
+
+  __device__ explicit L2NormGradOp(const GradState& state) : state(state) {}
+  __device__ void fetch(int64_t row, GradScalars& s) const { s.rstd = state.rstd[row]; }
+};
+
+template <typename X>
+cudaError_t run_as(const L2NormBackward& p, cudaStream_t stream) {
+  const Plan plan = make_plan(cuda::Op::backward, Kind::rms, kDtype<X>, p.cols, current_device().max_cluster());
+  if (plan.segments > 0) return cudaErrorNotSupported;
+  GradRoom room;
+  const cudaError_t error = make_room({}, {false, false, 0}, plan, kDtype<X>, p.rows, p.cols, {}, room);
+  if (error != cudaSuccess || p.rows == 0) return error;
+  const GradCall<GradState> call{p.rows, p.cols, p.dy, p.x, {}, {}, {p.rstd}, p.dx, 0, 0};
+  const bool aligned = p.cols % kVector<X> == 0 && are_aligned<kVector<X>>(p.dy, p.x, p.dx);
+  return launch_grad_rows<OneTypeWays<L2NormGradOp<X>>>(grad_regimes<Kind::rms, X>(), call, plan, {}, room, aligned,
+                                                        stream);
+}
+
+template <typename P>
+cudaError_t run_for_dtype(const P& p, cudaStream_t stream) {
   return p.x.dtype == Dtype::f32 ? run_as<float>(p, stream) : run_as<__nv_bfloat16>(p, stream);
 }
+
+}  // namespace
+
+cudaError_t run(const L2NormForward& p, cudaStream_t stream) { return run_for_dtype(p, stream); }
+cudaError_t run(const L2NormBackward& p, cudaStream_t stream) { return run_for_dtype(p, stream); }
 
 }  // namespace toy

@@ -1,20 +1,26 @@
-// An op out of the package's tree: y = x * rsqrt(sum(x^2) + epsilon) of each row.
+// An L2 norm, as an op that is not part of the package: its struct for each direction.
+//
+//   y  = x_hat,   x_hat = x * rstd,   rstd = rsqrt(sum(x²) + epsilon)
+//   dx = rstd * (dy - x_hat * sum(dy * x_hat))
 #pragma once
-
-#include <cuda_runtime_api.h>
 
 #include "call.h"
 
 namespace toy {
 
-struct L2Norm {
+struct L2NormForward {
   int64_t rows, cols;
-  jaxnorm::Input x;   // f32 or bf16
-  jaxnorm::Output y;  // of x's type
-  float* rnorm;       // a value a row, as the gradient wants it; null where it is not wanted
+  jaxnorm::Input x;
+  jaxnorm::Output y;  // of x's dtype
+  float* rstd;        // a value a row; null where it is not wanted
   float epsilon;
 };
 
-cudaError_t run(const L2Norm& p, cudaStream_t stream);
+struct L2NormBackward {
+  int64_t rows, cols;
+  jaxnorm::Input dy, x;  // of one dtype
+  const float* rstd;     // a value a row
+  jaxnorm::Output dx;
+};
 
 }  // namespace toy

@@ -1,4 +1,8 @@
-"""An L2 norm: all that an op out of the package's tree has to say."""
+"""An L2 norm: all that an op out of the package's tree has to say.
+
+Its structs are in `l2_norm.h`, its kernels in `l2_norm_cpu.cc` and `l2_norm.cu`. The tests build those for the CPU, and
+run those of CUDA on the host: so elsewhere than on a CPU it has none here.
+"""
 
 import dataclasses
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -10,7 +14,7 @@ from jax import lax
 
 from jaxnorm.ops import checks
 from jaxnorm.primitive.family import Family
-from jaxnorm.primitive.op import LIKE_X, BatchDims, Derivative, Op, RowSpec, Statistics
+from jaxnorm.primitive.op import LIKE_X, BatchDims, Derivative, Native, Op, RowSpec, Statistics
 from jaxnorm.sharding import dims
 
 T = TypeVar("T")
@@ -64,6 +68,12 @@ def _derivative(norm: L2Norm, saved: Saved, v: Any) -> jax.Array:
     return derivative
 
 
+NATIVE: Native[L2Norm, Operands] = Native(
+    names=("toy_l2_norm",),
+    name=lambda norm: "toy_l2_norm",
+    forward=lambda norm, operands: {"epsilon": np.float32(norm.epsilon)},
+    backward=lambda norm, saved: {},
+)
 L2_NORM = Family(
     Op(
         name="l2_norm",
@@ -74,6 +84,7 @@ L2_NORM = Family(
         types=lambda norm, operands: Results(dims.like(operands.x, norm.out_dtype)),
         forward=forward,
         derivative=Derivative(saved=Saved, variables=Variables, linear=linear, backward=backward),
+        native=NATIVE if jax.default_backend() == "cpu" else None,
     )
 )
 

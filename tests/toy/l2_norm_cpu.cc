@@ -1,14 +1,43 @@
-// The L2 norm's kernels, readers and table.
-#include "toy/l2_norm_cpu.h"
-
+// The CPU kernels of the L2 norm, its readers and its table.
 #include "cpu/engine/row_loop.h"
+#include "cpu/engine/stats.h"
 #include "cpu/ops/grad.h"
 #include "cpu/ops/load.h"
 #include "cpu/ops/write.h"
 #include "ffi/cpu.h"
 #include "ffi/table.h"
+#include "toy/l2_norm.h"
 
 namespace toy {
+
+using namespace jaxnorm;
+using namespace jaxnorm::cpu;
+
+struct L2 {
+  float rstd;
+
+  Vec x_hat(Vec x) const { return x * rstd; }
+
+  template <int R, class Rows>
+  static void of(const Rows& x_rows, const L2NormForward& p, L2* stats) {
+    const auto square = sum<R, 1>(p.cols, [&](int row, int64_t column, auto extent, Vec* sums) {
+      const Vec x = x_rows(row, column, extent);
+      sums[0] = fma(x, x, sums[0]);
+    });
+    for (int row = 0; row < R; ++row) stats[row] = {1 / __builtin_sqrtf(square.values[row][0] + p.epsilon)};
+  }
+  void save(const L2NormForward& p, int64_t row) const {
+    if (p.rstd) p.rstd[row] = rstd;
+  }
+  static L2 saved(const L2NormBackward& p, int64_t row) { return {p.rstd[row]}; }
+
+  static constexpr int kGradSums = 1;
+  static void add(Vec g, Vec x_hat, Vec* sums) { sums[0] = fma(g, x_hat, sums[0]); }
+  auto gradient(const Sums<1, kGradSums>& sums) const {
+    const Vec minus_sum = broadcast(-sums.values[0][0]);
+    return [minus_sum, rstd = rstd](Vec g, Vec x_hat) { return fma(x_hat, minus_sum, g) * rstd; };
+  }
+};
 
 void run(const L2NormForward& p, const ParallelFor& parallel_for) {
   const int64_t traffic = 2 * p.rows * p.cols * size_of(p.x.dtype);
@@ -53,6 +82,7 @@ L2NormBackward read_l2_norm_grad(Reader& in) {
   L2NormBackward p{rows.rows, rows.cols, in.operand("dy", rows.x), {}, nullptr, {}};
   p.x = in.operand("x", rows.x, p.dy.dtype);
   p.rstd = in.f32_operand("rstd", rows.statistics);
+  in.require(in.flag("with_dx"), "dx is not wanted");
   p.dx = in.result("dx", rows.x, p.x.dtype);
   return p;
 }
