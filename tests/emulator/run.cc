@@ -126,6 +126,8 @@ int main(int argc, char** argv) {
     test(Kind::rms, Dtype::bf16, Dtype::f32, Dtype::f32, 3, 40000, 4);
     // Of which the memory of one has a row and the beginning of the next.
     for (const int64_t offset : {0, 1}) test(Kind::rms, Dtype::f32, Dtype::f32, Dtype::f32, 9, 131076 - offset, offset);
+    // Rows in segments, where fewer blocks than the schedule allows leave partial sums.
+    for (const Kind kind : {Kind::rms, Kind::layer}) test(kind, Dtype::f32, Dtype::f32, Dtype::f32, 9, 200000, 0);
     test_all(1, 300000);  // segments, and a row read again
   }
   std::printf("%d failures\n", failures);

@@ -66,7 +66,8 @@ def norm(kind):
             {"multiply_before_cast": False},
         ),
         # Rows beyond the number of partial sums that dscale is made of, and a number of rows that it does not divide.
-        backward_sizes=(rows(4099, 8), rows(2000, 129), rows(70_001, 3)),
+        # And long rows, more of them than the kernel by columns has blocks.
+        backward_sizes=(rows(4099, 8), rows(2000, 129), rows(70_001, 3), rows(9, 200_000)),
         lengths=tuple(
             rows(max(5, min(65, 2**18 // cols)), cols)
             for cols in (1, 31, 128, 1021, 4096, 16_384, 65_536, 100_003, 262_144)

@@ -212,8 +212,6 @@ template <typename Op>
 cudaError_t launch_columns(const GradCall<typename Op::State>& p, const GradRoom& room, bool aligned,
                            cudaStream_t stream) {
   using X = typename Op::X;
-  Partials partials = room.partials;
-  if (aligned) partials.rows = std::min(partials.rows, rows_of_column_blocks(kDtype<X>, p.cols));
   aligned = aligned && p.dy_pad == 0;
   const int64_t pieces = (p.cols + kSegment - 1) / kSegment;
   Segments segments{reinterpret_cast<SegmentSums*>(room.row_sums), room.segments, 1, 0};
@@ -226,8 +224,8 @@ cudaError_t launch_columns(const GradCall<typename Op::State>& p, const GradRoom
     }
   }
   constexpr int strip = kColumnThreads * kVector<X>;
-  const dim3 grid(static_cast<unsigned>((p.cols + strip - 1) / strip), static_cast<unsigned>(partials.rows));
-  return launch_grid(columns_kernel<Op>, grid, kColumnThreads, stream, p, partials, segments, aligned);
+  const dim3 grid(static_cast<unsigned>((p.cols + strip - 1) / strip), static_cast<unsigned>(room.partials.rows));
+  return launch_grid(columns_kernel<Op>, grid, kColumnThreads, stream, p, room.partials, segments, aligned);
 }
 
 }  // namespace jaxnorm::cuda

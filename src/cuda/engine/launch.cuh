@@ -99,8 +99,8 @@ struct RowsLaunch {
   int64_t step = 0, end = 0;  // of a grid-stride schedule: rows from a step to the next, and how many rows there are
   int64_t last_step = 0;      // rows from the first step to the last
   int sums = 1;               // of the backward, as of RowSchedule
-  int64_t y_pad = 0;          // elements after each row of the result that are set to zero
   PipelineShape pipeline = {};
+  int64_t y_pad = 0;          // elements after each row of the result that are set to zero
   uint32_t* tickets = nullptr;  // as in DynamicRows
 
   RowsLaunch(const Plan& plan, int64_t cols, int vector, const RowMap& weight_rows)

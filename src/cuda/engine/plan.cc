@@ -48,9 +48,9 @@ constexpr Plan forward_plan(const RegimeTable<SIZE>& table, bool centred, Dtype 
 }
 
 // Each of these tables has a regime for every row: its last one has room for the longest.
-constexpr int64_t kLongest = int64_t{1} << 50;
-static_assert(forward_plan(ForwardRegimes<2>::kTable, false, Dtype::bf16, kLongest, 1).entry >= 0);
-static_assert(forward_plan(ForwardRegimes<4>::kTable, true, Dtype::f32, kLongest, kMaxCluster).entry >= 0);
+constexpr int64_t longest = int64_t{1} << 50;
+static_assert(forward_plan(ForwardRegimes<2>::kTable, false, Dtype::bf16, longest, 1).entry >= 0);
+static_assert(forward_plan(ForwardRegimes<4>::kTable, true, Dtype::f32, longest, kMaxCluster).entry >= 0);
 static_assert(forward_plan(GatedForwardRegimes<2, true>::kTable, false, Dtype::bf16, kGatedCols, 1).entry >= 0);
 static_assert(forward_plan(GatedForwardRegimes<2, false>::kTable, false, Dtype::bf16, kGatedCols, 1).entry >= 0);
 static_assert(forward_plan(GatedForwardRegimes<4, true>::kTable, false, Dtype::f32, kGatedCols, 1).entry >= 0);

@@ -92,6 +92,9 @@ cudaError_t launch_norm_grad(const NormBackward& p, cudaStream_t stream) {
   GradRoom room;
   const GradNeeds needs{bool{p.dscale}, bool{p.dbias}, by_columns && p.dx ? plan.segments : 0};
   cudaError_t error = make_room(p.workspace, needs, plan, kDtype<X>, p.rows, p.cols, p.weight_rows, room);
+  // Fewer than the schedule allows: so many blocks of the kernel by columns run at once.
+  if (by_columns && aligned)
+    room.partials.rows = std::min(room.partials.rows, rows_of_column_blocks(kDtype<X>, p.cols));
   if (error == cudaSuccess && p.rows > 0) {
     if (by_columns) {
       error = launch_columns<NormGrad<KIND, X, DY, 2, Extra::in_memory>>(call, room, aligned, stream);
