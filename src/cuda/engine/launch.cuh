@@ -100,7 +100,7 @@ struct RowsLaunch {
   int64_t last_step = 0;      // rows from the first step to the last
   int sums = 1;               // of the backward, as of RowSchedule
   PipelineShape pipeline = {};
-  int64_t y_pad = 0;          // elements after each row of the result that are set to zero
+  int64_t y_pad = 0;            // elements after each row of the result that are set to zero
   uint32_t* tickets = nullptr;  // as in DynamicRows
 
   RowsLaunch(const Plan& plan, int64_t cols, int vector, const RowMap& weight_rows)
