@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from cases import KINDS, NORMS, operands
 from formulas import norm as formula
+from internals import GROUP_SIZES, LONGEST_GATED, LONGEST_PER_HEAD, SMALLEST_SCALE, ffi
 from native import why_not_native
 
 
@@ -26,6 +27,18 @@ def test_the_native_kernels_are_under_test():
 def test_native_by_name(kind):
     y = jax.jit(lambda *args: NORMS[kind](*args, implementation="native"))(*operands((5, 64)))
     np.testing.assert_allclose(y, formula(kind)(*operands((5, 64))), rtol=1e-5, atol=1e-6)
+
+
+# Python decides by these which calls have a kernel, also where no module is loaded.
+@pytest.mark.kernels
+@pytest.mark.parametrize("platform", list(filter(ffi.available, ffi.PLATFORMS)))
+def test_limits_are_those_of_the_kernels(platform):
+    assert ffi.module(platform).limits() == {
+        "per_head_cols": LONGEST_PER_HEAD,
+        "gated_cols": LONGEST_GATED,
+        "groups": GROUP_SIZES,
+        "smallest_scale": SMALLEST_SCALE,
+    }
 
 
 # A tangent has no kernel on any platform: asking for the native norm asks for that of y.
