@@ -14,9 +14,8 @@
 //                with; kSums, how many sums it has: 1 or 2. Rows in segments also want mean_sums and dx_of_means
 //   kWeights     gradients of weights that are summed up over rows: 0, 1 (dscale) or 2 (and dbias)
 //   kExtra       how the extra operand is reached, if there is one
-//   kTransforms  whether transform(x, dy, extra) makes what stands for x and dy above, in place, from all three; what
-//   it
-//                returns is handed on to the result. Otherwise the extra operand is added to dx
+//   kTransforms  whether transform(x, dy, extra) makes what stands for x and dy above, in place, from all three; it
+//                returns what is handed on to the result. Otherwise the extra operand is added to dx
 //   fetch(row, s)            loads the scalars of a row
 //   has_result(dx)           whether any result of rows is wanted
 //   result<Tile>(dx, added, at)   stores the results of a row: at(array) is the row's place in an array of X
