@@ -14,7 +14,8 @@ residual 4, 4 and 8; with a gate 3, 5 and 8. "copy" is XLA's `x + 1` on as many 
 H200, taken from bench/peers_h200.json: "(recorded)".
 
 A residual is donated to jaxnorm's forward, which writes the sum over it, and the sum is the next call's residual. In no
-program of jaxnorm XLA may run a kernel of its own, or copy an array of x's size: that is an error.
+program of jaxnorm XLA may run a kernel of its own, or copy an array of x's size: that is an error. With --default the
+programs are those of `implementation=None`, in which it may.
 
 A quantised result has the dtype float8_e4m3fn and a scale a token; the suite "variants" has others, and a residual. Of
 the result a byte an element is counted, and no scales. There is a forward only.
@@ -41,8 +42,6 @@ from bench import ops, peers, recorded, report, shapes, targets
 from bench.programs import NORMS
 from bench.timing import device_time, sets_needed
 from jaxnorm.native import ffi
-
-NAMES = {"native": "jaxnorm", "jnp": "XLA"}
 
 
 class Cell(NamedTuple):
@@ -80,6 +79,7 @@ def add_arguments(parser):
     parser.add_argument(
         "--peers", nargs="+", default=[], choices=peers.PACKAGES, metavar="PEER", help=", ".join(peers.PACKAGES)
     )
+    parser.add_argument("--default", action="store_true", help='jaxnorm with implementation=None, not "native"')
     parser.add_argument("--kernels", action="store_true", help="the kernels' names too, in the JSON")
     parser.add_argument("--commit", help="what is measured, where git cannot tell")
 
@@ -146,7 +146,7 @@ def measure_cell(cell, args, failed):
     work = ops.module_of(cell.kind)
     sets = [work.operands(cell.kind, *shape, seed) for seed in range(cell.sets)]
     tasks = {}  # a program by (package, direction), once for each set of operands
-    for implementation, name in NAMES.items():
+    for implementation, name in ((None if args.default else "native", "jaxnorm"), ("jnp", "XLA")):
         by_set = [work.programs(cell.kind, implementation, *arrays) for arrays in sets]
         for direction in cell.moved:
             tasks[name, direction] = [by_direction[direction] for by_direction in by_set]
@@ -154,7 +154,9 @@ def measure_cell(cell, args, failed):
     error = work.check(cell.kind, *sets[0], executables["jaxnorm", work.CHECKED])
     copy = None if cell.suite == "small" else copy_rate(cell, iterations)
     timings = {
-        name: functools.partial(package_time, name[0], cell, executable, tasks[name], iterations)
+        name: functools.partial(
+            package_time, name[0], cell, executable, tasks[name], iterations, is_pure=not args.default
+        )
         for name, executable in executables.items()
     }
     times = attempts(timings.items(), failed)
@@ -164,12 +166,13 @@ def measure_cell(cell, args, failed):
     return [row(cell, direction, times, copy, error, args.kernels) for direction in measured]
 
 
-def package_time(package, cell, executable, by_set, iterations):
-    """What a program of jaxnorm or XLA takes; an error if XLA does work of its own in jaxnorm's."""
-    if package == "jaxnorm" and (found := copies(executable.as_text(), cell.shape)):
+def package_time(package, cell, executable, by_set, iterations, *, is_pure=True):
+    """What a program of jaxnorm or XLA takes; an error if XLA does work of its own in a pure one of jaxnorm's."""
+    is_pure = is_pure and package == "jaxnorm"
+    if is_pure and (found := copies(executable.as_text(), cell.shape)):
         raise RuntimeError(f"XLA copies an array of x's size: {found[0]}")
     time = device_time(executable, [program.arguments for program in by_set], iterations, by_set[0].carries)
-    if package == "jaxnorm" and (found := [kernel for kernel in time.kernels if "jaxnorm" not in kernel]):
+    if is_pure and (found := [kernel for kernel in time.kernels if "jaxnorm" not in kernel]):
         raise RuntimeError(f"XLA runs kernels of its own: {', '.join(found)}")
     return time
 

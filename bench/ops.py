@@ -32,7 +32,7 @@ def suites_of(op, dtype):
             suites["models"].append((programs.PADDED, shapes.PADDED))
         return suites
     table = shapes.quantized_suites(itemsize)
-    suites = {suite: [(op, shape) for shape in table[suite]] for suite in ("grid", "small")}
+    suites = {suite: [(op, shape) for shape in table[suite]] for suite in ("grid", "small", "odd")}
     if dtype == "bfloat16":  # one dtype for all variants: they differ in what is written
         suites["variants"] = [(f"{op}, {name}", shape) for name in quantized.VARIANTS for shape in table["variants"]]
     return suites
@@ -46,4 +46,5 @@ def _gated_suites(itemsize):
         "grid": [(kind, shape) for kind in (gated.PLAIN, gated.LAST) for shape in table["grid"]],
         "models": [*models, (gated.LAST, shapes.QWEN3_NEXT)],
         "small": [(gated.PLAIN, shape) for shape in table["small"]],
+        "odd": [(kind, shape) for kind in (gated.PLAIN, gated.LAST) for shape in table["odd"]],
     }

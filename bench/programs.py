@@ -134,7 +134,7 @@ def programs(kind, implementation, x, weights, dy):
     """
     f = functions(kind, implementation)
     by_direction = each_direction(f, implementation, x, weights, dy)
-    if implementation == "native" and kind in ADDED_NORMS:
+    if implementation != "jnp" and kind in ADDED_NORMS:
         by_direction["forward"] = Program(f["carry"], (jnp.copy(x[1]), x[0], weights), carries=True)
     return by_direction
 

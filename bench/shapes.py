@@ -78,11 +78,14 @@ ODD = (
     Shape("odd million", (2, 1_000_003)),
 )
 
-# The like, with enough rows to time them.
+# The like, with enough rows to time them; 50257 is GPT-2's vocabulary.
 LARGE_ODD = (
     Shape("odd 1021", (65_536, 1021)),
+    Shape("odd 1153", (57_344, 1153)),
     Shape("odd 4097", (16_384, 4097)),
+    Shape("odd 50257", (1280, 50_257)),
     Shape("odd 100003", (1024, 100_003)),
+    Shape("odd 300007", (224, 300_007)),
 )
 
 # More than one normalised axis, more than two axes, one row, no axis but the normalised one.
@@ -117,19 +120,20 @@ def suites(itemsize: int) -> dict[str, tuple[Shape, ...]]:
 
 def added_suites(itemsize: int) -> dict[str, tuple[Shape, ...]]:
     """The like, of norms with a residual add."""
-    return {"grid": grid(itemsize), "models": STREAMS, "small": DECODE}
+    return {"grid": grid(itemsize), "models": STREAMS, "small": DECODE, "odd": LARGE_ODD}
 
 
 def gated_suites(itemsize: int) -> dict[str, tuple[Shape, ...]]:
     """The like, of gated norms, whose rows have at most 16384 columns; "models" are rows without groups."""
-    table = tuple(shape for shape in grid(itemsize) if shape.cols <= 16_384)
-    return {"grid": table, "models": MAMBA2, "small": DECODE}
+    table, odd = (tuple(shape for shape in of if shape.cols <= 16_384) for of in (grid(itemsize), LARGE_ODD))
+    return {"grid": table, "models": MAMBA2, "small": DECODE, "odd": odd}
 
 
 def quantized_suites(itemsize: int) -> dict[str, tuple[Shape, ...]]:
     """The like, of norms with a quantised result; "variants" has the shapes of which every granularity is timed."""
     table = grid(itemsize)
-    return {"grid": table, "small": DECODE, "variants": tuple(shape for shape in table if shape.cols in (4096, 8192))}
+    variants = tuple(shape for shape in table if shape.cols in (4096, 8192))
+    return {"grid": table, "small": DECODE, "odd": LARGE_ODD, "variants": variants}
 
 
 def few_rows(shape: Shape, elements: int = 2**17) -> Shape:

@@ -97,6 +97,12 @@ def models(results):
     return rates(results["header"], others, "shape", lambda row: f"{row['shape']}, {row['M']}x{row['N']}")
 
 
+def odd(results):
+    """How many times as fast as XLA, by op and row length, of rows that vectors do not divide."""
+    rows = [row for row in results["rows"] if row["shape"].startswith("odd ") and row["x XLA"]]
+    return about(results["header"]) + pivot("times XLA", rows, lambda row: row["N"], lambda row: f"{row['x XLA']:.2f}")
+
+
 def is_step(row):
     return report.op_parts(row["op"])[1] == "step"
 
@@ -264,6 +270,8 @@ TABLES = {
     "h200-gated-models": ("h200_gated.json", models),
     "h200-quantized-grid": ("h200_quantized.json", grid),
     "h200-quantized-small": ("h200_quantized.json", small),
+    "h200-odd": ("h200_odd.json", odd),
+    "h200-odd-default": ("h200_odd_default.json", odd),
     "cpu": ("cpu.json", cpu),
     "cpu-headline": ("cpu.json", cpu_headline),
     "cpu-neighbours": ("cpu_neighbours.json", cpu),

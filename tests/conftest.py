@@ -19,6 +19,7 @@ import jax
 import pytest
 from coverage import set_full
 from hypothesis import settings
+from internals import run_every_kernel
 from native import description, is_built, is_platform_with_kernels, why_not_native
 
 import jaxnorm
@@ -38,6 +39,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    run_every_kernel()
     full = config.getoption("--full")
     set_full(jax.default_backend() == "gpu" if full is None else full)
     config.addinivalue_line("markers", "jax_version: depends on JAX's version: the tests of another Python")

@@ -13,7 +13,7 @@ from jax.interpreters import ad
 
 from jaxnorm.native import ffi
 from jaxnorm.primitive import weights
-from jaxnorm.primitive.op import AnyOp, BatchDims, Derivative, Record, RowSpec
+from jaxnorm.primitive.op import AnyOp, BatchDims, CallRows, Derivative, Record, RowSpec
 from jaxnorm.primitive.rules import Rules, all_none, at_front, bind, fold, has, leaves_of, present, rows_and_cols
 from jaxnorm.sharding import dims
 from jaxnorm.sharding.dims import DimMap
@@ -94,6 +94,17 @@ class Backward(Rules):
         )
         attributes = {**native.backward(spec, saved), **has("has_", saved), **has("has_d", cotangents)}
         return ffi.call(target, ctx, leaves, workspace=workspace, attributes=attributes | has("with_d", variables))
+
+    def slower(
+        self, platform: str, *types: Any, tree: Any, spec: RowSpec, wanted: Any, batch_dims: BatchDims
+    ) -> str | None:
+        """Why XLA's code for the formula is faster than the native call."""
+        assert self.op.native is not None
+        (_, *others), saved = self._operands(tree, types)
+        _, cols = rows_and_cols(spec, saved[0])
+        return self.op.native.slower(
+            spec, CallRows(platform, "backward", saved[0].dtype, cols, adds=not all_none(others))
+        )
 
     def dim_maps(
         self, places: Any, *, spec: RowSpec, wanted: Any, batch_dims: BatchDims

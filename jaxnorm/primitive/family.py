@@ -39,7 +39,7 @@ class Family(Generic[S, O, R]):
         for rule in rules:
             partition.register(rule.primitive, rule.dim_maps, op.can_shard)
             native = None if op.native is None else rule.native
-            lowering.register(rule.primitive, rule.formula, native, rule.formula_of_shard)
+            lowering.register(rule.primitive, rule.formula, native, rule.formula_of_shard, rule.slower)
         if linear is not None:
             lowering.register_formula(linear.primitive, linear.formula)
         text.register_types(op.spec, *op.static_types)

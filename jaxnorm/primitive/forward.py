@@ -11,7 +11,7 @@ from jaxnorm.native import ffi
 from jaxnorm.primitive import weights
 from jaxnorm.primitive.addend import add
 from jaxnorm.primitive.linear import Linear
-from jaxnorm.primitive.op import AnyOp, Record, RowSpec, Statistics
+from jaxnorm.primitive.op import AnyOp, CallRows, Record, RowSpec, Statistics
 from jaxnorm.primitive.rules import (
     Rules,
     all_none,
@@ -73,9 +73,8 @@ class Forward(Rules):
         native = self.op.native
         assert native is not None
         operands = self._operands(tree, ctx.avals_in)
-        x, addend = operands[0], self._addend(operands)
-        rows, cols = rows_and_cols(spec, x)
-        normalised = x if addend is None else addend
+        addend, normalised = self._addend(operands), self._normalised(operands)
+        rows, cols = rows_and_cols(spec, normalised)
         target = f"{native.name(spec)}_fwd"
         return ffi.call(
             target,
@@ -89,8 +88,21 @@ class Forward(Rules):
             attributes={**native.forward(spec, operands), **has("has_", operands)},
         )
 
+    def slower(self, platform: str, *types: Any, tree: Any, spec: RowSpec, with_stats: bool) -> str | None:
+        """Why XLA's code for the formula is faster than the native call."""
+        assert self.op.native is not None
+        operands = self._operands(tree, types)
+        normalised, adds = self._normalised(operands), self._addend(operands) is not None
+        _, cols = rows_and_cols(spec, normalised)
+        return self.op.native.slower(spec, CallRows(platform, "forward", normalised.dtype, cols, adds))
+
     def _addend(self, operands: Record) -> Any:
         return getattr(operands, self.op.addend) if self.op.addend else None
+
+    def _normalised(self, operands: Record) -> Any:
+        """An array of what is normalised's shape and dtype: a sum has the addend's dtype."""
+        addend = self._addend(operands)
+        return operands[0] if addend is None else addend
 
     def _sum_in_place(self, spec: RowSpec, operands: Record) -> dict[int, int]:
         given, results = ([name for name, _ in leaves_of(a)] for a in (operands, self.op.types(spec, operands)))

@@ -18,14 +18,23 @@ class NativeRule(Protocol):
     def __call__(self, platform: str, ctx: Any, *operands: Any, **params: Any) -> Sequence[Any]: ...
 
 
+class SlowerRule(Protocol):
+    def __call__(self, platform: str, *types: Any, **params: Any) -> str | None: ...
+
+
 def register(
-    primitive: Primitive, formula: Formula, native: NativeRule | None, of_shard: Formula | None = None
+    primitive: Primitive,
+    formula: Formula,
+    native: NativeRule | None,
+    of_shard: Formula | None = None,
+    slower: SlowerRule | None = None,
 ) -> None:
     """Lowers a primitive, one of whose parameters is a `Spec`, to its native call on the platforms that have one.
 
     None is for a primitive without kernels. Where rows have sharded axes, of_shard computes a device's shard; None is
     the formula. In a program for several devices the call is one that XLA partitions, if
-    `jaxnorm.sharding.partition.register` was told how, and else the formula.
+    `jaxnorm.sharding.partition.register` was told how, and else the formula. slower says why XLA's code for the formula
+    is faster than the native call: it runs then, unless the call must be native.
     """
     lower_formula = mlir.lower_fun(formula)
     lower_shard = mlir.lower_fun(of_shard or formula)
@@ -39,6 +48,8 @@ def register(
             if native is None or reason is not None:
                 if spec.native_for and reason is not None:
                     raise reasons.cannot_compile(spec.native_for, platform, reason)
+                return lower_formula(ctx, *operands, spec=spec, **params)
+            if slower and not spec.native_for and slower(platform, *ctx.avals_in, spec=spec, **params):
                 return lower_formula(ctx, *operands, spec=spec, **params)
             if compat.is_split_by_xla(ctx):
                 return partition.lower(platform, primitive, ctx, *operands, spec=spec, **params)

@@ -97,6 +97,16 @@ R = TypeVar("R", bound=NamedTuple)
 D = TypeVar("D", bound=NamedTuple)
 
 
+class CallRows(NamedTuple):
+    """The rows of a native call, as far as its speed depends on them."""
+
+    platform: str
+    way: Literal["forward", "backward"]
+    dtype: np.dtype[Any]  # of what is normalised
+    cols: int
+    adds: bool  # whether an addend is added first, or the cotangent of the sum
+
+
 @dataclasses.dataclass(frozen=True)
 class Native(Generic[S, O]):
     """The native calls of an op: their targets are `<name>_fwd` and `<name>_bwd`, for every name that it has.
@@ -112,6 +122,8 @@ class Native(Generic[S, O]):
     forward: Callable[[S, O], dict[str, Any]]
     backward: Callable[[S, Any], dict[str, Any]] | None = None
     plan: Callable[[S, O], dict[str, Any]] | None = None  # what `_cuda.plan` wants to know, for `jaxnorm.info`
+    # Why XLA's code for the formula is faster: it runs then, unless the call must be native.
+    slower: Callable[[S, CallRows], str | None] = lambda *_: None
 
     @property
     def targets(self) -> list[str]:

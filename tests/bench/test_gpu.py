@@ -20,7 +20,7 @@ def test_the_gpu_command_selects_cells():
 
 
 def test_norms_with_a_residual_have_shapes_of_residual_streams():
-    args = parse(["gpu", "--suites", "models", "odd", "--dtypes=float32", "--ops", "add_rms"])
+    args = parse(["gpu", "--suites", "models", "--dtypes=float32", "--ops", "add_rms"])
     names = {cell.shape.name for cell in gpu.cells(args)}
     assert {"llama3 8B", "ViT-L/16"} <= names <= {shape.name for shape in shapes.MODELS if "qk" not in shape.name}
 
@@ -28,7 +28,7 @@ def test_norms_with_a_residual_have_shapes_of_residual_streams():
 def test_variants_of_quantised_norms_have_a_suite_of_their_own():
     args = parse(["gpu", "--ops", "rms_quantized", "--dtypes", "float32", "bfloat16"])
     found = [(cell.suite, cell.kind, cell.dtype) for cell in gpu.cells(args)]
-    per_dtype = len(shapes.GRID_COLS) + len(shapes.DECODE)
+    per_dtype = len(shapes.GRID_COLS) + len(shapes.DECODE) + len(shapes.LARGE_ODD)
     assert found.count(("grid", "rms_quantized", "float32")) == len(shapes.GRID_COLS)
     assert found.count(("variants", "rms_quantized, int8", "bfloat16")) == 2
     assert len(found) == 2 * per_dtype + 2 * len(quantized.VARIANTS)
@@ -94,7 +94,7 @@ def test_jax_times_the_calls_in_turn(monkeypatch):
     assert time == (21e-3, ["a", "b"])
 
 
-def measure_cell(kind, monkeypatch, kernels=("jaxnorm",), dtype="float16", cols=300):
+def measure_cell(kind, monkeypatch, kernels=("jaxnorm",), dtype="float16", cols=300, default=False):
     """Rows, failures and how many sets each program had: all but CUPTI, on this platform, and no peer works."""
     used, failed = [], []
 
@@ -111,7 +111,8 @@ def measure_cell(kind, monkeypatch, kernels=("jaxnorm",), dtype="float16", cols=
     monkeypatch.setattr(peers, "calls", fail)
     monkeypatch.setattr(timing, "COLD_BYTES", 20_000)
     cell = gpu.Cell("models", kind, dtype, shapes.Shape("any", (9, cols)))
-    rows = gpu.measure_cell(cell, SimpleNamespace(iterations=2, peers=["Liger"], kernels=False), failed)
+    args = SimpleNamespace(iterations=2, peers=["Liger"], default=default, kernels=False)
+    rows = gpu.measure_cell(cell, args, failed)
     return rows, failed, used
 
 
@@ -167,6 +168,12 @@ def test_no_kernel_of_xlas_is_counted_as_jaxnorms(monkeypatch):
     assert rows == []
     assert len(failed) == 3
     assert "jaxnorm forward: RuntimeError: XLA runs kernels of its own: wrapped_copy" in failed
+
+
+@pytest.mark.kernels
+def test_by_default_kernels_of_xlas_are_counted(monkeypatch):
+    rows, failed, _ = measure_cell("rms", monkeypatch, kernels=("jaxnorm", "wrapped_copy"), default=True)
+    assert (len(rows), failed) == (3, ["Liger: RuntimeError: no such kernel"])
 
 
 @pytest.mark.kernels

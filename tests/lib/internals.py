@@ -1,9 +1,31 @@
 """What tests use of the package beside its public names: every such import stands here."""
 
 from jaxnorm.native import ffi
+from jaxnorm.ops import speed
 from jaxnorm.ops.gated_norm.formula import LONGEST as LONGEST_GATED
 from jaxnorm.primitive import weights
 from jaxnorm.primitive.weights import LONGEST as LONGEST_PER_HEAD
 from jaxnorm.quantization import GROUP_SIZES, SMALLEST_SCALE
 
-__all__ = ["GROUP_SIZES", "LONGEST_GATED", "LONGEST_PER_HEAD", "SMALLEST_SCALE", "ffi", "weights"]
+__all__ = [
+    "GROUP_SIZES",
+    "LONGEST_GATED",
+    "LONGEST_PER_HEAD",
+    "SMALLEST_SCALE",
+    "choose_fastest",
+    "ffi",
+    "run_every_kernel",
+    "weights",
+]
+
+_vectors_divide = speed.vectors_divide
+
+
+def run_every_kernel():
+    """Runs kernels also where XLA's code is faster: the laws are theirs."""
+    speed.vectors_divide = lambda rows: True
+
+
+def choose_fastest(monkeypatch):
+    """Chooses for the rest of a test as a user's program does."""
+    monkeypatch.setattr(speed, "vectors_divide", _vectors_divide)

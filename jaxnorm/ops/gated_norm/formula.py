@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax import lax
 
+from jaxnorm.ops import speed
 from jaxnorm.ops.norm.formula import broadcastable, means, sum_rows
 from jaxnorm.primitive.family import Family
 from jaxnorm.primitive.op import (
@@ -233,6 +234,7 @@ GATED_NORM = Family(
             forward=lambda norm, operands: {**_attributes(norm, operands), "epsilon": np.float32(norm.epsilon)},
             backward=_attributes,
             plan=lambda *_: {"kind": "rms", "gate": "last"},
+            slower=speed.any_kernel,
         ),
         reasons=(_row_too_long, _other_dtype),
         can_shard=lambda *_: True,

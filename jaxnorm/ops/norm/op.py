@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxnorm.ops import speed
 from jaxnorm.ops.norm import shard
 from jaxnorm.ops.norm.formula import (
     ADDEND,
@@ -136,6 +137,7 @@ NORM = Family(
             forward=_forward_attributes,
             backward=_backward_attributes,
             plan=plan,
+            slower=speed.norm,
         ),
         reasons=(per_head_weights,),
         weights_batch=True,

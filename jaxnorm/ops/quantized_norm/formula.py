@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 
 from jaxnorm.native import compat
+from jaxnorm.ops import speed
 from jaxnorm.ops.norm import formula, op
 from jaxnorm.ops.norm.formula import ADDEND, KINDS, ROLES, Kind, Norm, broadcastable
 from jaxnorm.primitive import weights
@@ -185,6 +186,7 @@ QUANTIZED_NORM = Family(
             forward=_attributes,
             # A quantised result changes no plan; the straight-through gradient's is the norm's.
             plan=op.plan,
+            slower=speed.any_kernel,
         ),
         reasons=(_weights_with_batch_dims,),
         addend=ADDEND,

@@ -1,0 +1,39 @@
+"""Where XLA's code for the formula is faster than the CUDA kernels, which `implementation=None` leaves out there.
+
+Rows that 16-byte vectors do not divide begin anywhere in a word of memory. Kernels that go by vectors have to put those
+together from words, and the others go by elements. Measured on an H200 with `python -m bench gpu --suites odd`, see
+docs/benchmarks/gpu-variants.md.
+"""
+
+from jaxnorm.ops.norm.formula import Norm
+from jaxnorm.primitive.op import CallRows, RowSpec
+
+# The most columns of rows that vectors do not divide in a cluster's shared memory with pipelines.
+LONGEST = 2**18
+
+
+def vectors_divide(rows: CallRows) -> bool:
+    """Whether vectors divide the rows, or kernels are those of a CPU, which have no such rows to fear."""
+    return rows.platform != "cuda" or rows.cols * rows.dtype.itemsize % 16 == 0
+
+
+def any_kernel(_: RowSpec, rows: CallRows) -> str | None:
+    """For ops whose kernels lose for all rows that vectors do not divide."""
+    return None if vectors_divide(rows) else _why(rows, "rows")
+
+
+def norm(_: Norm, rows: CallRows) -> str | None:
+    if vectors_divide(rows):
+        return None
+    if rows.adds and rows.way == "backward":
+        return _why(rows, f"the gradient of sums of up to {LONGEST} columns") if rows.cols <= LONGEST else None
+    if rows.cols > LONGEST:
+        return _why(rows, f"rows of more than {LONGEST} columns")
+    first = 0 if rows.adds else 1025
+    if rows.way == "forward" and rows.dtype.itemsize == 2 and first <= rows.cols < 4096:
+        return _why(rows, f"half types in rows of {first} to 4095 columns")
+    return None
+
+
+def _why(rows: CallRows, which: str) -> str:
+    return f"XLA's code is faster for {which} where 16-byte vectors do not divide a row, as one of {rows.cols} columns"

@@ -1,0 +1,79 @@
+"""Where `implementation=None` leaves a CUDA kernel out, since XLA's code for the formula is faster."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hlo import count_native_calls
+from internals import choose_fastest
+
+import jaxnorm
+
+pytestmark = pytest.mark.plans
+
+
+@pytest.fixture(autouse=True)
+def _fastest(monkeypatch):
+    choose_fastest(monkeypatch)
+
+
+def native_ways(function, dtype, cols, platform="cuda", arrays=1, **options):
+    """Which ways of the gradient program are native calls."""
+    x = jax.ShapeDtypeStruct((4, cols), dtype)
+    scale = jax.ShapeDtypeStruct((cols,), dtype)
+
+    def loss(*args):
+        return sum(jnp.sum(jnp.sin(y.astype("float32"))) for y in jax.tree.leaves(function(*args, **options)))
+
+    program = jax.jit(jax.grad(loss)).trace(*[x] * arrays, scale).lower(lowering_platforms=(platform,))
+    return {name.rsplit("_", 1)[1] for name in count_native_calls(program.as_text())}
+
+
+rms, layer = partial(jaxnorm.rms_norm), partial(jaxnorm.layer_norm)
+add = partial(jaxnorm.add_rms_norm)
+gated = partial(jaxnorm.gated_rms_norm, gate_first=True)
+
+
+@pytest.mark.parametrize(
+    ("function", "arrays", "dtype", "cols", "ways"),
+    [
+        (rms, 1, "bfloat16", 4096, {"fwd", "bwd"}),
+        (rms, 1, "bfloat16", 1153, {"bwd"}),
+        (layer, 1, "float16", 1153, {"bwd"}),
+        (rms, 1, "bfloat16", 1021, {"fwd", "bwd"}),
+        (rms, 1, "bfloat16", 4097, {"fwd", "bwd"}),
+        (rms, 1, "float32", 1153, {"fwd", "bwd"}),
+        (layer, 1, "float32", 1156, {"fwd", "bwd"}),  # four elements a vector, so they divide it
+        (layer, 1, "float32", 300_007, set()),
+        (rms, 1, "bfloat16", 300_000, {"fwd", "bwd"}),
+        (add, 2, "bfloat16", 4096, {"fwd", "bwd"}),
+        (add, 2, "bfloat16", 1153, set()),
+        (add, 2, "bfloat16", 4097, {"fwd"}),
+        (add, 2, "float32", 1153, {"fwd"}),
+        (add, 2, "float32", 300_007, {"bwd"}),
+        (gated, 2, "bfloat16", 4096, {"fwd", "bwd"}),
+        (gated, 2, "float32", 1153, set()),
+    ],
+)
+def test_rows_that_vectors_do_not_divide(function, arrays, dtype, cols, ways):
+    assert native_ways(function, dtype, cols, arrays=arrays) == ways
+
+
+def test_quantised_rows_that_vectors_do_not_divide():
+    def calls(cols):
+        quantized = jax.jit(partial(jaxnorm.rms_norm_quantized, quantization=jaxnorm.Quantization("int8")))
+        x = jax.ShapeDtypeStruct((4, cols), "bfloat16")
+        return count_native_calls(quantized.trace(x).lower(lowering_platforms=("cuda",)).as_text())
+
+    assert (calls(4096), calls(4097)) == ({"jaxnorm_rms_norm_quantized_fwd": 1}, {})
+
+
+@pytest.mark.parametrize("function", [rms, layer, gated])
+def test_what_must_be_native_is(function):
+    arrays = 2 if function is gated else 1
+    assert native_ways(function, "bfloat16", 1153, arrays=arrays, implementation="native") == {"fwd", "bwd"}
+
+
+def test_a_cpu_has_no_such_rows():
+    assert native_ways(rms, "bfloat16", 1153, "cpu") == {"fwd", "bwd"}
