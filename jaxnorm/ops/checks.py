@@ -232,16 +232,13 @@ def check_out_dtype(function: str, out_dtype: Any, x: jax.Array) -> np.dtype[Any
     if out_dtype is None:
         return np.dtype(x.dtype)
     try:
-        dtype: np.dtype[Any] = np.dtype(jnp.dtype(out_dtype))
+        dtype: np.dtype[Any] | None = np.dtype(jnp.dtype(out_dtype))
     except TypeError:
-        raise TypeError(
-            f"{function}: out_dtype must be a dtype, got {out_dtype!r}; {misuse.no_dtype(out_dtype)}"
-        ) from None
+        dtype = None
     if dtype not in DTYPES:
-        raise TypeError(
-            f"{function}: out_dtype must be a floating-point dtype of 16, 32 or 64 bits, got {dtype}; "
-            f"{misuse.no_dtype(out_dtype)}"
-        )
+        what = "a dtype" if dtype is None else "a floating-point dtype of 16, 32 or 64 bits"
+        remedy = misuse.no_dtype(out_dtype, {known.name for known in DTYPES})
+        raise TypeError(f"{function}: out_dtype must be {what}, got {dtype or repr(out_dtype)}; {remedy}")
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise TypeError(
             f"{function}: out_dtype={dtype} needs 64-bit types; enable them with jax_enable_x64, or pass float32."

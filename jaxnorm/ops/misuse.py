@@ -3,7 +3,7 @@
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import jax
@@ -183,10 +183,9 @@ DTYPES = {
 }
 
 
-def no_dtype(value: object) -> str:
-    """The remedy where a dtype that norms have is expected."""
+def no_dtype(value: object, known: Iterable[str]) -> str:
+    """The remedy where one of the known dtypes is expected."""
     name = str(value).removeprefix("torch.")
-    meant = DTYPES.get(name, name)
-    if meant in DTYPES.values():
+    if (meant := DTYPES.get(name, name)) in known:
         return f"did you mean {meant}?"
-    return f"expected one of {', '.join(dict.fromkeys(DTYPES.values()))}; cast the result to others."
+    return f"expected one of {', '.join(sorted(known))}."

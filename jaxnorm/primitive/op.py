@@ -127,6 +127,7 @@ class Request(NamedTuple):
     out_dtype: np.dtype[Any]
     axes: int
     scale_shape: tuple[int, ...]
+    residual_dtype: np.dtype[Any] | None = None  # x's if the function cannot do without a residual, else for none
 
     def array(self, shape: tuple[int, ...], dtype: Any = None) -> Any:
         """The type of an operand, of x's dtype if no other is given."""
