@@ -11,6 +11,7 @@ from jaxnorm import checkpoint_policies
 from jaxnorm.ops.gated_norm.api import gated_rms_norm
 from jaxnorm.ops.norm.added import add_layer_norm, add_rms_norm
 from jaxnorm.ops.norm.api import layer_norm, rms_norm
+from jaxnorm.ops.options import implementation
 from jaxnorm.ops.quantized_norm.api import layer_norm_quantized, rms_norm_quantized
 from jaxnorm.quantization import Quantization, Quantized
 
@@ -27,8 +28,16 @@ __all__ = [
     "add_rms_norm",
     "checkpoint_policies",
     "gated_rms_norm",
+    "implementation",
     "layer_norm",
     "layer_norm_quantized",
     "rms_norm",
     "rms_norm_quantized",
 ]
+
+# What it is for, if it is loaded: `dir` names no internals.
+_PUBLIC_MODULES = ("checkpoint_policies", "info", "linen", "nnx")
+
+
+def __dir__() -> list[str]:
+    return sorted(name for name in globals() if name in (*__all__, *_PUBLIC_MODULES) or (name[:2] == name[-2:] == "__"))

@@ -2,17 +2,23 @@
 
 import argparse
 import importlib.metadata
+import inspect
 import json
 import math
 import platform as python_platform
+from collections.abc import Iterable
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
+import jaxnorm
 from jaxnorm.native import compat, ffi
-from jaxnorm.ops import checks
+from jaxnorm.ops import checks, misuse
+from jaxnorm.ops.options import choice
 from jaxnorm.primitive import op, reasons, weights
 
+WAYS: tuple[op.Way, ...] = ("forward", "backward")
 PACKAGES = ("jaxnorm", "jax", "jaxlib", "nanobind-backend")
 Report = dict[str, Any]
 
@@ -49,7 +55,14 @@ def call(function: str, request: op.Request, platform: str) -> Report:
     of_function, how = op.functions()[function]
     spec, operands = how.request(request)
     place = reasons.Place(platform, of_function.native is not None)
-    reason = reasons.why_not(call=reasons.Call(of_function, spec, operands), place=place)
+    asked = reasons.Call(of_function, spec, operands)
+    reason = reasons.why_not(call=asked, place=place)
+    implementation, why = "native", f"jaxnorm._{platform} is loaded and has kernels for these dtypes"
+    chosen = choice(None)
+    if chosen.implementation == "jnp":
+        implementation, why = "jnp", f"the formula is asked for{chosen.how}"
+    elif reason is not None:
+        implementation, why = "jnp" if chosen.implementation is None else "an error", reason
     report: Report = {
         "op": function,
         "shape": request.shape,
@@ -57,23 +70,34 @@ def call(function: str, request: op.Request, platform: str) -> Report:
         "out_dtype": request.out_dtype.name,
         "axes": request.axes,
         "scale_shape": request.scale_shape,
+        "residual_dtype": request.residual_dtype and request.residual_dtype.name,
         "platform": platform,
-        "implementation": "native" if reason is None else "jnp",
-        "why": reason or f"jaxnorm._{platform} is loaded and has kernels for these dtypes",
+        "implementation": implementation,
+        "why": why,
     }
-    if reason is None and platform == "cuda" and of_function.native is not None and of_function.native.plan:
-        report |= _plans(request, of_function.native.plan(spec, operands))
+    if implementation == "native" and of_function.native is not None:
+        if chosen.implementation is None:
+            report["slower"] = _slower(asked, of_function.native, platform)
+        if platform == "cuda" and of_function.native.plan:
+            report |= _plans(request, of_function.native.plan(spec, operands))
     return report
+
+
+def _slower(asked: reasons.Call, native: op.Native[Any, Any], platform: str) -> dict[str, str]:
+    """The ways in which the formula runs all the same, each with the reason why XLA's code for it is faster."""
+    addend, x = asked.addend, asked.x
+    dtype, cols = (x if addend is None else addend).dtype, math.prod(x.shape[axis] for axis in asked.spec.axes)
+    adds = addend is not None
+    ways = {way: native.slower(asked.spec, op.CallRows(platform, way, dtype, cols, adds)) for way in WAYS}
+    return {str(way): reason for way, reason in ways.items() if reason}
 
 
 def _plans(request: op.Request, how: dict[str, Any]) -> Report:
     """The launch plans of the CUDA kernels, each way, as the op describes itself to them."""
     kind, how = how["kind"], {key: value for key, value in how.items() if key != "kind"}
     clusters, cols = _largest_cluster(), math.prod(request.shape[-request.axes :])
-    plan = ffi.module("cuda").plan
-    plans = {
-        way: plan(way, kind, request.dtype.name, cols, max_cluster=clusters, **how) for way in ("forward", "backward")
-    }
+    plan, dtype = ffi.module("cuda").plan, request.residual_dtype or request.dtype  # that of what is normalised
+    plans = {way: plan(way, kind, dtype.name, cols, max_cluster=clusters, **how) for way in WAYS}
     batch_dims = weights.stripped(request.scale_shape[: -request.axes])
     count, inner = weights.heads_of(request.shape, request.axes, batch_dims)
     if count > 1 and inner > 1:  # such rows are not fetched ahead
@@ -109,12 +133,14 @@ def in_words(report: Report) -> str:
     shape, scale_shape = ("x".join(map(str, norm[name])) for name in ("shape", "scale_shape"))
     axes = "axis" if norm["axes"] == 1 else f"{norm['axes']} axes"
     scale = f", scale[{scale_shape}]," if len(norm["scale_shape"]) > norm["axes"] else ""
+    residual = f" and a residual of {norm['residual_dtype']}" if norm["residual_dtype"] else ""
     lines.append(
-        f"\n{norm['op']} of {norm['dtype']}[{shape}]{scale} to {norm['out_dtype']} over the last {axes} on "
+        f"\n{norm['op']} of {norm['dtype']}[{shape}]{residual}{scale} to {norm['out_dtype']} over the last {axes} on "
         f"{norm['platform']}: {norm['implementation']}, because {norm['why']}"
     )
     for way, plan in norm.get("plans", {}).items():
-        lines.append(f"{way:18}{plan['regime']}: {plan_in_words(plan)}")
+        slower = norm.get("slower", {}).get(way)
+        lines.append(f"{way:18}jnp, because {slower}" if slower else f"{way:18}{plan['regime']}: {plan_in_words(plan)}")
     if "plans" in norm:
         lines.append(f"{'':18}(on a GPU whose largest cluster has {norm['largest_cluster']} blocks)")
     return "\n".join(lines)
@@ -122,6 +148,7 @@ def in_words(report: Report) -> str:
 
 def _parse(arguments: list[str] | None) -> tuple[argparse.Namespace, op.Request]:
     parser = argparse.ArgumentParser(prog="python -m jaxnorm.info", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"jaxnorm {jaxnorm.__version__}")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--op", choices=tuple(op.functions()), default="rms_norm")
     parser.add_argument("--shape", type=_shape, default=(4096, 4096), help="x's shape, as 4096x4096")
@@ -129,8 +156,9 @@ def _parse(arguments: list[str] | None) -> tuple[argparse.Namespace, op.Request]
     parser.add_argument(
         "--scale-shape", type=_shape, help="scale's, as 32x128 for 32 heads; x's last axes if not given"
     )
-    parser.add_argument("--dtype", type=jnp.dtype, default="float32", help="the dtype of x, and of other operands")
-    parser.add_argument("--out-dtype", type=jnp.dtype, help="the result's dtype; x's, or float8_e4m3fn, if not given")
+    parser.add_argument("--dtype", type=_dtype, default="float32", help="the dtype of x, and of other operands")
+    parser.add_argument("--residual-dtype", type=_dtype, help="the residual's; x's, or no residual, if not given")
+    parser.add_argument("--out-dtype", type=_dtype, help="the result's dtype; x's, or float8_e4m3fn, if not given")
     parser.add_argument("--platform", help="cpu, cuda, tpu, ...; JAX's default if not given")
     options = parser.parse_args(arguments)
     if options.platform == "gpu":
@@ -142,15 +170,25 @@ def _parse(arguments: list[str] | None) -> tuple[argparse.Namespace, op.Request]
         parser.error(f"--axes is {options.axes}, expected 1: {options.op} is over the last axis")
     options.scale_shape = options.scale_shape or options.shape[-options.axes :]
     _check_scale_shape(parser, options, function)
-    if options.dtype not in checks.DTYPES:
-        parser.error(f"{options.dtype} is no floating-point dtype of 16, 32 or 64 bits, and norms take no other")
-    results = function.out_dtypes or (options.dtype, *checks.DTYPES)
-    out_dtype = options.out_dtype or results[0]
-    if out_dtype not in results:
-        known = ", ".join(sorted({dtype.name for dtype in results}))
-        parser.error(f"{options.op} has no results of {out_dtype}, but of {known}")
-    request = op.Request(options.shape, options.dtype, out_dtype, options.axes, options.scale_shape)
+    _check_dtypes(parser, options, function)
+    request = op.Request(
+        options.shape, options.dtype, options.out_dtype, options.axes, options.scale_shape, options.residual_dtype
+    )
     return options, request
+
+
+def _check_dtypes(parser: argparse.ArgumentParser, options: argparse.Namespace, function: op.Function) -> None:
+    for argument in ("dtype", "residual_dtype"):
+        dtype = getattr(options, argument)
+        if dtype is not None and dtype not in checks.DTYPES:
+            parser.error(f"--{argument.replace('_', '-')} is {dtype}, {misuse.no_dtype(dtype, _names(checks.DTYPES))}")
+    if options.residual_dtype and "residual" not in inspect.signature(getattr(jaxnorm, function.name)).parameters:
+        parser.error(f"--residual-dtype is given, and {function.name} adds no residual")
+    results = function.out_dtypes or (options.dtype, *checks.DTYPES)
+    options.out_dtype = options.out_dtype or results[0]
+    if options.out_dtype not in results:
+        known = ", ".join(_names(results))
+        parser.error(f"{function.name} has no results of {options.out_dtype}, but of {known}")
 
 
 def _check_scale_shape(parser: argparse.ArgumentParser, options: argparse.Namespace, function: op.Function) -> None:
@@ -163,6 +201,19 @@ def _check_scale_shape(parser: argparse.ArgumentParser, options: argparse.Namesp
             f"--scale-shape is {options.scale_shape}, expected {last} and before it, if anything, what broadcasts "
             f"against {others}"
         )
+
+
+def _names(dtypes: Iterable[np.dtype[Any]]) -> list[str]:
+    return sorted({dtype.name for dtype in dtypes})
+
+
+def _dtype(text: str) -> np.dtype[Any]:
+    try:
+        return np.dtype(jnp.dtype(text))
+    except TypeError:
+        results = (dtype for _, function in op.functions().values() for dtype in function.out_dtypes or ())
+        remedy = misuse.no_dtype(text, _names((*checks.DTYPES, *results)))
+        raise argparse.ArgumentTypeError(f"{text!r} is no dtype; {remedy}") from None
 
 
 def _shape(text: str) -> tuple[int, ...]:

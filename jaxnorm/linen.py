@@ -193,7 +193,8 @@ def _fused(norm: Callable[..., Any], module: Any, rows: tuple[jax.Array, ...], m
     axis, features = axes
     scale, bias = _parameters(module, normalised, features)
     dtype = linen.dtypes.canonicalize_dtype(normalised, scale, bias, dtype=module.dtype)
-    return norm(*rows, scale, bias, epsilon=module.epsilon, axis=axis, out_dtype=dtype, axis_name=module.axis_name)
+    options = {"epsilon": module.epsilon, "axis": axis, "out_dtype": dtype, "axis_name": module.axis_name}
+    return norm(*rows, scale, bias=bias, **options)
 
 
 def _quantized(
@@ -209,7 +210,7 @@ def _quantized(
     quantized: Quantized | tuple[Quantized, jax.Array] = module._functions.quantized(
         x,
         scale,
-        bias,
+        bias=bias,
         quantization=module.quantization,
         residual=residual,
         straight_through=module.straight_through,

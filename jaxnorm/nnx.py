@@ -203,8 +203,9 @@ def _fused(norm: Callable[..., Any], module: Any, mask: jax.Array | None, rows: 
     if axes is None or not _flax.kernel_dtypes(dtype, *(a.dtype for a in (*rows, *parameters) if a is not None)):
         return None
     axis, features = axes
-    rows, parameters = _operands(rows, parameters, dtype, features)
-    return norm(*rows, *parameters, epsilon=module.epsilon, axis=axis, out_dtype=dtype, axis_name=module.axis_name)
+    rows, (scale, bias) = _operands(rows, parameters, dtype, features)
+    options = {"epsilon": module.epsilon, "axis": axis, "out_dtype": dtype, "axis_name": module.axis_name}
+    return norm(*rows, scale, bias=bias, **options)
 
 
 def _quantized(
@@ -222,7 +223,7 @@ def _quantized(
     quantized: Quantized | tuple[Quantized, jax.Array] = module._functions.quantized(
         x,
         scale,
-        bias,
+        bias=bias,
         quantization=module.quantization,
         residual=added[0] if added else None,
         straight_through=module.straight_through,

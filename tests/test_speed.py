@@ -9,6 +9,7 @@ from hlo import count_native_calls
 from internals import choose_fastest
 
 import jaxnorm
+from jaxnorm import info
 
 pytestmark = pytest.mark.plans
 
@@ -73,6 +74,13 @@ def test_quantised_rows_that_vectors_do_not_divide():
 def test_what_must_be_native_is(function):
     arrays = 2 if function is gated else 1
     assert native_ways(function, "bfloat16", 1153, arrays=arrays, implementation="native") == {"fwd", "bwd"}
+
+
+def test_info_says_so(capsys):
+    info.main(["--platform", "cuda", "--dtype", "bfloat16", "--shape", "8x1153"])
+    forward, backward = (line for line in capsys.readouterr().out.splitlines() if line.startswith(("forward", "backw")))
+    assert "jnp, because XLA's code is faster" in forward
+    assert "threads" in backward
 
 
 def test_a_cpu_has_no_such_rows():

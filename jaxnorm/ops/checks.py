@@ -15,10 +15,11 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxnorm.native import compat
+from jaxnorm.ops import misuse
+from jaxnorm.ops.options import IMPLEMENTATIONS, Choice, choice
 from jaxnorm.primitive import weights
 from jaxnorm.sharding.shards import Shards
 
-IMPLEMENTATIONS = (None, "native", "jnp")
 DTYPES = frozenset(map(jnp.dtype, ("float16", "bfloat16", "float32", "float64")))
 
 
@@ -26,8 +27,7 @@ def check_array(function: str, name: str, value: object) -> jax.Array:
     """value as a floating-point jax.Array."""
     if not isinstance(value, (jax.Array, np.ndarray, np.generic)) and not hasattr(value, "__jax_array__"):
         raise TypeError(
-            f"{function}: {name} must be an array, got {type(value).__name__}; convert it with "
-            f"jax.numpy.asarray({name}), or name the argument that it is meant for, as epsilon has to be."
+            f"{function}: {name} must be an array, got {type(value).__name__}; {misuse.no_array(name, value)}"
         )
     # Of float64 without 64-bit types jax.numpy makes float32; what only becomes an array has no dtype before.
     given = value if hasattr(value, "dtype") else jnp.asarray(value)
@@ -88,7 +88,8 @@ def check_weight(
         is_batch = not batch_dims
     if weight.shape[len(batch_dims) :] != features or not is_batch:
         raise ValueError(
-            f"{function}: {name} has shape {weight.shape}, expected {expected}. Reshape {name}, or change axis."
+            f"{function}: {name} has shape {weight.shape}, expected {expected}. "
+            f"{misuse.no_weight(name, weight.shape, x.shape)}"
         )
     return sharded_like(function, name, weight, x, axes)
 
@@ -179,7 +180,7 @@ def check_like_x(function: str, name: str, value: object, x: jax.Array, they_are
     if array.shape != x.shape:
         raise ValueError(
             f"{function}: {name} has shape {array.shape}, expected x's shape {x.shape}: they are {they_are} element by "
-            f"element. Reshape or broadcast one of them, as with jax.numpy.broadcast_to({name}, x.shape)."
+            f"element. {misuse.not_like_x(name, array.shape, x.shape)}"
         )
     return array
 
@@ -231,21 +232,25 @@ def check_out_dtype(function: str, out_dtype: Any, x: jax.Array) -> np.dtype[Any
     if out_dtype is None:
         return np.dtype(x.dtype)
     try:
-        dtype: np.dtype[Any] = np.dtype(jnp.dtype(out_dtype))
+        dtype: np.dtype[Any] | None = np.dtype(jnp.dtype(out_dtype))
     except TypeError:
-        raise TypeError(f"{function}: out_dtype must be a dtype, got {out_dtype!r}.") from None
+        dtype = None
     if dtype not in DTYPES:
-        raise TypeError(
-            f"{function}: out_dtype must be a floating-point dtype of 16, 32 or 64 bits, got {dtype}; cast the result."
-        )
+        what = "a dtype" if dtype is None else "a floating-point dtype of 16, 32 or 64 bits"
+        remedy = misuse.no_dtype(out_dtype, {known.name for known in DTYPES})
+        raise TypeError(f"{function}: out_dtype must be {what}, got {dtype or repr(out_dtype)}; {remedy}")
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
-        raise TypeError(f"{function}: out_dtype={dtype} needs 64-bit types; enable them with jax_enable_x64.")
+        raise TypeError(
+            f"{function}: out_dtype={dtype} needs 64-bit types; enable them with jax_enable_x64, or pass float32."
+        )
     return dtype
 
 
-def check_implementation(function: str, implementation: object) -> None:
+def check_implementation(function: str, implementation: Any) -> Choice:
+    """What is chosen, by the argument or, where it is None, by the context or the environment."""
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"{function}: unknown implementation {implementation!r}; expected None (native where it exists), "
             f"'native' (an error where it does not) or 'jnp'."
         )
+    return choice(implementation)

@@ -97,11 +97,14 @@ R = TypeVar("R", bound=NamedTuple)
 D = TypeVar("D", bound=NamedTuple)
 
 
+Way = Literal["forward", "backward"]
+
+
 class CallRows(NamedTuple):
     """The rows of a native call, as far as its speed depends on them."""
 
     platform: str
-    way: Literal["forward", "backward"]
+    way: Way
     dtype: np.dtype[Any]  # of what is normalised
     cols: int
     adds: bool  # whether an addend is added first, or the cotangent of the sum
@@ -139,6 +142,7 @@ class Request(NamedTuple):
     out_dtype: np.dtype[Any]
     axes: int
     scale_shape: tuple[int, ...]
+    residual_dtype: np.dtype[Any] | None = None  # x's if the function cannot do without a residual, else for none
 
     def array(self, shape: tuple[int, ...], dtype: Any = None) -> Any:
         """The type of an operand, of x's dtype if no other is given."""

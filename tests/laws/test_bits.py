@@ -131,7 +131,8 @@ def add(gradients):
     for gradient in gradients:
         digest.update(np.asarray(gradient).tobytes())
 for norm in (jaxnorm.rms_norm, jaxnorm.layer_norm):
-    add(jax.jit(lambda x, s, b, dy: jax.vjp(norm, x, s, b)[1](dy))(x, scale, scale, dy))
+    with_bias = lambda x, scale, bias: norm(x, scale, bias=bias)
+    add(jax.jit(lambda x, s, b, dy: jax.vjp(with_bias, x, s, b)[1](dy))(x, scale, scale, dy))
     x_of_heads, dy_of_heads, scales = (a.reshape(29, 53, 333) for a in (x, dy, np.ones_like(x)))
     add(jax.jit(lambda x, s, dy: jax.vjp(norm, x, s)[1](dy))(x_of_heads, scales[0], dy_of_heads))
 def gated(*args):

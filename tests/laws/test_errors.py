@@ -1,5 +1,7 @@
 """Bad input: each a clear error while tracing, which names the argument, what came, what was expected."""
 
+import inspect
+import pydoc
 from functools import partial
 
 import bad_quantized_calls
@@ -7,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bad_calls import SCALE, X
+from bad_calls import MISUSE, SCALE, X
 from coverage import cover, over
+from flax import nnx
 from ops import ADDED, GATED, NORMS, OPS, QUANTIZED
 
 import jaxnorm
@@ -40,7 +43,10 @@ def test_bad_input(op, name):
         public(op)(*args, **keywords)
 
 
-@over(OF_EACH_FUNCTION, name=lambda op: [n for n, (args, *_) in op.bad_calls.items() if hasattr(args[0], "dtype")])
+@over(
+    OF_EACH_FUNCTION,
+    name=lambda op: [n for n, (args, *_) in op.bad_calls.items() if args and isinstance(args[0], jax.Array)],
+)
 def test_bad_input_is_found_while_tracing(op, name):
     (x, *args), keywords, error, parts = op.bad_calls[name]
     with pytest.raises(error, match=in_order(op.public, parts)):
@@ -83,25 +89,44 @@ def test_a_traced_number(op, argument):
         jax.jit(lambda value: public(op)(*args, **options, **{argument: value}))(1)
 
 
-@pytest.mark.parametrize("op", OF_EACH_FUNCTION, ids=str)
-def test_an_unknown_keyword(op):
-    with pytest.raises(TypeError, match="eps"):
-        public(op)(*[X] * op.arrays, eps=1e-6)
+# Of the public functions themselves, to whose quantised ones the tables give a quantization.
+@pytest.mark.parametrize("function", ["rms_norm_quantized", "layer_norm_quantized"])
+def test_a_missing_quantization(function):
+    with pytest.raises(TypeError, match=f"^{function}: .*'quantization'.*quantization=jaxnorm.Quantization"):
+        getattr(jaxnorm, function)(X, SCALE)
 
 
-# Keywords that other functions have, and one that has no default.
-@pytest.mark.parametrize(
-    ("call", "keyword"),
-    [
-        (lambda: jaxnorm.rms_norm(X, pad_to=8), "pad_to"),
-        (lambda: jaxnorm.layer_norm(X, pad_to=8), "pad_to"),
-        (lambda: jaxnorm.gated_rms_norm(X, X), "gate_first"),
-        (lambda: jaxnorm.rms_norm_quantized(X, quantization=TOKEN, multiply_before_cast=True), "multiply_before_cast"),
-    ],
-)
-def test_a_keyword_of_another_function(call, keyword):
-    with pytest.raises(TypeError, match=keyword):
-        call()
+POSITIONAL = {
+    "rms_norm": ["x", "scale"],
+    "layer_norm": ["x", "scale", "bias"],
+    "add_rms_norm": ["x", "residual", "scale"],
+    "add_layer_norm": ["x", "residual", "scale", "bias"],
+    "gated_rms_norm": ["x", "gate", "scale"],
+    "rms_norm_quantized": ["x", "scale"],
+    "layer_norm_quantized": ["x", "scale", "bias"],
+}
+
+
+def test_every_function_has_a_table_of_misuse():
+    assert MISUSE.keys() == POSITIONAL.keys() == {op.public for op in OPS}
+
+
+@pytest.mark.parametrize("function", POSITIONAL)
+def test_signatures_are_seen_from_outside(function):
+    parameters = inspect.signature(getattr(jaxnorm, function)).parameters.values()
+    assert [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD] == POSITIONAL[function]
+    assert all(p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in parameters)
+    assert f"{function}(x: Any, " in pydoc.plain(pydoc.render_doc(getattr(jaxnorm, function)))
+
+
+# An error of the caller's own code is none of the call.
+def test_errors_from_within_stay_what_they_are():
+    class Broken:
+        def __jax_array__(self):
+            raise TypeError("got an unexpected keyword argument of its own")
+
+    with pytest.raises(TypeError, match=r"^got an unexpected keyword argument of its own$"):
+        jaxnorm.rms_norm(X, Broken())
 
 
 @pytest.mark.parametrize("name", bad_quantized_calls.QUANTIZATION)
@@ -127,6 +152,11 @@ def test_a_traced_flag(op):
 
 
 # What looks like bad input and is not.
+@pytest.mark.parametrize("op", NORMS, ids=str)
+def test_a_parameter_of_nnx_is_an_array(op):
+    np.testing.assert_array_equal(public(op)(X, nnx.Param(2 * SCALE)), public(op)(X, 2 * SCALE))
+
+
 @over(NORMS, number=lambda op: {type(n).__name__: n for n in (1, np.float32(1), np.float64(1), jnp.float32(1))})
 def test_epsilon_of_any_number_type(op, number):
     np.testing.assert_array_equal(public(op)(X, epsilon=number), public(op)(X, epsilon=1.0))

@@ -1,8 +1,11 @@
 """Bad input of each op, and what no kernel serves anywhere."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import linen
 from statements import call
 
 X, SCALE = jnp.ones((3, 4, 8)), jnp.ones(8)
@@ -35,15 +38,16 @@ NORM = {
     "scale for the heads of another axis": call(X, jnp.ones((4, 3)), axis=0).raises(
         ValueError, "scale", r"\(4, 3\)", r"expected \(3,\)", "Reshape"
     ),
-    "bias for other heads": call(X, SCALE, jnp.ones((2, 1, 8))).raises(ValueError, "bias", r"\(2, 1, 8\)", r"\(3, 4\)"),
+    "bias for other heads": call(X, SCALE, bias=jnp.ones((2, 1, 8))).raises(
+        ValueError, "bias", r"\(2, 1, 8\)", r"\(3, 4\)"
+    ),
     "scale of integers": call(X, jnp.ones(8, "int8")).raises(TypeError, "scale", "floating", "int8"),
     "complex scale": call(X, jnp.ones(8, "complex64")).raises(TypeError, "scale", "floating", "complex64"),
     "scale of lists": call(X, [1.0] * 8).raises(TypeError, "scale", "array", "list"),
     "scale of what becomes integers": call(X, Integers()).raises(TypeError, "scale", "floating", "int32"),
-    "epsilon without its name": call(X, SCALE, 1e-6).raises(TypeError, "bias", "array", "float", "epsilon"),
     "scale for two axes": call(X, SCALE, axis=(-2, -1)).raises(ValueError, "scale", r"\(8,\)", r"\(4, 8\)"),
-    "long bias": call(X, SCALE, jnp.ones(9)).raises(ValueError, "bias", r"\(9,\)", r"\(8,\)"),
-    "bias of integers": call(X, SCALE, jnp.ones(8, "int32")).raises(TypeError, "bias", "floating", "int32"),
+    "long bias": call(X, SCALE, bias=jnp.ones(9)).raises(ValueError, "bias", r"\(9,\)", r"\(8,\)"),
+    "bias of integers": call(X, SCALE, bias=jnp.ones(8, "int32")).raises(TypeError, "bias", "floating", "int32"),
     "axis above": call(X, axis=3).raises(ValueError, "axis", "3", "out of range", "-3 <= axis < 3"),
     "axis below": call(X, axis=-4).raises(ValueError, "axis", "-4", "out of range"),
     "axis repeated": call(X, axis=(-1, -1)).raises(ValueError, "axis", r"\(-1, -1\)", "twice"),
@@ -139,6 +143,204 @@ GATED = {
 }
 
 
+class Tensor:
+    """As torch's."""
+
+    def __dlpack__(self):
+        raise AssertionError("not converted by itself")
+
+
+def misspelt(*args, _expected="did you mean {}", **names):
+    """Calls with names that other libraries have, or that are mistyped, and what is meant."""
+    return {
+        f"{theirs} for {ours}": call(*args, **{theirs: 1}).raises(
+            TypeError, f"unexpected keyword argument '{theirs}'", _expected.format(re.escape(ours))
+        )
+        for theirs, ours in names.items()
+    }
+
+
+def of_others(*args, **names):
+    """Calls with keywords of other functions, which the error names."""
+    return misspelt(*args, _expected="did you mean {}, which take", **names)
+
+
+BOX, LOGICAL_BOX = linen.Partitioned(SCALE, names=("e",)), linen.LogicallyPartitioned(SCALE, names=("e",))
+STRUCT = jax.ShapeDtypeStruct((3, 4, 8), "float32")
+# What is passed for an array: the remedy.
+NO_ARRAYS = {
+    "a list": ([1.0] * 8, r"got list; pass jax.numpy.asarray\(scale\)"),
+    "a tuple": ((1.0,) * 8, r"got tuple; pass jax.numpy.asarray\(scale\)"),
+    "a float": (1e-6, "got float; did you mean epsilon=1e-06 or scale_offset=1e-06"),
+    "an int": (1, "got int; did you mean epsilon=1 or scale_offset=1"),
+    "text": ("scale", "got str; pass an array of jax.numpy"),
+    "parameters": ({"scale": SCALE}, r"got dict; pass one of the arrays in it, as scale\['scale'\]"),
+    "a shape and dtype": (jax.ShapeDtypeStruct((8,), "float32"), "got ShapeDtypeStruct; .*jax.eval_shape"),
+    "a box of Linen": (BOX, r"got Partitioned; .*scale.unbox\(\).*flax.core.meta.unbox"),
+    "another box of Linen": (LOGICAL_BOX, "got LogicallyPartitioned; .*flax.core.meta.unbox"),
+    "a tensor of torch": (Tensor(), r"got Tensor; pass jax.numpy.from_dlpack\(scale\), .*detach"),
+}
+SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "float32", "f32": "float32"}
+
+
+def no_arrays(*args, **keywords):
+    return {
+        f"{what} for scale": call(*args, value, **keywords).raises(TypeError, "scale must be an array", said)
+        for what, (value, said) in NO_ARRAYS.items()
+    }
+
+
+THIRD, FOURTH = "Is the third the", "Is the fourth the"
+# By the name of the public function: what is taken for an argument of it.
+MISUSE = {
+    "rms_norm": {
+        "residual by position": call(X, SCALE, X).raises(
+            TypeError,
+            r"takes 2 positional arguments \(x, scale\) but 3 were given",
+            rf"{THIRD} residual\? Then use add_rms_norm\(x, residual, scale\)",
+            rf"{THIRD} bias\? Then pass bias=",
+        ),
+        "residual by position, scale by name": call(X, X, scale=SCALE).raises(
+            TypeError, "multiple values for argument 'scale'", r"second the residual\? Then use add_rms_norm\("
+        ),
+        "epsilon by position": call(X, SCALE, 1e-5).raises(TypeError, r"third epsilon\? Then pass epsilon=1e-05"),
+        "all by position": call(X, SCALE, SCALE, 1e-5).raises(TypeError, "but 4 were given", "Then pass bias="),
+        "x twice": call(X, x=X).raises(TypeError, "multiple values for argument 'x'", "Pass it once"),
+        "nothing": call().raises(TypeError, "missing a required argument: 'x'", "array to normalise"),
+        "x and scale in each other's place": call(SCALE, X).raises(
+            ValueError, "scale has shape", "Are x and scale in each other's place"
+        ),
+        "a scalar for scale": call(X, np.float32(1)).raises(ValueError, "scale has shape", "did you mean epsilon"),
+        "a shape for x": call(STRUCT).raises(TypeError, "x must be an array", "ShapeDtypeStruct", "jax.eval_shape"),
+        **no_arrays(X),
+        **misspelt(
+            X,
+            eps="epsilon",
+            epsilom="epsilon",
+            variance_epsilon="epsilon",
+            weight="scale",
+            gamma="scale",
+            Scale="scale",
+            beta="bias",
+            dtype="out_dtype",
+            dim="axis",
+            axes="axis",
+            normalized_shape="axis",
+            scale_ofset="scale_offset",
+            zero_centered_gamma="scale_offset=1.0",
+            backend="implementation",
+        ),
+        **of_others(
+            X,
+            residual="add_rms_norm or rms_norm_quantized",
+            pad_to="add_rms_norm",
+            gate="gated_rms_norm",
+            z="gated_rms_norm",
+            gate_first="gated_rms_norm",
+            group_size="gated_rms_norm",
+            quantization="rms_norm_quantized",
+            smooth_scale="rms_norm_quantized",
+        ),
+        "a keyword like no other": call(X, foo=1).raises(
+            TypeError, "keyword argument 'foo'", "x, scale, bias, epsilon"
+        ),
+        **{
+            f"out_dtype {short}": call(X, out_dtype=short).raises(TypeError, "out_dtype", f"did you mean {name}")
+            for short, name in SHORT_DTYPES.items()
+        },
+        "out_dtype of Python's float": call(X, out_dtype=float).raises(TypeError, "float64", "or pass float32"),
+        "out_dtype of nothing known": call(X, out_dtype="float99").raises(TypeError, "bfloat16, float16, float32"),
+    },
+    "layer_norm": {
+        "residual by position": call(X, SCALE, SCALE, X).raises(
+            TypeError,
+            r"\(x, scale, bias\) but 4 were given",
+            rf"{FOURTH} residual\? Then use add_layer_norm\(x, residual",
+        ),
+        "epsilon for bias": call(X, SCALE, 1e-5).raises(
+            TypeError, "bias must be an array", "did you mean epsilon=1e-05"
+        ),
+        "epsilon by position": call(X, SCALE, SCALE, 1e-5).raises(TypeError, "Then pass epsilon=1e-05"),
+        "residual by name": call(X, residual=X).raises(TypeError, "add_layer_norm or layer_norm_quantized"),
+        **misspelt(
+            X, eps="epsilon", layer_norm_eps="epsilon", weight="scale", b="bias", beta="bias", dtype="out_dtype"
+        ),
+        **of_others(X, quantization="layer_norm_quantized", pad_to="add_layer_norm"),
+        "Flax's use_fast_variance": call(X, use_fast_variance=False).raises(
+            TypeError, "'use_fast_variance'", "expected"
+        ),
+    },
+    "add_rms_norm": {
+        "scale for residual": call(X, SCALE).raises(
+            ValueError, r"residual has shape \(8,\)", r"Is it the scale\?", r"\(x, residual, scale\)"
+        ),
+        "no residual": call(X).raises(TypeError, "required argument: 'residual'", "use jaxnorm.rms_norm"),
+        "None for residual": call(X, None, SCALE).raises(TypeError, "residual", "NoneType", "use jaxnorm.rms_norm"),
+        "a list for residual": call(X, [X]).raises(TypeError, "residual", "list", r"asarray\(residual\)"),
+        "bias by position": call(X, X, SCALE, SCALE).raises(TypeError, rf"{FOURTH} bias\? Then pass bias="),
+        "epsilon by position": call(X, X, SCALE, 1e-5).raises(TypeError, "Then pass epsilon=1e-05"),
+        "residual twice": call(X, X, residual=X).raises(TypeError, "multiple values for argument 'residual'"),
+        "skip for no residual": call(X, skip=X).raises(TypeError, "did you mean residual"),
+        **no_arrays(X, X),
+        **misspelt(X, X, eps="epsilon", weight="scale", gamma="scale", beta="bias", dtype="out_dtype", pad="pad_to"),
+        "an activation": call(X, X, activation="silu").raises(TypeError, "is an argument of gated_rms_norm"),
+    },
+    "add_layer_norm": {
+        "scale for residual": call(X, SCALE).raises(ValueError, "residual has shape", r"Is it the scale\?"),
+        "no residual": call(X).raises(TypeError, "required argument: 'residual'", "jaxnorm.layer_norm"),
+        "epsilon by position": call(X, X, SCALE, SCALE, 1e-5).raises(TypeError, "fifth epsilon", "epsilon=1e-05"),
+        "an array too many": call(X, X, SCALE, SCALE, X).raises(
+            TypeError, "5 were given", "Pass the others by name: eps"
+        ),
+        **misspelt(X, X, eps="epsilon", weight="scale", beta="bias", dtype="out_dtype"),
+    },
+    "gated_rms_norm": {
+        "scale for gate": call(X, SCALE, **FIRST).raises(ValueError, "gate has shape", r"Is it the scale\?"),
+        "no gate": call(X, **FIRST).raises(TypeError, "required argument: 'gate'", "use jaxnorm.rms_norm"),
+        "no order": call(X, X).raises(TypeError, "required argument: 'gate_first'", "Mamba2"),
+        "an array too many": call(X, X, SCALE, SCALE, **FIRST).raises(
+            TypeError, "4 were given", "name: gate_first, act"
+        ),
+        "epsilon by position": call(X, X, SCALE, 1e-5, **FIRST).raises(TypeError, "Then pass epsilon=1e-05"),
+        "bias": call(X, X, bias=SCALE).raises(TypeError, "keyword argument 'bias'", "add it to the result"),
+        "beta": call(X, X, beta=SCALE).raises(TypeError, "keyword argument 'beta'", "add it to the result"),
+        "residual": call(X, X, residual=X).raises(TypeError, "keyword argument 'residual'", "add it to x first"),
+        "axis": call(X, X, axis=-1).raises(TypeError, "keyword argument 'axis'", "last axis"),
+        "rounding": call(X, X, multiply_before_cast=True).raises(TypeError, "rounded once", "leave it out"),
+        **no_arrays(X, X, **FIRST),
+        **misspelt(
+            X,
+            X,
+            eps="epsilon",
+            weight="scale",
+            dtype="out_dtype",
+            norm_before_gate="gate_first=not norm_before_gate",
+            activations="activation",
+            groupsize="group_size",
+        ),
+    },
+    "rms_norm_quantized": {
+        "residual by position": call(X, SCALE, X).raises(
+            TypeError, rf"{THIRD} residual\? Then pass residual=", rf"{THIRD} bias\? Then pass bias="
+        ),
+        "epsilon by position": call(X, SCALE, 1e-5).raises(TypeError, "Then pass epsilon=1e-05"),
+        "scale for residual": call(X, residual=SCALE).raises(ValueError, "residual has shape", r"Is it the scale\?"),
+        "a dtype of the result": call(X, dtype="int8").raises(TypeError, "'dtype'", "that of quantization"),
+        "an out_dtype": call(X, out_dtype="int8").raises(TypeError, "'out_dtype'", "that of quantization"),
+        "rounding": call(X, multiply_before_cast=True).raises(TypeError, "rounded once", "leave it out"),
+        "padding": call(X, pad_to=8).raises(TypeError, "'pad_to'", "an argument of add_rms_norm, add_layer_norm"),
+        **no_arrays(X),
+        **misspelt(X, eps="epsilon", weight="scale", beta="bias", quant="quantization"),
+    },
+    "layer_norm_quantized": {
+        "residual by position": call(X, SCALE, SCALE, X).raises(TypeError, rf"{FOURTH} residual\? Then pass residual="),
+        "epsilon by position": call(X, SCALE, SCALE, 1e-5).raises(TypeError, "Then pass epsilon=1e-05"),
+        "a dtype of the result": call(X, dtype="int8").raises(TypeError, "'dtype'", "that of quantization"),
+        **misspelt(X, eps="epsilon", weight="scale", smooth="smooth_scale", straightthrough="straight_through"),
+    },
+}
+
+
 # What no kernel serves anywhere: arguments, keywords, and the reason that an error gives where native is asked for by
 # name. By default it runs.
 NORM_WITHOUT_KERNEL = {
@@ -150,7 +352,7 @@ NORM_WITHOUT_KERNEL = {
         "not neighbours"
     ),
     "scale and bias of heads that are not neighbours": call(
-        jnp.ones((3, 4, 5, 8)), jnp.ones((3, 1, 1, 8)), jnp.ones((5, 8))
+        jnp.ones((3, 4, 5, 8)), jnp.ones((3, 1, 1, 8)), bias=jnp.ones((5, 8))
     ).has_no_kernel("not neighbours"),
     "heads with long rows": call(jnp.ones((2, 8193)), jnp.ones((2, 8193))).has_no_kernel(
         "8193 elements, more than 8192"

@@ -1,5 +1,7 @@
 """The dtypes, random operands, and comparisons of results."""
 
+import functools
+import inspect
 import zlib
 
 import jax
@@ -9,8 +11,24 @@ import numpy as np
 import jaxnorm
 
 KINDS = ("rms", "layer")
-NORMS = {"rms": jaxnorm.rms_norm, "layer": jaxnorm.layer_norm}
-ADDS = {"rms": jaxnorm.add_rms_norm, "layer": jaxnorm.add_layer_norm}
+
+
+def by_position(function):
+    """The function with its bias by position, behind scale, where it wants the name."""
+
+    @functools.wraps(function)
+    def norm(x, scale=None, bias=None, **options):
+        return function(x, scale, bias=bias, **options)
+
+    @functools.wraps(function)
+    def of_sum(x, residual, scale=None, bias=None, **options):
+        return function(x, residual, scale, bias=bias, **options)
+
+    return of_sum if "residual" in list(inspect.signature(function).parameters)[:2] else norm
+
+
+NORMS = {"rms": by_position(jaxnorm.rms_norm), "layer": jaxnorm.layer_norm}
+ADDS = {"rms": by_position(jaxnorm.add_rms_norm), "layer": jaxnorm.add_layer_norm}
 DTYPES = ("float32", "bfloat16", "float16")
 # The dtypes of x and of the residual: the same, a wide stream that takes narrow parts, and the reverse.
 PAIRS = (

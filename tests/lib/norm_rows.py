@@ -78,7 +78,7 @@ def norm(kind):
         gradients=("dx", "dscale", "dbias"),
         kept=("x", "scale"),
         statistics=STATISTICS[kind],
-        bad_calls=bad_calls.NORM,
+        bad_calls=bad_calls.NORM | bad_calls.MISUSE[f"{kind}_norm"],
         without_kernel=bad_calls.NORM_WITHOUT_KERNEL,
     )
 
@@ -200,7 +200,7 @@ def added(kind):
         many=(),
         gradients=("dx", "dx", "dscale", "dbias"),
         kept=("residual", "scale"),
-        bad_calls=bad_calls.RESIDUAL | bad_calls.PADDING,
+        bad_calls=bad_calls.RESIDUAL | bad_calls.PADDING | bad_calls.MISUSE[f"add_{kind}_norm"],
         without_kernel=bad_calls.RESIDUAL_WITHOUT_KERNEL,
     )
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import bad_calls
 import bad_quantized_calls
 import formulas
 import jax.numpy as jnp
@@ -63,7 +64,7 @@ def quantized(kind, granularity, to):
         gradients=("dx", "dscale", "dbias", ""),
         statistics=STATISTICS[kind],
         has_row_scale=granularity == "token",
-        bad_calls=bad_quantized_calls.QUANTIZED,
+        bad_calls=bad_quantized_calls.QUANTIZED | bad_calls.MISUSE[f"{kind}_norm_quantized"],
         without_kernel=bad_quantized_calls.QUANTIZED_WITHOUT_KERNEL,
     )
 

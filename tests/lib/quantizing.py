@@ -80,7 +80,7 @@ def static_scale_of(quantization):
 def call(kind, quantization, x, scale=None, bias=None, smooth=None, residual=None, **options):
     """The function under test with its operands in one order, and a static scale where it wants one."""
     given = {"static_scale": static_scale_of(quantization), "smooth_scale": smooth, "residual": residual}
-    return QUANTIZED[kind](x, scale, bias, quantization=quantization, **given, **options)
+    return QUANTIZED[kind](x, scale, bias=bias, quantization=quantization, **given, **options)
 
 
 @cache

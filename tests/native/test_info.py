@@ -9,6 +9,8 @@ import jaxlib
 import pytest
 from native import is_built
 
+import jaxnorm
+
 # Queries or keys, with a scale for each of 32 heads.
 HEADS = ("--shape", "8x2048x32x128", "--scale-shape", "32x128")
 
@@ -125,6 +127,68 @@ def test_launch_plans_in_words(info, cols):
 def test_everything_in_words(info):
     words = info("--shape", "8x4096", "--dtype", "bfloat16")
     assert all(part in words for part in (jax.__version__, "bfloat16[8x4096]", "because"))
+
+
+def test_the_version(info, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        info("--version")
+    assert capsys.readouterr().out == f"jaxnorm {jaxnorm.__version__}\n"
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("op", ["add_rms_norm", "add_layer_norm", "rms_norm_quantized", "layer_norm_quantized"])
+def test_a_residual_of_another_dtype(info, op):
+    arguments = ("--op", op, "--shape", "8x64", "--dtype", "bfloat16", "--residual-dtype")
+    report = call(info, *arguments, "float32")
+    assert (report["residual_dtype"], report["implementation"]) == ("float32", "native")
+    assert "bfloat16[8x64] and a residual of float32 to" in info(*arguments, "float32")
+    report = call(info, *arguments, "float16")
+    assert report["implementation"] == "jnp"
+    assert "x is bfloat16 and residual float16" in report["why"]
+
+
+# The plan is that of the sum, which has the residual's dtype.
+@pytest.mark.plans
+def test_launch_plans_with_a_residual_of_another_dtype(info):
+    plans = [
+        call(info, "--platform", "cuda", "--op", op, "--dtype", dtype, *more)["plans"]["forward"]
+        for op, dtype, *more in (
+            ("add_rms_norm", "bfloat16", "--residual-dtype", "float32"),
+            ("add_rms_norm", "float32"),
+            ("add_rms_norm", "bfloat16"),
+        )
+    ]
+    assert plans[0] == plans[1] != plans[2]
+
+
+@pytest.mark.kernels
+def test_the_implementation_of_the_context(info):
+    with jaxnorm.implementation("jnp"):
+        report = call(info)
+    assert report["implementation"] == "jnp"
+    assert report["why"] == "the formula is asked for under jaxnorm.implementation('jnp')"
+    with jaxnorm.implementation("native"):
+        assert call(info)["implementation"] == "native"
+        report = call(info, "--dtype", "float64")
+    assert (report["implementation"], report["why"][:12]) == ("an error", "x is float64")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--dtype", "bf16"), "'bf16' is no dtype; did you mean bfloat16?"),
+        (("--dtype", "number"), "expected one of bfloat16, float16, float32, float64, float8_e4m3fn"),
+        (("--dtype", "int8"), "--dtype is int8, expected one of bfloat16, float16, float32, float64."),
+        (("--op", "add_rms_norm", "--residual-dtype", "int8"), "--residual-dtype is int8, expected one of bfloat16"),
+        (("--residual-dtype", "float32"), "rms_norm adds no residual"),
+        (("--op", "gated_rms_norm", "--residual-dtype", "float32"), "gated_rms_norm adds no residual"),
+        (("--out-dtype", "fp16"), "'fp16' is no dtype; did you mean float16?"),
+    ],
+)
+def test_errors_about_dtypes(info, capsys, arguments, message):
+    with pytest.raises(SystemExit, match="2"):
+        info(*arguments)
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -120,9 +120,9 @@ def test_a_quantised_norm(kind):
     norm = {"rms": jaxnorm.rms_norm_quantized, "layer": jaxnorm.layer_norm_quantized}[kind]
     x, scale, bias = draw_x((3, 4, 64)), draw_scale((4, 64)), draw_bias((4, 64))
     to = jaxnorm.Quantization(jnp.int8)
-    q = norm(x, scale, bias, quantization=to)
+    q = norm(x, scale, bias=bias, quantization=to)
     for head in range(4):
-        of_head = norm(x[:, head], scale[head], bias[head], quantization=to, implementation="jnp")
+        of_head = norm(x[:, head], scale[head], bias=bias[head], quantization=to, implementation="jnp")
         np.testing.assert_allclose(q.scales[:, head], of_head.scales, rtol=1e-5)
         np.testing.assert_allclose(q.values[:, head].astype("int32"), of_head.values.astype("int32"), atol=1)
     assert bits(norm(x, scale[:1], quantization=to)) == bits(norm(x, scale[0], quantization=to))

@@ -91,12 +91,12 @@ L2_NORM = Family(
 
 def l2_norm(x: Any, *, epsilon: float = 1e-6, implementation: Any = None) -> jax.Array:
     """`y = x * rsqrt(sum(x², -1) + epsilon)`."""
-    checks.check_implementation("l2_norm", implementation)
+    choice = checks.check_implementation("l2_norm", implementation)
     x = checks.check_x("l2_norm", x)
     norm = L2Norm(
         epsilon=checks.check_epsilon("l2_norm", epsilon),
         compute_dtype=dims.wide_dtype([x.dtype]),
         out_dtype=np.dtype(x.dtype),
-        native_for="l2_norm" if implementation == "native" else None,
+        native_for=choice.native_for("l2_norm"),
     )
-    return L2_NORM(norm, Operands(x), implementation).y
+    return L2_NORM(norm, Operands(x), choice.implementation).y

@@ -1,17 +1,19 @@
 """The public function of the gated norm, and the checks of its own arguments."""
 
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import jax
 import numpy as np
 
 from jaxnorm.ops import checks
 from jaxnorm.ops.gated_norm.formula import GATED_NORM, Activation, GatedNorm, Operands
-from jaxnorm.ops.options import Implementation
+from jaxnorm.ops.misuse import GATE_FIRST, explained
+from jaxnorm.ops.options import Implementation, NormOptions
 from jaxnorm.sharding import dims
 from jaxnorm.sharding.shards import Shards
 
 
+@explained
 def gated_rms_norm(
     x: Any,
     gate: Any,
@@ -35,21 +37,18 @@ def gated_rms_norm(
 
     with `rms_norm(h) = h * rsqrt(mean(h², -1) + epsilon)`. All of it is computed in float32 (in float64 where an
     operand or the result is float64) and rounded once, at the end; kernels take a sigmoid below 2**-126 for 0. It may
-    be transformed in every way that the formula may be, differentiated any number of times included. In a gradient one
-    native call each way serves x, gate and scale, and x, gate and a float32 a row are kept for it.
+    be transformed and differentiated as `rms_norm`. In a gradient one native call each way serves x, gate and scale,
+    and x, gate and a float32 a row are kept for it.
 
     Args:
       x: floating-point array of rank 1 or more.
       gate: array of x's shape. The kernels want x, gate and the result of one dtype; the formula takes any.
       scale: factor with the shape of x's last axis; None is a factor of 1.
-      gate_first: whether x is multiplied by a before it is normalised, or after. Models differ, and a default would be
-        wrong for half of them without a sign of it.
+      gate_first: whether a multiplies x before it is normalised. Models differ, and no default would suit both.
       activation: "silu" or "sigmoid".
       group_size: None, or a divisor of the last axis' length: each `group_size` neighbouring columns are normalised by
-        their own root mean square, as Mamba2 with n_groups > 1 and Nemotron-H do. scale is of the whole axis.
-      epsilon: non-negative Python number added to the mean square.
-      scale_offset: Python number added to scale; 1.0 is Gemma's convention. Ignored without scale.
-      out_dtype: dtype of the result; None is x's.
+        their own root mean square, as in Mamba2 with n_groups > 1 and Nemotron-H. scale is of the whole axis.
+      epsilon, scale_offset, out_dtype: as for `rms_norm`.
       axis_name: None, or the axes of a mesh over which rows are split, as for `rms_norm`; not with group_size.
       implementation: None, "native" or "jnp", as for `rms_norm`. Under vmap over scale the formula runs, and for rows
         or groups of more than 16384 columns.
@@ -60,36 +59,54 @@ def gated_rms_norm(
     Raises:
       ValueError: gate has another shape than x, or scale than x's last axis; group_size is not positive or does not
         divide the last axis; activation is unknown; otherwise as `rms_norm` does.
-      TypeError: gate_first is no bool, group_size no int; otherwise as `rms_norm` does.
-      RuntimeError: implementation="native" and there is no kernel for this call; the message says why.
+      TypeError, RuntimeError: gate_first is no bool, group_size no int; otherwise as `rms_norm` does.
 
     Source: the gated norm of Dao and Gu, Transformers are SSMs, 2024, https://arxiv.org/abs/2405.21060 (RMSNormGated in
     https://github.com/state-spaces/mamba, norm_before_gate=not gate_first); after the norm: Yang et al., Gated Linear
     Attention Transformers, 2023, https://arxiv.org/abs/2312.06635.
     """
-    name = "gated_rms_norm"
-    checks.check_implementation(name, implementation)
-    x = checks.check_x(name, x)
-    gate = check_gate(name, gate, x)
-    scale = _check_scale(name, scale, x)
-    group_size = _check_group_size(name, group_size, x)
-    out_dtype = checks.check_out_dtype(name, out_dtype, x)
+    gating = Gating(gate_first, activation, group_size)
+    options = NormOptions(
+        epsilon=epsilon,
+        scale_offset=scale_offset,
+        out_dtype=out_dtype,
+        axis_name=axis_name,
+        implementation=implementation,
+    )
+    return _gated("gated_rms_norm", options, gating, Operands(x, gate, scale))
+
+
+class Gating(NamedTuple):
+    """The keywords that only gated norms have, as a caller gave them."""
+
+    gate_first: Any
+    activation: Any
+    group_size: Any
+
+
+def _gated(name: str, options: NormOptions, gating: Gating, arrays: Operands) -> jax.Array:
+    choice = checks.check_implementation(name, options.implementation)
+    x = checks.check_x(name, arrays.x)
+    gate = check_gate(name, arrays.gate, x)
+    scale = _check_scale(name, arrays.scale, x)
+    group_size = _check_group_size(name, gating.group_size, x)
+    out_dtype = checks.check_out_dtype(name, options.out_dtype, x)
     norm = GatedNorm(
-        epsilon=checks.check_epsilon(name, epsilon),
-        scale_offset=checks.check_scale_offset(name, scale_offset),
+        epsilon=checks.check_epsilon(name, options.epsilon),
+        scale_offset=checks.check_scale_offset(name, options.scale_offset),
         compute_dtype=dims.wide_dtype([out_dtype, *(a.dtype for a in (x, gate, scale) if a is not None)]),
         out_dtype=out_dtype,
-        native_for=name if implementation == "native" else None,
-        shards=_check_axis_name(name, axis_name, group_size),
-        activation=_check_activation(name, activation),
-        gate_first=_check_gate_first(name, gate_first),
+        native_for=choice.native_for(name),
+        shards=_check_axis_name(name, options.axis_name, group_size),
+        activation=_check_activation(name, gating.activation),
+        gate_first=checks.check_flag(name, "gate_first", gating.gate_first, GATE_FIRST),
     )
     shape = x.shape
     if group_size is not None:
         groups = (shape[-1] // group_size, group_size)
         x, gate = x.reshape(*shape[:-1], *groups), gate.reshape(*shape[:-1], *groups)
         scale = None if scale is None else scale.reshape(groups)
-    return GATED_NORM(norm, Operands(x, gate, scale), implementation).y.reshape(shape)
+    return GATED_NORM(norm, Operands(x, gate, scale), choice.implementation).y.reshape(shape)
 
 
 def check_gate(function: str, value: object, x: jax.Array) -> jax.Array:
@@ -122,11 +139,6 @@ def _check_activation(function: str, activation: Any) -> Any:
     if activation not in known:
         raise ValueError(f"{function}: unknown activation {activation!r}; expected {' or '.join(map(repr, known))}.")
     return activation
-
-
-def _check_gate_first(function: str, gate_first: object) -> bool:
-    what = "True multiplies by the gate before x is normalised (Mamba2), False after (Qwen3-Next)"
-    return checks.check_flag(function, "gate_first", gate_first, what)
 
 
 def _check_group_size(function: str, group_size: Any, x: jax.Array) -> int | None:

@@ -5,17 +5,19 @@ from typing import Any
 
 import jax
 
+from jaxnorm.ops.misuse import explained
 from jaxnorm.ops.norm.api import normalise
 from jaxnorm.ops.norm.formula import Kind, Operands
 from jaxnorm.ops.options import Implementation, NormOptions
 
 
+@explained
 def add_rms_norm(
     x: Any,
     residual: Any,
     scale: Any = None,
-    bias: Any = None,
     *,
+    bias: Any = None,
     epsilon: float = 1e-6,
     scale_offset: float = 0.0,
     axis: int | Sequence[int] = -1,
@@ -28,35 +30,32 @@ def add_rms_norm(
     """Adds x to a residual stream and divides the sum by its root mean square over `axis`.
 
         new_residual = x + residual
-        y = rms_norm(new_residual, scale, bias, out_dtype=x.dtype, ...)
+        y = rms_norm(new_residual, scale, bias=bias, out_dtype=x.dtype, ...)
 
     as a pre-norm transformer does between its blocks. The kernel gives bit for bit what these two lines give, the sum
-    rounded to residual's dtype before it is normalised, and saves the pass over memory in which the norm would read the
-    sum again. In a gradient one native call serves the cotangents of both results.
+    rounded to residual's dtype before it is normalised, and saves the norm's pass over memory to read the sum. In a
+    gradient one native call serves the cotangents of both results.
 
     Outside of differentiation new_residual takes residual's buffer: a donated or dead one costs no memory, while XLA
-    first copies one that is still needed. JAX gives a donated buffer to the first result of its shape and dtype, so a
-    function that donates residual should return new_residual before y.
+    first copies one that is still needed. A function that donates residual should return new_residual before y: JAX
+    gives a donated buffer to the first result like it.
 
     Args:
       x: floating-point array of rank 1 or more, which is added.
-      residual: the residual stream, of x's shape. Its dtype may be another: an x of bfloat16 goes with a stream of
-        float32, and the reverse.
+      residual: the residual stream, of x's shape; its dtype may be another, as float32 with an x of bfloat16.
       scale, bias: arrays with the shape of the normalised axes, or with axes before them, or None, as for `rms_norm`.
       epsilon, scale_offset, axis, axis_name, implementation: as for `rms_norm`.
       multiply_before_cast: False rounds new_residual * rsqrt(...) to y's dtype before it is multiplied by scale.
       out_dtype: dtype of y; None is x's.
-      pad_to: None, or a positive Python int, with axis=-1: y's last axis is padded with zeros to a multiple of it, as
-        matrix products in blocks want it. new_residual is not. The backward does not read what is padded.
+      pad_to: None, or a positive int, with axis=-1: y's last axis, and not new_residual's, is padded with zeros to a
+        multiple of it, as matrix products in blocks want it. The backward does not read what is padded.
 
     Returns:
       (y, new_residual): arrays of x's shape, y's last axis padded, new_residual of residual's dtype.
 
     Raises:
-      ValueError: residual has another shape than x, pad_to is not positive, or axis is not -1 or axis_name given with
-        it; otherwise as `rms_norm` does.
-      TypeError: pad_to is no int or traced; otherwise as `rms_norm` does.
-      RuntimeError: as `rms_norm` does.
+      ValueError: residual has another shape, pad_to does not go with axis or axis_name; otherwise as `rms_norm` does.
+      TypeError, RuntimeError: pad_to is no int or traced; otherwise as `rms_norm` does.
 
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, https://arxiv.org/abs/1910.07467; before
     each block, on the residual stream: Xiong et al., On Layer Normalization in the Transformer Architecture, 2020,
@@ -75,6 +74,7 @@ def add_rms_norm(
     return _added("add_rms_norm", "rms", options, Operands(x, residual, scale, bias))
 
 
+@explained
 def add_layer_norm(
     x: Any,
     residual: Any,

@@ -6,17 +6,19 @@ from typing import Any
 import jax
 
 from jaxnorm.ops import checks
+from jaxnorm.ops.misuse import explained
 from jaxnorm.ops.norm.formula import ADDEND, Kind, Norm, Operands, Results
 from jaxnorm.ops.norm.op import NORM
 from jaxnorm.ops.options import Implementation, NormOptions
 from jaxnorm.sharding import dims
 
 
+@explained
 def rms_norm(
     x: Any,
     scale: Any = None,
-    bias: Any = None,
     *,
+    bias: Any = None,
     epsilon: float = 1e-6,
     scale_offset: float = 0.0,
     axis: int | Sequence[int] = -1,
@@ -30,41 +32,34 @@ def rms_norm(
         y = x * rsqrt(mean(x², axis) + epsilon) * (scale + scale_offset) + bias
 
     All of it is computed in float32 (in float64 where x, a weight or the result is float64) and rounded once, at the
-    end. It may be transformed in every way that the formula may be, differentiated any number of times included; a
-    gradient has the shape and the dtype of what it is the gradient of.
+    end. It may be transformed and differentiated as the formula may be; a gradient has its argument's shape and dtype.
 
     Over trailing axes, scale and bias may have more axes before the normalised ones, which broadcast against x's: for x
-    of shape (batch, sequence, heads, D) there may be a scale for each head, (heads, D), as of queries and keys. Kernels
-    serve such weights where the axes along which they differ are neighbours in x, and rows of up to 8192 elements. A
-    vmapped weight is one of these: an ensemble is one native call.
+    of shape (batch, sequence, heads, D) a scale for each head is (heads, D). Kernels serve such weights if the axes
+    along which they differ are neighbours in x, and rows have up to 8192 elements. A vmapped weight is one of these.
 
     Args:
       x: floating-point array of rank 1 or more.
-      scale: factor with the shape of the normalised axes, in x's order, or with axes before them, as above; None is a
-        factor of 1.
+      scale: factor with the shape of the normalised axes, in x's order, or with axes before them; None is 1.
       bias: summand, as scale; None is 0.
       epsilon: non-negative Python number added to the mean square.
       scale_offset: Python number added to scale; 1.0 is Gemma's convention. Ignored without scale.
       axis: the axis, or the set of axes, to normalise over. Kernels serve trailing axes, the jnp formula any.
-      multiply_before_cast: False rounds x * rsqrt(...) to the result's dtype before it is multiplied by scale, as the
-        Llama and T5 of the model hubs do.
+      multiply_before_cast: False rounds x * rsqrt(...) to the result's dtype before scale multiplies it, as the Llama
+        and T5 of the model hubs do.
       out_dtype: dtype of the result; None is x's.
-      axis_name: None, or a mesh axis of a surrounding `jax.shard_map`, or a tuple of them, or the name of the axis of a
-        `jax.vmap`: rows are split over it evenly. x, scale, bias and the result are one part; the statistics are of
-        whole rows, by one exchange of them each way. Runs in jax.numpy.
-      implementation: "native" is the CPU or CUDA kernel, "jnp" the formula in jax.numpy, None the kernel where it
-        exists. `python -m jaxnorm.info` tells which. Under vmap over scale or bias alone, and not x, the formula runs.
+      axis_name: None, or the axes of a surrounding `jax.shard_map` or `jax.vmap` over which rows are split evenly, a
+        name or a tuple. The statistics are of whole rows, by one exchange each way. Runs in jax.numpy.
+      implementation: "native" is the CPU or CUDA kernel, "jnp" the formula in jax.numpy, None what
+        `jaxnorm.implementation` says, or else the kernel where it exists. Under vmap over weights alone: the formula.
 
     Returns:
       An array of x's shape.
 
     Raises:
-      ValueError: an axis is out of range or repeated, a weight has another shape than the normalised axes or has
-        axes before them that do not broadcast against x's, a weight is sharded unlike x over an Explicit mesh, a name
-        in axis_name is not bound or there twice, epsilon is negative, epsilon or scale_offset is not finite, or
-        implementation is unknown.
-      TypeError: an array or out_dtype is not floating-point of 16, 32 or 64 bits, axis is not made of ints, or epsilon,
-        scale_offset or multiply_before_cast is traced.
+      ValueError: an axis is out of range or repeated, the shape or sharding of a weight does not go with x's, a name in
+        axis_name is unbound or repeated, epsilon is negative, a number is not finite, or implementation is unknown.
+      TypeError: an array or out_dtype is not floating-point of 16, 32 or 64 bits, axis is no int, or an option traced.
       RuntimeError: implementation="native" and there is no kernel for this call; the message says why.
 
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, https://arxiv.org/abs/1910.07467.
@@ -81,6 +76,7 @@ def rms_norm(
     return normalise("rms_norm", "rms", options, Operands(x, None, scale, bias)).y
 
 
+@explained
 def layer_norm(
     x: Any,
     scale: Any = None,
@@ -131,15 +127,15 @@ def normalise(
     function: str, kind: Kind, options: NormOptions, arrays: Operands, *, needs_addend: bool = False
 ) -> Results:
     """The results of a public function."""
-    norm, operands = prepare(function, kind, options, arrays, needs_addend=needs_addend)
-    return NORM(norm, operands, options.implementation)
+    norm, operands, chosen = prepare(function, kind, options, arrays, needs_addend=needs_addend)
+    return NORM(norm, operands, chosen)
 
 
 def prepare(
     function: str, kind: Kind, options: NormOptions, arrays: Operands, *, needs_addend: bool = False
-) -> tuple[Norm, Operands]:
-    """The checked arguments of a public function: what is static, and the operands, from unchecked ones."""
-    checks.check_implementation(function, options.implementation)
+) -> tuple[Norm, Operands, Implementation | None]:
+    """The checked arguments of a public function: what is static, the operands, and the chosen implementation."""
+    choice = checks.check_implementation(function, options.implementation)
     x, addend, scale, bias = arrays
     x = checks.check_x(function, x)
     if addend is not None or needs_addend:
@@ -156,8 +152,8 @@ def prepare(
         multiply_before_cast=checks.check_flag(function, "multiply_before_cast", options.multiply_before_cast),
         compute_dtype=dims.wide_dtype([out_dtype, *(array.dtype for array in operands if array is not None)]),
         out_dtype=out_dtype,
-        native_for=function if options.implementation == "native" else None,
+        native_for=choice.native_for(function),
         pad_to=checks.check_pad_to(function, options.pad_to, axes, options.axis_name),
         shards=checks.check_axis_name(function, options.axis_name),
     )
-    return norm, operands
+    return norm, operands, choice.implementation

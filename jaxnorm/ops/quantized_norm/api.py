@@ -1,5 +1,6 @@
 """The public functions with a quantised result."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypedDict, Unpack, overload
 
@@ -7,6 +8,7 @@ import jax
 import numpy as np
 
 from jaxnorm.ops import checks as shared_checks
+from jaxnorm.ops.misuse import explained
 from jaxnorm.ops.norm.api import prepare
 from jaxnorm.ops.norm.formula import Kind
 from jaxnorm.ops.norm.formula import Operands as NormOperands
@@ -34,8 +36,8 @@ class _Options(TypedDict, total=False):
 def rms_norm_quantized(
     x: Any,
     scale: Any = None,
-    bias: Any = None,
     *,
+    bias: Any = None,
     quantization: Quantization,
     residual: None = None,
     **_: Unpack[_Options],
@@ -44,15 +46,16 @@ def rms_norm_quantized(
 
 @overload
 def rms_norm_quantized(
-    x: Any, scale: Any = None, bias: Any = None, *, quantization: Quantization, residual: Any, **_: Unpack[_Options]
+    x: Any, scale: Any = None, *, bias: Any = None, quantization: Quantization, residual: Any, **_: Unpack[_Options]
 ) -> tuple[Quantized, jax.Array]: ...
 
 
+@explained
 def rms_norm_quantized(
     x: Any,
     scale: Any = None,
-    bias: Any = None,
     *,
+    bias: Any = None,
     quantization: Quantization,
     residual: Any = None,
     static_scale: Any = None,
@@ -66,54 +69,43 @@ def rms_norm_quantized(
 ) -> Quantized | tuple[Quantized, jax.Array]:
     """Divides x by its root mean square over `axis` and quantises the result to 8 bits.
 
-        v = rms_norm(x, scale, bias, out_dtype=float32, ...) * smooth_scale
+        v = rms_norm(x, scale, bias=bias, out_dtype=float32, ...) * smooth_scale
         scales = max|v| / largest       over each row or group, 1 where that is 0; at least 2**-126, at most max_scale
         values = v * (1 / scales)       clipped to ±largest, rounded to nearest, ties to even
 
-    with the `largest` of quantization's dtype, each operation in float32. The kernel gives bit for bit what these lines
-    give in NumPy, from the result of the same implementation's norm. Nothing is rounded before it is quantised, so
-    there is no `multiply_before_cast`. A NaN makes the scale of its row or group NaN, its float8 values NaN and its
-    int8 values 0. On a CPU, numbers below 2**-126 count as zero, as everywhere in XLA.
+    with the `largest` of quantization's dtype, in float32 throughout. The kernel gives bit for bit what these lines
+    give in NumPy, from the same implementation's norm. A NaN makes the scale of its row or group NaN, its float8 values
+    NaN and its int8 values 0. On a CPU, XLA takes what is below 2**-126 for 0.
 
-    By default the result has no derivative, and to take one is an error. With straight_through=True it has that of the
-    unquantised norm, by convention: `dequantize` of the result passes its cotangent on as that of v. The gradients of
-    x, residual, scale and bias are those of `rms_norm` or `add_rms_norm`, in one native call; those of smooth_scale and
-    static_scale are zero.
+    By default to take a derivative is an error. With straight_through=True it is that of the unquantised norm, by
+    convention: `dequantize` passes its cotangent on as that of v. The gradients of x, residual, scale and bias are
+    those of `rms_norm` or `add_rms_norm`, in one native call; those of smooth_scale and static_scale are zero.
 
     Args:
       x: array of float32, bfloat16 or float16 of rank 1 or more.
-      scale: factor with the shape of the normalised axes, in x's order, or with axes before them, as for `rms_norm`,
-        which no kernel serves; None is a factor of 1.
-      bias: summand, as scale; None is 0.
+      scale, bias: as for `rms_norm`; no kernel serves those with axes before the normalised ones.
       quantization: dtype, what shares a scale, and how a scale is made.
-      residual: None, or an array of x's shape to which x is added first: the norm is that of
-        `new_residual = x + residual`, rounded to residual's dtype, as in `add_rms_norm`.
-      static_scale: the scale with granularity "tensor", a scalar; with others it is computed and this None.
-      smooth_scale: factor with the shape of the normalised axes that makes v easier to quantise; None is 1. The matrix
-        that follows is divided by it.
+      residual: None, or an array of x's shape to which x is added first, as in `add_rms_norm`.
+      static_scale: the scale with granularity "tensor", a scalar; None with others, which compute it.
+      smooth_scale: factor with the shape of the normalised axes that makes v easier to quantise; None is 1.
       epsilon, scale_offset, axis, axis_name, implementation: as for `rms_norm`.
-      straight_through: whether the result has a derivative, and with it a carrier.
+      straight_through: whether the result has a derivative, and with it a carrier of x's shape and dtype.
 
     Returns:
-      A `Quantized`: values of x's shape, float32 scales, and a carrier of x's shape and dtype for the straight-through
-      gradient. With a residual `(quantized, new_residual)`.
+      A `Quantized`: values of x's shape, float32 scales, a carrier. With a residual `(quantized, new_residual)`.
 
     Raises:
-      ValueError: group_size does not divide the normalised axis or there are several; static_scale is missing, no
-        scalar, or given beside scales that are computed; residual or a weight has another shape; a derivative is taken
-        without straight_through; otherwise as `rms_norm` does.
-      TypeError: quantization is no `Quantization`, an array is float64; otherwise as `rms_norm` does.
-      RuntimeError: implementation="native" and there is no kernel for this call; the message says why.
+      ValueError: groups do not divide the one normalised axis, static_scale does not go with quantization, residual has
+        another shape, a derivative is taken without straight_through; otherwise as `rms_norm` does.
+      TypeError, RuntimeError: quantization is no `Quantization`, an array is float64; otherwise as `rms_norm` does.
 
-    Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, https://arxiv.org/abs/1910.07467;
-    Micikevicius et al., FP8 Formats for Deep Learning, 2022, https://arxiv.org/abs/2209.05433; Xiao et al.,
-    SmoothQuant, 2022, https://arxiv.org/abs/2211.10438.
+    Source: that of `rms_norm`; Micikevicius et al., FP8 Formats for Deep Learning, 2022,
+    https://arxiv.org/abs/2209.05433; Xiao et al., SmoothQuant, 2022, https://arxiv.org/abs/2211.10438.
     """
     options = NormOptions(
         epsilon=epsilon,
         scale_offset=scale_offset,
         axis=axis,
-        out_dtype=np.float32,
         axis_name=axis_name,
         implementation=implementation,
     )
@@ -139,6 +131,7 @@ def layer_norm_quantized(
 ) -> tuple[Quantized, jax.Array]: ...
 
 
+@explained
 def layer_norm_quantized(
     x: Any,
     scale: Any = None,
@@ -182,7 +175,6 @@ def layer_norm_quantized(
         epsilon=epsilon,
         scale_offset=scale_offset,
         axis=axis,
-        out_dtype=np.float32,
         axis_name=axis_name,
         implementation=implementation,
     )
@@ -203,7 +195,8 @@ class QuantizedOptions(NamedTuple):
 def _quantized(
     function: str, kind: Kind, options: NormOptions, own: QuantizedOptions, *, x: Any, scale: Any, bias: Any
 ) -> Quantized | tuple[Quantized, jax.Array]:
-    norm, of_norm = prepare(function, kind, options, NormOperands(x, own.residual, scale, bias))
+    options = dataclasses.replace(options, out_dtype=np.float32)
+    norm, of_norm, chosen = prepare(function, kind, options, NormOperands(x, own.residual, scale, bias))
     x = of_norm.x
     checks.check_quantization(function, own.quantization, Quantization, x, norm.axes)
     given = checks.check_static_scale(function, own.static_scale, own.quantization.granularity, SMALLEST_SCALE)
@@ -211,7 +204,7 @@ def _quantized(
     checks.check_float32(function, {**of_norm._asdict(), "smooth_scale": smooth})
     spec = QuantizedNorm(**vars(norm), quantization=own.quantization)
     operands = Operands(*of_norm, smooth, given)
-    is_primitive = QUANTIZED_NORM.wants_primitive(spec, operands, options.implementation)
+    is_primitive = QUANTIZED_NORM.wants_primitive(spec, operands, chosen)
     if is_primitive:
         operands = QUANTIZED_NORM.aligned(spec, operands)
     straight_through = shared_checks.check_flag(function, "straight_through", own.straight_through)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxnorm.ops.checks import check_number, check_whole_groups
+from jaxnorm.ops.misuse import QUANTIZATION
 
 
 def check_float32(function: str, operands: Mapping[str, jax.Array | None]) -> None:
@@ -85,8 +86,7 @@ def check_quantization(function: str, quantization: Any, kind: type[Any], x: jax
     """That it is of the kind `Quantization` and its groups divide x's rows."""
     if not isinstance(quantization, kind):
         raise TypeError(
-            f"{function}: quantization must be a jaxnorm.Quantization, got {quantization!r}; "
-            f"as in quantization=jaxnorm.Quantization(jax.numpy.float8_e4m3fn)."
+            f"{function}: quantization must be a jaxnorm.Quantization, got {quantization!r}; {QUANTIZATION}."
         )
     group_size = quantization.group_size
     if group_size is None:

@@ -1,0 +1,191 @@
+"""What a caller meant: remedies for calls that Python cannot bind, and for what is no array."""
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+import jax
+import numpy as np
+
+F = TypeVar("F", bound=Callable[..., Any])
+Parameters = Mapping[str, inspect.Parameter]
+
+# The names that other libraries have -> ours, perhaps with its value.
+SYNONYMS = {
+    **dict.fromkeys(("eps", "variance_epsilon", "norm_eps", "layer_norm_eps", "rms_norm_eps"), "epsilon"),
+    **dict.fromkeys(("weight", "weights", "gamma", "w", "g"), "scale"),
+    **dict.fromkeys(("beta", "b"), "bias"),
+    **dict.fromkeys(("input", "inputs", "hidden_states", "array", "a"), "x"),
+    **dict.fromkeys(("dtype", "output_dtype", "result_dtype"), "out_dtype"),
+    **dict.fromkeys(("axes", "dim", "dims", "reduction_axes", "normalized_shape"), "axis"),
+    **dict.fromkeys(("impl", "backend", "mode"), "implementation"),
+    **dict.fromkeys(("zero_centered_gamma", "unit_offset", "weight_offset"), "scale_offset=1.0"),
+    **dict.fromkeys(("quant", "quantize", "quantized_dtype"), "quantization"),
+    "skip": "residual",
+    "z": "gate",
+    "norm_before_gate": "gate_first=not norm_before_gate",
+}
+# Of an argument that a function has not, where no function of its name has it either.
+INSTEAD = {
+    "bias": "add it to the result",
+    "residual": "add it to x first",
+    "axis": "the last axis is normalised, so transpose x or leave it out",
+    "out_dtype": "the dtype of the result is that of quantization",
+    "multiply_before_cast": "all is rounded once, at the end, so leave it out",
+}
+GATE_FIRST = "True multiplies by the gate before x is normalised (Mamba2), False after (Qwen3-Next)"
+QUANTIZATION = "as in quantization=jaxnorm.Quantization(jax.numpy.float8_e4m3fn)"
+REQUIRED = {
+    "x": "pass the array to normalise",
+    "residual": "without a residual use jaxnorm.rms_norm or jaxnorm.layer_norm",
+    "gate": "without a gate use jaxnorm.rms_norm",
+    "gate_first": GATE_FIRST,
+    "quantization": QUANTIZATION,
+}
+NUMBERS = ("epsilon", "scale_offset")
+ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth")
+
+_functions: dict[str, Parameters] = {}
+
+
+def explained(function: F) -> F:
+    """The function, whose error says what was meant where a call does not fit its signature."""
+    name, parameters = function.__name__, inspect.signature(function).parameters
+    _functions[name] = parameters
+
+    @functools.wraps(function)
+    def called(*args: Any, **keywords: Any) -> Any:
+        try:
+            return function(*args, **keywords)
+        except TypeError as error:
+            # An error of the function's body has the body's frame behind this one.
+            if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                raise
+            why = _unbound(name, parameters, args, keywords)
+            if why is None:
+                raise
+        raise TypeError(f"{name}: {why}")
+
+    return cast(F, called)
+
+
+def _unbound(name: str, parameters: Parameters, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> str | None:
+    """Why the arguments do not fit the parameters, and what may have been meant."""
+    positional = _positional(parameters)
+    given = positional[: len(args)]
+    for keyword in keywords:
+        if keyword not in parameters:
+            return f"got an unexpected keyword argument {keyword!r}; {_meant(name, parameters, keyword)}"
+        if keyword in given:
+            at = given.index(keyword)
+            remedy = _surplus(name, parameters, at + 1, args[at]) if keyword == "scale" else "Pass it once."
+            return f"got multiple values for argument {keyword!r}. {remedy}"
+    if surplus := args[len(positional) :]:
+        return (
+            f"takes {len(positional)} positional arguments ({', '.join(positional)}) but {len(args)} were given. "
+            f"{_surplus(name, parameters, len(positional) + 1, surplus[0])}"
+        )
+    for p in parameters.values():
+        if p.default is p.empty and p.name not in (*given, *keywords):
+            remedy = REQUIRED.get(p.name, f"pass {p.name}=...")
+            return f"missing a required argument: {p.name!r}; {remedy}."
+    return None
+
+
+def _meant(name: str, parameters: Parameters, keyword: str) -> str:
+    ours = SYNONYMS.get(keyword, keyword)
+    argument = ours.partition("=")[0]
+    if argument in parameters:
+        return f"did you mean {ours}?"
+    having = [other for other, of_other in _functions.items() if argument in of_other]
+    if related := [other for other in having if name in other]:
+        return f"did you mean {' or '.join(related)}, which {'takes' if len(related) == 1 else 'take'} {argument}?"
+    if argument in INSTEAD:
+        return f"{name} has no {argument}: {INSTEAD[argument]}."
+    if having:
+        return f"{argument} is an argument of {', '.join(having)}."
+    if close := difflib.get_close_matches(keyword.lower(), parameters, 1):
+        return f"did you mean {close[0]}?"
+    return f"expected some of {', '.join(parameters)}."
+
+
+def _surplus(name: str, parameters: Parameters, place: int, value: object) -> str:
+    """What the array or number in this place, which is one too many, may have been."""
+    it = f"the {ORDINALS[place - 1]}"
+    if is_number(value):
+        return f"Is {it} epsilon? Then pass epsilon={value}."
+    by_name = [argument for argument in parameters if argument not in _positional(parameters)]
+    hints = []
+    for argument in ("residual", "bias"):
+        meant = f"Is {it} the {argument}? Then"
+        if argument in by_name:
+            hints.append(f"{meant} pass {argument}=...")
+        elif argument not in parameters:
+            positional = {other: _positional(of) for other, of in _functions.items() if name in other}
+            calls = (f"{other}({', '.join(of)})" for other, of in positional.items() if argument in of)
+            hints += [f"{meant} use {call}." for call in calls]
+    return " ".join(hints or [f"Pass the others by name: {', '.join(by_name)}."])
+
+
+def _positional(parameters: Parameters) -> list[str]:
+    return [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, (int, float, complex, np.number)) and not isinstance(value, bool)
+
+
+def no_array(name: str, value: object) -> str:
+    """The remedy where an array is expected for the argument `name`."""
+    if value is None and name in REQUIRED:
+        return f"{REQUIRED[name]}."
+    if is_number(value) and name in ("scale", "bias"):
+        return f"did you mean {' or '.join(f'{other}={value}' for other in NUMBERS)}?"
+    if isinstance(value, Mapping):
+        return f"pass one of the arrays in it, as {name}['scale']."
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return "it has a shape and no values; let jax.eval_shape call the function with it."
+    if callable(getattr(value, "unbox", None)):
+        return (
+            f"it is a box of Flax's metadata; pass {name}.unbox(), or unbox all parameters with flax.core.meta.unbox."
+        )
+    if hasattr(value, "__dlpack__"):
+        return f"pass jax.numpy.from_dlpack({name}), of a tensor of torch that requires a gradient {name}.detach()."
+    if (isinstance(value, Sequence) and not isinstance(value, (str, bytes))) or is_number(value):
+        return f"pass jax.numpy.asarray({name})."
+    return "pass an array of jax.numpy."
+
+
+def no_weight(name: str, shape: tuple[Any, ...], x_shape: tuple[Any, ...]) -> str:
+    """The remedy where a weight's shape does not go with x's."""
+    if shape == ():
+        return f"A number: did you mean {' or '.join(f'{other}=...' for other in NUMBERS)}?"
+    if len(x_shape) == 1 < len(shape) and shape[-1:] == x_shape:
+        return f"Are x and {name} in each other's place?"
+    return f"Reshape {name}, or change axis."
+
+
+def not_like_x(name: str, shape: tuple[Any, ...], x_shape: tuple[Any, ...]) -> str:
+    """The remedy where an array that must have x's shape has another."""
+    if shape == x_shape[-1:]:
+        return f"Is it the scale? That comes behind {name}: (x, {name}, scale)."
+    return f"Reshape or broadcast one of them, as with jax.numpy.broadcast_to({name}, x.shape)."
+
+
+# Short names of dtypes, which NumPy does not know or takes for others.
+DTYPES = {
+    "bf16": "bfloat16",
+    **dict.fromkeys(("fp16", "f16"), "float16"),
+    **dict.fromkeys(("fp32", "f32"), "float32"),
+    **dict.fromkeys(("fp64", "f64"), "float64"),
+}
+
+
+def no_dtype(value: object, known: Iterable[str]) -> str:
+    """The remedy where one of the known dtypes is expected."""
+    name = str(value).removeprefix("torch.")
+    if (meant := DTYPES.get(name, name)) in known:
+        return f"did you mean {meant}?"
+    return f"expected one of {', '.join(sorted(known))}."

@@ -1,0 +1,229 @@
+"""Which implementation a call gets: by its argument, else by the context, else by the environment."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import pytest
+from bad_calls import X
+from coverage import over
+from exporting import PLATFORMS
+from hlo import count_native_calls
+from jax import export
+from ops import ADDED, EACH, GATED, NORMS, QUANTIZED
+
+import jaxnorm
+from jaxnorm import implementation
+
+pytestmark = pytest.mark.jax_version
+
+
+def norm(x, **options):
+    return jaxnorm.rms_norm(x, **options)
+
+
+def chosen(function=norm, *args, **options):
+    """What the calls that are traced were told to be."""
+    text = str(jax.make_jaxpr(lambda *args: function(*args, **options))(*(args or (X,))))
+    if "jaxnorm_" not in text:
+        return "jnp"
+    return None if "native_for=None" in text else "native"
+
+
+def test_by_default_none_is_chosen():
+    assert chosen() is None
+
+
+@pytest.mark.parametrize("name", ["jnp", pytest.param("native", marks=pytest.mark.kernels)])
+def test_a_context_chooses(name):
+    with implementation(name):
+        assert chosen() == name
+    assert chosen() is None
+
+
+@over((*NORMS, *ADDED, GATED[0], *QUANTIZED))
+def test_a_context_is_for_every_op(op):
+    function, types = op.run(op.function), op.types(op.small)
+    with implementation("jnp"):
+        assert chosen(function, *types) == "jnp"
+    assert chosen(function, *types) is None
+
+
+@pytest.mark.kernels
+def test_the_argument_wins_over_the_context():
+    with implementation("jnp"):
+        assert chosen(implementation="native") == "native"
+    with implementation("native"):
+        assert chosen(implementation="jnp") == "jnp"
+
+
+@pytest.mark.kernels
+def test_contexts_nest_and_none_undoes_them():
+    with implementation("native"):
+        with implementation("jnp"):
+            assert chosen() == "jnp"
+            with implementation(None):
+                assert chosen() is None
+        assert chosen() == "native"
+
+
+def test_a_context_ends_with_an_error():
+    with pytest.raises(ZeroDivisionError), implementation("jnp"):
+        raise ZeroDivisionError
+    assert chosen() is None
+
+
+def test_a_decorator():
+    @implementation("jnp")
+    def function(x, depth=2):
+        return norm(x) if depth == 0 else function(x, depth - 1)
+
+    assert function.__name__ == "function"
+    assert [chosen(function) for _ in range(2)] == ["jnp", "jnp"]
+    assert chosen() is None
+
+
+def test_a_context_within_a_jitted_function():
+    @jax.jit
+    def function(x):
+        with implementation("jnp"):
+            return norm(x)
+
+    assert chosen(function) == "jnp"
+
+
+@pytest.mark.kernels
+def test_jit_keeps_what_was_traced_in_each_context_apart():
+    traced = []
+
+    @jax.jit
+    def function(x):
+        traced.append(chosen(norm, x))
+        return norm(x)
+
+    for _ in range(2):
+        function(X)
+        for name in ("jnp", "native", "jnp"):
+            with implementation(name):
+                function(X)
+    assert traced == [None, "jnp", "native"]
+
+
+# JAX keeps what it has traced of inner functions too.
+@pytest.mark.parametrize(
+    "outer", [jax.jit, jax.grad, jax.checkpoint, jax.vmap, jax.linearize], ids=lambda f: f.__name__
+)
+def test_inner_functions_are_traced_in_each_context(outer):
+    inner = jax.jit(lambda x: norm(x).sum())
+    function = (lambda x: jax.linearize(inner, x)[0]) if outer is jax.linearize else outer(inner)
+    assert chosen(function) is None
+    with implementation("jnp"):
+        assert chosen(function) == "jnp"
+    assert chosen(function) is None
+
+
+def test_a_loop_in_a_context():
+    def function(x):
+        return jax.lax.scan(lambda x, _: (norm(x), None), x, length=3)[0]
+
+    with implementation("jnp"):
+        assert chosen(function) == "jnp"
+    assert chosen(function) is None
+
+
+def test_a_context_is_of_its_thread():
+    entered, seen = threading.Event(), threading.Event()
+    found = {}
+
+    def first():
+        with implementation("jnp"):
+            entered.set()
+            assert seen.wait(60)
+            found["first"] = chosen()
+
+    def second():
+        assert entered.wait(60)
+        found["second"] = chosen()
+        seen.set()
+
+    threads = [threading.Thread(target=target) for target in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {"first": "jnp", "second": None}
+
+
+def test_an_exported_program_stays_what_it_was():
+    with implementation("jnp"):
+        formula = export.export(jax.jit(norm), platforms=PLATFORMS)(X)
+    kernels = export.export(jax.jit(norm), platforms=PLATFORMS)(X)
+    assert not count_native_calls(formula.mlir_module())
+    assert jnp.allclose(formula.call(X), kernels.call(X))
+
+
+@pytest.mark.kernels
+def test_kernels_are_exported_after_the_formula():
+    with implementation("jnp"):
+        export.export(jax.jit(norm), platforms=PLATFORMS)(X)
+    assert count_native_calls(export.export(jax.jit(norm), platforms=PLATFORMS)(X).mlir_module())
+
+
+@pytest.mark.parametrize("op", EACH, ids=str)
+def test_a_derivative_in_the_context_of_the_formula(op):
+    types = op.types(op.small)
+    with implementation("jnp"):
+        assert not count_native_calls(jax.jit(op.gradient()).lower(*types).as_text())
+
+
+def test_an_unknown_name():
+    with pytest.raises(ValueError, match=r"^implementation: unknown implementation 'cuda'; expected None, 'native' or"):
+        implementation("cuda")
+
+
+def test_an_error_says_that_the_context_asked():
+    message = r"^rms_norm under jaxnorm.implementation\('native'\): .* trailing"
+    with implementation("native"), pytest.raises(RuntimeError, match=message):
+        norm(X, axis=0)
+
+
+PROGRAM = """
+import jax, jax.numpy as jnp, jaxnorm
+def chosen():
+    text = str(jax.make_jaxpr(lambda x: jaxnorm.rms_norm(x))(jnp.ones((2, 8))))
+    return "jnp" if "jaxnorm_" not in text else "default" if "native_for=None" in text else "native"
+print(chosen())
+for name in ("jnp", "native", None):
+    with jaxnorm.implementation(name):
+        print(chosen())
+try:
+    jaxnorm.rms_norm(jnp.ones((2, 8)), axis=0)
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def run(value, directory, program):
+    environment = {**os.environ, "JAXNORM_IMPLEMENTATION": value}
+    return subprocess.run(
+        [sys.executable, "-c", program], env=environment, cwd=directory, capture_output=True, text=True
+    )
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("value", ["", "jnp", "native"])
+def test_the_environment_is_the_default(value, tmp_path):
+    lines = run(value, tmp_path, PROGRAM).stdout.splitlines()
+    assert lines[:4] == [value or "default", "jnp", "native", value or "default"]
+    assert [line.partition(":")[0] for line in lines[4:]] == ["rms_norm with JAXNORM_IMPLEMENTATION=native"] * (
+        value == "native"
+    )
+
+
+def test_an_unknown_name_in_the_environment(tmp_path):
+    printed = run("cuda", tmp_path, "import jaxnorm")
+    assert printed.returncode == 1
+    assert "ValueError: JAXNORM_IMPLEMENTATION=cuda, expected native or jnp" in printed.stderr

@@ -1,0 +1,60 @@
+"""The package as a whole: what it shows, and how long its parts are."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jaxnorm
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = [
+    path
+    for directory in ("jaxnorm", "src")
+    for path in sorted((ROOT / directory).rglob("*"))
+    if path.suffix in (".py", ".h", ".cc", ".cu", ".cuh")
+]
+PYTHON = [path for path in SOURCES if path.suffix == ".py"]
+
+
+def name(path):
+    return str(path.relative_to(ROOT))
+
+
+def test_the_sources_are_found():
+    assert {path.suffix for path in SOURCES} == {".py", ".h", ".cc", ".cu", ".cuh"}
+
+
+def test_no_file_is_long():
+    lengths = {name(path): len(path.read_text().splitlines()) for path in SOURCES}
+    assert {path: length for path, length in lengths.items() if length > 300} == {}
+
+
+def test_no_function_is_long():
+    lengths = {
+        f"{name(path)}:{node.name}": node.end_lineno - node.lineno + 1
+        for path in PYTHON
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    assert {function: length for function, length in lengths.items() if length > 60} == {}
+
+
+def shown(names):
+    return {name for name in names if not name.startswith("__")}
+
+
+def test_dir_shows_what_is_public():
+    modules = {"checkpoint_policies", "info", "linen", "nnx"}
+    assert shown(jaxnorm.__all__) <= shown(dir(jaxnorm)) <= shown(jaxnorm.__all__) | modules
+    assert all(hasattr(jaxnorm, name) for name in dir(jaxnorm))
+    assert "__version__" in dir(jaxnorm)
+
+
+@pytest.mark.parametrize("module", ["info", "linen", "nnx"])
+def test_dir_shows_a_public_module_that_is_imported(module, tmp_path):
+    program = f"import jaxnorm; before = dir(jaxnorm); import jaxnorm.{module}; print(set(dir(jaxnorm)) - set(before))"
+    run = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    assert f"'{module}'" in run.stdout
