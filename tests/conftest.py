@@ -44,6 +44,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "kernels: calls the handlers themselves; on a platform that has them")
     config.addinivalue_line("markers", "plans: launch plans, which need no GPU; where jaxnorm is built with CUDA")
     config.addinivalue_line("markers", "emulated: CUDA kernels on the host; where there is a CUDA compiler")
+    config.addinivalue_line("markers", "xdist_group(name): on one worker")  # where xdist is not installed
     config.addinivalue_line("markers", "several: spread over devices; where there are several")
     config.addinivalue_line("markers", "gpu: about what only the CUDA kernels have; on a GPU")
     config.addinivalue_line("markers", "large: arrays of more than 2**31 elements; on a GPU, or with --large")
@@ -78,8 +79,6 @@ def pytest_collection_modifyitems(config, items):
     absent = {name for name, present in has.items() if not present}
     kept, deselected = [], []
     for item in items:
-        if item.get_closest_marker("emulated") and config.pluginmanager.hasplugin("xdist"):
-            item.add_marker(pytest.mark.xdist_group("emulated"))  # one worker compiles the kernels for all
         (deselected if absent & {mark.name for mark in item.iter_markers()} else kept).append(item)
     config.hook.pytest_deselected(items=deselected)
     items[:] = kept
