@@ -17,7 +17,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
 import pytest
-from coverage import set_full
+from coverage import set_tier
 from hypothesis import settings
 from native import description, is_built, is_platform_with_kernels, why_not_native
 
@@ -34,12 +34,15 @@ def pytest_addoption(parser):
         action=argparse.BooleanOptionalAction,
         help="run all combinations of factors, not only each pair of values; the default on a GPU",
     )
+    parser.addoption("--once", action="store_true", help="run each value of a factor once, not each pair of values")
     parser.addoption("--large", action="store_true", help="run the tests marked large on CPU too (30 GiB of memory)")
 
 
 def pytest_configure(config):
     full = config.getoption("--full")
-    set_full(jax.default_backend() == "gpu" if full is None else full)
+    if full is None:
+        full = jax.default_backend() == "gpu"
+    set_tier("once" if config.getoption("--once") else "full" if full else "pairs")
     config.addinivalue_line("markers", "jax_version: depends on JAX's version: the tests of another Python")
     config.addinivalue_line("markers", "kernels: calls the handlers themselves; on a platform that has them")
     config.addinivalue_line("markers", "plans: launch plans, which need no GPU; where jaxnorm is built with CUDA")
