@@ -17,7 +17,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
 import pytest
-from coverage import set_full
+from coverage import set_tier
 from hypothesis import settings
 from internals import run_every_kernel
 from native import description, is_built, is_platform_with_kernels, why_not_native
@@ -35,17 +35,21 @@ def pytest_addoption(parser):
         action=argparse.BooleanOptionalAction,
         help="run all combinations of factors, not only each pair of values; the default on a GPU",
     )
+    parser.addoption("--once", action="store_true", help="run each value of a factor once, not each pair of values")
     parser.addoption("--large", action="store_true", help="run the tests marked large on CPU too (30 GiB of memory)")
 
 
 def pytest_configure(config):
     run_every_kernel()
     full = config.getoption("--full")
-    set_full(jax.default_backend() == "gpu" if full is None else full)
+    if full is None:
+        full = jax.default_backend() == "gpu"
+    set_tier("once" if config.getoption("--once") else "full" if full else "pairs")
     config.addinivalue_line("markers", "jax_version: depends on JAX's version: the tests of another Python")
     config.addinivalue_line("markers", "kernels: calls the handlers themselves; on a platform that has them")
     config.addinivalue_line("markers", "plans: launch plans, which need no GPU; where jaxnorm is built with CUDA")
     config.addinivalue_line("markers", "emulated: CUDA kernels on the host; where there is a CUDA compiler")
+    config.addinivalue_line("markers", "xdist_group(name): on one worker")  # where xdist is not installed
     config.addinivalue_line("markers", "several: spread over devices; where there are several")
     config.addinivalue_line("markers", "gpu: about what only the CUDA kernels have; on a GPU")
     config.addinivalue_line("markers", "large: arrays of more than 2**31 elements; on a GPU, or with --large")
@@ -80,8 +84,6 @@ def pytest_collection_modifyitems(config, items):
     absent = {name for name, present in has.items() if not present}
     kept, deselected = [], []
     for item in items:
-        if item.get_closest_marker("emulated") and config.pluginmanager.hasplugin("xdist"):
-            item.add_marker(pytest.mark.xdist_group("emulated"))  # one worker compiles the kernels for all
         (deselected if absent & {mark.name for mark in item.iter_markers()} else kept).append(item)
     config.hook.pytest_deselected(items=deselected)
     items[:] = kept

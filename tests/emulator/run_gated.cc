@@ -191,8 +191,10 @@ void for_each_way(F f) {
 }
 
 void test_all(int64_t rows, int64_t cols) {
+  tier.begin_shape();
   for_each_way([&](Dtype dtype, Activation activation, bool first) {
     for (const int64_t count : {1, 8}) {
+      if (!tier.takes()) continue;
       // Which weights there are makes little difference: another choice each time.
       const int turn = static_cast<int>(activation) + (count > 1) + (cols > 1024 ? first : 0);
       test({dtype, turn % 2 ? kBf16 : kF32, activation, first, turn % 3 < 2, rows, cols, count});

@@ -160,6 +160,7 @@ void test(Kind kind, Dtype dtype, Residual residual_is, int64_t rows, int64_t co
 }
 
 void test_all(int64_t rows, int64_t cols, int64_t offset = 0) {
+  tier.begin_shape();
   for (const Kind kind : {Kind::rms, Kind::layer})
     for (const Dtype dtype : {kF32, kBf16})
       for (const Residual residual : {Residual::none, Residual::same, Residual::f32})
@@ -167,6 +168,7 @@ void test_all(int64_t rows, int64_t cols, int64_t offset = 0) {
           if ((group && cols % group) || (residual == Residual::f32 && dtype == kF32)) continue;
           // The longest rows take seconds: one granularity of each norm.
           if (cols > 100'000 && (residual != Residual::none || group != (kind == Kind::rms ? cols : 128))) continue;
+          if (!tier.takes()) continue;
           test(kind, dtype, residual, rows, cols, group, offset, true);
           if (residual == Residual::none && cols <= 2048) test(kind, dtype, residual, rows, cols, group, offset, false);
         }

@@ -36,7 +36,7 @@ transformations = over(
     TRANSFORMED, default=[op for op in TRANSFORMED if op in EACH or op not in RMS], name=lambda op: TRANSFORMED[op]
 )
 # Where every primitive runs alone; the rules are those of the programs.
-alone = over(TRANSFORMED, default=EACH, name=lambda op: TRANSFORMED[op])
+alone = over(TRANSFORMED, default=EACH, pairs=False, name=lambda op: TRANSFORMED[op])
 
 
 @cache

@@ -1,25 +1,30 @@
-"""Combinations of factors: every pair of values in the default tier, every combination with `--full`."""
+"""Combinations of factors: each pair of values by default, all with `--full`, each value once with `--once`."""
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 Named = list[tuple[str, Any]]
 
-_full = False
+_tier = "pairs"
 
 
-def set_full(full: bool) -> None:
+def set_tier(tier: Literal["once", "pairs", "full"]) -> None:
     """Before test modules are imported."""
-    global _full
-    _full = full
+    global _tier
+    _tier = tier
 
 
 def in_full(*cases: Any) -> tuple[Any, ...]:
     """These, in the full tier only."""
-    return cases if _full else ()
+    return cases if _tier == "full" else ()
+
+
+def once(sizes: Sequence[int]) -> list[tuple[int, ...]]:
+    """Rows in which each value of each factor stands, for factors with this many values."""
+    return [tuple(i % size for size in sizes) for i in range(max(sizes))]
 
 
 def pairwise(sizes: Sequence[int]) -> list[tuple[int, ...]]:
@@ -49,11 +54,18 @@ def cover(**factors: Iterable[Any]):
     return pytest.mark.parametrize(list(factors), _params(named))
 
 
-def over(ops: Iterable[Any], *, default: Sequence[Any] | None = None, **factors: Callable[[Any], Iterable[Any]]):
+def over(
+    ops: Iterable[Any],
+    *,
+    default: Sequence[Any] | None = None,
+    pairs: bool = True,
+    **factors: Callable[[Any], Iterable[Any]],
+):
     """Parametrises a test with `op` and these factors, each a function of the op.
 
     Ops with the same factors share a covering array, in which the op is one factor more. An op that has no value for
-    some factor has no such test. Where `default` is given, the other ops have theirs with `--full`.
+    some factor has no such test. Where `default` is given, the other ops have theirs with `--full`. Without `pairs`
+    each value comes once, if not with `--full`.
     """
     groups: dict[str, tuple[list[Any], list[Named]]] = {}
     for op in sorted(ops, key=lambda op: default is not None and op not in default):
@@ -63,7 +75,7 @@ def over(ops: Iterable[Any], *, default: Sequence[Any] | None = None, **factors:
     params = []
     for alike, named in groups.values():
         first = [op for op in alike if default is None or op in default]
-        params += _params([_named(alike), *named], len(first))
+        params += _params([_named(alike), *named], len(first), pairs=pairs)
     return pytest.mark.parametrize(("op", *factors), params)
 
 
@@ -73,11 +85,16 @@ def _named(values: Iterable[Any]) -> Named:
     return [(" ".join(map(str, value)) if type(value) is tuple else str(value), value) for value in values]
 
 
-def _params(named: list[Named], first: int | None = None) -> list[Any]:
-    """Of the first factor, only so many values are in the default tier."""
+def _params(named: list[Named], first: int | None = None, *, pairs: bool = True) -> list[Any]:
+    """Of the first factor, only so many values are in the tiers that are not full."""
     sizes = [len(values) for values in named]
     some = [sizes[0] if first is None else first, *sizes[1:]]
-    table = itertools.product(*map(range, sizes)) if _full else sorted(pairwise(some)) if all(some) else ()
+    if _tier == "full":
+        table = itertools.product(*map(range, sizes))
+    elif not all(some):
+        table = ()
+    else:
+        table = sorted(pairwise(some) if pairs and _tier == "pairs" else once(some))
     return [
         pytest.param(
             *(values[i][1] for values, i in zip(named, row, strict=True)),
