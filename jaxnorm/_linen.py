@@ -1,14 +1,18 @@
-"""How a norm of `flax.linen` calls the functions of this package."""
+"""How a norm of `flax.linen` calls the functions of this package, its own class or Flax's."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxnorm import _flax
+from jaxnorm import _flax, replacement
 from jaxnorm._flax import linen
 from jaxnorm.quantization import Quantized
+
+# Norms of Flax that this package has no kernels for.
+OTHERS = (linen.BatchNorm, linen.GroupNorm, linen.InstanceNorm, linen.SpectralNorm, linen.WeightNorm)
 
 
 def default_scale_init(key: Any, shape: Any, dtype: Any) -> jax.Array:
@@ -81,3 +85,36 @@ def parameters(module: Any, x: jax.Array, axis: tuple[int, ...]) -> tuple[jax.Ar
     has_bias = getattr(module, "use_bias", False)
     bias = module.param("bias", module.bias_init, features, module.param_dtype) if has_bias else None
     return scale, bias
+
+
+def interceptor(report: replacement.Report, custom: Any, ours: dict[type, type]) -> Callable[..., Any]:
+    """What `linen.intercept_methods` calls for each method of a module, with Flax's norms and `ours` for each."""
+
+    def intercept(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+        module, cls = context.module, type(context.module)
+        if context.method_name != "__call__":
+            return call(*args, **kwargs)
+        if function := replacement.find(cls, custom):
+            call, why = partial(function, module), None
+        elif norm := replacement.find(cls, ours):
+            x, mask = _arguments(*args, **kwargs)
+            why = why_flax(module, x, mask, x)
+            call = call if why else partial(_call, norm, module)
+            why = why and f"no kernel serves {why}"
+        elif (why := replacement.why_class(cls, tuple(ours.values()), ours, OTHERS)) is None:
+            return call(*args, **kwargs)
+        report.add(() if module.scope is None else module.path, cls, why)
+        return call(*args, **kwargs)
+
+    return intercept
+
+
+def _arguments(x: Any, *, mask: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
+    """The arguments of a norm of Flax."""
+    return jnp.asarray(x), mask
+
+
+def _call(norm: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+    """What one of our norms gives for a module of Flax that a kernel serves."""
+    x, mask = _arguments(*args, **kwargs)
+    return fused(norm._functions.norm, module, (x,), mask)

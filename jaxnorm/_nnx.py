@@ -1,5 +1,6 @@
-"""How a norm of `flax.nnx` calls the functions of this package."""
+"""How a norm of `flax.nnx` calls the functions of this package, and becomes one of `jaxnorm.nnx`."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -7,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxnorm import _flax
-from jaxnorm._flax import nnx
+from jaxnorm import _flax, replacement
+from jaxnorm._flax import linen, nnx
 from jaxnorm.quantization import Quantized
 
 
@@ -87,3 +88,71 @@ def _operands(
 def promote(array: jax.Array, dtype: Any) -> jax.Array:
     """`array` as Flax's promotion to `dtype` rounds it. Mere widening is left to the kernel: fewer bytes to read."""
     return array if dtype in (array.dtype, jnp.float32) else array.astype(dtype)
+
+
+# Norms of Flax that this package has no kernels for.
+OTHERS = (nnx.BatchNorm, nnx.GroupNorm, nnx.InstanceNorm, nnx.SpectralNorm, nnx.WeightNorm)
+
+
+class _Custom:
+    """Marks what `replace_norms` made of a class of a model's own."""
+
+
+def replace(model: Any, custom: Any, ours: dict[type, type]) -> replacement.Report:
+    """`jaxnorm.nnx.replace_norms`, with Flax's norms and `ours` for each."""
+    if isinstance(model, linen.Module):
+        raise TypeError(
+            f"replace_norms: got a module of flax.linen, {type(model).__name__}: a linen module has no norms until it "
+            f"is called. Call it within jaxnorm.linen.replace_norms()."
+        )
+    custom = replacement.check_custom(custom, nnx.Module)
+    report = replacement.Report()
+    for path, module in list(nnx.iter_modules(model, graph=True)):
+        cls = type(module)
+        if function := replacement.find(cls, custom):
+            new, why = _with_call(cls, function), None
+        elif norm := replacement.find(cls, ours):
+            new, why = ours.get(cls) or _with_base(cls, norm), _why_left(module)
+        elif why := _why_class(cls, ours):
+            new = cls
+        else:
+            continue
+        if why is None:
+            object.__setattr__(module, "__class__", new)
+        report.add(path, cls, why)
+    return report
+
+
+def _why_class(cls: type, ours: dict[type, type]) -> str | None:
+    if issubclass(cls, nnx.bridge.ToNNX):
+        return "its modules are of flax.linen: call it within jaxnorm.linen.replace_norms()"
+    return replacement.why_class(cls, (_Custom, *ours.values()), ours, OTHERS)
+
+
+def _why_left(module: Any) -> str | None:
+    """Why a norm of Flax stays one; None if kernels serve some calls of it."""
+    dtypes = [leaf.dtype for leaf in jax.tree.leaves(nnx.state(module))]
+    why = _flax.why_never(module) or _flax.why_dtypes(*dtypes, *([module.dtype] if module.dtype else []))
+    return why and f"no kernel serves {why}"
+
+
+@functools.cache
+def _with_call(cls: type, function: Callable[..., Any]) -> type:
+    """`cls` that a function computes: one class for both, so that what is compiled for one model serves another."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(self, *args, **kwargs)
+
+    return _subclass(cls, (cls, _Custom), {"__call__": call})
+
+
+@functools.cache
+def _with_base(cls: type, norm: type) -> type:
+    """`cls`, a subclass of Flax's norm with its `__call__`, with that of ours."""
+    return _subclass(cls, (cls, norm), {})
+
+
+def _subclass(cls: type, bases: tuple[type, ...], members: dict[str, Any]) -> type:
+    """A class that goes by the name of `cls`."""
+    names = {name: getattr(cls, name) for name in ("__doc__", "__module__", "__qualname__")}
+    return type(cls.__name__, bases, names | members)

@@ -1,7 +1,8 @@
 """`flax.linen`'s norms on jaxnorm's kernels: change the import line, keep the model and its checkpoints."""
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import field
 from functools import partial
 from typing import Any, Unpack, overload
@@ -9,7 +10,7 @@ from typing import Any, Unpack, overload
 import jax
 import jax.numpy as jnp
 
-from jaxnorm import _flax, _linen
+from jaxnorm import _flax, _linen, replacement
 from jaxnorm._flax import linen
 from jaxnorm.ops.gated_norm.api import gated_rms_norm
 from jaxnorm.ops.gated_norm.formula import Activation
@@ -24,6 +25,7 @@ __all__ = [
     "QuantizedLayerNorm",
     "QuantizedRMSNorm",
     "RMSNorm",
+    "replace_norms",
 ]
 
 # Flax's functions without the wrapper that makes them calls of the module: through it, a call would be captured,
@@ -193,3 +195,42 @@ class QuantizedRMSNorm(_Quantized, RMSNorm, kw_only=True):  # type: ignore[misc]
 
 class QuantizedLayerNorm(_Quantized, LayerNorm, kw_only=True):  # type: ignore[misc]
     """A `LayerNorm` with a quantised result, computed by `jaxnorm.layer_norm_quantized`; see `QuantizedRMSNorm`."""
+
+
+@contextlib.contextmanager
+def replace_norms(custom: replacement.Custom | None = None) -> Iterator[replacement.Report]:
+    """Computes the norms of all models that are called, or traced, within.
+
+        with jaxnorm.linen.replace_norms({GemmaNorm: lambda norm, x: rms_norm(x, norm.scale)}) as report:
+            logits = model.apply(variables, tokens)
+        print(report)
+
+    Each `flax.linen.RMSNorm` and `flax.linen.LayerNorm` is computed as one of this module is. Modules, parameters,
+    their names and checkpoints stay the same, `init` within makes the same parameters, and results agree within
+    rounding.
+
+    Left to their own code are norms of other kinds, classes with a `__call__` of their own, and calls that no kernel
+    serves, as with a mask. Of calls that are alike, the report has one.
+
+    What counts is where a program is traced. What `jax.jit` has compiled before runs as it was compiled, and what is
+    compiled within stays so afterwards: enter this in the function that is jitted, around `apply`.
+
+    Args:
+      custom: classes of the model's own, and for each the function of a module and its arguments that computes it. It
+        may do what the module's `__call__` may, as read `norm.scale` that `setup` made, or make it with `norm.param`. A
+        subclass goes with its base unless it has a `__call__` of its own.
+
+    Yields:
+      A `jaxnorm.replacement.Report` that fills while calls are traced: `replaced` has (path, class) of each norm that
+      was replaced, `left` has (path, class, why) of each that was not.
+
+    Raises:
+      TypeError: custom maps something else than classes to functions.
+
+    Source: `flax.linen.intercept_methods`.
+    """
+    report = replacement.Report()
+    custom = replacement.check_custom(custom, linen.Module)
+    ours = {linen.RMSNorm: RMSNorm, linen.LayerNorm: LayerNorm}
+    with linen.intercept_methods(_linen.interceptor(report, custom, ours)):
+        yield report

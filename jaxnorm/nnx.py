@@ -6,7 +6,7 @@ from typing import Any, Unpack, overload
 import jax
 import jax.numpy as jnp
 
-from jaxnorm import _flax, _nnx
+from jaxnorm import _flax, _nnx, replacement
 from jaxnorm._flax import nnx
 from jaxnorm.ops.gated_norm.api import gated_rms_norm
 from jaxnorm.ops.gated_norm.formula import Activation
@@ -21,11 +21,15 @@ __all__ = [
     "QuantizedLayerNorm",
     "QuantizedRMSNorm",
     "RMSNorm",
+    "replace_norms",
 ]
 
 
-class _Options:
-    """What all norms have beside Flax's options."""
+class _Options(nnx.Module):
+    """What all norms have beside Flax's options.
+
+    A module, so that instances lie in memory as those of Flax's norms: `replace_norms` makes these norms of ours.
+    """
 
     # A norm of Flax that became one of these has no attributes for them.
     scale_offset: float = 0.0
@@ -211,3 +215,33 @@ class QuantizedRMSNorm(_Quantized, RMSNorm):  # type: ignore[misc]
 
 class QuantizedLayerNorm(_Quantized, LayerNorm):  # type: ignore[misc]
     """A `LayerNorm` with a quantised result, computed by `jaxnorm.layer_norm_quantized`; see `QuantizedRMSNorm`."""
+
+
+def replace_norms(model: Any, custom: replacement.Custom | None = None) -> replacement.Report:
+    """Puts jaxnorm's norms into a model, in place and at any depth.
+
+        model = Gemma(...)
+        report = jaxnorm.nnx.replace_norms(model, {GemmaNorm: lambda norm, x: rms_norm(x, norm.scale[...])})
+        print(report)
+
+    Each `flax.nnx.RMSNorm` and `flax.nnx.LayerNorm` becomes one of this module, those in an `nnx.MultiHeadAttention`
+    and in stacked layers too. The modules stay the same objects with the same parameters, so that the state, its paths,
+    checkpoints and whoever shares a norm see no change; results agree within rounding. A mask in a call, and what else
+    Flax's own code computes for `jaxnorm.nnx.RMSNorm`, stays so.
+
+    Left are norms of other kinds, classes with a `__call__` of their own, and norms whose options or dtypes no kernel
+    serves. What is not part of the model's graph, as a module in a closure, is not found.
+
+    Args:
+      model: a module, or a list, dict or other pytree of modules.
+      custom: classes of the model's own, and for each the function of a module and its arguments that computes it. A
+        subclass goes with its base unless it has a `__call__` of its own.
+
+    Returns:
+      A `jaxnorm.replacement.Report`: `replaced` has (path, class) of each norm that was replaced, `left` has
+      (path, class, why) of each that was not.
+
+    Raises:
+      TypeError: model is of `flax.linen`, or custom maps something else than classes to functions.
+    """
+    return _nnx.replace(model, custom, {nnx.RMSNorm: RMSNorm, nnx.LayerNorm: LayerNorm})
