@@ -14,6 +14,7 @@ from jaxnorm.ops.norm.api import layer_norm, rms_norm
 from jaxnorm.ops.options import implementation
 from jaxnorm.ops.quantized_norm.api import layer_norm_quantized, rms_norm_quantized
 from jaxnorm.quantization import Quantization, Quantized
+from jaxnorm.replacement import replace_norms
 
 try:
     __version__ = importlib.metadata.version(__name__)
@@ -31,6 +32,7 @@ __all__ = [
     "implementation",
     "layer_norm",
     "layer_norm_quantized",
+    "replace_norms",
     "rms_norm",
     "rms_norm_quantized",
 ]

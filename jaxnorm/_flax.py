@@ -6,6 +6,7 @@ as for a quantised norm, the function's formula computes it if that says the sam
 """
 
 from collections.abc import Callable, Iterable
+from itertools import chain
 from numbers import Real
 from typing import Any, NamedTuple, Protocol, TypedDict
 
@@ -46,6 +47,9 @@ class Functions(NamedTuple):
     quantized: Callable[..., Any]
 
 
+# The options of either API that only Flax's own code has another value for.
+FLAXS_OWN = {"promote_dtype": nnx.nn.dtypes.promote_dtype, "force_float32_reductions": True}
+
 RMS = Functions(rms_norm, add_rms_norm, rms_norm_quantized)
 LAYER = Functions(layer_norm, add_layer_norm, layer_norm_quantized)
 
@@ -58,45 +62,103 @@ class Scales(TypedDict, total=False):
     mask: None
 
 
-def kernel_axes(
-    module: FlaxNorm, x: jax.Array, mask: jax.Array | None, parameters: Iterable[jax.Array | None]
-) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """The axes that a kernel would normalise for `module(x, mask=mask)` and those of its parameters.
+def options(module: object) -> dict[str, Any]:
+    """What a module says beside Flax's fields, as keywords of the functions. A module of Flax says their defaults."""
+    offset = checks.check_number(type(module).__name__, "scale_offset", getattr(module, "scale_offset", 0.0))
+    return {
+        "scale_offset": offset,
+        "multiply_before_cast": getattr(module, "multiply_before_cast", True),
+        "implementation": getattr(module, "implementation", None),
+    }
 
-    None where no kernel says the same as Flax. Parameters may have axes before the normalised ones: those of heads.
+
+def rounded_once(module: object, what: str) -> dict[str, Any]:
+    """The same without `multiply_before_cast`, which has one meaning for `what`, as "a gated norm"."""
+    _must_be(module, "multiply_before_cast", True, f"{what} is rounded once, at the end")
+    keywords = options(module)
+    del keywords["multiply_before_cast"]
+    return keywords
+
+
+def why_never(module: Any) -> str | None:
+    """Why no kernel says the same as a norm of Flax, whatever is normalised; None if that depends on the call."""
+    if module.axis_name is not None and module.axis_index_groups is not None:
+        return "axis_index_groups"
+    if not isinstance(module.epsilon, Real):
+        return "an epsilon that is no Python number"
+    if (changed := _changed(module)) is not None:
+        return changed
+    # A number that counts from the front is known with x.
+    axes = [axes if isinstance(axes, Iterable) else (axes,) for axes in (module.reduction_axes, module.feature_axes)]
+    return None if any(axis >= 0 for axis in chain(*axes)) else _why_not_trailing(*map(_sorted, axes))
+
+
+def why_flax(
+    module: FlaxNorm,
+    x: jax.Array,
+    mask: jax.Array | None,
+    parameters: Iterable[jax.Array | None],
+    dtypes: Iterable[Any],
+) -> str | None:
+    """Why no kernel says the same as Flax for `module(x, mask=mask)`; None if one does.
+
+    `dtypes` are those of all that the call reads and writes.
     """
-    in_groups = module.axis_name is not None and module.axis_index_groups is not None
-    if mask is not None or in_groups or not isinstance(module.epsilon, Real):
-        return None
-    reduction, features = (_from_the_end(x.ndim, axes) for axes in (module.reduction_axes, module.feature_axes))
-    if not 0 < len(reduction) <= len(features) <= x.ndim:
-        return None
-    if any(axes != tuple(range(-len(axes), 0)) for axes in (reduction, features)):
-        return None
+    if (why := why_never(module)) is not None:
+        return why
+    if mask is not None:
+        return "a mask"
+    if (why := _why_not_trailing(*_axes(module, x.ndim))) is not None:
+        return why
+    if not len(features := _axes(module, x.ndim)[1]) <= x.ndim:
+        return f"{len(features)} axes of an x that has {x.ndim}"
     # Over an Explicit mesh, a parameter that is split otherwise than x splits Flax's result.
     split = tuple(jax.typeof(x).sharding.spec)[-len(features) :]
     if any(p is not None and tuple(jax.typeof(p).sharding.spec) not in ((None,) * p.ndim, split) for p in parameters):
+        return "parameters that an Explicit mesh splits otherwise than x"
+    return why_dtypes(*dtypes)
+
+
+def called_axes(
+    module: FlaxNorm, x: jax.Array, mask: object, why: str | None
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """The axes that a function normalises for `module(x)`, and those of its parameters; None where Flax computes it.
+
+    `why` no kernel does is what `why_flax` says. Parameters may have axes before the normalised ones: those of heads.
+    """
+    if why is None:
+        return _axes(module, x.ndim)
+    said = options(module)
+    if said["implementation"] == "native":
+        raise RuntimeError(
+            f"{type(module).__name__}: implementation='native', but no kernel serves {why}. Leave implementation out."
+        )
+    if said["scale_offset"] == 0 and said["multiply_before_cast"]:
         return None
-    return reduction, features
+    what = "a norm with scale_offset" if said["scale_offset"] else "a norm with multiply_before_cast=False"
+    axis = function_axes(module, x, mask, what)
+    return axis, axis
 
 
 def function_axes(module: FlaxNorm, x: jax.Array, mask: object, what: str) -> tuple[int, ...]:
     """The axes that a function of this package normalises for `module(x)`, or an error where none says the same.
 
-    `what` says which norm Flax has no code for, as "quantised".
+    `what` says which norm Flax has no code for, as "a quantised norm".
     """
     name = type(module).__name__
+    for option, expected in FLAXS_OWN.items():
+        _must_be(module, option, expected, f"{what} is computed in float32")
     if mask is not None:
         raise ValueError(
-            f"{name}: got a mask, expected None: a {what} norm is of all elements of its rows. "
-            f"Take the norm that is not {what} for what is masked."
+            f"{name}: got a mask, expected None: {what} is of all elements of its rows. "
+            f"Take the plain norm for what is masked."
         )
     if module.axis_name is not None and module.axis_index_groups is not None:
         raise ValueError(
-            f"{name}: axis_index_groups={module.axis_index_groups}, expected None: a {what} norm exchanges its "
-            f"statistics over all of axis_name. Leave it out, or take the norm that is not {what}."
+            f"{name}: axis_index_groups={module.axis_index_groups}, expected None: {what} exchanges its "
+            f"statistics over all of axis_name. Leave it out, or take the plain norm."
         )
-    reduction, features = (_from_the_end(x.ndim, axes) for axes in (module.reduction_axes, module.feature_axes))
+    reduction, features = _axes(module, x.ndim)
     if reduction != features:
         raise ValueError(
             f"{name}: reduction_axes={module.reduction_axes} and feature_axes={module.feature_axes} are not the same "
@@ -110,21 +172,28 @@ def last_axis(module: FlaxNorm, x: jax.Array, mask: object, what: str) -> None:
     axes = function_axes(module, x, mask, what)
     if axes != (-1,):
         raise ValueError(
-            f"{type(module).__name__}: reduction_axes={module.reduction_axes}, expected -1: the {what} norm is of the "
+            f"{type(module).__name__}: reduction_axes={module.reduction_axes}, expected -1: {what} is of the "
             f"last axis of x, which has shape {x.shape}. Transpose or reshape x."
         )
 
 
-def must_be(module: object, option: str, expected: object, why: str) -> None:
-    """That an option which only Flax's own code has another value for is not set to one."""
-    value = getattr(module, option)
+def _changed(module: object) -> str | None:
+    """The option that only Flax's own code has another value for, if it is set to one."""
+    changed = (name for name, expected in FLAXS_OWN.items() if getattr(module, name, expected) is not expected)
+    return next(changed, None)
+
+
+def _must_be(module: object, option: str, expected: object, why: str) -> None:
+    """That an option which some norms have one value for is not set to another."""
+    value = getattr(module, option, expected)
     if value is not expected:
         raise ValueError(f"{type(module).__name__}: {option}={value}, expected {expected}: {why}. Leave it out.")
 
 
-def kernel_dtypes(*dtypes: Any) -> bool:
-    """Whether the kernels read and write all of `dtypes`; integers, float64 and complex are left to Flax."""
-    return ffi.DTYPES.issuperset(map(jnp.dtype, dtypes))
+def why_dtypes(*dtypes: Any) -> str | None:
+    """The first of `dtypes` that kernels do not read and write: integers, float64 and complex are left to Flax."""
+    unknown = (dtype for dtype in map(jnp.dtype, dtypes) if dtype not in ffi.DTYPES)
+    return next(map(str, unknown), None)
 
 
 def with_residual(module: object, x: Any, residual: Any) -> tuple[jax.Array, jax.Array]:
@@ -144,7 +213,21 @@ def add_first(norm: Callable[..., Any], x: jax.Array, residual: jax.Array, mask:
     return norm(new_residual, mask=mask), new_residual
 
 
-def _from_the_end(rank: int, axes: int | Iterable[int]) -> tuple[int, ...]:
-    """`axes` counted from the last one, sorted and without repetitions; those out of range stay so."""
-    axes = axes if isinstance(axes, Iterable) else (axes,)
-    return tuple(sorted({axis - rank if 0 <= axis < rank else axis for axis in axes}))
+def _axes(module: FlaxNorm, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The axes that are reduced and those of features, counted from the last of `rank`; out of range they stay so."""
+    reduction, features = (
+        _sorted(axis - rank if 0 <= axis < rank else axis for axis in (axes if isinstance(axes, Iterable) else (axes,)))
+        for axes in (module.reduction_axes, module.feature_axes)
+    )
+    return reduction, features
+
+
+def _sorted(axes: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sorted(set(axes)))
+
+
+def _why_not_trailing(reduction: tuple[int, ...], features: tuple[int, ...]) -> str | None:
+    trailing = all(axes == tuple(range(-len(axes), 0)) for axes in (reduction, features))
+    if trailing and 0 < len(reduction) <= len(features):
+        return None
+    return f"reduction_axes={reduction} with feature_axes={features}"

@@ -1,17 +1,20 @@
 """`flax.linen`'s norms on jaxnorm's kernels: change the import line, keep the model and its checkpoints."""
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import field
 from functools import partial
 from typing import Any, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 
-from jaxnorm import _flax
+from jaxnorm import _flax, _linen, replacement
 from jaxnorm._flax import linen
 from jaxnorm.ops.gated_norm.api import gated_rms_norm
 from jaxnorm.ops.gated_norm.formula import Activation
+from jaxnorm.ops.options import Implementation
 from jaxnorm.quantization import Quantization, Quantized
 
 __all__ = [
@@ -22,6 +25,7 @@ __all__ = [
     "QuantizedLayerNorm",
     "QuantizedRMSNorm",
     "RMSNorm",
+    "replace_norms",
 ]
 
 # Flax's functions without the wrapper that makes them calls of the module: through it, a call would be captured,
@@ -29,25 +33,38 @@ __all__ = [
 _OF_FLAX = {_flax.RMS: inspect.unwrap(linen.RMSNorm.__call__), _flax.LAYER: inspect.unwrap(linen.LayerNorm.__call__)}
 
 
-class RMSNorm(linen.RMSNorm):
+class _Options(linen.Module):
+    """What all norms have beside Flax's fields, and by keyword only: positions are Flax's."""
+
+    scale_init: Callable[..., Any] = _linen.default_scale_init
+    scale_offset: float = field(default=0.0, kw_only=True)
+    multiply_before_cast: bool = field(default=True, kw_only=True)
+    implementation: Implementation | None = field(default=None, kw_only=True)
+
+
+class RMSNorm(_Options, linen.RMSNorm):
     """`flax.linen.RMSNorm` with the same fields, parameters and result dtype, computed by `jaxnorm.rms_norm`.
+
+    Beside Flax's fields there are, by keyword, `scale_offset`, `multiply_before_cast` and `implementation` of the
+    function. Where `scale_offset` is not 0, the default of `scale_init` is zeros.
 
     The kernels serve the calls whose `reduction_axes` and `feature_axes` are trailing axes: the same ones, or with
     features before those that are reduced, a scale for each head: `reduction_axes=-1, feature_axes=(-2, -1)`. A `mask`,
     `axis_index_groups`, other axes, parameters that an Explicit mesh splits otherwise than x,
     `force_float32_reductions=False`, and dtypes other than float32, bfloat16 and float16 are computed by Flax's own
-    code.
+    code. That has no `scale_offset` and no `multiply_before_cast=False`: with one of these, the formula computes what
+    it can, and the rest is an error, as it is with `implementation="native"`.
     """
 
     _functions = _flax.RMS
 
     @linen.compact
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
-        y: jax.Array | None = _fused(self._functions.norm, self, (jnp.asarray(x),), mask)
+        y: jax.Array | None = _linen.fused(self._functions.norm, self, (jnp.asarray(x),), mask)
         return _OF_FLAX[self._functions](self, x, mask=mask) if y is None else y
 
 
-class LayerNorm(linen.LayerNorm):
+class LayerNorm(_Options, linen.LayerNorm):
     """`flax.linen.LayerNorm` with the same fields, parameters and result dtype, computed by `jaxnorm.layer_norm`.
 
     The kernels serve the same calls as for `RMSNorm`. Their variance is always that of the centred values, so
@@ -59,7 +76,7 @@ class LayerNorm(linen.LayerNorm):
 
     @linen.compact
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
-        y: jax.Array | None = _fused(self._functions.norm, self, (jnp.asarray(x),), mask)
+        y: jax.Array | None = _linen.fused(self._functions.norm, self, (jnp.asarray(x),), mask)
         return _OF_FLAX[self._functions](self, x, mask=mask) if y is None else y
 
 
@@ -72,7 +89,7 @@ class _Add(linen.Module):
     ) -> tuple[jax.Array, jax.Array]:
         module: Any = self
         rows = _flax.with_residual(self, x, residual)
-        results: tuple[jax.Array, jax.Array] | None = _fused(module._functions.add, module, rows, mask)
+        results: tuple[jax.Array, jax.Array] | None = _linen.fused(module._functions.add, module, rows, mask)
         of_flax = partial(_OF_FLAX[module._functions], self)
         return _flax.add_first(of_flax, *rows, mask) if results is None else results
 
@@ -117,10 +134,9 @@ class GatedRMSNorm(RMSNorm, kw_only=True):
     def __call__(  # type: ignore[override]
         self, x: jax.Array, gate: jax.Array, *, mask: None = None
     ) -> jax.Array:
-        _flax.must_be(self, "force_float32_reductions", True, "what is gated is computed in float32")
         x, gate = _flax.with_other(self, x, "gate", gate, "multiplied")
-        _flax.last_axis(self, x, mask, "gated")
-        scale, _ = _parameters(self, x, (-1,))
+        _flax.last_axis(self, x, mask, "a gated norm")
+        scale, _ = _linen.parameters(self, x, (-1,))
         return gated_rms_norm(
             x,
             gate,
@@ -131,6 +147,7 @@ class GatedRMSNorm(RMSNorm, kw_only=True):
             epsilon=self.epsilon,
             axis_name=self.axis_name,
             out_dtype=linen.dtypes.canonicalize_dtype(x, gate, scale, dtype=self.dtype),
+            **_flax.rounded_once(self, "a gated norm"),
         )
 
 
@@ -157,7 +174,7 @@ class _Quantized(linen.Module, kw_only=True):
         mask: None = None,
     ) -> Quantized | tuple[Quantized, jax.Array]:
         scales = {"static_scale": static_scale, "smooth_scale": smooth_scale}
-        return _quantized(self, x, residual, mask, scales)
+        return _linen.quantized(self, x, residual, mask, scales)
 
 
 class QuantizedRMSNorm(_Quantized, RMSNorm, kw_only=True):  # type: ignore[misc]
@@ -180,58 +197,40 @@ class QuantizedLayerNorm(_Quantized, LayerNorm, kw_only=True):  # type: ignore[m
     """A `LayerNorm` with a quantised result, computed by `jaxnorm.layer_norm_quantized`; see `QuantizedRMSNorm`."""
 
 
-def _fused(norm: Callable[..., Any], module: Any, rows: tuple[jax.Array, ...], mask: jax.Array | None) -> Any:
-    """`norm` of x, or of x and a residual, called as `module` says.
+@contextlib.contextmanager
+def replace_norms(custom: replacement.Custom | None = None) -> Iterator[replacement.Report]:
+    """Computes the norms of all models that are called, or traced, within.
 
-    None, with no parameter made yet, where it does not say the same as Flax.
+        with jaxnorm.linen.replace_norms({GemmaNorm: lambda norm, x: rms_norm(x, norm.scale)}) as report:
+            logits = model.apply(variables, tokens)
+        print(report)
+
+    Each `flax.linen.RMSNorm` and `flax.linen.LayerNorm` is computed as one of this module is. Modules, parameters,
+    their names and checkpoints stay the same, `init` within makes the same parameters, and results agree within
+    rounding.
+
+    Left to their own code are norms of other kinds, classes with a `__call__` of their own, and calls that no kernel
+    serves, as with a mask. Of calls that are alike, the report has one.
+
+    What counts is where a program is traced. What `jax.jit` has compiled before runs as it was compiled, and what is
+    compiled within stays so afterwards: enter this in the function that is jitted, around `apply`.
+
+    Args:
+      custom: classes of the model's own, and for each the function of a module and its arguments that computes it. It
+        may do what the module's `__call__` may, as read `norm.scale` that `setup` made, or make it with `norm.param`. A
+        subclass goes with its base unless it has a `__call__` of its own.
+
+    Yields:
+      A `jaxnorm.replacement.Report` that fills while calls are traced: `replaced` has (path, class) of each norm that
+      was replaced, `left` has (path, class, why) of each that was not.
+
+    Raises:
+      TypeError: custom maps something else than classes to functions.
+
+    Source: `flax.linen.intercept_methods`.
     """
-    *_, normalised = rows  # with a residual the sum, which is like it
-    axes = _flax.kernel_axes(module, normalised, mask, _given(module))
-    dtypes = (module.param_dtype, jnp.float32 if module.dtype is None else module.dtype, *(a.dtype for a in rows))
-    if axes is None or not module.force_float32_reductions or not _flax.kernel_dtypes(*dtypes):
-        return None
-    axis, features = axes
-    scale, bias = _parameters(module, normalised, features)
-    dtype = linen.dtypes.canonicalize_dtype(normalised, scale, bias, dtype=module.dtype)
-    options = {"epsilon": module.epsilon, "axis": axis, "out_dtype": dtype, "axis_name": module.axis_name}
-    return norm(*rows, scale, bias=bias, **options)
-
-
-def _quantized(
-    module: Any, x: jax.Array, residual: jax.Array | None, mask: object, scales: dict[str, Any]
-) -> Quantized | tuple[Quantized, jax.Array]:
-    """The quantised norm of x, or of x and a residual, called as `module` says."""
-    _flax.must_be(module, "force_float32_reductions", True, "what is quantised is computed in float32")
-    x = jnp.asarray(x)
-    if residual is not None:
-        x, residual = _flax.with_residual(module, x, residual)
-    axis = _flax.function_axes(module, x, mask, "quantised")
-    scale, bias = _parameters(module, x, axis)
-    quantized: Quantized | tuple[Quantized, jax.Array] = module._functions.quantized(
-        x,
-        scale,
-        bias=bias,
-        quantization=module.quantization,
-        residual=residual,
-        straight_through=module.straight_through,
-        epsilon=module.epsilon,
-        axis=axis,
-        axis_name=module.axis_name,
-        **scales,
-    )
-    return quantized
-
-
-def _given(module: Any) -> list[jax.Array]:
-    """The parameters that the call comes with; while they are initialised, none."""
-    names = (name for name in ("scale", "bias") if module.has_variable("params", name))
-    return [linen.meta.unbox(module.get_variable("params", name)) for name in names]
-
-
-def _parameters(module: Any, x: jax.Array, axis: tuple[int, ...]) -> tuple[jax.Array | None, jax.Array | None]:
-    """The module's scale and bias, of the shape of these axes of x. An RMSNorm has no bias."""
-    features = [x.shape[a] for a in axis]
-    scale = module.param("scale", module.scale_init, features, module.param_dtype) if module.use_scale else None
-    has_bias = getattr(module, "use_bias", False)
-    bias = module.param("bias", module.bias_init, features, module.param_dtype) if has_bias else None
-    return scale, bias
+    report = replacement.Report()
+    custom = replacement.check_custom(custom, linen.Module)
+    ours = {linen.RMSNorm: RMSNorm, linen.LayerNorm: LayerNorm}
+    with linen.intercept_methods(_linen.interceptor(report, custom, ours)):
+        yield report

@@ -1,16 +1,16 @@
 """`flax.nnx`'s norms on jaxnorm's kernels: change the import line, keep the model and its checkpoints."""
 
-import math
 from collections.abc import Callable
 from typing import Any, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 
-from jaxnorm import _flax
+from jaxnorm import _flax, _nnx, replacement
 from jaxnorm._flax import nnx
 from jaxnorm.ops.gated_norm.api import gated_rms_norm
 from jaxnorm.ops.gated_norm.formula import Activation
+from jaxnorm.ops.options import Implementation
 from jaxnorm.quantization import Quantization, Quantized
 
 __all__ = [
@@ -21,26 +21,60 @@ __all__ = [
     "QuantizedLayerNorm",
     "QuantizedRMSNorm",
     "RMSNorm",
+    "replace_norms",
 ]
 
 
-class RMSNorm(nnx.RMSNorm):
+class _Options(nnx.Module):
+    """What all norms have beside Flax's options.
+
+    A module, so that instances lie in memory as those of Flax's norms: `replace_norms` makes these norms of ours.
+    """
+
+    # A norm of Flax that became one of these has no attributes for them.
+    scale_offset: float = 0.0
+    multiply_before_cast: bool = True
+    implementation: Implementation | None = None
+
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        scale_offset: float = 0.0,
+        multiply_before_cast: bool = True,
+        implementation: Implementation | None = None,
+        **flax: Any,
+    ) -> None:
+        self.scale_offset = scale_offset
+        self.multiply_before_cast = multiply_before_cast
+        self.implementation = implementation
+        if _flax.options(self)["scale_offset"]:
+            flax.setdefault("scale_init", nnx.initializers.zeros)
+        super().__init__(num_features, **flax)  # type: ignore[call-arg]
+
+
+class RMSNorm(_Options, nnx.RMSNorm):
     """`flax.nnx.RMSNorm` with the same constructor, parameters and result dtype, computed by `jaxnorm.rms_norm`.
+
+    The constructor also takes `scale_offset`, `multiply_before_cast` and `implementation` of the function. Where
+    `scale_offset` is not 0, the default of `scale_init` is zeros.
 
     The kernels serve the calls whose `reduction_axes` and `feature_axes` are trailing axes: the same ones, or with
     features before those that are reduced, a scale for each head: `reduction_axes=-1, feature_axes=(-2, -1)`. A `mask`,
     `axis_index_groups`, other axes, parameters that an Explicit mesh splits otherwise than x, a `promote_dtype` of
-    one's own, and dtypes other than float32, bfloat16 and float16 are computed by Flax's own code.
+    one's own, and dtypes other than float32, bfloat16 and float16 are computed by Flax's own code. That has no
+    `scale_offset` and no `multiply_before_cast=False`: with one of these, the formula computes what it can, and the
+    rest is an error, as it is with `implementation="native"`.
     """
 
     _functions = _flax.RMS
 
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
-        y: jax.Array | None = _fused(self._functions.norm, self, mask, (jnp.asarray(x),))
+        y: jax.Array | None = _nnx.fused(self._functions.norm, self, mask, (jnp.asarray(x),))
         return super().__call__(x, mask) if y is None else y
 
 
-class LayerNorm(nnx.LayerNorm):
+class LayerNorm(_Options, nnx.LayerNorm):
     """`flax.nnx.LayerNorm` with the same constructor, parameters and result dtype, computed by `jaxnorm.layer_norm`.
 
     The kernels serve the same calls as for `RMSNorm`. Their variance is always that of the centred values, so
@@ -51,7 +85,7 @@ class LayerNorm(nnx.LayerNorm):
     _functions = _flax.LAYER
 
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
-        y: jax.Array | None = _fused(self._functions.norm, self, mask, (jnp.asarray(x),))
+        y: jax.Array | None = _nnx.fused(self._functions.norm, self, mask, (jnp.asarray(x),))
         return super().__call__(x, mask=mask) if y is None else y
 
 
@@ -64,7 +98,7 @@ class _Add:
         self, x: jax.Array, residual: jax.Array, *, mask: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
         rows = _flax.with_residual(self, x, residual)
-        results: tuple[jax.Array, jax.Array] | None = _fused(self._functions.add, self, mask, rows)
+        results: tuple[jax.Array, jax.Array] | None = _nnx.fused(self._functions.add, self, mask, rows)
         of_flax: Callable[..., Any] = super().__call__  # type: ignore[misc]
         return _flax.add_first(of_flax, *rows, mask) if results is None else results
 
@@ -115,21 +149,21 @@ class GatedRMSNorm(RMSNorm):
     def __call__(  # type: ignore[override]
         self, x: jax.Array, gate: jax.Array, *, mask: None = None
     ) -> jax.Array:
-        _flax.must_be(self, "promote_dtype", nnx.nn.dtypes.promote_dtype, "what is gated is computed in float32")
         x, gate = _flax.with_other(self, x, "gate", gate, "multiplied")
-        _flax.last_axis(self, x, mask, "gated")
-        scale = _value(self.scale)
+        _flax.last_axis(self, x, mask, "a gated norm")
+        scale = _nnx.value(self.scale)
         dtype = nnx.nn.dtypes.canonicalize_dtype(x, gate, scale, dtype=self.dtype)
         return gated_rms_norm(
-            _promote(x, dtype),
-            _promote(gate, dtype),
-            None if scale is None else _promote(scale, dtype),
+            _nnx.promote(x, dtype),
+            _nnx.promote(gate, dtype),
+            None if scale is None else _nnx.promote(scale, dtype),
             gate_first=self.gate_first,
             activation=self.activation,
             group_size=self.group_size,
             epsilon=self.epsilon,
             axis_name=self.axis_name,
             out_dtype=dtype,
+            **_flax.rounded_once(self, "a gated norm"),
         )
 
 
@@ -159,7 +193,7 @@ class _Quantized:
         mask: None = None,
     ) -> Quantized | tuple[Quantized, jax.Array]:
         scales = {"static_scale": static_scale, "smooth_scale": smooth_scale}
-        return _quantized(self, mask, x, residual, scales)
+        return _nnx.quantized(self, mask, x, residual, scales)
 
 
 class QuantizedRMSNorm(_Quantized, RMSNorm):  # type: ignore[misc]
@@ -183,76 +217,31 @@ class QuantizedLayerNorm(_Quantized, LayerNorm):  # type: ignore[misc]
     """A `LayerNorm` with a quantised result, computed by `jaxnorm.layer_norm_quantized`; see `QuantizedRMSNorm`."""
 
 
-def _value(parameter: Any) -> jax.Array | None:
-    return None if parameter is None else parameter[...]
+def replace_norms(model: Any, custom: replacement.Custom | None = None) -> replacement.Report:
+    """Puts jaxnorm's norms into a model, in place and at any depth.
 
+        model = Gemma(...)
+        report = jaxnorm.nnx.replace_norms(model, {GemmaNorm: lambda norm, x: rms_norm(x, norm.scale[...])})
+        print(report)
 
-def _parameters(module: Any) -> tuple[jax.Array | None, jax.Array | None]:
-    """scale and bias, which an RMSNorm has not."""
-    return _value(module.scale), _value(getattr(module, "bias", None))
+    Each `flax.nnx.RMSNorm` and `flax.nnx.LayerNorm` becomes one of this module, those in an `nnx.MultiHeadAttention`
+    and in stacked layers too. The modules stay the same objects with the same parameters, so that the state, its paths,
+    checkpoints and whoever shares a norm see no change; results agree within rounding. A mask in a call, and what else
+    Flax's own code computes for `jaxnorm.nnx.RMSNorm`, stays so.
 
+    Left are norms of other kinds, classes with a `__call__` of their own, and norms whose options or dtypes no kernel
+    serves. What is not part of the model's graph, as a module in a closure, is not found.
 
-def _fused(norm: Callable[..., Any], module: Any, mask: jax.Array | None, rows: tuple[jax.Array, ...]) -> Any:
-    """`norm` of x, or of x and a residual, called as `module` says, or None where it does not say the same as Flax."""
-    if module.promote_dtype is not nnx.nn.dtypes.promote_dtype:
-        return None
-    *_, normalised = rows  # with a residual the sum, which is like it
-    parameters = _parameters(module)
-    dtype = nnx.nn.dtypes.canonicalize_dtype(normalised, *parameters, dtype=module.dtype)
-    axes = _flax.kernel_axes(module, normalised, mask, parameters)
-    if axes is None or not _flax.kernel_dtypes(dtype, *(a.dtype for a in (*rows, *parameters) if a is not None)):
-        return None
-    axis, features = axes
-    rows, (scale, bias) = _operands(rows, parameters, dtype, features)
-    options = {"epsilon": module.epsilon, "axis": axis, "out_dtype": dtype, "axis_name": module.axis_name}
-    return norm(*rows, scale, bias=bias, **options)
+    Args:
+      model: a module, or a list, dict or other pytree of modules.
+      custom: classes of the model's own, and for each the function of a module and its arguments that computes it. A
+        subclass goes with its base unless it has a `__call__` of its own.
 
+    Returns:
+      A `jaxnorm.replacement.Report`: `replaced` has (path, class) of each norm that was replaced, `left` has
+      (path, class, why) of each that was not.
 
-def _quantized(
-    module: Any, mask: object, x: jax.Array, residual: jax.Array | None, scales: dict[str, Any]
-) -> Quantized | tuple[Quantized, jax.Array]:
-    """The quantised norm of x, or of x and a residual, called as `module` says."""
-    _flax.must_be(module, "promote_dtype", nnx.nn.dtypes.promote_dtype, "what is quantised is computed in float32")
-    rows: tuple[jax.Array, ...] = (jnp.asarray(x),)
-    if residual is not None:
-        rows = _flax.with_residual(module, x, residual)
-    axis = _flax.function_axes(module, rows[-1], mask, "quantised")
-    parameters = _parameters(module)
-    dtype = nnx.nn.dtypes.canonicalize_dtype(rows[-1], *parameters, dtype=module.dtype)
-    (x, *added), (scale, bias) = _operands(rows, parameters, dtype, axis)
-    quantized: Quantized | tuple[Quantized, jax.Array] = module._functions.quantized(
-        x,
-        scale,
-        bias=bias,
-        quantization=module.quantization,
-        residual=added[0] if added else None,
-        straight_through=module.straight_through,
-        epsilon=module.epsilon,
-        axis=axis,
-        axis_name=module.axis_name,
-        **scales,
-    )
-    return quantized
-
-
-def _operands(
-    rows: tuple[jax.Array, ...],
-    parameters: tuple[jax.Array | None, jax.Array | None],
-    dtype: Any,
-    axes: tuple[int, ...],
-) -> tuple[tuple[jax.Array, ...], tuple[jax.Array | None, jax.Array | None]]:
-    """x, or x and a residual, and parameters: rounded to `dtype` as Flax rounds them, parameters with `axes`' shape."""
-    features = tuple(rows[-1].shape[axis] for axis in axes)
-    for parameter in parameters:
-        if parameter is not None and parameter.size != math.prod(features):
-            raise ValueError(
-                f"the norm's parameters are of {parameter.size} features, expected {math.prod(features)}: x has shape "
-                f"{rows[-1].shape}, of which the axes {axes} are features. Construct it with that many."
-            )
-    scale, bias = (None if p is None else _promote(p, dtype).reshape(features) for p in parameters)
-    return (tuple(_promote(x, dtype) for x in rows) if len(rows) == 1 else rows), (scale, bias)
-
-
-def _promote(array: jax.Array, dtype: Any) -> jax.Array:
-    """`array` as Flax's promotion to `dtype` rounds it. Mere widening is left to the kernel: fewer bytes to read."""
-    return array if dtype in (array.dtype, jnp.float32) else array.astype(dtype)
+    Raises:
+      TypeError: model is of `flax.linen`, or custom maps something else than classes to functions.
+    """
+    return _nnx.replace(model, custom, {nnx.RMSNorm: RMSNorm, nnx.LayerNorm: LayerNorm})

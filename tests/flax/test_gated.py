@@ -81,7 +81,7 @@ def test_the_call_takes_x_and_gate(api):
 
 # Fields or arguments that say what the function does not.
 NOT_EXPRESSED = {
-    "a mask": ({}, {"mask": True}, "got a mask, expected None: a gated norm .* not gated"),
+    "a mask": ({}, {"mask": True}, "got a mask, expected None: a gated norm .* plain norm"),
     "axis index groups": (
         {"axis_name": "devices", "axis_index_groups": ((0, 1),)},
         {},

@@ -149,11 +149,10 @@ def test_gradients(api, kind, dtypes):
 
 
 @cover(kind=KINDS, api=APIS)
-def test_constructor_and_call_are_flaxs(api, kind):
+def test_class_and_call_are_flaxs(api, kind):
     flaxs, ours = api.classes(kind)
     assert issubclass(ours, flaxs)
     assert ours.__name__ == flaxs.__name__
-    assert inspect.signature(ours) == inspect.signature(flaxs)
     call = [inspect.signature(cls.__call__).parameters for cls in (flaxs, ours)]
     assert [(p.name, p.kind, p.default) for p in call[1].values()] == [
         (p.name, p.kind, p.default) for p in call[0].values()

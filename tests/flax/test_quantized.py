@@ -178,12 +178,12 @@ def test_vmap_and_scan_of_a_module(api, kind):
 # What has no equivalent is an error: fields of the module, inputs, keywords of the call, and what the message must hold
 # in this order.
 BAD_CALLS = {
-    "a mask": ({}, (), {"mask": True}, ("got a mask", "not quantised")),
+    "a mask": ({}, (), {"mask": True}, ("got a mask", "plain norm")),
     "axis index groups": (
         {"axis_name": "shard", "axis_index_groups": ((0, 1),)},
         (),
         {},
-        ("axis_index_groups=((0, 1),)", "expected None", "not quantised"),
+        ("axis_index_groups=((0, 1),)", "expected None", "plain norm"),
     ),
     "fewer features than are reduced": (
         {"reduction_axes": (1, 2), "feature_axes": -1},

@@ -69,6 +69,10 @@ class Api:
         ours = getattr(self.ours, ADD_NAMES[kind])
         return (add_first, parameters), self.build(ours, (x, residual), _random(kind) | fields)
 
+    def own(self, kind, *inputs, names=NAMES, **fields):
+        """Our norm alone, or that of other `names`."""
+        return self.build(getattr(self.ours, names[kind]), inputs, _random(kind) | fields)
+
     def gated(self, variant, inputs, **fields):
         """Our gated norm."""
         return self.build(self.ours.GatedRMSNorm, inputs, variant._asdict() | fields)

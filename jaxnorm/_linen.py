@@ -1,0 +1,118 @@
+"""How a norm of `flax.linen` calls the functions of this package, its own class or Flax's."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxnorm import _flax, replacement
+from jaxnorm._flax import linen
+from jaxnorm.quantization import Quantized
+
+# Norms of Flax that this package has no kernels for.
+OTHERS = (linen.BatchNorm, linen.GroupNorm, linen.InstanceNorm, linen.SpectralNorm, linen.WeightNorm)
+
+
+def default_scale_init(key: Any, shape: Any, dtype: Any) -> jax.Array:
+    """Flax's default, ones, told from ones that were asked for: with a scale_offset the default is zeros."""
+    return linen.initializers.ones(key, shape, dtype)
+
+
+def why_flax(module: Any, x: jax.Array, mask: jax.Array | None, *rows: jax.Array) -> str | None:
+    """Why Flax's own code computes `module(x)`, or the norm of a sum that is like x; `rows` are what is read."""
+    dtypes = (module.param_dtype, jnp.float32 if module.dtype is None else module.dtype, *(a.dtype for a in rows))
+    return _flax.why_flax(module, x, mask, _given(module), dtypes)
+
+
+def fused(norm: Callable[..., Any], module: Any, rows: tuple[jax.Array, ...], mask: jax.Array | None) -> Any:
+    """`norm` of x, or of x and a residual, called as `module` says.
+
+    None, with no parameter made yet, where Flax's own code computes it.
+    """
+    *_, normalised = rows  # with a residual the sum, which is like it
+    axes = _flax.called_axes(module, normalised, mask, why_flax(module, normalised, mask, *rows))
+    if axes is None:
+        return None
+    axis, features = axes
+    scale, bias = parameters(module, normalised, features)
+    dtype = linen.dtypes.canonicalize_dtype(normalised, scale, bias, dtype=module.dtype)
+    options = {"epsilon": module.epsilon, "axis_name": module.axis_name, **_flax.options(module)}
+    return norm(*rows, scale, bias=bias, axis=axis, out_dtype=dtype, **options)
+
+
+def quantized(
+    module: Any, x: jax.Array, residual: jax.Array | None, mask: object, scales: dict[str, Any]
+) -> Quantized | tuple[Quantized, jax.Array]:
+    """The quantised norm of x, or of x and a residual, called as `module` says."""
+    x = jnp.asarray(x)
+    if residual is not None:
+        x, residual = _flax.with_residual(module, x, residual)
+    axis = _flax.function_axes(module, x, mask, "a quantised norm")
+    scale, bias = parameters(module, x, axis)
+    result: Quantized | tuple[Quantized, jax.Array] = module._functions.quantized(
+        x,
+        scale,
+        bias=bias,
+        quantization=module.quantization,
+        residual=residual,
+        straight_through=module.straight_through,
+        epsilon=module.epsilon,
+        axis=axis,
+        axis_name=module.axis_name,
+        **scales,
+        **_flax.rounded_once(module, "a quantised norm"),
+    )
+    return result
+
+
+def _given(module: Any) -> list[jax.Array]:
+    """The parameters that the call comes with; while they are initialised, none."""
+    names = (name for name in ("scale", "bias") if module.has_variable("params", name))
+    return [linen.meta.unbox(module.get_variable("params", name)) for name in names]
+
+
+def parameters(module: Any, x: jax.Array, axis: tuple[int, ...]) -> tuple[jax.Array | None, jax.Array | None]:
+    """The module's scale and bias, of the shape of these axes of x. An RMSNorm has no bias."""
+    features = [x.shape[a] for a in axis]
+    scale_init = module.scale_init
+    if scale_init is default_scale_init and _flax.options(module)["scale_offset"]:
+        scale_init = linen.initializers.zeros
+    scale = module.param("scale", scale_init, features, module.param_dtype) if module.use_scale else None
+    has_bias = getattr(module, "use_bias", False)
+    bias = module.param("bias", module.bias_init, features, module.param_dtype) if has_bias else None
+    return scale, bias
+
+
+def interceptor(report: replacement.Report, custom: Any, ours: dict[type, type]) -> Callable[..., Any]:
+    """What `linen.intercept_methods` calls for each method of a module, with Flax's norms and `ours` for each."""
+
+    def intercept(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+        module, cls = context.module, type(context.module)
+        if context.method_name != "__call__":
+            return call(*args, **kwargs)
+        if function := replacement.find(cls, custom):
+            call, why = partial(function, module), None
+        elif norm := replacement.find(cls, ours):
+            x, mask = _arguments(*args, **kwargs)
+            why = why_flax(module, x, mask, x)
+            call = call if why else partial(_call, norm, module)
+            why = why and f"no kernel serves {why}"
+        elif (why := replacement.why_class(cls, tuple(ours.values()), ours, OTHERS)) is None:
+            return call(*args, **kwargs)
+        report.add(() if module.scope is None else module.path, cls, why)
+        return call(*args, **kwargs)
+
+    return intercept
+
+
+def _arguments(x: Any, *, mask: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
+    """The arguments of a norm of Flax."""
+    return jnp.asarray(x), mask
+
+
+def _call(norm: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+    """What one of our norms gives for a module of Flax that a kernel serves."""
+    x, mask = _arguments(*args, **kwargs)
+    return fused(norm._functions.norm, module, (x,), mask)

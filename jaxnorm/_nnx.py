@@ -1,0 +1,156 @@
+"""How a norm of `flax.nnx` calls the functions of this package, and becomes one of `jaxnorm.nnx`."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxnorm import _flax, replacement
+from jaxnorm._flax import linen, nnx
+from jaxnorm.quantization import Quantized
+
+
+def value(parameter: Any) -> jax.Array | None:
+    return None if parameter is None else parameter[...]
+
+
+def _parameters(module: Any) -> tuple[jax.Array | None, jax.Array | None]:
+    """scale and bias, which an RMSNorm has not."""
+    return value(module.scale), value(getattr(module, "bias", None))
+
+
+def fused(norm: Callable[..., Any], module: Any, mask: jax.Array | None, rows: tuple[jax.Array, ...]) -> Any:
+    """`norm` of x, or of x and a residual, called as `module` says, or None where Flax's own code computes it."""
+    *_, normalised = rows  # with a residual the sum, which is like it
+    parameters = _parameters(module)
+    dtype = nnx.nn.dtypes.canonicalize_dtype(normalised, *parameters, dtype=module.dtype)
+    dtypes = (dtype, *(a.dtype for a in (*rows, *parameters) if a is not None))
+    why = _flax.why_flax(module, normalised, mask, parameters, dtypes)
+    axes = _flax.called_axes(module, normalised, mask, why)
+    if axes is None:
+        return None
+    axis, features = axes
+    rows, (scale, bias) = _operands(rows, parameters, dtype, features)
+    options = {"epsilon": module.epsilon, "axis_name": module.axis_name, **_flax.options(module)}
+    return norm(*rows, scale, bias=bias, axis=axis, out_dtype=dtype, **options)
+
+
+def quantized(
+    module: Any, mask: object, x: jax.Array, residual: jax.Array | None, scales: dict[str, Any]
+) -> Quantized | tuple[Quantized, jax.Array]:
+    """The quantised norm of x, or of x and a residual, called as `module` says."""
+    rows: tuple[jax.Array, ...] = (jnp.asarray(x),)
+    if residual is not None:
+        rows = _flax.with_residual(module, x, residual)
+    axis = _flax.function_axes(module, rows[-1], mask, "a quantised norm")
+    parameters = _parameters(module)
+    dtype = nnx.nn.dtypes.canonicalize_dtype(rows[-1], *parameters, dtype=module.dtype)
+    (x, *added), (scale, bias) = _operands(rows, parameters, dtype, axis)
+    result: Quantized | tuple[Quantized, jax.Array] = module._functions.quantized(
+        x,
+        scale,
+        bias=bias,
+        quantization=module.quantization,
+        residual=added[0] if added else None,
+        straight_through=module.straight_through,
+        epsilon=module.epsilon,
+        axis=axis,
+        axis_name=module.axis_name,
+        **scales,
+        **_flax.rounded_once(module, "a quantised norm"),
+    )
+    return result
+
+
+def _operands(
+    rows: tuple[jax.Array, ...],
+    parameters: tuple[jax.Array | None, jax.Array | None],
+    dtype: Any,
+    axes: tuple[int, ...],
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array | None, jax.Array | None]]:
+    """x, or x and a residual, and parameters: rounded to `dtype` as Flax rounds them, parameters with `axes`' shape."""
+    features = tuple(rows[-1].shape[axis] for axis in axes)
+    for parameter in parameters:
+        if parameter is not None and parameter.size != math.prod(features):
+            raise ValueError(
+                f"the norm's parameters are of {parameter.size} features, expected {math.prod(features)}: x has shape "
+                f"{rows[-1].shape}, of which the axes {axes} are features. Construct it with that many."
+            )
+    scale, bias = (None if p is None else promote(p, dtype).reshape(features) for p in parameters)
+    return (tuple(promote(x, dtype) for x in rows) if len(rows) == 1 else rows), (scale, bias)
+
+
+def promote(array: jax.Array, dtype: Any) -> jax.Array:
+    """`array` as Flax's promotion to `dtype` rounds it. Mere widening is left to the kernel: fewer bytes to read."""
+    return array if dtype in (array.dtype, jnp.float32) else array.astype(dtype)
+
+
+# Norms of Flax that this package has no kernels for.
+OTHERS = (nnx.BatchNorm, nnx.GroupNorm, nnx.InstanceNorm, nnx.SpectralNorm, nnx.WeightNorm)
+
+
+class _Custom:
+    """Marks what `replace_norms` made of a class of a model's own."""
+
+
+def replace(model: Any, custom: Any, ours: dict[type, type]) -> replacement.Report:
+    """`jaxnorm.nnx.replace_norms`, with Flax's norms and `ours` for each."""
+    if isinstance(model, linen.Module):
+        raise TypeError(
+            f"replace_norms: got a module of flax.linen, {type(model).__name__}: a linen module has no norms until it "
+            f"is called. Call it within jaxnorm.linen.replace_norms()."
+        )
+    custom = replacement.check_custom(custom, nnx.Module)
+    report = replacement.Report()
+    for path, module in list(nnx.iter_modules(model, graph=True)):
+        cls = type(module)
+        if function := replacement.find(cls, custom):
+            new, why = _with_call(cls, function), None
+        elif norm := replacement.find(cls, ours):
+            new, why = ours.get(cls) or _with_base(cls, norm), _why_left(module)
+        elif why := _why_class(cls, ours):
+            new = cls
+        else:
+            continue
+        if why is None:
+            object.__setattr__(module, "__class__", new)
+        report.add(path, cls, why)
+    return report
+
+
+def _why_class(cls: type, ours: dict[type, type]) -> str | None:
+    if issubclass(cls, nnx.bridge.ToNNX):
+        return "its modules are of flax.linen: call it within jaxnorm.linen.replace_norms()"
+    return replacement.why_class(cls, (_Custom, *ours.values()), ours, OTHERS)
+
+
+def _why_left(module: Any) -> str | None:
+    """Why a norm of Flax stays one; None if kernels serve some calls of it."""
+    dtypes = [leaf.dtype for leaf in jax.tree.leaves(nnx.state(module))]
+    why = _flax.why_never(module) or _flax.why_dtypes(*dtypes, *([module.dtype] if module.dtype else []))
+    return why and f"no kernel serves {why}"
+
+
+@functools.cache
+def _with_call(cls: type, function: Callable[..., Any]) -> type:
+    """`cls` that a function computes: one class for both, so that what is compiled for one model serves another."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(self, *args, **kwargs)
+
+    return _subclass(cls, (cls, _Custom), {"__call__": call})
+
+
+@functools.cache
+def _with_base(cls: type, norm: type) -> type:
+    """`cls`, a subclass of Flax's norm with its `__call__`, with that of ours."""
+    return _subclass(cls, (cls, norm), {})
+
+
+def _subclass(cls: type, bases: tuple[type, ...], members: dict[str, Any]) -> type:
+    """A class that goes by the name of `cls`."""
+    names = {name: getattr(cls, name) for name in ("__doc__", "__module__", "__qualname__")}
+    return type(cls.__name__, bases, names | members)

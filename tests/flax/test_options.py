@@ -1,0 +1,198 @@
+"""The options of both Flax APIs' norms beside Flax's: those of the functions."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import pytest
+from cases import ADDS, KINDS, bits, draw, draw_gate, draw_residual, draw_x
+from coverage import cover
+from flax_apis import ADD_NAMES, APIS, NAMES, QUANTIZED_NAMES, SERVED_BY_FLAX
+from gating import QWEN, gated
+from hlo import compiled_text, count_native_calls
+from native import native_calls
+from quantizing import QUANTIZED
+
+import jaxnorm
+from jaxnorm import Quantization
+
+pytestmark = pytest.mark.jax_version
+
+DIMS = (4, 6, 64)
+INT8 = Quantization("int8")
+NORMS = {"rms": jaxnorm.rms_norm, "layer": jaxnorm.layer_norm}
+POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
+OWN = {"scale_offset": 0.0, "multiply_before_cast": True, "implementation": None}
+# Each changes bits where the two halves of a result's dtype meet.
+OPTIONS = [{"scale_offset": 1.0}, {"multiply_before_cast": False}, {"scale_offset": -0.5, "implementation": "jnp"}]
+
+
+def named(api, kind, prefix=""):
+    names = {"": NAMES, "Add": ADD_NAMES, "Quantized": QUANTIZED_NAMES}[prefix]
+    return getattr(api.ours, names[kind])
+
+
+def keywords(cls):
+    """What the constructor says of our options; nnx's passes them on to that of a base."""
+    constructors = [vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base)]
+    parameters = [p for init in constructors if inspect.isfunction(init) for p in signature(init)]
+    return {p.name: (p.default, p.kind) for p in parameters if p.name in OWN}
+
+
+def signature(function):
+    return inspect.signature(function).parameters.values()
+
+
+@cover(kind=KINDS, api=APIS, options=OPTIONS)
+def test_results_are_the_functions(api, kind, options):
+    x = draw_x(DIMS, "bfloat16")
+    apply, parameters = api.own(kind, x, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, **options)
+    expected = jax.jit(lambda p, x: NORMS[kind](x, **p, **options))(parameters, x)
+    assert bits(jax.jit(apply)(parameters, x)) == bits(expected)
+
+
+@cover(kind=KINDS, api=APIS, options=OPTIONS)
+def test_results_of_a_residual_are_the_functions(api, kind, options):
+    inputs = draw_x(DIMS, "bfloat16"), draw_residual(DIMS, "bfloat16")
+    apply, parameters = api.own(kind, *inputs, names=ADD_NAMES, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, **options)
+    expected = jax.jit(lambda p, x, r: ADDS[kind](x, r, **p, **options))(parameters, *inputs)
+    assert bits(jax.jit(apply)(parameters, *inputs)) == bits(expected)
+
+
+@cover(kind=KINDS, api=APIS, options=[{"scale_offset": 1.0}, {"scale_offset": 1.0, "implementation": "jnp"}])
+def test_quantised_results_are_the_functions(api, kind, options):
+    x = draw_x(DIMS)
+    apply, parameters = api.quantized(kind, x, quantization=INT8, **options)
+    expected = jax.jit(lambda p, x: QUANTIZED[kind](x, **p, quantization=INT8, **options))(parameters, x)
+    assert bits(jax.jit(apply)(parameters, x)) == bits(expected)
+
+
+@cover(api=APIS, options=[{"scale_offset": 1.0}, {"scale_offset": 1.0, "implementation": "jnp"}])
+def test_gated_results_are_the_functions(api, options):
+    inputs = draw_x(DIMS), draw_gate(DIMS)
+    apply, parameters = api.gated(QWEN, inputs, **options)
+    assert float(jnp.abs(parameters["scale"]).max()) == 0
+    parameters = {"scale": draw("scale", DIMS[-1:])}
+    expected = jax.jit(lambda p, x, gate: gated(QWEN, **options)(x, gate, **p))(parameters, *inputs)
+    assert bits(jax.jit(apply)(parameters, *inputs)) == bits(expected)
+
+
+@cover(kind=KINDS, api=APIS, implementation=[None, "native", "jnp"])
+def test_the_implementation_is_what_runs(api, kind, implementation):
+    if implementation == "native" and not native_calls(kind, fwd=1):
+        pytest.skip("no kernels on this platform")
+    x = draw_x(DIMS)
+    apply, parameters = api.own(kind, x, implementation=implementation)
+    expected = {} if implementation == "jnp" else native_calls(kind, fwd=1)
+    assert count_native_calls(compiled_text(apply, parameters, x)) == expected
+
+
+@cover(kind=KINDS, api=APIS, prefix=["", "Add", "Quantized"])
+def test_an_offset_makes_the_default_scale_zeros(api, kind, prefix):
+    cls = named(api, kind, prefix)
+    inputs = (draw_x(DIMS), draw_residual(DIMS)) if prefix == "Add" else (draw_x(DIMS),)
+    fields = {"quantization": INT8} if prefix == "Quantized" else {}
+    ones, zeros, given = (
+        api.build(cls, inputs, fields | more)[1]["scale"]
+        for more in ({}, {"scale_offset": 1.0}, {"scale_offset": 1.0, "scale_init": jax.nn.initializers.ones})
+    )
+    assert (ones == 1).all()
+    assert (zeros == 0).all()
+    assert (given == 1).all()
+
+
+@cover(kind=KINDS, api=APIS, prefix=["", "Add", "Quantized"])
+def test_flaxs_arguments_come_first_and_ours_by_keyword(api, kind, prefix):
+    flaxs, ours = (
+        [(p.name, p.kind) for p in signature(cls.__init__)] for cls in (api.classes(kind)[0], named(api, kind, prefix))
+    )
+    first = 2 if api.rounds_operands else flaxs.index(("parent", POSITIONAL))  # nnx: all but self, num_features by name
+    assert ours[:first] == flaxs[:first]
+    by_keyword = {name: (default, inspect.Parameter.KEYWORD_ONLY) for name, default in OWN.items()}
+    assert keywords(named(api, kind, prefix)) == by_keyword
+
+
+@cover(kind=KINDS, api=APIS)
+def test_an_unknown_argument_is_flaxs_error(api, kind):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'scale_ofset'"):
+        api.build(named(api, kind), (draw_x(DIMS),), {"scale_ofset": 1.0})
+
+
+# Flax's own code has neither option: the formula serves what it expresses.
+@cover(kind=KINDS, api=APIS, fields=SERVED_BY_FLAX)
+def test_other_axes_with_an_offset(api, kind, fields):
+    x = draw_x(DIMS)
+
+    def result():
+        apply, parameters = api.own(kind, x, **fields, scale_offset=1.0)
+        return jax.jit(apply)(parameters, x), parameters
+
+    if fields["reduction_axes"] != fields["feature_axes"]:
+        with pytest.raises(ValueError, match=rf"^{NAMES[kind]}: reduction_axes=.* Give both alike"):
+            result()
+        return
+    y, parameters = result()
+    expected = jax.jit(lambda p, x: NORMS[kind](x, **p, scale_offset=1.0, axis=fields["reduction_axes"]))(parameters, x)
+    assert bits(y) == bits(expected)
+
+
+@cover(kind=KINDS, api=APIS, dtype=["float64"])
+def test_float64_with_an_offset_is_the_formulas_result(api, kind, dtype):
+    with jax.enable_x64(True):
+        x = draw_x(DIMS).astype(dtype)
+        apply, parameters = api.own(kind, x, scale_offset=1.0)
+        y = jax.jit(apply)(parameters, x)
+        assert y.dtype == dtype
+        assert bits(y) == bits(jax.jit(lambda p, x: NORMS[kind](x, **p, scale_offset=1.0))(parameters, x))
+
+
+# An option, what of Flax is asked for with it, and what is said.
+NOT_TOGETHER = {
+    "an offset and a mask": (
+        {"scale_offset": 1.0},
+        {"mask": True},
+        ValueError,
+        "got a mask, expected None: a norm with scale_offset .* plain norm",
+    ),
+    "an early rounding and a mask": (
+        {"multiply_before_cast": False},
+        {"mask": True},
+        ValueError,
+        "got a mask, expected None: a norm with multiply_before_cast=False",
+    ),
+    "a kernel and a mask": ({"implementation": "native"}, {"mask": True}, RuntimeError, "no kernel serves a mask"),
+    "a kernel and other axes": (
+        {"implementation": "native", "reduction_axes": -2, "feature_axes": -2},
+        {},
+        RuntimeError,
+        r"no kernel serves reduction_axes=\(-2,\) with feature_axes=\(-2,\)",
+    ),
+    "an offset that is no number": ({"scale_offset": "1"}, {}, TypeError, "scale_offset must be a number, got '1'"),
+}
+
+
+@cover(kind=KINDS, api=APIS, name=NOT_TOGETHER.keys())
+def test_what_does_not_go_together(api, kind, name):
+    fields, call, error, message = NOT_TOGETHER[name]
+
+    def module_call():
+        apply, parameters = api.own(kind, draw_x(DIMS), **fields)
+        apply(parameters, draw_x(DIMS), **call)
+
+    with pytest.raises(error, match=f"^{NAMES[kind]}: .*{message}"):
+        module_call()
+
+
+@cover(api=APIS, make=["gated", "quantized"])
+def test_gated_and_quantised_norms_are_rounded_once(api, make):
+    def module_call():
+        if make == "gated":
+            inputs = draw_x(DIMS), draw_gate(DIMS)
+            apply, parameters = api.gated(QWEN, inputs, multiply_before_cast=False)
+        else:
+            inputs = (draw_x(DIMS),)
+            apply, parameters = api.quantized("rms", *inputs, quantization=INT8, multiply_before_cast=False)
+        apply(parameters, *inputs)
+
+    with pytest.raises(ValueError, match=f"multiply_before_cast=False, expected True: a {make[:5]}"):
+        module_call()

@@ -1,0 +1,428 @@
+"""`replace_norms`: of `flax.nnx` in place, of `flax.linen` for calls within."""
+
+import copy
+
+import flax.linen
+import flax.nnx
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint
+import pytest
+from cases import bits, draw, draw_x
+from flax_apis import assert_close, assert_gradients_close
+from hlo import compiled_text, count_native_calls
+from native import native_calls
+
+import jaxnorm
+import jaxnorm.linen
+import jaxnorm.nnx
+
+pytestmark = pytest.mark.jax_version
+
+DIMS = (3, 4, 8)
+FEATURES = DIMS[-1]
+
+
+@pytest.fixture(autouse=True)
+def full_precision():
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+def gemma_formula(x, scale):
+    return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6) * (1 + scale)
+
+
+class GemmaNorm(flax.nnx.Module):
+    """A norm of a model's own."""
+
+    def __init__(self, rngs):
+        self.scale = flax.nnx.Param(jax.random.normal(rngs.params(), (FEATURES,)))
+
+    def __call__(self, x):
+        return gemma_formula(x, self.scale[...])
+
+
+class NamedNorm(flax.nnx.RMSNorm):
+    """Flax's under another name and with another constructor."""
+
+    def __init__(self, rngs):
+        super().__init__(FEATURES, rngs=rngs)
+
+
+class CentredNorm(flax.nnx.RMSNorm):
+    """A subclass that computes something else."""
+
+    def __call__(self, x, mask=None):
+        return super().__call__(x - x.mean(-1, keepdims=True), mask)
+
+
+class Mixed(flax.nnx.Module):
+    """Norms in every place where a model may have one."""
+
+    def __init__(self, rngs):
+        self.attention = flax.nnx.MultiHeadAttention(2, FEATURES, normalize_qk=True, decode=False, rngs=rngs)
+        self.listed = flax.nnx.List([flax.nnx.RMSNorm(FEATURES, rngs=rngs), NamedNorm(rngs)])
+        self.by_name = flax.nnx.Dict(own=GemmaNorm(rngs), norm=flax.nnx.LayerNorm(FEATURES, rngs=rngs))
+        self.sequence = flax.nnx.Sequential(flax.nnx.LayerNorm(FEATURES, rngs=rngs), jnp.tanh)
+        self.shared = self.listed[0]
+        self.groups = flax.nnx.GroupNorm(FEATURES, num_groups=2, rngs=rngs)
+        self.centred = CentredNorm(FEATURES, rngs=rngs)
+        self.heads = flax.nnx.RMSNorm(FEATURES, feature_axes=-2, reduction_axes=-2, rngs=rngs)
+
+    def __call__(self, x):
+        x = x + self.attention(self.listed[0](x))
+        x = x + self.sequence(self.listed[1](x)) + self.by_name.norm(self.by_name.own(x))
+        return self.shared(self.centred(self.groups(x)))
+
+
+CUSTOM = {GemmaNorm: lambda norm, x: jaxnorm.rms_norm(x, norm.scale[...], scale_offset=1.0)}
+REPLACED = {
+    ("attention", "query_ln"): flax.nnx.LayerNorm,
+    ("attention", "key_ln"): flax.nnx.LayerNorm,
+    ("listed", 0): flax.nnx.RMSNorm,
+    ("listed", 1): NamedNorm,
+    ("by_name", "norm"): flax.nnx.LayerNorm,
+    ("by_name", "own"): GemmaNorm,
+    ("sequence", "layers", 0): flax.nnx.LayerNorm,
+}
+LEFT = {
+    ("groups",): (flax.nnx.GroupNorm, "jaxnorm has no such norm"),
+    ("centred",): (CentredNorm, "its __call__ is not Flax's: give custom={CentredNorm: function} if it is a norm"),
+    ("heads",): (flax.nnx.RMSNorm, "no kernel serves reduction_axes=(-2,) with feature_axes=(-2,)"),
+}
+
+
+def mixed():
+    return Mixed(flax.nnx.Rngs(0))
+
+
+def loss(model, x):
+    return (model(x) * draw("dy", DIMS)).sum()
+
+
+def native_calls_of(model, x=None):
+    definition, state = flax.nnx.split(model)
+    run = compiled_text(lambda state, x: flax.nnx.merge(definition, state)(x), state, draw_x(DIMS) if x is None else x)
+    return count_native_calls(run)
+
+
+def test_nnx_says_what_it_replaced_and_left():
+    report = jaxnorm.replace_norms(mixed(), CUSTOM)
+    assert dict(report.replaced) == REPLACED
+    assert {path: (cls, why) for path, cls, why in report.left} == LEFT
+    assert "replaced  listed.0: RMSNorm\n" in str(report)
+    assert "left      groups: GroupNorm: jaxnorm has no such norm" in str(report)
+
+
+def test_nnx_runs_kernels_where_it_replaced():
+    model = mixed()
+    assert native_calls_of(model) == {}
+    jaxnorm.replace_norms(model, CUSTOM)
+    # The shared norm runs twice.
+    assert native_calls_of(model) == native_calls("rms", fwd=4) | native_calls("layer", fwd=4)
+
+
+def test_nnx_results_and_gradients_stay():
+    model, replaced = mixed(), mixed()
+    jaxnorm.replace_norms(replaced, CUSTOM)
+    assert_close(flax.nnx.jit(type(model).__call__)(replaced, draw_x(DIMS)), model(draw_x(DIMS)))
+    gradients = [flax.nnx.jit(flax.nnx.grad(loss))(model, draw_x(DIMS)) for model in (replaced, model)]
+    assert_gradients_close(*(jax.tree.leaves(gradient) for gradient in gradients))
+
+
+def test_nnx_keeps_modules_and_state():
+    model = mixed()
+    modules, state = dict(flax.nnx.iter_modules(model)), flax.nnx.state(model)
+    values, structure = bits(state), jax.tree.structure(state)
+    jaxnorm.replace_norms(model, CUSTOM)
+    assert all(module is modules[path] for path, module in flax.nnx.iter_modules(model))
+    assert model.shared is model.listed[0]
+    assert jax.tree.structure(flax.nnx.state(model)) == structure
+    assert bits(flax.nnx.state(model)) == values
+    assert isinstance(model.listed[0], jaxnorm.nnx.RMSNorm)
+    assert isinstance(model.listed[1], NamedNorm)
+    assert isinstance(model.listed[1], jaxnorm.nnx.RMSNorm)
+    assert isinstance(model.by_name.own, GemmaNorm)
+    assert type(model.by_name.own).__qualname__ == GemmaNorm.__qualname__
+
+
+@pytest.mark.parametrize("to_replaced", [True, False])
+def test_nnx_checkpoint_moves_across(to_replaced, tmp_path):
+    models = [mixed(), Mixed(flax.nnx.Rngs(1))]
+    jaxnorm.replace_norms(models[to_replaced], CUSTOM)
+    saved, target = map(flax.nnx.state, models)
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "checkpoint", saved)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "checkpoint", target)
+    assert bits(restored) == bits(saved)
+    flax.nnx.update(models[1], restored)
+    assert_close(models[1](draw_x(DIMS)), models[0](draw_x(DIMS)))
+
+
+def test_nnx_a_second_time_finds_nothing_to_replace():
+    model = mixed()
+    first = jaxnorm.replace_norms(model, CUSTOM)
+    second = jaxnorm.replace_norms(model, CUSTOM)
+    assert not second.replaced
+    already = {path for path, _, why in second.left if why == "it is jaxnorm's already"}
+    assert already == {path for path, _ in first.replaced}
+
+
+def test_nnx_two_models_share_what_is_compiled():
+    definitions = []
+    for model in (mixed(), mixed()):
+        jaxnorm.replace_norms(model, CUSTOM)
+        definitions.append(flax.nnx.graphdef(model))
+    assert definitions[0] == definitions[1]
+
+
+def test_nnx_a_copy_is_replaced_alike():
+    model = mixed()
+    jaxnorm.replace_norms(model, CUSTOM)
+    assert native_calls_of(copy.deepcopy(model)) == native_calls_of(flax.nnx.clone(model)) == native_calls_of(model)
+
+
+def test_nnx_stacked_layers():
+    def layers():
+        create = flax.nnx.split_rngs(splits=3)(flax.nnx.vmap(lambda rngs: flax.nnx.RMSNorm(FEATURES, rngs=rngs)))
+        return create(flax.nnx.Rngs(0))
+
+    def run(norms, x):
+        carry = flax.nnx.Carry
+        return flax.nnx.scan(lambda x, norm: norm(x) + x, in_axes=(carry, 0), out_axes=carry)(x, norms)
+
+    plain, replaced = layers(), layers()
+    report = jaxnorm.replace_norms(replaced)
+    assert report.replaced == [((), flax.nnx.RMSNorm)]
+    assert_close(run(replaced, draw_x(DIMS)), run(plain, draw_x(DIMS)))
+    definition, state = flax.nnx.split(replaced)
+    text = compiled_text(lambda state, x: run(flax.nnx.merge(definition, state), x), state, draw_x(DIMS))
+    assert count_native_calls(text) == native_calls("rms", fwd=1)
+
+
+def test_nnx_a_dict_of_modules():
+    norms = {"a": [flax.nnx.RMSNorm(FEATURES, rngs=flax.nnx.Rngs(0))]}
+    assert jaxnorm.replace_norms(norms).replaced == [(("a", 0), flax.nnx.RMSNorm)]
+    assert type(norms["a"][0]) is jaxnorm.nnx.RMSNorm
+
+
+class Mixin:
+    """First among the bases, it decides how instances lie in memory."""
+
+
+class MixedInNorm(Mixin, flax.nnx.LayerNorm):
+    pass
+
+
+class MixedInGemmaNorm(Mixin, GemmaNorm):
+    pass
+
+
+@pytest.mark.parametrize("make", [lambda rngs: MixedInNorm(FEATURES, rngs=rngs), MixedInGemmaNorm])
+def test_nnx_a_class_with_a_mixin(make):
+    norm = make(flax.nnx.Rngs(0))
+    expected, cls = norm(draw_x(DIMS)), type(norm)
+    assert jaxnorm.replace_norms(norm, CUSTOM).replaced == [((), cls)]
+    assert isinstance(norm, cls)
+    assert_close(norm(draw_x(DIMS)), expected)
+
+
+def test_nnx_a_model_without_values():
+    model = flax.nnx.eval_shape(mixed)
+    assert dict(jaxnorm.replace_norms(model, CUSTOM).replaced) == REPLACED
+
+
+def test_nnx_a_mask_is_still_flaxs():
+    norm, mask = flax.nnx.RMSNorm(FEATURES, rngs=flax.nnx.Rngs(0)), draw("mask", DIMS) > 0
+    expected = norm(draw_x(DIMS), mask=mask)
+    jaxnorm.replace_norms(norm)
+    assert bits(norm(draw_x(DIMS), mask=mask)) == bits(expected)
+
+
+# Options of a norm that no kernel serves, and how the report says so.
+OPTIONS = {
+    "promote_dtype": ({"promote_dtype": lambda operands, dtype: operands}, "promote_dtype"),
+    "groups": ({"axis_name": "i", "axis_index_groups": ((0, 1),)}, "axis_index_groups"),
+    "epsilon": ({"epsilon": jnp.float32(1e-6)}, "an epsilon that is no Python number"),
+    "dtype": ({"dtype": jnp.complex64}, "complex64"),
+    "param_dtype": ({"param_dtype": jnp.complex64}, "complex64"),
+    "fewer features": (
+        {"reduction_axes": (-2, -1)},
+        "reduction_axes=(-2, -1) with feature_axes=(-1,)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_nnx_options_that_no_kernel_serves(name):
+    options, why = OPTIONS[name]
+    norm = flax.nnx.RMSNorm(FEATURES, **options, rngs=flax.nnx.Rngs(0))
+    report = jaxnorm.replace_norms(norm)
+    assert report.left == [((), flax.nnx.RMSNorm, f"no kernel serves {why}")]
+    assert type(norm) is flax.nnx.RMSNorm
+
+
+def test_nnx_axes_from_the_front_are_known_with_x():
+    norm = flax.nnx.RMSNorm(FEATURES, reduction_axes=2, feature_axes=2, rngs=flax.nnx.Rngs(0))
+    expected = norm(draw_x((*DIMS, 1)))
+    assert jaxnorm.replace_norms(norm).replaced
+    assert native_calls_of(norm) == native_calls("rms", fwd=1)
+    assert bits(norm(draw_x((*DIMS, 1)))) == bits(expected)
+
+
+def test_nnx_modules_of_linen_in_a_model():
+    model = flax.nnx.bridge.ToNNX(flax.linen.LayerNorm(), rngs=flax.nnx.Rngs(0)).lazy_init(draw_x(DIMS))
+    (left,) = jaxnorm.replace_norms(model).left
+    assert left.why.endswith("call it within jaxnorm.linen.replace_norms()")
+    with jaxnorm.linen.replace_norms() as report:
+        assert native_calls_of(model) == native_calls("layer", fwd=1)
+    assert report.replaced
+
+
+WRONG = {
+    "a linen model": (flax.linen.LayerNorm(), None, "a module of flax.linen, LayerNorm: .*jaxnorm.linen.replace_norms"),
+    "a function": (flax.nnx.Dict(), lambda norm, x: x, "custom must be a mapping"),
+    "an instance": (flax.nnx.Dict(), {1: len}, "must map subclasses of flax.nnx.module.Module, got 1"),
+    "another class": (flax.nnx.Dict(), {flax.linen.RMSNorm: len}, "must map subclasses of flax.nnx.module.Module"),
+    "a class for a function": (flax.nnx.Dict(), {GemmaNorm: GemmaNorm}, "must map GemmaNorm to a function"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_nnx_errors(name):
+    model, custom, message = WRONG[name]
+    with pytest.raises(TypeError, match=f"^replace_norms: .*{message}"):
+        jaxnorm.replace_norms(model, custom)
+
+
+class LinenGemmaNorm(flax.linen.Module):
+    @flax.linen.compact
+    def __call__(self, x):
+        return gemma_formula(x, self.param("scale", flax.linen.initializers.normal(), x.shape[-1:]))
+
+
+class LinenNamedNorm(flax.linen.LayerNorm):
+    """Flax's under another name."""
+
+
+class LinenMixed(flax.linen.Module):
+    @flax.linen.compact
+    def __call__(self, x):
+        h = flax.linen.RMSNorm()(x)
+        x = x + flax.linen.MultiHeadDotProductAttention(2, normalize_qk=True, name="attention")(h)
+        x = LinenNamedNorm()(LinenGemmaNorm(name="own")(x))
+        x = flax.linen.GroupNorm(2, name="groups")(x)
+        return flax.linen.LayerNorm(name="masked")(x, mask=x > 0)
+
+
+def linen_function(norm, x):
+    scale = norm.param("scale", flax.linen.initializers.normal(), x.shape[-1:])
+    return jaxnorm.rms_norm(x, scale, scale_offset=1.0)
+
+
+LINEN_CUSTOM = {LinenGemmaNorm: linen_function}
+LINEN_REPLACED = {
+    ("RMSNorm_0",): flax.linen.RMSNorm,
+    ("attention", "query_ln"): flax.linen.LayerNorm,
+    ("attention", "key_ln"): flax.linen.LayerNorm,
+    ("LinenNamedNorm_0",): LinenNamedNorm,
+    ("own",): LinenGemmaNorm,
+}
+LINEN_LEFT = {
+    ("groups",): (flax.linen.GroupNorm, "jaxnorm has no such norm"),
+    ("masked",): (flax.linen.LayerNorm, "no kernel serves a mask"),
+}
+
+
+@pytest.fixture
+def variables():
+    return LinenMixed().init(jax.random.key(0), draw_x(DIMS))
+
+
+def apply(variables, x):
+    return LinenMixed().apply(variables, x)
+
+
+def apply_replaced(variables, x):
+    with jaxnorm.linen.replace_norms(LINEN_CUSTOM):
+        return apply(variables, x)
+
+
+def test_linen_says_what_it_replaced_and_left(variables):
+    with jaxnorm.linen.replace_norms(LINEN_CUSTOM) as report:
+        for _ in range(2):
+            apply(variables, draw_x(DIMS))
+    assert dict(report.replaced) == LINEN_REPLACED
+    assert {path: (cls, why) for path, cls, why in report.left} == LINEN_LEFT
+    assert len(report.replaced) + len(report.left) == len(LINEN_REPLACED | LINEN_LEFT)
+
+
+def test_linen_without_a_function_leaves_their_class(variables):
+    with jaxnorm.linen.replace_norms() as report:
+        apply(variables, draw_x(DIMS))
+    (why,) = (why for path, _, why in report.left if path == ("own",))
+    assert why == "its __call__ is not Flax's: give custom={LinenGemmaNorm: function} if it is a norm"
+
+
+def test_linen_runs_kernels_within_only(variables):
+    expected = native_calls("rms", fwd=2) | native_calls("layer", fwd=3)
+    assert count_native_calls(compiled_text(apply_replaced, variables, draw_x(DIMS))) == expected
+    assert count_native_calls(compiled_text(apply, variables, draw_x(DIMS))) == {}
+
+
+def test_linen_results_and_gradients_stay(variables):
+    ours, theirs = (
+        jax.jit(jax.value_and_grad(lambda v, x: (run(v, x) * draw("dy", DIMS)).sum(), argnums=(0, 1)))  # noqa: B023
+        for run in (apply_replaced, apply)
+    )
+    (value, gradients), (their_value, their_gradients) = ours(variables, draw_x(DIMS)), theirs(variables, draw_x(DIMS))
+    assert_gradients_close([value, *jax.tree.leaves(gradients)], [their_value, *jax.tree.leaves(their_gradients)])
+
+
+def test_linen_makes_the_same_parameters_within(variables):
+    with jaxnorm.linen.replace_norms(LINEN_CUSTOM):
+        within = LinenMixed().init(jax.random.key(0), draw_x(DIMS))
+    assert jax.tree.structure(within) == jax.tree.structure(variables)
+    assert bits(within) == bits(variables)
+
+
+def test_linen_scan_of_remat():
+    class Layer(flax.linen.Module):
+        @flax.linen.compact
+        def __call__(self, x, _):
+            return x + flax.linen.LayerNorm()(x), None
+
+    layer = flax.linen.scan(
+        flax.linen.remat(Layer), variable_axes={"params": 0}, split_rngs={"params": True}, length=3
+    )()
+    variables = layer.init(jax.random.key(0), draw_x(DIMS), None)
+
+    def run(variables, x):
+        with jaxnorm.linen.replace_norms() as report:
+            y = layer.apply(variables, x, None)[0]
+        assert report.replaced == [(("LayerNorm_0",), flax.linen.LayerNorm)]
+        return y
+
+    assert_close(run(variables, draw_x(DIMS)), layer.apply(variables, draw_x(DIMS), None)[0])
+    assert count_native_calls(compiled_text(run, variables, draw_x(DIMS))) == native_calls("layer", fwd=1)
+
+
+def test_linen_captures_each_call_once(variables):
+    with jaxnorm.linen.replace_norms(LINEN_CUSTOM):
+        _, captured = LinenMixed().apply(variables, draw_x(DIMS), capture_intermediates=True)
+    assert len(captured["intermediates"]["RMSNorm_0"]["__call__"]) == 1
+
+
+@pytest.mark.parametrize("cls", [jaxnorm.linen.RMSNorm, jaxnorm.linen.LayerNorm])
+def test_linen_norms_of_ours_are_left(cls):
+    with jaxnorm.linen.replace_norms() as report:
+        cls().init(jax.random.key(0), draw_x(DIMS))
+    assert report.left == [((), cls, "it is jaxnorm's already")]
+
+
+def test_linen_errors():
+    message = "^replace_norms: custom must map subclasses of flax.linen.module.Module"
+    with pytest.raises(TypeError, match=message), jaxnorm.linen.replace_norms({GemmaNorm: len}):
+        pass
