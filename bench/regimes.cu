@@ -160,7 +160,7 @@ void add_forward(const char* what, const typename Op::Params& p) {
   using X = typename Op::Stream;
   const Plan plan = plan_of(R::kThreads, R::kVectors, R::kMost, p.cols / kVector<X>, R::kThreads > 0);
   turns.add(R::name(what, p.cols), [=] {
-    RowsLaunch launch(plan, p.cols, kVector<X>, p.weight_rows);
+    typename Op::Launch launch(plan, p.cols, kVector<X>, p.weight_rows);
     check(RowLauncher<Op, R>{p, plan, launch, nullptr}.template direct<Access::vectors>());
   });
 }

@@ -60,6 +60,12 @@ def test_no_failures(program, objects, tmp_path):
     assert failures([*objects, *own], tmp_path / program) == (0, "0 failures\n", "")
 
 
+# Of which the emulator has one of its own.
+def test_what_is_known_of_the_device(tmp_path):
+    sources = [SOURCES / "cuda/engine/device.cu", EMULATOR / "run_device.cc"]
+    assert failures(compile_objects(sources, tmp_path), tmp_path / "device") == (0, "0 failures\n", "")
+
+
 # An op out of the package's tree is a file, and nothing of the package's own ops.
 @pytest.mark.parametrize("op", ["l2_norm"])
 def test_an_op_out_of_tree(op, tmp_path):

@@ -6,6 +6,7 @@
 #include <initializer_list>
 #include <string>
 
+#include "cuda/engine/device.h"
 #include "cuda/ops.h"
 #include "ffi/table.h"
 
@@ -29,9 +30,11 @@ struct Cuda {
   template <class Op>
   static ffi::Error run(const char* target, const Op& op, cudaStream_t stream) {
     using cuda::run;
+    const std::string name(target);
+    if (const cudaError_t error = cuda::prepare_device(); error != cudaSuccess)
+      return ffi::Error::Internal(name + ": the GPU could not be asked what it has: " + cudaGetErrorString(error));
     const cudaError_t error = run(op, stream);
     if (error == cudaSuccess) return ffi::Error::Success();
-    const std::string name(target);
     if (error == cudaErrorMemoryAllocation) {
       return ffi::Error::InvalidArgument(name + ": the program's workspace holds " + std::to_string(floats_of(op, 0)) +
                                          " floats, too few for these kernels: it was exported by another version of "

@@ -203,7 +203,7 @@ def test_malformed_attributes_of_a_backward_call(kind, name):
 
 @pytest.mark.parametrize("missing", FORWARD)
 def test_a_forward_call_without_an_attribute(kind, missing):
-    with is_refused("", "attributes"):
+    with is_refused(target(kind, "fwd"), "attributes"):
         call(target(kind, "fwd"), [X], (X, WEIGHT, WEIGHT), without(FORWARD, missing))
 
 
@@ -218,7 +218,7 @@ def test_a_forward_call_without_an_attribute(kind, missing):
     ids=str,
 )
 def test_an_attribute_of_another_type(kind, change, message):
-    with is_refused("", message):
+    with is_refused(target(kind, "fwd"), message):
         forward(kind, **change)
 
 

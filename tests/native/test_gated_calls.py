@@ -133,11 +133,11 @@ def test_a_malformed_backward(name):
 
 @pytest.mark.parametrize("missing", FORWARD)
 def test_a_forward_without_an_attribute(missing):
-    with is_refused("", "attributes"):
+    with is_refused(FWD, "attributes"):
         call(FWD, [ROW], (ROW, ROW, WEIGHT), without(FORWARD, missing))
 
 
 @pytest.mark.parametrize("missing", BACKWARD)
 def test_a_backward_without_an_attribute(missing):
-    with is_refused("", "attributes"):
+    with is_refused(BWD, "attributes"):
         call(BWD, [ROW, ROW, WEIGHT, *WORKSPACE], (ROW, ROW, ROW, RSTD, WEIGHT), without(BACKWARD, missing))

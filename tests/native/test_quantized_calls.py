@@ -158,7 +158,7 @@ def test_a_malformed_call(kind, name):
 
 @pytest.mark.parametrize("missing", QUANTIZED)
 def test_a_call_without_an_attribute(kind, missing):
-    with is_refused("", "attributes"):
+    with is_refused(target(kind, "quantized_fwd"), "attributes"):
         call(target(kind, "quantized_fwd"), [VALUES, STATISTIC], (X, *[WEIGHT] * 3), without(QUANTIZED, missing))
 
 

@@ -1,6 +1,8 @@
 // What the launches have to know of the current device, asked once.
 #pragma once
 
+#include <cuda_runtime_api.h>
+
 namespace jaxnorm::cuda {
 
 struct Device {
@@ -25,6 +27,11 @@ struct Device {
   }
 };
 
+// Asks the current device, unless it has answered before. A call begins with this: plans, and with them bits, follow
+// from the answer, so that there is none without it.
+cudaError_t prepare_device();
+
+// After prepare_device. Of a device that could not be asked, one that can do nothing.
 const Device& current_device();
 
 }  // namespace jaxnorm::cuda

@@ -49,7 +49,7 @@ class GradLaunch {
         stream_(stream),
         launch_(plan, p.cols, kVector<X>, weight_rows) {
     launch_.set_grid_stride(room.schedule.stride, room.schedule.end);
-    launch_.sums = room.schedule.sums;
+    launch_.own.sums = room.schedule.sums;
   }
 
   template <typename R>
@@ -106,7 +106,7 @@ class GradLaunch {
   const GradRoom& room_;
   const bool aligned_, divided_;
   const cudaStream_t stream_;
-  RowsLaunch launch_;
+  GradRowsLaunch launch_;
 };
 
 // Launches the loop in the regime of a plan.

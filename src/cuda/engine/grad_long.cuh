@@ -128,7 +128,7 @@ using LongTiling =
 // What is rare has one kernel: with two weights arrays need not be aligned.
 template <typename Op>
 __device__ __forceinline__ void long_rows(const GradCall<typename Op::State>& p, const Partials& partials,
-                                          const RowsLaunch& launch, char* shared) {
+                                          const GradRowsLaunch& launch, char* shared) {
   using X = typename Op::X;
   using Tile = LongTiling<Op>;
   using Pipeline = VectorPipeline<X, Tile>;
@@ -183,7 +183,7 @@ __device__ __forceinline__ void long_rows(const GradCall<typename Op::State>& p,
 template <typename Op>
 __global__ void __launch_bounds__(kMaxThreads)
     long_rows_kernel(const __grid_constant__ GradCall<typename Op::State> p, const __grid_constant__ Partials partials,
-                     const __grid_constant__ RowsLaunch launch) {
+                     const __grid_constant__ GradRowsLaunch launch) {
   if constexpr (kHasClusters) long_rows<Op>(p, partials, launch, dynamic_shared());
 }
 
@@ -201,7 +201,7 @@ bool has_room_for_long_rows(const Plan& plan) {
 template <typename Op>
 cudaError_t launch_long_rows(const GradCall<typename Op::State>& p, const Plan& plan, const GradRoom& room,
                              cudaStream_t stream) {
-  RowsLaunch launch(plan, p.cols, kVector<typename Op::X>, {});
+  GradRowsLaunch launch(plan, p.cols, kVector<typename Op::X>, {});
   launch.set_grid_stride(room.schedule.stride, room.schedule.end);
   return launch_groups(long_rows_kernel<Op>, plan, room.schedule.blocks, long_rows_bytes<Op>(plan), stream, p,
                        room.partials, launch);

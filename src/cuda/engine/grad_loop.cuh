@@ -36,7 +36,7 @@ struct GradRows {
   using Group = typename Types::Group;
 
   const GradCall<typename Op::State>& p;
-  const RowsLaunch& launch;
+  const GradRowsLaunch& launch;
   const Group& group;
   const X* const x = static_cast<const X*>(p.x.data);
   const X* const extra = static_cast<const X*>(p.extra.data);
@@ -108,14 +108,15 @@ template <typename Types, typename Source>
 __device__ __forceinline__ void write_partials(const Source& source, const typename Types::DScale& dscale,
                                                const typename Types::DBias& dbias, const Partials& partials,
                                                char* shared) {
-  const RowsLaunch& launch = source.launch;
+  const GradRowsLaunch& launch = source.launch;
   const auto& count = launch.weight_rows.count;
   // The weight rows of the block's thread groups follow each other, from this one on where a partial row has all.
   const int first =
-      count.value > 1 && launch.sums == count.value ? static_cast<int>(count.remainder(source.first())) : 0;
-  const int64_t at = source.group.index * launch.sums * source.p.cols;
+      count.value > 1 && launch.own.sums == count.value ? static_cast<int>(count.remainder(source.first())) : 0;
+  const int64_t at = source.group.index * launch.own.sums * source.p.cols;
   const auto write = [&](const auto& sums, float* to) {
-    if (to) sums.write(source.group, source.block_rows, launch.sums, first, reinterpret_cast<float*>(shared), to + at);
+    if (to)
+      sums.write(source.group, source.block_rows, launch.own.sums, first, reinterpret_cast<float*>(shared), to + at);
   };
   if constexpr (!std::is_same_v<typename Types::DScale, NoColumnSums>) write(dscale, partials.dscale);
   if constexpr (!std::is_same_v<typename Types::DBias, NoColumnSums>) write(dbias, partials.dbias);
@@ -123,7 +124,7 @@ __device__ __forceinline__ void write_partials(const Source& source, const typen
 
 template <typename Op, typename R, Access ACCESS>
 __device__ __forceinline__ void grad_rows(const GradCall<typename Op::State>& p, const Partials& partials,
-                                          const RowsLaunch& launch, char* shared) {
+                                          const GradRowsLaunch& launch, char* shared) {
   using Types = GradTypes<Op, R, ACCESS>;
   using Tile = typename Types::Tile;
   using Group = typename Types::Group;
@@ -187,7 +188,7 @@ __device__ __forceinline__ void grad_rows(const GradCall<typename Op::State>& p,
 template <typename Op, typename R, Access ACCESS>
 __global__ void __launch_bounds__(R::kMost)
     grad_kernel(const __grid_constant__ GradCall<typename Op::State> p, const __grid_constant__ Partials partials,
-                const __grid_constant__ RowsLaunch launch) {
+                const __grid_constant__ GradRowsLaunch launch) {
   constexpr bool kPipelined = ACCESS == Access::pipelined || ACCESS == Access::pipelined_scalar;
   if constexpr (kHasClusters || (R::kCluster == 1 && !kPipelined))
     grad_rows<Op, R, ACCESS>(p, partials, launch, dynamic_shared());

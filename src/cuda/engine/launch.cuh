@@ -90,20 +90,22 @@ struct PipelineArray {
   int64_t stride;
 };
 
-// What a kernel that goes by rows has to know of its launch.
-struct RowsLaunch {
+// What a kernel that goes by rows has to know of its launch. `Own` is what only some ops have to know. Its size decides
+// whether the pipelines' shape begins at a multiple of 8 bytes, and with that which members come in one load. Kernels
+// with pipelines take more or fewer registers for it: the backward wants the place between two multiples (83 registers
+// over 127 kernels of bf16), the forward a multiple, but for f32 rows that are quantised.
+template <typename Own>
+struct RowsLaunchOf {
   int threads_per_row, rows_per_block;
   int64_t span;  // how many columns each block of a cluster has
   float reciprocal_cols;
   RowMapLaunch weight_rows;
   int64_t step = 0, end = 0;  // of a grid-stride schedule: rows from a step to the next, and how many rows there are
   int64_t last_step = 0;      // rows from the first step to the last
-  int sums = 1;               // of the backward, as of RowSchedule
+  Own own = {};
   PipelineShape pipeline = {};
-  int64_t y_pad = 0;            // elements after each row of the result that are set to zero
-  uint32_t* tickets = nullptr;  // as in DynamicRows
 
-  RowsLaunch(const Plan& plan, int64_t cols, int vector, const RowMap& weight_rows)
+  RowsLaunchOf(const Plan& plan, int64_t cols, int vector, const RowMap& weight_rows)
       : threads_per_row(plan.threads_per_row),
         rows_per_block(plan.rows_per_block),
         span(int64_t{plan.threads_per_row} * plan.vectors * vector),
@@ -128,8 +130,8 @@ struct RowsLaunch {
       clusters = (rows + pipeline.stages - 1) / pipeline.stages;
     set_grid_stride(clusters, rows);
     if (rows <= clusters * pipeline.stages) return cudaSuccess;
-    tickets = reinterpret_cast<uint32_t*>(workspace.data);
-    return cudaMemsetAsync(tickets, 0, sizeof *tickets, stream);
+    own.tickets = reinterpret_cast<uint32_t*>(workspace.data);
+    return cudaMemsetAsync(own.tickets, 0, sizeof *own.tickets, stream);
   }
 
   // The rows of a block that begins at row `first` of each step, from the last step to the first: of what was written
@@ -142,7 +144,7 @@ struct RowsLaunch {
   template <bool DYNAMIC>
   __device__ auto cluster_rows(int64_t cluster) const {
     if constexpr (DYNAMIC) {
-      return DynamicRows{{end - step + cluster, -step, end, 1}, static_cast<int>(step) * pipeline.stages, tickets};
+      return DynamicRows{{end - step + cluster, -step, end, 1}, static_cast<int>(step) * pipeline.stages, own.tickets};
     } else {
       return backwards(cluster, 1);
     }
@@ -177,6 +179,17 @@ struct RowsLaunch {
     return pipeline.stages * stage + besides;
   }
 };
+
+struct ForwardOwn {
+  int64_t y_pad = 0;            // elements after each row of the result that are set to zero
+  uint32_t* tickets = nullptr;  // as in DynamicRows
+};
+using RowsLaunch = RowsLaunchOf<ForwardOwn>;
+
+struct GradOwn {
+  int sums = 1;  // as of RowSchedule
+};
+using GradRowsLaunch = RowsLaunchOf<GradOwn>;
 
 template <typename... Params, typename... Args>
 cudaError_t launch_grid(void (*kernel)(Params...), dim3 grid, dim3 block, cudaStream_t stream, const Args&... args) {

@@ -37,6 +37,7 @@ template <typename STREAM, typename STATS, int ARRAYS = 1>
 struct RowOp {
   using Stream = STREAM;
   using Stats = STATS;
+  using Launch = RowsLaunch;
 
   template <typename R, Access ACCESS>
   using Tile =
@@ -78,7 +79,7 @@ __device__ auto collect_statistics(const P& p, Group& group, int64_t row) {
 }
 
 template <typename Op, typename R, Access ACCESS>
-__device__ __forceinline__ void direct_rows(const typename Op::Params& p, const RowsLaunch& launch) {
+__device__ __forceinline__ void direct_rows(const typename Op::Params& p, const typename Op::Launch& launch) {
   using Stats = typename Op::Stats;
   using Tile = typename Op::template Tile<R, ACCESS>;
   using Load = typename Op::template Load<Tile>;
@@ -108,7 +109,8 @@ __device__ __forceinline__ void direct_rows(const typename Op::Params& p, const 
 // are under way. An epilogue that reduces once more has its own exchange between `begin` and `finish`, and the next
 // row's statistics begin there.
 template <typename Op, typename R, Access ACCESS>
-__device__ __forceinline__ void pipelined_rows(const typename Op::Params& p, const RowsLaunch& launch, char* shared) {
+__device__ __forceinline__ void pipelined_rows(const typename Op::Params& p, const typename Op::Launch& launch,
+                                               char* shared) {
   using Stats = typename Op::Stats;
   using Tile = typename Op::template Tile<R, ACCESS>;
   using Load = typename Op::template Load<Tile>;
@@ -167,7 +169,7 @@ __device__ __forceinline__ void pipelined_rows(const typename Op::Params& p, con
 
 template <typename Op, typename R, Access ACCESS>
 __global__ void __launch_bounds__(R::kMost, resident_blocks(Op::template kRegisters<R, ACCESS>, R::kMost))
-    row_kernel(const __grid_constant__ typename Op::Params p, const __grid_constant__ RowsLaunch launch) {
+    row_kernel(const __grid_constant__ typename Op::Params p, const __grid_constant__ typename Op::Launch launch) {
   if constexpr (R::kCluster > 1 && !kHasClusters) {
     return;
   } else if constexpr (kIsPipelined<ACCESS>) {
@@ -182,7 +184,7 @@ template <typename Op, typename R>
 struct RowLauncher {
   const typename Op::Params& p;
   const Plan& plan;
-  RowsLaunch& launch;
+  typename Op::Launch& launch;
   cudaStream_t stream;
 
   // Rows that are read again in each pass go one at a time.

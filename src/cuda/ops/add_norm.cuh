@@ -31,7 +31,7 @@ template <typename STATS, typename S, typename X, typename R, typename W>
 cudaError_t launch_add_norm(const AddNormForward& p, const Plan& plan, cudaStream_t stream) {
   constexpr int N = kVector<S>, kLarger = kVector<X> > N ? kVector<X> : N;
   RowsLaunch launch(plan, p.cols, N, p.weight_rows);
-  launch.y_pad = p.y_stride - p.cols;
+  launch.own.y_pad = p.y_stride - p.cols;
   const bool is_aligned = p.cols % kLarger == 0 && p.y_stride % kLarger == 0 &&
                           are_aligned<N>(p.x, p.residual, p.y, p.sum, p.scale, p.bias);
   if constexpr (R::kCluster == 1) {

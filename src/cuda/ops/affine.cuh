@@ -53,11 +53,12 @@ __device__ void any_result(const P& p, const Statistics& s, const X* x, int64_t 
 // The zeros after a row of y.
 template <int N, typename P, typename Group>
 __device__ void pad_row(const P& p, const RowsLaunch& launch, const Output& y, const Group& group, int64_t row) {
-  if (launch.y_pad == 0 || group.begin > 0) return;
+  if (launch.own.y_pad == 0 || group.begin > 0) return;
   const float zeros[N] = {};
-  const int64_t end = (row + 1) * (p.cols + launch.y_pad);
+  const int64_t end = (row + 1) * (p.cols + launch.own.y_pad);
 #pragma unroll 1
-  for (int64_t at = end - launch.y_pad + group.rank * N; at < end; at += group.threads * N) store_floats(y, at, zeros);
+  for (int64_t at = end - launch.own.y_pad + group.rank * N; at < end; at += group.threads * N)
+    store_floats(y, at, zeros);
 }
 
 // Where the weights of such rows are until their statistics are known. A thread holds scale and bias of one row, or of
@@ -109,7 +110,7 @@ class AffineEpilogue : public RowEpilogue {
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      y_[r] = static_cast<Y*>(p.y.data) + rows.row(r) * (Op::kPads ? p.cols + launch.y_pad : p.cols);
+      y_[r] = static_cast<Y*>(p.y.data) + rows.row(r) * (Op::kPads ? p.cols + launch.own.y_pad : p.cols);
       // Hides that this row lies as far from its array's beginning as the one that was read: the compiler would keep
       // that distance for every vector.
       hide(y_[r]);
@@ -170,7 +171,7 @@ class PipelinedAffine : public RowEpilogue {
   template <typename Load, typename P, typename Group, typename Statistics>
   __device__ __forceinline__ void finish(const P& p, const RowsLaunch& launch, const Group& group, const Statistics& s,
                                          int64_t row, const typename Load::Fragment& x) const {
-    Y* const y = static_cast<Y*>(p.y.data) + row * (p.cols + launch.y_pad);
+    Y* const y = static_cast<Y*>(p.y.data) + row * (p.cols + launch.own.y_pad);
     for_each_vector<Tile>(group, [&](int vec, auto col, int remaining) {
       float values[Tile::N];
       x.get(vec, col, remaining, values);
@@ -208,7 +209,7 @@ struct AnyEpilogue : RowEpilogue {
     for (int64_t col = group.begin + group.rank * N; col < group.end; col += step) {
       float y[N];
       any_result(p, s, x, weights_at, col, round, y);
-      store_floats(p.y, row * (p.cols + launch.y_pad) + col, y);
+      store_floats(p.y, row * (p.cols + launch.own.y_pad) + col, y);
     }
     pad_row<N>(p, launch, p.y, group, row);
   }

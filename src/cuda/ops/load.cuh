@@ -47,8 +47,8 @@ struct LoadRow {
   template <typename P, int N>
   __device__ static void pass_on(const P&, int64_t, int64_t, const float (&)[N], int) {}
 
-  template <typename P>
-  static int shared_bytes(RowsLaunch& launch, const Plan& plan, const P& p, int held, int besides) {
+  template <typename Launch, typename P>
+  static int shared_bytes(Launch& launch, const Plan& plan, const P& p, int held, int besides) {
     const PipelineArray x{sizeof(X), p.cols};
     return launch.with_pipelines(plan, p.cols, {x}, held, besides);
   }
@@ -104,8 +104,8 @@ struct LoadSum {
     store<true>(static_cast<S*>(p.sum.data) + row * p.cols + col, pack<S>(values), remaining);
   }
 
-  template <typename P>
-  static int shared_bytes(RowsLaunch& launch, const Plan& plan, const P& p, int held, int besides) {
+  template <typename Launch, typename P>
+  static int shared_bytes(Launch& launch, const Plan& plan, const P& p, int held, int besides) {
     const PipelineArray x{sizeof(X), p.cols}, residual{sizeof(S), p.cols};
     return launch.with_pipelines(plan, p.cols, {x, residual}, held, besides);
   }

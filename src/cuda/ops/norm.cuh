@@ -92,7 +92,7 @@ class NormLauncher {
  public:
   NormLauncher(const NormForward& p, const Plan& plan, cudaStream_t stream)
       : p_(p), plan_(plan), stream_(stream), launch_(plan, p.cols, N, p.weight_rows) {
-    launch_.y_pad = p.y_stride - p.cols;
+    launch_.own.y_pad = p.y_stride - p.cols;
   }
 
   // By way of the kernel with the most that is known.

@@ -13,12 +13,12 @@ class QuantizeEpilogue : public RowEpilogue {
   using P = QuantizedNormForward;
 
  public:
-  template <typename Group, typename Rows>
-  __device__ __forceinline__ QuantizeEpilogue(const P& p, const RowsLaunch&, const Group& group, const Rows&)
+  template <typename Launch, typename Group, typename Rows>
+  __device__ __forceinline__ QuantizeEpilogue(const P& p, const Launch&, const Group& group, const Rows&)
       : scale_(group, p) {}
 
-  template <typename Group, typename Rows>
-  __device__ __forceinline__ void finish(const P& p, const RowsLaunch&, Group& group, Rows& rows) {
+  template <typename Launch, typename Group, typename Rows>
+  __device__ __forceinline__ void finish(const P& p, const Launch&, Group& group, Rows& rows) {
     for_each_vector<Tile>(group, [&](int vec, auto, int) {
 #pragma unroll
       for (int r = 0; r < Rows::kRows; ++r)
@@ -130,11 +130,11 @@ class AnyQuantize : public RowEpilogue {
   static constexpr int N = Tile::ALIGNED ? Tile::N : 1;
 
  public:
-  template <typename Group, typename Rows>
-  __device__ AnyQuantize(const P&, const RowsLaunch&, const Group&, const Rows&) {}
+  template <typename Launch, typename Group, typename Rows>
+  __device__ AnyQuantize(const P&, const Launch&, const Group&, const Rows&) {}
 
-  template <typename Group, typename Rows>
-  __device__ void finish(const P& p, const RowsLaunch&, Group& group, Rows& rows) const {
+  template <typename Launch, typename Group, typename Rows>
+  __device__ void finish(const P& p, const Launch&, Group& group, Rows& rows) const {
     static_assert(Rows::kRows == 1);
     if (p.quantized.given || is_by_row(p)) {
       whole_row(p, group, rows.row(0), rows.s[0], rows.x[0].data());

@@ -7,10 +7,18 @@
 
 namespace jaxnorm::cuda {
 
+// These have no padding and draw no tickets. The alignment is the one with which fewest registers spill: the other has
+// two kernels of f32 spill 16 bytes more, or two of each half type 40.
+template <typename X>
+struct alignas(sizeof(X) == 2 ? 8 : 1) QuantizedOwn {};
+template <typename X>
+using QuantizedLaunch = RowsLaunchOf<QuantizedOwn<X>>;
+
 // A thread has up to 32 values in registers, of half types 64 where it has 8 vectors. ROOMY: with registers to spare.
 template <typename STATS, typename X, bool ROOMY>
 struct QuantizedOp : RowOp<X, STATS> {
   using Params = QuantizedNormForward;
+  using Launch = QuantizedLaunch<X>;
   template <typename R>
   static constexpr int kRoom = ROOMY             ? R::kRegisters.quantized_roomy
                                : STATS::kCentred ? R::kRegisters.quantized_centred
@@ -34,6 +42,7 @@ struct QuantizedOp : RowOp<X, STATS> {
 template <typename STATS, typename X, bool ADDS>
 struct PipelinedQuantizedOp : RowOp<X, STATS> {
   using Params = QuantizedNormForward;
+  using Launch = QuantizedLaunch<X>;
   // With a bound of what it may have anyway the compiler spills more where it adds, and less where it does not.
   template <typename R, Access ACCESS>
   static constexpr int kRegisters = ADDS ? 0 : 128;
@@ -49,6 +58,7 @@ struct PipelinedQuantizedOp : RowOp<X, STATS> {
 template <typename STATS, typename X>
 struct AnyQuantizedOp : RowOp<X, STATS> {
   using Params = QuantizedNormForward;
+  using Launch = QuantizedLaunch<X>;
   template <typename R, Access ACCESS>
   using Tile = RereadTiling<X, R, ACCESS>;
   template <typename R, Access ACCESS>
@@ -95,7 +105,7 @@ class QuantizedLauncher {
   bool goes_by_elements() const {
     if (p_.cols % N == 0 || plan_.vectors == kStreamed) return false;
     if (!cuda::is_known<STATS, X>(p_, Dtype::f32, true)) return false;
-    RowsLaunch launch = launch_;
+    auto launch = launch_;
     const PipelineArray x{sizeof(X), p_.cols};
     return plan_.blocks_per_row == 1 || launch.with_pipelines(plan_, p_.cols, {x}, 2) > 0;
   }
@@ -147,7 +157,7 @@ class QuantizedLauncher {
   const QuantizedNormForward& p_;
   const Plan& plan_;
   const cudaStream_t stream_;
-  RowsLaunch launch_;
+  QuantizedLaunch<X> launch_;
   const bool is_aligned_ = p_.cols % N == 0 && are_aligned<N>(p_.x, p_.residual, p_.scale, p_.bias, p_.sum,
                                                               p_.quantized.smooth, p_.quantized.values);
 };
