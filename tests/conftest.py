@@ -36,6 +36,7 @@ def pytest_addoption(parser):
         help="run all combinations of factors, not only each pair of values; the default on a GPU",
     )
     parser.addoption("--once", action="store_true", help="run each value of a factor once, not each pair of values")
+    parser.addoption("--seconds", type=float, default=40, help="for how long the fuzzer runs with --full")
     parser.addoption("--large", action="store_true", help="run the tests marked large on CPU too (30 GiB of memory)")
 
 

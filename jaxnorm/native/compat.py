@@ -9,13 +9,24 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import checkify, core, dispatch, sharding_impls, xla_bridge
-from jax._src.custom_partitioning_sharding_rule import sdy_sharding_rule_to_mlir
-from jax._src.export import _export
-from jax._src.interpreters import mlir
-from jax._src.lib import xla_client  # type: ignore[attr-defined]
-from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule
 from jax.extend.core import Primitive
+
+from jaxnorm.native import private
+
+checkify = private.module("jax._src.checkify")
+core = private.module("jax._src.core")
+custom_partitioning = private.module("jax.experimental.custom_partitioning")
+dispatch = private.module("jax._src.dispatch")
+jaxlib = private.module("jax._src.lib")
+mlir = private.module("jax._src.interpreters.mlir")
+sharding_impls = private.module("jax._src.sharding_impls")
+sharding_rule = private.module("jax._src.custom_partitioning_sharding_rule")
+xla_bridge = private.module("jax._src.xla_bridge")
+# It is done without where these are gone.
+export = private.module("jax._src.export._export")
+
+# Why no primitive may be bound here; None where JAX has every name.
+UNKNOWN = private.why_unknown()
 
 # The name of the axis of all devices in a program of `program_of_a_device`.
 ALL_DEVICES = "devices"
@@ -23,12 +34,14 @@ ALL_DEVICES = "devices"
 
 def run_eagerly(primitive: Primitive) -> None:
     """Let primitive be called outside jit: JAX compiles it alone. No public name does that for a new primitive."""
-    primitive.def_impl(partial(dispatch.apply_primitive, primitive))
+    if not UNKNOWN:
+        primitive.def_impl(partial(dispatch.apply_primitive, primitive))
 
 
 def check_nans(primitive: Primitive) -> None:
     """Let `jax.experimental.checkify` look for NaN in the results of primitive. It knows no others than JAX's own."""
-    checkify.error_checks[primitive] = partial(checkify.nan_error_check, primitive)
+    if not UNKNOWN:
+        checkify.error_checks[primitive] = partial(checkify.nan_error_check, primitive)
 
 
 def match_varying_axes(*arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -37,6 +50,8 @@ def match_varying_axes(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     JAX does this before its own primitives. Without it the gradient of a weight that is replicated under `shard_map`
     would not be summed over the mesh.
     """
+    if UNKNOWN:  # no primitive of jaxnorm is among what they go to
+        return arrays
     # standard_insert_pvary became auto_insert_reshard after JAX 0.10.
     insert: Any = getattr(core, "auto_insert_reshard", None) or getattr(core, "standard_insert_pvary")  # noqa: B009
     return tuple(insert(*arrays))
@@ -64,14 +79,15 @@ def allow_export(targets: Iterable[str]) -> None:
     Export refuses custom calls that are not known to stay compatible, unless each user disables the check. jaxnorm
     keeps the operands and attributes of its targets stable, so its functions export as jnp code does.
     """
-    stable = getattr(_export, "_CUSTOM_CALL_TARGETS_GUARANTEED_STABLE", None)
+    stable = getattr(export, "_CUSTOM_CALL_TARGETS_GUARANTEED_STABLE", None)
     if isinstance(stable, set):
         stable.update(targets)
 
 
 def default_platform() -> str:
     """The default backend as lowering rules name it: `jax.default_backend` says "gpu" for CUDA and ROCm alike."""
-    return xla_bridge.canonicalize_platform(jax.default_backend())
+    backend = jax.default_backend()
+    return backend if UNKNOWN else str(xla_bridge.canonicalize_platform(backend))
 
 
 def awaits_reduction(aval: Any) -> bool:
@@ -98,8 +114,8 @@ def _left(ctx: Any) -> dict[Any, int]:
 
 def has_partitioner() -> bool:
     """Whether XLA asks the partitioners of `register_partitioner`, which Shardy makes possible, how to split a call."""
-    config: Any = jax.config  # JAX 0.10 declares no such attribute, 0.12 does
-    return bool(config.jax_use_shardy_partitioner)
+    # Where there is no choice it is Shardy.
+    return bool(getattr(jax.config, "jax_use_shardy_partitioner", True))
 
 
 def partitioned_call(
@@ -119,12 +135,14 @@ def partitioned_call(
     own = itertools.count()
     mappings = [
         tuple(
-            ArrayMapping(*(f"own{next(own)}" if axis is None else f"x{axis}" for axis in dim_map)) for dim_map in maps
+            custom_partitioning.ArrayMapping(*(f"own{next(own)}" if axis is None else f"x{axis}" for axis in dim_map))
+            for dim_map in maps
         )
         for maps in (operand_maps, result_maps)
     ]
     types = [[value.type for value in values] for values in (operands, results)]
-    results[0].owner.attributes["sdy.sharding_rule"] = sdy_sharding_rule_to_mlir(SdyShardingRule(*mappings), *types)
+    rule = custom_partitioning.SdyShardingRule(*mappings)
+    results[0].owner.attributes["sdy.sharding_rule"] = sharding_rule.sdy_sharding_rule_to_mlir(rule, *types)
     return list(results)
 
 
@@ -156,7 +174,7 @@ def with_devices(ctx: Any) -> tuple[Any, Any]:
     axis_types = (jax.sharding.AxisType.Auto,) * len(context.mesh.axis_names)
     mesh = jax.sharding.AbstractMesh(context.mesh.axis_sizes, context.mesh.axis_names, axis_types=axis_types)
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*left))
-    aval = core.ShapedArray(tuple(left.values()), np.dtype(np.int32))
+    aval = jax.core.ShapedArray(tuple(left.values()), np.dtype(np.int32))
 
     def spread() -> Any:
         return jax.lax.with_sharding_constraint(jnp.zeros(aval.shape, aval.dtype), sharding)
@@ -179,14 +197,16 @@ def register_partitioner(target: str, partition: Callable[..., tuple[bytes, Sequ
         if shape.is_tuple():
             shapes, shardings = shape.tuple_shapes(), sharding.tuple_elements()
         program, operands, results = partition(arg_shapes, arg_shardings, shapes, shardings, text)
-        whole = xla_client.HloSharding.tuple_sharding(shape, results) if shape.is_tuple() else results[0]
+        whole = jaxlib.xla_client.HloSharding.tuple_sharding(shape, results) if shape.is_tuple() else results[0]
         return program, operands, whole
 
     def only_for_gspmd(*_: Any) -> Any:
         raise NotImplementedError("jaxnorm is partitioned by Shardy")
 
+    if UNKNOWN:
+        return
     register = partial(
-        xla_client.register_custom_call_partitioner,
+        jaxlib.xla_client.register_custom_call_partitioner,
         name=target,
         prop_user_sharding=only_for_gspmd,
         partition=split,
@@ -211,18 +231,19 @@ def program_of_a_device(function: Callable[..., Any], shards: Sequence[Any], pla
             name="jaxnorm_shard",
             platforms=(platform,),
             backend=None,
-            axis_context=sharding_impls.SPMDAxisContext(mesh, frozenset(mesh.axis_names)),  # type: ignore[arg-type]
+            axis_context=sharding_impls.SPMDAxisContext(mesh, frozenset(mesh.axis_names)),
         )
-        return mlir.module_to_bytecode(module)
+        program: bytes = mlir.module_to_bytecode(module)
+    return program
 
 
 def hlo_sharding(devices: np.ndarray[Any, Any]) -> Any:
     """The sharding over these devices: of the axes of an array, then of one axis of copies."""
     if math.prod(devices.shape[:-1]) == 1:
-        return xla_client.HloSharding.replicate()
-    sharding = xla_client.OpSharding()
-    sharding.type = xla_client.OpSharding.Type.OTHER
+        return jaxlib.xla_client.HloSharding.replicate()
+    sharding = jaxlib.xla_client.OpSharding()
+    sharding.type = jaxlib.xla_client.OpSharding.Type.OTHER
     sharding.tile_assignment_dimensions = list(devices.shape)
     sharding.tile_assignment_devices = devices.ravel().tolist()
-    sharding.last_tile_dims = [xla_client.OpSharding.Type.REPLICATED]
-    return xla_client.HloSharding.from_proto(sharding)
+    sharding.last_tile_dims = [jaxlib.xla_client.OpSharding.Type.REPLICATED]
+    return jaxlib.xla_client.HloSharding.from_proto(sharding)

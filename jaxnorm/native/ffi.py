@@ -33,6 +33,8 @@ def why_not(platform: str) -> str:
     """Why platform has no native kernels here, and the remedy."""
     if platform not in PLATFORMS:
         return f"jaxnorm has native kernels for {' and '.join(PLATFORMS)}, none for {platform}"
+    if compat.UNKNOWN:
+        return compat.UNKNOWN
     error = _errors[platform]
     if not isinstance(error, ModuleNotFoundError) or error.name != f"jaxnorm._{platform}":
         return f"jaxnorm._{platform} does not load ({error}); install jaxnorm again in this environment"
@@ -87,6 +89,8 @@ def call(
 
 
 def _load(platform: str) -> None:
+    if compat.UNKNOWN:
+        return
     try:
         native = importlib.import_module(f"jaxnorm._{platform}")
     except ImportError as error:

@@ -45,6 +45,10 @@ class Place(NamedTuple):
     has_native: bool
 
 
+def unknown_jax(_: Call) -> str | None:
+    return compat.UNKNOWN
+
+
 def sharded_axes(call: Call) -> str | None:
     if call.spec.shards is None:
         return None
@@ -143,6 +147,7 @@ def partly_manual_on_platforms(program: Program) -> str | None:
 
 
 OF_CALL: tuple[Callable[[Call], str | None], ...] = (
+    unknown_jax,
     sharded_axes,
     axes_not_trailing,
     unknown_or_no_length,
@@ -191,7 +196,7 @@ def wants_primitive(op: AnyOp, spec: RowSpec, operands: Record) -> bool:
                 "With implementation=None it runs in jax.numpy."
             )
         return True
-    if spec.shards is None:
+    if spec.shards is None or compat.UNKNOWN:
         return why_not(call=call) is None
     # A primitive that exchanges shards would not know what to do with the axis of a vmap.
     manual = jax.sharding.get_abstract_mesh().manual_axes

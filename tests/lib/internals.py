@@ -1,6 +1,6 @@
 """What tests use of the package beside its public names: every such import stands here."""
 
-from jaxnorm.native import ffi
+from jaxnorm.native import compat, ffi, private
 from jaxnorm.ops import speed
 from jaxnorm.ops.gated_norm.formula import LONGEST as LONGEST_GATED
 from jaxnorm.primitive import weights
@@ -13,7 +13,9 @@ __all__ = [
     "LONGEST_PER_HEAD",
     "SMALLEST_SCALE",
     "choose_fastest",
+    "compat",
     "ffi",
+    "private",
     "run_every_kernel",
     "weights",
 ]

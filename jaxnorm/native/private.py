@@ -1,0 +1,67 @@
+"""Whether this JAX has the private names that jaxnorm uses. Where one is gone, all works but the kernels."""
+
+import importlib
+import operator
+import warnings
+from typing import Any
+
+import jax
+
+# By the modules in which they stand; of names with "|" between them one is enough. `jaxnorm.native.compat` uses them.
+NAMES: dict[str, tuple[str, ...]] = {
+    "jax._src.checkify": ("error_checks", "nan_error_check"),
+    "jax._src.core": ("ShapedArray.mat", "auto_insert_reshard|standard_insert_pvary", "extend_axis_env_nd"),
+    "jax._src.custom_partitioning_sharding_rule": ("sdy_sharding_rule_to_mlir",),
+    "jax._src.dispatch": ("apply_primitive",),
+    "jax._src.interpreters.mlir": ("build_mlir_module_helper", "module_to_bytecode"),
+    "jax._src.lib": (
+        "xla_client.HloSharding.from_proto",
+        "xla_client.HloSharding.replicate",
+        "xla_client.HloSharding.tuple_sharding",
+        "xla_client.OpSharding.Type",
+        "xla_client.register_custom_call_partitioner",
+    ),
+    "jax._src.sharding_impls": ("SPMDAxisContext", "ShardingContext"),
+    "jax._src.xla_bridge": ("canonicalize_platform", "register_plugin_callbacks"),
+    "jax.experimental.custom_partitioning": ("ArrayMapping", "SdyShardingRule"),
+}
+
+
+def module(name: str) -> Any:
+    """A module of JAX, None where it is gone."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
+def _is_there(owner: Any, name: str) -> bool:
+    try:
+        operator.attrgetter(name)(owner)
+    except AttributeError:
+        return False
+    return True
+
+
+def missing() -> str | None:
+    """The first of NAMES that this JAX does not have."""
+    for where, names in NAMES.items():
+        owner = module(where)
+        if owner is None:
+            return where
+        for name in names:
+            if not any(_is_there(owner, choice) for choice in name.split("|")):
+                return f"{where}.{name.replace('|', ' and no ')}"
+    return None
+
+
+def why_unknown() -> str | None:
+    """Why no kernel can be called from this JAX, and the remedy; with a warning. None: it is known."""
+    if (name := missing()) is None:
+        return None
+    reason = (
+        f"this JAX, {jax.__version__}, is not known to this jaxnorm (it has no {name}); install a newer jaxnorm, or "
+        "the JAX that this one asks for"
+    )
+    warnings.warn(f"jaxnorm has no kernels, and every norm runs in jax.numpy: {reason}.", stacklevel=2)
+    return reason

@@ -1,0 +1,139 @@
+"""A JAX in which a private name is gone: jaxnorm works without kernels, and says so."""
+
+import ast
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from formulas import norm as formula
+from internals import compat, private
+
+import jaxnorm
+
+pytestmark = pytest.mark.jax_version
+
+# jaxnorm, imported in this process once more, without each name that is given in turn.
+PROGRAM = """
+import contextlib, json, operator, sys, warnings
+import numpy as np
+import jax, jax.export, jax.extend.core, jax.numpy as jnp
+
+# Which JAX would refuse for a second class of the name.
+jax.export.register_pytree_node_serialization = lambda *_, **__: None
+
+@contextlib.contextmanager
+def without(module, name=None):
+    if name is None:
+        there, sys.modules[module] = sys.modules[module], None
+        yield
+        sys.modules[module] = there
+        return
+    owner, _, name = f"{module}.{name}".rpartition(".")
+    owner = operator.attrgetter(owner.removeprefix("jax."))(jax)
+    there = vars(owner)[name]
+    delattr(owner, name)
+    yield
+    setattr(owner, name, there)
+
+def use():
+    import jaxnorm
+    from jaxnorm import info
+    x = jnp.arange(12.0).reshape(3, 4)
+    try:
+        jaxnorm.rms_norm(x, implementation="native")
+    except RuntimeError as error:
+        native = str(error)
+    quantized = jaxnorm.rms_norm_quantized(x, quantization=jaxnorm.Quantization("int8"))
+    return {
+        "y": np.asarray(jax.jit(jaxnorm.rms_norm)(x)).tolist(),
+        "gradient": np.asarray(jax.grad(lambda x: (jaxnorm.layer_norm(x) ** 3).sum())(x)).tolist(),
+        "rows": np.asarray(jax.vmap(lambda x: jaxnorm.rms_norm(x, axis_name="i"), 1, 1, axis_name="i")(x)).shape,
+        "values": str(quantized.values.dtype),
+        "native": native,
+        "loaded": {name: module["loaded"] for name, module in info.native_modules().items()},
+    }
+
+found = {}
+for gone in json.load(sys.stdin):
+    module, *names = gone
+    for name in [name for name in sys.modules if name.split(".")[0] == "jaxnorm"]:
+        del sys.modules[name]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with contextlib.ExitStack() as stack:
+            for name in names or [None]:
+                stack.enter_context(without(module, name))
+            import jaxnorm
+        found[" ".join(gone)] = {**use(), "told": [str(warning.message) for warning in told]}
+json.dump(found, sys.stdout)
+"""
+
+
+def there(module, names):
+    """Those of them that this JAX has."""
+    owner = private.module(module)
+    return [name for name in names.split("|") if private._is_there(owner, name)]
+
+
+GONE = [
+    *([module] for module in ("jax._src.checkify", "jax._src.custom_partitioning_sharding_rule")),
+    *([module, *there(module, names)] for module, all_of in private.NAMES.items() for names in all_of),
+]
+
+
+each = pytest.mark.parametrize("gone", [" ".join(gone) for gone in GONE])
+
+
+@pytest.fixture(scope="module")
+def found():
+    path = str(Path(jaxnorm.__file__).parents[1])
+    run = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {path!r})\n{PROGRAM}"],
+        input=json.dumps(GONE),
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+@each
+def test_without_a_private_name(gone, found):
+    report, x = found[gone], np.arange(12, dtype=np.float32).reshape(3, 4)
+    np.testing.assert_allclose(report["y"], formula("rms")(x), rtol=1e-6)
+    assert np.isfinite(report["gradient"]).all()
+    assert (report["rows"], report["values"]) == ([3, 4], "int8")
+    assert report["loaded"] == {"cpu": False, "cuda": False}
+
+
+@each
+def test_one_warning_and_the_error_name_it_and_the_remedy(gone, found):
+    report, name = found[gone], gone.split(" ")[-1]
+    (told,) = report["told"]
+    for said in (told, report["native"]):
+        assert name in said
+        assert "install a newer jaxnorm" in said
+    assert told.startswith("jaxnorm has no kernels")
+    assert report["native"].startswith("rms_norm: ")
+
+
+def test_this_jax_is_known():
+    assert (private.missing(), compat.UNKNOWN) == (None, None)
+
+
+def test_every_private_name_in_use_is_looked_up():
+    tree = ast.parse(inspect.getsource(compat))
+    modules = {
+        node.targets[0].id: node.value.args[0].value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("private.module(")
+    }
+    chains = [ast.unparse(node).partition(".") for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    used = {f"{modules[name]}.{rest}" for name, _, rest in chains if name in modules}
+    known = {f"{module}.{name}" for module, names in private.NAMES.items() for name in names}
+    unknown = [u for u in used if not any(f"{k}.".startswith(f"{u}.") or u.startswith(f"{k}.") for k in known)]
+    assert unknown == ["jax._src.interpreters.mlir.lower_fun"]  # which is public

@@ -1,0 +1,208 @@
+// The CPU kernels without Python, for AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer. Each
+// instruction set is compiled as cmake/cpu.cmake does it, but for the optimisation:
+//
+//   mkdir -p build/sanitize
+//   flags="-std=c++17 -O1 -g -Isrc -ffp-contract=off -fno-math-errno -fsanitize=address,undefined
+//     -fno-sanitize-recover=all"                                                          # or -fsanitize=thread
+//   for isa in baseline "avx2 -mavx2 -mfma -mf16c"
+//     "avx512 -mavx512f -mavx512vl -mavx512bw -mavx512dq -mfma -mf16c"; do                # on one line
+//     set -- $isa; g++ $flags "${@:2}" -DJAXNORM_ISA=$1 -DJAXNORM_ISA_NAME=\"$1\" -c src/cpu/isa.cc
+//       -o build/sanitize/$1.o; done                                                      # on one line
+//   g++ $flags tests/sanitize_cpu.cc src/cpu/ops/*.cc build/sanitize/*.o -pthread -o build/sanitize/cpu
+//   build/sanitize/cpu                  # every instruction set that this processor runs
+//   build/sanitize/cpu avx2             # one of them
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <initializer_list>
+#include <limits>
+#include <memory>
+#include <thread>
+
+#include "cpu/kernels.h"
+#include "cpu/ops.h"
+
+namespace jaxnorm::cpu {
+
+const Kernels* chosen = &baseline;
+
+// In place of that of src/cpu/kernels.cc.
+const Kernels& kernels() { return *chosen; }
+
+}  // namespace jaxnorm::cpu
+
+namespace {
+
+using namespace jaxnorm;
+
+// Two threads draw tasks.
+void parallel_for(int64_t count, const std::function<void(int64_t)>& task) {
+  std::atomic<int64_t> next{0};
+  const auto work = [&] {
+    for (int64_t i; (i = next++) < count;) task(i);
+  };
+  std::thread other(work);
+  work();
+  other.join();
+}
+
+// An array of its own allocation, which ends with its last element, so that a tool sees what lies beside it.
+class Array {
+ public:
+  Array(Dtype dtype, int64_t elements, int64_t offset, bool is_input = true)
+      : dtype_(dtype), offset_(offset * size_of(dtype)), data_(new char[elements * size_of(dtype) + offset_]) {
+    if (!is_input) return;
+    for (int64_t i = 0; i < elements; ++i) set(i, std::sin(0.7f * static_cast<float>(i)) + 0.3f);
+  }
+  void* get() const { return data_.get() + offset_; }
+  float* floats() const { return static_cast<float*>(get()); }
+  operator Input() const { return {get(), dtype_}; }
+  operator Output() const { return {get(), dtype_}; }
+
+ private:
+  // To f16 some small numbers: 5 bits of exponent from 8.
+  void set(int64_t i, float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    char* const to = static_cast<char*>(get()) + i * size_of(dtype_);
+    const auto half =
+        static_cast<uint16_t>(dtype_ == Dtype::bf16 ? bits >> 16 : (bits >> 16 & 0x8000) | 0x3c00 | i % 1024);
+    if (dtype_ == Dtype::f32) {
+      std::memcpy(to, &bits, 4);
+    } else {
+      std::memcpy(to, &half, 2);
+    }
+  }
+
+  Dtype dtype_;
+  int64_t offset_;
+  std::unique_ptr<char[]> data_;
+};
+
+struct Shape {
+  int64_t rows, cols;
+  int64_t offset = 0;  // of each array, in elements, so that it is aligned to them and to nothing more
+  RowMap weight_rows = {};
+  int64_t pad = 0;  // columns after each row of y and dy
+};
+
+// Forward and backward, alone and of a sum that takes the residual's place; `weight` is the dtype of scale and bias.
+void run(Kind kind, Dtype dtype, Dtype y_dtype, Dtype weight, const Shape& s) {
+  const int64_t rows = s.rows, cols = s.cols, size = rows * cols, weights = s.weight_rows.count * cols;
+  const Array x(dtype, size, s.offset), scale(weight, weights, s.offset), bias(weight, weights, s.offset);
+  const Array y(y_dtype, rows * (cols + s.pad), s.offset, false), sum(dtype, size, s.offset);
+  const Array mean(Dtype::f32, rows, 0, false), rstd(Dtype::f32, rows, 0, false);
+  AddNormForward f{};
+  f.kind = kind, f.rows = rows, f.cols = cols, f.epsilon = 1e-6f, f.weight_rows = s.weight_rows;
+  f.x = x, f.scale = scale, f.y = y, f.y_stride = cols + s.pad, f.multiply_before_cast = s.offset == 0;
+  if (kind == Kind::layer) f.bias = bias, f.mean = mean.floats();
+  f.rstd = rstd.floats();
+  cpu::run(static_cast<const NormForward&>(f), parallel_for);
+
+  const Array dy(y_dtype, rows * (cols + s.pad), s.offset), dx(dtype, size, s.offset, false);
+  const Array dscale(weight, weights, s.offset, false), dbias(weight, weights, s.offset, false);
+  const Array dsum(dtype, size, s.offset);
+  NormBackward b{};
+  b.kind = kind, b.rows = rows, b.cols = cols, b.weight_rows = s.weight_rows, b.dy_stride = cols + s.pad;
+  b.x = x, b.scale = scale, b.dy = dy, b.mean = f.mean, b.rstd = f.rstd, b.dx = dx, b.dscale = dscale;
+  if (kind == Kind::layer) b.dbias = dbias;
+  cpu::run(b, parallel_for);
+
+  f.residual = sum, f.sum = sum;
+  cpu::run(f, parallel_for);
+  b.x = sum, b.dsum = dsum;
+  cpu::run(b, parallel_for);
+  b.dx = {};
+  cpu::run(b, parallel_for);
+}
+
+// Quantised results, with a scale for each row, for groups and given; without a residual and with one.
+void run_quantized(Kind kind, Dtype dtype, Dtype format, const Shape& s) {
+  const int64_t rows = s.rows, cols = s.cols, size = rows * cols;
+  const Array x(dtype, size, s.offset), scale(dtype, cols, s.offset), bias(dtype, cols, s.offset);
+  const Array sum(dtype, size, s.offset), smooth(Dtype::bf16, cols, s.offset), given(Dtype::f32, 1, 0);
+  const Array mean(Dtype::f32, rows, 0, false), rstd(Dtype::f32, rows, 0, false);
+  for (const bool adds : {false, true})
+    for (const int64_t group : {int64_t{0}, int64_t{64}, int64_t{128}, cols}) {
+      if (group && cols % group) continue;
+      const Array values(format, size, s.offset, false), scales(Dtype::f32, group ? size / group : 1, 0, false);
+      QuantizedNormForward f{};
+      f.kind = kind, f.rows = rows, f.cols = cols, f.epsilon = 1e-6f, f.x = x, f.scale = scale;
+      if (kind == Kind::layer) f.bias = bias, f.mean = mean.floats();
+      f.rstd = rstd.floats();
+      if (adds) f.residual = sum, f.sum = sum;
+      f.quantized.values = values, f.quantized.group = group ? group : cols;
+      if (adds) f.quantized.smooth = smooth;
+      f.quantized.max_scale = std::numeric_limits<float>::infinity(), f.quantized.power_of_two = format != Dtype::s8;
+      if (group) {
+        f.quantized.scales = scales.floats();
+      } else {
+        f.quantized.given = given.floats();
+      }
+      cpu::run(f, parallel_for);
+    }
+}
+
+void run_gated(Dtype dtype, bool first, const Shape& s) {
+  const int64_t rows = s.rows, cols = s.cols, size = rows * cols, weights = s.weight_rows.count * cols;
+  const Array x(dtype, size, s.offset), gate(dtype, size, s.offset), scale(dtype, weights, s.offset);
+  const Array y(dtype, size, s.offset, false), rstd(Dtype::f32, rows, 0, false);
+  GatedNormForward f{};
+  f.rows = rows, f.cols = cols, f.epsilon = 1e-6f, f.x = x, f.scale = scale, f.y = y, f.weight_rows = s.weight_rows;
+  f.gate = {gate, first ? Activation::silu : Activation::sigmoid, first}, f.rstd = rstd.floats();
+  cpu::run(f, parallel_for);
+
+  const Array dy(dtype, size, s.offset), dx(dtype, size, s.offset, false), dgate(dtype, size, s.offset, false);
+  const Array dscale(dtype, weights, s.offset, false);
+  GatedNormBackward b{};
+  b.rows = rows, b.cols = cols, b.weight_rows = s.weight_rows, b.gate = f.gate, b.rstd = f.rstd;
+  b.x = x, b.scale = scale, b.dy = dy, b.dx = dx, b.dgate = dgate, b.dscale = dscale;
+  cpu::run(b, parallel_for);
+}
+
+constexpr Dtype kDtypes[] = {Dtype::f32, Dtype::f16, Dtype::bf16};
+
+void run_all(Kind kind, Dtype dtype) {
+  // Less than a vector, whole vectors and a rest, long; less than a task's rows, and several tasks.
+  for (const int64_t cols : {1, 3, 15, 16, 24, 31, 64, 100, 257, 1021, 1024, 4097, 40'001})
+    for (const int64_t rows : {1, 2, 3, 7, 67})
+      for (const int64_t offset : {0, 1}) {
+        const Shape shape{rows, cols, offset};
+        if (rows * cols > 400'000) continue;
+        run(kind, dtype, dtype, rows % 2 ? dtype : Dtype::f32, shape);
+        for (const Dtype format : {Dtype::f8e4m3fn, Dtype::f8e5m2, Dtype::s8})
+          run_quantized(kind, dtype, format, shape);
+        if (kind == Kind::layer || cols > kGatedCols) continue;
+        for (const bool first : {false, true}) run_gated(dtype, first, shape);
+      }
+  for (const Dtype y : kDtypes)
+    for (const Dtype weight : kDtypes)
+      if (is_supported(dtype, y)) run(kind, dtype, y, weight, {5, 101, 1});
+  for (const int64_t cols : {64, 257, 1024}) {
+    for (const RowMap map : {RowMap{3, 1}, RowMap{3, 5}, RowMap{40, 3}})
+      run(kind, dtype, dtype, dtype, {600, cols, 0, map});
+    run(kind, dtype, dtype, dtype, {600, cols, 0, {}, 64});
+    run(kind, dtype, dtype, dtype, {37, cols, 1, {}, 1});
+    if (kind == Kind::rms) run_gated(dtype, cols == 64, {600, cols, 0, {8, 1}});
+  }
+  run_quantized(kind, dtype, Dtype::f8e4m3fn, {600, 384, 1});
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+                          __builtin_cpu_supports("avx512vl");
+  for (const cpu::Kernels* kernels : {&cpu::baseline, &cpu::avx2, &cpu::avx512}) {
+    if (kernels == &cpu::avx2 ? !has_avx2 : kernels == &cpu::avx512 && !has_avx512) continue;
+    if (argc > 1 && std::strcmp(argv[1], kernels->isa)) continue;
+    cpu::chosen = kernels;
+    for (const Dtype dtype : kDtypes)
+      for (const Kind kind : {Kind::rms, Kind::layer}) run_all(kind, dtype);
+    std::printf("ran the %s kernels\n", kernels->isa);
+  }
+}
