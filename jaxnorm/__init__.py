@@ -37,7 +37,7 @@ __all__ = [
     "rms_norm_quantized",
 ]
 
-# What it is for, if it is loaded: `dir` names no internals.
+# `dir` shows those that are imported, and no internals.
 _PUBLIC_MODULES = ("checkpoint_policies", "info", "linen", "nnx")
 
 

@@ -150,6 +150,11 @@ class Tensor:
         raise AssertionError("not converted by itself")
 
 
+class TorchDtype:
+    def __repr__(self):
+        return "torch.bfloat16"
+
+
 def misspelt(*args, _expected="did you mean {}", **names):
     """Calls with names that other libraries have, or that are mistyped, and what is meant."""
     return {
@@ -248,6 +253,9 @@ MISUSE = {
             f"out_dtype {short}": call(X, out_dtype=short).raises(TypeError, "out_dtype", f"did you mean {name}")
             for short, name in SHORT_DTYPES.items()
         },
+        "out_dtype of torch": call(X, out_dtype=TorchDtype()).raises(
+            TypeError, "torch.bfloat16", "did you mean bfloat16"
+        ),
         "out_dtype of Python's float": call(X, out_dtype=float).raises(TypeError, "float64", "or pass float32"),
         "out_dtype of nothing known": call(X, out_dtype="float99").raises(TypeError, "bfloat16, float16, float32"),
     },
