@@ -21,8 +21,18 @@ UNITS = (
     "cuda/dispatch.cc",
 )
 # Results and gradients; with per-head weights; with padding; quantised results; gated norms; sharded rows; workspaces
-# of other sizes than are wanted; whether every plan has a kernel.
-PROGRAMS = ("run", "run_heads", "run_padding", "run_quantized", "run_gated", "run_shards", "run_workspace", "run_plans")
+# of other sizes than are wanted; whether every plan has a kernel; rows whose squares vanish.
+PROGRAMS = (
+    "run",
+    "run_heads",
+    "run_padding",
+    "run_quantized",
+    "run_gated",
+    "run_shards",
+    "run_workspace",
+    "run_plans",
+    "run_extremes",
+)
 
 # One worker compiles the kernels for all of these tests, and the group that has the most tests comes first.
 pytestmark = [pytest.mark.emulated, pytest.mark.xdist_group("emulated")]

@@ -12,6 +12,9 @@ thread_local uint3 threadIdx, blockIdx;
 thread_local dim3 blockDim, gridDim;
 
 namespace emulator {
+
+int multiprocessors = 8;
+
 namespace {
 
 constexpr size_t kStack = 128 << 10;
@@ -209,7 +212,8 @@ namespace jaxnorm::cuda {
 
 // A small GPU with an H200's shared memory and clusters: a block has several rows in turn.
 const Device& current_device() {
-  static constexpr Device device{8, emulator::kDynamicShared, {5, 3, 2, 2, 2}};
+  static Device device{0, emulator::kDynamicShared, {5, 3, 2, 2, 2}};
+  device.multiprocessors = emulator::multiprocessors;
   return device;
 }
 

@@ -49,6 +49,7 @@ extern thread_local dim3 blockDim, gridDim;
 namespace emulator {
 
 constexpr int kDynamicShared = 227 << 10;
+extern int multiprocessors;  // of the GPU
 
 // Blocks that run side by side. `anchors`: the address of one thread-local variable in each of them, from which those
 // of all others follow.

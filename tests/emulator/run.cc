@@ -59,7 +59,7 @@ void test(Kind kind, Dtype x_dtype, Dtype dtype, Dtype weights, int64_t rows, in
   expect(run(fused, nullptr) == cudaSuccess, "forward with a residual");
   expect(fused_sum == sum && fused_y == y && fused_rstd == rstd && (!layer || fused_mean == mean), "fusion is exact");
 
-  const WorkspaceSize size = norm_backward_workspace({dtype, cols, layer ? 2 : 1, {}, true});
+  const WorkspaceSize size = norm_backward_workspace({dtype, cols, 2, {}, true});
   Array workspace(Dtype::f32, rows * size.floats_a_row + size.floats);
   NormBackward b{};
   b.kind = kind, b.rows = rows, b.cols = cols, b.scale_offset = 0.5f, b.mean = mean.floats(), b.rstd = rstd.floats();
@@ -86,6 +86,24 @@ void test(Kind kind, Dtype x_dtype, Dtype dtype, Dtype weights, int64_t rows, in
   const Plan plan = make_plan(Op::backward, kind, dtype, cols, kMaxCluster);
   if (beside_extra_operand(plan).rows_per_block == plan.rows_per_block)
     expect(same_dscale == dscale && (!layer || same_dbias == dbias), "dsum changes nothing else");
+
+  // Neither dx nor a sum over rows has other bits for what else is wanted, or for a GPU with more multiprocessors.
+  struct Wanted {
+    bool dsum, dscale, dbias;
+  };
+  for (const Wanted& w : {Wanted{false, false, false}, {false, false, true}, {false, true, true}, {true, true, true}}) {
+    Array same_dx(dtype, elements, offset);
+    b.dsum = w.dsum ? Input(dsum) : Input(), b.dx = same_dx;
+    b.dscale = w.dscale ? Output(same_dscale) : Output(), b.dbias = w.dbias ? Output(same_dbias) : Output();
+    emulator::multiprocessors = 256;
+    expect(cuda::run(b, nullptr) == cudaSuccess, "backward of what is wanted");
+    emulator::multiprocessors = 8;
+    expect(same_dx == (w.dsum ? dx_and_dsum : dx), "dx beside what else is wanted");
+    expect(w.dsum || !w.dscale || same_dscale == dscale, "dscale beside what else is wanted");
+    expect(!w.dbias || same_dbias.error(exact.dbias) < 5e-6, "dbias beside what else is wanted");
+    expect(w.dsum || !w.dbias || !layer || same_dbias == dbias, "dbias' bits beside what else is wanted");
+  }
+  b.dbias = {};
 
   // Few rows have kernels of their own, and give the bits that they give among many.
   constexpr int64_t begin = 300, count = 15;

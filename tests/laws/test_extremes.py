@@ -12,6 +12,8 @@ from op import rows
 from ops import EACH, GROUPED, OPS
 from ops import NORMS as PLAIN
 
+from jaxnorm.ops.norm import formula
+
 kinds = pytest.mark.parametrize("kind", KINDS)
 # Where a value that is not finite spreads as in the formula: a quantised one has bits of its own to keep, and in a
 # product with a gate a zero is on its way to infinity.
@@ -112,6 +114,28 @@ def test_an_output_too_large_for_its_dtype(op):
 def test_squares_that_overflow(op):
     x = 1e30 * draw_x((4, 64))
     np.testing.assert_array_equal(jax.jit(op.function)(x)[0], op.formula(x)[0])
+
+
+# Without epsilon, rstd is infinite where the squares are below the smallest number: results and gradients are infinite
+# or no numbers, as the formulas say. Where dy has the signs of x_hat the sums over a row are infinite, else no numbers.
+@cover(op=PLAIN, dtype=DTYPES, cols=[5, 64, 1021, 5376, 40_001], alike=[True, False])
+def test_squares_that_vanish(op, dtype, cols, alike):
+    tiny = 1e-25 if dtype != "float16" else 6e-8  # whose square float32 holds
+    fourth = jnp.arange(cols) % 3 == 0
+    x = jnp.stack([jnp.where(fourth, 4 * tiny, tiny), jnp.where(fourth, 4, 1)]).astype(dtype)
+    dy = jnp.where(fourth | (not alike) | (op.kind == "rms"), 1, -1) * jnp.ones_like(x)
+    norm = formula.Norm(kind=op.kind, epsilon=0.0, scale_offset=0.0, out_dtype=jnp.dtype(dtype))
+    wanted = formula.Variables(jnp.dtype(dtype))
+
+    @jax.jit
+    def expected(x):
+        results, stats = formula.forward(norm, formula.Operands(x))
+        saved = formula.Saved(x, stats)
+        return results.y, formula.backward(norm, formula.Results(dy), saved, wanted, ()).x
+
+    (y,), (dx,) = results_and_gradients(op, partial(op.function, epsilon=0.0))((dy,), x)
+    for actual, value in zip((y, dx), expected(x), strict=True):
+        np.testing.assert_array_equal(classes(actual), classes(value))
 
 
 # Past a row's end x is 0, and its x_hat is not finite where the mean is so large; none of it belongs to the row.

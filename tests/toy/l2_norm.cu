@@ -78,7 +78,7 @@ struct GradScalars {
   float rstd = 0;
 
   __device__ float x_hat(float x) const { return x * rstd; }
-  __device__ GradScalars for_sums() const { return *this; }
+  __device__ GradScalars within(int remaining) const { return {remaining > 0 ? rstd : 0.0f}; }
 
   struct Dx {
     float rstd, sum;

@@ -75,7 +75,9 @@ struct Layer {
       const double rstd = 1 / __builtin_sqrt((variance < 0 ? 0 : variance) + p.epsilon);
       const double exact = centre[row] + left;
       const float mean = exact;
-      stats[row] = {mean, static_cast<float>(rstd), static_cast<float>((mean - exact) * rstd)};
+      // Of an infinite rstd the shift would not be a number.
+      const float narrow = static_cast<float>(rstd);
+      stats[row] = {mean, narrow, __builtin_isinf(narrow) ? -0.f : static_cast<float>((mean - exact) * rstd)};
     }
   }
 

@@ -52,7 +52,6 @@ __device__ SegmentSums thread_sums(const GradCall<typename Op::State>& p, int64_
   const int64_t dy_stride = Tile::ALIGNED ? p.cols : p.cols + p.dy_pad;
   typename Op::Scalars s{};
   fetch_scalars<Op>(p, row, s);
-  s = s.for_sums();
   SegmentSums sums{};
 #pragma unroll
   for (int vec = 0; vec < Tile::VECTORS; ++vec) {
@@ -74,7 +73,7 @@ __device__ SegmentSums thread_sums(const GradCall<typename Op::State>& p, int64_
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       g[i] *= factor[i];
-      part.gx = fmaf(g[i], s.x_hat(x[i]), part.gx);
+      part.gx = fmaf(g[i], Tile::ALIGNED || i < remaining ? s.x_hat(x[i]) : 0.0f, part.gx);
       part.g += g[i];
     }
     sums.add(part);
@@ -116,8 +115,8 @@ __global__ void __launch_bounds__(kSegmentThreads)
 // What dx of a row needs besides x and dy.
 template <typename Op>
 struct alignas(16) ColumnScalars {
+  typename Op::Scalars::Dx dx;
   typename Op::Scalars s;
-  SegmentSums means;
 };
 
 // By a whole warp.
@@ -130,9 +129,13 @@ __device__ ColumnScalars<Op> column_scalars(const GradCall<typename Op::State>& 
     for (int i = threadIdx.x % kWarp; i < segments.count; i += kWarp) sums.add(parts[i]);
     sums = sum_over_warp(sums);
   }
-  ColumnScalars<Op> scalars{{}, {sums.gx / p.cols, sums.g / p.cols}};
-  Op(p.state).fetch(row, scalars.s);
-  return scalars;
+  constexpr int kSums = Op::Scalars::kSums;
+  Sums<kSums> of_row;
+  of_row.value[0] = sums.gx;
+  if constexpr (kSums == 2) of_row.value[1] = sums.g;
+  typename Op::Scalars s;
+  Op(p.state).fetch(row, s);
+  return {s.dx(of_row, 1.0f / static_cast<float>(p.cols)), s};
 }
 
 // Thread t of the grid's x axis owns vector t of every row; block y of the grid goes through every gridDim.y-th row,
@@ -172,7 +175,7 @@ __device__ __forceinline__ void finish_columns(const GradCall<typename Op::State
         const float x_hat = own.s.x_hat(x[e]);
         dscale[e] = fmaf(dy[e], x_hat, dscale[e]);
         dbias[e] += dy[e];
-        x[e] = own.s.dx_of_means(dy[e] * factor[e], x_hat, own.means);
+        x[e] = own.dx(dy[e] * factor[e], x_hat);
       }
       if (!p.dx.data) continue;
       if constexpr (ADD) {

@@ -4,7 +4,7 @@
 // memory allow. Ways names the functor of each, void where no kernel goes that way:
 //
 //   PipelinedExtra, Pipelined   aligned arrays, with an extra operand that comes by way of pipelines and without one
-//   PipelinedScalar             rows that vectors do not divide
+//   PipelinedScalar             rows that vectors do not divide; of one block's only if there is Pipelined
 //   Vectors, Scalar             the same without pipelines, where one block has a row; there is always Vectors
 //   Elementwise                 any array, in vectors that are read element by element; there always is one, for rows
 //                               of ElementwiseRegime<R>
@@ -58,13 +58,14 @@ class GradLaunch {
     // of rows that vectors divide.
     constexpr bool kPipelines = R::kCluster > 1 || R::kVectors * kVector<X> <= kElements;
     constexpr bool kScalars = R::kMost <= kMaxThreads;
+    constexpr bool kScalarPipelines = kScalars && (R::kCluster > 1 || !std::is_void_v<typename Ways::Pipelined>);
     cudaError_t error = cudaErrorNotSupported;
     if constexpr (kPipelines) {
       if (aligned_ && p_.extra) {
         error = try_pipelines<typename Ways::PipelinedExtra, R, Access::pipelined>();
       } else if (aligned_) {
         error = try_pipelines<typename Ways::Pipelined, R, Access::pipelined>();
-      } else if constexpr (kScalars) {
+      } else if constexpr (kScalarPipelines) {
         if (!divided_) error = try_pipelines<typename Ways::PipelinedScalar, R, Access::pipelined_scalar>();
       }
     }

@@ -10,8 +10,9 @@
 //
 //   X, DY        types of x and dy
 //   State        what its kernels have to know besides GradCall; the functor is made from it
-//   Scalars      of a row: x_hat(x); dx(sums, reciprocal_cols); for_sums(), which are those that the sums are computed
-//                with; kSums, how many sums it has: 1 or 2. Rows in segments also want mean_sums and dx_of_means
+//   Scalars      of a row: x_hat(x); dx(sums, reciprocal_cols); within(remaining), which are those with which x_hat of
+//   0
+//                is 0 where no column remains; kSums, how many sums it has: 1 or 2
 //   kWeights     gradients of weights that are summed up over rows: 0, 1 (dscale) or 2 (and dbias)
 //   kExtra       how the extra operand is reached, if there is one
 //   kTransforms  whether transform(x, dy, extra) makes what stands for x and dy above, in place, from all three; it

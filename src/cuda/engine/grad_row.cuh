@@ -68,15 +68,15 @@ __device__ Sums<Op::Scalars::kSums> warp_sums(const Group& group, const typename
                                               const Operands& operands, const Scale& scale, DScale& dscale,
                                               DBias& dbias) {
   constexpr bool kTwo = Op::Scalars::kSums == 2;
-  const auto s = scalars.for_sums();
   Sum<Tile> g_sum, gx_sum;
   for_each_vector<Tile>(group, [&](int vec, auto col, int remaining) {
     if (kOneByOne<Op, Tile> && remaining <= 0) return;
     float x_hat[Tile::N], g[Tile::N];
     operands.get(vec, col, remaining, x_hat, g);
+    const auto s = scalars.within(remaining);
 #pragma unroll
     for (int i = 0; i < Tile::N; ++i) {
-      x_hat[i] = s.x_hat(x_hat[i]);
+      x_hat[i] = Tile::ALIGNED || i < remaining ? s.x_hat(x_hat[i]) : 0.0f;
       if constexpr (!std::is_same_v<DScale, NoColumnSums>)
         dscale.value[vec][i] = fmaf(g[i], x_hat[i], dscale.value[vec][i]);
       if constexpr (!std::is_same_v<DBias, NoColumnSums>) dbias.value[vec][i] += g[i];

@@ -7,8 +7,6 @@
 namespace jaxnorm::cuda {
 namespace {
 
-constexpr int kMultiprocessors = 132;  // of an H100 or H200, for which the numbers of blocks are chosen
-
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 bool has_neighbours(RowMap weight_rows) { return weight_rows.count > 1 && weight_rows.inner > 1; }

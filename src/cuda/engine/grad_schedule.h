@@ -10,6 +10,10 @@
 
 namespace jaxnorm::cuda {
 
+// Multiprocessors of an H100 or H200, for which numbers of blocks are chosen: a GPU's own would give its own order of
+// sums.
+constexpr int kMultiprocessors = 132;
+
 // A grid-stride schedule: each block, or cluster, goes through groups of neighbouring rows, one row for each of its
 // thread groups, that lie equally far apart, so that each thread group keeps its weight row. For that, the groups that
 // all blocks have at once

@@ -5,6 +5,7 @@
 
 #include "cuda/engine/grad_regimes.cuh"
 #include "cuda/engine/grad_row.cuh"
+#include "cuda/engine/grad_schedule.h"
 
 namespace jaxnorm::cuda {
 
@@ -172,8 +173,8 @@ cudaError_t launch_small_batch(Regimes regimes, const GradCall<typename Op::Stat
     using Own = std::conditional_t<Op::kTransforms, R, Regime<R::kThreads, R::kVectors, R::kCluster>>;
     constexpr int kCols = kStrip * kVector<X>;
     SmallBatchGrad<typename Op::State> batch(p, plan, weight_rows, dscale, dbias);
-    // Where there are more multiprocessors than rows, blocks have few rows.
-    const int threads = p.rows <= current_device().multiprocessors ? kMaxThreads / 2 : kMaxThreads;
+    // Where there are more multiprocessors than rows, blocks have few rows. How many sums a strip adds up follows.
+    const int threads = p.rows <= kMultiprocessors ? kMaxThreads / 2 : kMaxThreads;
     if (R::kThreads == kWholeWarps) batch.rows_per_block = std::max(1, threads / plan.threads_per_row);
     if (Op(p.state).has_result(p.dx)) batch.row_blocks = (batch.rows + batch.rows_per_block - 1) / batch.rows_per_block;
     const int64_t strips = dscale || dbias ? weight_rows.count * ((p.cols + kCols - 1) / kCols) : 0;

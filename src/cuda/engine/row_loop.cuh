@@ -119,7 +119,7 @@ __device__ __forceinline__ void pipelined_rows(const typename Op::Params& p, con
   using Part = std::conditional_t<kDynamic, typename Stats::TicketPart, typename Stats::Part>;
   ThreadGroup<R::kThreads, Part, R::kCluster> group(launch.threads_per_row, p.cols, launch.span,
                                                     launch.reciprocal_cols);
-  const auto rows = launch.cluster_rows<kDynamic>(group.index);
+  const auto rows = launch.template cluster_rows<kDynamic>(group.index);
   auto pipeline = Load::pipeline(p, group, launch.pipeline, shared, rows);
   Epilogue epilogue(p, group, shared + launch.pipeline.template bytes_of_pipeline<decltype(pipeline)::kArrays>());
   pipeline.acquire_rest();

@@ -20,29 +20,18 @@ struct NormScalars {
 
   __device__ float x_hat(float x) const { return (kLayer ? x - mean : x) * rstd; }
 
-  // What is past the row's end has no part in sums, being multiplied by 0, as long as x_hat is finite there, where x is
-  // 0. A mean so large may belong to a row whose numbers are all alike, or rstd is 0: of any deviation from it the
-  // square is infinite. So within the row x_hat stays what it is.
-  __device__ NormScalars for_sums() const {
-    if (!kLayer) return *this;
-    return {mean, fabsf(mean) > 1e27f && rstd > 1.0f ? 1.0f : rstd};
-  }
+  // Past the row's end x is 0, and x_hat need not be: of an infinite rstd, or of a large mean, it is not finite.
+  __device__ NormScalars within(int remaining) const { return {mean, remaining > 0 ? rstd : 0.0f}; }
 
+  // rstd comes last, as in the formula: it may be infinite, and two infinite terms have no difference.
   struct Dx {
-    float rstd, slope, level;
+    float rstd, mean_gx, mean_g;
     __device__ float operator()(float g, float x_hat) const {
-      return fmaf(g, rstd, -(kLayer ? fmaf(x_hat, slope, level) : x_hat * slope));
+      return rstd * fmaf(-x_hat, mean_gx, kLayer ? g - mean_g : g);
     }
   };
   __device__ Dx dx(const Sums<kSums>& sums, float reciprocal_cols) const {
-    return {rstd, sums.value[0] * reciprocal_cols * rstd,
-            kLayer ? sums.value[kSums - 1] * reciprocal_cols * rstd : 0.0f};
-  }
-
-  // The same from means, of rows in segments: rounded in another order, which they keep.
-  template <typename Means>
-  __device__ float dx_of_means(float g, float x_hat, const Means& mean_of) const {
-    return rstd * fmaf(-x_hat, mean_of.gx, kLayer ? g - mean_of.g : g);
+    return {rstd, sums.value[0] * reciprocal_cols, kLayer ? sums.value[kSums - 1] * reciprocal_cols : 0.0f};
   }
 };
 

@@ -10,14 +10,15 @@
 
 namespace jaxnorm::cuda {
 
-// What is rare has no pipelines, and goes the slow way if vectors do not divide its rows, for kernels take time to
-// compile: dbias of RMSNorm, half types whose dy is f32.
+// What is rare has no pipelines, for kernels take time to compile: dbias of RMSNorm, half types whose dy is f32. Rows
+// that vectors do not divide go the slow way if x and dy differ in type. If they do not, dx has to have the bits that
+// it has without dbias: they go by elements all the same, in clusters with pipelines.
 template <Kind KIND, bool BIAS, typename X_, typename DY_>
 struct NormWays {
   using X = X_;
   using DY = DY_;
-  static constexpr bool kUsual = KIND == Kind::layer || !BIAS, kOneType = std::is_same_v<X, DY> && kUsual;
-  static constexpr bool kPipelines = (std::is_same_v<X, DY> || sizeof(X) == 4) && kUsual;
+  static constexpr bool kUsual = KIND == Kind::layer || !BIAS, kOneType = std::is_same_v<X, DY>;
+  static constexpr bool kPipelines = (kOneType || sizeof(X) == 4) && kUsual;
   static constexpr int kWeights = BIAS || !kOneType ? 2 : 1;  // what is rare has one kernel for both
   template <bool IF, Extra DSUM>
   using OpIf = std::conditional_t<IF, NormGrad<KIND, X, DY, kWeights, DSUM>, void>;
