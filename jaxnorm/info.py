@@ -1,6 +1,7 @@
 """What jaxnorm is made of here, and what would run for a given array: `python -m jaxnorm.info [--json]`."""
 
 import argparse
+import dataclasses
 import importlib.metadata
 import json
 import math
@@ -9,6 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxnorm import _explain
 from jaxnorm.native import compat, ffi
 from jaxnorm.ops import checks
 from jaxnorm.primitive import op, reasons, weights
@@ -40,7 +42,8 @@ def native_modules() -> Report:
             if platform == "cpu"
             else {"toolkit": module.toolkit(), "architectures": module.architectures()}
         )
-        report[platform] = {"loaded": True, **built}
+        unfit = ffi.why_unfit(platform)
+        report[platform] = {"loaded": True, **built, **({"not_used": unfit} if unfit else {})}
     return report
 
 
@@ -132,6 +135,9 @@ def _parse(arguments: list[str] | None) -> tuple[argparse.Namespace, op.Request]
     parser.add_argument("--dtype", type=jnp.dtype, default="float32", help="the dtype of x, and of other operands")
     parser.add_argument("--out-dtype", type=jnp.dtype, help="the result's dtype; x's, or float8_e4m3fn, if not given")
     parser.add_argument("--platform", help="cpu, cuda, tpu, ...; JAX's default if not given")
+    parser.add_argument(
+        "--explain", metavar="MODULE:FUNCTION", help="say it of every norm of a function that takes no argument"
+    )
     options = parser.parse_args(arguments)
     if options.platform == "gpu":
         parser.error("--platform gpu is cuda or rocm here, as JAX lowers programs for one or the other")
@@ -177,6 +183,10 @@ def _shape(text: str) -> tuple[int, ...]:
 
 def main(arguments: list[str] | None = None) -> None:
     options, request = _parse(arguments)
+    if options.explain:
+        norms = _explain.of_name(options.explain)
+        print(json.dumps([dataclasses.asdict(norm) for norm in norms], indent=2) if options.json else norms)
+        return
     report = {
         "versions": versions(),
         "native": native_modules(),

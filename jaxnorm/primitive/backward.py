@@ -12,7 +12,7 @@ import jax
 from jax.interpreters import ad
 
 from jaxnorm.native import ffi
-from jaxnorm.primitive import weights
+from jaxnorm.primitive import fallback, weights
 from jaxnorm.primitive.op import AnyOp, BatchDims, Derivative, Record, RowSpec
 from jaxnorm.primitive.rules import Rules, all_none, at_front, bind, fold, has, leaves_of, present, rows_and_cols
 from jaxnorm.sharding import dims
@@ -167,6 +167,8 @@ class Backward(Rules):
         elif all_none(of_sums):
             sums = {}
         else:
+            why = "a sum over the rows of each example of jax.vmap has no kernel"
+            fallback.traced(self.op, spec, saved, "backward", lambda: why)
             in_axes = jax.tree.map(lambda _: 0, saved)._replace(**{name: getattr(axes, name) for name in kept})
 
             def formula(cotangents: Any, saved: Record) -> Any:

@@ -109,6 +109,10 @@ def not_on_this_platform(place: Place) -> str | None:
     return None if ffi.available(place.platform) else ffi.why_not(place.platform)
 
 
+def not_on_this_gpu(place: Place) -> str | None:
+    return ffi.why_unfit(place.platform)
+
+
 class Program(NamedTuple):
     """A program that a call is lowered in, by the context of the lowering rule."""
 
@@ -156,7 +160,7 @@ OF_CALL: tuple[Callable[[Call], str | None], ...] = (
     sharded_unlike_x,
     unreduced,
 )
-OF_PLACE: tuple[Callable[[Place], str | None], ...] = (no_native, not_on_this_platform)
+OF_PLACE: tuple[Callable[[Place], str | None], ...] = (no_native, not_on_this_platform, not_on_this_gpu)
 OF_PROGRAM: tuple[Callable[[Program], str | None], ...] = (
     not_partitionable,
     no_partitioner,
