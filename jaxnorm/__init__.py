@@ -8,6 +8,7 @@ import pkgutil
 __path__ = pkgutil.extend_path(__path__, __name__)
 
 from jaxnorm import checkpoint_policies
+from jaxnorm._explain import explain
 from jaxnorm.ops.gated_norm.api import gated_rms_norm
 from jaxnorm.ops.norm.added import add_layer_norm, add_rms_norm
 from jaxnorm.ops.norm.api import layer_norm, rms_norm
@@ -28,6 +29,7 @@ __all__ = [
     "add_layer_norm",
     "add_rms_norm",
     "checkpoint_policies",
+    "explain",
     "gated_rms_norm",
     "implementation",
     "layer_norm",

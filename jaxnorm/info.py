@@ -1,6 +1,7 @@
 """What jaxnorm is made of here, and what would run for a given array: `python -m jaxnorm.info [--json]`."""
 
 import argparse
+import dataclasses
 import importlib.metadata
 import inspect
 import json
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxnorm
+from jaxnorm import _explain
 from jaxnorm.native import compat, ffi
 from jaxnorm.ops import checks, misuse
 from jaxnorm.ops.options import choice
@@ -46,7 +48,8 @@ def native_modules() -> Report:
             if platform == "cpu"
             else {"toolkit": module.toolkit(), "architectures": module.architectures()}
         )
-        report[platform] = {"loaded": True, **built}
+        unfit = ffi.why_unfit(platform)
+        report[platform] = {"loaded": True, **built, **({"not_used": unfit} if unfit else {})}
     return report
 
 
@@ -77,19 +80,11 @@ def call(function: str, request: op.Request, platform: str) -> Report:
     }
     if implementation == "native" and of_function.native is not None:
         if chosen.implementation is None:
-            report["slower"] = _slower(asked, of_function.native, platform)
+            ways = {way: reasons.slower(asked, way, platform) for way in WAYS}
+            report["slower"] = {way: reason for way, reason in ways.items() if reason}
         if platform == "cuda" and of_function.native.plan:
             report |= _plans(request, of_function.native.plan(spec, operands))
     return report
-
-
-def _slower(asked: reasons.Call, native: op.Native[Any, Any], platform: str) -> dict[str, str]:
-    """The ways in which the formula runs all the same, each with the reason why XLA's code for it is faster."""
-    addend, x = asked.addend, asked.x
-    dtype, cols = (x if addend is None else addend).dtype, math.prod(x.shape[axis] for axis in asked.spec.axes)
-    adds = addend is not None
-    ways = {way: native.slower(asked.spec, op.CallRows(platform, way, dtype, cols, adds)) for way in WAYS}
-    return {str(way): reason for way, reason in ways.items() if reason}
 
 
 def _plans(request: op.Request, how: dict[str, Any]) -> Report:
@@ -160,6 +155,9 @@ def _parse(arguments: list[str] | None) -> tuple[argparse.Namespace, op.Request]
     parser.add_argument("--residual-dtype", type=_dtype, help="the residual's; x's, or no residual, if not given")
     parser.add_argument("--out-dtype", type=_dtype, help="the result's dtype; x's, or float8_e4m3fn, if not given")
     parser.add_argument("--platform", help="cpu, cuda, tpu, ...; JAX's default if not given")
+    parser.add_argument(
+        "--explain", metavar="MODULE:FUNCTION", help="say it of every norm of a function that takes no argument"
+    )
     options = parser.parse_args(arguments)
     if options.platform == "gpu":
         parser.error("--platform gpu is cuda or rocm here, as JAX lowers programs for one or the other")
@@ -228,6 +226,10 @@ def _shape(text: str) -> tuple[int, ...]:
 
 def main(arguments: list[str] | None = None) -> None:
     options, request = _parse(arguments)
+    if options.explain:
+        norms = _explain.of_name(options.explain)
+        print(json.dumps([dataclasses.asdict(norm) for norm in norms], indent=2) if options.json else norms)
+        return
     report = {
         "versions": versions(),
         "native": native_modules(),

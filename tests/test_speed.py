@@ -83,5 +83,14 @@ def test_info_says_so(capsys):
     assert "threads" in backward
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.grad], ids=["forward alone", "a gradient"])
+def test_explain_says_so(wrap):
+    norms = jaxnorm.explain(wrap(lambda x: rms(x).astype("float32").sum()), jax.ShapeDtypeStruct((8, 1153), "bfloat16"))
+    by_way = {norm.direction: norm.on("cuda") for norm in norms}
+    assert {way: runs.implementation for way, runs in by_way.items()} == {"forward": "formula", "backward": "native"}
+    assert by_way["forward"].why.startswith("XLA's code is faster")
+    assert {norm.on("cpu").implementation for norm in norms} == {"native"}
+
+
 def test_a_cpu_has_no_such_rows():
     assert native_ways(rms, "bfloat16", 1153, "cpu") == {"fwd", "bwd"}

@@ -1,5 +1,6 @@
 """The native modules: the one Python file that loads them and calls what they offer."""
 
+import functools
 import importlib
 from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
@@ -8,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxnorm.native import compat
+from jaxnorm.native import compat, fit
 
 # JAX's name of a platform in lowering rules -> XLA's name of it in registrations.
 PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}
@@ -46,6 +47,31 @@ def why_not(platform: str) -> str:
         f"jaxnorm._{platform} is not installed: jaxnorm is imported from a source tree that was never built; "
         "pip install . in that tree builds it"
     )
+
+
+@functools.cache
+def why_unfit(platform: str) -> str | None:
+    """Why platform's kernels do not run on the GPUs that are here, and the remedy.
+
+    None where they do. And where no GPU is: what is traced or exported there runs elsewhere.
+    """
+    if platform != "cuda" or not available(platform):
+        return None
+    native = module(platform)
+    capabilities = sorted({device.compute_capability for device in _gpus()})
+    if not capabilities:
+        return None
+    built = {"architectures": native.architectures(), "toolkit": native.toolkit(), "driver": native.driver()}
+    reasons = (fit.why_not(**built, capability=capability) for capability in capabilities)
+    return next(filter(None, reasons), None)
+
+
+def _gpus() -> Sequence[Any]:
+    """Those of JAX in this process. They are asked, and not CUDA, which would make a context to answer."""
+    try:
+        return list(jax.local_devices(backend="cuda"))
+    except RuntimeError:
+        return []
 
 
 def allow_export(targets: Iterable[str]) -> None:

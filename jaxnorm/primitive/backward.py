@@ -12,9 +12,9 @@ import jax
 from jax.interpreters import ad
 
 from jaxnorm.native import ffi
-from jaxnorm.primitive import weights
-from jaxnorm.primitive.op import AnyOp, BatchDims, CallRows, Derivative, Record, RowSpec
-from jaxnorm.primitive.rules import Rules, all_none, at_front, bind, fold, has, leaves_of, present, rows_and_cols
+from jaxnorm.primitive import fallback, weights
+from jaxnorm.primitive.op import AnyOp, BatchDims, CallRows, Derivative, Record, RowSpec, rows_and_cols
+from jaxnorm.primitive.rules import Rules, all_none, at_front, bind, fold, has, leaves_of, present
 from jaxnorm.sharding import dims
 from jaxnorm.sharding.dims import DimMap
 
@@ -98,8 +98,8 @@ class Backward(Rules):
     def slower(
         self, platform: str, *types: Any, tree: Any, spec: RowSpec, wanted: Any, batch_dims: BatchDims
     ) -> str | None:
-        """Why XLA's code for the formula is faster than the native call."""
-        assert self.op.native is not None
+        if self.op.native is None or spec.native_for:
+            return None
         (_, *others), saved = self._operands(tree, types)
         _, cols = rows_and_cols(spec, saved[0])
         return self.op.native.slower(
@@ -178,6 +178,8 @@ class Backward(Rules):
         elif all_none(of_sums):
             sums = {}
         else:
+            why = "a sum over the rows of each example of jax.vmap has no kernel"
+            fallback.traced(self.op, spec, saved, "backward", lambda: why)
             in_axes = jax.tree.map(lambda _: 0, saved)._replace(**{name: getattr(axes, name) for name in kept})
 
             def formula(cotangents: Any, saved: Record) -> Any:

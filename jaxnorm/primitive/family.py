@@ -8,12 +8,13 @@ So a gradient is one native call each way; forward mode and higher derivatives g
 has its abstract evaluation, lowering, batching, JVP and transpose in a file of its own.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Generic
 
 import jax
 
-from jaxnorm.primitive import lowering, reasons, weights
+from jaxnorm.primitive import fallback, lowering, reasons, weights
 from jaxnorm.primitive.backward import Backward
 from jaxnorm.primitive.forward import Forward
 from jaxnorm.primitive.linear import Linear
@@ -48,7 +49,15 @@ class Family(Generic[S, O, R]):
 
     def wants_primitive(self, spec: S, operands: O, implementation: str | None) -> bool:
         """Whether `implementation` asks for the primitive, or allows it where some platform has a kernel."""
-        return implementation != "jnp" and reasons.wants_primitive(self.op, spec, operands)
+        is_asked_for = implementation == "jnp"
+        wants = not is_asked_for and reasons.wants_primitive(self.op, spec, operands)
+        if not wants:
+            why = functools.partial(self._why_formula, spec, operands, is_asked_for)
+            fallback.traced(self.op, spec, operands, "forward", why)
+        return wants
+
+    def _why_formula(self, spec: S, operands: O, is_asked_for: bool) -> str:
+        return fallback.ASKED_FOR if is_asked_for else str(self.why_not(spec, operands))
 
     def bind(self, spec: S, operands: O, *, with_stats: bool = False) -> tuple[R, Statistics]:
         """The results, native on the platforms that have a kernel, and with_stats the statistics."""

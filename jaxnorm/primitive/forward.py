@@ -8,10 +8,10 @@ import jax
 from jax.interpreters import ad
 
 from jaxnorm.native import ffi
-from jaxnorm.primitive import weights
+from jaxnorm.primitive import reasons, weights
 from jaxnorm.primitive.addend import add
 from jaxnorm.primitive.linear import Linear
-from jaxnorm.primitive.op import AnyOp, CallRows, Record, RowSpec, Statistics
+from jaxnorm.primitive.op import AnyOp, Record, RowSpec, Statistics, rows_and_cols
 from jaxnorm.primitive.rules import (
     Rules,
     all_none,
@@ -21,7 +21,6 @@ from jaxnorm.primitive.rules import (
     leaves_of,
     named,
     present,
-    rows_and_cols,
     tangents_jnp,
 )
 from jaxnorm.sharding.dims import DimMap
@@ -89,12 +88,7 @@ class Forward(Rules):
         )
 
     def slower(self, platform: str, *types: Any, tree: Any, spec: RowSpec, with_stats: bool) -> str | None:
-        """Why XLA's code for the formula is faster than the native call."""
-        assert self.op.native is not None
-        operands = self._operands(tree, types)
-        normalised, adds = self._normalised(operands), self._addend(operands) is not None
-        _, cols = rows_and_cols(spec, normalised)
-        return self.op.native.slower(spec, CallRows(platform, "forward", normalised.dtype, cols, adds))
+        return reasons.slower(reasons.Call(self.op, spec, self._operands(tree, types)), "forward", platform)
 
     def _addend(self, operands: Record) -> Any:
         return getattr(operands, self.op.addend) if self.op.addend else None

@@ -7,7 +7,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from jaxnorm.native import compat, ffi
-from jaxnorm.primitive import reasons
+from jaxnorm.primitive import fallback, reasons
 from jaxnorm.primitive.op import Spec
 from jaxnorm.sharding import partition
 
@@ -48,8 +48,10 @@ def register(
             if native is None or reason is not None:
                 if spec.native_for and reason is not None:
                     raise reasons.cannot_compile(spec.native_for, platform, reason)
+                if native is not None and reason is not None:
+                    fallback.lowered(primitive.name, platform, reason, ctx.traceback)
                 return lower_formula(ctx, *operands, spec=spec, **params)
-            if slower and not spec.native_for and slower(platform, *ctx.avals_in, spec=spec, **params):
+            if slower and slower(platform, *ctx.avals_in, spec=spec, **params):
                 return lower_formula(ctx, *operands, spec=spec, **params)
             if compat.is_split_by_xla(ctx):
                 return partition.lower(platform, primitive, ctx, *operands, spec=spec, **params)
@@ -71,6 +73,11 @@ def register_inner(
     primitive: Primitive, formula: Formula, native: Callable[..., Any], platforms: Iterable[str]
 ) -> None:
     """Lowers a primitive that is only bound while another is lowered: natively wherever one of the platforms has it."""
-    mlir.register_lowering(primitive, mlir.lower_fun(formula))
+    lower_formula = mlir.lower_fun(formula)
+    mlir.register_lowering(primitive, lower_formula)
+
+    def rule(platform: str) -> Callable[..., Any]:
+        return lambda *args, **params: (lower_formula if ffi.why_unfit(platform) else native)(*args, **params)
+
     for platform in filter(ffi.available, platforms):
-        mlir.register_lowering(primitive, native, platform=platform)
+        mlir.register_lowering(primitive, rule(platform), platform=platform)

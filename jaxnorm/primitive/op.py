@@ -7,6 +7,7 @@ one array, so its role is said once.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
@@ -89,6 +90,13 @@ def statistics_of(spec: RowSpec, x: Any, count: int = 1) -> list[Any]:
     """The types of so many statistics for each row of x."""
     shape = [1 if axis - x.ndim in spec.axes else length for axis, length in enumerate(x.shape)]
     return [dims.result_like(x, dims.per_row(x.ndim, spec.axes), shape, spec.compute_dtype)] * count
+
+
+def rows_and_cols(spec: RowSpec, x: Any) -> tuple[Any, int]:
+    """How many rows an x of this type has, and elements each; the first may be symbolic."""
+    lengths = {axis - x.ndim: length for axis, length in enumerate(x.shape)}
+    cols = math.prod(lengths.pop(axis) for axis in spec.axes)
+    return math.prod(lengths.values()), cols
 
 
 S = TypeVar("S", bound=RowSpec)

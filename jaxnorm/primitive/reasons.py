@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxnorm.native import compat, ffi
-from jaxnorm.primitive.op import AnyOp, Record, RowSpec
+from jaxnorm.primitive.op import AnyOp, CallRows, Record, RowSpec, Way, rows_and_cols
 
 
 class Call(NamedTuple):
@@ -109,6 +109,10 @@ def not_on_this_platform(place: Place) -> str | None:
     return None if ffi.available(place.platform) else ffi.why_not(place.platform)
 
 
+def not_on_this_gpu(place: Place) -> str | None:
+    return ffi.why_unfit(place.platform)
+
+
 class Program(NamedTuple):
     """A program that a call is lowered in, by the context of the lowering rule."""
 
@@ -156,7 +160,7 @@ OF_CALL: tuple[Callable[[Call], str | None], ...] = (
     sharded_unlike_x,
     unreduced,
 )
-OF_PLACE: tuple[Callable[[Place], str | None], ...] = (no_native, not_on_this_platform)
+OF_PLACE: tuple[Callable[[Place], str | None], ...] = (no_native, not_on_this_platform, not_on_this_gpu)
 OF_PROGRAM: tuple[Callable[[Program], str | None], ...] = (
     not_partitionable,
     no_partitioner,
@@ -177,6 +181,15 @@ def why_not(*, call: Call | None = None, place: Place | None = None, program: Pr
 @functools.lru_cache(maxsize=4096)  # or a call outside jit would spend most of its time here
 def _why_not_call(call: Call) -> str | None:
     return next(filter(None, (predicate(call) for predicate in OF_CALL)), None)
+
+
+def slower(call: Call, way: Way, platform: str) -> str | None:
+    """Why XLA's code for the formula is faster than the kernel of a call; None of one that must be native."""
+    if call.op.native is None or call.spec.native_for:
+        return None
+    normalised, adds = call.x if call.addend is None else call.addend, call.addend is not None
+    _, cols = rows_and_cols(call.spec, normalised)
+    return call.op.native.slower(call.spec, CallRows(platform, way, normalised.dtype, cols, adds))
 
 
 def is_trailing(axes: tuple[int, ...]) -> bool:

@@ -1,6 +1,5 @@
 """What the primitives of all ops have in common."""
 
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -11,7 +10,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
 from jaxnorm.native import compat
-from jaxnorm.primitive import weights
+from jaxnorm.primitive import fallback, weights
 from jaxnorm.primitive.op import STATISTIC, AnyOp, Record, Role, RowSpec
 from jaxnorm.sharding.dims import DimMap
 
@@ -77,11 +76,8 @@ def has(prefix: str, arrays: Record) -> dict[str, bool]:
     return {f"{prefix}{name}": getattr(arrays, name) is not None for name in arrays._field_defaults}
 
 
-def rows_and_cols(spec: RowSpec, x: Any) -> tuple[Any, int]:
-    """How many rows an x of this type has, and elements each; the first may be symbolic."""
-    lengths = {axis - x.ndim: length for axis, length in enumerate(x.shape)}
-    cols = math.prod(lengths.pop(axis) for axis in spec.axes)
-    return math.prod(lengths.values()), cols
+# By their primitives, once they are made.
+RULES: dict[Primitive, "Rules"] = {}
 
 
 class Rules:
@@ -96,6 +92,7 @@ class Rules:
         self.op = op
         self.direction = direction
         self.primitive = Primitive(f"jaxnorm_{op.name}_{direction}")
+        RULES[self.primitive] = self
         self.primitive.multiple_results = True
         self.primitive.def_abstract_eval(self.abstract)
         compat.run_eagerly(self.primitive)
@@ -122,6 +119,10 @@ class Rules:
     @abstractmethod
     def transpose(self, *cotangents_and_leaves: Any, **params: Any) -> Any: ...
 
+    def slower(self, platform: str, *types: Any, **params: Any) -> str | None:
+        """Why XLA's code for the formula is faster than the native call."""
+        return None
+
     def jvp_of_formula(self, primals: Any, dots: Any, **params: Any) -> Any:
         def formula(*leaves: Any) -> list[jax.Array]:
             return self.formula(*leaves, **params)
@@ -129,7 +130,22 @@ class Rules:
         return self.primitive.bind(*primals, **params), tangents_jnp(formula, primals, dots)
 
     def batch_formula(self, leaves: Any, dims: Any, **params: Any) -> Any:
+        if self.direction != "linear":
+            self.tell_of_formula(leaves, params["tree"], params["spec"])
         return at_front(jax.vmap(lambda *values: self.formula(*values, **params), in_axes=tuple(dims))(*leaves))
+
+    def tell_of_formula(self, leaves: Any, tree: Any, spec: RowSpec) -> None:
+        why = "no kernel takes examples of these operands, as jax.vmap makes them"
+        fallback.traced(self.op, spec, self.named_operands(tree, leaves), self.direction, lambda: why)
+
+    def named_operands(self, tree: Any, leaves: Sequence[Any]) -> Record:
+        """The operands among these values, or what a derivative reads in their place."""
+        records = self._operands(tree, leaves)
+        return records if self.direction == "forward" else next(r for r in records if hasattr(r, "stats"))
+
+    @abstractmethod
+    def _operands(self, tree: Any, values: Any) -> Any:
+        """What the leaves of the operands are."""
 
     def role(self, name: str) -> Role:
         return self.op.roles.get(name, STATISTIC) if name == "stats" else self.op.roles[name]

@@ -1,4 +1,5 @@
 // The module jaxnorm._cuda: XLA FFI handlers of the CUDA kernels, and the launch plans behind them.
+#include <cuda_runtime_api.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
@@ -36,6 +37,12 @@ Kind kind_of(const std::string& name) {
   if (name == "rms") return Kind::rms;
   if (name == "layer") return Kind::layer;
   throw nb::value_error(("kind is " + name + ", expected rms or layer").c_str());
+}
+
+// Asks no device, so that there need not be one.
+int driver() {
+  int version = 0;
+  return cudaDriverGetVersion(&version) == cudaSuccess ? version : 0;
 }
 
 nb::tuple workspace(const std::string& target, const std::string& dtype, int64_t cols, int weights, int64_t count,
@@ -88,6 +95,7 @@ NB_MODULE(_cuda, module) {
   jaxnorm::define(module, jaxnorm::cuda_handlers);
   module.def("architectures", [] { return JAXNORM_CUDA_ARCHITECTURES; }, "What the kernels were compiled for.");
   module.def("toolkit", [] { return JAXNORM_CUDA_TOOLKIT; }, "The version of the CUDA compiler.");
+  module.def("driver", &jaxnorm::driver, "The newest CUDA that the driver serves, 12040 for 12.4; 0: there is none.");
   module.def(
       "workspace", &jaxnorm::workspace, arg("target"), arg("dtype"), arg("cols"), nb::kw_only(), arg("weights") = 0,
       arg("count") = 1, arg("inner") = 1, arg("with_dx") = false,

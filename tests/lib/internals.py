@@ -1,9 +1,9 @@
 """What tests use of the package beside its public names: every such import stands here."""
 
-from jaxnorm.native import compat, ffi, private
+from jaxnorm.native import compat, ffi, fit, private
 from jaxnorm.ops import speed
 from jaxnorm.ops.gated_norm.formula import LONGEST as LONGEST_GATED
-from jaxnorm.primitive import weights
+from jaxnorm.primitive import fallback, weights
 from jaxnorm.primitive.weights import LONGEST as LONGEST_PER_HEAD
 from jaxnorm.quantization import GROUP_SIZES, SMALLEST_SCALE
 
@@ -14,7 +14,9 @@ __all__ = [
     "SMALLEST_SCALE",
     "choose_fastest",
     "compat",
+    "fallback",
     "ffi",
+    "fit",
     "private",
     "run_every_kernel",
     "weights",

@@ -1,0 +1,82 @@
+"""Where the formula runs instead of a kernel: who is told of it, `jaxnorm.explain` and the user who wants to know.
+
+With the environment variable `JAXNORM_WARN_FALLBACK=1` there is a warning, once for each line of the user's code where
+a kernel was to be expected. Where it is known that no kernel can run on the GPU there is one always.
+"""
+
+import contextlib
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from jaxnorm.native import compat, ffi
+from jaxnorm.native.compat import Line
+
+VARIABLE = "JAXNORM_WARN_FALLBACK"
+ASKED_FOR = "the formula is asked for"
+
+
+class Formula(NamedTuple):
+    """A call that the formula serves on every platform, as it is traced."""
+
+    op: Any
+    spec: Any
+    operands: Any  # a NamedTuple of types
+    direction: str
+    reason: str
+    line: Line | None
+
+
+class _Listeners(threading.local):
+    def __init__(self) -> None:
+        self.listeners: list[Callable[[Formula], None]] = []
+
+
+_local = _Listeners()
+_warns = os.environ.get(VARIABLE, "") not in ("", "0")
+_told: set[Any] = set()
+
+
+@contextlib.contextmanager
+def listening(listener: Callable[[Formula], None]) -> Iterator[None]:
+    """Within, the listener hears of every call that this thread traces and the formula serves."""
+    _local.listeners.append(listener)
+    try:
+        yield
+    finally:
+        _local.listeners.remove(listener)
+
+
+def traced(op: Any, spec: Any, operands: Any, direction: str, why: Callable[[], str]) -> None:
+    """Tells of a call whose formula is traced, and no primitive; `operands` are its arrays or their types."""
+    if not _warns and not _local.listeners:
+        return
+    formula = Formula(op, spec, operands, direction, why(), compat.line_of_user())
+    for listener in _local.listeners:
+        listener(formula)
+    expects_kernel = op.native is not None and spec.shards is None and formula.reason != ASKED_FOR
+    if expects_kernel and compat.default_platform() in ffi.PLATFORMS:
+        _warn(op.name, direction, formula.reason, formula.line)
+
+
+def lowered(primitive: str, platform: str, reason: str, traceback: Any) -> None:
+    """Tells of a primitive that is lowered to its formula, though its op has kernels."""
+    if reason == ffi.why_unfit(platform):
+        if reason not in _told:
+            _told.add(reason)
+            warnings.warn(f"jaxnorm runs its norms in jax.numpy on {platform}: {reason}.", stacklevel=2)
+    elif platform in ffi.PLATFORMS:
+        _warn(primitive.removeprefix("jaxnorm_"), f"on {platform}", reason, compat.line_of_user(traceback))
+
+
+def _warn(op: str, which: str, reason: str, line: Line | None) -> None:
+    if not _warns or (line or reason) in _told:
+        return
+    _told.add(line or reason)
+    message = f"{op}, {which}: jaxnorm runs jax.numpy and no kernel, because {reason}."
+    if line is None:
+        warnings.warn(message, stacklevel=3)
+    else:
+        warnings.warn_explicit(message, UserWarning, line.file, line.number)

@@ -1,0 +1,235 @@
+"""`jaxnorm.explain`, and the warnings where the formula runs though a kernel was to be expected."""
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import pytest
+from flax import linen, nnx
+from internals import fallback
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jaxnorm
+from jaxnorm import linen as jaxnorm_linen
+from jaxnorm import nnx as jaxnorm_nnx
+
+HERE = Path(__file__).name
+X, SCALE = jnp.ones((4, 8)), jnp.ones(8)
+HALF = X.astype("float16")
+MIXED = "x is float16 and the result bfloat16"
+
+
+def norm(x):
+    return jaxnorm.rms_norm(x, SCALE)
+
+
+def mixed(x):
+    return jaxnorm.layer_norm(x.astype("float16"), out_dtype="bfloat16").astype("float32")
+
+
+NUMBER = {function: function.__code__.co_firstlineno + 1 for function in (norm, mixed)}
+
+
+def custom_vjp(function):
+    wrapped = jax.custom_vjp(function)
+    wrapped.defvjp(lambda x: jax.vjp(function, x), lambda pullback, dy: pullback(dy))
+    return wrapped
+
+
+def custom_jvp(function):
+    wrapped = jax.custom_jvp(function)
+    wrapped.defjvp(lambda x, dot: jax.jvp(function, x, dot))
+    return wrapped
+
+
+def sharded(function):
+    mesh = jax.make_mesh((1,), ("i",), (AxisType.Auto,))
+    return jax.shard_map(function, mesh=mesh, in_specs=P("i"), out_specs=P("i"))
+
+
+# How a norm may lie in a program.
+AT_ANY_DEPTH = {
+    "a call": lambda f: f,
+    "jit": jax.jit,
+    "jit of jit": lambda f: jax.jit(lambda x: jax.jit(f)(x) + 1),
+    "scan": lambda f: lambda x: lax.scan(lambda c, _: (c + f(c), None), x, None, length=2),
+    "while": lambda f: lambda x: lax.while_loop(lambda c: c.sum() < 9, lambda c: c + f(c), x),
+    "cond": lambda f: lambda x: lax.cond(x.sum() > 0, f, lambda x: x, x),
+    "checkpoint": jax.checkpoint,
+    "custom_vjp": custom_vjp,
+    "custom_jvp": custom_jvp,
+    "vmap": jax.vmap,
+    "shard_map": sharded,
+    "scan of checkpoint of jit": lambda f: (
+        lambda x: lax.scan(lambda c, _: (c + jax.checkpoint(jax.jit(f))(c), None), x, None, length=2)
+    ),
+}
+at_any_depth = pytest.mark.parametrize("wrap", AT_ANY_DEPTH.values(), ids=AT_ANY_DEPTH)
+
+
+def summary(explained, platform="cpu"):
+    return [(norm.name, norm.direction, norm.on(platform).implementation) for norm in explained]
+
+
+@pytest.mark.kernels
+@at_any_depth
+def test_a_kernel_at_any_depth(wrap):
+    explained = jaxnorm.explain(wrap(norm), X)
+    assert summary(explained) == [("rms_norm", "forward", "native"), ("rms_norm", "backward", "native")]
+    assert all(f"{HERE}:{NUMBER[norm]} (norm)" in one.line for one in explained)
+
+
+@at_any_depth
+def test_a_formula_at_any_depth(wrap):
+    explained = jaxnorm.explain(wrap(mixed), X)
+    assert summary(explained) == [("layer_norm", "forward", "formula"), ("layer_norm", "backward", "formula")]
+    assert all(f"{HERE}:{NUMBER[mixed]} (mixed)" in one.line for one in explained)
+    assert all(MIXED in runs.why for one in explained for runs in one.runs)
+
+
+# JAX does not trace again what it has traced, and so would not tell of a formula.
+def test_of_a_function_that_was_traced_before():
+    function = jax.jit(mixed)
+    function(X)
+    assert summary(jaxnorm.explain(lambda x: function(x), X)) == summary(jaxnorm.explain(function, X)) != []
+
+
+def loss(x):
+    return norm(x).sum() + mixed(x).sum()
+
+
+@pytest.mark.kernels
+def test_a_gradient_has_both_directions():
+    explained = jaxnorm.explain(jax.grad(loss), X)
+    assert summary(explained) == [
+        ("rms_norm", "forward", "native"),
+        ("rms_norm", "backward", "native"),
+        ("layer_norm", "forward", "formula"),
+    ]
+
+
+@pytest.mark.kernels
+def test_tangents():
+    explained = jaxnorm.explain(lambda x: jax.jvp(norm, (x,), (x,)), X)
+    assert ("rms_norm", "tangent", "formula") in summary(explained)
+
+
+def gate(x, **options):
+    return jaxnorm.gated_rms_norm(x, x, gate_first=True, **options)
+
+
+QUANTIZATION = jaxnorm.Quantization("int8")
+# By what the public functions call themselves, and why no kernel serves them.
+CALLS = {
+    "add_rms_norm": (lambda x: jaxnorm.add_rms_norm(x, x), None),
+    "add_layer_norm": (lambda x: jaxnorm.add_layer_norm(x, x), None),
+    "gated_rms_norm": (gate, None),
+    "rms_norm_quantized": (lambda x: jaxnorm.rms_norm_quantized(x, quantization=QUANTIZATION), None),
+    "layer_norm_quantized": (lambda x: jaxnorm.layer_norm_quantized(x, quantization=QUANTIZATION), None),
+    "rms_norm": (lambda x: jaxnorm.rms_norm(x, implementation="jnp"), "is asked for"),
+    "layer_norm": (lambda x: jaxnorm.layer_norm(x, axis=0), "not the trailing axes"),
+}
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("name", CALLS)
+def test_every_function(name):
+    function, why = CALLS[name]
+    first, *_ = jaxnorm.explain(function, X)
+    runs = first.on("cpu")
+    assert (first.name, runs.implementation) == (name, "formula" if why else "native")
+    assert (why or "has a kernel") in runs.why
+
+
+@pytest.mark.kernels
+def test_an_ensemble_of_weights():
+    (row, *_) = jaxnorm.explain(jax.vmap(lambda scale: jaxnorm.rms_norm(X, scale)), jnp.ones((3, 8)))
+    assert row.on("cpu").implementation == "formula"
+    assert "jax.vmap" in row.on("cpu").why
+
+
+def test_operands():
+    (row, *_) = jaxnorm.explain(norm, jax.ShapeDtypeStruct((2, 3, 8), "bfloat16"))
+    assert row.operands == ("x: bfloat16[2,3,8]", "scale: float32[8]")
+
+
+def test_modules():
+    model = nnx.Sequential(jaxnorm_nnx.RMSNorm(8, rngs=nnx.Rngs(0)), nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
+    module = linen.Sequential([jaxnorm_linen.LayerNorm(), linen.Dense(8)])
+    params = module.init(jax.random.key(0), X)
+    lines = [jaxnorm.explain(lambda x: model(x), X)[0].line, jaxnorm.explain(module.apply, params, X)[0].line]
+    assert f"{HERE}:" in lines[0]
+    assert "Sequential.__call__" in lines[1]  # none of the user's is there
+
+
+def test_it_is_a_table_and_a_tuple():
+    explained = jaxnorm.explain(loss, X)
+    text = str(explained)
+    assert repr(explained) == text
+    assert [word in text for word in ("line", "cpu", "cuda", MIXED, "x: float16[4,8]")] == [True] * 5
+    assert isinstance(explained, tuple)
+    assert len(explained) == 4
+    assert str(jaxnorm.explain(jnp.sin, X)) == "no norm of jaxnorm is in this program"
+
+
+PROGRAM = """
+import jax, jax.numpy as jnp, jaxnorm
+
+def step():
+    return jax.grad(lambda x: jaxnorm.rms_norm(x, axis=0).sum())(jnp.ones((4, 8)))
+"""
+
+
+def run(directory, *arguments, **environment):
+    (directory / "program.py").write_text(PROGRAM)
+    path = os.pathsep.join((str(directory), str(Path(jaxnorm.__file__).parents[1])))
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path, **environment}
+    return subprocess.run([sys.executable, *arguments], env=environment, cwd=directory, capture_output=True, text=True)
+
+
+def test_the_command(tmp_path):
+    printed = run(tmp_path, "-m", "jaxnorm.info", "--explain", "program:step").stdout
+    assert "program.py:5" in printed
+    assert "not the trailing axes" in printed
+    row, *_ = json.loads(run(tmp_path, "-m", "jaxnorm.info", "--json", "--explain", "program:step").stdout)
+    assert (row["name"], row["runs"][0]["implementation"]) == ("rms_norm", "formula")
+
+
+def test_a_warning_where_it_is_asked_for(tmp_path):
+    program = "import program; program.step(); program.step()"
+    assert run(tmp_path, "-c", program).stderr == ""
+    told = run(tmp_path, "-c", program, JAXNORM_WARN_FALLBACK="1").stderr
+    assert told.count("UserWarning") == 1
+    assert "program.py:5: UserWarning: norm, forward: jaxnorm runs jax.numpy and no kernel, because the nor" in told
+
+
+@pytest.fixture
+def warns(monkeypatch):
+    monkeypatch.setattr(fallback, "_warns", True)
+    monkeypatch.setattr(fallback, "_told", set())
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("function", [mixed, CALLS["layer_norm"][0]], ids=["dtypes", "axes"])
+def test_a_warning_for_each_line(warns, function):
+    with pytest.warns(UserWarning, match="jaxnorm runs jax.numpy and no kernel") as told:
+        function(X)
+    function(X)
+    assert [Path(warning.filename).name for warning in told] == [HERE]
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("function", [norm, CALLS["rms_norm"][0], gate], ids=["kernel", "asked for", "gate"])
+def test_no_warning_where_all_is_as_expected(warns, function):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.jit(function).lower(X).compile()
+        jax.export.export(jax.jit(function), platforms=["tpu"])(X)

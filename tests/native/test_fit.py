@@ -1,0 +1,146 @@
+"""Kernels that do not run on the GPU that is there: the formula runs, and a warning names the remedy."""
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from formulas import norm as formula
+from hlo import count_native_calls
+from internals import fallback, ffi, fit
+
+import jaxnorm
+from jaxnorm import info
+
+CUDA_12, CUDA_13 = "12.8.93", "13.0.88"
+
+
+# What was compiled, the toolkit, the GPU, the driver; and what the reason says, None for a kernel.
+@pytest.mark.parametrize(
+    ("architectures", "toolkit", "capability", "driver", "reason"),
+    [
+        ("90-real", CUDA_13, "9.0", 13000, None),
+        ("90-real", CUDA_13, "9.0", 0, None),
+        ("90-real", CUDA_13, "8.9", 13000, "built for 90-real"),
+        ("90-real", CUDA_13, "10.0", 13000, "compute capability 10.0"),
+        ("90", CUDA_13, "10.0", 13000, None),
+        ("90", CUDA_13, "12.0", 13010, None),
+        ("90-virtual", CUDA_13, "9.0", 13000, None),
+        ("90-virtual", CUDA_13, "8.0", 13000, "built for 90-virtual"),
+        # Machine code runs on later GPUs of its major version, and not on earlier ones.
+        ("80-real", CUDA_13, "8.6", 13000, None),
+        ("86-real", CUDA_13, "8.0", 13000, "built for 86-real"),
+        ("100-real", CUDA_13, "10.3", 13000, None),
+        ("80-real 86-real 89-real", CUDA_13, "9.0", 13000, "built for 80-real, 86-real, 89-real"),
+        ("75-virtual 80-real 90-real", CUDA_13, "12.1", 13000, None),
+        ("75-virtual 80-real 90-real", CUDA_13, "7.0", 13000, "JAXNORM_CUDA_ARCHITECTURES=70"),
+        # Code with features of one GPU, or of its family.
+        ("90a", CUDA_13, "9.0", 13000, None),
+        ("90a", CUDA_13, "10.0", 13000, "built for 90a"),
+        ("100f", CUDA_13, "10.3", 13000, None),
+        ("100f", CUDA_13, "12.0", 13000, "built for 100f"),
+        # Older drivers: of another major version, and where they would have to compile PTX.
+        ("90", CUDA_13, "9.0", 12080, "driver is of CUDA 12.8"),
+        ("90", CUDA_12, "9.0", 12040, None),
+        ("90", CUDA_12, "9.0", 13000, None),
+        ("90", CUDA_12, "10.0", 12040, "PTX alone"),
+        ("90", CUDA_12, "10.0", 12080, None),
+        ("90", CUDA_12, "9.0", 12020, "12.4 or newer"),
+        # CMake's own names say nothing here.
+        ("native", CUDA_13, "9.0", 13000, None),
+        ("all-major", CUDA_13, "6.0", 13000, None),
+    ],
+)
+def test_why_not(architectures, toolkit, capability, driver, reason):
+    found = fit.why_not(architectures=architectures, toolkit=toolkit, capability=capability, driver=driver)
+    assert found is None if reason is None else reason in str(found)
+
+
+class Module:
+    """Of kernels for an H100."""
+
+    def architectures(self):
+        return "90-real"
+
+    def toolkit(self):
+        return CUDA_13
+
+    def driver(self):
+        return 13000
+
+    def workspace(self, *_, **__):
+        return 0, 0
+
+
+class Gpu:
+    def __init__(self, capability):
+        self.compute_capability = capability
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Makes this one, as far as can be seen, one with those GPUs."""
+
+    def set_up(*capabilities):
+        monkeypatch.setitem(ffi._modules, "cuda", Module())
+        monkeypatch.setattr(ffi, "_gpus", lambda: [Gpu(capability) for capability in capabilities])
+        ffi.why_unfit.cache_clear()
+        monkeypatch.setattr(fallback, "_told", set())
+
+    yield set_up
+    ffi.why_unfit.cache_clear()
+
+
+def native_calls(function, *args):
+    return sum(
+        count_native_calls(jax.export.export(jax.jit(function), platforms=["cuda"])(*args).mlir_module()).values()
+    )
+
+
+X = jnp.ones((4, 8))
+
+
+@pytest.mark.parametrize("capabilities", [(), ("9.0",), ("9.0", "9.0")], ids=str)
+def test_kernels_where_they_run_or_no_gpu_is_there(machine, capabilities):
+    machine(*capabilities)
+    assert native_calls(jaxnorm.rms_norm, X) == 1
+    assert ffi.why_unfit("cuda") is None
+
+
+@pytest.mark.parametrize("capabilities", [("8.0",), ("9.0", "12.0")], ids=str)
+def test_the_formula_where_they_do_not(machine, capabilities):
+    machine(*capabilities)
+    with pytest.warns(UserWarning, match=rf"compute capability {capabilities[-1]}; build jaxnorm for it"):
+        assert native_calls(jax.grad(lambda x: jaxnorm.rms_norm(x).sum()), X) == 0
+
+
+def test_one_warning_only(machine):
+    machine("8.0")
+    with pytest.warns(UserWarning, match="build jaxnorm for it"):
+        native_calls(jaxnorm.rms_norm, X)
+    assert native_calls(jaxnorm.layer_norm, X) == 0  # a second one would be an error
+
+
+def test_native_by_name_is_an_error(machine):
+    machine("8.0")
+    with pytest.raises(RuntimeError, match=r"rms_norm: .*cannot be compiled for cuda: .*compute capability 8\.0"):
+        native_calls(lambda x: jaxnorm.rms_norm(x, implementation="native"), X)
+
+
+def test_other_platforms_are_as_before(machine):
+    machine("8.0")
+    np.testing.assert_allclose(jaxnorm.rms_norm(X), formula("rms")(X), rtol=1e-6)
+    assert ffi.why_unfit("cpu") is None
+
+
+def test_info_says_it(machine, capsys):
+    machine("8.0")
+    info.main(["--json", "--platform", "cuda"])
+    report = capsys.readouterr().out
+    assert '"implementation": "jnp"' in report
+    assert report.count("compute capability 8.0") == 2
+
+
+@pytest.mark.plans
+def test_the_module_knows_the_driver():
+    assert ffi.module("cuda").driver() >= 0
