@@ -108,9 +108,10 @@ def why_flax(
         return why
     if mask is not None:
         return "a mask"
-    if (why := _why_not_trailing(*_axes(module, x.ndim))) is not None:
+    reduction, features = _axes(module, x.ndim)
+    if (why := _why_not_trailing(reduction, features)) is not None:
         return why
-    if not len(features := _axes(module, x.ndim)[1]) <= x.ndim:
+    if len(features) > x.ndim:
         return f"{len(features)} axes of an x that has {x.ndim}"
     # Over an Explicit mesh, a parameter that is split otherwise than x splits Flax's result.
     split = tuple(jax.typeof(x).sharding.spec)[-len(features) :]
