@@ -9,13 +9,21 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import checkify, core, dispatch, sharding_impls, xla_bridge
+from jax._src import ad_checkpoint, checkify, core, dispatch, sharding_impls, xla_bridge
 from jax._src.custom_partitioning_sharding_rule import sdy_sharding_rule_to_mlir
 from jax._src.export import _export
 from jax._src.interpreters import mlir
 from jax._src.lib import xla_client  # type: ignore[attr-defined]
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule
 from jax.extend.core import Primitive
+
+try:
+    from jax.experimental import jet
+except ImportError:  # it is experimental, so a JAX may be without it; then there is nothing to register with
+    jet = None  # type: ignore[assignment]
+else:
+    # JAX has none for names, which the derivative of an op gives to values.
+    jet.jet_rules.setdefault(ad_checkpoint.name_p, partial(jet.linear_prop, ad_checkpoint.name_p))
 
 # The name of the axis of all devices in a program of `program_of_a_device`.
 ALL_DEVICES = "devices"
@@ -29,6 +37,32 @@ def run_eagerly(primitive: Primitive) -> None:
 def check_nans(primitive: Primitive) -> None:
     """Let `jax.experimental.checkify` look for NaN in the results of primitive. It knows no others than JAX's own."""
     checkify.error_checks[primitive] = partial(checkify.nan_error_check, primitive)
+
+
+def register_jet(primitive: Primitive, rule: Callable[..., Any]) -> None:
+    """Let `jax.experimental.jet` differentiate primitive: rule gives results and their terms, None for zero ones.
+
+    The terms are not multiplied by factorials.
+    """
+    if jet is None:
+        return
+
+    def with_zeros(primals: Any, series: Any, **params: Any) -> Any:
+        results, terms = rule(primals, series, **params)
+        return results, [jet.zero_series if of_result is None else of_result for of_result in terms]
+
+    rules: dict[Primitive, Callable[..., Any]] = jet.jet_rules
+    rules[primitive] = with_zeros
+
+
+def jet_of(formula: Callable[..., Any], primals: Any, series: Any) -> Any:
+    """What the rule of a primitive that computes formula gives."""
+    return jet.jet(formula, primals, series, factorial_scaled=False)
+
+
+def has_terms(array: jax.Array) -> bool:
+    """Whether `jax.experimental.jet` differentiates along this array."""
+    return jet is not None and isinstance(array, jet.JetTracer) and array.terms is not jet.zero_series
 
 
 def match_varying_axes(*arrays: jax.Array) -> tuple[jax.Array, ...]:
