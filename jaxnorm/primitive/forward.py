@@ -8,7 +8,7 @@ import jax
 from jax.interpreters import ad
 
 from jaxnorm.native import ffi
-from jaxnorm.primitive import reasons, weights
+from jaxnorm.primitive import lowering, reasons, weights
 from jaxnorm.primitive.addend import add
 from jaxnorm.primitive.linear import Linear
 from jaxnorm.primitive.op import AnyOp, Record, RowSpec, Statistics, rows_and_cols
@@ -75,9 +75,11 @@ class Forward(Rules):
         addend, normalised = self._addend(operands), self._normalised(operands)
         rows, cols = rows_and_cols(spec, normalised)
         target = f"{native.name(spec)}_fwd"
-        return ffi.call(
+        carrier = self._place_of_carrier(spec, operands)
+        written = [aval for place, aval in enumerate(ctx.avals_out) if place != carrier]
+        values = ffi.call(
             target,
-            ctx,
+            ctx.replace(avals_out=written),
             leaves,
             workspace=ffi.workspace(platform, target, normalised.dtype, rows, cols),
             # The sum goes where the addend was, so that a dead or donated one needs no second buffer. XLA copies one
@@ -86,6 +88,15 @@ class Forward(Rules):
             aliases={} if addend is None or with_stats else self._sum_in_place(spec, operands),
             attributes={**native.forward(spec, operands), **has("has_", operands)},
         )
+        if carrier is None:
+            return values
+        return [*values[:carrier], lowering.zeros(ctx, ctx.avals_out[carrier]), *values[carrier:]]
+
+    def _place_of_carrier(self, spec: RowSpec, operands: Record) -> int | None:
+        """Where among the results the one stands that no kernel writes."""
+        convention = self.op.convention
+        names = [name for name, _ in leaves_of(self.op.types(spec, operands))]
+        return names.index(convention.carrier) if convention and convention.carrier in names else None
 
     def slower(self, platform: str, *types: Any, tree: Any, spec: RowSpec, with_stats: bool) -> str | None:
         return reasons.slower(reasons.Call(self.op, spec, self._operands(tree, types)), "forward", platform)
@@ -140,14 +151,24 @@ class Forward(Rules):
 
         dots are the tangents of the operands, of which None is zero and not all are.
         """
-        saved, variables = self._saved(operands, results, stats), self._variables(operands, dots)
-        with_sum = self._addend(operands) is not None and variables[0] is not None
-        results_dot = self._linear.bind(spec, saved, variables, with_sum=with_sum)
+        if self.op.convention is None:
+            results_dot, of_stats = self._true_tangents(spec, operands, results, stats, dots)
+        else:
+            results_dot, of_stats = self.op.convention.tangents(spec, operands, results, stats, dots)
         zeros = {
             name: ad.Zero(jax.typeof(array).to_tangent_aval())
             for name, array in leaves_of(results)
             if getattr(results_dot, name) is None
         }
+        return results_dot._replace(**zeros), of_stats
+
+    def _true_tangents(
+        self, spec: RowSpec, operands: Record, results: Record, stats: Statistics, dots: Record
+    ) -> tuple[Any, Callable[[], Sequence[Any]]]:
+        """As `tangents`, with None for zeros."""
+        saved, variables = self._saved(operands, results, stats), self._variables(operands, dots)
+        with_sum = self._addend(operands) is not None and variables[0] is not None
+        results_dot = self._linear.bind(spec, saved, variables, with_sum=with_sum)
 
         def statistics(*values: Any) -> Statistics:
             return self.op.forward(spec, self.op.operands(*values))[1]
@@ -155,7 +176,7 @@ class Forward(Rules):
         if with_sum:
             operands = self._without_addend(operands, results.sum)
             dots = self._without_addend(dots, variables[0])
-        return results_dot._replace(**zeros), lambda: tangents_jnp(statistics, operands, dots)
+        return results_dot, lambda: tangents_jnp(statistics, operands, dots)
 
     def _without_addend(self, operands: Record, total: Any) -> Any:
         """The operands, or their tangents, of a forward that has nothing to add."""

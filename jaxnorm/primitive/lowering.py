@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
+import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
@@ -67,6 +68,13 @@ def register(
 def register_formula(primitive: Primitive, formula: Formula) -> None:
     """Lowers a primitive to its formula everywhere."""
     mlir.register_lowering(primitive, mlir.lower_fun(formula))
+
+
+def zeros(ctx: Any, aval: Any) -> Any:
+    """An array of this type in the program that is lowered."""
+    fill = mlir.lower_fun(lambda: jnp.zeros(aval.shape, aval.dtype), multiple_results=False)
+    (value,) = fill(ctx.replace(avals_in=[], avals_out=[aval]))
+    return value
 
 
 def register_inner(

@@ -184,6 +184,19 @@ class Derivative(Generic[S, R, D]):
     backward_of_shard: Callable[[S, R, D, Any, BatchDims], Any] | None = None
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Convention(Generic[S, O, R]):
+    """A derivative by convention, of an op that has no true one, as where it rounds.
+
+    `tangents` gives the tangents of the results, None for those that do not move, and as a function those of the
+    statistics; dots are the tangents of the operands, of which None is zero. The formula has the same derivative, for
+    where JAX differentiates that. `carrier` is the result of zeros that moves in place of others; no kernel writes it.
+    """
+
+    carrier: str
+    tangents: Callable[[S, O, R, Statistics, O], tuple[R, Callable[[], Sequence[Any]]]]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Op(Generic[S, O, R]):
     """An op on rows. x is the first field of its operands.
@@ -204,6 +217,7 @@ class Op(Generic[S, O, R]):
     # The types of the statistics, from those of the operands. Their role is `roles["stats"]`, STATISTIC if not given.
     statistics: Callable[[S, O], Sequence[Any]] = lambda spec, operands: statistics_of(spec, operands[0])
     derivative: Derivative[S, R, Any] | None = None
+    convention: Convention[S, O, R] | None = None  # in place of a derivative
 
     native: Native[S, O] | None = None
     reasons: tuple[Callable[[S, O], str | None], ...] = ()  # why no kernel serves a call, beside what holds for all

@@ -5,11 +5,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
-from jaxnorm.native import compat
+from jaxnorm.native import compat, jet
 from jaxnorm.primitive import fallback, weights
 from jaxnorm.primitive.op import STATISTIC, AnyOp, Record, Role, RowSpec
 from jaxnorm.sharding.dims import DimMap
@@ -20,7 +22,16 @@ NAMES = ("jaxnorm_result", "jaxnorm_sum", "jaxnorm_statistics")
 
 def named(kind: str, values: Sequence[jax.Array]) -> list[jax.Array]:
     """The values, known to `jax.checkpoint`'s policies by one of NAMES: a "result", a "sum" or "statistics"."""
-    return [checkpoint_name(value, f"jaxnorm_{kind}") for value in values]
+    return [_named(value, f"jaxnorm_{kind}") for value in values]
+
+
+def _named(value: jax.Array, name: str) -> jax.Array:
+    if value.dtype.itemsize == 1:
+        # As integers: `jax.checkpoint` rounds what it keeps to its dtype, and takes a float8 to have infinities.
+        integers = checkpoint_name(lax.bitcast_convert_type(value, jnp.int8), name)
+        return lax.bitcast_convert_type(integers, value.dtype)
+    whole: jax.Array = checkpoint_name(value, name)
+    return whole
 
 
 def is_named(primitive: Primitive, params: dict[str, Any]) -> bool:
@@ -97,9 +108,11 @@ class Rules:
         self.primitive.def_abstract_eval(self.abstract)
         compat.run_eagerly(self.primitive)
         compat.check_nans(self.primitive)
+        jet.register(self.primitive, self.jet)
         batching.primitive_batchers[self.primitive] = self.batch
-        if op.derivative is not None:
+        if op.derivative is not None or op.convention is not None:
             ad.primitive_jvps[self.primitive] = self.jvp
+        if op.derivative is not None:
             ad.primitive_transposes[self.primitive] = self.transpose
 
     @abstractmethod
@@ -128,6 +141,10 @@ class Rules:
             return self.formula(*leaves, **params)
 
         return self.primitive.bind(*primals, **params), tangents_jnp(formula, primals, dots)
+
+    def jet(self, primals: Any, series: Any, **params: Any) -> Any:
+        """The rule of `jax.experimental.jet`: higher derivatives are the formula's."""
+        return jet.of_formula(lambda *leaves: self.formula(*leaves, **params), primals, series)
 
     def batch_formula(self, leaves: Any, dims: Any, **params: Any) -> Any:
         if self.direction != "linear":

@@ -1,13 +1,13 @@
 """Rows with sharded axes: each device holds an equal shard of every row, and exchanges what is about the whole row."""
 
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxnorm.native import compat
+from jaxnorm.native import compat, jet
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,6 +19,7 @@ class Shards:
 
     def mean(self, *shards: jax.Array) -> list[jax.Array]:
         """The mean of each array over the shards, in one exchange."""
+        _check_no_jet(shards)
         stacked = shards[0] if len(shards) == 1 else jnp.stack(shards)
         mean = lax.pmean(stacked, self.names, axis_index_groups=self.groups)
         # Typed as different on each device, as what it is computed with is: so are all results of a primitive.
@@ -27,8 +28,10 @@ class Shards:
 
     def gather(self, *shards: jax.Array) -> list[jax.Array]:
         """Each array from all shards, along a new axis in front, in one exchange."""
-        stacked = lax.all_gather(jnp.stack(shards), self.names, axis=1, axis_index_groups=self.groups)
-        return list(stacked)
+        _check_no_jet(shards)
+        # Along an axis that is there: beside one that is new, JAX mistakes which axes an Explicit mesh shards.
+        stacked = jnp.expand_dims(jnp.stack(shards), 1)
+        return list(lax.all_gather(stacked, self.names, axis=1, tiled=True, axis_index_groups=self.groups))
 
     def max(self, shard: jax.Array) -> jax.Array:
         """The greatest over the shards, for float32 that is not negative; NaN if there is one.
@@ -43,3 +46,11 @@ class Shards:
     def sum(self, shard: jax.Array) -> jax.Array:
         total: jax.Array = lax.psum(shard, self.names, axis_index_groups=self.groups)
         return total
+
+
+def _check_no_jet(shards: Iterable[jax.Array]) -> None:
+    if any(map(jet.has_terms, shards)):
+        raise NotImplementedError(
+            "jaxnorm: axis_name is not supported under jax.experimental.jet, which has no rules for what devices "
+            "exchange; nest jax.jvp instead, or leave axis_name out and let XLA split the rows."
+        )

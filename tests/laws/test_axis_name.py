@@ -115,6 +115,24 @@ def test_features_in_a_partly_manual_shard_map(devices, kind):
     assert_parts_close(results(split)(x), results(NORMS[kind])(x))
 
 
+# The like where types say how rows are split, second derivatives included.
+@pytest.mark.several
+@vma
+def test_features_beside_an_explicit_axis_of_rows(devices, op, check_vma):
+    mesh = mesh_of(devices, AxisType.Explicit)
+    specs = specs_of(op, P(None, None, "b"))
+
+    def transform(function):
+        return jax.shard_map(
+            function, mesh=mesh, in_specs=specs, out_specs=specs[0], axis_names={"b"}, check_vma=check_vma
+        )
+
+    args = op.draw(size_of(op))
+    with jax.set_mesh(mesh):
+        actual = jax.jit(gradients(op, transform, axis_name="b"))(*place(op, mesh, X))
+    assert_parts_close(jax.device_get(actual), jax.device_get(jax.jit(gradients(op))(*args)))
+
+
 # Of parts of rows as of whole ones, not all that the formula computes has a kernel.
 WITHOUT_KERNEL = {
     "half types mixed": ((6, 16), (16,), (16,), {"out_dtype": "float16"}, "bfloat16"),

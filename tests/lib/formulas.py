@@ -50,11 +50,12 @@ def dequantized(kind, quantization, static_scale=None):
     def formula(x, *args):
         y = norm(kind)(x, *args[:2])
         y = y if len(args) < 3 else y * args[2]
-        groups = y.reshape(*y.shape[:-1], -1, quantization.group_size or y.shape[-1])
+        fixed = jax.lax.stop_gradient(y)  # here, since jet has no rule for all that rounds
+        groups = fixed.reshape(*y.shape[:-1], -1, quantization.group_size or y.shape[-1])
         scales = jnp.abs(groups).max(-1, keepdims=True) / largest if static_scale is None else static_scale
         values = jnp.clip(groups / scales, -largest, largest)
         values = jnp.round(values) if quantization.dtype == jnp.int8 else values.astype(quantization.dtype)
         exact = (values.astype(jnp.float32) * scales).reshape(y.shape)
-        return y + jax.lax.stop_gradient(exact - y)
+        return y + (exact - fixed)
 
     return formula

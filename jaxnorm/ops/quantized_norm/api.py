@@ -15,7 +15,6 @@ from jaxnorm.ops.norm.formula import Operands as NormOperands
 from jaxnorm.ops.options import Implementation, NormOptions
 from jaxnorm.ops.quantized_norm import checks
 from jaxnorm.ops.quantized_norm.formula import QUANTIZED_NORM, Operands, QuantizedNorm
-from jaxnorm.ops.quantized_norm.gradient import Static, quantized
 from jaxnorm.quantization import SMALLEST_SCALE, Quantization, Quantized
 
 
@@ -202,13 +201,9 @@ def _quantized(
     given = checks.check_static_scale(function, own.static_scale, own.quantization.granularity, SMALLEST_SCALE)
     smooth = shared_checks.check_weight(function, "smooth_scale", own.smooth_scale, x, norm.axes, with_batch_dims=False)
     checks.check_float32(function, {**of_norm._asdict(), "smooth_scale": smooth})
-    spec = QuantizedNorm(**vars(norm), quantization=own.quantization)
-    operands = Operands(*of_norm, smooth, given)
-    is_primitive = QUANTIZED_NORM.wants_primitive(spec, operands, chosen)
-    if is_primitive:
-        operands = QUANTIZED_NORM.aligned(spec, operands)
     straight_through = shared_checks.check_flag(function, "straight_through", own.straight_through)
-    results = quantized(Static(spec, straight_through, is_primitive), operands)
-    scales = results.scales if given is None else given
+    spec = QuantizedNorm(**vars(norm), quantization=own.quantization, straight_through=straight_through)
+    results = QUANTIZED_NORM(spec, Operands(*of_norm, smooth, given), chosen)
+    scales: Any = results.scales if given is None else given
     result = Quantized(results.values, scales, results.carrier)
     return result if results.sum is None else (result, results.sum)

@@ -12,9 +12,10 @@ from jaxnorm.native import compat
 from jaxnorm.ops import speed
 from jaxnorm.ops.norm import formula, op
 from jaxnorm.ops.norm.formula import ADDEND, KINDS, ROLES, Kind, Norm, broadcastable
+from jaxnorm.ops.quantized_norm import gradient
 from jaxnorm.primitive import weights
 from jaxnorm.primitive.family import Family
-from jaxnorm.primitive.op import FEATURES, LIKE_X, SCALAR, Function, Native, Op, Request, Role, Statistics
+from jaxnorm.primitive.op import FEATURES, LIKE_X, SCALAR, Convention, Function, Native, Op, Request, Role, Statistics
 from jaxnorm.quantization import LARGEST, SMALLEST_SCALE, Quantization
 from jaxnorm.sharding import dims
 
@@ -24,6 +25,7 @@ class QuantizedNorm(Norm):
     """What is static about one quantised norm."""
 
     quantization: Quantization
+    straight_through: bool = False
 
     def unquantized(self, out_dtype: np.dtype[Any]) -> Norm:
         """The norm whose result is quantised."""
@@ -47,29 +49,31 @@ class Results(NamedTuple):
     values: jax.Array
     scales: jax.Array | None = None  # None where the scale is given
     sum: jax.Array | None = None
+    carrier: jax.Array | None = None  # zeros that straight_through asks for
 
 
 def forward(norm: QuantizedNorm, operands: Operands) -> tuple[Results, Statistics]:
-    (y, total), stats = formula.forward(norm, operands.of_norm())
-    values, scales = quantize(norm, y, operands)
-    return Results(values, scales, total), stats
+    unquantized, stats = formula.forward(norm, operands.of_norm())
+    return quantize(norm, unquantized, operands), stats
 
 
 def plain(norm: QuantizedNorm, operands: Operands) -> Results:
-    y, total = formula.plain(norm, operands.of_norm())
-    values, scales = quantize(norm, y, operands)
-    return Results(values, scales, total)
+    return quantize(norm, formula.plain(norm, operands.of_norm()), operands)
 
 
-def quantize(norm: QuantizedNorm, y: jax.Array, operands: Operands) -> tuple[jax.Array, jax.Array | None]:
+def quantize(norm: QuantizedNorm, unquantized: formula.Results, operands: Operands) -> Results:
     """The values that y, of float32, is quantised to, and their scales unless one is given.
 
     On a CPU this is bit for bit what NumPy gives, but for subnormal numbers, which XLA counts as zero there, and for a
     given scale that is a quotient in the same program: of 1 / (a / b) XLA makes b / a. On a GPU XLA may also leave out
     the rounding to float8 where the same program converts the values back.
     """
-    quantization, given = norm.quantization, operands.given
-    v = y if operands.smooth is None else y * broadcastable(norm, y, operands.smooth)
+    quantization, (y, total) = norm.quantization, unquantized
+    smooth, given = operands.smooth, operands.given
+    if norm.straight_through:
+        smooth, given = (None if factor is None else lax.stop_gradient(factor) for factor in (smooth, given))
+    v = y if smooth is None else y * broadcastable(norm, y, smooth)
+    v, given, carrier = gradient.straight_through(norm, v, given, operands.x.dtype)
     shape, group = v.shape, quantization.group_size
     if group is not None:
         v = v.reshape(*shape[:-1], shape[-1] // group, group)
@@ -84,7 +88,7 @@ def quantize(norm: QuantizedNorm, y: jax.Array, operands: Operands) -> tuple[jax
     if quantization.dtype == jnp.int8:
         values = jnp.where(jnp.isnan(values), 0, jnp.round(values))
     scales = None if given is not None else scale if group is None else scale.squeeze(-1)
-    return values.astype(quantization.dtype).reshape(shape), scales
+    return Results(values.astype(quantization.dtype).reshape(shape), scales, total, carrier)
 
 
 def _scale(quantization: Quantization, amax: jax.Array) -> jax.Array:
@@ -100,20 +104,13 @@ def _scale(quantization: Quantization, amax: jax.Array) -> jax.Array:
     return jnp.where(is_zero, 1, scale)
 
 
-def no_derivative(norm: QuantizedNorm) -> ValueError:
-    return ValueError(
-        f"{norm.kind}_norm_quantized: rounded values have no derivative, and one is taken; pass straight_through=True "
-        f"for that of the norm before it is quantised, and of new_residual the true one; or apply "
-        f"jax.lax.stop_gradient to x, residual, scale and bias, not to the result."
-    )
-
-
 def _types(norm: QuantizedNorm, operands: Operands) -> Results:
     x: Any = operands.x
     y, total = op.types(norm, operands.of_norm())
     values = y.update(dtype=norm.quantization.dtype)  # type: ignore[attr-defined]
+    carrier = y.update(dtype=x.dtype) if norm.straight_through else None  # type: ignore[attr-defined]
     if operands.given is not None:
-        return Results(values, None, total)
+        return Results(values, None, total, carrier)
     if norm.quantization.group_size is not None:
         shape = (*x.shape[:-1], x.shape[-1] // norm.quantization.group_size)
     else:
@@ -121,7 +118,7 @@ def _types(norm: QuantizedNorm, operands: Operands) -> Results:
     scales = dims.result_like(x, SCALES.dim_map(norm, x.ndim, shape), shape, np.float32)
     if norm.shards is not None and norm.quantization.group_size is None:
         scales = compat.same_along(scales, norm.shards.names)
-    return Results(values, scales, total)
+    return Results(values, scales, total, carrier)
 
 
 # Those of groups stand along the last axis, fewer than it is long.
@@ -175,10 +172,12 @@ QUANTIZED_NORM = Family(
             "given": SCALAR,
             "values": LIKE_X,
             "scales": SCALES,
+            "carrier": LIKE_X,
         },
         types=_types,
         forward=forward,
         plain=plain,
+        convention=Convention(carrier="carrier", tangents=gradient.tangents),
         statistics=lambda norm, operands: op.statistics_types(norm, operands.of_norm()),
         native=Native(
             names=tuple(f"jaxnorm_{kind}_norm_quantized" for kind in KINDS),

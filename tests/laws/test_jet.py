@@ -1,0 +1,87 @@
+"""Law 7 under `jax.experimental.jet`: the terms of a Taylor series are those of the formula."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from cases import KINDS, NORMS, assert_close, draw_x
+from coverage import over
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from meshes import mesh_of
+from ops import EACH, OPS
+from quantizing import QUANTIZED
+
+from jaxnorm import Quantization
+
+jet = pytest.importorskip("jax.experimental.jet")
+
+pytestmark = pytest.mark.jax_version
+
+ops = over(OPS, default=EACH)
+ORDER = 3
+
+
+def terms_of(function, args):
+    """Three terms of the results, for a path through args that bends; jet takes each order at once."""
+    series = [[jnp.cos(k * arg) / 4 for k in range(1, ORDER + 1)] for arg in args]
+    return jax.jit(lambda args, series: jet.jet(function, args, series))(args, series)
+
+
+def assert_terms_close(actual, expected):
+    """Each order by itself, since later ones are larger; the results themselves are those of the other laws."""
+    (y, terms), (e, expected_terms) = actual, expected
+    for a, b in zip([y, *terms], [e, *expected_terms], strict=True):
+        assert_close(a, b)
+
+
+@ops
+def test_the_terms_of_the_loss(op):
+    args = op.draw(op.small)
+    # The last operand of quantised norms has no derivative by convention, and the formula would have one.
+    moving = [args[i] for i in op.all]
+
+    def loss(function):
+        def of_moving(*values):
+            return op.loss(op.run(function))(*(dict(enumerate(args)) | dict(zip(op.all, values, strict=True))).values())
+
+        return of_moving
+
+    assert_terms_close(terms_of(loss(op.differentiable), moving), terms_of(loss(op.formula), moving))
+
+
+# Its primitives are `linear` and `backward`.
+@ops
+def test_the_terms_of_a_gradient(op):
+    args = op.draw(op.small)
+
+    def gradient(function):
+        def of_x(x):
+            return op.gradient(op.run(function), 0)(x, *args[1:])
+
+        return of_x
+
+    assert_terms_close(terms_of(gradient(op.differentiable), args[:1]), terms_of(gradient(op.formula), args[:1]))
+
+
+@pytest.mark.parametrize("implementation", [None, "jnp"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_quantised_norm_without_straight_through(kind, implementation):
+    norm = partial(QUANTIZED[kind], quantization=Quantization("int8"), implementation=implementation)
+    with pytest.raises(ValueError, match=rf"^{kind}_norm_quantized: .*straight_through=True"):
+        terms_of(lambda x: norm(x).dequantize(), [draw_x((4, 16))])
+
+
+@pytest.mark.parametrize("implementation", [None, "jnp"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_devices_exchange(devices, kind, implementation):
+    norm = partial(NORMS[kind], axis_name="b", implementation=implementation)
+    mesh = mesh_of(devices, AxisType.Auto)
+
+    def terms(x):
+        return jet.jet(norm, (x,), ([x],))
+
+    split = jax.shard_map(terms, mesh=mesh, in_specs=P("a", "b"), out_specs=P("a", "b"))
+    with pytest.raises(NotImplementedError, match=r"axis_name .*jax\.experimental\.jet.*jax\.jvp"):
+        jax.eval_shape(split, draw_x((8, 16)))
