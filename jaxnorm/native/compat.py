@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import ad_checkpoint, checkify, core, dispatch, sharding_impls, xla_bridge
+from jax._src import checkify, core, dispatch, sharding_impls, xla_bridge
 from jax._src.custom_partitioning_sharding_rule import sdy_sharding_rule_to_mlir
 from jax._src.export import _export
 from jax._src.interpreters import mlir
@@ -18,12 +18,14 @@ from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule
 from jax.extend.core import Primitive
 
 try:
+    from jax._src.ad_checkpoint import name_p
     from jax.experimental import jet
+    from jax.experimental.jet import JetTracer, jet_rules, linear_prop, zero_series
 except ImportError:  # it is experimental, so a JAX may be without it; then there is nothing to register with
     jet = None  # type: ignore[assignment]
 else:
     # JAX has none for names, which the derivative of an op gives to values.
-    jet.jet_rules.setdefault(ad_checkpoint.name_p, partial(jet.linear_prop, ad_checkpoint.name_p))
+    jet_rules.setdefault(name_p, partial(linear_prop, name_p))
 
 # The name of the axis of all devices in a program of `program_of_a_device`.
 ALL_DEVICES = "devices"
@@ -49,9 +51,9 @@ def register_jet(primitive: Primitive, rule: Callable[..., Any]) -> None:
 
     def with_zeros(primals: Any, series: Any, **params: Any) -> Any:
         results, terms = rule(primals, series, **params)
-        return results, [jet.zero_series if of_result is None else of_result for of_result in terms]
+        return results, [zero_series if of_result is None else of_result for of_result in terms]
 
-    rules: dict[Primitive, Callable[..., Any]] = jet.jet_rules
+    rules: dict[Primitive, Callable[..., Any]] = jet_rules
     rules[primitive] = with_zeros
 
 
@@ -62,7 +64,7 @@ def jet_of(formula: Callable[..., Any], primals: Any, series: Any) -> Any:
 
 def has_terms(array: jax.Array) -> bool:
     """Whether `jax.experimental.jet` differentiates along this array."""
-    return jet is not None and isinstance(array, jet.JetTracer) and array.terms is not jet.zero_series
+    return jet is not None and isinstance(array, JetTracer) and array.terms is not zero_series
 
 
 def match_varying_axes(*arrays: jax.Array) -> tuple[jax.Array, ...]:
