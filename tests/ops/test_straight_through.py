@@ -295,6 +295,20 @@ def test_a_derivative_without_straight_through(kind, to, name, implementation):
         jax.eval_shape(lambda x, scale: DERIVATIVES[name](loss, x, scale), *draw_operands()[:2])
 
 
+# By convention their gradients are zero, and without the convention there is none.
+@cover(kind=KINDS, implementation=[None, "jnp"], name=["smooth_scale", "static_scale"])
+def test_a_derivative_by_a_factor_without_straight_through(kind, implementation, name):
+    granularity, factor = ("token", draw_smooth(DIMS[-1:])) if name == "smooth_scale" else ("tensor", STATIC_SCALE)
+    quantization = Quantization("int8", granularity)
+
+    def loss(factor):
+        given = {name: factor, "implementation": implementation}
+        return QUANTIZED[kind](draw_x(DIMS), quantization=quantization, **given).dequantize().sum()
+
+    with pytest.raises(ValueError, match=rf"^{kind}_norm_quantized: .*straight_through=True"):
+        jax.grad(loss)(factor)
+
+
 @kinds
 def test_values_and_scales_by_themselves_pass_no_gradient_on(kind):
     def loss(x):
