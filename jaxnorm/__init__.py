@@ -12,6 +12,7 @@ from jaxnorm.ops.gated_norm.api import gated_rms_norm
 from jaxnorm.ops.norm.added import add_layer_norm, add_rms_norm
 from jaxnorm.ops.norm.api import layer_norm, rms_norm
 from jaxnorm.ops.quantized_norm.api import layer_norm_quantized, rms_norm_quantized
+from jaxnorm.ops.sandwich_norm.api import rms_norm_add_rms_norm
 from jaxnorm.quantization import Quantization, Quantized
 
 try:
@@ -30,5 +31,6 @@ __all__ = [
     "layer_norm",
     "layer_norm_quantized",
     "rms_norm",
+    "rms_norm_add_rms_norm",
     "rms_norm_quantized",
 ]

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from bad_calls import SCALE, X
 from coverage import cover, over
-from ops import ADDED, GATED, NORMS, OPS, QUANTIZED
+from ops import ADDED, GATED, NORMS, OPS, QUANTIZED, SANDWICH
 
 import jaxnorm
 from jaxnorm import Quantization
 
 TOKEN = Quantization("int8")
-OF_EACH_FUNCTION = (*NORMS, *ADDED, GATED[0], *QUANTIZED[:2])
+OF_EACH_FUNCTION = (*NORMS, *ADDED, GATED[0], *SANDWICH, *QUANTIZED[:2])
 
 
 def public(op):

@@ -52,8 +52,8 @@ def test_weights_that_are_absent(op, dtypes, weights):
 
 
 @over(
-    [op for op in FUSED if op.has_unfused_gradients],
-    dtypes=lambda op: op.dtypes,
+    [op for op in FUSED if op.has_unfused_gradients or op.unfused_with_gradients],
+    dtypes=lambda op: op.gradient_dtypes or op.dtypes,
     size=sizes,
 )
 def test_gradients_of_arrays(op, dtypes, size):
@@ -64,7 +64,8 @@ def test_gradients_of_arrays(op, dtypes, size):
         _, pullback = jax.vjp(lambda *arrays: function(*arrays, *args[op.arrays :], **size.options), *args[: op.arrays])
         return pullback(cotangents)
 
-    assert bits(jax.jit(partial(gradients, op.function))()) == bits(gradients(op.unfused))
+    expected = gradients(op.unfused_with_gradients or op.unfused)
+    assert bits(jax.jit(partial(gradients, op.function))()) == bits(expected)
 
 
 @pytest.mark.parametrize("op", ADDED, ids=str)
