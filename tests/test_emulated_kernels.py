@@ -10,7 +10,7 @@ import pytest
 HERE = Path(__file__).parent
 EMULATOR, TOY = HERE / "emulator", HERE / "toy"
 SOURCES = HERE.parent / "src"
-OPS = ("norm_grad", "norm", "add_norm", "quantized_norm", "gated_norm_grad", "gated_norm")
+OPS = ("norm_grad", "norm", "add_norm", "quantized_norm", "gated_norm_grad", "gated_norm", "sandwich_norm")
 ENGINE = ("cuda/engine/plan.cc", "cuda/engine/grad_schedule.cc", "cuda/engine/partials.cu")
 UNITS = (
     *(f"cuda/ops/{op}_{dtype}.cu" for dtype in ("f32", "bf16") for op in OPS),
@@ -19,9 +19,13 @@ UNITS = (
     "cuda/ops/grad.cc",
     "cuda/dispatch.cc",
 )
-# Results and gradients; with per-head weights; with padding; quantised results; gated norms; sharded rows; workspaces
+# Results and gradients; with per-head weights; with padding; quantised results; gated norms; sandwich norms; sharded rows;
+# workspaces
 # of other sizes than are wanted; whether every plan has a kernel.
-PROGRAMS = ("run", "run_heads", "run_padding", "run_quantized", "run_gated", "run_shards", "run_workspace", "run_plans")
+PROGRAMS = (
+    *("run", "run_heads", "run_padding", "run_quantized", "run_gated", "run_sandwich"),
+    *("run_shards", "run_workspace", "run_plans"),
+)
 
 pytestmark = pytest.mark.emulated
 
