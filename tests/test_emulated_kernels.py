@@ -19,9 +19,8 @@ UNITS = (
     "cuda/ops/grad.cc",
     "cuda/dispatch.cc",
 )
-# Results and gradients; with per-head weights; with padding; quantised results; gated norms; sandwich norms; sharded rows;
-# workspaces
-# of other sizes than are wanted; whether every plan has a kernel.
+# Results and gradients; with per-head weights; with padding; quantised results; gated norms; sandwich norms; sharded
+# rows; workspaces of other sizes than are wanted; whether every plan has a kernel.
 PROGRAMS = (
     *("run", "run_heads", "run_padding", "run_quantized", "run_gated", "run_sandwich"),
     *("run_shards", "run_workspace", "run_plans"),

@@ -63,7 +63,8 @@ def workspace(
 
     `dtype` is that of what is normalised, `rows` may be symbolic. `needs` are `weights`, how many of their gradients
     are wanted; `count` and `inner`, see `jaxnorm.primitive.weights.heads_of`; `with_dx`; and `keeps_row`, whether a row
-    of what is normalised is kept for each of its rows. Kernels of the CPU keep nothing. A handler takes a workspace of any size, so that an exported program outlives another choice here.
+    of what is normalised is kept for each of its rows. Kernels of the CPU keep nothing. A handler takes a workspace of
+    any size, so that an exported program outlives another choice here.
     """
     if platform != "cuda":
         return []
