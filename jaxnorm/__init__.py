@@ -14,6 +14,7 @@ from jaxnorm.ops.norm.added import add_layer_norm, add_rms_norm
 from jaxnorm.ops.norm.api import layer_norm, rms_norm
 from jaxnorm.ops.options import implementation
 from jaxnorm.ops.quantized_norm.api import layer_norm_quantized, rms_norm_quantized
+from jaxnorm.ops.sandwich_norm.api import rms_norm_add_rms_norm
 from jaxnorm.quantization import Quantization, Quantized
 from jaxnorm.replacement import replace_norms
 
@@ -36,6 +37,7 @@ __all__ = [
     "layer_norm_quantized",
     "replace_norms",
     "rms_norm",
+    "rms_norm_add_rms_norm",
     "rms_norm_quantized",
 ]
 

@@ -54,6 +54,7 @@ struct WorkspaceQuery {
   int weights = 0;  // how many gradients of weights are wanted
   RowMap weight_rows;
   bool with_dx = false;
+  bool keeps_row = false;  // whether a row of what is normalised is kept for each of its rows
 };
 
 }  // namespace jaxnorm

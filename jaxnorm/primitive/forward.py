@@ -72,7 +72,7 @@ class Forward(Rules):
         native = self.op.native
         assert native is not None
         operands = self._operands(tree, ctx.avals_in)
-        addend, normalised = self._addend(operands), self._normalised(operands)
+        normalised = self._normalised(operands)
         rows, cols = rows_and_cols(spec, normalised)
         target = f"{native.name(spec)}_fwd"
         carrier = self._place_of_carrier(spec, operands)
@@ -85,7 +85,7 @@ class Forward(Rules):
             # The sum goes where the addend was, so that a dead or donated one needs no second buffer. XLA copies one
             # that lives on: where a derivative follows it does, as the sum that the backward of the op before this one
             # wants.
-            aliases={} if addend is None or with_stats else self._sum_in_place(spec, operands),
+            aliases={} if with_stats else self._in_place(spec, operands),
             attributes={**native.forward(spec, operands), **has("has_", operands)},
         )
         if carrier is None:
@@ -109,9 +109,9 @@ class Forward(Rules):
         addend = self._addend(operands)
         return operands[0] if addend is None else addend
 
-    def _sum_in_place(self, spec: RowSpec, operands: Record) -> dict[int, int]:
+    def _in_place(self, spec: RowSpec, operands: Record) -> dict[int, int]:
         given, results = ([name for name, _ in leaves_of(a)] for a in (operands, self.op.types(spec, operands)))
-        return {given.index(str(self.op.addend)): results.index("sum")}
+        return {given.index(a): results.index(b) for a, b in self.op.in_place.items() if a in given}
 
     def dim_maps(self, places: Any, *, spec: RowSpec, with_stats: bool) -> tuple[list[DimMap], list[DimMap]]:
         """Those of the operands, whose types these are, and of the results."""
@@ -201,12 +201,15 @@ class Forward(Rules):
         variables = self._linear.derivative.variables
         return variables(**{name: moving[name] for name in variables._fields})
 
+    def _is_linear_in(self, name: str) -> bool:
+        return self.is_weight(name) if self.op.linear_in is None else name in self.op.linear_in
+
     def transpose(self, cotangents: Any, *leaves: Any, tree: Any, spec: RowSpec, with_stats: bool) -> list[Any]:
-        """The results are linear in the weights, each alone; all else is known."""
+        """The results are linear in weights, each alone; all else is known."""
         op, derivative, given = self.op, self._linear.derivative, self._operands(tree, leaves)._asdict()
         wanted = {name: value.aval for name, value in given.items() if ad.is_undefined_primal(value)}
-        if with_stats or not all(map(self.is_weight, wanted)):
-            raise NotImplementedError(f"{op.name} is linear in its weights alone")
+        if with_stats or not all(map(self._is_linear_in, wanted)):
+            raise NotImplementedError(f"{op.name} is linear in its {', '.join(op.linear_in or ['weights'])} alone")
         operands = op.operands(**given | dict.fromkeys(wanted))
         tree = self._results_tree(spec, jax.tree.map(jax.typeof, operands))
         of_results = jax.tree.unflatten(tree, map(ad.instantiate_zeros, cotangents))

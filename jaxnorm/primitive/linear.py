@@ -73,7 +73,12 @@ class Linear(Rules):
         if dsum is not None and all(type(cotangent) is ad.Zero for cotangent in given.values()):
             gradients = self.derivative.variables(**{x: dsum})
         else:
-            given = {name: ad.instantiate_zeros(cotangent) for name, cotangent in given.items()}
+            # A zero is left out where the result may be absent, and nothing is read for it.
+            optional = self.op.results._field_defaults
+            given = {
+                name: None if name in optional and type(cotangent) is ad.Zero else ad.instantiate_zeros(cotangent)
+                for name, cotangent in given.items()
+            }
             of_results = self.op.results(**given)
             gradients = self.backward.bind(
                 spec,

@@ -132,6 +132,7 @@ class Native(Generic[S, O]):
     name: Callable[[S], str]
     forward: Callable[[S, O], dict[str, Any]]
     backward: Callable[[S, Any], dict[str, Any]] | None = None
+    workspace: Callable[[Any], dict[str, int]] | None = None  # by the wanted gradients, see `ffi.workspace`
     plan: Callable[[S, O], dict[str, Any]] | None = None  # what `_cuda.plan` wants to know, for `jaxnorm.info`
     # Why XLA's code for the formula is faster: it runs then, unless the call must be native.
     slower: Callable[[S, CallRows], str | None] = lambda *_: None
@@ -224,6 +225,8 @@ class Op(Generic[S, O, R]):
     is_trailing: bool = True  # whether kernels want a row's axes to be the last of x
     weights_batch: bool = False  # whether kernels take weights with batch dims, so that vmap may make some
     addend: str | None = None
+    in_place: Mapping[str, str] = dataclasses.field(default_factory=dict)  # operands, and the results in their buffers
+    linear_in: tuple[str, ...] | None = None  # weights, in each of which y is linear; None: all
 
     # Rows with sharded axes: whether shards of so many columns can be computed, and how where it is not by the formula.
     can_shard: Callable[[S, int], bool] = lambda *_: False

@@ -7,6 +7,7 @@
 #include "ops/gated_norm.h"
 #include "ops/norm.h"
 #include "ops/quantized_norm.h"
+#include "ops/sandwich_norm.h"
 
 namespace jaxnorm::cpu {
 
@@ -21,9 +22,12 @@ struct Kernels {
   void (*quantized_norm)(const QuantizedNormForward& p, const Addition* addition, int64_t begin, int64_t end,
                          int64_t traffic);
   void (*gated_norm)(const GatedNormForward& p, int64_t begin, int64_t end, int64_t traffic);
+  void (*sandwich_norm)(const SandwichNormForward& p, int64_t begin, int64_t end, int64_t traffic);
 
   void (*norm_grad)(const NormBackward& p, int64_t begin, int64_t end, float* dscale, float* dbias, int64_t traffic);
   void (*gated_norm_grad)(const GatedNormBackward& p, int64_t begin, int64_t end, float* dscale, int64_t traffic);
+  void (*sandwich_norm_grad)(const SandwichNormBackward& p, int64_t begin, int64_t end, float* dpost_scale,
+                             float* dscale, float* row, int64_t traffic);
 
   // Of `count` neighbours in an array: adds `from` to `into`; writes `from`; writes from + offset.
   void (*add)(const float* from, float* into, int64_t count);

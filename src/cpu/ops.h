@@ -6,6 +6,7 @@
 #include "ops/gated_norm.h"
 #include "ops/norm.h"
 #include "ops/quantized_norm.h"
+#include "ops/sandwich_norm.h"
 
 namespace jaxnorm::cpu {
 
@@ -14,8 +15,10 @@ void run(const NormForward& p, const ParallelFor& parallel_for);
 void run(const AddNormForward& p, const ParallelFor& parallel_for);
 void run(const QuantizedNormForward& p, const ParallelFor& parallel_for);
 void run(const GatedNormForward& p, const ParallelFor& parallel_for);
+void run(const SandwichNormForward& p, const ParallelFor& parallel_for);
 void run(const NormBackward& p, const ParallelFor& parallel_for);
 void run(const GatedNormBackward& p, const ParallelFor& parallel_for);
+void run(const SandwichNormBackward& p, const ParallelFor& parallel_for);
 
 // The instruction set that this processor's kernels were compiled for: "avx512", "avx2" or "baseline".
 const char* isa();

@@ -64,8 +64,24 @@ cudaError_t run(const GatedNormForward& p, cudaStream_t stream) {
   return with_dtype(p.x.dtype, [&](auto type) { return run_gated_norm<decltype(type)>(p, stream); });
 }
 
+cudaError_t run(const SandwichNormForward& p, cudaStream_t stream) {
+  if (p.rows == 0) return cudaSuccess;
+  const NormForward post_norm = post_norm_of(p);
+  const cudaError_t fused = with_dtype(p.x.dtype, [&](auto type) {
+    return run_sandwich_norm<decltype(type)>(p, forward_plan(post_norm, p.x.dtype), stream);
+  });
+  if (fused != cudaErrorNotSupported) return fused;
+  const cudaError_t error = run(post_norm, stream);
+  return error == cudaSuccess ? run(add_norm_of(p), stream) : error;
+}
+
 WorkspaceSize norm_forward_workspace(Kind kind, const WorkspaceQuery& query) {
   return {0, has_tickets(kind, query.dtype, query.cols) ? 1 : 0};
+}
+
+// Either norm may go by tickets, the second in the residual's dtype.
+WorkspaceSize sandwich_norm_forward_workspace(const WorkspaceQuery& query) {
+  return {0, has_tickets(Kind::rms, query.dtype, query.cols) || has_tickets(Kind::rms, Dtype::f32, query.cols) ? 1 : 0};
 }
 
 }  // namespace jaxnorm::cuda

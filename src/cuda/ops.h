@@ -8,6 +8,7 @@
 #include "ops/gated_norm.h"
 #include "ops/norm_shard.h"
 #include "ops/quantized_norm.h"
+#include "ops/sandwich_norm.h"
 
 namespace jaxnorm::cuda {
 
@@ -16,8 +17,10 @@ cudaError_t run(const NormForward& p, cudaStream_t stream);
 cudaError_t run(const AddNormForward& p, cudaStream_t stream);
 cudaError_t run(const QuantizedNormForward& p, cudaStream_t stream);
 cudaError_t run(const GatedNormForward& p, cudaStream_t stream);
+cudaError_t run(const SandwichNormForward& p, cudaStream_t stream);
 cudaError_t run(const NormBackward& p, cudaStream_t stream);
 cudaError_t run(const GatedNormBackward& p, cudaStream_t stream);
+cudaError_t run(const SandwichNormBackward& p, cudaStream_t stream);
 cudaError_t run(const ShardStatistics& p, cudaStream_t stream);
 cudaError_t run(const ShardApply& p, cudaStream_t stream);
 
@@ -25,5 +28,7 @@ cudaError_t run(const ShardApply& p, cudaStream_t stream);
 WorkspaceSize norm_forward_workspace(Kind kind, const WorkspaceQuery& query);
 WorkspaceSize norm_backward_workspace(const WorkspaceQuery& query);
 WorkspaceSize gated_norm_backward_workspace(const WorkspaceQuery& query);
+WorkspaceSize sandwich_norm_forward_workspace(const WorkspaceQuery& query);
+WorkspaceSize sandwich_norm_backward_workspace(const WorkspaceQuery& query);
 
 }  // namespace jaxnorm::cuda

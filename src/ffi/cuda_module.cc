@@ -22,6 +22,8 @@ struct Workspaces {
   }
   static constexpr WorkspaceFunction* norm_grad = cuda::norm_backward_workspace;
   static constexpr WorkspaceFunction* gated_norm_grad = cuda::gated_norm_backward_workspace;
+  static constexpr WorkspaceFunction* sandwich_norm = cuda::sandwich_norm_forward_workspace;
+  static constexpr WorkspaceFunction* sandwich_norm_grad = cuda::sandwich_norm_backward_workspace;
 };
 
 std::vector<Handler> cuda_handlers() { return all_handlers<Cuda, kOps<Workspaces>, kShardOps>(); }
@@ -46,14 +48,14 @@ int driver() {
 }
 
 nb::tuple workspace(const std::string& target, const std::string& dtype, int64_t cols, int weights, int64_t count,
-                    int64_t inner, bool with_dx) {
+                    int64_t inner, bool with_dx, bool keeps_row) {
   if (cols < 1 || weights < 0 || count < 1 || inner < 1) {
     throw nb::value_error("cols, count and inner are expected to be positive, and weights not to be negative");
   }
   for (const Handler& handler : cuda_handlers()) {
     if (target != handler.target) continue;
     if (!handler.workspace) return nb::make_tuple(0, 0);
-    WorkspaceSize size = handler.workspace({dtype_of(dtype), cols, weights, {count, inner}, with_dx});
+    WorkspaceSize size = handler.workspace({dtype_of(dtype), cols, weights, {count, inner}, with_dx, keeps_row});
     // One float might be taken for the statistic of a single row.
     if (size.floats_a_row == 0 && size.floats == 1) size.floats = 2;
     return nb::make_tuple(size.floats_a_row, size.floats);
@@ -98,10 +100,10 @@ NB_MODULE(_cuda, module) {
   module.def("driver", &jaxnorm::driver, "The newest CUDA that the driver serves, 12040 for 12.4; 0: there is none.");
   module.def(
       "workspace", &jaxnorm::workspace, arg("target"), arg("dtype"), arg("cols"), nb::kw_only(), arg("weights") = 0,
-      arg("count") = 1, arg("inner") = 1, arg("with_dx") = false,
+      arg("count") = 1, arg("inner") = 1, arg("with_dx") = false, arg("keeps_row") = false,
       "How many floats a call of `target` wants in its workspace for each row, and how many more, where rows of "
       "`cols` elements of `dtype` are normalised: the gradients of so many `weights` are wanted, of `count` heads "
-      "of `inner` neighbouring rows each, and the gradient of x.");
+      "of `inner` neighbouring rows each, and the gradient of x; and whether a row is kept for each row.");
   module.def(
       "max_cluster", [] { return jaxnorm::cuda::current_device().max_cluster(); },
       "How many blocks a cluster of the current GPU has at most; 1: it has no clusters.");

@@ -7,6 +7,7 @@
 #include "ffi/norm.h"
 #include "ffi/norm_shard.h"
 #include "ffi/quantized_norm.h"
+#include "ffi/sandwich_norm.h"
 #include "ffi/table.h"
 
 namespace jaxnorm {
@@ -16,6 +17,7 @@ struct NoWorkspaces {
   template <Kind kind>
   static constexpr WorkspaceFunction* norm = nullptr;
   static constexpr WorkspaceFunction *norm_grad = nullptr, *gated_norm_grad = nullptr;
+  static constexpr WorkspaceFunction *sandwich_norm = nullptr, *sandwich_norm_grad = nullptr;
 };
 
 template <class Workspaces>
@@ -25,9 +27,11 @@ inline constexpr std::tuple kOps{
     Row{"jaxnorm_rms_norm_quantized_fwd", read_quantized_norm<Kind::rms>},
     Row{"jaxnorm_layer_norm_quantized_fwd", read_quantized_norm<Kind::layer>},
     Row{"jaxnorm_gated_rms_norm_fwd", read_gated_norm},
+    Row{"jaxnorm_rms_norm_add_rms_norm_fwd", read_sandwich_norm, Workspaces::sandwich_norm},
     Row{"jaxnorm_rms_norm_bwd", read_norm_grad<Kind::rms>, Workspaces::norm_grad},
     Row{"jaxnorm_layer_norm_bwd", read_norm_grad<Kind::layer>, Workspaces::norm_grad},
     Row{"jaxnorm_gated_rms_norm_bwd", read_gated_norm_grad, Workspaces::gated_norm_grad},
+    Row{"jaxnorm_rms_norm_add_rms_norm_bwd", read_sandwich_norm_grad, Workspaces::sandwich_norm_grad},
 };
 
 // For rows that are sharded over devices, which no platform but CUDA has.

@@ -24,6 +24,10 @@ cudaError_t run_gated_norm<__half>(const GatedNormForward&, cudaStream_t) {
   std::abort();
 }
 template <>
+cudaError_t run_sandwich_norm<__half>(const SandwichNormForward&, const Plan&, cudaStream_t) {
+  std::abort();
+}
+template <>
 cudaError_t norm_grad_of<__half>(const NormBackward&, cudaStream_t) {
   std::abort();
 }

@@ -12,13 +12,13 @@ import pytest
 from bad_calls import MISUSE, SCALE, X
 from coverage import cover, over
 from flax import nnx
-from ops import ADDED, GATED, NORMS, OPS, QUANTIZED
+from ops import ADDED, GATED, NORMS, OPS, QUANTIZED, SANDWICH
 
 import jaxnorm
 from jaxnorm import Quantization
 
 TOKEN = Quantization("int8")
-OF_EACH_FUNCTION = (*NORMS, *ADDED, GATED[0], *QUANTIZED[:2])
+OF_EACH_FUNCTION = (*NORMS, *ADDED, GATED[0], *SANDWICH, *QUANTIZED[:2])
 
 
 def public(op):
@@ -101,6 +101,7 @@ POSITIONAL = {
     "layer_norm": ["x", "scale", "bias"],
     "add_rms_norm": ["x", "residual", "scale"],
     "add_layer_norm": ["x", "residual", "scale", "bias"],
+    "rms_norm_add_rms_norm": ["x", "residual", "post_scale", "scale"],
     "gated_rms_norm": ["x", "gate", "scale"],
     "rms_norm_quantized": ["x", "scale"],
     "layer_norm_quantized": ["x", "scale", "bias"],

@@ -7,7 +7,7 @@ import jax
 import pytest
 from cases import bits, draw_x
 from coverage import over
-from ops import ADDED, OPS
+from ops import ADDED, OPS, SANDWICH
 from quantizing import assert_same
 
 FUSED = [op for op in OPS if op.unfused]
@@ -45,15 +45,19 @@ def test_options(op, dtypes, options, size):
     assert_same(run(op, args, **options, **size.options), op.unfused(*args, **options, **size.options))
 
 
-@over(ADDED, dtypes=lambda op: op.dtypes, weights=lambda op: [(None, None), ("float32", None), (None, "float32")])
+@over(
+    (*ADDED, *SANDWICH),
+    dtypes=lambda op: op.dtypes,
+    weights=lambda op: [(None, None), ("float32", None), (None, "float32")],
+)
 def test_weights_that_are_absent(op, dtypes, weights):
     args = op.draw(op.lengths[3], dtypes, weights)
     assert_same(run(op, args), op.unfused(*args))
 
 
 @over(
-    [op for op in FUSED if op.has_unfused_gradients],
-    dtypes=lambda op: op.dtypes,
+    [op for op in FUSED if op.has_unfused_gradients or op.unfused_with_gradients],
+    dtypes=lambda op: op.gradient_dtypes or op.dtypes,
     size=sizes,
 )
 def test_gradients_of_arrays(op, dtypes, size):
@@ -64,10 +68,11 @@ def test_gradients_of_arrays(op, dtypes, size):
         _, pullback = jax.vjp(lambda *arrays: function(*arrays, *args[op.arrays :], **size.options), *args[: op.arrays])
         return pullback(cotangents)
 
-    assert bits(jax.jit(partial(gradients, op.function))()) == bits(gradients(op.unfused))
+    expected = gradients(op.unfused_with_gradients or op.unfused)
+    assert bits(jax.jit(partial(gradients, op.function))()) == bits(expected)
 
 
-@pytest.mark.parametrize("op", ADDED, ids=str)
+@pytest.mark.parametrize("op", [*ADDED, *SANDWICH], ids=str)
 def test_one_array_added_to_itself(op):
     x = draw_x((12, 80))
     assert_same(run(op, (x, x, None, None)), op.unfused(x, x, None, None))

@@ -11,7 +11,7 @@ from cases import assert_close, bits, operands
 from coverage import over
 from hlo import compiled_text, count_native_calls
 from jax.experimental import checkify
-from ops import ADDED, EACH, GATED, GROUPED, NORMS, OPS, PADDED, PER_HEAD, QUANTIZED, QUANTIZED_SUMS
+from ops import ADDED, EACH, GATED, GROUPED, NORMS, OPS, PADDED, PER_HEAD, QUANTIZED, QUANTIZED_SUMS, SANDWICH
 from transformations import OF_EVERY_OPERAND, OF_WEIGHTS, POLICIES, TRANSFORMATIONS, operand_by_operand
 
 pytestmark = pytest.mark.jax_version
@@ -25,7 +25,7 @@ TRANSFORMED = {
     **dict.fromkeys((*NORMS, GROUPED[0]), tuple(TRANSFORMATIONS)),
     # A primitive that gives y and the sum is transposed in a weight for y only, so that has a test of its own below.
     # In its weights the quantised norm is not linear.
-    **dict.fromkeys((*ADDED, QUANTIZED[1]), tuple(name for name in TRANSFORMATIONS if name != IN_WEIGHTS)),
+    **dict.fromkeys((*ADDED, *SANDWICH, QUANTIZED[1]), tuple(name for name in TRANSFORMATIONS if name != IN_WEIGHTS)),
     **dict.fromkeys(PER_HEAD, OF_WEIGHTS),
     **dict.fromkeys(PADDED, tuple(name for name in OF_WEIGHTS if name != IN_WEIGHTS)),
     GATED[1]: ["vjp", "hessian", "vmap over everything"],
@@ -76,7 +76,7 @@ def test_linear_transpose_in_the_weights(op):
     assert_close(of_y(op.function)(*operands(DIMS)), of_y(op.formula)(*operands(DIMS)))
 
 
-WITH_ARRAYS = (*ADDED, *GATED, *GROUPED, *PER_HEAD, QUANTIZED[1])
+WITH_ARRAYS = (*ADDED, *GATED, *GROUPED, *SANDWICH, *PER_HEAD, QUANTIZED[1])
 
 
 def names_of(op):

@@ -108,6 +108,19 @@ PADDING = {
     "padding of another axis": call(X, X, pad_to=8, axis=0).raises(ValueError, "pad_to", "axis=-1", r"\(-3,\)"),
 }
 
+SANDWICH = RESIDUAL | {
+    "x without axes": call(jnp.ones(()), jnp.ones(())).raises(ValueError, "x", "at least one axis"),
+    "short post_scale": call(X, X, SCALE[:7]).raises(ValueError, "post_scale", r"\(7,\)", r"\(8,\)", r"\(3, 4, 8\)"),
+    "long scale": call(X, X, SCALE, jnp.ones(9)).raises(ValueError, "scale", r"\(9,\)", r"\(8,\)", r"\(3, 4, 8\)"),
+    "post_scale of integers": call(X, X, jnp.ones(8, "int32")).raises(TypeError, "post_scale", "floating", "int32"),
+    "scale of lists": call(X, X, None, [1.0] * 8).raises(TypeError, "scale", "array", "list"),
+    "negative epsilon": call(X, X, epsilon=-1.0).raises(ValueError, "epsilon", "negative"),
+    "NaN offset": call(X, X, scale_offset=float("nan")).raises(ValueError, "scale_offset", "finite"),
+    "order of text": call(X, X, multiply_before_cast="no").raises(TypeError, "multiply_before_cast", "bool", "'no'"),
+    "integer out_dtype": call(X, X, out_dtype="int8").raises(TypeError, "out_dtype", "floating", "int8"),
+    "unknown implementation": call(X, X, implementation="cuda").raises(ValueError, "implementation", "cuda"),
+}
+
 FIRST = {"gate_first": True}
 GATED = {
     "no gate": call(X, None, **FIRST).raises(TypeError, "gate", "array", "NoneType"),
@@ -375,6 +388,13 @@ RESIDUAL_WITHOUT_KERNEL = {
     "half types mixed in sum and y": call(X, BRAIN, out_dtype="float16").has_no_kernel(
         "residual is bfloat16 and the result float16.*one of them float32"
     ),
+}
+SANDWICH_WITHOUT_KERNEL = {
+    "half types mixed": call(HALF, BRAIN).has_no_kernel("x is float16 and residual bfloat16.*one of them float32"),
+    "a result of another dtype": call(BRAIN, BRAIN, out_dtype="float32").has_no_kernel(
+        "x is bfloat16 and the result float32; .* equal"
+    ),
+    "scales of heads": call(X, X, jnp.ones((4, 8)), SCALE).has_no_kernel(r"leading axes, \(4,\)"),
 }
 LONG = jnp.ones((2, 16_385))
 GATED_WITHOUT_KERNEL = {

@@ -68,6 +68,10 @@ def draw_scale(dims, dtype="float32"):
     return draw("scale", dims, dtype, 1.0, 0.3)
 
 
+def draw_post_scale(dims, dtype="float32"):
+    return draw("post_scale", dims, dtype, 0.8, 0.2)
+
+
 def draw_bias(dims, dtype="float32"):
     return draw("bias", dims, dtype, 0.1, 0.5)
 

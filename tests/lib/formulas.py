@@ -31,6 +31,11 @@ def added(kind):
     return formula
 
 
+def sandwich(x, residual, post_scale=None, scale=None):
+    total = (norm("rms")(x, post_scale) + residual).astype(residual.dtype)
+    return norm("rms")(total, scale).astype(x.dtype), total
+
+
 def gated(variant):
     def formula(x, gate, scale=None, *, group_size=None):
         a = jax.nn.silu(gate) if variant.activation == "silu" else jax.nn.sigmoid(gate)

@@ -49,6 +49,8 @@ class Op:
     exact_gradients: Callable | None = None  # by the names of operands, for cotangents of the results
     unfused: Callable | None = None  # law 5: the same results by simpler ops
     has_unfused_gradients: bool = False  # and the same gradients of the arrays
+    unfused_with_gradients: Callable | None = None  # by another function that JAX differentiates
+    gradient_dtypes: tuple[tuple[str, ...], ...] | None = None  # for these gradients, if only some
 
     small: Size  # for programs: quick to compile
     sizes: tuple[Size, ...]  # for accuracy and law 5: every path of the kernels

@@ -54,7 +54,11 @@ def test_the_default_call_is_native(info):
 
 @pytest.mark.kernels
 @pytest.mark.parametrize(
-    "op", ["add_rms_norm", "add_layer_norm", "gated_rms_norm", "rms_norm_quantized", "layer_norm_quantized"]
+    "op",
+    [
+        *("add_rms_norm", "add_layer_norm", "gated_rms_norm", "rms_norm_add_rms_norm"),
+        *("rms_norm_quantized", "layer_norm_quantized"),
+    ],
 )
 def test_every_other_norm_is_native(info, op):
     report = call(info, "--op", op, "--dtype", "bfloat16")
@@ -79,6 +83,7 @@ def test_a_quantised_result_in_words(info, to):
         (("--shape", "4x0"), "length 0"),
         (("--op", "gated_rms_norm", "--shape", "4x20000"), "take at most 16384"),
         (("--op", "gated_rms_norm", "--out-dtype", "bfloat16"), "want them equal"),
+        (("--op", "rms_norm_add_rms_norm", "--out-dtype", "bfloat16"), "kernels with two norms want them equal"),
         (("--shape", "8x16x4x9000", "--scale-shape", "4x9000"), "more than 8192"),
         (("--op", "rms_norm_quantized", *HEADS), "no kernel that quantises"),
     ],
@@ -98,9 +103,15 @@ def test_a_scale_for_each_head(info, op):
 
 
 @pytest.mark.plans
-@pytest.mark.parametrize("op", ["rms_norm", "layer_norm", "add_rms_norm", "gated_rms_norm", "layer_norm_quantized"])
+@pytest.mark.parametrize(
+    "op",
+    [
+        *("rms_norm", "layer_norm", "add_rms_norm", "gated_rms_norm", "rms_norm_add_rms_norm"),
+        "layer_norm_quantized",
+    ],
+)
 def test_launch_plans(info, op):
-    axes = 1 if op == "gated_rms_norm" else 2
+    axes = 1 if op in ("gated_rms_norm", "rms_norm_add_rms_norm") else 2
     report = call(
         info, "--platform", "cuda", "--op", op, "--shape", "3x8x128", "--dtype", "bfloat16", "--axes", str(axes)
     )

@@ -143,6 +143,7 @@ NORM = Family(
         reasons=(per_head_weights,),
         weights_batch=True,
         addend=ADDEND,
+        in_place={ADDEND: "sum"},
         can_shard=lambda norm, _: norm.pad_to == 1,
         forward_of_shard=_forward_of_shard,
         functions=(

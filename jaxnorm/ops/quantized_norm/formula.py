@@ -189,6 +189,7 @@ QUANTIZED_NORM = Family(
         ),
         reasons=(_weights_with_batch_dims,),
         addend=ADDEND,
+        in_place={ADDEND: "sum"},
         can_shard=_can_shard,
         static_types=(Quantization,),
         functions=tuple(

@@ -23,6 +23,10 @@ cudaError_t run_quantized_norm(const QuantizedNormForward& p, const Plan& plan, 
 template <typename S>
 cudaError_t run_gated_norm(const GatedNormForward& p, cudaStream_t stream);
 
+// cudaErrorNotSupported: no one kernel does it.
+template <typename X>
+cudaError_t run_sandwich_norm(const SandwichNormForward& p, const Plan& plan, cudaStream_t stream);
+
 cudaError_t add(const Addition& p, int64_t elements, cudaStream_t stream);
 
 }  // namespace jaxnorm::cuda

@@ -1,0 +1,83 @@
+"""The public function of the sandwich norm."""
+
+from typing import Any
+
+import jax
+
+from jaxnorm.ops import checks
+from jaxnorm.ops.misuse import explained
+from jaxnorm.ops.options import Implementation
+from jaxnorm.ops.sandwich_norm.formula import SANDWICH_NORM, Operands, SandwichNorm
+from jaxnorm.sharding import dims
+
+
+@explained
+def rms_norm_add_rms_norm(
+    x: Any,
+    residual: Any,
+    post_scale: Any = None,
+    scale: Any = None,
+    *,
+    epsilon: float = 1e-6,
+    scale_offset: float = 0.0,
+    multiply_before_cast: bool = True,
+    out_dtype: Any = None,
+    axis_name: Any = None,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Normalises what a block gives, adds it to a residual stream, and normalises the sum for the next block.
+
+        new_residual = residual + rms_norm(x, post_scale, ...)
+        y = rms_norm(new_residual, scale, out_dtype=x.dtype, ...)
+
+    as Gemma 2 and later do between their blocks. One native call each way gives bit for bit what these two lines give,
+    the first norm rounded to x's dtype and the sum to residual's before each is used. In a gradient it serves the
+    cotangents of both results. x, new_residual and two float32 a row are kept for it.
+
+    Outside of differentiation new_residual takes residual's buffer, as for `add_rms_norm`.
+
+    Args:
+      x: floating-point array of rank 1 or more, the last axis of which is normalised.
+      residual: the residual stream, of x's shape. Its dtype may be another: kernels want the same, or one of the two
+        float32.
+      post_scale: factor of the first norm with the shape of x's last axis, or with axes before it, as for `rms_norm`;
+        None is a factor of 1.
+      scale: factor of the second norm, likewise.
+      epsilon, scale_offset, multiply_before_cast: of both norms, as for `rms_norm`. The first norm's result has x's
+        dtype, the second's y's.
+      out_dtype: dtype of y; None is x's, the one that kernels give.
+      axis_name: None, or the axes of a mesh over which rows are split, as for `rms_norm`.
+      implementation: None, "native" or "jnp", as for `rms_norm`. Under vmap over a scale the formula runs, and for
+        scales with axes before the last.
+
+    Returns:
+      (y, new_residual): arrays of x's shape, new_residual of residual's dtype.
+
+    Raises:
+      ValueError: residual has another shape than x; otherwise as `rms_norm` does.
+      TypeError, RuntimeError: as `rms_norm` does.
+
+    Source: Ding et al., CogView, 2021, https://arxiv.org/abs/2105.13290, with RMSNorm: Gemma Team, Gemma 2, 2024,
+    https://arxiv.org/abs/2408.00118.
+    """
+    name = "rms_norm_add_rms_norm"
+    choice = checks.check_implementation(name, implementation)
+    x = checks.check_x(name, x)
+    residual = checks.check_like_x(name, "residual", residual, x, "added")
+    post_scale = checks.check_weight(name, "post_scale", post_scale, x, (-1,))
+    scale = checks.check_weight(name, "scale", scale, x, (-1,))
+    operands = Operands(x, residual, post_scale, scale)
+    out_dtype = checks.check_out_dtype(name, out_dtype, x)
+    norm = SandwichNorm(
+        epsilon=checks.check_epsilon(name, epsilon),
+        scale_offset=checks.check_scale_offset(name, scale_offset),
+        multiply_before_cast=checks.check_flag(name, "multiply_before_cast", multiply_before_cast),
+        compute_dtype=dims.wide_dtype([out_dtype, *(array.dtype for array in operands if array is not None)]),
+        out_dtype=out_dtype,
+        residual_dtype=residual.dtype,
+        native_for=choice.native_for(name),
+        shards=checks.check_axis_name(name, axis_name),
+    )
+    y, new_residual = SANDWICH_NORM(norm, operands, choice.implementation)
+    assert new_residual is not None
+    return y, new_residual

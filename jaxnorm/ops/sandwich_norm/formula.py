@@ -1,0 +1,238 @@
+"""The sandwich norm, RMSNorm after a block and RMSNorm before the next: its formulas in plain jnp, and its op.
+
+Each formula is that of RMSNorm, twice. For a derivative x, the new residual and two rstd a row are kept.
+"""
+
+import dataclasses
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxnorm.native import compat, ffi
+from jaxnorm.ops import speed
+from jaxnorm.ops.norm import formula as one
+from jaxnorm.primitive import weights
+from jaxnorm.primitive.family import Family
+from jaxnorm.primitive.op import (
+    LIKE_X,
+    WEIGHT,
+    BatchDims,
+    Derivative,
+    Function,
+    Native,
+    Op,
+    Request,
+    RowSpec,
+    Statistics,
+    statistics_of,
+)
+from jaxnorm.primitive.rules import all_none
+from jaxnorm.sharding import dims
+
+Dtype = np.dtype[Any]
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SandwichNorm(RowSpec):
+    """What is static about one sandwich norm."""
+
+    epsilon: float
+    scale_offset: float
+    multiply_before_cast: bool
+    residual_dtype: Dtype
+
+    def norm(self, out_dtype: Dtype) -> one.Norm:
+        """Either norm, which differ in the dtype of the result."""
+        return one.Norm(
+            kind="rms",
+            axes=self.axes,
+            epsilon=self.epsilon,
+            scale_offset=self.scale_offset,
+            multiply_before_cast=self.multiply_before_cast,
+            compute_dtype=self.compute_dtype,
+            out_dtype=np.dtype(out_dtype),
+            shards=self.shards,
+        )
+
+
+class Operands(NamedTuple):
+    x: jax.Array
+    residual: jax.Array
+    post_scale: jax.Array | None = None
+    scale: jax.Array | None = None
+
+
+class Results(NamedTuple):
+    y: jax.Array
+    new_residual: jax.Array | None = None  # None only as a cotangent that is zero
+
+
+class Saved(NamedTuple):
+    x: jax.Array
+    new_residual: jax.Array
+    stats: Statistics  # rstd of x and of new_residual
+    post_scale: jax.Array | None = None
+    scale: jax.Array | None = None
+
+
+class Variables(NamedTuple, Generic[T]):
+    """What a derivative is taken by, see `Op`."""
+
+    x: T | None = None
+    residual: T | None = None
+    post_scale: T | None = None
+    scale: T | None = None
+
+
+def forward(norm: SandwichNorm, operands: Operands) -> tuple[Results, Statistics]:
+    """The norm of x, its sum with the residual, the norm of that; and the statistics of both norms."""
+    x, residual, post_scale, scale = operands
+    normed, of_x = one.forward(norm.norm(x.dtype), one.Operands(x, None, post_scale))
+    results, of_sum = one.forward(norm.norm(norm.out_dtype), one.Operands(normed.y, residual, scale))
+    return Results(results.y, results.sum), (*of_x, *of_sum)
+
+
+def plain(norm: SandwichNorm, operands: Operands) -> Results:
+    """The results of `forward`, for JAX to differentiate."""
+    x, residual, post_scale, scale = operands
+    normed = one.plain(norm.norm(x.dtype), one.Operands(x, None, post_scale)).y
+    return Results(*one.plain(norm.norm(norm.out_dtype), one.Operands(normed, residual, scale)))
+
+
+def linear(norm: SandwichNorm, saved: Saved, dots: Variables[jax.Array]) -> Results:
+    """The tangents of y and of the new residual."""
+    x, total, (of_x, of_sum), post_scale, scale = saved
+    of_post = one.Variables(dots.x, dots.post_scale)
+    terms = [] if dots.residual is None else [dots.residual.astype(norm.compute_dtype)]
+    if not all_none(of_post):
+        normed_dot = one.linear(norm.norm(x.dtype), one.Saved(x, (of_x,), post_scale), of_post).y
+        terms.append(normed_dot.astype(norm.compute_dtype))
+    sum_dot = sum(terms[1:], start=terms[0]).astype(total.dtype) if terms else None
+    saved_sum = one.Saved(total, (of_sum,), scale)
+    y_dot = one.linear(norm.norm(norm.out_dtype), saved_sum, one.Variables(sum_dot, dots.scale)).y
+    if sum_dot is None:
+        sum_dot, _ = compat.match_varying_axes(jnp.zeros_like(total), total)
+    return Results(y_dot, sum_dot)
+
+
+def backward(
+    norm: SandwichNorm, cotangents: Results, saved: Saved, wanted: Variables[Dtype], batch_dims: BatchDims
+) -> Variables[jax.Array]:
+    """The wanted gradients: the transpose of `linear`. The residual's, rounded to its dtype, is the cotangent of what
+    the first norm gives: so do the kernels, which store it."""
+    x, total, (of_x, of_sum), post_scale, scale = saved
+    moves_sum = not all_none(wanted._replace(scale=None))
+    of_second = one.backward(
+        norm.norm(norm.out_dtype),
+        one.Results(cotangents.y, cotangents.new_residual),
+        one.Saved(total, (of_sum,), scale),
+        one.Variables(total.dtype if moves_sum else None, wanted.scale),
+        batch_dims,
+    )
+    of_first: one.Variables[jax.Array] = one.Variables()
+    if of_second.x is not None:
+        of_first = one.backward(
+            norm.norm(x.dtype),
+            one.Results(of_second.x),
+            one.Saved(x, (of_x,), post_scale),
+            one.Variables(wanted.x, wanted.post_scale),
+            batch_dims,
+        )
+    dresidual = None if of_second.x is None or wanted.residual is None else of_second.x.astype(wanted.residual)
+    return Variables(of_first.x, dresidual, of_first.scale, of_second.scale)
+
+
+def _types(norm: SandwichNorm, operands: Operands) -> Results:
+    return Results(dims.like(operands.x, norm.out_dtype), dims.like(operands.x, norm.residual_dtype))
+
+
+def _other_dtypes(norm: SandwichNorm, operands: Operands) -> str | None:
+    x, residual = operands.x.dtype, operands.residual.dtype
+    if norm.out_dtype != x:
+        return f"x is {x} and the result {norm.out_dtype}; kernels with two norms want them equal"
+    if residual not in ffi.DTYPES:
+        return f"residual is {residual}, kernels take {', '.join(sorted(d.name for d in ffi.DTYPES))}"
+    if x != residual and np.float32 not in (x, residual):
+        return f"x is {x} and residual {residual}; kernels want them equal, or one of them float32"
+    return None
+
+
+def _weights_with_batch_dims(norm: SandwichNorm, operands: Operands) -> str | None:
+    batch_dims = weights.batch_dims_of(norm.row_ndim, (operands.post_scale, operands.scale))
+    return f"no kernel with two norms takes scales with leading axes, {batch_dims}" if batch_dims else None
+
+
+def _attributes(norm: SandwichNorm, _: Saved) -> dict[str, Any]:
+    return {"scale_offset": np.float32(norm.scale_offset)}
+
+
+def _forward_attributes(norm: SandwichNorm, _: Operands) -> dict[str, Any]:
+    return {
+        "epsilon": np.float32(norm.epsilon),
+        "scale_offset": np.float32(norm.scale_offset),
+        "multiply_before_cast": norm.multiply_before_cast,
+    }
+
+
+def _keeps_row(wanted: Variables[Any]) -> dict[str, Any]:
+    """Whether the residual's gradient has to be kept in the workspace, as it is not a result and still read."""
+    is_read = wanted.x is not None or wanted.post_scale is not None
+    return {"keeps_row": is_read and wanted.residual is None}
+
+
+def _requested(request: Request) -> tuple[SandwichNorm, Operands]:
+    norm = SandwichNorm(
+        epsilon=1e-6,
+        scale_offset=-0.0,
+        multiply_before_cast=True,
+        compute_dtype=dims.wide_dtype((request.dtype, request.out_dtype)),
+        out_dtype=request.out_dtype,
+        residual_dtype=request.dtype,
+    )
+    x, scale = request.array(request.shape), request.array(request.scale_shape)
+    return norm, Operands(x, x, scale, scale)
+
+
+SANDWICH_NORM = Family(
+    Op(
+        name="sandwich_norm",
+        spec=SandwichNorm,
+        operands=Operands,
+        results=Results,
+        roles={
+            "x": LIKE_X,
+            "residual": LIKE_X,
+            "post_scale": WEIGHT,
+            "scale": WEIGHT,
+            "y": LIKE_X,
+            "new_residual": LIKE_X,
+        },
+        types=_types,
+        forward=forward,
+        plain=plain,
+        statistics=lambda norm, operands: statistics_of(norm, operands.x, 2),
+        derivative=Derivative(
+            saved=Saved,
+            variables=Variables,
+            linear=linear,
+            backward=backward,
+        ),
+        native=Native(
+            names=("jaxnorm_rms_norm_add_rms_norm",),
+            name=lambda _: "jaxnorm_rms_norm_add_rms_norm",
+            forward=_forward_attributes,
+            backward=_attributes,
+            workspace=_keeps_row,
+            plan=lambda *_: {"kind": "rms", "adds": True},
+            slower=speed.any_kernel,
+        ),
+        reasons=(_other_dtypes, _weights_with_batch_dims),
+        in_place={"residual": "new_residual"},
+        linear_in=("scale",),
+        can_shard=lambda *_: True,
+        functions=(Function("rms_norm_add_rms_norm", _requested, last_axis_only=True),),
+    )
+)

@@ -1,0 +1,5 @@
+#include "cuda/ops/sandwich_norm.cuh"
+
+namespace jaxnorm::cuda {
+template cudaError_t run_sandwich_norm<__half>(const SandwichNormForward&, const Plan&, cudaStream_t);
+}  // namespace jaxnorm::cuda

@@ -1,0 +1,111 @@
+"""The row of the table for the sandwich norm."""
+
+from functools import partial
+
+import bad_calls
+import formulas
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+from cases import PAIRS
+from op import Op, rows
+from oracle import f64, round_to, spacing
+from quantizing import sum_of
+from tolerances import FLOAT32
+
+import jaxnorm
+
+
+def _between(x, residual, post_scale, **options):
+    """What the first norm gives and the sum, each rounded to its dtype, and the size of their errors."""
+    normed = oracle.forward("rms", x, post_scale, out_dtype=x.dtype, **options)
+    total = round_to(f64(normed.rounded) + f64(residual), residual.dtype)
+    # A half type's number may be the neighbour of the right one, as law 1 says.
+    unit = FLOAT32 * np.abs(normed.exact) if x.dtype == np.float32 else spacing(normed.exact, x.dtype)
+    return total, unit + normed.slack + spacing(f64(total), residual.dtype)
+
+
+def exact(x, residual, post_scale=None, scale=None, *, out_dtype=None, **options):
+    total, error = _between(x, residual, post_scale, **options)
+    y = oracle.forward("rms", total, scale, out_dtype=np.dtype(out_dtype or x.dtype), **options)
+    factor = 1.0 if scale is None else np.abs(f64(scale) + options.get("scale_offset", 0.0))
+    rstd = 1 / np.sqrt(np.square(f64(total)).mean(-1, keepdims=True) + options.get("epsilon", oracle.EPSILON))
+    return y._replace(slack=y.slack + error * rstd * factor)
+
+
+def unfused(x, residual, post_scale=None, scale=None, *, out_dtype=None, **options):
+    normed = jax.jit(partial(jaxnorm.rms_norm, **options))(x, post_scale)
+    total = sum_of(normed, residual)
+    return jax.jit(partial(jaxnorm.rms_norm, out_dtype=out_dtype or x.dtype, **options))(total, scale), total
+
+
+def unfused_by_two_calls(x, residual, post_scale=None, scale=None, **options):
+    """The like as a function that has derivatives."""
+    return jaxnorm.add_rms_norm(jaxnorm.rms_norm(x, post_scale, **options), residual, scale, **options)
+
+
+def exact_gradients(cotangents, x, residual, post_scale=None, scale=None, **options):
+    dy, dsum = cotangents
+    normed = jaxnorm.rms_norm(x, post_scale, **options)
+    total = sum_of(normed, residual)
+    # Of the first norm exact for the cotangent that it gets, which is a result and so has been rounded.
+    _, pullback = jax.vjp(lambda residual: jaxnorm.add_rms_norm(normed, residual, scale, **options), residual)
+    (received,) = jax.jit(pullback)((dy, dsum))
+    options = {name: value for name, value in options.items() if name in ("epsilon", "scale_offset")}
+    second = oracle.gradients("rms", total, dy, scale, **options)
+    first = oracle.gradients("rms", x, received, post_scale, **options)
+    return {
+        "x": (first.dx, first.dx_terms),
+        "residual": (second.dx + f64(dsum), None),
+        "post_scale": (first.dscale, None),
+        "scale": (second.dscale, None),
+    }
+
+
+def as_norm(f):
+    def function(x, scale=None, bias=None):
+        y, total = f(x, jnp.cos(x), bias, scale)
+        return y * jnp.sin(total)
+
+    return function
+
+
+def sandwich():
+    return Op(
+        name="sandwich",
+        public="rms_norm_add_rms_norm",
+        kind="rms",
+        operands=("x", "residual", "post_scale", "scale"),
+        arrays=2,
+        dtypes=PAIRS,
+        function=jaxnorm.rms_norm_add_rms_norm,
+        formula=formulas.sandwich,
+        as_norm=as_norm,
+        exact=exact,
+        exact_gradients=exact_gradients,
+        unfused=unfused,
+        unfused_with_gradients=unfused_by_two_calls,
+        # Where x is narrower than the residual, two calls round once more in between.
+        gradient_dtypes=(*PAIRS[:3], PAIRS[5]),
+        small=rows(6, 10),
+        # No whole vector, several rows at once, with and without a rest, each of the regimes; more rows than a thread
+        # or a task takes; beyond every cache, where results may go past it.
+        sizes=(
+            *(rows(7, cols) for cols in (1, 24, 128, 257, 1024, 4096, 4097, 10_240, 16_384, 40_000)),
+            *(rows(n, 24) for n in (1, 2, 3, 4, 5, 4099)),
+            rows(3, 5, 64),
+            rows(2048, 4096),
+        ),
+        options=({"scale_offset": 1.0}, {"epsilon": 1.0}, {"multiply_before_cast": False}),
+        backward_sizes=(rows(600, 1000), rows(9, 100_000)),
+        lengths=tuple(rows(9, cols) for cols in (1, 31, 128, 1021, 4096, 40_000)),
+        many=tuple(rows(600, cols) for cols in (128, 384, 2048, 4096, 8192)),
+        forward="jaxnorm_rms_norm_add_rms_norm_fwd",
+        backward="jaxnorm_rms_norm_add_rms_norm_bwd",
+        gradients=("dx", "dresidual", "dpost_scale", "dscale"),
+        kept=("x", "residual", "post_scale", "scale"),
+        statistics=2,
+        bad_calls=bad_calls.SANDWICH,
+        without_kernel=bad_calls.SANDWICH_WITHOUT_KERNEL,
+    )
