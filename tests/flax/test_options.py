@@ -77,10 +77,9 @@ def test_gated_results_are_the_functions(api, options):
     assert bits(jax.jit(apply)(parameters, *inputs)) == bits(expected)
 
 
+@pytest.mark.kernels
 @cover(kind=KINDS, api=APIS, implementation=[None, "native", "jnp"])
 def test_the_implementation_is_what_runs(api, kind, implementation):
-    if implementation == "native" and not native_calls(kind, fwd=1):
-        pytest.skip("no kernels on this platform")
     x = draw_x(DIMS)
     apply, parameters = api.own(kind, x, implementation=implementation)
     expected = {} if implementation == "jnp" else native_calls(kind, fwd=1)
