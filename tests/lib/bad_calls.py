@@ -306,6 +306,13 @@ MISUSE = {
         **misspelt(X, X, eps="epsilon", weight="scale", gamma="scale", beta="bias", dtype="out_dtype", pad="pad_to"),
         "an activation": call(X, X, activation="silu").raises(TypeError, "is an argument of gated_rms_norm"),
     },
+    "rms_norm_add_rms_norm": {
+        "scale for residual": call(X, SCALE).raises(ValueError, "residual has shape", r"Is it the scale\?"),
+        "no residual": call(X).raises(TypeError, "required argument: 'residual'", "use jaxnorm.rms_norm"),
+        "a list for residual": call(X, [X]).raises(TypeError, "residual", "list", r"asarray\(residual\)"),
+        "epsilon by position": call(X, X, SCALE, SCALE, 1e-5).raises(TypeError, "fifth epsilon", "epsilon=1e-05"),
+        **misspelt(X, X, eps="epsilon", weight="scale", dtype="out_dtype"),
+    },
     "add_layer_norm": {
         "scale for residual": call(X, SCALE).raises(ValueError, "residual has shape", r"Is it the scale\?"),
         "no residual": call(X).raises(TypeError, "required argument: 'residual'", "jaxnorm.layer_norm"),
