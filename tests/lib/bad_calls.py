@@ -250,7 +250,7 @@ MISUSE = {
         ),
         **of_others(
             X,
-            residual="add_rms_norm or rms_norm_quantized",
+            residual="add_rms_norm or rms_norm_quantized or rms_norm_add_rms_norm",
             pad_to="add_rms_norm",
             gate="gated_rms_norm",
             z="gated_rms_norm",

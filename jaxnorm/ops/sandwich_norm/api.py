@@ -6,7 +6,7 @@ import jax
 
 from jaxnorm.ops import checks
 from jaxnorm.ops.misuse import explained
-from jaxnorm.ops.options import Implementation
+from jaxnorm.ops.options import Implementation, NormOptions
 from jaxnorm.ops.sandwich_norm.formula import SANDWICH_NORM, Operands, SandwichNorm
 from jaxnorm.sharding import dims
 
@@ -38,8 +38,7 @@ def rms_norm_add_rms_norm(
 
     Args:
       x: floating-point array of rank 1 or more, the last axis of which is normalised.
-      residual: the residual stream, of x's shape. Its dtype may be another: kernels want the same, or one of the two
-        float32.
+      residual: the residual stream, of x's shape. Where its dtype is another, kernels want one of the two in float32.
       post_scale: factor of the first norm with the shape of x's last axis, or with axes before it, as for `rms_norm`;
         None is a factor of 1.
       scale: factor of the second norm, likewise.
@@ -47,8 +46,7 @@ def rms_norm_add_rms_norm(
         dtype, the second's y's.
       out_dtype: dtype of y; None is x's, the one that kernels give.
       axis_name: None, or the axes of a mesh over which rows are split, as for `rms_norm`.
-      implementation: None, "native" or "jnp", as for `rms_norm`. Under vmap over a scale the formula runs, and for
-        scales with axes before the last.
+      implementation: as for `rms_norm`. Under vmap over a scale the formula runs, and for scales with leading axes.
 
     Returns:
       (y, new_residual): arrays of x's shape, new_residual of residual's dtype.
@@ -60,24 +58,37 @@ def rms_norm_add_rms_norm(
     Source: Ding et al., CogView, 2021, https://arxiv.org/abs/2105.13290, with RMSNorm: Gemma Team, Gemma 2, 2024,
     https://arxiv.org/abs/2408.00118.
     """
-    name = "rms_norm_add_rms_norm"
-    choice = checks.check_implementation(name, implementation)
-    x = checks.check_x(name, x)
-    residual = checks.check_like_x(name, "residual", residual, x, "added")
-    post_scale = checks.check_weight(name, "post_scale", post_scale, x, (-1,))
-    scale = checks.check_weight(name, "scale", scale, x, (-1,))
+    options = NormOptions(
+        epsilon=epsilon,
+        scale_offset=scale_offset,
+        multiply_before_cast=multiply_before_cast,
+        out_dtype=out_dtype,
+        axis_name=axis_name,
+        implementation=implementation,
+    )
+    norm, operands, chosen = _prepare("rms_norm_add_rms_norm", options, Operands(x, residual, post_scale, scale))
+    y, new_residual = SANDWICH_NORM(norm, operands, chosen)
+    assert new_residual is not None
+    return y, new_residual
+
+
+def _prepare(name: str, options: NormOptions, arrays: Operands) -> tuple[SandwichNorm, Operands, Implementation | None]:
+    """The checked arguments: what is static, the operands, and the chosen implementation."""
+    choice = checks.check_implementation(name, options.implementation)
+    x = checks.check_x(name, arrays.x)
+    residual = checks.check_like_x(name, "residual", arrays.residual, x, "added")
+    post_scale = checks.check_weight(name, "post_scale", arrays.post_scale, x, (-1,))
+    scale = checks.check_weight(name, "scale", arrays.scale, x, (-1,))
     operands = Operands(x, residual, post_scale, scale)
-    out_dtype = checks.check_out_dtype(name, out_dtype, x)
+    out_dtype = checks.check_out_dtype(name, options.out_dtype, x)
     norm = SandwichNorm(
-        epsilon=checks.check_epsilon(name, epsilon),
-        scale_offset=checks.check_scale_offset(name, scale_offset),
-        multiply_before_cast=checks.check_flag(name, "multiply_before_cast", multiply_before_cast),
+        epsilon=checks.check_epsilon(name, options.epsilon),
+        scale_offset=checks.check_scale_offset(name, options.scale_offset),
+        multiply_before_cast=checks.check_flag(name, "multiply_before_cast", options.multiply_before_cast),
         compute_dtype=dims.wide_dtype([out_dtype, *(array.dtype for array in operands if array is not None)]),
         out_dtype=out_dtype,
         residual_dtype=residual.dtype,
         native_for=choice.native_for(name),
-        shards=checks.check_axis_name(name, axis_name),
+        shards=checks.check_axis_name(name, options.axis_name),
     )
-    y, new_residual = SANDWICH_NORM(norm, operands, choice.implementation)
-    assert new_residual is not None
-    return y, new_residual
+    return norm, operands, choice.implementation
