@@ -51,6 +51,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "plans: launch plans, which need no GPU; where jaxnorm is built with CUDA")
     config.addinivalue_line("markers", "emulated: CUDA kernels on the host; where there is a CUDA compiler")
     config.addinivalue_line("markers", "xdist_group(name): on one worker")  # where xdist is not installed
+    config.addinivalue_line("markers", "build: settings of the build; where there is CMake")
     config.addinivalue_line("markers", "several: spread over devices; where there are several")
     config.addinivalue_line("markers", "gpu: about what only the CUDA kernels have; on a GPU")
     config.addinivalue_line("markers", "large: arrays of more than 2**31 elements; on a GPU, or with --large")
@@ -78,6 +79,7 @@ def pytest_collection_modifyitems(config, items):
         "kernels": is_platform_with_kernels(),
         "plans": is_built("gpu"),
         "emulated": shutil.which("nvcc") is not None,
+        "build": shutil.which("cmake") is not None,
         "several": jax.device_count() > 1,
         "gpu": on_gpu,
         "large": on_gpu or config.getoption("--large"),

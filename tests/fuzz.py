@@ -9,6 +9,7 @@ formula's own results, in the same dtypes and the same program, do.
 """
 
 import argparse
+import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,8 +27,7 @@ import numpy as np
 from cases import ADDS, DTYPES, NORMS
 from jax import lax
 from op import Op, Size
-from ops import ADDED, GATED, GROUPED, PADDED, PER_HEAD, QUANTIZED, QUANTIZED_SUMS
-from ops import NORMS as PLAIN
+from ops import OPS
 from quantizing import GRANULARITIES, LARGEST, static_scale_of
 from tolerances import DSCALE, DX
 
@@ -37,8 +37,14 @@ from jaxnorm import Quantization
 SLACK = 4
 # Around whole vectors, warps and blocks, and what lies between.
 COLS = (3, 4, 5, 7, 8, 12, 17, 24, 31, 33, 64, 65, 100, 127, 128, 129, 257, 384, 1000, 1021)
-KINDS_OF_OPS = (PLAIN, PER_HEAD, ADDED, PADDED, GATED, GROUPED, QUANTIZED, QUANTIZED_SUMS)
-QUANTISED = (*QUANTIZED, *QUANTIZED_SUMS)
+
+
+def _alike(op: Op) -> tuple[Any, ...]:
+    """What ops of one kind share, whatever the norm, the activation or the dtype is."""
+    return op.forward.replace(op.kind, ""), op.arrays, len(op.small.weights), *op.small.options
+
+
+KINDS_OF_OPS = [list(alike) for _, alike in itertools.groupby(sorted(OPS, key=_alike), _alike)]
 
 
 def _arrays(function: Callable) -> Callable:
@@ -221,7 +227,7 @@ def complaints(example: Example) -> list[str]:
     args = example.args()
     run = partial(_run, args)
     ours, theirs = run(example.program(example.op.differentiable)), run(_reference(example))
-    if example.op in QUANTISED:
+    if _is_quantised(example.op):
         exact = [np.asarray(a, np.float64) for a in theirs]
     else:
         with jax.enable_x64(True):
@@ -240,7 +246,7 @@ def _run(args: list[Any], program: Callable) -> list[Any]:
 
 
 def _reference(example: Example) -> Callable:
-    if example.op not in QUANTISED:
+    if not _is_quantised(example.op):
         return example.program(example.op.differentiable, implementation="jnp")
     return example.program(partial(_dequantized, example.op))
 
@@ -263,6 +269,10 @@ def _dequantized(op: Op, *args: Any) -> tuple[Any, ...]:
     return v + lax.stop_gradient(exact - v), *total
 
 
+def _is_quantised(op: Op) -> bool:
+    return "quantized" in op.forward
+
+
 def _law(example: Example, result: np.ndarray) -> float:
     """The relative error that the laws allow where all is rounded to the narrowest of its dtypes.
 
@@ -270,7 +280,7 @@ def _law(example: Example, result: np.ndarray) -> float:
     what a quantised norm is compared with has as much itself.
     """
     law = max(law[dtype] for law in (DX, DSCALE) for dtype in (result.dtype.name, *example.dtypes))
-    return 2 * law if example.op in QUANTISED else law
+    return 2 * law if _is_quantised(example.op) else law
 
 
 def _error(ours: np.ndarray, theirs: np.ndarray, exact: np.ndarray, law: float) -> float:
