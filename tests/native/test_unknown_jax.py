@@ -9,12 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from coverage import in_full
 from formulas import norm as formula
 from internals import compat, private
 
 import jaxnorm
 
-pytestmark = pytest.mark.jax_version
+# One worker runs the program for all of them.
+pytestmark = [pytest.mark.jax_version, pytest.mark.xdist_group("unknown jax")]
 
 # jaxnorm, imported in this process once more, without each name that is given in turn.
 PROGRAM = """
@@ -81,7 +83,11 @@ def there(module, names):
 
 GONE = [
     *([module] for module in ("jax._src.checkify", "jax._src.custom_partitioning_sharding_rule")),
-    *([module, *there(module, names)] for module, all_of in private.NAMES.items() for names in all_of),
+    *(
+        [module, *there(module, names)]
+        for module, (first, *others) in private.NAMES.items()
+        for names in (first, *in_full(*others))
+    ),
 ]
 
 
