@@ -44,7 +44,13 @@ def _alike(op: Op) -> tuple[Any, ...]:
     return op.forward.replace(op.kind, ""), op.arrays, len(op.small.weights), *op.small.options
 
 
-KINDS_OF_OPS = [list(alike) for _, alike in itertools.groupby(sorted(OPS, key=_alike), _alike)]
+def _is_quantised(op: Op) -> bool:
+    return "quantized" in op.forward
+
+
+# XLA's code for GPUs rounds to 8 bits in its own way: there quantised norms have their exact tests alone.
+FUZZED = [op for op in OPS if not (_is_quantised(op) and jax.default_backend() == "gpu")]
+KINDS_OF_OPS = [list(alike) for _, alike in itertools.groupby(sorted(FUZZED, key=_alike), _alike)]
 
 
 def _arrays(function: Callable) -> Callable:
@@ -267,10 +273,6 @@ def _dequantized(op: Op, *args: Any) -> tuple[Any, ...]:
     values = jnp.round(values) if to == "int8" else values.astype(to)
     exact = (values.astype(jnp.float32) * scale).reshape(v.shape)
     return v + lax.stop_gradient(exact - v), *total
-
-
-def _is_quantised(op: Op) -> bool:
-    return "quantized" in op.forward
 
 
 def _law(example: Example, result: np.ndarray) -> float:

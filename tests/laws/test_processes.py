@@ -28,7 +28,8 @@ rows, features = {"rows": (("a", "b"), None), "features": (None, ("a", "b")), "b
 
 random = np.random.default_rng(0)
 x, scale, bias = (random.normal(size=size).astype(np.float32) for size in ((8, 64), 64, 64))
-step = jax.jit(jax.value_and_grad(lambda *args: jnp.sin(getattr(jaxnorm, name)(*args)).sum(), (0, 1, 2)))
+norm = getattr(jaxnorm, name)
+step = jax.jit(jax.value_and_grad(lambda x, scale, bias: jnp.sin(norm(x, scale, bias=bias)).sum(), (0, 1, 2)))
 
 def place(array, *spec):
     return jax.make_array_from_callback(array.shape, NamedSharding(mesh, P(*spec)), lambda part: array[part])

@@ -117,9 +117,15 @@ def test_every_rounding_is_exact(kind, to, implementation):
     operands, options = (x((1, numbers.size)), scale, bias), {"epsilon": 0.0 if kind == "rms" else 1.0}
     quantization = Quantization(to, "tensor")
 
-    def function(*args):
+    def function(x, scale, bias):
         return QUANTIZED[kind](
-            *args, quantization=quantization, static_scale=1.0, implementation=implementation, **options
+            x,
+            scale,
+            bias=bias,
+            quantization=quantization,
+            static_scale=1.0,
+            implementation=implementation,
+            **options,
         )
 
     y = plain(kind, implementation, **options)(*operands)
