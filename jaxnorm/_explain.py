@@ -10,12 +10,12 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from jaxnorm.native import compat, ffi
+from jaxnorm.native import compat, ffi, source
 from jaxnorm.primitive import fallback, reasons
 from jaxnorm.primitive.op import AnyOp, Record, RowSpec, functions
 from jaxnorm.primitive.rules import RULES, Rules, leaves_of
 
-_Key = tuple[compat.Line | None, AnyOp, RowSpec, Record, str]  # a line, an op, its spec, its operands, a direction
+_Key = tuple[source.Line | None, AnyOp, RowSpec, Record, str]  # a line, an op, its spec, its operands, a direction
 DIRECTIONS = {"forward": "forward", "linear": "tangent", "backward": "backward"}
 # A part of the key by which JAX caches what it has traced: a new value has all of a program traced anew.
 _run = jax.make_user_context(None)
@@ -46,7 +46,7 @@ class Norm:
 
     def on(self, platform: str) -> Runs:
         """What runs on one of the platforms."""
-        return next(runs for runs in self.runs if runs.platform == platform)
+        return {runs.platform: runs for runs in self.runs}[platform]
 
 
 class Explanation(tuple[Norm, ...]):
@@ -124,7 +124,7 @@ def _bound(jaxpr: Any) -> Iterator[_Key]:
         rule: Rules | None = RULES.get(equation.primitive)
         if rule is not None:
             operands = rule.named_operands(equation.params["tree"], [var.aval for var in equation.invars])
-            line = compat.line_of_user(equation.source_info.traceback)
+            line = source.line_of_user(equation.source_info.traceback)
             yield line, rule.op, equation.params["spec"], _types(operands), rule.direction
         for inner in _jaxprs(equation.params.values()):
             yield from _bound(inner)
