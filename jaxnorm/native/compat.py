@@ -25,7 +25,7 @@ xla_bridge = private.module("jax._src.xla_bridge")
 # It is done without where it is gone.
 export = private.module("jax._src.export._export")
 
-# Why no primitive may be bound here; None where JAX has every name.
+# Why no kernel may be called here; None where JAX has every name.
 UNKNOWN = private.why_unknown()
 
 # The name of the axis of all devices in a program of `program_of_a_device`.
@@ -34,7 +34,9 @@ ALL_DEVICES = "devices"
 
 def run_eagerly(primitive: Primitive) -> None:
     """Let primitive be called outside jit: JAX compiles it alone. No public name does that for a new primitive."""
-    if not UNKNOWN:
+    if UNKNOWN:
+        primitive.def_impl(lambda *operands, **params: jax.jit(partial(primitive.bind, **params))(*operands))
+    else:
         primitive.def_impl(partial(dispatch.apply_primitive, primitive))
 
 
