@@ -40,7 +40,7 @@ def register(
                 if spec.native_for and reason is not None:
                     raise reasons.cannot_compile(spec.native_for, platform, reason)
                 if native is not None and reason is not None:
-                    fallback.lowered(primitive.name, platform, reason, ctx.traceback)
+                    fallback.lowered(primitive.name, platform, reason, getattr(ctx, "traceback", None))
                 return lower_formula(ctx, *operands, spec=spec, **params)
             if compat.is_split_by_xla(ctx):
                 return partition.lower(platform, primitive, ctx, *operands, spec=spec, **params)
