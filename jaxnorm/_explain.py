@@ -11,13 +11,13 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from jaxnorm.native import compat, ffi
+from jaxnorm.native import compat, ffi, source
 from jaxnorm.primitive import fallback, reasons
 from jaxnorm.primitive.op import AnyOp, Record, RowSpec, Way, functions
 from jaxnorm.primitive.rules import RULES, Rules, leaves_of
 
 _Why = Callable[[str], str | None]  # why the formula runs on a platform, as far as that is not a reason for all
-_Key = tuple[compat.Line | None, AnyOp, RowSpec, Record, str]  # a line, an op, its spec, its operands, a direction
+_Key = tuple[source.Line | None, AnyOp, RowSpec, Record, str]  # a line, an op, its spec, its operands, a direction
 DIRECTIONS = {"forward": "forward", "linear": "tangent", "backward": "backward"}
 # A part of the key by which JAX caches what it has traced: a new value has all of a program traced anew.
 _run = jax.make_user_context(None)
@@ -48,7 +48,7 @@ class Norm:
 
     def on(self, platform: str) -> Runs:
         """What runs on one of the platforms."""
-        return next(runs for runs in self.runs if runs.platform == platform)
+        return {runs.platform: runs for runs in self.runs}[platform]
 
 
 class Explanation(tuple[Norm, ...]):
@@ -135,7 +135,7 @@ def _bound(jaxpr: Any) -> Iterator[tuple[_Key, _Why]]:
         if rule is not None:
             types = [var.aval for var in equation.invars]
             operands = _types(rule.named_operands(equation.params["tree"], types))
-            line = compat.line_of_user(equation.source_info.traceback)
+            line = source.line_of_user(equation.source_info.traceback)
             yield (line, rule.op, equation.params["spec"], operands, rule.direction), _why(rule, types, equation.params)
         for inner in _jaxprs(equation.params.values()):
             yield from _bound(inner)

@@ -1,11 +1,7 @@
 """Every private name of JAX that jaxnorm uses, each with its reason; the file to read when a JAX release breaks one."""
 
-import contextlib
-import functools
-import importlib.util
 import itertools
 import math
-import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,11 +22,10 @@ mlir = private.module("jax._src.interpreters.mlir")
 sharding_impls = private.module("jax._src.sharding_impls")
 sharding_rule = private.module("jax._src.custom_partitioning_sharding_rule")
 xla_bridge = private.module("jax._src.xla_bridge")
-# It is done without where these are gone.
+# It is done without where it is gone.
 export = private.module("jax._src.export._export")
-source_info = private.module("jax._src.source_info_util")
 
-# Why no primitive may be bound here; None where JAX has every name.
+# Why no kernel may be called here; None where JAX has every name.
 UNKNOWN = private.why_unknown()
 
 # The name of the axis of all devices in a program of `program_of_a_device`.
@@ -95,43 +90,6 @@ def default_platform() -> str:
     """The default backend as lowering rules name it: `jax.default_backend` says "gpu" for CUDA and ROCm alike."""
     backend = jax.default_backend()
     return backend if UNKNOWN else str(xla_bridge.canonicalize_platform(backend))
-
-
-class Line(NamedTuple):
-    """A line of a program."""
-
-    file: str
-    number: int
-    function: str
-
-
-def line_of_user(traceback: Any = None) -> Line | None:
-    """The innermost line that is not of JAX or jaxnorm, and if there is such a one not of Flax, of what is traced now.
-
-    Or of an equation. A transformed one has the traceback of the one that was there before; it ends where `jax.jit` is
-    called.
-    """
-    if traceback is None:
-        current: Any = getattr(source_info, "current", None)
-        traceback = None if current is None else current().traceback
-    frames = getattr(traceback, "frames", ())
-    internals, flax = _not_users()
-    lines = [Line(frame.file_name, frame.line_num, frame.function_name) for frame in frames]
-    outside = [line for line in lines if not line.file.startswith(internals)]
-    return next((line for line in outside if not line.file.startswith(flax)), outside[0] if outside else None)
-
-
-@functools.cache
-def _not_users() -> tuple[tuple[str, ...], str]:
-    """What no user wrote: where the files of JAX, jaxnorm and what calls modules begin, and where those of Flax do."""
-
-    def directory(package: str) -> str:
-        spec = importlib.util.find_spec(package)
-        return os.path.join(os.path.dirname(str(spec.origin)), "") if spec else "no Flax"
-
-    flax = directory("flax")
-    packages = map(directory, ("jax", "jaxlib", "jaxnorm"))
-    return (*packages, contextlib.__file__, f"{flax}linen/module.py"), flax
 
 
 def awaits_reduction(aval: Any) -> bool:

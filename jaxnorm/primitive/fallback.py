@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from jaxnorm.native import compat, ffi
-from jaxnorm.native.compat import Line
+from jaxnorm.native.source import Line, line_of_user
 
 VARIABLE = "JAXNORM_WARN_FALLBACK"
 ASKED_FOR = "the formula is asked for"
@@ -53,7 +53,7 @@ def traced(op: Any, spec: Any, operands: Any, direction: str, why: Callable[[], 
     """Tells of a call whose formula is traced, and no primitive; `operands` are its arrays or their types."""
     if not _warns and not _local.listeners:
         return
-    formula = Formula(op, spec, operands, direction, why(), compat.line_of_user())
+    formula = Formula(op, spec, operands, direction, why(), line_of_user())
     for listener in _local.listeners:
         listener(formula)
     expects_kernel = op.native is not None and spec.shards is None and formula.reason != ASKED_FOR
@@ -68,7 +68,7 @@ def lowered(primitive: str, platform: str, reason: str, traceback: Any) -> None:
             _told.add(reason)
             warnings.warn(f"jaxnorm runs its norms in jax.numpy on {platform}: {reason}.", stacklevel=2)
     elif platform in ffi.PLATFORMS:
-        _warn(primitive.removeprefix("jaxnorm_"), f"on {platform}", reason, compat.line_of_user(traceback))
+        _warn(primitive.removeprefix("jaxnorm_"), f"on {platform}", reason, line_of_user(traceback))
 
 
 def _warn(op: str, which: str, reason: str, line: Line | None) -> None:

@@ -50,7 +50,7 @@ def register(
                 if spec.native_for and reason is not None:
                     raise reasons.cannot_compile(spec.native_for, platform, reason)
                 if native is not None and reason is not None:
-                    fallback.lowered(primitive.name, platform, reason, ctx.traceback)
+                    fallback.lowered(primitive.name, platform, reason, getattr(ctx, "traceback", None))
                 return lower_formula(ctx, *operands, spec=spec, **params)
             if slower and slower(platform, *ctx.avals_in, spec=spec, **params):
                 return lower_formula(ctx, *operands, spec=spec, **params)

@@ -158,7 +158,7 @@ class Rules:
     def named_operands(self, tree: Any, leaves: Sequence[Any]) -> Record:
         """The operands among these values, or what a derivative reads in their place."""
         records = self._operands(tree, leaves)
-        return records if self.direction == "forward" else next(r for r in records if hasattr(r, "stats"))
+        return records if self.direction == "forward" else records[self.direction == "backward"]
 
     @abstractmethod
     def _operands(self, tree: Any, values: Any) -> Any:

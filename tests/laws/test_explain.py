@@ -21,6 +21,8 @@ import jaxnorm
 from jaxnorm import linen as jaxnorm_linen
 from jaxnorm import nnx as jaxnorm_nnx
 
+pytestmark = pytest.mark.jax_version
+
 HERE = Path(__file__).name
 X, SCALE = jnp.ones((4, 8)), jnp.ones(8)
 HALF = X.astype("float16")
@@ -199,6 +201,7 @@ def test_the_command(tmp_path):
     printed = run(tmp_path, "-m", "jaxnorm.info", "--explain", "program:step").stdout
     assert "program.py:5" in printed
     assert "not the trailing axes" in printed
+    assert "write module:function" in run(tmp_path, "-m", "jaxnorm.info", "--explain", "program").stderr
     row, *_ = json.loads(run(tmp_path, "-m", "jaxnorm.info", "--json", "--explain", "program:step").stdout)
     assert (row["name"], row["runs"][0]["implementation"]) == ("rms_norm", "formula")
 
