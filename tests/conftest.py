@@ -21,6 +21,7 @@ from coverage import set_tier
 from hypothesis import settings
 from internals import run_every_kernel
 from native import description, is_built, is_platform_with_kernels, why_not_native
+from toys import ARE_BUILT
 
 import jaxnorm
 
@@ -50,6 +51,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "kernels: calls the handlers themselves; on a platform that has them")
     config.addinivalue_line("markers", "plans: launch plans, which need no GPU; where jaxnorm is built with CUDA")
     config.addinivalue_line("markers", "emulated: CUDA kernels on the host; where there is a CUDA compiler")
+    config.addinivalue_line("markers", "toys: native parts of the toy ops; on the CPU, where there is a C++ compiler")
     config.addinivalue_line("markers", "xdist_group(name): on one worker")  # where xdist is not installed
     config.addinivalue_line("markers", "build: settings of the build; where there is CMake")
     config.addinivalue_line("markers", "several: spread over devices; where there are several")
@@ -79,6 +81,7 @@ def pytest_collection_modifyitems(config, items):
         "kernels": is_platform_with_kernels(),
         "plans": is_built("gpu"),
         "emulated": shutil.which("nvcc") is not None,
+        "toys": ARE_BUILT,
         "build": shutil.which("cmake") is not None,
         "several": jax.device_count() > 1,
         "gpu": on_gpu,

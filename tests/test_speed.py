@@ -32,7 +32,7 @@ def native_ways(function, dtype, cols, platform="cuda", arrays=1, **options):
 
 
 rms, layer = partial(jaxnorm.rms_norm), partial(jaxnorm.layer_norm)
-add = partial(jaxnorm.add_rms_norm)
+add, add_layer = partial(jaxnorm.add_rms_norm), partial(jaxnorm.add_layer_norm)
 gated = partial(jaxnorm.gated_rms_norm, gate_first=True)
 
 
@@ -52,7 +52,9 @@ gated = partial(jaxnorm.gated_rms_norm, gate_first=True)
         (add, 2, "bfloat16", 1153, set()),
         (add, 2, "bfloat16", 4097, {"fwd"}),
         (add, 2, "float32", 1153, {"fwd"}),
-        (add, 2, "float32", 300_007, {"bwd"}),
+        (add, 2, "float32", 300_007, {"fwd", "bwd"}),
+        (add_layer, 2, "float32", 1153, {"fwd", "bwd"}),
+        (add_layer, 2, "float32", 4097, {"fwd"}),
         (gated, 2, "bfloat16", 4096, {"fwd", "bwd"}),
         (gated, 2, "float32", 1153, set()),
     ],

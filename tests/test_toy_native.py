@@ -4,12 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toys import COMPILER, load
+from toys import load
 
-pytestmark = [
-    pytest.mark.skipif(jax.default_backend() != "cpu", reason="handlers of the CPU"),
-    pytest.mark.skipif(COMPILER is None, reason="no C++ compiler"),
-]
+# One worker builds them for all.
+pytestmark = [pytest.mark.toys, pytest.mark.xdist_group("toys")]
 
 
 @pytest.fixture(scope="module")

@@ -11,17 +11,17 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from toy.l2_norm import NATIVE, l2_norm
-from toys import COMPILER, load
+from toys import ARE_BUILT, load
 
 import jaxnorm
 
 X = draw_x((8, 3, 40))
-HAS_KERNELS = jax.default_backend() == "cpu" and COMPILER is not None
+pytestmark = [pytest.mark.jax_version, pytest.mark.xdist_group("toy op")]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
-    if HAS_KERNELS:
+    if ARE_BUILT:
         load("l2_norm_cpu", "l2_norm_fwd", "l2_norm_bwd")
 
 
@@ -116,7 +116,7 @@ def test_errors_are_those_of_every_op():
         l2_norm(jnp.arange(4))
 
 
-@pytest.mark.skipif(not HAS_KERNELS, reason="the kernels are built for the CPU alone")
+@pytest.mark.toys
 def test_a_gradient_is_one_native_call_each_way():
     text = jax.jit(jax.grad(loss_of(partial(l2_norm, implementation="native")))).lower(X).compile().as_text()
     assert [text.count(f'custom_call_target="{target}"') for target in NATIVE.targets] == [1, 1]

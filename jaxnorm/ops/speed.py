@@ -22,15 +22,18 @@ def any_kernel(_: RowSpec, rows: CallRows) -> str | None:
     return None if vectors_divide(rows) else _why(rows, "rows")
 
 
-def norm(_: Norm, rows: CallRows) -> str | None:
+def norm(norm: Norm, rows: CallRows) -> str | None:
     if vectors_divide(rows):
         return None
-    if rows.adds and rows.way == "backward":
-        return _why(rows, f"the gradient of sums of up to {LONGEST} columns") if rows.cols <= LONGEST else None
-    if rows.cols > LONGEST:
+    if rows.way == "backward":
+        first, last = (1, LONGEST) if norm.kind == "rms" else (2049, 2**14)
+        loses = first <= rows.cols <= last if rows.adds else rows.cols > LONGEST
+        which = "the gradient of a sum" if rows.adds else f"rows of more than {LONGEST} columns"
+        return _why(rows, which) if loses else None
+    if rows.cols > LONGEST and not rows.adds:
         return _why(rows, f"rows of more than {LONGEST} columns")
-    first = 0 if rows.adds else 1025
-    if rows.way == "forward" and rows.dtype.itemsize == 2 and first <= rows.cols < 4096:
+    first = 1 if rows.adds else 1025
+    if rows.dtype.itemsize == 2 and first <= rows.cols < 4096:
         return _why(rows, f"half types in rows of {first} to 4095 columns")
     return None
 

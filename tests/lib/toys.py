@@ -11,6 +11,7 @@ import jax
 
 TESTS = Path(__file__).parents[1]
 COMPILER = shutil.which("g++")
+ARE_BUILT = jax.default_backend() == "cpu" and COMPILER is not None
 # As the package's kernels are compiled, for the baseline instruction set. Symbols are hidden, or one library's table
 # would stand for another's of the same name. No op calls all functions of the headers.
 LIBRARY = ["-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden"]
