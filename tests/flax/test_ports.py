@@ -11,7 +11,7 @@ from coverage import in_full
 from native import native_calls
 
 PORTS = Path(__file__).parents[2] / "examples/ports"
-sys.path.append(str(PORTS))  # as for a program that is run there
+sys.path.insert(0, str(PORTS))  # as for a program that is run there
 
 from compare import compare, difference, results  # noqa: E402
 
