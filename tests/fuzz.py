@@ -48,9 +48,7 @@ def _is_quantised(op: Op) -> bool:
     return "quantized" in op.forward
 
 
-# XLA's code for GPUs rounds to 8 bits in its own way: there quantised norms have their exact tests alone.
-FUZZED = [op for op in OPS if not (_is_quantised(op) and jax.default_backend() == "gpu")]
-KINDS_OF_OPS = [list(alike) for _, alike in itertools.groupby(sorted(FUZZED, key=_alike), _alike)]
+KINDS_OF_OPS = [list(alike) for _, alike in itertools.groupby(sorted(OPS, key=_alike), _alike)]
 
 
 def _arrays(function: Callable) -> Callable:

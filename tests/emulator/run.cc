@@ -21,8 +21,10 @@ using namespace jaxnorm::cuda;
 
 int failures = 0;
 
-// `offset`: of each array, in elements, so that it is aligned to them and to nothing more.
-void test(Kind kind, Dtype x_dtype, Dtype dtype, Dtype weights, int64_t rows, int64_t cols, int64_t offset) {
+// `offset`: of each array, in elements, so that it is aligned to them and to nothing more. A case that is not chosen
+// draws its numbers all the same, so that those of others are the same in each tier.
+void test(Kind kind, Dtype x_dtype, Dtype dtype, Dtype weights, int64_t rows, int64_t cols, int64_t offset,
+          bool is_chosen = true) {
   const auto name_of = [](Dtype dtype) { return dtype == Dtype::f32 ? "f32" : "bf16"; };
   const auto expect = [&](bool holds, const char* what) {
     if (holds) return;
@@ -36,6 +38,7 @@ void test(Kind kind, Dtype x_dtype, Dtype dtype, Dtype weights, int64_t rows, in
   const auto x = Array::normal(x_dtype, elements, offset), residual = Array::normal(dtype, elements, offset);
   const auto dy = Array::normal(x_dtype, elements, offset), dsum = Array::normal(dtype, elements, offset);
   const auto scale = Array::normal(weights, cols, offset), bias = Array::normal(weights, cols, offset);
+  if (!is_chosen) return;
   Array sum(dtype, elements, offset);
   for (int64_t i = 0; i < elements; ++i) sum.set(i, x[i] + residual[i]);
   const Exact exact(layer, rows, cols, sum, scale, 0.5, bias, dy, dsum);
@@ -74,14 +77,14 @@ void test(Kind kind, Dtype x_dtype, Dtype dtype, Dtype weights, int64_t rows, in
   run_backward(dx, dscale, dbias, "backward");
   expect(cols == 1 || dx.error(exact.dx) < tolerance, "dx");  // of one column it is next to nothing
   expect(cols == 1 || dscale.error(exact.dscale) < 5e-6, "dscale");
-  expect(!layer || cols == 1 || dbias.error(exact.dbias) < 5e-6, "dbias");  // that of one may cancel, too
+  expect(!layer || dbias.error(exact.dbias) < 5e-6, "dbias");
 
   Array dx_and_dsum(dtype, elements, offset), same_dscale(Dtype::f32, cols), same_dbias(Dtype::f32, cols);
   b.dsum = dsum;
   run_backward(dx_and_dsum, same_dscale, same_dbias, "backward with dsum");
   expect(cols == 1 || dx_and_dsum.error(exact.dx_and_dsum) < tolerance, "dx + dsum");
   expect(cols == 1 || same_dscale.error(exact.dscale) < 5e-6, "dscale beside dsum");
-  expect(!layer || cols == 1 || same_dbias.error(exact.dbias) < 5e-6, "dbias beside dsum");
+  expect(!layer || same_dbias.error(exact.dbias) < 5e-6, "dbias beside dsum");
   // Where blocks have as many rows as without.
   const Plan plan = make_plan(Op::backward, kind, dtype, cols, kMaxCluster);
   if (beside_extra_operand(plan).rows_per_block == plan.rows_per_block)
@@ -100,7 +103,7 @@ void test(Kind kind, Dtype x_dtype, Dtype dtype, Dtype weights, int64_t rows, in
     emulator::multiprocessors = 8;
     expect(same_dx == (w.dsum ? dx_and_dsum : dx), "dx beside what else is wanted");
     expect(w.dsum || !w.dscale || same_dscale == dscale, "dscale beside what else is wanted");
-    expect(!w.dbias || cols == 1 || same_dbias.error(exact.dbias) < 5e-6, "dbias beside what else is wanted");
+    expect(!w.dbias || same_dbias.error(exact.dbias) < 5e-6, "dbias beside what else is wanted");
     expect(w.dsum || !w.dbias || !layer || same_dbias == dbias, "dbias' bits beside what else is wanted");
   }
   b.dbias = {};
@@ -125,7 +128,7 @@ void test_all(int64_t rows, int64_t cols, int64_t offset = 0) {
   tier.begin_shape();
   for (const Kind kind : {Kind::rms, Kind::layer})
     for (const auto& [x, residual, weights] : combinations)
-      if (tier.takes()) test(kind, x, residual, weights, rows, cols, offset);
+      test(kind, x, residual, weights, rows, cols, offset, tier.takes());
 }
 
 }  // namespace

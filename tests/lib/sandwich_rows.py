@@ -86,9 +86,8 @@ def sandwich():
         exact_gradients=exact_gradients,
         unfused=unfused,
         unfused_with_gradients=unfused_by_two_calls,
-        # Where x is narrower than the residual, two calls round once more in between. Where it is wider they make the
-        # cotangent in between x's type, and CUDA kernels sum rows that vectors do not divide in another order then.
-        gradient_dtypes=PAIRS[:3],
+        # Where x is narrower than the residual, two calls round once more in between.
+        gradient_dtypes=(*PAIRS[:3], PAIRS[5]),
         small=rows(6, 10),
         # No whole vector, several rows at once, with and without a rest, each of the regimes; more rows than a thread
         # or a task takes; beyond every cache, where results may go past it.

@@ -231,9 +231,9 @@ def test_a_product_with_the_hessian_in_a_while_loop(kind, implementation, produc
 def test_one_native_call_each_way(kind, structure, given):
     args, _, _ = draw_state("residual" in given, smooth=False)
     layer = layer_of(kind, INT8, smooth=None, implementation=None, reference=False)
-    # As lowered: XLA may run a loop's first iteration outside of it.
-    text = jax.jit(jax.grad(loss_of(STRUCTURES[structure], layer))).lower(args).as_text()
-    assert count_native_calls(text) == native_calls(kind, quantized=1, bwd=1)
+    lowered = jax.jit(jax.grad(loss_of(STRUCTURES[structure], layer))).lower(args)
+    for text in (lowered.as_text(), lowered.compile().as_text()):
+        assert count_native_calls(text) == native_calls(kind, quantized=1, bwd=1)
 
 
 @cover(kind=KINDS, implementation=[None, "jnp"])
