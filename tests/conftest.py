@@ -37,6 +37,7 @@ def pytest_addoption(parser):
         help="run all combinations of factors, not only each pair of values; the default on a GPU",
     )
     parser.addoption("--once", action="store_true", help="run each value of a factor once, not each pair of values")
+    parser.addoption("--each", action="store_true", help="run the laws for one op of each kind only")
     parser.addoption("--seconds", type=float, default=40, help="for how long the fuzzer runs with --full")
     parser.addoption("--large", action="store_true", help="run the tests marked large on CPU too (30 GiB of memory)")
 
@@ -46,7 +47,7 @@ def pytest_configure(config):
     full = config.getoption("--full")
     if full is None:
         full = jax.default_backend() == "gpu"
-    set_tier("once" if config.getoption("--once") else "full" if full else "pairs")
+    set_tier("once" if config.getoption("--once") else "full" if full else "pairs", each=config.getoption("--each"))
     config.addinivalue_line("markers", "jax_version: depends on JAX's version: the tests of another Python")
     config.addinivalue_line("markers", "kernels: calls the handlers themselves; on a platform that has them")
     config.addinivalue_line("markers", "plans: launch plans, which need no GPU; where jaxnorm is built with CUDA")

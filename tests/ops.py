@@ -4,6 +4,7 @@ A new op is a new row: what it computes and by which formula, its operands and s
 """
 
 from cases import KINDS
+from coverage import has_each_only
 from gated_rows import gate, grouped
 from gating import MAMBA, QWEN, VARIANTS
 from norm_rows import added, norm, padded, per_head
@@ -27,6 +28,10 @@ QUANTIZED_SUMS = (
     *(quantized_sum(kind, "groups of 128", "float8_e5m2") for kind in KINDS),
 )
 
-OPS = (*NORMS, *PER_HEAD, *ADDED, *PADDED, *GATED, *GROUPED, *SANDWICH, *QUANTIZED, *QUANTIZED_SUMS)
 # One row of each kind of rule, where they do not depend on the norm, the activation or the dtype.
 EACH = (NORMS[1], PER_HEAD[1], ADDED[1], PADDED[1], GATED[1], GROUPED[0], SANDWICH[0], QUANTIZED[1], QUANTIZED_SUMS[1])
+OPS = (
+    EACH
+    if has_each_only()
+    else (*NORMS, *PER_HEAD, *ADDED, *PADDED, *GATED, *GROUPED, *SANDWICH, *QUANTIZED, *QUANTIZED_SUMS)
+)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from coverage import in_full
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -23,8 +24,11 @@ def test_fp8_inference():
     assert re.search(r"differs from the bfloat16 block's by [3-9]\.\d\d %.*streams are the same bits", printed)
 
 
+HOW = {"hidden": ["--split-hidden"], "two processes": ["--processes", "2"], **dict(in_full(("rows", [])))}
+
+
 # On devices that this CPU simulates, by one process and by two. The losses are those of one device.
-@pytest.mark.parametrize("how", [[], ["--split-hidden"], ["--processes", "2"]], ids=["rows", "hidden", "two processes"])
+@pytest.mark.parametrize("how", HOW.values(), ids=HOW)
 def test_train_sharded(how):
     printed = run("train_sharded.py", "--steps", "3", *how, JAX_PLATFORMS="cpu")
     assert float(re.search(r"between the curves: (\S+) in 3 steps", printed)[1]) < 1e-5

@@ -1,4 +1,7 @@
-"""Combinations of factors: each pair of values by default, all with `--full`, each value once with `--once`."""
+"""Combinations of factors: each pair of values by default, all with `--full`, each value once with `--once`.
+
+With `--each` the table of ops has one op of each kind only.
+"""
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
@@ -9,12 +12,18 @@ import pytest
 Named = list[tuple[str, Any]]
 
 _tier = "pairs"
+_each = False
 
 
-def set_tier(tier: Literal["once", "pairs", "full"]) -> None:
+def set_tier(tier: Literal["once", "pairs", "full"], *, each: bool = False) -> None:
     """Before test modules are imported."""
-    global _tier
-    _tier = tier
+    global _tier, _each
+    _tier, _each = tier, each
+
+
+def has_each_only() -> bool:
+    """Whether the table of ops is to have one op of each kind only."""
+    return _each
 
 
 def in_full(*cases: Any) -> tuple[Any, ...]:
