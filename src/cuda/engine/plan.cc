@@ -29,7 +29,7 @@ constexpr Plan forward_plan(const RegimeTable<SIZE>& table, bool centred, Dtype 
     if (regime.divided_only && !is_divided) continue;
     if (regime.vectors == kStreamed) {
       if (regime.blocks > 1 && max_cluster == 1) continue;
-      return {kMaxThreads, kStreamed, 1, std::min(max_cluster, regime.blocks), 0, i};
+      return {regime.block_threads, kStreamed, 1, std::min(max_cluster, regime.blocks), 0, i};
     }
     if (regime.threads > 0) {
       if (row <= int64_t{regime.vectors} * regime.threads)

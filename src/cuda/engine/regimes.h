@@ -123,7 +123,7 @@ template <int BYTES>
 struct CrossEntropyRegimes {
   static constexpr auto kTable = kShortRows<BYTES> + RegimeTable<2>{{
                                                          {kWholeBlock, 4, 1, 256, 256, false},
-                                                         {kWholeBlock, kStreamed, 1, kMaxThreads, kMaxThreads, false},
+                                                         {kWholeBlock, kStreamed, 1, 256, 256, false},
                                                      }};
 };
 

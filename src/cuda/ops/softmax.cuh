@@ -97,6 +97,7 @@ class SoftmaxEpilogue : public RowEpilogue {
 
 template <typename X, bool MASKED>
 struct SoftmaxOp : RowOp<X, SoftmaxStatistics> {
+  using Base = RowOp<X, SoftmaxStatistics>;
   using Params = SoftmaxCall;
   template <typename Tile>
   using Load = LoadLogits<X, Tile, MASKED, false>;
@@ -104,6 +105,10 @@ struct SoftmaxOp : RowOp<X, SoftmaxStatistics> {
   using Epilogue = SoftmaxEpilogue<X, MASKED, Tile>;
   template <typename R, typename Tile>
   using PipelinedEpilogue = SoftmaxEpilogue<X, MASKED, Tile>;
+
+  // Eight vectors and what they are unpacked to take more than the registers with which two blocks fit.
+  template <typename R, Access ACCESS>
+  static constexpr int kRegisters = R::kCluster > 1 && R::kVectors == 8 ? 128 : Base::template kRegisters<R, ACCESS>;
 };
 
 // What is read past a length would be read for nothing, so that rows with a mask never come by way of pipelines.
