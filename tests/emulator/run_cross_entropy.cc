@@ -5,6 +5,7 @@
 //   run_cross_entropy ROWS COLS    one shape
 #include <initializer_list>
 
+#include "cuda/engine/plan.h"
 #include "cuda/ops.h"
 #include "logits.h"
 
@@ -31,6 +32,17 @@ struct Case {
                 soft_cap, rows, cols);
   }
 };
+
+// Whether every row has a plan: of a thread group that holds it, or streams it.
+void test_plans() {
+  for (const Dtype x : {kF32, kBf16})
+    for (int64_t cols = 1; cols < 100'000; ++cols) {
+      const cuda::Plan plan = cuda::make_cross_entropy_plan(x, cols);
+      const int64_t held = int64_t{plan.threads_per_row} * plan.vectors * cuda::vector_of(x);
+      const bool holds = plan.vectors == cuda::kStreamed || held >= cols;
+      Case{x, Masks::none, 1, 0, false, 0, cols}.expect(holds && plan.blocks_per_row == 1, "plan");
+    }
+}
 
 // Labels, of which some name no column.
 std::vector<int32_t> labels_of(const Case& c) {
@@ -138,6 +150,7 @@ int main(int argc, char** argv) {
   if (argc == 3) {
     test_all(std::atoll(argv[1]), std::atoll(argv[2]));
   } else {
+    test_plans();
     for (const int64_t cols : {1, 3, 64, 100, 256, 1000, 1024})
       for (const int64_t rows : {1, 6, 43}) test_all(rows, cols);
     for (const int64_t cols : {2048, 4096, 8192, 9000, 16384, 32000, 50257}) test_all(9, cols);
