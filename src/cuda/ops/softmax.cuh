@@ -106,9 +106,12 @@ struct SoftmaxOp : RowOp<X, SoftmaxStatistics> {
   template <typename R, typename Tile>
   using PipelinedEpilogue = SoftmaxEpilogue<X, MASKED, Tile>;
 
-  // Eight vectors and what they are unpacked to take more than the registers with which two blocks fit.
+  // Eight vectors of blocks of this size, and what they are unpacked to, take more than the registers with which two
+  // blocks fit; f32 only beside a mask.
   template <typename R, Access ACCESS>
-  static constexpr int kRegisters = R::kCluster > 1 && R::kVectors == 8 ? 128 : Base::template kRegisters<R, ACCESS>;
+  static constexpr int kRegisters =
+      R::kVectors == 8 && R::kMost == kMaxThreads && (MASKED || R::kCluster > 1) ? 128
+                                                                                 : Base::template kRegisters<R, ACCESS>;
 };
 
 // What is read past a length would be read for nothing, so that rows with a mask never come by way of pipelines.
