@@ -165,6 +165,39 @@ void run_gated(Dtype dtype, int64_t rows, int64_t cols, int64_t weight_rows, int
   }
 }
 
+// Softmax and log-softmax of rows of attention, and cross-entropy, each without a mask and with one.
+void run_softmax(Dtype dtype, int64_t rows, int64_t cols, int64_t offset) {
+  now = {Kind::rms, dtype, rows, cols};
+  constexpr int64_t queries = 5;
+  const Array x(dtype, rows * cols, offset, true), y(dtype, rows * cols, offset, false);
+  const Array wide(Dtype::f32, rows * cols, offset, false), logsumexp(Dtype::f32, rows, 0, false);
+  const Array label_logit(Dtype::f32, rows, 0, false), total(Dtype::f32, rows, 0, false);
+  const Array where(Dtype::s8, queries * cols, offset, true), lengths(Dtype::f32, queries, 0, true);
+  const Array labels(Dtype::f32, rows, 0, true);
+  check(cudaMemset(labels.get(), 0, (rows - 1) * 4), "cudaMemset");  // but for the last one, which names no column
+  check(cudaMemset(lengths.get(), 0, 4), "cudaMemset");
+  const auto floats = [](const Array& array) { return static_cast<float*>(array.get()); };
+  for (const int masks : {0, 1, 2, 3}) {
+    SoftmaxForward f{};
+    f.rows = rows, f.cols = cols, f.scale = 0.5f, f.x = {x.get(), dtype};
+    if (masks & 1) f.mask.where = static_cast<const uint8_t*>(where.get()), f.mask.where_rows.inner = {queries, 1};
+    if (masks & 2)
+      f.mask.lengths = static_cast<const int32_t*>(lengths.get()), f.mask.lengths_rows.inner = {queries, 1};
+    f.log = masks % 3 == 0, f.logsumexp = f.log ? floats(logsumexp) : nullptr;
+    f.y = {y.get(), dtype};
+    finish(jaxnorm::cuda::run(f, nullptr), "softmax");
+    f.y = {wide.get(), Dtype::f32};
+    finish(jaxnorm::cuda::run(f, nullptr), "softmax to f32");
+
+    if (masks & 2) continue;
+    CrossEntropyForward c{};
+    c.rows = rows, c.cols = cols, c.scale = 1, c.soft_cap = masks ? 30.0f : 0, c.x = f.x, c.mask = f.mask;
+    c.labels = static_cast<const int32_t*>(labels.get());
+    c.logsumexp = floats(logsumexp), c.label_logit = floats(label_logit), c.total = masks ? floats(total) : nullptr;
+    finish(jaxnorm::cuda::run(c, nullptr), "cross-entropy");
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -175,6 +208,7 @@ int main(int argc, char** argv) {
       if (argc == 5) {
         run(kind, dtype, std::atoll(argv[3]), std::atoll(argv[4]), 0);
         run_quantized(kind, dtype, std::atoll(argv[3]), std::atoll(argv[4]), 0);
+        if (kind == Kind::rms) run_softmax(dtype, std::atoll(argv[3]), std::atoll(argv[4]), 0);
         if (kind == Kind::rms && std::atoll(argv[4]) <= kGatedCols)
           run_gated(dtype, std::atoll(argv[3]), std::atoll(argv[4]), 1, 0);
         continue;
@@ -205,6 +239,10 @@ int main(int argc, char** argv) {
       for (const int64_t cols : {24, 64, 100, 128, 256, 512, 1024, 4096, 5120, 8192, 12288, 16384})
         for (const int64_t weight_rows : {1, 8}) run_gated(dtype, 700, cols, weight_rows, 0);
       for (const int64_t cols : {64, 1024, 4096}) run_gated(dtype, 37, cols, 1, 1);
+      for (const int64_t cols : {1, 24, 64, 100, 256, 512, 1024, 4096, 10000, 16384, 40000, 262144, 300000})
+        for (const int64_t rows : {1, 70}) run_softmax(dtype, rows, cols, 0);
+      for (const int64_t cols : {64, 1024, 4096}) run_softmax(dtype, 37, cols, 1);
+      run_softmax(dtype, 7, 600000, 0);
     }
   std::printf("ran every regime that was asked for\n");
 }

@@ -11,7 +11,10 @@ from coverage import in_full
 HERE = Path(__file__).parent
 EMULATOR, TOY = HERE / "emulator", HERE / "toy"
 SOURCES = HERE.parent / "src"
-OPS = ("norm_grad", "norm", "add_norm", "quantized_norm", "gated_norm_grad", "gated_norm", "sandwich_norm")
+OPS = (
+    *("norm_grad", "norm", "add_norm", "quantized_norm", "gated_norm_grad", "gated_norm", "sandwich_norm"),
+    *("softmax", "cross_entropy"),
+)
 ENGINE = ("cuda/engine/plan.cc", "cuda/engine/grad_schedule.cc", "cuda/engine/partials.cu")
 UNITS = (
     *(f"cuda/ops/{op}_{dtype}.cu" for dtype in ("f32", "bf16") for op in OPS),
@@ -21,10 +24,12 @@ UNITS = (
     "cuda/dispatch.cc",
 )
 # Results and gradients; with per-head weights; with padding; quantised results; gated norms; sandwich norms; sharded
-# rows; workspaces of other sizes than are wanted; whether every plan has a kernel; rows whose squares vanish.
+# rows; workspaces of other sizes than are wanted; whether every plan has a kernel; rows whose squares vanish; softmax;
+# cross-entropy.
 PROGRAMS = (
     *("run", "run_heads", "run_padding", "run_quantized", "run_gated", "run_sandwich"),
     *("run_shards", "run_workspace", "run_plans", "run_extremes"),
+    *("run_softmax", "run_cross_entropy"),
 )
 
 # One worker compiles the kernels for all of these tests, and the group that has the most tests comes first.

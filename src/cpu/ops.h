@@ -3,10 +3,12 @@
 
 #include "cpu/engine/parallel.h"
 #include "ops/add_norm.h"
+#include "ops/cross_entropy.h"
 #include "ops/gated_norm.h"
 #include "ops/norm.h"
 #include "ops/quantized_norm.h"
 #include "ops/sandwich_norm.h"
+#include "ops/softmax.h"
 
 namespace jaxnorm::cpu {
 
@@ -19,6 +21,11 @@ void run(const SandwichNormForward& p, const ParallelFor& parallel_for);
 void run(const NormBackward& p, const ParallelFor& parallel_for);
 void run(const GatedNormBackward& p, const ParallelFor& parallel_for);
 void run(const SandwichNormBackward& p, const ParallelFor& parallel_for);
+void run(const SoftmaxForward& p, const ParallelFor& parallel_for);
+void run(const SoftmaxBackward& p, const ParallelFor& parallel_for);
+void run(const LogSoftmaxBackward& p, const ParallelFor& parallel_for);
+void run(const CrossEntropyForward& p, const ParallelFor& parallel_for);
+void run(const CrossEntropyBackward& p, const ParallelFor& parallel_for);
 
 // The instruction set that this processor's kernels were compiled for: "avx512", "avx2" or "baseline".
 const char* isa();

@@ -75,6 +75,18 @@ cudaError_t run(const SandwichNormForward& p, cudaStream_t stream) {
   return error == cudaSuccess ? run(add_norm_of(p), stream) : error;
 }
 
+// Its rows are those of an RMSNorm: read once, and written.
+cudaError_t run(const SoftmaxForward& p, cudaStream_t stream) {
+  if (p.rows == 0) return cudaSuccess;
+  const Plan plan = make_plan(Op::forward, Kind::rms, p.x.dtype, p.cols, current_device().max_cluster());
+  return with_dtype(p.x.dtype, [&](auto type) { return run_softmax<decltype(type)>(p, plan, stream); });
+}
+
+cudaError_t run(const CrossEntropyForward& p, cudaStream_t stream) {
+  if (p.rows == 0) return cudaSuccess;
+  return with_dtype(p.x.dtype, [&](auto type) { return run_cross_entropy<decltype(type)>(p, stream); });
+}
+
 WorkspaceSize norm_forward_workspace(Kind kind, const WorkspaceQuery& query) {
   return {0, has_tickets(kind, query.dtype, query.cols) ? 1 : 0};
 }

@@ -5,10 +5,12 @@
 #include <cuda_runtime_api.h>
 
 #include "ops/add_norm.h"
+#include "ops/cross_entropy.h"
 #include "ops/gated_norm.h"
 #include "ops/norm_shard.h"
 #include "ops/quantized_norm.h"
 #include "ops/sandwich_norm.h"
+#include "ops/softmax.h"
 
 namespace jaxnorm::cuda {
 
@@ -21,6 +23,11 @@ cudaError_t run(const SandwichNormForward& p, cudaStream_t stream);
 cudaError_t run(const NormBackward& p, cudaStream_t stream);
 cudaError_t run(const GatedNormBackward& p, cudaStream_t stream);
 cudaError_t run(const SandwichNormBackward& p, cudaStream_t stream);
+cudaError_t run(const SoftmaxForward& p, cudaStream_t stream);
+cudaError_t run(const SoftmaxBackward& p, cudaStream_t stream);
+cudaError_t run(const LogSoftmaxBackward& p, cudaStream_t stream);
+cudaError_t run(const CrossEntropyForward& p, cudaStream_t stream);
+cudaError_t run(const CrossEntropyBackward& p, cudaStream_t stream);
 cudaError_t run(const ShardStatistics& p, cudaStream_t stream);
 cudaError_t run(const ShardApply& p, cudaStream_t stream);
 

@@ -3,11 +3,13 @@
 
 #include <tuple>
 
+#include "ffi/cross_entropy.h"
 #include "ffi/gated_norm.h"
 #include "ffi/norm.h"
 #include "ffi/norm_shard.h"
 #include "ffi/quantized_norm.h"
 #include "ffi/sandwich_norm.h"
+#include "ffi/softmax.h"
 #include "ffi/table.h"
 
 namespace jaxnorm {
@@ -28,10 +30,16 @@ inline constexpr std::tuple kOps{
     Row{"jaxnorm_layer_norm_quantized_fwd", read_quantized_norm<Kind::layer>},
     Row{"jaxnorm_gated_rms_norm_fwd", read_gated_norm},
     Row{"jaxnorm_rms_norm_add_rms_norm_fwd", read_sandwich_norm, Workspaces::sandwich_norm},
+    Row{"jaxnorm_softmax_fwd", read_softmax<false>},
+    Row{"jaxnorm_log_softmax_fwd", read_softmax<true>},
+    Row{"jaxnorm_cross_entropy_fwd", read_cross_entropy},
     Row{"jaxnorm_rms_norm_bwd", read_norm_grad<Kind::rms>, Workspaces::norm_grad},
     Row{"jaxnorm_layer_norm_bwd", read_norm_grad<Kind::layer>, Workspaces::norm_grad},
     Row{"jaxnorm_gated_rms_norm_bwd", read_gated_norm_grad, Workspaces::gated_norm_grad},
     Row{"jaxnorm_rms_norm_add_rms_norm_bwd", read_sandwich_norm_grad, Workspaces::sandwich_norm_grad},
+    Row{"jaxnorm_softmax_bwd", read_softmax_grad},
+    Row{"jaxnorm_log_softmax_bwd", read_log_softmax_grad},
+    Row{"jaxnorm_cross_entropy_bwd", read_cross_entropy_grad},
 };
 
 // For rows that are sharded over devices, which no platform but CUDA has.

@@ -70,6 +70,27 @@ class Reader {
     return static_cast<float*>(result(name, shape, Dtype::f32).data);
   }
 
+  // An operand that says which columns count, or names one of each row: its elements are neither floats nor counted on.
+  const int32_t* i32_operand(const char* name, const Shape& shape) {
+    return static_cast<const int32_t*>(plain_operand(name, shape, ffi::S32));
+  }
+
+  // The operand of x's rank that comes next, with a row of `cols` elements for several of x, and which of its rows goes
+  // with which of x. Along each leading axis it is 1 long or as long as x.
+  const void* broadcast_operand(const char* name, const RowShapes& rows, int64_t cols, ffi::DataType type,
+                                BroadcastRows* map) {
+    const auto buffer = operands_.get<ffi::AnyBuffer>(next_operand_);
+    Shape shape = rows.statistics;
+    if (buffer) {
+      if (const auto found = broadcast_rows_of(rows, shape_of(*buffer))) {
+        *map = *found;
+        shape = shape_of(*buffer);
+      }
+    }
+    if (!shape.empty()) shape.back() = cols;
+    return plain_operand(name, shape, type);
+  }
+
   // Scale or bias: the first that comes says which row of the weights goes with which row of x.
   Input weight(const char* name, RowShapes& rows) {
     if (const auto buffer = operands_.get<ffi::AnyBuffer>(next_operand_)) rows.adopt(shape_of(*buffer));
@@ -134,6 +155,20 @@ class Reader {
     }
     fail_missing(name, "results", results_.size());
     return {};
+  }
+
+  const void* plain_operand(const char* name, const Shape& shape, ffi::DataType type) {
+    const auto buffer = operands_.get<ffi::AnyBuffer>(next_operand_++);
+    if (!buffer) {
+      fail_missing(name, "operands", operands_.size());
+      return nullptr;
+    }
+    if (buffer->element_type() != type || shape_of(*buffer) != shape) {
+      std::ostringstream expected;
+      expected << type << text(shape);
+      fail(std::string(name) + " is " + text(*buffer) + ", expected " + expected.str());
+    }
+    return buffer->untyped_data();
   }
 
   // Whether the last result may be the workspace.

@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "ffi/buffers.h"
+#include "ops/mask.h"
 #include "ops/norm.h"
 
 namespace jaxnorm {
@@ -43,6 +44,36 @@ inline std::optional<RowMap> weight_rows_of(const Shape& x, const Shape& weight,
   if (weight_rows.count == 1) return RowMap{};
   weight_rows.inner = std::max<int64_t>(1, weight_rows.inner);
   return weight_rows;
+}
+
+// Which row of an operand of x's rank goes with which row of x, where one axis is a row's: along each of the others it
+// is 1 long or as long as x, and there are at most two runs of axes along which its rows differ. Else nothing.
+inline std::optional<BroadcastRows> broadcast_rows_of(const RowShapes& rows, const Shape& shape) {
+  if (rows.axes != 1 || shape.size() != rows.x.size()) return std::nullopt;
+  BroadcastRows map;
+  RowMap* run = &map.inner;
+  bool is_over = false;    // whether a run has ended
+  int64_t neighbours = 1;  // rows of x for which all axes before are the same
+  for (int64_t axis = static_cast<int64_t>(shape.size()) - 2; axis >= 0; --axis) {
+    const int64_t extent = shape[axis], of_x = rows.x[axis];
+    if (extent != 1 && extent != of_x) return std::nullopt;
+    if (extent != 1) {
+      if (is_over) {
+        if (run == &map.outer) return std::nullopt;
+        run = &map.outer;
+        is_over = false;
+      }
+      if (run->count == 1) run->inner = neighbours;
+      run->count *= extent;
+    } else if (of_x != 1) {
+      is_over = run->count > 1;
+    }
+    neighbours *= of_x;
+  }
+  // Of an array without rows nothing is read.
+  for (RowMap* each : {&map.outer, &map.inner})
+    *each = {std::max<int64_t>(1, each->count), std::max<int64_t>(1, each->inner)};
+  return map;
 }
 
 inline void RowShapes::adopt(const Shape& first_weight) {

@@ -29,7 +29,7 @@ constexpr Plan forward_plan(const RegimeTable<SIZE>& table, bool centred, Dtype 
     if (regime.divided_only && !is_divided) continue;
     if (regime.vectors == kStreamed) {
       if (regime.blocks > 1 && max_cluster == 1) continue;
-      return {kMaxThreads, kStreamed, 1, std::min(max_cluster, regime.blocks), 0, i};
+      return {regime.block_threads, kStreamed, 1, std::min(max_cluster, regime.blocks), 0, i};
     }
     if (regime.threads > 0) {
       if (row <= int64_t{regime.vectors} * regime.threads)
@@ -51,6 +51,8 @@ constexpr Plan forward_plan(const RegimeTable<SIZE>& table, bool centred, Dtype 
 constexpr int64_t longest = int64_t{1} << 50;
 static_assert(forward_plan(ForwardRegimes<2>::kTable, false, Dtype::bf16, longest, 1).entry >= 0);
 static_assert(forward_plan(ForwardRegimes<4>::kTable, true, Dtype::f32, longest, kMaxCluster).entry >= 0);
+static_assert(forward_plan(CrossEntropyRegimes<2>::kTable, false, Dtype::bf16, longest, 1).entry >= 0);
+static_assert(forward_plan(CrossEntropyRegimes<4>::kTable, false, Dtype::f32, longest, 1).entry >= 0);
 static_assert(forward_plan(GatedForwardRegimes<2, true>::kTable, false, Dtype::bf16, kGatedCols, 1).entry >= 0);
 static_assert(forward_plan(GatedForwardRegimes<2, false>::kTable, false, Dtype::bf16, kGatedCols, 1).entry >= 0);
 static_assert(forward_plan(GatedForwardRegimes<4, true>::kTable, false, Dtype::f32, kGatedCols, 1).entry >= 0);
@@ -129,6 +131,11 @@ Plan make_gated_backward_plan(Dtype x, int64_t cols, int max_cluster) {
     return whole_warps(row, 1, 1, kThinThreads);
   }
   return plan.threads_per_row <= kWarp ? plan : whole_warps(row, most, 1, kMaxThreads);
+}
+
+Plan make_cross_entropy_plan(Dtype x, int64_t cols) {
+  return x == Dtype::f32 ? forward_plan(CrossEntropyRegimes<4>::kTable, false, x, cols, 1)
+                         : forward_plan(CrossEntropyRegimes<2>::kTable, false, x, cols, 1);
 }
 
 bool has_tickets(Kind kind, Dtype x, int64_t cols) {

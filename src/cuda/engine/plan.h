@@ -68,6 +68,9 @@ Plan beside_extra_operand(Plan plan);
 Plan make_gated_forward_plan(Dtype x, int64_t cols, bool first);
 Plan make_gated_backward_plan(Dtype x, int64_t cols, int max_cluster);
 
+// That of cross-entropy, whose rows are read once and have one block, however long they are.
+Plan make_cross_entropy_plan(Dtype x, int64_t cols);
+
 // Whether clusters of the forward have a dynamic schedule for rows of x that vectors divide, which takes a count in
 // global memory. LayerNorm of half types has no time for it.
 constexpr bool is_dynamic(Kind kind, Dtype x) { return kind == Kind::rms || x == Dtype::f32; }

@@ -103,6 +103,15 @@ __device__ inline float exp2_estimate(float value) {
   return estimate;
 }
 
+// Byte i of the result has eight times the highest bit of the word's byte that the i-th argument names.
+__device__ inline uint32_t spread_highest(uint32_t word, int byte0, int byte1, int byte2, int byte3) {
+  uint32_t spread;
+  asm("prmt.b32 %0, %1, %1, %2;"
+      : "=r"(spread)
+      : "r"(word), "r"(0x8888 | byte0 | byte1 << 4 | byte2 << 8 | byte3 << 12));
+  return spread;
+}
+
 // Brings a line of memory into the L2 cache.
 __device__ inline void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 

@@ -21,6 +21,15 @@ __device__ T group_sum(T value) {
   return value;
 }
 
+// The largest of their values that are numbers.
+template <int WIDTH>
+__device__ float group_max(float value) {
+#pragma unroll
+  for (int offset = WIDTH / 2; offset > 0; offset /= 2)
+    value = fmaxf(value, __shfl_xor_sync(lanes_mask<WIDTH>(), value, offset));
+  return value;
+}
+
 // The largest of their magnitudes.
 template <int WIDTH>
 __device__ float group_largest(float magnitude) {
@@ -163,6 +172,9 @@ class ThreadGroup {
   __device__ T warp_sum(T value) const {
     return group_sum<kSpansWarps ? kWarp : THREADS>(value);
   }
+
+  // The largest value of the same threads, of those that are numbers.
+  __device__ float warp_max(float value) const { return group_max<kSpansWarps ? kWarp : THREADS>(value); }
 
   // The thread group's threads in this block, which are of several warps, wait for each other.
   __device__ void meet() const {

@@ -62,6 +62,28 @@ __device__ void for_each_vector(const ThreadGroup& group, F f) {
   }
 }
 
+// The vectors of a streamed row in batches, of which all are under way at once: calls f(visit) for each, and visit(g)
+// calls g(i, col, remaining) for its vectors, the i-th of the batch. They come in the order of for_each_vector, and all
+// batches but the last have whole vectors.
+template <typename Tile, int BATCH, typename ThreadGroup, typename F>
+__device__ void for_each_streamed_batch(const ThreadGroup& group, F f) {
+  constexpr int N = Tile::N;
+  const int64_t step = static_cast<int64_t>(group.threads) * N;
+  int64_t col = group.begin + static_cast<int64_t>(group.rank) * N;
+  const auto visit = [&](auto remaining, auto g) {
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i) g(i, col + i * step, remaining(col + i * step));
+  };
+  for (int64_t rest = group.end - group.begin; rest > 0; rest -= BATCH * step, col += BATCH * step)
+    if (rest >= BATCH * step) {
+      f([&](auto g) { visit([](int64_t) { return N; }, g); });
+    } else {
+      f([&](auto g) {
+        visit([&](int64_t at) { return static_cast<int>(max(min(int64_t{N}, group.end - at), int64_t{0})); }, g);
+      });
+    }
+}
+
 // How many columns of its block's share the thread group's threads in this warp have.
 template <typename Tile, typename ThreadGroup>
 __device__ float warp_cols(const ThreadGroup& group) {

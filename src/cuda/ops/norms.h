@@ -27,6 +27,12 @@ cudaError_t run_gated_norm(const GatedNormForward& p, cudaStream_t stream);
 template <typename X>
 cudaError_t run_sandwich_norm(const SandwichNormForward& p, const Plan& plan, cudaStream_t stream);
 
+template <typename X>
+cudaError_t run_softmax(const SoftmaxForward& p, const Plan& plan, cudaStream_t stream);
+
+template <typename X>
+cudaError_t run_cross_entropy(const CrossEntropyForward& p, cudaStream_t stream);
+
 cudaError_t add(const Addition& p, int64_t elements, cudaStream_t stream);
 
 }  // namespace jaxnorm::cuda

@@ -42,6 +42,12 @@ inline float flushed(float value) { return std::fabs(value) < 0x1p-126f ? std::c
 inline float reciprocal_estimate(float value) { return flushed(1 / flushed(value)); }
 inline float exp2_estimate(float value) { return flushed(std::exp2(flushed(value))); }
 
+inline uint32_t spread_highest(uint32_t word, int byte0, int byte1, int byte2, int byte3) {
+  uint32_t spread = 0;
+  for (const int byte : {byte3, byte2, byte1, byte0}) spread = spread << 8 | (word >> (8 * byte + 7) & 1) * 0xff;
+  return spread;
+}
+
 inline void copy_to_shared(char* to, const void* from) { std::memcpy(to, from, 16); }
 inline void wait_for_copies() {}
 inline void commit_copies() {}

@@ -1,0 +1,220 @@
+// A row of logits z, which follow from x by a scale and, of cross-entropy, a soft cap: how softmax and cross-entropy
+// read it. Differences of logits are what counts. So z is never formed, but t = x, or t = tanh(x * scale / soft_cap),
+// and from it w = t * factor, in which a logit's distance from the largest one is (w - max(w)) * unit: exact to one
+// rounding of x's own distance, however large the logits are.
+#pragma once
+
+#include <cfloat>
+#include <cmath>
+
+#include "cuda/engine/fragment.cuh"
+#include "cuda/ops/mask.cuh"
+#include "cuda/ops/soft_cap.cuh"
+
+namespace jaxnorm::cuda {
+
+struct LogitScale {
+  float cap;        // what tanh is taken of is x * cap; 0: there is no soft cap
+  float factor;     // of w
+  float unit;       // not 0, as columns that do not count have a w of -inf
+  float log2_unit;  // unit * log2(e)
+  bool descending;  // whether w falls where x grows
+  bool with_total;
+
+  LogitScale(float scale, float soft_cap, bool with_total)
+      : cap(soft_cap == 0 ? 0 : scale / std::fabs(soft_cap)),
+        factor(soft_cap != 0 ? std::fabs(soft_cap)
+               : scale < 0   ? -1.0f
+                             : 1.0f),
+        unit(soft_cap != 0 ? 1.0f : std::fmax(std::fabs(scale), FLT_TRUE_MIN)),
+        log2_unit(static_cast<float>(unit * 1.4426950408889634)),
+        descending(scale < 0),
+        with_total(with_total) {}
+
+  // 2^(the distance from `max` in w).
+  __device__ float exponential(float t, float max) const { return exp2_estimate(fmaf(t, factor, -max) * log2_unit); }
+  // By what a sum has to be multiplied that was made with the maximum `from`.
+  __device__ float between(float from, float to) const { return exp2_estimate((from - to) * log2_unit); }
+};
+
+// What a maximum is replaced by if it is -inf, so that the distance of -inf from it is still -inf.
+__device__ inline float origin_of(float max) { return max > -INFINITY ? max : 0.0f; }
+
+// The bits of infinity, of a half type twice.
+template <typename X>
+constexpr uint32_t kInfinity = sizeof(X) == 4              ? 0x7f800000u
+                               : std::is_same_v<X, __half> ? 0x7c007c00u
+                                                           : 0x7f807f80u;
+template <typename X>
+constexpr uint32_t kSign = sizeof(X) == 4 ? 0x80000000u : 0x80008000u;
+
+// A thread's fragment of a row, as Row<X, Tile>. Columns that do not count, as those past the row's end, have an x for
+// which w is -inf, unless there is a soft cap. MASKED: whether there may be a mask; only such rows may go by elements.
+// CROSS: whether there may be a soft cap and a total, which only cross-entropy has.
+template <typename X, typename Tile, bool MASKED, bool CROSS>
+class LogitRow {
+ public:
+  using Element = X;
+  using Vector = Packed<X, Tile::N>;
+  static constexpr bool kMasked = MASKED, kCross = CROSS;
+  static_assert(MASKED || Tile::ALIGNED);
+  static_assert(!MASKED || !Tile::PIPELINED);
+
+  // `row`: as of Row; `index`: which it is.
+  template <typename P, typename Group>
+  __device__ void read(const P& p, const Group& group, const X* row, [[maybe_unused]] int64_t index) {
+    row_ = row;
+    scale_ = &p.logits;
+    if constexpr (MASKED) mask_ = p.mask_rows.of_row(index, p.cols);
+    if constexpr (Tile::PIPELINED) {
+      row_ += first_of_thread<Tile>(group);
+    } else if constexpr (Tile::KEPT) {
+      for_each_vector<Tile>(group, [&](int vec, auto col, int remaining) { packed_[vec] = load_x(col, remaining); });
+      mask_all(packed_, [&](auto g) { for_each_vector<Tile>(group, g); });
+    }
+  }
+
+  __device__ const LogitScale& scale() const { return *scale_; }
+
+  // Calls f(vec, col, remaining, vector) for each vector of this thread, of a streamed row for several that are under
+  // way at once.
+  template <typename Group, typename F>
+  __device__ void for_each(const Group& group, F f) const {
+    if constexpr (Tile::STREAMED) {
+      for_each_batch(group, [&](const Vector(&vectors)[kBatch], auto visit) {
+        visit([&](int i, int64_t col, int remaining) { f(0, col, remaining, vectors[i]); });
+      });
+    } else {
+      for_each_vector<Tile>(
+          group, [&](int vec, auto col, int remaining) { f(vec, col, remaining, packed(vec, col, remaining)); });
+    }
+  }
+
+  // Calls f(vectors, visit) for each batch of vectors of a streamed row; visit(g) calls g(i, col, remaining) for each
+  // of them, the i-th of the batch.
+  static constexpr int kBatch = 4;
+  template <typename Group, typename F>
+  __device__ void for_each_batch(const Group& group, F f) const {
+    for_each_streamed_batch<Tile, kBatch>(group, [&](auto visit) {
+      Vector vectors[kBatch];
+      visit([&](int i, int64_t col, int remaining) { vectors[i] = load_x(col, remaining); });
+      mask_all(vectors, visit);
+      f(vectors, visit);
+    });
+  }
+
+  // Whether any of a vector's columns may count. Where columns past a length are many, it is worth a branch.
+  __device__ bool may_count(int64_t col, int remaining) const { return !MASKED || mask_.within(col, remaining) > 0; }
+
+  __device__ Counted<Tile::N> counted(int64_t col, int remaining) const {
+    if constexpr (MASKED) {
+      return mask_.template counted<Tile::ALIGNED, Tile::N>(col, remaining);
+    } else {
+      return RowMask{nullptr, INT64_MAX}.counted<true, Tile::N>(0, remaining);
+    }
+  }
+
+  // t of a vector.
+  __device__ void unpack_t(int64_t col, int remaining, const Vector& vector, float (&t)[Tile::N]) const {
+    unpack(vector, t);
+    if constexpr (CROSS)
+      if (scale_->cap != 0) {
+#pragma unroll
+        for (int i = 0; i < Tile::N; ++i) t[i] = tanh_of(t[i] * scale_->cap);
+        set_others(col, remaining, -INFINITY, t);
+      }
+  }
+
+  // Gives columns that do not count this value.
+  __device__ void set_others(int64_t col, int remaining, float otherwise, float (&values)[Tile::N]) const {
+    const Counted<Tile::N> counted = this->counted(col, remaining);
+#pragma unroll
+    for (int i = 0; i < Tile::N; ++i) values[i] = counted[i] ? values[i] : otherwise;
+  }
+
+ private:
+  __device__ uint32_t fill() const { return scale_->descending ? kInfinity<X> : kInfinity<X> | kSign<X>; }
+
+  // x of a vector; with a mask still of columns that do not count.
+  __device__ Vector load_x(int64_t col, int remaining) const {
+    if constexpr (MASKED) {
+      return load<Tile::ALIGNED, Tile::N>(row_ + col, mask_.within(col, remaining));
+    } else {
+      return remaining > 0 ? load<true, Tile::N>(row_ + col, Tile::N) : filled();
+    }
+  }
+
+  __device__ Vector filled() const { return Counted<Tile::N>{}.choose(Vector{}, fill()); }
+
+  __device__ void mask(int64_t col, int remaining, Vector& vector) const {
+    if (mask_.where || mask_.within(col, remaining) < Tile::N) vector = counted(col, remaining).choose(vector, fill());
+  }
+
+  // The same of all vectors that `visit` goes through. All bytes of a mask are under way at once.
+  template <int COUNT, typename F>
+  __device__ void mask_all(Vector (&vectors)[COUNT], F visit) const {
+    if constexpr (!MASKED) return;
+    if (mask_.where) {
+      Counted<Tile::N> counted[COUNT];
+      visit([&](int i, auto col, int remaining) { counted[i] = this->counted(col, remaining); });
+      visit([&](int i, auto, int) { vectors[i] = counted[i].choose(vectors[i], fill()); });
+    } else {
+      visit([&](int i, auto col, int remaining) { mask(col, remaining, vectors[i]); });
+    }
+  }
+
+  __device__ Vector packed(int vec, int64_t col, int remaining) const {
+    if constexpr (Tile::PIPELINED) {
+      return remaining > 0 ? load_shared<Tile::N>(row_ + vec * Tile::STRIDE) : filled();
+    } else if constexpr (Tile::KEPT) {
+      return packed_[vec];
+    } else {
+      Vector vector = load_x(col, remaining);
+      mask(col, remaining, vector);
+      return vector;
+    }
+  }
+
+  const X* row_ = nullptr;
+  const LogitScale* scale_ = nullptr;
+  RowMask mask_;
+  Vector packed_[Tile::PIPELINED || !Tile::KEPT ? 1 : Tile::VECTORS];
+};
+
+// How such rows reach a thread group: as LoadRow.
+template <typename X, typename Tile, bool MASKED, bool CROSS>
+struct LoadLogits {
+  using Fragment = LogitRow<X, Tile, MASKED, CROSS>;
+
+  template <typename P, typename Group, typename Batch>
+  __device__ static void read(const P& p, const Group& group, Batch& rows) {
+#pragma unroll
+    for (int r = 0; r < Batch::kRows; ++r) {
+      const X* row = static_cast<const X*>(p.x.data) + rows.row_to_read(r) * p.cols;
+      if constexpr (Tile::ALIGNED) hide(row);
+      rows.x[r].read(p, group, row, rows.row_to_read(r));
+    }
+  }
+
+  template <typename P, typename Group, typename Source>
+  __device__ static auto pipeline(const P& p, const Group& group, const PipelineShape& shape, char* shared,
+                                  const Source& rows) {
+    return Pipeline<Group, false, Source, X>(group, shape, shared, rows, static_cast<const X*>(p.x.data));
+  }
+
+  template <typename P, typename Group, typename Pipeline>
+  __device__ static void newest(Fragment& x, const P& p, const Group& group, const Pipeline& pipeline, int64_t row) {
+    x.read(p, group, pipeline.template newest<0>(nullptr), row);
+  }
+  template <typename P, typename Group, typename Pipeline>
+  __device__ static void oldest(Fragment& x, const P& p, const Group& group, const Pipeline& pipeline, int64_t row) {
+    x.read(p, group, pipeline.template oldest<0>(nullptr), row);
+  }
+
+  template <typename Launch, typename P>
+  static int shared_bytes(Launch& launch, const Plan& plan, const P& p, int held, int besides) {
+    return launch.with_pipelines(plan, p.cols, {PipelineArray{sizeof(X), p.cols}}, held, besides);
+  }
+};
+
+}  // namespace jaxnorm::cuda

@@ -1,0 +1,68 @@
+// The readers of softmax and log-softmax.
+#pragma once
+
+#include "ffi/reader.h"
+#include "ops/softmax.h"
+
+namespace jaxnorm {
+
+inline void read_where(Reader& in, const RowShapes& rows, Mask& mask) {
+  if (!in.flag("has_where")) return;
+  mask.where = static_cast<const uint8_t*>(in.broadcast_operand("where", rows, rows.cols, ffi::PRED, &mask.where_rows));
+}
+
+inline void read_lengths(Reader& in, const RowShapes& rows, Mask& mask) {
+  if (!in.flag("has_lengths")) return;
+  mask.lengths = static_cast<const int32_t*>(in.broadcast_operand("lengths", rows, 1, ffi::S32, &mask.lengths_rows));
+}
+
+template <bool LOG>
+SoftmaxForward read_softmax(Reader& in) {
+  const RowShapes rows = in.rows(1);
+  SoftmaxForward p{};
+  p.rows = rows.rows;
+  p.cols = rows.cols;
+  p.log = LOG;
+  p.scale = in.attribute<float>("scale");
+  p.x = in.operand("x", rows.x);
+  read_where(in, rows, p.mask);
+  read_lengths(in, rows, p.mask);
+  p.y = in.result("y", rows.x);
+  in.require(is_supported(p.x.dtype, p.y.dtype), "x and y have different dtypes and neither is F32");
+  if (LOG && in.has_result(rows.statistics)) p.logsumexp = in.f32_result("logsumexp", rows.statistics);
+  return p;
+}
+
+inline SoftmaxBackward read_softmax_grad(Reader& in) {
+  const RowShapes rows = in.rows(1, 1);
+  SoftmaxBackward p{};
+  p.rows = rows.rows;
+  p.cols = rows.cols;
+  p.scale = in.attribute<float>("scale");
+  in.require(in.flag("with_dx"), "dx is not wanted");
+  p.dy = in.operand("dy", rows.x);
+  p.y = in.operand("y", rows.x, p.dy.dtype);
+  read_lengths(in, rows, p.mask);
+  p.dx = in.result("dx", rows.x);
+  in.require(is_supported(p.dy.dtype, p.dx.dtype), "dy and dx have different dtypes and neither is F32");
+  return p;
+}
+
+inline LogSoftmaxBackward read_log_softmax_grad(Reader& in) {
+  const RowShapes rows = in.rows(1, 1);
+  LogSoftmaxBackward p{};
+  p.rows = rows.rows;
+  p.cols = rows.cols;
+  p.scale = in.attribute<float>("scale");
+  in.require(in.flag("with_dx"), "dx is not wanted");
+  p.dy = in.operand("dy", rows.x);
+  p.x = in.operand("x", rows.x);
+  in.require(is_supported(p.dy.dtype, p.x.dtype), "dy and x have different dtypes and neither is F32");
+  p.logsumexp = in.f32_operand("logsumexp", rows.statistics);
+  read_where(in, rows, p.mask);
+  read_lengths(in, rows, p.mask);
+  p.dx = in.result("dx", rows.x, p.x.dtype);
+  return p;
+}
+
+}  // namespace jaxnorm
