@@ -35,5 +35,13 @@ template <>
 cudaError_t gated_norm_grad_of<__half>(const GatedNormBackward&, cudaStream_t) {
   std::abort();
 }
+template <>
+cudaError_t softmax_grad_of<__half>(const SoftmaxBackward&, cudaStream_t) {
+  std::abort();
+}
+template <>
+cudaError_t log_softmax_grad_of<__half>(const LogSoftmaxBackward&, cudaStream_t) {
+  std::abort();
+}
 
 }  // namespace jaxnorm::cuda

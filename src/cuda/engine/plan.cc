@@ -53,6 +53,8 @@ static_assert(forward_plan(ForwardRegimes<2>::kTable, false, Dtype::bf16, longes
 static_assert(forward_plan(ForwardRegimes<4>::kTable, true, Dtype::f32, longest, kMaxCluster).entry >= 0);
 static_assert(forward_plan(CrossEntropyRegimes<2>::kTable, false, Dtype::bf16, longest, 1).entry >= 0);
 static_assert(forward_plan(CrossEntropyRegimes<4>::kTable, false, Dtype::f32, longest, 1).entry >= 0);
+static_assert(forward_plan(PairRegimes<2>::kTable, false, Dtype::bf16, longest, 1).entry >= 0);
+static_assert(forward_plan(PairRegimes<4>::kTable, false, Dtype::f32, longest, kMaxCluster).entry >= 0);
 static_assert(forward_plan(GatedForwardRegimes<2, true>::kTable, false, Dtype::bf16, kGatedCols, 1).entry >= 0);
 static_assert(forward_plan(GatedForwardRegimes<2, false>::kTable, false, Dtype::bf16, kGatedCols, 1).entry >= 0);
 static_assert(forward_plan(GatedForwardRegimes<4, true>::kTable, false, Dtype::f32, kGatedCols, 1).entry >= 0);
@@ -116,6 +118,11 @@ Plan make_gated_forward_plan(Dtype x, int64_t cols, bool first) {
   const auto plan = [&](const auto& table) { return forward_plan(table, false, x, cols, 1); };
   if (x == Dtype::f32) return plan(GatedForwardRegimes<4, true>::kTable);
   return first ? plan(GatedForwardRegimes<2, true>::kTable) : plan(GatedForwardRegimes<2, false>::kTable);
+}
+
+Plan make_pair_plan(Dtype x, int64_t cols, int max_cluster) {
+  return x == Dtype::f32 ? forward_plan(PairRegimes<4>::kTable, false, x, cols, max_cluster)
+                         : forward_plan(PairRegimes<2>::kTable, false, x, cols, max_cluster);
 }
 
 Plan make_gated_backward_plan(Dtype x, int64_t cols, int max_cluster) {

@@ -71,6 +71,9 @@ Plan make_gated_backward_plan(Dtype x, int64_t cols, int max_cluster);
 // That of cross-entropy, whose rows are read once and have one block, however long they are.
 Plan make_cross_entropy_plan(Dtype x, int64_t cols);
 
+// That of an op that has a row of two arrays at hand, and one sum a row: in PairRegimes.
+Plan make_pair_plan(Dtype x, int64_t cols, int max_cluster);
+
 // Whether clusters of the forward have a dynamic schedule for rows of x that vectors divide, which takes a count in
 // global memory. LayerNorm of half types has no time for it.
 constexpr bool is_dynamic(Kind kind, Dtype x) { return kind == Kind::rms || x == Dtype::f32; }

@@ -127,4 +127,15 @@ struct CrossEntropyRegimes {
                                                      }};
 };
 
+// Rows of which two arrays are kept, of any length. One block of f32 has no room for eight vectors of both.
+template <int BYTES>
+struct PairRegimes {
+  static constexpr auto kTable = kShortRows<BYTES> + kGatedBlockRows<BYTES, false> + kLongRows;
+};
+template <>
+struct PairRegimes<4> {
+  static constexpr RegimeTable<1> kBlock{{{kWholeBlock, 4, 1, kMaxThreads, kMaxThreads, false}}};
+  static constexpr auto kTable = kShortRows<4> + kBlock + kLongRows;
+};
+
 }  // namespace jaxnorm::cuda

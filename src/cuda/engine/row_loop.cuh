@@ -61,6 +61,9 @@ struct RowOp {
   // Whether clusters with pipelines draw tickets for their rows.
   template <Access ACCESS>
   static constexpr bool kDynamic = false;
+
+  // Whether fragments of pipelined rows are in registers once they were read: see held_rows.
+  static constexpr bool kHolds = false;
 };
 
 // What epilogues need only if they say so.
@@ -167,11 +170,40 @@ __device__ __forceinline__ void pipelined_rows(const typename Op::Params& p, con
   }
 }
 
+// The same, with the row in registers: shared memory has only rows that come. Their room is filled again at once, and
+// the exchange is waited for meanwhile. So there is room for rows of which shared memory has no more than one.
+template <typename Op, typename R, Access ACCESS>
+__device__ __forceinline__ void held_rows(const typename Op::Params& p, const typename Op::Launch& launch,
+                                          char* shared) {
+  using Stats = typename Op::Stats;
+  using Tile = typename Op::template Tile<R, ACCESS>;
+  using Load = typename Op::template Load<Tile>;
+  ThreadGroup<R::kThreads, typename Stats::Part, R::kCluster> group(launch.threads_per_row, p.cols, launch.span,
+                                                                    launch.reciprocal_cols);
+  const Rows rows = launch.backwards(group.index, 1);
+  auto pipeline = Load::pipeline(p, group, launch.pipeline, shared, rows);
+  typename Op::template PipelinedEpilogue<R, Tile> epilogue(p, group, shared);
+  pipeline.acquire_rest();
+  const float cols = warp_cols<Tile>(group);
+  for (int64_t row = rows.start(0); rows.has(row); row += rows.step) {
+    typename Load::Fragment x;
+    pipeline.wait();
+    Load::newest(x, p, group, pipeline, row);
+    pipeline.release();
+    group.publish(Stats::template warp_part<Tile>(x, group, cols));
+    pipeline.synced();
+    const auto s = collect_statistics<Stats, false>(p, group, row);
+    epilogue.template finish<Load>(p, launch, group, s, row, x);
+  }
+}
+
 template <typename Op, typename R, Access ACCESS>
 __global__ void __launch_bounds__(R::kMost, resident_blocks(Op::template kRegisters<R, ACCESS>, R::kMost))
     row_kernel(const __grid_constant__ typename Op::Params p, const __grid_constant__ typename Op::Launch launch) {
   if constexpr (R::kCluster > 1 && !kHasClusters) {
     return;
+  } else if constexpr (kIsPipelined<ACCESS> && Op::kHolds) {
+    held_rows<Op, R, ACCESS>(p, launch, dynamic_shared());
   } else if constexpr (kIsPipelined<ACCESS>) {
     pipelined_rows<Op, R, ACCESS>(p, launch, dynamic_shared());
   } else {
@@ -211,7 +243,7 @@ struct RowLauncher {
   template <Access ACCESS>
   cudaError_t pipelined([[maybe_unused]] const Workspace& workspace, int besides = 0) const {
     using Tile = typename Op::template Tile<R, ACCESS>;
-    constexpr int held = Op::template PipelinedEpilogue<R, Tile>::kReduces ? 1 : 2;
+    constexpr int held = Op::kHolds ? 0 : Op::template PipelinedEpilogue<R, Tile>::kReduces ? 1 : 2;
     const int bytes = Op::template Load<Tile>::shared_bytes(launch, plan, p, held, besides);
     if (bytes == 0) return cudaErrorNotSupported;
     int64_t clusters = std::min<int64_t>(p.rows, current_device().groups_at_once(plan.blocks_per_row));

@@ -10,6 +10,8 @@
 
 namespace jaxnorm::cuda {
 
+struct AnyElement;
+
 cudaError_t run(const NormBackward& p, cudaStream_t stream) {
   if (p.x.dtype == Dtype::f32) return norm_grad_of<float>(p, stream);
   return p.x.dtype == Dtype::f16 ? norm_grad_of<__half>(p, stream) : norm_grad_of<__nv_bfloat16>(p, stream);
@@ -18,6 +20,21 @@ cudaError_t run(const NormBackward& p, cudaStream_t stream) {
 cudaError_t run(const GatedNormBackward& p, cudaStream_t stream) {
   if (p.x.dtype == Dtype::f32) return gated_norm_grad_of<float>(p, stream);
   return p.x.dtype == Dtype::f16 ? gated_norm_grad_of<__half>(p, stream) : gated_norm_grad_of<__nv_bfloat16>(p, stream);
+}
+
+cudaError_t run(const SoftmaxBackward& p, cudaStream_t stream) {
+  if (p.rows == 0) return cudaSuccess;
+  if (p.dx.dtype != p.y.dtype) return softmax_grad_of<AnyElement>(p, stream);
+  if (p.y.dtype == Dtype::f32) return softmax_grad_of<float>(p, stream);
+  return p.y.dtype == Dtype::f16 ? softmax_grad_of<__half>(p, stream) : softmax_grad_of<__nv_bfloat16>(p, stream);
+}
+
+cudaError_t run(const LogSoftmaxBackward& p, cudaStream_t stream) {
+  if (p.rows == 0) return cudaSuccess;
+  if (p.dy.dtype != p.x.dtype) return log_softmax_grad_of<AnyElement>(p, stream);
+  if (p.x.dtype == Dtype::f32) return log_softmax_grad_of<float>(p, stream);
+  return p.x.dtype == Dtype::f16 ? log_softmax_grad_of<__half>(p, stream)
+                                 : log_softmax_grad_of<__nv_bfloat16>(p, stream);
 }
 
 // Two norms, each by its own kernels. The workspace serves one after the other.

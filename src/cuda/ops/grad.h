@@ -5,6 +5,7 @@
 
 #include "ops/gated_norm.h"
 #include "ops/norm.h"
+#include "ops/softmax.h"
 
 namespace jaxnorm::cuda {
 
@@ -12,5 +13,11 @@ template <typename X>
 cudaError_t norm_grad_of(const NormBackward& p, cudaStream_t stream);
 template <typename X>
 cudaError_t gated_norm_grad_of(const GatedNormBackward& p, cudaStream_t stream);
+
+// T: of all arrays; AnyElement: of each another, as far as the op allows.
+template <typename T>
+cudaError_t softmax_grad_of(const SoftmaxBackward& p, cudaStream_t stream);
+template <typename T>
+cudaError_t log_softmax_grad_of(const LogSoftmaxBackward& p, cudaStream_t stream);
 
 }  // namespace jaxnorm::cuda

@@ -1,0 +1,308 @@
+// The gradients of softmax and log-softmax: one sum over a row of two arrays, and dx from both and the sum.
+#pragma once
+
+#include "cuda/engine/row_loop.cuh"
+#include "cuda/ops/exponential.cuh"
+#include "cuda/ops/grad.h"
+#include "cuda/ops/mask.cuh"
+#include "cuda/ops/pair.cuh"
+
+namespace jaxnorm::cuda {
+
+// A call as the kernels see it. second: y of softmax, x of log-softmax.
+struct SoftmaxGradCall {
+  int64_t rows, cols;
+  Input dy, second;
+  const float* logsumexp;
+  Output dx;
+  float scale;
+  MaskLaunch mask;
+  uint32_t zero = 0;  // as the compiler does not know
+};
+
+// dx = scale * y * (dy - sum(dy * y))
+struct SoftmaxDx {
+  static constexpr bool kWhere = false;  // y is 0 where a column does not count, but past the length it is not read
+  struct Scalars {};
+  __device__ static Scalars fetch(const SoftmaxGradCall&, int64_t) { return {}; }
+
+  template <typename Tile>
+  __device__ static void add(Sum<Tile>& sum, const float (&dy)[Tile::N], const float (&y)[Tile::N]) {
+    sum.add_products(dy, y);
+  }
+
+  __device__ static float dx(Scalars, float scale, float sum, float dy, float y) { return y * (scale * (dy - sum)); }
+};
+
+// dx = scale * (dy - exp(z - logsumexp) * sum(dy)),  z = x * scale
+struct LogSoftmaxDx {
+  static constexpr bool kWhere = true;
+
+  struct Scalars {
+    float logsumexp;
+  };
+  __device__ static Scalars fetch(const SoftmaxGradCall& p, int64_t row) { return {__ldg(p.logsumexp + row)}; }
+
+  template <typename Tile>
+  __device__ static void add(Sum<Tile>& sum, const float (&dy)[Tile::N], const float (&)[Tile::N]) {
+    sum.add(dy);
+  }
+
+  __device__ static float dx(Scalars s, float scale, float sum, float dy, float x) {
+    return scale * fmaf(-exponential(fmaf(x, scale, -s.logsumexp)), sum, dy);
+  }
+};
+
+// What a thread has of a row.
+template <typename Op, typename Tile>
+class PairRow {
+  using Mask = std::conditional_t<Op::kMasked, RowMask, NoMask>;
+  using T = typename Op::Element;
+
+ public:
+  typename Op::Dx::Scalars scalars;
+
+  // From memory.
+  template <typename Group>
+  __device__ void read(const SoftmaxGradCall& p, const Group& group, int64_t row) {
+    fetch(p, row);
+    dy_.read(group, row_at<T>(p.dy, row * p.cols), mask_);
+    second_.read(group, row_at<T>(p.second, row * p.cols), mask_);
+  }
+
+  // From a pipeline.
+  template <typename Group>
+  __device__ void read(const SoftmaxGradCall& p, const Group& group, int64_t row, const T* dy, const T* second) {
+    fetch(p, row);
+    dy_.read(group, dy, mask_);
+    second_.read(group, second, mask_);
+  }
+
+  // Has the row unpacked once more for its results: the compiler would keep what was unpacked for the sum, for which
+  // there are no registers. `zero` is not known before the sum is.
+  __device__ void unpack_again(uint32_t zero) {
+    dy_.unpack_again(zero);
+    second_.unpack_again(zero);
+    if constexpr (Op::kMasked) mask_.length += zero;
+  }
+
+  // Columns past the row's end are zero. Returns which columns count.
+  __device__ auto get(int vec, int64_t col, int remaining, float (&dy)[Tile::N], float (&second)[Tile::N]) const {
+    dy_.get(vec, col, remaining, mask_, dy);
+    second_.get(vec, col, remaining, mask_, second);
+    return mask_.template counted<Tile::ALIGNED, Tile::N>(col, remaining);
+  }
+
+ private:
+  __device__ void fetch(const SoftmaxGradCall& p, int64_t row) {
+    scalars = Op::Dx::fetch(p, row);
+    if constexpr (Op::kMasked) mask_ = p.mask.of_row(row, p.cols);
+    if constexpr (Op::kMasked && !Op::Dx::kWhere) mask_.where = nullptr;
+  }
+
+  Mask mask_;
+  HeldRow<T, Tile> dy_, second_;
+};
+
+template <typename Op, typename Tile>
+struct LoadPair {
+  using Fragment = PairRow<Op, Tile>;
+  using T = typename Op::Element;
+
+  template <typename Group, typename Batch>
+  __device__ static void read(const SoftmaxGradCall& p, const Group& group, Batch& rows) {
+#pragma unroll
+    for (int r = 0; r < Batch::kRows; ++r) rows.x[r].read(p, group, rows.row_to_read(r));
+  }
+
+  template <typename Group>
+  __device__ static auto pipeline(const SoftmaxGradCall& p, const Group& group, const PipelineShape& shape,
+                                  char* shared, const Rows& rows) {
+    return Pipeline<Group, Tile::N == 1, Rows, T, T>(group, shape, shared, rows, row_at<T>(p.dy, 0),
+                                                     row_at<T>(p.second, 0));
+  }
+
+  template <typename Group, typename Pipeline>
+  __device__ static void newest(Fragment& x, const SoftmaxGradCall& p, const Group& group, const Pipeline& pipeline,
+                                int64_t row) {
+    const int64_t at = row * p.cols + group.begin;
+    x.read(p, group, row, pipeline.template newest<0>(row_at<T>(p.dy, at)),
+           pipeline.template newest<1>(row_at<T>(p.second, at)));
+  }
+
+  template <typename Launch>
+  static int shared_bytes(Launch& launch, const Plan& plan, const SoftmaxGradCall& p, int held, int besides) {
+    const PipelineArray array{sizeof(T), p.cols};
+    return launch.with_pipelines(plan, p.cols, {array, array}, held, besides);
+  }
+};
+
+template <typename Dx>
+struct PairSum {
+  using Part = Sums<1>;
+  struct Statistics {
+    float sum;
+  };
+
+  template <typename Tile, typename Row, typename Group>
+  __device__ static Part warp_part(const Row& row, const Group& group, float) {
+    Sum<Tile> sum;
+    for_each_vector<Tile>(group, [&](int vec, auto col, int remaining) {
+      float dy[Tile::N], second[Tile::N];
+      const auto counted = row.get(vec, col, remaining, dy, second);
+#pragma unroll
+      for (int i = 0; i < Tile::N; ++i)
+        if (!counted[i]) dy[i] = second[i] = 0;
+      Dx::template add<Tile>(sum, dy, second);
+    });
+    return {{static_cast<float>(group.warp_sum(sum.value()))}};
+  }
+
+  template <typename Whole>
+  __device__ static Statistics finish(const SoftmaxGradCall&, const Whole& whole, float) {
+    return {whole.value[0]};
+  }
+  __device__ static void write(const SoftmaxGradCall&, const Statistics&, int64_t) {}
+};
+
+// For both loops.
+template <typename Op, typename Tile>
+struct WriteDx : RowEpilogue {
+  template <typename... Args>
+  __device__ explicit WriteDx(const Args&...) {}
+
+  template <typename Group, typename Rows>
+  __device__ __forceinline__ void finish(const SoftmaxGradCall& p, const RowsLaunch&, const Group& group,
+                                         Rows& rows) const {
+#pragma unroll
+    for (int r = 0; r < Rows::kRows; ++r) {
+      if (!rows.is_written(r)) break;
+      write(p, group, rows.s[r].sum, rows.row(r), rows.x[r]);
+    }
+  }
+  template <typename Load, typename Group, typename Statistics, typename Row>
+  __device__ __forceinline__ void finish(const SoftmaxGradCall& p, const RowsLaunch&, const Group& group,
+                                         const Statistics& s, int64_t row, Row& x) const {
+    write(p, group, s.sum, row, x);
+  }
+
+ private:
+  using T = typename Op::Element;
+  static constexpr bool kAny = std::is_same_v<T, AnyElement>;
+
+  template <typename Group, typename Row>
+  __device__ __forceinline__ static void write(const SoftmaxGradCall& p, const Group& group, float sum, int64_t row,
+                                               Row& x) {
+    x.unpack_again(min(p.zero, __float_as_uint(sum)));
+    const int64_t at = row * p.cols;
+    const auto values_of = [&](int vec, auto col, int remaining, float (&dx)[Tile::N]) {
+      float dy[Tile::N], second[Tile::N];
+      const auto counted = x.get(vec, col, remaining, dy, second);
+#pragma unroll
+      for (int i = 0; i < Tile::N; ++i)
+        dx[i] = counted[i] ? Op::Dx::dx(x.scalars, p.scale, sum, dy[i], second[i]) : 0.0f;
+    };
+    if constexpr (kAny) {
+      with_type(p.dx.dtype, [&](auto* type) { store_row(group, p, at, type, values_of); });
+    } else {
+      store_row(group, p, at, static_cast<T*>(nullptr), values_of);
+    }
+  }
+
+  template <typename Group, typename Y, typename F>
+  __device__ __forceinline__ static void store_row(const Group& group, const SoftmaxGradCall& p, int64_t at, Y*,
+                                                   const F& values_of) {
+    Y* dx = static_cast<Y*>(p.dx.data) + at;
+    // Or the compiler would keep its distance from the rows that were read, for every vector.
+    hide(dx);
+    [[maybe_unused]] UnalignedWriter<Y, Tile> writer;
+    if constexpr (Tile::UNALIGNED) writer = {group, dx};
+    for_each_vector<Tile>(group, [&](int vec, auto col, int remaining) {
+      float values[Tile::N];
+      values_of(vec, col, remaining, values);
+      if constexpr (Tile::UNALIGNED) {
+        writer.write(vec, col, remaining, pack<Y>(values), true);
+      } else {
+        store<Tile::ALIGNED>(dx + col, pack<Y>(values), remaining);
+      }
+    });
+  }
+};
+
+// T: of both arrays and of dx; AnyElement: each has a type of its own, in vectors of f32. Of masked rows only columns
+// that come before their length are read, which pipelines do not do.
+template <typename Dx_, typename T, bool MASKED>
+struct SoftmaxGradOp : RowOp<std::conditional_t<std::is_same_v<T, AnyElement>, float, T>, PairSum<Dx_>, 2> {
+  using Params = SoftmaxGradCall;
+  using Dx = Dx_;
+  using Element = T;
+  static constexpr bool kMasked = MASKED, kHolds = true, kOneType = !std::is_same_v<T, AnyElement>;
+
+  using Base = RowOp<std::conditional_t<kOneType, T, float>, PairSum<Dx_>, 2>;
+  template <typename R, Access ACCESS>
+  static constexpr int kRegisters = R::kCluster > 1 && R::kVectors == 8 ? 128 : Base::template kRegisters<R, ACCESS>;
+
+  template <typename Tile>
+  using Load = LoadPair<SoftmaxGradOp, Tile>;
+  template <typename R, typename Tile>
+  using Epilogue = WriteDx<SoftmaxGradOp, Tile>;
+  template <typename R, typename Tile>
+  using PipelinedEpilogue = WriteDx<SoftmaxGradOp, Tile>;
+};
+
+// By which access a call goes in a regime. What is rare has no pipelines, and goes by elements where it is not aligned.
+template <typename Op, typename R>
+cudaError_t launch_rows(const RowLauncher<Op, R>& rows, bool is_aligned, bool is_divided) {
+  constexpr bool kUsual = !Op::kMasked && Op::kOneType, kHalf = sizeof(typename Op::Stream) == 2;
+  if constexpr (kUsual && R::kVectors != kStreamed) {
+    if constexpr (R::kCluster > 1) {
+      cudaError_t error = cudaErrorNotSupported;
+      if (is_aligned) error = rows.template pipelined<Access::pipelined>({});
+      // Elements take a register each: there is room for so many.
+      if constexpr (R::kVectors * kVector<typename Op::Stream> <= 32)
+        if (!is_divided) error = rows.template pipelined<Access::pipelined_scalar>({});
+      if (error != cudaErrorNotSupported) return error;
+    } else if constexpr (kHalf) {
+      if (!is_aligned) return rows.template direct<Access::unaligned>();
+    } else {
+      if (!is_divided) return rows.template direct<Access::scalar>();
+    }
+  }
+  if (is_aligned) return rows.template direct<Access::vectors>();
+  if constexpr (!kUsual || R::kVectors == kStreamed || R::kCluster > 1 || !kHalf)
+    return rows.template direct<Access::elementwise>();
+  return cudaErrorInvalidValue;  // not reached: it went by unaligned vectors
+}
+
+template <typename Op>
+cudaError_t launch_softmax_grad(const SoftmaxGradCall& p, const Mask& mask, cudaStream_t stream) {
+  constexpr int N = kVector<typename Op::Stream>;
+  const Plan plan = make_pair_plan(kDtype<typename Op::Stream>, p.cols, current_device().max_cluster());
+  const bool is_divided = p.cols % N == 0;
+  const bool is_aligned = is_divided && are_aligned<N>(p.dy, p.second, p.dx) && is_aligned_for<N>(mask);
+  return with_regime<PairRegimes<sizeof(typename Op::Stream)>>(plan, [&](auto regime) {
+    RowsLaunch launch(plan, p.cols, N, {});
+    return launch_rows(RowLauncher<Op, decltype(regime)>{p, plan, launch, stream}, is_aligned, is_divided);
+  });
+}
+
+template <typename Dx, typename T>
+cudaError_t softmax_grad_as(const SoftmaxGradCall& p, const Mask& mask, cudaStream_t stream) {
+  if constexpr (!std::is_same_v<T, AnyElement>)
+    if (!mask) return launch_softmax_grad<SoftmaxGradOp<Dx, T, false>>(p, mask, stream);
+  return launch_softmax_grad<SoftmaxGradOp<Dx, T, true>>(p, mask, stream);
+}
+
+template <typename T>
+cudaError_t softmax_grad_of(const SoftmaxBackward& p, cudaStream_t stream) {
+  return softmax_grad_as<SoftmaxDx, T>({p.rows, p.cols, p.dy, p.y, nullptr, p.dx, p.scale, MaskLaunch(p.mask)}, p.mask,
+                                       stream);
+}
+
+template <typename T>
+cudaError_t log_softmax_grad_of(const LogSoftmaxBackward& p, cudaStream_t stream) {
+  return softmax_grad_as<LogSoftmaxDx, T>({p.rows, p.cols, p.dy, p.x, p.logsumexp, p.dx, p.scale, MaskLaunch(p.mask)},
+                                          p.mask, stream);
+}
+
+}  // namespace jaxnorm::cuda
