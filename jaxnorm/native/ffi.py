@@ -90,9 +90,10 @@ def workspace(
     """The shape of what a native call of float32 keeps beside its results, in a list; empty where it keeps nothing.
 
     `dtype` is that of what is normalised, `rows` may be symbolic. `needs` are `weights`, how many of their gradients
-    are wanted; `count` and `inner`, see `jaxnorm.primitive.weights.heads_of`; `with_dx`; and `keeps_row`, whether a row
-    of what is normalised is kept for each of its rows. Kernels of the CPU keep nothing. A handler takes a workspace of
-    any size, so that an exported program outlives another choice here.
+    are wanted; `count` and `inner`, see `jaxnorm.primitive.weights.heads_of`; `with_dx`; and `keeps_row` and
+    `widens_row`, whether a row of what is normalised is kept for each of its rows, and whether one of a half type may
+    be as float32. Kernels of the CPU keep nothing. A handler takes a workspace of any size, so that an exported program
+    outlives another choice here.
     """
     if platform != "cuda":
         return []
