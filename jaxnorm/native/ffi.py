@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.mlir.dialects import stablehlo
 
 from jaxnorm.native import compat, fit
 
@@ -15,6 +16,9 @@ from jaxnorm.native import compat, fit
 PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}
 # What `jaxnorm.sharding.partition` makes of a call where XLA splits its program over devices.
 PARTITIONED = "jaxnorm_partitioned"
+# XLA of this one JAX makes two calls of one on a GPU if a result is stacked in a loop, as `scan` does for a derivative,
+# and used in the loop besides (https://github.com/openxla/xla/pull/45799); of a result behind a barrier it does not.
+DOUBLES_CALLS = jax.__version_info__ == (0, 11, 2)
 DTYPES = frozenset(map(jax.numpy.dtype, ("float32", "float16", "bfloat16")))
 
 _modules: dict[str, ModuleType] = {}
@@ -102,6 +106,7 @@ def workspace(
 
 
 def call(
+    platform: str,
     target: str,
     ctx: Any,
     operands: Sequence[Any],
@@ -113,7 +118,10 @@ def call(
     """The results of a native call while it is lowered, with its workspace behind them."""
     results = [*ctx.avals_out, *(jax.core.ShapedArray(shape, np.float32) for shape in workspace)]
     lower = jax.ffi.ffi_lowering(target, operand_output_aliases=aliases)
-    return lower(ctx.replace(avals_out=results), *operands, **attributes)[: len(ctx.avals_out)]
+    values: Sequence[Any] = lower(ctx.replace(avals_out=results), *operands, **attributes)[: len(ctx.avals_out)]
+    if platform == "cuda" and DOUBLES_CALLS:
+        return [stablehlo.OptimizationBarrierOp([value]).results[0] for value in values]
+    return values
 
 
 def _load(platform: str) -> None:
