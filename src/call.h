@@ -54,7 +54,8 @@ struct WorkspaceQuery {
   int weights = 0;  // how many gradients of weights are wanted
   RowMap weight_rows;
   bool with_dx = false;
-  bool keeps_row = false;  // whether a row of what is normalised is kept for each of its rows
+  bool keeps_row = false;   // whether a row of what is normalised is kept for each of its rows
+  bool widens_row = false;  // whether a row of a half type may have to be kept as f32
 };
 
 }  // namespace jaxnorm

@@ -268,7 +268,8 @@ def _dequantized(op: Op, *args: Any) -> tuple[Any, ...]:
     # By a constant XLA would not divide but multiply by its rounded reciprocal.
     scale = amax / jnp.where(amax == 0, 1, jnp.float32(LARGEST[to])) if given is None else jnp.float32(given)
     values = jnp.clip(groups * (1 / scale), -LARGEST[to], LARGEST[to])
-    values = jnp.round(values) if to == "int8" else values.astype(to)
+    # Behind a barrier, or XLA for GPUs would leave the rounding out: it allows itself more precision than that.
+    values = lax.optimization_barrier(jnp.round(values) if to == "int8" else values.astype(to))
     exact = (values.astype(jnp.float32) * scale).reshape(v.shape)
     return v + lax.stop_gradient(exact - v), *total
 

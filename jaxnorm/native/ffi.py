@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.mlir.dialects import stablehlo
 
 from jaxnorm.native import compat, fit
 
@@ -15,6 +16,9 @@ from jaxnorm.native import compat, fit
 PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}
 # What `jaxnorm.sharding.partition` makes of a call where XLA splits its program over devices.
 PARTITIONED = "jaxnorm_partitioned"
+# XLA of this one JAX makes two calls of one on a GPU if a result is stacked in a loop, as `scan` does for a derivative,
+# and used in the loop besides (https://github.com/openxla/xla/pull/45799); of a result behind a barrier it does not.
+DOUBLES_CALLS = jax.__version_info__ == (0, 11, 2)
 DTYPES = frozenset(map(jax.numpy.dtype, ("float32", "float16", "bfloat16")))
 
 _modules: dict[str, ModuleType] = {}
@@ -90,9 +94,10 @@ def workspace(
     """The shape of what a native call of float32 keeps beside its results, in a list; empty where it keeps nothing.
 
     `dtype` is that of what is normalised, `rows` may be symbolic. `needs` are `weights`, how many of their gradients
-    are wanted; `count` and `inner`, see `jaxnorm.primitive.weights.heads_of`; `with_dx`; and `keeps_row`, whether a row
-    of what is normalised is kept for each of its rows. Kernels of the CPU keep nothing. A handler takes a workspace of
-    any size, so that an exported program outlives another choice here.
+    are wanted; `count` and `inner`, see `jaxnorm.primitive.weights.heads_of`; `with_dx`; and `keeps_row` and
+    `widens_row`, whether a row of what is normalised is kept for each of its rows, and whether one of a half type may
+    be as float32. Kernels of the CPU keep nothing. A handler takes a workspace of any size, so that an exported program
+    outlives another choice here.
     """
     if platform != "cuda":
         return []
@@ -101,6 +106,7 @@ def workspace(
 
 
 def call(
+    platform: str,
     target: str,
     ctx: Any,
     operands: Sequence[Any],
@@ -112,7 +118,10 @@ def call(
     """The results of a native call while it is lowered, with its workspace behind them."""
     results = [*ctx.avals_out, *(jax.core.ShapedArray(shape, np.float32) for shape in workspace)]
     lower = jax.ffi.ffi_lowering(target, operand_output_aliases=aliases)
-    return lower(ctx.replace(avals_out=results), *operands, **attributes)[: len(ctx.avals_out)]
+    values: Sequence[Any] = lower(ctx.replace(avals_out=results), *operands, **attributes)[: len(ctx.avals_out)]
+    if platform == "cuda" and DOUBLES_CALLS:
+        return [stablehlo.OptimizationBarrierOp([value]).results[0] for value in values]
+    return values
 
 
 def _load(platform: str) -> None:

@@ -91,10 +91,11 @@ class Backward(Rules):
             count=count,
             inner=inner,
             with_dx=variables[0] is not None,
-            **(native.workspace(variables) if native.workspace else {}),
+            **(native.workspace(saved, variables) if native.workspace else {}),
         )
         attributes = {**native.backward(spec, saved), **has("has_", saved), **has("has_d", cotangents)}
-        return ffi.call(target, ctx, leaves, workspace=workspace, attributes=attributes | has("with_d", variables))
+        attributes |= has("with_d", variables)
+        return ffi.call(platform, target, ctx, leaves, workspace=workspace, attributes=attributes)
 
     def slower(
         self, platform: str, *types: Any, tree: Any, spec: RowSpec, wanted: Any, batch_dims: BatchDims

@@ -78,6 +78,7 @@ class Forward(Rules):
         carrier = self._place_of_carrier(spec, operands)
         written = [aval for place, aval in enumerate(ctx.avals_out) if place != carrier]
         values = ffi.call(
+            platform,
             target,
             ctx.replace(avals_out=written),
             leaves,

@@ -48,14 +48,15 @@ int driver() {
 }
 
 nb::tuple workspace(const std::string& target, const std::string& dtype, int64_t cols, int weights, int64_t count,
-                    int64_t inner, bool with_dx, bool keeps_row) {
+                    int64_t inner, bool with_dx, bool keeps_row, bool widens_row) {
   if (cols < 1 || weights < 0 || count < 1 || inner < 1) {
     throw nb::value_error("cols, count and inner are expected to be positive, and weights not to be negative");
   }
   for (const Handler& handler : cuda_handlers()) {
     if (target != handler.target) continue;
     if (!handler.workspace) return nb::make_tuple(0, 0);
-    WorkspaceSize size = handler.workspace({dtype_of(dtype), cols, weights, {count, inner}, with_dx, keeps_row});
+    WorkspaceSize size =
+        handler.workspace({dtype_of(dtype), cols, weights, {count, inner}, with_dx, keeps_row, widens_row});
     // One float might be taken for the statistic of a single row.
     if (size.floats_a_row == 0 && size.floats == 1) size.floats = 2;
     return nb::make_tuple(size.floats_a_row, size.floats);
@@ -100,10 +101,11 @@ NB_MODULE(_cuda, module) {
   module.def("driver", &jaxnorm::driver, "The newest CUDA that the driver serves, 12040 for 12.4; 0: there is none.");
   module.def(
       "workspace", &jaxnorm::workspace, arg("target"), arg("dtype"), arg("cols"), nb::kw_only(), arg("weights") = 0,
-      arg("count") = 1, arg("inner") = 1, arg("with_dx") = false, arg("keeps_row") = false,
+      arg("count") = 1, arg("inner") = 1, arg("with_dx") = false, arg("keeps_row") = false, arg("widens_row") = false,
       "How many floats a call of `target` wants in its workspace for each row, and how many more, where rows of "
       "`cols` elements of `dtype` are normalised: the gradients of so many `weights` are wanted, of `count` heads "
-      "of `inner` neighbouring rows each, and the gradient of x; and whether a row is kept for each row.");
+      "of `inner` neighbouring rows each, and the gradient of x; and whether a row is kept for each row, and one of a "
+      "half type may be as float32.");
   module.def(
       "max_cluster", [] { return jaxnorm::cuda::current_device().max_cluster(); },
       "How many blocks a cluster of the current GPU has at most; 1: it has no clusters.");

@@ -13,7 +13,7 @@ struct Addend {
 
 struct AddNormForward : NormForward, Addend {};
 
-// sum = a + b, rounded to b's dtype; sum may lie where b does.
+// sum = a + b, rounded to b's dtype; sum may lie where b does. Without b, a rounded to sum's dtype.
 struct Addition {
   Input a, b;
   Output sum;

@@ -11,6 +11,7 @@ from cases import bits
 from coverage import over
 from hlo import compiled_text, count_native_calls, lowered_calls
 from native import is_platform_with_kernels
+from op import rows
 from ops import GROUPED, NORMS, OPS, PER_HEAD
 
 ops = pytest.mark.parametrize("op", OPS, ids=str)
@@ -41,6 +42,20 @@ def test_every_norm_of_a_model_is_one_call_each_way(op):
 
     calls = count_native_calls(compiled_text(jax.grad(model, (0, 1, 2)), *op.draw(op.small)))
     assert calls == op.calls(fwd=3, bwd=3)
+
+
+# Where a loop stacks what a derivative reads, of whole lines of memory, and goes on with it.
+@pytest.mark.parametrize("op", NORMS, ids=str)
+def test_the_norm_of_scanned_layers_is_one_call_each_way(op):
+    def model(x, scale, bias):
+        def layer(x, _):
+            y = op.norm()(x, scale, bias)
+            return x + y * y, None
+
+        return jax.lax.scan(layer, x, length=3)[0].sum()
+
+    calls = count_native_calls(compiled_text(jax.grad(model, (0, 1, 2)), *op.draw(rows(16, 64))))
+    assert calls == op.calls(fwd=1, bwd=1)
 
 
 def subsets(op):

@@ -92,7 +92,7 @@ def test_a_sharded_feature_axis(devices, op, axis_type):
     assert_same(op, actual, expected(op))
 
 
-# Not dequantised in one program, where XLA may leave the values unrounded.
+# Not dequantised: of parts of rows some values are neighbours of those of whole ones, and are to be seen as such.
 @over([op for op in WITH_FEATURES if op.derived], default=EACH, axis_type=lambda op: AXIS_TYPES)
 def test_a_sharded_feature_axis_of_a_quantised_result(devices, op, axis_type):
     mesh, results = mesh_of(devices, axis_type), jax.jit(op.function)

@@ -54,7 +54,8 @@ def _moments_jnp(x: jax.Array, *, norm: Norm) -> list[jax.Array]:
 
 
 def _moments_native(ctx: Any, x: Any, *, norm: Norm) -> Any:
-    return ffi.call(f"jaxnorm_{norm.kind}_norm_statistics", ctx, [x], attributes={"axes": np.int64(norm.row_ndim)})
+    target = f"jaxnorm_{norm.kind}_norm_statistics"
+    return ffi.call("cuda", target, ctx, [x], attributes={"axes": np.int64(norm.row_ndim)})
 
 
 def _apply_abstract(x: Any, *_: Any, tree: Any, norm: Norm) -> list[Any]:
@@ -68,6 +69,7 @@ def _apply_jnp(*operands: Any, tree: Any, norm: Norm) -> list[jax.Array]:
 def _apply_native(ctx: Any, *operands: Any, tree: Any, norm: Norm) -> Any:
     *_, scale, bias = unflatten(tree, operands)
     return ffi.call(
+        "cuda",
         f"jaxnorm_{norm.kind}_norm_apply",
         ctx,
         operands,

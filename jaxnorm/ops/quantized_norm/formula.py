@@ -65,8 +65,7 @@ def quantize(norm: QuantizedNorm, unquantized: formula.Results, operands: Operan
     """The values that y, of float32, is quantised to, and their scales unless one is given.
 
     On a CPU this is bit for bit what NumPy gives, but for subnormal numbers, which XLA counts as zero there, and for a
-    given scale that is a quotient in the same program: of 1 / (a / b) XLA makes b / a. On a GPU XLA may also leave out
-    the rounding to float8 where the same program converts the values back.
+    given scale that is a quotient in the same program: of 1 / (a / b) XLA makes b / a.
     """
     quantization, (y, total) = norm.quantization, unquantized
     smooth, given = operands.smooth, operands.given
@@ -87,8 +86,11 @@ def quantize(norm: QuantizedNorm, unquantized: formula.Results, operands: Operan
     values = jnp.clip(v * (1 / scale), -largest, largest)
     if quantization.dtype == jnp.int8:
         values = jnp.where(jnp.isnan(values), 0, jnp.round(values))
+    # Without the barrier XLA for GPUs leaves out the rounding to float8 where the same program converts the values
+    # back: its option `xla_allow_excess_precision`.
+    values = lax.optimization_barrier(values.astype(quantization.dtype).reshape(shape))
     scales = None if given is not None else scale if group is None else scale.squeeze(-1)
-    return Results(values.astype(quantization.dtype).reshape(shape), scales, total, carrier)
+    return Results(values, scales, total, carrier)
 
 
 def _scale(quantization: Quantization, amax: jax.Array) -> jax.Array:

@@ -185,10 +185,14 @@ def _forward_attributes(norm: SandwichNorm, _: Operands) -> dict[str, Any]:
     }
 
 
-def _keeps_row(wanted: Variables[Any]) -> dict[str, Any]:
-    """Whether the residual's gradient has to be kept in the workspace, as it is not a result and still read."""
+def _kept_rows(saved: Saved, wanted: Variables[Any]) -> dict[str, Any]:
+    """Whether the residual's gradient is kept in the workspace: as it is not a result and still read, and as float32.
+
+    The first norm's gradient is computed from it, which of two calls one after the other gets it in x's dtype.
+    """
     is_read = wanted.x is not None or wanted.post_scale is not None
-    return {"keeps_row": is_read and wanted.residual is None}
+    is_widened = saved.x.dtype == np.float32 and saved.new_residual.dtype != np.float32
+    return {"keeps_row": is_read and wanted.residual is None, "widens_row": is_read and is_widened}
 
 
 def _requested(request: Request) -> tuple[SandwichNorm, Operands]:
@@ -233,7 +237,7 @@ SANDWICH_NORM = Family(
             name=lambda _: "jaxnorm_rms_norm_add_rms_norm",
             forward=_forward_attributes,
             backward=_attributes,
-            workspace=_keeps_row,
+            workspace=_kept_rows,
             plan=lambda *_: {"kind": "rms", "adds": True},
             slower=speed.any_kernel,
         ),

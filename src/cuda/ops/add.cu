@@ -1,4 +1,5 @@
-// sum = a + b, rounded to b's type: a kernel of its own for the sums that no fused kernel forms.
+// sum = a + b, rounded to b's type: a kernel of its own for the sums that no fused kernel forms. Without b, a in sum's
+// type.
 #include "cuda/engine/fragment.cuh"
 #include "cuda/engine/launch.cuh"
 #include "cuda/ops/norms.h"
@@ -16,7 +17,15 @@ __global__ void __launch_bounds__(kAddThreads) add_kernel(const A* a, const T* b
   for (int64_t first = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * N; first < elements; first += step) {
     const int remaining = static_cast<int>(min(int64_t{N}, elements - first));
     const Packed<A, N> a_vector = load<ALIGNED, N>(a + first, remaining);
-    store<ALIGNED>(sum + first, sum_of(a_vector, load<ALIGNED, N>(b + first, remaining)), remaining);
+    Packed<T, N> total;
+    if (b) {
+      total = sum_of(a_vector, load<ALIGNED, N>(b + first, remaining));
+    } else {
+      float values[N];
+      unpack(a_vector, values);
+      total = pack<T>(values);
+    }
+    store<ALIGNED>(sum + first, total, remaining);
   }
 }
 

@@ -7,8 +7,30 @@
 
 #include "cuda/engine/grad_schedule.h"
 #include "cuda/ops.h"
+#include "cuda/ops/norms.h"
 
 namespace jaxnorm::cuda {
+namespace {
+
+// Whether rows of f32 may have sums of another order beside a dy of a half type: those that vectors do not divide and
+// those in segments go by other kernels then.
+bool depends_on_dtype_of_dy(int64_t cols) {
+  return cols % vector_of(Dtype::f32) != 0 ||
+         make_plan(Op::backward, Kind::rms, Dtype::f32, cols, kMaxCluster).segments > 0;
+}
+
+// Whether dresidual is widened to x's type before the first norm's gradient reads it: as two norms one after the other
+// hand it on, so that dx has the bits that they give. A program of an older build has no room for that.
+bool widens(const SandwichNormBackward& p) {
+  if (!p.goes_on() || p.rows == 0 || p.x.dtype != Dtype::f32 || p.sum.dtype == Dtype::f32) return false;
+  if (!depends_on_dtype_of_dy(p.cols)) return false;
+  const int weights = bool{p.dpost_scale} + bool{p.dscale};
+  const WorkspaceSize wanted =
+      sandwich_norm_backward_workspace({p.x.dtype, p.cols, weights, {}, true, !p.dresidual, true});
+  return p.workspace.floats >= p.rows * wanted.floats_a_row + wanted.floats;
+}
+
+}  // namespace
 
 struct AnyElement;
 
@@ -41,15 +63,26 @@ cudaError_t run(const LogSoftmaxBackward& p, cudaStream_t stream) {
 cudaError_t run(const SandwichNormBackward& call, cudaStream_t stream) {
   SandwichNormBackward p = call;
   const int64_t elements = p.rows * p.cols;
+  const auto keep = [&](Dtype dtype) -> Output {
+    float* const rows = p.workspace.data;
+    p.workspace = {rows + elements, p.workspace.floats - elements};
+    return {rows, dtype};
+  };
+  const bool is_widened = widens(p);
   Output dresidual = p.dresidual;
   if (p.goes_on() && !dresidual) {
     if (p.workspace.floats < elements) return cudaErrorMemoryAllocation;
-    dresidual = {p.workspace.data, p.sum.dtype};
-    p.workspace = {p.workspace.data + elements, p.workspace.floats - elements};
+    dresidual = keep(p.sum.dtype);
   }
+  const Output received = is_widened ? keep(p.x.dtype) : dresidual;
   if (dresidual || p.dscale)
     if (const cudaError_t error = run(sum_grad_of(p, dresidual), stream); error != cudaSuccess) return error;
-  return p.goes_on() ? run(x_grad_of(p, dresidual), stream) : cudaSuccess;
+  if (!p.goes_on()) return cudaSuccess;
+  if (is_widened)
+    if (const cudaError_t error = add({{dresidual.data, dresidual.dtype}, {}, received}, elements, stream);
+        error != cudaSuccess)
+      return error;
+  return run(x_grad_of(p, received), stream);
 }
 
 WorkspaceSize norm_backward_workspace(const WorkspaceQuery& query) {
@@ -71,7 +104,8 @@ WorkspaceSize sandwich_norm_backward_workspace(const WorkspaceQuery& query) {
   one_norm.dtype = Dtype::f32;  // that of the residual may be another
   const WorkspaceSize of_f32 = norm_backward_workspace(one_norm);
   size.floats = std::max(size.floats, of_f32.floats);
-  size.floats_a_row = std::max(size.floats_a_row, of_f32.floats_a_row) + (query.keeps_row ? query.cols : 0);
+  const int rows_kept = query.keeps_row + (query.widens_row && depends_on_dtype_of_dy(query.cols));
+  size.floats_a_row = std::max(size.floats_a_row, of_f32.floats_a_row) + rows_kept * query.cols;
   return size;
 }
 
