@@ -11,20 +11,25 @@ from coverage import in_full
 HERE = Path(__file__).parent
 EMULATOR, TOY = HERE / "emulator", HERE / "toy"
 SOURCES = HERE.parent / "src"
-OPS = ("norm_grad", "norm", "add_norm", "quantized_norm", "gated_norm_grad", "gated_norm", "sandwich_norm", "softmax_grad")
+OPS = (
+    *("norm_grad", "norm", "add_norm", "quantized_norm", "gated_norm_grad", "gated_norm", "sandwich_norm"),
+    *("softmax_grad",),
+)
 ENGINE = ("cuda/engine/plan.cc", "cuda/engine/grad_schedule.cc", "cuda/engine/partials.cu")
 UNITS = (
     *(f"cuda/ops/{op}_{dtype}.cu" for dtype in ("f32", "bf16") for op in OPS),
-    *(f"cuda/ops/{op}.cu" for op in ("softmax_grad_mixed", "shard_apply", "shard_statistics", "add")),
+    *(f"cuda/ops/{op}.cu" for op in ("softmax_grad_mixed", "cross_entropy_grad")),
+    *(f"cuda/ops/{op}.cu" for op in ("shard_apply", "shard_statistics", "add")),
     *ENGINE,
     "cuda/ops/grad.cc",
     "cuda/dispatch.cc",
 )
 # Results and gradients; with per-head weights; with padding; quantised results; gated norms; sandwich norms; the
-# gradients of softmax; sharded rows; workspaces of other sizes than are wanted; whether every plan has a kernel; rows whose squares vanish.
+# gradients of softmax and of cross-entropy; sharded rows; workspaces of other sizes than are wanted; whether every plan
+# has a kernel; rows whose squares vanish.
 PROGRAMS = (
     *("run", "run_heads", "run_padding", "run_quantized", "run_gated", "run_sandwich"),
-    *("run_softmax_grad",),
+    *("run_softmax_grad", "run_cross_entropy_grad"),
     *("run_shards", "run_workspace", "run_plans", "run_extremes"),
 )
 
