@@ -198,6 +198,36 @@ void run_softmax(Dtype dtype, int64_t rows, int64_t cols, int64_t offset) {
   }
 }
 
+// The gradients of softmax, log-softmax and cross-entropy, without a mask and with one.
+void run_softmax_grad(Dtype dtype, int64_t rows, int64_t cols, int64_t offset) {
+  now = {Kind::rms, dtype, rows, cols};
+  const Array x(dtype, rows * cols, offset, true), dy(dtype, rows * cols, offset, true);
+  const Array dx(dtype, rows * cols, offset, false), numbers(Dtype::f32, rows, 0, true);
+  const Array where(Dtype::f32, (cols + 3) / 4, 0, true), lengths(Dtype::f32, rows, 0, true);
+  const auto floats = static_cast<const float*>(numbers.get());
+  const auto integers = static_cast<const int32_t*>(lengths.get());
+  for (const bool masked : {false, true}) {
+    Mask mask;
+    if (masked) mask.lengths = integers, mask.lengths_rows.inner = {rows, 1};
+    const SoftmaxBackward softmax{rows, cols, {dy.get(), dtype}, {x.get(), dtype}, mask, {dx.get(), dtype}, 0.5f};
+    finish(jaxnorm::cuda::run(softmax, nullptr), "softmax backward");
+    SoftmaxBackward wide = softmax;
+    const Array other(dtype == Dtype::f32 ? Dtype::bf16 : Dtype::f32, rows * cols, offset, false);
+    wide.dx = {other.get(), dtype == Dtype::f32 ? Dtype::bf16 : Dtype::f32};
+    finish(jaxnorm::cuda::run(wide, nullptr), "softmax backward to another type");
+    if (masked) mask.where = static_cast<const uint8_t*>(where.get());
+    const LogSoftmaxBackward log{rows, cols, softmax.dy, {x.get(), dtype}, mask, floats, {dx.get(), dtype}, 0.5f};
+    finish(jaxnorm::cuda::run(log, nullptr), "log-softmax backward");
+    CrossEntropyBackward loss{};
+    loss.rows = rows, loss.cols = cols, loss.x = log.x, loss.labels = integers, loss.mask = mask, loss.scale = 0.5f;
+    loss.mask.lengths = nullptr, loss.soft_cap = masked ? 30.0f : 0.0f, loss.logsumexp = loss.dlogsumexp = floats;
+    loss.dlabel_logit = loss.dtotal = floats, loss.dx = log.dx;
+    finish(jaxnorm::cuda::run(loss, nullptr), "cross-entropy backward");
+    loss.dx = {x.get(), dtype};
+    finish(jaxnorm::cuda::run(loss, nullptr), "cross-entropy backward in place");
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -209,6 +239,7 @@ int main(int argc, char** argv) {
         run(kind, dtype, std::atoll(argv[3]), std::atoll(argv[4]), 0);
         run_quantized(kind, dtype, std::atoll(argv[3]), std::atoll(argv[4]), 0);
         if (kind == Kind::rms) run_softmax(dtype, std::atoll(argv[3]), std::atoll(argv[4]), 0);
+        if (kind == Kind::rms) run_softmax_grad(dtype, std::atoll(argv[3]), std::atoll(argv[4]), 0);
         if (kind == Kind::rms && std::atoll(argv[4]) <= kGatedCols)
           run_gated(dtype, std::atoll(argv[3]), std::atoll(argv[4]), 1, 0);
         continue;
@@ -236,6 +267,9 @@ int main(int argc, char** argv) {
       run(kind, dtype, 600, 1024, 0, {}, 1);
       for (const int64_t cols : {64, 1024, 4096, 65536}) run_quantized(kind, dtype, 37, cols, 1);
       if (kind == Kind::layer) continue;
+      for (const int64_t cols : {1, 24, 64, 257, 512, 1024, 4096, 5001, 12288, 30001, 40000, 65536, 262144, 600000})
+        for (const int64_t rows : {1, 37}) run_softmax_grad(dtype, rows, cols, 0);
+      for (const int64_t cols : {64, 1024, 4096, 65536}) run_softmax_grad(dtype, 37, cols, 1);
       for (const int64_t cols : {24, 64, 100, 128, 256, 512, 1024, 4096, 5120, 8192, 12288, 16384})
         for (const int64_t weight_rows : {1, 8}) run_gated(dtype, 700, cols, weight_rows, 0);
       for (const int64_t cols : {64, 1024, 4096}) run_gated(dtype, 37, cols, 1, 1);

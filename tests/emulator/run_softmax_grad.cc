@@ -104,7 +104,7 @@ Exact exact(const Case& c, const Operands& o, const Masks& masks) {
       const double factor = kScale * (c.log ? 1 : double{o.x[i]});
       const double first = o.dy[i] * factor;
       const double second = sum * (c.log ? kScale * std::exp(double{o.x[i]} * kScale - o.logsumexp[row]) : factor);
-      exact.dx[i] = first - second;
+      exact.dx[i] = c.log ? first - second : factor * (o.dy[i] - sum);
       exact.size += first * first + second * second;
     }
   }
@@ -166,13 +166,12 @@ void test_types(int64_t rows, int64_t cols) {
         if (log || mask == 2) test({log, dtype, dtype, dtype, rows, cols, mask % 2 == 1, mask > 1});
     }
     if (!tier.takes()) continue;
-    for (const Dtype half : {kF16, kBf16})
-      for (const bool wide : {false, true}) {
-        const Dtype one = wide ? kF32 : half, other = wide ? half : kF32;
-        const Case mixed{log, one, log ? other : one, other, rows, cols};
-        test(mixed);
-        if (half == kBf16) test({log, mixed.dy, mixed.x, mixed.dx, rows, cols, log, true});
-      }
+    for (const bool wide : {false, true}) {
+      const Dtype half = wide ? kBf16 : kF16, one = wide ? kF32 : half, other = wide ? half : kF32;
+      const Case mixed{log, one, log ? other : one, other, rows, cols};
+      test(mixed);
+      test({log, mixed.dy, mixed.x, mixed.dx, rows, cols, log, true});
+    }
   }
 }
 
@@ -207,8 +206,8 @@ int main(int argc, char** argv) {
     for (const int64_t cols : {1,    7,    8,    64,   100,    128,    256,    257,    512,    1000,   1024,  2048,
                                2049, 4096, 5000, 8192, 12'288, 12'289, 16'384, 16'385, 20'000, 32'768, 40'001})
       test_types(cols < 600 ? 37 : 5, cols);
-    for (const int64_t cols : {65'536, 140'000, 140'001, 262'144, 300'000, 600'000, 1'100'000, 1'100'001})
-      test_types(2, cols);
+    for (const int64_t cols : {65'536, 140'001, 262'144, 300'000}) test_types(2, cols);
+    for (const int64_t cols : {600'000, 1'100'001}) test_types(1, cols);
     test_types(300, 24);
     test_types(20, 20'000);
     for (const bool log : {false, true})

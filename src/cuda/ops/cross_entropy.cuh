@@ -58,7 +58,8 @@ class LabelEpilogue : public RowEpilogue {
     for (int r = 0; r < ROWS; ++r)
       if (rows.is_written(r)) {
         const float x = static_cast<float>(x_[r]);
-        p.label_logit[rows.row(r)] = p.logits.cap == 0 ? x * p.scale : tanh_of(x * p.logits.cap) * p.logits.factor;
+        p.label_logit[rows.row(r)] =
+            p.logits.cap == 0 ? x * p.scale : tanh_of<X>(x * p.logits.cap).value * p.logits.factor;
       }
   }
 

@@ -120,7 +120,7 @@ class LogitRow {
     if constexpr (CROSS)
       if (scale_->cap != 0) {
 #pragma unroll
-        for (int i = 0; i < Tile::N; ++i) t[i] = tanh_of(t[i] * scale_->cap);
+        for (int i = 0; i < Tile::N; ++i) t[i] = tanh_of<X>(t[i] * scale_->cap).value;
         set_others(col, remaining, -INFINITY, t);
       }
   }
