@@ -29,7 +29,8 @@ __device__ Packed<T, N> load_words(const T* from, int remaining) {
 // The elements of a and b side by side, from the `begin`-th on; begin < N.
 template <typename T, int N>
 __device__ Packed<T, N> elements_from(int begin, const Packed<T, N>& a, const Packed<T, N>& b) {
-  static_assert(N == 8 && sizeof(T) == 2);
+  static_assert(N == kVector<T>);
+  constexpr int kOfWord = 4 / sizeof(T);
   uint32_t word[8];
 #pragma unroll
   for (int i = 0; i < 4; ++i) word[i] = a.word[i], word[i + 4] = b.word[i];
@@ -38,12 +39,23 @@ __device__ Packed<T, N> elements_from(int begin, const Packed<T, N>& a, const Pa
   for (int distance = 2; distance > 0; distance /= 2)
 #pragma unroll
     for (int i = 0; i < 4 + distance; ++i)
-      if (begin / 2 & distance) word[i] = word[i + distance];
+      if (begin / kOfWord & distance) word[i] = word[i + distance];
   Packed<T, N> result;
 #pragma unroll
   for (int i = 0; i < 4; ++i)
-    result.word[i] = static_cast<uint32_t>((static_cast<uint64_t>(word[i + 1]) << 32 | word[i]) >> begin % 2 * 16);
+    result.word[i] =
+        kOfWord == 1 ? word[i]
+                     : static_cast<uint32_t>((static_cast<uint64_t>(word[i + 1]) << 32 | word[i]) >> begin % 2 * 16);
   return result;
+}
+
+// A vector that lies anywhere, of which `remaining` elements are there; those from there on are anything.
+template <int N, typename T>
+__device__ Packed<T, N> load_unaligned(const T* from, int remaining) {
+  const int offset = offset_in_word(from);
+  const Packed<T, N> first = load<true, N>(from - offset, remaining);
+  const Packed<T, N> second = load<true, N>(from - offset + N, min(remaining, N) + offset - N);
+  return elements_from(offset, first, second);
 }
 
 // Sets the elements from the `remaining`-th on to zero.

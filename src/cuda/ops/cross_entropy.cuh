@@ -69,8 +69,8 @@ class LabelEpilogue : public RowEpilogue {
 };
 
 template <typename X, bool MASKED>
-struct CrossEntropyOp : RowOp<X, CrossEntropyStatistics> {
-  using Base = RowOp<X, CrossEntropyStatistics>;
+struct CrossEntropyOp : LogitOp<X, CrossEntropyStatistics> {
+  using Base = LogitOp<X, CrossEntropyStatistics>;
   using Params = CrossEntropyCall;
   template <typename Tile>
   using Load = LoadLogits<X, Tile, MASKED, true>;

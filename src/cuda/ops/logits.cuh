@@ -7,7 +7,7 @@
 #include <cfloat>
 #include <cmath>
 
-#include "cuda/engine/fragment.cuh"
+#include "cuda/engine/row_loop.cuh"
 #include "cuda/ops/mask.cuh"
 #include "cuda/ops/soft_cap.cuh"
 
@@ -137,8 +137,10 @@ class LogitRow {
 
   // x of a vector; with a mask still of columns that do not count.
   __device__ Vector load_x(int64_t col, int remaining) const {
-    if constexpr (MASKED) {
-      return load<Tile::ALIGNED, Tile::N>(row_ + col, mask_.within(col, remaining));
+    if constexpr (!Tile::ALIGNED) {
+      return load_unaligned<Tile::N>(row_ + col, mask_.within(col, remaining));
+    } else if constexpr (MASKED) {
+      return load<true, Tile::N>(row_ + col, mask_.within(col, remaining));
     } else {
       return remaining > 0 ? load<true, Tile::N>(row_ + col, Tile::N) : filled();
     }
@@ -166,12 +168,8 @@ class LogitRow {
   __device__ Vector packed(int vec, int64_t col, int remaining) const {
     if constexpr (Tile::PIPELINED) {
       return remaining > 0 ? load_shared<Tile::N>(row_ + vec * Tile::STRIDE) : filled();
-    } else if constexpr (Tile::KEPT) {
-      return packed_[vec];
     } else {
-      Vector vector = load_x(col, remaining);
-      mask(col, remaining, vector);
-      return vector;
+      return packed_[vec];
     }
   }
 
@@ -215,6 +213,13 @@ struct LoadLogits {
   static int shared_bytes(Launch& launch, const Plan& plan, const P& p, int held, int besides) {
     return launch.with_pipelines(plan, p.cols, {PipelineArray{sizeof(X), p.cols}}, held, besides);
   }
+};
+
+// Rows of logits are kept, also where they go by elements: those of vocabularies are often of odd lengths.
+template <typename X, typename STATS>
+struct LogitOp : RowOp<X, STATS> {
+  template <typename R, Access ACCESS>
+  using Tile = Tiling<X, R, ACCESS>;
 };
 
 }  // namespace jaxnorm::cuda

@@ -2,7 +2,6 @@
 // logits' distances from it.
 #pragma once
 
-#include "cuda/engine/row_loop.cuh"
 #include "cuda/ops/logits.cuh"
 
 namespace jaxnorm::cuda {

@@ -61,6 +61,8 @@ class SoftmaxEpilogue : public RowEpilogue {
 
  private:
   static constexpr int N = Tile::N;
+  // Whether y may be written by the words of memory in which its vectors lie.
+  static constexpr bool kByWords = !Tile::ALIGNED && !Tile::STREAMED && sizeof(X) == 2;
 
   template <bool LOG, typename Group, typename Row>
   __device__ __forceinline__ static void write(const SoftmaxCall& p, const Group& group,
@@ -70,7 +72,8 @@ class SoftmaxEpilogue : public RowEpilogue {
     const bool others = MASKED && !(fabsf(s.by) < INFINITY);
     X* to = static_cast<X*>(p.y.data) + row * p.cols;
     if constexpr (!MASKED) hide(to);
-    x.for_each(group, [&](int, auto col, int remaining, const auto& vector) {
+    [[maybe_unused]] UnalignedWriter<X, Tile> words(group, to);
+    x.for_each(group, [&]([[maybe_unused]] int vec, auto col, int remaining, const auto& vector) {
       float y[N];
       if (x.may_count(col, remaining)) {
         x.unpack_t(col, remaining, vector, y);
@@ -85,6 +88,8 @@ class SoftmaxEpilogue : public RowEpilogue {
       }
       if constexpr (!MASKED) {
         store<true>(to + col, pack<X>(y), remaining);
+      } else if (kByWords && p.y.dtype == kDtype<X>) {
+        if constexpr (kByWords) words.write(vec, col, remaining, pack<X>(y), true);
       } else {
         with_type(p.y.dtype, [&](auto* type) {
           using Y = std::remove_pointer_t<decltype(type)>;
@@ -96,8 +101,8 @@ class SoftmaxEpilogue : public RowEpilogue {
 };
 
 template <typename X, bool MASKED>
-struct SoftmaxOp : RowOp<X, SoftmaxStatistics> {
-  using Base = RowOp<X, SoftmaxStatistics>;
+struct SoftmaxOp : LogitOp<X, SoftmaxStatistics> {
+  using Base = LogitOp<X, SoftmaxStatistics>;
   using Params = SoftmaxCall;
   template <typename Tile>
   using Load = LoadLogits<X, Tile, MASKED, false>;
@@ -107,11 +112,14 @@ struct SoftmaxOp : RowOp<X, SoftmaxStatistics> {
   using PipelinedEpilogue = SoftmaxEpilogue<X, MASKED, Tile>;
 
   // Eight vectors of blocks of this size, and what they are unpacked to, take more than the registers with which two
-  // blocks fit; f32 only beside a mask.
+  // blocks fit; f32 only beside a mask. So do streamed rows whose vectors are put together.
+  template <typename R, Access ACCESS>
+  static constexpr bool kIsRoomy = R::kVectors == 8           ? MASKED || R::kCluster > 1
+                                   : R::kVectors == kStreamed ? ACCESS == Access::elementwise
+                                                              : false;
   template <typename R, Access ACCESS>
   static constexpr int kRegisters =
-      R::kVectors == 8 && R::kMost == kMaxThreads && (MASKED || R::kCluster > 1) ? 128
-                                                                                 : Base::template kRegisters<R, ACCESS>;
+      R::kMost == kMaxThreads && kIsRoomy<R, ACCESS> ? 128 : Base::template kRegisters<R, ACCESS>;
 };
 
 // What is read past a length would be read for nothing, so that rows with a mask never come by way of pipelines.
