@@ -95,8 +95,10 @@ def unreduced(call: Call) -> str | None:
 
 
 def sharded_unlike_x(call: Call) -> str | None:
+    of_x = call.x.sharding.spec
     for name, array in call.with_role("fold"):
-        if array.shape == call.x.shape and array.sharding.spec != call.x.sharding.spec:
+        dim_map = call.op.roles[name].dim_map(call.spec, call.x.ndim, array.shape)
+        if tuple(array.sharding.spec) != tuple(None if axis is None else of_x[axis] for axis in dim_map):
             return f"x and {name} are sharded differently over an Explicit mesh"
     return None
 
