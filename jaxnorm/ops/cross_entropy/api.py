@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxnorm.ops import checks
 from jaxnorm.ops.cross_entropy.checks import check_ignore_index, check_labels, check_share, check_soft_cap
@@ -84,7 +85,7 @@ def softmax_cross_entropy_with_integer_labels(
     where = check_where(name, where, logits, (at,), "logits")
     shards = checks.check_axis_name(name, axis_name)
     losses = losses_of(name, logits, labels, where, at, shards, options, choice)
-    return jnp.squeeze(losses, at)
+    return lax.squeeze(losses, (logits.ndim + at,))
 
 
 class LossOptions(NamedTuple):
@@ -119,10 +120,10 @@ def losses_of(
     """The losses of checked arguments, with logits' rank; labels have that rank too."""
     cols = logits.shape[axis]
     classes = cols if shards is None else cols * jax.lax.axis_size(shards.names)
-    first = 0 if shards is None else shards.index() * cols
     # A number beyond int32 is none of a column.
     is_class = (labels >= 0) & (labels < classes)
     here = jnp.where(is_class, labels, -1).astype(jnp.int32)
+    here = here if shards is None else here - shards.index() * cols
     here = sharded_along(function, "labels", here, logits, dims.per_row(logits.ndim, (axis,)))
     wide = dims.wide_dtype([logits.dtype])
     spec = CrossEntropy(
@@ -134,30 +135,40 @@ def losses_of(
         out_dtype=wide,
         native_for=choice.native_for(function),
     )
-    results = CROSS_ENTROPY(spec, Operands(logits, here - first, where), choice.implementation)
+    results = CROSS_ENTROPY(spec, Operands(logits, here, where), choice.implementation)
     counts: Any = classes
     if where is not None and spec.with_total:
         counts = jnp.sum(where, axis=axis, keepdims=True, dtype=wide)
-        counts = counts if shards is None else shards.sum(jnp.broadcast_to(counts, results.logsumexp.shape))
+        counts = jnp.maximum(1, counts if shards is None else shards.sum(counts))
     if shards is not None:
         results = exchanged(shards, results)
-    return _losses(results, labels, is_class, counts, options)
+    ignored = None if options.ignore_index is None else labels == options.ignore_index
+    wrong = ~is_class if ignored is None else ~(is_class | ignored)
+    left_out = _either(ignored, None if where is None else results.logsumexp == -jnp.inf)
+    return _losses(results, left_out, wrong, counts, options)
 
 
-def _losses(results: Results, labels: jax.Array, is_class: jax.Array, counts: Any, options: LossOptions) -> jax.Array:
-    """The losses of rows from what is about them, of which so many columns count."""
-    lse, label_logit, total = results
+def _either(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
+    return a if b is None else b if a is None else a | b
+
+
+def _losses(
+    results: Results, left_out: jax.Array | None, wrong: jax.Array, counts: Any, options: LossOptions
+) -> jax.Array:
+    """The losses of rows from what is about them, of which so many columns count.
+
+    Those that are left out, without any class or ignored, have none, and no derivative. Wrong labels have NaN.
+    """
+
+    def kept(v: jax.Array) -> jax.Array:
+        return v if left_out is None else jnp.where(left_out, 0, v)
+
+    logsumexp, label_logit, total = results
     assert label_logit is not None
-    # Of a row without any class, whose logarithm is -inf, and of one that is ignored there is no derivative either.
-    left_out = lse == -jnp.inf
-    if options.ignore_index is not None:
-        ignored = labels == options.ignore_index
-        left_out, is_class = left_out | ignored, is_class | ignored
-    lse, label_logit = jnp.where(left_out, 0, lse), jnp.where(left_out, 0, label_logit)
-    share = options.label_smoothing
-    losses = lse - (1 - share) * label_logit
+    lse, share = kept(logsumexp), options.label_smoothing
+    losses: jax.Array = lse - (1 - share) * kept(label_logit)
     if total is not None:
-        losses = losses - share * jnp.where(left_out, 0, total / counts)
+        losses = losses - share * kept(total / counts)
     if options.z_loss:
         losses = losses + options.z_loss * jnp.square(lse)
-    return losses + jnp.where(is_class, 0, jnp.nan).astype(losses.dtype)
+    return losses + jnp.where(wrong, jnp.nan, 0).astype(losses.dtype)
