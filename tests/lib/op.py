@@ -84,6 +84,16 @@ class Op:
         return self.derived or self.function
 
     @property
+    def is_by_row(self) -> bool:
+        """Whether the result has one number for each row."""
+        return bool(self.values)
+
+    @property
+    def keeps_statistics(self) -> bool:
+        """Whether statistics are kept, and no results in their place."""
+        return bool(self.statistics) and not self.is_by_row
+
+    @property
     def weights(self) -> tuple[str, ...]:
         return self.operands[self.arrays :]
 
