@@ -4,10 +4,12 @@
 #include <cstdint>
 
 #include "ops/add_norm.h"
+#include "ops/cross_entropy.h"
 #include "ops/gated_norm.h"
 #include "ops/norm.h"
 #include "ops/quantized_norm.h"
 #include "ops/sandwich_norm.h"
+#include "ops/softmax.h"
 
 namespace jaxnorm::cpu {
 
@@ -28,6 +30,12 @@ struct Kernels {
   void (*gated_norm_grad)(const GatedNormBackward& p, int64_t begin, int64_t end, float* dscale, int64_t traffic);
   void (*sandwich_norm_grad)(const SandwichNormBackward& p, int64_t begin, int64_t end, float* dpost_scale,
                              float* dscale, float* row, int64_t traffic);
+
+  void (*softmax)(const SoftmaxForward& p, int64_t begin, int64_t end, int64_t traffic);
+  void (*softmax_grad)(const SoftmaxBackward& p, int64_t begin, int64_t end, int64_t traffic);
+  void (*log_softmax_grad)(const LogSoftmaxBackward& p, int64_t begin, int64_t end, int64_t traffic);
+  void (*cross_entropy)(const CrossEntropyForward& p, int64_t begin, int64_t end, int64_t traffic);
+  void (*cross_entropy_grad)(const CrossEntropyBackward& p, int64_t begin, int64_t end, int64_t traffic);
 
   // Of `count` neighbours in an array: adds `from` to `into`; writes `from`; writes from + offset.
   void (*add)(const float* from, float* into, int64_t count);

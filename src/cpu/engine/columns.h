@@ -55,5 +55,28 @@ Sums<R, N> sum(int64_t cols, Add add) {
   return total;
 }
 
+// The largest of each of R rows' values, NaN left out; -inf without any. value(row, column, extent) is -inf past the
+// row's end.
+template <int R, class Value>
+void largest(int64_t cols, Value value, float* result) {
+  constexpr int kUnroll = kChains / R;
+  const auto take = [](Vec v, Vec* lanes) { *lanes = v > *lanes ? v : *lanes; };
+  Vec lanes[R][kUnroll];
+  for (int i = 0; i < kChains; ++i) lanes[i / kUnroll][i % kUnroll] = broadcast(-__builtin_inff());
+  int64_t column = 0;
+  for (; column + kUnroll * W <= cols; column += kUnroll * W) {
+    for (int u = 0; u < kUnroll; ++u) {
+      for (int row = 0; row < R; ++row) take(value(row, column + u * W, Whole{}), &lanes[row][u]);
+    }
+  }
+  for_each_vector(cols - column, [&](int64_t rest, auto extent) {
+    for (int row = 0; row < R; ++row) take(value(row, column + rest, extent), &lanes[row][0]);
+  });
+  for (int row = 0; row < R; ++row) {
+    for (int u = 1; u < kUnroll; ++u) take(lanes[row][u], &lanes[row][0]);
+    result[row] = max_of_lanes(lanes[row][0]);
+  }
+}
+
 }  // namespace
 }  // namespace jaxnorm::cpu

@@ -235,5 +235,15 @@ float sum_of_lanes(Vec v) {
   return (parts[0][0] + parts[0][2]) + (parts[0][1] + parts[0][3]);
 }
 
+// Of numbers that are not NaN.
+float max_of_lanes(Vec v) {
+  Vec4 parts[W / 4];
+  memcpy(parts, &v, sizeof v);
+  for (int i = 1; i < W / 4; ++i) parts[0] = parts[i] > parts[0] ? parts[i] : parts[0];
+  const float a = parts[0][0] > parts[0][2] ? parts[0][0] : parts[0][2];
+  const float b = parts[0][1] > parts[0][3] ? parts[0][1] : parts[0][3];
+  return a > b ? a : b;
+}
+
 }  // namespace
 }  // namespace jaxnorm::cpu

@@ -1,0 +1,65 @@
+// Which columns of a row count.
+#pragma once
+
+#include "cpu/engine/vector.h"
+#include "ops/mask.h"
+
+namespace jaxnorm::cpu {
+namespace {
+
+// All bits of a lane, where it lies within the row.
+Bits lanes(Part part) {
+  uint32_t index[W];
+  for (int i = 0; i < W; ++i) index[i] = i;
+  Bits lane;
+  memcpy(&lane, index, sizeof lane);
+  return (Bits)(lane < static_cast<uint32_t>(part.count));
+}
+
+// All bits of a lane, where a byte is not 0.
+Bits lanes(const uint8_t* p, Whole) {
+  Bytes bytes;
+  memcpy(&bytes, p, sizeof bytes);
+  return (Bits)(__builtin_convertvector(bytes, Bits) != 0);
+}
+Bits lanes(const uint8_t* p, Part part) {
+  uint8_t bytes[W] = {};
+  memcpy(bytes, p, part.count);
+  return lanes(bytes, Whole{});
+}
+
+int64_t row_of(const BroadcastRows& map, int64_t row) {
+  const auto index = [row](RowMap run) { return run.count == 1 ? 0 : row / run.inner % run.count; };
+  return index(map.outer) * map.inner.count + index(map.inner);
+}
+
+// The columns of one row.
+struct RowMask {
+  const uint8_t* where;  // null: all count that come before `end`
+  int64_t end;
+
+  RowMask() = default;
+  RowMask(const Mask& mask, int64_t row, int64_t cols)
+      : where(mask.where ? mask.where + row_of(mask.where_rows, row) * cols : nullptr), end(cols) {
+    if (!mask.lengths) return;
+    const int64_t length = mask.lengths[row_of(mask.lengths_rows, row)];
+    end = length < 0 ? 0 : length < cols ? length : cols;
+  }
+
+  // v, and `otherwise` in columns that do not count, of which those after `end` are left to the caller.
+  template <class Extent>
+  Vec operator()(Vec v, int64_t column, Extent extent, float otherwise) const {
+    return where ? (lanes(where + column, extent) ? v : broadcast(otherwise)) : v;
+  }
+
+  bool counts(int64_t column) const { return column < end && (!where || where[column]); }
+  bool is_empty() const {
+    for (int64_t column = 0; column < end; ++column) {
+      if (counts(column)) return false;
+    }
+    return true;
+  }
+};
+
+}  // namespace
+}  // namespace jaxnorm::cpu
