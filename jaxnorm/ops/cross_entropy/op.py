@@ -126,7 +126,7 @@ CROSS_ENTROPY = Family(
             backward_of_shard=_backward_of_shard,
             in_place={"x": "x"},
         ),
-        native=None,
+        native=NATIVE,
         reasons=(several_axes,),
         can_shard=lambda *_: True,
         forward_of_shard=_forward_of_shard,

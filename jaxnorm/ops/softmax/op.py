@@ -53,7 +53,7 @@ SOFTMAX = Family(
         derivative=Derivative(
             saved=SavedOfSoftmax, variables=Variables, linear=formula.linear, backward=formula.backward
         ),
-        native=None,
+        native=_native("jaxnorm_softmax"),
         reasons=(several_axes,),
         can_shard=lambda *_: True,
         functions=(Function("softmax", _requested),),
@@ -72,7 +72,7 @@ LOG_SOFTMAX = Family(
         derivative=Derivative(
             saved=SavedOfLog, variables=Variables, linear=formula.log_linear, backward=formula.log_backward
         ),
-        native=None,
+        native=_native("jaxnorm_log_softmax"),
         reasons=(several_axes,),
         can_shard=lambda *_: True,
         functions=(Function("log_softmax", _requested),),
