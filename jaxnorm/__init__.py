@@ -10,6 +10,7 @@ __path__ = pkgutil.extend_path(__path__, __name__)
 from jaxnorm import checkpoint_policies
 from jaxnorm._explain import explain
 from jaxnorm.ops.cross_entropy.api import softmax_cross_entropy_with_integer_labels
+from jaxnorm.ops.cross_entropy.linear_api import linear_cross_entropy
 from jaxnorm.ops.gated_norm.api import gated_rms_norm
 from jaxnorm.ops.norm.added import add_layer_norm, add_rms_norm
 from jaxnorm.ops.norm.api import layer_norm, rms_norm
@@ -37,6 +38,7 @@ __all__ = [
     "implementation",
     "layer_norm",
     "layer_norm_quantized",
+    "linear_cross_entropy",
     "log_softmax",
     "replace_norms",
     "rms_norm",

@@ -227,6 +227,8 @@ class Op(Generic[S, O, R]):
     convention: Convention[S, O, R] | None = None  # in place of a derivative
 
     native: Native[S, O] | None = None
+    # Whether the formula calls kernels of other ops, and is what each device computes of the rows that it has.
+    calls_others: bool = False
     reasons: tuple[Callable[[S, O], str | None], ...] = ()  # why no kernel serves a call, beside what holds for all
     is_trailing: bool = True  # whether kernels want a row's axes to be the last of x
     weights_batch: bool = False  # whether kernels take weights with batch dims, so that vmap may make some
@@ -240,6 +242,10 @@ class Op(Generic[S, O, R]):
 
     static_types: tuple[type[Any], ...] = ()  # dataclasses within the spec
     functions: tuple[Function, ...] = ()
+
+    @property
+    def has_kernels(self) -> bool:
+        return self.native is not None or self.calls_others
 
 
 AnyOp = Op[Any, Any, Any]

@@ -205,7 +205,7 @@ def wants_primitive(op: AnyOp, spec: RowSpec, operands: Record) -> bool:
     """
     call = Call(op, spec, jax.tree.map(jax.typeof, operands))
     if spec.native_for:
-        if reason := why_not(call=call, place=Place(compat.default_platform(), op.native is not None)):
+        if reason := why_not(call=call, place=Place(compat.default_platform(), op.has_kernels)):
             raise RuntimeError(
                 f"{spec.native_for}: implementation='native' cannot serve this call: {reason}. "
                 "With implementation=None it runs in jax.numpy."

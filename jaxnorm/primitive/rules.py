@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching
+from jax.interpreters import ad, batching, mlir
 
 from jaxnorm.native import compat, jet
 from jaxnorm.primitive import broadcast, fallback, weights
@@ -112,6 +112,8 @@ class Rules:
         batching.primitive_batchers[self.primitive] = self.batch
         if op.derivative is not None or op.convention is not None:
             ad.primitive_jvps[self.primitive] = self.jvp
+        elif op.calls_others:
+            ad.primitive_jvps[self.primitive] = self.jvp_of_formula
         if op.derivative is not None:
             ad.primitive_transposes[self.primitive] = self.transpose
 
@@ -136,6 +138,10 @@ class Rules:
         """Why XLA's code for the formula is faster than the native call."""
         return None
 
+    def by_formula(self, platform: str, ctx: Any, *leaves: Any, **params: Any) -> Any:
+        """The native rule of an op whose formula calls other ops' kernels."""
+        return mlir.lower_fun(self.formula)(ctx, *leaves, **params)
+
     def jvp_of_formula(self, primals: Any, dots: Any, **params: Any) -> Any:
         def formula(*leaves: Any) -> list[jax.Array]:
             return self.formula(*leaves, **params)
@@ -147,7 +153,7 @@ class Rules:
         return jet.of_formula(lambda *leaves: self.formula(*leaves, **params), primals, series)
 
     def batch_formula(self, leaves: Any, dims: Any, **params: Any) -> Any:
-        if self.direction != "linear":
+        if self.direction != "linear" and not self.op.calls_others:
             self.tell_of_formula(leaves, params["tree"], params["spec"])
         return at_front(jax.vmap(lambda *values: self.formula(*values, **params), in_axes=tuple(dims))(*leaves))
 

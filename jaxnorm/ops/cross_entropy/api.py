@@ -8,7 +8,7 @@ from jax import lax
 
 from jaxnorm.ops import checks
 from jaxnorm.ops.cross_entropy.checks import check_ignore_index, check_labels, check_share, check_soft_cap
-from jaxnorm.ops.cross_entropy.formula import CrossEntropy, Operands, Results
+from jaxnorm.ops.cross_entropy.formula import CrossEntropy, Operands, Results, loss
 from jaxnorm.ops.cross_entropy.op import CROSS_ENTROPY, exchanged
 from jaxnorm.ops.misuse import explained
 from jaxnorm.ops.options import Choice, Implementation
@@ -159,16 +159,7 @@ def _losses(
 
     Those that are left out, without any class or ignored, have none, and no derivative. Wrong labels have NaN.
     """
-
-    def kept(v: jax.Array) -> jax.Array:
-        return v if left_out is None else jnp.where(left_out, 0, v)
-
-    logsumexp, label_logit, total = results
-    assert label_logit is not None
-    lse, share = kept(logsumexp), options.label_smoothing
-    losses: jax.Array = lse - (1 - share) * kept(label_logit)
-    if total is not None:
-        losses = losses - share * kept(total / counts)
-    if options.z_loss:
-        losses = losses + options.z_loss * jnp.square(lse)
+    if left_out is not None:
+        results = jax.tree.map(lambda v: jnp.where(left_out, 0, v), results)
+    losses = loss(results, counts, options.label_smoothing, options.z_loss)
     return losses + jnp.where(wrong, jnp.nan, 0).astype(losses.dtype)

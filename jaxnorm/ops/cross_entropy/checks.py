@@ -9,7 +9,19 @@ import numpy as np
 from jaxnorm.ops import checks
 
 
-def check_labels(function: str, value: object, logits: jax.Array, axis: int) -> jax.Array:
+def check_kernel(function: str, value: object, x: jax.Array) -> jax.Array:
+    kernel = checks.check_array(function, "kernel", value)
+    if kernel.ndim != 2 or kernel.shape[0] != x.shape[-1]:
+        is_transposed = kernel.ndim == 2 and kernel.shape[1] == x.shape[-1]
+        remedy = "Pass kernel.T, as of an embedding table." if is_transposed else "It is what x is multiplied by."
+        raise ValueError(
+            f"{function}: kernel has shape {kernel.shape}, expected ({x.shape[-1]}, classes) for x with shape "
+            f"{x.shape}. {remedy}"
+        )
+    return kernel
+
+
+def check_labels(function: str, value: object, logits: jax.Array, axis: int, name: str = "logits") -> jax.Array:
     """value as an array of integers of logits' shape without the axis, of 32 bits or more."""
     if not isinstance(value, (jax.Array, np.ndarray, np.generic)) and not hasattr(value, "__jax_array__"):
         raise TypeError(
@@ -25,7 +37,7 @@ def check_labels(function: str, value: object, logits: jax.Array, axis: int) -> 
     expected = tuple(n for i, n in enumerate(logits.shape) if i - logits.ndim != axis)
     if labels.shape != expected:
         raise ValueError(
-            f"{function}: labels have shape {labels.shape}, expected {expected}: that of logits, {logits.shape}, "
+            f"{function}: labels have shape {labels.shape}, expected {expected}: that of {name}, {logits.shape}, "
             f"without axis {axis}."
         )
     return labels if labels.dtype.itemsize >= 4 else labels.astype(jnp.int32)

@@ -83,6 +83,16 @@ def forward(spec: CrossEntropy, operands: Operands) -> tuple[Results, Statistics
     return Results(exponentials(spec, z, counts).logsumexp, label_logit, total), ()
 
 
+def loss(results: Results, counts: Any, label_smoothing: float, z_loss: float) -> jax.Array:
+    """The losses of rows, of which so many columns count."""
+    lse, label_logit, total = results
+    assert label_logit is not None
+    losses = lse - (1 - label_smoothing) * label_logit
+    if total is not None:
+        losses = losses - label_smoothing * (total / counts)
+    return losses + z_loss * jnp.square(lse) if z_loss else losses
+
+
 def _probabilities(spec: CrossEntropy, z: jax.Array, logsumexp: jax.Array, counts: jax.Array | None) -> jax.Array:
     return only(counts, jnp.exp(only(counts, z - logsumexp)))
 
