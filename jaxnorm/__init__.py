@@ -9,12 +9,15 @@ __path__ = pkgutil.extend_path(__path__, __name__)
 
 from jaxnorm import checkpoint_policies
 from jaxnorm._explain import explain
+from jaxnorm.ops.cross_entropy.api import softmax_cross_entropy_with_integer_labels
+from jaxnorm.ops.cross_entropy.linear_api import linear_cross_entropy
 from jaxnorm.ops.gated_norm.api import gated_rms_norm
 from jaxnorm.ops.norm.added import add_layer_norm, add_rms_norm
 from jaxnorm.ops.norm.api import layer_norm, rms_norm
 from jaxnorm.ops.options import implementation
 from jaxnorm.ops.quantized_norm.api import layer_norm_quantized, rms_norm_quantized
 from jaxnorm.ops.sandwich_norm.api import rms_norm_add_rms_norm
+from jaxnorm.ops.softmax.api import log_softmax, softmax
 from jaxnorm.quantization import Quantization, Quantized
 from jaxnorm.replacement import replace_norms
 
@@ -35,10 +38,14 @@ __all__ = [
     "implementation",
     "layer_norm",
     "layer_norm_quantized",
+    "linear_cross_entropy",
+    "log_softmax",
     "replace_norms",
     "rms_norm",
     "rms_norm_add_rms_norm",
     "rms_norm_quantized",
+    "softmax",
+    "softmax_cross_entropy_with_integer_labels",
 ]
 
 # `dir` shows those that are imported, and no internals.

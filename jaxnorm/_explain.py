@@ -174,7 +174,7 @@ def _runs(op: AnyOp, spec: RowSpec, direction: str, platform: str, reason: str |
         reason = "tangents have no kernel"
     if reason is None and spec.shards is not None:
         reason = "axis_name is given: jax.numpy exchanges the statistics, and calls kernels for what lies between"
-    reason = reason or reasons.why_not(place=reasons.Place(platform, op.native is not None))
+    reason = reason or reasons.why_not(place=reasons.Place(platform, op.has_kernels))
     return (
         Runs(platform, "formula", reason) if reason else Runs(platform, "native", f"jaxnorm._{platform} has a kernel")
     )

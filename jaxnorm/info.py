@@ -57,7 +57,7 @@ def call(function: str, request: op.Request, platform: str) -> Report:
     """What runs for such a call of a public function, each way, and why."""
     of_function, how = op.functions()[function]
     spec, operands = how.request(request)
-    place = reasons.Place(platform, of_function.native is not None)
+    place = reasons.Place(platform, of_function.has_kernels)
     asked = reasons.Call(of_function, spec, operands)
     reason = reasons.why_not(call=asked, place=place)
     implementation, why = "native", f"jaxnorm._{platform} is loaded and has kernels for these dtypes"

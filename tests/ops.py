@@ -10,6 +10,7 @@ from gating import MAMBA, QWEN, VARIANTS
 from norm_rows import added, norm, padded, per_head
 from quantized_rows import quantized, quantized_sum
 from sandwich_rows import sandwich
+from softmax_rows import cross_entropy, softmax
 
 NORMS = tuple(norm(kind) for kind in KINDS)
 PER_HEAD = tuple(per_head(kind) for kind in KINDS)
@@ -18,6 +19,8 @@ PADDED = tuple(padded(kind) for kind in KINDS)
 GATED = tuple(gate(variant) for variant in VARIANTS)
 GROUPED = tuple(grouped(variant) for variant in (MAMBA, QWEN))
 SANDWICH = (sandwich(),)
+SOFTMAX = (softmax(), softmax(log=True))
+CROSS_ENTROPY = (cross_entropy(),)
 QUANTIZED = (
     *(quantized(kind, "token", "int8") for kind in KINDS),
     *(quantized(kind, "groups of 64", "float8_e4m3fn") for kind in KINDS),
@@ -29,9 +32,14 @@ QUANTIZED_SUMS = (
 )
 
 # One row of each kind of rule, where they do not depend on the norm, the activation or the dtype.
-EACH = (NORMS[1], PER_HEAD[1], ADDED[1], PADDED[1], GATED[1], GROUPED[0], SANDWICH[0], QUANTIZED[1], QUANTIZED_SUMS[1])
-OPS = (
-    EACH
-    if has_each_only()
-    else (*NORMS, *PER_HEAD, *ADDED, *PADDED, *GATED, *GROUPED, *SANDWICH, *QUANTIZED, *QUANTIZED_SUMS)
+EACH = (
+    *(NORMS[1], PER_HEAD[1], ADDED[1], PADDED[1], GATED[1], GROUPED[0], SANDWICH[0]),
+    *(*SOFTMAX, *CROSS_ENTROPY),
+    *(QUANTIZED[1], QUANTIZED_SUMS[1]),
 )
+ALL = (
+    *(*NORMS, *PER_HEAD, *ADDED, *PADDED, *GATED, *GROUPED, *SANDWICH),
+    *(*SOFTMAX, *CROSS_ENTROPY),
+    *(*QUANTIZED, *QUANTIZED_SUMS),
+)
+OPS = EACH if has_each_only() else ALL

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
+from jax.extend.mlir import ir
 
 from jaxnorm.native import private
 
@@ -184,6 +185,23 @@ def with_devices(ctx: Any) -> tuple[Any, Any]:
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         (value,) = mlir.lower_fun(spread, multiple_results=False)(ctx.replace(avals_in=[], avals_out=[aval]))
     return ctx.replace(avals_in=[*ctx.avals_in, aval]), value
+
+
+# What has its operand's elements, for which XLA need not compute anything.
+_PASSED_ON = ("stablehlo.reshape", "stablehlo.optimization_barrier", "sdy.sharding_constraint", "sdy.reshard")
+
+
+def is_computed(value: Any) -> bool:
+    """Whether a value of the program that is lowered is the result of an operation there.
+
+    The others are arguments, of the program or one of its functions or loops.
+    """
+    while not isinstance(value.owner, ir.Block):
+        operation = value.owner
+        if operation.name not in _PASSED_ON:
+            return True
+        value = operation.operands[ir.OpResult(value).result_number]
+    return False
 
 
 def register_partitioner(target: str, partition: Callable[..., tuple[bytes, Sequence[Any], Sequence[Any]]]) -> None:

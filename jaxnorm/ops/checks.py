@@ -18,6 +18,7 @@ from jaxnorm.native import compat
 from jaxnorm.ops import misuse
 from jaxnorm.ops.options import IMPLEMENTATIONS, Choice, choice
 from jaxnorm.primitive import weights
+from jaxnorm.sharding import dims
 from jaxnorm.sharding.shards import Shards
 
 DTYPES = frozenset(map(jnp.dtype, ("float16", "bfloat16", "float32", "float64")))
@@ -39,16 +40,22 @@ def check_array(function: str, name: str, value: object) -> jax.Array:
     return given if isinstance(given, jax.Array) else jnp.asarray(given)
 
 
-def check_x(function: str, x: object) -> jax.Array:
-    array = check_array(function, "x", x)
+def check_x(function: str, x: object, name: str = "x") -> jax.Array:
+    array = check_array(function, name, x)
     if array.ndim == 0:
         raise ValueError(
-            f"{function}: x must have at least one axis, got a scalar: give it the axis to normalise over."
+            f"{function}: {name} must have at least one axis, got a scalar: give it the axis to normalise over."
         )
     return array
 
 
-def check_axes(function: str, axis: int | Sequence[int], ndim: int) -> tuple[int, ...]:
+def check_one_axis(function: str, axis: object) -> Any:
+    if isinstance(axis, Sequence) and not isinstance(axis, str):
+        raise TypeError(f"{function}: axis must be an int, got {axis!r}: the classes have one axis.")
+    return axis
+
+
+def check_axes(function: str, axis: int | Sequence[int], ndim: int, name: str = "x") -> tuple[int, ...]:
     """The set of normalised axes, counted from the end (-1 is the last), ascending."""
     given = axis if isinstance(axis, Sequence) else (axis,)
     try:
@@ -62,11 +69,13 @@ def check_axes(function: str, axis: int | Sequence[int], ndim: int) -> tuple[int
     for a in axes:
         if not -ndim <= a < ndim:
             raise ValueError(
-                f"{function}: axis {a} is out of range for x with {ndim} axes; expected {-ndim} <= axis < {ndim}."
+                f"{function}: axis {a} is out of range for {name} with {ndim} axes; expected {-ndim} <= axis < {ndim}."
             )
     canonical = sorted(a - ndim if a >= 0 else a for a in axes)
     if len(set(canonical)) < len(canonical):
-        raise ValueError(f"{function}: axis={axis!r} names an axis of x (which has {ndim}) twice; name each axis once.")
+        raise ValueError(
+            f"{function}: axis={axis!r} names an axis of {name} (which has {ndim}) twice; name each axis once."
+        )
     return tuple(canonical)
 
 
@@ -108,11 +117,7 @@ def sharded_like(function: str, name: str, weight: jax.Array, x: jax.Array, axes
             f"{tuple(along)} are, or all of it on each device. Reshard it, as with "
             f"jax.sharding.reshard({name}, {wanted})."
         )
-    sharding: Any = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else x.sharding
-    # Outside jit an array knows its devices, and the mesh need not be set.
-    reshard: Any = jax.sharding.reshard if isinstance(x, jax.core.Tracer) else jax.device_put
-    resharded: jax.Array = reshard(weight, sharding.update(spec=wanted))
-    return resharded
+    return dims.resharded(weight, x, wanted)
 
 
 def check_axis_name(function: str, axis_name: object) -> Shards | None:
@@ -216,11 +221,15 @@ def check_flag(function: str, name: str, value: object, remedy: str = "pass True
     return bool(value)
 
 
-def check_epsilon(function: str, epsilon: object) -> float:
-    number = check_number(function, "epsilon", epsilon)
+def check_not_negative(function: str, name: str, value: object, remark: str) -> float:
+    number = check_number(function, name, value)
     if number < 0:
-        raise ValueError(f"{function}: epsilon must not be negative, got {number}; 1e-6 is usual.")
+        raise ValueError(f"{function}: {name} must not be negative, got {number}; {remark}.")
     return number
+
+
+def check_epsilon(function: str, epsilon: object) -> float:
+    return check_not_negative(function, "epsilon", epsilon, "1e-6 is usual")
 
 
 def check_scale_offset(function: str, scale_offset: object) -> float:

@@ -23,6 +23,13 @@ SYNONYMS = {
     **dict.fromkeys(("impl", "backend", "mode"), "implementation"),
     **dict.fromkeys(("zero_centered_gamma", "unit_offset", "weight_offset"), "scale_offset=1.0"),
     **dict.fromkeys(("quant", "quantize", "quantized_dtype"), "quantization"),
+    **dict.fromkeys(("mask", "valid"), "where"),
+    **dict.fromkeys(("targets", "target", "label"), "labels"),
+    **dict.fromkeys(("softcap", "logit_soft_cap", "logit_softcapping", "final_logit_softcapping"), "soft_cap"),
+    **dict.fromkeys(("ignore_label", "ignore_id", "padding_index"), "ignore_index"),
+    **dict.fromkeys(("z_loss_weight", "z_loss_multiplier", "lse_square_scale"), "z_loss"),
+    "smoothing": "label_smoothing",
+    "is_causal": "causal",
     "skip": "residual",
     "z": "gate",
     "norm_before_gate": "gate_first=not norm_before_gate",
@@ -39,6 +46,9 @@ GATE_FIRST = "True multiplies by the gate before x is normalised (Mamba2), False
 QUANTIZATION = "as in quantization=jaxnorm.Quantization(jax.numpy.float8_e4m3fn)"
 REQUIRED = {
     "x": "pass the array to normalise",
+    "logits": "pass the array of logits",
+    "labels": "pass the numbers of the classes",
+    "kernel": "of logits use jaxnorm.softmax_cross_entropy_with_integer_labels",
     "residual": "without a residual use jaxnorm.rms_norm or jaxnorm.layer_norm",
     "gate": "without a gate use jaxnorm.rms_norm",
     "gate_first": GATE_FIRST,
@@ -115,7 +125,8 @@ def _surplus(name: str, parameters: Parameters, place: int, value: object) -> st
     """What the array or number in this place, which is one too many, may have been."""
     it = f"the {ORDINALS[place - 1]}"
     if is_number(value):
-        return f"Is {it} epsilon? Then pass epsilon={value}."
+        number = next((argument for argument in ("epsilon", "axis") if argument in parameters), "label_smoothing")
+        return f"Is {it} {number}? Then pass {number}={value}."
     by_name = [argument for argument in parameters if argument not in _positional(parameters)]
     hints = []
     for argument in ("residual", "bias"):

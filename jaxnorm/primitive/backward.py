@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 from jax.interpreters import ad
 
-from jaxnorm.native import ffi
+from jaxnorm.native import compat, ffi
 from jaxnorm.primitive import fallback, weights
 from jaxnorm.primitive.op import AnyOp, BatchDims, CallRows, Derivative, Record, RowSpec, rows_and_cols
-from jaxnorm.primitive.rules import Rules, all_none, at_front, bind, fold, has, leaves_of, present
+from jaxnorm.primitive.rules import Rules, all_none, at_front, bind, has, leaves_of, present
 from jaxnorm.sharding import dims
 from jaxnorm.sharding.dims import DimMap
 
@@ -94,8 +94,25 @@ class Backward(Rules):
             **(native.workspace(saved, variables) if native.workspace else {}),
         )
         attributes = {**native.backward(spec, saved), **has("has_", saved), **has("has_d", cotangents)}
-        attributes |= has("with_d", variables)
-        return ffi.call(platform, target, ctx, leaves, workspace=workspace, attributes=attributes)
+        return ffi.call(
+            platform,
+            target,
+            ctx,
+            leaves,
+            workspace=workspace,
+            aliases=self._in_place(tree, leaves, variables),
+            attributes=attributes | has("with_d", variables),
+        )
+
+    def _in_place(self, tree: Any, values: Sequence[Any], variables: Record) -> dict[int, int]:
+        """Which operands give their buffers to which results.
+
+        XLA copies one that lives on, as what a program is given does: so only what the program has computed does.
+        """
+        _, places = self._operands(tree, range(len(values)))
+        wanted = [name for name, _ in leaves_of(variables)]
+        pairs = [(getattr(places, a), b) for a, b in self.derivative.in_place.items() if b in wanted]
+        return {place: wanted.index(name) for place, name in pairs if compat.is_computed(values[place])}
 
     def slower(
         self, platform: str, *types: Any, tree: Any, spec: RowSpec, wanted: Any, batch_dims: BatchDims
@@ -126,18 +143,17 @@ class Backward(Rules):
         if not self.rows_of(of_saved):
             return self.batch_formula(leaves, axes, **params)
         rows = list(filter(self.is_row, saved._fields))
-        given, batch = (
-            (tuple(of), tuple(getattr(also, name) for name in rows))
-            for of, also in ((cotangents, saved), (of_cotangents, of_saved))
-        )
-        cotangents, folded = fold(given, batch)
-        saved = saved._replace(**dict(zip(rows, folded, strict=True)))
+        pairs = ((cotangents, of_cotangents, cotangents._fields), (saved, of_saved, rows))
+        given = [(name, getattr(of, name), getattr(axes, name)) for of, axes, names in pairs for name in names]
+        folded = self.fold(given, len(cotangents))
+        cotangents = self.op.results(*folded[: len(cotangents)])
+        saved = saved._replace(**dict(zip(rows, folded[len(cotangents) :], strict=True)))
         whole = weights.batch_dims_in_front(saved[0], 0, spec.row_ndim, batch_dims) if self.op.weights_batch else None
         others = [name for name, _ in leaves_of(of_saved) if not self.is_row(name)]
         if others and (whole is None or not all(map(self.is_weight, others))):
             return self.batch_formula(leaves, axes, **params)
         example = Example(spec, self.derivative.variables(*wanted), batch_dims)
-        return at_front(self._batch(example, self.op.results(*cotangents), saved, of_saved, whole))
+        return at_front(self._batch(example, cotangents, saved, of_saved, whole))
 
     def _batch(
         self, example: "Example", cotangents: Any, saved: Record, axes: Any, whole: BatchDims | None

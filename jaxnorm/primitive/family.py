@@ -39,8 +39,11 @@ class Family(Generic[S, O, R]):
         rules: list[Forward | Backward] = [self._forward] if linear is None else [self._forward, linear.backward]
         for rule in rules:
             partition.register(rule.primitive, rule.dim_maps, op.can_shard)
-            native = None if op.native is None else rule.native
-            lowering.register(rule.primitive, rule.formula, native, rule.formula_of_shard, rule.slower)
+            native = rule.native if op.native is not None else rule.by_formula if op.calls_others else None
+            in_place = isinstance(rule, Backward) and bool(rule.derivative.in_place)
+            lowering.register(
+                rule.primitive, rule.formula, native, rule.formula_of_shard, rule.slower, in_place=in_place
+            )
         if linear is not None:
             lowering.register_formula(linear.primitive, linear.formula)
         text.register_types(op.spec, *op.static_types)

@@ -125,7 +125,10 @@ class Forward(Rules):
 
     def batch(self, leaves: Any, axes: Any, *, tree: Any, spec: RowSpec, with_stats: bool) -> Any:
         params: dict[str, Any] = {"spec": spec, "with_stats": with_stats}
-        whole = self.batch_in_front(spec, [self._operands(tree, leaves)], [self._operands(tree, axes)])
+        # What calls others' kernels may add up rows, and so do their rules for examples.
+        one_call = not self.op.calls_others
+        given, batch = self._operands(tree, leaves), self._operands(tree, axes)
+        whole = self.batch_in_front(spec, [given], [batch]) if one_call else None
         if whole is None:
             return self.batch_formula(leaves, axes, tree=tree, **params)
         return at_front(bind(self.primitive, tuple(whole[0]), **params))

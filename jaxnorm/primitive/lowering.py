@@ -29,13 +29,17 @@ def register(
     native: NativeRule | None,
     of_shard: Formula | None = None,
     slower: SlowerRule | None = None,
+    *,
+    in_place: bool = False,
 ) -> None:
     """Lowers a primitive, one of whose parameters is a `Spec`, to its native call on the platforms that have one.
 
     None is for a primitive without kernels. Where rows have sharded axes, of_shard computes a device's shard; None is
     the formula. In a program for several devices the call is one that XLA partitions, if
     `jaxnorm.sharding.partition.register` was told how, and else the formula. slower says why XLA's code for the formula
-    is faster than the native call: it runs then, unless the call must be native.
+    is faster than the native call: it runs then, unless the call must be native. in_place is for native rules that ask
+    where an operand comes from: JAX lowers equations that are alike once, in a function whose arguments they do not see
+    beyond, but for such a primitive.
     """
     lower_formula = mlir.lower_fun(formula)
     lower_shard = mlir.lower_fun(of_shard or formula)
@@ -60,9 +64,10 @@ def register(
 
         return lower
 
-    mlir.register_lowering(primitive, rule("this platform"))
+    cacheable = not in_place
+    mlir.register_lowering(primitive, rule("this platform"), cacheable=cacheable)
     for platform in ffi.PLATFORMS:
-        mlir.register_lowering(primitive, rule(platform), platform=platform)
+        mlir.register_lowering(primitive, rule(platform), platform=platform, cacheable=cacheable)
 
 
 def register_formula(primitive: Primitive, formula: Formula) -> None:

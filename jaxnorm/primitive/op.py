@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from jaxnorm.native import ffi
+from jaxnorm.primitive import broadcast
 from jaxnorm.sharding import dims
 from jaxnorm.sharding.dims import DimMap
 from jaxnorm.sharding.shards import Shards
@@ -56,12 +57,14 @@ class Role:
     "fold": the batch becomes the first of its axes, as of x's. "weight": it becomes a batch dim of the weight, where a
     kernel takes that. "formula": the formula runs.
 
-    `shape`, from the spec, x's shape and the batch dims of weights, is needed of a variable that is not saved.
+    `shape`, from the spec, x's shape and the batch dims of weights, is needed of a variable that is not saved. An array
+    that `broadcasts` may be 1 long along axes of x, and so it is along that of a batch that it does not have.
     """
 
     dim_map: Callable[[Any, int, Sequence[Any]], DimMap]
     batch: Literal["fold", "weight", "formula"] = "fold"
     shape: Callable[[Any, Sequence[Any], BatchDims], tuple[Any, ...]] | None = None
+    broadcasts: bool = False
 
 
 def _weight_map(spec: RowSpec, ndim: int, shape: Sequence[Any]) -> DimMap:
@@ -77,13 +80,14 @@ def _weight_shape(spec: RowSpec, shape: Sequence[Any], batch_dims: BatchDims) ->
 
 
 # Of x's shape; one element for each row, with axes of length 1 for the row's or without these; of a row's shape, with
-# batch dims or without, where a row's axes are the last; one element for all.
+# batch dims or without, where a row's axes are the last; one element for all; one row for several of x.
 LIKE_X = Role(lambda spec, ndim, _: dims.like_x(ndim))
 STATISTIC = Role(lambda spec, ndim, _: dims.per_row(ndim, spec.axes))
 PER_ROW = Role(lambda spec, ndim, _: tuple(axis for axis in range(ndim) if axis - ndim not in spec.axes))
 WEIGHT = Role(_weight_map, "weight", _weight_shape)
 FEATURES = Role(lambda spec, ndim, _: dims.weight(ndim, spec.row_ndim, ()), "formula", _row_shape)
 SCALAR = Role(lambda *_: (), "formula")
+BROADCAST = Role(lambda spec, ndim, shape: broadcast.dim_map(shape), broadcasts=True)
 
 
 def statistics_of(spec: RowSpec, x: Any, count: int = 1) -> list[Any]:
@@ -176,7 +180,8 @@ class Derivative(Generic[S, R, D]):
     `saved` is what it reads, `stats` among it. `variables` are what it is taken by: a NamedTuple of their tangents, in
     which None is zero, of their gradients, or of the dtypes of the gradients that are wanted, None for the others.
     `linear` gives the tangents of the results. `backward` is its transpose: from the cotangents of the results, the
-    first of which is always there, it gives the wanted gradients, those of weights with the given batch dims.
+    first of which is always there, it gives the wanted gradients, those of weights with the given batch dims. Of what
+    is read, an array that `in_place` names gives its buffer to the gradient named there, if it is dead then.
     """
 
     saved: type[D]
@@ -184,6 +189,7 @@ class Derivative(Generic[S, R, D]):
     linear: Callable[[S, D, Any], R]
     backward: Callable[[S, R, D, Any, BatchDims], Any]
     backward_of_shard: Callable[[S, R, D, Any, BatchDims], Any] | None = None
+    in_place: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -222,6 +228,8 @@ class Op(Generic[S, O, R]):
     convention: Convention[S, O, R] | None = None  # in place of a derivative
 
     native: Native[S, O] | None = None
+    # Whether the formula calls kernels of other ops, and is what each device computes of the rows that it has.
+    calls_others: bool = False
     reasons: tuple[Callable[[S, O], str | None], ...] = ()  # why no kernel serves a call, beside what holds for all
     is_trailing: bool = True  # whether kernels want a row's axes to be the last of x
     weights_batch: bool = False  # whether kernels take weights with batch dims, so that vmap may make some
@@ -235,6 +243,10 @@ class Op(Generic[S, O, R]):
 
     static_types: tuple[type[Any], ...] = ()  # dataclasses within the spec
     functions: tuple[Function, ...] = ()
+
+    @property
+    def has_kernels(self) -> bool:
+        return self.native is not None or self.calls_others
 
 
 AnyOp = Op[Any, Any, Any]

@@ -95,8 +95,10 @@ def unreduced(call: Call) -> str | None:
 
 
 def sharded_unlike_x(call: Call) -> str | None:
+    of_x = call.x.sharding.spec
     for name, array in call.with_role("fold"):
-        if array.shape == call.x.shape and array.sharding.spec != call.x.sharding.spec:
+        dim_map = call.op.roles[name].dim_map(call.spec, call.x.ndim, array.shape)
+        if tuple(array.sharding.spec) != tuple(None if axis is None else of_x[axis] for axis in dim_map):
             return f"x and {name} are sharded differently over an Explicit mesh"
     return None
 
@@ -203,7 +205,7 @@ def wants_primitive(op: AnyOp, spec: RowSpec, operands: Record) -> bool:
     """
     call = Call(op, spec, jax.tree.map(jax.typeof, operands))
     if spec.native_for:
-        if reason := why_not(call=call, place=Place(compat.default_platform(), op.native is not None)):
+        if reason := why_not(call=call, place=Place(compat.default_platform(), op.has_kernels)):
             raise RuntimeError(
                 f"{spec.native_for}: implementation='native' cannot serve this call: {reason}. "
                 "With implementation=None it runs in jax.numpy."

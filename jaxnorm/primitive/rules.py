@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching
+from jax.interpreters import ad, batching, mlir
 
 from jaxnorm.native import compat, jet
-from jaxnorm.primitive import fallback, weights
+from jaxnorm.primitive import broadcast, fallback, weights
 from jaxnorm.primitive.op import STATISTIC, AnyOp, Record, Role, RowSpec
 from jaxnorm.sharding.dims import DimMap
 
@@ -50,7 +50,7 @@ def all_none(values: Iterable[object]) -> bool:
     return all(value is None for value in values)
 
 
-def fold(operands: Any, dims: Any) -> Any:
+def _fold(operands: Any, dims: Any) -> Any:
     """The operands with the batch as their leading axis, repeated over it where an operand has none."""
     return jax.vmap(lambda *values: values, in_axes=dims)(*operands)
 
@@ -112,6 +112,8 @@ class Rules:
         batching.primitive_batchers[self.primitive] = self.batch
         if op.derivative is not None or op.convention is not None:
             ad.primitive_jvps[self.primitive] = self.jvp
+        elif op.calls_others:
+            ad.primitive_jvps[self.primitive] = self.jvp_of_formula
         if op.derivative is not None:
             ad.primitive_transposes[self.primitive] = self.transpose
 
@@ -136,6 +138,10 @@ class Rules:
         """Why XLA's code for the formula is faster than the native call."""
         return None
 
+    def by_formula(self, platform: str, ctx: Any, *leaves: Any, **params: Any) -> Any:
+        """The native rule of an op whose formula calls other ops' kernels."""
+        return mlir.lower_fun(self.formula)(ctx, *leaves, **params)
+
     def jvp_of_formula(self, primals: Any, dots: Any, **params: Any) -> Any:
         def formula(*leaves: Any) -> list[jax.Array]:
             return self.formula(*leaves, **params)
@@ -147,7 +153,7 @@ class Rules:
         return jet.of_formula(lambda *leaves: self.formula(*leaves, **params), primals, series)
 
     def batch_formula(self, leaves: Any, dims: Any, **params: Any) -> Any:
-        if self.direction != "linear":
+        if self.direction != "linear" and not self.op.calls_others:
             self.tell_of_formula(leaves, params["tree"], params["spec"])
         return at_front(jax.vmap(lambda *values: self.formula(*values, **params), in_axes=tuple(dims))(*leaves))
 
@@ -192,9 +198,25 @@ class Rules:
             whole = None if any(moving[field] for field in kept) else tuple(values[field] for field in kept)
         if whole is None:
             return None
-        folded = fold(tuple(values[field] for field in rows), tuple(axes[field] for field in rows))
+        folded = self.fold([(name, values[i, name], axes[i, name]) for i, name in rows], 0)
         values |= dict(zip([*rows, *kept], [*folded, *whole], strict=True))
         return [type(record)(*(values[i, name] for name in record._fields)) for i, record in enumerate(records)]
+
+    def fold(self, arrays: Sequence[tuple[str, Any, Any]], x: int) -> list[Any]:
+        """Arrays of rows, each with its name and the axis of its batch, with that as the leading axis.
+
+        An array that has no batch is repeated over it, or 1 long where it broadcasts against x, which stands there.
+        """
+        broadcasts = [self.role(name).broadcasts and array is not None for name, array, _ in arrays]
+        stays = [ones and axis is None for ones, (*_, axis) in zip(broadcasts, arrays, strict=True)]
+        moving = [(array, axis) for stay, (_, array, axis) in zip(stays, arrays, strict=True) if not stay]
+        values, axes = zip(*moving, strict=True)
+        folded = iter(_fold(values, axes))
+        pairs = zip(stays, arrays, strict=True)
+        whole = [jnp.expand_dims(array, 0) if stay else next(folded) for stay, (_, array, _) in pairs]
+        return [
+            broadcast.fitted(whole[x], array) if ones else array for ones, array in zip(broadcasts, whole, strict=True)
+        ]
 
     def rows_of(self, arrays: Record) -> list[Any]:
         """The arrays of a NamedTuple that are neither statistics nor weights nor the same for all rows."""

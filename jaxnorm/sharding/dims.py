@@ -51,6 +51,15 @@ def broadcast(array: jax.Array, shape: Sequence[Any], x: Any, dim_map: DimMap) -
     return jnp.broadcast_to(array, shape, out_sharding=sharding if any(sharding.spec) else None)
 
 
+def resharded(array: jax.Array, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """The array sharded so over x's Explicit mesh."""
+    sharding: Any = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else x.sharding
+    # Outside jit an array knows its devices, and the mesh need not be set.
+    reshard: Any = jax.sharding.reshard if isinstance(x, jax.core.Tracer) else jax.device_put
+    there: jax.Array = reshard(array, sharding.update(spec=spec))
+    return there
+
+
 def unsharded(array: jax.Array, axis: int) -> jax.Array:
     """The array with all of this axis on each device of an Explicit mesh."""
     sharding: Any = jax.typeof(array).sharding

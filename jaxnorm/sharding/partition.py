@@ -191,7 +191,8 @@ class PartitionedCall(NamedTuple):
         if "batch_dims" in params:
             dim_map = dims.weight(self.rank, len(self.features), params["batch_dims"])[: len(params["batch_dims"])]
             params["batch_dims"] = placement.shard_shape(dim_map, params["batch_dims"])
-        if any(sums):
+        are_of_weights = any(sums) and "wanted" in params
+        if are_of_weights:
             # What is added up has the dtype of weights: it is not rounded to that before.
             wide = iter(
                 np.dtype(np.float32) if over else array.dtype for over, array in zip(sums, self.results, strict=True)
@@ -202,7 +203,7 @@ class PartitionedCall(NamedTuple):
 
         def compute(*operands: jax.Array) -> list[jax.Array]:
             operands = operands[: len(self.operands)]
-            if any(sums):
+            if are_of_weights:
                 pairs = zip(operands, self.operand_maps, strict=True)
                 operands = tuple(v.astype(jnp.float32) if self._rows_without(dim_map) else v for v, dim_map in pairs)
             results = self.partitionable.primitive.bind(*operands, tree=jax.tree.structure(self.places), **params)

@@ -5,6 +5,7 @@ from collections.abc import Hashable, Iterable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxnorm.native import compat, jet
@@ -43,9 +44,31 @@ class Shards:
         greatest = lax.pmax(bits, self.names, axis_index_groups=self.groups)
         return lax.bitcast_convert_type(greatest, jnp.float32)
 
+    def top(self, shard: jax.Array) -> jax.Array:
+        """The greatest over the shards, for what is only subtracted: it has no derivative, and NaN may be lost."""
+        _check_no_jet([shard])
+        greatest: jax.Array = lax.pmax(lax.stop_gradient(shard), self.names, axis_index_groups=self.groups)
+        return greatest
+
     def sum(self, shard: jax.Array) -> jax.Array:
         total: jax.Array = lax.psum(shard, self.names, axis_index_groups=self.groups)
         return total
+
+    def add(self, shard: jax.Array) -> jax.Array:
+        """The sum over the shards, typed as different on each device."""
+        _check_no_jet([shard])
+        total, _ = compat.match_varying_axes(self.sum(shard), shard)
+        return total
+
+    def index(self) -> jax.Array:
+        """Which of the shards this one is."""
+        position = lax.axis_index(self.names)
+        if self.groups is None:
+            return position
+        order = np.zeros(sum(map(len, self.groups)), np.int32)
+        for group in self.groups:
+            order[list(group)] = range(len(group))
+        return jnp.asarray(order)[position]
 
 
 def _check_no_jet(shards: Iterable[jax.Array]) -> None:

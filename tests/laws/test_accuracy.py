@@ -63,7 +63,7 @@ def test_results_of_another_dtype(op, dtypes, size):
 @over(
     EXACT,
     dtypes=dtypes,
-    scale=lambda op: [None, *DTYPES],
+    scale=lambda op: [None, *DTYPES] if op.weights else [],
     bias=lambda op: [None, *DTYPES] if len(op.weights) > 1 else [None],
     size=short,
 )
@@ -71,7 +71,13 @@ def test_weights_of_any_dtype(op, dtypes, scale, bias, size):
     assert errors(op, op.draw(size, dtypes, (scale, bias)), **size.options) == []
 
 
-@over(EXACT, dtypes=dtypes, options=lambda op: op.options, weight_dtype=lambda op: DTYPES, size=short)
+@over(
+    EXACT,
+    dtypes=dtypes,
+    options=lambda op: op.options,
+    weight_dtype=lambda op: DTYPES[: None if op.weights else 1],
+    size=short,
+)
 def test_every_option(op, dtypes, options, weight_dtype, size):
     assert errors(op, op.draw(size, dtypes, weight_dtype), **options, **size.options) == []
 

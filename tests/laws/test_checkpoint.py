@@ -54,6 +54,8 @@ def test_a_policy_changes_no_gradient(op, policy):
 @policies
 def test_native_calls_under_a_policy(op, policy):
     function, calls = policy
+    if function is POLICIES["not all names"][0] and not op.keeps_statistics:
+        calls = 1  # nothing of the first is kept, so it is left out
     lowered = gradients(jax.checkpoint(block(op), policy=function), op).lower(*operands(op))
     # A CPU's compiler merges what is computed again, as there is no memory to be saved.
     texts = [lowered.as_text()] + ([lowered.compile().as_text()] if jax.default_backend() == "gpu" else [])

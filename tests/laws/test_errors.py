@@ -10,15 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from bad_calls import MISUSE, SCALE, X
+from bad_softmax_calls import LABELS
+from bad_softmax_calls import MISUSE as MISUSE_OF_SOFTMAX
 from coverage import cover, over
 from flax import nnx
-from ops import ADDED, GATED, NORMS, OPS, QUANTIZED, SANDWICH
+from ops import ADDED, CROSS_ENTROPY, GATED, NORMS, OPS, QUANTIZED, SANDWICH, SOFTMAX
 
 import jaxnorm
 from jaxnorm import Quantization
 
 TOKEN = Quantization("int8")
-OF_EACH_FUNCTION = (*NORMS, *ADDED, GATED[0], *SANDWICH, *QUANTIZED[:2])
+OF_EACH_FUNCTION = (*NORMS, *ADDED, GATED[0], *SANDWICH, *SOFTMAX, *CROSS_ENTROPY, *QUANTIZED[:2])
 
 
 def public(op):
@@ -70,8 +72,8 @@ def test_by_default_the_formula_where_there_is_no_kernel(op, name):
 
     assert jax.grad(loss)(args[0]).shape == args[0].shape
     y = jax.tree.leaves(function(*args))[0]
-    dtype = "int8" if op in QUANTIZED else keywords.get("out_dtype", args[0].dtype)
-    assert (y.shape, y.dtype) == (args[0].shape, dtype)
+    expected = jax.tree.leaves(jax.eval_shape(partial(function, implementation="jnp"), *args))[0]
+    assert (y.shape, y.dtype) == (expected.shape, expected.dtype)
 
 
 # NumPy arrays of which JAX makes no array at all.
@@ -81,9 +83,9 @@ def test_numpy_dtypes_that_jax_does_not_have(op, dtype):
         public(op)(np.ones(8, dtype))
 
 
-@over(OF_EACH_FUNCTION, argument=lambda op: ["epsilon", "scale_offset", *["pad_to"] * (op in ADDED)])
+@over(OF_EACH_FUNCTION, argument=lambda op: [*op.numbers, *["pad_to"] * (op in ADDED)])
 def test_a_traced_number(op, argument):
-    args = [X] * op.arrays
+    args = [X] * op.arrays + [LABELS] * (op in CROSS_ENTROPY)
     options = {"gate_first": True} if op in GATED else {}
     with pytest.raises(TypeError, match=in_order(op.public, (argument, "known while tracing"))):
         jax.jit(lambda value: public(op)(*args, **options, **{argument: value}))(1)
@@ -103,13 +105,16 @@ POSITIONAL = {
     "add_layer_norm": ["x", "residual", "scale", "bias"],
     "rms_norm_add_rms_norm": ["x", "residual", "post_scale", "scale"],
     "gated_rms_norm": ["x", "gate", "scale"],
+    "softmax": ["x"],
+    "log_softmax": ["x"],
+    "softmax_cross_entropy_with_integer_labels": ["logits", "labels"],
     "rms_norm_quantized": ["x", "scale"],
     "layer_norm_quantized": ["x", "scale", "bias"],
 }
 
 
 def test_every_function_has_a_table_of_misuse():
-    assert MISUSE.keys() == POSITIONAL.keys() == {op.public for op in OPS}
+    assert (MISUSE | MISUSE_OF_SOFTMAX).keys() == POSITIONAL.keys() == {op.public for op in OPS}
 
 
 @pytest.mark.parametrize("function", POSITIONAL)
@@ -117,7 +122,7 @@ def test_signatures_are_seen_from_outside(function):
     parameters = inspect.signature(getattr(jaxnorm, function)).parameters.values()
     assert [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD] == POSITIONAL[function]
     assert all(p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in parameters)
-    assert f"{function}(x: Any, " in pydoc.plain(pydoc.render_doc(getattr(jaxnorm, function)))
+    assert f"{function}({POSITIONAL[function][0]}: Any, " in pydoc.plain(pydoc.render_doc(getattr(jaxnorm, function)))
 
 
 # An error of the caller's own code is none of the call.

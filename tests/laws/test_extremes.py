@@ -176,8 +176,9 @@ def test_no_rows(op, size):
 # An axis of length 0 has no mean; the formula says what comes of it, which is nothing.
 @over([op for op in EACH if len(op.small.dims) == 2], cols=lambda op: [0])
 def test_rows_of_no_elements(op, cols):
-    y, *_ = jax.jit(op.function)(*op.draw(rows(3, cols)))
-    assert y.shape == (3, 0)
+    args = op.draw(rows(3, cols))
+    y, *_ = jax.jit(op.function)(*args)
+    assert y.shape == jax.eval_shape(op.formula, *args)[0].shape
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -65,7 +65,7 @@ def test_gradients_for_an_output_of_another_dtype(op, dtypes, size):
 @over(
     EXACT,
     dtypes=lambda op: op.dtypes,
-    scale=lambda op: [None, *DTYPES],
+    scale=lambda op: [None, *DTYPES] if op.weights else [],
     bias=lambda op: [None, *DTYPES] if len(op.weights) > 1 else [None],
     size=lambda op: lengths(op)[-1:],
 )

@@ -84,13 +84,14 @@ def test_inference_writes_no_statistics(op):
     function = partial(op.function, **op.small.options)
     (call,) = lowered_calls(function, op.forward, *args) if is_platform_with_kernels() else [None]
     expected = [result.size for result in jax.tree.leaves(jax.eval_shape(function, *args)) if result.ndim]
+    expected = [len(args[0])] * op.values or expected
     written = re.findall(r"tensor<([\dx]+)x[a-z]\w*>", call.rpartition("->")[2]) if call else []
     assert [math.prod(map(int, dims.split("x"))) for dims in written] == expected * is_platform_with_kernels()
 
 
 @over(OPS, dtypes=lambda op: op.dtypes)
 def test_what_lives_between_forward_and_backward(op, dtypes):
-    """The operands that the row names, "residual" standing for the sum, and statistics."""
+    """The operands that the row names, "residual" standing for the sum, statistics and labels."""
     args = op.draw(op.small, dtypes)
     pullback = jax.eval_shape(lambda *args: jax.vjp(partial(op.differentiable, **op.small.options), *args)[1], *args)
     found = sorted((leaf.size, leaf.dtype.name) for leaf in jax.tree.leaves(pullback) if leaf.size > 1)
@@ -99,6 +100,7 @@ def test_what_lives_between_forward_and_backward(op, dtypes):
     rows = math.prod(args[0].shape[:-1]) * groups
     # Smooth factors multiply the cotangent, and the result has been dequantised by scales of its rows.
     others = [(args[i].size, args[i].dtype.name) for i in range(len(args)) if op.operands[i] == "smooth"]
+    others += [(rows, "int32")] * op.labels
     assert found == sorted([*kept, *others, *[(rows, "float32")] * op.statistics])
 
 

@@ -64,3 +64,20 @@ def dequantized(kind, quantization, static_scale=None):
         return y + (exact - fixed)
 
     return formula
+
+
+def softmax(x, *, log=False, scale=1.0):
+    z = x.astype(jnp.float32) * scale
+    z = z - jax.lax.stop_gradient(z.max(-1, keepdims=True, initial=-jnp.inf))
+    total = jnp.exp(z).sum(-1, keepdims=True)
+    return (z - jnp.log(total) if log else jnp.exp(z) / total).astype(x.dtype)
+
+
+def cross_entropy(logits, labels, *, label_smoothing=0.0, z_loss=0.0, logit_scale=1.0, soft_cap=None):
+    z = logits.astype(jnp.float32) * logit_scale
+    z = z if soft_cap is None else soft_cap * jnp.tanh(z / soft_cap)
+    top = jax.lax.stop_gradient(z.max(-1, keepdims=True, initial=-jnp.inf))
+    logsumexp = (jnp.log(jnp.exp(z - top).sum(-1, keepdims=True)) + top)[..., 0]
+    at_label = jnp.take_along_axis(z, labels[..., None], -1)[..., 0]
+    loss = logsumexp - (1 - label_smoothing) * at_label + z_loss * logsumexp**2
+    return loss - label_smoothing * z.mean(-1) if label_smoothing else loss

@@ -55,6 +55,11 @@ def specs_of(op, spec):
     return (*[spec] * op.arrays, *[weight] * len(op.weights))
 
 
+def result_spec(op, spec):
+    """That of the result, for arrays of three axes that have this one."""
+    return P(*[*spec][:2]) if op.is_by_row else spec
+
+
 def place(op, mesh, spec):
     return placed(mesh, op.draw(size_of(op)), specs_of(op, spec))
 
@@ -65,7 +70,7 @@ def gradients(op, transform=lambda function: function, **given):
     def of_args(x, *others):
         function = transform(lambda *args: op.differentiable(*args, **size_of(op).options, **given)[0])
         y, pullback = jax.vjp(function, x, *others)
-        cotangents = pullback(jnp.cos(x).astype(y.dtype))
+        cotangents = pullback(jnp.full_like(y, 0.7) if op.is_by_row else jnp.cos(x).astype(y.dtype))
         return [cotangents[i] for i in op.all]
 
     return of_args
@@ -77,7 +82,9 @@ def split_by(mode, op, mesh, spec):
         return partial(jax.shard_map, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"c"})
     if mode not in (MANUAL, UNCHECKED):
         return lambda function: function
-    return partial(jax.shard_map, mesh=mesh, in_specs=specs_of(op, spec), out_specs=spec, check_vma=mode == MANUAL)
+    return partial(
+        jax.shard_map, mesh=mesh, in_specs=specs_of(op, spec), out_specs=result_spec(op, spec), check_vma=mode == MANUAL
+    )
 
 
 def exchanged(op, mesh, spec, *, with_gradients):
@@ -90,9 +97,10 @@ def exchanged(op, mesh, spec, *, with_gradients):
     if features > 1:
         # LayerNorm's are gathered, as they are no sums.
         kind, copies = ("all-gather", features) if op.kind == "layer" else ("all-reduce", 1)
-        total[kind] += 4 * statistics * rows * copies
+        forward, backward = op.exchanged or (statistics, statistics)
+        total[kind] += 4 * forward * rows * copies
         total["all-reduce"] += 4 * (op.has_row_scale and not with_gradients) * rows
-        total["all-reduce"] += 4 * statistics * rows * with_gradients
+        total["all-reduce"] += 4 * backward * rows * with_gradients
     # The heads are the sequence axis: its parts have weights of their own.
     is_per_head = len(op.small.weights) > 1
     heads, others = (DIMS[1] // sequence, batch) if is_per_head else (1, batch * sequence)

@@ -35,7 +35,7 @@ def rows(*dims: int, **options: Any) -> Size:
 class Op:
     name: str
     public: str  # the public function, with whose name its errors begin
-    kind: str  # whose statistics: "rms" or "layer"
+    kind: str  # whose statistics: "rms" or "layer"; or "softmax"
     operands: tuple[str, ...]
     arrays: int  # so many operands, the first ones, have x's shape; the others are weights
     dtypes: tuple[tuple[str, ...], ...]  # of the arrays
@@ -65,8 +65,14 @@ class Op:
     gradients: tuple[str, ...]  # what the backward call gives for each operand
     kept: tuple[str, ...]  # the operands that live until the backward, "residual" for the sum
     statistics: int  # float32 numbers that live for each row
+    labels: bool = False  # whether an int32 lives for each row, too
+    values: int = 0  # float32 numbers for each row that the forward call writes in place of the results
+    # Float32 numbers for each row that devices with parts of it exchange, forward and beside these backward; None: the
+    # statistics each way.
+    exchanged: tuple[int, int] | None = None
     has_row_scale: bool = False  # whether the result has a scale for each row, from its maximum
 
+    numbers: tuple[str, ...] = ("epsilon", "scale_offset")  # what the public function wants to know while tracing
     bad_calls: Mapping[str, Raises] = field(default_factory=dict)  # of the public function
     without_kernel: Mapping[str, NoKernel] = field(default_factory=dict)
 
@@ -76,6 +82,16 @@ class Op:
     @property
     def differentiable(self) -> Callable:
         return self.derived or self.function
+
+    @property
+    def is_by_row(self) -> bool:
+        """Whether the result has one number for each row."""
+        return bool(self.values)
+
+    @property
+    def keeps_statistics(self) -> bool:
+        """Whether statistics are kept, and no results in their place."""
+        return bool(self.statistics) and not self.is_by_row
 
     @property
     def weights(self) -> tuple[str, ...]:

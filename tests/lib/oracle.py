@@ -12,7 +12,7 @@ class Forward(NamedTuple):
     exact: np.ndarray  # y in float64
     rounded: np.ndarray  # y in the output's dtype
     terms: np.ndarray  # the size of what is summed to y: by it an error of arithmetic is measured
-    slack: np.ndarray  # what the rounding of x_hat, where the caller asked for it, may move y by
+    slack: np.ndarray  # what y may be moved by in a rounding before: of x_hat, where that is asked for, or an exponent
 
 
 class Gradients(NamedTuple):

@@ -1,0 +1,165 @@
+"""The public function of logits."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxnorm.ops import checks
+from jaxnorm.ops.cross_entropy.checks import check_ignore_index, check_labels, check_share, check_soft_cap
+from jaxnorm.ops.cross_entropy.formula import CrossEntropy, Operands, Results, loss
+from jaxnorm.ops.cross_entropy.op import CROSS_ENTROPY, exchanged
+from jaxnorm.ops.misuse import explained
+from jaxnorm.ops.options import Choice, Implementation
+from jaxnorm.ops.softmax.checks import check_where, sharded_along
+from jaxnorm.sharding import dims
+from jaxnorm.sharding.shards import Shards
+
+
+@explained
+def softmax_cross_entropy_with_integer_labels(
+    logits: Any,
+    labels: Any,
+    *,
+    axis: int = -1,
+    where: Any = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_scale: float = 1.0,
+    soft_cap: float | None = None,
+    ignore_index: int | None = None,
+    axis_name: Any = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """The negative logarithm of the probability that the softmax of logits gives to each label, as Optax's function.
+
+        z = logits * logit_scale                             or soft_cap * tanh(logits * logit_scale / soft_cap)
+        lse = log(sum(exp(z), axis))
+        loss = lse - (1 - label_smoothing) * z[label] - label_smoothing * mean(z, axis) + z_loss * lse²
+
+    All of it is computed in float32 (in float64 of logits of float64): half types are read as they are, and no float32
+    copy of the logits is made. It may be transformed and differentiated as the formula may be. A gradient reads the
+    logits once more and writes theirs, in the logits' own buffer where the program computed these and they are dead;
+    between the two ways 4 bytes a row are kept, beside logits and labels.
+
+    Args:
+      logits: floating-point array of rank 1 or more.
+      labels: array of integers of logits' shape without `axis`: the numbers of columns. A label that names none, as a
+        negative one, has the loss NaN. (Optax counts a negative label from the end.)
+      axis: the axis of the classes. Kernels serve the last one, the jnp formula any.
+      where: None, or an array of booleans that broadcasts to logits' shape: which classes there are for each row. Sum
+        and mean are over these. The loss of a row without any is 0.
+      label_smoothing: share from 0 to 1 of the label's probability that all classes divide among them.
+      z_loss: non-negative factor of the square of lse, which keeps it near 0 (PaLM has 1e-4).
+      logit_scale: finite Python number that multiplies logits first, as 1 / temperature.
+      soft_cap: None, or a positive number that no |z| exceeds, as Gemma 2's 30.
+      ignore_index: None, or a label whose rows have the loss 0 and no gradient, as -100 of the model hubs.
+      axis_name: None, or the axes of a surrounding `jax.shard_map` or `jax.vmap` over which the classes are split
+        evenly, a name or a tuple; labels are numbers of the whole. Each device reads its part of the logits by the
+        kernel, and 12 or 16 bytes a row are exchanged.
+      implementation: "native" is the CPU or CUDA kernel, "jnp" the formula in jax.numpy, None what
+        `jaxnorm.implementation` says, or else the kernel where it exists.
+
+    Returns:
+      The losses, an array of labels' shape of float32, or float64 of logits of float64. Their mean or sum is the
+      caller's. A row with NaN or +inf, or whose classes all have -inf, has the loss NaN.
+
+    Raises:
+      ValueError: labels or where have the wrong shape, an axis is out of range, a number is out of its range or not
+        finite, a name in axis_name is unbound or repeated, or implementation is unknown.
+      TypeError: logits are not floating-point of 16, 32 or 64 bits, labels no integers, where not boolean, or an option
+        traced.
+      RuntimeError: implementation="native" and there is no kernel for this call; the message says why.
+
+    Source: https://optax.readthedocs.io/en/latest/api/losses.html; smoothing: Szegedy et al., Rethinking the Inception
+    Architecture, 2015, https://arxiv.org/abs/1512.00567; z_loss: Chowdhery et al., PaLM, 2022,
+    https://arxiv.org/abs/2204.02311.
+    """
+    name = "softmax_cross_entropy_with_integer_labels"
+    choice = checks.check_implementation(name, implementation)
+    logits = checks.check_x(name, logits, "logits")
+    options = LossOptions(label_smoothing, z_loss, logit_scale, soft_cap, ignore_index).checked(name)
+    (at,) = checks.check_axes(name, checks.check_one_axis(name, axis), logits.ndim, "logits")
+    labels = jnp.expand_dims(check_labels(name, labels, logits, at), at)
+    where = check_where(name, where, logits, (at,), "logits")
+    shards = checks.check_axis_name(name, axis_name)
+    losses = losses_of(name, logits, labels, where, at, shards, options, choice)
+    return lax.squeeze(losses, (logits.ndim + at,))
+
+
+class LossOptions(NamedTuple):
+    """What a loss is made of, as a caller gave it or `checked`."""
+
+    label_smoothing: Any
+    z_loss: Any
+    logit_scale: Any
+    soft_cap: Any
+    ignore_index: Any
+
+    def checked(self, function: str) -> "LossOptions":
+        return LossOptions(
+            check_share(function, "label_smoothing", self.label_smoothing),
+            checks.check_not_negative(function, "z_loss", self.z_loss, "0 is without it"),
+            checks.check_number(function, "logit_scale", self.logit_scale),
+            check_soft_cap(function, self.soft_cap),
+            check_ignore_index(function, self.ignore_index),
+        )
+
+
+def losses_of(
+    function: str,
+    logits: jax.Array,
+    labels: jax.Array,
+    where: jax.Array | None,
+    axis: int,
+    shards: Shards | None,
+    options: LossOptions,
+    choice: Choice,
+) -> jax.Array:
+    """The losses of checked arguments, with logits' rank; labels have that rank too."""
+    cols = logits.shape[axis]
+    classes = cols if shards is None else cols * jax.lax.axis_size(shards.names)
+    # A number beyond int32 is none of a column.
+    is_class = (labels >= 0) & (labels < classes)
+    here = jnp.where(is_class, labels, -1).astype(jnp.int32)
+    here = here if shards is None else here - shards.index() * cols
+    here = sharded_along(function, "labels", here, logits, dims.per_row(logits.ndim, (axis,)))
+    wide = dims.wide_dtype([logits.dtype])
+    spec = CrossEntropy(
+        axes=(axis,),
+        scale=options.logit_scale,
+        soft_cap=options.soft_cap,
+        with_total=options.label_smoothing > 0,
+        compute_dtype=wide,
+        out_dtype=wide,
+        native_for=choice.native_for(function),
+    )
+    results = CROSS_ENTROPY(spec, Operands(logits, here, where), choice.implementation)
+    counts: Any = classes
+    if where is not None and spec.with_total:
+        counts = jnp.sum(where, axis=axis, keepdims=True, dtype=wide)
+        counts = jnp.maximum(1, counts if shards is None else shards.sum(counts))
+    if shards is not None:
+        results = exchanged(shards, results)
+    ignored = None if options.ignore_index is None else labels == options.ignore_index
+    wrong = ~is_class if ignored is None else ~(is_class | ignored)
+    left_out = _either(ignored, None if where is None else results.logsumexp == -jnp.inf)
+    return _losses(results, left_out, wrong, counts, options)
+
+
+def _either(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
+    return a if b is None else b if a is None else a | b
+
+
+def _losses(
+    results: Results, left_out: jax.Array | None, wrong: jax.Array, counts: Any, options: LossOptions
+) -> jax.Array:
+    """The losses of rows from what is about them, of which so many columns count.
+
+    Those that are left out, without any class or ignored, have none, and no derivative. Wrong labels have NaN.
+    """
+    if left_out is not None:
+        results = jax.tree.map(lambda v: jnp.where(left_out, 0, v), results)
+    losses = loss(results, counts, options.label_smoothing, options.z_loss)
+    return losses + jnp.where(wrong, jnp.nan, 0).astype(losses.dtype)

@@ -1,0 +1,131 @@
+"""The public functions `softmax` and `log_softmax`."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxnorm.ops import checks
+from jaxnorm.ops.misuse import explained
+from jaxnorm.ops.options import Implementation
+from jaxnorm.ops.softmax.checks import causal_lengths, check_where
+from jaxnorm.ops.softmax.formula import Operands, Results, Softmax
+from jaxnorm.ops.softmax.op import LOG_SOFTMAX, SOFTMAX
+from jaxnorm.primitive.family import Family
+from jaxnorm.sharding import dims
+
+
+@explained
+def softmax(
+    x: Any,
+    *,
+    axis: int | Sequence[int] = -1,
+    where: Any = None,
+    scale: float = 1.0,
+    causal: bool = False,
+    out_dtype: Any = None,
+    axis_name: Any = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Exponentials of x, divided by their sum over `axis`, as `jax.nn.softmax`.
+
+        y = exp(x * scale) / sum(exp(x * scale), axis)
+
+    All of it is computed in float32 (in float64 where x or the result is float64), from differences to the row's
+    largest number, and rounded once, at the end. It may be transformed and differentiated as the formula may be; for a
+    gradient y is kept and nothing else, and one native call reads it: so it is the gradient of y as it was rounded.
+
+    Args:
+      x: floating-point array of rank 1 or more.
+      axis: the axis, or the set of axes, that is summed over. Kernels serve the last one, the jnp formula any.
+      where: None, or an array of booleans that broadcasts to x's shape: y is 0 where it is false, and what x is there
+        does not matter. A row in which nothing is true is 0 everywhere, where `jax.nn.softmax` gives NaN.
+      scale: finite Python number that multiplies x first, as 1 / sqrt(head_dim) in attention.
+      causal: for x of shape (..., queries, keys): query t has the keys 0 to t, as `jax.nn.dot_product_attention` with
+        is_causal=True. As where=jnp.tril(jnp.ones((queries, keys), bool)), but no such array is made, and kernels read
+        no key beyond. It goes with `where` and with axis=-1 only.
+      out_dtype: dtype of the result; None is x's.
+      axis_name: None, or the axes of a surrounding `jax.shard_map` or `jax.vmap` over which rows are split evenly, a
+        name or a tuple: maximum and sum are of whole rows, 8 bytes a row are exchanged. Runs in jax.numpy.
+      implementation: "native" is the CPU or CUDA kernel, "jnp" the formula in jax.numpy, None what
+        `jaxnorm.implementation` says, or else the kernel where it exists.
+
+    Returns:
+      An array of x's shape. Rows with NaN or +inf, and those whose counted elements are all -inf, are NaN.
+
+    Raises:
+      ValueError: an axis is out of range or repeated, where does not broadcast to x's shape, causal goes with another
+        axis, a name in axis_name is unbound or repeated, scale is not finite, or implementation is unknown.
+      TypeError: x or out_dtype is not floating-point of 16, 32 or 64 bits, where not boolean, or an option traced.
+      RuntimeError: implementation="native" and there is no kernel for this call; the message says why.
+
+    Source: Milakov and Gimelshein, Online normalizer calculation for softmax, 2018, https://arxiv.org/abs/1805.02867.
+    """
+    given = _Given(axis, where, scale, causal, out_dtype, axis_name, implementation)
+    return _normalised("softmax", SOFTMAX, x, given)
+
+
+@explained
+def log_softmax(
+    x: Any,
+    *,
+    axis: int | Sequence[int] = -1,
+    where: Any = None,
+    scale: float = 1.0,
+    causal: bool = False,
+    out_dtype: Any = None,
+    axis_name: Any = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """The logarithm of `softmax`, as `jax.nn.log_softmax`.
+
+        y = x * scale - log(sum(exp(x * scale), axis))
+
+    It is computed, rounded and transformed as `softmax` says. For a gradient x and a float32 a row are kept.
+
+    Args:
+      x: floating-point array of rank 1 or more.
+      where: None, or an array of booleans that broadcasts to x's shape: y is -inf where it is false, everywhere in a
+        row in which nothing is true. No gradient comes from there.
+      axis, scale, causal, out_dtype, axis_name, implementation: as for `softmax`.
+
+    Returns:
+      An array of x's shape.
+
+    Raises:
+      ValueError, TypeError, RuntimeError: as `softmax` does.
+
+    Source: as of `softmax`.
+    """
+    given = _Given(axis, where, scale, causal, out_dtype, axis_name, implementation)
+    return _normalised("log_softmax", LOG_SOFTMAX, x, given)
+
+
+class _Given(NamedTuple):
+    """The keywords as a caller gave them."""
+
+    axis: int | Sequence[int]
+    where: Any
+    scale: Any
+    causal: Any
+    out_dtype: Any
+    axis_name: Any
+    implementation: Any
+
+
+def _normalised(name: str, family: Family[Softmax, Operands, Results], x: Any, given: _Given) -> jax.Array:
+    choice = checks.check_implementation(name, given.implementation)
+    x = checks.check_x(name, x)
+    axes = checks.check_axes(name, given.axis, x.ndim)
+    out_dtype = checks.check_out_dtype(name, given.out_dtype, x)
+    spec = Softmax(
+        axes=axes,
+        scale=checks.check_number(name, "scale", given.scale),
+        compute_dtype=dims.wide_dtype([x.dtype, out_dtype]),
+        out_dtype=out_dtype,
+        native_for=choice.native_for(name),
+        shards=checks.check_axis_name(name, given.axis_name),
+    )
+    where = check_where(name, given.where, x, axes)
+    operands = Operands(x, where, causal_lengths(name, given.causal, x, axes))
+    return family(spec, operands, choice.implementation).y

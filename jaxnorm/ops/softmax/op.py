@@ -1,0 +1,80 @@
+"""The ops of softmax and log-softmax."""
+
+from typing import Any
+
+import numpy as np
+
+from jaxnorm.ops.softmax import formula
+from jaxnorm.ops.softmax.formula import Operands, Results, SavedOfLog, SavedOfSoftmax, Softmax, Variables
+from jaxnorm.primitive.family import Family
+from jaxnorm.primitive.op import BROADCAST, LIKE_X, Derivative, Function, Native, Op, Request, statistics_of
+from jaxnorm.sharding import dims
+
+ROLES = {"x": LIKE_X, "where": BROADCAST, "lengths": BROADCAST, "y": LIKE_X}
+
+
+def several_axes(spec: Any, _: Any) -> str | None:
+    axes = spec.axes
+    return None if len(axes) == 1 else f"the result is of the axes {axes} together, kernels take one"
+
+
+def _types(spec: Softmax, operands: Operands) -> Results:
+    return Results(dims.like(operands.x, spec.out_dtype))
+
+
+def _attributes(spec: Softmax, _: Any) -> dict[str, Any]:
+    return {"scale": np.float32(spec.scale)}
+
+
+def _native(name: str) -> Native[Softmax, Operands]:
+    return Native(names=(name,), name=lambda _: name, forward=_attributes, backward=_attributes)
+
+
+def _requested(request: Request) -> tuple[Softmax, Operands]:
+    spec = Softmax(
+        scale=1.0,
+        axes=tuple(range(-request.axes, 0)),
+        compute_dtype=dims.wide_dtype((request.dtype, request.out_dtype)),
+        out_dtype=request.out_dtype,
+    )
+    return spec, Operands(request.array(request.shape))
+
+
+SOFTMAX = Family(
+    Op(
+        name="softmax",
+        spec=Softmax,
+        operands=Operands,
+        results=Results,
+        roles=ROLES,
+        types=_types,
+        forward=formula.softmax,
+        statistics=lambda *_: [],
+        derivative=Derivative(
+            saved=SavedOfSoftmax, variables=Variables, linear=formula.linear, backward=formula.backward
+        ),
+        native=_native("jaxnorm_softmax"),
+        reasons=(several_axes,),
+        can_shard=lambda *_: True,
+        functions=(Function("softmax", _requested),),
+    )
+)
+LOG_SOFTMAX = Family(
+    Op(
+        name="log_softmax",
+        spec=Softmax,
+        operands=Operands,
+        results=Results,
+        roles=ROLES,
+        types=_types,
+        forward=formula.log_softmax,
+        statistics=lambda spec, operands: statistics_of(spec, operands.x),
+        derivative=Derivative(
+            saved=SavedOfLog, variables=Variables, linear=formula.log_linear, backward=formula.log_backward
+        ),
+        native=_native("jaxnorm_log_softmax"),
+        reasons=(several_axes,),
+        can_shard=lambda *_: True,
+        functions=(Function("log_softmax", _requested),),
+    )
+)

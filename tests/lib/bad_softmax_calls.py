@@ -1,0 +1,110 @@
+"""Bad input of softmax and cross-entropy, and what no kernel serves anywhere."""
+
+import jax.numpy as jnp
+from bad_calls import SHORT_DTYPES, X, misspelt
+from statements import call
+
+LABELS = jnp.zeros((3, 4), "int32")
+
+WHERE = {
+    "where of integers": call(X, where=jnp.ones(8, "int32")).raises(TypeError, "where", "booleans", "int32", "!= 0"),
+    "where of a list": call(X, where=[True] * 8).raises(TypeError, "where", "booleans", "list", "asarray"),
+    "where of another length": call(X, where=jnp.ones(7, "bool")).raises(
+        ValueError, "where", r"\(7,\)", "broadcasts", r"\(3, 4, 8\)"
+    ),
+    "where with more axes": call(X, where=jnp.ones((1, 3, 4, 8), "bool")).raises(
+        ValueError, "where", r"\(1, 3, 4, 8\)", r"\(3, 4, 8\)"
+    ),
+}
+SOFTMAX = WHERE | {
+    "x of integers": call(jnp.ones((3, 8), "int32")).raises(TypeError, "x", "floating", "int32", "astype"),
+    "x of 8 bits": call(X.astype("float8_e4m3fn")).raises(TypeError, "x", "floating", "float8_e4m3fn"),
+    "x of lists": call([1.0, 2.0]).raises(TypeError, "x", "array", "list", "asarray"),
+    "no x": call(None).raises(TypeError, "x", "array", "NoneType"),
+    "scalar x": call(jnp.ones(())).raises(ValueError, "x", "at least one axis"),
+    "axis above": call(X, axis=3).raises(ValueError, "axis", "3", "out of range", "-3 <= axis < 3"),
+    "axis repeated": call(X, axis=(-1, 2)).raises(ValueError, "axis", r"\(-1, 2\)", "twice"),
+    "no axis": call(X, axis=()).raises(ValueError, "axis", "empty"),
+    "axis of a bool": call(X, axis=True).raises(TypeError, "axis", "int", "True"),
+    "NaN scale": call(X, scale=float("nan")).raises(ValueError, "scale", "finite", "nan"),
+    "scale of an array": call(X, scale=jnp.ones(8)).raises(TypeError, "scale", "number"),
+    "causal of a number": call(X, causal=1).raises(TypeError, "causal", "bool", "1"),
+    "causal over another axis": call(X, causal=True, axis=0).raises(ValueError, "causal", "axis=-1", r"\(-3,\)"),
+    "causal over two axes": call(X, causal=True, axis=(-2, -1)).raises(ValueError, "causal", r"\(-2, -1\)", "where"),
+    "causal of one axis": call(jnp.ones(8), causal=True).raises(ValueError, "causal", r"\(8,\)"),
+    "axis_name that is unbound": call(X, axis_name="a").raises(ValueError, "axis_name", "'a'", "jax.shard_map"),
+    "integer out_dtype": call(X, out_dtype="int8").raises(TypeError, "out_dtype", "floating", "int8"),
+    "unknown implementation": call(X, implementation="cuda").raises(ValueError, "implementation", "cuda"),
+}
+CROSS_ENTROPY = {
+    **{
+        name: call(args[0], LABELS, **keywords).raises(error, *parts)
+        for name, (args, keywords, error, parts) in WHERE.items()
+    },
+    "logits of integers": call(X.astype("int32"), LABELS).raises(TypeError, "logits", "floating", "int32"),
+    "scalar logits": call(jnp.ones(()), LABELS).raises(ValueError, "logits", "at least one axis"),
+    "labels of floats": call(X, LABELS.astype("float32")).raises(TypeError, "labels", "integers", "float32", "argmax"),
+    "labels of booleans": call(X, LABELS == 0).raises(TypeError, "labels", "integers", "bool"),
+    "labels of a list": call(X, [[0] * 4] * 3).raises(TypeError, "labels", "integers", "list", "asarray"),
+    "no labels": call(X, None).raises(TypeError, "labels", "integers", "NoneType"),
+    "labels of other rows": call(X, LABELS[:2]).raises(ValueError, "labels", r"\(2, 4\)", r"\(3, 4\)", r"\(3, 4, 8\)"),
+    "one-hot labels": call(X, X.astype("int32")).raises(ValueError, "labels", r"\(3, 4, 8\)", r"expected \(3, 4\)"),
+    "labels of another axis": call(X, LABELS, axis=0).raises(ValueError, "labels", r"\(3, 4\)", r"expected \(4, 8\)"),
+    "axis above": call(X, LABELS, axis=3).raises(ValueError, "axis", "out of range for logits"),
+    "two axes": call(X, LABELS, axis=(-2, -1)).raises(TypeError, "axis", "int", r"\(-2, -1\)"),
+    "negative smoothing": call(X, LABELS, label_smoothing=-0.1).raises(ValueError, "label_smoothing", "0 to 1", "-0.1"),
+    "smoothing above one": call(X, LABELS, label_smoothing=2).raises(ValueError, "label_smoothing", "0 to 1", "2.0"),
+    "smoothing of text": call(X, LABELS, label_smoothing="much").raises(TypeError, "label_smoothing", "number", "much"),
+    "negative z_loss": call(X, LABELS, z_loss=-1e-4).raises(ValueError, "z_loss", "negative", "-0.0001"),
+    "NaN logit_scale": call(X, LABELS, logit_scale=float("nan")).raises(ValueError, "logit_scale", "finite", "nan"),
+    "soft_cap of 0": call(X, LABELS, soft_cap=0).raises(ValueError, "soft_cap", "positive", "0.0", "None"),
+    "soft_cap of text": call(X, LABELS, soft_cap="30").raises(TypeError, "soft_cap", "number", "30"),
+    "ignore_index of a float": call(X, LABELS, ignore_index=-100.0).raises(TypeError, "ignore_index", "int", "-100.0"),
+    "ignore_index of a bool": call(X, LABELS, ignore_index=True).raises(TypeError, "ignore_index", "int", "True"),
+    "axis_name that is unbound": call(X, LABELS, axis_name="a").raises(ValueError, "axis_name", "'a'", "jax.shard_map"),
+    "unknown implementation": call(X, LABELS, implementation="cuda").raises(ValueError, "implementation", "cuda"),
+}
+
+SOFTMAX_MISUSE = {
+    "axis by position": call(X, -1).raises(TypeError, r"positional arguments \(x\) but 2", "Then pass axis=-1"),
+    "where by position": call(X, X > 0).raises(TypeError, "but 2 were given", "by name: axis, where, scale, causal"),
+    "no x": call().raises(TypeError, "missing a required argument: 'x'"),
+    "a bias": call(X, bias=X).raises(TypeError, "keyword argument 'bias'", "add it to the result"),
+    **misspelt(X, dim="axis", dtype="out_dtype", mask="where", is_causal="causal", weight="scale", casual="causal"),
+    **{
+        f"out_dtype {short}": call(X, out_dtype=short).raises(TypeError, "out_dtype", f"did you mean {name}")
+        for short, name in SHORT_DTYPES.items()
+    },
+}
+MISUSE = {
+    "softmax": SOFTMAX_MISUSE,
+    "log_softmax": SOFTMAX_MISUSE,
+    "softmax_cross_entropy_with_integer_labels": {
+        "no labels": call(X).raises(TypeError, "missing a required argument: 'labels'", "numbers of the classes"),
+        "axis by position": call(X, LABELS, -1).raises(TypeError, r"\(logits, labels\) but 3", "Then pass axis=-1"),
+        "an array too many": call(X, LABELS, X > 0).raises(TypeError, "but 3 were given", "by name: axis, where"),
+        **misspelt(
+            X,
+            LABELS,
+            dim="axis",
+            mask="where",
+            targets="labels",
+            smoothing="label_smoothing",
+            ignore_label="ignore_index",
+            final_logit_softcapping="soft_cap",
+            z_loss_weight="z_loss",
+            lse_square_scale="z_loss",
+        ),
+    },
+}
+
+SOFTMAX_WITHOUT_KERNEL = {
+    "a leading axis": call(X, axis=0).has_no_kernel("trailing"),
+    "two axes": call(X, axis=(-2, -1)).has_no_kernel(r"\(-2, -1\) together, kernels take one"),
+    "half types mixed": call(X.astype("float16"), out_dtype="bfloat16").has_no_kernel("float16.*bfloat16"),
+    "rows of no elements": call(jnp.ones((3, 0))).has_no_kernel("length 0"),
+}
+CROSS_ENTROPY_WITHOUT_KERNEL = {
+    "a leading axis": call(X, jnp.zeros((4, 8), "int32"), axis=0).has_no_kernel("trailing"),
+    "rows of no elements": call(jnp.ones((3, 0)), jnp.zeros(3, "int32")).has_no_kernel("length 0"),
+}

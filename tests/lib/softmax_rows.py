@@ -1,0 +1,174 @@
+"""Rows of the table for softmax, log-softmax and cross-entropy."""
+
+import bad_softmax_calls as bad_calls
+import formulas
+import jax.numpy as jnp
+import numpy as np
+from norm_rows import ALONE
+from op import Op, rows
+from oracle import Forward, f64, round_to
+
+import jaxnorm
+
+# Of a difference or product in float32 that an exponential is taken of.
+ROUNDING = 2.0**-24
+# No whole vector, several rows at once, with and without a rest, each of the regimes; vocabularies.
+SIZES = (
+    *(rows(7, cols) for cols in (1, 24, 128, 257, 1024, 4096, 4097, 16_384, 50_257, 151_936)),
+    rows(3, 5, 64),
+    rows(3, 40_000),
+    rows(2, 1_000_001),
+)
+LENGTHS = tuple(rows(9, cols) for cols in (1, 31, 128, 1021, 4096, 40_000))
+MANY = tuple(rows(600, cols) for cols in (128, 384, 2048, 4096, 8192))
+
+
+def logits(x, scale=1.0):
+    """z, its largest of each row, exp(z - largest), and the sum of that."""
+    z = f64(x) * float(np.float32(scale))
+    top = z.max(-1, keepdims=True)
+    each = np.exp(z - top)
+    return z, top, each, each.sum(-1, keepdims=True)
+
+
+def exact_softmax(x, *, scale=1.0, out_dtype=None):
+    z, top, each, total = logits(x, scale)
+    y = each / total
+    return Forward(y, round_to(y, out_dtype or x.dtype), y, y * ROUNDING * (top - z + np.abs(z) * (scale != 1)))
+
+
+def exact_log_softmax(x, *, scale=1.0, out_dtype=None):
+    z, top, _, total = logits(x, scale)
+    y = z - top - np.log(total)
+    # The logarithm of the sum is as exact as the sum is to 1.
+    terms = top - z + np.log(total) + 1
+    return Forward(y, round_to(y, out_dtype or x.dtype), terms, ROUNDING * np.abs(z) * (scale != 1))
+
+
+def gradients_of_softmax(cotangents, x, **options):
+    # The derivative reads y as it was rounded.
+    y, dy = f64(exact_softmax(x, **options).rounded), f64(cotangents[0])
+    scale = float(np.float32(options.get("scale", 1)))
+    return {"x": (scale * y * (dy - (dy * y).sum(-1, keepdims=True)), None)}
+
+
+def gradients_of_log_softmax(cotangents, x, *, scale=1.0, **options):
+    _, _, each, total = logits(x, scale)
+    dy = f64(cotangents[0])
+    return {"x": (float(np.float32(scale)) * (dy - each / total * dy.sum(-1, keepdims=True)), None)}
+
+
+def as_norm(f):
+    def function(x, scale=None, bias=None):
+        y = f(x)[0]
+        y = y if scale is None else y * scale
+        return y if bias is None else y + bias
+
+    return function
+
+
+def softmax(log=False):
+    public = getattr(jaxnorm, "log_softmax" if log else "softmax")
+    return Op(
+        name="log softmax" if log else "softmax",
+        public=public.__name__,
+        kind="softmax",
+        operands=("x",),
+        arrays=1,
+        dtypes=ALONE,
+        function=lambda x, **options: (public(x, **options),),
+        formula=lambda x, **options: (formulas.softmax(x, log=log, **options),),
+        as_norm=as_norm,
+        exact=exact_log_softmax if log else exact_softmax,
+        exact_gradients=gradients_of_log_softmax if log else gradients_of_softmax,
+        small=rows(6, 10),
+        # The logarithm of one column's share is 0, of which no digit is right if it is not.
+        sizes=SIZES[log:],
+        options=({"scale": 0.125}, {"scale": -3.0}),
+        backward_sizes=(rows(600, 1000),),
+        lengths=LENGTHS,
+        many=MANY,
+        numbers=("scale",),
+        forward=f"jaxnorm_{public.__name__}_fwd",
+        backward=f"jaxnorm_{public.__name__}_bwd",
+        gradients=("dx",),
+        kept=("x",),  # of softmax y, which is like it
+        statistics=int(log),
+        exchanged=(2, 1),  # the maximum and the sum; the sum of products, or of the cotangents
+        bad_calls=bad_calls.SOFTMAX | bad_calls.MISUSE[public.__name__],
+        without_kernel=bad_calls.SOFTMAX_WITHOUT_KERNEL,
+    )
+
+
+LABEL = 3
+
+
+def labels_of(x):
+    """The same for all rows, so that rows may lie anywhere."""
+    return jnp.full(x.shape[:-1], min(LABEL, x.shape[-1] - 1), "int32")
+
+
+def capped(x, logit_scale=1.0, soft_cap=None):
+    z = f64(x) * float(np.float32(logit_scale))
+    return z if soft_cap is None else soft_cap * np.tanh(z / soft_cap)
+
+
+def exact_cross_entropy(x, *, label_smoothing=0.0, z_loss=0.0, out_dtype=None, **options):
+    z = capped(x, **options)
+    _, top, _, total = logits(z)
+    lse, at_label = top + np.log(total), z[..., labels_of(x)[(0,) * (x.ndim - 1)], None]
+    loss = lse - (1 - label_smoothing) * at_label - label_smoothing * z.mean(-1, keepdims=True) + z_loss * lse**2
+    terms = np.abs(lse) + np.abs(at_label) + z_loss * lse**2
+    return Forward(loss, round_to(loss, out_dtype or "float32"), terms, np.zeros(()))
+
+
+def gradients_of_cross_entropy(
+    cotangents, x, *, label_smoothing=0.0, z_loss=0.0, logit_scale=1.0, soft_cap=None, **options
+):
+    z, factor = capped(x, logit_scale, soft_cap), float(np.float32(logit_scale))
+    _, top, each, total = logits(z)
+    lse, dy = top + np.log(total), f64(cotangents[0])
+    one_hot = np.arange(x.shape[-1]) == f64(labels_of(x))[..., None]
+    dz = (1 + 2 * z_loss * lse) * each / total - (1 - label_smoothing) * one_hot - label_smoothing / x.shape[-1]
+    slope = factor if soft_cap is None else factor * (1 - np.square(z / soft_cap))
+    return {"x": (dy * dz * slope, None)}
+
+
+def cross_entropy():
+    def function(x, *, out_dtype=None, **options):
+        public = jaxnorm.softmax_cross_entropy_with_integer_labels
+        return (public(x, labels_of(x), **options)[..., None],)
+
+    return Op(
+        name="cross entropy",
+        public="softmax_cross_entropy_with_integer_labels",
+        kind="softmax",
+        operands=("x",),
+        arrays=1,
+        dtypes=ALONE,
+        function=function,
+        formula=lambda x, **options: (formulas.cross_entropy(x, labels_of(x), **options)[..., None],),
+        as_norm=as_norm,
+        exact=exact_cross_entropy,
+        exact_gradients=gradients_of_cross_entropy,
+        small=rows(6, 10),
+        sizes=SIZES,
+        options=(
+            {"label_smoothing": 0.1, "z_loss": 1e-2},
+            {"logit_scale": 0.5, "soft_cap": 5.0},
+        ),
+        backward_sizes=(rows(600, 1000),),
+        lengths=LENGTHS,
+        many=MANY,
+        numbers=("z_loss", "label_smoothing", "logit_scale", "soft_cap", "ignore_index"),
+        forward="jaxnorm_cross_entropy_fwd",
+        backward="jaxnorm_cross_entropy_bwd",
+        gradients=("dx",),
+        kept=("x",),
+        statistics=1,
+        labels=True,
+        values=2,
+        exchanged=(3, 0),  # the maximum, the sum and the label's logit
+        bad_calls=bad_calls.CROSS_ENTROPY | bad_calls.MISUSE["softmax_cross_entropy_with_integer_labels"],
+        without_kernel=bad_calls.CROSS_ENTROPY_WITHOUT_KERNEL,
+    )
