@@ -57,11 +57,13 @@ class Role:
     kernel takes that. "formula": the formula runs.
 
     `shape`, from the spec, x's shape and the batch dims of weights, is needed of a variable that is not saved.
+    `rows_of` names the array whose rows a gradient with this role is a sum over, if not x.
     """
 
     dim_map: Callable[[Any, int, Sequence[Any]], DimMap]
     batch: Literal["fold", "weight", "formula"] = "fold"
     shape: Callable[[Any, Sequence[Any], BatchDims], tuple[Any, ...]] | None = None
+    rows_of: str | None = None
 
 
 def _weight_map(spec: RowSpec, ndim: int, shape: Sequence[Any]) -> DimMap:
@@ -176,6 +178,9 @@ class Derivative(Generic[S, R, D]):
     which None is zero, of their gradients, or of the dtypes of the gradients that are wanted, None for the others.
     `linear` gives the tangents of the results. `backward` is its transpose: from the cotangents of the results, the
     first of which is always there, it gives the wanted gradients, those of weights with the given batch dims.
+
+    `unsaved` are variables that a derivative, though it has such fields, need not read for this spec, and the result
+    that is like each. They are None in `saved`; all of their tangents are given to `linear`, zeros too.
     """
 
     saved: type[D]
@@ -183,6 +188,7 @@ class Derivative(Generic[S, R, D]):
     linear: Callable[[S, D, Any], R]
     backward: Callable[[S, R, D, Any, BatchDims], Any]
     backward_of_shard: Callable[[S, R, D, Any, BatchDims], Any] | None = None
+    unsaved: Callable[[S], Mapping[str, str]] = lambda _: {}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
