@@ -240,21 +240,20 @@ def angles_of(function: str, rotation: Rotation, tokens: Tokens, dtype: Any) -> 
     dim, frequencies = rotation.rotary_dim, rotation.frequencies
     if frequencies is None:  # in float64, rounded once
         frequencies = jnp.asarray(rotation.theta ** (-np.arange(0, dim, 2) / dim), dtype)
-    positions = lax.expand_dims(rotation.positions.astype(dtype), [rotation.positions.ndim])
     return {
-        "positions": by_token(function, "positions", positions, tokens),
+        "positions": by_token(function, "positions", rotation.positions.astype(dtype), tokens),
         "frequencies": lax.stop_gradient(frequencies.astype(dtype)),
     }
 
 
 def by_token(function: str, name: str, table: jax.Array, tokens: Tokens) -> jax.Array:
-    """A table with an axis for each of the tokens', and one for its elements, that has no derivative.
+    """Positions or a table, with an axis for each of the tokens', that have no derivative.
 
     Kernels find a token's row along two runs of axes at most. One of them is kept for those in front, that vmap adds.
     """
-    shape = tokens.shape
-    table = lax.expand_dims(lax.stop_gradient(table), range(len(shape) + 1 - table.ndim))
-    table = checks.sharded_along(function, name, table, "q", tokens.q, (*tokens.axes, None))
+    shape, own = tokens.shape, 0 if name == "positions" else 1
+    table = lax.expand_dims(lax.stop_gradient(table), range(len(shape) + own - table.ndim))
+    table = checks.sharded_along(function, name, table, "q", tokens.q, (*tokens.axes, *[None] * own))
     counted = [axis for axis, n in enumerate(shape) if n != 1]
     differ = [axis for axis in counted if table.shape[axis] != 1]
     in_front = [axis for i, axis in enumerate(counted) if differ[: i + 1] == counted[: i + 1]]
@@ -262,8 +261,8 @@ def by_token(function: str, name: str, table: jax.Array, tokens: Tokens) -> jax.
     if not behind:
         return table
     run = range(behind[0], behind[-1] + 1)
-    whole = [n if axis in run else table.shape[axis] for axis, n in enumerate((*shape, table.shape[-1]))]
+    whole = [shape[axis] if axis in run else n for axis, n in enumerate(table.shape)]
     if tuple(whole) == table.shape:
         return table
-    dim_map = (*(None if n == 1 else axis for n, axis in zip(whole, tokens.axes, strict=False)), None)
-    return dims.broadcast(table, whole, jax.typeof(tokens.q), dim_map)
+    axes = (*(None if n == 1 else axis for n, axis in zip(whole, tokens.axes, strict=False)), *[None] * own)
+    return dims.broadcast(table, whole, jax.typeof(tokens.q), axes)

@@ -46,7 +46,7 @@ class QKNormRotary(RowSpec):
 
 
 class Operands(NamedTuple):
-    """Of tables and positions there is a row for each token: q's axes without that of the heads, each as long or 1."""
+    """Positions and tables have q's axes of tokens, each as long or 1, and tables an axis of pairs behind them."""
 
     q: jax.Array
     k: jax.Array
@@ -64,15 +64,15 @@ class Results(NamedTuple):
 
 
 class Saved(NamedTuple):
-    q: jax.Array | None
-    k: jax.Array | None
-    stats: Statistics  # those of q, then of k
+    q: jax.Array | None = None
+    k: jax.Array | None = None
     q_scale: jax.Array | None = None
     k_scale: jax.Array | None = None
     positions: jax.Array | None = None
     frequencies: jax.Array | None = None
     cos: jax.Array | None = None
     sin: jax.Array | None = None
+    stats: Statistics = ()  # those of q, then of k; q and k are None where there are none
 
 
 class Variables(NamedTuple, Generic[T]):
@@ -104,7 +104,7 @@ def angles(norm: QKNormRotary, arrays: Operands | Saved) -> Angles:
     if cos is None or sin is None:
         assert arrays.positions is not None
         assert arrays.frequencies is not None
-        angle = arrays.positions * arrays.frequencies
+        angle = arrays.positions[..., None] * arrays.frequencies
         cos, sin = jnp.cos(angle), jnp.sin(angle)
     return Angles(jnp.expand_dims(cos, norm.heads_axis), jnp.expand_dims(sin, norm.heads_axis))
 

@@ -27,11 +27,6 @@ from jaxnorm.sharding.dims import DimMap
 LONGEST = 512
 
 
-def token_axes(norm: QKNormRotary, ndim: int) -> list[int]:
-    """The axes of q, of so many, that are neither the heads' nor the row's."""
-    return [axis for axis in range(ndim - 1) if axis != ndim + norm.heads_axis]
-
-
 def _heads_map(norm: QKNormRotary, ndim: int, shape: Sequence[Any]) -> DimMap:
     """A single key for all queries is on each device that has some of these."""
     heads = ndim + norm.heads_axis
@@ -42,9 +37,13 @@ def _statistics_map(norm: QKNormRotary, ndim: int, shape: Sequence[Any]) -> DimM
     return (*_heads_map(norm, ndim, shape)[:-1], None)
 
 
+def _positions_map(norm: QKNormRotary, ndim: int, shape: Sequence[Any]) -> DimMap:
+    axes = (axis for axis in range(ndim - 1) if axis != ndim + norm.heads_axis)
+    return tuple(None if length == 1 else axis for axis, length in zip(axes, shape, strict=True))
+
+
 def _table_map(norm: QKNormRotary, ndim: int, shape: Sequence[Any]) -> DimMap:
-    pairs = zip(token_axes(norm, ndim), shape[:-1], strict=True)
-    return (*(None if length == 1 else axis for axis, length in pairs), None)
+    return (*_positions_map(norm, ndim, shape[:-1]), None)
 
 
 def _scale_map(norm: QKNormRotary, ndim: int, shape: Sequence[Any]) -> DimMap:
@@ -58,7 +57,7 @@ ROLES = {
     "k": HEADS,
     "q_scale": Role(_scale_map, "formula"),
     "k_scale": Role(_scale_map, "formula", rows_of="k"),
-    "positions": TABLE,
+    "positions": Role(_positions_map),
     "frequencies": Role(lambda *_: (None,), "formula"),
     "cos": TABLE,
     "sin": TABLE,
@@ -131,7 +130,7 @@ def _requested(request: Request) -> tuple[QKNormRotary, Operands]:
         out_dtype=request.out_dtype,
     )
     q, scale = request.array(shape), request.array(request.scale_shape)
-    positions = request.array((*shape[:-2], 1), norm.compute_dtype)
+    positions = request.array(shape[:-2], norm.compute_dtype)
     frequencies = request.array((shape[-1] // 2,), norm.compute_dtype)
     return norm, Operands(q, q, scale, scale, positions, frequencies)
 
