@@ -8,6 +8,7 @@ from gated_rows import gate, grouped
 from gating import MAMBA, QWEN, VARIANTS
 from norm_rows import added, norm, padded, per_head
 from quantized_rows import quantized, quantized_sum
+from rotary_rows import rotary, rotary_per_head
 from sandwich_rows import sandwich
 
 NORMS = tuple(norm(kind) for kind in KINDS)
@@ -17,6 +18,7 @@ PADDED = tuple(padded(kind) for kind in KINDS)
 GATED = tuple(gate(variant) for variant in VARIANTS)
 GROUPED = tuple(grouped(variant) for variant in (MAMBA, QWEN))
 SANDWICH = (sandwich(),)
+ROTARY = (rotary(True), rotary_per_head("layer", interleaved=True, partial=True))
 QUANTIZED = (
     *(quantized(kind, "token", "int8") for kind in KINDS),
     *(quantized(kind, "groups of 64", "float8_e4m3fn") for kind in KINDS),
@@ -27,6 +29,9 @@ QUANTIZED_SUMS = (
     *(quantized_sum(kind, "groups of 128", "float8_e5m2") for kind in KINDS),
 )
 
-OPS = (*NORMS, *PER_HEAD, *ADDED, *PADDED, *GATED, *GROUPED, *SANDWICH, *QUANTIZED, *QUANTIZED_SUMS)
+OPS = (*NORMS, *PER_HEAD, *ADDED, *PADDED, *GATED, *GROUPED, *SANDWICH, *ROTARY, *QUANTIZED, *QUANTIZED_SUMS)
 # One row of each kind of rule, where they do not depend on the norm, the activation or the dtype.
-EACH = (NORMS[1], PER_HEAD[1], ADDED[1], PADDED[1], GATED[1], GROUPED[0], SANDWICH[0], QUANTIZED[1], QUANTIZED_SUMS[1])
+EACH = (
+    *(NORMS[1], PER_HEAD[1], ADDED[1], PADDED[1], GATED[1], GROUPED[0], SANDWICH[0], ROTARY[1]),
+    *(QUANTIZED[1], QUANTIZED_SUMS[1]),
+)

@@ -23,6 +23,16 @@ SYNONYMS = {
     **dict.fromkeys(("impl", "backend", "mode"), "implementation"),
     **dict.fromkeys(("zero_centered_gamma", "unit_offset", "weight_offset"), "scale_offset=1.0"),
     **dict.fromkeys(("quant", "quantize", "quantized_dtype"), "quantization"),
+    **dict.fromkeys(("rope_theta", "base", "rotary_base", "max_wavelength"), "theta"),
+    **dict.fromkeys(("inv_freq", "freqs", "freq"), "frequencies"),
+    **dict.fromkeys(("position_ids", "pos", "segment_pos"), "positions"),
+    **dict.fromkeys(("rotary_ndims", "rot_dim", "n_rot"), "rotary_dim"),
+    **dict.fromkeys(("q_norm", "q_weight", "q_gamma", "query_scale"), "q_scale"),
+    **dict.fromkeys(("k_norm", "k_weight", "k_gamma", "key_scale"), "k_scale"),
+    **dict.fromkeys(("heads_axis", "head_axis"), "axis_of_heads"),
+    "query": "q",
+    "key": "k",
+    "norm": "normalize",
     "skip": "residual",
     "z": "gate",
     "norm_before_gate": "gate_first=not norm_before_gate",
@@ -39,6 +49,8 @@ GATE_FIRST = "True multiplies by the gate before x is normalised (Mamba2), False
 QUANTIZATION = "as in quantization=jaxnorm.Quantization(jax.numpy.float8_e4m3fn)"
 REQUIRED = {
     "x": "pass the array to normalise",
+    "q": "pass the queries",
+    "k": "pass the keys, for queries alone an array like q with no heads",
     "residual": "without a residual use jaxnorm.rms_norm or jaxnorm.layer_norm",
     "gate": "without a gate use jaxnorm.rms_norm",
     "gate_first": GATE_FIRST,
@@ -115,7 +127,8 @@ def _surplus(name: str, parameters: Parameters, place: int, value: object) -> st
     """What the array or number in this place, which is one too many, may have been."""
     it = f"the {ORDINALS[place - 1]}"
     if is_number(value):
-        return f"Is {it} epsilon? Then pass epsilon={value}."
+        argument = "theta" if "theta" in parameters else "epsilon"
+        return f"Is {it} {argument}? Then pass {argument}={value}."
     by_name = [argument for argument in parameters if argument not in _positional(parameters)]
     hints = []
     for argument in ("residual", "bias"):
@@ -141,7 +154,7 @@ def no_array(name: str, value: object) -> str:
     """The remedy where an array is expected for the argument `name`."""
     if value is None and name in REQUIRED:
         return f"{REQUIRED[name]}."
-    if is_number(value) and name in ("scale", "bias"):
+    if is_number(value) and (name == "bias" or name.endswith("scale")):
         return f"did you mean {' or '.join(f'{other}={value}' for other in NUMBERS)}?"
     if isinstance(value, Mapping):
         return f"pass one of the arrays in it, as {name}['scale']."

@@ -4,21 +4,24 @@ import inspect
 import pydoc
 from functools import partial
 
+import bad_calls
 import bad_quantized_calls
+import bad_rotary_calls
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bad_calls import MISUSE, SCALE, X
+from bad_calls import SCALE, X
 from coverage import cover, over
 from flax import nnx
-from ops import ADDED, GATED, NORMS, OPS, QUANTIZED, SANDWICH
+from ops import ADDED, GATED, NORMS, OPS, QUANTIZED, ROTARY, SANDWICH
 
 import jaxnorm
 from jaxnorm import Quantization
 
+MISUSE = bad_calls.MISUSE | {"qk_norm_rotary": bad_rotary_calls.MISUSE}
 TOKEN = Quantization("int8")
-OF_EACH_FUNCTION = (*NORMS, *ADDED, GATED[0], *SANDWICH, *QUANTIZED[:2])
+OF_EACH_FUNCTION = (*NORMS, *ADDED, GATED[0], *SANDWICH, ROTARY[0], *QUANTIZED[:2])
 
 
 def public(op):
@@ -83,7 +86,8 @@ def test_numpy_dtypes_that_jax_does_not_have(op, dtype):
 
 @over(OF_EACH_FUNCTION, argument=lambda op: ["epsilon", "scale_offset", *["pad_to"] * (op in ADDED)])
 def test_a_traced_number(op, argument):
-    args = [X] * op.arrays
+    required = [p for p in inspect.signature(public(op)).parameters.values() if p.default is p.empty]
+    args = [X for p in required if p.kind is p.POSITIONAL_OR_KEYWORD]
     options = {"gate_first": True} if op in GATED else {}
     with pytest.raises(TypeError, match=in_order(op.public, (argument, "known while tracing"))):
         jax.jit(lambda value: public(op)(*args, **options, **{argument: value}))(1)
@@ -103,6 +107,7 @@ POSITIONAL = {
     "add_layer_norm": ["x", "residual", "scale", "bias"],
     "rms_norm_add_rms_norm": ["x", "residual", "post_scale", "scale"],
     "gated_rms_norm": ["x", "gate", "scale"],
+    "qk_norm_rotary": ["q", "k", "q_scale", "k_scale", "positions"],
     "rms_norm_quantized": ["x", "scale"],
     "layer_norm_quantized": ["x", "scale", "bias"],
 }
@@ -117,7 +122,7 @@ def test_signatures_are_seen_from_outside(function):
     parameters = inspect.signature(getattr(jaxnorm, function)).parameters.values()
     assert [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD] == POSITIONAL[function]
     assert all(p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in parameters)
-    assert f"{function}(x: Any, " in pydoc.plain(pydoc.render_doc(getattr(jaxnorm, function)))
+    assert f"{function}({POSITIONAL[function][0]}: Any, " in pydoc.plain(pydoc.render_doc(getattr(jaxnorm, function)))
 
 
 # An error of the caller's own code is none of the call.

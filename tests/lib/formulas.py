@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def norm(kind):
@@ -34,6 +35,24 @@ def added(kind):
 def sandwich(x, residual, post_scale=None, scale=None):
     total = (norm("rms")(x, post_scale) + residual).astype(residual.dtype)
     return norm("rms")(total, scale).astype(x.dtype), total
+
+
+def rotary(kind):
+    def formula(q, k, positions, q_scale=None, k_scale=None, *, rotary_dim=None, interleaved=False, **options):
+        dim = rotary_dim or q.shape[-1]
+        frequencies = np.float32(10_000.0 ** (-np.arange(0, dim, 2) / dim))
+        angles = jax.lax.stop_gradient(positions)[..., None, None] * frequencies
+        first, second = (slice(0, dim, 2), slice(1, dim, 2)) if interleaved else (slice(dim // 2), slice(dim // 2, dim))
+
+        def rotated(x, scale):
+            h = x.astype(jnp.float32) if kind is None else norm(kind)(x.astype(jnp.float32), scale, **options)
+            a, b = h[..., first], h[..., second]
+            y = h.at[..., first].set(a * jnp.cos(angles) - b * jnp.sin(angles))
+            return y.at[..., second].set(b * jnp.cos(angles) + a * jnp.sin(angles)).astype(x.dtype)
+
+        return rotated(q, q_scale), rotated(k, k_scale)
+
+    return formula
 
 
 def gated(variant):
