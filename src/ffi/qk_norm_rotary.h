@@ -148,11 +148,13 @@ inline QkNormRotaryForward read_qk_norm_rotary(Reader& in) {
   return p;
 }
 
-// q and k, and their statistics after them, are there with a norm.
+// Without a norm there may be q and k, which are not read.
 inline QkNormRotaryBackward read_qk_norm_rotary_grad(Reader& in) {
+  const bool has_q = in.flag("has_q"), has_k = in.flag("has_k");
   const RotaryFlags flags = read_rotary_flags(in);
   const bool normed = flags.norm != HeadNorm::none, layer = flags.norm == HeadNorm::layer;
-  RotaryShapes s = read_rotary_shapes(in, 0, (normed ? 3 : 1) + flags.operands() + flags.statistics());
+  in.require((has_q && has_k) || !normed, "there is a norm, and q or k is missing");
+  RotaryShapes s = read_rotary_shapes(in, 0, size_t{1} + has_q + has_k + flags.operands() + flags.statistics());
   QkNormRotaryBackward p{};
   p.norm = flags.norm;
   p.tokens = s.tokens.rows;
@@ -163,15 +165,15 @@ inline QkNormRotaryBackward read_qk_norm_rotary_grad(Reader& in) {
   p.k.heads = s.k.heads;
   p.q.dy = in.operand("dq_out", s.q.rows.x);
   const Dtype dtype = p.q.dy.dtype;
-  if (normed) p.q.x = in.operand("q", s.q.rows.x, dtype);
-  if (normed) p.k.x = in.operand("k", s.k.rows.x, dtype);
+  if (has_q) p.q.x = in.operand("q", s.q.rows.x, dtype);
+  if (has_k) p.k.x = in.operand("k", s.k.rows.x, dtype);
+  p.q.scale = read_head_scale(in, "q_scale", flags.q_scale, s.q, &p.q.has_scale_per_head);
+  p.k.scale = read_head_scale(in, "k_scale", flags.k_scale, s.k, &p.k.has_scale_per_head);
+  p.rotation = read_rotation(in, flags, s.tokens);
   if (layer) p.q.mean = in.f32_operand("q_mean", s.q.rows.statistics);
   if (normed) p.q.rstd = in.f32_operand("q_rstd", s.q.rows.statistics);
   if (layer) p.k.mean = in.f32_operand("k_mean", s.k.rows.statistics);
   if (normed) p.k.rstd = in.f32_operand("k_rstd", s.k.rows.statistics);
-  p.q.scale = read_head_scale(in, "q_scale", flags.q_scale, s.q, &p.q.has_scale_per_head);
-  p.k.scale = read_head_scale(in, "k_scale", flags.k_scale, s.k, &p.k.has_scale_per_head);
-  p.rotation = read_rotation(in, flags, s.tokens);
   p.k.dy = in.operand("dk_out", s.k.rows.x, dtype);
   if (in.flag("with_dq")) p.q.dx = in.result("dq", s.q.rows.x, dtype);
   if (in.flag("with_dk")) p.k.dx = in.result("dk", s.k.rows.x, dtype);
