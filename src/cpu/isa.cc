@@ -3,14 +3,15 @@
 #include "cpu/ops/arrays.h"
 #include "cpu/ops/gated_norm_rows.h"
 #include "cpu/ops/norm_rows.h"
+#include "cpu/ops/qk_norm_rotary_rows.h"
 #include "cpu/ops/quantized_norm_rows.h"
 #include "cpu/ops/sandwich_norm_rows.h"
 
 namespace jaxnorm::cpu {
 
 extern const Kernels JAXNORM_ISA = {
-    JAXNORM_ISA_NAME,   norm, quantized_norm, gated_norm, sandwich_norm, norm_grad, gated_norm_grad,
-    sandwich_norm_grad, add,  cast,           widen,
+    JAXNORM_ISA_NAME,   norm,           quantized_norm,      gated_norm, sandwich_norm, norm_grad, gated_norm_grad,
+    sandwich_norm_grad, qk_norm_rotary, qk_norm_rotary_grad, add,        cast,          widen,
 };
 
 }  // namespace jaxnorm::cpu
