@@ -121,6 +121,8 @@ class Backward(Rules):
 
     def _summed(self, spec: RowSpec, ndim: int, saved: Record, name: str, dim_map: DimMap) -> tuple[int, ...]:
         """The axes of x, other than a row's, along which the gradient with this dim map is a sum."""
+        if self.is_row(name):
+            return ()
         rows_of = self.role(name).rows_of
         axes: DimMap = dims.like_x(ndim)
         if rows_of is not None:
