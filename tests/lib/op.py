@@ -42,6 +42,7 @@ class Op:
     shapes: Mapping[str, Callable[[tuple], tuple]] = field(default_factory=dict)
     dtypes: tuple[tuple[str, ...], ...]  # of the arrays
     has_out_dtype: bool = True  # whether one may ask for the dtype of the result
+    has_pairs: bool = False  # whether a row has an even number of elements
 
     function: Callable  # of the operands and options: a tuple of results
     derived: Callable | None = None  # what is differentiated, where the results have no gradient

@@ -107,6 +107,7 @@ def rotary(normalize, *, interleaved=False, partial=False):
         shapes={"k": grouped, "positions": lambda dims: dims[:-2]},
         dtypes=ALIKE,
         has_out_dtype=False,
+        has_pairs=True,
         function=function,
         formula=formula,
         as_norm=as_norm,
