@@ -4,6 +4,7 @@ A new op is a new row: what it computes and by which formula, its operands and s
 """
 
 from cases import KINDS
+from coverage import in_full
 from gated_rows import gate, grouped
 from gating import MAMBA, QWEN, VARIANTS
 from norm_rows import added, norm, padded, per_head
@@ -18,7 +19,7 @@ PADDED = tuple(padded(kind) for kind in KINDS)
 GATED = tuple(gate(variant) for variant in VARIANTS)
 GROUPED = tuple(grouped(variant) for variant in (MAMBA, QWEN))
 SANDWICH = (sandwich(),)
-ROTARY = (rotary(True), rotary_per_head("layer", interleaved=True, partial=True))
+ROTARY = (rotary_per_head("layer", interleaved=True, partial=True), *in_full(rotary(True)))
 QUANTIZED = (
     *(quantized(kind, "token", "int8") for kind in KINDS),
     *(quantized(kind, "groups of 64", "float8_e4m3fn") for kind in KINDS),
@@ -32,6 +33,6 @@ QUANTIZED_SUMS = (
 OPS = (*NORMS, *PER_HEAD, *ADDED, *PADDED, *GATED, *GROUPED, *SANDWICH, *ROTARY, *QUANTIZED, *QUANTIZED_SUMS)
 # One row of each kind of rule, where they do not depend on the norm, the activation or the dtype.
 EACH = (
-    *(NORMS[1], PER_HEAD[1], ADDED[1], PADDED[1], GATED[1], GROUPED[0], SANDWICH[0], ROTARY[1]),
+    *(NORMS[1], PER_HEAD[1], ADDED[1], PADDED[1], GATED[1], GROUPED[0], SANDWICH[0], ROTARY[0]),
     *(QUANTIZED[1], QUANTIZED_SUMS[1]),
 )

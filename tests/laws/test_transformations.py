@@ -29,7 +29,7 @@ TRANSFORMED = {
     **dict.fromkeys(PER_HEAD, OF_WEIGHTS),
     **dict.fromkeys(PADDED, tuple(name for name in OF_WEIGHTS if name != IN_WEIGHTS)),
     GATED[1]: ["vjp", "hessian", "vmap over everything"],
-    ROTARY[0]: ["hessian", "vmap over x and scale", "vmap of every grad of everything", "grad of scan of checkpoint"],
+    ROTARY[0]: ["vmap of every grad of everything", "grad of scan of checkpoint"],
     QUANTIZED[0]: ["grad", "hessian", "vmap over x", "vmap over scale", "scan"],
 }
 # RMSNorm's rules are LayerNorm's with a statistic less.
@@ -85,6 +85,8 @@ def names_of(op):
     The cotangent of smooth factors is zero by convention, of which the last two make tangents."""
     if op in GATED:
         return ["grad", "jvp of grad", *operand_by_operand(op)]
+    if op in ROTARY:  # whose derivatives are those of norms
+        return ["results", "jvp of grad", "transpose of vjp", "jvp of k", "grad of k_scale twice"]
     return [*[*OF_EVERY_OPERAND][: 4 if op.derived else None], *operand_by_operand(op)]
 
 

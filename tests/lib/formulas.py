@@ -42,13 +42,14 @@ def rotary(kind):
         dim = rotary_dim or q.shape[-1]
         frequencies = np.float32(10_000.0 ** (-np.arange(0, dim, 2) / dim))
         angles = jax.lax.stop_gradient(positions)[..., None, None] * frequencies
-        first, second = (slice(0, dim, 2), slice(1, dim, 2)) if interleaved else (slice(dim // 2), slice(dim // 2, dim))
+        cos, sin = jnp.cos(angles), jnp.sin(angles)
 
         def rotated(x, scale):
-            h = x.astype(jnp.float32) if kind is None else norm(kind)(x.astype(jnp.float32), scale, **options)
-            a, b = h[..., first], h[..., second]
-            y = h.at[..., first].set(a * jnp.cos(angles) - b * jnp.sin(angles))
-            return y.at[..., second].set(b * jnp.cos(angles) + a * jnp.sin(angles)).astype(x.dtype)
+            h = norm(kind)(x.astype(jnp.float32), scale, **options)
+            pairs = h[..., :dim].reshape(*h.shape[:-1], *((dim // 2, 2) if interleaved else (2, dim // 2)))
+            a, b = (pairs[..., 0], pairs[..., 1]) if interleaved else (pairs[..., 0, :], pairs[..., 1, :])
+            turned = jnp.stack([a * cos - b * sin, b * cos + a * sin], -1 if interleaved else -2)
+            return jnp.concatenate([turned.reshape(*h.shape[:-1], dim), h[..., dim:]], -1).astype(x.dtype)
 
         return rotated(q, q_scale), rotated(k, k_scale)
 

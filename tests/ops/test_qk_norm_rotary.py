@@ -212,8 +212,7 @@ def test_decoding():
 
 
 # The tokens' axes, and positions of which not all neighbours differ.
-@pytest.mark.parametrize("shape", [(), (1,), (5,), (3, 1), (1, 1, 1), (2, 1, 5), (2, 1, 1), (1, 3, 1), (2, 3, 5)])
-@pytest.mark.parametrize("examples", [None, 0, 1], ids=["whole", "by vmap", "by vmap with positions"])
+@cover(shape=[(), (5,), (3, 1), (2, 1, 5), (1, 3, 1)], examples={"whole": None, "by vmap": 0, "with positions": 1})
 def test_positions_that_broadcast(shape, examples):
     q, k = draw_qk(dims=(2, 3, 5))
     positions = jnp.floor(50 * jnp.abs(draw("positions", shape)))
