@@ -120,8 +120,8 @@ def rotary(normalize, *, interleaved=False, partial=False):
         sizes=tuple(
             Size(dims, dims[-1:])
             for dims in (
-                *((3, 5, 4, cols) for cols in (2, 24, 64, 96, 100, 128, 256, 512)),
-                *((1, 1, 128), (7, 1, 64), (2, 300, 6, 64), (1037, 3, 32)),
+                *((3, 5, 4, cols) for cols in (2, 24, 64, 100, 128, 512)),
+                *((1, 1, 128), (2, 300, 6, 64)),
             )
         ),
         options=({"scale_offset": 1.0}, {"epsilon": 1.0}),
