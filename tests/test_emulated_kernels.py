@@ -24,8 +24,8 @@ UNITS = (
     "cuda/dispatch.cc",
 )
 # Results and gradients; with per-head weights; with padding; quantised results; gated norms; sandwich norms; rotary
-# embedding; sharded rows; workspaces of other sizes than are wanted; whether every plan has a kernel; rows whose squares
-# vanish.
+# embedding; sharded rows; workspaces of other sizes than are wanted; whether every plan has a kernel; rows whose
+# squares vanish.
 PROGRAMS = (
     *("run", "run_heads", "run_padding", "run_quantized", "run_gated", "run_sandwich", "run_rotary"),
     *("run_shards", "run_workspace", "run_plans", "run_extremes"),

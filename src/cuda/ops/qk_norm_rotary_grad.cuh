@@ -105,7 +105,9 @@ struct TurnedBack {
 
 // Blocks of a multiprocessor: a thread with many elements needs more registers.
 template <typename Tile>
-constexpr int kGradResidency = Tile::VECTORS * Tile::N > 16 || Tile::VECTORS > 4 ? 2 : 4;
+constexpr int kGradResidency = Tile::VECTORS > 4   ? 2
+                               : Tile::VECTORS > 2 ? 3
+                                                   : 4;
 
 template <Kind KIND, typename X, typename Tile>
 __global__ void __launch_bounds__(kRotaryThreads, kGradResidency<Tile>)
