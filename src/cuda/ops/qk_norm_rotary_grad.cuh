@@ -125,14 +125,17 @@ __global__ void __launch_bounds__(kRotaryThreads, kGradResidency<Tile>)
   const int own_tile = apart ? static_cast<int>(index - column * own.apart) : 0;
   const auto token_tile_of = [&](int64_t tile) { return apart ? tile : own.tiles.count.quotient(tile); };
 
+  // From the last to the first, see RowsLaunch::backwards; negative beyond.
+  const auto tile_of = [&](int64_t i) { return own.of_blocks - 1 - column - i * own.blocks; };
+
   // The i-th of the block's tiles: this thread group's row of it.
   ComingRow<KIND, X, Tile> coming;
   const auto read = [&](int64_t i) {
-    const int64_t tile = column + i * own.blocks, token_tile = token_tile_of(tile);
+    const int64_t tile = tile_of(i), token_tile = token_tile_of(tile);
     const int head_tile = apart ? own_tile : static_cast<int>(tile - token_tile * own.tiles.count.value);
     const PlaceOfRow place(own.tiles, head_tile, group.place);
     const int64_t token = token_tile * own.tiles.tile_tokens + place.token_of_tile;
-    coming.is_there = tile < own.of_blocks && token < p.tokens && place.head < own.tiles.heads;
+    coming.is_there = tile >= 0 && token < p.tokens && place.head < own.tiles.heads;
     coming.row = place.row(own.tiles, launch.inner, token);
     coming.read(of, group, p.cols);
   };
@@ -150,8 +153,8 @@ __global__ void __launch_bounds__(kRotaryThreads, kGradResidency<Tile>)
     // Nobody reads this table any more: the block has met since.
     launch.turns.fill(table, kTilesAtOnce * own.tiles.tile_tokens, [&](int i) {
       const int step = i / own.tiles.tile_tokens, at = i - step * own.tiles.tile_tokens;
-      const int64_t tile = column + (begin + step) * own.blocks;
-      return tile < own.of_blocks ? token_tile_of(tile) * own.tiles.tile_tokens + at : p.tokens;
+      const int64_t tile = tile_of(begin + step);
+      return tile >= 0 ? token_tile_of(tile) * own.tiles.tile_tokens + at : p.tokens;
     });
     __syncthreads();
 #pragma unroll 1
