@@ -125,13 +125,11 @@ __global__ void __launch_bounds__(kRotaryThreads, kGradResidency<Tile>)
   const int own_tile = apart ? static_cast<int>(index - column * own.apart) : 0;
   const auto token_tile_of = [&](int64_t tile) { return apart ? tile : own.tiles.count.quotient(tile); };
 
-  // From the last to the first, see RowsLaunch::backwards; negative beyond.
-  const auto tile_of = [&](int64_t i) { return own.of_blocks - 1 - column - i * own.blocks; };
-
-  // The i-th of the block's tiles: this thread group's row of it.
+  // This thread group's row of a tile. From the last tile to the first, see RowsLaunch::backwards; negative beyond.
+  int64_t tile = own.of_blocks - 1 - column;
   ComingRow<KIND, X, Tile> coming;
-  const auto read = [&](int64_t i) {
-    const int64_t tile = tile_of(i), token_tile = token_tile_of(tile);
+  const auto read = [&] {
+    const int64_t token_tile = token_tile_of(tile);
     const int head_tile = apart ? own_tile : static_cast<int>(tile - token_tile * own.tiles.count.value);
     const PlaceOfRow place(own.tiles, head_tile, group.place);
     const int64_t token = token_tile * own.tiles.tile_tokens + place.token_of_tile;
@@ -139,7 +137,7 @@ __global__ void __launch_bounds__(kRotaryThreads, kGradResidency<Tile>)
     coming.row = place.row(own.tiles, launch.inner, token);
     coming.read(of, group, p.cols);
   };
-  read(0);
+  read();
 
   const PlaceOfRow place(own.tiles, own_tile, group.place);
   const bool has_scale = of.scale.data && (!apart || place.head < own.tiles.heads);
@@ -148,20 +146,20 @@ __global__ void __launch_bounds__(kRotaryThreads, kGradResidency<Tile>)
   ColumnSums<Tile> dscale;
   float* table = reinterpret_cast<float*>(dynamic_shared());
   float* other = table + launch.table_floats;
-  const int64_t count = (own.of_blocks - column + own.blocks - 1) / own.blocks;
-  for (int64_t begin = 0; begin < count; begin += kTilesAtOnce) {
+  while (tile >= 0) {
     // Nobody reads this table any more: the block has met since.
     launch.turns.fill(table, kTilesAtOnce * own.tiles.tile_tokens, [&](int i) {
       const int step = i / own.tiles.tile_tokens, at = i - step * own.tiles.tile_tokens;
-      const int64_t tile = tile_of(begin + step);
-      return tile >= 0 ? token_tile_of(tile) * own.tiles.tile_tokens + at : p.tokens;
+      const int64_t later = tile - step * own.blocks;
+      return later >= 0 ? token_tile_of(later) * own.tiles.tile_tokens + at : p.tokens;
     });
     __syncthreads();
 #pragma unroll 1
-    for (int step = 0; step < kTilesAtOnce && begin + step < count; ++step) {
+    for (int step = 0; step < kTilesAtOnce && tile >= 0; ++step) {
       TurnedBack<KIND, Tile> row;
       row.take(coming, group);
-      read(begin + step + 1);
+      tile -= own.blocks;
+      read();
       const float* const turns = launch.turns.of_token(table, step * own.tiles.tile_tokens + place.token_of_tile);
       row.template finish<X>(launch, of.dx, group, turns, factor, dscale);
     }
