@@ -11,19 +11,23 @@ from coverage import in_full
 HERE = Path(__file__).parent
 EMULATOR, TOY = HERE / "emulator", HERE / "toy"
 SOURCES = HERE.parent / "src"
-OPS = ("norm_grad", "norm", "add_norm", "quantized_norm", "gated_norm_grad", "gated_norm", "sandwich_norm")
+OPS = (
+    *("norm_grad", "norm", "add_norm", "quantized_norm", "gated_norm_grad", "gated_norm", "sandwich_norm"),
+    *("qk_norm_rotary_grad", "qk_norm_rotary"),
+)
 ENGINE = ("cuda/engine/plan.cc", "cuda/engine/grad_schedule.cc", "cuda/engine/partials.cu")
 UNITS = (
     *(f"cuda/ops/{op}_{dtype}.cu" for dtype in ("f32", "bf16") for op in OPS),
     *(f"cuda/ops/{op}.cu" for op in ("shard_apply", "shard_statistics", "add")),
     *ENGINE,
-    "cuda/ops/grad.cc",
+    *(f"cuda/ops/{name}.cc" for name in ("grad", "rotary_plan", "qk_norm_rotary")),
     "cuda/dispatch.cc",
 )
-# Results and gradients; with per-head weights; with padding; quantised results; gated norms; sandwich norms; sharded
-# rows; workspaces of other sizes than are wanted; whether every plan has a kernel; rows whose squares vanish.
+# Results and gradients; with per-head weights; with padding; quantised results; gated norms; sandwich norms; rotary
+# embedding; sharded rows; workspaces of other sizes than are wanted; whether every plan has a kernel; rows whose
+# squares vanish.
 PROGRAMS = (
-    *("run", "run_heads", "run_padding", "run_quantized", "run_gated", "run_sandwich"),
+    *("run", "run_heads", "run_padding", "run_quantized", "run_gated", "run_sandwich", "run_rotary"),
     *("run_shards", "run_workspace", "run_plans", "run_extremes"),
 )
 

@@ -4,6 +4,7 @@
 #include "cuda/ops.h"
 #include "cuda/ops/grad.h"
 #include "cuda/ops/norms.h"
+#include "cuda/ops/rotary_plan.h"
 
 namespace jaxnorm::cuda {
 
@@ -33,6 +34,14 @@ cudaError_t norm_grad_of<__half>(const NormBackward&, cudaStream_t) {
 }
 template <>
 cudaError_t gated_norm_grad_of<__half>(const GatedNormBackward&, cudaStream_t) {
+  std::abort();
+}
+template <>
+cudaError_t run_qk_norm_rotary<__half>(const QkNormRotaryForward&, bool, cudaStream_t) {
+  std::abort();
+}
+template <>
+cudaError_t run_qk_norm_rotary_grad<__half>(const QkNormRotaryBackward&, cudaStream_t) {
   std::abort();
 }
 
