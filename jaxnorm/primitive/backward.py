@@ -91,7 +91,7 @@ class Backward(Rules):
             "count": count,
             "inner": inner,
             "with_dx": variables[0] is not None,
-            **(native.workspace(variables) if native.workspace else {}),
+            **(native.workspace(saved, variables) if native.workspace else {}),
         }
         workspace = ffi.workspace(platform, target, x.dtype, rows, cols, **needs)
         attributes = {**native.backward(spec, saved), **has("has_", saved), **has("has_d", cotangents)}

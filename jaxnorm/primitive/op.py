@@ -134,7 +134,8 @@ class Native(Generic[S, O]):
     name: Callable[[S], str]
     forward: Callable[[S, O], dict[str, Any]]
     backward: Callable[[S, Any], dict[str, Any]] | None = None
-    workspace: Callable[[Any], dict[str, int]] | None = None  # by the wanted gradients, see `ffi.workspace`
+    # By what is saved and the wanted gradients, beside or in place of what holds for weights; see `ffi.workspace`.
+    workspace: Callable[[Any, Any], dict[str, int]] | None = None
     plan: Callable[[S, O], dict[str, Any]] | None = None  # what `_cuda.plan` wants to know, for `jaxnorm.info`
     # Why XLA's code for the formula is faster: it runs then, unless the call must be native.
     slower: Callable[[S, CallRows], str | None] = lambda *_: None

@@ -108,11 +108,19 @@ def _attributes(norm: QKNormRotary, _: Operands | Saved) -> dict[str, Any]:
     }
 
 
+def _workspace(saved: Saved, wanted: Variables[Any]) -> dict[str, int]:
+    """How many gradients of scales are wanted, and for how many heads at most."""
+    scales = [(saved.q_scale, wanted.q_scale), (saved.k_scale, wanted.k_scale)]
+    heads = [scale.shape[0] for scale, dtype in scales if scale is not None and dtype is not None and scale.ndim > 1]
+    return {"weights": sum(dtype is not None for _, dtype in scales), "count": max([1, *heads])}
+
+
 NATIVE: Native[QKNormRotary, Operands] = Native(
     names=("jaxnorm_qk_norm_rotary",),
     name=lambda _: "jaxnorm_qk_norm_rotary",
     forward=lambda norm, operands: {**_attributes(norm, operands), "epsilon": np.float32(norm.epsilon)},
     backward=_attributes,
+    workspace=_workspace,
 )
 
 

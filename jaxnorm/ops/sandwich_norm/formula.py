@@ -185,7 +185,7 @@ def _forward_attributes(norm: SandwichNorm, _: Operands) -> dict[str, Any]:
     }
 
 
-def _keeps_row(wanted: Variables[Any]) -> dict[str, Any]:
+def _keeps_row(_: Saved, wanted: Variables[Any]) -> dict[str, Any]:
     """Whether the residual's gradient has to be kept in the workspace, as it is not a result and still read."""
     is_read = wanted.x is not None or wanted.post_scale is not None
     return {"keeps_row": is_read and wanted.residual is None}
