@@ -45,6 +45,8 @@ class Array {
     return array;
   }
 
+  int64_t elements() const { return elements_; }
+
   uint8_t byte(int64_t i) const { return static_cast<uint8_t>(data_[i]); }
 
   float operator[](int64_t i) const {
