@@ -1,8 +1,10 @@
 """Every private name of JAX that jaxnorm uses, each with its reason; the file to read when a JAX release breaks one."""
 
+import contextlib
+import contextvars
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -191,6 +193,20 @@ def with_devices(ctx: Any) -> tuple[Any, Any]:
 _PASSED_ON = ("stablehlo.reshape", "stablehlo.optimization_barrier", "sdy.sharding_constraint", "sdy.reshard")
 
 
+# Of the program of a device, the arguments that the whole program has computed.
+_computed: contextvars.ContextVar[tuple[int, ...]] = contextvars.ContextVar("computed", default=())
+
+
+@contextlib.contextmanager
+def computed_arguments(places: tuple[int, ...]) -> Iterator[None]:
+    """Within, `is_computed` holds for these arguments of the program that is lowered."""
+    token = _computed.set(places)
+    try:
+        yield
+    finally:
+        _computed.reset(token)
+
+
 def is_computed(value: Any) -> bool:
     """Whether a value of the program that is lowered is the result of an operation there.
 
@@ -201,7 +217,7 @@ def is_computed(value: Any) -> bool:
         if operation.name not in _PASSED_ON:
             return True
         value = operation.operands[ir.OpResult(value).result_number]
-    return False
+    return ir.BlockArgument(value).arg_number in _computed.get()
 
 
 def register_partitioner(target: str, partition: Callable[..., tuple[bytes, Sequence[Any], Sequence[Any]]]) -> None:

@@ -59,7 +59,7 @@ def register(
             if slower and slower(platform, *ctx.avals_in, spec=spec, **params):
                 return lower_formula(ctx, *operands, spec=spec, **params)
             if compat.is_split_by_xla(ctx):
-                return partition.lower(platform, primitive, ctx, *operands, spec=spec, **params)
+                return partition.lower(platform, primitive, ctx, *operands, in_place=in_place, spec=spec, **params)
             return native(platform, ctx, *operands, spec=spec, **params)
 
         return lower

@@ -50,11 +50,18 @@ def is_registered(primitive: Primitive) -> bool:
     return primitive.name in _partitionable
 
 
-def lower(platform: str, primitive: Primitive, ctx: Any, *operands: Any, tree: Any, **params: Any) -> Sequence[Any]:
-    """Lowers the primitive to a call that XLA has to partition, on a platform that has its kernel."""
+def lower(
+    platform: str, primitive: Primitive, ctx: Any, *operands: Any, tree: Any, in_place: bool, **params: Any
+) -> Sequence[Any]:
+    """Lowers the primitive to a call that XLA has to partition, on a platform that has its kernel.
+
+    in_place: its native rule asks where an operand comes from.
+    """
     types = jax.tree.unflatten(tree, ctx.avals_in)
     operand_maps, result_maps, _ = _partitionable[primitive.name].dim_maps(types, **params)
     places = jax.tree.unflatten(tree, range(len(operands)))
+    if in_place:
+        params["computed"] = [place for place, operand in enumerate(operands) if compat.is_computed(operand)]
     mesh = compat.partly_manual(ctx)
     call = text.encode(platform, primitive.name, places, params, mesh)
     if mesh is not None:
@@ -148,6 +155,7 @@ class PartitionedCall(NamedTuple):
     result_maps: list[DimMap]
     summed: list[tuple[int, ...]]  # x's axes along which each result is a sum
     groups: np.ndarray[Any, Any] | None  # of devices, in a `shard_map` over some axes
+    computed: tuple[int, ...]  # the operands that the whole program has computed, as far as that is asked
 
     @classmethod
     def read(cls, call: bytes, operands: list[Array], results: list[Array]) -> "PartitionedCall":
@@ -156,10 +164,11 @@ class PartitionedCall(NamedTuple):
         if mesh is not None:
             *operands, devices = operands
             groups = _groups(compat.PartlyManual(*mesh), devices.sharding)
+        computed = params.pop("computed", ())
         partitionable = _partitionable[name]
         types = jax.tree.map(lambda place: jax.core.ShapedArray(operands[place].shape, operands[place].dtype), places)
         maps = partitionable.dim_maps(types, **params)
-        return cls(platform, partitionable, places, params, operands, results, *maps, groups)
+        return cls(platform, partitionable, places, params, operands, results, *maps, groups, computed)
 
     @property
     def rank(self) -> int:
@@ -236,7 +245,8 @@ def _partition(
     for devices in operands[len(shards) :]:  # there to be read above, not to be computed with
         shards.append(jax.ShapeDtypeStruct((1,) * devices.ndim, devices.dtype))
         taken.append(devices.sharding)
-    program = compat.program_of_a_device(call.local(placement), shards, call.platform, placement.groups.size)
+    with compat.computed_arguments(call.computed):
+        program = compat.program_of_a_device(call.local(placement), shards, call.platform, placement.groups.size)
     return program, taken, given
 
 

@@ -23,16 +23,18 @@ LENGTHS = tuple(rows(9, cols) for cols in (1, 31, 128, 1021, 4096, 40_000))
 MANY = tuple(rows(600, cols) for cols in (128, 384, 2048, 4096, 8192))
 
 
-def logits(x, scale=1.0):
+def logits(x, scale=1.0, causal=False):
     """z, its largest of each row, exp(z - largest), and the sum of that."""
     z = f64(x) * float(np.float32(scale))
-    top = z.max(-1, keepdims=True)
-    each = np.exp(z - top)
+    counts = np.tri(*z.shape[-2:], dtype=bool) | (not causal)
+    top = z.max(-1, keepdims=True, where=counts, initial=-np.inf)
+    z = np.where(counts, z, top)
+    each = np.where(counts, np.exp(z - top), 0)
     return z, top, each, each.sum(-1, keepdims=True)
 
 
-def exact_softmax(x, *, scale=1.0, out_dtype=None):
-    z, top, each, total = logits(x, scale)
+def exact_softmax(x, *, scale=1.0, causal=False, out_dtype=None):
+    z, top, each, total = logits(x, scale, causal)
     y = each / total
     return Forward(y, round_to(y, out_dtype or x.dtype), y, y * ROUNDING * (top - z + np.abs(z) * (scale != 1)))
 
@@ -84,7 +86,8 @@ def softmax(log=False):
         small=rows(6, 10),
         # The logarithm of one column's share is 0, of which no digit is right if it is not.
         sizes=SIZES[log:],
-        options=({"scale": 0.125}, {"scale": -3.0}),
+        # The logarithm of what does not count is infinite.
+        options=({"scale": 0.125}, {"scale": -3.0}, *[{"causal": True}] * (not log)),
         backward_sizes=(rows(600, 1000),),
         lengths=LENGTHS,
         many=MANY,

@@ -17,6 +17,25 @@ from jaxnorm.sharding import dims
 from jaxnorm.sharding.shards import Shards
 
 
+class LossOptions(NamedTuple):
+    """What a loss is made of, as a caller gave it or `checked`."""
+
+    label_smoothing: Any
+    z_loss: Any
+    logit_scale: Any
+    soft_cap: Any
+    ignore_index: Any
+
+    def checked(self, function: str) -> "LossOptions":
+        return LossOptions(
+            check_share(function, "label_smoothing", self.label_smoothing),
+            checks.check_not_negative(function, "z_loss", self.z_loss, "0 is without it"),
+            checks.check_number(function, "logit_scale", self.logit_scale),
+            check_soft_cap(function, self.soft_cap),
+            check_ignore_index(function, self.ignore_index),
+        )
+
+
 @explained
 def softmax_cross_entropy_with_integer_labels(
     logits: Any,
@@ -76,35 +95,23 @@ def softmax_cross_entropy_with_integer_labels(
     Architecture, 2015, https://arxiv.org/abs/1512.00567; z_loss: Chowdhery et al., PaLM, 2022,
     https://arxiv.org/abs/2204.02311.
     """
+    options = LossOptions(label_smoothing, z_loss, logit_scale, soft_cap, ignore_index)
+    return _cross_entropy(logits, labels, axis, where, options, axis_name, implementation)
+
+
+def _cross_entropy(
+    logits: Any, labels: Any, axis: Any, where: Any, options: LossOptions, axis_name: Any, implementation: Any
+) -> jax.Array:
     name = "softmax_cross_entropy_with_integer_labels"
     choice = checks.check_implementation(name, implementation)
     logits = checks.check_x(name, logits, "logits")
-    options = LossOptions(label_smoothing, z_loss, logit_scale, soft_cap, ignore_index).checked(name)
+    options = options.checked(name)
     (at,) = checks.check_axes(name, checks.check_one_axis(name, axis), logits.ndim, "logits")
     labels = jnp.expand_dims(check_labels(name, labels, logits, at), at)
     where = check_where(name, where, logits, (at,), "logits")
     shards = checks.check_axis_name(name, axis_name)
     losses = losses_of(name, logits, labels, where, at, shards, options, choice)
     return lax.squeeze(losses, (logits.ndim + at,))
-
-
-class LossOptions(NamedTuple):
-    """What a loss is made of, as a caller gave it or `checked`."""
-
-    label_smoothing: Any
-    z_loss: Any
-    logit_scale: Any
-    soft_cap: Any
-    ignore_index: Any
-
-    def checked(self, function: str) -> "LossOptions":
-        return LossOptions(
-            check_share(function, "label_smoothing", self.label_smoothing),
-            checks.check_not_negative(function, "z_loss", self.z_loss, "0 is without it"),
-            checks.check_number(function, "logit_scale", self.logit_scale),
-            check_soft_cap(function, self.soft_cap),
-            check_ignore_index(function, self.ignore_index),
-        )
 
 
 def losses_of(

@@ -69,11 +69,18 @@ def linear_cross_entropy(
     Source: Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, 2024,
     https://arxiv.org/abs/2411.09009; by chunks of rows: Liger Kernel, 2024, https://arxiv.org/abs/2410.10989.
     """
+    options = LossOptions(label_smoothing, z_loss, logit_scale, soft_cap, ignore_index)
+    return _linear_cross_entropy(x, kernel, labels, reduction, rows_per_chunk, options, implementation)
+
+
+def _linear_cross_entropy(
+    x: Any, kernel: Any, labels: Any, reduction: Any, rows_per_chunk: Any, options: LossOptions, implementation: Any
+) -> jax.Array:
     name = "linear_cross_entropy"
     choice = checks.check_implementation(name, implementation)
     x = checks.check_x(name, x)
     kernel = check_kernel(name, kernel, x)
-    options = LossOptions(label_smoothing, z_loss, logit_scale, soft_cap, ignore_index).checked(name)
+    options = options.checked(name)
     labels = check_labels(name, labels, x, -1, "x")
     if reduction not in get_args(Reduction):
         raise ValueError(f"{name}: unknown reduction {reduction!r}; expected 'mean', 'sum' or 'none'.")

@@ -10,6 +10,7 @@ rounded once, at the end. The derivative of softmax reads y as it was rounded.
 """
 
 import dataclasses
+import functools
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
@@ -87,6 +88,19 @@ def _derivative(spec: Softmax, saved: SavedOfSoftmax, v: jax.Array) -> jax.Array
 
 def linear(spec: Softmax, saved: SavedOfSoftmax, dots: Any) -> Results:
     return Results(_derivative(spec, saved, dots.x).astype(spec.out_dtype))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def plain(spec: Softmax, operands: Operands) -> Results:
+    """The result of `softmax`, whose derivative keeps y alone."""
+    return softmax(spec, operands)[0]
+
+
+@plain.defjvp
+def _plain_jvp(spec: Softmax, primals: Any, dots: Any) -> tuple[Results, Results]:
+    (operands,), (moving,) = primals, dots
+    results = plain(spec, operands)
+    return results, linear(spec, SavedOfSoftmax(results.y, operands.lengths), Variables(moving.x))
 
 
 def backward(

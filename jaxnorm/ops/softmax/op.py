@@ -49,6 +49,7 @@ SOFTMAX = Family(
         roles=ROLES,
         types=_types,
         forward=formula.softmax,
+        plain=formula.plain,
         statistics=lambda *_: [],
         derivative=Derivative(
             saved=SavedOfSoftmax, variables=Variables, linear=formula.linear, backward=formula.backward
