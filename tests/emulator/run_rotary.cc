@@ -192,7 +192,7 @@ void compare(const Case& c, const Operands& o, const Operands::Of& of, const Res
   double worst = 0;
   for (size_t i = 0; i < exact.y.size(); ++i) {
     const double rounding = c.dtype == kF32 ? 0 : std::fabs(exact.y[i]) * 0x1p-8;
-    const double error = std::max(0.0, std::fabs(r.y[i] - exact.y[i]) - rounding) / exact.size[i];
+    const double error = std::max(0.0, std::fabs(r.y[i] - exact.y[i]) - rounding) / (exact.size[i] + 1e-30);
     if (!(error <= worst)) worst = std::isnan(r.y[i]) ? 1 : error;
   }
   expect(worst < 8e-7, "y");
