@@ -39,55 +39,45 @@ def qk_norm_rotary(
 ) -> tuple[jax.Array, jax.Array]:
     """Normalises queries and keys over each head, and rotates pairs of their elements by the position of the token.
 
-        h = rms_norm(q, q_scale, ...)                     q itself with normalize=False
+        h = rms_norm(q, q_scale, ...)                            q itself with normalize=False
         q = (h_a * cos - h_b * sin, h_b * cos + h_a * sin)       for each pair (a, b) of the first rotary_dim elements
-        cos, sin = cos(position * frequency), sin(position * frequency)
 
-    and k likewise. Elements beyond rotary_dim are not rotated. The i-th pair is (i, i + rotary_dim / 2), as in Llama,
-    NeoX and the model hubs, or with `interleaved` (2 i, 2 i + 1), as in RoFormer and GPT-J. All of it is computed in
-    float32 (in float64 where an operand is float64) and rounded once, at the end. It may be transformed and
-    differentiated as `rms_norm`. Gradients are those of q, k and the scales: positions, frequencies and tables have
-    none, which is zero. For a gradient q, k and one float32 for each head of a token are kept, two of LayerNorm, and
-    with normalize=False nothing but positions or tables.
+    and k likewise, by the angle position * frequency. All is computed in float32 (in float64 where an operand is
+    float64) and rounded once, at the end. It may be transformed as `rms_norm`. Gradients are those of q, k and the
+    scales: positions, frequencies and tables have none, which is zero. For a gradient q, k and one float32 for each
+    head of a token are kept, two of LayerNorm; with normalize=False positions or tables alone.
 
     Args:
       q: floating-point array (..., tokens, heads, head size), or (..., heads, tokens, head size) with axis_of_heads=-3.
-        Before these may be any axes. One token may come without its axis, with positions.
+        One token may come without its axis, with positions.
       k: array like q, with any number of heads.
-      q_scale, k_scale: factors of the norm of q and of k, of the head size, or (heads, head size); None is 1.
+      q_scale, k_scale: factors of the norms, of the head size, or (heads, head size); None is 1.
       positions: integers or floats that broadcast against q's axes of tokens; None counts 0, 1, ... along the last of
         these. In a `jax.shard_map` that splits the tokens, and where tokens are decoded, pass them.
-      cos, sin: in place of positions, tables with an element for each pair on the last axis, rotary_dim / 2, and before
-        it what broadcasts against the tokens. Of tables of rotary_dim elements, as models of the hubs pass them, the
-        first half is taken, or with `interleaved` every second element: the others are to be the same again.
+      cos, sin: in place of positions, tables with an element for each pair on the last axis, and before it what
+        broadcasts against the tokens. Of tables of rotary_dim elements, as models of the hubs pass them, the first half
+        is taken, with `interleaved` every second element: the others are to be the same again.
       theta: base of the frequencies, theta ** (-2 i / rotary_dim) of the i-th pair.
-      frequencies: array (rotary_dim / 2,) in place of theta's, as of Llama 3's scaling. A factor of cos and sin, as of
-        YaRN, is for tables.
+      frequencies: array (rotary_dim / 2,) in place of theta's, as for Llama 3's scaling.
       rotary_dim: how many elements of each head are rotated, an even number; None is all.
-      interleaved: which elements are a pair.
+      interleaved: whether the i-th pair is (2 i, 2 i + 1), as in RoFormer, not (i, i + rotary_dim / 2), as in Llama.
       normalize: True or "rms" is RMSNorm, "layer" LayerNorm, False neither.
-      epsilon, scale_offset: of the norms, as for `rms_norm`.
       axis_of_heads: -2 or -3.
-      implementation: as for `rms_norm`. Kernels want q and k of one dtype. Under vmap over scales the formula runs.
+      epsilon, scale_offset, implementation: as for `rms_norm`. Kernels want q and k of one dtype.
 
     Returns:
       (q, k): arrays of the shapes and dtypes of q and k.
 
     Raises:
-      ValueError: k, a scale, positions or a table has a shape that does not go with q's; one of cos and sin is missing,
-        or both come with positions or frequencies; a scale with normalize=False; rotary_dim is odd or longer than a
-        head; axis_of_heads is neither -2 nor -3; theta is not positive; otherwise as `rms_norm` does.
+      ValueError: k, a scale, positions or a table has a shape that does not go with q's; cos or sin is missing, or they
+        come with positions; a scale with normalize=False; rotary_dim is odd or too long; otherwise as `rms_norm` does.
       TypeError, RuntimeError: as `rms_norm` does.
 
-    Source: Su et al., RoFormer, 2021, https://arxiv.org/abs/2104.09864; norms of queries and keys: Henry et al.,
-    Query-Key Normalization for Transformers, 2020, https://arxiv.org/abs/2010.04245, and Dehghani et al., Scaling
-    Vision Transformers to 22 Billion Parameters, 2023, https://arxiv.org/abs/2302.05442.
+    Source: RoFormer, https://arxiv.org/abs/2104.09864; Query-Key Normalization, https://arxiv.org/abs/2010.04245.
     """
     options = Options(epsilon, scale_offset, normalize, axis_of_heads, implementation)
     rotation = arguments.Rotation(positions, cos, sin, theta, frequencies, rotary_dim, interleaved)
-    spec, operands, chosen = _prepare(options, rotation, Operands(q, k, q_scale, k_scale))
-    q_out, k_out = QK_NORM_ROTARY(spec, operands, chosen)
-    return q_out, k_out
+    return _rotated(options, rotation, Operands(q, k, q_scale, k_scale))
 
 
 class Options(NamedTuple):
@@ -100,10 +90,7 @@ class Options(NamedTuple):
     implementation: Any
 
 
-def _prepare(
-    options: Options, rotation: arguments.Rotation, arrays: Operands
-) -> tuple[QKNormRotary, Operands, Implementation | None]:
-    """The checked arguments: what is static, the operands, and the chosen implementation."""
+def _rotated(options: Options, rotation: arguments.Rotation, arrays: Operands) -> tuple[jax.Array, jax.Array]:
     choice = checks.check_implementation(NAME, options.implementation)
     tokens = arguments.check_tokens(NAME, arrays.q, options.axis_of_heads)
     q, k = tokens.q, arguments.check_k(NAME, arrays.k, tokens)
@@ -124,4 +111,6 @@ def _prepare(
         native_for=choice.native_for(NAME),
     )
     angles = arguments.angles_of(NAME, rotation, tokens, spec.compute_dtype)
-    return spec, Operands(q, k, q_scale, k_scale, **angles), choice.implementation
+    operands = Operands(q, k, q_scale, k_scale, **angles)
+    q_out, k_out = QK_NORM_ROTARY(spec, operands, choice.implementation)
+    return q_out, k_out
