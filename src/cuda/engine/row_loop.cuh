@@ -64,6 +64,10 @@ struct RowOp {
 
   // Whether fragments of pipelined rows are in registers once they were read: see held_rows.
   static constexpr bool kHolds = false;
+
+  // The same of two rows at once: see rows_ahead.
+  template <typename R>
+  static constexpr bool kHoldsTwo = false;
 };
 
 // What epilogues need only if they say so.
@@ -197,6 +201,48 @@ __device__ __forceinline__ void held_rows(const typename Op::Params& p, const ty
   }
 }
 
+// The same with two rows in registers: while the blocks of a cluster exchange the statistics of one, they have those of
+// the next to compute. A row's place is filled again once its statistics are known, as a ticket may come with them.
+template <typename Op, typename R, Access ACCESS>
+__device__ __forceinline__ void rows_ahead(const typename Op::Params& p, const typename Op::Launch& launch,
+                                           char* shared) {
+  using Stats = typename Op::Stats;
+  using Tile = typename Op::template Tile<R, ACCESS>;
+  using Load = typename Op::template Load<Tile>;
+  constexpr bool kDynamic = Op::template kDynamic<ACCESS>;
+  using Part = std::conditional_t<kDynamic, typename Stats::TicketPart, typename Stats::Part>;
+  ThreadGroup<R::kThreads, Part, R::kCluster> group(launch.threads_per_row, p.cols, launch.span,
+                                                    launch.reciprocal_cols);
+  const auto rows = launch.template cluster_rows<kDynamic>(group.index);
+  auto pipeline = Load::pipeline(p, group, launch.pipeline, shared, rows);
+  typename Op::template PipelinedEpilogue<R, Tile> epilogue(p, group, shared);
+  pipeline.acquire_rest();
+  const float cols = warp_cols<Tile>(group);
+  typename Load::Fragment x, coming;
+  [[maybe_unused]] float ticket = 0;
+  if constexpr (kDynamic) ticket = rows.take_ticket(group);
+  int64_t row = -1, next = rows.start(0), after = -1;
+  for (; row >= 0 || next >= 0; row = next, next = after, x = coming) {
+    if (next >= 0) {
+      pipeline.wait();
+      Load::newest(coming, p, group, pipeline, next);
+      group.publish(Stats::template warp_part<Tile>(coming, group, cols), ticket);
+      if constexpr (kDynamic) {
+        ticket = rows.take_ticket(group);
+        after = pipeline.upcoming_row();
+      } else {
+        after = next + rows.step;
+      }
+    }
+    if (row < 0) continue;
+    const auto s = collect_statistics<Stats, false>(p, group, row);
+    if constexpr (kDynamic) pipeline.ticket(group.ticket());
+    pipeline.release();
+    pipeline.synced();
+    epilogue.template finish<Load>(p, launch, group, s, row, x);
+  }
+}
+
 template <typename Op, typename R, Access ACCESS>
 __global__ void __launch_bounds__(R::kMost, resident_blocks(Op::template kRegisters<R, ACCESS>, R::kMost))
     row_kernel(const __grid_constant__ typename Op::Params p, const __grid_constant__ typename Op::Launch launch) {
@@ -204,6 +250,8 @@ __global__ void __launch_bounds__(R::kMost, resident_blocks(Op::template kRegist
     return;
   } else if constexpr (kIsPipelined<ACCESS> && Op::kHolds) {
     held_rows<Op, R, ACCESS>(p, launch, dynamic_shared());
+  } else if constexpr (kIsPipelined<ACCESS> && Op::template kHoldsTwo<R>) {
+    rows_ahead<Op, R, ACCESS>(p, launch, dynamic_shared());
   } else if constexpr (kIsPipelined<ACCESS>) {
     pipelined_rows<Op, R, ACCESS>(p, launch, dynamic_shared());
   } else {
@@ -243,7 +291,8 @@ struct RowLauncher {
   template <Access ACCESS>
   cudaError_t pipelined([[maybe_unused]] const Workspace& workspace, int besides = 0) const {
     using Tile = typename Op::template Tile<R, ACCESS>;
-    constexpr int held = Op::kHolds ? 0 : Op::template PipelinedEpilogue<R, Tile>::kReduces ? 1 : 2;
+    constexpr bool kHoldsOne = Op::template kHoldsTwo<R> || Op::template PipelinedEpilogue<R, Tile>::kReduces;
+    constexpr int held = Op::kHolds ? 0 : kHoldsOne && !Op::template kDynamic<ACCESS> ? 1 : 2;
     const int bytes = Op::template Load<Tile>::shared_bytes(launch, plan, p, held, besides);
     if (bytes == 0) return cudaErrorNotSupported;
     int64_t clusters = std::min<int64_t>(p.rows, current_device().groups_at_once(plan.blocks_per_row));

@@ -14,12 +14,12 @@ struct CrossEntropyCall : CrossEntropyForward {
       : CrossEntropyForward(p), logits(p.scale, p.soft_cap, p.total != nullptr), mask_rows(p.mask) {}
 };
 
-struct CrossEntropyStatistics : MaxSum {
+struct CrossEntropyStatistics : MaxSum<true> {
   struct Statistics {
     float logsumexp, total;
   };
 
-  __device__ static Statistics finish(const CrossEntropyCall& p, const MaxSumPart& whole, float) {
+  __device__ static Statistics finish(const CrossEntropyCall& p, const Part& whole, float) {
     const LogitScale& logits = p.logits;
     const float total = whole.total() * (logits.factor * logits.unit);
     if (whole.sum() == 0 && whole.value[0] != whole.value[0]) return {-INFINITY, total};

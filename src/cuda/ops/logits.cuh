@@ -48,26 +48,43 @@ constexpr uint32_t kInfinity = sizeof(X) == 4              ? 0x7f800000u
 template <typename X>
 constexpr uint32_t kSign = sizeof(X) == 4 ? 0x80000000u : 0x80008000u;
 
-// A thread's fragment of a row, as Row<X, Tile>. Columns that do not count, as those past the row's end, have an x for
-// which w is -inf, unless there is a soft cap. MASKED: whether there may be a mask; only such rows may go by elements.
-// CROSS: whether there may be a soft cap and a total, which only cross-entropy has.
+// What a thread keeps of its own sum until the row's statistics are known.
+enum class Held : uint8_t {
+  nothing,
+  maximum,  // its largest w
+  values,   // and its exponentials, of distances from that; of log-softmax t
+};
+
+template <typename X, typename R, Access ACCESS, Held HELD_>
+struct LogitTiling : Tiling<X, R, ACCESS> {
+  static constexpr Held HELD = HELD_;
+};
+
+// A thread's fragment of a row, as Row<X, Tile>. Where it holds values, a pipeline may fill the row's place again once
+// the thread group has met. Columns that do not count, as those past the row's end, have an x for which w is -inf,
+// unless there is a soft cap. MASKED: whether there may be a mask; only such rows may go by elements. CROSS: whether
+// there may be a soft cap and a total, which only cross-entropy has.
 template <typename X, typename Tile, bool MASKED, bool CROSS>
 class LogitRow {
  public:
   using Element = X;
   using Vector = Packed<X, Tile::N>;
-  static constexpr bool kMasked = MASKED, kCross = CROSS;
+  static constexpr bool kMasked = MASKED, kCross = CROSS, kHoldsValues = Tile::HELD == Held::values;
   static_assert(MASKED || Tile::ALIGNED);
   static_assert(!MASKED || !Tile::PIPELINED);
+  static_assert(!kHoldsValues || (Tile::KEPT && !MASKED));
 
   // `row`: as of Row; `index`: which it is.
   template <typename P, typename Group>
   __device__ void read(const P& p, const Group& group, const X* row, [[maybe_unused]] int64_t index) {
     row_ = row;
     scale_ = &p.logits;
+    if constexpr (kHoldsValues) holds_t_ = p.log;
     if constexpr (MASKED) mask_ = p.mask_rows.of_row(index, p.cols);
     if constexpr (Tile::PIPELINED) {
       row_ += first_of_thread<Tile>(group);
+      if constexpr (kHoldsValues)
+        for_each_vector<Tile>(group, [&](int vec, auto, int remaining) { packed_[vec] = load_vector(vec, remaining); });
     } else if constexpr (Tile::KEPT) {
       for_each_vector<Tile>(group, [&](int vec, auto col, int remaining) { packed_[vec] = load_x(col, remaining); });
       mask_all(packed_, [&](auto g) { for_each_vector<Tile>(group, g); });
@@ -125,6 +142,39 @@ class LogitRow {
       }
   }
 
+  // The same, as it may be held.
+  __device__ void get_t(int vec, int64_t col, int remaining, const Vector& vector, float (&t)[Tile::N]) const {
+    if constexpr (kHoldsValues) {
+      get_held(vec, t);
+    } else {
+      unpack_t(col, remaining, vector, t);
+    }
+  }
+
+  // The exponentials of a vector's distances from `origin`, multiplied. Those that are held have the thread's own
+  // origin.
+  __device__ void get_exponentials(int vec, int64_t col, int remaining, const Vector& vector, float origin, float by,
+                                   float (&to)[Tile::N]) const {
+    if constexpr (kHoldsValues) {
+      get_held(vec, to);
+    } else {
+      unpack_t(col, remaining, vector, to);
+    }
+#pragma unroll
+    for (float& value : to) value = (kHoldsValues ? value : scale_->exponential(value, origin)) * by;
+  }
+
+  __device__ void hold(int vec, const float (&values)[Tile::N]) {
+#pragma unroll
+    for (int i = 0; i < Tile::N; ++i) held_[vec][i] = values[i];
+  }
+
+  __device__ bool holds_t() const { return holds_t_; }
+
+  // The largest w of this thread.
+  __device__ void hold_max(float max) { max_ = max; }
+  __device__ float held_max() const { return max_; }
+
   // Gives columns that do not count this value.
   __device__ void set_others(int64_t col, int remaining, float otherwise, float (&values)[Tile::N]) const {
     const Counted<Tile::N> counted = this->counted(col, remaining);
@@ -146,7 +196,12 @@ class LogitRow {
     }
   }
 
-  __device__ Vector filled() const { return Counted<Tile::N>{}.choose(Vector{}, fill()); }
+  __device__ Vector filled() const {
+    Vector vector;
+#pragma unroll
+    for (uint32_t& word : vector.word) word = fill();
+    return vector;
+  }
 
   __device__ void mask(int64_t col, int remaining, Vector& vector) const {
     if (mask_.where || mask_.within(col, remaining) < Tile::N) vector = counted(col, remaining).choose(vector, fill());
@@ -166,17 +221,29 @@ class LogitRow {
   }
 
   __device__ Vector packed(int vec, int64_t col, int remaining) const {
-    if constexpr (Tile::PIPELINED) {
-      return remaining > 0 ? load_shared<Tile::N>(row_ + vec * Tile::STRIDE) : filled();
+    if constexpr (Tile::PIPELINED && !kHoldsValues) {
+      return load_vector(vec, remaining);
     } else {
       return packed_[vec];
     }
   }
 
+  // Of a row that a pipeline has.
+  __device__ Vector load_vector(int vec, int remaining) const {
+    return remaining > 0 ? load_shared<Tile::N>(row_ + vec * Tile::STRIDE) : filled();
+  }
+
+  __device__ void get_held(int vec, float (&to)[Tile::N]) const {
+#pragma unroll
+    for (int i = 0; i < Tile::N; ++i) to[i] = held_[vec][i];
+  }
+
   const X* row_ = nullptr;
   const LogitScale* scale_ = nullptr;
   RowMask mask_;
-  Vector packed_[Tile::PIPELINED || !Tile::KEPT ? 1 : Tile::VECTORS];
+  Vector packed_[(Tile::PIPELINED && !kHoldsValues) || !Tile::KEPT ? 1 : Tile::VECTORS];
+  bool holds_t_ = false;
+  float max_, held_[kHoldsValues ? Tile::VECTORS : 1][Tile::N];
 };
 
 // How such rows reach a thread group: as LoadRow.
@@ -219,7 +286,7 @@ struct LoadLogits {
 template <typename X, typename STATS>
 struct LogitOp : RowOp<X, STATS> {
   template <typename R, Access ACCESS>
-  using Tile = Tiling<X, R, ACCESS>;
+  using Tile = LogitTiling<X, R, ACCESS, Held::nothing>;
 };
 
 }  // namespace jaxnorm::cuda

@@ -50,9 +50,11 @@ class Extreme {
 // A share of a row: the maximum of its w, its sum of exponentials and, of cross-entropy, its sum of t; and what is the
 // same for all shares, log2_unit. A share without any column that counts has a sum of 0, and a maximum that is not a
 // number. One whose logits are all -inf has a sum of 0 and a maximum of -inf. Of all others the sum is 1 or more.
+// CROSS: as of LogitRow; without a sum of t there is room for a ticket.
+template <bool CROSS>
 struct MaxSumPart {
   float value[4];
-  static constexpr int kTicket = -1;
+  static constexpr int kTicket = CROSS ? -1 : 2;
 
   __device__ float max() const { return max_of(value[0], value[1]); }
   __device__ float sum() const { return value[1]; }
@@ -66,16 +68,18 @@ struct MaxSumPart {
     const float max = over_parts(part.max(), count, [](float a, float b) { return fmaxf(a, b); });
     const float factor = exp2_estimate((part.value[0] - origin_of(max)) * log2_unit);
     const float sum = sum_of_parts(part.sum() == 0 ? 0.0f : part.sum() * factor, count);
-    return {{max, sum, sum_of_parts(part.total(), count), log2_unit}};
+    return {{max, sum, CROSS ? sum_of_parts(part.total(), count) : 0, log2_unit}};
   }
 };
 
+template <bool CROSS>
 struct MaxSum {
-  using Part = MaxSumPart;
-  using TicketPart = Part;  // no op with such statistics draws tickets
+  using Part = MaxSumPart<CROSS>;
+  using TicketPart = Part;
 
   template <typename Tile, typename Row, typename Group>
-  __device__ static Part warp_part(const Row& x, const Group& group, float) {
+  __device__ static Part warp_part(Row& x, const Group& group, float) {
+    static_assert(Row::kCross == CROSS);
     Thread<Tile, Row> thread;
     if constexpr (Tile::STREAMED) {
       thread.stream(x, group);
@@ -86,7 +90,7 @@ struct MaxSum {
     const float sum = thread.sum(), own = thread.max(x, group, sum), max = group.warp_max(own);
     const float factor = scale.between(own, origin_of(max));
     return {{max, group.warp_sum(sum == 0 ? 0.0f : sum * factor),
-             Row::kCross && scale.with_total ? group.warp_sum(thread.total()) : 0, scale.log2_unit}};
+             CROSS && scale.with_total ? group.warp_sum(thread.total()) : 0, scale.log2_unit}};
   }
 
  private:
@@ -99,22 +103,23 @@ struct MaxSum {
    public:
     // The maximum first, and then the sum.
     template <typename Group>
-    __device__ void add_all(const Row& x, const Group& group) {
+    __device__ void add_all(Row& x, const Group& group) {
       const auto extreme = [&](auto smallest) {
         Extreme<typename Row::Element, decltype(smallest)::value> extreme;
         x.for_each(group, [&](int, auto, int, const Vector& vector) { extreme.add(vector); });
         return extreme.value();
       };
       max_ = w_of(x, x.scale().descending ? extreme(std::true_type{}) : extreme(std::false_type{}));
+      if constexpr (Tile::HELD != Held::nothing) x.hold_max(max_);
       const float origin = origin_of(max_);
-      x.for_each(group, [&](int, auto col, int remaining, const Vector& vector) {
-        if (x.may_count(col, remaining)) add(x, col, remaining, vector, origin);
+      x.for_each(group, [&](int vec, auto col, int remaining, const Vector& vector) {
+        if (x.may_count(col, remaining)) add(x, vec, col, remaining, vector, origin);
       });
     }
 
     // Reads the row once: where the maximum grows, what was summed up so far shrinks.
     template <typename Group>
-    __device__ void stream(const Row& x, const Group& group) {
+    __device__ void stream(Row& x, const Group& group) {
       x.for_each_batch(group, [&](const auto& vectors, auto visit) {
         const auto extreme = [&](auto smallest) {
           Extreme<typename Row::Element, decltype(smallest)::value> extreme;
@@ -129,7 +134,7 @@ struct MaxSum {
           max_ = max;
         }
         const float origin = origin_of(max_);
-        visit([&](int i, auto col, int remaining) { add(x, col, remaining, vectors[i], origin); });
+        visit([&](int i, auto col, int remaining) { add(x, i, col, remaining, vectors[i], origin); });
         whole_sum_ += sum_[0] + sum_[1];
         whole_total_ += total_[0] + total_[1];
 #pragma unroll
@@ -143,6 +148,7 @@ struct MaxSum {
     // As that of a part; `sum`: this thread's.
     template <typename Group>
     __device__ float max(const Row& x, const Group& group, float sum) const {
+      if constexpr (!Row::kMasked && !Row::kCross) return max_;
       if constexpr (Row::kMasked)
         if (sum == 0) {
           bool any = false;
@@ -159,11 +165,16 @@ struct MaxSum {
       return t * x.scale().factor;
     }
 
-    __device__ void add(const Row& x, int64_t col, int remaining, const Vector& vector, float origin) {
+    __device__ void add(Row& x, int vec, int64_t col, int remaining, const Vector& vector, float origin) {
       float t[N];
       x.unpack_t(col, remaining, vector, t);
 #pragma unroll
-      for (int i = 0; i < N; ++i) sum_[i % 2] += x.scale().exponential(t[i], origin);
+      for (int i = 0; i < N; ++i) {
+        const float exponential = x.scale().exponential(t[i], origin);
+        sum_[i % 2] += exponential;
+        if constexpr (Row::kHoldsValues) t[i] = x.holds_t() ? t[i] : exponential;
+      }
+      if constexpr (Row::kHoldsValues) x.hold(vec, t);
       if constexpr (Row::kCross)
         if (x.scale().with_total) {
           x.set_others(col, remaining, 0, t);

@@ -13,14 +13,14 @@ struct SoftmaxCall : SoftmaxForward {
   explicit SoftmaxCall(const SoftmaxForward& p) : SoftmaxForward(p), logits(p.scale, 0, false), mask_rows(p.mask) {}
 };
 
-struct SoftmaxStatistics : MaxSum {
+struct SoftmaxStatistics : MaxSum<false> {
   // A logit's distance from the largest one has `by` subtracted, or its exponential is multiplied by it.
   struct Statistics {
     float max, by;
   };
 
   // A largest logit that is not finite leaves nothing to be computed, unless no column counts.
-  __device__ static Statistics finish(const SoftmaxCall& p, const MaxSumPart& whole, float) {
+  __device__ static Statistics finish(const SoftmaxCall& p, const Part& whole, float) {
     const float max = whole.value[0];
     float sum = whole.sum();
     if (sum == 0 && max != max) return {0, p.log ? -INFINITY : 0};
@@ -70,17 +70,23 @@ class SoftmaxEpilogue : public RowEpilogue {
     constexpr float other = LOG ? -INFINITY : 0;  // of columns that do not count
     // Of finite ones that is what they come to.
     const bool others = MASKED && !(fabsf(s.by) < INFINITY);
+    // Exponentials may be of distances from the thread's own maximum, and are multiplied by how far that is off.
+    constexpr bool kOwn = Tile::HELD != Held::nothing;
+    const float origin = kOwn ? origin_of(x.held_max()) : s.max;
+    const float by = kOwn ? p.logits.between(x.held_max(), s.max) * s.by : s.by;
     X* to = static_cast<X*>(p.y.data) + row * p.cols;
     if constexpr (!MASKED) hide(to);
     [[maybe_unused]] UnalignedWriter<X, Tile> words(group, to);
-    x.for_each(group, [&]([[maybe_unused]] int vec, auto col, int remaining, const auto& vector) {
+    x.for_each(group, [&](int vec, auto col, int remaining, const auto& vector) {
       float y[N];
       if (x.may_count(col, remaining)) {
-        x.unpack_t(col, remaining, vector, y);
+        if constexpr (LOG) {
+          x.get_t(vec, col, remaining, vector, y);
 #pragma unroll
-        for (int i = 0; i < N; ++i)
-          y[i] = LOG ? fmaf(fmaf(y[i], p.logits.factor, -s.max), p.logits.unit, -s.by)
-                     : p.logits.exponential(y[i], s.max) * s.by;
+          for (float& value : y) value = fmaf(fmaf(value, p.logits.factor, -s.max), p.logits.unit, -s.by);
+        } else {
+          x.get_exponentials(vec, col, remaining, vector, origin, by, y);
+        }
         if (others) x.set_others(col, remaining, other, y);
       } else {
 #pragma unroll
@@ -104,6 +110,24 @@ template <typename X, bool MASKED>
 struct SoftmaxOp : LogitOp<X, SoftmaxStatistics> {
   using Base = LogitOp<X, SoftmaxStatistics>;
   using Params = SoftmaxCall;
+
+  // Rows of which a thread may hold its exponentials, so that it computes one of an element instead of two: those of
+  // clusters, of which it has two, and of the blocks that have least to hide the second behind. However such rows go,
+  // their results are products of these.
+  template <typename R>
+  static constexpr int kElements = R::kVectors * kVector<X>;
+  template <typename R>
+  static constexpr bool kHoldsTwo = R::kCluster > 1 && R::kVectors != kStreamed && (kElements<R> <= 32);
+  template <typename R>
+  static constexpr bool kHoldsOne = R::kThreads == kWholeBlock && R::kMost == 256 && kElements<R> == 64;
+  template <typename R, Access ACCESS>
+  static constexpr bool kHoldsValues = kIsPipelined<ACCESS> || (kHoldsOne<R> && !MASKED && ACCESS == Access::vectors);
+  template <typename R, Access ACCESS>
+  static constexpr Held kHeld = !kHoldsOne<R> && !kHoldsTwo<R> ? Held::nothing
+                                : kHoldsValues<R, ACCESS>      ? Held::values
+                                                               : Held::maximum;
+  template <typename R, Access ACCESS>
+  using Tile = LogitTiling<X, R, ACCESS, kHeld<R, ACCESS>>;
   template <typename Tile>
   using Load = LoadLogits<X, Tile, MASKED, false>;
   template <typename R, typename Tile>
@@ -132,10 +156,12 @@ cudaError_t launch_softmax(const SoftmaxCall& p, const Plan& plan, cudaStream_t 
   if (!is_aligned) return masked.template direct<Access::elementwise>();
   if (p.mask || p.y.dtype != kDtype<X>) return masked.template direct<Access::vectors>();
   const RowLauncher<SoftmaxOp<X, false>, R> plain{p, plan, launch, stream};
-  if constexpr (R::kCluster > 1 && R::kVectors != kStreamed)
-    if (const cudaError_t error = plain.template pipelined<Access::pipelined>({}); error != cudaErrorNotSupported)
-      return error;
-  return plain.template direct<Access::vectors>();
+  if constexpr (R::kCluster > 1 && R::kVectors != kStreamed) {
+    const cudaError_t error = plain.template pipelined<Access::pipelined>({});
+    return error == cudaErrorNotSupported ? masked.template direct<Access::vectors>() : error;
+  } else {
+    return plain.template direct<Access::vectors>();
+  }
 }
 
 template <typename X>
