@@ -199,8 +199,8 @@ def test_the_gradient_takes_the_place_of_computed_logits():
     (call,) = lowered_calls(jax.grad(projected), GRADIENT, *args)
     assert "output_operand_alias" in call
     compiled = jax.jit(jax.grad(projected)).lower(*args).compile()
-    # One array of logits, and what is computed for each row.
-    assert compiled.memory_analysis().temp_size_in_bytes < 1.1 * 4 * 256 * 8192
+    # One array of logits, what is computed for each row, and what a GPU's library keeps for a product.
+    assert compiled.memory_analysis().temp_size_in_bytes < 1.5 * 4 * 256 * 8192
 
 
 @pytest.mark.several

@@ -91,8 +91,9 @@ def test_causal(name, shape, with_where):
 def test_causal_is_that_of_attention():
     q, k = draw("q", (1, 6, 1, 8)), draw("k", (1, 8, 1, 8))
     v = jnp.eye(8)[None, :, None]  # so the result is what values are weighted by
-    expected = jax.nn.dot_product_attention(q, k, v, is_causal=True)[0, :, 0]
-    scores = (q[0, :, 0] @ k[0, :, 0].T)[None]
+    with jax.default_matmul_precision("highest"):
+        expected = jax.nn.dot_product_attention(q, k, v, is_causal=True)[0, :, 0]
+        scores = (q[0, :, 0] @ k[0, :, 0].T)[None]
     assert_near(jaxnorm.softmax(scores, scale=8**-0.5, causal=True)[0], expected)
 
 
