@@ -59,7 +59,7 @@ class LabelEpilogue : public RowEpilogue {
       if (rows.is_written(r)) {
         const float x = static_cast<float>(x_[r]);
         p.label_logit[rows.row(r)] =
-            p.logits.cap == 0 ? x * p.scale : tanh_of<X>(x * p.logits.cap).value * p.logits.factor;
+            p.logits.cap == 0 ? x * p.scale : tanh_of<float>(x * p.logits.cap).value * p.logits.factor;
       }
   }
 

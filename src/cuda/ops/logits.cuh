@@ -137,7 +137,7 @@ class LogitRow {
     if constexpr (CROSS)
       if (scale_->cap != 0) {
 #pragma unroll
-        for (int i = 0; i < Tile::N; ++i) t[i] = tanh_of<X>(t[i] * scale_->cap).value;
+        for (int i = 0; i < Tile::N; ++i) t[i] = tanh_of<float>(t[i] * scale_->cap).value;
         set_others(col, remaining, -INFINITY, t);
       }
   }

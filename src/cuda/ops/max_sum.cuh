@@ -161,7 +161,7 @@ struct MaxSum {
    private:
     __device__ static float w_of(const Row& x, float t) {
       if constexpr (Row::kCross)
-        if (x.scale().cap != 0) t = tanh_of<typename Row::Element>(t * x.scale().cap).value;
+        if (x.scale().cap != 0) t = tanh_of<float>(t * x.scale().cap).value;
       return t * x.scale().factor;
     }
 
