@@ -37,5 +37,6 @@ WorkspaceSize norm_backward_workspace(const WorkspaceQuery& query);
 WorkspaceSize gated_norm_backward_workspace(const WorkspaceQuery& query);
 WorkspaceSize sandwich_norm_forward_workspace(const WorkspaceQuery& query);
 WorkspaceSize sandwich_norm_backward_workspace(const WorkspaceQuery& query);
+WorkspaceSize softmax_forward_workspace(const WorkspaceQuery& query);
 
 }  // namespace jaxnorm::cuda

@@ -19,7 +19,7 @@ struct NoWorkspaces {
   template <Kind kind>
   static constexpr WorkspaceFunction* norm = nullptr;
   static constexpr WorkspaceFunction *norm_grad = nullptr, *gated_norm_grad = nullptr;
-  static constexpr WorkspaceFunction *sandwich_norm = nullptr, *sandwich_norm_grad = nullptr;
+  static constexpr WorkspaceFunction *sandwich_norm = nullptr, *sandwich_norm_grad = nullptr, *softmax = nullptr;
 };
 
 template <class Workspaces>
@@ -30,8 +30,8 @@ inline constexpr std::tuple kOps{
     Row{"jaxnorm_layer_norm_quantized_fwd", read_quantized_norm<Kind::layer>},
     Row{"jaxnorm_gated_rms_norm_fwd", read_gated_norm},
     Row{"jaxnorm_rms_norm_add_rms_norm_fwd", read_sandwich_norm, Workspaces::sandwich_norm},
-    Row{"jaxnorm_softmax_fwd", read_softmax<false>},
-    Row{"jaxnorm_log_softmax_fwd", read_softmax<true>},
+    Row{"jaxnorm_softmax_fwd", read_softmax<false>, Workspaces::softmax},
+    Row{"jaxnorm_log_softmax_fwd", read_softmax<true>, Workspaces::softmax},
     Row{"jaxnorm_cross_entropy_fwd", read_cross_entropy},
     Row{"jaxnorm_rms_norm_bwd", read_norm_grad<Kind::rms>, Workspaces::norm_grad},
     Row{"jaxnorm_layer_norm_bwd", read_norm_grad<Kind::layer>, Workspaces::norm_grad},
