@@ -38,6 +38,7 @@ def add_arguments(parser):
     parser.add_argument(
         "--attention", choices=["xla", "cudnn"], help="(default: cudnn on a GPU where it takes the sequence)"
     )
+    parser.add_argument("--classes", type=int, help="the vocabulary of the language model")
     parser.add_argument("--no-rotary", action="store_true", help="no rotation between the norms of q, k and attention")
     parser.add_argument("--scan", action="store_true", help="over stacked layers, which are unrolled otherwise")
     parser.add_argument("--remat", choices=["none", "full"], default="none")
@@ -194,8 +195,13 @@ def specs_of(args):
         cudnn = jax.default_backend() == "gpu" and spec.tokens % 64 == 0  # which takes no sequence of 197
         return args.attention or ("cudnn" if cudnn else "xla")
 
+    def vocabulary(spec):
+        return {"classes": args.classes} if args.classes and spec.language else {}
+
     return {
-        part: replace(models.small(spec) if args.small else spec, attention=attention(spec), **choices)
+        part: replace(
+            models.small(spec) if args.small else spec, attention=attention(spec), **vocabulary(spec), **choices
+        )
         for part, spec in PARTS.items()
         if part in args.parts
     }
@@ -213,6 +219,7 @@ def header_of(specs, args):
         "layers": "scanned" if spec.scan else "unrolled",
         "remat": spec.remat,
         "rotary": spec.rotary,
+        "classes": spec.classes,
         "copy GB/s": args.copy_gbs,
         **{f"floor of {spec.name} norms:": floor_text(spec, args.copy_gbs) for spec in trained},
     }

@@ -44,17 +44,31 @@ LLAMA = Spec("Llama-like", "rms", True, 8, 2048, 16, 8192, batch=4, tokens=2048,
 # Half the layers of ViT-L/16.
 VIT = Spec("ViT-like", "layer", False, 12, 1024, 16, 4096, batch=64, tokens=197, classes=1000)
 
-# What computes the norms of the residual stream, and those of queries and keys. None leaves a norm out, its weights
-# too; "copy" stands for the fastest kernel of its own that could be there; "add" is a native norm with the residual add
-# before it.
+
+class Variant(NamedTuple):
+    """What computes the norms of the residual stream, those of queries and keys, and the loss.
+
+    None leaves a norm out, its weights too; "copy" stands for the fastest kernel of its own that could be there; "add"
+    is a native norm with the residual add before it. A loss is XLA's, or the kernel's of the logits, or "linear", which
+    never has all logits.
+    """
+
+    stream: str | None
+    head: str | None
+    loss: str = "jnp"
+
+
 VARIANTS = {
-    "jnp": ("jnp", "jnp"),
-    "jaxnorm": ("native", "native"),
-    "jaxnorm-add": ("add", "native"),
-    "copy": ("copy", "copy"),
-    "none": (None, None),
-    "jnp-no-qk": ("jnp", None),
-    "jaxnorm-jnp-qk": ("native", "jnp"),
+    "jnp": Variant("jnp", "jnp"),
+    "jaxnorm": Variant("native", "native"),
+    "jaxnorm-add": Variant("add", "native"),
+    "copy": Variant("copy", "copy"),
+    "none": Variant(None, None),
+    "jnp-no-qk": Variant("jnp", None),
+    "jaxnorm-jnp-qk": Variant("native", "jnp"),
+    "jaxnorm-loss": Variant("jnp", "jnp", "native"),
+    "jaxnorm-linear-loss": Variant("jnp", "jnp", "linear"),
+    "jaxnorm-all": Variant("add", "native", "native"),
 }
 
 
@@ -135,7 +149,7 @@ class Norms(NamedTuple):
 
 
 def norms_of(spec, variant):
-    stream, head = VARIANTS[variant]
+    stream, head, _ = VARIANTS[variant]
     head = norm_of(spec, head)
     if stream == "add":
         # In a scan the first layer finds what all others do.
@@ -227,8 +241,19 @@ def hidden(spec, norms, params, inputs):
 def loss(spec, variant, params, inputs, targets):
     """Mean cross-entropy, of every token or, where the model reads an image, of the mean over its patches."""
     x = hidden(spec, norms_of(spec, variant), params, inputs)
-    logits = product(x if spec.language else x.mean(1), params["head"]).astype(jnp.float32)
-    return -(jax.nn.log_softmax(logits) * jax.nn.one_hot(targets, spec.classes)).sum(-1).mean()
+    x, head = x if spec.language else x.mean(1), params["head"].astype(x.dtype)
+    how = VARIANTS[variant].loss
+    if how == "linear":
+        return jaxnorm.linear_cross_entropy(x, head, targets)
+    losses = _losses if how == "jnp" else jaxnorm.softmax_cross_entropy_with_integer_labels
+    return losses(x @ head, targets).mean()
+
+
+def _losses(logits, labels):
+    """As Optax computes them, which XLA compiles better than what reads `log_softmax`."""
+    logits = logits.astype(jnp.float32)
+    label_logits = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
+    return jax.nn.logsumexp(logits, axis=-1) - label_logits
 
 
 # Programs: functions of (state, *inputs) that give (the next state, a result). A state of None is the same one again.

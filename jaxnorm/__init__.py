@@ -15,6 +15,7 @@ from jaxnorm.ops.gated_norm.api import gated_rms_norm
 from jaxnorm.ops.norm.added import add_layer_norm, add_rms_norm
 from jaxnorm.ops.norm.api import layer_norm, rms_norm
 from jaxnorm.ops.options import implementation
+from jaxnorm.ops.qk_norm_rotary.api import qk_norm_rotary
 from jaxnorm.ops.quantized_norm.api import layer_norm_quantized, rms_norm_quantized
 from jaxnorm.ops.sandwich_norm.api import rms_norm_add_rms_norm
 from jaxnorm.ops.softmax.api import log_softmax, softmax
@@ -40,6 +41,7 @@ __all__ = [
     "layer_norm_quantized",
     "linear_cross_entropy",
     "log_softmax",
+    "qk_norm_rotary",
     "replace_norms",
     "rms_norm",
     "rms_norm_add_rms_norm",

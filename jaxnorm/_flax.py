@@ -17,6 +17,7 @@ from jaxnorm.native import ffi
 from jaxnorm.ops import checks
 from jaxnorm.ops.norm.added import add_layer_norm, add_rms_norm
 from jaxnorm.ops.norm.api import layer_norm, rms_norm
+from jaxnorm.ops.qk_norm_rotary.api import qk_norm_rotary
 from jaxnorm.ops.quantized_norm.api import layer_norm_quantized, rms_norm_quantized
 from jaxnorm.primitive.addend import add
 
@@ -60,6 +61,14 @@ class Scales(TypedDict, total=False):
     static_scale: Any
     smooth_scale: jax.Array | None
     mask: None
+
+
+class Tables(TypedDict, total=False):
+    """For type checkers: the keywords in the call of a rotary embedding."""
+
+    cos: jax.Array | None
+    sin: jax.Array | None
+    frequencies: jax.Array | None
 
 
 def options(module: object) -> dict[str, Any]:
@@ -212,6 +221,18 @@ def add_first(norm: Callable[..., Any], x: jax.Array, residual: jax.Array, mask:
     """The norm of the sum, and the sum, where no kernel computes both."""
     new_residual = add(x, residual)
     return norm(new_residual, mask=mask), new_residual
+
+
+def rotated(module: Any, arrays: tuple[Any, ...], **tables: Any) -> tuple[jax.Array, jax.Array]:
+    """q and k, normalised and rotated as a `QKNormRotary` says; of its `dtype`, or else of their own.
+
+    `arrays` are q, k, their scales and the positions.
+    """
+    q, k, q_scale, k_scale, positions = arrays
+    q, k = (jnp.asarray(x) if module.dtype is None else jnp.asarray(x, module.dtype) for x in (q, k))
+    names = ("theta", "rotary_dim", "interleaved", "normalize", "epsilon", "axis_of_heads")
+    options = {name: getattr(module, name) for name in names} | rounded_once(module, "a rotary embedding")
+    return qk_norm_rotary(q, k, q_scale, k_scale, positions, **options, **tables)
 
 
 def _axes(module: FlaxNorm, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -75,14 +75,21 @@ def _given(module: Any) -> list[jax.Array]:
 
 def parameters(module: Any, x: jax.Array, axis: tuple[int, ...]) -> tuple[jax.Array | None, jax.Array | None]:
     """The module's scale and bias, of the shape of these axes of x. An RMSNorm has no bias."""
-    features = [x.shape[a] for a in axis]
+    factor, features = scale(module, x, axis), [x.shape[a] for a in axis]
+    has_bias = getattr(module, "use_bias", False)
+    bias = module.param("bias", module.bias_init, features, module.param_dtype) if has_bias else None
+    return factor, bias
+
+
+def scale(module: Any, x: jax.Array, axis: tuple[int, ...], name: str = "scale") -> jax.Array | None:
+    """The module's parameter of this name, of the shape of these axes of x; None if it has none."""
+    if not module.use_scale:
+        return None
     scale_init = module.scale_init
     if scale_init is default_scale_init and _flax.options(module)["scale_offset"]:
         scale_init = linen.initializers.zeros
-    scale = module.param("scale", scale_init, features, module.param_dtype) if module.use_scale else None
-    has_bias = getattr(module, "use_bias", False)
-    bias = module.param("bias", module.bias_init, features, module.param_dtype) if has_bias else None
-    return scale, bias
+    parameter: jax.Array = module.param(name, scale_init, [x.shape[a] for a in axis], module.param_dtype)
+    return parameter
 
 
 def interceptor(report: replacement.Report, custom: Any, ours: dict[type, type]) -> Callable[..., Any]:

@@ -17,6 +17,28 @@ def value(parameter: Any) -> jax.Array | None:
     return None if parameter is None else parameter[...]
 
 
+class HeadScales(nnx.Module):
+    """The parameters of a `QKNormRotary`."""
+
+    def __init__(
+        self,
+        head_dim: int,
+        *,
+        heads: tuple[int, int] | None = None,
+        use_scale: bool = True,
+        scale_init: Any = nnx.initializers.ones,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ) -> None:
+        shapes = [(head_dim,)] * 2 if heads is None else [(count, head_dim) for count in heads]
+        self.q_scale, self.k_scale = (
+            nnx.Param(scale_init(rngs.params(), shape, param_dtype)) if use_scale else None for shape in shapes
+        )
+        self.head_dim, self.heads, self.use_scale = head_dim, heads, use_scale
+        self.dtype, self.param_dtype = dtype, param_dtype
+
+
 def _parameters(module: Any) -> tuple[jax.Array | None, jax.Array | None]:
     """scale and bias, which an RMSNorm has not."""
     return value(module.scale), value(getattr(module, "bias", None))

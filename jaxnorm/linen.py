@@ -15,6 +15,7 @@ from jaxnorm._flax import linen
 from jaxnorm.ops.gated_norm.api import gated_rms_norm
 from jaxnorm.ops.gated_norm.formula import Activation
 from jaxnorm.ops.options import Implementation
+from jaxnorm.ops.qk_norm_rotary.api import Normalize
 from jaxnorm.quantization import Quantization, Quantized
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "AddRMSNorm",
     "GatedRMSNorm",
     "LayerNorm",
+    "QKNormRotary",
     "QuantizedLayerNorm",
     "QuantizedRMSNorm",
     "RMSNorm",
@@ -149,6 +151,38 @@ class GatedRMSNorm(RMSNorm, kw_only=True):
             out_dtype=linen.dtypes.canonicalize_dtype(x, gate, scale, dtype=self.dtype),
             **_flax.rounded_once(self, "a gated norm"),
         )
+
+
+class QKNormRotary(_Options, kw_only=True):
+    """RMSNorm or LayerNorm of each head of queries and keys, and their rotary embedding: `jaxnorm.qk_norm_rotary`.
+
+        q, k = QKNormRotary(theta=500_000.0)(q, k, positions)  # or cos=cos, sin=sin
+
+    The fields are the function's options, and the arrays of a call: positions, or tables cos and sin, and frequencies.
+    The parameters are `q_scale` and `k_scale`, of a head's elements or, with `per_head`, a row for each head;
+    `use_scale` is for a norm only. `dtype` is what q and k are converted to; None keeps their own, as float32
+    parameters do.
+    """
+
+    theta: float = 10000.0
+    rotary_dim: int | None = None
+    interleaved: bool = False
+    normalize: Normalize = True
+    epsilon: float = 1e-6
+    axis_of_heads: int = -2
+    use_scale: bool = True
+    per_head: bool = False
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+
+    @linen.compact
+    def __call__(
+        self, q: jax.Array, k: jax.Array, positions: jax.Array | None = None, **tables: Unpack[_flax.Tables]
+    ) -> tuple[jax.Array, jax.Array]:
+        axes = (self.axis_of_heads, -1) if self.per_head else (-1,)
+        pairs = (("q_scale", q), ("k_scale", k))
+        scales = [_linen.scale(self, jnp.asarray(x), axes, name) if self.normalize else None for name, x in pairs]
+        return _flax.rotated(self, (q, k, *scales, positions), **tables)
 
 
 class _Quantized(linen.Module, kw_only=True):

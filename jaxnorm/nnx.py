@@ -11,6 +11,7 @@ from jaxnorm._flax import nnx
 from jaxnorm.ops.gated_norm.api import gated_rms_norm
 from jaxnorm.ops.gated_norm.formula import Activation
 from jaxnorm.ops.options import Implementation
+from jaxnorm.ops.qk_norm_rotary.api import Normalize
 from jaxnorm.quantization import Quantization, Quantized
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "AddRMSNorm",
     "GatedRMSNorm",
     "LayerNorm",
+    "QKNormRotary",
     "QuantizedLayerNorm",
     "QuantizedRMSNorm",
     "RMSNorm",
@@ -165,6 +167,42 @@ class GatedRMSNorm(RMSNorm):
             out_dtype=dtype,
             **_flax.rounded_once(self, "a gated norm"),
         )
+
+
+class QKNormRotary(_Options, _nnx.HeadScales):
+    """RMSNorm or LayerNorm of each head of queries and keys, and their rotary embedding: `jaxnorm.qk_norm_rotary`.
+
+        rotary = QKNormRotary(128, theta=500_000.0, rngs=rngs)
+        q, k = rotary(q, k, positions)  # or rotary(q, k, cos=cos, sin=sin)
+
+    The options are the function's, and the arrays of a call: positions, or tables cos and sin, and frequencies. The
+    parameters are `q_scale` and `k_scale`, of `head_dim` elements, or for each head with `heads`, the numbers of those
+    of queries and keys; `use_scale` is for a norm only. `dtype` is what q and k are converted to; None keeps their own,
+    as float32 parameters do.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        *,
+        theta: float = 10000.0,
+        rotary_dim: int | None = None,
+        interleaved: bool = False,
+        normalize: Normalize = True,
+        use_scale: bool = True,
+        epsilon: float = 1e-6,
+        axis_of_heads: int = -2,
+        **options: Any,
+    ) -> None:
+        super().__init__(head_dim, use_scale=use_scale and normalize is not False, **options)
+        self.theta, self.rotary_dim, self.interleaved = theta, rotary_dim, interleaved
+        self.normalize, self.epsilon, self.axis_of_heads = normalize, epsilon, axis_of_heads
+
+    def __call__(
+        self, q: jax.Array, k: jax.Array, positions: jax.Array | None = None, **tables: Unpack[_flax.Tables]
+    ) -> tuple[jax.Array, jax.Array]:
+        scales = _nnx.value(self.q_scale), _nnx.value(self.k_scale)
+        return _flax.rotated(self, (q, k, *scales, positions), **tables)
 
 
 class _Quantized:

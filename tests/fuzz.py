@@ -214,16 +214,16 @@ def _is_pushed(outer: list[Callable]) -> bool:
 
 def _size(op: Op, rng: np.random.Generator, pick: Callable) -> Size:
     """A shape that the op takes, of a few thousand elements at most, with its options."""
-    _, weights, options = op.small
-    cols = pick(COLS)
+    dims, weights, options = op.small
+    cols = pick([cols for cols in COLS if not op.has_pairs or cols % 2 == 0])
     for unit in (options.get("group_size"), *(group for group in (64, 128) if f"groups of {group}" in op.name)):
         cols = cols if unit is None else unit * pick((1, 2, 3, 5))
     lead: list[int] = []
     while len(lead) < pick((1, 2, 3)) and np.prod(lead) * cols < 2000:
         lead.append(pick((1, 2, 3, 5, 7)))
-    head = [pick((1, 2, 3))] if len(weights) > 1 else []
+    head = [pick((1, 2, 3))] if len(dims) > 2 else []
     options = {**options, **(pick(op.options) if op.options and rng.random() < 0.5 else {})}
-    return Size((*lead, *head, cols), (*head, cols), options)
+    return Size((*lead, *head, cols), (*head, cols)[-len(weights) :], options)
 
 
 def complaints(example: Example) -> list[str]:

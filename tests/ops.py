@@ -4,11 +4,12 @@ A new op is a new row: what it computes and by which formula, its operands and s
 """
 
 from cases import KINDS
-from coverage import has_each_only
+from coverage import has_each_only, in_full
 from gated_rows import gate, grouped
 from gating import MAMBA, QWEN, VARIANTS
 from norm_rows import added, norm, padded, per_head
 from quantized_rows import quantized, quantized_sum
+from rotary_rows import rotary, rotary_per_head
 from sandwich_rows import sandwich
 from softmax_rows import cross_entropy, softmax
 
@@ -21,6 +22,7 @@ GROUPED = tuple(grouped(variant) for variant in (MAMBA, QWEN))
 SANDWICH = (sandwich(),)
 SOFTMAX = (softmax(), softmax(log=True))
 CROSS_ENTROPY = (cross_entropy(),)
+ROTARY = (rotary_per_head("layer", interleaved=True, partial=True), *in_full(rotary(True)))
 QUANTIZED = (
     *(quantized(kind, "token", "int8") for kind in KINDS),
     *(quantized(kind, "groups of 64", "float8_e4m3fn") for kind in KINDS),
@@ -34,12 +36,12 @@ QUANTIZED_SUMS = (
 # One row of each kind of rule, where they do not depend on the norm, the activation or the dtype.
 EACH = (
     *(NORMS[1], PER_HEAD[1], ADDED[1], PADDED[1], GATED[1], GROUPED[0], SANDWICH[0]),
-    *(*SOFTMAX, *CROSS_ENTROPY),
+    *(*SOFTMAX, *CROSS_ENTROPY, ROTARY[0]),
     *(QUANTIZED[1], QUANTIZED_SUMS[1]),
 )
 ALL = (
     *(*NORMS, *PER_HEAD, *ADDED, *PADDED, *GATED, *GROUPED, *SANDWICH),
-    *(*SOFTMAX, *CROSS_ENTROPY),
+    *(*SOFTMAX, *CROSS_ENTROPY, *ROTARY),
     *(*QUANTIZED, *QUANTIZED_SUMS),
 )
 OPS = EACH if has_each_only() else ALL

@@ -228,6 +228,50 @@ void run_softmax_grad(Dtype dtype, int64_t rows, int64_t cols, int64_t offset) {
   }
 }
 
+// Heads of a length, of which `dim` elements are turned, by tables and by positions.
+void run_rotary(HeadNorm norm, Dtype dtype, int64_t tokens, int64_t inner, int64_t cols, int64_t dim, int64_t offset) {
+  now = {norm == HeadNorm::layer ? Kind::layer : Kind::rms, dtype, tokens, cols};
+  constexpr int64_t kHeads[] = {9, 2};  // of q and of k
+  const bool normed = norm != HeadNorm::none, layer = norm == HeadNorm::layer;
+  const Array positions(Dtype::f32, tokens, offset, true), frequencies(Dtype::f32, dim / 2, offset, true);
+  const Array cos(Dtype::f32, tokens * dim / 2, offset, true), sin(Dtype::f32, tokens * dim / 2, offset, true);
+  const auto floats = [](const Array& array) { return static_cast<float*>(array.get()); };
+  const int64_t workspace_floats = qk_norm_rotary_backward_workspace({dtype, cols, 2, {kHeads[0], 1}, true}).floats;
+  const Array workspace(Dtype::f32, workspace_floats, 0, false);
+  const auto array = [&](int i, bool is_input) { return Array(dtype, tokens * kHeads[i] * cols, offset, is_input); };
+  const auto statistic = [&](int i) { return Array(Dtype::f32, tokens * kHeads[i], 0, false); };
+  const Array x[] = {array(0, true), array(1, true)}, y[] = {array(0, false), array(1, false)};
+  const Array dy[] = {array(0, true), array(1, true)}, dx[] = {array(0, false), array(1, false)};
+  const Array mean[] = {statistic(0), statistic(1)}, rstd[] = {statistic(0), statistic(1)};
+  const Array scale[] = {{dtype, kHeads[0] * cols, offset, true}, {dtype, cols, offset, true}};
+  const Array dscale[] = {{dtype, kHeads[0] * cols, 0, false}, {dtype, cols, 0, false}};
+  for (const bool interleaved : {false, true}) {
+    QkNormRotaryForward f{};
+    f.norm = norm, f.tokens = tokens, f.inner = inner, f.cols = cols, f.epsilon = 1e-6f;
+    f.rotation.dim = dim, f.rotation.interleaved = interleaved, f.rotation.token_rows.inner = {tokens, 1};
+    if (interleaved) f.rotation.cos = floats(cos), f.rotation.sin = floats(sin);
+    if (!interleaved) f.rotation.positions = floats(positions), f.rotation.frequencies = floats(frequencies);
+    QkNormRotaryBackward b{};
+    b.norm = norm, b.tokens = tokens, b.inner = inner, b.cols = cols, b.rotation = f.rotation;
+    b.workspace = {floats(workspace), workspace_floats};
+    for (const int i : {0, 1}) {
+      Heads& heads = i == 0 ? f.q : f.k;
+      heads.heads = kHeads[i], heads.x = {x[i].get(), dtype}, heads.y = {y[i].get(), dtype};
+      heads.has_scale_per_head = normed && i == 0;
+      if (normed) heads.scale = {scale[i].get(), dtype}, heads.rstd = floats(rstd[i]);
+      if (layer) heads.mean = floats(mean[i]);
+      HeadsGrad& grad = i == 0 ? b.q : b.k;
+      grad.heads = kHeads[i], grad.dy = {dy[i].get(), dtype}, grad.dx = {dx[i].get(), dtype};
+      grad.has_scale_per_head = heads.has_scale_per_head;
+      if (!normed) continue;
+      grad.x = heads.x, grad.scale = heads.scale, grad.mean = heads.mean, grad.rstd = heads.rstd;
+      grad.dscale = {dscale[i].get(), dtype};
+    }
+    finish(jaxnorm::cuda::run(f, nullptr), "rotary forward");
+    finish(jaxnorm::cuda::run(b, nullptr), "rotary backward");
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -277,6 +321,12 @@ int main(int argc, char** argv) {
         for (const int64_t rows : {1, 70}) run_softmax(dtype, rows, cols, 0);
       for (const int64_t cols : {64, 1024, 4096}) run_softmax(dtype, 37, cols, 1);
       run_softmax(dtype, 7, 600000, 0);
+      for (const HeadNorm norm : {HeadNorm::none, HeadNorm::rms, HeadNorm::layer})
+        for (const int64_t cols : {24, 64, 101, 128, 256, 512})
+          for (const int64_t dim : {cols / 2 * 2, (cols + 6) / 8 * 2})
+            for (const int64_t tokens : {4, 700})
+              for (const int64_t inner : {int64_t{1}, tokens / 2})
+                run_rotary(norm, dtype, tokens, inner, cols, dim, tokens == 4 && inner > 1);
     }
   std::printf("ran every regime that was asked for\n");
 }

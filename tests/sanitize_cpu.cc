@@ -163,6 +163,44 @@ void run_gated(Dtype dtype, bool first, const Shape& s) {
   cpu::run(b, parallel_for);
 }
 
+// Heads of a length, of which `dim` elements are turned, by tables and by positions.
+void run_rotary(HeadNorm norm, Dtype dtype, int64_t cols, int64_t dim, int64_t inner, int64_t offset) {
+  const int64_t tokens = 3 * 7, q_heads = 5, k_heads = inner > 1 ? 1 : 2, q_size = tokens * q_heads * cols;
+  const int64_t k_size = tokens * k_heads * cols;
+  const Array q(dtype, q_size, offset), k(dtype, k_size, offset), q_out(dtype, q_size, offset, false);
+  const Array k_out(dtype, k_size, offset, false), q_scale(dtype, q_heads * cols, offset), k_scale(dtype, cols, offset);
+  const Array q_mean(Dtype::f32, tokens * q_heads, 0, false), q_rstd(Dtype::f32, tokens * q_heads, 0, false);
+  const Array k_mean(Dtype::f32, tokens * k_heads, 0, false), k_rstd(Dtype::f32, tokens * k_heads, 0, false);
+  const Array positions(Dtype::f32, 7, offset), frequencies(Dtype::f32, dim / 2, offset);
+  const Array cos(Dtype::f32, 7 * dim / 2, offset), sin(Dtype::f32, 7 * dim / 2, offset);
+  const bool normed = norm != HeadNorm::none, layer = norm == HeadNorm::layer;
+  QkNormRotaryForward f{};
+  f.norm = norm, f.tokens = tokens, f.inner = inner, f.cols = cols, f.epsilon = 1e-6f;
+  f.q.heads = q_heads, f.q.x = q, f.q.y = q_out, f.q.has_scale_per_head = normed;
+  f.k.heads = k_heads, f.k.x = k, f.k.y = k_out;
+  if (normed) f.q.scale = q_scale, f.k.scale = k_scale, f.q.rstd = q_rstd.floats(), f.k.rstd = k_rstd.floats();
+  if (layer) f.q.mean = q_mean.floats(), f.k.mean = k_mean.floats();
+  const Array dq(dtype, q_size, offset, false), dk(dtype, k_size, offset, false);
+  const Array dq_scale(dtype, q_heads * cols, offset, false), dk_scale(dtype, cols, offset, false);
+  for (const bool interleaved : {false, true}) {
+    f.rotation = {};
+    f.rotation.dim = dim, f.rotation.interleaved = interleaved, f.rotation.token_rows.inner = {7, 1};
+    if (interleaved) f.rotation.cos = cos.floats(), f.rotation.sin = sin.floats();
+    if (!interleaved) f.rotation.positions = positions.floats(), f.rotation.frequencies = frequencies.floats();
+    cpu::run(f, parallel_for);
+
+    QkNormRotaryBackward b{};
+    b.norm = norm, b.tokens = tokens, b.inner = inner, b.cols = cols, b.rotation = f.rotation;
+    b.q.heads = q_heads, b.q.dy = q_out, b.q.dx = dq, b.q.has_scale_per_head = normed;
+    b.k.heads = k_heads, b.k.dy = k_out, b.k.dx = dk;
+    if (normed) {
+      b.q.x = q, b.q.scale = q_scale, b.q.mean = f.q.mean, b.q.rstd = f.q.rstd, b.q.dscale = dq_scale;
+      b.k.x = k, b.k.scale = k_scale, b.k.mean = f.k.mean, b.k.rstd = f.k.rstd, b.k.dscale = dk_scale;
+    }
+    cpu::run(b, parallel_for);
+  }
+}
+
 constexpr Dtype kDtypes[] = {Dtype::f32, Dtype::f16, Dtype::bf16};
 
 void run_all(Kind kind, Dtype dtype) {
@@ -201,8 +239,13 @@ int main(int argc, char** argv) {
     if (kernels == &cpu::avx2 ? !has_avx2 : kernels == &cpu::avx512 && !has_avx512) continue;
     if (argc > 1 && std::strcmp(argv[1], kernels->isa)) continue;
     cpu::chosen = kernels;
-    for (const Dtype dtype : kDtypes)
+    for (const Dtype dtype : kDtypes) {
       for (const Kind kind : {Kind::rms, Kind::layer}) run_all(kind, dtype);
+      for (const HeadNorm norm : {HeadNorm::none, HeadNorm::rms, HeadNorm::layer})
+        for (const int64_t cols : {2, 15, 24, 64, 101, 128, 512})
+          for (const int64_t dim : {cols / 2 * 2, (cols + 6) / 8 * 2})
+            for (const int64_t inner : {1, 7}) run_rotary(norm, dtype, cols, dim, inner, cols % 3);
+    }
     std::printf("ran the %s kernels\n", kernels->isa);
   }
 }

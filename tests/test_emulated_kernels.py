@@ -14,6 +14,7 @@ SOURCES = HERE.parent / "src"
 OPS = (
     *("norm_grad", "norm", "add_norm", "quantized_norm", "gated_norm_grad", "gated_norm", "sandwich_norm"),
     *("softmax", "softmax_grad", "cross_entropy"),
+    *("qk_norm_rotary_grad", "qk_norm_rotary"),
 )
 ENGINE = ("cuda/engine/plan.cc", "cuda/engine/grad_schedule.cc", "cuda/engine/partials.cu")
 UNITS = (
@@ -21,14 +22,14 @@ UNITS = (
     *(f"cuda/ops/{op}.cu" for op in ("softmax_grad_mixed", "cross_entropy_grad")),
     *(f"cuda/ops/{op}.cu" for op in ("shard_apply", "shard_statistics", "add")),
     *ENGINE,
-    "cuda/ops/grad.cc",
+    *(f"cuda/ops/{name}.cc" for name in ("grad", "rotary_plan", "qk_norm_rotary")),
     "cuda/dispatch.cc",
 )
-# Results and gradients; with per-head weights; with padding; quantised results; gated norms; sandwich norms; sharded
-# rows; workspaces of other sizes than are wanted; whether every plan has a kernel; rows whose squares vanish; softmax
-# and its gradients; cross-entropy and its gradient.
+# Results and gradients; with per-head weights; with padding; quantised results; gated norms; sandwich norms; rotary
+# embedding; sharded rows; workspaces of other sizes than are wanted; whether every plan has a kernel; rows whose
+# squares vanish; softmax and its gradients; cross-entropy and its gradient.
 PROGRAMS = (
-    *("run", "run_heads", "run_padding", "run_quantized", "run_gated", "run_sandwich"),
+    *("run", "run_heads", "run_padding", "run_quantized", "run_gated", "run_sandwich", "run_rotary"),
     *("run_shards", "run_workspace", "run_plans", "run_extremes"),
     *("run_softmax", "run_softmax_grad", "run_cross_entropy", "run_cross_entropy_grad"),
 )

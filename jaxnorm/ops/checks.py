@@ -105,19 +105,27 @@ def check_weight(
 
 def sharded_like(function: str, name: str, weight: jax.Array, x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     """weight, split as x is: over an Explicit mesh one that is whole on each device is, others must be."""
-    spec, x_spec = jax.typeof(weight).sharding.spec, jax.typeof(x).sharding.spec
     others = [axis for axis in range(-x.ndim, 0) if axis not in axes]
     along = [*others[len(others) + len(axes) - weight.ndim :], *axes]
-    wanted = PartitionSpec(*(None if n == 1 else x_spec[axis] for n, axis in zip(weight.shape, along, strict=True)))
-    if spec == wanted or any(map(compat.awaits_reduction, map(jax.typeof, (x, weight)))):
-        return weight
+    return sharded_along(function, name, weight, "x", x, along)
+
+
+def sharded_along(
+    function: str, name: str, array: jax.Array, x_name: str, x: jax.Array, along: Sequence[int | None]
+) -> jax.Array:
+    """array, each axis of which is split over an Explicit mesh as that axis of x is; of None it is not split."""
+    spec, x_spec = jax.typeof(array).sharding.spec, jax.typeof(x).sharding.spec
+    pairs = zip(array.shape, along, strict=True)
+    wanted = PartitionSpec(*(None if n == 1 or axis is None else x_spec[axis] for n, axis in pairs))
+    if spec == wanted or any(map(compat.awaits_reduction, map(jax.typeof, (x, array)))):
+        return array
     if any(spec):
         raise ValueError(
-            f"{function}: {name} is sharded as {spec} over an Explicit mesh, expected {wanted}, as x's axes "
+            f"{function}: {name} is sharded as {spec} over an Explicit mesh, expected {wanted}, as {x_name}'s axes "
             f"{tuple(along)} are, or all of it on each device. Reshard it, as with "
             f"jax.sharding.reshard({name}, {wanted})."
         )
-    return dims.resharded(weight, x, wanted)
+    return dims.resharded(array, x, wanted)
 
 
 def check_axis_name(function: str, axis_name: object) -> Shards | None:

@@ -30,6 +30,16 @@ SYNONYMS = {
     **dict.fromkeys(("z_loss_weight", "z_loss_multiplier", "lse_square_scale"), "z_loss"),
     "smoothing": "label_smoothing",
     "is_causal": "causal",
+    **dict.fromkeys(("rope_theta", "base", "rotary_base", "max_wavelength"), "theta"),
+    **dict.fromkeys(("inv_freq", "freqs", "freq"), "frequencies"),
+    **dict.fromkeys(("position_ids", "pos", "segment_pos"), "positions"),
+    **dict.fromkeys(("rotary_ndims", "rot_dim", "n_rot"), "rotary_dim"),
+    **dict.fromkeys(("q_norm", "q_weight", "q_gamma", "query_scale"), "q_scale"),
+    **dict.fromkeys(("k_norm", "k_weight", "k_gamma", "key_scale"), "k_scale"),
+    **dict.fromkeys(("heads_axis", "head_axis"), "axis_of_heads"),
+    "query": "q",
+    "key": "k",
+    "norm": "normalize",
     "skip": "residual",
     "z": "gate",
     "norm_before_gate": "gate_first=not norm_before_gate",
@@ -49,6 +59,8 @@ REQUIRED = {
     "logits": "pass the array of logits",
     "labels": "pass the numbers of the classes",
     "kernel": "of logits use jaxnorm.softmax_cross_entropy_with_integer_labels",
+    "q": "pass the queries",
+    "k": "pass the keys, for queries alone an array like q with no heads",
     "residual": "without a residual use jaxnorm.rms_norm or jaxnorm.layer_norm",
     "gate": "without a gate use jaxnorm.rms_norm",
     "gate_first": GATE_FIRST,
@@ -125,7 +137,8 @@ def _surplus(name: str, parameters: Parameters, place: int, value: object) -> st
     """What the array or number in this place, which is one too many, may have been."""
     it = f"the {ORDINALS[place - 1]}"
     if is_number(value):
-        number = next((argument for argument in ("epsilon", "axis") if argument in parameters), "label_smoothing")
+        known = (argument for argument in ("theta", "epsilon", "axis") if argument in parameters)
+        number = next(known, "label_smoothing")
         return f"Is {it} {number}? Then pass {number}={value}."
     by_name = [argument for argument in parameters if argument not in _positional(parameters)]
     hints = []
@@ -152,7 +165,7 @@ def no_array(name: str, value: object) -> str:
     """The remedy where an array is expected for the argument `name`."""
     if value is None and name in REQUIRED:
         return f"{REQUIRED[name]}."
-    if is_number(value) and name in ("scale", "bias"):
+    if is_number(value) and (name == "bias" or name.endswith("scale")):
         return f"did you mean {' or '.join(f'{other}={value}' for other in NUMBERS)}?"
     if isinstance(value, Mapping):
         return f"pass one of the arrays in it, as {name}['scale']."

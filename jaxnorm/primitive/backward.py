@@ -16,7 +16,7 @@ from jaxnorm.primitive import fallback, weights
 from jaxnorm.primitive.op import AnyOp, BatchDims, CallRows, Derivative, Record, RowSpec, rows_and_cols
 from jaxnorm.primitive.rules import Rules, all_none, at_front, bind, has, leaves_of, present
 from jaxnorm.sharding import dims
-from jaxnorm.sharding.dims import DimMap
+from jaxnorm.sharding.dims import CallMaps, DimMap
 
 if TYPE_CHECKING:
     from jaxnorm.primitive.linear import Linear
@@ -43,19 +43,24 @@ class Backward(Rules):
         given = iter(values)
         return self.derivative.variables(*(None if dtype is None else next(given) for dtype in wanted))
 
-    def _types(self, spec: RowSpec, saved: Record, wanted: Any, batch_dims: BatchDims) -> Any:
-        x = saved[0]
+    def _x(self, cotangents: Record, saved: Record) -> Any:
+        """x, or what is like it where x is not saved."""
+        return cotangents[0] if saved[0] is None else saved[0]
+
+    def _types(self, spec: RowSpec, cotangents: Record, saved: Record, wanted: Any, batch_dims: BatchDims) -> Any:
+        x = self._x(cotangents, saved)
+        like = {name: getattr(cotangents, result) for name, result in self.derivative.unsaved(spec).items()}
         variables = self.derivative.variables(*wanted)
         gradients = {}
         for name, dtype in leaves_of(variables):
             role = self.role(name)
-            shape = role.shape(spec, x.shape, batch_dims) if role.shape else getattr(saved, name, x).shape
+            array = like.get(name, getattr(saved, name, x))
+            shape = role.shape(spec, x.shape, batch_dims) if role.shape else array.shape
             gradients[name] = dims.result_like(x, role.dim_map(spec, x.ndim, shape), shape, dtype)
         return variables._replace(**gradients)
 
     def abstract(self, *leaves: Any, tree: Any, spec: RowSpec, wanted: Any, batch_dims: BatchDims) -> list[Any]:
-        _, saved = self._operands(tree, leaves)
-        return jax.tree.leaves(self._types(spec, saved, wanted, batch_dims))
+        return jax.tree.leaves(self._types(spec, *self._operands(tree, leaves), wanted, batch_dims))
 
     def formula(self, *leaves: Any, **params: Any) -> list[jax.Array]:
         return self._gradients(self.derivative.backward, leaves, **params)
@@ -77,22 +82,18 @@ class Backward(Rules):
         assert native.backward is not None
         cotangents, saved = self._operands(tree, ctx.avals_in)
         variables = self.derivative.variables(*wanted)
-        x = saved[0]
+        x = self._x(cotangents, saved)
         rows, cols = rows_and_cols(spec, x)
         count, inner = weights.heads_of(x.shape, spec.row_ndim, batch_dims)
         target = f"{native.name(spec)}_bwd"
-        workspace = ffi.workspace(
-            platform,
-            target,
-            x.dtype,
-            rows,
-            cols,
-            weights=len(self.weights_of(variables)),
-            count=count,
-            inner=inner,
-            with_dx=variables[0] is not None,
+        needs = {
+            "weights": len(self.weights_of(variables)),
+            "count": count,
+            "inner": inner,
+            "with_dx": variables[0] is not None,
             **(native.workspace(saved, variables) if native.workspace else {}),
-        )
+        }
+        workspace = ffi.workspace(platform, target, x.dtype, rows, cols, **needs)
         attributes = {**native.backward(spec, saved), **has("has_", saved), **has("has_d", cotangents)}
         return ffi.call(
             platform,
@@ -119,28 +120,38 @@ class Backward(Rules):
     ) -> str | None:
         if self.op.native is None or spec.native_for:
             return None
-        (_, *others), saved = self._operands(tree, types)
-        _, cols = rows_and_cols(spec, saved[0])
-        return self.op.native.slower(
-            spec, CallRows(platform, "backward", saved[0].dtype, cols, adds=not all_none(others))
-        )
+        cotangents, saved = self._operands(tree, types)
+        x, adds = self._x(cotangents, saved), self.op.addend is not None and not all_none(cotangents[1:])
+        _, cols = rows_and_cols(spec, x)
+        return self.op.native.slower(spec, CallRows(platform, "backward", x.dtype, cols, adds=adds))
 
-    def dim_maps(
-        self, places: Any, *, spec: RowSpec, wanted: Any, batch_dims: BatchDims
-    ) -> tuple[list[DimMap], list[DimMap]]:
+    def dim_maps(self, places: Any, *, spec: RowSpec, wanted: Any, batch_dims: BatchDims) -> CallMaps:
         """Those of the operands, whose types these are, and of the results."""
         first, saved, others = places
         cotangents, saved = self.op.results(first, *others), self.derivative.saved(*saved)
-        ndim = saved[0].ndim
+        ndim = self._x(cotangents, saved).ndim
         of_first, *of_others = self.maps_of(spec, ndim, cotangents)
-        gradients = self.maps_of(spec, ndim, self._types(spec, saved, wanted, batch_dims))
-        return [of_first, *self.maps_of(spec, ndim, saved), *of_others], gradients
+        types = self._types(spec, cotangents, saved, wanted, batch_dims)
+        gradients = self.maps_of(spec, ndim, types)
+        names = (name for name, _ in leaves_of(types))
+        summed = [self._summed(spec, ndim, saved, *of_gradient) for of_gradient in zip(names, gradients, strict=True)]
+        return CallMaps([of_first, *self.maps_of(spec, ndim, saved), *of_others], gradients, summed)
+
+    def _summed(self, spec: RowSpec, ndim: int, saved: Record, name: str, dim_map: DimMap) -> tuple[int, ...]:
+        """The axes of x, other than a row's, along which the gradient with this dim map is a sum."""
+        if self.is_row(name):
+            return ()
+        rows_of = self.role(name).rows_of
+        axes: DimMap = dims.like_x(ndim)
+        if rows_of is not None:
+            axes = self.role(rows_of).dim_map(spec, ndim, getattr(saved, rows_of).shape)
+        return tuple(a for a in axes if a is not None and a - ndim not in spec.axes and a not in dim_map)
 
     def batch(self, leaves: Any, axes: Any, *, tree: Any, spec: RowSpec, wanted: Any, batch_dims: BatchDims) -> Any:
         params: dict[str, Any] = {"tree": tree, "spec": spec, "wanted": wanted, "batch_dims": batch_dims}
         (cotangents, saved), (of_cotangents, of_saved) = self._operands(tree, leaves), self._operands(tree, axes)
         # What all examples share is computed once by the formula.
-        if not self.rows_of(of_saved):
+        if saved[0] is not None and not self.rows_of(of_saved):
             return self.batch_formula(leaves, axes, **params)
         rows = list(filter(self.is_row, saved._fields))
         pairs = ((cotangents, of_cotangents, cotangents._fields), (saved, of_saved, rows))
@@ -148,7 +159,8 @@ class Backward(Rules):
         folded = self.fold(given, len(cotangents))
         cotangents = self.op.results(*folded[: len(cotangents)])
         saved = saved._replace(**dict(zip(rows, folded[len(cotangents) :], strict=True)))
-        whole = weights.batch_dims_in_front(saved[0], 0, spec.row_ndim, batch_dims) if self.op.weights_batch else None
+        x = self._x(cotangents, saved)
+        whole = weights.batch_dims_in_front(x, 0, spec.row_ndim, batch_dims) if self.op.weights_batch else None
         others = [name for name, _ in leaves_of(of_saved) if not self.is_row(name)]
         if others and (whole is None or not all(map(self.is_weight, others))):
             return self.batch_formula(leaves, axes, **params)
@@ -164,7 +176,7 @@ class Backward(Rules):
         of each example, not of all, are those for each head then.
         """
         spec, wanted, batch_dims = example
-        x = saved[0]
+        x = self._x(cotangents, saved)
         kept = [name for name in saved._fields if not self.is_row(name)]
         of_rows, of_sums = (
             wanted._replace(**{name: None for name in wanted._fields if self.is_row(name) is not rows})
@@ -216,6 +228,8 @@ class Backward(Rules):
         """The gradients are linear in the cotangents; `linear` is the transpose of that in these of the results."""
         of_results, saved = self._operands(tree, leaves)
         dots = self._by_name(wanted, [None if type(dot) is ad.Zero else dot for dot in cotangents])
+        like = {name: getattr(of_results, result) for name, result in self.derivative.unsaved(spec).items()}
+        dots = self.linear.with_zeros(spec, dots, {name: dot.aval for name, dot in like.items()})
         with_sum = getattr(of_results, "sum", None) is not None and dots[0] is not None
         bars = self.linear.bind(spec, saved, dots, with_sum=with_sum)
         first, *others = (bar for bar, given in zip(bars, of_results, strict=True) if given is not None)

@@ -23,7 +23,7 @@ from jaxnorm.primitive.rules import (
     present,
     tangents_jnp,
 )
-from jaxnorm.sharding.dims import DimMap
+from jaxnorm.sharding.dims import CallMaps
 
 
 class Forward(Rules):
@@ -114,14 +114,14 @@ class Forward(Rules):
         given, results = ([name for name, _ in leaves_of(a)] for a in (operands, self.op.types(spec, operands)))
         return {given.index(a): results.index(b) for a, b in self.op.in_place.items() if a in given}
 
-    def dim_maps(self, places: Any, *, spec: RowSpec, with_stats: bool) -> tuple[list[DimMap], list[DimMap]]:
+    def dim_maps(self, places: Any, *, spec: RowSpec, with_stats: bool) -> CallMaps:
         """Those of the operands, whose types these are, and of the results."""
         operands = self.op.operands(*places)
         ndim = operands[0].ndim
         results = self.maps_of(spec, ndim, self.op.types(spec, operands))
         stats = self.op.statistics(spec, operands) if with_stats else []
         of_stats = [self.role("stats").dim_map(spec, ndim, array.shape) for array in stats]
-        return self.maps_of(spec, ndim, operands), [*results, *of_stats]
+        return CallMaps(self.maps_of(spec, ndim, operands), [*results, *of_stats], [()] * len([*results, *of_stats]))
 
     def batch(self, leaves: Any, axes: Any, *, tree: Any, spec: RowSpec, with_stats: bool) -> Any:
         params: dict[str, Any] = {"spec": spec, "with_stats": with_stats}
@@ -170,7 +170,8 @@ class Forward(Rules):
         self, spec: RowSpec, operands: Record, results: Record, stats: Statistics, dots: Record
     ) -> tuple[Any, Callable[[], Sequence[Any]]]:
         """As `tangents`, with None for zeros."""
-        saved, variables = self._saved(operands, results, stats), self._variables(operands, dots)
+        saved = self._saved(spec, operands, results, stats)
+        variables = self._linear.with_zeros(spec, self._variables(operands, dots), operands._asdict())
         with_sum = self._addend(operands) is not None and variables[0] is not None
         results_dot = self._linear.bind(spec, saved, variables, with_sum=with_sum)
 
@@ -186,14 +187,15 @@ class Forward(Rules):
         """The operands, or their tangents, of a forward that has nothing to add."""
         return operands._replace(**{operands._fields[0]: total, self.op.addend: None})
 
-    def _saved(self, operands: Record, results: Record, stats: Statistics) -> Any:
+    def _saved(self, spec: RowSpec, operands: Record, results: Record, stats: Statistics) -> Any:
         """What a derivative reads. With an addend the sum is in x's place."""
         x, *_ = operands._fields
         arrays = {**operands._asdict(), **results._asdict(), "stats": stats}
         if self._addend(operands) is not None:
             arrays[x] = results.sum
-        saved = self._linear.derivative.saved
-        return saved(**{name: arrays[name] for name in saved._fields})
+        derivative = self._linear.derivative
+        arrays |= dict.fromkeys(derivative.unsaved(spec))
+        return derivative.saved(**{name: arrays[name] for name in derivative.saved._fields})
 
     def _variables(self, operands: Record, dots: Record) -> Any:
         """The tangents of what a derivative is taken by. With an addend that of the sum is in x's place."""
@@ -222,7 +224,7 @@ class Forward(Rules):
         gradients = derivative.backward(
             spec,
             of_results,
-            self._saved(operands, *op.forward(spec, operands)),
+            self._saved(spec, operands, *op.forward(spec, operands)),
             derivative.variables(**{name: aval.dtype for name, aval in wanted.items()}),
             weights.batch_dims_of(spec.row_ndim, wanted.values()),
         )

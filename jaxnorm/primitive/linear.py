@@ -5,6 +5,7 @@ with_sum its tangent is handed on as a result, so that the transpose sees the co
 `backward` adds that of the sum to x's.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -27,23 +28,31 @@ class Linear(Rules):
         if all_none(dots):
             return self.op.results(*(None for _ in self.op.results._fields))
         values = bind(self.primitive, (tuple(saved), tuple(dots)), spec=spec, with_sum=with_sum)
-        types = self._types(spec, jax.tree.map(jax.typeof, saved), with_sum=with_sum)
+        types = self._types(spec, *jax.tree.map(jax.typeof, (saved, dots)), with_sum=with_sum)
         return jax.tree.unflatten(jax.tree.structure(types), values)
 
     def _operands(self, tree: Any, values: Any) -> tuple[Record, Record]:
         saved, dots = jax.tree.unflatten(tree, values)
         return self.derivative.saved(*saved), self.derivative.variables(*dots)
 
-    def _types(self, spec: RowSpec, saved: Record, *, with_sum: bool) -> Any:
-        """Those of the results, from the types of what is saved."""
+    def with_zeros(self, spec: RowSpec, dots: Record, like: Mapping[str, Any]) -> Any:
+        """The tangents, with zeros for variables that are not saved; `like` are these, or their types."""
+        absent = [name for name in self.derivative.unsaved(spec) if getattr(dots, name) is None]
+        if all_none(dots):
+            return dots
+        zeros = (ad.Zero(jax.typeof(like[name]).to_tangent_aval()) for name in absent)
+        return dots._replace(**dict(zip(absent, map(ad.instantiate_zeros, zeros), strict=True)))
+
+    def _types(self, spec: RowSpec, saved: Record, dots: Record, *, with_sum: bool) -> Any:
+        """Those of the results, from the types of what is saved, and of the tangents of what is not."""
         x, *others = self.op.operands._fields
-        given = {name: getattr(saved, name, None) for name in others}
-        types = self.op.types(spec, self.op.operands(**{x: saved[0]}, **given))
+        given = {x: saved[0]} | {name: getattr(saved, name, None) for name in others}
+        given |= {name: getattr(dots, name) for name in self.derivative.unsaved(spec)}
+        types = self.op.types(spec, self.op.operands(**given))
         return types._replace(sum=saved[0].update(weak_type=False)) if with_sum else types
 
     def abstract(self, *leaves: Any, tree: Any, spec: RowSpec, with_sum: bool) -> list[Any]:
-        saved, _ = self._operands(tree, leaves)
-        return jax.tree.leaves(self._types(spec, saved, with_sum=with_sum))
+        return jax.tree.leaves(self._types(spec, *self._operands(tree, leaves), with_sum=with_sum))
 
     def formula(self, *leaves: Any, tree: Any, spec: RowSpec, with_sum: bool) -> list[jax.Array]:
         saved, dots = self._operands(tree, leaves)
@@ -64,7 +73,8 @@ class Linear(Rules):
     def transpose(self, cotangents: Any, *leaves: Any, tree: Any, spec: RowSpec, with_sum: bool) -> list[Any]:
         saved, dots = self._operands(tree, leaves)
         wanted = {name: dot.aval for name, dot in dots._asdict().items() if ad.is_undefined_primal(dot)}
-        types = self._types(spec, jax.tree.map(jax.typeof, saved), with_sum=with_sum)
+        of_dots = {name: None if dot is None else dot_type(dot) for name, dot in dots._asdict().items()}
+        types = self._types(spec, jax.tree.map(jax.typeof, saved), dots._replace(**of_dots), with_sum=with_sum)
         given = dict(zip((name for name, _ in leaves_of(types)), cotangents, strict=True))
         dsum = given.pop("sum", None)
         x, *_ = dots._fields
@@ -90,7 +100,10 @@ class Linear(Rules):
                     [*self.weights_of(saved), *(aval for name, aval in wanted.items() if self.is_weight(name))],
                 ),
             )
-        of_dots = (
-            getattr(gradients, n) if n in wanted else None for n, dot in dots._asdict().items() if dot is not None
-        )
-        return [*(None for _ in jax.tree.leaves(saved)), *of_dots]
+        bars = (getattr(gradients, n) if n in wanted else None for n, dot in dots._asdict().items() if dot is not None)
+        return [*(None for _ in jax.tree.leaves(saved)), *bars]
+
+
+def dot_type(dot: Any) -> Any:
+    """The type of a tangent, though it be what a transpose is by."""
+    return dot.aval if ad.is_undefined_primal(dot) else jax.typeof(dot)

@@ -64,10 +64,40 @@ def register(
 
         return lower
 
-    cacheable = not in_place
-    mlir.register_lowering(primitive, rule("this platform"), cacheable=cacheable)
-    for platform in ffi.PLATFORMS:
-        mlir.register_lowering(primitive, rule(platform), platform=platform, cacheable=cacheable)
+    by_platform = {None: rule("this platform")} | {platform: rule(platform) for platform in ffi.PLATFORMS}
+    if in_place:
+        _register_where_it_stands(primitive, by_platform)
+    else:
+        _register_by_platform(primitive, by_platform)
+
+
+Rule = Callable[..., Any]
+ByPlatform = dict[str | None, Rule]
+
+
+def _register_by_platform(primitive: Primitive, rules: ByPlatform) -> None:
+    for platform, rule in rules.items():
+        mlir.register_lowering(primitive, rule, platform=platform)
+
+
+def _register_where_it_stands(primitive: Primitive, rules: ByPlatform) -> None:
+    """Lowers a primitive where it stands in the program, and not in a function that JAX keeps for all that are alike.
+
+    JAX (0.11.2 and 0.12.0) fails to do so by platform in a program for several: there a twin of the primitive is in its
+    place.
+    """
+    twin = Primitive(primitive.name)
+    twin.multiple_results = True
+    twin.def_effectful_abstract_eval(primitive.abstract_eval)
+    _register_by_platform(twin, rules)
+    lower_twin = mlir.lower_fun(twin.bind)
+
+    def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
+        platforms = ctx.module_context.platforms
+        rule = rules.get(platforms[0], rules[None]) if len(platforms) == 1 else lower_twin
+        return rule(ctx, *operands, **params)
+
+    mlir.register_lowering(primitive, lower, cacheable=False)
 
 
 def register_formula(primitive: Primitive, formula: Formula) -> None:

@@ -58,13 +58,15 @@ class Role:
     kernel takes that. "formula": the formula runs.
 
     `shape`, from the spec, x's shape and the batch dims of weights, is needed of a variable that is not saved. An array
-    that `broadcasts` may be 1 long along axes of x, and so it is along that of a batch that it does not have.
+    that `broadcasts` may be 1 long along axes of x, and so it is along that of a batch that it does not have. `rows_of`
+    names the array whose rows a gradient with this role is a sum over, if not x.
     """
 
     dim_map: Callable[[Any, int, Sequence[Any]], DimMap]
     batch: Literal["fold", "weight", "formula"] = "fold"
     shape: Callable[[Any, Sequence[Any], BatchDims], tuple[Any, ...]] | None = None
     broadcasts: bool = False
+    rows_of: str | None = None
 
 
 def _weight_map(spec: RowSpec, ndim: int, shape: Sequence[Any]) -> DimMap:
@@ -136,7 +138,7 @@ class Native(Generic[S, O]):
     name: Callable[[S], str]
     forward: Callable[[S, O], dict[str, Any]]
     backward: Callable[[S, Any], dict[str, Any]] | None = None
-    # By what is saved and the wanted gradients, see `ffi.workspace`.
+    # By what is saved and the wanted gradients, beside or in place of what holds for weights; see `ffi.workspace`.
     workspace: Callable[[Any, Any], dict[str, int]] | None = None
     plan: Callable[[S, O], dict[str, Any]] | None = None  # what `_cuda.plan` wants to know, for `jaxnorm.info`
     # Why XLA's code for the formula is faster: it runs then, unless the call must be native.
@@ -182,6 +184,9 @@ class Derivative(Generic[S, R, D]):
     `linear` gives the tangents of the results. `backward` is its transpose: from the cotangents of the results, the
     first of which is always there, it gives the wanted gradients, those of weights with the given batch dims. Of what
     is read, an array that `in_place` names gives its buffer to the gradient named there, if it is dead then.
+
+    `unsaved` are variables that a derivative, though it has such fields, need not read for this spec, and the result
+    that is like each. They are None in `saved`; all of their tangents are given to `linear`, zeros too.
     """
 
     saved: type[D]
@@ -190,6 +195,7 @@ class Derivative(Generic[S, R, D]):
     backward: Callable[[S, R, D, Any, BatchDims], Any]
     backward_of_shard: Callable[[S, R, D, Any, BatchDims], Any] | None = None
     in_place: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    unsaved: Callable[[S], Mapping[str, str]] = lambda _: {}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

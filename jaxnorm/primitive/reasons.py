@@ -95,11 +95,12 @@ def unreduced(call: Call) -> str | None:
 
 
 def sharded_unlike_x(call: Call) -> str | None:
-    of_x = call.x.sharding.spec
+    spec = call.x.sharding.spec
     for name, array in call.with_role("fold"):
         dim_map = call.op.roles[name].dim_map(call.spec, call.x.ndim, array.shape)
-        if tuple(array.sharding.spec) != tuple(None if axis is None else of_x[axis] for axis in dim_map):
-            return f"x and {name} are sharded differently over an Explicit mesh"
+        like_x = tuple(None if axis is None else spec[axis] for axis in dim_map)
+        if tuple(array.sharding.spec) != like_x:
+            return f"{call.operands._fields[0]} and {name} are sharded differently over an Explicit mesh"
     return None
 
 

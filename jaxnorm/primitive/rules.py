@@ -83,8 +83,12 @@ def present(arrays: Record) -> list[Any]:
 
 
 def has(prefix: str, arrays: Record) -> dict[str, bool]:
-    """For each field of a NamedTuple that may be absent whether it is there, as attributes of a native call."""
-    return {f"{prefix}{name}": getattr(arrays, name) is not None for name in arrays._field_defaults}
+    """For each field of a NamedTuple that may be absent whether it is there, as attributes of a native call.
+
+    Statistics need no attribute: an op has them or not by what its own attributes say.
+    """
+    names = (name for name in arrays._field_defaults if name != "stats")
+    return {f"{prefix}{name}": getattr(arrays, name) is not None for name in names}
 
 
 # By their primitives, once they are made.

@@ -1,7 +1,7 @@
 """Dim maps: along which of x's axes each axis of another array goes, and so its type and its sharding."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,14 @@ from jax.sharding import PartitionSpec
 
 # For each axis of an array the axis of x that it goes along; None is an axis of its own, which is not sharded.
 DimMap = tuple[int | None, ...]
+
+
+class CallMaps(NamedTuple):
+    """The dim maps of a call's operands and results, and the axes of x along which each result is a sum."""
+
+    operands: list[DimMap]
+    results: list[DimMap]
+    summed: list[tuple[int, ...]]
 
 
 def wide_dtype(dtypes: Iterable[np.dtype[Any]]) -> np.dtype[Any]:

@@ -24,11 +24,11 @@ from jax.extend.core import Primitive
 
 from jaxnorm.native import compat, ffi
 from jaxnorm.sharding import dims, text
-from jaxnorm.sharding.dims import DimMap
+from jaxnorm.sharding.dims import CallMaps, DimMap
 from jaxnorm.sharding.shards import Shards
 
 # (the types of the operands at their places, params) -> the dim maps of the operands that are there, and of the results
-DimMaps = Callable[..., tuple[list[DimMap], list[DimMap]]]
+DimMaps = Callable[..., CallMaps]
 
 
 class Partitionable(NamedTuple):
@@ -53,7 +53,7 @@ def is_registered(primitive: Primitive) -> bool:
 def lower(platform: str, primitive: Primitive, ctx: Any, *operands: Any, tree: Any, **params: Any) -> Sequence[Any]:
     """Lowers the primitive to a call that XLA has to partition, on a platform that has its kernel."""
     types = jax.tree.unflatten(tree, ctx.avals_in)
-    operand_maps, result_maps = _partitionable[primitive.name].dim_maps(types, **params)
+    operand_maps, result_maps, _ = _partitionable[primitive.name].dim_maps(types, **params)
     places = jax.tree.unflatten(tree, range(len(operands)))
     mesh = compat.partly_manual(ctx)
     call = text.encode(platform, primitive.name, places, params, mesh)
@@ -146,6 +146,7 @@ class PartitionedCall(NamedTuple):
     results: list[Array]
     operand_maps: list[DimMap]
     result_maps: list[DimMap]
+    summed: list[tuple[int, ...]]  # x's axes along which each result is a sum
     groups: np.ndarray[Any, Any] | None  # of devices, in a `shard_map` over some axes
 
     @classmethod
@@ -171,23 +172,23 @@ class PartitionedCall(NamedTuple):
 
     def placement(self) -> Placement:
         """How x is sharded: as that one of the arrays with all of its axes which is sharded most."""
-        arrays = zip([*self.operands, *self.results], [*self.operand_maps, *self.result_maps], strict=True)
-        like_x = [array for array, dim_map in arrays if dim_map == dims.like_x(self.rank)]
-        shape = like_x[0].shape
+        arrays = [*self.operands, *self.results]
+        pairs = list(zip(arrays, [*self.operand_maps, *self.result_maps], strict=True))
+        like_x = [array for array, dim_map in pairs if dim_map == dims.like_x(self.rank)]
         placements = (Placement.of(array.sharding, self.rank, self.groups) for array in like_x)
         placement = max(placements, key=lambda placement: math.prod(placement.counts))
         # The last shard of rows may be shorter, and what is computed beyond it is dropped. It must not be in a sum.
-        have_sums = any(self._rows_without(dim_map) for dim_map in self.result_maps)
-        uneven = [axis for axis, n in enumerate(shape) if n % placement.counts[axis]]
-        placement = placement.joined([axis for axis in uneven if have_sums or axis in self.features])
-        cols = shape[-1] // placement.counts[-1]
+        lengths = {(axis, n) for array, dim_map in pairs for axis, n in zip(dim_map, array.shape, strict=True)}
+        uneven = {axis for axis, n in lengths if axis is not None and n % placement.counts[axis]}
+        placement = placement.joined([axis for axis in sorted(uneven) if any(self.summed) or axis in self.features])
+        cols = like_x[0].shape[-1] // placement.counts[-1]
         can_shard = self.partitionable.can_shard(self.params["spec"], cols)
         return placement if can_shard else placement.joined(self.features)
 
     def local(self, placement: Placement) -> Callable[..., list[jax.Array]]:
         """What a device computes of its shards of the operands."""
         params = dict(self.params)
-        sums = [placement.shards(self._rows_without(dim_map)) for dim_map in self.result_maps]
+        sums = [placement.shards(axes) for axes in self.summed]
         if "batch_dims" in params:
             dim_map = dims.weight(self.rank, len(self.features), params["batch_dims"])[: len(params["batch_dims"])]
             params["batch_dims"] = placement.shard_shape(dim_map, params["batch_dims"])

@@ -4,6 +4,7 @@
 #include "cpu/ops/cross_entropy_rows.h"
 #include "cpu/ops/gated_norm_rows.h"
 #include "cpu/ops/norm_rows.h"
+#include "cpu/ops/qk_norm_rotary_rows.h"
 #include "cpu/ops/quantized_norm_rows.h"
 #include "cpu/ops/sandwich_norm_rows.h"
 #include "cpu/ops/softmax_rows.h"
@@ -24,6 +25,8 @@ extern const Kernels JAXNORM_ISA = {
     log_softmax_grad,
     cross_entropy,
     cross_entropy_grad,
+    qk_norm_rotary,
+    qk_norm_rotary_grad,
     add,
     cast,
     widen,

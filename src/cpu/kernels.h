@@ -7,6 +7,7 @@
 #include "ops/cross_entropy.h"
 #include "ops/gated_norm.h"
 #include "ops/norm.h"
+#include "ops/qk_norm_rotary.h"
 #include "ops/quantized_norm.h"
 #include "ops/sandwich_norm.h"
 #include "ops/softmax.h"
@@ -36,6 +37,11 @@ struct Kernels {
   void (*log_softmax_grad)(const LogSoftmaxBackward& p, int64_t begin, int64_t end, int64_t traffic);
   void (*cross_entropy)(const CrossEntropyForward& p, int64_t begin, int64_t end, int64_t traffic);
   void (*cross_entropy_grad)(const CrossEntropyBackward& p, int64_t begin, int64_t end, int64_t traffic);
+
+  // Of all heads of tokens [begin, end).
+  void (*qk_norm_rotary)(const QkNormRotaryForward& p, int64_t begin, int64_t end, int64_t traffic);
+  void (*qk_norm_rotary_grad)(const QkNormRotaryBackward& p, int64_t begin, int64_t end, float* dq_scale,
+                              float* dk_scale, int64_t traffic);
 
   // Of `count` neighbours in an array: adds `from` to `into`; writes `from`; writes from + offset.
   void (*add)(const float* from, float* into, int64_t count);

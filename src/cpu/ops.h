@@ -6,6 +6,7 @@
 #include "ops/cross_entropy.h"
 #include "ops/gated_norm.h"
 #include "ops/norm.h"
+#include "ops/qk_norm_rotary.h"
 #include "ops/quantized_norm.h"
 #include "ops/sandwich_norm.h"
 #include "ops/softmax.h"
@@ -21,6 +22,8 @@ void run(const SandwichNormForward& p, const ParallelFor& parallel_for);
 void run(const NormBackward& p, const ParallelFor& parallel_for);
 void run(const GatedNormBackward& p, const ParallelFor& parallel_for);
 void run(const SandwichNormBackward& p, const ParallelFor& parallel_for);
+void run(const QkNormRotaryForward& p, const ParallelFor& parallel_for);
+void run(const QkNormRotaryBackward& p, const ParallelFor& parallel_for);
 void run(const SoftmaxForward& p, const ParallelFor& parallel_for);
 void run(const SoftmaxBackward& p, const ParallelFor& parallel_for);
 void run(const LogSoftmaxBackward& p, const ParallelFor& parallel_for);

@@ -8,6 +8,7 @@
 #include "ops/cross_entropy.h"
 #include "ops/gated_norm.h"
 #include "ops/norm_shard.h"
+#include "ops/qk_norm_rotary.h"
 #include "ops/quantized_norm.h"
 #include "ops/sandwich_norm.h"
 #include "ops/softmax.h"
@@ -23,6 +24,8 @@ cudaError_t run(const SandwichNormForward& p, cudaStream_t stream);
 cudaError_t run(const NormBackward& p, cudaStream_t stream);
 cudaError_t run(const GatedNormBackward& p, cudaStream_t stream);
 cudaError_t run(const SandwichNormBackward& p, cudaStream_t stream);
+cudaError_t run(const QkNormRotaryForward& p, cudaStream_t stream);
+cudaError_t run(const QkNormRotaryBackward& p, cudaStream_t stream);
 cudaError_t run(const SoftmaxForward& p, cudaStream_t stream);
 cudaError_t run(const SoftmaxBackward& p, cudaStream_t stream);
 cudaError_t run(const LogSoftmaxBackward& p, cudaStream_t stream);
@@ -37,6 +40,7 @@ WorkspaceSize norm_backward_workspace(const WorkspaceQuery& query);
 WorkspaceSize gated_norm_backward_workspace(const WorkspaceQuery& query);
 WorkspaceSize sandwich_norm_forward_workspace(const WorkspaceQuery& query);
 WorkspaceSize sandwich_norm_backward_workspace(const WorkspaceQuery& query);
+WorkspaceSize qk_norm_rotary_backward_workspace(const WorkspaceQuery& query);
 WorkspaceSize softmax_forward_workspace(const WorkspaceQuery& query);
 
 }  // namespace jaxnorm::cuda

@@ -24,6 +24,7 @@ struct Workspaces {
   static constexpr WorkspaceFunction* gated_norm_grad = cuda::gated_norm_backward_workspace;
   static constexpr WorkspaceFunction* sandwich_norm = cuda::sandwich_norm_forward_workspace;
   static constexpr WorkspaceFunction* sandwich_norm_grad = cuda::sandwich_norm_backward_workspace;
+  static constexpr WorkspaceFunction* qk_norm_rotary_grad = cuda::qk_norm_rotary_backward_workspace;
   static constexpr WorkspaceFunction* softmax = cuda::softmax_forward_workspace;
 };
 

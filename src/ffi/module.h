@@ -32,6 +32,7 @@ inline nanobind::dict limits() {
   nanobind::dict all;
   all["per_head_cols"] = kPerHeadCols;
   all["gated_cols"] = kGatedCols;
+  all["rotary_cols"] = kRotaryCols;
   nanobind::list groups;
   for (const int64_t group : kGroups) groups.append(group);
   all["groups"] = nanobind::tuple(groups);
@@ -44,8 +45,8 @@ void define(nanobind::module_& module, Handlers handlers) {
   module.def("handlers", [handlers] { return capsules(handlers()); }, "The XLA FFI handlers, by target name.");
   module.def(
       "limits", &limits,
-      "The longest rows with weights for each head and of the gated norm, how many columns may share a scale, and "
-      "the smallest scale.");
+      "The longest rows with weights for each head, of the gated norm and of the rotary embedding, how many columns "
+      "may share a scale, and the smallest scale.");
 }
 
 }  // namespace jaxnorm

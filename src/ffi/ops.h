@@ -7,6 +7,7 @@
 #include "ffi/gated_norm.h"
 #include "ffi/norm.h"
 #include "ffi/norm_shard.h"
+#include "ffi/qk_norm_rotary.h"
 #include "ffi/quantized_norm.h"
 #include "ffi/sandwich_norm.h"
 #include "ffi/softmax.h"
@@ -18,7 +19,7 @@ namespace jaxnorm {
 struct NoWorkspaces {
   template <Kind kind>
   static constexpr WorkspaceFunction* norm = nullptr;
-  static constexpr WorkspaceFunction *norm_grad = nullptr, *gated_norm_grad = nullptr;
+  static constexpr WorkspaceFunction *norm_grad = nullptr, *gated_norm_grad = nullptr, *qk_norm_rotary_grad = nullptr;
   static constexpr WorkspaceFunction *sandwich_norm = nullptr, *sandwich_norm_grad = nullptr, *softmax = nullptr;
 };
 
@@ -30,6 +31,7 @@ inline constexpr std::tuple kOps{
     Row{"jaxnorm_layer_norm_quantized_fwd", read_quantized_norm<Kind::layer>},
     Row{"jaxnorm_gated_rms_norm_fwd", read_gated_norm},
     Row{"jaxnorm_rms_norm_add_rms_norm_fwd", read_sandwich_norm, Workspaces::sandwich_norm},
+    Row{"jaxnorm_qk_norm_rotary_fwd", read_qk_norm_rotary},
     Row{"jaxnorm_softmax_fwd", read_softmax<false>, Workspaces::softmax},
     Row{"jaxnorm_log_softmax_fwd", read_softmax<true>, Workspaces::softmax},
     Row{"jaxnorm_cross_entropy_fwd", read_cross_entropy},
@@ -37,6 +39,7 @@ inline constexpr std::tuple kOps{
     Row{"jaxnorm_layer_norm_bwd", read_norm_grad<Kind::layer>, Workspaces::norm_grad},
     Row{"jaxnorm_gated_rms_norm_bwd", read_gated_norm_grad, Workspaces::gated_norm_grad},
     Row{"jaxnorm_rms_norm_add_rms_norm_bwd", read_sandwich_norm_grad, Workspaces::sandwich_norm_grad},
+    Row{"jaxnorm_qk_norm_rotary_bwd", read_qk_norm_rotary_grad, Workspaces::qk_norm_rotary_grad},
     Row{"jaxnorm_softmax_bwd", read_softmax_grad},
     Row{"jaxnorm_log_softmax_bwd", read_log_softmax_grad},
     Row{"jaxnorm_cross_entropy_bwd", read_cross_entropy_grad},

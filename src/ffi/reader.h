@@ -76,18 +76,22 @@ class Reader {
   }
 
   // The operand of x's rank that comes next, with a row of `cols` elements for several of x, and which of its rows goes
-  // with which of x. Along each leading axis it is 1 long or as long as x.
-  const void* broadcast_operand(const char* name, const RowShapes& rows, int64_t cols, ffi::DataType type,
-                                BroadcastRows* map) {
+  // with which of x. Along each leading axis it is 1 long or as long as x. Without `cols` it has an element for several
+  // rows of x, and no axis for a row's.
+  const void* broadcast_operand(const char* name, const RowShapes& rows, std::optional<int64_t> cols,
+                                ffi::DataType type, BroadcastRows* map) {
     const auto buffer = operands_.get<ffi::AnyBuffer>(next_operand_);
     Shape shape = rows.statistics;
     if (buffer) {
-      if (const auto found = broadcast_rows_of(rows, shape_of(*buffer))) {
+      Shape came = shape_of(*buffer);
+      if (!cols) came.push_back(1);
+      if (const auto found = broadcast_rows_of(rows, came)) {
         *map = *found;
-        shape = shape_of(*buffer);
+        shape = came;
       }
     }
-    if (!shape.empty()) shape.back() = cols;
+    if (!cols && !shape.empty()) shape.pop_back();
+    if (cols && !shape.empty()) shape.back() = *cols;
     return plain_operand(name, shape, type);
   }
 

@@ -4,6 +4,7 @@
 #include "cuda/ops.h"
 #include "cuda/ops/grad.h"
 #include "cuda/ops/norms.h"
+#include "cuda/ops/rotary_plan.h"
 
 namespace jaxnorm::cuda {
 
@@ -41,6 +42,14 @@ cudaError_t softmax_grad_of<__half>(const SoftmaxBackward&, cudaStream_t) {
 }
 template <>
 cudaError_t log_softmax_grad_of<__half>(const LogSoftmaxBackward&, cudaStream_t) {
+  std::abort();
+}
+template <>
+cudaError_t run_qk_norm_rotary<__half>(const QkNormRotaryForward&, bool, cudaStream_t) {
+  std::abort();
+}
+template <>
+cudaError_t run_qk_norm_rotary_grad<__half>(const QkNormRotaryBackward&, cudaStream_t) {
   std::abort();
 }
 

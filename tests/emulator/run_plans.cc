@@ -1,8 +1,11 @@
-// Checks that every plan of the backward has a kernel: a regime with as many threads, vectors and blocks.
+// Checks that every plan of the backward and of rotary embedding has a kernel: a regime with as many threads, vectors
+// and blocks.
 #include <cstdio>
 #include <initializer_list>
 
 #include "cuda/engine/grad_regimes.cuh"
+#include "cuda/ops.h"
+#include "cuda/ops/rotary.cuh"
 #include "ops/gated_norm.h"
 
 namespace {
@@ -47,9 +50,55 @@ void test(int64_t cols, int max_cluster) {
     expect_regime<X>("gated small batch", small_batch_regimes<X>(busy_grad_regimes<X>()), plan, cols, max_cluster);
 }
 
+template <typename X>
+void test_rotary(int64_t cols, int64_t dim, bool interleaved) {
+  const RotaryTiling tiling = make_rotary_tiling(kDtype<X>, cols, dim, interleaved);
+  const auto is_that = [&](auto tile) {
+    using Tile = decltype(tile);
+    const bool is = Tile::N == tiling.vector && Tile::LANES == tiling.lanes && Tile::VECTORS == 2 * tiling.units;
+    return is && Tile::N * Tile::LANES * Tile::VECTORS >= cols ? cudaSuccess : cudaErrorInvalidValue;
+  };
+  for (const bool aligned : {false, true}) {
+    if (with_pair_tiling<X>(tiling, aligned, is_that) == cudaSuccess) continue;
+    ++failures;
+    std::printf("rotary: no kernel for rows of %ld elements of %zu bytes, %ld turned\n", cols, sizeof(X), dim);
+  }
+}
+
+// Tiles have every head, and sums of as many blocks as there are have room.
+void test_head_tiles(int64_t q_heads, int64_t k_heads, int64_t inner, int64_t cols) {
+  const int groups = make_rotary_tiling(Dtype::bf16, cols, cols, false).groups();
+  const HeadTiles q = make_head_tiles(q_heads, inner, groups), k = make_head_tiles(k_heads, inner, groups);
+  for (const bool q_apart : {false, true})
+    for (const bool k_apart : {false, true}) {
+      QkNormRotaryBackward p{};
+      p.tokens = 100'000 * inner;
+      p.q.has_scale_per_head = q_apart, p.k.has_scale_per_head = k_apart;
+      const GradPlan plan = make_rotary_grad_plan(p, q, k, kRotaryGradBlocks);
+      const int64_t rows = std::max(q_apart ? q_heads : 1, k_apart ? k_heads : 1);
+      const int64_t room = qk_norm_rotary_backward_workspace({Dtype::bf16, cols, 2, {rows, 1}, true}).floats;
+      const bool holds = q.count * q.heads >= q_heads && k.count * k.heads >= k_heads && q.heads * q.tokens == groups &&
+                         plan.q.floats(cols) + plan.k.floats(cols) <= room;
+      if (holds) continue;
+      ++failures;
+      std::printf("tiles of %ld and %ld heads of %ld elements, inner %ld\n", q_heads, k_heads, cols, inner);
+    }
+}
+
 }  // namespace
 
 int main() {
+  for (int64_t cols = 2; cols <= kRotaryCols; ++cols)
+    for (int64_t dim = 2; dim <= cols; dim += 2)
+      for (const bool interleaved : {false, true}) {
+        test_rotary<float>(cols, dim, interleaved);
+        test_rotary<__nv_bfloat16>(cols, dim, interleaved);
+      }
+  for (const int64_t cols : {48, 64, 100, 128, 256, 512})
+    for (const int64_t heads : {1, 2, 3, 5, 8, 9, 12, 31, 32, 40, 64, 128, 3000})
+      for (const int64_t k_heads : {1, 2, 7, 8, 32, 500})
+        for (const int64_t inner : {1, 7}) test_head_tiles(heads, k_heads, inner, cols);
+
   for (int max_cluster = 1; max_cluster <= kMaxCluster; max_cluster *= 2)
     for (int64_t cols = 1; cols < 1'500'000; cols += cols < 40'000 ? 1 : 997) {
       test<float>(cols, max_cluster);

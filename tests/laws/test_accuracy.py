@@ -42,8 +42,9 @@ def dtypes(op):
 
 def errors(op, args, implementation=None, **options) -> list[str]:
     """Law 1's complaints about one call."""
-    y, *_ = jax.jit(partial(op.function, implementation=implementation, **options))(*args)
-    return forward_errors(y, op.exact(*args, **options))
+    results = jax.jit(partial(op.function, implementation=implementation, **options))(*args)
+    pairs = zip(results, op.exact_results(*args, **options), strict=False)
+    return [complaint for result, exact in pairs for complaint in forward_errors(result, exact)]
 
 
 @over(EXACT, dtypes=dtypes, size=sizes)

@@ -4,23 +4,25 @@ import inspect
 import pydoc
 from functools import partial
 
+import bad_calls
 import bad_quantized_calls
+import bad_rotary_calls
+import bad_softmax_calls
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bad_calls import MISUSE, SCALE, X
-from bad_softmax_calls import LABELS
-from bad_softmax_calls import MISUSE as MISUSE_OF_SOFTMAX
+from bad_calls import SCALE, X
 from coverage import cover, over
 from flax import nnx
-from ops import ADDED, CROSS_ENTROPY, GATED, NORMS, OPS, QUANTIZED, SANDWICH, SOFTMAX
+from ops import ADDED, CROSS_ENTROPY, GATED, NORMS, OPS, QUANTIZED, ROTARY, SANDWICH, SOFTMAX
 
 import jaxnorm
 from jaxnorm import Quantization
 
+MISUSE = {**bad_calls.MISUSE, **bad_softmax_calls.MISUSE, "qk_norm_rotary": bad_rotary_calls.MISUSE}
 TOKEN = Quantization("int8")
-OF_EACH_FUNCTION = (*NORMS, *ADDED, GATED[0], *SANDWICH, *SOFTMAX, *CROSS_ENTROPY, *QUANTIZED[:2])
+OF_EACH_FUNCTION = (*NORMS, *ADDED, GATED[0], *SANDWICH, *SOFTMAX, *CROSS_ENTROPY, ROTARY[0], *QUANTIZED[:2])
 
 
 def public(op):
@@ -85,7 +87,10 @@ def test_numpy_dtypes_that_jax_does_not_have(op, dtype):
 
 @over(OF_EACH_FUNCTION, argument=lambda op: [*op.numbers, *["pad_to"] * (op in ADDED)])
 def test_a_traced_number(op, argument):
-    args = [X] * op.arrays + [LABELS] * (op in CROSS_ENTROPY)
+    required = [p for p in inspect.signature(public(op)).parameters.values() if p.default is p.empty]
+    args = [
+        bad_softmax_calls.LABELS if p.name == "labels" else X for p in required if p.kind is p.POSITIONAL_OR_KEYWORD
+    ]
     options = {"gate_first": True} if op in GATED else {}
     with pytest.raises(TypeError, match=in_order(op.public, (argument, "known while tracing"))):
         jax.jit(lambda value: public(op)(*args, **options, **{argument: value}))(1)
@@ -108,13 +113,16 @@ POSITIONAL = {
     "softmax": ["x"],
     "log_softmax": ["x"],
     "softmax_cross_entropy_with_integer_labels": ["logits", "labels"],
+    "linear_cross_entropy": ["x", "kernel", "labels"],
+    "qk_norm_rotary": ["q", "k", "q_scale", "k_scale", "positions"],
     "rms_norm_quantized": ["x", "scale"],
     "layer_norm_quantized": ["x", "scale", "bias"],
 }
 
 
 def test_every_function_has_a_table_of_misuse():
-    assert (MISUSE | MISUSE_OF_SOFTMAX).keys() == POSITIONAL.keys() == {op.public for op in OPS}
+    assert MISUSE.keys() == POSITIONAL.keys()
+    assert POSITIONAL.keys() == {*(op.public for op in OPS), "linear_cross_entropy"}
 
 
 @pytest.mark.parametrize("function", POSITIONAL)

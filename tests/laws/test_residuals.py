@@ -101,6 +101,7 @@ def test_what_lives_between_forward_and_backward(op, dtypes):
     # Smooth factors multiply the cotangent, and the result has been dequantised by scales of its rows.
     others = [(args[i].size, args[i].dtype.name) for i in range(len(args)) if op.operands[i] == "smooth"]
     others += [(rows, "int32")] * op.labels
+    others += [(size, "float32") for size in op.kept_beside(*args)]
     assert found == sorted([*kept, *others, *[(rows, "float32")] * op.statistics])
 
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from bad_calls import SHORT_DTYPES, X, misspelt
 from statements import call
 
-LABELS = jnp.zeros((3, 4), "int32")
+LABELS, KERNEL = jnp.zeros((3, 4), "int32"), jnp.ones((8, 20))
 
 WHERE = {
     "where of integers": call(X, where=jnp.ones(8, "int32")).raises(TypeError, "where", "booleans", "int32", "!= 0"),
@@ -96,6 +96,16 @@ MISUSE = {
             lse_square_scale="z_loss",
         ),
     },
+    "linear_cross_entropy": {
+        "no labels": call(X, KERNEL).raises(
+            TypeError, "missing a required argument: 'labels'", "numbers of the classes"
+        ),
+        "no kernel": call(X).raises(TypeError, "missing a required argument: 'kernel'", "softmax_cross_entropy"),
+        "a weight": call(X, KERNEL, LABELS, weight=KERNEL).raises(TypeError, "unexpected keyword argument 'weight'"),
+        "reduction by position": call(X, KERNEL, LABELS, "sum").raises(
+            TypeError, "but 4 were given", "name: reduction"
+        ),
+    },
 }
 
 SOFTMAX_WITHOUT_KERNEL = {
@@ -107,4 +117,18 @@ SOFTMAX_WITHOUT_KERNEL = {
 CROSS_ENTROPY_WITHOUT_KERNEL = {
     "a leading axis": call(X, jnp.zeros((4, 8), "int32"), axis=0).has_no_kernel("trailing"),
     "rows of no elements": call(jnp.ones((3, 0)), jnp.zeros(3, "int32")).has_no_kernel("length 0"),
+}
+LINEAR = MISUSE["linear_cross_entropy"] | {
+    "an embedding": call(X, KERNEL.T, LABELS).raises(
+        ValueError, "kernel", r"\(20, 8\)", r"expected \(8, classes\)", r"kernel\.T"
+    ),
+    "a kernel of three axes": call(X, jnp.ones((8, 2, 10)), LABELS).raises(ValueError, "kernel", r"\(8, 2, 10\)"),
+    "a kernel of integers": call(X, KERNEL.astype("int8"), LABELS).raises(TypeError, "kernel", "floating", "int8"),
+    "labels of other rows": call(X, KERNEL, LABELS[:2]).raises(ValueError, "labels", r"\(2, 4\)", r"\(3, 4\)", "of x"),
+    "labels of floats": call(X, KERNEL, LABELS * 1.0).raises(TypeError, "labels", "integers", "float32"),
+    "an unknown reduction": call(X, KERNEL, LABELS, reduction="max").raises(ValueError, "reduction", "max", "'mean'"),
+    "no rows in a chunk": call(X, KERNEL, LABELS, rows_per_chunk=0).raises(ValueError, "rows_per_chunk", "positive"),
+    "rows of a float": call(X, KERNEL, LABELS, rows_per_chunk=2.0).raises(TypeError, "rows_per_chunk", "int", "2.0"),
+    "soft_cap of 0": call(X, KERNEL, LABELS, soft_cap=0.0).raises(ValueError, "soft_cap", "positive"),
+    "unknown implementation": call(X, KERNEL, LABELS, implementation="cuda").raises(ValueError, "implementation"),
 }

@@ -45,14 +45,33 @@ def draw(name: str, dims, dtype="float32", mean=0.0, std=1.0):
     return jnp.asarray(mean + std * generator.standard_normal(dims, np.float32), dtype)
 
 
-def draw_x(dims, dtype="float32"):
+def draw_x(dims, dtype="float32", name="x", mean=0.5, std=2.0):
     # Off centre, so that a norm that mixes up mean and no mean is found out.
-    x = draw("x", dims, "float32", 0.5, 2.0)
+    x = draw(name, dims, "float32", mean, std)
     if dims[-1] < 32:
         # A few numbers may by chance lie close together and far from zero. LayerNorm's mean is then lost in its own
         # rounding: law 2 has such rows, law 1 is about the arithmetic.
         x = jnp.where(jnp.arange(dims[-1]) % 2 == 0, 1 + jnp.abs(x), -1 - jnp.abs(x))
     return x.astype(dtype)
+
+
+draw_q = draw_x
+
+
+def draw_k(dims, dtype="float32"):
+    return draw_x(dims, dtype, "k", -0.4, 1.5)
+
+
+def draw_positions(dims, dtype="float32"):
+    return jnp.floor(300 * jnp.abs(draw("positions", dims))).astype(dtype)
+
+
+def draw_q_scale(dims, dtype="float32"):
+    return draw_scale(dims, dtype)
+
+
+def draw_k_scale(dims, dtype="float32"):
+    return draw_post_scale(dims, dtype)
 
 
 def draw_residual(dims, dtype="float32"):

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def norm(kind):
@@ -34,6 +35,25 @@ def added(kind):
 def sandwich(x, residual, post_scale=None, scale=None):
     total = (norm("rms")(x, post_scale) + residual).astype(residual.dtype)
     return norm("rms")(total, scale).astype(x.dtype), total
+
+
+def rotary(kind):
+    def formula(q, k, positions, q_scale=None, k_scale=None, *, rotary_dim=None, interleaved=False, **options):
+        dim = rotary_dim or q.shape[-1]
+        frequencies = np.float32(10_000.0 ** (-np.arange(0, dim, 2) / dim))
+        angles = jax.lax.stop_gradient(positions)[..., None, None] * frequencies
+        cos, sin = jnp.cos(angles), jnp.sin(angles)
+
+        def rotated(x, scale):
+            h = norm(kind)(x.astype(jnp.float32), scale, **options)
+            pairs = h[..., :dim].reshape(*h.shape[:-1], *((dim // 2, 2) if interleaved else (2, dim // 2)))
+            a, b = (pairs[..., 0], pairs[..., 1]) if interleaved else (pairs[..., 0, :], pairs[..., 1, :])
+            turned = jnp.stack([a * cos - b * sin, b * cos + a * sin], -1 if interleaved else -2)
+            return jnp.concatenate([turned.reshape(*h.shape[:-1], dim), h[..., dim:]], -1).astype(x.dtype)
+
+        return rotated(q, q_scale), rotated(k, k_scale)
+
+    return formula
 
 
 def gated(variant):

@@ -49,10 +49,11 @@ def size_of(op) -> Size:
 
 
 def specs_of(op, spec):
-    """Those of the operands, for arrays of three axes."""
+    """Those of the operands, for arrays of three axes. One with fewer has the first of them."""
     spec = P(*spec, *(None for _ in range(3 - len(spec))))
+    ranks = [len(shape) for shape in op.shapes_at(size_of(op))]
     weight = P(*spec[3 - len(size_of(op).weights) :])
-    return (*[spec] * op.arrays, *[weight] * len(op.weights))
+    return (*(P(*spec[:rank]) for rank in ranks[: op.arrays]), *[weight] * len(op.weights))
 
 
 def result_spec(op, spec):
@@ -91,7 +92,7 @@ def exchanged(op, mesh, spec, *, with_gradients):
     """The bytes of each kind of collective on one device, as `collectives` gives them."""
     along = [axes if isinstance(axes, tuple) else (axes,) for axes in (*spec, None, None)][:3]
     batch, sequence, features = (math.prod(mesh.shape[axis] for axis in axes if axis) for axes in along)
-    rows, cols = DIMS[0] * DIMS[1] // batch // sequence, DIMS[-1] // features
+    rows = DIMS[0] * DIMS[1] // batch // sequence
     statistics = 0 if "group_size" in op.small.options else op.statistics  # those of a group are on one device
     total = Counter()
     if features > 1:
@@ -102,11 +103,11 @@ def exchanged(op, mesh, spec, *, with_gradients):
         total["all-reduce"] += 4 * (op.has_row_scale and not with_gradients) * rows
         total["all-reduce"] += 4 * backward * rows * with_gradients
     # The heads are the sequence axis: its parts have weights of their own.
-    is_per_head = len(op.small.weights) > 1
-    heads, others = (DIMS[1] // sequence, batch) if is_per_head else (1, batch * sequence)
+    parts, others = (sequence * features, batch) if len(op.small.weights) > 1 else (features, batch * sequence)
     if others > 1:
-        weights = sum(i >= op.arrays for i in op.all)
-        total["all-reduce"] += 4 * weights * heads * cols * with_gradients
+        shapes = op.shapes_at(size_of(op))
+        weights = sum(math.prod(shapes[i]) for i in op.all if i >= op.arrays)
+        total["all-reduce"] += 4 * weights // parts * with_gradients
     return {kind: size for kind, size in total.items() if size}
 
 

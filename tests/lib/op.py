@@ -37,15 +37,21 @@ class Op:
     public: str  # the public function, with whose name its errors begin
     kind: str  # whose statistics: "rms" or "layer"; or "softmax"
     operands: tuple[str, ...]
-    arrays: int  # so many operands, the first ones, have x's shape; the others are weights
+    arrays: int  # so many operands, the first ones, have x's rows; the others are weights
+    # Of arrays that have not x's shape, and of weights that have not the others': theirs, by x's or by the others'.
+    shapes: Mapping[str, Callable[[tuple], tuple]] = field(default_factory=dict)
     dtypes: tuple[tuple[str, ...], ...]  # of the arrays
+    has_out_dtype: bool = True  # whether one may ask for the dtype of the result
+    has_pairs: bool = False  # whether a row has an even number of elements
 
     function: Callable  # of the operands and options: a tuple of results
     derived: Callable | None = None  # what is differentiated, where the results have no gradient
     formula: Callable  # what is differentiated, in plain jnp
     as_norm: Callable  # takes such a function, gives one of (x, scale, bias) that is linear in each weight
+    # In a loss, of two results in float32, the first of which is as long as the second, or padded.
+    product: Callable = lambda y, total: y[..., : total.shape[-1]] * jnp.cos(total)
 
-    exact: Callable | None = None  # y in float64, an `oracle.Forward`
+    exact: Callable | None = None  # y in float64, an `oracle.Forward`, or a list of these, one for each result
     exact_gradients: Callable | None = None  # by the names of operands, for cotangents of the results
     unfused: Callable | None = None  # law 5: the same results by simpler ops
     has_unfused_gradients: bool = False  # and the same gradients of the arrays
@@ -64,6 +70,7 @@ class Op:
     backward: str
     gradients: tuple[str, ...]  # what the backward call gives for each operand
     kept: tuple[str, ...]  # the operands that live until the backward, "residual" for the sum
+    kept_beside: Callable[..., list[int]] = lambda *args: []  # the sizes of float32 arrays beside these
     statistics: int  # float32 numbers that live for each row
     labels: bool = False  # whether an int32 lives for each row, too
     values: int = 0  # float32 numbers for each row that the forward call writes in place of the results
@@ -102,14 +109,23 @@ class Op:
         if isinstance(weight_dtypes, str):
             weight_dtypes = [weight_dtypes] * len(self.weights)
         kinds = [*(dtypes or ["float32"] * self.arrays), *weight_dtypes[: len(self.weights)]]
-        dims = [*[size.dims] * self.arrays, *[size.weights] * len(self.weights)]
-        drawn = zip(self.operands, dims, kinds, strict=True)
+        drawn = zip(self.operands, self.shapes_at(size), kinds, strict=True)
         return tuple(dtype and getattr(cases, f"draw_{name}")(shape, dtype) for name, shape, dtype in drawn)
 
-    def types(self, size: Size) -> tuple:
-        """The operands as shapes."""
+    def shapes_at(self, size: Size) -> list[tuple]:
+        """Those of the operands."""
         dims = [*[size.dims] * self.arrays, *[size.weights] * len(self.weights)]
-        return tuple(jax.ShapeDtypeStruct(shape, "float32") for shape in dims)
+        same = {name: lambda shape: shape for name in self.operands}
+        return [(same | self.shapes)[name](shape) for name, shape in zip(self.operands, dims, strict=True)]
+
+    def types(self, size: Size, dtype="float32") -> tuple:
+        """The operands as shapes."""
+        return tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in self.shapes_at(size))
+
+    def exact_results(self, *args, **options) -> list:
+        """The first results in float64, or all."""
+        found = self.exact(*args, **options)
+        return found if isinstance(found, list) else [found]
 
     def cotangents(self, args, **options) -> tuple:
         results = jax.eval_shape(partial(self.differentiable, **options), *args)
@@ -132,8 +148,7 @@ class Op:
             y = jnp.sin(y.astype(jnp.float32))
             if not total:
                 return y.sum()
-            # A padded y is longer than the sum.
-            return (y[..., : total[0].shape[-1]] * jnp.cos(total[0].astype(jnp.float32))).sum() + y.sum()
+            return self.product(y, total[0].astype(jnp.float32)).sum() + y.sum()
 
         return loss
 

@@ -86,12 +86,20 @@ def test_a_quantised_result_in_words(info, to):
         (("--op", "rms_norm_add_rms_norm", "--out-dtype", "bfloat16"), "kernels with two norms want them equal"),
         (("--shape", "8x16x4x9000", "--scale-shape", "4x9000"), "more than 8192"),
         (("--op", "rms_norm_quantized", *HEADS), "no kernel that quantises"),
+        (("--op", "qk_norm_rotary"), "heads of 4096 elements"),
+        (("--op", "qk_norm_rotary", "--shape", "8x64", "--out-dtype", "bfloat16"), "want them equal"),
+        (("--op", "qk_norm_rotary", "--shape", "8x64", "--dtype", "float64"), "q is float64"),
     ],
 )
 def test_where_the_formula_runs(info, arguments, why):
     report = call(info, *arguments)
     assert report["implementation"] == "jnp"
     assert why in report["why"]
+
+
+@pytest.mark.kernels
+def test_queries_and_keys_are_native(info):
+    assert call(info, "--op", "qk_norm_rotary", *HEADS[:2])["implementation"] == "native"
 
 
 @pytest.mark.kernels

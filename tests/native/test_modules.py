@@ -36,6 +36,7 @@ def test_limits_are_those_of_the_kernels(platform):
     assert ffi.module(platform).limits() == {
         "per_head_cols": LONGEST_PER_HEAD,
         "gated_cols": LONGEST_GATED,
+        "rotary_cols": 512,
         "groups": GROUP_SIZES,
         "smallest_scale": SMALLEST_SCALE,
     }

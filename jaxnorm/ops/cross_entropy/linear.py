@@ -211,9 +211,10 @@ def _total_jvp(spec: LinearCrossEntropy, operands: Any, dots: Any) -> tuple[jax.
     x_dot, kernel_dot = (None if isinstance(dot, SymbolicZero) else dot for dot in dots[:2])
     spec = dataclasses.replace(spec, with_dx=x_dot is not None, with_dkernel=kernel_dot is not None)
     results = LINEAR_CROSS_ENTROPY(spec, Operands(*operands), spec.implementation)
-    # A gradient has its argument's dtype, and is not kept in another.
-    pairs: Any = ((results.dx, x, x_dot), (results.dkernel, kernel, kernel_dot))
-    terms = [_along(spec, gradient.astype(of.dtype), dot) for gradient, of, dot in pairs if gradient is not None]
+    # A gradient has its argument's dtype, and is not kept in another; but a sum over rows may be too large for float16.
+    dkernel_dtype = spec.compute_dtype if kernel.dtype == np.float16 else kernel.dtype
+    pairs: Any = ((results.dx, x.dtype, x_dot), (results.dkernel, dkernel_dtype, kernel_dot))
+    terms = [_along(spec, gradient.astype(dtype), dot) for gradient, dtype, dot in pairs if gradient is not None]
     return results.total, sum(terms[1:], start=terms[0]) if terms else jnp.zeros_like(results.total)
 
 

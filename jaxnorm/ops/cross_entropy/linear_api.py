@@ -103,8 +103,10 @@ def _reduced(
     weights = counts.astype(spec.compute_dtype)
     if options.ignore_index is None:
         weights = jnp.ones_like(weights)
-    if reduction == "mean":
-        weights = weights / jnp.maximum(1, jnp.sum(weights))
+    divisor = jnp.maximum(1, jnp.sum(weights)) if reduction == "mean" else 1
+    # So a gradient is rounded once. Of float16 the logits' gradients would be too small for their dtype.
+    divides_last = x.dtype == np.float16
+    weights = weights if divides_last else weights / divisor
     here, weights = (
         sharded_along("linear_cross_entropy", "labels", array[..., None], x, dims.per_row(x.ndim, (-1,)))
         for array in (here, weights)
@@ -112,7 +114,8 @@ def _reduced(
     wrong = jnp.where(is_class, 0, jnp.nan).astype(spec.compute_dtype)
     if reduction == "none":
         return linear.each(spec, x, kernel, here)[..., 0] * weights[..., 0] + wrong
-    return linear.total(spec, x, kernel, here, weights) + jnp.sum(wrong)
+    total = linear.total(spec, x, kernel, here, weights)
+    return (total / divisor if divides_last else total) + jnp.sum(wrong)
 
 
 def _rows_per_chunk(function: str, value: object, classes: Any, dtype: np.dtype[Any]) -> int:

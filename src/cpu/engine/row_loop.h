@@ -27,9 +27,8 @@ void for_rows(const Op& p, int64_t begin, int64_t end, int64_t traffic, Load loa
     Stats stats[R];
     Stats::template of<R>(rows, p, stats);
     for (int64_t i = 0; i < count; ++i) {
-      const Stats row_stats = stats[i];
-      row_stats.save(p, first + i);
-      epilogue(first + i, row_stats, RowReader<Element>{rows.data[i], ahead});
+      stats[i].save(p, first + i);
+      epilogue(first + i, stats[i], RowReader<Element>{rows.data[i], ahead});
     }
   }
 }

@@ -44,6 +44,9 @@ struct Part {
 
 Vec broadcast(float value) { return value - Vec{}; }
 
+// Adding this to a number below 2^22 leaves the rounded number in the last bits.
+constexpr float kRounding = 0x1.8p23f;
+
 constexpr uint32_t kQuiet = 0x400000;  // the bit of a NaN that raises no exception
 
 // What the compiler does not find by itself in every version, or needs several instructions for.
@@ -65,6 +68,13 @@ Halves upper_halves(Bits b) {
 }
 
 Bytes low_bytes(Bits b) { return (Bytes)_mm512_maskz_cvtepi32_epi8(kAll, (__m512i)b); }
+
+// NaN stays as it is.
+Vec at_least(Vec v, float low) { return _mm512_maskz_max_ps(kAll, broadcast(low), v); }
+
+// v * 2^k, where `shifted` is k + kRounding; k is not below kLeastPower, at which the product is 0.
+constexpr float kLeastPower = -160;
+Vec times_power(Vec v, Vec shifted) { return _mm512_maskz_scalef_ps(kAll, v, shifted - kRounding); }
 
 // The bits `rounded`, but v's own where v is NaN, quiet.
 Bits quiet_nans(Bits rounded, Vec v) {
@@ -127,6 +137,16 @@ Halves narrow(Vec v, F16) {
   const Bits bits = select((Bits)(magnitude >= ((127u + 16) << 23)), special, value) | sign >> 16;
   return narrow(bits);
 }
+
+#endif
+
+#if !defined(__AVX512F__)
+
+Vec at_least(Vec v, float low) { return v < low ? broadcast(low) : v; }
+
+// An exponent of 0 makes a float of 0.
+constexpr float kLeastPower = -127;
+Vec times_power(Vec v, Vec shifted) { return v * (Vec)(((Bits)shifted << 23) + 0x3f800000u); }
 
 #endif
 

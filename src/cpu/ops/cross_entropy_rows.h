@@ -23,7 +23,7 @@ struct WriteRowValues {
   Z z;
 
   template <class Stats, class X>
-  void operator()(int64_t row, Stats stats, RowReader<X> x) const {
+  void operator()(int64_t row, const Stats& stats, RowReader<X> x) const {
     p.logsumexp[row] = static_cast<float>(stats.logsumexp());
     const int32_t label = p.labels[row];
     p.label_logit[row] = names_column(p, label) ? z(load(x.data + label, Part{1}))[0] : 0;
@@ -46,34 +46,37 @@ void cross_entropy(const CrossEntropyForward& p, int64_t begin, int64_t end, int
   });
 }
 
-// The gradient of one row, but for its label's column.
+// The gradient of a row of z, but for that of the label's logit.
 template <class Z>
 struct LogitGrad {
   Z z;
   float logsumexp, dlogsumexp, dtotal;
 
-  Vec softmax(Vec x) const { return exp_of_negative(z(x) - logsumexp); }
-  Vec operator()(Vec x) const { return fma(softmax(x), broadcast(dlogsumexp), broadcast(dtotal)); }
+  Vec operator()(Vec x) const { return fma(Exp(z(x) - logsumexp).value(), broadcast(dlogsumexp), broadcast(dtotal)); }
 };
 
+// v, and more in one lane.
+Vec add_to_lane(Vec v, int64_t lane, float more) {
+  float lanes[W] = {};
+  lanes[lane] = more;
+  return v + load(lanes, Whole{});
+}
+
+// dx may lie where x does.
 template <class X, class Z>
 [[gnu::noinline]] void cross_entropy_grad_row(const CrossEntropyBackward& p, Z z, int64_t row, RowReader<X> x,
                                               RowWriter<X> dx) {
   const RowMask mask(p.mask, row, p.cols);
   const LogitGrad<Z> grad{z, p.logsumexp[row], p.dlogsumexp[row], p.dtotal ? p.dtotal[row] : 0};
-  const int32_t label = p.labels[row];
-  const bool has_label = p.dlabel_logit && names_column(p, label);
-  // dx may lie where x does, so the label's column is read before the row is written.
-  Vec label_dx;
-  if (has_label) {
-    const Vec label_x = load(x.data + label, Part{1});
-    label_dx = ((mask.counts(label) ? grad(label_x) : Vec{}) + p.dlabel_logit[row]) * z.slope(label_x);
-  }
+  const int64_t label = p.labels[row];
+  const float dlabel_logit = p.dlabel_logit ? p.dlabel_logit[row] : 0;
   for_each_vector(p.cols, [&](int64_t column, auto extent) {
     const Vec v = x(column, extent);
-    dx(column, mask(grad(v) * z.slope(v), column, extent, 0), extent);
+    Vec dz = mask(grad(v), column, extent, 0);
+    // Here and not after the row, since a store beside one past the caches waits for it.
+    if (label >= column && label < column + W) dz = add_to_lane(dz, label - column, dlabel_logit);
+    dx(column, dz * z.slope(v), extent);
   });
-  if (has_label) store(dx.data + label, label_dx, Part{1});
 }
 
 void cross_entropy_grad(const CrossEntropyBackward& p, int64_t begin, int64_t end, int64_t traffic) {
@@ -81,7 +84,7 @@ void cross_entropy_grad(const CrossEntropyBackward& p, int64_t begin, int64_t en
     with_logits(p, [&](auto z) {
       using X = decltype(x_type);
       const InputRows<X> x(p.x, p.cols, traffic);
-      const OutputRows<X> dx(p.dx, p.cols, p.dx.data == p.x.data ? 0 : traffic);
+      const OutputRows<X> dx(p.dx, p.cols, p.dx.data == p.x.data ? 0 : traffic);  // else they are in the cache
       for (int64_t row = begin; row < end; ++row) cross_entropy_grad_row<X>(p, z, row, x.reader(row), dx[row]);
     });
   });

@@ -30,15 +30,16 @@ struct Capped {
 };
 
 // R neighbouring rows of logits, of which the last stands for those beyond `count` too.
-template <int R, class X, class Z>
+template <int R, class X, class Z, bool KEPT>
 struct LogitRows {
   using Element = X;
+  static constexpr bool kKept = KEPT;  // whether their exponentials are kept
   const X* data[R];
   RowMask mask[R];
   Z z;
   int64_t cols;  // those before the end of the row's mask; of several rows, all
   int64_t ahead;
-  float* kept;  // room for the rows' exponentials, `stride` apart; null: they are not kept
+  float* kept;  // where, `stride` apart
   int64_t stride;
 
   template <class Extent>
@@ -55,7 +56,7 @@ struct LogitRows {
 };
 
 // A load functor. `p` has x and a mask.
-template <class X, class P, class Z>
+template <class X, class P, class Z, bool KEPT = false>
 struct StoredLogits {
   const P& p;
   Z z;
@@ -65,9 +66,9 @@ struct StoredLogits {
   int64_t ahead(int64_t, int64_t) const { return 0; }  // the pass that sums asks for the next rows
 
   template <int R>
-  LogitRows<R, X, Z> rows(int64_t first, int64_t count) const {
+  LogitRows<R, X, Z, KEPT> rows(int64_t first, int64_t count) const {
     const X* const x = static_cast<const X*>(p.x.data);
-    LogitRows<R, X, Z> rows{{}, {}, z, p.cols, elements_ahead(traffic, R * p.cols, sizeof(X)), kept, p.cols};
+    LogitRows<R, X, Z, KEPT> rows{{}, {}, z, p.cols, elements_ahead(traffic, R * p.cols, sizeof(X)), kept, p.cols};
     for (int row = 0; row < R; ++row) {
       const int64_t index = first + (row < count ? row : count - 1);
       rows.data[row] = x + index * p.cols;
@@ -90,7 +91,7 @@ struct SumOfExp {
   static SumOfExp around(float largest) {
     constexpr float kSmall = 256;
     SumOfExp stats;
-    if (!(largest > -__builtin_inff() && largest < __builtin_inff())) return stats;
+    if (largest == -__builtin_inff()) return stats;
     if (largest > -kSmall && largest < kSmall) {
       stats.power = (largest * kLog2e + kRounding) - kRounding;
     } else {
@@ -100,12 +101,7 @@ struct SumOfExp {
   }
 
   // exp(z - offset) / 2^power
-  Vec exp(Vec z) const {
-    constexpr float kLn2 = 0x1.62e43p-1f;
-    const Vec t = z - offset;
-    const Vec value = Exp(t, kRounding - power).value();
-    return t < kLeastExponent + power * kLn2 ? Vec{} : value;
-  }
+  Vec exp(Vec z) const { return Exp(z - offset, kRounding - power, Exp::least(power)).value(); }
 
   double log_sum() const { return __builtin_log(sum); }
   double logsumexp() const { return offset + power * 0x1.62e42fefa39efp-1 + log_sum(); }
@@ -129,7 +125,7 @@ struct SumOfExp {
     }
     for (int row = 0; row < R; ++row) {
       stats[row] = around(most[row]);
-      if (rows.kept) stats[row].kept = rows.kept + row * rows.stride;
+      if (Rows::kKept) stats[row].kept = rows.kept + row * rows.stride;
     }
     add_up<R>(rows, stats);
     for (int row = 0; row < R; ++row) {
@@ -139,14 +135,15 @@ struct SumOfExp {
 
  private:
   template <int R, class Rows>
-  static void add_up(const Rows& rows, SumOfExp* stats) {
+  static void add_up(const Rows rows, SumOfExp* stats) {
     SumOfExp around[R];
     for (int row = 0; row < R; ++row) around[row] = stats[row];
-    const auto sums = cpu::sum<R, SUMS>(rows.cols, [&](int row, int64_t column, auto extent, Vec* sums) {
+    // Copies, which no store can change.
+    const auto sums = cpu::sum<R, SUMS>(rows.cols, [=](int row, int64_t column, auto extent, Vec* sums) {
       if (rows.ahead) __builtin_prefetch(rows.data[row] + column + rows.ahead);
       const Vec z = rows(row, column, extent);
       const Vec e = around[row].exp(rows.counted(z, row, column, extent, kNothing));
-      if (rows.kept) store(rows.kept + row * rows.stride + column, e, extent);
+      if (Rows::kKept) store(rows.kept + row * rows.stride + column, e, extent);
       sums[0] += e;
       if (SUMS == 2) sums[1] += rows.counted(z, row, column, extent, 0);
     });

@@ -22,17 +22,17 @@ struct WriteSoftmax {
   OutputRows<Y> y;
 
   template <class X>
-  void operator()(int64_t row, SumOfExp<1> stats, RowReader<X> x) const {
+  void operator()(int64_t row, const SumOfExp<1>& stats, RowReader<X> x) const {
     const RowMask mask(p.mask, row, p.cols);
     const RowWriter<Y> y_row = y[row];
     const Vec reciprocal = broadcast(stats.sum == 0 ? 0 : static_cast<float>(1 / stats.sum));
-    if (stats.kept) {
+    if (const float* const kept = stats.kept) {
       for_each_vector(mask.end, [&](int64_t column, auto extent) {
-        y_row(column, mask(load(stats.kept + column, extent) * reciprocal, column, extent, 0), extent);
+        y_row(column, mask(load(kept + column, extent) * reciprocal, column, extent, 0), extent);
       });
     } else {
       const Scaled z{p.scale};
-      for_each_vector(mask.end, [&](int64_t column, auto extent) {
+      for_each_vector(mask.end, [&, stats = stats](int64_t column, auto extent) {
         y_row(column, mask(stats.exp(z(x(column, extent))) * reciprocal, column, extent, 0), extent);
       });
     }
@@ -48,7 +48,7 @@ struct WriteLogSoftmax {
   OutputRows<Y> y;
 
   template <class X>
-  void operator()(int64_t row, SumOfExp<1> stats, RowReader<X> x) const {
+  void operator()(int64_t row, const SumOfExp<1>& stats, RowReader<X> x) const {
     const RowMask mask(p.mask, row, p.cols);
     const RowWriter<Y> y_row = y[row];
     const double logsumexp = stats.logsumexp();
@@ -57,7 +57,8 @@ struct WriteLogSoftmax {
     if (p.logsumexp) p.logsumexp[row] = static_cast<float>(logsumexp);
     const Scaled z{p.scale};
     for_each_vector(mask.end, [&](int64_t column, auto extent) {
-      y_row(column, mask(z(x(column, extent)) - most - rest, column, extent, kNothing), extent);
+      const Vec v = z(x(column, extent)) - most - rest;
+      y_row(column, mask(v > 0 ? Vec{} : v, column, extent, kNothing), extent);  // no rounding makes it positive
     });
     fill(y_row.data + mask.end, kNothing, p.cols - mask.end);
   }
@@ -71,11 +72,13 @@ void softmax(const SoftmaxForward& p, int64_t begin, int64_t end, int64_t traffi
   with_types(p.x.dtype, p.y.dtype, [&](auto x, auto y_type) {
     using Y = decltype(y_type);
     const OutputRows<Y> y(p.y, p.cols, traffic);
-    StoredLogits<decltype(x), SoftmaxForward, Scaled> load{p, {p.scale}, traffic};
+    const StoredLogits<decltype(x), SoftmaxForward, Scaled> load{p, {p.scale}, traffic};
     if (p.log) {
       for_logit_rows<SumOfExp<1>>(p, begin, end, traffic, load, WriteLogSoftmax<Y>{p, y});
+    } else if (p.cols <= kKept) {
+      const StoredLogits<decltype(x), SoftmaxForward, Scaled, true> load{p, {p.scale}, traffic, kept};
+      for_logit_rows<SumOfExp<1>>(p, begin, end, traffic, load, WriteSoftmax<Y>{p, y});
     } else {
-      if (p.cols <= kKept) load.kept = kept;
       for_logit_rows<SumOfExp<1>>(p, begin, end, traffic, load, WriteSoftmax<Y>{p, y});
     }
   });
@@ -99,7 +102,7 @@ struct SoftmaxGrad {
 struct LogSoftmaxGrad {
   float scale, logsumexp;
 
-  Vec x_hat(Vec x) const { return exp_of_negative(fma(x, broadcast(scale), broadcast(-logsumexp))); }
+  Vec x_hat(Vec x) const { return Exp(fma(x, broadcast(scale), broadcast(-logsumexp))).value(); }
   static LogSoftmaxGrad saved(const LogSoftmaxBackward& p, int64_t row) { return {p.scale, p.logsumexp[row]}; }
   static constexpr int kGradSums = 1;
   static void add(Vec dy, Vec, Vec* sums) { sums[0] += dy; }

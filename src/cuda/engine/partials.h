@@ -17,4 +17,14 @@ struct Partials {
 // `cols`: of a partial row.
 cudaError_t sum_partials(const Partials& partials, int64_t cols, Output dscale, Output dbias, cudaStream_t stream);
 
+// One sum: of `rows` rows that begin `stride` floats apart, the first `cols` columns.
+struct PartialSum {
+  const float* from;
+  int64_t rows, cols, stride;
+  Output to;
+};
+
+// Two in one launch, each if it has somewhere to go.
+cudaError_t sum_partials(PartialSum first, PartialSum second, cudaStream_t stream);
+
 }  // namespace jaxnorm::cuda

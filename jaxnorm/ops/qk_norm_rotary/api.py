@@ -1,0 +1,127 @@
+"""The public function of rotary embedding with the norms of queries and keys."""
+
+from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxnorm.ops import checks
+from jaxnorm.ops.misuse import explained
+from jaxnorm.ops.options import Implementation
+from jaxnorm.ops.qk_norm_rotary import arguments
+from jaxnorm.ops.qk_norm_rotary.formula import Operands, QKNormRotary
+from jaxnorm.ops.qk_norm_rotary.op import QK_NORM_ROTARY
+from jaxnorm.sharding import dims
+
+NAME = "qk_norm_rotary"
+Normalize = bool | Literal["rms", "layer"]
+
+
+@explained
+def qk_norm_rotary(
+    q: Any,
+    k: Any,
+    q_scale: Any = None,
+    k_scale: Any = None,
+    positions: Any = None,
+    *,
+    cos: Any = None,
+    sin: Any = None,
+    theta: float = 10000.0,
+    frequencies: Any = None,
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
+    normalize: Normalize = True,
+    epsilon: float = 1e-6,
+    scale_offset: float = 0.0,
+    axis_of_heads: int = -2,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Normalises queries and keys over each head, and rotates pairs of their elements by the position of the token.
+
+        h = rms_norm(q, q_scale, ...)                     q itself with normalize=False
+        q = (h_a * cos - h_b * sin, h_b * cos + h_a * sin)       for each pair (a, b) of the first rotary_dim elements
+        cos, sin = cos(position * frequency), sin(position * frequency)
+
+    and k likewise. Elements beyond rotary_dim are not rotated. The i-th pair is (i, i + rotary_dim / 2), as in Llama,
+    NeoX and the model hubs, or with `interleaved` (2 i, 2 i + 1), as in RoFormer and GPT-J. All of it is computed in
+    float32 (in float64 where an operand is float64) and rounded once, at the end. It may be transformed and
+    differentiated as `rms_norm`. Gradients are those of q, k and the scales: positions, frequencies and tables have
+    none, which is zero. For a gradient q, k and one float32 for each head of a token are kept, two of LayerNorm, and
+    with normalize=False nothing but positions or tables.
+
+    Args:
+      q: floating-point array (..., tokens, heads, head size), or (..., heads, tokens, head size) with axis_of_heads=-3.
+        Before these may be any axes. One token may come without its axis, with positions.
+      k: array like q, with any number of heads.
+      q_scale, k_scale: factors of the norm of q and of k, of the head size, or (heads, head size); None is 1.
+      positions: integers or floats that broadcast against q's axes of tokens; None counts 0, 1, ... along the last of
+        these. In a `jax.shard_map` that splits the tokens, and where tokens are decoded, pass them.
+      cos, sin: in place of positions, tables with an element for each pair on the last axis, rotary_dim / 2, and before
+        it what broadcasts against the tokens. Of tables of rotary_dim elements, as models of the hubs pass them, the
+        first half is taken, or with `interleaved` every second element: the others are to be the same again.
+      theta: base of the frequencies, theta ** (-2 i / rotary_dim) of the i-th pair.
+      frequencies: array (rotary_dim / 2,) in place of theta's, as of Llama 3's scaling. A factor of cos and sin, as of
+        YaRN, is for tables.
+      rotary_dim: how many elements of each head are rotated, an even number; None is all.
+      interleaved: which elements are a pair.
+      normalize: True or "rms" is RMSNorm, "layer" LayerNorm, False neither.
+      epsilon, scale_offset: of the norms, as for `rms_norm`.
+      axis_of_heads: -2 or -3.
+      implementation: as for `rms_norm`. Kernels want q and k of one dtype. Under vmap over scales the formula runs.
+
+    Returns:
+      (q, k): arrays of the shapes and dtypes of q and k.
+
+    Raises:
+      ValueError: k, a scale, positions or a table has a shape that does not go with q's; one of cos and sin is missing,
+        or both come with positions or frequencies; a scale with normalize=False; rotary_dim is odd or longer than a
+        head; axis_of_heads is neither -2 nor -3; theta is not positive; otherwise as `rms_norm` does.
+      TypeError, RuntimeError: as `rms_norm` does.
+
+    Source: Su et al., RoFormer, 2021, https://arxiv.org/abs/2104.09864; norms of queries and keys: Henry et al.,
+    Query-Key Normalization for Transformers, 2020, https://arxiv.org/abs/2010.04245, and Dehghani et al., Scaling
+    Vision Transformers to 22 Billion Parameters, 2023, https://arxiv.org/abs/2302.05442.
+    """
+    options = Options(epsilon, scale_offset, normalize, axis_of_heads, implementation)
+    rotation = arguments.Rotation(positions, cos, sin, theta, frequencies, rotary_dim, interleaved)
+    spec, operands, chosen = _prepare(options, rotation, Operands(q, k, q_scale, k_scale))
+    q_out, k_out = QK_NORM_ROTARY(spec, operands, chosen)
+    return q_out, k_out
+
+
+class Options(NamedTuple):
+    """The keywords that are not about the rotation, as a caller gave them."""
+
+    epsilon: Any
+    scale_offset: Any
+    normalize: Any
+    axis_of_heads: Any
+    implementation: Any
+
+
+def _prepare(
+    options: Options, rotation: arguments.Rotation, arrays: Operands
+) -> tuple[QKNormRotary, Operands, Implementation | None]:
+    """The checked arguments: what is static, the operands, and the chosen implementation."""
+    choice = checks.check_implementation(NAME, options.implementation)
+    tokens = arguments.check_tokens(NAME, arrays.q, options.axis_of_heads)
+    q, k = tokens.q, arguments.check_k(NAME, arrays.k, tokens)
+    norm = arguments.check_normalize(NAME, options.normalize)
+    q_scale = arguments.check_scale(NAME, "q_scale", arrays.q_scale, q, tokens, norm)
+    k_scale = arguments.check_scale(NAME, "k_scale", arrays.k_scale, k, tokens, norm)
+    rotation = arguments.check_rotation(NAME, rotation, tokens)
+    tables = rotation.frequencies, rotation.cos, rotation.sin
+    spec = QKNormRotary(
+        norm=norm,
+        heads_axis=tokens.heads_axis,
+        rotary_dim=rotation.rotary_dim,
+        interleaved=rotation.interleaved,
+        epsilon=checks.check_epsilon(NAME, options.epsilon),
+        scale_offset=checks.check_scale_offset(NAME, options.scale_offset),
+        compute_dtype=dims.wide_dtype(a.dtype for a in (q, k, q_scale, k_scale, *tables) if a is not None),
+        out_dtype=np.dtype(q.dtype),
+        native_for=choice.native_for(NAME),
+    )
+    angles = arguments.angles_of(NAME, rotation, tokens, spec.compute_dtype)
+    return spec, Operands(q, k, q_scale, k_scale, **angles), choice.implementation

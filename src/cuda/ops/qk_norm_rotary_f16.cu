@@ -1,0 +1,5 @@
+#include "cuda/ops/qk_norm_rotary.cuh"
+
+namespace jaxnorm::cuda {
+template cudaError_t run_qk_norm_rotary<__half>(const QkNormRotaryForward&, bool, cudaStream_t);
+}  // namespace jaxnorm::cuda

@@ -1,0 +1,240 @@
+// The gradients of queries and keys that were normalised and turned.
+//
+// Each block goes through many tiles, as rotary_kernel's has one, with the sums over rows in registers. The row that
+// comes next is on its way meanwhile.
+#pragma once
+
+#include "cuda/engine/column_sums.cuh"
+#include "cuda/engine/partials.h"
+#include "cuda/engine/weight.cuh"
+#include "cuda/ops/norm_grad.cuh"
+#include "cuda/ops/rotary.cuh"
+
+namespace jaxnorm::cuda {
+
+// Tiles whose cosines and sines are computed together: between them no thread waits for another.
+constexpr int kTilesAtOnce = 4;
+
+// The blocks of q or of k: as in GradBlocks.
+struct GradTiles {
+  TilesLaunch tiles;
+  int64_t apart, blocks, of_blocks;  // of_blocks: tiles that as many blocks go through
+  int sums;
+  float* partials;
+};
+
+struct RotaryGradLaunch {
+  PairShape shape;
+  TurnsLaunch turns;
+  GradTiles q, k;
+  Divisor inner;
+  int64_t q_blocks;
+  int table_floats;  // of cosines and sines of so many tiles
+  float reciprocal_cols;
+};
+
+// A row on its way.
+template <Kind KIND, typename X, typename Tile>
+struct ComingRow {
+  PairRow<X, Tile> dy, x;
+  NormScalars<KIND> s;
+  int64_t row;
+  bool is_there;
+
+  template <typename Group>
+  __device__ __forceinline__ void read(const HeadsGrad& of, const Group& group, int64_t cols) {
+    dy.read(group, static_cast<const X*>(of.dy.data) + row * cols, is_there);
+    x.read(group, static_cast<const X*>(of.x.data) + row * cols, is_there);
+    s.rstd = is_there ? __ldg(of.rstd + row) : 0.0f;
+    if constexpr (NormScalars<KIND>::kLayer) s.mean = is_there ? __ldg(of.mean + row) : 0.0f;
+  }
+};
+
+// What a row's gradient is made of: x_hat and the cotangent of what was turned.
+template <Kind KIND, typename Tile>
+struct TurnedBack {
+  float x_hat[Tile::VECTORS][Tile::N], d[Tile::VECTORS][Tile::N];
+  NormScalars<KIND> s;
+  int64_t row;
+  bool is_there;
+
+  template <typename X, typename Group>
+  __device__ __forceinline__ void take(const ComingRow<KIND, X, Tile>& coming, const Group& group) {
+    s = coming.s;
+    row = coming.row;
+    is_there = coming.is_there;
+    for_each_vector<Tile>(group, [&](int vec, int col, int remaining) {
+      coming.dy.get(vec, col, remaining, d[vec]);
+      coming.x.get(vec, col, remaining, x_hat[vec]);
+      const NormScalars<KIND> own = s.within(remaining);
+#pragma unroll
+      for (int i = 0; i < Tile::N; ++i) x_hat[vec][i] = own.x_hat(x_hat[vec][i]);
+    });
+  }
+
+  template <typename X, typename Group>
+  __device__ __forceinline__ void finish(const RotaryGradLaunch& launch, const Output& dx, const Group& group,
+                                         const float* turns, const FloatWeight<Tile>& factor,
+                                         ColumnSums<Tile>& dscale) {
+    constexpr int K = NormScalars<KIND>::kSums;
+#pragma unroll
+    for (int vec = 0; vec < Tile::VECTORS; vec += 2)
+      turn_unit(launch.turns, turns, group, group.rank + vec / 2 * Tile::LANES, d[vec], d[vec + 1]);
+    Sums<K> sums{};
+#pragma unroll
+    for (int vec = 0; vec < Tile::VECTORS; ++vec)
+#pragma unroll
+      for (int i = 0; i < Tile::N; ++i) {
+        dscale.value[vec][i] = fmaf(d[vec][i], x_hat[vec][i], dscale.value[vec][i]);
+        d[vec][i] *= factor[vec][i];
+        sums.value[0] = fmaf(d[vec][i], x_hat[vec][i], sums.value[0]);
+        if (K == 2) sums.value[K - 1] += d[vec][i];
+      }
+    if (!dx.data) return;
+#pragma unroll
+    for (int k = 0; k < K; ++k) sums.value[k] = group.warp_sum(sums.value[k]);
+    const auto to_dx = s.dx(sums, launch.reciprocal_cols);
+    X* const out = static_cast<X*>(dx.data) + row * group.end;
+    for_each_vector<Tile>(group, [&](int vec, int col, int remaining) {
+#pragma unroll
+      for (int i = 0; i < Tile::N; ++i) d[vec][i] = to_dx(d[vec][i], x_hat[vec][i]);
+      store<Tile::ALIGNED>(out + col, pack<X>(d[vec]), is_there ? remaining : 0);
+    });
+  }
+};
+
+// Blocks of a multiprocessor: a thread with many elements needs more registers.
+template <typename Tile>
+constexpr int kGradResidency = Tile::VECTORS > 4   ? 2
+                               : Tile::VECTORS > 2 ? 3
+                                                   : 4;
+
+template <Kind KIND, typename X, typename Tile>
+__global__ void __launch_bounds__(kRotaryThreads, kGradResidency<Tile>)
+    rotary_grad_kernel(const __grid_constant__ QkNormRotaryBackward p,
+                       const __grid_constant__ RotaryGradLaunch launch) {
+  int64_t index = blockIdx.x;
+  const bool is_q = index < launch.q_blocks;
+  if (!is_q) index -= launch.q_blocks;
+  const HeadsGrad of = is_q ? p.q : p.k;
+  const GradTiles own = is_q ? launch.q : launch.k;
+  const PairGroup<Tile::LANES> group(launch.shape);
+  const bool apart = own.apart > 1 || of.has_scale_per_head;
+  // Of a token's tiles a block has one, always the same, or any.
+  const int64_t column = apart ? own.tiles.count.quotient(index) : index;
+  const int own_tile = apart ? static_cast<int>(index - column * own.apart) : 0;
+  const auto token_tile_of = [&](int64_t tile) { return apart ? tile : own.tiles.count.quotient(tile); };
+
+  // This thread group's row of a tile. From the last tile to the first, see RowsLaunch::backwards; negative beyond.
+  int64_t tile = own.of_blocks - 1 - column;
+  ComingRow<KIND, X, Tile> coming;
+  const auto read = [&] {
+    const int64_t token_tile = token_tile_of(tile);
+    const int head_tile = apart ? own_tile : static_cast<int>(tile - token_tile * own.tiles.count.value);
+    const PlaceOfRow place(own.tiles, head_tile, group.place);
+    const int64_t token = token_tile * own.tiles.tile_tokens + place.token_of_tile;
+    coming.is_there = tile >= 0 && token < p.tokens && place.head < own.tiles.heads;
+    coming.row = place.row(own.tiles, launch.inner, token);
+    coming.read(of, group, p.cols);
+  };
+  read();
+
+  const PlaceOfRow place(own.tiles, own_tile, group.place);
+  const bool has_scale = of.scale.data && (!apart || place.head < own.tiles.heads);
+  FloatWeight<Tile> factor(group, has_scale ? from(of.scale, apart ? place.head * p.cols : 0) : Input{});
+  factor.arrive(p.scale_offset, 1.0f);
+  ColumnSums<Tile> dscale;
+  float* table = reinterpret_cast<float*>(dynamic_shared());
+  float* other = table + launch.table_floats;
+  while (tile >= 0) {
+    // Nobody reads this table any more: the block has met since.
+    launch.turns.fill(table, kTilesAtOnce * own.tiles.tile_tokens, [&](int i) {
+      const int step = i / own.tiles.tile_tokens, at = i - step * own.tiles.tile_tokens;
+      const int64_t later = tile - step * own.blocks;
+      return later >= 0 ? token_tile_of(later) * own.tiles.tile_tokens + at : p.tokens;
+    });
+    __syncthreads();
+#pragma unroll 1
+    for (int step = 0; step < kTilesAtOnce && tile >= 0; ++step) {
+      TurnedBack<KIND, Tile> row;
+      row.take(coming, group);
+      tile -= own.blocks;
+      read();
+      const float* const turns = launch.turns.of_token(table, step * own.tiles.tile_tokens + place.token_of_tile);
+      row.template finish<X>(launch, of.dx, group, turns, factor, dscale);
+    }
+    float* const next = other;
+    other = table;
+    table = next;
+  }
+  if (!of.dscale.data) return;
+  __syncthreads();
+  dscale.write(group, kRotaryThreads / Tile::LANES, own.sums, 0, reinterpret_cast<float*>(dynamic_shared()),
+               own.partials + index * own.sums * p.cols);
+}
+
+// Where sums of as many blocks have room. Null: nowhere.
+struct GradPartials {
+  GradPlan plan;
+  float *q, *k;
+};
+
+inline cudaError_t make_partials(const QkNormRotaryBackward& p, const HeadTiles& q, const HeadTiles& k,
+                                 GradPartials& partials) {
+  for (int64_t at_once = kRotaryGradBlocks; at_once > 0; at_once /= 2) {
+    partials.plan = make_rotary_grad_plan(p, q, k, at_once);
+    const int64_t of_q = p.q.dscale ? partials.plan.q.floats(p.cols) : 0;
+    const int64_t of_k = p.k.dscale ? partials.plan.k.floats(p.cols) : 0;
+    partials.q = p.workspace.data;
+    partials.k = p.workspace.data + of_q;
+    if (of_q + of_k <= p.workspace.floats) return cudaSuccess;
+  }
+  return cudaErrorMemoryAllocation;
+}
+
+inline PartialSum partial_sum(const HeadsGrad& of, const HeadTiles& tiles, const GradBlocks& blocks, int64_t cols,
+                              const float* from) {
+  if (!of.has_scale_per_head) return {from, blocks.apart * blocks.blocks, cols, cols, of.dscale};
+  return {from, blocks.blocks, of.heads * cols, tiles.count * tiles.heads * cols, of.dscale};
+}
+
+template <typename X>
+cudaError_t run_qk_norm_rotary_grad(const QkNormRotaryBackward& p, cudaStream_t stream) {
+  constexpr int N = kVector<X>;
+  const RotaryTiling tiling = make_rotary_tiling(kDtype<X>, p.cols, p.rotation.dim, p.rotation.interleaved);
+  const bool aligned = are_aligned<N>(p.q.dy, p.q.x, p.q.dx, p.q.scale, p.k.dy, p.k.x, p.k.dx, p.k.scale);
+  const auto heads_of = [](const HeadsGrad& of) { return of.dx || of.dscale ? of.heads : 0; };
+  const HeadTiles q = make_head_tiles(heads_of(p.q), p.inner, tiling.groups());
+  const HeadTiles k = make_head_tiles(heads_of(p.k), p.inner, tiling.groups());
+  GradPartials partials;
+  if (const cudaError_t error = make_partials(p, q, k, partials); error != cudaSuccess) return error;
+  const auto tiles_of = [](const HeadsGrad& of, const HeadTiles& tiles, const GradBlocks& blocks, float* to) {
+    return GradTiles{
+        TilesLaunch(tiles, of.heads), blocks.apart, blocks.blocks, blocks.tiles, static_cast<int>(blocks.sums), to};
+  };
+  const int64_t q_blocks = partials.plan.q.apart * partials.plan.q.blocks;
+  const int64_t k_blocks = partials.plan.k.apart * partials.plan.k.blocks;
+  if (q_blocks + k_blocks > 0) {
+    RotaryGradLaunch launch{make_pair_shape(tiling, p.cols, p.rotation),
+                            TurnsLaunch(p.rotation, p.tokens, true),
+                            tiles_of(p.q, q, partials.plan.q, partials.q),
+                            tiles_of(p.k, k, partials.plan.k, partials.k),
+                            Divisor(p.inner),
+                            q_blocks,
+                            0,
+                            1.0f / static_cast<float>(p.cols)};
+    launch.table_floats = kTilesAtOnce * std::max(q.tokens, k.tokens) * launch.turns.floats_of_token();
+    const int64_t shared = int64_t{4} * std::max<int64_t>(2 * launch.table_floats, tiling.groups() * p.cols);
+    const cudaError_t error = with_pair_tiling<X>(tiling, aligned, [&](auto tile) {
+      using Tile = decltype(tile);
+      const auto kernel =
+          p.norm == HeadNorm::rms ? rotary_grad_kernel<Kind::rms, X, Tile> : rotary_grad_kernel<Kind::layer, X, Tile>;
+      return launch_rotary(kernel, tiling, q_blocks + k_blocks, shared, stream, p, launch);
+    });
+    if (error != cudaSuccess) return error;
+  }
+  return sum_partials(partial_sum(p.q, q, partials.plan.q, p.cols, partials.q),
+                      partial_sum(p.k, k, partials.plan.k, p.cols, partials.k), stream);
+}
+
+}  // namespace jaxnorm::cuda

@@ -1,0 +1,293 @@
+"""Cross-entropy: labels, what losses are made of, masks, classes that are split, and the gradient's memory."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import assert_near, bits, draw, draw_x
+from coverage import cover
+from hlo import collectives, count_native_calls, lowered_calls
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from meshes import mesh_of
+from native import is_platform_with_kernels
+
+import jaxnorm
+
+cross_entropy = jaxnorm.softmax_cross_entropy_with_integer_labels
+DIMS = (3, 4, 10)
+OPTIONS = {
+    "none": {},
+    "smoothing": {"label_smoothing": 0.2},
+    "z_loss": {"z_loss": 1e-2},
+    "all": {"label_smoothing": 0.1, "z_loss": 1e-2, "logit_scale": 0.7, "soft_cap": 3.0, "ignore_index": 5},
+}
+options = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+
+
+def labels_of(dims):
+    return jnp.asarray(np.random.default_rng(7).integers(0, dims[-1], dims[:-1]), jnp.int32)
+
+
+def formula(
+    logits, labels, *, where=None, label_smoothing=0.0, z_loss=0.0, logit_scale=1.0, soft_cap=None, ignore_index=None
+):
+    """As Optax has it, with the targets in full, beside what trainers add."""
+    z = logits * logit_scale
+    z = z if soft_cap is None else soft_cap * jnp.tanh(z / soft_cap)
+    counts = jnp.broadcast_to(True if where is None else where, z.shape)
+    targets = (1 - label_smoothing) * jax.nn.one_hot(labels, z.shape[-1])
+    targets += label_smoothing * counts / counts.sum(-1, keepdims=True)
+    log_total = jax.nn.logsumexp(z, -1, where=counts)
+    losses = log_total - (targets * z).sum(-1) + z_loss * log_total**2
+    return losses if ignore_index is None else jnp.where(labels == ignore_index, 0, losses)
+
+
+def derivatives(function, x):
+    """The losses, their tangents, and the gradient of both."""
+
+    def of_both(x):
+        return jax.jvp(function, [x], [jnp.cos(x)])
+
+    return of_both(x), jax.grad(lambda x: sum(jnp.sin(y).sum() for y in of_both(x)))(x)
+
+
+def assert_alike(ours, theirs, x):
+    assert_near(*(jax.jit(partial(derivatives, function))(x) for function in (ours, theirs)))
+
+
+@options
+@pytest.mark.parametrize("mask", [None, (10,), (4, 1), (3, 1, 10)], ids=str)
+def test_the_formula(options, mask):
+    x, labels = draw_x(DIMS), labels_of(DIMS)
+    given = dict(options)
+    if mask is not None:
+        given["where"] = (draw("where", mask) > 0) | (jnp.arange(mask[-1]) % 3 == 0)
+    assert_alike(*(lambda x, f=f: f(x, labels, **given) for f in (cross_entropy, formula)), x)
+
+
+@options
+def test_second_derivatives(options):
+    x, labels = draw_x((2, 10)), labels_of((2, 10))
+
+    def hessian(function):
+        return jax.jit(jax.hessian(lambda x: jnp.sin(function(x, labels, **options)).sum()))(x)
+
+    assert_near(hessian(cross_entropy), hessian(formula))
+
+
+@options
+@pytest.mark.parametrize("axis", [0, 1])
+def test_another_axis(options, axis):
+    x, labels = draw_x(DIMS), labels_of(DIMS)
+    moved = jnp.moveaxis(x, -1, axis)
+    assert_near(cross_entropy(moved, labels, axis=axis, **options), formula(x, labels, **options))
+
+
+# Each operand with an axis of examples, or two of them.
+@cover(axes=[(0, None, None), (1, 0, None), (None, 1, None), (2, 1, 0), (0, None, 1)], what=["losses", "gradient"])
+def test_vmap(axes, what):
+    args = draw_x(DIMS), labels_of(DIMS), (draw("where", (4, 10)) > 0) | (jnp.arange(10) == 2)
+    others = jnp.sin(args[0]), (args[1] + 3) % 10, args[2] | (jnp.arange(10) == 5)
+    examples = [a if at is None else jnp.stack([a, b], at) for a, b, at in zip(args, others, axes, strict=True)]
+
+    def of(function):
+        def losses(x, labels, where):
+            return function(x, labels, where=where, label_smoothing=0.1)
+
+        def loss(*args):
+            return jnp.sin(losses(*args)).sum()
+
+        return jax.jit(jax.vmap(losses if what == "losses" else jax.grad(loss), axes))(*examples)
+
+    assert_near(of(cross_entropy), of(formula))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "int32", "uint32", "int64", "uint64"])
+def test_labels_of_every_dtype(dtype):
+    x = draw_x((6, 300))
+    labels = np.asarray([0, 1, 2, 100, 126, 127], dtype)
+    with jax.enable_x64(True):
+        losses = cross_entropy(x, labels)
+    np.testing.assert_array_equal(losses, cross_entropy(x, labels.astype("int32")))
+
+
+# Never out of bounds, also where 32 bits would make another number of it.
+@pytest.mark.parametrize("label", [-1, -100, 10, 2**31 - 1, -(2**31), 2**32, 2**32 + 3, -(2**32) + 3])
+def test_a_label_that_names_no_class(label):
+    x = draw_x((4, 10))
+    with jax.enable_x64(True):
+        labels = jnp.asarray([1, label, 3, 4], "int64")
+        losses, dx = jax.jit(jax.value_and_grad(lambda x: cross_entropy(x, labels).sum()))(x)
+        rows = jax.jit(cross_entropy)(x, labels)
+    assert np.isnan(losses)
+    assert np.isnan(rows).tolist() == [False, True, False, False]
+    assert np.isfinite(dx).all()
+
+
+def test_an_ignored_row_leaves_no_trace():
+    x = draw_x((4, 10))
+    labels = jnp.asarray([1, -100, 3, -7])
+    losses, dx = jax.jit(
+        lambda x: (
+            cross_entropy(x, labels, ignore_index=-100),
+            jax.grad(lambda x: cross_entropy(x, labels, ignore_index=-100, z_loss=1e-3)[:3].sum())(x),
+        )
+    )(x)
+    assert losses[1] == 0
+    assert np.isnan(losses[3])
+    assert not dx[1].any()
+
+
+def test_a_row_without_classes_has_no_loss():
+    x, labels = draw_x((3, 10)), labels_of((3, 10))
+    where = jnp.asarray([True, False, True])[:, None]
+    step = jax.value_and_grad(lambda x: cross_entropy(x, labels, where=where, z_loss=1.0, label_smoothing=0.3).sum())
+    loss, dx = jax.jit(step)(x)
+    assert cross_entropy(x, labels, where=where)[1] == 0
+    assert np.isfinite(loss)
+    assert not dx[1].any()
+
+
+# A class that does not count and is the label's: its own logit is in the loss, and has a gradient.
+def test_a_label_that_does_not_count():
+    x, where = draw_x((1, 10)), jnp.arange(10) != 3
+    assert_alike(*(lambda x, f=f: f(x, jnp.asarray([3]), where=where) for f in (cross_entropy, formula)), x)
+
+
+def test_infinities():
+    x = jnp.zeros((4, 6)).at[0, 2].set(-jnp.inf).at[1, 1].set(-jnp.inf).at[2, 3].set(jnp.inf).at[3].set(-jnp.inf)
+    losses = cross_entropy(x, jnp.ones(4, "int32"))
+    np.testing.assert_allclose(losses[0], np.log(5), rtol=1e-6)
+    assert losses[1] == np.inf
+    assert np.isnan(losses[2:]).all()
+
+
+@cover(cols=[1, 50_257, 151_936, 262_144, 1_000_003], dtype=["float32", "bfloat16"])
+def test_large_vocabularies(cols, dtype):
+    x, label = draw_x((3, cols), dtype), jnp.asarray([0, cols // 2, cols - 1])
+    z = np.asarray(x, np.float64)
+    top = z.max(-1)
+    expected = top + np.log(np.exp(z - top[:, None]).sum(-1)) - z[range(3), label]
+    np.testing.assert_allclose(jax.jit(cross_entropy)(x, label), expected, rtol=1e-6, atol=1e-6 * (cols == 1))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+def test_the_dtype_of_losses(dtype):
+    with jax.enable_x64(dtype == "float64"):
+        x = draw_x((2, 8)).astype(dtype)
+        losses, dx = jax.value_and_grad(lambda x: cross_entropy(x, jnp.zeros(2, "int32")).sum())(x)
+    assert (losses.dtype, dx.dtype) == ("float64" if dtype == "float64" else "float32", dtype)
+
+
+def projected(hidden, kernel, labels):
+    return cross_entropy(hidden @ kernel, labels).mean()
+
+
+def hidden_and_kernel(rows=256, cols=8192):
+    return jax.ShapeDtypeStruct((rows, 64), "float32"), jax.ShapeDtypeStruct((64, cols), "float32")
+
+
+GRADIENT = "jaxnorm_cross_entropy_bwd"
+
+
+@pytest.mark.kernels
+def test_the_gradient_takes_the_place_of_computed_logits():
+    args = *hidden_and_kernel(), jax.ShapeDtypeStruct((256,), "int32")
+    (call,) = lowered_calls(jax.grad(projected), GRADIENT, *args)
+    assert "output_operand_alias" in call
+    compiled = jax.jit(jax.grad(projected)).lower(*args).compile()
+    # One array of logits, and what is computed for each row.
+    assert compiled.memory_analysis().temp_size_in_bytes < 1.1 * 4 * 256 * 8192
+
+
+# XLA would copy what is not the program's to overwrite.
+@pytest.mark.kernels
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint, jax.jit], ids=["call", "checkpoint", "jit"])
+@pytest.mark.parametrize("dims", [(256, 8192), (2, 128, 8192)], ids=str)
+def test_the_gradient_of_an_argument_has_its_own_place(wrap, dims):
+    labels = jnp.zeros(256, "int32")
+    function = jax.grad(wrap(lambda x: cross_entropy(x.reshape(256, 8192), labels).mean()))
+    x = jax.ShapeDtypeStruct(dims, "float32")
+    (call,) = lowered_calls(function, GRADIENT, x)
+    assert "output_operand_alias" not in call
+    compiled = jax.jit(function).lower(x).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.1 * 4 * 256 * 8192
+
+
+# They are copied first.
+def test_logits_that_are_needed_afterwards():
+    hidden, kernel, labels = draw("h", (16, 8)), draw("k", (8, 40)), labels_of((16, 40))
+
+    def loss(kernel):
+        logits = hidden @ kernel
+        return cross_entropy(logits, labels).mean(), logits
+
+    (_, logits), _ = jax.jit(jax.value_and_grad(loss, has_aux=True))(kernel)
+    np.testing.assert_allclose(logits, hidden @ kernel, rtol=1e-5)
+
+
+# Classes that a shard_map splits: each device has a part of the labels' numbers.
+@pytest.mark.several
+@options
+@pytest.mark.parametrize("has_mask", [False, True])
+def test_classes_over_devices(devices, options, has_mask):
+    mesh = mesh_of(devices, AxisType.Auto)
+    x, labels = draw_x((8, 4, 16)), labels_of((8, 4, 16))
+    where = ((draw("where", (4, 16)) > 0) | (jnp.arange(16) == 9)).at[1].set(False) if has_mask else None
+    smoothing = options.get("label_smoothing", 0) > 0
+
+    def split(x, labels, where):
+        return cross_entropy(x, labels, where=where, axis_name="b", **options)
+
+    specs = P("a", None, "b"), P("a"), P(None, "b")
+    sharded = jax.shard_map(split, mesh=mesh, in_specs=specs, out_specs=P("a"))
+
+    def step(function):
+        return jax.jit(jax.value_and_grad(lambda x: jnp.sin(function(x)).sum()))
+
+    ours = step(lambda x: sharded(x, labels, where))
+    assert_near(*map(jax.device_get, (ours(x), step(lambda x: cross_entropy(x, labels, where=where, **options))(x))))
+    assert "all-gather" not in collectives(ours.lower(x).compile().as_text())
+    if is_platform_with_kernels():
+        calls = count_native_calls(ours.lower(x).compile().as_text())
+        assert calls == {"jaxnorm_cross_entropy_fwd": 1, GRADIENT: 1}
+    rows = 8 * 4 // mesh.shape["a"]
+    exchanged = collectives(step(lambda x: sharded(x, labels, None)).lower(x).compile().as_text())
+    # The maximum, the sum, the label's logit and where it is wanted the sum of logits; and the loss of all.
+    assert exchanged == {"all-reduce": 4 * (3 + smoothing) * rows + 4}
+
+
+# A partition by XLA, with masks; labels are whole on each device.
+@pytest.mark.several
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("spec", [P("a"), P("a", None, "b"), P(None, None, ("a", "b"))], ids=str)
+def test_on_a_mesh(devices, axis_type, spec):
+    mesh = mesh_of(devices, axis_type)
+    x, labels = draw_x((8, 4, 32)), labels_of((8, 4, 32))
+    where = (draw("where", (4, 32)) > 0) | (jnp.arange(32) == 9)
+    step = jax.value_and_grad(lambda x: jnp.sin(cross_entropy(x, labels, where=where, **OPTIONS["all"])).sum())
+    expected = jax.device_get(jax.jit(step)(x))
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(step).lower(jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))).compile()
+        assert_near(jax.device_get(compiled(jax.device_put(x, jax.sharding.NamedSharding(mesh, spec)))), expected)
+    assert "all-gather" not in collectives(compiled.as_text())
+
+
+@pytest.mark.several
+def test_labels_that_are_sharded_unlike_logits(devices):
+    mesh = mesh_of(devices, AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        x, labels = draw_x((8, 4, 16)), labels_of((8, 4, 16))
+        x, labels = jax.device_put(x, P("a")), jax.device_put(labels, P(None, "b"))
+        with pytest.raises(ValueError, match=r"labels is sharded as .*'b'.* expected .*'a'.* Reshard"):
+            cross_entropy(x, labels)
+
+
+def test_a_row_has_its_bits_wherever_its_label_is():
+    x = jnp.tile(draw_x((1, 100)), (5, 1))
+    labels = jnp.asarray([3, 3, 99, 0, 3])
+    losses = jax.jit(cross_entropy)(x, labels)
+    assert bits(losses[0]) == bits(losses[1]) == bits(losses[4])

@@ -1,0 +1,224 @@
+"""Softmax and log-softmax: masks of every form, causal ones, axes, and long rows."""
+
+import itertools
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import DTYPES, assert_near, bits, draw, draw_x
+from coverage import cover
+from hlo import collectives, compiled_text, count_native_calls, lowered_calls
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from meshes import mesh_of, placed
+from native import is_platform_with_kernels
+
+import jaxnorm
+
+OURS = {"softmax": jaxnorm.softmax, "log_softmax": jaxnorm.log_softmax}
+THEIRS = {"softmax": jax.nn.softmax, "log_softmax": jax.nn.log_softmax}
+names = pytest.mark.parametrize("name", OURS)
+DIMS = (2, 3, 2, 3, 5)
+
+
+def finite(function):
+    """The function, with 0 in place of the logarithm of 0."""
+
+    def with_zeros(*args, **options):
+        y = function(*args, **options)
+        return jnp.where(y == -jnp.inf, 0, y)
+
+    return with_zeros
+
+
+def derivatives(function, x):
+    """The result, its tangent, and the gradient of that, in which the gradient of the result is, too."""
+
+    def of_both(x):
+        return jax.jvp(function, [x], [jnp.cos(x)])
+
+    return of_both(x), jax.grad(lambda x: sum(jnp.sin(y).sum() for y in of_both(x)))(x)
+
+
+def assert_alike(name, x, ours=None, theirs=None):
+    functions = partial(OURS[name], **ours or {}), partial(THEIRS[name], **(theirs or ours or {}))
+    assert_near(*(jax.jit(partial(derivatives, finite(function)))(x) for function in functions))
+
+
+def mask_of(shape):
+    """One that leaves something of each row."""
+    return (draw("where", shape) > 0) | (jnp.arange(shape[-1]) % 3 == 0)
+
+
+@names
+@pytest.mark.parametrize("axis", [-1, 1, (0, 2)], ids=str)
+def test_over_any_axes(name, axis):
+    assert_alike(name, draw_x((4, 6, 5)), {"axis": axis})
+    where = mask_of((4, 6, 5)).at[0].set(True).at[:, 0].set(True)
+    assert_alike(name, draw_x((4, 6, 5)), {"axis": axis, "where": where})
+
+
+# Of each axis all or one, so that rows of a mask differ along up to three runs of x's axes.
+@names
+def test_masks_of_every_form(name):
+    x = draw_x(DIMS)
+    masks = [
+        mask_of(tuple(n if whole else 1 for n, whole in zip(DIMS, (*some, True), strict=True)))
+        for some in itertools.product((False, True), repeat=len(DIMS) - 1)
+    ]
+    masks += [mask_of((2, 1, 2, 1, 1)), mask_of((3, 5)), jnp.asarray(True)]
+
+    def of_all(function, x):
+        def results(x):
+            return [finite(function)(x, where=where) for where in masks]
+
+        return results(x), jax.grad(lambda x: sum(jnp.sin(y).sum() for y in results(x)))(x)
+
+    assert_near(*(jax.jit(partial(of_all, functions[name]))(x) for functions in (OURS, THEIRS)))
+
+
+@names
+@cover(shape=[(2, 5, 5), (2, 7, 4), (3, 4, 9), (2, 3, 33, 40), (5, 1)], with_where=[False, True])
+def test_causal(name, shape, with_where):
+    x = draw_x(shape)
+    tril = jnp.tril(jnp.ones(shape[-2:], bool))
+    given = {"where": mask_of(shape)} if with_where else {}
+    assert_alike(name, x, {"causal": True, **given}, {"where": tril & given.get("where", True)})
+
+
+def test_causal_is_that_of_attention():
+    q, k = draw("q", (1, 6, 1, 8)), draw("k", (1, 8, 1, 8))
+    v = jnp.eye(8)[None, :, None]  # so the result is what values are weighted by
+    expected = jax.nn.dot_product_attention(q, k, v, is_causal=True)[0, :, 0]
+    scores = (q[0, :, 0] @ k[0, :, 0].T)[None]
+    assert_near(jaxnorm.softmax(scores, scale=8**-0.5, causal=True)[0], expected)
+
+
+@names
+def test_rows_of_which_nothing_counts(name):
+    x = draw_x((3, 40)).at[1].set(jnp.nan)
+    where = jnp.asarray([True, False, True])[:, None]
+    y, dx = jax.jit(lambda x: (OURS[name](x, where=where), jax.vjp(partial(OURS[name], where=where), x)[1](x)[0]))(x)
+    np.testing.assert_array_equal(y[1], 0 if name == "softmax" else -jnp.inf)
+    np.testing.assert_array_equal(dx[1] if name == "log_softmax" else y[1] * 0, jnp.zeros(40))
+    assert np.isfinite(y[0]).all()
+
+
+# What is masked may be anything.
+@names
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_does_not_count_is_not_seen(name, value):
+    where = jnp.arange(37) % 4 != 1
+    x = draw_x((5, 37))
+    spoilt = jnp.where(where, x, value)
+    function = jax.jit(lambda x: OURS[name](x, where=where))
+    assert bits(function(spoilt)) == bits(function(x))
+    gradient = jax.jit(jax.grad(lambda x: jnp.sin(finite(function)(x)).sum()))
+    assert_near(gradient(spoilt), gradient(x))
+
+
+@names
+def test_infinities(name):
+    x = jnp.stack([jnp.full(9, -jnp.inf), jnp.arange(9.0).at[4].set(jnp.inf), jnp.arange(9.0).at[4].set(-jnp.inf)])
+    np.testing.assert_allclose(OURS[name](x), THEIRS[name](x), rtol=2e-6)
+
+
+@cover(cols=[1, 50_257, 151_936, 262_144, 2**20, 1_000_003], dtype=DTYPES)
+def test_long_rows_sum_to_one(cols, dtype):
+    y = jax.jit(partial(jaxnorm.softmax, out_dtype="float32"))(draw_x((2, cols), dtype))
+    np.testing.assert_allclose(np.asarray(y, np.float64).sum(-1), 1, rtol=2e-6)
+
+
+# Rows far from 0, and a scale that makes them so.
+@names
+@pytest.mark.parametrize("offset", [-1e4, 1e4, 3e38])
+def test_rows_far_from_zero(name, offset):
+    x = draw_x((4, 200)) if abs(offset) < 1e38 else jnp.zeros((4, 200))
+    x = x + offset
+    np.testing.assert_allclose(OURS[name](x), THEIRS[name](x - x.max(-1, keepdims=True)), rtol=2e-6, atol=1e-30)
+
+
+@names
+def test_a_scale_is_a_factor(name):
+    x = draw_x((4, 50))
+    assert_near(OURS[name](x, scale=-0.3), THEIRS[name](-0.3 * x))
+
+
+# Over each axis of x and of a mask that has an axis of its own, alone and together.
+@names
+@cover(axes=[(0, None), (2, None), (None, 0), (None, 2), (0, 2), (2, 0)], causal=[False, True])
+def test_vmap(name, axes, causal):
+    x_axis, where_axis = axes
+    x, where = draw_x((4, 3, 6)), mask_of((4, 1, 6))
+    xs = x if x_axis is None else jnp.stack([x, jnp.sin(x)], x_axis)
+    wheres = where if where_axis is None else jnp.stack([where, where | (jnp.arange(6) == 1)], where_axis)
+
+    def of(function):
+        def loss(x, where):
+            return jnp.sin(finite(function)(x, where)).sum()
+
+        return jax.jit(jax.vmap(jax.value_and_grad(loss), (x_axis, where_axis)))(xs, wheres)
+
+    def expected(x, where):
+        return THEIRS[name](x, where=where & (jnp.tril(jnp.ones((3, 6), bool)) | (not causal)))
+
+    assert_near(of(lambda x, where: OURS[name](x, where=where, causal=causal)), of(expected))
+
+
+# A mask without the batch stays as small as it is.
+@pytest.mark.kernels
+@names
+def test_vmap_repeats_no_mask(name):
+    x, where = draw_x((8, 4, 16)), mask_of((16,))
+    (call,) = lowered_calls(jax.vmap(partial(OURS[name], where=where)), f"jaxnorm_{name}_fwd", x)
+    assert "tensor<1x1x16xi1>" in call
+
+
+@names
+@pytest.mark.parametrize("options", [{"causal": True}, {"where": True}], ids=str)
+def test_a_masked_gradient_is_one_call_each_way(name, options):
+    if "where" in options:
+        options = {"where": mask_of((3, 1, 16))}
+    text = compiled_text(jax.grad(lambda x: jnp.sin(finite(OURS[name])(x, **options)).sum()), draw_x((3, 8, 16)))
+    calls = {f"jaxnorm_{name}_{way}": 1 for way in ("fwd", "bwd")} if is_platform_with_kernels() else {}
+    assert count_native_calls(text) == calls
+
+
+# Queries, keys and masks that are split over devices: each has the lengths of its own queries.
+@pytest.mark.several
+@names
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("spec", [P("a", "b"), P(None, "a"), P(None, None, "b"), P("a", None, "b")], ids=str)
+def test_a_causal_mask_on_a_mesh(devices, name, axis_type, spec):
+    mesh = mesh_of(devices, axis_type)
+    x, where = draw_x((8, 16, 24)), mask_of((8, 1, 24))
+    step = jax.value_and_grad(lambda x, where: jnp.sin(finite(OURS[name])(x, where=where, causal=True)).sum())
+    expected = jax.jit(step)(x, where)
+    with jax.set_mesh(mesh):
+        args = placed(mesh, (x, where), (spec, P(spec[0], None, *spec[2:])))
+        compiled = jax.jit(step).lower(*args).compile()
+        assert_near(jax.device_get(compiled(*args)), jax.device_get(expected), atol=1e-4)
+    assert "all-gather" not in collectives(compiled.as_text())
+
+
+@pytest.mark.several
+@names
+@pytest.mark.parametrize("implementation", [None, "jnp"])
+def test_masks_in_a_shard_map_over_columns(devices, name, implementation):
+    mesh = mesh_of(devices, AxisType.Auto)
+    x, where = draw_x((8, 6, 16)), mask_of((8, 1, 16)).at[0].set(False)
+    options = {"causal": True, "implementation": implementation}
+
+    def split(x, where):
+        return finite(OURS[name])(x, where=where, axis_name="b", **options)
+
+    specs = P("a", None, "b"), P("a", None, "b")
+    sharded = jax.shard_map(split, mesh=mesh, in_specs=specs, out_specs=specs[0])
+    whole = finite(partial(OURS[name], **options))
+
+    def results(function):
+        return jax.device_get(jax.jit(jax.value_and_grad(lambda x: jnp.sin(function(x)).sum()))(x))
+
+    assert_near(results(lambda x: sharded(x, where)), results(lambda x: whole(x, where=where)), atol=1e-4)
