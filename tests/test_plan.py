@@ -120,8 +120,12 @@ def test_there_is_room_to_count_tickets(cuda, kind, dtype, max_cluster):
         return vectors and cuda.plan("forward", kind, dtype, cols, max_cluster)["regime"] == "cluster per row"
 
     dynamic = {cols for cols in LENGTHS if is_dynamic(cols)}
-    counted = {cols for cols in LENGTHS if cuda.workspace(f"jaxnorm_{kind}_norm_fwd", dtype, cols) != (0, 0)}
-    assert dynamic == counted if max_cluster == 16 else dynamic <= counted
+
+    def counted(target):
+        return {cols for cols in LENGTHS if cuda.workspace(f"jaxnorm_{target}_fwd", dtype, cols) != (0, 0)}
+
+    for target in (f"{kind}_norm", *(("softmax", "log_softmax") if kind == "rms" else ())):
+        assert dynamic == counted(target) if max_cluster == 16 else dynamic <= counted(target)
 
 
 # Kernels with gates have no other way.

@@ -41,5 +41,6 @@ WorkspaceSize gated_norm_backward_workspace(const WorkspaceQuery& query);
 WorkspaceSize sandwich_norm_forward_workspace(const WorkspaceQuery& query);
 WorkspaceSize sandwich_norm_backward_workspace(const WorkspaceQuery& query);
 WorkspaceSize qk_norm_rotary_backward_workspace(const WorkspaceQuery& query);
+WorkspaceSize softmax_forward_workspace(const WorkspaceQuery& query);
 
 }  // namespace jaxnorm::cuda

@@ -20,7 +20,7 @@ struct NoWorkspaces {
   template <Kind kind>
   static constexpr WorkspaceFunction* norm = nullptr;
   static constexpr WorkspaceFunction *norm_grad = nullptr, *gated_norm_grad = nullptr, *qk_norm_rotary_grad = nullptr;
-  static constexpr WorkspaceFunction *sandwich_norm = nullptr, *sandwich_norm_grad = nullptr;
+  static constexpr WorkspaceFunction *sandwich_norm = nullptr, *sandwich_norm_grad = nullptr, *softmax = nullptr;
 };
 
 template <class Workspaces>
@@ -32,8 +32,8 @@ inline constexpr std::tuple kOps{
     Row{"jaxnorm_gated_rms_norm_fwd", read_gated_norm},
     Row{"jaxnorm_rms_norm_add_rms_norm_fwd", read_sandwich_norm, Workspaces::sandwich_norm},
     Row{"jaxnorm_qk_norm_rotary_fwd", read_qk_norm_rotary},
-    Row{"jaxnorm_softmax_fwd", read_softmax<false>},
-    Row{"jaxnorm_log_softmax_fwd", read_softmax<true>},
+    Row{"jaxnorm_softmax_fwd", read_softmax<false>, Workspaces::softmax},
+    Row{"jaxnorm_log_softmax_fwd", read_softmax<true>, Workspaces::softmax},
     Row{"jaxnorm_cross_entropy_fwd", read_cross_entropy},
     Row{"jaxnorm_rms_norm_bwd", read_norm_grad<Kind::rms>, Workspaces::norm_grad},
     Row{"jaxnorm_layer_norm_bwd", read_norm_grad<Kind::layer>, Workspaces::norm_grad},

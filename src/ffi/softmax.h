@@ -30,6 +30,7 @@ SoftmaxForward read_softmax(Reader& in) {
   p.y = in.result("y", rows.x);
   in.require(is_supported(p.x.dtype, p.y.dtype), "x and y have different dtypes and neither is F32");
   if (LOG && in.has_result(rows.statistics)) p.logsumexp = in.f32_result("logsumexp", rows.statistics);
+  p.workspace = in.workspace();
   return p;
 }
 

@@ -19,6 +19,7 @@ struct SoftmaxForward {
   float* logsumexp;  // of log-softmax, a value a row; null where it is not wanted
   float scale;
   bool log;
+  Workspace workspace;
 };
 
 struct SoftmaxBackward {

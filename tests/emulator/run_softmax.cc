@@ -33,17 +33,18 @@ struct Case {
 };
 
 struct Results {
-  Array y, logsumexp;
+  Array y, logsumexp, tickets;
 
   // `offset`: of each array, in elements, so that it is aligned to them and to nothing more.
   Results(const Case& c, const Array& from, const TestMask& mask, int64_t offset)
-      : y(c.y, c.elements(), offset), logsumexp(kF32, c.rows) {
+      : y(c.y, c.elements(), offset), logsumexp(kF32, c.rows), tickets(kF32, 1) {
     Array x(c.x, c.elements(), offset);
     for (int64_t i = 0; i < c.elements(); ++i) x.set(i, from[i]);
     SoftmaxForward p{};
     p.rows = c.rows, p.cols = c.cols, p.scale = c.scale, p.log = c.log;
     p.x = x, p.y = y, p.mask = mask;
     if (c.log) p.logsumexp = logsumexp.floats();
+    if (c.rows > 3) p.workspace = {tickets.floats(), 1};  // or there are as many clusters as have room for all rows
     c.expect(cuda::run(p, nullptr) == cudaSuccess, "call");
   }
 

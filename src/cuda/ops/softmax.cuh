@@ -111,6 +111,10 @@ struct SoftmaxOp : LogitOp<X, SoftmaxStatistics> {
   using Base = LogitOp<X, SoftmaxStatistics>;
   using Params = SoftmaxCall;
 
+  // As of RMSNorm: see has_tickets.
+  template <Access ACCESS>
+  static constexpr bool kDynamic = true;
+
   // Rows of which a thread may hold its exponentials, so that it computes one of an element instead of two: those of
   // clusters, of which it has two, and of the blocks that have least to hide the second behind. However such rows go,
   // their results are products of these.
@@ -157,7 +161,7 @@ cudaError_t launch_softmax(const SoftmaxCall& p, const Plan& plan, cudaStream_t 
   if (p.mask || p.y.dtype != kDtype<X>) return masked.template direct<Access::vectors>();
   const RowLauncher<SoftmaxOp<X, false>, R> plain{p, plan, launch, stream};
   if constexpr (R::kCluster > 1 && R::kVectors != kStreamed) {
-    const cudaError_t error = plain.template pipelined<Access::pipelined>({});
+    const cudaError_t error = plain.template pipelined<Access::pipelined>(p.workspace);
     return error == cudaErrorNotSupported ? masked.template direct<Access::vectors>() : error;
   } else {
     return plain.template direct<Access::vectors>();
