@@ -1,4 +1,4 @@
-#include "cuda/ops/softmax_grad.cuh"
+#include "cuda/ops/softmax_grad_launch.cuh"
 
 namespace jaxnorm::cuda {
 template cudaError_t softmax_grad_of<AnyElement>(const SoftmaxBackward&, cudaStream_t);
