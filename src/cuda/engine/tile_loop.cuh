@@ -1,11 +1,13 @@
-// A loop over tiles of rows, for results that follow from an element, its column, and numbers of its row that are known
-// before. A thread has what its columns need in registers, and goes down the rows of its tile. An op is a struct with
+// A loop over tiles of rows, for results that follow from an element, numbers of its column, and numbers of its row
+// that are known before. A thread has its columns' in registers, and goes down the rows of its tile. An op is a class
+// with
 //
-//   Params, X, Y            what its kernel knows of a call, rows and cols among it; the types of what is read and
-//   written from(p), to(p)          the two arrays, which may be the same: each element is written by the thread that
-//   read it Op(p, col, remaining)   what a thread has for its columns Row, fetch(p, row)      numbers of a row apply(p,
-//   row, values)   from elements of a row, results in their place ALIGNED                 whether its columns are whole
-//   vectors, aligned in every array
+//   Params, X, Y             what its kernel knows of a call, rows and cols among it; types of elements
+//   from(p), to(p)           the two arrays; they may be one
+//   Op(p, col, remaining)    what a thread has for its columns
+//   Row, fetch(p, row)       numbers of a row
+//   apply(p, row, values)    from elements of a row, results in their place
+//   ALIGNED                  whether its columns are whole vectors, aligned in every array
 #pragma once
 
 #include "cuda/engine/launch.cuh"
