@@ -11,12 +11,13 @@ namespace {
 
 constexpr float kNothing = -__builtin_inff();  // the logit of a column that does not count
 
-// z = x * scale
+// z = x * scale. Its slope is scale, which is what grad(dz, x) leaves to the caller.
 struct Scaled {
   float scale;
 
   Vec operator()(Vec x) const { return x * scale; }
-  Vec slope(Vec) const { return broadcast(scale); }
+  Vec less(float subtrahend, Vec x) const { return fma(x, broadcast(scale), broadcast(-subtrahend)); }
+  Vec grad(Vec dz, Vec) const { return dz; }
   float bound() const { return __builtin_inff(); }  // no |z| is above it
 };
 
@@ -25,7 +26,8 @@ struct Capped {
   float scale, cap;
 
   Vec operator()(Vec x) const { return cap * Tanh(x * (scale / cap)).value; }
-  Vec slope(Vec x) const { return scale * Tanh(x * (scale / cap)).slope; }
+  Vec less(float subtrahend, Vec x) const { return (*this)(x)-subtrahend; }
+  Vec grad(Vec dz, Vec x) const { return dz * Tanh(x * (scale / cap)).slope; }
   float bound() const { return cap; }
 };
 
@@ -101,10 +103,10 @@ struct SumOfExp {
   }
 
   // exp(z - offset) / 2^power
-  Vec exp(Vec z) const { return Exp(z - offset, kRounding - power, Exp::least(power)).value(); }
+  Vec exp(Vec z) const { return cpu::exp(z - offset, power); }
 
   double log_sum() const { return __builtin_log(sum); }
-  double logsumexp() const { return offset + power * 0x1.62e42fefa39efp-1 + log_sum(); }
+  double logsumexp() const { return offset + power * kLn2OfExp + log_sum(); }
 
   template <class Op>
   void save(const Op&, int64_t) const {}

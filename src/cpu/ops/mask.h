@@ -39,11 +39,8 @@ struct RowMask {
   int64_t end;
 
   RowMask() = default;
-  RowMask(const Mask& mask, int64_t row, int64_t cols)
-      : where(mask.where ? mask.where + row_of(mask.where_rows, row) * cols : nullptr), end(cols) {
-    if (!mask.lengths) return;
-    const int64_t length = mask.lengths[row_of(mask.lengths_rows, row)];
-    end = length < 0 ? 0 : length < cols ? length : cols;
+  [[gnu::always_inline]] RowMask(const Mask& mask, int64_t row, int64_t cols) : where(nullptr), end(cols) {
+    if (mask) find(mask, row, cols);
   }
 
   // v, and `otherwise` in columns that do not count, of which those after `end` are left to the caller.
@@ -58,6 +55,15 @@ struct RowMask {
       if (counts(column)) return false;
     }
     return true;
+  }
+
+ private:
+  // A function of its own: its divisions would stand in every loop over rows.
+  [[gnu::noinline]] void find(const Mask& mask, int64_t row, int64_t cols) {
+    if (mask.where) where = mask.where + row_of(mask.where_rows, row) * cols;
+    if (!mask.lengths) return;
+    const int64_t length = mask.lengths[row_of(mask.lengths_rows, row)];
+    end = length < 0 ? 0 : length < cols ? length : cols;
   }
 };
 

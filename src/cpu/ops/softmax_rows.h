@@ -102,13 +102,13 @@ struct SoftmaxGrad {
 struct LogSoftmaxGrad {
   float scale, logsumexp;
 
-  Vec x_hat(Vec x) const { return Exp(fma(x, broadcast(scale), broadcast(-logsumexp))).value(); }
+  Vec x_hat(Vec x) const { return exp(Scaled{scale}.less(logsumexp, x)); }
   static LogSoftmaxGrad saved(const LogSoftmaxBackward& p, int64_t row) { return {p.scale, p.logsumexp[row]}; }
   static constexpr int kGradSums = 1;
   static void add(Vec dy, Vec, Vec* sums) { sums[0] += dy; }
   auto gradient(const Sums<1, 1>& sums) const {
-    const Vec sum = broadcast(sums.values[0][0]);
-    return [sum, scale = scale](Vec dy, Vec softmax) { return (dy - softmax * sum) * scale; };
+    const Vec minus_sum = broadcast(-sums.values[0][0]);
+    return [minus_sum, scale = scale](Vec dy, Vec softmax) { return fma(softmax, minus_sum, dy) * scale; };
   }
 };
 
