@@ -165,7 +165,8 @@ def rows_of(cell, implementation, iterations):
         yield {
             "op": f"{cell.op} {way}",
             "dtype": cell.dtype,
-            "shape": "x".join(map(str, cell.dims)),
+            "M": math.prod(cell.dims[:-1]),
+            "N": cell.dims[-1],
             "us": 1e6 * seconds,
             "GB/s": moved / seconds / 1e9,
             "% of copy": 100 * moved / seconds / copy_rate(moved, iterations),

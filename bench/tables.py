@@ -11,7 +11,7 @@ import re
 import statistics
 from pathlib import Path
 
-from bench import report, shapes, targets
+from bench import report, row_tables, shapes, targets
 
 MARKED = re.compile(r"<!-- table: (\S+) -->\n.*?<!-- end -->", re.DOTALL)
 # In the order of the tables; a run may have fewer, or others, which come last.
@@ -272,6 +272,9 @@ TABLES = {
     "h200-quantized-small": ("h200_quantized.json", small),
     "h200-odd": ("h200_odd.json", odd),
     "h200-odd-default": ("h200_odd_default.json", odd),
+    "rows": ("h200_rows.json", row_tables.percent),
+    "losses": ("h200_rows.json", row_tables.losses),
+    "model-loss": ("h200_model_loss.json", whole),
     "cpu": ("cpu.json", cpu),
     "cpu-headline": ("cpu.json", cpu_headline),
     "cpu-neighbours": ("cpu_neighbours.json", cpu),

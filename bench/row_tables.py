@@ -1,0 +1,24 @@
+"""The tables of softmax and cross-entropy, see `bench.tables`."""
+
+from bench import report, tables
+
+
+def percent(results):
+    """Percent of the copy rate, and how many times as fast as XLA."""
+    rows = [row for row in results["rows"] if not tables.is_step(row)]
+    return tables.about(results["header"]) + tables.pivot(
+        "row length", rows, lambda row: row["N"], lambda row: f"{row['% of copy']:.0f} ({row['x XLA']:.2f})"
+    )
+
+
+def losses(results):
+    """Microseconds and temporary memory of a loss and its gradient, beside XLA's."""
+    rows = [row for row in results["rows"] if row["op"] in ("cross_entropy step", "causal softmax step")]
+    columns = ["result and gradient", "M", "N", "us", "XLA us", "times XLA", "temp MiB", "XLA temp MiB"]
+    names = ("us", "XLA us", "x XLA", "temp MiB", "XLA temp MiB")
+    lines = [
+        [f"{row['op'].removesuffix(' step')}, {row['dtype']}", str(row["M"]), str(row["N"])]
+        + [f"{row[name]:.{2 if name == 'x XLA' else 0}f}" for name in names]
+        for row in rows
+    ]
+    return tables.about(results["header"]) + report.table(columns, lines)
