@@ -57,7 +57,7 @@ Vec add_to_lane(Vec v, int64_t lane, float more) {
 template <class X, class Z>
 [[gnu::noinline]] void cross_entropy_grad_row(const CrossEntropyBackward& p, Z z, int64_t row, RowReader<X> x,
                                               RowWriter<X> dx) {
-  const RowMask mask(p.mask, row, p.cols);
+  const RowMask mask = RowMask::of(p.mask, row, p.cols);
   const auto scaled = [&](const float* values) { return values ? values[row] * p.scale : 0; };
   const float dlogsumexp = scaled(p.dlogsumexp), dlabel_logit = scaled(p.dlabel_logit), dtotal = scaled(p.dtotal);
   const float logsumexp = p.logsumexp[row];
