@@ -36,7 +36,7 @@ QUANTIZED_SUMS = (
 # One row of each kind of rule, where they do not depend on the norm, the activation or the dtype.
 EACH = (
     *(NORMS[1], PER_HEAD[1], ADDED[1], PADDED[1], GATED[1], GROUPED[0], SANDWICH[0]),
-    *(*SOFTMAX, *CROSS_ENTROPY, ROTARY[0]),
+    *(SOFTMAX[1], CROSS_ENTROPY[0], ROTARY[0]),
     *(QUANTIZED[1], QUANTIZED_SUMS[1]),
 )
 ALL = (

@@ -58,8 +58,7 @@ def assert_alike(ours, theirs, x):
     assert_near(*(jax.jit(partial(derivatives, function))(x) for function in (ours, theirs)))
 
 
-@options
-@pytest.mark.parametrize("mask", [None, (10,), (4, 1), (3, 1, 10)], ids=str)
+@cover(options={**OPTIONS}, mask=[None, (3, 1, 10)])
 def test_the_formula(options, mask):
     x, labels = draw_x(DIMS), labels_of(DIMS)
     given = dict(options)
@@ -78,9 +77,9 @@ def test_second_derivatives(options):
     assert_near(hessian(cross_entropy), hessian(formula))
 
 
-@options
 @pytest.mark.parametrize("axis", [0, 1])
-def test_another_axis(options, axis):
+def test_another_axis(axis):
+    options = OPTIONS["all"]
     x, labels = draw_x(DIMS), labels_of(DIMS)
     moved = jnp.moveaxis(x, -1, axis)
     assert_near(cross_entropy(moved, labels, axis=axis, **options), formula(x, labels, **options))
@@ -249,8 +248,7 @@ def test_logits_that_are_needed_afterwards():
 
 # Classes that a shard_map splits: each device has a part of the labels' numbers.
 @pytest.mark.several
-@options
-@pytest.mark.parametrize("has_mask", [False, True])
+@cover(options={name: OPTIONS[name] for name in ("none", "all")}, has_mask=[False, True])
 def test_classes_over_devices(devices, options, has_mask):
     mesh = mesh_of(devices, AxisType.Auto)
     x, labels = draw_x((8, 4, 16)), labels_of((8, 4, 16))

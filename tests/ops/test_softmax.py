@@ -1,6 +1,5 @@
 """Softmax and log-softmax: masks of every form, causal ones, axes, and long rows."""
 
-import itertools
 from functools import partial
 
 import jax
@@ -20,7 +19,7 @@ import jaxnorm
 OURS = {"softmax": jaxnorm.softmax, "log_softmax": jaxnorm.log_softmax}
 THEIRS = {"softmax": jax.nn.softmax, "log_softmax": jax.nn.log_softmax}
 names = pytest.mark.parametrize("name", OURS)
-DIMS = (2, 3, 2, 3, 5)
+DIMS = (2, 3, 2, 2, 3, 5)
 
 
 def finite(function):
@@ -34,12 +33,8 @@ def finite(function):
 
 
 def derivatives(function, x):
-    """The result, its tangent, and the gradient of that, in which the gradient of the result is, too."""
-
-    def of_both(x):
-        return jax.jvp(function, [x], [jnp.cos(x)])
-
-    return of_both(x), jax.grad(lambda x: sum(jnp.sin(y).sum() for y in of_both(x)))(x)
+    """The result and the gradient."""
+    return function(x), jax.grad(lambda x: jnp.sin(function(x)).sum())(x)
 
 
 def assert_alike(name, x, ours=None, theirs=None):
@@ -55,20 +50,19 @@ def mask_of(shape):
 @names
 @pytest.mark.parametrize("axis", [-1, 1, (0, 2)], ids=str)
 def test_over_any_axes(name, axis):
-    assert_alike(name, draw_x((4, 6, 5)), {"axis": axis})
     where = mask_of((4, 6, 5)).at[0].set(True).at[:, 0].set(True)
     assert_alike(name, draw_x((4, 6, 5)), {"axis": axis, "where": where})
 
 
-# Of each axis all or one, so that rows of a mask differ along up to three runs of x's axes.
+# Along which of x's leading axes the rows of a mask differ: up to two runs of them, which a kernel takes, and three.
+RUNS = ("00000", "11111", "10000", "00001", "01100", "01010", "11001", "10101")
+
+
 @names
 def test_masks_of_every_form(name):
     x = draw_x(DIMS)
-    masks = [
-        mask_of(tuple(n if whole else 1 for n, whole in zip(DIMS, (*some, True), strict=True)))
-        for some in itertools.product((False, True), repeat=len(DIMS) - 1)
-    ]
-    masks += [mask_of((2, 1, 2, 1, 1)), mask_of((3, 5)), jnp.asarray(True)]
+    masks = [mask_of((*(n if run == "1" else 1 for n, run in zip(DIMS[:-1], runs, strict=True)), 5)) for runs in RUNS]
+    masks += [mask_of((2, 1, 2, 1, 1, 1)), mask_of((3, 5)), jnp.asarray(True)]
 
     def of_all(function, x):
         def results(x):
@@ -79,8 +73,7 @@ def test_masks_of_every_form(name):
     assert_near(*(jax.jit(partial(of_all, functions[name]))(x) for functions in (OURS, THEIRS)))
 
 
-@names
-@cover(shape=[(2, 5, 5), (2, 7, 4), (3, 4, 9), (2, 3, 33, 40), (5, 1)], with_where=[False, True])
+@cover(name=list(OURS), shape=[(2, 7, 4), (3, 4, 9), (2, 3, 33, 40)], with_where=[False, True])
 def test_causal(name, shape, with_where):
     x = draw_x(shape)
     tril = jnp.tril(jnp.ones(shape[-2:], bool))
@@ -148,8 +141,7 @@ def test_a_scale_is_a_factor(name):
 
 
 # Over each axis of x and of a mask that has an axis of its own, alone and together.
-@names
-@cover(axes=[(0, None), (2, None), (None, 0), (None, 2), (0, 2), (2, 0)], causal=[False, True])
+@cover(name=list(OURS), axes=[(0, None), (2, None), (None, 0), (0, 2), (2, 0)], causal=[False, True])
 def test_vmap(name, axes, causal):
     x_axis, where_axis = axes
     x, where = draw_x((4, 3, 6)), mask_of((4, 1, 6))
@@ -189,9 +181,11 @@ def test_a_masked_gradient_is_one_call_each_way(name, options):
 
 # Queries, keys and masks that are split over devices: each has the lengths of its own queries.
 @pytest.mark.several
-@names
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-@pytest.mark.parametrize("spec", [P("a", "b"), P(None, "a"), P(None, None, "b"), P("a", None, "b")], ids=str)
+@cover(
+    name=list(OURS),
+    axis_type=[AxisType.Auto, AxisType.Explicit],
+    spec=[P("a", "b"), P(None, "a"), P(None, None, "b"), P("a", None, "b")],
+)
 def test_a_causal_mask_on_a_mesh(devices, name, axis_type, spec):
     mesh = mesh_of(devices, axis_type)
     x, where = draw_x((8, 16, 24)), mask_of((8, 1, 24))
