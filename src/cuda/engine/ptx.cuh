@@ -116,6 +116,23 @@ __device__ inline void copy_to_shared(char* to, const void* from) {
 #endif
 }
 
+// The same of BYTES, 16 or 4, that are read once; or zeros in place of what is not there.
+template <int BYTES>
+__device__ void copy_or_clear(char* to, const void* from, bool there) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  const auto address = static_cast<unsigned>(__cvta_generic_to_shared(to));
+  const int bytes = there ? BYTES : 0;
+  if constexpr (BYTES == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(bytes) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(address), "l"(from), "r"(bytes) : "memory");
+  }
+#else
+  for (int i = 0; i < BYTES; i += 4)
+    *reinterpret_cast<uint32_t*>(to + i) = there ? reinterpret_cast<const uint32_t*>(from)[i / 4] : 0;
+#endif
+}
+
 __device__ inline void wait_for_copies() {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   asm volatile("cp.async.wait_all;" ::: "memory");

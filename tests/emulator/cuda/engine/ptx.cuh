@@ -43,6 +43,10 @@ inline float reciprocal_estimate(float value) { return flushed(1 / flushed(value
 inline float exp2_estimate(float value) { return flushed(std::exp2(flushed(value))); }
 
 inline void copy_to_shared(char* to, const void* from) { std::memcpy(to, from, 16); }
+template <int BYTES>
+void copy_or_clear(char* to, const void* from, bool there) {
+  there ? std::memcpy(to, from, BYTES) : std::memset(to, 0, BYTES);
+}
 inline void wait_for_copies() {}
 inline void commit_copies() {}
 template <int BATCHES>
