@@ -47,15 +47,15 @@ struct HeldRows {
 // A few rows, in shared memory. THREADS: of a block.
 template <typename X, typename Tile, int SCALARS, int THREADS>
 class StagedRows {
-  static constexpr int kStages = Tile::VECTORS > 2 ? 2 : 3;
-  static constexpr int kWords = 2 * Tile::VECTORS + 1;  // of 16 bytes: the last has the scalars, and the row
-  static constexpr int kStageBytes = kWords * THREADS * 16;
+  static constexpr int kVectorBytes = Tile::N * sizeof(X), kLastBytes = 16;  // the last word has scalars, and the row
+  static constexpr int kStageBytes = (2 * Tile::VECTORS * kVectorBytes + kLastBytes) * THREADS;
+  static constexpr int kStages = kStageBytes > 15 << 10 ? 2 : (30 << 10) / kStageBytes;
   static_assert(SCALARS <= 2);
 
  public:
   static constexpr int kAhead = kStages - 1, kSharedBytes = kStages * kStageBytes;
 
-  __device__ explicit StagedRows(char* shared) : begin_(shared + threadIdx.x * 16) {}
+  __device__ explicit StagedRows(char* shared) : begin_(shared) {}
 
   template <typename Group>
   __device__ __forceinline__ void push(const RowPairArrays<X, SCALARS>& from, const Group& group, int64_t row,
@@ -63,10 +63,10 @@ class StagedRows {
     char* const stage = begin_ + next_ * kStageBytes;
     const int64_t at = row * group.end;
     for_each_vector<Tile>(group, [&](int vec, int col, int remaining) {
-      copy_or_clear<16>(word(stage, 2 * vec), from.first + at + col, is_there && remaining > 0);
-      copy_or_clear<16>(word(stage, 2 * vec + 1), from.second + at + col, is_there && remaining > 0);
+      copy_or_clear<kVectorBytes>(vector(stage, 2 * vec), from.first + at + col, is_there && remaining > 0);
+      copy_or_clear<kVectorBytes>(vector(stage, 2 * vec + 1), from.second + at + col, is_there && remaining > 0);
     });
-    char* const last = word(stage, kWords - 1);
+    char* const last = last_word(stage);
 #pragma unroll
     for (int i = 0; i < SCALARS; ++i) copy_or_clear<4>(last + 8 + 4 * i, from.scalar[i] + row, is_there);
     *reinterpret_cast<int64_t*>(last) = is_there ? row : -1;
@@ -81,10 +81,10 @@ class StagedRows {
     RowPair<X, Tile, SCALARS> pair;
 #pragma unroll
     for (int vec = 0; vec < Tile::VECTORS; ++vec) {
-      pair.first.packed[vec] = load_shared<Tile::N>(reinterpret_cast<const X*>(word(stage, 2 * vec)));
-      pair.second.packed[vec] = load_shared<Tile::N>(reinterpret_cast<const X*>(word(stage, 2 * vec + 1)));
+      pair.first.packed[vec] = load_shared<Tile::N>(reinterpret_cast<const X*>(vector(stage, 2 * vec)));
+      pair.second.packed[vec] = load_shared<Tile::N>(reinterpret_cast<const X*>(vector(stage, 2 * vec + 1)));
     }
-    const uint4 last = *reinterpret_cast<const uint4*>(word(stage, kWords - 1));
+    const uint4 last = *reinterpret_cast<const uint4*>(last_word(stage));
     pair.row = static_cast<int64_t>(uint64_t{last.y} << 32 | last.x);
     pair.is_there = pair.row >= 0;
     const uint32_t scalars[] = {last.z, last.w};
@@ -96,8 +96,12 @@ class StagedRows {
 
  private:
   template <typename Char>
-  __device__ static Char* word(Char* stage, int i) {
-    return stage + i * THREADS * 16;
+  __device__ static Char* vector(Char* stage, int i) {
+    return stage + (i * THREADS + threadIdx.x) * kVectorBytes;
+  }
+  template <typename Char>
+  __device__ static Char* last_word(Char* stage) {
+    return stage + 2 * Tile::VECTORS * THREADS * kVectorBytes + threadIdx.x * kLastBytes;
   }
 
   char* const begin_;
@@ -105,7 +109,7 @@ class StagedRows {
 };
 
 template <typename X, typename Tile, int SCALARS, int THREADS>
-using RowQueue = std::conditional_t<Tile::ALIGNED && Tile::N * sizeof(X) == 16, StagedRows<X, Tile, SCALARS, THREADS>,
+using RowQueue = std::conditional_t<Tile::ALIGNED && Tile::N * sizeof(X) >= 4, StagedRows<X, Tile, SCALARS, THREADS>,
                                     HeldRows<X, Tile, SCALARS>>;
 
 }  // namespace jaxnorm::cuda

@@ -108,14 +108,13 @@ cudaError_t with_head_stats(HeadNorm norm, F f) {
 // `back`: turned by the negative angles, as is the gradient where there is no norm.
 template <typename X>
 cudaError_t run_qk_norm_rotary(const QkNormRotaryForward& p, bool back, cudaStream_t stream) {
-  constexpr int N = kVector<X>;
   const RotaryTiling tiling = make_rotary_tiling(kDtype<X>, p.cols, p.rotation.dim, p.rotation.interleaved);
-  const bool aligned = are_aligned<N>(p.q.x, p.k.x, p.q.y, p.k.y, p.q.scale, p.k.scale);
+  const bool aligned = are_aligned_for<X>(tiling, p.q.x, p.k.x, p.q.y, p.k.y, p.q.scale, p.k.scale);
   const HeadTiles q = make_head_tiles(p.q.y ? p.q.heads : 0, p.inner, tiling.groups());
   const HeadTiles k = make_head_tiles(p.k.y ? p.k.heads : 0, p.inner, tiling.groups());
   return with_pair_tiling<X>(tiling, aligned, [&](auto tile) {
     using Tile = decltype(tile);
-    constexpr int ROWS = Tile::ALIGNED && Tile::VECTORS == 2 ? 2 : 1;
+    constexpr int ROWS = Tile::ALIGNED && (Tile::VECTORS == 2 || Tile::VECTORS * Tile::N <= 8) ? 2 : 1;
     const auto blocks = [&](const HeadTiles& tiles) {
       return (tiles.of_tokens(p.tokens) + ROWS - 1) / ROWS * tiles.count;
     };

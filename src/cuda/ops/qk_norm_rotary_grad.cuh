@@ -139,9 +139,9 @@ struct TurnedBack {
 
 // Blocks of a multiprocessor: a thread with many elements needs more registers.
 template <typename Tile>
-constexpr int kGradResidency = Tile::VECTORS > 4   ? 2
-                               : Tile::VECTORS > 2 ? 3
-                                                   : 4;
+constexpr int kGradResidency = Tile::VECTORS > 8                                 ? 2
+                               : Tile::VECTORS > 2 && Tile::VECTORS* Tile::N > 8 ? 3
+                                                                                 : 4;
 
 template <Kind KIND, typename X, typename Tile>
 __global__ void __launch_bounds__(kRotaryThreads, kGradResidency<Tile>)
@@ -238,9 +238,8 @@ inline PartialSum partial_sum(const HeadsGrad& of, const HeadTiles& tiles, const
 
 template <typename X>
 cudaError_t run_qk_norm_rotary_grad(const QkNormRotaryBackward& p, cudaStream_t stream) {
-  constexpr int N = kVector<X>;
   const RotaryTiling tiling = make_rotary_tiling(kDtype<X>, p.cols, p.rotation.dim, p.rotation.interleaved);
-  const bool aligned = are_aligned<N>(p.q.dy, p.q.x, p.q.dx, p.q.scale, p.k.dy, p.k.x, p.k.dx, p.k.scale);
+  const bool aligned = are_aligned_for<X>(tiling, p.q.dy, p.q.x, p.q.dx, p.q.scale, p.k.dy, p.k.x, p.k.dx, p.k.scale);
   const auto heads_of = [](const HeadsGrad& of) { return of.dx || of.dscale ? of.heads : 0; };
   const HeadTiles q = make_head_tiles(heads_of(p.q), p.inner, tiling.groups());
   const HeadTiles k = make_head_tiles(heads_of(p.k), p.inner, tiling.groups());

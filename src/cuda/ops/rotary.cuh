@@ -188,22 +188,33 @@ inline PairShape make_pair_shape(const RotaryTiling& tiling, int64_t cols, const
 template <typename X, typename F>
 cudaError_t with_pair_tiling(const RotaryTiling& tiling, bool aligned, F f) {
   constexpr int N = kVector<X>;
-  const auto with_units = [&](auto lanes, auto units) {
-    constexpr int LANES = decltype(lanes)::value, UNITS = decltype(units)::value;
-    return aligned ? f(PairTiling<X, LANES, UNITS, N, true>{}) : f(PairTiling<X, LANES, UNITS, N, false>{});
+  const auto with = [&](auto lanes, auto units, auto n) {
+    constexpr int LANES = decltype(lanes)::value, UNITS = decltype(units)::value, OWN_N = decltype(n)::value;
+    return aligned ? f(PairTiling<X, LANES, UNITS, OWN_N, true>{}) : f(PairTiling<X, LANES, UNITS, OWN_N, false>{});
   };
-  using One = std::integral_constant<int, 1>;
-  if (tiling.vector == 1) {
-    constexpr int units = static_cast<int>(kRotaryCols) / 2 / kWarp;
-    return f(PairTiling<X, kWarp, units, 1, true>{});
-  }
-  if (tiling.lanes == 4) return with_units(std::integral_constant<int, 4>{}, One{});
-  if (tiling.lanes == 8) return with_units(std::integral_constant<int, 8>{}, One{});
-  if (tiling.lanes == 16) return with_units(std::integral_constant<int, 16>{}, One{});
-  constexpr int most = static_cast<int>(kRotaryCols) / N / 2 / kWarp;
+  constexpr std::integral_constant<int, 1> one;
+  constexpr std::integral_constant<int, 2> two;
+  constexpr std::integral_constant<int, 4> four;
+  constexpr std::integral_constant<int, 8> eight;
+  constexpr std::integral_constant<int, kWarp / 2> half;
+  constexpr std::integral_constant<int, kWarp> whole;
+  constexpr std::integral_constant<int, N> vector;
+  if (tiling.vector == 1)
+    return tiling.units > 2 ? f(PairTiling<X, kWarp, 8, 1, true>{}) : f(PairTiling<X, kWarp, 2, 1, true>{});
+  if (tiling.vector == 2) return tiling.units > 2 ? with(whole, four, two) : with(half, two, two);
+  if (tiling.lanes == 4) return with(four, one, vector);
+  if (tiling.lanes == 8) return with(eight, one, vector);
+  if (tiling.lanes == 16) return with(half, one, vector);
+  constexpr std::integral_constant<int, static_cast<int>(kRotaryCols) / N / 2 / kWarp> most;
   if constexpr (most > 1)
-    if (tiling.units > 1) return with_units(std::integral_constant<int, kWarp>{}, std::integral_constant<int, most>{});
-  return with_units(std::integral_constant<int, kWarp>{}, One{});
+    if (tiling.units > 1) return with(whole, most, vector);
+  return with(whole, one, vector);
+}
+
+// Whether all arrays are aligned to the vectors of rows of X.
+template <typename X, typename... Arrays>
+bool are_aligned_for(const RotaryTiling& tiling, const Arrays&... arrays) {
+  return tiling.vector == kVector<X> ? are_aligned<kVector<X>>(arrays...) : are_aligned<2>(arrays...);
 }
 
 // The launch of so many blocks, with shared memory.

@@ -17,8 +17,13 @@ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 RotaryTiling make_rotary_tiling(Dtype x, int64_t cols, int64_t dim, bool interleaved) {
   const int vector = vector_of(x);
-  if (cols % vector != 0 || (interleaved ? dim : dim / 2) % vector != 0) {
-    return {1, kWarp, static_cast<int>(kRotaryCols) / 2 / kWarp};
+  const auto divide = [&](int elements) {
+    return cols % elements == 0 && (interleaved ? dim : dim / 2) % elements == 0;
+  };
+  const bool is_short = cols <= kShortRotaryCols;
+  if (!divide(vector)) {
+    if (divide(2)) return is_short ? RotaryTiling{2, kWarp / 2, 2} : RotaryTiling{2, kWarp, 4};
+    return {1, kWarp, is_short ? 2 : 8};
   }
   const int units = static_cast<int>(ceil_div(cols / vector, 2));
   int lanes = 4;

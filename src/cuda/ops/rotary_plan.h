@@ -13,8 +13,11 @@ namespace jaxnorm::cuda {
 
 constexpr int kRotaryThreads = 128;  // of a block
 
+// The longest row that has fewer units of small vectors.
+constexpr int64_t kShortRotaryCols = 128;
+
 // The thread groups of a block: `lanes` threads a row, each with `units` of two vectors (pair_tiling.cuh). A vector is
-// of one element where longer ones would not divide rows, and the halves of what is rotated.
+// of two elements or one where longer ones would not divide rows, and the halves of what is rotated.
 struct RotaryTiling {
   int vector, lanes, units;
 
