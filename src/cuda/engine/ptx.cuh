@@ -23,6 +23,10 @@ __device__ inline void load_now(uint2& to, const uint2* from) {
   asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(to.x), "=r"(to.y) : "l"(from) : "memory");
 }
 
+__device__ inline void load_now(uint32_t& to, const uint32_t* from) {
+  asm volatile("ld.global.b32 %0, [%1];" : "=r"(to) : "l"(from) : "memory");
+}
+
 // What is the same in all lanes, so that the compiler sees that it is.
 __device__ inline int uniform(int value) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
@@ -122,6 +126,24 @@ __device__ inline void copy_to_shared(char* to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
 #else
   *reinterpret_cast<uint4*>(to) = *static_cast<const uint4*>(from);
+#endif
+}
+
+// The same of BYTES, 16, 8 or 4, that are read once; or zeros in place of what is not there.
+template <int BYTES>
+__device__ void copy_or_clear(char* to, const void* from, bool there) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  const auto address = static_cast<unsigned>(__cvta_generic_to_shared(to));
+  const int bytes = there ? BYTES : 0;
+  if constexpr (BYTES == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(bytes) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(address), "l"(from), "n"(BYTES), "r"(bytes)
+                 : "memory");
+  }
+#else
+  for (int i = 0; i < BYTES; i += 4)
+    *reinterpret_cast<uint32_t*>(to + i) = there ? reinterpret_cast<const uint32_t*>(from)[i / 4] : 0;
 #endif
 }
 

@@ -130,6 +130,10 @@ __device__ __noinline__ void store_elements(T* to, Packed<T, N> packed, int rema
     if (i < remaining) to[i] = element[i];
 }
 
+// The longest access that divides so many bytes.
+template <unsigned BYTES>
+using AccessOf = std::conditional_t<BYTES % 16 == 0, uint4, std::conditional_t<BYTES % 8 == 0, uint2, uint32_t>>;
+
 // N elements of an array that the kernel does not write; those from the `remaining`-th on are zero. ALIGNED promises
 // that all N are there or, if `remaining` is not positive, none, and that `from` is aligned as Packed is. The values,
 // and so all results, are the same either way.
@@ -139,7 +143,7 @@ __device__ Packed<T, N> load(const T* from, int remaining) {
   if constexpr (N == 1) {
     if (remaining > 0) packed.element = __ldg(from);
   } else if constexpr (ALIGNED) {
-    using Access = std::conditional_t<sizeof(packed) % 16 == 0, uint4, uint2>;
+    using Access = AccessOf<sizeof(packed)>;
 #pragma unroll
     for (unsigned i = 0; i < sizeof(packed) / sizeof(Access); ++i)
       if (remaining > 0) reinterpret_cast<Access*>(packed.word)[i] = __ldg(reinterpret_cast<const Access*>(from) + i);
@@ -154,7 +158,7 @@ __device__ Packed<T, N> load(const T* from, int remaining) {
 template <int N, typename T>
 __device__ Packed<T, N> load_now(const T* from, int remaining) {
   Packed<T, N> packed{};
-  using Access = std::conditional_t<sizeof(packed) % 16 == 0, uint4, uint2>;
+  using Access = AccessOf<sizeof(packed)>;
 #pragma unroll
   for (unsigned i = 0; i < sizeof(packed) / sizeof(Access); ++i)
     if (remaining > 0) load_now(reinterpret_cast<Access*>(packed.word)[i], reinterpret_cast<const Access*>(from) + i);
@@ -168,7 +172,7 @@ __device__ Packed<T, N> load_shared(const T* from) {
   if constexpr (N == 1) {
     packed.element = *from;
   } else {
-    using Access = std::conditional_t<sizeof(packed) % 16 == 0, uint4, uint2>;
+    using Access = AccessOf<sizeof(packed)>;
 #pragma unroll
     for (unsigned i = 0; i < sizeof(packed) / sizeof(Access); ++i)
       reinterpret_cast<Access*>(packed.word)[i] = reinterpret_cast<const Access*>(from)[i];
@@ -180,6 +184,8 @@ template <int N>
 __device__ void store_shared(float* to, const float (&from)[N]) {
   if constexpr (N == 1) {
     *to = from[0];
+  } else if constexpr (N == 2) {
+    *reinterpret_cast<float2*>(to) = make_float2(from[0], from[1]);
   } else {
     static_assert(N % 4 == 0);
 #pragma unroll
@@ -194,8 +200,7 @@ __device__ void store(T* to, const Packed<T, N>& packed, int remaining) {
   if constexpr (N == 1) {
     if (remaining > 0) *to = packed.element;
   } else if constexpr (ALIGNED) {
-    using Access = std::conditional_t<sizeof(packed) % 16 == 0, uint4,
-                                      std::conditional_t<sizeof(packed) % 8 == 0, uint2, uint32_t>>;
+    using Access = AccessOf<sizeof(packed)>;
 #pragma unroll
     for (unsigned i = 0; i < sizeof(packed) / sizeof(Access); ++i)
       if (remaining > 0)

@@ -72,6 +72,8 @@ __global__ void __launch_bounds__(kRotaryThreads)
   const int64_t token_tile = tiles.count.quotient(index), first = token_tile * ROWS * tiles.tile_tokens;
   const PlaceOfRow place(tiles, static_cast<int>(index - token_tile * tiles.count.value), group.place);
 
+  const int angles = ROWS * tiles.tile_tokens;
+  const AngleSource source = launch.turns.look_up(angles, [&](int i) { return first + i; });
   PairRow<X, Tile> x[ROWS];
   int64_t row[ROWS];
   bool is_there[ROWS];
@@ -79,14 +81,14 @@ __global__ void __launch_bounds__(kRotaryThreads)
   for (int r = 0; r < ROWS; ++r) {
     const int64_t token = first + r * tiles.tile_tokens + place.token_of_tile;
     is_there[r] = token < p.tokens && place.head < tiles.heads;
-    row[r] = place.row(tiles, launch.inner, token);
+    row[r] = first_row_of(token, tiles.heads, launch.inner) + place.head * launch.inner.value;
     x[r].read(group, static_cast<const X*>(of.x.data) + row[r] * p.cols, is_there[r]);
   }
   const bool has_scale = of.scale.data && place.head < tiles.heads;
   FloatWeight<Tile> factor(group,
                            has_scale ? from(of.scale, of.has_scale_per_head ? place.head * p.cols : 0) : Input{});
   float* const table = reinterpret_cast<float*>(dynamic_shared());
-  launch.turns.fill(table, ROWS * tiles.tile_tokens, [&](int i) { return first + i; });
+  launch.turns.fill(table, angles, source);
   factor.arrive(p.scale_offset, 1.0f);
   __syncthreads();
 #pragma unroll
@@ -106,14 +108,13 @@ cudaError_t with_head_stats(HeadNorm norm, F f) {
 // `back`: turned by the negative angles, as is the gradient where there is no norm.
 template <typename X>
 cudaError_t run_qk_norm_rotary(const QkNormRotaryForward& p, bool back, cudaStream_t stream) {
-  constexpr int N = kVector<X>;
   const RotaryTiling tiling = make_rotary_tiling(kDtype<X>, p.cols, p.rotation.dim, p.rotation.interleaved);
-  const bool aligned = are_aligned<N>(p.q.x, p.k.x, p.q.y, p.k.y, p.q.scale, p.k.scale);
+  const bool aligned = are_aligned_for<X>(tiling, p.q.x, p.k.x, p.q.y, p.k.y, p.q.scale, p.k.scale);
   const HeadTiles q = make_head_tiles(p.q.y ? p.q.heads : 0, p.inner, tiling.groups());
   const HeadTiles k = make_head_tiles(p.k.y ? p.k.heads : 0, p.inner, tiling.groups());
   return with_pair_tiling<X>(tiling, aligned, [&](auto tile) {
     using Tile = decltype(tile);
-    constexpr int ROWS = Tile::ALIGNED && Tile::VECTORS == 2 ? 2 : 1;
+    constexpr int ROWS = Tile::ALIGNED && (Tile::VECTORS == 2 || Tile::VECTORS * Tile::N <= 8) ? 2 : 1;
     const auto blocks = [&](const HeadTiles& tiles) {
       return (tiles.of_tokens(p.tokens) + ROWS - 1) / ROWS * tiles.count;
     };

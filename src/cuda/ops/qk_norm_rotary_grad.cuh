@@ -1,25 +1,29 @@
 // The gradients of queries and keys that were normalised and turned.
 //
-// Each block goes through many tiles, as rotary_kernel's has one, with the sums over rows in registers. The row that
-// comes next is on its way meanwhile.
+// Each block goes through many tiles, as rotary_kernel's has one, with the sums over rows in registers. The rows that
+// come next are on their way meanwhile.
 #pragma once
 
 #include "cuda/engine/column_sums.cuh"
 #include "cuda/engine/partials.h"
+#include "cuda/engine/row_queue.cuh"
 #include "cuda/engine/weight.cuh"
 #include "cuda/ops/norm_grad.cuh"
 #include "cuda/ops/rotary.cuh"
 
 namespace jaxnorm::cuda {
 
-// Tiles whose cosines and sines are computed together: between them no thread waits for another.
-constexpr int kTilesAtOnce = 4;
+// Cosines and sines are computed of a few items together, where tables stay as small as this: between them no thread
+// waits for another.
+constexpr int kItemsAtOnce = 4, kTableFloats = 1024;
 
 // The blocks of q or of k: as in GradBlocks.
 struct GradTiles {
   TilesLaunch tiles;
-  int64_t apart, blocks, of_blocks;  // of_blocks: tiles that as many blocks go through
-  int sums;
+  Divisor parts;  // items of a token tile
+  int64_t apart, blocks, items;
+  int share, sums;
+  int at_once;  // items whose cosines and sines are computed together
   float* partials;
 };
 
@@ -29,26 +33,55 @@ struct RotaryGradLaunch {
   GradTiles q, k;
   Divisor inner;
   int64_t q_blocks;
-  int table_floats;  // of cosines and sines of so many tiles
+  int table_floats;  // of cosines and sines of as many items
   float reciprocal_cols;
 };
 
-// A row on its way.
-template <Kind KIND, typename X, typename Tile>
-struct ComingRow {
-  PairRow<X, Tile> dy, x;
-  NormScalars<KIND> s;
-  int64_t row;
-  bool is_there;
+// A thread group's rows in the order in which a block has them: of its items, from the last to the first (see
+// RowsLaunch::backwards), in each of the item's tiles.
+struct ItemRows {
+  const GradTiles& own;
+  const Divisor& inner;
+  const int64_t tokens;
+  const PlaceOfRow place;  // in the block's own tile, or in a token's first one
+  int64_t item, row;
+  int head, left;  // left: tiles of this item that are still to come
+  bool has_token;
 
-  template <typename Group>
-  __device__ __forceinline__ void read(const HeadsGrad& of, const Group& group, int64_t cols) {
-    dy.read(group, static_cast<const X*>(of.dy.data) + row * cols, is_there);
-    x.read(group, static_cast<const X*>(of.x.data) + row * cols, is_there);
-    s.rstd = is_there ? __ldg(of.rstd + row) : 0.0f;
-    if constexpr (NormScalars<KIND>::kLayer) s.mean = is_there ? __ldg(of.mean + row) : 0.0f;
+  __device__ ItemRows(const GradTiles& own, const Divisor& inner, int64_t tokens, int own_tile, int group,
+                      int64_t first_item)
+      : own(own), inner(inner), tokens(tokens), place(own.tiles, own_tile, group), item(first_item) {
+    begin_item();
+  }
+
+  __device__ bool is_there() const { return has_token && head < own.tiles.heads; }
+
+  __device__ void advance() {
+    if (left > 0) {
+      --left;
+      head += own.tiles.tile_heads;
+      row += own.tiles.tile_heads * inner.value;
+      return;
+    }
+    item -= own.blocks;
+    begin_item();
+  }
+
+ private:
+  __device__ void begin_item() {
+    const int64_t token_tile = own.parts.quotient(item);
+    const int part = static_cast<int>(item - token_tile * own.parts.value);
+    const int64_t token = token_tile * own.tiles.tile_tokens + place.token_of_tile;
+    head = place.head + part * own.share * own.tiles.tile_heads;
+    row = first_row_of(token, own.tiles.heads, inner) + head * inner.value;
+    left = own.share - 1;
+    has_token = item >= 0 && token < tokens;
   }
 };
+
+// rstd, and the mean that LayerNorm subtracts.
+template <Kind KIND>
+constexpr int kScalars = NormScalars<KIND>::kLayer ? 2 : 1;
 
 // What a row's gradient is made of: x_hat and the cotangent of what was turned.
 template <Kind KIND, typename Tile>
@@ -59,13 +92,14 @@ struct TurnedBack {
   bool is_there;
 
   template <typename X, typename Group>
-  __device__ __forceinline__ void take(const ComingRow<KIND, X, Tile>& coming, const Group& group) {
-    s = coming.s;
-    row = coming.row;
-    is_there = coming.is_there;
+  __device__ __forceinline__ void take(const RowPair<X, Tile, kScalars<KIND>>& pair, const Group& group) {
+    s.rstd = pair.scalar[0];
+    if constexpr (NormScalars<KIND>::kLayer) s.mean = pair.scalar[kScalars<KIND> - 1];
+    row = pair.row;
+    is_there = pair.is_there;
     for_each_vector<Tile>(group, [&](int vec, int col, int remaining) {
-      coming.dy.get(vec, col, remaining, d[vec]);
-      coming.x.get(vec, col, remaining, x_hat[vec]);
+      pair.first.get(vec, col, remaining, d[vec]);
+      pair.second.get(vec, col, remaining, x_hat[vec]);
       const NormScalars<KIND> own = s.within(remaining);
 #pragma unroll
       for (int i = 0; i < Tile::N; ++i) x_hat[vec][i] = own.x_hat(x_hat[vec][i]);
@@ -105,14 +139,15 @@ struct TurnedBack {
 
 // Blocks of a multiprocessor: a thread with many elements needs more registers.
 template <typename Tile>
-constexpr int kGradResidency = Tile::VECTORS > 4   ? 2
-                               : Tile::VECTORS > 2 ? 3
-                                                   : 4;
+constexpr int kGradResidency = Tile::VECTORS > 8                                 ? 2
+                               : Tile::VECTORS > 2 && Tile::VECTORS* Tile::N > 8 ? 3
+                                                                                 : 4;
 
 template <Kind KIND, typename X, typename Tile>
 __global__ void __launch_bounds__(kRotaryThreads, kGradResidency<Tile>)
     rotary_grad_kernel(const __grid_constant__ QkNormRotaryBackward p,
                        const __grid_constant__ RotaryGradLaunch launch) {
+  using Queue = RowQueue<X, Tile, kScalars<KIND>, kRotaryThreads>;
   int64_t index = blockIdx.x;
   const bool is_q = index < launch.q_blocks;
   if (!is_q) index -= launch.q_blocks;
@@ -123,51 +158,54 @@ __global__ void __launch_bounds__(kRotaryThreads, kGradResidency<Tile>)
   // Of a token's tiles a block has one, always the same, or any.
   const int64_t column = apart ? own.tiles.count.quotient(index) : index;
   const int own_tile = apart ? static_cast<int>(index - column * own.apart) : 0;
-  const auto token_tile_of = [&](int64_t tile) { return apart ? tile : own.tiles.count.quotient(tile); };
+  int64_t item = own.items - 1 - column;  // negative beyond the first
 
-  // This thread group's row of a tile. From the last tile to the first, see RowsLaunch::backwards; negative beyond.
-  int64_t tile = own.of_blocks - 1 - column;
-  ComingRow<KIND, X, Tile> coming;
-  const auto read = [&] {
-    const int64_t token_tile = token_tile_of(tile);
-    const int head_tile = apart ? own_tile : static_cast<int>(tile - token_tile * own.tiles.count.value);
-    const PlaceOfRow place(own.tiles, head_tile, group.place);
-    const int64_t token = token_tile * own.tiles.tile_tokens + place.token_of_tile;
-    coming.is_there = tile >= 0 && token < p.tokens && place.head < own.tiles.heads;
-    coming.row = place.row(own.tiles, launch.inner, token);
-    coming.read(of, group, p.cols);
+  const int angles = own.at_once << own.tiles.token_shift;
+  const auto look_up = [&](int64_t from) {
+    return launch.turns.look_up(angles, [&](int i) {
+      const int step = i >> own.tiles.token_shift;
+      const int64_t later = from - step * own.blocks;
+      return later < 0 ? p.tokens : ((own.parts.quotient(later) - step) << own.tiles.token_shift) + i;
+    });
   };
-  read();
+  AngleSource source = look_up(item);
 
-  const PlaceOfRow place(own.tiles, own_tile, group.place);
-  const bool has_scale = of.scale.data && (!apart || place.head < own.tiles.heads);
-  FloatWeight<Tile> factor(group, has_scale ? from(of.scale, apart ? place.head * p.cols : 0) : Input{});
+  RowPairArrays<X, kScalars<KIND>> arrays{
+      static_cast<const X*>(of.dy.data), static_cast<const X*>(of.x.data), {of.rstd}};
+  if constexpr (NormScalars<KIND>::kLayer) arrays.scalar[kScalars<KIND> - 1] = of.mean;
+  ItemRows rows(own, launch.inner, p.tokens, own_tile, group.place, item);
+  Queue queue(dynamic_shared());
+#pragma unroll
+  for (int i = 0; i < Queue::kAhead; ++i, rows.advance()) queue.push(arrays, group, rows.row, rows.is_there());
+
+  const bool has_scale = of.scale.data && (!apart || rows.place.head < own.tiles.heads);
+  FloatWeight<Tile> factor(group, has_scale ? from(of.scale, apart ? rows.place.head * p.cols : 0) : Input{});
   factor.arrive(p.scale_offset, 1.0f);
   ColumnSums<Tile> dscale;
-  float* table = reinterpret_cast<float*>(dynamic_shared());
+  float* table = reinterpret_cast<float*>(dynamic_shared() + Queue::kSharedBytes);
   float* other = table + launch.table_floats;
-  while (tile >= 0) {
+  while (item >= 0) {
     // Nobody reads this table any more: the block has met since.
-    launch.turns.fill(table, kTilesAtOnce * own.tiles.tile_tokens, [&](int i) {
-      const int step = i / own.tiles.tile_tokens, at = i - step * own.tiles.tile_tokens;
-      const int64_t later = tile - step * own.blocks;
-      return later >= 0 ? token_tile_of(later) * own.tiles.tile_tokens + at : p.tokens;
-    });
+    launch.turns.fill(table, angles, source);
+    source = look_up(item - own.at_once * own.blocks);
     __syncthreads();
+    for (int i = 0; i < own.at_once && item >= 0; ++i, item -= own.blocks) {
+      const float* const turns = launch.turns.of_token(table, (i << own.tiles.token_shift) + rows.place.token_of_tile);
 #pragma unroll 1
-    for (int step = 0; step < kTilesAtOnce && tile >= 0; ++step) {
-      TurnedBack<KIND, Tile> row;
-      row.take(coming, group);
-      tile -= own.blocks;
-      read();
-      const float* const turns = launch.turns.of_token(table, step * own.tiles.tile_tokens + place.token_of_tile);
-      row.template finish<X>(launch, of.dx, group, turns, factor, dscale);
+      for (int tile = 0; tile < own.share; ++tile) {
+        TurnedBack<KIND, Tile> row;
+        row.take(queue.pop(), group);
+        queue.push(arrays, group, rows.row, rows.is_there());
+        rows.advance();
+        row.template finish<X>(launch, of.dx, group, turns, factor, dscale);
+      }
     }
     float* const next = other;
     other = table;
     table = next;
   }
   if (!of.dscale.data) return;
+  wait_for_copies();  // of rows that are not there
   __syncthreads();
   dscale.write(group, kRotaryThreads / Tile::LANES, own.sums, 0, reinterpret_cast<float*>(dynamic_shared()),
                own.partials + index * own.sums * p.cols);
@@ -200,33 +238,42 @@ inline PartialSum partial_sum(const HeadsGrad& of, const HeadTiles& tiles, const
 
 template <typename X>
 cudaError_t run_qk_norm_rotary_grad(const QkNormRotaryBackward& p, cudaStream_t stream) {
-  constexpr int N = kVector<X>;
   const RotaryTiling tiling = make_rotary_tiling(kDtype<X>, p.cols, p.rotation.dim, p.rotation.interleaved);
-  const bool aligned = are_aligned<N>(p.q.dy, p.q.x, p.q.dx, p.q.scale, p.k.dy, p.k.x, p.k.dx, p.k.scale);
+  const bool aligned = are_aligned_for<X>(tiling, p.q.dy, p.q.x, p.q.dx, p.q.scale, p.k.dy, p.k.x, p.k.dx, p.k.scale);
   const auto heads_of = [](const HeadsGrad& of) { return of.dx || of.dscale ? of.heads : 0; };
   const HeadTiles q = make_head_tiles(heads_of(p.q), p.inner, tiling.groups());
   const HeadTiles k = make_head_tiles(heads_of(p.k), p.inner, tiling.groups());
   GradPartials partials;
   if (const cudaError_t error = make_partials(p, q, k, partials); error != cudaSuccess) return error;
-  const auto tiles_of = [](const HeadsGrad& of, const HeadTiles& tiles, const GradBlocks& blocks, float* to) {
-    return GradTiles{
-        TilesLaunch(tiles, of.heads), blocks.apart, blocks.blocks, blocks.tiles, static_cast<int>(blocks.sums), to};
+  const TurnsLaunch turns(p.rotation, p.tokens, true);
+  const auto tiles_of = [&](const HeadsGrad& of, const HeadTiles& tiles, const GradBlocks& blocks, float* to) {
+    const int table = tiles.tokens * turns.floats_of_token();
+    return GradTiles{TilesLaunch(tiles, of.heads),
+                     Divisor(blocks.parts),
+                     blocks.apart,
+                     blocks.blocks,
+                     blocks.items,
+                     static_cast<int>(blocks.share),
+                     static_cast<int>(blocks.sums),
+                     std::clamp(kTableFloats / table, 1, kItemsAtOnce),
+                     to};
   };
   const int64_t q_blocks = partials.plan.q.apart * partials.plan.q.blocks;
   const int64_t k_blocks = partials.plan.k.apart * partials.plan.k.blocks;
   if (q_blocks + k_blocks > 0) {
     RotaryGradLaunch launch{make_pair_shape(tiling, p.cols, p.rotation),
-                            TurnsLaunch(p.rotation, p.tokens, true),
+                            turns,
                             tiles_of(p.q, q, partials.plan.q, partials.q),
                             tiles_of(p.k, k, partials.plan.k, partials.k),
                             Divisor(p.inner),
                             q_blocks,
                             0,
                             1.0f / static_cast<float>(p.cols)};
-    launch.table_floats = kTilesAtOnce * std::max(q.tokens, k.tokens) * launch.turns.floats_of_token();
-    const int64_t shared = int64_t{4} * std::max<int64_t>(2 * launch.table_floats, tiling.groups() * p.cols);
+    launch.table_floats = std::max(launch.q.at_once * q.tokens, launch.k.at_once * k.tokens) * turns.floats_of_token();
     const cudaError_t error = with_pair_tiling<X>(tiling, aligned, [&](auto tile) {
       using Tile = decltype(tile);
+      const int64_t rows = RowQueue<X, Tile, 1, kRotaryThreads>::kSharedBytes;
+      const int64_t shared = std::max(rows + int64_t{8} * launch.table_floats, int64_t{4} * tiling.groups() * p.cols);
       const auto kernel =
           p.norm == HeadNorm::rms ? rotary_grad_kernel<Kind::rms, X, Tile> : rotary_grad_kernel<Kind::layer, X, Tile>;
       return launch_rotary(kernel, tiling, q_blocks + k_blocks, shared, stream, p, launch);

@@ -7,14 +7,22 @@
 
 namespace jaxnorm::cuda {
 
-// Cosines and sines of some tokens, in shared memory.
+// Where the angle of one token comes from, for the lane that looked it up, and a thread's first frequency.
+struct AngleSource {
+  int64_t row = -1;  // of positions, or of tables; negative: there is no such token
+  float position = 0, frequency = 0;
+};
+
+// Cosines and sines of some tokens, in shared memory. Threads that are neighbours have neighbouring pairs, each the
+// same ones of all its tokens.
 struct TurnsLaunch {
   const float *cos, *sin, *positions, *frequencies;
   RowMapLaunch outer, inner;
   int64_t inner_count, tokens;
   int dim, pairs;
+  int shift;   // 2^shift neighbouring threads have the pairs of a token
   int stride;  // floats from a token's cosines to its sines, and from these to the next one's cosines
-  float reciprocal_pairs, sign;
+  float sign;
   bool interleaved;
 
   // `back`: turned by the negative angles.
@@ -29,35 +37,67 @@ struct TurnsLaunch {
         tokens(tokens),
         dim(static_cast<int>(r.dim)),
         pairs(static_cast<int>(r.dim / 2)),
+        shift(0),
         stride((pairs + 3) / 4 * 4),
-        reciprocal_pairs(1.0f / static_cast<float>(pairs)),
         sign(back ? -1.0f : 1.0f),
-        interleaved(r.interleaved) {}
+        interleaved(r.interleaved) {
+    while (1 << shift < std::min(pairs, kRotaryThreads)) ++shift;
+  }
 
   int floats_of_token() const { return 2 * stride; }
   __device__ const float* of_token(const float* table, int i) const { return table + 2 * i * stride; }
 
-  // By the whole block: those of `count` tokens, the i-th of which is token_of(i). They are there once it has met.
+  // Looks up the tokens whose angles this warp computes, of `count` tokens, the i-th of which is token_of(i): a lane
+  // for each. They may be on their way while other things are done.
   template <typename F>
-  __device__ void fill(float* table, int count, F token_of) const {
-    for (int i = threadIdx.x; i < count * pairs; i += kRotaryThreads) {
-      // Exact: the quotient of so small numbers is further from the next integer than it can be wrong.
-      const int place = static_cast<int>((static_cast<float>(i) + 0.5f) * reciprocal_pairs), pair = i - place * pairs;
-      const int64_t token = token_of(place);
-      const int64_t row = outer.of_row(token) * inner_count + inner.of_row(token);
-      float sin_of = 0, cos_of = 0;
-      if (token >= tokens) {
-        // What is not there is turned too.
-      } else if (positions) {
-        sincosf(__ldg(positions + row) * __ldg(frequencies + pair), &sin_of, &cos_of);
+  __device__ AngleSource look_up(int count, F token_of) const {
+    const int lane = threadIdx.x % kWarp, in_warp = min(shift, kLogWarp), tokens_of_warp = kLogWarp - in_warp;
+    const int first = threadIdx.x - lane + ((lane & ((1 << tokens_of_warp) - 1)) << in_warp);
+    const int place = (lane >> tokens_of_warp) * (kRotaryThreads >> shift) + (first >> shift);
+    const int64_t token = place < count ? token_of(place) : tokens;
+    AngleSource source;
+    if (token < tokens) source.row = outer.of_row(token) * inner_count + inner.of_row(token);
+    if (!positions) return source;
+    if (token < tokens) source.position = __ldg(positions + source.row);
+    if (first_pair() < pairs) source.frequency = __ldg(frequencies + first_pair());
+    return source;
+  }
+
+  // By the whole block, of tokens that it has looked up. The table is there once it has met.
+  __device__ void fill(float* table, int count, const AngleSource& own) const {
+    const int in_warp = min(shift, kLogWarp), begun = threadIdx.x >> shift;
+    int lane = static_cast<int>(threadIdx.x % kWarp) >> in_warp;
+    for (int round = 0; round < count; round += kRotaryThreads >> shift, lane += kWarp >> in_warp) {
+      float* const to = table + 2 * (round + begun) * stride;
+      if (positions) {
+        const float position = __shfl_sync(0xffffffffu, own.position, lane);
+        for_each_pair(round + begun < count, [&](int pair) {
+          float sin_of, cos_of;
+          const float frequency = pair < kRotaryThreads ? own.frequency : __ldg(frequencies + pair);
+          sincosf(position * frequency, &sin_of, &cos_of);
+          to[pair] = cos_of;
+          to[stride + pair] = sign * sin_of;
+        });
       } else {
-        cos_of = __ldg(cos + row * pairs + pair);
-        sin_of = __ldg(sin + row * pairs + pair);
+        const int64_t row = __shfl_sync(0xffffffffu, own.row, lane);
+        for_each_pair(round + begun < count, [&](int pair) {
+          to[pair] = row >= 0 ? __ldg(cos + row * pairs + pair) : 0.0f;
+          to[stride + pair] = row >= 0 ? sign * __ldg(sin + row * pairs + pair) : 0.0f;
+        });
       }
-      float* const to = table + 2 * place * stride + pair;
-      to[0] = cos_of;
-      to[stride] = sign * sin_of;
     }
+  }
+
+ private:
+  static constexpr int kLogWarp = 5;
+  static_assert(1 << kLogWarp == kWarp);
+
+  __device__ int first_pair() const { return static_cast<int>(threadIdx.x) & ((1 << shift) - 1); }
+
+  // Those of this thread, if it has a token.
+  template <typename F>
+  __device__ void for_each_pair(bool has_token, F f) const {
+    for (int pair = first_pair(); has_token && pair < pairs; pair += kRotaryThreads) f(pair);
   }
 };
 
@@ -101,16 +141,18 @@ __device__ void turn_unit(const TurnsLaunch& turns, const float* of_token, const
 // The tiles of q or of k. `backwards`: see RowsLaunch::backwards.
 struct TilesLaunch {
   int heads, tile_heads, shift;  // tile_heads: 2^shift
-  int tile_tokens;
-  Divisor count;  // tiles of all heads
+  int tile_tokens, token_shift;  // the same of these
+  Divisor count;                 // tiles of all heads
 
   TilesLaunch(const HeadTiles& tiles, int64_t heads)
       : heads(static_cast<int>(heads)),
         tile_heads(tiles.heads),
         shift(0),
         tile_tokens(tiles.tokens),
+        token_shift(0),
         count(std::max<int64_t>(1, tiles.count)) {
     while (1 << shift < tile_heads) ++shift;
+    while (1 << token_shift < tile_tokens) ++token_shift;
   }
 };
 
@@ -120,13 +162,14 @@ struct PlaceOfRow {
 
   __device__ PlaceOfRow(const TilesLaunch& tiles, int head_tile, int group)
       : head(head_tile * tiles.tile_heads + group % tiles.tile_heads), token_of_tile(group >> tiles.shift) {}
-
-  __device__ int64_t row(const TilesLaunch& tiles, const Divisor& inner, int64_t token) const {
-    if (inner.value == 1) return token * tiles.heads + head;
-    const int64_t outer = inner.quotient(token);
-    return (outer * tiles.heads + head) * inner.value + token - outer * inner.value;
-  }
 };
+
+// The row of a token's first head: the next one's is `inner` rows further.
+__device__ inline int64_t first_row_of(int64_t token, int heads, const Divisor& inner) {
+  if (inner.value == 1) return token * heads;
+  const int64_t outer = inner.quotient(token);
+  return outer * (heads - 1) * inner.value + token;
+}
 
 inline PairShape make_pair_shape(const RotaryTiling& tiling, int64_t cols, const Rotation& rotation) {
   PairShape shape{};
@@ -145,22 +188,33 @@ inline PairShape make_pair_shape(const RotaryTiling& tiling, int64_t cols, const
 template <typename X, typename F>
 cudaError_t with_pair_tiling(const RotaryTiling& tiling, bool aligned, F f) {
   constexpr int N = kVector<X>;
-  const auto with_units = [&](auto lanes, auto units) {
-    constexpr int LANES = decltype(lanes)::value, UNITS = decltype(units)::value;
-    return aligned ? f(PairTiling<X, LANES, UNITS, N, true>{}) : f(PairTiling<X, LANES, UNITS, N, false>{});
+  const auto with = [&](auto lanes, auto units, auto n) {
+    constexpr int LANES = decltype(lanes)::value, UNITS = decltype(units)::value, OWN_N = decltype(n)::value;
+    return aligned ? f(PairTiling<X, LANES, UNITS, OWN_N, true>{}) : f(PairTiling<X, LANES, UNITS, OWN_N, false>{});
   };
-  using One = std::integral_constant<int, 1>;
-  if (tiling.vector == 1) {
-    constexpr int units = static_cast<int>(kRotaryCols) / 2 / kWarp;
-    return f(PairTiling<X, kWarp, units, 1, true>{});
-  }
-  if (tiling.lanes == 4) return with_units(std::integral_constant<int, 4>{}, One{});
-  if (tiling.lanes == 8) return with_units(std::integral_constant<int, 8>{}, One{});
-  if (tiling.lanes == 16) return with_units(std::integral_constant<int, 16>{}, One{});
-  constexpr int most = static_cast<int>(kRotaryCols) / N / 2 / kWarp;
+  constexpr std::integral_constant<int, 1> one;
+  constexpr std::integral_constant<int, 2> two;
+  constexpr std::integral_constant<int, 4> four;
+  constexpr std::integral_constant<int, 8> eight;
+  constexpr std::integral_constant<int, kWarp / 2> half;
+  constexpr std::integral_constant<int, kWarp> whole;
+  constexpr std::integral_constant<int, N> vector;
+  if (tiling.vector == 1)
+    return tiling.units > 2 ? f(PairTiling<X, kWarp, 8, 1, true>{}) : f(PairTiling<X, kWarp, 2, 1, true>{});
+  if (tiling.vector == 2) return tiling.units > 2 ? with(whole, four, two) : with(half, two, two);
+  if (tiling.lanes == 4) return with(four, one, vector);
+  if (tiling.lanes == 8) return with(eight, one, vector);
+  if (tiling.lanes == 16) return with(half, one, vector);
+  constexpr std::integral_constant<int, static_cast<int>(kRotaryCols) / N / 2 / kWarp> most;
   if constexpr (most > 1)
-    if (tiling.units > 1) return with_units(std::integral_constant<int, kWarp>{}, std::integral_constant<int, most>{});
-  return with_units(std::integral_constant<int, kWarp>{}, One{});
+    if (tiling.units > 1) return with(whole, most, vector);
+  return with(whole, one, vector);
+}
+
+// Whether all arrays are aligned to the vectors of rows of X.
+template <typename X, typename... Arrays>
+bool are_aligned_for(const RotaryTiling& tiling, const Arrays&... arrays) {
+  return tiling.vector == kVector<X> ? are_aligned<kVector<X>>(arrays...) : are_aligned<2>(arrays...);
 }
 
 // The launch of so many blocks, with shared memory.

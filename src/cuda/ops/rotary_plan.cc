@@ -1,6 +1,7 @@
 #include "cuda/ops/rotary_plan.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "cuda/engine/grad_schedule.h"
 #include "cuda/ops.h"
@@ -16,8 +17,13 @@ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 RotaryTiling make_rotary_tiling(Dtype x, int64_t cols, int64_t dim, bool interleaved) {
   const int vector = vector_of(x);
-  if (cols % vector != 0 || (interleaved ? dim : dim / 2) % vector != 0) {
-    return {1, kWarp, static_cast<int>(kRotaryCols) / 2 / kWarp};
+  const auto divide = [&](int elements) {
+    return cols % elements == 0 && (interleaved ? dim : dim / 2) % elements == 0;
+  };
+  const bool is_short = cols <= kShortRotaryCols;
+  if (!divide(vector)) {
+    if (divide(2)) return is_short ? RotaryTiling{2, kWarp / 2, 2} : RotaryTiling{2, kWarp, 4};
+    return {1, kWarp, is_short ? 2 : 8};
   }
   const int units = static_cast<int>(ceil_div(cols / vector, 2));
   int lanes = 4;
@@ -38,18 +44,44 @@ HeadTiles make_head_tiles(int64_t heads, int64_t inner, int groups) {
 }
 
 GradPlan make_rotary_grad_plan(const QkNormRotaryBackward& p, const HeadTiles& q, const HeadTiles& k, int64_t at_once) {
-  // Tiles of q and of k to the tokens of one of q and one of k.
-  const int64_t of_q = q.count * k.tokens, of_k = k.count * q.tokens, of_both = std::max<int64_t>(1, of_q + of_k);
-  const auto blocks_of = [&](const HeadsGrad& of, const HeadTiles& tiles, int64_t share) {
+  // What an item takes, in quarters of what a tile does: angles as many as threads take one.
+  const auto cost_of_item = [&](const HeadTiles& tiles, int64_t share) {
+    return 4 * share + ceil_div(tiles.tokens * p.rotation.dim / 2, kRotaryThreads);
+  };
+  const auto cost_of = [&](const HeadsGrad& of, const HeadTiles& tiles) {
+    const int64_t share = of.has_scale_per_head ? 1 : tiles.count;
+    return share == 0 ? 0 : tiles.of_tokens(p.tokens) * (tiles.count / share) * cost_of_item(tiles, share);
+  };
+  const auto blocks_of = [&](const HeadsGrad& of, const HeadTiles& tiles, int64_t most) {
     GradBlocks blocks;
     if (tiles.count == 0 || p.tokens == 0) return blocks;
-    blocks.tiles = tiles.of_tokens(p.tokens) * (of.has_scale_per_head ? 1 : tiles.count);
-    blocks.apart = of.has_scale_per_head ? tiles.count : 1;
-    blocks.sums = of.has_scale_per_head ? tiles.heads : 1;
-    blocks.blocks = std::clamp<int64_t>(at_once * share / of_both / blocks.apart, 1, blocks.tiles);
+    const int64_t token_tiles = tiles.of_tokens(p.tokens);
+    const auto rounds = [&](int64_t items) { return ceil_div(items, most); };
+    if (of.has_scale_per_head) {
+      blocks.apart = tiles.count;
+      blocks.sums = tiles.heads;
+      most = std::max<int64_t>(1, most / tiles.count);
+    } else {
+      // The larger an item, the less angles; the smaller, the more evenly blocks share out what there is.
+      const auto cost = [&](int64_t share) {
+        return rounds(token_tiles * ceil_div(tiles.count, share)) * cost_of_item(tiles, share);
+      };
+      blocks.share = tiles.count;
+      for (int64_t share = tiles.count; share > 1;)
+        if (share = ceil_div(share, 2); cost(share) < cost(blocks.share)) blocks.share = share;
+      blocks.parts = ceil_div(tiles.count, blocks.share);
+    }
+    blocks.items = token_tiles * blocks.parts;
+    blocks.blocks = ceil_div(blocks.items, rounds(blocks.items));
     return blocks;
   };
-  return {blocks_of(p.q, q, of_q), blocks_of(p.k, k, of_k)};
+  const int64_t of_q = cost_of(p.q, q), of_k = cost_of(p.k, k), of_both = std::max<int64_t>(1, of_q + of_k);
+  const double share = static_cast<double>(of_q) / static_cast<double>(of_both);
+  const int64_t most_of_q = std::min<int64_t>(std::llround(static_cast<double>(at_once) * share), at_once - (of_k > 0));
+  GradPlan plan;
+  plan.q = blocks_of(p.q, q, std::max<int64_t>(1, most_of_q));
+  plan.k = blocks_of(p.k, k, std::max<int64_t>(1, at_once - plan.q.apart * plan.q.blocks));
+  return plan;
 }
 
 WorkspaceSize qk_norm_rotary_backward_workspace(const WorkspaceQuery& query) {

@@ -13,8 +13,11 @@ namespace jaxnorm::cuda {
 
 constexpr int kRotaryThreads = 128;  // of a block
 
+// The longest row that has fewer units of small vectors.
+constexpr int64_t kShortRotaryCols = 128;
+
 // The thread groups of a block: `lanes` threads a row, each with `units` of two vectors (pair_tiling.cuh). A vector is
-// of one element where longer ones would not divide rows, and the halves of what is rotated.
+// of two elements or one where longer ones would not divide rows, and the halves of what is rotated.
 struct RotaryTiling {
   int vector, lanes, units;
 
@@ -36,11 +39,14 @@ struct HeadTiles {
 // full, thread groups are idle.
 HeadTiles make_head_tiles(int64_t heads, int64_t inner, int groups);
 
-// The blocks of the backward for q or for k. If each head has its own scale, a block has tiles of the same heads, those
-// of every `blocks`-th token; else it has every `blocks`-th tile. It leaves a row of sums for each of its scales.
+// The blocks of the backward for q or for k. A block computes the angles of a few neighbouring tokens, those of a tile,
+// and then has `share` neighbouring tiles of them: an item. If each head has its own scale, a block has tiles of the
+// same heads, those of every `blocks`-th token tile; else it has every `blocks`-th item. It leaves a row of sums for
+// each of its scales.
 struct GradBlocks {
   int64_t apart = 1, blocks = 0;  // `apart` times as many there are: for each tile of all heads, or for any
-  int64_t tiles = 0;              // that as many blocks go through
+  int64_t items = 0;              // that as many blocks go through
+  int64_t share = 1, parts = 1;   // parts: items of a token tile
   int64_t sums = 1;
 
   int64_t floats(int64_t cols) const { return apart * blocks * sums * cols; }

@@ -49,6 +49,10 @@ inline uint32_t spread_highest(uint32_t word, int byte0, int byte1, int byte2, i
 }
 
 inline void copy_to_shared(char* to, const void* from) { std::memcpy(to, from, 16); }
+template <int BYTES>
+void copy_or_clear(char* to, const void* from, bool there) {
+  there ? std::memcpy(to, from, BYTES) : std::memset(to, 0, BYTES);
+}
 inline void wait_for_copies() {}
 inline void commit_copies() {}
 template <int BATCHES>
