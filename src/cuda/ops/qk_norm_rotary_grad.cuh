@@ -68,8 +68,8 @@ struct ItemRows {
 
  private:
   __device__ void begin_item() {
-    const int token_tile = own.parts.quotient(item);
-    const int part = item - token_tile * own.parts.value;
+    const int valid = max(item, 0), token_tile = own.parts.quotient(valid);
+    const int part = valid - token_tile * own.parts.value;
     const int token = token_tile * own.tiles.tile_tokens + place.token_of_tile;
     head = place.head + part * own.share * own.tiles.tile_heads;
     row = first_row_of(token, own.tiles.heads, inner) + head * inner.value;
