@@ -24,6 +24,24 @@ struct Divisor {
   __device__ int64_t remainder(int64_t number) const { return number - quotient(number) * value; }
 };
 
+// The same of numbers from 0 to 2^31 - 1, in a few instructions.
+struct SmallDivisor {
+  int value;
+  uint32_t factor;  // 2^(31 + shift) / value, rounded up
+  int shift;        // 2^shift is at least `value`
+
+  explicit SmallDivisor(int64_t value) : value(static_cast<int>(value)), shift(0) {
+    while (int64_t{1} << shift < value) ++shift;
+    factor = static_cast<uint32_t>(((uint64_t{1} << (31 + shift)) + value - 1) / value);
+  }
+
+  __device__ int quotient(int number) const {
+    const uint64_t product = uint64_t{2 * static_cast<uint32_t>(number)} * factor;
+    return static_cast<int>(static_cast<uint32_t>(product >> 32) >> shift);
+  }
+  __device__ int remainder(int number) const { return number - quotient(number) * value; }
+};
+
 // The same map without a division. A plain op has one row of weights, and pays a branch for it.
 struct RowMapLaunch {
   Divisor count, inner;

@@ -12,7 +12,7 @@ template <typename X, typename Tile, int SCALARS>
 struct RowPair {
   PairRow<X, Tile> first, second;
   float scalar[SCALARS];
-  int64_t row;
+  int row;
   bool is_there;
 };
 
@@ -31,12 +31,12 @@ struct HeldRows {
   __device__ explicit HeldRows(char*) {}
 
   template <typename Group>
-  __device__ __forceinline__ void push(const RowPairArrays<X, SCALARS>& from, const Group& group, int64_t row,
+  __device__ __forceinline__ void push(const RowPairArrays<X, SCALARS>& from, const Group& group, int row,
                                        bool is_there) {
     held.row = row;
     held.is_there = is_there;
-    held.first.read(group, from.first + row * group.end, is_there);
-    held.second.read(group, from.second + row * group.end, is_there);
+    held.first.read(group, from.first + int64_t{row} * group.end, is_there);
+    held.second.read(group, from.second + int64_t{row} * group.end, is_there);
 #pragma unroll
     for (int i = 0; i < SCALARS; ++i) held.scalar[i] = is_there ? __ldg(from.scalar[i] + row) : 0.0f;
   }
@@ -58,18 +58,18 @@ class StagedRows {
   __device__ explicit StagedRows(char* shared) : begin_(shared) {}
 
   template <typename Group>
-  __device__ __forceinline__ void push(const RowPairArrays<X, SCALARS>& from, const Group& group, int64_t row,
+  __device__ __forceinline__ void push(const RowPairArrays<X, SCALARS>& from, const Group& group, int row,
                                        bool is_there) {
     char* const stage = begin_ + next_ * kStageBytes;
-    const int64_t at = row * group.end;
+    const int64_t at = int64_t{row} * group.end;
     for_each_vector<Tile>(group, [&](int vec, int col, int remaining) {
       copy_or_clear<kVectorBytes>(vector(stage, 2 * vec), from.first + at + col, is_there && remaining > 0);
       copy_or_clear<kVectorBytes>(vector(stage, 2 * vec + 1), from.second + at + col, is_there && remaining > 0);
     });
     char* const last = last_word(stage);
 #pragma unroll
-    for (int i = 0; i < SCALARS; ++i) copy_or_clear<4>(last + 8 + 4 * i, from.scalar[i] + row, is_there);
-    *reinterpret_cast<int64_t*>(last) = is_there ? row : -1;
+    for (int i = 0; i < SCALARS; ++i) copy_or_clear<4>(last + 4 + 4 * i, from.scalar[i] + row, is_there);
+    *reinterpret_cast<int*>(last) = is_there ? row : -1;
     commit_copies();
     next_ = next_ == kStages - 1 ? 0 : next_ + 1;
   }
@@ -85,9 +85,9 @@ class StagedRows {
       pair.second.packed[vec] = load_shared<Tile::N>(reinterpret_cast<const X*>(vector(stage, 2 * vec + 1)));
     }
     const uint4 last = *reinterpret_cast<const uint4*>(last_word(stage));
-    pair.row = static_cast<int64_t>(uint64_t{last.y} << 32 | last.x);
+    pair.row = static_cast<int>(last.x);
     pair.is_there = pair.row >= 0;
-    const uint32_t scalars[] = {last.z, last.w};
+    const uint32_t scalars[] = {last.y, last.z};
 #pragma unroll
     for (int i = 0; i < SCALARS; ++i) pair.scalar[i] = __uint_as_float(scalars[i]);
     oldest_ = oldest_ == kStages - 1 ? 0 : oldest_ + 1;

@@ -22,10 +22,13 @@ struct RotaryLaunch {
   PairShape shape;
   TurnsLaunch turns;
   TilesLaunch q, k;
-  Divisor inner;
-  int64_t q_blocks;
+  SmallDivisor inner;
+  int q_blocks;
   float reciprocal_cols;
 };
+
+// That run at once, with one row under way in each thread group.
+constexpr int64_t kFewBlocks = 4 * 132;
 
 template <typename Stats>
 constexpr bool kHasNorm = !std::is_same_v<Stats, NoStats>;
@@ -34,7 +37,7 @@ constexpr bool kHasNorm = !std::is_same_v<Stats, NoStats>;
 template <typename X, typename Stats, typename Tile, typename Group>
 __device__ __forceinline__ void write_turned_row(const QkNormRotaryForward& p, const RotaryLaunch& launch,
                                                  const Heads& of, const Group& group, const PairRow<X, Tile>& x,
-                                                 const FloatWeight<Tile>& factor, const float* turns, int64_t row,
+                                                 const FloatWeight<Tile>& factor, const float* turns, int row,
                                                  bool is_there) {
   constexpr int N = Tile::N;
   typename Stats::Statistics s;
@@ -53,7 +56,7 @@ __device__ __forceinline__ void write_turned_row(const QkNormRotaryForward& p, c
 #pragma unroll
   for (int vec = 0; vec < Tile::VECTORS; vec += 2)
     turn_unit(launch.turns, turns, group, group.rank + vec / 2 * Tile::LANES, h[vec], h[vec + 1]);
-  X* const y = static_cast<X*>(of.y.data) + row * group.end;
+  X* const y = static_cast<X*>(of.y.data) + int64_t{row} * group.end;
   for_each_vector<Tile>(group, [&](int vec, int col, int remaining) {
     store<Tile::ALIGNED>(y + col, pack<X>(h[vec]), is_there ? remaining : 0);
   });
@@ -61,28 +64,28 @@ __device__ __forceinline__ void write_turned_row(const QkNormRotaryForward& p, c
 
 // ROWS: how many tokens a thread group has under way.
 template <typename X, typename Stats, typename Tile, int ROWS>
-__global__ void __launch_bounds__(kRotaryThreads)
+__global__ void __launch_bounds__(kRotaryThreads, ROWS > 1 ? 7 : 1)
     rotary_kernel(const __grid_constant__ QkNormRotaryForward p, const __grid_constant__ RotaryLaunch launch) {
-  int64_t index = gridDim.x - 1 - blockIdx.x;  // see RowsLaunch::backwards
+  int index = static_cast<int>(gridDim.x - 1 - blockIdx.x);  // see RowsLaunch::backwards
   const bool is_q = index < launch.q_blocks;
   if (!is_q) index -= launch.q_blocks;
   const Heads of = is_q ? p.q : p.k;
   const TilesLaunch tiles = is_q ? launch.q : launch.k;
   const PairGroup<Tile::LANES> group(launch.shape);
-  const int64_t token_tile = tiles.count.quotient(index), first = token_tile * ROWS * tiles.tile_tokens;
-  const PlaceOfRow place(tiles, static_cast<int>(index - token_tile * tiles.count.value), group.place);
+  const int token_tile = tiles.count.quotient(index), first = token_tile * ROWS * tiles.tile_tokens;
+  const PlaceOfRow place(tiles, index - token_tile * tiles.count.value, group.place);
 
   const int angles = ROWS * tiles.tile_tokens;
   const AngleSource source = launch.turns.look_up(angles, [&](int i) { return first + i; });
   PairRow<X, Tile> x[ROWS];
-  int64_t row[ROWS];
+  int row[ROWS];
   bool is_there[ROWS];
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
-    const int64_t token = first + r * tiles.tile_tokens + place.token_of_tile;
-    is_there[r] = token < p.tokens && place.head < tiles.heads;
+    const int token = first + r * tiles.tile_tokens + place.token_of_tile;
+    is_there[r] = token < launch.turns.tokens && place.head < tiles.heads;
     row[r] = first_row_of(token, tiles.heads, launch.inner) + place.head * launch.inner.value;
-    x[r].read(group, static_cast<const X*>(of.x.data) + row[r] * p.cols, is_there[r]);
+    x[r].read(group, static_cast<const X*>(of.x.data) + int64_t{row[r]} * group.end, is_there[r]);
   }
   const bool has_scale = of.scale.data && place.head < tiles.heads;
   FloatWeight<Tile> factor(group,
@@ -105,9 +108,28 @@ cudaError_t with_head_stats(HeadNorm norm, F f) {
   return norm == HeadNorm::rms ? f(MeanSquare{}) : f(MeanVariance{});
 }
 
+template <typename X, typename Tile, int ROWS>
+cudaError_t launch_rotary_rows(const QkNormRotaryForward& p, const RotaryTiling& tiling, const HeadTiles& q,
+                               const HeadTiles& k, bool back, cudaStream_t stream) {
+  const int64_t of_q = q.blocks(p.tokens, ROWS), all = of_q + k.blocks(p.tokens, ROWS);
+  const RotaryLaunch launch{make_pair_shape(tiling, p.cols, p.rotation),
+                            TurnsLaunch(p.rotation, p.tokens, back),
+                            TilesLaunch(q, p.q.heads),
+                            TilesLaunch(k, p.k.heads),
+                            SmallDivisor(p.inner),
+                            static_cast<int>(of_q),
+                            1.0f / static_cast<float>(p.cols)};
+  if (all == 0) return cudaSuccess;
+  const int64_t shared = int64_t{4} * ROWS * std::max(q.tokens, k.tokens) * launch.turns.floats_of_token();
+  return with_head_stats(p.norm, [&](auto stats) {
+    return launch_rotary(rotary_kernel<X, decltype(stats), Tile, ROWS>, tiling, all, shared, stream, p, launch);
+  });
+}
+
 // `back`: turned by the negative angles, as is the gradient where there is no norm.
 template <typename X>
 cudaError_t run_qk_norm_rotary(const QkNormRotaryForward& p, bool back, cudaStream_t stream) {
+  if (!has_few_rows(p)) return cudaErrorInvalidValue;
   const RotaryTiling tiling = make_rotary_tiling(kDtype<X>, p.cols, p.rotation.dim, p.rotation.interleaved);
   const bool aligned = are_aligned_for<X>(tiling, p.q.x, p.k.x, p.q.y, p.k.y, p.q.scale, p.k.scale);
   const HeadTiles q = make_head_tiles(p.q.y ? p.q.heads : 0, p.inner, tiling.groups());
@@ -115,22 +137,11 @@ cudaError_t run_qk_norm_rotary(const QkNormRotaryForward& p, bool back, cudaStre
   return with_pair_tiling<X>(tiling, aligned, [&](auto tile) {
     using Tile = decltype(tile);
     constexpr int ROWS = Tile::ALIGNED && (Tile::VECTORS == 2 || Tile::VECTORS * Tile::N <= 8) ? 2 : 1;
-    const auto blocks = [&](const HeadTiles& tiles) {
-      return (tiles.of_tokens(p.tokens) + ROWS - 1) / ROWS * tiles.count;
-    };
-    const RotaryLaunch launch{make_pair_shape(tiling, p.cols, p.rotation),
-                              TurnsLaunch(p.rotation, p.tokens, back),
-                              TilesLaunch(q, p.q.heads),
-                              TilesLaunch(k, p.k.heads),
-                              Divisor(p.inner),
-                              blocks(q),
-                              1.0f / static_cast<float>(p.cols)};
-    const int64_t all = blocks(q) + blocks(k);
-    if (all == 0) return cudaSuccess;
-    const int64_t shared = int64_t{4} * ROWS * std::max(q.tokens, k.tokens) * launch.turns.floats_of_token();
-    return with_head_stats(p.norm, [&](auto stats) {
-      return launch_rotary(rotary_kernel<X, decltype(stats), Tile, ROWS>, tiling, all, shared, stream, p, launch);
-    });
+    // Few rows are sooner done by more blocks.
+    if constexpr (ROWS > 1 && Tile::N == kVector<X>)
+      if (q.blocks(p.tokens, 1) + k.blocks(p.tokens, 1) <= kFewBlocks)
+        return launch_rotary_rows<X, Tile, 1>(p, tiling, q, k, back, stream);
+    return launch_rotary_rows<X, Tile, ROWS>(p, tiling, q, k, back, stream);
   });
 }
 

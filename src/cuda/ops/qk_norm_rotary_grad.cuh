@@ -20,9 +20,8 @@ constexpr int kItemsAtOnce = 4, kTableFloats = 1024;
 // The blocks of q or of k: as in GradBlocks.
 struct GradTiles {
   TilesLaunch tiles;
-  Divisor parts;  // items of a token tile
-  int64_t apart, blocks, items;
-  int share, sums;
+  SmallDivisor parts;  // items of a token tile
+  int apart, blocks, items, share, sums;
   int at_once;  // items whose cosines and sines are computed together
   float* partials;
 };
@@ -31,8 +30,8 @@ struct RotaryGradLaunch {
   PairShape shape;
   TurnsLaunch turns;
   GradTiles q, k;
-  Divisor inner;
-  int64_t q_blocks;
+  SmallDivisor inner;
+  int q_blocks;
   int table_floats;  // of cosines and sines of as many items
   float reciprocal_cols;
 };
@@ -41,15 +40,15 @@ struct RotaryGradLaunch {
 // RowsLaunch::backwards), in each of the item's tiles.
 struct ItemRows {
   const GradTiles& own;
-  const Divisor& inner;
-  const int64_t tokens;
+  const SmallDivisor& inner;
+  const int tokens;
   const PlaceOfRow place;  // in the block's own tile, or in a token's first one
-  int64_t item, row;
-  int head, left;  // left: tiles of this item that are still to come
+  int item, row, head;
+  int left;  // left: tiles of this item that are still to come
   bool has_token;
 
-  __device__ ItemRows(const GradTiles& own, const Divisor& inner, int64_t tokens, int own_tile, int group,
-                      int64_t first_item)
+  __device__ ItemRows(const GradTiles& own, const SmallDivisor& inner, int tokens, int own_tile, int group,
+                      int first_item)
       : own(own), inner(inner), tokens(tokens), place(own.tiles, own_tile, group), item(first_item) {
     begin_item();
   }
@@ -69,9 +68,9 @@ struct ItemRows {
 
  private:
   __device__ void begin_item() {
-    const int64_t token_tile = own.parts.quotient(item);
-    const int part = static_cast<int>(item - token_tile * own.parts.value);
-    const int64_t token = token_tile * own.tiles.tile_tokens + place.token_of_tile;
+    const int valid = max(item, 0), token_tile = own.parts.quotient(valid);
+    const int part = valid - token_tile * own.parts.value;
+    const int token = token_tile * own.tiles.tile_tokens + place.token_of_tile;
     head = place.head + part * own.share * own.tiles.tile_heads;
     row = first_row_of(token, own.tiles.heads, inner) + head * inner.value;
     left = own.share - 1;
@@ -88,7 +87,7 @@ template <Kind KIND, typename Tile>
 struct TurnedBack {
   float x_hat[Tile::VECTORS][Tile::N], d[Tile::VECTORS][Tile::N];
   NormScalars<KIND> s;
-  int64_t row;
+  int row;
   bool is_there;
 
   template <typename X, typename Group>
@@ -128,7 +127,7 @@ struct TurnedBack {
 #pragma unroll
     for (int k = 0; k < K; ++k) sums.value[k] = group.warp_sum(sums.value[k]);
     const auto to_dx = s.dx(sums, launch.reciprocal_cols);
-    X* const out = static_cast<X*>(dx.data) + row * group.end;
+    X* const out = static_cast<X*>(dx.data) + int64_t{row} * group.end;
     for_each_vector<Tile>(group, [&](int vec, int col, int remaining) {
 #pragma unroll
       for (int i = 0; i < Tile::N; ++i) d[vec][i] = to_dx(d[vec][i], x_hat[vec][i]);
@@ -148,7 +147,7 @@ __global__ void __launch_bounds__(kRotaryThreads, kGradResidency<Tile>)
     rotary_grad_kernel(const __grid_constant__ QkNormRotaryBackward p,
                        const __grid_constant__ RotaryGradLaunch launch) {
   using Queue = RowQueue<X, Tile, kScalars<KIND>, kRotaryThreads>;
-  int64_t index = blockIdx.x;
+  int index = static_cast<int>(blockIdx.x);
   const bool is_q = index < launch.q_blocks;
   if (!is_q) index -= launch.q_blocks;
   const HeadsGrad of = is_q ? p.q : p.k;
@@ -156,16 +155,16 @@ __global__ void __launch_bounds__(kRotaryThreads, kGradResidency<Tile>)
   const PairGroup<Tile::LANES> group(launch.shape);
   const bool apart = own.apart > 1 || of.has_scale_per_head;
   // Of a token's tiles a block has one, always the same, or any.
-  const int64_t column = apart ? own.tiles.count.quotient(index) : index;
-  const int own_tile = apart ? static_cast<int>(index - column * own.apart) : 0;
-  int64_t item = own.items - 1 - column;  // negative beyond the first
+  const int column = apart ? own.tiles.count.quotient(index) : index;
+  const int own_tile = apart ? index - column * own.apart : 0;
+  int item = own.items - 1 - column;  // negative beyond the first
 
   const int angles = own.at_once << own.tiles.token_shift;
-  const auto look_up = [&](int64_t from) {
+  const auto look_up = [&](int from) {
     return launch.turns.look_up(angles, [&](int i) {
       const int step = i >> own.tiles.token_shift;
-      const int64_t later = from - step * own.blocks;
-      return later < 0 ? p.tokens : ((own.parts.quotient(later) - step) << own.tiles.token_shift) + i;
+      const int later = from - step * own.blocks;
+      return later < 0 ? launch.turns.tokens : ((own.parts.quotient(later) - step) << own.tiles.token_shift) + i;
     });
   };
   AngleSource source = look_up(item);
@@ -173,7 +172,7 @@ __global__ void __launch_bounds__(kRotaryThreads, kGradResidency<Tile>)
   RowPairArrays<X, kScalars<KIND>> arrays{
       static_cast<const X*>(of.dy.data), static_cast<const X*>(of.x.data), {of.rstd}};
   if constexpr (NormScalars<KIND>::kLayer) arrays.scalar[kScalars<KIND> - 1] = of.mean;
-  ItemRows rows(own, launch.inner, p.tokens, own_tile, group.place, item);
+  ItemRows rows(own, launch.inner, launch.turns.tokens, own_tile, group.place, item);
   Queue queue(dynamic_shared());
 #pragma unroll
   for (int i = 0; i < Queue::kAhead; ++i, rows.advance()) queue.push(arrays, group, rows.row, rows.is_there());
@@ -208,7 +207,7 @@ __global__ void __launch_bounds__(kRotaryThreads, kGradResidency<Tile>)
   wait_for_copies();  // of rows that are not there
   __syncthreads();
   dscale.write(group, kRotaryThreads / Tile::LANES, own.sums, 0, reinterpret_cast<float*>(dynamic_shared()),
-               own.partials + index * own.sums * p.cols);
+               own.partials + int64_t{index} * own.sums * p.cols);
 }
 
 // Where sums of as many blocks have room. Null: nowhere.
@@ -238,6 +237,7 @@ inline PartialSum partial_sum(const HeadsGrad& of, const HeadTiles& tiles, const
 
 template <typename X>
 cudaError_t run_qk_norm_rotary_grad(const QkNormRotaryBackward& p, cudaStream_t stream) {
+  if (!has_few_rows(p)) return cudaErrorInvalidValue;
   const RotaryTiling tiling = make_rotary_tiling(kDtype<X>, p.cols, p.rotation.dim, p.rotation.interleaved);
   const bool aligned = are_aligned_for<X>(tiling, p.q.dy, p.q.x, p.q.dx, p.q.scale, p.k.dy, p.k.x, p.k.dx, p.k.scale);
   const auto heads_of = [](const HeadsGrad& of) { return of.dx || of.dscale ? of.heads : 0; };
@@ -249,10 +249,10 @@ cudaError_t run_qk_norm_rotary_grad(const QkNormRotaryBackward& p, cudaStream_t 
   const auto tiles_of = [&](const HeadsGrad& of, const HeadTiles& tiles, const GradBlocks& blocks, float* to) {
     const int table = tiles.tokens * turns.floats_of_token();
     return GradTiles{TilesLaunch(tiles, of.heads),
-                     Divisor(blocks.parts),
-                     blocks.apart,
-                     blocks.blocks,
-                     blocks.items,
+                     SmallDivisor(blocks.parts),
+                     static_cast<int>(blocks.apart),
+                     static_cast<int>(blocks.blocks),
+                     static_cast<int>(blocks.items),
                      static_cast<int>(blocks.share),
                      static_cast<int>(blocks.sums),
                      std::clamp(kTableFloats / table, 1, kItemsAtOnce),
@@ -265,8 +265,8 @@ cudaError_t run_qk_norm_rotary_grad(const QkNormRotaryBackward& p, cudaStream_t 
                             turns,
                             tiles_of(p.q, q, partials.plan.q, partials.q),
                             tiles_of(p.k, k, partials.plan.k, partials.k),
-                            Divisor(p.inner),
-                            q_blocks,
+                            SmallDivisor(p.inner),
+                            static_cast<int>(q_blocks),
                             0,
                             1.0f / static_cast<float>(p.cols)};
     launch.table_floats = std::max(launch.q.at_once * q.tokens, launch.k.at_once * k.tokens) * turns.floats_of_token();

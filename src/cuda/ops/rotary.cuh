@@ -1,6 +1,8 @@
 // What the kernels of rotary embedding share: the tiles of heads and tokens, and what turns the rows of a tile.
 #pragma once
 
+#include <climits>
+
 #include "cuda/engine/pair_tiling.cuh"
 #include "cuda/engine/row_map.cuh"
 #include "cuda/ops/rotary_plan.h"
@@ -9,16 +11,28 @@ namespace jaxnorm::cuda {
 
 // Where the angle of one token comes from, for the lane that looked it up, and a thread's first frequency.
 struct AngleSource {
-  int64_t row = -1;  // of positions, or of tables; negative: there is no such token
+  int row = -1;  // of positions, or of tables; negative: there is no such token
   float position = 0, frequency = 0;
+};
+
+// RowMapLaunch of fewer rows.
+struct TokenMap {
+  SmallDivisor count, inner;
+
+  explicit TokenMap(const RowMap& map) : count(map.count), inner(map.inner) {}
+
+  __device__ int of_token(int token) const {
+    if (count.value == 1) return 0;
+    return count.remainder(inner.value == 1 ? token : inner.quotient(token));
+  }
 };
 
 // Cosines and sines of some tokens, in shared memory. Threads that are neighbours have neighbouring pairs, each the
 // same ones of all its tokens.
 struct TurnsLaunch {
   const float *cos, *sin, *positions, *frequencies;
-  RowMapLaunch outer, inner;
-  int64_t inner_count, tokens;
+  TokenMap outer, inner;
+  int tokens;
   int dim, pairs;
   int shift;   // 2^shift neighbouring threads have the pairs of a token
   int stride;  // floats from a token's cosines to its sines, and from these to the next one's cosines
@@ -33,8 +47,7 @@ struct TurnsLaunch {
         frequencies(r.frequencies),
         outer(r.token_rows.outer),
         inner(r.token_rows.inner),
-        inner_count(r.token_rows.inner.count),
-        tokens(tokens),
+        tokens(static_cast<int>(tokens)),
         dim(static_cast<int>(r.dim)),
         pairs(static_cast<int>(r.dim / 2)),
         shift(0),
@@ -54,9 +67,9 @@ struct TurnsLaunch {
     const int lane = threadIdx.x % kWarp, in_warp = min(shift, kLogWarp), tokens_of_warp = kLogWarp - in_warp;
     const int first = threadIdx.x - lane + ((lane & ((1 << tokens_of_warp) - 1)) << in_warp);
     const int place = (lane >> tokens_of_warp) * (kRotaryThreads >> shift) + (first >> shift);
-    const int64_t token = place < count ? token_of(place) : tokens;
+    const int token = place < count ? token_of(place) : tokens;
     AngleSource source;
-    if (token < tokens) source.row = outer.of_row(token) * inner_count + inner.of_row(token);
+    if (token < tokens) source.row = outer.of_token(token) * inner.count.value + inner.of_token(token);
     if (!positions) return source;
     if (token < tokens) source.position = __ldg(positions + source.row);
     if (first_pair() < pairs) source.frequency = __ldg(frequencies + first_pair());
@@ -65,26 +78,26 @@ struct TurnsLaunch {
 
   // By the whole block, of tokens that it has looked up. The table is there once it has met.
   __device__ void fill(float* table, int count, const AngleSource& own) const {
-    const int in_warp = min(shift, kLogWarp), begun = threadIdx.x >> shift;
-    int lane = static_cast<int>(threadIdx.x % kWarp) >> in_warp;
-    for (int round = 0; round < count; round += kRotaryThreads >> shift, lane += kWarp >> in_warp) {
-      float* const to = table + 2 * (round + begun) * stride;
-      if (positions) {
+    if (positions) {
+      for_each_round(count, [&](int lane, int place) {
         const float position = __shfl_sync(0xffffffffu, own.position, lane);
-        for_each_pair(round + begun < count, [&](int pair) {
+        for_each_pair(table, count, place, [&](int pair, float* to) {
           float sin_of, cos_of;
           const float frequency = pair < kRotaryThreads ? own.frequency : __ldg(frequencies + pair);
           sincosf(position * frequency, &sin_of, &cos_of);
-          to[pair] = cos_of;
-          to[stride + pair] = sign * sin_of;
+          to[0] = cos_of;
+          to[stride] = sign * sin_of;
         });
-      } else {
-        const int64_t row = __shfl_sync(0xffffffffu, own.row, lane);
-        for_each_pair(round + begun < count, [&](int pair) {
-          to[pair] = row >= 0 ? __ldg(cos + row * pairs + pair) : 0.0f;
-          to[stride + pair] = row >= 0 ? sign * __ldg(sin + row * pairs + pair) : 0.0f;
+      });
+    } else {
+      for_each_round(count, [&](int lane, int place) {
+        const int row = __shfl_sync(0xffffffffu, own.row, lane);
+        for_each_pair(table, count, place, [&](int pair, float* to) {
+          const int64_t at = int64_t{row} * pairs + pair;
+          to[0] = row >= 0 ? __ldg(cos + at) : 0.0f;
+          to[stride] = row >= 0 ? sign * __ldg(sin + at) : 0.0f;
         });
-      }
+      });
     }
   }
 
@@ -94,10 +107,25 @@ struct TurnsLaunch {
 
   __device__ int first_pair() const { return static_cast<int>(threadIdx.x) & ((1 << shift) - 1); }
 
-  // Those of this thread, if it has a token.
+  // Of the tokens of this thread, one after the other: which lane has looked up each, and its place in the table.
   template <typename F>
-  __device__ void for_each_pair(bool has_token, F f) const {
-    for (int pair = first_pair(); has_token && pair < pairs; pair += kRotaryThreads) f(pair);
+  __device__ void for_each_round(int count, F f) const {
+    const int in_warp = min(shift, kLogWarp);
+    int lane = static_cast<int>(threadIdx.x % kWarp) >> in_warp, place = static_cast<int>(threadIdx.x) >> shift;
+#pragma unroll 1
+    for (int round = 0; round < count; round += kRotaryThreads >> shift) {
+      f(lane, place);
+      lane += kWarp >> in_warp;
+      place += kRotaryThreads >> shift;
+    }
+  }
+
+  // The pairs that this thread has of a token, if there is one.
+  template <typename F>
+  __device__ void for_each_pair(float* table, int count, int place, F f) const {
+#pragma unroll 1
+    for (int pair = first_pair(); place < count && pair < pairs; pair += kRotaryThreads)
+      f(pair, table + 2 * place * stride + pair);
   }
 };
 
@@ -142,7 +170,7 @@ __device__ void turn_unit(const TurnsLaunch& turns, const float* of_token, const
 struct TilesLaunch {
   int heads, tile_heads, shift;  // tile_heads: 2^shift
   int tile_tokens, token_shift;  // the same of these
-  Divisor count;                 // tiles of all heads
+  SmallDivisor count;            // tiles of all heads
 
   TilesLaunch(const HeadTiles& tiles, int64_t heads)
       : heads(static_cast<int>(heads)),
@@ -156,18 +184,24 @@ struct TilesLaunch {
   }
 };
 
+// Rows are counted by int: more of them a GPU has no room for, but of a few elements.
+template <typename Call>
+bool has_few_rows(const Call& p) {
+  return std::max(p.q.heads, p.k.heads) <= INT_MAX / std::max<int64_t>(1, p.tokens);
+}
+
 // Which row of the array a thread group has in a tile, if there is one.
 struct PlaceOfRow {
   int head, token_of_tile;
 
   __device__ PlaceOfRow(const TilesLaunch& tiles, int head_tile, int group)
-      : head(head_tile * tiles.tile_heads + group % tiles.tile_heads), token_of_tile(group >> tiles.shift) {}
+      : head(head_tile * tiles.tile_heads + (group & (tiles.tile_heads - 1))), token_of_tile(group >> tiles.shift) {}
 };
 
 // The row of a token's first head: the next one's is `inner` rows further.
-__device__ inline int64_t first_row_of(int64_t token, int heads, const Divisor& inner) {
+__device__ inline int first_row_of(int token, int heads, const SmallDivisor& inner) {
   if (inner.value == 1) return token * heads;
-  const int64_t outer = inner.quotient(token);
+  const int outer = inner.quotient(token);
   return outer * (heads - 1) * inner.value + token;
 }
 

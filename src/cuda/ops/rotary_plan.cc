@@ -78,9 +78,23 @@ GradPlan make_rotary_grad_plan(const QkNormRotaryBackward& p, const HeadTiles& q
   const int64_t of_q = cost_of(p.q, q), of_k = cost_of(p.k, k), of_both = std::max<int64_t>(1, of_q + of_k);
   const double share = static_cast<double>(of_q) / static_cast<double>(of_both);
   const int64_t most_of_q = std::min<int64_t>(std::llround(static_cast<double>(at_once) * share), at_once - (of_k > 0));
-  GradPlan plan;
-  plan.q = blocks_of(p.q, q, std::max<int64_t>(1, most_of_q));
-  plan.k = blocks_of(p.k, k, std::max<int64_t>(1, at_once - plan.q.apart * plan.q.blocks));
+  const auto plan_of = [&](int64_t most) {
+    const GradBlocks first = blocks_of(p.q, q, most);
+    return GradPlan{first, blocks_of(p.k, k, std::max<int64_t>(1, at_once - first.apart * first.blocks))};
+  };
+  const auto rounds_of = [](const GradBlocks& blocks) {
+    return ceil_div(blocks.items, std::max<int64_t>(1, blocks.blocks));
+  };
+  const auto time_of = [&](const GradPlan& plan) {
+    return std::max(rounds_of(plan.q) * cost_of_item(q, plan.q.share),
+                    rounds_of(plan.k) * cost_of_item(k, plan.k.share));
+  };
+  GradPlan plan = plan_of(std::max<int64_t>(1, most_of_q));
+  // With a round less, q may take blocks that k would not miss.
+  if (const int64_t fewer = rounds_of(plan.q) - 1; fewer > 0 && of_k > 0) {
+    const int64_t more = plan.q.apart * ceil_div(plan.q.items, fewer);
+    if (const GradPlan other = plan_of(more); more < at_once && time_of(other) < time_of(plan)) plan = other;
+  }
   return plan;
 }
 

@@ -33,6 +33,8 @@ struct HeadTiles {
   int64_t count = 0;  // of all heads
 
   int64_t of_tokens(int64_t all) const { return (all + tokens - 1) / tokens; }
+  // Of blocks that have `rows` tiles each, of neighbouring tokens.
+  int64_t blocks(int64_t all, int rows) const { return (of_tokens(all) + rows - 1) / rows * count; }
 };
 
 // `inner`: as of QkNormRotaryForward. Where a tile has many heads, angles are computed for few; where it is less than
