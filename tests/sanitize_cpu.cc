@@ -163,6 +163,65 @@ void run_gated(Dtype dtype, bool first, const Shape& s) {
   cpu::run(b, parallel_for);
 }
 
+// Integers of their own allocation: value(i) for each i.
+template <class T, class Value>
+std::unique_ptr<T[]> integers(int64_t count, Value value) {
+  std::unique_ptr<T[]> data(new T[count]);
+  for (int64_t i = 0; i < count; ++i) data[i] = static_cast<T>(value(i));
+  return data;
+}
+
+// Masks of the kinds that there are, each for every row, and where for two rows in turn.
+template <class Run>
+void with_masks(const Shape& s, bool with_lengths, Run run) {
+  const auto where = integers<uint8_t>(2 * s.cols, [](int64_t i) { return i % 3 != 0; });
+  const auto lengths = integers<int32_t>(s.rows, [&](int64_t row) { return row * 7 % (s.cols + 3) - 1; });
+  for (const int kind : {0, 1, 2, 3}) {
+    Mask mask;
+    if (kind & 1) mask.where = where.get(), mask.where_rows.inner.count = 2;
+    if (kind & 2) mask.lengths = lengths.get(), mask.lengths_rows.inner.count = s.rows;
+    if (with_lengths || !mask.lengths) run(mask);
+  }
+}
+
+void run_softmax(Dtype x_dtype, Dtype y_dtype, const Shape& s) {
+  const int64_t rows = s.rows, cols = s.cols, size = rows * cols;
+  const Array x(x_dtype, size, s.offset), dy(y_dtype, size, s.offset), y(y_dtype, size, s.offset, false);
+  const Array dx(x_dtype, size, s.offset, false), logsumexp(Dtype::f32, rows, 0, false);
+  with_masks(s, true, [&](const Mask& mask) {
+    SoftmaxForward f{rows, cols, x, mask, y, nullptr, 0.7f, false};
+    cpu::run(f, parallel_for);
+    cpu::run(SoftmaxBackward{rows, cols, dy, y, mask, dx, 0.7f}, parallel_for);
+    f.log = true, f.logsumexp = logsumexp.floats();
+    cpu::run(f, parallel_for);
+    cpu::run(LogSoftmaxBackward{rows, cols, dy, x, mask, f.logsumexp, dx, 0.7f}, parallel_for);
+  });
+}
+
+// The gradient in an array of its own, and then in x's place.
+void run_cross_entropy(Dtype dtype, float soft_cap, const Shape& s) {
+  const int64_t rows = s.rows, cols = s.cols, size = rows * cols;
+  const auto labels = integers<int32_t>(rows, [&](int64_t row) { return row * 5 % (cols + 2) - 1; });
+  const Array dx(dtype, size, s.offset, false), cotangent(Dtype::f32, rows, 0);
+  const Array logsumexp(Dtype::f32, rows, 0, false), label(Dtype::f32, rows, 0, false);
+  const Array total(Dtype::f32, rows, 0, false);
+  with_masks(s, false, [&](const Mask& mask) {
+    const Array x(dtype, size, s.offset);
+    CrossEntropyForward f{};
+    static_cast<Logits&>(f) = {rows, cols, x, labels.get(), mask, 0.7f, soft_cap};
+    f.logsumexp = logsumexp.floats(), f.label_logit = label.floats();
+    cpu::run(f, parallel_for);
+    f.total = total.floats();
+    cpu::run(f, parallel_for);
+    CrossEntropyBackward b{};
+    static_cast<Logits&>(b) = f;
+    b.logsumexp = f.logsumexp, b.dlogsumexp = cotangent.floats(), b.dx = dx;
+    cpu::run(b, parallel_for);
+    b.dlabel_logit = b.dtotal = cotangent.floats(), b.dx = x;
+    cpu::run(b, parallel_for);
+  });
+}
+
 constexpr Dtype kDtypes[] = {Dtype::f32, Dtype::f16, Dtype::bf16};
 
 void run_all(Kind kind, Dtype dtype) {
@@ -191,6 +250,20 @@ void run_all(Kind kind, Dtype dtype) {
   run_quantized(kind, dtype, Dtype::f8e4m3fn, {600, 384, 1});
 }
 
+void run_all_softmaxes(Dtype dtype) {
+  // As above, and rows of which the exponentials are not kept.
+  for (const int64_t cols : {1, 3, 15, 16, 31, 64, 100, 257, 512, 513, 4097, 40'001})
+    for (const int64_t rows : {1, 3, 7, 67})
+      for (const int64_t offset : {0, 1}) {
+        const Shape shape{rows, cols, offset};
+        if (rows * cols > 400'000) continue;
+        run_softmax(dtype, dtype, shape);
+        for (const float soft_cap : {0.f, 30.f, 60.f}) run_cross_entropy(dtype, soft_cap, shape);
+      }
+  for (const Dtype y : kDtypes)
+    if (is_supported(dtype, y)) run_softmax(dtype, y, {5, 101, 1});
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -201,8 +274,10 @@ int main(int argc, char** argv) {
     if (kernels == &cpu::avx2 ? !has_avx2 : kernels == &cpu::avx512 && !has_avx512) continue;
     if (argc > 1 && std::strcmp(argv[1], kernels->isa)) continue;
     cpu::chosen = kernels;
-    for (const Dtype dtype : kDtypes)
+    for (const Dtype dtype : kDtypes) {
       for (const Kind kind : {Kind::rms, Kind::layer}) run_all(kind, dtype);
+      run_all_softmaxes(dtype);
+    }
     std::printf("ran the %s kernels\n", kernels->isa);
   }
 }

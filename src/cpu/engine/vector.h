@@ -75,6 +75,12 @@ Vec at_least(Vec v, float low) { return _mm512_maskz_max_ps(kAll, broadcast(low)
 // v * 2^k, where `shifted` is k + kRounding; k is not below kLeastPower, at which the product is 0.
 constexpr float kLeastPower = -160;
 Vec times_power(Vec v, Vec shifted) { return _mm512_maskz_scalef_ps(kAll, v, shifted - kRounding); }
+// v * 2^floor(k)
+Vec times_floor_power(Vec v, Vec k) { return _mm512_maskz_scalef_ps(kAll, v, k); }
+// The element of a table that the last bits of an index name.
+Vec lookup(const float* table, Bits index) {
+  return _mm512_maskz_permutexvar_ps(kAll, (__m512i)index, _mm512_maskz_loadu_ps(kAll, table));
+}
 
 // The bits `rounded`, but v's own where v is NaN, quiet.
 Bits quiet_nans(Bits rounded, Vec v) {

@@ -46,15 +46,6 @@ void cross_entropy(const CrossEntropyForward& p, int64_t begin, int64_t end, int
   });
 }
 
-// The gradient of a row of z, but for that of the label's logit.
-template <class Z>
-struct LogitGrad {
-  Z z;
-  float logsumexp, dlogsumexp, dtotal;
-
-  Vec operator()(Vec x) const { return fma(Exp(z(x) - logsumexp).value(), broadcast(dlogsumexp), broadcast(dtotal)); }
-};
-
 // v, and more in one lane.
 Vec add_to_lane(Vec v, int64_t lane, float more) {
   float lanes[W] = {};
@@ -66,16 +57,18 @@ Vec add_to_lane(Vec v, int64_t lane, float more) {
 template <class X, class Z>
 [[gnu::noinline]] void cross_entropy_grad_row(const CrossEntropyBackward& p, Z z, int64_t row, RowReader<X> x,
                                               RowWriter<X> dx) {
-  const RowMask mask(p.mask, row, p.cols);
-  const LogitGrad<Z> grad{z, p.logsumexp[row], p.dlogsumexp[row], p.dtotal ? p.dtotal[row] : 0};
+  const RowMask mask = RowMask::of(p.mask, row, p.cols);
+  const auto scaled = [&](const float* values) { return values ? values[row] * p.scale : 0; };
+  const float dlogsumexp = scaled(p.dlogsumexp), dlabel_logit = scaled(p.dlabel_logit), dtotal = scaled(p.dtotal);
+  const float logsumexp = p.logsumexp[row];
   const int64_t label = p.labels[row];
-  const float dlabel_logit = p.dlabel_logit ? p.dlabel_logit[row] : 0;
   for_each_vector(p.cols, [&](int64_t column, auto extent) {
     const Vec v = x(column, extent);
-    Vec dz = mask(grad(v), column, extent, 0);
+    const Vec softmax = exp(z.less(logsumexp, v));
+    Vec dz = mask(fma(softmax, broadcast(dlogsumexp), broadcast(dtotal)), column, extent, 0);
     // Here and not after the row, since a store beside one past the caches waits for it.
     if (label >= column && label < column + W) dz = add_to_lane(dz, label - column, dlabel_logit);
-    dx(column, dz * z.slope(v), extent);
+    dx(column, z.grad(dz, v), extent);
   });
 }
 

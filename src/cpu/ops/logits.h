@@ -11,12 +11,13 @@ namespace {
 
 constexpr float kNothing = -__builtin_inff();  // the logit of a column that does not count
 
-// z = x * scale
+// z = x * scale. Its slope is scale, which is what grad(dz, x) leaves to the caller.
 struct Scaled {
   float scale;
 
   Vec operator()(Vec x) const { return x * scale; }
-  Vec slope(Vec) const { return broadcast(scale); }
+  Vec less(float subtrahend, Vec x) const { return fma(x, broadcast(scale), broadcast(-subtrahend)); }
+  Vec grad(Vec dz, Vec) const { return dz; }
   float bound() const { return __builtin_inff(); }  // no |z| is above it
 };
 
@@ -25,7 +26,8 @@ struct Capped {
   float scale, cap;
 
   Vec operator()(Vec x) const { return cap * Tanh(x * (scale / cap)).value; }
-  Vec slope(Vec x) const { return scale * Tanh(x * (scale / cap)).slope; }
+  Vec less(float subtrahend, Vec x) const { return (*this)(x)-subtrahend; }
+  Vec grad(Vec dz, Vec x) const { return dz * Tanh(x * (scale / cap)).slope; }
   float bound() const { return cap; }
 };
 
@@ -72,7 +74,7 @@ struct StoredLogits {
     for (int row = 0; row < R; ++row) {
       const int64_t index = first + (row < count ? row : count - 1);
       rows.data[row] = x + index * p.cols;
-      rows.mask[row] = RowMask(p.mask, index, p.cols);
+      rows.mask[row] = RowMask::of(p.mask, index, p.cols);
     }
     if (R == 1) rows.cols = rows.mask[0].end;
     return rows;
@@ -84,13 +86,13 @@ struct StoredLogits {
 // from that the difference is exact.
 template <int SUMS>
 struct SumOfExp {
-  float offset = 0, power = 0;
-  double sum = 0, total = 0;  // sum: 0 of a row where nothing counts
+  float largest, offset = 0, power = 0;  // largest: of the row's z, or what is sure not to be below that
+  double sum = 0, total = 0;             // sum: 0 of a row where nothing counts
   const float* kept = nullptr;
 
   static SumOfExp around(float largest) {
     constexpr float kSmall = 256;
-    SumOfExp stats;
+    SumOfExp stats{largest};
     if (largest == -__builtin_inff()) return stats;
     if (largest > -kSmall && largest < kSmall) {
       stats.power = (largest * kLog2e + kRounding) - kRounding;
@@ -101,10 +103,10 @@ struct SumOfExp {
   }
 
   // exp(z - offset) / 2^power
-  Vec exp(Vec z) const { return Exp(z - offset, kRounding - power, Exp::least(power)).value(); }
+  Vec exp(Vec z) const { return cpu::exp(z - offset, power); }
 
   double log_sum() const { return __builtin_log(sum); }
-  double logsumexp() const { return offset + power * 0x1.62e42fefa39efp-1 + log_sum(); }
+  double logsumexp() const { return offset + power * kLn2OfExp + log_sum(); }
 
   template <class Op>
   void save(const Op&, int64_t) const {}
@@ -116,7 +118,7 @@ struct SumOfExp {
     if (rows.z.bound() <= kSureBound) {
       for (float& each : most) each = rows.z.bound();
     } else {
-      largest<R>(
+      cpu::largest<R>(
           rows.cols,
           [&](int row, int64_t column, auto extent) {
             return rows.counted(rows(row, column, extent), row, column, extent, kNothing);
@@ -134,23 +136,34 @@ struct SumOfExp {
   }
 
  private:
+  // One row is copied, so that no store can change what the loop knows of it; copying several short ones takes longer
+  // than reading them again.
   template <int R, class Rows>
-  static void add_up(const Rows rows, SumOfExp* stats) {
-    SumOfExp around[R];
-    for (int row = 0; row < R; ++row) around[row] = stats[row];
-    // Copies, which no store can change.
-    const auto sums = cpu::sum<R, SUMS>(rows.cols, [=](int row, int64_t column, auto extent, Vec* sums) {
-      if (rows.ahead) __builtin_prefetch(rows.data[row] + column + rows.ahead);
-      const Vec z = rows(row, column, extent);
-      const Vec e = around[row].exp(rows.counted(z, row, column, extent, kNothing));
-      if (Rows::kKept) store(rows.kept + row * rows.stride + column, e, extent);
-      sums[0] += e;
-      if (SUMS == 2) sums[1] += rows.counted(z, row, column, extent, 0);
-    });
+  static void add_up(const Rows& rows, SumOfExp* stats) {
+    Sums<R, SUMS> sums;
+    if constexpr (R == 1) {
+      sums = cpu::sum<1, SUMS>(rows.cols, [rows = rows, stats = *stats](int, int64_t column, auto extent, Vec* sums) {
+        stats.add(rows, 0, column, extent, sums);
+      });
+    } else {
+      sums = cpu::sum<R, SUMS>(rows.cols, [&](int row, int64_t column, auto extent, Vec* sums) {
+        stats[row].add(rows, row, column, extent, sums);
+      });
+    }
     for (int row = 0; row < R; ++row) {
       stats[row].sum = sums.values[row][0];
       stats[row].total = sums.values[row][SUMS - 1];
     }
+  }
+
+  template <class Rows, class Extent>
+  [[gnu::always_inline]] void add(const Rows& rows, int row, int64_t column, Extent extent, Vec* sums) const {
+    if (rows.ahead) __builtin_prefetch(rows.data[row] + column + rows.ahead);
+    const Vec z = rows(row, column, extent);
+    const Vec e = exp(rows.counted(z, row, column, extent, kNothing));
+    if (Rows::kKept) store(rows.kept + row * rows.stride + column, e, extent);
+    sums[0] += e;
+    if (SUMS == 2) sums[1] += rows.counted(z, row, column, extent, 0);
   }
 };
 

@@ -38,12 +38,8 @@ struct RowMask {
   const uint8_t* where;  // null: all count that come before `end`
   int64_t end;
 
-  RowMask() = default;
-  RowMask(const Mask& mask, int64_t row, int64_t cols)
-      : where(mask.where ? mask.where + row_of(mask.where_rows, row) * cols : nullptr), end(cols) {
-    if (!mask.lengths) return;
-    const int64_t length = mask.lengths[row_of(mask.lengths_rows, row)];
-    end = length < 0 ? 0 : length < cols ? length : cols;
+  static RowMask of(const Mask& mask, int64_t row, int64_t cols) {
+    return mask ? find(mask, row, cols) : RowMask{nullptr, cols};
   }
 
   // v, and `otherwise` in columns that do not count, of which those after `end` are left to the caller.
@@ -58,6 +54,17 @@ struct RowMask {
       if (counts(column)) return false;
     }
     return true;
+  }
+
+ private:
+  // A function of its own: its divisions would stand in every loop over rows.
+  [[gnu::noinline]] static RowMask find(const Mask& mask, int64_t row, int64_t cols) {
+    RowMask found{nullptr, cols};
+    if (mask.where) found.where = mask.where + row_of(mask.where_rows, row) * cols;
+    if (!mask.lengths) return found;
+    const int64_t length = mask.lengths[row_of(mask.lengths_rows, row)];
+    found.end = length < 0 ? 0 : length < cols ? length : cols;
+    return found;
   }
 };
 

@@ -23,7 +23,7 @@ struct WriteSoftmax {
 
   template <class X>
   void operator()(int64_t row, const SumOfExp<1>& stats, RowReader<X> x) const {
-    const RowMask mask(p.mask, row, p.cols);
+    const RowMask mask = RowMask::of(p.mask, row, p.cols);
     const RowWriter<Y> y_row = y[row];
     const Vec reciprocal = broadcast(stats.sum == 0 ? 0 : static_cast<float>(1 / stats.sum));
     if (const float* const kept = stats.kept) {
@@ -49,16 +49,16 @@ struct WriteLogSoftmax {
 
   template <class X>
   void operator()(int64_t row, const SumOfExp<1>& stats, RowReader<X> x) const {
-    const RowMask mask(p.mask, row, p.cols);
+    const RowMask mask = RowMask::of(p.mask, row, p.cols);
     const RowWriter<Y> y_row = y[row];
     const double logsumexp = stats.logsumexp();
     const float most = stats.offset == 0 ? static_cast<float>(logsumexp) : stats.offset;
-    const float rest = stats.offset == 0 ? static_cast<float>(logsumexp - most) : static_cast<float>(stats.log_sum());
+    float rest = stats.offset == 0 ? static_cast<float>(logsumexp - most) : static_cast<float>(stats.log_sum());
+    if (stats.largest - most > rest) rest = stats.largest - most;  // no rounding makes a logarithm positive
     if (p.logsumexp) p.logsumexp[row] = static_cast<float>(logsumexp);
     const Scaled z{p.scale};
     for_each_vector(mask.end, [&](int64_t column, auto extent) {
-      const Vec v = z(x(column, extent)) - most - rest;
-      y_row(column, mask(v > 0 ? Vec{} : v, column, extent, kNothing), extent);  // no rounding makes it positive
+      y_row(column, mask(z(x(column, extent)) - most - rest, column, extent, kNothing), extent);
     });
     fill(y_row.data + mask.end, kNothing, p.cols - mask.end);
   }
@@ -102,13 +102,13 @@ struct SoftmaxGrad {
 struct LogSoftmaxGrad {
   float scale, logsumexp;
 
-  Vec x_hat(Vec x) const { return Exp(fma(x, broadcast(scale), broadcast(-logsumexp))).value(); }
+  Vec x_hat(Vec x) const { return exp(Scaled{scale}.less(logsumexp, x)); }
   static LogSoftmaxGrad saved(const LogSoftmaxBackward& p, int64_t row) { return {p.scale, p.logsumexp[row]}; }
   static constexpr int kGradSums = 1;
   static void add(Vec dy, Vec, Vec* sums) { sums[0] += dy; }
   auto gradient(const Sums<1, 1>& sums) const {
-    const Vec sum = broadcast(sums.values[0][0]);
-    return [sum, scale = scale](Vec dy, Vec softmax) { return (dy - softmax * sum) * scale; };
+    const Vec minus_sum = broadcast(-sums.values[0][0]);
+    return [minus_sum, scale = scale](Vec dy, Vec softmax) { return fma(softmax, minus_sum, dy) * scale; };
   }
 };
 
@@ -149,9 +149,9 @@ struct MaskedGrad {
   OutputRows<Dx> dx;
 
   MaskedDyAndX<Dy, H> operands(int64_t row) const {
-    return {{dy.reader(row), h.reader(row)}, RowMask(mask, row, cols)};
+    return {{dy.reader(row), h.reader(row)}, RowMask::of(mask, row, cols)};
   }
-  WriteMaskedDx<Dx> result(int64_t row) const { return {{dx[row]}, RowMask(mask, row, cols)}; }
+  WriteMaskedDx<Dx> result(int64_t row) const { return {{dx[row]}, RowMask::of(mask, row, cols)}; }
   GradWeights weights(int64_t) const { return {}; }
 };
 
@@ -161,7 +161,7 @@ void for_masked_grad_rows(const P& p, int64_t begin, int64_t end, const Op& op) 
   if (!p.mask.lengths) return for_grad_rows<Stats>(p, begin, end, op);
   P row_p = p;
   for (int64_t row = begin; row < end; ++row) {
-    row_p.cols = RowMask(p.mask, row, p.cols).end;
+    row_p.cols = RowMask::of(p.mask, row, p.cols).end;
     grad_row<Stats>(row_p, op, row);
     fill(op.dx[row].data + row_p.cols, 0, p.cols - row_p.cols);
   }
