@@ -40,7 +40,7 @@ class Family(Generic[S, O, R]):
         for rule in rules:
             partition.register(rule.primitive, rule.dim_maps, op.can_shard)
             native = rule.native if op.native is not None else rule.by_formula if op.calls_others else None
-            in_place = isinstance(rule, Backward) and bool(rule.derivative.in_place)
+            in_place = rule.abstract if isinstance(rule, Backward) and rule.derivative.in_place else None
             lowering.register(
                 rule.primitive, rule.formula, native, rule.formula_of_shard, rule.slower, in_place=in_place
             )

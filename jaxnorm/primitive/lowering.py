@@ -30,16 +30,15 @@ def register(
     of_shard: Formula | None = None,
     slower: SlowerRule | None = None,
     *,
-    in_place: bool = False,
+    in_place: Callable[..., Any] | None = None,
 ) -> None:
     """Lowers a primitive, one of whose parameters is a `Spec`, to its native call on the platforms that have one.
 
     None is for a primitive without kernels. Where rows have sharded axes, of_shard computes a device's shard; None is
     the formula. In a program for several devices the call is one that XLA partitions, if
     `jaxnorm.sharding.partition.register` was told how, and else the formula. slower says why XLA's code for the formula
-    is faster than the native call: it runs then, unless the call must be native. in_place is for native rules that ask
-    where an operand comes from: JAX lowers equations that are alike once, in a function whose arguments they do not see
-    beyond, but for such a primitive.
+    is faster than the native call: it runs then, unless the call must be native. in_place, the abstract evaluation, is
+    for a native rule that asks where an operand comes from.
     """
     lower_formula = mlir.lower_fun(formula)
     lower_shard = mlir.lower_fun(of_shard or formula)
@@ -59,45 +58,40 @@ def register(
             if slower and slower(platform, *ctx.avals_in, spec=spec, **params):
                 return lower_formula(ctx, *operands, spec=spec, **params)
             if compat.is_split_by_xla(ctx):
-                return partition.lower(platform, primitive, ctx, *operands, in_place=in_place, spec=spec, **params)
+                return partition.lower(
+                    platform, primitive, ctx, *operands, in_place=bool(in_place), spec=spec, **params
+                )
             return native(platform, ctx, *operands, spec=spec, **params)
 
         return lower
 
-    by_platform = {None: rule("this platform")} | {platform: rule(platform) for platform in ffi.PLATFORMS}
-    if in_place:
-        _register_where_it_stands(primitive, by_platform)
-    else:
-        _register_by_platform(primitive, by_platform)
+    lowered = _in_place_on_one_platform(primitive, rule, in_place) if in_place else primitive
+    mlir.register_lowering(lowered, rule("this platform"))
+    for platform in ffi.PLATFORMS:
+        mlir.register_lowering(lowered, rule(platform), platform=platform)
 
 
-Rule = Callable[..., Any]
-ByPlatform = dict[str | None, Rule]
+def _in_place_on_one_platform(
+    primitive: Primitive, rule: Callable[[str], Callable[..., Any]], abstract: Callable[..., Any]
+) -> Primitive:
+    """Lets the primitive's rule see where operands come from, in a program for one platform.
 
-
-def _register_by_platform(primitive: Primitive, rules: ByPlatform) -> None:
-    for platform, rule in rules.items():
-        mlir.register_lowering(primitive, rule, platform=platform)
-
-
-def _register_where_it_stands(primitive: Primitive, rules: ByPlatform) -> None:
-    """Lowers a primitive where it stands in the program, and not in a function that JAX keeps for all that are alike.
-
-    JAX (0.11.2 and 0.12.0) fails to do so by platform in a program for several: there a twin of the primitive is in its
-    place.
+    JAX lowers equations that are alike once, in a function, and a rule does not see beyond its arguments; only that of
+    a primitive that is not cached does. JAX 0.10 cannot lower such a one for several platforms by a rule for each, so
+    there the primitive that is returned takes its place.
     """
-    twin = Primitive(primitive.name)
-    twin.multiple_results = True
-    twin.def_effectful_abstract_eval(primitive.abstract_eval)
-    _register_by_platform(twin, rules)
-    lower_twin = mlir.lower_fun(twin.bind)
+    on_several = Primitive(f"{primitive.name}_on_several_platforms")
+    on_several.multiple_results = True
+    on_several.def_abstract_eval(abstract)
 
     def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
         platforms = ctx.module_context.platforms
-        rule = rules.get(platforms[0], rules[None]) if len(platforms) == 1 else lower_twin
-        return rule(ctx, *operands, **params)
+        if len(platforms) == 1:
+            return rule(platforms[0])(ctx, *operands, **params)
+        return mlir.lower_fun(lambda *values: on_several.bind(*values, **params))(ctx, *operands)
 
     mlir.register_lowering(primitive, lower, cacheable=False)
+    return on_several
 
 
 def register_formula(primitive: Primitive, formula: Formula) -> None:

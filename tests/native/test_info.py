@@ -58,6 +58,7 @@ def test_the_default_call_is_native(info):
     [
         *("add_rms_norm", "add_layer_norm", "gated_rms_norm", "rms_norm_add_rms_norm"),
         *("rms_norm_quantized", "layer_norm_quantized"),
+        *("softmax", "log_softmax", "softmax_cross_entropy_with_integer_labels"),
     ],
 )
 def test_every_other_norm_is_native(info, op):
@@ -85,6 +86,7 @@ def test_a_quantised_result_in_words(info, to):
         (("--op", "gated_rms_norm", "--out-dtype", "bfloat16"), "want them equal"),
         (("--op", "rms_norm_add_rms_norm", "--out-dtype", "bfloat16"), "kernels with two norms want them equal"),
         (("--shape", "8x16x4x9000", "--scale-shape", "4x9000"), "more than 8192"),
+        (("--op", "softmax", "--axes", "2"), "kernels take one"),
         (("--op", "rms_norm_quantized", *HEADS), "no kernel that quantises"),
         (("--op", "qk_norm_rotary"), "heads of 4096 elements"),
         (("--op", "qk_norm_rotary", "--shape", "8x64", "--out-dtype", "bfloat16"), "want them equal"),
