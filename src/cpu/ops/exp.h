@@ -39,8 +39,8 @@ struct Exp {
 // exp(t) / 2^p for a whole p, to about 2 ulp; t as it is for Exp.
 #if defined(__AVX512F__)
 
-// Of what a row's exponentials take from kLn2 for every power of two, all but a factor that they share stays below
-// 2^-22.
+// The base of powers of two is exp(kLn2) here. A row's exponentials differ in that by at most 2^-22, and what they have
+// in common is put right by a logarithm that takes p times this.
 constexpr double kLn2OfExp = kLn2;
 
 // A table of the powers of two between 1 and 2 leaves less to the polynomial, whose operations are all that counts.

@@ -48,10 +48,9 @@ struct RowMask {
     return where ? (lanes(where + column, extent) ? v : broadcast(otherwise)) : v;
   }
 
-  bool counts(int64_t column) const { return column < end && (!where || where[column]); }
   bool is_empty() const {
     for (int64_t column = 0; column < end; ++column) {
-      if (counts(column)) return false;
+      if (!where || where[column]) return false;
     }
     return true;
   }
