@@ -24,6 +24,7 @@ from bench import report
 from bench.timing import device_time, sets_needed
 
 COLS = (256, 1024, 4096, 8192, 16_384, 32_768, 65_536, 131_072, 262_144)
+ODD = (1001, 4097, 50_257)  # which 16-byte vectors do not divide
 VOCABULARIES = ((8192, 32_000), (8192, 50_257), (8192, 128_256), (4096, 262_144))
 CAUSAL = (2, 16, 2048, 2048)
 BYTES = 2**28  # an array far beyond any cache
@@ -138,7 +139,7 @@ def cells_of(args):
             dims = {
                 "causal softmax": [CAUSAL],
                 "cross_entropy": VOCABULARIES,
-            }.get(op, [(BYTES // itemsize // cols, cols) for cols in COLS])
+            }.get(op, [(BYTES // itemsize // cols, cols) for cols in (*COLS, *ODD)])
             yield from (Cell(op, dtype, of) for of in dims if not args.cols or of[-1] in args.cols)
 
 

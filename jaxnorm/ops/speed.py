@@ -38,5 +38,14 @@ def norm(norm: Norm, rows: CallRows) -> str | None:
     return None
 
 
+def cross_entropy(_: RowSpec, rows: CallRows) -> str | None:
+    """Of the gradient alone: it has no sum over a row, and XLA's one loop over its elements goes at the copy rate."""
+    if rows.platform != "cuda" or rows.way == "forward":
+        return None
+    if rows.dtype.itemsize == 4:
+        return "XLA's code is faster for the gradient of float32 logits"
+    return None if vectors_divide(rows) else _why(rows, "gradients of logits")
+
+
 def _why(rows: CallRows, which: str) -> str:
     return f"XLA's code is faster for {which} where 16-byte vectors do not divide a row, as one of {rows.cols} columns"

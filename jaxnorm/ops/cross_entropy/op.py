@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxnorm.ops import speed
 from jaxnorm.ops.cross_entropy.formula import (
     CrossEntropy,
     Operands,
@@ -91,6 +92,7 @@ NATIVE: Native[CrossEntropy, Operands] = Native(
     name=lambda _: NAME,
     forward=lambda spec, operands: {**_attributes(spec, operands), "with_total": spec.with_total},
     backward=_attributes,
+    slower=speed.cross_entropy,
 )
 
 
