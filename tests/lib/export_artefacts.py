@@ -15,6 +15,7 @@ TESTS = Path(__file__).resolve().parents[1]
 def main() -> None:
     sys.path[:0] = [str(TESTS.parent), str(TESTS)]
     from exporting import ARTEFACTS, WAYS, artefact, exported, function_of
+    from internals import run_every_kernel
     from native import is_built
     from ops import OPS
 
@@ -24,6 +25,7 @@ def main() -> None:
     if missing:
         sys.exit(f"no kernels for {' and '.join(missing)} are installed, so no program would hold calls of them")
     ARTEFACTS.mkdir(exist_ok=True)
+    run_every_kernel()
     for op in OPS:
         for way in WAYS:
             artefact(op, way).write_bytes(exported(op, function_of(op, way)).serialize())
