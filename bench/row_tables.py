@@ -13,11 +13,11 @@ def percent(results):
 
 def losses(results):
     """Microseconds and temporary memory of a loss and its gradient, beside XLA's."""
-    rows = [row for row in results["rows"] if row["op"] in ("cross_entropy step", "causal softmax step")]
+    rows = [row for row in results["rows"] if row["op"] in ("cross_entropy step", "softmax step, causal")]
     columns = ["result and gradient", "M", "N", "us", "XLA us", "times XLA", "temp MiB", "XLA temp MiB"]
     names = ("us", "XLA us", "x XLA", "temp MiB", "XLA temp MiB")
     lines = [
-        [f"{row['op'].removesuffix(' step')}, {row['dtype']}", str(row["M"]), str(row["N"])]
+        [f"{row['op'].replace(' step', '')}, {row['dtype']}", str(row["M"]), str(row["N"])]
         + [f"{row[name]:.{2 if name == 'x XLA' else 0}f}" for name in names]
         for row in rows
     ]

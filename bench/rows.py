@@ -127,7 +127,7 @@ def loss_programs(cell, implementation):
 PROGRAMS = {
     "softmax": softmax_programs,
     "log_softmax": functools.partial(softmax_programs, log=True),
-    "causal softmax": functools.partial(softmax_programs, causal=True),
+    "softmax, causal": functools.partial(softmax_programs, causal=True),
     "cross_entropy": loss_programs,
 }
 
@@ -137,7 +137,7 @@ def cells_of(args):
         for dtype in args.dtypes:
             itemsize = jnp.dtype(dtype).itemsize
             dims = {
-                "causal softmax": [CAUSAL],
+                "softmax, causal": [CAUSAL],
                 "cross_entropy": VOCABULARIES,
             }.get(op, [(BYTES // itemsize // cols, cols) for cols in (*COLS, *ODD)])
             yield from (Cell(op, dtype, of) for of in dims if not args.cols or of[-1] in args.cols)
@@ -155,16 +155,17 @@ def measured(cell, implementation, iterations):
 
 
 def copy_rate(nbytes, iterations):
-    x = jnp.zeros(int(nbytes) // 8, jnp.uint32)
+    x = jnp.zeros(-(-int(nbytes) // 2**21) * 2**18, jnp.uint32)  # whole MiB: XLA copies odd lengths slowly
     return 8 * x.size / device_time(jax.jit(lambda x: x + 1), [(x,)], iterations).seconds
 
 
 def rows_of(cell, implementation, iterations):
+    name, *variant = cell.op.split(", ")
     ours, xla = (measured(cell, how, iterations) for how in (implementation, "xla"))
     for way, (seconds, temporary, moved) in ours.items():
         xla_seconds, xla_temporary, _ = xla[way]
         yield {
-            "op": f"{cell.op} {way}",
+            "op": ", ".join([f"{name} {way}", *variant]),
             "dtype": cell.dtype,
             "M": math.prod(cell.dims[:-1]),
             "N": cell.dims[-1],

@@ -273,7 +273,7 @@ TABLES = {
     "h200-odd": ("h200_odd.json", odd),
     "h200-odd-default": ("h200_odd_default.json", odd),
     "rows": ("h200_rows.json", row_tables.percent),
-    "losses": ("h200_rows.json", row_tables.losses),
+    "losses": ("h200_losses.json", row_tables.losses),
     "model-loss": ("h200_model_loss.json", whole),
     "cpu": ("cpu.json", cpu),
     "cpu-headline": ("cpu.json", cpu_headline),

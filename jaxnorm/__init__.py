@@ -1,4 +1,4 @@
-"""Fused normalisation kernels for JAX."""
+"""Fused kernels for JAX: norms, softmax, cross-entropy."""
 
 import importlib.metadata
 import pkgutil

@@ -1,8 +1,8 @@
 """Where XLA's code for the formula is faster than the CUDA kernels, which `implementation=None` leaves out there.
 
-Rows that 16-byte vectors do not divide begin anywhere in a word of memory. Kernels that go by vectors have to put those
-together from words, and the others go by elements. Measured on an H200 with `python -m bench gpu --suites odd`, see
-docs/benchmarks/gpu-variants.md.
+The gradient of logits is XLA's where it is of float32, see docs/benchmarks/softmax.md. Rows that 16-byte vectors do not
+divide begin anywhere in a word of memory. Kernels that go by vectors have to put those together from words, and the
+others go by elements. Measured on an H200 with `python -m bench gpu --suites odd`, see docs/benchmarks/gpu-variants.md.
 """
 
 from jaxnorm.ops.norm.formula import Norm
@@ -36,6 +36,13 @@ def norm(norm: Norm, rows: CallRows) -> str | None:
     if rows.dtype.itemsize == 2 and first <= rows.cols < 4096:
         return _why(rows, f"half types in rows of {first} to 4095 columns")
     return None
+
+
+def softmax(_: RowSpec, rows: CallRows) -> str | None:
+    """Of the result; the gradient's loops go by words of memory."""
+    first = 1025 if rows.dtype.itemsize == 2 else 513
+    loses = rows.way == "forward" and first <= rows.cols <= 2**14
+    return _why(rows, f"rows of {first} to {2**14} columns") if loses and not vectors_divide(rows) else None
 
 
 def cross_entropy(_: RowSpec, rows: CallRows) -> str | None:

@@ -118,10 +118,17 @@ class Forward(Rules):
         """Those of the operands, whose types these are, and of the results."""
         operands = self.op.operands(*places)
         ndim = operands[0].ndim
-        results = self.maps_of(spec, ndim, self.op.types(spec, operands))
+        types = self.op.types(spec, operands)
+        results = self.maps_of(spec, ndim, types)
+        # A result that is the same for all rows is a sum over them.
+        rows = [axis for axis in range(ndim) if axis - ndim not in spec.axes]
+        summed = [
+            () if self.is_row(name) else tuple(axis for axis in rows if axis not in dim_map)
+            for (name, _), dim_map in zip(leaves_of(types), results, strict=True)
+        ]
         stats = self.op.statistics(spec, operands) if with_stats else []
         of_stats = [self.role("stats").dim_map(spec, ndim, array.shape) for array in stats]
-        return CallMaps(self.maps_of(spec, ndim, operands), [*results, *of_stats], [()] * len([*results, *of_stats]))
+        return CallMaps(self.maps_of(spec, ndim, operands), [*results, *of_stats], [*summed, *[()] * len(of_stats)])
 
     def batch(self, leaves: Any, axes: Any, *, tree: Any, spec: RowSpec, with_stats: bool) -> Any:
         params: dict[str, Any] = {"spec": spec, "with_stats": with_stats}

@@ -68,15 +68,17 @@ def softmax_cross_entropy_with_integer_labels(
         negative one, has the loss NaN. (Optax counts a negative label from the end.)
       axis: the axis of the classes. Kernels serve the last one, the jnp formula any.
       where: None, or an array of booleans that broadcasts to logits' shape: which classes there are for each row. Sum
-        and mean are over these. The loss of a row without any is 0.
+        and mean are over these, and a label may be another. The loss of a row without any is 0.
       label_smoothing: share from 0 to 1 of the label's probability that all classes divide among them.
       z_loss: non-negative factor of the square of lse, which keeps it near 0 (PaLM has 1e-4).
       logit_scale: finite Python number that multiplies logits first, as 1 / temperature.
       soft_cap: None, or a positive number that no |z| exceeds, as Gemma 2's 30.
-      ignore_index: None, or a label whose rows have the loss 0 and no gradient, as -100 of the model hubs.
+      ignore_index: None, or a label whose rows have the loss 0 and, of finite logits, no gradient, as -100 of the model
+        hubs.
       axis_name: None, or the axes of a surrounding `jax.shard_map` or `jax.vmap` over which the classes are split
         evenly, a name or a tuple; labels are numbers of the whole. Each device reads its part of the logits by the
-        kernel, and 12 or 16 bytes a row are exchanged.
+        kernel, and 12 or 16 bytes a row are exchanged. A row whose part on some device is -inf throughout has the loss
+        NaN, as has one that is -inf throughout.
       implementation: "native" is the CPU or CUDA kernel, "jnp" the formula in jax.numpy, None what
         `jaxnorm.implementation` says, or else the kernel where it exists.
 
@@ -145,7 +147,7 @@ def losses_of(
     results = CROSS_ENTROPY(spec, Operands(logits, here, where), choice.implementation)
     counts: Any = classes
     if where is not None and spec.with_total:
-        counts = jnp.sum(where, axis=axis, keepdims=True, dtype=wide)
+        counts = jnp.sum(jnp.broadcast_to(where, logits.shape), axis=axis, keepdims=True, dtype=wide)
         counts = jnp.maximum(1, counts if shards is None else shards.sum(counts))
     if shards is not None:
         results = exchanged(shards, results)

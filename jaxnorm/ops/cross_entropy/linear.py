@@ -78,7 +78,8 @@ def _of_chunk(spec: LinearCrossEntropy, kernel: jax.Array, x: jax.Array, labels:
     """The results of these rows, with dkernel of them alone."""
 
     def total(logits: jax.Array) -> jax.Array:
-        return jnp.sum(weights * _losses(spec, logits, labels))
+        # Of rows that do not count whatever is there.
+        return jnp.sum(jnp.where(weights == 0, 0, weights * _losses(spec, logits, labels)))
 
     logits = _product(x, kernel)
     if not (spec.with_dx or spec.with_dkernel):

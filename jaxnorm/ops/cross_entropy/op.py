@@ -73,7 +73,7 @@ def exchanged(shards: Shards, of_shard: Results) -> Results:
     """The results of whole rows from those of their shards: a maximum and a sum over these, of 12 or 16 bytes a row."""
     logsumexp, *others = of_shard
     top = shards.top(logsumexp)
-    top = jnp.where(top == -jnp.inf, 0, top)  # no column counts, or all are -inf: the exponentials below are 0
+    top = jnp.where(top == -jnp.inf, 0, top)  # no column counts: the exponentials below are 0
     parts = [jnp.exp(logsumexp - top), *(part for part in others if part is not None)]
     total, *added = shards.sum(jnp.stack(parts))
     # The logarithm of 0 has no derivative.

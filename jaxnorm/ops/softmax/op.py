@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxnorm.ops import speed
 from jaxnorm.ops.softmax import formula
 from jaxnorm.ops.softmax.formula import Operands, Results, SavedOfLog, SavedOfSoftmax, Softmax, Variables
 from jaxnorm.primitive.family import Family
@@ -27,7 +28,7 @@ def _attributes(spec: Softmax, _: Any) -> dict[str, Any]:
 
 
 def _native(name: str) -> Native[Softmax, Operands]:
-    return Native(names=(name,), name=lambda _: name, forward=_attributes, backward=_attributes)
+    return Native(names=(name,), name=lambda _: name, forward=_attributes, backward=_attributes, slower=speed.softmax)
 
 
 def _requested(request: Request) -> tuple[Softmax, Operands]:
