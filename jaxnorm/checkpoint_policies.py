@@ -4,7 +4,7 @@
 
 Where a derivative follows, each result of a norm and each of its statistics has one of `NAMES`, so that
 `jax.checkpoint_policies.save_only_these_names(*NAMES)` and its like work as well. Name all of them: one native call
-gives them together, and it runs again if one is missing.
+gives them together, and it runs again if one is missing. What the package's other functions give has these names too.
 """
 
 from typing import Any

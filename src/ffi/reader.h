@@ -70,7 +70,7 @@ class Reader {
     return static_cast<float*>(result(name, shape, Dtype::f32).data);
   }
 
-  // An operand that says which columns count, or names one of each row: its elements are neither floats nor counted on.
+  // One integer for each row, as the number of a column; the kernel checks its range.
   const int32_t* i32_operand(const char* name, const Shape& shape) {
     return static_cast<const int32_t*>(plain_operand(name, shape, ffi::S32));
   }

@@ -2,8 +2,8 @@
 // `cols` elements that a token has for a head:
 //
 //   h   = x_hat * (scale + scale_offset),   x_hat as of RMSNorm or LayerNorm; without a norm h = x
-//   y_a = h_a * cos - h_b * sin,   y_b = h_b * cos + h_a * sin   for each pair (a, b) of the first `rotary_dim`
-//   columns; y   = h beyond them
+//   y_a = h_a * cos - h_b * sin,   y_b = h_b * cos + h_a * sin   for each pair (a, b) of the first rotary_dim columns
+//   y   = h                                                      beyond them
 //
 // The i-th pair is (i, i + rotary_dim / 2), or of interleaved ones (2 i, 2 i + 1). Its cos and sin stand in tables, or
 // are those of position * frequencies[i], computed in f32. All is computed in f32 and rounded once.
