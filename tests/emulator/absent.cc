@@ -37,6 +37,14 @@ cudaError_t gated_norm_grad_of<__half>(const GatedNormBackward&, cudaStream_t) {
   std::abort();
 }
 template <>
+cudaError_t run_softmax<__half>(const SoftmaxForward&, const Plan&, cudaStream_t) {
+  std::abort();
+}
+template <>
+cudaError_t run_cross_entropy<__half>(const CrossEntropyForward&, cudaStream_t) {
+  std::abort();
+}
+template <>
 cudaError_t softmax_grad_of<__half>(const SoftmaxBackward&, cudaStream_t) {
   std::abort();
 }

@@ -57,10 +57,9 @@ def softmax_cross_entropy_with_integer_labels(
         lse = log(sum(exp(z), axis))
         loss = lse - (1 - label_smoothing) * z[label] - label_smoothing * mean(z, axis) + z_loss * lse²
 
-    All of it is computed in float32 (in float64 of logits of float64): half types are read as they are, and no float32
-    copy of the logits is made. It may be transformed and differentiated as the formula may be. A gradient reads the
-    logits once more and writes theirs, in the logits' own buffer where the program computed these and they are dead;
-    between the two ways 4 bytes a row are kept, beside logits and labels.
+    All of it is computed in float32 (in float64 of logits of float64), with no float32 copy of the logits. A gradient
+    reads them once more and writes theirs, in the logits' own buffer where the program computed these and they are
+    dead; between the two ways 4 bytes a row are kept, beside logits and labels.
 
     Args:
       logits: floating-point array of rank 1 or more.
@@ -77,8 +76,7 @@ def softmax_cross_entropy_with_integer_labels(
         hubs.
       axis_name: None, or the axes of a surrounding `jax.shard_map` or `jax.vmap` over which the classes are split
         evenly, a name or a tuple; labels are numbers of the whole. Each device reads its part of the logits by the
-        kernel, and 12 or 16 bytes a row are exchanged. A row whose part on some device is -inf throughout has the loss
-        NaN, as has one that is -inf throughout.
+        kernel, and 12 or 16 bytes a row are exchanged. A row that is -inf throughout on some device has the loss NaN.
       implementation: "native" is the CPU or CUDA kernel, "jnp" the formula in jax.numpy, None what
         `jaxnorm.implementation` says, or else the kernel where it exists.
 
