@@ -17,6 +17,11 @@ def vectors_divide(rows: CallRows) -> bool:
     return rows.platform != "cuda" or rows.cols * rows.dtype.itemsize % 16 == 0
 
 
+def is_one_loop(rows: CallRows) -> bool:
+    """Whether XLA's code for what has no sum over a row is one loop at the copy rate: of float32 on a GPU."""
+    return rows.platform == "cuda" and rows.dtype.itemsize == 4
+
+
 def any_kernel(_: RowSpec, rows: CallRows) -> str | None:
     """For ops whose kernels lose for all rows that vectors do not divide."""
     return None if vectors_divide(rows) else _why(rows, "rows")
@@ -47,9 +52,9 @@ def softmax(_: RowSpec, rows: CallRows) -> str | None:
 
 def cross_entropy(_: RowSpec, rows: CallRows) -> str | None:
     """Of the gradient alone: it has no sum over a row, and XLA's one loop over its elements goes at the copy rate."""
-    if rows.platform != "cuda" or rows.way == "forward":
+    if rows.way == "forward":
         return None
-    if rows.dtype.itemsize == 4:
+    if is_one_loop(rows):
         return "XLA's code is faster for the gradient of float32 logits"
     return None if vectors_divide(rows) else _why(rows, "gradients of logits")
 

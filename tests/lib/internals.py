@@ -22,14 +22,16 @@ __all__ = [
     "weights",
 ]
 
-_vectors_divide = speed.vectors_divide
+_vectors_divide, _is_one_loop = speed.vectors_divide, speed.is_one_loop
 
 
 def run_every_kernel():
     """Runs kernels also where XLA's code is faster: the laws are theirs."""
     speed.vectors_divide = lambda rows: True
+    speed.is_one_loop = lambda rows: False
 
 
 def choose_fastest(monkeypatch):
     """Chooses for the rest of a test as a user's program does."""
     monkeypatch.setattr(speed, "vectors_divide", _vectors_divide)
+    monkeypatch.setattr(speed, "is_one_loop", _is_one_loop)
