@@ -162,16 +162,7 @@ def check_pad_to(function: str, pad_to: object, axes: tuple[int, ...], axis_name
     """The multiple to which y's last axis is padded; 1 for None."""
     if pad_to is None:
         return 1
-    if isinstance(pad_to, jax.core.Tracer):
-        raise TypeError(
-            f"{function}: pad_to must be known while tracing, got the traced value {pad_to}; pass a Python int."
-        )
-    try:
-        multiple = None if isinstance(pad_to, (bool, np.bool)) else operator.index(pad_to)  # type: ignore[arg-type]
-    except TypeError:
-        multiple = None
-    if multiple is None:
-        raise TypeError(f"{function}: pad_to must be an int, got {pad_to!r}; None pads nothing.")
+    multiple = check_int(function, "pad_to", pad_to, "None pads nothing")
     if multiple < 1:
         raise ValueError(f"{function}: pad_to must be positive, got {multiple}; None pads nothing.")
     if axes != (-1,):
@@ -196,6 +187,21 @@ def check_like_x(function: str, name: str, value: object, x: jax.Array, they_are
             f"element. {misuse.not_like_x(name, array.shape, x.shape)}"
         )
     return array
+
+
+def check_int(function: str, name: str, value: object, remedy: str) -> int:
+    """value as a Python int, known while tracing."""
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(
+            f"{function}: {name} must be known while tracing, got the traced value {value}; pass a Python int."
+        )
+    try:
+        number = None if isinstance(value, (bool, np.bool)) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None:
+        raise TypeError(f"{function}: {name} must be an int, got {value!r}; {remedy}.")
+    return number
 
 
 def check_number(function: str, name: str, value: object) -> float:

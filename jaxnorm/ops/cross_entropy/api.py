@@ -12,7 +12,7 @@ from jaxnorm.ops.cross_entropy.formula import CrossEntropy, Operands, Results, l
 from jaxnorm.ops.cross_entropy.op import CROSS_ENTROPY, exchanged
 from jaxnorm.ops.misuse import explained
 from jaxnorm.ops.options import Choice, Implementation
-from jaxnorm.ops.softmax.checks import check_where, sharded_along
+from jaxnorm.ops.softmax.checks import check_where
 from jaxnorm.sharding import dims
 from jaxnorm.sharding.shards import Shards
 
@@ -131,7 +131,7 @@ def losses_of(
     is_class = (labels >= 0) & (labels < classes)
     here = jnp.where(is_class, labels, -1).astype(jnp.int32)
     here = here if shards is None else here - shards.index() * cols
-    here = sharded_along(function, "labels", here, logits, dims.per_row(logits.ndim, (axis,)))
+    here = checks.sharded_along(function, "labels", here, "logits", logits, dims.per_row(logits.ndim, (axis,)))
     wide = dims.wide_dtype([logits.dtype])
     spec = CrossEntropy(
         axes=(axis,),

@@ -1,7 +1,5 @@
 """Argument checks of cross-entropy."""
 
-import operator
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -61,16 +59,4 @@ def check_soft_cap(function: str, value: object) -> float:
 
 
 def check_ignore_index(function: str, value: object) -> int | None:
-    if value is None:
-        return None
-    if isinstance(value, jax.core.Tracer):
-        raise TypeError(
-            f"{function}: ignore_index must be known while tracing, got the traced value {value}; pass a Python int."
-        )
-    try:
-        index = None if isinstance(value, (bool, np.bool)) else operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        index = None
-    if index is None:
-        raise TypeError(f"{function}: ignore_index must be an int, got {value!r}; None ignores no label.")
-    return index
+    return None if value is None else checks.check_int(function, "ignore_index", value, "None ignores no label")

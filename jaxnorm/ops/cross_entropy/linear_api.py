@@ -1,6 +1,5 @@
 """The public function of the rows that logits are made of."""
 
-import operator
 from typing import Any, Literal, get_args
 
 import jax
@@ -14,7 +13,6 @@ from jaxnorm.ops.cross_entropy.checks import check_kernel, check_labels
 from jaxnorm.ops.cross_entropy.linear import LinearCrossEntropy
 from jaxnorm.ops.misuse import explained
 from jaxnorm.ops.options import Implementation
-from jaxnorm.ops.softmax.checks import sharded_along
 from jaxnorm.sharding import dims
 
 Reduction = Literal["mean", "sum", "none"]
@@ -115,7 +113,7 @@ def _reduced(
     divides_last = x.dtype == np.float16
     weights = weights if divides_last else weights / divisor
     here, weights = (
-        sharded_along("linear_cross_entropy", "labels", array[..., None], x, dims.per_row(x.ndim, (-1,)))
+        checks.sharded_along("linear_cross_entropy", "labels", array[..., None], "x", x, dims.per_row(x.ndim, (-1,)))
         for array in (here, weights)
     )
     wrong = jnp.where(is_class, 0, jnp.nan).astype(spec.compute_dtype)
@@ -128,12 +126,7 @@ def _reduced(
 def _rows_per_chunk(function: str, value: object, classes: Any, dtype: np.dtype[Any]) -> int:
     if value is None:
         return linear.default_rows_per_chunk(classes, dtype)
-    try:
-        rows = None if isinstance(value, (bool, np.bool)) else operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        rows = None
-    if rows is None:
-        raise TypeError(f"{function}: rows_per_chunk must be an int, got {value!r}; None chooses it.")
+    rows = checks.check_int(function, "rows_per_chunk", value, "None chooses it")
     if rows < 1:
         raise ValueError(f"{function}: rows_per_chunk must be positive, got {rows}; None chooses it.")
     return rows

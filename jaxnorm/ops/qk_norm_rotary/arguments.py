@@ -1,6 +1,5 @@
 """What is checked of the arguments of `qk_norm_rotary`, and made of them for its op."""
 
-import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -52,12 +51,7 @@ class Rotation(NamedTuple):
 def check_tokens(function: str, q: Any, axis_of_heads: Any) -> Tokens:
     """q as an array of heads, of which the last axis has the elements."""
     q = checks.check_array(function, "q", q)
-    try:
-        axis = None if isinstance(axis_of_heads, (bool, np.bool)) else operator.index(axis_of_heads)
-    except TypeError:
-        axis = None
-    if axis is None:
-        raise TypeError(f"{function}: axis_of_heads must be an int, got {axis_of_heads!r}; pass -2 or -3.")
+    axis = checks.check_int(function, "axis_of_heads", axis_of_heads, "pass -2 or -3")
     heads_axis = axis - q.ndim if axis >= 0 else axis
     if heads_axis not in (-2, -3) or q.ndim < -heads_axis:
         raise ValueError(
@@ -109,12 +103,10 @@ def check_rotary_dim(function: str, rotary_dim: Any, tokens: Tokens) -> int:
             f"{function}: the last axis of q, which has shape {tokens.q.shape}, has an odd length, of which no pairs "
             f"can be made; pass rotary_dim, how many of its elements are rotated."
         )
-    try:
-        dim = cols if rotary_dim is None else operator.index(rotary_dim)
-    except TypeError:
-        dim = None
-    if dim is None or isinstance(rotary_dim, (bool, np.bool)):
-        raise TypeError(f"{function}: rotary_dim must be an int, got {rotary_dim!r}; None rotates whole heads.")
+    if rotary_dim is None:
+        dim = cols
+    else:
+        dim = checks.check_int(function, "rotary_dim", rotary_dim, "None rotates whole heads")
     if not 0 < dim <= cols or dim % 2:
         raise ValueError(
             f"{function}: rotary_dim={dim}, expected an even number from 2 to {cols}, the head size of q, which has "

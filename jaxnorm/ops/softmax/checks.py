@@ -6,13 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
 
-from jaxnorm.native import compat
 from jaxnorm.ops import checks
 from jaxnorm.primitive import broadcast
-from jaxnorm.sharding import dims
-from jaxnorm.sharding.dims import DimMap
 
 
 def check_where(function: str, value: object, x: jax.Array, axes: tuple[int, ...], x_name: str = "x") -> Any:
@@ -36,7 +32,7 @@ def check_where(function: str, value: object, x: jax.Array, axes: tuple[int, ...
             f"for each of its axes, from the last, 1 or the length there."
         )
     where = broadcast.with_rank_of(x, where)
-    where = sharded_along(function, "where", where, x, broadcast.dim_map(where.shape))
+    where = checks.sharded_along(function, "where", where, "x", x, broadcast.dim_map(where.shape))
     if axes != (-1,):
         return where
     return broadcast.fitted(x, broadcast.with_columns_of(x, where))
@@ -53,19 +49,4 @@ def causal_lengths(function: str, value: object, x: jax.Array, axes: tuple[int, 
         )
     shape = (*(1,) * (x.ndim - 2), x.shape[-2], 1)
     lengths = lax.broadcasted_iota(jnp.int32, shape, x.ndim - 2) + 1
-    return sharded_along(function, "causal", lengths, x, broadcast.dim_map(shape))
-
-
-def sharded_along(function: str, name: str, array: jax.Array, x: jax.Array, dim_map: DimMap) -> jax.Array:
-    """array, split over an Explicit mesh as x is along the axes they share, if it is whole on each device."""
-    of_x: Any = jax.typeof(x).sharding
-    spec: Any = jax.typeof(array).sharding.spec
-    wanted = PartitionSpec(*(None if axis is None else of_x.spec[axis] for axis in dim_map))
-    if spec == wanted or any(map(compat.awaits_reduction, map(jax.typeof, (x, array)))):
-        return array
-    if any(spec):
-        raise ValueError(
-            f"{function}: {name} is sharded as {spec} over an Explicit mesh, expected {wanted}, as the other array's "
-            f"axes are, or all of it on each device. Reshard it, as with jax.sharding.reshard({name}, {wanted})."
-        )
-    return dims.resharded(array, x, wanted)
+    return checks.sharded_along(function, "causal", lengths, "x", x, broadcast.dim_map(shape))
