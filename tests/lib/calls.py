@@ -28,6 +28,18 @@ def is_refused(target, message):
     return pytest.raises(jax.errors.JaxRuntimeError, match=f"{target}.*({message})")
 
 
+def each_is_refused(target, make, table):
+    """A test of each malformed call of a table: what it changes of a call that `make` makes, and what is said of it."""
+
+    @pytest.mark.parametrize("name", table)
+    def test(name):
+        changes, message = table[name]
+        with is_refused(target, message):
+            make(**changes)
+
+    return test
+
+
 def without(attributes, missing):
     return {name: value for name, value in attributes.items() if name != missing}
 

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from calls import BF16, WORKSPACE, call, is_refused, struct, without
+from calls import BF16, WORKSPACE, call, each_is_refused, is_refused, struct, without
 
 pytestmark = pytest.mark.kernels
 
@@ -138,18 +138,8 @@ MALFORMED_BACKWARD = {
 }
 
 
-@pytest.mark.parametrize("name", MALFORMED_FORWARD)
-def test_a_malformed_forward(name):
-    changes, message = MALFORMED_FORWARD[name]
-    with is_refused(FWD, message):
-        forward(**changes)
-
-
-@pytest.mark.parametrize("name", MALFORMED_BACKWARD)
-def test_a_malformed_backward(name):
-    changes, message = MALFORMED_BACKWARD[name]
-    with is_refused(BWD, message):
-        backward(**changes)
+test_a_malformed_forward = each_is_refused(FWD, forward, MALFORMED_FORWARD)
+test_a_malformed_backward = each_is_refused(BWD, backward, MALFORMED_BACKWARD)
 
 
 @pytest.mark.parametrize("missing", FORWARD)
