@@ -22,18 +22,19 @@ from pathlib import Path
 import jax
 import jaxlib
 
-from bench import models, report
+from bench import model_norms, models, report
 
 PARTS = {"llama": models.LLAMA, "vit": models.VIT, "decode": models.LLAMA}
 LOSS_TOLERANCE = 1e-2  # an average over thousands of tokens or tens of images, of 7 or so
 NO_COMMAND_BUFFERS = {"xla_gpu_enable_command_buffer": ""}
+SEPARATE_PRODUCTS = {"xla_gpu_dot_merger_threshold_mb": 0}
 
 
 def add_arguments(parser):
     parser.add_argument("--out", type=Path, help="write OUT.json and OUT.md")
     parser.add_argument("--commit", help="what is measured, where there is no git (default: the checkout's)")
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
-    extra = [variant for variant in models.VARIANTS if variant not in ("jnp", "none")]
+    extra = [variant for variant in model_norms.VARIANTS if variant not in ("jnp", "none")]
     parser.add_argument("--variants", nargs="+", default=["jaxnorm"], choices=extra, help="beside jnp and none")
     parser.add_argument(
         "--attention", choices=["xla", "cudnn"], help="(default: cudnn on a GPU where it takes the sequence)"
@@ -42,6 +43,11 @@ def add_arguments(parser):
     parser.add_argument("--no-rotary", action="store_true", help="no rotation between the norms of q, k and attention")
     parser.add_argument("--scan", action="store_true", help="over stacked layers, which are unrolled otherwise")
     parser.add_argument("--remat", choices=["none", "full"], default="none")
+    parser.add_argument(
+        "--separate-products",
+        action="store_true",
+        help="XLA does not merge products of one array, as of queries and keys, whose results kernels need copied",
+    )
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32], help="sequences of a decoding step")
     parser.add_argument("--copy-gbs", type=float, default=4250, help="what a copy reaches here, for the floor")
     parser.add_argument("--turns", type=int, default=15, help="of each program (at least 2)")
@@ -87,7 +93,9 @@ def floor_text(spec, copy_gbs):
 def compiled(name, function, args, donate=(), options=None):
     """The executable; standard error says how long it took, since on a rented machine that is most of the time."""
     start = time.perf_counter()
-    executable = jax.jit(function, donate_argnums=donate).lower(*args).compile(compiler_options=options)
+    with model_norms.chosen(name.rpartition(", ")[2]):
+        lowered = jax.jit(function, donate_argnums=donate).lower(*args)
+    executable = lowered.compile(compiler_options=options)
     print(f"compiled {name} in {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
     return executable
 
@@ -153,7 +161,9 @@ def measure_training(spec, variants, args):
     calls = 1 if args.small else 4
     for program, make, donate in (("forward", models.forward, ()), ("train step", models.train_step, (0,))):
         executables = {
-            (program, norms): compiled(f"{spec.name} {program}, {norms}", make(spec, norms), (params, *inputs), donate)
+            (program, norms): compiled(
+                f"{spec.name} {program}, {norms}", make(spec, norms), (params, *inputs), donate, options_of(args)
+            )
             for norms in variants
         }
         if program == "forward":
@@ -168,9 +178,10 @@ def measure_decoding(spec, variants, args):
 
     By default XLA records kernels, matrix products and custom calls that allow it, as jaxnorm's do.
     """
-    modes = {"token": None}
+    options = options_of(args)
+    modes = {"token": options}
     if jax.default_backend() == "gpu":
-        modes = {"token, command buffers": None, "token, no command buffers": NO_COMMAND_BUFFERS}
+        modes = {"token, command buffers": options, "token, no command buffers": {**options, **NO_COMMAND_BUFFERS}}
     params = models.serving(models.init(replace(spec, scan=False)))
     for batch in args.batches:
         spec = replace(spec, batch=batch, scan=False)
@@ -185,6 +196,11 @@ def measure_decoding(spec, variants, args):
         }
         times, _ = measure(executables, state, (params,), args.turns, calls=2 if args.small else 20)
         yield from rows_of(name, times, temporary_bytes(executables))
+
+
+def options_of(args):
+    """The compiler's."""
+    return SEPARATE_PRODUCTS if args.separate_products else {}
 
 
 def specs_of(args):
@@ -219,6 +235,7 @@ def header_of(specs, args):
         "layers": "scanned" if spec.scan else "unrolled",
         "remat": spec.remat,
         "rotary": spec.rotary,
+        "products": "separate" if args.separate_products else "merged by XLA",
         "classes": spec.classes,
         "copy GB/s": args.copy_gbs,
         **{f"floor of {spec.name} norms:": floor_text(spec, args.copy_gbs) for spec in trained},

@@ -7,14 +7,13 @@ of one joint product it would read slices, which XLA's fusion does in place and 
 
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 import jaxnorm
+from bench import model_norms
 
 PATCH = 768  # features of an image's 16 x 16 patch
 RATE = 1e-4  # of the update: the weights, and with them the power that a product draws, stay what they were
@@ -43,33 +42,6 @@ class Spec:
 LLAMA = Spec("Llama-like", "rms", True, 8, 2048, 16, 8192, batch=4, tokens=2048, classes=1024)
 # Half the layers of ViT-L/16.
 VIT = Spec("ViT-like", "layer", False, 12, 1024, 16, 4096, batch=64, tokens=197, classes=1000)
-
-
-class Variant(NamedTuple):
-    """What computes the norms of the residual stream, those of queries and keys, and the loss.
-
-    None leaves a norm out, its weights too; "copy" stands for the fastest kernel of its own that could be there; "add"
-    is a native norm with the residual add before it. A loss is XLA's, or the kernel's of the logits, or "linear", which
-    never has all logits.
-    """
-
-    stream: str | None
-    head: str | None
-    loss: str = "jnp"
-
-
-VARIANTS = {
-    "jnp": Variant("jnp", "jnp"),
-    "jaxnorm": Variant("native", "native"),
-    "jaxnorm-add": Variant("add", "native"),
-    "copy": Variant("copy", "copy"),
-    "none": Variant(None, None),
-    "jnp-no-qk": Variant("jnp", None),
-    "jaxnorm-jnp-qk": Variant("native", "jnp"),
-    "jaxnorm-loss": Variant("jnp", "jnp", "native"),
-    "jaxnorm-linear-loss": Variant("jnp", "jnp", "linear"),
-    "jaxnorm-all": Variant("add", "native", "native"),
-}
 
 
 def small(spec):
@@ -119,80 +91,8 @@ def batch(spec, seed=1):
     return patches, jax.random.randint(keys[1], dims[:1], 0, spec.classes)
 
 
-@jax.custom_vjp
-def copy(x):
-    """As much as a norm must move and nothing more: reads x and writes y; backward reads x and dy and writes dx.
-
-    XLA fuses neither with its neighbours, as it would not a kernel call.
-    """
-    return jax.lax.optimization_barrier(-jax.lax.optimization_barrier(x))
-
-
-def _copy_backward(x, dy):
-    x, dy = jax.lax.optimization_barrier((x, dy))
-    return (jax.lax.optimization_barrier(jnp.copysign(dy, x)),)
-
-
-copy.defvjp(lambda x: (copy(x), x), _copy_backward)
-
-
-class Norms(NamedTuple):
-    """The norms of a model, and its residual stream as they want it: an array, or (what is yet to be added, an array).
-
-    Their sum is the same stream in every variant.
-    """
-
-    start: Callable  # the embedding -> the stream
-    stream: Callable  # the stream, weights -> y, the stream with nothing yet to be added
-    add: Callable  # an array, what a layer gives -> the stream
-    head: Callable  # queries or keys, weights -> y
-
-
-def norms_of(spec, variant):
-    stream, head, _ = VARIANTS[variant]
-    head = norm_of(spec, head)
-    if stream == "add":
-        # In a scan the first layer finds what all others do.
-        start = (lambda x: (x, jnp.zeros_like(x))) if spec.scan else (lambda x: x)
-        return Norms(start, add_norm_of(spec), lambda x, part: (part, x), head)
-    norm = norm_of(spec, stream)
-    return Norms(lambda x: x, lambda x, weights: (norm(x, weights), x), lambda x, part: x + part, head)
-
-
-def norm_of(spec, implementation):
-    """A norm as a function of x and its weights."""
-    if implementation is None:
-        return lambda x, weights: x
-    if implementation == "copy":
-        return lambda x, weights: copy(x)
-    function = {"rms": jaxnorm.rms_norm, "layer": jaxnorm.layer_norm}[spec.norm]
-    return lambda x, weights: function(x, *weights, implementation=implementation)
-
-
-def add_norm_of(spec):
-    """A norm of a stream with what is yet to be added, or of one that is an array still."""
-    function = {"rms": jaxnorm.add_rms_norm, "layer": jaxnorm.add_layer_norm}[spec.norm]
-    norm = norm_of(spec, "native")
-
-    def add_norm(stream, weights):
-        if not isinstance(stream, tuple):
-            return norm(stream, weights), stream
-        return function(*stream, *weights, implementation="native")
-
-    return add_norm
-
-
 def product(x, matrix):
     return x @ matrix.astype(x.dtype)
-
-
-def rotate(x, positions):
-    """Rotary position embedding (https://arxiv.org/abs/2104.09864) of x: (..., head, feature)."""
-    half = x.shape[-1] // 2
-    angle = positions[..., None, None] * 10_000.0 ** (-jnp.arange(half) / half)
-    sin, cos = (f(angle).astype(x.dtype) for f in (jnp.sin, jnp.cos))
-    a, b = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
 
 
 def block(spec, norms, layer, stream, positions, attend):
@@ -201,9 +101,7 @@ def block(spec, norms, layer, stream, positions, attend):
     heads = (*x.shape[:-1], spec.heads, spec.dim // spec.heads)
     q, k, v = (product(y, layer[name]).reshape(heads) for name in ("query", "key", "value"))
     if spec.language:
-        q, k = norms.head(q, layer["query_norm"]), norms.head(k, layer["key_norm"])
-        if spec.rotary:
-            q, k = rotate(q, positions), rotate(k, positions)
+        q, k = norms.heads(q, k, layer["query_norm"], layer["key_norm"], positions)
     y, kept = attend(q, k, v)
     stream = norms.add(x, product(y.reshape(x.shape), layer["out"]))
 
@@ -240,9 +138,9 @@ def hidden(spec, norms, params, inputs):
 
 def loss(spec, variant, params, inputs, targets):
     """Mean cross-entropy, of every token or, where the model reads an image, of the mean over its patches."""
-    x = hidden(spec, norms_of(spec, variant), params, inputs)
+    x = hidden(spec, model_norms.norms_of(spec, variant), params, inputs)
     x, head = x if spec.language else x.mean(1), params["head"].astype(x.dtype)
-    how = VARIANTS[variant].loss
+    how = model_norms.VARIANTS[variant].loss
     if how == "linear":
         return jaxnorm.linear_cross_entropy(x, head, targets)
     losses = _losses if how == "jnp" else jaxnorm.softmax_cross_entropy_with_integer_labels
@@ -288,7 +186,7 @@ def decode_step(spec, variant):
 
     All of the cache is read, and its oldest position is replaced.
     """
-    norms = norms_of(spec, variant)
+    norms = model_norms.norms_of(spec, variant)
 
     def step(state, params):
         tokens, position, cache = state

@@ -1,7 +1,6 @@
 """Every norm of a program, and what runs for it: `jaxnorm.explain`, and `--explain` of `python -m jaxnorm.info`."""
 
 import dataclasses
-import functools
 import importlib
 import os
 import textwrap
@@ -125,7 +124,8 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
 def _slower(forward: _Key, way: Way) -> _Why:
     """Why the formula is faster one way, for a forward that is a primitive."""
     _, op, spec, operands, _ = forward
-    return functools.partial(reasons.slower, reasons.Call(op, spec, operands), way)
+    call = reasons.Call(op, spec, operands)
+    return lambda platform: reasons.slower(op, spec, call.rows(platform, way))
 
 
 def _bound(jaxpr: Any) -> Iterator[tuple[_Key, _Why]]:

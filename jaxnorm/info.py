@@ -21,6 +21,7 @@ from jaxnorm.ops.options import choice
 from jaxnorm.primitive import op, reasons, weights
 
 WAYS: tuple[op.Way, ...] = ("forward", "backward")
+ALONE = "forward without a gradient"
 PACKAGES = ("jaxnorm", "jax", "jaxlib", "nanobind-backend")
 Report = dict[str, Any]
 
@@ -80,7 +81,9 @@ def call(function: str, request: op.Request, platform: str) -> Report:
     }
     if implementation == "native" and of_function.native is not None:
         if chosen.implementation is None:
-            ways = {way: reasons.slower(asked, way, platform) for way in WAYS}
+            calls = {way: asked.rows(platform, way) for way in WAYS}
+            calls[ALONE] = asked.rows(platform, "forward", differentiated=False)
+            ways = {way: reasons.slower(of_function, spec, rows) for way, rows in calls.items()}
             report["slower"] = {way: reason for way, reason in ways.items() if reason}
         if platform == "cuda" and of_function.native.plan:
             report |= _plans(request, of_function.native.plan(spec, operands))
@@ -133,9 +136,12 @@ def in_words(report: Report) -> str:
         f"\n{norm['op']} of {norm['dtype']}[{shape}]{residual}{scale} to {norm['out_dtype']} over the last {axes} on "
         f"{norm['platform']}: {norm['implementation']}, because {norm['why']}"
     )
+    slower = norm.get("slower", {})
     for way, plan in norm.get("plans", {}).items():
-        slower = norm.get("slower", {}).get(way)
-        lines.append(f"{way:18}jnp, because {slower}" if slower else f"{way:18}{plan['regime']}: {plan_in_words(plan)}")
+        why = slower.get(way)
+        lines.append(f"{way:18}jnp, because {why}" if why else f"{way:18}{plan['regime']}: {plan_in_words(plan)}")
+    if slower.get(ALONE) != slower.get("forward"):
+        lines.append(f"{'':18}where no gradient is taken jnp, because {slower[ALONE]}")
     if "plans" in norm:
         lines.append(f"{'':18}(on a GPU whose largest cluster has {norm['largest_cluster']} blocks)")
     return "\n".join(lines)

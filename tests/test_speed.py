@@ -72,6 +72,21 @@ def test_quantised_rows_that_vectors_do_not_divide():
     assert (calls(4096), calls(4097)) == ({"jaxnorm_rms_norm_quantized_fwd": 1}, {})
 
 
+@pytest.mark.parametrize(("rows", "calls"), [(128, 0), (129, 1)])
+@pytest.mark.parametrize("function", [rms, add])
+def test_few_rows_without_a_gradient(function, rows, calls):
+    x, scale = jax.ShapeDtypeStruct((rows, 4096), "bfloat16"), jax.ShapeDtypeStruct((4096,), "bfloat16")
+    arrays = [x] * (2 if function is add else 1)
+
+    def count(function):
+        program = jax.jit(function).trace(*arrays, scale).lower(lowering_platforms=("cuda",))
+        return sum(count_native_calls(program.as_text()).values())
+
+    assert count(function) == calls
+    assert count(partial(function, implementation="native")) == 1
+    assert count(lambda *args: jax.vjp(function, *args)) == 1  # a gradient may follow
+
+
 @pytest.mark.parametrize("function", [rms, layer, gated])
 def test_what_must_be_native_is(function):
     arrays = 2 if function is gated else 1
@@ -80,9 +95,10 @@ def test_what_must_be_native_is(function):
 
 def test_info_says_so(capsys):
     info.main(["--platform", "cuda", "--dtype", "bfloat16", "--shape", "8x1153"])
-    forward, backward = (line for line in capsys.readouterr().out.splitlines() if line.startswith(("forward", "backw")))
-    assert "jnp, because XLA's code is faster" in forward
+    forward, backward, alone, _ = capsys.readouterr().out.splitlines()[-4:]
+    assert forward.startswith("forward           jnp, because XLA's code is faster for half types")
     assert "threads" in backward
+    assert "where no gradient is taken jnp, because XLA's code is faster for RMSNorm of at most 128 rows" in alone
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.grad], ids=["forward alone", "a gradient"])

@@ -3,6 +3,8 @@
 The gradient of logits is XLA's where it is of float32, see docs/benchmarks/softmax.md. Rows that 16-byte vectors do not
 divide begin anywhere in a word of memory. Kernels that go by vectors have to put those together from words, and the
 others go by elements. Measured on an H200 with `python -m bench gpu --suites odd`, see docs/benchmarks/gpu-variants.md.
+A kernel of its own has neighbours that XLA would have fused with the formula. Where there is little to read, as where
+tokens are decoded, that is most of the time; measured with `python -m bench model`, see docs/benchmarks/models.md.
 """
 
 from jaxnorm.ops.norm.formula import Norm
@@ -10,6 +12,8 @@ from jaxnorm.primitive.op import CallRows, RowSpec
 
 # The most columns of rows that vectors do not divide in a cluster's shared memory with pipelines.
 LONGEST = 2**18
+# The most rows of which a kernel takes as long as its launch.
+FEW = 128
 
 
 def vectors_divide(rows: CallRows) -> bool:
@@ -22,12 +26,20 @@ def is_one_loop(rows: CallRows) -> bool:
     return rows.platform == "cuda" and rows.dtype.itemsize == 4
 
 
+def is_one_of_few(rows: CallRows) -> bool:
+    """Whether rows are as few on a GPU as where tokens are decoded."""
+    few = rows.rows is not None and rows.rows <= FEW
+    return few and rows.platform == "cuda" and rows.way == "forward" and not rows.differentiated
+
+
 def any_kernel(_: RowSpec, rows: CallRows) -> str | None:
     """For ops whose kernels lose for all rows that vectors do not divide."""
     return None if vectors_divide(rows) else _why(rows, "rows")
 
 
 def norm(norm: Norm, rows: CallRows) -> str | None:
+    if norm.kind == "rms" and is_one_of_few(rows):
+        return f"XLA's code is faster for RMSNorm of at most {FEW} rows, which it fuses with what is around them"
     if vectors_divide(rows):
         return None
     if rows.way == "backward":

@@ -12,8 +12,8 @@ import jax
 from jax.interpreters import ad
 
 from jaxnorm.native import compat, ffi
-from jaxnorm.primitive import fallback, weights
-from jaxnorm.primitive.op import AnyOp, BatchDims, CallRows, Derivative, Record, RowSpec, rows_and_cols
+from jaxnorm.primitive import fallback, reasons, weights
+from jaxnorm.primitive.op import AnyOp, BatchDims, Derivative, Record, RowSpec, rows_and_cols
 from jaxnorm.primitive.rules import Rules, all_none, at_front, bind, has, leaves_of, present
 from jaxnorm.sharding import dims
 from jaxnorm.sharding.dims import CallMaps, DimMap
@@ -118,12 +118,10 @@ class Backward(Rules):
     def slower(
         self, platform: str, *types: Any, tree: Any, spec: RowSpec, wanted: Any, batch_dims: BatchDims
     ) -> str | None:
-        if self.op.native is None or spec.native_for:
-            return None
         cotangents, saved = self._operands(tree, types)
-        x, adds = self._x(cotangents, saved), self.op.addend is not None and not all_none(cotangents[1:])
-        _, cols = rows_and_cols(spec, x)
-        return self.op.native.slower(spec, CallRows(platform, "backward", x.dtype, cols, adds=adds))
+        adds = self.op.addend is not None and not all_none(cotangents[1:])
+        rows = reasons.call_rows(spec, self._x(cotangents, saved), platform, "backward", adds=adds)
+        return reasons.slower(self.op, spec, rows)
 
     def dim_maps(self, places: Any, *, spec: RowSpec, wanted: Any, batch_dims: BatchDims) -> CallMaps:
         """Those of the operands, whose types these are, and of the results."""

@@ -100,7 +100,8 @@ class Forward(Rules):
         return names.index(convention.carrier) if convention and convention.carrier in names else None
 
     def slower(self, platform: str, *types: Any, tree: Any, spec: RowSpec, with_stats: bool) -> str | None:
-        return reasons.slower(reasons.Call(self.op, spec, self._operands(tree, types)), "forward", platform)
+        call = reasons.Call(self.op, spec, self._operands(tree, types))
+        return reasons.slower(self.op, spec, call.rows(platform, "forward", differentiated=with_stats))
 
     def _addend(self, operands: Record) -> Any:
         return getattr(operands, self.op.addend) if self.op.addend else None

@@ -120,8 +120,10 @@ class CallRows(NamedTuple):
     platform: str
     way: Way
     dtype: np.dtype[Any]  # of what is normalised
+    rows: int | None  # None: not known before the program runs
     cols: int
     adds: bool  # whether an addend is added first, or the cotangent of the sum
+    differentiated: bool = True  # whether a gradient follows, or this is one
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,10 +32,21 @@ class Call(NamedTuple):
     def addend(self) -> Any:
         return getattr(self.operands, self.op.addend) if self.op.addend else None
 
+    def rows(self, platform: str, way: Way, *, differentiated: bool = True) -> CallRows:
+        """The rows of its kernel."""
+        normalised, adds = self.x if self.addend is None else self.addend, self.addend is not None
+        return call_rows(self.spec, normalised, platform, way, adds=adds, differentiated=differentiated)
+
     def with_role(self, *batch: str) -> list[tuple[str, Any]]:
         """The operands that a vmap treats so, see `Role`."""
         operands = self.operands._asdict().items()
         return [(n, a) for n, a in operands if a is not None and self.op.roles[n].batch in batch]
+
+
+def call_rows(spec: RowSpec, x: Any, platform: str, way: Way, **options: bool) -> CallRows:
+    """The rows of a kernel that normalises an x of this type."""
+    rows, cols = rows_and_cols(spec, x)
+    return CallRows(platform, way, x.dtype, rows if isinstance(rows, int) else None, cols, **options)
 
 
 class Place(NamedTuple):
@@ -186,13 +197,9 @@ def _why_not_call(call: Call) -> str | None:
     return next(filter(None, (predicate(call) for predicate in OF_CALL)), None)
 
 
-def slower(call: Call, way: Way, platform: str) -> str | None:
+def slower(op: AnyOp, spec: RowSpec, rows: CallRows) -> str | None:
     """Why XLA's code for the formula is faster than the kernel of a call; None of one that must be native."""
-    if call.op.native is None or call.spec.native_for:
-        return None
-    normalised, adds = call.x if call.addend is None else call.addend, call.addend is not None
-    _, cols = rows_and_cols(call.spec, normalised)
-    return call.op.native.slower(call.spec, CallRows(platform, way, normalised.dtype, cols, adds))
+    return None if op.native is None or spec.native_for else op.native.slower(spec, rows)
 
 
 def is_trailing(axes: tuple[int, ...]) -> bool:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench import model, models
+from bench import model, model_norms, models
 
 LANGUAGE, IMAGES = models.small(models.LLAMA), replace(models.small(models.VIT), layers=1)
 # What bfloat16 activations leave: jnp norms, scanned and unrolled, give losses that are up to 6e-4 apart, and gradients
@@ -88,7 +88,7 @@ def test_decoding_gives_the_logits_of_the_training_model():
     One layer only: its keys and values depend on the tokens, the next one's on what was in the cache before them.
     """
     spec = replace(LANGUAGE, layers=1, tokens=4)
-    params, norms = models.init(spec), models.norms_of(spec, "jnp")
+    params, norms = models.init(spec), model_norms.norms_of(spec, "jnp")
     tokens, _ = models.batch(spec)
     step = jax.jit(models.decode_step(spec, "jnp"))
     _, _, cache = models.full_cache(spec)

@@ -15,6 +15,13 @@ from ops import NORMS as PLAIN
 from jaxnorm.ops.norm import formula
 
 kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def large(test):
+    """On one worker: each takes many GiB of a GPU."""
+    return pytest.mark.large(pytest.mark.xdist_group("large")(test))
+
+
 # Where a value that is not finite spreads as in the formula: a quantised one has bits of its own to keep, and in a
 # product with a gate a zero is on its way to infinity.
 SPREAD = [op for op in OPS if op.exact and op.public != "gated_rms_norm"]
@@ -210,7 +217,7 @@ def test_more_rows_than_a_cuda_grid_has_in_two_dimensions(op, count):
 
 
 # Byte offsets of 2**32 and element offsets of 2**31 do not fit 32 bits. The rows repeat, and so must the results.
-@pytest.mark.large
+@large
 @pytest.mark.parametrize("cols", [4096, 100_003])
 @kinds
 def test_more_elements_than_an_int32_counts(kind, cols):
@@ -225,7 +232,7 @@ def test_more_elements_than_an_int32_counts(kind, cols):
 
 
 # A whole row of more than 2**31 elements.
-@pytest.mark.large
+@large
 def test_a_row_longer_than_an_int32_counts():
     cols = 2**31 + 8
     x = jnp.tile(jnp.asarray([2.0, -2.0], "bfloat16"), cols // 2).reshape(1, cols)

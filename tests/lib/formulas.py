@@ -80,6 +80,7 @@ def dequantized(kind, quantization, static_scale=None):
         scales = jnp.abs(groups).max(-1, keepdims=True) / largest if static_scale is None else static_scale
         values = jnp.clip(groups / scales, -largest, largest)
         values = jnp.round(values) if quantization.dtype == jnp.int8 else values.astype(quantization.dtype)
+        values = jax.lax.optimization_barrier(values)  # or XLA for GPUs leaves the rounding to float8 out
         exact = (values.astype(jnp.float32) * scales).reshape(y.shape)
         return y + (exact - fixed)
 

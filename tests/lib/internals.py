@@ -1,9 +1,8 @@
 """What tests use of the package beside its public names: every such import stands here."""
 
 from jaxnorm.native import compat, ffi, fit, private
-from jaxnorm.ops import speed
 from jaxnorm.ops.gated_norm.formula import LONGEST as LONGEST_GATED
-from jaxnorm.primitive import fallback, weights
+from jaxnorm.primitive import fallback, reasons, weights
 from jaxnorm.primitive.weights import LONGEST as LONGEST_PER_HEAD
 from jaxnorm.quantization import GROUP_SIZES, SMALLEST_SCALE
 
@@ -22,16 +21,14 @@ __all__ = [
     "weights",
 ]
 
-_vectors_divide, _is_one_loop = speed.vectors_divide, speed.is_one_loop
+_slower = reasons.slower
 
 
 def run_every_kernel():
     """Runs kernels also where XLA's code is faster: the laws are theirs."""
-    speed.vectors_divide = lambda rows: True
-    speed.is_one_loop = lambda rows: False
+    reasons.slower = lambda op, spec, rows: None
 
 
 def choose_fastest(monkeypatch):
     """Chooses for the rest of a test as a user's program does."""
-    monkeypatch.setattr(speed, "vectors_divide", _vectors_divide)
-    monkeypatch.setattr(speed, "is_one_loop", _is_one_loop)
+    monkeypatch.setattr(reasons, "slower", _slower)

@@ -14,6 +14,7 @@ from jaxnorm.native import compat, ffi
 from jaxnorm.ops import speed
 from jaxnorm.ops.norm import formula as one
 from jaxnorm.primitive import weights
+from jaxnorm.primitive.addend import rounded
 from jaxnorm.primitive.family import Family
 from jaxnorm.primitive.op import (
     LIKE_X,
@@ -87,26 +88,18 @@ class Variables(NamedTuple, Generic[T]):
     scale: T | None = None
 
 
-def _rounded(array: jax.Array) -> jax.Array:
-    """An array that XLA rounds to its dtype: of a cast that is undone in the same fusion it does neither, on a GPU."""
-    if array.dtype.itemsize > 2:
-        return array
-    kind: Any = jnp.finfo(array.dtype)  # type: ignore[no-untyped-call]
-    return jax.lax.reduce_precision(array.astype(jnp.float32), kind.nexp, kind.nmant).astype(array.dtype)
-
-
 def forward(norm: SandwichNorm, operands: Operands) -> tuple[Results, Statistics]:
     """The norm of x, its sum with the residual, the norm of that; and the statistics of both norms."""
     x, residual, post_scale, scale = operands
     normed, of_x = one.forward(norm.norm(x.dtype), one.Operands(x, None, post_scale))
-    results, of_sum = one.forward(norm.norm(norm.out_dtype), one.Operands(_rounded(normed.y), residual, scale))
+    results, of_sum = one.forward(norm.norm(norm.out_dtype), one.Operands(rounded(normed.y), residual, scale))
     return Results(results.y, results.sum), (*of_x, *of_sum)
 
 
 def plain(norm: SandwichNorm, operands: Operands) -> Results:
     """The results of `forward`, for JAX to differentiate."""
     x, residual, post_scale, scale = operands
-    normed = _rounded(one.plain(norm.norm(x.dtype), one.Operands(x, None, post_scale)).y)
+    normed = rounded(one.plain(norm.norm(x.dtype), one.Operands(x, None, post_scale)).y)
     return Results(*one.plain(norm.norm(norm.out_dtype), one.Operands(normed, residual, scale)))
 
 

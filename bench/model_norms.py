@@ -1,0 +1,160 @@
+"""What computes the norms of the models that `bench model` times."""
+
+import contextlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import jaxnorm
+from jaxnorm.primitive import reasons
+
+
+class Variant(NamedTuple):
+    """What computes the norms of the residual stream, those of queries and keys, and the loss.
+
+    None leaves a norm out, its weights too; "copy" stands for the fastest kernel of its own that could be there;
+    "default" is what a user gets who asks for nothing. A loss is XLA's, or the kernel's of the logits, or "linear",
+    which never has all logits.
+    """
+
+    stream: str | None
+    head: str | None
+    loss: str = "jnp"
+    adds: bool = False  # the norms of the stream add to it first, as `add_rms_norm` does
+    rotates: bool = False  # those of queries and keys rotate too, as `qk_norm_rotary` does
+    formula: str | None = None  # the direction that is left to XLA
+
+
+VARIANTS = {
+    "jnp": Variant("jnp", "jnp"),
+    "jaxnorm": Variant("native", "native"),
+    "jaxnorm-add": Variant("native", "native", adds=True),
+    "jaxnorm-rotary": Variant("native", "native", adds=True, rotates=True),
+    "jaxnorm-only-rotary": Variant("jnp", "native", rotates=True),
+    "jaxnorm-norm-rotary": Variant("native", "native", rotates=True),
+    "jaxnorm-backward": Variant("default", "default", formula="forward"),
+    "jaxnorm-add-backward": Variant("default", "default", adds=True, formula="forward"),
+    "jaxnorm-rotary-backward": Variant("default", "default", adds=True, rotates=True, formula="forward"),
+    "jaxnorm-forward": Variant("default", "default", formula="backward"),
+    "jaxnorm-default": Variant("default", "default", adds=True, rotates=True),
+    "jaxnorm-default-norm": Variant("default", "default"),
+    "copy": Variant("copy", "copy"),
+    "none": Variant(None, None),
+    "jnp-no-qk": Variant("jnp", None),
+    "jaxnorm-jnp-qk": Variant("native", "jnp"),
+    "jaxnorm-loss": Variant("jnp", "jnp", "native"),
+    "jaxnorm-linear-loss": Variant("jnp", "jnp", "linear"),
+    "jaxnorm-all": Variant("native", "native", "native", adds=True),
+}
+
+
+@contextlib.contextmanager
+def chosen(variant):
+    """Within, programs that are lowered leave to XLA what the variant says, and nothing else."""
+    which, slower = VARIANTS[variant].formula, reasons.slower
+    if which:
+        reasons.slower = lambda op, spec, rows: "the variant says so" if rows.way == which else None
+    try:
+        yield
+    finally:
+        reasons.slower = slower
+
+
+@jax.custom_vjp
+def copy(x):
+    """As much as a norm must move and nothing more: reads x and writes y; backward reads x and dy and writes dx.
+
+    XLA fuses neither with its neighbours, as it would not a kernel call.
+    """
+    return jax.lax.optimization_barrier(-jax.lax.optimization_barrier(x))
+
+
+def _copy_backward(x, dy):
+    x, dy = jax.lax.optimization_barrier((x, dy))
+    return (jax.lax.optimization_barrier(jnp.copysign(dy, x)),)
+
+
+copy.defvjp(lambda x: (copy(x), x), _copy_backward)
+
+
+class Norms(NamedTuple):
+    """The norms of a model, and its residual stream as they want it: an array, or (what is yet to be added, an array).
+
+    Their sum is the same stream in every variant.
+    """
+
+    start: Callable  # the embedding -> the stream
+    stream: Callable  # the stream, weights -> y, the stream with nothing yet to be added
+    add: Callable  # an array, what a layer gives -> the stream
+    heads: Callable  # queries, keys, the weights of both, positions -> queries, keys
+
+
+def norms_of(spec, variant):
+    stream, head, _, adds, rotates, _ = VARIANTS[variant]
+    heads = rotating_norm_of(spec, head) if rotates else heads_of(spec, head)
+    if adds:
+        # In a scan the first layer finds what all others do.
+        start = (lambda x: (x, jnp.zeros_like(x))) if spec.scan else (lambda x: x)
+        return Norms(start, add_norm_of(spec, stream), lambda x, part: (part, x), heads)
+    norm = norm_of(spec, stream)
+    return Norms(lambda x: x, lambda x, weights: (norm(x, weights), x), lambda x, part: x + part, heads)
+
+
+def implementation_of(name):
+    return None if name == "default" else name
+
+
+def norm_of(spec, name):
+    """A norm as a function of x and its weights."""
+    if name is None:
+        return lambda x, weights: x
+    if name == "copy":
+        return lambda x, weights: copy(x)
+    function = {"rms": jaxnorm.rms_norm, "layer": jaxnorm.layer_norm}[spec.norm]
+    return lambda x, weights: function(x, *weights, implementation=implementation_of(name))
+
+
+def add_norm_of(spec, name):
+    """A norm of a stream with what is yet to be added, or of one that is an array still."""
+    function = {"rms": jaxnorm.add_rms_norm, "layer": jaxnorm.add_layer_norm}[spec.norm]
+    norm = norm_of(spec, name)
+
+    def add_norm(stream, weights):
+        if not isinstance(stream, tuple):
+            return norm(stream, weights), stream
+        return function(*stream, *weights, implementation=implementation_of(name))
+
+    return add_norm
+
+
+def heads_of(spec, name):
+    """The norms of queries and keys, and then the rotation."""
+    norm = norm_of(spec, name)
+
+    def heads(q, k, q_weights, k_weights, positions):
+        q, k = norm(q, q_weights), norm(k, k_weights)
+        return (rotate(q, positions), rotate(k, positions)) if spec.rotary else (q, k)
+
+    return heads
+
+
+def rotating_norm_of(spec, name):
+    if not spec.rotary:
+        raise SystemExit("a model without rotation has no norms that rotate")
+
+    def heads(q, k, q_weights, k_weights, positions):
+        implementation = implementation_of(name)
+        return jaxnorm.qk_norm_rotary(q, k, *q_weights, *k_weights, positions, implementation=implementation)
+
+    return heads
+
+
+def rotate(x, positions):
+    """Rotary position embedding (https://arxiv.org/abs/2104.09864) of x: (..., head, feature)."""
+    half = x.shape[-1] // 2
+    angle = positions[..., None, None] * 10_000.0 ** (-jnp.arange(half) / half)
+    sin, cos = (f(angle).astype(x.dtype) for f in (jnp.sin, jnp.cos))
+    a, b = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
