@@ -7,7 +7,7 @@ import sys
 COMMANDS = {
     "gpu": "device time of the norms on an NVIDIA GPU, beside XLA's code and a copy",
     "rows": "device time of softmax and cross-entropy, beside XLA's code and a copy",
-    "cpu": "wall time of both norms on the CPU, beside XLA's code",
+    "cpu": "wall time of the ops on the CPU, beside XLA's code and a copy",
     "model": "the norms within a model's training step",
     "sharding": "the norms over several devices",
     "resources": "registers and spills of the CUDA kernels in two builds, without a GPU",

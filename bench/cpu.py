@@ -1,14 +1,16 @@
-"""Wall time of the norms on the CPU beside XLA's own code for the jnp formula and a copy, in one run.
+"""Wall time of the ops on the CPU beside XLA's own code for the jnp formula and a copy, in one run.
 
     python -m bench cpu --out bench/results/cpu
     python -m bench cpu --ops add_rms add_layer gated heads --out bench/results/cpu_neighbours
     python -m bench cpu --ops rms_quantized layer_quantized --out bench/results/cpu_quantized
+    python -m bench cpu --ops softmax log_softmax cross_entropy --default --turns 3 --out bench/results/cpu_rows
 
-Each cell is measured alone, one norm a program, and in a chain of several in one program. Alone, results are new arrays
+Each cell is measured alone, one op a program, and in a chain of several in one program. Alone, results are new arrays
 in every call, as JAX makes them, and mapping their memory is in all numbers. In a chain that memory is used again, as
 in a model; see `chain` for what keeps XLA from making one operation of it. A residual is dead in a model that runs
 forward only, so alone it is donated there, to jaxnorm and to XLA; the sum is the next call's. A quantised result is no
-norm's input, so there is no chain of those.
+norm's input and a loss no logits, so there is no chain of those. With --default the programs of jaxnorm are those of
+`implementation=None`, else of "native".
 
 Times are medians over the calls of several turns, in a chain divided by its length; the programs take turns, so that a
 busy moment of the machine meets all. A turn's first call is left out: XLA frees a program's temporary memory after its
@@ -30,11 +32,11 @@ import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
-from bench import gated, heads, ops, quantized, report, shapes
+from bench import gated, heads, ops, quantized, report, shapes, softmax
 from bench.programs import NORMS, Program, each_direction, jitted
 from jaxnorm.native import ffi
 
-LINKS = 12  # norms in a chain: few of them are the first to write to their memory
+LINKS = 12  # ops in a chain: few of them are the first to write to their memory
 HEADS, LLAMA = "qwen3 8B qk-norm", "llama3 8B"
 # Short rows, rows of common widths, the 4096 x 4096 of llama3 8B, and a call so small that its overhead counts.
 SHAPES = {
@@ -42,20 +44,26 @@ SHAPES = {
     for shape in (*shapes.MODELS, *shapes.DECODE)
     if shape.name in (LLAMA, HEADS, "gpt-oss 20B", "BERT base", "decode 32")
 }
+# Of softmax and the losses, each shape with as many elements as llama3 8B's; one of the grid is in a chain too, which
+# takes a dozen times as long.
+GRID = shapes.grid(1, 2**24)
+CHAINED = "grid 4096"
 
 
 def add_arguments(parser):
     parser.add_argument("--out", type=Path, help="write OUT.json and OUT.md")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--ops", nargs="+", default=list(NORMS), choices=ops.OPS)
+    parser.add_argument("--ops", nargs="+", default=list(NORMS), choices=ops.CPU_OPS)
+    parser.add_argument("--cols", nargs="+", type=int, help="these row lengths only")
     parser.add_argument("--turns", type=int, default=5, help="of each program, with 3 calls that count or more")
+    parser.add_argument("--default", action="store_true", help='jaxnorm with implementation=None, not "native"')
 
 
 def main(args):
     jax.config.update("jax_platforms", "cpu")
     header, rows, todo = hardware(), [], cells(args)
     for done, cell in enumerate(tqdm(todo), 1):
-        rows += measure_cell(*cell, args.turns)
+        rows += measure_cell(*cell, args.turns, None if args.default else "native")
         rows.sort(key=lambda row: (row["op"], row["dtype"]))
         slower = [
             f"{row['op']} {row['dtype']} {row['shape']}: {row['x XLA']:.2f} times as fast as XLA"
@@ -71,11 +79,20 @@ def main(args):
 
 def cells(args):
     """(kind, dtype, shape) of each."""
-    return [(kind, dtype, shape) for op in args.ops for dtype in args.dtypes for kind, shape in shapes_of(op)]
+    return [
+        (kind, dtype, shape)
+        for op in args.ops
+        for dtype in args.dtypes
+        for kind, shape in shapes_of(op)
+        if not args.cols or shape.cols in args.cols
+    ]
 
 
 def shapes_of(op):
     """(kind, shape) of each cell of an op; variants of quantised results have one shape."""
+    if op in softmax.OPS:
+        causal = [(softmax.CAUSAL, shapes.SCORES)] if op == "softmax" else []
+        return [*((op, shape) for shape in GRID), *causal]
     if op == "heads":
         return [(heads.KIND, SHAPES[HEADS])]
     if op == "gated":
@@ -97,13 +114,13 @@ def hardware():
     }
 
 
-def measure_cell(kind, dtype, shape, turns):
+def measure_cell(kind, dtype, shape, turns, implementation):
     work = ops.module_of(kind)
     operands = work.operands(kind, dtype, shape.rows, shape.cols)
-    error = work.check(kind, *operands)
+    error = work.check(kind, *operands, work.programs(kind, implementation, *operands)[work.CHECKED].function)
     x = jax.tree.leaves(operands)[0]
-    for manner, links, make, copy in manners(work):
-        native, xla = make(work, kind, operands)
+    for manner, links, make, copy in manners(work, kind, shape):
+        native, xla = make(work, kind, implementation, operands)
         for direction, moved in work.moved(kind, dtype, shape.rows, shape.cols).items():
             taken = compare([native[direction], xla[direction], Program(jax.jit(copy), (x,))], turns)
             ours, theirs, copied = (seconds / links for seconds in taken)
@@ -124,22 +141,23 @@ def measure_cell(kind, dtype, shape, turns):
             }
 
 
-def alone(work, kind, operands):
+def alone(work, kind, implementation, operands):
     """The `Program` of each direction, jaxnorm's and XLA's; what is donated to jaxnorm is donated to XLA."""
-    native, xla = (work.programs(kind, implementation, *operands) for implementation in ("native", "jnp"))
+    native, xla = (work.programs(kind, how, *operands) for how in (implementation, "jnp"))
     if native["forward"].carries:
         xla["forward"] = native["forward"]._replace(function=work.functions(kind, "jnp")["carry"])
     return native, xla
 
 
-def chain(work, kind, operands):
-    """The same, of several norms one after the other.
+def chain(work, kind, implementation, operands):
+    """The same, of several ops one after the other.
 
     A chain of bare norms is none to XLA: it makes one operation of all, which reads x, scales each row by every rstd in
     turn while the row is in the cache, and writes the last result only. No model has that, as between two norms there
     is a matmul or a sum at least. So each result passes an optimization barrier: it has to be there in memory, and that
     is all the barrier does. (The other loop of models, `scan`, copies its state after every norm, ours and XLA's.)
-    Norms have weights of their own, as layers do, and gates; of shared ones XLA makes an array of x's size for all.
+    Before JAX 0.11.1 XLA fuses over barriers: there a chain says nothing. Norms have weights of their own, as layers
+    do, and gates; of shared ones XLA makes an array of x's size for all.
 
     XLA may write a result over its input, which is dead, and does for small float32 arrays; a native call cannot.
 
@@ -152,8 +170,8 @@ def chain(work, kind, operands):
         weights = *gate, *weights
     layers = [tuple(weight + link / 64 for weight in weights) for link in range(LINKS)]
 
-    def programs(implementation):
-        norm = work.norm_of(kind, implementation)
+    def programs(how):
+        norm = work.norm_of(kind, how)
 
         def forward(x, *layers):
             for layer in layers:
@@ -162,7 +180,7 @@ def chain(work, kind, operands):
 
         return each_direction(jitted(forward, lambda dx: jax.tree.leaves(dx)[0]), "native", x, layers, dy)
 
-    return programs("native"), programs("jnp")
+    return programs(implementation), programs("jnp")
 
 
 def copy_once(x):
@@ -175,9 +193,11 @@ def copy_chain(x):
     return x
 
 
-def manners(work):
-    """(what a row says of it after the op, norms in a program, the programs, a copy) of each way to run them."""
-    chains = [] if work is quantized else [([report.CHAINED], LINKS, chain, copy_chain)]
+def manners(work, kind, shape):
+    """(what a row says of it after the op, ops in a program, the programs, a copy) of each way to run them."""
+    is_last = work is quantized or kind == softmax.LOSS
+    is_one_of_many = shape.name.startswith("grid ") and shape.name != CHAINED
+    chains = [] if is_last or is_one_of_many else [([report.CHAINED], LINKS, chain, copy_chain)]
     return [([], 1, alone, copy_once), *chains]
 
 

@@ -1,11 +1,12 @@
-"""The ops of `bench gpu`: what each is called, its shapes, and the module that has its programs and their check."""
+"""The ops of `bench gpu` and `bench cpu`: what each is called, its shapes, and the module with programs and check."""
 
 import jax.numpy as jnp
 
-from bench import gated, heads, programs, quantized, shapes
+from bench import gated, heads, programs, quantized, shapes, softmax
 
 # "gated" and "heads" are of several kinds or of shapes of their own; the others are kinds.
 OPS = (*(op for op in programs.OPS if op != programs.PADDED), *quantized.NORMS, "gated", "heads")
+CPU_OPS = (*OPS, *softmax.OPS)  # on a GPU those are measured by `bench rows`
 SUITES = (*shapes.suites(4), "variants")
 
 
@@ -15,6 +16,8 @@ def module_of(kind):
         return gated
     if kind == heads.KIND:
         return heads
+    if kind in softmax.KINDS:
+        return softmax
     return quantized if kind.partition(", ")[0] in quantized.NORMS else programs
 
 

@@ -13,8 +13,9 @@ CHAINED = "in a chain"  # the last word on a row of several norms in one program
 def op_name(kind, direction=""):
     """What a row calls an op: the function, its direction, and the variant: "rms_norm_quantized forward, int8"."""
     op, *variant = kind.split(", ")
-    norm, quantized, _ = op.partition("_quantized")
-    return ", ".join([f"{norm}_norm{quantized} {direction}".rstrip(), *variant])
+    name, quantized, _ = op.partition("_quantized")
+    norm = "_norm" if name.endswith(("rms", "layer")) else ""
+    return ", ".join([f"{name}{norm}{quantized} {direction}".rstrip(), *variant])
 
 
 def op_parts(name):

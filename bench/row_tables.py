@@ -11,6 +11,14 @@ def percent(results):
     )
 
 
+def cpu_grid(results):
+    """Milliseconds alone, and how many times as fast as XLA, by row length."""
+    rows = [row for row in results["rows"] if row["shape"].startswith("grid ") and not tables.is_chained(row)]
+    return tables.about(results["header"]) + tables.pivot(
+        "row length", rows, lambda row: row["N"], lambda row: f"{row['ms']:.1f} ({row['x XLA']:.1f})"
+    )
+
+
 def losses(results):
     """Microseconds and temporary memory of a loss and its gradient, beside XLA's."""
     rows = [row for row in results["rows"] if row["op"] in ("cross_entropy step", "softmax step, causal")]

@@ -26,8 +26,9 @@ from bench.timing import device_time, sets_needed
 COLS = (256, 1024, 4096, 8192, 16_384, 32_768, 65_536, 131_072, 262_144)
 ODD = (1001, 4097, 50_257)  # which 16-byte vectors do not divide
 VOCABULARIES = ((8192, 32_000), (8192, 50_257), (8192, 128_256), (4096, 262_144))
-CAUSAL = (2, 16, 2048, 2048)
+SCORES = (2, 16, 2048, 2048)  # of queries and keys
 BYTES = 2**28  # an array far beyond any cache
+CAUSAL, LOSS = "softmax, causal", "cross_entropy"
 
 
 class Cell(NamedTuple):
@@ -42,7 +43,7 @@ class Cell(NamedTuple):
 
 def add_arguments(parser):
     parser.add_argument("--out", type=Path, help="write OUT.json and OUT.md")
-    parser.add_argument("--ops", nargs="+", default=list(PROGRAMS), choices=PROGRAMS)
+    parser.add_argument("--ops", nargs="+", default=list(FUNCTIONS), choices=FUNCTIONS)
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--cols", nargs="+", type=int, help="these row lengths only")
     parser.add_argument("--iterations", type=int, default=20, help="calls of each program")
@@ -54,21 +55,41 @@ def draw(cell, key):
     return (3 * jax.random.normal(jax.random.key(key, impl="rbg"), cell.dims)).astype(cell.dtype)
 
 
-def _softmax(cell, implementation, log=False, causal=False):
-    """The function of x that is measured, and XLA's."""
-    if implementation != "xla":
+def operands(cell, i):
+    """x, the labels of a loss, and the cotangent; each i gives others."""
+    if cell.op != LOSS:
+        return draw(cell, i), draw(cell, i + 100)
+    *rows, vocabulary = cell.dims
+    labels = jax.random.randint(jax.random.key(i), rows, 0, vocabulary)
+    return draw(cell, i), labels, jnp.full(rows, 1 / rows[0], jnp.float32)
+
+
+def moved(cell):
+    """How many bytes each program must move, by direction."""
+    read = 0.5 if cell.op == CAUSAL else 1  # what counts of an array that is read
+    results = 0 if cell.op == LOSS else 1  # arrays of x's size: y, and in the backward dy
+    forward, backward = read + results, read * (1 + results) + 1
+    return {
+        "forward": forward * cell.nbytes,
+        "backward": backward * cell.nbytes,
+        "step": (forward + backward) * cell.nbytes,
+    }
+
+
+def _softmax(implementation, *, log=False, causal=False):
+    """The function of x that is measured; of "jnp" it is JAX's own, which is XLA's code."""
+    if implementation != "jnp":
         function = jaxnorm.log_softmax if log else jaxnorm.softmax
         return functools.partial(function, causal=causal, implementation=implementation)
     function = jax.nn.log_softmax if log else jax.nn.softmax
     if not causal:
         return function
-    where = jnp.tril(jnp.ones(cell.dims[-2:], bool))
-    return lambda x: function(jnp.where(where, x, -jnp.inf))
+    return lambda x: function(jnp.where(jnp.tril(jnp.ones(x.shape[-2:], bool)), x, -jnp.inf))
 
 
-def _losses(cell, implementation):
+def _losses(implementation):
     """The losses of logits: those of Optax's formula for XLA, which is faster there than log_softmax."""
-    if implementation != "xla":
+    if implementation != "jnp":
         return functools.partial(jaxnorm.softmax_cross_entropy_with_integer_labels, implementation=implementation)
 
     def losses(logits, labels):
@@ -79,18 +100,27 @@ def _losses(cell, implementation):
     return losses
 
 
-def directions(function, operands, gradient_bytes, forward_bytes):
-    """By direction: a program, the operands of a set by its number, and how many bytes the program must move.
+FUNCTIONS = {
+    "softmax": _softmax,
+    "log_softmax": functools.partial(_softmax, log=True),
+    CAUSAL: functools.partial(_softmax, causal=True),
+    LOSS: _losses,
+}
+
+
+def programs(cell, implementation):
+    """By direction: a program, and the operands of a set by its number.
 
     The backward is a program of its own, which takes what the forward keeps for it.
     """
+    function, operands_of = FUNCTIONS[cell.op](implementation), functools.partial(operands, cell)
 
     @jax.jit
     def pulled(*args):
         return jax.vjp(lambda x: function(x, *args[1:-1]), args[0])[1]
 
     def kept(i):
-        *args, cotangent = operands(i)
+        *args, cotangent = operands_of(i)
         return pulled(*args, cotangent), cotangent
 
     def step(x, *others):
@@ -98,38 +128,10 @@ def directions(function, operands, gradient_bytes, forward_bytes):
         return y, pull(others[-1])[0]
 
     return {
-        "forward": (function, lambda i: operands(i)[:-1], forward_bytes),
-        "backward": (lambda pull, cotangent: pull(cotangent)[0], kept, gradient_bytes),
-        "step": (step, operands, forward_bytes + gradient_bytes),
+        "forward": (function, lambda i: operands_of(i)[:-1]),
+        "backward": (lambda pull, cotangent: pull(cotangent)[0], kept),
+        "step": (step, operands_of),
     }
-
-
-def softmax_programs(cell, implementation, **options):
-    part = 0.5 if options.get("causal") else 1  # of the operands' elements that are read
-    return directions(
-        _softmax(cell, implementation, **options),
-        lambda i: (draw(cell, i), draw(cell, i + 100)),
-        (1 + 2 * part) * cell.nbytes,
-        (1 + part) * cell.nbytes,
-    )
-
-
-def loss_programs(cell, implementation):
-    *rows, vocabulary = cell.dims
-
-    def operands(i):
-        labels = jax.random.randint(jax.random.key(i), rows, 0, vocabulary)
-        return draw(cell, i), labels, jnp.full(rows, 1 / rows[0], jnp.float32)
-
-    return directions(_losses(cell, implementation), operands, 2 * cell.nbytes, cell.nbytes)
-
-
-PROGRAMS = {
-    "softmax": softmax_programs,
-    "log_softmax": functools.partial(softmax_programs, log=True),
-    "softmax, causal": functools.partial(softmax_programs, causal=True),
-    "cross_entropy": loss_programs,
-}
 
 
 def cells_of(args):
@@ -137,20 +139,20 @@ def cells_of(args):
         for dtype in args.dtypes:
             itemsize = jnp.dtype(dtype).itemsize
             dims = {
-                "softmax, causal": [CAUSAL],
-                "cross_entropy": VOCABULARIES,
+                CAUSAL: [SCORES],
+                LOSS: VOCABULARIES,
             }.get(op, [(BYTES // itemsize // cols, cols) for cols in (*COLS, *ODD)])
             yield from (Cell(op, dtype, of) for of in dims if not args.cols or of[-1] in args.cols)
 
 
 def measured(cell, implementation, iterations):
     """By direction: seconds, and the temporary bytes of the program."""
-    times = {}
-    for way, (function, operands, moved) in PROGRAMS[cell.op](cell, implementation).items():
-        sets = [operands(i) for i in range(sets_needed(cell.nbytes, moved))]
+    times, nbytes = {}, moved(cell)
+    for way, (function, operands_of) in programs(cell, implementation).items():
+        sets = [operands_of(i) for i in range(sets_needed(cell.nbytes, nbytes[way]))]
         program = jax.jit(function)
         temporary = program.lower(*sets[0]).compile().memory_analysis().temp_size_in_bytes
-        times[way] = device_time(program, sets, iterations).seconds, temporary, moved
+        times[way] = device_time(program, sets, iterations).seconds, temporary
     return times
 
 
@@ -160,18 +162,17 @@ def copy_rate(nbytes, iterations):
 
 
 def rows_of(cell, implementation, iterations):
-    name, *variant = cell.op.split(", ")
-    ours, xla = (measured(cell, how, iterations) for how in (implementation, "xla"))
-    for way, (seconds, temporary, moved) in ours.items():
-        xla_seconds, xla_temporary, _ = xla[way]
+    ours, xla = (measured(cell, how, iterations) for how in (implementation, "jnp"))
+    for way, nbytes in moved(cell).items():
+        (seconds, temporary), (xla_seconds, xla_temporary) = ours[way], xla[way]
         yield {
-            "op": ", ".join([f"{name} {way}", *variant]),
+            "op": report.op_name(cell.op, way),
             "dtype": cell.dtype,
             "M": math.prod(cell.dims[:-1]),
             "N": cell.dims[-1],
             "us": 1e6 * seconds,
-            "GB/s": moved / seconds / 1e9,
-            "% of copy": 100 * moved / seconds / copy_rate(moved, iterations),
+            "GB/s": nbytes / seconds / 1e9,
+            "% of copy": 100 * nbytes / seconds / copy_rate(nbytes, iterations),
             "XLA us": 1e6 * xla_seconds,
             "x XLA": xla_seconds / seconds,
             "temp MiB": temporary / 2**20,

@@ -57,6 +57,9 @@ QWEN3_NEXT = Shape("qwen3-next heads", (2, 4096, 32, 128))
 HEADS = 128
 PER_HEAD = (Shape("qk-norm, 1 M rows", (8192, HEADS, 128)), Shape("qk-norm 256", (4096, HEADS, 256)))
 
+# Attention scores of one head, queries by keys.
+SCORES = Shape("scores", (4096, 4096))
+
 # One token for each of a few sequences: launch overhead and latency, not bandwidth.
 DECODE = (
     Shape("decode 1", (1, 4096)),

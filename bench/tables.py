@@ -194,8 +194,12 @@ def cpu_summary(rows):
     """A line for each way in which the programs run: alone, or as their op says at its end."""
     groups = {}
     for row in rows:
-        groups.setdefault(report.CHAINED if row["op"].endswith(f", {report.CHAINED}") else "alone", []).append(row)
+        groups.setdefault(report.CHAINED if is_chained(row) else "alone", []).append(row)
     return [ratios(f"All {len(group)} cells, {name}", group) for name, group in groups.items()]
+
+
+def is_chained(row):
+    return row["op"].endswith(f", {report.CHAINED}")
 
 
 def ratios(what, rows):
@@ -279,6 +283,8 @@ TABLES = {
     "cpu-headline": ("cpu.json", cpu_headline),
     "cpu-neighbours": ("cpu_neighbours.json", cpu),
     "cpu-quantized": ("cpu_quantized.json", cpu),
+    "cpu-rows": ("cpu_rows.json", cpu),
+    "cpu-rows-grid": ("cpu_rows.json", row_tables.cpu_grid),
     "model": ("h200_model.json", whole),
     "model-add": ("h200_model_add.json", whole),
     "model-no-rotary": ("h200_model_no_rotary.json", whole),

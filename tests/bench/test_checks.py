@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from bench import gated, heads, programs, quantized, shapes
+from bench import gated, heads, programs, quantized, shapes, softmax
 
 
 def spoilt(step, spoil):
@@ -85,6 +85,23 @@ def test_the_check_of_heads_sees_what_is_wrong():
 
     check = functools.partial(heads.check, heads.KIND, *operands)
     assert check(step) < 1 < check(spoilt(step, wrong_dscale))
+
+
+def wrong_result(y, dx, dweights):
+    return 1.001 * y, (dx, dweights)
+
+
+def wrong_gradient(y, dx, dweights):
+    return y, (1.001 * dx, dweights)
+
+
+@pytest.mark.parametrize("spoil", [wrong_result, wrong_gradient])
+@pytest.mark.parametrize("kind", softmax.KINDS)
+def test_the_check_of_softmax_and_losses_sees_what_is_wrong(kind, spoil):
+    operands = softmax.operands(kind, "float32", 70, 33)
+    step = softmax.functions(kind, "jnp")["step"]
+    check = functools.partial(softmax.check, kind, *operands)
+    assert check(step) < 1 < check(spoilt(step, spoil))
 
 
 def one_step_lower(values, *scales):

@@ -5,11 +5,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench import cpu, gated, heads, ops, programs, quantized, report, shapes
+from bench import cpu, gated, heads, ops, programs, quantized, report, shapes, softmax
 from bench.__main__ import parse
 
 FEW = shapes.Shape("few", (2 * shapes.HEADS, 128))
-KINDS = ("layer", "add_rms", gated.LAST, heads.KIND, "rms_quantized", "layer_quantized, with a residual")
+# Of each kind: the directions alone, and in a chain.
+KINDS = {
+    "layer": (3, 3),
+    "add_rms": (3, 3),
+    gated.LAST: (3, 3),
+    heads.KIND: (3, 3),
+    "rms_quantized": (1, 0),
+    "layer_quantized, with a residual": (1, 0),
+    "softmax": (3, 3),
+    "log_softmax": (3, 3),
+    softmax.CAUSAL: (3, 3),
+    softmax.LOSS: (3, 0),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -25,12 +37,41 @@ def test_each_op_has_its_kinds():
     assert kinds("gated") == set(gated.VARIANTS)
     assert kinds("heads") == {heads.KIND}
     assert kinds("rms_quantized") == {"rms_quantized", *(f"rms_quantized, {name}" for name in quantized.VARIANTS)}
+    assert kinds("softmax") == {"softmax", softmax.CAUSAL}
+    assert kinds(softmax.LOSS) == {softmax.LOSS}
 
 
 def test_without_a_choice_it_is_of_the_plain_norms():
     cells = cpu.cells(parse(["cpu"]))
     assert len(cells) == len(programs.NORMS) * 2 * len(cpu.SHAPES)
     assert {kind for kind, *_ in cells} == set(programs.NORMS)
+
+
+@pytest.mark.parametrize("op", softmax.OPS)
+def test_softmax_and_losses_have_every_length_of_the_grid(op):
+    cells = [shape for kind, _, shape in cpu.cells(parse(["cpu", "--dtypes=float32", "--ops", op])) if kind == op]
+    assert [shape.cols for shape in cells] == list(shapes.GRID_COLS)
+    assert {shape.rows * shape.cols for shape in cells} == {2**24}
+
+
+def test_the_cpu_command_selects_lengths():
+    cells = cpu.cells(parse(["cpu", "--dtypes=float32", "--ops", "softmax", softmax.LOSS, "--cols", "4096", "256"]))
+    assert [(kind, shape.cols) for kind, _, shape in cells] == [
+        ("softmax", 256),
+        ("softmax", 4096),
+        (softmax.CAUSAL, 4096),
+        (softmax.LOSS, 256),
+        (softmax.LOSS, 4096),
+    ]
+
+
+def test_of_a_grid_one_length_runs_in_a_chain():
+    chained = [
+        (kind, shape.name)
+        for kind, _, shape in cpu.cells(parse(["cpu", "--dtypes", "float32", "--ops", *softmax.OPS]))
+        if len(cpu.manners(ops.module_of(kind), kind, shape)) == 2
+    ]
+    assert chained == [("softmax", cpu.CHAINED), (softmax.CAUSAL, "scores"), ("log_softmax", cpu.CHAINED)]
 
 
 def result_of(program):
@@ -47,10 +88,9 @@ def test_a_cell_has_each_direction_alone_and_in_a_chain(kind, monkeypatch):
         return [1.0, 3.0, 2.0]
 
     monkeypatch.setattr(cpu, "compare", compare)
-    rows = list(cpu.measure_cell(kind, "float32", FEW, 1))
+    rows = list(cpu.measure_cell(kind, "float32", FEW, 1, None))
     alone, linked = ([row for row in rows if row["op"].endswith("in a chain") == chained] for chained in (False, True))
-    directions = 1 if "quantized" in kind else 3
-    assert (len(alone), len(linked)) == (directions, 0 if "quantized" in kind else 3)
+    assert (len(alone), len(linked)) == KINDS[kind]
     moved = ops.module_of(kind).moved(kind, "float32", FEW.rows, FEW.cols)["forward"]
     assert (alone[0]["x XLA"], alone[0]["GB/s"]) == (3, pytest.approx(moved / 1e9))
     assert all(row["error / tolerance"] < 1 for row in rows)
@@ -76,7 +116,7 @@ def test_what_carries_goes_on_with_its_sum():
 
 
 def test_a_run_that_is_cut_off_leaves_what_it_measured(monkeypatch, tmp_path):
-    def measure_cell(kind, dtype, shape, turns):
+    def measure_cell(kind, dtype, shape, *_):
         if shape.name == cells[1][2].name:
             raise MemoryError
         yield {"op": "rms_norm forward", "dtype": dtype, "shape": shape.name, "x XLA": 0.5}

@@ -130,6 +130,9 @@ def test_what_a_row_misses(changes, words):
         ("add_layer", "add_layer_norm forward"),
         ("rms_quantized", "rms_norm_quantized forward"),
         ("layer_quantized, groups of 128", "layer_norm_quantized forward, groups of 128"),
+        ("log_softmax", "log_softmax forward"),
+        ("softmax, causal", "softmax forward, causal"),
+        ("cross_entropy", "cross_entropy forward"),
     ],
 )
 def test_ops_are_called_as_the_functions_are(kind, name):
