@@ -11,7 +11,7 @@ import re
 import statistics
 from pathlib import Path
 
-from bench import report, row_tables, shapes, targets
+from bench import model_tables, report, row_tables, shapes, targets
 
 MARKED = re.compile(r"<!-- table: (\S+) -->\n.*?<!-- end -->", re.DOTALL)
 # In the order of the tables; a run may have fewer, or others, which come last.
@@ -216,44 +216,6 @@ def cpu_cells(row):
     return [f"{row['ms']:.1f}", f"{row['XLA ms']:.1f}", f"{row['x XLA']:.1f}"]
 
 
-def steps(*runs):
-    """What the norms are of a whole step of a model, and what jaxnorm changes of it, in percent: gains first."""
-    lines = []
-    for results in runs:
-        programs = {}
-        for row in results["rows"]:
-            programs.setdefault((row["model"], row["program"]), {})[row["norms"]] = row
-        lines += [step(*names, variants) for names, variants in programs.items()]
-    lines.sort(key=lambda line: line[0], reverse=True)
-    columns = ["program", "XLA ms", "norms %", "the norms", "with the residual adds", "scatter %"]
-    headers = [line for results in runs for line in about(results["header"])]
-    return [*headers, *report.table(columns, [cells for _, cells in lines])]
-
-
-def step(model, program, variants):
-    """(the best change in percent, the cells of the line) of one program of a model.
-
-    Both columns of changes are of paired runs: what a program takes longer than the one without norms beside it.
-    """
-    xla = variants["jnp"]
-    whole = xla["ms"] * 1e3
-    changes = {
-        norms: 100 * (xla["norms us"] - variants[norms]["norms us"]) / whole
-        for norms in ("jaxnorm", "jaxnorm-add")
-        if norms in variants
-    }
-    cells = [f"{xla['ms']:.2f}", f"{100 * xla['norms us'] / whole:.1f}"]
-    cells += [faster(changes.get(norms)) for norms in ("jaxnorm", "jaxnorm-add")]
-    return max(changes.values()), [f"{model}, {program}", *cells, f"±{xla['± us'] / whole * 100:.1f}"]
-
-
-def faster(percent):
-    """A change in words; a loss is bold."""
-    if percent is None:
-        return "-"
-    return f"{percent:.1f} % faster" if percent >= 0 else f"**{-percent:.1f} % slower**"
-
-
 def whole(results):
     """Every column as it is."""
     rows = results["rows"]
@@ -291,5 +253,12 @@ TABLES = {
     "model-decode": ("h200_decode.json", whole),
     "sharding": ("h200_x4_sharding.json", whole),
     "sharding-two": ("h200_x2_sharding.json", whole),
-    "steps": (("h200_model_add.json", "h200_decode.json"), steps),
+    "model-default": ("h200_model_default.json", whole),
+    "model-rotary": ("h200_model_rotary.json", whole),
+    "model-separate": ("h200_model_separate.json", whole),
+    "model-directions": ("h200_model_directions.json", whole),
+    "model-directions-vit": ("h200_model_directions_vit.json", whole),
+    "decode-separate": ("h200_decode_separate.json", whole),
+    "rotary": ("h200_rotary.json", whole),
+    "steps": (("h200_model_default.json", "h200_model_separate.json"), model_tables.steps),
 }

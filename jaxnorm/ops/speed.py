@@ -12,8 +12,8 @@ from jaxnorm.primitive.op import CallRows, RowSpec
 
 # The most columns of rows that vectors do not divide in a cluster's shared memory with pipelines.
 LONGEST = 2**18
-# The most rows of which a kernel takes as long as its launch.
-FEW = 128
+# What tokens that are decoded have at most: elements in all, in rows of so many columns.
+FEW, NARROW = 2**18, 2**13
 
 
 def vectors_divide(rows: CallRows) -> bool:
@@ -26,10 +26,10 @@ def is_one_loop(rows: CallRows) -> bool:
     return rows.platform == "cuda" and rows.dtype.itemsize == 4
 
 
-def is_one_of_few(rows: CallRows) -> bool:
-    """Whether rows are as few on a GPU as where tokens are decoded."""
-    few = rows.rows is not None and rows.rows <= FEW
-    return few and rows.platform == "cuda" and rows.way == "forward" and not rows.differentiated
+def is_decoded(rows: CallRows) -> bool:
+    """Whether there is as little to read as where tokens are decoded: less than a launch takes, on a GPU."""
+    little = rows.rows is not None and rows.rows * rows.cols <= FEW and rows.cols <= NARROW
+    return little and rows.platform == "cuda" and rows.way == "forward" and not rows.differentiated
 
 
 def any_kernel(_: RowSpec, rows: CallRows) -> str | None:
@@ -38,8 +38,8 @@ def any_kernel(_: RowSpec, rows: CallRows) -> str | None:
 
 
 def norm(norm: Norm, rows: CallRows) -> str | None:
-    if norm.kind == "rms" and is_one_of_few(rows):
-        return f"XLA's code is faster for RMSNorm of at most {FEW} rows, which it fuses with what is around them"
+    if norm.kind == "rms" and is_decoded(rows):
+        return f"XLA's code is faster for RMSNorm of at most {FEW} elements, which it fuses with what is around it"
     if vectors_divide(rows):
         return None
     if rows.way == "backward":

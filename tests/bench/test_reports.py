@@ -241,12 +241,12 @@ def test_pages_have_what_the_results_say(page):
 
 
 def test_a_step_is_compared_as_a_whole(tmp_path):
-    times = {"jnp": (10.0, 1000.0), "jaxnorm": (9.5, 500.0), "jaxnorm-add": (10.3, 1200.0)}
+    times = {"jnp": (10.0, 1000.0), "jaxnorm-default-norm": (9.5, 500.0), "jaxnorm-default": (10.3, 1200.0)}
     rows = [
         {"model": "Toy", "program": "train step", "norms": norms, "ms": ms, "± us": 100.0, "norms us": us}
         for norms, (ms, us) in times.items()
     ]
-    for name in ("h200_model_add", "h200_decode"):
+    for name in ("h200_model_default", "h200_model_separate"):
         report.save(HEADER, rows, tmp_path / name)
     *_, line, _ = tables.render("<!-- table: steps -->\n<!-- end -->\n", tmp_path).splitlines()
     assert line == "| Toy, train step | 10.00 | 10.0 | 5.0 % faster | **2.0 % slower** | ±1.0 |"

@@ -108,17 +108,18 @@ def test_no_rows():
     assert not gradients[1].any()
 
 
-# Though there are many chunks: of a mean each gradient is rounded once.
+# Though there are many chunks: of a mean each gradient is rounded once. On a GPU XLA's float32 products of 64 rows are
+# less exact than those of 128, whoever makes them.
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_gradients_are_as_exact_as_those_of_one_chunk(dtype):
-    x, kernel, labels = inputs((512, 64), 1000, dtype)
+    x, kernel, labels = inputs((1024, 64), 1000, dtype)
 
     def gradients(function, **options):
         return jax.jit(jax.grad(partial(function, labels=labels, ignore_index=-100, **options), (0, 1)))
 
     with jax.enable_x64(True):
         exact = jax.device_get(gradients(whole)(x.astype("float64"), kernel.astype("float64")))
-    ours, theirs = gradients(linear_cross_entropy, rows_per_chunk=64)(x, kernel), gradients(whole)(x, kernel)
+    ours, theirs = gradients(linear_cross_entropy, rows_per_chunk=128)(x, kernel), gradients(whole)(x, kernel)
     for actual, other, wide in zip(ours, theirs, exact, strict=True):
         assert actual.dtype == dtype
         errors = [np.linalg.norm(np.asarray(a, np.float64) - wide) for a in (actual, other)]
