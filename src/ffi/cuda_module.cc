@@ -67,19 +67,20 @@ nb::tuple workspace(const std::string& target, const std::string& dtype, int64_t
 }
 
 nb::dict plan(const std::string& op, const std::string& kind, const std::string& x_dtype, int64_t cols, int max_cluster,
-              const std::string& gate, bool adds) {
+              const std::string& gated, bool adds) {
   if (op != "forward" && op != "backward") throw nb::value_error("op is neither forward nor backward");
   if (cols < 1 || max_cluster < 1) throw nb::value_error("cols and max_cluster are expected to be positive");
-  if (gate != "" && gate != "first" && gate != "last") throw nb::value_error("gate is neither first nor last");
-  const bool gated = gate != "", forward = op == "forward";
-  if (gated && (kind != "rms" || cols > kGatedCols)) throw nb::value_error("no kernel has gates for such rows");
+  if (gated != "" && gated != "first" && gated != "last") throw nb::value_error("gated is neither first nor last");
+  const bool has_gates = gated != "", forward = op == "forward";
+  if (has_gates && (kind != "rms" || cols > kGatedCols)) throw nb::value_error("no kernel has gates for such rows");
   const Dtype x = dtype_of(x_dtype);
-  cuda::Plan plan =
-      !gated    ? cuda::make_plan(forward ? cuda::Op::forward : cuda::Op::backward, kind_of(kind), x, cols, max_cluster)
-      : forward ? cuda::make_gated_forward_plan(x, cols, gate == "first")
-                : cuda::make_gated_backward_plan(x, cols, max_cluster);
+  cuda::Plan plan = !has_gates ? cuda::make_plan(forward ? cuda::Op::forward : cuda::Op::backward, kind_of(kind), x,
+                                                 cols, max_cluster)
+                    : forward  ? cuda::make_gated_forward_plan(x, cols, gated == "first")
+                               : cuda::make_gated_backward_plan(x, cols, max_cluster);
   if (adds && !forward) plan = cuda::beside_extra_operand(plan);
-  const int rows_per_team = forward ? cuda::rows_at_once(plan.threads_per_row, plan.vectors, gated || adds ? 2 : 1) : 1;
+  const int rows_per_team =
+      forward ? cuda::rows_at_once(plan.threads_per_row, plan.vectors, has_gates || adds ? 2 : 1) : 1;
   nb::dict out;
   out["regime"] = plan.regime();
   out["rows_per_block"] = plan.rows_per_block * rows_per_team;
@@ -113,9 +114,9 @@ NB_MODULE(_cuda, module) {
       "How many blocks a cluster of the current GPU has at most; 1: it has no clusters.");
   module.def(
       "plan", &jaxnorm::plan, arg("op"), arg("kind"), arg("x_dtype"), arg("cols"), arg("max_cluster") = 16,
-      arg("gate") = "", arg("adds") = false,
-      "The launch plan for rows of `cols` elements, with a gate that comes `first` or `last` or with none, and with "
-      "another array if one is added; elements_per_thread is 0 where a row is read more than once, ring tells whether "
-      "rows "
-      "are fetched ahead by way of shared memory, where the GPU can.");
+      arg("gated") = "", arg("adds") = false,
+      "The launch plan for rows of `cols` elements, gated `first` or `last` or not, and with another array if one is "
+      "added; elements_per_thread is 0 where a row is read more than once, ring tells whether rows are fetched ahead "
+      "by "
+      "way of shared memory, where the GPU can.");
 }

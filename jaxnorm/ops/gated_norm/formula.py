@@ -233,7 +233,7 @@ GATED_NORM = Family(
             name=lambda _: "jaxnorm_gated_rms_norm",
             forward=lambda norm, operands: {**_attributes(norm, operands), "epsilon": np.float32(norm.epsilon)},
             backward=_attributes,
-            plan=lambda *_: {"kind": "rms", "gate": "last"},
+            plan=lambda *_: {"kind": "rms", "gated": "last"},
             slower=speed.any_kernel,
         ),
         reasons=(_row_too_long, _other_dtype),

@@ -28,7 +28,7 @@ struct RotaryLaunch {
 };
 
 // That run at once, with one row under way in each thread group.
-constexpr int64_t kFewBlocks = 4 * 132;
+constexpr int64_t kFewBlocks = 4 * kMultiprocessors;
 
 template <typename Stats>
 constexpr bool kHasNorm = !std::is_same_v<Stats, NoStats>;

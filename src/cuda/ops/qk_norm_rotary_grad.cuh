@@ -142,43 +142,59 @@ constexpr int kGradResidency = Tile::VECTORS > 8                                
                                : Tile::VECTORS > 2 && Tile::VECTORS* Tile::N > 8 ? 3
                                                                                  : 4;
 
-template <Kind KIND, typename X, typename Tile>
-__global__ void __launch_bounds__(kRotaryThreads, kGradResidency<Tile>)
-    rotary_grad_kernel(const __grid_constant__ QkNormRotaryBackward p,
-                       const __grid_constant__ RotaryGradLaunch launch) {
-  using Queue = RowQueue<X, Tile, kScalars<KIND>, kRotaryThreads>;
+// What a block has: tiles of the queries, or of the keys.
+struct GradShare {
+  HeadsGrad of;
+  GradTiles own;
+  int index;   // of the block among those of the same array
+  int column;  // of blocks that have the same tiles of a token
+  int tile;    // which of a token's it has, where that is always the same
+  bool apart;  // whether it is
+
+  // The source of an angle of the items from this one on.
+  __device__ AngleSource look_up(const TurnsLaunch& turns, int angles, int from) const {
+    return turns.look_up(angles, [&](int i) {
+      const int step = i >> own.tiles.token_shift;
+      const int later = from - step * own.blocks;
+      return later < 0 ? turns.tokens : ((own.parts.quotient(later) - step) << own.tiles.token_shift) + i;
+    });
+  }
+};
+
+__device__ inline GradShare share_of_block(const QkNormRotaryBackward& p, const RotaryGradLaunch& launch) {
   int index = static_cast<int>(blockIdx.x);
   const bool is_q = index < launch.q_blocks;
   if (!is_q) index -= launch.q_blocks;
   const HeadsGrad of = is_q ? p.q : p.k;
   const GradTiles own = is_q ? launch.q : launch.k;
-  const PairGroup<Tile::LANES> group(launch.shape);
   const bool apart = own.apart > 1 || of.has_scale_per_head;
-  // Of a token's tiles a block has one, always the same, or any.
   const int column = apart ? own.tiles.count.quotient(index) : index;
-  const int own_tile = apart ? index - column * own.apart : 0;
-  int item = own.items - 1 - column;  // negative beyond the first
+  return {of, own, index, column, apart ? index - column * own.apart : 0, apart};
+}
 
+template <Kind KIND, typename X, typename Tile>
+__global__ void __launch_bounds__(kRotaryThreads, kGradResidency<Tile>)
+    rotary_grad_kernel(const __grid_constant__ QkNormRotaryBackward p,
+                       const __grid_constant__ RotaryGradLaunch launch) {
+  using Queue = RowQueue<X, Tile, kScalars<KIND>, kRotaryThreads>;
+  const GradShare share = share_of_block(p, launch);
+  const HeadsGrad& of = share.of;
+  const GradTiles& own = share.own;
+  const PairGroup<Tile::LANES> group(launch.shape);
+  int item = own.items - 1 - share.column;  // negative beyond the first
   const int angles = own.at_once << own.tiles.token_shift;
-  const auto look_up = [&](int from) {
-    return launch.turns.look_up(angles, [&](int i) {
-      const int step = i >> own.tiles.token_shift;
-      const int later = from - step * own.blocks;
-      return later < 0 ? launch.turns.tokens : ((own.parts.quotient(later) - step) << own.tiles.token_shift) + i;
-    });
-  };
-  AngleSource source = look_up(item);
+  AngleSource source = share.look_up(launch.turns, angles, item);
 
   RowPairArrays<X, kScalars<KIND>> arrays{
       static_cast<const X*>(of.dy.data), static_cast<const X*>(of.x.data), {of.rstd}};
   if constexpr (NormScalars<KIND>::kLayer) arrays.scalar[kScalars<KIND> - 1] = of.mean;
-  ItemRows rows(own, launch.inner, launch.turns.tokens, own_tile, group.place, item);
+  ItemRows rows(own, launch.inner, launch.turns.tokens, share.tile, group.place, item);
   Queue queue(dynamic_shared());
 #pragma unroll
   for (int i = 0; i < Queue::kAhead; ++i, rows.advance()) queue.push(arrays, group, rows.row, rows.is_there());
 
-  const bool has_scale = of.scale.data && (!apart || rows.place.head < own.tiles.heads);
-  FloatWeight<Tile> factor(group, has_scale ? from(of.scale, apart ? rows.place.head * p.cols : 0) : Input{});
+  const bool has_scale = of.scale.data && (!share.apart || rows.place.head < own.tiles.heads);
+  FloatWeight<Tile> factor(group, has_scale ? from(of.scale, share.apart ? rows.place.head * p.cols : 0) : Input{});
   factor.arrive(p.scale_offset, 1.0f);
   ColumnSums<Tile> dscale;
   float* table = reinterpret_cast<float*>(dynamic_shared() + Queue::kSharedBytes);
@@ -186,7 +202,7 @@ __global__ void __launch_bounds__(kRotaryThreads, kGradResidency<Tile>)
   while (item >= 0) {
     // Nobody reads this table any more: the block has met since.
     launch.turns.fill(table, angles, source);
-    source = look_up(item - own.at_once * own.blocks);
+    source = share.look_up(launch.turns, angles, item - own.at_once * own.blocks);
     __syncthreads();
     for (int i = 0; i < own.at_once && item >= 0; ++i, item -= own.blocks) {
       const float* const turns = launch.turns.of_token(table, (i << own.tiles.token_shift) + rows.place.token_of_tile);
@@ -207,7 +223,7 @@ __global__ void __launch_bounds__(kRotaryThreads, kGradResidency<Tile>)
   wait_for_copies();  // of rows that are not there
   __syncthreads();
   dscale.write(group, kRotaryThreads / Tile::LANES, own.sums, 0, reinterpret_cast<float*>(dynamic_shared()),
-               own.partials + int64_t{index} * own.sums * p.cols);
+               own.partials + int64_t{share.index} * own.sums * p.cols);
 }
 
 // Where sums of as many blocks have room. Null: nowhere.

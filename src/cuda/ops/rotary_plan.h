@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "call.h"
+#include "cuda/engine/grad_schedule.h"
 #include "cuda/engine/plan.h"
 #include "ops/qk_norm_rotary.h"
 
@@ -62,7 +63,7 @@ struct GradPlan {
 GradPlan make_rotary_grad_plan(const QkNormRotaryBackward& p, const HeadTiles& q, const HeadTiles& k, int64_t at_once);
 
 // That run at once.
-constexpr int64_t kRotaryGradBlocks = 4 * 132;
+constexpr int64_t kRotaryGradBlocks = 4 * kMultiprocessors;
 
 // For each dtype, in a file of its own so that they compile side by side. `back`: turned by the negative angles.
 template <typename X>

@@ -52,9 +52,9 @@ struct LogSoftmaxDx {
   }
 };
 
-// What a thread has of a row.
+// What a thread has of a row of y or the logits, and of dy.
 template <typename Op, typename Tile>
-class PairRow {
+class BothRows {
   using Mask = std::conditional_t<Op::kMasked, RowMask, NoMask>;
   using T = typename Op::Element;
 
@@ -105,7 +105,7 @@ class PairRow {
 
 template <typename Op, typename Tile>
 struct LoadPair {
-  using Fragment = PairRow<Op, Tile>;
+  using Fragment = BothRows<Op, Tile>;
   using T = typename Op::Element;
 
   template <typename Group, typename Batch>
