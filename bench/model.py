@@ -13,6 +13,7 @@ norms beside it, so that a drifting clock cancels. "won back %" is (jnp - jaxnor
 `norm_bytes`.
 """
 
+import functools
 import statistics
 import sys
 import time
@@ -26,7 +27,6 @@ from bench import model_norms, models, report
 
 PARTS = {"llama": models.LLAMA, "vit": models.VIT, "decode": models.LLAMA}
 LOSS_TOLERANCE = 1e-2  # an average over thousands of tokens or tens of images, of 7 or so
-NO_COMMAND_BUFFERS = {"xla_gpu_enable_command_buffer": ""}
 SEPARATE_PRODUCTS = {"xla_gpu_dot_merger_threshold_mb": 0}
 
 
@@ -174,28 +174,29 @@ def measure_training(spec, variants, args):
 
 
 def measure_decoding(spec, variants, args):
-    """One token for each sequence, with and without command buffers (CUDA graphs), 20 dependent steps in a queue.
+    """One token for each sequence: as a program that is called for every token, and as one with a loop on the device.
 
-    By default XLA records kernels, matrix products and custom calls that allow it, as jaxnorm's do.
+    "token" has dependent calls in a queue. On a GPU, XLA records kernels, matrix products and custom calls that allow
+    it, as jaxnorm's do, in command buffers (CUDA graphs), and what the host takes to launch those counts. "loop" leaves
+    the host out; its time is that of the program divided by its tokens.
     """
-    options = options_of(args)
-    modes = {"token": options}
-    if jax.default_backend() == "gpu":
-        modes = {"token, command buffers": options, "token, no command buffers": {**options, **NO_COMMAND_BUFFERS}}
+    tokens = 2 if args.small else 20
     params = models.serving(models.init(replace(spec, scan=False)))
     for batch in args.batches:
         spec = replace(spec, batch=batch, scan=False)
         name = f"{spec.name}, decode {batch}"
         state = models.full_cache(spec)
-        executables = {
-            (mode, norms): compiled(
-                f"{name} {mode}, {norms}", models.decode_step(spec, norms), (state, params), (0,), options
-            )
-            for mode, options in modes.items()
-            for norms in variants
-        }
-        times, _ = measure(executables, state, (params,), args.turns, calls=2 if args.small else 20)
-        yield from rows_of(name, times, temporary_bytes(executables))
+        loop = functools.partial(models.decode_loop, length=tokens)
+        for mode, make, calls in (("token", models.decode_step, tokens), ("loop", loop, 1)):
+            executables = {
+                (mode, norms): compiled(
+                    f"{name} {mode}, {norms}", make(spec, norms), (state, params), (0,), options_of(args)
+                )
+                for norms in variants
+            }
+            times, state = measure(executables, state, (params,), args.turns, calls)
+            of_a_token = {key: [calls * seconds / tokens for seconds in taken] for key, taken in times.items()}
+            yield from rows_of(name, of_a_token, temporary_bytes(executables))
 
 
 def options_of(args):

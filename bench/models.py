@@ -207,3 +207,18 @@ def decode_step(spec, variant):
         return (jnp.argmax(logits, -1).astype(tokens.dtype), position + 1, kept), logits
 
     return step
+
+
+def decode_loop(spec, variant, length):
+    """So many tokens for each sequence in one program, in which the host has no part.
+
+    The result is the logits of the last one.
+    """
+    step = decode_step(spec, variant)
+
+    def loop(state, params):
+        logits = jax.eval_shape(step, state, params)[1]
+        carry = state, jnp.zeros(logits.shape, logits.dtype)
+        return jax.lax.fori_loop(0, length, lambda _, carry: step(carry[0], params), carry)
+
+    return loop

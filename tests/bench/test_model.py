@@ -102,17 +102,35 @@ def test_decoding_gives_the_logits_of_the_training_model():
 
 
 @pytest.mark.kernels
+@pytest.mark.parametrize("norms", ["jnp", "jaxnorm-default"])
+def test_a_loop_on_the_device_decodes_what_single_steps_do(norms):
+    """In float32, which leaves no doubt about the likeliest token."""
+    tokens, position, cache = models.full_cache(LANGUAGE)
+    state = start = (tokens, position, jax.tree.map(lambda x: x.astype(jnp.float32), cache))
+    params, step = models.init(LANGUAGE), jax.jit(models.decode_step(LANGUAGE, norms))
+    for _ in range(3):
+        state, logits = step(state, params)
+
+    (tokens, position, cache), looped = jax.jit(models.decode_loop(LANGUAGE, norms, length=3))(start, params)
+
+    assert position == 3
+    assert (tokens == state[0]).all()
+    for actual, expected in zip(jax.tree.leaves((looped, cache)), jax.tree.leaves((logits, state[2])), strict=True):
+        assert np.linalg.norm(actual - expected) < 1e-3 * np.linalg.norm(expected)
+
+
+@pytest.mark.kernels
 def test_every_program_has_a_row_for_each_kind_of_norm(tmp_path, monkeypatch):
     toy = models.small
     monkeypatch.setattr(models, "small", lambda spec: replace(toy(spec), layers=1))  # half the time to compile
 
     table = benchmark(tmp_path, "--parts", "vit", "decode", "--batches", "1")
 
-    programs = [("ViT-like", "forward"), ("ViT-like", "train step"), ("Llama-like, decode 1", "token")]
+    decode = "Llama-like, decode 1"
+    programs = [("ViT-like", "forward"), ("ViT-like", "train step"), (decode, "token"), (decode, "loop")]
     expected = [(*program, norms) for program in programs for norms in ("jnp", "jaxnorm", "none")]
-    rows = [row for row in table["rows"] if "no command buffers" not in row["program"]]
-    assert [(row["model"], row["program"].split(",")[0], row["norms"]) for row in rows] == expected
-    assert all(list(row) == COLUMNS for row in rows)
+    assert [(row["model"], row["program"], row["norms"]) for row in table["rows"]] == expected
+    assert all(list(row) == COLUMNS for row in table["rows"])
     assert "floor of ViT-like norms:" in table["header"]
 
 
