@@ -25,7 +25,12 @@ import jaxlib
 
 from bench import model_norms, models, report
 
-PARTS = {"llama": models.LLAMA, "vit": models.VIT, "decode": models.LLAMA}
+PARTS = {
+    "llama": models.LLAMA,
+    "llama-gqa": models.LLAMA_GROUPED,
+    "vit": models.VIT,
+    "decode": models.LLAMA,
+}
 LOSS_TOLERANCE = 1e-2  # an average over thousands of tokens or tens of images, of 7 or so
 SEPARATE_PRODUCTS = {"xla_gpu_dot_merger_threshold_mb": 0}
 
@@ -70,15 +75,16 @@ def norm_bytes(spec, backward, fused=False):
     read soon after it was written may come from the cache, so that single norms can fall below the floor.
     """
     rows, size = spec.batch * spec.tokens, 2
-    stream, head = (2 * spec.layers + 1, rows), (2 * spec.layers * spec.language, rows * spec.heads)
-    arrays = {"stream": (1, 1) if fused else (2, 3), "head": (0, 1) if fused and spec.rotary else (2, 3)}
+    heads = spec.layers * spec.language * (spec.heads + spec.groups)
+    # Rows of each kind, their length, and the arrays of each way.
+    stream = (2 * spec.layers + 1) * rows, spec.dim, (1, 1) if fused else (2, 3)
+    head = heads * rows, spec.head_size, (0, 1) if fused and spec.rotary else (2, 3)
     passes = 1 + (backward and spec.remat == "full")
     row_statistics = 4 * {"rms": 1, "layer": 2}[spec.norm]
-    total = 0
-    for (count, length), (ahead, back) in zip((stream, head), arrays.values(), strict=True):
-        elements = rows * spec.dim * (passes * ahead + backward * back)
-        total += count * (size * elements + 2 * backward * length * row_statistics)
-    return total
+    return sum(
+        count * (size * length * (passes * ahead + backward * back) + 2 * backward * row_statistics)
+        for count, length, (ahead, back) in (stream, head)
+    )
 
 
 def floor_text(spec, copy_gbs):

@@ -13,6 +13,13 @@ import pytest
 from bench import model, model_norms, models
 
 LANGUAGE, IMAGES = models.small(models.LLAMA), replace(models.small(models.VIT), layers=1)
+GROUPED = models.small(models.LLAMA_GROUPED)
+# Models by the norms that they train with as with jnp norms. The norms alone and those that add are in every model the
+# same calls; what is chosen by default is what has kernels.
+TRAINED = [
+    *((spec, norms) for spec in (LANGUAGE, IMAGES) for norms in ("jaxnorm", "jaxnorm-add")),
+    *((spec, norms) for spec in (GROUPED,) for norms in ("jaxnorm-rotary", "jaxnorm-default")),
+]
 # What bfloat16 activations leave: jnp norms, scanned and unrolled, give losses that are up to 6e-4 apart, and gradients
 # up to 1.4e-2. Without norms, losses are more than 0.05 from those with them.
 LOSS_TOLERANCE = 2e-3
@@ -43,8 +50,7 @@ def benchmark(tmp_path, *arguments):
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("norms", ["jaxnorm", "jaxnorm-add"])
-@pytest.mark.parametrize("spec", [LANGUAGE, IMAGES], ids=lambda spec: spec.name)
+@pytest.mark.parametrize(("spec", "norms"), TRAINED, ids=lambda value: getattr(value, "name", value))
 def test_a_model_with_native_norms_trains_as_with_jnp_norms(spec, norms):
     native, jnp_norms = loss_and_gradients(spec, norms), loss_and_gradients(spec, "jnp")
 
@@ -82,12 +88,13 @@ def test_decoding_with_added_norms_gives_the_same_logits():
     assert np.linalg.norm(np.float64(added - plain)) < 2e-2 * np.linalg.norm(np.float64(plain))
 
 
-def test_decoding_gives_the_logits_of_the_training_model():
+@pytest.mark.parametrize("spec", [LANGUAGE, GROUPED], ids=lambda spec: spec.name)
+def test_decoding_gives_the_logits_of_the_training_model(spec):
     """Tokens are fed one by one to a cache that is as long: the last step sees all of them, as the last token does.
 
     One layer only: its keys and values depend on the tokens, the next one's on what was in the cache before them.
     """
-    spec = replace(LANGUAGE, layers=1, tokens=4)
+    spec = replace(spec, layers=1, tokens=4)
     params, norms = models.init(spec), model_norms.norms_of(spec, "jnp")
     tokens, _ = models.batch(spec)
     step = jax.jit(models.decode_step(spec, "jnp"))
@@ -145,15 +152,17 @@ def test_what_is_won_back_is_a_share_of_what_jnp_norms_cost():
 
 
 # Two layers of 2 x 3 tokens with 8 features in 2 heads: 5 norms of 6 rows over 96 bytes, and 4 over heads, of 12 rows.
+# Of grouped queries, the 2 of keys are half as long.
 @pytest.mark.parametrize(
-    ("backward", "fused", "expected"),
+    ("kv_heads", "backward", "fused", "expected"),
     [
-        (False, False, 9 * 2 * 96),
-        (True, False, 9 * 5 * 96 + 2 * 4 * (5 * 6 + 4 * 12)),  # and a statistic for each row, written and read
-        (True, True, 5 * 2 * 96 + 4 * 1 * 96 + 2 * 4 * (5 * 6 + 4 * 12)),
+        (None, False, False, 9 * 2 * 96),
+        (None, True, False, 9 * 5 * 96 + 2 * 4 * (5 * 6 + 4 * 12)),  # and a statistic for each row, written and read
+        (None, True, True, 5 * 2 * 96 + 4 * 1 * 96 + 2 * 4 * (5 * 6 + 4 * 12)),
+        (1, True, False, 8 * 5 * 96 + 2 * 4 * (5 * 6 + 3 * 12)),
     ],
 )
-def test_the_floor_is_a_count_of_bytes(backward, fused, expected):
-    tiny = replace(LANGUAGE, layers=2, dim=8, heads=2, batch=2, tokens=3)
+def test_the_floor_is_a_count_of_bytes(kv_heads, backward, fused, expected):
+    tiny = replace(LANGUAGE, layers=2, dim=8, heads=2, kv_heads=kv_heads, batch=2, tokens=3)
 
     assert model.norm_bytes(tiny, backward, fused) == expected
