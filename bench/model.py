@@ -4,7 +4,8 @@
 
 Each program is compiled with XLA's fusion of the jnp formula ("jnp"), with jaxnorm's kernels, and with no norm at all
 ("none"). In "jaxnorm-add" the kernels add to the residual stream as well, as `add_rms_norm` does: each layer hands on
-what it gives, and the stream that it is to be added to.
+what it gives, and the stream that it is to be added to. In the Gemma-like model, which normalises what it adds, that is
+`rms_norm_add_rms_norm`.
 
 Times are wall times of calls in a queue that is waited for once, taken in turns: "ms" is the median over the turns,
 "± us" half the range of its middle half. "norms us" is the median of what a turn took longer than the turn without
@@ -28,6 +29,7 @@ from bench import model_norms, models, report
 PARTS = {
     "llama": models.LLAMA,
     "llama-gqa": models.LLAMA_GROUPED,
+    "gemma": models.GEMMA,
     "vit": models.VIT,
     "decode": models.LLAMA,
 }
@@ -69,7 +71,8 @@ def norm_bytes(spec, backward, fused=False):
     A compiler that fuses every norm with its neighbours needs less; `fused` counts that. The residual stream is written
     by the addition before the norm anyway, so that only y is left to write: 1 array. Backward, the sum of the gradient
     that arrives and the one that goes on takes dy and writes the result in any case, so that only x is left to read: 1
-    array. Rotation reads and writes queries and keys anyway: 0 arrays forward, and 1, x, backward.
+    array. Rotation reads and writes queries and keys anyway: 0 arrays forward, and 1, x, backward. So does the addition
+    with what a sandwich norm reads, but backward two gradients are written where there was one: 2 arrays.
 
     No fusion goes as far: the sums over a row must be complete before its first element is written. Memory that is
     read soon after it was written may come from the cache, so that single norms can fall below the floor.
@@ -78,12 +81,13 @@ def norm_bytes(spec, backward, fused=False):
     heads = spec.layers * spec.language * (spec.heads + spec.groups)
     # Rows of each kind, their length, and the arrays of each way.
     stream = (2 * spec.layers + 1) * rows, spec.dim, (1, 1) if fused else (2, 3)
+    sandwich = 2 * spec.layers * spec.sandwich * rows, spec.dim, (0, 2) if fused else (2, 3)
     head = heads * rows, spec.head_size, (0, 1) if fused and spec.rotary else (2, 3)
     passes = 1 + (backward and spec.remat == "full")
     row_statistics = 4 * {"rms": 1, "layer": 2}[spec.norm]
     return sum(
         count * (size * length * (passes * ahead + backward * back) + 2 * backward * row_statistics)
-        for count, length, (ahead, back) in (stream, head)
+        for count, length, (ahead, back) in (stream, sandwich, head)
     )
 
 

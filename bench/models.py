@@ -1,4 +1,4 @@
-"""The models that `bench model` times: pre-norm transformers as plain functions of their parameters.
+"""The models that `bench model` times: transformers as plain functions of their parameters.
 
 Matrices are float32 and cast to bfloat16 where they are used; activations are bfloat16; the norms' weights stay
 float32, as in the model hubs. Query, key and value are three products, so that a norm over heads reads a whole array:
@@ -38,6 +38,9 @@ class Spec:
     scan: bool = False  # over stacked layers; otherwise they are unrolled
     remat: str = "none"  # "full" keeps a layer's input only
     kv_heads: int | None = None  # of keys and values, each for a group of queries; None is as many as heads
+    activation: str = "silu"  # of the MLP
+    scale_offset: float = 0.0  # what norms add to their scales
+    sandwich: bool = False  # a norm of what attention and MLP give as well, before it is added to the stream
 
     @property
     def head_size(self):
@@ -50,8 +53,9 @@ class Spec:
 
 LLAMA = Spec("Llama-like", "rms", True, 8, 2048, 16, 8192, batch=4, tokens=2048, classes=1024)
 LLAMA_GROUPED = replace(LLAMA, name="Llama-like, grouped", kv_heads=4)
+GEMMA = replace(LLAMA, name="Gemma-like", heads=8, kv_heads=4, activation="gelu", scale_offset=1.0, sandwich=True)
 # Half the layers of ViT-L/16.
-VIT = Spec("ViT-like", "layer", False, 12, 1024, 16, 4096, batch=64, tokens=197, classes=1000)
+VIT = Spec("ViT-like", "layer", False, 12, 1024, 16, 4096, batch=64, tokens=197, classes=1000, activation="gelu")
 
 
 def small(spec):
@@ -73,16 +77,20 @@ def init(spec, seed=0):
         return gain / math.sqrt(rows) * jax.random.normal(next(keys), (rows, cols))
 
     def weights(cols):
-        return (jnp.ones(cols),) if spec.norm == "rms" else (jnp.ones(cols), jnp.zeros(cols))
+        scale = jnp.full(cols, 1 - spec.scale_offset)
+        return (scale,) if spec.norm == "rms" else (scale, jnp.zeros(cols))
 
     def layer():
         dim, hidden, gain = spec.dim, spec.hidden, 1 / math.sqrt(2 * spec.layers)
+        norms = ["attention_norm", "mlp_norm"]
+        norms += ["attention_post_norm", "mlp_post_norm"] if spec.sandwich else []
+        stream = {name: weights(dim) for name in norms}
         head = {name: weights(spec.head_size) for name in ("query_norm", "key_norm")} if spec.language else {}
         gate = {"gate": matrix(dim, hidden)} if spec.language else {}
         heads = {"query": spec.heads, "key": spec.groups, "value": spec.groups}
         products = {name: matrix(dim, count * spec.head_size) for name, count in heads.items()}
         joins = {"out": matrix(dim, dim, gain), "up": matrix(dim, hidden), "down": matrix(hidden, dim, gain)}
-        return {"attention_norm": weights(dim), "mlp_norm": weights(dim), **head, **gate, **products, **joins}
+        return {**stream, **head, **gate, **products, **joins}
 
     layers = [layer() for _ in range(spec.layers)]
     return {
@@ -115,14 +123,12 @@ def block(spec, norms, layer, stream, positions, attend):
     if spec.language:
         q, k = norms.heads(q, k, layer["query_norm"], layer["key_norm"], positions)
     y, kept = attend(q, k, v)
-    stream = norms.add(x, product(y.reshape(x.shape), layer["out"]))
+    stream = norms.add(x, product(y.reshape(x.shape), layer["out"]), layer.get("attention_post_norm", ()))
 
     y, x = norms.stream(stream, layer["mlp_norm"])
-    if spec.language:
-        y = jax.nn.silu(product(y, layer["gate"])) * product(y, layer["up"])
-    else:
-        y = jax.nn.gelu(product(y, layer["up"]))
-    return norms.add(x, product(y, layer["down"])), kept
+    activation, up = getattr(jax.nn, spec.activation), product(y, layer["up"])
+    y = activation(product(y, layer["gate"])) * up if spec.language else activation(up)
+    return norms.add(x, product(y, layer["down"]), layer.get("mlp_post_norm", ())), kept
 
 
 def hidden(spec, norms, params, inputs):

@@ -13,12 +13,12 @@ import pytest
 from bench import model, model_norms, models
 
 LANGUAGE, IMAGES = models.small(models.LLAMA), replace(models.small(models.VIT), layers=1)
-GROUPED = models.small(models.LLAMA_GROUPED)
-# Models by the norms that they train with as with jnp norms. The norms alone and those that add are in every model the
-# same calls; what is chosen by default is what has kernels.
+GROUPED, SANDWICH = models.small(models.LLAMA_GROUPED), models.small(models.GEMMA)
+# Models, and the norms with which they train as with jnp norms. The first two have the calls that add and those that do
+# not, the others what their architecture adds to these, asked for and by default.
 TRAINED = [
     *((spec, norms) for spec in (LANGUAGE, IMAGES) for norms in ("jaxnorm", "jaxnorm-add")),
-    *((spec, norms) for spec in (GROUPED,) for norms in ("jaxnorm-rotary", "jaxnorm-default")),
+    *((spec, norms) for spec in (GROUPED, SANDWICH) for norms in ("jaxnorm-rotary", "jaxnorm-default")),
 ]
 # What bfloat16 activations leave: jnp norms, scanned and unrolled, give losses that are up to 6e-4 apart, and gradients
 # up to 1.4e-2. Without norms, losses are more than 0.05 from those with them.
@@ -63,19 +63,28 @@ def test_a_model_without_norms_is_another_model():
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("norms", ["jnp", "jaxnorm-add"])
-def test_scanned_and_rematerialised_layers_compute_the_same(norms):
-    scanned = loss_and_gradients(replace(LANGUAGE, scan=True, remat="full"), norms)
+@pytest.mark.parametrize(
+    ("spec", "norms"),
+    [(LANGUAGE, "jnp"), (LANGUAGE, "jaxnorm-add"), (SANDWICH, "jaxnorm-rotary")],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_scanned_and_rematerialised_layers_compute_the_same(spec, norms):
+    scanned = loss_and_gradients(replace(spec, scan=True, remat="full"), norms)
 
-    assert largest_error(scanned, loss_and_gradients(LANGUAGE, norms)) < GRADIENT_TOLERANCE
+    assert largest_error(scanned, loss_and_gradients(spec, norms)) < GRADIENT_TOLERANCE
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize(("norms", "added"), [("jaxnorm", 0), ("jaxnorm-add", 2 * IMAGES.layers)])
-def test_every_norm_but_the_first_adds(norms, added):
-    params, inputs = models.init(IMAGES), models.batch(IMAGES)
-    text = jax.jit(models.forward(IMAGES, norms)).lower(params, *inputs).as_text()
-    assert text.count("has_residual = true") == added
+@pytest.mark.parametrize(("norms", "adds"), [("jaxnorm", False), ("jaxnorm-add", True)])
+@pytest.mark.parametrize(
+    ("spec", "sign"),
+    [(IMAGES, "has_residual = true"), (SANDWICH, "custom_call @jaxnorm_rms_norm_add_rms_norm_fwd")],
+    ids=["ViT-like", "Gemma-like"],
+)
+def test_every_norm_but_the_first_adds(spec, sign, norms, adds):
+    params, inputs = models.init(spec), models.batch(spec)
+    text = jax.jit(models.forward(spec, norms)).lower(params, *inputs).as_text()
+    assert text.count(sign) == 2 * spec.layers * adds
 
 
 @pytest.mark.kernels
@@ -152,17 +161,19 @@ def test_what_is_won_back_is_a_share_of_what_jnp_norms_cost():
 
 
 # Two layers of 2 x 3 tokens with 8 features in 2 heads: 5 norms of 6 rows over 96 bytes, and 4 over heads, of 12 rows.
-# Of grouped queries, the 2 of keys are half as long.
+# Grouped queries halve the 2 of keys, and sandwich norms are 4 more of 6 rows.
 @pytest.mark.parametrize(
-    ("kv_heads", "backward", "fused", "expected"),
+    ("changes", "backward", "fused", "expected"),
     [
-        (None, False, False, 9 * 2 * 96),
-        (None, True, False, 9 * 5 * 96 + 2 * 4 * (5 * 6 + 4 * 12)),  # and a statistic for each row, written and read
-        (None, True, True, 5 * 2 * 96 + 4 * 1 * 96 + 2 * 4 * (5 * 6 + 4 * 12)),
-        (1, True, False, 8 * 5 * 96 + 2 * 4 * (5 * 6 + 3 * 12)),
+        ({}, False, False, 9 * 2 * 96),
+        ({}, True, False, 9 * 5 * 96 + 2 * 4 * (5 * 6 + 4 * 12)),  # and a statistic for each row, written and read
+        ({}, True, True, 5 * 2 * 96 + 4 * 1 * 96 + 2 * 4 * (5 * 6 + 4 * 12)),
+        ({"kv_heads": 1}, True, False, 8 * 5 * 96 + 2 * 4 * (5 * 6 + 3 * 12)),
+        ({"sandwich": True}, True, False, 13 * 5 * 96 + 2 * 4 * (9 * 6 + 4 * 12)),
+        ({"sandwich": True}, True, True, 5 * 2 * 96 + 4 * 1 * 96 + 4 * 2 * 96 + 2 * 4 * (9 * 6 + 4 * 12)),
     ],
 )
-def test_the_floor_is_a_count_of_bytes(kv_heads, backward, fused, expected):
-    tiny = replace(LANGUAGE, layers=2, dim=8, heads=2, kv_heads=kv_heads, batch=2, tokens=3)
+def test_the_floor_is_a_count_of_bytes(changes, backward, fused, expected):
+    tiny = replace(LANGUAGE, layers=2, dim=8, heads=2, batch=2, tokens=3, **changes)
 
     assert model.norm_bytes(tiny, backward, fused) == expected
