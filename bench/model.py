@@ -4,7 +4,8 @@
 
 Each program is compiled with XLA's fusion of the jnp formula ("jnp"), with jaxnorm's kernels, and with no norm at all
 ("none"). In "jaxnorm-add" the kernels add to the residual stream as well, as `add_rms_norm` does: each layer hands on
-what it gives, and the stream that it is to be added to.
+what it gives, and the stream that it is to be added to. In the Gemma-like model, which normalises what it adds, that is
+`rms_norm_add_rms_norm`.
 
 Times are wall times of calls in a queue that is waited for once, taken in turns: "ms" is the median over the turns,
 "± us" half the range of its middle half. "norms us" is the median of what a turn took longer than the turn without
@@ -13,6 +14,7 @@ norms beside it, so that a drifting clock cancels. "won back %" is (jnp - jaxnor
 `norm_bytes`.
 """
 
+import functools
 import statistics
 import sys
 import time
@@ -24,9 +26,14 @@ import jaxlib
 
 from bench import model_norms, models, report
 
-PARTS = {"llama": models.LLAMA, "vit": models.VIT, "decode": models.LLAMA}
+PARTS = {
+    "llama": models.LLAMA,
+    "llama-gqa": models.LLAMA_GROUPED,
+    "gemma": models.GEMMA,
+    "vit": models.VIT,
+    "decode": models.LLAMA,
+}
 LOSS_TOLERANCE = 1e-2  # an average over thousands of tokens or tens of images, of 7 or so
-NO_COMMAND_BUFFERS = {"xla_gpu_enable_command_buffer": ""}
 SEPARATE_PRODUCTS = {"xla_gpu_dot_merger_threshold_mb": 0}
 
 
@@ -64,21 +71,24 @@ def norm_bytes(spec, backward, fused=False):
     A compiler that fuses every norm with its neighbours needs less; `fused` counts that. The residual stream is written
     by the addition before the norm anyway, so that only y is left to write: 1 array. Backward, the sum of the gradient
     that arrives and the one that goes on takes dy and writes the result in any case, so that only x is left to read: 1
-    array. Rotation reads and writes queries and keys anyway: 0 arrays forward, and 1, x, backward.
+    array. Rotation reads and writes queries and keys anyway: 0 arrays forward, and 1, x, backward. So does the addition
+    with what a sandwich norm reads, but backward two gradients are written where there was one: 2 arrays.
 
     No fusion goes as far: the sums over a row must be complete before its first element is written. Memory that is
     read soon after it was written may come from the cache, so that single norms can fall below the floor.
     """
     rows, size = spec.batch * spec.tokens, 2
-    stream, head = (2 * spec.layers + 1, rows), (2 * spec.layers * spec.language, rows * spec.heads)
-    arrays = {"stream": (1, 1) if fused else (2, 3), "head": (0, 1) if fused and spec.rotary else (2, 3)}
+    heads = spec.layers * spec.language * (spec.heads + spec.groups)
+    # Rows of each kind, their length, and the arrays of each way.
+    stream = (2 * spec.layers + 1) * rows, spec.dim, (1, 1) if fused else (2, 3)
+    sandwich = 2 * spec.layers * spec.sandwich * rows, spec.dim, (0, 2) if fused else (2, 3)
+    head = heads * rows, spec.head_size, (0, 1) if fused and spec.rotary else (2, 3)
     passes = 1 + (backward and spec.remat == "full")
     row_statistics = 4 * {"rms": 1, "layer": 2}[spec.norm]
-    total = 0
-    for (count, length), (ahead, back) in zip((stream, head), arrays.values(), strict=True):
-        elements = rows * spec.dim * (passes * ahead + backward * back)
-        total += count * (size * elements + 2 * backward * length * row_statistics)
-    return total
+    return sum(
+        count * (size * length * (passes * ahead + backward * back) + 2 * backward * row_statistics)
+        for count, length, (ahead, back) in (stream, sandwich, head)
+    )
 
 
 def floor_text(spec, copy_gbs):
@@ -174,28 +184,29 @@ def measure_training(spec, variants, args):
 
 
 def measure_decoding(spec, variants, args):
-    """One token for each sequence, with and without command buffers (CUDA graphs), 20 dependent steps in a queue.
+    """One token for each sequence: as a program that is called for every token, and as one with a loop on the device.
 
-    By default XLA records kernels, matrix products and custom calls that allow it, as jaxnorm's do.
+    "token" has dependent calls in a queue. On a GPU, XLA records kernels, matrix products and custom calls that allow
+    it, as jaxnorm's do, in command buffers (CUDA graphs), and what the host takes to launch those counts. "loop" leaves
+    the host out; its time is that of the program divided by its tokens.
     """
-    options = options_of(args)
-    modes = {"token": options}
-    if jax.default_backend() == "gpu":
-        modes = {"token, command buffers": options, "token, no command buffers": {**options, **NO_COMMAND_BUFFERS}}
+    tokens = 2 if args.small else 20
     params = models.serving(models.init(replace(spec, scan=False)))
     for batch in args.batches:
         spec = replace(spec, batch=batch, scan=False)
         name = f"{spec.name}, decode {batch}"
         state = models.full_cache(spec)
-        executables = {
-            (mode, norms): compiled(
-                f"{name} {mode}, {norms}", models.decode_step(spec, norms), (state, params), (0,), options
-            )
-            for mode, options in modes.items()
-            for norms in variants
-        }
-        times, _ = measure(executables, state, (params,), args.turns, calls=2 if args.small else 20)
-        yield from rows_of(name, times, temporary_bytes(executables))
+        loop = functools.partial(models.decode_loop, length=tokens)
+        for mode, make, calls in (("token", models.decode_step, tokens), ("loop", loop, 1)):
+            executables = {
+                (mode, norms): compiled(
+                    f"{name} {mode}, {norms}", make(spec, norms), (state, params), (0,), options_of(args)
+                )
+                for norms in variants
+            }
+            times, state = measure(executables, state, (params,), args.turns, calls)
+            of_a_token = {key: [calls * seconds / tokens for seconds in taken] for key, taken in times.items()}
+            yield from rows_of(name, of_a_token, temporary_bytes(executables))
 
 
 def options_of(args):

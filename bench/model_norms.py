@@ -22,7 +22,7 @@ class Variant(NamedTuple):
     stream: str | None
     head: str | None
     loss: str = "jnp"
-    adds: bool = False  # the norms of the stream add to it first, as `add_rms_norm` does
+    adds: bool = False  # the norms of the stream add to it first, as `add_rms_norm` and `rms_norm_add_rms_norm` do
     rotates: bool = False  # those of queries and keys rotate too, as `qk_norm_rotary` does
     formula: str | None = None  # the direction that is left to XLA
 
@@ -80,14 +80,15 @@ copy.defvjp(lambda x: (copy(x), x), _copy_backward)
 
 
 class Norms(NamedTuple):
-    """The norms of a model, and its residual stream as they want it: an array, or (what is yet to be added, an array).
+    """The norms of a model, and its residual stream as they want it: an array, or what is yet to be added to one.
 
-    Their sum is the same stream in every variant.
+    That is (what a block gave, the array, the weights of a norm of the former, if there is one). The sum is the same
+    stream in every variant.
     """
 
     start: Callable  # the embedding -> the stream
     stream: Callable  # the stream, weights -> y, the stream with nothing yet to be added
-    add: Callable  # an array, what a layer gives -> the stream
+    add: Callable  # an array, what a block gives, the weights of its norm or () -> the stream
     heads: Callable  # queries, keys, the weights of both, positions -> queries, keys
 
 
@@ -96,14 +97,20 @@ def norms_of(spec, variant):
     heads = rotating_norm_of(spec, head) if rotates else heads_of(spec, head)
     if adds:
         # In a scan the first layer finds what all others do.
-        start = (lambda x: (x, jnp.zeros_like(x))) if spec.scan else (lambda x: x)
-        return Norms(start, add_norm_of(spec, stream), lambda x, part: (part, x), heads)
+        post = (jnp.zeros(spec.dim),) if spec.sandwich else ()
+        start = (lambda x: (jnp.zeros_like(x), x, *post)) if spec.scan else (lambda x: x)
+        return Norms(start, add_norm_of(spec, stream), lambda x, part, weights: (part, x, *weights), heads)
     norm = norm_of(spec, stream)
-    return Norms(lambda x: x, lambda x, weights: (norm(x, weights), x), lambda x, part: x + part, heads)
+
+    def add(x, part, weights):
+        return x + (norm(part, weights) if weights else part)
+
+    return Norms(lambda x: x, lambda x, weights: (norm(x, weights), x), add, heads)
 
 
-def implementation_of(name):
-    return None if name == "default" else name
+def options_of(spec, name):
+    """The keywords of every norm."""
+    return {"scale_offset": spec.scale_offset, "implementation": None if name == "default" else name}
 
 
 def norm_of(spec, name):
@@ -113,18 +120,19 @@ def norm_of(spec, name):
     if name == "copy":
         return lambda x, weights: copy(x)
     function = {"rms": jaxnorm.rms_norm, "layer": jaxnorm.layer_norm}[spec.norm]
-    return lambda x, weights: function(x, *weights, implementation=implementation_of(name))
+    return lambda x, weights: function(x, *weights, **options_of(spec, name))
 
 
 def add_norm_of(spec, name):
     """A norm of a stream with what is yet to be added, or of one that is an array still."""
-    function = {"rms": jaxnorm.add_rms_norm, "layer": jaxnorm.add_layer_norm}[spec.norm]
+    pre_norm = {"rms": jaxnorm.add_rms_norm, "layer": jaxnorm.add_layer_norm}[spec.norm]
+    function = jaxnorm.rms_norm_add_rms_norm if spec.sandwich else pre_norm
     norm = norm_of(spec, name)
 
     def add_norm(stream, weights):
         if not isinstance(stream, tuple):
             return norm(stream, weights), stream
-        return function(*stream, *weights, implementation=implementation_of(name))
+        return function(*stream, *weights, **options_of(spec, name))
 
     return add_norm
 
@@ -145,8 +153,7 @@ def rotating_norm_of(spec, name):
         raise SystemExit("a model without rotation has no norms that rotate")
 
     def heads(q, k, q_weights, k_weights, positions):
-        implementation = implementation_of(name)
-        return jaxnorm.qk_norm_rotary(q, k, *q_weights, *k_weights, positions, implementation=implementation)
+        return jaxnorm.qk_norm_rotary(q, k, *q_weights, *k_weights, positions, **options_of(spec, name))
 
     return heads
 

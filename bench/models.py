@@ -1,4 +1,4 @@
-"""The models that `bench model` times: pre-norm transformers as plain functions of their parameters.
+"""The models that `bench model` times: transformers as plain functions of their parameters.
 
 Matrices are float32 and cast to bfloat16 where they are used; activations are bfloat16; the norms' weights stay
 float32, as in the model hubs. Query, key and value are three products, so that a norm over heads reads a whole array:
@@ -37,16 +37,31 @@ class Spec:
     attention: str = "xla"
     scan: bool = False  # over stacked layers; otherwise they are unrolled
     remat: str = "none"  # "full" keeps a layer's input only
+    kv_heads: int | None = None  # of keys and values, each for a group of queries; None is as many as heads
+    activation: str = "silu"  # of the MLP
+    scale_offset: float = 0.0  # what norms add to their scales
+    sandwich: bool = False  # a norm of what attention and MLP give as well, before it is added to the stream
+
+    @property
+    def head_size(self):
+        return self.dim // self.heads
+
+    @property
+    def groups(self):
+        return self.kv_heads or self.heads
 
 
 LLAMA = Spec("Llama-like", "rms", True, 8, 2048, 16, 8192, batch=4, tokens=2048, classes=1024)
+LLAMA_GROUPED = replace(LLAMA, name="Llama-like, grouped", kv_heads=4)
+GEMMA = replace(LLAMA, name="Gemma-like", heads=8, kv_heads=4, activation="gelu", scale_offset=1.0, sandwich=True)
 # Half the layers of ViT-L/16.
-VIT = Spec("ViT-like", "layer", False, 12, 1024, 16, 4096, batch=64, tokens=197, classes=1000)
+VIT = Spec("ViT-like", "layer", False, 12, 1024, 16, 4096, batch=64, tokens=197, classes=1000, activation="gelu")
 
 
 def small(spec):
     """The same code at the size of a toy."""
-    return replace(spec, layers=2, dim=64, heads=2, hidden=96, batch=16, tokens=12, classes=32)
+    heads = {"heads": 4, "kv_heads": 2} if spec.kv_heads else {"heads": 2}
+    return replace(spec, layers=2, dim=64, hidden=96, batch=16, tokens=12, classes=32, **heads)
 
 
 def random_key(seed):
@@ -62,15 +77,20 @@ def init(spec, seed=0):
         return gain / math.sqrt(rows) * jax.random.normal(next(keys), (rows, cols))
 
     def weights(cols):
-        return (jnp.ones(cols),) if spec.norm == "rms" else (jnp.ones(cols), jnp.zeros(cols))
+        scale = jnp.full(cols, 1 - spec.scale_offset)
+        return (scale,) if spec.norm == "rms" else (scale, jnp.zeros(cols))
 
     def layer():
         dim, hidden, gain = spec.dim, spec.hidden, 1 / math.sqrt(2 * spec.layers)
-        head = {name: weights(dim // spec.heads) for name in ("query_norm", "key_norm")} if spec.language else {}
+        norms = ["attention_norm", "mlp_norm"]
+        norms += ["attention_post_norm", "mlp_post_norm"] if spec.sandwich else []
+        stream = {name: weights(dim) for name in norms}
+        head = {name: weights(spec.head_size) for name in ("query_norm", "key_norm")} if spec.language else {}
         gate = {"gate": matrix(dim, hidden)} if spec.language else {}
-        products = {name: matrix(dim, dim) for name in ("query", "key", "value")}
+        heads = {"query": spec.heads, "key": spec.groups, "value": spec.groups}
+        products = {name: matrix(dim, count * spec.head_size) for name, count in heads.items()}
         joins = {"out": matrix(dim, dim, gain), "up": matrix(dim, hidden), "down": matrix(hidden, dim, gain)}
-        return {"attention_norm": weights(dim), "mlp_norm": weights(dim), **head, **gate, **products, **joins}
+        return {**stream, **head, **gate, **products, **joins}
 
     layers = [layer() for _ in range(spec.layers)]
     return {
@@ -98,19 +118,17 @@ def product(x, matrix):
 def block(spec, norms, layer, stream, positions, attend):
     """One layer: the next stream, and what `attend` keeps besides its result."""
     y, x = norms.stream(stream, layer["attention_norm"])
-    heads = (*x.shape[:-1], spec.heads, spec.dim // spec.heads)
+    heads = (*x.shape[:-1], -1, spec.head_size)
     q, k, v = (product(y, layer[name]).reshape(heads) for name in ("query", "key", "value"))
     if spec.language:
         q, k = norms.heads(q, k, layer["query_norm"], layer["key_norm"], positions)
     y, kept = attend(q, k, v)
-    stream = norms.add(x, product(y.reshape(x.shape), layer["out"]))
+    stream = norms.add(x, product(y.reshape(x.shape), layer["out"]), layer.get("attention_post_norm", ()))
 
     y, x = norms.stream(stream, layer["mlp_norm"])
-    if spec.language:
-        y = jax.nn.silu(product(y, layer["gate"])) * product(y, layer["up"])
-    else:
-        y = jax.nn.gelu(product(y, layer["up"]))
-    return norms.add(x, product(y, layer["down"])), kept
+    activation, up = getattr(jax.nn, spec.activation), product(y, layer["up"])
+    y = activation(product(y, layer["gate"])) * up if spec.language else activation(up)
+    return norms.add(x, product(y, layer["down"]), layer.get("mlp_post_norm", ())), kept
 
 
 def hidden(spec, norms, params, inputs):
@@ -176,7 +194,7 @@ def serving(params):
 
 def full_cache(spec):
     """State before a token: the tokens, their position, and random keys and values of every layer and position."""
-    dims = (spec.batch, spec.heads, spec.tokens, spec.dim // spec.heads)
+    dims = (spec.batch, spec.groups, spec.tokens, spec.head_size)
     cache = [tuple(jax.random.normal(random_key(i), dims, jnp.bfloat16) for i in range(2)) for _ in range(spec.layers)]
     return jnp.arange(spec.batch) % spec.classes, jnp.array(0), cache
 
@@ -194,9 +212,10 @@ def decode_step(spec, variant):
         def attend(keys, values, q, k, v):
             slot = position % spec.tokens
             keys, values = (jax.lax.dynamic_update_index_in_dim(*pair, slot, 2) for pair in ((keys, k), (values, v)))
-            logits = jnp.einsum("bhd,bhsd->bhs", q, keys, preferred_element_type=jnp.float32)
-            weights = jax.nn.softmax(logits / math.sqrt(q.shape[-1])).astype(q.dtype)
-            return jnp.einsum("bhs,bhsd->bhd", weights, values), (keys, values)
+            grouped = q.reshape(-1, spec.groups, spec.heads // spec.groups, spec.head_size)
+            logits = jnp.einsum("bgrd,bgsd->bgrs", grouped, keys, preferred_element_type=jnp.float32)
+            weights = jax.nn.softmax(logits / math.sqrt(spec.head_size)).astype(q.dtype)
+            return jnp.einsum("bgrs,bgsd->bgrd", weights, values), (keys, values)
 
         stream = norms.start(params["embed"][tokens])
         kept = []
@@ -207,3 +226,18 @@ def decode_step(spec, variant):
         return (jnp.argmax(logits, -1).astype(tokens.dtype), position + 1, kept), logits
 
     return step
+
+
+def decode_loop(spec, variant, length):
+    """So many tokens for each sequence in one program, in which the host has no part.
+
+    The result is the logits of the last one.
+    """
+    step = decode_step(spec, variant)
+
+    def loop(state, params):
+        logits = jax.eval_shape(step, state, params)[1]
+        carry = state, jnp.zeros(logits.shape, logits.dtype)
+        return jax.lax.fori_loop(0, length, lambda _, carry: step(carry[0], params), carry)
+
+    return loop

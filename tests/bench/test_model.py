@@ -13,6 +13,13 @@ import pytest
 from bench import model, model_norms, models
 
 LANGUAGE, IMAGES = models.small(models.LLAMA), replace(models.small(models.VIT), layers=1)
+GROUPED, SANDWICH = models.small(models.LLAMA_GROUPED), models.small(models.GEMMA)
+# Models, and the norms with which they train as with jnp norms. The first two have the calls that add and those that do
+# not, the others what their architecture adds to these, asked for and by default.
+TRAINED = [
+    *((spec, norms) for spec in (LANGUAGE, IMAGES) for norms in ("jaxnorm", "jaxnorm-add")),
+    *((spec, norms) for spec in (GROUPED, SANDWICH) for norms in ("jaxnorm-rotary", "jaxnorm-default")),
+]
 # What bfloat16 activations leave: jnp norms, scanned and unrolled, give losses that are up to 6e-4 apart, and gradients
 # up to 1.4e-2. Without norms, losses are more than 0.05 from those with them.
 LOSS_TOLERANCE = 2e-3
@@ -43,8 +50,7 @@ def benchmark(tmp_path, *arguments):
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("norms", ["jaxnorm", "jaxnorm-add"])
-@pytest.mark.parametrize("spec", [LANGUAGE, IMAGES], ids=lambda spec: spec.name)
+@pytest.mark.parametrize(("spec", "norms"), TRAINED, ids=lambda value: getattr(value, "name", value))
 def test_a_model_with_native_norms_trains_as_with_jnp_norms(spec, norms):
     native, jnp_norms = loss_and_gradients(spec, norms), loss_and_gradients(spec, "jnp")
 
@@ -57,19 +63,28 @@ def test_a_model_without_norms_is_another_model():
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("norms", ["jnp", "jaxnorm-add"])
-def test_scanned_and_rematerialised_layers_compute_the_same(norms):
-    scanned = loss_and_gradients(replace(LANGUAGE, scan=True, remat="full"), norms)
+@pytest.mark.parametrize(
+    ("spec", "norms"),
+    [(LANGUAGE, "jnp"), (LANGUAGE, "jaxnorm-add"), (SANDWICH, "jaxnorm-rotary")],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_scanned_and_rematerialised_layers_compute_the_same(spec, norms):
+    scanned = loss_and_gradients(replace(spec, scan=True, remat="full"), norms)
 
-    assert largest_error(scanned, loss_and_gradients(LANGUAGE, norms)) < GRADIENT_TOLERANCE
+    assert largest_error(scanned, loss_and_gradients(spec, norms)) < GRADIENT_TOLERANCE
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize(("norms", "added"), [("jaxnorm", 0), ("jaxnorm-add", 2 * IMAGES.layers)])
-def test_every_norm_but_the_first_adds(norms, added):
-    params, inputs = models.init(IMAGES), models.batch(IMAGES)
-    text = jax.jit(models.forward(IMAGES, norms)).lower(params, *inputs).as_text()
-    assert text.count("has_residual = true") == added
+@pytest.mark.parametrize(("norms", "adds"), [("jaxnorm", False), ("jaxnorm-add", True)])
+@pytest.mark.parametrize(
+    ("spec", "sign"),
+    [(IMAGES, "has_residual = true"), (SANDWICH, "custom_call @jaxnorm_rms_norm_add_rms_norm_fwd")],
+    ids=["ViT-like", "Gemma-like"],
+)
+def test_every_norm_but_the_first_adds(spec, sign, norms, adds):
+    params, inputs = models.init(spec), models.batch(spec)
+    text = jax.jit(models.forward(spec, norms)).lower(params, *inputs).as_text()
+    assert text.count(sign) == 2 * spec.layers * adds
 
 
 @pytest.mark.kernels
@@ -82,12 +97,13 @@ def test_decoding_with_added_norms_gives_the_same_logits():
     assert np.linalg.norm(np.float64(added - plain)) < 2e-2 * np.linalg.norm(np.float64(plain))
 
 
-def test_decoding_gives_the_logits_of_the_training_model():
+@pytest.mark.parametrize("spec", [LANGUAGE, GROUPED], ids=lambda spec: spec.name)
+def test_decoding_gives_the_logits_of_the_training_model(spec):
     """Tokens are fed one by one to a cache that is as long: the last step sees all of them, as the last token does.
 
     One layer only: its keys and values depend on the tokens, the next one's on what was in the cache before them.
     """
-    spec = replace(LANGUAGE, layers=1, tokens=4)
+    spec = replace(spec, layers=1, tokens=4)
     params, norms = models.init(spec), model_norms.norms_of(spec, "jnp")
     tokens, _ = models.batch(spec)
     step = jax.jit(models.decode_step(spec, "jnp"))
@@ -102,17 +118,35 @@ def test_decoding_gives_the_logits_of_the_training_model():
 
 
 @pytest.mark.kernels
+@pytest.mark.parametrize("norms", ["jnp", "jaxnorm-default"])
+def test_a_loop_on_the_device_decodes_what_single_steps_do(norms):
+    """In float32, which leaves no doubt about the likeliest token."""
+    tokens, position, cache = models.full_cache(LANGUAGE)
+    state = start = (tokens, position, jax.tree.map(lambda x: x.astype(jnp.float32), cache))
+    params, step = models.init(LANGUAGE), jax.jit(models.decode_step(LANGUAGE, norms))
+    for _ in range(3):
+        state, logits = step(state, params)
+
+    (tokens, position, cache), looped = jax.jit(models.decode_loop(LANGUAGE, norms, length=3))(start, params)
+
+    assert position == 3
+    assert (tokens == state[0]).all()
+    for actual, expected in zip(jax.tree.leaves((looped, cache)), jax.tree.leaves((logits, state[2])), strict=True):
+        assert np.linalg.norm(actual - expected) < 1e-3 * np.linalg.norm(expected)
+
+
+@pytest.mark.kernels
 def test_every_program_has_a_row_for_each_kind_of_norm(tmp_path, monkeypatch):
     toy = models.small
     monkeypatch.setattr(models, "small", lambda spec: replace(toy(spec), layers=1))  # half the time to compile
 
     table = benchmark(tmp_path, "--parts", "vit", "decode", "--batches", "1")
 
-    programs = [("ViT-like", "forward"), ("ViT-like", "train step"), ("Llama-like, decode 1", "token")]
+    decode = "Llama-like, decode 1"
+    programs = [("ViT-like", "forward"), ("ViT-like", "train step"), (decode, "token"), (decode, "loop")]
     expected = [(*program, norms) for program in programs for norms in ("jnp", "jaxnorm", "none")]
-    rows = [row for row in table["rows"] if "no command buffers" not in row["program"]]
-    assert [(row["model"], row["program"].split(",")[0], row["norms"]) for row in rows] == expected
-    assert all(list(row) == COLUMNS for row in rows)
+    assert [(row["model"], row["program"], row["norms"]) for row in table["rows"]] == expected
+    assert all(list(row) == COLUMNS for row in table["rows"])
     assert "floor of ViT-like norms:" in table["header"]
 
 
@@ -127,15 +161,19 @@ def test_what_is_won_back_is_a_share_of_what_jnp_norms_cost():
 
 
 # Two layers of 2 x 3 tokens with 8 features in 2 heads: 5 norms of 6 rows over 96 bytes, and 4 over heads, of 12 rows.
+# Grouped queries halve the 2 of keys, and sandwich norms are 4 more of 6 rows.
 @pytest.mark.parametrize(
-    ("backward", "fused", "expected"),
+    ("changes", "backward", "fused", "expected"),
     [
-        (False, False, 9 * 2 * 96),
-        (True, False, 9 * 5 * 96 + 2 * 4 * (5 * 6 + 4 * 12)),  # and a statistic for each row, written and read
-        (True, True, 5 * 2 * 96 + 4 * 1 * 96 + 2 * 4 * (5 * 6 + 4 * 12)),
+        ({}, False, False, 9 * 2 * 96),
+        ({}, True, False, 9 * 5 * 96 + 2 * 4 * (5 * 6 + 4 * 12)),  # and a statistic for each row, written and read
+        ({}, True, True, 5 * 2 * 96 + 4 * 1 * 96 + 2 * 4 * (5 * 6 + 4 * 12)),
+        ({"kv_heads": 1}, True, False, 8 * 5 * 96 + 2 * 4 * (5 * 6 + 3 * 12)),
+        ({"sandwich": True}, True, False, 13 * 5 * 96 + 2 * 4 * (9 * 6 + 4 * 12)),
+        ({"sandwich": True}, True, True, 5 * 2 * 96 + 4 * 1 * 96 + 4 * 2 * 96 + 2 * 4 * (9 * 6 + 4 * 12)),
     ],
 )
-def test_the_floor_is_a_count_of_bytes(backward, fused, expected):
-    tiny = replace(LANGUAGE, layers=2, dim=8, heads=2, batch=2, tokens=3)
+def test_the_floor_is_a_count_of_bytes(changes, backward, fused, expected):
+    tiny = replace(LANGUAGE, layers=2, dim=8, heads=2, batch=2, tokens=3, **changes)
 
     assert model.norm_bytes(tiny, backward, fused) == expected
