@@ -5,7 +5,7 @@
 Each program is compiled with XLA's fusion of the jnp formula ("jnp"), with jaxnorm's kernels, and with no norm at all
 ("none"). In "jaxnorm-add" the kernels add to the residual stream as well, as `add_rms_norm` does: each layer hands on
 what it gives, and the stream that it is to be added to. In the Gemma-like model, which normalises what it adds, that is
-`rms_norm_add_rms_norm`.
+`rms_norm_add_rms_norm`. In the DiT-like model every example has scales and shifts of its own.
 
 Times are wall times of calls in a queue that is waited for once, taken in turns: "ms" is the median over the turns,
 "± us" half the range of its middle half. "norms us" is the median of what a turn took longer than the turn without
@@ -31,6 +31,7 @@ PARTS = {
     "llama-gqa": models.LLAMA_GROUPED,
     "gemma": models.GEMMA,
     "vit": models.VIT,
+    "dit": models.DIT,
     "decode": models.LLAMA,
 }
 LOSS_TOLERANCE = 1e-2  # an average over thousands of tokens or tens of images, of 7 or so

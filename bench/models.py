@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxnorm
-from bench import model_norms
+from bench import model_blocks, model_norms
 
 PATCH = 768  # features of an image's 16 x 16 patch
 RATE = 1e-4  # of the update: the weights, and with them the power that a product draws, stay what they were
@@ -41,6 +41,7 @@ class Spec:
     activation: str = "silu"  # of the MLP
     scale_offset: float = 0.0  # what norms add to their scales
     sandwich: bool = False  # a norm of what attention and MLP give as well, before it is added to the stream
+    conditioned: bool = False  # scales and shifts of the norms, and gates, from a vector for each example: adaLN-Zero
 
     @property
     def head_size(self):
@@ -56,6 +57,8 @@ LLAMA_GROUPED = replace(LLAMA, name="Llama-like, grouped", kv_heads=4)
 GEMMA = replace(LLAMA, name="Gemma-like", heads=8, kv_heads=4, activation="gelu", scale_offset=1.0, sandwich=True)
 # Half the layers of ViT-L/16.
 VIT = Spec("ViT-like", "layer", False, 12, 1024, 16, 4096, batch=64, tokens=197, classes=1000, activation="gelu")
+# Less than half the layers of DiT-XL/2, at 256 x 256 pixels.
+DIT = replace(VIT, name="DiT-like", dim=1152, hidden=4608, batch=32, tokens=256, conditioned=True)
 
 
 def small(spec):
@@ -70,8 +73,11 @@ def random_key(seed):
 
 
 def init(spec, seed=0):
-    """The parameters: products keep the size of activations, so that no variant meets zeros or infinities."""
-    keys = iter(jax.random.split(random_key(seed), 2 + 7 * spec.layers))
+    """The parameters: products keep the size of activations, so that no variant meets zeros or infinities.
+
+    Gates are random for the same reason, though adaLN-Zero starts them at zero.
+    """
+    keys = iter(jax.random.split(random_key(seed), 3 + 8 * spec.layers))
 
     def matrix(rows, cols, gain=1.0):
         return gain / math.sqrt(rows) * jax.random.normal(next(keys), (rows, cols))
@@ -82,9 +88,11 @@ def init(spec, seed=0):
 
     def layer():
         dim, hidden, gain = spec.dim, spec.hidden, 1 / math.sqrt(2 * spec.layers)
-        norms = ["attention_norm", "mlp_norm"]
-        norms += ["attention_post_norm", "mlp_post_norm"] if spec.sandwich else []
-        stream = {name: weights(dim) for name in norms}
+        if spec.conditioned:
+            stream = {"modulation": matrix(dim, 6 * dim)}
+        else:
+            post = ["attention_post_norm", "mlp_post_norm"] if spec.sandwich else []
+            stream = {name: weights(dim) for name in ("attention_norm", "mlp_norm", *post)}
         head = {name: weights(spec.head_size) for name in ("query_norm", "key_norm")} if spec.language else {}
         gate = {"gate": matrix(dim, hidden)} if spec.language else {}
         heads = {"query": spec.heads, "key": spec.groups, "value": spec.groups}
@@ -96,62 +104,51 @@ def init(spec, seed=0):
     return {
         "embed": matrix(spec.classes, spec.dim, math.sqrt(spec.classes)) if spec.language else matrix(PATCH, spec.dim),
         "layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers) if spec.scan else layers,
-        "norm": weights(spec.dim),
+        "norm": matrix(spec.dim, 2 * spec.dim) if spec.conditioned else weights(spec.dim),
         "head": matrix(spec.dim, spec.classes),
     }
 
 
 def batch(spec, seed=1):
-    """Random inputs and targets: a class for each token of a language model, one for each image."""
-    keys = jax.random.split(random_key(seed))
+    """Random inputs and targets: a class for each token of a language model, one for each image.
+
+    The inputs of a conditioned model are patches and a vector for each image.
+    """
+    keys = jax.random.split(random_key(seed), 3)
     dims = (spec.batch, spec.tokens)
     if spec.language:
-        return tuple(jax.random.randint(key, dims, 0, spec.classes) for key in keys)
+        return tuple(jax.random.randint(key, dims, 0, spec.classes) for key in keys[:2])
     patches = jax.random.normal(keys[0], (*dims, PATCH), jnp.bfloat16)
-    return patches, jax.random.randint(keys[1], dims[:1], 0, spec.classes)
-
-
-def product(x, matrix):
-    return x @ matrix.astype(x.dtype)
-
-
-def block(spec, norms, layer, stream, positions, attend):
-    """One layer: the next stream, and what `attend` keeps besides its result."""
-    y, x = norms.stream(stream, layer["attention_norm"])
-    heads = (*x.shape[:-1], -1, spec.head_size)
-    q, k, v = (product(y, layer[name]).reshape(heads) for name in ("query", "key", "value"))
-    if spec.language:
-        q, k = norms.heads(q, k, layer["query_norm"], layer["key_norm"], positions)
-    y, kept = attend(q, k, v)
-    stream = norms.add(x, product(y.reshape(x.shape), layer["out"]), layer.get("attention_post_norm", ()))
-
-    y, x = norms.stream(stream, layer["mlp_norm"])
-    activation, up = getattr(jax.nn, spec.activation), product(y, layer["up"])
-    y = activation(product(y, layer["gate"])) * up if spec.language else activation(up)
-    return norms.add(x, product(y, layer["down"]), layer.get("mlp_post_norm", ())), kept
+    condition = jax.random.normal(keys[2], (spec.batch, spec.dim), jnp.bfloat16)
+    inputs = (patches, condition) if spec.conditioned else patches
+    return inputs, jax.random.randint(keys[1], dims[:1], 0, spec.classes)
 
 
 def hidden(spec, norms, params, inputs):
     """What the layers and the last norm make of the inputs."""
+    inputs, condition = inputs if spec.conditioned else (inputs, None)
     positions = jnp.arange(spec.tokens)
 
     def attend(q, k, v):
         return jax.nn.dot_product_attention(q, k, v, is_causal=spec.language, implementation=spec.attention), None
 
     def layer_of(stream, layer):
-        return block(spec, norms, layer, stream, positions, attend)
+        return model_blocks.block(spec, norms, layer, stream, attend, positions, condition)
 
     if spec.remat == "full":
         layer_of = jax.checkpoint(layer_of)
     embed = params["embed"]
-    x = embed[inputs].astype(jnp.bfloat16) if spec.language else product(inputs, embed)
+    x = embed[inputs].astype(jnp.bfloat16) if spec.language else model_blocks.product(inputs, embed)
     stream = norms.start(x)
     if spec.scan:
         stream, _ = jax.lax.scan(layer_of, stream, params["layers"])
     else:
         for layer in params["layers"]:
             stream, _ = layer_of(stream, layer)
-    return norms.stream(stream, params["norm"])[0]
+    weights = params["norm"]
+    if spec.conditioned:
+        weights = model_blocks.adaptive(*model_blocks.modulations(condition, weights))
+    return norms.stream(stream, weights)[0]
 
 
 def loss(spec, variant, params, inputs, targets):
@@ -220,9 +217,10 @@ def decode_step(spec, variant):
         stream = norms.start(params["embed"][tokens])
         kept = []
         for layer, (keys, values) in zip(params["layers"], cache, strict=True):
-            stream, entry = block(spec, norms, layer, stream, position, functools.partial(attend, keys, values))
+            attend_to = functools.partial(attend, keys, values)
+            stream, entry = model_blocks.block(spec, norms, layer, stream, attend_to, position)
             kept.append(entry)
-        logits = product(norms.stream(stream, params["norm"])[0], params["head"])
+        logits = model_blocks.product(norms.stream(stream, params["norm"])[0], params["head"])
         return (jnp.argmax(logits, -1).astype(tokens.dtype), position + 1, kept), logits
 
     return step

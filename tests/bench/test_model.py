@@ -10,15 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench import model, model_norms, models
+from bench import model, model_blocks, model_norms, models
 
 LANGUAGE, IMAGES = models.small(models.LLAMA), replace(models.small(models.VIT), layers=1)
-GROUPED, SANDWICH = models.small(models.LLAMA_GROUPED), models.small(models.GEMMA)
+GROUPED, SANDWICH, CONDITIONED = (models.small(spec) for spec in (models.LLAMA_GROUPED, models.GEMMA, models.DIT))
 # Models, and the norms with which they train as with jnp norms. The first two have the calls that add and those that do
 # not, the others what their architecture adds to these, asked for and by default.
 TRAINED = [
     *((spec, norms) for spec in (LANGUAGE, IMAGES) for norms in ("jaxnorm", "jaxnorm-add")),
-    *((spec, norms) for spec in (GROUPED, SANDWICH) for norms in ("jaxnorm-rotary", "jaxnorm-default")),
+    *((spec, norms) for spec in (GROUPED, SANDWICH, CONDITIONED) for norms in ("jaxnorm-rotary", "jaxnorm-default")),
 ]
 # What bfloat16 activations leave: jnp norms, scanned and unrolled, give losses that are up to 6e-4 apart, and gradients
 # up to 1.4e-2. Without norms, losses are more than 0.05 from those with them.
@@ -65,7 +65,7 @@ def test_a_model_without_norms_is_another_model():
 @pytest.mark.kernels
 @pytest.mark.parametrize(
     ("spec", "norms"),
-    [(LANGUAGE, "jnp"), (LANGUAGE, "jaxnorm-add"), (SANDWICH, "jaxnorm-rotary")],
+    [(LANGUAGE, "jnp"), (LANGUAGE, "jaxnorm-add"), (SANDWICH, "jaxnorm-rotary"), (CONDITIONED, "jaxnorm-rotary")],
     ids=lambda value: getattr(value, "name", value),
 )
 def test_scanned_and_rematerialised_layers_compute_the_same(spec, norms):
@@ -85,6 +85,28 @@ def test_every_norm_but_the_first_adds(spec, sign, norms, adds):
     params, inputs = models.init(spec), models.batch(spec)
     text = jax.jit(models.forward(spec, norms)).lower(params, *inputs).as_text()
     assert text.count(sign) == 2 * spec.layers * adds
+
+
+def modulated(x, part, shift, scale):
+    """What a block of a conditioned model reads, as the paper has it."""
+    h = x + part
+    centred = h - h.mean(-1, keepdims=True)
+    return centred / jnp.sqrt(jnp.square(centred).mean(-1, keepdims=True) + 1e-6) * (1 + scale) + shift
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("norms", ["jnp", "jaxnorm", "jaxnorm-add"])
+def test_a_scale_and_a_shift_for_each_example_have_the_gradients_of_a_modulation(norms):
+    norms = model_norms.norms_of(CONDITIONED, norms)
+    x, part, dy = jax.random.normal(jax.random.key(0), (3, 4, 12, 64))
+    shift, scale = jax.random.normal(jax.random.key(1), (2, 4, 1, 64))
+
+    def ours(x, part, shift, scale):
+        return norms.stream(norms.add(x, part, ()), model_blocks.adaptive(shift, scale))[0]
+
+    (y, pullback), (expected_y, expected) = (jax.vjp(f, x, part, shift, scale) for f in (ours, modulated))
+    for actual, wanted in zip((y, *pullback(dy)), (expected_y, *expected(dy)), strict=True):
+        assert np.linalg.norm(actual - wanted) < 1e-5 * np.linalg.norm(wanted)
 
 
 @pytest.mark.kernels
@@ -112,7 +134,7 @@ def test_decoding_gives_the_logits_of_the_training_model(spec):
         state = (tokens[:, position], jnp.array(position), cache)
         (chosen, _, cache), logits = step(state, models.serving(params))
 
-    expected = models.product(models.hidden(spec, norms, params, tokens)[:, -1], params["head"])
+    expected = model_blocks.product(models.hidden(spec, norms, params, tokens)[:, -1], params["head"])
     assert np.linalg.norm(np.float64(logits - expected)) < 2e-2 * np.linalg.norm(np.float64(expected))
     assert (chosen == logits.argmax(-1)).all()
 

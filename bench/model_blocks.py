@@ -1,0 +1,69 @@
+"""The layers of the models that `bench model` times."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Around(NamedTuple):
+    """What stands around attention or an MLP."""
+
+    before: tuple  # weights of the norm of what it reads
+    after: tuple = ()  # weights of a norm of what it gives; () is none
+    gate: jax.Array | None = None  # factor of what it gives
+
+
+def product(x, matrix):
+    return x @ matrix.astype(x.dtype)
+
+
+def modulations(condition, matrix):
+    """The shifts, scales and gates that a condition (batch, dim) asks for, each (batch, 1, dim).
+
+    Source: adaLN-Zero of Peebles and Xie, Scalable Diffusion Models with Transformers, https://arxiv.org/abs/2212.09748.
+    """
+    joint = product(jax.nn.silu(condition), matrix)[:, None, :]
+    return jnp.split(joint, joint.shape[-1] // condition.shape[-1], axis=-1)
+
+
+def adaptive(shift, scale):
+    """The weights of a norm that is modulated, `norm(x) * (1 + scale) + shift`: float32, as those of every norm."""
+    return 1 + scale.astype(jnp.float32), shift.astype(jnp.float32)
+
+
+def arounds(spec, layer, condition):
+    """Of attention, and of the MLP."""
+    if not spec.conditioned:
+        return [Around(layer[f"{name}_norm"], layer.get(f"{name}_post_norm", ())) for name in ("attention", "mlp")]
+    parts = modulations(condition, layer["modulation"])
+    return [Around(adaptive(shift, scale), gate=gate) for shift, scale, gate in (parts[:3], parts[3:])]
+
+
+def block(spec, norms, layer, stream, attend, positions=None, condition=None):
+    """One layer: the next stream, and what `attend` keeps besides its result."""
+
+    def attention(y):
+        heads = (*y.shape[:-1], -1, spec.head_size)
+        q, k, v = (product(y, layer[name]).reshape(heads) for name in ("query", "key", "value"))
+        if spec.language:
+            q, k = norms.heads(q, k, layer["query_norm"], layer["key_norm"], positions)
+        result, kept = attend(q, k, v)
+        return product(result.reshape(y.shape), layer["out"]), kept
+
+    def mlp(y):
+        activation, up = getattr(jax.nn, spec.activation), product(y, layer["up"])
+        y = activation(product(y, layer["gate"])) * up if spec.language else activation(up)
+        return product(y, layer["down"]), None
+
+    around_attention, around_mlp = arounds(spec, layer, condition)
+    stream, kept = _half(norms, around_attention, stream, attention)
+    stream, _ = _half(norms, around_mlp, stream, mlp)
+    return stream, kept
+
+
+def _half(norms, around, stream, apply):
+    y, x = norms.stream(stream, around.before)
+    part, kept = apply(y)
+    part = part if around.gate is None else around.gate * part
+    return norms.add(x, part, around.after), kept
