@@ -81,7 +81,7 @@ def call(function: str, request: op.Request, platform: str) -> Report:
     }
     if implementation == "native" and of_function.native is not None:
         if chosen.implementation is None:
-            calls = {way: asked.rows(platform, way) for way in WAYS}
+            calls: dict[str, op.CallRows] = {way: asked.rows(platform, way) for way in WAYS}
             calls[ALONE] = asked.rows(platform, "forward", differentiated=False)
             ways = {way: reasons.slower(of_function, spec, rows) for way, rows in calls.items()}
             report["slower"] = {way: reason for way, reason in ways.items() if reason}
