@@ -40,4 +40,6 @@ def faster(percent):
     """A change in words; a loss is bold."""
     if percent is None:
         return "-"
+    if abs(percent) < 0.05:
+        return "as fast"
     return f"{percent:.1f} % faster" if percent >= 0 else f"**{-percent:.1f} % slower**"

@@ -43,8 +43,9 @@ def norm(norm: Norm, rows: CallRows) -> str | None:
     if vectors_divide(rows):
         return None
     if rows.way == "backward":
-        first, last = (1, LONGEST) if norm.kind == "rms" else (2049, 2**14)
-        loses = first <= rows.cols <= last if rows.adds else rows.cols > LONGEST
+        last = LONGEST if norm.kind == "rms" else 2**14
+        # RMSNorm's clusters of eight blocks win.
+        loses = rows.cols <= last and not 2**15 < rows.cols <= 2**16 if rows.adds else rows.cols > LONGEST
         which = "the gradient of a sum" if rows.adds else f"rows of more than {LONGEST} columns"
         return _why(rows, which) if loses else None
     if rows.cols > LONGEST and not rows.adds:
