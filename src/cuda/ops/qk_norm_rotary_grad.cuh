@@ -142,14 +142,13 @@ constexpr int kGradResidency = Tile::VECTORS > 8                                
                                : Tile::VECTORS > 2 && Tile::VECTORS* Tile::N > 8 ? 3
                                                                                  : 4;
 
-// What a block has: tiles of the queries, or of the keys.
+// What a block has, of the queries or of the keys: `index` counts the blocks of the same array, and `column` those that
+// have the same tiles of a token. If these stay `apart`, `tile` is which of them it always has.
 struct GradShare {
   HeadsGrad of;
   GradTiles own;
-  int index;   // of the block among those of the same array
-  int column;  // of blocks that have the same tiles of a token
-  int tile;    // which of a token's it has, where that is always the same
-  bool apart;  // whether it is
+  int index, column, tile;
+  bool apart;
 
   // The source of an angle of the items from this one on.
   __device__ AngleSource look_up(const TurnsLaunch& turns, int angles, int from) const {
@@ -224,25 +223,6 @@ __global__ void __launch_bounds__(kRotaryThreads, kGradResidency<Tile>)
   __syncthreads();
   dscale.write(group, kRotaryThreads / Tile::LANES, own.sums, 0, reinterpret_cast<float*>(dynamic_shared()),
                own.partials + int64_t{share.index} * own.sums * p.cols);
-}
-
-// Where sums of as many blocks have room. Null: nowhere.
-struct GradPartials {
-  GradPlan plan;
-  float *q, *k;
-};
-
-inline cudaError_t make_partials(const QkNormRotaryBackward& p, const HeadTiles& q, const HeadTiles& k,
-                                 GradPartials& partials) {
-  for (int64_t at_once = kRotaryGradBlocks; at_once > 0; at_once /= 2) {
-    partials.plan = make_rotary_grad_plan(p, q, k, at_once);
-    const int64_t of_q = p.q.dscale ? partials.plan.q.floats(p.cols) : 0;
-    const int64_t of_k = p.k.dscale ? partials.plan.k.floats(p.cols) : 0;
-    partials.q = p.workspace.data;
-    partials.k = p.workspace.data + of_q;
-    if (of_q + of_k <= p.workspace.floats) return cudaSuccess;
-  }
-  return cudaErrorMemoryAllocation;
 }
 
 inline PartialSum partial_sum(const HeadsGrad& of, const HeadTiles& tiles, const GradBlocks& blocks, int64_t cols,

@@ -107,4 +107,17 @@ WorkspaceSize qk_norm_rotary_backward_workspace(const WorkspaceQuery& query) {
   return {0, query.cols * std::max(kRotaryGradBlocks * std::min(2 * heads, of_tile), 2 * query.weights * heads)};
 }
 
+cudaError_t make_partials(const QkNormRotaryBackward& p, const HeadTiles& q, const HeadTiles& k,
+                          GradPartials& partials) {
+  for (int64_t at_once = kRotaryGradBlocks; at_once > 0; at_once /= 2) {
+    partials.plan = make_rotary_grad_plan(p, q, k, at_once);
+    const int64_t of_q = p.q.dscale ? partials.plan.q.floats(p.cols) : 0;
+    const int64_t of_k = p.k.dscale ? partials.plan.k.floats(p.cols) : 0;
+    partials.q = p.workspace.data;
+    partials.k = p.workspace.data + of_q;
+    if (of_q + of_k <= p.workspace.floats) return cudaSuccess;
+  }
+  return cudaErrorMemoryAllocation;
+}
+
 }  // namespace jaxnorm::cuda

@@ -65,6 +65,15 @@ GradPlan make_rotary_grad_plan(const QkNormRotaryBackward& p, const HeadTiles& q
 // That run at once.
 constexpr int64_t kRotaryGradBlocks = 4 * kMultiprocessors;
 
+// A plan whose sums the workspace has room for, and where in it those of the queries and of the keys begin.
+struct GradPartials {
+  GradPlan plan;
+  float *q, *k;
+};
+
+cudaError_t make_partials(const QkNormRotaryBackward& p, const HeadTiles& q, const HeadTiles& k,
+                          GradPartials& partials);
+
 // For each dtype, in a file of its own so that they compile side by side. `back`: turned by the negative angles.
 template <typename X>
 cudaError_t run_qk_norm_rotary(const QkNormRotaryForward& p, bool back, cudaStream_t stream);
