@@ -25,7 +25,7 @@ def test_a_wrong_result_is_found(seed, monkeypatch):
         function = example.op.differentiable
         return example.program(lambda *args, **options: tuple(1.1 * y for y in function(*args, **options)))
 
-    monkeypatch.setattr(fuzz, "_references", lambda example: [broken(example)])
+    monkeypatch.setattr(fuzz, "_reference", broken)
     (failure,) = fuzz.fuzz(seed, examples=1)
     assert "times the error allowed" in failure
     assert f"--first {seed} --examples 1" in failure
