@@ -22,7 +22,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
-import jaxlib
 
 from bench import model_norms, models, report
 
@@ -239,10 +238,7 @@ def header_of(specs, args):
     spec = next(iter(specs.values()))
     trained = [spec for part, spec in specs.items() if part != "decode"]
     return {
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
-        "commit": args.commit or report.commit(),
+        **report.device(args.commit),
         "attention": ", ".join(f"{part} {spec.attention}" for part, spec in specs.items()),
         "layers": "scanned" if spec.scan else "unrolled",
         "remat": spec.remat,

@@ -7,6 +7,9 @@ import sys
 from datetime import date
 from pathlib import Path
 
+import jax
+import jaxlib
+
 CHAINED = "in a chain"  # the last word on a row of several norms in one program
 
 
@@ -23,6 +26,16 @@ def op_parts(name):
     call, *variant = name.split(", ")
     function, direction = call.split()
     return ", ".join([function.replace("_norm", ""), *variant]), direction
+
+
+def device(measured=None):
+    """The header of a run on JAX's default device: what ran where, and the commit, `measured` if that is given."""
+    return {
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "commit": measured or commit(),
+    }
 
 
 def commit():

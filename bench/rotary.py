@@ -13,7 +13,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 
 import jaxnorm
 from bench import report
@@ -91,13 +90,7 @@ def rows_of(name, dtype, implementation, iterations):
 
 
 def main(args):
-    header = {
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
-        "commit": args.commit or report.commit(),
-    }
-    rows = []
+    header, rows = report.device(args.commit), []
     for name in SHAPES:
         for dtype in args.dtypes:
             rows += rows_of(name, dtype, None if args.default else "native", args.iterations)

@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 from tqdm import tqdm
 
 import jaxnorm
@@ -181,13 +180,7 @@ def rows_of(cell, implementation, iterations):
 
 
 def main(args):
-    header = {
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
-        "commit": args.commit or report.commit(),
-    }
-    rows = []
+    header, rows = report.device(args.commit), []
     for cell in tqdm(list(cells_of(args))):
         rows += rows_of(cell, None if args.default else "native", args.iterations)
         if args.out:
