@@ -256,6 +256,8 @@ TABLES = {
     "sharding-two": ("h200_x2_sharding.json", whole),
     "model-default": ("h200_model_default.json", whole),
     "model-more": ("h200_model_more.json", whole),
+    "model-dit": ("h200_model_dit.json", whole),
+    "model-32000": ("h200_model_32000.json", whole),
     "model-rotary": ("h200_model_rotary.json", whole),
     "model-separate": ("h200_model_separate.json", whole),
     "model-directions": ("h200_model_directions.json", whole),

@@ -10,6 +10,7 @@ formula's own results, in the same dtypes and the same program, do.
 
 import argparse
 import itertools
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 if __name__ == "__main__":
+    # XLA for GPUs leaves out roundings between operations, so that a formula in half types is not what is written.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_allow_excess_precision=false".strip()
     sys.path[:0] = [str(path) for path in (Path(__file__).parents[1], Path(__file__).parent / "lib")]
     import bench  # noqa: F401  # it lets the installed jaxnorm come before the clone's
 
