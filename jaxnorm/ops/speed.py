@@ -46,7 +46,7 @@ def norm(norm: Norm, rows: CallRows) -> str | None:
         # Of a sum XLA's code loses for what clusters of eight blocks of RMSNorm hold, and for half types in the shorter
         # rows of LayerNorm.
         last = LONGEST if norm.kind == "rms" else 2**14
-        wins = 2**15 < rows.cols <= 2**16 or norm.kind == "layer" and rows.dtype.itemsize == 2 and rows.cols < 2**12
+        wins = 2**15 < rows.cols <= 2**16 or (norm.kind == "layer" and rows.dtype.itemsize == 2 and rows.cols < 2**12)
         loses = rows.cols <= last and not wins if rows.adds else rows.cols > LONGEST
         which = "the gradient of a sum" if rows.adds else f"rows of more than {LONGEST} columns"
         return _why(rows, which) if loses else None
