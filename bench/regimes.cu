@@ -172,7 +172,7 @@ void plain_and_added(int64_t cols) {
   add_forward<NormOp<STATS, X, X, W, false>, R>(kCentred ? "layer" : "rms",
                                                 call_with_y<X, NormForward>(cols, kCentred));
   auto p = call_with_y<X, AddNormForward>(cols, kCentred);
-  p.residual = {array(3, half), kDtype<X>}, p.sum = {array(4, half), kDtype<X>};
+  p.addend = {array(3, half), kDtype<X>}, p.sum = {array(4, half), kDtype<X>};
   add_forward<NormOp<STATS, X, X, W, true>, R>(kCentred ? "add layer" : "add rms", p);
 }
 

@@ -206,9 +206,13 @@ def why_dtypes(*dtypes: Any) -> str | None:
     return next(map(str, unknown), None)
 
 
-def with_residual(module: object, x: Any, residual: Any) -> tuple[jax.Array, jax.Array]:
-    """x and residual as arrays of one shape, or an error."""
-    return with_other(module, x, "residual", residual, "added")
+def with_addend(module: object, x: Any, **addend: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """x and, by the name that the caller has for it, what is added to it, unless that is None.
+
+    Both are arrays of one shape, or an error tells that name.
+    """
+    x, given = jnp.asarray(x), {name: other for name, other in addend.items() if other is not None}
+    return x, {name: with_other(module, x, name, other, "added")[1] for name, other in given.items()}
 
 
 def with_other(module: object, x: Any, name: str, other: Any, they_are: str) -> tuple[jax.Array, jax.Array]:
@@ -217,10 +221,10 @@ def with_other(module: object, x: Any, name: str, other: Any, they_are: str) -> 
     return x, checks.check_like_x(type(module).__name__, name, other, x, they_are)
 
 
-def add_first(norm: Callable[..., Any], x: jax.Array, residual: jax.Array, mask: Any) -> tuple[jax.Array, jax.Array]:
+def add_first(norm: Callable[..., Any], x: jax.Array, addend: jax.Array, mask: Any) -> tuple[jax.Array, jax.Array]:
     """The norm of the sum, and the sum, where no kernel computes both."""
-    new_residual = add(x, residual)
-    return norm(new_residual, mask=mask), new_residual
+    total = add(x, addend)
+    return norm(total, mask=mask), total
 
 
 def rotated(module: Any, arrays: tuple[Any, ...], **tables: Any) -> tuple[jax.Array, jax.Array]:

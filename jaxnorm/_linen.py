@@ -27,11 +27,11 @@ def why_flax(module: Any, x: jax.Array, mask: jax.Array | None, *rows: jax.Array
 
 
 def fused(norm: Callable[..., Any], module: Any, rows: tuple[jax.Array, ...], mask: jax.Array | None) -> Any:
-    """`norm` of x, or of x and a residual, called as `module` says.
+    """`norm` of x, or of x and an addend, called as `module` says.
 
     None, with no parameter made yet, where Flax's own code computes it.
     """
-    *_, normalised = rows  # with a residual the sum, which is like it
+    *_, normalised = rows  # with an addend the sum, which is like it
     axes = _flax.called_axes(module, normalised, mask, why_flax(module, normalised, mask, *rows))
     if axes is None:
         return None
@@ -43,12 +43,9 @@ def fused(norm: Callable[..., Any], module: Any, rows: tuple[jax.Array, ...], ma
 
 
 def quantized(
-    module: Any, x: jax.Array, residual: jax.Array | None, mask: object, scales: dict[str, Any]
+    module: Any, x: jax.Array, addend: dict[str, jax.Array], mask: object, scales: dict[str, Any]
 ) -> Quantized | tuple[Quantized, jax.Array]:
-    """The quantised norm of x, or of x and a residual, called as `module` says."""
-    x = jnp.asarray(x)
-    if residual is not None:
-        x, residual = _flax.with_residual(module, x, residual)
+    """The quantised norm of x, or of x and an addend, see `_flax.with_addend`, called as `module` says."""
     axis = _flax.function_axes(module, x, mask, "a quantised norm")
     scale, bias = parameters(module, x, axis)
     result: Quantized | tuple[Quantized, jax.Array] = module._functions.quantized(
@@ -56,7 +53,7 @@ def quantized(
         scale,
         bias=bias,
         quantization=module.quantization,
-        residual=residual,
+        **addend,
         straight_through=module.straight_through,
         epsilon=module.epsilon,
         axis=axis,

@@ -45,8 +45,8 @@ def _parameters(module: Any) -> tuple[jax.Array | None, jax.Array | None]:
 
 
 def fused(norm: Callable[..., Any], module: Any, mask: jax.Array | None, rows: tuple[jax.Array, ...]) -> Any:
-    """`norm` of x, or of x and a residual, called as `module` says, or None where Flax's own code computes it."""
-    *_, normalised = rows  # with a residual the sum, which is like it
+    """`norm` of x, or of x and an addend, called as `module` says, or None where Flax's own code computes it."""
+    *_, normalised = rows  # with an addend the sum, which is like it
     parameters = _parameters(module)
     dtype = nnx.nn.dtypes.canonicalize_dtype(normalised, *parameters, dtype=module.dtype)
     dtypes = (dtype, *(a.dtype for a in (*rows, *parameters) if a is not None))
@@ -61,22 +61,20 @@ def fused(norm: Callable[..., Any], module: Any, mask: jax.Array | None, rows: t
 
 
 def quantized(
-    module: Any, mask: object, x: jax.Array, residual: jax.Array | None, scales: dict[str, Any]
+    module: Any, mask: object, x: jax.Array, addend: dict[str, jax.Array], scales: dict[str, Any]
 ) -> Quantized | tuple[Quantized, jax.Array]:
-    """The quantised norm of x, or of x and a residual, called as `module` says."""
-    rows: tuple[jax.Array, ...] = (jnp.asarray(x),)
-    if residual is not None:
-        rows = _flax.with_residual(module, x, residual)
+    """The quantised norm of x, or of x and an addend, see `_flax.with_addend`, called as `module` says."""
+    rows = (x, *addend.values())
     axis = _flax.function_axes(module, rows[-1], mask, "a quantised norm")
     parameters = _parameters(module)
     dtype = nnx.nn.dtypes.canonicalize_dtype(rows[-1], *parameters, dtype=module.dtype)
-    (x, *added), (scale, bias) = _operands(rows, parameters, dtype, axis)
+    (x, *_), (scale, bias) = _operands(rows, parameters, dtype, axis)
     result: Quantized | tuple[Quantized, jax.Array] = module._functions.quantized(
         x,
         scale,
         bias=bias,
         quantization=module.quantization,
-        residual=added[0] if added else None,
+        **addend,
         straight_through=module.straight_through,
         epsilon=module.epsilon,
         axis=axis,
@@ -93,7 +91,7 @@ def _operands(
     dtype: Any,
     axes: tuple[int, ...],
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array | None, jax.Array | None]]:
-    """x, or x and a residual, and parameters: rounded to `dtype` as Flax rounds them, parameters with `axes`' shape."""
+    """x, or x and an addend, and parameters: rounded to `dtype` as Flax rounds them, parameters with `axes`' shape."""
     features = tuple(rows[-1].shape[axis] for axis in axes)
     for parameter in parameters:
         if parameter is not None and parameter.size != math.prod(features):

@@ -74,7 +74,7 @@ def call(function: str, request: op.Request, platform: str) -> Report:
         "out_dtype": request.out_dtype.name,
         "axes": request.axes,
         "scale_shape": request.scale_shape,
-        "residual_dtype": request.residual_dtype and request.residual_dtype.name,
+        "residual_dtype": request.addend_dtype and request.addend_dtype.name,
         "platform": platform,
         "implementation": implementation,
         "why": why,
@@ -94,7 +94,7 @@ def _plans(request: op.Request, how: dict[str, Any]) -> Report:
     """The launch plans of the CUDA kernels, each way, as the op describes itself to them."""
     kind, how = how["kind"], {key: value for key, value in how.items() if key != "kind"}
     clusters, cols = _largest_cluster(), math.prod(request.shape[-request.axes :])
-    plan, dtype = ffi.module("cuda").plan, request.residual_dtype or request.dtype  # that of what is normalised
+    plan, dtype = ffi.module("cuda").plan, request.addend_dtype or request.dtype  # that of what is normalised
     plans = {way: plan(way, kind, dtype.name, cols, max_cluster=clusters, **how) for way in WAYS}
     batch_dims = weights.stripped(request.scale_shape[: -request.axes])
     count, inner = weights.heads_of(request.shape, request.axes, batch_dims)

@@ -90,7 +90,7 @@ class _Add(linen.Module):
         self, x: jax.Array, residual: jax.Array, *, mask: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
         module: Any = self
-        rows = _flax.with_residual(self, x, residual)
+        rows = _flax.with_other(self, x, "residual", residual, "added")
         results: tuple[jax.Array, jax.Array] | None = _linen.fused(module._functions.add, module, rows, mask)
         of_flax = partial(_OF_FLAX[module._functions], self)
         return _flax.add_first(of_flax, *rows, mask) if results is None else results
@@ -208,7 +208,8 @@ class _Quantized(linen.Module, kw_only=True):
         mask: None = None,
     ) -> Quantized | tuple[Quantized, jax.Array]:
         scales = {"static_scale": static_scale, "smooth_scale": smooth_scale}
-        return _linen.quantized(self, x, residual, mask, scales)
+        x, addend = _flax.with_addend(self, x, residual=residual)
+        return _linen.quantized(self, x, addend, mask, scales)
 
 
 class QuantizedRMSNorm(_Quantized, RMSNorm, kw_only=True):  # type: ignore[misc]

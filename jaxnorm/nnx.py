@@ -99,7 +99,7 @@ class _Add:
     def __call__(
         self, x: jax.Array, residual: jax.Array, *, mask: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        rows = _flax.with_residual(self, x, residual)
+        rows = _flax.with_other(self, x, "residual", residual, "added")
         results: tuple[jax.Array, jax.Array] | None = _nnx.fused(self._functions.add, self, mask, rows)
         of_flax: Callable[..., Any] = super().__call__  # type: ignore[misc]
         return _flax.add_first(of_flax, *rows, mask) if results is None else results
@@ -231,7 +231,8 @@ class _Quantized:
         mask: None = None,
     ) -> Quantized | tuple[Quantized, jax.Array]:
         scales = {"static_scale": static_scale, "smooth_scale": smooth_scale}
-        return _nnx.quantized(self, mask, x, residual, scales)
+        x, addend = _flax.with_addend(self, x, residual=residual)
+        return _nnx.quantized(self, mask, x, addend, scales)
 
 
 class QuantizedRMSNorm(_Quantized, RMSNorm):  # type: ignore[misc]

@@ -103,14 +103,14 @@ void run(Kind kind, Dtype dtype, int64_t rows, int64_t cols, int64_t offset, con
     finish(jaxnorm::cuda::run(apply, nullptr), "apply");
   }
 
-  // Of a residual connection, whose sum takes the residual's place.
-  f.residual = {sum.get(), dtype}, f.sum = {sum.get(), dtype};
-  finish(jaxnorm::cuda::run(f, nullptr), "forward with a residual");
-  b.x = f.residual, b.dsum = {dsum.get(), dtype};
+  // Of an addition, whose sum takes the addend's place.
+  f.addend = {sum.get(), dtype}, f.sum = {sum.get(), dtype};
+  finish(jaxnorm::cuda::run(f, nullptr), "forward with an addend");
+  b.x = f.addend, b.dsum = {dsum.get(), dtype};
   finish(jaxnorm::cuda::run(b, nullptr), "backward with dsum");
 }
 
-// Quantised results, with a scale for each row, for groups and given; without a residual and with one.
+// Quantised results, with a scale for each row, for groups and given; without an addend and with one.
 void run_quantized(Kind kind, Dtype dtype, int64_t rows, int64_t cols, int64_t offset) {
   now = {kind, dtype, rows, cols};
   const Array x(dtype, rows * cols, offset, true), scale(dtype, cols, offset, true), bias(dtype, cols, offset, true);
@@ -127,7 +127,7 @@ void run_quantized(Kind kind, Dtype dtype, int64_t rows, int64_t cols, int64_t o
       f.kind = kind, f.rows = rows, f.cols = cols, f.epsilon = 1e-6f, f.weight_rows = {};
       f.x = {x.get(), dtype}, f.scale = {scale.get(), dtype};
       if (kind == Kind::layer) f.bias = {bias.get(), dtype};
-      if (adds) f.residual = {sum.get(), dtype}, f.sum = {sum.get(), dtype};
+      if (adds) f.addend = {sum.get(), dtype}, f.sum = {sum.get(), dtype};
       f.quantized.values = {values.get(), format}, f.quantized.smooth = {smooth.get(), Dtype::f32};
       f.quantized.group = group ? group : cols, f.quantized.max_scale = INFINITY;
       if (group) {

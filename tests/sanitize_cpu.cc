@@ -89,7 +89,7 @@ struct Shape {
   int64_t pad = 0;  // columns after each row of y and dy
 };
 
-// Forward and backward, alone and of a sum that takes the residual's place; `weight` is the dtype of scale and bias.
+// Forward and backward, alone and of a sum that takes the addend's place; `weight` is the dtype of scale and bias.
 void run(Kind kind, Dtype dtype, Dtype y_dtype, Dtype weight, const Shape& s) {
   const int64_t rows = s.rows, cols = s.cols, size = rows * cols, weights = s.weight_rows.count * cols;
   const Array x(dtype, size, s.offset), scale(weight, weights, s.offset), bias(weight, weights, s.offset);
@@ -111,7 +111,7 @@ void run(Kind kind, Dtype dtype, Dtype y_dtype, Dtype weight, const Shape& s) {
   if (kind == Kind::layer) b.dbias = dbias;
   cpu::run(b, parallel_for);
 
-  f.residual = sum, f.sum = sum;
+  f.addend = sum, f.sum = sum;
   cpu::run(f, parallel_for);
   b.x = sum, b.dsum = dsum;
   cpu::run(b, parallel_for);
@@ -119,7 +119,7 @@ void run(Kind kind, Dtype dtype, Dtype y_dtype, Dtype weight, const Shape& s) {
   cpu::run(b, parallel_for);
 }
 
-// Quantised results, with a scale for each row, for groups and given; without a residual and with one.
+// Quantised results, with a scale for each row, for groups and given; without an addend and with one.
 void run_quantized(Kind kind, Dtype dtype, Dtype format, const Shape& s) {
   const int64_t rows = s.rows, cols = s.cols, size = rows * cols;
   const Array x(dtype, size, s.offset), scale(dtype, cols, s.offset), bias(dtype, cols, s.offset);
@@ -133,7 +133,7 @@ void run_quantized(Kind kind, Dtype dtype, Dtype format, const Shape& s) {
       f.kind = kind, f.rows = rows, f.cols = cols, f.epsilon = 1e-6f, f.x = x, f.scale = scale;
       if (kind == Kind::layer) f.bias = bias, f.mean = mean.floats();
       f.rstd = rstd.floats();
-      if (adds) f.residual = sum, f.sum = sum;
+      if (adds) f.addend = sum, f.sum = sum;
       f.quantized.values = values, f.quantized.group = group ? group : cols;
       if (adds) f.quantized.smooth = smooth;
       f.quantized.max_scale = std::numeric_limits<float>::infinity(), f.quantized.power_of_two = format != Dtype::s8;

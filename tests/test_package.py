@@ -1,6 +1,7 @@
 """The package as a whole: what it shows, and how long its parts are."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +41,12 @@ def test_no_function_is_long():
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     }
     assert {function: length for function, length in lengths.items() if length > 60} == {}
+
+
+# An operand of some ops is the business of few files, or the next op would touch many.
+@pytest.mark.parametrize(("word", "most"), [(r"\bgate\b", 10), ("residual", 12)])
+def test_few_files_know_an_operand(word, most):
+    assert len([path for path in SOURCES if re.search(word, path.read_text())]) <= most
 
 
 def shown(names):

@@ -3,7 +3,8 @@
 An op takes x and other operands, and gives results and, where a derivative follows, *statistics*: a few numbers for
 each row of x, which is all that is kept for the derivative beside operands or results. Operands, results and what a
 derivative reads are NamedTuples, in which a field that may be absent has None as its default. Fields of one name are
-one array, so its role is said once.
+one array, so its role is said once. They have the names that users know: messages, `jaxnorm.info` and exported programs
+have these too.
 """
 
 import dataclasses
@@ -160,7 +161,7 @@ class Request(NamedTuple):
     out_dtype: np.dtype[Any]
     axes: int
     scale_shape: tuple[int, ...]
-    residual_dtype: np.dtype[Any] | None = None  # x's if the function cannot do without a residual, else for none
+    addend_dtype: np.dtype[Any] | None = None  # x's if the function cannot do without an addend, else for none
 
     def array(self, shape: tuple[int, ...], dtype: Any = None) -> Any:
         """The type of an operand, of x's dtype if no other is given."""

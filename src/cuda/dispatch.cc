@@ -96,7 +96,7 @@ WorkspaceSize softmax_forward_workspace(const WorkspaceQuery& query) {
   return norm_forward_workspace(Kind::rms, query);
 }
 
-// Either norm may go by tickets, the second in the residual's dtype.
+// Either norm may go by tickets, the second in the addend's dtype.
 WorkspaceSize sandwich_norm_forward_workspace(const WorkspaceQuery& query) {
   return {0, has_tickets(Kind::rms, query.dtype, query.cols) || has_tickets(Kind::rms, Dtype::f32, query.cols) ? 1 : 0};
 }

@@ -3,15 +3,16 @@
 
 #include <variant>
 
+#include "ffi/addend.h"
 #include "ffi/reader.h"
 #include "ops/add_norm.h"
 #include "ops/norm.h"
 
 namespace jaxnorm {
 
-// What every norm of x, or of the sum of x and a residual, takes first: x, the residual, scale and bias.
+// What every norm of x, or of the sum of x and an addend, takes first: x, the addend, scale and bias.
 template <class Op>
-RowShapes read_norm_operands(Reader& in, Kind kind, Op& p, bool has_residual, bool has_weight_rows = true) {
+RowShapes read_norm_operands(Reader& in, Kind kind, Op& p, bool has_addend, bool has_weight_rows = true) {
   RowShapes rows = in.rows(in.attribute<int64_t>("axes"));
   rows.has_weight = !has_weight_rows;
   p.kind = kind;
@@ -20,7 +21,7 @@ RowShapes read_norm_operands(Reader& in, Kind kind, Op& p, bool has_residual, bo
   p.epsilon = in.attribute<float>("epsilon");
   p.scale_offset = in.attribute<float>("scale_offset");
   p.x = in.operand("x", rows.x);
-  if (has_residual) p.residual = in.operand("residual", rows.x);
+  if (has_addend) p.addend = in.operand(called::kAddend, rows.x);
   if (in.flag("has_scale")) p.scale = in.weight("scale", rows);
   if (in.flag("has_bias")) p.bias = in.weight("bias", rows);
   p.weight_rows = rows.weight_rows;
@@ -29,10 +30,10 @@ RowShapes read_norm_operands(Reader& in, Kind kind, Op& p, bool has_residual, bo
 
 // And what it gives last: the sum, and the statistics where they are wanted.
 template <class Op>
-void read_norm_results(Reader& in, const RowShapes& rows, Op& p, bool has_residual) {
-  if (has_residual) {
-    p.sum = in.result("sum", rows.x, p.residual.dtype);
-    in.require(is_supported(p.x.dtype, p.residual.dtype), "x and residual have different dtypes and neither is F32");
+void read_norm_results(Reader& in, const RowShapes& rows, Op& p, bool has_addend) {
+  if (has_addend) {
+    p.sum = in.result("sum", rows.x, p.addend.dtype);
+    in.require(is_supported(p.x.dtype, p.addend.dtype), called::kUnlikeX);
   }
   if (!in.has_result(rows.statistics)) return;
   if (p.kind == Kind::layer) p.mean = in.f32_result("mean", rows.statistics);
@@ -44,14 +45,14 @@ inline constexpr const char* kPair = "what is normalised and y (or dy) have diff
 template <Kind kind>
 std::variant<NormForward, AddNormForward> read_norm(Reader& in) {
   AddNormForward p{};
-  const bool has_residual = in.flag("has_residual");
-  const RowShapes rows = read_norm_operands(in, kind, p, has_residual);
+  const bool has_addend = in.flag(called::kHasAddend);
+  const RowShapes rows = read_norm_operands(in, kind, p, has_addend);
   p.multiply_before_cast = in.flag("multiply_before_cast");
   p.y = in.padded_result("y", rows, &p.y_stride);
-  in.require(is_supported(has_residual ? p.residual.dtype : p.x.dtype, p.y.dtype), kPair);
-  read_norm_results(in, rows, p, has_residual);
+  in.require(is_supported(has_addend ? p.addend.dtype : p.x.dtype, p.y.dtype), kPair);
+  read_norm_results(in, rows, p, has_addend);
   p.workspace = in.workspace();
-  if (has_residual) return p;
+  if (has_addend) return p;
   return static_cast<const NormForward&>(p);
 }
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <iterator>
 
+#include "ffi/addend.h"
 #include "ffi/norm.h"
 #include "ops/quantized_norm.h"
 
@@ -23,8 +24,8 @@ template <Kind kind>
 QuantizedNormForward read_quantized_norm(Reader& in) {
   QuantizedNormForward p{};
   Quantization& q = p.quantized;
-  const bool has_residual = in.flag("has_residual"), has_given = in.flag("has_given");
-  const RowShapes rows = read_norm_operands(in, kind, p, has_residual, /*has_weight_rows=*/false);
+  const bool has_addend = in.flag(called::kHasAddend), has_given = in.flag("has_given");
+  const RowShapes rows = read_norm_operands(in, kind, p, has_addend, /*has_weight_rows=*/false);
   const int64_t group = in.attribute<int64_t>("group");
   check_group(in, rows, group, has_given);
   q.group = group == 0 ? rows.cols : group;
@@ -39,7 +40,7 @@ QuantizedNormForward read_quantized_norm(Reader& in) {
     if (group != 0 && !scales.empty()) scales.back() = rows.cols / q.group;
     q.scales = in.f32_result("scales", scales);
   }
-  read_norm_results(in, rows, p, has_residual);
+  read_norm_results(in, rows, p, has_addend);
   return p;
 }
 

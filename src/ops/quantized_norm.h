@@ -35,7 +35,7 @@ struct Quantization {
   bool power_of_two = false;
 };
 
-struct QuantizedNormForward : NormOperands, Addend {
+struct QuantizedNormForward : NormOperands, AddFirst {
   Quantization quantized;
 };
 

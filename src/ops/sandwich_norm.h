@@ -1,10 +1,10 @@
-// The sandwich norm: RMSNorm of what a block gives, its sum with the residual, and RMSNorm of that.
+// The sandwich norm: RMSNorm of what a block gives, its sum with an addend, and RMSNorm of that.
 //
 //   u   = x_hat * (post_scale + scale_offset)       rounded to x's dtype
-//   sum = u + residual                              rounded to the residual's dtype, and used as it is stored
+//   sum = u + addend                                rounded to the addend's dtype, and used as it is stored
 //   y   = sum_hat * (scale + scale_offset)
 //
-// So its gradients are those of two norms: dresidual is that of sum by y, to which dsum is added, and is what the
+// So its gradients are those of two norms: daddend is that of sum by y, to which dsum is added, and is what the
 // gradients of u are computed from, as it is stored.
 #pragma once
 
@@ -15,9 +15,9 @@ namespace jaxnorm {
 
 struct SandwichNormForward {
   int64_t rows, cols;
-  Input x, residual, post_scale, scale;
+  Input x, addend, post_scale, scale;
   Output y;                 // of x's dtype
-  Output sum;               // of the residual's dtype; may lie where the residual does
+  Output sum;               // of the addend's dtype; may lie where the addend does
   float *post_rstd, *rstd;  // of x and of sum, a value a row; null where they are not wanted
   float epsilon, scale_offset;
   bool multiply_before_cast;
@@ -29,11 +29,11 @@ struct SandwichNormBackward {
   Input dy, x, sum, post_scale, scale;  // dy is of x's dtype
   Input dsum;                           // of sum's dtype: its cotangent from its other uses
   const float *post_rstd, *rstd;
-  Output dx, dresidual, dpost_scale, dscale;  // each where it is wanted; dresidual is of sum's dtype
+  Output dx, daddend, dpost_scale, dscale;  // each where it is wanted; daddend is of sum's dtype
   float scale_offset;
   Workspace workspace;
 
-  // Whether dresidual is read, though it may not be wanted.
+  // Whether daddend is read, though it may not be wanted.
   bool goes_on() const { return dx || dpost_scale; }
 };
 
@@ -58,15 +58,15 @@ inline AddNormForward add_norm_of(const SandwichNormForward& p) {
   AddNormForward norm{};
   static_cast<NormForward&>(norm) = post_norm_of(p);
   norm.x = {p.y.data, p.y.dtype};
-  norm.residual = p.residual;
+  norm.addend = p.addend;
   norm.sum = p.sum;
   norm.scale = p.scale;
   norm.rstd = p.rstd;
   return norm;
 }
 
-// The gradients, the second norm's first. `dresidual`: where it is, absent if nothing asks for it.
-inline NormBackward sum_grad_of(const SandwichNormBackward& p, Output dresidual) {
+// The gradients, the second norm's first. `daddend`: where it is, absent if nothing asks for it.
+inline NormBackward sum_grad_of(const SandwichNormBackward& p, Output daddend) {
   NormBackward grad{};
   grad.kind = Kind::rms;
   grad.rows = p.rows;
@@ -74,18 +74,18 @@ inline NormBackward sum_grad_of(const SandwichNormBackward& p, Output dresidual)
   grad.dy = p.dy;
   grad.x = p.sum;
   grad.scale = p.scale;
-  if (dresidual) grad.dsum = p.dsum;
+  if (daddend) grad.dsum = p.dsum;
   grad.rstd = p.rstd;
-  grad.dx = dresidual;
+  grad.dx = daddend;
   grad.dscale = p.dscale;
   grad.scale_offset = p.scale_offset;
   grad.workspace = p.workspace;
   return grad;
 }
 
-inline NormBackward x_grad_of(const SandwichNormBackward& p, Output dresidual) {
+inline NormBackward x_grad_of(const SandwichNormBackward& p, Output daddend) {
   NormBackward grad = sum_grad_of(p, {});
-  grad.dy = {dresidual.data, dresidual.dtype};
+  grad.dy = {daddend.data, daddend.dtype};
   grad.x = p.x;
   grad.scale = p.post_scale;
   grad.rstd = p.post_rstd;

@@ -29,18 +29,18 @@ void test(Kind kind, Dtype x_dtype, Dtype dtype, Dtype weights, int64_t rows, in
   const auto expect = [&](bool holds, const char* what) {
     if (holds) return;
     ++failures;
-    std::printf("%s: %s, x %s, residual %s, weights %s, %ld x %ld, offset %ld\n", what,
+    std::printf("%s: %s, x %s, addend %s, weights %s, %ld x %ld, offset %ld\n", what,
                 kind == Kind::rms ? "rms" : "layer", name_of(x_dtype), name_of(dtype), name_of(weights), rows, cols,
                 offset);
   };
   const bool layer = kind == Kind::layer;
   const int64_t elements = rows * cols;
-  const auto x = Array::normal(x_dtype, elements, offset), residual = Array::normal(dtype, elements, offset);
+  const auto x = Array::normal(x_dtype, elements, offset), addend = Array::normal(dtype, elements, offset);
   const auto dy = Array::normal(x_dtype, elements, offset), dsum = Array::normal(dtype, elements, offset);
   const auto scale = Array::normal(weights, cols, offset), bias = Array::normal(weights, cols, offset);
   if (!is_chosen) return;
   Array sum(dtype, elements, offset);
-  for (int64_t i = 0; i < elements; ++i) sum.set(i, x[i] + residual[i]);
+  for (int64_t i = 0; i < elements; ++i) sum.set(i, x[i] + addend[i]);
   const Exact exact(layer, rows, cols, sum, scale, 0.5, bias, dy, dsum);
 
   Array y(x_dtype, elements, offset), mean(Dtype::f32, rows), rstd(Dtype::f32, rows), tickets(Dtype::f32, 1);
@@ -53,13 +53,13 @@ void test(Kind kind, Dtype x_dtype, Dtype dtype, Dtype weights, int64_t rows, in
   expect(y.error(exact.y) < (x_dtype == Dtype::f32 ? 1e-6 : 4e-3), "y");
 
   Array fused_y(x_dtype, elements, offset), fused_mean(Dtype::f32, rows), fused_rstd(Dtype::f32, rows);
-  Array fused_sum(dtype, elements, offset);  // where the residual was
-  for (int64_t i = 0; i < elements; ++i) fused_sum.set(i, residual[i]);
+  Array fused_sum(dtype, elements, offset);  // where the addend was
+  for (int64_t i = 0; i < elements; ++i) fused_sum.set(i, addend[i]);
   AddNormForward fused{f};
-  fused.x = x, fused.residual = fused_sum, fused.sum = fused_sum, fused.y = fused_y;
+  fused.x = x, fused.addend = fused_sum, fused.sum = fused_sum, fused.y = fused_y;
   fused.mean = fused_mean.floats(), fused.rstd = fused_rstd.floats();
   fused.workspace = {};  // without a count of tickets rows have a static schedule
-  expect(run(fused, nullptr) == cudaSuccess, "forward with a residual");
+  expect(run(fused, nullptr) == cudaSuccess, "forward with an addend");
   expect(fused_sum == sum && fused_y == y && fused_rstd == rstd && (!layer || fused_mean == mean), "fusion is exact");
 
   const WorkspaceSize size = norm_backward_workspace({dtype, cols, 2, {}, true});
@@ -127,8 +127,8 @@ void test_all(int64_t rows, int64_t cols, int64_t offset = 0) {
                                        {bf16, f32, bf16}, {bf16, f32, f32},   {f32, bf16, f32}};
   tier.begin_shape();
   for (const Kind kind : {Kind::rms, Kind::layer})
-    for (const auto& [x, residual, weights] : combinations)
-      test(kind, x, residual, weights, rows, cols, offset, tier.takes());
+    for (const auto& [x, addend, weights] : combinations)
+      test(kind, x, addend, weights, rows, cols, offset, tier.takes());
 }
 
 }  // namespace
@@ -145,7 +145,7 @@ int main(int argc, char** argv) {
       for (const int64_t rows : {1, 5}) test_all(rows, cols);
     test_all(3, 40000);   // clusters
     test_all(30, 16400);  // that draw tickets
-    // Clusters with x aligned to 8 bytes and the residual to 16.
+    // Clusters with x aligned to 8 bytes and the addend to 16.
     test(Kind::rms, Dtype::bf16, Dtype::f32, Dtype::f32, 3, 40000, 4);
     // Of which the memory of one has a row and the beginning of the next.
     for (const int64_t offset : {0, 1}) test(Kind::rms, Dtype::f32, Dtype::f32, Dtype::f32, 9, 131076 - offset, offset);

@@ -27,7 +27,7 @@ bool is_padded(const Array& padded, const Array& plain, int64_t rows, int64_t co
   return true;
 }
 
-// `dtype`: of the residual and of what is normalised.
+// `dtype`: of the addend and of what is normalised.
 void test(Kind kind, Dtype y_dtype, Dtype dtype, Dtype weights, int64_t rows, int64_t cols, int64_t pad,
           int64_t offset) {
   const auto name_of = [](Dtype dtype) { return dtype == Dtype::f32 ? "f32" : "bf16"; };
@@ -40,21 +40,21 @@ void test(Kind kind, Dtype y_dtype, Dtype dtype, Dtype weights, int64_t rows, in
   };
   const bool layer = kind == Kind::layer;
   const int64_t elements = rows * cols, padded_elements = rows * (cols + pad);
-  const auto x = Array::normal(y_dtype, elements, offset), residual = Array::normal(dtype, elements, offset);
+  const auto x = Array::normal(y_dtype, elements, offset), addend = Array::normal(dtype, elements, offset);
   const auto scale = Array::normal(weights, cols, offset), bias = Array::normal(weights, cols, offset);
   Array sum(dtype, elements, offset), fused_sum(dtype, elements, offset);
   Array y(y_dtype, elements, offset), padded(y_dtype, padded_elements, offset), fused(y_dtype, padded_elements, offset);
   Array mean(Dtype::f32, rows), rstd(Dtype::f32, rows), tickets(Dtype::f32, 1);
   AddNormForward f{};
   f.kind = kind, f.rows = rows, f.cols = cols, f.epsilon = 1e-6f, f.multiply_before_cast = true;
-  f.x = x, f.residual = residual, f.sum = sum, f.scale = scale, f.y = y, f.y_stride = cols;
+  f.x = x, f.addend = addend, f.sum = sum, f.scale = scale, f.y = y, f.y_stride = cols;
   f.mean = mean.floats(), f.rstd = rstd.floats();
   if (layer) f.bias = bias;
   f.workspace = {tickets.floats(), 1};
   expect(run(f, nullptr) == cudaSuccess, "forward");
   f.y = fused, f.sum = fused_sum, f.y_stride = cols + pad;
-  expect(run(f, nullptr) == cudaSuccess, "padded forward with a residual");
-  expect(is_padded(fused, y, rows, cols, pad) && fused_sum == sum, "y with a residual");
+  expect(run(f, nullptr) == cudaSuccess, "padded forward with an addend");
+  expect(is_padded(fused, y, rows, cols, pad) && fused_sum == sum, "y with an addend");
   NormForward alone = f;
   alone.x = sum, alone.y = padded;
   expect(run(alone, nullptr) == cudaSuccess, "padded forward");

@@ -88,17 +88,17 @@ class Turns {
   uint64_t state_ = 1;
 };
 
-enum class Residual { none, same, f32 };
+enum class Addend { none, same, f32 };
 
 // `offset`: of each array, in elements. group 0: the scale is given.
-void test(Kind kind, Dtype dtype, Residual residual_is, int64_t rows, int64_t cols, int64_t group, int64_t offset,
+void test(Kind kind, Dtype dtype, Addend addend_is, int64_t rows, int64_t cols, int64_t group, int64_t offset,
           bool plain) {
   static Turns turns;
   const int64_t elements = rows * cols;
-  const bool adds = residual_is != Residual::none;
-  const Dtype sum_dtype = residual_is == Residual::f32 ? kF32 : dtype;
+  const bool adds = addend_is != Addend::none;
+  const Dtype sum_dtype = addend_is == Addend::f32 ? kF32 : dtype;
   auto x = Array::normal(dtype, elements, offset);
-  const auto residual = Array::normal(sum_dtype, elements, offset);
+  const auto addend = Array::normal(sum_dtype, elements, offset);
   Array sum(sum_dtype, elements, offset), fused_sum(sum_dtype, elements, offset);
   if (rows > 3 && !adds)
     for (int64_t i = 0; i < cols; ++i) {
@@ -107,8 +107,8 @@ void test(Kind kind, Dtype dtype, Residual residual_is, int64_t rows, int64_t co
       x.set(2 * cols + i, i == cols / 3 ? INFINITY : 1);
     }
   for (int64_t i = 0; i < elements; ++i) {
-    sum.set(i, adds ? x[i] + residual[i] : x[i]);
-    fused_sum.set(i, residual[i]);
+    sum.set(i, adds ? x[i] + addend[i] : x[i]);
+    fused_sum.set(i, addend[i]);
   }
 
   QuantizedNormForward f{};
@@ -137,7 +137,7 @@ void test(Kind kind, Dtype dtype, Residual residual_is, int64_t rows, int64_t co
   const float given = turns.next({0.02f, 0.1f});
   Array values(to, elements, offset), scales(kF32, elements);
   f.x = x;
-  if (adds) f.residual = fused_sum, f.sum = fused_sum;
+  if (adds) f.addend = fused_sum, f.sum = fused_sum;
   const bool statistics = turns.next({true, false});
   f.mean = statistics ? own_mean.floats() : nullptr, f.rstd = statistics ? own_rstd.floats() : nullptr;
   f.quantized.values = values, f.quantized.group = group ? group : cols;
@@ -154,8 +154,8 @@ void test(Kind kind, Dtype dtype, Residual residual_is, int64_t rows, int64_t co
   holds = holds && (!statistics || (own_rstd == rstd && (kind == Kind::rms || own_mean == mean)));
   if (holds) return;
   ++failures;
-  std::printf("%s, %s, residual %d, %ld x %ld, group %ld, offset %ld, to %d, %s weights, smooth %d\n",
-              kind == Kind::rms ? "rms" : "layer", dtype == kF32 ? "f32" : "bf16", static_cast<int>(residual_is), rows,
+  std::printf("%s, %s, addend %d, %ld x %ld, group %ld, offset %ld, to %d, %s weights, smooth %d\n",
+              kind == Kind::rms ? "rms" : "layer", dtype == kF32 ? "f32" : "bf16", static_cast<int>(addend_is), rows,
               cols, group, offset, static_cast<int>(to), plain ? "plain" : "any", has_smooth);
 }
 
@@ -163,14 +163,14 @@ void test_all(int64_t rows, int64_t cols, int64_t offset = 0) {
   tier.begin_shape();
   for (const Kind kind : {Kind::rms, Kind::layer})
     for (const Dtype dtype : {kF32, kBf16})
-      for (const Residual residual : {Residual::none, Residual::same, Residual::f32})
+      for (const Addend addend : {Addend::none, Addend::same, Addend::f32})
         for (const int64_t group : {int64_t{0}, int64_t{64}, int64_t{128}, cols}) {
-          if ((group && cols % group) || (residual == Residual::f32 && dtype == kF32)) continue;
+          if ((group && cols % group) || (addend == Addend::f32 && dtype == kF32)) continue;
           // The longest rows take seconds: one granularity of each norm.
-          if (cols > 100'000 && (residual != Residual::none || group != (kind == Kind::rms ? cols : 128))) continue;
+          if (cols > 100'000 && (addend != Addend::none || group != (kind == Kind::rms ? cols : 128))) continue;
           if (!tier.takes()) continue;
-          test(kind, dtype, residual, rows, cols, group, offset, true);
-          if (residual == Residual::none && cols <= 2048) test(kind, dtype, residual, rows, cols, group, offset, false);
+          test(kind, dtype, addend, rows, cols, group, offset, true);
+          if (addend == Addend::none && cols <= 2048) test(kind, dtype, addend, rows, cols, group, offset, false);
         }
 }
 

@@ -52,12 +52,12 @@ class Operands(NamedTuple):
 
 class Results(NamedTuple):
     y: jax.Array
-    sum: jax.Array | None = None  # of x and a residual
+    sum: jax.Array | None = None  # of x and an addend
 
 
 # y, where it is padded, has a last axis of its own.
 PADDED = Role(lambda norm, ndim, _: dims.like_x(ndim) if norm.pad_to == 1 else (*range(ndim - 1), None))
-ADDEND = "residual"
+ADDEND = "residual"  # the field of operands that is added to x
 ROLES = {"x": LIKE_X, ADDEND: LIKE_X, "scale": WEIGHT, "bias": WEIGHT, "y": PADDED, "sum": LIKE_X}
 
 
@@ -116,21 +116,21 @@ def affine(norm: Norm, x: jax.Array, stats: Statistics, scale: jax.Array | None,
 
 
 def forward(norm: Norm, operands: Operands) -> tuple[Results, Statistics]:
-    """y and the statistics; with a residual, of the sum, and that."""
-    x, residual, scale, bias = operands
-    if residual is not None:
-        x = add(x, residual)
+    """y and the statistics; with an addend, of the sum, and that."""
+    x, addend, scale, bias = operands
+    if addend is not None:
+        x = add(x, addend)
     stats = statistics(norm, x)
-    return Results(affine(norm, x, stats, scale, bias), None if residual is None else x), stats
+    return Results(affine(norm, x, stats, scale, bias), None if addend is None else x), stats
 
 
 def plain(norm: Norm, operands: Operands) -> Results:
     """The results of `forward`, for JAX to differentiate."""
-    x, residual, scale, bias = operands
+    x, addend, scale, bias = operands
     # Cast once, so that the cotangents of its uses are added before they are rounded to its dtype.
-    wide = (x if residual is None else add(x, residual)).astype(norm.compute_dtype)
+    wide = (x if addend is None else add(x, addend)).astype(norm.compute_dtype)
     y = affine(norm, wide, statistics(norm, wide), scale, bias)
-    return Results(y, None if residual is None else wide.astype(residual.dtype))
+    return Results(y, None if addend is None else wide.astype(addend.dtype))
 
 
 def linear(norm: Norm, saved: Saved, dots: Variables[jax.Array]) -> Results:

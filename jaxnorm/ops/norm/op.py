@@ -99,17 +99,17 @@ def _backward_of_shard(
 
 def requested(kind: Kind, *, adds: bool = False) -> Any:
     def of_request(request: Request) -> tuple[Norm, Operands]:
-        residual_dtype = request.residual_dtype or (request.dtype if adds else None)
+        addend_dtype = request.addend_dtype or (request.dtype if adds else None)
         norm = Norm(
             kind=kind,
             axes=tuple(range(-request.axes, 0)),
             epsilon=1e-6,
             scale_offset=-0.0,
-            compute_dtype=dims.wide_dtype((request.dtype, residual_dtype or request.dtype, request.out_dtype)),
+            compute_dtype=dims.wide_dtype((request.dtype, addend_dtype or request.dtype, request.out_dtype)),
             out_dtype=request.out_dtype,
         )
-        residual = None if residual_dtype is None else request.array(request.shape, residual_dtype)
-        return norm, Operands(request.array(request.shape), residual, request.array(request.scale_shape))
+        addend = None if addend_dtype is None else request.array(request.shape, addend_dtype)
+        return norm, Operands(request.array(request.shape), addend, request.array(request.scale_shape))
 
     return of_request
 

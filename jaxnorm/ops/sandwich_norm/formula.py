@@ -1,6 +1,6 @@
 """The sandwich norm, RMSNorm after a block and RMSNorm before the next: its formulas in plain jnp, and its op.
 
-Each formula is that of RMSNorm, twice. For a derivative x, the new residual and two rstd a row are kept.
+Each formula is that of RMSNorm, twice. For a derivative x, the sum and two rstd a row are kept.
 """
 
 import dataclasses
@@ -89,22 +89,22 @@ class Variables(NamedTuple, Generic[T]):
 
 
 def forward(norm: SandwichNorm, operands: Operands) -> tuple[Results, Statistics]:
-    """The norm of x, its sum with the residual, the norm of that; and the statistics of both norms."""
-    x, residual, post_scale, scale = operands
+    """The norm of x, its sum with the addend, the norm of that; and the statistics of both norms."""
+    x, addend, post_scale, scale = operands
     normed, of_x = one.forward(norm.norm(x.dtype), one.Operands(x, None, post_scale))
-    results, of_sum = one.forward(norm.norm(norm.out_dtype), one.Operands(rounded(normed.y), residual, scale))
+    results, of_sum = one.forward(norm.norm(norm.out_dtype), one.Operands(rounded(normed.y), addend, scale))
     return Results(results.y, results.sum), (*of_x, *of_sum)
 
 
 def plain(norm: SandwichNorm, operands: Operands) -> Results:
     """The results of `forward`, for JAX to differentiate."""
-    x, residual, post_scale, scale = operands
+    x, addend, post_scale, scale = operands
     normed = rounded(one.plain(norm.norm(x.dtype), one.Operands(x, None, post_scale)).y)
-    return Results(*one.plain(norm.norm(norm.out_dtype), one.Operands(normed, residual, scale)))
+    return Results(*one.plain(norm.norm(norm.out_dtype), one.Operands(normed, addend, scale)))
 
 
 def linear(norm: SandwichNorm, saved: Saved, dots: Variables[jax.Array]) -> Results:
-    """The tangents of y and of the new residual."""
+    """The tangents of y and of the sum."""
     x, total, (of_x, of_sum), post_scale, scale = saved
     of_post = one.Variables(dots.x, dots.post_scale)
     terms = [] if dots.residual is None else [dots.residual.astype(norm.compute_dtype)]
@@ -122,7 +122,7 @@ def linear(norm: SandwichNorm, saved: Saved, dots: Variables[jax.Array]) -> Resu
 def backward(
     norm: SandwichNorm, cotangents: Results, saved: Saved, wanted: Variables[Dtype], batch_dims: BatchDims
 ) -> Variables[jax.Array]:
-    """The wanted gradients: the transpose of `linear`. The residual's, rounded to its dtype, is the cotangent of what
+    """The wanted gradients: the transpose of `linear`. The addend's, rounded to its dtype, is the cotangent of what
     the first norm gives: so do the kernels, which store it."""
     x, total, (of_x, of_sum), post_scale, scale = saved
     moves_sum = not all_none(wanted._replace(scale=None))
@@ -142,8 +142,8 @@ def backward(
             one.Variables(wanted.x, wanted.post_scale),
             batch_dims,
         )
-    dresidual = None if of_second.x is None or wanted.residual is None else of_second.x.astype(wanted.residual)
-    return Variables(of_first.x, dresidual, of_first.scale, of_second.scale)
+    daddend = None if of_second.x is None or wanted.residual is None else of_second.x.astype(wanted.residual)
+    return Variables(of_first.x, daddend, of_first.scale, of_second.scale)
 
 
 def _types(norm: SandwichNorm, operands: Operands) -> Results:
@@ -151,13 +151,13 @@ def _types(norm: SandwichNorm, operands: Operands) -> Results:
 
 
 def _other_dtypes(norm: SandwichNorm, operands: Operands) -> str | None:
-    x, residual = operands.x.dtype, operands.residual.dtype
+    x, addend = operands.x.dtype, operands.residual.dtype
     if norm.out_dtype != x:
         return f"x is {x} and the result {norm.out_dtype}; kernels with two norms want them equal"
-    if residual not in ffi.DTYPES:
-        return f"residual is {residual}, kernels take {', '.join(sorted(d.name for d in ffi.DTYPES))}"
-    if x != residual and np.float32 not in (x, residual):
-        return f"x is {x} and residual {residual}; kernels want them equal, or one of them float32"
+    if addend not in ffi.DTYPES:
+        return f"residual is {addend}, kernels take {', '.join(sorted(d.name for d in ffi.DTYPES))}"
+    if x != addend and np.float32 not in (x, addend):
+        return f"x is {x} and residual {addend}; kernels want them equal, or one of them float32"
     return None
 
 
@@ -179,7 +179,7 @@ def _forward_attributes(norm: SandwichNorm, _: Operands) -> dict[str, Any]:
 
 
 def _kept_rows(saved: Saved, wanted: Variables[Any]) -> dict[str, Any]:
-    """Whether the residual's gradient is kept in the workspace: as it is not a result and still read, and as float32.
+    """Whether the addend's gradient is kept in the workspace: as it is not a result and still read, and as float32.
 
     The first norm's gradient is computed from it, which of two calls one after the other gets it in x's dtype.
     """

@@ -24,9 +24,9 @@ void run(const SandwichNormBackward& call, const ParallelFor& parallel_for) {
   const F32Weight scale(&p.scale, p.scale_offset, p.cols, parallel_for);
   const int64_t elements = p.rows * p.cols, traffic = elements * 3 * (size_of(p.x.dtype) + size_of(p.sum.dtype));
   expect_writes(p.dx, elements);
-  expect_writes(p.dresidual, elements);
-  const bool keeps_row = p.goes_on() && !p.dresidual;
-  for_each_grad_rows(parallel_for, sum_grad_of(p, p.dresidual), p.dpost_scale, p.dscale,
+  expect_writes(p.daddend, elements);
+  const bool keeps_row = p.goes_on() && !p.daddend;
+  for_each_grad_rows(parallel_for, sum_grad_of(p, p.daddend), p.dpost_scale, p.dscale,
                      [&](int64_t begin, int64_t end, float* dpost_scale, float* dscale) {
                        const std::unique_ptr<float[]> row(keeps_row ? new float[p.cols] : nullptr);
                        kernels().sandwich_norm_grad(p, begin, end, dpost_scale, dscale, row.get(), traffic);

@@ -1,5 +1,5 @@
-// The forward of x + residual in one kernel, where what models have is known to the compiler: y is of x's type, which
-// is the residual's or, of an f32 residual, a half type; RMSNorm without a bias, LayerNorm with one and rounded once.
+// The forward of x + addend in one kernel, where what models have is known to the compiler: y is of x's type, which
+// is the addend's or, of an f32 addend, a half type; RMSNorm without a bias, LayerNorm with one and rounded once.
 #pragma once
 
 #include "cuda/ops/norm.cuh"
@@ -32,8 +32,8 @@ cudaError_t launch_add_norm(const AddNormForward& p, const Plan& plan, cudaStrea
   constexpr int N = kVector<S>, kLarger = kVector<X> > N ? kVector<X> : N;
   RowsLaunch launch(plan, p.cols, N, p.weight_rows);
   launch.own.y_pad = p.y_stride - p.cols;
-  const bool is_aligned = p.cols % kLarger == 0 && p.y_stride % kLarger == 0 &&
-                          are_aligned<N>(p.x, p.residual, p.y, p.sum, p.scale, p.bias);
+  const bool is_aligned =
+      p.cols % kLarger == 0 && p.y_stride % kLarger == 0 && are_aligned<N>(p.x, p.addend, p.y, p.sum, p.scale, p.bias);
   if constexpr (R::kCluster == 1) {
     if (!is_aligned) return cudaErrorNotSupported;
     return RowLauncher<NormOp<STATS, S, X, W, true>, R>{p, plan, launch, stream}.template direct<Access::vectors>();

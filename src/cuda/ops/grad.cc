@@ -19,14 +19,14 @@ bool depends_on_dtype_of_dy(int64_t cols) {
          make_plan(Op::backward, Kind::rms, Dtype::f32, cols, kMaxCluster).segments > 0;
 }
 
-// Whether dresidual is widened to x's type before the first norm's gradient reads it: as two norms one after the other
+// Whether daddend is widened to x's type before the first norm's gradient reads it: as two norms one after the other
 // hand it on, so that dx has the bits that they give. A program of an older build has no room for that.
 bool widens(const SandwichNormBackward& p) {
   if (!p.goes_on() || p.rows == 0 || p.x.dtype != Dtype::f32 || p.sum.dtype == Dtype::f32) return false;
   if (!depends_on_dtype_of_dy(p.cols)) return false;
   const int weights = bool{p.dpost_scale} + bool{p.dscale};
   const WorkspaceSize wanted =
-      sandwich_norm_backward_workspace({p.x.dtype, p.cols, weights, {}, true, !p.dresidual, true});
+      sandwich_norm_backward_workspace({p.x.dtype, p.cols, weights, {}, true, !p.daddend, true});
   return p.workspace.floats >= p.rows * wanted.floats_a_row + wanted.floats;
 }
 
@@ -69,17 +69,17 @@ cudaError_t run(const SandwichNormBackward& call, cudaStream_t stream) {
     return {rows, dtype};
   };
   const bool is_widened = widens(p);
-  Output dresidual = p.dresidual;
-  if (p.goes_on() && !dresidual) {
+  Output daddend = p.daddend;
+  if (p.goes_on() && !daddend) {
     if (p.workspace.floats < elements) return cudaErrorMemoryAllocation;
-    dresidual = keep(p.sum.dtype);
+    daddend = keep(p.sum.dtype);
   }
-  const Output received = is_widened ? keep(p.x.dtype) : dresidual;
-  if (dresidual || p.dscale)
-    if (const cudaError_t error = run(sum_grad_of(p, dresidual), stream); error != cudaSuccess) return error;
+  const Output received = is_widened ? keep(p.x.dtype) : daddend;
+  if (daddend || p.dscale)
+    if (const cudaError_t error = run(sum_grad_of(p, daddend), stream); error != cudaSuccess) return error;
   if (!p.goes_on()) return cudaSuccess;
   if (is_widened)
-    if (const cudaError_t error = add({{dresidual.data, dresidual.dtype}, {}, received}, elements, stream);
+    if (const cudaError_t error = add({{daddend.data, daddend.dtype}, {}, received}, elements, stream);
         error != cudaSuccess)
       return error;
   return run(x_grad_of(p, received), stream);
@@ -101,7 +101,7 @@ WorkspaceSize sandwich_norm_backward_workspace(const WorkspaceQuery& query) {
   one_norm.weights = std::min(1, query.weights);
   one_norm.with_dx = true;  // as far as the sum is concerned
   WorkspaceSize size = norm_backward_workspace(one_norm);
-  one_norm.dtype = Dtype::f32;  // that of the residual may be another
+  one_norm.dtype = Dtype::f32;  // that of the addend may be another
   const WorkspaceSize of_f32 = norm_backward_workspace(one_norm);
   size.floats = std::max(size.floats, of_f32.floats);
   const int rows_kept = query.keeps_row + (query.widens_row && depends_on_dtype_of_dy(query.cols));

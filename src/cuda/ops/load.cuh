@@ -1,4 +1,4 @@
-// How rows reach a thread group: x, or its sum with a residual. A Load has
+// How rows reach a thread group: x, or its sum with an addend. A Load has
 //
 //   Fragment                          what a thread has of a row (fragment.cuh)
 //   read(p, group, rows)              reads the rows that a thread group has under way in the direct loop
@@ -60,7 +60,7 @@ struct LoadRow {
   }
 };
 
-// x + residual, rounded to the residual's type S. The sum is stored, and may take the residual's place.
+// x + addend, rounded to the addend's type S. The sum is stored, and may take the addend's place.
 template <typename X, typename S, typename Tile>
 struct LoadSum {
   using Fragment = SumRow<X, S, Tile>;
@@ -74,7 +74,7 @@ struct LoadSum {
       const int64_t start = rows.row_to_read(r) * p.cols;
       const X* x = static_cast<const X*>(p.x.data) + start;
       hide(x);
-      rows.x[r].read(group, x, static_cast<const S*>(p.residual.data) + start, static_cast<S*>(p.sum.data) + start,
+      rows.x[r].read(group, x, static_cast<const S*>(p.addend.data) + start, static_cast<S*>(p.sum.data) + start,
                      rows.is_there(r));
     }
   }
@@ -83,20 +83,20 @@ struct LoadSum {
   __device__ static auto pipeline(const P& p, const Group& group, const PipelineShape& shape, char* shared,
                                   const Source& rows) {
     return Pipeline<Group, Source>(group, shape, shared, rows, static_cast<const X*>(p.x.data),
-                                   static_cast<const S*>(p.residual.data));
+                                   static_cast<const S*>(p.addend.data));
   }
 
   template <typename P, typename Group, typename Pipeline>
   __device__ static void newest(Fragment& sum, const P& p, const Group& group, const Pipeline& pipeline, int64_t row) {
     const int64_t start = row * p.cols + group.begin;
     sum.read(group, pipeline.template newest<0>(static_cast<const X*>(p.x.data) + start),
-             pipeline.template newest<1>(static_cast<const S*>(p.residual.data) + start));
+             pipeline.template newest<1>(static_cast<const S*>(p.addend.data) + start));
   }
   template <typename P, typename Group, typename Pipeline>
   __device__ static void oldest(Fragment& sum, const P& p, const Group& group, const Pipeline& pipeline, int64_t row) {
     const int64_t start = row * p.cols + group.begin;
     sum.read(group, pipeline.template oldest<0>(static_cast<const X*>(p.x.data) + start),
-             pipeline.template oldest<1>(static_cast<const S*>(p.residual.data) + start));
+             pipeline.template oldest<1>(static_cast<const S*>(p.addend.data) + start));
   }
 
   template <typename P, int N>
@@ -106,12 +106,12 @@ struct LoadSum {
 
   template <typename Launch, typename P>
   static int shared_bytes(Launch& launch, const Plan& plan, const P& p, int held, int besides) {
-    const PipelineArray x{sizeof(X), p.cols}, residual{sizeof(S), p.cols};
-    return launch.with_pipelines(plan, p.cols, {x, residual}, held, besides);
+    const PipelineArray x{sizeof(X), p.cols}, addend{sizeof(S), p.cols};
+    return launch.with_pipelines(plan, p.cols, {x, addend}, held, besides);
   }
 };
 
-// x, or x + residual, as FLOATS, which read either and hold it unpacked. Which it is is seen at run time: it only
+// x, or x + addend, as FLOATS, which read either and hold it unpacked. Which it is is seen at run time: it only
 // matters to how a row is read, where no branch stands behind which the compiler has more under way than there are
 // registers for.
 template <typename X, typename FLOATS>
@@ -125,9 +125,9 @@ struct LoadFloats {
       for (int r = 0; r < Batch::kRows; ++r) read_row(rows.x[r], rows.row_to_read(r) * p.cols, rows.is_there(r));
     };
     const X* const x_data = static_cast<const X*>(p.x.data);
-    if (p.residual.data) {
+    if (p.addend.data) {
       each([&](Fragment& x, int64_t start, bool is_there) {
-        x.template read<X>(group, x_data + start, static_cast<const X*>(p.residual.data) + start,
+        x.template read<X>(group, x_data + start, static_cast<const X*>(p.addend.data) + start,
                            static_cast<X*>(p.sum.data) + start, is_there);
       });
     } else {

@@ -158,7 +158,7 @@ class QuantizedLauncher {
   const Plan& plan_;
   const cudaStream_t stream_;
   QuantizedLaunch<X> launch_;
-  const bool is_aligned_ = p_.cols % N == 0 && are_aligned<N>(p_.x, p_.residual, p_.scale, p_.bias, p_.sum,
+  const bool is_aligned_ = p_.cols % N == 0 && are_aligned<N>(p_.x, p_.addend, p_.scale, p_.bias, p_.sum,
                                                               p_.quantized.smooth, p_.quantized.values);
 };
 

@@ -1,6 +1,6 @@
-// The forward of the sandwich norm in one kernel, where what models have is known to the compiler: x, the residual and
+// The forward of the sandwich norm in one kernel, where what models have is known to the compiler: x, the addend and
 // y of one type, both scales, of that type or of f32, and rows that one block holds. A row is read once: x is in
-// registers until it is normalised and added, and the sum in the residual's.
+// registers until it is normalised and added, and the sum in the addend's.
 #pragma once
 
 #include "cuda/ops/affine.cuh"
@@ -23,7 +23,7 @@ struct PackedRow {
   __device__ void get(int vec, int64_t, int, float (&to)[Tile::N]) const { unpack(packed[vec], to); }
 };
 
-// residual + rms_norm(x, post_scale), rounded after each: the first norm is a matter of how the second's rows come.
+// addend + rms_norm(x, post_scale), rounded after each: the first norm is a matter of how the second's rows come.
 template <typename X, typename T, typename Tile>
 struct LoadNormedSum {
   using Fragment = PackedRow<X, Tile>;
@@ -39,7 +39,7 @@ struct LoadNormedSum {
       const X* x_row = static_cast<const X*>(p.x.data) + start;
       hide(x_row);
       x[r].read(group, x_row);
-      rows.x[r].read(group, static_cast<const X*>(p.residual.data) + start);
+      rows.x[r].read(group, static_cast<const X*>(p.addend.data) + start);
     }
     const PackedWeight<T, Tile, kPlace> post_scale(group, p.post_scale);
     const float cols = warp_cols<Tile>(group);
@@ -98,7 +98,7 @@ cudaError_t sandwich_norm_as(const SandwichNormForward& p, const Plan& plan, cud
 template <typename X>
 cudaError_t run_sandwich_norm(const SandwichNormForward& p, const Plan& plan, cudaStream_t stream) {
   constexpr int N = kVector<X>;
-  const bool is_aligned = p.cols % N == 0 && are_aligned<N>(p.x, p.residual, p.post_scale, p.scale, p.y, p.sum);
+  const bool is_aligned = p.cols % N == 0 && are_aligned<N>(p.x, p.addend, p.post_scale, p.scale, p.y, p.sum);
   const bool is_known = p.sum.dtype == kDtype<X> && p.post_scale && p.scale && p.post_scale.dtype == p.scale.dtype &&
                         (p.multiply_before_cast || sizeof(X) == 4);
   if (!is_aligned || !is_known) return cudaErrorNotSupported;
