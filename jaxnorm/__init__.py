@@ -12,6 +12,7 @@ from jaxnorm._explain import explain
 from jaxnorm.ops.cross_entropy.api import softmax_cross_entropy_with_integer_labels
 from jaxnorm.ops.cross_entropy.linear_api import linear_cross_entropy
 from jaxnorm.ops.gated_norm.api import gated_rms_norm
+from jaxnorm.ops.group_norm.api import group_norm
 from jaxnorm.ops.norm.added import add_layer_norm, add_rms_norm
 from jaxnorm.ops.norm.api import layer_norm, rms_norm
 from jaxnorm.ops.options import implementation
@@ -36,6 +37,7 @@ __all__ = [
     "checkpoint_policies",
     "explain",
     "gated_rms_norm",
+    "group_norm",
     "implementation",
     "layer_norm",
     "layer_norm_quantized",

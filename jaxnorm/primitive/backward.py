@@ -91,7 +91,7 @@ class Backward(Rules):
             "count": count,
             "inner": inner,
             "with_dx": variables[0] is not None,
-            **(native.workspace(saved, variables) if native.workspace else {}),
+            **native.workspace(saved, variables),
         }
         workspace = ffi.workspace(platform, target, x.dtype, rows, cols, **needs)
         attributes = {**native.backward(spec, saved), **has("has_", saved), **has("has_d", cotangents)}
@@ -136,7 +136,9 @@ class Backward(Rules):
         return CallMaps([of_first, *self.maps_of(spec, ndim, saved), *of_others], gradients, summed)
 
     def _summed(self, spec: RowSpec, ndim: int, saved: Record, name: str, dim_map: DimMap) -> tuple[int, ...]:
-        """The axes of x, other than a row's, along which the gradient with this dim map is a sum."""
+        """The axes of x along which the gradient with this dim map is a sum, of a row's those of what broadcasts."""
+        if self.role(name).broadcasts:
+            return tuple(axis for axis in dims.like_x(ndim) if axis not in dim_map)
         if self.is_row(name):
             return ()
         rows_of = self.role(name).rows_of
@@ -154,7 +156,8 @@ class Backward(Rules):
         rows = list(filter(self.is_row, saved._fields))
         pairs = ((cotangents, of_cotangents, cotangents._fields), (saved, of_saved, rows))
         given = [(name, getattr(of, name), getattr(axes, name)) for of, axes, names in pairs for name in names]
-        folded = self.fold(given, len(cotangents))
+        gradients = {name for name, _ in leaves_of(self.derivative.variables(*wanted))}
+        folded = self.fold(given, len(cotangents), gradients)
         cotangents = self.op.results(*folded[: len(cotangents)])
         saved = saved._replace(**dict(zip(rows, folded[len(cotangents) :], strict=True)))
         x = self._x(cotangents, saved)

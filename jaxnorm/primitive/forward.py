@@ -82,7 +82,9 @@ class Forward(Rules):
             target,
             ctx.replace(avals_out=written),
             leaves,
-            workspace=ffi.workspace(platform, target, normalised.dtype, rows, cols),
+            workspace=ffi.workspace(
+                platform, target, normalised.dtype, rows, cols, **native.forward_workspace(operands)
+            ),
             # The sum goes where the addend was, so that a dead or donated one needs no second buffer. XLA copies one
             # that lives on: where a derivative follows it does, as the sum that the backward of the op before this one
             # wants.

@@ -59,15 +59,22 @@ class Role:
     kernel takes that. "formula": the formula runs.
 
     `shape`, from the spec, x's shape and the batch dims of weights, is needed of a variable that is not saved. An array
-    that `broadcasts` may be 1 long along axes of x, and so it is along that of a batch that it does not have. `rows_of`
-    names the array whose rows a gradient with this role is a sum over, if not x.
+    that `broadcasts` may be 1 long along axes of x, and so it is along that of a batch that it does not have; it is
+    `fitted` if it differs along as few axes as let a kernel take it. `rows_of` names the array whose rows a gradient
+    with this role is a sum over, if not x.
     """
 
     dim_map: Callable[[Any, int, Sequence[Any]], DimMap]
     batch: Literal["fold", "weight", "formula"] = "fold"
     shape: Callable[[Any, Sequence[Any], BatchDims], tuple[Any, ...]] | None = None
     broadcasts: bool = False
+    fitted: bool = False
     rows_of: str | None = None
+
+    @property
+    def is_of_rows(self) -> bool:
+        """Whether an array with a batch makes x one: a weight has none where x has none."""
+        return self.batch == "fold" and (self.fitted or not self.broadcasts)
 
 
 def _weight_map(spec: RowSpec, ndim: int, shape: Sequence[Any]) -> DimMap:
@@ -83,14 +90,16 @@ def _weight_shape(spec: RowSpec, shape: Sequence[Any], batch_dims: BatchDims) ->
 
 
 # Of x's shape; one element for each row, with axes of length 1 for the row's or without these; of a row's shape, with
-# batch dims or without, where a row's axes are the last; one element for all; one row for several of x.
+# batch dims or without, where a row's axes are the last; one element for all; of x's rank, and one row for several of
+# x's, and the same of a weight.
 LIKE_X = Role(lambda spec, ndim, _: dims.like_x(ndim))
 STATISTIC = Role(lambda spec, ndim, _: dims.per_row(ndim, spec.axes))
 PER_ROW = Role(lambda spec, ndim, _: tuple(axis for axis in range(ndim) if axis - ndim not in spec.axes))
 WEIGHT = Role(_weight_map, "weight", _weight_shape)
 FEATURES = Role(lambda spec, ndim, _: dims.weight(ndim, spec.row_ndim, ()), "formula", _row_shape)
 SCALAR = Role(lambda *_: (), "formula")
-BROADCAST = Role(lambda spec, ndim, shape: broadcast.dim_map(shape), broadcasts=True)
+BROADCAST = Role(lambda spec, ndim, shape: broadcast.dim_map(shape), broadcasts=True, fitted=True)
+BROADCAST_WEIGHT = dataclasses.replace(BROADCAST, fitted=False)
 
 
 def statistics_of(spec: RowSpec, x: Any, count: int = 1) -> list[Any]:
@@ -141,8 +150,10 @@ class Native(Generic[S, O]):
     name: Callable[[S], str]
     forward: Callable[[S, O], dict[str, Any]]
     backward: Callable[[S, Any], dict[str, Any]] | None = None
-    # By what is saved and the wanted gradients, beside or in place of what holds for weights; see `ffi.workspace`.
-    workspace: Callable[[Any, Any], dict[str, int]] | None = None
+    # By the operands; and by what is saved and the wanted gradients, beside or in place of what holds for weights; see
+    # `ffi.workspace`.
+    forward_workspace: Callable[[O], dict[str, int]] = lambda _: {}
+    workspace: Callable[[Any, Any], dict[str, int]] = lambda *_: {}
     plan: Callable[[S, O], dict[str, Any]] | None = None  # what `_cuda.plan` wants to know, for `jaxnorm.info`
     # Why XLA's code for the formula is faster: it runs then, unless the call must be native.
     slower: Callable[[S, CallRows], str | None] = lambda *_: None

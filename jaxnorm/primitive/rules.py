@@ -1,7 +1,7 @@
 """What the primitives of all ops have in common."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -193,7 +193,8 @@ class Rules:
             [field for field in fields if self.role(field[1]).batch == how] for how in ("fold", "weight", "formula")
         )
         moving = {field: jax.tree.leaves(axes[field]) for field in fields}
-        if any(moving[field] for field in of_formula) or not any(moving[field] for field in rows):
+        of_rows = [field for field in rows if self.role(field[1]).is_of_rows]
+        if any(moving[field] for field in of_formula) or not any(moving[field] for field in of_rows):
             return None
         if self.op.weights_batch:
             x, x_axis = records[0][0], batch[0][0]
@@ -206,25 +207,28 @@ class Rules:
         values |= dict(zip([*rows, *kept], [*folded, *whole], strict=True))
         return [type(record)(*(values[i, name] for name in record._fields)) for i, record in enumerate(records)]
 
-    def fold(self, arrays: Sequence[tuple[str, Any, Any]], x: int) -> list[Any]:
+    def fold(self, arrays: Sequence[tuple[str, Any, Any]], x: int, repeated: Container[str] = frozenset()) -> list[Any]:
         """Arrays of rows, each with its name and the axis of its batch, with that as the leading axis.
 
-        An array that has no batch is repeated over it, or 1 long where it broadcasts against x, which stands there.
+        An array that has no batch is repeated over it, or 1 long where it broadcasts against x, which stands there. Of
+        those that are `repeated` each example has its own gradient.
         """
         broadcasts = [self.role(name).broadcasts and array is not None for name, array, _ in arrays]
-        stays = [ones and axis is None for ones, (*_, axis) in zip(broadcasts, arrays, strict=True)]
+        pairs = zip(broadcasts, arrays, strict=True)
+        stays = [ones and axis is None and name not in repeated for ones, (name, _, axis) in pairs]
         moving = [(array, axis) for stay, (_, array, axis) in zip(stays, arrays, strict=True) if not stay]
         values, axes = zip(*moving, strict=True)
         folded = iter(_fold(values, axes))
-        pairs = zip(stays, arrays, strict=True)
-        whole = [jnp.expand_dims(array, 0) if stay else next(folded) for stay, (_, array, _) in pairs]
-        return [
-            broadcast.fitted(whole[x], array) if ones else array for ones, array in zip(broadcasts, whole, strict=True)
+        whole = [
+            jnp.expand_dims(array, 0) if stay else next(folded)
+            for stay, (_, array, _) in zip(stays, arrays, strict=True)
         ]
+        fits = [ones and self.role(name).fitted for ones, (name, *_) in zip(broadcasts, arrays, strict=True)]
+        return [broadcast.fitted(whole[x], array) if fit else array for fit, array in zip(fits, whole, strict=True)]
 
     def rows_of(self, arrays: Record) -> list[Any]:
         """The arrays of a NamedTuple that are neither statistics nor weights nor the same for all rows."""
-        return [array for name, array in leaves_of(arrays) if name != "stats" and self.is_row(name)]
+        return [array for name, array in leaves_of(arrays) if name != "stats" and self.role(name).is_of_rows]
 
     def is_row(self, name: str) -> bool:
         return self.role(name).batch == "fold"

@@ -5,6 +5,7 @@
 #include "ops/add_norm.h"
 #include "ops/cross_entropy.h"
 #include "ops/gated_norm.h"
+#include "ops/group_norm.h"
 #include "ops/norm.h"
 #include "ops/qk_norm_rotary.h"
 #include "ops/quantized_norm.h"
@@ -18,9 +19,11 @@ void run(const NormForward& p, const ParallelFor& parallel_for);
 void run(const AddNormForward& p, const ParallelFor& parallel_for);
 void run(const QuantizedNormForward& p, const ParallelFor& parallel_for);
 void run(const GatedNormForward& p, const ParallelFor& parallel_for);
+void run(const GroupNormForward& p, const ParallelFor& parallel_for);
 void run(const SandwichNormForward& p, const ParallelFor& parallel_for);
 void run(const NormBackward& p, const ParallelFor& parallel_for);
 void run(const GatedNormBackward& p, const ParallelFor& parallel_for);
+void run(const GroupNormBackward& p, const ParallelFor& parallel_for);
 void run(const SandwichNormBackward& p, const ParallelFor& parallel_for);
 void run(const QkNormRotaryForward& p, const ParallelFor& parallel_for);
 void run(const QkNormRotaryBackward& p, const ParallelFor& parallel_for);

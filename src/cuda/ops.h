@@ -7,6 +7,7 @@
 #include "ops/add_norm.h"
 #include "ops/cross_entropy.h"
 #include "ops/gated_norm.h"
+#include "ops/group_norm.h"
 #include "ops/norm_shard.h"
 #include "ops/qk_norm_rotary.h"
 #include "ops/quantized_norm.h"
@@ -20,9 +21,11 @@ cudaError_t run(const NormForward& p, cudaStream_t stream);
 cudaError_t run(const AddNormForward& p, cudaStream_t stream);
 cudaError_t run(const QuantizedNormForward& p, cudaStream_t stream);
 cudaError_t run(const GatedNormForward& p, cudaStream_t stream);
+cudaError_t run(const GroupNormForward& p, cudaStream_t stream);
 cudaError_t run(const SandwichNormForward& p, cudaStream_t stream);
 cudaError_t run(const NormBackward& p, cudaStream_t stream);
 cudaError_t run(const GatedNormBackward& p, cudaStream_t stream);
+cudaError_t run(const GroupNormBackward& p, cudaStream_t stream);
 cudaError_t run(const SandwichNormBackward& p, cudaStream_t stream);
 cudaError_t run(const QkNormRotaryForward& p, cudaStream_t stream);
 cudaError_t run(const QkNormRotaryBackward& p, cudaStream_t stream);
@@ -42,5 +45,8 @@ WorkspaceSize sandwich_norm_forward_workspace(const WorkspaceQuery& query);
 WorkspaceSize sandwich_norm_backward_workspace(const WorkspaceQuery& query);
 WorkspaceSize qk_norm_rotary_backward_workspace(const WorkspaceQuery& query);
 WorkspaceSize softmax_forward_workspace(const WorkspaceQuery& query);
+// Of a row of `query`, a group of an example: weight_rows are the groups of an example, and the channels of each.
+WorkspaceSize group_norm_forward_workspace(const WorkspaceQuery& query);
+WorkspaceSize group_norm_backward_workspace(const WorkspaceQuery& query);
 
 }  // namespace jaxnorm::cuda

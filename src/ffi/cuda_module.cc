@@ -26,6 +26,8 @@ struct Workspaces {
   static constexpr WorkspaceFunction* sandwich_norm_grad = cuda::sandwich_norm_backward_workspace;
   static constexpr WorkspaceFunction* qk_norm_rotary_grad = cuda::qk_norm_rotary_backward_workspace;
   static constexpr WorkspaceFunction* softmax = cuda::softmax_forward_workspace;
+  static constexpr WorkspaceFunction* group_norm = cuda::group_norm_forward_workspace;
+  static constexpr WorkspaceFunction* group_norm_grad = cuda::group_norm_backward_workspace;
 };
 
 std::vector<Handler> cuda_handlers() { return all_handlers<Cuda, kOps<Workspaces>, kShardOps>(); }

@@ -5,6 +5,7 @@
 
 #include "ffi/cross_entropy.h"
 #include "ffi/gated_norm.h"
+#include "ffi/group_norm.h"
 #include "ffi/norm.h"
 #include "ffi/norm_shard.h"
 #include "ffi/qk_norm_rotary.h"
@@ -21,6 +22,7 @@ struct NoWorkspaces {
   static constexpr WorkspaceFunction* norm = nullptr;
   static constexpr WorkspaceFunction *norm_grad = nullptr, *gated_norm_grad = nullptr, *qk_norm_rotary_grad = nullptr;
   static constexpr WorkspaceFunction *sandwich_norm = nullptr, *sandwich_norm_grad = nullptr, *softmax = nullptr;
+  static constexpr WorkspaceFunction *group_norm = nullptr, *group_norm_grad = nullptr;
 };
 
 template <class Workspaces>
@@ -30,6 +32,7 @@ inline constexpr std::tuple kOps{
     Row{"jaxnorm_rms_norm_quantized_fwd", read_quantized_norm<Kind::rms>},
     Row{"jaxnorm_layer_norm_quantized_fwd", read_quantized_norm<Kind::layer>},
     Row{"jaxnorm_gated_rms_norm_fwd", read_gated_norm},
+    Row{"jaxnorm_group_norm_fwd", read_group_norm, Workspaces::group_norm},
     Row{"jaxnorm_rms_norm_add_rms_norm_fwd", read_sandwich_norm, Workspaces::sandwich_norm},
     Row{"jaxnorm_qk_norm_rotary_fwd", read_qk_norm_rotary},
     Row{"jaxnorm_softmax_fwd", read_softmax<false>, Workspaces::softmax},
@@ -38,6 +41,7 @@ inline constexpr std::tuple kOps{
     Row{"jaxnorm_rms_norm_bwd", read_norm_grad<Kind::rms>, Workspaces::norm_grad},
     Row{"jaxnorm_layer_norm_bwd", read_norm_grad<Kind::layer>, Workspaces::norm_grad},
     Row{"jaxnorm_gated_rms_norm_bwd", read_gated_norm_grad, Workspaces::gated_norm_grad},
+    Row{"jaxnorm_group_norm_bwd", read_group_norm_grad, Workspaces::group_norm_grad},
     Row{"jaxnorm_rms_norm_add_rms_norm_bwd", read_sandwich_norm_grad, Workspaces::sandwich_norm_grad},
     Row{"jaxnorm_qk_norm_rotary_bwd", read_qk_norm_rotary_grad, Workspaces::qk_norm_rotary_grad},
     Row{"jaxnorm_softmax_bwd", read_softmax_grad},

@@ -43,6 +43,12 @@ class Reader {
     return {};
   }
 
+  // That of the operand that comes next; empty where there is none.
+  Shape next_operand_shape() const {
+    const auto buffer = operands_.get<ffi::AnyBuffer>(next_operand_);
+    return buffer ? shape_of(*buffer) : Shape{};
+  }
+
   // Those of the operand x of this index, of which the last `axes` are normalised.
   RowShapes rows(int64_t axes, size_t index = 0);
 

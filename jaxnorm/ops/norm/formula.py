@@ -105,7 +105,7 @@ def merged(norm: Norm, of_shard: Sequence[jax.Array]) -> Statistics:
 
 def affine(norm: Norm, x: jax.Array, stats: Statistics, scale: jax.Array | None, bias: jax.Array | None) -> jax.Array:
     """`y = x_hat * (scale + scale_offset) + bias`."""
-    y = _x_hat(norm, x, stats)
+    y = normalised(norm, x, stats)
     if not norm.multiply_before_cast:
         y = y.astype(norm.out_dtype).astype(norm.compute_dtype)
     if scale is not None:
@@ -141,7 +141,7 @@ def linear(norm: Norm, saved: Saved, dots: Variables[jax.Array]) -> Results:
         x_hat_dot = _project(norm, dots.x.astype(norm.compute_dtype), x, stats)
         terms.append(x_hat_dot if scale is None else x_hat_dot * _factor(norm, x, scale))
     if dots.scale is not None:
-        terms.append(_x_hat(norm, x, stats) * broadcastable(norm, x, dots.scale))
+        terms.append(normalised(norm, x, stats) * broadcastable(norm, x, dots.scale))
     if dots.bias is not None:
         terms.append(dims.broadcast(broadcastable(norm, x, dots.bias), x.shape, jax.typeof(x), dims.like_x(x.ndim)))
     return Results(_pad(norm, sum(terms[1:], start=terms[0]).astype(norm.out_dtype)))
@@ -159,7 +159,7 @@ def backward(
         dx = _project(norm, dy if scale is None else dy * _factor(norm, x, scale), x, stats)
         dx = (dx if dsum is None else dx + dsum.astype(norm.compute_dtype)).astype(wanted.x)
     if wanted.scale is not None:
-        dscale = sum_rows(norm, dy * _x_hat(norm, x, stats), batch_dims).astype(wanted.scale)
+        dscale = sum_rows(norm, dy * normalised(norm, x, stats), batch_dims).astype(wanted.scale)
     if wanted.bias is not None:
         dbias = sum_rows(norm, dy, batch_dims).astype(wanted.bias)
     return Variables(dx, dscale, dbias)
@@ -175,7 +175,7 @@ def _mean(norm: RowSpec, v: jax.Array) -> jax.Array:
     return jnp.mean(v, axis=norm.axes, keepdims=True)
 
 
-def _x_hat(norm: Norm, x: jax.Array, stats: Statistics) -> jax.Array:
+def normalised(norm: Norm, x: jax.Array, stats: Statistics) -> jax.Array:
     *mean, rstd = stats
     x = x.astype(norm.compute_dtype)
     return (x - mean[0] if mean else x) * rstd
@@ -183,7 +183,7 @@ def _x_hat(norm: Norm, x: jax.Array, stats: Statistics) -> jax.Array:
 
 def _project(norm: Norm, v: jax.Array, x: jax.Array, stats: Statistics) -> jax.Array:
     """The derivative of x_hat by x applied to v; it is symmetric, so it serves both directions."""
-    x_hat = _x_hat(norm, x, stats)
+    x_hat = normalised(norm, x, stats)
     along, *mean = means(norm, v * x_hat, *([v] if norm.kind == "layer" else []))
     inner = v - x_hat * along
     if mean:

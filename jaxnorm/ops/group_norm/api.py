@@ -1,0 +1,187 @@
+"""The public function `group_norm`."""
+
+from typing import Any, NamedTuple, get_args
+
+import jax
+
+from jaxnorm.native import compat
+from jaxnorm.ops import checks
+from jaxnorm.ops.group_norm.formula import Activation, GroupNorm, Operands
+from jaxnorm.ops.group_norm.op import GROUP_NORM
+from jaxnorm.ops.misuse import explained
+from jaxnorm.ops.options import Implementation, NormOptions
+from jaxnorm.sharding import dims
+
+
+@explained
+def group_norm(
+    x: Any,
+    scale: Any = None,
+    bias: Any = None,
+    *,
+    num_groups: int | None = None,
+    group_size: int | None = None,
+    epsilon: float = 1e-6,
+    activation: Activation | None = None,
+    scale_offset: float = 0.0,
+    channel_axis: int = -1,
+    out_dtype: Any = None,
+    axis_name: Any = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Normalises groups of neighbouring channels of each example, over all positions, and applies an activation.
+
+        y = activation((x - mean) * rsqrt(mean((x - mean)²) + epsilon) * (scale + scale_offset) + bias)
+
+    The means are over the positions and the channels of a group, of each example by itself. The variance is the mean of
+    squared deviations as written, never E[x²] - mean². All of it, the activation included, is computed in float32 (in
+    float64 where x, a weight or the result is float64) and rounded once, at the end. It may be transformed and
+    differentiated as the formula may be; for a gradient x and 8 bytes a group are kept.
+
+    One group is a LayerNorm over each example, a group for each channel (group_size=1) is instance normalisation.
+
+    Args:
+      x: floating-point array of shape (examples, ..., channels), with any number of axes of positions between.
+      scale: factors of shape (channels,), or (examples, channels) as in adaptive GroupNorm and FiLM; None is 1.
+      bias: summands, as scale; None is 0.
+      num_groups: how many groups the channels make. Give this or group_size.
+      group_size: how many channels a group has.
+      epsilon: non-negative Python number added to the variance.
+      activation: None, "silu", "relu", or "gelu", which is the approximation by tanh, as of `jax.nn.gelu`.
+      scale_offset: Python number added to scale; 1.0 suits FiLM's. Ignored without scale.
+      channel_axis: the axis of channels; not the first, which is that of examples. Kernels serve the last one, the jnp
+        formula any.
+      out_dtype: dtype of the result; None is x's.
+      axis_name: None, or the axes of a surrounding `jax.shard_map` or `jax.vmap` over which positions are split evenly,
+        a name or a tuple. The statistics are of whole groups, by one exchange each way. Runs in jax.numpy.
+      implementation: "native" is the CPU or CUDA kernel, "jnp" the formula in jax.numpy, None what
+        `jaxnorm.implementation` says, or else the kernel where it exists.
+
+    Returns:
+      An array of x's shape.
+
+    Raises:
+      ValueError: x has less than two axes, both or neither of num_groups and group_size are given, one does not divide
+        the channels, a weight has another shape, activation is unknown; otherwise as `rms_norm` does.
+      TypeError, RuntimeError: as `rms_norm` does.
+
+    Source: Wu and He, Group Normalization, 2018, https://arxiv.org/abs/1803.08494; instance normalisation: Ulyanov,
+    Vedaldi and Lempitsky, 2016, https://arxiv.org/abs/1607.08022; FiLM: Perez et al., 2017,
+    https://arxiv.org/abs/1709.07871.
+    """
+    options = NormOptions(
+        epsilon=epsilon,
+        scale_offset=scale_offset,
+        out_dtype=out_dtype,
+        axis_name=axis_name,
+        implementation=implementation,
+    )
+    grouping = Grouping(num_groups, group_size, channel_axis)
+    return normalise("group_norm", options, grouping, activation, Operands(x, scale, bias))
+
+
+class Grouping(NamedTuple):
+    """The keywords that say what a group is, as a caller gave them."""
+
+    num_groups: Any = None
+    group_size: Any = None
+    channel_axis: Any = -1
+
+
+def normalise(name: str, options: NormOptions, grouping: Grouping, activation: Any, arrays: Operands) -> jax.Array:
+    """The result of the public function."""
+    choice = checks.check_implementation(name, options.implementation)
+    x = checks.check_x(name, arrays.x)
+    if x.ndim < 2:
+        raise ValueError(
+            f"{name}: x has shape {x.shape}, expected an axis of examples, one of channels, and between them those of "
+            f"positions. Of one example x[None] makes a batch."
+        )
+    axis = _check_channel_axis(name, grouping.channel_axis, x)
+    groups = _check_groups(name, grouping, x, axis)
+    scale, bias = (_check_weight(name, n, w, x, axis) for n, w in (("scale", arrays.scale), ("bias", arrays.bias)))
+    out_dtype = checks.check_out_dtype(name, options.out_dtype, x)
+    # Channels become two axes, of which the second is a group's. Those of positions come after that of examples.
+    norm = GroupNorm(
+        axes=tuple(a for a in range(-x.ndim, 0) if a != axis - 1),
+        epsilon=checks.check_epsilon(name, options.epsilon),
+        scale_offset=checks.check_scale_offset(name, options.scale_offset),
+        compute_dtype=dims.wide_dtype([out_dtype, *(a.dtype for a in (x, scale, bias) if a is not None)]),
+        out_dtype=out_dtype,
+        native_for=choice.native_for(name),
+        shards=checks.check_axis_name(name, options.axis_name),
+        activation=_check_activation(name, activation),
+    )
+    weights = (None if weight is None else _in_groups(weight, axis, groups) for weight in (scale, bias))
+    operands = Operands(_in_groups(x, axis, groups), *weights)
+    return GROUP_NORM(norm, operands, choice.implementation).y.reshape(x.shape)
+
+
+def _in_groups(array: jax.Array, axis: int, groups: int) -> jax.Array:
+    """The array, of x's rank, with the axis of channels split into that of groups and that of the channels of each."""
+    split = (groups, array.shape[axis] // groups)
+    return array.reshape(*array.shape[:axis], *split, *array.shape[array.ndim + axis + 1 :])
+
+
+def _check_channel_axis(name: str, channel_axis: object, x: jax.Array) -> int:
+    """The axis of channels, counted from the end."""
+    axis = checks.check_int(name, "channel_axis", channel_axis, "-1 is the last")
+    (axis,) = checks.check_axes(name, axis, x.ndim)
+    if axis == -x.ndim:
+        raise ValueError(
+            f"{name}: channel_axis={channel_axis} is the first axis of x, which has shape {x.shape}; expected another: "
+            f"the first is that of examples."
+        )
+    return axis
+
+
+def _check_groups(name: str, grouping: Grouping, x: jax.Array, axis: int) -> int:
+    """How many groups there are."""
+    given = {key: value for key, value in grouping._asdict().items() if key != "channel_axis" and value is not None}
+    if len(given) != 1:
+        raise ValueError(
+            f"{name}: got {'both' if given else 'neither'} of num_groups and group_size; expected one of them, as "
+            f"num_groups=32."
+        )
+    ((key, value),) = given.items()
+    number = checks.check_int(name, key, value, "num_groups=32 is usual")
+    channels = x.shape[axis]
+    if number < 1 or not isinstance(channels, int) or channels % number:
+        raise ValueError(
+            f"{name}: {key}={number} is not a positive divisor of the channels of x, which has shape {x.shape} and "
+            f"channels along axis {axis}."
+        )
+    groups = number if key == "num_groups" else channels // number
+    if groups % (shards := compat.shard_count(x, axis)):
+        raise ValueError(
+            f"{name}: the channels of x, which has shape {x.shape}, are split over {shards} devices of an Explicit "
+            f"mesh, and so would be one of {groups} groups; take another {key}, or reshard x."
+        )
+    return groups
+
+
+def _check_weight(name: str, weight_name: str, value: object, x: jax.Array, axis: int) -> jax.Array | None:
+    """The weight with x's rank, 1 long along the axes of positions, and of examples if it is the same for all."""
+    if value is None:
+        return None
+    weight = checks.check_array(name, weight_name, value)
+    examples, channels = x.shape[0], x.shape[axis]
+    if weight.shape not in ((channels,), (examples, channels)):
+        remedy = "For weights that differ between positions, apply group_norm without them."
+        if weight.size == channels:
+            remedy = f"Reshape it, as with {weight_name}.reshape(-1)."
+        raise ValueError(
+            f"{name}: {weight_name} has shape {weight.shape}, expected ({channels},), a value for each channel, or "
+            f"({examples}, {channels}), for each channel of each example of x, which has shape {x.shape}. {remedy}"
+        )
+    along = (axis,) if weight.ndim == 1 else (-x.ndim, axis)
+    weight = checks.sharded_along(name, weight_name, weight, "x", x, along)
+    ones = [a for a in range(x.ndim) if a != x.ndim + axis and (a or weight.ndim == 1)]
+    return jax.lax.expand_dims(weight, ones)
+
+
+def _check_activation(name: str, activation: Any) -> Any:
+    known = (None, *get_args(Activation))
+    if activation not in known:
+        raise ValueError(f"{name}: unknown activation {activation!r}; expected one of {', '.join(map(repr, known))}.")
+    return activation

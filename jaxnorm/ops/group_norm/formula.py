@@ -1,0 +1,133 @@
+"""GroupNorm with an activation: what is static about it, and its formulas in plain jnp.
+
+x has its channels as two axes, of groups and of the channels of each. A group of an example is a row, whose axes are
+all but those of examples and of groups. Weights have x's rank: they are 1 long along the axes along which they do not
+differ. What is normalised is as LayerNorm does it, and so are its formulas.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxnorm.ops.norm import formula as layer
+from jaxnorm.ops.norm.formula import Kind, Norm
+from jaxnorm.primitive.op import BatchDims, Statistics
+
+Activation = Literal["silu", "relu", "gelu"]
+Dtype = np.dtype[Any]
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupNorm(Norm):
+    """What is static about one GroupNorm."""
+
+    kind: Kind = "layer"
+    activation: Activation | None = None
+
+    @property
+    def wide(self) -> Norm:
+        """The norm before the activation, whose result is not rounded yet."""
+        return dataclasses.replace(self, out_dtype=self.compute_dtype)
+
+
+class Operands(NamedTuple):
+    x: jax.Array
+    scale: jax.Array | None = None
+    bias: jax.Array | None = None
+
+
+class Results(NamedTuple):
+    y: jax.Array
+
+
+class Saved(NamedTuple):
+    x: jax.Array
+    stats: Statistics  # (mean, rstd)
+    scale: jax.Array | None = None
+    bias: jax.Array | None = None
+
+
+class Variables(NamedTuple, Generic[T]):
+    """What a derivative is taken by, see `Op`."""
+
+    x: T | None = None
+    scale: T | None = None
+    bias: T | None = None
+
+
+ACTIVATIONS: dict[Activation | None, Callable[[jax.Array], jax.Array]] = {
+    None: lambda v: v,
+    "silu": jax.nn.silu,
+    "relu": jax.nn.relu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=True),
+}
+
+
+def slope(norm: GroupNorm, v: jax.Array) -> jax.Array:
+    """The derivative of the activation; that of relu is 0 at 0, as of `jax.nn.relu`.
+
+    1 - sigmoid(v) is sigmoid(-v), which loses nothing where it is small; and gelu(v) is v * sigmoid(w).
+    """
+    if norm.activation is None:
+        return jnp.ones_like(v)
+    if norm.activation == "relu":
+        return (v > 0).astype(v.dtype)
+    w, w_slope = v, 1.0
+    if norm.activation == "gelu":
+        root = np.sqrt(8 / np.pi)
+        w, w_slope = root * (v + 0.044715 * v**3), root * (1 + 3 * 0.044715 * v**2)
+    sigmoid, rest = lax.logistic(w), lax.logistic(-w)
+    return sigmoid + v * w_slope * sigmoid * rest
+
+
+def forward(norm: GroupNorm, operands: Operands) -> tuple[Results, Statistics]:
+    """y and the statistics."""
+    x, scale, bias = operands
+    stats = layer.statistics(norm, x)
+    z = layer.affine(norm.wide, x, stats, scale, bias)
+    return Results(ACTIVATIONS[norm.activation](z).astype(norm.out_dtype)), stats
+
+
+def plain(norm: GroupNorm, operands: Operands) -> Results:
+    """The result of `forward`, for JAX to differentiate."""
+    # Cast once, so that the cotangents of its uses are added before they are rounded to its dtype.
+    return forward(norm, operands._replace(x=operands.x.astype(norm.compute_dtype)))[0]
+
+
+def _slope_of(norm: GroupNorm, saved: Saved) -> jax.Array:
+    return slope(norm, layer.affine(norm.wide, saved.x, saved.stats, saved.scale, saved.bias))
+
+
+def linear(norm: GroupNorm, saved: Saved, dots: Variables[jax.Array]) -> Results:
+    """The tangent of y."""
+    of_norm = layer.Saved(saved.x, saved.stats, saved.scale)
+    z_dot = layer.linear(norm.wide, of_norm, layer.Variables(*dots)).y
+    return Results((z_dot * _slope_of(norm, saved)).astype(norm.out_dtype))
+
+
+def backward(
+    norm: GroupNorm, cotangents: Results, saved: Saved, wanted: Variables[Dtype], _: BatchDims
+) -> Variables[jax.Array]:
+    """The wanted gradients: the transpose of `linear`."""
+    x, stats, scale, _ = saved
+    dz = cotangents.y.astype(norm.compute_dtype) * _slope_of(norm, saved)
+    of_x = layer.Variables(wanted.x)
+    dx = layer.backward(norm, layer.Results(dz), layer.Saved(x, stats, scale), of_x, ()).x
+    dscale = dbias = None
+    if wanted.scale is not None and scale is not None:
+        dscale = _sum_to(scale, dz * layer.normalised(norm, x, stats)).astype(wanted.scale)
+    if wanted.bias is not None and saved.bias is not None:
+        dbias = _sum_to(saved.bias, dz).astype(wanted.bias)
+    return Variables(dx, dscale, dbias)
+
+
+def _sum_to(weight: jax.Array, v: jax.Array) -> jax.Array:
+    """The sums over the axes along which the weight does not differ."""
+    return jnp.sum(v, axis=[axis for axis, n in enumerate(weight.shape) if n != v.shape[axis]], keepdims=True)

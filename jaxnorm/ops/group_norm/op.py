@@ -1,0 +1,89 @@
+"""The op of GroupNorm."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from jaxnorm.ops.group_norm.formula import (
+    GroupNorm,
+    Operands,
+    Results,
+    Saved,
+    Variables,
+    backward,
+    forward,
+    linear,
+    plain,
+)
+from jaxnorm.primitive.family import Family
+from jaxnorm.primitive.op import BROADCAST_WEIGHT, LIKE_X, Derivative, Function, Native, Op, Request, statistics_of
+from jaxnorm.sharding import dims
+
+ROLES = {"x": LIKE_X, "scale": BROADCAST_WEIGHT, "bias": BROADCAST_WEIGHT, "y": LIKE_X}
+
+
+def _types(norm: GroupNorm, operands: Operands) -> Results:
+    return Results(dims.like(operands.x, norm.out_dtype))
+
+
+def _channels_not_last(norm: GroupNorm, _: Any) -> str | None:
+    return None if norm.axes[-1] == -1 and -2 not in norm.axes else "channels are not the last axis of x"
+
+
+def _attributes(norm: GroupNorm, _: Any) -> dict[str, Any]:
+    return {
+        "axes": np.int64(norm.row_ndim),
+        "scale_offset": np.float32(norm.scale_offset),
+        "activation": norm.activation or "none",
+    }
+
+
+def _sizes(x: Any) -> dict[str, int]:
+    """How many groups there are, and channels in each: what a workspace depends on beside the elements of a group."""
+    *_, groups, group_size = x.shape
+    return {"count": groups, "inner": group_size}
+
+
+def _requested(request: Request) -> tuple[GroupNorm, Operands]:
+    *others, channels = request.shape
+    groups = math.gcd(32, channels)
+    x = request.array((*others, groups, channels // groups))
+    norm = GroupNorm(
+        axes=(*range(-1 - len(others), -2), -1),
+        epsilon=1e-6,
+        scale_offset=-0.0,
+        compute_dtype=dims.wide_dtype((request.dtype, request.out_dtype)),
+        out_dtype=request.out_dtype,
+    )
+    weight = request.array((*(1 for _ in others), groups, channels // groups))
+    return norm, Operands(x, weight, weight)
+
+
+GROUP_NORM = Family(
+    Op(
+        name="group_norm",
+        spec=GroupNorm,
+        operands=Operands,
+        results=Results,
+        roles=ROLES,
+        types=_types,
+        forward=forward,
+        plain=plain,
+        statistics=lambda norm, operands: statistics_of(norm, operands.x, 2),
+        derivative=Derivative(saved=Saved, variables=Variables, linear=linear, backward=backward),
+        native=Native(
+            names=("jaxnorm_group_norm",),
+            name=lambda _: "jaxnorm_group_norm",
+            forward=lambda norm, operands: _attributes(norm, operands) | {"epsilon": np.float32(norm.epsilon)},
+            backward=_attributes,
+            forward_workspace=lambda operands: _sizes(operands.x),
+            workspace=lambda saved, wanted: _sizes(saved.x) | {"weights": sum(v is not None for v in wanted[1:])},
+        ),
+        reasons=(_channels_not_last,),
+        is_trailing=False,
+        linear_in=(),
+        can_shard=lambda *_: True,
+        functions=(Function("group_norm", _requested, last_axis_only=True),),
+    )
+)
