@@ -138,7 +138,7 @@ class Backward(Rules):
     def _summed(self, spec: RowSpec, ndim: int, saved: Record, name: str, dim_map: DimMap) -> tuple[int, ...]:
         """The axes of x along which the gradient with this dim map is a sum, of a row's those of what broadcasts."""
         if self.role(name).broadcasts:
-            return tuple(axis for axis in dims.like_x(ndim) if axis not in dim_map)
+            return tuple(axis for axis in range(ndim) if axis not in dim_map)
         if self.is_row(name):
             return ()
         rows_of = self.role(name).rows_of

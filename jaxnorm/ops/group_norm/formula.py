@@ -116,15 +116,15 @@ def backward(
     norm: GroupNorm, cotangents: Results, saved: Saved, wanted: Variables[Dtype], _: BatchDims
 ) -> Variables[jax.Array]:
     """The wanted gradients: the transpose of `linear`."""
-    x, stats, scale, _ = saved
+    x, stats, scale, bias = saved
     dz = cotangents.y.astype(norm.compute_dtype) * _slope_of(norm, saved)
-    of_x = layer.Variables(wanted.x)
+    of_x: layer.Variables[Dtype] = layer.Variables(wanted.x)
     dx = layer.backward(norm, layer.Results(dz), layer.Saved(x, stats, scale), of_x, ()).x
     dscale = dbias = None
     if wanted.scale is not None and scale is not None:
         dscale = _sum_to(scale, dz * layer.normalised(norm, x, stats)).astype(wanted.scale)
-    if wanted.bias is not None and saved.bias is not None:
-        dbias = _sum_to(saved.bias, dz).astype(wanted.bias)
+    if wanted.bias is not None and bias is not None:
+        dbias = _sum_to(bias, dz).astype(wanted.bias)
     return Variables(dx, dscale, dbias)
 
 
