@@ -71,9 +71,12 @@ jaxnorm_add_module(_cuda
   src/cuda/ops/qk_norm_rotary_grad_f32.cu src/cuda/ops/qk_norm_rotary_grad_f16.cu
   src/cuda/ops/qk_norm_rotary_grad_bf16.cu src/cuda/ops/qk_norm_rotary_f32.cu src/cuda/ops/qk_norm_rotary_f16.cu
   src/cuda/ops/qk_norm_rotary_bf16.cu
+  src/cuda/ops/group_norm_grad_f32.cu src/cuda/ops/group_norm_grad_f16.cu src/cuda/ops/group_norm_grad_bf16.cu
+  src/cuda/ops/group_norm_f32.cu src/cuda/ops/group_norm_f16.cu src/cuda/ops/group_norm_bf16.cu
+  src/cuda/ops/group_merge.cu
   src/cuda/ops/shard_apply.cu src/cuda/ops/shard_statistics.cu src/cuda/ops/add.cu src/cuda/engine/partials.cu
   src/cuda/engine/device.cu src/cuda/engine/grad_schedule.cc src/cuda/engine/plan.cc src/cuda/ops/grad.cc
-  src/cuda/ops/rotary_plan.cc src/cuda/ops/qk_norm_rotary.cc
+  src/cuda/ops/rotary_plan.cc src/cuda/ops/qk_norm_rotary.cc src/cuda/ops/group_norm.cc
   src/cuda/dispatch.cc src/ffi/cuda_module.cc)
 # --fmad=false: where two operations are fused is written in the kernels and not left to the compiler, or a row's bits
 # would depend on which copy of the code it meets.

@@ -14,24 +14,24 @@ SOURCES = HERE.parent / "src"
 OPS = (
     *("norm_grad", "norm", "add_norm", "quantized_norm", "gated_norm_grad", "gated_norm", "sandwich_norm"),
     *("softmax", "softmax_grad", "cross_entropy"),
-    *("qk_norm_rotary_grad", "qk_norm_rotary"),
+    *("qk_norm_rotary_grad", "qk_norm_rotary", "group_norm_grad", "group_norm"),
 )
 ENGINE = ("cuda/engine/plan.cc", "cuda/engine/grad_schedule.cc", "cuda/engine/partials.cu")
 UNITS = (
     *(f"cuda/ops/{op}_{dtype}.cu" for dtype in ("f32", "bf16") for op in OPS),
     *(f"cuda/ops/{op}.cu" for op in ("softmax_grad_mixed", "cross_entropy_grad")),
-    *(f"cuda/ops/{op}.cu" for op in ("shard_apply", "shard_statistics", "add")),
+    *(f"cuda/ops/{op}.cu" for op in ("group_merge", "shard_apply", "shard_statistics", "add")),
     *ENGINE,
-    *(f"cuda/ops/{name}.cc" for name in ("grad", "rotary_plan", "qk_norm_rotary")),
+    *(f"cuda/ops/{name}.cc" for name in ("grad", "rotary_plan", "qk_norm_rotary", "group_norm")),
     "cuda/dispatch.cc",
 )
 # Results and gradients; with per-head weights; with padding; quantised results; gated norms; sandwich norms; rotary
 # embedding; sharded rows; workspaces of other sizes than are wanted; whether every plan has a kernel; rows whose
-# squares vanish; softmax and its gradients; cross-entropy and its gradient.
+# squares vanish; softmax and its gradients; cross-entropy and its gradient; GroupNorm and its gradients.
 PROGRAMS = (
     *("run", "run_heads", "run_padding", "run_quantized", "run_gated", "run_sandwich", "run_rotary"),
     *("run_shards", "run_workspace", "run_plans", "run_extremes"),
-    *("run_softmax", "run_softmax_grad", "run_cross_entropy", "run_cross_entropy_grad"),
+    *("run_softmax", "run_softmax_grad", "run_cross_entropy", "run_cross_entropy_grad", "run_group_norm"),
 )
 
 # One worker compiles the kernels for all of these tests, and the group that has the most tests comes first.

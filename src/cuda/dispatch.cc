@@ -4,6 +4,7 @@
 
 #include "cuda/engine/device.h"
 #include "cuda/ops.h"
+#include "cuda/ops/group_norm.h"
 #include "cuda/ops/norms.h"
 
 namespace jaxnorm::cuda {
@@ -62,6 +63,19 @@ cudaError_t run(const GatedNormForward& p, cudaStream_t stream) {
   if (p.cols > kGatedCols) return cudaErrorNotSupported;
   if (p.rows == 0) return cudaSuccess;
   return with_dtype(p.x.dtype, [&](auto type) { return run_gated_norm<decltype(type)>(p, stream); });
+}
+
+cudaError_t run(const GroupNormForward& p, cudaStream_t stream) {
+  if (p.examples == 0) return cudaSuccess;
+  const GroupPlan plan = group_plan_of(p);
+  if (plan.chunks == 0) return cudaErrorMemoryAllocation;
+  return with_dtype(p.x.dtype, [&](auto type) { return run_group_norm<decltype(type)>(p, plan, stream); });
+}
+
+cudaError_t run(const GroupNormBackward& p, cudaStream_t stream) {
+  const GroupPlan plan = group_plan_of(p);
+  if (plan.chunks == 0 && p.examples > 0) return cudaErrorMemoryAllocation;
+  return with_dtype(p.x.dtype, [&](auto type) { return run_group_norm_grad<decltype(type)>(p, plan, stream); });
 }
 
 cudaError_t run(const SandwichNormForward& p, cudaStream_t stream) {

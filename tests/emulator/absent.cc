@@ -3,6 +3,7 @@
 
 #include "cuda/ops.h"
 #include "cuda/ops/grad.h"
+#include "cuda/ops/group_norm.h"
 #include "cuda/ops/norms.h"
 #include "cuda/ops/rotary_plan.h"
 
@@ -50,6 +51,14 @@ cudaError_t softmax_grad_of<__half>(const SoftmaxBackward&, cudaStream_t) {
 }
 template <>
 cudaError_t log_softmax_grad_of<__half>(const LogSoftmaxBackward&, cudaStream_t) {
+  std::abort();
+}
+template <>
+cudaError_t run_group_norm<__half>(const GroupNormForward&, const GroupPlan&, cudaStream_t) {
+  std::abort();
+}
+template <>
+cudaError_t run_group_norm_grad<__half>(const GroupNormBackward&, const GroupPlan&, cudaStream_t) {
   std::abort();
 }
 template <>
