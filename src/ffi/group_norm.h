@@ -33,6 +33,7 @@ inline std::optional<ExampleMap> example_map_of(const GroupShapes& shapes, const
     }
     if (differs) rows *= of_x;
   }
+  if (rows == 1) return ExampleMap{};
   for (int axis = 0; axis < map.axes; ++axis) {
     // Of an array without examples nothing is read.
     map.extent[axis] = std::max<int64_t>(1, extents[map.axes - 1 - axis]);

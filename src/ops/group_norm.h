@@ -15,7 +15,7 @@ namespace jaxnorm {
 enum class PointwiseActivation : uint8_t { none, silu, relu, gelu };
 
 // Which of its rows of channels a weight has for an example: the examples have these axes, the last of which runs
-// fastest, and along one of stride 0 the weight does not differ.
+// fastest, and along one of stride 0 the weight does not differ. It has none where it is the same for all.
 struct ExampleMap {
   static constexpr int kMost = 8;
   int axes = 0;

@@ -6,46 +6,72 @@
 
 namespace jaxnorm::cuda {
 
-// gelu(z) = z * sigmoid(w)
-struct GeluArgument {
-  float w, slope;
-
-  __device__ explicit GeluArgument(float z) {
-    constexpr float root = 1.59576912f, cubic = 0.0713548163f;  // sqrt(8 / pi), and 0.044715 of it
-    const float square = z * z;
-    w = z * fmaf(square, cubic, root);
-    slope = fmaf(square, 3.0f * cubic, root);
+struct Identity {
+  template <typename Y>
+  __device__ static float of(float z) {
+    return z;
+  }
+  template <typename Y>
+  __device__ static float slope(float) {
+    return 1.0f;
   }
 };
 
-template <typename Y>
-__device__ float activate(PointwiseActivation activation, float z) {
-  switch (activation) {
-    case PointwiseActivation::silu:
-      return activate<Y>(Activation::silu, z);
-    case PointwiseActivation::relu:
-      return z < 0.0f ? 0.0f : z;
-    case PointwiseActivation::gelu:
-      return z * sigmoid<Y>(GeluArgument(z).w).value;
-    default:
-      return z;
+struct Relu {
+  template <typename Y>
+  __device__ static float of(float z) {
+    return z < 0.0f ? 0.0f : z;
   }
-}
+  template <typename Y>
+  __device__ static float slope(float z) {
+    return z > 0.0f ? 1.0f : 0.0f;
+  }
+};
 
-template <typename Y>
-__device__ float slope(PointwiseActivation activation, float z) {
+struct Silu {
+  template <typename Y>
+  __device__ static float of(float z) {
+    return activate<Y>(Activation::silu, z);
+  }
+  template <typename Y>
+  __device__ static float slope(float z) {
+    return activate_with_slope<Y>(Activation::silu, z).slope;
+  }
+};
+
+// gelu(z) = z * sigmoid(w)
+struct Gelu {
+  static constexpr float kRoot = 1.59576912f, kCubic = 0.0713548163f;  // sqrt(8 / pi), and 0.044715 of it
+
+  template <typename Y>
+  __device__ static Sigmoid sigmoid_of(float z, float square) {
+    return sigmoid<Y>(z * fmaf(square, kCubic, kRoot));
+  }
+  template <typename Y>
+  __device__ static float of(float z) {
+    return z * sigmoid_of<Y>(z, z * z).value;
+  }
+  template <typename Y>
+  __device__ static float slope(float z) {
+    const float square = z * z;
+    const Sigmoid s = sigmoid_of<Y>(z, square);
+    return fmaf(z * fmaf(square, 3.0f * kCubic, kRoot), s.value * s.complement, s.value);
+  }
+};
+
+// Calls f with the activation as a type: once for a loop, as a choice for each element would keep the compiler from
+// computing several at once.
+template <typename F>
+__device__ void with_activation(PointwiseActivation activation, F f) {
   switch (activation) {
     case PointwiseActivation::silu:
-      return activate_with_slope<Y>(Activation::silu, z).slope;
+      return f(Silu{});
     case PointwiseActivation::relu:
-      return z > 0.0f ? 1.0f : 0.0f;
-    case PointwiseActivation::gelu: {
-      const GeluArgument argument(z);
-      const Sigmoid s = sigmoid<Y>(argument.w);
-      return fmaf(z * argument.slope, s.value * s.complement, s.value);
-    }
+      return f(Relu{});
+    case PointwiseActivation::gelu:
+      return f(Gelu{});
     default:
-      return 1.0f;
+      return f(Identity{});
   }
 }
 

@@ -1,171 +1,146 @@
 // Between the passes of GroupNorm: from the channels of chunks to groups, and to the gradients of weights.
 #include <algorithm>
 
+#include "cuda/ops/group_moments.cuh"
 #include "cuda/ops/group_tile.cuh"
-#include "cuda/ops/stats.cuh"
 
 namespace jaxnorm::cuda {
 namespace {
 
-constexpr int kFewParts = 1024;  // that a warp merges; more of them a block does
-constexpr int kWeightCols = 32;  // of a block
+constexpr int kFewParts = 128;  // that a warp merges; more of them a block does
 
-// The parts of a group of an example, which THREADS threads share, a warp or a block.
+// A group of an example, which THREADS threads share, a warp or a block. A thread has one of its channels, and every
+// `rows`-th chunk.
 template <int THREADS>
 struct GroupOfExample {
-  int64_t group, example;  // the group's number among those of all examples
-  int64_t first;           // its part of the first chunk
-  int64_t parts;
-  int thread;
+  int64_t group;  // its number among those of all examples
+  int example, channel, size, width, rows, thread;
+  bool is_there;
 
-  __device__ GroupOfExample(const GroupPlan& plan, int64_t groups, int64_t group_size)
-      : group((int64_t{blockIdx.x} * blockDim.x + threadIdx.x) / THREADS),
-        example(group / groups),
-        first(example * plan.chunks * plan.channels + group % groups * group_size),
-        parts(plan.chunks * group_size),
-        thread(threadIdx.x % THREADS) {}
+  __device__ GroupOfExample(const Groups& p)
+      : group((int64_t{blockIdx.x} * kGroupThreads + threadIdx.x) / THREADS),
+        size(static_cast<int>(p.group_size)),
+        width(min(THREADS, size)),
+        rows(THREADS / width),
+        thread(threadIdx.x % THREADS),
+        is_there(group < p.examples * p.groups) {
+    example = static_cast<int>(group / p.groups);
+    channel = static_cast<int>(group % p.groups) * size;
+  }
+
+  // Calls f(chunk, part) for each chunk that this thread has of the channel.
+  template <typename F>
+  __device__ void for_each_part(const GroupPlan& plan, const float2* parts, int of_group, F f) const {
+    if (!is_there || of_group >= size || thread >= rows * width) return;
+    const float2* const from = parts + int64_t{example} * plan.chunks * plan.channels + channel + of_group;
+#pragma unroll 4
+    for (int chunk = thread / width; chunk < plan.chunks; chunk += rows) f(chunk, from[chunk * plan.channels]);
+  }
 };
 
-// The sum, or what `merge` makes of them, of the values of all THREADS threads, in the first.
+// What merge(a, b) makes of the values of `count` threads that are `step` apart, from this one on, in a fixed order.
 template <int THREADS, typename T, typename F>
-__device__ T merge_threads(T own, F merge) {
+__device__ T merge_threads(T own, int step, int count, F merge) {
   __shared__ T shared[kGroupThreads];
-  shared[threadIdx.x] = own;
-#pragma unroll
-  for (int half = THREADS / 2; half > 0; half /= 2) {
+  const auto wait = [] {
     if constexpr (THREADS == kWarp) {
       __syncwarp();
     } else {
       __syncthreads();
     }
-    if (threadIdx.x % THREADS < half) shared[threadIdx.x] = own = merge(own, shared[threadIdx.x + half]);
+  };
+  wait();  // until what was there before is read
+  shared[threadIdx.x] = own;
+  int power = 1;
+  while (power < count) power *= 2;
+  const int thread = threadIdx.x % THREADS;
+  for (int half = power / 2; half > 0; half /= 2) {
+    wait();
+    if (thread < half * step && thread + half * step < count * step)
+      shared[threadIdx.x] = own = merge(own, shared[threadIdx.x + half * step]);
   }
   return own;
 }
+
+struct CountedMoments {
+  float count;
+  float2 moments;
+};
 
 template <int THREADS>
 __global__ void __launch_bounds__(kGroupThreads)
     merge_moments_kernel(GroupPlan plan, GroupNormForward p, const float2* parts, float* mean, float* rstd,
                          int64_t stride) {
-  const GroupOfExample<THREADS> g(plan, p.groups, p.group_size);
-  const bool is_there = g.example < p.examples;
-  Moments own{};
-  for (int64_t i = g.thread; is_there && i < g.parts; i += THREADS) {
-    const int64_t chunk = i / p.group_size;
-    const float2 part = parts[g.first + chunk * plan.channels + i % p.group_size];
-    const int64_t count = min(plan.chunk, plan.positions - chunk * plan.chunk);
-    own = MeanVariance::joined(own, {{static_cast<float>(count), part.x, part.y, 0}});
-  }
-  own = merge_threads<THREADS>(own, [](const Moments& a, const Moments& b) { return MeanVariance::joined(a, b); });
-  if (g.thread > 0 || !is_there) return;
-  mean[g.group * stride] = own.value[1];
-  rstd[g.group * stride] = reciprocal_sqrt(fmaf(own.value[2], reciprocal(own.value[0]), p.epsilon));
+  const GroupOfExample<THREADS> g(p);
+  const auto join = [](const CountedMoments& a, const CountedMoments& b) {
+    return CountedMoments{a.count + b.count, JoinMoments(a.count, b.count)(a.moments, b.moments)};
+  };
+  CountedMoments own{};
+  for (int of_group = g.thread % g.width; of_group < g.size; of_group += g.width)
+    g.for_each_part(plan, parts, of_group, [&](int chunk, const float2& part) {
+      const float count = static_cast<float>(min(plan.chunk, plan.positions - chunk * plan.chunk));
+      own = join(own, {count, part});
+    });
+  own = merge_threads<THREADS>(own, 1, THREADS, join);
+  if (g.thread > 0 || !g.is_there) return;
+  mean[g.group * stride] = own.moments.x;
+  rstd[g.group * stride] = reciprocal_sqrt(fmaf(own.moments.y, reciprocal(own.count), p.epsilon));
 }
 
-template <int THREADS>
-__device__ void merge_sums(const GroupPlan& plan, const GroupNormBackward& p, const float2* parts, float2* means) {
-  const GroupOfExample<THREADS> g(plan, p.groups, p.group_size);
-  const bool is_there = g.example < p.examples;
-  float2 own{};
-  const int64_t scale_row = is_there ? p.scale.map.row(g.example) : 0;
-  for (int64_t i = g.thread; is_there && i < g.parts; i += THREADS) {
-    const int64_t chunk = i / p.group_size, of_group = i % p.group_size;
-    const float2 part = parts[g.first + chunk * plan.channels + of_group];
-    const int64_t channel = g.group % p.groups * p.group_size + of_group;
-    const float factor = p.scale.data ? weight_at(p.scale, scale_row, plan.channels, channel) + p.scale_offset : 1.0f;
-    own.x = fmaf(part.x, factor, own.x);
-    own.y = fmaf(part.y, factor, own.y);
-  }
-  own = merge_threads<THREADS>(own, [](float2 a, float2 b) { return make_float2(a.x + b.x, a.y + b.y); });
-  if (g.thread > 0 || !is_there) return;
-  const float share = reciprocal(static_cast<float>(p.positions * p.group_size));
-  means[g.group] = make_float2(own.x * share, own.y * share);
-}
+__device__ float2 sum_of(const float2& a, const float2& b) { return make_float2(a.x + b.x, a.y + b.y); }
 
-// The sums over all chunks of the examples that have this row of the weight. SECOND: which of a part's two numbers.
-template <bool SECOND>
-__device__ void sum_weight(const GroupPlan& plan, const GroupWeight& weight, const Output& to, int64_t examples,
-                           const float2* parts, int64_t block) {
-  const int64_t blocks_a_row = (plan.channels + kWeightCols - 1) / kWeightCols, row = block / blocks_a_row;
-  const int col = threadIdx.x % kWeightCols, first = threadIdx.x / kWeightCols, step = kGroupThreads / kWeightCols;
-  const int64_t channel = block % blocks_a_row * kWeightCols + col;
-  float2 own{};
-  if (channel < plan.channels)
-    for (int64_t example = 0; example < examples; ++example) {
-      if (weight.map.row(example) != row) continue;
-      const float2* from = parts + example * plan.chunks * plan.channels + channel;
-#pragma unroll 8
-      for (int chunk = first; chunk < plan.chunks; chunk += step) {
-        const float2 part = from[chunk * plan.channels];
-        own.x += SECOND ? part.y : part.x;
-      }
-    }
-  __shared__ float sums[kGroupThreads];
-  sums[threadIdx.x] = own.x;
-  __syncthreads();
-  if (first > 0 || channel >= plan.channels) return;
-  for (int i = 1; i < step; ++i) own.x += sums[i * kWeightCols + col];
-  store_float(to, row * plan.channels + channel, own.x);
-}
-
-// Blocks below `of_scale` have groups, those below `of_bias` columns of dscale, and others columns of dbias.
+// The means of groups, and in place of the parts of an example's first chunk the sums over all of its chunks.
 template <int THREADS>
 __global__ void __launch_bounds__(kGroupThreads)
-    merge_sums_kernel(GroupPlan plan, GroupNormBackward p, const float2* parts, float2* means, int64_t of_scale,
-                      int64_t of_bias) {
-  if (blockIdx.x < of_scale) {
-    merge_sums<THREADS>(plan, p, parts, means);
-  } else if (blockIdx.x < of_bias) {
-    sum_weight<true>(plan, p.scale, p.dscale, p.examples, parts, blockIdx.x - of_scale);
-  } else {
-    sum_weight<false>(plan, p.bias, p.dbias, p.examples, parts, blockIdx.x - of_bias);
+    merge_sums_kernel(GroupPlan plan, GroupNormBackward p, float2* parts, float2* means) {
+  const GroupOfExample<THREADS> g(p);
+  const int64_t scale_row = g.is_there ? p.scale.map.row(g.example) : 0;
+  float2 of_all{};
+  for (int first = 0; first < g.size; first += g.width) {
+    const int of_group = first + g.thread % g.width;
+    float2 own{};
+    g.for_each_part(plan, parts, of_group, [&](int, const float2& part) { own = sum_of(own, part); });
+    own = merge_threads<THREADS>(own, g.width, g.rows, sum_of);
+    if (g.thread >= g.width || of_group >= g.size || !g.is_there) continue;
+    const int channel = g.channel + of_group;
+    parts[int64_t{g.example} * plan.chunks * plan.channels + channel] = own;
+    float factor[1] = {1.0f};
+    if (p.scale.data) {
+      load_floats<false>(p.scale, scale_row * plan.channels + channel, 1, factor);
+      factor[0] += p.scale_offset;
+    }
+    of_all = make_float2(fmaf(own.x, factor[0], of_all.x), fmaf(own.y, factor[0], of_all.y));
   }
-}
-
-// How many rows of channels a weight has.
-int64_t rows_of(const GroupWeight& weight) {
-  int64_t rows = 1;
-  for (int axis = 0; axis < weight.map.axes; ++axis)
-    if (weight.map.stride[axis]) rows *= weight.map.extent[axis];
-  return rows;
-}
-
-int64_t blocks_for(const Output& gradient, const GroupWeight& weight, int64_t channels) {
-  return gradient ? rows_of(weight) * ((channels + kWeightCols - 1) / kWeightCols) : 0;
-}
-
-bool are_few(const GroupPlan& plan, int64_t group_size) { return plan.chunks * group_size <= kFewParts; }
-
-int64_t blocks_of_groups(int64_t groups, bool few) {
-  constexpr int warps = kGroupThreads / kWarp;
-  return few ? (groups + warps - 1) / warps : groups;
+  of_all = merge_threads<THREADS>(of_all, 1, g.width, sum_of);
+  if (g.thread > 0 || !g.is_there) return;
+  const float share = reciprocal(static_cast<float>(p.positions * p.group_size));
+  means[g.group] = make_float2(of_all.x * share, of_all.y * share);
 }
 
 template <typename Kernel, typename... Args>
-cudaError_t launch_blocks(Kernel kernel, int64_t blocks, cudaStream_t stream, const Args&... args) {
+cudaError_t launch_merge(Kernel by_warp, Kernel by_block, const Groups& p, const GroupPlan& plan, cudaStream_t stream,
+                         const Args&... args) {
+  const int64_t groups = p.examples * p.groups;
+  const bool few = plan.chunks * p.group_size <= kFewParts;
+  const int64_t blocks = few ? (groups * kWarp + kGroupThreads - 1) / kGroupThreads : groups;
   if (blocks > INT_MAX) return cudaErrorInvalidConfiguration;
-  if (blocks == 0) return cudaSuccess;
-  return launch_grid(kernel, dim3(static_cast<unsigned>(blocks)), dim3(kGroupThreads), stream, args...);
+  return launch_grid(few ? by_warp : by_block, dim3(static_cast<unsigned>(blocks)), dim3(kGroupThreads), stream, plan,
+                     args...);
 }
 
 }  // namespace
 
 cudaError_t merge_group_moments(const GroupNormForward& p, const GroupPlan& plan, cudaStream_t stream) {
   const GroupStatistics stats(p, plan);
-  const bool few = are_few(plan, p.group_size);
-  return launch_blocks(few ? merge_moments_kernel<kWarp> : merge_moments_kernel<kGroupThreads>,
-                       blocks_of_groups(p.examples * p.groups, few), stream, plan, p, GroupParts(p, plan).of_channels,
-                       stats.mean, stats.rstd, stats.stride);
+  const float2* const parts = GroupParts(p, plan).of_channels;
+  return launch_merge(merge_moments_kernel<kWarp>, merge_moments_kernel<kGroupThreads>, p, plan, stream, p, parts,
+                      stats.mean, stats.rstd, stats.stride);
 }
 
 cudaError_t merge_group_sums(const GroupNormBackward& p, const GroupPlan& plan, cudaStream_t stream) {
   const GroupParts kept(p, plan);
-  const bool few = are_few(plan, p.group_size);
-  const int64_t of_scale = p.dx ? blocks_of_groups(p.examples * p.groups, few) : 0;
-  const int64_t of_bias = of_scale + blocks_for(p.dscale, p.scale, plan.channels);
-  const int64_t end = of_bias + blocks_for(p.dbias, p.bias, plan.channels);
-  return launch_blocks(few ? merge_sums_kernel<kWarp> : merge_sums_kernel<kGroupThreads>, end, stream, plan, p,
-                       kept.of_channels, kept.of_groups, of_scale, of_bias);
+  return launch_merge(merge_sums_kernel<kWarp>, merge_sums_kernel<kGroupThreads>, p, plan, stream, p, kept.of_channels,
+                      kept.of_groups);
 }
 
 }  // namespace jaxnorm::cuda

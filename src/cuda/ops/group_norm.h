@@ -5,21 +5,29 @@
 // the first ended, so that it finds in the cache what that read last.
 #pragma once
 
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
 #include "cuda/engine/plan.h"
 #include "ops/group_norm.h"
 
 namespace jaxnorm::cuda {
 
 constexpr int kGroupThreads = 256;
-constexpr int kGroupWidth = 16;       // threads side by side at most, with a vector of channels each: 256 bytes
-constexpr int kGroupAtOnce = 8;       // vectors that a thread has on their way
-constexpr int64_t kMostChunks = 256;  // of an example, unless it is shorter
+constexpr int kGroupVector = 4;  // channels of a thread: of more a thread has too many numbers to keep
+constexpr int kGroupWidth = 32;  // threads side by side at most
+constexpr int kGroupAtOnce = 8;  // positions that a thread reads at once
+
+// A chunk has twice what its threads read at once, and of an example with more chunks than are few up to four times
+// that, or more where there would be too many.
+constexpr int64_t kFewChunks = 128, kMostChunks = 2048;
 
 struct GroupPlan {
   int64_t positions, channels;
   int64_t chunk = 0;           // positions of a chunk, of which the last may be shorter
   int chunks = 0, slices = 0;  // of an example
-  int width = 0;               // threads side by side
+  int width = 0;               // threads side by side, a power of two
   int64_t floats_a_group = 0;  // of the workspace
 
   int64_t tiles(int64_t examples) const { return examples * chunks * slices; }
@@ -28,8 +36,7 @@ struct GroupPlan {
 // From the shapes alone, and never the number of examples. Two numbers are kept for each channel of a chunk, and two
 // for a group. `floats_a_group`: what there is room for; fewer chunks do with less of it. No chunks: there is too
 // little.
-GroupPlan make_group_plan(Dtype x, int64_t positions, int64_t groups, int64_t group_size,
-                          int64_t floats_a_group = INT64_MAX);
+GroupPlan make_group_plan(int64_t positions, int64_t groups, int64_t group_size, int64_t floats_a_group = INT64_MAX);
 
 // By the type of x, with a plan that has chunks, or of no examples.
 template <typename X>
@@ -45,7 +52,7 @@ cudaError_t merge_group_sums(const GroupNormBackward& p, const GroupPlan& plan, 
 template <typename Op>
 GroupPlan group_plan_of(const Op& p) {
   const int64_t rows = p.examples * p.groups;
-  return make_group_plan(p.x.dtype, p.positions, p.groups, p.group_size, rows > 0 ? p.workspace.floats / rows : 0);
+  return make_group_plan(p.positions, p.groups, p.group_size, rows > 0 ? p.workspace.floats / rows : 0);
 }
 
 // Where the workspace has the two numbers for each channel of each chunk of each example, and those for each group.

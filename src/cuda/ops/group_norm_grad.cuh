@@ -5,144 +5,176 @@
 
 namespace jaxnorm::cuda {
 
-// x and dy of a few of a thread's positions.
-template <typename X, typename Dy, bool ALIGNED>
-struct GroupOperands {
-  static constexpr int N = kVector<X>, kAtOnce = kGroupAtOnce / 2;
-  Packed<X, N> x[kAtOnce];
-  Packed<Dy, N> dy[kAtOnce];
-  int count;
-
-  template <typename Tile>
-  __device__ void read(const GroupNormBackward& p, const GroupPlan& plan, const Tile& tile, int64_t position) {
-    count = tile.template count<kAtOnce>(position);
+// Calls f(activation, k, first + k, x_hat, dz) for each of a thread's positions, a few of which are read at once, with
+// what is made of its channels. `prepare` reads these while the first positions are on their way.
+template <typename X, typename Dy, typename Tile, typename Prepare, typename F>
+__device__ void for_each_position(const GroupNormBackward& p, const Tile& tile, const GroupChannels<Tile>& channels,
+                                  Prepare prepare, F f) {
+  constexpr int N = Tile::N, COUNT = kGroupAtOnce / 2;
+  Packed<X, N> x[COUNT];
+  Packed<Dy, N> dy[COUNT];
+  const auto read = [&](int first) {
 #pragma unroll
-    for (int k = 0; k < kAtOnce; ++k) {
-      const int64_t offset = tile.offset(plan, position + k * tile.rows);
-      const int remaining = k < count ? tile.remaining : 0;
-      x[k] = load<ALIGNED, N>(static_cast<const X*>(p.x.data) + offset, remaining);
-      dy[k] = load<ALIGNED, N>(static_cast<const Dy*>(p.dy.data) + offset, remaining);
+    for (int k = 0; k < COUNT; ++k) {
+      x[k] = tile.template read<X>(p.x.data, first + k);
+      dy[k] = tile.template read<Dy>(p.dy.data, first + k);
     }
-  }
-
-  // Calls f(i, x_hat, dz) for each channel of the k-th position.
-  template <typename F>
-  __device__ void for_each(const GroupNormBackward& p, const GroupChannels<N>& channels, int k, F f) const {
-    float x_values[N], dy_values[N];
-    unpack(x[k], x_values);
-    unpack(dy[k], dy_values);
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      const float x_hat = channels.x_hat(i, x_values[i]);
-      f(i, x_hat, dy_values[i] * slope<Dy>(p.activation, channels.z(i, x_hat)));
-    }
-  }
-};
-
-// Calls f(operands, position) for each few of a thread's positions. What f wants to have before it computes, it asks
-// for in `prepare`, while the first are on their way.
-template <typename Operands, typename Tile, typename Prepare, typename F>
-__device__ void for_each_few(const GroupNormBackward& p, const GroupPlan& plan, const Tile& tile, Prepare prepare,
-                             F f) {
-  Operands operands;
-  operands.read(p, plan, tile, tile.first);
+  };
+  read(0);
   prepare();
-  for (int64_t position = tile.first; position < tile.end;) {
-    f(operands, position);
-    position += Operands::kAtOnce * tile.rows;
-    if (position < tile.end) operands.read(p, plan, tile, position);
-  }
+  with_activation(p.activation, [&](auto activation) {
+    for (int first = 0; first < tile.count; first += COUNT) {
+      if (first > 0) read(first);
+#pragma unroll
+      for (int k = 0; k < COUNT; ++k) {
+        float x_hat[N], dz[N];
+        unpack(x[k], x_hat);
+        unpack(dy[k], dz);
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+          x_hat[i] = channels.x_hat(i, x_hat[i]);
+          dz[i] *= activation.template slope<Dy>(channels.z(i, x_hat[i]));
+        }
+        f(first + k, x_hat, dz);
+      }
+    }
+  });
 }
 
-// For each channel of a tile the sums of dz and of dz * x_hat.
-template <typename X, typename Dy, bool ALIGNED>
-__global__ void __launch_bounds__(kGroupThreads) group_sums_kernel(GroupPlan plan, GroupNormBackward p, float2* parts) {
-  using Tile = GroupTile<X>;
-  using Operands = GroupOperands<X, Dy, ALIGNED>;
+// For each channel of a tile the sums of dz and of dz * x_hat. What is not there has a dy of 0.
+template <typename X, typename Dy, GroupAccess ACCESS>
+__global__ void __launch_bounds__(kGroupThreads, kGroupBlocks<X, ACCESS>)
+    group_sums_kernel(GroupPlan plan, GroupNormBackward p, float2* parts) {
+  using Tile = GroupTile<X, ACCESS>;
   constexpr int N = Tile::N;
   const Tile tile(plan, blockIdx.x);
-  GroupChannels<N> channels;
+  GroupChannels<Tile> channels;
   float2 own[N] = {};
-  for_each_few<Operands>(
-      p, plan, tile, [&] { channels = channels_of(p, plan, tile, p.mean, p.rstd, 1); },
-      [&](const Operands& operands, int64_t) {
+  for_each_position<X, Dy>(
+      p, tile, channels, [&] { channels.read(p, plan, tile, p.mean, p.rstd, 1); },
+      [&](int position, const float (&x_hat)[N], const float (&dz)[N]) {
+        if (position >= tile.count) return;
 #pragma unroll
-        for (int k = 0; k < Operands::kAtOnce; ++k)
-          operands.for_each(p, channels, k, [&](int i, float x_hat, float dz) {
-            if (k >= operands.count) return;
-            own[i].x += dz;
-            own[i].y = fmaf(dz, x_hat, own[i].y);
-          });
+        for (int i = 0; i < N; ++i) {
+          own[i].x += dz[i];
+          own[i].y = fmaf(dz[i], x_hat[i], own[i].y);
+        }
       });
   merge_rows(own, 0.0f, plan.width,
              [](const float2& a, const float2& b, float, float) { return make_float2(a.x + b.x, a.y + b.y); });
-  tile.write(plan, own, parts);
+  tile.write_part(plan, own, parts);
 }
 
-// `means`: for each group those of g and of g * x_hat.
-template <typename X, typename Dy, bool ALIGNED>
-__global__ void __launch_bounds__(kGroupThreads)
-    group_dx_kernel(GroupPlan plan, GroupNormBackward p, const float2* means) {
-  using Tile = GroupTile<X>;
-  using Operands = GroupOperands<X, Dy, ALIGNED>;
-  constexpr int N = Tile::N;
-  const Tile tile(plan, int64_t{gridDim.x} - 1 - blockIdx.x);
-  GroupChannels<N> channels;
-  float2 mean_of[N] = {};
-  for_each_few<Operands>(
-      p, plan, tile,
-      [&] {
-        channels = channels_of(p, plan, tile, p.mean, p.rstd, 1);
+constexpr int kWeightCols = 32;  // of a block
+
+// The sums over the examples that have this row of the weight, of one of the two numbers that each has for a channel.
+template <typename F>
+__device__ void sum_weight(const GroupPlan& plan, const GroupWeight& weight, const Output& to, int64_t examples,
+                           unsigned block, F number) {
+  constexpr int step = kGroupThreads / kWeightCols;
+  const unsigned blocks_a_row = static_cast<unsigned>((plan.channels + kWeightCols - 1) / kWeightCols);
+  const int64_t row = block / blocks_a_row;
+  const int first = static_cast<int>(threadIdx.x) / kWeightCols;
+  const int64_t channel = int64_t{block % blocks_a_row} * kWeightCols + threadIdx.x % kWeightCols;
+  float own = 0;
+#pragma unroll 4
+  for (int64_t example = first; example < examples; example += step) {
+    const bool has_row = weight.map.axes == 0 || weight.map.row(example) == row;
+    if (has_row && channel < plan.channels) own += number(example * plan.chunks * plan.channels + channel);
+  }
+  __shared__ float sums[kGroupThreads];
+  sums[threadIdx.x] = own;
+  __syncthreads();
+  if (first > 0 || channel >= plan.channels) return;
+  for (int i = 1; i < step; ++i) own += sums[i * kWeightCols + threadIdx.x];
+  store_float(to, row * plan.channels + channel, own);
+}
+
+// `kept`: for each channel of each example the sums of dz and of dz * x_hat, and for each group the means of g and of
+// g * x_hat. The first blocks have the gradients of weights, which have little to do and much to wait for.
+template <typename X, typename Dy, GroupAccess ACCESS>
+__global__ void __launch_bounds__(kGroupThreads, kGroupBlocks<X, ACCESS>)
+    group_dx_kernel(GroupPlan plan, GroupNormBackward p, GroupParts kept, unsigned of_scale, unsigned of_weights) {
+  using Tile = GroupTile<X, ACCESS>;
+  constexpr int N = Tile::N, GROUPS = Tile::GROUPS;
+  if (blockIdx.x < of_scale)
+    return sum_weight(plan, p.scale, p.dscale, p.examples, blockIdx.x,
+                      [&](int64_t i) { return kept.of_channels[i].y; });
+  if (blockIdx.x < of_weights)
+    return sum_weight(plan, p.bias, p.dbias, p.examples, blockIdx.x - of_scale,
+                      [&](int64_t i) { return kept.of_channels[i].x; });
+  const Tile tile(plan, gridDim.x - 1 - blockIdx.x);
+  GroupChannels<Tile> channels;
+  float2 mean_of[GROUPS];
+  const auto prepare = [&] {
+    channels.read(p, plan, tile, p.mean, p.rstd, 1);
 #pragma unroll
-        for (int i = 0; i < N; ++i)
-          if (i < tile.remaining) mean_of[i] = means[tile.example * p.groups + (tile.channel + i) / p.group_size];
-      },
-      [&](const Operands& operands, int64_t position) {
+    for (int i = 0; i < GROUPS; ++i) mean_of[i] = kept.of_groups[i < tile.remaining ? tile.group(p, i) : 0];
+  };
+  const auto write = [&](int position, const float (&x_hat)[N], const float (&dz)[N]) {
+    float dx[N];
 #pragma unroll
-        for (int k = 0; k < Operands::kAtOnce; ++k) {
-          float dx[N];
-          operands.for_each(p, channels, k, [&](int i, float x_hat, float dz) {
-            dx[i] = fmaf(-x_hat, mean_of[i].y, fmaf(dz, channels.factor[i], -mean_of[i].x)) * channels.rstd[i];
-          });
-          store<ALIGNED>(static_cast<X*>(p.dx.data) + tile.offset(plan, position + k * tile.rows), pack<X>(dx),
-                         k < operands.count ? tile.remaining : 0);
-        }
-      });
+    for (int i = 0; i < N; ++i) {
+      const float2 mean = mean_of[i % GROUPS];
+      dx[i] = fmaf(-x_hat[i], mean.y, fmaf(dz[i], channels.factor[i], -mean.x)) * channels.rstd[i % GROUPS];
+    }
+    tile.template write<X>(p.dx.data, position, dx);
+  };
+  for_each_position<X, Dy>(p, tile, channels, prepare, write);
+}
+
+// How many rows of channels a weight has.
+inline int64_t rows_of(const GroupWeight& weight) {
+  int64_t rows = 1;
+  for (int axis = 0; axis < weight.map.axes; ++axis)
+    if (weight.map.stride[axis]) rows *= weight.map.extent[axis];
+  return rows;
+}
+
+inline int64_t weight_blocks(const Output& gradient, const GroupWeight& weight, const GroupPlan& plan) {
+  return gradient ? rows_of(weight) * ((plan.channels + kWeightCols - 1) / kWeightCols) : 0;
 }
 
 template <typename X>
 cudaError_t run_group_sums(const GroupNormBackward& p, const GroupPlan& plan, cudaStream_t stream) {
   return with_partner<X>(p.dy.dtype, [&](auto type) {
     using Dy = decltype(type);
-    return with_alignment<X>(
-        plan,
-        [&](auto aligned) {
-          return launch_tiles(group_sums_kernel<X, Dy, aligned>, plan, p.examples, stream, p,
+    return with_access<X, Dy>(
+        p,
+        [&](auto access) {
+          return launch_tiles(group_sums_kernel<X, Dy, access>, plan, p.examples, stream, p,
                               GroupParts(p, plan).of_channels);
         },
-        p.x, p.dy);
+        p.x, p.dy, p.scale, p.bias);
   });
 }
 
 template <typename X>
 cudaError_t run_group_dx(const GroupNormBackward& p, const GroupPlan& plan, cudaStream_t stream) {
+  const int64_t of_scale = weight_blocks(p.dscale, p.scale, plan);
+  const int64_t of_weights = of_scale + weight_blocks(p.dbias, p.bias, plan);
+  const int64_t blocks = of_weights + (p.dx ? plan.tiles(p.examples) : 0);
+  if (blocks > INT_MAX) return cudaErrorInvalidConfiguration;
+  if (blocks == 0) return cudaSuccess;
   return with_partner<X>(p.dy.dtype, [&](auto type) {
     using Dy = decltype(type);
-    return with_alignment<X>(
-        plan,
-        [&](auto aligned) {
-          return launch_tiles(group_dx_kernel<X, Dy, aligned>, plan, p.examples, stream, p,
-                              GroupParts(p, plan).of_groups);
+    return with_access<X, Dy>(
+        p,
+        [&](auto access) {
+          return launch_grid(group_dx_kernel<X, Dy, access>, dim3(static_cast<unsigned>(blocks)), dim3(kGroupThreads),
+                             stream, plan, p, GroupParts(p, plan), static_cast<unsigned>(of_scale),
+                             static_cast<unsigned>(of_weights));
         },
-        p.x, p.dy, p.dx);
+        p.x, p.dy, p.dx, p.scale, p.bias);
   });
 }
 
 template <typename X>
 cudaError_t run_group_norm_grad(const GroupNormBackward& p, const GroupPlan& plan, cudaStream_t stream) {
-  cudaError_t error = p.examples > 0 ? run_group_sums<X>(p, plan, stream) : cudaSuccess;
+  if (p.examples == 0) return run_group_dx<X>(p, plan, stream);
+  cudaError_t error = run_group_sums<X>(p, plan, stream);
   if (error == cudaSuccess) error = merge_group_sums(p, plan, stream);
-  return error == cudaSuccess && p.dx && p.examples > 0 ? run_group_dx<X>(p, plan, stream) : error;
+  return error == cudaSuccess ? run_group_dx<X>(p, plan, stream) : error;
 }
 
 }  // namespace jaxnorm::cuda

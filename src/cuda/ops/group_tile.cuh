@@ -8,90 +8,102 @@
 
 namespace jaxnorm::cuda {
 
-template <typename X>
-struct GroupTile {
-  static constexpr int N = kVector<X>;
+// How a kernel reaches channels: in aligned vectors, each of channels of one group or of several, or in elements.
+enum class GroupAccess : uint8_t { whole_groups, vectors, elements };
 
-  int64_t example, first, end;  // positions of this thread
-  int64_t channel;              // of its vector the first
-  int chunk, row, rows, remaining;
+// How many blocks of a multiprocessor have enough registers.
+template <typename X, GroupAccess ACCESS>
+constexpr int kGroupBlocks = sizeof(X) < 4 && ACCESS == GroupAccess::whole_groups ? 4 : 3;
+
+template <typename X, GroupAccess ACCESS>
+struct GroupTile {
+  static constexpr int N = kGroupVector;
+  static constexpr bool ALIGNED = ACCESS != GroupAccess::elements;
+  // How many groups a vector may have channels of.
+  static constexpr int GROUPS = ACCESS == GroupAccess::whole_groups ? 1 : N;
+
+  int example, chunk, channel;  // the channel that is the first of this thread's vector
+  int row, rows, remaining;
+  int count;      // how many positions this thread has
+  int64_t start;  // the first of its elements in an array of x's shape
+  int64_t step;   // elements to its next position
 
   // `tile`: its number, by which slices run fastest and examples slowest.
-  __device__ GroupTile(const GroupPlan& plan, int64_t tile)
+  __device__ GroupTile(const GroupPlan& plan, unsigned tile)
       : row(static_cast<int>(threadIdx.x) / plan.width), rows(kGroupThreads / plan.width) {
-    const int64_t slice = tile % plan.slices, chunk_of_all = tile / plan.slices;
-    example = chunk_of_all / plan.chunks;
+    const unsigned chunk_of_all = tile / plan.slices;
+    example = static_cast<int>(chunk_of_all / plan.chunks);
     chunk = static_cast<int>(chunk_of_all % plan.chunks);
-    first = chunk * plan.chunk + row;
-    end = min((chunk + 1) * plan.chunk, plan.positions);
-    channel = (slice * plan.width + threadIdx.x % plan.width) * N;
-    remaining = static_cast<int>(min(int64_t{N}, max(int64_t{0}, plan.channels - channel)));
+    channel = (static_cast<int>(tile % plan.slices) * plan.width + static_cast<int>(threadIdx.x) % plan.width) * N;
+    remaining = max(0, min(N, static_cast<int>(plan.channels) - channel));
+    const int64_t first = chunk * plan.chunk + row;
+    const int64_t end = min((chunk + 1) * plan.chunk, plan.positions);
+    count = static_cast<int>(max(int64_t{0}, end - first + rows - 1)) / rows;
+    start = (example * plan.positions + first) * plan.channels + channel;
+    step = rows * plan.channels;
   }
 
-  // Of an array of x's shape.
-  __device__ int64_t offset(const GroupPlan& plan, int64_t position) const {
-    return (example * plan.positions + position) * plan.channels + channel;
+  // The i-th of this thread's vectors; zeros where it has none.
+  template <typename T>
+  __device__ Packed<T, N> read(const void* from, int i) const {
+    return load<ALIGNED, N>(static_cast<const T*>(from) + start + i * step, i < count ? remaining : 0);
+  }
+
+  template <typename T>
+  __device__ void write(void* to, int i, const float (&values)[N]) const {
+    store<ALIGNED>(static_cast<T*>(to) + start + i * step, pack<T>(values), i < count ? remaining : 0);
   }
 
   // Writes what the threads of the first row have, to an array with an element for each channel of each chunk.
-  __device__ void write(const GroupPlan& plan, const float2 (&own)[N], float2* parts) const {
-    float2* const to = parts + (example * plan.chunks + chunk) * plan.channels + channel;
+  __device__ void write_part(const GroupPlan& plan, const float2 (&own)[N], float2* parts) const {
+    float2* const to = parts + (int64_t{example} * plan.chunks + chunk) * plan.channels + channel;
 #pragma unroll
     for (int i = 0; i < N; ++i)
       if (row == 0 && i < remaining) to[i] = own[i];
   }
 
-  // How many of this thread's next AT_ONCE positions there are.
-  template <int AT_ONCE>
-  __device__ int count(int64_t position) const {
-    return static_cast<int>(min(int64_t{AT_ONCE}, (end - position + rows - 1) / rows));
+  // The i-th channel's group, among those of all examples.
+  __device__ int64_t group(const Groups& p, int i) const {
+    return int64_t{example} * p.groups + static_cast<unsigned>(channel + i) / static_cast<unsigned>(p.group_size);
   }
 };
 
-// Calls f(k, i, value) for the i-th value of the k-th vector.
-template <typename X, int N, int COUNT, typename F>
-__device__ void for_each_value(const Packed<X, N> (&packed)[COUNT], F f) {
-#pragma unroll
-  for (int k = 0; k < COUNT; ++k) {
-    float values[N];
-    unpack(packed[k], values);
-#pragma unroll
-    for (int i = 0; i < N; ++i) f(k, i, values[i]);
-  }
+// A weight for each of a thread's channels.
+template <typename Tile>
+__device__ void read_weight(const GroupWeight& weight, const GroupPlan& plan, const Tile& tile,
+                            float (&values)[Tile::N]) {
+  const int64_t row = weight.map.axes == 0 ? 0 : weight.map.row(tile.example);
+  load_floats<Tile::ALIGNED>(weight, row * plan.channels + tile.channel, tile.remaining, values);
 }
 
-// What a thread has to know of each of its channels.
-template <int N>
+// What a thread has to know of its channels: factor is scale + scale_offset, and 1 without a scale.
+template <typename Tile>
 struct GroupChannels {
-  float mean[N], rstd[N], factor[N], bias[N];
+  static constexpr int N = Tile::N;
+  float mean[Tile::GROUPS], rstd[Tile::GROUPS], factor[N], bias[N];
 
-  __device__ float x_hat(int i, float x) const { return (x - mean[i]) * rstd[i]; }
+  template <typename Op>
+  __device__ void read(const Op& p, const GroupPlan& plan, const Tile& tile, const float* means, const float* rstds,
+                       int64_t stride) {
+#pragma unroll
+    for (int i = 0; i < Tile::GROUPS; ++i) {
+      const int64_t group = i < tile.remaining ? tile.group(p, i) * stride : 0;
+      mean[i] = means[group];
+      rstd[i] = rstds[group];
+    }
+#pragma unroll
+    for (int i = 0; i < N; ++i) factor[i] = 1.0f, bias[i] = -0.0f;
+    if (p.scale.data) {
+      read_weight(p.scale, plan, tile, factor);
+#pragma unroll
+      for (int i = 0; i < N; ++i) factor[i] += p.scale_offset;
+    }
+    if (p.bias.data) read_weight(p.bias, plan, tile, bias);
+  }
+
+  __device__ float x_hat(int i, float x) const { return (x - mean[i % Tile::GROUPS]) * rstd[i % Tile::GROUPS]; }
   __device__ float z(int i, float x_hat) const { return fmaf(x_hat, factor[i], bias[i]); }
 };
-
-__device__ inline float weight_at(const GroupWeight& weight, int64_t row, int64_t channels, int64_t channel) {
-  float value[1];
-  load_floats<false, 1>(weight, row * channels + channel, 1, value);
-  return value[0];
-}
-
-// factor is scale + scale_offset, and 1 without a scale.
-template <typename Tile, typename Op>
-__device__ GroupChannels<Tile::N> channels_of(const Op& p, const GroupPlan& plan, const Tile& tile, const float* mean,
-                                              const float* rstd, int64_t stride) {
-  GroupChannels<Tile::N> channels{};
-  const int64_t scale_row = p.scale.map.row(tile.example), bias_row = p.bias.map.row(tile.example);
-#pragma unroll
-  for (int i = 0; i < Tile::N; ++i) {
-    if (i >= tile.remaining) continue;
-    const int64_t channel = tile.channel + i, group = tile.example * p.groups + channel / p.group_size;
-    channels.mean[i] = mean[group * stride];
-    channels.rstd[i] = rstd[group * stride];
-    channels.factor[i] = p.scale.data ? weight_at(p.scale, scale_row, plan.channels, channel) + p.scale_offset : 1.0f;
-    channels.bias[i] = p.bias.data ? weight_at(p.bias, bias_row, plan.channels, channel) : -0.0f;
-  }
-  return channels;
-}
 
 // Merges what the threads of a block have of the same channels, in a fixed order, in those of the first row. `count`:
 // of how many positions a thread has it; merge(a, b, count of a, count of b) merges two of them.
@@ -140,12 +152,18 @@ cudaError_t with_partner(Dtype dtype, F f) {
   }
 }
 
-// Calls f with whether vectors are aligned, as a type: all arrays are, and vectors divide the channels.
-template <typename X, typename F, typename... Arrays>
-cudaError_t with_alignment(const GroupPlan& plan, F f, const Arrays&... arrays) {
-  constexpr int N = kVector<X>;
-  if (plan.channels % N == 0 && are_aligned<N>(arrays...)) return f(std::true_type{});
-  return f(std::false_type{});
+template <GroupAccess ACCESS>
+using GroupAccessAs = std::integral_constant<GroupAccess, ACCESS>;
+
+// Calls f with how the channels are reached, as a type. Of arrays of two dtypes vectors have whole groups or not, as it
+// comes.
+template <typename X, typename Partner = X, typename F, typename... Arrays>
+cudaError_t with_access(const Groups& p, F f, const Arrays&... arrays) {
+  constexpr int N = kGroupVector;
+  if (p.channels() % N != 0 || !are_aligned<N>(arrays...)) return f(GroupAccessAs<GroupAccess::elements>{});
+  if constexpr (std::is_same_v<X, Partner>)
+    if (p.group_size % N == 0) return f(GroupAccessAs<GroupAccess::whole_groups>{});
+  return f(GroupAccessAs<GroupAccess::vectors>{});
 }
 
 // A tile a block.
@@ -153,7 +171,7 @@ template <typename Kernel, typename... Args>
 cudaError_t launch_tiles(Kernel kernel, const GroupPlan& plan, int64_t examples, cudaStream_t stream,
                          const Args&... args) {
   const int64_t tiles = plan.tiles(examples);
-  if (tiles > INT_MAX) return cudaErrorInvalidConfiguration;
+  if (tiles > INT_MAX || plan.channels > INT_MAX / 2) return cudaErrorInvalidConfiguration;
   return launch_grid(kernel, dim3(static_cast<unsigned>(tiles)), dim3(kGroupThreads), stream, plan, args...);
 }
 
