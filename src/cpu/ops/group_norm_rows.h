@@ -1,6 +1,4 @@
 // The tiles of GroupNorm, see group_tile.h.
-//
-// Some neighbouring rows go together, so that what is kept for a column is read and written once for all of them.
 #pragma once
 
 #include "cpu/engine/columns.h"
@@ -13,11 +11,11 @@
 namespace jaxnorm::cpu {
 namespace {
 
-constexpr int kRowsTogether = 4;
-
-// Calls f(row, end, column, extent) for vectors of the columns of some rows from `row` to `end`.
+// Calls f(row, end, column, extent) for vectors of the columns of some rows from `row` to `end`: sums are read and
+// written once for all of them.
 template <class F>
-[[gnu::always_inline]] inline void for_each_tile_vector(const GroupTile& tile, F f) {
+[[gnu::always_inline]] inline void for_each_vector_to_sum(const GroupTile& tile, F f) {
+  constexpr int kRowsTogether = 4;
   const int64_t rows = tile.rows;
   for (int64_t row = 0; row < rows; row += kRowsTogether) {
     const int64_t end = rows - row < kRowsTogether ? rows : row + kRowsTogether;
@@ -25,13 +23,27 @@ template <class F>
   }
 }
 
+// Calls f(row, column, extent) for vectors in the order in which they lie in memory: a line that is written past the
+// caches has to be written at once. What goes with so many columns as come one after the other stays in the first-level
+// cache.
+template <class F>
+[[gnu::always_inline]] inline void for_each_vector_to_write(const GroupTile& tile, F f) {
+  constexpr int64_t kColumns = 512;
+  const int64_t rows = tile.rows, cols = tile.cols;
+  for (int64_t first = 0; first < cols; first += kColumns) {
+    const int64_t count = cols - first < kColumns ? cols - first : kColumns;
+    for (int64_t row = 0; row < rows; ++row)
+      for_each_vector(count, [&](int64_t column, auto extent) { f(row, first + column, extent); });
+  }
+}
+
 // Two passes, of which the second finds the tile in the cache.
 template <class X>
 void group_moments(const X* x, const GroupTile& tile, const GroupMoments& moments) {
-  const auto [mean, rest, m2] = moments;
+  float *const mean = moments.mean, *const rest = moments.rest, *const m2 = moments.m2;
   const int64_t cols = tile.cols;
   fill(mean, 0, cols), fill(rest, 0, cols), fill(m2, 0, cols);
-  for_each_tile_vector(tile, [=](int64_t row, int64_t end, int64_t column, auto extent) {
+  for_each_vector_to_sum(tile, [=](int64_t row, int64_t end, int64_t column, auto extent) {
     Vec sum = load(mean + column, extent);
     for (; row < end; ++row) sum += load(x + row * cols + column, extent);
     store(mean + column, sum, extent);
@@ -40,7 +52,7 @@ void group_moments(const X* x, const GroupTile& tile, const GroupMoments& moment
   for_each_vector(cols, [=](int64_t column, auto extent) {
     store(mean + column, load(mean + column, extent) * reciprocal, extent);
   });
-  for_each_tile_vector(tile, [=](int64_t row, int64_t end, int64_t column, auto extent) {
+  for_each_vector_to_sum(tile, [=](int64_t row, int64_t end, int64_t column, auto extent) {
     const Vec centre = load(mean + column, extent);
     Vec sum = load(rest + column, extent), square = load(m2 + column, extent);
     for (; row < end; ++row) {
@@ -80,16 +92,11 @@ void with_activation(PointwiseActivation activation, F f) {
 
 template <class A, class X, class Y>
 void group_norm(const GroupTile& tile, const GroupColumns& columns, const X* x, const OutputRows<Y>& y) {
-  const auto [mean, rstd, scale, bias, shift, mean_g, minus_mean_g_x_hat] = columns;
-  const int64_t cols = tile.cols;
-  for_each_tile_vector(tile, [=](int64_t row, int64_t end, int64_t column, auto extent) {
-    const Vec centre = load(mean + column, extent), factor = load(rstd + column, extent);
-    const Vec left = load(shift + column, extent);
-    const Vec a = load(scale + column, extent), b = load(bias + column, extent);
-    for (; row < end; ++row) {
-      const Vec x_hat = fma(load(x + row * cols + column, extent) - centre, factor, left);
-      y[row](column, A::of(fma(x_hat, a, b)), extent);
-    }
+  for_each_vector_to_write(tile, [=, cols = tile.cols](int64_t row, int64_t column, auto extent) {
+    const Vec d = load(x + row * cols + column, extent) - load(columns.mean + column, extent);
+    const Vec x_hat = fma(d, load(columns.rstd + column, extent), load(columns.shift + column, extent));
+    const Vec z = fma(x_hat, load(columns.scale + column, extent), load(columns.bias + column, extent));
+    y[row](column, A::of(z), extent);
   });
 }
 
@@ -103,46 +110,44 @@ void group_norm(const GroupNormForward& p, const GroupTile& tile, const GroupCol
   fence();
 }
 
-// Calls f(row, column, extent, x_hat, dz) for rows of which for_each_tile_vector() has called it.
-template <class A, class Dy, class X>
+// What the gradients are made of, for vectors of one column.
+template <class A, class Extent>
 struct GroupCotangents {
-  const Dy* dy;
-  const X* x;
-  int64_t cols;
+  Extent extent;
   Vec mean, rstd, scale, bias;
 
-  template <class Extent>
-  [[gnu::always_inline]] GroupCotangents(const Dy* dy, const X* x, int64_t cols, const GroupColumns& columns,
-                                         int64_t column, Extent extent)
-      : dy(dy + column),
-        x(x + column),
-        cols(cols),
+  GroupCotangents(const GroupColumns& columns, int64_t column, Extent extent)
+      : extent(extent),
         mean(load(columns.mean + column, extent)),
         rstd(load(columns.rstd + column, extent)),
         scale(load(columns.scale + column, extent)),
         bias(load(columns.bias + column, extent)) {}
 
-  template <class Extent, class F>
-  [[gnu::always_inline]] void operator()(int64_t row, int64_t end, Extent extent, F f) const {
-    for (; row < end; ++row) {
-      const Vec x_hat = (load(x + row * cols, extent) - mean) * rstd;
-      f(row, x_hat, load(dy + row * cols, extent) * A::with_slope(fma(x_hat, scale, bias)).slope);
-    }
+  template <class X>
+  Vec x_hat(const X* x) const {
+    return (load(x, extent) - mean) * rstd;
+  }
+  template <class Dy>
+  Vec dz(const Dy* dy, Vec x_hat) const {
+    return load(dy, extent) * A::with_slope(fma(x_hat, scale, bias)).slope;
   }
 };
 
 template <class A, class Dy, class X>
 void group_norm_sums(const GroupTile& tile, const GroupColumns& columns, const Dy* dy, const X* x,
                      const GroupGradSums& sums) {
-  const auto [dz_sums, dz_x_hat_sums] = sums;
-  fill(dz_sums, 0, tile.cols), fill(dz_x_hat_sums, 0, tile.cols);
-  for_each_tile_vector(tile, [=, cols = tile.cols](int64_t row, int64_t end, int64_t column, auto extent) {
-    const GroupCotangents<A, Dy, X> cotangents(dy, x, cols, columns, column, extent);
+  const int64_t cols = tile.cols;
+  fill(sums.dz, 0, cols), fill(sums.dz_x_hat, 0, cols);
+  for_each_vector_to_sum(tile, [=, dz_sums = sums.dz, dz_x_hat_sums = sums.dz_x_hat](int64_t row, int64_t end,
+                                                                                     int64_t column, auto extent) {
+    const GroupCotangents<A, decltype(extent)> of(columns, column, extent);
     Vec sum = load(dz_sums + column, extent), product = load(dz_x_hat_sums + column, extent);
-    cotangents(row, end, extent, [&](int64_t, Vec x_hat, Vec dz) {
+    for (; row < end; ++row) {
+      const int64_t i = row * cols + column;
+      const Vec x_hat = of.x_hat(x + i), dz = of.dz(dy + i, x_hat);
       sum += dz;
       product = fma(dz, x_hat, product);
-    });
+    }
     store(dz_sums + column, sum, extent);
     store(dz_x_hat_sums + column, product, extent);
   });
@@ -151,13 +156,12 @@ void group_norm_sums(const GroupTile& tile, const GroupColumns& columns, const D
 template <class A, class Dy, class X>
 void group_norm_grad(const GroupTile& tile, const GroupColumns& columns, const Dy* dy, const X* x,
                      const OutputRows<X>& dx) {
-  for_each_tile_vector(tile, [=, cols = tile.cols](int64_t row, int64_t end, int64_t column, auto extent) {
-    const GroupCotangents<A, Dy, X> cotangents(dy, x, cols, columns, column, extent);
-    const Vec mean_g = load(columns.mean_g + column, extent);
-    const Vec minus_mean_g_x_hat = load(columns.minus_mean_g_x_hat + column, extent);
-    cotangents(row, end, extent, [&](int64_t row, Vec x_hat, Vec dz) {
-      dx[row](column, fma(x_hat, minus_mean_g_x_hat, fma(dz, cotangents.scale, -mean_g)) * cotangents.rstd, extent);
-    });
+  for_each_vector_to_write(tile, [=, cols = tile.cols](int64_t row, int64_t column, auto extent) {
+    const GroupCotangents<A, decltype(extent)> of(columns, column, extent);
+    const int64_t i = row * cols + column;
+    const Vec x_hat = of.x_hat(x + i), dz = of.dz(dy + i, x_hat);
+    const Vec rest = fma(dz, of.scale, -load(columns.mean_g + column, extent));
+    dx[row](column, fma(x_hat, load(columns.minus_mean_g_x_hat + column, extent), rest) * of.rstd, extent);
   });
 }
 
