@@ -20,11 +20,7 @@ class GroupOp {
   const GroupTiles& tiles() const { return tiles_; }
 
  protected:
-  std::unique_ptr<GroupSlot[]> slots(int64_t count, int sums, int arrays) const {
-    std::unique_ptr<GroupSlot[]> slots(new GroupSlot[count]);
-    for (int64_t i = 0; i < count; ++i) slots[i] = GroupSlot(tiles_, groups_.channels(), sums, arrays);
-    return slots;
-  }
+  GroupSlot slot(int sums, int arrays) const { return {tiles_, groups_.channels(), sums, arrays}; }
 
   void begin_weights(int64_t example, float* scale, float* bias) const {
     scale_.begin(example, scale);
@@ -57,7 +53,7 @@ class GroupForward : public GroupOp {
  public:
   GroupForward(const GroupNormForward& p, int64_t traffic) : GroupOp(p, p.scale, p.bias), p_(p), traffic_(traffic) {}
 
-  std::unique_ptr<GroupSlot[]> slots(int64_t count) const { return GroupOp::slots(count, 3, 5); }
+  GroupSlot slot() const { return GroupOp::slot(3, 5); }
 
   void begin(const GroupSlot& slot, int64_t example) const { begin_weights(example, slot.columns(3), slot.columns(4)); }
 
@@ -66,25 +62,25 @@ class GroupForward : public GroupOp {
   }
 
   // First the means of groups, and then the squares around them: Chan, Golub and LeVeque's merge of all at once.
-  void merge(const GroupSlot& slot, int64_t example, int64_t first, int64_t end) const {
-    double *const centre = slot.channels(), *const sums = centre + p_.channels();
-    const int64_t begin = channel(first), count = channel(end) - begin;
-    std::fill_n(sums + begin, count, 0.);
+  void merge(const GroupSlot& slot, int64_t example) const {
+    const int64_t channels = p_.channels();
+    double *const centre = slot.channels(), *const sums = centre + channels;
+    std::fill_n(sums, channels, 0.);
     for_each_copy([&](int64_t tile, int64_t rows, int64_t column) {
       const auto [mean, rest, m2] = moments(slot, tile, column);
-      for (int64_t c = begin; c < begin + count; ++c) sums[c] += rows * (static_cast<double>(mean[c]) + rest[c]);
+      for (int64_t c = 0; c < channels; ++c) sums[c] += rows * (static_cast<double>(mean[c]) + rest[c]);
     });
-    for (int64_t group = first; group < end; ++group)
+    for (int64_t group = 0; group < p_.groups; ++group)
       std::fill_n(centre + channel(group), p_.group_size, mean_of(sums, group));
-    std::fill_n(sums + begin, count, 0.);
+    std::fill_n(sums, channels, 0.);
     for_each_copy([&](int64_t tile, int64_t rows, int64_t column) {
       const auto [mean, rest, m2] = moments(slot, tile, column);
-      for (int64_t c = begin; c < begin + count; ++c) {
+      for (int64_t c = 0; c < channels; ++c) {
         const double d = static_cast<double>(mean[c]) - centre[c] + rest[c];
         sums[c] += m2[c] + rows * d * d;
       }
     });
-    for (int64_t group = first; group < end; ++group)
+    for (int64_t group = 0; group < p_.groups; ++group)
       save(slot, example, group, centre[channel(group)], mean_of(sums, group));
   }
 
@@ -135,7 +131,7 @@ class GroupBackward : public GroupOp {
         dscale_(p.dscale, p.scale.map, p, block),
         dbias_(p.dbias, p.bias.map, p, block) {}
 
-  std::unique_ptr<GroupSlot[]> slots(int64_t count) const { return GroupOp::slots(count, 2, 6); }
+  GroupSlot slot() const { return GroupOp::slot(2, 6); }
 
   void begin(const GroupSlot& slot, int64_t example) const {
     begin_weights(example, slot.columns(4), slot.columns(5));
@@ -150,23 +146,22 @@ class GroupBackward : public GroupOp {
   }
 
   // The sums over a channel are of dz and dz * x_hat; those of g and g * x_hat over a group are its scales by these.
-  void merge(const GroupSlot& slot, int64_t example, int64_t first, int64_t end) {
-    double *const dz = slot.channels(), *const dz_x_hat = dz + p_.channels();
-    const int64_t begin = channel(first), count = channel(end) - begin;
-    std::fill_n(dz + begin, count, 0.);
-    std::fill_n(dz_x_hat + begin, count, 0.);
+  void merge(const GroupSlot& slot, int64_t example) {
+    const int64_t channels = p_.channels();
+    double *const dz = slot.channels(), *const dz_x_hat = dz + channels;
+    std::fill_n(dz, 2 * channels, 0.);
     for_each_copy([&](int64_t tile, int64_t, int64_t column) {
       const auto [tile_dz, tile_dz_x_hat] = sums(slot, tile, column);
-      for (int64_t c = begin; c < begin + count; ++c) {
+      for (int64_t c = 0; c < channels; ++c) {
         dz[c] += tile_dz[c];
         dz_x_hat[c] += tile_dz_x_hat[c];
       }
     });
-    dscale_.add(example, begin, count, dz_x_hat + begin);
-    dbias_.add(example, begin, count, dz + begin);
+    dscale_.add(example, dz_x_hat);
+    dbias_.add(example, dz);
     if (!p_.dx) return;
     const float* const scale = columns(slot, example).scale;
-    for (int64_t group = first; group < end; ++group) {
+    for (int64_t group = 0; group < p_.groups; ++group) {
       double g = 0, g_x_hat = 0;
       for (int64_t c = channel(group); c < channel(group + 1); ++c) {
         g += scale[c] * dz[c];

@@ -2,7 +2,9 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <memory>
+#include <thread>
 
 #include "cpu/engine/parallel.h"
 #include "cpu/ops/group_tile.h"
@@ -72,16 +74,16 @@ class GroupSlot {
 // Calls for each example, with a slot that the op makes,
 //
 //   op.begin(slot, example)
-//   op.sum(slot, example, tile)             for each tile
-//   op.merge(slot, example, group, end)     for all groups, some at a time
-//   op.write(slot, example, tile)           for each tile
+//   op.sum(slot, example, tile)      for each tile, perhaps on several threads
+//   op.merge(slot, example)
+//   op.write(slot, example, tile)    for each tile, perhaps on several threads
 //
 // The second time a tile is read it comes from a cache, if the caches hold an example. Which threads work on an example
 // changes none of its bits.
 class GroupSchedule {
  public:
   GroupSchedule(const Groups& p, const GroupTiles& tiles, int64_t bytes_an_element)
-      : p_(p), tiles_(tiles), bytes_(tiles.elements() * bytes_an_element) {
+      : examples_(p.examples), tiles_(tiles.count()), bytes_(tiles.elements() * bytes_an_element) {
     // Sums over examples have a row for each block of them; at least 8 positions share one, so that they cost little
     // memory.
     constexpr int64_t kLeast = 8, kMost = 256;
@@ -93,48 +95,83 @@ class GroupSchedule {
   template <class Op>
   void run(const ParallelFor& parallel_for, Op& op) const {
     constexpr int64_t kMany = 16, kBytes = 1 << 20;  // enough examples for all threads, each of its own
-    if (block_ > 1 || (p_.examples >= kMany && bytes_ <= kBytes) || tiles_.count() == 1) {
-      for_each_block(parallel_for, p_.examples, block_, [&](int64_t begin, int64_t end) { run_alone(op, begin, end); });
-      return;
+    if (block_ > 1 || tiles_ == 1 || (examples_ >= kMany && bytes_ <= kBytes)) {
+      for_each_block(parallel_for, examples_, block_, [&](int64_t begin, int64_t end) { run_alone(op, begin, end); });
+    } else {
+      run_together(parallel_for, op);
     }
-    constexpr int64_t kRound = 8 << 20;  // what all threads together find in the cache again
-    const int64_t step = std::clamp<int64_t>(kRound / bytes_, 1, std::max<int64_t>(1, p_.examples));
-    const std::unique_ptr<GroupSlot[]> slots = op.slots(step);
-    for (int64_t first = 0; first < p_.examples; first += step)
-      run_together(parallel_for, op, slots.get(), first, std::min(step, p_.examples - first));
   }
 
  private:
   template <class Op>
   void run_alone(Op& op, int64_t begin, int64_t end) const {
-    const std::unique_ptr<GroupSlot[]> slot = op.slots(1);
+    const GroupSlot slot = op.slot();
     for (int64_t example = begin; example < end; ++example) {
-      op.begin(slot[0], example);
-      for (int64_t tile = 0; tile < tiles_.count(); ++tile) op.sum(slot[0], example, tile);
-      op.merge(slot[0], example, 0, p_.groups);
-      for (int64_t tile = 0; tile < tiles_.count(); ++tile) op.write(slot[0], example, tile);
+      op.begin(slot, example);
+      for (int64_t tile = 0; tile < tiles_; ++tile) op.sum(slot, example, tile);
+      op.merge(slot, example);
+      for (int64_t tile = 0; tile < tiles_; ++tile) op.write(slot, example, tile);
     }
   }
 
+  // All threads work on one example after the other, and write one when they have summed up some more: then they need
+  // not wait for each other where one of them is slow.
   template <class Op>
-  void run_together(const ParallelFor& parallel_for, Op& op, const GroupSlot* slots, int64_t first,
-                    int64_t count) const {
-    const int64_t tiles = tiles_.count();
-    for (int64_t i = 0; i < count; ++i) op.begin(slots[i], first + i);
-    parallel_for(count * tiles, [&](int64_t i) { op.sum(slots[i / tiles], first + i / tiles, i % tiles); });
-    const int64_t sums_a_group = tiles * tiles_.cols() / p_.groups;
-    const int64_t step = std::clamp<int64_t>(kTaskElements / std::max<int64_t>(1, sums_a_group), 1, p_.groups);
-    const int64_t parts = ceil_div(p_.groups, step);
-    parallel_for(count * parts, [&](int64_t i) {
-      const int64_t group = i % parts * step;
-      op.merge(slots[i / parts], first + i / parts, group, std::min(p_.groups, group + step));
+  void run_together(const ParallelFor& parallel_for, Op& op) const {
+    constexpr int64_t kCached = 16 << 20;  // what all threads together find in the cache again
+    const int64_t lag = std::clamp<int64_t>(kCached / bytes_ - 1, examples_ > 1, 16);
+    const int64_t count = lag + 3, a_step = 1 + 2 * tiles_;  // see below
+    const std::unique_ptr<GroupSlot[]> slots(new GroupSlot[count]);
+    for (int64_t i = 0; i < count; ++i) slots[i] = op.slot();
+    const std::unique_ptr<Progress[]> progress(new Progress[examples_ + 1]);
+    const auto start = [&](int64_t example) {
+      if (example >= examples_) return;
+      if (example >= count) progress[example - count].written.wait_for(tiles_);
+      op.begin(slots[example % count], example);
+      progress[example].begun.add();
+    };
+    const auto sum = [&](int64_t example, int64_t tile) {
+      if (example >= examples_) return;
+      progress[example].begun.wait_for(1);
+      const GroupSlot& slot = slots[example % count];
+      op.sum(slot, example, tile);
+      if (progress[example].summed.add() < tiles_) return;
+      op.merge(slot, example);
+      progress[example].merged.add();
+    };
+    const auto write = [&](int64_t example, int64_t tile) {
+      if (example < 0) return;
+      progress[example].merged.wait_for(1);
+      op.write(slots[example % count], example, tile);
+      progress[example].written.add();
+    };
+    // Each item waits only for earlier ones, which other threads have begun when it is drawn: this cannot deadlock in
+    // whatever order tasks are run. Step k begins example k + 1, sums up k, and writes k - lag.
+    start(0);
+    std::atomic<int64_t> next{0};
+    parallel_for((examples_ + lag) * a_step, [&](int64_t) {
+      const int64_t item = next.fetch_add(1, std::memory_order_relaxed), step = item / a_step, part = item % a_step;
+      if (part == 0) return start(step + 1);
+      part <= tiles_ ? sum(step, part - 1) : write(step - lag, part - 1 - tiles_);
     });
-    parallel_for(count * tiles, [&](int64_t i) { op.write(slots[i / tiles], first + i / tiles, i % tiles); });
   }
 
-  const Groups& p_;
-  const GroupTiles& tiles_;
-  int64_t bytes_, block_;
+  class Counter {
+   public:
+    int64_t add() { return value_.fetch_add(1, std::memory_order_acq_rel) + 1; }
+    void wait_for(int64_t value) const {
+      while (value_.load(std::memory_order_acquire) < value) std::this_thread::yield();
+    }
+
+   private:
+    std::atomic<int64_t> value_{0};
+  };
+
+  struct Progress {
+    Counter begun, summed, merged, written;
+  };
+
+  int64_t examples_, tiles_, bytes_, block_;
 };
 
 }  // namespace jaxnorm::cpu

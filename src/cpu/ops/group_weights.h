@@ -78,12 +78,12 @@ class GroupWeightGrad {
 
   explicit operator bool() const { return bool{output_}; }
 
-  // Of channels from `begin` on. Examples of a block come one after the other.
-  void add(int64_t example, int64_t begin, int64_t count, const double* sums) {
+  // Of all channels. Examples of a block come one after the other.
+  void add(int64_t example, const double* sums) {
     if (!output_) return;
-    float* const row = data_.get() + example / block_ * channels_ + begin;
+    float* const row = data_.get() + example / block_ * channels_;
     const bool is_first = example % block_ == 0;
-    for (int64_t i = 0; i < count; ++i) row[i] = is_first ? sums[i] : row[i] + sums[i];
+    for (int64_t c = 0; c < channels_; ++c) row[c] = is_first ? sums[c] : row[c] + sums[c];
   }
 
   void finish(const ParallelFor& parallel_for) {
