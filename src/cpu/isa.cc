@@ -28,6 +28,7 @@ extern const Kernels JAXNORM_ISA = {
     cross_entropy_grad,
     qk_norm_rotary,
     qk_norm_rotary_grad,
+    group_norm_rows,
     group_moments,
     group_norm,
     group_norm_sums,

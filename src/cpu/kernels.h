@@ -45,6 +45,8 @@ struct Kernels {
   void (*qk_norm_rotary_grad)(const QkNormRotaryBackward& p, int64_t begin, int64_t end, float* dq_scale,
                               float* dk_scale, int64_t traffic);
 
+  // Of groups [begin, end) without positions, with weights that are the same for all examples.
+  void (*group_norm_rows)(const GroupNormForward& p, int64_t begin, int64_t end, int64_t traffic);
   // Of a tile.
   void (*group_moments)(Input x, const GroupTile& tile, const GroupMoments& moments);
   void (*group_norm)(const GroupNormForward& p, const GroupTile& tile, const GroupColumns& columns, int64_t traffic);

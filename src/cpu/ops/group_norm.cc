@@ -201,6 +201,26 @@ class GroupBackward : public GroupOp {
   GroupWeightGrad dscale_, dbias_;
 };
 
+GroupWeight of_example(const GroupWeight& weight, int64_t example, int64_t channels) {
+  GroupWeight row = weight;
+  if (weight) row.data = static_cast<const float*>(weight.data) + weight.map.row(example) * channels;
+  return row;
+}
+
+// Without positions there is nothing to sum up for a column.
+void forward_rows(const GroupNormForward& p, const ParallelFor& parallel_for, int64_t traffic) {
+  const bool is_same = is_same_for_all(p.scale.map) && is_same_for_all(p.bias.map);
+  for_each_rows(parallel_for, p.examples, p.channels(), [&](int64_t begin, int64_t end) {
+    if (is_same) return kernels().group_norm_rows(p, begin * p.groups, end * p.groups, traffic);
+    GroupNormForward one = p;
+    for (int64_t example = begin; example < end; ++example) {
+      one.scale = of_example(p.scale, example, p.channels());
+      one.bias = of_example(p.bias, example, p.channels());
+      kernels().group_norm_rows(one, example * p.groups, (example + 1) * p.groups, traffic);
+    }
+  });
+}
+
 }  // namespace
 
 void run(const GroupNormForward& call, const ParallelFor& threads) {
@@ -211,7 +231,9 @@ void run(const GroupNormForward& call, const ParallelFor& threads) {
   const F32Weight bias(&p.bias, 0, rows_of(p.bias.map, p.examples) * p.channels(), parallel_for);
   const int64_t elements = p.examples * p.positions * p.channels(), x_size = size_of(p.x.dtype);
   expect_writes(p.y, elements);
-  GroupForward op(p, elements * (x_size + size_of(p.y.dtype)));
+  const int64_t traffic = elements * (x_size + size_of(p.y.dtype));
+  if (p.positions == 1) return forward_rows(p, parallel_for, traffic);
+  GroupForward op(p, traffic);
   GroupSchedule(p, op.tiles(), x_size).run(parallel_for, op);
 }
 

@@ -3,9 +3,12 @@
 
 #include "cpu/engine/columns.h"
 #include "cpu/engine/memory.h"
+#include "cpu/engine/row_loop.h"
 #include "cpu/engine/types.h"
+#include "cpu/engine/weight.h"
 #include "cpu/ops/activation.h"
 #include "cpu/ops/group_tile.h"
+#include "cpu/ops/load.h"
 #include "ops/group_norm.h"
 
 namespace jaxnorm::cpu {
@@ -108,6 +111,41 @@ void group_norm(const GroupNormForward& p, const GroupTile& tile, const GroupCol
     with_activation(p.activation, [&](auto a) { group_norm<decltype(a)>(tile, columns, x, y); });
   });
   fence();
+}
+
+// Without positions a group is a row, and groups lie one after the other.
+struct GroupRows {
+  int64_t cols;
+  float epsilon;
+  float *mean, *rstd;
+};
+
+// An epilogue, for weights that are the same for all examples.
+template <class Y, class A>
+struct WriteActivated {
+  const GroupNormForward& p;
+  OutputRows<Y> y;
+
+  template <class X>
+  void operator()(int64_t row, Layer stats, RowReader<X> x) const {
+    const Affine affine(p.scale, p.bias, row % p.groups * p.group_size);
+    const RowWriter<Y> y_row = y[row];
+    for_each_vector(p.group_size, [&](int64_t column, auto extent) {
+      y_row(column, A::of(affine(stats.x_hat(x(column, extent)), column, extent)), extent);
+    });
+  }
+};
+
+void group_norm_rows(const GroupNormForward& p, int64_t begin, int64_t end, int64_t traffic) {
+  const GroupRows rows{p.group_size, p.epsilon, p.mean, p.rstd};
+  with_types(p.x.dtype, p.y.dtype, [&](auto x, auto y_type) {
+    using Y = decltype(y_type);
+    const Stored<decltype(x)> load{p.x, p.group_size};
+    const OutputRows<Y> y(p.y, p.group_size, traffic);
+    with_activation(p.activation, [&](auto a) {
+      for_rows<Layer>(rows, begin, end, traffic, load, WriteActivated<Y, decltype(a)>{p, y});
+    });
+  });
 }
 
 // What the gradients are made of, for vectors of one column.
