@@ -146,7 +146,7 @@ def test_accuracy(name):
         assert want is None or error(came, want) <= MOST[case.weight]["w"]
 
 
-@pytest.mark.parametrize("shape", [(40, 4, 32), (20, 16, 16, 128), (5, 64, 64, 96)])
+@pytest.mark.parametrize("shape", [(40, 72), (40, 4, 32), (20, 16, 16, 128), (5, 64, 64, 96)])
 def test_an_example_has_the_same_bits_alone(shape):
     case = Case(shape, 4, "gelu", per_example=True)
     args = operands(case)
