@@ -163,6 +163,57 @@ void run_gated(Dtype dtype, bool first, const Shape& s) {
   cpu::run(b, parallel_for);
 }
 
+struct GroupShape {
+  int64_t examples, positions, groups, group_size;
+  int64_t offset = 0;
+  bool weights_differ = false;  // from example to example
+};
+
+// All gradients, that of x alone, and those of the weights alone.
+void run_group_norm(PointwiseActivation activation, Dtype x_dtype, Dtype y_dtype, Dtype weight, const GroupShape& s) {
+  const Groups groups{s.examples, s.positions, s.groups, s.group_size};
+  const int64_t channels = groups.channels(), size = s.examples * s.positions * channels;
+  const int64_t weights = (s.weights_differ ? s.examples : 1) * channels, statistics = s.examples * s.groups;
+  const Array x(x_dtype, size, s.offset), scale(weight, weights, s.offset), bias(weight, channels, s.offset);
+  const Array y(y_dtype, size, s.offset, false), mean(Dtype::f32, statistics, 0, false);
+  const Array rstd(Dtype::f32, statistics, 0, false);
+  GroupNormForward f{};
+  static_cast<Groups&>(f) = groups;
+  f.x = x, f.y = y, f.mean = mean.floats(), f.rstd = rstd.floats(), f.epsilon = 1e-6f, f.activation = activation;
+  static_cast<Input&>(f.scale) = scale;
+  f.scale_offset = s.offset ? 1.f : 0.f;
+  static_cast<Input&>(f.bias) = bias;
+  if (s.weights_differ) f.scale.map.axes = 1, f.scale.map.extent[0] = s.examples, f.scale.map.stride[0] = 1;
+  cpu::run(f, parallel_for);
+
+  const Array dy(y_dtype, size, s.offset), dx(x_dtype, size, s.offset, false);
+  const Array dscale(weight, weights, s.offset, false), dbias(weight, channels, s.offset, false);
+  GroupNormBackward b{};
+  static_cast<Groups&>(b) = groups;
+  b.dy = dy, b.x = x, b.scale = f.scale, b.bias = f.bias, b.mean = f.mean, b.rstd = f.rstd;
+  b.scale_offset = f.scale_offset, b.activation = activation;
+  for (const int wanted : {1, 2, 3}) {
+    b.dx = wanted & 1 ? Output(dx) : Output{};
+    b.dscale = wanted & 2 ? Output(dscale) : Output{}, b.dbias = wanted & 2 ? Output(dbias) : Output{};
+    cpu::run(b, parallel_for);
+  }
+  f.mean = f.rstd = nullptr, f.scale = f.bias = {};
+  cpu::run(f, parallel_for);
+}
+
+void run_group_norms(Dtype dtype) {
+  // A thread for each example or for several; a task for each tile; rows of one position and of several, and a rest.
+  for (const GroupShape& shape :
+       {GroupShape{3, 1, 1, 1}, GroupShape{300, 1, 4, 20, 1, true}, GroupShape{2, 81, 3, 1, 1}, GroupShape{2, 81, 1, 3},
+        GroupShape{300, 4, 4, 8, 1}, GroupShape{5, 9, 3, 8, 1, true}, GroupShape{3, 2, 17, 241},
+        GroupShape{20, 65, 32, 20, 1}, GroupShape{3, 1000, 4, 24, 0, true}, GroupShape{25, 200, 8, 40, 1, true}})
+    for (const auto activation :
+         {PointwiseActivation::none, PointwiseActivation::silu, PointwiseActivation::relu, PointwiseActivation::gelu})
+      run_group_norm(activation, dtype, dtype, shape.offset ? dtype : Dtype::f32, shape);
+  for (const Dtype y : {Dtype::f32, Dtype::f16, Dtype::bf16})
+    if (is_supported(dtype, y)) run_group_norm(PointwiseActivation::gelu, dtype, y, y, {2, 30, 2, 7, 1});
+}
+
 // Heads of a length, of which `dim` elements are turned, by tables and by positions.
 void run_rotary(HeadNorm norm, Dtype dtype, int64_t cols, int64_t dim, int64_t inner, int64_t offset) {
   const int64_t tokens = 3 * 7, q_heads = 5, k_heads = inner > 1 ? 1 : 2, q_size = tokens * q_heads * cols;
@@ -319,6 +370,7 @@ int main(int argc, char** argv) {
           for (const int64_t dim : {cols / 2 * 2, (cols + 6) / 8 * 2})
             for (const int64_t inner : {1, 7}) run_rotary(norm, dtype, cols, dim, inner, cols % 3);
       run_all_softmaxes(dtype);
+      run_group_norms(dtype);
     }
     std::printf("ran the %s kernels\n", kernels->isa);
   }

@@ -3,6 +3,7 @@
 #include "cpu/ops/arrays.h"
 #include "cpu/ops/cross_entropy_rows.h"
 #include "cpu/ops/gated_norm_rows.h"
+#include "cpu/ops/group_norm_rows.h"
 #include "cpu/ops/norm_rows.h"
 #include "cpu/ops/qk_norm_rotary_rows.h"
 #include "cpu/ops/quantized_norm_rows.h"
@@ -27,6 +28,11 @@ extern const Kernels JAXNORM_ISA = {
     cross_entropy_grad,
     qk_norm_rotary,
     qk_norm_rotary_grad,
+    group_norm_rows,
+    group_moments,
+    group_norm,
+    group_norm_sums,
+    group_norm_grad,
     add,
     cast,
     widen,

@@ -3,9 +3,11 @@
 
 #include <cstdint>
 
+#include "cpu/ops/group_tile.h"
 #include "ops/add_norm.h"
 #include "ops/cross_entropy.h"
 #include "ops/gated_norm.h"
+#include "ops/group_norm.h"
 #include "ops/norm.h"
 #include "ops/qk_norm_rotary.h"
 #include "ops/quantized_norm.h"
@@ -42,6 +44,16 @@ struct Kernels {
   void (*qk_norm_rotary)(const QkNormRotaryForward& p, int64_t begin, int64_t end, int64_t traffic);
   void (*qk_norm_rotary_grad)(const QkNormRotaryBackward& p, int64_t begin, int64_t end, float* dq_scale,
                               float* dk_scale, int64_t traffic);
+
+  // Of groups [begin, end) without positions, with weights that are the same for all examples.
+  void (*group_norm_rows)(const GroupNormForward& p, int64_t begin, int64_t end, int64_t traffic);
+  // Of a tile.
+  void (*group_moments)(Input x, const GroupTile& tile, const GroupMoments& moments);
+  void (*group_norm)(const GroupNormForward& p, const GroupTile& tile, const GroupColumns& columns, int64_t traffic);
+  void (*group_norm_sums)(const GroupNormBackward& p, const GroupTile& tile, const GroupColumns& columns,
+                          const GroupGradSums& sums);
+  void (*group_norm_grad)(const GroupNormBackward& p, const GroupTile& tile, const GroupColumns& columns,
+                          int64_t traffic);
 
   // Of `count` neighbours in an array: adds `from` to `into`; writes `from`; writes from + offset.
   void (*add)(const float* from, float* into, int64_t count);

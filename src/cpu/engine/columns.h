@@ -16,6 +16,11 @@ template <class F>
   if (column < cols) f(column, Part{cols - column});
 }
 
+template <class T>
+void fill(T* data, float value, int64_t count) {
+  for_each_vector(count, [&](int64_t i, auto extent) { store(data + i, broadcast(value), extent); });
+}
+
 // Additions that do not wait for each other: these many vectors of one row, or as many rows.
 constexpr int kChains = 4;
 

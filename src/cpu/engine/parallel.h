@@ -2,8 +2,10 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <functional>
+#include <new>
 
 #include "call.h"
 
@@ -36,6 +38,22 @@ void for_each_block(const ParallelFor& parallel_for, int64_t count, Task task) {
 template <class Task>
 void for_each_rows(const ParallelFor& parallel_for, int64_t rows, int64_t cols, Task task) {
   for_each_block(parallel_for, rows, std::max<int64_t>(1, kTaskElements / cols), task);
+}
+
+// For tasks that allocate: that there is no memory is said by whoever handed them out, since a thread of a pool could
+// only end the program.
+inline ParallelFor for_tasks_that_allocate(const ParallelFor& parallel_for) {
+  return [&](int64_t count, const std::function<void(int64_t)>& task) {
+    std::atomic<bool> has_memory{true};
+    parallel_for(count, [&](int64_t i) {
+      try {
+        task(i);
+      } catch (const std::bad_alloc&) {
+        has_memory = false;
+      }
+    });
+    if (!has_memory) throw std::bad_alloc();
+  };
 }
 
 // Asks for large pages under a large output. XLA hands it over untouched, and to fault it in by 4 KiB takes several

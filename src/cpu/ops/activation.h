@@ -36,5 +36,35 @@ struct Silu {
   }
 };
 
+struct Identity {
+  static Vec of(Vec v) { return v; }
+  static Activated with_slope(Vec v) { return {v, broadcast(1)}; }
+};
+
+// NaN stays as it is.
+struct Relu {
+  static Vec of(Vec v) { return at_least(v, 0); }
+  static Activated with_slope(Vec v) { return {of(v), v > 0 ? broadcast(1) : broadcast(0)}; }
+};
+
+// The approximation by tanh, as v * sigmoid(w).
+struct Gelu {
+  static constexpr float kRoot = 0x1.988454p+0f, kCubic = 0.044715f;  // sqrt(8 / pi)
+
+  static Vec w(Vec v) { return v * fma(v * v, broadcast(kRoot * kCubic), broadcast(kRoot)); }
+
+  static Vec of(Vec v) {
+    const Vec e = exp_of_minus_magnitude(w(v));
+    return (v < 0 ? v * e : v) / (1 + e);
+  }
+
+  static Activated with_slope(Vec v) {
+    const Vec w_slope = fma(v * v, broadcast(3 * kRoot * kCubic), broadcast(kRoot));
+    const Vec e = exp_of_minus_magnitude(w(v)), larger = 1 / (1 + e), smaller = e * larger;
+    const Vec sigmoid = v < 0 ? smaller : larger, value = v * sigmoid;
+    return {value, fma(value * (v < 0 ? larger : smaller), w_slope, sigmoid)};
+  }
+};
+
 }  // namespace
 }  // namespace jaxnorm::cpu

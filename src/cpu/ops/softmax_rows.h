@@ -10,11 +10,6 @@
 namespace jaxnorm::cpu {
 namespace {
 
-template <class T>
-void fill(T* data, float value, int64_t count) {
-  for_each_vector(count, [&](int64_t i, auto extent) { store(data + i, broadcast(value), extent); });
-}
-
 // An epilogue. The exponentials are kept in the cache, or where a row is too long for that they are computed again.
 template <class Y>
 struct WriteSoftmax {
