@@ -49,6 +49,7 @@ def pytest_configure(config):
         full = jax.default_backend() == "gpu"
     set_tier("once" if config.getoption("--once") else "full" if full else "pairs", each=config.getoption("--each"))
     config.addinivalue_line("markers", "jax_version: depends on JAX's version: the tests of another Python")
+    config.addinivalue_line("markers", "any_code: does not depend on how well XLA compiles; in CI it does not optimise")
     config.addinivalue_line("markers", "kernels: calls the handlers themselves; on a platform that has them")
     config.addinivalue_line("markers", "plans: launch plans, which need no GPU; where jaxnorm is built with CUDA")
     config.addinivalue_line("markers", "emulated: CUDA kernels on the host; where there is a CUDA compiler")

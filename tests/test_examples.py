@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from coverage import in_full
 
+pytestmark = pytest.mark.any_code
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 

@@ -12,6 +12,8 @@ import pytest
 
 from bench import model, model_blocks, model_norms, models
 
+pytestmark = pytest.mark.any_code
+
 LANGUAGE, IMAGES = models.small(models.LLAMA), replace(models.small(models.VIT), layers=1)
 GROUPED, SANDWICH, CONDITIONED = (models.small(spec) for spec in (models.LLAMA_GROUPED, models.GEMMA, models.DIT))
 # Models, and the norms with which they train as with jnp norms. The first two have the calls that add and those that do

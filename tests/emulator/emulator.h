@@ -43,8 +43,9 @@ using std::max;
 using std::min;
 inline int64_t min(int a, int64_t b) { return std::min<int64_t>(a, b); }
 
-extern thread_local uint3 threadIdx, blockIdx;
-extern thread_local dim3 blockDim, gridDim;
+// Not thread_local, which asks at each use whether it has to be initialised.
+extern __thread uint3 threadIdx, blockIdx;
+extern __thread dim3 blockDim, gridDim;
 
 namespace emulator {
 
@@ -67,8 +68,13 @@ char* dynamic_shared();
 // Where `block` of the cluster keeps what this block keeps at `own`.
 void* remote(void* own, int block);
 
-// Lets the block's other fibers go on, until `ready`.
-void wait_until(const std::function<bool()>& ready);
+// Lets the block's next fiber go on.
+void yield();
+
+template <typename F>
+void wait_until(const F& ready) {
+  while (!ready()) yield();
+}
 
 // Waits for `threads` threads at barrier `id`; 0: for all that have not returned.
 void barrier(int id, int threads);

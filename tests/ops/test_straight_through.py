@@ -27,6 +27,8 @@ from quantizing import GRANULARITIES, QUANTIZED, STATIC_SCALE, TO, quantize
 
 from jaxnorm import Quantization
 
+pytestmark = pytest.mark.any_code
+
 ROWS, COLS = 12, 128
 DIMS = (ROWS, COLS)
 INT8 = Quantization("int8")
