@@ -61,7 +61,7 @@ GROUP = {
 MISUSE = {
     "nothing": call().raises(TypeError, "missing a required argument: 'x'", "array to normalise"),
     "a shape for x": call(STRUCT, **TWO).raises(TypeError, "x must be an array", "jax.eval_shape"),
-    "the number by position": call(X, 2).raises(TypeError, "scale must be an array", "int"),
+    "the number by position": call(X, 2).raises(ValueError, "neither of num_groups", "num_groups=32"),
     "an array too many": call(X, SCALE, SCALE, X, **TWO).raises(TypeError, "4 were given", "Pass the others by name"),
     "the number by position, last": call(X, SCALE, SCALE, 2).raises(TypeError, "4 were given", "num_groups=2"),
     **no_arrays(X, **TWO),
