@@ -89,9 +89,8 @@ def exact(activation, x, *weights, out_dtype=None, **options):
     return Forward(y, round_to(y, out_dtype or x.dtype), terms, np.zeros(()))
 
 
-def exact_gradients(activation, cotangents, x, scale=None, bias=None, **options):
-    group_size = options.get("group_size")
-    of_norm = affine(x, scale, bias, **options)
+def exact_gradients(activation, cotangents, x, scale=None, bias=None, *, out_dtype=None, group_size=None, **options):
+    of_norm = affine(x, scale, bias, group_size=group_size, **options)
     dz = _by_group(f64(cotangents[0]) * ACTIVATIONS[activation](of_norm.z)[1], group_size)
     g, x_hat = dz * of_norm.factor, of_norm.x_hat
     dx = of_norm.rstd * (g - g.mean(OVER, keepdims=True) - x_hat * (g * x_hat).mean(OVER, keepdims=True))
