@@ -206,7 +206,7 @@ def plot(runs, options, count=8):
 
 def parse_options():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    whole = [("steps", 300), ("batch", 16), ("size", 32), ("channels", 32), ("seed", 0)]
+    whole = [("steps", 300), ("batch", 16), ("size", 32), ("channels", 16), ("seed", 0)]
     for name, default in whole:
         parser.add_argument(f"--{name}", type=int, default=default, help=f"(default: {default})")
     parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate (default: 0.002)")
