@@ -32,6 +32,7 @@ pytestmark = pytest.mark.jax_version
 
 DIMS = (6, 10)
 IN_WEIGHTS = "linear_transpose in the weights"
+ALL_OTHERS = tuple(name for name in TRANSFORMATIONS if name != IN_WEIGHTS)
 RMS = (NORMS[0], ADDED[0], PER_HEAD[0], PADDED[0])
 # Ops as norms of (x, scale, bias), and the transformations that they have rules of their own for. Those of a formula
 # that rounds are left out: as programs they may round in another place.
@@ -39,9 +40,7 @@ TRANSFORMED = {
     **dict.fromkeys((*NORMS, GROUPED[0], GROUP_NORMS[0]), tuple(TRANSFORMATIONS)),
     # A primitive that gives y and the sum is transposed in a weight for y only, so that has a test of its own below.
     # In its weights the quantised norm is not linear, nor is an activation.
-    **dict.fromkeys(
-        (*ADDED, *SANDWICH, GROUP_NORMS[1], QUANTIZED[1]), tuple(name for name in TRANSFORMATIONS if name != IN_WEIGHTS)
-    ),
+    **dict.fromkeys((*ADDED, *SANDWICH, GROUP_NORMS[1], QUANTIZED[1]), ALL_OTHERS),
     **dict.fromkeys(PER_HEAD, OF_WEIGHTS),
     **dict.fromkeys(PADDED, tuple(name for name in OF_WEIGHTS if name != IN_WEIGHTS)),
     GATED[1]: ["vjp", "hessian", "vmap over everything"],
@@ -273,15 +272,6 @@ def test_arrays_of_numpy(op, convert):
     args = op.draw(op.small)
     function = op.run(op.function)
     assert bits(function(*map(convert, args))) == bits(function(*args))
-
-
-@pytest.mark.parametrize("op", ADDED, ids=str)
-def test_strict_promotion(op):
-    with jax.numpy_dtype_promotion("strict"):
-        x, residual = op.draw(op.small, ("bfloat16", "float32"))[:2]
-        y, total = jax.vmap(op.function)(x, residual)
-        assert (y.dtype, total.dtype) == (jnp.bfloat16, jnp.float32)
-        assert jax.grad(lambda x: op.function(x, residual)[1].sum())(x).dtype == jnp.bfloat16
 
 
 # The tangents are cast as the values are.
