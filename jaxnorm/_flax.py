@@ -95,8 +95,8 @@ def why_never(module: Any) -> str | None:
         return "axis_index_groups"
     if not isinstance(module.epsilon, Real):
         return "an epsilon that is no Python number"
-    if (changed := _changed(module)) is not None:
-        return changed
+    if (why := changed(module)) is not None:
+        return why
     # A number that counts from the front is known with x.
     axes = [axes if isinstance(axes, Iterable) else (axes,) for axes in (module.reduction_axes, module.feature_axes)]
     return None if any(axis >= 0 for axis in chain(*axes)) else _why_not_trailing(*map(_sorted, axes))
@@ -140,9 +140,7 @@ def called_axes(
         return _axes(module, x.ndim)
     said = options(module)
     if said["implementation"] == "native":
-        raise RuntimeError(
-            f"{type(module).__name__}: implementation='native', but no kernel serves {why}. Leave implementation out."
-        )
+        raise not_served(module, why)
     if said["scale_offset"] == 0 and said["multiply_before_cast"]:
         return None
     what = "a norm with scale_offset" if said["scale_offset"] else "a norm with multiply_before_cast=False"
@@ -155,6 +153,26 @@ def function_axes(module: FlaxNorm, x: jax.Array, mask: object, what: str) -> tu
 
     `what` says which norm Flax has no code for, as "a quantised norm".
     """
+    check_not_flaxs_own(module, mask, what)
+    reduction, features = _axes(module, x.ndim)
+    if reduction != features:
+        raise ValueError(
+            f"{type(module).__name__}: reduction_axes={module.reduction_axes} and feature_axes={module.feature_axes} "
+            f"are not the same axes of x, which has shape {x.shape}: parameters have the shape of what is normalised. "
+            f"Give both alike."
+        )
+    return checks.check_axes(type(module).__name__, reduction, x.ndim)
+
+
+def not_served(module: object, why: str) -> RuntimeError:
+    """The error where a kernel is asked for and none serves the call."""
+    return RuntimeError(
+        f"{type(module).__name__}: implementation='native', but no kernel serves {why}. Leave implementation out."
+    )
+
+
+def check_not_flaxs_own(module: Any, mask: object, what: str) -> None:
+    """An error where a module or its call asks for what only Flax's code computes."""
     name = type(module).__name__
     for option, expected in FLAXS_OWN.items():
         _must_be(module, option, expected, f"{what} is computed in float32")
@@ -168,13 +186,6 @@ def function_axes(module: FlaxNorm, x: jax.Array, mask: object, what: str) -> tu
             f"{name}: axis_index_groups={module.axis_index_groups}, expected None: {what} exchanges its "
             f"statistics over all of axis_name. Leave it out, or take the plain norm."
         )
-    reduction, features = _axes(module, x.ndim)
-    if reduction != features:
-        raise ValueError(
-            f"{name}: reduction_axes={module.reduction_axes} and feature_axes={module.feature_axes} are not the same "
-            f"axes of x, which has shape {x.shape}: parameters have the shape of what is normalised. Give both alike."
-        )
-    return checks.check_axes(name, reduction, x.ndim)
 
 
 def last_axis(module: FlaxNorm, x: jax.Array, mask: object, what: str) -> None:
@@ -187,10 +198,10 @@ def last_axis(module: FlaxNorm, x: jax.Array, mask: object, what: str) -> None:
         )
 
 
-def _changed(module: object) -> str | None:
+def changed(module: object) -> str | None:
     """The option that only Flax's own code has another value for, if it is set to one."""
-    changed = (name for name, expected in FLAXS_OWN.items() if getattr(module, name, expected) is not expected)
-    return next(changed, None)
+    names = (name for name, expected in FLAXS_OWN.items() if getattr(module, name, expected) is not expected)
+    return next(names, None)
 
 
 def _must_be(module: object, option: str, expected: object, why: str) -> None:
@@ -241,11 +252,13 @@ def rotated(module: Any, arrays: tuple[Any, ...], **tables: Any) -> tuple[jax.Ar
 
 def _axes(module: FlaxNorm, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The axes that are reduced and those of features, counted from the last of `rank`; out of range they stay so."""
-    reduction, features = (
-        _sorted(axis - rank if 0 <= axis < rank else axis for axis in (axes if isinstance(axes, Iterable) else (axes,)))
-        for axes in (module.reduction_axes, module.feature_axes)
-    )
-    return reduction, features
+    return from_the_end(module.reduction_axes, rank), from_the_end(module.feature_axes, rank)
+
+
+def from_the_end(axes: Any, rank: int) -> tuple[int, ...]:
+    """The axes, or the one, that a module names for an x of this rank, counted from the last and sorted."""
+    each = axes if isinstance(axes, Iterable) else (axes,)
+    return _sorted(axis - rank if 0 <= axis < rank else axis for axis in each)
 
 
 def _sorted(axes: Iterable[int]) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from jaxnorm._flax import linen
 from jaxnorm.quantization import Quantized
 
 # Norms of Flax that this package has no kernels for.
-OTHERS = (linen.BatchNorm, linen.GroupNorm, linen.InstanceNorm, linen.SpectralNorm, linen.WeightNorm)
+OTHERS = (linen.BatchNorm, linen.SpectralNorm, linen.WeightNorm)
 
 
 def default_scale_init(key: Any, shape: Any, dtype: Any) -> jax.Array:
@@ -20,10 +20,14 @@ def default_scale_init(key: Any, shape: Any, dtype: Any) -> jax.Array:
     return linen.initializers.ones(key, shape, dtype)
 
 
-def why_flax(module: Any, x: jax.Array, mask: jax.Array | None, *rows: jax.Array) -> str | None:
-    """Why Flax's own code computes `module(x)`, or the norm of a sum that is like x; `rows` are what is read."""
-    dtypes = (module.param_dtype, jnp.float32 if module.dtype is None else module.dtype, *(a.dtype for a in rows))
-    return _flax.why_flax(module, x, mask, _given(module), dtypes)
+def why_flax(module: Any, x: jax.Array, mask: jax.Array | None, *addend: jax.Array) -> str | None:
+    """Why Flax's own code computes `module(x)`, or the norm of a sum that is like x, of which these are the rest."""
+    return _flax.why_flax(module, x, mask, given(module), dtypes(module, x, *addend))
+
+
+def dtypes(module: Any, *rows: jax.Array) -> list[Any]:
+    """Those of all that a call reads and writes."""
+    return [module.param_dtype, jnp.float32 if module.dtype is None else module.dtype, *(a.dtype for a in rows)]
 
 
 def fused(norm: Callable[..., Any], module: Any, rows: tuple[jax.Array, ...], mask: jax.Array | None) -> Any:
@@ -64,7 +68,7 @@ def quantized(
     return result
 
 
-def _given(module: Any) -> list[jax.Array]:
+def given(module: Any) -> list[jax.Array]:
     """The parameters that the call comes with; while they are initialised, none."""
     names = (name for name in ("scale", "bias") if module.has_variable("params", name))
     return [linen.meta.unbox(module.get_variable("params", name)) for name in names]
@@ -100,8 +104,9 @@ def interceptor(report: replacement.Report, custom: Any, ours: dict[type, type])
             call, why = partial(function, module), None
         elif norm := replacement.find(cls, ours):
             x, mask = _arguments(*args, **kwargs)
-            why = why_flax(module, x, mask, x)
-            call = call if why else partial(_call, norm, module)
+            why = norm._why_flax(module, x, mask)
+            if not why:
+                call, args, kwargs = norm._fused, (module, x, mask), {}
             why = why and f"no kernel serves {why}"
         elif (why := replacement.why_class(cls, tuple(ours.values()), ours, OTHERS)) is None:
             return call(*args, **kwargs)
@@ -114,9 +119,3 @@ def interceptor(report: replacement.Report, custom: Any, ours: dict[type, type])
 def _arguments(x: Any, *, mask: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
     """The arguments of a norm of Flax."""
     return jnp.asarray(x), mask
-
-
-def _call(norm: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
-    """What one of our norms gives for a module of Flax that a kernel serves."""
-    x, mask = _arguments(*args, **kwargs)
-    return fused(norm._functions.norm, module, (x,), mask)

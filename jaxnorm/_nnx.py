@@ -39,7 +39,7 @@ class HeadScales(nnx.Module):
         self.dtype, self.param_dtype = dtype, param_dtype
 
 
-def _parameters(module: Any) -> tuple[jax.Array | None, jax.Array | None]:
+def parameters_of(module: Any) -> tuple[jax.Array | None, jax.Array | None]:
     """scale and bias, which an RMSNorm has not."""
     return value(module.scale), value(getattr(module, "bias", None))
 
@@ -47,7 +47,7 @@ def _parameters(module: Any) -> tuple[jax.Array | None, jax.Array | None]:
 def fused(norm: Callable[..., Any], module: Any, mask: jax.Array | None, rows: tuple[jax.Array, ...]) -> Any:
     """`norm` of x, or of x and an addend, called as `module` says, or None where Flax's own code computes it."""
     *_, normalised = rows  # with an addend the sum, which is like it
-    parameters = _parameters(module)
+    parameters = parameters_of(module)
     dtype = nnx.nn.dtypes.canonicalize_dtype(normalised, *parameters, dtype=module.dtype)
     dtypes = (dtype, *(a.dtype for a in (*rows, *parameters) if a is not None))
     why = _flax.why_flax(module, normalised, mask, parameters, dtypes)
@@ -55,7 +55,7 @@ def fused(norm: Callable[..., Any], module: Any, mask: jax.Array | None, rows: t
     if axes is None:
         return None
     axis, features = axes
-    rows, (scale, bias) = _operands(rows, parameters, dtype, features)
+    rows, (scale, bias) = operands(rows, parameters, dtype, features)
     options = {"epsilon": module.epsilon, "axis_name": module.axis_name, **_flax.options(module)}
     return norm(*rows, scale, bias=bias, axis=axis, out_dtype=dtype, **options)
 
@@ -66,9 +66,9 @@ def quantized(
     """The quantised norm of x, or of x and an addend, see `_flax.with_addend`, called as `module` says."""
     rows = (x, *addend.values())
     axis = _flax.function_axes(module, rows[-1], mask, "a quantised norm")
-    parameters = _parameters(module)
+    parameters = parameters_of(module)
     dtype = nnx.nn.dtypes.canonicalize_dtype(rows[-1], *parameters, dtype=module.dtype)
-    (x, *_), (scale, bias) = _operands(rows, parameters, dtype, axis)
+    (x, *_), (scale, bias) = operands(rows, parameters, dtype, axis)
     result: Quantized | tuple[Quantized, jax.Array] = module._functions.quantized(
         x,
         scale,
@@ -85,7 +85,7 @@ def quantized(
     return result
 
 
-def _operands(
+def operands(
     rows: tuple[jax.Array, ...],
     parameters: tuple[jax.Array | None, jax.Array | None],
     dtype: Any,
@@ -109,7 +109,7 @@ def promote(array: jax.Array, dtype: Any) -> jax.Array:
 
 
 # Norms of Flax that this package has no kernels for.
-OTHERS = (nnx.BatchNorm, nnx.GroupNorm, nnx.InstanceNorm, nnx.SpectralNorm, nnx.WeightNorm)
+OTHERS = (nnx.BatchNorm, nnx.SpectralNorm, nnx.WeightNorm)
 
 
 class _Custom:
@@ -130,7 +130,7 @@ def replace(model: Any, custom: Any, ours: dict[type, type]) -> replacement.Repo
         if function := replacement.find(cls, custom):
             new, why = _with_call(cls, function), None
         elif norm := replacement.find(cls, ours):
-            new, why = ours.get(cls) or _with_base(cls, norm), _why_left(module)
+            new, why = ours.get(cls) or _with_base(cls, norm), _why_left(module, norm)
         elif why := _why_class(cls, ours):
             new = cls
         else:
@@ -147,10 +147,10 @@ def _why_class(cls: type, ours: dict[type, type]) -> str | None:
     return replacement.why_class(cls, (_Custom, *ours.values()), ours, OTHERS)
 
 
-def _why_left(module: Any) -> str | None:
+def _why_left(module: Any, norm: Any) -> str | None:
     """Why a norm of Flax stays one; None if kernels serve some calls of it."""
     dtypes = [leaf.dtype for leaf in jax.tree.leaves(nnx.state(module))]
-    why = _flax.why_never(module) or _flax.why_dtypes(*dtypes, *([module.dtype] if module.dtype else []))
+    why = norm._why_never(module) or _flax.why_dtypes(*dtypes, *([module.dtype] if module.dtype else []))
     return why and f"no kernel serves {why}"
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxnorm import _flax, _linen, replacement
 from jaxnorm._flax import linen
+from jaxnorm._linen_groups import GroupNorm, InstanceNorm
 from jaxnorm.ops.gated_norm.api import gated_rms_norm
 from jaxnorm.ops.gated_norm.formula import Activation
 from jaxnorm.ops.options import Implementation
@@ -22,6 +23,8 @@ __all__ = [
     "AddLayerNorm",
     "AddRMSNorm",
     "GatedRMSNorm",
+    "GroupNorm",
+    "InstanceNorm",
     "LayerNorm",
     "QKNormRotary",
     "QuantizedLayerNorm",
@@ -43,6 +46,14 @@ class _Options(linen.Module):
     multiply_before_cast: bool = field(default=True, kw_only=True)
     implementation: Implementation | None = field(default=None, kw_only=True)
 
+    # What computes a call of one of these or of Flax's norm, and why Flax has to.
+    _why_flax = staticmethod(_linen.why_flax)
+
+    @classmethod
+    def _fused(cls, module: Any, x: jax.Array, mask: jax.Array | None) -> Any:
+        functions: _flax.Functions = cls._functions  # type: ignore[attr-defined]
+        return _linen.fused(functions.norm, module, (x,), mask)
+
 
 class RMSNorm(_Options, linen.RMSNorm):
     """`flax.linen.RMSNorm` with the same fields, parameters and result dtype, computed by `jaxnorm.rms_norm`.
@@ -62,7 +73,7 @@ class RMSNorm(_Options, linen.RMSNorm):
 
     @linen.compact
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
-        y: jax.Array | None = _linen.fused(self._functions.norm, self, (jnp.asarray(x),), mask)
+        y: jax.Array | None = self._fused(self, jnp.asarray(x), mask)
         return _OF_FLAX[self._functions](self, x, mask=mask) if y is None else y
 
 
@@ -78,7 +89,7 @@ class LayerNorm(_Options, linen.LayerNorm):
 
     @linen.compact
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
-        y: jax.Array | None = _linen.fused(self._functions.norm, self, (jnp.asarray(x),), mask)
+        y: jax.Array | None = self._fused(self, jnp.asarray(x), mask)
         return _OF_FLAX[self._functions](self, x, mask=mask) if y is None else y
 
 
@@ -240,9 +251,9 @@ def replace_norms(custom: replacement.Custom | None = None) -> Iterator[replacem
             logits = model.apply(variables, tokens)
         print(report)
 
-    Each `flax.linen.RMSNorm` and `flax.linen.LayerNorm` is computed as one of this module is. Modules, parameters,
-    their names and checkpoints stay the same, `init` within makes the same parameters, and results agree within
-    rounding.
+    Each `flax.linen.RMSNorm`, `LayerNorm`, `GroupNorm` and `InstanceNorm` is computed as one of this module is.
+    Modules, parameters, their names and checkpoints stay the same, `init` within makes the same parameters, and results
+    agree within rounding.
 
     Left to their own code are norms of other kinds, classes with a `__call__` of their own, and calls that no kernel
     serves, as with a mask. Of calls that are alike, the report has one.
@@ -266,6 +277,11 @@ def replace_norms(custom: replacement.Custom | None = None) -> Iterator[replacem
     """
     report = replacement.Report()
     custom = replacement.check_custom(custom, linen.Module)
-    ours = {linen.RMSNorm: RMSNorm, linen.LayerNorm: LayerNorm}
+    ours: dict[type, type] = {
+        linen.RMSNorm: RMSNorm,
+        linen.LayerNorm: LayerNorm,
+        linen.GroupNorm: GroupNorm,
+        linen.InstanceNorm: InstanceNorm,
+    }
     with linen.intercept_methods(_linen.interceptor(report, custom, ours)):
         yield report

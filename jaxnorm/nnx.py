@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jaxnorm import _flax, _nnx, replacement
 from jaxnorm._flax import nnx
+from jaxnorm._nnx_groups import GroupNorm, InstanceNorm
 from jaxnorm.ops.gated_norm.api import gated_rms_norm
 from jaxnorm.ops.gated_norm.formula import Activation
 from jaxnorm.ops.options import Implementation
@@ -18,6 +19,8 @@ __all__ = [
     "AddLayerNorm",
     "AddRMSNorm",
     "GatedRMSNorm",
+    "GroupNorm",
+    "InstanceNorm",
     "LayerNorm",
     "QKNormRotary",
     "QuantizedLayerNorm",
@@ -37,6 +40,8 @@ class _Options(nnx.Module):
     scale_offset: float = 0.0
     multiply_before_cast: bool = True
     implementation: Implementation | None = None
+
+    _why_never = staticmethod(_flax.why_never)
 
     def __init__(
         self,
@@ -263,10 +268,10 @@ def replace_norms(model: Any, custom: replacement.Custom | None = None) -> repla
         report = jaxnorm.nnx.replace_norms(model, {GemmaNorm: lambda norm, x: rms_norm(x, norm.scale[...])})
         print(report)
 
-    Each `flax.nnx.RMSNorm` and `flax.nnx.LayerNorm` becomes one of this module, those in an `nnx.MultiHeadAttention`
-    and in stacked layers too. The modules stay the same objects with the same parameters, so that the state, its paths,
-    checkpoints and whoever shares a norm see no change; results agree within rounding. A mask in a call, and what else
-    Flax's own code computes for `jaxnorm.nnx.RMSNorm`, stays so.
+    Each `flax.nnx.RMSNorm`, `LayerNorm`, `GroupNorm` and `InstanceNorm` becomes one of this module, those in an
+    `nnx.MultiHeadAttention` and in stacked layers too. The modules stay the same objects with the same parameters, so
+    that the state, its paths, checkpoints and whoever shares a norm see no change; results agree within rounding. A
+    mask in a call, and what else Flax's own code computes for `jaxnorm.nnx.RMSNorm`, stays so.
 
     Left are norms of other kinds, classes with a `__call__` of their own, and norms whose options or dtypes no kernel
     serves. What is not part of the model's graph, as a module in a closure, is not found.
@@ -283,4 +288,10 @@ def replace_norms(model: Any, custom: replacement.Custom | None = None) -> repla
     Raises:
       TypeError: model is of `flax.linen`, or custom maps something else than classes to functions.
     """
-    return _nnx.replace(model, custom, {nnx.RMSNorm: RMSNorm, nnx.LayerNorm: LayerNorm})
+    ours: dict[type, type] = {
+        nnx.RMSNorm: RMSNorm,
+        nnx.LayerNorm: LayerNorm,
+        nnx.GroupNorm: GroupNorm,
+        nnx.InstanceNorm: InstanceNorm,
+    }
+    return _nnx.replace(model, custom, ours)

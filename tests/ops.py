@@ -7,6 +7,7 @@ from cases import KINDS
 from coverage import has_each_only, in_full
 from gated_rows import gate, grouped
 from gating import MAMBA, QWEN, VARIANTS
+from group_rows import ACTIVATIONS, group_norm
 from norm_rows import added, norm, padded, per_head
 from quantized_rows import quantized, quantized_sum
 from rotary_rows import rotary, rotary_per_head
@@ -19,6 +20,7 @@ ADDED = tuple(added(kind) for kind in KINDS)
 PADDED = tuple(padded(kind) for kind in KINDS)
 GATED = tuple(gate(variant) for variant in VARIANTS)
 GROUPED = tuple(grouped(variant) for variant in (MAMBA, QWEN))
+GROUP_NORMS = tuple(group_norm(activation) for activation in ACTIVATIONS)
 SANDWICH = (sandwich(),)
 SOFTMAX = (softmax(), softmax(log=True))
 CROSS_ENTROPY = (cross_entropy(),)
@@ -35,12 +37,12 @@ QUANTIZED_SUMS = (
 
 # One row of each kind of rule, where they do not depend on the norm, the activation or the dtype.
 EACH = (
-    *(NORMS[1], PER_HEAD[1], ADDED[1], PADDED[1], GATED[1], GROUPED[0], SANDWICH[0]),
+    *(NORMS[1], PER_HEAD[1], ADDED[1], PADDED[1], GATED[1], GROUPED[0], GROUP_NORMS[1], SANDWICH[0]),
     *(SOFTMAX[1], CROSS_ENTROPY[0], ROTARY[0]),
     *(QUANTIZED[1], QUANTIZED_SUMS[1]),
 )
 ALL = (
-    *(*NORMS, *PER_HEAD, *ADDED, *PADDED, *GATED, *GROUPED, *SANDWICH),
+    *(*NORMS, *PER_HEAD, *ADDED, *PADDED, *GATED, *GROUPED, *GROUP_NORMS, *SANDWICH),
     *(*SOFTMAX, *CROSS_ENTROPY, *ROTARY),
     *(*QUANTIZED, *QUANTIZED_SUMS),
 )

@@ -26,6 +26,13 @@ def test_fp8_inference():
     assert re.search(r"differs from the bfloat16 block's by [3-9]\.\d\d %.*streams are the same bits", printed)
 
 
+def test_train_images(tmp_path):
+    sizes = ["--batch", "4", "--size", "16", "--channels", "16"]
+    printed = run("train_images.py", "--steps", "3", *sizes, "--out", tmp_path / "images.png")
+    assert float(re.search(r"between the curves: (\S+) at step", printed)[1]) < 1e-4
+    assert (tmp_path / "images.png").read_bytes().startswith(b"\x89PNG")
+
+
 HOW = {"hidden": ["--split-hidden"], "two processes": ["--processes", "2"], **dict(in_full(("rows", [])))}
 
 

@@ -37,6 +37,10 @@ SYNONYMS = {
     **dict.fromkeys(("q_norm", "q_weight", "q_gamma", "query_scale"), "q_scale"),
     **dict.fromkeys(("k_norm", "k_weight", "k_gamma", "key_scale"), "k_scale"),
     **dict.fromkeys(("heads_axis", "head_axis"), "axis_of_heads"),
+    **dict.fromkeys(("groups", "num_group", "n_groups", "ngroups", "nb_groups"), "num_groups"),
+    **dict.fromkeys(("channels_per_group", "groupsize"), "group_size"),
+    **dict.fromkeys(("act", "act_fn", "activation_fn", "nonlinearity"), "activation"),
+    "feature_axis": "channel_axis",
     "query": "q",
     "key": "k",
     "norm": "normalize",
@@ -118,6 +122,8 @@ def _unbound(name: str, parameters: Parameters, args: tuple[Any, ...], keywords:
 
 def _meant(name: str, parameters: Parameters, keyword: str) -> str:
     ours = SYNONYMS.get(keyword, keyword)
+    if ours == "axis" and "channel_axis" in parameters:
+        ours = "channel_axis"
     argument = ours.partition("=")[0]
     if argument in parameters:
         return f"did you mean {ours}?"
@@ -137,7 +143,8 @@ def _surplus(name: str, parameters: Parameters, place: int, value: object) -> st
     """What the array or number in this place, which is one too many, may have been."""
     it = f"the {ORDINALS[place - 1]}"
     if is_number(value):
-        known = (argument for argument in ("theta", "epsilon", "axis") if argument in parameters)
+        names = [*["num_groups"] * isinstance(value, int), "theta", "epsilon", "axis"]
+        known = (argument for argument in names if argument in parameters)
         number = next(known, "label_smoothing")
         return f"Is {it} {number}? Then pass {number}={value}."
     by_name = [argument for argument in parameters if argument not in _positional(parameters)]

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.interpreters import ad
 
 from jaxnorm.native import ffi
@@ -217,16 +218,17 @@ class Forward(Rules):
         variables = self._linear.derivative.variables
         return variables(**{name: moving[name] for name in variables._fields})
 
-    def _is_linear_in(self, name: str) -> bool:
-        return self.is_weight(name) if self.op.linear_in is None else name in self.op.linear_in
-
     def transpose(self, cotangents: Any, *leaves: Any, tree: Any, spec: RowSpec, with_stats: bool) -> list[Any]:
         """The results are linear in weights, each alone; all else is known."""
         op, derivative, given = self.op, self._linear.derivative, self._operands(tree, leaves)._asdict()
         wanted = {name: value.aval for name, value in given.items() if ad.is_undefined_primal(value)}
-        if with_stats or not all(map(self._is_linear_in, wanted)):
-            raise NotImplementedError(f"{op.name} is linear in its {', '.join(op.linear_in or ['weights'])} alone")
-        operands = op.operands(**given | dict.fromkeys(wanted))
+        linear_in = [name for name in given if self.is_weight(name)] if op.linear_in is None else op.linear_in(spec)
+        if with_stats or not {*wanted} <= {*linear_in}:
+            what = f"its {', '.join(linear_in)} alone" if linear_in else "none of its operands"
+            raise NotImplementedError(f"{op.name} is linear in {what}")
+        # The gradient of what broadcasts is shaped as that; what it is changes nothing.
+        like = {name: jnp.zeros_like(aval) if self.role(name).broadcasts else None for name, aval in wanted.items()}
+        operands = op.operands(**given | like)
         tree = self._results_tree(spec, jax.tree.map(jax.typeof, operands))
         of_results = jax.tree.unflatten(tree, map(ad.instantiate_zeros, cotangents))
         if self._addend(operands) is not None:
@@ -236,7 +238,7 @@ class Forward(Rules):
             of_results,
             self._saved(spec, operands, *op.forward(spec, operands)),
             derivative.variables(**{name: aval.dtype for name, aval in wanted.items()}),
-            weights.batch_dims_of(spec.row_ndim, wanted.values()),
+            weights.batch_dims_of(spec.row_ndim, [aval for name, aval in wanted.items() if self.is_weight(name)]),
         )
         there = (name for name, value in given.items() if value is not None)
         return [getattr(gradients, name) if name in wanted else None for name in there]

@@ -255,7 +255,7 @@ class Op(Generic[S, O, R]):
     weights_batch: bool = False  # whether kernels take weights with batch dims, so that vmap may make some
     addend: str | None = None
     in_place: Mapping[str, str] = dataclasses.field(default_factory=dict)  # operands, and the results in their buffers
-    linear_in: tuple[str, ...] | None = None  # weights, in each of which y is linear; None: all
+    linear_in: Callable[[S], tuple[str, ...]] | None = None  # weights, in each of which y is linear; None: all
 
     # Rows with sharded axes: whether shards of so many columns can be computed, and how where it is not by the formula.
     can_shard: Callable[[S, int], bool] = lambda *_: False

@@ -67,13 +67,14 @@ class Mixed(flax.nnx.Module):
         self.sequence = flax.nnx.Sequential(flax.nnx.LayerNorm(FEATURES, rngs=rngs), jnp.tanh)
         self.shared = self.listed[0]
         self.groups = flax.nnx.GroupNorm(FEATURES, num_groups=2, rngs=rngs)
+        self.batch = flax.nnx.BatchNorm(FEATURES, use_running_average=True, rngs=rngs)
         self.centred = CentredNorm(FEATURES, rngs=rngs)
         self.heads = flax.nnx.RMSNorm(FEATURES, feature_axes=-2, reduction_axes=-2, rngs=rngs)
 
     def __call__(self, x):
         x = x + self.attention(self.listed[0](x))
         x = x + self.sequence(self.listed[1](x)) + self.by_name.norm(self.by_name.own(x))
-        return self.shared(self.centred(self.groups(x)))
+        return self.shared(self.centred(self.batch(self.groups(x))))
 
 
 CUSTOM = {GemmaNorm: lambda norm, x: jaxnorm.rms_norm(x, norm.scale[...], scale_offset=1.0)}
@@ -85,9 +86,10 @@ REPLACED = {
     ("by_name", "norm"): flax.nnx.LayerNorm,
     ("by_name", "own"): GemmaNorm,
     ("sequence", "layers", 0): flax.nnx.LayerNorm,
+    ("groups",): flax.nnx.GroupNorm,
 }
 LEFT = {
-    ("groups",): (flax.nnx.GroupNorm, "jaxnorm has no such norm"),
+    ("batch",): (flax.nnx.BatchNorm, "jaxnorm has no such norm"),
     ("centred",): (CentredNorm, "its __call__ is not Flax's: give custom={CentredNorm: function} if it is a norm"),
     ("heads",): (flax.nnx.RMSNorm, "no kernel serves reduction_axes=(-2,) with feature_axes=(-2,)"),
 }
@@ -112,7 +114,7 @@ def test_nnx_says_what_it_replaced_and_left():
     assert dict(report.replaced) == REPLACED
     assert {path: (cls, why) for path, cls, why in report.left} == LEFT
     assert "replaced  listed.0: RMSNorm\n" in str(report)
-    assert "left      groups: GroupNorm: jaxnorm has no such norm" in str(report)
+    assert "left      batch: BatchNorm: jaxnorm has no such norm" in str(report)
 
 
 def test_nnx_runs_kernels_where_it_replaced():
@@ -120,7 +122,8 @@ def test_nnx_runs_kernels_where_it_replaced():
     assert native_calls_of(model) == {}
     jaxnorm.replace_norms(model, CUSTOM)
     # The shared norm runs twice.
-    assert native_calls_of(model) == native_calls("rms", fwd=4) | native_calls("layer", fwd=4)
+    expected = native_calls("rms", fwd=4) | native_calls("layer", fwd=4) | native_calls("group", fwd=1)
+    assert native_calls_of(model) == expected
 
 
 def test_nnx_results_and_gradients_stay():
@@ -314,6 +317,7 @@ class LinenMixed(flax.linen.Module):
         x = x + flax.linen.MultiHeadDotProductAttention(2, normalize_qk=True, name="attention")(h)
         x = LinenNamedNorm()(LinenGemmaNorm(name="own")(x))
         x = flax.linen.GroupNorm(2, name="groups")(x)
+        x = flax.linen.BatchNorm(use_running_average=True, name="batch")(x)
         return flax.linen.LayerNorm(name="masked")(x, mask=x > 0)
 
 
@@ -329,9 +333,10 @@ LINEN_REPLACED = {
     ("attention", "key_ln"): flax.linen.LayerNorm,
     ("LinenNamedNorm_0",): LinenNamedNorm,
     ("own",): LinenGemmaNorm,
+    ("groups",): flax.linen.GroupNorm,
 }
 LINEN_LEFT = {
-    ("groups",): (flax.linen.GroupNorm, "jaxnorm has no such norm"),
+    ("batch",): (flax.linen.BatchNorm, "jaxnorm has no such norm"),
     ("masked",): (flax.linen.LayerNorm, "no kernel serves a mask"),
 }
 
@@ -367,7 +372,7 @@ def test_linen_without_a_function_leaves_their_class(variables):
 
 
 def test_linen_runs_kernels_within_only(variables):
-    expected = native_calls("rms", fwd=2) | native_calls("layer", fwd=3)
+    expected = native_calls("rms", fwd=2) | native_calls("layer", fwd=3) | native_calls("group", fwd=1)
     assert count_native_calls(compiled_text(apply_replaced, variables, draw_x(DIMS))) == expected
     assert count_native_calls(compiled_text(apply, variables, draw_x(DIMS))) == {}
 

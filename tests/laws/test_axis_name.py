@@ -13,7 +13,7 @@ from coverage import cover, over
 from hlo import collectives
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from meshes import assert_parts_close, exchanged, gradients, mesh_of, place, result_spec, size_of, specs_of
+from meshes import assert_parts_close, exchanged, gradients, mesh_of, part_spec, place, result_spec, size_of, specs_of
 from ops import EACH, GROUPED, OPS, PADDED, QUANTIZED, QUANTIZED_SUMS, ROTARY
 
 import jaxnorm
@@ -24,29 +24,31 @@ pytestmark = pytest.mark.jax_version
 # Groups of columns are of one device, and so are a padded row and what is rotated.
 SPLIT = [op for op in OPS if op not in (*GROUPED, *PADDED, *ROTARY)]
 ops = over(SPLIT, default=(*EACH, QUANTIZED[2], QUANTIZED_SUMS[2]))
+of_features = over([op for op in SPLIT if not op.has_positions], default=(*EACH, QUANTIZED[2], QUANTIZED_SUMS[2]))
 vma = over(SPLIT, default=(*EACH, QUANTIZED[2], QUANTIZED_SUMS[2]), check_vma=lambda op: {"vma": True, "no vma": False})
-X = P("a", None, "b")  # rows over a, features over b
 
 
 def shard(op, mesh, out_specs, check_vma=True):
-    return partial(jax.shard_map, mesh=mesh, in_specs=specs_of(op, X), out_specs=out_specs, check_vma=check_vma)
+    specs = specs_of(op, part_spec(op))
+    return partial(jax.shard_map, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=check_vma)
 
 
 def results(op, **given):
     """Those that differ over features, or have one number for each row."""
-    return lambda *args: [r for r in op.function(*args, **given) if r.ndim][:2]
+    return lambda *args: [r for r in op.function(*args, **size_of(op).options, **given) if r.ndim][:2]
 
 
 @pytest.mark.several
 @vma
 def test_forward_in_shard_map(devices, op, check_vma):
     mesh = mesh_of(devices, AxisType.Auto)
-    args = place(op, mesh, X)
+    spec = part_spec(op)
+    args = place(op, mesh, spec)
     # The scales of quantised rows are not split.
-    out_specs = [P("a") if r.shape[-1] == 1 else X for r in jax.eval_shape(results(op), *args)]
+    out_specs = [P("a") if r.shape[-1] == 1 else spec for r in jax.eval_shape(results(op), *args)]
     function = jax.jit(shard(op, mesh, out_specs, check_vma)(results(op, axis_name="b")))
     assert_parts_close(function(*args), jax.jit(results(op))(*args))
-    assert collectives(function.lower(*args).compile().as_text()) == exchanged(op, mesh, X, with_gradients=False)
+    assert collectives(function.lower(*args).compile().as_text()) == exchanged(op, mesh, spec, with_gradients=False)
 
 
 # check_vma or not: the weights are the same along a, so their gradients are the sums over it.
@@ -54,20 +56,21 @@ def test_forward_in_shard_map(devices, op, check_vma):
 @vma
 def test_gradients_of_shard_map(devices, op, check_vma):
     mesh = mesh_of(devices, AxisType.Auto)
-    args = place(op, mesh, X)
-    function = jax.jit(gradients(op, shard(op, mesh, result_spec(op, X), check_vma), axis_name="b"))
+    spec = part_spec(op)
+    args = place(op, mesh, spec)
+    function = jax.jit(gradients(op, shard(op, mesh, result_spec(op, spec), check_vma), axis_name="b"))
     assert_parts_close(function(*args), jax.jit(gradients(op))(*args))
     # Where types do not say that a result is the same for all parts, its cotangent is exchanged as one that is not.
     if check_vma or not op.is_by_row:
-        assert collectives(function.lower(*args).compile().as_text()) == exchanged(op, mesh, X, with_gradients=True)
+        assert collectives(function.lower(*args).compile().as_text()) == exchanged(op, mesh, spec, with_gradients=True)
 
 
 @pytest.mark.several
 @ops
 def test_gradients_in_shard_map(devices, op):
     mesh = mesh_of(devices, AxisType.Auto)
-    args = place(op, mesh, X)
-    out_specs = [specs_of(op, X)[i] for i in op.all]
+    args = place(op, mesh, part_spec(op))
+    out_specs = [specs_of(op, part_spec(op))[i] for i in op.all]
     inside = jax.jit(shard(op, mesh, out_specs)(gradients(op, axis_name="b")))
     assert_parts_close(inside(*args), jax.jit(gradients(op))(*args))
 
@@ -122,7 +125,7 @@ def test_features_in_a_partly_manual_shard_map(devices, kind):
 @vma
 def test_features_beside_an_explicit_axis_of_rows(devices, op, check_vma):
     mesh = mesh_of(devices, AxisType.Explicit)
-    specs = specs_of(op, P(None, None, "b"))
+    specs = specs_of(op, P(None, *part_spec(op)[1:]))
 
     def transform(function):
         return jax.shard_map(
@@ -136,7 +139,7 @@ def test_features_beside_an_explicit_axis_of_rows(devices, op, check_vma):
 
     args = op.draw(size_of(op))
     with jax.set_mesh(mesh):
-        actual = jax.jit(gradients(op, transform, axis_name="b"))(*place(op, mesh, X))
+        actual = jax.jit(gradients(op, transform, axis_name="b"))(*place(op, mesh, part_spec(op)))
     assert_parts_close(jax.device_get(actual), jax.device_get(jax.jit(gradients(op))(*args)))
 
 
@@ -192,7 +195,7 @@ def test_two_mesh_axes(devices, kind):
     assert_parts_close(jax.jit(split)(x), NORMS[kind](x))
 
 
-@ops
+@of_features
 def test_vmap(op):
     args = op.draw(size_of(op))
     parts = [jnp.stack(jnp.split(arg, 2, -1)) for arg in args]

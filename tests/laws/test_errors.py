@@ -5,6 +5,7 @@ import pydoc
 from functools import partial
 
 import bad_calls
+import bad_group_calls
 import bad_quantized_calls
 import bad_rotary_calls
 import bad_softmax_calls
@@ -15,14 +16,25 @@ import pytest
 from bad_calls import SCALE, X
 from coverage import cover, over
 from flax import nnx
-from ops import ADDED, CROSS_ENTROPY, GATED, NORMS, OPS, QUANTIZED, ROTARY, SANDWICH, SOFTMAX
+from ops import ADDED, CROSS_ENTROPY, GATED, GROUP_NORMS, NORMS, OPS, QUANTIZED, ROTARY, SANDWICH, SOFTMAX
 
 import jaxnorm
 from jaxnorm import Quantization
 
 MISUSE = {**bad_calls.MISUSE, **bad_softmax_calls.MISUSE, "qk_norm_rotary": bad_rotary_calls.MISUSE}
+MISUSE["group_norm"] = bad_group_calls.MISUSE
 TOKEN = Quantization("int8")
-OF_EACH_FUNCTION = (*NORMS, *ADDED, GATED[0], *SANDWICH, *SOFTMAX, *CROSS_ENTROPY, ROTARY[0], *QUANTIZED[:2])
+OF_EACH_FUNCTION = (
+    *NORMS,
+    *ADDED,
+    GATED[0],
+    GROUP_NORMS[1],
+    *SANDWICH,
+    *SOFTMAX,
+    *CROSS_ENTROPY,
+    ROTARY[0],
+    *QUANTIZED[:2],
+)
 
 
 def public(op):
@@ -91,9 +103,8 @@ def test_a_traced_number(op, argument):
     args = [
         bad_softmax_calls.LABELS if p.name == "labels" else X for p in required if p.kind is p.POSITIONAL_OR_KEYWORD
     ]
-    options = {"gate_first": True} if op in GATED else {}
     with pytest.raises(TypeError, match=in_order(op.public, (argument, "known while tracing"))):
-        jax.jit(lambda value: public(op)(*args, **options, **{argument: value}))(1)
+        jax.jit(lambda value: public(op)(*args, **{**op.required, argument: value}))(1)
 
 
 # Of the public functions themselves, to whose quantised ones the tables give a quantization.
@@ -110,6 +121,7 @@ POSITIONAL = {
     "add_layer_norm": ["x", "residual", "scale", "bias"],
     "rms_norm_add_rms_norm": ["x", "residual", "post_scale", "scale"],
     "gated_rms_norm": ["x", "gate", "scale"],
+    "group_norm": ["x", "scale", "bias"],
     "softmax": ["x"],
     "log_softmax": ["x"],
     "softmax_cross_entropy_with_integer_labels": ["logits", "labels"],

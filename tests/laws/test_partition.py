@@ -33,12 +33,25 @@ ROW_MODES = [
     *((UNCHECKED, spec) for spec in ROWS_OVER[1:3]),
 ]
 DEFAULT = (*EACH, QUANTIZED[2], QUANTIZED_SUMS[2])
-by_row = over(SPLIT, default=DEFAULT, how=lambda op: ROW_MODES)
+
+
+def row_modes(op):
+    """Those that split no row."""
+    return [(mode, spec) for mode, spec in ROW_MODES if not (op.has_positions and spec[1:])]
+
+
+def part_specs(op):
+    """Those that split rows, and those that split channels, of which GroupNorm's rows have some each."""
+    specs = [P(None, None, "b"), P("a", None, "b")]
+    return [*specs, P(None, "b"), P("a", "b")] if op.has_positions else specs
+
+
+by_row = over(SPLIT, default=DEFAULT, how=row_modes)
 by_feature = over(
     [op for op in SPLIT if op not in ROTARY],  # what is rotated is of one device
     default=DEFAULT,
     mode=lambda op: ["auto", "explicit", PARTLY_MANUAL],
-    spec=lambda op: [P(None, None, "b"), P("a", None, "b")],
+    spec=part_specs,
 )
 
 

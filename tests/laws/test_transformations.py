@@ -11,21 +11,36 @@ from cases import assert_close, bits, operands
 from coverage import over
 from hlo import compiled_text, count_native_calls
 from jax.experimental import checkify
-from ops import ADDED, EACH, GATED, GROUPED, NORMS, OPS, PADDED, PER_HEAD, QUANTIZED, QUANTIZED_SUMS, ROTARY, SANDWICH
+from ops import (
+    ADDED,
+    EACH,
+    GATED,
+    GROUP_NORMS,
+    GROUPED,
+    NORMS,
+    OPS,
+    PADDED,
+    PER_HEAD,
+    QUANTIZED,
+    QUANTIZED_SUMS,
+    ROTARY,
+    SANDWICH,
+)
 from transformations import OF_EVERY_OPERAND, OF_WEIGHTS, POLICIES, TRANSFORMATIONS, operand_by_operand
 
 pytestmark = pytest.mark.jax_version
 
 DIMS = (6, 10)
 IN_WEIGHTS = "linear_transpose in the weights"
+ALL_OTHERS = tuple(name for name in TRANSFORMATIONS if name != IN_WEIGHTS)
 RMS = (NORMS[0], ADDED[0], PER_HEAD[0], PADDED[0])
 # Ops as norms of (x, scale, bias), and the transformations that they have rules of their own for. Those of a formula
 # that rounds are left out: as programs they may round in another place.
 TRANSFORMED = {
-    **dict.fromkeys((*NORMS, GROUPED[0]), tuple(TRANSFORMATIONS)),
+    **dict.fromkeys((*NORMS, GROUPED[0], GROUP_NORMS[0]), tuple(TRANSFORMATIONS)),
     # A primitive that gives y and the sum is transposed in a weight for y only, so that has a test of its own below.
-    # In its weights the quantised norm is not linear.
-    **dict.fromkeys((*ADDED, *SANDWICH, QUANTIZED[1]), tuple(name for name in TRANSFORMATIONS if name != IN_WEIGHTS)),
+    # In its weights the quantised norm is not linear, nor is an activation.
+    **dict.fromkeys((*ADDED, *SANDWICH, GROUP_NORMS[1], QUANTIZED[1]), ALL_OTHERS),
     **dict.fromkeys(PER_HEAD, OF_WEIGHTS),
     **dict.fromkeys(PADDED, tuple(name for name in OF_WEIGHTS if name != IN_WEIGHTS)),
     GATED[1]: ["vjp", "hessian", "vmap over everything"],
@@ -77,7 +92,7 @@ def test_linear_transpose_in_the_weights(op):
     assert_close(of_y(op.function)(*operands(DIMS)), of_y(op.formula)(*operands(DIMS)))
 
 
-WITH_ARRAYS = (*ADDED, *GATED, *GROUPED, *SANDWICH, *ROTARY, *PER_HEAD, QUANTIZED[1])
+WITH_ARRAYS = (*ADDED, *GATED, *GROUPED, *GROUP_NORMS, *SANDWICH, *ROTARY, *PER_HEAD, QUANTIZED[1])
 
 
 def names_of(op):
@@ -152,14 +167,14 @@ def lowered_under_policy(op, name):
     return jax.jit(op.gradient(layer)).lower(*op.draw(op.small))
 
 
-@over([*NORMS, *ADDED, *GROUPED, *QUANTIZED[:2]], name=lambda op: list(POLICIES))
+@over([*NORMS, *ADDED, *GROUPED, GROUP_NORMS[1], *QUANTIZED[:2]], name=lambda op: list(POLICIES))
 def test_gradient_under_a_checkpoint_policy(op, name):
     actual = lowered_under_policy(op, name).compile()(*op.draw(op.small))
     assert_close(actual, jax.jit(op.gradient())(*op.draw(op.small)))
 
 
 # Counted as lowered: XLA's CPU compiler may merge what a policy recomputes, as there is no memory to be saved there.
-@over([*NORMS, *ADDED, *GROUPED, *QUANTIZED[:2]], name=lambda op: list(POLICIES))
+@over([*NORMS, *ADDED, *GROUPED, GROUP_NORMS[1], *QUANTIZED[:2]], name=lambda op: list(POLICIES))
 def test_native_calls_under_a_checkpoint_policy(op, name):
     calls = count_native_calls(lowered_under_policy(op, name).as_text())
     assert calls == op.calls(fwd=POLICIES[name].fwd, bwd=1)
@@ -257,15 +272,6 @@ def test_arrays_of_numpy(op, convert):
     args = op.draw(op.small)
     function = op.run(op.function)
     assert bits(function(*map(convert, args))) == bits(function(*args))
-
-
-@pytest.mark.parametrize("op", ADDED, ids=str)
-def test_strict_promotion(op):
-    with jax.numpy_dtype_promotion("strict"):
-        x, residual = op.draw(op.small, ("bfloat16", "float32"))[:2]
-        y, total = jax.vmap(op.function)(x, residual)
-        assert (y.dtype, total.dtype) == (jnp.bfloat16, jnp.float32)
-        assert jax.grad(lambda x: op.function(x, residual)[1].sum())(x).dtype == jnp.bfloat16
 
 
 # The tangents are cast as the values are.

@@ -68,6 +68,21 @@ def gated(variant):
     return formula
 
 
+def group_norm(activation):
+    activate = {None: lambda z: z, "silu": jax.nn.silu, "relu": jax.nn.relu, "gelu": jax.nn.gelu}[activation]
+
+    def formula(x, scale=None, bias=None, *, group_size=None):
+        groups = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, group_size or x.shape[-1])
+        over = (*range(1, x.ndim - 1), -1)
+        y = groups - groups.mean(over, keepdims=True)
+        y = (y * jax.lax.rsqrt(jnp.square(y).mean(over, keepdims=True) + 1e-6)).reshape(x.shape)
+        y = y if scale is None else y * scale.astype(jnp.float32)
+        y = y if bias is None else y + bias.astype(jnp.float32)
+        return activate(y).astype(x.dtype)
+
+    return formula
+
+
 def dequantized(kind, quantization, static_scale=None):
     """What a quantised norm means, and its straight-through gradient: that of the norm."""
     largest = float(jnp.finfo(quantization.dtype).max) if quantization.dtype != jnp.int8 else 127.0

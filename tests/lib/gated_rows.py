@@ -69,6 +69,7 @@ def gate(variant):
         gradients=("dx", "dgate", "dscale"),
         kept=("x", "gate", "scale"),
         statistics=1,
+        required={"gate_first": True},
         bad_calls=bad_calls.GATED | bad_calls.MISUSE["gated_rms_norm"],
         without_kernel=bad_calls.GATED_WITHOUT_KERNEL,
     )

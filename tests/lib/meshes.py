@@ -88,16 +88,25 @@ def split_by(mode, op, mesh, spec):
     )
 
 
+def part_spec(op):
+    """Batch and what is a part of each row: features, or where a row goes over positions, these."""
+    return P("a", "b") if op.has_positions else P("a", None, "b")
+
+
 def exchanged(op, mesh, spec, *, with_gradients):
     """The bytes of each kind of collective on one device, as `collectives` gives them."""
     along = [axes if isinstance(axes, tuple) else (axes,) for axes in (*spec, None, None)][:3]
     batch, sequence, features = (math.prod(mesh.shape[axis] for axis in axes if axis) for axes in along)
-    rows = DIMS[0] * DIMS[1] // batch // sequence
-    statistics = 0 if "group_size" in op.small.options else op.statistics  # those of a group are on one device
+    group_size = size_of(op).options.get("group_size", DIMS[2])
+    if op.has_positions:  # groups of channels are on one device
+        split, rows = sequence, DIMS[0] // batch * DIMS[2] // group_size // features
+    else:
+        split, rows = features, DIMS[0] * DIMS[1] // batch // sequence
+    statistics = op.statistics if op.has_positions or group_size == DIMS[2] else 0
     total = Counter()
-    if features > 1:
+    if split > 1:
         # LayerNorm's are gathered, as they are no sums.
-        kind, copies = ("all-gather", features) if op.kind == "layer" else ("all-reduce", 1)
+        kind, copies = ("all-gather", split) if op.kind == "layer" else ("all-reduce", 1)
         forward, backward = op.exchanged or (statistics, statistics)
         total[kind] += 4 * forward * rows * copies
         total["all-reduce"] += 4 * (op.has_row_scale and not with_gradients) * rows

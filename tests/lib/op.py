@@ -43,6 +43,8 @@ class Op:
     dtypes: tuple[tuple[str, ...], ...]  # of the arrays
     has_out_dtype: bool = True  # whether one may ask for the dtype of the result
     has_pairs: bool = False  # whether a row has an even number of elements
+    # Whether a row goes over positions, too, the axes between the first of x and the last; else these are rows' own.
+    has_positions: bool = False
 
     function: Callable  # of the operands and options: a tuple of results
     derived: Callable | None = None  # what is differentiated, where the results have no gradient
@@ -80,6 +82,7 @@ class Op:
     has_row_scale: bool = False  # whether the result has a scale for each row, from its maximum
 
     numbers: tuple[str, ...] = ("epsilon", "scale_offset")  # what the public function wants to know while tracing
+    required: Mapping[str, Any] = field(default_factory=dict)  # what it must be told by name
     bad_calls: Mapping[str, Raises] = field(default_factory=dict)  # of the public function
     without_kernel: Mapping[str, NoKernel] = field(default_factory=dict)
 

@@ -93,3 +93,12 @@ def test_a_residual_that_lives_on_keeps_its_values(op):
     before = bits(residual)
     _, _, after = jax.jit(lambda x, residual: (*op.function(x, residual), residual))(x, residual)
     assert (bits(after), bits(residual)) == (before, before)
+
+
+@pytest.mark.parametrize("op", ADDED, ids=str)
+def test_strict_promotion(op):
+    with jax.numpy_dtype_promotion("strict"):
+        x, residual = op.draw(op.small, ("bfloat16", "float32"))[:2]
+        y, total = jax.vmap(op.function)(x, residual)
+        assert (y.dtype, total.dtype) == (jnp.bfloat16, jnp.float32)
+        assert jax.grad(lambda x: op.function(x, residual)[1].sum())(x).dtype == jnp.bfloat16

@@ -182,6 +182,6 @@ def _check_weight(name: str, weight_name: str, value: object, x: jax.Array, axis
 
 def _check_activation(name: str, activation: Any) -> Any:
     known = (None, *get_args(Activation))
-    if activation not in known:
+    if not isinstance(activation, (str, type(None))) or activation not in known:
         raise ValueError(f"{name}: unknown activation {activation!r}; expected one of {', '.join(map(repr, known))}.")
     return activation

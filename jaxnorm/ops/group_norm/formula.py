@@ -6,7 +6,7 @@ differ. What is normalised is as LayerNorm does it, and so are its formulas.
 """
 
 import dataclasses
-import functools
+import math
 from collections.abc import Callable
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
@@ -62,29 +62,21 @@ class Variables(NamedTuple, Generic[T]):
     bias: T | None = None
 
 
+ROOT, CUBIC = math.sqrt(8 / math.pi), 0.044715
+
+
+def _gelu_of(v: jax.Array) -> jax.Array:
+    """What the approximation by tanh takes the logistic function of: gelu(v) is v * logistic(w)."""
+    return ROOT * (v + CUBIC * v**3)
+
+
+# With tanh, as `jax.nn.gelu` writes it, a small result would lose its digits in a sum with 1.
 ACTIVATIONS: dict[Activation | None, Callable[[jax.Array], jax.Array]] = {
     None: lambda v: v,
     "silu": jax.nn.silu,
     "relu": jax.nn.relu,
-    "gelu": functools.partial(jax.nn.gelu, approximate=True),
+    "gelu": lambda v: v * lax.logistic(_gelu_of(v)),
 }
-
-
-def slope(norm: GroupNorm, v: jax.Array) -> jax.Array:
-    """The derivative of the activation; that of relu is 0 at 0, as of `jax.nn.relu`.
-
-    1 - sigmoid(v) is sigmoid(-v), which loses nothing where it is small; and gelu(v) is v * sigmoid(w).
-    """
-    if norm.activation is None:
-        return jnp.ones_like(v)
-    if norm.activation == "relu":
-        return (v > 0).astype(v.dtype)
-    w, w_slope = v, 1.0
-    if norm.activation == "gelu":
-        root = np.sqrt(8 / np.pi)
-        w, w_slope = root * (v + 0.044715 * v**3), root * (1 + 3 * 0.044715 * v**2)
-    sigmoid, rest = lax.logistic(w), lax.logistic(-w)
-    return sigmoid + v * w_slope * sigmoid * rest
 
 
 def forward(norm: GroupNorm, operands: Operands) -> tuple[Results, Statistics]:
@@ -101,15 +93,28 @@ def plain(norm: GroupNorm, operands: Operands) -> Results:
     return forward(norm, operands._replace(x=operands.x.astype(norm.compute_dtype)))[0]
 
 
-def _slope_of(norm: GroupNorm, saved: Saved) -> jax.Array:
-    return slope(norm, layer.affine(norm.wide, saved.x, saved.stats, saved.scale, saved.bias))
+def _sloped(norm: GroupNorm, v: jax.Array, saved: Saved) -> jax.Array:
+    """v times the derivative of the activation, which of relu is 0 at 0, as of `jax.nn.relu`.
+
+    1 - logistic(w) is logistic(-w), which loses nothing where it is small.
+    """
+    if norm.activation is None:
+        return v
+    z = layer.affine(norm.wide, saved.x, saved.stats, saved.scale, saved.bias)
+    if norm.activation == "relu":  # nothing passes it there, an infinity neither
+        return jnp.where(z > 0, v, jnp.zeros_like(v))
+    w, w_slope = z, jnp.ones_like(z)
+    if norm.activation == "gelu":
+        w, w_slope = _gelu_of(z), ROOT * (1 + 3 * CUBIC * z**2)
+    sloped: jax.Array = v * lax.logistic(w) * (1 + z * w_slope * lax.logistic(-w))
+    return sloped
 
 
 def linear(norm: GroupNorm, saved: Saved, dots: Variables[jax.Array]) -> Results:
     """The tangent of y."""
     of_norm = layer.Saved(saved.x, saved.stats, saved.scale)
     z_dot = layer.linear(norm.wide, of_norm, layer.Variables(*dots)).y
-    return Results((z_dot * _slope_of(norm, saved)).astype(norm.out_dtype))
+    return Results(_sloped(norm, z_dot, saved).astype(norm.out_dtype))
 
 
 def backward(
@@ -117,7 +122,7 @@ def backward(
 ) -> Variables[jax.Array]:
     """The wanted gradients: the transpose of `linear`."""
     x, stats, scale, bias = saved
-    dz = cotangents.y.astype(norm.compute_dtype) * _slope_of(norm, saved)
+    dz = _sloped(norm, cotangents.y.astype(norm.compute_dtype), saved)
     of_x: layer.Variables[Dtype] = layer.Variables(wanted.x)
     dx = layer.backward(norm, layer.Results(dz), layer.Saved(x, stats, scale), of_x, ()).x
     dscale = dbias = None

@@ -82,7 +82,7 @@ GROUP_NORM = Family(
         ),
         reasons=(_channels_not_last,),
         is_trailing=False,
-        linear_in=(),
+        linear_in=lambda norm: () if norm.activation else ("scale", "bias"),
         can_shard=lambda *_: True,
         functions=(Function("group_norm", _requested, last_axis_only=True),),
     )

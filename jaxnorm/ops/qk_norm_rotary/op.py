@@ -163,7 +163,7 @@ QK_NORM_ROTARY = Family(
         ),
         native=NATIVE,
         reasons=(_head_too_long, _other_dtypes),
-        linear_in=("q_scale", "k_scale"),
+        linear_in=lambda _: ("q_scale", "k_scale"),
         functions=(Function("qk_norm_rotary", _requested, last_axis_only=True),),
     )
 )

@@ -236,7 +236,7 @@ SANDWICH_NORM = Family(
         ),
         reasons=(_other_dtypes, _weights_with_batch_dims),
         in_place={"residual": "new_residual"},
-        linear_in=("scale",),
+        linear_in=lambda _: ("scale",),
         can_shard=lambda *_: True,
         functions=(Function("rms_norm_add_rms_norm", _requested, last_axis_only=True),),
     )

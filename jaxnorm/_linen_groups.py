@@ -1,0 +1,85 @@
+"""GroupNorm and InstanceNorm of `jaxnorm.linen`."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxnorm import _group, _linen
+from jaxnorm._flax import linen
+from jaxnorm.ops.group_norm.api import group_norm
+from jaxnorm.ops.group_norm.formula import Activation
+from jaxnorm.ops.options import Implementation
+
+# Flax's functions, as in `jaxnorm.linen`.
+_GROUP_NORM = inspect.unwrap(linen.GroupNorm.__call__)
+_INSTANCE_NORM = inspect.unwrap(linen.InstanceNorm.__call__)
+
+
+def _why_flax(module: Any, x: jax.Array, mask: jax.Array | None) -> str | None:
+    """Why Flax's own code computes `module(x)`."""
+    return _group.why_flax(module, x, mask, _linen.given(module), _linen.dtypes(module, x))
+
+
+def _grouped(module: Any, x: jax.Array, mask: jax.Array | None) -> jax.Array | None:
+    """`group_norm` of x, called as `module` says.
+
+    None, with no parameter made yet, where Flax's own code computes it.
+    """
+    if not _group.is_called(module, x, mask, _why_flax(module, x, mask)):
+        return None
+    keywords = _group.keywords(module, x.ndim)
+    scale, bias = _linen.parameters(module, x, (keywords["channel_axis"],))
+    dtype = linen.dtypes.canonicalize_dtype(x, scale, bias, dtype=module.dtype)
+    return group_norm(x, scale, bias, out_dtype=dtype, **keywords)
+
+
+class _Groups(linen.Module):
+    """What a GroupNorm and an InstanceNorm have beside Flax's fields."""
+
+    scale_init: Callable[..., Any] = _linen.default_scale_init
+    activation: Activation | None = field(default=None, kw_only=True)
+    scale_offset: float = field(default=0.0, kw_only=True)
+    implementation: Implementation | None = field(default=None, kw_only=True)
+
+    _why_flax = staticmethod(_why_flax)
+    _fused = staticmethod(_grouped)
+
+
+class GroupNorm(_Groups, linen.GroupNorm):
+    """`flax.linen.GroupNorm` with the same fields, parameters and result dtype, computed by `jaxnorm.group_norm`.
+
+        y = GroupNorm(num_groups=32, activation="silu")(x)
+
+    Beside Flax's fields there are, by keyword, `activation`, `scale_offset` and `implementation` of the function. Where
+    `scale_offset` is not 0, the default of `scale_init` is zeros.
+
+    The kernels serve the calls whose `reduction_axes` are all axes but the first, as they are by default. A `mask`,
+    `axis_index_groups`, other axes, an x without an axis of examples, parameters that an Explicit mesh splits otherwise
+    than x, `force_float32_reductions=False`, and dtypes other than float32, bfloat16 and float16 are computed by Flax's
+    own code, and the activation of its result. That has no `scale_offset`: with one, the formula computes what it can,
+    and the rest is an error, as it is with `implementation="native"`. The variance is that of the centred values, also
+    with `use_fast_variance=True`.
+    """
+
+    @linen.compact
+    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
+        x = jnp.asarray(x)
+        y = _grouped(self, x, mask)
+        return _group.activated(self, _GROUP_NORM(self, x, mask=mask)) if y is None else y
+
+
+class InstanceNorm(_Groups, linen.InstanceNorm):
+    """`flax.linen.InstanceNorm` with the same fields, parameters and result dtype: a `GroupNorm` of single channels.
+
+    The kernels serve the calls whose `feature_axes` are the last axis. Fields and all else are as of `GroupNorm`.
+    """
+
+    @linen.compact
+    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
+        x = jnp.asarray(x)
+        y = _grouped(self, x, mask)
+        return _group.activated(self, _INSTANCE_NORM(self, x, mask=mask)) if y is None else y

@@ -1,0 +1,134 @@
+"""What only `group_norm` has: channels on any axis, weights for each example, groups, and positions that are split."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from cases import assert_near, draw, draw_bias, draw_scale, draw_x
+from coverage import cover
+from hlo import collectives, compiled_text, count_native_calls
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from meshes import mesh_of, placed
+from ops import GROUP_NORMS
+
+import jaxnorm
+
+pytestmark = pytest.mark.jax_version
+
+EXAMPLES, CHANNELS = 4, 12
+DIMS = (EXAMPLES, 6, 5, CHANNELS)
+AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+norm = partial(jaxnorm.group_norm, num_groups=3, activation="silu")
+
+
+def operands(of_examples=False, dims=DIMS):
+    weights = (dims[0], dims[-1])[not of_examples :]
+    return draw_x(dims), draw_scale(weights), draw_bias(weights)
+
+
+def value_and_gradients(function):
+    return jax.jit(jax.value_and_grad(lambda *args: jnp.sin(function(*args)).sum(), (0, 1, 2)))
+
+
+@cover(axis=[1, 2, -2, -3], of_examples=[False, True])
+def test_channels_of_any_axis(axis, of_examples):
+    def moved(x, *weights):
+        return jnp.moveaxis(norm(jnp.moveaxis(x, -1, axis), *weights, channel_axis=axis), axis, -1)
+
+    args = operands(of_examples)
+    assert_near(value_and_gradients(moved)(*args), value_and_gradients(norm)(*args))
+
+
+@pytest.mark.parametrize("of_examples", [False, True])
+def test_weights_of_examples_are_calls_one_by_one(of_examples):
+    x, _, _ = operands()
+    scale, bias = operands(True)[1], operands(of_examples)[2]
+
+    def one_by_one(x, scale, bias):
+        axes = (0, 0, 0 if of_examples else None)
+        return jax.vmap(lambda x, *weights: norm(x[None], *weights)[0], axes)(x, scale, bias)
+
+    assert_near(value_and_gradients(norm)(x, scale, bias), value_and_gradients(one_by_one)(x, scale, bias))
+
+
+@pytest.mark.parametrize("of_examples", [False, True])
+def test_a_gradient_is_one_call_each_way(of_examples):
+    calls = count_native_calls(compiled_text(value_and_gradients(norm), *operands(of_examples)))
+    assert calls == GROUP_NORMS[1].calls(fwd=1, bwd=1)
+
+
+def test_one_group_is_a_layer_norm():
+    x, y = draw_x(DIMS), jaxnorm.group_norm(draw_x(DIMS), num_groups=1)
+    assert_near(y, jaxnorm.layer_norm(x, axis=(1, 2, 3)), atol=2e-6)
+
+
+@pytest.mark.parametrize("groups", [{"num_groups": 4}, {"group_size": 3}])
+def test_number_and_size_of_groups(groups):
+    x = draw_x(DIMS)
+    parts = [jaxnorm.group_norm(part, num_groups=1) for part in jnp.split(x, 4, -1)]
+    assert_near(jaxnorm.group_norm(x, **groups), jnp.concatenate(parts, -1), atol=2e-6)
+
+
+def test_it_is_not_linear_in_weights_with_an_activation():
+    x, scale, _ = operands()
+    with pytest.raises(NotImplementedError, match="group_norm is linear in none of its operands"):
+        jax.linear_transpose(lambda scale: norm(x, scale), scale)(x)
+
+
+# Parts of positions, each with the statistics of all.
+@pytest.mark.parametrize("of_examples", [False, True])
+def test_positions_of_a_vmap(of_examples):
+    x, *weights = operands(of_examples)
+
+    def in_parts(x, *weights):
+        parts = jnp.stack(jnp.split(x, 2, 1))
+        each = jax.vmap(partial(norm, axis_name="part"), (0, None, None), axis_name="part")(parts, *weights)
+        return jnp.concatenate(list(each), 1)
+
+    assert_near(value_and_gradients(in_parts)(x, *weights), value_and_gradients(norm)(x, *weights))
+
+
+# The gradient of weights of an example is a sum over its positions, which are on one device.
+@pytest.mark.several
+@cover(axis_type=AXIS_TYPES)
+def test_weights_of_examples_stay_where_examples_are(devices, axis_type):
+    mesh, args = mesh_of(devices, axis_type), operands(True, (8, 6, 5, CHANNELS))
+    specs = P("a", None, None, None), P("a", None), P("a", None)
+
+    def gradients(*args):
+        y, pullback = jax.vjp(norm, *args)
+        return pullback(jnp.cos(args[0]).astype(y.dtype))
+
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(gradients).lower(*placed(mesh, args, specs)).compile()
+        actual = compiled(*placed(mesh, args, specs))
+    assert collectives(compiled.as_text()) == {}
+    assert_near(jax.device_get(actual), jax.device_get(jax.jit(gradients)(*args)))
+
+
+# On an Auto mesh XLA may split the one group that there is.
+@pytest.mark.several
+@pytest.mark.parametrize("spec", [P("a", None, None, "b"), P("a", "b"), P(None, "a", None, "b")], ids=str)
+def test_one_group_that_is_split_is_not_gathered(devices, spec):
+    dims = (8, 8, 5, 16)
+    mesh, (x, *weights) = mesh_of(devices, AxisType.Auto), operands(dims=dims)
+    function = partial(jaxnorm.group_norm, num_groups=1, activation="silu")
+    with jax.set_mesh(mesh):
+        args = placed(mesh, (x, *weights), (spec, P(*spec[3:]), P(*spec[3:])))
+        compiled = jax.jit(function).lower(*args).compile()
+    assert_near(jax.device_get(compiled(*args)), jax.device_get(function(x, *weights)))
+    # Statistics of groups, which are fewer than elements.
+    assert sum(collectives(compiled.as_text()).values()) <= 8 * dims[0] * len(devices)
+
+
+@pytest.mark.several
+def test_a_group_that_an_explicit_mesh_splits(devices):
+    mesh = mesh_of(devices, AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        (x,) = placed(mesh, [draw("x", (8, 4, 16))], [P("a", None, "b")])
+        parts = mesh.shape["b"]
+        assert jaxnorm.group_norm(x, num_groups=parts).shape == x.shape
+        with pytest.raises(ValueError, match=rf"split over {parts} devices of an Explicit mesh.*1 groups"):
+            jaxnorm.group_norm(x, num_groups=1)
