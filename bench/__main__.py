@@ -8,6 +8,7 @@ COMMANDS = {
     "gpu": "device time of the norms on an NVIDIA GPU, beside XLA's code and a copy",
     "rows": "device time of softmax and cross-entropy, beside XLA's code and a copy",
     "rotary": "device time of qk_norm_rotary, beside XLA's code and a copy",
+    "groups": "device time of group_norm, beside XLA's code and a copy",
     "cpu": "wall time of the ops on the CPU, beside XLA's code and a copy",
     "model": "the norms within a model's training step",
     "sharding": "the norms over several devices",

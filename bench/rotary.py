@@ -2,22 +2,16 @@
 
     python -m bench rotary --out bench/results/h200_rotary
 
-Kernel time comes from CUPTI and is the median of many calls, of arrays that are read from memory. "copy us" is what
-XLA's `x + 1` takes for as many bytes: 2 arrays of queries and of keys forward, and 5 with all gradients ("step"). A
-token is decoded from the cache, so its arrays are not read from memory and have no copy. With --default the programs
-are those of `implementation=None`, else of "native".
+As `bench.beside_xla` says: 2 arrays of queries and of keys are moved forward, and 5 with all gradients ("step"). A
+token is decoded from the cache, so its arrays are not read from memory and have no copy.
 """
-
-import functools
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
 import jaxnorm
-from bench import report
-from bench.rows import copy_rate
-from bench.timing import device_time, sets_needed
+from bench import beside_xla
+from bench.beside_xla import add_arguments
 
 # (sequences, tokens, heads of queries, heads of keys, head size)
 SHAPES = {
@@ -28,14 +22,6 @@ SHAPES = {
     "a token of 4": (4, 1, 32, 8, 128),
     "a token of 64": (64, 1, 32, 8, 128),
 }
-
-
-def add_arguments(parser):
-    parser.add_argument("--out", type=Path, help="write OUT.json and OUT.md")
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
-    parser.add_argument("--iterations", type=int, default=20, help="calls of each program")
-    parser.add_argument("--default", action="store_true", help="what runs by default")
-    parser.add_argument("--commit", help="what is measured, where there is no git (default: the checkout's)")
 
 
 def operands(shape, dtype, seed):
@@ -61,37 +47,21 @@ def programs(implementation):
     return {"forward": forward, "step": step}
 
 
-def measured(shape, dtype, implementation, iterations):
-    """The device time of each program."""
+def elements(shape):
     batch, tokens, queries, keys, size = shape
-    nbytes = batch * tokens * (queries + keys) * size * jnp.dtype(dtype).itemsize
-    sets = [operands(shape, dtype, seed) for seed in range(1 if tokens == 1 else sets_needed(2 * nbytes, 2 * nbytes))]
-    return {name: device_time(jax.jit(program), sets, iterations) for name, program in programs(implementation).items()}
+    return batch * tokens * (queries + keys) * size
 
 
-def rows_of(name, dtype, implementation, iterations):
-    batch, tokens, queries, keys, size = shape = SHAPES[name]
-    time_of = functools.partial(measured, shape, dtype, iterations=iterations)
-    ours, xla = time_of(implementation=implementation), time_of(implementation="jnp")
-    array = batch * tokens * (queries + keys) * size * jnp.dtype(dtype).itemsize
-    for way, time in ours.items():
-        moved = {"forward": 2, "step": 5}[way] * array
-        yield {
-            "op": f"qk_norm_rotary {way}",
-            "dtype": dtype,
-            "shape": f"{name}, {batch}x{tokens}x({queries}+{keys})x{size}",
-            "us": 1e6 * time.seconds,
-            "kernels": len(time.kernels),
-            "copy us": None if tokens == 1 else 1e6 * moved / copy_rate(moved, iterations),
-            "XLA us": 1e6 * xla[way].seconds,
-            "XLA kernels": len(xla[way].kernels),
-            "x XLA": xla[way].seconds / time.seconds,
-        }
+def text(shape):
+    batch, tokens, queries, keys, size = shape
+    return f"{batch}x{tokens}x({queries}+{keys})x{size}"
+
+
+SUBJECT = beside_xla.Subject(
+    "qk_norm_rotary", SHAPES, operands, programs, elements, text, is_cached=lambda shape: shape[1] == 1
+)
+__all__ = ["add_arguments", "main"]
 
 
 def main(args):
-    header, rows = report.device(args.commit), []
-    for name in SHAPES:
-        for dtype in args.dtypes:
-            rows += rows_of(name, dtype, None if args.default else "native", args.iterations)
-            report.write(header, rows, args.out)  # after each: a run that is cut off keeps the others
+    beside_xla.measure(SUBJECT, args)

@@ -264,5 +264,6 @@ TABLES = {
     "model-directions-vit": ("h200_model_directions_vit.json", whole),
     "decode-separate": ("h200_decode_separate.json", whole),
     "rotary": ("h200_rotary.json", whole),
+    "groups": ("h200_groups.json", whole),
     "steps": (("h200_model_default.json", "h200_model_separate.json"), model_tables.steps),
 }

@@ -1,4 +1,4 @@
-// The activations of GroupNorm, for results or cotangents of type Y.
+// The activations of GroupNorm, for results or cotangents of type Y: of z, and v times the slope at z.
 #pragma once
 
 #include "cuda/ops/activation.cuh"
@@ -12,8 +12,8 @@ struct Identity {
     return z;
   }
   template <typename Y>
-  __device__ static float slope(float) {
-    return 1.0f;
+  __device__ static float sloped(float v, float) {
+    return v;
   }
 };
 
@@ -22,9 +22,10 @@ struct Relu {
   __device__ static float of(float z) {
     return z < 0.0f ? 0.0f : z;
   }
+  // Nothing passes where z is not positive, an infinity neither.
   template <typename Y>
-  __device__ static float slope(float z) {
-    return z > 0.0f ? 1.0f : 0.0f;
+  __device__ static float sloped(float v, float z) {
+    return z > 0.0f ? v : 0.0f;
   }
 };
 
@@ -34,8 +35,8 @@ struct Silu {
     return activate<Y>(Activation::silu, z);
   }
   template <typename Y>
-  __device__ static float slope(float z) {
-    return activate_with_slope<Y>(Activation::silu, z).slope;
+  __device__ static float sloped(float v, float z) {
+    return v * activate_with_slope<Y>(Activation::silu, z).slope;
   }
 };
 
@@ -52,10 +53,10 @@ struct Gelu {
     return z * sigmoid_of<Y>(z, z * z).value;
   }
   template <typename Y>
-  __device__ static float slope(float z) {
+  __device__ static float sloped(float v, float z) {
     const float square = z * z;
     const Sigmoid s = sigmoid_of<Y>(z, square);
-    return fmaf(z * fmaf(square, 3.0f * kCubic, kRoot), s.value * s.complement, s.value);
+    return v * fmaf(z * fmaf(square, 3.0f * kCubic, kRoot), s.value * s.complement, s.value);
   }
 };
 

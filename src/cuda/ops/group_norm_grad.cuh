@@ -33,7 +33,7 @@ __device__ void for_each_position(const GroupNormBackward& p, const Tile& tile, 
 #pragma unroll
         for (int i = 0; i < N; ++i) {
           x_hat[i] = channels.x_hat(i, x_hat[i]);
-          dz[i] *= activation.template slope<Dy>(channels.z(i, x_hat[i]));
+          dz[i] = activation.template sloped<Dy>(dz[i], channels.z(i, x_hat[i]));
         }
         f(first + k, x_hat, dz);
       }

@@ -1,0 +1,28 @@
+"""What `bench rotary` and `bench groups` measure, but for the clock."""
+
+import jax
+import pytest
+from cases import assert_near
+
+from bench import groups, rotary
+
+SMALL = {"rotary": (rotary.SUBJECT, (2, 3, 4, 2, 16)), "groups": (groups.SUBJECT, (2, 3, 4, 64))}
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("way", ["forward", "step"])
+@pytest.mark.parametrize("name", SMALL)
+def test_both_sides_compute_the_same(name, way):
+    subject, shape = SMALL[name]
+    operands = subject.operands(shape, "float32", 0)
+    ours, xla = (jax.jit(subject.programs(how)[way])(*operands) for how in ("native", "jnp"))
+    assert_near(ours, xla)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_each_seed_gives_others(name):
+    subject, shape = SMALL[name]
+    of_both = (subject.operands(shape, "bfloat16", seed)[:2] for seed in (0, 1))
+    arrays, others = ([array for array in of_one if array.ndim > 1] for of_one in of_both)
+    assert sum(array.size for array in arrays) == subject.elements(shape)
+    assert all((array != other).any() for array, other in zip(arrays, others, strict=True))
