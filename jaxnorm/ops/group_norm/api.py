@@ -36,9 +36,8 @@ def group_norm(
     The means are over the positions and the channels of a group, of each example by itself. The variance is the mean of
     squared deviations as written, never E[x²] - mean². All of it, the activation included, is computed in float32 (in
     float64 where x, a weight or the result is float64) and rounded once, at the end. It may be transformed and
-    differentiated as the formula may be; for a gradient x and 8 bytes a group are kept.
-
-    One group is a LayerNorm over each example, a group for each channel (group_size=1) is instance normalisation.
+    differentiated as the formula may be; for a gradient x and 8 bytes a group are kept. One group is a LayerNorm over
+    each example, a group for each channel (group_size=1) is instance normalisation.
 
     Args:
       x: floating-point array of shape (examples, ..., channels), with any number of axes of positions between.
@@ -47,7 +46,7 @@ def group_norm(
       num_groups: how many groups the channels make. Give this or group_size.
       group_size: how many channels a group has.
       epsilon: non-negative Python number added to the variance.
-      activation: None, "silu", "relu", or "gelu", which is the approximation by tanh, as of `jax.nn.gelu`.
+      activation: None, "silu", "relu", or "gelu", the approximation by tanh.
       scale_offset: Python number added to scale; 1.0 suits FiLM's. Ignored without scale.
       channel_axis: the axis of channels; not the first, which is that of examples. Kernels serve the last one, the jnp
         formula any.
@@ -65,18 +64,12 @@ def group_norm(
         the channels, a weight has another shape, activation is unknown; otherwise as `rms_norm` does.
       TypeError, RuntimeError: as `rms_norm` does.
 
-    Source: Wu and He, Group Normalization, 2018, https://arxiv.org/abs/1803.08494; instance normalisation: Ulyanov,
-    Vedaldi and Lempitsky, 2016, https://arxiv.org/abs/1607.08022; FiLM: Perez et al., 2017,
-    https://arxiv.org/abs/1709.07871.
+    Source: https://arxiv.org/abs/1803.08494 (GroupNorm), https://arxiv.org/abs/1607.08022 (instance normalisation),
+    https://arxiv.org/abs/1709.07871 (FiLM).
     """
-    options = NormOptions(
-        epsilon=epsilon,
-        scale_offset=scale_offset,
-        out_dtype=out_dtype,
-        axis_name=axis_name,
-        implementation=implementation,
-    )
     grouping = Grouping(num_groups, group_size, channel_axis)
+    keywords: Any = {"epsilon": epsilon, "scale_offset": scale_offset, "out_dtype": out_dtype}
+    options = NormOptions(**keywords, axis_name=axis_name, implementation=implementation)
     return normalise("group_norm", options, grouping, activation, Operands(x, scale, bias))
 
 
