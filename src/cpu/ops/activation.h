@@ -1,4 +1,4 @@
-// The activations, and their slopes.
+// The activations, and their slopes: sloped(d, v) is d times the slope at v.
 #pragma once
 
 #include "cpu/ops/exp.h"
@@ -34,17 +34,20 @@ struct Silu {
     const Vec sigmoid = v < 0 ? smaller : larger, value = v * sigmoid;
     return {value, fma(value, v < 0 ? larger : smaller, sigmoid)};
   }
+
+  static Vec sloped(Vec d, Vec v) { return d * with_slope(v).slope; }
 };
 
 struct Identity {
   static Vec of(Vec v) { return v; }
-  static Activated with_slope(Vec v) { return {v, broadcast(1)}; }
+  static Vec sloped(Vec d, Vec) { return d; }
 };
 
 // NaN stays as it is.
 struct Relu {
   static Vec of(Vec v) { return at_least(v, 0); }
-  static Activated with_slope(Vec v) { return {of(v), v > 0 ? broadcast(1) : broadcast(0)}; }
+  // Nothing passes where v is not positive, an infinity neither.
+  static Vec sloped(Vec d, Vec v) { return v > 0 ? d : broadcast(0); }
 };
 
 // The approximation by tanh, as v * sigmoid(w).
@@ -64,6 +67,8 @@ struct Gelu {
     const Vec sigmoid = v < 0 ? smaller : larger, value = v * sigmoid;
     return {value, fma(value * (v < 0 ? larger : smaller), w_slope, sigmoid)};
   }
+
+  static Vec sloped(Vec d, Vec v) { return d * with_slope(v).slope; }
 };
 
 }  // namespace

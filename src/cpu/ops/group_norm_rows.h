@@ -167,7 +167,7 @@ struct GroupCotangents {
   }
   template <class Dy>
   Vec dz(const Dy* dy, Vec x_hat) const {
-    return load(dy, extent) * A::with_slope(fma(x_hat, scale, bias)).slope;
+    return A::sloped(load(dy, extent), fma(x_hat, scale, bias));
   }
 };
 
