@@ -115,5 +115,21 @@ def test_explain_says_so(wrap):
     assert {norm.on("cpu").implementation for norm in norms} == {"native"}
 
 
+@pytest.mark.parametrize(
+    ("groups", "shape", "platform", "ways"),
+    [
+        (32, (512, 640), "cpu", set()),
+        (8, (512, 640), "cpu", {"fwd", "bwd"}),
+        (32, (8, 4, 640), "cpu", {"fwd", "bwd"}),
+        (32, (512, 640), "cuda", {"fwd", "bwd"}),
+    ],
+)
+def test_groups_without_positions(groups, shape, platform, ways):
+    x, scale = jax.ShapeDtypeStruct(shape, "float32"), jax.ShapeDtypeStruct(shape[-1:], "float32")
+    gradient = jax.jit(jax.grad(lambda *args: jnp.sin(jaxnorm.group_norm(*args, num_groups=groups)).sum()))
+    text = gradient.trace(x, scale).lower(lowering_platforms=(platform,)).as_text()
+    assert {name.rsplit("_", 1)[1] for name in count_native_calls(text)} == ways
+
+
 def test_a_cpu_has_no_such_rows():
     assert native_ways(rms, "bfloat16", 1153, "cpu") == {"fwd", "bwd"}

@@ -118,7 +118,6 @@ NB_MODULE(_cuda, module) {
       "plan", &jaxnorm::plan, arg("op"), arg("kind"), arg("x_dtype"), arg("cols"), arg("max_cluster") = 16,
       arg("gated") = "", arg("adds") = false,
       "The launch plan for rows of `cols` elements, gated `first` or `last` or not, and with another array if one is "
-      "added; elements_per_thread is 0 where a row is read more than once, ring tells whether rows are fetched ahead "
-      "by "
-      "way of shared memory, where the GPU can.");
+      "added; elements_per_thread is 0 where a row is read more than once, ring tells whether shared memory fetches "
+      "rows ahead, where the GPU can.");
 }

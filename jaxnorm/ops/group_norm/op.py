@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxnorm.ops import speed
 from jaxnorm.ops.group_norm.formula import (
     GroupNorm,
     Operands,
@@ -78,6 +79,7 @@ GROUP_NORM = Family(
             forward=lambda norm, operands: _attributes(norm, operands) | {"epsilon": np.float32(norm.epsilon)},
             backward=_attributes,
             forward_workspace=lambda operands: _sizes(operands.x),
+            slower=speed.group_norm,
             workspace=lambda saved, wanted: _sizes(saved.x) | {"weights": sum(v is not None for v in wanted[1:])},
         ),
         reasons=(_channels_not_last,),
