@@ -121,7 +121,10 @@ def test_explain_says_so(wrap):
         (32, (512, 640), "cpu", set()),
         (8, (512, 640), "cpu", {"fwd", "bwd"}),
         (32, (8, 4, 640), "cpu", {"fwd", "bwd"}),
-        (32, (512, 640), "cuda", {"fwd", "bwd"}),
+        (32, (512, 640), "cuda", set()),
+        (32, (8, 16, 640), "cuda", {"bwd"}),
+        (32, (8, 8, 8, 640), "cuda", {"fwd", "bwd"}),
+        (21, (8, 8, 8, 63), "cuda", set()),
     ],
 )
 def test_groups_without_positions(groups, shape, platform, ways):

@@ -7,6 +7,8 @@ A kernel of its own has neighbours that XLA would have fused with the formula. W
 tokens are decoded, that is most of the time; measured with `python -m bench model`, see docs/benchmarks/models.md.
 """
 
+import math
+
 from jaxnorm.ops.norm.formula import Norm
 from jaxnorm.primitive.op import CallRows, RowSpec
 
@@ -17,6 +19,8 @@ FEW, NARROW = 2**18, 2**13
 # The most channels of a group without positions that a CPU's kernels are slower for; measured on 2 cores with AVX2,
 # (512, 640) in 32 groups: 0.4 to 0.9 of XLA's speed.
 SHORT = 64
+# Examples of fewer positions XLA's code is faster for on a GPU; measured on an H200 with `python -m bench groups`.
+FEW_POSITIONS = {"forward": 64, "backward": 16}
 
 
 def vectors_divide(rows: CallRows) -> bool:
@@ -62,10 +66,15 @@ def norm(norm: Norm, rows: CallRows) -> str | None:
 
 
 def group_norm(norm: Norm, rows: CallRows) -> str | None:
-    """Without positions a group is its channels alone, one after the other in memory."""
-    if norm.row_ndim > 1 or rows.cols > SHORT or rows.platform != "cpu":
-        return None
-    return f"XLA's code is faster for groups of at most {SHORT} channels of examples without positions"
+    """Kernels go down the positions of an example: of few, or none, they have little to do at once."""
+    positions = math.prod(rows.shape[axis] for axis in norm.axes[:-1])
+    if rows.platform == "cpu":
+        loses = norm.row_ndim == 1 and rows.cols <= SHORT
+        return f"XLA's code is faster for groups of at most {SHORT} channels without positions" if loses else None
+    if rows.shape[-2] * rows.shape[-1] % 4:
+        return f"XLA's code is faster for channels that 4 does not divide, as {rows.shape[-2] * rows.shape[-1]}"
+    few = FEW_POSITIONS[rows.way]
+    return f"XLA's code is faster for examples of less than {few} positions" if positions < few else None
 
 
 def softmax(_: RowSpec, rows: CallRows) -> str | None:

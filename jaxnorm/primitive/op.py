@@ -133,6 +133,7 @@ class CallRows(NamedTuple):
     rows: int | None  # None: not known before the program runs
     cols: int
     adds: bool  # whether an addend is added first, or the cotangent of the sum
+    shape: tuple[Any, ...]  # of what is normalised
     differentiated: bool = True  # whether a gradient follows, or this is one
 
 

@@ -43,10 +43,11 @@ class Call(NamedTuple):
         return [(n, a) for n, a in operands if a is not None and self.op.roles[n].batch in batch]
 
 
-def call_rows(spec: RowSpec, x: Any, platform: str, way: Way, **options: bool) -> CallRows:
+def call_rows(spec: RowSpec, x: Any, platform: str, way: Way, *, adds: bool, differentiated: bool = True) -> CallRows:
     """The rows of a kernel that normalises an x of this type."""
     rows, cols = rows_and_cols(spec, x)
-    return CallRows(platform, way, x.dtype, rows if isinstance(rows, int) else None, cols, **options)
+    known = rows if isinstance(rows, int) else None
+    return CallRows(platform, way, x.dtype, known, cols, adds, tuple(x.shape), differentiated)
 
 
 class Place(NamedTuple):
