@@ -60,19 +60,47 @@ struct Gelu {
   }
 };
 
-// Calls f with the activation as a type: once for a loop, as a choice for each element would keep the compiler from
-// computing several at once.
-template <typename F>
+// Any of them, chosen for each element: for kernels that are not fast anyway, and take less time to compile so.
+struct AnyActivation {
+  PointwiseActivation activation;
+
+  template <typename F>
+  __device__ float choose(F f) const {
+    switch (activation) {
+      case PointwiseActivation::silu:
+        return f(Silu{});
+      case PointwiseActivation::relu:
+        return f(Relu{});
+      case PointwiseActivation::gelu:
+        return f(Gelu{});
+      default:
+        return f(Identity{});
+    }
+  }
+  template <typename Y>
+  __device__ float of(float z) const {
+    return choose([&](auto each) { return each.template of<Y>(z); });
+  }
+  template <typename Y>
+  __device__ float sloped(float v, float z) const {
+    return choose([&](auto each) { return each.template sloped<Y>(v, z); });
+  }
+};
+
+// Calls f with the activation. EACH: as a type of its own, once for a loop, as a choice for each element keeps the
+// compiler from computing several at once.
+template <bool EACH, typename F>
 __device__ void with_activation(PointwiseActivation activation, F f) {
-  switch (activation) {
-    case PointwiseActivation::silu:
-      return f(Silu{});
-    case PointwiseActivation::relu:
-      return f(Relu{});
-    case PointwiseActivation::gelu:
-      return f(Gelu{});
-    default:
-      return f(Identity{});
+  if constexpr (!EACH) {
+    f(AnyActivation{activation});
+  } else if (activation == PointwiseActivation::silu) {
+    f(Silu{});
+  } else if (activation == PointwiseActivation::relu) {
+    f(Relu{});
+  } else if (activation == PointwiseActivation::gelu) {
+    f(Gelu{});
+  } else {
+    f(Identity{});
   }
 }
 

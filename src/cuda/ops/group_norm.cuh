@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kGroupThreads, kGroupBlocks<X, ACCESS>)
   read(0);
   GroupChannels<Tile> channels;
   channels.read(p, plan, tile, mean, rstd, stride);
-  with_activation(p.activation, [&](auto activation) {
+  with_activation<Tile::ALIGNED && std::is_same_v<X, Y>>(p.activation, [&](auto activation) {
     for (int first = 0; first < tile.count; first += COUNT) {
       if (first > 0) read(first);
 #pragma unroll

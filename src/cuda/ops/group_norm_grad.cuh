@@ -22,7 +22,7 @@ __device__ void for_each_position(const GroupNormBackward& p, const Tile& tile, 
   };
   read(0);
   prepare();
-  with_activation(p.activation, [&](auto activation) {
+  with_activation<Tile::ALIGNED && std::is_same_v<X, Dy>>(p.activation, [&](auto activation) {
     for (int first = 0; first < tile.count; first += COUNT) {
       if (first > 0) read(first);
 #pragma unroll
