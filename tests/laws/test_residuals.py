@@ -86,6 +86,8 @@ def test_inference_writes_no_statistics(op):
     expected = [result.size for result in jax.tree.leaves(jax.eval_shape(function, *args)) if result.ndim]
     expected = [len(args[0])] * op.values or expected
     written = re.findall(r"tensor<([\dx]+)x[a-z]\w*>", call.rpartition("->")[2]) if call else []
+    if op.keeps_parts and jax.default_backend() == "gpu":
+        *written, _ = written
     assert [math.prod(map(int, dims.split("x"))) for dims in written] == expected * is_platform_with_kernels()
 
 

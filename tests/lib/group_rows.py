@@ -113,6 +113,7 @@ def group_norm(activation=None):
         name=f"group with {activation}" if activation else "group",
         public="group_norm",
         kind="layer",
+        keeps_parts=True,
         operands=("x", "scale", "bias"),
         arrays=1,
         dtypes=ALONE,

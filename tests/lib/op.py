@@ -75,6 +75,7 @@ class Op:
     kept_beside: Callable[..., list[int]] = lambda *args: []  # the sizes of float32 arrays beside these
     statistics: int  # float32 numbers that live for each row
     labels: bool = False  # whether an int32 lives for each row, too
+    keeps_parts: bool = False  # whether the forward call of a GPU keeps something in a workspace
     values: int = 0  # float32 numbers for each row that the forward call writes in place of the results
     # Float32 numbers for each row that devices with parts of it exchange, forward and beside these backward; None: the
     # statistics each way.

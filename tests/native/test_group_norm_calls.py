@@ -34,7 +34,7 @@ BACKWARD = {
 
 
 def forward(operands=(X, WEIGHT, WEIGHT), results=(X, STATISTICS, STATISTICS), **changes):
-    return call(FWD, list(results), operands, FORWARD | changes)
+    return call(FWD, [*results, *WORKSPACE], operands, FORWARD | changes)
 
 
 def backward(
@@ -44,18 +44,19 @@ def backward(
 
 
 def test_calls_as_they_should_be():
+    more = len(WORKSPACE)
     of_one = struct(EXAMPLES, GROUPS, 1), struct(EXAMPLES, GROUPS, SIZE)
-    assert len(forward()) == 3
-    assert len(forward(results=[X])) == 1
-    assert len(forward((X,), has_scale=False, has_bias=False)) == 3
-    assert len(forward((X, OF_EXAMPLES, WEIGHT), [HALF])) == 1
-    assert len(forward((ONE, of_one[1], of_one[1]), [ONE, of_one[0], of_one[0]], axes=np.int64(1))) == 3
-    assert len(forward((NONE, WEIGHT, WEIGHT), [NONE])) == 1
-    assert len(backward()) == 3 + len(WORKSPACE)
+    assert len(forward()) == 3 + more
+    assert len(forward(results=[X])) == 1 + more
+    assert len(forward((X,), has_scale=False, has_bias=False)) == 3 + more
+    assert len(forward((X, OF_EXAMPLES, WEIGHT), [HALF])) == 1 + more
+    assert len(forward((ONE, of_one[1], of_one[1]), [ONE, of_one[0], of_one[0]], axes=np.int64(1))) == 3 + more
+    assert len(forward((NONE, WEIGHT, WEIGHT), [NONE])) == 1 + more
+    assert len(backward()) == 3 + more
     only_dx = {"with_dscale": False, "with_dbias": False}
-    assert len(backward(results=[X], **only_dx)) == 1 + len(WORKSPACE)
+    assert len(backward(results=[X], **only_dx)) == 1 + more
     per_example = (X, X, STATISTICS, STATISTICS, OF_EXAMPLES, WEIGHT)
-    assert len(backward(per_example, (X, OF_EXAMPLES, WEIGHT))) == 3 + len(WORKSPACE)
+    assert len(backward(per_example, (X, OF_EXAMPLES, WEIGHT))) == 3 + more
 
 
 def test_without_examples_the_gradients_of_weights_are_zeros():

@@ -56,6 +56,8 @@ CASES = {
 }
 # Relative L2 error. dscale and dbias are rounded to the dtype of the weight.
 MOST = {F32: {"y": 3e-7, "dx": 1e-6, "w": 5e-6}, F16: {"y": 3e-4, "dx": 3e-4, "w": 3e-4}}
+# What a mean of float32 is off far from 0 is not small beside the deviations; the CPU's kernels keep the rest of it.
+FAR = 3e-7 if jax.default_backend() == "cpu" else 1e-3
 MOST[BF16] = {key: 8 * value for key, value in MOST[F16].items()} | {"dx": 2.1e-3}
 
 
@@ -136,7 +138,7 @@ def test_accuracy(name):
     args = operands(case)
     y, dx, dscale, dbias = value_and_gradients(case, *args)
     want_y, want_dx, want_dscale, want_dbias = expected(case, *args)
-    assert error(y, want_y) <= MOST[case.y]["y"]
+    assert error(y, want_y) <= (FAR if case.mean == 1e4 else MOST[case.y]["y"])
     for came, want in ((dscale, want_dscale), (dbias, want_dbias)):
         assert (came is None) == (want is None)
     if case.mean == 1e4:

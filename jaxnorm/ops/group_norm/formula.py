@@ -70,11 +70,16 @@ def _gelu_of(v: jax.Array) -> jax.Array:
     return ROOT * (v + CUBIC * v**3)
 
 
+def _relu(v: jax.Array) -> jax.Array:
+    """As `jax.nn.relu`, which `jax.experimental.jet` cannot take: NaN stays, and the slope at 0 is 0."""
+    return jnp.where((v > 0) | (v != v), v, 0)
+
+
 # With tanh, as `jax.nn.gelu` writes it, a small result would lose its digits in a sum with 1.
 ACTIVATIONS: dict[Activation | None, Callable[[jax.Array], jax.Array]] = {
     None: lambda v: v,
     "silu": jax.nn.silu,
-    "relu": jax.nn.relu,
+    "relu": _relu,
     "gelu": lambda v: v * lax.logistic(_gelu_of(v)),
 }
 
