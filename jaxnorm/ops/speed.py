@@ -21,6 +21,8 @@ FEW, NARROW = 2**18, 2**13
 SHORT = 64
 # Examples of fewer positions XLA's code is faster for on a GPU; measured on an H200 with `python -m bench groups`.
 FEW_POSITIONS = {"forward": 64, "backward": 16}
+# And for a result of as little float32, for which three launches take too long: (2, 16, 16, 1280) 11.6 to 10.5 µs.
+FEW_WIDE = 2**20
 
 
 def vectors_divide(rows: CallRows) -> bool:
@@ -73,6 +75,8 @@ def group_norm(norm: Norm, rows: CallRows) -> str | None:
         return f"XLA's code is faster for groups of at most {SHORT} channels without positions" if loses else None
     if rows.shape[-2] * rows.shape[-1] % 4:
         return f"XLA's code is faster for channels that 4 does not divide, as {rows.shape[-2] * rows.shape[-1]}"
+    if rows.way == "forward" and rows.dtype.itemsize == 4 and rows.rows and rows.rows * rows.cols <= FEW_WIDE:
+        return f"XLA's code is faster for the result of at most {FEW_WIDE} elements of float32"
     few = FEW_POSITIONS[rows.way]
     return f"XLA's code is faster for examples of less than {few} positions" if positions < few else None
 
