@@ -269,6 +269,14 @@ def check_out_dtype(function: str, out_dtype: Any, x: jax.Array) -> np.dtype[Any
     return dtype
 
 
+def check_one_of(function: str, name: str, value: Any, known: Sequence[str | None]) -> Any:
+    """value, which is one of these strings, or None where that is among them."""
+    if not isinstance(value, (str, type(None))) or value not in known:
+        *others, last = map(repr, known)
+        raise ValueError(f"{function}: unknown {name} {value!r}; expected {', '.join(others)} or {last}.")
+    return value
+
+
 def check_implementation(function: str, implementation: Any) -> Choice:
     """What is chosen, by the argument or, where it is None, by the context or the environment."""
     if implementation not in IMPLEMENTATIONS:

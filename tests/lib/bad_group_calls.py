@@ -41,7 +41,7 @@ GROUP = {
     "scale of what becomes integers": call(X, Integers(), **TWO).raises(TypeError, "scale", "floating", "int32"),
     "bias of lists": call(X, SCALE, [1.0] * 8, **TWO).raises(TypeError, "bias", "array", "list"),
     "unknown activation": call(X, **TWO, activation="swish").raises(
-        ValueError, "activation", "'swish'", "None, 'silu', 'relu', 'gelu'"
+        ValueError, "activation", "'swish'", "None, 'silu', 'relu' or 'gelu'"
     ),
     "activation of a function": call(X, **TWO, activation=jax.nn.silu).raises(ValueError, "activation", "'silu'"),
     "activation of an array": call(X, **TWO, activation=np.ones(2)).raises(ValueError, "activation", "'silu'"),

@@ -98,7 +98,7 @@ def _gated(name: str, options: NormOptions, gating: Gating, arrays: Operands) ->
         out_dtype=out_dtype,
         native_for=choice.native_for(name),
         shards=_check_axis_name(name, options.axis_name, group_size),
-        activation=_check_activation(name, gating.activation),
+        activation=checks.check_one_of(name, "activation", gating.activation, get_args(Activation)),
         gate_first=checks.check_flag(name, "gate_first", gating.gate_first, GATE_FIRST),
     )
     shape = x.shape
@@ -132,13 +132,6 @@ def _check_axis_name(function: str, axis_name: object, group_size: int | None) -
             f"the device that has it. Leave axis_name out."
         )
     return checks.check_axis_name(function, axis_name)
-
-
-def _check_activation(function: str, activation: Any) -> Any:
-    known = get_args(Activation)
-    if activation not in known:
-        raise ValueError(f"{function}: unknown activation {activation!r}; expected {' or '.join(map(repr, known))}.")
-    return activation
 
 
 def _check_group_size(function: str, group_size: Any, x: jax.Array) -> int | None:

@@ -103,7 +103,7 @@ def normalise(name: str, options: NormOptions, grouping: Grouping, activation: A
         out_dtype=out_dtype,
         native_for=choice.native_for(name),
         shards=checks.check_axis_name(name, options.axis_name),
-        activation=_check_activation(name, activation),
+        activation=checks.check_one_of(name, "activation", activation, (None, *get_args(Activation))),
     )
     weights = (None if weight is None else _in_groups(weight, axis, groups) for weight in (scale, bias))
     operands = Operands(_in_groups(x, axis, groups), *weights)
@@ -171,10 +171,3 @@ def _check_weight(name: str, weight_name: str, value: object, x: jax.Array, axis
     weight = checks.sharded_along(name, weight_name, weight, "x", x, along)
     ones = [a for a in range(x.ndim) if a != x.ndim + axis and (a or weight.ndim == 1)]
     return jax.lax.expand_dims(weight, ones)
-
-
-def _check_activation(name: str, activation: Any) -> Any:
-    known = (None, *get_args(Activation))
-    if not isinstance(activation, (str, type(None))) or activation not in known:
-        raise ValueError(f"{name}: unknown activation {activation!r}; expected one of {', '.join(map(repr, known))}.")
-    return activation
