@@ -24,7 +24,7 @@ import numpy as np
 import optax
 from flax import nnx
 from tqdm import tqdm
-from train_lm import hardware
+from train_lm import check_options, hardware
 
 import jaxnorm.nnx
 
@@ -214,18 +214,9 @@ def parse_options():
     parser.add_argument("--out", type=Path, default=Path("train_images.png"), help="the plot (train_images.png)")
     options = parser.parse_args()
 
-    for name, _ in whole:
-        least = {"seed": 0, "steps": 2, "size": 4}.get(name, 1)
-        if getattr(options, name) < least:
-            parser.error(f"--{name} {getattr(options, name)}: must be at least {least}")
-    if not 0 < options.rate < float("inf"):
-        parser.error(f"--rate {options.rate}: must be positive and finite")
+    check_options(parser, options, {name: 1 for name, _ in whole} | {"seed": 0, "steps": 2, "size": 4})
     if options.channels % GROUPS:
         parser.error(f"--channels {options.channels}: must be a multiple of {GROUPS}, the number of groups")
-    if options.out.suffix != ".png" or options.out.is_dir():
-        parser.error(f"--out {options.out}: must be the name of a .png file")
-    if not options.out.absolute().parent.is_dir():
-        parser.error(f"--out {options.out}: its folder does not exist")
     return options
 
 

@@ -234,21 +234,25 @@ def parse_options():
     parser.add_argument("--out", type=Path, default=Path("train_lm.png"), help="the plot (default: train_lm.png)")
     options = parser.parse_args()
 
-    for name, _ in whole:
-        least = {"seed": 0, "steps": 2, "seq": 2}.get(name, 1)
-        if getattr(options, name) < least:
-            parser.error(f"--{name} {getattr(options, name)}: must be at least {least}")
-    if not 0 < options.rate < float("inf"):
-        parser.error(f"--rate {options.rate}: must be positive and finite")
+    check_options(parser, options, {name: 1 for name, _ in whole} | {"seed": 0, "steps": 2, "seq": 2})
     if options.dim % (2 * options.heads):
         parser.error(f"--dim {options.dim} --heads {options.heads}: dim must be a multiple of 2 * heads")
     if options.text and not options.text.is_file():
         parser.error(f"--text {options.text}: is no file")
+    return options
+
+
+def check_options(parser, options, least):
+    """That whole numbers are as large as least says, and that there is a learning rate and a place for the plot."""
+    for name, number in least.items():
+        if getattr(options, name) < number:
+            parser.error(f"--{name} {getattr(options, name)}: must be at least {number}")
+    if not 0 < options.rate < float("inf"):
+        parser.error(f"--rate {options.rate}: must be positive and finite")
     if options.out.suffix != ".png" or options.out.is_dir():
         parser.error(f"--out {options.out}: must be the name of a .png file")
     if not options.out.absolute().parent.is_dir():
         parser.error(f"--out {options.out}: its folder does not exist")
-    return options
 
 
 def main():
