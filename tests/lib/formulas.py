@@ -69,7 +69,14 @@ def gated(variant):
 
 
 def group_norm(activation):
-    activate = {None: lambda z: z, "silu": jax.nn.silu, "relu": jax.nn.relu, "gelu": jax.nn.gelu}[activation]
+    # `jax.experimental.jet` cannot take `jax.nn.relu`.
+    activations = {
+        None: lambda z: z,
+        "silu": jax.nn.silu,
+        "relu": lambda z: jnp.where(z <= 0, 0, z),
+        "gelu": jax.nn.gelu,
+    }
+    activate = activations[activation]
 
     def formula(x, scale=None, bias=None, *, group_size=None):
         groups = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, group_size or x.shape[-1])
