@@ -7,8 +7,6 @@
 namespace jaxnorm::cuda {
 namespace {
 
-constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 bool has_neighbours(RowMap weight_rows) { return weight_rows.count > 1 && weight_rows.inner > 1; }
 
 // Of how many blocks the groups have every weight row equally often, and of how many weight rows a block has rows.

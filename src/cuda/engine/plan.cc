@@ -8,8 +8,6 @@
 namespace jaxnorm::cuda {
 namespace {
 
-constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // The smallest of 1, 2, 4, 8 that is at least `value`.
 constexpr int power_of_two(int64_t value) { return value <= 1 ? 1 : value <= 2 ? 2 : value <= 4 ? 4 : 8; }
 

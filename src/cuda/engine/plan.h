@@ -15,6 +15,8 @@ enum class Op : uint8_t { forward, backward };
 // Elements of a vector of 16 bytes of x, the unit in which a thread reads and writes.
 constexpr int vector_of(Dtype x) { return 16 / size_of(x); }
 
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 constexpr int kWarp = 32;
 constexpr int kWholeBlock = -2;       // threads of a thread group: all of the block's, in a cluster of each block's
 constexpr int kWholeWarps = -1;       // whole warps, and there may be other thread groups in the block

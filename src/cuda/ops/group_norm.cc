@@ -6,11 +6,6 @@
 #include "cuda/ops.h"
 
 namespace jaxnorm::cuda {
-namespace {
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-}  // namespace
 
 GroupPlan make_group_plan(int64_t positions, int64_t groups, int64_t group_size, int64_t floats_a_group) {
   GroupPlan plan{positions, groups * group_size};

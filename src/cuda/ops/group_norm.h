@@ -44,7 +44,8 @@ cudaError_t run_group_norm(const GroupNormForward& p, const GroupPlan& plan, cud
 template <typename X>
 cudaError_t run_group_norm_grad(const GroupNormBackward& p, const GroupPlan& plan, cudaStream_t stream);
 
-// Between their passes, from the workspace: mean and rstd; and the means of groups and the gradients of weights.
+// Between their passes, in the workspace: mean and rstd; and the means of groups, and each example's sums over a
+// channel, which the gradients of weights are sums of.
 cudaError_t merge_group_moments(const GroupNormForward& p, const GroupPlan& plan, cudaStream_t stream);
 cudaError_t merge_group_sums(const GroupNormBackward& p, const GroupPlan& plan, cudaStream_t stream);
 

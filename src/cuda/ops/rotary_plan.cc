@@ -7,13 +7,8 @@
 #include "cuda/ops.h"
 
 namespace jaxnorm::cuda {
-namespace {
 
 static_assert(kRotaryGradBlocks % kMultiprocessors == 0);
-
-constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-}  // namespace
 
 RotaryTiling make_rotary_tiling(Dtype x, int64_t cols, int64_t dim, bool interleaved) {
   const int vector = vector_of(x);
