@@ -17,6 +17,8 @@ from jaxnorm.ops.norm.added import add_layer_norm, add_rms_norm
 from jaxnorm.ops.norm.api import layer_norm, rms_norm
 from jaxnorm.ops.options import implementation
 from jaxnorm.ops.qk_norm_rotary.api import qk_norm_rotary
+from jaxnorm.ops.quantize.api import quantize
+from jaxnorm.ops.quantized_dot.api import quantized_dot
 from jaxnorm.ops.quantized_norm.api import layer_norm_quantized, rms_norm_quantized
 from jaxnorm.ops.sandwich_norm.api import rms_norm_add_rms_norm
 from jaxnorm.ops.softmax.api import log_softmax, softmax
@@ -44,6 +46,8 @@ __all__ = [
     "linear_cross_entropy",
     "log_softmax",
     "qk_norm_rotary",
+    "quantize",
+    "quantized_dot",
     "replace_norms",
     "rms_norm",
     "rms_norm_add_rms_norm",

@@ -1,4 +1,4 @@
-"""How the result of a norm is to be quantised, and what comes of it."""
+"""How an array is to be quantised, and what comes of it."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -9,25 +9,29 @@ import numpy as np
 from jax import export, lax
 
 from jaxnorm.ops.checks import check_flag
-from jaxnorm.ops.quantized_norm import checks
+from jaxnorm.ops.quantize import checks
+from jaxnorm.ops.quantize.rounding import SMALLEST_SCALE
 
 Granularity = Literal["token", "tensor", "group"]
-SMALLEST_SCALE = 2.0**-126  # the smallest float32 whose reciprocal is finite and that no platform takes for zero
+# The largest values: of what norms quantise to, and of what only weights are.
 LARGEST = {jnp.dtype("float8_e4m3fn"): 448.0, jnp.dtype("float8_e5m2"): 57344.0, jnp.dtype("int8"): 127.0}
+LARGEST_OF_WEIGHTS = {jnp.dtype("int4"): 7.0, jnp.dtype("float4_e2m1fn"): 6.0}
 GROUP_SIZES = (64, 128)
 
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Quantization:
-    """How `rms_norm_quantized` and `layer_norm_quantized` quantise: hashable, equal by value, static for `jax.jit`.
+    """How norms and `quantize` quantise: hashable, equal by value, static for `jax.jit`.
 
     Args:
-      dtype: `jax.numpy.float8_e4m3fn` (values to ±448), `float8_e5m2` (±57344) or `int8` (±127: symmetric).
-      granularity: what shares a scale. "token": a row, that is one vector of the normalised axes. "group":
-        `group_size` neighbouring elements of a row. "tensor": everything, and the caller gives the scale.
+      dtype: `jax.numpy.float8_e4m3fn` (values to ±448), `float8_e5m2` (±57344) or `int8` (±127: symmetric); for weights
+        also `int4` (±7: symmetric) or `float4_e2m1fn` (±6), which no norm quantises to.
+      granularity: what shares a scale. "token": a row, that is one vector of the normalised axes; of weights an output
+        channel. "group": `group_size` neighbouring elements of a row. "tensor": everything; a norm's caller gives the
+        scale.
       group_size: 64 or 128 with "group", where None is 128; None otherwise.
-      power_of_two: rounds a scale up to a power of two, of float8 only; with another scale than the caller's.
+      power_of_two: rounds a scale up to a power of two, of floats only; with another scale than the caller's.
       max_scale: upper bound of a computed scale, at least 2**-126; what is larger then is clipped. None: no bound.
 
     Raises:
@@ -42,7 +46,7 @@ class Quantization:
 
     def __post_init__(self) -> None:
         checked = {
-            "dtype": checks.check_quantized_dtype(self.dtype, LARGEST),
+            "dtype": checks.check_quantized_dtype(self.dtype, [*LARGEST, *LARGEST_OF_WEIGHTS]),
             "granularity": checks.check_granularity(self.granularity),
             "group_size": checks.check_group_size(self.group_size, self.granularity, GROUP_SIZES),
             "power_of_two": check_flag("Quantization", "power_of_two", self.power_of_two),
@@ -55,7 +59,7 @@ class Quantization:
     @property
     def largest(self) -> float:
         """The largest value of dtype that is used."""
-        return LARGEST[self.dtype]
+        return (LARGEST | LARGEST_OF_WEIGHTS)[self.dtype]
 
 
 @jax.tree_util.register_dataclass
@@ -67,9 +71,9 @@ class Quantized:
       values: of the array's shape and the dtype quantised to.
       scales: float32. One a row: of values' shape with normalised axes of length 1. One a group: of values' shape with
         a last axis as long as a row has groups. One for everything: a scalar.
-      carrier: zeros through which a straight-through gradient flows, of the shape and dtype of the norm's result;
-        None where none was asked for. It does so by `dequantize` alone: the gradient of what is computed from values
-        and scales is zero.
+      carrier: zeros through which a straight-through gradient flows, of the shape and dtype of what was quantised;
+        None where none was asked for. It does so by `dequantize` and `quantized_dot` alone: the gradient of what is
+        computed from values and scales is zero.
     """
 
     values: jax.Array

@@ -109,6 +109,11 @@ def is_split_by_xla(ctx: Any) -> bool:
     return isinstance(context, sharding_impls.SPMDAxisContext) and math.prod(_left(ctx).values()) > 1
 
 
+def is_exported(ctx: Any) -> bool:
+    """Whether what is lowered in this context may run on another machine. Lowering rules are told by no public name."""
+    return bool(getattr(getattr(ctx.module_context, "lowering_parameters", None), "for_export", True))
+
+
 def _left(ctx: Any) -> dict[Any, int]:
     """The mesh axes that a `shard_map`, and those around it, leave to XLA, with their sizes."""
     context = ctx.module_context.axis_context

@@ -62,20 +62,19 @@ def why_unfit(platform: str) -> str | None:
     if platform != "cuda" or not available(platform):
         return None
     native = module(platform)
-    capabilities = sorted({device.compute_capability for device in _gpus()})
-    if not capabilities:
+    if not (present := capabilities()):
         return None
     built = {"architectures": native.architectures(), "toolkit": native.toolkit(), "driver": native.driver()}
-    reasons = (fit.why_not(**built, capability=capability) for capability in capabilities)
+    reasons = (fit.why_not(**built, capability=capability) for capability in sorted(present))
     return next(filter(None, reasons), None)
 
 
-def _gpus() -> Sequence[Any]:
-    """Those of JAX in this process. They are asked, and not CUDA, which would make a context to answer."""
+def capabilities() -> set[str]:
+    """Those of JAX's GPUs in this process. JAX is asked, and not CUDA, which would make a context to answer."""
     try:
-        return list(jax.local_devices(backend="cuda"))
+        return {device.compute_capability for device in jax.local_devices(backend="cuda")}
     except RuntimeError:
-        return []
+        return set()
 
 
 def allow_export(targets: Iterable[str]) -> None:

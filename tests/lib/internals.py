@@ -2,9 +2,10 @@
 
 from jaxnorm.native import compat, ffi, fit, private
 from jaxnorm.ops.gated_norm.formula import LONGEST as LONGEST_GATED
+from jaxnorm.ops.quantize.rounding import SMALLEST_SCALE
 from jaxnorm.primitive import fallback, reasons, weights
 from jaxnorm.primitive.weights import LONGEST as LONGEST_PER_HEAD
-from jaxnorm.quantization import GROUP_SIZES, SMALLEST_SCALE
+from jaxnorm.quantization import GROUP_SIZES
 
 __all__ = [
     "GROUP_SIZES",

@@ -125,3 +125,16 @@ def sum_of(x, residual):
     """By NumPy."""
     wide = np.float64 if "float64" in (x.dtype, residual.dtype) else np.float32
     return jnp.asarray((np.asarray(x, wide) + np.asarray(residual, wide)).astype(residual.dtype))
+
+
+# The options of a `Quantization` by what shares a scale.
+QUANTIZATIONS = {
+    "token": {},
+    "tensor": {"granularity": "tensor"},
+    "groups of 64": {"granularity": "group", "group_size": 64},
+}
+
+
+def to(dtype, shared="token", **options):
+    """How an array is quantised to this dtype, 4 bits too."""
+    return Quantization(jnp.dtype(dtype), **QUANTIZATIONS[shared], **options)

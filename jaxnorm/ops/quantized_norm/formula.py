@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -12,11 +11,12 @@ from jaxnorm.native import compat
 from jaxnorm.ops import speed
 from jaxnorm.ops.norm import formula, op
 from jaxnorm.ops.norm.formula import ADDEND, KINDS, ROLES, Kind, Norm, broadcastable
+from jaxnorm.ops.quantize import rounding
 from jaxnorm.ops.quantized_norm import gradient
 from jaxnorm.primitive import weights
 from jaxnorm.primitive.family import Family
 from jaxnorm.primitive.op import FEATURES, LIKE_X, SCALAR, Convention, Function, Native, Op, Request, Role, Statistics
-from jaxnorm.quantization import LARGEST, SMALLEST_SCALE, Quantization
+from jaxnorm.quantization import LARGEST, Quantization
 from jaxnorm.sharding import dims
 
 
@@ -62,48 +62,15 @@ def plain(norm: QuantizedNorm, operands: Operands) -> Results:
 
 
 def quantize(norm: QuantizedNorm, unquantized: formula.Results, operands: Operands) -> Results:
-    """The values that y, of float32, is quantised to, and their scales unless one is given.
-
-    On a CPU this is bit for bit what NumPy gives, but for subnormal numbers, which XLA counts as zero there, and for a
-    given scale that is a quotient in the same program: of 1 / (a / b) XLA makes b / a.
-    """
-    quantization, (y, total) = norm.quantization, unquantized
+    """The values that y, of float32, is quantised to, and their scales unless one is given."""
+    y, total = unquantized
     smooth, given = operands.smooth, operands.given
     if norm.straight_through:
         smooth, given = (None if factor is None else lax.stop_gradient(factor) for factor in (smooth, given))
     v = y if smooth is None else y * broadcastable(norm, y, smooth)
-    v, given, carrier = gradient.straight_through(norm, v, given, operands.x.dtype)
-    shape, group = v.shape, quantization.group_size
-    if group is not None:
-        v = v.reshape(*shape[:-1], shape[-1] // group, group)
-    scale = given
-    if scale is None:
-        amax = jnp.max(jnp.abs(v), norm.axes if group is None else -1, keepdims=True, initial=0)
-        if norm.shards is not None and group is None:
-            amax = norm.shards.max(amax)
-        scale = _scale(quantization, amax)
-    largest = quantization.largest
-    values = jnp.clip(v * (1 / scale), -largest, largest)
-    if quantization.dtype == jnp.int8:
-        values = jnp.where(jnp.isnan(values), 0, jnp.round(values))
-    # Without the barrier XLA for GPUs leaves out the rounding to float8 where the same program converts the values
-    # back: its option `xla_allow_excess_precision`.
-    values = lax.optimization_barrier(values.astype(quantization.dtype).reshape(shape))
-    scales = None if given is not None else scale if group is None else scale.squeeze(-1)
-    return Results(values, scales, total, carrier)
-
-
-def _scale(quantization: Quantization, amax: jax.Array) -> jax.Array:
-    is_zero = amax == 0
-    # By a constant XLA would not divide but multiply by its rounded reciprocal.
-    scale = amax / jnp.where(is_zero, 1, jnp.float32(quantization.largest))
-    if quantization.power_of_two:
-        rounded_up = (lax.bitcast_convert_type(scale, jnp.int32) + 0x7FFFFF) & 0x7F800000
-        scale = jnp.where(scale < jnp.inf, lax.bitcast_convert_type(rounded_up, jnp.float32), scale)
-    scale = jnp.maximum(scale, SMALLEST_SCALE)
-    if quantization.max_scale is not None:
-        scale = jnp.minimum(scale, quantization.max_scale)
-    return jnp.where(is_zero, 1, scale)
+    v, given, carrier = rounding.straight_through(gradient.derivative(norm), v, given, operands.x.dtype)
+    values, scales = rounding.rounded(norm.quantization, v, norm.axes, given, norm.shards)
+    return Results(values, scales if given is None else None, total, carrier)
 
 
 def _types(norm: QuantizedNorm, operands: Operands) -> Results:

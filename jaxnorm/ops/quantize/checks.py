@@ -1,4 +1,4 @@
-"""Checks of what describes a quantised norm, as `jaxnorm.ops.checks`."""
+"""Checks of what describes a quantised array, as `jaxnorm.ops.checks`."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -75,10 +75,19 @@ def check_scale_options(quantization: Any) -> None:
             f"Quantization: {name} is about a scale that is computed, and with granularity='tensor' you give it; "
             f"leave {name} out."
         )
-    if quantization.power_of_two and quantization.dtype == np.int8:
+    if quantization.power_of_two and jnp.issubdtype(quantization.dtype, jnp.integer):
         raise ValueError(
-            "Quantization: power_of_two is for float8, whose values a power of two scales without rounding, got int8; "
-            "leave it out."
+            f"Quantization: power_of_two is for floats, whose values a power of two scales without rounding, got "
+            f"{quantization.dtype}; leave it out."
+        )
+
+
+def check_activations(function: str, quantization: Any, known: Iterable[np.dtype[Any]]) -> None:
+    """That a `Quantization` is to one of these dtypes, and not one of weights alone."""
+    if quantization.dtype not in known:
+        raise TypeError(
+            f"{function}: quantization has dtype {quantization.dtype}, which is for weights; expected "
+            f"{', '.join(d.name for d in known)}."
         )
 
 

@@ -1,0 +1,129 @@
+"""The formula of a quantised array in plain jnp, and the straight-through derivative of its rounding."""
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching
+
+from jaxnorm.native import compat, jet
+from jaxnorm.primitive import lowering
+from jaxnorm.sharding.shards import Shards
+
+if TYPE_CHECKING:
+    from jaxnorm.quantization import Quantization
+
+SMALLEST_SCALE = 2.0**-126  # the smallest float32 whose reciprocal is finite and that no platform takes for zero
+
+
+class Derivative(NamedTuple):
+    """That of rounded values: straight through where a carrier carries it, else the error of whoever takes one."""
+
+    has_carrier: bool
+    error: str
+
+
+def rounded(
+    quantization: "Quantization",
+    v: jax.Array,
+    axes: tuple[int, ...],
+    given: jax.Array | None = None,
+    shards: Shards | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The values that v, of float32, is quantised to, and their scales, one for all elements along `axes` or a group.
+
+    On a CPU this is bit for bit what NumPy gives, but for subnormal numbers, which XLA counts as zero there, and for a
+    given scale that is a quotient in the same program: of 1 / (a / b) XLA makes b / a.
+    """
+    shape, group = v.shape, quantization.group_size
+    if group is not None:
+        v = v.reshape(*shape[:-1], shape[-1] // group, group)
+    scale = given
+    if scale is None:
+        amax = jnp.max(jnp.abs(v), axes if group is None else -1, keepdims=True, initial=0)
+        if shards is not None and group is None:
+            amax = shards.max(amax)
+        scale = _scale(quantization, amax)
+    largest = quantization.largest
+    values = jnp.clip(v * (1 / scale), -largest, largest)
+    if jnp.issubdtype(quantization.dtype, jnp.integer):
+        values = jnp.where(jnp.isnan(values), 0, jnp.round(values))
+    # Without the barrier XLA for GPUs leaves out the rounding to float8 where the same program converts the values
+    # back: its option `xla_allow_excess_precision`.
+    values = lax.optimization_barrier(values.astype(quantization.dtype).reshape(shape))
+    return values, scale if given is not None or group is None else scale.squeeze(-1)
+
+
+def _scale(quantization: "Quantization", amax: jax.Array) -> jax.Array:
+    is_zero = amax == 0
+    # By a constant XLA would not divide but multiply by its rounded reciprocal.
+    scale = amax / jnp.where(is_zero, 1, jnp.float32(quantization.largest))
+    if quantization.power_of_two:
+        rounded_up = (lax.bitcast_convert_type(scale, jnp.int32) + 0x7FFFFF) & 0x7F800000
+        scale = jnp.where(scale < jnp.inf, lax.bitcast_convert_type(rounded_up, jnp.float32), scale)
+    scale = jnp.maximum(scale, SMALLEST_SCALE)
+    if quantization.max_scale is not None:
+        scale = jnp.minimum(scale, quantization.max_scale)
+    return jnp.where(is_zero, 1, scale)
+
+
+def straight_through(
+    derivative: Derivative, v: jax.Array, given: jax.Array | None, dtype: Any
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """v and the given scale, which do not move from here on, and a carrier of this dtype that moves as v does.
+
+    A primitive of its own, for JAX to differentiate what is around. A `custom_jvp` would not do: JAX drops its rule
+    where it linearises the body of a loop.
+    """
+    values = _primitive.bind(*(v,) if given is None else (v, given), derivative=derivative, dtype=np.dtype(dtype))
+    carrier = values.pop() if derivative.has_carrier else None
+    return values[0], None if given is None else values[1], carrier
+
+
+def check(derivative: Derivative) -> None:
+    """That there is a derivative, where one is taken."""
+    if not derivative.has_carrier:
+        raise ValueError(derivative.error)
+
+
+def _abstract(*operands: Any, derivative: Derivative, dtype: np.dtype[Any]) -> list[Any]:
+    types = [operand.update(weak_type=False) for operand in operands]
+    return [*types, types[0].update(dtype=dtype)] if derivative.has_carrier else types
+
+
+def _formula(*operands: jax.Array, derivative: Derivative, dtype: np.dtype[Any]) -> list[jax.Array]:
+    # Made of v, so that under vmap and over a mesh it varies as v does.
+    carrier = [jnp.where(False, operands[0].astype(dtype), 0)] if derivative.has_carrier else []
+    return [*operands, *carrier]
+
+
+def _batch(operands: Any, axes: Any, *, derivative: Derivative, dtype: np.dtype[Any]) -> tuple[Any, Any]:
+    results = _primitive.bind(*operands, derivative=derivative, dtype=dtype)
+    return results, [*axes, axes[0]][: len(axes) + derivative.has_carrier]
+
+
+def _jvp(primals: Any, dots: Any, *, derivative: Derivative, dtype: np.dtype[Any]) -> tuple[Any, Any]:
+    check(derivative)
+    results = _primitive.bind(*primals, derivative=derivative, dtype=dtype)
+    *zeros, of_carrier = (ad.Zero(jax.typeof(result).to_tangent_aval()) for result in results)
+    moving = type(dots[0]) is not ad.Zero
+    return results, [*zeros, lax.convert_element_type(dots[0], dtype) if moving else of_carrier]
+
+
+def _jet(primals: Any, series: Any, *, derivative: Derivative, dtype: np.dtype[Any]) -> tuple[Any, Any]:
+    check(derivative)
+    results = _primitive.bind(*primals, derivative=derivative, dtype=dtype)
+    return results, [*(None for _ in primals), [term.astype(dtype) for term in series[0]]]
+
+
+_primitive = Primitive("jaxnorm_straight_through")
+_primitive.multiple_results = True
+_primitive.def_abstract_eval(_abstract)
+compat.run_eagerly(_primitive)
+jet.register(_primitive, _jet)
+lowering.register_formula(_primitive, _formula)
+batching.primitive_batchers[_primitive] = _batch
+ad.primitive_jvps[_primitive] = _jvp

@@ -1,0 +1,126 @@
+"""Products with quantised operands: what is static about one, its formula in plain jnp, and that of its derivative."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxnorm.primitive.op import Spec
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuantizedDot(Spec):
+    """What is static about one product."""
+
+    out_dtype: np.dtype[Any]
+    implementation: str | None = None
+    batch: int = 0  # how many leading axes every operand has that vmap made, 1 long where it has no batch
+
+
+class Operands(NamedTuple):
+    """Arrays, or their types or tangents. Carriers are zeros and change no result; tangents flow through them."""
+
+    x: Any  # (..., K), quantised where it has scales
+    weights: Any  # (N, K)
+    weight_scales: Any  # (N, 1)
+    x_scales: Any = None  # (..., 1)
+    bias: Any = None  # (N,)
+    x_carrier: Any = None
+    weight_carrier: Any = None
+
+
+def forward(spec: QuantizedDot, operands: Operands) -> jax.Array:
+    """`x @ weights.T`, of integers in int32, then both scales and the bias in float32, then one rounding."""
+    if spec.batch:
+        return _of_batch(spec, forward, operands)
+    y: jax.Array = _product(operands.x, operands.weights).astype(wide_dtype(operands.x.dtype))
+    if operands.x_scales is not None:
+        y = y * operands.x_scales
+    y = y * operands.weight_scales[:, 0]
+    return (y if operands.bias is None else y + operands.bias.astype(y.dtype)).astype(spec.out_dtype)
+
+
+def tangent(spec: QuantizedDot, operands: Operands, dots: Operands) -> jax.Array:
+    """The derivative by convention: values times scales are what was quantised, and carriers have its tangents.
+
+    In dots None is zero, and not all of x, bias and the carriers are. Values and scales do not move.
+    """
+    if spec.batch:
+        return _of_batch(spec, tangent, operands, dots)
+    wide = wide_dtype(operands.x.dtype)
+    x_dot = dots.x if operands.x_scales is None else dots.x_carrier
+    terms = []
+    if x_dot is not None:
+        weights = dequantized(operands.weights, operands.weight_scales, x_dot.dtype)
+        terms.append(_dot(x_dot, weights, wide))
+    if dots.weight_carrier is not None:
+        x = dequantized(operands.x, operands.x_scales, dots.weight_carrier.dtype)
+        terms.append(_dot(x, dots.weight_carrier, wide))
+    if dots.bias is not None:
+        rows = operands.x.shape[:-1]
+        terms.append(jnp.broadcast_to(dots.bias.astype(wide), (*rows, *dots.bias.shape)))
+    return functools.reduce(jnp.add, terms).astype(spec.out_dtype)
+
+
+def wide_dtype(dtype: Any) -> np.dtype[Any]:
+    """What products are added up in and scaled, for an x of this dtype."""
+    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
+
+
+def dequantized(values: jax.Array, scales: jax.Array | None, dtype: Any) -> jax.Array:
+    """Values times scales, which stand still."""
+    if scales is not None:
+        values = values.astype(scales.dtype) * scales
+    return lax.stop_gradient(values.astype(dtype))
+
+
+def _product(x: jax.Array, weights: jax.Array) -> jax.Array:
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        return _integer_product(x, weights)
+    if x.dtype.itemsize > 1:
+        return _dot(x, weights.astype(x.dtype), wide_dtype(x.dtype))
+    if weights.dtype == jnp.float4_e2m1fn:
+        weights = weights.astype(x.dtype)
+    # XLA for a CPU takes more than twice as long for float8, of which bfloat16 has every value.
+    y: jax.Array = lax.platform_dependent(
+        x,
+        weights,
+        cpu=lambda x, weights: _dot(x.astype(jnp.bfloat16), weights.astype(jnp.bfloat16), np.float32),
+        default=lambda x, weights: _dot(x, weights, np.float32),
+    )
+    return y
+
+
+def _integer_product(x: jax.Array, weights: jax.Array) -> jax.Array:
+    rows = x.shape[:-1]
+    # XLA for GPUs (JAX 0.11) cannot compile the product of a single row with weights that it converts from int4.
+    pads = weights.dtype != x.dtype and rows and all(n == 1 for n in rows)
+    if pads:
+        x = jnp.pad(x, [(0, 1), *[(0, 0)] * len(rows)])
+    y = _dot(x, weights.astype(x.dtype), np.int32)
+    return y[:1] if pads else y
+
+
+def _dot(x: jax.Array, weights: jax.Array, dtype: Any) -> jax.Array:
+    contracted = ((x.ndim - 1,), (1,))
+    return lax.dot_general(x, weights, (contracted, ((), ())), preferred_element_type=np.dtype(dtype))
+
+
+def _of_batch(spec: QuantizedDot, function: Callable[..., jax.Array], *records: Operands) -> jax.Array:
+    """A function of examples. An operand that is 1 long is the same for all of them."""
+    arrays, tree = jax.tree.flatten(records)
+    axes = [0 if array.shape[0] != 1 else None for array in arrays]
+    inner = functools.partial(function, dataclasses.replace(spec, batch=spec.batch - 1))
+
+    def of_example(*values: jax.Array) -> jax.Array:
+        return inner(*jax.tree.unflatten(tree, values))
+
+    shared = [array if axis == 0 else array[0] for array, axis in zip(arrays, axes, strict=True)]
+    if not any(axis == 0 for axis in axes):
+        return of_example(*shared)[None]
+    return jax.vmap(of_example, in_axes=tuple(axes))(*shared)

@@ -1,0 +1,149 @@
+"""The primitive of a product with quantised operands, and the kernels behind it.
+
+Its derivative is a convention, as that of the quantised norms: values and scales stand still, tangents flow through
+plain arrays and carriers. So it has a rule of its own, which no transformation may lose.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jaxnorm.native import compat, cublaslt, ffi
+from jaxnorm.ops.quantized_dot import formula
+from jaxnorm.ops.quantized_dot.formula import Operands, QuantizedDot
+from jaxnorm.primitive import lowering, reasons
+
+TARGET = "jaxnorm_quantized_dot"
+FLOAT8 = frozenset(map(jnp.dtype, ("float8_e4m3fn", "float8_e5m2")))
+# What cuBLASLt wants lengths to be multiples of; how much it wants to keep beside the result; the one GPU for which it
+# scales by row and column.
+MULTIPLE, WORKSPACE_FLOATS, CAPABILITY = 16, 2**23, "9.0"
+# Results of fewer elements XLA's code is faster for: it writes them as float32 first and reads them again, which takes
+# little time as long as they stay in the cache; measured on an H200 with `python -m bench dots`.
+FEW = 2**24
+
+
+def bind(spec: QuantizedDot, operands: Operands) -> jax.Array:
+    leaves, tree = jax.tree.flatten(operands)
+    values: list[jax.Array] = _primitive.bind(*compat.match_varying_axes(*leaves), tree=tree, spec=spec)
+    return values[0]
+
+
+def why_not(spec: QuantizedDot, operands: Operands) -> str | None:
+    """Why no kernel serves operands of these types."""
+    x, weights, bias = operands.x, operands.weights, operands.bias
+    lengths = (*weights.shape[-2:],)
+    if not {x.dtype, weights.dtype} <= FLOAT8:
+        return f"x is {x.dtype} and weights are {weights.dtype}, and the kernel multiplies float8"
+    if x.dtype == weights.dtype == jnp.float8_e5m2:
+        return "x and weights are float8_e5m2, and cuBLASLt wants one of them to be float8_e4m3fn"
+    if not all(isinstance(length, int) and length and length % MULTIPLE == 0 for length in lengths):
+        return f"weights have shape {weights.shape[-2:]}, and cuBLASLt wants multiples of {MULTIPLE}"
+    if spec.out_dtype not in ffi.DTYPES:
+        return f"the result is {spec.out_dtype}, kernels give {', '.join(sorted(d.name for d in ffi.DTYPES))}"
+    if bias is not None and (bias.dtype != spec.out_dtype or spec.out_dtype == np.float32):
+        return f"bias is {bias.dtype} and the result {spec.out_dtype}, and cuBLASLt wants both of the same 16 bits"
+    return "no kernel takes examples of weights, as jax.vmap makes them" if spec.batch else None
+
+
+def _why_not_here(platform: str, ctx: Any, spec: QuantizedDot, operands: Operands) -> str | None:
+    if platform != "cuda":
+        return f"there is a kernel for cuda, none for {platform}"
+    if reason := why_not(spec, operands):
+        return reason
+    capabilities = ffi.capabilities()
+    if compat.is_exported(ctx) or capabilities != {CAPABILITY}:
+        there = ", ".join(sorted(capabilities)) or "unknown"
+        return f"cuBLASLt scales by row and column on GPUs of compute capability {CAPABILITY}, and this is {there}"
+    return cublaslt.why_not()
+
+
+def _slower(operands: Operands) -> bool:
+    lengths = [*operands.x.shape[:-1], operands.weights.shape[0]]
+    return math.prod(n for n in lengths if isinstance(n, int)) < FEW
+
+
+def _abstract(*leaves: Any, tree: Any, spec: QuantizedDot) -> list[Any]:
+    def traced(*values: Any) -> jax.Array:
+        return formula.forward(spec, jax.tree.unflatten(tree, values))
+
+    return list(jax.make_jaxpr(traced)(*leaves).out_avals)
+
+
+def _formula(*leaves: Any, tree: Any, spec: QuantizedDot) -> list[jax.Array]:
+    return [formula.forward(spec, jax.tree.unflatten(tree, leaves))]
+
+
+_lower_formula = mlir.lower_fun(_formula)
+
+
+def _native(platform: str, ctx: Any, *leaves: Any, tree: Any, spec: QuantizedDot) -> Sequence[Any]:
+    types: Operands = jax.tree.unflatten(tree, ctx.avals_in)
+    reason = _why_not_here(platform, ctx, spec, types)
+    if reason is not None and spec.native_for:
+        raise reasons.cannot_compile(spec.native_for, platform, reason)
+    if reason is not None or spec.implementation == "jnp" or (_slower(types) and not spec.native_for):
+        by_xla: Sequence[Any] = _lower_formula(ctx, *leaves, tree=tree, spec=spec)
+        return by_xla
+    operands: Operands = jax.tree.unflatten(tree, leaves)
+    values, avals = (
+        [of.x, of.x_scales, of.weights, of.weight_scales, *([] if of.bias is None else [of.bias])]
+        for of in (operands, types)
+    )
+    return ffi.call(
+        platform,
+        TARGET,
+        ctx.replace(avals_in=avals),
+        values,
+        workspace=[(WORKSPACE_FLOATS,)],
+        attributes={"has_bias": operands.bias is not None},
+    )
+
+
+def _jvp(primals: Any, dots: Any, *, tree: Any, spec: QuantizedDot) -> tuple[Any, Any]:
+    operands = jax.tree.unflatten(tree, primals)
+    moving = jax.tree.unflatten(tree, [None if type(dot) is ad.Zero else dot for dot in dots])
+    y = bind(spec, operands)
+    x_moves = moving.x is not None and operands.x_scales is None
+    if x_moves or any(dot is not None for dot in (moving.bias, moving.x_carrier, moving.weight_carrier)):
+        return [y], [formula.tangent(spec, operands, moving)]
+    return [y], [ad.Zero(jax.typeof(y).to_tangent_aval())]
+
+
+def _batch(leaves: Any, axes: Any, *, tree: Any, spec: QuantizedDot) -> tuple[Any, Any]:
+    operands, batch = jax.tree.unflatten(tree, leaves), jax.tree.unflatten(tree, axes)
+    of_rows = ("x", "x_scales", "x_carrier")
+    front = {
+        name: _at_front(array, axis)
+        for (name, array), axis in zip(operands._asdict().items(), batch, strict=True)
+        if array is not None
+    }
+    size = max(array.shape[0] for array in front.values())
+    if not spec.batch and all(axis is None for name, axis in batch._asdict().items() if name not in of_rows):
+        # Examples of rows are rows.
+        arrays = {name: front[name] for name in of_rows if name in front}
+        rows = {name: jnp.broadcast_to(array, (size, *array.shape[1:])) for name, array in arrays.items()}
+        return [bind(spec, operands._replace(**rows))], [0]
+    spec = dataclasses.replace(spec, batch=spec.batch + 1)
+    return [bind(spec, Operands(**front))], [0]
+
+
+def _at_front(array: Any, axis: int | None) -> jax.Array:
+    return jnp.expand_dims(array, 0) if axis is None else jnp.moveaxis(array, axis, 0)
+
+
+_primitive = Primitive("jaxnorm_quantized_dot")
+_primitive.multiple_results = True
+_primitive.def_abstract_eval(_abstract)
+lowering.register(_primitive, _formula, _native)
+compat.run_eagerly(_primitive)
+compat.check_nans(_primitive)
+batching.primitive_batchers[_primitive] = _batch
+ad.primitive_jvps[_primitive] = _jvp

@@ -1,0 +1,122 @@
+"""`quantize`: bit for bit NumPy's arithmetic, and the derivative that is agreed on."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from cases import draw
+from coverage import cover
+from native import is_platform_with_kernels
+from quantizing import QUANTIZATIONS, to
+
+import jaxnorm
+from jaxnorm import quantize
+
+LARGEST = {"float8_e4m3fn": 448, "float8_e5m2": 57344, "int8": 127, "int4": 7, "float4_e2m1fn": 6}
+DIMS = (5, 3, 192)
+
+
+def by_numpy(x, dtype, granularity, axis=-1):
+    v = np.asarray(x, np.float32)
+    rows = v.reshape(*v.shape[:-1], -1, 64) if granularity == "groups of 64" else v
+    amax = np.abs(rows).max(None if granularity == "tensor" else axis, keepdims=True)
+    scales = np.where(amax == 0, np.float32(1), amax / np.float32(LARGEST[dtype]))
+    values = np.clip(rows * (1 / scales), -LARGEST[dtype], LARGEST[dtype])
+    values = (np.rint(values) if dtype.startswith("int") else values).astype(getattr(ml_dtypes, dtype, dtype))
+    return values.reshape(v.shape), {"tensor": lambda: scales.reshape(()), "groups of 64": lambda: scales[..., 0]}.get(
+        granularity, lambda: scales
+    )()
+
+
+def assert_exact(quantized, values, scales):
+    np.testing.assert_array_equal(np.asarray(quantized.values, np.float32), values.astype(np.float32))
+    np.testing.assert_array_equal(quantized.scales, scales)
+    assert quantized.values.dtype == values.dtype
+    assert quantized.scales.shape == scales.shape
+
+
+@cover(dtype=LARGEST.keys(), granularity=QUANTIZATIONS.keys(), x_dtype=["float32", "bfloat16", "float16"])
+def test_exact(dtype, granularity, x_dtype):
+    x = draw("x", DIMS, x_dtype).at[0, 0].set(0)
+    assert_exact(jax.jit(quantize, static_argnums=1)(x, to(dtype, granularity)), *by_numpy(x, dtype, granularity))
+
+
+@pytest.mark.parametrize("axis", [0, 1, (0, 2)])
+def test_axes(axis):
+    x = draw("x", DIMS)
+    assert_exact(quantize(x, to("int8"), axis=axis), *by_numpy(x, "int8", "token", axis))
+
+
+@pytest.mark.parametrize("dtype", LARGEST)
+def test_ties_go_to_even(dtype):
+    largest = LARGEST[dtype]
+    # The scale is 1, and both neighbours of a tie are among the values.
+    x = jnp.float32([largest, 0.5, 1.5, 2.5, -0.5, -2.5, 0.25, 0.75])
+    assert_exact(quantize(x, to(dtype)), *by_numpy(x, dtype, "token"))
+
+
+@pytest.mark.parametrize("granularity", QUANTIZATIONS)
+def test_examples(granularity):
+    x = draw("x", DIMS)
+    quantized = jax.vmap(lambda x: quantize(x, to("int8", granularity)))(x)
+    for i, example in enumerate(x):
+        assert_exact(jax.tree.map(lambda leaf, i=i: leaf[i], quantized), *by_numpy(example, "int8", granularity))
+
+
+def test_straight_through():
+    x, dy = draw("x", DIMS), draw("dy", DIMS)
+
+    def loss(x):
+        quantized = quantize(x, to("float8_e4m3fn"), straight_through=True)
+        return (quantized.dequantize() * dy).sum()
+
+    for transform in (jax.grad, lambda f: jax.jit(jax.grad(f)), lambda f: jax.grad(jax.checkpoint(f))):
+        np.testing.assert_array_equal(transform(loss)(x), dy)
+    np.testing.assert_allclose(jax.jvp(loss, (x,), (dy,))[1], (dy**2).sum(), rtol=1e-6)
+
+
+def test_no_derivative():
+    with pytest.raises(ValueError, match=r"quantize: .* no derivative.*straight_through=True"):
+        jax.grad(lambda x: quantize(x, to("int8")).dequantize().sum())(draw("x", DIMS))
+
+
+def test_powers_of_two_and_a_bound():
+    x = draw("x", DIMS)
+    scales = quantize(x, to("float4_e2m1fn", power_of_two=True)).scales
+    np.testing.assert_array_equal(np.log2(scales) % 1, 0)
+    assert quantize(x, to("int4", max_scale=0.125)).scales.max() == 0.125
+
+
+X = jnp.ones((3, 128))
+BAD_CALLS = {
+    "no array": ((None, to("int8")), {}, TypeError, "x must be an array"),
+    "integers": ((jnp.ones((3, 8), "int32"), to("int8")), {}, TypeError, "x must have a floating-point dtype"),
+    "a dtype": ((X, jnp.int8), {}, TypeError, "quantization must be a jaxnorm.Quantization"),
+    "an axis": ((X, to("int8")), {"axis": 2}, ValueError, "axis 2 is out of range"),
+    "groups": ((X[:, :100], to("int8", "groups of 64")), {}, ValueError, "64 does not divide"),
+    "groups of another axis": ((X, to("int8", "groups of 64")), {"axis": 0}, ValueError, "groups the last axis"),
+    "no flag": ((X, to("int8")), {"straight_through": 1}, TypeError, "straight_through must be a bool"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_errors(name):
+    args, keywords, error, message = BAD_CALLS[name]
+    with pytest.raises(error, match=message):
+        quantize(*args, **keywords)
+
+
+def test_no_norm_quantises_to_4_bits():
+    with pytest.raises(TypeError, match=r"rms_norm_quantized: .*int4, which is for weights; expected float8_e4m3fn"):
+        jaxnorm.rms_norm_quantized(X, quantization=to("int4"))
+    with pytest.raises(ValueError, match="power_of_two is for floats"):
+        to("int4", power_of_two=True)
+
+
+@pytest.mark.skipif(not is_platform_with_kernels(), reason="there is no norm's kernel to compare with")
+def test_the_same_as_a_norm():
+    x = draw("x", (7, 256))
+    y = jaxnorm.rms_norm(x, implementation="native")
+    quantized = jaxnorm.rms_norm_quantized(x, quantization=to("int8"), implementation="native")
+    assert_exact(quantize(y, to("int8")), np.asarray(quantized.values), np.asarray(quantized.scales))
