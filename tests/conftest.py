@@ -15,6 +15,7 @@ if "xla_force_host_platform_device_count" not in _FLAGS:
 # Several workers (`-n 2`) share one GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
+import deviceless
 import jax
 import pytest
 from coverage import set_tier
@@ -55,6 +56,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "emulated: CUDA kernels on the host; where there is a CUDA compiler")
     config.addinivalue_line("markers", "toys: native parts of the toy ops; on the CPU, where there is a C++ compiler")
     config.addinivalue_line("markers", "xdist_group(name): on one worker")  # where xdist is not installed
+    config.addinivalue_line("markers", "deviceless: programs for a GPU; where JAX's CUDA plugin is, and CUDA kernels")
     config.addinivalue_line("markers", "build: settings of the build; where there is CMake")
     config.addinivalue_line("markers", "several: spread over devices; where there are several")
     config.addinivalue_line("markers", "gpu: about what only the CUDA kernels have; on a GPU")
@@ -84,6 +86,7 @@ def pytest_collection_modifyitems(config, items):
         "plans": is_built("gpu"),
         "emulated": shutil.which("nvcc") is not None,
         "toys": ARE_BUILT,
+        "deviceless": deviceless.has_plugin() and is_built("gpu") and not on_gpu,
         "build": shutil.which("cmake") is not None,
         "several": jax.device_count() > 1,
         "gpu": on_gpu,

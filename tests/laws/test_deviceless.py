@@ -1,0 +1,91 @@
+"""Law 6 in programs for a GPU, compiled where there is none: a native call each way, and nothing beside it."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from deviceless import compiled, kernels, mesh, types
+from hlo import collectives, count_native_calls
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from ops import ADDED, NORMS, OPS
+from quantizing import to
+
+import jaxnorm
+
+pytestmark = pytest.mark.deviceless
+
+
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_one_call_each_way(op):
+    program = compiled(op.gradient(), *types(op.types(op.small)))
+    assert count_native_calls(program.as_text()) == {op.forward: 1, op.backward: 1}
+
+
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_one_call_forward(op):
+    program = compiled(op.run(op.function), *types(op.types(op.small)))
+    assert count_native_calls(program.as_text()) == {op.forward: 1}
+
+
+# The sum takes the place of a dead residual.
+@pytest.mark.parametrize("op", ADDED, ids=str)
+def test_no_copy_beside_a_sum(op):
+    size = op.small._replace(dims=(1024, 1024), weights=(1024,))
+    x, residual, *weights = types(op.types(size, "bfloat16"))
+    # A donated buffer goes to the first result that fits it.
+    program = compiled(lambda *args: op.function(*args)[::-1], x, residual, *weights, donate_argnums=1)
+    assert [line for line in kernels(program) if " copy(" in line] == []
+    assert program.memory_analysis().temp_size_in_bytes < x.size
+
+
+TOKENS, DEPTH, OUTPUTS = 8192, 4096, 14336
+FLOAT8 = to("float8_e4m3fn")
+
+
+def operands():
+    """x, and weights that are quantised."""
+    x, weights = (jax.ShapeDtypeStruct((n, DEPTH), jnp.bfloat16) for n in (TOKENS, OUTPUTS))
+    return types(x), types(jax.eval_shape(lambda w: jaxnorm.quantize(w, FLOAT8), weights))
+
+
+def of_norm(x, weights):
+    return jaxnorm.quantized_dot(jaxnorm.rms_norm_quantized(x, quantization=FLOAT8), weights)
+
+
+def test_one_product_of_float8_and_one_kernel_more():
+    x, weights = operands()
+    x = types(jax.eval_shape(lambda x: jaxnorm.quantize(x, FLOAT8), x))
+    program = compiled(jaxnorm.quantized_dot, x, weights)
+    product, *others = kernels(program)
+    # Its operands are those of the program, whose own types have not been widened.
+    assert "%x_values" in product
+    assert "%w" in product
+    assert len(others) <= 1
+    # No more than the sums in float32.
+    assert program.memory_analysis().temp_size_in_bytes <= 4 * TOKENS * OUTPUTS + 2**26
+
+
+def test_a_product_behind_a_norm():
+    program = compiled(of_norm, *operands())
+    assert count_native_calls(program.as_text()) == {"jaxnorm_rms_norm_quantized_fwd": 1}
+    assert len(kernels(program)) <= 3
+
+
+# Of rows that are split over devices only the gradients of weights are exchanged; of parts of rows statistics, too.
+@pytest.mark.parametrize("spec", [P("x"), P(None, "x")], ids=["rows", "parts of rows"])
+@pytest.mark.parametrize("op", NORMS, ids=str)
+def test_no_gather_over_devices(op, spec):
+    devices = mesh(4)
+    size = op.small._replace(dims=(64, 4096), weights=(4096,))
+    x, *weights = op.types(size, "bfloat16")
+    weight = P(*spec[1:])
+    arrays = [types(array, NamedSharding(devices, s)) for array, s in ((x, spec), *((w, weight) for w in weights))]
+    program = compiled(op.gradient(), *arrays, out_shardings=tuple(array.sharding for array in arrays))
+    exchanged = collectives(program.as_text())
+    if spec == P("x"):
+        assert count_native_calls(program.as_text()) == {op.forward: 1, op.backward: 1}
+        assert set(exchanged) == {"all-reduce"}
+        assert exchanged["all-reduce"] <= 4 * 4096 * len(weights)
+    else:
+        # Forward at most two statistics of each of the four devices, backward two sums, of float32.
+        assert sum(exchanged.values()) <= 4 * 64 * (2 * 4 + 2)
