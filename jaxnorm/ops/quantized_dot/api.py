@@ -36,7 +36,8 @@ def quantized_dot(
     int8 by int8. Weights of 4 bits are widened to x's values: int4 to int8, float4 to float8. With x an array the
     weights alone are quantised, and are widened to x's dtype, which has each of their values. XLA makes the product; a
     large one of float8 cuBLASLt makes on a GPU of compute capability 9.0, and scales its rows and columns, as long as
-    XLA does not split the program over devices. Its sum has the precision that XLA's has by default.
+    XLA does not split the program over devices. Its sum has the digits that XLA's has by default; under
+    `jax.default_matmul_precision("highest")` XLA makes all.
 
     The derivative is a convention: each quantised operand stands for what it was made of. The gradient of an array x is
     `dy @ weights.dequantize()`; a quantised x or weights have theirs through their carriers, if they were asked for one
@@ -73,6 +74,7 @@ def _quantized_dot(x: Any, weights: Any, out_dtype: Any, bias: Any, implementati
     spec = QuantizedDot(
         out_dtype=np.dtype(jnp.bfloat16) if is_quantized and out_dtype is None else _out_dtype(out_dtype, values),
         implementation=choice.implementation,
+        wants_all_digits=_wants_all_digits(),
         native_for=choice.native_for(NAME),
     )
     operands = Operands(
@@ -87,6 +89,11 @@ def _quantized_dot(x: Any, weights: Any, out_dtype: Any, bias: Any, implementati
     if spec.native_for:
         _check_native(spec, operands)
     return primitive.bind(spec, operands)
+
+
+def _wants_all_digits() -> bool:
+    config: Any = jax.config
+    return config.jax_default_matmul_precision in ("highest", "float32")
 
 
 def _out_dtype(out_dtype: Any, values: jax.Array) -> np.dtype[Any]:

@@ -42,6 +42,8 @@ def why_not(spec: QuantizedDot, operands: Operands) -> str | None:
     lengths = (*weights.shape[-2:],)
     if not {x.dtype, weights.dtype} <= FLOAT8:
         return f"x is {x.dtype} and weights are {weights.dtype}, and the kernel multiplies float8"
+    if spec.wants_all_digits:
+        return "jax.default_matmul_precision asks for all digits of float32, and cuBLASLt keeps fewer"
     if x.dtype == weights.dtype == jnp.float8_e5m2:
         return "x and weights are float8_e5m2, and cuBLASLt wants one of them to be float8_e4m3fn"
     if not all(isinstance(length, int) and length and length % MULTIPLE == 0 for length in lengths):
