@@ -271,6 +271,12 @@ def test_stacked_layers():
     assert_close(flax.nnx.jit(run)(layers, draw_x(DIMS)), expected)
 
 
+def test_modules_of_linen_in_a_model_are_left():
+    dense = flax.nnx.bridge.ToNNX(flax.linen.Dense(4), rngs=flax.nnx.Rngs(0)).lazy_init(draw_x(DIMS))
+    report = jaxnorm.quantize_linears(flax.nnx.List([linear(), dense]), INT8)
+    assert report.left == [((1,), flax.nnx.bridge.ToNNX, "its modules are of flax.linen")]
+
+
 def test_only_chooses_layers_and_types_of_weights():
     model = mixed()
     first = jaxnorm.quantize_linears(model, INT4, only=lambda path, layer: path[0] == "listed")
