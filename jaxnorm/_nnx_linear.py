@@ -32,7 +32,7 @@ class QuantizedLinear(nnx.Linear):
     computation. An x that is a `Quantized` already, as a `QuantizedRMSNorm` gives it, is taken as it is. The result has
     Flax's dtype; that of a `Quantized` is `dtype`, or bfloat16 where that is None.
 
-    The other arguments of the constructor are Flax's. There is no `out_sharding` of a call.
+    The constructor's other arguments are Flax's; `precision` changes nothing. There is no `out_sharding` of a call.
     """
 
     values: QuantizedParam
