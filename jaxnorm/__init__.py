@@ -9,6 +9,7 @@ __path__ = pkgutil.extend_path(__path__, __name__)
 
 from jaxnorm import checkpoint_policies
 from jaxnorm._explain import explain
+from jaxnorm._quantize_linears import quantize_linears
 from jaxnorm.ops.cross_entropy.api import softmax_cross_entropy_with_integer_labels
 from jaxnorm.ops.cross_entropy.linear_api import linear_cross_entropy
 from jaxnorm.ops.gated_norm.api import gated_rms_norm
@@ -47,6 +48,7 @@ __all__ = [
     "log_softmax",
     "qk_norm_rotary",
     "quantize",
+    "quantize_linears",
     "quantized_dot",
     "replace_norms",
     "rms_norm",

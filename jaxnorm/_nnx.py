@@ -130,7 +130,7 @@ def replace(model: Any, custom: Any, ours: dict[type, type]) -> replacement.Repo
         if function := replacement.find(cls, custom):
             new, why = _with_call(cls, function), None
         elif norm := replacement.find(cls, ours):
-            new, why = ours.get(cls) or _with_base(cls, norm), _why_left(module, norm)
+            new, why = ours.get(cls) or with_base(cls, norm), _why_left(module, norm)
         elif why := _why_class(cls, ours):
             new = cls
         else:
@@ -165,7 +165,7 @@ def _with_call(cls: type, function: Callable[..., Any]) -> type:
 
 
 @functools.cache
-def _with_base(cls: type, norm: type) -> type:
+def with_base(cls: type, norm: type) -> type:
     """`cls`, a subclass of Flax's norm with its `__call__`, with that of ours."""
     return _subclass(cls, (cls, norm), {})
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxnorm import _flax, _nnx, replacement
 from jaxnorm._flax import nnx
 from jaxnorm._nnx_groups import GroupNorm, InstanceNorm
+from jaxnorm._nnx_linear import QuantizedLinear, QuantizedParam
 from jaxnorm.ops.gated_norm.api import gated_rms_norm
 from jaxnorm.ops.gated_norm.formula import Activation
 from jaxnorm.ops.options import Implementation
@@ -24,6 +25,8 @@ __all__ = [
     "LayerNorm",
     "QKNormRotary",
     "QuantizedLayerNorm",
+    "QuantizedLinear",
+    "QuantizedParam",
     "QuantizedRMSNorm",
     "RMSNorm",
     "replace_norms",
@@ -288,10 +291,6 @@ def replace_norms(model: Any, custom: replacement.Custom | None = None) -> repla
     Raises:
       TypeError: model is of `flax.linen`, or custom maps something else than classes to functions.
     """
-    ours: dict[type, type] = {
-        nnx.RMSNorm: RMSNorm,
-        nnx.LayerNorm: LayerNorm,
-        nnx.GroupNorm: GroupNorm,
-        nnx.InstanceNorm: InstanceNorm,
-    }
+    ours: dict[type, type] = {nnx.RMSNorm: RMSNorm, nnx.LayerNorm: LayerNorm}
+    ours |= {nnx.GroupNorm: GroupNorm, nnx.InstanceNorm: InstanceNorm}
     return _nnx.replace(model, custom, ours)

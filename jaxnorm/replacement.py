@@ -24,7 +24,7 @@ class Left(NamedTuple):
 
 @dataclasses.dataclass
 class Report:
-    """Which norms of a model were replaced, and which were left, and why.
+    """Which norms, or linear layers, of a model were replaced, and which were left, and why.
 
     The paths are those of the parameters, the classes those of the model. Printed, it is a line for each norm.
     """

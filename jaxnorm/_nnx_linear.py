@@ -1,0 +1,200 @@
+"""Linear layers of `flax.nnx` with quantised weights, and how a model gets them."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jaxnorm
+from jaxnorm import _flax, _nnx, replacement
+from jaxnorm._flax import linen, nnx
+from jaxnorm._quantize_linears import Only, check_pair
+from jaxnorm.quantization import Quantization, Quantized
+
+
+class QuantizedParam(nnx.Variable[Any]):
+    """Quantised weights, or their scales: variables that are not trained, as `nnx.Param` are."""
+
+
+class QuantizedLinear(nnx.Linear):
+    """A `flax.nnx.Linear` whose kernel is quantised, computed by `jaxnorm.quantized_dot`.
+
+        layer = QuantizedLinear(256, 512, weights=Quantization(jnp.int8), rngs=rngs)
+        y = layer(x)
+
+    `jaxnorm.quantize_linears` makes them of the layers of a trained model. In place of the kernel there are
+    `QuantizedParam`s: `values` of shape (out_features, in_features) and `scales` of shape (out_features, 1); `weights`
+    is how they came about, and `quantized` has both. The bias is Flax's.
+
+    With `activations` x is quantised too, with a scale for each row, after it is rounded to the dtype of the
+    computation. An x that is a `Quantized` already, as a `QuantizedRMSNorm` gives it, is taken as it is. The result has
+    Flax's dtype; that of a `Quantized` is `dtype`, or bfloat16 where that is None.
+
+    The constructor's other arguments are Flax's; `precision` changes nothing. There is no `out_sharding` of a call.
+    """
+
+    values: QuantizedParam
+    scales: QuantizedParam
+    weights: Quantization
+    activations: Quantization | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        weights: Quantization,
+        activations: Quantization | None = None,
+        **flax: Any,
+    ) -> None:
+        check_pair("QuantizedLinear", weights, activations)
+        super().__init__(in_features, out_features, **flax)
+        if (why := _why_left(self)) is not None:
+            raise TypeError(f"QuantizedLinear: cannot be quantised: {why}. Leave that out, or take flax.nnx.Linear.")
+        _set(self, weights, activations, _variables(self.kernel, weights))
+
+    @property
+    def quantized(self) -> Quantized:
+        """The weights: their `dequantize()` is the kernel, transposed."""
+        return Quantized(self.values[...], self.scales[...])
+
+    def __call__(self, inputs: jax.Array | Quantized, out_sharding: None = None) -> jax.Array:
+        if out_sharding is not None:
+            raise ValueError(
+                f"{type(self).__name__}: got out_sharding={out_sharding}, expected None; reshard the result instead."
+            )
+        bias = _nnx.value(self.bias)
+        x, dtype = inputs, self.dtype
+        if not isinstance(x, Quantized):
+            x = jnp.asarray(x)
+            dtype = dtype or jnp.result_type(x.dtype, self.param_dtype, *([] if bias is None else [bias.dtype]))
+            x = x.astype(dtype)
+            if self.activations is not None:
+                x = jaxnorm.quantize(x, self.activations)
+        y: jax.Array = jaxnorm.quantized_dot(
+            x, self.quantized, out_dtype=self.preferred_element_type or dtype, bias=bias
+        )
+        return y
+
+
+def quantize(
+    model: Any, weights: Quantization, activations: Quantization | None, only: Only | None
+) -> replacement.Report:
+    """`jaxnorm.quantize_linears`, whose arguments are checked but for the model."""
+    report = replacement.Report()
+    layers = []
+    for path, module in _modules_of(model):
+        cls = type(module)
+        why = _why_class(cls)
+        if replacement.find(cls, {nnx.Linear: True}):
+            why = _why_left(module) or ("only is false of it" if only and not only(path, module) else None)
+            if why is None:
+                layers.append(module)
+        elif why is None:
+            continue
+        report.add(path, cls, why)
+    if not layers:
+        left = f":\n{report}" if report.left else "."
+        raise ValueError(f"quantize_linears: there is no flax.nnx.Linear to quantise in {type(model).__name__}{left}")
+
+    # Of each kernel once, so that layers which share one share what comes of it. A kernel that no other layer has is
+    # freed before the next one is quantised.
+    made: dict[int, dict[str, QuantizedParam]] = {}
+    for layer in layers:
+        shared = id(layer.kernel)
+        if shared not in made:
+            made[shared] = _variables(layer.kernel, weights)
+        object.__setattr__(layer, "__class__", _class_of(type(layer)))
+        _set(layer, weights, activations, made[shared])
+    return report
+
+
+def _class_of(cls: type) -> type:
+    """What a class of linear layers becomes."""
+    return QuantizedLinear if cls is nnx.Linear else _nnx.with_base(cls, QuantizedLinear)
+
+
+def _modules_of(model: Any) -> list[tuple[replacement.Path, Any]]:
+    if isinstance(model, linen.Module):
+        raise TypeError(
+            f"quantize_linears: got a module of flax.linen, {type(model).__name__}; only models of flax.nnx are served."
+        )
+    modules = list(nnx.iter_modules(model, graph=True))
+    if not modules:
+        raise TypeError(
+            f"quantize_linears: model must be a flax.nnx module, or a list, dict or other pytree of such, "
+            f"got {type(model).__name__}."
+        )
+    return modules
+
+
+# Layers of Flax with weights that are left as they are.
+OTHERS = (nnx.LinearGeneral, nnx.Einsum, nnx.Conv, nnx.ConvTranspose, nnx.Embed)
+
+
+def _why_class(cls: type) -> str | None:
+    """Why a module of a class is left. None if it is no linear layer, or one of Flax."""
+    if issubclass(cls, nnx.bridge.ToNNX):
+        return "its modules are of flax.linen"
+    if issubclass(cls, QuantizedLinear):
+        return "it is quantised already"
+    if issubclass(cls, nnx.Linear):
+        return "its __call__ is not Flax's"
+    return "only flax.nnx.Linear is quantised" if issubclass(cls, OTHERS) else None
+
+
+def _why_left(module: Any) -> str | None:
+    """Why a linear layer stays Flax's. None if it can be quantised."""
+    own: dict[str, Callable[..., Any]] = {
+        "dot_general": jax.lax.dot_general,
+        "promote_dtype": nnx.nn.dtypes.promote_dtype,
+    }
+    for name in (name for name, function in own.items() if getattr(module, name) is not function):
+        return f"it has a {name} of its own"
+    dtypes = (module.kernel.dtype, *([module.dtype] if module.dtype else []))
+    return (why := _flax.why_dtypes(*dtypes)) and f"it is of {why}"
+
+
+def _variables(kernel: Any, weights: Quantization) -> dict[str, QuantizedParam]:
+    array = kernel.get_value()
+    transposed = functools.partial(_transposed, weights=weights)
+    # Of a model without values there is only what shapes and dtypes come of it.
+    is_abstract = isinstance(array, jax.ShapeDtypeStruct)
+    quantized = jax.eval_shape(transposed, array) if is_abstract else transposed(array)
+    return {
+        "values": _variable(quantized.values, kernel, named=True),
+        "scales": _variable(quantized.scales, kernel, named=False),
+    }
+
+
+def _variable(array: Any, kernel: Any, *, named: bool) -> QuantizedParam:
+    """A variable with the kernel's names of mesh axes, where it has such; that of inputs is `named` or left out."""
+    sharding = kernel.get_metadata("out_sharding", None)
+    spec = getattr(sharding, "spec", sharding)  # of a NamedSharding, or names
+    metadata: dict[str, Any] = {}
+    if spec is not None:
+        names = (*spec, *[None] * (kernel.ndim - len(spec)))
+        metadata["out_sharding"] = (*names[:-2], names[-1], names[-2] if named else None)
+        if (mesh := kernel.get_metadata("mesh", None)) is not None:
+            metadata["mesh"] = mesh
+    # The array lies already where the kernel makes it lie.
+    return QuantizedParam(array, eager_sharding=False, **metadata)
+
+
+@functools.partial(jax.jit, static_argnames="weights")
+def _transposed(kernel: jax.Array, weights: Quantization) -> Quantized:
+    """Stacked layers have axes before those of inputs and outputs."""
+    result: Quantized = jaxnorm.quantize(jnp.swapaxes(kernel, -1, -2), weights)
+    return result
+
+
+def _set(
+    module: Any, weights: Quantization, activations: Quantization | None, variables: dict[str, QuantizedParam]
+) -> None:
+    """Makes a linear layer that has a kernel one that has `variables` in its place."""
+    module.param_dtype = module.kernel.dtype  # on which the dtype of the result depends
+    del module.kernel
+    module.values, module.scales = variables["values"], variables["scales"]
+    module.weights, module.activations = weights, activations

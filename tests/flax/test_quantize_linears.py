@@ -1,0 +1,376 @@
+"""`quantize_linears`: the layers of a model of `flax.nnx`, quantised in place, compute `quantized_dot`."""
+
+import copy
+from functools import partial
+
+import flax.linen
+import flax.nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint
+import pytest
+from cases import bits, draw, draw_x
+from flax_apis import assert_close
+from jax.sharding import Mesh, PartitionSpec
+
+import jaxnorm
+from jaxnorm import Quantization, Quantized
+from jaxnorm.nnx import QuantizedLinear, QuantizedParam, QuantizedRMSNorm
+
+pytestmark = pytest.mark.jax_version
+
+DIMS = (3, 4, 16)
+FEATURES = DIMS[-1]
+INT8, INT4, E4M3, E5M2 = (Quantization(dtype) for dtype in (jnp.int8, jnp.int4, jnp.float8_e4m3fn, jnp.float8_e5m2))
+# Each dtype of weights with inputs as they are, and with those of the kind that its product takes.
+PAIRS = {
+    f"{weights.dtype}-{activations.dtype if activations else 'plain'}": (weights, activations)
+    for weights, kind in ((INT8, INT8), (INT4, INT8), (E4M3, E4M3), (E5M2, E4M3))
+    for activations in (None, kind)
+}
+each_pair = pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
+
+
+own_dot = partial(jax.lax.dot_general, precision="highest")
+
+
+def own_promotion(arrays, *, dtype):
+    return arrays
+
+
+class NamedLinear(flax.nnx.Linear):
+    """Flax's under another name and with another constructor."""
+
+    def __init__(self, rngs):
+        super().__init__(FEATURES, FEATURES, rngs=rngs)
+
+
+class ScaledLinear(flax.nnx.Linear):
+    """A subclass that computes something else."""
+
+    def __call__(self, x):
+        return 2 * super().__call__(x)
+
+
+class Mixed(flax.nnx.Module):
+    """Layers in every place where a model may have them."""
+
+    def __init__(self, rngs):
+        linear = partial(flax.nnx.Linear, FEATURES, FEATURES, rngs=rngs)
+        self.listed = flax.nnx.List([linear(), NamedLinear(rngs)])
+        self.by_name = flax.nnx.Dict(inner=linear(use_bias=False))
+        self.sequence = flax.nnx.Sequential(linear(), jnp.tanh)
+        self.shared = self.listed[0]
+        self.norm = flax.nnx.RMSNorm(FEATURES, rngs=rngs)
+        self.general = flax.nnx.LinearGeneral(FEATURES, FEATURES, rngs=rngs)
+        self.scaled = ScaledLinear(FEATURES, FEATURES, rngs=rngs)
+        self.lora = flax.nnx.LoRALinear(FEATURES, FEATURES, lora_rank=2, rngs=rngs)
+        self.own_dot = linear(dot_general=own_dot)
+        self.own_promotion = linear(promote_dtype=own_promotion)
+        self.complex = linear(param_dtype=jnp.complex64)
+
+    def __call__(self, x):
+        x = x + self.listed[1](jnp.sin(self.listed[0](self.norm(x))))
+        return self.shared(self.by_name.inner(self.sequence(x)))
+
+
+QUANTISED = {
+    ("listed", 0): flax.nnx.Linear,
+    ("listed", 1): NamedLinear,
+    ("by_name", "inner"): flax.nnx.Linear,
+    ("sequence", "layers", 0): flax.nnx.Linear,
+}
+LEFT = {
+    ("general",): (flax.nnx.LinearGeneral, "only flax.nnx.Linear is quantised"),
+    ("scaled",): (ScaledLinear, "its __call__ is not Flax's"),
+    ("lora",): (flax.nnx.LoRALinear, "its __call__ is not Flax's"),
+    ("own_dot",): (flax.nnx.Linear, "it has a dot_general of its own"),
+    ("own_promotion",): (flax.nnx.Linear, "it has a promote_dtype of its own"),
+    ("complex",): (flax.nnx.Linear, "it is of complex64"),
+}
+
+
+def mixed():
+    return Mixed(flax.nnx.Rngs(0))
+
+
+def quantised(*pair, **options):
+    model = mixed()
+    jaxnorm.quantize_linears(model, *(pair or (INT8, INT8)), **options)
+    return model
+
+
+def linear(features=32, **options):
+    bias = partial(draw, "bias")
+    init = {"bias_init": lambda key, shape, dtype: bias(shape).astype(dtype)}
+    return flax.nnx.Linear(FEATURES, features, **init, **options, rngs=flax.nnx.Rngs(0))
+
+
+def test_it_says_what_it_quantised_and_left():
+    report = jaxnorm.quantize_linears(mixed(), INT8)
+    assert dict(report.replaced) == QUANTISED
+    assert {path: (cls, why) for path, cls, why in report.left} == LEFT
+
+
+@each_pair
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_layer_is_the_product_of_the_same_arrays(pair, dtype):
+    weights, activations = pair
+    layer, x = linear(dtype=dtype), draw_x(DIMS)
+    kernel, bias = layer.kernel[...], layer.bias[...]
+    jaxnorm.quantize_linears(layer, *pair)
+
+    quantized = jax.jit(partial(jaxnorm.quantize, quantization=weights))(kernel.T)
+    assert (layer.values.shape, layer.scales.shape) == ((32, FEATURES), (32, 1))
+    assert layer.values.dtype == weights.dtype
+    assert bits([layer.values[...], layer.scales[...]]) == bits([quantized.values, quantized.scales])
+
+    def product(x, quantized, bias):
+        x = x.astype(dtype)
+        x = jaxnorm.quantize(x, activations) if activations else x
+        return jaxnorm.quantized_dot(x, quantized, out_dtype=dtype, bias=bias)
+
+    y = flax.nnx.jit(lambda layer, x: layer(x))(layer, x)
+    assert y.dtype == dtype
+    assert bits(y) == bits(jax.jit(product)(x, quantized, bias))
+
+
+# How far a layer may be from Flax's, against the largest result: an int4 has 15 values, an e5m2 two bits of mantissa.
+ERRORS = {"int8": 0.02, "int4": 0.2, "float8_e4m3fn": 0.1, "float8_e5m2": 0.2}
+
+
+@each_pair
+def test_a_model_stays_close_to_what_it_was(pair):
+    expected = mixed()(draw_x(DIMS))
+    error = jnp.abs(quantised(*pair)(draw_x(DIMS)) - expected).max() / jnp.abs(expected).max()
+    assert error < ERRORS[pair[0].dtype.name]
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": jnp.float16}, {"param_dtype": jnp.bfloat16}, {"use_bias": False}])
+@pytest.mark.parametrize("x_dtype", [jnp.float32, jnp.bfloat16])
+def test_the_results_dtype_is_flaxs(options, x_dtype):
+    layer, x = linear(**options), draw_x(DIMS).astype(x_dtype)
+    expected = layer(x)
+    jaxnorm.quantize_linears(layer, INT8, INT8)
+    assert (layer(x).dtype, layer(x).shape) == (expected.dtype, expected.shape)
+
+
+def test_preferred_element_type_is_the_results_dtype():
+    layer = linear(dtype=jnp.bfloat16, use_bias=False, preferred_element_type=jnp.float32)
+    expected = layer(draw_x(DIMS))
+    jaxnorm.quantize_linears(layer, INT8)
+    assert layer(draw_x(DIMS)).dtype == expected.dtype == jnp.float32
+
+
+def test_a_quantised_input_is_taken_as_it_is():
+    norm = QuantizedRMSNorm(FEATURES, quantization=INT8, rngs=flax.nnx.Rngs(0))
+    layer = linear()
+    jaxnorm.quantize_linears(layer, INT8, INT8)
+    x = norm(draw_x(DIMS))
+    y = layer(x)
+    assert y.dtype == jnp.bfloat16
+    assert bits(y) == bits(jaxnorm.quantized_dot(x, layer.quantized, bias=layer.bias[...]))
+
+
+def test_modules_stay_the_same_objects():
+    model = mixed()
+    modules = dict(flax.nnx.iter_modules(model))
+    jaxnorm.quantize_linears(model, INT8)
+    assert all(module is modules[path] for path, module in flax.nnx.iter_modules(model))
+    assert model.shared is model.listed[0]
+    assert isinstance(model.listed[0], QuantizedLinear)
+    assert isinstance(model.listed[1], NamedLinear)
+    assert isinstance(model.listed[1], QuantizedLinear)
+    assert not hasattr(model.listed[0], "kernel")
+
+
+def test_layers_that_share_a_kernel_share_what_comes_of_it():
+    layers = flax.nnx.List([linear(), linear()])
+    layers[1].kernel = layers[0].kernel
+    jaxnorm.quantize_linears(layers, INT8)
+    assert layers[1].values is layers[0].values
+    assert layers[1].scales is layers[0].scales
+
+
+def test_state_has_what_a_parameter_was():
+    model, plain = quantised(), mixed()
+    of_layers = flax.nnx.state(model, QuantizedParam)
+    assert len(jax.tree.leaves(of_layers)) == 2 * len(QUANTISED)
+    kernels = {(*path, "kernel") for path in QUANTISED}
+    expected = {path for path, _ in flax.nnx.to_flat_state(flax.nnx.state(plain, flax.nnx.Param))} - kernels
+    assert {path for path, _ in flax.nnx.to_flat_state(flax.nnx.state(model, flax.nnx.Param))} == expected
+
+
+@each_pair
+def test_bytes_of_the_weights(pair):
+    weights, _ = pair
+    layer = linear()
+    jaxnorm.quantize_linears(layer, *pair)
+    values, scales = layer.values[...], layer.scales[...]
+    number = jnp.iinfo(jnp.int4).bits / 8 if weights == INT4 else 1
+    # A device may keep an int4 in a byte.
+    assert number * 32 * FEATURES <= values.on_device_size_in_bytes() <= 32 * FEATURES
+    assert scales.nbytes == 32 * 4
+
+
+@each_pair
+def test_split_merge_and_jit(pair):
+    model = quantised(*pair)
+    expected = flax.nnx.jit(lambda model, x: model(x))(model, draw_x(DIMS))
+    definition, state = flax.nnx.split(model)
+    run = jax.jit(lambda state, x: flax.nnx.merge(definition, state)(x))
+    assert bits(run(state, draw_x(DIMS))) == bits(expected)
+    assert bits(run(flax.nnx.state(copy.deepcopy(model)), draw_x(DIMS))) == bits(expected)
+
+
+def test_two_models_share_what_is_compiled():
+    assert flax.nnx.graphdef(quantised()) == flax.nnx.graphdef(quantised())
+
+
+@each_pair
+def test_a_checkpoint_is_loaded_into_a_model_without_values(pair, tmp_path):
+    model, target = quantised(*pair), flax.nnx.eval_shape(mixed)
+    jaxnorm.quantize_linears(target, *pair)
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "checkpoint", flax.nnx.state(model))
+        checkpointer.wait_until_finished()
+        flax.nnx.update(target, checkpointer.restore(tmp_path / "checkpoint", flax.nnx.state(target)))
+    assert bits(flax.nnx.state(target)) == bits(flax.nnx.state(model))
+    assert bits(target(draw_x(DIMS))) == bits(model(draw_x(DIMS)))
+
+
+def test_weights_are_not_trained():
+    layer = linear()
+    jaxnorm.quantize_linears(layer, INT8)
+    assert set(flax.nnx.state(layer, flax.nnx.Param)) == {"bias"}
+    gradient = flax.nnx.grad(lambda layer, x: layer(x).sum())(layer, draw_x(DIMS))
+    assert_close(gradient["bias"][...], jnp.full(32, 12.0))
+
+
+def test_stacked_layers():
+    @flax.nnx.split_rngs(splits=3)
+    @flax.nnx.vmap
+    def create(rngs):
+        return flax.nnx.Linear(FEATURES, FEATURES, rngs=rngs)
+
+    def run(layers, x):
+        carry = flax.nnx.Carry
+        return flax.nnx.scan(lambda x, layer: layer(x) + x, in_axes=(carry, 0), out_axes=carry)(x, layers)
+
+    layers = create(flax.nnx.Rngs(0))
+    kernels, biases = layers.kernel[...], layers.bias[...]
+    jaxnorm.quantize_linears(layers, INT8, INT8)
+    assert (layers.values.shape, layers.scales.shape) == ((3, FEATURES, FEATURES), (3, FEATURES, 1))
+    expected = draw_x(DIMS)
+    for kernel, bias in zip(kernels, biases, strict=True):
+        layer = linear(FEATURES)
+        layer.kernel[...], layer.bias[...] = kernel, bias
+        jaxnorm.quantize_linears(layer, INT8, INT8)
+        expected = layer(expected) + expected
+    assert_close(flax.nnx.jit(run)(layers, draw_x(DIMS)), expected)
+
+
+def test_modules_of_linen_in_a_model_are_left():
+    dense = flax.nnx.bridge.ToNNX(flax.linen.Dense(4), rngs=flax.nnx.Rngs(0)).lazy_init(draw_x(DIMS))
+    report = jaxnorm.quantize_linears(flax.nnx.List([linear(), dense]), INT8)
+    assert report.left == [((1,), flax.nnx.bridge.ToNNX, "its modules are of flax.linen")]
+
+
+def test_only_chooses_layers_and_types_of_weights():
+    model = mixed()
+    first = jaxnorm.quantize_linears(model, INT4, only=lambda path, layer: path[0] == "listed")
+    assert {path for path, _ in first.replaced} == {("listed", 0), ("listed", 1)}
+    assert {path for path, _, why in first.left if why == "only is false of it"} == {
+        ("by_name", "inner"),
+        ("sequence", "layers", 0),
+    }
+    second = jaxnorm.quantize_linears(model, INT8, INT8)
+    assert {path for path, _, why in second.left if why == "it is quantised already"} == {("listed", 0), ("listed", 1)}
+    assert [layer.values.dtype for layer in (model.listed[0], model.by_name.inner)] == [jnp.int4, jnp.int8]
+
+
+def test_only_is_asked_about_layers_that_can_be_quantised():
+    asked = []
+    quantised(INT8, None, only=lambda path, layer: asked.append((path, type(layer))) or True)
+    assert dict(asked) == QUANTISED
+
+
+def test_a_layer_made_by_its_constructor():
+    layer = QuantizedLinear(FEATURES, 32, weights=INT8, activations=INT8, rngs=flax.nnx.Rngs(0))
+    of_a_model = flax.nnx.Linear(FEATURES, 32, rngs=flax.nnx.Rngs(0))
+    jaxnorm.quantize_linears(of_a_model, INT8, INT8)
+    assert flax.nnx.graphdef(layer) == flax.nnx.graphdef(of_a_model)
+    assert bits(flax.nnx.state(layer)) == bits(flax.nnx.state(of_a_model))
+    assert isinstance(layer.quantized, Quantized)
+
+
+@pytest.mark.parametrize("as_spec", [tuple, lambda names: PartitionSpec(*names)])
+def test_names_of_mesh_axes_go_with_their_axes(as_spec):
+    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("a", "b"))
+    layer = linear(kernel_metadata={"out_sharding": as_spec(("a", "b")), "mesh": mesh})
+    jaxnorm.quantize_linears(layer, INT8)
+    assert tuple(layer.values.get_metadata("out_sharding")) == ("b", "a")
+    assert tuple(layer.scales.get_metadata("out_sharding")) == ("b", None)
+    specs = flax.nnx.get_partition_spec(flax.nnx.state(layer, QuantizedParam))
+    assert jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+
+
+GROUPS = Quantization(jnp.int8, "group", group_size=64)
+WRONG = {
+    "a linen model": ((flax.linen.Dense(4), INT8), TypeError, "a module of flax.linen, Dense; only models of flax.nnx"),
+    "no model": (({"kernel": jnp.ones((2, 2))}, INT8), TypeError, "model must be a flax.nnx module, .* got dict"),
+    "no linear layer": ((flax.nnx.Dict(), INT8), ValueError, "there is no flax.nnx.Linear to quantise in Dict"),
+    "none that can be": ((flax.nnx.Embed(2, 2, rngs=flax.nnx.Rngs(0)), INT8), ValueError, r"in Embed:\nleft .*only"),
+    "a dtype": ((flax.nnx.Dict(), jnp.int8), TypeError, "weights must be a jaxnorm.Quantization, as .* got .*int8"),
+    "a dtype of activations": ((flax.nnx.Dict(), INT8, "int8"), TypeError, "activations must be a jaxnorm.Quantizat"),
+    "groups": ((flax.nnx.Dict(), GROUPS), ValueError, "weights has granularity='group', expected 'token', a scale for"),
+    "one scale": (
+        (flax.nnx.Dict(), INT8, Quantization(jnp.int8, "tensor")),
+        ValueError,
+        "activations has granularity='tensor', expected 'token', a scale for a row",
+    ),
+    "float8 of int8": (
+        (flax.nnx.Dict(), INT8, E4M3),
+        TypeError,
+        "to float8_e4m3fn, expected int8 for weights",
+    ),
+    "int8 of float8": (
+        (flax.nnx.Dict(), E4M3, INT8),
+        TypeError,
+        "to int8, expected float8_e4m3fn or float8_e5m2",
+    ),
+    "int4 of int4": ((flax.nnx.Dict(), INT4, INT4), TypeError, "to int4, expected int8 for weights of int4"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_errors(name):
+    args, error, message = WRONG[name]
+    with pytest.raises(error, match=f"^quantize_linears: .*{message}"):
+        jaxnorm.quantize_linears(*args)
+
+
+def test_a_filter_must_be_a_function():
+    with pytest.raises(TypeError, match=r"^quantize_linears: only must be a function of .*, got 'head'\.$"):
+        jaxnorm.quantize_linears(mixed(), INT8, only="head")
+
+
+def test_an_error_leaves_the_model_as_it_was():
+    model = mixed()
+    definition = flax.nnx.graphdef(model)
+    with pytest.raises(ValueError, match="only is false of it"):
+        jaxnorm.quantize_linears(model, INT8, only=lambda path, layer: False)
+    assert flax.nnx.graphdef(model) == definition
+
+
+def test_a_layer_of_ours_has_no_dot_of_its_own():
+    with pytest.raises(TypeError, match=r"^QuantizedLinear: cannot be quantised: it has a dot_general of its own"):
+        QuantizedLinear(4, 4, weights=INT8, dot_general=len, rngs=flax.nnx.Rngs(0))
+
+
+def test_a_call_takes_no_sharding():
+    layer = linear()
+    jaxnorm.quantize_linears(layer, INT8)
+    with pytest.raises(ValueError, match=r"^QuantizedLinear: got out_sharding=.* reshard the result instead"):
+        layer(draw_x(DIMS), out_sharding=PartitionSpec())
