@@ -30,6 +30,7 @@ enum DescAttribute : int {
   kDescBiasPointer = 8,
   kDescAScalePointer = 17,
   kDescBScalePointer = 18,
+  kDescFastAccum = 25,
   kDescAScaleMode = 31,
   kDescBScaleMode = 32,
 };

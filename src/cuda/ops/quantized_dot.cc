@@ -67,6 +67,8 @@ Owned<Desc> desc_of(const Library& lt, const QuantizedDot& p, Checks& check) {
     check("cublasLtMatmulDescSetAttribute", lt.desc_set(desc, attribute, &value, sizeof value));
   };
   set(kDescTransA, kTranspose);
+  // As XLA's sums by default. The others take longer than its product and its pass of scales together.
+  set(kDescFastAccum, int8_t{1});
   set(kDescAScaleMode, kScaleOuterVec32f);
   set(kDescBScaleMode, kScaleOuterVec32f);
   set(kDescAScalePointer, p.weight_scales);
