@@ -77,14 +77,14 @@ jaxnorm_add_module(_cuda
   src/cuda/ops/shard_apply.cu src/cuda/ops/shard_statistics.cu src/cuda/ops/add.cu src/cuda/engine/partials.cu
   src/cuda/engine/device.cu src/cuda/engine/grad_schedule.cc src/cuda/engine/plan.cc src/cuda/ops/grad.cc
   src/cuda/ops/rotary_plan.cc src/cuda/ops/qk_norm_rotary.cc src/cuda/ops/group_norm.cc
-  src/cuda/dispatch.cc src/ffi/cuda_module.cc)
+  src/cuda/cublaslt.cc src/cuda/ops/quantized_dot.cc src/cuda/dispatch.cc src/ffi/cuda_module.cc)
 # --fmad=false: where two operations are fused is written in the kernels and not left to the compiler, or a row's bits
 # would depend on which copy of the code it meets.
 # --compress-mode=size: machine code takes a fifth of the room, and is unpacked once, when it is loaded.
 target_compile_options(_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--fmad=false --compress-mode=size>)
 # Static, so that the module loads where there is no CUDA driver.
 set_target_properties(_cuda PROPERTIES CUDA_RUNTIME_LIBRARY Static)
-target_link_libraries(_cuda PRIVATE CUDA::cudart_static)
+target_link_libraries(_cuda PRIVATE CUDA::cudart_static ${CMAKE_DL_LIBS})
 list(JOIN JAXNORM_CUDA_ARCHITECTURES " " architectures)
 target_compile_definitions(_cuda PRIVATE JAXNORM_CUDA_ARCHITECTURES="${architectures}"
   JAXNORM_CUDA_TOOLKIT="${CMAKE_CUDA_COMPILER_VERSION}")

@@ -4,12 +4,15 @@
 
 #include <cuda_runtime_api.h>
 
+#include <string>
+
 #include "ops/add_norm.h"
 #include "ops/cross_entropy.h"
 #include "ops/gated_norm.h"
 #include "ops/group_norm.h"
 #include "ops/norm_shard.h"
 #include "ops/qk_norm_rotary.h"
+#include "ops/quantized_dot.h"
 #include "ops/quantized_norm.h"
 #include "ops/sandwich_norm.h"
 #include "ops/softmax.h"
@@ -36,6 +39,8 @@ cudaError_t run(const CrossEntropyForward& p, cudaStream_t stream);
 cudaError_t run(const CrossEntropyBackward& p, cudaStream_t stream);
 cudaError_t run(const ShardStatistics& p, cudaStream_t stream);
 cudaError_t run(const ShardApply& p, cudaStream_t stream);
+// Why it was not launched, since more than CUDA may refuse it; empty where it was.
+std::string run(const QuantizedDot& p, cudaStream_t stream);
 
 // Ops without a workspace have none of these.
 WorkspaceSize norm_forward_workspace(Kind kind, const WorkspaceQuery& query);
@@ -48,5 +53,7 @@ WorkspaceSize softmax_forward_workspace(const WorkspaceQuery& query);
 // Of a row of `query`, a group of an example: weight_rows are the groups of an example, and the channels of each.
 WorkspaceSize group_norm_forward_workspace(const WorkspaceQuery& query);
 WorkspaceSize group_norm_backward_workspace(const WorkspaceQuery& query);
+// The same for all shapes.
+WorkspaceSize quantized_dot_workspace(const WorkspaceQuery& query);
 
 }  // namespace jaxnorm::cuda

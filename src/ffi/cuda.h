@@ -33,7 +33,12 @@ struct Cuda {
     const std::string name(target);
     if (const cudaError_t error = cuda::prepare_device(); error != cudaSuccess)
       return ffi::Error::Internal(name + ": the GPU could not be asked what it has: " + cudaGetErrorString(error));
-    const cudaError_t error = run(op, stream);
+    return outcome(name, op, run(op, stream));
+  }
+
+ private:
+  template <class Op>
+  static ffi::Error outcome(const std::string& name, const Op& op, cudaError_t error) {
     if (error == cudaSuccess) return ffi::Error::Success();
     if (error == cudaErrorMemoryAllocation) {
       return ffi::Error::InvalidArgument(name + ": the program's workspace holds " + std::to_string(floats_of(op, 0)) +
@@ -41,6 +46,12 @@ struct Cuda {
                                          "jaxnorm; export it again");
     }
     return ffi::Error::Internal(name + ": the launch failed: " + cudaGetErrorString(error));
+  }
+
+  // Of an op that says why in words.
+  template <class Op>
+  static ffi::Error outcome(const std::string& name, const Op&, const std::string& why) {
+    return why.empty() ? ffi::Error::Success() : ffi::Error::Internal(name + ": " + why);
   }
 };
 

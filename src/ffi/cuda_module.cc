@@ -2,9 +2,12 @@
 #include <cuda_runtime_api.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <string>
+#include <vector>
 
+#include "cuda/cublaslt.h"
 #include "cuda/engine/device.h"
 #include "cuda/engine/plan.h"
 #include "ffi/cuda.h"
@@ -28,9 +31,12 @@ struct Workspaces {
   static constexpr WorkspaceFunction* softmax = cuda::softmax_forward_workspace;
   static constexpr WorkspaceFunction* group_norm = cuda::group_norm_forward_workspace;
   static constexpr WorkspaceFunction* group_norm_grad = cuda::group_norm_backward_workspace;
+  static constexpr WorkspaceFunction* quantized_dot = cuda::quantized_dot_workspace;
 };
 
-std::vector<Handler> cuda_handlers() { return all_handlers<Cuda, kOps<Workspaces>, kShardOps>(); }
+std::vector<Handler> cuda_handlers() {
+  return all_handlers<Cuda, kOps<Workspaces>, kShardOps, kLibraryOps<Workspaces>>();
+}
 
 Dtype dtype_of(const std::string& name) {
   if (name == "float32") return Dtype::f32;
@@ -49,6 +55,12 @@ Kind kind_of(const std::string& name) {
 int driver() {
   int version = 0;
   return cudaDriverGetVersion(&version) == cudaSuccess ? version : 0;
+}
+
+// Empty where it is open.
+std::string open_cublaslt(const std::vector<std::string>& paths) {
+  std::string why;
+  return cuda::cublaslt::open(paths, why) ? "" : why;
 }
 
 nb::tuple workspace(const std::string& target, const std::string& dtype, int64_t cols, int weights, int64_t count,
@@ -104,6 +116,9 @@ NB_MODULE(_cuda, module) {
   module.def("architectures", [] { return JAXNORM_CUDA_ARCHITECTURES; }, "What the kernels were compiled for.");
   module.def("toolkit", [] { return JAXNORM_CUDA_TOOLKIT; }, "The version of the CUDA compiler.");
   module.def("driver", &jaxnorm::driver, "The newest CUDA that the driver serves, 12040 for 12.4; 0: there is none.");
+  module.def("cublaslt", &jaxnorm::open_cublaslt, arg("paths"),
+             "Opens cuBLASLt, for the whole process and once: one that is loaded, or that the loader finds, or at one "
+             "of these paths. Returns why there is none that will do, or nothing.");
   module.def(
       "workspace", &jaxnorm::workspace, arg("target"), arg("dtype"), arg("cols"), nb::kw_only(), arg("weights") = 0,
       arg("count") = 1, arg("inner") = 1, arg("with_dx") = false, arg("keeps_row") = false, arg("widens_row") = false,

@@ -9,6 +9,7 @@
 #include "ffi/norm.h"
 #include "ffi/norm_shard.h"
 #include "ffi/qk_norm_rotary.h"
+#include "ffi/quantized_dot.h"
 #include "ffi/quantized_norm.h"
 #include "ffi/sandwich_norm.h"
 #include "ffi/softmax.h"
@@ -55,6 +56,12 @@ inline constexpr std::tuple kShardOps{
     Row{"jaxnorm_layer_norm_statistics", read_shard_statistics<Kind::layer>},
     Row{"jaxnorm_rms_norm_apply", read_shard_apply<Kind::rms>},
     Row{"jaxnorm_layer_norm_apply", read_shard_apply<Kind::layer>},
+};
+
+// What a library computes, which no platform but CUDA has.
+template <class Workspaces>
+inline constexpr std::tuple kLibraryOps{
+    Row{"jaxnorm_quantized_dot", read_quantized_dot, Workspaces::quantized_dot},
 };
 
 }  // namespace jaxnorm

@@ -54,19 +54,20 @@ class Reader {
 
   // Without a dtype that is wanted, any but those of 8 bits will do.
   Input operand(const char* name, const Shape& shape, std::optional<Dtype> dtype = std::nullopt) {
-    if (const auto buffer = operands_.get<ffi::AnyBuffer>(next_operand_++)) {
-      return {buffer->untyped_data(), checked(name, *buffer, shape, dtype, false)};
-    }
-    fail_missing(name, "operands", operands_.size());
-    return {};
+    return operand(name, shape, dtype, kWide);
   }
 
+  // An operand of any float of 8 bits.
+  Input float8_operand(const char* name, const Shape& shape) { return operand(name, shape, std::nullopt, kFloat8); }
+
   Output result(const char* name, const Shape& shape, std::optional<Dtype> dtype = std::nullopt) {
-    return result(name, shape, dtype, false);
+    return result(name, shape, dtype, kWide);
   }
 
   // A result of any dtype of 8 bits.
-  Output quantized_result(const char* name, const Shape& shape) { return result(name, shape, std::nullopt, true); }
+  Output quantized_result(const char* name, const Shape& shape) {
+    return result(name, shape, std::nullopt, kQuantized);
+  }
 
   const float* f32_operand(const char* name, const Shape& shape) {
     return static_cast<const float*>(operand(name, shape, Dtype::f32).data);
@@ -159,9 +160,27 @@ class Reader {
   }
 
  private:
-  Output result(const char* name, const Shape& shape, std::optional<Dtype> dtype, bool quantized) {
+  // The dtypes of which any will do, and what messages call them.
+  struct Dtypes {
+    bool (*has)(Dtype);
+    const char* names;
+  };
+  static constexpr Dtypes kWide{[](Dtype dtype) { return !is_quantized(dtype); }, "F32, F16 or BF16"};
+  static constexpr Dtypes kQuantized{is_quantized, "F8E4M3FN, F8E5M2 or S8"};
+  static constexpr Dtypes kFloat8{[](Dtype dtype) { return is_quantized(dtype) && dtype != Dtype::s8; },
+                                  "F8E4M3FN or F8E5M2"};
+
+  Input operand(const char* name, const Shape& shape, std::optional<Dtype> dtype, const Dtypes& any) {
+    if (const auto buffer = operands_.get<ffi::AnyBuffer>(next_operand_++)) {
+      return {buffer->untyped_data(), checked(name, *buffer, shape, dtype, any)};
+    }
+    fail_missing(name, "operands", operands_.size());
+    return {};
+  }
+
+  Output result(const char* name, const Shape& shape, std::optional<Dtype> dtype, const Dtypes& any) {
     if (auto buffer = results_.get<ffi::AnyBuffer>(next_result_++)) {
-      return {(*buffer)->untyped_data(), checked(name, **buffer, shape, dtype, quantized)};
+      return {(*buffer)->untyped_data(), checked(name, **buffer, shape, dtype, any)};
     }
     fail_missing(name, "results", results_.size());
     return {};
@@ -195,12 +214,12 @@ class Reader {
   }
 
   Dtype checked(const char* name, const ffi::AnyBuffer& buffer, const Shape& shape, std::optional<Dtype> wanted,
-                bool quantized) {
+                const Dtypes& any) {
     const auto dtype = dtype_of(buffer);
-    const bool is_right = dtype && (wanted ? *dtype == *wanted : is_quantized(*dtype) == quantized);
+    const bool is_right = dtype && (wanted ? *dtype == *wanted : any.has(*dtype));
     if (shape_of(buffer) != shape || !is_right) {
-      const char* const any = quantized ? "F8E4M3FN, F8E5M2 or S8 of shape " : "F32, F16 or BF16 of shape ";
-      fail(std::string(name) + " is " + text(buffer) + ", expected " + (wanted ? name_of(*wanted) : any) + text(shape));
+      const std::string expected = wanted ? name_of(*wanted) : std::string(any.names) + " of shape ";
+      fail(std::string(name) + " is " + text(buffer) + ", expected " + expected + text(shape));
     }
     return dtype.value_or(Dtype::f32);
   }

@@ -1,6 +1,6 @@
 """What tests use of the package beside its public names: every such import stands here."""
 
-from jaxnorm.native import compat, ffi, fit, private
+from jaxnorm.native import compat, cublaslt, ffi, fit, private
 from jaxnorm.ops.gated_norm.formula import LONGEST as LONGEST_GATED
 from jaxnorm.ops.quantize.rounding import SMALLEST_SCALE
 from jaxnorm.primitive import fallback, reasons, weights
@@ -14,6 +14,7 @@ __all__ = [
     "SMALLEST_SCALE",
     "choose_fastest",
     "compat",
+    "cublaslt",
     "fallback",
     "ffi",
     "fit",

@@ -1,0 +1,207 @@
+// The product of matrices of 8-bit floats by cuBLASLt.
+//
+// Its matrices are stored by columns, so it is asked for the transposed product: y' = weights * x'. `a` is weights, as
+// depth x cols and transposed, `b` is x, as depth x rows, and `d` is y, as cols x rows.
+#include "ops/quantized_dot.h"
+
+#include <array>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <type_traits>
+
+#include "cuda/cublaslt.h"
+#include "cuda/ops.h"
+
+namespace jaxnorm::cuda {
+namespace {
+
+using namespace cublaslt;
+
+constexpr int64_t kWorkspaceBytes = 32 << 20;  // what cuBLASLt's authors advise for Hopper
+constexpr int64_t kWorkspaceAlignment = 256;
+
+struct Type {
+  cudaDataType type;
+  const char* name;
+};
+
+Type type_of(Dtype dtype) {
+  if (dtype == Dtype::f8e4m3fn) return {CUDA_R_8F_E4M3, "F8E4M3FN"};
+  if (dtype == Dtype::f8e5m2) return {CUDA_R_8F_E5M2, "F8E5M2"};
+  if (dtype == Dtype::f16) return {CUDA_R_16F, "F16"};
+  return dtype == Dtype::bf16 ? Type{CUDA_R_16BF, "BF16"} : Type{CUDA_R_32F, "F32"};
+}
+
+// What went wrong first.
+class Checks {
+ public:
+  explicit Checks(const Library& library) : library_(library) {}
+  bool operator()(const char* what, Status status) {
+    if (status != kSuccess && why_.empty()) why_ = std::string(what) + ": " + library_.status_name(status);
+    return status == kSuccess;
+  }
+  const std::string& why() const { return why_; }
+
+ private:
+  const Library& library_;
+  std::string why_;
+};
+
+// A descriptor, destroyed by this function of the library.
+template <class T>
+using Owned = std::unique_ptr<T, Status (*)(T*)>;
+
+Owned<Layout> layout_of(const Library& lt, Dtype dtype, int64_t rows, int64_t cols, Checks& check) {
+  Layout* layout = nullptr;
+  check("cublasLtMatrixLayoutCreate", lt.layout_create(&layout, type_of(dtype).type, rows, cols, rows));
+  return {layout, lt.layout_destroy};
+}
+
+Owned<Desc> desc_of(const Library& lt, const QuantizedDot& p, Checks& check) {
+  Desc* desc = nullptr;
+  if (!check("cublasLtMatmulDescCreate", lt.desc_create(&desc, kCompute32f, CUDA_R_32F)))
+    return {nullptr, lt.desc_destroy};
+  const auto set = [&](DescAttribute attribute, const auto& value) {
+    check("cublasLtMatmulDescSetAttribute", lt.desc_set(desc, attribute, &value, sizeof value));
+  };
+  set(kDescTransA, kTranspose);
+  // As XLA's sums by default. The others take longer than its product and its pass of scales together.
+  set(kDescFastAccum, int8_t{1});
+  set(kDescAScaleMode, kScaleOuterVec32f);
+  set(kDescBScaleMode, kScaleOuterVec32f);
+  set(kDescAScalePointer, p.weight_scales);
+  set(kDescBScalePointer, p.x_scales);
+  if (p.bias) {
+    set(kDescEpilogue, kEpilogueBias);
+    set(kDescBiasPointer, p.bias.data);
+  }
+  return {desc, lt.desc_destroy};
+}
+
+// The part of the workspace that begins where cuBLASLt wants it to. How large it is does not depend on the address, or
+// the algorithm would, and with it the bits of y.
+struct Room {
+  void* data = nullptr;
+  size_t bytes = 0;
+
+  explicit Room(const Workspace& workspace) {
+    const int64_t whole = workspace.floats * static_cast<int64_t>(sizeof(float)) / kWorkspaceAlignment - 1;
+    if (whole < 1) return;
+    const uintptr_t begin = reinterpret_cast<uintptr_t>(workspace.data) + kWorkspaceAlignment - 1;
+    data = reinterpret_cast<void*>(begin / kWorkspaceAlignment * kWorkspaceAlignment);
+    bytes = whole * kWorkspaceAlignment;
+  }
+};
+
+// How a product of these shapes and dtypes is computed on a device.
+struct DotPlan {
+  Owned<Layout> a, b, d;
+  Algorithm algorithm;
+  size_t workspace_bytes;
+};
+
+// What the algorithm may depend on, and nothing else may.
+using Key = std::array<int64_t, 9>;
+
+Key key_of(const Context* handle, const QuantizedDot& p, const Room& room) {
+  const auto number = [](Dtype dtype) { return static_cast<int64_t>(dtype); };
+  return {reinterpret_cast<int64_t>(handle),
+          p.rows,
+          p.cols,
+          p.depth,
+          number(p.x.dtype),
+          number(p.weights.dtype),
+          number(p.y.dtype),
+          p.bias ? 1 : 0,
+          static_cast<int64_t>(room.bytes)};
+}
+
+Owned<Preference> preference_of(const Library& lt, size_t workspace_bytes, Checks& check) {
+  Preference* preference = nullptr;
+  if (!check("cublasLtMatmulPreferenceCreate", lt.preference_create(&preference)))
+    return {nullptr, lt.preference_destroy};
+  const auto set = [&](PreferenceAttribute attribute, const auto& value) {
+    check("cublasLtMatmulPreferenceSetAttribute", lt.preference_set(preference, attribute, &value, sizeof value));
+  };
+  set(kPreferenceMaxWorkspaceBytes, static_cast<uint64_t>(workspace_bytes));
+  // All that is known of every call, wherever its arrays lie.
+  for (const auto attribute : {kPreferenceMinAlignmentABytes, kPreferenceMinAlignmentBBytes,
+                               kPreferenceMinAlignmentCBytes, kPreferenceMinAlignmentDBytes})
+    set(attribute, static_cast<uint32_t>(kDotMultiple));
+  return {preference, lt.preference_destroy};
+}
+
+std::string no_algorithm(const Library& lt, const QuantizedDot& p, const Room& room, Status status) {
+  const auto matrix = [](Dtype dtype, int64_t rows, int64_t cols) {
+    return std::string(type_of(dtype).name) + "[" + std::to_string(rows) + "," + std::to_string(cols) + "]";
+  };
+  return "cuBLASLt " + version_of(lt) + " has no algorithm on this GPU for x " + matrix(p.x.dtype, p.rows, p.depth) +
+         ", weights " + matrix(p.weights.dtype, p.cols, p.depth) + " and y " + matrix(p.y.dtype, p.rows, p.cols) +
+         (p.bias ? " with a bias" : "") + ", scaled by row and column, in " + std::to_string(room.bytes) +
+         " bytes of workspace (" + lt.status_name(status) + ")";
+}
+
+// Null where there is none, and why.
+std::unique_ptr<DotPlan> make_plan(const Library& lt, Context* handle, Desc* desc, const QuantizedDot& p,
+                                   const Room& room, std::string& why) {
+  Checks check(lt);
+  auto a = layout_of(lt, p.weights.dtype, p.depth, p.cols, check);
+  auto b = layout_of(lt, p.x.dtype, p.depth, p.rows, check);
+  auto d = layout_of(lt, p.y.dtype, p.cols, p.rows, check);
+  const auto preference = preference_of(lt, room.bytes, check);
+  why = check.why();
+  if (!why.empty()) return nullptr;
+  Heuristic best{};
+  int found = 0;
+  Status status = lt.heuristic(handle, desc, a.get(), b.get(), d.get(), d.get(), preference.get(), 1, &best, &found);
+  if (status == kSuccess && found > 0) status = best.state;
+  if (status != kSuccess || found == 0) {
+    why = no_algorithm(lt, p, room, status);
+    return nullptr;
+  }
+  return std::unique_ptr<DotPlan>(
+      new DotPlan{std::move(a), std::move(b), std::move(d), best.algorithm, best.workspace_bytes});
+}
+
+// The plan of such calls, made by the first. It stays where it is.
+const DotPlan* plan_of(const Library& lt, Context* handle, Desc* desc, const QuantizedDot& p, const Room& room,
+                       std::string& why) {
+  static std::mutex mutex;
+  // Never destroyed: when the process ends, cuBLASLt may be gone before.
+  static auto* const plans = new std::map<Key, std::unique_ptr<DotPlan>>;
+  const std::lock_guard<std::mutex> lock(mutex);
+  std::unique_ptr<DotPlan>& plan = (*plans)[key_of(handle, p, room)];
+  if (!plan) plan = make_plan(lt, handle, desc, p, room, why);
+  return plan.get();
+}
+
+}  // namespace
+
+std::string run(const QuantizedDot& p, cudaStream_t stream) {
+  if (p.rows == 0 || p.cols == 0) return "";
+  const RelaxedCapture relaxed;
+  std::string why;
+  const Library* const lt = open({}, why);
+  if (!lt) return why;
+  Context* const handle = handle_of_device(*lt, why);
+  if (!handle) return why;
+  Checks check(*lt);
+  const auto desc = desc_of(*lt, p, check);
+  if (!check.why().empty()) return check.why();
+  const Room room(p.workspace);
+  const DotPlan* const plan = plan_of(*lt, handle, desc.get(), p, room, why);
+  if (!plan) return why;
+  const float alpha = 1, beta = 0;
+  check("cublasLtMatmul",
+        lt->matmul(handle, desc.get(), &alpha, p.weights.data, plan->a.get(), p.x.data, plan->b.get(), &beta, p.y.data,
+                   plan->d.get(), p.y.data, plan->d.get(), &plan->algorithm, room.data, plan->workspace_bytes, stream));
+  return check.why();
+}
+
+WorkspaceSize quantized_dot_workspace(const WorkspaceQuery&) {
+  return {0, kWorkspaceBytes / static_cast<int64_t>(sizeof(float))};
+}
+
+}  // namespace jaxnorm::cuda

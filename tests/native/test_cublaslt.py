@@ -1,0 +1,92 @@
+"""cuBLASLt is found where it is, and where it is not that is said; no GPU is asked."""
+
+import subprocess
+import sys
+
+import pytest
+from internals import cublaslt, ffi
+
+pytestmark = pytest.mark.plans
+
+# In a process of its own, since a library that is open stays so.
+OPEN = """
+import importlib, sys
+print(importlib.import_module("jaxnorm._cuda").cublaslt(sys.argv[1:]))
+"""
+
+
+def open_in_fresh_process(*paths) -> str:
+    arguments = [sys.executable, "-c", OPEN, *map(str, paths)]
+    return subprocess.run(arguments, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def is_on_the_loaders_path() -> bool:
+    return open_in_fresh_process() == ""
+
+
+def make_wheel(root, package, name):
+    library = root.joinpath(*package.split("."), "lib", name)
+    library.parent.mkdir(parents=True)
+    library.touch()
+    return library
+
+
+@pytest.fixture
+def environment(tmp_path, monkeypatch):
+    """An empty directory in which packages are looked for, and nowhere else."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    for name in [name for name in sys.modules if name.split(".")[0] == "nvidia"]:
+        monkeypatch.delitem(sys.modules, name)
+    return tmp_path
+
+
+def test_no_wheel(environment):
+    assert cublaslt.paths() == []
+
+
+def test_a_wheel_without_the_library(environment):
+    (environment / "nvidia" / "cublas").mkdir(parents=True)
+    assert cublaslt.paths() == []
+
+
+@pytest.mark.parametrize(
+    ("package", "name"), [("nvidia.cu13", "libcublasLt.so.13"), ("nvidia.cublas", "libcublasLt.so.12")]
+)
+def test_the_wheel_of_each_cuda(environment, package, name):
+    library = make_wheel(environment, package, name)
+    assert cublaslt.paths() == [str(library)]
+    assert not any(name.split(".")[0] == "nvidia" and "." in name for name in sys.modules)
+
+
+def test_the_newer_wheel_comes_first(environment):
+    old = make_wheel(environment, "nvidia.cublas", "libcublasLt.so.12")
+    new = make_wheel(environment, "nvidia.cu13", "libcublasLt.so.13")
+    assert cublaslt.paths() == [str(new), str(old)]
+
+
+def test_where_it_was_looked_for_is_said(tmp_path):
+    broken = tmp_path / "libcublasLt.so.13"
+    broken.write_text("no library")
+    missing = tmp_path / "libcublasLt.so.12"
+    reason = open_in_fresh_process(broken, missing)
+    if is_on_the_loaders_path():
+        assert reason == ""
+    else:
+        names = ["libcublasLt.so.13", "libcublasLt.so.12", str(broken), str(missing)]
+        assert reason.startswith("cuBLASLt was not found")
+        assert [name for name in names if name not in reason] == []
+
+
+def test_another_library_will_not_do():
+    reason = open_in_fresh_process("libc.so.6")
+    assert reason == "" if is_on_the_loaders_path() else "libc.so.6 lacks functions" in reason
+
+
+def test_a_reason_has_a_remedy():
+    reason = cublaslt.why_not()
+    assert reason is None or "pip install" in reason
+
+
+def test_the_workspace_is_the_same_for_all_shapes():
+    sizes = {ffi.module("cuda").workspace("jaxnorm_quantized_dot", "bfloat16", cols) for cols in (16, 4096, 1 << 20)}
+    assert sizes == {(0, 8 << 20)}
