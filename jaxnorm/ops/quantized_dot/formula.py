@@ -84,7 +84,11 @@ def _product(x: jax.Array, weights: jax.Array) -> jax.Array:
     if jnp.issubdtype(x.dtype, jnp.integer):
         return _integer_product(x, weights)
     if x.dtype.itemsize > 1:
-        return _dot(x, weights.astype(x.dtype), wide_dtype(x.dtype))
+        wide = weights.astype(x.dtype)
+        if weights.dtype == jnp.int4 and x.dtype.itemsize > 2:
+            # XLA for GPUs (JAX 0.11) gets the product of float32 wrong if it converts int4 within.
+            wide = lax.optimization_barrier(wide)
+        return _dot(x, wide, wide_dtype(x.dtype))
     if weights.dtype == jnp.float4_e2m1fn:
         weights = weights.astype(x.dtype)
     # XLA for a CPU takes more than twice as long for float8, of which bfloat16 has every value.
