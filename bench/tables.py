@@ -11,7 +11,7 @@ import re
 import statistics
 from pathlib import Path
 
-from bench import model_tables, report, row_tables, shapes, targets
+from bench import dot_tables, model_tables, report, row_tables, shapes, targets
 
 MARKED = re.compile(r"<!-- table: (\S+) -->\n.*?<!-- end -->", re.DOTALL)
 # In the order of the tables; a run may have fewer, or others, which come last.
@@ -265,5 +265,7 @@ TABLES = {
     "decode-separate": ("h200_decode_separate.json", whole),
     "rotary": ("h200_rotary.json", whole),
     "groups": ("h200_groups.json", whole),
+    "dots": ("h200_dots.json", dot_tables.products),
+    "dots-library": ("h200_dots.json", dot_tables.by_library),
     "steps": (("h200_model_default.json", "h200_model_separate.json"), model_tables.steps),
 }

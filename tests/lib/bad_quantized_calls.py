@@ -22,7 +22,7 @@ QUANTIZATION = {
     "a group size of a bool": call("int8", "group", True).raises(ValueError, "group_size", "True"),
     "a group size without groups": call("int8", "token", 64).raises(ValueError, "group_size=64", "'group'", "'token'"),
     "powers of two of int8": call("int8", "token", None, True).raises(
-        ValueError, "power_of_two", "float8", "int8", "leave"
+        ValueError, "power_of_two", "floats", "int8", "leave"
     ),
     "powers of two of a given scale": call("float8_e5m2", "tensor", None, True).raises(
         ValueError, "power_of_two", "'tensor'", "leave"

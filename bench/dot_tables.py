@@ -1,0 +1,26 @@
+"""The table of products with quantised operands, see `bench.tables`."""
+
+from bench import report, tables
+
+
+def products(results):
+    """Microseconds, and how many times as fast as bfloat16, by the operands' types."""
+    rows = results["rows"]
+    forms = list(dict.fromkeys(row["op"].split(", ")[1] for row in rows))
+    lines = []
+    for shape in dict.fromkeys(row["shape"] for row in rows):
+        of_shape = {row["op"].split(", ")[1]: row for row in rows if row["shape"] == shape}
+        cells = [f"{row['us']:.0f} ({row['x bf16']:.2f})" for row in map(of_shape.get, forms)]
+        lines.append([shape, f"{of_shape[forms[0]]['bf16 us']:.0f}", *cells])
+    return tables.about(results["header"]) + report.table(["x by weights", "bfloat16", *forms], lines)
+
+
+def by_library(results):
+    """Of those that a library makes by default, beside XLA's."""
+    rows = [row for row in results["rows"] if abs(row["us"] - row["XLA us"]) > 0.03 * row["us"]]
+    lines = [
+        [row["shape"], row["op"].split(", ")[1], f"{row['us']:.0f}", f"{row['XLA us']:.0f}"]
+        + [f"{row['XLA us'] / row['us']:.2f}"]
+        for row in rows
+    ]
+    return report.table(["x by weights", "form", "us", "XLA us", "times XLA"], lines)
