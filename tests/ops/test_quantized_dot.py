@@ -120,6 +120,7 @@ TRANSFORMS = {
 }
 
 
+@pytest.mark.jax_version
 @cover(pair=[("int8", "int8"), ("float8_e4m3fn", "float8_e4m3fn"), (None, "int4")], how=TRANSFORMS.keys())
 def test_gradients(pair, how):
     args = draw("x", DIMS), draw("w", (OUTPUTS, DIMS[-1]), std=0.3), draw("bias", (OUTPUTS,))
@@ -127,6 +128,7 @@ def test_gradients(pair, how):
     assert_gradients(gradient(*args), expected_gradients(*args, *pair))
 
 
+@pytest.mark.jax_version
 @pytest.mark.parametrize("transform", [jax.checkpoint, lambda f: jax.vmap(f, (None, 0, None))])
 def test_gradients_of_what_is_transformed(transform):
     x, w, bias = draw("x", DIMS), draw("w", (3, OUTPUTS, DIMS[-1]), std=0.3), draw("bias", (OUTPUTS,))
@@ -138,6 +140,7 @@ def test_gradients_of_what_is_transformed(transform):
     assert_gradients(gradients, (sum(dx), np.stack(dw) if many else dw[0], sum(dbias)))
 
 
+@pytest.mark.jax_version
 def test_forward_mode_and_second_derivatives():
     x, weights = draw("x", (3, DIMS[-1])), operands()[1]
     w = exactly(weights)
@@ -167,6 +170,7 @@ AXES = {
 }
 
 
+@pytest.mark.jax_version
 @cover(axes=AXES.keys(), x_dtype=["int8", None])
 def test_examples(axes, x_dtype):
     of_x, of_weights = AXES[axes]
@@ -184,6 +188,7 @@ def test_examples(axes, x_dtype):
         np.testing.assert_allclose(y, product(*taken), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.jax_version
 def test_examples_of_examples():
     x, w = draw("x", (2, 5, 128)), draw("w", (3, 16, 128))
 
@@ -204,6 +209,7 @@ SPLIT = {
 }
 
 
+@pytest.mark.jax_version
 @pytest.mark.several
 @pytest.mark.parametrize("pair", [("int8", "int8"), ("float8_e4m3fn", "float8_e4m3fn"), (None, "int4")])
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
@@ -231,6 +237,7 @@ def test_over_devices(split, axis_type, pair):
     np.testing.assert_allclose(np.asarray(y), quantized_dot(x, weights, out_dtype="float32"), rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.jax_version
 @pytest.mark.several
 def test_gradients_in_a_shard_map():
     mesh = mesh_of(jax.devices(), AxisType.Auto)
@@ -243,6 +250,7 @@ def test_gradients_in_a_shard_map():
     assert_gradients(jax.grad(total, (0, 1, 2))(x, w, bias), expected_gradients(x, w, bias, "int8", "int8"))
 
 
+@pytest.mark.jax_version
 def test_an_exported_program():
     _, weights = operands("float8_e4m3fn", "float8_e4m3fn")
     rows = export.symbolic_shape("rows")
