@@ -1,5 +1,7 @@
 """The table of products with quantised operands, see `bench.tables`."""
 
+from collections.abc import Callable
+
 from bench import report, tables
 
 
@@ -18,9 +20,12 @@ def products(results):
 def by_library(results):
     """Of those that a library makes by default, beside XLA's."""
     rows = [row for row in results["rows"] if abs(row["us"] - row["XLA us"]) > 0.03 * row["us"]]
-    lines = [
-        [row["shape"], row["op"].split(", ")[1], f"{row['us']:.0f}", f"{row['XLA us']:.0f}"]
-        + [f"{row['XLA us'] / row['us']:.2f}"]
-        for row in rows
-    ]
+    columns: tuple[Callable[..., str], ...] = (
+        lambda row: row["shape"],
+        lambda row: row["op"].split(", ")[1],
+        lambda row: f"{row['us']:.0f}",
+        lambda row: f"{row['XLA us']:.0f}",
+        lambda row: f"{row['XLA us'] / row['us']:.2f}",
+    )
+    lines = [[column(row) for column in columns] for row in rows]
     return report.table(["x by weights", "form", "us", "XLA us", "times XLA"], lines)
