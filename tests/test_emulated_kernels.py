@@ -20,18 +20,20 @@ ENGINE = ("cuda/engine/plan.cc", "cuda/engine/grad_schedule.cc", "cuda/engine/pa
 UNITS = (
     *(f"cuda/ops/{op}_{dtype}.cu" for dtype in ("f32", "bf16") for op in OPS),
     *(f"cuda/ops/{op}.cu" for op in ("softmax_grad_mixed", "cross_entropy_grad")),
-    *(f"cuda/ops/{op}.cu" for op in ("group_merge", "shard_apply", "shard_statistics", "add")),
+    *(f"cuda/ops/{op}.cu" for op in ("group_merge", "unaligned_dot", "shard_apply", "shard_statistics", "add")),
     *ENGINE,
     *(f"cuda/ops/{name}.cc" for name in ("grad", "rotary_plan", "qk_norm_rotary", "group_norm")),
     "cuda/dispatch.cc",
 )
 # Results and gradients; with per-head weights; with padding; quantised results; gated norms; sandwich norms; rotary
 # embedding; sharded rows; workspaces of other sizes than are wanted; whether every plan has a kernel; rows whose
-# squares vanish; softmax and its gradients; cross-entropy and its gradient; GroupNorm and its gradients.
+# squares vanish; softmax and its gradients; cross-entropy and its gradient; GroupNorm and its gradients;
+# products of arrays that do not begin at words.
 PROGRAMS = (
     *("run", "run_heads", "run_padding", "run_quantized", "run_gated", "run_sandwich", "run_rotary"),
     *("run_shards", "run_workspace", "run_plans", "run_extremes"),
     *("run_softmax", "run_softmax_grad", "run_cross_entropy", "run_cross_entropy_grad", "run_group_norm"),
+    "run_unaligned_dot",
 )
 
 # One worker compiles the kernels for all of these tests, and the group that has the most tests comes first.

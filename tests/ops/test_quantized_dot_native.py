@@ -86,6 +86,30 @@ def test_in_a_loop():
         x = quantize(y, to(PAIRS[0][0]))
 
 
+def flat(array):
+    """The elements behind one more, and how an array of this shape comes of them; of float8 by way of its bits."""
+    integers = jax.lax.bitcast_convert_type(array, jnp.int8) if array.dtype.itemsize == 1 else array
+    padded = jnp.pad(integers.reshape(-1), (1, 0))
+    return jax.lax.bitcast_convert_type(padded, array.dtype) if array.dtype.itemsize == 1 else padded
+
+
+# XLA hands a call the slice itself.
+@pytest.mark.gpu
+@pytest.mark.parametrize("moved", [("x",), ("weights",), ("x", "weights")], ids=" and ".join)
+def test_at_an_odd_element(moved):
+    whole = dict(zip(("x", "weights"), operands(), strict=True))
+
+    def product(given):
+        arrays = {
+            name: jax.tree.map(lambda f, a: f[1:].reshape(a.shape), of, whole[name]) if name in moved else of
+            for name, of in given.items()
+        }
+        return quantized_dot(arrays["x"], arrays["weights"], implementation="native")
+
+    given = {name: jax.tree.map(flat, of) if name in moved else of for name, of in whole.items()}
+    assert_near(jax.jit(product)(given), **whole)
+
+
 @pytest.mark.gpu
 def test_examples_of_rows_are_one_call():
     x, weights = operands(dims=(3, 40, 256))

@@ -177,10 +177,22 @@ const DotPlan* plan_of(const Library& lt, Context* handle, Desc* desc, const Qua
   return plan.get();
 }
 
+// Where cuBLASLt wants all arrays to begin.
+bool begins_at_words(const QuantizedDot& p) {
+  for (const void* array : {p.x.data, static_cast<const void*>(p.x_scales), p.weights.data,
+                            static_cast<const void*>(p.weight_scales), p.bias.data, static_cast<const void*>(p.y.data)})
+    if (reinterpret_cast<uintptr_t>(array) % kDotMultiple != 0) return false;
+  return true;
+}
+
 }  // namespace
 
 std::string run(const QuantizedDot& p, cudaStream_t stream) {
   if (p.rows == 0 || p.cols == 0) return "";
+  if (!begins_at_words(p)) {
+    const cudaError_t error = unaligned_dot(p, stream);
+    return error == cudaSuccess ? "" : std::string("the launch failed: ") + cudaGetErrorString(error);
+  }
   const RelaxedCapture relaxed;
   std::string why;
   const Library* const lt = open({}, why);
