@@ -72,18 +72,13 @@ class Module:
         return 0, 0
 
 
-class Gpu:
-    def __init__(self, capability):
-        self.compute_capability = capability
-
-
 @pytest.fixture
 def machine(monkeypatch):
     """Makes this one, as far as can be seen, one with those GPUs."""
 
     def set_up(*capabilities):
         monkeypatch.setitem(ffi._modules, "cuda", Module())
-        monkeypatch.setattr(ffi, "_gpus", lambda: [Gpu(capability) for capability in capabilities])
+        monkeypatch.setattr(ffi, "capabilities", lambda: set(capabilities))
         ffi.why_unfit.cache_clear()
         monkeypatch.setattr(fallback, "_told", set())
 
