@@ -2,10 +2,10 @@
 
     python -m bench dots --out bench/results/h200_dots
 
-Kernel time comes from CUPTI and is the median of many calls, of operands that are read from memory. Results are
-bfloat16. "us" is what `quantized_dot` takes by default, "kernels" how many that are, "XLA us" with
-implementation="jnp", "bf16 us" the same product of bfloat16. Behind a norm both sides begin with `rms_norm`, quantised
-or not, of the same x.
+Kernel time comes from CUPTI and is the median of many calls. As many sets of operands take turns as are beyond the
+cache in bfloat16; of fewer bytes, small weights may stay in it. Results are bfloat16. "us" is what `quantized_dot`
+takes by default, "kernels" how many that are, "XLA us" with implementation="jnp", "bf16 us" the same product of bfloat16.
+Behind a norm both sides begin with `rms_norm`, quantised or not, of the same x.
 """
 
 from collections.abc import Callable
@@ -113,7 +113,6 @@ def times(shape, names, iterations):
     for name in names:
         form = FORMS[name]
         of_form = [jax.jit(lambda x, w, form=form: quantized(form, x, w))(*arrays) for arrays in sets]
-        # As many as the cache does not hold, of what has fewer bytes.
         by_default, by_xla = (time(program(form, how), of_form) for how in (None, "jnp"))
         yield name, by_default, by_xla, plain[form.has_norm]
 

@@ -265,6 +265,7 @@ TABLES = {
     "decode-separate": ("h200_decode_separate.json", whole),
     "rotary": ("h200_rotary.json", whole),
     "groups": ("h200_groups.json", whole),
+    "quantize-lm": ("h200_quantize_lm.json", whole),
     "dots": ("h200_dots.json", dot_tables.products),
     "dots-library": ("h200_dots.json", dot_tables.by_library),
     "steps": (("h200_model_default.json", "h200_model_separate.json"), model_tables.steps),

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxnorm.ops.quantized_dot.checks import dtypes_beside
 from jaxnorm.quantization import Quantization
 from jaxnorm.replacement import Path, Report
 
@@ -71,9 +72,8 @@ def check_pair(function: str, weights: Any, activations: Any) -> None:
     if activations is None:
         return
     theirs, ours = (jnp.dtype(quantization.dtype) for quantization in (weights, activations))
-    expected = "float8_e4m3fn or float8_e5m2" if jnp.issubdtype(theirs, jnp.floating) else "int8"
-    if ours.name not in expected:
+    if ours.name not in (expected := dtypes_beside(theirs)):
         raise TypeError(
-            f"{function}: activations are quantised to {ours}, expected {expected} for weights of {theirs}; "
-            f"leave activations out to quantise the weights only."
+            f"{function}: activations are quantised to {ours}, expected {' or '.join(expected)} for weights of "
+            f"{theirs}; leave activations out to quantise the weights only."
         )

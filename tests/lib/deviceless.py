@@ -16,16 +16,14 @@ H200 = Path(__file__).with_name("h200.txtpb")
 
 
 def has_plugin() -> bool:
-    return importlib.util.find_spec("jax_plugins") is not None and bool(
-        importlib.util.find_spec("jax_plugins.xla_cuda13")
-    )
+    plugins = importlib.util.find_spec("jax_plugins")
+    return plugins is not None and importlib.util.find_spec("jax_plugins.xla_cuda13") is not None
 
 
 @functools.cache
 def topology(devices=1):
-    return topologies.get_topology_desc(
-        platform="cuda", target_config=H200.read_text(), topology=f"1x1x{devices}" if devices > 1 else "1x1x1"
-    )
+    target = {"target_config": H200.read_text(), "topology": f"1x1x{devices}"}
+    return topologies.get_topology_desc(platform="cuda", **target)
 
 
 def mesh(devices=1, name="x"):

@@ -127,14 +127,6 @@ def sum_of(x, residual):
     return jnp.asarray((np.asarray(x, wide) + np.asarray(residual, wide)).astype(residual.dtype))
 
 
-# The options of a `Quantization` by what shares a scale.
-QUANTIZATIONS = {
-    "token": {},
-    "tensor": {"granularity": "tensor"},
-    "groups of 64": {"granularity": "group", "group_size": 64},
-}
-
-
 def to(dtype, shared="token", **options):
     """How an array is quantised to this dtype, 4 bits too."""
-    return Quantization(jnp.dtype(dtype), **QUANTIZATIONS[shared], **options)
+    return Quantization(jnp.dtype(dtype), **GRANULARITIES[shared], **options)

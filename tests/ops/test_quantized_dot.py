@@ -283,7 +283,12 @@ BAD_CALLS = {
         TypeError,
         "float8_e4m3fn and weights of int8",
     ),
-    "x of 4 bits": ((quantize(X, to("int4")), WEIGHTS), {}, TypeError, "int4, expected 8 bits"),
+    "x of 4 bits": (
+        (quantize(X, to("int4")), WEIGHTS),
+        {},
+        TypeError,
+        "int4 and weights of int8, expected int8 for x.*Only weights have 4",
+    ),
     "x of integers": ((jnp.ones((5, 64), "int8"), WEIGHTS), {}, TypeError, "x must have a floating-point dtype"),
     "a long bias": ((X, WEIGHTS), {"bias": jnp.ones(49)}, ValueError, r"bias has shape \(49,\), expected \(48,\)"),
     "an integer result": ((X, WEIGHTS), {"out_dtype": "int8"}, TypeError, "out_dtype"),

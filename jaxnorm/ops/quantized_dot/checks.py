@@ -60,14 +60,16 @@ def _check_scales(function: str, name: str, quantized: Quantized) -> None:
     )
 
 
+def dtypes_beside(weights: Any) -> tuple[str, ...]:
+    """The dtypes of quantised activations that there is a product of with weights of this dtype."""
+    return ("float8_e4m3fn", "float8_e5m2") if jnp.issubdtype(weights, jnp.floating) else ("int8",)
+
+
 def _check_dtypes(function: str, x: Any, weights: Any) -> None:
-    of_integers = [jnp.issubdtype(dtype, jnp.integer) for dtype in (x, weights)]
-    if x in map(jnp.dtype, ("int4", "float4_e2m1fn")):
-        raise TypeError(f"{function}: x has values of {x}, expected 8 bits: only weights have 4.")
-    if of_integers[0] != of_integers[1]:
+    if x.name not in (expected := dtypes_beside(weights)):
         raise TypeError(
-            f"{function}: x has values of {x} and weights of {weights}, expected both to be floats, or both integers; "
-            f"quantize one of them to a dtype like the other's."
+            f"{function}: x has values of {x} and weights of {weights}, expected {' or '.join(expected)} for x; "
+            f"quantize it to that, or the weights to a dtype like it. Only weights have 4 bits."
         )
 
 

@@ -22,9 +22,8 @@ from jaxnorm.primitive import lowering, reasons
 
 TARGET = "jaxnorm_quantized_dot"
 FLOAT8 = frozenset(map(jnp.dtype, ("float8_e4m3fn", "float8_e5m2")))
-# What cuBLASLt wants lengths to be multiples of; how much it wants to keep beside the result; the one GPU for which it
-# scales by row and column.
-MULTIPLE, WORKSPACE_FLOATS, CAPABILITY = 16, 2**23, "9.0"
+# What cuBLASLt wants lengths to be multiples of; the one GPU for which it scales by row and column.
+MULTIPLE, CAPABILITY = 16, "9.0"
 # Results of fewer elements XLA's code is faster for: it writes them as float32 first and reads them again, which takes
 # little time as long as they stay in the cache; measured on an H200 with `python -m bench dots`.
 FEW = 2**24
@@ -39,7 +38,7 @@ def bind(spec: QuantizedDot, operands: Operands) -> jax.Array:
 def why_not(spec: QuantizedDot, operands: Operands) -> str | None:
     """Why no kernel serves operands of these types."""
     x, weights, bias = operands.x, operands.weights, operands.bias
-    lengths = (*weights.shape[-2:],)
+    lengths = weights.shape[-2:]
     if not {x.dtype, weights.dtype} <= FLOAT8:
         return f"x is {x.dtype} and weights are {weights.dtype}, and the kernel multiplies float8"
     if spec.wants_all_digits:
@@ -60,10 +59,11 @@ def _why_not_here(platform: str, ctx: Any, spec: QuantizedDot, operands: Operand
         return f"there is a kernel for cuda, none for {platform}"
     if reason := why_not(spec, operands):
         return reason
-    capabilities = ffi.capabilities()
-    if compat.is_exported(ctx) or capabilities != {CAPABILITY}:
-        there = ", ".join(sorted(capabilities)) or "unknown"
-        return f"cuBLASLt scales by row and column on GPUs of compute capability {CAPABILITY}, and this is {there}"
+    only = f"cuBLASLt scales by row and column on GPUs of compute capability {CAPABILITY}"
+    if compat.is_exported(ctx):
+        return f"{only}, and an exported program may run on others"
+    if (capabilities := ffi.capabilities()) != {CAPABILITY}:
+        return f"{only}, and here is {', '.join(sorted(capabilities)) or 'none'}"
     return cublaslt.why_not()
 
 
@@ -104,7 +104,7 @@ def _native(platform: str, ctx: Any, *leaves: Any, tree: Any, spec: QuantizedDot
         TARGET,
         ctx.replace(avals_in=avals),
         values,
-        workspace=[(WORKSPACE_FLOATS,)],
+        workspace=ffi.workspace(platform, TARGET, spec.out_dtype, types.x.shape[0], types.weights.shape[1]),
         attributes={"has_bias": operands.bias is not None},
     )
 
