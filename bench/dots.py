@@ -4,8 +4,8 @@
 
 Kernel time comes from CUPTI and is the median of many calls. As many sets of operands take turns as are beyond the
 cache in bfloat16; of fewer bytes, small weights may stay in it. Results are bfloat16. "us" is what `quantized_dot`
-takes by default, "kernels" how many that are, "XLA us" with implementation="jnp", "bf16 us" the same product of bfloat16.
-Behind a norm both sides begin with `rms_norm`, quantised or not, of the same x.
+takes by default, "kernels" how many that are, "XLA us" with implementation="jnp", "bf16 us" the same product of
+bfloat16. Behind a norm both sides begin with `rms_norm`, quantised or not, of the same x.
 """
 
 from collections.abc import Callable
