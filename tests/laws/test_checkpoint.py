@@ -25,20 +25,29 @@ policies = over(OPS, default=EACH, policy=lambda op: POLICIES)
 
 
 def block(op):
-    """The op between two products, the second of which needs its result for a gradient."""
+    """The op between two products, the second of which needs its result for a gradient.
+
+    What it reads is exact, so that it is the same however XLA computes it: else a quantised value may be its neighbour.
+    """
 
     def function(w, v, *args):
-        y, *total = op.run()(jnp.sin(args[0] @ w), *args[1:])
+        y, *total = op.run()(jax.nn.leaky_relu(args[0] @ w, 0.5), *args[1:])
         return sum(jnp.sin(jnp.sin(a) @ v[: a.shape[-1]]).sum() for a in (y, *total))
 
     return function
 
 
+def of_few_bits(array, step):
+    """Of multiples of a power of two, whose products add up without an error."""
+    return (jnp.round(array / step) * step).astype(array.dtype)
+
+
 def operands(op):
-    args = op.draw(op.small)
-    cols = args[0].shape[-1]
+    x, *others = op.draw(op.small)
+    cols = x.shape[-1]
+    w = of_few_bits(draw("w", (cols, cols), std=0.1), 1 / 64)
     # A padded y has more columns than x.
-    return draw("w", (cols, cols), std=0.1), draw("v", (2 * cols, cols), std=0.1), *args
+    return w, draw("v", (2 * cols, cols), std=0.1), of_few_bits(x, 1 / 8), *others
 
 
 def gradients(function, op):
