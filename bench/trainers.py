@@ -1,8 +1,8 @@
 """A picture of what `examples/train_gemma.py` measured: loss curves, tokens a second, memory, time to compile.
 
-    python -m bench trainers bench/results/h200_gemma.json bench/results/h200_x2_gemma.json --out docs/benchmarks/h200-gemma.png
+    python -m bench trainers bench/results/h200_gemma.json bench/results/h200_x2_gemma.json
 
-Each results file is a panel of loss curves, and a group of bars in the panels below.
+makes the picture of the documentation. Each results file is a panel of loss curves, and a group of bars in the panels below.
 """
 
 import os
@@ -15,6 +15,7 @@ import jax
 
 from bench import report
 
+PICTURE = Path("docs/benchmarks/h200-gemma.png")
 COLORS = ("tab:orange", "tab:blue", "tab:green", "tab:purple")
 # The bars: what is drawn, its unit, and the columns that are stacked in it.
 BARS = (
@@ -26,7 +27,7 @@ BARS = (
 
 def add_arguments(parser):
     parser.add_argument("results", type=Path, nargs="+", help="JSON files of the example")
-    parser.add_argument("--out", type=Path, required=True, help="the PNG file")
+    parser.add_argument("--out", type=Path, default=PICTURE, help=f"the PNG file (default: {PICTURE})")
 
 
 def main(args):
@@ -42,12 +43,18 @@ def save(figure, path):
 def differences(rows):
     """A line for each way but the first: what it changes, and how far its losses are from the first's."""
     first, *others = rows
-    for row in others:
-        speed = 100 * (row["tokens/s"] / first["tokens/s"] - 1)
-        memory = row["temp GiB"] - first["temp GiB"]
-        apart, step = gap(first, row)
-        yield f"{row['way']}: {speed:+.1f} % tokens/s, {memory:+.2f} GiB of temporary memory a device"
-        yield f"Largest difference between the curves: {apart:.1e} at step {step} of {len(row['losses'])}."
+    return [f"{row['way']}: {change(first, row)}" for row in others]
+
+
+def change(first, row):
+    """What a way changes of the first one, in words."""
+    speed = 100 * (row["tokens/s"] / first["tokens/s"] - 1)
+    old, new = (way["state GiB"] + way["temp GiB"] for way in (first, row))
+    apart, step = gap(first, row)
+    return (
+        f"{abs(speed):.1f} % {'more' if speed >= 0 else 'fewer'} tokens a second, {new:.3g} GiB of memory a device "
+        f"in place of {old:.3g}, losses {apart:.1e} apart at most (step {step} of {len(row['losses'])})"
+    )
 
 
 def gap(first, row):

@@ -10,6 +10,7 @@
 from itertools import pairwise
 
 import gemma
+
 import jaxnorm
 
 
@@ -25,7 +26,7 @@ def attention(module, x):
 
 
 def decoder(model, tokens):
-    """The hidden states. What reads the stream and what is added to it alternate, so each norm of one meets the next's."""
+    """The hidden states: what a layer gives is normalised, added, and normalised for the next, all in one call."""
     halves = []  # the norm before, the layer, the norm after
     for block in model.blocks:
         halves.append((block.pre_attention_norm, block.attention, block.post_attention_norm))
@@ -57,7 +58,5 @@ def loss_of(model, tokens):
 def loss_of_logits(model, tokens):
     """The same of logits, whose gradient takes their place."""
     logits = model.embed.attend(model(tokens[:, :-1]))
-    losses = jaxnorm.softmax_cross_entropy_with_integer_labels(
-        logits, tokens[:, 1:], soft_cap=model.config.soft_cap
-    )
+    losses = jaxnorm.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:], soft_cap=model.config.soft_cap)
     return losses.mean()
