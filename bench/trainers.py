@@ -2,7 +2,8 @@
 
     python -m bench trainers bench/results/h200_gemma.json bench/results/h200_x2_gemma.json
 
-makes the picture of the documentation. Each results file is a panel of loss curves, and a group of bars in the panels below.
+makes the picture of the documentation. Each results file is a panel of loss curves, and a group of bars in the panels
+below.
 """
 
 import os
