@@ -95,9 +95,10 @@ def facts_of(header):
 
 
 def curves(panel, run):
-    """The first way as a broad line, the others as thin ones on it."""
+    """The first way as a broad line, the others as thin ones on it, with dashes in each other's gaps."""
     for i, (row, color) in enumerate(zip(run["rows"], COLORS, strict=False)):
-        style = {"lw": 1, "ls": "--"} if i else {"lw": 5, "alpha": 0.4}
+        others = len(run["rows"]) - 1
+        style = {"lw": 1.2, "ls": (4 * i, (4, 4 * others))} if i else {"lw": 5, "alpha": 0.4}
         panel.plot(range(1, len(row["losses"]) + 1), row["losses"], label=row["way"], color=color, **style)
     panel.set(xlabel="step", ylabel="training loss, nats a token", title=run["header"]["device"])
     panel.grid(alpha=0.3)
@@ -115,8 +116,8 @@ def bars(panel, runs, title, unit, columns):
             for depth, column in enumerate(columns):
                 panel.bar(at, row[column], 0.9 * width, bottom, color=COLORS[i], alpha=0.9 / (1 + depth))
                 bottom += row[column]
-            text = f"{bottom:,.0f}" if bottom >= 1000 else f"{bottom:.3g}"
-            panel.text(at, bottom, text, ha="center", va="bottom", fontsize=8)
+            text = f"{bottom / 1000:.1f}k" if bottom >= 1000 else f"{bottom:.3g}"
+            panel.text(at, bottom, text, ha="center", va="bottom", fontsize=7)
     panel.set_xticks(range(len(runs)), [run["header"]["device"] for run in runs], fontsize=8)
     panel.set_title(title, fontsize=9)
     panel.set_ylabel(unit, fontsize=8)

@@ -62,6 +62,6 @@ def test_the_picture(results):
         [[3.0, 2.0], [3.0, 2.0], [3.5, 2.0]],
     ]
     speed, memory, compilation = ([text.get_text() for text in panel.texts] for panel in others)
-    assert speed == ["1,000", "1,000", "1,100", "2,000", "2,000", "1,900"]
+    assert speed == ["1.0k", "1.0k", "1.1k", "2.0k", "2.0k", "1.9k"]
     assert memory == ["8", "8", "4", "8", "8", "8"]
     assert compilation == ["5"] * 6
