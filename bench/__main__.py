@@ -15,6 +15,7 @@ COMMANDS = {
     "sharding": "the norms over several devices",
     "resources": "registers and spills of the CUDA kernels in two builds, without a GPU",
     "plot": "pictures of the results",
+    "trainers": "a picture of what examples/train_gemma.py measured",
     "tables": "write the results into README.md and docs/",
 }
 

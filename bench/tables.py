@@ -11,7 +11,7 @@ import re
 import statistics
 from pathlib import Path
 
-from bench import dot_tables, model_tables, report, row_tables, shapes, targets
+from bench import dot_tables, model_tables, report, row_tables, shapes, targets, trainer_tables
 
 MARKED = re.compile(r"<!-- table: (\S+) -->\n.*?<!-- end -->", re.DOTALL)
 # In the order of the tables; a run may have fewer, or others, which come last.
@@ -268,5 +268,7 @@ TABLES = {
     "quantize-lm": ("h200_quantize_lm.json", whole),
     "dots": ("h200_dots.json", dot_tables.products),
     "dots-library": ("h200_dots.json", dot_tables.by_library),
+    "gemma": (("h200_gemma.json", "h200_x2_gemma.json"), trainer_tables.ways),
+    "gemma-headline": (("h200_gemma.json", "h200_x2_gemma.json"), trainer_tables.headline),
     "steps": (("h200_model_default.json", "h200_model_separate.json"), model_tables.steps),
 }

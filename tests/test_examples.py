@@ -1,5 +1,6 @@
 """The examples run as they are, on sizes for a CPU."""
 
+import json
 import os
 import re
 import subprocess
@@ -8,9 +9,14 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from coverage import in_full
+from flax import nnx
+from hlo import count_native_calls
+from native import is_platform_with_kernels
 
 pytestmark = pytest.mark.any_code
 
@@ -91,6 +97,58 @@ def test_train_sharded(how):
     printed = run("train_sharded.py", "--steps", "3", *how, JAX_PLATFORMS="cpu")
     assert float(re.search(r"between the curves: (\S+) in 3 steps", printed)[1]) < 1e-5
     assert re.search(r"rms_norm_bwd, \d x rms_norm_fwd", printed)
+
+
+SMALL_GEMMA = ["train_gemma.py", "--dtype", "float32", "--steps", "3", "--batch", "2", "--tokens", "32"]
+
+
+# Both ways train alike on two devices that the CPU simulates, and on one.
+@pytest.mark.parametrize("devices", ["2", *in_full("1")])
+def test_train_gemma(devices, tmp_path):
+    flags = "--xla_backend_optimization_level=0"
+    more = ["--devices", devices, "--soft-cap", "30", "--out", tmp_path / "gemma"]
+    printed = run(*SMALL_GEMMA, *more, JAX_PLATFORMS="cpu", XLA_FLAGS=flags)
+    for path in (
+        "blocks.1.attention.query_norm: RMSNorm",
+        "blocks.0.attention: Attention",
+        "(the model itself): Gemma",
+    ):
+        assert f"replaced  {path}\n" in printed
+    flax, ported = json.loads((tmp_path / "gemma.json").read_text())["rows"]
+    assert flax["devices"] == ported["devices"] == int(devices)
+    assert flax["losses"][0] > 8 > flax["losses"][-1]  # log(4096), and what has been learnt
+    np.testing.assert_allclose(flax["losses"], ported["losses"], rtol=1e-5)
+    assert (tmp_path / "gemma.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_way_of_train_gemma_has_one_loss_and_one_gradient(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import gemma
+    import train_gemma
+
+    layers = 2
+    config = gemma.Config(64, layers, 32, 4, 2, 8, 48, soft_cap=5.0, dtype="float32")
+    tokens = jax.random.randint(jax.random.key(0), (2, 17), 0, config.vocabulary)
+    found, calls = {}, {}
+    for name, way in train_gemma.WAYS.items():
+        model = gemma.Gemma(config, nnx.Rngs(0))
+        if way.port:
+            way.port(model)
+        definition, params = nnx.split(model)
+        # No scale stays zero.
+        params = jax.tree.map(lambda array: array + 0.1 * jnp.cos(jnp.arange(array.shape[-1])), params)
+        step = jax.jit(jax.value_and_grad(lambda p, way=way, of=definition: way.loss(nnx.merge(of, p), tokens)))
+        program = step.lower(params).compile()
+        calls[name] = count_native_calls(program.as_text())
+        loss, gradients = program(params)
+        found[name] = [loss, *jax.tree.leaves(gradients)]
+    expected = found["flax"]
+    for arrays in found.values():
+        for array, exact in zip(arrays, expected, strict=True):
+            np.testing.assert_allclose(array, exact, atol=1e-5 * np.abs(exact).max())
+    if is_platform_with_kernels():
+        assert calls["flax"] == {}
+        assert calls["norms"] == {"jaxnorm_rms_norm_fwd": 6 * layers + 1, "jaxnorm_rms_norm_bwd": 6 * layers + 1}
 
 
 def test_more_devices_than_there_are():
