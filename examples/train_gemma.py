@@ -106,7 +106,7 @@ class Trainer:
         self.shardings = self.splits, self.split(state), self.on(P("data"))
         place = partial(jax.tree.map, lambda array, to: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=to))
         self.types = place((types, state, rows), self.shardings)
-        self.init = jax.jit(lambda: self.started(nnx.state(create())), out_shardings=self.shardings[:2])
+        self.create = create
 
     def on(self, spec):
         return NamedSharding(self.mesh, spec)
@@ -121,8 +121,10 @@ class Trainer:
 
         return jax.tree.map(spec, arrays)
 
-    def started(self, params):
-        return params, self.optimizer.init(params)
+    def started(self):
+        """The parameters, which XLA would take minutes to compile as one program, and the optimiser's state."""
+        params = jax.device_put(nnx.state(self.create()), self.splits)
+        return params, jax.jit(self.optimizer.init, out_shardings=self.shardings[1])(params)
 
     def step(self, params, state, tokens):
         def loss(params):
@@ -179,7 +181,7 @@ def run(trainer, program, size, options):
     if len(tokens) <= size.tokens:
         raise SystemExit(f"{options.text} has {len(tokens)} words, fewer than a row of {size.tokens} and one")
     random = np.random.default_rng(options.seed)
-    params, state = trainer.init()
+    params, state = trainer.started()
     losses, times = [], []
     with tqdm(range(size.steps), desc=f"{options.way:8}", unit="step", mininterval=0.5) as progress:
         for _ in progress:
