@@ -57,7 +57,10 @@ def gradients(function, op):
 @policies
 def test_a_policy_changes_no_gradient(op, policy):
     checkpointed = jax.checkpoint(block(op), policy=policy[0])
-    assert_near(*(gradients(function, op)(*operands(op)) for function in (checkpointed, block(op))), atol=1e-5)
+    # TF32 makes of a last bit of a GPU's sine one of the tenth.
+    with jax.default_matmul_precision("highest"):
+        both = [gradients(function, op)(*operands(op)) for function in (checkpointed, block(op))]
+    assert_near(*both, atol=1e-5)
 
 
 @policies
