@@ -91,10 +91,11 @@ def _of_chunk(spec: LinearCrossEntropy, kernel: jax.Array, x: jax.Array, labels:
         dx = jnp.einsum("...v,dv->...d", dlogits, kernel)
     if spec.with_dkernel:
         is_sharded = any(jax.typeof(x).sharding.spec)
+        # Over one axis: XLA for CPUs has no transpose of a product of bfloat16 over two.
+        rows = [x, dlogits] if is_sharded else [array.reshape(-1, array.shape[-1]) for array in (x, dlogits)]
         dkernel = jnp.einsum(
             "...d,...v->dv",
-            x,
-            dlogits,
+            *rows,
             preferred_element_type=spec.compute_dtype,
             out_sharding=PartitionSpec(None, None) if is_sharded else None,
         )
