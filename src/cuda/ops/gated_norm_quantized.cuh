@@ -7,9 +7,10 @@
 
 namespace jaxnorm::cuda {
 
-// With weights of any types, which may have a row for each row of a group of several.
+// With weights of X or f32.
 template <typename Op, typename Tile>
 struct QuantizeGated : RowEpilogue {
+  using X = typename Op::Stream;
   using P = GatedNormQuantizedForward;
 
   template <typename Group, typename Rows>
@@ -22,11 +23,11 @@ struct QuantizeGated : RowEpilogue {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const int64_t weights_at = launch.weight_rows.of_row(rows.row_to_read(r)) * p.cols;
-      for_each_result<Tile>(p, group, rows.s[r], rows.x[r], from(p.scale, weights_at),
-                            [&](int vec, auto, int, const float (&values)[Tile::N]) {
+      for_each_result<X, Tile>(p, group, rows.s[r], rows.x[r], from(p.scale, weights_at),
+                               [&](int vec, auto, int, const float (&values)[Tile::N]) {
 #pragma unroll
-                              for (int i = 0; i < Tile::N; ++i) floats[r].v[vec][i] = values[i];
-                            });
+                                 for (int i = 0; i < Tile::N; ++i) floats[r].v[vec][i] = values[i];
+                               });
       if (p.quantized.smooth.data) multiply(group, from(p.quantized.smooth, weights_at), floats[r]);
     }
     Values<Tile, kRows> values{floats};
@@ -43,7 +44,7 @@ struct QuantizeGated : RowEpilogue {
     constexpr int kBatch = Tile::VECTORS == 1 ? 1 : 2;
     for_each_batch<Tile, kBatch>(group, [&](auto visit) {
       float factor[kBatch][Tile::N];
-      with_type(smooth.dtype, [&](auto* type) {
+      with_weight_type<X>(smooth.dtype, [&](auto* type) {
         const auto* const data = static_cast<const std::remove_pointer_t<decltype(type)>*>(smooth.data);
         visit([&](int i, int, auto col, int remaining) {
           unpack(load<Tile::ALIGNED, Tile::N>(data + col, remaining), factor[i]);
@@ -87,7 +88,7 @@ __device__ __noinline__ Packed<float, N> any_values(const GatedNormQuantizedForw
   return pack<float>(v);
 }
 
-// Rows that vectors do not divide, or of arrays that are not aligned.
+// Everything else: rows that vectors do not divide, arrays that are not aligned, weights of another half type.
 template <typename X, bool FIRST>
 struct AnyGatedQuantizedOp : GatedQuantizedOp<X, FIRST> {
   template <typename R, Access ACCESS>
@@ -100,6 +101,10 @@ template <typename X, bool FIRST>
 cudaError_t gated_norm_quantized_as(const GatedNormQuantizedForward& p, cudaStream_t stream) {
   constexpr int N = kVector<X>;
   const Plan plan = make_gated_forward_plan(kDtype<X>, p.cols, FIRST);
+  const auto is_x_or_f32 = [](const Input& weight) {
+    return !weight || weight.dtype == kDtype<X> || weight.dtype == Dtype::f32;
+  };
+  const bool is_known = is_x_or_f32(p.scale) && is_x_or_f32(p.quantized.smooth);
   const bool is_aligned =
       p.cols % N == 0 && are_aligned<N>(p.x, p.gate.data, p.scale, p.quantized.smooth, p.quantized.values);
   return with_regime<GatedForwardRegimes<sizeof(X), FIRST>>(plan, [&](auto regime) {
@@ -108,7 +113,8 @@ cudaError_t gated_norm_quantized_as(const GatedNormQuantizedForward& p, cudaStre
     RowsLaunch launch(plan, p.cols, N, p.weight_rows);
     const RowLauncher<GatedQuantizedOp<X, FIRST>, R> known{p, plan, launch, stream};
     const RowLauncher<AnyGatedQuantizedOp<X, FIRST>, Any> any{p, plan, launch, stream};
-    return is_aligned ? known.template direct<Access::vectors>() : any.template direct<Access::elementwise>();
+    return is_known && is_aligned ? known.template direct<Access::vectors>()
+                                  : any.template direct<Access::elementwise>();
   });
 }
 
