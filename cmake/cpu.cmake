@@ -1,7 +1,7 @@
 # _cpu: the kernels, compiled once for each instruction set and chosen among when they are first called.
 jaxnorm_add_module(_cpu
   src/ffi/cpu_module.cc src/cpu/kernels.cc
-  src/cpu/ops/norm.cc src/cpu/ops/gated_norm.cc src/cpu/ops/group_norm.cc
+  src/cpu/ops/norm.cc src/cpu/ops/gated_norm.cc src/cpu/ops/gated_norm_quantized.cc src/cpu/ops/group_norm.cc
   src/cpu/ops/sandwich_norm.cc src/cpu/ops/softmax.cc src/cpu/ops/cross_entropy.cc src/cpu/ops/qk_norm_rotary.cc)
 
 # -ffp-contract=off: where two operations are fused is written in the kernels and not left to the compiler.

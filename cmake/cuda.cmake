@@ -62,6 +62,8 @@ jaxnorm_add_module(_cuda
   src/cuda/ops/quantized_norm_f32.cu src/cuda/ops/quantized_norm_f16.cu src/cuda/ops/quantized_norm_bf16.cu
   src/cuda/ops/gated_norm_grad_f32.cu src/cuda/ops/gated_norm_grad_f16.cu src/cuda/ops/gated_norm_grad_bf16.cu
   src/cuda/ops/gated_norm_f32.cu src/cuda/ops/gated_norm_f16.cu src/cuda/ops/gated_norm_bf16.cu
+  src/cuda/ops/gated_norm_quantized_f32.cu src/cuda/ops/gated_norm_quantized_f16.cu
+  src/cuda/ops/gated_norm_quantized_bf16.cu
   src/cuda/ops/softmax_grad_f32.cu src/cuda/ops/softmax_grad_f16.cu src/cuda/ops/softmax_grad_bf16.cu
   src/cuda/ops/softmax_grad_mixed.cu
   src/cuda/ops/sandwich_norm_f32.cu src/cuda/ops/sandwich_norm_f16.cu src/cuda/ops/sandwich_norm_bf16.cu

@@ -13,6 +13,7 @@ from jaxnorm._quantize_linears import quantize_linears
 from jaxnorm.ops.cross_entropy.api import softmax_cross_entropy_with_integer_labels
 from jaxnorm.ops.cross_entropy.linear_api import linear_cross_entropy
 from jaxnorm.ops.gated_norm.api import gated_rms_norm
+from jaxnorm.ops.gated_norm_quantized.api import gated_rms_norm_quantized
 from jaxnorm.ops.group_norm.api import group_norm
 from jaxnorm.ops.norm.added import add_layer_norm, add_rms_norm
 from jaxnorm.ops.norm.api import layer_norm, rms_norm
@@ -40,6 +41,7 @@ __all__ = [
     "checkpoint_policies",
     "explain",
     "gated_rms_norm",
+    "gated_rms_norm_quantized",
     "group_norm",
     "implementation",
     "layer_norm",

@@ -12,7 +12,8 @@ HERE = Path(__file__).parent
 EMULATOR, TOY = HERE / "emulator", HERE / "toy"
 SOURCES = HERE.parent / "src"
 OPS = (
-    *("norm_grad", "norm", "add_norm", "quantized_norm", "gated_norm_grad", "gated_norm", "sandwich_norm"),
+    *("norm_grad", "norm", "add_norm", "quantized_norm", "gated_norm_grad", "gated_norm"),
+    *("gated_norm_quantized", "sandwich_norm"),
     *("softmax", "softmax_grad", "cross_entropy"),
     *("qk_norm_rotary_grad", "qk_norm_rotary", "group_norm_grad", "group_norm"),
 )

@@ -2,6 +2,7 @@
 #include "cpu/kernels.h"
 #include "cpu/ops/arrays.h"
 #include "cpu/ops/cross_entropy_rows.h"
+#include "cpu/ops/gated_norm_quantized_rows.h"
 #include "cpu/ops/gated_norm_rows.h"
 #include "cpu/ops/group_norm_rows.h"
 #include "cpu/ops/norm_rows.h"
@@ -17,6 +18,7 @@ extern const Kernels JAXNORM_ISA = {
     norm,
     quantized_norm,
     gated_norm,
+    gated_norm_quantized,
     sandwich_norm,
     norm_grad,
     gated_norm_grad,

@@ -7,6 +7,7 @@
 #include "ops/add_norm.h"
 #include "ops/cross_entropy.h"
 #include "ops/gated_norm.h"
+#include "ops/gated_norm_quantized.h"
 #include "ops/group_norm.h"
 #include "ops/norm.h"
 #include "ops/qk_norm_rotary.h"
@@ -27,6 +28,7 @@ struct Kernels {
   void (*quantized_norm)(const QuantizedNormForward& p, const Addition* addition, int64_t begin, int64_t end,
                          int64_t traffic);
   void (*gated_norm)(const GatedNormForward& p, int64_t begin, int64_t end, int64_t traffic);
+  void (*gated_norm_quantized)(const GatedNormQuantizedForward& p, int64_t begin, int64_t end, int64_t traffic);
   void (*sandwich_norm)(const SandwichNormForward& p, int64_t begin, int64_t end, int64_t traffic);
 
   void (*norm_grad)(const NormBackward& p, int64_t begin, int64_t end, float* dscale, float* dbias, int64_t traffic);

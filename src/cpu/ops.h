@@ -5,6 +5,7 @@
 #include "ops/add_norm.h"
 #include "ops/cross_entropy.h"
 #include "ops/gated_norm.h"
+#include "ops/gated_norm_quantized.h"
 #include "ops/group_norm.h"
 #include "ops/norm.h"
 #include "ops/qk_norm_rotary.h"
@@ -19,6 +20,7 @@ void run(const NormForward& p, const ParallelFor& parallel_for);
 void run(const AddNormForward& p, const ParallelFor& parallel_for);
 void run(const QuantizedNormForward& p, const ParallelFor& parallel_for);
 void run(const GatedNormForward& p, const ParallelFor& parallel_for);
+void run(const GatedNormQuantizedForward& p, const ParallelFor& parallel_for);
 void run(const GroupNormForward& p, const ParallelFor& parallel_for);
 void run(const SandwichNormForward& p, const ParallelFor& parallel_for);
 void run(const NormBackward& p, const ParallelFor& parallel_for);

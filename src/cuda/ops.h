@@ -9,6 +9,7 @@
 #include "ops/add_norm.h"
 #include "ops/cross_entropy.h"
 #include "ops/gated_norm.h"
+#include "ops/gated_norm_quantized.h"
 #include "ops/group_norm.h"
 #include "ops/norm_shard.h"
 #include "ops/qk_norm_rotary.h"
@@ -24,6 +25,7 @@ cudaError_t run(const NormForward& p, cudaStream_t stream);
 cudaError_t run(const AddNormForward& p, cudaStream_t stream);
 cudaError_t run(const QuantizedNormForward& p, cudaStream_t stream);
 cudaError_t run(const GatedNormForward& p, cudaStream_t stream);
+cudaError_t run(const GatedNormQuantizedForward& p, cudaStream_t stream);
 cudaError_t run(const GroupNormForward& p, cudaStream_t stream);
 cudaError_t run(const SandwichNormForward& p, cudaStream_t stream);
 cudaError_t run(const NormBackward& p, cudaStream_t stream);

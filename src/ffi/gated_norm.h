@@ -35,9 +35,10 @@ inline Gate read_gate(Reader& in, const RowShapes& rows, Dtype dtype) {
           in.flag("gate_first")};
 }
 
-inline GatedNormForward read_gated_norm(Reader& in) {
-  const RowShapes rows = read_gated_rows(in, 0);
-  GatedNormForward p{};
+// What every forward with a gate takes first: x, gate and scale.
+template <class Op>
+RowShapes read_gated_operands(Reader& in, Op& p) {
+  RowShapes rows = read_gated_rows(in, 0);
   p.rows = rows.rows;
   p.cols = rows.cols;
   p.weight_rows = rows.weight_rows;
@@ -46,6 +47,12 @@ inline GatedNormForward read_gated_norm(Reader& in) {
   p.x = in.operand("x", rows.x);
   p.gate = read_gate(in, rows, p.x.dtype);
   if (in.flag("has_scale")) p.scale = in.operand("scale", rows.weight);
+  return rows;
+}
+
+inline GatedNormForward read_gated_norm(Reader& in) {
+  GatedNormForward p{};
+  const RowShapes rows = read_gated_operands(in, p);
   p.y = in.result("y", rows.x, p.x.dtype);
   if (in.has_result(rows.statistics)) p.rstd = in.f32_result("rstd", rows.statistics);
   return p;

@@ -5,6 +5,7 @@
 
 #include "ffi/cross_entropy.h"
 #include "ffi/gated_norm.h"
+#include "ffi/gated_norm_quantized.h"
 #include "ffi/group_norm.h"
 #include "ffi/norm.h"
 #include "ffi/norm_shard.h"
@@ -33,6 +34,7 @@ inline constexpr std::tuple kOps{
     Row{"jaxnorm_rms_norm_quantized_fwd", read_quantized_norm<Kind::rms>},
     Row{"jaxnorm_layer_norm_quantized_fwd", read_quantized_norm<Kind::layer>},
     Row{"jaxnorm_gated_rms_norm_fwd", read_gated_norm},
+    Row{"jaxnorm_gated_rms_norm_quantized_fwd", read_gated_norm_quantized},
     Row{"jaxnorm_group_norm_fwd", read_group_norm, Workspaces::group_norm},
     Row{"jaxnorm_rms_norm_add_rms_norm_fwd", read_sandwich_norm, Workspaces::sandwich_norm},
     Row{"jaxnorm_qk_norm_rotary_fwd", read_qk_norm_rotary},

@@ -20,12 +20,9 @@ inline void check_group(Reader& in, const RowShapes& rows, int64_t group, bool h
   in.require(!has_given, "there are groups and their scale is given");
 }
 
-template <Kind kind>
-QuantizedNormForward read_quantized_norm(Reader& in) {
-  QuantizedNormForward p{};
-  Quantization& q = p.quantized;
-  const bool has_addend = in.flag(called::kHasAddend), has_given = in.flag("has_given");
-  const RowShapes rows = read_norm_operands(in, kind, p, has_addend, /*has_weight_rows=*/false);
+// How y of such rows is quantised: attributes, then the operands and results that come of them.
+inline void read_quantization(Reader& in, const RowShapes& rows, Quantization& q) {
+  const bool has_given = in.flag("has_given");
   const int64_t group = in.attribute<int64_t>("group");
   check_group(in, rows, group, has_given);
   q.group = group == 0 ? rows.cols : group;
@@ -35,11 +32,18 @@ QuantizedNormForward read_quantized_norm(Reader& in) {
   if (in.flag("has_smooth")) q.smooth = in.operand("smooth_scale", rows.weight);
   if (has_given) q.given = in.f32_operand("static_scale", {});
   q.values = in.quantized_result("values", rows.x);
-  if (!has_given) {
-    Shape scales = rows.statistics;
-    if (group != 0 && !scales.empty()) scales.back() = rows.cols / q.group;
-    q.scales = in.f32_result("scales", scales);
-  }
+  if (has_given) return;
+  Shape scales = rows.statistics;
+  if (group != 0 && !scales.empty()) scales.back() = rows.cols / q.group;
+  q.scales = in.f32_result("scales", scales);
+}
+
+template <Kind kind>
+QuantizedNormForward read_quantized_norm(Reader& in) {
+  QuantizedNormForward p{};
+  const bool has_addend = in.flag(called::kHasAddend);
+  const RowShapes rows = read_norm_operands(in, kind, p, has_addend, /*has_weight_rows=*/false);
+  read_quantization(in, rows, p.quantized);
   read_norm_results(in, rows, p, has_addend);
   return p;
 }

@@ -26,6 +26,10 @@ cudaError_t run_gated_norm<__half>(const GatedNormForward&, cudaStream_t) {
   std::abort();
 }
 template <>
+cudaError_t run_gated_norm_quantized<__half>(const GatedNormQuantizedForward&, cudaStream_t) {
+  std::abort();
+}
+template <>
 cudaError_t run_sandwich_norm<__half>(const SandwichNormForward&, const Plan&, cudaStream_t) {
   std::abort();
 }

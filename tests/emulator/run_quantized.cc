@@ -1,5 +1,5 @@
 // Runs the CUDA kernels on the host and compares quantised results, bit for bit, with the f32 y of the same norm
-// quantised number by number.
+// quantised number by number; of gated norms with the y that follows, number by number, from their statistics.
 //
 //   run_quantized              every regime
 //   run_quantized ROWS COLS    one shape
@@ -9,6 +9,7 @@
 
 #include "array.h"
 #include "cuda/ops.h"
+#include "cuda/ops/activation.cuh"
 
 namespace {
 
@@ -56,11 +57,12 @@ float scale_of(const Quantization& q, float amax) {
 bool is_quantized(const QuantizedNormForward& f, const Array& y, const Array* smooth, const Array& values,
                   const Array& scales) {
   const Quantization& q = f.quantized;
+  const int64_t weights = f.weight_rows.count * f.cols;
   for (int64_t begin = 0; begin < f.rows * f.cols; begin += q.group) {
     std::vector<float> v(q.group);
     float amax = 0;
     for (int64_t i = 0; i < q.group; ++i) {
-      v[i] = smooth ? y[begin + i] * (*smooth)[(begin + i) % f.cols] : y[begin + i];
+      v[i] = smooth ? y[begin + i] * (*smooth)[(begin + i) % weights] : y[begin + i];
       amax = std::isnan(amax) || std::isnan(v[i]) ? NAN : std::fmax(amax, std::fabs(v[i]));
     }
     const float scale = q.given ? *q.given : scale_of(q, amax);
@@ -174,11 +176,104 @@ void test_all(int64_t rows, int64_t cols, int64_t offset = 0) {
         }
 }
 
+struct GatedCase {
+  Dtype dtype;
+  Gate gate;
+  int64_t rows, cols, group, offset, count;  // group 0: the scale is given
+};
+
+float activate(const GatedCase& c, float v) {
+  return c.dtype == kF32 ? cuda::activate<float>(c.gate.activation, v)
+                         : cuda::activate<__nv_bfloat16>(c.gate.activation, v);
+}
+
+// y in f32.
+Array gated_result(const GatedCase& c, const GatedNormForward& f, const Array& x, const Array& gate,
+                   const Array& scale) {
+  Array y(kF32, c.rows * c.cols);
+  for (int64_t i = 0; i < c.rows * c.cols; ++i) {
+    const float a = activate(c, gate[i]), h = c.gate.first ? x[i] * a : x[i];
+    const float factor = f.scale ? scale[i % (c.count * c.cols)] + f.scale_offset : 1;
+    const float product = h * f.rstd[i / c.cols] * factor;
+    y.set(i, c.gate.first ? product : product * a);
+  }
+  return y;
+}
+
+// The same rounded to the dtype of a result.
+Array rounded(const Array& y, const GatedCase& c) {
+  Array result(c.dtype, y.elements());
+  for (int64_t i = 0; i < y.elements(); ++i) result.set(i, y[i]);
+  return result;
+}
+
+void test_gated(GatedCase c) {
+  static Turns turns;
+  const int64_t elements = c.rows * c.cols;
+  auto x = Array::normal(c.dtype, elements, c.offset), gate = Array::normal(c.dtype, elements, c.offset);
+  for (int64_t i = 0; i < elements; ++i) gate.set(i, 4 * gate[i]);
+  for (int64_t i = 0; i < c.cols && c.rows > 3; ++i) {
+    x.set(i, 0);
+    x.set(c.cols + i, i == c.cols / 2 ? NAN : 1);
+    gate.set(2 * c.cols + i, i == c.cols / 3 ? INFINITY : 1);
+  }
+  const auto weight = [&] { return Array::normal(turns.next({c.dtype, kF32, kBf16}), c.count * c.cols, c.offset); };
+  const auto scale = weight(), smooth = weight();
+  const bool has_smooth = turns.next({true, false});
+
+  Array y(c.dtype, elements), rstd(kF32, c.rows), own_rstd(kF32, c.rows);
+  GatedNormForward norm{};
+  norm.rows = c.rows, norm.cols = c.cols, norm.weight_rows = {c.count, 1}, norm.epsilon = 1e-6f;
+  norm.scale_offset = turns.next({0.0f, 1.0f});
+  c.gate.data = gate;
+  norm.x = x, norm.gate = c.gate, norm.y = y, norm.rstd = rstd.floats();
+  if (turns.next({true, true, false})) norm.scale = scale;
+  bool holds = cuda::run(norm, nullptr) == cudaSuccess;
+  const Array exact = gated_result(c, norm, x, gate, scale);
+  holds = holds && rounded(exact, c) == y;
+
+  const Dtype to = turns.next({Dtype::f8e4m3fn, Dtype::f8e5m2, Dtype::s8});
+  const float given = turns.next({0.02f, 0.1f});
+  Array values(to, elements, c.offset), scales(kF32, elements);
+  GatedNormQuantizedForward f{};
+  f.rows = c.rows, f.cols = c.cols, f.weight_rows = norm.weight_rows, f.epsilon = norm.epsilon;
+  f.scale_offset = norm.scale_offset, f.x = norm.x, f.scale = norm.scale, f.gate = c.gate;
+  f.rstd = turns.next({true, false}) ? own_rstd.floats() : nullptr;
+  f.quantized.values = values, f.quantized.group = c.group ? c.group : c.cols;
+  if (c.group) {
+    f.quantized.scales = scales.floats();
+  } else {
+    f.quantized.given = &given;
+  }
+  if (has_smooth) f.quantized.smooth = smooth;
+  f.quantized.power_of_two = turns.next({true, false});
+  f.quantized.max_scale = turns.next({static_cast<float>(INFINITY), 0.004f});
+  holds = holds && cuda::run(f, nullptr) == cudaSuccess;
+  holds = holds && is_quantized(f, exact, has_smooth ? &smooth : nullptr, values, scales);
+  if (holds && (!f.rstd || own_rstd == rstd)) return;
+  ++failures;
+  std::printf("gated, %s, %s, gate %s, %ld x %ld, group %ld, offset %ld, %ld weight_rows, to %d, smooth %d\n",
+              c.dtype == kF32 ? "f32" : "bf16", c.gate.activation == Activation::silu ? "silu" : "sigmoid",
+              c.gate.first ? "first" : "last", c.rows, c.cols, c.group, c.offset, c.count, static_cast<int>(to),
+              has_smooth);
+}
+
+void test_all_gated(int64_t rows, int64_t cols, int64_t offset = 0) {
+  tier.begin_shape();
+  for (const Dtype dtype : {kF32, kBf16})
+    for (const Activation activation : {Activation::silu, Activation::sigmoid})
+      for (const bool first : {true, false})
+        for (const int64_t group : {int64_t{0}, int64_t{64}, int64_t{128}, cols})
+          if (group == 0 || cols % group == 0)
+            if (tier.takes()) test_gated({dtype, {{}, activation, first}, rows, cols, group, offset, rows % 2 ? 1 : 4});
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   if (argc == 3) {
     test_all(std::atoll(argv[1]), std::atoll(argv[2]));
+    test_all_gated(std::atoll(argv[1]), std::atoll(argv[2]));
   } else {
     for (const int64_t cols : {1, 24, 64, 128, 192, 256, 257, 384, 512, 640, 1024}) test_all(13, cols);
     for (const int64_t cols : {64, 192, 1024}) test_all(5, cols, 1);
@@ -190,6 +285,11 @@ int main(int argc, char** argv) {
     test_all(5, 20480);  // clusters
     test_all(1, 20001);
     test_all(1, 300032);  // looped, or many vectors a thread
+    for (const int64_t cols : {24, 64, 100, 128, 192, 256, 257, 512, 640, 1024}) {
+      for (const int64_t rows : {12, 41}) test_all_gated(rows, cols);
+    }
+    for (const int64_t cols : {64, 192, 1024}) test_all_gated(5, cols, 1);
+    for (const int64_t cols : {1536, 4097, 5376, 8192, 12288, 16384}) test_all_gated(4, cols);
   }
   std::printf("%d failures\n", failures);
   return failures > 0;

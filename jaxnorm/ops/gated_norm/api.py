@@ -1,6 +1,6 @@
 """The public function of the gated norm, and the checks of its own arguments."""
 
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import jax
 import numpy as np
@@ -11,6 +11,8 @@ from jaxnorm.ops.misuse import GATE_FIRST, explained
 from jaxnorm.ops.options import Implementation, NormOptions
 from jaxnorm.sharding import dims
 from jaxnorm.sharding.shards import Shards
+
+A = TypeVar("A", bound=tuple[Any, ...])
 
 
 @explained
@@ -65,7 +67,6 @@ def gated_rms_norm(
     https://github.com/state-spaces/mamba, norm_before_gate=not gate_first); after the norm: Yang et al., Gated Linear
     Attention Transformers, 2023, https://arxiv.org/abs/2312.06635.
     """
-    gating = Gating(gate_first, activation, group_size)
     options = NormOptions(
         epsilon=epsilon,
         scale_offset=scale_offset,
@@ -73,7 +74,11 @@ def gated_rms_norm(
         axis_name=axis_name,
         implementation=implementation,
     )
-    return _gated("gated_rms_norm", options, gating, Operands(x, gate, scale))
+    gating = Gating(gate_first, activation, group_size)
+    call = prepare("gated_rms_norm", options, gating, Operands(x, gate, scale))
+    return GATED_NORM(call.norm, in_groups(call.operands, call.group_size), call.chosen).y.reshape(
+        call.operands.x.shape
+    )
 
 
 class Gating(NamedTuple):
@@ -84,7 +89,17 @@ class Gating(NamedTuple):
     group_size: Any
 
 
-def _gated(name: str, options: NormOptions, gating: Gating, arrays: Operands) -> jax.Array:
+class Call(NamedTuple):
+    """A checked call, whose operands are not divided into groups yet."""
+
+    norm: GatedNorm
+    operands: Operands
+    group_size: int | None
+    chosen: Implementation | None
+
+
+def prepare(name: str, options: NormOptions, gating: Gating, arrays: Operands) -> Call:
+    """Checks the arguments of the public function of this name."""
     choice = checks.check_implementation(name, options.implementation)
     x = checks.check_x(name, arrays.x)
     gate = check_gate(name, arrays.gate, x)
@@ -101,12 +116,22 @@ def _gated(name: str, options: NormOptions, gating: Gating, arrays: Operands) ->
         activation=checks.check_one_of(name, "activation", gating.activation, get_args(Activation)),
         gate_first=checks.check_flag(name, "gate_first", gating.gate_first, GATE_FIRST),
     )
-    shape = x.shape
-    if group_size is not None:
-        groups = (shape[-1] // group_size, group_size)
-        x, gate = x.reshape(*shape[:-1], *groups), gate.reshape(*shape[:-1], *groups)
-        scale = None if scale is None else scale.reshape(groups)
-    return GATED_NORM(norm, Operands(x, gate, scale), choice.implementation).y.reshape(shape)
+    return Call(norm, Operands(x, gate, scale), group_size, choice.implementation)
+
+
+def in_groups(arrays: A, group_size: int | None) -> A:
+    """The arrays of a NamedTuple, x first, with an axis of groups before that of a group's columns.
+
+    So are those that have x's last axis; others stay as they are.
+    """
+    if group_size is None:
+        return arrays
+    cols = arrays[0].shape[-1]
+    groups = (cols // group_size, group_size)
+    divided = (
+        array if array is None or array.ndim == 0 else array.reshape(*array.shape[:-1], *groups) for array in arrays
+    )
+    return type(arrays)(*divided)
 
 
 def check_gate(function: str, value: object, x: jax.Array) -> jax.Array:

@@ -175,19 +175,23 @@ def _types(norm: GatedNorm, operands: Operands) -> Results:
     return Results(dims.like(operands.x, norm.out_dtype))
 
 
-def _row_too_long(_: GatedNorm, operands: Operands) -> str | None:
+def row_too_long(_: GatedNorm, operands: Any) -> str | None:
     cols = operands.x.shape[-1]
     if isinstance(cols, int) and cols > LONGEST:
         return f"rows of {cols} elements are normalised, kernels with a gate take at most {LONGEST}"
     return None
 
 
-def _other_dtype(norm: GatedNorm, operands: Operands) -> str | None:
-    x = operands.x.dtype
-    for name, dtype in (("gate", operands.gate.dtype), ("the result", norm.out_dtype)):
-        if dtype != x:
-            return f"x is {x} and {name} {dtype}; kernels with a gate want them equal"
-    return None
+def gate_of_another_dtype(_: GatedNorm, operands: Any) -> str | None:
+    return _unlike_x(operands.x, "gate", operands.gate.dtype)
+
+
+def _result_of_another_dtype(norm: GatedNorm, operands: Operands) -> str | None:
+    return _unlike_x(operands.x, "the result", norm.out_dtype)
+
+
+def _unlike_x(x: jax.Array, name: str, dtype: Dtype) -> str | None:
+    return None if dtype == x.dtype else f"x is {x.dtype} and {name} {dtype}; kernels with a gate want them equal"
 
 
 def _attributes(norm: GatedNorm, operands: Operands | Saved) -> dict[str, Any]:
@@ -236,7 +240,7 @@ GATED_NORM = Family(
             plan=lambda *_: {"kind": "rms", "gated": "last"},
             slower=speed.any_kernel,
         ),
-        reasons=(_row_too_long, _other_dtype),
+        reasons=(row_too_long, gate_of_another_dtype, _result_of_another_dtype),
         can_shard=lambda *_: True,
         functions=(Function("gated_rms_norm", _requested, last_axis_only=True),),
     )

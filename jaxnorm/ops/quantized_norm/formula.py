@@ -101,15 +101,20 @@ def _weights_with_batch_dims(norm: QuantizedNorm, operands: Operands) -> str | N
     return f"no kernel that quantises takes a scale or bias with leading axes, {batch_dims}" if batch_dims else None
 
 
-def _attributes(norm: QuantizedNorm, _: Operands) -> dict[str, Any]:
-    quantization = norm.quantization
+def attributes_of(quantization: Quantization) -> dict[str, Any]:
+    """Those of a native call that quantises."""
     return {
-        "axes": np.int64(norm.row_ndim),
         "group": np.int64(quantization.group_size or 0),
-        "epsilon": np.float32(norm.epsilon),
-        "scale_offset": np.float32(norm.scale_offset),
         "max_scale": np.float32(np.inf if quantization.max_scale is None else quantization.max_scale),
         "power_of_two": quantization.power_of_two,
+    }
+
+
+def _attributes(norm: QuantizedNorm, _: Operands) -> dict[str, Any]:
+    return attributes_of(norm.quantization) | {
+        "axes": np.int64(norm.row_ndim),
+        "epsilon": np.float32(norm.epsilon),
+        "scale_offset": np.float32(norm.scale_offset),
     }
 
 

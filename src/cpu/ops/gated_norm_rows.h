@@ -33,19 +33,19 @@ struct Products {
 };
 
 // An epilogue: writes y where it is multiplied by the activations.
-template <class X, class A>
+template <class X, class A, class Y = X>
 struct WriteGated {
   Input scale;
   RowMap weight_rows;
   int64_t cols;
   InputRows<X> gate;
-  OutputRows<X> y;
+  OutputRows<Y> y;
 
   template <class Stats>
   void operator()(int64_t row, Stats stats, RowReader<X> x) const {
     const Affine affine(scale, {}, weights_of(weight_rows, row, cols));
     const RowReader<X> gate_row{gate[row], x.ahead};
-    const RowWriter<X> y_row = y[row];
+    const RowWriter<Y> y_row = y[row];
     for_each_vector(cols, [&](int64_t column, auto extent) {
       const Vec a = A::of(gate_row(column, extent));
       y_row(column, affine(stats.x_hat(x(column, extent)), column, extent) * a, extent);

@@ -57,6 +57,9 @@ class GatedRow {
       });
   }
 
+  // x in memory.
+  __device__ const X* data() const { return x_; }
+
   // h. Columns past the row's end are zero.
   __device__ void get(int vec, int64_t col, int remaining, float (&to)[Tile::N]) const {
     if constexpr (!Tile::KEPT) {
@@ -121,8 +124,46 @@ struct LoadGated {
   }
 };
 
-// y of rows with weights of any type, which are loaded several vectors at once, or each would wait for the branch
-// before it.
+// Calls f with a null pointer of a weight's type: W or float, or any if W is AnyElement.
+template <typename W, typename F>
+__device__ void with_weight_type(Dtype dtype, F f) {
+  if constexpr (std::is_same_v<W, AnyElement>) {
+    with_type(dtype, f);
+  } else {
+    if constexpr (sizeof(W) < 4)
+      if (dtype == kDtype<W>) return f(static_cast<W*>(nullptr));
+    f(static_cast<float*>(nullptr));
+  }
+}
+
+// Calls write(vec, col, remaining, y) with each vector of y, for a row of scale of a type as with_weight_type has it.
+// It is loaded several vectors at once, or each would wait for the branch before it.
+template <typename W, typename Tile, typename P, typename Group, typename Statistics, typename Row, typename F>
+__device__ void for_each_result(const P& p, const Group& group, const Statistics& s, const Row& row, const Input& scale,
+                                F write) {
+  constexpr int kBatch = !Tile::KEPT || Tile::VECTORS == 1 || Tile::VECTORS * Tile::N > 32 ? 1 : 2;
+  for_each_batch<Tile, kBatch>(group, [&](auto visit) {
+    float factor[kBatch][Tile::N];
+    if (scale.data)
+      with_weight_type<W>(scale.dtype, [&](auto* type) {
+        const auto* const data = static_cast<const std::remove_pointer_t<decltype(type)>*>(scale.data);
+        visit([&](int i, int, auto col, int remaining) {
+          unpack(load<Tile::ALIGNED, Tile::N>(data + col, remaining), factor[i]);
+        });
+      });
+    visit([&](int i, int vec, auto col, int remaining) {
+      float values[Tile::N];
+      row.get(vec, col, remaining, values);
+      complete(scale.data, p.scale_offset, 1.0f, factor[i]);
+#pragma unroll
+      for (int e = 0; e < Tile::N; ++e) values[e] = affine<false>(s.x_hat(values[e]), factor[i][e], 0);
+      row.finish(vec, col, remaining, values);
+      write(vec, col, remaining, values);
+    });
+  });
+}
+
+// Writes y.
 template <typename Op, typename R, typename Tile>
 struct GatedEpilogue : RowEpilogue {
   using X = typename Op::Stream;
@@ -137,34 +178,12 @@ struct GatedEpilogue : RowEpilogue {
       if (!rows.is_written(r)) break;
       X* y = static_cast<X*>(p.y.data) + rows.row(r) * p.cols;
       hide(y);
-      finish_row(p, group, rows.s[r], rows.x[r], from(p.scale, launch.weight_rows.of_row(rows.row(r)) * p.cols), y);
+      const Input scale = from(p.scale, launch.weight_rows.of_row(rows.row(r)) * p.cols);
+      for_each_result<AnyElement, Tile>(p, group, rows.s[r], rows.x[r], scale,
+                                        [&](int, auto col, int remaining, const float (&values)[Tile::N]) {
+                                          store<Tile::ALIGNED>(y + col, pack<X>(values), remaining);
+                                        });
     }
-  }
-
- private:
-  template <typename P, typename Group, typename Statistics, typename Row>
-  __device__ static void finish_row(const P& p, const Group& group, const Statistics& s, const Row& row,
-                                    const Input& scale, X* y) {
-    constexpr int kBatch = !Tile::KEPT || Tile::VECTORS == 1 || Tile::VECTORS * Tile::N > 32 ? 1 : 2;
-    for_each_batch<Tile, kBatch>(group, [&](auto visit) {
-      float factor[kBatch][Tile::N];
-      if (scale.data)
-        with_type(scale.dtype, [&](auto* type) {
-          const auto* const data = static_cast<const std::remove_pointer_t<decltype(type)>*>(scale.data);
-          visit([&](int i, int, auto col, int remaining) {
-            unpack(load<Tile::ALIGNED, Tile::N>(data + col, remaining), factor[i]);
-          });
-        });
-      visit([&](int i, int vec, auto col, int remaining) {
-        float values[Tile::N];
-        row.get(vec, col, remaining, values);
-        complete(scale.data, p.scale_offset, 1.0f, factor[i]);
-#pragma unroll
-        for (int e = 0; e < Tile::N; ++e) values[e] = affine<false>(s.x_hat(values[e]), factor[i][e], 0);
-        row.finish(vec, col, remaining, values);
-        store<Tile::ALIGNED>(y + col, pack<X>(values), remaining);
-      });
-    });
   }
 };
 

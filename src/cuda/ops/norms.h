@@ -22,6 +22,8 @@ cudaError_t run_quantized_norm(const QuantizedNormForward& p, const Plan& plan, 
 // Rows of up to kGatedCols.
 template <typename S>
 cudaError_t run_gated_norm(const GatedNormForward& p, cudaStream_t stream);
+template <typename S>
+cudaError_t run_gated_norm_quantized(const GatedNormQuantizedForward& p, cudaStream_t stream);
 
 // cudaErrorNotSupported: no one kernel does it.
 template <typename X>

@@ -126,7 +126,7 @@ __device__ __noinline__ void store_any(const Output& to, int64_t at, Packed<floa
 // Of any rows, which it reads once for each pass, and with any weights. In loops, to be little code.
 template <typename Op, typename Tile>
 class AnyQuantize : public RowEpilogue {
-  using P = QuantizedNormForward;
+  using P = typename Op::Params;
   static constexpr int N = Tile::ALIGNED ? Tile::N : 1;
 
  public:

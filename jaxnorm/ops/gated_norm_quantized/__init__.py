@@ -1,0 +1,1 @@
+"""The gated RMSNorm with a quantised result."""

@@ -1,0 +1,207 @@
+"""The gated RMSNorm with a quantised result: what is static about one, its formula in plain jnp, and its op.
+
+The last axis is normalised. Where that is a group of a longer one, scale and smooth have the shape of the last two
+axes, and several groups may share a scale of the quantisation: all of a token, or those in which a run of columns lies.
+No kernel sees more than one group, so the formula serves these.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import lax
+
+from jaxnorm.native import compat
+from jaxnorm.ops import speed
+from jaxnorm.ops.gated_norm import formula
+from jaxnorm.ops.gated_norm.formula import GATED_NORM, GatedNorm, gate_of_another_dtype, row_too_long
+from jaxnorm.ops.norm.formula import broadcastable
+from jaxnorm.ops.quantize import rounding
+from jaxnorm.ops.quantize.rounding import Derivative
+from jaxnorm.ops.quantized_norm.formula import SCALES, attributes_of
+from jaxnorm.primitive.family import Family
+from jaxnorm.primitive.op import LIKE_X, SCALAR, WEIGHT, Convention, Function, Native, Op, Request, Statistics
+from jaxnorm.quantization import LARGEST, Quantization
+from jaxnorm.sharding import dims
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GatedNormQuantized(GatedNorm):
+    """What is static about one gated norm with a quantised result."""
+
+    quantization: Quantization
+    straight_through: bool = False
+    grouped: bool = False  # the last axis is a group of a longer one, which is the last two
+
+    def unquantized(self, **changes: Any) -> GatedNorm:
+        """The norm whose result is quantised."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(GatedNorm)}
+        return GatedNorm(**fields | changes)
+
+
+class Operands(NamedTuple):
+    x: jax.Array
+    gate: jax.Array
+    scale: jax.Array | None = None
+    smooth: jax.Array | None = None
+    given: jax.Array | None = None  # the scale of everything
+
+    def of_norm(self) -> formula.Operands:
+        return formula.Operands(self.x, self.gate, self.scale)
+
+
+class Results(NamedTuple):
+    values: jax.Array
+    scales: jax.Array | None = None  # None where the scale is given
+    carrier: jax.Array | None = None  # zeros that straight_through asks for
+
+
+def forward(norm: GatedNormQuantized, operands: Operands) -> tuple[Results, Statistics]:
+    (y,), stats = formula.forward(norm, operands.of_norm())
+    return quantize(norm, y, operands), stats
+
+
+def plain(norm: GatedNormQuantized, operands: Operands) -> Results:
+    return quantize(norm, formula.plain(norm, operands.of_norm()).y, operands)
+
+
+def quantize(norm: GatedNormQuantized, y: jax.Array, operands: Operands) -> Results:
+    """The values that y, of float32, is quantised to, and their scales unless one is given."""
+    smooth, given = operands.smooth, operands.given
+    if norm.straight_through:
+        smooth, given = (None if factor is None else lax.stop_gradient(factor) for factor in (smooth, given))
+    v = y if smooth is None else y * broadcastable(norm, y, smooth)
+    v, given, carrier = rounding.straight_through(derivative(norm), v, given, operands.x.dtype)
+    shape = v.shape
+    if _spans_groups(norm, operands):
+        v = v.reshape(*shape[:-2], 1, shape[-2] * shape[-1])
+    values, scales = rounding.rounded(norm.quantization, v, (-1,), given, norm.shards)
+    return Results(values.reshape(shape), scales if given is None else None, carrier)
+
+
+def _spans_groups(norm: GatedNormQuantized, operands: Operands) -> bool:
+    """Whether several groups share a scale that is computed."""
+    granularity, run = norm.quantization.granularity, norm.quantization.group_size
+    is_whole = run is not None and operands.x.shape[-1] % run == 0
+    return norm.grouped and granularity != "tensor" and not is_whole
+
+
+def derivative(norm: GatedNormQuantized) -> Derivative:
+    """That of what the norm rounds."""
+    return Derivative(
+        norm.straight_through,
+        "gated_rms_norm_quantized: rounded values have no derivative, and one is taken; pass straight_through=True for "
+        "that of the norm before it is quantised; or apply jax.lax.stop_gradient to x, gate and scale, not to the "
+        "result.",
+    )
+
+
+def tangents(
+    norm: GatedNormQuantized, operands: Operands, results: Results, stats: Statistics, dots: Operands
+) -> tuple[Results, Callable[[], Sequence[Any]]]:
+    """The tangent of the carrier; others are None. And as a function those of the statistics."""
+    rounding.check(derivative(norm))
+    unquantized = norm.unquantized(out_dtype=operands.x.dtype)
+    of_norm, of_dots = operands.of_norm(), dots.of_norm()
+    if operands.smooth is not None:
+        # The norm is linear in its scale, so that its kernel multiplies by smooth as well: a cotangent that is
+        # multiplied here would have another dtype than x, which kernels with a gate do not take.
+        unquantized = dataclasses.replace(unquantized, scale_offset=-0.0)
+        of_norm, of_dots = _smoothed(norm, of_norm, of_dots, lax.stop_gradient(operands.smooth))
+    carrier = formula.Results(results.carrier)  # type: ignore[arg-type]
+    (y_dot,), of_stats = GATED_NORM.tangents(unquantized, of_norm, carrier, stats, of_dots)
+    of_results: Any = {"values": None, "scales": None, "carrier": y_dot}
+    return results._replace(**of_results), of_stats
+
+
+def _smoothed(
+    norm: GatedNormQuantized, operands: formula.Operands, dots: formula.Operands, smooth: jax.Array
+) -> tuple[formula.Operands, formula.Operands]:
+    """The operands of the norm times smooth, whose scale has its offset in it, and their tangents."""
+    smooth = smooth.astype(norm.compute_dtype)
+    if operands.scale is None:
+        return operands._replace(scale=smooth), dots
+    scale = (operands.scale.astype(norm.compute_dtype) + norm.scale_offset) * smooth
+    scale_dot = None if dots.scale is None else dots.scale.astype(norm.compute_dtype) * smooth
+    return operands._replace(scale=scale), dots._replace(scale=scale_dot)
+
+
+def _types(norm: GatedNormQuantized, operands: Operands) -> Results:
+    """Of a call in which no groups share a scale, as those of primitives are."""
+    x: Any = operands.x
+    values = dims.like(x, norm.quantization.dtype)
+    carrier = dims.like(x, x.dtype) if norm.straight_through else None
+    if operands.given is not None:
+        return Results(values, None, carrier)
+    run = norm.quantization.group_size
+    shape = (*x.shape[:-1], 1 if run is None else x.shape[-1] // run)
+    scales = dims.result_like(x, SCALES.dim_map(norm, x.ndim, shape), shape, np.float32)
+    if norm.shards is not None and run is None:
+        scales = compat.same_along(scales, norm.shards.names)
+    return Results(values, scales, carrier)
+
+
+def _scale_of_several_groups(norm: GatedNormQuantized, operands: Operands) -> str | None:
+    if not _spans_groups(norm, operands):
+        return None
+    group, run = operands.x.shape[-1], norm.quantization.group_size
+    shared = "a token has one scale" if run is None else f"{run} columns share a scale"
+    return f"groups of {group} columns are normalised and {shared}; kernels with a gate see one group at a time"
+
+
+def _attributes(norm: GatedNormQuantized, _: Operands) -> dict[str, Any]:
+    return attributes_of(norm.quantization) | {
+        "epsilon": np.float32(norm.epsilon),
+        "scale_offset": np.float32(norm.scale_offset),
+        "activation": norm.activation,
+        "gate_first": norm.gate_first,
+        "grouped": norm.grouped,
+    }
+
+
+def _can_shard(norm: GatedNormQuantized, cols: int) -> bool:
+    """A shard holds whole groups."""
+    run = norm.quantization.group_size
+    return run is None or cols % run == 0
+
+
+def _requested(request: Request) -> tuple[GatedNormQuantized, Operands]:
+    (function,) = GATED_NORM.op.functions
+    # What is quantised is float32.
+    norm, operands = function.request(request._replace(out_dtype=np.dtype(np.float32)))
+    return GatedNormQuantized(**vars(norm), quantization=Quantization(request.out_dtype)), Operands(*operands)
+
+
+GATED_NORM_QUANTIZED = Family(
+    Op(
+        name="gated_norm_quantized",
+        spec=GatedNormQuantized,
+        operands=Operands,
+        results=Results,
+        roles={
+            **GATED_NORM.op.roles,
+            "smooth": dataclasses.replace(WEIGHT, batch="formula"),
+            "given": SCALAR,
+            "values": LIKE_X,
+            "scales": SCALES,
+            "carrier": LIKE_X,
+        },
+        types=_types,
+        forward=forward,
+        plain=plain,
+        convention=Convention(carrier="carrier", tangents=tangents),
+        native=Native(
+            names=("jaxnorm_gated_rms_norm_quantized",),
+            name=lambda _: "jaxnorm_gated_rms_norm_quantized",
+            forward=_attributes,
+            plan=lambda *_: {"kind": "rms", "gated": "last"},
+            slower=speed.any_kernel,
+        ),
+        reasons=(row_too_long, gate_of_another_dtype, _scale_of_several_groups),
+        can_shard=_can_shard,
+        static_types=(Quantization,),
+        functions=(Function("gated_rms_norm_quantized", _requested, out_dtypes=tuple(LARGEST), last_axis_only=True),),
+    )
+)

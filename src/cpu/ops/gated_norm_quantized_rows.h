@@ -1,0 +1,55 @@
+// The rows of gated RMSNorm with a quantised result.
+//
+// y is kept as float32 in a row that stays in the cache, or each pass of the quantisation would compute the activation
+// again.
+#pragma once
+
+#include "cpu/ops/gated_norm_rows.h"
+#include "cpu/ops/quantized_norm_rows.h"
+#include "ops/gated_norm_quantized.h"
+
+namespace jaxnorm::cpu {
+namespace {
+
+void quantize_row(const GatedNormQuantizedForward& p, int64_t row, const float* y) {
+  const Weight smooth(p.quantized.smooth, 1, weights_of(p.weight_rows, row, p.cols));
+  const auto v = [&](int64_t column, auto extent) { return load(y + column, extent) * smooth(column, extent); };
+  with_quantized_type(p.quantized.values.dtype, [&](auto q) {
+    for (int64_t begin = 0; begin < p.cols; begin += p.quantized.group)
+      quantize(p.quantized, row, p.cols, begin, v, v, q);
+  });
+}
+
+// An epilogue: a row of y as another epilogue writes it to `y`, quantised.
+template <class Write>
+struct QuantizeWritten {
+  const GatedNormQuantizedForward& p;
+  Write write;
+  const float* y;
+
+  template <class Stats, class X>
+  void operator()(int64_t row, Stats stats, RowReader<X> x) const {
+    write(row, stats, x);
+    quantize_row(p, row, y);
+  }
+};
+
+void gated_norm_quantized(const GatedNormQuantizedForward& p, int64_t begin, int64_t end, int64_t traffic) {
+  float products[kGatedCols], row[kGatedCols];
+  const OutputRows<float> y({row, Dtype::f32}, 0, 0);
+  with_activation(p.x.dtype, p.gate.activation, [&](auto x_type, auto a) {
+    using X = decltype(x_type);
+    const InputRows<X> x(p.x, p.cols), gate(p.gate.data, p.cols);
+    const auto quantized = [&](auto write) { return QuantizeWritten<decltype(write)>{p, write, row}; };
+    if (p.gate.first) {
+      const Products<X, decltype(a)> load{x, gate, p.cols, products};
+      for_rows<Rms>(p, begin, end, traffic, load, quantized(Write<float>{p.cols, y, p.scale, {}, p.weight_rows}));
+    } else {
+      const WriteGated<X, decltype(a), float> write{p.scale, p.weight_rows, p.cols, gate, y};
+      for_rows<Rms>(p, begin, end, traffic, Stored<X>{p.x, p.cols}, quantized(write));
+    }
+  });
+}
+
+}  // namespace
+}  // namespace jaxnorm::cpu
