@@ -5,6 +5,7 @@ A new op is a new row: what it computes and by which formula, its operands and s
 
 from cases import KINDS
 from coverage import has_each_only, in_full
+from gated_quantized_rows import gated_quantized, grouped_quantized
 from gated_rows import gate, grouped
 from gating import MAMBA, QWEN, VARIANTS
 from group_rows import ACTIVATIONS, group_norm
@@ -34,16 +35,21 @@ QUANTIZED_SUMS = (
     *(quantized_sum(kind, "tensor", "float8_e4m3fn") for kind in KINDS),
     *(quantized_sum(kind, "groups of 128", "float8_e5m2") for kind in KINDS),
 )
+GATED_QUANTIZED = (
+    gated_quantized(QWEN, "token", "int8"),
+    gated_quantized(MAMBA, "groups of 64", "float8_e4m3fn"),
+    grouped_quantized(MAMBA, "groups of 128", "float8_e5m2"),
+)
 
 # One row of each kind of rule, where they do not depend on the norm, the activation or the dtype.
 EACH = (
     *(NORMS[1], PER_HEAD[1], ADDED[1], PADDED[1], GATED[1], GROUPED[0], GROUP_NORMS[1], SANDWICH[0]),
     *(SOFTMAX[1], CROSS_ENTROPY[0], ROTARY[0]),
-    *(QUANTIZED[1], QUANTIZED_SUMS[1]),
+    *(QUANTIZED[1], QUANTIZED_SUMS[1], GATED_QUANTIZED[0]),
 )
 ALL = (
     *(*NORMS, *PER_HEAD, *ADDED, *PADDED, *GATED, *GROUPED, *GROUP_NORMS, *SANDWICH),
     *(*SOFTMAX, *CROSS_ENTROPY, *ROTARY),
-    *(*QUANTIZED, *QUANTIZED_SUMS),
+    *(*QUANTIZED, *QUANTIZED_SUMS, *GATED_QUANTIZED),
 )
 OPS = EACH if has_each_only() else ALL

@@ -128,7 +128,7 @@ def _meant(name: str, parameters: Parameters, keyword: str) -> str:
     if argument in parameters:
         return f"did you mean {ours}?"
     having = [other for other, of_other in _functions.items() if argument in of_other]
-    if related := [other for other in having if name in other]:
+    if related := sorted((other for other in having if name in other), key=len):  # the simplest first
         return f"did you mean {' or '.join(related)}, which {'takes' if len(related) == 1 else 'take'} {argument}?"
     if argument in INSTEAD:
         return f"{name} has no {argument}: {INSTEAD[argument]}."

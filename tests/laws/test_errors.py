@@ -16,7 +16,19 @@ import pytest
 from bad_calls import SCALE, X
 from coverage import cover, over
 from flax import nnx
-from ops import ADDED, CROSS_ENTROPY, GATED, GROUP_NORMS, NORMS, OPS, QUANTIZED, ROTARY, SANDWICH, SOFTMAX
+from ops import (
+    ADDED,
+    CROSS_ENTROPY,
+    GATED,
+    GATED_QUANTIZED,
+    GROUP_NORMS,
+    NORMS,
+    OPS,
+    QUANTIZED,
+    ROTARY,
+    SANDWICH,
+    SOFTMAX,
+)
 
 import jaxnorm
 from jaxnorm import Quantization
@@ -34,13 +46,15 @@ OF_EACH_FUNCTION = (
     *CROSS_ENTROPY,
     ROTARY[0],
     *QUANTIZED[:2],
+    GATED_QUANTIZED[0],
 )
+WITH_QUANTIZATION = (*QUANTIZED, *GATED_QUANTIZED)
 
 
 def public(op):
     """The public function, and what it wants beside its arguments."""
     function = getattr(jaxnorm, op.public)
-    return partial(function, quantization=TOKEN) if op in QUANTIZED else function
+    return partial(function, quantization=TOKEN) if op in WITH_QUANTIZATION else function
 
 
 def in_order(public, parts) -> str:
@@ -79,7 +93,7 @@ def test_native_by_name_where_there_is_no_kernel(op, name):
 @over(OF_EACH_FUNCTION, name=lambda op: list(op.without_kernel))
 def test_by_default_the_formula_where_there_is_no_kernel(op, name):
     args, keywords, _ = op.without_kernel[name]
-    function = partial(public(op), **keywords, **({"straight_through": True} if op in QUANTIZED else {}))
+    function = partial(public(op), **keywords, **({"straight_through": True} if op in WITH_QUANTIZATION else {}))
 
     def loss(x):
         return sum(leaf.astype("float32").sum() for leaf in jax.tree.leaves(function(x, *args[1:])))
@@ -108,10 +122,11 @@ def test_a_traced_number(op, argument):
 
 
 # Of the public functions themselves, to whose quantised ones the tables give a quantization.
-@pytest.mark.parametrize("function", ["rms_norm_quantized", "layer_norm_quantized"])
+@pytest.mark.parametrize("function", ["rms_norm_quantized", "layer_norm_quantized", "gated_rms_norm_quantized"])
 def test_a_missing_quantization(function):
+    gate = {"gate": X, "gate_first": True} if function.startswith("gated") else {}
     with pytest.raises(TypeError, match=f"^{function}: .*'quantization'.*quantization=jaxnorm.Quantization"):
-        getattr(jaxnorm, function)(X, SCALE)
+        getattr(jaxnorm, function)(X, scale=SCALE, **gate)
 
 
 POSITIONAL = {
@@ -121,6 +136,7 @@ POSITIONAL = {
     "add_layer_norm": ["x", "residual", "scale", "bias"],
     "rms_norm_add_rms_norm": ["x", "residual", "post_scale", "scale"],
     "gated_rms_norm": ["x", "gate", "scale"],
+    "gated_rms_norm_quantized": ["x", "gate", "scale"],
     "group_norm": ["x", "scale", "bias"],
     "softmax": ["x"],
     "log_softmax": ["x"],

@@ -134,6 +134,10 @@ CALLS = {
     "add_rms_norm": (lambda x: jaxnorm.add_rms_norm(x, x), None),
     "add_layer_norm": (lambda x: jaxnorm.add_layer_norm(x, x), None),
     "gated_rms_norm": (gate, None),
+    "gated_rms_norm_quantized": (
+        lambda x: jaxnorm.gated_rms_norm_quantized(x, x, gate_first=True, quantization=QUANTIZATION),
+        None,
+    ),
     "group_norm": (lambda x: jaxnorm.group_norm(x, num_groups=2, activation="silu"), None),
     "qk_norm_rotary": (lambda x: jaxnorm.qk_norm_rotary(x, x, positions=0), None),
     "rms_norm_quantized": (lambda x: jaxnorm.rms_norm_quantized(x, quantization=QUANTIZATION), None),

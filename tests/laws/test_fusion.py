@@ -21,7 +21,11 @@ def sizes(op):
     return [size for size in op.unfused_sizes or op.sizes if math.prod(size.dims) < 2**22]
 
 
-@over(FUSED, dtypes=lambda op: op.dtypes, weights=lambda op: ["x's", "float32"], size=sizes)
+def dtypes_of(op):
+    return op.unfused_dtypes or op.dtypes
+
+
+@over(FUSED, dtypes=dtypes_of, weights=lambda op: ["x's", "float32"], size=sizes)
 def test_sizes(op, dtypes, weights, size):
     args = op.draw(size, dtypes, dtypes[0] if weights == "x's" else weights)
     assert_same(run(op, args, **size.options), op.unfused(*args, **size.options))
@@ -36,7 +40,7 @@ def test_large_arrays(op, size):
 
 @over(
     FUSED,
-    dtypes=lambda op: op.dtypes,
+    dtypes=dtypes_of,
     options=lambda op: op.options,
     size=lambda op: op.lengths[:2] if "per head" in op.name else op.lengths[2:4],
 )

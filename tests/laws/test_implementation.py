@@ -13,7 +13,7 @@ from coverage import over
 from exporting import PLATFORMS
 from hlo import count_native_calls
 from jax import export
-from ops import ADDED, EACH, GATED, GROUP_NORMS, NORMS, QUANTIZED, ROTARY
+from ops import ADDED, EACH, GATED, GATED_QUANTIZED, GROUP_NORMS, NORMS, QUANTIZED, ROTARY
 
 import jaxnorm
 from jaxnorm import implementation
@@ -45,7 +45,7 @@ def test_a_context_chooses(name):
     assert chosen() is None
 
 
-@over((*NORMS, *ADDED, GATED[0], GROUP_NORMS[1], ROTARY[0], *QUANTIZED))
+@over((*NORMS, *ADDED, GATED[0], GROUP_NORMS[1], ROTARY[0], *QUANTIZED, *GATED_QUANTIZED))
 def test_a_context_is_for_every_op(op):
     function, types = op.run(op.function), op.types(op.small)
     with implementation("jnp"):

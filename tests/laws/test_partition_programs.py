@@ -268,13 +268,14 @@ def test_a_weight_that_is_sharded_unlike_x(devices, op, x_spec, scale_spec, expe
             jax.eval_shape(op.function, *[x] * op.arrays, scale)
 
 
-@pytest.mark.parametrize("name", ["rms_norm_quantized", "gated_rms_norm"])
+@pytest.mark.parametrize("name", ["rms_norm_quantized", "gated_rms_norm", "gated_rms_norm_quantized"])
 def test_a_group_that_is_split(devices, name):
     mesh = Mesh(devices, "b", axis_types=(AxisType.Explicit,))
     to = jaxnorm.Quantization(jnp.int8, "group", group_size=64)
     norms = {
         "rms_norm_quantized": lambda x: jaxnorm.rms_norm_quantized(x, quantization=to),
         "gated_rms_norm": lambda x: jaxnorm.gated_rms_norm(x, x, gate_first=True, group_size=64),
+        "gated_rms_norm_quantized": lambda x: jaxnorm.gated_rms_norm_quantized(x, x, gate_first=True, quantization=to),
     }
     with jax.set_mesh(mesh):
         (x,) = placed(mesh, [draw_x((8, 64))], P(None, "b"))

@@ -15,6 +15,7 @@ from ops import (
     ADDED,
     EACH,
     GATED,
+    GATED_QUANTIZED,
     GROUP_NORMS,
     GROUPED,
     NORMS,
@@ -46,6 +47,7 @@ TRANSFORMED = {
     GATED[1]: ["vjp", "hessian", "vmap over everything"],
     ROTARY[0]: ["vmap of every grad of everything", "grad of scan of checkpoint"],
     QUANTIZED[0]: ["grad", "hessian", "vmap over x", "vmap over scale", "scan"],
+    GATED_QUANTIZED[0]: ["vjp", "hessian", "vmap over x", "grad of scan of checkpoint"],
 }
 # RMSNorm's rules are LayerNorm's with a statistic less.
 transformations = over(
@@ -92,7 +94,7 @@ def test_linear_transpose_in_the_weights(op):
     assert_close(of_y(op.function)(*operands(DIMS)), of_y(op.formula)(*operands(DIMS)))
 
 
-WITH_ARRAYS = (*ADDED, *GATED, *GROUPED, *GROUP_NORMS, *SANDWICH, *ROTARY, *PER_HEAD, QUANTIZED[1])
+WITH_ARRAYS = (*ADDED, *GATED, *GROUPED, *GROUP_NORMS, *SANDWICH, *ROTARY, *PER_HEAD, QUANTIZED[1], GATED_QUANTIZED[0])
 
 
 def names_of(op):

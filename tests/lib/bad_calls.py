@@ -252,12 +252,9 @@ MISUSE = {
             X,
             residual="add_rms_norm or rms_norm_quantized or rms_norm_add_rms_norm",
             pad_to="add_rms_norm",
-            gate="gated_rms_norm",
-            z="gated_rms_norm",
-            gate_first="gated_rms_norm",
-            group_size="gated_rms_norm",
-            quantization="rms_norm_quantized",
-            smooth_scale="rms_norm_quantized",
+            **dict.fromkeys(("gate", "z", "gate_first", "group_size"), "gated_rms_norm or gated_rms_norm_quantized"),
+            quantization="rms_norm_quantized or gated_rms_norm_quantized",
+            smooth_scale="rms_norm_quantized or gated_rms_norm_quantized",
         ),
         "a keyword like no other": call(X, foo=1).raises(
             TypeError, "keyword argument 'foo'", "x, scale, bias, epsilon"
@@ -346,6 +343,14 @@ MISUSE = {
             activations="activation",
             groupsize="group_size",
         ),
+    },
+    "gated_rms_norm_quantized": {
+        "scale for gate": call(X, SCALE, **FIRST).raises(ValueError, "gate has shape", r"Is it the scale\?"),
+        "no gate": call(X, **FIRST).raises(TypeError, "required argument: 'gate'", "use jaxnorm.rms_norm"),
+        "no order": call(X, X).raises(TypeError, "required argument: 'gate_first'", "Mamba2"),
+        "a dtype of the result": call(X, X, **FIRST, dtype="int8").raises(TypeError, "'dtype'", "that of quantization"),
+        "residual": call(X, X, residual=X).raises(TypeError, "keyword argument 'residual'", "add it to x first"),
+        **misspelt(X, X, eps="epsilon", weight="scale", smooth="smooth_scale", groupsize="group_size"),
     },
     "rms_norm_quantized": {
         "residual by position": call(X, SCALE, X).raises(

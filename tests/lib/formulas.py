@@ -92,21 +92,35 @@ def group_norm(activation):
 
 def dequantized(kind, quantization, static_scale=None):
     """What a quantised norm means, and its straight-through gradient: that of the norm."""
-    largest = float(jnp.finfo(quantization.dtype).max) if quantization.dtype != jnp.int8 else 127.0
 
     def formula(x, *args):
         y = norm(kind)(x, *args[:2])
-        y = y if len(args) < 3 else y * args[2]
-        fixed = jax.lax.stop_gradient(y)  # here, since jet has no rule for all that rounds
-        groups = fixed.reshape(*y.shape[:-1], -1, quantization.group_size or y.shape[-1])
-        scales = jnp.abs(groups).max(-1, keepdims=True) / largest if static_scale is None else static_scale
-        values = jnp.clip(groups / scales, -largest, largest)
-        values = jnp.round(values) if quantization.dtype == jnp.int8 else values.astype(quantization.dtype)
-        values = jax.lax.optimization_barrier(values)  # or XLA for GPUs leaves the rounding to float8 out
-        exact = (values.astype(jnp.float32) * scales).reshape(y.shape)
-        return y + (exact - fixed)
+        return rounded(y if len(args) < 3 else y * args[2], quantization, static_scale)
 
     return formula
+
+
+def gated_dequantized(variant, quantization):
+    """The same of a gated norm."""
+
+    def formula(x, gate, scale=None, smooth=None, *, group_size=None):
+        y = gated(variant)(x, gate, scale, group_size=group_size)
+        return rounded(y if smooth is None else y * smooth, quantization)
+
+    return formula
+
+
+def rounded(y, quantization, static_scale=None):
+    """What y, quantised, stands for, and the derivative of y."""
+    largest = float(jnp.finfo(quantization.dtype).max) if quantization.dtype != jnp.int8 else 127.0
+    fixed = jax.lax.stop_gradient(y)  # here, since jet has no rule for all that rounds
+    groups = fixed.reshape(*y.shape[:-1], -1, quantization.group_size or y.shape[-1])
+    scales = jnp.abs(groups).max(-1, keepdims=True) / largest if static_scale is None else static_scale
+    values = jnp.clip(groups / scales, -largest, largest)
+    values = jnp.round(values) if quantization.dtype == jnp.int8 else values.astype(quantization.dtype)
+    values = jax.lax.optimization_barrier(values)  # or XLA for GPUs leaves the rounding to float8 out
+    exact = (values.astype(jnp.float32) * scales).reshape(y.shape)
+    return y + (exact - fixed)
 
 
 def softmax(x, *, log=False, scale=1.0):

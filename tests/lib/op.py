@@ -63,6 +63,7 @@ class Op:
     small: Size  # for programs: quick to compile
     sizes: tuple[Size, ...]  # for accuracy and law 5: every path of the kernels
     unfused_sizes: tuple[Size, ...] | None = None  # for law 5, if only some
+    unfused_dtypes: tuple[tuple[str, ...], ...] | None = None  # the same
     options: tuple[Mapping[str, Any], ...] = ()  # what the public function may be told, beside sizes' options
     backward_sizes: tuple[Size, ...] = ()  # for gradients, beside these
     lengths: tuple[Size, ...] = ()  # for bits: a few rows for every kernel

@@ -57,7 +57,7 @@ def test_the_default_call_is_native(info):
     "op",
     [
         *("add_rms_norm", "add_layer_norm", "gated_rms_norm", "rms_norm_add_rms_norm"),
-        *("rms_norm_quantized", "layer_norm_quantized"),
+        *("rms_norm_quantized", "layer_norm_quantized", "gated_rms_norm_quantized"),
         *("softmax", "log_softmax", "softmax_cross_entropy_with_integer_labels"),
     ],
 )
@@ -83,6 +83,7 @@ def test_a_quantised_result_in_words(info, to):
         (("--dtype", "float16", "--out-dtype", "bfloat16"), "one of them float32"),
         (("--shape", "4x0"), "length 0"),
         (("--op", "gated_rms_norm", "--shape", "4x20000"), "take at most 16384"),
+        (("--op", "gated_rms_norm_quantized", "--shape", "4x20000"), "take at most 16384"),
         (("--op", "gated_rms_norm", "--out-dtype", "bfloat16"), "want them equal"),
         (("--op", "rms_norm_add_rms_norm", "--out-dtype", "bfloat16"), "kernels with two norms want them equal"),
         (("--shape", "8x16x4x9000", "--scale-shape", "4x9000"), "more than 8192"),
