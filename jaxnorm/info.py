@@ -8,13 +8,14 @@ import json
 import math
 import platform as python_platform
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 import jaxnorm
-from jaxnorm import _explain
+from jaxnorm import _explain, _page
 from jaxnorm.native import compat, ffi
 from jaxnorm.ops import checks, misuse
 from jaxnorm.ops.options import choice
@@ -161,6 +162,7 @@ def _parse(arguments: list[str] | None) -> tuple[argparse.Namespace, op.Request]
     parser.add_argument("--residual-dtype", type=_dtype, help="the residual's; x's, or no residual, if not given")
     parser.add_argument("--out-dtype", type=_dtype, help="the result's dtype; x's, or float8_e4m3fn, if not given")
     parser.add_argument("--platform", help="cpu, cuda, tpu, ...; JAX's default if not given")
+    parser.add_argument("--html", metavar="FILE", type=Path, help="write a page of the launch plan to this file")
     parser.add_argument(
         "--explain", metavar="MODULE:FUNCTION", help="say it of every norm of a function that takes no argument"
     )
@@ -241,6 +243,8 @@ def main(arguments: list[str] | None = None) -> None:
         "native": native_modules(),
         "call": call(options.op, request, options.platform or compat.default_platform()),
     }
+    if options.html:
+        options.html.write_text(_page.page(report, request), encoding="utf-8")
     print(json.dumps(report, indent=2) if options.json else in_words(report))
 
 

@@ -10,6 +10,7 @@
 #include "cuda/cublaslt.h"
 #include "cuda/engine/device.h"
 #include "cuda/engine/plan.h"
+#include "cuda/engine/regimes.h"
 #include "ffi/cuda.h"
 #include "ffi/module.h"
 
@@ -80,6 +81,29 @@ nb::tuple workspace(const std::string& target, const std::string& dtype, int64_t
   throw nb::value_error(("there is no target " + target).c_str());
 }
 
+// The registers that the kernels of a plan leave a thread at most: by what the forward's table says, or as many as the
+// most threads of a backward block leave. Of plain results; quantised ones have budgets of their own.
+int registers_of(const cuda::Plan& plan, bool forward, bool centred, bool is_divided, Dtype x, const std::string& gated,
+                 bool adds) {
+  constexpr int of_multiprocessor = 64 << 10, unlimited = 255, of_pipelines = 128;
+  if (!forward) {
+    if (plan.segments > 0 && plan.vectors == cuda::kStreamed) return of_multiprocessor / (2 * cuda::kColumnThreads);
+    for (const int most : {cuda::kMaxThreads, cuda::kWideThreads, cuda::kThinThreads})
+      if (plan.block_threads() <= most) return of_multiprocessor / most / 8 * 8;
+    return unlimited;
+  }
+  if (plan.blocks_per_row > 1 && plan.vectors != cuda::kStreamed) return of_pipelines;
+  const auto budget = [&](const auto& table) {
+    const cuda::Registers& registers = table.entry[plan.entry].registers;
+    if (gated != "" || adds) return registers.two_arrays;
+    return centred || !is_divided ? registers.one_array : registers.weights;
+  };
+  if (gated == "first" && x != Dtype::f32) return budget(cuda::GatedForwardRegimes<2, true>::kTable);
+  if (gated != "" && x != Dtype::f32) return budget(cuda::GatedForwardRegimes<2, false>::kTable);
+  if (gated != "") return budget(cuda::GatedForwardRegimes<4, true>::kTable);
+  return x == Dtype::f32 ? budget(cuda::ForwardRegimes<4>::kTable) : budget(cuda::ForwardRegimes<2>::kTable);
+}
+
 nb::dict plan(const std::string& op, const std::string& kind, const std::string& x_dtype, int64_t cols, int max_cluster,
               const std::string& gated, bool adds) {
   if (op != "forward" && op != "backward") throw nb::value_error("op is neither forward nor backward");
@@ -103,6 +127,7 @@ nb::dict plan(const std::string& op, const std::string& kind, const std::string&
   out["threads_per_row"] = plan.threads_per_row * plan.blocks_per_row;
   out["elements_per_thread"] = plan.vectors * cuda::vector_of(x);
   out["segments"] = plan.segments;
+  out["registers"] = registers_of(plan, forward, kind == "layer", cols % cuda::vector_of(x) == 0, x, gated, adds);
   out["ring"] = plan.vectors > 0 && (op == "backward" || plan.blocks_per_row > 1);
   return out;
 }
@@ -133,6 +158,6 @@ NB_MODULE(_cuda, module) {
       "plan", &jaxnorm::plan, arg("op"), arg("kind"), arg("x_dtype"), arg("cols"), arg("max_cluster") = 16,
       arg("gated") = "", arg("adds") = false,
       "The launch plan for rows of `cols` elements, gated `first` or `last` or not, and with another array if one is "
-      "added; elements_per_thread is 0 where a row is read more than once, ring tells whether shared memory fetches "
-      "rows ahead, where the GPU can.");
+      "added; elements_per_thread is 0 where a row is read more than once, registers are the most that a thread has "
+      "where results are not quantised, ring tells whether shared memory fetches rows ahead, where the GPU can.");
 }

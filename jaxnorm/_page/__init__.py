@@ -1,0 +1,154 @@
+"""The page of a launch plan, `python -m jaxnorm.info --html`: one file, no network. See docs/plans.md.
+
+Everything that it says is worked out here; its scripts draw, and walk the map once more to test themselves.
+"""
+
+import html
+import json
+import math
+from importlib import resources
+from typing import Any
+
+from jaxnorm._page import launch, ruler
+from jaxnorm._page.tiling import Case, passes
+from jaxnorm.native import ffi
+from jaxnorm.primitive import op, weights
+
+SCRIPTS = ("tiling.js", "ruler.js", "map.js", "example.js", "selftest.js", "main.js")
+WALKED = 1 << 22  # columns of the longest row of which the page walks the map
+MAPPED = ("rms_norm", "layer_norm")  # whose kernels a test holds the map to
+Report = dict[str, Any]
+
+
+def page(report: Report, request: op.Request) -> str:
+    """The page of a call, from what `jaxnorm.info` reports of it."""
+    call = report["call"]
+    shape = "×".join(map(str, call["shape"]))
+    title = f"{call['op']} of {call['dtype']}[{shape}] on {call['platform']}"
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if version)
+    content = {
+        "title": title,
+        "runs": _runs(call),
+        "versions": versions,
+        "call": {"cols": _rows_and_cols(request)[1]},
+        "needed": launch.NEEDED,
+        "ways": [_way(way, plan, call, request) for way, plan in call.get("plans", {}).items()],
+    }
+    # "<" would let a string of the data end it.
+    data = json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")
+    script = "(() => {\n'use strict';\n" + "".join(_file(name) for name in SCRIPTS) + "})();"
+    filled = _file("page.html").replace("{title}", html.escape(title)).replace("{css}", _file("style.css"))
+    return filled.replace("{script}", script).replace("{data}", data)
+
+
+def _file(name: str) -> str:
+    return resources.files(__name__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _runs(call: Report) -> str:
+    names = {"native": "a kernel of jaxnorm runs", "jnp": "the formula runs in jax.numpy", "an error": "this is an error"}
+    said = f"On {call['platform']} {names[call['implementation']]}, because {call['why']}."
+    if "plans" in call:
+        return f"{said} Plans are for a GPU whose largest cluster has {call['largest_cluster']} blocks."
+    if call["implementation"] != "native":
+        return f"{said} So there is no launch plan to show."
+    if call["platform"] == "cuda":
+        return f"{said} The kernels of {call['op']} have no launch plan of rows to show."
+    return f"{said} Launch plans are those of the CUDA kernels: --platform cuda shows them, on a machine without a GPU too."
+
+
+def _rows_and_cols(request: op.Request) -> tuple[int, int]:
+    return math.prod(request.shape[: -request.axes]), math.prod(request.shape[-request.axes :])
+
+
+def _way(way: Any, plan: Report, call: Report, request: op.Request) -> Report:
+    of_function, how = op.functions()[call["op"]]
+    arguments = of_function.native.plan(*how.request(request))  # type: ignore[union-attr, misc]
+    kind = arguments["kind"]
+    more = {key: value for key, value in arguments.items() if key != "kind"}
+    module, most, dtype = ffi.module("cuda"), call["largest_cluster"], request.addend_dtype or request.dtype
+    rows, cols = _rows_and_cols(request)
+    case = Case(way, kind, dtype, rows, cols, plan, most)
+
+    def plan_of(length: int) -> Report:
+        found: Report = module.plan(way, kind, dtype.name, length, max_cluster=most, **more)
+        return found
+
+    longest = launch.GATED_COLS if more.get("gated") else None
+    marks = [_mark(mark, case.vector) for mark in ruler.marks(plan_of, cols, case.vector, longest)]
+    shown: Report = {
+        "way": way,
+        "why": _why(case, marks),
+        "slower": call.get("slower", {}).get(way),
+        "ruler": marks,
+        "no_map": _no_map(call, request),
+        **{key: [] for key in ("passes", "kernels", "traffic")},
+        "small_batch": None,
+    }
+    if shown["no_map"] is None:
+        partial_rows = module.workspace(f"jaxnorm_{kind}_norm_bwd", dtype.name, cols, weights=1)[1] // cols
+        kernels = launch.kernels(case, partial_rows)
+        shown |= {
+            "passes": [_pass(step) for step in passes(case)],
+            "kernels": [{**kernel, "in_flight": launch.in_flight(case, kernel)} for kernel in kernels],
+            "traffic": launch.traffic(case, partial_rows),
+            "small_batch": launch.small_batch(case),
+        }
+    return shown
+
+
+def _no_map(call: Report, request: op.Request) -> str | None:
+    """Why there is no map of a call's rows."""
+    if call["op"] not in MAPPED:
+        return f"The map is drawn of {' and '.join(MAPPED)}. The kernels of {call['op']} share rows by the same rule."
+    if request.out_dtype != request.dtype or weights.stripped(request.scale_shape[: -request.axes]):
+        return "The map is drawn of calls whose result has x's dtype and whose scale is one row: others have kernels of their own."
+    if not _rows_and_cols(request)[0]:
+        return "There is no row."
+    return None
+
+
+def _pass(step: Any) -> Report:
+    tiling = step.tiling
+    numbers = {name: getattr(tiling, name) for name in tiling.__dataclass_fields__}
+    digest = tiling.digest() if tiling.cols <= WALKED else None
+    return step._asdict() | {"tiling": numbers, "digest": digest}
+
+
+def _why(case: Case, marks: list[Report]) -> list[str]:
+    whole, rest = divmod(case.cols, case.vector)
+    lies = f"{whole} vectors of 16 bytes" + (f" and {rest} elements more" if rest else "")
+    own = next(mark for mark in marks if mark["from"] <= case.cols <= mark["to"])
+    said = [
+        f"A row of {case.cols} elements of {case.dtype.name} is {lies}. A row takes the first rule with room for it, "
+        "whatever the number of rows, so that its bits do not depend on the rows beside it.",
+        f"From {own['from']} to {own['to']} columns the rule is {own['regime']}: {own['rule']}",
+    ]
+    threads = case.plan["threads_per_row"]
+    if not case.is_streamed:
+        said.append(f"Here that is {threads} threads a row, with {case.plan['elements_per_thread']} elements each.")
+    if not case.is_divided:
+        said.append("Vectors do not divide the row, so for other lengths than those with as many elements more the rule may differ.")
+    return said
+
+
+def _mark(mark: Report, vector: int) -> Report:
+    first, last = mark["first"], mark["last"]
+    return {"from": mark["from"], "to": mark["to"], "regime": first["regime"], "rule": _rule(first, last, vector)}
+
+
+def _rule(first: Report, last: Report, vector: int) -> str:
+    blocks, vectors = first["blocks_per_row"], first["elements_per_thread"] // vector
+    threads, rows = _range(first, last, "threads_per_row"), _range(first, last, "rows_per_block")
+    held = f"{vectors} vector{'s' if vectors > 1 else ''} a thread"
+    return {
+        "rows per block": f"{threads} threads share a row, {held}; a block has {rows} rows.",
+        "block per row": f"a block of {threads} threads has a row, {held}.",
+        "cluster per row": f"a cluster of {blocks} blocks has a row, {threads} threads in all, {held}.",
+        "segments": "rows are cut into segments of 4096 columns: one kernel sums them up, a second one finishes by columns.",
+        "looped": f"{blocks} block{'s' if blocks > 1 else ''} of {first['threads_per_row'] // blocks} threads read the row again in each pass.",
+    }[first["regime"]]
+
+
+def _range(first: Report, last: Report, key: str) -> str:
+    return str(first[key]) if first[key] == last[key] else f"{first[key]} to {last[key]}"

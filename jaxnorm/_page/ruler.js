@@ -1,0 +1,88 @@
+// The rule: row lengths on a ruler, and the launch that follows.
+
+const HUES = {"rows per block": 205, "block per row": 150, "cluster per row": 35, "segments": 285, "looped": 0};
+
+function drawRuler(way) {
+  const width = 1000, height = 92, left = 6, right = 994, cols = data.call.cols;
+  const end = way.ruler[way.ruler.length - 1].to, place = (n) => left + (right - left) * Math.log2(n) / Math.log2(end);
+  const drawing = svg("svg", {viewBox: `0 0 ${width} ${height}`, role: "group", "aria-label": "Row lengths and their rules"});
+  way.ruler.forEach((mark, i) => {
+    const begin = i === 0 ? left : place(mark.from), stop = i + 1 < way.ruler.length ? place(way.ruler[i + 1].from) : right;
+    const own = mark.from <= cols && cols <= mark.to;
+    const band = svg("rect", {
+      class: "band", x: begin, y: 26, width: Math.max(1, stop - begin - 1), height: 34, tabindex: 0, role: "button",
+      fill: `hsl(${HUES[mark.regime]} 55% ${own ? 50 : 68}%)`, "aria-label": markText(mark),
+    });
+    const tell = () => { byId("ruler-text").textContent = markText(mark); };
+    for (const event of ["mouseenter", "focus", "click"]) band.addEventListener(event, tell);
+    drawing.append(band);
+  });
+  for (let power = 0; 2 ** power <= end; power += 3)
+    drawing.append(svg("text", {class: "tick", x: place(2 ** power), y: 78, "text-anchor": power ? "middle" : "start"},
+                       grouped(2 ** power)));
+  const at = place(Math.max(1, cols));
+  drawing.append(svg("path", {d: `M${at} 62 l-6 -40 h12 z`, fill: "var(--text)"}));
+  drawing.append(svg("text", {x: Math.min(940, Math.max(60, at)), y: 16, "text-anchor": "middle", "font-weight": 700},
+                     `${grouped(cols)} columns`));
+  byId("ruler").replaceChildren(drawing, legend(way));
+  byId("ruler-text").textContent = markText(way.ruler.find((mark) => mark.from <= cols && cols <= mark.to));
+  byId("ruler-table").replaceChildren(
+    table(["columns", "regime", "rule"], way.ruler.map((mark) => [`${grouped(mark.from)} to ${grouped(mark.to)}`, mark.regime, mark.rule])));
+}
+
+function legend(way) {
+  const regimes = [...new Set(way.ruler.map((mark) => mark.regime))];
+  return element("p", {className: "soft"}, ...regimes.flatMap((regime) => [
+    element("span", {style: `background: hsl(${HUES[regime]} 55% 60%); border-radius: 3px; padding: 0 0.6rem; margin-right: 0.35rem`}),
+    `${regime}  `,
+  ]), "(a logarithmic scale)");
+}
+
+const markText = (mark) => `${grouped(mark.from)} to ${grouped(mark.to)} columns: ${mark.regime}. ${mark.rule}`;
+
+function drawLaunch(way) {
+  byId("launch").hidden = byId("traffic").hidden = !way.kernels.length;
+  byId("why").replaceChildren(...way.why.map((sentence) => element("li", {}, sentence)));
+  byId("slower").hidden = !way.slower;
+  byId("slower").textContent = way.slower ? `By default jax.numpy runs here, because ${way.slower}. The plan is that of implementation="native".` : "";
+  const rows = way.kernels.map((kernel) => [
+    kernel.name,
+    (kernel.is_most ? "at most " : "") + grouped(kernel.blocks),
+    kernel.cluster > 1 ? `${kernel.cluster} blocks` : "none",
+    grouped(kernel.threads),
+    kernel.registers ? `at most ${kernel.registers}` : "no bound",
+    kernel.shared ? bytes(kernel.shared) : "none",
+  ]);
+  byId("kernels").replaceChildren(
+    table(["kernel", "blocks", "cluster", "threads a block", "registers a thread", "dynamic shared memory a block"], rows, [1, 3]));
+  drawFlight(way);
+  byId("small").hidden = !way.small_batch;
+  byId("small").textContent = way.small_batch || "";
+}
+
+function drawFlight(way) {
+  const [least, enough] = data.needed, kernel = way.kernels.find((each) => each.in_flight);
+  if (!kernel) {
+    byId("flight").replaceChildren(element("p", {className: "soft"}, way.kernels.length ? "How many bytes are on their way is left to the compiler here." : ""));
+    return;
+  }
+  const most = Math.max(enough, kernel.in_flight) * 1.1, percent = (count) => `${100 * count / most}%`;
+  byId("flight").replaceChildren(
+    element("p", {}, `On their way to a multiprocessor at once: up to ${bytes(kernel.in_flight)}. ` +
+      `${bytes(least)} to ${bytes(enough)} (the dashed frame) keep the memory busy; more was measured to be slower.`),
+    element("div", {className: "bar", role: "img", "aria-label": `${bytes(kernel.in_flight)} on their way, ${bytes(least)} to ${bytes(enough)} needed`},
+      element("span", {style: `width: ${percent(kernel.in_flight)}`}),
+      element("span", {className: "need", style: `left: ${percent(least)}; width: ${percent(enough - least)}`})));
+}
+
+function drawTraffic(way) {
+  const total = (key) => way.traffic.reduce((sum, entry) => sum + entry[key], 0), most = Math.max(...way.traffic.map((entry) => entry.bytes), 1);
+  byId("traffic-text").textContent =
+    `${bytes(total("bytes"))} are moved; each input read once and each output written once would be ${bytes(total("ideal"))}` +
+    (total("ideal") ? ` (${(100 * total("ideal") / total("bytes")).toFixed(1)} % of what is moved).` : ".");
+  byId("traffic-bars").replaceChildren(...way.traffic.flatMap((entry) => [
+    element("div", {}, `${entry.array} ${entry.how}: ${bytes(entry.bytes)}` + (entry.times > 1 ? `, ${entry.times} times` : "") + (entry.why ? `: ${entry.why}` : "")),
+    element("div", {className: "bar", role: "img", "aria-label": `${entry.array}: ${bytes(entry.bytes)}, ideally ${bytes(entry.ideal)}`},
+      element("span", {style: `width: ${100 * entry.bytes / most}%`}), element("span", {className: "ideal", style: `width: ${100 * entry.ideal / most}%`})),
+  ]));
+}

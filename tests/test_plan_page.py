@@ -1,0 +1,204 @@
+"""The page of a launch plan: its map of a row against what the kernels do, on the host, and in a browser."""
+
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_emulated_kernels import EMULATOR, SOURCES
+
+from jaxnorm._page import launch
+from jaxnorm._page.tiling import Case, passes
+from jaxnorm.native import ffi
+
+LAUNCH, READ, WRITE, COPY, READ_COPIED = range(5)
+FIELDS = ("call", "kernel", "kind", "block", "thread", "array", "first", "count")
+ARRAYS = {"x": 0, "y": 1, "dx": 1, "dy": 2}
+
+# Each regime of each table, with rows that vectors divide and that they do not: kind and dtype, rows, columns. Blocks of
+# several rows of the forward are full: a thread group without a row would read another's once more.
+FORWARD = (
+    *(("rms-float32", 64, cols) for cols in (24, 57, 64, 100, 256, 510, 512)),
+    *(("rms-float32", 5, cols) for cols in (516, 1024, 1025, 9216, 9217)),
+    *(("rms-float32", 3, cols) for cols in (20_000, 20_001, 140_000)),
+    *(("rms-float32", 1, cols) for cols in (262_152, 262_153)),
+    *(("rms-bfloat16", 64, cols) for cols in (24, 57, 128, 129, 256, 512, 1001, 1024)),
+    *(("rms-bfloat16", 5, cols) for cols in (1032, 1033, 4096, 9216, 9217, 14_336)),
+    *(("rms-bfloat16", 3, cols) for cols in (20_000, 20_001, 270_000)),
+    *(("rms-bfloat16", 1, cols) for cols in (524_304, 524_305)),
+    *(("layer-float32", 64, cols) for cols in (64,)),
+    *(("layer-float32", 5, cols) for cols in (1024, 5376, 9216)),
+    *(("layer-float32", 1, cols) for cols in (262_152,)),
+)
+BACKWARD = (
+    *(("rms-float32", 70, cols) for cols in (24, 57, 64, 128, 256, 512)),
+    *(("rms-float32", 9, cols) for cols in (1024, 1025, 4100)),
+    *(("rms-float32", 3, cols) for cols in (9216, 9217, 40_000, 140_000, 140_001)),
+    *(("rms-float32", 2, cols) for cols in (262_152, 262_153)),
+    *(("rms-bfloat16", 70, cols) for cols in (24, 57, 128, 256, 512, 768, 1001)),
+    *(("rms-bfloat16", 9, cols) for cols in (1024, 2048, 2056, 5128)),
+    *(("rms-bfloat16", 3, cols) for cols in (9216, 9217, 40_000, 140_000, 262_160)),
+)
+
+
+def case_of(way, case):
+    name, rows, cols = case
+    kind, dtype = name.split("-")
+    plan = ffi.module("cuda").plan(way, kind, dtype, cols)
+    return Case(way, kind, np.dtype(jnp.dtype(dtype)), rows, cols, plan)
+
+
+def partial_rows(case):
+    """How many the backward has room for."""
+    return ffi.module("cuda").workspace("jaxnorm_rms_norm_bwd", case.dtype.name, case.cols, weights=1)[1] // case.cols
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory):
+    """The accesses of all cases, by direction and case, as a structured array."""
+    folder = tmp_path_factory.mktemp("accesses")
+    compiler = ("nvcc", "-x", "c++", "-std=c++17", f"-I{EMULATOR}", f"-I{SOURCES}", "-include", EMULATOR / "emulator.h")
+
+    def compile_object(source):
+        logs = source.name.startswith("log_")
+        how = ("-O0", "-Xcompiler=-w,-fsanitize=thread,-fno-builtin-memcpy") if logs else ("-O1", "-Xcompiler=-w")
+        target = folder / f"{source.name}.o"
+        subprocess.run([*compiler, *how, "-c", source, "-o", target], check=True)
+        return target
+
+    programs = [EMULATOR / f"log_{way}.cc" for way in ("backward", "forward")]
+    others = [EMULATOR / "emulator.cc", EMULATOR / "accesses.cc", *(SOURCES / "cuda/engine" / name for name in ("plan.cc", "grad_schedule.cc"))]
+    with ThreadPoolExecutor(2) as pool:
+        backward, forward, *objects = pool.map(compile_object, (*programs, *others))
+
+    def run(program, cases):
+        target = program.with_suffix("")
+        link = ("-cudart", "none", "-lpthread", "-Xlinker", "--wrap=memcpy")
+        subprocess.run(["nvcc", program, *objects, *link, "-o", target], check=True)
+        done = subprocess.run([target, *(str(word) for case in cases for word in case)], capture_output=True, check=True)
+        records = np.frombuffer(done.stdout, np.dtype([(field, np.int32) for field in FIELDS]))
+        ends = np.searchsorted(records["call"], np.arange(len(cases) + 1))
+        return {case: records[begin:end] for case, begin, end in zip(cases, ends, ends[1:], strict=True)}
+
+    return {"forward": run(forward, FORWARD), "backward": run(backward, BACKWARD)}
+
+
+class Log:
+    """The accesses of a case."""
+
+    def __init__(self, case, records):
+        self.case = case
+        self.launches = records[records["kind"] == LAUNCH]
+        self.records = records
+
+    def of(self, kernel, kind, array):
+        """Block, thread, and number in the array, of each element of each access of a kernel, in no order."""
+        own = self.records[
+            (self.records["kernel"] == self.launches["kernel"][kernel])
+            & (self.records["kind"] == kind)
+            & (self.records["array"] == ARRAYS[array])
+        ]
+        count = own["count"].astype(np.int64)
+        within = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+        element = np.repeat(own["first"].astype(np.int64), count) + within
+        return np.repeat(own["block"], count), np.repeat(own["thread"], count), element
+
+    def owners(self, kernel, kind, array, tiling):
+        """Whose each access of an element is, as one number for block of the row, thread of its group, and element."""
+        block, thread, element = self.of(kernel, kind, array)
+        owner = block % tiling.blocks * tiling.threads + thread % tiling.threads
+        return owner.astype(np.int64) * self.case.rows * self.case.cols + element
+
+
+def expected_owners(case, tiling):
+    """The same by the page's formula, in order."""
+    of_rows = np.arange(case.rows) * case.cols
+    keys = []
+    for block, thread, _, first, count in tiling.vectors_of_blocks():
+        within = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+        owner = np.repeat(block * tiling.threads + thread, count).astype(np.int64)
+        keys.append(owner * case.rows * case.cols + np.repeat(first, count) + within)
+    return np.sort((np.concatenate(keys)[:, None] + of_rows).ravel())
+
+
+def words_of(keys, case):
+    """Owners of 16-byte words, from those of elements."""
+    elements = case.rows * case.cols
+    words = elements // case.vector + 1
+    return np.unique(keys // elements * words + keys % elements // case.vector)
+
+
+def check_reads(log, kernel, steps, array):
+    """That a kernel reads an array as its passes say."""
+    tiling = steps[0].tiling
+    found = [log.owners(kernel, kind, array, tiling) for kind in (READ, COPY)]  # a thread may copy its own
+    found = np.sort(np.concatenate(found))
+    expected = np.sort(np.concatenate([expected_owners(log.case, step.tiling) for step in steps]))
+    if steps[0].words:
+        assert np.isin(expected, found).all()
+    else:
+        np.testing.assert_array_equal(found, expected)
+
+
+def check_writes(log, kernel, step, array):
+    found = np.sort(log.owners(kernel, WRITE, array, step.tiling))
+    expected = expected_owners(log.case, step.tiling)
+    if step.words:
+        assert np.isin(words_of(found, log.case), words_of(expected, log.case)).all()
+    else:
+        np.testing.assert_array_equal(found, expected)
+    *_, element = log.of(kernel, WRITE, array)
+    np.testing.assert_array_equal(np.sort(element), np.arange(log.case.rows * log.case.cols))
+
+
+def check_copied(log, kernel, step, array):
+    """That copies have each element, and that each is read by its thread."""
+    *_, element = log.of(kernel, COPY, array)
+    assert np.isin(np.arange(log.case.rows * log.case.cols), element).all()
+    assert not log.case.is_divided or len(element) == log.case.rows * log.case.cols
+    found = np.unique(log.owners(kernel, READ_COPIED, array, step.tiling))
+    np.testing.assert_array_equal(found, expected_owners(log.case, step.tiling))
+
+
+both = pytest.mark.parametrize(
+    ("way", "case"),
+    [("forward", case) for case in FORWARD] + [("backward", case) for case in BACKWARD],
+    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value)),
+)
+
+
+@pytest.mark.plans
+@pytest.mark.emulated
+@pytest.mark.xdist_group("emulated")
+@both
+def test_the_map_is_what_the_kernels_do(way, case, logs):
+    log = Log(case_of(way, case), logs[way][case])
+    names = [kernel["name"] for kernel in launch.kernels(log.case, partial_rows(log.case))]
+    steps = passes(log.case)
+    for index, name in enumerate(names):
+        reads = [step for step in steps if (step.kernel, step.via) == (name, "memory") and step.step != "store"]
+        for array in reads[0].arrays if reads else ():
+            check_reads(log, index, reads, array)
+    for step in steps:
+        for array in step.arrays:
+            if step.step == "store":
+                check_writes(log, names.index(step.kernel), step, array)
+            # Elements of long rows that vectors do not divide are stored to shared memory one by one: no copies.
+            elif step.via == "shared memory" and (log.case.is_divided or not log.case.is_long):
+                check_copied(log, names.index(step.kernel), step, array)
+
+
+@pytest.mark.plans
+@pytest.mark.emulated
+@pytest.mark.xdist_group("emulated")
+@both
+def test_the_launches_are_those_of_the_page(way, case, logs):
+    log = Log(case_of(way, case), logs[way][case])
+    launches = [tuple(int(number) for number in record)[3:7] for record in log.launches]
+    expected = launch.kernels(log.case, partial_rows(log.case))
+    assert len(launches) == len(expected)
+    for found, kernel in zip(launches, expected, strict=True):
+        blocks = found[0] if kernel["is_most"] else kernel["blocks"]
+        assert found == (blocks, kernel["threads"], kernel["cluster"], kernel["shared"])
