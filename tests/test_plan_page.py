@@ -69,7 +69,11 @@ def logs(tmp_path_factory):
         return target
 
     programs = [EMULATOR / f"log_{way}.cc" for way in ("backward", "forward")]
-    others = [EMULATOR / "emulator.cc", EMULATOR / "accesses.cc", *(SOURCES / "cuda/engine" / name for name in ("plan.cc", "grad_schedule.cc"))]
+    others = [
+        EMULATOR / "emulator.cc",
+        EMULATOR / "accesses.cc",
+        *(SOURCES / "cuda/engine" / name for name in ("plan.cc", "grad_schedule.cc")),
+    ]
     with ThreadPoolExecutor(2) as pool:
         backward, forward, *objects = pool.map(compile_object, (*programs, *others))
 
@@ -77,7 +81,9 @@ def logs(tmp_path_factory):
         target = program.with_suffix("")
         link = ("-cudart", "none", "-lpthread", "-Xlinker", "--wrap=memcpy")
         subprocess.run(["nvcc", program, *objects, *link, "-o", target], check=True)
-        done = subprocess.run([target, *(str(word) for case in cases for word in case)], capture_output=True, check=True)
+        done = subprocess.run(
+            [target, *(str(word) for case in cases for word in case)], capture_output=True, check=True
+        )
         records = np.frombuffer(done.stdout, np.dtype([(field, np.int32) for field in FIELDS]))
         ends = np.searchsorted(records["call"], np.arange(len(cases) + 1))
         return {case: records[begin:end] for case, begin, end in zip(cases, ends, ends[1:], strict=True)}

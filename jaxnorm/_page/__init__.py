@@ -46,7 +46,11 @@ def _file(name: str) -> str:
 
 
 def _runs(call: Report) -> str:
-    names = {"native": "a kernel of jaxnorm runs", "jnp": "the formula runs in jax.numpy", "an error": "this is an error"}
+    names = {
+        "native": "a kernel of jaxnorm runs",
+        "jnp": "the formula runs in jax.numpy",
+        "an error": "this is an error",
+    }
     said = f"On {call['platform']} {names[call['implementation']]}, because {call['why']}."
     if "plans" in call:
         return f"{said} Plans are for a GPU whose largest cluster has {call['largest_cluster']} blocks."
@@ -117,7 +121,7 @@ def _pass(step: Any) -> Report:
 
 def _why(case: Case, marks: list[Report]) -> list[str]:
     whole, rest = divmod(case.cols, case.vector)
-    lies = f"{whole} vectors of 16 bytes" + (f" and {rest} elements more" if rest else "")
+    lies = f"{whole} vectors of 16 bytes" + (f" and {rest} element{'s' if rest > 1 else ''} more" if rest else "")
     own = next(mark for mark in marks if mark["from"] <= case.cols <= mark["to"])
     said = [
         f"A row of {case.cols} elements of {case.dtype.name} is {lies}. A row takes the first rule with room for it, "
@@ -128,7 +132,9 @@ def _why(case: Case, marks: list[Report]) -> list[str]:
     if not case.is_streamed:
         said.append(f"Here that is {threads} threads a row, with {case.plan['elements_per_thread']} elements each.")
     if not case.is_divided:
-        said.append("Vectors do not divide the row, so for other lengths than those with as many elements more the rule may differ.")
+        said.append(
+            "Vectors do not divide the row. The ruler is that of rows with as many elements past the last whole vector."
+        )
     return said
 
 

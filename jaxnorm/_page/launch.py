@@ -133,15 +133,16 @@ def traffic(case: Case, partial_rows: int) -> list[dict[str, Any]]:
     used = kernels(case, partial_rows)[-1]["blocks"]
     per_row = int(case.plan["blocks_per_row"])
     used //= math.ceil(case.cols / (COLUMN_THREADS * case.vector)) if case.is_streamed else per_row
-    partial, f32 = used * case.cols * 4 * (1 + (case.kind == "layer")), case.cols * 4
+    weights = 1 + (case.kind == "layer")
+    sums = used * weights * case.cols * 4
     return [
         _moved("x", "read", whole, reads, again if reads > 1 else ""),
         _moved("dy", "read", whole, reads, again if reads > 1 else ""),
         _moved("statistics", "read", statistic),
         _moved("scale", "read", weight),
         _moved("dx", "written", whole),
-        _moved("partial rows", "written and read", 2 * partial, 1, "one of each block or cluster, summed in order", 0),
-        _moved("dscale" + (", dbias" if case.kind == "layer" else ""), "written", f32 * (partial // used // f32)),
+        _moved("partial rows", "written and read", 2 * sums, 1, "one of each block or cluster, summed in order", 0),
+        _moved("dscale" + (" and dbias" if weights > 1 else ""), "written", weights * weight),
     ]
 
 

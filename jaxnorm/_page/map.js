@@ -69,9 +69,11 @@ function drawMap() {
   draw(tiling, name);
 }
 
-const hueOf = (tiling, block, warp) => colour(block * 5 + warp);
+// A colour for each warp, or of rows with many for each block.
+const isFine = (tiling) => tiling.blocks * Math.ceil(tiling.threads / WARP) > 64;
+const hueOf = (tiling, block, warp, light) => colour(isFine(tiling) ? block : block * 5 + warp, light);
 
-// The whole row, a stretch of one colour for each warp.
+// The whole row.
 function drawStrip(tiling) {
   const canvas = byId("row-strip"), scale = window.devicePixelRatio || 1, width = Math.max(200, canvas.clientWidth), height = 51;
   canvas.width = width * scale;
@@ -83,11 +85,11 @@ function drawStrip(tiling) {
   const light = style.getPropertyValue("--cell").trim(), x = (column) => (column / tiling.cols) * width;
   for (let pixel = 0; pixel < width; ++pixel) {
     const owner = ownerOf(tiling, Math.min(tiling.cols - 1, Math.floor((pixel / width) * tiling.cols)));
-    context.fillStyle = colour(owner.block * 5 + Math.floor(owner.thread / WARP), light);
+    context.fillStyle = hueOf(tiling, owner.block, Math.floor(owner.thread / WARP), light);
     context.fillRect(pixel, 10, 1.5, 30);
   }
   context.fillStyle = style.getPropertyValue("--text");
-  for (let block = 1; block < tiling.blocks; ++block) context.fillRect(x(block * tiling.span) - 0.5, 4, 1, 42);
+  for (let block = 1; block < tiling.blocks && tiling.blocks <= 64; ++block) context.fillRect(x(block * tiling.span) - 0.5, 4, 1, 42);
   for (const {first, count} of vectorsOf(tiling, state.block, state.warp * WARP + state.thread, 4096)) {
     context.fillRect(x(first), 0, Math.max(1.5, x(count)), 8);
     context.fillRect(x(first), 43, Math.max(1.5, x(count)), 8);
@@ -167,7 +169,7 @@ function drawBlock(tiling) {
 function drawCluster(tiling) {
   const cells = [], shown = Math.min(tiling.blocks, 64);
   for (let block = 0; block < shown; ++block)
-    cells.push(element("div", {className: `cell${block === state.block ? " chosen" : ""}`, style: `background: ${colour(block * 5)}`}, `b${block}`));
+    cells.push(element("div", {className: `cell${block === state.block ? " chosen" : ""}`, style: `background: ${hueOf(tiling, block, 0)}`}, `b${block}`));
   for (let block = 0; block < shown; ++block)
     cells.push(element("div", {className: "cell", style: `background: ${colour(2)}`}, "all"));
   showCells(tiling.blocks > 1 ? "Sums of the blocks, and after the exchange" : "One block", cells, Math.min(shown, 32));
@@ -189,5 +191,9 @@ function wireMap() {
   byId("back").addEventListener("click", () => choose({step: state.step - 1}));
   byId("next").addEventListener("click", () => choose({step: state.step + 1}));
   byId("play").addEventListener("click", () => play(byId("play").getAttribute("aria-pressed") !== "true"));
-  window.addEventListener("resize", () => { if (way && way.passes.length) drawStrip(steps[state.step].pass.tiling); });
+  window.addEventListener("resize", () => {
+    if (!way) return;
+    drawRuler(way);
+    if (way.passes.length) drawStrip(steps[state.step].pass.tiling);
+  });
 }

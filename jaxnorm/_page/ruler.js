@@ -3,9 +3,9 @@
 const HUES = {"rows per block": 205, "block per row": 150, "cluster per row": 35, "segments": 285, "looped": 0};
 
 function drawRuler(way) {
-  const width = 1000, height = 92, left = 6, right = 994, cols = data.call.cols;
+  const width = Math.max(300, byId("ruler").clientWidth), height = 92, left = 6, right = width - 6, cols = data.call.cols;
   const end = way.ruler[way.ruler.length - 1].to, place = (n) => left + (right - left) * Math.log2(n) / Math.log2(end);
-  const drawing = svg("svg", {viewBox: `0 0 ${width} ${height}`, role: "group", "aria-label": "Row lengths and their rules"});
+  const drawing = svg("svg", {viewBox: `0 0 ${width} ${height}`, width, height, role: "group", "aria-label": "Row lengths and their rules"});
   way.ruler.forEach((mark, i) => {
     const begin = i === 0 ? left : place(mark.from), stop = i + 1 < way.ruler.length ? place(way.ruler[i + 1].from) : right;
     const own = mark.from <= cols && cols <= mark.to;
@@ -17,12 +17,13 @@ function drawRuler(way) {
     for (const event of ["mouseenter", "focus", "click"]) band.addEventListener(event, tell);
     drawing.append(band);
   });
-  for (let power = 0; 2 ** power <= end; power += 3)
-    drawing.append(svg("text", {class: "tick", x: place(2 ** power), y: 78, "text-anchor": power ? "middle" : "start"},
-                       grouped(2 ** power)));
+  for (let power = 0; 2 ** power <= end; power += width < 700 ? 6 : 3) {
+    const x = place(2 ** power), anchor = power === 0 ? "start" : x > right - 30 ? "end" : "middle";
+    drawing.append(svg("text", {class: "tick", x, y: 78, "text-anchor": anchor}, grouped(2 ** power)));
+  }
   const at = place(Math.max(1, cols));
   drawing.append(svg("path", {d: `M${at} 62 l-6 -40 h12 z`, fill: "var(--text)"}));
-  drawing.append(svg("text", {x: Math.min(940, Math.max(60, at)), y: 16, "text-anchor": "middle", "font-weight": 700},
+  drawing.append(svg("text", {x: Math.min(right - 55, Math.max(60, at)), y: 16, "text-anchor": "middle", "font-weight": 700},
                      `${grouped(cols)} columns`));
   byId("ruler").replaceChildren(drawing, legend(way));
   byId("ruler-text").textContent = markText(way.ruler.find((mark) => mark.from <= cols && cols <= mark.to));
@@ -32,29 +33,26 @@ function drawRuler(way) {
 
 function legend(way) {
   const regimes = [...new Set(way.ruler.map((mark) => mark.regime))];
-  return element("p", {className: "soft"}, ...regimes.flatMap((regime) => [
-    element("span", {style: `background: hsl(${HUES[regime]} 55% 60%); border-radius: 3px; padding: 0 0.6rem; margin-right: 0.35rem`}),
-    `${regime}  `,
-  ]), "(a logarithmic scale)");
+  return element("p", {className: "soft legend"}, ...regimes.map((regime) => element("span", {},
+    element("span", {className: "swatch", style: `background: hsl(${HUES[regime]} 55% 60%)`}), regime)), "on a logarithmic scale");
 }
 
-const markText = (mark) => `${grouped(mark.from)} to ${grouped(mark.to)} columns: ${mark.regime}. ${mark.rule}`;
+const markText = (mark) => `${grouped(mark.from)} to ${grouped(mark.to)} columns: ${mark.regime}, ${mark.rule}`;
 
 function drawLaunch(way) {
   byId("launch").hidden = byId("traffic").hidden = !way.kernels.length;
   byId("why").replaceChildren(...way.why.map((sentence) => element("li", {}, sentence)));
   byId("slower").hidden = !way.slower;
   byId("slower").textContent = way.slower ? `By default jax.numpy runs here, because ${way.slower}. The plan is that of implementation="native".` : "";
-  const rows = way.kernels.map((kernel) => [
-    kernel.name,
-    (kernel.is_most ? "at most " : "") + grouped(kernel.blocks),
-    kernel.cluster > 1 ? `${kernel.cluster} blocks` : "none",
-    grouped(kernel.threads),
-    kernel.registers ? `at most ${kernel.registers}` : "no bound",
-    kernel.shared ? bytes(kernel.shared) : "none",
-  ]);
-  byId("kernels").replaceChildren(
-    table(["kernel", "blocks", "cluster", "threads a block", "registers a thread", "dynamic shared memory a block"], rows, [1, 3]));
+  const rows = {
+    "blocks": (kernel) => (kernel.is_most ? "at most " : "") + grouped(kernel.blocks),
+    "cluster": (kernel) => kernel.cluster > 1 ? `${kernel.cluster} blocks` : "none",
+    "threads a block": (kernel) => grouped(kernel.threads),
+    "registers a thread (the budget)": (kernel) => kernel.registers ? `at most ${kernel.registers}` : "no bound",
+    "dynamic shared memory a block": (kernel) => kernel.shared ? bytes(kernel.shared) : "none",
+  };
+  byId("kernels").replaceChildren(table(["kernel", ...way.kernels.map((kernel) => kernel.name)],
+    Object.entries(rows).map(([what, say]) => [what, ...way.kernels.map(say)])));
   drawFlight(way);
   byId("small").hidden = !way.small_batch;
   byId("small").textContent = way.small_batch || "";

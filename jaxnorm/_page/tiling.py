@@ -172,7 +172,9 @@ def _looped(case: Case) -> list[Pass]:
 
 def _by_pipeline(case: Case, tiling: Tiling, reads: tuple[str, ...], result: str) -> list[Pass]:
     kernel = "row_kernel" if case.way == "forward" else "grad_kernel"
-    copied = "A bulk copy by one thread brings the row to shared memory ahead of time; each thread reads its part there."
+    copied = (
+        "A bulk copy by one thread brings the row to shared memory ahead of time; each thread reads its part there."
+    )
     return [
         Pass(kernel, "load", reads, "shared memory", tiling, copied),
         Pass(kernel, "apply", reads, "shared memory", tiling, "The row is still in shared memory, or in registers."),
@@ -211,9 +213,7 @@ def _segments(case: Case) -> list[Pass]:
         segments,
         SEGMENT,
     )
-    columns = Tiling(
-        case.cols, vector, COLUMN_THREADS, COLUMN_THREADS, 1, math.ceil(case.cols / strip), strip
-    )
+    columns = Tiling(case.cols, vector, COLUMN_THREADS, COLUMN_THREADS, 1, math.ceil(case.cols / strip), strip)
     first = "A block sums up one segment of a row. Another kernel finishes, once all segments are summed up."
     last = "A second kernel reads both again, each thread one vector of every row that is its block's."
     return [
