@@ -53,7 +53,7 @@ def driver(library: str = "libcuda.so.1") -> int | None:
 
 
 def find_nvcc() -> Path:
-    """Where it is among the packages of this interpreter; LookupError with the remedy, if it is not or does not work."""
+    """Where it is among the packages of this interpreter. Raises LookupError, with the remedy, if none there works."""
     remedy = f"pip install {' '.join(map(repr, REQUIREMENTS))}"
     version = _version(NVCC)
     if version is None:
