@@ -1,24 +1,31 @@
-# The default set: the ones with PTX serve whatever is older, in between or newer.
+# All that a wheel is compiled for, and what a build is that nothing tells more. The last of each has PTX too, which
+# serves newer GPUs. 80 is the A100, 90 the H100 and H200, 100 the B200; machine code for 80 runs on 86 and 89.
 set(JAXNORM_EVERY_ARCHITECTURE 75-virtual 80-real 86-real 89-real 90-real 100-real 120)
+set(JAXNORM_COMMON_ARCHITECTURES 80-real 90-real 100)
 set(JAXNORM_LEAST_ARCHITECTURE 75)
 
-# Sets `chosen` to the architectures to compile for: those of the GPUs that are present, each with PTX too, so that the
-# build serves a newer one; or the default set, where there is none or the compiler does not know one of them.
+# Sets `chosen` to those of `architectures` that the compiler knows, with PTX for the newest of them.
 #
-# `present`: compute capabilities, as 9.0; `known`: what the compiler compiles for, as 90, or nothing if it does not say.
-function(jaxnorm_choose_architectures chosen present known)
-  set(every "")
-  foreach(architecture ${JAXNORM_EVERY_ARCHITECTURE})
+# `known`: what it compiles for, as 90, or nothing if it does not say.
+function(jaxnorm_keep_known chosen architectures known)
+  set(kept "")
+  foreach(architecture ${architectures})
     string(REGEX MATCH "^[0-9]+" number "${architecture}")
     if(NOT known OR number IN_LIST known)
-      list(APPEND every "${architecture}")
+      list(APPEND kept "${architecture}")
     endif()
   endforeach()
-  # PTX for what is newer, whatever the newest is that the compiler knows.
-  list(POP_BACK every newest)
+  list(POP_BACK kept newest)
   string(REPLACE "-real" "" newest "${newest}")
-  list(APPEND every ${newest})
+  set(${chosen} ${kept} ${newest} PARENT_SCOPE)
+endfunction()
 
+# Sets `chosen` to the architectures to compile for: those of the GPUs that are present, each with PTX too, so that the
+# build serves a newer one; or the common ones, where there is none or the compiler does not know one of them.
+#
+# `present`: compute capabilities, as 9.0; `known` as above.
+function(jaxnorm_choose_architectures chosen present known)
+  jaxnorm_keep_known(common "${JAXNORM_COMMON_ARCHITECTURES}" "${known}")
   set(own "")
   foreach(capability ${present})
     string(REPLACE "." "" number "${capability}")
@@ -38,6 +45,14 @@ function(jaxnorm_choose_architectures chosen present known)
     list(REMOVE_DUPLICATES own)
     set(${chosen} "${own}" PARENT_SCOPE)
   else()
-    set(${chosen} "${every}" PARENT_SCOPE)
+    set(${chosen} "${common}" PARENT_SCOPE)
   endif()
+endfunction()
+
+# Sets `time` to how long so many cores compile the kernels for `architectures`, in words.
+function(jaxnorm_estimate_time time architectures cores)
+  list(LENGTH architectures count)
+  # Minutes of one core for an architecture, see docs/experiments/compiler.md; CPU kernels and the host's code included.
+  math(EXPR minutes "(10 * ${count} + ${cores} - 1) / ${cores}")
+  set(${time} "about ${minutes} min on ${cores} cores" PARENT_SCOPE)
 endfunction()

@@ -1,9 +1,13 @@
 # _cuda: built when a CUDA compiler is found, or demanded with JAXNORM_CUDA=1 and refused with JAXNORM_CUDA=0.
 include(CheckLanguage)
 
-set(JAXNORM_CUDA "" CACHE STRING "1: build the CUDA kernels or fail; 0: do not; empty: if possible")
+set(JAXNORM_CUDA "" CACHE STRING
+  "1: build the CUDA kernels or fail; pypi: and with NVIDIA's compiler from PyPI; 0: do not; empty: if possible")
 if(DEFINED ENV{JAXNORM_CUDA})
   set(JAXNORM_CUDA "$ENV{JAXNORM_CUDA}")
+endif()
+if(NOT JAXNORM_CUDA MATCHES "^(0|1|pypi)?$")
+  message(FATAL_ERROR "jaxnorm: JAXNORM_CUDA is ${JAXNORM_CUDA}, expected 0, 1, pypi or nothing")
 endif()
 if(JAXNORM_CUDA STREQUAL "0")
   message(STATUS "jaxnorm: CUDA kernels off (JAXNORM_CUDA=0)")
@@ -13,23 +17,42 @@ endif()
 if(NOT CMAKE_CUDA_COMPILER)
   unset(CMAKE_CUDA_COMPILER CACHE)  # there may be one now
 endif()
-check_language(CUDA)
+if(NOT JAXNORM_CUDA STREQUAL "pypi")
+  check_language(CUDA)
+endif()
+if(JAXNORM_CUDA STREQUAL "pypi" OR NOT CMAKE_CUDA_COMPILER)
+  # Where the build requires NVIDIA's compiler from PyPI, it is among the packages of its environment.
+  execute_process(COMMAND "${Python_EXECUTABLE}" "${CMAKE_CURRENT_SOURCE_DIR}/tools/cuda_wheels.py"
+                  OUTPUT_VARIABLE nvcc ERROR_VARIABLE why_none RESULT_VARIABLE failed OUTPUT_STRIP_TRAILING_WHITESPACE)
+  if(failed AND JAXNORM_CUDA STREQUAL "pypi")
+    message(FATAL_ERROR "jaxnorm: JAXNORM_CUDA=pypi asks for the CUDA kernels, and ${why_none}")
+  elseif(NOT failed)
+    if(CMAKE_CUDA_COMPILER AND NOT CMAKE_CUDA_COMPILER STREQUAL nvcc)  # what CMake knows of the one before
+      file(REMOVE "${CMAKE_BINARY_DIR}/CMakeFiles/${CMAKE_VERSION}/CMakeCUDACompiler.cmake")
+    endif()
+    set(CMAKE_CUDA_COMPILER "${nvcc}" CACHE FILEPATH "" FORCE)
+  endif()
+endif()
 if(NOT CMAKE_CUDA_COMPILER)
   if(JAXNORM_CUDA)
     message(FATAL_ERROR "jaxnorm: JAXNORM_CUDA=${JAXNORM_CUDA} asks for the CUDA kernels and no CUDA compiler was "
-                        "found. Install the CUDA toolkit (nvcc 12.8 or newer) and put nvcc on PATH, or set CUDACXX.")
+                        "found. Install the CUDA toolkit (nvcc 12.8 or newer) and put nvcc on PATH or set CUDACXX, or "
+                        "set JAXNORM_CUDA=pypi to take NVIDIA's compiler from PyPI.")
   endif()
-  message(STATUS "jaxnorm: CUDA kernels off (no CUDA compiler found; JAXNORM_CUDA=1 makes that an error)")
+  message(STATUS "jaxnorm: CUDA kernels off (no CUDA compiler and no driver of CUDA 13 found; JAXNORM_CUDA=pypi takes "
+                 "NVIDIA's compiler from PyPI, and JAXNORM_CUDA=1 makes a missing one an error)")
   return()
 endif()
 
 # Architectures: JAXNORM_CUDA_ARCHITECTURES if set, else those that are chosen by the present GPUs.
 include(cmake/architectures.cmake)
-set(JAXNORM_CUDA_ARCHITECTURES "" CACHE STRING "CUDA architectures, ';' between them")
+set(JAXNORM_CUDA_ARCHITECTURES "" CACHE STRING "CUDA architectures, ';' between them; every: those of a wheel")
 if(DEFINED ENV{JAXNORM_CUDA_ARCHITECTURES})
   set(JAXNORM_CUDA_ARCHITECTURES "$ENV{JAXNORM_CUDA_ARCHITECTURES}")
 endif()
-if(NOT JAXNORM_CUDA_ARCHITECTURES)
+if(JAXNORM_CUDA_ARCHITECTURES STREQUAL "every")
+  set(JAXNORM_CUDA_ARCHITECTURES "${JAXNORM_EVERY_ARCHITECTURE}")
+elseif(NOT JAXNORM_CUDA_ARCHITECTURES)
   execute_process(COMMAND nvidia-smi --query-gpu=compute_cap --format=csv,noheader
                   OUTPUT_VARIABLE present RESULT_VARIABLE failed ERROR_QUIET)
   if(failed)
@@ -51,8 +74,12 @@ set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
 enable_language(CUDA)
 # -O is the host code's, of which each kernel has some; kernels are optimised whatever it says.
 string(REPLACE "-O3" "-O1" CMAKE_CUDA_FLAGS_RELEASE "${CMAKE_CUDA_FLAGS_RELEASE}")
-find_package(CUDAToolkit REQUIRED)
-message(STATUS "jaxnorm: CUDA kernels on (nvcc ${CMAKE_CUDA_COMPILER_VERSION}, for ${JAXNORM_CUDA_ARCHITECTURES})")
+list(JOIN JAXNORM_CUDA_ARCHITECTURES " " architectures)
+cmake_host_system_information(RESULT cores QUERY NUMBER_OF_LOGICAL_CORES)
+jaxnorm_estimate_time(time "${JAXNORM_CUDA_ARCHITECTURES}" ${cores})
+message(STATUS "jaxnorm: CUDA kernels on (nvcc ${CMAKE_CUDA_COMPILER_VERSION})")
+message(STATUS "jaxnorm: compiling for ${architectures} takes ${time}; JAXNORM_CUDA_ARCHITECTURES chooses, "
+               "as 90-real for an H100 or H200 alone")
 
 # What takes longest to compile comes first.
 jaxnorm_add_module(_cuda
@@ -86,7 +113,8 @@ jaxnorm_add_module(_cuda
 target_compile_options(_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--fmad=false --compress-mode=size>)
 # Static, so that the module loads where there is no CUDA driver.
 set_target_properties(_cuda PROPERTIES CUDA_RUNTIME_LIBRARY Static)
-target_link_libraries(_cuda PRIVATE CUDA::cudart_static ${CMAKE_DL_LIBS})
-list(JOIN JAXNORM_CUDA_ARCHITECTURES " " architectures)
+# The C++ files want CUDA's headers. find_package(CUDAToolkit) would not do: PyPI's packages have no libcudart.so.
+target_include_directories(_cuda SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
+target_link_libraries(_cuda PRIVATE ${CMAKE_DL_LIBS})
 target_compile_definitions(_cuda PRIVATE JAXNORM_CUDA_ARCHITECTURES="${architectures}"
   JAXNORM_CUDA_TOOLKIT="${CMAKE_CUDA_COMPILER_VERSION}")

@@ -1,18 +1,44 @@
-"""What the build compiles for, without compiling."""
+"""What the build compiles for and with, without compiling."""
 
+import ctypes
+import importlib.util
+import os
+import stat
 import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.build
+import jaxnorm
 
-CHOOSE = Path(__file__).parents[1] / "cmake" / "architectures.cmake"
+ROOT = Path(__file__).parents[1]
 CUDA_13 = "75 80 86 87 88 89 90 100 110 103 120 121"
-EVERY = "75-virtual 80-real 86-real 89-real 90-real 100-real 120"
+COMMON = "80-real 90-real 100"
+
+with_cmake = pytest.mark.build
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+cuda_wheels = load("cuda_wheels")
+
+
+def cmake(tmp_path, *lines):
+    """What CMake prints for these lines."""
+    script = tmp_path / "script.cmake"
+    script.write_text("\n".join(("cmake_minimum_required(VERSION 3.24)", *lines)))
+    return subprocess.run(["cmake", "-P", str(script)], capture_output=True, text=True, check=True).stdout
 
 
 # The GPUs that are present, what the compiler knows, and what is compiled for; with a part of what CMake says.
+@with_cmake
 @pytest.mark.parametrize(
     ("present", "known", "chosen", "said"),
     [
@@ -20,28 +46,149 @@ EVERY = "75-virtual 80-real 86-real 89-real 90-real 100-real 120"
         ("12.1", CUDA_13, "121", ""),
         ("9.0 9.0", CUDA_13, "90", ""),
         ("8.9 9.0", CUDA_13, "89 90", ""),
-        ("", CUDA_13, EVERY, ""),
-        ("", "", EVERY, ""),
+        ("", CUDA_13, COMMON, ""),
+        ("", "", COMMON, ""),
         # A compiler that says nothing is believed to know it.
         ("9.0", "", "90", ""),
         # A GPU that is newer than the compiler gets PTX, one that is older than the kernels nothing of its own.
-        ("13.0", CUDA_13, EVERY, "nvcc does not know the GPU's compute capability 13.0"),
-        ("9.0 13.0", CUDA_13, EVERY, "does not know"),
-        ("7.0", CUDA_13, EVERY, "no CUDA kernel runs on the GPU of compute capability 7.0"),
+        ("13.0", CUDA_13, COMMON, "nvcc does not know the GPU's compute capability 13.0"),
+        ("9.0 13.0", CUDA_13, COMMON, "does not know"),
+        ("7.0", CUDA_13, COMMON, "no CUDA kernel runs on the GPU of compute capability 7.0"),
         # Compilers that know less or no longer know all.
-        ("", "75 80 86 87 89 90", "75-virtual 80-real 86-real 89-real 90", ""),
-        ("12.0", "75 80 86 87 89 90", "75-virtual 80-real 86-real 89-real 90", "does not know"),
-        ("", "80 86 89 90 100 120 130", "80-real 86-real 89-real 90-real 100-real 120", ""),
+        ("", "75 80 86 87 89 90", "80-real 90", ""),
+        ("12.0", "75 80 86 87 89 90", "80-real 90", "does not know"),
+        ("", "80 86 89 90 100 120 130", "80-real 90-real 100", ""),
     ],
 )
 def test_architectures(tmp_path, present, known, chosen, said):
     present, known = (";".join(names.split()) for names in (present, known))
-    script = tmp_path / "script.cmake"
-    script.write_text(
-        f"cmake_minimum_required(VERSION 3.24)\ninclude({CHOOSE})\n"
-        f'jaxnorm_choose_architectures(chosen "{present}" "{known}")\n'
-        'list(JOIN chosen " " chosen)\nmessage(STATUS "chosen: ${chosen}")\n'
+    printed = cmake(
+        tmp_path,
+        f"include({ROOT}/cmake/architectures.cmake)",
+        f'jaxnorm_choose_architectures(chosen "{present}" "{known}")',
+        'list(JOIN chosen " " chosen)\nmessage(STATUS "chosen: ${chosen}")',
     )
-    run = subprocess.run(["cmake", "-P", str(script)], capture_output=True, text=True, check=True)
-    assert f"chosen: {chosen}\n" in run.stdout
-    assert said in run.stdout
+    assert f"chosen: {chosen}\n" in printed
+    assert said in printed
+
+
+@with_cmake
+@pytest.mark.parametrize(
+    ("architectures", "cores", "minutes"), [("90", 2, 5), ("80-real;90-real;100", 2, 15), ("90", 64, 1)]
+)
+def test_time(tmp_path, architectures, cores, minutes):
+    printed = cmake(
+        tmp_path,
+        f"include({ROOT}/cmake/architectures.cmake)",
+        f'jaxnorm_estimate_time(time "{architectures}" {cores})\nmessage(STATUS "${{time}}")',
+    )
+    assert f"about {minutes} min on {cores} cores" in printed
+
+
+# What the environment asks for, what this machine has, and whether NVIDIA's compiler is required; with what is said.
+@pytest.mark.parametrize(
+    ("asked", "nvcc", "driver", "required", "said"),
+    [
+        ("pypi", False, None, True, ""),
+        ("pypi", True, None, True, ""),
+        ("", False, None, False, ""),
+        ("", False, 13000, True, "driver of CUDA 13.0 and no nvcc"),
+        ("1", False, 13020, True, "JAXNORM_CUDA=0"),
+        ("", True, 13000, False, ""),
+        ("0", False, 13000, False, ""),
+        # It could not run what CUDA 13 compiled.
+        ("", False, 12080, False, "driver of CUDA 12.8 and no nvcc"),
+    ],
+)
+def test_requirements(monkeypatch, capsys, asked, nvcc, driver, required, said):
+    monkeypatch.setenv("JAXNORM_CUDA", asked)
+    monkeypatch.setattr(cuda_wheels, "has_nvcc", lambda: nvcc)
+    monkeypatch.setattr(cuda_wheels, "driver", lambda: driver)
+    assert cuda_wheels.wanted() == (cuda_wheels.REQUIREMENTS if required else [])
+    assert said in (told := capsys.readouterr().err)
+    assert bool(told) == bool(said)
+
+
+def test_nvcc_on_path_or_by_name(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDACXX", raising=False)
+    assert not cuda_wheels.has_nvcc()
+    monkeypatch.setenv("CUDACXX", "/opt/cuda/bin/nvcc")
+    assert cuda_wheels.has_nvcc()
+    monkeypatch.delenv("CUDACXX")
+    (tmp_path / "nvcc").touch(stat.S_IRWXU)
+    assert cuda_wheels.has_nvcc()
+
+
+class Driver:
+    """A driver, or a stub of one, as `ctypes` would load it."""
+
+    def __init__(self, version, error=0):
+        self.version, self.error = version, error
+
+    def cuDriverGetVersion(self, result):
+        ctypes.cast(result, ctypes.POINTER(ctypes.c_int))[0] = self.version
+        return self.error
+
+
+@pytest.mark.parametrize(("library", "version"), [(Driver(13020), 13020), (Driver(0), None), (Driver(0, 34), None)])
+def test_driver(monkeypatch, library, version):
+    monkeypatch.setattr(cuda_wheels.ctypes, "CDLL", lambda name: library)
+    assert cuda_wheels.driver() == version
+
+
+def test_no_driver():
+    assert cuda_wheels.driver("libno-such-driver.so.1") is None
+
+
+ALL = dict.fromkeys(["nvidia-cuda-nvcc", *cuda_wheels.OF_ONE_VERSION, cuda_wheels.HEADERS], "13.2.86")
+
+
+def install(folder, versions, compiler="cu13"):
+    """As if these packages were installed there."""
+    for package, version in versions.items():
+        info = folder / f"{package.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+    (folder / "nvidia" / compiler / "bin").mkdir(parents=True)
+    (folder / "nvidia" / compiler / "bin" / "nvcc").touch()
+
+
+def find(folder):
+    """What CMake gets to know, as the build environment's interpreter sees its packages."""
+    command = [sys.executable, "-S", ROOT / "tools" / "cuda_wheels.py"]
+    return subprocess.run(command, env=os.environ | {"PYTHONPATH": str(folder)}, capture_output=True, text=True)
+
+
+def test_the_compiler_is_found(tmp_path):
+    install(tmp_path, ALL)
+    assert find(tmp_path).stdout == f"{tmp_path}/nvidia/cu13/bin/nvcc\n"
+
+
+@pytest.mark.parametrize(
+    ("others", "reason"),
+    [
+        ({"nvidia-cuda-nvcc": None}, "nvidia-cuda-nvcc is not installed"),
+        ({"nvidia-cuda-nvcc": "13.1.115"}, "is 13.1.115, and nvcc works in packages from 13.2.78 on"),
+        ({"nvidia-nvvm": "13.5.37"}, "nvidia-cuda-nvcc is 13.2.86 and nvidia-nvvm 13.5.37; they go together"),
+        ({"nvidia-cuda-crt": None}, "nvidia-cuda-crt missing"),
+        ({"nvidia-cuda-cccl": None}, "nvidia-cuda-cccl is not installed"),
+    ],
+)
+def test_a_compiler_that_would_not_work(tmp_path, others, reason):
+    install(tmp_path, {package: version for package, version in (ALL | others).items() if version})
+    found = find(tmp_path)
+    assert found.returncode == 1
+    assert reason in found.stderr
+    assert "pip install 'nvidia-cuda-nvcc>=13.2.78,==13.2.*' 'nvidia-nvvm==13.2.*'" in found.stderr
+
+
+def test_a_compiler_in_another_folder(tmp_path):
+    install(tmp_path, ALL, compiler="cu14")
+    assert "has no nvcc" in find(tmp_path).stderr
+
+
+def test_one_place_has_the_version():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert jaxnorm.__version__ in (version, "unknown")  # it was never installed
+    assert f"\n## {version}\n" in (ROOT / "docs" / "changelog.md").read_text()

@@ -45,7 +45,8 @@ def why_not(platform: str) -> str:
         return f"jaxnorm._{platform} does not load ({error}); install jaxnorm again in this environment"
     if platform == "cuda" and available("cpu"):
         return (
-            "this jaxnorm was built without CUDA; with a CUDA toolkit present, JAXNORM_CUDA=1 pip install . builds it"
+            "this jaxnorm was built without CUDA; JAXNORM_CUDA=1 pip install . builds it with the CUDA toolkit that is "
+            "there, JAXNORM_CUDA=pypi pip install . with NVIDIA's compiler from PyPI"
         )
     return (
         f"jaxnorm._{platform} is not installed: jaxnorm is imported from a source tree that was never built; "

@@ -1,11 +1,15 @@
-"""Whether this JAX has the private names that jaxnorm uses. Where one is gone, all works but the kernels."""
+"""Whether jaxnorm knows this JAX: its version, and the private names in use. If not, all works but the kernels."""
 
 import importlib
 import operator
+import os
 import warnings
 from typing import Any
 
 import jax
+
+# The versions that jaxnorm is tested with, which are those that it depends on.
+OLDEST, NEWEST = (0, 10), (0, 12)
 
 # By the modules in which they stand; of names with "|" between them one is enough. `jaxnorm.native.compat` uses them.
 NAMES: dict[str, tuple[str, ...]] = {
@@ -55,13 +59,26 @@ def missing() -> str | None:
     return None
 
 
+def untested() -> str | None:
+    """What jaxnorm was tested with instead, where it was not with this version. An older one has another FFI."""
+    version = jax.__version_info__[:2]
+    tested = f"it was tested with {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+    if version < OLDEST:
+        return tested
+    if version > NEWEST and os.environ.get("JAXNORM_UNTESTED_JAX") != "1":
+        return f"{tested}, and JAXNORM_UNTESTED_JAX=1 lets kernels run on a newer one"
+    return None
+
+
 def why_unknown() -> str | None:
     """Why no kernel can be called from this JAX, and the remedy; with a warning. None: it is known."""
-    if (name := missing()) is None:
-        return None
+    if (why := untested()) is None:
+        if (name := missing()) is None:
+            return None
+        why = f"it has no {name}"
     reason = (
-        f"this JAX, {jax.__version__}, is not known to this jaxnorm (it has no {name}); install a newer jaxnorm, or "
-        "the JAX that this one asks for"
+        f"this JAX, {jax.__version__}, is not known to this jaxnorm ({why}); install a newer jaxnorm, or the JAX that "
+        "this one asks for"
     )
     warnings.warn(f"jaxnorm has no kernels, and every norm runs in jax.numpy: {reason}.", stacklevel=2)
     return reason

@@ -1,10 +1,11 @@
-"""A JAX in which a private name is gone: jaxnorm works without kernels, and says so."""
+"""A JAX of another version, or in which a private name is gone: jaxnorm works without kernels, and says so."""
 
 import ast
 import inspect
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ import jaxnorm
 # One worker runs the program for all of them.
 pytestmark = [pytest.mark.jax_version, pytest.mark.xdist_group("unknown jax")]
 
-# jaxnorm, imported in this process once more, without each name that is given in turn.
+# jaxnorm, imported in this process once more, without each name that is given in turn, or as if JAX were that version.
 PROGRAM = """
 import contextlib, json, operator, sys, warnings
 import numpy as np
@@ -29,6 +30,12 @@ jax.export.register_pytree_node_serialization = lambda *_, **__: None
 
 @contextlib.contextmanager
 def without(module, name=None):
+    if module == "version":
+        there = jax.__version__, jax.__version_info__
+        jax.__version__, jax.__version_info__ = name, tuple(map(int, name.split(".")))
+        yield
+        jax.__version__, jax.__version_info__ = there
+        return
     if name is None:
         there, sys.modules[module] = sys.modules[module], None
         yield
@@ -82,6 +89,7 @@ def there(module, names):
 
 
 GONE = [
+    *(["version", version] for version in ("0.9.2", "0.13.0")),
     *([module] for module in ("jax._src.checkify", "jax._src.custom_partitioning_sharding_rule")),
     *(
         [module, *there(module, names)]
@@ -108,7 +116,7 @@ def found():
 
 
 @each
-def test_without_a_private_name(gone, found):
+def test_all_else_works(gone, found):
     report, x = found[gone], np.arange(12, dtype=np.float32).reshape(3, 4)
     np.testing.assert_allclose(report["y"], formula("rms")(x), rtol=1e-6)
     assert np.isfinite(report["gradient"]).all()
@@ -125,6 +133,33 @@ def test_one_warning_and_the_error_name_it_and_the_remedy(gone, found):
         assert "install a newer jaxnorm" in said
     assert told.startswith("jaxnorm has no kernels")
     assert report["native"].startswith("rms_norm: ")
+
+
+@pytest.mark.parametrize(
+    ("version", "anyway", "known"),
+    [
+        ((0, 9, 2), "", False),
+        # Kernels on an FFI that is older than theirs would be the end of the whole backend.
+        ((0, 9, 2), "1", False),
+        ((0, 10, 0), "", True),
+        ((0, 12, 5), "", True),
+        ((0, 13, 0), "", False),
+        ((0, 13, 0), "0", False),
+        ((0, 13, 0), "1", True),
+        ((1, 0, 0), "", False),
+    ],
+)
+def test_versions(monkeypatch, version, anyway, known):
+    monkeypatch.setattr(private.jax, "__version_info__", version)
+    monkeypatch.setenv("JAXNORM_UNTESTED_JAX", anyway)
+    why = private.untested()
+    assert why is None if known else "tested with 0.10 to 0.12" in why
+
+
+def test_the_known_versions_are_the_required_ones():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    (least, least_minor), (most, most_minor) = private.OLDEST, private.NEWEST
+    assert f"jax>={least}.{least_minor},<{most}.{most_minor + 1}" in project["dependencies"]
 
 
 def test_this_jax_is_known():

@@ -1,0 +1,33 @@
+"""The build backend: scikit-build-core's, with NVIDIA's compiler among the requirements where `cuda_wheels` says so."""
+
+from typing import Any
+
+import cuda_wheels
+from scikit_build_core import build
+from scikit_build_core.build import (
+    build_editable,
+    build_sdist,
+    build_wheel,
+    get_requires_for_build_sdist,
+    prepare_metadata_for_build_editable,
+    prepare_metadata_for_build_wheel,
+)
+
+__all__ = [
+    "build_editable",
+    "build_sdist",
+    "build_wheel",
+    "get_requires_for_build_editable",
+    "get_requires_for_build_sdist",
+    "get_requires_for_build_wheel",
+    "prepare_metadata_for_build_editable",
+    "prepare_metadata_for_build_wheel",
+]
+
+
+def get_requires_for_build_wheel(config_settings: dict[str, Any] | None = None) -> list[str]:
+    return [*build.get_requires_for_build_wheel(config_settings), *cuda_wheels.wanted()]
+
+
+def get_requires_for_build_editable(config_settings: dict[str, Any] | None = None) -> list[str]:
+    return [*build.get_requires_for_build_editable(config_settings), *cuda_wheels.wanted()]
