@@ -2,7 +2,6 @@
 
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,8 +16,8 @@ LAUNCH, READ, WRITE, COPY, READ_COPIED = range(5)
 FIELDS = ("call", "kernel", "kind", "block", "thread", "array", "first", "count")
 ARRAYS = {"x": 0, "y": 1, "dx": 1, "dy": 2}
 
-# Each regime of each table, with rows that vectors divide and that they do not: kind and dtype, rows, columns. Blocks of
-# several rows of the forward are full: a thread group without a row would read another's once more.
+# Each regime of each table, with rows that vectors divide and that they do not: kind and dtype, rows, columns. Blocks
+# of several rows of the forward are full: a thread group without a row would read another's once more.
 FORWARD = (
     *(("rms-float32", 64, cols) for cols in (24, 57, 64, 100, 256, 510, 512)),
     *(("rms-float32", 5, cols) for cols in (516, 1024, 1025, 9216, 9217)),

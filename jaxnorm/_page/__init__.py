@@ -10,7 +10,7 @@ from importlib import resources
 from typing import Any
 
 from jaxnorm._page import launch, ruler
-from jaxnorm._page.tiling import Case, passes
+from jaxnorm._page.tiling import Case, Pass, passes
 from jaxnorm.native import ffi
 from jaxnorm.primitive import op, weights
 
@@ -23,7 +23,7 @@ Report = dict[str, Any]
 def page(report: Report, request: op.Request) -> str:
     """The page of a call, from what `jaxnorm.info` reports of it."""
     call = report["call"]
-    shape = "×".join(map(str, call["shape"]))
+    shape = "\u00d7".join(map(str, call["shape"]))
     title = f"{call['op']} of {call['dtype']}[{shape}] on {call['platform']}"
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if version)
     content = {
@@ -58,7 +58,8 @@ def _runs(call: Report) -> str:
         return f"{said} So there is no launch plan to show."
     if call["platform"] == "cuda":
         return f"{said} The kernels of {call['op']} have no launch plan of rows to show."
-    return f"{said} Launch plans are those of the CUDA kernels: --platform cuda shows them, on a machine without a GPU too."
+    elsewhere = "--platform cuda shows them, on a machine without a GPU too."
+    return f"{said} Launch plans are those of the CUDA kernels: {elsewhere}"
 
 
 def _rows_and_cols(request: op.Request) -> tuple[int, int]:
@@ -75,8 +76,7 @@ def _way(way: Any, plan: Report, call: Report, request: op.Request) -> Report:
     case = Case(way, kind, dtype, rows, cols, plan, most)
 
     def plan_of(length: int) -> Report:
-        found: Report = module.plan(way, kind, dtype.name, length, max_cluster=most, **more)
-        return found
+        return dict(module.plan(way, kind, dtype.name, length, max_cluster=most, **more))
 
     longest = launch.GATED_COLS if more.get("gated") else None
     marks = [_mark(mark, case.vector) for mark in ruler.marks(plan_of, cols, case.vector, longest)]
@@ -106,13 +106,16 @@ def _no_map(call: Report, request: op.Request) -> str | None:
     if call["op"] not in MAPPED:
         return f"The map is drawn of {' and '.join(MAPPED)}. The kernels of {call['op']} share rows by the same rule."
     if request.out_dtype != request.dtype or weights.stripped(request.scale_shape[: -request.axes]):
-        return "The map is drawn of calls whose result has x's dtype and whose scale is one row: others have kernels of their own."
+        return (
+            "The map is drawn of calls whose result has x's dtype and whose scale is one row: others have kernels of "
+            "their own."
+        )
     if not _rows_and_cols(request)[0]:
         return "There is no row."
     return None
 
 
-def _pass(step: Any) -> Report:
+def _pass(step: Pass) -> Report:
     tiling = step.tiling
     numbers = {name: getattr(tiling, name) for name in tiling.__dataclass_fields__}
     digest = tiling.digest() if tiling.cols <= WALKED else None
@@ -147,12 +150,13 @@ def _rule(first: Report, last: Report, vector: int) -> str:
     blocks, vectors = first["blocks_per_row"], first["elements_per_thread"] // vector
     threads, rows = _range(first, last, "threads_per_row"), _range(first, last, "rows_per_block")
     held = f"{vectors} vector{'s' if vectors > 1 else ''} a thread"
+    looping = f"{blocks} block{'s' if blocks > 1 else ''} of {first['threads_per_row'] // blocks} threads"
     return {
         "rows per block": f"{threads} threads share a row, {held}; a block has {rows} rows.",
         "block per row": f"a block of {threads} threads has a row, {held}.",
         "cluster per row": f"a cluster of {blocks} blocks has a row, {threads} threads in all, {held}.",
-        "segments": "rows are cut into segments of 4096 columns: one kernel sums them up, a second one finishes by columns.",
-        "looped": f"{blocks} block{'s' if blocks > 1 else ''} of {first['threads_per_row'] // blocks} threads read the row again in each pass.",
+        "segments": "segments of 4096 columns of a row are summed up by one kernel; a second one finishes by columns.",
+        "looped": f"{looping} read the row again in each pass.",
     }[first["regime"]]
 
 

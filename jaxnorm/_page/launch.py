@@ -9,7 +9,7 @@ from typing import Any
 from jaxnorm._page.tiling import COLUMN_THREADS, SEGMENT, SEGMENT_THREADS, VECTOR_BYTES, WARP, Case, held
 
 KIB = 1 << 10
-# An H100's or H200's, for which numbers of blocks are chosen; what a block may have, and what its kernel declares of it.
+# An H100's or H200's, for which numbers of blocks are chosen; what a block may have, and what its kernel declares.
 MULTIPROCESSORS, SHARED_BYTES, OWN_BYTES = 132, 227 * KIB, 4 * KIB
 REGISTERS, THREADS, BLOCKS = 64 * KIB, 2048, 32  # of a multiprocessor
 IN_FLIGHT = 64 * KIB  # that pipelines ask for
@@ -109,10 +109,10 @@ def in_flight(case: Case, kernel: dict[str, Any]) -> int | None:
         return None
     if case.has_pipeline:
         stages, stage, kept = pipeline(case)
-        return blocks * max(1, stages - kept) * stage
+        return int(blocks * max(1, stages - kept) * stage)
     rows = int(case.plan["rows_per_block"])
     arrays = 1 if case.way == "forward" else 2
-    return blocks * rows * case.cols * case.dtype.itemsize * arrays
+    return int(blocks * rows * case.cols * case.dtype.itemsize * arrays)
 
 
 def traffic(case: Case, partial_rows: int) -> list[dict[str, Any]]:
@@ -157,16 +157,16 @@ def small_batch(case: Case) -> str | None:
         rows, most = SMALL_BATCH
         if 0 < case.rows <= rows and elements <= most:
             return (
-                f"With {case.rows} rows this is a small batch (up to {rows} rows and {most} elements): one kernel whose "
-                "blocks compute either dx of rows or dscale of columns. Its thread groups are those shown here, of the "
-                "kernel for more rows, so a row keeps its bits."
+                f"With {case.rows} rows this is a small batch (up to {rows} rows and {most} elements): one kernel, "
+                "whose blocks compute either dx of rows or dscale of columns. Its thread groups are those shown here, "
+                "of the kernel for more rows, so a row keeps its bits."
             )
     vectors = int(case.plan["elements_per_thread"]) // case.vector
     is_block = case.plan["regime"] == "block per row" and case.is_divided
     if case.way == "forward" and is_block and 0 < case.rows * vectors <= MULTIPROCESSORS:
         return (
-            f"With {case.rows} rows this is a small batch: there is a multiprocessor for each of the {vectors} vectors of "
-            "a thread. A block sums up the whole row and finishes one vector of each thread. Its thread groups are those "
-            "shown here, of the kernel for more rows, so a row keeps its bits."
+            f"With {case.rows} rows this is a small batch: there is a multiprocessor for each of the {vectors} vectors "
+            "of a thread. A block sums up the whole row and finishes one vector of each thread. Its thread groups are "
+            "those shown here, of the kernel for more rows, so a row keeps its bits."
         )
     return None

@@ -20,7 +20,7 @@ def rule_of(plan: Plan) -> Rule:
 def marks(plan_of: PlanOf, cols: int, vector: int, longest: int | None = None) -> list[dict[str, Any]]:
     """The stretches of row lengths with one rule, up to `longest`: the first and last length, and the plans there.
 
-    Lengths are those with as many columns past the last whole vector as `cols` has: for others there may be other rules.
+    Lengths are those with as many columns past the last whole vector as `cols` has: others may have other rules.
     """
     rest = cols % vector
     end = (max(LONGEST, cols) if longest is None else longest) // vector - (1 if rest and longest else 0)

@@ -48,7 +48,7 @@ class Case:
     @property
     def is_streamed(self) -> bool:
         """Whether a row is read again in each pass."""
-        return self.plan["elements_per_thread"] == 0
+        return int(self.plan["elements_per_thread"]) == 0
 
     @property
     def has_pipeline(self) -> bool:

@@ -40,4 +40,5 @@ int run_cases(int argc, char** argv, const std::function<cudaError_t(const std::
 #define cudaLaunchKernelEx accesses::launch_kernel
 
 // The compiler does not look at what a function writes in place of its result.
-#define make_float4(...) float4{__VA_ARGS__}
+#define make_float4(...) \
+  float4 { __VA_ARGS__ }
