@@ -244,7 +244,7 @@ def main(arguments: list[str] | None = None) -> None:
         "call": call(options.op, request, options.platform or compat.default_platform()),
     }
     if options.html:
-        options.html.write_text(_page.page(report, request), encoding="utf-8")
+        options.html.write_text(_page.page(report["call"], request), encoding="utf-8")
     print(json.dumps(report, indent=2) if options.json else in_words(report))
 
 

@@ -85,7 +85,7 @@ def logs(tmp_path_factory):
         )
         records = np.frombuffer(done.stdout, np.dtype([(field, np.int32) for field in FIELDS]))
         ends = np.searchsorted(records["call"], np.arange(len(cases) + 1))
-        return {case: records[begin:end] for case, begin, end in zip(cases, ends, ends[1:], strict=True)}
+        return {case: records[begin:end] for case, begin, end in zip(cases, ends[:-1], ends[1:], strict=True)}
 
     return {"forward": run(forward, FORWARD), "backward": run(backward, BACKWARD)}
 

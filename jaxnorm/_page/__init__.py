@@ -20,16 +20,13 @@ MAPPED = ("rms_norm", "layer_norm")  # whose kernels a test holds the map to
 Report = dict[str, Any]
 
 
-def page(report: Report, request: op.Request) -> str:
+def page(call: Report, request: op.Request) -> str:
     """The page of a call, from what `jaxnorm.info` reports of it."""
-    call = report["call"]
     shape = "\u00d7".join(map(str, call["shape"]))
     title = f"{call['op']} of {call['dtype']}[{shape}] on {call['platform']}"
-    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if version)
     content = {
         "title": title,
         "runs": _runs(call),
-        "versions": versions,
         "call": {"cols": _rows_and_cols(request)[1]},
         "needed": launch.NEEDED,
         "ways": [_way(way, plan, call, request) for way, plan in call.get("plans", {}).items()],

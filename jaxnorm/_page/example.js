@@ -2,11 +2,14 @@
 
 const example = {rows: 3, cols: 8, threads: 4, epsilon: 1e-6, kind: "rms", values: []};
 
+// What rows begin with, by the column.
+const beginnings = [(col) => col + 1, (col) => (col % 2 ? -2 : 2), (col) => col * 0.5 - 1];
+
 function fillExample() {
   while (example.values.length < example.rows) example.values.push([]);
   example.values.length = example.rows;
   example.values.forEach((row, r) => {
-    while (row.length < example.cols) row.push(r === 0 ? row.length + 1 : r === 1 ? (row.length % 2 ? -2 : 2) : row.length * 0.5 - 1);
+    while (row.length < example.cols) row.push(beginnings[r % beginnings.length](row.length));
     row.length = example.cols;
   });
 }
@@ -31,7 +34,8 @@ function normaliseRow(values, threads, epsilon, kind) {
     mean = sum.total / values.length;
     sums.push({what: "sum of x", ...sum, then: `mean = ${show(sum.total)} / ${values.length} = ${show(mean)}`});
   }
-  const centred = values.map((value) => value - mean), squares = sumByThreads(centred.map((value) => value * value), threads);
+  const centred = values.map((value) => value - mean);
+  const squares = sumByThreads(centred.map((value) => value * value), threads);
   const variance = squares.total / values.length, rstd = 1 / Math.sqrt(variance + epsilon);
   sums.push({
     what: kind === "layer" ? "sum of (x \u2212 mean)\u00b2" : "sum of x\u00b2", ...squares,
@@ -59,7 +63,8 @@ function beginExample() {
     element("option", {value: "rms"}, "RMSNorm"), element("option", {value: "layer"}, "LayerNorm"));
   kind.value = example.kind;
   byId("example-controls").replaceChildren(
-    element("label", {className: "small"}, "norm", kind), numberInput("rows", "rows", 1, 8), numberInput("columns", "cols", 1, 32),
+    element("label", {className: "small"}, "norm", kind), numberInput("rows", "rows", 1, 8),
+    numberInput("columns", "cols", 1, 32),
     numberInput("threads a block", "threads", 1, 16), numberInput("epsilon", "epsilon", 0, 1, "any"));
   drawExample();
 }
@@ -78,7 +83,8 @@ function exampleRow(values, r) {
       write();
     }})));
   write();
-  return element("div", {className: "example-row"}, element("h3", {}, `Row ${r}: block ${r}`), element("div", {className: "values"}, ...inputs), result);
+  const heading = element("h3", {}, `Row ${r}: block ${r}`);
+  return element("div", {className: "example-row"}, heading, element("div", {className: "values"}, ...inputs), result);
 }
 
 function exampleResult(values) {
@@ -89,6 +95,8 @@ function exampleResult(values) {
       ...partials.map((partial, t) => element("span", {className: "partial"}, `t${t} ${show(partial)}`)))),
     element("div", {}, element("strong", {}, sum.then)),
   ]);
-  const written = y.map((value, col) => element("span", {className: "partial", style: `border-left: 4px solid ${colour(col % example.threads)}`}, show(value)));
+  const written = y.map((value, col) => element("span", {
+    className: "partial", style: `border-left: 4px solid ${colour(col % example.threads)}`,
+  }, show(value)));
   return [...rounds, element("div", {}, "y: ", ...written)];
 }

@@ -12,7 +12,8 @@ function report(error) {
 }
 
 function showWay(shown) {
-  for (const button of byId("ways").children) button.setAttribute("aria-pressed", String(button.dataset.way === shown.way));
+  for (const button of byId("ways").children)
+    button.setAttribute("aria-pressed", String(button.dataset.way === shown.way));
   drawLaunch(shown);
   drawRuler(shown);
   drawTraffic(shown);
@@ -22,7 +23,6 @@ function showWay(shown) {
 function begin() {
   byId("title").textContent = data.title;
   byId("runs").textContent = data.runs;
-  byId("versions").textContent = data.versions;
   byId("planned").hidden = !data.ways.length;
   byId("ways").replaceChildren(...data.ways.map((shown) => element("button", {
     type: "button", "data-way": shown.way, onclick: () => { play(false); showWay(shown); },
@@ -37,7 +37,7 @@ function begin() {
   document.body.dataset.walked = walked;
   byId("selftest").className = "ok";
   byId("selftest").textContent = data.ways.length
-    ? `Self-test: ${many(walked, "pass").replace("passs", "passes")} walked; each element is read or written exactly once in each.`
+    ? `Self-test: in each of ${walked} passes that were walked each element is read or written exactly once.`
     : "Self-test: the example is right.";
 }
 

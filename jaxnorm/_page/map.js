@@ -6,15 +6,22 @@ let way, steps, state;
 // The steps of a direction: passes over the elements, and between them how the threads come to one sum.
 function stepsOf(shown) {
   const passes = shown.passes, own = (step) => passes.filter((pass) => pass.step === step);
-  const tiling = passes[0].tiling, warps = Math.ceil(tiling.threads / WARP), segments = own("load")[0].kernel === "segment_sums_kernel";
+  const tiling = passes[0].tiling, warps = Math.ceil(tiling.threads / WARP);
+  const segments = own("load")[0].kernel === "segment_sums_kernel";
   const width = Math.min(WARP, tiling.threads);
-  const group = `Each thread adds up its own elements. Then the ${width} threads of ${tiling.threads < WARP ? "the thread group" : "a warp"} add up over shuffles, ` +
-    `in ${Math.log2(width)} rounds in which a thread takes the sum of the one that is 16, 8, 4, 2 and 1 places away, as far as there are so many.`;
-  const block = warps > 1 ? `The ${warps} warps leave their sums in shared memory, meet once, and every warp adds up all of them in the same order.`
-                          : "The thread group lies in one warp, which has its sum: there is nothing to merge.";
-  const cluster = segments ? `The sums of the ${tiling.blocks} segments go to memory. The second kernel adds them up for each row.`
-    : tiling.blocks > 1 ? `Each of the ${tiling.blocks} blocks sends its sum to the shared memory of all others; a barrier counts the bytes. Every block adds up all of them in the same order.`
-                        : "The row has one block: there is nothing to exchange.";
+  const distances = Array.from({length: Math.log2(width)}, (_, i) => width >> (i + 1)).join(", ");
+  const group = "Each thread adds up its own elements. " +
+    `Then the ${width} threads of ${tiling.threads < WARP ? "the thread group" : "a warp"} add up over shuffles: ` +
+    `round by round a thread adds the sum of the one ${distances} places away.`;
+  const block = warps > 1
+    ? `The ${warps} warps leave their sums in shared memory and meet once. Every warp adds up all of them in one order.`
+    : "The thread group lies in one warp, which has its sum: there is nothing to merge.";
+  const cluster = segments
+    ? `The sums of the ${tiling.blocks} segments go to memory. The second kernel adds them up for each row.`
+    : tiling.blocks > 1
+      ? `Each of the ${tiling.blocks} blocks sends its sum to the shared memory of all others, where a barrier ` +
+        "counts the bytes. Every block adds up all of them in one order."
+      : "The row has one block: there is nothing to exchange.";
   return [
     ...own("load").map((pass) => ({name: "load", pass, text: pass.text})),
     {name: "thread group", pass: passes[0], text: group},
@@ -59,14 +66,15 @@ function drawMap() {
   setRange("step", state.step, steps.length - 1, `${state.step + 1} of ${steps.length}: ${name}`);
   setRange("block", state.block, tiling.blocks - 1, `${state.block} of ${tiling.blocks}`);
   setRange("warp", state.warp, warps - 1, `${state.warp} of ${warps}`);
-  setRange("thread", state.thread, Math.min(WARP, tiling.threads) - 1, `${state.warp * WARP + state.thread} of ${tiling.threads}`);
+  const thread = `${state.warp * WARP + state.thread} of ${tiling.threads}`;
+  setRange("thread", state.thread, Math.min(WARP, tiling.threads) - 1, thread);
   byId("back").disabled = state.step === 0;
   byId("next").disabled = state.step === steps.length - 1;
-  const about = ["load", "apply", "store"].includes(name) ? ` (${pass.arrays.join(", ")}; ${pass.via}; ${pass.kernel})` : "";
+  const about = name === pass.step ? ` (${pass.arrays.join(", ")}; ${pass.via}; ${pass.kernel})` : "";
   byId("step-text").textContent = `${name[0].toUpperCase()}${name.slice(1)}${about}: ${text}`;
   drawStrip(tiling);
-  const draw = {"thread group": drawShuffles, "block": drawBlock, "cluster": drawCluster, "segments": drawCluster}[name] || drawVectors;
-  draw(tiling, name);
+  const sums = {"thread group": drawShuffles, "block": drawBlock, "cluster": drawCluster, "segments": drawCluster};
+  (sums[name] || drawVectors)(tiling, name);
 }
 
 // A colour for each warp, or of rows with many for each block.
@@ -75,7 +83,8 @@ const hueOf = (tiling, block, warp, light) => colour(isFine(tiling) ? block : bl
 
 // The whole row.
 function drawStrip(tiling) {
-  const canvas = byId("row-strip"), scale = window.devicePixelRatio || 1, width = Math.max(200, canvas.clientWidth), height = 51;
+  const canvas = byId("row-strip"), scale = window.devicePixelRatio || 1;
+  const width = Math.max(200, canvas.clientWidth), height = 51;
   canvas.width = width * scale;
   canvas.height = height * scale;
   const context = canvas.getContext("2d"), style = getComputedStyle(document.body);
@@ -89,7 +98,8 @@ function drawStrip(tiling) {
     context.fillRect(pixel, 10, 1.5, 30);
   }
   context.fillStyle = style.getPropertyValue("--text");
-  for (let block = 1; block < tiling.blocks && tiling.blocks <= 64; ++block) context.fillRect(x(block * tiling.span) - 0.5, 4, 1, 42);
+  for (let block = 1; block < tiling.blocks && tiling.blocks <= 64; ++block)
+    context.fillRect(x(block * tiling.span) - 0.5, 4, 1, 42);
   for (const {first, count} of vectorsOf(tiling, state.block, state.warp * WARP + state.thread, 4096)) {
     context.fillRect(x(first), 0, Math.max(1.5, x(count)), 8);
     context.fillRect(x(first), 43, Math.max(1.5, x(count)), 8);
@@ -109,13 +119,15 @@ function vectorsOf(tiling, block, thread, most) {
 
 // The vectors of the chosen warp: a column for each thread.
 function drawVectors(tiling, name) {
-  const width = Math.min(WARP, tiling.threads), begin = state.warp * WARP, shown = Math.min(tiling.vectors, MOST_VECTORS);
+  const width = Math.min(WARP, tiling.threads), begin = state.warp * WARP;
+  const shown = Math.min(tiling.vectors, MOST_VECTORS);
   const cells = [];
   for (let lane = 0; lane < width; ++lane) cells.push(element("div", {className: "cell head"}, `t${begin + lane}`));
   for (let vec = 0; vec < shown; ++vec)
     for (let lane = 0; lane < width; ++lane) {
-      const first = firstColumn(tiling, state.block, begin + lane, vec), count = elementCount(tiling, state.block, first);
-      const last = first + count - 1, range = count === 1 ? `${first}` : `${first}\u2013${last}`;
+      const first = firstColumn(tiling, state.block, begin + lane, vec);
+      const count = elementCount(tiling, state.block, first);
+      const range = count === 1 ? `${first}` : `${first}\u2013${first + count - 1}`;
       cells.push(element("button", {
         type: "button", tabIndex: -1, className: `cell${count ? "" : " none"}${lane === state.thread ? " chosen" : ""}`,
         style: count ? `background: ${hueOf(tiling, state.block, state.warp)}` : "",
@@ -123,32 +135,36 @@ function drawVectors(tiling, name) {
         onclick: () => choose({thread: lane}),
       }, count ? `${first}` : "\u2013"));
     }
-  const heading = `${name[0].toUpperCase()}${name.slice(1)}: warp ${state.warp}, ${many(tiling.vectors, "vector")} a thread (first columns)`;
+  const heading = `Warp ${state.warp}, ${name}: ${many(tiling.vectors, "vector")} a thread (their first columns)`;
   showCells(heading, cells, width);
   const vectors = vectorsOf(tiling, state.block, begin + state.thread, 8);
-  const ranges = vectors.map(({first, count}) => count === 1 ? `${first}` : `${first} to ${first + count - 1}`).join(", ");
+  const ranges = vectors.map(({first, count}) => count === 1 ? `${first}` : `${first} to ${first + count - 1}`);
+  if (tiling.vectors > 8 && vectors.length === 8) ranges.push("...");
   byId("thread-text").textContent = vectors.length
-    ? `Thread ${begin + state.thread} of block ${state.block} has columns ${ranges}${tiling.vectors > 8 && vectors.length === 8 ? ", ..." : ""}.` +
+    ? `Thread ${begin + state.thread} of block ${state.block} has columns ${ranges.join(", ")}.` +
       (tiling.vectors > shown ? ` ${many(tiling.vectors - shown, "further vector")} of each thread are not drawn.` : "")
     : `Thread ${begin + state.thread} of block ${state.block} has no column: the row ends before.`;
 }
 
 function showCells(heading, cells, width) {
   byId("detail-heading").textContent = heading;
-  byId("detail").replaceChildren(element("div", {className: "cells", style: `grid-template-columns: repeat(${width}, minmax(2rem, 1fr))`}, ...cells));
+  const style = `grid-template-columns: repeat(${width}, minmax(2rem, 1fr))`;
+  byId("detail").replaceChildren(element("div", {className: "cells", style}, ...cells));
 }
 
 // How many threads' sums each thread has after each round of shuffles.
 function drawShuffles(tiling) {
   const width = Math.min(WARP, tiling.threads), cells = [];
-  for (let lane = 0; lane < width; ++lane) cells.push(element("div", {className: "cell head"}, `t${state.warp * WARP + lane}`));
+  for (let lane = 0; lane < width; ++lane)
+    cells.push(element("div", {className: "cell head"}, `t${state.warp * WARP + lane}`));
   for (let distance = width; distance >= 1; distance /= 2)
     for (let lane = 0; lane < width; ++lane) {
       // After the round with this distance the sums of threads that are alike in the lower bits are one.
       const sum = lane % distance, partner = distance < width ? lane ^ distance : lane;
       cells.push(element("div", {
-        className: `cell${lane === state.thread ? " chosen" : ""}`, style: `background: ${colour(sum * 3 + Math.log2(distance))}`,
-        title: distance < width ? `thread ${lane} has added the sum of thread ${partner}` : `thread ${lane}: its own sum`,
+        className: `cell${lane === state.thread ? " chosen" : ""}`,
+        style: `background: ${colour(sum * 3 + Math.log2(distance))}`,
+        title: `thread ${lane} has ${distance < width ? `added the sum of thread ${partner}` : "its own sum"}`,
       }, `${width / distance}`));
     }
   showCells("Of how many threads each has the sum, round by round", cells, width);
@@ -156,22 +172,25 @@ function drawShuffles(tiling) {
     `${Array.from({length: Math.log2(width)}, (_, i) => state.thread ^ (width >> (i + 1))).join(", ")}, in this order.`;
 }
 
+const sumCell = (text, background, chosen) =>
+  element("div", {className: `cell${chosen ? " chosen" : ""}`, style: `background: ${background}`}, text);
+
 function drawBlock(tiling) {
   const warps = Math.ceil(tiling.threads / WARP), cells = [];
   for (let warp = 0; warp < warps; ++warp)
-    cells.push(element("div", {className: `cell${warp === state.warp ? " chosen" : ""}`, style: `background: ${hueOf(tiling, state.block, warp)}`}, `warp ${warp}`));
+    cells.push(sumCell(`warp ${warp}`, hueOf(tiling, state.block, warp), warp === state.warp));
   for (let warp = 0; warp < warps; ++warp)
-    cells.push(element("div", {className: "cell", style: `background: ${colour(2)}`}, warps > 1 ? "all" : "sum"));
+    cells.push(sumCell(warps > 1 ? "all" : "sum", colour(2), false));
   showCells(warps > 1 ? "Sums of the warps, and after they met" : "The sum of the thread group", cells, warps);
-  byId("thread-text").textContent = tiling.threads > WARP ? `${many(warps, "warp")} of block ${state.block}: one barrier for the sum of its columns.` : "";
+  byId("thread-text").textContent = warps > 1 ? "One barrier of the block for each sum." : "";
 }
 
 function drawCluster(tiling) {
   const cells = [], shown = Math.min(tiling.blocks, 64);
   for (let block = 0; block < shown; ++block)
-    cells.push(element("div", {className: `cell${block === state.block ? " chosen" : ""}`, style: `background: ${hueOf(tiling, block, 0)}`}, `b${block}`));
+    cells.push(sumCell(`b${block}`, hueOf(tiling, block, 0), block === state.block));
   for (let block = 0; block < shown; ++block)
-    cells.push(element("div", {className: "cell", style: `background: ${colour(2)}`}, "all"));
+    cells.push(sumCell("all", colour(2), false));
   showCells(tiling.blocks > 1 ? "Sums of the blocks, and after the exchange" : "One block", cells, Math.min(shown, 32));
   byId("thread-text").textContent = tiling.blocks > shown ? `The first ${shown} of ${tiling.blocks} are drawn.` : "";
 }

@@ -3,11 +3,15 @@
 const HUES = {"rows per block": 205, "block per row": 150, "cluster per row": 35, "segments": 285, "looped": 0};
 
 function drawRuler(way) {
-  const width = Math.max(300, byId("ruler").clientWidth), height = 92, left = 6, right = width - 6, cols = data.call.cols;
+  const width = Math.max(300, byId("ruler").clientWidth), height = 92, left = 6, right = width - 6;
+  const cols = data.call.cols;
   const end = way.ruler[way.ruler.length - 1].to, place = (n) => left + (right - left) * Math.log2(n) / Math.log2(end);
-  const drawing = svg("svg", {viewBox: `0 0 ${width} ${height}`, width, height, role: "group", "aria-label": "Row lengths and their rules"});
+  const drawing = svg("svg", {
+    viewBox: `0 0 ${width} ${height}`, width, height, role: "group", "aria-label": "Row lengths and their rules",
+  });
   way.ruler.forEach((mark, i) => {
-    const begin = i === 0 ? left : place(mark.from), stop = i + 1 < way.ruler.length ? place(way.ruler[i + 1].from) : right;
+    const begin = i === 0 ? left : place(mark.from);
+    const stop = i + 1 < way.ruler.length ? place(way.ruler[i + 1].from) : right;
     const own = mark.from <= cols && cols <= mark.to;
     const band = svg("rect", {
       class: "band", x: begin, y: 26, width: Math.max(1, stop - begin - 1), height: 34, tabindex: 0, role: "button",
@@ -23,18 +27,19 @@ function drawRuler(way) {
   }
   const at = place(Math.max(1, cols));
   drawing.append(svg("path", {d: `M${at} 62 l-6 -40 h12 z`, fill: "var(--text)"}));
-  drawing.append(svg("text", {x: Math.min(right - 55, Math.max(60, at)), y: 16, "text-anchor": "middle", "font-weight": 700},
-                     `${grouped(cols)} columns`));
+  const x = Math.min(right - 55, Math.max(60, at));
+  drawing.append(svg("text", {x, y: 16, "text-anchor": "middle", "font-weight": 700}, `${grouped(cols)} columns`));
   byId("ruler").replaceChildren(drawing, legend(way));
   byId("ruler-text").textContent = markText(way.ruler.find((mark) => mark.from <= cols && cols <= mark.to));
-  byId("ruler-table").replaceChildren(
-    table(["columns", "regime", "rule"], way.ruler.map((mark) => [`${grouped(mark.from)} to ${grouped(mark.to)}`, mark.regime, mark.rule])));
+  const rows = way.ruler.map((mark) => [`${grouped(mark.from)} to ${grouped(mark.to)}`, mark.regime, mark.rule]);
+  byId("ruler-table").replaceChildren(table(["columns", "regime", "rule"], rows));
 }
 
 function legend(way) {
   const regimes = [...new Set(way.ruler.map((mark) => mark.regime))];
   return element("p", {className: "soft legend"}, ...regimes.map((regime) => element("span", {},
-    element("span", {className: "swatch", style: `background: hsl(${HUES[regime]} 55% 60%)`}), regime)), "on a logarithmic scale");
+    element("span", {className: "swatch", style: `background: hsl(${HUES[regime]} 55% 60%)`}), regime)),
+    "on a logarithmic scale");
 }
 
 const markText = (mark) => `${grouped(mark.from)} to ${grouped(mark.to)} columns: ${mark.regime}, ${mark.rule}`;
@@ -43,7 +48,8 @@ function drawLaunch(way) {
   byId("launch").hidden = byId("traffic").hidden = !way.kernels.length;
   byId("why").replaceChildren(...way.why.map((sentence) => element("li", {}, sentence)));
   byId("slower").hidden = !way.slower;
-  byId("slower").textContent = way.slower ? `By default jax.numpy runs here, because ${way.slower}. The plan is that of implementation="native".` : "";
+  byId("slower").textContent =
+    `By default jax.numpy runs here, because ${way.slower}. The plan is that of implementation="native".`;
   const rows = {
     "blocks": (kernel) => (kernel.is_most ? "at most " : "") + grouped(kernel.blocks),
     "cluster": (kernel) => kernel.cluster > 1 ? `${kernel.cluster} blocks` : "none",
@@ -61,26 +67,29 @@ function drawLaunch(way) {
 function drawFlight(way) {
   const [least, enough] = data.needed, kernel = way.kernels.find((each) => each.in_flight);
   if (!kernel) {
-    byId("flight").replaceChildren(element("p", {className: "soft"}, way.kernels.length ? "How many bytes are on their way is left to the compiler here." : ""));
+    const said = way.kernels.length ? "How many bytes are on their way is left to the compiler here." : "";
+    byId("flight").replaceChildren(element("p", {className: "soft"}, said));
     return;
   }
   const most = Math.max(enough, kernel.in_flight) * 1.1, percent = (count) => `${100 * count / most}%`;
   byId("flight").replaceChildren(
     element("p", {}, `On their way to a multiprocessor at once: up to ${bytes(kernel.in_flight)}. ` +
       `${bytes(least)} to ${bytes(enough)} (the dashed frame) keep the memory busy; more was measured to be slower.`),
-    element("div", {className: "bar", role: "img", "aria-label": `${bytes(kernel.in_flight)} on their way, ${bytes(least)} to ${bytes(enough)} needed`},
+    element("div", {className: "bar", role: "img", "aria-label": "bytes on their way, and what is needed"},
       element("span", {style: `width: ${percent(kernel.in_flight)}`}),
       element("span", {className: "need", style: `left: ${percent(least)}; width: ${percent(enough - least)}`})));
 }
 
 function drawTraffic(way) {
-  const total = (key) => way.traffic.reduce((sum, entry) => sum + entry[key], 0), most = Math.max(...way.traffic.map((entry) => entry.bytes), 1);
-  byId("traffic-text").textContent =
-    `${bytes(total("bytes"))} are moved; each input read once and each output written once would be ${bytes(total("ideal"))}` +
-    (total("ideal") ? ` (${(100 * total("ideal") / total("bytes")).toFixed(1)} % of what is moved).` : ".");
+  const total = (key) => way.traffic.reduce((sum, entry) => sum + entry[key], 0);
+  const moved = total("bytes"), ideal = total("ideal"), most = Math.max(...way.traffic.map((entry) => entry.bytes), 1);
+  byId("traffic-text").textContent = `${bytes(moved)} are moved. Each input read once and each output written once ` +
+    `would be ${bytes(ideal)}` + (moved ? `, ${(100 * ideal / moved).toFixed(1)} % of that.` : ".");
   byId("traffic-bars").replaceChildren(...way.traffic.flatMap((entry) => [
-    element("div", {}, `${entry.array} ${entry.how}: ${bytes(entry.bytes)}` + (entry.times > 1 ? `, ${entry.times} times` : "") + (entry.why ? `: ${entry.why}` : "")),
-    element("div", {className: "bar", role: "img", "aria-label": `${entry.array}: ${bytes(entry.bytes)}, ideally ${bytes(entry.ideal)}`},
-      element("span", {style: `width: ${100 * entry.bytes / most}%`}), element("span", {className: "ideal", style: `width: ${100 * entry.ideal / most}%`})),
+    element("div", {}, `${entry.array} ${entry.how}: ${bytes(entry.bytes)}` +
+      (entry.times > 1 ? ` in ${entry.times} times` : "") + (entry.why ? `: ${entry.why}` : "")),
+    element("div", {className: "bar", role: "img", "aria-label": `${entry.array}: ideally ${bytes(entry.ideal)}`},
+      element("span", {style: `width: ${100 * entry.bytes / most}%`}),
+      element("span", {className: "ideal", style: `width: ${100 * entry.ideal / most}%`})),
   ]));
 }

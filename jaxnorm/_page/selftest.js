@@ -15,7 +15,8 @@ function checkPass(pass) {
   for (let i = 0; i < 1000; ++i) {
     const column = Math.floor((i * tiling.cols) / 1000), {block, thread, vec} = ownerOf(tiling, column);
     const first = firstColumn(tiling, block, thread, vec);
-    if (column < first || column >= first + elementCount(tiling, block, first)) return `column ${column} has another owner`;
+    const end = first + elementCount(tiling, block, first);
+    if (column < first || column >= end) return `column ${column} has another owner`;
   }
   return "";
 }
@@ -26,8 +27,9 @@ function checkExample() {
       const values = [3, -1, 4, 1, -5, 9, 2, 6], {mean, rstd, y} = normaliseRow(values, threads, 0.1, kind);
       const exactMean = kind === "layer" ? values.reduce((a, b) => a + b) / 8 : 0;
       const square = values.reduce((sum, value) => sum + (value - exactMean) ** 2, 0) / 8;
-      if (Math.abs(mean - exactMean) > 1e-12 || Math.abs(rstd * Math.sqrt(square + 0.1) - 1) > 1e-12) return "the example's sums are wrong";
-      if (y.some((value, i) => Math.abs(value - (values[i] - exactMean) * rstd) > 1e-12)) return "the example's result is wrong";
+      const off = [mean - exactMean, rstd * Math.sqrt(square + 0.1) - 1];
+      off.push(...y.map((value, i) => value - (values[i] - exactMean) * rstd));
+      if (!off.every((difference) => Math.abs(difference) < 1e-12)) return "the example's sums are wrong";
     }
   return "";
 }
@@ -37,7 +39,8 @@ function selfTest() {
   let walked = 0;
   for (const shown of data.ways) {
     showWay(shown);
-    for (let step = 0; shown.passes.length && step < steps.length; ++step) choose({step, block: 1e9, warp: 1e9, thread: 1e9});
+    for (let step = 0; shown.passes.length && step < steps.length; ++step)
+      choose({step, block: 1e9, warp: 1e9, thread: 1e9});
     for (const pass of shown.passes) {
       if (pass.tiling.cols > WALKED) continue;
       const wrong = checkPass(pass);
