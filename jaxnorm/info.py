@@ -148,7 +148,7 @@ def in_words(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _parse(arguments: list[str] | None) -> tuple[argparse.Namespace, op.Request]:
+def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, op.Request]:
     parser = argparse.ArgumentParser(prog="python -m jaxnorm.info", description=__doc__)
     parser.add_argument("--version", action="version", version=f"jaxnorm {jaxnorm.__version__}")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -233,7 +233,7 @@ def _shape(text: str) -> tuple[int, ...]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options, request = _parse(arguments)
+    options, request = parse(arguments)
     if options.explain:
         norms = _explain.of_name(options.explain)
         print(json.dumps([dataclasses.asdict(norm) for norm in norms], indent=2) if options.json else norms)

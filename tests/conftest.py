@@ -54,6 +54,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "kernels: calls the handlers themselves; on a platform that has them")
     config.addinivalue_line("markers", "plans: launch plans, which need no GPU; where jaxnorm is built with CUDA")
     config.addinivalue_line("markers", "emulated: CUDA kernels on the host; where there is a CUDA compiler")
+    config.addinivalue_line("markers", "browser: opens pages; where there is Chromium")
     config.addinivalue_line("markers", "toys: native parts of the toy ops; on the CPU, where there is a C++ compiler")
     config.addinivalue_line("markers", "xdist_group(name): on one worker")  # where xdist is not installed
     config.addinivalue_line("markers", "deviceless: programs for a GPU; where JAX's CUDA plugin is, and CUDA kernels")
@@ -74,6 +75,7 @@ def pytest_report_header():
     return [
         f"jaxnorm: {Path(jaxnorm.__file__).parent}",
         f"platform: {jax.default_backend()}, {jax.device_count()} x {device.device_kind}, jax {jax.__version__}",
+        f"pages: {'opened in Chromium' if shutil.which('chromium') else 'not opened, there is no Chromium'}",
         f"implementation: {f'jnp only, native is missing: {missing}' if missing else description()}",
     ]
 
@@ -85,6 +87,7 @@ def pytest_collection_modifyitems(config, items):
         "kernels": is_platform_with_kernels(),
         "plans": is_built("gpu"),
         "emulated": shutil.which("nvcc") is not None,
+        "browser": shutil.which("chromium") is not None,
         "toys": ARE_BUILT,
         "deviceless": deviceless.has_plugin() and is_built("gpu") and not on_gpu,
         "build": shutil.which("cmake") is not None,

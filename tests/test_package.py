@@ -15,7 +15,7 @@ SOURCES = [
     path
     for directory in ("jaxnorm", "src")
     for path in sorted((ROOT / directory).rglob("*"))
-    if path.suffix in (".py", ".h", ".cc", ".cu", ".cuh")
+    if path.suffix in (".py", ".h", ".cc", ".cu", ".cuh", ".html", ".css", ".js")
 ]
 PYTHON = [path for path in SOURCES if path.suffix == ".py"]
 
@@ -25,7 +25,7 @@ def name(path):
 
 
 def test_the_sources_are_found():
-    assert {path.suffix for path in SOURCES} == {".py", ".h", ".cc", ".cu", ".cuh"}
+    assert {path.suffix for path in SOURCES} == {".py", ".h", ".cc", ".cu", ".cuh", ".html", ".css", ".js"}
 
 
 def test_no_file_is_long():

@@ -1,16 +1,19 @@
 """The page of a launch plan: its map of a row against what the kernels do, on the host, and in a browser."""
 
+import itertools
+import re
+import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from internals import _page, choose_fastest, ffi, launch, tiling
 from test_emulated_kernels import EMULATOR, SOURCES
 
-from jaxnorm._page import launch
-from jaxnorm._page.tiling import Case, passes
-from jaxnorm.native import ffi
+from jaxnorm import info
+from tools import plan_pages
 
 LAUNCH, READ, WRITE, COPY, READ_COPIED = range(5)
 FIELDS = ("call", "kernel", "kind", "block", "thread", "array", "first", "count")
@@ -46,7 +49,7 @@ def case_of(way, case):
     name, rows, cols = case
     kind, dtype = name.split("-")
     plan = ffi.module("cuda").plan(way, kind, dtype, cols)
-    return Case(way, kind, np.dtype(jnp.dtype(dtype)), rows, cols, plan)
+    return tiling.Case(way, kind, np.dtype(jnp.dtype(dtype)), rows, cols, plan)
 
 
 def partial_rows(case):
@@ -110,20 +113,20 @@ class Log:
         element = np.repeat(own["first"].astype(np.int64), count) + within
         return np.repeat(own["block"], count), np.repeat(own["thread"], count), element
 
-    def owners(self, kernel, kind, array, tiling):
+    def owners(self, kernel, kind, array, own):
         """Whose each access of an element is, as one number for block of the row, thread of its group, and element."""
         block, thread, element = self.of(kernel, kind, array)
-        owner = block % tiling.blocks * tiling.threads + thread % tiling.threads
+        owner = block % own.blocks * own.threads + thread % own.threads
         return owner.astype(np.int64) * self.case.rows * self.case.cols + element
 
 
-def expected_owners(case, tiling):
+def expected_owners(case, own):
     """The same by the page's formula, in order."""
     of_rows = np.arange(case.rows) * case.cols
     keys = []
-    for block, thread, _, first, count in tiling.vectors_of_blocks():
+    for block, thread, _, first, count in own.vectors_of_blocks():
         within = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
-        owner = np.repeat(block * tiling.threads + thread, count).astype(np.int64)
+        owner = np.repeat(block * own.threads + thread, count).astype(np.int64)
         keys.append(owner * case.rows * case.cols + np.repeat(first, count) + within)
     return np.sort((np.concatenate(keys)[:, None] + of_rows).ravel())
 
@@ -137,8 +140,7 @@ def words_of(keys, case):
 
 def check_reads(log, kernel, steps, array):
     """That a kernel reads an array as its passes say."""
-    tiling = steps[0].tiling
-    found = [log.owners(kernel, kind, array, tiling) for kind in (READ, COPY)]  # a thread may copy its own
+    found = [log.owners(kernel, kind, array, steps[0].tiling) for kind in (READ, COPY)]  # a thread may copy its own
     found = np.sort(np.concatenate(found))
     expected = np.sort(np.concatenate([expected_owners(log.case, step.tiling) for step in steps]))
     if steps[0].words:
@@ -181,7 +183,7 @@ both = pytest.mark.parametrize(
 def test_the_map_is_what_the_kernels_do(way, case, logs):
     log = Log(case_of(way, case), logs[way][case])
     names = [kernel["name"] for kernel in launch.kernels(log.case, partial_rows(log.case))]
-    steps = passes(log.case)
+    steps = tiling.passes(log.case)
     for index, name in enumerate(names):
         reads = [step for step in steps if (step.kernel, step.via) == (name, "memory") and step.step != "store"]
         for array in reads[0].arrays if reads else ():
@@ -207,3 +209,127 @@ def test_the_launches_are_those_of_the_page(way, case, logs):
     for found, kernel in zip(launches, expected, strict=True):
         blocks = found[0] if kernel["is_most"] else kernel["blocks"]
         assert found == (blocks, kernel["threads"], kernel["cluster"], kernel["shared"])
+
+
+# A call of each kind of page: every regime each way, rows that vectors do not divide, small batches; ops and calls
+# without a map; no plan.
+CALLS = {
+    "rows that share a block": ("--shape", "4096x257", "--dtype", "bfloat16"),
+    "a block": ("--shape", "4096x4096"),
+    "a cluster": ("--shape", "64x140000", "--dtype", "bfloat16"),
+    "segments": ("--op", "layer_norm", "--shape", "64x300001"),
+    "a small batch": ("--op", "layer_norm", "--shape", "4x4096"),
+    "another op": ("--op", "gated_rms_norm", "--shape", "64x1001"),
+    "a scale for each head": ("--shape", "64x32x128", "--scale-shape", "32x128"),
+    "no row": ("--shape", "0x128"),
+    "float64": ("--dtype", "float64"),
+}
+WITH_MAP = list(CALLS)[:5]
+
+
+@pytest.fixture
+def page(tmp_path, capsys):
+    """Writes the page of a call; its path."""
+
+    def write(*arguments):
+        path = tmp_path / "plan.html"
+        info.main(["--html", str(path), *arguments])
+        assert "because" in capsys.readouterr().out
+        return path
+
+    return write
+
+
+def in_browser(path):
+    """The document once its scripts have run."""
+    browser = ("chromium", "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={path.parent}/browser")
+    run = subprocess.run([*browser, "--dump-dom", path.as_uri()], capture_output=True, text=True, timeout=120)
+    return run.stdout
+
+
+def body_of(document):
+    return re.search("<body[^>]*>", document)[0]
+
+
+@pytest.mark.plans
+@pytest.mark.browser
+@pytest.mark.parametrize("name", CALLS)
+def test_the_page_finds_each_element_once(name, page):
+    document = in_browser(page("--platform", "cuda", *CALLS[name]))
+    walked = re.search(r'<body data-selftest="ok" data-walked="(\d+)">', body_of(document))
+    assert walked, body_of(document)
+    assert (int(walked[1]) >= 6) == (name in WITH_MAP)
+
+
+@pytest.mark.browser
+def test_the_page_of_a_call_without_a_plan(page):
+    document = in_browser(page("--platform", "tpu"))
+    assert 'data-selftest="ok"' in body_of(document)
+    assert "none for tpu. So there is no launch plan to show." in document
+
+
+# That the page's test of itself sees what is wrong: a map that is not Python's, an element that is nobody's.
+@pytest.mark.plans
+@pytest.mark.browser
+@pytest.mark.parametrize(
+    ("number", "message"), [(r'"digest":\d+', "is not Python's"), (r'"vectors":\d+', "column 64 comes 0 times")]
+)
+def test_the_page_sees_what_is_wrong(number, message, page):
+    path = page("--platform", "cuda", "--shape", "64x128")
+    name = number.partition(":")[0]
+    path.write_text(re.sub(number, f"{name}:2", path.read_text(), count=1))
+    assert message in body_of(in_browser(path))
+
+
+@pytest.mark.plans
+@pytest.mark.parametrize("name", CALLS)
+def test_the_page_asks_for_nothing(name, page):
+    text = page("--platform", "cuda", *CALLS[name]).read_text()
+    outside = re.findall(r"(?:src|href|url|import|fetch)\s*[=(]|https?://[^\s\"']+", text)
+    assert set(outside) <= {"http://www.w3.org/2000/svg"}  # a name, and no address
+    assert len(text) < 200_000
+
+
+def test_a_page_has_all_of_its_files(page):
+    text = page("--platform", "tpu").read_text()
+    assert all(_page.file(name) in text for name in (*_page.SCRIPTS, "style.css"))
+
+
+@pytest.mark.plans
+@pytest.mark.parametrize("name", plan_pages.CALLS)
+def test_the_pages_of_the_docs_are_current(name, monkeypatch):
+    choose_fastest(monkeypatch)
+    assert (plan_pages.FOLDER / f"{name}.html").read_text() == plan_pages.page(name)
+
+
+@pytest.mark.plans
+@pytest.mark.browser
+@pytest.mark.parametrize("name", plan_pages.CALLS)
+def test_the_pages_of_the_docs_find_each_element_once(name, tmp_path):
+    path = shutil.copy(plan_pages.FOLDER / f"{name}.html", tmp_path)
+    assert 'data-selftest="ok"' in body_of(in_browser(type(tmp_path)(path)))
+
+
+def test_the_docs_embed_each_page():
+    text = (plan_pages.FOLDER.parent / "plans.md").read_text()
+    assert re.findall(r'<iframe src="plans/([\w-]+)\.html"', text) == list(plan_pages.CALLS)
+
+
+# The rule may change more often than once between two lengths that the search asks for.
+@pytest.mark.plans
+@pytest.mark.parametrize(("way", "kind", "dtype"), [("forward", "rms", "bfloat16"), ("backward", "layer", "float32")])
+def test_the_ruler_has_every_rule(way, kind, dtype):
+    def plan_of(cols):
+        return ffi.module("cuda").plan(way, kind, dtype, cols)
+
+    vector = 16 // jnp.dtype(dtype).itemsize
+    marks = _page.ruler.marks(plan_of, 4096, vector)
+    lengths = np.concatenate([np.arange(vector, 20_000, vector), np.arange(20_000, 1 << 21, 64 * vector)])
+    owners = [next(mark for mark in marks if mark["from"] <= cols <= mark["to"]) for cols in lengths]
+    differ = [
+        int(cols)
+        for cols, mark in zip(lengths, owners, strict=True)
+        if _page.ruler.rule_of(plan_of(int(cols))) != _page.ruler.rule_of(mark["first"])
+    ]
+    assert differ == []
+    assert all(last["to"] + vector == first["from"] for last, first in itertools.pairwise(marks))

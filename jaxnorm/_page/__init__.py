@@ -12,6 +12,7 @@ from typing import Any
 from jaxnorm._page import launch, ruler
 from jaxnorm._page.tiling import Case, Pass, passes
 from jaxnorm.native import ffi
+from jaxnorm.ops.gated_norm.formula import LONGEST
 from jaxnorm.primitive import op, weights
 
 SCRIPTS = ("tiling.js", "ruler.js", "map.js", "example.js", "selftest.js", "main.js")
@@ -33,12 +34,13 @@ def page(call: Report, request: op.Request) -> str:
     }
     # "<" would let a string of the data end it.
     data = json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")
-    script = "(() => {\n'use strict';\n" + "".join(_file(name) for name in SCRIPTS) + "})();"
-    filled = _file("page.html").replace("{title}", html.escape(title)).replace("{css}", _file("style.css"))
+    script = "(() => {\n'use strict';\n" + "".join(file(name) for name in SCRIPTS) + "})();"
+    filled = file("page.html").replace("{title}", html.escape(title)).replace("{css}", file("style.css"))
     return filled.replace("{script}", script).replace("{data}", data)
 
 
-def _file(name: str) -> str:
+def file(name: str) -> str:
+    """The text of a file of the page."""
     return resources.files(__name__).joinpath(name).read_text(encoding="utf-8")
 
 
@@ -75,7 +77,7 @@ def _way(way: Any, plan: Report, call: Report, request: op.Request) -> Report:
     def plan_of(length: int) -> Report:
         return dict(module.plan(way, kind, dtype.name, length, max_cluster=most, **more))
 
-    longest = launch.GATED_COLS if more.get("gated") else None
+    longest = LONGEST if more.get("gated") else None
     marks = [_mark(mark, case.vector) for mark in ruler.marks(plan_of, cols, case.vector, longest)]
     shown: Report = {
         "way": way,

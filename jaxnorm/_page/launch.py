@@ -17,7 +17,6 @@ NEEDED = (32 * KIB, 64 * KIB)  # bytes on their way that a multiprocessor needs:
 MAX_STAGES = 64  # of all pipelines of a block
 LONG_PLACES = 13  # vectors of x and of dy that a thread of long rows has room for
 RESULT_SUMS = 16 * 4  # bytes of a thread, for the sums that thread groups of a block add up
-GATED_COLS = 16384  # the longest row of which an op may have a factor for each element
 SMALL_BATCH = (512, 1 << 21)  # the most rows, and elements, of the backward's kernel for few
 
 

@@ -1,5 +1,7 @@
 """What tests use of the package beside its public names: every such import stands here."""
 
+from jaxnorm import _page
+from jaxnorm._page import launch, tiling
 from jaxnorm.native import compat, cublaslt, ffi, fit, private
 from jaxnorm.ops.gated_norm.formula import LONGEST as LONGEST_GATED
 from jaxnorm.ops.quantize.rounding import SMALLEST_SCALE
@@ -12,14 +14,17 @@ __all__ = [
     "LONGEST_GATED",
     "LONGEST_PER_HEAD",
     "SMALLEST_SCALE",
+    "_page",
     "choose_fastest",
     "compat",
     "cublaslt",
     "fallback",
     "ffi",
     "fit",
+    "launch",
     "private",
     "run_every_kernel",
+    "tiling",
     "weights",
 ]
 
