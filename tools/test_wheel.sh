@@ -4,7 +4,8 @@
 #   tools/test_wheel.sh WHEEL cuda|cpu [PYTHON]
 #
 # PIP_ variables are pip's, as PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER without a network. JAXNORM_TEST_EXTRAS=test,cuda13
-# installs JAX's CUDA packages too, so that on a GPU its kernels are tested.
+# installs JAX's CUDA packages too, so that on a GPU its kernels are tested; JAXNORM_TEST_EXTRAS=none installs nothing
+# but the wheel, beside what PYTHON can import.
 set -euo pipefail
 
 (($# >= 2)) || { sed -n 's/^#   //p' "$0" >&2; exit 2; }
@@ -23,7 +24,13 @@ for program in nvcc cc gcc c++ g++ clang; do
   ! bare "$work/venv/bin/python" -c "import shutil, sys; sys.exit(shutil.which('$program') is None)" ||
     { echo "test_wheel: $program is there" >&2; exit 1; }
 done
-bare pip install --quiet "$wheel[${JAXNORM_TEST_EXTRAS:-test}]"
+extras=${JAXNORM_TEST_EXTRAS:-test}
+if [[ $extras == none ]]; then
+  "$python" -P -c 'import sys; print(*filter(None, sys.path), sep="\n")' >"$(echo "$work"/venv/lib/*/site-packages)/others.pth"
+  bare pip install --quiet --no-deps --no-index "$wheel"
+else
+  bare pip install --quiet "$wheel[$extras]"
+fi
 
 mkdir "$work/suite"
 cp -r "$root/pyproject.toml" "$root/tests" "$work/suite"
