@@ -1,6 +1,6 @@
 """How an array is to be quantised, and what comes of it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import jax
@@ -13,10 +13,12 @@ from jaxnorm.ops.quantize import checks
 from jaxnorm.ops.quantize.rounding import SMALLEST_SCALE
 
 Granularity = Literal["token", "tensor", "group"]
+ScalesLayout = Literal["row", "column"]
 # The largest values: of what norms quantise to, and of what only weights are.
 LARGEST = {jnp.dtype("float8_e4m3fn"): 448.0, jnp.dtype("float8_e5m2"): 57344.0, jnp.dtype("int8"): 127.0}
 LARGEST_OF_WEIGHTS = {jnp.dtype("int4"): 7.0, jnp.dtype("float4_e2m1fn"): 6.0}
-GROUP_SIZES = (64, 128)
+GROUP_SIZES = (32, 64, 128)
+FLOAT32, EXPONENT = jnp.dtype("float32"), jnp.dtype("float8_e8m0fnu")
 
 
 @jax.tree_util.register_static
@@ -30,9 +32,14 @@ class Quantization:
       granularity: what shares a scale. "token": a row, that is one vector of the normalised axes; of weights an output
         channel. "group": `group_size` neighbouring elements of a row. "tensor": everything; a norm's caller gives the
         scale.
-      group_size: 64 or 128 with "group", where None is 128; None otherwise.
+      group_size: 32, 64 or 128 with "group", where None is 128; None otherwise.
       power_of_two: rounds a scale up to a power of two, of floats only; with another scale than the caller's.
       max_scale: upper bound of a computed scale, at least 2**-126; what is larger then is clipped. None: no bound.
+      scales_dtype: `float32`, or of groups of floats `float8_e8m0fnu`, an exponent in 8 bits: the scales are powers of
+        two then, as with power_of_two, and so is max_scale. With a group_size of 32 that is an MX format, but for the
+        rounding: up, so that no value is clipped, where the OCP specification rounds down.
+      scales_layout: "row", or of groups "column": the axis of groups is the first of scales, so that those of all rows
+        for one group of columns lie together, as products that scale by blocks read them.
 
     Raises:
       ValueError, TypeError: the options are not those above, or do not go together.
@@ -43,6 +50,8 @@ class Quantization:
     group_size: int | None = None
     power_of_two: bool = False
     max_scale: float | None = None
+    scales_dtype: Any = FLOAT32
+    scales_layout: ScalesLayout = "row"
 
     def __post_init__(self) -> None:
         checked = {
@@ -51,9 +60,13 @@ class Quantization:
             "group_size": checks.check_group_size(self.group_size, self.granularity, GROUP_SIZES),
             "power_of_two": check_flag("Quantization", "power_of_two", self.power_of_two),
             "max_scale": checks.check_max_scale(self.max_scale, SMALLEST_SCALE),
+            "scales_dtype": checks.check_scales_dtype(self.scales_dtype, (FLOAT32, EXPONENT)),
+            "scales_layout": checks.check_scales_layout(self.scales_layout),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+        checks.check_stored_scales(self, self.scales_dtype == EXPONENT)
+        object.__setattr__(self, "power_of_two", self.power_of_two or self.scales_dtype == EXPONENT)
         checks.check_scale_options(self)
 
     @property
@@ -69,25 +82,30 @@ class Quantized:
 
     Attributes:
       values: of the array's shape and the dtype quantised to.
-      scales: float32. One a row: of values' shape with normalised axes of length 1. One a group: of values' shape with
-        a last axis as long as a row has groups. One for everything: a scalar.
+      scales: float32, or float8_e8m0fnu. One a row: of values' shape with normalised axes of length 1. One a group: of
+        values' shape with a last axis as long as a row has groups, or with that axis in front. One for everything: a
+        scalar.
       carrier: zeros through which a straight-through gradient flows, of the shape and dtype of what was quantised;
         None where none was asked for. It does so by `dequantize` and `quantized_dot` alone: the gradient of what is
         computed from values and scales is zero.
+      scales_layout: that of `Quantization`. A vmap must not put an axis before that of groups in "column".
     """
 
     values: jax.Array
     scales: jax.Array
     carrier: jax.Array | None = None
+    scales_layout: ScalesLayout = field(default="row", metadata={"static": True})
 
     def dequantize(self, dtype: Any = jnp.float32) -> jax.Array:
         """`values * scales`, computed in float32 and rounded to dtype, plus the carrier.
 
         Its derivative is the carrier's: the cotangent of this result is that of what was quantised.
         """
-        shape = self.values.shape
+        shape, scales = self.values.shape, self.scales.astype(jnp.float32)
+        if self.scales_layout == "column":
+            scales = jnp.moveaxis(scales, 0, -1)
         # Of fewer axes than values, scales have the leading ones: those of a vmap over a scalar.
-        scales = self.scales.reshape(*self.scales.shape, *(1,) * (len(shape) - self.scales.ndim), 1)
+        scales = scales.reshape(*scales.shape, *(1,) * (len(shape) - scales.ndim), 1)
         groups = scales.shape[-2]
         values = self.values.reshape(*shape[:-1], groups, shape[-1] // groups).astype(jnp.float32)
         array = lax.stop_gradient((values * scales).reshape(shape))
@@ -96,10 +114,21 @@ class Quantized:
         return array.astype(np.dtype(dtype))
 
 
-# So that a program whose result is one can be serialised. It has no static fields.
+def quantized(quantization: Quantization, values: jax.Array, scales: jax.Array, carrier: jax.Array | None) -> Quantized:
+    """The array with its scales, computed as float32 and by row, as quantization says."""
+    if quantization.scales_dtype == EXPONENT:
+        # The exponent is all there is of a power of two. That of infinity and NaN is NaN.
+        exponents = lax.bitcast_convert_type(scales, jnp.uint32) >> 23
+        scales = lax.bitcast_convert_type(exponents.astype(jnp.uint8), EXPONENT)
+    if quantization.scales_layout == "column":
+        scales = jnp.moveaxis(scales, -1, 0)
+    return Quantized(values, scales, carrier, quantization.scales_layout)
+
+
+# So that a program whose result is one can be serialised. Those of before there was a layout have none.
 export.register_pytree_node_serialization(
     Quantized,
     serialized_name="jaxnorm.Quantized",
-    serialize_auxdata=lambda _: b"",
-    deserialize_auxdata=lambda _: (),
+    serialize_auxdata=lambda layouts: b"" if layouts == ("row",) else layouts[0].encode(),
+    deserialize_auxdata=lambda data: (bytes(data).decode() or "row",),
 )

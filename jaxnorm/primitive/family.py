@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic
 
 import jax
+from jax import lax
 
 from jaxnorm.primitive import fallback, lowering, reasons, weights
 from jaxnorm.primitive.backward import Backward
@@ -78,7 +79,18 @@ class Family(Generic[S, O, R]):
         """The results, from the primitive or in plain jax.numpy, as `wants_primitive` says."""
         if self.wants_primitive(spec, operands, implementation):
             return self.bind(spec, operands)[0]
-        return self.op.plain(spec, operands) if self.op.plain else self.op.forward(spec, operands)[0]
+        return (self.op.plain or self._first)(spec, operands)
+
+    def with_statistics(self, spec: S, operands: O, implementation: str | None) -> tuple[R, Statistics]:
+        """The same with the statistics, of which no derivative is taken."""
+        if self.wants_primitive(spec, operands, implementation):
+            results, stats = self.bind(spec, operands, with_stats=True)
+        else:
+            results, stats = (self.op.plain or self._first)(spec, operands), self.op.forward(spec, operands)[1]
+        return results, tuple(lax.stop_gradient(array) for array in stats)
+
+    def _first(self, spec: S, operands: O) -> R:
+        return self.op.forward(spec, operands)[0]
 
     def tangents(
         self, spec: S, operands: O, results: R, stats: Statistics, dots: O

@@ -54,8 +54,13 @@ cudaError_t run(const QuantizedNormForward& p, cudaStream_t stream) {
   return with_dtype(stream_dtype, [&](auto type) {
     using S = decltype(type);
     const cudaError_t fused = run_quantized_norm<S>(p, plan, stream);
-    if (!p.sum || fused != cudaErrorNotSupported) return fused;
-    return add_and(p, stream, [&](const auto& norm) { return run_quantized_norm<S>(norm, plan, stream); });
+    if (fused != cudaErrorNotSupported) return fused;
+    const auto run_apart = [&](const QuantizedNormForward& norm) {
+      if (!norm.y) return run_quantized_norm<S>(norm, plan, stream);
+      const cudaError_t error = run_norm<S>(norm_of(norm), plan, stream);
+      return error == cudaSuccess ? run_quantized_norm<S>(without_y(norm), plan, stream) : error;
+    };
+    return p.sum ? add_and(p, stream, run_apart) : run_apart(p);
   });
 }
 

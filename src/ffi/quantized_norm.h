@@ -14,7 +14,7 @@ namespace jaxnorm {
 inline void check_group(Reader& in, const RowShapes& rows, int64_t group, bool has_given) {
   if (group == 0) return;
   const bool is_known = std::find(std::begin(kGroups), std::end(kGroups), group) != std::end(kGroups);
-  if (!is_known) return in.fail("group is " + std::to_string(group) + ", expected 64, 128 or, for a row, 0");
+  if (!is_known) return in.fail("group is " + std::to_string(group) + ", expected 32, 64, 128 or, for a row, 0");
   in.require(rows.axes == 1 && rows.cols % group == 0,
              "the last axis is not the only one that is normalised, or group does not divide it");
   in.require(!has_given, "there are groups and their scale is given");
@@ -44,6 +44,7 @@ QuantizedNormForward read_quantized_norm(Reader& in) {
   const bool has_addend = in.flag(called::kHasAddend);
   const RowShapes rows = read_norm_operands(in, kind, p, has_addend, /*has_weight_rows=*/false);
   read_quantization(in, rows, p.quantized);
+  if (in.later_flag("with_y")) p.y = in.result("y", rows.x, p.x.dtype);
   read_norm_results(in, rows, p, has_addend);
   return p;
 }

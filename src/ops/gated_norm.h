@@ -21,6 +21,11 @@ struct Gate {
   explicit operator bool() const { return bool{data}; }
 };
 
+// What an op has that multiplies by it.
+struct Gated {
+  Gate gate;
+};
+
 struct GatedNormForward {
   int64_t rows, cols;
   Input x, scale;

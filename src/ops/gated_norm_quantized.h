@@ -8,8 +8,6 @@
 namespace jaxnorm {
 
 // Of rows of up to kGatedCols, without a bias or an addend. smooth has a row for each of scale's.
-struct GatedNormQuantizedForward : QuantizedNormForward {
-  Gate gate;
-};
+struct GatedNormQuantizedForward : QuantizedNormForward, Gated {};
 
 }  // namespace jaxnorm

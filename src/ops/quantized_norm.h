@@ -1,5 +1,4 @@
-// The norm with a result of 8 bits, of x or of a sum. y, in f32 and never stored, is quantised with each operation
-// rounded to f32:
+// The norm with a result of 8 bits, of x or of a sum. y, in f32, is quantised with each operation rounded to f32:
 //
 //   v = y * smooth                                                  (y itself where there is no smooth)
 //   scale = given, or over each `group` neighbouring columns of a row
@@ -7,7 +6,7 @@
 //           with power_of_two rounded up to a power of two before it is bounded
 //   values = v * (1 / scale), clipped to +-largest_of(dtype), rounded to nearest even
 //
-// A NaN makes the scale of its group NaN, and is 0 as an s8.
+// A NaN makes the scale of its group NaN, and is 0 as an s8. Where it is wanted, y is written as well, rounded.
 #pragma once
 
 #include "ops/add_norm.h"
@@ -23,7 +22,7 @@ constexpr float largest_of(Dtype dtype) {
 constexpr float kSmallestScale = 0x1p-126f;
 
 // How many neighbouring columns may share a scale, unless a whole row does.
-constexpr int64_t kGroups[] = {64, 128};
+constexpr int64_t kGroups[] = {32, 64, 128};
 
 struct Quantization {
   Output values;
@@ -37,6 +36,23 @@ struct Quantization {
 
 struct QuantizedNormForward : NormOperands, AddFirst {
   Quantization quantized;
+  Output y;  // null where it is not wanted
 };
+
+// The two ops that do the same, where no kernel has all of it.
+inline NormForward norm_of(const QuantizedNormForward& p) {
+  NormForward norm{};
+  static_cast<NormOperands&>(norm) = p;
+  norm.mean = norm.rstd = nullptr;
+  norm.y = p.y;
+  norm.y_stride = p.cols;
+  norm.multiply_before_cast = true;
+  return norm;
+}
+
+inline QuantizedNormForward without_y(QuantizedNormForward p) {
+  p.y = {};
+  return p;
+}
 
 }  // namespace jaxnorm

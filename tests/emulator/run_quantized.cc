@@ -149,16 +149,21 @@ void test(Kind kind, Dtype dtype, Addend addend_is, int64_t rows, int64_t cols, 
     f.quantized.given = &given;
   }
   if (has_smooth) f.quantized.smooth = smooth;
+  const bool with_y = turns.next({true, false, false});
+  Array rounded(dtype, elements), own_y(dtype, elements, offset);
+  for (int64_t i = 0; i < elements; ++i) rounded.set(i, y[i]);
+  if (with_y) f.y = own_y;
   f.quantized.power_of_two = turns.next({true, false});
   f.quantized.max_scale = turns.next({static_cast<float>(INFINITY), 0.004f});
   holds = holds && cuda::run(f, nullptr) == cudaSuccess;
   holds = holds && is_quantized(f, y, has_smooth ? &smooth : nullptr, values, scales) && (!adds || fused_sum == sum);
+  holds = holds && (!with_y || own_y == rounded);
   holds = holds && (!statistics || (own_rstd == rstd && (kind == Kind::rms || own_mean == mean)));
   if (holds) return;
   ++failures;
-  std::printf("%s, %s, addend %d, %ld x %ld, group %ld, offset %ld, to %d, %s weights, smooth %d\n",
+  std::printf("%s, %s, addend %d, %ld x %ld, group %ld, offset %ld, to %d, %s weights, smooth %d, y %d\n",
               kind == Kind::rms ? "rms" : "layer", dtype == kF32 ? "f32" : "bf16", static_cast<int>(addend_is), rows,
-              cols, group, offset, static_cast<int>(to), plain ? "plain" : "any", has_smooth);
+              cols, group, offset, static_cast<int>(to), plain ? "plain" : "any", has_smooth, with_y);
 }
 
 void test_all(int64_t rows, int64_t cols, int64_t offset = 0) {
@@ -166,7 +171,7 @@ void test_all(int64_t rows, int64_t cols, int64_t offset = 0) {
   for (const Kind kind : {Kind::rms, Kind::layer})
     for (const Dtype dtype : {kF32, kBf16})
       for (const Addend addend : {Addend::none, Addend::same, Addend::f32})
-        for (const int64_t group : {int64_t{0}, int64_t{64}, int64_t{128}, cols}) {
+        for (const int64_t group : {int64_t{0}, int64_t{32}, int64_t{64}, int64_t{128}, cols}) {
           if ((group && cols % group) || (addend == Addend::f32 && dtype == kF32)) continue;
           // The longest rows take seconds: one granularity of each norm.
           if (cols > 100'000 && (addend != Addend::none || group != (kind == Kind::rms ? cols : 128))) continue;

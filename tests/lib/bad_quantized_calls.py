@@ -17,7 +17,7 @@ QUANTIZATION = {
         ValueError, "granularity", "'channel'", "'token'", "'group'"
     ),
     "no granularity": call("int8", None).raises(ValueError, "granularity", "None"),
-    "an unknown group size": call("int8", "group", 32).raises(ValueError, "group_size", "64 or 128", "32"),
+    "an unknown group size": call("int8", "group", 16).raises(ValueError, "group_size", "32 or 64 or 128", "16"),
     "a group size of a float": call("int8", "group", 64.5).raises(ValueError, "group_size", "64.5"),
     "a group size of a bool": call("int8", "group", True).raises(ValueError, "group_size", "True"),
     "a group size without groups": call("int8", "token", 64).raises(ValueError, "group_size=64", "'group'", "'token'"),
@@ -35,6 +35,25 @@ QUANTIZATION = {
     "a subnormal bound": call("int8", "token", None, False, 1e-39).raises(ValueError, "max_scale", r"2\*\*-126"),
     "an infinite bound": call("int8", "token", None, False, np.inf).raises(ValueError, "max_scale", "finite", "inf"),
     "a NaN bound": call("int8", "token", None, False, np.nan).raises(ValueError, "max_scale", "finite", "nan"),
+    "exponents of a token's scales": call("float8_e4m3fn", scales_dtype="float8_e8m0fnu").raises(
+        ValueError, "scales_dtype=float8_e8m0fnu", "groups", "'token'", "'group'"
+    ),
+    "exponents of int8": call("int8", "group", scales_dtype="float8_e8m0fnu").raises(
+        ValueError, "scales_dtype", "floats", "int8", "leave"
+    ),
+    "exponents under another bound": call(
+        "float8_e4m3fn", "group", max_scale=3.0, scales_dtype="float8_e8m0fnu"
+    ).raises(ValueError, "max_scale", "power of two", "3.0"),
+    "scales of half a float": call("float8_e4m3fn", "group", scales_dtype="float16").raises(
+        TypeError, "scales_dtype", "float16", "float32 or float8_e8m0fnu"
+    ),
+    "no dtype of scales": call("int8", scales_dtype="fp4").raises(TypeError, "scales_dtype", "'fp4'", "float32"),
+    "an unknown layout": call("int8", "group", scales_layout="F").raises(
+        ValueError, "scales_layout", "'F'", "'row'", "'column'"
+    ),
+    "columns of a token's scales": call("int8", scales_layout="column").raises(
+        ValueError, "scales_layout=column", "groups", "'token'", "'group'"
+    ),
     "a bound of text": call("int8", "token", None, False, "1").raises(TypeError, "max_scale", "number", "'1'"),
 }
 

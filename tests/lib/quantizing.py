@@ -17,6 +17,7 @@ STATIC_SCALE = 0.013
 GRANULARITIES = {
     "token": {},
     "tensor": {"granularity": "tensor"},
+    "groups of 32": {"granularity": "group", "group_size": 32},
     "groups of 64": {"granularity": "group", "group_size": 64},
     "groups of 128": {"granularity": "group", "group_size": 128},
 }

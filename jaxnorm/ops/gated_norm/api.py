@@ -1,14 +1,19 @@
-"""The public function of the gated norm, and the checks of its own arguments."""
+"""The public functions of the gated norm, and the checks of its own arguments."""
 
+import math
 from typing import Any, NamedTuple, TypeVar, get_args
 
 import jax
 import numpy as np
 
 from jaxnorm.ops import checks
-from jaxnorm.ops.gated_norm.formula import GATED_NORM, Activation, GatedNorm, Operands
+from jaxnorm.ops.gated_norm.formula import GATED_NORM, Activation, GatedNorm, Operands, QuantizedOperands
+from jaxnorm.ops.gated_norm_quantized.formula import GATED_NORM_QUANTIZED, GatedNormQuantized
 from jaxnorm.ops.misuse import GATE_FIRST, explained
 from jaxnorm.ops.options import Implementation, NormOptions
+from jaxnorm.ops.quantize import checks as quantize_checks
+from jaxnorm.ops.quantize.rounding import SMALLEST_SCALE
+from jaxnorm.quantization import LARGEST, Quantization, Quantized, quantized
 from jaxnorm.sharding import dims
 from jaxnorm.sharding.shards import Shards
 
@@ -59,9 +64,8 @@ def gated_rms_norm(
       An array of x's shape.
 
     Raises:
-      ValueError: gate has another shape than x, or scale than x's last axis; group_size is not positive or does not
-        divide the last axis; activation is unknown; otherwise as `rms_norm` does.
-      TypeError, RuntimeError: gate_first is no bool, group_size no int; otherwise as `rms_norm` does.
+      ValueError, TypeError, RuntimeError: gate has another shape than x, or scale than x's last axis; group_size does
+        not divide the last axis; activation is unknown; gate_first is no bool; otherwise as `rms_norm` does.
 
     Source: the gated norm of Dao and Gu, Transformers are SSMs, 2024, https://arxiv.org/abs/2405.21060 (RMSNormGated in
     https://github.com/state-spaces/mamba, norm_before_gate=not gate_first); after the norm: Yang et al., Gated Linear
@@ -74,10 +78,94 @@ def gated_rms_norm(
         axis_name=axis_name,
         implementation=implementation,
     )
+    call = prepare("gated_rms_norm", options, Gating(gate_first, activation, group_size), Operands(x, gate, scale))
+    y = GATED_NORM(call.norm, in_groups(call.operands, call.group_size), call.chosen).y
+    return y.reshape(call.operands.x.shape)
+
+
+@explained
+def gated_rms_norm_quantized(
+    x: Any,
+    gate: Any,
+    scale: Any = None,
+    *,
+    gate_first: bool,
+    quantization: Quantization,
+    activation: Activation = "silu",
+    group_size: int | None = None,
+    static_scale: Any = None,
+    smooth_scale: Any = None,
+    epsilon: float = 1e-6,
+    scale_offset: float = 0.0,
+    straight_through: bool = False,
+    axis_name: Any = None,
+    implementation: Implementation | None = None,
+) -> Quantized:
+    """Normalises x beside a gate as `gated_rms_norm` does and quantises the result to 8 bits.
+
+        v = gated_rms_norm(x, gate, scale, gate_first=gate_first, ...) * smooth_scale           in float32
+
+    and from there as `rms_norm_quantized`, whose dtypes, bits, derivative and errors these are.
+
+    group_size says which columns are normalised together, and `quantization` which share a scale: with granularity
+    "token" all of x's last axis, with "group" `quantization.group_size` neighbouring columns of it. A kernel works on
+    one group that is normalised, so the formula runs where several share a scale that is computed: with group_size and
+    "token", unless group_size is the whole axis, and with "group" where quantization.group_size does not divide it.
+
+    Args:
+      x: array of float32, bfloat16 or float16 of rank 1 or more.
+      gate: array of x's shape. The kernels want x and gate of one dtype; the formula takes any.
+      scale, gate_first, activation, group_size: as for `gated_rms_norm`.
+      quantization, static_scale, smooth_scale, straight_through: as for `rms_norm_quantized`.
+      epsilon, scale_offset, implementation: as for `rms_norm`.
+      axis_name: None, or the axes of a mesh over which rows are split, where the formula runs; not with group_size.
+
+    Returns:
+      A `Quantized`: values of x's shape, scales, a carrier.
+
+    Raises:
+      ValueError, TypeError, RuntimeError: as `gated_rms_norm` and `rms_norm_quantized` do.
+
+    Source: those of `gated_rms_norm` and `rms_norm_quantized`.
+    """
+    options = NormOptions(
+        epsilon=epsilon,
+        scale_offset=scale_offset,
+        out_dtype=np.float32,
+        axis_name=axis_name,
+        implementation=implementation,
+    )
     gating = Gating(gate_first, activation, group_size)
-    call = prepare("gated_rms_norm", options, gating, Operands(x, gate, scale))
-    return GATED_NORM(call.norm, in_groups(call.operands, call.group_size), call.chosen).y.reshape(
-        call.operands.x.shape
+    call = prepare("gated_rms_norm_quantized", options, gating, Operands(x, gate, scale))
+    return _quantized(call, quantization, static_scale, smooth_scale, straight_through)
+
+
+def _quantized(
+    call: "Call", quantization: Any, static_scale: Any, smooth_scale: Any, straight_through: Any
+) -> Quantized:
+    name, norm_operands = "gated_rms_norm_quantized", call.operands
+    x, shape = norm_operands.x, norm_operands.x.shape
+    quantize_checks.check_quantization(name, quantization, Quantization, x, (-1,))
+    quantize_checks.check_activations(name, quantization, LARGEST)
+    given = quantize_checks.check_static_scale(name, static_scale, quantization.granularity, SMALLEST_SCALE)
+    smooth = checks.check_weight(name, "smooth_scale", smooth_scale, x, (-1,), with_batch_dims=False)
+    quantize_checks.check_float32(name, {**norm_operands._asdict(), "smooth_scale": smooth})
+    spec = GatedNormQuantized(
+        **vars(call.norm),
+        quantization=quantization,
+        straight_through=checks.check_flag(name, "straight_through", straight_through),
+        grouped=call.group_size not in (None, shape[-1]),
+    )
+    operands = QuantizedOperands(*norm_operands, smooth, given)
+    divided = in_groups(operands, call.group_size) if spec.grouped else operands
+    values, scales, carrier = GATED_NORM_QUANTIZED(spec, divided, call.chosen)
+    if spec.grouped and scales is not None:
+        scales = scales.reshape(*shape[:-1], math.prod(scales.shape[-2:]))
+    return quantized(
+        quantization,
+        values.reshape(shape),
+        given if scales is None else scales,  # type: ignore[arg-type]
+        None if carrier is None else carrier.reshape(shape),
     )
 
 

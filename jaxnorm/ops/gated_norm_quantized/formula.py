@@ -17,6 +17,7 @@ from jaxnorm.native import compat
 from jaxnorm.ops import speed
 from jaxnorm.ops.gated_norm import formula
 from jaxnorm.ops.gated_norm.formula import GATED_NORM, GatedNorm, gate_of_another_dtype, row_too_long
+from jaxnorm.ops.gated_norm.formula import QuantizedOperands as Operands
 from jaxnorm.ops.norm.formula import broadcastable
 from jaxnorm.ops.quantize import rounding
 from jaxnorm.ops.quantize.rounding import Derivative
@@ -39,17 +40,6 @@ class GatedNormQuantized(GatedNorm):
         """The norm whose result is quantised."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(GatedNorm)}
         return GatedNorm(**fields | changes)
-
-
-class Operands(NamedTuple):
-    x: jax.Array
-    gate: jax.Array
-    scale: jax.Array | None = None
-    smooth: jax.Array | None = None
-    given: jax.Array | None = None  # the scale of everything
-
-    def of_norm(self) -> formula.Operands:
-        return formula.Operands(self.x, self.gate, self.scale)
 
 
 class Results(NamedTuple):
@@ -93,8 +83,7 @@ def derivative(norm: GatedNormQuantized) -> Derivative:
     return Derivative(
         norm.straight_through,
         "gated_rms_norm_quantized: rounded values have no derivative, and one is taken; pass straight_through=True for "
-        "that of the norm before it is quantised; or apply jax.lax.stop_gradient to x, gate and scale, not to the "
-        "result.",
+        "that of the norm before it is quantised; or apply jax.lax.stop_gradient to the operands, not to the result.",
     )
 
 
@@ -107,7 +96,7 @@ def tangents(
     of_norm, of_dots = operands.of_norm(), dots.of_norm()
     if operands.smooth is not None:
         # The norm is linear in its scale, so that its kernel multiplies by smooth as well: a cotangent that is
-        # multiplied here would have another dtype than x, which kernels with a gate do not take.
+        # multiplied here would have another dtype than x, which gated kernels do not take.
         unquantized = dataclasses.replace(unquantized, scale_offset=-0.0)
         of_norm, of_dots = _smoothed(norm, of_norm, of_dots, lax.stop_gradient(operands.smooth))
     carrier = formula.Results(results.carrier)  # type: ignore[arg-type]
@@ -148,7 +137,7 @@ def _scale_of_several_groups(norm: GatedNormQuantized, operands: Operands) -> st
         return None
     group, run = operands.x.shape[-1], norm.quantization.group_size
     shared = "a token has one scale" if run is None else f"{run} columns share a scale"
-    return f"groups of {group} columns are normalised and {shared}; kernels with a gate see one group at a time"
+    return f"groups of {group} columns are normalised and {shared}; gated kernels see one group at a time"
 
 
 def _attributes(norm: GatedNormQuantized, _: Operands) -> dict[str, Any]:

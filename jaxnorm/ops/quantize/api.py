@@ -9,7 +9,7 @@ from jaxnorm.ops import checks as shared_checks
 from jaxnorm.ops.misuse import explained
 from jaxnorm.ops.quantize import checks, rounding
 from jaxnorm.ops.quantize.rounding import Derivative
-from jaxnorm.quantization import Quantization, Quantized
+from jaxnorm.quantization import Quantization, Quantized, quantized
 
 _NO_DERIVATIVE = (
     "quantize: rounded values have no derivative, and one is taken; pass straight_through=True for that of x itself, "
@@ -61,4 +61,4 @@ def quantize(
     over_all = quantization.granularity == "tensor"
     v, _, carrier = rounding.straight_through(derivative, x.astype(jnp.float32), None, x.dtype)
     values, scales = rounding.rounded(quantization, v, tuple(range(-x.ndim, 0)) if over_all else axes)
-    return Quantized(values, scales.reshape(()) if over_all else scales, carrier)
+    return quantized(quantization, values, scales.reshape(()) if over_all else scales, carrier)

@@ -1,5 +1,6 @@
 """Checks of what describes a quantised array, as `jaxnorm.ops.checks`."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -65,6 +66,48 @@ def check_max_scale(max_scale: Any, smallest: float) -> float | None:
     if number < smallest:
         raise ValueError(f"Quantization: max_scale must be at least 2**-126, got {max_scale}; None is no bound.")
     return number
+
+
+def check_scales_dtype(dtype: Any, known: Sequence[np.dtype[Any]]) -> np.dtype[Any]:
+    expected = f"expected {' or '.join(d.name for d in known)}"
+    try:
+        canonical: np.dtype[Any] = np.dtype(jnp.dtype(dtype))
+    except TypeError:
+        raise TypeError(f"Quantization: scales_dtype must be a dtype, got {dtype!r}; {expected}.") from None
+    if dtype is None or canonical not in known:
+        raise TypeError(f"Quantization: scales_dtype is {canonical if dtype is not None else None}; {expected}.")
+    return canonical
+
+
+def check_scales_layout(layout: Any) -> Any:
+    if layout not in ("row", "column"):
+        raise ValueError(
+            f"Quantization: unknown scales_layout {layout!r}; expected 'row' (the axis of groups is the last of "
+            f"scales) or 'column' (it is the first)."
+        )
+    return layout
+
+
+def check_stored_scales(quantization: Any, as_exponents: bool) -> None:
+    """That scales can be stored as they are to be."""
+    others = {"scales_dtype": as_exponents, "scales_layout": quantization.scales_layout != "row"}
+    for name in (name for name, given in others.items() if given and quantization.granularity != "group"):
+        raise ValueError(
+            f"Quantization: {name}={getattr(quantization, name)} is about scales of groups, got "
+            f"granularity={quantization.granularity!r}; leave it out or take granularity='group'."
+        )
+    if not as_exponents:
+        return
+    if jnp.issubdtype(quantization.dtype, jnp.integer):
+        raise ValueError(
+            f"Quantization: scales_dtype=float8_e8m0fnu has powers of two, which are for floats, got "
+            f"{quantization.dtype}; leave it out."
+        )
+    if quantization.max_scale is not None and math.frexp(quantization.max_scale)[0] != 0.5:
+        raise ValueError(
+            f"Quantization: max_scale must be a power of two with scales_dtype=float8_e8m0fnu, which has no other "
+            f"scales, got {quantization.max_scale}."
+        )
 
 
 def check_scale_options(quantization: Any) -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypedDict, Unpack, overload
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import jax
 import numpy as np
@@ -16,7 +16,7 @@ from jaxnorm.ops.options import Implementation, NormOptions
 from jaxnorm.ops.quantize import checks
 from jaxnorm.ops.quantize.rounding import SMALLEST_SCALE
 from jaxnorm.ops.quantized_norm.formula import QUANTIZED_NORM, Operands, QuantizedNorm
-from jaxnorm.quantization import LARGEST, Quantization, Quantized
+from jaxnorm.quantization import LARGEST, Quantization, Quantized, quantized
 
 
 class _Options(TypedDict, total=False):
@@ -32,6 +32,18 @@ class _Options(TypedDict, total=False):
     implementation: Implementation | None
 
 
+class RowStatistics(NamedTuple):
+    """What a norm computed of each row, in float32, with normalised axes of length 1.
+
+    Attributes:
+      rstd: the reciprocal of the root mean square, or of LayerNorm the standard deviation, with epsilon in it.
+      mean: LayerNorm's, else None.
+    """
+
+    rstd: jax.Array
+    mean: jax.Array | None = None
+
+
 @overload
 def rms_norm_quantized(
     x: Any,
@@ -40,14 +52,38 @@ def rms_norm_quantized(
     bias: Any = None,
     quantization: Quantization,
     residual: None = None,
+    with_unquantized: Literal[False] = False,
+    return_statistics: Literal[False] = False,
     **_: Unpack[_Options],
 ) -> Quantized: ...
 
 
 @overload
 def rms_norm_quantized(
-    x: Any, scale: Any = None, *, bias: Any = None, quantization: Quantization, residual: Any, **_: Unpack[_Options]
+    x: Any,
+    scale: Any = None,
+    *,
+    bias: Any = None,
+    quantization: Quantization,
+    residual: Any,
+    with_unquantized: Literal[False] = False,
+    return_statistics: Literal[False] = False,
+    **_: Unpack[_Options],
 ) -> tuple[Quantized, jax.Array]: ...
+
+
+@overload
+def rms_norm_quantized(
+    x: Any,
+    scale: Any = None,
+    *,
+    bias: Any = None,
+    quantization: Quantization,
+    residual: Any = None,
+    with_unquantized: bool = False,
+    return_statistics: bool = False,
+    **_: Unpack[_Options],
+) -> tuple[Any, ...]: ...
 
 
 @explained
@@ -64,18 +100,19 @@ def rms_norm_quantized(
     scale_offset: float = 0.0,
     axis: int | Sequence[int] = -1,
     straight_through: bool = False,
+    with_unquantized: bool = False,
+    return_statistics: bool = False,
     axis_name: Any = None,
     implementation: Implementation | None = None,
-) -> Quantized | tuple[Quantized, jax.Array]:
+) -> Quantized | tuple[Any, ...]:
     """Divides x by its root mean square over `axis` and quantises the result to 8 bits.
 
         v = rms_norm(x, scale, bias=bias, out_dtype=float32, ...) * smooth_scale
         scales = max|v| / largest       over each row or group, 1 where that is 0; at least 2**-126, at most max_scale
         values = v * (1 / scales)       clipped to ±largest, rounded to nearest, ties to even
 
-    with the `largest` of quantization's dtype, in float32 throughout. The kernel gives bit for bit what these lines
-    give in NumPy, from the same implementation's norm. A NaN makes the scale of its row or group NaN, its float8 values
-    NaN and its int8 values 0. On a CPU, XLA takes what is below 2**-126 for 0.
+    with the `largest` of quantization's dtype, in float32, bit for bit as NumPy does it from the same implementation's
+    norm. A NaN makes the scale of its row or group NaN, its float8 values NaN and its int8 values 0.
 
     By default to take a derivative is an error. With straight_through=True it is that of the unquantised norm, by
     convention: `dequantize` passes its cotangent on as that of v. The gradients of x, residual, scale and bias are
@@ -90,26 +127,25 @@ def rms_norm_quantized(
       smooth_scale: factor with the shape of the normalised axes that makes v easier to quantise; None is 1.
       epsilon, scale_offset, axis, axis_name, implementation: as for `rms_norm`.
       straight_through: whether the result has a derivative, and with it a carrier of x's shape and dtype.
+      with_unquantized: whether y is returned, too, bit for bit `rms_norm`'s; straight_through allows its derivative.
+      return_statistics: whether a `RowStatistics` is returned, too, for which there is no gradient.
 
     Returns:
-      A `Quantized`: values of x's shape, float32 scales, a carrier. With a residual `(quantized, new_residual)`.
+      A `Quantized`: values of x's shape, scales, a carrier. Where more is asked for a tuple, in this order: it,
+      new_residual, y, the statistics.
 
     Raises:
-      ValueError: groups do not divide the one normalised axis, static_scale does not go with quantization, residual has
-        another shape, a derivative is taken without straight_through; otherwise as `rms_norm` does.
-      TypeError, RuntimeError: quantization is no `Quantization`, an array is float64; otherwise as `rms_norm` does.
+      ValueError, TypeError, RuntimeError: groups do not divide the one normalised axis, static_scale does not go with
+        quantization, an array is float64, a derivative is taken without straight_through; otherwise as `rms_norm`.
 
     Source: that of `rms_norm`; Micikevicius et al., FP8 Formats for Deep Learning, 2022,
     https://arxiv.org/abs/2209.05433; Xiao et al., SmoothQuant, 2022, https://arxiv.org/abs/2211.10438.
     """
     options = NormOptions(
-        epsilon=epsilon,
-        scale_offset=scale_offset,
-        axis=axis,
-        axis_name=axis_name,
-        implementation=implementation,
+        epsilon=epsilon, scale_offset=scale_offset, axis=axis, axis_name=axis_name, implementation=implementation
     )
-    own = QuantizedOptions(quantization, residual, static_scale, smooth_scale, straight_through)
+    flags = straight_through, with_unquantized, return_statistics
+    own = QuantizedOptions(quantization, residual, static_scale, smooth_scale, *flags)
     return _quantized("rms_norm_quantized", "rms", options, own, x=x, scale=scale, bias=bias)
 
 
@@ -121,14 +157,38 @@ def layer_norm_quantized(
     *,
     quantization: Quantization,
     residual: None = None,
+    with_unquantized: Literal[False] = False,
+    return_statistics: Literal[False] = False,
     **_: Unpack[_Options],
 ) -> Quantized: ...
 
 
 @overload
 def layer_norm_quantized(
-    x: Any, scale: Any = None, bias: Any = None, *, quantization: Quantization, residual: Any, **_: Unpack[_Options]
+    x: Any,
+    scale: Any = None,
+    bias: Any = None,
+    *,
+    quantization: Quantization,
+    residual: Any,
+    with_unquantized: Literal[False] = False,
+    return_statistics: Literal[False] = False,
+    **_: Unpack[_Options],
 ) -> tuple[Quantized, jax.Array]: ...
+
+
+@overload
+def layer_norm_quantized(
+    x: Any,
+    scale: Any = None,
+    bias: Any = None,
+    *,
+    quantization: Quantization,
+    residual: Any = None,
+    with_unquantized: bool = False,
+    return_statistics: bool = False,
+    **_: Unpack[_Options],
+) -> tuple[Any, ...]: ...
 
 
 @explained
@@ -145,9 +205,11 @@ def layer_norm_quantized(
     scale_offset: float = 0.0,
     axis: int | Sequence[int] = -1,
     straight_through: bool = False,
+    with_unquantized: bool = False,
+    return_statistics: bool = False,
     axis_name: Any = None,
     implementation: Implementation | None = None,
-) -> Quantized | tuple[Quantized, jax.Array]:
+) -> Quantized | tuple[Any, ...]:
     """Shifts and scales x to mean 0 and variance 1 over `axis` and quantises the result to 8 bits.
 
         v = layer_norm(x, scale, bias, out_dtype=float32, ...) * smooth_scale
@@ -158,11 +220,11 @@ def layer_norm_quantized(
       x: array of float32, bfloat16 or float16 of rank 1 or more.
       epsilon: non-negative Python number added to the variance.
       residual: None, or an array of x's shape to which x is added first, as in `add_layer_norm`.
-      scale, bias, quantization, static_scale, smooth_scale, scale_offset, axis, straight_through, axis_name,
-        implementation: as for `rms_norm_quantized`.
+      scale, bias, quantization, static_scale, smooth_scale, scale_offset, axis, straight_through, with_unquantized,
+        return_statistics, axis_name, implementation: as for `rms_norm_quantized`.
 
     Returns:
-      A `Quantized`; with a residual `(quantized, new_residual)`.
+      As `rms_norm_quantized` does.
 
     Raises:
       ValueError, TypeError, RuntimeError: as `rms_norm_quantized` does.
@@ -172,13 +234,10 @@ def layer_norm_quantized(
     https://arxiv.org/abs/2211.10438.
     """
     options = NormOptions(
-        epsilon=epsilon,
-        scale_offset=scale_offset,
-        axis=axis,
-        axis_name=axis_name,
-        implementation=implementation,
+        epsilon=epsilon, scale_offset=scale_offset, axis=axis, axis_name=axis_name, implementation=implementation
     )
-    own = QuantizedOptions(quantization, residual, static_scale, smooth_scale, straight_through)
+    flags = straight_through, with_unquantized, return_statistics
+    own = QuantizedOptions(quantization, residual, static_scale, smooth_scale, *flags)
     return _quantized("layer_norm_quantized", "layer", options, own, x=x, scale=scale, bias=bias)
 
 
@@ -190,11 +249,13 @@ class QuantizedOptions(NamedTuple):
     static_scale: Any
     smooth_scale: Any
     straight_through: Any
+    with_unquantized: Any
+    return_statistics: Any
 
 
 def _quantized(
     function: str, kind: Kind, options: NormOptions, own: QuantizedOptions, *, x: Any, scale: Any, bias: Any
-) -> Quantized | tuple[Quantized, jax.Array]:
+) -> Quantized | tuple[Any, ...]:
     options = dataclasses.replace(options, out_dtype=np.float32)
     norm, of_norm, chosen = prepare(function, kind, options, NormOperands(x, own.residual, scale, bias))
     x = of_norm.x
@@ -203,9 +264,20 @@ def _quantized(
     given = checks.check_static_scale(function, own.static_scale, own.quantization.granularity, SMALLEST_SCALE)
     smooth = shared_checks.check_weight(function, "smooth_scale", own.smooth_scale, x, norm.axes, with_batch_dims=False)
     checks.check_float32(function, {**of_norm._asdict(), "smooth_scale": smooth})
-    straight_through = shared_checks.check_flag(function, "straight_through", own.straight_through)
-    spec = QuantizedNorm(**vars(norm), quantization=own.quantization, straight_through=straight_through)
-    results = QUANTIZED_NORM(spec, Operands(*of_norm, smooth, given), chosen)
+    spec = QuantizedNorm(
+        **vars(norm),
+        quantization=own.quantization,
+        straight_through=shared_checks.check_flag(function, "straight_through", own.straight_through),
+        with_unquantized=shared_checks.check_flag(function, "with_unquantized", own.with_unquantized),
+    )
+    operands = Operands(*of_norm, smooth, given)
+    statistics = None
+    if shared_checks.check_flag(function, "return_statistics", own.return_statistics):
+        results, stats = QUANTIZED_NORM.with_statistics(spec, operands, chosen)
+        statistics = RowStatistics(*reversed(stats))
+    else:
+        results = QUANTIZED_NORM(spec, operands, chosen)
     scales: Any = results.scales if given is None else given
-    result = Quantized(results.values, scales, results.carrier)
-    return result if results.sum is None else (result, results.sum)
+    result = quantized(own.quantization, results.values, scales, results.carrier)
+    others = [other for other in (results.sum, results.y, statistics) if other is not None]
+    return (result, *others) if others else result

@@ -26,6 +26,7 @@ class QuantizedNorm(Norm):
 
     quantization: Quantization
     straight_through: bool = False
+    with_unquantized: bool = False
 
     def unquantized(self, out_dtype: np.dtype[Any]) -> Norm:
         """The norm whose result is quantised."""
@@ -48,6 +49,7 @@ class Operands(NamedTuple):
 class Results(NamedTuple):
     values: jax.Array
     scales: jax.Array | None = None  # None where the scale is given
+    y: jax.Array | None = None  # of x's dtype, where it is wanted
     sum: jax.Array | None = None
     carrier: jax.Array | None = None  # zeros that straight_through asks for
 
@@ -70,16 +72,20 @@ def quantize(norm: QuantizedNorm, unquantized: formula.Results, operands: Operan
     v = y if smooth is None else y * broadcastable(norm, y, smooth)
     v, given, carrier = rounding.straight_through(gradient.derivative(norm), v, given, operands.x.dtype)
     values, scales = rounding.rounded(norm.quantization, v, norm.axes, given, norm.shards)
-    return Results(values, scales if given is None else None, total, carrier)
+    of_x = y.astype(operands.x.dtype) if norm.with_unquantized else None
+    return Results(values, scales if given is None else None, of_x, total, carrier)
 
 
 def _types(norm: QuantizedNorm, operands: Operands) -> Results:
     x: Any = operands.x
     y, total = op.types(norm, operands.of_norm())
     values = y.update(dtype=norm.quantization.dtype)  # type: ignore[attr-defined]
-    carrier = y.update(dtype=x.dtype) if norm.straight_through else None  # type: ignore[attr-defined]
+    like_x = y.update(dtype=x.dtype)  # type: ignore[attr-defined]
+    others = Results(
+        values, None, like_x if norm.with_unquantized else None, total, like_x if norm.straight_through else None
+    )
     if operands.given is not None:
-        return Results(values, None, total, carrier)
+        return others
     if norm.quantization.group_size is not None:
         shape = (*x.shape[:-1], x.shape[-1] // norm.quantization.group_size)
     else:
@@ -87,7 +93,7 @@ def _types(norm: QuantizedNorm, operands: Operands) -> Results:
     scales = dims.result_like(x, SCALES.dim_map(norm, x.ndim, shape), shape, np.float32)
     if norm.shards is not None and norm.quantization.group_size is None:
         scales = compat.same_along(scales, norm.shards.names)
-    return Results(values, scales, total, carrier)
+    return others._replace(scales=scales)
 
 
 # Those of groups stand along the last axis, fewer than it is long.
@@ -115,6 +121,8 @@ def _attributes(norm: QuantizedNorm, _: Operands) -> dict[str, Any]:
         "axes": np.int64(norm.row_ndim),
         "epsilon": np.float32(norm.epsilon),
         "scale_offset": np.float32(norm.scale_offset),
+        # Kernels of before know nothing of it.
+        **({"with_y": True} if norm.with_unquantized else {}),
     }
 
 
@@ -145,6 +153,7 @@ QUANTIZED_NORM = Family(
             "smooth": FEATURES,
             "given": SCALAR,
             "values": LIKE_X,
+            "y": LIKE_X,
             "scales": SCALES,
             "carrier": LIKE_X,
         },

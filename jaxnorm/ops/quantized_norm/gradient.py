@@ -28,16 +28,19 @@ if TYPE_CHECKING:
 def tangents(
     norm: "QuantizedNorm", operands: "Operands", results: "Results", stats: Statistics, dots: "Operands"
 ) -> tuple["Results", Callable[[], Sequence[Any]]]:
-    """The tangents of the carrier and the sum; others are None. And as a function those of the statistics."""
+    """The tangents of the carrier, y and the sum; others are None. And as a function those of the statistics."""
     rounding.check(derivative(norm))
     dtype, smooth = operands.x.dtype, operands.smooth
     unquantized = norm.unquantized(dtype if smooth is None else norm.compute_dtype)
     of_norm = formula.Results(results.carrier, results.sum)  # type: ignore[arg-type]
     y_dot: Any
     (y_dot, sum_dot), of_stats = NORM.tangents(unquantized, operands.of_norm(), of_norm, stats, dots.of_norm())
+    v_dot = y_dot
     if smooth is not None and type(y_dot) is not ad.Zero:
-        y_dot = (y_dot * lax.stop_gradient(formula.broadcastable(norm, operands.x, smooth))).astype(dtype)
-    of_results: Any = {"values": None, "scales": None, "carrier": y_dot, "sum": sum_dot}
+        v_dot = (y_dot * lax.stop_gradient(formula.broadcastable(norm, operands.x, smooth))).astype(dtype)
+        y_dot = y_dot.astype(dtype)
+    of_y = {"y": y_dot} if norm.with_unquantized else {}
+    of_results: Any = {"values": None, "scales": None, "carrier": v_dot, "sum": sum_dot, **of_y}
     return results._replace(**of_results), of_stats
 
 

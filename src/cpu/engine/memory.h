@@ -85,6 +85,8 @@ struct InputRows {
 // of them there, and all their whole vectors are aligned as stream() wants them.
 template <class T>
 struct OutputRows {
+  using Element = T;
+
   T* data;
   int64_t stride;
   bool past_caches;

@@ -35,20 +35,10 @@ struct QuantizeWritten {
 };
 
 void gated_norm_quantized(const GatedNormQuantizedForward& p, int64_t begin, int64_t end, int64_t traffic) {
-  float products[kGatedCols], row[kGatedCols];
-  const OutputRows<float> y({row, Dtype::f32}, 0, 0);
-  with_activation(p.x.dtype, p.gate.activation, [&](auto x_type, auto a) {
-    using X = decltype(x_type);
-    const InputRows<X> x(p.x, p.cols), gate(p.gate.data, p.cols);
-    const auto quantized = [&](auto write) { return QuantizeWritten<decltype(write)>{p, write, row}; };
-    if (p.gate.first) {
-      const Products<X, decltype(a)> load{x, gate, p.cols, products};
-      for_rows<Rms>(p, begin, end, traffic, load, quantized(Write<float>{p.cols, y, p.scale, {}, p.weight_rows}));
-    } else {
-      const WriteGated<X, decltype(a), float> write{p.scale, p.weight_rows, p.cols, gate, y};
-      for_rows<Rms>(p, begin, end, traffic, Stored<X>{p.x, p.cols}, quantized(write));
-    }
-  });
+  float row[kGatedCols];
+  const auto y = [&](auto) { return OutputRows<float>({row, Dtype::f32}, 0, 0); };
+  for_gated_rows(p, begin, end, traffic, y,
+                 [&](auto write) { return QuantizeWritten<decltype(write)>{p, write, row}; });
 }
 
 }  // namespace

@@ -61,20 +61,29 @@ void with_activation(Dtype dtype, Activation activation, F f) {
   with_type(dtype, [&](auto x) { activation == Activation::silu ? f(x, Silu{}) : f(x, Sigmoid{}); });
 }
 
-void gated_norm(const GatedNormForward& p, int64_t begin, int64_t end, int64_t traffic) {
+// Loops over rows of an op with y as what writes it: y(X{}) gives the rows that it is written to, and with(write) the
+// epilogue around the one that writes it.
+template <class P, class MakeY, class F>
+void for_gated_rows(const P& p, int64_t begin, int64_t end, int64_t traffic, MakeY make_y, F with) {
   float products[kGatedCols];
   with_activation(p.x.dtype, p.gate.activation, [&](auto x_type, auto a) {
     using X = decltype(x_type);
     const InputRows<X> x(p.x, p.cols), gate(p.gate.data, p.cols);
-    const OutputRows<X> y(p.y, p.cols, traffic);
+    const auto y = make_y(x_type);
+    using Y = typename decltype(y)::Element;
     if (p.gate.first) {
       const Products<X, decltype(a)> load{x, gate, p.cols, products};
-      for_rows<Rms>(p, begin, end, traffic, load, Write<X>{p.cols, y, p.scale, {}, p.weight_rows});
+      for_rows<Rms>(p, begin, end, traffic, load, with(Write<Y>{p.cols, y, p.scale, {}, p.weight_rows}));
     } else {
-      const WriteGated<X, decltype(a)> write{p.scale, p.weight_rows, p.cols, gate, y};
-      for_rows<Rms>(p, begin, end, traffic, Stored<X>{p.x, p.cols}, write);
+      const WriteGated<X, decltype(a), Y> write{p.scale, p.weight_rows, p.cols, gate, y};
+      for_rows<Rms>(p, begin, end, traffic, Stored<X>{p.x, p.cols}, with(write));
     }
   });
+}
+
+void gated_norm(const GatedNormForward& p, int64_t begin, int64_t end, int64_t traffic) {
+  const auto y = [&](auto x) { return OutputRows<decltype(x)>(p.y, p.cols, traffic); };
+  for_gated_rows(p, begin, end, traffic, y, [](auto write) { return write; });
 }
 
 template <class X>

@@ -37,10 +37,12 @@ void run(const QuantizedNormForward& call, const ParallelFor& parallel_for) {
   QuantizedNormForward p = call;
   const Addition addition = addition_of(p);
   const int64_t elements = p.rows * p.cols, sum_size = p.sum ? size_of(p.sum.dtype) : 0;
-  const int64_t traffic = elements * (size_of(p.x.dtype) + 2 * sum_size + size_of(p.quantized.values.dtype));
+  const int64_t y_size = p.y ? size_of(p.y.dtype) : 0;
+  const int64_t traffic = elements * (size_of(p.x.dtype) + 2 * sum_size + size_of(p.quantized.values.dtype) + y_size);
   if (p.sum) p.x = {p.sum.data, p.sum.dtype};
   const F32Weight smooth(&p.quantized.smooth, 0, p.cols, parallel_for);
   expect_writes(p.quantized.values, elements);
+  expect_writes(p.y, elements);
   expect_writes(p.sum, elements);
   for_each_forward_rows(p, parallel_for, [&](int64_t begin, int64_t end) {
     kernels().quantized_norm(p, p.sum ? &addition : nullptr, begin, end, traffic);

@@ -196,11 +196,40 @@ struct GatedNormOp : RowOp<X, MeanSquare, 2> {
   using Epilogue = GatedEpilogue<GatedNormOp, R, Tile>;
 };
 
+// y of N columns with a scale of any type. `at` and `weights_at` count elements from the beginning of x and of scale.
+template <typename X, int N, typename P, typename Statistics>
+__device__ void any_gated_result(const P& p, const Statistics& s, int64_t at, int64_t weights_at, float (&y)[N]) {
+  float a[N], factor[N];
+  unpack(load<true, N>(static_cast<const X*>(p.x.data) + at, N), y);
+  unpack(load<true, N>(static_cast<const X*>(p.gate.data.data) + at, N), a);
+  if (p.scale.data) load_floats<true>(p.scale, weights_at, N, factor);
+  complete(p.scale.data, p.scale_offset, 1.0f, factor);
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    a[i] = activate<X>(p.gate.activation, a[i]);
+    const float h = p.gate.first ? y[i] * a[i] : y[i];
+    y[i] = affine<false>(s.x_hat(h), factor[i], 0);
+    if (!p.gate.first) y[i] *= a[i];
+  }
+}
+
+// Whether vectors of N serve what is read.
+template <int N, typename P>
+bool read_is_aligned(const P& p) {
+  return p.cols % N == 0 && are_aligned<N>(p.x, p.gate.data, p.scale);
+}
+
+// Calls f with whether what is normalised is multiplied first, as a constant.
+template <typename P, typename F>
+cudaError_t with_order(const P& p, F f) {
+  return p.gate.first ? f(std::true_type{}) : f(std::false_type{});
+}
+
 template <typename X, bool FIRST>
 cudaError_t gated_norm_as(const GatedNormForward& p, cudaStream_t stream) {
   constexpr int N = kVector<X>;
   const Plan plan = make_gated_forward_plan(kDtype<X>, p.cols, FIRST);
-  const bool is_aligned = p.cols % N == 0 && are_aligned<N>(p.x, p.gate.data, p.y, p.scale);
+  const bool is_aligned = read_is_aligned<N>(p) && are_aligned<N>(p.y);
   return with_regime<GatedForwardRegimes<sizeof(X), FIRST>>(plan, [&](auto regime) {
     RowsLaunch launch(plan, p.cols, N, p.weight_rows);
     return RowLauncher<GatedNormOp<X, FIRST>, decltype(regime)>{p, plan, launch, stream}.run(is_aligned);
@@ -209,7 +238,7 @@ cudaError_t gated_norm_as(const GatedNormForward& p, cudaStream_t stream) {
 
 template <typename X>
 cudaError_t run_gated_norm(const GatedNormForward& p, cudaStream_t stream) {
-  return p.gate.first ? gated_norm_as<X, true>(p, stream) : gated_norm_as<X, false>(p, stream);
+  return with_order(p, [&](auto first) { return gated_norm_as<X, first.value>(p, stream); });
 }
 
 }  // namespace jaxnorm::cuda

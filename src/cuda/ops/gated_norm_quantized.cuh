@@ -67,24 +67,17 @@ struct GatedQuantizedOp : RowOp<X, MeanSquare, 2> {
   using Epilogue = QuantizeGated<GatedQuantizedOp, Tile>;
 };
 
-// v of N columns, for AnyQuantize: of any rows, where those of gate and of weights are found by x's.
+// v of N columns, for AnyQuantize: of any rows, where those of weights are found by x's.
 template <int N, typename Statistics, typename X>
 __device__ __noinline__ Packed<float, N> any_values(const GatedNormQuantizedForward& p, Statistics s, const X* x,
                                                     int64_t col) {
   const int64_t at = x - static_cast<const X*>(p.x.data) + col, weights_at = at % (p.weight_rows.count * p.cols);
-  float v[N], a[N], factor[N], smooth[N];
-  unpack(load<true, N>(x + col, N), v);
-  unpack(load<true, N>(static_cast<const X*>(p.gate.data.data) + at, N), a);
-  if (p.scale.data) load_floats<true>(p.scale, weights_at, N, factor);
-  complete(p.scale.data, p.scale_offset, 1.0f, factor);
+  float v[N], smooth[N];
+  any_gated_result<X>(p, s, at, weights_at, v);
   if (p.quantized.smooth.data) load_floats<true>(p.quantized.smooth, weights_at, N, smooth);
   complete(p.quantized.smooth.data, kNothing, 1.0f, smooth);
 #pragma unroll
-  for (int i = 0; i < N; ++i) {
-    a[i] = activate<X>(p.gate.activation, a[i]);
-    const float h = p.gate.first ? v[i] * a[i] : v[i], y = affine<false>(s.x_hat(h), factor[i], 0);
-    v[i] = (p.gate.first ? y : y * a[i]) * smooth[i];
-  }
+  for (int i = 0; i < N; ++i) v[i] *= smooth[i];
   return pack<float>(v);
 }
 
@@ -104,9 +97,9 @@ cudaError_t gated_norm_quantized_as(const GatedNormQuantizedForward& p, cudaStre
   const auto is_x_or_f32 = [](const Input& weight) {
     return !weight || weight.dtype == kDtype<X> || weight.dtype == Dtype::f32;
   };
-  const bool is_known = is_x_or_f32(p.scale) && is_x_or_f32(p.quantized.smooth);
-  const bool is_aligned =
-      p.cols % N == 0 && are_aligned<N>(p.x, p.gate.data, p.scale, p.quantized.smooth, p.quantized.values);
+  // Groups of the least columns have fewer threads than `Values` wants of them.
+  const bool is_known = is_x_or_f32(p.scale) && is_x_or_f32(p.quantized.smooth) && p.quantized.group != kGroups[0];
+  const bool is_aligned = read_is_aligned<N>(p) && are_aligned<N>(p.quantized.smooth, p.quantized.values);
   return with_regime<GatedForwardRegimes<sizeof(X), FIRST>>(plan, [&](auto regime) {
     using R = decltype(regime);
     using Any = Regime<R::kThreads, R::kVectors, R::kCluster>;  // of however many threads
@@ -120,7 +113,7 @@ cudaError_t gated_norm_quantized_as(const GatedNormQuantizedForward& p, cudaStre
 
 template <typename X>
 cudaError_t run_gated_norm_quantized(const GatedNormQuantizedForward& p, cudaStream_t stream) {
-  return p.gate.first ? gated_norm_quantized_as<X, true>(p, stream) : gated_norm_quantized_as<X, false>(p, stream);
+  return with_order(p, [&](auto first) { return gated_norm_quantized_as<X, first.value>(p, stream); });
 }
 
 }  // namespace jaxnorm::cuda

@@ -113,4 +113,24 @@ __device__ void reciprocal_scales(const Quantization& q, float (&magnitude)[M], 
   for (int j = 0; j < M; ++j) magnitude[j] = __shfl_sync(mask, reciprocal, reversed<M>(j), M);
 }
 
+// The same where a group may have fewer threads than each has magnitudes, LEAST of them: then of so many at a time.
+template <int LANES, int LEAST, int M, typename F>
+__device__ void reciprocal_scales_of(const Quantization& q, float (&magnitude)[M], int width, bool two, F write) {
+  if constexpr (M > LEAST) {
+    if (width < M) {
+#pragma unroll
+      for (int begin = 0; begin < M; begin += LEAST) {
+        float some[LEAST];
+#pragma unroll
+        for (int j = 0; j < LEAST; ++j) some[j] = magnitude[begin + j];
+        reciprocal_scales<LANES>(q, some, width, two, [&](int number, float scale) { write(begin + number, scale); });
+#pragma unroll
+        for (int j = 0; j < LEAST; ++j) magnitude[begin + j] = some[j];
+      }
+      return;
+    }
+  }
+  reciprocal_scales<LANES>(q, magnitude, width, two, write);
+}
+
 }  // namespace jaxnorm::cuda

@@ -25,10 +25,12 @@ class QuantizeEpilogue : public RowEpilogue {
 #pragma unroll
         for (float& v : rows.x[r].v[vec]) v = rows.s[r].x_hat(v);
     });
-    Values<Tile, Rows::kRows> values{rows.x};
+    Values<Tile, Rows::kRows, Op::kExtras> values{rows.x};
     const auto row = [&](int r) { return rows.row(r); };
     const EitherWeight<X, Tile, Place::memory, Place::memory> bias(group, p.bias);
     values.template apply_weights<X, Op::Stats::kCentred>(p, group, scale_, bias);
+    if constexpr (Op::kExtras) values.template store_y<X>(p, group, row);
+    values.template apply_smooth<X>(p, group);
     values.publish(p, group);
     values.rescale(p, group, row);
     values.store(p, group, row);
@@ -76,6 +78,7 @@ class PipelinedQuantize : public RowEpilogue {
   __device__ __forceinline__ void publish(const P& p, Group& group) {
     Values<Tile, 1> values{row_};
     values.template apply_weights<X, kCentred>(p, group, scale_, bias_);
+    values.template apply_smooth<X>(p, group);
     values.publish(p, group);
   }
 
@@ -164,7 +167,7 @@ class AnyQuantize : public RowEpilogue {
         magnitude = largest(magnitude, any_values<N>(p, s, x, col));
       group.template publish<Largest>({{group.warp_largest(magnitude)}});
       scale = scale_of(p.quantized, group.template collect<Largest>().value[0]);
-      if (group.rank + group.begin == 0) write_scale(p, row, 0, scale);
+      if (group.rank + group.begin == 0) write_scale<true>(p, row, 0, scale);
     }
     const float reciprocal = 1.0f / scale;
 #pragma unroll 1
@@ -189,7 +192,7 @@ class AnyQuantize : public RowEpilogue {
       for (int64_t col = first; col < end; col += Tile::LANES)
         magnitude = largest(magnitude, any_values<1>(p, s, x, col));
       const float scale = scale_of(p.quantized, group.warp_largest(magnitude)), reciprocal = 1.0f / scale;
-      if (group.rank % Tile::LANES == 0) write_scale(p, row, group_of(p.quantized, begin), scale);
+      if (group.rank % Tile::LANES == 0) write_scale<true>(p, row, group_of<true>(p.quantized, begin), scale);
 #pragma unroll 1
       for (int64_t col = first; col < end; col += Tile::LANES)
         store_any<1>(p.quantized.values, row * p.cols + col, any_values<1>(p, s, x, col), reciprocal);

@@ -15,8 +15,10 @@ template <typename X>
 using QuantizedLaunch = RowsLaunchOf<QuantizedOwn<X>>;
 
 // A thread has up to 32 values in registers, of half types 64 where it has 8 vectors. ROOMY: with registers to spare.
-template <typename STATS, typename X, bool ROOMY>
+// EXTRAS: see `Values`.
+template <typename STATS, typename X, bool ROOMY, bool EXTRAS = false>
 struct QuantizedOp : RowOp<X, STATS> {
+  static constexpr bool kExtras = EXTRAS;
   using Params = QuantizedNormForward;
   using Launch = QuantizedLaunch<X>;
   template <typename R>
@@ -83,12 +85,14 @@ class QuantizedLauncher {
       const cudaError_t error = with_regime<Table>(plan_, [&](auto regime) { return run_known<decltype(regime)>(); });
       if (error != cudaErrorNotSupported) return error;
     }
-    if (p_.sum) return cudaErrorNotSupported;
+    if (p_.sum || p_.y) return cudaErrorNotSupported;
     return with_regime<Table>(plan_, [&](auto regime) { return run_any<decltype(regime)>(); });
   }
 
  private:
   static constexpr int N = kVector<X>;
+
+  bool wants_extras() const { return p_.y || p_.quantized.group == kGroups[0]; }
 
   // Weights of x's type or f32, a bias only in LayerNorm, and beside a scale of its type.
   bool is_known() const {
@@ -96,7 +100,7 @@ class QuantizedLauncher {
       return !weight || weight.dtype == kDtype<X> || weight.dtype == Dtype::f32;
     };
     const bool bias = !p_.bias || (STATS::kCentred && p_.scale && p_.bias.dtype == p_.scale.dtype);
-    return bias && is_x_or_f32(p_.scale) && is_x_or_f32(p_.quantized.smooth) &&
+    return bias && is_x_or_f32(p_.scale) && is_x_or_f32(p_.quantized.smooth) && (!p_.y || p_.y.dtype == kDtype<X>) &&
            (!p_.sum || (p_.x.dtype == kDtype<X> && p_.sum.dtype == kDtype<X>));
   }
 
@@ -122,6 +126,7 @@ class QuantizedLauncher {
     } else if constexpr (R::kCluster == 1) {
       using Op = QuantizedOp<STATS, X, false>;
       using Roomy = QuantizedOp<STATS, X, true>;
+      if (wants_extras()) return launcher<QuantizedOp<STATS, X, true, true>, R>().template direct<Access::vectors>();
       if constexpr (Roomy::template kRoom<R> > Op::template kRoom<R>) {
         const int64_t blocks = plan_.blocks_of(p_.rows, Op::template kRows<R>);
         const int64_t at_once =
@@ -129,6 +134,8 @@ class QuantizedLauncher {
         if (p_.sum || blocks <= at_once) return launcher<Roomy, R>().template direct<Access::vectors>();
       }
       return launcher<Op, R>().template direct<Access::vectors>();
+    } else if (wants_extras()) {
+      return cudaErrorNotSupported;
     } else {
       return p_.sum ? run_pipelined<R, true>() : run_pipelined<R, false>();
     }
@@ -158,7 +165,7 @@ class QuantizedLauncher {
   const Plan& plan_;
   const cudaStream_t stream_;
   QuantizedLaunch<X> launch_;
-  const bool is_aligned_ = p_.cols % N == 0 && are_aligned<N>(p_.x, p_.addend, p_.scale, p_.bias, p_.sum,
+  const bool is_aligned_ = p_.cols % N == 0 && are_aligned<N>(p_.x, p_.addend, p_.scale, p_.bias, p_.sum, p_.y,
                                                               p_.quantized.smooth, p_.quantized.values);
 };
 

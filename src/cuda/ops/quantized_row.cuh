@@ -12,10 +12,15 @@ __device__ inline bool is_by_row(const QuantizedNormForward& p) {
   return !p.quantized.given && p.quantized.group == p.cols;
 }
 
-__device__ inline int64_t group_of(const Quantization& q, int64_t column) { return column >> (q.group == 64 ? 6 : 7); }
+// ANY: of any of kGroups, whose 32, 64 and 128 are as far apart as 0, 1 and 2; else not the least.
+template <bool ANY>
+__device__ int64_t group_of(const Quantization& q, int64_t column) {
+  return ANY ? (column >> 5) >> (q.group >> 6) : column >> (q.group == 64 ? 6 : 7);
+}
 
-__device__ inline void write_scale(const QuantizedNormForward& p, int64_t row, int64_t scale_group, float scale) {
-  const int64_t groups = is_by_row(p) ? 1 : group_of(p.quantized, p.cols);
+template <bool ANY>
+__device__ void write_scale(const QuantizedNormForward& p, int64_t row, int64_t scale_group, float scale) {
+  const int64_t groups = is_by_row(p) ? 1 : group_of<ANY>(p.quantized, p.cols);
   if (row < p.rows) p.quantized.scales[row * groups + scale_group] = scale;
 }
 
@@ -101,13 +106,13 @@ struct Floats {
   }
 };
 
-// What is quantised, of ROWS rows.
-template <typename Tile, int ROWS>
+// What is quantised, of ROWS rows. EXTRAS: what few calls want, and all others would pay for with registers: y, and
+// groups of fewer threads than each has vectors.
+template <typename Tile, int ROWS, bool EXTRAS = false>
 struct Values {
   Floats<Tile> (&rows)[ROWS];
 
-  // x_hat becomes v = (x_hat * factor + bias) * smooth. A bias has scale's type; smooth is of X or f32. CENTRED:
-  // whether there may be a bias.
+  // x_hat becomes y = x_hat * factor + bias. A bias has scale's type. CENTRED: whether there may be one.
   template <typename X, bool CENTRED, typename Scale, typename Bias, typename Group>
   __device__ void apply_weights(const QuantizedNormForward& p, const Group& group, const Scale& scale,
                                 const Bias& bias) {
@@ -118,6 +123,26 @@ struct Values {
       apply_affine<T, false>(p, group, scale, bias.template as<T>(), sizeof(X));
     };
     Scale::with_type(p, apply);
+  }
+
+  // Writes y, of X, where it is wanted. row(r): the number of row r.
+  template <typename X, typename Group, typename F>
+  __device__ void store_y(const QuantizedNormForward& p, const Group& group, F row) const {
+    if (!p.y.data) return;
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      if (r > 0 && row(r) >= p.rows) break;
+      X* y = static_cast<X*>(p.y.data) + row(r) * p.cols;
+      hide(y);
+      for_each_vector<Tile>(group, [&](int vec, auto col, int remaining) {
+        cuda::store<true>(y + col, pack<X>(rows[r].v[vec]), remaining);
+      });
+    }
+  }
+
+  // y becomes v = y * smooth, which is of X or f32.
+  template <typename X, typename Group>
+  __device__ void apply_smooth(const QuantizedNormForward& p, const Group& group) {
     const Input& smooth = p.quantized.smooth;
     if (!smooth.data) return;
     if (smooth.dtype == kDtype<X>) {
@@ -139,7 +164,7 @@ struct Values {
       }
   }
 
-  // Multiplies by the reciprocals of the scales, which it writes. row(r): the number of row r.
+  // Multiplies by the reciprocals of the scales, which it writes.
   template <typename Group, typename F>
   __device__ void rescale(const QuantizedNormForward& p, Group& group, F row) {
     const Quantization& q = p.quantized;
@@ -151,13 +176,13 @@ struct Values {
       rescale_groups(p, group, row);
     } else if constexpr (Group::kSpansWarps) {
       const float scale = scale_of(q, group.template collect<Largest>().value[0]);
-      if (group.rank + group.begin == 0) write_scale(p, row(0), 0, scale);
+      if (group.rank + group.begin == 0) write_scale<EXTRAS>(p, row(0), 0, scale);
       multiply_row(0, 1.0f / scale);
     } else {
       float magnitudes[ROWS];
       largest_of_rows(group, magnitudes);
       reciprocal_scales<Tile::LANES>(q, magnitudes, Tile::LANES, false,
-                                     [&](int r, float scale) { write_scale(p, row(r), 0, scale); });
+                                     [&](int r, float scale) { write_scale<EXTRAS>(p, row(r), 0, scale); });
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) multiply_row(r, magnitudes[r]);
     }
@@ -245,11 +270,13 @@ struct Values {
       for (int vec = 0; vec < Tile::VECTORS; ++vec) factors[r * Tile::VECTORS + vec] = largest_in(0, rows[r].v[vec]);
     const int group_cols = static_cast<int>(q.group), width = min(group_cols / Tile::N, Tile::LANES);
     const int64_t first = group.begin + first_of_thread<Tile>(group) - (lane() & (width - 1)) * Tile::N;
-    reciprocal_scales<Tile::LANES>(q, factors, width, group_cols > Tile::STRIDE, [&](int number, float scale) {
+    const auto write = [&](int number, float scale) {
       const int64_t column = first + number % Tile::VECTORS * Tile::STRIDE;
       if (column < group.end && (column & (group_cols - 1)) == 0)
-        write_scale(p, row(number / Tile::VECTORS), group_of(q, column), scale);
-    });
+        write_scale<EXTRAS>(p, row(number / Tile::VECTORS), group_of<EXTRAS>(q, column), scale);
+    };
+    constexpr int kLeast = EXTRAS ? static_cast<int>(kGroups[0]) / Tile::N : Tile::LANES;
+    reciprocal_scales_of<Tile::LANES, kLeast>(q, factors, width, group_cols > Tile::STRIDE, write);
 #pragma unroll
     for (int r = 0; r < ROWS; ++r)
 #pragma unroll
