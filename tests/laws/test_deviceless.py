@@ -7,7 +7,8 @@ from deviceless import compiled, kernels, mesh, types
 from hlo import collectives, count_native_calls
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from ops import ADDED, NORMS, OPS
+from op import Size
+from ops import ADDED, GATED_QUANTIZED, NORMS, OPS, QUANTIZED, QUANTIZED_SUMS
 from quantizing import to
 
 import jaxnorm
@@ -36,6 +37,58 @@ def test_no_copy_beside_a_sum(op):
     program = compiled(lambda *args: op.function(*args)[::-1], x, residual, *weights, donate_argnums=1)
     assert [line for line in kernels(program) if " copy(" in line] == []
     assert program.memory_analysis().temp_size_in_bytes < x.size
+
+
+def large(op):
+    """The small size, rows 16 times as long and 8192 times as many, or positions: little is what has a number a row."""
+    rows, *between, cols = op.small.dims
+    dims = (rows, 8192, *between, 16 * cols) if op.has_positions else (8192 * rows, *between, 16 * cols)
+    lengths = {name: 16 * length for name, length in op.small.options.items()}  # of groups, of what is padded
+    return Size(dims, (*op.small.weights[:-1], 16 * op.small.weights[-1]), lengths)
+
+
+def both_ways(function):
+    """The results and all gradients, for cotangents of the results."""
+
+    def program(cotangents, *args):
+        results, pullback = jax.vjp(function, *args)
+        return results, pullback(cotangents)
+
+    return program
+
+
+# Beside operands and results there are statistics and what gradients of weights are summed from, and where the program
+# dequantises the values of 8 bits: nothing that is a copy of x, in any dtype.
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_temporary_memory(op):
+    size = large(op)
+    function, args = op.run(**size.options), types(op.types(size))
+    cotangents = types(jax.eval_shape(function, *args))
+    values = args[0].size if op in QUANTIZED + QUANTIZED_SUMS + GATED_QUANTIZED else 0
+    for program in (compiled(function, *args), compiled(both_ways(function), cotangents, *args)):
+        assert count_native_calls(program.as_text())[op.forward] == 1
+        assert program.memory_analysis().temp_size_in_bytes <= values + 4 * args[0].size / 16
+
+
+ROWS, CLASSES = 16384, 131072
+
+
+def loss_program(loss):
+    """Of hidden states of 1024, a kernel and labels: the loss, and the gradients of the former two."""
+    x, kernel = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((ROWS, 1024), (1024, CLASSES)))
+    return compiled(jax.value_and_grad(loss, (0, 1)), *types((x, kernel, jax.ShapeDtypeStruct((ROWS,), jnp.int32))))
+
+
+def test_the_gradient_of_logits_takes_their_place():
+    losses = jaxnorm.softmax_cross_entropy_with_integer_labels
+    program = loss_program(lambda x, kernel, labels: losses(x @ kernel, labels).mean())
+    assert program.memory_analysis().temp_size_in_bytes < 2 * ROWS * CLASSES + 2**20
+
+
+# A chunk of 512 MiB, the gradient of the kernel in float32, and little else.
+def test_no_more_logits_than_a_chunk():
+    program = loss_program(jaxnorm.linear_cross_entropy)
+    assert program.memory_analysis().temp_size_in_bytes < 2**29 + 4 * 1024 * CLASSES + 2**26
 
 
 TOKENS, DEPTH, OUTPUTS = 8192, 4096, 14336
