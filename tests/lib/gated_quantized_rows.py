@@ -85,7 +85,7 @@ def gated_quantized(variant, granularity, to):
 def grouped_quantized(variant, granularity, to):
     """With shorter groups that share a scale than are normalised."""
     op = gated_quantized(variant, granularity, to)
-    sizes = ((4096, 1024), (512, 64), (1280, 640))
+    sizes = ((4096, 1024), (512, 256), (1280, 640))
     return replace(
         op,
         name=f"grouped {variant} to {granularity}, {to}",

@@ -95,7 +95,7 @@ MALFORMED = {
     "scales of groups without groups": ({"results": [VALUES, GROUPS]}, "scales"),
     "scales of rows with groups": ({"group": np.int64(64)}, "scales"),
     "scales of other groups": ({"results": [VALUES, GROUPS], "group": np.int64(128)}, "scales"),
-    "groups of another size": ({"results": [VALUES, struct(ROWS, 4)], "group": np.int64(32)}, "group"),
+    "groups of another size": ({"results": [VALUES, struct(ROWS, 8)], "group": np.int64(16)}, "group"),
     "negative groups": ({"group": np.int64(-64)}, "group"),
     "groups that do not divide": (
         {
