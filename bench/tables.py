@@ -11,7 +11,7 @@ import re
 import statistics
 from pathlib import Path
 
-from bench import dot_tables, model_tables, report, row_tables, shapes, targets, trainer_tables
+from bench import dot_tables, model_tables, report, row_tables, shapes, targets, trainer_tables, trainers
 
 MARKED = re.compile(r"<!-- table: (\S+) -->\n.*?<!-- end -->", re.DOTALL)
 # In the order of the tables; a run may have fewer, or others, which come last.
@@ -51,12 +51,12 @@ def render(text, folder):
         if name not in TABLES:
             raise SystemExit(f"no table is called {name}; there are {', '.join(TABLES)}")
         files, lines_of = TABLES[name]
-        files = (files,) if isinstance(files, str) else files
-        missing = [file for file in files if not (folder / file).exists()]
+        found = {file: sorted(folder.glob(file)) for file in ((files,) if isinstance(files, str) else files)}
+        missing = [file for file, paths in found.items() if not paths]
         if missing:
             lines = [f"Not measured yet: there is no `{', '.join(missing)}`."]
         else:
-            lines = lines_of(*(report.load(folder / file) for file in files))
+            lines = lines_of(*(report.load(path) for paths in found.values() for path in paths))
         return "\n".join([f"<!-- table: {name} -->", *lines, "<!-- end -->"])
 
     return MARKED.sub(content, text)
@@ -268,7 +268,7 @@ TABLES = {
     "quantize-lm": ("h200_quantize_lm.json", whole),
     "dots": ("h200_dots.json", dot_tables.products),
     "dots-library": ("h200_dots.json", dot_tables.by_library),
-    "gemma": (("h200_gemma.json", "h200_x2_gemma.json"), trainer_tables.ways),
-    "gemma-headline": (("h200_gemma.json", "h200_x2_gemma.json"), trainer_tables.headline),
+    "gemma": (trainers.RUNS, trainer_tables.ways),
+    "gemma-headline": (trainers.RUNS, trainer_tables.headline),
     "steps": (("h200_model_default.json", "h200_model_separate.json"), model_tables.steps),
 }

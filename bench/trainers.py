@@ -1,9 +1,9 @@
 """A picture of what `examples/train_gemma.py` measured: loss curves, tokens a second, memory, time to compile.
 
-    python -m bench trainers bench/results/h200_gemma.json bench/results/h200_x2_gemma.json
+    python -m bench trainers                       # the picture of the documentation
+    python -m bench trainers FILE.json --out FILE.png
 
-makes the picture of the documentation. Each results file is a panel of loss curves, and a group of bars in the panels
-below.
+Each results file is a panel of loss curves, and a group of bars in the panels below.
 """
 
 import os
@@ -16,6 +16,7 @@ import jax
 
 from bench import report
 
+RUNS = "h200*_gemma.json"  # of one GPU, and of several
 PICTURE = Path("docs/benchmarks/h200-gemma.png")
 COLORS = ("tab:orange", "tab:blue", "tab:green", "tab:purple")
 # The bars: what is drawn, its unit, and the columns that are stacked in it.
@@ -27,12 +28,15 @@ BARS = (
 
 
 def add_arguments(parser):
-    parser.add_argument("results", type=Path, nargs="+", help="JSON files of the example")
+    parser.add_argument("results", type=Path, nargs="*", help=f"JSON files (default: bench/results/{RUNS})")
     parser.add_argument("--out", type=Path, default=PICTURE, help=f"the PNG file (default: {PICTURE})")
 
 
 def main(args):
-    save(draw([report.load(path) for path in args.results]), args.out)
+    results = args.results or sorted(Path("bench/results").glob(RUNS))
+    if not results:
+        raise SystemExit(f"there is no bench/results/{RUNS}: name the results files")
+    save(draw([report.load(path) for path in results]), args.out)
     print(args.out)
 
 
@@ -50,11 +54,13 @@ def differences(rows):
 def change(first, row):
     """What a way changes of the first one, in words."""
     speed = 100 * (row["tokens/s"] / first["tokens/s"] - 1)
+    scatter = max(100 * way["± ms"] / way["ms"] for way in (first, row))
     old, new = (way["state GiB"] + way["temp GiB"] for way in (first, row))
     apart, step = gap(first, row)
     return (
-        f"{abs(speed):.1f} % {'more' if speed >= 0 else 'fewer'} tokens a second, {new:.3g} GiB of memory a device "
-        f"in place of {old:.3g}, losses {apart:.1e} apart at most (step {step} of {len(row['losses'])})"
+        f"{abs(speed):.1f} % {'more' if speed >= 0 else 'fewer'} tokens a second (scatter ±{scatter:.1f}), {new:.3g} "
+        f"GiB of memory a device in place of {old:.3g}, losses {apart:.1e} apart at most (step {step} of "
+        f"{len(row['losses'])})"
     )
 
 
@@ -102,7 +108,7 @@ def curves(panel, run):
         panel.plot(range(1, len(row["losses"]) + 1), row["losses"], label=row["way"], color=color, **style)
     panel.set(xlabel="step", ylabel="training loss, nats a token", title=run["header"]["device"])
     panel.grid(alpha=0.3)
-    panel.legend()
+    panel.legend(handlelength=6)
 
 
 def bars(panel, runs, title, unit, columns):

@@ -31,9 +31,9 @@ def test_the_headline(results):
     _, picture, one, two, _ = tables.render("<!-- table: gemma-headline -->\n<!-- end -->\n", results).splitlines()
     assert picture.endswith("](docs/benchmarks/h200-gemma.png)")
     changes = "4 GiB of memory a device in place of 8, losses 2.5e-01 apart at most (step 2 of 2)."
-    assert one == f"- NVIDIA H200: 10.0 % more tokens a second, {changes}"
+    assert one == f"- NVIDIA H200: 10.0 % more tokens a second (scatter ±1.2), {changes}"
     changes = "8 GiB of memory a device in place of 8, losses 5.0e-01 apart at most (step 1 of 2)."
-    assert two == f"- 2 x NVIDIA H200: 5.0 % fewer tokens a second, {changes}"
+    assert two == f"- 2 x NVIDIA H200: 5.0 % fewer tokens a second (scatter ±1.2), {changes}"
 
 
 def test_the_table(results):
