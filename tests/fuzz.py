@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from cases import ADDS, DTYPES, NORMS
+from gating import VARIANTS, gated
 from hlo import count_native_calls
 from jax import lax
 from op import Op, Size
@@ -264,13 +265,25 @@ def _reference(example: Example) -> Callable:
     return example.program(function, implementation="jnp")
 
 
-def _dequantized(op: Op, *args: Any) -> tuple[Any, ...]:
-    """What a quantised norm means, by the norm's own kernel: a last bit of difference might round to another value."""
-    *arrays, scale, bias, smooth = args
-    granularity, to = op.name.split(" to ")[1].split(", ")
-    quantization = Quantization(to, **GRANULARITIES[granularity])
+def _unquantized(op: Op, name: str, *args: Any, **options: Any) -> Any:
+    """The result in float32, with the sum if there is one."""
+    if "gate" in op.operands:
+        x, gate, scale = args
+        (variant,) = [variant for variant in VARIANTS if name.endswith(f" {variant}")]
+        # No kernel gives float32 of half types.
+        return gated(variant)(x.astype("float32"), gate.astype("float32"), scale, **options)
+    *arrays, scale, bias = args
     norm = ADDS[op.kind] if len(arrays) > 1 else NORMS[op.kind]
-    y, *total = jax.tree.leaves(norm(*arrays, scale, bias=bias, out_dtype="float32"))
+    return norm(*arrays, scale, bias=bias, out_dtype="float32", **options)
+
+
+def _dequantized(op: Op, *args: Any, **options: Any) -> tuple[Any, ...]:
+    """What a quantised norm means, by the norm's own kernel: a last bit of difference might round to another value."""
+    *of_norm, smooth = args
+    of, shared = op.name.split(" to ")
+    granularity, to = shared.split(", ")
+    quantization = Quantization(to, **GRANULARITIES[granularity])
+    y, *total = jax.tree.leaves(_unquantized(op, of, *of_norm, **options))
     v = y if smooth is None else y * lax.stop_gradient(smooth.astype(jnp.float32))
     groups = lax.stop_gradient(v).reshape(*v.shape[:-1], -1, quantization.group_size or v.shape[-1])
     amax, given = jnp.abs(groups).max(-1, keepdims=True), static_scale_of(quantization)
@@ -280,7 +293,7 @@ def _dequantized(op: Op, *args: Any) -> tuple[Any, ...]:
     # Behind a barrier, or XLA for GPUs would leave the rounding out: it allows itself more precision than that.
     values = lax.optimization_barrier(jnp.round(values) if to == "int8" else values.astype(to))
     exact = (values.astype(jnp.float32) * scale).reshape(v.shape)
-    carrier = v.astype(arrays[0].dtype).astype(jnp.float32)  # whose cotangents have x's dtype
+    carrier = v.astype(args[0].dtype).astype(jnp.float32)  # whose cotangents have x's dtype
     return carrier + lax.stop_gradient(exact - carrier), *total
 
 
