@@ -270,5 +270,6 @@ TABLES = {
     "dots-library": ("h200_dots.json", dot_tables.by_library),
     "gemma": (trainers.RUNS, trainer_tables.ways),
     "gemma-headline": (trainers.RUNS, trainer_tables.headline),
+    "gemma-h100": ("h100_x2_gemma.json", trainer_tables.ways),
     "steps": (("h200_model_default.json", "h200_model_separate.json"), model_tables.steps),
 }

@@ -88,13 +88,14 @@ class Quantized:
       carrier: zeros through which a straight-through gradient flows, of the shape and dtype of what was quantised;
         None where none was asked for. It does so by `dequantize` and `quantized_dot` alone: the gradient of what is
         computed from values and scales is zero.
-      scales_layout: that of `Quantization`. A vmap must not put an axis before that of groups in "column".
+      groups_axis: the axis of scales along which groups stand, counted from the end, so that axes that vmap puts in
+        front change nothing: -1 by row, and by column as many axes from the end as what was quantised has.
     """
 
     values: jax.Array
     scales: jax.Array
     carrier: jax.Array | None = None
-    scales_layout: ScalesLayout = field(default="row", metadata={"static": True})
+    groups_axis: int = field(default=-1, metadata={"static": True})
 
     def dequantize(self, dtype: Any = jnp.float32) -> jax.Array:
         """`values * scales`, computed in float32 and rounded to dtype, plus the carrier.
@@ -102,8 +103,8 @@ class Quantized:
         Its derivative is the carrier's: the cotangent of this result is that of what was quantised.
         """
         shape, scales = self.values.shape, self.scales.astype(jnp.float32)
-        if self.scales_layout == "column":
-            scales = jnp.moveaxis(scales, 0, -1)
+        if self.groups_axis != -1:
+            scales = jnp.moveaxis(scales, self.groups_axis, -1)
         # Of fewer axes than values, scales have the leading ones: those of a vmap over a scalar.
         scales = scales.reshape(*scales.shape, *(1,) * (len(shape) - scales.ndim), 1)
         groups = scales.shape[-2]
@@ -120,15 +121,15 @@ def quantized(quantization: Quantization, values: jax.Array, scales: jax.Array, 
         # The exponent is all there is of a power of two. That of infinity and NaN is NaN.
         exponents = lax.bitcast_convert_type(scales, jnp.uint32) >> 23
         scales = lax.bitcast_convert_type(exponents.astype(jnp.uint8), EXPONENT)
-    if quantization.scales_layout == "column":
-        scales = jnp.moveaxis(scales, -1, 0)
-    return Quantized(values, scales, carrier, quantization.scales_layout)
+    if quantization.scales_layout == "row":
+        return Quantized(values, scales, carrier)
+    return Quantized(values, jnp.moveaxis(scales, -1, 0), carrier, -values.ndim)
 
 
-# So that a program whose result is one can be serialised. Those of before there was a layout have none.
+# So that a program whose result is one can be serialised. Those of before there were scales by column say nothing.
 export.register_pytree_node_serialization(
     Quantized,
     serialized_name="jaxnorm.Quantized",
-    serialize_auxdata=lambda layouts: b"" if layouts == ("row",) else layouts[0].encode(),
-    deserialize_auxdata=lambda data: (bytes(data).decode() or "row",),
+    serialize_auxdata=lambda axes: b"" if axes == (-1,) else str(axes[0]).encode(),
+    deserialize_auxdata=lambda data: (int(bytes(data) or b"-1"),),
 )

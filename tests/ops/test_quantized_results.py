@@ -172,6 +172,15 @@ def test_scales_by_column(to):
     assert_same([of_array.dequantize()], [quantize(x, by_row).dequantize()])
 
 
+# As many examples as rows and groups, so that no shape tells them apart.
+@pytest.mark.parametrize("function", [quantize, lambda x, to: quantized("rms", x, to=to)], ids=["quantize", "norm"])
+def test_examples_with_scales_by_column(function):
+    x, to = draw_x((4, 4, 256)), Quantization(**COLUMNS)
+    whole = jax.vmap(lambda x: function(x, to))(x)
+    assert whole.scales.shape == (4, 4, 4)
+    assert_same([whole.dequantize()], [jnp.stack([function(example, to).dequantize() for example in x])])
+
+
 def test_a_layout_is_static():
     x = draw_x((4, 192))
 
@@ -181,15 +190,15 @@ def test_a_layout_is_static():
     result = function(x)
     assert len(jax.tree.leaves(result)) == 2
     program = export.deserialize(export.export(jax.jit(function))(x).serialize())
-    assert program.call(x).scales_layout == jax.tree.map(lambda leaf: leaf, result).scales_layout == "column"
+    assert program.call(x).groups_axis == jax.tree.map(lambda leaf: leaf, result).groups_axis == -2
     assert_same([program.call(x).dequantize()], [result.dequantize()])
 
 
 def test_a_program_of_before_there_was_a_layout():
     """Its `Quantized` has none, as one by row has none now."""
     program = export.export(jax.jit(lambda x: Quantized(x, x[:, :1])))(jnp.ones((2, 4)))
-    assert b"row" not in bytes(program.serialize()).split(b"jaxnorm.Quantized")[1][:16]
-    assert export.deserialize(program.serialize()).call(jnp.ones((2, 4))).scales_layout == "row"
+    assert b"-1" not in bytes(program.serialize()).split(b"jaxnorm.Quantized")[1][:16]
+    assert export.deserialize(program.serialize()).call(jnp.ones((2, 4))).groups_axis == -1
 
 
 @pytest.mark.parametrize("name", ["with_unquantized", "return_statistics"])
