@@ -268,7 +268,7 @@ TABLES = {
     "quantize-lm": ("h200_quantize_lm.json", whole),
     "dots": ("h200_dots.json", dot_tables.products),
     "dots-library": ("h200_dots.json", dot_tables.by_library),
-    "gemma": (trainers.RUNS, trainer_tables.ways),
+    "gemma": (trainers.RUNS, trainer_tables.drawn),
     "gemma-headline": (trainers.RUNS, trainer_tables.headline),
     "gemma-h100": ("h100_x2_gemma.json", trainer_tables.ways),
     "steps": (("h200_model_default.json", "h200_model_separate.json"), model_tables.steps),

@@ -20,7 +20,12 @@ def ways(*runs):
             cells = [f"{row['tokens/s']:.0f}", *(report.cell(row[column]) for column in COLUMNS[1:])]
             lines.append([str(row["devices"]), row["way"], *cells, *changes[row["way"]]])
     headers = [line for results in runs for line in tables.about(results["header"], described(results["header"]))]
-    return [*headers, *report.table(columns, lines), "", f"![{ALT}]({trainers.PICTURE.name})"]
+    return [*headers, *report.table(columns, lines)]
+
+
+def drawn(*runs):
+    """The same, and the picture of these runs."""
+    return [*ways(*runs), "", f"![{ALT}]({trainers.PICTURE.name})"]
 
 
 def described(header):
