@@ -55,12 +55,12 @@ class Quantization:
 
     def __post_init__(self) -> None:
         checked = {
-            "dtype": checks.check_quantized_dtype(self.dtype, [*LARGEST, *LARGEST_OF_WEIGHTS]),
+            "dtype": checks.check_dtype("dtype", self.dtype, [*LARGEST, *LARGEST_OF_WEIGHTS]),
             "granularity": checks.check_granularity(self.granularity),
             "group_size": checks.check_group_size(self.group_size, self.granularity, GROUP_SIZES),
             "power_of_two": check_flag("Quantization", "power_of_two", self.power_of_two),
             "max_scale": checks.check_max_scale(self.max_scale, SMALLEST_SCALE),
-            "scales_dtype": checks.check_scales_dtype(self.scales_dtype, (FLOAT32, EXPONENT)),
+            "scales_dtype": checks.check_dtype("scales_dtype", self.scales_dtype, (FLOAT32, EXPONENT)),
             "scales_layout": checks.check_scales_layout(self.scales_layout),
         }
         for name, value in checked.items():

@@ -268,7 +268,7 @@ void test_all_gated(int64_t rows, int64_t cols, int64_t offset = 0) {
   for (const Dtype dtype : {kF32, kBf16})
     for (const Activation activation : {Activation::silu, Activation::sigmoid})
       for (const bool first : {true, false})
-        for (const int64_t group : {int64_t{0}, int64_t{64}, int64_t{128}, cols})
+        for (const int64_t group : {int64_t{0}, int64_t{32}, int64_t{64}, int64_t{128}, cols})
           if (group == 0 || cols % group == 0)
             if (tier.takes()) test_gated({dtype, {{}, activation, first}, rows, cols, group, offset, rows % 2 ? 1 : 4});
 }

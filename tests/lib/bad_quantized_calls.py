@@ -45,7 +45,7 @@ QUANTIZATION = {
         "float8_e4m3fn", "group", max_scale=3.0, scales_dtype="float8_e8m0fnu"
     ).raises(ValueError, "max_scale", "power of two", "3.0"),
     "scales of half a float": call("float8_e4m3fn", "group", scales_dtype="float16").raises(
-        TypeError, "scales_dtype", "float16", "float32 or float8_e8m0fnu"
+        TypeError, "scales_dtype", "float16", "float32, float8_e8m0fnu"
     ),
     "no dtype of scales": call("int8", scales_dtype="fp4").raises(TypeError, "scales_dtype", "'fp4'", "float32"),
     "an unknown layout": call("int8", "group", scales_layout="F").raises(

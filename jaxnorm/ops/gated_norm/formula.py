@@ -250,7 +250,7 @@ GATED_NORM = Family(
             name=lambda _: "jaxnorm_gated_rms_norm",
             forward=lambda norm, operands: {**_attributes(norm, operands), "epsilon": np.float32(norm.epsilon)},
             backward=_attributes,
-            plan=lambda *_: {"kind": "rms", "gated": "last"},
+            plan=lambda norm, _: {"kind": "rms", "gated": "first" if norm.gate_first else "last"},
             slower=speed.any_kernel,
         ),
         reasons=(row_too_long, gate_of_another_dtype, _result_of_another_dtype),

@@ -13,7 +13,6 @@ import jax
 import numpy as np
 from jax import lax
 
-from jaxnorm.native import compat
 from jaxnorm.ops import speed
 from jaxnorm.ops.gated_norm import formula
 from jaxnorm.ops.gated_norm.formula import GATED_NORM, GatedNorm, gate_of_another_dtype, row_too_long
@@ -21,7 +20,7 @@ from jaxnorm.ops.gated_norm.formula import QuantizedOperands as Operands
 from jaxnorm.ops.norm.formula import broadcastable
 from jaxnorm.ops.quantize import rounding
 from jaxnorm.ops.quantize.rounding import Derivative
-from jaxnorm.ops.quantized_norm.formula import SCALES, attributes_of
+from jaxnorm.ops.quantized_norm.formula import SCALES, attributes_of, can_shard, scales_type
 from jaxnorm.primitive.family import Family
 from jaxnorm.primitive.op import LIKE_X, SCALAR, WEIGHT, Convention, Function, Native, Op, Request, Statistics
 from jaxnorm.quantization import LARGEST, Quantization
@@ -124,12 +123,7 @@ def _types(norm: GatedNormQuantized, operands: Operands) -> Results:
     carrier = dims.like(x, x.dtype) if norm.straight_through else None
     if operands.given is not None:
         return Results(values, None, carrier)
-    run = norm.quantization.group_size
-    shape = (*x.shape[:-1], 1 if run is None else x.shape[-1] // run)
-    scales = dims.result_like(x, SCALES.dim_map(norm, x.ndim, shape), shape, np.float32)
-    if norm.shards is not None and run is None:
-        scales = compat.same_along(scales, norm.shards.names)
-    return Results(values, scales, carrier)
+    return Results(values, scales_type(norm, x), carrier)
 
 
 def _scale_of_several_groups(norm: GatedNormQuantized, operands: Operands) -> str | None:
@@ -148,12 +142,6 @@ def _attributes(norm: GatedNormQuantized, _: Operands) -> dict[str, Any]:
         "gate_first": norm.gate_first,
         "grouped": norm.grouped,
     }
-
-
-def _can_shard(norm: GatedNormQuantized, cols: int) -> bool:
-    """A shard holds whole groups."""
-    run = norm.quantization.group_size
-    return run is None or cols % run == 0
 
 
 def _requested(request: Request) -> tuple[GatedNormQuantized, Operands]:
@@ -185,11 +173,11 @@ GATED_NORM_QUANTIZED = Family(
             names=("jaxnorm_gated_rms_norm_quantized",),
             name=lambda _: "jaxnorm_gated_rms_norm_quantized",
             forward=_attributes,
-            plan=lambda *_: {"kind": "rms", "gated": "last"},
+            plan=lambda norm, _: {"kind": "rms", "gated": "first" if norm.gate_first else "last"},
             slower=speed.any_kernel,
         ),
         reasons=(row_too_long, gate_of_another_dtype, _scale_of_several_groups),
-        can_shard=_can_shard,
+        can_shard=can_shard,
         static_types=(Quantization,),
         functions=(Function("gated_rms_norm_quantized", _requested, out_dtypes=tuple(LARGEST), last_axis_only=True),),
     )

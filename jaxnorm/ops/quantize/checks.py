@@ -22,16 +22,15 @@ def check_float32(function: str, operands: Mapping[str, jax.Array | None]) -> No
             )
 
 
-def check_quantized_dtype(dtype: Any, known: Iterable[np.dtype[Any]]) -> np.dtype[Any]:
+def check_dtype(name: str, dtype: Any, known: Iterable[np.dtype[Any]]) -> np.dtype[Any]:
+    """The dtype of what is quantised to, or of scales."""
     expected = f"expected {', '.join(d.name for d in known)}"
     try:
         canonical: np.dtype[Any] = np.dtype(jnp.dtype(dtype))
     except TypeError:
-        raise TypeError(f"Quantization: dtype must be a dtype, got {dtype!r}; {expected}.") from None
+        raise TypeError(f"Quantization: {name} must be a dtype, got {dtype!r}; {expected}.") from None
     if dtype is None or canonical not in known:
-        raise TypeError(
-            f"Quantization: cannot quantise to dtype {canonical if dtype is not None else None}; {expected}."
-        )
+        raise TypeError(f"Quantization: {name} cannot be {canonical if dtype is not None else None}; {expected}.")
     return canonical
 
 
@@ -66,17 +65,6 @@ def check_max_scale(max_scale: Any, smallest: float) -> float | None:
     if number < smallest:
         raise ValueError(f"Quantization: max_scale must be at least 2**-126, got {max_scale}; None is no bound.")
     return number
-
-
-def check_scales_dtype(dtype: Any, known: Sequence[np.dtype[Any]]) -> np.dtype[Any]:
-    expected = f"expected {' or '.join(d.name for d in known)}"
-    try:
-        canonical: np.dtype[Any] = np.dtype(jnp.dtype(dtype))
-    except TypeError:
-        raise TypeError(f"Quantization: scales_dtype must be a dtype, got {dtype!r}; {expected}.") from None
-    if dtype is None or canonical not in known:
-        raise TypeError(f"Quantization: scales_dtype is {canonical if dtype is not None else None}; {expected}.")
-    return canonical
 
 
 def check_scales_layout(layout: Any) -> Any:

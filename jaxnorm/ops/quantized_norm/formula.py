@@ -86,20 +86,26 @@ def _types(norm: QuantizedNorm, operands: Operands) -> Results:
     )
     if operands.given is not None:
         return others
-    if norm.quantization.group_size is not None:
-        shape = (*x.shape[:-1], x.shape[-1] // norm.quantization.group_size)
-    else:
-        shape = (*x.shape[: -norm.row_ndim], *(1 for _ in norm.axes))
-    scales = dims.result_like(x, SCALES.dim_map(norm, x.ndim, shape), shape, np.float32)
-    if norm.shards is not None and norm.quantization.group_size is None:
-        scales = compat.same_along(scales, norm.shards.names)
-    return others._replace(scales=scales)
+    return others._replace(scales=scales_type(norm, x))
 
 
 # Those of groups stand along the last axis, fewer than it is long.
 SCALES = Role(
     lambda norm, ndim, _: dims.per_row(ndim, norm.axes) if norm.quantization.group_size is None else dims.like_x(ndim)
 )
+
+
+def scales_type(norm: Any, x: Any) -> Any:
+    """The type of scales that an op on rows of x computes; its spec has a `quantization`."""
+    group = norm.quantization.group_size
+    if group is not None:
+        shape = (*x.shape[:-1], x.shape[-1] // group)
+    else:
+        shape = (*x.shape[: -norm.row_ndim], *(1 for _ in norm.axes))
+    scales = dims.result_like(x, SCALES.dim_map(norm, x.ndim, shape), shape, np.float32)
+    if norm.shards is not None and group is None:
+        scales = compat.same_along(scales, norm.shards.names)
+    return scales
 
 
 def _weights_with_batch_dims(norm: QuantizedNorm, operands: Operands) -> str | None:
@@ -126,7 +132,7 @@ def _attributes(norm: QuantizedNorm, _: Operands) -> dict[str, Any]:
     }
 
 
-def _can_shard(norm: QuantizedNorm, cols: int) -> bool:
+def can_shard(norm: Any, cols: int) -> bool:
     """A shard holds whole groups."""
     group = norm.quantization.group_size
     return group is None or cols % group == 0
@@ -173,7 +179,7 @@ QUANTIZED_NORM = Family(
         reasons=(_weights_with_batch_dims,),
         addend=ADDEND,
         in_place={ADDEND: "sum"},
-        can_shard=_can_shard,
+        can_shard=can_shard,
         static_types=(Quantization,),
         functions=tuple(
             Function(f"{kind}_norm_quantized", _requested(kind), out_dtypes=tuple(LARGEST)) for kind in KINDS

@@ -30,7 +30,7 @@ struct QuantizeGated : RowEpilogue {
                                });
       if (p.quantized.smooth.data) multiply(group, from(p.quantized.smooth, weights_at), floats[r]);
     }
-    Values<Tile, kRows> values{floats};
+    Values<Tile, kRows, Op::kExtras> values{floats};
     const auto row = [&](int r) { return rows.row(r); };
     values.publish(p, group);
     values.rescale(p, group, row);
@@ -58,9 +58,11 @@ struct QuantizeGated : RowEpilogue {
   }
 };
 
-template <typename X, bool FIRST>
+// EXTRAS: see `Values`.
+template <typename X, bool FIRST, bool EXTRAS = false>
 struct GatedQuantizedOp : RowOp<X, MeanSquare, 2> {
   using Params = GatedNormQuantizedForward;
+  static constexpr bool kExtras = EXTRAS;
   template <typename Tile>
   using Load = LoadGated<X, Tile, FIRST>;
   template <typename R, typename Tile>
@@ -97,17 +99,20 @@ cudaError_t gated_norm_quantized_as(const GatedNormQuantizedForward& p, cudaStre
   const auto is_x_or_f32 = [](const Input& weight) {
     return !weight || weight.dtype == kDtype<X> || weight.dtype == Dtype::f32;
   };
-  // Groups of the least columns have fewer threads than `Values` wants of them.
-  const bool is_known = is_x_or_f32(p.scale) && is_x_or_f32(p.quantized.smooth) && p.quantized.group != kGroups[0];
+  const bool is_known = is_x_or_f32(p.scale) && is_x_or_f32(p.quantized.smooth);
   const bool is_aligned = read_is_aligned<N>(p) && are_aligned<N>(p.quantized.smooth, p.quantized.values);
   return with_regime<GatedForwardRegimes<sizeof(X), FIRST>>(plan, [&](auto regime) {
     using R = decltype(regime);
     using Any = Regime<R::kThreads, R::kVectors, R::kCluster>;  // of however many threads
     RowsLaunch launch(plan, p.cols, N, p.weight_rows);
-    const RowLauncher<GatedQuantizedOp<X, FIRST>, R> known{p, plan, launch, stream};
-    const RowLauncher<AnyGatedQuantizedOp<X, FIRST>, Any> any{p, plan, launch, stream};
-    return is_known && is_aligned ? known.template direct<Access::vectors>()
-                                  : any.template direct<Access::elementwise>();
+    if (!is_known || !is_aligned)
+      return RowLauncher<AnyGatedQuantizedOp<X, FIRST>, Any>{p, plan, launch, stream}
+          .template direct<Access::elementwise>();
+    const auto run = [&](auto op) {
+      return RowLauncher<decltype(op), R>{p, plan, launch, stream}.template direct<Access::vectors>();
+    };
+    return p.quantized.group == kGroups[0] ? run(GatedQuantizedOp<X, FIRST, true>{})
+                                           : run(GatedQuantizedOp<X, FIRST>{});
   });
 }
 

@@ -76,7 +76,7 @@ class PipelinedQuantize : public RowEpilogue {
 
   template <typename Group>
   __device__ __forceinline__ void publish(const P& p, Group& group) {
-    Values<Tile, 1> values{row_};
+    Values<Tile, 1, Op::kExtras> values{row_};
     values.template apply_weights<X, kCentred>(p, group, scale_, bias_);
     values.template apply_smooth<X>(p, group);
     values.publish(p, group);
@@ -85,7 +85,7 @@ class PipelinedQuantize : public RowEpilogue {
   template <typename Group>
   __device__ __forceinline__ void finish(const P& p, Group& group, int64_t row) {
     const auto number = [&](int) { return row; };
-    Values<Tile, 1> values{row_};
+    Values<Tile, 1, Op::kExtras> values{row_};
     values.rescale(p, group, number);
     values.store(p, group, number);
   }

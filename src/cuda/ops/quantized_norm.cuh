@@ -41,8 +41,9 @@ struct QuantizedOp : RowOp<X, STATS> {
   using Epilogue = QuantizeEpilogue<QuantizedOp, Tile, kHoldsScale<R>>;
 };
 
-template <typename STATS, typename X, bool ADDS>
+template <typename STATS, typename X, bool ADDS, bool EXTRAS = false>
 struct PipelinedQuantizedOp : RowOp<X, STATS> {
+  static constexpr bool kExtras = EXTRAS;
   using Params = QuantizedNormForward;
   using Launch = QuantizedLaunch<X>;
   // With a bound of what it may have anyway the compiler spills more where it adds, and less where it does not.
@@ -134,7 +135,7 @@ class QuantizedLauncher {
         if (p_.sum || blocks <= at_once) return launcher<Roomy, R>().template direct<Access::vectors>();
       }
       return launcher<Op, R>().template direct<Access::vectors>();
-    } else if (wants_extras()) {
+    } else if (p_.y) {
       return cudaErrorNotSupported;
     } else {
       return p_.sum ? run_pipelined<R, true>() : run_pipelined<R, false>();
@@ -143,7 +144,12 @@ class QuantizedLauncher {
 
   template <typename R, bool ADDS>
   cudaError_t run_pipelined() {
-    using Op = PipelinedQuantizedOp<STATS, X, ADDS>;
+    return wants_extras() ? run_pipelined_as<R, PipelinedQuantizedOp<STATS, X, ADDS, true>>()
+                          : run_pipelined_as<R, PipelinedQuantizedOp<STATS, X, ADDS>>();
+  }
+
+  template <typename R, typename Op>
+  cudaError_t run_pipelined_as() {
     using Epilogue = typename Op::template PipelinedEpilogue<R, Tiling<X, R, Access::pipelined>>;
     const int bias = plan_.block_threads() * Epilogue::shared_bytes(p_.bias);
     return launcher<Op, R>().template pipelined<Access::pipelined>({}, bias);
