@@ -31,6 +31,7 @@ PLAIN = Variant(Quantization("float8_e4m3fn"))
 VARIANTS = {
     "int8": Variant(Quantization("int8")),
     "float8_e5m2": Variant(Quantization("float8_e5m2")),
+    "groups of 32": Variant(Quantization("float8_e4m3fn", "group", 32)),
     "groups of 128": Variant(Quantization("float8_e4m3fn", "group", 128)),
     "static scale": Variant(Quantization("float8_e4m3fn", "tensor")),
     "with a residual": Variant(PLAIN.quantization, has_residual=True),

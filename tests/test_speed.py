@@ -34,12 +34,21 @@ def native_ways(function, dtype, cols, platform="cuda", arrays=1, **options):
 rms, layer = partial(jaxnorm.rms_norm), partial(jaxnorm.layer_norm)
 add, add_layer = partial(jaxnorm.add_rms_norm), partial(jaxnorm.add_layer_norm)
 gated = partial(jaxnorm.gated_rms_norm, gate_first=True)
+with_y = partial(
+    jaxnorm.rms_norm_quantized,
+    quantization=jaxnorm.Quantization("float8_e4m3fn"),
+    with_unquantized=True,
+    straight_through=True,
+)
 
 
 @pytest.mark.parametrize(
     ("function", "arrays", "dtype", "cols", "ways"),
     [
         (rms, 1, "bfloat16", 4096, {"fwd", "bwd"}),
+        (with_y, 1, "bfloat16", 20_480, {"fwd", "bwd"}),
+        (with_y, 1, "float32", 16_384, {"fwd", "bwd"}),
+        (with_y, 1, "float32", 20_480, {"bwd"}),
         (rms, 1, "bfloat16", 1153, {"bwd"}),
         (layer, 1, "float16", 1153, {"bwd"}),
         (rms, 1, "bfloat16", 1021, {"fwd", "bwd"}),

@@ -8,12 +8,16 @@ tokens are decoded, that is most of the time; measured with `python -m bench mod
 """
 
 import math
+from typing import Any
 
 from jaxnorm.ops.norm.formula import Norm
 from jaxnorm.primitive.op import CallRows, RowSpec
 
 # The most columns of rows that vectors do not divide in a cluster's shared memory with pipelines.
 LONGEST = 2**18
+# The most columns of rows of which one kernel writes y beside its quantised values. Of longer ones two read x, which of
+# float32 takes longer than XLA's code: 2048 x 20480 in 205 to 187 µs on an H200, of bfloat16 in 114 to 132.
+LONGEST_WITH_Y = 2**14
 # What tokens that are decoded have at most: elements in all, in rows of so many columns.
 FEW, NARROW = 2**18, 2**13
 # The most channels of a group without positions that a CPU's kernels are slower for; measured on 2 cores with AVX2,
@@ -44,6 +48,13 @@ def is_decoded(rows: CallRows) -> bool:
 def any_kernel(_: RowSpec, rows: CallRows) -> str | None:
     """For ops whose kernels lose for all rows that vectors do not divide."""
     return None if vectors_divide(rows) else _why(rows, "rows")
+
+
+def quantized_norm(spec: Any, rows: CallRows) -> str | None:
+    is_apart = spec.with_unquantized and rows.cols > LONGEST_WITH_Y and rows.way == "forward"
+    if is_apart and rows.platform == "cuda" and rows.dtype.itemsize == 4:
+        return f"XLA's code is faster for y beside quantised float32 rows of more than {LONGEST_WITH_Y} columns"
+    return any_kernel(spec, rows)
 
 
 def norm(norm: Norm, rows: CallRows) -> str | None:

@@ -174,7 +174,7 @@ QUANTIZED_NORM = Family(
             forward=_attributes,
             # A quantised result changes no plan; the straight-through gradient's is the norm's.
             plan=op.plan,
-            slower=speed.any_kernel,
+            slower=speed.quantized_norm,
         ),
         reasons=(_weights_with_batch_dims,),
         addend=ADDEND,
