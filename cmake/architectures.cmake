@@ -1,8 +1,11 @@
 # All that a wheel is compiled for, and what a build is that nothing tells more. The last of each has PTX too, which
-# serves newer GPUs. 80 is the A100, 90 the H100 and H200, 100 the B200; machine code for 80 runs on 86 and 89.
-set(JAXNORM_EVERY_ARCHITECTURE 75-virtual 80-real 86-real 89-real 90-real 100-real 120)
+# serves newer GPUs. 80 is the A100, 90 the H100 and H200, 100 the B200; machine code for 80 runs on 86 and 89. A wheel
+# with all of it again for those two would be of 65 MB, and gain what JAXNORM_FLOAT8_ARCHITECTURE is for.
+set(JAXNORM_EVERY_ARCHITECTURE 75-virtual 80-real 90-real 100-real 120)
 set(JAXNORM_COMMON_ARCHITECTURES 80-real 90-real 100)
 set(JAXNORM_LEAST_ARCHITECTURE 75)
+# The first that converts to float8 by an instruction: a wheel has the kernels that do so for it too.
+set(JAXNORM_FLOAT8_ARCHITECTURE 89)
 
 # Sets `chosen` to those of `architectures` that the compiler knows, with PTX for the newest of them.
 #
@@ -53,6 +56,6 @@ endfunction()
 function(jaxnorm_estimate_time time architectures cores)
   list(LENGTH architectures count)
   # Minutes of one core for an architecture, see docs/experiments/compiler.md; CPU kernels and the host's code included.
-  math(EXPR minutes "(10 * ${count} + ${cores} - 1) / ${cores}")
+  math(EXPR minutes "(15 * ${count} + ${cores} - 1) / ${cores}")
   set(${time} "about ${minutes} min on ${cores} cores" PARENT_SCOPE)
 endfunction()

@@ -111,6 +111,13 @@ jaxnorm_add_module(_cuda
 # would depend on which copy of the code it meets.
 # --compress-mode=size: machine code takes a fifth of the room, and is unpacked once, when it is loaded.
 target_compile_options(_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--fmad=false --compress-mode=size>)
+if(JAXNORM_CUDA_ARCHITECTURES STREQUAL JAXNORM_EVERY_ARCHITECTURE)
+  get_target_property(sources _cuda SOURCES)
+  list(FILTER sources INCLUDE REGEX "quantized.*[.]cu$")
+  set(float8 ${JAXNORM_FLOAT8_ARCHITECTURE})
+  set_property(SOURCE ${sources} APPEND PROPERTY COMPILE_OPTIONS
+               "-gencode=arch=compute_${float8},code=sm_${float8}")
+endif()
 # Static, so that the module loads where there is no CUDA driver.
 set_target_properties(_cuda PROPERTIES CUDA_RUNTIME_LIBRARY Static)
 # The C++ files want CUDA's headers. find_package(CUDAToolkit) would not do: PyPI's packages have no libcudart.so.
