@@ -19,6 +19,7 @@ if(NOT CMAKE_CUDA_COMPILER)
 endif()
 if(NOT JAXNORM_CUDA STREQUAL "pypi")
   check_language(CUDA)
+  unset(CMAKE_CUDA_COMPILER)  # a variable beside the cache's entry, which it would hide
 endif()
 if(JAXNORM_CUDA STREQUAL "pypi" OR NOT CMAKE_CUDA_COMPILER)
   # Where the build requires NVIDIA's compiler from PyPI, it is among the packages of its environment.
