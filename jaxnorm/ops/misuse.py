@@ -56,6 +56,8 @@ INSTEAD = {
     "out_dtype": "the dtype of the result is that of quantization",
     "multiply_before_cast": "all is rounded once, at the end, so leave it out",
 }
+# The same of one whose result is quantised, and so not to be added to.
+INSTEAD_OF_QUANTIZED = {"bias": "add it to an unquantised norm, and quantise the sum with jaxnorm.quantize"}
 GATE_FIRST = "True multiplies by the gate before x is normalised (Mamba2), False after (Qwen3-Next)"
 QUANTIZATION = "as in quantization=jaxnorm.Quantization(jax.numpy.float8_e4m3fn)"
 REQUIRED = {
@@ -130,8 +132,9 @@ def _meant(name: str, parameters: Parameters, keyword: str) -> str:
     having = [other for other, of_other in _functions.items() if argument in of_other]
     if related := sorted((other for other in having if name in other), key=len):  # the simplest first
         return f"did you mean {' or '.join(related)}, which {'takes' if len(related) == 1 else 'take'} {argument}?"
-    if argument in INSTEAD:
-        return f"{name} has no {argument}: {INSTEAD[argument]}."
+    remedies = INSTEAD | (INSTEAD_OF_QUANTIZED if "quantization" in parameters else {})
+    if argument in remedies:
+        return f"{name} has no {argument}: {remedies[argument]}."
     if having:
         return f"{argument} is an argument of {', '.join(having)}."
     if close := difflib.get_close_matches(keyword.lower(), parameters, 1):

@@ -350,6 +350,7 @@ MISUSE = {
         "no order": call(X, X).raises(TypeError, "required argument: 'gate_first'", "Mamba2"),
         "a dtype of the result": call(X, X, **FIRST, dtype="int8").raises(TypeError, "'dtype'", "that of quantization"),
         "residual": call(X, X, residual=X).raises(TypeError, "keyword argument 'residual'", "add it to x first"),
+        "bias": call(X, X, bias=SCALE).raises(TypeError, "keyword argument 'bias'", "with jaxnorm.quantize"),
         **misspelt(X, X, eps="epsilon", weight="scale", smooth="smooth_scale", groupsize="group_size"),
     },
     "rms_norm_quantized": {
