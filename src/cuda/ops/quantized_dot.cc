@@ -67,8 +67,8 @@ Owned<Desc> desc_of(const Library& lt, const QuantizedDot& p, Checks& check) {
     check("cublasLtMatmulDescSetAttribute", lt.desc_set(desc, attribute, &value, sizeof value));
   };
   set(kDescTransA, kTranspose);
-  // As XLA's sums by default. The others take longer than its product and its pass of scales together; who wants float32
-  // wants their digits.
+  // As XLA's sums by default. The others take longer than its product and its pass of scales together; who wants
+  // float32 wants their digits.
   set(kDescFastAccum, static_cast<int8_t>(p.y.dtype != Dtype::f32));
   set(kDescAScaleMode, kScaleOuterVec32f);
   set(kDescBScaleMode, kScaleOuterVec32f);
