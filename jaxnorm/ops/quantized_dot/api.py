@@ -29,7 +29,7 @@ def quantized_dot(
 ) -> jax.Array:
     """Multiplies x by quantised weights, without rounding anything before the end.
 
-        y = x @ weights.T               summed up in float32, products of integers in int32
+        y = x @ weights.T               summed up in float32, products of integers exactly, see below
         y = y * x.scales * weights.scales + bias        in float32, then rounded to out_dtype
 
     With x quantised, as `rms_norm_quantized` gives it, both operands of the product have 8 bits: float8 by float8, or
@@ -38,6 +38,9 @@ def quantized_dot(
     large one of float8 cuBLASLt makes on a GPU of compute capability 9.0, and scales its rows and columns, as long as
     XLA does not split the program over devices. Its sum has the digits that XLA's has by default; under
     `jax.default_matmul_precision("highest")` XLA makes all.
+
+    Sums of integers are exact, and are rounded once to float32. An int32 holds those of 131,071 products of int8, or of
+    2,097,151 of int8 and int4, whatever the values; longer ones are made of parts that it holds.
 
     The derivative is a convention: each quantised operand stands for what it was made of. The gradient of an array x is
     `dy @ weights.dequantize()`; a quantised x or weights have theirs through their carriers, if they were asked for one

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,6 +12,8 @@ import numpy as np
 from jax import lax
 
 from jaxnorm.primitive.op import Spec
+
+ALIGNMENT = 128  # in columns, of the parts of a long sum: libraries' products of 8 bits want one
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,7 +39,7 @@ class Operands(NamedTuple):
 
 
 def forward(spec: QuantizedDot, operands: Operands) -> jax.Array:
-    """`x @ weights.T`, of integers in int32, then both scales and the bias in float32, then one rounding."""
+    """`x @ weights.T`, of integers without rounding, then both scales and the bias in float32, then one rounding."""
     if spec.batch:
         return _of_batch(spec, forward, operands)
     y: jax.Array = _product(operands.x, operands.weights).astype(wide_dtype(operands.x.dtype))
@@ -107,8 +110,35 @@ def _integer_product(x: jax.Array, weights: jax.Array) -> jax.Array:
     pads = weights.dtype != x.dtype and rows and all(n == 1 for n in rows)
     if pads:
         x = jnp.pad(x, [(0, 1), *[(0, 0)] * len(rows)])
-    y = _dot(x, weights.astype(x.dtype), np.int32)
+    y = _sum_of_parts(x, weights.astype(x.dtype), _safe_columns(x.dtype, weights.dtype))
     return y[:1] if pads else y
+
+
+def _safe_columns(*dtypes: Any) -> int:
+    """Of how many columns an int32 holds the sum of products, each dtype's least value included."""
+    iinfo: Any = jnp.iinfo
+    largest = math.prod(abs(int(iinfo(dtype).min)) for dtype in dtypes)
+    return (2**31 - 1) // largest
+
+
+def _sum_of_parts(x: jax.Array, weights: jax.Array, columns: int) -> jax.Array:
+    """The product in int32, or where int32 does not hold it in float32, as the exact sum rounded once.
+
+    A number of columns that is not known while tracing is taken for one that int32 holds.
+    """
+    depth = weights.shape[1]
+    if not isinstance(depth, int) or depth <= columns:
+        return _dot(x, weights, np.int32)
+    size = columns // ALIGNMENT * ALIGNMENT
+    cuts = [(start, min(start + size, depth)) for start in range(0, depth, size)]
+    parts = [
+        _dot(lax.slice_in_dim(x, *cut, axis=-1), lax.slice_in_dim(weights, *cut, axis=-1), np.int32) for cut in cuts
+    ]
+    # Either half of all parts together is a whole number that float32 holds.
+    high, low = (
+        functools.reduce(jnp.add, halves) for halves in ([p >> 16 for p in parts], [p & 0xFFFF for p in parts])
+    )
+    return high.astype(np.float32) * 2**16 + low.astype(np.float32)
 
 
 def _dot(x: jax.Array, weights: jax.Array, dtype: Any) -> jax.Array:
