@@ -1,0 +1,273 @@
+"""Law 11: what a mask hides reaches no result, in any mode of differentiation.
+
+Each case is a function, and which places of its operands and of its result are hidden. With anything at these places,
+of values, tangents and cotangents, the same program gives what it gives of zeros there.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import DTYPES, bits, draw
+from coverage import cover, over
+from ops import PADDED
+
+import jaxnorm
+
+IMPLEMENTATIONS = ("native", "jnp")
+SPOILERS = (np.nan, np.inf, -np.inf, "largest")
+IGNORED = -100
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    function: Callable[..., Any]  # of operands, and of an implementation
+    dims: tuple[tuple[int, ...], ...]  # those of the operands
+    hidden: tuple[Any, ...]  # where each is hidden
+    hidden_results: Any = False
+    implementations: tuple[str, ...] = IMPLEMENTATIONS
+
+
+# Of each row something else, of one nothing, of another all but one place.
+ROWS, COLS = 5, 7
+WHERE = np.random.default_rng(1).random((ROWS, COLS)) < 0.6
+WHERE[:, 0] = True
+WHERE[1] = False
+WHERE[2] = np.arange(COLS) == 3
+CAUSAL = np.tri(ROWS, COLS, dtype=bool)
+LABELS = jnp.asarray([0, 2, 3, 0, 0])  # classes that count, but in the row of which nothing does
+
+
+def normalised(function, counts, *, dims=(ROWS, COLS), implementations=IMPLEMENTATIONS, **options):
+    hidden = np.broadcast_to(~counts, dims)
+    return Case(partial(function, **options), (dims,), (hidden,), hidden, implementations)
+
+
+def entropy(x, implementation):
+    """Of the probabilities that count: at the others the logarithm has an infinite derivative."""
+    p = jaxnorm.softmax(x, where=WHERE, implementation=implementation)
+    return jnp.where(WHERE, -p * jnp.log(p), 0).sum(-1)
+
+
+def cross_entropy(where=None, labels=LABELS, **options):
+    hidden = np.zeros((ROWS, COLS), bool) if where is None else ~where
+    ignored = np.asarray(labels) == options.get("ignore_index")
+    function = partial(jaxnorm.softmax_cross_entropy_with_integer_labels, labels=labels, where=where, **options)
+    hidden = hidden | ignored[:, None]
+    return Case(function, ((ROWS, COLS),), (hidden,), ignored | hidden.all(-1))
+
+
+HALF_IGNORED = jnp.asarray([0, IGNORED, 3, IGNORED, 5])
+
+
+def linear(reduction, *, vmapped=False, depth=6, **options):
+    def function(x, kernel, implementation):
+        of_rows = partial(
+            jaxnorm.linear_cross_entropy,
+            labels=HALF_IGNORED,
+            ignore_index=IGNORED,
+            reduction=reduction,
+            implementation=implementation,
+            **options,
+        )
+        return jax.vmap(of_rows, (0, None))(x, kernel) if vmapped else of_rows(x, kernel)
+
+    ignored = np.asarray(HALF_IGNORED) == IGNORED
+    lead = (2,) * vmapped
+    hidden = np.broadcast_to(ignored[:, None], (*lead, ROWS, depth))
+    return Case(function, ((*lead, ROWS, depth), (depth, COLS)), (hidden, False), reduction == "none" and ignored)
+
+
+SOFTMAX, LOG_SOFTMAX = jaxnorm.softmax, jaxnorm.log_softmax
+MASKS = {
+    "where": (WHERE, {"where": WHERE}),
+    "where of columns": (WHERE[0], {"where": WHERE[0]}),
+    "causal": (CAUSAL, {"causal": True}),
+    "where and causal": (WHERE & CAUSAL, {"where": WHERE, "causal": True, "scale": -0.5}),
+}
+CASES = {
+    **{f"softmax, {name}": normalised(SOFTMAX, counts, **given) for name, (counts, given) in MASKS.items()},
+    **{f"log_softmax, {name}": normalised(LOG_SOFTMAX, counts, **given) for name, (counts, given) in MASKS.items()},
+    **{
+        f"{function.__name__} over the first axis": normalised(
+            function, WHERE.T, dims=(COLS, ROWS), implementations=("jnp",), where=WHERE.T, axis=0
+        )
+        for function in (SOFTMAX, LOG_SOFTMAX)
+    },
+    "entropy": Case(entropy, ((ROWS, COLS),), (~WHERE,), ~WHERE.any(-1)),
+    "loss, where": cross_entropy(WHERE),
+    "loss, where and soft_cap": cross_entropy(WHERE, soft_cap=3.0, logit_scale=-0.5),
+    "loss, where and smoothing": cross_entropy(WHERE, label_smoothing=0.2, z_loss=0.1),
+    "loss, ignored rows": cross_entropy(labels=HALF_IGNORED, ignore_index=IGNORED),
+    "loss, ignored rows and all": cross_entropy(
+        WHERE | (np.arange(COLS) == 5),
+        HALF_IGNORED,
+        ignore_index=IGNORED,
+        soft_cap=3.0,
+        label_smoothing=0.2,
+        z_loss=0.1,
+    ),
+    "linear, mean": linear("mean"),
+    "linear, sum": linear("sum", z_loss=0.1, label_smoothing=0.2, soft_cap=3.0),
+    "linear, none": linear("none"),
+    "linear, mean of chunks": linear("mean", rows_per_chunk=2),
+    "linear, none of chunks": linear("none", rows_per_chunk=2),
+    "linear, sum of examples": linear("sum", vmapped=True),
+    "linear, mean of examples' chunks": linear("mean", vmapped=True, rows_per_chunk=2),
+}
+
+
+class Run(NamedTuple):
+    name: str
+    case: Case
+    implementation: str
+
+    def __str__(self):
+        return f"{self.name}, {self.implementation}"
+
+
+EACH = [Run(name, case, how) for name, case in CASES.items() for how in case.implementations]
+
+
+def modes(function):
+    """What each mode gives of operands, of what is like them, and of two cotangents of the result."""
+
+    def gradient(args, dy):
+        return jax.vjp(function, *args)[1](dy)
+
+    def tangent(args, dots):
+        return jax.jvp(function, args, dots)
+
+    def all_of(args, dots, dy, ddy):
+        return {
+            "value": function(*args),
+            "gradient": gradient(args, dy),
+            "tangent": tangent(args, dots)[1],
+            "tangent of gradient": jax.jvp(gradient, (args, dy), (dots, ddy))[1],
+            "gradient of gradient": jax.vjp(gradient, args, dy)[1](dots),
+            "gradient of tangent": jax.vjp(tangent, args, dots)[1]((dy, ddy)),
+        }
+
+    return jax.jit(all_of)
+
+
+def inputs(case, function, dtype):
+    args, dots = (
+        tuple(draw(f"{name} {i}", dims, dtype) for i, dims in enumerate(case.dims)) for name in ("operand", "dot")
+    )
+    result = jax.eval_shape(function, *args)
+    return args, dots, *(draw(name, result.shape, result.dtype) for name in ("dy", "ddy"))
+
+
+def put(value, hidden, array):
+    value = float(jnp.finfo(array.dtype).max) if value == "largest" else value
+    return jnp.where(hidden, jnp.asarray(value, array.dtype), array)
+
+
+def differing(actual, expected):
+    """The names of the modes whose results are not the same."""
+
+    def same(a, b):
+        return np.array_equal(np.float32(a), np.float32(b), equal_nan=True)
+
+    return [name for name in expected if not jax.tree.all(jax.tree.map(same, actual[name], expected[name]))]
+
+
+@over(EACH, pairs=False, dtype=lambda _: DTYPES)
+def test_what_is_hidden_reaches_no_result(op, dtype):
+    case, function = op.case, partial(op.case.function, implementation=op.implementation)
+    run, given = modes(function), inputs(case, function, dtype)
+    hidden = case.hidden, case.hidden, case.hidden_results, case.hidden_results
+
+    def of(value, only):
+        """The results with this value where something is hidden in these inputs, and 0 in the others."""
+        values = [value if i in only else 0.0 for i in range(4)]
+        return run(*(jax.tree.map(partial(put, v), *pair) for v, *pair in zip(values, hidden, given, strict=True)))
+
+    expected = of(0.0, ())
+    for name, derivative in expected.items():
+        assert name == "value" or jax.tree.all(jax.tree.map(lambda a: np.isfinite(np.float32(a)).all(), derivative))
+    for dx, place in zip(expected["gradient"], case.hidden, strict=True):
+        assert not np.asarray(dx)[np.broadcast_to(place, dx.shape)].any()
+    wrong = {
+        f"{value} in {place}": names
+        for value in SPOILERS
+        for place, only in {"all": range(4), "operands": [0], "tangents": [1], "dy": [2], "ddy": [3]}.items()
+        if (names := differing(of(value, only), expected))
+    }
+    assert not wrong
+
+
+# Of the visible places alone, in float64 by hand.
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("transform", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_the_gradient_of_an_entropy(implementation, transform):
+    x, where = jnp.asarray([1.0, 2.0, 3.0]), jnp.asarray([True, True, False])
+
+    def total(x):
+        p = SOFTMAX(x, where=where, implementation=implementation)
+        return jnp.where(where, -p * jnp.log(p), 0).sum()
+
+    p = 1 / (1 + np.exp([1.0, -1.0]))
+    dx = -p * (np.log(p) - (p * np.log(p)).sum())
+    np.testing.assert_allclose(dx, [0.1966, -0.1966], atol=5e-5)
+    np.testing.assert_allclose(transform(jax.grad(total))(x), [*dx, 0], atol=2e-7)
+
+
+# Law 8: where y is 0 because the exponential is too small, and not by a mask, a cotangent is seen.
+@cover(
+    function={f.__name__: f for f in (SOFTMAX, LOG_SOFTMAX)},
+    implementation=IMPLEMENTATIONS,
+    dtype=DTYPES,
+    options=["none", "where", "causal"],
+)
+def test_what_is_small_is_not_hidden(function, implementation, dtype, options):
+    x = jnp.zeros((3, 6, 6), dtype).at[1, 4, 2].set(-1000)
+    given = {"none": {}, "where": {"where": np.arange(6) != 5}, "causal": {"causal": True}}[options]
+    dy = jnp.ones_like(x).at[1, 4, 2].set(jnp.nan)
+    _, pullback = jax.vjp(jax.jit(partial(function, implementation=implementation, **given)), x)
+    (dx,) = pullback(dy)
+    is_nan = np.zeros(x.shape, bool)
+    is_nan[1, 4] = np.broadcast_to(given.get("where", True), 6) & (np.arange(6) <= (4 if "causal" in given else 5))
+    np.testing.assert_array_equal(np.isnan(np.float32(dx)), is_nan)
+
+
+# A sum of nothing is no reason for an alarm, whatever x is there.
+NOTHING = {
+    "softmax": (partial(SOFTMAX, where=False), 0.0),
+    "log_softmax": (partial(LOG_SOFTMAX, where=False), -np.inf),
+    "loss": (partial(jaxnorm.softmax_cross_entropy_with_integer_labels, labels=jnp.zeros(2, int), where=False), 0.0),
+    "ignored": (
+        partial(jaxnorm.softmax_cross_entropy_with_integer_labels, labels=jnp.full(2, -1), ignore_index=-1),
+        0.0,
+    ),
+}
+
+
+@cover(case=NOTHING, transform={"jit": jax.jit, "eager": lambda f: f}, what=["value", "gradient"])
+def test_no_false_alarm(case, transform, what):
+    function, expected = partial(case[0], implementation="jnp"), case[1]
+    x = jnp.full((2, 4), -jnp.inf)
+    with jax.debug_nans(True):
+        if what == "value":
+            np.testing.assert_array_equal(transform(function)(x), expected)
+        else:
+            dx = transform(lambda x: jax.vjp(function, x)[1](jnp.ones_like(function(x)))[0])(x)
+            np.testing.assert_array_equal(dx, 0)
+
+
+# Zeros behind a row, which a result is padded with, hide their cotangents as a mask does.
+@cover(op=PADDED, dtype=DTYPES, value=SPOILERS[:3])
+def test_cotangents_of_padding(op, dtype, value):
+    args = op.draw(op.small, (dtype,) * op.arrays)
+    _, pullback = jax.vjp(jax.jit(op.run()), *args)
+    dy, *others = op.cotangents(args, **op.small.options)
+    is_padding = jnp.arange(dy.shape[-1]) >= args[0].shape[-1]
+    assert is_padding.any()
+    zeros, spoilt = (pullback((jnp.where(is_padding, v, dy).astype(dy.dtype), *others)) for v in (0, value))
+    assert bits(spoilt) == bits(zeros)
