@@ -86,7 +86,6 @@ def linear(reduction, *, vmapped=False, depth=6, **options):
 SOFTMAX, LOG_SOFTMAX = jaxnorm.softmax, jaxnorm.log_softmax
 MASKS = {
     "where": (WHERE, {"where": WHERE}),
-    "where of columns": (WHERE[0], {"where": WHERE[0]}),
     "causal": (CAUSAL, {"causal": True}),
     "where and causal": (WHERE & CAUSAL, {"where": WHERE, "causal": True, "scale": -0.5}),
 }
@@ -117,7 +116,6 @@ CASES = {
     "linear, none": linear("none"),
     "linear, mean of chunks": linear("mean", rows_per_chunk=2),
     "linear, none of chunks": linear("none", rows_per_chunk=2),
-    "linear, sum of examples": linear("sum", vmapped=True),
     "linear, mean of examples' chunks": linear("mean", vmapped=True, rows_per_chunk=2),
 }
 
