@@ -170,8 +170,9 @@ void run_softmax(Dtype dtype, int64_t rows, int64_t cols, int64_t offset) {
   now = {Kind::rms, dtype, rows, cols};
   constexpr int64_t queries = 5;
   const Array x(dtype, rows * cols, offset, true), y(dtype, rows * cols, offset, false);
-  const Array wide(Dtype::f32, rows * cols, offset, false), logsumexp(Dtype::f32, rows, 0, false);
-  const Array label_logit(Dtype::f32, rows, 0, false), total(Dtype::f32, rows, 0, false);
+  const Array wide(Dtype::f32, rows * cols, offset, false), log_sum(Dtype::f32, rows, 0, false);
+  const Array label_logit(Dtype::f32, rows, 0, false), total(Dtype::f32, rows, 0, false),
+      top(Dtype::f32, rows, 0, false);
   const Array where(Dtype::s8, queries * cols, offset, true), lengths(Dtype::f32, queries, 0, true);
   const Array labels(Dtype::f32, rows, 0, true);
   check(cudaMemset(labels.get(), 0, (rows - 1) * 4), "cudaMemset");  // but for the last one, which names no column
@@ -183,7 +184,7 @@ void run_softmax(Dtype dtype, int64_t rows, int64_t cols, int64_t offset) {
     if (masks & 1) f.mask.where = static_cast<const uint8_t*>(where.get()), f.mask.where_rows.inner = {queries, 1};
     if (masks & 2)
       f.mask.lengths = static_cast<const int32_t*>(lengths.get()), f.mask.lengths_rows.inner = {queries, 1};
-    f.log = masks % 3 == 0, f.logsumexp = f.log ? floats(logsumexp) : nullptr;
+    f.log = masks % 3 == 0, f.log_sum = f.log ? floats(log_sum) : nullptr, f.top = f.log ? floats(top) : nullptr;
     f.y = {y.get(), dtype};
     finish(jaxnorm::cuda::run(f, nullptr), "softmax");
     f.y = {wide.get(), Dtype::f32};
@@ -193,7 +194,8 @@ void run_softmax(Dtype dtype, int64_t rows, int64_t cols, int64_t offset) {
     CrossEntropyForward c{};
     c.rows = rows, c.cols = cols, c.scale = 1, c.soft_cap = masks ? 30.0f : 0, c.x = f.x, c.mask = f.mask;
     c.labels = static_cast<const int32_t*>(labels.get());
-    c.logsumexp = floats(logsumexp), c.label_logit = floats(label_logit), c.total = masks ? floats(total) : nullptr;
+    c.log_sum = floats(log_sum), c.label_logit = floats(label_logit), c.total = masks ? floats(total) : nullptr;
+    c.top = floats(top);
     finish(jaxnorm::cuda::run(c, nullptr), "cross-entropy");
   }
 }
@@ -209,18 +211,20 @@ void run_softmax_grad(Dtype dtype, int64_t rows, int64_t cols, int64_t offset) {
   for (const bool masked : {false, true}) {
     Mask mask;
     if (masked) mask.lengths = integers, mask.lengths_rows.inner = {rows, 1};
+    if (masked) mask.where = static_cast<const uint8_t*>(where.get());
     const SoftmaxBackward softmax{rows, cols, {dy.get(), dtype}, {x.get(), dtype}, mask, {dx.get(), dtype}, 0.5f};
     finish(jaxnorm::cuda::run(softmax, nullptr), "softmax backward");
     SoftmaxBackward wide = softmax;
     const Array other(dtype == Dtype::f32 ? Dtype::bf16 : Dtype::f32, rows * cols, offset, false);
     wide.dx = {other.get(), dtype == Dtype::f32 ? Dtype::bf16 : Dtype::f32};
     finish(jaxnorm::cuda::run(wide, nullptr), "softmax backward to another type");
-    if (masked) mask.where = static_cast<const uint8_t*>(where.get());
-    const LogSoftmaxBackward log{rows, cols, softmax.dy, {x.get(), dtype}, mask, floats, {dx.get(), dtype}, 0.5f};
+    const Input from{x.get(), dtype};
+    const LogSoftmaxBackward log{rows, cols, softmax.dy, from, mask, floats, floats, {dx.get(), dtype}, 0.5f};
     finish(jaxnorm::cuda::run(log, nullptr), "log-softmax backward");
     CrossEntropyBackward loss{};
     loss.rows = rows, loss.cols = cols, loss.x = log.x, loss.labels = integers, loss.mask = mask, loss.scale = 0.5f;
-    loss.mask.lengths = nullptr, loss.soft_cap = masked ? 30.0f : 0.0f, loss.logsumexp = loss.dlogsumexp = floats;
+    loss.mask.lengths = nullptr, loss.soft_cap = masked ? 30.0f : 0.0f,
+    loss.log_sum = loss.dlog_sum = loss.top = floats;
     loss.dlabel_logit = loss.dtotal = floats, loss.dx = log.dx;
     finish(jaxnorm::cuda::run(loss, nullptr), "cross-entropy backward");
     loss.dx = {x.get(), dtype};

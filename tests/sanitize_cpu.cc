@@ -276,14 +276,15 @@ void with_masks(const Shape& s, bool with_lengths, Run run) {
 void run_softmax(Dtype x_dtype, Dtype y_dtype, const Shape& s) {
   const int64_t rows = s.rows, cols = s.cols, size = rows * cols;
   const Array x(x_dtype, size, s.offset), dy(y_dtype, size, s.offset), y(y_dtype, size, s.offset, false);
-  const Array dx(x_dtype, size, s.offset, false), logsumexp(Dtype::f32, rows, 0, false);
+  const Array dx(x_dtype, size, s.offset, false), log_sum(Dtype::f32, rows, 0, false);
+  const Array top(Dtype::f32, rows, 0, false);
   with_masks(s, true, [&](const Mask& mask) {
-    SoftmaxForward f{rows, cols, x, mask, y, nullptr, 0.7f, false};
+    SoftmaxForward f{rows, cols, x, mask, y, nullptr, nullptr, 0.7f, false};
     cpu::run(f, parallel_for);
     cpu::run(SoftmaxBackward{rows, cols, dy, y, mask, dx, 0.7f}, parallel_for);
-    f.log = true, f.logsumexp = logsumexp.floats();
+    f.log = true, f.log_sum = log_sum.floats(), f.top = top.floats();
     cpu::run(f, parallel_for);
-    cpu::run(LogSoftmaxBackward{rows, cols, dy, x, mask, f.logsumexp, dx, 0.7f}, parallel_for);
+    cpu::run(LogSoftmaxBackward{rows, cols, dy, x, mask, f.log_sum, f.top, dx, 0.7f}, parallel_for);
   });
 }
 
@@ -292,19 +293,19 @@ void run_cross_entropy(Dtype dtype, float soft_cap, const Shape& s) {
   const int64_t rows = s.rows, cols = s.cols, size = rows * cols;
   const auto labels = integers<int32_t>(rows, [&](int64_t row) { return row * 5 % (cols + 2) - 1; });
   const Array dx(dtype, size, s.offset, false), cotangent(Dtype::f32, rows, 0);
-  const Array logsumexp(Dtype::f32, rows, 0, false), label(Dtype::f32, rows, 0, false);
-  const Array total(Dtype::f32, rows, 0, false);
+  const Array log_sum(Dtype::f32, rows, 0, false), label(Dtype::f32, rows, 0, false);
+  const Array total(Dtype::f32, rows, 0, false), top(Dtype::f32, rows, 0, false);
   with_masks(s, false, [&](const Mask& mask) {
     const Array x(dtype, size, s.offset);
     CrossEntropyForward f{};
     static_cast<Logits&>(f) = {rows, cols, x, labels.get(), mask, 0.7f, soft_cap};
-    f.logsumexp = logsumexp.floats(), f.label_logit = label.floats();
+    f.log_sum = log_sum.floats(), f.label_logit = label.floats(), f.top = top.floats();
     cpu::run(f, parallel_for);
     f.total = total.floats();
     cpu::run(f, parallel_for);
     CrossEntropyBackward b{};
     static_cast<Logits&>(b) = f;
-    b.logsumexp = f.logsumexp, b.dlogsumexp = cotangent.floats(), b.dx = dx;
+    b.log_sum = f.log_sum, b.dlog_sum = cotangent.floats(), b.top = f.top, b.dx = dx;
     cpu::run(b, parallel_for);
     b.dlabel_logit = b.dtotal = cotangent.floats(), b.dx = x;
     cpu::run(b, parallel_for);

@@ -16,20 +16,23 @@ RowShapes read_logits(Reader& in, Op& p, size_t x_index) {
   p.cols = rows.cols;
   p.scale = in.attribute<float>("scale");
   p.soft_cap = in.attribute<float>("soft_cap");
-  if constexpr (std::is_same_v<Op, CrossEntropyBackward>) p.dlogsumexp = in.f32_operand("dlogsumexp", rows.statistics);
+  if constexpr (std::is_same_v<Op, CrossEntropyBackward>) p.dlog_sum = in.f32_operand("dlog_sum", rows.statistics);
   p.x = in.operand("x", rows.x);
   p.labels = in.i32_operand("labels", rows.statistics);
-  if constexpr (std::is_same_v<Op, CrossEntropyBackward>) p.logsumexp = in.f32_operand("logsumexp", rows.statistics);
+  if constexpr (std::is_same_v<Op, CrossEntropyBackward>) p.log_sum = in.f32_operand("log_sum", rows.statistics);
   read_where(in, rows, p.mask);
+  if constexpr (std::is_same_v<Op, CrossEntropyBackward>)
+    if (in.later_flag("has_top")) p.top = in.f32_operand("top", rows.statistics);
   return rows;
 }
 
 inline CrossEntropyForward read_cross_entropy(Reader& in) {
   CrossEntropyForward p{};
   const RowShapes rows = read_logits(in, p, 0);
-  p.logsumexp = in.f32_result("logsumexp", rows.statistics);
+  p.log_sum = in.f32_result("log_sum", rows.statistics);
   p.label_logit = in.f32_result("label_logit", rows.statistics);
   if (in.flag("with_total")) p.total = in.f32_result("total", rows.statistics);
+  if (in.later_flag("with_top")) p.top = in.f32_result("top", rows.statistics);
   return p;
 }
 
@@ -39,6 +42,7 @@ inline CrossEntropyBackward read_cross_entropy_grad(Reader& in) {
   in.require(in.flag("with_dx"), "dx is not wanted");
   if (in.flag("has_dlabel_logit")) p.dlabel_logit = in.f32_operand("dlabel_logit", rows.statistics);
   if (in.flag("has_dtotal")) p.dtotal = in.f32_operand("dtotal", rows.statistics);
+  if (in.later_flag("has_dtop")) in.f32_operand("dtop", rows.statistics);  // no loss depends on it
   p.dx = in.result("dx", rows.x, p.x.dtype);
   return p;
 }

@@ -6,9 +6,12 @@
 
 namespace jaxnorm {
 
-inline void read_where(Reader& in, const RowShapes& rows, Mask& mask) {
-  if (!in.flag("has_where")) return;
+inline void read_where_operand(Reader& in, const RowShapes& rows, Mask& mask) {
   mask.where = static_cast<const uint8_t*>(in.broadcast_operand("where", rows, rows.cols, ffi::PRED, &mask.where_rows));
+}
+
+inline void read_where(Reader& in, const RowShapes& rows, Mask& mask) {
+  if (in.flag("has_where")) read_where_operand(in, rows, mask);
 }
 
 inline void read_lengths(Reader& in, const RowShapes& rows, Mask& mask) {
@@ -23,13 +26,17 @@ SoftmaxForward read_softmax(Reader& in) {
   p.rows = rows.rows;
   p.cols = rows.cols;
   p.log = LOG;
+  const bool with_top = LOG && in.later_flag("with_top");
   p.scale = in.attribute<float>("scale");
   p.x = in.operand("x", rows.x);
   read_where(in, rows, p.mask);
   read_lengths(in, rows, p.mask);
   p.y = in.result("y", rows.x);
   in.require(is_supported(p.x.dtype, p.y.dtype), "x and y have different dtypes and neither is F32");
-  if (LOG && in.has_result(rows.statistics)) p.logsumexp = in.f32_result("logsumexp", rows.statistics);
+  if (LOG && in.has_result(rows.statistics)) {
+    p.log_sum = in.f32_result("log_sum", rows.statistics);
+    if (with_top) p.top = in.f32_result("top", rows.statistics);
+  }
   p.workspace = in.workspace();
   return p;
 }
@@ -44,6 +51,7 @@ inline SoftmaxBackward read_softmax_grad(Reader& in) {
   p.dy = in.operand("dy", rows.x);
   p.y = in.operand("y", rows.x, p.dy.dtype);
   read_lengths(in, rows, p.mask);
+  if (in.later_flag("has_where")) read_where_operand(in, rows, p.mask);
   p.dx = in.result("dx", rows.x);
   in.require(is_supported(p.dy.dtype, p.dx.dtype), "dy and dx have different dtypes and neither is F32");
   return p;
@@ -59,7 +67,8 @@ inline LogSoftmaxBackward read_log_softmax_grad(Reader& in) {
   p.dy = in.operand("dy", rows.x);
   p.x = in.operand("x", rows.x);
   in.require(is_supported(p.dy.dtype, p.x.dtype), "dy and x have different dtypes and neither is F32");
-  p.logsumexp = in.f32_operand("logsumexp", rows.statistics);
+  p.log_sum = in.f32_operand("log_sum", rows.statistics);
+  if (in.later_flag("with_top")) p.top = in.f32_operand("top", rows.statistics);
   read_where(in, rows, p.mask);
   read_lengths(in, rows, p.mask);
   p.dx = in.result("dx", rows.x, p.x.dtype);

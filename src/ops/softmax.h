@@ -1,12 +1,15 @@
 // Softmax and log-softmax. With z = x * scale, and sums and maxima over the columns that count:
 //
-//   logsumexp = log(sum(exp(z - max(z)))) + max(z)
-//   softmax:      y = exp(z - logsumexp), 0 where a column does not count, as all are of a row where none does
+//   log_sum = log(sum(exp(z - max(z))))
+//   softmax:      y = exp(z - max(z) - log_sum), 0 where a column does not count, as all are of a row where none does
 //                 dx = scale * y * (dy - sum(dy * y))
-//   log-softmax:  y = z - logsumexp, -inf where a column does not count
-//                 dx = scale * (dy - exp(z - logsumexp) * sum(dy)), 0 where a column does not count
+//   log-softmax:  y = z - max(z) - log_sum, -inf where a column does not count
+//                 dx = scale * (dy - exp(y) * sum(dy))
+//
+// dx is 0 where a column does not count, and what x, y and dy are there does not matter.
 #pragma once
 
+#include "ops/logits.h"
 #include "ops/mask.h"
 
 namespace jaxnorm {
@@ -16,8 +19,10 @@ struct SoftmaxForward {
   Input x;
   Mask mask;
   Output y;
-  float* logsumexp;  // of log-softmax, a value a row; null where it is not wanted
-  float scale;
+  // Of log-softmax, a value a row; null where they are not wanted. In programs of before top is null, and log_sum has
+  // max(z) added.
+  float *log_sum, *top;
+  Scale scale;
   bool log;
   Workspace workspace;
 };
@@ -25,18 +30,18 @@ struct SoftmaxForward {
 struct SoftmaxBackward {
   int64_t rows, cols;
   Input dy, y;  // of one dtype
-  Mask mask;    // without `where`: y is 0 there
+  Mask mask;    // in programs of before without `where`
   Output dx;
-  float scale;
+  Scale scale;
 };
 
 struct LogSoftmaxBackward {
   int64_t rows, cols;
   Input dy, x;
   Mask mask;
-  const float* logsumexp;
-  Output dx;  // of x's dtype
-  float scale;
+  const float *log_sum, *top;  // as they were written
+  Output dx;                   // of x's dtype
+  Scale scale;
 };
 
 }  // namespace jaxnorm

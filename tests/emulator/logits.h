@@ -5,6 +5,7 @@
 #include <string>
 
 #include "array.h"
+#include "ops/logits.h"
 #include "ops/mask.h"
 
 namespace jaxnorm {
@@ -83,6 +84,12 @@ struct RowSums {
 
   double logsumexp() const { return sum == 0 ? -INFINITY : std::log(sum) + max; }
 };
+
+// The logarithm of a row's sum, and its top, as the logarithm of the sum that is relative to no top.
+inline double logsumexp_of(double log_sum, double top, double unit) {
+  if (log_sum == -INFINITY && top > -INFINITY) return NAN;
+  return top == -INFINITY ? log_sum : log_sum + top * unit;
+}
 
 // Whether both are the same infinity, both not a number, or as close as `tolerance`.
 inline bool is_near(double found, double exact, double tolerance) {

@@ -55,24 +55,24 @@ std::vector<int32_t> labels_of(const Case& c) {
 }
 
 struct Results {
-  Array logsumexp, label_logit, total;
+  Array log_sum, label_logit, total, top;
 
   // `offset`: of each array, in elements, so that it is aligned to them and to nothing more.
   Results(const Case& c, const Array& from, const TestMask& mask, int64_t offset)
-      : logsumexp(kF32, c.rows), label_logit(kF32, c.rows), total(kF32, c.rows) {
+      : log_sum(kF32, c.rows), label_logit(kF32, c.rows), total(kF32, c.rows), top(kF32, c.rows) {
     Array x(c.x, c.elements(), offset);
     for (int64_t i = 0; i < c.elements(); ++i) x.set(i, from[i]);
     const std::vector<int32_t> labels = labels_of(c);
     CrossEntropyForward p{};
     p.rows = c.rows, p.cols = c.cols, p.scale = c.scale, p.soft_cap = c.soft_cap;
     p.x = x, p.labels = labels.data(), p.mask = mask;
-    p.logsumexp = logsumexp.floats(), p.label_logit = label_logit.floats();
+    p.log_sum = log_sum.floats(), p.label_logit = label_logit.floats(), p.top = top.floats();
     if (c.with_total) p.total = total.floats();
     c.expect(cuda::run(p, nullptr) == cudaSuccess, "call");
   }
 
   bool operator==(const Results& r) const {
-    return logsumexp == r.logsumexp && label_logit == r.label_logit && total == r.total;
+    return log_sum == r.log_sum && label_logit == r.label_logit && total == r.total && top == r.top;
   }
 };
 
@@ -90,11 +90,17 @@ void compare(const Case& c, const Array& x, const TestMask& mask, const Results&
       if (mask.counts(row, col)) counted.push_back(at(col));
     const RowSums sums(counted);
     // A large logit has less room for its last place.
-    expect(results.logsumexp[row], sums.logsumexp(), 1.5 * std::fmax(1, std::fabs(sums.logsumexp())), "logsumexp");
-    const double label = labels[row] < 0 || labels[row] >= c.cols ? 0 : at(labels[row]);
-    expect(results.label_logit[row], label, std::fabs(label), "label_logit");
-    if (c.with_total && sums.size < 3e38)
-      expect(results.total[row], sums.total, std::isfinite(sums.size) ? sums.size : 1, "total");
+    const double unit = c.soft_cap == 0 ? Scale(c.scale).unit : 1, logsumexp = sums.logsumexp();
+    const double found = logsumexp_of(results.log_sum[row], results.top[row], unit);
+    expect(found, logsumexp, 1.5 * std::fmax(1, std::fabs(logsumexp)), "logsumexp");
+    if (std::isfinite(logsumexp)) expect(results.log_sum[row], std::log(sums.sum), 3 + c.soft_cap, "log_sum");
+    const double origin = results.top[row] == -INFINITY ? 0 : results.top[row] * unit;
+    const bool is_column = labels[row] >= 0 && labels[row] < c.cols;
+    const double label = is_column ? static_cast<float>(at(labels[row]) - origin) : 0;
+    expect(results.label_logit[row], label, std::fabs(label) + c.soft_cap, "label_logit");
+    double total = 0, size = 0;
+    for (const double value : counted) total += value - origin, size += std::fabs(value - origin) + c.soft_cap;
+    if (c.with_total && sums.size < 3e37) expect(results.total[row], total, std::isfinite(size) ? size : 1, "total");
   }
 }
 

@@ -33,22 +33,31 @@ struct Case {
 };
 
 struct Results {
-  Array y, logsumexp, tickets;
+  Array y, log_sum, top, tickets;
 
   // `offset`: of each array, in elements, so that it is aligned to them and to nothing more.
   Results(const Case& c, const Array& from, const TestMask& mask, int64_t offset)
-      : y(c.y, c.elements(), offset), logsumexp(kF32, c.rows), tickets(kF32, 1) {
+      : y(c.y, c.elements(), offset), log_sum(kF32, c.rows), top(kF32, c.rows), tickets(kF32, 1) {
     Array x(c.x, c.elements(), offset);
     for (int64_t i = 0; i < c.elements(); ++i) x.set(i, from[i]);
     SoftmaxForward p{};
     p.rows = c.rows, p.cols = c.cols, p.scale = c.scale, p.log = c.log;
     p.x = x, p.y = y, p.mask = mask;
-    if (c.log) p.logsumexp = logsumexp.floats();
+    if (c.log) p.log_sum = log_sum.floats(), p.top = top.floats();
     if (c.rows > 3) p.workspace = {tickets.floats(), 1};  // or there are as many clusters as have room for all rows
     c.expect(cuda::run(p, nullptr) == cudaSuccess, "call");
+    if (!c.log) return;
+    // As programs of before want it.
+    Array before(c.y, c.elements(), offset), logsumexp(kF32, c.rows);
+    p.y = before, p.log_sum = logsumexp.floats(), p.top = nullptr;
+    c.expect(cuda::run(p, nullptr) == cudaSuccess && before == y, "call without a top");
+    for (int64_t row = 0; row < c.rows; ++row) {
+      const double expected = logsumexp_of(log_sum[row], top[row], Scale(c.scale).unit);
+      c.expect(is_near(logsumexp[row], expected, 2e-7 * std::fmax(1, std::fabs(expected))), "logsumexp");
+    }
   }
 
-  bool operator==(const Results& r) const { return y == r.y && logsumexp == r.logsumexp; }
+  bool operator==(const Results& r) const { return y == r.y && log_sum == r.log_sum && top == r.top; }
 };
 
 // `distance`: of the logit from the largest, of which f32 loses a share on the way.
@@ -65,8 +74,11 @@ void compare(const Case& c, const Array& x, const TestMask& mask, const Results&
     for (int64_t col = 0; col < c.cols; ++col)
       if (mask.counts(row, col)) counted.push_back(z(x[row * c.cols + col]));
     const RowSums sums(counted);
-    const double logsumexp = sums.logsumexp();
-    if (c.log && !is_near(results.logsumexp[row], logsumexp, 4e-7 * std::fmax(1, std::fabs(logsumexp)))) ++wrong;
+    if (c.log) {
+      const double found = logsumexp_of(results.log_sum[row], results.top[row], Scale(c.scale).unit);
+      wrong += !is_near(found, sums.logsumexp(), 4e-7 * std::fmax(1, std::fabs(sums.logsumexp())));
+      if (std::isfinite(sums.logsumexp())) wrong += !is_near(results.log_sum[row], std::log(sums.sum), 2e-6);
+    }
     for (int64_t col = 0; col < c.cols; ++col) {
       const double distance = z(x[row * c.cols + col]) - sums.max, found = results.y[row * c.cols + col];
       double exact = c.log ? -INFINITY : 0;
@@ -121,6 +133,22 @@ void test_extremes(Case c) {
   c.expect(Results(c, x, mask, 1) == results, "unaligned extremes");
 }
 
+// Of rows one of whose logits is far above the others the logarithm of the sum has all its digits.
+void test_small_logarithms(int64_t cols) {
+  for (const Dtype dtype : {kF32, kBf16}) {
+    const Case c{dtype, dtype, true, Masks::none, 1, 6, cols};
+    Array x(dtype, c.elements(), 0);
+    for (int64_t i = 0; i < c.elements(); ++i)
+      x.set(i, i % cols == cols / 3 ? static_cast<float>(i / cols * 15 + 8) : 0);
+    const Results results(c, x, TestMask(c.masks, cols, 0), 0);
+    for (int64_t row = 0; row < c.rows; ++row) {
+      const double exact = std::log1p(static_cast<double>(cols - 1) * std::exp(-(row * 15.0 + 8)));
+      c.expect(is_near(results.log_sum[row], exact, 1e-5 * exact), "a small logarithm");
+      c.expect(is_near(results.y[row * cols + cols / 3], -exact, (dtype == kF32 ? 1e-5 : 4e-3) * exact), "y near 0");
+    }
+  }
+}
+
 template <typename F>
 void for_each_way(F f) {
   for (const Masks masks : {Masks::none, Masks::where, Masks::lengths, Masks::both})
@@ -148,6 +176,7 @@ int main(int argc, char** argv) {
       for (const int64_t rows : {1, 3, 43}) test_all(rows, cols);
     for (const int64_t cols : {2048, 4096, 5120, 12288, 16384, 20000, 40000}) test_all(9, cols);
     for (const int64_t cols : {160000, 300000}) test({kF32, kF32, true, Masks::none, 1, 2, cols});
+    for (const int64_t cols : {1, 5, 64, 1000, 4096, 20000, 40000, 300000}) test_small_logarithms(cols);
     // Rows whose exponentials are held, in one way but not in the other.
     for (const float scale : {1.0f, -0.7f})
       for (const int64_t cols : {16384, 17000, 33000, 40008})

@@ -64,23 +64,26 @@ struct Masks {
 
 struct Operands {
   Array dy, x;
-  std::vector<float> logsumexp;
+  std::vector<float> log_sum, top;
 
   Operands(const Case& c, const Masks& masks)
       : dy(Array::normal(c.dy, c.elements(), 0)), x(Array::normal(c.x, c.elements(), 0)) {
     for (int64_t row = 0; row < c.rows; ++row) {
-      double sum = 0;
+      double sum = 0, largest = -INFINITY;
       const auto at = [&](int64_t col) { return row * c.cols + col; };
       const auto power = [&](int64_t col) {
-        return masks.counts(c, row, col) ? std::exp(double{x[at(col)]} * kScale) : 0;
+        return masks.counts(c, row, col) ? std::exp((double{x[at(col)]} - largest) * kScale) : 0;
       };
+      for (int64_t col = 0; col < c.cols; ++col)
+        if (masks.counts(c, row, col)) largest = std::max(largest, double{x[at(col)]});
       for (int64_t col = 0; col < c.cols; ++col) sum += power(col);
-      logsumexp.push_back(static_cast<float>(std::log(sum)));
+      log_sum.push_back(static_cast<float>(std::log(sum)));
+      top.push_back(static_cast<float>(largest) * Scale(kScale).power);
       if (!c.log)
         for (int64_t col = 0; col < c.cols; ++col) x.set(at(col), sum > 0 ? static_cast<float>(power(col) / sum) : 0);
-      // What lies past the length is not looked at.
+      // What does not count is not looked at.
       for (int64_t col = 0; col < c.cols; ++col)
-        if (!masks.counts(c, row, col) && (c.log || !c.has_where)) dy.set(at(col), NAN), x.set(at(col), NAN);
+        if (!masks.counts(c, row, col)) dy.set(at(col), NAN), x.set(at(col), NAN);
     }
   }
 };
@@ -103,7 +106,8 @@ Exact exact(const Case& c, const Operands& o, const Masks& masks) {
       if (!masks.counts(c, row, col)) continue;
       const double factor = kScale * (c.log ? 1 : double{o.x[i]});
       const double first = o.dy[i] * factor;
-      const double second = sum * (c.log ? kScale * std::exp(double{o.x[i]} * kScale - o.logsumexp[row]) : factor);
+      const double difference = (double{o.x[i]} * Scale(kScale).power - o.top[row]) * Scale(kScale).unit;
+      const double second = sum * (c.log ? kScale * std::exp(difference - o.log_sum[row]) : factor);
       exact.dx[i] = c.log ? first - second : factor * (o.dy[i] - sum);
       exact.size += first * first + second * second;
     }
@@ -111,9 +115,9 @@ Exact exact(const Case& c, const Operands& o, const Masks& masks) {
   return exact;
 }
 
-cudaError_t run_rows(const Case& c, int64_t rows, Input dy, Input x, const float* logsumexp, const Mask& mask,
-                     Output dx) {
-  if (c.log) return run(LogSoftmaxBackward{rows, c.cols, dy, x, mask, logsumexp, dx, kScale}, nullptr);
+cudaError_t run_rows(const Case& c, int64_t rows, Input dy, Input x, const float* log_sum, const float* top,
+                     const Mask& mask, Output dx) {
+  if (c.log) return run(LogSoftmaxBackward{rows, c.cols, dy, x, mask, log_sum, top, dx, kScale}, nullptr);
   return run(SoftmaxBackward{rows, c.cols, dy, x, mask, dx, kScale}, nullptr);
 }
 
@@ -132,7 +136,7 @@ void test(const Case& c) {
   const Masks masks(c);
   const Operands o(c, masks);
   Array dx(c.dx, c.elements());
-  c.expect(run_rows(c, c.rows, o.dy, o.x, o.logsumexp.data(), masks.mask(c), dx) == cudaSuccess, "error");
+  c.expect(run_rows(c, c.rows, o.dy, o.x, o.log_sum.data(), o.top.data(), masks.mask(c), dx) == cudaSuccess, "error");
   const double bound = c.dx == kF32 ? 1e-6 : c.dx == kF16 ? 3e-4 : 2e-3, smallest = c.dx == kF16 ? 0x1p-25 : 0;
   const Exact expected = exact(c, o, masks);
   double error = 0;
@@ -145,12 +149,12 @@ void test(const Case& c) {
   // The same bits elsewhere in memory, and of a row by itself.
   const Array dy_moved = moved(o.dy, c.dy, c.elements()), x_moved = moved(o.x, c.x, c.elements());
   Array dx_moved(c.dx, c.elements(), 1);
-  run_rows(c, c.rows, dy_moved, x_moved, o.logsumexp.data(), masks.mask(c), dx_moved);
+  run_rows(c, c.rows, dy_moved, x_moved, o.log_sum.data(), o.top.data(), masks.mask(c), dx_moved);
   c.expect(dx_moved == dx, "dx elsewhere");
   if (c.has_where || c.has_lengths) return;
   const int64_t row = c.rows / 2;
   Array alone(c.dx, c.cols);
-  run_rows(c, 1, from_row(o.dy, row, c.cols), from_row(o.x, row, c.cols), &o.logsumexp[row], {}, alone);
+  run_rows(c, 1, from_row(o.dy, row, c.cols), from_row(o.x, row, c.cols), &o.log_sum[row], &o.top[row], {}, alone);
   for (int64_t col = 0; col < c.cols; ++col)
     if (alone[col] != dx[row * c.cols + col]) return c.expect(false, "dx of a row alone");
 }
@@ -183,9 +187,9 @@ void test_special_values(bool log, Dtype dtype, int64_t cols) {
     for (const bool in_dy : {false, true}) {
       Operands o(c, masks);
       Array before(dtype, c.elements()), after(dtype, c.elements());
-      run_rows(c, c.rows, o.dy, o.x, o.logsumexp.data(), {}, before);
+      run_rows(c, c.rows, o.dy, o.x, o.log_sum.data(), o.top.data(), {}, before);
       (in_dy ? o.dy : o.x).set(cols + cols / 2, value);
-      run_rows(c, c.rows, o.dy, o.x, o.logsumexp.data(), {}, after);
+      run_rows(c, c.rows, o.dy, o.x, o.log_sum.data(), o.top.data(), {}, after);
       const std::vector<double> expected = exact(c, o, masks).dx;
       for (int64_t i = 0; i < c.elements(); ++i) {
         const bool is_right = i / cols != 1             ? after[i] == before[i]

@@ -233,7 +233,9 @@ def test_a_single_class(implementation, dtype, options, masked):
     np.testing.assert_array_equal(jax.vjp(logs, x)[1](draw("dy", x.shape, dtype))[0], 0)
     losses = jax.jit(partial(cross_entropy, labels=jnp.zeros(4, int), **options, **given))
     np.testing.assert_array_equal(losses(x), 0)
-    np.testing.assert_array_equal(jax.vjp(losses, x)[1](draw("dy", (4,)))[0], 0)
+    (gradient,) = jax.vjp(losses, x)[1](draw("dy", (4,)))
+    # The cotangents of a smoothed label, of the mean and of the logsumexp are 0 together, but for a rounding of each.
+    np.testing.assert_allclose(gradient.astype("float32"), 0, atol=2**-23 if "label_smoothing" in options else 0)
 
 
 def by_the_formula(x, labels, cap):

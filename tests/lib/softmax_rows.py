@@ -99,8 +99,10 @@ def softmax(log=False):
         backward=f"jaxnorm_{public.__name__}_bwd",
         gradients=("dx",),
         kept=("x",),  # of softmax y, which is like it
-        statistics=int(log),
-        exchanged=(2, 1),  # the maximum and the sum; the sum of products, or of the cotangents
+        statistics=2 * log,
+        # The maximum and the sum, of which how many are the maximum's is apart for a logarithm; the sum of products, or
+        # of the cotangents.
+        exchanged=(2 + log, 1),
         bad_calls=bad_calls.SOFTMAX | bad_calls.MISUSE[public.__name__],
         without_kernel=bad_calls.SOFTMAX_WITHOUT_KERNEL,
     )
@@ -171,10 +173,10 @@ def cross_entropy():
         backward="jaxnorm_cross_entropy_bwd",
         gradients=("dx",),
         kept=("x",),
-        statistics=1,
+        statistics=2,
         labels=True,
-        values=2,
-        exchanged=(3, 0),  # the maximum, the sum and the label's logit
+        values=3,
+        exchanged=(4, 0),  # the maximum, the two parts of the sum and the label's logit
         bad_calls=bad_calls.CROSS_ENTROPY | bad_calls.MISUSE["softmax_cross_entropy_with_integer_labels"],
         without_kernel=bad_calls.CROSS_ENTROPY_WITHOUT_KERNEL,
     )

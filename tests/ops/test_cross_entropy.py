@@ -272,8 +272,8 @@ def test_classes_over_devices(devices, options, has_mask):
         assert calls == {"jaxnorm_cross_entropy_fwd": 1, GRADIENT: 1}
     rows = 8 * 4 // mesh.shape["a"]
     exchanged = collectives(step(lambda x: sharded(x, labels, None)).lower(x).compile().as_text())
-    # The maximum, the sum, the label's logit and where it is wanted the sum of logits; and the loss of all.
-    assert exchanged == {"all-reduce": 4 * (3 + smoothing) * rows + 4}
+    # The maximum, the two parts of the sum, the label's logit and where it is wanted the sum of logits; and the loss.
+    assert exchanged == {"all-reduce": 4 * (4 + smoothing) * rows + 4}
 
 
 # A partition by XLA, with masks; labels are whole on each device.

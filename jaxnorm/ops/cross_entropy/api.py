@@ -8,8 +8,8 @@ from jax import lax
 
 from jaxnorm.ops import checks
 from jaxnorm.ops.cross_entropy.checks import check_ignore_index, check_labels, check_share, check_soft_cap
-from jaxnorm.ops.cross_entropy.formula import CrossEntropy, Operands, Results, loss
-from jaxnorm.ops.cross_entropy.op import CROSS_ENTROPY, exchanged
+from jaxnorm.ops.cross_entropy.formula import IGNORED, CrossEntropy, Operands, Results, loss
+from jaxnorm.ops.cross_entropy.op import CROSS_ENTROPY, count_of, exchanged, labels_of_shard
 from jaxnorm.ops.misuse import explained
 from jaxnorm.ops.options import Choice, Implementation
 from jaxnorm.ops.softmax.checks import check_where
@@ -57,9 +57,10 @@ def softmax_cross_entropy_with_integer_labels(
         lse = log(sum(exp(z), axis))
         loss = lse - (1 - label_smoothing) * z[label] - label_smoothing * mean(z, axis) + z_loss * lse²
 
-    All of it is computed in float32 (in float64 of logits of float64), with no float32 copy of the logits. A gradient
-    reads them once more and writes theirs, in the logits' own buffer where the program computed these and they are
-    dead; between the two ways 4 bytes a row are kept, beside logits and labels.
+    All of it is computed in float32 (in float64 of logits of float64), with no float32 copy of the logits, and of
+    differences to the largest z, so that an offset of all logits changes nothing but the z-loss. A gradient reads the
+    logits once more and writes theirs, in the logits' own buffer where the program computed these and they are dead;
+    between the two ways 8 bytes a row are kept, beside logits and labels.
 
     Args:
       logits: floating-point array of rank 1 or more.
@@ -72,11 +73,11 @@ def softmax_cross_entropy_with_integer_labels(
       z_loss: non-negative factor of the square of lse, which keeps it near 0 (PaLM has 1e-4).
       logit_scale: finite Python number that multiplies logits first, as 1 / temperature.
       soft_cap: None, or a positive number that no |z| exceeds, as Gemma 2's 30.
-      ignore_index: None, or a label whose rows have the loss 0 and, of finite logits, no gradient, as -100 of the model
-        hubs.
+      ignore_index: None, or a label whose rows have the loss 0 and no gradient, whatever their logits are, as -100 of
+        the model hubs.
       axis_name: None, or the axes of a surrounding `jax.shard_map` or `jax.vmap` over which the classes are split
         evenly, a name or a tuple; labels are numbers of the whole. Each device reads its part of the logits by the
-        kernel, and 12 or 16 bytes a row are exchanged. A row that is -inf throughout on some device has the loss NaN.
+        kernel, and 16 or 20 bytes a row are exchanged.
       implementation: "native" is the CPU or CUDA kernel, "jnp" the formula in jax.numpy, None what
         `jaxnorm.implementation` says, or else the kernel where it exists.
 
@@ -129,8 +130,10 @@ def losses_of(
     classes = cols if shards is None else cols * jax.lax.axis_size(shards.names)
     # A number beyond int32 is none of a column.
     is_class = (labels >= 0) & (labels < classes)
+    ignored = None if options.ignore_index is None else labels == options.ignore_index
     here = jnp.where(is_class, labels, -1).astype(jnp.int32)
-    here = here if shards is None else here - shards.index() * cols
+    here = here if ignored is None else jnp.where(ignored, IGNORED, here)
+    here = here if shards is None else labels_of_shard(shards, here, cols)
     here = checks.sharded_along(function, "labels", here, "logits", logits, dims.per_row(logits.ndim, (axis,)))
     wide = dims.wide_dtype([logits.dtype])
     spec = CrossEntropy(
@@ -138,21 +141,24 @@ def losses_of(
         scale=options.logit_scale,
         soft_cap=options.soft_cap,
         with_total=options.label_smoothing > 0,
+        with_top=True,
+        is_part=shards is not None,
         compute_dtype=wide,
         out_dtype=wide,
         native_for=choice.native_for(function),
     )
-    results = CROSS_ENTROPY(spec, Operands(logits, here, where), choice.implementation)
+    operands = Operands(logits, here, where)
+    results = CROSS_ENTROPY(spec, operands, choice.implementation)
     counts: Any = classes
     if where is not None and spec.with_total:
-        counts = jnp.sum(jnp.broadcast_to(where, logits.shape), axis=axis, keepdims=True, dtype=wide)
+        counts = count_of(spec, operands)
         counts = jnp.maximum(1, counts if shards is None else shards.sum(counts))
     if shards is not None:
-        results = exchanged(shards, results)
-    ignored = None if options.ignore_index is None else labels == options.ignore_index
+        results = exchanged(spec, shards, operands, results)
     wrong = ~is_class if ignored is None else ~(is_class | ignored)
-    left_out = _either(ignored, None if where is None else results.logsumexp == -jnp.inf)
-    return _losses(results, left_out, wrong, counts, options)
+    empty = None if where is None else jnp.equal(results.top, -jnp.inf)
+    left_out = _either(ignored, empty)
+    return _losses(spec, results, left_out, wrong, counts, options)
 
 
 def _either(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
@@ -160,7 +166,12 @@ def _either(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
 
 
 def _losses(
-    results: Results, left_out: jax.Array | None, wrong: jax.Array, counts: Any, options: LossOptions
+    spec: CrossEntropy,
+    results: Results,
+    left_out: jax.Array | None,
+    wrong: jax.Array,
+    counts: Any,
+    options: LossOptions,
 ) -> jax.Array:
     """The losses of rows from what is about them, of which so many columns count.
 
@@ -168,5 +179,5 @@ def _losses(
     """
     if left_out is not None:
         results = jax.tree.map(lambda v: jnp.where(left_out, 0, v), results)
-    losses = loss(results, counts, options.label_smoothing, options.z_loss)
+    losses = loss(spec, results, counts, options.label_smoothing, options.z_loss)
     return losses + jnp.where(wrong, jnp.nan, 0).astype(losses.dtype)

@@ -1,11 +1,14 @@
 """What cross-entropy with integer labels needs of a row of logits x, in plain jnp.
 
-With z = soft_cap * tanh(x * scale / soft_cap), or z = x * scale without a soft cap, and over the columns that count:
+With z = soft_cap * tanh(x * scale / soft_cap), or z = x * scale without a soft cap, top the largest z, and over the
+columns that count:
 
-    logsumexp = log(sum(exp(z))),   label_logit = z[label],   total = sum(z)
+    log_sum = log(sum(exp(z - top))),   label_logit = z[label] - top,   total = sum(z - top)
 
-Each is a number a row, float32 (float64 of logits of float64), and a loss is made of them by plain arithmetic. A label
-that names no column has the label_logit 0; one that names a column that does not count has that of the column.
+Each is a number a row, float32 (float64 of logits of float64), and a loss is made of them by plain arithmetic: of
+differences of logits alone, but for its z-loss. top is a result as well, as the w of `softmax.logits`; it is any number
+to a derivative, for no loss depends on it. A label that names no column has the label_logit 0; one that names a column
+that does not count has that of the column. A row with the label IGNORED has no derivative, whatever its logits are.
 """
 
 import dataclasses
@@ -13,13 +16,15 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax import lax
 
-from jaxnorm.ops.softmax.mask import Mask, columns, counted, exponentials, only, sum_over_row
+from jaxnorm.ops.softmax.logits import LogitScale, exponentials, of_whole_row, origin_of, sum_over_row, top_of
+from jaxnorm.ops.softmax.mask import Mask, columns, counted, only
 from jaxnorm.primitive.op import BatchDims, RowSpec, Statistics
 
-Dtype = np.dtype[Any]
 T = TypeVar("T")
+
+IGNORED = -(2**31)  # kernels know it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,6 +34,12 @@ class CrossEntropy(RowSpec):
     scale: float
     soft_cap: float  # 0: there is none
     with_total: bool
+    with_top: bool = False  # in programs of before top is 0
+    is_part: bool = False  # whether rows may be shards of others
+
+    @property
+    def logits(self) -> LogitScale:
+        return LogitScale.of(self.scale, self.compute_dtype, self.soft_cap)
 
 
 class Operands(NamedTuple):
@@ -38,16 +49,18 @@ class Operands(NamedTuple):
 
 
 class Results(NamedTuple):
-    logsumexp: jax.Array
+    log_sum: jax.Array
     label_logit: jax.Array | None = None
     total: jax.Array | None = None
+    top: jax.Array | None = None
 
 
 class Saved(NamedTuple):
     x: jax.Array
     labels: jax.Array
-    logsumexp: jax.Array
+    log_sum: jax.Array
     where: jax.Array | None = None
+    top: jax.Array | None = None
 
 
 class Variables(NamedTuple, Generic[T]):
@@ -56,67 +69,102 @@ class Variables(NamedTuple, Generic[T]):
     x: T | None = None
 
 
-def _logits(spec: CrossEntropy, x: jax.Array) -> jax.Array:
-    """z."""
-    z = x.astype(spec.compute_dtype) * spec.scale
-    return spec.soft_cap * jnp.tanh(z / spec.soft_cap) if spec.soft_cap else z
+class _Columns(NamedTuple):
+    """What a row's columns are: those that count, the label's, and those of which anything is read."""
 
+    counts: jax.Array | None
+    is_label: jax.Array
+    are_read: jax.Array | None
 
-def _slope(spec: CrossEntropy, z: jax.Array) -> jax.Array | float:
-    """dz/dx."""
-    return spec.scale * (1 - jnp.square(z / spec.soft_cap)) if spec.soft_cap else spec.scale
+    @classmethod
+    def of(
+        cls, spec: CrossEntropy, x: jax.Array, labels: jax.Array, where: jax.Array | None, top: jax.Array | None
+    ) -> "_Columns":
+        """`top`: of the whole row, if that is known."""
+        counts, is_label = counted(spec, x, Mask(where)), columns(spec, x) == labels
+        is_row = labels != IGNORED
+        if counts is None:
+            return cls(None, is_label, is_row)
+        # A label that does not count is read, but of a row in which nothing counts.
+        return cls(counts, is_label, is_row & (counts | (is_label if top is None else is_label & (top > -jnp.inf))))
 
+    def wide(self, spec: CrossEntropy, v: jax.Array) -> jax.Array:
+        return only(self.are_read, v.astype(spec.compute_dtype))
 
-def _is_label(spec: CrossEntropy, x: jax.Array, labels: jax.Array) -> jax.Array:
-    return columns(spec, x) == labels
-
-
-def _sum(spec: CrossEntropy, v: jax.Array) -> jax.Array:
-    return sum_over_row(spec, v)
+    def at_label(self, spec: CrossEntropy, v: jax.Array) -> jax.Array:
+        return sum_over_row(spec, jnp.where(self.is_label, v, 0))
 
 
 def forward(spec: CrossEntropy, operands: Operands) -> tuple[Results, Statistics]:
     x, labels, where = operands
-    z, counts = _logits(spec, x), counted(spec, x, Mask(where))
-    label_logit = _sum(spec, jnp.where(_is_label(spec, x, labels), z, 0))
-    total = _sum(spec, only(counts, z)) if spec.with_total else None
-    return Results(exponentials(spec, z, counts).logsumexp, label_logit, total), ()
+    scale = spec.logits
+    of = _Columns.of(spec, x, labels, where, None)
+    top = top_of(spec, scale.w(of.wide(spec, x)), of.counts)
+    of = of if spec.is_part else _Columns.of(spec, x, labels, where, top)
+    e = exponentials(spec, scale, scale.w(of.wide(spec, x)), of.counts, top)
+    log_sum, differences = e.log_sum, e.differences
+    if not spec.with_top:
+        log_sum, differences = (v + scale.unit * origin_of(top) for v in (log_sum, differences))
+    total = sum_over_row(spec, only(of.counts, differences)) if spec.with_total else None
+    return Results(log_sum, of.at_label(spec, differences), total, top if spec.with_top else None), ()
 
 
-def loss(results: Results, counts: Any, label_smoothing: float, z_loss: float) -> jax.Array:
-    """The losses of rows, of which so many columns count."""
-    lse, label_logit, total = results
+def loss(spec: Any, results: Results, counts: Any, label_smoothing: float, z_loss: float) -> jax.Array:
+    """The losses of rows, of which so many columns count; `spec` has their logits."""
+    log_sum, label_logit, total, top = results
     assert label_logit is not None
-    losses = lse - (1 - label_smoothing) * label_logit
+    assert top is not None
+    log_sum = of_whole_row(log_sum, top)
+    losses = log_sum - (1 - label_smoothing) * label_logit
     if total is not None:
         losses = losses - label_smoothing * (total / counts)
-    return losses + z_loss * jnp.square(lse) if z_loss else losses
+    return losses + z_loss * jnp.square(log_sum + spec.logits.unit * lax.stop_gradient(top)) if z_loss else losses
 
 
-def _probabilities(spec: CrossEntropy, z: jax.Array, logsumexp: jax.Array, counts: jax.Array | None) -> jax.Array:
-    return only(counts, jnp.exp(only(counts, z - logsumexp)))
+class _Shares(NamedTuple):
+    """Of a row, what a derivative is made of."""
+
+    columns: _Columns
+    log: jax.Array  # the logarithm of softmax
+    slope: jax.Array | float  # dz/dx
+
+    @classmethod
+    def of(cls, spec: CrossEntropy, saved: Saved) -> "_Shares":
+        x, labels, log_sum, where, top = saved
+        of, scale = _Columns.of(spec, x, labels, where, None if spec.is_part else top), spec.logits
+        x = of.wide(spec, x)
+        # A shard that is -inf throughout has no share of anything.
+        log_sum = jnp.where(log_sum == -jnp.inf, 0, log_sum)
+        log = only(of.counts, scale.differences(scale.w(only(of.counts, x)), top) - log_sum)
+        return cls(of, log, scale.slope(x))
 
 
 def linear(spec: CrossEntropy, saved: Saved, dots: Any) -> Results:
-    x, labels, logsumexp, where = saved
-    z, counts = _logits(spec, x), counted(spec, x, Mask(where))
-    z_dot = _slope(spec, z) * dots.x.astype(spec.compute_dtype)
+    of, log_share, slope = _Shares.of(spec, saved)
+    z_dot = slope * of.wide(spec, dots.x)
+    counted_dot = only(of.counts, z_dot)
     return Results(
-        _sum(spec, _probabilities(spec, z, logsumexp, counts) * only(counts, z_dot)),
-        _sum(spec, jnp.where(_is_label(spec, x, labels), z_dot, 0)),
-        _sum(spec, only(counts, z_dot)) if spec.with_total else None,
+        sum_over_row(spec, only(of.counts, jnp.exp(log_share)) * counted_dot),
+        of.at_label(spec, z_dot),
+        sum_over_row(spec, counted_dot) if spec.with_total else None,
+        jnp.zeros_like(saved.log_sum) if spec.with_top else None,
     )
 
 
 def backward(
     spec: CrossEntropy, cotangents: Results, saved: Saved, wanted: Variables[Any], _: BatchDims
 ) -> Variables[jax.Array]:
-    """The gradient of the logits. Of a shard of a row it is that of the whole, by the row's logsumexp."""
-    x, labels, logsumexp, where = saved
-    z, counts = _logits(spec, x), counted(spec, x, Mask(where))
-    dz = cotangents.logsumexp * _probabilities(spec, z, logsumexp, counts)
-    if cotangents.label_logit is not None:
-        dz = dz + jnp.where(_is_label(spec, x, labels), cotangents.label_logit, 0)
-    if cotangents.total is not None:
-        dz = dz + only(counts, jnp.broadcast_to(cotangents.total, dz.shape))
-    return Variables((_slope(spec, z) * dz).astype(wanted.x))
+    """The gradient of the logits. Of a shard of a row it is that of the whole, by the row's log_sum and top."""
+    of, log_share, slope = _Shares.of(spec, saved)
+    of_sum, of_label, of_total = cotangents[:3]
+    dz = of_sum * jnp.exp(log_share)
+    if of_label is not None:
+        # They cancel at the label of a row whose loss is small.
+        is_most = log_share > -0.5
+        at_label = jnp.where(is_most, of_sum * jnp.expm1(log_share) + (of_sum + of_label), dz + of_label)
+        dz = jnp.where(of.is_label, at_label, dz)
+    if of_total is not None:
+        dz = dz + of_total
+    if of.counts is not None:
+        dz = jnp.where(of.counts, dz, 0 if of_label is None else jnp.where(of.is_label, of_label, 0))
+    return Variables(only(of.are_read, slope * dz).astype(wanted.x))

@@ -66,12 +66,13 @@ def _losses(spec: LinearCrossEntropy, logits: jax.Array, labels: jax.Array) -> j
         scale=spec.scale,
         soft_cap=spec.soft_cap,
         with_total=spec.label_smoothing > 0,
+        with_top=True,
         compute_dtype=spec.compute_dtype,
         out_dtype=spec.compute_dtype,
         native_for=spec.native_for,
     )
     results = CROSS_ENTROPY(of_logits, formula.Operands(logits, labels), spec.implementation)
-    return loss(results, logits.shape[-1], spec.label_smoothing, spec.z_loss)
+    return loss(of_logits, results, logits.shape[-1], spec.label_smoothing, spec.z_loss)
 
 
 def _of_chunk(spec: LinearCrossEntropy, kernel: jax.Array, x: jax.Array, labels: Any, weights: Any) -> Results:

@@ -10,6 +10,7 @@ from jaxnorm.ops import checks
 from jaxnorm.ops.cross_entropy import linear
 from jaxnorm.ops.cross_entropy.api import LossOptions
 from jaxnorm.ops.cross_entropy.checks import check_kernel, check_labels
+from jaxnorm.ops.cross_entropy.formula import IGNORED
 from jaxnorm.ops.cross_entropy.linear import LinearCrossEntropy
 from jaxnorm.ops.misuse import explained
 from jaxnorm.ops.options import Implementation
@@ -100,14 +101,14 @@ def _reduced(
     spec: LinearCrossEntropy, x: jax.Array, kernel: jax.Array, labels: jax.Array, options: LossOptions, reduction: str
 ) -> jax.Array:
     is_class = (labels >= 0) & (labels < kernel.shape[1])
-    counts = is_class
+    here = jnp.where(is_class, labels, -1).astype(jnp.int32)
+    weights = jnp.ones_like(here, spec.compute_dtype)
     if options.ignore_index is not None:
         ignored = labels == options.ignore_index
-        is_class, counts = is_class | ignored, is_class & ~ignored
-    here = jnp.where(counts, labels, -1).astype(jnp.int32)
-    weights = counts.astype(spec.compute_dtype)
-    if options.ignore_index is None:
-        weights = jnp.ones_like(weights)
+        here, weights = jnp.where(ignored, IGNORED, here), jnp.where(ignored, 0, weights)
+        is_class |= ignored
+        # Or the sums for the gradient of kernel would have 0 times what is there, which may be no number.
+        x = jnp.where(ignored[..., None], 0, x)
     divisor = jnp.maximum(1, jnp.sum(weights)) if reduction == "mean" else 1
     # So a gradient is rounded once. Of float16 the logits' gradients would be too small for their dtype.
     divides_last = x.dtype == np.float16
@@ -118,7 +119,8 @@ def _reduced(
     )
     wrong = jnp.where(is_class, 0, jnp.nan).astype(spec.compute_dtype)
     if reduction == "none":
-        return linear.each(spec, x, kernel, here)[..., 0] * weights[..., 0] + wrong
+        losses = linear.each(spec, x, kernel, here)
+        return jnp.where(weights == 0, 0, losses)[..., 0] + wrong
     total = linear.total(spec, x, kernel, here, weights)
     return (total / divisor if divides_last else total) + jnp.sum(wrong)
 

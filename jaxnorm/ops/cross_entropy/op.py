@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxnorm.ops import speed
 from jaxnorm.ops.cross_entropy.formula import (
@@ -18,6 +19,7 @@ from jaxnorm.ops.cross_entropy.formula import (
     forward,
     linear,
 )
+from jaxnorm.ops.softmax.logits import log_of_1_and, origin_of
 from jaxnorm.ops.softmax.op import several_axes
 from jaxnorm.primitive.family import Family
 from jaxnorm.primitive.op import (
@@ -40,23 +42,41 @@ NAME = "jaxnorm_cross_entropy"
 
 
 def _types(spec: CrossEntropy, operands: Operands) -> Results:
-    logsumexp, label_logit, total = statistics_of(spec, operands.x, 3)
-    return Results(logsumexp, label_logit, total if spec.with_total else None)
+    log_sum, label_logit, total, top = statistics_of(spec, operands.x, 4)
+    return Results(log_sum, label_logit, total if spec.with_total else None, top if spec.with_top else None)
 
 
 def _of_shard(spec: CrossEntropy, x: jax.Array, labels: jax.Array) -> tuple[CrossEntropy, jax.Array]:
     """The spec and labels of shards of rows as though they were rows of their own."""
     assert spec.shards is not None
     (axis,) = spec.axes
-    return dataclasses.replace(spec, shards=None), labels - spec.shards.index() * x.shape[axis]
+    return dataclasses.replace(spec, shards=None), labels_of_shard(spec.shards, labels, x.shape[axis])
+
+
+def labels_of_shard(shards: Shards, labels: jax.Array, cols: int) -> jax.Array:
+    """Labels as numbers of the columns of this shard, which has so many; negative ones name none as they are."""
+    return jnp.where(labels < 0, labels, labels - shards.index() * cols)
 
 
 def _forward_of_shard(spec: CrossEntropy, operands: Operands) -> tuple[Results, Statistics]:
     """That of the device's shard, by the kernel, and an exchange of what it gives for each row."""
     assert spec.shards is not None
     whole, labels = _of_shard(spec, operands.x, operands.labels)
-    results, _ = CROSS_ENTROPY.bind(whole, operands._replace(labels=labels))
-    return exchanged(spec.shards, results), ()
+    whole, operands = dataclasses.replace(whole, with_top=True, is_part=True), operands._replace(labels=labels)
+    results, _ = CROSS_ENTROPY.bind(whole, operands)
+    results = exchanged(whole, spec.shards, operands, results)
+    return results if spec.with_top else _without_top(spec, spec.shards, operands, results), ()
+
+
+def _without_top(spec: CrossEntropy, shards: Shards, operands: Operands, results: Results) -> Results:
+    log_sum, label_logit, total, top = results
+    assert label_logit is not None
+    assert top is not None
+    shift = spec.logits.unit * origin_of(top)
+    if total is not None:
+        total = total + shards.sum(count_of(spec, operands) * jnp.ones_like(log_sum)) * shift
+    is_class = shards.sum(_names_column(spec, operands).astype(log_sum.dtype)) > 0
+    return Results(log_sum + shift, label_logit + jnp.where(is_class, shift, 0), total)
 
 
 def _backward_of_shard(
@@ -69,18 +89,40 @@ def _backward_of_shard(
     return gradients
 
 
-def exchanged(shards: Shards, of_shard: Results) -> Results:
-    """The results of whole rows from those of their shards: a maximum and a sum over these, of 12 or 16 bytes a row."""
-    logsumexp, *others = of_shard
-    top = shards.top(logsumexp)
-    top = jnp.where(top == -jnp.inf, 0, top)  # no column counts: the exponentials below are 0
-    parts = [jnp.exp(logsumexp - top), *(part for part in others if part is not None)]
-    total, *added = shards.sum(jnp.stack(parts))
-    # The logarithm of 0 has no derivative.
-    nothing = total == 0
-    whole = jnp.where(nothing, -jnp.inf, jnp.log(jnp.where(nothing, 1, total)) + top)
-    given = iter(added)
-    return Results(whole, *(None if part is None else next(given) for part in others))
+def exchanged(spec: CrossEntropy, shards: Shards, operands: Operands, of_shard: Results) -> Results:
+    """The results of whole rows from those of their shards, which operands are: a maximum of 4 bytes a row, and sums.
+
+    A shard of which nothing counts, or all is -inf, has the log_sum -inf, and adds nothing to that of the whole.
+    """
+    log_sum, label_logit, total, own_top = of_shard
+    assert label_logit is not None
+    assert own_top is not None
+    own_top = lax.stop_gradient(own_top)
+    top = shards.top(own_top)
+    further = (origin_of(own_top) - origin_of(top)) * spec.logits.unit
+    is_there = log_sum != -jnp.inf
+    is_top = is_there & (own_top == top)
+    each = jnp.where(is_top, jnp.expm1(log_sum), jnp.exp(log_sum + jnp.where(is_there, further, 0)))
+    label_logit = jnp.where(_names_column(spec, operands), label_logit + further, 0)
+    parts = [each, is_top.astype(each.dtype), label_logit]
+    if total is not None:
+        counts = count_of(spec, operands)
+        parts.append(jnp.where(counts == 0, 0, total + counts * further))
+    rest, tops, label_logit, *totals = shards.sum(jnp.stack(parts))
+    return Results(log_of_1_and(rest + (tops - 1)), label_logit, totals[0] if totals else None, top)
+
+
+def _names_column(spec: CrossEntropy, operands: Operands) -> jax.Array:
+    return (operands.labels >= 0) & (operands.labels < operands.x.shape[spec.axes[0]])
+
+
+def count_of(spec: CrossEntropy, operands: Operands) -> Any:
+    """How many columns of each row count."""
+    x, _, where = operands
+    (axis,) = spec.axes
+    if where is None:
+        return x.shape[axis]
+    return jnp.sum(jnp.broadcast_to(where, x.shape), axis=axis, keepdims=True, dtype=spec.compute_dtype)
 
 
 def _attributes(spec: CrossEntropy, _: Any) -> dict[str, Any]:
@@ -90,7 +132,11 @@ def _attributes(spec: CrossEntropy, _: Any) -> dict[str, Any]:
 NATIVE: Native[CrossEntropy, Operands] = Native(
     names=(NAME,),
     name=lambda _: NAME,
-    forward=lambda spec, operands: {**_attributes(spec, operands), "with_total": spec.with_total},
+    forward=lambda spec, operands: {
+        **_attributes(spec, operands),
+        "with_total": spec.with_total,
+        "with_top": spec.with_top,
+    },
     backward=_attributes,
     slower=speed.cross_entropy,
 )
@@ -99,7 +145,7 @@ NATIVE: Native[CrossEntropy, Operands] = Native(
 def _requested(request: Request) -> tuple[CrossEntropy, Operands]:
     x = request.array(request.shape)
     wide = dims.wide_dtype((request.dtype,))
-    spec = CrossEntropy(scale=1.0, soft_cap=0.0, with_total=False, compute_dtype=wide, out_dtype=wide)
+    spec = CrossEntropy(scale=1.0, soft_cap=0.0, with_total=False, with_top=True, compute_dtype=wide, out_dtype=wide)
     return spec, Operands(x, request.array((*request.shape[:-1], 1), np.dtype(np.int32)))
 
 
@@ -113,9 +159,10 @@ CROSS_ENTROPY = Family(
             "x": LIKE_X,
             "labels": STATISTIC,
             "where": BROADCAST,
-            "logsumexp": STATISTIC,
+            "log_sum": STATISTIC,
             "label_logit": STATISTIC,
             "total": STATISTIC,
+            "top": STATISTIC,
         },
         types=_types,
         forward=forward,

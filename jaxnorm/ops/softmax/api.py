@@ -81,7 +81,7 @@ def log_softmax(
 
         y = x * scale - log(sum(exp(x * scale), axis))
 
-    It is computed, rounded and transformed as `softmax` says. For a gradient x and a float32 a row are kept.
+    It is computed, rounded and transformed as `softmax` says. For a gradient x and two float32 a row are kept.
 
     Args:
       x: floating-point array of rank 1 or more.
@@ -121,6 +121,7 @@ def _normalised(name: str, family: Family[Softmax, Operands, Results], x: Any, g
     spec = Softmax(
         axes=axes,
         scale=checks.check_number(name, "scale", given.scale),
+        with_top=family is LOG_SOFTMAX,
         compute_dtype=dims.wide_dtype([x.dtype, out_dtype]),
         out_dtype=out_dtype,
         native_for=choice.native_for(name),

@@ -6,7 +6,8 @@ With z = x * scale, and the sum over the columns that count:
     log-softmax:  y = z - log(sum(exp(z))), -inf where a column does not count
 
 Everything is computed in float32 (float64 where an operand has it), from differences to the row's largest number, and
-rounded once, at the end. The derivative of softmax reads y as it was rounded.
+rounded once, at the end. The derivative of softmax reads y as it was rounded. What is of columns that do not count is
+left out before anything is computed with it, and so are its tangents and cotangents.
 """
 
 import dataclasses
@@ -17,7 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxnorm.ops.softmax.mask import Mask, counted, exponentials, only, sum_over_row
+from jaxnorm.ops.softmax.logits import LogitScale, exponentials, of_whole_row, origin_of, sum_over_row
+from jaxnorm.ops.softmax.mask import Mask, counted, only
 from jaxnorm.primitive.op import BatchDims, RowSpec, Statistics
 
 Dtype = np.dtype[Any]
@@ -29,6 +31,11 @@ class Softmax(RowSpec):
     """What is static about one softmax or log-softmax."""
 
     scale: float
+    with_top: bool = False  # of log-softmax: whether a statistic is the largest w, and the other relative to that
+
+    @property
+    def logits(self) -> LogitScale:
+        return LogitScale.of(self.scale, self.compute_dtype)
 
 
 class Operands(NamedTuple):
@@ -42,13 +49,14 @@ class Results(NamedTuple):
 
 
 class SavedOfSoftmax(NamedTuple):
-    y: jax.Array  # 0 where `where` is false
+    y: jax.Array
     lengths: jax.Array | None = None
+    where: jax.Array | None = None
 
 
 class SavedOfLog(NamedTuple):
     x: jax.Array
-    stats: Statistics  # (logsumexp,)
+    stats: Statistics  # (the logarithm of the sum of exponentials, the largest w)
     where: jax.Array | None = None
     lengths: jax.Array | None = None
 
@@ -59,31 +67,35 @@ class Variables(NamedTuple, Generic[T]):
     x: T | None = None
 
 
-def _scaled(spec: Softmax, x: jax.Array) -> jax.Array:
-    return x.astype(spec.compute_dtype) * spec.scale
-
-
 def softmax(spec: Softmax, operands: Operands) -> tuple[Results, Statistics]:
     x, *mask = operands
-    e = exponentials(spec, _scaled(spec, x), counted(spec, x, Mask(*mask)))
+    counts, scale = counted(spec, x, Mask(*mask)), spec.logits
+    e = exponentials(spec, scale, scale.w(_wide(spec, x, counts)), counts)
     # A row in which no column counts is one of zeros.
-    y = e.each / jnp.where(e.sum == 0, 1, e.sum)
+    whole = e.sum
+    y = only(counts, e.each / jnp.where(whole == 0, jnp.where(e.top == -jnp.inf, 1, jnp.nan), whole))
     return Results(y.astype(spec.out_dtype)), ()
+
+
+def _wide(spec: Softmax, v: jax.Array, counts: jax.Array | None) -> jax.Array:
+    return only(counts, v.astype(spec.compute_dtype))
 
 
 def log_softmax(spec: Softmax, operands: Operands) -> tuple[Results, Statistics]:
     x, *mask = operands
-    z, counts = _scaled(spec, x), counted(spec, x, Mask(*mask))
-    e = exponentials(spec, z, counts)
-    y = only(counts, z - e.top - jnp.log(e.sum), -jnp.inf)
-    return Results(y.astype(spec.out_dtype)), (e.logsumexp,)
+    counts, scale = counted(spec, x, Mask(*mask)), spec.logits
+    e = exponentials(spec, scale, scale.w(_wide(spec, x, counts)), counts)
+    log_sum = of_whole_row(e.log_sum, e.top)
+    y = only(counts, e.differences - log_sum, -jnp.inf)
+    stats = (log_sum, e.top) if spec.with_top else (log_sum + scale.unit * origin_of(e.top),)
+    return Results(y.astype(spec.out_dtype)), stats
 
 
 def _derivative(spec: Softmax, saved: SavedOfSoftmax, v: jax.Array) -> jax.Array:
     """The derivative of softmax by x applied to v; it is symmetric, so it serves both directions."""
-    y = saved.y.astype(spec.compute_dtype)
-    v = only(counted(spec, y, Mask(lengths=saved.lengths)), v.astype(spec.compute_dtype))
-    return spec.scale * y * (v - sum_over_row(spec, v * y))
+    counts = counted(spec, saved.y, Mask(saved.where, saved.lengths))
+    y, v = (_wide(spec, array, counts) for array in (saved.y, v))
+    return only(counts, spec.scale * y * (v - sum_over_row(spec, v * y)))
 
 
 def linear(spec: Softmax, saved: SavedOfSoftmax, dots: Any) -> Results:
@@ -100,7 +112,7 @@ def plain(spec: Softmax, operands: Operands) -> Results:
 def _plain_jvp(spec: Softmax, primals: Any, dots: Any) -> tuple[Results, Results]:
     (operands,), (moving,) = primals, dots
     results = plain(spec, operands)
-    return results, linear(spec, SavedOfSoftmax(results.y, operands.lengths), Variables(moving.x))
+    return results, linear(spec, SavedOfSoftmax(results.y, operands.lengths, operands.where), Variables(moving.x))
 
 
 def backward(
@@ -109,24 +121,38 @@ def backward(
     return Variables(_derivative(spec, saved, cotangents.y).astype(wanted.x))
 
 
-def _probabilities(spec: Softmax, saved: SavedOfLog) -> tuple[jax.Array, jax.Array | None]:
-    """softmax(x), and which of its elements count."""
-    counts = counted(spec, saved.x, Mask(saved.where, saved.lengths))
-    (logsumexp,) = saved.stats
-    return only(counts, jnp.exp(only(counts, _scaled(spec, saved.x) - logsumexp))), counts
+class _Shares(NamedTuple):
+    """The logarithms of softmax(x), and which of its elements count."""
+
+    log: jax.Array
+    counts: jax.Array | None
+
+    @classmethod
+    def of(cls, spec: Softmax, saved: SavedOfLog) -> "_Shares":
+        counts, scale = counted(spec, saved.x, Mask(saved.where, saved.lengths)), spec.logits
+        log_sum, *rest = saved.stats
+        top = rest[0] if rest else None
+        differences = scale.differences(scale.w(_wide(spec, saved.x, counts)), top)
+        return cls(only(counts, differences - log_sum), counts)
 
 
 def log_linear(spec: Softmax, saved: SavedOfLog, dots: Any) -> Results:
-    p, counts = _probabilities(spec, saved)
-    z_dot = spec.scale * only(counts, dots.x.astype(spec.compute_dtype))
-    y_dot = only(counts, z_dot - sum_over_row(spec, p * z_dot))
-    return Results(y_dot.astype(spec.out_dtype))
+    p, counts = _Shares.of(spec, saved)
+    x_dot = _wide(spec, dots.x, counts)
+    y_dot = only(counts, x_dot - sum_over_row(spec, only(counts, jnp.exp(p)) * x_dot))
+    return Results((spec.scale * y_dot).astype(spec.out_dtype))
 
 
 def log_backward(
     spec: Softmax, cotangents: Results, saved: SavedOfLog, wanted: Variables[Any], _: BatchDims
 ) -> Variables[jax.Array]:
-    p, counts = _probabilities(spec, saved)
-    dy = only(counts, cotangents.y.astype(spec.compute_dtype))
-    dx = spec.scale * (dy - p * sum_over_row(spec, dy))
-    return Variables(dx.astype(wanted.x))
+    p, counts = _Shares.of(spec, saved)
+    dy = _wide(spec, cotangents.y, counts)
+    dx = only(counts, dy_less_shares(dy, sum_over_row(spec, dy), p))
+    return Variables((spec.scale * dx).astype(wanted.x))
+
+
+def dy_less_shares(dy: jax.Array, whole: jax.Array, log_share: jax.Array) -> jax.Array:
+    """dy - whole * exp(log_share), of which no digit is lost where dy is close to whole and the share to 1."""
+    is_most = log_share > -0.5
+    return jnp.where(is_most, dy - whole, dy) - whole * jnp.where(is_most, jnp.expm1(log_share), jnp.exp(log_share))

@@ -1,5 +1,6 @@
 """The ops of softmax and log-softmax."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -27,8 +28,12 @@ def _attributes(spec: Softmax, _: Any) -> dict[str, Any]:
     return {"scale": np.float32(spec.scale)}
 
 
-def _native(name: str) -> Native[Softmax, Operands]:
-    return Native(names=(name,), name=lambda _: name, forward=_attributes, backward=_attributes, slower=speed.softmax)
+def _log_attributes(spec: Softmax, _: Any) -> dict[str, Any]:
+    return {"scale": np.float32(spec.scale), "with_top": spec.with_top}
+
+
+def _native(name: str, attributes: Callable[[Softmax, Any], dict[str, Any]]) -> Native[Softmax, Operands]:
+    return Native(names=(name,), name=lambda _: name, forward=attributes, backward=attributes, slower=speed.softmax)
 
 
 def _requested(request: Request) -> tuple[Softmax, Operands]:
@@ -55,7 +60,7 @@ SOFTMAX = Family(
         derivative=Derivative(
             saved=SavedOfSoftmax, variables=Variables, linear=formula.linear, backward=formula.backward
         ),
-        native=_native("jaxnorm_softmax"),
+        native=_native("jaxnorm_softmax", _attributes),
         reasons=(several_axes,),
         can_shard=lambda *_: True,
         functions=(Function("softmax", _requested),),
@@ -70,11 +75,11 @@ LOG_SOFTMAX = Family(
         roles=ROLES,
         types=_types,
         forward=formula.log_softmax,
-        statistics=lambda spec, operands: statistics_of(spec, operands.x),
+        statistics=lambda spec, operands: statistics_of(spec, operands.x, 1 + spec.with_top),
         derivative=Derivative(
             saved=SavedOfLog, variables=Variables, linear=formula.log_linear, backward=formula.log_backward
         ),
-        native=_native("jaxnorm_log_softmax"),
+        native=_native("jaxnorm_log_softmax", _log_attributes),
         reasons=(several_axes,),
         can_shard=lambda *_: True,
         functions=(Function("log_softmax", _requested),),

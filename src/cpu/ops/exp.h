@@ -8,21 +8,18 @@ namespace {
 
 constexpr float kLog2e = 0x1.715476p+0f, kLn2 = 0x1.62e43p-1f;
 
-// exp(t) / 2^p to about 1 ulp, in parts: (rest + 1) * 2^k, where `rounding` is kRounding - p and `least` that of p:
-// a power of two within the exponent costs nothing and, other than a subtraction from t, no accuracy. t is at most
-// about p * ln(2), and either p is 0 or |t| is at most 512 where that is not far below p * ln(2). A result that is
-// subnormal may be 0, as it is to XLA's threads.
+// exp(t) to about 1 ulp, in parts: (rest + 1) * 2^k. A result that is subnormal may be 0, as it is to XLA's threads.
 struct Exp {
   Vec rest, shifted;  // shifted: k + kRounding
 
-  static constexpr float least(float p) { return (p + kLeastPower) * kLn2; }
+  static constexpr float kLeast = kLeastPower * kLn2;
 
-  [[gnu::always_inline]] Exp(Vec t, float rounding = kRounding, float least = Exp::least(0)) {
+  [[gnu::always_inline]] explicit Exp(Vec t) {
     // ln 2 in two parts, of which the first is short enough for its product with k to be exact.
     constexpr float kShortLn2 = 0x1.62e4p-1f, kLn2Rest = 0x1.7f7d1cp-20f;
-    t = at_least(t, least);
-    shifted = fma(t, broadcast(kLog2e), broadcast(rounding));
-    const Vec whole = shifted - rounding;
+    t = at_least(t, kLeast);
+    shifted = fma(t, broadcast(kLog2e), broadcast(kRounding));
+    const Vec whole = shifted - kRounding;
     const Vec r = fma(whole, broadcast(-kLn2Rest), fma(whole, broadcast(-kShortLn2), t));
     // The polynomial of this degree that is closest to exp(r) for |r| <= ln(2) / 2, to 2^-28 of it.
     constexpr float kCoefficients[] = {0x1.123988p-7f, 0x1.5558bp-5f, 0x1.555492p-3f, 0x1.fffffcp-2f};
@@ -36,33 +33,26 @@ struct Exp {
   Vec times_power(Vec v) const { return cpu::times_power(v, shifted); }
 };
 
-// exp(t) / 2^p for a whole p, to about 2 ulp; t as it is for Exp.
+// exp(t) to about 2 ulp.
 #if defined(__AVX512F__)
 
-// The base of powers of two is exp(kLn2) here. A row's exponentials differ in that by at most 2^-22, and what they have
-// in common is put right by a logarithm that takes p times this.
-constexpr double kLn2OfExp = kLn2;
-
 // A table of the powers of two between 1 and 2 leaves less to the polynomial, whose operations are all that counts.
-[[gnu::always_inline]] inline Vec exp(Vec t, float p = 0) {
+[[gnu::always_inline]] inline Vec exp(Vec t) {
   constexpr float kTable[W] = {0x1p+0f,        0x1.0b5586p+0f, 0x1.172b84p+0f, 0x1.2387a6p+0f,
                                0x1.306fep+0f,  0x1.3dea64p+0f, 0x1.4bfdaep+0f, 0x1.5ab07ep+0f,
                                0x1.6a09e6p+0f, 0x1.7a1148p+0f, 0x1.8ace54p+0f, 0x1.9c4918p+0f,
                                0x1.ae89fap+0f, 0x1.c199bep+0f, 0x1.d5818ep+0f, 0x1.ea4afap+0f};
   constexpr float kRounding16 = 0x1.8p19f;  // adding this leaves the number of sixteenths in the last bits
-  const float rounding = kRounding16 - p;
-  t = at_least(t, Exp::least(p));
-  const Vec shifted = fma(t, broadcast(kLog2e), broadcast(rounding));
-  const Vec r = fma(shifted - rounding, broadcast(-kLn2), t), power = lookup(kTable, (Bits)shifted);
+  t = at_least(t, Exp::kLeast);
+  const Vec shifted = fma(t, broadcast(kLog2e), broadcast(kRounding16)), whole = shifted - kRounding16;
+  const Vec r = fma(whole, broadcast(-kLn2), t), power = lookup(kTable, (Bits)shifted);
   const Vec rest = fma(fma(r, broadcast(1.f / 6), broadcast(0.5f)), r * r, r);
-  return times_floor_power(fma(power, rest, power), shifted - kRounding16);
+  return times_floor_power(fma(power, rest, power), whole);
 }
 
 #else
 
-constexpr double kLn2OfExp = 0x1.62e42fefa39efp-1;
-
-[[gnu::always_inline]] inline Vec exp(Vec t, float p = 0) { return Exp(t, kRounding - p, Exp::least(p)).value(); }
+[[gnu::always_inline]] inline Vec exp(Vec t) { return Exp(t).value(); }
 
 #endif
 

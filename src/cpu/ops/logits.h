@@ -5,31 +5,44 @@
 #include "cpu/engine/row_loop.h"
 #include "cpu/ops/exp.h"
 #include "cpu/ops/mask.h"
+#include "ops/logits.h"
 
 namespace jaxnorm::cpu {
 namespace {
 
 constexpr float kNothing = -__builtin_inff();  // the logit of a column that does not count
 
-// z = x * scale. Its slope is scale, which is what grad(dz, x) leaves to the caller.
+// z = x * scale, see ops/logits.h. Its slope is the scale, which is what grad(dz, x) leaves to the caller.
 struct Scaled {
-  float scale;
+  float power, unit;
 
-  Vec operator()(Vec x) const { return x * scale; }
-  Vec less(float subtrahend, Vec x) const { return fma(x, broadcast(scale), broadcast(-subtrahend)); }
+  explicit Scaled(const Scale& scale) : power(scale.power), unit(scale.unit) {}
+
+  Vec w(Vec x) const { return x * power; }
+  // What is the largest where w is, and w of that.
+  Vec key(Vec x) const { return w(x); }
+  float of_key(float key) const { return key; }
+  // z less the logit at `origin`.
+  Vec difference(Vec x, float origin) const { return fma(x, broadcast(power), broadcast(-origin)) * unit; }
   Vec grad(Vec dz, Vec) const { return dz; }
-  float bound() const { return __builtin_inff(); }  // no |z| is above it
 };
 
 // z = cap * tanh(x * scale / cap)
 struct Capped {
-  float scale, cap;
+  float of_cap, cap;
+  static constexpr float unit = 1;
 
-  Vec operator()(Vec x) const { return cap * Tanh(x * (scale / cap)).value; }
-  Vec less(float subtrahend, Vec x) const { return (*this)(x)-subtrahend; }
-  Vec grad(Vec dz, Vec x) const { return dz * Tanh(x * (scale / cap)).slope; }
-  float bound() const { return cap; }
+  Capped(const Scale& scale, float cap) : of_cap(scale.whole / cap), cap(cap) {}
+
+  Vec w(Vec x) const { return cap * Tanh(x * of_cap).value; }
+  Vec key(Vec x) const { return of_cap < 0 ? -x : x; }
+  float of_key(float key) const { return w(broadcast(of_cap < 0 ? -key : key))[0]; }
+  Vec difference(Vec x, float origin) const { return w(x) - origin; }
+  Vec grad(Vec dz, Vec x) const { return dz * Tanh(x * of_cap).slope; }
 };
+
+// What is subtracted: not the top of a row where nothing counts, so that no difference of it is NaN.
+float origin_of(float top) { return top == kNothing ? 0 : top; }
 
 // R neighbouring rows of logits, of which the last stands for those beyond `count` too.
 template <int R, class X, class Z, bool KEPT>
@@ -46,7 +59,7 @@ struct LogitRows {
 
   template <class Extent>
   Vec operator()(int row, int64_t column, Extent extent) const {
-    return z(load(data[row] + column, extent));
+    return load(data[row] + column, extent);
   }
 
   Vec counted(Vec z, int row, int64_t column, Whole whole, float otherwise) const {
@@ -81,58 +94,58 @@ struct StoredLogits {
   }
 };
 
-// The statistics of a row: sum(exp(z - offset)) / 2^power, and sum(z) where SUMS is 2. The largest exponential is about
-// 1. No logit is rounded: a small offset is within the exponent, and a large one is so close to what it is subtracted
-// from that the difference is exact.
-template <int SUMS>
+// d - sum * exp(t), of which no digit is lost where d is close to `sum` and t to 0.
+[[gnu::always_inline]] inline Vec less_share(Vec d, float sum, Vec t) {
+  const Exp e(t);
+  const Vec power = e.times_power(broadcast(1)), less_1 = fma(e.rest, power, power - 1);
+  const Bits is_most = (Bits)(t > -0.25f);
+  const Vec share = (Vec)((is_most & (Bits)less_1) | (~is_most & (Bits)e.value()));
+  return fma(broadcast(-sum), share, d - (Vec)(is_most & (Bits)broadcast(sum)));
+}
+
+// What is added up of a row, of differences of z to the top's.
+enum Added : int {
+  kSum = 1,             // the exponentials
+  kLogSum = 2,          // the same, and apart how many are the top's, so that the logarithm keeps its digits
+  kLogSumAndTotal = 3,  // and the differences
+};
+
+template <Added ADDED>
 struct SumOfExp {
-  float largest, offset = 0, power = 0;  // largest: of the row's z, or what is sure not to be below that
-  double sum = 0, total = 0;             // sum: 0 of a row where nothing counts
+  float top, origin;
+  double rest = 0;  // of the sum, less 1; NaN where that is
+  double total = 0;
   const float* kept = nullptr;
 
-  static SumOfExp around(float largest) {
-    constexpr float kSmall = 256;
-    SumOfExp stats{largest};
-    if (largest == -__builtin_inff()) return stats;
-    if (largest > -kSmall && largest < kSmall) {
-      stats.power = (largest * kLog2e + kRounding) - kRounding;
-    } else {
-      stats.offset = largest;
-    }
-    return stats;
+  double log_sum() const { return __builtin_log1p(rest); }
+  // With the top's z, as programs of before want it; then a row that is -inf throughout is told.
+  double logsumexp(float unit) const {
+    if (rest == -1 && top != kNothing) return __builtin_nan("");
+    return static_cast<double>(origin) * unit + log_sum();
   }
-
-  // exp(z - offset) / 2^power
-  Vec exp(Vec z) const { return cpu::exp(z - offset, power); }
-
-  double log_sum() const { return __builtin_log(sum); }
-  double logsumexp() const { return offset + power * kLn2OfExp + log_sum(); }
+  // Of a row in which nothing counts 0, and NaN of one that is -inf throughout.
+  double reciprocal() const { return rest == -1 ? (top == kNothing ? 0 : __builtin_nan("")) : 1 / (1 + rest); }
 
   template <class Op>
   void save(const Op&, int64_t) const {}
 
   template <int R, class Rows, class Op>
   static void of(const Rows& rows, const Op&, SumOfExp* stats) {
-    constexpr float kSureBound = 40;  // between logits below it no exponential is lost
     float most[R];
-    if (rows.z.bound() <= kSureBound) {
-      for (float& each : most) each = rows.z.bound();
-    } else {
-      cpu::largest<R>(
-          rows.cols,
-          [&](int row, int64_t column, auto extent) {
-            return rows.counted(rows(row, column, extent), row, column, extent, kNothing);
-          },
-          most);
-    }
+    cpu::largest<R>(
+        rows.cols,
+        [&](int row, int64_t column, auto extent) {
+          return rows.counted(rows.z.key(rows(row, column, extent)), row, column, extent, kNothing);
+        },
+        most);
     for (int row = 0; row < R; ++row) {
-      stats[row] = around(most[row]);
+      const bool is_empty = most[row] == kNothing && rows.mask[row].is_empty();
+      const float top = rows.z.of_key(most[row]);
+      stats[row].top = is_empty ? kNothing : top < -__FLT_MAX__ ? -__FLT_MAX__ : top;
+      stats[row].origin = origin_of(stats[row].top);
       if (Rows::kKept) stats[row].kept = rows.kept + row * rows.stride;
     }
     add_up<R>(rows, stats);
-    for (int row = 0; row < R; ++row) {
-      if (stats[row].sum == 0 && !rows.mask[row].is_empty()) stats[row].sum = __builtin_nan("");
-    }
   }
 
  private:
@@ -140,30 +153,37 @@ struct SumOfExp {
   // than reading them again.
   template <int R, class Rows>
   static void add_up(const Rows& rows, SumOfExp* stats) {
-    Sums<R, SUMS> sums;
+    Sums<R, ADDED> sums;
     if constexpr (R == 1) {
-      sums = cpu::sum<1, SUMS>(rows.cols, [rows = rows, stats = *stats](int, int64_t column, auto extent, Vec* sums) {
+      sums = cpu::sum<1, ADDED>(rows.cols, [rows = rows, stats = *stats](int, int64_t column, auto extent, Vec* sums) {
         stats.add(rows, 0, column, extent, sums);
       });
     } else {
-      sums = cpu::sum<R, SUMS>(rows.cols, [&](int row, int64_t column, auto extent, Vec* sums) {
+      sums = cpu::sum<R, ADDED>(rows.cols, [&](int row, int64_t column, auto extent, Vec* sums) {
         stats[row].add(rows, row, column, extent, sums);
       });
     }
     for (int row = 0; row < R; ++row) {
-      stats[row].sum = sums.values[row][0];
-      stats[row].total = sums.values[row][SUMS - 1];
+      const auto& of_row = sums.values[row];
+      stats[row].rest = of_row[0] + (ADDED == kSum ? -1 : of_row[1] - 1);
+      if (ADDED == kLogSumAndTotal) stats[row].total = of_row[ADDED - 1];
     }
   }
 
   template <class Rows, class Extent>
   [[gnu::always_inline]] void add(const Rows& rows, int row, int64_t column, Extent extent, Vec* sums) const {
     if (rows.ahead) __builtin_prefetch(rows.data[row] + column + rows.ahead);
-    const Vec z = rows(row, column, extent);
-    const Vec e = exp(rows.counted(z, row, column, extent, kNothing));
+    const Vec difference = rows.z.difference(rows(row, column, extent), origin);
+    const Vec t = rows.counted(difference, row, column, extent, kNothing), e = exp(t);
     if (Rows::kKept) store(rows.kept + row * rows.stride + column, e, extent);
-    sums[0] += e;
-    if (SUMS == 2) sums[1] += rows.counted(z, row, column, extent, 0);
+    if constexpr (ADDED == kSum) {
+      sums[0] += e;
+    } else {
+      const Bits is_top = (Bits)(t == 0);
+      sums[0] += (Vec)((Bits)e & ~is_top);
+      sums[1] += (Vec)((Bits)broadcast(1) & is_top);
+    }
+    if constexpr (ADDED == kLogSumAndTotal) sums[2] += rows.counted(difference, row, column, extent, 0);
   }
 };
 

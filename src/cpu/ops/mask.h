@@ -48,12 +48,14 @@ struct RowMask {
     return where ? (lanes(where + column, extent) ? v : broadcast(otherwise)) : v;
   }
 
-  bool is_empty() const {
-    for (int64_t column = 0; column < end; ++column) {
-      if (!where || where[column]) return false;
-    }
-    return true;
+  // How many columns count.
+  int64_t count() const {
+    int64_t count = 0;
+    for (int64_t column = 0; column < end; ++column) count += !where || where[column];
+    return count;
   }
+
+  bool is_empty() const { return count() == 0; }
 
  private:
   // A function of its own: its divisions would stand in every loop over rows.

@@ -17,43 +17,40 @@ struct WriteSoftmax {
   OutputRows<Y> y;
 
   template <class X>
-  void operator()(int64_t row, const SumOfExp<1>& stats, RowReader<X> x) const {
+  void operator()(int64_t row, const SumOfExp<kSum>& stats, RowReader<X> x) const {
     const RowMask mask = RowMask::of(p.mask, row, p.cols);
     const RowWriter<Y> y_row = y[row];
-    const Vec reciprocal = broadcast(stats.sum == 0 ? 0 : static_cast<float>(1 / stats.sum));
+    const Vec reciprocal = broadcast(static_cast<float>(stats.reciprocal()));
     if (const float* const kept = stats.kept) {
       for_each_vector(mask.end, [&](int64_t column, auto extent) {
         y_row(column, mask(load(kept + column, extent) * reciprocal, column, extent, 0), extent);
       });
     } else {
-      const Scaled z{p.scale};
-      for_each_vector(mask.end, [&, stats = stats](int64_t column, auto extent) {
-        y_row(column, mask(stats.exp(z(x(column, extent))) * reciprocal, column, extent, 0), extent);
+      const Scaled z(p.scale);
+      for_each_vector(mask.end, [&, origin = stats.origin](int64_t column, auto extent) {
+        y_row(column, mask(exp(z.difference(x(column, extent), origin)) * reciprocal, column, extent, 0), extent);
       });
     }
     fill(y_row.data + mask.end, 0, p.cols - mask.end);
   }
 };
 
-// An epilogue. z less a large offset is exact; another logarithm of a sum is subtracted in two parts, as rounded to one
-// it may be less exact than y has to be.
+// An epilogue.
 template <class Y>
 struct WriteLogSoftmax {
   const SoftmaxForward& p;
   OutputRows<Y> y;
 
   template <class X>
-  void operator()(int64_t row, const SumOfExp<1>& stats, RowReader<X> x) const {
+  void operator()(int64_t row, const SumOfExp<kLogSum>& stats, RowReader<X> x) const {
     const RowMask mask = RowMask::of(p.mask, row, p.cols);
     const RowWriter<Y> y_row = y[row];
-    const double logsumexp = stats.logsumexp();
-    const float most = stats.offset == 0 ? static_cast<float>(logsumexp) : stats.offset;
-    float rest = stats.offset == 0 ? static_cast<float>(logsumexp - most) : static_cast<float>(stats.log_sum());
-    if (stats.largest - most > rest) rest = stats.largest - most;  // no rounding makes a logarithm positive
-    if (p.logsumexp) p.logsumexp[row] = static_cast<float>(logsumexp);
-    const Scaled z{p.scale};
-    for_each_vector(mask.end, [&](int64_t column, auto extent) {
-      y_row(column, mask(z(x(column, extent)) - most - rest, column, extent, kNothing), extent);
+    const Scaled z(p.scale);
+    const float log_sum = static_cast<float>(stats.log_sum());
+    if (p.log_sum) p.log_sum[row] = p.top ? log_sum : static_cast<float>(stats.logsumexp(z.unit));
+    if (p.top) p.top[row] = stats.top;
+    for_each_vector(mask.end, [&, origin = stats.origin](int64_t column, auto extent) {
+      y_row(column, mask(z.difference(x(column, extent), origin) - log_sum, column, extent, kNothing), extent);
     });
     fill(y_row.data + mask.end, kNothing, p.cols - mask.end);
   }
@@ -67,14 +64,15 @@ void softmax(const SoftmaxForward& p, int64_t begin, int64_t end, int64_t traffi
   with_types(p.x.dtype, p.y.dtype, [&](auto x, auto y_type) {
     using Y = decltype(y_type);
     const OutputRows<Y> y(p.y, p.cols, traffic);
-    const StoredLogits<decltype(x), SoftmaxForward, Scaled> load{p, {p.scale}, traffic};
+    const Scaled z(p.scale);
+    const StoredLogits<decltype(x), SoftmaxForward, Scaled> load{p, z, traffic};
     if (p.log) {
-      for_logit_rows<SumOfExp<1>>(p, begin, end, traffic, load, WriteLogSoftmax<Y>{p, y});
+      for_logit_rows<SumOfExp<kLogSum>>(p, begin, end, traffic, load, WriteLogSoftmax<Y>{p, y});
     } else if (p.cols <= kKept) {
-      const StoredLogits<decltype(x), SoftmaxForward, Scaled, true> load{p, {p.scale}, traffic, kept};
-      for_logit_rows<SumOfExp<1>>(p, begin, end, traffic, load, WriteSoftmax<Y>{p, y});
+      const StoredLogits<decltype(x), SoftmaxForward, Scaled, true> load{p, z, traffic, kept};
+      for_logit_rows<SumOfExp<kSum>>(p, begin, end, traffic, load, WriteSoftmax<Y>{p, y});
     } else {
-      for_logit_rows<SumOfExp<1>>(p, begin, end, traffic, load, WriteSoftmax<Y>{p, y});
+      for_logit_rows<SumOfExp<kSum>>(p, begin, end, traffic, load, WriteSoftmax<Y>{p, y});
     }
   });
 }
@@ -84,7 +82,7 @@ struct SoftmaxGrad {
   float scale;
 
   Vec x_hat(Vec y) const { return y; }
-  static SoftmaxGrad saved(const SoftmaxBackward& p, int64_t) { return {p.scale}; }
+  static SoftmaxGrad saved(const SoftmaxBackward& p, int64_t) { return {p.scale.whole}; }
   static constexpr int kGradSums = 1;
   static void add(Vec dy, Vec y, Vec* sums) { sums[0] = fma(dy, y, sums[0]); }
   auto gradient(const Sums<1, 1>& sums) const {
@@ -93,17 +91,20 @@ struct SoftmaxGrad {
   }
 };
 
-// exp(z - logsumexp) takes x_hat's place.
+// The logarithm of softmax takes x_hat's place.
 struct LogSoftmaxGrad {
-  float scale, logsumexp;
+  Scaled z;
+  float scale, origin, log_sum;
 
-  Vec x_hat(Vec x) const { return exp(Scaled{scale}.less(logsumexp, x)); }
-  static LogSoftmaxGrad saved(const LogSoftmaxBackward& p, int64_t row) { return {p.scale, p.logsumexp[row]}; }
+  Vec x_hat(Vec x) const { return z.difference(x, origin) - log_sum; }
+  static LogSoftmaxGrad saved(const LogSoftmaxBackward& p, int64_t row) {
+    return {Scaled(p.scale), p.scale.whole, p.top ? origin_of(p.top[row]) : 0, p.log_sum[row]};
+  }
   static constexpr int kGradSums = 1;
   static void add(Vec dy, Vec, Vec* sums) { sums[0] += dy; }
   auto gradient(const Sums<1, 1>& sums) const {
-    const Vec minus_sum = broadcast(-sums.values[0][0]);
-    return [minus_sum, scale = scale](Vec dy, Vec softmax) { return fma(softmax, minus_sum, dy) * scale; };
+    const float sum = sums.values[0][0];
+    return [sum, scale = scale](Vec dy, Vec log_share) { return less_share(dy, sum, log_share) * scale; };
   }
 };
 

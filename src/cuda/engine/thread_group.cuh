@@ -30,6 +30,12 @@ __device__ float group_max(float value) {
   return value;
 }
 
+// In how many of them it holds.
+template <int WIDTH>
+__device__ int group_count(bool holds) {
+  return __popc(__ballot_sync(lanes_mask<WIDTH>(), holds));
+}
+
 // The largest of their magnitudes.
 template <int WIDTH>
 __device__ float group_largest(float magnitude) {
@@ -63,6 +69,11 @@ __device__ float over_parts(float value, int count, F add) {
 
 __device__ inline float sum_of_parts(float value, int count) {
   return over_parts(value, count, [](float a, float b) { return a + b; });
+}
+
+// Of how many of the parts it holds.
+__device__ inline int count_of_parts(bool holds, int count) {
+  return __popc(__ballot_sync(0xffffffffu, holds) & (count > 4 ? (1u << kMaxParts) - 1 : 0xfu));
 }
 
 // K sums over a part of a row.
@@ -175,6 +186,9 @@ class ThreadGroup {
 
   // The largest value of the same threads, of those that are numbers.
   __device__ float warp_max(float value) const { return group_max<kSpansWarps ? kWarp : THREADS>(value); }
+
+  // In how many of the same threads it holds.
+  __device__ int warp_count(bool holds) const { return group_count<kSpansWarps ? kWarp : THREADS>(holds); }
 
   // The thread group's threads in this block, which are of several warps, wait for each other.
   __device__ void meet() const {

@@ -16,20 +16,30 @@ struct CrossEntropyCall : CrossEntropyForward {
 
 struct CrossEntropyStatistics : MaxSum<true> {
   struct Statistics {
-    float logsumexp, total;
+    float log_sum, total, top;
+    float origin;  // of what is relative to the top
   };
 
   __device__ static Statistics finish(const CrossEntropyCall& p, const Part& whole, float) {
-    const LogitScale& logits = p.logits;
-    const float total = whole.total() * (logits.factor * logits.unit);
-    if (whole.sum() == 0 && whole.value[0] != whole.value[0]) return {-INFINITY, total};
-    const float max = whole.value[0] * logits.unit;
-    return {fabsf(max) < INFINITY ? max + logf(whole.sum()) : NAN, total};
+    const float max = whole.value[0], unit = p.logits.unit;
+    Statistics s{log1pf(whole.rest()), whole.total() * unit, fmaxf(max, -FLT_MAX), origin_of(max)};
+    if (whole.rest() == -1) {
+      if (max != max) s.top = -INFINITY;
+    } else if (!(fabsf(max * unit) < INFINITY)) {
+      s.log_sum = NAN;
+    }
+    if (!p.top) {
+      s.log_sum = whole.rest() == -1 && max == max ? NAN : fmaf(s.origin, unit, s.log_sum);
+      s.total = fmaf(s.origin * unit, whole.count(), s.total);
+      s.origin = 0;
+    }
+    return s;
   }
 
   __device__ static void write(const CrossEntropyCall& p, const Statistics& s, int64_t row) {
-    p.logsumexp[row] = s.logsumexp;
+    p.log_sum[row] = s.log_sum;
     if (p.total) p.total[row] = s.total;
+    if (p.top) p.top[row] = s.top;
   }
 };
 
@@ -46,8 +56,8 @@ class LabelEpilogue : public RowEpilogue {
     for (int r = 0; r < ROWS; ++r) label[r] = p.labels[rows.row_to_read(r)];
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
-      const bool is_column = 0 <= label[r] && label[r] < p.cols;
-      x_[r] = is_column ? static_cast<const X*>(p.x.data)[rows.row_to_read(r) * p.cols + label[r]] : X(0.0f);
+      names_column_[r] = 0 <= label[r] && label[r] < p.cols;
+      x_[r] = names_column_[r] ? static_cast<const X*>(p.x.data)[rows.row_to_read(r) * p.cols + label[r]] : X(0.0f);
     }
   }
 
@@ -57,14 +67,14 @@ class LabelEpilogue : public RowEpilogue {
 #pragma unroll
     for (int r = 0; r < ROWS; ++r)
       if (rows.is_written(r)) {
-        const float x = static_cast<float>(x_[r]);
-        p.label_logit[rows.row(r)] =
-            p.logits.cap == 0 ? x * p.scale : tanh_of<float>(x * p.logits.cap).value * p.logits.factor;
+        const float w = p.logits.template t_of<float>(static_cast<float>(x_[r])) * p.logits.factor;
+        p.label_logit[rows.row(r)] = names_column_[r] ? (w - rows.s[r].origin) * p.logits.unit : 0.0f;
       }
   }
 
  private:
   const bool writes_;
+  bool names_column_[ROWS];
   X x_[ROWS];
 };
 

@@ -14,9 +14,10 @@ struct Call {
   int64_t rows, cols;
   Input x;
   const int32_t* labels;
-  const float *logsumexp, *dlogsumexp, *dlabel_logit, *dtotal;
+  const float *log_sum, *dlog_sum, *top, *dlabel_logit, *dtotal;
   Output dx;
-  float scale, soft_cap, scale_of_cap;  // scale / soft_cap
+  Scale scale;
+  float soft_cap, scale_of_cap;  // scale / soft_cap
   MaskLaunch mask;
 
   explicit Call(const CrossEntropyBackward& p)
@@ -24,14 +25,15 @@ struct Call {
         cols(p.cols),
         x(p.x),
         labels(p.labels),
-        logsumexp(p.logsumexp),
-        dlogsumexp(p.dlogsumexp),
+        log_sum(p.log_sum),
+        dlog_sum(p.dlog_sum),
+        top(p.top),
         dlabel_logit(p.dlabel_logit),
         dtotal(p.dtotal),
         dx(p.dx),
         scale(p.scale),
         soft_cap(p.soft_cap),
-        scale_of_cap(p.scale / p.soft_cap),
+        scale_of_cap(p.scale.whole / p.soft_cap),
         mask(p.mask) {}
 };
 
@@ -45,12 +47,13 @@ class CrossEntropyGrad {
   static constexpr bool ALIGNED = IS_ALIGNED;
   static constexpr int N = kVector<T>;
 
-  // label: this thread's column of it, if it is one of its N.
+  // label: this thread's column of it, if it is one of its N; kNoLabel, or of a row that is left out kLeftOut.
   struct Row {
-    float logsumexp, dlogsumexp, dlabel_logit, dtotal;
+    float log_sum, origin, dlog_sum, dlabel_logit, dtotal;
     int label;
     Counted<MASKED ? N : 1> counted;
   };
+  static constexpr int kNoLabel = -1, kLeftOut = -2;
 
   __device__ static const Input& from(const Call& p) { return p.x; }
   __device__ static const Output& to(const Call& p) { return p.dx; }
@@ -58,12 +61,17 @@ class CrossEntropyGrad {
   __device__ CrossEntropyGrad(const Call&, int64_t col, int remaining) : col_(col), remaining_(remaining) {}
 
   __device__ Row fetch(const Call& p, int64_t row) const {
-    const int64_t label = __ldg(p.labels + row) - col_;
-    Row numbers{__ldg(p.logsumexp + row),
-                __ldg(p.dlogsumexp + row),
+    const int32_t label = __ldg(p.labels + row);
+    const int64_t own = label - col_;
+    const float log_sum = __ldg(p.log_sum + row);
+    Row numbers{log_sum == -INFINITY ? 0.0f : log_sum,
+                p.top ? origin_of(__ldg(p.top + row)) : 0.0f,
+                __ldg(p.dlog_sum + row),
                 p.dlabel_logit ? __ldg(p.dlabel_logit + row) : 0.0f,
                 p.dtotal ? __ldg(p.dtotal + row) : 0.0f,
-                label >= 0 && label < N ? static_cast<int>(label) : -1,
+                label == kIgnored     ? kLeftOut
+                : own >= 0 && own < N ? static_cast<int>(own)
+                                      : kNoLabel,
                 {}};
     if constexpr (MASKED) numbers.counted = p.mask.of_row(row, p.cols).template counted<ALIGNED, N>(col_, remaining_);
     return numbers;
@@ -71,24 +79,44 @@ class CrossEntropyGrad {
 
   // From x to dx.
   __device__ void apply(const Call& p, const Row& row, float (&values)[N]) const {
+    float at_label = 0;
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      float slope = p.scale, difference;  // slope: dz/dx
+      float slope = p.scale.whole, log_share;  // slope: dz/dx
       if constexpr (CAPPED) {
         const Tanh tanh = tanh_of<T>(values[i] * p.scale_of_cap);
         slope *= tanh.complement;
-        difference = fmaf(p.soft_cap, tanh.value, -row.logsumexp);
+        log_share = tanh.value * p.soft_cap - row.origin - row.log_sum;
       } else {
-        difference = fmaf(values[i], p.scale, -row.logsumexp);
+        log_share = fmaf(fmaf(values[i], p.scale.power, -row.origin), p.scale.unit, -row.log_sum);
       }
-      const bool counts = !MASKED || row.counted[MASKED ? i : 0], is_label = i == row.label;
-      float dz = counts ? fmaf(row.dlogsumexp, exponential(difference), row.dtotal) : 0.0f;
-      if (is_label) dz += row.dlabel_logit;
-      values[i] = counts || is_label ? slope * dz : 0.0f;
+      const bool counts = !MASKED || row.counted[MASKED ? i : 0];
+      if (i == row.label) at_label = slope_times(slope, of_label(row, counts, log_share));
+      values[i] = counts ? slope * fmaf(row.dlog_sum, exponential(log_share), row.dtotal) : 0.0f;
     }
+    if (row.label == kNoLabel) return;
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+      if (row.label == kLeftOut) {
+        values[i] = 0;
+      } else if (i == row.label) {
+        values[i] = at_label;
+      }
   }
 
  private:
+  // dz of the label. Its terms cancel where the row's loss is small.
+  __device__ static float of_label(const Row& row, bool counts, float log_share) {
+    if (!counts) return row.dlabel_logit;
+    const bool is_most = log_share > kMostOfRow;
+    const float share = is_most ? exponential_less_1(log_share) : exponential(log_share);
+    const float of_logit = is_most ? row.dlog_sum + row.dlabel_logit : row.dlabel_logit;
+    return fmaf(row.dlog_sum, share, of_logit) + row.dtotal;
+  }
+
+  // Of a label whose logit has no gradient it may be no number.
+  __device__ static float slope_times(float slope, float dz) { return dz == 0 ? 0.0f : slope * dz; }
+
   const int64_t col_;
   const int remaining_;
 };

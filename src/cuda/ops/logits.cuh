@@ -1,44 +1,43 @@
-// A row of logits z, which follow from x by a scale and, of cross-entropy, a soft cap: how softmax and cross-entropy
-// read it. Differences of logits are what counts. So z is never formed, but t = x, or t = tanh(x * scale / soft_cap),
-// and from it w = t * factor, in which a logit's distance from the largest one is (w - max(w)) * unit: exact to one
-// rounding of x's own distance, however large the logits are.
+// A row of logits z, see ops/logits.h: how softmax and cross-entropy read it. t is x, or with a soft cap z; w is
+// t * factor, and a logit's distance from the largest one (w - max(w)) * unit.
 #pragma once
 
-#include <cfloat>
-#include <cmath>
-
 #include "cuda/engine/row_loop.cuh"
+#include "cuda/ops/exponential.cuh"
 #include "cuda/ops/mask.cuh"
 #include "cuda/ops/soft_cap.cuh"
+#include "ops/logits.h"
 
 namespace jaxnorm::cuda {
 
 struct LogitScale {
-  float cap;        // what tanh is taken of is x * cap; 0: there is no soft cap
+  float of_cap;     // what tanh is taken of is x * of_cap
+  float cap;        // 0: there is no soft cap
   float factor;     // of w
   float unit;       // not 0, as columns that do not count have a w of -inf
   float log2_unit;  // unit * log2(e)
   bool descending;  // whether w falls where x grows
   bool with_total;
 
-  LogitScale(float scale, float soft_cap, bool with_total)
-      : cap(soft_cap == 0 ? 0 : scale / std::fabs(soft_cap)),
-        factor(soft_cap != 0 ? std::fabs(soft_cap)
-               : scale < 0   ? -1.0f
-                             : 1.0f),
-        unit(soft_cap != 0 ? 1.0f : std::fmax(std::fabs(scale), FLT_TRUE_MIN)),
+  LogitScale(const Scale& scale, float soft_cap, bool with_total)
+      : of_cap(soft_cap == 0 ? 0 : scale.whole / soft_cap),
+        cap(soft_cap),
+        factor(soft_cap != 0 ? 1.0f : scale.power),
+        unit(soft_cap != 0 ? 1.0f : std::fmax(scale.unit, FLT_TRUE_MIN)),
         log2_unit(static_cast<float>(unit * 1.4426950408889634)),
-        descending(scale < 0),
+        descending(scale.whole < 0),
         with_total(with_total) {}
 
   // 2^(the distance from `max` in w).
   __device__ float exponential(float t, float max) const { return exp2_estimate(fmaf(t, factor, -max) * log2_unit); }
   // By what a sum has to be multiplied that was made with the maximum `from`.
   __device__ float between(float from, float to) const { return exp2_estimate((from - to) * log2_unit); }
-};
 
-// What a maximum is replaced by if it is -inf, so that the distance of -inf from it is still -inf.
-__device__ inline float origin_of(float max) { return max > -INFINITY ? max : 0.0f; }
+  template <typename X>
+  __device__ float t_of(float x) const {
+    return cap == 0 ? x : tanh_of<X>(x * of_cap).value * cap;
+  }
+};
 
 // The bits of infinity, of a half type twice.
 template <typename X>
@@ -137,7 +136,7 @@ class LogitRow {
     if constexpr (CROSS)
       if (scale_->cap != 0) {
 #pragma unroll
-        for (int i = 0; i < Tile::N; ++i) t[i] = tanh_of<float>(t[i] * scale_->cap).value;
+        for (int i = 0; i < Tile::N; ++i) t[i] = scale_->template t_of<float>(t[i]);
         set_others(col, remaining, -INFINITY, t);
       }
   }

@@ -47,29 +47,40 @@ class Extreme {
   uint32_t pair_ = kInfinity<X> | (SMALLEST ? 0 : kSign<X>);  // of a half type, two columns' at once
 };
 
-// A share of a row: the maximum of its w, its sum of exponentials and, of cross-entropy, its sum of t; and what is the
-// same for all shares, log2_unit. A share without any column that counts has a sum of 0, and a maximum that is not a
-// number. One whose logits are all -inf has a sum of 0 and a maximum of -inf. Of all others the sum is 1 or more.
-// CROSS: as of LogitRow; without a sum of t there is room for a ticket.
+// A share of a row: the maximum of its w; its sum of exponentials less 1, so that their logarithm keeps its digits
+// where it is close to 0; and what is the same for all shares, log2_unit. Of a sum of 0 the maximum is -inf where
+// logits count, and these are all -inf, and not a number where none counts. Of all others the sum is 1 or more.
+//
+// CROSS: as of LogitRow. Such a share has a sum of w less the maximum, too, and how many of these there are; another
+// has room for a ticket.
 template <bool CROSS>
 struct MaxSumPart {
-  float value[4];
+  float value[CROSS ? 5 : 4];
   static constexpr int kTicket = CROSS ? -1 : 2;
 
-  __device__ float max() const { return max_of(value[0], value[1]); }
-  __device__ float sum() const { return value[1]; }
-  __device__ float total() const { return value[2]; }
-
-  // Of what may be a share without columns, one of a lane that has none included.
-  __device__ static float max_of(float max, float sum) { return sum == 0 && max > -INFINITY ? NAN : max; }
+  __device__ float rest() const { return value[1]; }
+  __device__ float total() const { return CROSS ? value[2] : 0; }
+  __device__ float count() const { return CROSS ? value[4] : 0; }
 
   __device__ static MaxSumPart merge(const MaxSumPart& part, const MaxSumPart& first, int count, float) {
     const float log2_unit = first.value[3];
-    const float max = over_parts(part.max(), count, [](float a, float b) { return fmaxf(a, b); });
-    const float factor = exp2_estimate((part.value[0] - origin_of(max)) * log2_unit);
-    const float sum = sum_of_parts(part.sum() == 0 ? 0.0f : part.sum() * factor, count);
-    return {{max, sum, CROSS ? sum_of_parts(part.total(), count) : 0, log2_unit}};
+    const bool is_part = part.value[3] > 0, has_sum = is_part && part.rest() != -1;  // a lane without one has zeros
+    const float own = is_part ? part.value[0] : NAN;
+    const float max = over_parts(own, count, [](float a, float b) { return fmaxf(a, b); });
+    const float factor = exp2_estimate((own - origin_of(max)) * log2_unit);
+    const bool is_top = has_sum && own == max;
+    const float rest = has_sum ? is_top ? part.rest() : (part.rest() + 1.0f) * factor : 0.0f;
+    MaxSumPart whole{{max, less_1(sum_of_parts(rest, count), count_of_parts(is_top, count)), 0, log2_unit}};
+    if constexpr (CROSS) {
+      const float further = part.count() > 0 ? part.count() * (origin_of(own) - origin_of(max)) : 0.0f;
+      whole.value[2] = sum_of_parts(part.total() + further, count);
+      whole.value[4] = sum_of_parts(part.count(), count);
+    }
+    return whole;
   }
+
+  // A sum less 1, from what was added up of shares, of which `tops` have 1 more.
+  __device__ static float less_1(float rest, int tops) { return rest + static_cast<float>(tops - 1); }
 };
 
 template <bool CROSS>
@@ -87,10 +98,17 @@ struct MaxSum {
       thread.add_all(x, group);
     }
     const LogitScale& scale = x.scale();
-    const float sum = thread.sum(), own = thread.max(x, group, sum), max = group.warp_max(own);
-    const float factor = scale.between(own, origin_of(max));
-    return {{max, group.warp_sum(sum == 0 ? 0.0f : sum * factor),
-             CROSS && scale.with_total ? group.warp_sum(thread.total()) : 0, scale.log2_unit}};
+    const float own = thread.max(x, group), max = group.warp_max(own), origin = origin_of(max);
+    const bool has_sum = thread.rest() != -1, is_top = has_sum && own == max;
+    const float rest = has_sum ? is_top ? thread.rest() : (thread.rest() + 1.0f) * scale.between(own, origin) : 0.0f;
+    Part part{{max, Part::less_1(group.warp_sum(rest), group.warp_count(is_top)), 0, scale.log2_unit}};
+    if constexpr (CROSS)
+      if (scale.with_total) {
+        const float count = thread.count(), further = count > 0 ? count * (origin_of(own) - origin) : 0.0f;
+        part.value[2] = group.warp_sum(thread.total() + further);
+        part.value[4] = group.warp_sum(count);
+      }
+    return part;
   }
 
  private:
@@ -130,38 +148,44 @@ struct MaxSum {
         const float max =
             fmaxf(max_, w_of(x, x.scale().descending ? extreme(std::true_type{}) : extreme(std::false_type{})));
         if (max > max_) {
-          whole_sum_ *= x.scale().between(max_, max);
+          whole_rest_ = (whole_rest_ + tops_) * x.scale().between(max_, max);
+          if constexpr (Row::kCross) whole_total_ += count_ * (origin_of(max_) - origin_of(max));
+          tops_ = 0;
           max_ = max;
         }
         const float origin = origin_of(max_);
         visit([&](int i, auto col, int remaining) { add(x, i, col, remaining, vectors[i], origin); });
-        whole_sum_ += sum_[0] + sum_[1];
-        whole_total_ += total_[0] + total_[1];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) sum_[i] = total_[i] = 0;
+        whole_rest_ += rest_[0] + rest_[1];
+        whole_total_ += total_;
+        rest_[0] = rest_[1] = total_ = 0;
       });
     }
 
-    __device__ float sum() const { return Tile::STREAMED ? static_cast<float>(whole_sum_) : sum_[0] + sum_[1]; }
-    __device__ float total() const { return Tile::STREAMED ? static_cast<float>(whole_total_) : total_[0] + total_[1]; }
+    // As those of a part.
+    __device__ float rest() const {
+      return (Tile::STREAMED ? static_cast<float>(whole_rest_) : rest_[0] + rest_[1]) + (tops_ - 1.0f);
+    }
+    __device__ float total() const { return Tile::STREAMED ? static_cast<float>(whole_total_) : total_; }
+    __device__ float count() const { return count_; }
 
-    // As that of a part; `sum`: this thread's.
     template <typename Group>
-    __device__ float max(const Row& x, const Group& group, float sum) const {
-      if constexpr (!Row::kMasked && !Row::kCross) return max_;
-      if constexpr (Row::kMasked)
-        if (sum == 0) {
+    __device__ float max(const Row& x, const Group& group) const {
+      if constexpr (Row::kMasked) {
+        if (rest() == -1) {
           bool any = false;
           for_each_vector<Tile>(group, [&](int, auto col, int remaining) { any |= x.counted(col, remaining).any(); });
           return any ? max_ : NAN;
         }
-      return Part::max_of(max_, sum);
+      } else if constexpr (Row::kCross) {
+        // With a soft cap columns past the row's end have a w that is not -inf.
+        if (rest() == -1 && max_ > -INFINITY) return NAN;
+      }
+      return max_;
     }
 
    private:
     __device__ static float w_of(const Row& x, float t) {
-      if constexpr (Row::kCross)
-        if (x.scale().cap != 0) t = tanh_of<float>(t * x.scale().cap).value;
+      if constexpr (Row::kCross) t = x.scale().template t_of<float>(t);
       return t * x.scale().factor;
     }
 
@@ -171,22 +195,30 @@ struct MaxSum {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         const float exponential = x.scale().exponential(t[i], origin);
-        sum_[i % 2] += exponential;
+        if (exponential == 1.0f) {
+          tops_ += 1.0f;
+        } else {
+          rest_[i % 2] += exponential;
+        }
         if constexpr (Row::kHoldsValues) t[i] = x.holds_t() ? t[i] : exponential;
       }
       if constexpr (Row::kHoldsValues) x.hold(vec, t);
       if constexpr (Row::kCross)
         if (x.scale().with_total) {
-          x.set_others(col, remaining, 0, t);
+          const auto counted = x.counted(col, remaining);
 #pragma unroll
-          for (int i = 0; i < N; ++i) total_[i % 2] += t[i];
+          for (int i = 0; i < N; ++i) {
+            total_ += counted[i] ? fmaf(t[i], x.scale().factor, -origin) : 0.0f;
+            count_ += counted[i] ? 1.0f : 0.0f;
+          }
         }
     }
 
     float max_ = -INFINITY;
-    // Two halves that do not wait for each other. Thousands of terms, as of a streamed row, need more than f32.
-    float sum_[2] = {}, total_[2] = {};
-    double whole_sum_ = 0, whole_total_ = 0;
+    // How many exponentials are the maximum's, and the sum of the others: of 1 and these it would lose their digits.
+    // Two halves do not wait for each other. Thousands of terms, as of a streamed row, need more than f32.
+    float tops_ = 0, rest_[2] = {}, total_ = 0, count_ = 0;
+    double whole_rest_ = 0, whole_total_ = 0;
   };
 };
 

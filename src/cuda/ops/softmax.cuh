@@ -22,14 +22,21 @@ struct SoftmaxStatistics : MaxSum<false> {
   // A largest logit that is not finite leaves nothing to be computed, unless no column counts.
   __device__ static Statistics finish(const SoftmaxCall& p, const Part& whole, float) {
     const float max = whole.value[0];
-    float sum = whole.sum();
-    if (sum == 0 && max != max) return {0, p.log ? -INFINITY : 0};
-    if (!(fabsf(max * p.logits.unit) < INFINITY)) sum = NAN;
-    return {max, p.log ? logf(sum) : reciprocal(sum)};
+    float rest = whole.rest();
+    if (rest == -1 && max != max) return {0, p.log ? -INFINITY : 0};
+    if (!(fabsf(max * p.logits.unit) < INFINITY)) rest = NAN;
+    return {max, p.log ? log1pf(rest) : reciprocal(1.0f + rest)};
   }
 
   __device__ static void write(const SoftmaxCall& p, const Statistics& s, int64_t row) {
-    if (p.logsumexp) p.logsumexp[row] = fmaf(s.max, p.logits.unit, s.by);
+    if (!p.log_sum) return;
+    if (!p.top) {
+      p.log_sum[row] = fmaf(s.max, p.logits.unit, s.by);
+    } else {
+      const bool is_nothing = s.by == -INFINITY;
+      p.top[row] = is_nothing ? -INFINITY : fmaxf(s.max, -FLT_MAX);
+      p.log_sum[row] = s.max == -INFINITY ? -INFINITY : s.by;
+    }
   }
 };
 

@@ -5,6 +5,7 @@
 #include "cuda/ops/exponential.cuh"
 #include "cuda/ops/mask.cuh"
 #include "cuda/ops/pair.cuh"
+#include "ops/logits.h"
 
 namespace jaxnorm::cuda {
 
@@ -12,16 +13,15 @@ namespace jaxnorm::cuda {
 struct SoftmaxGradCall {
   int64_t rows, cols;
   Input dy, second;
-  const float* logsumexp;
+  const float *log_sum, *top;
   Output dx;
-  float scale;
+  Scale scale;
   MaskLaunch mask;
   uint32_t zero = 0;  // as the compiler does not know
 };
 
 // dx = scale * y * (dy - sum(dy * y))
 struct SoftmaxDx {
-  static constexpr bool kWhere = false;  // y is 0 where a column does not count, but past the length it is not read
   struct Scalars {};
   __device__ static Scalars fetch(const SoftmaxGradCall&, int64_t) { return {}; }
 
@@ -30,25 +30,42 @@ struct SoftmaxDx {
     sum.add_products(dy, y);
   }
 
-  __device__ static float dx(Scalars, float scale, float sum, float dy, float y) { return y * (scale * (dy - sum)); }
+  template <int N>
+  __device__ static void dx(Scalars, const Scale& scale, float sum, const float (&dy)[N], const float (&y)[N],
+                            float (&dx)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) dx[i] = y[i] * (scale.whole * (dy[i] - sum));
+  }
 };
 
-// dx = scale * (dy - exp(z - logsumexp) * sum(dy)),  z = x * scale
+// dx = scale * (dy - exp(z - top - log_sum) * sum(dy)),  z = x * scale
 struct LogSoftmaxDx {
-  static constexpr bool kWhere = true;
-
   struct Scalars {
-    float logsumexp;
+    float log_sum, origin;
   };
-  __device__ static Scalars fetch(const SoftmaxGradCall& p, int64_t row) { return {__ldg(p.logsumexp + row)}; }
+  __device__ static Scalars fetch(const SoftmaxGradCall& p, int64_t row) {
+    return {__ldg(p.log_sum + row), p.top ? origin_of(__ldg(p.top + row)) : 0.0f};
+  }
 
   template <typename Tile>
   __device__ static void add(Sum<Tile>& sum, const float (&dy)[Tile::N], const float (&)[Tile::N]) {
     sum.add(dy);
   }
 
-  __device__ static float dx(Scalars s, float scale, float sum, float dy, float x) {
-    return scale * fmaf(-exponential(fmaf(x, scale, -s.logsumexp)), sum, dy);
+  template <int N>
+  __device__ static void dx(Scalars s, const Scale& scale, float sum, const float (&dy)[N], const float (&x)[N],
+                            float (&dx)[N]) {
+    float log_share[N], most = -INFINITY;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      log_share[i] = fmaf(fmaf(x[i], scale.power, -s.origin), scale.unit, -s.log_sum);
+      most = fmaxf(most, log_share[i]);
+      dx[i] = scale.whole * fmaf(-exponential(log_share[i]), sum, dy[i]);
+    }
+    if (most <= kMostOfRow) return;
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+      if (log_share[i] > kMostOfRow) dx[i] = scale.whole * fmaf(-exponential_less_1(log_share[i]), sum, dy[i] - sum);
   }
 };
 
@@ -96,7 +113,6 @@ class BothRows {
   __device__ void fetch(const SoftmaxGradCall& p, int64_t row) {
     scalars = Op::Dx::fetch(p, row);
     if constexpr (Op::kMasked) mask_ = p.mask.of_row(row, p.cols);
-    if constexpr (Op::kMasked && !Op::Dx::kWhere) mask_.where = nullptr;
   }
 
   Mask mask_;
@@ -197,9 +213,9 @@ struct WriteDx : RowEpilogue {
     const auto values_of = [&](int vec, auto col, int remaining, float (&dx)[Tile::N]) {
       float dy[Tile::N], second[Tile::N];
       const auto counted = x.get(vec, col, remaining, dy, second);
+      Op::Dx::dx(x.scalars, p.scale, sum, dy, second, dx);
 #pragma unroll
-      for (int i = 0; i < Tile::N; ++i)
-        dx[i] = counted[i] ? Op::Dx::dx(x.scalars, p.scale, sum, dy[i], second[i]) : 0.0f;
+      for (int i = 0; i < Tile::N; ++i) dx[i] = counted[i] ? dx[i] : 0.0f;
     };
     if constexpr (kAny) {
       with_type(p.dx.dtype, [&](auto* type) { store_row(group, p, at, type, values_of); });

@@ -51,14 +51,14 @@ cudaError_t softmax_grad_as(const SoftmaxGradCall& p, const Mask& mask, cudaStre
 
 template <typename T>
 cudaError_t softmax_grad_of(const SoftmaxBackward& p, cudaStream_t stream) {
-  return softmax_grad_as<SoftmaxDx, T>({p.rows, p.cols, p.dy, p.y, nullptr, p.dx, p.scale, MaskLaunch(p.mask)}, p.mask,
-                                       stream);
+  return softmax_grad_as<SoftmaxDx, T>({p.rows, p.cols, p.dy, p.y, nullptr, nullptr, p.dx, p.scale, MaskLaunch(p.mask)},
+                                       p.mask, stream);
 }
 
 template <typename T>
 cudaError_t log_softmax_grad_of(const LogSoftmaxBackward& p, cudaStream_t stream) {
-  return softmax_grad_as<LogSoftmaxDx, T>({p.rows, p.cols, p.dy, p.x, p.logsumexp, p.dx, p.scale, MaskLaunch(p.mask)},
-                                          p.mask, stream);
+  return softmax_grad_as<LogSoftmaxDx, T>(
+      {p.rows, p.cols, p.dy, p.x, p.log_sum, p.top, p.dx, p.scale, MaskLaunch(p.mask)}, p.mask, stream);
 }
 
 }  // namespace jaxnorm::cuda

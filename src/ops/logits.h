@@ -1,0 +1,34 @@
+// Rows of logits: z = x * scale, or z = soft_cap * tanh(x * scale / soft_cap).
+//
+// Only differences of logits count, and these are to be exact however large the logits are. So z is never formed, but a
+// w that is not rounded, of which z = w * unit: a difference of logits is (w - w') * unit.
+//
+//   w = x * power      without a soft cap; power is a power of two of the scale's sign
+//   w = z, unit = 1    with one
+//
+// The top of a row is the largest w that counts, and no less than -FLT_MAX; of a row where none does it is -inf. What
+// is relative to it is relative to 0 then: see origin_of. So a shard of a row that is -inf throughout is as any other.
+#pragma once
+
+#include <algorithm>
+#include <cfloat>
+#include <cmath>
+
+namespace jaxnorm {
+
+struct Scale {
+  float whole = 1, power = 1, unit = 1;  // unit: |whole| / |power|, from 1 to 2, or 0
+
+  Scale() = default;
+  Scale(float scale) : whole(scale) {
+    int exponent;
+    if (std::frexp(std::fabs(scale), &exponent) == 0) {
+      unit = 0;
+    } else {
+      power = std::copysign(std::ldexp(1.0f, std::max(exponent - 1, -126)), scale);
+      unit = scale / power;
+    }
+  }
+};
+
+}  // namespace jaxnorm
