@@ -132,7 +132,9 @@ class Forward(Rules):
         ]
         stats = self.op.statistics(spec, operands) if with_stats else []
         of_stats = [self.role("stats").dim_map(spec, ndim, array.shape) for array in stats]
-        return CallMaps(self.maps_of(spec, ndim, operands), [*results, *of_stats], [*summed, *[()] * len(of_stats)])
+        results += of_stats
+        summed += [()] * len(of_stats)
+        return CallMaps(ndim, self.maps_of(spec, ndim, operands), results, summed, [None] * len(results))
 
     def batch(self, leaves: Any, axes: Any, *, tree: Any, spec: RowSpec, with_stats: bool) -> Any:
         params: dict[str, Any] = {"spec": spec, "with_stats": with_stats}
