@@ -182,11 +182,13 @@ class PartitionedCall(NamedTuple):
         like_x = [array for array, dim_map in pairs if dim_map == dims.like_x(ndim)]
         placements = (Placement.of(array.sharding, ndim, self.groups) for array in like_x)
         placement = max(placements, key=lambda placement: math.prod(placement.counts))
-        # The last shard of rows may be shorter, and what is computed beyond it is dropped. It must not be in a sum.
+        # The last shard of rows may be shorter, and what is computed beyond it is dropped. It must not be in a sum, nor
+        # in what goes along no axis of x because it has one element there.
         lengths = {(axis, n) for array, dim_map in pairs for axis, n in zip(dim_map, array.shape, strict=True)}
-        uneven = {axis for axis, n in lengths if axis is not None and n % placement.counts[axis]}
+        uneven = {(axis, n) for axis, n in lengths if axis is not None and n % placement.counts[axis]}
         has_sum = any(self.maps.summed)
-        placement = placement.joined([axis for axis in sorted(uneven) if has_sum or axis in self.features])
+        whole = {axis for axis, n in uneven if has_sum or axis in self.features or n == 1}
+        placement = placement.joined(sorted(whole))
         cols = like_x[0].shape[-1] // placement.counts[-1]
         can_shard = self.partitionable.can_shard(self.params["spec"], cols)
         return placement if can_shard else placement.joined(self.features)

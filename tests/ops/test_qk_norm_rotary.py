@@ -9,7 +9,7 @@ import pytest
 from cases import DTYPES, assert_close, bits, draw, draw_k_scale, draw_q_scale, draw_x
 from coverage import cover
 from hlo import collectives, compiled_text, count_native_calls
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import assert_one_device_gives, mesh_of, placed
 from native import is_platform_with_kernels
@@ -341,6 +341,25 @@ def test_heads_that_do_not_divide(devices):
     expected = jax.jit(step)(*args)
     actual = jax.jit(step)(*placed(mesh, args, [P("a", None, "b"), P("a"), P(), P()]))
     assert_close(jax.device_get(actual), jax.device_get(expected))
+
+
+# What is asked of the many heads of the one splits no single head of the other, nor its statistics.
+@pytest.mark.several
+@cover(heads=[(1, 8), (8, 1)], normalize=["rms", "layer"], with_scales=[False, True])
+def test_a_single_head_beside_split_ones(devices, heads, normalize, with_scales):
+    mesh = mesh_of(devices, AxisType.Auto)
+    args = [*draw_qk(dims=(8, 4), heads=heads), *(draw_scales() if with_scales else ())]
+    split = NamedSharding(mesh, P(None, None, ("a", "b")))
+
+    def step(q, k, *scales):
+        function = partial(jaxnorm.qk_norm_rotary, normalize=normalize)
+        results, pullback = jax.vjp(function, q, k, *scales)
+        results = [jax.lax.with_sharding_constraint(y, split) if y.shape[2] > 1 else y for y in results]
+        return results, pullback((jnp.cos(q), jnp.sin(k)))
+
+    expected = jax.jit(step)(*args)
+    specs = [P("a") if count > 1 else P() for count in heads]
+    assert_close(jax.device_get(jax.jit(step)(*placed(mesh, args, [*specs, *[P()] * (len(args) - 2)]))), expected)
 
 
 @pytest.mark.several
