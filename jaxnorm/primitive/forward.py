@@ -43,6 +43,12 @@ class Forward(Rules):
         tree = self._results_tree(spec, jax.tree.map(jax.typeof, operands))
         return jax.tree.unflatten(tree, values[: tree.num_leaves]), tuple(values[tree.num_leaves :])
 
+    def is_summed(self, name: str) -> bool:
+        """Whether the gradient of an operand is a sum over rows."""
+        derivative = self.op.derivative
+        has_gradient = self.is_weight(name) if derivative is None else name in derivative.variables._fields
+        return has_gradient and not self.role(name).is_of_rows
+
     def _operands(self, tree: Any, values: Any) -> Record:
         return self.op.operands(*jax.tree.unflatten(tree, values))
 

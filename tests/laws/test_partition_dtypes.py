@@ -7,7 +7,17 @@ import pytest
 from cases import DTYPES
 from coverage import over
 from jax.sharding import PartitionSpec as P
-from meshes import assert_one_device_gives, gradients, mesh_for, placed, size_of, specs_of
+from meshes import (
+    MANUAL,
+    PARTLY_MANUAL,
+    assert_one_device_gives,
+    gradients,
+    mesh_for,
+    placed,
+    size_of,
+    specs_of,
+    split_by,
+)
 from ops import EACH, OPS, PADDED
 
 pytestmark = [pytest.mark.several, pytest.mark.jax_version]
@@ -30,14 +40,14 @@ def row_specs(op):
 @over(
     [op for op in OPS if op not in PADDED],
     default=EACH,
-    mode=lambda op: ["auto", "explicit"],
+    mode=lambda op: ["auto", "explicit", MANUAL, PARTLY_MANUAL],
     spec=row_specs,
     dtypes=dtypes,
 )
 def test_gradients(devices, op, mode, spec, dtypes):
     mesh = mesh_for(mode, devices)
     args = op.draw(size_of(op), *dtypes)
-    step = jax.jit(gradients(op))
-    expected = step(*args)
+    step = jax.jit(gradients(op, split_by(mode, op, mesh, spec)))
+    expected = jax.jit(gradients(op))(*args)
     with jax.set_mesh(mesh):
         assert_one_device_gives(step(*placed(mesh, args, specs_of(op, spec))), expected)
