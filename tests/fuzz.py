@@ -8,12 +8,9 @@ formula's own results, in the same dtypes and the same program, do.
     python tests/fuzz.py --first 1234 --examples 1         # one example again
 """
 
-import argparse
-import itertools
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,41 +21,19 @@ if __name__ == "__main__":
     sys.path[:0] = [str(path) for path in (Path(__file__).parents[1], Path(__file__).parent / "lib")]
     import bench  # noqa: F401  # it lets the installed jaxnorm come before the clone's
 
+import fuzzing
 import jax
 import jax.numpy as jnp
 import numpy as np
-from cases import ADDS, DTYPES, NORMS
+from cases import ADDS, NORMS
+from fuzzing import arrays, draw_op, draw_size, error, is_quantised, law_of, picker
 from gating import VARIANTS, gated
 from hlo import count_native_calls
 from jax import lax
 from op import Op, Size
-from ops import OPS
 from quantizing import GRANULARITIES, LARGEST, static_scale_of
-from tolerances import DSCALE, DX
 
 from jaxnorm import Quantization
-
-# A program of several derivatives loses more digits than a norm. The formula's own error says how many, but for chance.
-SLACK = 4
-# Around whole vectors, warps and blocks, and what lies between.
-COLS = (3, 4, 5, 7, 8, 12, 17, 24, 31, 33, 64, 65, 100, 127, 128, 129, 257, 384, 1000, 1021)
-
-
-def _alike(op: Op) -> tuple[Any, ...]:
-    """What ops of one kind share, whatever the norm, the activation or the dtype is."""
-    return op.forward.replace(op.kind, ""), op.arrays, len(op.small.weights), *op.small.options
-
-
-def _is_quantised(op: Op) -> bool:
-    return "quantized" in op.forward
-
-
-KINDS_OF_OPS = [list(alike) for _, alike in itertools.groupby(sorted(OPS, key=_alike), _alike)]
-
-
-def _arrays(function: Callable) -> Callable:
-    """The function with a flat tuple of results."""
-    return lambda *args: tuple(jax.tree.leaves(function(*args)))
 
 
 def _loss(function: Callable) -> Callable:
@@ -184,9 +159,9 @@ class Example(NamedTuple):
             given = iter(args)
             return function(*(None if gone else next(given) for gone in absent), **self.size.options, **options)
 
-        transformed = _arrays(call)
+        transformed = arrays(call)
         for transform in self.transformations:
-            transformed = _arrays(transform(transformed, rng))
+            transformed = arrays(transform(transformed, rng))
         return transformed
 
     def args(self) -> list[jax.Array]:
@@ -195,20 +170,15 @@ class Example(NamedTuple):
 
 def draw(seed: int) -> Example:
     rng = np.random.default_rng([seed])
-
-    def pick(values: Any) -> Any:
-        return values[rng.integers(len(values))]
-
-    op = pick(pick(KINDS_OF_OPS))
-    dtypes = pick(op.dtypes)
-    weights = tuple(pick((dtypes[0], None, *DTYPES)) for _ in op.weights)
+    pick = picker(rng)
+    op, dtypes, weights = draw_op(pick)
     picked: list[Callable] = []
     for _ in range(pick((1, 2, 2, 3, 3))):
         has_two = sum(t in DERIVATIVES for t in picked) >= 2
         picked.append(pick(OTHERS if has_two or rng.random() < 0.5 else DERIVATIVES))
     # What has a derivative of its own in reverse has none forward.
     picked = [t for i, t in enumerate(picked) if t not in REVERSE_ONLY or not _is_pushed(picked[i + 1 :])]
-    return Example(seed, op, dtypes, weights, _size(op, rng, pick), tuple(picked))
+    return Example(seed, op, dtypes, weights, draw_size(op, rng, pick), tuple(picked))
 
 
 def _is_pushed(outer: list[Callable]) -> bool:
@@ -217,26 +187,12 @@ def _is_pushed(outer: list[Callable]) -> bool:
     return len(derivatives) > 1 or any(t in (_jvp, _linearize) for t in derivatives)
 
 
-def _size(op: Op, rng: np.random.Generator, pick: Callable) -> Size:
-    """A shape that the op takes, of a few thousand elements at most, with its options."""
-    dims, weights, options = op.small
-    cols = pick([cols for cols in COLS if not op.has_pairs or cols % 2 == 0])
-    for unit in (options.get("group_size"), *(group for group in (64, 128) if f"groups of {group}" in op.name)):
-        cols = cols if unit is None else unit * pick((1, 2, 3, 5))
-    lead: list[int] = []
-    while len(lead) < pick((1, 2, 3)) and np.prod(lead) * cols < 2000:
-        lead.append(pick((1, 2, 3, 5, 7)))
-    head = [pick((1, 2, 3))] if len(dims) > 2 else []
-    options = {**options, **(pick(op.options) if op.options and rng.random() < 0.5 else {})}
-    return Size((*lead, *head, cols), (*head, cols)[-len(weights) :], options)
-
-
 def complaints(example: Example) -> list[str]:
     """Which results of an example are wrong, and how far."""
     args = example.args()
     run = partial(_run, args)
     ours, theirs = run(example.program(example.op.differentiable)), run(_reference(example))
-    if _is_quantised(example.op):
+    if is_quantised(example.op):
         exact = [np.asarray(a, np.float64) for a in theirs]
     else:
         with jax.enable_x64(True):
@@ -245,8 +201,8 @@ def complaints(example: Example) -> list[str]:
     for i, (a, b, e) in enumerate(zip(ours, theirs, exact, strict=True)):
         if (a.shape, a.dtype) != (b.shape, b.dtype):
             found.append(f"result {i} is {a.dtype}{a.shape} instead of {b.dtype}{b.shape}")
-        elif (error := _error(a, b, e, _law(example, b))) > 1:
-            found.append(f"result {i}, {a.dtype}{a.shape}, has {error:.3g} times the error allowed")
+        elif (times := error(a, b, e, _law(example, b))) > 1:
+            found.append(f"result {i}, {a.dtype}{a.shape}, has {times:.3g} times the error allowed")
     return found
 
 
@@ -257,7 +213,7 @@ def _run(args: list[Any], program: Callable) -> list[Any]:
 def _reference(example: Example) -> Callable:
     """The formula; of a quantised norm whose kernel runs what it means, as the formula may round to another value."""
     function = example.op.differentiable
-    if _is_quantised(example.op):
+    if is_quantised(example.op):
         text = jax.jit(example.program(function)).lower(*example.args()).as_text()
         # Weights with a batch have no kernel.
         if any("quantized" in name for name in count_native_calls(text)):
@@ -298,57 +254,17 @@ def _dequantized(op: Op, *args: Any, **options: Any) -> tuple[Any, ...]:
 
 
 def _law(example: Example, result: np.ndarray) -> float:
-    """The relative error that the laws allow where all is rounded to the narrowest of its dtypes.
+    """The relative error that the laws allow.
 
     A sum and tangents are, those of weights too. XLA may leave out such a rounding of the formula, which then has no
     error of its own. And what a quantised norm is compared with has as much itself.
     """
-    dtypes = {result.dtype.name, *example.dtypes, *example.weights} - {None}
-    law = max(law[dtype] for law in (DX, DSCALE) for dtype in dtypes)
-    return 2 * law if _is_quantised(example.op) else law
+    law = law_of(result.dtype.name, *example.dtypes, *example.weights)
+    return 2 * law if is_quantised(example.op) else law
 
 
-def _error(ours: np.ndarray, theirs: np.ndarray, exact: np.ndarray, law: float) -> float:
-    """The L2 error as a multiple of what is allowed. Not a number is right where the formula has none."""
-    ours, wide = (a.astype(np.float64) for a in (ours, theirs))
-    there = np.isfinite(wide) & np.isfinite(exact)
-    if not np.array_equal(np.isfinite(ours)[there], there[there]):
-        return np.inf
-    ours, wide, exact = ours[there], wide[there], exact[there]
-    allowed = SLACK * (law * np.linalg.norm(exact) + np.linalg.norm(wide - exact)) + 1e-6
-    return float(np.linalg.norm(ours - exact) / allowed)
-
-
-def fuzz(first: int, *, seconds: float = np.inf, examples: float = np.inf) -> Iterator[str]:
-    """For each example from a seed on its failure, or nothing, until so many seconds or examples are over."""
-    end, seed = time.monotonic() + seconds, first
-    while time.monotonic() < end and seed < first + examples:
-        example = draw(seed)
-        try:
-            found = complaints(example)
-        except Exception as error:
-            found = [f"{type(error).__name__}: {error}"]
-        yield f"{example}\n  " + "\n  ".join(found) if found else ""
-        if seed % 50 == 49:
-            jax.clear_caches()
-        seed += 1
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--first", type=int, default=0, help="the seed of the first example")
-    parser.add_argument("--seconds", type=float, default=np.inf)
-    parser.add_argument("--examples", type=float, default=np.inf)
-    options = parser.parse_args()
-    examples = failures = 0
-    for failure in fuzz(**vars(options)):
-        examples += 1
-        if failure:
-            failures += 1
-            print(failure, flush=True)
-    print(f"{examples} examples, {failures} failures")
-    return failures > 0
+fuzz = partial(fuzzing.fuzz, draw, complaints)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    fuzzing.main(__doc__, fuzz)

@@ -53,13 +53,31 @@ def match_varying_axes(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     """The arrays, each varying over every manual mesh axis over which one of them varies.
 
     JAX does this before its own primitives. Without it the gradient of a weight that is replicated under `shard_map`
-    would not be summed over the mesh.
+    would not be summed over the mesh. Half types go through float32, in which their gradients are summed then.
     """
     if UNKNOWN:  # no primitive of jaxnorm is among what they go to
         return arrays
     # standard_insert_pvary became auto_insert_reshard after JAX 0.10.
     insert: Any = getattr(core, "auto_insert_reshard", None) or getattr(core, "standard_insert_pvary")  # noqa: B009
-    return tuple(insert(*arrays))
+    summed = are_summed(*arrays)
+    wide = [array.astype(np.float32) if is_summed else array for is_summed, array in zip(summed, arrays, strict=True)]
+    varying = zip(summed, insert(*wide), arrays, strict=True)
+    return tuple(array.astype(of.dtype) if is_summed else array for is_summed, array, of in varying)
+
+
+def are_summed(*arrays: jax.Array) -> list[bool]:
+    """Which of the arrays are of half types and have a gradient that is summed over manual mesh axes.
+
+    They vary over fewer of these than all arrays together.
+    """
+    if UNKNOWN:
+        return [False] * len(arrays)
+    types: list[Any] = list(map(jax.typeof, arrays))
+    all_axes = frozenset[Any]().union(*(aval.mat.varying for aval in types))
+    return [
+        aval.mat.varying != all_axes and aval.dtype.itemsize == 2 and jnp.issubdtype(aval.dtype, jnp.floating)
+        for aval in types
+    ]
 
 
 def shard_count(array: jax.Array, axis: int) -> int:

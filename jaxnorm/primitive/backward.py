@@ -131,9 +131,11 @@ class Backward(Rules):
         of_first, *of_others = self.maps_of(spec, ndim, cotangents)
         types = self._types(spec, cotangents, saved, wanted, batch_dims)
         gradients = self.maps_of(spec, ndim, types)
-        names = (name for name, _ in leaves_of(types))
+        names = [name for name, _ in leaves_of(types)]
         summed = [self._summed(spec, ndim, saved, *of_gradient) for of_gradient in zip(names, gradients, strict=True)]
-        return CallMaps([of_first, *self.maps_of(spec, ndim, saved), *of_others], gradients, summed)
+        place_of = {name: place for place, (name, _) in enumerate(leaves_of(saved), start=1)}
+        operands = [of_first, *self.maps_of(spec, ndim, saved), *of_others]
+        return CallMaps(ndim, operands, gradients, summed, [place_of.get(name) for name in names])
 
     def _summed(self, spec: RowSpec, ndim: int, saved: Record, name: str, dim_map: DimMap) -> tuple[int, ...]:
         """The axes of x along which the gradient with this dim map is a sum, of a row's those of what broadcasts."""

@@ -13,8 +13,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic
 
 import jax
+import numpy as np
 from jax import lax
 
+from jaxnorm.native import compat
 from jaxnorm.primitive import fallback, lowering, reasons, weights
 from jaxnorm.primitive.backward import Backward
 from jaxnorm.primitive.forward import Forward
@@ -65,8 +67,19 @@ class Family(Generic[S, O, R]):
 
     def bind(self, spec: S, operands: O, *, with_stats: bool = False) -> tuple[R, Statistics]:
         """The results, native on the platforms that have a kernel, and with_stats the statistics."""
-        results: tuple[R, Statistics] = self._forward.bind(spec, self.aligned(spec, operands), with_stats=with_stats)
+        operands = self._summed_wide(self.aligned(spec, operands))
+        results: tuple[R, Statistics] = self._forward.bind(spec, operands, with_stats=with_stats)
         return results
+
+    def _summed_wide(self, operands: O) -> O:
+        """The operands with weights in float32 whose gradients are summed over a `shard_map`'s devices.
+
+        So these are rounded to their dtypes once, after that.
+        """
+        there = {name: array for name, array in operands._asdict().items() if array is not None}
+        summed = zip(there, compat.are_summed(*there.values()), strict=True)
+        names = [name for name, is_summed in summed if is_summed and self._forward.is_summed(name)]
+        return operands._replace(**{name: there[name].astype(np.float32) for name in names})
 
     def aligned(self, spec: S, operands: O) -> O:
         """The operands with weights as primitives have them: with the same batch dims."""

@@ -43,6 +43,12 @@ class Forward(Rules):
         tree = self._results_tree(spec, jax.tree.map(jax.typeof, operands))
         return jax.tree.unflatten(tree, values[: tree.num_leaves]), tuple(values[tree.num_leaves :])
 
+    def is_summed(self, name: str) -> bool:
+        """Whether the gradient of an operand is a sum over rows."""
+        derivative = self.op.derivative
+        has_gradient = self.is_weight(name) if derivative is None else name in derivative.variables._fields
+        return has_gradient and not self.role(name).is_of_rows
+
     def _operands(self, tree: Any, values: Any) -> Record:
         return self.op.operands(*jax.tree.unflatten(tree, values))
 
@@ -132,7 +138,9 @@ class Forward(Rules):
         ]
         stats = self.op.statistics(spec, operands) if with_stats else []
         of_stats = [self.role("stats").dim_map(spec, ndim, array.shape) for array in stats]
-        return CallMaps(self.maps_of(spec, ndim, operands), [*results, *of_stats], [*summed, *[()] * len(of_stats)])
+        results += of_stats
+        summed += [()] * len(of_stats)
+        return CallMaps(ndim, self.maps_of(spec, ndim, operands), results, summed, [None] * len(results))
 
     def batch(self, leaves: Any, axes: Any, *, tree: Any, spec: RowSpec, with_stats: bool) -> Any:
         params: dict[str, Any] = {"spec": spec, "with_stats": with_stats}

@@ -13,11 +13,17 @@ DimMap = tuple[int | None, ...]
 
 
 class CallMaps(NamedTuple):
-    """The dim maps of a call's operands and results, and the axes of x along which each result is a sum."""
+    """The dim maps of a call's operands and results, for an x of this rank.
 
+    Operands may have more axes than x. `summed` are the axes of x along which each result is a sum. Where the result is
+    the gradient of an operand, a kernel gives it in the dtype of that one, whose place is in `gradient_of`.
+    """
+
+    ndim: int
     operands: list[DimMap]
     results: list[DimMap]
     summed: list[tuple[int, ...]]
+    gradient_of: list[int | None]
 
 
 def wide_dtype(dtypes: Iterable[np.dtype[Any]]) -> np.dtype[Any]:

@@ -58,7 +58,7 @@ def lower(
     in_place: its native rule asks where an operand comes from.
     """
     types = jax.tree.unflatten(tree, ctx.avals_in)
-    operand_maps, result_maps, _ = _partitionable[primitive.name].dim_maps(types, **params)
+    maps = _partitionable[primitive.name].dim_maps(types, **params)
     places = jax.tree.unflatten(tree, range(len(operands)))
     if in_place:
         params["computed"] = [place for place, operand in enumerate(operands) if compat.is_computed(operand)]
@@ -66,8 +66,9 @@ def lower(
     call = text.encode(platform, primitive.name, places, params, mesh)
     if mesh is not None:
         ctx, devices = compat.with_devices(ctx)
-        operands, operand_maps = (*operands, devices), [*operand_maps, (None,) * devices.type.rank]
-    return compat.partitioned_call(ctx, ffi.PARTITIONED, call, operands, operand_maps, result_maps)
+        operands = *operands, devices
+        maps.operands.append((None,) * devices.type.rank)
+    return compat.partitioned_call(ctx, ffi.PARTITIONED, call, operands, maps.operands, maps.results)
 
 
 class Placement(NamedTuple):
@@ -151,9 +152,7 @@ class PartitionedCall(NamedTuple):
     params: dict[str, Any]
     operands: list[Array]
     results: list[Array]
-    operand_maps: list[DimMap]
-    result_maps: list[DimMap]
-    summed: list[tuple[int, ...]]  # x's axes along which each result is a sum
+    maps: CallMaps
     groups: np.ndarray[Any, Any] | None  # of devices, in a `shard_map` over some axes
     computed: tuple[int, ...]  # the operands that the whole program has computed, as far as that is asked
 
@@ -168,28 +167,28 @@ class PartitionedCall(NamedTuple):
         partitionable = _partitionable[name]
         types = jax.tree.map(lambda place: jax.core.ShapedArray(operands[place].shape, operands[place].dtype), places)
         maps = partitionable.dim_maps(types, **params)
-        return cls(platform, partitionable, places, params, operands, results, *maps, groups, computed)
-
-    @property
-    def rank(self) -> int:
-        return max(array.ndim for array in self.operands)
+        return cls(platform, partitionable, places, params, operands, results, maps, groups, computed)
 
     @property
     def features(self) -> list[int]:
         """The axes of x that are a row's."""
-        return [self.rank + axis for axis in self.params["spec"].axes]
+        return [self.maps.ndim + axis for axis in self.params["spec"].axes]
 
     def placement(self) -> Placement:
         """How x is sharded: as that one of the arrays with all of its axes which is sharded most."""
         arrays = [*self.operands, *self.results]
-        pairs = list(zip(arrays, [*self.operand_maps, *self.result_maps], strict=True))
-        like_x = [array for array, dim_map in pairs if dim_map == dims.like_x(self.rank)]
-        placements = (Placement.of(array.sharding, self.rank, self.groups) for array in like_x)
+        ndim = self.maps.ndim
+        pairs = list(zip(arrays, [*self.maps.operands, *self.maps.results], strict=True))
+        like_x = [array for array, dim_map in pairs if dim_map == dims.like_x(ndim)]
+        placements = (Placement.of(array.sharding, ndim, self.groups) for array in like_x)
         placement = max(placements, key=lambda placement: math.prod(placement.counts))
-        # The last shard of rows may be shorter, and what is computed beyond it is dropped. It must not be in a sum.
+        # The last shard of rows may be shorter, and what is computed beyond it is dropped. It must not be in a sum, nor
+        # in what goes along no axis of x because it has one element there.
         lengths = {(axis, n) for array, dim_map in pairs for axis, n in zip(dim_map, array.shape, strict=True)}
-        uneven = {axis for axis, n in lengths if axis is not None and n % placement.counts[axis]}
-        placement = placement.joined([axis for axis in sorted(uneven) if any(self.summed) or axis in self.features])
+        uneven = {(axis, n) for axis, n in lengths if axis is not None and n % placement.counts[axis]}
+        has_sum = any(self.maps.summed)
+        whole = {axis for axis, n in uneven if has_sum or axis in self.features or n == 1}
+        placement = placement.joined(sorted(whole))
         cols = like_x[0].shape[-1] // placement.counts[-1]
         can_shard = self.partitionable.can_shard(self.params["spec"], cols)
         return placement if can_shard else placement.joined(self.features)
@@ -197,34 +196,30 @@ class PartitionedCall(NamedTuple):
     def local(self, placement: Placement) -> Callable[..., list[jax.Array]]:
         """What a device computes of its shards of the operands."""
         params = dict(self.params)
-        sums = [placement.shards(axes) for axes in self.summed]
+        sums = [placement.shards(axes) for axes in self.maps.summed]
         if "batch_dims" in params:
-            dim_map = dims.weight(self.rank, len(self.features), params["batch_dims"])[: len(params["batch_dims"])]
+            dim_map = dims.weight(self.maps.ndim, len(self.features), params["batch_dims"])[: len(params["batch_dims"])]
             params["batch_dims"] = placement.shard_shape(dim_map, params["batch_dims"])
-        are_of_weights = any(sums) and "wanted" in params
-        if are_of_weights:
-            # What is added up has the dtype of weights: it is not rounded to that before.
-            wide = iter(
+        wide: set[int | None] = set()
+        if "wanted" in params:
+            # A gradient that is added up over devices has the dtype of its weight: it is not rounded to that before. A
+            # kernel gives it in the dtype in which it takes the weight.
+            wide = {place for place, over in zip(self.maps.gradient_of, sums, strict=True) if over}
+            dtypes = iter(
                 np.dtype(np.float32) if over else array.dtype for over, array in zip(sums, self.results, strict=True)
             )
-            params["wanted"] = tuple(None if dtype is None else next(wide) for dtype in params["wanted"])
+            params["wanted"] = tuple(None if dtype is None else next(dtypes) for dtype in params["wanted"])
         # Where rows are whole on a device, this is the native call there.
         params["spec"] = dataclasses.replace(params["spec"], shards=placement.shards(self.features))
 
         def compute(*operands: jax.Array) -> list[jax.Array]:
-            operands = operands[: len(self.operands)]
-            if are_of_weights:
-                pairs = zip(operands, self.operand_maps, strict=True)
-                operands = tuple(v.astype(jnp.float32) if self._rows_without(dim_map) else v for v, dim_map in pairs)
-            results = self.partitionable.primitive.bind(*operands, tree=jax.tree.structure(self.places), **params)
+            own = enumerate(operands[: len(self.operands)])
+            given = (v.astype(jnp.float32) if place in wide else v for place, v in own)
+            results = self.partitionable.primitive.bind(*given, tree=jax.tree.structure(self.places), **params)
             added = [v if over is None else over.sum(v) for over, v in zip(sums, results, strict=True)]
             return [v.astype(array.dtype) for v, array in zip(added, self.results, strict=True)]
 
         return compute
-
-    def _rows_without(self, dim_map: DimMap) -> list[int]:
-        """x's axes, other than a row's, that such an array does not go along."""
-        return [axis for axis in range(self.rank) if axis not in self.features and axis not in dim_map]
 
 
 def _partition(
@@ -237,11 +232,11 @@ def _partition(
     )
     call = PartitionedCall.read(call_text, operands, results)
     placement = call.placement()
-    pairs = zip(call.operands, call.operand_maps, strict=True)
+    pairs = zip(call.operands, call.maps.operands, strict=True)
     shards = [
         jax.ShapeDtypeStruct(placement.shard_shape(dim_map, array.shape), array.dtype) for array, dim_map in pairs
     ]
-    taken, given = (list(map(placement.sharding, of)) for of in (call.operand_maps, call.result_maps))
+    taken, given = (list(map(placement.sharding, of)) for of in (call.maps.operands, call.maps.results))
     for devices in operands[len(shards) :]:  # there to be read above, not to be computed with
         shards.append(jax.ShapeDtypeStruct((1,) * devices.ndim, devices.dtype))
         taken.append(devices.sharding)

@@ -235,6 +235,21 @@ def test_any_reduction_over_devices(devices, axis_type, reduction, implementatio
     assert "all-gather" not in collectives(text)
 
 
+# The kernel has more axes than x.
+@pytest.mark.several
+@cover(
+    axis_type=[AxisType.Auto, AxisType.Explicit], reduction=REDUCTIONS, spec=[P(), P("b")], kernel_spec=[P(), P("b")]
+)
+def test_one_row_over_devices(devices, axis_type, reduction, spec, kernel_spec):
+    mesh = mesh_of(devices, axis_type)
+    *args, _ = inputs((16,))
+    loss = partial(linear_cross_entropy, labels=jnp.int32(3), reduction=reduction)
+    step = jax.jit(jax.value_and_grad(loss, (0, 1)))
+    expected = jax.device_get(step(*args))
+    with jax.set_mesh(mesh):
+        assert_near(jax.device_get(step(*placed(mesh, args, (spec, kernel_spec)))), expected)
+
+
 @pytest.mark.several
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_in_a_shard_map(devices, check_vma):

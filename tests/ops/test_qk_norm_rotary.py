@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import assert_close, bits, draw, draw_k_scale, draw_q_scale, draw_x
+from cases import DTYPES, assert_close, bits, draw, draw_k_scale, draw_q_scale, draw_x
 from coverage import cover
 from hlo import collectives, compiled_text, count_native_calls
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import mesh_of, placed
+from meshes import assert_one_device_gives, mesh_of, placed
 from native import is_platform_with_kernels
 
 import jaxnorm
@@ -280,18 +280,29 @@ def test_float64_tables_are_not_rounded():
 
 # Heads over a mesh axis and sequences over another. A single head of keys is everywhere; three do not divide.
 HEADS = {"grouped": (8, 4), "one for all": (8, 1), "as many": (4, 4)}
+# Which of the two scales have a row for each head.
+PER_HEAD = {"shared": (False, False), "per head": (True, True), "q's": (True, False), "k's": (False, True)}
 
 
 @pytest.mark.several
-@cover(heads=HEADS, axis_type=[AxisType.Auto, AxisType.Explicit], per_head=[False, True], normalize=["rms", "layer"])
-def test_heads_over_a_mesh(devices, heads, axis_type, per_head, normalize):
+@cover(
+    heads=HEADS,
+    axis_type=[AxisType.Auto, AxisType.Explicit],
+    per_head=PER_HEAD,
+    batch=["a", None],
+    normalize=["rms", "layer"],
+    dtype=DTYPES,
+    scale_dtype=DTYPES,
+)
+def test_heads_over_a_mesh(devices, heads, axis_type, per_head, batch, normalize, dtype, scale_dtype):
     mesh = mesh_of(devices, axis_type)
-    q, k = draw_qk(dims=(8, 4), heads=heads)
-    shapes = [(count, D) if per_head else (D,) for count in heads]
-    args = q, k, draw_q_scale(shapes[0]), draw_k_scale(shapes[1])
+    q, k = draw_qk(dtype, dims=(8, 4), heads=heads)
+    shapes = [(count, D) if each else (D,) for count, each in zip(heads, per_head, strict=True)]
+    args = q, k, draw_q_scale(shapes[0], scale_dtype), draw_k_scale(shapes[1], scale_dtype)
     positions = jnp.arange(32).reshape(8, 4)
     over_b = ["b" if count > 1 else None for count in heads]
-    specs = [*(P("a", None, b) for b in over_b), *(P(b) if per_head else P() for b in over_b)]
+    of_scales = (P(b) if each else P() for b, each in zip(over_b, per_head, strict=True))
+    specs = [*(P(batch, None, b) for b in over_b), *of_scales]
 
     def function(*args):
         return jaxnorm.qk_norm_rotary(*args, positions, normalize=normalize)
@@ -305,12 +316,14 @@ def test_heads_over_a_mesh(devices, heads, axis_type, per_head, normalize):
         on_mesh = placed(mesh, args, specs)
         compiled = jax.jit(step).lower(*on_mesh).compile()
         actual = compiled(*on_mesh)
-    assert_close(jax.device_get(actual), jax.device_get(expected))
-    # Nothing but the sums of the scales' gradients: over tokens, and where heads share one over heads.
+    assert_one_device_gives(actual, expected)
+    # Nothing but the sums of the scales' gradients, in float32: over tokens, and where heads share one over heads.
     sums = [
-        D * (count // (mesh.shape["b"] if b else 1)) if per_head else D for count, b in zip(heads, over_b, strict=True)
+        D * (count // (mesh.shape["b"] if b else 1)) if each else D
+        for count, b, each in zip(heads, over_b, per_head, strict=True)
+        if (batch and mesh.shape["a"] > 1) or (b and not each)
     ]
-    assert collectives(compiled.as_text()) == ({"all-reduce": 4 * sum(sums)} if mesh.size > 1 else {})
+    assert collectives(compiled.as_text()) == ({"all-reduce": 4 * sum(sums)} if sums and mesh.size > 1 else {})
     assert list(count_native_calls(compiled.as_text()).values()) == [1, 1] * is_platform_with_kernels()
 
 
@@ -328,6 +341,25 @@ def test_heads_that_do_not_divide(devices):
     expected = jax.jit(step)(*args)
     actual = jax.jit(step)(*placed(mesh, args, [P("a", None, "b"), P("a"), P(), P()]))
     assert_close(jax.device_get(actual), jax.device_get(expected))
+
+
+# What is asked of the many heads of the one splits no single head of the other, nor its statistics.
+@pytest.mark.several
+@cover(heads=[(1, 8), (8, 1)], normalize=["rms", "layer"], with_scales=[False, True])
+def test_a_single_head_beside_split_ones(devices, heads, normalize, with_scales):
+    mesh = mesh_of(devices, AxisType.Auto)
+    args = [*draw_qk(dims=(8, 4), heads=heads), *(draw_scales() if with_scales else ())]
+    split = NamedSharding(mesh, P(None, None, ("a", "b")))
+
+    def step(q, k, *scales):
+        function = partial(jaxnorm.qk_norm_rotary, normalize=normalize)
+        results, pullback = jax.vjp(function, q, k, *scales)
+        results = [jax.lax.with_sharding_constraint(y, split) if y.shape[2] > 1 else y for y in results]
+        return results, pullback((jnp.cos(q), jnp.sin(k)))
+
+    expected = jax.jit(step)(*args)
+    specs = [P("a") if count > 1 else P() for count in heads]
+    assert_close(jax.device_get(jax.jit(step)(*placed(mesh, args, [*specs, *[P()] * (len(args) - 2)]))), expected)
 
 
 @pytest.mark.several

@@ -1,0 +1,248 @@
+"""Calls at random for the fuzzer of meshes: ops of the table, and what it has no rows of, as masks and labels."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from cases import DTYPES
+from fuzzing import Pick, draw_op, draw_size, is_quantised
+
+import jaxnorm
+
+# Lengths that some meshes divide, all do and none does; one class, one group, one head.
+COLS = (1, 7, 8, 16, 24, 64, 100, 128, 256)
+LENGTHS = (1, 2, 3, 4, 8, 8)
+HEADS = (1, 2, 3, 4, 8)
+GROUPS = (1, 2, 3, 8)
+# A row that is split over so many devices may have nothing finite on one of them.
+PARTS = (2, 4, 8)
+
+
+class Call(NamedTuple):
+    """A call of a public function.
+
+    `by_example` are the operands whose first axis has the examples, which may be computed apart; none where the op goes
+    over these.
+    """
+
+    name: str
+    function: Callable  # of the operands and `implementation`: a flat tuple of results
+    operands: Mapping[str, jax.Array]
+    moving: tuple[str, ...]  # by which gradients are taken
+    by_example: tuple[str, ...]
+    rounds: bool = False  # whether the results are quantised
+
+    def __str__(self) -> str:
+        given = ", ".join(f"{name} {a.dtype}{a.shape}" for name, a in self.operands.items())
+        return f"{self.name} of {given}"
+
+
+class Draw(NamedTuple):
+    rng: np.random.Generator
+    pick: Pick
+
+    def floats(self, shape: tuple[int, ...], dtype: str, mean: float = 0.0) -> jax.Array:
+        return jnp.asarray(mean + 2 * self.rng.standard_normal(shape), dtype)
+
+    def weight(self, shape: tuple[int, ...], dtype: str) -> jax.Array | None:
+        """Or none, in a dtype of its own."""
+        kind = self.pick((dtype, dtype, None, *DTYPES))
+        return kind and self.floats(shape, kind, 1.0)
+
+    def chance(self, of: float) -> bool:
+        return bool(self.rng.random() < of)
+
+    def leading(self) -> tuple[int, ...]:
+        return tuple(self.pick(LENGTHS) for _ in range(self.pick((1, 1, 2))))
+
+    def rows(self) -> tuple[int, ...]:
+        """Or none: a row alone."""
+        return () if self.chance(0.2) else self.leading()
+
+    def mask(self, shape: tuple[int, ...]) -> jax.Array:
+        """One that broadcasts against an array of this shape."""
+        own = [self.pick((1, n)) for n in shape]
+        return jnp.asarray(self.rng.random(own[self.rng.integers(len(own)) :]) < 0.7)
+
+    def logits(self, shape: tuple[int, ...], dtype: str) -> jax.Array:
+        """Some of them with columns of -inf, in all rows or in some."""
+        x = self.floats(shape, dtype)
+        if self.chance(0.6):
+            return x
+        width = max(1, shape[-1] // self.pick(PARTS))
+        first = width * int(self.rng.integers(-(-shape[-1] // width)))
+        columns = (np.arange(shape[-1]) >= first) & (np.arange(shape[-1]) < first + width)
+        rows = self.rng.random((*shape[:-1], 1)) < self.pick((0.5, 2.0))
+        return jnp.where(columns & rows, -jnp.inf, x)
+
+    def labels(self, shape: tuple[int, ...], classes: int) -> jax.Array:
+        """Some of them ignored."""
+        labels = self.rng.integers(classes, size=shape)
+        return jnp.asarray(np.where(self.rng.random(shape) < 0.2, IGNORED, labels), "int32")
+
+
+IGNORED = -100
+
+
+def of_table(draw: Draw) -> Call:
+    op, dtypes, weights = draw_op(draw.pick)
+    cols = [n for n in COLS if n > 1] if op.kind != "softmax" else COLS
+    size = draw_size(op, draw.rng, draw.pick, cols=cols, lengths=LENGTHS, heads=HEADS, groups=GROUPS)
+    drawn = op.draw(size, dtypes, weights)
+
+    def function(*given: jax.Array, implementation: str | None) -> tuple:
+        values = iter(given)
+        args = (None if array is None else next(values) for array in drawn)
+        return tuple(op.differentiable(*args, **size.options, implementation=implementation))
+
+    queries_are_first = size.options.get("causal") and len(size.dims) == 2
+    return Call(
+        f"{op} at {size}",
+        function,
+        {name: array for name, array in zip(op.operands, drawn, strict=True) if array is not None},
+        tuple(op.operands[i] for i in op.all if drawn[i] is not None),
+        () if queries_are_first else op.operands[: op.arrays],
+        is_quantised(op),
+    )
+
+
+def _call(public: Callable, operands: Mapping[str, Any], moving: tuple[str, ...], by_example, **options) -> Call:
+    """Of operands by their names in the public function, those that are None left out."""
+    given = {name: array for name, array in operands.items() if array is not None}
+
+    def function(*arrays: jax.Array, implementation: str | None) -> tuple:
+        results = public(**dict(zip(given, arrays, strict=True)), **options, implementation=implementation)
+        return tuple(jax.tree.leaves(results))
+
+    name = " ".join([public.__name__, *(f"{name}={value}" for name, value in options.items())])
+    there = tuple(name for name in moving if name in given)
+    return Call(name, function, given, there, tuple(name for name in by_example if name in given))
+
+
+def _examples_of(x: jax.Array, arrays: Mapping[str, Any]) -> tuple[str, ...]:
+    """Those whose first axis is that of x's examples, where x has one."""
+    there = ((name, array) for name, array in arrays.items() if array is not None and x.ndim > 1)
+    return tuple(name for name, array in there if array.ndim == x.ndim and array.shape[0] == x.shape[0])
+
+
+def softmax(draw: Draw) -> Call:
+    public = draw.pick((jaxnorm.softmax, jaxnorm.log_softmax))
+    x = draw.logits((*draw.rows(), draw.pick(COLS)), draw.pick(DTYPES))
+    where = draw.mask(x.shape) if draw.chance(0.6) else None
+    causal = public is jaxnorm.softmax and x.ndim > 2 and draw.chance(0.3)
+    by_example = _examples_of(x, {"x": x, "where": where})
+    return _call(public, {"x": x, "where": where}, ("x",), by_example, scale=draw.pick((1.0, 0.3)), causal=causal)
+
+
+def cross_entropy(draw: Draw) -> Call:
+    lead, classes = draw.rows(), draw.pick(COLS)
+    logits, labels = draw.logits((*lead, classes), draw.pick(DTYPES)), draw.labels(lead, classes)
+    where = draw.mask(logits.shape) if draw.chance(0.3) else None
+    return _call(
+        jaxnorm.softmax_cross_entropy_with_integer_labels,
+        {"logits": logits, "labels": labels, "where": where},
+        ("logits",),
+        (*_examples_of(logits, {"logits": logits, "where": where}), *(["labels"] if lead else [])),
+        **_loss_options(draw),
+    )
+
+
+def _loss_options(draw: Draw) -> dict[str, Any]:
+    return {
+        "label_smoothing": draw.pick((0.0, 0.1)),
+        "z_loss": draw.pick((0.0, 1e-2)),
+        "logit_scale": draw.pick((1.0, 0.7)),
+        "soft_cap": draw.pick((None, 5.0)),
+        "ignore_index": IGNORED,
+    }
+
+
+def linear_cross_entropy(draw: Draw) -> Call:
+    lead = draw.rows()
+    width, classes, dtype = draw.pick((8, 16, 24)), draw.pick(COLS), draw.pick(DTYPES)
+    operands = {
+        "x": draw.floats((*lead, width), dtype) / 4,
+        "kernel": draw.floats((width, classes), draw.pick((dtype, *DTYPES))) / 4,
+        "labels": draw.labels(lead, classes),
+    }
+    reduction = draw.pick(("mean", "sum", "none"))
+    return _call(
+        jaxnorm.linear_cross_entropy,
+        operands,
+        ("x", "kernel"),
+        ("x", "labels") if lead and reduction == "none" else (),
+        reduction=reduction,
+        rows_per_chunk=draw.pick((None, 2, 3)),
+        **_loss_options(draw),
+    )
+
+
+def rotary(draw: Draw) -> Call:
+    lead, cols, dtype = draw.leading(), draw.pick((2, 8, 64)), draw.pick(DTYPES)
+    heads, axis = (draw.pick(HEADS), draw.pick(HEADS)), draw.pick((-2, -2, -3))
+    q, k = (
+        draw.floats((*lead, count, cols) if axis == -2 else (*lead[:-1], count, lead[-1], cols), dtype)
+        for count in heads
+    )
+    normalize = draw.pick((True, "layer", False))
+    shapes = [draw.pick(((cols,), (count, cols))) for count in heads]
+    q_scale, k_scale = (draw.weight(shape, dtype) if normalize else None for shape in shapes)
+    own = tuple(draw.pick((1, n)) for n in lead)
+    tables: dict[str, Any] = {"positions": draw.pick((None, jnp.asarray(draw.rng.integers(99, size=own), "int32")))}
+    if draw.chance(0.3):
+        tables = {name: draw.floats((*own, cols // 2), draw.pick((dtype, "float32"))) for name in ("cos", "sin")}
+    examples = own[0] == lead[0] and len(lead) > 1
+    return _call(
+        jaxnorm.qk_norm_rotary,
+        {"q": q, "k": k, "q_scale": q_scale, "k_scale": k_scale, **tables},
+        ("q", "k", "q_scale", "k_scale"),
+        ("q", "k", *tables) if examples else (),
+        axis_of_heads=axis,
+        normalize=normalize,
+        interleaved=draw.chance(0.3),
+    )
+
+
+def group_norm(draw: Draw) -> Call:
+    """With weights of all examples or of each."""
+    lead, size, dtype = draw.leading(), draw.pick((1, 4, 5)), draw.pick(DTYPES)
+    channels = size * draw.pick(GROUPS)
+    shapes = [draw.pick(((channels,), (lead[0], channels))) for _ in range(2)]
+    scale, bias = (draw.weight(shape, dtype) for shape in shapes)
+    of_examples = [name for name, a in (("scale", scale), ("bias", bias)) if a is not None and a.ndim > 1]
+    return _call(
+        jaxnorm.group_norm,
+        {"x": draw.floats((*lead, channels), dtype), "scale": scale, "bias": bias},
+        ("x", "scale", "bias"),
+        ("x", *of_examples),
+        group_size=size,
+        activation=draw.pick((None, "silu", "gelu")),
+    )
+
+
+def per_head(draw: Draw) -> Call:
+    """A norm whose scale and bias have leading axes, each of its own."""
+    public = draw.pick((jaxnorm.rms_norm, jaxnorm.layer_norm))
+    shape, dtype = (draw.pick(LENGTHS), *draw.leading(), draw.pick(COLS[2:])), draw.pick(DTYPES)
+
+    def dims() -> tuple[int, ...]:
+        return shape[int(draw.rng.integers(1, len(shape))) :]
+
+    return _call(
+        public,
+        {"x": draw.floats(shape, dtype), "scale": draw.weight(dims(), dtype), "bias": draw.weight(dims(), dtype)},
+        ("x", "scale", "bias"),
+        ("x",),
+    )
+
+
+DRAWS = (
+    *(of_table, of_table, of_table, softmax, cross_entropy, linear_cross_entropy),
+    *(rotary, rotary, group_norm, per_head),
+)
+
+
+def draw_call(rng: np.random.Generator, pick: Pick) -> Call:
+    return pick(DRAWS)(Draw(rng, pick))
