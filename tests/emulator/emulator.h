@@ -117,12 +117,10 @@ T __shfl_xor_sync(unsigned mask, T value, int distance) {
   return __shfl_sync(mask, value, thread % 32 ^ distance);
 }
 
-// `mask`: the whole warp, or neighbours of a power of two.
+// Of a whole warp.
 inline unsigned __ballot_sync(unsigned mask, bool value) {
-  const int lane = (threadIdx.x + threadIdx.y * blockDim.x) % 32;
-  unsigned bits = unsigned{value} << lane;
-  for (int distance = 1; distance < 32; distance *= 2)
-    if (mask >> (lane ^ distance) & 1) bits |= __shfl_xor_sync(mask, bits, distance);
+  unsigned bits = unsigned{value} << (threadIdx.x + threadIdx.y * blockDim.x) % 32;
+  for (int distance = 1; distance < 32; distance *= 2) bits |= __shfl_xor_sync(mask, bits, distance);
   return bits;
 }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }

@@ -30,12 +30,6 @@ __device__ float group_max(float value) {
   return value;
 }
 
-// In how many of them it holds.
-template <int WIDTH>
-__device__ int group_count(bool holds) {
-  return __popc(__ballot_sync(lanes_mask<WIDTH>(), holds));
-}
-
 // The largest of their magnitudes.
 template <int WIDTH>
 __device__ float group_largest(float magnitude) {
@@ -186,9 +180,6 @@ class ThreadGroup {
 
   // The largest value of the same threads, of those that are numbers.
   __device__ float warp_max(float value) const { return group_max<kSpansWarps ? kWarp : THREADS>(value); }
-
-  // In how many of the same threads it holds.
-  __device__ int warp_count(bool holds) const { return group_count<kSpansWarps ? kWarp : THREADS>(holds); }
 
   // The thread group's threads in this block, which are of several warps, wait for each other.
   __device__ void meet() const {

@@ -11,7 +11,7 @@ struct CrossEntropyCall : CrossEntropyForward {
   MaskLaunch mask_rows;
 
   explicit CrossEntropyCall(const CrossEntropyForward& p)
-      : CrossEntropyForward(p), logits(p.scale, p.soft_cap, p.total != nullptr), mask_rows(p.mask) {}
+      : CrossEntropyForward(p), logits(p.scale, p.soft_cap, true, p.total != nullptr), mask_rows(p.mask) {}
 };
 
 struct CrossEntropyStatistics : MaxSum<true> {

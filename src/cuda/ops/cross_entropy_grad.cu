@@ -84,7 +84,7 @@ class CrossEntropyGrad {
     for (int i = 0; i < N; ++i) {
       float slope = p.scale.whole, log_share;  // slope: dz/dx
       if constexpr (CAPPED) {
-        const Tanh tanh = tanh_of<T>(values[i] * p.scale_of_cap);
+        const Tanh tanh = tanh_of<float>(values[i] * p.scale_of_cap);
         slope *= tanh.complement;
         log_share = tanh.value * p.soft_cap - row.origin - row.log_sum;
       } else {

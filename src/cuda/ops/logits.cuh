@@ -17,15 +17,17 @@ struct LogitScale {
   float unit;       // not 0, as columns that do not count have a w of -inf
   float log2_unit;  // unit * log2(e)
   bool descending;  // whether w falls where x grows
+  bool wants_log;   // whether the logarithm of the sum of exponentials is wanted, and not the sum
   bool with_total;
 
-  LogitScale(const Scale& scale, float soft_cap, bool with_total)
+  LogitScale(const Scale& scale, float soft_cap, bool wants_log, bool with_total)
       : of_cap(soft_cap == 0 ? 0 : scale.whole / soft_cap),
         cap(soft_cap),
         factor(soft_cap != 0 ? 1.0f : scale.power),
         unit(soft_cap != 0 ? 1.0f : std::fmax(scale.unit, FLT_TRUE_MIN)),
         log2_unit(static_cast<float>(unit * 1.4426950408889634)),
         descending(scale.whole < 0),
+        wants_log(wants_log),
         with_total(with_total) {}
 
   // 2^(the distance from `max` in w).
@@ -161,6 +163,26 @@ class LogitRow {
     }
 #pragma unroll
     for (float& value : to) value = (kHoldsValues ? value : scale_->exponential(value, origin)) * by;
+  }
+
+  // Calls f(exponential) for each of this thread's distances from `origin`. `by`: between the thread's own maximum and
+  // that.
+  template <typename Group, typename F>
+  __device__ void for_each_exponential(const Group& group, float origin, float by, F f) const {
+    if constexpr (kHoldsValues) {
+      for_each_vector<Tile>(group, [&](int vec, auto, int) {
+#pragma unroll
+        for (const float held : held_[vec]) f(holds_t_ ? scale_->exponential(held, origin) : held * by);
+      });
+    } else {
+      for_each(group, [&](int, auto col, int remaining, const Vector& vector) {
+        if (!may_count(col, remaining)) return;
+        float t[Tile::N];
+        unpack_t(col, remaining, vector, t);
+#pragma unroll
+        for (const float value : t) f(scale_->exponential(value, origin));
+      });
+    }
   }
 
   __device__ void hold(int vec, const float (&values)[Tile::N]) {

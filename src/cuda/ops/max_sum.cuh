@@ -70,7 +70,8 @@ struct MaxSumPart {
     const float factor = exp2_estimate((own - origin_of(max)) * log2_unit);
     const bool is_top = has_sum && own == max;
     const float rest = has_sum ? is_top ? part.rest() : (part.rest() + 1.0f) * factor : 0.0f;
-    MaxSumPart whole{{max, less_1(sum_of_parts(rest, count), count_of_parts(is_top, count)), 0, log2_unit}};
+    const float tops = static_cast<float>(count_of_parts(is_top, count));
+    MaxSumPart whole{{max, sum_of_parts(rest, count) + (tops - 1.0f), 0, log2_unit}};
     if constexpr (CROSS) {
       const float further = part.count() > 0 ? part.count() * (origin_of(own) - origin_of(max)) : 0.0f;
       whole.value[2] = sum_of_parts(part.total() + further, count);
@@ -78,9 +79,6 @@ struct MaxSumPart {
     }
     return whole;
   }
-
-  // A sum less 1, from what was added up of shares, of which `tops` have 1 more.
-  __device__ static float less_1(float rest, int tops) { return rest + static_cast<float>(tops - 1); }
 };
 
 template <bool CROSS>
@@ -98,10 +96,11 @@ struct MaxSum {
       thread.add_all(x, group);
     }
     const LogitScale& scale = x.scale();
-    const float own = thread.max(x, group), max = group.warp_max(own), origin = origin_of(max);
-    const bool has_sum = thread.rest() != -1, is_top = has_sum && own == max;
-    const float rest = has_sum ? is_top ? thread.rest() : (thread.rest() + 1.0f) * scale.between(own, origin) : 0.0f;
-    Part part{{max, Part::less_1(group.warp_sum(rest), group.warp_count(is_top)), 0, scale.log2_unit}};
+    const float sum = thread.sum(), own = thread.max(x, group, sum), max = group.warp_max(own);
+    const float origin = origin_of(max), factor = scale.between(own, origin);
+    const float whole = group.warp_sum(sum == 0 ? 0.0f : sum * factor);
+    Part part{{max, whole - 1.0f, 0, scale.log2_unit}};
+    if (scale.wants_log && whole < kFewDigits) part.value[1] = rest_of<Tile>(x, group, origin, factor);
     if constexpr (CROSS)
       if (scale.with_total) {
         const float count = thread.count(), further = count > 0 ? count * (origin_of(own) - origin) : 0.0f;
@@ -112,6 +111,24 @@ struct MaxSum {
   }
 
  private:
+  // Below it a sum to which the maximum has added 1 has too few digits of the others.
+  static constexpr float kFewDigits = 1.25f;
+
+  // A sum less 1, by adding up what is not the maximum's apart. `factor`: between the thread's own maximum and
+  // `origin`.
+  template <typename Tile, typename Row, typename Group>
+  __device__ static float rest_of(const Row& x, const Group& group, float origin, float factor) {
+    float rest = 0, tops = 0;
+    x.for_each_exponential(group, origin, factor, [&](float exponential) {
+      if (exponential == 1.0f) {
+        tops += 1.0f;
+      } else {
+        rest += exponential;
+      }
+    });
+    return group.warp_sum(rest) + (group.warp_sum(tops) - 1.0f);
+  }
+
   // What a thread has of a row.
   template <typename Tile, typename Row>
   class Thread {
@@ -148,37 +165,34 @@ struct MaxSum {
         const float max =
             fmaxf(max_, w_of(x, x.scale().descending ? extreme(std::true_type{}) : extreme(std::false_type{})));
         if (max > max_) {
-          whole_rest_ = (whole_rest_ + tops_) * x.scale().between(max_, max);
+          whole_sum_ *= x.scale().between(max_, max);
           if constexpr (Row::kCross) whole_total_ += count_ * (origin_of(max_) - origin_of(max));
-          tops_ = 0;
           max_ = max;
         }
         const float origin = origin_of(max_);
         visit([&](int i, auto col, int remaining) { add(x, i, col, remaining, vectors[i], origin); });
-        whole_rest_ += rest_[0] + rest_[1];
+        whole_sum_ += sum_[0] + sum_[1];
         whole_total_ += total_;
-        rest_[0] = rest_[1] = total_ = 0;
+        sum_[0] = sum_[1] = total_ = 0;
       });
     }
 
-    // As those of a part.
-    __device__ float rest() const {
-      return (Tile::STREAMED ? static_cast<float>(whole_rest_) : rest_[0] + rest_[1]) + (tops_ - 1.0f);
-    }
+    __device__ float sum() const { return Tile::STREAMED ? static_cast<float>(whole_sum_) : sum_[0] + sum_[1]; }
     __device__ float total() const { return Tile::STREAMED ? static_cast<float>(whole_total_) : total_; }
     __device__ float count() const { return count_; }
 
+    // As that of a part; `sum`: this thread's.
     template <typename Group>
-    __device__ float max(const Row& x, const Group& group) const {
+    __device__ float max(const Row& x, const Group& group, float sum) const {
       if constexpr (Row::kMasked) {
-        if (rest() == -1) {
+        if (sum == 0) {
           bool any = false;
           for_each_vector<Tile>(group, [&](int, auto col, int remaining) { any |= x.counted(col, remaining).any(); });
           return any ? max_ : NAN;
         }
       } else if constexpr (Row::kCross) {
         // With a soft cap columns past the row's end have a w that is not -inf.
-        if (rest() == -1 && max_ > -INFINITY) return NAN;
+        if (sum == 0 && max_ > -INFINITY) return NAN;
       }
       return max_;
     }
@@ -195,11 +209,7 @@ struct MaxSum {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         const float exponential = x.scale().exponential(t[i], origin);
-        if (exponential == 1.0f) {
-          tops_ += 1.0f;
-        } else {
-          rest_[i % 2] += exponential;
-        }
+        sum_[i % 2] += exponential;
         if constexpr (Row::kHoldsValues) t[i] = x.holds_t() ? t[i] : exponential;
       }
       if constexpr (Row::kHoldsValues) x.hold(vec, t);
@@ -215,10 +225,9 @@ struct MaxSum {
     }
 
     float max_ = -INFINITY;
-    // How many exponentials are the maximum's, and the sum of the others: of 1 and these it would lose their digits.
-    // Two halves do not wait for each other. Thousands of terms, as of a streamed row, need more than f32.
-    float tops_ = 0, rest_[2] = {}, total_ = 0, count_ = 0;
-    double whole_rest_ = 0, whole_total_ = 0;
+    // Two halves that do not wait for each other. Thousands of terms, as of a streamed row, need more than f32.
+    float sum_[2] = {}, total_ = 0, count_ = 0;
+    double whole_sum_ = 0, whole_total_ = 0;
   };
 };
 

@@ -10,7 +10,8 @@ struct SoftmaxCall : SoftmaxForward {
   LogitScale logits;
   MaskLaunch mask_rows;
 
-  explicit SoftmaxCall(const SoftmaxForward& p) : SoftmaxForward(p), logits(p.scale, 0, false), mask_rows(p.mask) {}
+  explicit SoftmaxCall(const SoftmaxForward& p)
+      : SoftmaxForward(p), logits(p.scale, 0, p.log, false), mask_rows(p.mask) {}
 };
 
 struct SoftmaxStatistics : MaxSum<false> {

@@ -55,17 +55,13 @@ struct LogSoftmaxDx {
   template <int N>
   __device__ static void dx(Scalars s, const Scale& scale, float sum, const float (&dy)[N], const float (&x)[N],
                             float (&dx)[N]) {
-    float log_share[N], most = -INFINITY;
+    const auto log_share = [&](int i) { return fmaf(fmaf(x[i], scale.power, -s.origin), scale.unit, -s.log_sum); };
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-      log_share[i] = fmaf(fmaf(x[i], scale.power, -s.origin), scale.unit, -s.log_sum);
-      most = fmaxf(most, log_share[i]);
-      dx[i] = scale.whole * fmaf(-exponential(log_share[i]), sum, dy[i]);
-    }
-    if (most <= kMostOfRow) return;
+    for (int i = 0; i < N; ++i) dx[i] = scale.whole * fmaf(-exponential(log_share(i)), sum, dy[i]);
+    if (s.log_sum >= -kMostOfRow) return;  // which no share exceeds
 #pragma unroll
     for (int i = 0; i < N; ++i)
-      if (log_share[i] > kMostOfRow) dx[i] = scale.whole * fmaf(-exponential_less_1(log_share[i]), sum, dy[i] - sum);
+      if (log_share(i) > kMostOfRow) dx[i] = scale.whole * fmaf(-exponential_less_1(log_share(i)), sum, dy[i] - sum);
   }
 };
 
