@@ -175,8 +175,17 @@ class LogitRow {
         for (const float held : held_[vec]) f(holds_t_ ? scale_->exponential(held, origin) : held * by);
       });
     } else {
-      for_each(group, [&](int, auto col, int remaining, const Vector& vector) {
+      // One vector after the other, also of a streamed row: it is seldom, and should take no registers from what is
+      // not.
+      for_each_vector<Tile>(group, [&](int vec, auto col, int remaining) {
         if (!may_count(col, remaining)) return;
+        Vector vector;
+        if constexpr (Tile::STREAMED) {
+          vector = load_x(col, remaining);
+          mask(col, remaining, vector);
+        } else {
+          vector = packed(vec, col, remaining);
+        }
         float t[Tile::N];
         unpack_t(col, remaining, vector, t);
 #pragma unroll

@@ -30,11 +30,10 @@ struct SoftmaxDx {
     sum.add_products(dy, y);
   }
 
-  template <int N>
-  __device__ static void dx(Scalars, const Scale& scale, float sum, const float (&dy)[N], const float (&y)[N],
-                            float (&dx)[N]) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) dx[i] = y[i] * (scale.whole * (dy[i] - sum));
+  __device__ static constexpr bool has_most(Scalars) { return false; }
+  template <bool>
+  __device__ static float dx(Scalars, const Scale& scale, float sum, float dy, float y) {
+    return y * (scale.whole * (dy - sum));
   }
 };
 
@@ -52,16 +51,14 @@ struct LogSoftmaxDx {
     sum.add(dy);
   }
 
-  template <int N>
-  __device__ static void dx(Scalars s, const Scale& scale, float sum, const float (&dy)[N], const float (&x)[N],
-                            float (&dx)[N]) {
-    const auto log_share = [&](int i) { return fmaf(fmaf(x[i], scale.power, -s.origin), scale.unit, -s.log_sum); };
-#pragma unroll
-    for (int i = 0; i < N; ++i) dx[i] = scale.whole * fmaf(-exponential(log_share(i)), sum, dy[i]);
-    if (s.log_sum >= -kMostOfRow) return;  // which no share exceeds
-#pragma unroll
-    for (int i = 0; i < N; ++i)
-      if (log_share(i) > kMostOfRow) dx[i] = scale.whole * fmaf(-exponential_less_1(log_share(i)), sum, dy[i] - sum);
+  // Whether a share may be so large: none exceeds the top's.
+  __device__ static bool has_most(Scalars s) { return s.log_sum < -kMostOfRow; }
+  template <bool HAS_MOST>
+  __device__ static float dx(Scalars s, const Scale& scale, float sum, float dy, float x) {
+    const float log_share = fmaf(fmaf(x, scale.power, -s.origin), scale.unit, -s.log_sum);
+    if constexpr (HAS_MOST)
+      if (log_share > kMostOfRow) return scale.whole * fmaf(-exponential_less_1(log_share), sum, dy - sum);
+    return scale.whole * fmaf(-exponential(log_share), sum, dy);
   }
 };
 
@@ -205,13 +202,23 @@ struct WriteDx : RowEpilogue {
   __device__ __forceinline__ static void write(const SoftmaxGradCall& p, const Group& group, float sum, int64_t row,
                                                Row& x) {
     x.unpack_again(min(p.zero, __float_as_uint(sum)));
+    if (Op::Dx::has_most(x.scalars)) {
+      write_as<true>(p, group, sum, row, x);
+    } else {
+      write_as<false>(p, group, sum, row, x);
+    }
+  }
+
+  template <bool HAS_MOST, typename Group, typename Row>
+  __device__ __forceinline__ static void write_as(const SoftmaxGradCall& p, const Group& group, float sum, int64_t row,
+                                                  const Row& x) {
     const int64_t at = row * p.cols;
     const auto values_of = [&](int vec, auto col, int remaining, float (&dx)[Tile::N]) {
       float dy[Tile::N], second[Tile::N];
       const auto counted = x.get(vec, col, remaining, dy, second);
-      Op::Dx::dx(x.scalars, p.scale, sum, dy, second, dx);
 #pragma unroll
-      for (int i = 0; i < Tile::N; ++i) dx[i] = counted[i] ? dx[i] : 0.0f;
+      for (int i = 0; i < Tile::N; ++i)
+        dx[i] = counted[i] ? Op::Dx::template dx<HAS_MOST>(x.scalars, p.scale, sum, dy[i], second[i]) : 0.0f;
     };
     if constexpr (kAny) {
       with_type(p.dx.dtype, [&](auto* type) { store_row(group, p, at, type, values_of); });
