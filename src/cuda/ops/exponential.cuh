@@ -5,8 +5,10 @@
 
 namespace jaxnorm::cuda {
 
+constexpr float kLog2e = 1.44269504f;
+
 // exp(difference), of a logit and its row's logsumexp: as they are subtracted first, the large ones are the most exact.
-__device__ inline float exponential(float difference) { return exp2_estimate(difference * 1.44269504f); }
+__device__ inline float exponential(float difference) { return exp2_estimate(difference * kLog2e); }
 
 // The logarithm of a share of a row that has most of it: where a gradient is a difference to 1, its digits are few.
 constexpr float kMostOfRow = -0.25f;

@@ -165,8 +165,8 @@ class LogitRow {
     for (float& value : to) value = (kHoldsValues ? value : scale_->exponential(value, origin)) * by;
   }
 
-  // Calls f(exponential) for each of this thread's distances from `origin`. `by`: between the thread's own maximum and
-  // that.
+  // Calls f(exponential) for each of a held row's distances from `origin` that are this thread's. `by`: between the
+  // thread's own maximum and that.
   template <typename Group, typename F>
   __device__ void for_each_exponential(const Group& group, float origin, float by, F f) const {
     if constexpr (kHoldsValues) {
@@ -175,17 +175,8 @@ class LogitRow {
         for (const float held : held_[vec]) f(holds_t_ ? scale_->exponential(held, origin) : held * by);
       });
     } else {
-      // One vector after the other, also of a streamed row: it is seldom, and should take no registers from what is
-      // not.
-      for_each_vector<Tile>(group, [&](int vec, auto col, int remaining) {
+      for_each(group, [&](int, auto col, int remaining, const Vector& vector) {
         if (!may_count(col, remaining)) return;
-        Vector vector;
-        if constexpr (Tile::STREAMED) {
-          vector = load_x(col, remaining);
-          mask(col, remaining, vector);
-        } else {
-          vector = packed(vec, col, remaining);
-        }
         float t[Tile::N];
         unpack_t(col, remaining, vector, t);
 #pragma unroll

@@ -31,7 +31,7 @@ struct SoftmaxDx {
   }
 
   __device__ static constexpr bool has_most(Scalars) { return false; }
-  template <bool>
+  template <typename, bool>
   __device__ static float dx(Scalars, const Scale& scale, float sum, float dy, float y) {
     return y * (scale.whole * (dy - sum));
   }
@@ -53,12 +53,19 @@ struct LogSoftmaxDx {
 
   // Whether a share may be so large: none exceeds the top's.
   __device__ static bool has_most(Scalars s) { return s.log_sum < -kMostOfRow; }
-  template <bool HAS_MOST>
+  template <typename T, bool HAS_MOST>
   __device__ static float dx(Scalars s, const Scale& scale, float sum, float dy, float x) {
-    const float log_share = fmaf(fmaf(x, scale.power, -s.origin), scale.unit, -s.log_sum);
+    const float difference = fmaf(x, scale.power, -s.origin), log_share = fmaf(difference, scale.unit, -s.log_sum);
     if constexpr (HAS_MOST)
       if (log_share > kMostOfRow) return scale.whole * fmaf(-exponential_less_1(log_share), sum, dy - sum);
-    return scale.whole * fmaf(-exponential(log_share), sum, dy);
+    float share;
+    if constexpr (sizeof(T) == 2) {
+      // A multiplication less, for which the rounding of half types has room.
+      share = exp2_estimate(fmaf(difference, scale.unit * kLog2e, -s.log_sum * kLog2e));
+    } else {
+      share = exponential(log_share);
+    }
+    return scale.whole * fmaf(-share, sum, dy);
   }
 };
 
@@ -218,7 +225,7 @@ struct WriteDx : RowEpilogue {
       const auto counted = x.get(vec, col, remaining, dy, second);
 #pragma unroll
       for (int i = 0; i < Tile::N; ++i)
-        dx[i] = counted[i] ? Op::Dx::template dx<HAS_MOST>(x.scalars, p.scale, sum, dy[i], second[i]) : 0.0f;
+        dx[i] = counted[i] ? Op::Dx::template dx<T, HAS_MOST>(x.scalars, p.scale, sum, dy[i], second[i]) : 0.0f;
     };
     if constexpr (kAny) {
       with_type(p.dx.dtype, [&](auto* type) { store_row(group, p, at, type, values_of); });
