@@ -165,7 +165,7 @@ class LogitRow {
     for (float& value : to) value = (kHoldsValues ? value : scale_->exponential(value, origin)) * by;
   }
 
-  // Calls f(exponential) for each of a held row's distances from `origin` that are this thread's. `by`: between the
+  // Calls f(exponential) for each of this thread's distances from `origin`. `by`: between the
   // thread's own maximum and that.
   template <typename Group, typename F>
   __device__ void for_each_exponential(const Group& group, float origin, float by, F f) const {

@@ -98,15 +98,14 @@ struct MaxSum {
     const LogitScale& scale = x.scale();
     const float sum = thread.sum(), own = thread.max(x, group, sum), max = group.warp_max(own);
     const float origin = origin_of(max), factor = scale.between(own, origin);
-    Part part{{max, 0, 0, scale.log2_unit}};
-    if constexpr (Tile::STREAMED) {
-      const bool is_top = sum != 0 && own == max;
-      const float rest = is_top ? thread.rest() : sum == 0 ? 0.0f : sum * factor;
-      part.value[1] = group.warp_sum(rest) + (group.warp_sum(is_top ? thread.tops() : 0.0f) - 1.0f);
-    } else {
-      const float whole = group.warp_sum(sum == 0 ? 0.0f : sum * factor);
-      part.value[1] = whole - 1.0f;
-      if (scale.wants_log && whole < kFewDigits) part.value[1] = rest_of<Tile>(x, group, origin, factor);
+    const float whole = group.warp_sum(sum == 0 ? 0.0f : sum * factor);
+    Part part{{max, whole - 1.0f, 0, scale.log2_unit}};
+    if (scale.wants_log && whole < kFewDigits) {
+      if constexpr (Tile::STREAMED) {
+        part.value[1] = read_rest_of<Tile>(x, group, origin);
+      } else {
+        part.value[1] = rest_of<Tile>(x, group, origin, factor);
+      }
     }
     if constexpr (CROSS)
       if (scale.with_total) {
@@ -121,7 +120,14 @@ struct MaxSum {
   // Below it a sum to which the maximum has added 1 has too few digits of the others.
   static constexpr float kFewDigits = 1.25f;
 
-  // A sum less 1 of a row that is held, by adding up what is not the maximum's apart. `factor`: between the thread's
+  // The same of a streamed row, which is read once more. Not inlined, or what is seldom would take registers from what
+  // is not.
+  template <typename Tile, typename Row, typename Group>
+  __device__ __noinline__ static float read_rest_of(Row x, Group group, float origin) {
+    return rest_of<Tile>(x, group, origin, 1.0f);
+  }
+
+  // A sum less 1, by adding up what is not the maximum's apart. `factor`: between the thread's
   // own maximum and `origin`.
   template <typename Tile, typename Row, typename Group>
   __device__ static float rest_of(const Row& x, const Group& group, float origin, float factor) {
@@ -172,23 +178,19 @@ struct MaxSum {
         const float max =
             fmaxf(max_, w_of(x, x.scale().descending ? extreme(std::true_type{}) : extreme(std::false_type{})));
         if (max > max_) {
-          whole_rest_ = (whole_rest_ + tops_) * x.scale().between(max_, max);
-          tops_ = 0;
+          whole_sum_ *= x.scale().between(max_, max);
           if constexpr (Row::kCross) whole_total_ += count_ * (origin_of(max_) - origin_of(max));
           max_ = max;
         }
         const float origin = origin_of(max_);
         visit([&](int i, auto col, int remaining) { add(x, i, col, remaining, vectors[i], origin); });
-        whole_rest_ += sum_[0] + sum_[1];
+        whole_sum_ += sum_[0] + sum_[1];
         whole_total_ += total_;
         sum_[0] = sum_[1] = total_ = 0;
       });
     }
 
-    __device__ float sum() const { return Tile::STREAMED ? rest() + tops_ : sum_[0] + sum_[1]; }
-    // Of a streamed row: what is the maximum's, and what is not.
-    __device__ float tops() const { return tops_; }
-    __device__ float rest() const { return static_cast<float>(whole_rest_); }
+    __device__ float sum() const { return Tile::STREAMED ? static_cast<float>(whole_sum_) : sum_[0] + sum_[1]; }
     __device__ float total() const { return Tile::STREAMED ? static_cast<float>(whole_total_) : total_; }
     __device__ float count() const { return count_; }
 
@@ -220,11 +222,7 @@ struct MaxSum {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         const float exponential = x.scale().exponential(t[i], origin);
-        if (Tile::STREAMED && exponential == 1.0f) {
-          tops_ += 1.0f;
-        } else {
-          sum_[i % 2] += exponential;
-        }
+        sum_[i % 2] += exponential;
         if constexpr (Row::kHoldsValues) t[i] = x.holds_t() ? t[i] : exponential;
       }
       if constexpr (Row::kHoldsValues) x.hold(vec, t);
@@ -240,10 +238,9 @@ struct MaxSum {
     }
 
     float max_ = -INFINITY;
-    // Two halves that do not wait for each other. Thousands of terms, as of a streamed row, need more than f32; and as
-    // it is read once, what is the maximum's is counted apart.
-    float sum_[2] = {}, tops_ = 0, total_ = 0, count_ = 0;
-    double whole_rest_ = 0, whole_total_ = 0;
+    // Two halves that do not wait for each other. Thousands of terms, as of a streamed row, need more than f32.
+    float sum_[2] = {}, total_ = 0, count_ = 0;
+    double whole_sum_ = 0, whole_total_ = 0;
   };
 };
 
