@@ -187,6 +187,8 @@ LINEAR_CROSS_ENTROPY = Family(
 
 def each(spec: LinearCrossEntropy, x: jax.Array, kernel: jax.Array, labels: jax.Array) -> jax.Array:
     """The losses of all rows, with x's rank; a derivative makes the logits of each chunk again."""
+    # A product would let the kernel vary over a mesh in x's dtype, in which its gradients were summed then.
+    x, kernel, labels = compat.match_varying_axes(x, kernel, labels)
     of_rows: Callable[..., jax.Array] = jax.checkpoint(functools.partial(_each_of_chunk, spec))
     if (chunks := chunks_of(spec, x)) == 1:
         return of_rows(x, kernel, labels)
