@@ -70,8 +70,9 @@ SUMMED = re.compile(r"stablehlo\.all_reduce.*?\^bb0\(%\w+: tensor<(\w+)>", re.DO
     dtypes=[*itertools.product(HALF, HALF), (HALF[0], "float32")],
     rows_per_chunk=[None, 8],
     same_everywhere=["kernel", "x", "x and kernel"],
+    implementation=[None, "jnp"],
 )
-def test_gradients_of_a_product(devices, mode, reduction, dtypes, rows_per_chunk, same_everywhere):
+def test_gradients_of_a_product(devices, mode, reduction, dtypes, rows_per_chunk, same_everywhere, implementation):
     mesh, axis = mesh_for(mode, devices), "c" if mode == PARTLY_MANUAL else "a"
     count = mesh.shape[axis]
     labels = jnp.asarray(np.random.default_rng(7).integers(-1, 24, (count, 16)), "int32")
@@ -82,8 +83,8 @@ def test_gradients_of_a_product(devices, mode, reduction, dtypes, rows_per_chunk
     ]
 
     def of_part(x, kernel, labels):
-        options = {"reduction": reduction, "rows_per_chunk": rows_per_chunk, "ignore_index": -1}
-        return jaxnorm.linear_cross_entropy(x, kernel, labels, **options).sum()
+        options = {"rows_per_chunk": rows_per_chunk, "ignore_index": -1, "implementation": implementation}
+        return jaxnorm.linear_cross_entropy(x, kernel, labels, reduction=reduction, **options).sum()
 
     @partial(
         jax.shard_map,
@@ -95,14 +96,15 @@ def test_gradients_of_a_product(devices, mode, reduction, dtypes, rows_per_chunk
     def sharded(*parts):
         return of_part(*(part if along is None else part[0] for part, along in zip(parts, split, strict=True)))[None]
 
-    one, several = (
-        jax.jit(jax.grad(lambda *args, of=of: of(*args, labels).sum(), (0, 1)))
-        for of in (jax.vmap(of_part, split), sharded)
-    )
-    lowered = several.lower(*args)
-    assert {*SUMMED.findall(lowered.as_text())} == {"f32"}
+    def gradients(of):
+        return jax.grad(lambda *args: sum(value.astype("float32").sum() for value in of(*args)), (0, 1))
+
+    one, several = (gradients(lambda *args, of=of: [of(*args, labels)]) for of in (jax.vmap(of_part, split), sharded))
+    lowered = jax.jit(several).lower(*args)
+    for program in (lowered, jax.jit(gradients(several)).lower(*args)):
+        assert {*SUMMED.findall(program.as_text())} == {"f32"}
     with jax.enable_x64(True):
-        exact = one(*(array.astype("float64") for array in args))
-    for actual, other, wide in zip(lowered.compile()(*args), one(*args), exact, strict=True):
+        exact = jax.jit(one)(*(array.astype("float64") for array in args))
+    for actual, other, wide in zip(lowered.compile()(*args), jax.jit(one)(*args), exact, strict=True):
         assert (actual.shape, actual.dtype) == (other.shape, other.dtype)
         assert fuzzing.error(*map(np.asarray, (actual, other, wide)), fuzzing.law_of(*dtypes)) <= 1
