@@ -132,7 +132,8 @@ def joined(chunks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def forward(spec: LinearCrossEntropy, operands: Operands) -> tuple[Results, Statistics]:
-    x, kernel, labels, weights = operands
+    # A product would let x or the kernel vary over a mesh in x's dtype, in which a gradient of it were summed then.
+    x, kernel, labels, weights = compat.match_varying_axes(*operands)
     kernel = kernel.astype(x.dtype)
     if (chunks := chunks_of(spec, x)) == 1:
         return _of_chunk(spec, kernel, x, labels, weights), ()
@@ -187,6 +188,8 @@ LINEAR_CROSS_ENTROPY = Family(
 
 def each(spec: LinearCrossEntropy, x: jax.Array, kernel: jax.Array, labels: jax.Array) -> jax.Array:
     """The losses of all rows, with x's rank; a derivative makes the logits of each chunk again."""
+    # As in `forward`.
+    x, kernel, labels = compat.match_varying_axes(x, kernel, labels)
     of_rows: Callable[..., jax.Array] = jax.checkpoint(functools.partial(_each_of_chunk, spec))
     if (chunks := chunks_of(spec, x)) == 1:
         return of_rows(x, kernel, labels)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxnorm.native import compat
 from jaxnorm.ops import checks
 from jaxnorm.ops.cross_entropy import linear
 from jaxnorm.ops.cross_entropy.api import LossOptions
@@ -108,6 +109,7 @@ def _reduced(
         here, weights = jnp.where(ignored, IGNORED, here), jnp.where(ignored, 0, weights)
         is_class |= ignored
         # Or the sums for the gradient of kernel would have 0 times what is there, which may be no number.
+        x, ignored = compat.match_varying_axes(x, ignored)
         x = jnp.where(ignored[..., None], 0, x)
     divisor = jnp.maximum(1, jnp.sum(weights)) if reduction == "mean" else 1
     # So a gradient is rounded once. Of float16 the logits' gradients would be too small for their dtype.
