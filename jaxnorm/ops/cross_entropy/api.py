@@ -156,8 +156,8 @@ def losses_of(
     if shards is not None:
         results = exchanged(spec, shards, operands, results)
     wrong = ~is_class if ignored is None else ~(is_class | ignored)
-    empty = None if where is None else jnp.equal(results.top, -jnp.inf)
-    left_out = _either(ignored, empty)
+    top: Any = results.top
+    left_out = _either(ignored, None if where is None else top == -jnp.inf)
     return _losses(spec, results, left_out, wrong, counts, options)
 
 
