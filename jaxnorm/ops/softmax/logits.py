@@ -1,7 +1,7 @@
 """Rows of logits, and the exponentials of their differences.
 
-A logit is z = x * scale, or z = soft_cap * tanh(x * scale / soft_cap). Only differences of logits count, and these are to
-be exact however large the logits are. So z is never formed, but a w that is not rounded, of which z = w * unit: a
+A logit is z = x * scale, or z = soft_cap * tanh(x * scale / soft_cap). Only differences of logits count, and these are
+to be exact however large the logits are. So z is never formed, but a w that is not rounded, of which z = w * unit: a
 difference of logits is (w - w') * unit.
 
     w = x * power,      unit = |scale| / |power|, from 1 to 2      where power is a power of two of the scale's sign
