@@ -3,7 +3,8 @@
     python tests/lib/export_artefacts.py
 
 That gives up what the old ones promise. Do it for a new op, whose files are then the only new ones to keep, or where a
-contract ends on purpose.
+contract ends on purpose. Where calls of an op get other operands or results, keep its old file, and the new one beside
+it under a name that goes on after the old one's, as `softmax-gradient-with_where.bin`.
 """
 
 import sys

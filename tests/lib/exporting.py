@@ -27,6 +27,12 @@ def artefact(op, way) -> Path:
     return ARTEFACTS / f"{op.name.replace(',', '').replace(' ', '_')}-{way}.bin"
 
 
+def artefacts(op, way) -> list[Path]:
+    """That, and those of the same op since its calls have other operands or results."""
+    first = artefact(op, way)
+    return [first, *sorted(ARTEFACTS.glob(f"{first.stem}-*.bin"))]
+
+
 def function_of(op, way):
     """The results, and for a gradient those of all operands."""
     return op.run(op.function) if way == "forward" else op.gradient()

@@ -126,7 +126,9 @@ def exact_cross_entropy(x, *, label_smoothing=0.0, z_loss=0.0, out_dtype=None, *
     _, top, _, total = logits(z)
     lse, at_label = top + np.log(total), z[..., labels_of(x)[(0,) * (x.ndim - 1)], None]
     loss = lse - (1 - label_smoothing) * at_label - label_smoothing * z.mean(-1, keepdims=True) + z_loss * lse**2
-    terms = np.abs(lse) + np.abs(at_label) + z_loss * lse**2
+    # Only differences count, but in a z-loss.
+    further = top - at_label + label_smoothing * (top - z.mean(-1, keepdims=True))
+    terms = 1 + np.log(total) + further + z_loss * lse**2
     return Forward(loss, round_to(loss, out_dtype or "float32"), terms, np.zeros(()))
 
 
