@@ -18,7 +18,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxnorm.ops.softmax.logits import LogitScale, exponentials, of_whole_row, origin_of, sum_over_row, top_of
+from jaxnorm.ops.softmax.logits import (
+    MOST_OF_ROW,
+    LogitScale,
+    exponentials,
+    less_1,
+    of_whole_row,
+    origin_of,
+    sum_over_row,
+    top_of,
+)
 from jaxnorm.ops.softmax.mask import Mask, columns, counted, only
 from jaxnorm.primitive.op import BatchDims, RowSpec, Statistics
 
@@ -160,8 +169,8 @@ def backward(
     dz = of_sum * jnp.exp(log_share)
     if of_label is not None:
         # They cancel at the label of a row whose loss is small.
-        is_most = log_share > -0.5
-        at_label = jnp.where(is_most, of_sum * jnp.expm1(log_share) + (of_sum + of_label), dz + of_label)
+        small = of_sum * less_1(log_share) + (of_sum + of_label)
+        at_label = jnp.where(log_share > MOST_OF_ROW, small, dz + of_label)
         dz = jnp.where(of.is_label, at_label, dz)
     if of_total is not None:
         dz = dz + of_total

@@ -18,7 +18,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxnorm.ops.softmax.logits import LogitScale, exponentials, of_whole_row, origin_of, sum_over_row
+from jaxnorm.ops.softmax.logits import (
+    MOST_OF_ROW,
+    LogitScale,
+    exponentials,
+    less_1,
+    of_whole_row,
+    origin_of,
+    sum_over_row,
+)
 from jaxnorm.ops.softmax.mask import Mask, counted, only
 from jaxnorm.primitive.op import BatchDims, RowSpec, Statistics
 
@@ -154,5 +162,5 @@ def log_backward(
 
 def dy_less_shares(dy: jax.Array, whole: jax.Array, log_share: jax.Array) -> jax.Array:
     """dy - whole * exp(log_share), of which no digit is lost where dy is close to whole and the share to 1."""
-    is_most = log_share > -0.5
-    return jnp.where(is_most, dy - whole, dy) - whole * jnp.where(is_most, jnp.expm1(log_share), jnp.exp(log_share))
+    is_most = log_share > MOST_OF_ROW
+    return jnp.where(is_most, dy - whole, dy) - whole * jnp.where(is_most, less_1(log_share), jnp.exp(log_share))
