@@ -25,14 +25,12 @@ mlir = private.module("jax._src.interpreters.mlir")
 sharding_impls = private.module("jax._src.sharding_impls")
 sharding_rule = private.module("jax._src.custom_partitioning_sharding_rule")
 xla_bridge = private.module("jax._src.xla_bridge")
-# It is done without where it is gone.
-export = private.module("jax._src.export._export")
+export = private.module("jax._src.export._export")  # it is done without where it is gone
 
 # Why no kernel may be called here; None where JAX has every name.
 UNKNOWN = private.why_unknown()
 
-# The name of the axis of all devices in a program of `program_of_a_device`.
-ALL_DEVICES = "devices"
+ALL_DEVICES = "devices"  # the name of the axis of all devices in a program of `program_of_a_device`
 
 
 def run_eagerly(primitive: Primitive) -> None:
@@ -60,24 +58,18 @@ def match_varying_axes(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     # standard_insert_pvary became auto_insert_reshard after JAX 0.10.
     insert: Any = getattr(core, "auto_insert_reshard", None) or getattr(core, "standard_insert_pvary")  # noqa: B009
     summed = are_summed(*arrays)
-    wide = [array.astype(np.float32) if is_summed else array for is_summed, array in zip(summed, arrays, strict=True)]
+    wide = (array.astype(np.float32) if sums else array for sums, array in zip(summed, arrays, strict=True))
     varying = zip(summed, insert(*wide), arrays, strict=True)
-    return tuple(array.astype(of.dtype) if is_summed else array for is_summed, array, of in varying)
+    return tuple(array.astype(of.dtype) if sums else array for sums, array, of in varying)
 
 
 def are_summed(*arrays: jax.Array) -> list[bool]:
-    """Which of the arrays are of half types and have a gradient that is summed over manual mesh axes.
-
-    They vary over fewer of these than all arrays together.
-    """
+    """Which arrays, of half types, vary over fewer manual mesh axes than all together: their gradients are summed."""
     if UNKNOWN:
         return [False] * len(arrays)
     types: list[Any] = list(map(jax.typeof, arrays))
     all_axes = frozenset[Any]().union(*(aval.mat.varying for aval in types))
-    return [
-        aval.mat.varying != all_axes and aval.dtype.itemsize == 2 and jnp.issubdtype(aval.dtype, jnp.floating)
-        for aval in types
-    ]
+    return [aval.mat.varying != all_axes and aval.dtype in (jnp.bfloat16, jnp.float16) for aval in types]
 
 
 def shard_count(array: jax.Array, axis: int) -> int:

@@ -57,10 +57,9 @@ def softmax_cross_entropy_with_integer_labels(
         lse = log(sum(exp(z), axis))
         loss = lse - (1 - label_smoothing) * z[label] - label_smoothing * mean(z, axis) + z_loss * lse²
 
-    All of it is computed in float32 (in float64 of logits of float64), with no float32 copy of the logits, and of
-    differences to the largest z, so that an offset of all logits changes nothing but the z-loss. A gradient reads the
-    logits once more and writes theirs, in the logits' own buffer where the program computed these and they are dead;
-    between the two ways 8 bytes a row are kept, beside logits and labels.
+    All of it is computed in float32 (in float64 of logits of float64), of differences to the largest z, with no float32
+    copy of the logits. A gradient reads them once more and writes theirs, in the logits' own buffer where the program
+    computed these and they are dead; between the two ways 8 bytes a row are kept, beside logits and labels.
 
     Args:
       logits: floating-point array of rank 1 or more.
