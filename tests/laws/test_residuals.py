@@ -18,7 +18,7 @@ ops = pytest.mark.parametrize("op", OPS, ids=str)
 
 
 def wanted(call: str) -> dict[str, bool]:
-    return {name: value == "true" for name, value in re.findall(r"with_(\w+) = (true|false)", call)}
+    return {name: value == "true" for name, value in re.findall(r"with_(d\w+) = (true|false)", call)}
 
 
 @over(OPS, dtypes=lambda op: op.dtypes)

@@ -175,7 +175,7 @@ def cross_entropy():
         backward="jaxnorm_cross_entropy_bwd",
         gradients=("dx",),
         kept=("x",),
-        statistics=2,
+        statistics=3,  # beside the two what tells a row that is -inf throughout
         labels=True,
         values=3,
         exchanged=(4, 0),  # the maximum, the two parts of the sum and the label's logit

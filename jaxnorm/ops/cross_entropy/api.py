@@ -59,7 +59,7 @@ def softmax_cross_entropy_with_integer_labels(
 
     All of it is computed in float32 (in float64 of logits of float64), of differences to the largest z, with no float32
     copy of the logits. A gradient reads them once more and writes theirs, in the logits' own buffer where the program
-    computed these and they are dead; between the two ways 8 bytes a row are kept, beside logits and labels.
+    computed these and they are dead; between the two ways 12 bytes a row are kept, beside logits and labels.
 
     Args:
       logits: floating-point array of rank 1 or more.
