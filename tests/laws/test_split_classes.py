@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from cases import draw
 from coverage import cover
+from internals import CROSS_ENTROPY, CrossEntropy, CrossEntropyOperands
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import placed
@@ -159,3 +160,35 @@ def test_a_last_shard_of_padding(devices, implementation):
     share = np.exp(np.asarray(x, np.float64)) / np.exp(np.asarray(x, np.float64)).sum()
     np.testing.assert_allclose(loss, 1.6008523, rtol=1e-6)
     np.testing.assert_allclose(dz, share - (np.arange(8) == 1), atol=3e-7)
+
+
+# As exported programs of before call it: without a top, so that all is relative to 0.
+@pytest.mark.parametrize("implementation", [None, "jnp"])
+@pytest.mark.parametrize("soft_cap", [0.0, 3.0])
+def test_what_is_relative_to_no_top(devices, implementation, soft_cap):
+    f32 = np.dtype(np.float32)
+    spec = CrossEntropy(scale=-0.3, soft_cap=soft_cap, with_total=True, compute_dtype=f32, out_dtype=f32)
+    x, where, labels = draw("x", (6, COLS)), draw("where", (6, COLS)) > -1, jnp.arange(6)[:, None] * 7 - 1
+
+    def values(x, where):
+        found = CROSS_ENTROPY(spec, CrossEntropyOperands(x, labels, where), implementation)
+        return [found.log_sum, found.label_logit, found.total], found.top
+
+    def step(x, where):
+        (found, top), pullback = jax.vjp(values, x, where)
+        assert top is None
+        return found, pullback(([jnp.cos(v) for v in found], None))[0]
+
+    mesh = mesh_over_classes(devices)
+    split_over = placed(mesh, (x, where), (P(None, "model"),) * 2)
+    found, dx = jax.device_get(jax.jit(step)(*split_over))
+    z = np.asarray(x, np.float64) * float(np.float32(-0.3))
+    z = soft_cap * np.tanh(z / soft_cap) if soft_cap else z
+    at = np.arange(COLS) == np.asarray(labels)
+    exact = [np.log(np.exp(z).sum(-1, where=where)), (z * at).sum(-1), z.sum(-1, where=where)]
+    for a, e in zip(found, exact, strict=True):
+        np.testing.assert_allclose(a[:, 0], e, rtol=2e-6, atol=2e-6)
+    share = np.where(where, np.exp(z - exact[0][:, None]), 0)
+    of_sum, of_label, of_total = (np.cos(e)[:, None] for e in exact)
+    slope = np.float32(-0.3) * (1 - np.square(z / soft_cap) if soft_cap else 1)
+    np.testing.assert_allclose(dx, slope * (of_sum * share + of_label * at + of_total * where), atol=3e-6)

@@ -3,6 +3,9 @@
 from jaxnorm import _page
 from jaxnorm._page import launch, tiling
 from jaxnorm.native import compat, cublaslt, ffi, fit, private
+from jaxnorm.ops.cross_entropy.formula import CrossEntropy
+from jaxnorm.ops.cross_entropy.formula import Operands as CrossEntropyOperands
+from jaxnorm.ops.cross_entropy.op import CROSS_ENTROPY
 from jaxnorm.ops.gated_norm.formula import LONGEST as LONGEST_GATED
 from jaxnorm.ops.quantize.rounding import SMALLEST_SCALE
 from jaxnorm.primitive import fallback, reasons, weights
@@ -10,10 +13,13 @@ from jaxnorm.primitive.weights import LONGEST as LONGEST_PER_HEAD
 from jaxnorm.quantization import GROUP_SIZES
 
 __all__ = [
+    "CROSS_ENTROPY",
     "GROUP_SIZES",
     "LONGEST_GATED",
     "LONGEST_PER_HEAD",
     "SMALLEST_SCALE",
+    "CrossEntropy",
+    "CrossEntropyOperands",
     "_page",
     "choose_fastest",
     "compat",
