@@ -5,10 +5,10 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import STRICT
 
 import jaxnorm
 from bench.__main__ import COMMANDS, parse
@@ -59,7 +59,7 @@ def failures():
     flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
     run = subprocess.run(
         # -P: the installed package, and not the source tree.
-        [sys.executable, "-W", "error", "-P", "-c", RUN],
+        [*STRICT, "-P", "-c", RUN],
         input=json.dumps(code),
         cwd=ROOT,
         env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
