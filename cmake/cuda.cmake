@@ -1,17 +1,38 @@
-# _cuda: built when a CUDA compiler is found, or demanded with JAXNORM_CUDA=1 and refused with JAXNORM_CUDA=0.
+# _cuda: built where there are a driver and a CUDA compiler, with JAXNORM_CUDA=1 or an error, with JAXNORM_CUDA=0 never.
 include(CheckLanguage)
 
+include(cmake/compiler.cmake)
 set(JAXNORM_CUDA "" CACHE STRING
-  "1: build the CUDA kernels or fail; pypi: and with NVIDIA's compiler from PyPI; 0: do not; empty: if possible")
+  "1: build the CUDA kernels or fail; pypi: and with NVIDIA's compiler from PyPI; 0: do not; empty: if there is a driver")
 if(DEFINED ENV{JAXNORM_CUDA})
   set(JAXNORM_CUDA "$ENV{JAXNORM_CUDA}")
 endif()
 if(NOT JAXNORM_CUDA MATCHES "^(0|1|pypi)?$")
   message(FATAL_ERROR "jaxnorm: JAXNORM_CUDA is ${JAXNORM_CUDA}, expected 0, 1, pypi or nothing")
 endif()
+
+# Leaves the CUDA kernels out, and says why and what to do in the build's last line; an error where they are asked for.
+function(jaxnorm_leave_cuda_out why)
+  if(JAXNORM_CUDA)
+    message(FATAL_ERROR "jaxnorm: JAXNORM_CUDA=${JAXNORM_CUDA} asks for the CUDA kernels, and ${why}")
+  endif()
+  set(said "jaxnorm: built without CUDA, because ${why}")
+  message(STATUS "${said}")
+  install(CODE "message(STATUS \"${said}\")")
+endfunction()
+
 if(JAXNORM_CUDA STREQUAL "0")
-  message(STATUS "jaxnorm: CUDA kernels off (JAXNORM_CUDA=0)")
+  jaxnorm_leave_cuda_out("JAXNORM_CUDA=0")
   return()
+endif()
+set(cuda_wheels "${CMAKE_CURRENT_SOURCE_DIR}/tools/cuda_wheels.py")
+if(NOT JAXNORM_CUDA)
+  execute_process(COMMAND "${Python_EXECUTABLE}" "${cuda_wheels}" --driver RESULT_VARIABLE no_driver)
+  if(no_driver)
+    jaxnorm_leave_cuda_out("there is no NVIDIA driver; JAXNORM_CUDA=1 builds its kernels all the same, with nvcc, and \
+JAXNORM_CUDA=pypi with NVIDIA's compiler from PyPI")
+    return()
+  endif()
 endif()
 
 if(NOT CMAKE_CUDA_COMPILER)
@@ -23,10 +44,10 @@ if(NOT JAXNORM_CUDA STREQUAL "pypi")
 endif()
 if(JAXNORM_CUDA STREQUAL "pypi" OR NOT CMAKE_CUDA_COMPILER)
   # Where the build requires NVIDIA's compiler from PyPI, it is among the packages of its environment.
-  execute_process(COMMAND "${Python_EXECUTABLE}" "${CMAKE_CURRENT_SOURCE_DIR}/tools/cuda_wheels.py"
+  execute_process(COMMAND "${Python_EXECUTABLE}" "${cuda_wheels}"
                   OUTPUT_VARIABLE nvcc ERROR_VARIABLE why_none RESULT_VARIABLE failed OUTPUT_STRIP_TRAILING_WHITESPACE)
   if(failed AND JAXNORM_CUDA STREQUAL "pypi")
-    message(FATAL_ERROR "jaxnorm: JAXNORM_CUDA=pypi asks for the CUDA kernels, and ${why_none}")
+    jaxnorm_leave_cuda_out("${why_none}")
   elseif(NOT failed)
     if(CMAKE_CUDA_COMPILER AND NOT CMAKE_CUDA_COMPILER STREQUAL nvcc)  # what CMake knows of the one before
       file(REMOVE "${CMAKE_BINARY_DIR}/CMakeFiles/${CMAKE_VERSION}/CMakeCUDACompiler.cmake")
@@ -34,14 +55,13 @@ if(JAXNORM_CUDA STREQUAL "pypi" OR NOT CMAKE_CUDA_COMPILER)
     set(CMAKE_CUDA_COMPILER "${nvcc}" CACHE FILEPATH "" FORCE)
   endif()
 endif()
-if(NOT CMAKE_CUDA_COMPILER)
-  if(JAXNORM_CUDA)
-    message(FATAL_ERROR "jaxnorm: JAXNORM_CUDA=${JAXNORM_CUDA} asks for the CUDA kernels and no CUDA compiler was "
-                        "found. Install the CUDA toolkit (nvcc 12.8 or newer) and put nvcc on PATH or set CUDACXX, or "
-                        "set JAXNORM_CUDA=pypi to take NVIDIA's compiler from PyPI.")
-  endif()
-  message(STATUS "jaxnorm: CUDA kernels off (no CUDA compiler and no driver of CUDA 13 found; JAXNORM_CUDA=pypi takes "
-                 "NVIDIA's compiler from PyPI, and JAXNORM_CUDA=1 makes a missing one an error)")
+set(nvcc_version "")
+if(CMAKE_CUDA_COMPILER)
+  execute_process(COMMAND "${CMAKE_CUDA_COMPILER}" --version OUTPUT_VARIABLE nvcc_version ERROR_QUIET)
+endif()
+jaxnorm_judge_compiler(unfit "${CMAKE_CUDA_COMPILER}" "${nvcc_version}")
+if(unfit)
+  jaxnorm_leave_cuda_out("${unfit}")
   return()
 endif()
 

@@ -85,6 +85,74 @@ def test_time(tmp_path, architectures, cores, minutes):
     assert f"about {minutes} min on {cores} cores" in printed
 
 
+# What there is as a compiler, what it prints, and why it cannot build the kernels.
+@with_cmake
+@pytest.mark.parametrize(
+    ("compiler", "text", "why"),
+    [
+        ("", "", "there is no CUDA compiler. Install the CUDA toolkit"),
+        ("/bin/nvcc", "Cuda compilation tools, release 12.4, V12.4.131", "/bin/nvcc is nvcc 12.4, older than 12.8."),
+        ("/bin/nvcc", "Cuda compilation tools, release 11.8, V11.8.89", "/bin/nvcc is nvcc 11.8, older than 12.8."),
+        ("/bin/nvcc", "Cuda compilation tools, release 12.8, V12.8.61", ""),
+        ("/bin/nvcc", "Cuda compilation tools, release 13.0, V13.0.48", ""),
+        ("/bin/clang++", "clang version 20.1.0", ""),  # CMake judges it
+    ],
+)
+def test_compilers(tmp_path, compiler, text, why):
+    printed = cmake(
+        tmp_path,
+        f"include({ROOT}/cmake/compiler.cmake)",
+        f'jaxnorm_judge_compiler(why "{compiler}" "{text}")\nmessage(STATUS "why: ${{why}}.")',
+    )
+    assert (f"why: {why}" if why else "why: .\n") in printed
+    assert ("JAXNORM_CUDA=pypi" in printed) == bool(why)
+
+
+def configured(tmp_path, driver, **environment):
+    """What CMake says of CUDA, where no compiler runs: `project` and all that finds one do nothing."""
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "cuda_wheels.py").write_text(f"raise SystemExit({int(not driver)})")
+    lines = [
+        "cmake_minimum_required(VERSION 3.24)\nproject(none LANGUAGES NONE)",
+        f'set(Python_EXECUTABLE "{sys.executable}")',
+        "function(jaxnorm_add_module)\nmessage(FATAL_ERROR built)\nendfunction()",
+        f'list(APPEND CMAKE_MODULE_PATH "{tmp_path}")\ninclude({ROOT}/cmake/cuda.cmake)',
+    ]
+    (tmp_path / "CheckLanguage.cmake").write_text("function(check_language)\nendfunction()")
+    for file in ("compiler", "architectures"):
+        (tmp_path / "cmake").mkdir(exist_ok=True)
+        (tmp_path / "cmake" / f"{file}.cmake").symlink_to(ROOT / "cmake" / f"{file}.cmake")
+    (tmp_path / "CMakeLists.txt").write_text("\n".join(lines))
+    environment = {name: value for name, value in os.environ.items() if name != "JAXNORM_CUDA"} | environment
+    build = ["cmake", "-S", str(tmp_path), "-B", str(tmp_path / "build")]
+    first = subprocess.run(build, capture_output=True, text=True, env=environment)
+    install = ["cmake", "--install", str(tmp_path / "build"), "--prefix", str(tmp_path / "prefix")]
+    last = subprocess.run(install, capture_output=True, text=True) if first.returncode == 0 else None
+    return first.stdout + first.stderr, last.stdout.splitlines()[-1] if last else ""
+
+
+# An nvcc is nothing without a driver, if JAXNORM_CUDA does not ask for it; the build's last line says so.
+@with_cmake
+@pytest.mark.parametrize(
+    ("asked", "driver", "why"),
+    [
+        ("", False, "there is no NVIDIA driver; JAXNORM_CUDA=1 builds"),
+        ("", True, "there is no CUDA compiler"),
+        ("0", True, "JAXNORM_CUDA=0"),
+    ],
+)
+def test_without_cuda(tmp_path, asked, driver, why):
+    said, last = configured(tmp_path, driver, JAXNORM_CUDA=asked)
+    assert f"jaxnorm: built without CUDA, because {why}" in said
+    assert f"jaxnorm: built without CUDA, because {why}" in last
+
+
+@with_cmake
+def test_cuda_that_is_asked_for_and_missing(tmp_path):
+    said, _ = configured(tmp_path, False, JAXNORM_CUDA="1")
+    assert "JAXNORM_CUDA=1 asks for the CUDA kernels, and there is no CUDA compiler." in " ".join(said.split())
+
+
 # What the environment asks for, what this machine has, and whether NVIDIA's compiler is required; with what is said.
 @pytest.mark.parametrize(
     ("asked", "nvcc", "driver", "required", "said"),

@@ -17,14 +17,15 @@ from coverage import in_full
 from flax import nnx
 from hlo import count_native_calls
 from native import is_platform_with_kernels
+from processes import STRICT
 
-pytestmark = pytest.mark.any_code
+pytestmark = [pytest.mark.any_code, pytest.mark.long]
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def run(name, *args, **environment):
-    command = [sys.executable, "-W", "error", EXAMPLES / name, *args]
+    command = [*STRICT, EXAMPLES / name, *args]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | environment)
     assert done.returncode == 0, done.stderr
     return done.stdout

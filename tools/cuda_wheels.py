@@ -1,6 +1,7 @@
 """NVIDIA's compiler from PyPI: whether a build asks for it, and where it then is.
 
-Run as a program, it prints the path of `nvcc`, or says why there is none and fails.
+Run as a program, it prints the path of `nvcc`, or says why there is none and fails; with `--driver` it succeeds where
+there is a driver.
 """
 
 import ctypes
@@ -86,6 +87,8 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 if __name__ == "__main__":
+    if "--driver" in sys.argv:
+        sys.exit(driver() is None)
     try:
         print(find_nvcc())
     except LookupError as reason:
