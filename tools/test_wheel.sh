@@ -33,7 +33,7 @@ else
 fi
 
 mkdir "$work/suite"
-cp -r "$root/pyproject.toml" "$root/tests" "$work/suite"
+cp -r "$root/pyproject.toml" "$root/bench" "$root/tests" "$work/suite"
 cd "$work/suite"
 bare python -m jaxnorm.info --op layer_norm --dtype bfloat16 --platform "$kind"
 bare python - "$kind" <<'END'
@@ -48,5 +48,5 @@ assert native["cpu"]["loaded"], native
 assert native["cuda"]["loaded"] == (sys.argv[1] == "cuda"), native
 END
 # That kernels load and run, both ways; that plans, which need no GPU, are those of the package; some laws.
-bare python -m pytest -p no:cacheprovider -q --once --each \
+bare python -m pytest -p no:cacheprovider -q --quick \
   tests/native/test_modules.py tests/test_plan.py tests/laws/test_bits.py tests/laws/test_statistics.py
