@@ -1,6 +1,5 @@
 """One suite for every platform: what it tests is the installed package on JAX's default backend."""
 
-import argparse
 import os
 import shutil
 from pathlib import Path
@@ -18,7 +17,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import deviceless
 import jax
 import pytest
-from coverage import set_tier
+from coverage import one_of_each, set_tier
 from hypothesis import settings
 from internals import run_every_kernel
 from native import description, is_built, is_platform_with_kernels, why_not_native
@@ -31,26 +30,41 @@ settings.register_profile("jaxnorm", max_examples=20, deadline=None, database=No
 settings.load_profile("jaxnorm")
 
 
+# How much of the table runs, and where it is the default.
+TIERS = {
+    "quick": "one case of each test, without XLA's optimiser; the default on CPU where no file is named",
+    "once": "each value of a factor once; the default for a file that is named",
+    "pairs": "each pair of values of the factors",
+    "full": "all combinations of factors; the default on a GPU",
+}
+
+
 def pytest_addoption(parser):
-    parser.addoption(
-        "--full",
-        action=argparse.BooleanOptionalAction,
-        help="run all combinations of factors, not only each pair of values; the default on a GPU",
-    )
-    parser.addoption("--once", action="store_true", help="run each value of a factor once, not each pair of values")
-    parser.addoption("--each", action="store_true", help="run the laws for one op of each kind only")
+    for tier, text in TIERS.items():
+        parser.addoption(f"--{tier}", dest="tier", action="store_const", const=tier, help=text)
     parser.addoption("--seconds", type=float, default=40, help="for how long the fuzzer runs with --full")
     parser.addoption("--large", action="store_true", help="run the tests marked large on CPU too (30 GiB of memory)")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads them
+def pytest_cmdline_main(config):
+    """The tier. Where no file is named and pytest-xdist is installed every core, as XLA compiles on one; GPUs aside."""
+    option, on_gpu = config.option, jax.default_backend() == "gpu"
+    no_file = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    option.tier = option.tier or ("full" if on_gpu else "quick" if no_file else "once")
+    is_worker = "PYTEST_XDIST_WORKER" in os.environ
+    if no_file and not on_gpu and not is_worker and getattr(option, "numprocesses", 0) is None:
+        option.numprocesses, option.dist = min(8, len(os.sched_getaffinity(0))), "loadgroup"
+
+
 def pytest_configure(config):
     run_every_kernel()
-    full = config.getoption("--full")
-    if full is None:
-        full = jax.default_backend() == "gpu"
-    set_tier("once" if config.getoption("--once") else "full" if full else "pairs", each=config.getoption("--each"))
+    set_tier(config.option.tier)
+    if config.option.tier == "quick":
+        jax.config.update("jax_disable_most_optimizations", True)
+        os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # of the processes that tests start
     config.addinivalue_line("markers", "jax_version: depends on JAX's version: the tests of another Python")
-    config.addinivalue_line("markers", "any_code: does not depend on how well XLA compiles; in CI it does not optimise")
+    config.addinivalue_line("markers", "any_code: does not depend on how well XLA compiles; in CI it never optimises")
     config.addinivalue_line("markers", "kernels: calls the handlers themselves; on a platform that has them")
     config.addinivalue_line("markers", "plans: launch plans, which need no GPU; where jaxnorm is built with CUDA")
     config.addinivalue_line("markers", "emulated: CUDA kernels on the host; where there is a CUDA compiler")
@@ -59,6 +73,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "xdist_group(name): on one worker")  # where xdist is not installed
     config.addinivalue_line("markers", "deviceless: programs for a GPU; where JAX's CUDA plugin is, and CUDA kernels")
     config.addinivalue_line("markers", "build: settings of the build; where there is CMake")
+    config.addinivalue_line("markers", "long: whole models and programs; not in the quick tier")
     config.addinivalue_line("markers", "several: spread over devices; where there are several")
     config.addinivalue_line("markers", "gpu: about what only the CUDA kernels have; on a GPU")
     config.addinivalue_line("markers", "large: arrays of more than 2**31 elements; on a GPU, or with --large")
@@ -86,7 +101,7 @@ def pytest_collection_modifyitems(config, items):
     has = {
         "kernels": is_platform_with_kernels(),
         "plans": is_built("gpu"),
-        "emulated": shutil.which("nvcc") is not None,
+        "emulated": shutil.which("nvcc") is not None and config.option.tier != "quick",
         "browser": shutil.which("chromium") is not None,
         "toys": ARE_BUILT,
         "deviceless": deviceless.has_plugin() and is_built("gpu") and not on_gpu,
@@ -96,10 +111,11 @@ def pytest_collection_modifyitems(config, items):
         "large": on_gpu or config.getoption("--large"),
     }
     absent = {name for name, present in has.items() if not present}
-    kept, deselected = [], []
-    for item in items:
-        (deselected if absent & {mark.name for mark in item.iter_markers()} else kept).append(item)
-    config.hook.pytest_deselected(items=deselected)
+    kept = [item for item in items if not absent & {mark.name for mark in item.iter_markers()}]
+    if config.option.tier == "quick":
+        kept = one_of_each([item for item in kept if not item.get_closest_marker("long")])
+    taken = set(kept)
+    config.hook.pytest_deselected(items=[item for item in items if item not in taken])
     items[:] = kept
 
 

@@ -4,7 +4,7 @@ A new op is a new row: what it computes and by which formula, its operands and s
 """
 
 from cases import KINDS
-from coverage import has_each_only, in_full
+from coverage import in_full
 from gated_quantized_rows import gated_quantized, grouped_quantized
 from gated_rows import gate, grouped
 from gating import MAMBA, QWEN, VARIANTS
@@ -47,9 +47,8 @@ EACH = (
     *(SOFTMAX[1], CROSS_ENTROPY[0], ROTARY[0]),
     *(QUANTIZED[1], QUANTIZED_SUMS[1], GATED_QUANTIZED[0]),
 )
-ALL = (
+OPS = (
     *(*NORMS, *PER_HEAD, *ADDED, *PADDED, *GATED, *GROUPED, *GROUP_NORMS, *SANDWICH),
     *(*SOFTMAX, *CROSS_ENTROPY, *ROTARY),
     *(*QUANTIZED, *QUANTIZED_SUMS, *GATED_QUANTIZED),
 )
-OPS = EACH if has_each_only() else ALL

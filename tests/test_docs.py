@@ -154,9 +154,10 @@ def test_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 180
 
 
-@pytest.mark.parametrize("command", ["pytest", "examples/train_lm.py"])
+@pytest.mark.parametrize("command", ["pip install .*", "examples/train_lm.py", "pytest"])
 def test_the_commands_that_ci_runs_stand_in_readme(command):
-    assert len(re.findall(rf"^python3 -m venv .*{command}$", (ROOT / "README.md").read_text(), re.MULTILINE)) == 1
+    lines = rf"^(?:python3 -m venv|\.venv/bin).*{command}$"
+    assert len(re.findall(lines, (ROOT / "README.md").read_text(), re.MULTILINE)) == 1
 
 
 def test_every_constant_of_the_plan_is_explained():

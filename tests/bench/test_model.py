@@ -12,7 +12,7 @@ import pytest
 
 from bench import model, model_blocks, model_norms, models
 
-pytestmark = pytest.mark.any_code
+pytestmark = [pytest.mark.any_code, pytest.mark.long]
 
 LANGUAGE, IMAGES = models.small(models.LLAMA), replace(models.small(models.VIT), layers=1)
 GROUPED, SANDWICH, CONDITIONED = (models.small(spec) for spec in (models.LLAMA_GROUPED, models.GEMMA, models.DIT))

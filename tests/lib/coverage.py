@@ -1,9 +1,7 @@
-"""Combinations of factors: each pair of values by default, all with `--full`, each value once with `--once`.
-
-With `--each` the table of ops has one op of each kind only.
-"""
+"""Combinations of factors, by the tier: each value once, each pair of values, or all; and one of each test."""
 
 import itertools
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
@@ -12,18 +10,20 @@ import pytest
 Named = list[tuple[str, Any]]
 
 _tier = "pairs"
-_each = False
 
 
-def set_tier(tier: Literal["once", "pairs", "full"], *, each: bool = False) -> None:
+def set_tier(tier: Literal["quick", "once", "pairs", "full"]) -> None:
     """Before test modules are imported."""
-    global _tier, _each
-    _tier, _each = tier, each
+    global _tier
+    _tier = tier
 
 
-def has_each_only() -> bool:
-    """Whether the table of ops is to have one op of each kind only."""
-    return _each
+def one_of_each(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """One case of each test; of another test that of another op."""
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return [cases[zlib.crc32(name.encode()) % len(cases)] for name, cases in tests.items()]
 
 
 def in_full(*cases: Any) -> tuple[Any, ...]:

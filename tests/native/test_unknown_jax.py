@@ -99,7 +99,9 @@ GONE = [
 ]
 
 
-each = pytest.mark.parametrize("gone", [" ".join(gone) for gone in GONE])
+def each(test):
+    """For each name; they are tried in a process of half a minute."""
+    return pytest.mark.long(pytest.mark.parametrize("gone", [" ".join(gone) for gone in GONE])(test))
 
 
 @pytest.fixture(scope="module")
