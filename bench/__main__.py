@@ -14,6 +14,7 @@ COMMANDS = {
     "model": "the norms within a model's training step",
     "sharding": "the norms over several devices",
     "resources": "registers and spills of the CUDA kernels in two builds, without a GPU",
+    "show": "the table of a results file",
     "plot": "pictures of the results",
     "trainers": "a picture of what examples/train_gemma.py measured",
     "tables": "write the results into README.md and docs/",

@@ -35,7 +35,7 @@ ARRAYS = {"forward": 2, "step": 5}
 
 
 def add_arguments(parser):
-    parser.add_argument("--out", type=Path, help="write OUT.json and OUT.md")
+    parser.add_argument("--out", type=Path, help="write OUT.json")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--iterations", type=int, default=20, help="calls of each program")
     parser.add_argument("--default", action="store_true", help="what runs by default")

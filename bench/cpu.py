@@ -51,7 +51,7 @@ CHAINED = "grid 4096"
 
 
 def add_arguments(parser):
-    parser.add_argument("--out", type=Path, help="write OUT.json and OUT.md")
+    parser.add_argument("--out", type=Path, help="write OUT.json")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--ops", nargs="+", default=list(NORMS), choices=ops.CPU_OPS)
     parser.add_argument("--cols", nargs="+", type=int, help="these row lengths only")

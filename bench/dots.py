@@ -58,7 +58,7 @@ FORMS = {
 
 
 def add_arguments(parser):
-    parser.add_argument("--out", type=Path, help="write OUT.json and OUT.md")
+    parser.add_argument("--out", type=Path, help="write OUT.json")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), metavar="NAME")
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS), metavar="NAME")
     parser.add_argument("--iterations", type=int, default=10, help="calls of each program")

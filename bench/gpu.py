@@ -69,7 +69,7 @@ class Cell(NamedTuple):
 
 
 def add_arguments(parser):
-    parser.add_argument("--out", type=Path, help="write OUT.json and OUT.md")
+    parser.add_argument("--out", type=Path, help="write OUT.json")
     suites = " ".join(ops.SUITES)
     parser.add_argument("--suites", nargs="+", default=ops.SUITES, choices=ops.SUITES, metavar="SUITE", help=suites)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16", "float16"])

@@ -38,7 +38,7 @@ SEPARATE_PRODUCTS = {"xla_gpu_dot_merger_threshold_mb": 0}
 
 
 def add_arguments(parser):
-    parser.add_argument("--out", type=Path, help="write OUT.json and OUT.md")
+    parser.add_argument("--out", type=Path, help="write OUT.json")
     parser.add_argument("--commit", help="what is measured, where there is no git (default: the checkout's)")
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     extra = [variant for variant in model_norms.VARIANTS if variant not in ("jnp", "none")]

@@ -1,4 +1,4 @@
-"""How the benchmarks write what they measured: one table, as Markdown and as JSON."""
+"""How the benchmarks print what they measured, as a table, and keep it, as JSON."""
 
 import json
 import shlex
@@ -61,13 +61,11 @@ def write(header, rows, out=None, **lists):
 
 
 def save(header, rows, out, **lists):
-    """Writes OUT.json and OUT.md."""
-    header = complete(header)
+    """Writes OUT.json."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    for suffix, text in ((".json", to_json(header, rows, lists)), (".md", markdown(header, rows, lists))):
-        whole = out.with_suffix(f"{suffix}.new")  # a run that is cut off here leaves the last whole file
-        whole.write_text(text)
-        whole.replace(out.with_suffix(suffix))
+    whole = out.with_suffix(".json.new")  # a run that is cut off here leaves the last whole file
+    whole.write_text(to_json(complete(header), rows, lists))
+    whole.replace(out.with_suffix(".json"))
 
 
 def load(path):

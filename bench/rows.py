@@ -41,7 +41,7 @@ class Cell(NamedTuple):
 
 
 def add_arguments(parser):
-    parser.add_argument("--out", type=Path, help="write OUT.json and OUT.md")
+    parser.add_argument("--out", type=Path, help="write OUT.json")
     parser.add_argument("--ops", nargs="+", default=list(FUNCTIONS), choices=FUNCTIONS)
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--cols", nargs="+", type=int, help="these row lengths only")

@@ -34,7 +34,7 @@ DTYPES = ("float32", "bfloat16")
 
 
 def add_arguments(parser):
-    parser.add_argument("--out", type=Path, help="write OUT.json and OUT.md")
+    parser.add_argument("--out", type=Path, help="write OUT.json")
     parser.add_argument("--devices", type=int, default=jax.device_count(), help="(default: all)")
     parser.add_argument("--mib", type=int, default=256, help="of x on each device (default: 256)")
     parser.add_argument("--turns", type=int, default=5, help="of each program")

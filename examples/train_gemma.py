@@ -256,7 +256,7 @@ def parse_options():
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of activations")
     parser.add_argument("--attention", choices=["xla", "cudnn"], help="(default: cudnn where it can)")
     parser.add_argument("--text", type=Path, help="file to train on (default: the standard library's sources)")
-    parser.add_argument("--out", type=Path, default=Path("train_gemma"), help="write OUT.json, OUT.md and OUT.png")
+    parser.add_argument("--out", type=Path, default=Path("train_gemma"), help="write OUT.json and OUT.png")
     parser.add_argument("--commit", help="what is measured, where there is no git (default: the checkout's)")
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)

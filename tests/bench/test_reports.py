@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import bench
-from bench import peers, plot, recorded, report, shapes, tables, targets
+from bench import peers, plot, recorded, report, shapes, show, tables, targets
 from bench.__main__ import COMMANDS, parse
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -146,11 +146,14 @@ def test_missing_rows_are_named():
     ]
 
 
-def test_a_results_file_is_read_back(results):
+def test_a_results_file_is_read_back(results, capsys):
     data = report.load(results / "h200.json")
     assert len(data["rows"]) == 9
     assert (data["missing"], data["failed"]) == (["one"], [])
-    assert "| decode 1 | 1 | 4096 | 2.00 |" in (results / "h200.md").read_text()
+    show.main(parse(["show", str(results / "h200.json")]))
+    printed = capsys.readouterr().out
+    assert "| decode 1 | 1 | 4096 | 2.00 |" in printed
+    assert "Missing: 1\n- one\n" in printed
 
 
 def test_plot_draws_each_direction(results):
