@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import importlib.util
 from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -10,7 +11,7 @@ import jax
 import numpy as np
 from jax.extend.mlir.dialects import stablehlo
 
-from jaxnorm.native import compat, fit
+from jaxnorm.native import compat, elf, fit
 
 # JAX's name of a platform in lowering rules -> XLA's name of it in registrations.
 PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}
@@ -40,9 +41,8 @@ def why_not(platform: str) -> str:
         return f"jaxnorm has native kernels for {' and '.join(PLATFORMS)}, none for {platform}"
     if compat.UNKNOWN:
         return compat.UNKNOWN
-    error = _errors[platform]
-    if not isinstance(error, ModuleNotFoundError) or error.name != f"jaxnorm._{platform}":
-        return f"jaxnorm._{platform} does not load ({error}); install jaxnorm again in this environment"
+    if _is_broken(platform):
+        return f"jaxnorm._{platform} does not load ({_errors[platform]}); install jaxnorm again in this environment"
     if platform == "cuda" and available("cpu"):
         return (
             "this jaxnorm was built without CUDA; JAXNORM_CUDA=1 pip install . builds it with the CUDA toolkit that is "
@@ -54,12 +54,20 @@ def why_not(platform: str) -> str:
     )
 
 
+def _is_broken(platform: str) -> bool:
+    """Whether platform's kernels are installed and do not load."""
+    error = _errors.get(platform)
+    return error is not None and not (isinstance(error, ModuleNotFoundError) and error.name == f"jaxnorm._{platform}")
+
+
 @functools.cache
 def why_unfit(platform: str) -> str | None:
-    """Why platform's kernels do not run on the GPUs that are here, and the remedy.
+    """Why platform's kernels, which are installed, do not load or do not run on the GPUs that are here; the remedy.
 
     None where they do. And where no GPU is: what is traced or exported there runs elsewhere.
     """
+    if _is_broken(platform):
+        return why_not(platform)
     if platform != "cuda" or not available(platform):
         return None
     native = module(platform)
@@ -127,8 +135,12 @@ def call(
 def _load(platform: str) -> None:
     if compat.UNKNOWN:
         return
+    name = f"jaxnorm._{platform}"
     try:
-        native = importlib.import_module(f"jaxnorm._{platform}")
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.origin is not None:
+            elf.check_whole(spec.origin)
+        native = importlib.import_module(name)
     except ImportError as error:
         _errors[platform] = error
         return

@@ -1,7 +1,7 @@
 """Where the formula runs instead of a kernel: who is told of it, `jaxnorm.explain` and the user who wants to know.
 
 With the environment variable `JAXNORM_WARN_FALLBACK=1` there is a warning, once for each line of the user's code where
-a kernel was to be expected. Where it is known that no kernel can run on the GPU there is one always.
+a kernel was to be expected. Where kernels that were built do not load or cannot run there is one always.
 """
 
 import contextlib
