@@ -53,6 +53,10 @@ def quantize(
     Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only Inference, 2017,
     https://arxiv.org/abs/1712.05877.
     """
+    if isinstance(x, Quantization):
+        raise TypeError(
+            "quantize: x is a jaxnorm.Quantization; are x and quantization in each other's place? Pass the array first."
+        )
     x = shared_checks.check_x("quantize", x)
     axes = shared_checks.check_axes("quantize", axis, x.ndim)
     checks.check_quantization("quantize", quantization, Quantization, x, axes)
