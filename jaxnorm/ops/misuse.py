@@ -139,9 +139,15 @@ def _meant(name: str, parameters: Parameters, keyword: str) -> str:
         return f"{name} has no {argument}: {remedies[argument]}."
     if having:
         return f"{argument} is an argument of {', '.join(having)}."
-    if close := difflib.get_close_matches(keyword.lower(), parameters, 1):
-        return f"did you mean {close[0]}?"
-    return f"expected some of {', '.join(parameters)}."
+    return did_you_mean(keyword, parameters, "some")
+
+
+def did_you_mean(name: str, known: Iterable[str], how_many: str = "one") -> str:
+    """The remedy where something has another name."""
+    plain = {other.lower().replace("_", ""): other for other in known if not other.startswith("_")}
+    if close := difflib.get_close_matches(name.lower().replace("_", ""), plain, 1):
+        return f"did you mean {plain[close[0]]}?"
+    return f"expected {how_many} of {', '.join(plain.values())}."
 
 
 def _surplus(name: str, parameters: Parameters, place: int, value: object) -> str:
