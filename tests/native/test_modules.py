@@ -141,9 +141,8 @@ def told_by(directory, program):
 
 # Of a library that ends too early the loader reads what is not there, which ends the process.
 @pytest.mark.kernels
-@pytest.mark.parametrize("share", [0.0, 0.9])
-def test_one_warning_where_a_library_is_truncated(tmp_path, share):
-    copy_of_the_package(tmp_path, share)
+def test_one_warning_where_a_library_is_truncated(tmp_path):
+    copy_of_the_package(tmp_path, share=0.9)
     (warning,) = told_by(tmp_path, USE)
     assert "jax.numpy on cpu: jaxnorm._cpu does not load" in warning
     assert "_cpu" in warning
