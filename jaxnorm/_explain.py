@@ -1,7 +1,8 @@
-"""Every norm of a program, and what runs for it: `jaxnorm.explain`, and `--explain` of `python -m jaxnorm.info`."""
+"""Every call of a program, and what runs for it: `jaxnorm.explain`, and `--explain` of `python -m jaxnorm.info`."""
 
 import dataclasses
 import importlib
+import inspect
 import os
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,20 +12,18 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jaxnorm.native import compat, ffi, source
-from jaxnorm.primitive import fallback, reasons
-from jaxnorm.primitive.op import AnyOp, Record, RowSpec, Way, functions
-from jaxnorm.primitive.rules import RULES, Rules, leaves_of
+from jaxnorm.ops import misuse
+from jaxnorm.primitive import fallback
+from jaxnorm.primitive.described import DESCRIBERS, DIRECTIONS, Described
+from jaxnorm.primitive.rules import leaves_of
 
-_Why = Callable[[str], str | None]  # why the formula runs on a platform, as far as that is not a reason for all
-_Key = tuple[source.Line | None, AnyOp, RowSpec, Record, str]  # a line, an op, its spec, its operands, a direction
-DIRECTIONS = {"forward": "forward", "linear": "tangent", "backward": "backward"}
 # A part of the key by which JAX caches what it has traced: a new value has all of a program traced anew.
 _run = jax.make_user_context(None)
 
 
 @dataclasses.dataclass(frozen=True)
 class Runs:
-    """What runs for a norm on a platform: "native" or "formula", and why."""
+    """What runs for a call on a platform: "native" or "formula", and why."""
 
     platform: str
     implementation: str
@@ -33,7 +32,7 @@ class Runs:
 
 @dataclasses.dataclass(frozen=True)
 class Norm:
-    """A norm of a program, in one direction.
+    """A call of a function of jaxnorm in a program, in one direction.
 
     `line` is that of the caller, as "file:line (function)". `operands` are what is read, as "x: bfloat16[8,128]".
     `direction` is "forward", "backward", or "tangent" for what forward mode adds.
@@ -51,46 +50,52 @@ class Norm:
 
 
 class Explanation(tuple[Norm, ...]):
-    """The norms of a program; printed, a table."""
+    """The calls of a program; printed, a table."""
 
     __slots__ = ()
 
     def __repr__(self) -> str:
         if not self:
-            return "no norm of jaxnorm is in this program"
+            return "no function of jaxnorm is in this program"
         platforms = [runs.platform for runs in self[0].runs]
-        rows = [["line", "norm", "direction", *platforms]]
+        rows = [["line", "function", "direction", *platforms]]
         notes: list[Sequence[str]] = [()]
         for norm in self:
             rows.append([norm.line, norm.name, norm.direction, *(runs.implementation for runs in norm.runs)])
-            notes.append([", ".join(norm.operands), *_whys(norm)])
+            notes.append([", ".join(norm.operands), *_whys(runs for runs in norm.runs if not _is_of_all(runs))])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines: list[str] = []
         for row, note in zip(rows, notes, strict=True):
             lines.append("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
             lines += [textwrap.indent(line, "    ") for text in note for line in textwrap.wrap(text, 110)]
-        return "\n".join(lines)
+        of_all = _whys(dict.fromkeys(runs for norm in self for runs in norm.runs if _is_of_all(runs)))
+        return "\n".join([*lines, *(line for text in of_all for line in textwrap.wrap(text, 114))])
 
     __str__ = __repr__
 
 
-def _whys(norm: Norm) -> list[str]:
+def _is_of_all(runs: Runs) -> bool:
+    """Whether the reason is that of all calls on the platform, and so is told once."""
+    return runs.why == ffi.why_nowhere(runs.platform)
+
+
+def _whys(all_runs: Iterable[Runs]) -> list[str]:
     """Why the formula runs, each reason once, with its platforms."""
     by_reason: dict[str, list[str]] = {}
-    for runs in norm.runs:
+    for runs in all_runs:
         if runs.implementation != "native":
             by_reason.setdefault(runs.why, []).append(runs.platform)
     return [f"formula on {', '.join(platforms)}: {why}" for why, platforms in by_reason.items()]
 
 
 def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """Traces function(*args, **kwargs) and says of every norm in it whether a kernel or the formula runs, and why.
+    """Traces function(*args, **kwargs) and says of every call of jaxnorm in it whether a kernel or the formula runs.
 
         print(jaxnorm.explain(jax.grad(loss), params, batch))
 
-    Nothing is computed: arguments may be `jax.ShapeDtypeStruct`s. A function that takes a gradient has norms in both
-    directions. Of one that takes none, each norm is listed with the backward that a gradient would add. The same norm
-    of the same line stands there once, however often it is called.
+    Nothing is computed: arguments may be `jax.ShapeDtypeStruct`s. A function that takes a gradient has calls in both
+    directions, and only such a one has a backward. The same call of the same line stands there once, however often it
+    is made.
 
     The platforms are those that jaxnorm has kernels for and JAX's default one. For a program that XLA splits over
     devices there are further reasons, of its compilation, which are not among these: `JAXNORM_WARN_FALLBACK=1` tells of
@@ -98,51 +103,66 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
 
     Args:
       function: any function that JAX can trace, under `jax.jit` or not.
-      args, kwargs: its arguments.
+      args, kwargs: its arguments. Arrays among them are traced; of a function that is not under `jax.jit` all else
+        stays what it is, as num_groups=32.
 
     Returns:
       A tuple of frozen dataclasses with `line`, `name`, `direction`, `operands` and `runs`, which prints as a table.
+
+    Raises:
+      TypeError: function cannot be called.
     """
-    found: list[tuple[_Key, _Why]] = []
+    if not callable(function):
+        raise TypeError(f"explain: the first argument must be a function, got {_in_words(function)}")
+    found: list[tuple[source.Line | None, Norm]] = []
 
     def hear(formula: fallback.Formula) -> None:
-        key = (formula.line, formula.op, formula.spec, _types(formula.operands), formula.direction)
-        found.append((key, lambda _: formula.reason))
+        call = Described(formula.name, formula.operands, formula.direction, lambda _: formula.reason)
+        found.append((formula.line, _norm(formula.line, call)))
 
     with _run(object()), fallback.listening(hear):
-        traced = function if isinstance(function, type(jax.jit(function))) else jax.jit(function)
-        jaxpr = traced.trace(*args, **kwargs).jaxpr
-    bound = list(_bound(jaxpr))
-    if all(direction == "forward" for (*_, direction), _ in (*found, *bound)):
-        found += [((*key[:-1], "backward"), why) for key, why in found if key[1].derivative]
-        bound += [((*key[:-1], "backward"), _slower(key, "backward")) for key, _ in bound if key[1].derivative]
-    found += bound
-    found.sort(key=lambda both: both[0][0] or ("",))
-    return Explanation(dict.fromkeys(_norm(key, why) for key, why in found))
+        if isinstance(function, type(jax.jit(function))):
+            traced = function.trace(*args, **kwargs)
+        else:
+            arrays, of_arrays = _of_arrays(function, args, kwargs)
+            traced = jax.jit(of_arrays).trace(arrays)
+    found += _bound(traced.jaxpr)
+    found.sort(key=lambda both: both[0] or ("",))
+    return Explanation(dict.fromkeys(norm for _, norm in found))
 
 
-def _slower(forward: _Key, way: Way) -> _Why:
-    """Why the formula is faster one way, for a forward that is a primitive."""
-    _, op, spec, operands, _ = forward
-    call = reasons.Call(op, spec, operands)
-    return lambda platform: reasons.slower(op, spec, call.rows(platform, way))
+def _of_arrays(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[list[Any], Callable[..., Any]]:
+    """The arrays among the arguments, and the function of these alone."""
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    places = [place for place, leaf in enumerate(leaves) if hasattr(leaf, "dtype") and hasattr(leaf, "shape")]
+
+    def of_arrays(arrays: Sequence[Any]) -> Any:
+        given = dict(enumerate(leaves)) | dict(zip(places, arrays, strict=True))
+        all_args, keywords = jax.tree.unflatten(tree, given.values())
+        return function(*all_args, **keywords)
+
+    return [leaves[place] for place in places], of_arrays
 
 
-def _bound(jaxpr: Any) -> Iterator[tuple[_Key, _Why]]:
-    """The norms that are primitives, at any depth."""
+def _in_words(value: Any) -> str:
+    """What came in place of a function, and the remedy."""
+    remedy = "pass the function and its arguments apart, as explain(jaxnorm.rms_norm, x)"
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"an array {value.dtype}{list(value.shape)}; {remedy}, and not its result."
+    if isinstance(value, str):
+        return f"{value!r}; {remedy}, or {value!r} to python -m jaxnorm.info --explain."
+    return f"{type(value).__name__}; {remedy}."
+
+
+def _bound(jaxpr: Any) -> Iterator[tuple[source.Line | None, Norm]]:
+    """The calls that are primitives, at any depth."""
     for equation in jaxpr.eqns:
-        rule: Rules | None = RULES.get(equation.primitive)
-        if rule is not None:
-            types = [var.aval for var in equation.invars]
-            operands = _types(rule.named_operands(equation.params["tree"], types))
+        if equation.primitive in DESCRIBERS:
+            call = DESCRIBERS[equation.primitive](*(var.aval for var in equation.invars), **equation.params)
             line = source.line_of_user(equation.source_info.traceback)
-            yield (line, rule.op, equation.params["spec"], operands, rule.direction), _why(rule, types, equation.params)
+            yield line, _norm(line, call)
         for inner in _jaxprs(equation.params.values()):
             yield from _bound(inner)
-
-
-def _why(rule: Rules, types: Sequence[Any], params: dict[str, Any]) -> _Why:
-    return lambda platform: rule.slower(platform, *types, **params)
 
 
 def _jaxprs(values: Iterable[Any]) -> Iterator[Any]:
@@ -153,48 +173,48 @@ def _jaxprs(values: Iterable[Any]) -> Iterator[Any]:
             yield from _jaxprs(value)
 
 
-def _types(operands: Record) -> Record:
-    return jax.tree.map(
-        lambda array: array if isinstance(array, jax.core.AbstractValue) else jax.typeof(array), operands
-    )
-
-
-def _norm(key: _Key, why: _Why) -> Norm:
-    """The row of a norm."""
-    line, op, spec, operands, direction = key
+def _norm(line: source.Line | None, call: Described) -> Norm:
+    """The row of a call."""
     where = "unknown" if line is None else f"{os.path.relpath(line.file)}:{line.number} ({line.function})"
     platforms = dict.fromkeys((*ffi.PLATFORMS, compat.default_platform()))
-    given = tuple(f"{name}: {array.str_short()}" for name, array in leaves_of(operands) if name != "stats")
-    runs = tuple(_runs(op, spec, direction, platform, why(platform)) for platform in platforms)
-    return Norm(where, _name(op, spec, operands), DIRECTIONS[direction], given, runs)
+    given = tuple(f"{name}: {_type(array)}" for name, array in leaves_of(call.operands) if name != "stats")
+    runs = tuple(_runs(platform, call.why_formula(platform)) for platform in platforms)
+    return Norm(where, call.name, DIRECTIONS[call.direction], given, runs)
 
 
-def _runs(op: AnyOp, spec: RowSpec, direction: str, platform: str, reason: str | None) -> Runs:
-    if reason is None and direction == "linear":
-        reason = "tangents have no kernel"
-    if reason is None and spec.shards is not None:
-        reason = "axis_name is given: jax.numpy exchanges the statistics, and calls kernels for what lies between"
-    reason = reason or reasons.why_not(place=reasons.Place(platform, op.has_kernels))
-    return (
-        Runs(platform, "formula", reason) if reason else Runs(platform, "native", f"jaxnorm._{platform} has a kernel")
-    )
+def _type(array: Any) -> str:
+    of_array: Any = array if isinstance(array, jax.core.AbstractValue) else jax.typeof(array)
+    return str(of_array.str_short())
 
 
-def _name(op: AnyOp, spec: RowSpec, operands: Record) -> str:
-    """That of the public function, if the op tells it."""
-    if op.native is None:
-        return op.name
-    name = op.native.name(spec).removeprefix("jaxnorm_")
-    adds = op.addend is not None and getattr(operands, op.addend, None) is not None
-    return f"add_{name}" if adds and f"add_{name}" in functions() else name
+def _runs(platform: str, why: str | None) -> Runs:
+    return Runs(platform, "formula", why) if why else Runs(platform, "native", f"jaxnorm._{platform} has a kernel")
+
+
+class NoFunction(ValueError):
+    """A name names none that can be explained."""
 
 
 def of_name(name: str) -> Explanation:
-    """The norms of a function without arguments, by the name "module:function"."""
+    """The calls of a function without arguments, by the name "module:function"."""
     module, _, path = name.partition(":")
-    if not path:
-        raise ValueError(f"{name!r} names no function; write module:function")
-    function: Any = importlib.import_module(module)
+    if not module or not path or os.sep in module:
+        raise NoFunction(f"{name!r} names no function; write module:function")
+    try:
+        function: Any = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+        remedy = f"did you mean {module[:-3]}:{path}" if module.endswith(".py") else "is it in this directory"
+        raise NoFunction(f"there is no module {module!r}; {remedy}?") from None
     for part in path.split("."):
+        if not hasattr(function, part):
+            raise NoFunction(f"{module} has no {path!r}; {misuse.did_you_mean(part, vars(function))}")
         function = getattr(function, part)
+    if not callable(function):
+        raise NoFunction(f"{name} is {_in_words(function).partition(';')[0]}, expected a function")
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise NoFunction(f"{name} takes arguments ({error}); name a function without any that calls it") from None
     return explain(function)

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from jaxnorm import _flax
+from jaxnorm.ops.activation import check_activation
 from jaxnorm.ops.group_norm.formula import ACTIVATIONS
 
 WHAT = "a norm with scale_offset"
@@ -75,10 +76,11 @@ def channel_axis(module: Any, rank: int) -> int:
 
 def activated(module: Any, y: jax.Array) -> jax.Array:
     """What Flax's code has computed, with the activation that it does not know."""
-    if _activation(module) is None:
+    name = check_activation(type(module).__name__, _activation(module), tuple(ACTIVATIONS))
+    if name is None:
         return y
     wide = y.astype(jax.numpy.promote_types(y.dtype, "float32"))
-    return ACTIVATIONS[_activation(module)](wide).astype(y.dtype)
+    return ACTIVATIONS[name](wide).astype(y.dtype)
 
 
 def _activation(module: Any) -> Any:

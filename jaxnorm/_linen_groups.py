@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jaxnorm import _group, _linen
 from jaxnorm._flax import linen
+from jaxnorm.ops.activation import Synonym
 from jaxnorm.ops.group_norm.api import group_norm
 from jaxnorm.ops.group_norm.formula import Activation
 from jaxnorm.ops.options import Implementation
@@ -41,7 +42,7 @@ class _Groups(linen.Module):
     """What a GroupNorm and an InstanceNorm have beside Flax's fields."""
 
     scale_init: Callable[..., Any] = _linen.default_scale_init
-    activation: Activation | None = field(default=None, kw_only=True)
+    activation: Activation | Synonym | None = field(default=None, kw_only=True)
     scale_offset: float = field(default=0.0, kw_only=True)
     implementation: Implementation | None = field(default=None, kw_only=True)
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jaxnorm import _flax, _group, _nnx
 from jaxnorm._flax import nnx
+from jaxnorm.ops.activation import Synonym
 from jaxnorm.ops.group_norm.api import group_norm
 from jaxnorm.ops.group_norm.formula import Activation
 from jaxnorm.ops.options import Implementation
@@ -29,7 +30,7 @@ def _grouped(module: Any, mask: jax.Array | None, x: jax.Array) -> jax.Array | N
 class _Groups(nnx.Module):
     """What a GroupNorm and an InstanceNorm have beside Flax's options; see `_Options`."""
 
-    activation: Activation | None = None
+    activation: Activation | Synonym | None = None
     scale_offset: float = 0.0
     implementation: Implementation | None = None
 
@@ -39,7 +40,7 @@ class _Groups(nnx.Module):
         self,
         num_features: int,
         *groups: int | None,
-        activation: Activation | None = None,
+        activation: Activation | Synonym | None = None,
         scale_offset: float = 0.0,
         implementation: Implementation | None = None,
         **flax: Any,

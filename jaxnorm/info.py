@@ -1,25 +1,18 @@
 """What jaxnorm is made of here, and what would run for a given array: `python -m jaxnorm.info [--json]`."""
 
-import argparse
 import dataclasses
 import importlib.metadata
-import inspect
 import json
 import math
 import platform as python_platform
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
-
-import jaxnorm
-from jaxnorm import _explain, _page
+from jaxnorm import _explain, _page, _request
 from jaxnorm.native import compat, ffi
-from jaxnorm.ops import checks, misuse
-from jaxnorm.ops.options import choice
+from jaxnorm.ops.options import Choice, choice
 from jaxnorm.primitive import op, reasons, weights
+from jaxnorm.primitive.described import Request
 
 WAYS: tuple[op.Way, ...] = ("forward", "backward")
 ALONE = "forward without a gradient"
@@ -55,43 +48,41 @@ def native_modules() -> Report:
     return report
 
 
-def call(function: str, request: op.Request, platform: str) -> Report:
+def call(function: str, request: Request, platform: str) -> Report:
     """What runs for such a call of a public function, each way, and why."""
     of_function, how = op.functions()[function]
-    spec, operands = how.request(request)
-    place = reasons.Place(platform, of_function.has_kernels)
-    asked = reasons.Call(of_function, spec, operands)
-    reason = reasons.why_not(call=asked, place=place)
+    asked = None if of_function is None else reasons.Call(of_function, *how.request(request))
+    if asked is None:
+        reason = how.why_formula(platform, request)
+    else:
+        reason = reasons.why_not(call=asked, place=reasons.Place(platform, asked.op.has_kernels))
     implementation, why = "native", f"jaxnorm._{platform} is loaded and has kernels for these dtypes"
-    chosen = choice(None)
+    chosen = choice(None) if "implementation" in _request.parameters(function) else Choice(None)
     if chosen.implementation == "jnp":
         implementation, why = "jnp", f"the formula is asked for{chosen.how}"
     elif reason is not None:
         implementation, why = "jnp" if chosen.implementation is None else "an error", reason
-    report: Report = {
-        "op": function,
-        "shape": request.shape,
-        "dtype": request.dtype.name,
-        "out_dtype": request.out_dtype.name,
-        "axes": request.axes,
-        "scale_shape": request.scale_shape,
-        "residual_dtype": request.addend_dtype and request.addend_dtype.name,
-        "platform": platform,
-        "implementation": implementation,
-        "why": why,
-    }
-    if implementation == "native" and of_function.native is not None:
+    report = _request.described(function, request)
+    report |= {"platform": platform, "implementation": implementation, "why": why}
+    if implementation == "native" and asked is not None and asked.op.native is not None:
         if chosen.implementation is None:
-            calls: dict[str, op.CallRows] = {way: asked.rows(platform, way) for way in WAYS}
-            calls[ALONE] = asked.rows(platform, "forward", differentiated=False)
-            ways = {way: reasons.slower(of_function, spec, rows) for way, rows in calls.items()}
-            report["slower"] = {way: reason for way, reason in ways.items() if reason}
-        if platform == "cuda" and of_function.native.plan:
-            report |= _plans(request, of_function.native.plan(spec, operands))
+            report["slower"] = slower = _slower(asked, platform)
+            if not asked.op.native.plan and len(slower) == len(WAYS) + 1:
+                report |= {"implementation": "jnp", "why": slower["forward"]}
+        if platform == "cuda" and asked.op.native.plan:
+            report |= _plans(request, asked.op.native.plan(asked.spec, asked.operands))
     return report
 
 
-def _plans(request: op.Request, how: dict[str, Any]) -> Report:
+def _slower(call: reasons.Call, platform: str) -> dict[str, str]:
+    """Why XLA's code for the formula is faster, each way in which it is."""
+    calls: dict[str, op.CallRows] = {way: call.rows(platform, way) for way in WAYS}
+    calls[ALONE] = call.rows(platform, "forward", differentiated=False)
+    ways = {way: reasons.slower(call.op, call.spec, rows) for way, rows in calls.items()}
+    return {way: reason for way, reason in ways.items() if reason}
+
+
+def _plans(request: Request, how: dict[str, Any]) -> Report:
     """The launch plans of the CUDA kernels, each way, as the op describes itself to them."""
     kind, how = how["kind"], {key: value for key, value in how.items() if key != "kind"}
     clusters, cols = _largest_cluster(), math.prod(request.shape[-request.axes :])
@@ -128,114 +119,41 @@ def in_words(report: Report) -> str:
     for platform, module in report["native"].items():
         built = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in module.items() if key != "loaded")
         lines.append(f"{platform + ' kernels':18}{'loaded: ' + built if module['loaded'] else module['why_not']}")
+    if report["native"]["cuda"].get("why_not") == ffi.WITHOUT_CUDA:
+        lines[-1] += " (there is no GPU here; JAXNORM_CUDA=1 pip install . builds it all the same)"
     norm = report["call"]
-    shape, scale_shape = ("x".join(map(str, norm[name])) for name in ("shape", "scale_shape"))
-    axes = "axis" if norm["axes"] == 1 else f"{norm['axes']} axes"
-    scale = f", scale[{scale_shape}]," if len(norm["scale_shape"]) > norm["axes"] else ""
-    residual = f" and a residual of {norm['residual_dtype']}" if norm["residual_dtype"] else ""
-    lines.append(
-        f"\n{norm['op']} of {norm['dtype']}[{shape}]{residual}{scale} to {norm['out_dtype']} over the last {axes} on "
-        f"{norm['platform']}: {norm['implementation']}, because {norm['why']}"
-    )
-    slower = norm.get("slower", {})
-    for way, plan in norm.get("plans", {}).items():
-        why = slower.get(way)
-        lines.append(f"{way:18}jnp, because {why}" if why else f"{way:18}{plan['regime']}: {plan_in_words(plan)}")
+    why = norm["why"]
+    if why == report["native"].get(norm["platform"], {}).get("why_not"):
+        why = "its kernels are not here, see above"
+    lines.append(f"\n{_request.in_words(norm)} on {norm['platform']}: {norm['implementation']}, because {why}")
+    return "\n".join([*lines, *_ways_in_words(norm)])
+
+
+def _ways_in_words(norm: Report) -> Iterator[str]:
+    """What runs each way, where that is not the same or has a plan."""
+    of_function, _ = op.functions()[norm["op"]]
+    by_convention = of_function is not None and of_function.convention is not None
+    slower, plans = norm.get("slower", {}), norm.get("plans", {})
+    for way in WAYS if norm["implementation"] == "native" and (slower or plans) else ():
+        asked = " (with straight_through=True)" if by_convention and way == "backward" else ""
+        if why := slower.get(way):
+            yield f"{way:18}jnp, because {why}{asked}"
+        else:
+            plan = f"{plans[way]['regime']}: {plan_in_words(plans[way])}" if way in plans else "native"
+            yield f"{way:18}{plan}{asked}"
     if slower.get(ALONE) != slower.get("forward"):
-        lines.append(f"{'':18}where no gradient is taken jnp, because {slower[ALONE]}")
-    if "plans" in norm:
-        lines.append(f"{'':18}(on a GPU whose largest cluster has {norm['largest_cluster']} blocks)")
-    return "\n".join(lines)
-
-
-def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, op.Request]:
-    parser = argparse.ArgumentParser(prog="python -m jaxnorm.info", description=__doc__)
-    parser.add_argument("--version", action="version", version=f"jaxnorm {jaxnorm.__version__}")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--op", choices=tuple(op.functions()), default="rms_norm")
-    parser.add_argument("--shape", type=_shape, default=(4096, 4096), help="x's shape, as 4096x4096")
-    parser.add_argument("--axes", type=int, default=1, help="how many trailing axes are normalised")
-    parser.add_argument(
-        "--scale-shape", type=_shape, help="scale's, as 32x128 for 32 heads; x's last axes if not given"
-    )
-    parser.add_argument("--dtype", type=_dtype, default="float32", help="the dtype of x, and of other operands")
-    parser.add_argument("--residual-dtype", type=_dtype, help="the residual's; x's, or no residual, if not given")
-    parser.add_argument("--out-dtype", type=_dtype, help="the result's dtype; x's, or float8_e4m3fn, if not given")
-    parser.add_argument("--platform", help="cpu, cuda, tpu, ...; JAX's default if not given")
-    parser.add_argument("--html", metavar="FILE", type=Path, help="write a page of the launch plan to this file")
-    parser.add_argument(
-        "--explain", metavar="MODULE:FUNCTION", help="say it of every norm of a function that takes no argument"
-    )
-    options = parser.parse_args(arguments)
-    if options.platform == "gpu":
-        parser.error("--platform gpu is cuda or rocm here, as JAX lowers programs for one or the other")
-    if not 1 <= options.axes <= len(options.shape):
-        parser.error(f"--axes is {options.axes}, expected 1 to {len(options.shape)}, the rank of --shape")
-    _, function = op.functions()[options.op]
-    if options.axes > 1 and function.last_axis_only:
-        parser.error(f"--axes is {options.axes}, expected 1: {options.op} is over the last axis")
-    options.scale_shape = options.scale_shape or options.shape[-options.axes :]
-    _check_scale_shape(parser, options, function)
-    _check_dtypes(parser, options, function)
-    request = op.Request(
-        options.shape, options.dtype, options.out_dtype, options.axes, options.scale_shape, options.residual_dtype
-    )
-    return options, request
-
-
-def _check_dtypes(parser: argparse.ArgumentParser, options: argparse.Namespace, function: op.Function) -> None:
-    for argument in ("dtype", "residual_dtype"):
-        dtype = getattr(options, argument)
-        if dtype is not None and dtype not in checks.DTYPES:
-            parser.error(f"--{argument.replace('_', '-')} is {dtype}, {misuse.no_dtype(dtype, _names(checks.DTYPES))}")
-    if options.residual_dtype and "residual" not in inspect.signature(getattr(jaxnorm, function.name)).parameters:
-        parser.error(f"--residual-dtype is given, and {function.name} adds no residual")
-    results = function.out_dtypes or (options.dtype, *checks.DTYPES)
-    options.out_dtype = options.out_dtype or results[0]
-    if options.out_dtype not in results:
-        known = ", ".join(_names(results))
-        parser.error(f"{function.name} has no results of {options.out_dtype}, but of {known}")
-
-
-def _check_scale_shape(parser: argparse.ArgumentParser, options: argparse.Namespace, function: op.Function) -> None:
-    others, last = options.shape[: -options.axes], options.shape[-options.axes :]
-    batch_dims = options.scale_shape[: -options.axes]
-    if function.last_axis_only and batch_dims:
-        parser.error(f"--scale-shape has leading axes; the scale of {options.op} has the last axis alone")
-    if options.scale_shape[-options.axes :] != last or not weights.are_batch_dims(batch_dims, others):
-        parser.error(
-            f"--scale-shape is {options.scale_shape}, expected {last} and before it, if anything, what broadcasts "
-            f"against {others}"
-        )
-
-
-def _names(dtypes: Iterable[np.dtype[Any]]) -> list[str]:
-    return sorted({dtype.name for dtype in dtypes})
-
-
-def _dtype(text: str) -> np.dtype[Any]:
-    try:
-        return np.dtype(jnp.dtype(text))
-    except TypeError:
-        results = (dtype for _, function in op.functions().values() for dtype in function.out_dtypes or ())
-        remedy = misuse.no_dtype(text, _names((*checks.DTYPES, *results)))
-        raise argparse.ArgumentTypeError(f"{text!r} is no dtype; {remedy}") from None
-
-
-def _shape(text: str) -> tuple[int, ...]:
-    try:
-        shape = tuple(int(length) for length in text.split("x"))
-    except ValueError:
-        shape = (-1,)
-    if min(shape) < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no shape; write one as 8x128")
-    return shape
+        yield f"{'':18}where no gradient is taken jnp, because {slower[ALONE]}"
+    if plans:
+        yield f"{'':18}(on a GPU whose largest cluster has {norm['largest_cluster']} blocks)"
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options, request = parse(arguments)
+    options, request = _request.parse(arguments)
     if options.explain:
-        norms = _explain.of_name(options.explain)
+        try:
+            norms = _explain.of_name(options.explain)
+        except _explain.NoFunction as error:
+            _request.make_parser().error(f"--explain: {error}")
         print(json.dumps([dataclasses.asdict(norm) for norm in norms], indent=2) if options.json else norms)
         return
     report = {
@@ -244,8 +162,14 @@ def main(arguments: list[str] | None = None) -> None:
         "call": call(options.op, request, options.platform or compat.default_platform()),
     }
     if options.html:
-        options.html.write_text(_page.page(report["call"], request), encoding="utf-8")
+        try:
+            options.html.write_text(_page.page(report["call"], request), encoding="utf-8")
+        except OSError as error:
+            _request.make_parser().error(f"--html: {error}")
     print(json.dumps(report, indent=2) if options.json else in_words(report))
+    if options.html and not options.json:
+        why = _page.why_no_plan(report["call"])
+        print(f"\n{options.html} is the page{', without a launch plan' if why else ''}{why}")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxnorm import _flax, _linen, replacement
 from jaxnorm._flax import linen
 from jaxnorm._linen_groups import GroupNorm, InstanceNorm
+from jaxnorm.ops.activation import Synonym
 from jaxnorm.ops.gated_norm.api import gated_rms_norm
 from jaxnorm.ops.gated_norm.formula import Activation
 from jaxnorm.ops.options import Implementation
@@ -140,7 +141,7 @@ class GatedRMSNorm(RMSNorm, kw_only=True):
     """
 
     gate_first: bool
-    activation: Activation = "silu"
+    activation: Activation | Synonym = "silu"
     group_size: int | None = None
 
     @linen.compact

@@ -10,6 +10,7 @@ from jaxnorm import _flax, _nnx, replacement
 from jaxnorm._flax import nnx
 from jaxnorm._nnx_groups import GroupNorm, InstanceNorm
 from jaxnorm._nnx_linear import QuantizedLinear, QuantizedParam
+from jaxnorm.ops.activation import Synonym
 from jaxnorm.ops.gated_norm.api import gated_rms_norm
 from jaxnorm.ops.gated_norm.formula import Activation
 from jaxnorm.ops.options import Implementation
@@ -147,7 +148,7 @@ class GatedRMSNorm(RMSNorm):
         num_features: int,
         *,
         gate_first: bool,
-        activation: Activation = "silu",
+        activation: Activation | Synonym = "silu",
         group_size: int | None = None,
         **flax: Any,
     ) -> None:

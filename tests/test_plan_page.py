@@ -265,7 +265,7 @@ def test_the_page_finds_each_element_once(name, page):
 def test_the_page_of_a_call_without_a_plan(page):
     document = in_browser(page("--platform", "tpu"))
     assert 'data-selftest="ok"' in body_of(document)
-    assert "none for tpu. So there is no launch plan to show." in document
+    assert "none for tpu. There is no launch plan to show" in document
 
 
 # That the page's test of itself sees what is wrong: a map that is not Python's, an element that is nobody's.

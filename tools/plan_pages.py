@@ -6,7 +6,7 @@ without the kernels; a test says when they have to be written again.
 
 from pathlib import Path
 
-from jaxnorm import _page, info
+from jaxnorm import _page, _request, info
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "plans"
 # Every regime, in the order of length: the heads of attention, a vision transformer, Llama 3 8B, and long rows.
@@ -20,7 +20,7 @@ CALLS = {
 
 
 def page(name: str) -> str:
-    options, request = info.parse(["--platform", "cuda", *CALLS[name]])
+    options, request = _request.parse(["--platform", "cuda", *CALLS[name]])
     return _page.page(info.call(options.op, request, options.platform), request)
 
 

@@ -14,6 +14,7 @@ from jaxnorm._page.tiling import Case, Pass, passes
 from jaxnorm.native import ffi
 from jaxnorm.ops.gated_norm.formula import LONGEST
 from jaxnorm.primitive import op, weights
+from jaxnorm.primitive.described import Request
 
 SCRIPTS = ("tiling.js", "ruler.js", "map.js", "example.js", "selftest.js", "main.js")
 WALKED = 1 << 22  # columns of the longest row of which the page walks the map
@@ -21,7 +22,7 @@ MAPPED = ("rms_norm", "layer_norm")  # whose kernels a test holds the map to
 Report = dict[str, Any]
 
 
-def page(call: Report, request: op.Request) -> str:
+def page(call: Report, request: Request) -> str:
     """The page of a call, from what `jaxnorm.info` reports of it."""
     shape = "\u00d7".join(map(str, call["shape"]))
     title = f"{call['op']} of {call['dtype']}[{shape}] on {call['platform']}"
@@ -53,19 +54,28 @@ def _runs(call: Report) -> str:
     said = f"On {call['platform']} {names[call['implementation']]}, because {call['why']}."
     if "plans" in call:
         return f"{said} Plans are for a GPU whose largest cluster has {call['largest_cluster']} blocks."
-    if call["implementation"] != "native":
-        return f"{said} So there is no launch plan to show."
+    return f"{said} There is no launch plan to show{why_no_plan(call)}."
+
+
+def why_no_plan(call: Report) -> str:
+    """Why a call has no launch plan, behind the sentence that speaks of it; nothing where it has one."""
+    if "plans" in call:
+        return ""
+    if call["platform"] == "cuda" and call["implementation"] == "native":
+        return f": the kernels of {call['op']} have none of rows"
+    whose = ": plans are those of the CUDA kernels"
+    if not ffi.available("cuda"):
+        return f"{whose}, which this jaxnorm was built without"
     if call["platform"] == "cuda":
-        return f"{said} The kernels of {call['op']} have no launch plan of rows to show."
-    elsewhere = "--platform cuda shows them, on a machine without a GPU too."
-    return f"{said} Launch plans are those of the CUDA kernels: {elsewhere}"
+        return ": the formula has none"
+    return f"{whose}, and --platform cuda shows them, also without a GPU"
 
 
-def _rows_and_cols(request: op.Request) -> tuple[int, int]:
+def _rows_and_cols(request: Request) -> tuple[int, int]:
     return math.prod(request.shape[: -request.axes]), math.prod(request.shape[-request.axes :])
 
 
-def _way(way: Any, plan: Report, call: Report, request: op.Request) -> Report:
+def _way(way: Any, plan: Report, call: Report, request: Request) -> Report:
     of_function, how = op.functions()[call["op"]]
     arguments = of_function.native.plan(*how.request(request))  # type: ignore[union-attr, misc]
     kind = arguments["kind"]
@@ -100,7 +110,7 @@ def _way(way: Any, plan: Report, call: Report, request: op.Request) -> Report:
     return shown
 
 
-def _no_map(call: Report, request: op.Request) -> str | None:
+def _no_map(call: Report, request: Request) -> str | None:
     """Why there is no map of a call's rows."""
     if call["op"] not in MAPPED:
         return f"The map is drawn of {' and '.join(MAPPED)}. The kernels of {call['op']} share rows by the same rule."

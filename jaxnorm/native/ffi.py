@@ -2,6 +2,8 @@
 
 import functools
 import importlib
+import importlib.util
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -10,7 +12,7 @@ import jax
 import numpy as np
 from jax.extend.mlir.dialects import stablehlo
 
-from jaxnorm.native import compat, fit
+from jaxnorm.native import compat, elf, fit
 
 # JAX's name of a platform in lowering rules -> XLA's name of it in registrations.
 PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}
@@ -19,6 +21,7 @@ PARTITIONED = "jaxnorm_partitioned"
 # XLA of this one JAX makes two calls of one on a GPU if a result is stacked in a loop, as `scan` does for a derivative,
 # and used in the loop besides (https://github.com/openxla/xla/pull/45799); of a result behind a barrier it does not.
 DOUBLES_CALLS = jax.__version_info__ == (0, 11, 2)
+WITHOUT_CUDA = "this jaxnorm was built without CUDA"
 DTYPES = frozenset(map(jax.numpy.dtype, ("float32", "float16", "bfloat16")))
 
 _modules: dict[str, ModuleType] = {}
@@ -35,31 +38,44 @@ def module(platform: str) -> ModuleType:
 
 
 def why_not(platform: str) -> str:
-    """Why platform has no native kernels here, and the remedy."""
+    """Why platform has no native kernels here, and the remedy if there is something that it would serve."""
     if platform not in PLATFORMS:
         return f"jaxnorm has native kernels for {' and '.join(PLATFORMS)}, none for {platform}"
     if compat.UNKNOWN:
         return compat.UNKNOWN
-    error = _errors[platform]
-    if not isinstance(error, ModuleNotFoundError) or error.name != f"jaxnorm._{platform}":
-        return f"jaxnorm._{platform} does not load ({error}); install jaxnorm again in this environment"
+    if _is_broken(platform):
+        return f"jaxnorm._{platform} does not load ({_errors[platform]}); install jaxnorm again in this environment"
     if platform == "cuda" and available("cpu"):
-        return (
-            "this jaxnorm was built without CUDA; JAXNORM_CUDA=1 pip install . builds it with the CUDA toolkit that is "
-            "there, JAXNORM_CUDA=pypi pip install . with NVIDIA's compiler from PyPI"
+        remedy = (
+            "; JAXNORM_CUDA=1 pip install . builds it with the CUDA toolkit that is there, JAXNORM_CUDA=pypi "
+            "pip install . with NVIDIA's compiler from PyPI"
         )
+        return f"{WITHOUT_CUDA}{remedy if has_gpu() else ''}"
     return (
         f"jaxnorm._{platform} is not installed: jaxnorm is imported from a source tree that was never built; "
         "pip install . in that tree builds it"
     )
 
 
+def _is_broken(platform: str) -> bool:
+    """Whether platform's kernels are installed and do not load."""
+    error = _errors.get(platform)
+    return error is not None and not (isinstance(error, ModuleNotFoundError) and error.name == f"jaxnorm._{platform}")
+
+
+def why_nowhere(platform: str) -> str | None:
+    """Why no kernel at all runs on platform here; None where some do."""
+    return why_unfit(platform) if available(platform) else why_not(platform)
+
+
 @functools.cache
 def why_unfit(platform: str) -> str | None:
-    """Why platform's kernels do not run on the GPUs that are here, and the remedy.
+    """Why platform's kernels, which are installed, do not load or do not run on the GPUs that are here; the remedy.
 
     None where they do. And where no GPU is: what is traced or exported there runs elsewhere.
     """
+    if _is_broken(platform):
+        return why_not(platform)
     if platform != "cuda" or not available(platform):
         return None
     native = module(platform)
@@ -68,6 +84,11 @@ def why_unfit(platform: str) -> str | None:
     built = {"architectures": native.architectures(), "toolkit": native.toolkit(), "driver": native.driver()}
     reasons = (fit.why_not(**built, capability=capability) for capability in sorted(present))
     return next(filter(None, reasons), None)
+
+
+def has_gpu() -> bool:
+    """Whether NVIDIA's driver has a GPU here, be this JAX one for CUDA or not."""
+    return os.path.exists("/dev/nvidiactl") or bool(capabilities())
 
 
 def capabilities() -> set[str]:
@@ -127,8 +148,12 @@ def call(
 def _load(platform: str) -> None:
     if compat.UNKNOWN:
         return
+    name = f"jaxnorm._{platform}"
     try:
-        native = importlib.import_module(f"jaxnorm._{platform}")
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.origin is not None:
+            elf.check_whole(spec.origin)
+        native = importlib.import_module(name)
     except ImportError as error:
         _errors[platform] = error
         return

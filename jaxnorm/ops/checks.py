@@ -98,7 +98,7 @@ def check_weight(
     if weight.shape[len(batch_dims) :] != features or not is_batch:
         raise ValueError(
             f"{function}: {name} has shape {weight.shape}, expected {expected}. "
-            f"{misuse.no_weight(name, weight.shape, x.shape)}"
+            f"{misuse.no_weight(function, name, weight.shape, x.shape)}"
         )
     return sharded_like(function, name, weight, x, axes)
 

@@ -48,18 +48,18 @@ SYNONYMS = {
     "z": "gate",
     "norm_before_gate": "gate_first=not norm_before_gate",
 }
+QUANTIZATION = "as in quantization=jaxnorm.Quantization(jax.numpy.float8_e4m3fn)"
 # Of an argument that a function has not, where no function of its name has it either.
 INSTEAD = {
     "bias": "add it to the result",
     "residual": "add it to x first",
     "axis": "the last axis is normalised, so transpose x or leave it out",
-    "out_dtype": "the dtype of the result is that of quantization",
+    "out_dtype": f"the dtype of the result is that of quantization, {QUANTIZATION}",
     "multiply_before_cast": "all is rounded once, at the end, so leave it out",
 }
 # The same of one whose result is quantised, and so not to be added to.
 INSTEAD_OF_QUANTIZED = {"bias": "add it to an unquantised norm, and quantise the sum with jaxnorm.quantize"}
 GATE_FIRST = "True multiplies by the gate before x is normalised (Mamba2), False after (Qwen3-Next)"
-QUANTIZATION = "as in quantization=jaxnorm.Quantization(jax.numpy.float8_e4m3fn)"
 REQUIRED = {
     "x": "pass the array to normalise",
     "logits": "pass the array of logits",
@@ -129,6 +129,8 @@ def _meant(name: str, parameters: Parameters, keyword: str) -> str:
     argument = ours.partition("=")[0]
     if argument in parameters:
         return f"did you mean {ours}?"
+    if argument == "out_dtype" and "quantization" in parameters:
+        return f"{name} has no {keyword}: {INSTEAD[argument]}."
     having = [other for other, of_other in _functions.items() if argument in of_other]
     if related := sorted((other for other in having if name in other), key=len):  # the simplest first
         return f"did you mean {' or '.join(related)}, which {'takes' if len(related) == 1 else 'take'} {argument}?"
@@ -137,9 +139,15 @@ def _meant(name: str, parameters: Parameters, keyword: str) -> str:
         return f"{name} has no {argument}: {remedies[argument]}."
     if having:
         return f"{argument} is an argument of {', '.join(having)}."
-    if close := difflib.get_close_matches(keyword.lower(), parameters, 1):
-        return f"did you mean {close[0]}?"
-    return f"expected some of {', '.join(parameters)}."
+    return did_you_mean(keyword, parameters, "some")
+
+
+def did_you_mean(name: str, known: Iterable[str], how_many: str = "one") -> str:
+    """The remedy where something has another name."""
+    plain = {other.lower().replace("_", ""): other for other in known if not other.startswith("_")}
+    if close := difflib.get_close_matches(name.lower().replace("_", ""), plain, 1):
+        return f"did you mean {plain[close[0]]}?"
+    return f"expected {how_many} of {', '.join(plain.values())}."
 
 
 def _surplus(name: str, parameters: Parameters, place: int, value: object) -> str:
@@ -192,13 +200,21 @@ def no_array(name: str, value: object) -> str:
     return "pass an array of jax.numpy."
 
 
-def no_weight(name: str, shape: tuple[Any, ...], x_shape: tuple[Any, ...]) -> str:
+def fitting(argument: str, values: Sequence[int]) -> str:
+    """The remedy where an axis is not the one that was meant, and these would fit."""
+    return f" {' or '.join(f'{argument}={value}' for value in values)} would fit." if values else ""
+
+
+def no_weight(function: str, name: str, shape: tuple[Any, ...], x_shape: tuple[Any, ...]) -> str:
     """The remedy where a weight's shape does not go with x's."""
     if shape == ():
         return f"A number: did you mean {' or '.join(f'{other}=...' for other in NUMBERS)}?"
     if len(x_shape) == 1 < len(shape) and shape[-1:] == x_shape:
         return f"Are x and {name} in each other's place?"
-    return f"Reshape {name}, or change axis."
+    if "axis" not in _functions.get(function, {}):
+        return f"Reshape {name}."
+    axes = [axis for axis, length in enumerate(x_shape) if shape == (length,)]
+    return f"Reshape {name}, or change axis.{fitting('axis', axes)}"
 
 
 def not_like_x(name: str, shape: tuple[Any, ...], x_shape: tuple[Any, ...]) -> str:

@@ -1,7 +1,7 @@
 """Where the formula runs instead of a kernel: who is told of it, `jaxnorm.explain` and the user who wants to know.
 
 With the environment variable `JAXNORM_WARN_FALLBACK=1` there is a warning, once for each line of the user's code where
-a kernel was to be expected. Where it is known that no kernel can run on the GPU there is one always.
+a kernel was to be expected. Where kernels that were built do not load or cannot run there is one always.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from jaxnorm.native import compat, ffi
 from jaxnorm.native.source import Line, line_of_user
+from jaxnorm.primitive.op import public_name
 
 VARIABLE = "JAXNORM_WARN_FALLBACK"
 ASKED_FOR = "the formula is asked for"
@@ -21,9 +22,8 @@ ASKED_FOR = "the formula is asked for"
 class Formula(NamedTuple):
     """A call that the formula serves on every platform, as it is traced."""
 
-    op: Any
-    spec: Any
-    operands: Any  # a NamedTuple of types
+    name: str
+    operands: Any  # a NamedTuple of arrays or their types
     direction: str
     reason: str
     line: Line | None
@@ -53,12 +53,19 @@ def traced(op: Any, spec: Any, operands: Any, direction: str, why: Callable[[], 
     """Tells of a call whose formula is traced, and no primitive; `operands` are its arrays or their types."""
     if not _warns and not _local.listeners:
         return
-    formula = Formula(op, spec, operands, direction, why(), line_of_user())
-    for listener in _local.listeners:
-        listener(formula)
-    expects_kernel = op.native is not None and spec.shards is None and formula.reason != ASKED_FOR
+    name, reason = public_name(op, spec, operands), why()
+    tell(name, operands, direction, reason)
+    expects_kernel = op.native is not None and spec.shards is None and reason != ASKED_FOR
     if expects_kernel and compat.default_platform() in ffi.PLATFORMS:
-        _warn(op.name, direction, formula.reason, formula.line)
+        _warn(name, direction, reason, line_of_user())
+
+
+def tell(name: str, operands: Any, direction: str, reason: str) -> None:
+    """Tells the listeners of a call of a public function."""
+    if _local.listeners:
+        formula = Formula(name, operands, direction, reason, line_of_user())
+        for listener in _local.listeners:
+            listener(formula)
 
 
 def lowered(primitive: str, platform: str, reason: str, traceback: Any) -> None:

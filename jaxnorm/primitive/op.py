@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxnorm.native import ffi
 from jaxnorm.primitive import broadcast
+from jaxnorm.primitive.described import WITHOUT_OP, Function
 from jaxnorm.sharding import dims
 from jaxnorm.sharding.dims import DimMap
 from jaxnorm.sharding.shards import Shards
@@ -165,31 +166,6 @@ class Native(Generic[S, O]):
         return [f"{name}_{direction}" for name in self.names for direction in directions]
 
 
-class Request(NamedTuple):
-    """A call as `jaxnorm.info` describes it."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    out_dtype: np.dtype[Any]
-    axes: int
-    scale_shape: tuple[int, ...]
-    addend_dtype: np.dtype[Any] | None = None  # x's if the function cannot do without an addend, else for none
-
-    def array(self, shape: tuple[int, ...], dtype: Any = None) -> Any:
-        """The type of an operand, of x's dtype if no other is given."""
-        return jax.core.ShapedArray(shape, self.dtype if dtype is None else dtype)
-
-
-@dataclasses.dataclass(frozen=True)
-class Function:
-    """A public function of an op, as `jaxnorm.info` knows it."""
-
-    name: str
-    request: Callable[[Request], tuple[Any, Any]]  # -> the spec and the types of the operands
-    out_dtypes: tuple[np.dtype[Any], ...] | None = None  # those of the result, the usual one first; None: x's
-    last_axis_only: bool = False
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Derivative(Generic[S, R, D]):
     """What the derivative of an op is made of.
@@ -282,6 +258,17 @@ def register(op: AnyOp) -> None:
         ffi.allow_export(op.native.targets)
 
 
-def functions() -> dict[str, tuple[AnyOp, Function]]:
-    """Every public function with its op."""
-    return {function.name: (op, function) for op in REGISTRY.values() for function in op.functions}
+def functions() -> dict[str, tuple[AnyOp | None, Function]]:
+    """Every public function with its op, if it has one."""
+    of_ops = {function.name: (op, function) for op in REGISTRY.values() for function in op.functions}
+    return of_ops | {function.name: (None, function) for function in WITHOUT_OP}
+
+
+def public_name(op: AnyOp, spec: RowSpec, arrays: Record) -> str:
+    """The name of the function that such a call is one of, by its operands or the cotangents of its results."""
+    known = functions()
+    name = op.name if op.native is None else op.native.name(spec).removeprefix("jaxnorm_")
+    adds = op.addend is not None and any(getattr(arrays, field, None) is not None for field in (op.addend, "sum"))
+    if adds and f"add_{name}" in known:
+        return f"add_{name}"
+    return op.functions[0].name if name not in known and op.functions else name

@@ -12,8 +12,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jaxnorm.native import compat, jet
-from jaxnorm.primitive import broadcast, fallback, weights
-from jaxnorm.primitive.op import STATISTIC, AnyOp, Record, Role, RowSpec
+from jaxnorm.primitive import broadcast, fallback, reasons, weights
+from jaxnorm.primitive.described import DESCRIBERS, Described
+from jaxnorm.primitive.op import STATISTIC, AnyOp, Record, Role, RowSpec, public_name
 from jaxnorm.sharding.dims import DimMap
 
 # What a derivative may want again: the results, the sum with an addend, the row statistics.
@@ -91,10 +92,6 @@ def has(prefix: str, arrays: Record) -> dict[str, bool]:
     return {f"{prefix}{name}": getattr(arrays, name) is not None for name in names}
 
 
-# By their primitives, once they are made.
-RULES: dict[Primitive, "Rules"] = {}
-
-
 class Rules:
     """One primitive of an op. The methods of a subclass are its rules.
 
@@ -107,7 +104,7 @@ class Rules:
         self.op = op
         self.direction = direction
         self.primitive = Primitive(f"jaxnorm_{op.name}_{direction}")
-        RULES[self.primitive] = self
+        DESCRIBERS[self.primitive] = self.described
         self.primitive.multiple_results = True
         self.primitive.def_abstract_eval(self.abstract)
         compat.run_eagerly(self.primitive)
@@ -141,6 +138,22 @@ class Rules:
     def slower(self, platform: str, *types: Any, **params: Any) -> str | None:
         """Why XLA's code for the formula is faster than the native call."""
         return None
+
+    def described(self, *types: Any, **params: Any) -> Described:
+        """The call as `jaxnorm.explain` tells of it."""
+        tree, spec = params["tree"], params["spec"]
+        operands, cotangents = self.named_operands(tree, types), self._operands(tree, types)[0]
+        name = public_name(self.op, spec, cotangents if self.direction == "backward" else operands)
+
+        def why_formula(platform: str) -> str | None:
+            if self.direction == "linear":
+                return "tangents have no kernel"
+            if spec.shards is not None:
+                return "axis_name is given: jax.numpy exchanges the statistics, and calls kernels for what lies between"
+            place = reasons.Place(platform, self.op.has_kernels)
+            return reasons.why_not(place=place) or self.slower(platform, *types, **params)
+
+        return Described(name, operands, self.direction, why_formula)
 
     def by_formula(self, platform: str, ctx: Any, *leaves: Any, **params: Any) -> Any:
         """The native rule of an op whose formula calls other ops' kernels."""

@@ -221,7 +221,14 @@ ERRORS = {
         RuntimeError,
         "no kernel serves reduction_axes",
     ),
-    "an unknown activation": (GROUP, {"activation": "swish"}, {}, ValueError, "unknown activation 'swish'"),
+    "an unknown activation": (GROUP, {"activation": "mish"}, {}, ValueError, "unknown activation 'mish'"),
+    "an unknown activation of Flax's result": (
+        GROUP,
+        {"activation": "mish"},
+        {"mask": np.ones(DIMS, bool)},
+        ValueError,
+        "unknown activation 'mish'",
+    ),
 }
 
 
@@ -237,6 +244,12 @@ def test_errors(api, case):
     kind, fields, call, error, message = case
     with pytest.raises(error, match=message):
         built_and_called(api, kind, draw_x(DIMS), fields, call)
+
+
+@cover(api=APIS, mask=[None, np.ones(DIMS, bool)])
+def test_an_activation_of_jax(api, mask):
+    flaxs, ours = results(api, GROUP, draw_x(DIMS), {}, {"activation": jax.nn.silu}, mask=mask)
+    assert_close(ours, jax.nn.silu(flaxs))
 
 
 @pytest.mark.parametrize("groups", [{"group_size": 3}, {"num_groups": None}])

@@ -212,3 +212,25 @@ def test_the_last_axis_by_any_name(op, axis):
 @cover(op=ADDED, pad_to={"int64": np.int64(16), "uint8": np.uint8(16)})
 def test_padding_to_an_int_of_numpy(op, pad_to):
     assert public(op)(X, X, pad_to=pad_to)[0].shape == (3, 4, 16)
+
+
+SYNONYMS = {
+    "silu": ["swish", jax.nn.silu, nnx.swish],
+    **{function.__name__: [function] for function in (jax.nn.sigmoid, jax.nn.gelu, jax.nn.relu)},
+}
+ACTIVATED = {
+    "gated_rms_norm": (lambda a: jaxnorm.gated_rms_norm(X, X, gate_first=True, activation=a), ("silu", "sigmoid")),
+    "gated_rms_norm_quantized": (
+        lambda a: jaxnorm.gated_rms_norm_quantized(X, X, gate_first=True, activation=a, quantization=TOKEN).values,
+        ("silu", "sigmoid"),
+    ),
+    "group_norm": (lambda a: jaxnorm.group_norm(X, num_groups=2, activation=a), ("silu", "gelu", "relu")),
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATED)
+def test_an_activation_by_another_name(name):
+    function, activations = ACTIVATED[name]
+    for activation in activations:
+        for other in SYNONYMS[activation]:
+            np.testing.assert_array_equal(function(other), function(activation))

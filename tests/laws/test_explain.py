@@ -1,5 +1,6 @@
 """`jaxnorm.explain`, and the warnings where the formula runs though a kernel was to be expected."""
 
+import inspect
 import json
 import os
 import subprocess
@@ -12,12 +13,13 @@ import jax.export
 import jax.numpy as jnp
 import pytest
 from flax import linen, nnx
-from internals import fallback
+from internals import fallback, ffi, functions
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxnorm
+from jaxnorm import info
 from jaxnorm import linen as jaxnorm_linen
 from jaxnorm import nnx as jaxnorm_nnx
 
@@ -85,14 +87,14 @@ def summary(explained, platform="cpu"):
 @at_any_depth
 def test_a_kernel_at_any_depth(wrap):
     explained = jaxnorm.explain(wrap(norm), X)
-    assert summary(explained) == [("rms_norm", "forward", "native"), ("rms_norm", "backward", "native")]
+    assert summary(explained) == [("rms_norm", "forward", "native")]
     assert all(f"{HERE}:{NUMBER[norm]} (norm)" in one.line for one in explained)
 
 
 @at_any_depth
 def test_a_formula_at_any_depth(wrap):
     explained = jaxnorm.explain(wrap(mixed), X)
-    assert summary(explained) == [("layer_norm", "forward", "formula"), ("layer_norm", "backward", "formula")]
+    assert summary(explained) == [("layer_norm", "forward", "formula")]
     assert all(f"{HERE}:{NUMBER[mixed]} (mixed)" in one.line for one in explained)
     assert all(MIXED in runs.why for one in explained for runs in one.runs)
 
@@ -129,8 +131,20 @@ def gate(x, **options):
 
 
 QUANTIZATION = jaxnorm.Quantization("int8")
+WEIGHTS = jaxnorm.quantize(X, QUANTIZATION)
+LABELS = jnp.zeros(4, "int32")
 # By what the public functions call themselves, and why no kernel serves them.
 CALLS = {
+    "softmax": (jaxnorm.softmax, None),
+    "log_softmax": (jaxnorm.log_softmax, None),
+    "softmax_cross_entropy_with_integer_labels": (
+        lambda x: jaxnorm.softmax_cross_entropy_with_integer_labels(x, LABELS),
+        None,
+    ),
+    "linear_cross_entropy": (lambda x: jaxnorm.linear_cross_entropy(x, x.T, LABELS), None),
+    "rms_norm_add_rms_norm": (lambda x: jaxnorm.rms_norm_add_rms_norm(x, x), None),
+    "quantize": (lambda x: jaxnorm.quantize(x, QUANTIZATION), "on every platform"),
+    "quantized_dot": (lambda x: jaxnorm.quantized_dot(x, WEIGHTS), "none for cpu"),
     "add_rms_norm": (lambda x: jaxnorm.add_rms_norm(x, x), None),
     "add_layer_norm": (lambda x: jaxnorm.add_layer_norm(x, x), None),
     "gated_rms_norm": (gate, None),
@@ -155,6 +169,59 @@ def test_every_function(name):
     runs = first.on("cpu")
     assert (first.name, runs.implementation) == (name, "formula" if why else "native")
     assert (why or "has a kernel") in runs.why
+
+
+def test_every_public_function_is_known():
+    others = {"explain", "implementation", "quantize_linears", "replace_norms"}
+    named = {name for name in jaxnorm.__all__ if inspect.isfunction(getattr(jaxnorm, name))} - others
+    assert set(CALLS) == set(functions()) == named
+
+
+# A gradient of what has one is listed, and under no other name.
+@pytest.mark.kernels
+@pytest.mark.parametrize("name", CALLS)
+def test_a_backward_where_a_gradient_is_taken_and_nowhere_else(name):
+    function, _ = CALLS[name]
+    assert {norm.direction for norm in jaxnorm.explain(function, X)} == {"forward"}
+
+    def loss(x):
+        return sum(leaf.sum() for leaf in jax.tree.leaves(function(x)) if leaf.dtype == jnp.float32)
+
+    differentiated = jaxnorm.explain(jax.grad(loss), X) if "quantize" not in name else ()
+    assert {norm.name for norm in differentiated} <= {name}
+
+
+# Of a CPU's installation on a machine without a GPU: the reason once, and no advice to build for CUDA.
+@pytest.mark.parametrize("gpu", [False, True])
+def test_what_holds_for_all_calls_is_told_once(monkeypatch, gpu):
+    monkeypatch.delitem(ffi._modules, "cuda", raising=False)
+    monkeypatch.setitem(ffi._errors, "cuda", ModuleNotFoundError(name="jaxnorm._cuda"))
+    monkeypatch.setattr(ffi, "has_gpu", lambda: gpu)
+    text = str(jaxnorm.explain(jax.grad(lambda x: norm(x).sum() + jaxnorm.softmax(x).sum()), X))
+    assert text.count("built without CUDA") == 1
+    assert text.count("JAXNORM_CUDA=1") == gpu
+
+
+# Arrays are traced; what else a function takes stays what it is.
+def test_arguments_that_are_no_arrays():
+    (row,) = jaxnorm.explain(jaxnorm.group_norm, X, num_groups=2, activation="silu", implementation=None)
+    assert (row.name, row.direction) == ("group_norm", "forward")
+    (row,) = jaxnorm.explain(jaxnorm.rms_norm, jax.ShapeDtypeStruct((4, 8), "float32"), epsilon=1e-5)
+    assert row.name == "rms_norm"
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (X, r"must be a function, got an array float32\[4, 8\]; .*explain\(jaxnorm.rms_norm, x\), and not its result"),
+        ("program:step", "got 'program:step'; .*--explain"),
+        (None, "got NoneType; pass the function and its arguments apart"),
+    ],
+    ids=["array", "text", "none"],
+)
+def test_what_is_no_function(value, message):
+    with pytest.raises(TypeError, match=f"(?s)^explain: .*{message}"):
+        jaxnorm.explain(value)
 
 
 @pytest.mark.kernels
@@ -184,8 +251,8 @@ def test_it_is_a_table_and_a_tuple():
     assert repr(explained) == text
     assert [word in text for word in ("line", "cpu", "cuda", MIXED, "x: float16[4,8]")] == [True] * 5
     assert isinstance(explained, tuple)
-    assert len(explained) == 4
-    assert str(jaxnorm.explain(jnp.sin, X)) == "no norm of jaxnorm is in this program"
+    assert len(explained) == 2
+    assert str(jaxnorm.explain(jnp.sin, X)) == "no function of jaxnorm is in this program"
 
 
 PROGRAM = """
@@ -207,9 +274,38 @@ def test_the_command(tmp_path):
     printed = run(tmp_path, "-m", "jaxnorm.info", "--explain", "program:step").stdout
     assert "program.py:5" in printed
     assert "not the trailing axes" in printed
-    assert "write module:function" in run(tmp_path, "-m", "jaxnorm.info", "--explain", "program").stderr
     row, *_ = json.loads(run(tmp_path, "-m", "jaxnorm.info", "--json", "--explain", "program:step").stdout)
     assert (row["name"], row["runs"][0]["implementation"]) == ("rms_norm", "formula")
+
+
+# What stands behind --explain and names no function, and the remedy; in no case a traceback.
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("program", "write module:function"),
+        (":step", "write module:function"),
+        ("./program.py:step", "write module:function"),
+        ("program.py:step", "did you mean program:step?"),
+        ("progam:step", "there is no module 'progam'"),
+        ("program:stop", "has no 'stop'; did you mean step?"),
+        ("program:X", "program:X is an array float32[4, 8]"),
+        ("program:takes_x", "takes arguments"),
+    ],
+)
+def test_a_name_that_names_no_function(tmp_path, monkeypatch, capsys, name, message):
+    (tmp_path / "program.py").write_text(f"{PROGRAM}\nX = jnp.ones((4, 8))\n\ndef takes_x(x):\n    return x\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "program", raising=False)
+    with pytest.raises(SystemExit, match="2"):
+        info.main(["--explain", name])
+    assert message in capsys.readouterr().err
+
+
+def test_an_error_of_the_function_itself_is_shown(tmp_path, monkeypatch):
+    (tmp_path / "program_of_error.py").write_text("import nowhere\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="nowhere"):
+        info.main(["--explain", "program_of_error:step"])
 
 
 def test_a_warning_where_it_is_asked_for(tmp_path):
@@ -217,7 +313,7 @@ def test_a_warning_where_it_is_asked_for(tmp_path):
     assert run(tmp_path, "-c", program).stderr == ""
     told = run(tmp_path, "-c", program, JAXNORM_WARN_FALLBACK="1").stderr
     assert told.count("UserWarning") == 1
-    assert "program.py:5: UserWarning: norm, forward: jaxnorm runs jax.numpy and no kernel, because the nor" in told
+    assert "program.py:5: UserWarning: rms_norm, forward: jaxnorm runs jax.numpy and no kernel, because the nor" in told
 
 
 @pytest.fixture

@@ -45,6 +45,7 @@ NORM = {
     "complex scale": call(X, jnp.ones(8, "complex64")).raises(TypeError, "scale", "floating", "complex64"),
     "scale of lists": call(X, [1.0] * 8).raises(TypeError, "scale", "array", "list"),
     "scale of what becomes integers": call(X, Integers()).raises(TypeError, "scale", "floating", "int32"),
+    "scale of another axis": call(X, SCALE[:4]).raises(ValueError, "scale", r"\(4,\)", "axis=1 would fit"),
     "scale for two axes": call(X, SCALE, axis=(-2, -1)).raises(ValueError, "scale", r"\(8,\)", r"\(4, 8\)"),
     "long bias": call(X, SCALE, bias=jnp.ones(9)).raises(ValueError, "bias", r"\(9,\)", r"\(8,\)"),
     "bias of integers": call(X, SCALE, bias=jnp.ones(8, "int32")).raises(TypeError, "bias", "floating", "int32"),
@@ -146,7 +147,9 @@ GATED = {
     "unknown activation": call(X, X, **FIRST, activation="gelu").raises(
         ValueError, "activation", "'gelu'", "'silu' or 'sigmoid'"
     ),
-    "activation of a function": call(X, X, **FIRST, activation=jax.nn.silu).raises(ValueError, "activation", "'silu'"),
+    "activation of another function": call(X, X, **FIRST, activation=jnp.tanh).raises(
+        ValueError, "activation", "'silu' or 'sigmoid'", "of the result"
+    ),
     "order of a number": call(X, X, gate_first=1).raises(TypeError, "gate_first", "bool", "1", "Mamba2"),
     "order of None": call(X, X, gate_first=None).raises(TypeError, "gate_first", "bool", "None"),
     "negative epsilon": call(X, X, **FIRST, epsilon=-1.0).raises(ValueError, "epsilon", "negative"),

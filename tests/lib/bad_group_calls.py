@@ -1,5 +1,7 @@
 """Bad calls of `group_norm`, and what no kernel serves anywhere."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,10 +42,27 @@ GROUP = {
     "scale of integers": call(X, SCALE.astype("int8"), **TWO).raises(TypeError, "scale", "floating", "int8"),
     "scale of what becomes integers": call(X, Integers(), **TWO).raises(TypeError, "scale", "floating", "int32"),
     "bias of lists": call(X, SCALE, [1.0] * 8, **TWO).raises(TypeError, "bias", "array", "list"),
-    "unknown activation": call(X, **TWO, activation="swish").raises(
-        ValueError, "activation", "'swish'", "None, 'silu', 'relu' or 'gelu'"
+    "channels first": call(jnp.ones((2, 64, 5, 5)), num_groups=32).raises(
+        ValueError, "num_groups=32", r"\(2, 64, 5, 5\)", "channel_axis=1 would fit"
     ),
-    "activation of a function": call(X, **TWO, activation=jax.nn.silu).raises(ValueError, "activation", "'silu'"),
+    "groups of channels first": call(jnp.ones((2, 64, 5, 5)), group_size=16).raises(
+        ValueError, "group_size=16", "channel_axis=1 would fit"
+    ),
+    "a scale of channels first": call(jnp.ones((2, 64, 4, 4)), jnp.ones(64), **TWO).raises(
+        ValueError, "scale", r"\(64,\)", "channel_axis=1 would fit"
+    ),
+    "a bias of channels first": call(jnp.ones((2, 64, 4, 4)), None, jnp.ones((2, 64)), **TWO).raises(
+        ValueError, "bias", r"\(2, 64\)", "channel_axis=1 would fit"
+    ),
+    "unknown activation": call(X, **TWO, activation="mish").raises(
+        ValueError, "activation", "'mish'", "None, 'silu', 'relu' or 'gelu'"
+    ),
+    "activation of another function": call(X, **TWO, activation=jnp.tanh).raises(
+        ValueError, "activation", "'gelu'", "of the result"
+    ),
+    "the exact gelu": call(X, **TWO, activation=partial(jax.nn.gelu, approximate=False)).raises(
+        ValueError, "activation", "approximate=False", "of the result"
+    ),
     "activation of an array": call(X, **TWO, activation=np.ones(2)).raises(ValueError, "activation", "'silu'"),
     "channels of examples": call(X, **TWO, channel_axis=0).raises(
         ValueError, "channel_axis=0", r"\(3, 4, 8\)", "examples"

@@ -61,6 +61,10 @@ CROSS_ENTROPY = {
     "soft_cap of text": call(X, LABELS, soft_cap="30").raises(TypeError, "soft_cap", "number", "30"),
     "ignore_index of a float": call(X, LABELS, ignore_index=-100.0).raises(TypeError, "ignore_index", "int", "-100.0"),
     "ignore_index of a bool": call(X, LABELS, ignore_index=True).raises(TypeError, "ignore_index", "int", "True"),
+    "labels first": call(LABELS, X).raises(TypeError, "logits are int32 and labels float32", "each other's place"),
+    "labels of pixels": call(jnp.ones((2, 5, 4, 8)), jnp.zeros((2, 4, 8), "int32")).raises(
+        ValueError, "labels", r"expected \(2, 5, 4\)", "axis=1 would fit"
+    ),
     "axis_name that is unbound": call(X, LABELS, axis_name="a").raises(ValueError, "axis_name", "'a'", "jax.shard_map"),
     "unknown implementation": call(X, LABELS, implementation="cuda").raises(ValueError, "implementation", "cuda"),
 }
@@ -125,6 +129,14 @@ LINEAR = MISUSE["linear_cross_entropy"] | {
     "a kernel of three axes": call(X, jnp.ones((8, 2, 10)), LABELS).raises(ValueError, "kernel", r"\(8, 2, 10\)"),
     "a kernel of integers": call(X, KERNEL.astype("int8"), LABELS).raises(TypeError, "kernel", "floating", "int8"),
     "labels of other rows": call(X, KERNEL, LABELS[:2]).raises(ValueError, "labels", r"\(2, 4\)", r"\(3, 4\)", "of x"),
+    "labels for the kernel": call(X, LABELS, KERNEL).raises(
+        TypeError, "kernel is int32 and labels float32", "each other's place"
+    ),
+    "labels first": call(LABELS, KERNEL, X).raises(TypeError, "x is int32 and labels float32", "each other's place"),
+    "the kernel first": call(KERNEL, X, LABELS).raises(ValueError, "kernel", "x and kernel in each other's place"),
+    "the kernel before rows": call(KERNEL.T[:6].T, jnp.ones((5, 8)), LABELS[0]).raises(
+        ValueError, "x and kernel in each other's place"
+    ),
     "labels of floats": call(X, KERNEL, LABELS * 1.0).raises(TypeError, "labels", "integers", "float32"),
     "an unknown reduction": call(X, KERNEL, LABELS, reduction="max").raises(ValueError, "reduction", "max", "'mean'"),
     "no rows in a chunk": call(X, KERNEL, LABELS, rows_per_chunk=0).raises(ValueError, "rows_per_chunk", "positive"),

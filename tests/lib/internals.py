@@ -9,6 +9,7 @@ from jaxnorm.ops.cross_entropy.op import CROSS_ENTROPY
 from jaxnorm.ops.gated_norm.formula import LONGEST as LONGEST_GATED
 from jaxnorm.ops.quantize.rounding import SMALLEST_SCALE
 from jaxnorm.primitive import fallback, reasons, weights
+from jaxnorm.primitive.op import functions
 from jaxnorm.primitive.weights import LONGEST as LONGEST_PER_HEAD
 from jaxnorm.quantization import GROUP_SIZES
 
@@ -27,8 +28,10 @@ __all__ = [
     "fallback",
     "ffi",
     "fit",
+    "functions",
     "launch",
     "private",
+    "reasons",
     "run_every_kernel",
     "tiling",
     "weights",

@@ -7,6 +7,7 @@ import sys
 import jax
 import jaxlib
 import pytest
+from internals import choose_fastest, ffi, reasons
 from native import is_built
 
 import jaxnorm
@@ -58,7 +59,8 @@ def test_the_default_call_is_native(info):
     [
         *("add_rms_norm", "add_layer_norm", "gated_rms_norm", "rms_norm_add_rms_norm"),
         *("rms_norm_quantized", "layer_norm_quantized", "gated_rms_norm_quantized"),
-        *("softmax", "log_softmax", "softmax_cross_entropy_with_integer_labels"),
+        *("softmax", "log_softmax", "softmax_cross_entropy_with_integer_labels", "linear_cross_entropy"),
+        *("group_norm", "qk_norm_rotary"),
     ],
 )
 def test_every_other_norm_is_native(info, op):
@@ -89,7 +91,11 @@ def test_a_quantised_result_in_words(info, to):
         (("--shape", "8x16x4x9000", "--scale-shape", "4x9000"), "more than 8192"),
         (("--op", "softmax", "--axes", "2"), "kernels take one"),
         (("--op", "rms_norm_quantized", *HEADS), "no kernel that quantises"),
-        (("--op", "qk_norm_rotary"), "heads of 4096 elements"),
+        (("--op", "qk_norm_rotary", "--shape", "4096x4096"), "heads of 4096 elements"),
+        (("--op", "quantize"), "in jax.numpy on every platform"),
+        (("--op", "quantized_dot", "--platform", "cpu"), "a kernel for cuda, none for cpu"),
+        (("--op", "quantized_dot", "--platform", "cuda", "--dtype", "int8"), "the kernel multiplies float8"),
+        (("--op", "quantized_dot", "--platform", "cuda", "--columns", "8"), "(8, 4096), and cuBLASLt wants multiples"),
         (("--op", "qk_norm_rotary", "--shape", "8x64", "--out-dtype", "bfloat16"), "want them equal"),
         (("--op", "qk_norm_rotary", "--shape", "8x64", "--dtype", "float64"), "q is float64"),
     ],
@@ -199,15 +205,21 @@ def test_the_implementation_of_the_context(info):
     ("arguments", "message"),
     [
         (("--dtype", "bf16"), "'bf16' is no dtype; did you mean bfloat16?"),
-        (("--dtype", "number"), "expected one of bfloat16, float16, float32, float64, float8_e4m3fn"),
+        (("--dtype", "number"), "expected one of bfloat16, float16, float32, float4_e2m1fn, float64, float8"),
         (("--dtype", "int8"), "--dtype is int8, expected one of bfloat16, float16, float32, float64."),
         (("--op", "add_rms_norm", "--residual-dtype", "int8"), "--residual-dtype is int8, expected one of bfloat16"),
         (("--residual-dtype", "float32"), "rms_norm adds no residual"),
         (("--op", "gated_rms_norm", "--residual-dtype", "float32"), "gated_rms_norm adds no residual"),
         (("--out-dtype", "fp16"), "'fp16' is no dtype; did you mean float16?"),
+        (("--op", "RMSNorm"), "'RMSNorm' is no function; did you mean rms_norm?"),
+        (("--op", "linear_cross_entropie"), "did you mean linear_cross_entropy?"),
+        (("--op", "attention"), "expected one of softmax, "),
+        (("--columns", "8"), "rms_norm multiplies by no matrix"),
+        (("--op", "quantize", "--dtype", "int8"), "--dtype is int8, expected one of bfloat16"),
+        (("--html", "/nowhere/plan.html"), "--html: [Errno 2] No such file or directory: '/nowhere/plan.html'"),
     ],
 )
-def test_errors_about_dtypes(info, capsys, arguments, message):
+def test_errors_name_the_remedy(info, capsys, arguments, message):
     with pytest.raises(SystemExit, match="2"):
         info(*arguments)
     assert message in capsys.readouterr().err
@@ -232,3 +244,59 @@ def test_errors_about_dtypes(info, capsys, arguments, message):
 def test_bad_arguments(info, arguments):
     with pytest.raises(SystemExit, match="2"):
         info(*arguments)
+
+
+@pytest.fixture
+def without_cuda(monkeypatch):
+    """A build for the CPU alone, on a machine with a GPU or without."""
+
+    def set_up(*, gpu):
+        monkeypatch.delitem(ffi._modules, "cuda", raising=False)
+        monkeypatch.setitem(ffi._errors, "cuda", ModuleNotFoundError(name="jaxnorm._cuda"))
+        monkeypatch.setattr(ffi, "has_gpu", lambda: gpu)
+
+    return set_up
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+@pytest.mark.parametrize("gpu", [False, True])
+def test_how_to_build_for_cuda_is_said_once(info, without_cuda, gpu, platform):
+    without_cuda(gpu=gpu)
+    words = info("--platform", platform)
+    assert words.count("built without CUDA") == words.count("JAXNORM_CUDA=1") == 1
+    assert words.count("no GPU here") == (not gpu)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_a_page_of_a_build_without_cuda_promises_no_plan(info, without_cuda, tmp_path, platform):
+    without_cuda(gpu=False)
+    path = tmp_path / "plan.html"
+    words = info("--platform", platform, "--html", str(path))
+    for text in (words, path.read_text()):
+        assert "which this jaxnorm was built without" in text
+        assert "--platform cuda" not in text
+
+
+# Also of ops that have no launch plan, of which the lines of plans said it.
+@pytest.mark.kernels
+def test_each_way_that_is_not_native_is_said(info, monkeypatch):
+    choose_fastest(monkeypatch)
+    few = ("--op", "group_norm", "--platform", "cpu", "--shape", "512x640")
+    assert call(info, *few)["implementation"] == "jnp"
+    assert "cpu: jnp, because XLA's code is faster for groups of at most 64" in info(*few)
+    monkeypatch.setattr(reasons, "slower", lambda op, spec, rows: "of a reason" if rows.way == "backward" else None)
+    words = info("--op", "softmax", "--platform", "cpu")
+    assert "cpu: native, because" in words
+    assert "forward           native" in words
+    assert "backward          jnp, because of a reason" in words
+
+
+def test_what_a_group_norm_is_over(info):
+    assert "group_norm of float32[8x4x4x96] to float32 in 32 groups of channels on" in info(
+        "--op", "group_norm", "--shape", "8x4x4x96"
+    )
+
+
+def test_a_matrix(info):
+    words = info("--op", "linear_cross_entropy", "--shape", "8x16", "--columns", "100")
+    assert "linear_cross_entropy of float32[8x16] and kernel of 100 classes to float32" in words

@@ -2,9 +2,11 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -105,6 +107,56 @@ def test_native_by_name_says_why_a_module_is_broken(tmp_path):
 def test_info_says_why_a_module_is_broken(tmp_path):
     program = BREAK_NATIVE + "import runpy; sys.argv = ['info']; runpy.run_module('jaxnorm.info', run_name='__main__')"
     assert "libmissing.so.7" in run(tmp_path, "-c", program)
+
+
+# Ops of several families, each way; JAX starts where it asks for the first array.
+USE = """
+import jax, jax.numpy as jnp
+import jaxnorm
+x = jnp.ones((3, 4))
+jax.grad(lambda x: jaxnorm.rms_norm(x).sum())(x), jaxnorm.layer_norm(x), jaxnorm.softmax(x)
+"""
+BREAK = BREAK_NATIVE.partition("import numpy")[0]
+ERROR = 'ImportError("libmissing.so.7: cannot open shared object file")'
+OLD_GLIBC = BREAK.replace(ERROR, """ImportError("version `GLIBC_2.99' not found")""")
+NOT_BUILT = BREAK.replace(ERROR, 'ModuleNotFoundError("no module", name=name)')
+
+
+def copy_of_the_package(directory, share):
+    """A copy in which so much of the CPU's library is there."""
+    source, copy = Path(ffi.__file__).parents[1], directory / "jaxnorm"
+    shutil.copytree(source, copy, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    library = Path(ffi.module("cpu").__file__)
+    (copy / library.name).write_bytes(library.read_bytes()[: int(share * library.stat().st_size)])
+
+
+def told_by(directory, program):
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    run = subprocess.run(
+        [sys.executable, "-c", program], env=environment, cwd=directory, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    return [line for line in run.stderr.splitlines() if "Warning: " in line]
+
+
+# Of a library that ends too early the loader reads what is not there, which ends the process.
+@pytest.mark.kernels
+def test_one_warning_where_a_library_is_truncated(tmp_path):
+    copy_of_the_package(tmp_path, share=0.9)
+    (warning,) = told_by(tmp_path, USE)
+    assert "jax.numpy on cpu: jaxnorm._cpu does not load" in warning
+    assert "_cpu" in warning
+    assert "too short" in warning
+    assert "install jaxnorm again" in warning
+
+
+def test_one_warning_where_a_library_does_not_load(tmp_path):
+    (warning,) = told_by(tmp_path, OLD_GLIBC + USE)
+    assert "jaxnorm._cpu does not load (version `GLIBC_2.99' not found)" in warning
+
+
+def test_no_warning_where_nothing_was_built(tmp_path):
+    assert told_by(tmp_path, NOT_BUILT + USE) == []
 
 
 def test_importing_the_package_starts_no_backend(tmp_path):

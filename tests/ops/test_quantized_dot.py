@@ -265,6 +265,7 @@ X, W = draw("x", (5, 64)), draw("weights", (48, 64))
 WEIGHTS = quantize(W, to("int8"))
 BAD_CALLS = {
     "weights of no scales": ((X, W), {}, TypeError, "weights must be a jaxnorm.Quantized"),
+    "weights first": ((WEIGHTS, X), {}, TypeError, "x and weights in each other's place"),
     "K first": ((X, quantize(W.T, to("int8"))), {}, ValueError, r"\(5, 64\) and weights \(64, 48\).*transpose"),
     "another K": ((X[:, :32], WEIGHTS), {}, ValueError, r"\(5, 32\) and weights \(48, 64\).*the same"),
     "no axis": ((jnp.float32(1), WEIGHTS), {}, ValueError, r"x has shape \(\)"),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxnorm.ops import checks
-from jaxnorm.ops.cross_entropy.checks import check_ignore_index, check_labels, check_share, check_soft_cap
+from jaxnorm.ops.cross_entropy.checks import check_ignore_index, check_labels, check_order, check_share, check_soft_cap
 from jaxnorm.ops.cross_entropy.formula import IGNORED, CrossEntropy, Operands, Results, loss
 from jaxnorm.ops.cross_entropy.op import CROSS_ENTROPY, count_of, exchanged, labels_of_shard
 from jaxnorm.ops.misuse import explained
@@ -104,6 +104,7 @@ def _cross_entropy(
 ) -> jax.Array:
     name = "softmax_cross_entropy_with_integer_labels"
     choice = checks.check_implementation(name, implementation)
+    check_order(name, labels, logits=logits)
     logits = checks.check_x(name, logits, "logits")
     options = options.checked(name)
     (at,) = checks.check_axes(name, checks.check_one_axis(name, axis), logits.ndim, "logits")

@@ -1,17 +1,37 @@
 """Argument checks of cross-entropy."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxnorm.ops import checks
+from jaxnorm.ops import checks, misuse
+
+
+def check_order(function: str, labels: Any, **others: Any) -> None:
+    """That labels are not in the place of one of the others, which are floating-point."""
+    for name, other in others.items():
+        if _is(other, jnp.integer) and _is(labels, jnp.floating):
+            raise TypeError(
+                f"{function}: {name} {'are' if name.endswith('s') else 'is'} {other.dtype} and labels {labels.dtype}; "
+                f"are they in each other's place?"
+            )
+
+
+def _is(value: Any, kind: Any) -> bool:
+    return hasattr(value, "dtype") and jnp.issubdtype(value.dtype, kind)
 
 
 def check_kernel(function: str, value: object, x: jax.Array) -> jax.Array:
     kernel = checks.check_array(function, "kernel", value)
     if kernel.ndim != 2 or kernel.shape[0] != x.shape[-1]:
         is_transposed = kernel.ndim == 2 and kernel.shape[1] == x.shape[-1]
-        remedy = "Pass kernel.T, as of an embedding table." if is_transposed else "It is what x is multiplied by."
+        remedy = "It is what x is multiplied by."
+        if is_transposed:
+            remedy = "Pass kernel.T, as of an embedding table."
+        elif x.ndim == 2 and kernel.shape[-1:] == x.shape[:1]:
+            remedy = "Are x and kernel in each other's place?"
         raise ValueError(
             f"{function}: kernel has shape {kernel.shape}, expected ({x.shape[-1]}, classes) for x with shape "
             f"{x.shape}. {remedy}"
@@ -34,9 +54,10 @@ def check_labels(function: str, value: object, logits: jax.Array, axis: int, nam
         )
     expected = tuple(n for i, n in enumerate(logits.shape) if i - logits.ndim != axis)
     if labels.shape != expected:
+        axes = [a for a in range(logits.ndim) if labels.shape == (*logits.shape[:a], *logits.shape[a + 1 :])]
         raise ValueError(
             f"{function}: labels have shape {labels.shape}, expected {expected}: that of {name}, {logits.shape}, "
-            f"without axis {axis}."
+            f"without axis {axis}.{misuse.fitting('axis', axes if name == 'logits' else [])}"
         )
     return labels if labels.dtype.itemsize >= 4 else labels.astype(jnp.int32)
 

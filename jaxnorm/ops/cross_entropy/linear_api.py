@@ -10,7 +10,7 @@ from jaxnorm.native import compat
 from jaxnorm.ops import checks
 from jaxnorm.ops.cross_entropy import linear
 from jaxnorm.ops.cross_entropy.api import LossOptions
-from jaxnorm.ops.cross_entropy.checks import check_kernel, check_labels
+from jaxnorm.ops.cross_entropy.checks import check_kernel, check_labels, check_order
 from jaxnorm.ops.cross_entropy.formula import IGNORED
 from jaxnorm.ops.cross_entropy.linear import LinearCrossEntropy
 from jaxnorm.ops.misuse import explained
@@ -78,6 +78,7 @@ def _linear_cross_entropy(
 ) -> jax.Array:
     name = "linear_cross_entropy"
     choice = checks.check_implementation(name, implementation)
+    check_order(name, labels, x=x, kernel=kernel)
     x = checks.check_x(name, x)
     kernel = check_kernel(name, kernel, x)
     options = options.checked(name)

@@ -21,6 +21,7 @@ from jaxnorm.ops.cross_entropy.formula import (
 )
 from jaxnorm.ops.softmax.logits import log_of_1_and, origin_of
 from jaxnorm.ops.softmax.op import several_axes
+from jaxnorm.primitive.described import Function, Request
 from jaxnorm.primitive.family import Family
 from jaxnorm.primitive.op import (
     BROADCAST,
@@ -28,10 +29,8 @@ from jaxnorm.primitive.op import (
     STATISTIC,
     BatchDims,
     Derivative,
-    Function,
     Native,
     Op,
-    Request,
     Statistics,
     statistics_of,
 )
@@ -142,6 +141,11 @@ NATIVE: Native[CrossEntropy, Operands] = Native(
 )
 
 
+def _requested_linear(request: Request) -> tuple[CrossEntropy, Operands]:
+    """The losses of a product, which is XLA's."""
+    return _requested(request._replace(shape=(*request.shape[:-1], request.columns)))
+
+
 def _requested(request: Request) -> tuple[CrossEntropy, Operands]:
     x = request.array(request.shape)
     wide = dims.wide_dtype((request.dtype,))
@@ -185,6 +189,15 @@ CROSS_ENTROPY = Family(
                 _requested,
                 out_dtypes=(np.dtype(np.float32),),
                 last_axis_only=True,
+            ),
+            Function(
+                "linear_cross_entropy",
+                _requested_linear,
+                out_dtypes=(np.dtype(np.float32),),
+                last_axis_only=True,
+                matrix="kernel",
+                columns="classes",
+                over=lambda _: " by chunks of rows, whose products are XLA's,",
             ),
         ),
     )

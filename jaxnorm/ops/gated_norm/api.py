@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from jaxnorm.ops import checks
+from jaxnorm.ops.activation import Synonym, check_activation
 from jaxnorm.ops.gated_norm.formula import GATED_NORM, Activation, GatedNorm, Operands, QuantizedOperands
 from jaxnorm.ops.gated_norm_quantized.formula import GATED_NORM_QUANTIZED, GatedNormQuantized
 from jaxnorm.ops.misuse import GATE_FIRST, explained
@@ -27,7 +28,7 @@ def gated_rms_norm(
     scale: Any = None,
     *,
     gate_first: bool,
-    activation: Activation = "silu",
+    activation: Activation | Synonym = "silu",
     group_size: int | None = None,
     epsilon: float = 1e-6,
     scale_offset: float = 0.0,
@@ -52,7 +53,7 @@ def gated_rms_norm(
       gate: array of x's shape. The kernels want x, gate and the result of one dtype; the formula takes any.
       scale: factor with the shape of x's last axis; None is a factor of 1.
       gate_first: whether a multiplies x before it is normalised. Models differ, and no default would suit both.
-      activation: "silu" or "sigmoid".
+      activation: "silu" or "sigmoid", or one of these functions of jax.nn.
       group_size: None, or a divisor of the last axis' length: each `group_size` neighbouring columns are normalised by
         their own root mean square, as in Mamba2 with n_groups > 1 and Nemotron-H. scale is of the whole axis.
       epsilon, scale_offset, out_dtype: as for `rms_norm`.
@@ -91,7 +92,7 @@ def gated_rms_norm_quantized(
     *,
     gate_first: bool,
     quantization: Quantization,
-    activation: Activation = "silu",
+    activation: Activation | Synonym = "silu",
     group_size: int | None = None,
     static_scale: Any = None,
     smooth_scale: Any = None,
@@ -201,7 +202,7 @@ def prepare(name: str, options: NormOptions, gating: Gating, arrays: Operands) -
         out_dtype=out_dtype,
         native_for=choice.native_for(name),
         shards=_check_axis_name(name, options.axis_name, group_size),
-        activation=checks.check_one_of(name, "activation", gating.activation, get_args(Activation)),
+        activation=check_activation(name, gating.activation, get_args(Activation)),
         gate_first=checks.check_flag(name, "gate_first", gating.gate_first, GATE_FIRST),
     )
     return Call(norm, Operands(x, gate, scale), group_size, choice.implementation)

@@ -13,19 +13,9 @@ from jax import lax
 
 from jaxnorm.ops import speed
 from jaxnorm.ops.norm.formula import broadcastable, means, sum_rows
+from jaxnorm.primitive.described import Function, Request
 from jaxnorm.primitive.family import Family
-from jaxnorm.primitive.op import (
-    LIKE_X,
-    WEIGHT,
-    BatchDims,
-    Derivative,
-    Function,
-    Native,
-    Op,
-    Request,
-    RowSpec,
-    Statistics,
-)
+from jaxnorm.primitive.op import LIKE_X, WEIGHT, BatchDims, Derivative, Native, Op, RowSpec, Statistics
 from jaxnorm.sharding import dims
 
 Activation = Literal["silu", "sigmoid"]

@@ -21,8 +21,9 @@ from jaxnorm.ops.norm.formula import broadcastable
 from jaxnorm.ops.quantize import rounding
 from jaxnorm.ops.quantize.rounding import Derivative
 from jaxnorm.ops.quantized_norm.formula import SCALES, attributes_of, can_shard, scales_type
+from jaxnorm.primitive.described import Function, Request
 from jaxnorm.primitive.family import Family
-from jaxnorm.primitive.op import LIKE_X, SCALAR, WEIGHT, Convention, Function, Native, Op, Request, Statistics
+from jaxnorm.primitive.op import LIKE_X, SCALAR, WEIGHT, Convention, Native, Op, Statistics
 from jaxnorm.quantization import LARGEST, Quantization
 from jaxnorm.sharding import dims
 

@@ -1,11 +1,13 @@
 """The public function `group_norm`."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, get_args
 
 import jax
 
 from jaxnorm.native import compat
-from jaxnorm.ops import checks
+from jaxnorm.ops import checks, misuse
+from jaxnorm.ops.activation import Synonym, check_activation
 from jaxnorm.ops.group_norm.formula import Activation, GroupNorm, Operands
 from jaxnorm.ops.group_norm.op import GROUP_NORM
 from jaxnorm.ops.misuse import explained
@@ -22,7 +24,7 @@ def group_norm(
     num_groups: int | None = None,
     group_size: int | None = None,
     epsilon: float = 1e-6,
-    activation: Activation | None = None,
+    activation: Activation | Synonym | None = None,
     scale_offset: float = 0.0,
     channel_axis: int = -1,
     out_dtype: Any = None,
@@ -46,7 +48,7 @@ def group_norm(
       num_groups: how many groups the channels make. Give this or group_size.
       group_size: how many channels a group has.
       epsilon: non-negative Python number added to the variance.
-      activation: None, "silu", "relu", or "gelu", the approximation by tanh.
+      activation: None, "silu", "relu", or "gelu", the approximation by tanh; or one of these functions of jax.nn.
       scale_offset: Python number added to scale; 1.0 suits FiLM's. Ignored without scale.
       channel_axis: the axis of channels; not the first, which is that of examples. Kernels serve the last one, the jnp
         formula any.
@@ -103,7 +105,7 @@ def normalise(name: str, options: NormOptions, grouping: Grouping, activation: A
         out_dtype=out_dtype,
         native_for=choice.native_for(name),
         shards=checks.check_axis_name(name, options.axis_name),
-        activation=checks.check_one_of(name, "activation", activation, (None, *get_args(Activation))),
+        activation=check_activation(name, activation, (None, *get_args(Activation))),
     )
     weights = (None if weight is None else _in_groups(weight, axis, groups) for weight in (scale, bias))
     operands = Operands(_in_groups(x, axis, groups), *weights)
@@ -142,7 +144,7 @@ def _check_groups(name: str, grouping: Grouping, x: jax.Array, axis: int) -> int
     if number < 1 or not isinstance(channels, int) or channels % number:
         raise ValueError(
             f"{name}: {key}={number} is not a positive divisor of the channels of x, which has shape {x.shape} and "
-            f"channels along axis {axis}."
+            f"channels along axis {axis}.{_fitting(x, axis, lambda n: number > 0 == n % number)}"
         )
     groups = number if key == "num_groups" else channels // number
     if groups % (shards := compat.shard_count(x, axis)):
@@ -151,6 +153,12 @@ def _check_groups(name: str, grouping: Grouping, x: jax.Array, axis: int) -> int
             f"mesh, and so would be one of {groups} groups; take another {key}, or reshard x."
         )
     return groups
+
+
+def _fitting(x: jax.Array, axis: int, fits: Callable[[int], bool]) -> str:
+    """The remedy where the channels have another axis than the one that is taken."""
+    others = (a for a in range(1, x.ndim) if a != x.ndim + axis and isinstance(x.shape[a], int))
+    return misuse.fitting("channel_axis", [a for a in others if fits(x.shape[a])][:1])
 
 
 def _check_weight(name: str, weight_name: str, value: object, x: jax.Array, axis: int) -> jax.Array | None:
@@ -163,6 +171,8 @@ def _check_weight(name: str, weight_name: str, value: object, x: jax.Array, axis
         remedy = "For weights that differ between positions, apply group_norm without them."
         if weight.size == channels:
             remedy = f"Reshape it, as with {weight_name}.reshape(-1)."
+        elif fitting := _fitting(x, axis, lambda n: weight.shape in ((n,), (examples, n))):
+            remedy = fitting.strip()
         raise ValueError(
             f"{name}: {weight_name} has shape {weight.shape}, expected ({channels},), a value for each channel, or "
             f"({examples}, {channels}), for each channel of each example of x, which has shape {x.shape}. {remedy}"

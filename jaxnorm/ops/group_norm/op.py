@@ -17,8 +17,9 @@ from jaxnorm.ops.group_norm.formula import (
     linear,
     plain,
 )
+from jaxnorm.primitive.described import Function, Request
 from jaxnorm.primitive.family import Family
-from jaxnorm.primitive.op import BROADCAST_WEIGHT, LIKE_X, Derivative, Function, Native, Op, Request, statistics_of
+from jaxnorm.primitive.op import BROADCAST_WEIGHT, LIKE_X, Derivative, Native, Op, statistics_of
 from jaxnorm.sharding import dims
 
 ROLES = {"x": LIKE_X, "scale": BROADCAST_WEIGHT, "bias": BROADCAST_WEIGHT, "y": LIKE_X}
@@ -86,6 +87,14 @@ GROUP_NORM = Family(
         is_trailing=False,
         linear_in=lambda norm: () if norm.activation else ("scale", "bias"),
         can_shard=lambda *_: True,
-        functions=(Function("group_norm", _requested, last_axis_only=True),),
+        functions=(
+            Function(
+                "group_norm",
+                _requested,
+                last_axis_only=True,
+                shape=(8, 64, 64, 320),
+                over=lambda shape: f" in {math.gcd(32, shape[-1])} groups of channels",
+            ),
+        ),
     )
 )

@@ -26,8 +26,9 @@ from jaxnorm.ops.norm.formula import (
     plain,
 )
 from jaxnorm.primitive import weights
+from jaxnorm.primitive.described import Function, Request
 from jaxnorm.primitive.family import Family
-from jaxnorm.primitive.op import BatchDims, Derivative, Function, Native, Op, Request, Statistics, statistics_of
+from jaxnorm.primitive.op import BatchDims, Derivative, Native, Op, Statistics, statistics_of
 from jaxnorm.sharding import dims
 
 

@@ -18,8 +18,9 @@ from jaxnorm.ops.qk_norm_rotary.formula import (
     linear,
     plain,
 )
+from jaxnorm.primitive.described import Function, Request
 from jaxnorm.primitive.family import Family
-from jaxnorm.primitive.op import LIKE_X, Derivative, Function, Native, Op, Request, Role, statistics_of
+from jaxnorm.primitive.op import LIKE_X, Derivative, Native, Op, Role, statistics_of
 from jaxnorm.sharding import dims
 from jaxnorm.sharding.dims import DimMap
 
@@ -164,6 +165,6 @@ QK_NORM_ROTARY = Family(
         native=NATIVE,
         reasons=(_head_too_long, _other_dtypes),
         linear_in=lambda _: ("q_scale", "k_scale"),
-        functions=(Function("qk_norm_rotary", _requested, last_axis_only=True),),
+        functions=(Function("qk_norm_rotary", _requested, last_axis_only=True, shape=(8, 2048, 32, 128)),),
     )
 )

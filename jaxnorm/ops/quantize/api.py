@@ -1,20 +1,28 @@
 """The public function that quantises an array."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from jaxnorm.ops import checks as shared_checks
 from jaxnorm.ops.misuse import explained
 from jaxnorm.ops.quantize import checks, rounding
 from jaxnorm.ops.quantize.rounding import Derivative
-from jaxnorm.quantization import Quantization, Quantized, quantized
+from jaxnorm.primitive import fallback
+from jaxnorm.primitive.described import WITHOUT_OP, Function
+from jaxnorm.quantization import LARGEST, LARGEST_OF_WEIGHTS, Quantization, Quantized, quantized
 
+_EVERYWHERE = "it is a formula in jax.numpy on every platform, which XLA fuses"
 _NO_DERIVATIVE = (
     "quantize: rounded values have no derivative, and one is taken; pass straight_through=True for that of x itself, "
     "or apply jax.lax.stop_gradient to x, not to the result."
 )
+
+
+class Operands(NamedTuple):
+    x: Any
 
 
 @explained
@@ -53,12 +61,27 @@ def quantize(
     Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only Inference, 2017,
     https://arxiv.org/abs/1712.05877.
     """
+    if isinstance(x, Quantization):
+        raise TypeError(
+            "quantize: x is a jaxnorm.Quantization; are x and quantization in each other's place? Pass the array first."
+        )
     x = shared_checks.check_x("quantize", x)
     axes = shared_checks.check_axes("quantize", axis, x.ndim)
     checks.check_quantization("quantize", quantization, Quantization, x, axes)
     checks.check_float32("quantize", {"x": x})
+    fallback.tell("quantize", Operands(x), "forward", _EVERYWHERE)
     derivative = Derivative(shared_checks.check_flag("quantize", "straight_through", straight_through), _NO_DERIVATIVE)
     over_all = quantization.granularity == "tensor"
     v, _, carrier = rounding.straight_through(derivative, x.astype(jnp.float32), None, x.dtype)
     values, scales = rounding.rounded(quantization, v, tuple(range(-x.ndim, 0)) if over_all else axes)
     return quantized(quantization, values, scales.reshape(()) if over_all else scales, carrier)
+
+
+WITHOUT_OP.append(
+    Function(
+        "quantize",
+        why_formula=lambda *_: _EVERYWHERE,
+        dtypes=tuple(map(np.dtype, (np.float32, jnp.bfloat16, np.float16))),
+        out_dtypes=(*LARGEST, *LARGEST_OF_WEIGHTS),
+    )
+)

@@ -11,11 +11,12 @@ from jaxnorm.quantization import Quantized
 _QUANTIZE = "as jaxnorm.quantize(weights, jaxnorm.Quantization(jax.numpy.int8)) gives them"
 
 
-def check_weights(function: str, weights: Any) -> Quantized:
+def check_weights(function: str, weights: Any, x: Any) -> Quantized:
     if not isinstance(weights, Quantized):
+        swapped = " Are x and weights in each other's place?" if isinstance(x, Quantized) else ""
         raise TypeError(
             f"{function}: weights must be a jaxnorm.Quantized, {_QUANTIZE}, got {type(weights).__name__}; "
-            f"without quantised weights use jax.numpy.matmul."
+            f"without quantised weights use jax.numpy.matmul.{swapped}"
         )
     shape = weights.values.shape
     if len(shape) != 2:

@@ -18,7 +18,8 @@ from jax.interpreters import ad, batching, mlir
 from jaxnorm.native import compat, cublaslt, ffi
 from jaxnorm.ops.quantized_dot import formula
 from jaxnorm.ops.quantized_dot.formula import Operands, QuantizedDot
-from jaxnorm.primitive import lowering, reasons
+from jaxnorm.primitive import fallback, lowering, reasons
+from jaxnorm.primitive.described import DESCRIBERS, WITHOUT_OP, Described, Function, Request
 
 TARGET = "jaxnorm_quantized_dot"
 FLOAT8 = frozenset(map(jnp.dtype, ("float8_e4m3fn", "float8_e5m2")))
@@ -54,22 +55,47 @@ def why_not(spec: QuantizedDot, operands: Operands) -> str | None:
     return "no kernel takes examples of weights, as jax.vmap makes them" if spec.batch else None
 
 
-def _why_not_here(platform: str, ctx: Any, spec: QuantizedDot, operands: Operands) -> str | None:
+def _why_not_here(platform: str, spec: QuantizedDot, operands: Operands, *, is_exported: bool) -> str | None:
     if platform != "cuda":
         return f"there is a kernel for cuda, none for {platform}"
     if reason := why_not(spec, operands):
         return reason
+    if reason := ffi.why_nowhere(platform):
+        return reason
     only = f"cuBLASLt scales by row and column on GPUs of compute capability {CAPABILITY}"
-    if compat.is_exported(ctx):
+    if is_exported:
         return f"{only}, and an exported program may run on others"
     if (capabilities := ffi.capabilities()) != {CAPABILITY}:
         return f"{only}, and here is {', '.join(sorted(capabilities)) or 'none'}"
     return cublaslt.why_not()
 
 
-def _slower(operands: Operands) -> bool:
+def _slower(spec: QuantizedDot, operands: Operands) -> str | None:
+    if spec.implementation == "jnp":
+        return fallback.ASKED_FOR
     lengths = [*operands.x.shape[:-1], operands.weights.shape[0]]
-    return math.prod(n for n in lengths if isinstance(n, int)) < FEW
+    few = math.prod(n for n in lengths if isinstance(n, int)) < FEW
+    return f"XLA's code is faster for results of less than {FEW} elements" if few and not spec.native_for else None
+
+
+def _described(*types: Any, tree: Any, spec: QuantizedDot) -> Described:
+    operands: Operands = jax.tree.unflatten(tree, types)
+
+    def why_formula(platform: str) -> str | None:
+        return _why_not_here(platform, spec, operands, is_exported=False) or _slower(spec, operands)
+
+    return Described("quantized_dot", operands, "forward", why_formula)
+
+
+def _why_formula(platform: str, request: Request) -> str | None:
+    """Of x by weights of its dtype, or of int8 where x is an array."""
+    (*rows, depth), columns = request.shape, request.columns
+    is_quantized = request.dtype.itemsize == 1
+    weights = request.array((columns, depth), None if is_quantized else np.int8)
+    scales, x_scales = (request.array((*shape, 1), np.float32) for shape in ((columns,), rows))
+    operands = Operands(request.array(request.shape), weights, scales, x_scales if is_quantized else None)
+    spec = QuantizedDot(out_dtype=request.out_dtype)
+    return _why_not_here(platform, spec, operands, is_exported=False) or _slower(spec, operands)
 
 
 def _abstract(*leaves: Any, tree: Any, spec: QuantizedDot) -> list[Any]:
@@ -88,10 +114,10 @@ _lower_formula = mlir.lower_fun(_formula)
 
 def _native(platform: str, ctx: Any, *leaves: Any, tree: Any, spec: QuantizedDot) -> Sequence[Any]:
     types: Operands = jax.tree.unflatten(tree, ctx.avals_in)
-    reason = _why_not_here(platform, ctx, spec, types)
+    reason = _why_not_here(platform, spec, types, is_exported=compat.is_exported(ctx))
     if reason is not None and spec.native_for:
         raise reasons.cannot_compile(spec.native_for, platform, reason)
-    if reason is not None or spec.implementation == "jnp" or (_slower(types) and not spec.native_for):
+    if reason is not None or _slower(spec, types):
         by_xla: Sequence[Any] = _lower_formula(ctx, *leaves, tree=tree, spec=spec)
         return by_xla
     operands: Operands = jax.tree.unflatten(tree, leaves)
@@ -149,3 +175,16 @@ compat.run_eagerly(_primitive)
 compat.check_nans(_primitive)
 batching.primitive_batchers[_primitive] = _batch
 ad.primitive_jvps[_primitive] = _jvp
+DESCRIBERS[_primitive] = _described
+WITHOUT_OP.append(
+    Function(
+        "quantized_dot",
+        why_formula=_why_formula,
+        dtypes=tuple(map(jnp.dtype, ("float8_e4m3fn", "float8_e5m2", "int8", "bfloat16", "float16", "float32"))),
+        out_dtypes=tuple(map(jnp.dtype, ("bfloat16", "float16", "float32"))),
+        last_axis_only=True,
+        matrix="weights",
+        columns="outputs",
+        over=lambda _: "",
+    )
+)

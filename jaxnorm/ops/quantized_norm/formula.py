@@ -14,8 +14,9 @@ from jaxnorm.ops.norm.formula import ADDEND, KINDS, ROLES, Kind, Norm, broadcast
 from jaxnorm.ops.quantize import rounding
 from jaxnorm.ops.quantized_norm import gradient
 from jaxnorm.primitive import weights
+from jaxnorm.primitive.described import Function, Request
 from jaxnorm.primitive.family import Family
-from jaxnorm.primitive.op import FEATURES, LIKE_X, SCALAR, Convention, Function, Native, Op, Request, Role, Statistics
+from jaxnorm.primitive.op import FEATURES, LIKE_X, SCALAR, Convention, Native, Op, Role, Statistics
 from jaxnorm.quantization import LARGEST, Quantization
 from jaxnorm.sharding import dims
 

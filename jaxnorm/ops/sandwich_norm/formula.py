@@ -15,20 +15,9 @@ from jaxnorm.ops import speed
 from jaxnorm.ops.norm import formula as one
 from jaxnorm.primitive import weights
 from jaxnorm.primitive.addend import rounded
+from jaxnorm.primitive.described import Function, Request
 from jaxnorm.primitive.family import Family
-from jaxnorm.primitive.op import (
-    LIKE_X,
-    WEIGHT,
-    BatchDims,
-    Derivative,
-    Function,
-    Native,
-    Op,
-    Request,
-    RowSpec,
-    Statistics,
-    statistics_of,
-)
+from jaxnorm.primitive.op import LIKE_X, WEIGHT, BatchDims, Derivative, Native, Op, RowSpec, Statistics, statistics_of
 from jaxnorm.primitive.rules import all_none
 from jaxnorm.sharding import dims
 

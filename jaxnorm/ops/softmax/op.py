@@ -8,8 +8,9 @@ import numpy as np
 from jaxnorm.ops import speed
 from jaxnorm.ops.softmax import formula
 from jaxnorm.ops.softmax.formula import Operands, Results, SavedOfLog, SavedOfSoftmax, Softmax, Variables
+from jaxnorm.primitive.described import Function, Request
 from jaxnorm.primitive.family import Family
-from jaxnorm.primitive.op import BROADCAST, LIKE_X, Derivative, Function, Native, Op, Request, statistics_of
+from jaxnorm.primitive.op import BROADCAST, LIKE_X, Derivative, Native, Op, statistics_of
 from jaxnorm.sharding import dims
 
 ROLES = {"x": LIKE_X, "where": BROADCAST, "lengths": BROADCAST, "y": LIKE_X}

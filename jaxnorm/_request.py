@@ -1,0 +1,159 @@
+"""The call that `python -m jaxnorm.info` is asked about: its arguments, what is reported of it, and that in words."""
+
+import argparse
+import inspect
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+import jaxnorm
+from jaxnorm.ops import checks, misuse
+from jaxnorm.primitive import op, weights
+from jaxnorm.primitive.described import Function, Request
+
+DESCRIPTION = "What jaxnorm is made of here, and what would run for a given array."
+
+
+def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Request]:
+    parser = make_parser()
+    options = parser.parse_args(arguments)
+    if options.platform == "gpu":
+        parser.error("--platform gpu is cuda or rocm here, as JAX lowers programs for one or the other")
+    _, function = op.functions()[options.op]
+    options.shape = options.shape or function.shape
+    if not 1 <= options.axes <= len(options.shape):
+        parser.error(f"--axes is {options.axes}, expected 1 to {len(options.shape)}, the rank of --shape")
+    if options.axes > 1 and function.last_axis_only:
+        parser.error(f"--axes is {options.axes}, expected 1: {options.op} is over the last axis")
+    if options.columns is not None and not function.matrix:
+        parser.error(f"--columns is given, and {options.op} multiplies by no matrix")
+    options.columns = options.shape[-1] if options.columns is None else options.columns
+    options.scale_shape = options.scale_shape or options.shape[-options.axes :]
+    _check_scale_shape(parser, options, function)
+    _check_dtypes(parser, options, function)
+    return options, Request(
+        options.shape,
+        options.dtype,
+        options.out_dtype,
+        options.axes,
+        options.scale_shape,
+        options.columns,
+        options.residual_dtype,
+    )
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m jaxnorm.info", description=DESCRIPTION)
+    parser.add_argument("--version", action="version", version=f"jaxnorm {jaxnorm.__version__}")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--op", type=_op, default="rms_norm", metavar="FUNCTION", help=f"one of {', '.join(op.functions())}"
+    )
+    parser.add_argument("--shape", type=_shape, help="x's shape, as 4096x4096")
+    parser.add_argument("--axes", type=int, default=1, help="how many trailing axes are normalised")
+    parser.add_argument(
+        "--scale-shape", type=_shape, help="scale's, as 32x128 for 32 heads; x's last axes if not given"
+    )
+    parser.add_argument(
+        "--columns", type=int, help="classes of a kernel, or outputs of weights; as many as x has if not given"
+    )
+    parser.add_argument("--dtype", type=_dtype, help="the dtype of x, and of other operands; float32 if not given")
+    parser.add_argument("--residual-dtype", type=_dtype, help="the residual's; x's, or no residual, if not given")
+    parser.add_argument("--out-dtype", type=_dtype, help="the result's dtype; x's, or float8_e4m3fn, if not given")
+    parser.add_argument("--platform", help="cpu, cuda, tpu, ...; JAX's default if not given")
+    parser.add_argument("--html", metavar="FILE", type=Path, help="write a page of the launch plan to this file")
+    parser.add_argument(
+        "--explain",
+        metavar="MODULE:FUNCTION",
+        help="say it of each call in a function without arguments",
+    )
+    return parser
+
+
+def _check_dtypes(parser: argparse.ArgumentParser, options: argparse.Namespace, function: Function) -> None:
+    known = function.dtypes or (np.dtype(np.float32), *checks.DTYPES)
+    options.dtype = options.dtype or known[0]
+    for argument, expected in {"dtype": known, "residual_dtype": tuple(checks.DTYPES)}.items():
+        dtype = getattr(options, argument)
+        if dtype is not None and dtype not in expected:
+            parser.error(f"--{argument.replace('_', '-')} is {dtype}, {misuse.no_dtype(dtype, _names(expected))}")
+    if options.residual_dtype and "residual" not in parameters(function.name):
+        parser.error(f"--residual-dtype is given, and {function.name} adds no residual")
+    results = function.out_dtypes or (options.dtype, *checks.DTYPES)
+    options.out_dtype = options.out_dtype or (options.dtype if options.dtype in results else results[0])
+    if options.out_dtype not in results:
+        parser.error(f"{function.name} has no results of {options.out_dtype}, but of {', '.join(_names(results))}")
+
+
+def _check_scale_shape(parser: argparse.ArgumentParser, options: argparse.Namespace, function: Function) -> None:
+    others, last = options.shape[: -options.axes], options.shape[-options.axes :]
+    batch_dims = options.scale_shape[: -options.axes]
+    if function.last_axis_only and batch_dims:
+        parser.error(f"--scale-shape has leading axes; the scale of {options.op} has the last axis alone")
+    if options.scale_shape[-options.axes :] != last or not weights.are_batch_dims(batch_dims, others):
+        parser.error(
+            f"--scale-shape is {options.scale_shape}, expected {last} and before it, if anything, what broadcasts "
+            f"against {others}"
+        )
+
+
+def _names(dtypes: Iterable[np.dtype[Any]]) -> list[str]:
+    return sorted({dtype.name for dtype in dtypes})
+
+
+def _dtype(text: str) -> np.dtype[Any]:
+    try:
+        return np.dtype(jnp.dtype(text))
+    except TypeError:
+        results = (dtype for _, function in op.functions().values() for dtype in function.out_dtypes or ())
+        remedy = misuse.no_dtype(text, _names((*checks.DTYPES, *results)))
+        raise argparse.ArgumentTypeError(f"{text!r} is no dtype; {remedy}") from None
+
+
+def _op(text: str) -> str:
+    if text not in (known := op.functions()):
+        raise argparse.ArgumentTypeError(f"{text!r} is no function; {misuse.did_you_mean(text, known)}")
+    return text
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    try:
+        shape = tuple(int(length) for length in text.split("x"))
+    except ValueError:
+        shape = (-1,)
+    if min(shape) < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no shape; write one as 8x128")
+    return shape
+
+
+def parameters(function: str) -> Collection[str]:
+    return inspect.signature(getattr(jaxnorm, function)).parameters
+
+
+def described(function: str, request: Request) -> dict[str, Any]:
+    """The call, for a report."""
+    _, how = op.functions()[function]
+    return {
+        "op": function,
+        "shape": request.shape,
+        "dtype": request.dtype.name,
+        "out_dtype": request.out_dtype.name,
+        "axes": request.axes,
+        "scale_shape": request.scale_shape,
+        "residual_dtype": request.addend_dtype and request.addend_dtype.name,
+        **({"columns": request.columns} if how.matrix else {}),
+    }
+
+
+def in_words(norm: dict[str, Any]) -> str:
+    _, how = op.functions()[norm["op"]]
+    shape, scale_shape = ("x".join(map(str, norm[name])) for name in ("shape", "scale_shape"))
+    axes = "axis" if norm["axes"] == 1 else f"{norm['axes']} axes"
+    scale = f", scale[{scale_shape}]," if len(norm["scale_shape"]) > norm["axes"] else ""
+    residual = f" and a residual of {norm['residual_dtype']}" if norm["residual_dtype"] else ""
+    matrix = f" and {how.matrix} of {norm['columns']} {how.columns}" if how.matrix else ""
+    over = f" over the last {axes}" if how.over is None else how.over(norm["shape"])
+    return f"{norm['op']} of {norm['dtype']}[{shape}]{residual}{scale}{matrix} to {norm['out_dtype']}{over}"
