@@ -1,10 +1,12 @@
-"""Writes the pages of launch plans that the documentation embeds: `python -m tools.plan_pages`.
+"""The launch plans of the documentation: `python -m tools.plan_pages` writes them, and MkDocs draws their pages.
 
-The CUDA kernels have to be built, and need no GPU. The pages are kept in the repository, as the documentation is built
-without the kernels; a test says when they have to be written again.
+The CUDA kernels have to be built to write a plan, and need no GPU. Plans are kept in the repository, so that the
+documentation is built without the kernels; a test says when they have to be written again.
 """
 
+import json
 from pathlib import Path
+from typing import Any
 
 from jaxnorm import _page, _request, info
 
@@ -19,15 +21,29 @@ CALLS = {
 }
 
 
-def page(name: str) -> str:
+def plan(name: str) -> str:
+    """What the page of a call says, as JSON."""
     options, request = _request.parse(["--platform", "cuda", *CALLS[name]])
-    return _page.page(info.call(options.op, request, options.platform), request)
+    call = info.call(options.op, request, options.platform)
+    return json.dumps(_page.content(call, request), separators=(",", ":")) + "\n"
+
+
+def page(name: str) -> str:
+    """The page of a plan that is kept."""
+    return _page.drawn(json.loads((FOLDER / f"{name}.json").read_text()))
+
+
+def on_post_build(config: Any) -> None:
+    """MkDocs calls this with its settings, when the site is written."""
+    folder = Path(config["site_dir"]) / "plans"
+    folder.mkdir(exist_ok=True)
+    for name in CALLS:
+        (folder / f"{name}.html").write_text(page(name), encoding="utf-8")
 
 
 def main() -> None:
-    FOLDER.mkdir(exist_ok=True)
     for name in CALLS:
-        (FOLDER / f"{name}.html").write_text(page(name), encoding="utf-8")
+        (FOLDER / f"{name}.json").write_text(plan(name))
 
 
 if __name__ == "__main__":

@@ -24,19 +24,27 @@ Report = dict[str, Any]
 
 def page(call: Report, request: Request) -> str:
     """The page of a call, from what `jaxnorm.info` reports of it."""
+    return drawn(content(call, request))
+
+
+def content(call: Report, request: Request) -> Report:
+    """What the page says, as its scripts read it."""
     shape = "\u00d7".join(map(str, call["shape"]))
-    title = f"{call['op']} of {call['dtype']}[{shape}] on {call['platform']}"
-    content = {
-        "title": title,
+    return {
+        "title": f"{call['op']} of {call['dtype']}[{shape}] on {call['platform']}",
         "runs": _runs(call),
         "call": {"cols": _rows_and_cols(request)[1]},
         "needed": launch.NEEDED,
         "ways": [_way(way, plan, call, request) for way, plan in call.get("plans", {}).items()],
     }
+
+
+def drawn(content: Report) -> str:
+    """The page that says this."""
     # "<" would let a string of the data end it.
     data = json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")
     script = "(() => {\n'use strict';\n" + "".join(file(name) for name in SCRIPTS) + "})();"
-    filled = file("page.html").replace("{title}", html.escape(title)).replace("{css}", file("style.css"))
+    filled = file("page.html").replace("{title}", html.escape(content["title"])).replace("{css}", file("style.css"))
     return filled.replace("{script}", script).replace("{data}", data)
 
 
