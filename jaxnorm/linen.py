@@ -263,7 +263,8 @@ def replace_norms(custom: replacement.Custom | None = None) -> Iterator[replacem
 
     Args:
       custom: classes of the model's own, and for each the function of a module and its arguments that computes it. It
-        may do what the module's `__call__` may, as read `norm.scale` that `setup` made, or make it with `norm.param`. A
+        may do what the module's `__call__` may, as read `norm.scale` that `setup` made, make it with `norm.param`, or
+        read it with `norm.get_variable`. While parameters are initialised the model's own code runs, and makes them. A
         subclass goes with its base unless it has a `__call__` of its own.
 
     Yields:

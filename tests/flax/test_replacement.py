@@ -393,6 +393,25 @@ def test_linen_makes_the_same_parameters_within(variables):
     assert bits(within) == bits(variables)
 
 
+# How the function of a mapping may come by a parameter; all but the first way only read.
+READS = {
+    "param": lambda norm: norm.param("scale", flax.linen.initializers.normal(), (FEATURES,)),
+    "get_variable": lambda norm: norm.get_variable("params", "scale"),
+    "variables": lambda norm: norm.variables.get("params", {}).get("scale"),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_linen_a_function_may_only_read(read, variables):
+    custom = {LinenGemmaNorm: lambda norm, x: jaxnorm.rms_norm(x, read(norm), scale_offset=1.0)}
+    with jaxnorm.linen.replace_norms(custom) as report:
+        within = LinenMixed().init(jax.random.key(0), draw_x(DIMS))
+        y = apply(within, draw_x(DIMS))
+    assert_close(y, apply_replaced(variables, draw_x(DIMS)))
+    assert dict(report.replaced) == LINEN_REPLACED
+    assert bits(within) == bits(variables)
+
+
 def test_linen_scan_of_remat():
     class Layer(flax.linen.Module):
         @flax.linen.compact
