@@ -47,7 +47,8 @@ def quantize_linears(
     Raises:
       TypeError: model is of `flax.linen` or no model, weights or activations is no `Quantization`, or their dtypes do
         not go together.
-      ValueError: the model has no `flax.nnx.Linear` to quantise, or a granularity is not "token".
+      ValueError: the model has no `flax.nnx.Linear` to quantise, or is an argument of a transformation of flax.nnx, as
+        `nnx.jit`, which is running; or a granularity is not "token".
     """
     check_pair("quantize_linears", weights, activations)
     if only is not None and not callable(only):

@@ -243,8 +243,9 @@ class QuantizedLayerNorm(_Quantized, LayerNorm, kw_only=True):  # type: ignore[m
     """A `LayerNorm` with a quantised result, computed by `jaxnorm.layer_norm_quantized`; see `QuantizedRMSNorm`."""
 
 
-@contextlib.contextmanager
-def replace_norms(custom: replacement.Custom | None = None) -> Iterator[replacement.Report]:
+def replace_norms(
+    custom: replacement.Custom | None = None,
+) -> contextlib._GeneratorContextManager[replacement.Report]:
     """Computes the norms of all models that are called, or traced, within.
 
         with jaxnorm.linen.replace_norms({GemmaNorm: lambda norm, x: rms_norm(x, norm.scale)}) as report:
@@ -276,8 +277,12 @@ def replace_norms(custom: replacement.Custom | None = None) -> Iterator[replacem
 
     Source: `flax.linen.intercept_methods`.
     """
+    return _replacing(replacement.check_custom(custom, linen.Module))
+
+
+@contextlib.contextmanager
+def _replacing(custom: replacement.Custom) -> Iterator[replacement.Report]:
     report = replacement.Report()
-    custom = replacement.check_custom(custom, linen.Module)
     ours: dict[type, type] = {
         linen.RMSNorm: RMSNorm,
         linen.LayerNorm: LayerNorm,

@@ -318,7 +318,7 @@ def test_names_of_mesh_axes_go_with_their_axes(as_spec):
 
 GROUPS = Quantization(jnp.int8, "group", group_size=64)
 WRONG = {
-    "a linen model": ((flax.linen.Dense(4), INT8), TypeError, "a module of flax.linen, Dense; only models of flax.nnx"),
+    "a linen model": ((flax.linen.Dense(4), INT8), TypeError, "a module of flax.linen, Dense: only models of flax.nnx"),
     "no model": (({"kernel": jnp.ones((2, 2))}, INT8), TypeError, "model must be a flax.nnx module, .* got dict"),
     "no linear layer": ((flax.nnx.Dict(), INT8), ValueError, "there is no flax.nnx.Linear to quantise in Dict"),
     "none that can be": ((flax.nnx.Embed(2, 2, rngs=flax.nnx.Rngs(0)), INT8), ValueError, r"in Embed:\nleft .*only"),
