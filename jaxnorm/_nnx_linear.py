@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 import jaxnorm
 from jaxnorm import _flax, _nnx, replacement
@@ -45,11 +46,11 @@ class QuantizedLinear(nnx.Linear):
         in_features: int,
         out_features: int,
         *,
-        weights: Quantization,
-        activations: Quantization | None = None,
+        weights: Quantization | DTypeLike,
+        activations: Quantization | DTypeLike | None = None,
         **flax: Any,
     ) -> None:
-        check_pair("QuantizedLinear", weights, activations)
+        weights, activations = check_pair("QuantizedLinear", weights, activations)
         super().__init__(in_features, out_features, **flax)
         if (why := _why_left(self)) is not None:
             raise TypeError(f"QuantizedLinear: cannot be quantised: {why}. Leave that out, or take flax.nnx.Linear.")
