@@ -1,7 +1,11 @@
 """Fused kernels for JAX: norms, softmax, cross-entropy."""
 
 import importlib.metadata
+import importlib.util
 import pkgutil
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 # Python started in a clone's root finds this source directory before the installed package. The native modules are
 # in the installed one, so its directory is searched too.
@@ -60,9 +64,23 @@ __all__ = [
     "softmax_cross_entropy_with_integer_labels",
 ]
 
-# `dir` shows those that are imported, and no internals.
-_PUBLIC_MODULES = ("checkpoint_policies", "info", "linen", "nnx")
+# Type checkers see these modules; a program imports one when it first names it, since Flax is optional and takes long.
+_OF_FLAX = ("linen", "nnx")
+_LAZY = ("info", *_OF_FLAX)
+if TYPE_CHECKING:
+    from jaxnorm import info as info
+    from jaxnorm import linen as linen
+    from jaxnorm import nnx as nnx
+else:
+
+    def __getattr__(name: str) -> ModuleType:
+        if name not in _LAZY:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+        return importlib.import_module(f"{__name__}.{name}")
 
 
 def __dir__() -> list[str]:
-    return sorted(name for name in globals() if name in (*__all__, *_PUBLIC_MODULES) or (name[:2] == name[-2:] == "__"))
+    """The public names, and no internals; without Flax none that needs it, so that each can be had."""
+    lazy = _LAZY if importlib.util.find_spec("flax") else (name for name in _LAZY if name not in _OF_FLAX)
+    public = {*__all__, *lazy}
+    return sorted(public | {name for name in globals() if name[:2] == name[-2:] == "__"})

@@ -101,7 +101,10 @@ def interceptor(report: replacement.Report, custom: Any, ours: dict[type, type])
         if context.method_name != "__call__":
             return call(*args, **kwargs)
         if function := replacement.find(cls, custom):
-            call, why = partial(function, module), None
+            why = None
+            # A function may only read parameters, so the model's own code makes them.
+            if module.scope is None or not module.is_initializing():
+                call = partial(function, module)
         elif norm := replacement.find(cls, ours):
             x, mask = _arguments(*args, **kwargs)
             why = norm._why_flax(module, x, mask)

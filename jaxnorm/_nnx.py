@@ -118,15 +118,11 @@ class _Custom:
 
 def replace(model: Any, custom: Any, ours: dict[type, type]) -> replacement.Report:
     """`jaxnorm.nnx.replace_norms`, with Flax's norms and `ours` for each."""
-    if isinstance(model, linen.Module):
-        raise TypeError(
-            f"replace_norms: got a module of flax.linen, {type(model).__name__}: a linen module has no norms until it "
-            f"is called. Call it within jaxnorm.linen.replace_norms()."
-        )
     custom = replacement.check_custom(custom, nnx.Module)
+    linen_remedy = "a linen module has no norms until it is called. Call it within jaxnorm.linen.replace_norms()"
     report = replacement.Report()
-    for path, module in list(nnx.iter_modules(model, graph=True)):
-        cls = type(module)
+    for path, module in modules_of("replace_norms", model, linen_remedy):
+        cls: type = type(module)
         if function := replacement.find(cls, custom):
             new, why = _with_call(cls, function), None
         elif norm := replacement.find(cls, ours):
@@ -139,6 +135,28 @@ def replace(model: Any, custom: Any, ours: dict[type, type]) -> replacement.Repo
             object.__setattr__(module, "__class__", new)
         report.add(path, cls, why)
     return report
+
+
+def modules_of(function: str, model: Any, linen_remedy: str) -> list[tuple[replacement.Path, Any]]:
+    """The modules of a model whose classes `function` changes, with their paths, or an error where it cannot."""
+    if isinstance(model, linen.Module):
+        raise TypeError(f"{function}: got a module of flax.linen, {type(model).__name__}: {linen_remedy}.")
+    modules = list(nnx.iter_modules(model, graph=True))
+    if not modules:
+        got, remedy = replacement.no_model(model, (nnx.State, nnx.GraphDef))
+        raise TypeError(
+            f"{function}: model must be a flax.nnx module, or a list, dict or other pytree of such, got {got}: "
+            f"{remedy}."
+        )
+    # At its end the transformation writes its arguments back to modules of their former classes, which fails.
+    stacks = getattr(getattr(nnx.graph, "GRAPH_CONTEXT", None), "update_context_stacks", {})
+    arguments = [context.inner_ref_outer_index or () for stack in stacks.values() for context in stack]
+    if any(module in refs for _, module in modules for refs in arguments):
+        raise ValueError(
+            f"{function}: the model is an argument of a transformation of flax.nnx, as nnx.jit or nnx.grad, which does "
+            f"not give new classes back. Call {function} before, on the model that is passed."
+        )
+    return modules
 
 
 def _why_class(cls: type, ours: dict[type, type]) -> str | None:

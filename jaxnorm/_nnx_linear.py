@@ -6,10 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 import jaxnorm
 from jaxnorm import _flax, _nnx, replacement
-from jaxnorm._flax import linen, nnx
+from jaxnorm._flax import nnx
 from jaxnorm._quantize_linears import Only, check_pair
 from jaxnorm.quantization import Quantization, Quantized
 
@@ -45,11 +46,11 @@ class QuantizedLinear(nnx.Linear):
         in_features: int,
         out_features: int,
         *,
-        weights: Quantization,
-        activations: Quantization | None = None,
+        weights: Quantization | DTypeLike,
+        activations: Quantization | DTypeLike | None = None,
         **flax: Any,
     ) -> None:
-        check_pair("QuantizedLinear", weights, activations)
+        weights, activations = check_pair("QuantizedLinear", weights, activations)
         super().__init__(in_features, out_features, **flax)
         if (why := _why_left(self)) is not None:
             raise TypeError(f"QuantizedLinear: cannot be quantised: {why}. Leave that out, or take flax.nnx.Linear.")
@@ -85,7 +86,7 @@ def quantize(
     """`jaxnorm.quantize_linears`, whose arguments are checked but for the model."""
     report = replacement.Report()
     layers = []
-    for path, module in _modules_of(model):
+    for path, module in _nnx.modules_of("quantize_linears", model, "only models of flax.nnx are served"):
         cls = type(module)
         why = _why_class(cls)
         if replacement.find(cls, {nnx.Linear: True}):
@@ -114,20 +115,6 @@ def quantize(
 def _class_of(cls: type) -> type:
     """What a class of linear layers becomes."""
     return QuantizedLinear if cls is nnx.Linear else _nnx.with_base(cls, QuantizedLinear)
-
-
-def _modules_of(model: Any) -> list[tuple[replacement.Path, Any]]:
-    if isinstance(model, linen.Module):
-        raise TypeError(
-            f"quantize_linears: got a module of flax.linen, {type(model).__name__}; only models of flax.nnx are served."
-        )
-    modules = list(nnx.iter_modules(model, graph=True))
-    if not modules:
-        raise TypeError(
-            f"quantize_linears: model must be a flax.nnx module, or a list, dict or other pytree of such, "
-            f"got {type(model).__name__}."
-        )
-    return modules
 
 
 # Layers of Flax with weights that are left as they are.

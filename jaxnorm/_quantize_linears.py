@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
 
 from jaxnorm.ops.quantized_dot.checks import dtypes_beside
 from jaxnorm.quantization import Quantization
@@ -15,7 +17,11 @@ Only = Callable[[Path, Any], bool]  # of the path of a module and the module
 
 
 def quantize_linears(
-    model: Any, weights: Quantization, activations: Quantization | None = None, *, only: Only | None = None
+    model: Any,
+    weights: Quantization | DTypeLike,
+    activations: Quantization | DTypeLike | None = None,
+    *,
+    only: Only | None = None,
 ) -> Report:
     """Quantises the linear layers of a trained `flax.nnx` model, in place and at any depth.
 
@@ -34,9 +40,9 @@ def quantize_linears(
     Args:
       model: a module, or a list, dict or other pytree of modules. To load a quantised checkpoint, call this on what
         `nnx.eval_shape` makes of the model, and `nnx.update` the result.
-      weights: to float8_e4m3fn, float8_e5m2, int8 or int4, with granularity "token".
-      activations: how the input of a layer is quantised on the way, with granularity "token": to float8 for weights of
-        float8, to int8 for those of int8 and int4. None is weight-only: the input stays as it is.
+      weights: to float8_e4m3fn, float8_e5m2, int8 or int4, with granularity "token"; a dtype alone stands for that.
+      activations: how the input of a layer is quantised on the way, likewise: to float8 for weights of float8, to int8
+        for those of int8 and int4. None is weight-only: the input stays as it is.
       only: a function of the path and the layer, true of those to quantise. None is all. A model of mixed types takes
         a call for each: what is quantised already is left.
 
@@ -47,9 +53,10 @@ def quantize_linears(
     Raises:
       TypeError: model is of `flax.linen` or no model, weights or activations is no `Quantization`, or their dtypes do
         not go together.
-      ValueError: the model has no `flax.nnx.Linear` to quantise, or a granularity is not "token".
+      ValueError: the model has no `flax.nnx.Linear` to quantise, or is an argument of a transformation of flax.nnx, as
+        `nnx.jit`, which is running; or a granularity is not "token".
     """
-    check_pair("quantize_linears", weights, activations)
+    weights, activations = check_pair("quantize_linears", weights, activations)
     if only is not None and not callable(only):
         raise TypeError(f"quantize_linears: only must be a function of a path and a module, got {only!r}.")
     from jaxnorm import _nnx_linear  # Flax is optional
@@ -57,23 +64,38 @@ def quantize_linears(
     return _nnx_linear.quantize(model, weights, activations, only)
 
 
-def check_pair(function: str, weights: Any, activations: Any) -> None:
-    """That both are quantised with a scale for each row, to dtypes of which there is a product."""
-    given = {"weights": weights} if activations is None else {"weights": weights, "activations": activations}
+def check_pair(function: str, weights: Any, activations: Any) -> tuple[Quantization, Quantization | None]:
+    """Both, quantised with a scale for each row, to dtypes of which there is a product."""
+    weights = _quantization(function, "weights", weights)
+    given = {"weights": weights}
+    if activations is not None:
+        given["activations"] = activations = _quantization(function, "activations", activations)
     for name, quantization in given.items():
-        if not isinstance(quantization, Quantization):
-            example = f"{name}=jaxnorm.Quantization(jax.numpy.int8)"
-            raise TypeError(f"{function}: {name} must be a jaxnorm.Quantization, as {example}, got {quantization!r}.")
         if quantization.granularity != "token":
             why = "an output" if name == "weights" else "a row of the input"
             raise ValueError(
                 f"{function}: {name} has granularity={quantization.granularity!r}, expected 'token', a scale for {why}."
             )
     if activations is None:
-        return
+        return weights, None
     theirs, ours = (jnp.dtype(quantization.dtype) for quantization in (weights, activations))
     if ours.name not in (expected := dtypes_beside(theirs)):
         raise TypeError(
             f"{function}: activations are quantised to {ours}, expected {' or '.join(expected)} for weights of "
             f"{theirs}; leave activations out to quantise the weights only."
         )
+    return weights, activations
+
+
+def _quantization(function: str, name: str, given: Any) -> Quantization:
+    """What is given, or what a dtype stands for."""
+    if isinstance(given, Quantization):
+        return given
+    try:
+        # Of an array numpy would take its dtype.
+        return Quantization(jnp.dtype(given) if isinstance(given, (str, type, np.dtype)) else None)
+    except TypeError as error:
+        example = f"{name}=jaxnorm.Quantization(jax.numpy.int8)"
+        raise TypeError(
+            f"{function}: {name} must be a jaxnorm.Quantization, as {example}, or a dtype that it takes, got {given!r}."
+        ) from error

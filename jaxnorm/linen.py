@@ -244,8 +244,9 @@ class QuantizedLayerNorm(_Quantized, LayerNorm, kw_only=True):  # type: ignore[m
     """A `LayerNorm` with a quantised result, computed by `jaxnorm.layer_norm_quantized`; see `QuantizedRMSNorm`."""
 
 
-@contextlib.contextmanager
-def replace_norms(custom: replacement.Custom | None = None) -> Iterator[replacement.Report]:
+def replace_norms(
+    custom: replacement.Custom | None = None,
+) -> contextlib._GeneratorContextManager[replacement.Report]:
     """Computes the norms of all models that are called, or traced, within.
 
         with jaxnorm.linen.replace_norms({GemmaNorm: lambda norm, x: rms_norm(x, norm.scale)}) as report:
@@ -264,7 +265,8 @@ def replace_norms(custom: replacement.Custom | None = None) -> Iterator[replacem
 
     Args:
       custom: classes of the model's own, and for each the function of a module and its arguments that computes it. It
-        may do what the module's `__call__` may, as read `norm.scale` that `setup` made, or make it with `norm.param`. A
+        may do what the module's `__call__` may, as read `norm.scale` that `setup` made, make it with `norm.param`, or
+        read it with `norm.get_variable`. While parameters are initialised the model's own code runs, and makes them. A
         subclass goes with its base unless it has a `__call__` of its own.
 
     Yields:
@@ -276,8 +278,12 @@ def replace_norms(custom: replacement.Custom | None = None) -> Iterator[replacem
 
     Source: `flax.linen.intercept_methods`.
     """
+    return _replacing(replacement.check_custom(custom, linen.Module))
+
+
+@contextlib.contextmanager
+def _replacing(custom: replacement.Custom) -> Iterator[replacement.Report]:
     report = replacement.Report()
-    custom = replacement.check_custom(custom, linen.Module)
     ours: dict[type, type] = {
         linen.RMSNorm: RMSNorm,
         linen.LayerNorm: LayerNorm,

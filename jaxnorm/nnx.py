@@ -290,7 +290,9 @@ def replace_norms(model: Any, custom: replacement.Custom | None = None) -> repla
       (path, class, why) of each that was not.
 
     Raises:
-      TypeError: model is of `flax.linen`, or custom maps something else than classes to functions.
+      TypeError: model is of `flax.linen`, or has no module of flax.nnx, or custom maps something else than classes to
+        functions.
+      ValueError: model is an argument of a transformation of flax.nnx, as `nnx.jit`, which is running.
     """
     ours: dict[type, type] = {nnx.RMSNorm: RMSNorm, nnx.LayerNorm: LayerNorm}
     ours |= {nnx.GroupNorm: GroupNorm, nnx.InstanceNorm: InstanceNorm}

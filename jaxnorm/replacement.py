@@ -58,12 +58,29 @@ def replace_norms(model: Any, custom: Custom | None = None) -> Report:
     return nnx.replace_norms(model, custom)
 
 
+def no_model(model: object, states: tuple[type, ...]) -> tuple[str, str]:
+    """What came in place of a model, and the remedy; `states` are classes of what a model was split into."""
+    if isinstance(model, type):
+        return f"the class {model.__name__}", "make one, and pass that"
+    if isinstance(model, states):
+        return type(model).__name__, "make a model of it with nnx.merge(graphdef, state)"
+    if model is None:
+        return "None", "pass the model"
+    libraries = [cls.__module__.partition(".")[0] for cls in type(model).__mro__]
+    library, page = ("Equinox", "equinox.md") if "equinox" in libraries else ("other libraries", "porting.md")
+    of = "" if libraries[0] == "builtins" else f" of {libraries[0]}"
+    return f"{type(model).__name__}{of}", f"how to port models of {library} is in docs/{page}"
+
+
 def check_custom(custom: object, module: type) -> Custom:
     """custom as a mapping from subclasses of `module` to functions."""
     if custom is None:
         return {}
     if not isinstance(custom, Mapping):
-        raise TypeError(f"replace_norms: custom must be a mapping {{Class: function(module, x)}}, got {custom!r}.")
+        raise TypeError(
+            f"replace_norms: custom must be a mapping {{Class: function(module, x)}}, got {custom!r}. A model of "
+            f"flax.linen is called within it, as with jaxnorm.linen.replace_norms(): model.apply(...)."
+        )
     for cls, function in custom.items():
         if not (isinstance(cls, type) and issubclass(cls, module)):
             raise TypeError(

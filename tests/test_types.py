@@ -8,8 +8,6 @@ import pytest
 from flax import nnx
 
 import jaxnorm
-import jaxnorm.linen
-import jaxnorm.nnx
 from jaxnorm import Quantization, Quantized
 
 pytestmark = pytest.mark.jax_version

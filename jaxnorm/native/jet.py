@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import jax
+from jax import lax
 from jax.extend.core import Primitive
 
 from jaxnorm.native import private
@@ -13,9 +14,10 @@ jet = private.module("jax.experimental.jet")
 if not all(hasattr(jet, name) for name in ("JetTracer", "jet_rules", "linear_prop", "zero_series")):
     jet = None
 ad_checkpoint = private.module("jax._src.ad_checkpoint")
-if jet is not None and hasattr(ad_checkpoint, "name_p"):
-    # JAX has no rule for names, which the derivative of an op gives to values.
-    jet.jet_rules.setdefault(ad_checkpoint.name_p, partial(jet.linear_prop, ad_checkpoint.name_p))
+if jet is not None:
+    # JAX has no rule for names, which the derivative of an op gives to values, nor for the rounding of a formula.
+    for linear in filter(None, (getattr(ad_checkpoint, "name_p", None), lax.reduce_precision_p)):
+        jet.jet_rules.setdefault(linear, partial(jet.linear_prop, linear))
 
 
 def register(primitive: Primitive, rule: Callable[..., Any]) -> None:

@@ -58,6 +58,8 @@ def quantized_norm(spec: Any, rows: CallRows) -> str | None:
 
 
 def norm(norm: Norm, rows: CallRows) -> str | None:
+    if norm.x_hat_dtype is not None and rows.way == "forward" and rows.platform == "cuda":
+        return f"XLA's code rounds x_hat to {norm.x_hat_dtype} and multiplies it in one pass, a kernel and XLA in two"
     if norm.kind == "rms" and is_decoded(rows):
         return f"XLA's code is faster for RMSNorm of at most {FEW} elements, which it fuses with what is around it"
     if vectors_divide(rows):

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.interpreters import ad
+from jax.interpreters import ad, mlir
 
 from jaxnorm.native import ffi
 from jaxnorm.primitive import lowering, reasons, weights
@@ -78,6 +78,11 @@ class Forward(Rules):
     ) -> Sequence[Any]:
         native = self.op.native
         assert native is not None
+        if (in_parts := self.op.in_parts(spec)) is not None:
+            forward = functools.partial(in_parts, with_stats=with_stats)
+            results = functools.partial(self._results, tree=tree, spec=spec, with_stats=with_stats)
+            parts: Sequence[Any] = mlir.lower_fun(lambda *values: results(forward, values))(ctx, *leaves)
+            return parts
         operands = self._operands(tree, ctx.avals_in)
         normalised = self._normalised(operands)
         rows, cols = rows_and_cols(spec, normalised)

@@ -237,6 +237,9 @@ class Op(Generic[S, O, R]):
     # Rows with sharded axes: whether shards of so many columns can be computed, and how where it is not by the formula.
     can_shard: Callable[[S, int], bool] = lambda *_: False
     forward_of_shard: Callable[[S, O], tuple[R, Statistics]] | None = None
+    # A forward of this spec by a call of the same op and jax.numpy, where a kernel alone does not do it. It is told
+    # with_stats, whether statistics are wanted.
+    in_parts: Callable[[S], Callable[..., tuple[R, Statistics]] | None] = lambda _: None
 
     static_types: tuple[type[Any], ...] = ()  # dataclasses within the spec
     functions: tuple[Function, ...] = ()

@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+import jaxnorm
+
 pytestmark = pytest.mark.jax_version
 
 
@@ -18,13 +20,32 @@ def test_jaxnorm_does_not_import_flax(tmp_path):
     assert run_python(code, tmp_path).returncode == 0
 
 
-@pytest.mark.parametrize("api", ["nnx", "linen"])
-def test_a_missing_flax_is_named_with_its_remedy(api, tmp_path):
-    # None in sys.modules is how Python marks a module that must not be found.
-    code = f"import sys; sys.modules['flax'] = None; import jaxnorm.{api}"
+@pytest.mark.parametrize("module", ["info", "linen", "nnx"])
+def test_a_module_is_imported_when_it_is_first_named(module, tmp_path):
+    code = f"import jaxnorm; assert '{module}' in dir(jaxnorm); print(jaxnorm.{module}.__name__)"
+    assert run_python(code, tmp_path).stdout == f"jaxnorm.{module}\n"
+
+
+def test_a_name_that_jaxnorm_has_not():
+    with pytest.raises(AttributeError, match=r"^module 'jaxnorm' has no attribute 'lniens'$"):
+        _ = jaxnorm.lniens
+
+
+# None in sys.modules is how Python marks a module that must not be found.
+WITHOUT_FLAX = "import sys; sys.modules['flax'] = None; import jaxnorm"
+
+
+@pytest.mark.parametrize("end", [".nnx", ".linen", "; jaxnorm.nnx", "; jaxnorm.linen"])
+def test_a_missing_flax_is_named_with_its_remedy(end, tmp_path):
+    code = WITHOUT_FLAX + end
     assert "ImportError: jaxnorm.nnx and jaxnorm.linen need Flax: pip install 'jaxnorm[flax]'" in (
         run_python(code, tmp_path).stderr
     )
+
+
+def test_without_flax_dir_shows_what_can_be_had(tmp_path):
+    code = f"{WITHOUT_FLAX}; names = [name for name, _ in inspect.getmembers(jaxnorm)]; print('info' in names)"
+    assert run_python(f"import inspect; {code}", tmp_path).stdout == "True\n"
 
 
 @pytest.mark.parametrize("api", ["nnx", "linen"])

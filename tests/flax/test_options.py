@@ -1,6 +1,7 @@
 """The options of both Flax APIs' norms beside Flax's: those of the functions."""
 
 import inspect
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +58,19 @@ def test_results_of_a_residual_are_the_functions(api, kind, options):
     apply, parameters = api.own(kind, *inputs, names=ADD_NAMES, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, **options)
     expected = jax.jit(lambda p, x, r: ADDS[kind](x, r, **p, **options))(parameters, *inputs)
     assert bits(jax.jit(apply)(parameters, *inputs)) == bits(expected)
+
+
+# As in the model hubs, with activations of bfloat16 and parameters of float32.
+@cover(kind=KINDS, api=APIS, names=[NAMES, ADD_NAMES], implementation=[None, "jnp"])
+def test_a_narrow_x_hat_is_rounded_before_wide_parameters_multiply_it(api, kind, names, implementation):
+    inputs = [draw_x(DIMS, "bfloat16"), draw_residual(DIMS, "bfloat16")][: 1 + (names is ADD_NAMES)]
+    options = {"multiply_before_cast": False, "implementation": implementation}
+    apply, parameters = api.own(kind, *inputs, names=names, **options)
+    function = partial({1: NORMS, 2: ADDS}[len(inputs)][kind], out_dtype="float32", **options)
+    expected = jax.jit(lambda p, *inputs: function(*inputs, **p))(parameters, *inputs)
+    assert bits(jax.jit(apply)(parameters, *inputs)) == bits(expected)
+    without = jax.jit(lambda p, *inputs: partial(function, multiply_before_cast=True)(*inputs, **p))
+    assert bits(without(parameters, *inputs)) != bits(expected)
 
 
 @cover(kind=KINDS, api=APIS, options=[{"scale_offset": 1.0}, {"scale_offset": 1.0, "implementation": "jnp"}])

@@ -173,6 +173,15 @@ def test_a_quantised_input_is_taken_as_it_is():
     assert bits(y) == bits(jaxnorm.quantized_dot(x, layer.quantized, bias=layer.bias[...]))
 
 
+@pytest.mark.parametrize("form", [lambda dtype: dtype, str, lambda dtype: getattr(jnp, dtype.name)])
+@each_pair
+def test_a_dtype_stands_for_its_quantisation(pair, form):
+    models = [quantised(*dtypes) for dtypes in (pair, [of and form(of.dtype) for of in pair])]
+    assert flax.nnx.graphdef(models[0]) == flax.nnx.graphdef(models[1])
+    layer = QuantizedLinear(4, 4, weights=form(pair[0].dtype), rngs=flax.nnx.Rngs(0))
+    assert layer.weights == pair[0]
+
+
 def test_modules_stay_the_same_objects():
     model = mixed()
     modules = dict(flax.nnx.iter_modules(model))
@@ -318,12 +327,14 @@ def test_names_of_mesh_axes_go_with_their_axes(as_spec):
 
 GROUPS = Quantization(jnp.int8, "group", group_size=64)
 WRONG = {
-    "a linen model": ((flax.linen.Dense(4), INT8), TypeError, "a module of flax.linen, Dense; only models of flax.nnx"),
+    "a linen model": ((flax.linen.Dense(4), INT8), TypeError, "a module of flax.linen, Dense: only models of flax.nnx"),
     "no model": (({"kernel": jnp.ones((2, 2))}, INT8), TypeError, "model must be a flax.nnx module, .* got dict"),
     "no linear layer": ((flax.nnx.Dict(), INT8), ValueError, "there is no flax.nnx.Linear to quantise in Dict"),
     "none that can be": ((flax.nnx.Embed(2, 2, rngs=flax.nnx.Rngs(0)), INT8), ValueError, r"in Embed:\nleft .*only"),
-    "a dtype": ((flax.nnx.Dict(), jnp.int8), TypeError, "weights must be a jaxnorm.Quantization, as .* got .*int8"),
-    "a dtype of activations": ((flax.nnx.Dict(), INT8, "int8"), TypeError, "activations must be a jaxnorm.Quantizat"),
+    "another dtype": ((flax.nnx.Dict(), jnp.int16), TypeError, "weights must be a jaxnorm.Quantization, as .*int16"),
+    "no dtype": ((flax.nnx.Dict(), INT8, 8), TypeError, "activations must be a jaxnorm.Quantization, as .*, got 8"),
+    "an array": ((flax.nnx.Dict(), np.zeros(3, np.int8)), TypeError, "weights must be .* or a dtype that it takes"),
+    "no weights": ((flax.nnx.Dict(), None, INT8), TypeError, "weights must be a jaxnorm.Quantization, as .* got None"),
     "groups": ((flax.nnx.Dict(), GROUPS), ValueError, "weights has granularity='group', expected 'token', a scale for"),
     "one scale": (
         (flax.nnx.Dict(), INT8, Quantization(jnp.int8, "tensor")),

@@ -2,6 +2,7 @@
 
 import copy
 
+import equinox
 import flax.linen
 import flax.nnx
 import jax
@@ -284,8 +285,21 @@ def test_nnx_modules_of_linen_in_a_model():
     assert report.replaced
 
 
+class KerasModel:
+    """Stands for a model of a library that is not installed."""
+
+
 WRONG = {
     "a linen model": (flax.linen.LayerNorm(), None, "a module of flax.linen, LayerNorm: .*jaxnorm.linen.replace_norms"),
+    "Equinox": (equinox.nn.LayerNorm(4), None, "a flax.nnx module, or .*, got LayerNorm of equinox.*docs/equinox.md"),
+    "Keras": ([KerasModel()], None, "a flax.nnx module, or a list, .*, got list.*docs/porting.md"),
+    "variables": ({"params": {"scale": 1.0}}, None, "a flax.nnx module, .*, got dict"),
+    "a function of arrays": (gemma_formula, None, "a flax.nnx module, .*, got function.*docs/porting.md"),
+    "a class": (GemmaNorm, None, "a flax.nnx module, .*, got the class GemmaNorm.*make one"),
+    "a state": (flax.nnx.State({}), None, r"a flax.nnx module, .*, got State.*nnx\.merge"),
+    "a graph definition": (flax.nnx.graphdef(flax.nnx.Dict()), None, r"a flax.nnx module, .*, got .*nnx\.merge"),
+    "split": (flax.nnx.split(flax.nnx.Dict()), None, "a flax.nnx module, .*, got tuple"),
+    "None": (None, None, "a flax.nnx module, .*, got None"),
     "a function": (flax.nnx.Dict(), lambda norm, x: x, "custom must be a mapping"),
     "an instance": (flax.nnx.Dict(), {1: len}, "must map subclasses of flax.nnx.module.Module, got 1"),
     "another class": (flax.nnx.Dict(), {flax.linen.RMSNorm: len}, "must map subclasses of flax.nnx.module.Module"),
@@ -298,6 +312,48 @@ def test_nnx_errors(name):
     model, custom, message = WRONG[name]
     with pytest.raises(TypeError, match=f"^replace_norms: .*{message}"):
         jaxnorm.replace_norms(model, custom)
+
+
+# What Flax's transformations do with a model that they are given: they write it back, with the class that it had.
+TRANSFORMATIONS = {
+    "jit": flax.nnx.jit,
+    "grad": flax.nnx.grad,
+    "remat": flax.nnx.remat,
+    "vmap": lambda function: flax.nnx.vmap(function, in_axes=None, axis_size=2),
+    "jit of grad": lambda function: flax.nnx.jit(flax.nnx.grad(function)),
+    "cond": lambda function: lambda model: flax.nnx.cond(jnp.bool_(1), function, function, model),
+}
+CHANGES = {
+    "replace_norms": jaxnorm.replace_norms,
+    "quantize_linears": lambda model: jaxnorm.quantize_linears(model, jaxnorm.Quantization(jnp.int8)),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMATIONS.values(), ids=TRANSFORMATIONS)
+@pytest.mark.parametrize("name", CHANGES)
+def test_nnx_an_argument_of_a_transformation_keeps_its_classes(name, transform):
+    def run(model):
+        CHANGES[name](model.inner)
+        return loss(model.inner, draw_x(DIMS))
+
+    with pytest.raises(ValueError, match=f"^{name}: the model is an argument of .*, as nnx.jit.*Call {name} before"):
+        transform(run)(flax.nnx.Dict(inner=mixed()))
+
+
+def test_nnx_a_model_that_a_transformation_makes_is_replaced():
+    def create():
+        model = flax.nnx.RMSNorm(FEATURES, rngs=flax.nnx.Rngs(0))
+        jaxnorm.replace_norms(model)
+        return model
+
+    def merge(state):
+        model = flax.nnx.merge(definition, state)
+        assert jaxnorm.replace_norms(model).replaced
+        return model
+
+    definition, state = flax.nnx.split(flax.nnx.LayerNorm(FEATURES, rngs=flax.nnx.Rngs(0)))
+    assert type(flax.nnx.jit(create)()) is jaxnorm.nnx.RMSNorm
+    assert type(flax.nnx.jit(merge)(state)) is jaxnorm.nnx.LayerNorm
 
 
 class LinenGemmaNorm(flax.linen.Module):
@@ -393,6 +449,25 @@ def test_linen_makes_the_same_parameters_within(variables):
     assert bits(within) == bits(variables)
 
 
+# How the function of a mapping may come by a parameter; all but the first way only read.
+READS = {
+    "param": lambda norm: norm.param("scale", flax.linen.initializers.normal(), (FEATURES,)),
+    "get_variable": lambda norm: norm.get_variable("params", "scale"),
+    "variables": lambda norm: norm.variables.get("params", {}).get("scale"),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_linen_a_function_may_only_read(read, variables):
+    custom = {LinenGemmaNorm: lambda norm, x: jaxnorm.rms_norm(x, read(norm), scale_offset=1.0)}
+    with jaxnorm.linen.replace_norms(custom) as report:
+        within = LinenMixed().init(jax.random.key(0), draw_x(DIMS))
+        y = apply(within, draw_x(DIMS))
+    assert_close(y, apply_replaced(variables, draw_x(DIMS)))
+    assert dict(report.replaced) == LINEN_REPLACED
+    assert bits(within) == bits(variables)
+
+
 def test_linen_scan_of_remat():
     class Layer(flax.linen.Module):
         @flax.linen.compact
@@ -429,5 +504,17 @@ def test_linen_norms_of_ours_are_left(cls):
 
 def test_linen_errors():
     message = "^replace_norms: custom must map subclasses of flax.linen.module.Module"
-    with pytest.raises(TypeError, match=message), jaxnorm.linen.replace_norms({GemmaNorm: len}):
-        pass
+    with pytest.raises(TypeError, match=message):
+        jaxnorm.linen.replace_norms({GemmaNorm: len})
+
+
+@pytest.mark.parametrize("model", [LinenMixed(), LinenMixed, mixed])
+def test_linen_a_model_is_no_argument(model):
+    message = r"^replace_norms: custom must be a mapping .*with jaxnorm.linen.replace_norms\(\):"
+    with pytest.raises(TypeError, match=message):
+        jaxnorm.linen.replace_norms(model)
+
+
+def test_linen_decorates_a_function(variables):
+    replaced = jaxnorm.linen.replace_norms(LINEN_CUSTOM)(apply)
+    assert bits(replaced(variables, draw_x(DIMS))) == bits(apply_replaced(variables, draw_x(DIMS)))

@@ -5,7 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import KINDS, NORMS, assert_close, draw_x
+from cases import ADDS, KINDS, NORMS, assert_close, draw_x
 from coverage import over
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -65,12 +65,29 @@ def test_the_terms_of_a_gradient(op):
     assert_terms_close(terms_of(gradient(op.differentiable), args[:1]), terms_of(gradient(op.formula), args[:1]))
 
 
+# Formulas that round on the way: x_hat, and a sum of two dtypes.
+ROUNDINGS = {
+    "x_hat": lambda x, **options: NORMS["rms"](x, multiply_before_cast=False, out_dtype="bfloat16", **options),
+    "a sum": lambda x, **options: ADDS["rms"](x, jnp.ones_like(x, "bfloat16"), **options)[1],
+}
+
+
 @pytest.mark.parametrize("implementation", [None, "jnp"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_quantised_norm_without_straight_through(kind, implementation):
     norm = partial(QUANTIZED[kind], quantization=Quantization("int8"), implementation=implementation)
     with pytest.raises(ValueError, match=rf"^{kind}_norm_quantized: .*straight_through=True"):
         terms_of(lambda x: norm(x).dequantize(), [draw_x((4, 16))])
+
+
+@pytest.mark.parametrize("implementation", [None, "jnp"])
+@pytest.mark.parametrize("name", ROUNDINGS)
+def test_terms_of_what_a_formula_rounds(name, implementation):
+    function, x = partial(ROUNDINGS[name], implementation=implementation), draw_x((4, 16))
+    (y, (dot,)), (expected, expected_dot) = jet.jet(function, (x,), ((x,),)), jax.jvp(function, (x,), (x,))
+    assert_close(y.astype(jnp.float32), expected.astype(jnp.float32))
+    # A tangent is rounded as the result is.
+    assert jnp.abs(dot.astype(jnp.float32) - expected_dot.astype(jnp.float32)).max() <= 2**-6
 
 
 @pytest.mark.parametrize("implementation", [None, "jnp"])

@@ -59,8 +59,9 @@ def forward(
     size = np.abs(x_hat) if kind == "rms" else np.abs(x_hat).max(over, keepdims=True, initial=0)
     slack = np.zeros(())
     if not multiply_before_cast:
-        x_hat = f64(round_to(x_hat, out_dtype))
-        slack = spacing(x_hat, out_dtype) * np.abs(factor)
+        narrower = x.dtype if x.dtype.itemsize < out_dtype.itemsize else out_dtype
+        x_hat = f64(round_to(x_hat, narrower))
+        slack = spacing(x_hat, narrower) * np.abs(factor)
     exact = x_hat * factor + addend
     return Forward(exact, round_to(exact, out_dtype), size * np.abs(factor) + np.abs(addend), slack)
 

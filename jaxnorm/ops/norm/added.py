@@ -45,7 +45,7 @@ def add_rms_norm(
       residual: the residual stream, of x's shape; its dtype may be another, as float32 with an x of bfloat16.
       scale, bias: arrays with the shape of the normalised axes, or with axes before them, or None, as for `rms_norm`.
       epsilon, scale_offset, axis, axis_name, implementation: as for `rms_norm`.
-      multiply_before_cast: False rounds new_residual * rsqrt(...) to y's dtype before it is multiplied by scale.
+      multiply_before_cast: False rounds new_residual * rsqrt(...) before scale multiplies it, as for `rms_norm`.
       out_dtype: dtype of y; None is x's.
       pad_to: None, or a positive int, with axis=-1: y's last axis, and not new_residual's, is padded with zeros to a
         multiple of it, as matrix products in blocks want it. The backward does not read what is padded.

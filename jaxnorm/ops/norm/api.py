@@ -7,7 +7,7 @@ import jax
 
 from jaxnorm.ops import checks
 from jaxnorm.ops.misuse import explained
-from jaxnorm.ops.norm.formula import ADDEND, Kind, Norm, Operands, Results
+from jaxnorm.ops.norm.formula import ADDEND, Kind, Norm, Operands, Results, x_hat_dtype
 from jaxnorm.ops.norm.op import NORM
 from jaxnorm.ops.options import Implementation, NormOptions
 from jaxnorm.sharding import dims
@@ -45,8 +45,8 @@ def rms_norm(
       epsilon: non-negative Python number added to the mean square.
       scale_offset: Python number added to scale; 1.0 is Gemma's convention. Ignored without scale.
       axis: the axis, or the set of axes, to normalise over. Kernels serve trailing axes, the jnp formula any.
-      multiply_before_cast: False rounds x * rsqrt(...) to the result's dtype before scale multiplies it, as the Llama
-        and T5 of the model hubs do.
+      multiply_before_cast: False rounds x * rsqrt(...) before scale multiplies it, as Llama and T5 in the model hubs
+        do: to the result's dtype, or to x's if that is narrower. Then XLA multiplies what the kernel gives.
       out_dtype: dtype of the result; None is x's.
       axis_name: None, or the axes of a surrounding `jax.shard_map` or `jax.vmap` over which rows are split evenly, a
         name or a tuple. The statistics are of whole rows, by one exchange each way. Runs in jax.numpy.
@@ -144,12 +144,15 @@ def prepare(
     scale, bias = (checks.check_weight(function, n, w, x, axes) for n, w in (("scale", scale), ("bias", bias)))
     operands = Operands(x, addend, scale, bias)
     out_dtype = checks.check_out_dtype(function, options.out_dtype, x)
+    multiplies = checks.check_flag(function, "multiply_before_cast", options.multiply_before_cast)
+    normalised = x if addend is None else addend
     norm = Norm(
         kind=kind,
         axes=axes,
         epsilon=checks.check_epsilon(function, options.epsilon),
         scale_offset=checks.check_scale_offset(function, options.scale_offset),
-        multiply_before_cast=checks.check_flag(function, "multiply_before_cast", options.multiply_before_cast),
+        multiply_before_cast=multiplies,
+        x_hat_dtype=x_hat_dtype(normalised.dtype, out_dtype, multiply_before_cast=multiplies),
         compute_dtype=dims.wide_dtype([out_dtype, *(array.dtype for array in operands if array is not None)]),
         out_dtype=out_dtype,
         native_for=choice.native_for(function),

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm.primitive.addend import add
+from jaxnorm.primitive.addend import add, rounded
 from jaxnorm.primitive.op import LIKE_X, WEIGHT, BatchDims, Role, RowSpec, Statistics
 from jaxnorm.sharding import dims
 
@@ -32,6 +32,7 @@ class Norm(RowSpec):
     epsilon: float
     scale_offset: float
     multiply_before_cast: bool = True
+    x_hat_dtype: Dtype | None = None  # what x_hat is rounded to before it is multiplied, if not to the result's dtype
     pad_to: int = 1  # y's last axis, the only normalised one then, has zeros after it up to a multiple
 
     def padded(self, shape: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -41,6 +42,11 @@ class Norm(RowSpec):
     def whole(self) -> "Norm":
         """The norm of rows without sharded axes."""
         return dataclasses.replace(self, shards=None)
+
+
+def x_hat_dtype(x: Dtype, out_dtype: Dtype, *, multiply_before_cast: bool) -> Dtype | None:
+    """What x_hat is rounded to if that is x's dtype and not the result's: where x's is the narrower one."""
+    return x if not multiply_before_cast and x.itemsize < out_dtype.itemsize else None
 
 
 class Operands(NamedTuple):
@@ -105,13 +111,33 @@ def merged(norm: Norm, of_shard: Sequence[jax.Array]) -> Statistics:
 
 def affine(norm: Norm, x: jax.Array, stats: Statistics, scale: jax.Array | None, bias: jax.Array | None) -> jax.Array:
     """`y = x_hat * (scale + scale_offset) + bias`."""
-    y = normalised(norm, x, stats)
+    x_hat = normalised(norm, x, stats)
+    y = _product(norm, x_hat, scale)
     if not norm.multiply_before_cast:
-        y = y.astype(norm.out_dtype).astype(norm.compute_dtype)
-    if scale is not None:
-        y = y * _factor(norm, x, scale)
+        narrow = rounded(x_hat.astype(norm.x_hat_dtype or norm.out_dtype))
+        y = _with_value(y, _product(norm, narrow, scale))
+    return _with_bias(norm, y, bias)
+
+
+def weighted(norm: Norm, x_hat: jax.Array, scale: jax.Array | None, bias: jax.Array | None) -> jax.Array:
+    """y from an x_hat that is rounded already."""
+    return _with_bias(norm, _product(norm, x_hat, scale), bias)
+
+
+def _product(norm: Norm, x_hat: jax.Array, scale: jax.Array | None) -> jax.Array:
+    y = x_hat.astype(norm.compute_dtype)
+    return y if scale is None else y * _factor(norm, y, scale)
+
+
+def _with_value(array: jax.Array, value: jax.Array) -> jax.Array:
+    """The value, with array's derivative, as `linear` takes no note of a rounding. So near, the sum is exact."""
+    difference = lax.stop_gradient(value) - lax.stop_gradient(array)
+    return jnp.where(difference == difference, array + difference, array)  # infinities have none
+
+
+def _with_bias(norm: Norm, y: jax.Array, bias: jax.Array | None) -> jax.Array:
     if bias is not None:
-        y = y + broadcastable(norm, x, bias)
+        y = y + broadcastable(norm, y, bias)
     return _pad(norm, y.astype(norm.out_dtype))
 
 

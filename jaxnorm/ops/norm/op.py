@@ -1,5 +1,7 @@
 """The op of the norms."""
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,6 +26,7 @@ from jaxnorm.ops.norm.formula import (
     forward,
     linear,
     plain,
+    weighted,
 )
 from jaxnorm.primitive import weights
 from jaxnorm.primitive.described import Function, Request
@@ -98,6 +101,21 @@ def _backward_of_shard(
     return Variables(dx, sums.scale, sums.bias)
 
 
+def _in_parts(norm: Norm) -> Callable[..., tuple[Results, Statistics]] | None:
+    """The norm where x_hat is rounded to another dtype than y: a kernel gives that, and XLA multiplies."""
+    rounded_to = norm.x_hat_dtype
+    if rounded_to is None:
+        return None
+    spec = dataclasses.replace(norm, out_dtype=rounded_to, x_hat_dtype=None, multiply_before_cast=True, pad_to=1)
+
+    def forward(_: Norm, operands: Operands, *, with_stats: bool) -> tuple[Results, Statistics]:
+        x, addend, scale, bias = operands
+        results, stats = NORM.bind(spec, Operands(x, addend), with_stats=with_stats)
+        return results._replace(y=weighted(norm, results.y, scale, bias)), stats
+
+    return forward
+
+
 def requested(kind: Kind, *, adds: bool = False) -> Any:
     def of_request(request: Request) -> tuple[Norm, Operands]:
         addend_dtype = request.addend_dtype or (request.dtype if adds else None)
@@ -147,6 +165,7 @@ NORM = Family(
         in_place={ADDEND: "sum"},
         can_shard=lambda norm, _: norm.pad_to == 1,
         forward_of_shard=_forward_of_shard,
+        in_parts=_in_parts,
         functions=(
             Function("rms_norm", requested("rms")),
             Function("layer_norm", requested("layer")),

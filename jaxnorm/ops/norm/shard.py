@@ -37,7 +37,8 @@ def forward(norm: Norm, operands: Operands, *, has_kernels: bool) -> tuple[Resul
     of_shard: Sequence[jax.Array] = moments_p.bind(x, norm=norm) if is_native else moments(norm, normalised)
     stats = merged(norm, of_shard)
     all_wide = normalised.dtype == norm.out_dtype == np.float32
-    if all_wide or not has_kernels or weights.batch_dims_of(norm.row_ndim, (scale, bias)):
+    one_loop = all_wide or norm.x_hat_dtype is not None
+    if one_loop or not has_kernels or weights.batch_dims_of(norm.row_ndim, (scale, bias)):
         y = affine(norm, normalised, stats, scale, bias)
     else:
         leaves, tree = jax.tree.flatten((normalised, stats, scale, bias))

@@ -4,6 +4,7 @@ Each formula is that of RMSNorm, twice. For a derivative x, the sum and two rstd
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
@@ -13,6 +14,7 @@ import numpy as np
 from jaxnorm.native import compat, ffi
 from jaxnorm.ops import speed
 from jaxnorm.ops.norm import formula as one
+from jaxnorm.ops.norm.op import NORM
 from jaxnorm.primitive import weights
 from jaxnorm.primitive.addend import rounded
 from jaxnorm.primitive.described import Function, Request
@@ -34,16 +36,24 @@ class SandwichNorm(RowSpec):
     multiply_before_cast: bool
     residual_dtype: Dtype
 
-    def norm(self, out_dtype: Dtype) -> one.Norm:
-        """Either norm, which differ in the dtype of the result."""
+    @property
+    def second(self) -> one.Norm:
+        return self.norm(self.residual_dtype, self.out_dtype)
+
+    def norm(self, x: Dtype, out_dtype: Dtype | None = None) -> one.Norm:
+        """Either norm, by the dtype of what is normalised and that of the result, if it is another."""
+        out_dtype = x if out_dtype is None else out_dtype
+        multiplies = self.multiply_before_cast
         return one.Norm(
             kind="rms",
             axes=self.axes,
             epsilon=self.epsilon,
             scale_offset=self.scale_offset,
-            multiply_before_cast=self.multiply_before_cast,
+            multiply_before_cast=multiplies,
+            x_hat_dtype=one.x_hat_dtype(np.dtype(x), np.dtype(out_dtype), multiply_before_cast=multiplies),
             compute_dtype=self.compute_dtype,
             out_dtype=np.dtype(out_dtype),
+            native_for=self.native_for,
             shards=self.shards,
         )
 
@@ -81,7 +91,7 @@ def forward(norm: SandwichNorm, operands: Operands) -> tuple[Results, Statistics
     """The norm of x, its sum with the addend, the norm of that; and the statistics of both norms."""
     x, addend, post_scale, scale = operands
     normed, of_x = one.forward(norm.norm(x.dtype), one.Operands(x, None, post_scale))
-    results, of_sum = one.forward(norm.norm(norm.out_dtype), one.Operands(rounded(normed.y), addend, scale))
+    results, of_sum = one.forward(norm.second, one.Operands(rounded(normed.y), addend, scale))
     return Results(results.y, results.sum), (*of_x, *of_sum)
 
 
@@ -89,7 +99,7 @@ def plain(norm: SandwichNorm, operands: Operands) -> Results:
     """The results of `forward`, for JAX to differentiate."""
     x, addend, post_scale, scale = operands
     normed = rounded(one.plain(norm.norm(x.dtype), one.Operands(x, None, post_scale)).y)
-    return Results(*one.plain(norm.norm(norm.out_dtype), one.Operands(normed, addend, scale)))
+    return Results(*one.plain(norm.second, one.Operands(normed, addend, scale)))
 
 
 def linear(norm: SandwichNorm, saved: Saved, dots: Variables[jax.Array]) -> Results:
@@ -102,7 +112,7 @@ def linear(norm: SandwichNorm, saved: Saved, dots: Variables[jax.Array]) -> Resu
         terms.append(normed_dot.astype(norm.compute_dtype))
     sum_dot = sum(terms[1:], start=terms[0]).astype(total.dtype) if terms else None
     saved_sum = one.Saved(total, (of_sum,), scale)
-    y_dot = one.linear(norm.norm(norm.out_dtype), saved_sum, one.Variables(sum_dot, dots.scale)).y
+    y_dot = one.linear(norm.second, saved_sum, one.Variables(sum_dot, dots.scale)).y
     if sum_dot is None:
         sum_dot, _ = compat.match_varying_axes(jnp.zeros_like(total), total)
     return Results(y_dot, sum_dot)
@@ -116,7 +126,7 @@ def backward(
     x, total, (of_x, of_sum), post_scale, scale = saved
     moves_sum = not all_none(wanted._replace(scale=None))
     of_second = one.backward(
-        norm.norm(norm.out_dtype),
+        norm.second,
         one.Results(cotangents.y, cotangents.new_residual),
         one.Saved(total, (of_sum,), scale),
         one.Variables(total.dtype if moves_sum else None, wanted.scale),
@@ -153,6 +163,21 @@ def _other_dtypes(norm: SandwichNorm, operands: Operands) -> str | None:
 def _weights_with_batch_dims(norm: SandwichNorm, operands: Operands) -> str | None:
     batch_dims = weights.batch_dims_of(norm.row_ndim, (operands.post_scale, operands.scale))
     return f"no kernel with two norms takes scales with leading axes, {batch_dims}" if batch_dims else None
+
+
+def _in_parts(norm: SandwichNorm) -> Callable[..., tuple[Results, Statistics]] | None:
+    """By one norm after the other, where the second rounds x_hat to another dtype than y."""
+    if norm.second.x_hat_dtype is None:
+        return None
+
+    def forward(_: SandwichNorm, operands: Operands, *, with_stats: bool) -> tuple[Results, Statistics]:
+        x, addend, post_scale, scale = operands
+        first = norm.norm(x.dtype)
+        normed, of_x = NORM.bind(first, one.Operands(x, None, post_scale), with_stats=with_stats)
+        results, of_sum = NORM.bind(norm.second, one.Operands(normed.y, addend, scale), with_stats=with_stats)
+        return Results(results.y, results.sum), (*of_x, *of_sum)
+
+    return forward
 
 
 def _attributes(norm: SandwichNorm, _: Saved) -> dict[str, Any]:
@@ -227,6 +252,7 @@ SANDWICH_NORM = Family(
         in_place={"residual": "new_residual"},
         linear_in=lambda _: ("scale",),
         can_shard=lambda *_: True,
+        in_parts=_in_parts,
         functions=(Function("rms_norm_add_rms_norm", _requested, last_axis_only=True),),
     )
 )
