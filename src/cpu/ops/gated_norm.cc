@@ -11,7 +11,7 @@ void run(const GatedNormForward& call, const ParallelFor& parallel_for) {
   const int64_t elements = p.rows * p.cols, traffic = elements * 3 * size_of(p.x.dtype);
   expect_writes(p.y, elements);
   for_each_rows_with_room(
-      parallel_for, p.rows, p.cols, p.gate.first ? floats_of_rows(p.cols) : 0,
+      parallel_for, p.rows, p.cols, floats_of_rows(p.cols),
       [&](int64_t begin, int64_t end, float* products) { kernels().gated_norm(p, begin, end, products, traffic); });
 }
 
