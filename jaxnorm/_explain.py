@@ -125,7 +125,7 @@ def _slower(forward: _Key, way: Way) -> _Why:
     """Why the formula is faster one way, for a forward that is a primitive."""
     _, op, spec, operands, _ = forward
     call = reasons.Call(op, spec, operands)
-    return lambda platform: reasons.slower(op, spec, call.rows(platform, way))
+    return lambda platform: reasons.not_here(op, spec, call.rows(platform, way))
 
 
 def _bound(jaxpr: Any) -> Iterator[tuple[_Key, _Why]]:
