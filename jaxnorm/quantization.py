@@ -108,7 +108,7 @@ class Quantized:
         # Of fewer axes than values, scales have the leading ones: those of a vmap over a scalar.
         scales = scales.reshape(*scales.shape, *(1,) * (len(shape) - scales.ndim), 1)
         groups = scales.shape[-2]
-        values = self.values.reshape(*shape[:-1], groups, shape[-1] // groups).astype(jnp.float32)
+        values = self.values.reshape(*shape[:-1], groups, shape[-1] // (groups or 1)).astype(jnp.float32)
         array = lax.stop_gradient((values * scales).reshape(shape))
         if self.carrier is not None:
             array = array + self.carrier.astype(jnp.float32)

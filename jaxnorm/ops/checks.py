@@ -24,14 +24,19 @@ from jaxnorm.sharding.shards import Shards
 DTYPES = frozenset(map(jnp.dtype, ("float16", "bfloat16", "float32", "float64")))
 
 
+def is_array(value: object) -> bool:
+    """Whether it is an array, or like one as a parameter of a library is: jax.numpy knows what is in it."""
+    return isinstance(value, (jax.Array, np.ndarray, np.generic)) or hasattr(value, "__jax_array__")
+
+
 def check_array(function: str, name: str, value: object) -> jax.Array:
     """value as a floating-point jax.Array."""
-    if not isinstance(value, (jax.Array, np.ndarray, np.generic)) and not hasattr(value, "__jax_array__"):
+    if not is_array(value):
         raise TypeError(
             f"{function}: {name} must be an array, got {type(value).__name__}; {misuse.no_array(name, value)}"
         )
-    # Of float64 without 64-bit types jax.numpy makes float32; what only becomes an array has no dtype before.
-    given = value if hasattr(value, "dtype") else jnp.asarray(value)
+    # Of float64 without 64-bit types jax.numpy makes float32.
+    given: Any = value if isinstance(value, (jax.Array, np.ndarray, np.generic)) else jnp.asarray(value)
     if given.dtype not in DTYPES:
         raise TypeError(
             f"{function}: {name} must have a floating-point dtype of 16, 32 or 64 bits, got {given.dtype}; "
@@ -47,12 +52,6 @@ def check_x(function: str, x: object, name: str = "x") -> jax.Array:
             f"{function}: {name} must have at least one axis, got a scalar: give it the axis to normalise over."
         )
     return array
-
-
-def check_one_axis(function: str, axis: object) -> Any:
-    if isinstance(axis, Sequence) and not isinstance(axis, str):
-        raise TypeError(f"{function}: axis must be an int, got {axis!r}: the classes have one axis.")
-    return axis
 
 
 def check_axes(function: str, axis: int | Sequence[int], ndim: int, name: str = "x") -> tuple[int, ...]:

@@ -153,12 +153,12 @@ def did_you_mean(name: str, known: Iterable[str], how_many: str = "one") -> str:
 def _surplus(name: str, parameters: Parameters, place: int, value: object) -> str:
     """What the array or number in this place, which is one too many, may have been."""
     it = f"the {ORDINALS[place - 1]}"
+    by_name = [argument for argument in parameters if argument not in _positional(parameters)]
     if is_number(value):
         names = [*["num_groups"] * isinstance(value, int), "theta", "epsilon", "axis"]
-        known = (argument for argument in names if argument in parameters)
+        known = (argument for argument in names if argument in by_name)
         number = next(known, "label_smoothing")
         return f"Is {it} {number}? Then pass {number}={value}."
-    by_name = [argument for argument in parameters if argument not in _positional(parameters)]
     hints = []
     for argument in ("residual", "bias"):
         meant = f"Is {it} the {argument}? Then"

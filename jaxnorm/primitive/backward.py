@@ -121,7 +121,7 @@ class Backward(Rules):
         cotangents, saved = self._operands(tree, types)
         adds = self.op.addend is not None and not all_none(cotangents[1:])
         rows = reasons.call_rows(spec, self._x(cotangents, saved), platform, "backward", adds=adds)
-        return reasons.slower(self.op, spec, rows)
+        return reasons.not_here(self.op, spec, rows)
 
     def dim_maps(self, places: Any, *, spec: RowSpec, wanted: Any, batch_dims: BatchDims) -> CallMaps:
         """Those of the operands, whose types these are, and of the results."""
@@ -165,7 +165,7 @@ class Backward(Rules):
         x = self._x(cotangents, saved)
         whole = weights.batch_dims_in_front(x, 0, spec.row_ndim, batch_dims) if self.op.weights_batch else None
         others = [name for name, _ in leaves_of(of_saved) if not self.is_row(name)]
-        if others and (whole is None or not all(map(self.is_weight, others))):
+        if self.is_scattered(saved) or (others and (whole is None or not all(map(self.is_weight, others)))):
             return self.batch_formula(leaves, axes, **params)
         example = Example(spec, self.derivative.variables(*wanted), batch_dims)
         return at_front(self._batch(example, cotangents, saved, of_saved, whole))

@@ -4,6 +4,7 @@ Kernels take such an array where its rows differ along at most two runs of x's l
 `r // inner % count` of each. An axis along which x is 1 long belongs to any run.
 """
 
+import itertools
 import math
 from typing import Any
 
@@ -14,6 +15,7 @@ from jaxnorm.sharding import dims
 from jaxnorm.sharding.dims import DimMap
 
 RUNS = 2  # that a kernel takes
+MOST_RUNS = 8  # of a weight, along which it differs or does not, see src/ops/group_norm.h
 
 
 def dim_map(shape: Any) -> DimMap:
@@ -36,6 +38,12 @@ def fitted(x: jax.Array, array: jax.Array) -> jax.Array:
         for axis in min(gaps, key=lambda gap: math.prod(x.shape[axis] for axis in gap)):
             shape[axis] = x.shape[axis]
     return _broadcast(array, tuple(shape), x)
+
+
+def runs(x_shape: Any, shape: Any) -> int:
+    """How many runs of x's leading axes there are, along all of which the rows of an array differ, or do not."""
+    differs = [length != 1 for of_x, length in zip(x_shape[:-2], shape[:-2], strict=True) if of_x != 1]
+    return sum(1 for _ in itertools.groupby(differs))
 
 
 def _gaps(x_shape: Any, shape: Any) -> list[list[int]]:

@@ -115,7 +115,7 @@ class Forward(Rules):
 
     def slower(self, platform: str, *types: Any, tree: Any, spec: RowSpec, with_stats: bool) -> str | None:
         call = reasons.Call(self.op, spec, self._operands(tree, types))
-        return reasons.slower(self.op, spec, call.rows(platform, "forward", differentiated=with_stats))
+        return reasons.not_here(self.op, spec, call.rows(platform, "forward", differentiated=with_stats))
 
     def _addend(self, operands: Record) -> Any:
         return getattr(operands, self.op.addend) if self.op.addend else None
@@ -153,7 +153,7 @@ class Forward(Rules):
         one_call = not self.op.calls_others
         given, batch = self._operands(tree, leaves), self._operands(tree, axes)
         whole = self.batch_in_front(spec, [given], [batch]) if one_call else None
-        if whole is None:
+        if whole is None or self.is_scattered(whole[0]):
             return self.batch_formula(leaves, axes, tree=tree, **params)
         return at_front(bind(self.primitive, tuple(whole[0]), **params))
 

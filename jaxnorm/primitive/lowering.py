@@ -36,9 +36,9 @@ def register(
 
     None is for a primitive without kernels. Where rows have sharded axes, of_shard computes a device's shard; None is
     the formula. In a program for several devices the call is one that XLA partitions, if
-    `jaxnorm.sharding.partition.register` was told how, and else the formula. slower says why XLA's code for the formula
-    is faster than the native call: it runs then, unless the call must be native. in_place, the abstract evaluation, is
-    for a native rule that asks where an operand comes from.
+    `jaxnorm.sharding.partition.register` was told how, and else the formula. slower says why the formula runs all the
+    same, by the lengths of the operands; of a call that must be native it says why it cannot be. in_place, the abstract
+    evaluation, is for a native rule that asks where an operand comes from.
     """
     lower_formula = mlir.lower_fun(formula)
     lower_shard = mlir.lower_fun(of_shard or formula)
@@ -55,9 +55,13 @@ def register(
                 if native is not None and reason is not None:
                     fallback.lowered(primitive.name, platform, reason, getattr(ctx, "traceback", None))
                 return lower_formula(ctx, *operands, spec=spec, **params)
-            if slower and slower(platform, *ctx.avals_in, spec=spec, **params):
-                return lower_formula(ctx, *operands, spec=spec, **params)
-            if compat.is_split_by_xla(ctx):
+            is_split = compat.is_split_by_xla(ctx)
+            if slower and (reason := slower(platform, *ctx.avals_in, spec=spec, **params)):
+                if not spec.native_for:
+                    return lower_formula(ctx, *operands, spec=spec, **params)
+                if not is_split:  # a device's shard may have its kernel
+                    raise reasons.cannot_compile(spec.native_for, platform, reason)
+            if is_split:
                 return partition.lower(
                     platform, primitive, ctx, *operands, in_place=bool(in_place), spec=spec, **params
                 )

@@ -50,6 +50,16 @@ def call_rows(spec: RowSpec, x: Any, platform: str, way: Way, *, adds: bool, dif
     return CallRows(platform, way, x.dtype, known, cols, adds, tuple(x.shape), differentiated)
 
 
+# What CUDA counts the blocks of a grid in.
+MOST_ROWS = 2**31 - 1
+
+
+def too_many_rows(rows: CallRows) -> str | None:
+    if rows.platform != "cuda" or rows.rows is None or rows.rows <= MOST_ROWS:
+        return None
+    return f"there are {rows.rows} rows, and a CUDA kernel takes at most {MOST_ROWS}"
+
+
 class Place(NamedTuple):
     """A platform, and whether the op has native calls at all."""
 
@@ -201,6 +211,11 @@ def _why_not_call(call: Call) -> str | None:
 def slower(op: AnyOp, spec: RowSpec, rows: CallRows) -> str | None:
     """Why XLA's code for the formula is faster than the kernel of a call; None of one that must be native."""
     return None if op.native is None or spec.native_for else op.native.slower(spec, rows)
+
+
+def not_here(op: AnyOp, spec: RowSpec, rows: CallRows) -> str | None:
+    """Why the kernel of a call does not run, by how many rows it has and how long they are."""
+    return too_many_rows(rows) or slower(op, spec, rows)
 
 
 def is_trailing(axes: tuple[int, ...]) -> bool:

@@ -136,7 +136,7 @@ class Rules:
     def transpose(self, *cotangents_and_leaves: Any, **params: Any) -> Any: ...
 
     def slower(self, platform: str, *types: Any, **params: Any) -> str | None:
-        """Why XLA's code for the formula is faster than the native call."""
+        """Why the formula runs and not the native call, by the lengths of the operands."""
         return None
 
     def described(self, *types: Any, **params: Any) -> Described:
@@ -238,6 +238,13 @@ class Rules:
         ]
         fits = [ones and self.role(name).fitted for ones, (name, *_) in zip(broadcasts, arrays, strict=True)]
         return [broadcast.fitted(whole[x], array) if fit else array for fit, array in zip(fits, whole, strict=True)]
+
+    def is_scattered(self, arrays: Record) -> bool:
+        """Whether a weight that broadcasts against x, the first array, differs along more runs of axes than kernels
+        follow."""
+        roles = ((self.role(name), array) for name, array in leaves_of(arrays) if name != "stats")
+        weights = [array for role, array in roles if role.broadcasts and not role.fitted]
+        return any(broadcast.runs(arrays[0].shape, weight.shape) > broadcast.MOST_RUNS for weight in weights)
 
     def rows_of(self, arrays: Record) -> list[Any]:
         """The arrays of a NamedTuple that are neither statistics nor weights nor the same for all rows."""

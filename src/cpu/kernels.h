@@ -17,9 +17,14 @@
 
 namespace jaxnorm::cpu {
 
+// Room for one row at a time, or for the short ones that go together.
+constexpr int64_t kShortFloats = 1 << 11;
+inline int64_t floats_of_rows(int64_t cols) { return cols > kShortFloats ? cols : kShortFloats; }
+
 // In the ops that these are given, scale, bias and smooth are f32 and the scale has its offset in it: widen() makes
 // them so. They work on rows [begin, end); `traffic` is how many bytes all rows of the call read and write. Gradients
-// of weights are added to f32 sums of the weights' shape; null: they are not wanted.
+// of weights are added to f32 sums of the weights' shape; null: they are not wanted. `products`, `row` and `kept` are
+// room for rows.
 struct Kernels {
   const char* isa;
 
@@ -27,16 +32,18 @@ struct Kernels {
   void (*norm)(const NormForward& p, const Addition* addition, int64_t begin, int64_t end, int64_t traffic);
   void (*quantized_norm)(const QuantizedNormForward& p, const Addition* addition, int64_t begin, int64_t end,
                          int64_t traffic);
-  void (*gated_norm)(const GatedNormForward& p, int64_t begin, int64_t end, int64_t traffic);
-  void (*gated_norm_quantized)(const GatedNormQuantizedForward& p, int64_t begin, int64_t end, int64_t traffic);
+  void (*gated_norm)(const GatedNormForward& p, int64_t begin, int64_t end, float* products, int64_t traffic);
+  void (*gated_norm_quantized)(const GatedNormQuantizedForward& p, int64_t begin, int64_t end, float* products,
+                               float* row, int64_t traffic);
   void (*sandwich_norm)(const SandwichNormForward& p, int64_t begin, int64_t end, int64_t traffic);
 
   void (*norm_grad)(const NormBackward& p, int64_t begin, int64_t end, float* dscale, float* dbias, int64_t traffic);
-  void (*gated_norm_grad)(const GatedNormBackward& p, int64_t begin, int64_t end, float* dscale, int64_t traffic);
+  void (*gated_norm_grad)(const GatedNormBackward& p, int64_t begin, int64_t end, float* dscale, float* kept,
+                          int64_t traffic);
   void (*sandwich_norm_grad)(const SandwichNormBackward& p, int64_t begin, int64_t end, float* dpost_scale,
                              float* dscale, float* row, int64_t traffic);
 
-  void (*softmax)(const SoftmaxForward& p, int64_t begin, int64_t end, int64_t traffic);
+  void (*softmax)(const SoftmaxForward& p, int64_t begin, int64_t end, float* kept, int64_t traffic);
   void (*softmax_grad)(const SoftmaxBackward& p, int64_t begin, int64_t end, int64_t traffic);
   void (*log_softmax_grad)(const LogSoftmaxBackward& p, int64_t begin, int64_t end, int64_t traffic);
   void (*cross_entropy)(const CrossEntropyForward& p, int64_t begin, int64_t end, int64_t traffic);

@@ -26,7 +26,7 @@ struct Cpu {
       run(op, on_pool);
     } catch (const std::bad_alloc&) {
       return ffi::Error(ffi::ErrorCode::kResourceExhausted,
-                        std::string(target) + ": no memory for weights or for sums over rows");
+                        std::string(target) + ": no memory for weights, for rows or for sums over them");
     }
     return ffi::Error::Success();
   }

@@ -140,7 +140,7 @@ POSITIONAL = {
     "group_norm": ["x", "scale", "bias"],
     "softmax": ["x"],
     "log_softmax": ["x"],
-    "softmax_cross_entropy_with_integer_labels": ["logits", "labels"],
+    "softmax_cross_entropy_with_integer_labels": ["logits", "labels", "axis", "where"],
     "linear_cross_entropy": ["x", "kernel", "labels"],
     "qk_norm_rotary": ["q", "k", "q_scale", "k_scale", "positions"],
     "rms_norm_quantized": ["x", "scale"],
@@ -234,3 +234,56 @@ def test_an_activation_by_another_name(name):
     for activation in activations:
         for other in SYNONYMS[activation]:
             np.testing.assert_array_equal(function(other), function(activation))
+
+
+class Variable:
+    """An array as Keras has it, whose dtype is a string."""
+
+    def __init__(self, value):
+        self.value, self.dtype, self.shape = value, value.dtype.name, value.shape
+
+    def __jax_array__(self):
+        return self.value
+
+
+Q8 = Quantization(jnp.int8)
+TOKENS, LABELS = jnp.ones((2, 3, 2, 8)), jnp.zeros((3, 4), "int32")
+OF_VARIABLES = {
+    "rms_norm": (jaxnorm.rms_norm, (X, SCALE), {"bias": SCALE}),
+    "add_layer_norm": (jaxnorm.add_layer_norm, (X, X, SCALE, SCALE), {}),
+    "gated_rms_norm": (partial(jaxnorm.gated_rms_norm, gate_first=True), (X, X, SCALE), {}),
+    "group_norm": (partial(jaxnorm.group_norm, num_groups=2), (X, SCALE, SCALE), {}),
+    "rms_norm_add_rms_norm": (jaxnorm.rms_norm_add_rms_norm, (X, X, SCALE, SCALE), {}),
+    "softmax": (jaxnorm.softmax, (X,), {"where": X > 0}),
+    "loss": (jaxnorm.softmax_cross_entropy_with_integer_labels, (X, LABELS), {"where": X > 0}),
+    "linear loss": (jaxnorm.linear_cross_entropy, (X, jnp.ones((8, 5)), LABELS), {}),
+    "positions": (jaxnorm.qk_norm_rotary, (TOKENS, TOKENS, SCALE, SCALE, jnp.arange(3)), {}),
+    "frequencies": (jaxnorm.qk_norm_rotary, (TOKENS, TOKENS), {"frequencies": jnp.ones(4)}),
+    "tables": (jaxnorm.qk_norm_rotary, (TOKENS, TOKENS), {"cos": jnp.ones((3, 4)), "sin": jnp.ones((3, 4))}),
+    "smooth scale": (partial(jaxnorm.layer_norm_quantized, quantization=Q8), (X, SCALE), {"smooth_scale": SCALE}),
+    "static scale": (
+        partial(jaxnorm.rms_norm_quantized, quantization=Quantization(jnp.int8, "tensor")),
+        (X,),
+        {"static_scale": jnp.float32(0.1)},
+    ),
+    "quantize": (partial(jaxnorm.quantize, quantization=Q8), (X,), {}),
+    "quantized_dot": (
+        lambda x, bias: jaxnorm.quantized_dot(x, jaxnorm.quantize(X[0], Q8), bias=bias),
+        (X, SCALE[:4]),
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_VARIABLES)
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_a_dtype_may_be_a_string(name, dtype):
+    function, args, keywords = OF_VARIABLES[name]
+    args, keywords = jax.tree.map(
+        lambda a: a.astype(dtype) if dtype and a.ndim and a.dtype == "float32" else a, (args, keywords)
+    )
+    expected = function(*args, **keywords)
+    wrapped = function(*map(Variable, args), **{key: Variable(a) for key, a in keywords.items()})
+    jax.tree.map(np.testing.assert_array_equal, wrapped, expected)
+    for keyword, array in keywords.items():
+        jax.tree.map(np.testing.assert_array_equal, function(*args, **keywords | {keyword: Variable(array)}), expected)

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 from cases import DTYPES, KINDS, NORMS, bits, draw_scale, draw_x
 from coverage import cover, over
+from native import is_platform_with_kernels
 from op import rows
-from ops import CROSS_ENTROPY, EACH, GROUPED, OPS
+from ops import CROSS_ENTROPY, EACH, GROUPED, OPS, PER_HEAD
 from ops import NORMS as PLAIN
 
+import jaxnorm
 from jaxnorm.ops.norm import formula
 
 kinds = pytest.mark.parametrize("kind", KINDS)
@@ -178,6 +180,44 @@ def test_no_rows(op, size):
     assert (values.shape[:-1], results[0].shape[:-1]) == (size.dims[:-1], size.dims[:-1])
     for i, gradient in enumerate(gradients):
         np.testing.assert_array_equal(gradient, jnp.zeros_like(args[i]))
+
+
+# Of every operand, or of one.
+@over(EACH, moving=lambda op: ["all", 0, len(op.operands) - 1])
+def test_no_examples(op, moving):
+    args = op.draw(op.small)
+    moves = [moving in ("all", i) for i in range(len(args))]
+    examples = [jnp.zeros((0, *a.shape), a.dtype) if moved else a for a, moved in zip(args, moves, strict=True)]
+    of_examples = jax.vmap(op.run(), [0 if moved else None for moved in moves])
+
+    @jax.jit
+    def run(*examples):
+        results, pullback = jax.vjp(of_examples, *examples)
+        return results, pullback(results)
+
+    results, gradients = run(*examples)
+    assert [r.shape for r in results] == [(0, *r.shape) for r in jax.eval_shape(op.run(), *args)]
+    for gradient, example in zip(gradients, examples, strict=True):
+        np.testing.assert_array_equal(gradient, jnp.zeros_like(example))
+
+
+# For those who let JAX tell them where it happens.
+@over(EACH, implementation=lambda op: ["native", "jnp"] if is_platform_with_kernels() else ["jnp"])
+def test_ranks_are_not_promoted(op, implementation):
+    def both(*args):
+        results, pullback = jax.vjp(op.run(), *args)
+        return results, pullback(results), jax.vmap(op.run())(*(jnp.stack([a, a]) for a in args))
+
+    with jax.numpy_rank_promotion("raise"), jaxnorm.implementation(implementation):
+        assert jax.jit(both).lower(*op.draw(op.small))
+
+
+# Weights for heads of which there are none.
+@pytest.mark.parametrize("op", PER_HEAD, ids=str)
+def test_no_heads(op):
+    args = op.draw(op.small._replace(dims=(3, 0, 64), weights=(0, 64)))
+    results, gradients = results_and_gradients(op, op.run())(op.cotangents(args), *args)
+    assert [a.shape for a in (*results, *gradients)] == [(3, 0, 64), *(a.shape for a in args)]
 
 
 # An axis of length 0 has no mean; the formula says what comes of it, which is nothing.

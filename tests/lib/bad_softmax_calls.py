@@ -51,7 +51,21 @@ CROSS_ENTROPY = {
     "one-hot labels": call(X, X.astype("int32")).raises(ValueError, "labels", r"\(3, 4, 8\)", r"expected \(3, 4\)"),
     "labels of another axis": call(X, LABELS, axis=0).raises(ValueError, "labels", r"\(3, 4\)", r"expected \(4, 8\)"),
     "axis above": call(X, LABELS, axis=3).raises(ValueError, "axis", "out of range for logits"),
-    "two axes": call(X, LABELS, axis=(-2, -1)).raises(TypeError, "axis", "int", r"\(-2, -1\)"),
+    "labels of one axis for two": call(X, LABELS, axis=(-2, -1)).raises(
+        ValueError, "labels", r"\(3, 4\)", r"expected \(3,\)", r"the axes \(-2, -1\)"
+    ),
+    "axis repeated": call(X, LABELS, axis=(-1, 2)).raises(ValueError, "axis", r"\(-1, 2\)", "logits", "twice"),
+    "no axis": call(X, LABELS, axis=()).raises(ValueError, "axis", "empty"),
+    "an array as axis": call(X, LABELS, X > 0).raises(TypeError, "axis", r"shape \(3, 4, 8\)", "is it where"),
+    "where of rows or of classes": call(jnp.ones((4, 4)), LABELS[0], where=jnp.ones(4, "bool")).raises(
+        ValueError, "where", r"\(4,\)", r"where\[:, None\] for rows", r"where\[None\] for classes"
+    ),
+    "where of rows or of two axes of classes": call(
+        jnp.ones((4, 4, 4)), LABELS[0], axis=(1, 2), where=jnp.ones(4, "bool")
+    ).raises(ValueError, "where", r"where\[:, None, None\] for rows", r"where\[None, None\] for classes"),
+    "where of some rows or of classes": call(jnp.ones((3, 4, 4)), LABELS, where=jnp.ones(4, "bool")).raises(
+        ValueError, "where", r"where\[None, :, None\] for rows", r"where\[None, None\] for classes"
+    ),
     "negative smoothing": call(X, LABELS, label_smoothing=-0.1).raises(ValueError, "label_smoothing", "0 to 1", "-0.1"),
     "smoothing above one": call(X, LABELS, label_smoothing=2).raises(ValueError, "label_smoothing", "0 to 1", "2.0"),
     "smoothing of text": call(X, LABELS, label_smoothing="much").raises(TypeError, "label_smoothing", "number", "much"),
@@ -85,8 +99,9 @@ MISUSE = {
     "log_softmax": SOFTMAX_MISUSE,
     "softmax_cross_entropy_with_integer_labels": {
         "no labels": call(X).raises(TypeError, "missing a required argument: 'labels'", "numbers of the classes"),
-        "axis by position": call(X, LABELS, -1).raises(TypeError, r"\(logits, labels\) but 3", "Then pass axis=-1"),
-        "an array too many": call(X, LABELS, X > 0).raises(TypeError, "but 3 were given", "by name: axis, where"),
+        "an option by position": call(X, LABELS, -1, None, 0.1).raises(
+            TypeError, r"\(logits, labels, axis, where\) but 5", "Then pass label_smoothing=0.1"
+        ),
         **misspelt(
             X,
             LABELS,

@@ -85,6 +85,41 @@ def test_another_axis(axis):
     assert_near(cross_entropy(moved, labels, axis=axis, **options), formula(x, labels, **options))
 
 
+# Labels are flat indices of a slice along the axes, in their order.
+@cover(axes=[(1, 2), (-1, 1), (0, 3), (2, 0, -1), [3]], has_where=[None, "rows", "classes"])
+def test_several_axes(axes, has_where):
+    options, x = OPTIONS["all"], draw_x((2, 3, 4, 5))
+    order = [axis % 4 for axis in axes]
+    others = [axis for axis in range(4) if axis not in order]
+    flat = x.transpose(*others, *order).reshape(*(x.shape[axis] for axis in others), -1)
+    labels = labels_of(flat.shape)
+    where, of_flat = None, None
+    if has_where == "rows":
+        where = draw("where", labels.shape) > -0.5
+        of_flat = where[..., None]
+    elif has_where == "classes":
+        where = (draw("where", x.shape) > 0).at[:, 0].set(True)
+        of_flat = where.transpose(*others, *order).reshape(flat.shape)
+
+    def of(function, x, **given):
+        return jax.jit(jax.value_and_grad(lambda x: jnp.sin(function(x, labels, **given, **options)).sum()))(x)
+
+    loss, dx = of(cross_entropy, x, axis=tuple(axes), where=where)
+    expected, of_flat_x = of(cross_entropy, flat, where=of_flat)
+    back = np.argsort([*others, *order])
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    np.testing.assert_array_equal(dx, of_flat_x.reshape([x.shape[i] for i in (*others, *order)]).transpose(*back))
+
+
+# Of labels' shape, or of what broadcasts to it, as Optax reads it.
+@cover(shape=[(3, 4), (4,), (3, 1), (1, 4), ()], axis=[-1, 1])
+def test_where_of_rows(shape, axis):
+    x, labels, where = draw_x(DIMS), labels_of(DIMS), draw("where", shape) > 0
+    moved, rows = jnp.moveaxis(x, -1, axis), jnp.broadcast_to(where, labels.shape)
+    losses = cross_entropy(moved, labels, axis, where)
+    np.testing.assert_array_equal(losses, jnp.where(rows, cross_entropy(moved, labels, axis), 0))
+
+
 # Each operand with an axis of examples, or two of them.
 @cover(axes=[(0, None, None), (1, 0, None), (None, 1, None), (2, 1, 0), (0, None, 1)], what=["losses", "gradient"])
 def test_vmap(axes, what):
@@ -124,6 +159,30 @@ def test_a_label_that_names_no_class(label):
     assert np.isnan(losses)
     assert np.isnan(rows).tolist() == [False, True, False, False]
     assert np.isfinite(dx).all()
+
+
+# Without 64-bit types jax.numpy would make another number of a label, perhaps a class's.
+@pytest.mark.parametrize("label", [2**32, 2**32 + 3, -(2**32) + 3, 2**63 - 1])
+def test_a_label_that_does_not_fit_32_bits(label):
+    x, labels = draw_x((4, 10)), np.asarray([1, label, 3, 4])
+    assert np.isnan(cross_entropy(x, labels)).tolist() == [False, True, False, False]
+    assert np.isnan(cross_entropy(x[0], np.int64(label)))
+    each = jaxnorm.linear_cross_entropy(x, jnp.eye(10), labels, reduction="none")
+    assert np.isnan(each).tolist() == [False, True, False, False]
+
+
+# Beyond the labels' dtype it is no label.
+@cover(index=[2**40, 2**32 + 3, -(2**40), 2**32 - 100], dtype=["int64", "int32", "uint32", "int8"], x64=[False, True])
+def test_an_ignore_index_names_itself_or_nothing(index, dtype, x64):
+    x, bounds = draw_x((4, 10)), np.iinfo(dtype)
+    labels = np.asarray([1, index if bounds.min <= index <= bounds.max else 2, 3, 4], dtype)
+    with jax.enable_x64(x64):
+        ours = cross_entropy(x, labels, ignore_index=index)
+        of_linear = jaxnorm.linear_cross_entropy(x, jnp.eye(10), labels, reduction="none", ignore_index=index)
+        named = cross_entropy(x, labels.astype("int32") % 10)
+    expected = np.where(labels.astype(object) == index, 0, named)
+    np.testing.assert_array_equal(ours, expected)
+    np.testing.assert_allclose(of_linear, expected, rtol=1e-5)
 
 
 def test_an_ignored_row_leaves_no_trace():
@@ -290,6 +349,18 @@ def test_on_a_mesh(devices, axis_type, spec):
         compiled = jax.jit(step).lower(jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))).compile()
         assert_near(jax.device_get(compiled(jax.device_put(x, jax.sharding.NamedSharding(mesh, spec)))), expected)
     assert "all-gather" not in collectives(compiled.as_text())
+
+
+@pytest.mark.several
+def test_classes_of_several_axes_on_an_explicit_mesh(devices):
+    mesh = mesh_of(devices, AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        x, labels = draw_x((8, 4, 16)), jax.device_put(jnp.zeros(8, "int32"), P("a"))
+        assert cross_entropy(jax.device_put(x, P("a")), labels, axis=(1, 2)).shape == (8,)
+        with pytest.raises(
+            ValueError, match=r"split over an Explicit mesh along .*\(-2, -1\) of the classes.* reshard"
+        ):
+            cross_entropy(jax.device_put(x, P("a", None, "b")), labels, axis=(1, 2))
 
 
 @pytest.mark.several

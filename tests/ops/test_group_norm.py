@@ -132,3 +132,33 @@ def test_a_group_that_an_explicit_mesh_splits(devices):
         assert jaxnorm.group_norm(x, num_groups=parts).shape == x.shape
         with pytest.raises(ValueError, match=rf"split over {parts} devices of an Explicit mesh.*1 groups"):
             jaxnorm.group_norm(x, num_groups=1)
+
+
+@pytest.mark.parametrize("groups", [{"num_groups": 3}, {"group_size": 4}], ids=str)
+@pytest.mark.parametrize("of_examples", [False, True])
+def test_no_channels(of_examples, groups):
+    args = operands(of_examples, (EXAMPLES, 6, 0))
+    _, gradients = value_and_gradients(partial(jaxnorm.group_norm, **groups))(*args)
+    assert [g.shape for g in gradients] == [a.shape for a in args]
+
+
+# Kernels follow weights along few runs of axes.
+def test_weights_of_every_other_vmap():
+    count = 10
+    moving = [i % 2 == 0 for i in range(count)]
+
+    def of_examples(function):
+        for moves in reversed(moving):
+            function = jax.vmap(function, (0, 0 if moves else None, None))
+        return value_and_gradients(function)
+
+    dims = [2 if i in (0, count - 1) else 1 + i % 2 for i in range(count)]
+    x, scale, bias = draw_x((*dims, 2, 3, 4)), draw_scale((*dims[::2], 4)), draw_bias((4,))
+    whole = scale.reshape(*(n if moves else 1 for n, moves in zip(dims, moving, strict=True)), 1, 4)
+
+    def one_by_one(x, scale, bias):
+        scale = jnp.broadcast_to(scale.reshape(whole.shape), (*dims, 2, 4)).reshape(-1, 4)
+        return jaxnorm.group_norm(x.reshape(-1, 3, 4), scale, bias, num_groups=2)
+
+    norm = partial(jaxnorm.group_norm, num_groups=2)
+    assert_near(of_examples(norm)(x, scale, bias), value_and_gradients(one_by_one)(x, scale, bias))

@@ -403,3 +403,20 @@ def test_a_row_of_a_long_sequence_has_the_bits_of_the_row_alone():
     whole = jax.jit(jaxnorm.qk_norm_rotary)(q, k)
     alone = jax.jit(partial(jaxnorm.qk_norm_rotary, positions=jnp.array([321])))(q[321:322], k[321:322])
     assert bits(alone) == bits([y[321:322] for y in whole])
+
+
+@cover(heads=[(0, K), (H, 0), (0, 0)], axis_of_heads=[-2, -3])
+def test_no_heads(heads, axis_of_heads):
+    q, k = (jnp.ones((B, T, n, D) if axis_of_heads == -2 else (B, n, T, D)) for n in heads)
+    args = q, k, *(jnp.ones((n, D)) for n in heads)
+    rotated = partial(jaxnorm.qk_norm_rotary, axis_of_heads=axis_of_heads)
+    results, gradients = jax.jit(lambda *args: (lambda y, pullback: (y, pullback(y)))(*jax.vjp(rotated, *args)))(*args)
+    assert [a.shape for a in (*results, *gradients)] == [q.shape, k.shape, *(a.shape for a in args)]
+
+
+# Without 64-bit types jax.numpy would make others of them.
+@pytest.mark.parametrize("positions", [np.int64(2**32 + 5), np.arange(T) + 2**33, 2**40], ids=str)
+def test_positions_that_do_not_fit_32_bits(positions):
+    q, k = draw_qk()
+    ours = jaxnorm.qk_norm_rotary(q, k, positions=positions)
+    assert bits(ours) == bits(jaxnorm.qk_norm_rotary(q, k, positions=np.float32(positions)))

@@ -145,3 +145,36 @@ def test_the_same_as_a_norm():
     quantized = jaxnorm.rms_norm_quantized(x, quantization=to("int8"), implementation="native")
     assert_exact(quantized, y, "int8")
     assert_exact(quantize(y, to("int8")), y, "int8")
+
+
+@pytest.mark.parametrize("shape", [(4, 0), (0, 0), (0, 64)], ids=str)
+@pytest.mark.parametrize("layout", ["row", "column"])
+def test_no_groups(shape, layout):
+    to_groups = jaxnorm.Quantization(jnp.int8, "group", 64, scales_layout=layout)
+    for quantized in (
+        quantize(jnp.ones(shape), to_groups),
+        jaxnorm.rms_norm_quantized(jnp.ones(shape), quantization=to_groups),
+    ):
+        assert quantized.dequantize().shape == shape
+
+
+# What docs/numerics.md says of them.
+@cover(dtype=list(LARGEST), value=[np.inf, -np.inf])
+def test_an_infinity(dtype, value):
+    x = jnp.asarray([[1, value, -2, 0], [1, 2, -3, 0]])
+    quantized, alone = quantize(x, to(dtype)), quantize(x[1:], to(dtype))
+    values = np.float32(quantized.values.astype(jnp.float32))
+    np.testing.assert_array_equal(values[0], [0, np.nan if dtype.startswith("float8") else 0, 0, 0])
+    np.testing.assert_array_equal(quantized.scales.ravel()[0], np.inf)
+    assert np.isnan(quantized.dequantize()[0]).all()
+    np.testing.assert_array_equal(quantized.dequantize()[1:], alone.dequantize())
+
+
+@cover(norm=["rms_norm_quantized", "layer_norm_quantized"], dtype=["int8", "float8_e4m3fn"], value=[np.inf, 1e20])
+def test_a_norm_of_what_is_too_large(norm, dtype, value):
+    x = draw("x", (3, 64)).at[1, 5].set(value)
+    quantized = jax.jit(lambda x: getattr(jaxnorm, norm)(x, quantization=to(dtype)))(x)
+    nothing = np.nan if np.isinf(value) else 0
+    expected = np.full(64, nothing if dtype.startswith("float8") else 0, np.float32)
+    np.testing.assert_array_equal(np.abs(np.float32(quantized.values[1].astype(jnp.float32))), expected)
+    np.testing.assert_array_equal(quantized.scales.ravel()[1], np.nan if np.isinf(value) else 1)

@@ -314,3 +314,26 @@ def test_a_norm_in_front():
     y = jaxnorm.rms_norm_quantized(x, scale, quantization=to("int8"))
     expected = exactly(y) @ exactly(weights).T
     np.testing.assert_allclose(quantized_dot(y, weights, out_dtype="float32"), expected, rtol=1e-4, atol=1e-4)
+
+
+# Each operand with an axis of examples, of which there are none.
+@pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)], ids=str)
+@pytest.mark.parametrize("x_dtype", [None, "int8"])
+def test_no_examples(axes, x_dtype):
+    x, weights = operands(x_dtype)
+    args = [
+        a if axis is None else jax.tree.map(lambda v: v[:0], to_examples(a))
+        for a, axis in zip((x, weights), axes, strict=True)
+    ]
+    assert jax.vmap(quantized_dot, axes)(*args).shape == (0, *DIMS[:-1], OUTPUTS)
+
+
+def to_examples(array):
+    return jax.tree.map(lambda v: v[None], array)
+
+
+@pytest.mark.parametrize("x_dtype", [None, "int8"])
+def test_ranks_are_not_promoted(x_dtype):
+    x, weights = operands(x_dtype)
+    with jax.numpy_rank_promotion("raise"):
+        assert quantized_dot(x, weights, bias=jnp.ones(OUTPUTS)).shape == (*DIMS[:-1], OUTPUTS)

@@ -1,5 +1,6 @@
 """The public function of logits."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -7,12 +8,22 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxnorm.ops import checks
-from jaxnorm.ops.cross_entropy.checks import check_ignore_index, check_labels, check_order, check_share, check_soft_cap
-from jaxnorm.ops.cross_entropy.formula import IGNORED, CrossEntropy, Operands, Results, loss
+from jaxnorm.ops.cross_entropy.checks import (
+    Labels,
+    check_axes,
+    check_ignore_index,
+    check_labels,
+    check_order,
+    check_share,
+    check_soft_cap,
+    check_where,
+    in_one_axis,
+)
+from jaxnorm.ops.cross_entropy.formula import CrossEntropy, Operands, Results, loss
 from jaxnorm.ops.cross_entropy.op import CROSS_ENTROPY, count_of, exchanged, labels_of_shard
 from jaxnorm.ops.misuse import explained
 from jaxnorm.ops.options import Choice, Implementation
-from jaxnorm.ops.softmax.checks import check_where
+from jaxnorm.ops.softmax.checks import fitted
 from jaxnorm.sharding import dims
 from jaxnorm.sharding.shards import Shards
 
@@ -40,9 +51,9 @@ class LossOptions(NamedTuple):
 def softmax_cross_entropy_with_integer_labels(
     logits: Any,
     labels: Any,
-    *,
-    axis: int = -1,
+    axis: int | Sequence[int] = -1,
     where: Any = None,
+    *,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     logit_scale: float = 1.0,
@@ -65,9 +76,10 @@ def softmax_cross_entropy_with_integer_labels(
       logits: floating-point array of rank 1 or more.
       labels: array of integers of logits' shape without `axis`: the numbers of columns. A label that names none, as a
         negative one, has the loss NaN. (Optax counts a negative label from the end.)
-      axis: the axis of the classes. Kernels serve the last one, the jnp formula any.
+      axis: the axis of the classes, or several, in whose order labels are flat indices. Kernels serve all but a single
+        one that is not the last.
       where: None, or an array of booleans that broadcasts to logits' shape: which classes there are for each row. Sum
-        and mean are over these, and a label may be another. The loss of a row without any is 0.
+        and mean are over these, and a label may be another. A row without any has loss 0. Or to labels': which rows.
       label_smoothing: share from 0 to 1 of the label's probability that all classes divide among them.
       z_loss: non-negative factor of the square of lse, which keeps it near 0 (PaLM has 1e-4).
       logit_scale: finite Python number that multiplies logits first, as 1 / temperature.
@@ -75,8 +87,8 @@ def softmax_cross_entropy_with_integer_labels(
       ignore_index: None, or a label whose rows have the loss 0 and no gradient, whatever their logits are, as -100 of
         the model hubs.
       axis_name: None, or the axes of a surrounding `jax.shard_map` or `jax.vmap` over which the classes are split
-        evenly, a name or a tuple; labels are numbers of the whole. Each device reads its part of the logits by the
-        kernel, and 16 or 20 bytes a row are exchanged.
+        evenly, a name or a tuple; labels are numbers of the whole. Of several axes of classes the first is split. Each
+        device reads its part of the logits by the kernel, and 16 or 20 bytes a row are exchanged.
       implementation: "native" is the CPU or CUDA kernel, "jnp" the formula in jax.numpy, None what
         `jaxnorm.implementation` says, or else the kernel where it exists.
 
@@ -85,10 +97,9 @@ def softmax_cross_entropy_with_integer_labels(
       caller's. A row with NaN or +inf, or whose classes all have -inf, has the loss NaN.
 
     Raises:
-      ValueError: labels or where have the wrong shape, an axis is out of range, a number is out of its range or not
-        finite, a name in axis_name is unbound or repeated, or implementation is unknown.
-      TypeError: logits are not floating-point of 16, 32 or 64 bits, labels no integers, where not boolean, or an option
-        traced.
+      ValueError: labels or where have the wrong shape, or where fits both readings; an axis, a number or a name in
+        axis_name is out of range, not finite, unbound or repeated, or implementation is unknown.
+      TypeError: logits are no floats of 16, 32 or 64 bits, labels no integers, where not boolean, or an option traced.
       RuntimeError: implementation="native" and there is no kernel for this call; the message says why.
 
     Source: https://optax.readthedocs.io/en/latest/api/losses.html; smoothing: Szegedy et al., Rethinking the Inception
@@ -107,9 +118,15 @@ def _cross_entropy(
     check_order(name, labels, logits=logits)
     logits = checks.check_x(name, logits, "logits")
     options = options.checked(name)
-    (at,) = checks.check_axes(name, checks.check_one_axis(name, axis), logits.ndim, "logits")
-    labels = jnp.expand_dims(check_labels(name, labels, logits, at), at)
-    where = check_where(name, where, logits, (at,), "logits")
+    axes = check_axes(name, axis, logits)
+    labels = check_labels(name, labels, logits, axes, options.ignore_index)
+    where = check_where(name, where, logits, axes)
+    at = axes[0]
+    if len(axes) > 1:
+        at, shape = -1, logits.shape
+        logits, where = (a if a is None else in_one_axis(a, axes, shape) for a in (logits, where))
+    labels = jax.tree.map(lambda array: jnp.expand_dims(array, at), labels)
+    where = where if where is None else fitted(name, where, logits, (at,))
     shards = checks.check_axis_name(name, axis_name)
     losses = losses_of(name, logits, labels, where, at, shards, options, choice)
     return lax.squeeze(losses, (logits.ndim + at,))
@@ -118,7 +135,7 @@ def _cross_entropy(
 def losses_of(
     function: str,
     logits: jax.Array,
-    labels: jax.Array,
+    labels: Labels,
     where: jax.Array | None,
     axis: int,
     shards: Shards | None,
@@ -128,11 +145,7 @@ def losses_of(
     """The losses of checked arguments, with logits' rank; labels have that rank too."""
     cols = logits.shape[axis]
     classes = cols if shards is None else cols * jax.lax.axis_size(shards.names)
-    # A number beyond int32 is none of a column.
-    is_class = (labels >= 0) & (labels < classes)
-    ignored = None if options.ignore_index is None else labels == options.ignore_index
-    here = jnp.where(is_class, labels, -1).astype(jnp.int32)
-    here = here if ignored is None else jnp.where(ignored, IGNORED, here)
+    here, wrong = labels.among(classes)
     here = here if shards is None else labels_of_shard(shards, here, cols)
     here = checks.sharded_along(function, "labels", here, "logits", logits, dims.per_row(logits.ndim, (axis,)))
     wide = dims.wide_dtype([logits.dtype])
@@ -155,9 +168,8 @@ def losses_of(
         counts = jnp.maximum(1, counts if shards is None else shards.sum(counts))
     if shards is not None:
         results = exchanged(spec, shards, operands, results)
-    wrong = ~is_class if ignored is None else ~(is_class | ignored)
     top: Any = results.top
-    left_out = _either(ignored, None if where is None else top == -jnp.inf)
+    left_out = _either(labels.ignored, None if where is None else top == -jnp.inf)
     return _losses(spec, results, left_out, wrong, counts, options)
 
 

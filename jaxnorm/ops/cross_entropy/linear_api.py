@@ -10,8 +10,7 @@ from jaxnorm.native import compat
 from jaxnorm.ops import checks
 from jaxnorm.ops.cross_entropy import linear
 from jaxnorm.ops.cross_entropy.api import LossOptions
-from jaxnorm.ops.cross_entropy.checks import check_kernel, check_labels, check_order
-from jaxnorm.ops.cross_entropy.formula import IGNORED
+from jaxnorm.ops.cross_entropy.checks import Labels, check_kernel, check_labels, check_order
 from jaxnorm.ops.cross_entropy.linear import LinearCrossEntropy
 from jaxnorm.ops.misuse import explained
 from jaxnorm.ops.options import Implementation
@@ -82,7 +81,7 @@ def _linear_cross_entropy(
     x = checks.check_x(name, x)
     kernel = check_kernel(name, kernel, x)
     options = options.checked(name)
-    labels = check_labels(name, labels, x, -1, "x")
+    labels = check_labels(name, labels, x, (-1,), options.ignore_index, "x")
     if reduction not in get_args(Reduction):
         raise ValueError(f"{name}: unknown reduction {reduction!r}; expected 'mean', 'sum' or 'none'.")
     spec = LinearCrossEntropy(
@@ -96,19 +95,15 @@ def _linear_cross_entropy(
         out_dtype=x.dtype,
         native_for=choice.native_for(name),
     )
-    return _reduced(spec, x, kernel, labels, options, reduction)
+    return _reduced(spec, x, kernel, labels, reduction)
 
 
-def _reduced(
-    spec: LinearCrossEntropy, x: jax.Array, kernel: jax.Array, labels: jax.Array, options: LossOptions, reduction: str
-) -> jax.Array:
-    is_class = (labels >= 0) & (labels < kernel.shape[1])
-    here = jnp.where(is_class, labels, -1).astype(jnp.int32)
+def _reduced(spec: LinearCrossEntropy, x: jax.Array, kernel: jax.Array, labels: Labels, reduction: str) -> jax.Array:
+    here, is_wrong = labels.among(kernel.shape[1])
     weights = jnp.ones_like(here, spec.compute_dtype)
-    if options.ignore_index is not None:
-        ignored = labels == options.ignore_index
-        here, weights = jnp.where(ignored, IGNORED, here), jnp.where(ignored, 0, weights)
-        is_class |= ignored
+    if labels.ignored is not None:
+        ignored = labels.ignored
+        weights = jnp.where(ignored, 0, weights)
         # Or the sums for the gradient of kernel would have 0 times what is there, which may be no number.
         x, ignored = compat.match_varying_axes(x, ignored)
         x = jnp.where(ignored[..., None], 0, x)
@@ -120,7 +115,7 @@ def _reduced(
         checks.sharded_along("linear_cross_entropy", "labels", array[..., None], "x", x, dims.per_row(x.ndim, (-1,)))
         for array in (here, weights)
     )
-    wrong = jnp.where(is_class, 0, jnp.nan).astype(spec.compute_dtype)
+    wrong = jnp.where(is_wrong, jnp.nan, 0).astype(spec.compute_dtype)
     if reduction == "none":
         losses = linear.each(spec, x, kernel, here)
         return jnp.where(weights == 0, 0, losses)[..., 0] + wrong

@@ -93,7 +93,7 @@ def normalise(name: str, options: NormOptions, grouping: Grouping, activation: A
             f"positions. Of one example x[None] makes a batch."
         )
     axis = _check_channel_axis(name, grouping.channel_axis, x)
-    groups = _check_groups(name, grouping, x, axis)
+    split = _check_groups(name, grouping, x, axis)
     scale, bias = (_check_weight(name, n, w, x, axis) for n, w in (("scale", arrays.scale), ("bias", arrays.bias)))
     out_dtype = checks.check_out_dtype(name, options.out_dtype, x)
     # Channels become two axes, of which the second is a group's. Those of positions come after that of examples.
@@ -107,14 +107,13 @@ def normalise(name: str, options: NormOptions, grouping: Grouping, activation: A
         shards=checks.check_axis_name(name, options.axis_name),
         activation=check_activation(name, activation, (None, *get_args(Activation))),
     )
-    weights = (None if weight is None else _in_groups(weight, axis, groups) for weight in (scale, bias))
-    operands = Operands(_in_groups(x, axis, groups), *weights)
+    weights = (None if weight is None else _in_groups(weight, axis, split) for weight in (scale, bias))
+    operands = Operands(_in_groups(x, axis, split), *weights)
     return GROUP_NORM(norm, operands, choice.implementation).y.reshape(x.shape)
 
 
-def _in_groups(array: jax.Array, axis: int, groups: int) -> jax.Array:
+def _in_groups(array: jax.Array, axis: int, split: tuple[int, int]) -> jax.Array:
     """The array, of x's rank, with the axis of channels split into that of groups and that of the channels of each."""
-    split = (groups, array.shape[axis] // groups)
     return array.reshape(*array.shape[:axis], *split, *array.shape[array.ndim + axis + 1 :])
 
 
@@ -130,8 +129,8 @@ def _check_channel_axis(name: str, channel_axis: object, x: jax.Array) -> int:
     return axis
 
 
-def _check_groups(name: str, grouping: Grouping, x: jax.Array, axis: int) -> int:
-    """How many groups there are."""
+def _check_groups(name: str, grouping: Grouping, x: jax.Array, axis: int) -> tuple[int, int]:
+    """How many groups there are, and channels in each."""
     given = {key: value for key, value in grouping._asdict().items() if key != "channel_axis" and value is not None}
     if len(given) != 1:
         raise ValueError(
@@ -146,13 +145,13 @@ def _check_groups(name: str, grouping: Grouping, x: jax.Array, axis: int) -> int
             f"{name}: {key}={number} is not a positive divisor of the channels of x, which has shape {x.shape} and "
             f"channels along axis {axis}.{_fitting(x, axis, lambda n: number > 0 == n % number)}"
         )
-    groups = number if key == "num_groups" else channels // number
+    groups, size = (number, channels // number) if key == "num_groups" else (channels // number, number)
     if groups % (shards := compat.shard_count(x, axis)):
         raise ValueError(
             f"{name}: the channels of x, which has shape {x.shape}, are split over {shards} devices of an Explicit "
             f"mesh, and so would be one of {groups} groups; take another {key}, or reshard x."
         )
-    return groups
+    return groups, size
 
 
 def _fitting(x: jax.Array, axis: int, fits: Callable[[int], bool]) -> str:

@@ -132,7 +132,9 @@ def check_scale(function: str, name: str, value: Any, x: jax.Array, tokens: Toke
             f"{function}: {name} has shape {scale.shape}, expected {(cols,)}, the head size of {name[0]}, which has "
             f"shape {x.shape}, or {(heads, cols)}, a scale for each head. {remedy}"
         )
-    return checks.sharded_along(function, name, scale, name[0], x, (tokens.heads_axis, -1)[-scale.ndim :])
+    scale = checks.sharded_along(function, name, scale, name[0], x, (tokens.heads_axis, -1)[-scale.ndim :])
+    # Kernels take none of no heads; as one for all of them it is read as seldom.
+    return scale if scale.size or scale.ndim == 1 else jnp.sum(scale, 0)
 
 
 def check_tables(
@@ -170,12 +172,14 @@ def check_positions(function: str, positions: Any, tokens: Tokens) -> jax.Array:
                 f"positions."
             )
         return jnp.arange(tokens.shape[-1])
-    if not isinstance(positions, (int, jax.Array, np.ndarray, np.generic)) or isinstance(positions, bool):
+    if isinstance(positions, bool) or not (isinstance(positions, int) or checks.is_array(positions)):
         raise TypeError(
             f"{function}: positions must be an array of integers or floats, got {type(positions).__name__}; pass "
             f"jax.numpy.asarray(positions)."
         )
-    array = jnp.asarray(positions)
+    # Of integers of 64 bits jax.numpy makes others of 32.
+    wide = isinstance(positions, (int, np.ndarray, np.generic)) and np.asarray(positions).dtype.str[1:] in ("i8", "u8")
+    array = jnp.asarray(np.asarray(positions, np.float64) if wide else positions)
     if array.dtype == jnp.bool or not jnp.issubdtype(array.dtype, jnp.number) or jnp.iscomplexobj(array):
         raise TypeError(f"{function}: positions must be integers or floats, got {array.dtype}; convert them first.")
     if not weights.are_batch_dims(array.shape, tokens.shape):

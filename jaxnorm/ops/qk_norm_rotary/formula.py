@@ -10,6 +10,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxnorm.native import compat
 from jaxnorm.ops.norm import formula as one
@@ -104,7 +105,7 @@ def angles(norm: QKNormRotary, arrays: Operands | Saved) -> Angles:
     if cos is None or sin is None:
         assert arrays.positions is not None
         assert arrays.frequencies is not None
-        angle = arrays.positions[..., None] * arrays.frequencies
+        angle = arrays.positions[..., None] * lax.expand_dims(arrays.frequencies, range(arrays.positions.ndim))
         cos, sin = jnp.cos(angle), jnp.sin(angle)
     return Angles(jnp.expand_dims(cos, norm.heads_axis), jnp.expand_dims(sin, norm.heads_axis))
 

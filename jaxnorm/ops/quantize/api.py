@@ -35,8 +35,9 @@ def quantize(
         values = x * (1 / scales)       clipped to ±largest, rounded to nearest, ties to even
 
     with the `largest` of quantization's dtype, in float32 throughout, as `rms_norm_quantized` does with the result of a
-    norm. It is a formula in jax.numpy on every platform. Weights (outputs, inputs) of `quantized_dot` have the summed
-    axis last, so a scale for each output channel is the default.
+    norm. A NaN makes the scale of its row or group NaN, and an infinity makes it infinite, if there is no max_scale:
+    what is dequantised is NaN in both cases. It is a formula in jax.numpy on every platform. Weights (outputs, inputs)
+    of `quantized_dot` have the summed axis last, so a scale for each output channel is the default.
 
     By default to take a derivative is an error. With straight_through=True it is that of x, by convention: `dequantize`
     and `quantized_dot` pass the cotangent of what they take for x on to it.

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxnorm.ops.checks import check_number, check_whole_groups
+from jaxnorm.ops.checks import check_number, check_whole_groups, is_array
 from jaxnorm.ops.misuse import QUANTIZATION
 
 
@@ -156,7 +156,8 @@ def check_static_scale(function: str, value: Any, granularity: str, smallest: fl
         return None
     if value is None:
         raise ValueError(f"{function}: granularity='tensor' needs static_scale, the scale of all values; got None.")
-    if isinstance(value, (jax.Array, np.ndarray, np.generic)):
+    if is_array(value):
+        value = jnp.asarray(value)
         if value.shape != ():
             raise ValueError(
                 f"{function}: static_scale must be a scalar, got shape {value.shape}; for a scale a row "

@@ -45,8 +45,13 @@ def forward(spec: QuantizedDot, operands: Operands) -> jax.Array:
     y: jax.Array = _product(operands.x, operands.weights).astype(wide_dtype(operands.x.dtype))
     if operands.x_scales is not None:
         y = y * operands.x_scales
-    y = y * operands.weight_scales[:, 0]
-    return (y if operands.bias is None else y + operands.bias.astype(y.dtype)).astype(spec.out_dtype)
+    y = y * _beside(y, operands.weight_scales[:, 0])
+    return (y if operands.bias is None else y + _beside(y, operands.bias.astype(y.dtype))).astype(spec.out_dtype)
+
+
+def _beside(y: jax.Array, numbers: jax.Array) -> jax.Array:
+    """The numbers of outputs, with y's rank."""
+    return lax.expand_dims(numbers, range(y.ndim - 1))
 
 
 def tangent(spec: QuantizedDot, operands: Operands, dots: Operands) -> jax.Array:

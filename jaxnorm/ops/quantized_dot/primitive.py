@@ -65,6 +65,8 @@ def _why_not_here(platform: str, spec: QuantizedDot, operands: Operands, *, is_e
     only = f"cuBLASLt scales by row and column on GPUs of compute capability {CAPABILITY}"
     if is_exported:
         return f"{only}, and an exported program may run on others"
+    if math.prod(n for n in operands.x.shape[:-1] if isinstance(n, int)) > reasons.MOST_ROWS:
+        return f"x has shape {operands.x.shape}, and a CUDA kernel takes at most {reasons.MOST_ROWS} rows"
     if (capabilities := ffi.capabilities()) != {CAPABILITY}:
         return f"{only}, and here is {', '.join(sorted(capabilities)) or 'none'}"
     return cublaslt.why_not()
@@ -153,7 +155,7 @@ def _batch(leaves: Any, axes: Any, *, tree: Any, spec: QuantizedDot) -> tuple[An
         for (name, array), axis in zip(operands._asdict().items(), batch, strict=True)
         if array is not None
     }
-    size = max(array.shape[0] for array in front.values())
+    size = next(array.shape[axis] for array, axis in zip(leaves, axes, strict=True) if axis is not None)
     if not spec.batch and all(axis is None for name, axis in batch._asdict().items() if name not in of_rows):
         # Examples of rows are rows.
         arrays = {name: front[name] for name in of_rows if name in front}

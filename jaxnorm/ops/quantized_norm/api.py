@@ -112,7 +112,7 @@ def rms_norm_quantized(
         values = v * (1 / scales)       clipped to ±largest, rounded to nearest, ties to even
 
     with the `largest` of quantization's dtype, in float32, bit for bit as NumPy does it from the same implementation's
-    norm. A NaN makes the scale of its row or group NaN, its float8 values NaN and its int8 values 0.
+    norm. A NaN or infinity makes its row's scale NaN, float8 values NaN, int8 values 0; numbers beyond 1e19 all are 0.
 
     By default to take a derivative is an error. With straight_through=True it is that of the unquantised norm, by
     convention: `dequantize` passes its cotangent on as that of v. The gradients of x, residual, scale and bias are

@@ -8,14 +8,21 @@ import numpy as np
 from jax import lax
 
 from jaxnorm.ops import checks
-from jaxnorm.primitive import broadcast
+from jaxnorm.primitive import broadcast, weights
 
 
-def check_where(function: str, value: object, x: jax.Array, axes: tuple[int, ...], x_name: str = "x") -> Any:
+def check_where(function: str, value: object, x: jax.Array, axes: tuple[int, ...]) -> Any:
     """value as a mask with x's rank; over the last axis as kernels take one. None for None."""
     if value is None:
         return None
-    if not isinstance(value, (jax.Array, np.ndarray, np.generic, bool)) and not hasattr(value, "__jax_array__"):
+    where = check_booleans(function, value)
+    if not weights.are_batch_dims(where.shape, x.shape):
+        raise does_not_broadcast(function, where, x, "that of x")
+    return fitted(function, where, x, axes)
+
+
+def check_booleans(function: str, value: object) -> jax.Array:
+    if not (isinstance(value, bool) or checks.is_array(value)):
         raise TypeError(
             f"{function}: where must be an array of booleans, got {type(value).__name__}; pass "
             "jax.numpy.asarray(where)."
@@ -25,12 +32,18 @@ def check_where(function: str, value: object, x: jax.Array, axes: tuple[int, ...
         raise TypeError(
             f"{function}: where must be an array of booleans, got {where.dtype}; convert it first, as with where != 0."
         )
-    aligned = zip(reversed(where.shape), reversed(x.shape), strict=False)
-    if where.ndim > x.ndim or not all(a in (1, b) for a, b in aligned):
-        raise ValueError(
-            f"{function}: where has shape {where.shape}, expected one that broadcasts to that of {x_name}, {x.shape}: "
-            f"for each of its axes, from the last, 1 or the length there."
-        )
+    return where
+
+
+def does_not_broadcast(function: str, where: jax.Array, x: jax.Array, to: str) -> ValueError:
+    return ValueError(
+        f"{function}: where has shape {where.shape}, expected one that broadcasts to {to}, {x.shape}: for each of its "
+        f"axes, from the last, 1 or the length there."
+    )
+
+
+def fitted(function: str, where: jax.Array, x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """A mask that broadcasts to x's shape, with x's rank; over the last axis as kernels take one."""
     where = broadcast.with_rank_of(x, where)
     where = checks.sharded_along(function, "where", where, "x", x, broadcast.dim_map(where.shape))
     if axes != (-1,):

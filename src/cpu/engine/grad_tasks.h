@@ -99,15 +99,19 @@ class WeightGrad {
   std::unique_ptr<float[]> data_;
 };
 
-// Calls rows(begin, end, dscale, dbias), which adds to rows of sums, for all rows of a backward `p`, and finishes the
-// sums in dscale and dbias.
+// Calls rows(begin, end, dscale, dbias, room), which adds to rows of sums and has room for so many floats, for all rows
+// of a backward `p`, and finishes the sums in dscale and dbias.
 template <class Op, class RowsFunction>
-void for_each_grad_rows(const ParallelFor& parallel_for, const Op& p, Output dscale, Output dbias, RowsFunction rows) {
+void for_each_grad_rows(const ParallelFor& threads, const Op& p, Output dscale, Output dbias, int64_t floats,
+                        RowsFunction rows) {
+  const ParallelFor parallel_for = for_tasks_that_allocate(threads);
   const GradTasks tasks(p.rows, p.cols, p.weight_rows, /*with_sums=*/dscale || dbias);
   WeightGrad scale(dscale, tasks, p.weight_rows, p.cols), bias(dbias, tasks, p.weight_rows, p.cols);
   parallel_for(tasks.count(), [&](int64_t task) {
     float *const scale_sums = scale.zeroed(task), *const bias_sums = bias.zeroed(task);
-    tasks.for_each_stretch(task, [&](int64_t begin, int64_t end) { rows(begin, end, scale_sums, bias_sums); });
+    const auto room = room_for(floats);
+    tasks.for_each_stretch(task,
+                           [&](int64_t begin, int64_t end) { rows(begin, end, scale_sums, bias_sums, room.get()); });
   });
   scale.finish(parallel_for);
   bias.finish(parallel_for);

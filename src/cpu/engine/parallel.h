@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <new>
 
 #include "call.h"
@@ -54,6 +55,18 @@ inline ParallelFor for_tasks_that_allocate(const ParallelFor& parallel_for) {
     });
     if (!has_memory) throw std::bad_alloc();
   };
+}
+
+// Room for what a task keeps of rows: on the heap, since a thread may have a small stack.
+inline std::unique_ptr<float[]> room_for(int64_t floats) {
+  return std::unique_ptr<float[]>(floats > 0 ? new float[floats] : nullptr);
+}
+
+// Calls task(begin, end, room) for blocks of neighbouring rows, with room of so many floats.
+template <class Task>
+void for_each_rows_with_room(const ParallelFor& threads, int64_t rows, int64_t cols, int64_t floats, Task task) {
+  for_each_rows(for_tasks_that_allocate(threads), rows, cols,
+                [&](int64_t begin, int64_t end) { task(begin, end, room_for(floats).get()); });
 }
 
 // Asks for large pages under a large output. XLA hands it over untouched, and to fault it in by 4 KiB takes several

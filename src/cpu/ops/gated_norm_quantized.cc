@@ -11,8 +11,11 @@ void run(const GatedNormQuantizedForward& call, const ParallelFor& parallel_for)
   const F32Weight smooth(&p.quantized.smooth, 0, weights, parallel_for);
   const int64_t traffic = elements * (2 * size_of(p.x.dtype) + size_of(p.quantized.values.dtype));
   expect_writes(p.quantized.values, elements);
-  for_each_rows(parallel_for, p.rows, p.cols,
-                [&](int64_t begin, int64_t end) { kernels().gated_norm_quantized(p, begin, end, traffic); });
+  const int64_t products = floats_of_rows(p.cols);
+  for_each_rows_with_room(parallel_for, p.rows, p.cols, products + p.cols,
+                          [&](int64_t begin, int64_t end, float* room) {
+                            kernels().gated_norm_quantized(p, begin, end, room, room + products, traffic);
+                          });
 }
 
 }  // namespace jaxnorm::cpu

@@ -34,10 +34,10 @@ struct QuantizeWritten {
   }
 };
 
-void gated_norm_quantized(const GatedNormQuantizedForward& p, int64_t begin, int64_t end, int64_t traffic) {
-  float row[kGatedCols];
+void gated_norm_quantized(const GatedNormQuantizedForward& p, int64_t begin, int64_t end, float* products, float* row,
+                          int64_t traffic) {
   const auto y = [&](auto) { return OutputRows<float>({row, Dtype::f32}, 0, 0); };
-  for_gated_rows(p, begin, end, traffic, y,
+  for_gated_rows(p, begin, end, products, traffic, y,
                  [&](auto write) { return QuantizeWritten<decltype(write)>{p, write, row}; });
 }
 

@@ -4,6 +4,7 @@
 // is kept as float32 in rows that stay in the cache.
 #pragma once
 
+#include "cpu/kernels.h"
 #include "cpu/ops/activation.h"
 #include "cpu/ops/norm_rows.h"
 #include "ops/gated_norm.h"
@@ -53,7 +54,7 @@ struct WriteGated {
   }
 };
 
-static_assert(kTogether * kShort <= kGatedCols);
+static_assert(kTogether * kShort <= kShortFloats);
 
 // Calls f(X{}, A{}) with the types that stand for the dtype of all rows and for the activation.
 template <class F>
@@ -61,11 +62,10 @@ void with_activation(Dtype dtype, Activation activation, F f) {
   with_type(dtype, [&](auto x) { activation == Activation::silu ? f(x, Silu{}) : f(x, Sigmoid{}); });
 }
 
-// Loops over rows of an op with y as what writes it: y(X{}) gives the rows that it is written to, and with(write) the
-// epilogue around the one that writes it.
+// Loops over rows of an op, with room for products and with y as what writes it: y(X{}) gives the rows that it is
+// written to, and with(write) the epilogue around the one that writes it.
 template <class P, class MakeY, class F>
-void for_gated_rows(const P& p, int64_t begin, int64_t end, int64_t traffic, MakeY make_y, F with) {
-  float products[kGatedCols];
+void for_gated_rows(const P& p, int64_t begin, int64_t end, float* products, int64_t traffic, MakeY make_y, F with) {
   with_activation(p.x.dtype, p.gate.activation, [&](auto x_type, auto a) {
     using X = decltype(x_type);
     const InputRows<X> x(p.x, p.cols), gate(p.gate.data, p.cols);
@@ -81,9 +81,9 @@ void for_gated_rows(const P& p, int64_t begin, int64_t end, int64_t traffic, Mak
   });
 }
 
-void gated_norm(const GatedNormForward& p, int64_t begin, int64_t end, int64_t traffic) {
+void gated_norm(const GatedNormForward& p, int64_t begin, int64_t end, float* products, int64_t traffic) {
   const auto y = [&](auto x) { return OutputRows<decltype(x)>(p.y, p.cols, traffic); };
-  for_gated_rows(p, begin, end, traffic, y, [](auto write) { return write; });
+  for_gated_rows(p, begin, end, products, traffic, y, [](auto write) { return write; });
 }
 
 template <class X>
@@ -170,7 +170,7 @@ struct GatedNormGrad {
   OutputRows<X> dx, dgate;
   float *dscale, *kept, *slopes;
 
-  GatedNormGrad(const GatedNormBackward& p, float* dscale, float (&kept)[2][kGatedCols], int64_t traffic)
+  GatedNormGrad(const GatedNormBackward& p, float* dscale, float* kept, int64_t traffic)
       : p(p),
         dy(p.dy, p.cols),
         x(p.x, p.cols),
@@ -178,16 +178,17 @@ struct GatedNormGrad {
         dx(p.dx, p.cols, traffic),
         dgate(p.dgate, p.cols, traffic),
         dscale(dscale),
-        kept(kept[0]),
-        slopes(kept[1]) {}
+        kept(kept),
+        slopes(kept + p.cols) {}
 
   Row operands(int64_t row) const { return {{dy[row], x[row], gate[row], dx[row], dgate[row], kept, slopes}}; }
   Row result(int64_t row) const { return operands(row); }
   GradWeights weights(int64_t row) const { return grad_weights(p, row, dscale, nullptr); }
 };
 
-void gated_norm_grad(const GatedNormBackward& p, int64_t begin, int64_t end, float* dscale, int64_t traffic) {
-  float kept[2][kGatedCols];
+// `kept`: room for two rows.
+void gated_norm_grad(const GatedNormBackward& p, int64_t begin, int64_t end, float* dscale, float* kept,
+                     int64_t traffic) {
   with_activation(p.x.dtype, p.gate.activation, [&](auto x, auto a) {
     using X = decltype(x);
     using A = decltype(a);

@@ -55,9 +55,10 @@ void run(const NormBackward& call, const ParallelFor& parallel_for) {
   const int64_t elements = p.rows * p.cols, x_arrays = p.dsum ? 3 : 2;
   const int64_t traffic = elements * (x_arrays * size_of(p.x.dtype) + size_of(p.dy.dtype));
   expect_writes(p.dx, elements);
-  for_each_grad_rows(parallel_for, p, p.dscale, p.dbias, [&](int64_t begin, int64_t end, float* dscale, float* dbias) {
-    kernels().norm_grad(p, begin, end, dscale, dbias, traffic);
-  });
+  for_each_grad_rows(parallel_for, p, p.dscale, p.dbias, 0,
+                     [&](int64_t begin, int64_t end, float* dscale, float* dbias, float*) {
+                       kernels().norm_grad(p, begin, end, dscale, dbias, traffic);
+                     });
 }
 
 }  // namespace jaxnorm::cpu

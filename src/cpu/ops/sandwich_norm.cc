@@ -1,6 +1,4 @@
 // The launches of the sandwich norm.
-#include <memory>
-
 #include "cpu/engine/f32_weight.h"
 #include "cpu/engine/grad_tasks.h"
 #include "cpu/ops.h"
@@ -26,10 +24,9 @@ void run(const SandwichNormBackward& call, const ParallelFor& parallel_for) {
   expect_writes(p.dx, elements);
   expect_writes(p.daddend, elements);
   const bool keeps_row = p.goes_on() && !p.daddend;
-  for_each_grad_rows(parallel_for, sum_grad_of(p, p.daddend), p.dpost_scale, p.dscale,
-                     [&](int64_t begin, int64_t end, float* dpost_scale, float* dscale) {
-                       const std::unique_ptr<float[]> row(keeps_row ? new float[p.cols] : nullptr);
-                       kernels().sandwich_norm_grad(p, begin, end, dpost_scale, dscale, row.get(), traffic);
+  for_each_grad_rows(parallel_for, sum_grad_of(p, p.daddend), p.dpost_scale, p.dscale, keeps_row ? p.cols : 0,
+                     [&](int64_t begin, int64_t end, float* dpost_scale, float* dscale, float* row) {
+                       kernels().sandwich_norm_grad(p, begin, end, dpost_scale, dscale, row, traffic);
                      });
 }
 

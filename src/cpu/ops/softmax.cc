@@ -7,8 +7,10 @@ namespace jaxnorm::cpu {
 void run(const SoftmaxForward& p, const ParallelFor& parallel_for) {
   const int64_t elements = p.rows * p.cols, traffic = elements * (size_of(p.x.dtype) + size_of(p.y.dtype));
   expect_writes(p.y, elements);
-  for_each_rows(parallel_for, p.rows, p.cols,
-                [&](int64_t begin, int64_t end) { kernels().softmax(p, begin, end, traffic); });
+  constexpr int64_t kKept = 1 << 15;  // columns, at most, of which the exponentials are kept
+  for_each_rows_with_room(
+      parallel_for, p.rows, p.cols, p.log || p.cols > kKept ? 0 : floats_of_rows(p.cols),
+      [&](int64_t begin, int64_t end, float* kept) { kernels().softmax(p, begin, end, kept, traffic); });
 }
 
 void run(const SoftmaxBackward& p, const ParallelFor& parallel_for) {

@@ -3,6 +3,7 @@
 
 #include "cpu/engine/grad_loop.h"
 #include "cpu/engine/types.h"
+#include "cpu/kernels.h"
 #include "cpu/ops/grad.h"
 #include "cpu/ops/logits.h"
 #include "ops/softmax.h"
@@ -56,11 +57,10 @@ struct WriteLogSoftmax {
   }
 };
 
-constexpr int64_t kKept = 1 << 15;  // columns, at most, of which the exponentials are kept
-static_assert(kTogether * kShort <= kKept);
+static_assert(kTogether * kShort <= kShortFloats);
 
-void softmax(const SoftmaxForward& p, int64_t begin, int64_t end, int64_t traffic) {
-  float kept[kKept];
+// `kept`: room for the exponentials, or null.
+void softmax(const SoftmaxForward& p, int64_t begin, int64_t end, float* kept, int64_t traffic) {
   with_types(p.x.dtype, p.y.dtype, [&](auto x, auto y_type) {
     using Y = decltype(y_type);
     const OutputRows<Y> y(p.y, p.cols, traffic);
@@ -68,7 +68,7 @@ void softmax(const SoftmaxForward& p, int64_t begin, int64_t end, int64_t traffi
     const StoredLogits<decltype(x), SoftmaxForward, Scaled> load{p, z, traffic};
     if (p.log) {
       for_logit_rows<SumOfExp<kLogSum>>(p, begin, end, traffic, load, WriteLogSoftmax<Y>{p, y});
-    } else if (p.cols <= kKept) {
+    } else if (kept) {
       const StoredLogits<decltype(x), SoftmaxForward, Scaled, true> load{p, z, traffic, kept};
       for_logit_rows<SumOfExp<kSum>>(p, begin, end, traffic, load, WriteSoftmax<Y>{p, y});
     } else {
