@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from bench import report, tables
+from bench import report, table_parts
 
 
 def products(results):
@@ -14,7 +14,7 @@ def products(results):
         of_shape = {row["op"].split(", ")[1]: row for row in rows if row["shape"] == shape}
         cells = [f"{row['us']:.0f} ({row['x bf16']:.2f})" for row in map(of_shape.get, forms)]
         lines.append([shape, f"{of_shape[forms[0]]['bf16 us']:.0f}", *cells])
-    return tables.about(results["header"]) + report.table(["x by weights", "bfloat16", *forms], lines)
+    return table_parts.about(results["header"]) + report.table(["x by weights", "bfloat16", *forms], lines)
 
 
 def by_library(results):

@@ -1,6 +1,6 @@
 """The table of whole models, see `bench.tables`."""
 
-from bench import report, tables
+from bench import report, table_parts
 
 # What a user gets who asks for nothing: the norms alone, and what takes the neighbours in.
 DEFAULTS = ("jaxnorm-default-norm", "jaxnorm-default")
@@ -17,7 +17,7 @@ def steps(*runs):
         lines += [step(*names, variants) for names, variants in programs.items()]
     lines.sort(key=lambda line: line[0], reverse=True)
     columns = ["program", "XLA ms", "norms %", "the norms", "with their neighbours", "scatter %"]
-    headers = [line for results in runs for line in tables.about(results["header"])]
+    headers = [line for results in runs for line in table_parts.about(results["header"])]
     return [*headers, *report.table(columns, [cells for _, cells in lines])]
 
 

@@ -1,20 +1,20 @@
 """The tables of softmax and cross-entropy, see `bench.tables`."""
 
-from bench import report, tables
+from bench import report, table_parts
 
 
 def percent(results):
     """Percent of the copy rate, and how many times as fast as XLA."""
-    rows = [row for row in results["rows"] if not tables.is_step(row)]
-    return tables.about(results["header"]) + tables.pivot(
+    rows = [row for row in results["rows"] if not table_parts.is_step(row)]
+    return table_parts.about(results["header"]) + table_parts.pivot(
         "row length", rows, lambda row: row["N"], lambda row: f"{row['% of copy']:.0f} ({row['x XLA']:.2f})"
     )
 
 
 def cpu_grid(results):
     """Milliseconds alone, and how many times as fast as XLA, by row length."""
-    rows = [row for row in results["rows"] if row["shape"].startswith("grid ") and not tables.is_chained(row)]
-    return tables.about(results["header"]) + tables.pivot(
+    rows = [row for row in results["rows"] if row["shape"].startswith("grid ") and not table_parts.is_chained(row)]
+    return table_parts.about(results["header"]) + table_parts.pivot(
         "row length", rows, lambda row: row["N"], lambda row: f"{row['ms']:.1f} ({row['x XLA']:.1f})"
     )
 
@@ -29,4 +29,4 @@ def losses(results):
         + [f"{row[name]:.{2 if name == 'x XLA' else 0}f}" for name in names]
         for row in rows
     ]
-    return tables.about(results["header"]) + report.table(columns, lines)
+    return table_parts.about(results["header"]) + report.table(columns, lines)

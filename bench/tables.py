@@ -12,12 +12,9 @@ import statistics
 from pathlib import Path
 
 from bench import dot_tables, model_tables, report, row_tables, shapes, targets, trainer_tables, trainers
+from bench.table_parts import about, code, is_chained, is_step, pivot, position, whole
 
 MARKED = re.compile(r"<!-- table: (\S+) -->\n.*?<!-- end -->", re.DOTALL)
-# In the order of the tables; a run may have fewer, or others, which come last.
-KINDS = ("rms", "layer", "add_rms", "add_layer", "gated_rms", "rms_quantized", "layer_quantized")
-OPS = [report.op_name(kind, way) for way in ("forward", "backward", "step") for kind in KINDS]
-DTYPES = ["float32", "bfloat16", "float16"]
 CPU_SHAPE = (4096, 4096)
 SMALL = frozenset(shape.name for shape in shapes.DECODE)
 MODELS = frozenset(shape.name for shape in shapes.suites(2)["models"])
@@ -62,14 +59,6 @@ def render(text, folder):
     return MARKED.sub(content, text)
 
 
-def about(header, *more):
-    """What ran where, and the empty line that Markdown wants before a table."""
-    device = next((header[key] for key in ("gpu", "cpu", "device") if key in header), "unknown device")
-    cores = f", {header['cores']} cores" if "cores" in header else ""
-    run = f"{device}{cores}, JAX {header['jax']}, {header['date']}, commit {header['commit']}: `{header['command']}`."
-    return [" ".join([run, *more]), ""]
-
-
 def headline(results):
     """One line about all shapes."""
     steps = [row for row in results["rows"] if is_step(row) and row["x XLA"]]
@@ -101,10 +90,6 @@ def odd(results):
     """How many times as fast as XLA, by op and row length, of rows that vectors do not divide."""
     rows = [row for row in results["rows"] if row["shape"].startswith("odd ") and row["x XLA"]]
     return about(results["header"]) + pivot("times XLA", rows, lambda row: row["N"], lambda row: f"{row['x XLA']:.2f}")
-
-
-def is_step(row):
-    return report.op_parts(row["op"])[1] == "step"
 
 
 def rates(header, rows, corner, column_of):
@@ -153,30 +138,6 @@ def small(results):
     return about(results["header"]) + pivot("shape", rows, lambda row: f"{row['M']}x{row['N']}", cell)
 
 
-def pivot(corner, rows, column_of, cell):
-    """A line for each op and dtype, a column for each length or shape."""
-    columns = list(dict.fromkeys(map(column_of, sorted(rows, key=lambda row: (row["N"], row["M"])))))
-    cells = {(row["op"], row["dtype"], column_of(row)): cell(row) for row in rows}
-    lines = [
-        [f"{code(op)}, {dtype}", *(cells.get((op, dtype, column), "-") for column in columns)]
-        for op, dtype in sorted({(row["op"], row["dtype"]) for row in rows}, key=position)
-    ]
-    return report.table([corner, *map(str, columns)], lines)
-
-
-def position(key):
-    """Where (op, dtype) stands: plain ops before those that say more after a comma."""
-    (op, _, more), dtype = key[0].partition(", "), key[1]
-    places = (known.index(name) if name in known else len(known) for name, known in ((op, OPS), (dtype, DTYPES)))
-    return more, *places, op, dtype
-
-
-def code(op):
-    """The function's name as code: `rms_norm` forward."""
-    name, _, rest = op.partition(" ")
-    return f"`{name}` {rest}".strip()
-
-
 def cpu(results):
     """Milliseconds of one shape, for all dtypes beside each other, and what all cells have in common."""
     rows = [row for row in results["rows"] if row.get("x XLA")]
@@ -198,10 +159,6 @@ def cpu_summary(rows):
     return [ratios(f"All {len(group)} cells, {name}", group) for name, group in groups.items()]
 
 
-def is_chained(row):
-    return row["op"].endswith(f", {report.CHAINED}")
-
-
 def ratios(what, rows):
     """How rows compare with XLA, the worst by name."""
     mean = statistics.geometric_mean(row["x XLA"] for row in rows)
@@ -214,15 +171,6 @@ def ratios(what, rows):
 
 def cpu_cells(row):
     return [f"{row['ms']:.1f}", f"{row['XLA ms']:.1f}", f"{row['x XLA']:.1f}"]
-
-
-def whole(results):
-    """Every column as it is."""
-    rows = results["rows"]
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    return about(results["header"]) + report.table(
-        columns, [[report.cell(row.get(column)) for column in columns] for row in rows]
-    )
 
 
 TABLES = {

@@ -1,6 +1,6 @@
 """The tables of what `examples/train_gemma.py` measured, see `bench.tables` and `bench.trainers`."""
 
-from bench import report, tables, trainers
+from bench import report, table_parts, trainers
 
 COLUMNS = ("tokens/s", "ms", "± ms", "state GiB", "temp GiB", "peak GiB", "trace s", "compile s", "last loss")
 ALT = "Loss curves, tokens a second, memory and time to compile of a model like Gemma 3, with and without jaxnorm"
@@ -19,7 +19,7 @@ def ways(*runs):
         for row in results["rows"]:
             cells = [f"{row['tokens/s']:.0f}", *(report.cell(row[column]) for column in COLUMNS[1:])]
             lines.append([str(row["devices"]), row["way"], *cells, *changes[row["way"]]])
-    headers = [line for results in runs for line in tables.about(results["header"], described(results["header"]))]
+    headers = [line for results in runs for line in table_parts.about(results["header"], described(results["header"]))]
     return [*headers, *report.table(columns, lines)]
 
 

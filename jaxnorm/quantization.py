@@ -10,7 +10,6 @@ from jax import export, lax
 
 from jaxnorm.ops.checks import check_flag
 from jaxnorm.ops.quantize import checks
-from jaxnorm.ops.quantize.rounding import SMALLEST_SCALE
 
 Granularity = Literal["token", "tensor", "group"]
 ScalesLayout = Literal["row", "column"]
@@ -59,7 +58,7 @@ class Quantization:
             "granularity": checks.check_granularity(self.granularity),
             "group_size": checks.check_group_size(self.group_size, self.granularity, GROUP_SIZES),
             "power_of_two": check_flag("Quantization", "power_of_two", self.power_of_two),
-            "max_scale": checks.check_max_scale(self.max_scale, SMALLEST_SCALE),
+            "max_scale": checks.check_max_scale(self.max_scale),
             "scales_dtype": checks.check_dtype("scales_dtype", self.scales_dtype, (FLOAT32, EXPONENT)),
             "scales_layout": checks.check_scales_layout(self.scales_layout),
         }

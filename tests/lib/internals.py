@@ -7,7 +7,7 @@ from jaxnorm.ops.cross_entropy.formula import CrossEntropy
 from jaxnorm.ops.cross_entropy.formula import Operands as CrossEntropyOperands
 from jaxnorm.ops.cross_entropy.op import CROSS_ENTROPY
 from jaxnorm.ops.gated_norm.formula import LONGEST as LONGEST_GATED
-from jaxnorm.ops.quantize.rounding import SMALLEST_SCALE
+from jaxnorm.ops.quantize.checks import SMALLEST_SCALE
 from jaxnorm.primitive import fallback, reasons, weights
 from jaxnorm.primitive.op import functions
 from jaxnorm.primitive.weights import LONGEST as LONGEST_PER_HEAD

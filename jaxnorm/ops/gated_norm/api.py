@@ -13,7 +13,6 @@ from jaxnorm.ops.gated_norm_quantized.formula import GATED_NORM_QUANTIZED, Gated
 from jaxnorm.ops.misuse import GATE_FIRST, explained
 from jaxnorm.ops.options import Implementation, NormOptions
 from jaxnorm.ops.quantize import checks as quantize_checks
-from jaxnorm.ops.quantize.rounding import SMALLEST_SCALE
 from jaxnorm.quantization import LARGEST, Quantization, Quantized, quantized
 from jaxnorm.sharding import dims
 from jaxnorm.sharding.shards import Shards
@@ -148,7 +147,7 @@ def _quantized(
     x, shape = norm_operands.x, norm_operands.x.shape
     quantize_checks.check_quantization(name, quantization, Quantization, x, (-1,))
     quantize_checks.check_activations(name, quantization, LARGEST)
-    given = quantize_checks.check_static_scale(name, static_scale, quantization.granularity, SMALLEST_SCALE)
+    given = quantize_checks.check_static_scale(name, static_scale, quantization.granularity)
     smooth = checks.check_weight(name, "smooth_scale", smooth_scale, x, (-1,), with_batch_dims=False)
     quantize_checks.check_float32(name, {**norm_operands._asdict(), "smooth_scale": smooth})
     spec = GatedNormQuantized(

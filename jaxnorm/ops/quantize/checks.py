@@ -11,6 +11,8 @@ import numpy as np
 from jaxnorm.ops.checks import check_number, check_whole_groups, is_array
 from jaxnorm.ops.misuse import QUANTIZATION
 
+SMALLEST_SCALE = 2.0**-126  # the smallest float32 whose reciprocal is finite and that no platform takes for zero
+
 
 def check_float32(function: str, operands: Mapping[str, jax.Array | None]) -> None:
     """That float32 is wide enough for all of them."""
@@ -58,11 +60,11 @@ def check_group_size(group_size: Any, granularity: str, known: Sequence[int]) ->
     return int(group_size)
 
 
-def check_max_scale(max_scale: Any, smallest: float) -> float | None:
+def check_max_scale(max_scale: Any) -> float | None:
     if max_scale is None:
         return None
     number = float(np.float32(check_number("Quantization", "max_scale", max_scale)))
-    if number < smallest:
+    if number < SMALLEST_SCALE:
         raise ValueError(f"Quantization: max_scale must be at least 2**-126, got {max_scale}; None is no bound.")
     return number
 
@@ -145,7 +147,7 @@ def check_quantization(function: str, quantization: Any, kind: type[Any], x: jax
     check_whole_groups(function, group_size, x)
 
 
-def check_static_scale(function: str, value: Any, granularity: str, smallest: float) -> jax.Array | None:
+def check_static_scale(function: str, value: Any, granularity: str) -> jax.Array | None:
     """The caller's scale as a float32 scalar, which goes with the granularity "tensor" and with no other."""
     if granularity != "tensor":
         if value is not None:
@@ -169,6 +171,6 @@ def check_static_scale(function: str, value: Any, granularity: str, smallest: fl
             )
         return jnp.asarray(value, jnp.float32)
     number = check_number(function, "static_scale", value)
-    if number < smallest:
+    if number < SMALLEST_SCALE:
         raise ValueError(f"{function}: static_scale must be at least 2**-126, got {number}: it is divided by.")
     return jnp.asarray(number, jnp.float32)

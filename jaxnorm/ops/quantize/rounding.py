@@ -10,13 +10,12 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
 from jaxnorm.native import compat, jet
+from jaxnorm.ops.quantize.checks import SMALLEST_SCALE
 from jaxnorm.primitive import lowering
 from jaxnorm.sharding.shards import Shards
 
 if TYPE_CHECKING:
     from jaxnorm.quantization import Quantization
-
-SMALLEST_SCALE = 2.0**-126  # the smallest float32 whose reciprocal is finite and that no platform takes for zero
 
 
 class Derivative(NamedTuple):

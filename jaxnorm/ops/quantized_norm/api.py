@@ -14,7 +14,6 @@ from jaxnorm.ops.norm.formula import Kind
 from jaxnorm.ops.norm.formula import Operands as NormOperands
 from jaxnorm.ops.options import Implementation, NormOptions
 from jaxnorm.ops.quantize import checks
-from jaxnorm.ops.quantize.rounding import SMALLEST_SCALE
 from jaxnorm.ops.quantized_norm.formula import QUANTIZED_NORM, Operands, QuantizedNorm
 from jaxnorm.quantization import LARGEST, Quantization, Quantized, quantized
 
@@ -261,7 +260,7 @@ def _quantized(
     x = of_norm.x
     checks.check_quantization(function, own.quantization, Quantization, x, norm.axes)
     checks.check_activations(function, own.quantization, LARGEST)
-    given = checks.check_static_scale(function, own.static_scale, own.quantization.granularity, SMALLEST_SCALE)
+    given = checks.check_static_scale(function, own.static_scale, own.quantization.granularity)
     smooth = shared_checks.check_weight(function, "smooth_scale", own.smooth_scale, x, norm.axes, with_batch_dims=False)
     checks.check_float32(function, {**of_norm._asdict(), "smooth_scale": smooth})
     spec = QuantizedNorm(
