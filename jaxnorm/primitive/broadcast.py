@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jaxnorm.sharding import dims
@@ -26,9 +27,10 @@ def with_rank_of(x: jax.Array, array: jax.Array) -> jax.Array:
     return lax.expand_dims(array, range(x.ndim - array.ndim))
 
 
-def with_columns_of(x: jax.Array, array: jax.Array) -> jax.Array:
-    """The array, of x's rank, with a last axis as long as x's."""
-    return _broadcast(array, (*array.shape[:-1], x.shape[-1]), x)
+def alike(x: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
+    """The arrays, repeated to one shape."""
+    shape = jnp.broadcast_shapes(*(array.shape for array in arrays))
+    return [_broadcast(array, shape, x) for array in arrays]
 
 
 def fitted(x: jax.Array, array: jax.Array) -> jax.Array:

@@ -269,3 +269,32 @@ def test_cotangents_of_padding(op, dtype, value):
     assert is_padding.any()
     zeros, spoilt = (pullback((jnp.where(is_padding, v, dy).astype(dy.dtype), *others)) for v in (0, value))
     assert bits(spoilt) == bits(zeros)
+
+
+LOSS = jaxnorm.softmax_cross_entropy_with_integer_labels
+OF_MASKS = {
+    "softmax": jaxnorm.softmax,
+    "log_softmax": lambda x, **given: jnp.exp(jaxnorm.log_softmax(x, **given)),
+    "causal": partial(jaxnorm.softmax, causal=True),
+    "loss": lambda x, **given: LOSS(x, jnp.zeros(x.shape[:-1], "int32"), **given),
+}
+
+
+# Of 8192 rows of 128256 classes the booleans of all logits are a gigabyte.
+@pytest.mark.kernels
+@cover(
+    name=list(OF_MASKS), shape=[(4, 16, 1), (4, 1, 24), (1, 1, 24), (1, 16, 1), (1, 1, 1)], way=["forward", "gradient"]
+)
+def test_a_mask_is_not_written_out(name, shape, way):
+    def called(implementation):
+        def of(x, where):
+            return OF_MASKS[name](x, where=where, implementation=implementation)
+
+        return jax.jit(of if way == "forward" else jax.grad(lambda x, where: jnp.sin(of(x, where)).sum()))
+
+    x, where = draw("x", (4, 16, 24)), (draw("where", shape) > -0.5).at[:, :1, :1].set(True)
+    native = called("native").lower(x, where).compile()
+    assert "pred[4,16,24]" not in native.as_text()
+    np.testing.assert_allclose(native(x, where), called("jnp")(x, where), rtol=1e-5, atol=1e-6)
+    whole = jnp.broadcast_to(where, x.shape)
+    np.testing.assert_array_equal(native(x, where), called("native")(x, whole))

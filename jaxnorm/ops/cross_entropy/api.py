@@ -19,11 +19,12 @@ from jaxnorm.ops.cross_entropy.checks import (
     check_where,
     in_one_axis,
 )
-from jaxnorm.ops.cross_entropy.formula import CrossEntropy, Operands, Results, loss
+from jaxnorm.ops.cross_entropy.formula import IGNORED, CrossEntropy, Operands, Results, loss
 from jaxnorm.ops.cross_entropy.op import CROSS_ENTROPY, count_of, exchanged, labels_of_shard
 from jaxnorm.ops.misuse import explained
 from jaxnorm.ops.options import Choice, Implementation
 from jaxnorm.ops.softmax.checks import fitted
+from jaxnorm.primitive import broadcast
 from jaxnorm.sharding import dims
 from jaxnorm.sharding.shards import Shards
 
@@ -149,6 +150,11 @@ def losses_of(
     here = here if shards is None else labels_of_shard(shards, here, cols)
     here = checks.sharded_along(function, "labels", here, "logits", logits, dims.per_row(logits.ndim, (axis,)))
     wide = dims.wide_dtype([logits.dtype])
+    ignored = labels.ignored
+    if where is not None and where.shape[axis] != cols:  # of rows, which is no mask of all logits then
+        is_row, _ = broadcast.alike(logits, where, here)
+        here, wrong, ignored = jnp.where(is_row, here, IGNORED), wrong & is_row, _either(ignored, ~is_row)
+        where = None
     spec = CrossEntropy(
         axes=(axis,),
         scale=options.logit_scale,
@@ -169,7 +175,7 @@ def losses_of(
     if shards is not None:
         results = exchanged(spec, shards, operands, results)
     top: Any = results.top
-    left_out = _either(labels.ignored, None if where is None else top == -jnp.inf)
+    left_out = _either(ignored, None if where is None else top == -jnp.inf)
     return _losses(spec, results, left_out, wrong, counts, options)
 
 

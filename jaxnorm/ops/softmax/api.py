@@ -8,7 +8,7 @@ import jax
 from jaxnorm.ops import checks
 from jaxnorm.ops.misuse import explained
 from jaxnorm.ops.options import Implementation
-from jaxnorm.ops.softmax.checks import causal_lengths, check_where
+from jaxnorm.ops.softmax.checks import check_mask
 from jaxnorm.ops.softmax.formula import Operands, Results, Softmax
 from jaxnorm.ops.softmax.op import LOG_SOFTMAX, SOFTMAX
 from jaxnorm.primitive.family import Family
@@ -127,6 +127,5 @@ def _normalised(name: str, family: Family[Softmax, Operands, Results], x: Any, g
         native_for=choice.native_for(name),
         shards=checks.check_axis_name(name, given.axis_name),
     )
-    where = check_where(name, given.where, x, axes)
-    operands = Operands(x, where, causal_lengths(name, given.causal, x, axes))
+    operands = Operands(x, *check_mask(name, given.where, given.causal, x, axes))
     return family(spec, operands, choice.implementation).y

@@ -8,17 +8,25 @@ import numpy as np
 from jax import lax
 
 from jaxnorm.ops import checks
+from jaxnorm.ops.softmax.mask import Mask
 from jaxnorm.primitive import broadcast, weights
 
 
-def check_where(function: str, value: object, x: jax.Array, axes: tuple[int, ...]) -> Any:
-    """value as a mask with x's rank; over the last axis as kernels take one. None for None."""
-    if value is None:
-        return None
-    where = check_booleans(function, value)
-    if not weights.are_batch_dims(where.shape, x.shape):
-        raise does_not_broadcast(function, where, x, "that of x")
-    return fitted(function, where, x, axes)
+def check_mask(function: str, where: object, causal: object, x: jax.Array, axes: tuple[int, ...]) -> Mask:
+    """where and causal as a mask; over the last axis as kernels take one, and no larger than it came."""
+    lengths = causal_lengths(function, causal, x, axes)
+    if where is None:
+        return Mask(None, lengths)
+    given = check_booleans(function, where)
+    if not weights.are_batch_dims(given.shape, x.shape):
+        raise does_not_broadcast(function, given, x, "that of x")
+    given = fitted(function, given, x, axes)
+    if axes != (-1,) or given.shape[-1] == x.shape[-1]:
+        return Mask(given, lengths)
+    of_rows = jnp.where(given, np.iinfo(np.int32).max, 0)  # all columns of a row count, or none
+    if lengths is not None:
+        of_rows = jnp.minimum(*broadcast.alike(x, of_rows, lengths))
+    return Mask(None, broadcast.fitted(x, of_rows))
 
 
 def check_booleans(function: str, value: object) -> jax.Array:
@@ -46,9 +54,7 @@ def fitted(function: str, where: jax.Array, x: jax.Array, axes: tuple[int, ...])
     """A mask that broadcasts to x's shape, with x's rank; over the last axis as kernels take one."""
     where = broadcast.with_rank_of(x, where)
     where = checks.sharded_along(function, "where", where, "x", x, broadcast.dim_map(where.shape))
-    if axes != (-1,):
-        return where
-    return broadcast.fitted(x, broadcast.with_columns_of(x, where))
+    return broadcast.fitted(x, where) if axes == (-1,) else where
 
 
 def causal_lengths(function: str, value: object, x: jax.Array, axes: tuple[int, ...]) -> Any:
