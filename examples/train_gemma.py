@@ -35,6 +35,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # the benchmarks, which are not installed
 from bench import report, trainers
 
 
