@@ -298,3 +298,20 @@ def test_a_mask_is_not_written_out(name, shape, way):
     np.testing.assert_allclose(native(x, where), called("jnp")(x, where), rtol=1e-5, atol=1e-6)
     whole = jnp.broadcast_to(where, x.shape)
     np.testing.assert_array_equal(native(x, where), called("native")(x, whole))
+
+
+# Of a shard one column may hide all: of other shards' classes it says nothing.
+@cover(name=[name for name in OF_MASKS if name != "causal"], implementation=[None, "jnp"])
+def test_a_mask_of_one_column_is_of_its_shard_alone(name, implementation):
+    x, where = draw("x", (2, 4, 24)), jnp.asarray([True, True, False])[:, None, None, None]
+    parts, wheres = jnp.moveaxis(x.reshape(2, 4, 3, 8), 2, 0), jnp.broadcast_to(where, (3, 2, 4, 1))
+
+    def of_parts(x):
+        def of_part(x, where):
+            return OF_MASKS[name](x, where=where, axis_name="part", implementation=implementation)
+
+        return jax.vmap(of_part, axis_name="part")(x, wheres)
+
+    whole = OF_MASKS[name](x, where=jnp.arange(24) < 16)
+    expected = jnp.stack([whole] * 3) if whole.ndim == 2 else jnp.moveaxis(whole.reshape(2, 4, 3, 8), 2, 0)
+    np.testing.assert_allclose(of_parts(parts), expected, rtol=1e-5, atol=1e-6)

@@ -151,10 +151,13 @@ def losses_of(
     here = checks.sharded_along(function, "labels", here, "logits", logits, dims.per_row(logits.ndim, (axis,)))
     wide = dims.wide_dtype([logits.dtype])
     ignored = labels.ignored
-    if where is not None and where.shape[axis] != cols:  # of rows, which is no mask of all logits then
-        is_row, _ = broadcast.alike(logits, where, here)
-        here, wrong, ignored = jnp.where(is_row, here, IGNORED), wrong & is_row, _either(ignored, ~is_row)
-        where = None
+    if where is not None and where.shape[axis] != cols:
+        if shards is None:  # of rows, which is no mask of all logits then
+            is_row, _ = broadcast.alike(logits, where, here)
+            here, wrong, ignored = jnp.where(is_row, here, IGNORED), wrong & is_row, _either(ignored, ~is_row)
+            where = None
+        else:  # of a device's part of rows
+            where, _ = broadcast.alike(logits, where, jnp.arange(cols).reshape(-1, *(1,) * (-1 - axis)))
     spec = CrossEntropy(
         axes=(axis,),
         scale=options.logit_scale,
