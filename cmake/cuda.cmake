@@ -118,7 +118,7 @@ jaxnorm_add_module(_cuda
   src/cuda/ops/sandwich_norm_half.cu src/cuda/ops/cross_entropy_f32.cu src/cuda/ops/group_norm_half.cu
   src/cuda/ops/gated_norm_f32.cu src/cuda/ops/cross_entropy_grad.cu src/cuda/ops/group_norm_f32.cu
   src/cuda/ops/sandwich_norm_f32.cu
-  src/cuda/ops/group_merge.cu src/cuda/ops/unaligned_dot.cu
+  src/cuda/ops/group_merge.cu
   src/cuda/ops/shard_apply.cu src/cuda/ops/shard_statistics.cu src/cuda/ops/add.cu src/cuda/engine/partials.cu
   src/cuda/engine/device.cu src/cuda/engine/grad_schedule.cc src/cuda/engine/plan.cc src/cuda/ops/grad.cc
   src/cuda/ops/rotary_plan.cc src/cuda/ops/qk_norm_rotary.cc src/cuda/ops/group_norm.cc

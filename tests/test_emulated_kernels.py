@@ -22,13 +22,11 @@ UNITS = (
 )
 # Results and gradients; with per-head weights; with padding; quantised results; gated norms; sandwich norms; rotary
 # embedding; sharded rows; workspaces of other sizes than are wanted; whether every plan has a kernel; rows whose
-# squares vanish; softmax and its gradients; cross-entropy and its gradient; GroupNorm and its gradients;
-# products of arrays that do not begin at words.
+# squares vanish; softmax and its gradients; cross-entropy and its gradient; GroupNorm and its gradients.
 PROGRAMS = (
     *("run", "run_heads", "run_padding", "run_quantized", "run_gated", "run_sandwich", "run_rotary"),
     *("run_shards", "run_workspace", "run_plans", "run_extremes"),
     *("run_softmax", "run_softmax_grad", "run_cross_entropy", "run_cross_entropy_grad", "run_group_norm"),
-    "run_unaligned_dot",
 )
 
 # One worker compiles the kernels for all of these tests, and the group that has the most tests comes first.
@@ -84,6 +82,12 @@ def test_no_failures(program, objects, header, tmp_path):
 def test_what_is_known_of_the_device(header, tmp_path):
     sources = [SOURCES / "cuda/engine/device.cu", EMULATOR / "run_device.cc"]
     assert failures(compile_objects(sources, tmp_path, header), tmp_path / "device") == (0, "0 failures\n", "")
+
+
+# What multiplies the copies is the program itself, in place of cuBLASLt.
+def test_products_of_arrays_that_begin_between_words(header, tmp_path):
+    sources = [EMULATOR / "run_copied_dot.cc", EMULATOR / "emulator.cc"]
+    assert failures(compile_objects(sources, tmp_path, header), tmp_path / "copied_dot") == (0, "0 failures\n", "")
 
 
 # An op out of the package's tree is a file, and nothing of the package's own ops.

@@ -1,6 +1,5 @@
 """cuBLASLt, NVIDIA's library of matrix products, in which some ops run on a GPU: where it is, and why there is none."""
 
-import functools
 import importlib.util
 import os
 
@@ -31,11 +30,11 @@ def _directories(package: str) -> list[str]:
     return list(spec.submodule_search_locations or ()) if spec else []
 
 
-@functools.cache
 def why_not() -> str | None:
-    """Why this process cannot call it, and the remedy. Where it can, it is open then."""
+    """Why this process cannot call it now, and the remedy. Where it can, it is open then."""
     if not ffi.available("cuda"):
         return ffi.why_not("cuda")
-    reason: str = ffi.module("cuda").cublaslt(paths())
+    opened = ffi.module("cuda").cublaslt
+    reason: str = opened([]) and opened(paths())
     remedy = "pip install -U 'jax[cuda13]' brings it, or 'jax[cuda12]' where the driver is older"
     return f"{reason}; {remedy}" if reason else None

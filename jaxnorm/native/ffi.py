@@ -122,7 +122,8 @@ def workspace(
     """
     if platform != "cuda":
         return []
-    per_row, fixed = _modules[platform].workspace(target, dtype.name, cols, **needs)
+    of_heads = {name: max(1, needs[name]) for name in ("count", "inner") if name in needs}  # also of no heads
+    per_row, fixed = _modules[platform].workspace(target, dtype.name, cols, **needs | of_heads)
     return [(rows * per_row + fixed if per_row else fixed,)] if per_row or fixed else []
 
 

@@ -41,7 +41,6 @@ cudaError_t run(const CrossEntropyForward& p, cudaStream_t stream);
 cudaError_t run(const CrossEntropyBackward& p, cudaStream_t stream);
 cudaError_t run(const ShardStatistics& p, cudaStream_t stream);
 cudaError_t run(const ShardApply& p, cudaStream_t stream);
-cudaError_t unaligned_dot(const QuantizedDot& p, cudaStream_t stream);
 // Why it was not launched, since more than CUDA may refuse it; empty where it was.
 std::string run(const QuantizedDot& p, cudaStream_t stream);
 

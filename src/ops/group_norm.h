@@ -29,6 +29,21 @@ struct ExampleMap {
     for (int axis = axes; axis-- > 0; example /= extent[axis]) row += example % extent[axis] * stride[axis];
     return row;
   }
+
+// The n-th of the examples that have this row.
+#ifdef __CUDACC__
+  __host__ __device__
+#endif
+      int64_t example(int64_t row, int64_t n) const {
+    if (axes == 0) return n;
+    int64_t example = 0, step = 1;
+    for (int axis = axes; axis-- > 0; step *= extent[axis]) {
+      int64_t& rest = stride[axis] ? row : n;
+      example += rest % extent[axis] * step;
+      rest /= extent[axis];
+    }
+    return example;
+  }
 };
 
 // Arrays of x's shape are contiguous: element (example, position, channel) of x lies at

@@ -250,6 +250,20 @@ extern "C" cudaError_t cudaMemsetAsync(void* to, int byte, size_t count, cudaStr
   return cudaSuccess;
 }
 
+extern "C" cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
+  std::memcpy(to, from, bytes);
+  return cudaSuccess;
+}
+
+extern "C" cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width,
+                                         size_t height, cudaMemcpyKind, cudaStream_t) {
+  for (size_t row = 0; row < height; ++row)
+    std::memcpy(static_cast<char*>(to) + row * to_pitch, static_cast<const char*>(from) + row * from_pitch, width);
+  return cudaSuccess;
+}
+
+extern "C" const char* cudaGetErrorString(cudaError_t) { return "emulated"; }
+
 namespace jaxnorm::cuda {
 
 // A small GPU with an H200's shared memory and clusters: a block has several rows in turn.

@@ -23,18 +23,17 @@ int failures = 0;
 struct Case : Groups {
   Dtype dtype, y_dtype;
   PointwiseActivation activation;
-  bool by_example;  // whether each example has its own scale
-  int64_t offset;   // of each array, in elements, so that it is aligned to them and to nothing more
+  ExampleMap scales;  // one for all examples, or for each, or for those that have an index of an axis in common
+  int64_t offset;     // of each array, in elements, so that it is aligned to them and to nothing more
 
   int64_t elements() const { return examples * positions * channels(); }
-  int64_t scales() const { return by_example ? examples : 1; }
+  int64_t rows() const { return scales.row(examples - 1) + 1; }
 
   void expect(bool holds, const char* what) const {
     if (holds) return;
     ++failures;
-    std::printf("%s: %d to %d, activation %d, %ld examples of %ld x %ld groups of %ld,%s offset %ld\n", what,
-                int(dtype), int(y_dtype), int(activation), examples, positions, groups, group_size,
-                by_example ? " a scale for each," : "", offset);
+    std::printf("%s: %d to %d, activation %d, %ld examples of %ld x %ld groups of %ld, %ld scales, offset %ld\n", what,
+                int(dtype), int(y_dtype), int(activation), examples, positions, groups, group_size, rows(), offset);
   }
 };
 
@@ -43,7 +42,7 @@ struct Operands {
 
   explicit Operands(const Case& c)
       : x(Array::normal(c.dtype, c.elements(), c.offset)),
-        scale(Array::normal(kF32, c.scales() * c.channels(), c.offset)),
+        scale(Array::normal(kF32, c.rows() * c.channels(), c.offset)),
         bias(Array::normal(kF32, c.channels(), c.offset)),
         dy(Array::normal(c.y_dtype, c.elements(), c.offset)) {}
 };
@@ -56,7 +55,7 @@ struct Results {
         mean(kF32, c.examples * c.groups),
         rstd(kF32, c.examples * c.groups),
         dx(c.dtype, c.elements(), offset),
-        dscale(kF32, c.scales() * c.channels()),
+        dscale(kF32, c.rows() * c.channels()),
         dbias(kF32, c.channels()) {}
 
   bool operator==(const Results& r) const {
@@ -64,12 +63,10 @@ struct Results {
   }
 };
 
-GroupWeight weight_of(const Array& array, bool by_example, int64_t examples) {
+GroupWeight weight_of(const Array& array, const ExampleMap& map = {}) {
   GroupWeight weight;
   static_cast<Input&>(weight) = array;
-  weight.map.axes = by_example;
-  weight.map.extent[0] = examples;
-  weight.map.stride[0] = by_example;
+  weight.map = map;
   return weight;
 }
 
@@ -82,7 +79,7 @@ void run_both(const Case& c, const Operands& o, Results& r, double share = 1) {
   GroupNormForward f{};
   static_cast<Groups&>(f) = c;
   f.x = o.x, f.y = r.y, f.mean = r.mean.floats(), f.rstd = r.rstd.floats();
-  f.scale = weight_of(o.scale, c.by_example, c.examples), f.bias = weight_of(o.bias, false, c.examples);
+  f.scale = weight_of(o.scale, c.scales), f.bias = weight_of(o.bias);
   f.epsilon = kEpsilon, f.scale_offset = kOffset, f.activation = c.activation;
   Array forward = workspace_of(group_norm_forward_workspace);
   f.workspace = forward.workspace();
@@ -125,7 +122,7 @@ struct Exact {
   std::vector<double> y, dx, dscale, dbias;
 
   Exact(const Case& c, const Operands& o)
-      : y(c.elements()), dx(c.elements()), dscale(c.scales() * c.channels()), dbias(c.channels()) {
+      : y(c.elements()), dx(c.elements()), dscale(c.rows() * c.channels()), dbias(c.channels()) {
     for (int64_t example = 0; example < c.examples; ++example)
       for (int64_t group = 0; group < c.groups; ++group) of_group(c, o, example, group);
   }
@@ -150,7 +147,7 @@ struct Exact {
     const double mean = mean_of([&](int64_t at, int64_t) { return o.x[at]; });
     const double rstd =
         1 / std::sqrt(mean_of([&](int64_t at, int64_t) { return (o.x[at] - mean) * (o.x[at] - mean); }) + kEpsilon);
-    const auto scale_at = [&](int64_t channel) { return (c.by_example ? example * c.channels() : 0) + channel; };
+    const auto scale_at = [&](int64_t channel) { return c.scales.row(example) * c.channels() + channel; };
     const auto x_hat = [&](int64_t at) { return (o.x[at] - mean) * rstd; };
     const auto factor = [&](int64_t channel) { return o.scale[scale_at(channel)] + kOffset; };
     const auto z = [&](int64_t at, int64_t channel) { return x_hat(at) * factor(channel) + o.bias[channel]; };
@@ -170,7 +167,7 @@ struct Exact {
 
 // The example that is the last of them by itself.
 void compare_alone(const Case& c, const Operands& o, const Results& r) {
-  if (c.examples < 2 || c.by_example) return;
+  if (c.examples < 2 || c.rows() > 1) return;
   Case alone = c;
   alone.examples = 1;
   Operands last(alone);
@@ -230,9 +227,21 @@ void test_shape(int64_t positions, int64_t groups, int64_t group_size) {
   tier.begin_shape();
   for (const auto [dtype, y_dtype] : {std::pair{kF32, kF32}, {kBf16, kBf16}, {kBf16, kF32}, {kF32, kBf16}})
     for (const A activation : {A::none, A::silu, A::relu, A::gelu})
-      for (const bool by_example : {false, true})
+      for (const bool by_example : {false, true}) {
+        const ExampleMap scales = by_example ? ExampleMap{1, {3}, {1}} : ExampleMap{};
         if (tier.takes())
-          test({{3, positions, groups, group_size}, dtype, y_dtype, activation, by_example, by_example ? 0 : 1});
+          test({{3, positions, groups, group_size}, dtype, y_dtype, activation, scales, by_example ? 0 : 1});
+      }
+}
+
+// More examples than threads sum up at once, of two axes: a scale for each index of the first, or of the second.
+void test_shared_scales() {
+  for (const int64_t first : {2, 13})
+    for (const bool of_first : {false, true}) {
+      const int64_t second = 26 / first;
+      const ExampleMap scales{2, {first, second}, {of_first, !of_first}};
+      test({{26, 7, 5, 3}, kF32, kF32, PointwiseActivation::silu, scales, 0});
+    }
 }
 
 }  // namespace
@@ -248,6 +257,7 @@ int main(int argc, char** argv) {
         test_shape(positions, groups, size);
     test_shape(1100, 2, 8);
     test_shape(200, 1, 600);
+    test_shared_scales();
   }
   std::printf("%d failures\n", failures);
   return failures > 0;

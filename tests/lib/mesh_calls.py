@@ -140,6 +140,8 @@ def cross_entropy(draw: Draw) -> Call:
     lead, classes = draw.rows(), draw.pick(COLS)
     logits, labels = draw.logits((*lead, classes), draw.pick(DTYPES)), draw.labels(lead, classes)
     where = draw.mask(logits.shape) if draw.chance(0.3) else None
+    if where is not None:  # of fewer axes it might be one of labels, too
+        where = where.reshape((1,) * (logits.ndim - where.ndim) + where.shape)
     return _call(
         jaxnorm.softmax_cross_entropy_with_integer_labels,
         {"logits": logits, "labels": labels, "where": where},

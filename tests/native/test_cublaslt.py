@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import types
 
 import pytest
 from internals import cublaslt, ffi
@@ -90,3 +91,12 @@ def test_a_reason_has_a_remedy():
 def test_the_workspace_is_the_same_for_all_shapes():
     sizes = {ffi.module("cuda").workspace("jaxnorm_quantized_dot", "bfloat16", cols) for cols in (16, 4096, 1 << 20)}
     assert sizes == {(0, 8 << 20)}
+
+
+# As of a process that was short of memory when it first asked.
+def test_a_failure_is_not_kept(monkeypatch):
+    reasons = iter(["not loaded", "no memory", ""])
+    monkeypatch.setattr(ffi, "available", lambda platform: True)
+    monkeypatch.setattr(ffi, "module", lambda platform: types.SimpleNamespace(cublaslt=lambda paths: next(reasons)))
+    assert cublaslt.why_not().startswith("no memory; ")
+    assert cublaslt.why_not() is None

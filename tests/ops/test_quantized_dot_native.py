@@ -93,21 +93,33 @@ def flat(array):
     return jax.lax.bitcast_convert_type(padded, array.dtype) if array.dtype.itemsize == 1 else padded
 
 
-# XLA hands a call the slice itself.
+# XLA hands a call the slice itself where it has whole 128 bytes, and cuBLASLt gets copies: all at once where they have
+# room, else one block after the other.
 @pytest.mark.gpu
-@pytest.mark.parametrize("moved", [("x",), ("weights",), ("x", "weights")], ids=" and ".join)
-def test_at_an_odd_element(moved):
-    whole = dict(zip(("x", "weights"), operands(), strict=True))
+@pytest.mark.parametrize(
+    ("dims", "outputs"),
+    [((128, 256), 128), ((4096, 4096), 8192), ((32, 32), 2**20 + 128)],
+    ids=("one", "blocks", "wide"),
+)
+@pytest.mark.parametrize("moved", [("x",), ("weights",), ("bias",), ("x", "weights", "bias")], ids=" and ".join)
+def test_between_words_the_bits_are_the_same(moved, dims, outputs):
+    whole = dict(zip(("x", "weights"), operands(dims=dims, outputs=outputs), strict=True))
+    whole["bias"] = draw("bias", (outputs,), "bfloat16")
 
     def product(given):
-        arrays = {
+        return quantized_dot(given["x"], given["weights"], bias=given["bias"], implementation="native")
+
+    def of_parts(given):
+        parts = {
             name: jax.tree.map(lambda f, a: f[1:].reshape(a.shape), of, whole[name]) if name in moved else of
             for name, of in given.items()
         }
-        return quantized_dot(arrays["x"], arrays["weights"], implementation="native")
+        return product(parts)
 
     given = {name: jax.tree.map(flat, of) if name in moved else of for name, of in whole.items()}
-    assert_near(jax.jit(product)(given), **whole)
+    compiled = jax.jit(of_parts).lower(given).compile()
+    assert "dynamic_slice_fusion" in compiled.as_text().replace("-", "_")
+    np.testing.assert_array_equal(*(np.asarray(y, np.float32) for y in (compiled(given), jax.jit(product)(whole))))
 
 
 @pytest.mark.gpu

@@ -33,6 +33,10 @@ def _channels_not_last(norm: GroupNorm, _: Any) -> str | None:
     return None if norm.axes[-1] == -1 and -2 not in norm.axes else "channels are not the last axis of x"
 
 
+def _no_channels(norm: GroupNorm, operands: Any) -> str | None:
+    return "x has no channels" if operands[0].shape[-2] == 0 else None
+
+
 def _attributes(norm: GroupNorm, _: Any) -> dict[str, Any]:
     return {
         "axes": np.int64(norm.row_ndim),
@@ -83,7 +87,7 @@ GROUP_NORM = Family(
             slower=speed.group_norm,
             workspace=lambda saved, wanted: _sizes(saved.x) | {"weights": sum(v is not None for v in wanted[1:])},
         ),
-        reasons=(_channels_not_last,),
+        reasons=(_channels_not_last, _no_channels),
         is_trailing=False,
         linear_in=lambda norm: () if norm.activation else ("scale", "bias"),
         can_shard=lambda *_: True,

@@ -68,20 +68,19 @@ __global__ void __launch_bounds__(kGroupThreads, kGroupBlocks<X, ACCESS>)
 constexpr int kWeightCols = 32;  // of a block
 
 // The sums over the examples that have this row of the weight, of one of the two numbers that each has for a channel.
+// `block`: of the `blocks` that all rows have.
 template <typename F>
 __device__ void sum_weight(const GroupPlan& plan, const GroupWeight& weight, const Output& to, int64_t examples,
-                           unsigned block, F number) {
+                           unsigned block, unsigned blocks, F number) {
   constexpr int step = kGroupThreads / kWeightCols;
   const unsigned blocks_a_row = static_cast<unsigned>((plan.channels + kWeightCols - 1) / kWeightCols);
-  const int64_t row = block / blocks_a_row;
+  const int64_t row = block / blocks_a_row, examples_a_row = examples / (blocks / blocks_a_row);
   const int first = static_cast<int>(threadIdx.x) / kWeightCols;
   const int64_t channel = int64_t{block % blocks_a_row} * kWeightCols + threadIdx.x % kWeightCols;
   float own = 0;
 #pragma unroll 4
-  for (int64_t example = first; example < examples; example += step) {
-    const bool has_row = weight.map.axes == 0 || weight.map.row(example) == row;
-    if (has_row && channel < plan.channels) own += number(example * plan.chunks * plan.channels + channel);
-  }
+  for (int64_t n = first; n < examples_a_row; n += step)
+    if (channel < plan.channels) own += number(weight.map.example(row, n) * plan.chunks * plan.channels + channel);
   __shared__ float sums[kGroupThreads];
   sums[threadIdx.x] = own;
   __syncthreads();
@@ -98,10 +97,10 @@ __global__ void __launch_bounds__(kGroupThreads, kGroupBlocks<X, ACCESS>)
   using Tile = GroupTile<X, ACCESS>;
   constexpr int N = Tile::N, GROUPS = Tile::GROUPS;
   if (blockIdx.x < of_scale)
-    return sum_weight(plan, p.scale, p.dscale, p.examples, blockIdx.x,
+    return sum_weight(plan, p.scale, p.dscale, p.examples, blockIdx.x, of_scale,
                       [&](int64_t i) { return kept.of_channels[i].y; });
   if (blockIdx.x < of_weights)
-    return sum_weight(plan, p.bias, p.dbias, p.examples, blockIdx.x - of_scale,
+    return sum_weight(plan, p.bias, p.dbias, p.examples, blockIdx.x - of_scale, of_weights - of_scale,
                       [&](int64_t i) { return kept.of_channels[i].x; });
   const Tile tile(plan, gridDim.x - 1 - blockIdx.x);
   GroupChannels<Tile> channels;

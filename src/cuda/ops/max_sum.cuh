@@ -179,14 +179,16 @@ struct MaxSum {
             fmaxf(max_, w_of(x, x.scale().descending ? extreme(std::true_type{}) : extreme(std::false_type{})));
         if (max > max_) {
           whole_sum_ *= x.scale().between(max_, max);
-          if constexpr (Row::kCross) whole_total_ += count_ * (origin_of(max_) - origin_of(max));
+          if constexpr (Row::kCross)
+            if (x.scale().with_total) whole_total_ += count_ * (origin_of(max_) - origin_of(max));
           max_ = max;
         }
         const float origin = origin_of(max_);
         visit([&](int i, auto col, int remaining) { add(x, i, col, remaining, vectors[i], origin); });
         whole_sum_ += sum_[0] + sum_[1];
-        whole_total_ += total_;
-        sum_[0] = sum_[1] = total_ = 0;
+        sum_[0] = sum_[1] = 0;
+        if constexpr (Row::kCross)
+          if (x.scale().with_total) whole_total_ += total_, total_ = 0;
       });
     }
 

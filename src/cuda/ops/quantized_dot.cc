@@ -8,11 +8,12 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
-#include <type_traits>
 
 #include "cuda/cublaslt.h"
 #include "cuda/ops.h"
+#include "cuda/ops/copied_dot.h"
 
 namespace jaxnorm::cuda {
 namespace {
@@ -94,11 +95,18 @@ struct Room {
     data = reinterpret_cast<void*>(begin / kWorkspaceAlignment * kWorkspaceAlignment);
     bytes = whole * kWorkspaceAlignment;
   }
+
+  // What is left behind so many bytes.
+  Room behind(size_t used) const {
+    used = (used + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
+    Room left = *this;
+    left.data = static_cast<char*>(data) + used, left.bytes = bytes - used;
+    return left;
+  }
 };
 
 // How a product of these shapes and dtypes is computed on a device.
 struct DotPlan {
-  Owned<Layout> a, b, d;
   Algorithm algorithm;
   size_t workspace_bytes;
 };
@@ -144,39 +152,69 @@ std::string no_algorithm(const Library& lt, const QuantizedDot& p, const Room& r
          " bytes of workspace (" + lt.status_name(status) + ")";
 }
 
-// Null where there is none, and why.
-std::unique_ptr<DotPlan> make_plan(const Library& lt, Context* handle, Desc* desc, const QuantizedDot& p,
-                                   const Room& room, std::string& why) {
+struct Layouts {
+  Owned<Layout> a, b, d;
+
+  Layouts(const Library& lt, const QuantizedDot& p, Checks& check)
+      : a(layout_of(lt, p.weights.dtype, p.depth, p.cols, check)),
+        b(layout_of(lt, p.x.dtype, p.depth, p.rows, check)),
+        d(layout_of(lt, p.y.dtype, p.cols, p.rows, check)) {}
+};
+
+// Nothing where there is none, and why.
+std::optional<DotPlan> make_plan(const Library& lt, Context* handle, const QuantizedDot& p, const Room& room,
+                                 std::string& why) {
   Checks check(lt);
-  auto a = layout_of(lt, p.weights.dtype, p.depth, p.cols, check);
-  auto b = layout_of(lt, p.x.dtype, p.depth, p.rows, check);
-  auto d = layout_of(lt, p.y.dtype, p.cols, p.rows, check);
+  const auto desc = desc_of(lt, p, check);
+  const Layouts layouts(lt, p, check);
   const auto preference = preference_of(lt, room.bytes, check);
   why = check.why();
-  if (!why.empty()) return nullptr;
+  if (!why.empty()) return std::nullopt;
   Heuristic best{};
   int found = 0;
-  Status status = lt.heuristic(handle, desc, a.get(), b.get(), d.get(), d.get(), preference.get(), 1, &best, &found);
+  Status status = lt.heuristic(handle, desc.get(), layouts.a.get(), layouts.b.get(), layouts.d.get(), layouts.d.get(),
+                               preference.get(), 1, &best, &found);
   if (status == kSuccess && found > 0) status = best.state;
-  if (status != kSuccess || found == 0) {
-    why = no_algorithm(lt, p, room, status);
-    return nullptr;
-  }
-  return std::unique_ptr<DotPlan>(
-      new DotPlan{std::move(a), std::move(b), std::move(d), best.algorithm, best.workspace_bytes});
+  if (status == kSuccess && found > 0) return DotPlan{best.algorithm, best.workspace_bytes};
+  why = no_algorithm(lt, p, room, status);
+  return std::nullopt;
 }
 
-// The plan of such calls, made by the first. It stays where it is.
-const DotPlan* plan_of(const Library& lt, Context* handle, Desc* desc, const QuantizedDot& p, const Room& room,
-                       std::string& why) {
+// The plan of such calls, made by the first. A failure is not kept, since it may pass.
+std::optional<DotPlan> plan_of(const Library& lt, Context* handle, const QuantizedDot& p, const Room& room,
+                               std::string& why) {
+  constexpr size_t kMostPlans = 4096;  // of a process that multiplies ever new shapes
   static std::mutex mutex;
-  // Never destroyed: when the process ends, cuBLASLt may be gone before.
-  static auto* const plans = new std::map<Key, std::unique_ptr<DotPlan>>;
+  static std::map<Key, DotPlan> plans;
   const std::lock_guard<std::mutex> lock(mutex);
-  std::unique_ptr<DotPlan>& plan = (*plans)[key_of(handle, p, room)];
-  if (!plan) plan = make_plan(lt, handle, desc, p, room, why);
-  return plan.get();
+  const Key key = key_of(handle, p, room);
+  if (const auto kept = plans.find(key); kept != plans.end()) return kept->second;
+  const auto plan = make_plan(lt, handle, p, room, why);
+  if (plans.size() == kMostPlans) plans.clear();
+  if (plan) plans.emplace(key, *plan);
+  return plan;
 }
+
+// A call of the library. What it is given begins at words.
+struct Product {
+  const Library& lt;
+  Context* handle;
+  const Room& room;
+  const DotPlan& plan;
+  cudaStream_t stream;
+
+  std::string operator()(const QuantizedDot& p) const {
+    Checks check(lt);
+    const auto desc = desc_of(lt, p, check);
+    const Layouts layouts(lt, p, check);
+    if (!check.why().empty()) return check.why();
+    const float alpha = 1, beta = 0;
+    check("cublasLtMatmul", lt.matmul(handle, desc.get(), &alpha, p.weights.data, layouts.a.get(), p.x.data,
+                                      layouts.b.get(), &beta, p.y.data, layouts.d.get(), p.y.data, layouts.d.get(),
+                                      &plan.algorithm, room.data, plan.workspace_bytes, stream));
+    return check.why();
+  }
+};
 
 // Where cuBLASLt wants all arrays to begin.
 bool begins_at_words(const QuantizedDot& p) {
@@ -190,27 +228,19 @@ bool begins_at_words(const QuantizedDot& p) {
 
 std::string run(const QuantizedDot& p, cudaStream_t stream) {
   if (p.rows == 0 || p.cols == 0) return "";
-  if (!begins_at_words(p)) {
-    const cudaError_t error = unaligned_dot(p, stream);
-    return error == cudaSuccess ? "" : std::string("the launch failed: ") + cudaGetErrorString(error);
-  }
   const RelaxedCapture relaxed;
   std::string why;
   const Library* const lt = open({}, why);
   if (!lt) return why;
   Context* const handle = handle_of_device(*lt, why);
   if (!handle) return why;
-  Checks check(*lt);
-  const auto desc = desc_of(*lt, p, check);
-  if (!check.why().empty()) return check.why();
   const Room room(p.workspace);
-  const DotPlan* const plan = plan_of(*lt, handle, desc.get(), p, room, why);
+  const auto plan = plan_of(*lt, handle, p, room, why);
   if (!plan) return why;
-  const float alpha = 1, beta = 0;
-  check("cublasLtMatmul",
-        lt->matmul(handle, desc.get(), &alpha, p.weights.data, plan->a.get(), p.x.data, plan->b.get(), &beta, p.y.data,
-                   plan->d.get(), p.y.data, plan->d.get(), &plan->algorithm, room.data, plan->workspace_bytes, stream));
-  return check.why();
+  const Product product{*lt, handle, room, *plan, stream};
+  if (begins_at_words(p)) return product(p);
+  const Room left = room.behind(plan->workspace_bytes);
+  return CopiedDot(p, {static_cast<char*>(left.data), static_cast<int64_t>(left.bytes)}, stream).run(product);
 }
 
 WorkspaceSize quantized_dot_workspace(const WorkspaceQuery&) {
