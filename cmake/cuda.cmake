@@ -102,23 +102,11 @@ message(STATUS "jaxnorm: CUDA kernels on (nvcc ${CMAKE_CUDA_COMPILER_VERSION})")
 message(STATUS "jaxnorm: compiling for ${architectures} takes ${time}; JAXNORM_CUDA_ARCHITECTURES chooses, "
                "as 90-real for an H100 or H200 alone")
 
-# What takes longest to compile comes first. The half types share a file, which takes a fifth less room in a wheel, unless
-# it would take minutes to compile.
+set(JAXNORM_UNITS "${CMAKE_CURRENT_BINARY_DIR}/units")
+include(cmake/units.cmake)
 jaxnorm_add_module(_cuda
-  src/cuda/ops/norm_grad_f32.cu src/cuda/ops/norm_grad_f16.cu src/cuda/ops/norm_grad_bf16.cu
-  src/cuda/ops/norm_f16.cu src/cuda/ops/norm_bf16.cu src/cuda/ops/softmax_half.cu
-  src/cuda/ops/quantized_norm_f16.cu src/cuda/ops/quantized_norm_bf16.cu src/cuda/ops/quantized_norm_f32.cu
-  src/cuda/ops/add_norm_f32.cu src/cuda/ops/add_norm_f16.cu src/cuda/ops/add_norm_bf16.cu
-  src/cuda/ops/softmax_grad_half.cu src/cuda/ops/gated_norm_grad_half.cu src/cuda/ops/qk_norm_rotary_half.cu
-  src/cuda/ops/qk_norm_rotary_grad_half.cu src/cuda/ops/gated_norm_quantized_half.cu
-  src/cuda/ops/cross_entropy_half.cu src/cuda/ops/norm_f32.cu src/cuda/ops/softmax_f32.cu
-  src/cuda/ops/group_norm_grad_half.cu src/cuda/ops/gated_norm_half.cu src/cuda/ops/qk_norm_rotary_grad_f32.cu
-  src/cuda/ops/qk_norm_rotary_f32.cu src/cuda/ops/gated_norm_grad_f32.cu src/cuda/ops/softmax_grad_f32.cu
-  src/cuda/ops/softmax_grad_mixed.cu src/cuda/ops/gated_norm_quantized_f32.cu src/cuda/ops/group_norm_grad_f32.cu
-  src/cuda/ops/sandwich_norm_half.cu src/cuda/ops/cross_entropy_f32.cu src/cuda/ops/group_norm_half.cu
-  src/cuda/ops/gated_norm_f32.cu src/cuda/ops/cross_entropy_grad.cu src/cuda/ops/group_norm_f32.cu
-  src/cuda/ops/sandwich_norm_f32.cu
-  src/cuda/ops/group_merge.cu
+  ${jaxnorm_units}
+  src/cuda/ops/cross_entropy_grad.cu src/cuda/ops/group_merge.cu
   src/cuda/ops/shard_apply.cu src/cuda/ops/shard_statistics.cu src/cuda/ops/add.cu src/cuda/engine/partials.cu
   src/cuda/engine/device.cu src/cuda/engine/grad_schedule.cc src/cuda/engine/plan.cc src/cuda/ops/grad.cc
   src/cuda/ops/rotary_plan.cc src/cuda/ops/qk_norm_rotary.cc src/cuda/ops/group_norm.cc
@@ -129,7 +117,7 @@ jaxnorm_add_module(_cuda
 target_compile_options(_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--fmad=false --compress-mode=size>)
 if(JAXNORM_CUDA_ARCHITECTURES STREQUAL JAXNORM_EVERY_ARCHITECTURE)
   get_target_property(sources _cuda SOURCES)
-  list(FILTER sources INCLUDE REGEX "quantized.*[.]cu$")
+  list(FILTER sources INCLUDE REGEX "quantized[a-z0-9_]*[.]cu$")
   set(float8 ${JAXNORM_FLOAT8_ARCHITECTURE})
   set_property(SOURCE ${sources} APPEND PROPERTY COMPILE_OPTIONS
                "-gencode=arch=compute_${float8},code=sm_${float8}")

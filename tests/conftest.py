@@ -101,7 +101,7 @@ def pytest_collection_modifyitems(config, items):
     has = {
         "kernels": is_platform_with_kernels(),
         "plans": is_built("gpu"),
-        "emulated": shutil.which("nvcc") is not None and config.option.tier != "quick",
+        "emulated": all(map(shutil.which, ("nvcc", "cmake"))) and config.option.tier != "quick",
         "browser": shutil.which("chromium") is not None,
         "toys": ARE_BUILT,
         "deviceless": deviceless.has_plugin() and is_built("gpu") and not on_gpu,

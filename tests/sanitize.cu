@@ -1,8 +1,9 @@
 // Every regime of the CUDA kernels without Python, for compute-sanitizer, whose tools but memcheck do not get along
 // with a whole JAX process:
 //
-//   nvcc -std=c++17 -O3 --fmad=false -arch=native -Isrc tests/sanitize.cu src/cuda/*/*.cu src/cuda/*/*.cc src/cuda/*.cc
-//     -o sanitize       # on one line
+//   cmake -D JAXNORM_UNITS=units -P cmake/units.cmake
+//   nvcc -std=c++17 -O3 --fmad=false -arch=native -Isrc tests/sanitize.cu units/*.cu src/cuda/*/*.cu src/cuda/*/*.cc
+//     src/cuda/*.cc -o sanitize       # on one line
 //   for tool in memcheck racecheck synccheck initcheck; do compute-sanitizer --tool $tool ./sanitize; done
 //   compute-sanitizer --tool racecheck ./sanitize layer bf16            # a part of them
 //   compute-sanitizer --tool racecheck ./sanitize layer bf16 37 4096    # one shape, rows by columns

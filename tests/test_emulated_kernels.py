@@ -10,15 +10,13 @@ from coverage import in_full
 
 HERE = Path(__file__).parent
 EMULATOR, TOY = HERE / "emulator", HERE / "toy"
-SOURCES = HERE.parent / "src"
-ENGINE = ("cuda/engine/plan.cc", "cuda/engine/grad_schedule.cc", "cuda/engine/partials.cu")
-# A file of f16 alone has the same code as that of bf16: emulator/absent.cc stands for it, to save time.
-KERNELS = sorted(unit for unit in SOURCES.glob("cuda/ops/*.cu") if not unit.stem.endswith("_f16"))
-UNITS = (
-    *KERNELS,
+CUDA = HERE.parent / "src" / "cuda"
+ENGINE = tuple(CUDA / "engine" / name for name in ("plan.cc", "grad_schedule.cc", "partials.cu"))
+OTHERS = (
+    *sorted(CUDA.glob("ops/*.cu")),
     *ENGINE,
-    *(f"cuda/ops/{name}.cc" for name in ("grad", "rotary_plan", "qk_norm_rotary", "group_norm")),
-    "cuda/dispatch.cc",
+    *(CUDA / "ops" / f"{name}.cc" for name in ("grad", "rotary_plan", "qk_norm_rotary", "group_norm")),
+    CUDA / "dispatch.cc",
 )
 # Results and gradients; with per-head weights; with padding; quantised results; gated norms; sandwich norms; rotary
 # embedding; sharded rows; workspaces of other sizes than are wanted; whether every plan has a kernel; rows whose
@@ -36,7 +34,7 @@ pytestmark = [pytest.mark.emulated, pytest.mark.xdist_group("emulated")]
 # nvcc knows where CUDA's headers are, and hands C++ on to the compiler of the host.
 COMPILE = (
     *("nvcc", "-x", "c++", "-std=c++17", "-O1"),
-    *("-Xcompiler=-ffp-contract=off,-w", f"-I{EMULATOR}", f"-I{SOURCES}"),
+    *("-Xcompiler=-ffp-contract=off,-w", f"-I{EMULATOR}", f"-I{CUDA.parent}"),
 )
 
 
@@ -68,8 +66,13 @@ def failures(objects, program):
 
 @pytest.fixture(scope="module")
 def objects(tmp_path_factory, header):
-    sources = [*(SOURCES / unit for unit in UNITS), EMULATOR / "emulator.cc", EMULATOR / "absent.cc"]
-    return compile_objects(sources, tmp_path_factory.mktemp("emulated"), header)
+    folder = tmp_path_factory.mktemp("emulated")
+    script = HERE.parent / "cmake" / "units.cmake"
+    subprocess.run(["cmake", "-D", f"JAXNORM_UNITS={folder}/units", "-P", script], check=True)
+    # A unit of f16 alone has the same code as that of bf16: absent.cc stands for it, to save time.
+    units = sorted(unit for unit in folder.glob("units/*.cu") if not unit.stem.endswith("_f16"))
+    sources = [*units, *OTHERS, EMULATOR / "emulator.cc", EMULATOR / "absent.cc"]
+    return compile_objects(sources, folder, header)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -80,7 +83,7 @@ def test_no_failures(program, objects, header, tmp_path):
 
 # Of which the emulator has one of its own.
 def test_what_is_known_of_the_device(header, tmp_path):
-    sources = [SOURCES / "cuda/engine/device.cu", EMULATOR / "run_device.cc"]
+    sources = [CUDA / "engine" / "device.cu", EMULATOR / "run_device.cc"]
     assert failures(compile_objects(sources, tmp_path, header), tmp_path / "device") == (0, "0 failures\n", "")
 
 
@@ -97,6 +100,6 @@ def test_an_op_out_of_tree(op, header, tmp_path):
         TOY / f"{op}.cu",
         TOY / f"run_{op}.cc",
         EMULATOR / "emulator.cc",
-        *(SOURCES / unit for unit in ENGINE[:2]),
+        *ENGINE[:2],
     ]
     assert failures(compile_objects(sources, tmp_path, header), tmp_path / op) == (0, "0 failures\n", "")

@@ -16,7 +16,7 @@ namespace {
 // those in segments go by other kernels then.
 bool depends_on_dtype_of_dy(int64_t cols) {
   return cols % vector_of(Dtype::f32) != 0 ||
-         make_plan(Op::backward, Kind::rms, Dtype::f32, cols, kMaxCluster).segments > 0;
+         make_plan(Way::backward, Kind::rms, Dtype::f32, cols, kMaxCluster).segments > 0;
 }
 
 // Whether daddend is widened to x's type before the first norm's gradient reads it: as two norms one after the other
@@ -86,7 +86,7 @@ cudaError_t run(const SandwichNormBackward& call, cudaStream_t stream) {
 }
 
 WorkspaceSize norm_backward_workspace(const WorkspaceQuery& query) {
-  const Plan plan = make_plan(Op::backward, Kind::rms, query.dtype, query.cols, kMaxCluster);
+  const Plan plan = make_plan(Way::backward, Kind::rms, query.dtype, query.cols, kMaxCluster);
   return grad_workspace(query, {plan, beside_extra_operand(plan)});
 }
 

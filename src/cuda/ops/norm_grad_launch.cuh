@@ -70,7 +70,7 @@ cudaError_t launch_norm_rows(const NormBackward& p, const GradCall<NormState>& c
 template <Kind KIND, typename X, typename DY>
 cudaError_t launch_norm_grad(const NormBackward& p, cudaStream_t stream) {
   constexpr int N = kVector<X>;
-  Plan plan = make_plan(Op::backward, KIND, kDtype<X>, p.cols, current_device().max_cluster());
+  Plan plan = make_plan(Way::backward, KIND, kDtype<X>, p.cols, current_device().max_cluster());
   if (p.dsum) plan = beside_extra_operand(plan);
   // Rows of dy as well are whole multiples of 16 bytes: they may be copied in bulk.
   const bool aligned = p.cols % N == 0 && p.cols % kVector<DY> == 0 && p.dy_stride % kVector<DY> == 0 &&

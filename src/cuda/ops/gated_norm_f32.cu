@@ -1,5 +1,0 @@
-#include "cuda/ops/gated_norm.cuh"
-
-namespace jaxnorm::cuda {
-template cudaError_t run_gated_norm<float>(const GatedNormForward&, cudaStream_t);
-}  // namespace jaxnorm::cuda

@@ -1,5 +1,0 @@
-#include "cuda/ops/gated_norm_quantized.cuh"
-
-namespace jaxnorm::cuda {
-template cudaError_t run_gated_norm_quantized<float>(const GatedNormQuantizedForward&, cudaStream_t);
-}  // namespace jaxnorm::cuda

@@ -1,5 +1,0 @@
-#include "cuda/ops/group_norm_grad.cuh"
-
-namespace jaxnorm::cuda {
-template cudaError_t run_group_norm_grad<float>(const GroupNormBackward&, const GroupPlan&, cudaStream_t);
-}  // namespace jaxnorm::cuda

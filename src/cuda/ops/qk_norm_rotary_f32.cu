@@ -1,5 +1,0 @@
-#include "cuda/ops/qk_norm_rotary.cuh"
-
-namespace jaxnorm::cuda {
-template cudaError_t run_qk_norm_rotary<float>(const QkNormRotaryForward&, bool, cudaStream_t);
-}  // namespace jaxnorm::cuda

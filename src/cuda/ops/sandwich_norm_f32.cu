@@ -1,5 +1,0 @@
-#include "cuda/ops/sandwich_norm.cuh"
-
-namespace jaxnorm::cuda {
-template cudaError_t run_sandwich_norm<float>(const SandwichNormForward&, const Plan&, cudaStream_t);
-}  // namespace jaxnorm::cuda

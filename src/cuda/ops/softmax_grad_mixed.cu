@@ -1,6 +1,0 @@
-#include "cuda/ops/softmax_grad_launch.cuh"
-
-namespace jaxnorm::cuda {
-template cudaError_t softmax_grad_of<AnyElement>(const SoftmaxBackward&, cudaStream_t);
-template cudaError_t log_softmax_grad_of<AnyElement>(const LogSoftmaxBackward&, cudaStream_t);
-}  // namespace jaxnorm::cuda
