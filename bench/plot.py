@@ -32,11 +32,16 @@ def main(args):
     results = report.load(args.results)
     folder = args.out or args.results.parent
     folder.mkdir(parents=True, exist_ok=True)
-    for direction, panels in panels_of(results["rows"]).items():
+    for direction, picture in pictures(results):
         path = folder / f"{args.results.stem}-{direction}.png"
-        # Without the version of the program that drew it, the picture changes only if the results do.
-        draw(results["header"], direction, panels).savefig(path, metadata={"Software": None})
+        picture.savefig(path)
         print(path)
+
+
+def pictures(results):
+    """The directions, each with its figure."""
+    for direction, panels in panels_of(results["rows"]).items():
+        yield direction, draw(results["header"], direction, panels)
 
 
 def panels_of(rows):
