@@ -18,7 +18,7 @@ cudaError_t with_dtype(Dtype dtype, F f) {
 
 // `stream_dtype`: of what is normalised.
 Plan forward_plan(const NormOperands& p, Dtype stream_dtype) {
-  return make_plan(Op::forward, p.kind, stream_dtype, p.cols, current_device().max_cluster());
+  return make_plan(Way::forward, p.kind, stream_dtype, p.cols, current_device().max_cluster());
 }
 
 // An op of a sum that no one kernel does: the sum by itself, and then the op of it.
@@ -103,7 +103,7 @@ cudaError_t run(const SandwichNormForward& p, cudaStream_t stream) {
 // Its rows are those of an RMSNorm: read once, and written.
 cudaError_t run(const SoftmaxForward& p, cudaStream_t stream) {
   if (p.rows == 0) return cudaSuccess;
-  const Plan plan = make_plan(Op::forward, Kind::rms, p.x.dtype, p.cols, current_device().max_cluster());
+  const Plan plan = make_plan(Way::forward, Kind::rms, p.x.dtype, p.cols, current_device().max_cluster());
   return with_dtype(p.x.dtype, [&](auto type) { return run_softmax<decltype(type)>(p, plan, stream); });
 }
 

@@ -112,7 +112,7 @@ nb::dict plan(const std::string& op, const std::string& kind, const std::string&
   const bool has_gates = gated != "", forward = op == "forward";
   if (has_gates && (kind != "rms" || cols > kGatedCols)) throw nb::value_error("no kernel has gates for such rows");
   const Dtype x = dtype_of(x_dtype);
-  cuda::Plan plan = !has_gates ? cuda::make_plan(forward ? cuda::Op::forward : cuda::Op::backward, kind_of(kind), x,
+  cuda::Plan plan = !has_gates ? cuda::make_plan(forward ? cuda::Way::forward : cuda::Way::backward, kind_of(kind), x,
                                                  cols, max_cluster)
                     : forward  ? cuda::make_gated_forward_plan(x, cols, gated == "first")
                                : cuda::make_gated_backward_plan(x, cols, max_cluster);

@@ -33,7 +33,7 @@ cudaError_t run(int64_t rows, int64_t cols) {
   // Whatever their values are, the accesses are these.
   const Array x(dtype, elements), dy(dtype, elements), scale(dtype, cols);
   Array dx(dtype, elements), dscale(Dtype::f32, cols), rstd(Dtype::f32, rows);
-  const Plan plan = make_plan(Op::backward, Kind::rms, dtype, cols, kMaxCluster);
+  const Plan plan = make_plan(Way::backward, Kind::rms, dtype, cols, kMaxCluster);
   const WorkspaceSize size = grad_workspace({dtype, cols, 1, {}, true}, {plan, beside_extra_operand(plan)});
   Array workspace(Dtype::f32, rows * size.floats_a_row + size.floats);
   NormBackward p{};

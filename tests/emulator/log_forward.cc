@@ -20,7 +20,7 @@ cudaError_t run(int64_t rows, int64_t cols) {
   p.x = x, p.scale = scale, p.y = y, p.y_stride = cols, p.workspace = {tickets.floats(), 1};
   accesses::add(p.x, rows * cols, 0);
   accesses::add({p.y.data, p.y.dtype}, rows * cols, 1);
-  const Plan plan = make_plan(Op::forward, kind, kDtype<X>, cols, kMaxCluster);
+  const Plan plan = make_plan(Way::forward, kind, kDtype<X>, cols, kMaxCluster);
   return with_regime<ForwardRegimes<sizeof(X)>>(plan, [&](auto regime) {
     return NormLauncher<STATS, X, decltype(regime)>(p, plan, nullptr).run(Weights<X, false, false>{});
   });

@@ -86,7 +86,7 @@ void test(Kind kind, Dtype x_dtype, Dtype dtype, Dtype weights, int64_t rows, in
   expect(cols == 1 || same_dscale.error(exact.dscale) < 5e-6, "dscale beside dsum");
   expect(!layer || same_dbias.error(exact.dbias) < 5e-6, "dbias beside dsum");
   // Where blocks have as many rows as without.
-  const Plan plan = make_plan(Op::backward, kind, dtype, cols, kMaxCluster);
+  const Plan plan = make_plan(Way::backward, kind, dtype, cols, kMaxCluster);
   if (beside_extra_operand(plan).rows_per_block == plan.rows_per_block)
     expect(same_dscale == dscale && (!layer || same_dbias == dbias), "dsum changes nothing else");
 

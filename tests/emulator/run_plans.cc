@@ -33,7 +33,7 @@ template <typename X>
 void test(int64_t cols, int max_cluster) {
   const auto test_kind = [&](auto kind) {
     constexpr Kind KIND = decltype(kind)::value;
-    const Plan plan = make_plan(Op::backward, KIND, kDtype<X>, cols, max_cluster);
+    const Plan plan = make_plan(Way::backward, KIND, kDtype<X>, cols, max_cluster);
     if (plan.segments > 0) return;  // these have kernels for any length
     for (const Plan& each : {plan, beside_extra_operand(plan)}) {
       expect_regime<X>("norm", grad_regimes<KIND, X>(), each, cols, max_cluster);

@@ -73,7 +73,7 @@ void test_norm(Kind kind, Dtype dtype, int64_t rows, int64_t cols, RowMap weight
   for (int64_t row = 0; row < rows; ++row) mean.set(row, 0.01f), rstd.set(row, 1.1f);
   const int weights = kind == Kind::layer ? 2 : 1;
   // Alone neither small batches, which need no workspace, nor rows in segments.
-  const Plan plan = make_plan(Op::backward, kind, dtype, cols, kMaxCluster);
+  const Plan plan = make_plan(Way::backward, kind, dtype, cols, kMaxCluster);
   const bool in_segments = plan.segments > 0 && (plan.blocks_per_row == 1 || dtype != kF32);
   const WorkspaceSize size = norm_backward_workspace({dtype, cols, weights, weight_rows, true});
   const int64_t partials = weights * least_partial_rows(weight_rows, plan.rows_per_block) * weight_rows.count * cols;

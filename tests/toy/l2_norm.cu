@@ -61,7 +61,7 @@ struct L2NormOp : RowOp<X, Norm> {
 template <typename X>
 cudaError_t run_as(const L2NormForward& p, cudaStream_t stream) {
   constexpr int N = kVector<X>;
-  const Plan plan = make_plan(cuda::Op::forward, Kind::rms, kDtype<X>, p.cols, current_device().max_cluster());
+  const Plan plan = make_plan(cuda::Way::forward, Kind::rms, kDtype<X>, p.cols, current_device().max_cluster());
   return with_regime<ForwardRegimes<sizeof(X)>>(plan, [&](auto regime) {
     RowsLaunch launch(plan, p.cols, N, {});
     return RowLauncher<L2NormOp<X>, decltype(regime)>{p, plan, launch, stream}.run(p.cols % N == 0 &&
@@ -99,7 +99,7 @@ struct L2NormGradOp : WeightlessGrad<T> {
 
 template <typename X>
 cudaError_t run_as(const L2NormBackward& p, cudaStream_t stream) {
-  const Plan plan = make_plan(cuda::Op::backward, Kind::rms, kDtype<X>, p.cols, current_device().max_cluster());
+  const Plan plan = make_plan(cuda::Way::backward, Kind::rms, kDtype<X>, p.cols, current_device().max_cluster());
   if (plan.segments > 0) return cudaErrorNotSupported;
   GradRoom room;
   const cudaError_t error = make_room({}, {false, false, 0}, plan, kDtype<X>, p.rows, p.cols, {}, room);

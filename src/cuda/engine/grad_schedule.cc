@@ -37,7 +37,7 @@ RowSchedule schedule_rows(const ScheduleQuery& query) {
 }
 
 int64_t grad_blocks_at_once(Dtype x, int64_t cols) {
-  const Plan plan = make_plan(Op::backward, Kind::rms, x, cols, kMaxCluster);
+  const Plan plan = make_plan(Way::backward, Kind::rms, x, cols, kMaxCluster);
   if (plan.vectors == kStreamed) return rows_of_column_blocks(x, cols);
   // In clusters of 8 and 16 the remainders of a chip's GPCs stay idle.
   switch (plan.blocks_per_row) {
@@ -91,7 +91,7 @@ WorkspaceSize grad_workspace(const WorkspaceQuery& query, std::initializer_list<
     most = std::max(most, schedule_rows(any_rows).partial_rows);
   }
   // Without clusters, which some devices do not have, rows are in segments soonest.
-  const Plan without_clusters = make_plan(Op::backward, Kind::rms, query.dtype, query.cols, 1);
+  const Plan without_clusters = make_plan(Way::backward, Kind::rms, query.dtype, query.cols, 1);
   return {query.with_dx ? int64_t{2} * without_clusters.segments : 0,
           query.weights * most * query.weight_rows.count * query.cols};
 }

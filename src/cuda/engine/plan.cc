@@ -99,9 +99,9 @@ const char* Plan::regime() const {
   return rows_per_block > 1 ? "rows per block" : "block per row";
 }
 
-Plan make_plan(Op op, Kind kind, Dtype x, int64_t cols, int max_cluster) {
+Plan make_plan(Way way, Kind kind, Dtype x, int64_t cols, int max_cluster) {
   const int vector = vector_of(x);
-  if (op == Op::backward) return backward_plan(kind, ceil_div(cols, vector), cols, vector, max_cluster);
+  if (way == Way::backward) return backward_plan(kind, ceil_div(cols, vector), cols, vector, max_cluster);
   const bool centred = kind == Kind::layer;
   return x == Dtype::f32 ? forward_plan(ForwardRegimes<4>::kTable, centred, x, cols, max_cluster)
                          : forward_plan(ForwardRegimes<2>::kTable, centred, x, cols, max_cluster);
@@ -124,7 +124,7 @@ Plan make_pair_plan(Dtype x, int64_t cols, int max_cluster) {
 }
 
 Plan make_gated_backward_plan(Dtype x, int64_t cols, int max_cluster) {
-  const Plan plan = make_plan(Op::backward, Kind::rms, x, cols, max_cluster);
+  const Plan plan = make_plan(Way::backward, Kind::rms, x, cols, max_cluster);
   const int vector = vector_of(x), most = kElements / vector;
   const int64_t row = ceil_div(cols, vector);
   if (plan.segments > 0) return whole_warps(row, 2 * most, 1);
@@ -144,7 +144,7 @@ Plan make_cross_entropy_plan(Dtype x, int64_t cols) {
 }
 
 bool has_tickets(Kind kind, Dtype x, int64_t cols) {
-  const Plan plan = make_plan(Op::forward, kind, x, cols, kMaxCluster);
+  const Plan plan = make_plan(Way::forward, kind, x, cols, kMaxCluster);
   return is_dynamic(kind, x) && plan.blocks_per_row > 1 && plan.vectors != kStreamed && cols % vector_of(x) == 0;
 }
 

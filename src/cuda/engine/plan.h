@@ -10,7 +10,7 @@
 
 namespace jaxnorm::cuda {
 
-enum class Op : uint8_t { forward, backward };
+enum class Way : uint8_t { forward, backward };
 
 // Elements of a vector of 16 bytes of x, the unit in which a thread reads and writes.
 constexpr int vector_of(Dtype x) { return 16 / size_of(x); }
@@ -60,7 +60,7 @@ struct Plan {
 };
 
 // `max_cluster`: the largest cluster the device can launch, 1 where it has none.
-Plan make_plan(Op op, Kind kind, Dtype x, int64_t cols, int max_cluster);
+Plan make_plan(Way way, Kind kind, Dtype x, int64_t cols, int max_cluster);
 
 // That of the backward with a third array, from the one without: enough is on its way with fewer rows.
 Plan beside_extra_operand(Plan plan);
