@@ -219,5 +219,9 @@ TABLES = {
     "gemma": (trainers.RUNS, trainer_tables.drawn),
     "gemma-headline": (trainers.RUNS, trainer_tables.headline),
     "gemma-h100": ("h100_x2_gemma.json", trainer_tables.ways),
+    "whole-programs": (
+        ("h200_model_default.json", "h200_model_dit.json", "h200_model_loss.json"),
+        model_tables.headline,
+    ),
     "steps": (("h200_model_default.json", "h200_model_separate.json"), model_tables.steps),
 }

@@ -235,7 +235,7 @@ class QuantizedRMSNorm(_Quantized, RMSNorm, kw_only=True):  # type: ignore[misc]
     `residual`, `static_scale` and `smooth_scale`. `dtype`, which flax.linen gives to its result, does not matter: what
     is quantised is float32. A module without a name is called after its class, as `AddRMSNorm` says.
 
-    `reduction_axes` and `feature_axes` must be the same axes: kernels serve trailing ones, the jnp formula others.
+    `reduction_axes` and `feature_axes` must be the same axes: kernels serve trailing ones, the formula others.
     A `mask`, `axis_index_groups` and `force_float32_reductions=False` are errors.
     """
 

@@ -256,7 +256,7 @@ class QuantizedRMSNorm(_Quantized, RMSNorm):  # type: ignore[misc]
     parameters, and x where there is no residual, are rounded to it; what comes of them is float32 until it is
     quantised.
 
-    `reduction_axes` and `feature_axes` must be the same axes: kernels serve trailing ones, the jnp formula others.
+    `reduction_axes` and `feature_axes` must be the same axes: kernels serve trailing ones, the formula others.
     A `mask`, `axis_index_groups` and a `promote_dtype` of one's own are errors.
     """
 

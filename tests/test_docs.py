@@ -1,5 +1,6 @@
-"""README and docs: examples run, commands and files exist, links lead somewhere."""
+"""README, HACKING and docs: examples run; commands, files and names exist; links lead somewhere."""
 
+import dataclasses
 import json
 import os
 import re
@@ -7,6 +8,7 @@ import shlex
 import subprocess
 from pathlib import Path
 
+import equinox
 import pytest
 from processes import STRICT
 
@@ -14,13 +16,28 @@ import jaxnorm
 from bench.__main__ import COMMANDS, parse
 from jaxnorm import checkpoint_policies as policies
 from jaxnorm import linen, nnx
+from jaxnorm.primitive.op import Op
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "HACKING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 # Files of the repository that a page names as code.
 NAMED_FILE = re.compile(r"`((?:bench|docs|examples)/[\w./-]+|README\.md|mkdocs\.yml)`")
+
+# Pages about the tree as it is: experiments and the changelog also tell of what is gone.
+PRESENT = [page for page in PAGES if page.parent.name != "experiments" and page.name != "changelog.md"]
+SOURCES = [
+    *(ROOT / name for name in ("CMakeLists.txt", "pyproject.toml", "mkdocs.yml")),
+    *(
+        path
+        for folder in ("jaxnorm", "src", "cmake", "bench", "examples", "tests", "tools")
+        for path in (ROOT / folder).rglob("*.*")
+        if path.suffix in (".py", ".h", ".cc", ".cu", ".cuh", ".cmake", ".sh") and path != Path(__file__).resolve()
+    ),
+]
+# A key of the model hubs' configurations, and names of the wheels' platforms.
+OF_OTHERS = {"partial_rotary_factor", "manylinux_2_28", "manylinux_2_34"}
 
 # Runs in an interpreter of its own: whatever JAX's devices are here, the examples want eight CPU devices. The blocks of
 # a page share a namespace, and a traceback has the page's own line numbers.
@@ -107,13 +124,41 @@ def test_named_files_exist(page):
     assert not missing
 
 
+def spans(page):
+    """The code spans of a page that are no commands."""
+    found = re.findall(r"`([^`\n]+(?:\n[^`\n]+)?)`", FENCE.sub("", page.read_text()))
+    return [span for span in found if not re.match(r"\S*python |pip |mkdocs ", span)]
+
+
+@pytest.fixture(scope="module")
+def words():
+    """Every name in the sources."""
+    return {word for path in SOURCES for word in re.findall(r"\w+", path.read_text())}
+
+
+# A path from the root, in which `<op>` stands for any name.
+@pytest.mark.parametrize("page", PRESENT, ids=page_id)
+def test_paths_exist(page):
+    is_path = re.compile(r"(?!dist/)[\w.<>*-]+(/[\w.<>*-]*)+|\w+\.(py|h|cc|cuh?|md)").fullmatch
+    patterns = {path: re.sub(r"<\w+>", "*", path).rstrip("/") for path in filter(is_path, spans(page))}
+    assert [path for path, pattern in patterns.items() if not any(ROOT.glob(pattern))] == []
+
+
+# What looks like a name of the code: snake_case, CamelCase, kConstant.
+@pytest.mark.parametrize("page", PRESENT, ids=page_id)
+def test_names_exist(page, words):
+    named = {word for span in spans(page) if "/" not in span for word in re.findall(r"[A-Za-z_]\w+", span)}
+    named = {word for word in named if "_" in word or re.match(r"k[A-Z]|[A-Z]+[a-z0-9]+[A-Z]", word)}
+    assert {word for word in named - words - OF_OTHERS if not hasattr(equinox, word)} == set()
+
+
 def commands(page):
     """Each command of the sh blocks and of code spans, as words; environment variables left out."""
-    lines = [line for _, text in blocks(page, "sh") for line in text.splitlines()]
+    lines = [line for _, text in blocks(page, "sh") for line in text.replace("\\\n", "").splitlines()]
     lines += re.findall(r"`(python -m [^`]+|pip install [^`]+|mkdocs \w+)`", FENCE.sub("", page.read_text()))
     for line in lines:
         for command in re.split(r" && |; ", line):
-            yield [word for word in shlex.split(command) if not re.match(r"[A-Z_]+=", word)]
+            yield [word for word in shlex.split(command, comments=True) if not re.match(r"[A-Z_]+=", word)]
 
 
 def extras():
@@ -151,7 +196,10 @@ def test_the_reference_has_every_public_name():
 
 
 def test_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 180
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 180
+    assert lines.index("```python") < 25
+    assert lines.index("## Install") <= 40
 
 
 @pytest.mark.parametrize("command", ["pip install .*", "examples/train_lm.py", "pytest"])
@@ -166,3 +214,17 @@ def test_every_constant_of_the_plan_is_explained():
     constants = {name for path in sources for name in re.findall(r"constexpr \w+ (k\w+) =", path.read_text())}
     explained = (ROOT / "docs/kernels.md").read_text()
     assert not {name for name in constants if f"`{name}`" not in explained}
+
+
+def test_constants_have_the_values_that_are_stated():
+    literal = re.compile(r"\b(k[A-Z]\w*) = (-?\d+)(?: << (\d+))?[;,]")
+    found = [match for path in SOURCES for match in literal.findall(path.read_text())]
+    values = {(name, str(int(value) << int(shift or 0))) for name, value, shift in found}
+    stated = re.findall(r"`(k[A-Z]\w*)` = (-?\d+) ", (ROOT / "docs/kernels.md").read_text())
+    assert stated
+    assert [constant for constant in stated if constant not in values] == []
+
+
+def test_every_field_of_an_op_is_explained():
+    page = (ROOT / "docs/adding-an-op.md").read_text()
+    assert {field.name for field in dataclasses.fields(Op) if f"`{field.name}`" not in page} == set()

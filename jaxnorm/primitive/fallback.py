@@ -73,7 +73,7 @@ def lowered(primitive: str, platform: str, reason: str, traceback: Any) -> None:
     if reason == ffi.why_unfit(platform):
         if reason not in _told:
             _told.add(reason)
-            warnings.warn(f"jaxnorm runs its norms in jax.numpy on {platform}: {reason}.", stacklevel=2)
+            warnings.warn(f"jaxnorm runs the formula on {platform}: {reason}.", stacklevel=2)
     elif platform in ffi.PLATFORMS:
         _warn(primitive.removeprefix("jaxnorm_"), f"on {platform}", reason, line_of_user(traceback))
 

@@ -54,7 +54,7 @@ def group_norm(
         formula any.
       out_dtype: dtype of the result; None is x's.
       axis_name: None, or the axes of a surrounding `jax.shard_map` or `jax.vmap` over which positions are split evenly,
-        a name or a tuple. The statistics are of whole groups, by one exchange each way. Runs in jax.numpy.
+        a name or a tuple. The statistics are of whole groups, by one exchange each way. The formula runs.
       implementation: "native" is the CPU or CUDA kernel, "jnp" the formula in jax.numpy, None what
         `jaxnorm.implementation` says, or else the kernel where it exists.
 

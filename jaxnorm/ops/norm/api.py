@@ -44,12 +44,12 @@ def rms_norm(
       bias: summand, as scale; None is 0.
       epsilon: non-negative Python number added to the mean square.
       scale_offset: Python number added to scale; 1.0 is Gemma's convention. Ignored without scale.
-      axis: the axis, or the set of axes, to normalise over. Kernels serve trailing axes, the jnp formula any.
+      axis: the axis, or the set of axes, to normalise over. Kernels serve trailing axes, the formula any.
       multiply_before_cast: False rounds x * rsqrt(...) before scale multiplies it, as Llama and T5 in the model hubs
         do: to the result's dtype, or to x's if that is narrower. Then XLA multiplies what the kernel gives.
       out_dtype: dtype of the result; None is x's.
       axis_name: None, or the axes of a surrounding `jax.shard_map` or `jax.vmap` over which rows are split evenly, a
-        name or a tuple. The statistics are of whole rows, by one exchange each way. Runs in jax.numpy.
+        name or a tuple. The statistics are of whole rows, by one exchange each way. The formula runs.
       implementation: "native" is the CPU or CUDA kernel, "jnp" the formula in jax.numpy, None what
         `jaxnorm.implementation` says, or else the kernel where it exists. Under vmap over weights alone: the formula.
 

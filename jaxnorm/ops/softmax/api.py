@@ -37,7 +37,7 @@ def softmax(
 
     Args:
       x: floating-point array of rank 1 or more.
-      axis: the axis, or the set of axes, that is summed over. Kernels serve the last one, the jnp formula any.
+      axis: the axis, or the set of axes, that is summed over. Kernels serve the last one, the formula any.
       where: None, or an array of booleans that broadcasts to x's shape: y is 0 where it is false, and what x is there
         does not matter. A row in which nothing is true is 0 everywhere, where `jax.nn.softmax` gives NaN.
       scale: finite Python number that multiplies x first, as 1 / sqrt(head_dim) in attention.
@@ -46,7 +46,7 @@ def softmax(
         no key beyond. It goes with `where` and with axis=-1 only.
       out_dtype: dtype of the result; None is x's.
       axis_name: None, or the axes of a surrounding `jax.shard_map` or `jax.vmap` over which rows are split evenly, a
-        name or a tuple: maximum and sum are of whole rows, 8 bytes a row are exchanged. Runs in jax.numpy.
+        name or a tuple: maximum and sum are of whole rows, 8 bytes a row are exchanged. The formula runs.
       implementation: "native" is the CPU or CUDA kernel, "jnp" the formula in jax.numpy, None what
         `jaxnorm.implementation` says, or else the kernel where it exists.
 
