@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxnorm import _flax, replacement
+from jaxnorm import _flax, _replacement
 from jaxnorm._flax import linen
 from jaxnorm.quantization import Quantized
 
@@ -93,25 +93,25 @@ def scale(module: Any, x: jax.Array, axis: tuple[int, ...], name: str = "scale")
     return parameter
 
 
-def interceptor(report: replacement.Report, custom: Any, ours: dict[type, type]) -> Callable[..., Any]:
+def interceptor(report: _replacement.Report, custom: Any, ours: dict[type, type]) -> Callable[..., Any]:
     """What `linen.intercept_methods` calls for each method of a module, with Flax's norms and `ours` for each."""
 
     def intercept(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
         module, cls = context.module, type(context.module)
         if context.method_name != "__call__":
             return call(*args, **kwargs)
-        if function := replacement.find(cls, custom):
+        if function := _replacement.find(cls, custom):
             why = None
             # A function may only read parameters, so the model's own code makes them.
             if module.scope is None or not module.is_initializing():
                 call = partial(function, module)
-        elif norm := replacement.find(cls, ours):
+        elif norm := _replacement.find(cls, ours):
             x, mask = _arguments(*args, **kwargs)
             why = norm._why_flax(module, x, mask)
             if not why:
                 call, args, kwargs = norm._fused, (module, x, mask), {}
             why = why and f"no kernel serves {why}"
-        elif (why := replacement.why_class(cls, tuple(ours.values()), ours, OTHERS)) is None:
+        elif (why := _replacement.why_class(cls, tuple(ours.values()), ours, OTHERS)) is None:
             return call(*args, **kwargs)
         report.add(() if module.scope is None else module.path, cls, why)
         return call(*args, **kwargs)

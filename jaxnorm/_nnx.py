@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxnorm import _flax, replacement
+from jaxnorm import _flax, _replacement
 from jaxnorm._flax import linen, nnx
 from jaxnorm.quantization import Quantized
 
@@ -116,16 +116,16 @@ class _Custom:
     """Marks what `replace_norms` made of a class of a model's own."""
 
 
-def replace(model: Any, custom: Any, ours: dict[type, type]) -> replacement.Report:
+def replace(model: Any, custom: Any, ours: dict[type, type]) -> _replacement.Report:
     """`jaxnorm.nnx.replace_norms`, with Flax's norms and `ours` for each."""
-    custom = replacement.check_custom(custom, nnx.Module)
+    custom = _replacement.check_custom(custom, nnx.Module)
     linen_remedy = "a linen module has no norms until it is called. Call it within jaxnorm.linen.replace_norms()"
-    report = replacement.Report()
+    report = _replacement.Report()
     for path, module in modules_of("replace_norms", model, linen_remedy):
         cls: type = type(module)
-        if function := replacement.find(cls, custom):
+        if function := _replacement.find(cls, custom):
             new, why = _with_call(cls, function), None
-        elif norm := replacement.find(cls, ours):
+        elif norm := _replacement.find(cls, ours):
             new, why = ours.get(cls) or with_base(cls, norm), _why_left(module, norm)
         elif why := _why_class(cls, ours):
             new = cls
@@ -137,13 +137,13 @@ def replace(model: Any, custom: Any, ours: dict[type, type]) -> replacement.Repo
     return report
 
 
-def modules_of(function: str, model: Any, linen_remedy: str) -> list[tuple[replacement.Path, Any]]:
+def modules_of(function: str, model: Any, linen_remedy: str) -> list[tuple[_replacement.Path, Any]]:
     """The modules of a model whose classes `function` changes, with their paths, or an error where it cannot."""
     if isinstance(model, linen.Module):
         raise TypeError(f"{function}: got a module of flax.linen, {type(model).__name__}: {linen_remedy}.")
     modules = list(nnx.iter_modules(model, graph=True))
     if not modules:
-        got, remedy = replacement.no_model(model, (nnx.State, nnx.GraphDef))
+        got, remedy = _replacement.no_model(model, (nnx.State, nnx.GraphDef))
         raise TypeError(
             f"{function}: model must be a flax.nnx module, or a list, dict or other pytree of such, got {got}: "
             f"{remedy}."
@@ -162,7 +162,7 @@ def modules_of(function: str, model: Any, linen_remedy: str) -> list[tuple[repla
 def _why_class(cls: type, ours: dict[type, type]) -> str | None:
     if issubclass(cls, nnx.bridge.ToNNX):
         return "its modules are of flax.linen: call it within jaxnorm.linen.replace_norms()"
-    return replacement.why_class(cls, (_Custom, *ours.values()), ours, OTHERS)
+    return _replacement.why_class(cls, (_Custom, *ours.values()), ours, OTHERS)
 
 
 def _why_left(module: Any, norm: Any) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any, Unpack, overload
 import jax
 import jax.numpy as jnp
 
-from jaxnorm import _flax, _linen, replacement
+from jaxnorm import _flax, _linen, _replacement
 from jaxnorm._flax import linen
 from jaxnorm._linen_groups import GroupNorm, InstanceNorm
 from jaxnorm.ops.activation import Synonym
@@ -245,8 +245,8 @@ class QuantizedLayerNorm(_Quantized, LayerNorm, kw_only=True):  # type: ignore[m
 
 
 def replace_norms(
-    custom: replacement.Custom | None = None,
-) -> contextlib._GeneratorContextManager[replacement.Report]:
+    custom: _replacement.Custom | None = None,
+) -> contextlib._GeneratorContextManager[_replacement.Report]:
     """Computes the norms of all models that are called, or traced, within.
 
         with jaxnorm.linen.replace_norms({GemmaNorm: lambda norm, x: rms_norm(x, norm.scale)}) as report:
@@ -278,12 +278,12 @@ def replace_norms(
 
     Source: `flax.linen.intercept_methods`.
     """
-    return _replacing(replacement.check_custom(custom, linen.Module))
+    return _replacing(_replacement.check_custom(custom, linen.Module))
 
 
 @contextlib.contextmanager
-def _replacing(custom: replacement.Custom) -> Iterator[replacement.Report]:
-    report = replacement.Report()
+def _replacing(custom: _replacement.Custom) -> Iterator[_replacement.Report]:
+    report = _replacement.Report()
     ours: dict[type, type] = {
         linen.RMSNorm: RMSNorm,
         linen.LayerNorm: LayerNorm,

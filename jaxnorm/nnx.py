@@ -6,7 +6,7 @@ from typing import Any, Unpack, overload
 import jax
 import jax.numpy as jnp
 
-from jaxnorm import _flax, _nnx, replacement
+from jaxnorm import _flax, _nnx, _replacement
 from jaxnorm._flax import nnx
 from jaxnorm._nnx_groups import GroupNorm, InstanceNorm
 from jaxnorm._nnx_linear import QuantizedLinear, QuantizedParam
@@ -265,7 +265,7 @@ class QuantizedLayerNorm(_Quantized, LayerNorm):  # type: ignore[misc]
     """A `LayerNorm` with a quantised result, computed by `jaxnorm.layer_norm_quantized`; see `QuantizedRMSNorm`."""
 
 
-def replace_norms(model: Any, custom: replacement.Custom | None = None) -> replacement.Report:
+def replace_norms(model: Any, custom: _replacement.Custom | None = None) -> _replacement.Report:
     """Puts jaxnorm's norms into a model, in place and at any depth.
 
         model = Gemma(...)
