@@ -4,7 +4,7 @@ from typing import Any
 
 from jax.typing import DTypeLike
 
-from jaxnorm._replacement import Custom, Left, Only, Path, Replaced, Report
+from jaxnorm.flax.replacement import Custom, Left, Only, Path, Replaced, Report
 from jaxnorm.quantization import Quantization
 
 __all__ = ["Custom", "Left", "Path", "Replaced", "Report", "quantize_linears", "replace_norms"]
@@ -60,6 +60,6 @@ def quantize_linears(
       ValueError: the model has no `flax.nnx.Linear` to quantise, or is an argument of a transformation of flax.nnx, as
         `nnx.jit`, which is running; or a granularity is not "token".
     """
-    from jaxnorm import _nnx_linear  # Flax is optional
+    from jaxnorm.flax import nnx_linear  # Flax is optional
 
-    return _nnx_linear.quantize_linears(model, weights, activations, only)
+    return nnx_linear.quantize_linears(model, weights, activations, only)

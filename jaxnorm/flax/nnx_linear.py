@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxnorm import _flax, _nnx
-from jaxnorm._flax import nnx
-from jaxnorm._replacement import Only, Report, find
+from jaxnorm.flax import calls, nnx_calls, nnx_replace
+from jaxnorm.flax.calls import nnx
+from jaxnorm.flax.replacement import Only, Report, find
 from jaxnorm.ops.quantize.api import quantize
 from jaxnorm.ops.quantized_dot.api import quantized_dot
 from jaxnorm.ops.quantized_dot.checks import dtypes_beside
@@ -69,7 +69,7 @@ class QuantizedLinear(nnx.Linear):
             raise ValueError(
                 f"{type(self).__name__}: got out_sharding={out_sharding}, expected None; reshard the result instead."
             )
-        bias = _nnx.value(self.bias)
+        bias = nnx_calls.value(self.bias)
         x, dtype = inputs, self.dtype
         if not isinstance(x, Quantized):
             x = jnp.asarray(x)
@@ -93,7 +93,7 @@ def quantize_linears(
         raise TypeError(f"quantize_linears: only must be a function of a path and a module, got {only!r}.")
     report = Report()
     layers = []
-    for path, module in _nnx.modules_of("quantize_linears", model, "only models of flax.nnx are served"):
+    for path, module in nnx_replace.modules_of("quantize_linears", model, "only models of flax.nnx are served"):
         cls = type(module)
         why = _why_class(cls)
         if find(cls, {nnx.Linear: True}):
@@ -121,7 +121,7 @@ def quantize_linears(
 
 def _class_of(cls: type) -> type:
     """What a class of linear layers becomes."""
-    return QuantizedLinear if cls is nnx.Linear else _nnx.with_base(cls, QuantizedLinear)
+    return QuantizedLinear if cls is nnx.Linear else nnx_replace.with_base(cls, QuantizedLinear)
 
 
 # Layers of Flax with weights that are left as they are.
@@ -148,7 +148,7 @@ def _why_left(module: Any) -> str | None:
     for name in (name for name, function in own.items() if getattr(module, name) is not function):
         return f"it has a {name} of its own"
     dtypes = (module.kernel.dtype, *([module.dtype] if module.dtype else []))
-    return (why := _flax.why_dtypes(*dtypes)) and f"it is of {why}"
+    return (why := calls.why_dtypes(*dtypes)) and f"it is of {why}"
 
 
 def _variables(kernel: Any, weights: Quantization) -> dict[str, QuantizedParam]:
