@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 __path__ = pkgutil.extend_path(__path__, __name__)
 
 from jaxnorm import checkpoint_policies
-from jaxnorm._explain import explain
+from jaxnorm.inspect.explain import explain
 from jaxnorm.ops.cross_entropy.api import softmax_cross_entropy_with_integer_labels
 from jaxnorm.ops.cross_entropy.linear_api import linear_cross_entropy
 from jaxnorm.ops.gated_norm.api import gated_rms_norm, gated_rms_norm_quantized
