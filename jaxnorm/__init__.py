@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 __path__ = pkgutil.extend_path(__path__, __name__)
 
 from jaxnorm import checkpoint_policies
-from jaxnorm._explain import explain
-from jaxnorm._quantize_linears import quantize_linears
+from jaxnorm.inspect.explain import explain
 from jaxnorm.ops.cross_entropy.api import softmax_cross_entropy_with_integer_labels
 from jaxnorm.ops.cross_entropy.linear_api import linear_cross_entropy
 from jaxnorm.ops.gated_norm.api import gated_rms_norm, gated_rms_norm_quantized
@@ -28,7 +27,7 @@ from jaxnorm.ops.quantized_norm.api import RowStatistics, layer_norm_quantized, 
 from jaxnorm.ops.sandwich_norm.api import rms_norm_add_rms_norm
 from jaxnorm.ops.softmax.api import log_softmax, softmax
 from jaxnorm.quantization import Quantization, Quantized
-from jaxnorm.replacement import replace_norms
+from jaxnorm.replacement import quantize_linears, replace_norms
 
 try:
     __version__ = importlib.metadata.version(__name__)

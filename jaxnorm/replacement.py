@@ -1,51 +1,13 @@
-"""Putting jaxnorm's norms into a model that is there already: `replace_norms`, and its report."""
+"""Changing a model that is there already: `replace_norms`, `quantize_linears`, and their report."""
 
-from __future__ import annotations
+from typing import Any
 
-import dataclasses
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from jax.typing import DTypeLike
 
-Path = tuple[Any, ...]  # of attributes and indices
-# From classes of norms to the functions of a module and its arguments that compute them.
-Custom = Mapping[type, Callable[..., Any]]
+from jaxnorm.flax.replacement import Custom, Left, Only, Path, Replaced, Report
+from jaxnorm.quantization import Quantization
 
-
-class Replaced(NamedTuple):
-    path: Path
-    cls: type
-
-
-class Left(NamedTuple):
-    path: Path
-    cls: type
-    why: str
-
-
-@dataclasses.dataclass
-class Report:
-    """Which norms, or linear layers, of a model were replaced, and which were left, and why.
-
-    The paths are those of the parameters, the classes those of the model. Printed, it is a line for each norm.
-    """
-
-    replaced: list[Replaced] = dataclasses.field(default_factory=list)
-    left: list[Left] = dataclasses.field(default_factory=list)
-
-    def add(self, path: Path, cls: type, why: str | None) -> None:
-        """A norm that is replaced, or left if there is a reason. Of calls that are alike the first one counts."""
-        if why is None and Replaced(path, cls) not in self.replaced:
-            self.replaced.append(Replaced(path, cls))
-        if why is not None and Left(path, cls, why) not in self.left:
-            self.left.append(Left(path, cls, why))
-
-    def __str__(self) -> str:
-        def named(path: Path, cls: type) -> str:
-            return f"{'.'.join(map(str, path)) or '(the model itself)'}: {cls.__name__}"
-
-        replaced = [f"replaced  {named(path, cls)}" for path, cls in self.replaced]
-        left = [f"left      {named(path, cls)}: {why}" for path, cls, why in self.left]
-        return "\n".join([*replaced, *left]) or "no norms"
+__all__ = ["Custom", "Left", "Path", "Replaced", "Report", "quantize_linears", "replace_norms"]
 
 
 def replace_norms(model: Any, custom: Custom | None = None) -> Report:
@@ -58,61 +20,46 @@ def replace_norms(model: Any, custom: Custom | None = None) -> Report:
     return nnx.replace_norms(model, custom)
 
 
-def no_model(model: object, states: tuple[type, ...]) -> tuple[str, str]:
-    """What came in place of a model, and the remedy; `states` are classes of what a model was split into."""
-    if isinstance(model, type):
-        return f"the class {model.__name__}", "make one, and pass that"
-    if isinstance(model, states):
-        return type(model).__name__, "make a model of it with nnx.merge(graphdef, state)"
-    if model is None:
-        return "None", "pass the model"
-    libraries = [cls.__module__.partition(".")[0] for cls in type(model).__mro__]
-    library, page = ("Equinox", "equinox.md") if "equinox" in libraries else ("other libraries", "porting.md")
-    of = "" if libraries[0] == "builtins" else f" of {libraries[0]}"
-    return f"{type(model).__name__}{of}", f"how to port models of {library} is in docs/{page}"
+def quantize_linears(
+    model: Any,
+    weights: Quantization | DTypeLike,
+    activations: Quantization | DTypeLike | None = None,
+    *,
+    only: Only | None = None,
+) -> Report:
+    """Quantises the linear layers of a trained `flax.nnx` model, in place and at any depth.
 
+        report = jaxnorm.quantize_linears(model, Quantization(jnp.int8), Quantization(jnp.int8))
+        print(report)
 
-def check_custom(custom: object, module: type) -> Custom:
-    """custom as a mapping from subclasses of `module` to functions."""
-    if custom is None:
-        return {}
-    if not isinstance(custom, Mapping):
-        raise TypeError(
-            f"replace_norms: custom must be a mapping {{Class: function(module, x)}}, got {custom!r}. A model of "
-            f"flax.linen is called within it, as with jaxnorm.linen.replace_norms(): model.apply(...)."
-        )
-    for cls, function in custom.items():
-        if not (isinstance(cls, type) and issubclass(cls, module)):
-            raise TypeError(
-                f"replace_norms: custom must map subclasses of {module.__module__}.{module.__name__}, got {cls!r}."
-            )
-        if isinstance(function, type) or not callable(function):
-            raise TypeError(
-                f"replace_norms: custom must map {cls.__name__} to a function of a module and its arguments, as "
-                f"lambda norm, x: jaxnorm.rms_norm(x, norm.scale), got {function!r}."
-            )
-    return custom
+    Each `flax.nnx.Linear` becomes a `jaxnorm.nnx.QuantizedLinear`, in stacked layers too: in place of its kernel of
+    shape (in, out) it has `values` of shape (out, in) and `scales` of shape (out, 1), one for each output. The bias
+    stays. Modules stay the same objects, and those that share a kernel share its values. `values` and `scales` are no
+    `nnx.Param`, so that neither an optimiser nor `nnx.grad` sees them by default.
 
+    Left are `LinearGeneral`, `Einsum`, convolutions and embeddings, subclasses with a `__call__` of their own, and
+    layers with a `dot_general` or `promote_dtype` of their own. What is not part of the model's graph, as a module in a
+    closure, is not found.
 
-def find(cls: type, table: Mapping[type, Any]) -> Any | None:
-    """What a table by classes says of one that is there or has its `__call__` from there; None for others."""
-    bases = (base for base in cls.__mro__ if base in table)
-    return next((table[base] for base in bases if _defines_call(cls) is _defines_call(base) is not None), None)
+    Args:
+      model: a module, or a list, dict or other pytree of modules. To load a quantised checkpoint, call this on what
+        `nnx.eval_shape` makes of the model, and `nnx.update` the result.
+      weights: to float8_e4m3fn, float8_e5m2, int8 or int4, with granularity "token"; a dtype alone stands for that.
+      activations: how the input of a layer is quantised on the way, likewise: to float8 for weights of float8, to int8
+        for those of int8 and int4. None is weight-only: the input stays as it is.
+      only: a function of the path and the layer, true of those to quantise. None is all. A model of mixed types takes
+        a call for each: what is quantised already is left.
 
+    Returns:
+      A `jaxnorm.replacement.Report`: `replaced` has (path, class) of each layer that was quantised, `left` has
+      (path, class, why) of each that was not.
 
-def _defines_call(cls: type) -> type | None:
-    return next((base for base in cls.__mro__ if "__call__" in vars(base)), None)
-
-
-def why_class(cls: type, ours: type | tuple[type, ...], norms: Iterable[type], others: tuple[type, ...]) -> str | None:
-    """Why a module of a class that no table has is left. None if it is no norm.
-
-    `ours` are norms of this package, `norms` are Flax's that it replaces, `others` those of which it has no kernel.
+    Raises:
+      TypeError: model is of `flax.linen` or no model, weights or activations is no `Quantization`, or their dtypes do
+        not go together.
+      ValueError: the model has no `flax.nnx.Linear` to quantise, or is an argument of a transformation of flax.nnx, as
+        `nnx.jit`, which is running; or a granularity is not "token".
     """
-    if issubclass(cls, ours):
-        return "it is jaxnorm's already"
-    if issubclass(cls, others):
-        return "jaxnorm has no such norm"
-    if issubclass(cls, tuple(norms)) or "norm" in cls.__name__.lower():
-        return f"its __call__ is not Flax's: give custom={{{cls.__name__}: function}} if it is a norm"
-    return None
+    from jaxnorm.flax import nnx_linear  # Flax is optional
+
+    return nnx_linear.quantize_linears(model, weights, activations, only)

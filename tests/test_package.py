@@ -1,6 +1,7 @@
 """The package as a whole: what it shows, and how long its parts are."""
 
 import ast
+import graphlib
 import re
 from pathlib import Path
 
@@ -45,6 +46,29 @@ def test_no_function_is_long():
 @pytest.mark.parametrize(("word", "most"), [(r"\bgate\b", 10), ("residual", 12)])
 def test_few_files_know_an_operand(word, most):
     assert len([path for path in SOURCES if re.search(word, path.read_text())]) <= most
+
+
+def imported(node, modules):
+    """Those of the modules that a file imports, within functions too, but not for type checkers alone."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+            child = ast.Module(child.orelse)
+        if isinstance(child, ast.Import):
+            yield from {alias.name for alias in child.names} & modules
+        elif isinstance(child, ast.ImportFrom):
+            names = (f"{child.module}.{alias.name}" for alias in child.names)
+            yield from {name if name in modules else child.module for name in names} & modules
+        else:
+            yield from imported(child, modules)
+
+
+@pytest.mark.parametrize("folder", ["jaxnorm", "bench", "tools", "tests/lib"])
+def test_no_module_imports_itself_through_others(folder):
+    root = ROOT / folder if folder == "tests/lib" else ROOT
+    paths = {path.relative_to(root).with_suffix(""): path for path in sorted((ROOT / folder).rglob("*.py"))}
+    files = {".".join(module.parts).removesuffix(".__init__"): path for module, path in paths.items()}
+    imports = {m: {*imported(ast.parse(path.read_text()), files.keys())} - {m} for m, path in files.items()}
+    graphlib.TopologicalSorter(imports).prepare()  # an error that names a circle
 
 
 def shown(names):

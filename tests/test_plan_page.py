@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from internals import _page, choose_fastest, ffi, launch, tiling
+from internals import choose_fastest, ffi, launch, plan_page, tiling
 from test_emulated_kernels import EMULATOR, SOURCES
 
 from jaxnorm import info
@@ -291,7 +291,7 @@ def test_the_page_asks_for_nothing(name, page):
 
 def test_a_page_has_all_of_its_files(page):
     text = page("--platform", "tpu").read_text()
-    assert all(_page.file(name) in text for name in (*_page.SCRIPTS, "style.css"))
+    assert all(plan_page.file(name) in text for name in (*plan_page.SCRIPTS, "style.css"))
 
 
 @pytest.mark.plans
@@ -324,13 +324,13 @@ def test_the_ruler_has_every_rule(way, kind, dtype):
         return ffi.module("cuda").plan(way, kind, dtype, cols)
 
     vector = 16 // jnp.dtype(dtype).itemsize
-    marks = _page.ruler.marks(plan_of, 4096, vector)
+    marks = plan_page.ruler.marks(plan_of, 4096, vector)
     lengths = np.concatenate([np.arange(vector, 20_000, vector), np.arange(20_000, 1 << 21, 64 * vector)])
     owners = [next(mark for mark in marks if mark["from"] <= cols <= mark["to"]) for cols in lengths]
     differ = [
         int(cols)
         for cols, mark in zip(lengths, owners, strict=True)
-        if _page.ruler.rule_of(plan_of(int(cols))) != _page.ruler.rule_of(mark["first"])
+        if plan_page.ruler.rule_of(plan_of(int(cols))) != plan_page.ruler.rule_of(mark["first"])
     ]
     assert differ == []
     assert all(last["to"] + vector == first["from"] for last, first in itertools.pairwise(marks))

@@ -8,7 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jaxnorm import _page, _request, info
+from jaxnorm import info
+from jaxnorm.inspect import plan_page, question
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "plans"
 # Every regime, in the order of length: the heads of attention, a vision transformer, Llama 3 8B, and long rows.
@@ -23,14 +24,14 @@ CALLS = {
 
 def plan(name: str) -> str:
     """What the page of a call says, as JSON."""
-    options, request = _request.parse(["--platform", "cuda", *CALLS[name]])
+    options, request = question.parse(["--platform", "cuda", *CALLS[name]])
     call = info.call(options.op, request, options.platform)
-    return json.dumps(_page.content(call, request), separators=(",", ":")) + "\n"
+    return json.dumps(plan_page.content(call, request), separators=(",", ":")) + "\n"
 
 
 def page(name: str) -> str:
     """The page of a plan that is kept."""
-    return _page.drawn(json.loads((FOLDER / f"{name}.json").read_text()))
+    return plan_page.drawn(json.loads((FOLDER / f"{name}.json").read_text()))
 
 
 def on_post_build(config: Any) -> None:

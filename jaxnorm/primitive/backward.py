@@ -5,8 +5,8 @@ result's cotangent comes before what is saved, and those of other results after 
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import jax
 from jax.interpreters import ad
@@ -18,12 +18,17 @@ from jaxnorm.primitive.rules import Rules, all_none, at_front, bind, has, leaves
 from jaxnorm.sharding import dims
 from jaxnorm.sharding.dims import CallMaps, DimMap
 
-if TYPE_CHECKING:
-    from jaxnorm.primitive.linear import Linear
+
+class Transposed(Protocol):
+    """The linear primitive, which the transpose of this one binds: see `jaxnorm.primitive.linear`."""
+
+    def with_zeros(self, spec: RowSpec, dots: Record, like: Mapping[str, Any]) -> Any: ...
+
+    def bind(self, spec: RowSpec, saved: Record, dots: Record, *, with_sum: bool) -> Any: ...
 
 
 class Backward(Rules):
-    def __init__(self, op: AnyOp, derivative: Derivative[Any, Any, Any], linear: "Linear") -> None:
+    def __init__(self, op: AnyOp, derivative: Derivative[Any, Any, Any], linear: Transposed) -> None:
         super().__init__(op, "backward")
         self.derivative = derivative
         self.linear = linear

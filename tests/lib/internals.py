@@ -1,7 +1,7 @@
 """What tests use of the package beside its public names: every such import stands here."""
 
-from jaxnorm import _page
-from jaxnorm._page import launch, tiling
+from jaxnorm.inspect import plan_page
+from jaxnorm.inspect.plan_page import launch, tiling
 from jaxnorm.native import compat, cublaslt, ffi, fit, private
 from jaxnorm.ops.cross_entropy.formula import CrossEntropy
 from jaxnorm.ops.cross_entropy.formula import Operands as CrossEntropyOperands
@@ -21,7 +21,6 @@ __all__ = [
     "SMALLEST_SCALE",
     "CrossEntropy",
     "CrossEntropyOperands",
-    "_page",
     "choose_fastest",
     "compat",
     "cublaslt",
@@ -30,6 +29,7 @@ __all__ = [
     "fit",
     "functions",
     "launch",
+    "plan_page",
     "private",
     "reasons",
     "run_every_kernel",

@@ -1,6 +1,6 @@
 """The formula of a quantised array in plain jnp, and the straight-through derivative of its rounding."""
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +12,8 @@ from jax.interpreters import ad, batching
 from jaxnorm.native import compat, jet
 from jaxnorm.ops.quantize.checks import SMALLEST_SCALE
 from jaxnorm.primitive import lowering
+from jaxnorm.quantization import Quantization
 from jaxnorm.sharding.shards import Shards
-
-if TYPE_CHECKING:
-    from jaxnorm.quantization import Quantization
 
 
 class Derivative(NamedTuple):
@@ -26,7 +24,7 @@ class Derivative(NamedTuple):
 
 
 def rounded(
-    quantization: "Quantization",
+    quantization: Quantization,
     v: jax.Array,
     axes: tuple[int, ...],
     given: jax.Array | None = None,
@@ -56,7 +54,7 @@ def rounded(
     return values, scale if given is not None or group is None else scale.squeeze(-1)
 
 
-def _scale(quantization: "Quantization", amax: jax.Array) -> jax.Array:
+def _scale(quantization: Quantization, amax: jax.Array) -> jax.Array:
     is_zero = amax == 0
     # By a constant XLA would not divide but multiply by its rounded reciprocal.
     scale = amax / jnp.where(is_zero, 1, jnp.float32(quantization.largest))

@@ -14,7 +14,8 @@ from jaxnorm.ops.norm.formula import Kind
 from jaxnorm.ops.norm.formula import Operands as NormOperands
 from jaxnorm.ops.options import Implementation, NormOptions
 from jaxnorm.ops.quantize import checks
-from jaxnorm.ops.quantized_norm.formula import QUANTIZED_NORM, Operands, QuantizedNorm
+from jaxnorm.ops.quantized_norm.formula import QUANTIZED_NORM
+from jaxnorm.ops.quantized_norm.spec import Operands, QuantizedNorm
 from jaxnorm.quantization import LARGEST, Quantization, Quantized, quantized
 
 

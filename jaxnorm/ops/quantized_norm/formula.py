@@ -1,58 +1,23 @@
-"""The quantised norms: what is static about one, its formula in plain jnp, and its op."""
+"""The quantised norms: their formula in plain jnp, and their op."""
 
-import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import numpy as np
 from jax import lax
 
 from jaxnorm.native import compat
 from jaxnorm.ops import speed
 from jaxnorm.ops.norm import formula, op
-from jaxnorm.ops.norm.formula import ADDEND, KINDS, ROLES, Kind, Norm, broadcastable
+from jaxnorm.ops.norm.formula import ADDEND, KINDS, ROLES, Kind, broadcastable
 from jaxnorm.ops.quantize import rounding
 from jaxnorm.ops.quantized_norm import gradient
+from jaxnorm.ops.quantized_norm.spec import Operands, QuantizedNorm, Results
 from jaxnorm.primitive import weights
 from jaxnorm.primitive.described import Function, Request
 from jaxnorm.primitive.family import Family
 from jaxnorm.primitive.op import FEATURES, LIKE_X, SCALAR, Convention, Native, Op, Role, Statistics
 from jaxnorm.quantization import LARGEST, Quantization
 from jaxnorm.sharding import dims
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class QuantizedNorm(Norm):
-    """What is static about one quantised norm."""
-
-    quantization: Quantization
-    straight_through: bool = False
-    with_unquantized: bool = False
-
-    def unquantized(self, out_dtype: np.dtype[Any]) -> Norm:
-        """The norm whose result is quantised."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(Norm)}
-        return Norm(**fields | {"out_dtype": out_dtype})
-
-
-class Operands(NamedTuple):
-    x: jax.Array
-    residual: jax.Array | None = None
-    scale: jax.Array | None = None
-    bias: jax.Array | None = None
-    smooth: jax.Array | None = None
-    given: jax.Array | None = None  # the scale of everything
-
-    def of_norm(self) -> formula.Operands:
-        return formula.Operands(self.x, self.residual, self.scale, self.bias)
-
-
-class Results(NamedTuple):
-    values: jax.Array
-    scales: jax.Array | None = None  # None where the scale is given
-    y: jax.Array | None = None  # of x's dtype, where it is wanted
-    sum: jax.Array | None = None
-    carrier: jax.Array | None = None  # zeros that straight_through asks for
 
 
 def forward(norm: QuantizedNorm, operands: Operands) -> tuple[Results, Statistics]:

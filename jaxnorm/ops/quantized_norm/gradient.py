@@ -10,7 +10,7 @@ call each way; and one within the formula, between what is quantised and its rou
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jax import lax
 from jax.interpreters import ad
@@ -19,15 +19,13 @@ from jaxnorm.ops.norm import formula
 from jaxnorm.ops.norm.op import NORM
 from jaxnorm.ops.quantize import rounding
 from jaxnorm.ops.quantize.rounding import Derivative
+from jaxnorm.ops.quantized_norm.spec import Operands, QuantizedNorm, Results
 from jaxnorm.primitive.op import Statistics
-
-if TYPE_CHECKING:
-    from jaxnorm.ops.quantized_norm.formula import Operands, QuantizedNorm, Results
 
 
 def tangents(
-    norm: "QuantizedNorm", operands: "Operands", results: "Results", stats: Statistics, dots: "Operands"
-) -> tuple["Results", Callable[[], Sequence[Any]]]:
+    norm: QuantizedNorm, operands: Operands, results: Results, stats: Statistics, dots: Operands
+) -> tuple[Results, Callable[[], Sequence[Any]]]:
     """The tangents of the carrier, y and the sum; others are None. And as a function those of the statistics."""
     rounding.check(derivative(norm))
     dtype, smooth = operands.x.dtype, operands.smooth
@@ -44,7 +42,7 @@ def tangents(
     return results._replace(**of_results), of_stats
 
 
-def derivative(norm: "QuantizedNorm") -> Derivative:
+def derivative(norm: QuantizedNorm) -> Derivative:
     """That of what the norm rounds."""
     return Derivative(
         norm.straight_through,

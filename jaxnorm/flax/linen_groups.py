@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxnorm import _group, _linen
-from jaxnorm._flax import linen
+from jaxnorm.flax import group_calls, linen_calls
+from jaxnorm.flax.calls import linen
 from jaxnorm.ops.activation import Synonym
 from jaxnorm.ops.group_norm.api import group_norm
 from jaxnorm.ops.group_norm.formula import Activation
@@ -22,7 +22,7 @@ _INSTANCE_NORM = inspect.unwrap(linen.InstanceNorm.__call__)
 
 def _why_flax(module: Any, x: jax.Array, mask: jax.Array | None) -> str | None:
     """Why Flax's own code computes `module(x)`."""
-    return _group.why_flax(module, x, mask, _linen.given(module), _linen.dtypes(module, x))
+    return group_calls.why_flax(module, x, mask, linen_calls.given(module), linen_calls.dtypes(module, x))
 
 
 def _grouped(module: Any, x: jax.Array, mask: jax.Array | None) -> jax.Array | None:
@@ -30,10 +30,10 @@ def _grouped(module: Any, x: jax.Array, mask: jax.Array | None) -> jax.Array | N
 
     None, with no parameter made yet, where Flax's own code computes it.
     """
-    if not _group.is_called(module, x, mask, _why_flax(module, x, mask)):
+    if not group_calls.is_called(module, x, mask, _why_flax(module, x, mask)):
         return None
-    keywords = _group.keywords(module, x.ndim)
-    scale, bias = _linen.parameters(module, x, (keywords["channel_axis"],))
+    keywords = group_calls.keywords(module, x.ndim)
+    scale, bias = linen_calls.parameters(module, x, (keywords["channel_axis"],))
     dtype = linen.dtypes.canonicalize_dtype(x, scale, bias, dtype=module.dtype)
     return group_norm(x, scale, bias, out_dtype=dtype, **keywords)
 
@@ -41,7 +41,7 @@ def _grouped(module: Any, x: jax.Array, mask: jax.Array | None) -> jax.Array | N
 class _Groups(linen.Module):
     """What a GroupNorm and an InstanceNorm have beside Flax's fields."""
 
-    scale_init: Callable[..., Any] = _linen.default_scale_init
+    scale_init: Callable[..., Any] = linen_calls.default_scale_init
     activation: Activation | Synonym | None = field(default=None, kw_only=True)
     scale_offset: float = field(default=0.0, kw_only=True)
     implementation: Implementation | None = field(default=None, kw_only=True)
@@ -70,7 +70,7 @@ class GroupNorm(_Groups, linen.GroupNorm):
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
         x = jnp.asarray(x)
         y = _grouped(self, x, mask)
-        return _group.activated(self, _GROUP_NORM(self, x, mask=mask)) if y is None else y
+        return group_calls.activated(self, _GROUP_NORM(self, x, mask=mask)) if y is None else y
 
 
 class InstanceNorm(_Groups, linen.InstanceNorm):
@@ -83,4 +83,4 @@ class InstanceNorm(_Groups, linen.InstanceNorm):
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
         x = jnp.asarray(x)
         y = _grouped(self, x, mask)
-        return _group.activated(self, _INSTANCE_NORM(self, x, mask=mask)) if y is None else y
+        return group_calls.activated(self, _INSTANCE_NORM(self, x, mask=mask)) if y is None else y

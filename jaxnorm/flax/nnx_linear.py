@@ -6,12 +6,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
-import jaxnorm
-from jaxnorm import _flax, _nnx, replacement
-from jaxnorm._flax import nnx
-from jaxnorm._quantize_linears import Only, check_pair
+from jaxnorm.flax import calls, nnx_calls, nnx_replace
+from jaxnorm.flax.calls import nnx
+from jaxnorm.flax.replacement import Only, Report, find
+from jaxnorm.ops.quantize.api import quantize
+from jaxnorm.ops.quantized_dot.api import quantized_dot
+from jaxnorm.ops.quantized_dot.checks import dtypes_beside
 from jaxnorm.quantization import Quantization, Quantized
 
 
@@ -50,7 +53,7 @@ class QuantizedLinear(nnx.Linear):
         activations: Quantization | DTypeLike | None = None,
         **flax: Any,
     ) -> None:
-        weights, activations = check_pair("QuantizedLinear", weights, activations)
+        weights, activations = _pair("QuantizedLinear", weights, activations)
         super().__init__(in_features, out_features, **flax)
         if (why := _why_left(self)) is not None:
             raise TypeError(f"QuantizedLinear: cannot be quantised: {why}. Leave that out, or take flax.nnx.Linear.")
@@ -66,30 +69,34 @@ class QuantizedLinear(nnx.Linear):
             raise ValueError(
                 f"{type(self).__name__}: got out_sharding={out_sharding}, expected None; reshard the result instead."
             )
-        bias = _nnx.value(self.bias)
+        bias = nnx_calls.value(self.bias)
         x, dtype = inputs, self.dtype
         if not isinstance(x, Quantized):
             x = jnp.asarray(x)
             dtype = dtype or jnp.result_type(x.dtype, self.param_dtype, *([] if bias is None else [bias.dtype]))
             x = x.astype(dtype)
             if self.activations is not None:
-                x = jaxnorm.quantize(x, self.activations)
-        y: jax.Array = jaxnorm.quantized_dot(
-            x, self.quantized, out_dtype=self.preferred_element_type or dtype, bias=bias
-        )
+                x = quantize(x, self.activations)
+        y: jax.Array = quantized_dot(x, self.quantized, out_dtype=self.preferred_element_type or dtype, bias=bias)
         return y
 
 
-def quantize(
-    model: Any, weights: Quantization, activations: Quantization | None, only: Only | None
-) -> replacement.Report:
-    """`jaxnorm.quantize_linears`, whose arguments are checked but for the model."""
-    report = replacement.Report()
+def quantize_linears(
+    model: Any,
+    weights: Quantization | DTypeLike,
+    activations: Quantization | DTypeLike | None,
+    only: Only | None,
+) -> Report:
+    """`jaxnorm.quantize_linears`."""
+    weights, activations = _pair("quantize_linears", weights, activations)
+    if only is not None and not callable(only):
+        raise TypeError(f"quantize_linears: only must be a function of a path and a module, got {only!r}.")
+    report = Report()
     layers = []
-    for path, module in _nnx.modules_of("quantize_linears", model, "only models of flax.nnx are served"):
+    for path, module in nnx_replace.modules_of("quantize_linears", model, "only models of flax.nnx are served"):
         cls = type(module)
         why = _why_class(cls)
-        if replacement.find(cls, {nnx.Linear: True}):
+        if find(cls, {nnx.Linear: True}):
             why = _why_left(module) or ("only is false of it" if only and not only(path, module) else None)
             if why is None:
                 layers.append(module)
@@ -114,7 +121,7 @@ def quantize(
 
 def _class_of(cls: type) -> type:
     """What a class of linear layers becomes."""
-    return QuantizedLinear if cls is nnx.Linear else _nnx.with_base(cls, QuantizedLinear)
+    return QuantizedLinear if cls is nnx.Linear else nnx_replace.with_base(cls, QuantizedLinear)
 
 
 # Layers of Flax with weights that are left as they are.
@@ -141,7 +148,7 @@ def _why_left(module: Any) -> str | None:
     for name in (name for name, function in own.items() if getattr(module, name) is not function):
         return f"it has a {name} of its own"
     dtypes = (module.kernel.dtype, *([module.dtype] if module.dtype else []))
-    return (why := _flax.why_dtypes(*dtypes)) and f"it is of {why}"
+    return (why := calls.why_dtypes(*dtypes)) and f"it is of {why}"
 
 
 def _variables(kernel: Any, weights: Quantization) -> dict[str, QuantizedParam]:
@@ -173,7 +180,7 @@ def _variable(array: Any, kernel: Any, *, named: bool) -> QuantizedParam:
 @functools.partial(jax.jit, static_argnames="weights")
 def _transposed(kernel: jax.Array, weights: Quantization) -> Quantized:
     """Stacked layers have axes before those of inputs and outputs."""
-    result: Quantized = jaxnorm.quantize(jnp.swapaxes(kernel, -1, -2), weights)
+    result: Quantized = quantize(jnp.swapaxes(kernel, -1, -2), weights)
     return result
 
 
@@ -185,3 +192,40 @@ def _set(
     del module.kernel
     module.values, module.scales = variables["values"], variables["scales"]
     module.weights, module.activations = weights, activations
+
+
+def _pair(function: str, weights: Any, activations: Any) -> tuple[Quantization, Quantization | None]:
+    """Both, quantised with a scale for each row, to dtypes of which there is a product."""
+    weights = _quantization(function, "weights", weights)
+    given = {"weights": weights}
+    if activations is not None:
+        given["activations"] = activations = _quantization(function, "activations", activations)
+    for name, quantization in given.items():
+        if quantization.granularity != "token":
+            why = "an output" if name == "weights" else "a row of the input"
+            raise ValueError(
+                f"{function}: {name} has granularity={quantization.granularity!r}, expected 'token', a scale for {why}."
+            )
+    if activations is None:
+        return weights, None
+    theirs, ours = (jnp.dtype(quantization.dtype) for quantization in (weights, activations))
+    if ours.name not in (expected := dtypes_beside(theirs)):
+        raise TypeError(
+            f"{function}: activations are quantised to {ours}, expected {' or '.join(expected)} for weights of "
+            f"{theirs}; leave activations out to quantise the weights only."
+        )
+    return weights, activations
+
+
+def _quantization(function: str, name: str, given: Any) -> Quantization:
+    """What is given, or what a dtype stands for."""
+    if isinstance(given, Quantization):
+        return given
+    try:
+        # Of an array numpy would take its dtype.
+        return Quantization(jnp.dtype(given) if isinstance(given, (str, type, np.dtype)) else None)
+    except TypeError as error:
+        example = f"{name}=jaxnorm.Quantization(jax.numpy.int8)"
+        raise TypeError(
+            f"{function}: {name} must be a jaxnorm.Quantization, as {example}, or a dtype that it takes, got {given!r}."
+        ) from error

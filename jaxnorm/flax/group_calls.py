@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jaxnorm import _flax
+from jaxnorm.flax import calls
 from jaxnorm.ops.activation import check_activation
 from jaxnorm.ops.group_norm.formula import ACTIVATIONS
 
@@ -19,13 +19,13 @@ def why_never(module: Any) -> str | None:
         return "axis_index_groups"
     if not isinstance(module.epsilon, Real):
         return "an epsilon that is no Python number"
-    return _flax.changed(module)
+    return calls.changed(module)
 
 
 def why_flax(
     module: Any, x: jax.Array, mask: object, parameters: Iterable[jax.Array | None], dtypes: Iterable[Any]
 ) -> str | None:
-    """Why no kernel says the same as Flax for `module(x, mask=mask)`; None if one does, as of `_flax.why_flax`."""
+    """Why no kernel says the same as Flax for `module(x, mask=mask)`; None if one does, as of `calls.why_flax`."""
     if (why := why_never(module)) is not None:
         return why
     if mask is not None:
@@ -34,23 +34,23 @@ def why_flax(
         return why
     if channel_axis(module, x.ndim) != -1:
         return f"feature_axes={module.feature_axes}"
-    # As of `_flax.why_flax`.
+    # As of `calls.why_flax`.
     split = tuple(jax.typeof(x).sharding.spec)[-1:]
     if any(p is not None and tuple(jax.typeof(p).sharding.spec) not in ((None,), split) for p in parameters):
         return "parameters that an Explicit mesh splits otherwise than x"
-    return _flax.why_dtypes(*dtypes)
+    return calls.why_dtypes(*dtypes)
 
 
 def is_called(module: Any, x: jax.Array, mask: object, why: str | None) -> bool:
     """Whether the function computes `module(x)`, and not Flax; `why` no kernel does is what `why_flax` says."""
     if why is None:
         return True
-    said = _flax.options(module)
+    said = calls.options(module)
     if said["implementation"] == "native":
-        raise _flax.not_served(module, why)
+        raise calls.not_served(module, why)
     if said["scale_offset"] == 0 or _has_no_groups(module):  # of which Flax's error tells
         return False
-    _flax.check_not_flaxs_own(module, mask, WHAT)
+    calls.check_not_flaxs_own(module, mask, WHAT)
     if (other := _why_other_axes(module, x.ndim)) is not None:
         raise ValueError(f"{type(module).__name__}: got {other}: {WHAT} has no code for that. Leave scale_offset out.")
     return True
@@ -58,7 +58,7 @@ def is_called(module: Any, x: jax.Array, mask: object, why: str | None) -> bool:
 
 def keywords(module: Any, rank: int) -> dict[str, Any]:
     """What a module says, as keywords of the function."""
-    said = _flax.options(module)
+    said = calls.options(module)
     del said["multiply_before_cast"]
     axis = channel_axis(module, rank)
     groups = {"group_size": 1} if _is_instance_norm(module) else _groups(module)
@@ -70,7 +70,7 @@ def channel_axis(module: Any, rank: int) -> int:
     """The axis of channels, counted from the last."""
     if not _is_instance_norm(module):
         return -1
-    (axis,) = _flax.from_the_end(module.feature_axes, rank)
+    (axis,) = calls.from_the_end(module.feature_axes, rank)
     return axis
 
 
@@ -99,7 +99,7 @@ def _groups(module: Any) -> dict[str, Any]:
 
 def _has_no_groups(module: Any) -> bool:
     """Whether a GroupNorm of flax.linen has neither number nor size of its groups, or both."""
-    if _is_instance_norm(module) or isinstance(module, _flax.nnx.Module):
+    if _is_instance_norm(module) or isinstance(module, calls.nnx.Module):
         return False
     return (module.num_groups is None) is (module.group_size is None)
 
@@ -111,8 +111,8 @@ def _why_other_axes(module: Any, rank: int) -> str | None:
     if _has_no_groups(module):
         return f"num_groups={module.num_groups} with group_size={module.group_size}"
     if _is_instance_norm(module):
-        axes = _flax.from_the_end(module.feature_axes, rank)
+        axes = calls.from_the_end(module.feature_axes, rank)
         return None if len(axes) == 1 and -rank < axes[0] < 0 else f"feature_axes={module.feature_axes}"
     axes = module.reduction_axes
-    whole = axes is None or _flax.from_the_end(axes, rank) == tuple(range(1 - rank, 0))
+    whole = axes is None or calls.from_the_end(axes, rank) == tuple(range(1 - rank, 0))
     return None if whole else f"reduction_axes={axes}"

@@ -9,8 +9,8 @@ import math
 from importlib import resources
 from typing import Any
 
-from jaxnorm._page import launch, ruler
-from jaxnorm._page.tiling import Case, Pass, passes
+from jaxnorm.inspect.plan_page import launch, ruler
+from jaxnorm.inspect.plan_page.tiling import Case, Pass, passes
 from jaxnorm.native import ffi
 from jaxnorm.ops.gated_norm.formula import LONGEST
 from jaxnorm.primitive import op, weights

@@ -6,7 +6,7 @@ A test holds blocks, threads and shared memory to what the kernels launch.
 import math
 from typing import Any
 
-from jaxnorm._page.tiling import COLUMN_THREADS, SEGMENT, SEGMENT_THREADS, VECTOR_BYTES, WARP, Case, held
+from jaxnorm.inspect.plan_page.tiling import COLUMN_THREADS, SEGMENT, SEGMENT_THREADS, VECTOR_BYTES, WARP, Case, held
 
 KIB = 1 << 10
 # An H100's or H200's, for which numbers of blocks are chosen; what a block may have, and what its kernel declares.

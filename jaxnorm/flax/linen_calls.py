@@ -1,18 +1,14 @@
 """How a norm of `flax.linen` calls the functions of this package, its own class or Flax's."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxnorm import _flax, replacement
-from jaxnorm._flax import linen
+from jaxnorm.flax import calls
+from jaxnorm.flax.calls import linen
 from jaxnorm.quantization import Quantized
-
-# Norms of Flax that this package has no kernels for.
-OTHERS = (linen.BatchNorm, linen.SpectralNorm, linen.WeightNorm)
 
 
 def default_scale_init(key: Any, shape: Any, dtype: Any) -> jax.Array:
@@ -22,7 +18,7 @@ def default_scale_init(key: Any, shape: Any, dtype: Any) -> jax.Array:
 
 def why_flax(module: Any, x: jax.Array, mask: jax.Array | None, *addend: jax.Array) -> str | None:
     """Why Flax's own code computes `module(x)`, or the norm of a sum that is like x, of which these are the rest."""
-    return _flax.why_flax(module, x, mask, given(module), dtypes(module, x, *addend))
+    return calls.why_flax(module, x, mask, given(module), dtypes(module, x, *addend))
 
 
 def dtypes(module: Any, *rows: jax.Array) -> list[Any]:
@@ -36,21 +32,21 @@ def fused(norm: Callable[..., Any], module: Any, rows: tuple[jax.Array, ...], ma
     None, with no parameter made yet, where Flax's own code computes it.
     """
     *_, normalised = rows  # with an addend the sum, which is like it
-    axes = _flax.called_axes(module, normalised, mask, why_flax(module, normalised, mask, *rows))
+    axes = calls.called_axes(module, normalised, mask, why_flax(module, normalised, mask, *rows))
     if axes is None:
         return None
     axis, features = axes
     scale, bias = parameters(module, normalised, features)
     dtype = linen.dtypes.canonicalize_dtype(normalised, scale, bias, dtype=module.dtype)
-    options = {"epsilon": module.epsilon, "axis_name": module.axis_name, **_flax.options(module)}
+    options = {"epsilon": module.epsilon, "axis_name": module.axis_name, **calls.options(module)}
     return norm(*rows, scale, bias=bias, axis=axis, out_dtype=dtype, **options)
 
 
 def quantized(
     module: Any, x: jax.Array, addend: dict[str, jax.Array], mask: object, scales: dict[str, Any]
 ) -> Quantized | tuple[Quantized, jax.Array]:
-    """The quantised norm of x, or of x and an addend, see `_flax.with_addend`, called as `module` says."""
-    axis = _flax.function_axes(module, x, mask, "a quantised norm")
+    """The quantised norm of x, or of x and an addend, see `calls.with_addend`, called as `module` says."""
+    axis = calls.function_axes(module, x, mask, "a quantised norm")
     scale, bias = parameters(module, x, axis)
     result: Quantized | tuple[Quantized, jax.Array] = module._functions.quantized(
         x,
@@ -63,7 +59,7 @@ def quantized(
         axis=axis,
         axis_name=module.axis_name,
         **scales,
-        **_flax.rounded_once(module, "a quantised norm"),
+        **calls.rounded_once(module, "a quantised norm"),
     )
     return result
 
@@ -87,38 +83,7 @@ def scale(module: Any, x: jax.Array, axis: tuple[int, ...], name: str = "scale")
     if not module.use_scale:
         return None
     scale_init = module.scale_init
-    if scale_init is default_scale_init and _flax.options(module)["scale_offset"]:
+    if scale_init is default_scale_init and calls.options(module)["scale_offset"]:
         scale_init = linen.initializers.zeros
     parameter: jax.Array = module.param(name, scale_init, [x.shape[a] for a in axis], module.param_dtype)
     return parameter
-
-
-def interceptor(report: replacement.Report, custom: Any, ours: dict[type, type]) -> Callable[..., Any]:
-    """What `linen.intercept_methods` calls for each method of a module, with Flax's norms and `ours` for each."""
-
-    def intercept(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
-        module, cls = context.module, type(context.module)
-        if context.method_name != "__call__":
-            return call(*args, **kwargs)
-        if function := replacement.find(cls, custom):
-            why = None
-            # A function may only read parameters, so the model's own code makes them.
-            if module.scope is None or not module.is_initializing():
-                call = partial(function, module)
-        elif norm := replacement.find(cls, ours):
-            x, mask = _arguments(*args, **kwargs)
-            why = norm._why_flax(module, x, mask)
-            if not why:
-                call, args, kwargs = norm._fused, (module, x, mask), {}
-            why = why and f"no kernel serves {why}"
-        elif (why := replacement.why_class(cls, tuple(ours.values()), ours, OTHERS)) is None:
-            return call(*args, **kwargs)
-        report.add(() if module.scope is None else module.path, cls, why)
-        return call(*args, **kwargs)
-
-    return intercept
-
-
-def _arguments(x: Any, *, mask: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
-    """The arguments of a norm of Flax."""
-    return jnp.asarray(x), mask

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxnorm import _flax, _group, _nnx
-from jaxnorm._flax import nnx
+from jaxnorm.flax import calls, group_calls, nnx_calls
+from jaxnorm.flax.calls import nnx
 from jaxnorm.ops.activation import Synonym
 from jaxnorm.ops.group_norm.api import group_norm
 from jaxnorm.ops.group_norm.formula import Activation
@@ -16,14 +16,14 @@ from jaxnorm.ops.options import Implementation
 
 def _grouped(module: Any, mask: jax.Array | None, x: jax.Array) -> jax.Array | None:
     """`group_norm` of x, called as `module` says, or None where Flax's own code computes it."""
-    parameters = _nnx.parameters_of(module)
+    parameters = nnx_calls.parameters_of(module)
     dtype = nnx.nn.dtypes.canonicalize_dtype(x, *parameters, dtype=module.dtype)
     dtypes = (dtype, *(a.dtype for a in (x, *parameters) if a is not None))
-    why = _group.why_flax(module, x, mask, parameters, dtypes)
-    if not _group.is_called(module, x, mask, why):
+    why = group_calls.why_flax(module, x, mask, parameters, dtypes)
+    if not group_calls.is_called(module, x, mask, why):
         return None
-    keywords = _group.keywords(module, x.ndim)
-    (x,), (scale, bias) = _nnx.operands((x,), parameters, dtype, (keywords["channel_axis"],))
+    keywords = group_calls.keywords(module, x.ndim)
+    (x,), (scale, bias) = nnx_calls.operands((x,), parameters, dtype, (keywords["channel_axis"],))
     return group_norm(x, scale, bias, out_dtype=dtype, **keywords)
 
 
@@ -34,7 +34,7 @@ class _Groups(nnx.Module):
     scale_offset: float = 0.0
     implementation: Implementation | None = None
 
-    _why_never = staticmethod(_group.why_never)
+    _why_never = staticmethod(group_calls.why_never)
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class _Groups(nnx.Module):
         self.activation = activation
         self.scale_offset = scale_offset
         self.implementation = implementation
-        if _flax.options(self)["scale_offset"]:
+        if calls.options(self)["scale_offset"]:
             flax.setdefault("scale_init", nnx.initializers.zeros)
         super().__init__(num_features, *groups, **flax)  # type: ignore[call-arg]
 
@@ -56,7 +56,7 @@ class _Groups(nnx.Module):
         x = jnp.asarray(x)
         y = _grouped(self, mask, x)
         of_flax: Callable[..., jax.Array] = super().__call__
-        return _group.activated(self, of_flax(x, mask=mask)) if y is None else y
+        return group_calls.activated(self, of_flax(x, mask=mask)) if y is None else y
 
 
 class GroupNorm(_Groups, nnx.GroupNorm):

@@ -1,0 +1,228 @@
+"""The norms of `jaxnorm.linen` but for those of groups of channels."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import field
+from functools import partial
+from typing import Any, Unpack, overload
+
+import jax
+import jax.numpy as jnp
+
+from jaxnorm.flax import calls, linen_calls
+from jaxnorm.flax.calls import linen
+from jaxnorm.ops.activation import Synonym
+from jaxnorm.ops.gated_norm.api import gated_rms_norm
+from jaxnorm.ops.gated_norm.formula import Activation
+from jaxnorm.ops.options import Implementation
+from jaxnorm.ops.qk_norm_rotary.api import Normalize
+from jaxnorm.quantization import Quantization, Quantized
+
+# Flax's functions without the wrapper that makes them calls of the module: through it, a call would be captured,
+# intercepted and tabulated twice.
+_OF_FLAX = {calls.RMS: inspect.unwrap(linen.RMSNorm.__call__), calls.LAYER: inspect.unwrap(linen.LayerNorm.__call__)}
+
+
+class _Options(linen.Module):
+    """What all norms have beside Flax's fields, and by keyword only: positions are Flax's."""
+
+    scale_init: Callable[..., Any] = linen_calls.default_scale_init
+    scale_offset: float = field(default=0.0, kw_only=True)
+    multiply_before_cast: bool = field(default=True, kw_only=True)
+    implementation: Implementation | None = field(default=None, kw_only=True)
+
+    # What computes a call of one of these or of Flax's norm, and why Flax has to.
+    _why_flax = staticmethod(linen_calls.why_flax)
+
+    @classmethod
+    def _fused(cls, module: Any, x: jax.Array, mask: jax.Array | None) -> Any:
+        functions: calls.Functions = cls._functions  # type: ignore[attr-defined]
+        return linen_calls.fused(functions.norm, module, (x,), mask)
+
+
+class RMSNorm(_Options, linen.RMSNorm):
+    """`flax.linen.RMSNorm` with the same fields, parameters and result dtype, computed by `jaxnorm.rms_norm`.
+
+    Beside Flax's fields there are, by keyword, `scale_offset`, `multiply_before_cast` and `implementation` of the
+    function. Where `scale_offset` is not 0, the default of `scale_init` is zeros.
+
+    The kernels serve the calls whose `reduction_axes` and `feature_axes` are trailing axes: the same ones, or with
+    features before those that are reduced, a scale for each head: `reduction_axes=-1, feature_axes=(-2, -1)`. A `mask`,
+    `axis_index_groups`, other axes, parameters that an Explicit mesh splits otherwise than x,
+    `force_float32_reductions=False`, and dtypes other than float32, bfloat16 and float16 are computed by Flax's own
+    code. That has no `scale_offset` and no `multiply_before_cast=False`: with one of these, the formula computes what
+    it can, and the rest is an error, as it is with `implementation="native"`.
+    """
+
+    _functions = calls.RMS
+
+    @linen.compact
+    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
+        y: jax.Array | None = self._fused(self, jnp.asarray(x), mask)
+        return _OF_FLAX[self._functions](self, x, mask=mask) if y is None else y
+
+
+class LayerNorm(_Options, linen.LayerNorm):
+    """`flax.linen.LayerNorm` with the same fields, parameters and result dtype, computed by `jaxnorm.layer_norm`.
+
+    The kernels serve the same calls as for `RMSNorm`. Their variance is always that of the centred values, so
+    `use_fast_variance=True`, Flax's default, costs no accuracy here: results differ from Flax's by rounding, and where
+    the mean is large against the deviation, Flax's lose digits.
+    """
+
+    _functions = calls.LAYER
+
+    @linen.compact
+    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
+        y: jax.Array | None = self._fused(self, jnp.asarray(x), mask)
+        return _OF_FLAX[self._functions](self, x, mask=mask) if y is None else y
+
+
+class _Add(linen.Module):
+    """What makes a norm one of the sum of x and a residual."""
+
+    @linen.compact
+    def __call__(
+        self, x: jax.Array, residual: jax.Array, *, mask: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        module: Any = self
+        rows = calls.with_other(self, x, "residual", residual, "added")
+        results: tuple[jax.Array, jax.Array] | None = linen_calls.fused(module._functions.add, module, rows, mask)
+        of_flax = partial(_OF_FLAX[module._functions], self)
+        return calls.add_first(of_flax, *rows, mask) if results is None else results
+
+
+class AddRMSNorm(_Add, RMSNorm):  # type: ignore[misc]
+    """The sum of a residual connection and its `RMSNorm`, computed by `jaxnorm.add_rms_norm`.
+
+        y, new_residual = norm(x, residual)  # new_residual = x + residual, y = RMSNorm(...)(new_residual)
+
+    Fields, parameters and the dtype of y are those of `RMSNorm`, whose input is the sum; that has residual's dtype.
+    What the kernels of `RMSNorm` do not serve is added first and then computed by Flax's own code.
+
+    A module without a name is called after its class, "AddRMSNorm_0". To read the parameters of an `RMSNorm`, give it
+    the name that one had.
+    """
+
+
+class AddLayerNorm(_Add, LayerNorm):  # type: ignore[misc]
+    """The sum of a residual connection and its `LayerNorm`, computed by `jaxnorm.add_layer_norm`; see `AddRMSNorm`."""
+
+
+class GatedRMSNorm(RMSNorm, kw_only=True):
+    """An `RMSNorm` that is gated, computed by `jaxnorm.gated_rms_norm`.
+
+        norm = GatedRMSNorm(gate_first=True, group_size=1024)  # Mamba2's
+        y = norm(x, gate)
+
+    Fields and parameters are those of `RMSNorm`, and of the function `gate_first`, `activation` and `group_size`.
+    `dtype` is that of y; None is what x, gate and scale promote to. The kernels want x, gate and y of one dtype: with
+    float32 parameters, give `dtype` for a gated norm of half types. A module without a name is called after its class,
+    as `AddRMSNorm` says.
+
+    `reduction_axes` and `feature_axes` must be -1. A `mask`, `axis_index_groups` and
+    `force_float32_reductions=False` are errors.
+    """
+
+    gate_first: bool
+    activation: Activation | Synonym = "silu"
+    group_size: int | None = None
+
+    @linen.compact
+    def __call__(  # type: ignore[override]
+        self, x: jax.Array, gate: jax.Array, *, mask: None = None
+    ) -> jax.Array:
+        x, gate = calls.with_other(self, x, "gate", gate, "multiplied")
+        calls.last_axis(self, x, mask, "a gated norm")
+        scale, _ = linen_calls.parameters(self, x, (-1,))
+        return gated_rms_norm(
+            x,
+            gate,
+            scale,
+            gate_first=self.gate_first,
+            activation=self.activation,
+            group_size=self.group_size,
+            epsilon=self.epsilon,
+            axis_name=self.axis_name,
+            out_dtype=linen.dtypes.canonicalize_dtype(x, gate, scale, dtype=self.dtype),
+            **calls.rounded_once(self, "a gated norm"),
+        )
+
+
+class QKNormRotary(_Options, kw_only=True):
+    """RMSNorm or LayerNorm of each head of queries and keys, and their rotary embedding: `jaxnorm.qk_norm_rotary`.
+
+        q, k = QKNormRotary(theta=500_000.0)(q, k, positions)  # or cos=cos, sin=sin
+
+    The fields are the function's options, and the arrays of a call: positions, or tables cos and sin, and frequencies.
+    The parameters are `q_scale` and `k_scale`, of a head's elements or, with `per_head`, a row for each head;
+    `use_scale` is for a norm only. `dtype` is what q and k are converted to; None keeps their own, as float32
+    parameters do.
+    """
+
+    theta: float = 10000.0
+    rotary_dim: int | None = None
+    interleaved: bool = False
+    normalize: Normalize = True
+    epsilon: float = 1e-6
+    axis_of_heads: int = -2
+    use_scale: bool = True
+    per_head: bool = False
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+
+    @linen.compact
+    def __call__(
+        self, q: jax.Array, k: jax.Array, positions: jax.Array | None = None, **tables: Unpack[calls.Tables]
+    ) -> tuple[jax.Array, jax.Array]:
+        axes = (self.axis_of_heads, -1) if self.per_head else (-1,)
+        pairs = (("q_scale", q), ("k_scale", k))
+        scales = [linen_calls.scale(self, jnp.asarray(x), axes, name) if self.normalize else None for name, x in pairs]
+        return calls.rotated(self, (q, k, *scales, positions), **tables)
+
+
+class _Quantized(linen.Module, kw_only=True):
+    """What makes a norm one with a quantised result."""
+
+    quantization: Quantization
+    straight_through: bool = False
+
+    @overload
+    def __call__(self, x: jax.Array, residual: None = None, **_: Unpack[calls.Scales]) -> Quantized: ...
+
+    @overload
+    def __call__(self, x: jax.Array, residual: jax.Array, **_: Unpack[calls.Scales]) -> tuple[Quantized, jax.Array]: ...
+
+    @linen.compact
+    def __call__(
+        self,
+        x: jax.Array,
+        residual: jax.Array | None = None,
+        *,
+        static_scale: Any = None,
+        smooth_scale: jax.Array | None = None,
+        mask: None = None,
+    ) -> Quantized | tuple[Quantized, jax.Array]:
+        scales = {"static_scale": static_scale, "smooth_scale": smooth_scale}
+        x, addend = calls.with_addend(self, x, residual=residual)
+        return linen_calls.quantized(self, x, addend, mask, scales)
+
+
+class QuantizedRMSNorm(_Quantized, RMSNorm, kw_only=True):  # type: ignore[misc]
+    """An `RMSNorm` with a quantised result, computed by `jaxnorm.rms_norm_quantized`.
+
+        norm = QuantizedRMSNorm(quantization=Quantization(jnp.float8_e4m3fn))
+        quantized = norm(x)
+        quantized, new_residual = norm(x, residual)
+
+    Fields and parameters are those of `RMSNorm`, and of the function `quantization`, `straight_through` and the call's
+    `residual`, `static_scale` and `smooth_scale`. `dtype`, which flax.linen gives to its result, does not matter: what
+    is quantised is float32. A module without a name is called after its class, as `AddRMSNorm` says.
+
+    `reduction_axes` and `feature_axes` must be the same axes: kernels serve trailing ones, the formula others.
+    A `mask`, `axis_index_groups` and `force_float32_reductions=False` are errors.
+    """
+
+
+class QuantizedLayerNorm(_Quantized, LayerNorm, kw_only=True):  # type: ignore[misc]
+    """A `LayerNorm` with a quantised result, computed by `jaxnorm.layer_norm_quantized`; see `QuantizedRMSNorm`."""

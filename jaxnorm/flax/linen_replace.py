@@ -1,0 +1,99 @@
+"""How the models of `flax.linen` get the norms of `jaxnorm.linen`."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxnorm.flax import replacement
+from jaxnorm.flax.calls import linen
+from jaxnorm.flax.linen_groups import GroupNorm, InstanceNorm
+from jaxnorm.flax.linen_norms import LayerNorm, RMSNorm
+
+# Flax's norms, and what computes a call of each.
+OURS: dict[type, type] = {
+    linen.RMSNorm: RMSNorm,
+    linen.LayerNorm: LayerNorm,
+    linen.GroupNorm: GroupNorm,
+    linen.InstanceNorm: InstanceNorm,
+}
+# Norms of Flax that this package has no kernels for.
+OTHERS = (linen.BatchNorm, linen.SpectralNorm, linen.WeightNorm)
+
+
+def replace_norms(
+    custom: replacement.Custom | None = None,
+) -> contextlib._GeneratorContextManager[replacement.Report]:
+    """Computes the norms of all models that are called, or traced, within.
+
+        with jaxnorm.linen.replace_norms({GemmaNorm: lambda norm, x: rms_norm(x, norm.scale)}) as report:
+            logits = model.apply(variables, tokens)
+        print(report)
+
+    Each `flax.linen.RMSNorm`, `LayerNorm`, `GroupNorm` and `InstanceNorm` is computed as one of `jaxnorm.linen` is.
+    Modules, parameters, their names and checkpoints stay the same, `init` within makes the same parameters, and results
+    agree within rounding.
+
+    Left to their own code are norms of other kinds, classes with a `__call__` of their own, and calls that no kernel
+    serves, as with a mask. Of calls that are alike, the report has one.
+
+    What counts is where a program is traced. What `jax.jit` has compiled before runs as it was compiled, and what is
+    compiled within stays so afterwards: enter this in the function that is jitted, around `apply`.
+
+    Args:
+      custom: classes of the model's own, and for each the function of a module and its arguments that computes it. It
+        may do what the module's `__call__` may, as read `norm.scale` that `setup` made, make it with `norm.param`, or
+        read it with `norm.get_variable`. While parameters are initialised the model's own code runs, and makes them. A
+        subclass goes with its base unless it has a `__call__` of its own.
+
+    Yields:
+      A `jaxnorm.replacement.Report` that fills while calls are traced: `replaced` has (path, class) of each norm that
+      was replaced, `left` has (path, class, why) of each that was not.
+
+    Raises:
+      TypeError: custom maps something else than classes to functions.
+
+    Source: `flax.linen.intercept_methods`.
+    """
+    return _replacing(replacement.check_custom(custom, linen.Module))
+
+
+@contextlib.contextmanager
+def _replacing(custom: replacement.Custom) -> Iterator[replacement.Report]:
+    report = replacement.Report()
+    with linen.intercept_methods(_interceptor(report, custom)):
+        yield report
+
+
+def _interceptor(report: replacement.Report, custom: Any) -> Callable[..., Any]:
+    """What `linen.intercept_methods` calls for each method of a module."""
+
+    def intercept(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+        module, cls = context.module, type(context.module)
+        if context.method_name != "__call__":
+            return call(*args, **kwargs)
+        if function := replacement.find(cls, custom):
+            why = None
+            # A function may only read parameters, so the model's own code makes them.
+            if module.scope is None or not module.is_initializing():
+                call = partial(function, module)
+        elif norm := replacement.find(cls, OURS):
+            x, mask = _arguments(*args, **kwargs)
+            why = norm._why_flax(module, x, mask)
+            if not why:
+                call, args, kwargs = norm._fused, (module, x, mask), {}
+            why = why and f"no kernel serves {why}"
+        elif (why := replacement.why_class(cls, tuple(OURS.values()), OURS, OTHERS)) is None:
+            return call(*args, **kwargs)
+        report.add(() if module.scope is None else module.path, cls, why)
+        return call(*args, **kwargs)
+
+    return intercept
+
+
+def _arguments(x: Any, *, mask: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
+    """The arguments of a norm of Flax."""
+    return jnp.asarray(x), mask

@@ -1,0 +1,247 @@
+"""The norms of `jaxnorm.nnx` but for those of groups of channels."""
+
+from collections.abc import Callable
+from typing import Any, Unpack, overload
+
+import jax
+import jax.numpy as jnp
+
+from jaxnorm.flax import calls, nnx_calls
+from jaxnorm.flax.calls import nnx
+from jaxnorm.ops.activation import Synonym
+from jaxnorm.ops.gated_norm.api import gated_rms_norm
+from jaxnorm.ops.gated_norm.formula import Activation
+from jaxnorm.ops.options import Implementation
+from jaxnorm.ops.qk_norm_rotary.api import Normalize
+from jaxnorm.quantization import Quantization, Quantized
+
+
+class _Options(nnx.Module):
+    """What all norms have beside Flax's options.
+
+    A module, so that instances lie in memory as those of Flax's norms: `replace_norms` makes these norms of ours.
+    """
+
+    # A norm of Flax that became one of these has no attributes for them.
+    scale_offset: float = 0.0
+    multiply_before_cast: bool = True
+    implementation: Implementation | None = None
+
+    _why_never = staticmethod(calls.why_never)
+
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        scale_offset: float = 0.0,
+        multiply_before_cast: bool = True,
+        implementation: Implementation | None = None,
+        **flax: Any,
+    ) -> None:
+        self.scale_offset = scale_offset
+        self.multiply_before_cast = multiply_before_cast
+        self.implementation = implementation
+        if calls.options(self)["scale_offset"]:
+            flax.setdefault("scale_init", nnx.initializers.zeros)
+        super().__init__(num_features, **flax)  # type: ignore[call-arg]
+
+
+class RMSNorm(_Options, nnx.RMSNorm):
+    """`flax.nnx.RMSNorm` with the same constructor, parameters and result dtype, computed by `jaxnorm.rms_norm`.
+
+    The constructor also takes `scale_offset`, `multiply_before_cast` and `implementation` of the function. Where
+    `scale_offset` is not 0, the default of `scale_init` is zeros.
+
+    The kernels serve the calls whose `reduction_axes` and `feature_axes` are trailing axes: the same ones, or with
+    features before those that are reduced, a scale for each head: `reduction_axes=-1, feature_axes=(-2, -1)`. A `mask`,
+    `axis_index_groups`, other axes, parameters that an Explicit mesh splits otherwise than x, a `promote_dtype` of
+    one's own, and dtypes other than float32, bfloat16 and float16 are computed by Flax's own code. That has no
+    `scale_offset` and no `multiply_before_cast=False`: with one of these, the formula computes what it can, and the
+    rest is an error, as it is with `implementation="native"`.
+    """
+
+    _functions = calls.RMS
+
+    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+        y: jax.Array | None = nnx_calls.fused(self._functions.norm, self, mask, (jnp.asarray(x),))
+        return super().__call__(x, mask) if y is None else y
+
+
+class LayerNorm(_Options, nnx.LayerNorm):
+    """`flax.nnx.LayerNorm` with the same constructor, parameters and result dtype, computed by `jaxnorm.layer_norm`.
+
+    The kernels serve the same calls as for `RMSNorm`. Their variance is always that of the centred values, so
+    `use_fast_variance=True`, Flax's default, costs no accuracy here: results differ from Flax's by rounding, and where
+    the mean is large against the deviation, Flax's lose digits.
+    """
+
+    _functions = calls.LAYER
+
+    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
+        y: jax.Array | None = nnx_calls.fused(self._functions.norm, self, mask, (jnp.asarray(x),))
+        return super().__call__(x, mask=mask) if y is None else y
+
+
+class _Add:
+    """What makes a norm one of the sum of x and a residual."""
+
+    _functions: calls.Functions
+
+    def __call__(
+        self, x: jax.Array, residual: jax.Array, *, mask: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        rows = calls.with_other(self, x, "residual", residual, "added")
+        results: tuple[jax.Array, jax.Array] | None = nnx_calls.fused(self._functions.add, self, mask, rows)
+        of_flax: Callable[..., Any] = super().__call__  # type: ignore[misc]
+        return calls.add_first(of_flax, *rows, mask) if results is None else results
+
+
+class AddRMSNorm(_Add, RMSNorm):  # type: ignore[misc]
+    """The sum of a residual connection and its `RMSNorm`, computed by `jaxnorm.add_rms_norm`.
+
+        y, new_residual = norm(x, residual)  # new_residual = x + residual, y = RMSNorm(...)(new_residual)
+
+    Constructor, parameters and the dtype of y are those of `RMSNorm`, whose input is the sum. That has residual's
+    dtype, and is not rounded to another `dtype` before it is normalised, as flax.nnx rounds its input: only y is. What
+    the kernels of `RMSNorm` do not serve is added first and then computed by Flax's own code.
+    """
+
+
+class AddLayerNorm(_Add, LayerNorm):  # type: ignore[misc]
+    """The sum of a residual connection and its `LayerNorm`, computed by `jaxnorm.add_layer_norm`; see `AddRMSNorm`."""
+
+
+class GatedRMSNorm(RMSNorm):
+    """An `RMSNorm` that is gated, computed by `jaxnorm.gated_rms_norm`.
+
+        norm = GatedRMSNorm(features, gate_first=True, group_size=1024, rngs=rngs)  # Mamba2's
+        y = norm(x, gate)
+
+    Constructor and parameters are those of `RMSNorm`, and of the function `gate_first`, `activation` and `group_size`.
+    As in flax.nnx, `dtype` is that of the operands, which are rounded to it, and of y; None is what they promote to.
+    The kernels want x, gate and y of one dtype: with float32 parameters, give `dtype` for a gated norm of half types.
+
+    `reduction_axes` and `feature_axes` must be -1. A `mask`, `axis_index_groups` and a `promote_dtype` of one's own are
+    errors.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        gate_first: bool,
+        activation: Activation | Synonym = "silu",
+        group_size: int | None = None,
+        **flax: Any,
+    ) -> None:
+        super().__init__(num_features, **flax)
+        self.gate_first = gate_first
+        self.activation = activation
+        self.group_size = group_size
+
+    def __call__(  # type: ignore[override]
+        self, x: jax.Array, gate: jax.Array, *, mask: None = None
+    ) -> jax.Array:
+        x, gate = calls.with_other(self, x, "gate", gate, "multiplied")
+        calls.last_axis(self, x, mask, "a gated norm")
+        scale = nnx_calls.value(self.scale)
+        dtype = nnx.nn.dtypes.canonicalize_dtype(x, gate, scale, dtype=self.dtype)
+        return gated_rms_norm(
+            nnx_calls.promote(x, dtype),
+            nnx_calls.promote(gate, dtype),
+            None if scale is None else nnx_calls.promote(scale, dtype),
+            gate_first=self.gate_first,
+            activation=self.activation,
+            group_size=self.group_size,
+            epsilon=self.epsilon,
+            axis_name=self.axis_name,
+            out_dtype=dtype,
+            **calls.rounded_once(self, "a gated norm"),
+        )
+
+
+class QKNormRotary(_Options, nnx_calls.HeadScales):
+    """RMSNorm or LayerNorm of each head of queries and keys, and their rotary embedding: `jaxnorm.qk_norm_rotary`.
+
+        rotary = QKNormRotary(128, theta=500_000.0, rngs=rngs)
+        q, k = rotary(q, k, positions)  # or rotary(q, k, cos=cos, sin=sin)
+
+    The options are the function's, and the arrays of a call: positions, or tables cos and sin, and frequencies. The
+    parameters are `q_scale` and `k_scale`, of `head_dim` elements, or for each head with `heads`, the numbers of those
+    of queries and keys; `use_scale` is for a norm only. `dtype` is what q and k are converted to; None keeps their own,
+    as float32 parameters do.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        *,
+        theta: float = 10000.0,
+        rotary_dim: int | None = None,
+        interleaved: bool = False,
+        normalize: Normalize = True,
+        use_scale: bool = True,
+        epsilon: float = 1e-6,
+        axis_of_heads: int = -2,
+        **options: Any,
+    ) -> None:
+        super().__init__(head_dim, use_scale=use_scale and normalize is not False, **options)
+        self.theta, self.rotary_dim, self.interleaved = theta, rotary_dim, interleaved
+        self.normalize, self.epsilon, self.axis_of_heads = normalize, epsilon, axis_of_heads
+
+    def __call__(
+        self, q: jax.Array, k: jax.Array, positions: jax.Array | None = None, **tables: Unpack[calls.Tables]
+    ) -> tuple[jax.Array, jax.Array]:
+        scales = nnx_calls.value(self.q_scale), nnx_calls.value(self.k_scale)
+        return calls.rotated(self, (q, k, *scales, positions), **tables)
+
+
+class _Quantized:
+    """What makes a norm one with a quantised result."""
+
+    def __init__(
+        self, num_features: int, *, quantization: Quantization, straight_through: bool = False, **flax: Any
+    ) -> None:
+        super().__init__(num_features, **flax)  # type: ignore[call-arg]
+        self.quantization = quantization
+        self.straight_through = straight_through
+
+    @overload
+    def __call__(self, x: jax.Array, residual: None = None, **_: Unpack[calls.Scales]) -> Quantized: ...
+
+    @overload
+    def __call__(self, x: jax.Array, residual: jax.Array, **_: Unpack[calls.Scales]) -> tuple[Quantized, jax.Array]: ...
+
+    def __call__(
+        self,
+        x: jax.Array,
+        residual: jax.Array | None = None,
+        *,
+        static_scale: Any = None,
+        smooth_scale: jax.Array | None = None,
+        mask: None = None,
+    ) -> Quantized | tuple[Quantized, jax.Array]:
+        scales = {"static_scale": static_scale, "smooth_scale": smooth_scale}
+        x, addend = calls.with_addend(self, x, residual=residual)
+        return nnx_calls.quantized(self, mask, x, addend, scales)
+
+
+class QuantizedRMSNorm(_Quantized, RMSNorm):  # type: ignore[misc]
+    """An `RMSNorm` with a quantised result, computed by `jaxnorm.rms_norm_quantized`.
+
+        norm = QuantizedRMSNorm(features, quantization=Quantization(jnp.float8_e4m3fn), rngs=rngs)
+        quantized = norm(x)
+        quantized, new_residual = norm(x, residual)
+
+    Constructor and parameters are those of `RMSNorm`, and of the function `quantization`, `straight_through` and the
+    call's `residual`, `static_scale` and `smooth_scale`. `dtype` is that of the operands, as in flax.nnx: the
+    parameters, and x where there is no residual, are rounded to it; what comes of them is float32 until it is
+    quantised.
+
+    `reduction_axes` and `feature_axes` must be the same axes: kernels serve trailing ones, the formula others.
+    A `mask`, `axis_index_groups` and a `promote_dtype` of one's own are errors.
+    """
+
+
+class QuantizedLayerNorm(_Quantized, LayerNorm):  # type: ignore[misc]
+    """A `LayerNorm` with a quantised result, computed by `jaxnorm.layer_norm_quantized`; see `QuantizedRMSNorm`."""

@@ -1,0 +1,131 @@
+"""How a model of `flax.nnx` gets the norms of `jaxnorm.nnx`."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxnorm.flax import calls, replacement
+from jaxnorm.flax.calls import linen, nnx
+from jaxnorm.flax.nnx_groups import GroupNorm, InstanceNorm
+from jaxnorm.flax.nnx_norms import LayerNorm, RMSNorm
+
+# Flax's norms, and what each of them becomes.
+OURS: dict[type, type] = {
+    nnx.RMSNorm: RMSNorm,
+    nnx.LayerNorm: LayerNorm,
+    nnx.GroupNorm: GroupNorm,
+    nnx.InstanceNorm: InstanceNorm,
+}
+# Norms of Flax that this package has no kernels for.
+OTHERS = (nnx.BatchNorm, nnx.SpectralNorm, nnx.WeightNorm)
+
+
+class _Custom:
+    """Marks what `replace_norms` made of a class of a model's own."""
+
+
+def replace_norms(model: Any, custom: replacement.Custom | None = None) -> replacement.Report:
+    """Puts jaxnorm's norms into a model, in place and at any depth.
+
+        model = Gemma(...)
+        report = jaxnorm.nnx.replace_norms(model, {GemmaNorm: lambda norm, x: rms_norm(x, norm.scale[...])})
+        print(report)
+
+    Each `flax.nnx.RMSNorm`, `LayerNorm`, `GroupNorm` and `InstanceNorm` becomes one of `jaxnorm.nnx`, those in an
+    `nnx.MultiHeadAttention` and in stacked layers too. The modules stay the same objects with the same parameters, so
+    that the state, its paths, checkpoints and whoever shares a norm see no change; results agree within rounding. A
+    mask in a call, and what else Flax's own code computes for `jaxnorm.nnx.RMSNorm`, stays so.
+
+    Left are norms of other kinds, classes with a `__call__` of their own, and norms whose options or dtypes no kernel
+    serves. What is not part of the model's graph, as a module in a closure, is not found.
+
+    Args:
+      model: a module, or a list, dict or other pytree of modules.
+      custom: classes of the model's own, and for each the function of a module and its arguments that computes it. A
+        subclass goes with its base unless it has a `__call__` of its own.
+
+    Returns:
+      A `jaxnorm.replacement.Report`: `replaced` has (path, class) of each norm that was replaced, `left` has
+      (path, class, why) of each that was not.
+
+    Raises:
+      TypeError: model is of `flax.linen`, or has no module of flax.nnx, or custom maps something else than classes to
+        functions.
+      ValueError: model is an argument of a transformation of flax.nnx, as `nnx.jit`, which is running.
+    """
+    custom = replacement.check_custom(custom, nnx.Module)
+    linen_remedy = "a linen module has no norms until it is called. Call it within jaxnorm.linen.replace_norms()"
+    report = replacement.Report()
+    for path, module in modules_of("replace_norms", model, linen_remedy):
+        cls: type = type(module)
+        if function := replacement.find(cls, custom):
+            new, why = _with_call(cls, function), None
+        elif norm := replacement.find(cls, OURS):
+            new, why = OURS.get(cls) or with_base(cls, norm), _why_left(module, norm)
+        elif why := _why_class(cls):
+            new = cls
+        else:
+            continue
+        if why is None:
+            object.__setattr__(module, "__class__", new)
+        report.add(path, cls, why)
+    return report
+
+
+def modules_of(function: str, model: Any, linen_remedy: str) -> list[tuple[replacement.Path, Any]]:
+    """The modules of a model whose classes `function` changes, with their paths, or an error where it cannot."""
+    if isinstance(model, linen.Module):
+        raise TypeError(f"{function}: got a module of flax.linen, {type(model).__name__}: {linen_remedy}.")
+    modules = list(nnx.iter_modules(model, graph=True))
+    if not modules:
+        got, remedy = replacement.no_model(model, (nnx.State, nnx.GraphDef))
+        raise TypeError(
+            f"{function}: model must be a flax.nnx module, or a list, dict or other pytree of such, got {got}: "
+            f"{remedy}."
+        )
+    # At its end the transformation writes its arguments back to modules of their former classes, which fails.
+    stacks = getattr(getattr(nnx.graph, "GRAPH_CONTEXT", None), "update_context_stacks", {})
+    arguments = [context.inner_ref_outer_index or () for stack in stacks.values() for context in stack]
+    if any(module in refs for _, module in modules for refs in arguments):
+        raise ValueError(
+            f"{function}: the model is an argument of a transformation of flax.nnx, as nnx.jit or nnx.grad, which does "
+            f"not give new classes back. Call {function} before, on the model that is passed."
+        )
+    return modules
+
+
+def _why_class(cls: type) -> str | None:
+    if issubclass(cls, nnx.bridge.ToNNX):
+        return "its modules are of flax.linen: call it within jaxnorm.linen.replace_norms()"
+    return replacement.why_class(cls, (_Custom, *OURS.values()), OURS, OTHERS)
+
+
+def _why_left(module: Any, norm: Any) -> str | None:
+    """Why a norm of Flax stays one; None if kernels serve some calls of it."""
+    dtypes = [leaf.dtype for leaf in jax.tree.leaves(nnx.state(module))]
+    why = norm._why_never(module) or calls.why_dtypes(*dtypes, *([module.dtype] if module.dtype else []))
+    return why and f"no kernel serves {why}"
+
+
+@functools.cache
+def _with_call(cls: type, function: Callable[..., Any]) -> type:
+    """`cls` that a function computes: one class for both, so that what is compiled for one model serves another."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(self, *args, **kwargs)
+
+    return _subclass(cls, (cls, _Custom), {"__call__": call})
+
+
+@functools.cache
+def with_base(cls: type, norm: type) -> type:
+    """`cls`, a subclass of Flax's norm with its `__call__`, with that of ours."""
+    return _subclass(cls, (cls, norm), {})
+
+
+def _subclass(cls: type, bases: tuple[type, ...], members: dict[str, Any]) -> type:
+    """A class that goes by the name of `cls`."""
+    names = {name: getattr(cls, name) for name in ("__doc__", "__module__", "__qualname__")}
+    return type(cls.__name__, bases, names | members)

@@ -1,0 +1,109 @@
+"""Which modules of a model become jaxnorm's, what is said of those, and of what is no model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+Path = tuple[Any, ...]  # of attributes and indices
+# From classes of norms to the functions of a module and its arguments that compute them.
+Custom = Mapping[type, Callable[..., Any]]
+Only = Callable[[Path, Any], bool]  # of the path of a module and the module
+
+
+class Replaced(NamedTuple):
+    path: Path
+    cls: type
+
+
+class Left(NamedTuple):
+    path: Path
+    cls: type
+    why: str
+
+
+@dataclasses.dataclass
+class Report:
+    """Which norms, or linear layers, of a model were replaced, and which were left, and why.
+
+    The paths are those of the parameters, the classes those of the model. Printed, it is a line for each norm.
+    """
+
+    replaced: list[Replaced] = dataclasses.field(default_factory=list)
+    left: list[Left] = dataclasses.field(default_factory=list)
+
+    def add(self, path: Path, cls: type, why: str | None) -> None:
+        """A norm that is replaced, or left if there is a reason. Of calls that are alike the first one counts."""
+        if why is None and Replaced(path, cls) not in self.replaced:
+            self.replaced.append(Replaced(path, cls))
+        if why is not None and Left(path, cls, why) not in self.left:
+            self.left.append(Left(path, cls, why))
+
+    def __str__(self) -> str:
+        def named(path: Path, cls: type) -> str:
+            return f"{'.'.join(map(str, path)) or '(the model itself)'}: {cls.__name__}"
+
+        replaced = [f"replaced  {named(path, cls)}" for path, cls in self.replaced]
+        left = [f"left      {named(path, cls)}: {why}" for path, cls, why in self.left]
+        return "\n".join([*replaced, *left]) or "no norms"
+
+
+def no_model(model: object, states: tuple[type, ...]) -> tuple[str, str]:
+    """What came in place of a model, and the remedy; `states` are classes of what a model was split into."""
+    if isinstance(model, type):
+        return f"the class {model.__name__}", "make one, and pass that"
+    if isinstance(model, states):
+        return type(model).__name__, "make a model of it with nnx.merge(graphdef, state)"
+    if model is None:
+        return "None", "pass the model"
+    libraries = [cls.__module__.partition(".")[0] for cls in type(model).__mro__]
+    library, page = ("Equinox", "equinox.md") if "equinox" in libraries else ("other libraries", "porting.md")
+    of = "" if libraries[0] == "builtins" else f" of {libraries[0]}"
+    return f"{type(model).__name__}{of}", f"how to port models of {library} is in docs/{page}"
+
+
+def check_custom(custom: object, module: type) -> Custom:
+    """custom as a mapping from subclasses of `module` to functions."""
+    if custom is None:
+        return {}
+    if not isinstance(custom, Mapping):
+        raise TypeError(
+            f"replace_norms: custom must be a mapping {{Class: function(module, x)}}, got {custom!r}. A model of "
+            f"flax.linen is called within it, as with jaxnorm.linen.replace_norms(): model.apply(...)."
+        )
+    for cls, function in custom.items():
+        if not (isinstance(cls, type) and issubclass(cls, module)):
+            raise TypeError(
+                f"replace_norms: custom must map subclasses of {module.__module__}.{module.__name__}, got {cls!r}."
+            )
+        if isinstance(function, type) or not callable(function):
+            raise TypeError(
+                f"replace_norms: custom must map {cls.__name__} to a function of a module and its arguments, as "
+                f"lambda norm, x: jaxnorm.rms_norm(x, norm.scale), got {function!r}."
+            )
+    return custom
+
+
+def find(cls: type, table: Mapping[type, Any]) -> Any | None:
+    """What a table by classes says of one that is there or has its `__call__` from there; None for others."""
+    bases = (base for base in cls.__mro__ if base in table)
+    return next((table[base] for base in bases if _defines_call(cls) is _defines_call(base) is not None), None)
+
+
+def _defines_call(cls: type) -> type | None:
+    return next((base for base in cls.__mro__ if "__call__" in vars(base)), None)
+
+
+def why_class(cls: type, ours: type | tuple[type, ...], norms: Iterable[type], others: tuple[type, ...]) -> str | None:
+    """Why a module of a class that no table has is left. None if it is no norm.
+
+    `ours` are norms of this package, `norms` are Flax's that it replaces, `others` those of which it has no kernel.
+    """
+    if issubclass(cls, ours):
+        return "it is jaxnorm's already"
+    if issubclass(cls, others):
+        return "jaxnorm has no such norm"
+    if issubclass(cls, tuple(norms)) or "norm" in cls.__name__.lower():
+        return f"its __call__ is not Flax's: give custom={{{cls.__name__}: function}} if it is a norm"
+    return None

@@ -1,0 +1,172 @@
+"""What jaxnorm is made of here, and what would run for a given array: `python -m jaxnorm.info [--json]`."""
+
+import dataclasses
+import importlib.metadata
+import json
+import math
+import platform as python_platform
+from collections.abc import Iterator
+from typing import Any
+
+from jaxnorm.inspect import explain, plan_page, question
+from jaxnorm.native import compat, ffi
+from jaxnorm.ops.options import Choice, choice
+from jaxnorm.primitive import op, reasons, weights
+from jaxnorm.primitive.described import Request
+
+WAYS: tuple[op.Way, ...] = ("forward", "backward")
+ALONE = "forward without a gradient"
+PACKAGES = ("jaxnorm", "jax", "jaxlib", "nanobind-backend")
+Report = dict[str, Any]
+
+
+def versions() -> Report:
+    found: Report = {"python": python_platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def native_modules() -> Report:
+    """For each platform with kernels whether its module is loaded, and how it was built or why it is not there."""
+    report: Report = {}
+    for platform in ffi.PLATFORMS:
+        if not ffi.available(platform):
+            report[platform] = {"loaded": False, "why_not": ffi.why_not(platform)}
+            continue
+        module = ffi.module(platform)
+        built = (
+            {"instruction_set": module.isa()}
+            if platform == "cpu"
+            else {"toolkit": module.toolkit(), "architectures": module.architectures()}
+        )
+        unfit = ffi.why_unfit(platform)
+        report[platform] = {"loaded": True, **built, **({"not_used": unfit} if unfit else {})}
+    return report
+
+
+def call(function: str, request: Request, platform: str) -> Report:
+    """What runs for such a call of a public function, each way, and why."""
+    of_function, how = op.functions()[function]
+    asked = None if of_function is None else reasons.Call(of_function, *how.request(request))
+    if asked is None:
+        reason = how.why_formula(platform, request)
+    else:
+        reason = reasons.why_not(call=asked, place=reasons.Place(platform, asked.op.has_kernels))
+    implementation, why = "native", f"jaxnorm._{platform} is loaded and has kernels for these dtypes"
+    chosen = choice(None) if "implementation" in question.parameters(function) else Choice(None)
+    if chosen.implementation == "jnp":
+        implementation, why = "jnp", f"the formula is asked for{chosen.how}"
+    elif reason is not None:
+        implementation, why = "jnp" if chosen.implementation is None else "an error", reason
+    report = question.described(function, request)
+    report |= {"platform": platform, "implementation": implementation, "why": why}
+    if implementation == "native" and asked is not None and asked.op.native is not None:
+        if chosen.implementation is None:
+            report["slower"] = slower = _slower(asked, platform)
+            if not asked.op.native.plan and len(slower) == len(WAYS) + 1:
+                report |= {"implementation": "jnp", "why": slower["forward"]}
+        if platform == "cuda" and asked.op.native.plan:
+            report |= _plans(request, asked.op.native.plan(asked.spec, asked.operands))
+    return report
+
+
+def _slower(call: reasons.Call, platform: str) -> dict[str, str]:
+    """Why XLA's code for the formula is faster, each way in which it is."""
+    calls: dict[str, op.CallRows] = {way: call.rows(platform, way) for way in WAYS}
+    calls[ALONE] = call.rows(platform, "forward", differentiated=False)
+    ways = {way: reasons.slower(call.op, call.spec, rows) for way, rows in calls.items()}
+    return {way: reason for way, reason in ways.items() if reason}
+
+
+def _plans(request: Request, how: dict[str, Any]) -> Report:
+    """The launch plans of the CUDA kernels, each way, as the op describes itself to them."""
+    kind, how = how["kind"], {key: value for key, value in how.items() if key != "kind"}
+    clusters, cols = _largest_cluster(), math.prod(request.shape[-request.axes :])
+    plan, dtype = ffi.module("cuda").plan, request.addend_dtype or request.dtype  # that of what is normalised
+    plans = {way: plan(way, kind, dtype.name, cols, max_cluster=clusters, **how) for way in WAYS}
+    batch_dims = weights.stripped(request.scale_shape[: -request.axes])
+    count, inner = weights.heads_of(request.shape, request.axes, batch_dims)
+    if count > 1 and inner > 1:  # such rows are not fetched ahead
+        plans["backward"]["ring"] = False
+    return {"largest_cluster": clusters, "plans": plans}
+
+
+def _largest_cluster() -> int:
+    """How many blocks a cluster has at most on the present GPU; without one, on an H100, H200 or B200."""
+    return int(ffi.module("cuda").max_cluster()) if compat.default_platform() == "cuda" else 16
+
+
+def plan_in_words(plan: Report) -> str:
+    threads, rows, blocks = plan["threads_per_row"], plan["rows_per_block"], plan["blocks_per_row"]
+    held = f"{plan['elements_per_thread']} elements a thread, " + (
+        "fetched ahead by way of shared memory" if plan["ring"] else "held in registers"
+    )
+    return {
+        "rows per block": f"{rows} rows a block, {threads} threads a row, {held}",
+        "block per row": f"one block of {threads} threads a row, {held}",
+        "cluster per row": f"one cluster of {blocks} blocks a row, {threads} threads in all, {held}",
+        "segments": f"{plan['segments']} segments a row, summed up by one kernel and finished by columns by the next",
+        "looped": f"{blocks} block(s) a row, {threads} threads in all, which read the row again in each pass",
+    }[plan["regime"]]
+
+
+def in_words(report: Report) -> str:
+    lines = [f"{name:18}{version or 'not installed'}" for name, version in report["versions"].items()]
+    for platform, module in report["native"].items():
+        built = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in module.items() if key != "loaded")
+        lines.append(f"{platform + ' kernels':18}{'loaded: ' + built if module['loaded'] else module['why_not']}")
+    if report["native"]["cuda"].get("why_not") == ffi.WITHOUT_CUDA:
+        lines[-1] += " (there is no GPU here; JAXNORM_CUDA=1 pip install . builds it all the same)"
+    norm = report["call"]
+    why = norm["why"]
+    if why == report["native"].get(norm["platform"], {}).get("why_not"):
+        why = "its kernels are not here, see above"
+    lines.append(f"\n{question.in_words(norm)} on {norm['platform']}: {norm['implementation']}, because {why}")
+    return "\n".join([*lines, *_ways_in_words(norm)])
+
+
+def _ways_in_words(norm: Report) -> Iterator[str]:
+    """What runs each way, where that is not the same or has a plan."""
+    of_function, _ = op.functions()[norm["op"]]
+    by_convention = of_function is not None and of_function.convention is not None
+    slower, plans = norm.get("slower", {}), norm.get("plans", {})
+    for way in WAYS if norm["implementation"] == "native" and (slower or plans) else ():
+        asked = " (with straight_through=True)" if by_convention and way == "backward" else ""
+        if why := slower.get(way):
+            yield f"{way:18}jnp, because {why}{asked}"
+        else:
+            plan = f"{plans[way]['regime']}: {plan_in_words(plans[way])}" if way in plans else "native"
+            yield f"{way:18}{plan}{asked}"
+    if slower.get(ALONE) != slower.get("forward"):
+        yield f"{'':18}where no gradient is taken jnp, because {slower[ALONE]}"
+    if plans:
+        yield f"{'':18}(on a GPU whose largest cluster has {norm['largest_cluster']} blocks)"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options, request = question.parse(arguments)
+    if options.explain:
+        try:
+            norms = explain.of_name(options.explain)
+        except explain.NoFunction as error:
+            question.make_parser().error(f"--explain: {error}")
+        print(json.dumps([dataclasses.asdict(norm) for norm in norms], indent=2) if options.json else norms)
+        return
+    report = {
+        "versions": versions(),
+        "native": native_modules(),
+        "call": call(options.op, request, options.platform or compat.default_platform()),
+    }
+    if options.html:
+        try:
+            options.html.write_text(plan_page.page(report["call"], request), encoding="utf-8")
+        except OSError as error:
+            question.make_parser().error(f"--html: {error}")
+    print(json.dumps(report, indent=2) if options.json else in_words(report))
+    if options.html and not options.json:
+        why = plan_page.why_no_plan(report["call"])
+        print(f"\n{options.html} is the page{', without a launch plan' if why else ''}{why}")
