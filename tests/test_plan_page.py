@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from internals import choose_fastest, ffi, launch, plan_page, tiling
-from test_emulated_kernels import EMULATOR, SOURCES
+from test_emulated_kernels import CUDA, EMULATOR
 
 from jaxnorm import info
 from tools import plan_pages
@@ -60,7 +60,16 @@ def partial_rows(case):
 def logs(tmp_path_factory):
     """The accesses of all cases, by direction and case, as a structured array."""
     folder = tmp_path_factory.mktemp("accesses")
-    compiler = ("nvcc", "-x", "c++", "-std=c++17", f"-I{EMULATOR}", f"-I{SOURCES}", "-include", EMULATOR / "emulator.h")
+    compiler = (
+        "nvcc",
+        "-x",
+        "c++",
+        "-std=c++17",
+        f"-I{EMULATOR}",
+        f"-I{CUDA.parent}",
+        "-include",
+        EMULATOR / "emulator.h",
+    )
 
     def compile_object(source):
         logs = source.name.startswith("log_")
@@ -73,7 +82,7 @@ def logs(tmp_path_factory):
     others = [
         EMULATOR / "emulator.cc",
         EMULATOR / "accesses.cc",
-        *(SOURCES / "cuda/engine" / name for name in ("plan.cc", "grad_schedule.cc")),
+        *(CUDA / "engine" / name for name in ("plan.cc", "grad_schedule.cc")),
     ]
     with ThreadPoolExecutor(2) as pool:
         backward, forward, *objects = pool.map(compile_object, (*programs, *others))
