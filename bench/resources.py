@@ -2,15 +2,16 @@
 
     python -m bench resources OLD/_cuda.abi3.so NEW/_cuda.abi3.so
 
-Takes modules or objects, and needs cuobjdump: from a CUDA toolkit, or from `pip install nvidia-cuda-cuobjdump`. Kernels
-with the same machine code in both builds are the same, whatever their names. The others are compared by name, and those
-that only one build has are listed. A kernel is worse if it spills more, or if a multiprocessor of sm_90 has room for
-fewer of its blocks. Ends with 1 if one is.
+Takes modules or objects, and needs cuobjdump and nvdisasm: from a CUDA toolkit, or from `pip install
+nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm`. Kernels with the same machine code in both builds are the same, whatever
+their names. The others are compared by name, and those that only one build has are listed. A kernel is worse if it
+spills more, or if a multiprocessor of sm_90 has room for fewer of its blocks. Ends with 1 if one is.
 """
 
 import collections
 import hashlib
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -57,12 +58,17 @@ def cuobjdump():
     places = [] if spec is None else spec.submodule_search_locations
     wheels = [str(path) for place in places for path in Path(place).glob("cu*/bin/cuobjdump")]
     if not found and not wheels:
-        raise SystemExit("cuobjdump is missing: put a CUDA toolkit on PATH, or pip install nvidia-cuda-cuobjdump")
+        packages = "nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm"
+        raise SystemExit(f"cuobjdump is missing: put a CUDA toolkit on PATH, or pip install {packages}")
     return found or wheels[0]
 
 
 def dump(option, path):
-    done = subprocess.run([cuobjdump(), option, str(path)], capture_output=True, text=True, check=True)
+    program = Path(cuobjdump())
+    beside = f"{program.parent}{os.pathsep}{os.environ['PATH']}"  # it calls nvdisasm
+    done = subprocess.run([program, option, path], capture_output=True, text=True, env=os.environ | {"PATH": beside})
+    if done.returncode:
+        raise SystemExit(f"{program.name} {option} {path} failed: {done.stderr.strip() or 'is nvdisasm there?'}")
     return done.stdout
 
 
