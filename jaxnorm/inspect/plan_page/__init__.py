@@ -12,7 +12,7 @@ from typing import Any
 from jaxnorm.inspect.plan_page import launch, ruler
 from jaxnorm.inspect.plan_page.tiling import Case, Pass, passes
 from jaxnorm.native import ffi
-from jaxnorm.ops.gated_norm.formula import LONGEST
+from jaxnorm.ops.gated_norm.op import LONGEST
 from jaxnorm.primitive import op, weights
 from jaxnorm.primitive.described import Request
 

@@ -8,7 +8,8 @@ import numpy as np
 
 from jaxnorm.ops import checks
 from jaxnorm.ops.activation import Synonym, check_activation
-from jaxnorm.ops.gated_norm.formula import GATED_NORM, Activation, GatedNorm, Operands, QuantizedOperands
+from jaxnorm.ops.gated_norm.formula import Activation, GatedNorm, Operands, QuantizedOperands
+from jaxnorm.ops.gated_norm.op import GATED_NORM
 from jaxnorm.ops.gated_norm_quantized.formula import GATED_NORM_QUANTIZED, GatedNormQuantized
 from jaxnorm.ops.misuse import GATE_FIRST, explained
 from jaxnorm.ops.options import Implementation, NormOptions

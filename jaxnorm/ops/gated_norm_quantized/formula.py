@@ -15,8 +15,9 @@ from jax import lax
 
 from jaxnorm.ops import speed
 from jaxnorm.ops.gated_norm import formula
-from jaxnorm.ops.gated_norm.formula import GATED_NORM, GatedNorm, gate_of_another_dtype, row_too_long
+from jaxnorm.ops.gated_norm.formula import GatedNorm
 from jaxnorm.ops.gated_norm.formula import QuantizedOperands as Operands
+from jaxnorm.ops.gated_norm.op import GATED_NORM, gate_of_another_dtype, row_too_long
 from jaxnorm.ops.norm.formula import broadcastable
 from jaxnorm.ops.quantize import rounding
 from jaxnorm.ops.quantize.rounding import Derivative

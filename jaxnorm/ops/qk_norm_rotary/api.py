@@ -8,7 +8,15 @@ import numpy as np
 from jaxnorm.ops import checks
 from jaxnorm.ops.misuse import explained
 from jaxnorm.ops.options import Implementation
-from jaxnorm.ops.qk_norm_rotary import arguments
+from jaxnorm.ops.qk_norm_rotary.checks import (
+    Rotation,
+    angles_of,
+    check_k,
+    check_normalize,
+    check_rotation,
+    check_scale,
+    check_tokens,
+)
 from jaxnorm.ops.qk_norm_rotary.formula import Operands, QKNormRotary
 from jaxnorm.ops.qk_norm_rotary.op import QK_NORM_ROTARY
 from jaxnorm.sharding import dims
@@ -76,7 +84,7 @@ def qk_norm_rotary(
     Source: RoFormer, https://arxiv.org/abs/2104.09864; Query-Key Normalization, https://arxiv.org/abs/2010.04245.
     """
     options = Options(epsilon, scale_offset, normalize, axis_of_heads, implementation)
-    rotation = arguments.Rotation(positions, cos, sin, theta, frequencies, rotary_dim, interleaved)
+    rotation = Rotation(positions, cos, sin, theta, frequencies, rotary_dim, interleaved)
     return _rotated(options, rotation, Operands(q, k, q_scale, k_scale))
 
 
@@ -90,14 +98,14 @@ class Options(NamedTuple):
     implementation: Any
 
 
-def _rotated(options: Options, rotation: arguments.Rotation, arrays: Operands) -> tuple[jax.Array, jax.Array]:
+def _rotated(options: Options, rotation: Rotation, arrays: Operands) -> tuple[jax.Array, jax.Array]:
     choice = checks.check_implementation(NAME, options.implementation)
-    tokens = arguments.check_tokens(NAME, arrays.q, options.axis_of_heads)
-    q, k = tokens.q, arguments.check_k(NAME, arrays.k, tokens)
-    norm = arguments.check_normalize(NAME, options.normalize)
-    q_scale = arguments.check_scale(NAME, "q_scale", arrays.q_scale, q, tokens, norm)
-    k_scale = arguments.check_scale(NAME, "k_scale", arrays.k_scale, k, tokens, norm)
-    rotation = arguments.check_rotation(NAME, rotation, tokens)
+    tokens = check_tokens(NAME, arrays.q, options.axis_of_heads)
+    q, k = tokens.q, check_k(NAME, arrays.k, tokens)
+    norm = check_normalize(NAME, options.normalize)
+    q_scale = check_scale(NAME, "q_scale", arrays.q_scale, q, tokens, norm)
+    k_scale = check_scale(NAME, "k_scale", arrays.k_scale, k, tokens, norm)
+    rotation = check_rotation(NAME, rotation, tokens)
     tables = rotation.frequencies, rotation.cos, rotation.sin
     spec = QKNormRotary(
         norm=norm,
@@ -110,7 +118,7 @@ def _rotated(options: Options, rotation: arguments.Rotation, arrays: Operands) -
         out_dtype=np.dtype(q.dtype),
         native_for=choice.native_for(NAME),
     )
-    angles = arguments.angles_of(NAME, rotation, tokens, spec.compute_dtype)
+    angles = angles_of(NAME, rotation, tokens, spec.compute_dtype)
     operands = Operands(q, k, q_scale, k_scale, **angles)
     q_out, k_out = QK_NORM_ROTARY(spec, operands, choice.implementation)
     return q_out, k_out

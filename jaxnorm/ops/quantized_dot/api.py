@@ -10,7 +10,7 @@ from jaxnorm.native import compat
 from jaxnorm.ops import checks as shared_checks
 from jaxnorm.ops.misuse import explained
 from jaxnorm.ops.options import Implementation
-from jaxnorm.ops.quantized_dot import checks, primitive
+from jaxnorm.ops.quantized_dot import checks, op
 from jaxnorm.ops.quantized_dot.formula import Operands, QuantizedDot
 from jaxnorm.primitive import reasons
 from jaxnorm.quantization import Quantized
@@ -91,7 +91,7 @@ def _quantized_dot(x: Any, weights: Any, out_dtype: Any, bias: Any, implementati
     )
     if spec.native_for:
         _check_native(spec, operands)
-    return primitive.bind(spec, operands)
+    return op.bind(spec, operands)
 
 
 def _wants_all_digits() -> bool:
@@ -110,7 +110,7 @@ def _of_rows(scales: jax.Array, values: jax.Array) -> jax.Array:
 
 def _check_native(spec: QuantizedDot, operands: Operands) -> None:
     platform = compat.default_platform()
-    reason = primitive.why_not(spec, jax.tree.map(jax.typeof, operands))
+    reason = op.why_not(spec, jax.tree.map(jax.typeof, operands))
     reason = reason or reasons.why_not(place=reasons.Place(platform, has_native=True))
     if reason or platform != "cuda":
         raise RuntimeError(

@@ -7,7 +7,8 @@ import jax
 from jaxnorm.ops import checks
 from jaxnorm.ops.misuse import explained
 from jaxnorm.ops.options import Implementation, NormOptions
-from jaxnorm.ops.sandwich_norm.formula import SANDWICH_NORM, Operands, SandwichNorm
+from jaxnorm.ops.sandwich_norm.formula import Operands, SandwichNorm
+from jaxnorm.ops.sandwich_norm.op import SANDWICH_NORM
 from jaxnorm.sharding import dims
 
 

@@ -1,7 +1,8 @@
 """The primitive of a product with quantised operands, and the kernels behind it.
 
 Its derivative is a convention, as that of the quantised norms: values and scales stand still, tangents flow through
-plain arrays and carriers. So it has a rule of its own, which no transformation may lose.
+plain arrays and carriers. So it has a rule of its own, which no transformation may lose. It is no `Op` of a `Family`:
+these have rows of x, and weights that rows share; a product has the rows of a second matrix as its columns.
 """
 
 import dataclasses
