@@ -52,8 +52,11 @@ def pytest_cmdline_main(config):
     option, on_gpu = config.option, jax.default_backend() == "gpu"
     no_file = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     option.tier = option.tier or ("full" if on_gpu else "quick" if no_file else "once")
-    is_worker = "PYTEST_XDIST_WORKER" in os.environ
-    if no_file and not on_gpu and not is_worker and getattr(option, "numprocesses", 0) is None:
+    if not no_file or on_gpu:
+        return
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        option.loadgroup = True  # a worker reads the command line, which does not say it
+    elif getattr(option, "numprocesses", 0) is None:
         option.numprocesses, option.dist = min(8, len(os.sched_getaffinity(0))), "loadgroup"
 
 
