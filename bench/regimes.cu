@@ -13,10 +13,10 @@
 #include <string>
 #include <vector>
 
-#include "cuda/ops/add_norm.cuh"
-#include "cuda/ops/gated_norm.cuh"
-#include "cuda/ops/gated_norm_grad.cuh"
-#include "cuda/ops/quantized_norm.cuh"
+#include "ops/norm/cuda/add_norm.cuh"
+#include "ops/norm/cuda/gated_norm.cuh"
+#include "ops/norm/cuda/gated_norm_grad.cuh"
+#include "ops/norm/cuda/quantized_norm.cuh"
 
 using namespace jaxnorm::cuda;
 using namespace jaxnorm;

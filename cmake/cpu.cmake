@@ -1,16 +1,17 @@
 # _cpu: the kernels, compiled once for each instruction set and chosen among when they are first called.
-jaxnorm_add_module(_cpu
-  src/ffi/cpu_module.cc src/cpu/kernels.cc
-  src/cpu/ops/norm.cc src/cpu/ops/gated_norm.cc src/cpu/ops/gated_norm_quantized.cc src/cpu/ops/group_norm.cc
-  src/cpu/ops/sandwich_norm.cc src/cpu/ops/softmax.cc src/cpu/ops/cross_entropy.cc src/cpu/ops/qk_norm_rotary.cc)
+jaxnorm_find(launches cpu/run.cc)
+jaxnorm_add_module(_cpu src/ffi/cpu_module.cc src/cpu/engine/isa.cc ${launches})
+jaxnorm_write_table(cpu)
 
 # -ffp-contract=off: where two operations are fused is written in the kernels and not left to the compiler.
-# -fno-math-errno: a square root is one instruction.
+# -fno-math-errno: a square root is one instruction. -Wno-unused-function: headers define functions for each source anew,
+# in a namespace without a name, so that none is shared with a source for another instruction set.
+jaxnorm_find(kernels cpu/kernels.cc)
 function(jaxnorm_add_isa name)
-  add_library(cpu_${name} OBJECT src/cpu/isa.cc)
+  add_library(cpu_${name} OBJECT src/cpu/engine/arrays.cc ${kernels})
   target_include_directories(cpu_${name} PRIVATE "${CMAKE_SOURCE_DIR}/src")
-  target_compile_definitions(cpu_${name} PRIVATE JAXNORM_ISA=${name} JAXNORM_ISA_NAME="${name}")
-  target_compile_options(cpu_${name} PRIVATE -Wall -Wextra -ffp-contract=off -fno-math-errno ${ARGN})
+  target_compile_definitions(cpu_${name} PRIVATE JAXNORM_ISA=${name})
+  target_compile_options(cpu_${name} PRIVATE -Wall -Wextra -Wno-unused-function -ffp-contract=off -fno-math-errno ${ARGN})
   target_link_libraries(_cpu PRIVATE cpu_${name})
 endfunction()
 

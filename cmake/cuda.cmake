@@ -104,13 +104,11 @@ message(STATUS "jaxnorm: compiling for ${architectures} takes ${time}; JAXNORM_C
 
 set(JAXNORM_UNITS "${CMAKE_CURRENT_BINARY_DIR}/units")
 include(cmake/units.cmake)
+jaxnorm_find(sources cuda/*.cu cuda/*.cc)
 jaxnorm_add_module(_cuda
-  ${jaxnorm_units}
-  src/cuda/ops/cross_entropy_grad.cu src/cuda/ops/group_merge.cu
-  src/cuda/ops/shard_apply.cu src/cuda/ops/shard_statistics.cu src/cuda/ops/add.cu src/cuda/engine/partials.cu
-  src/cuda/engine/device.cu src/cuda/engine/grad_schedule.cc src/cuda/engine/plan.cc src/cuda/ops/grad.cc
-  src/cuda/ops/rotary_plan.cc src/cuda/ops/qk_norm_rotary.cc src/cuda/ops/group_norm.cc
-  src/cuda/cublaslt.cc src/cuda/ops/quantized_dot.cc src/cuda/dispatch.cc src/ffi/cuda_module.cc)
+  ${jaxnorm_units} ${sources} src/cuda/engine/partials.cu src/cuda/engine/device.cu src/cuda/engine/grad_schedule.cc
+  src/cuda/engine/plan.cc src/cuda/cublaslt.cc src/ffi/cuda_module.cc)
+jaxnorm_write_table(cuda)
 # --fmad=false: where two operations are fused is written in the kernels and not left to the compiler, or a row's bits
 # would depend on which copy of the code it meets.
 # --compress-mode=size: machine code takes a fifth of the room, and is unpacked once, when it is loaded.

@@ -3,10 +3,13 @@
 # them without the build:
 #
 #   cmake -D JAXNORM_UNITS=units -P cmake/units.cmake
+if(CMAKE_SCRIPT_MODE_FILE)
+  include("${CMAKE_CURRENT_LIST_DIR}/ops.cmake")
+endif()
 
 # Writes the unit for these types as HEADER_SUFFIX.cu and adds it to the list `among`.
 function(jaxnorm_unit among header suffix functions types)
-  set(content "#include \"cuda/ops/${header}.cuh\"\n\nnamespace jaxnorm::cuda {\n")
+  set(content "#include \"ops/${op}/cuda/${header}.cuh\"\n\nnamespace jaxnorm::cuda {\n")
   foreach(type IN LISTS types)
     foreach(function IN LISTS functions)
       string(APPEND content "template decltype(${function}<${type}>) ${function}<${type}>;\n")
@@ -30,20 +33,7 @@ macro(jaxnorm_kernels header functions)
   endif()
 endmacro()
 
-jaxnorm_kernels(norm_grad_launch norm_grad_of APART)
-jaxnorm_kernels(norm run_norm APART)
-jaxnorm_kernels(quantized_norm run_quantized_norm APART)
-jaxnorm_kernels(add_norm run_add_norm APART)
-jaxnorm_kernels(softmax run_softmax)
-jaxnorm_kernels(softmax_grad_launch "softmax_grad_of;log_softmax_grad_of")
-jaxnorm_unit(others softmax_grad_launch mixed "softmax_grad_of;log_softmax_grad_of" AnyElement)
-jaxnorm_kernels(gated_norm_grad gated_norm_grad_of)
-jaxnorm_kernels(qk_norm_rotary run_qk_norm_rotary)
-jaxnorm_kernels(qk_norm_rotary_grad run_qk_norm_rotary_grad)
-jaxnorm_kernels(gated_norm_quantized run_gated_norm_quantized)
-jaxnorm_kernels(cross_entropy run_cross_entropy)
-jaxnorm_kernels(group_norm_grad run_group_norm_grad)
-jaxnorm_kernels(gated_norm run_gated_norm)
-jaxnorm_kernels(sandwich_norm run_sandwich_norm)
-jaxnorm_kernels(group_norm run_group_norm)
+foreach(op IN LISTS jaxnorm_ops)
+  include("${CMAKE_CURRENT_LIST_DIR}/../src/ops/${op}/cuda.cmake" OPTIONAL)
+endforeach()
 set(jaxnorm_units ${apart} ${halves} ${others})

@@ -3,7 +3,7 @@
 //
 //   cmake -D JAXNORM_UNITS=units -P cmake/units.cmake
 //   nvcc -std=c++17 -O3 --fmad=false -arch=native -Isrc tests/sanitize.cu units/*.cu src/cuda/*/*.cu src/cuda/*/*.cc
-//     src/cuda/*.cc -o sanitize       # on one line
+//     src/cuda/*.cc src/ops/*/cuda/*.cu src/ops/*/cuda/*.cc -o sanitize       # on one line
 //   for tool in memcheck racecheck synccheck initcheck; do compute-sanitizer --tool $tool ./sanitize; done
 //   compute-sanitizer --tool racecheck ./sanitize layer bf16            # a part of them
 //   compute-sanitizer --tool racecheck ./sanitize layer bf16 37 4096    # one shape, rows by columns
@@ -18,7 +18,10 @@
 
 #include "cuda/engine/device.h"
 #include "cuda/engine/plan.h"
-#include "cuda/ops.h"
+#include "ops/cross_entropy/cuda.h"
+#include "ops/norm/cuda.h"
+#include "ops/qk_norm_rotary/cuda.h"
+#include "ops/softmax/cuda.h"
 
 namespace {
 
@@ -74,7 +77,7 @@ void run(Kind kind, Dtype dtype, int64_t rows, int64_t cols, int64_t offset, con
   const Array sum(dtype, rows * cols, offset, true), dsum(dtype, rows * cols, offset, true);
   const Array mean(Dtype::f32, rows, 0, false), rstd(Dtype::f32, rows, 0, false), tickets(Dtype::f32, 1, 0, false);
   const Array dscale(dtype, weights, 0, false), dbias(dtype, weights, 0, false);
-  const WorkspaceSize size = norm_backward_workspace({dtype, cols, kind == Kind::layer ? 2 : 1, weight_rows, true});
+  const WorkspaceSize size = norm_grad_workspace({dtype, cols, kind == Kind::layer ? 2 : 1, weight_rows, true});
   const int64_t workspace_floats = rows * size.floats_a_row + size.floats;
   const Array workspace(Dtype::f32, workspace_floats, 0, false);
   const auto floats = [](const Array& array) { return static_cast<float*>(array.get()); };
@@ -148,7 +151,7 @@ void run_gated(Dtype dtype, int64_t rows, int64_t cols, int64_t weight_rows, int
   const Array y(dtype, rows * cols, offset, false), dx(dtype, rows * cols, offset, false);
   const Array dgate(dtype, rows * cols, offset, false), dscale(dtype, weight_rows * cols, 0, false);
   const Array rstd(Dtype::f32, rows, 0, false);
-  const int64_t workspace_floats = gated_norm_backward_workspace({dtype, cols, 1, {weight_rows, 1}, true}).floats;
+  const int64_t workspace_floats = gated_norm_grad_workspace({dtype, cols, 1, {weight_rows, 1}, true}).floats;
   const Array workspace(Dtype::f32, workspace_floats, 0, false);
   for (const bool first : {false, true}) {
     GatedNormForward f{};
@@ -241,7 +244,7 @@ void run_rotary(HeadNorm norm, Dtype dtype, int64_t tokens, int64_t inner, int64
   const Array positions(Dtype::f32, tokens, offset, true), frequencies(Dtype::f32, dim / 2, offset, true);
   const Array cos(Dtype::f32, tokens * dim / 2, offset, true), sin(Dtype::f32, tokens * dim / 2, offset, true);
   const auto floats = [](const Array& array) { return static_cast<float*>(array.get()); };
-  const int64_t workspace_floats = qk_norm_rotary_backward_workspace({dtype, cols, 2, {kHeads[0], 1}, true}).floats;
+  const int64_t workspace_floats = qk_norm_rotary_grad_workspace({dtype, cols, 2, {kHeads[0], 1}, true}).floats;
   const Array workspace(Dtype::f32, workspace_floats, 0, false);
   const auto array = [&](int i, bool is_input) { return Array(dtype, tokens * kHeads[i] * cols, offset, is_input); };
   const auto statistic = [&](int i) { return Array(Dtype::f32, tokens * kHeads[i], 0, false); };

@@ -6,9 +6,9 @@
 //     -fno-sanitize-recover=all"                                                          # or -fsanitize=thread
 //   for isa in baseline "avx2 -mavx2 -mfma -mf16c"
 //     "avx512 -mavx512f -mavx512vl -mavx512bw -mavx512dq -mfma -mf16c"; do                # on one line
-//     set -- $isa; g++ $flags "${@:2}" -DJAXNORM_ISA=$1 -DJAXNORM_ISA_NAME=\"$1\" -c src/cpu/isa.cc
-//       -o build/sanitize/$1.o; done                                                      # on one line
-//   g++ $flags tests/sanitize_cpu.cc src/cpu/ops/*.cc build/sanitize/*.o -pthread -o build/sanitize/cpu
+//     set -- $isa; g++ $flags "${@:2}" -DJAXNORM_ISA=$1 -r src/cpu/engine/arrays.cc
+//       src/ops/*/cpu/kernels.cc -o build/sanitize/$1.o; done                             # on one line
+//   g++ $flags tests/sanitize_cpu.cc src/ops/*/cpu/run.cc build/sanitize/*.o -pthread -o build/sanitize/cpu
 //   build/sanitize/cpu                  # every instruction set that this processor runs
 //   build/sanitize/cpu avx2             # one of them
 #include <atomic>
@@ -22,15 +22,19 @@
 #include <memory>
 #include <thread>
 
-#include "cpu/kernels.h"
-#include "cpu/ops.h"
+#include "cpu/engine/isa.h"
+#include "ops/cross_entropy/cpu.h"
+#include "ops/group_norm/cpu.h"
+#include "ops/norm/cpu.h"
+#include "ops/qk_norm_rotary/cpu.h"
+#include "ops/softmax/cpu.h"
 
 namespace jaxnorm::cpu {
 
-const Kernels* chosen = &baseline;
+Isa chosen = Isa::baseline;
 
-// In place of that of src/cpu/kernels.cc.
-const Kernels& kernels() { return *chosen; }
+// In place of that of src/cpu/engine/isa.cc.
+Isa isa() { return chosen; }
 
 }  // namespace jaxnorm::cpu
 
@@ -360,10 +364,12 @@ int main(int argc, char** argv) {
   const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                           __builtin_cpu_supports("avx512vl");
-  for (const cpu::Kernels* kernels : {&cpu::baseline, &cpu::avx2, &cpu::avx512}) {
-    if (kernels == &cpu::avx2 ? !has_avx2 : kernels == &cpu::avx512 && !has_avx512) continue;
-    if (argc > 1 && std::strcmp(argv[1], kernels->isa)) continue;
-    cpu::chosen = kernels;
+  const char* const names[] = {"baseline", "avx2", "avx512"};
+  for (const cpu::Isa isa : {cpu::Isa::baseline, cpu::Isa::avx2, cpu::Isa::avx512}) {
+    if (isa == cpu::Isa::avx2 ? !has_avx2 : isa == cpu::Isa::avx512 && !has_avx512) continue;
+    const char* const name = names[static_cast<int>(isa)];
+    if (argc > 1 && std::strcmp(argv[1], name)) continue;
+    cpu::chosen = isa;
     for (const Dtype dtype : kDtypes) {
       for (const Kind kind : {Kind::rms, Kind::layer}) run_all(kind, dtype);
       for (const HeadNorm norm : {HeadNorm::none, HeadNorm::rms, HeadNorm::layer})
@@ -373,6 +379,6 @@ int main(int argc, char** argv) {
       run_all_softmaxes(dtype);
       run_group_norms(dtype);
     }
-    std::printf("ran the %s kernels\n", kernels->isa);
+    std::printf("ran the %s kernels\n", name);
   }
 }

@@ -10,14 +10,10 @@ from coverage import in_full
 
 HERE = Path(__file__).parent
 EMULATOR, TOY = HERE / "emulator", HERE / "toy"
-CUDA = HERE.parent / "src" / "cuda"
-ENGINE = tuple(CUDA / "engine" / name for name in ("plan.cc", "grad_schedule.cc", "partials.cu"))
-OTHERS = (
-    *sorted(CUDA.glob("ops/*.cu")),
-    *ENGINE,
-    *(CUDA / "ops" / f"{name}.cc" for name in ("grad", "rotary_plan", "qk_norm_rotary", "group_norm")),
-    CUDA / "dispatch.cc",
-)
+SOURCES = HERE.parent / "src"
+ENGINE = tuple(SOURCES / "cuda" / "engine" / name for name in ("plan.cc", "grad_schedule.cc", "partials.cu"))
+# A product is cuBLASLt's.
+OTHERS = (*sorted(f for f in SOURCES.glob("ops/*/cuda/*.c[cu]") if f.parts[-3] != "quantized_dot"), *ENGINE)
 # Results and gradients; with per-head weights; with padding; quantised results; gated norms; sandwich norms; rotary
 # embedding; sharded rows; workspaces of other sizes than are wanted; whether every plan has a kernel; rows whose
 # squares vanish; softmax and its gradients; cross-entropy and its gradient; GroupNorm and its gradients.
@@ -34,7 +30,7 @@ pytestmark = [pytest.mark.emulated, pytest.mark.xdist_group("emulated")]
 # nvcc knows where CUDA's headers are, and hands C++ on to the compiler of the host.
 COMPILE = (
     *("nvcc", "-x", "c++", "-std=c++17", "-O1"),
-    *("-Xcompiler=-ffp-contract=off,-w", f"-I{EMULATOR}", f"-I{CUDA.parent}"),
+    *("-Xcompiler=-ffp-contract=off,-w", f"-I{EMULATOR}", f"-I{SOURCES}"),
 )
 
 
@@ -49,7 +45,7 @@ def header(tmp_path_factory):
 
 def compile_objects(sources, folder, header):
     def compile_object(source):
-        target = folder / f"{source.name}.o"
+        target = folder / f"{'_'.join(source.parts[-3:])}.o"
         subprocess.run([*COMPILE, "-include", header, "-c", source, "-o", target], check=True)
         return target
 
@@ -83,7 +79,7 @@ def test_no_failures(program, objects, header, tmp_path):
 
 # Of which the emulator has one of its own.
 def test_what_is_known_of_the_device(header, tmp_path):
-    sources = [CUDA / "engine" / "device.cu", EMULATOR / "run_device.cc"]
+    sources = [SOURCES / "cuda" / "engine" / "device.cu", EMULATOR / "run_device.cc"]
     assert failures(compile_objects(sources, tmp_path, header), tmp_path / "device") == (0, "0 failures\n", "")
 
 

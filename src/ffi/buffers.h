@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "call.h"
+#include "operands.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jaxnorm {

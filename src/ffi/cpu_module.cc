@@ -1,9 +1,10 @@
 // The module jaxnorm._cpu: XLA FFI handlers of the CPU kernels.
+#include "cpu/engine/isa.h"
+#include "cpu_ops.h"
 #include "ffi/cpu.h"
 #include "ffi/module.h"
 
 NB_MODULE(_cpu, module) {
-  using namespace jaxnorm;
-  define(module, all_handlers<Cpu, kOps<NoWorkspaces>>);
-  module.def("isa", &cpu::isa, "The instruction set of the kernels that this processor runs.");
+  jaxnorm::define<jaxnorm::Cpu, jaxnorm::kTable<jaxnorm::Cpu>>(module);
+  module.def("isa", &jaxnorm::cpu::isa_name, "The instruction set of the kernels that this processor runs.");
 }

@@ -7,7 +7,6 @@
 #include <string>
 
 #include "cuda/engine/device.h"
-#include "cuda/ops.h"
 #include "ffi/table.h"
 
 namespace jaxnorm {
@@ -22,19 +21,30 @@ int64_t floats_of(const Op&, long) {
   return 0;
 }
 
+namespace cuda {
+
+struct Stream {
+  cudaStream_t handle;
+  operator cudaStream_t() const { return handle; }
+};
+
+}  // namespace cuda
+
 // An op is run by run(op, stream), in jaxnorm::cuda or beside the op's struct.
 struct Cuda {
+  static constexpr bool kIsCuda = true;
   using Context = ffi::PlatformStream<cudaStream_t>;
   static constexpr std::initializer_list<ffi::Traits> kTraits = {ffi::Traits::kCmdBufferCompatible};
 
   template <class Op>
-  static ffi::Error run(const char* target, const Op& op, cudaStream_t stream) {
-    using cuda::run;
+  static ffi::Error call(const char* target, const Op& op, cudaStream_t stream) {
     const std::string name(target);
     if (const cudaError_t error = cuda::prepare_device(); error != cudaSuccess)
       return ffi::Error::Internal(name + ": the GPU could not be asked what it has: " + cudaGetErrorString(error));
-    return outcome(name, op, run(op, stream));
+    return outcome(name, op, run(op, cuda::Stream{stream}));
   }
+
+  static constexpr WorkspaceFunction* workspace(WorkspaceFunction* function) { return function; }
 
  private:
   template <class Op>

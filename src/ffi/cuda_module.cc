@@ -11,6 +11,7 @@
 #include "cuda/engine/device.h"
 #include "cuda/engine/plan.h"
 #include "cuda/engine/regimes.h"
+#include "cuda_ops.h"
 #include "ffi/cuda.h"
 #include "ffi/module.h"
 
@@ -18,26 +19,6 @@ namespace nb = nanobind;
 
 namespace jaxnorm {
 namespace {
-
-struct Workspaces {
-  template <Kind kind>
-  static WorkspaceSize norm(const WorkspaceQuery& query) {
-    return cuda::norm_forward_workspace(kind, query);
-  }
-  static constexpr WorkspaceFunction* norm_grad = cuda::norm_backward_workspace;
-  static constexpr WorkspaceFunction* gated_norm_grad = cuda::gated_norm_backward_workspace;
-  static constexpr WorkspaceFunction* sandwich_norm = cuda::sandwich_norm_forward_workspace;
-  static constexpr WorkspaceFunction* sandwich_norm_grad = cuda::sandwich_norm_backward_workspace;
-  static constexpr WorkspaceFunction* qk_norm_rotary_grad = cuda::qk_norm_rotary_backward_workspace;
-  static constexpr WorkspaceFunction* softmax = cuda::softmax_forward_workspace;
-  static constexpr WorkspaceFunction* group_norm = cuda::group_norm_forward_workspace;
-  static constexpr WorkspaceFunction* group_norm_grad = cuda::group_norm_backward_workspace;
-  static constexpr WorkspaceFunction* quantized_dot = cuda::quantized_dot_workspace;
-};
-
-std::vector<Handler> cuda_handlers() {
-  return all_handlers<Cuda, kOps<Workspaces>, kShardOps, kLibraryOps<Workspaces>>();
-}
 
 Dtype dtype_of(const std::string& name) {
   if (name == "float32") return Dtype::f32;
@@ -69,7 +50,7 @@ nb::tuple workspace(const std::string& target, const std::string& dtype, int64_t
   if (cols < 1 || weights < 0 || count < 1 || inner < 1) {
     throw nb::value_error("cols, count and inner are expected to be positive, and weights not to be negative");
   }
-  for (const Handler& handler : cuda_handlers()) {
+  for (const Handler& handler : handlers<Cuda, kTable<Cuda>>()) {
     if (target != handler.target) continue;
     if (!handler.workspace) return nb::make_tuple(0, 0);
     WorkspaceSize size =
@@ -137,7 +118,7 @@ nb::dict plan(const std::string& op, const std::string& kind, const std::string&
 
 NB_MODULE(_cuda, module) {
   using nb::arg;
-  jaxnorm::define(module, jaxnorm::cuda_handlers);
+  jaxnorm::define<jaxnorm::Cuda, jaxnorm::kTable<jaxnorm::Cuda>>(module);
   module.def("architectures", [] { return JAXNORM_CUDA_ARCHITECTURES; }, "What the kernels were compiled for.");
   module.def("toolkit", [] { return JAXNORM_CUDA_TOOLKIT; }, "The version of the CUDA compiler.");
   module.def("driver", &jaxnorm::driver, "The newest CUDA that the driver serves, 12040 for 12.4; 0: there is none.");

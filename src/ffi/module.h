@@ -3,36 +3,37 @@
 
 #include <nanobind/nanobind.h>
 
+#include <type_traits>
 #include <vector>
 
-#include "ffi/ops.h"
+#include "ffi/table.h"
+#include "ops/norm/quantized.h"
 
 namespace jaxnorm {
 
-// The handlers of several tables.
-template <class Platform, const auto&... tables>
-std::vector<Handler> all_handlers() {
+template <class Platform, const auto& table>
+std::vector<Handler> handlers() {
   std::vector<Handler> all;
-  const auto append = [&](const auto& some) {
-    for (const Handler& handler : some) all.push_back(handler);
-  };
-  (append(handlers<Platform, tables>()), ...);
+  for_each_entry<Platform, table>([&](const auto& entry) {
+    if constexpr (std::is_same_v<decltype(entry), const Handler&>) all.push_back(entry);
+  });
   return all;
 }
 
-inline nanobind::dict capsules(const std::vector<Handler>& handlers) {
+template <class Platform, const auto& table>
+nanobind::dict capsules() {
   nanobind::dict all;
-  for (const Handler& handler : handlers) {
+  for (const Handler& handler : handlers<Platform, table>())
     all[handler.target] = nanobind::capsule(reinterpret_cast<void*>(handler.call));
-  }
   return all;
 }
 
-inline nanobind::dict limits() {
+template <class Platform, const auto& table>
+nanobind::dict limits() {
   nanobind::dict all;
-  all["per_head_cols"] = kPerHeadCols;
-  all["gated_cols"] = kGatedCols;
-  all["rotary_cols"] = kRotaryCols;
+  for_each_entry<Platform, table>([&](const auto& entry) {
+    if constexpr (std::is_same_v<decltype(entry), const Limit&>) all[entry.name] = entry.value;
+  });
   nanobind::list groups;
   for (const int64_t group : kGroups) groups.append(group);
   all["groups"] = nanobind::tuple(groups);
@@ -40,11 +41,11 @@ inline nanobind::dict limits() {
   return all;
 }
 
-template <class Handlers>
-void define(nanobind::module_& module, Handlers handlers) {
-  module.def("handlers", [handlers] { return capsules(handlers()); }, "The XLA FFI handlers, by target name.");
+template <class Platform, const auto& table>
+void define(nanobind::module_& module) {
+  module.def("handlers", &capsules<Platform, table>, "The XLA FFI handlers, by target name.");
   module.def(
-      "limits", &limits,
+      "limits", &limits<Platform, table>,
       "The longest rows with weights for each head, of the gated norm and of the rotary embedding, how many columns "
       "may share a scale, and the smallest scale.");
 }

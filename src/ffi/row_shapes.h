@@ -6,8 +6,8 @@
 #include <optional>
 
 #include "ffi/buffers.h"
-#include "ops/mask.h"
-#include "ops/norm.h"
+#include "ops/norm/call.h"
+#include "ops/shared/mask.h"
 
 namespace jaxnorm {
 

@@ -1,14 +1,13 @@
 // The table of handlers: how a target name, a reader and an op become an XLA FFI handler of a platform.
 //
 // A platform has `Context`, what XLA hands a call beside its buffers, in the words of the binding; `kTraits`; and
-// run(target, op, context).
+// call(target, op, context).
 #pragma once
 
 #include <array>
 #include <tuple>
 #include <type_traits>
 #include <utility>
-#include <variant>
 
 #include "ffi/reader.h"
 
@@ -16,7 +15,7 @@ namespace jaxnorm {
 
 using WorkspaceFunction = WorkspaceSize(const WorkspaceQuery&);
 
-// `Op` is the struct of an op and direction, or a variant of them where one target stands for several.
+// `Op` is the struct of an op and direction.
 template <class Op>
 struct Row {
   const char* target;
@@ -27,21 +26,27 @@ struct Row {
       : target(target), read(read), workspace(workspace) {}
 };
 
+// Of an op that no platform but CUDA has.
+template <class Op>
+struct CudaRow : Row<Op> {
+  using Row<Op>::Row;
+};
+template <class Op>
+CudaRow(const char*, Op (*)(Reader&)) -> CudaRow<Op>;
+template <class Op>
+CudaRow(const char*, Op (*)(Reader&), WorkspaceFunction*) -> CudaRow<Op>;
+
+// A number that Python is to know of, beside the rows.
+struct Limit {
+  const char* name;
+  int64_t value;
+};
+
 struct Handler {
   const char* target;
   XLA_FFI_Error* (*call)(XLA_FFI_CallFrame*);
   WorkspaceFunction* workspace;
 };
-
-template <class Platform, class Op, class Context>
-ffi::Error run(const char* target, const Op& op, Context& context) {
-  return Platform::run(target, op, context);
-}
-
-template <class Platform, class... Ops, class Context>
-ffi::Error run(const char* target, const std::variant<Ops...>& ops, Context& context) {
-  return std::visit([&](const auto& op) { return Platform::run(target, op, context); }, ops);
-}
 
 // `table` is a constexpr tuple of rows.
 template <class Platform, const auto& table, size_t index>
@@ -51,7 +56,7 @@ ffi::Error read_and_run(ffi::RemainingArgs operands, ffi::RemainingRets results,
   Reader reader(row.target, operands, results, attributes, row.workspace != nullptr);
   const auto op = row.read(reader);
   const ffi::Error error = reader.finish();
-  return error.success() ? run<Platform>(row.target, op, context) : error;
+  return error.success() ? Platform::call(row.target, op, context) : error;
 }
 
 template <class Platform, const auto& table, size_t index>
@@ -66,15 +71,29 @@ XLA_FFI_Error* handle(XLA_FFI_CallFrame* frame) {
   return handler->Call(frame);
 }
 
-template <class Platform, const auto& table, size_t... index>
-constexpr auto handlers(std::index_sequence<index...>) {
-  return std::array<Handler, sizeof...(index)>{
-      Handler{std::get<index>(table).target, handle<Platform, table, index>, std::get<index>(table).workspace}...};
+// Calls f(handler) for the row of this index, where there is one that the platform has, or f(limit).
+template <class Platform, const auto& table, size_t index, class Op, class F>
+void with_entry(const Row<Op>& row, F f) {
+  f(Handler{row.target, handle<Platform, table, index>, row.workspace});
+}
+template <class Platform, const auto& table, size_t index, class Op, class F>
+void with_entry(const CudaRow<Op>& row, F f) {
+  if constexpr (Platform::kIsCuda) f(Handler{row.target, handle<Platform, table, index>, row.workspace});
+}
+template <class Platform, const auto& table, size_t index, class F>
+void with_entry(const Limit& limit, F f) {
+  f(limit);
 }
 
-template <class Platform, const auto& table>
-constexpr auto handlers() {
-  return handlers<Platform, table>(std::make_index_sequence<std::tuple_size_v<std::decay_t<decltype(table)>>>{});
+template <class Platform, const auto& table, class F, size_t... index>
+void for_each_entry(F f, std::index_sequence<index...>) {
+  (with_entry<Platform, table, index>(std::get<index>(table), f), ...);
+}
+
+// Calls f(handler) and f(limit) for what a platform has of a table.
+template <class Platform, const auto& table, class F>
+void for_each_entry(F f) {
+  for_each_entry<Platform, table>(f, std::make_index_sequence<std::tuple_size_v<std::decay_t<decltype(table)>>>{});
 }
 
 }  // namespace jaxnorm

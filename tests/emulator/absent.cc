@@ -1,9 +1,7 @@
 // The kernels of f16 that have a file of their own: the same code as for bf16, not compiled here, to save time.
 #include <cstdlib>
 
-#include "cuda/ops.h"
-#include "cuda/ops/grad.h"
-#include "cuda/ops/norms.h"
+#include "ops/norm/cuda.h"
 
 namespace jaxnorm::cuda {
 

@@ -7,7 +7,7 @@
 #include <functional>
 #include <string>
 
-#include "call.h"
+#include "operands.h"
 
 namespace accesses {
 

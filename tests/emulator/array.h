@@ -8,7 +8,7 @@
 #include <random>
 #include <vector>
 
-#include "call.h"
+#include "operands.h"
 
 namespace jaxnorm {
 

@@ -2,7 +2,7 @@
 #include "accesses.h"
 //
 #include "array.h"
-#include "cuda/ops/norm_grad_launch.cuh"
+#include "ops/norm/cuda/norm_grad_launch.cuh"
 
 namespace jaxnorm::cuda {
 

@@ -2,7 +2,7 @@
 #include "accesses.h"
 //
 #include "array.h"
-#include "cuda/ops/norm.cuh"
+#include "ops/norm/cuda/norm.cuh"
 
 namespace {
 

@@ -5,8 +5,8 @@
 #include <string>
 
 #include "array.h"
-#include "ops/logits.h"
-#include "ops/mask.h"
+#include "ops/shared/logits.h"
+#include "ops/shared/mask.h"
 
 namespace jaxnorm {
 

@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "array.h"
-#include "ops/qk_norm_rotary.h"
+#include "ops/qk_norm_rotary/call.h"
 
 namespace jaxnorm {
 

@@ -11,8 +11,8 @@
 
 #include "array.h"
 #include "cuda/engine/plan.h"
-#include "cuda/ops.h"
 #include "exact.h"
+#include "ops/norm/cuda.h"
 
 namespace {
 
@@ -62,7 +62,7 @@ void test(Kind kind, Dtype x_dtype, Dtype dtype, Dtype weights, int64_t rows, in
   expect(run(fused, nullptr) == cudaSuccess, "forward with an addend");
   expect(fused_sum == sum && fused_y == y && fused_rstd == rstd && (!layer || fused_mean == mean), "fusion is exact");
 
-  const WorkspaceSize size = norm_backward_workspace({dtype, cols, 2, {}, true});
+  const WorkspaceSize size = norm_grad_workspace({dtype, cols, 2, {}, true});
   Array workspace(Dtype::f32, rows * size.floats_a_row + size.floats);
   NormBackward b{};
   b.kind = kind, b.rows = rows, b.cols = cols, b.scale_offset = 0.5f, b.mean = mean.floats(), b.rstd = rstd.floats();

@@ -7,7 +7,7 @@
 #include <string>
 
 #include "array.h"
-#include "cuda/ops/copied_dot.h"
+#include "ops/quantized_dot/cuda/copied_dot.h"
 
 namespace {
 

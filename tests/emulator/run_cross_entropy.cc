@@ -6,8 +6,8 @@
 #include <initializer_list>
 
 #include "cuda/engine/plan.h"
-#include "cuda/ops.h"
 #include "logits.h"
+#include "ops/cross_entropy/cuda.h"
 
 namespace {
 

@@ -8,7 +8,7 @@
 #include <initializer_list>
 
 #include "array.h"
-#include "cuda/ops.h"
+#include "ops/cross_entropy/cuda.h"
 
 namespace {
 

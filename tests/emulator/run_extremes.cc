@@ -6,7 +6,8 @@
 
 #include "array.h"
 #include "cuda/engine/plan.h"
-#include "cuda/ops.h"
+#include "ops/norm/cuda.h"
+#include "ops/softmax/cuda.h"
 
 namespace {
 
@@ -54,7 +55,7 @@ void test(Kind kind, Dtype dtype, int64_t rows, int64_t cols, bool with_dbias) {
   NormForward f{};
   f.kind = kind, f.rows = rows, f.cols = cols, f.multiply_before_cast = true;
   f.x = x, f.y = y, f.y_stride = cols, f.mean = mean.floats(), f.rstd = rstd.floats();
-  const WorkspaceSize size = norm_backward_workspace({dtype, cols, 2, {}, true});
+  const WorkspaceSize size = norm_grad_workspace({dtype, cols, 2, {}, true});
   Array workspace(Dtype::f32, rows * size.floats_a_row + size.floats);
   NormBackward b{};
   b.kind = kind, b.rows = rows, b.cols = cols, b.mean = f.mean, b.rstd = f.rstd, b.x = x, b.dy = dy;

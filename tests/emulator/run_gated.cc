@@ -9,7 +9,7 @@
 
 #include "array.h"
 #include "cuda/engine/plan.h"
-#include "cuda/ops.h"
+#include "ops/norm/cuda.h"
 
 namespace {
 
@@ -111,7 +111,7 @@ struct Results {
     if (c.scaled) f.scale = scale;
     c.expect(run(f, nullptr) == cudaSuccess, "forward");
 
-    const WorkspaceSize size = gated_norm_backward_workspace({c.dtype, c.cols, 1, {c.count, 1}, true});
+    const WorkspaceSize size = gated_norm_grad_workspace({c.dtype, c.cols, 1, {c.count, 1}, true});
     Array workspace(kF32, size.floats);
     GatedNormBackward b{};
     b.rows = c.rows, b.cols = c.cols, b.scale_offset = kOffset, b.weight_rows = f.weight_rows;

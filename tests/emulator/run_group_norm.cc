@@ -9,7 +9,7 @@
 #include <initializer_list>
 
 #include "array.h"
-#include "cuda/ops.h"
+#include "ops/group_norm/cuda.h"
 
 namespace {
 
@@ -81,7 +81,7 @@ void run_both(const Case& c, const Operands& o, Results& r, double share = 1) {
   f.x = o.x, f.y = r.y, f.mean = r.mean.floats(), f.rstd = r.rstd.floats();
   f.scale = weight_of(o.scale, c.scales), f.bias = weight_of(o.bias);
   f.epsilon = kEpsilon, f.scale_offset = kOffset, f.activation = c.activation;
-  Array forward = workspace_of(group_norm_forward_workspace);
+  Array forward = workspace_of(group_norm_workspace);
   f.workspace = forward.workspace();
   c.expect(run(f, nullptr) == cudaSuccess, "forward");
 
@@ -95,7 +95,7 @@ void run_both(const Case& c, const Operands& o, Results& r, double share = 1) {
   b.mean = r.mean.floats(), b.rstd = r.rstd.floats();
   b.dx = r.dx, b.dscale = r.dscale, b.dbias = r.dbias;
   b.scale_offset = kOffset, b.activation = c.activation;
-  Array backward = workspace_of(group_norm_backward_workspace);
+  Array backward = workspace_of(group_norm_workspace);
   b.workspace = backward.workspace();
   c.expect(run(b, nullptr) == cudaSuccess, "backward");
 }
@@ -215,7 +215,7 @@ void test(const Case& c) {
   c.expect(results == r, "unaligned arrays");
   const int64_t least = 2 * c.group_size + 2;
   const auto wanted =
-      group_norm_forward_workspace({c.dtype, c.positions * c.group_size, 2, {c.groups, c.group_size}}).floats_a_row;
+      group_norm_workspace({c.dtype, c.positions * c.group_size, 2, {c.groups, c.group_size}}).floats_a_row;
   if (wanted == least) return;
   Results narrow(c, c.offset);
   run_both(c, o, narrow, static_cast<double>(least) / wanted);

@@ -9,8 +9,8 @@
 
 #include "array.h"
 #include "cuda/engine/plan.h"
-#include "cuda/ops.h"
 #include "exact.h"
+#include "ops/norm/cuda.h"
 
 namespace {
 
@@ -53,7 +53,7 @@ struct Specialised {
     f.kind = kind, f.rows = rows, f.cols = cols, f.epsilon = 1e-6f, f.scale_offset = 0.5f, f.weight_rows = weight_rows;
     f.multiply_before_cast = kind == Kind::layer;
     f.x = x, f.scale = scale, f.bias = bias, f.y = y, f.y_stride = cols, f.mean = mean.floats(), f.rstd = rstd.floats();
-    const WorkspaceSize size = norm_backward_workspace({dtype, cols, bias ? 2 : 1, weight_rows, true});
+    const WorkspaceSize size = norm_grad_workspace({dtype, cols, bias ? 2 : 1, weight_rows, true});
     Array workspace(Dtype::f32, rows * size.floats_a_row + size.floats);
     NormBackward b{};
     b.kind = kind, b.rows = rows, b.cols = cols, b.scale_offset = 0.5f, b.weight_rows = weight_rows;

@@ -9,7 +9,7 @@
 
 #include "array.h"
 #include "cuda/engine/plan.h"
-#include "cuda/ops.h"
+#include "ops/norm/cuda.h"
 
 namespace {
 
@@ -64,7 +64,7 @@ void test(Kind kind, Dtype y_dtype, Dtype dtype, Dtype weights, int64_t rows, in
   Array padded_dy(y_dtype, padded_elements, offset);  // not numbers where it is not read
   for (int64_t row = 0; row < rows; ++row)
     for (int64_t col = 0; col < cols; ++col) padded_dy.set(row * (cols + pad) + col, dy[row * cols + col]);
-  const WorkspaceSize size = norm_backward_workspace({dtype, cols, layer ? 2 : 1, {}, true});
+  const WorkspaceSize size = norm_grad_workspace({dtype, cols, layer ? 2 : 1, {}, true});
   Array workspace(Dtype::f32, rows * size.floats_a_row + size.floats);
   for (const bool adds : {false, true}) {
     const auto run_backward = [&](const Array& dy, int64_t dy_pad, Array& dx, Array& dscale, Array& dbias) {

@@ -4,9 +4,11 @@
 #include <initializer_list>
 
 #include "cuda/engine/grad_regimes.cuh"
-#include "cuda/ops.h"
-#include "cuda/ops/rotary.cuh"
-#include "ops/gated_norm.h"
+#include "ops/cross_entropy/cuda.h"
+#include "ops/norm/cuda.h"
+#include "ops/norm/gated.h"
+#include "ops/qk_norm_rotary/cuda/rotary.cuh"
+#include "ops/softmax/cuda.h"
 
 namespace {
 
@@ -76,7 +78,7 @@ void test_head_tiles(int64_t q_heads, int64_t k_heads, int64_t inner, int64_t co
       p.q.has_scale_per_head = q_apart, p.k.has_scale_per_head = k_apart;
       const GradPlan plan = make_rotary_grad_plan(p, q, k, kRotaryGradBlocks);
       const int64_t rows = std::max(q_apart ? q_heads : 1, k_apart ? k_heads : 1);
-      const int64_t room = qk_norm_rotary_backward_workspace({Dtype::bf16, cols, 2, {rows, 1}, true}).floats;
+      const int64_t room = qk_norm_rotary_grad_workspace({Dtype::bf16, cols, 2, {rows, 1}, true}).floats;
       const bool holds = q.count * q.heads >= q_heads && k.count * k.heads >= k_heads && q.heads * q.tokens == groups &&
                          plan.q.floats(cols) + plan.k.floats(cols) <= room;
       if (holds) continue;

@@ -8,8 +8,8 @@
 #include <initializer_list>
 
 #include "array.h"
-#include "cuda/ops.h"
-#include "cuda/ops/activation.cuh"
+#include "ops/norm/cuda.h"
+#include "ops/shared/cuda/activation.cuh"
 
 namespace {
 

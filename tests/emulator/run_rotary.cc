@@ -9,7 +9,7 @@
 #include <initializer_list>
 #include <string>
 
-#include "cuda/ops.h"
+#include "ops/qk_norm_rotary/cuda.h"
 #include "rotary_case.h"
 
 namespace {
@@ -92,7 +92,7 @@ QkNormRotaryBackward backward_of(const Case& c, const Operands& o, const QkNormR
 
 Array workspace_of(const Case& c) {
   const int64_t rows = std::max(c.q_per_head ? c.q_heads : 1, c.k_per_head ? c.k_heads : 1);
-  return Array(kF32, qk_norm_rotary_backward_workspace({c.dtype, c.cols, 2, {rows, 1}, true}).floats);
+  return Array(kF32, qk_norm_rotary_grad_workspace({c.dtype, c.cols, 2, {rows, 1}, true}).floats);
 }
 
 Results results_of(const Case& c, const Operands& o, int64_t offset) {

@@ -9,7 +9,8 @@
 
 #include "array.h"
 #include "cuda/engine/plan.h"
-#include "cuda/ops.h"
+#include "ops/norm/cuda.h"
+#include "ops/sandwich_norm/cuda.h"
 
 namespace {
 
@@ -103,7 +104,7 @@ void run_two(const Case& c, const Operands& o, Results& r) {
   Array received(c.dtype, c.elements(), c.offset);
   if (c.dtype == kF32) before.dy = received;
   const auto workspace_of = [&](Dtype dtype) {
-    return Array(kF32, norm_backward_workspace({dtype, c.cols, 1, {}, true}).floats + c.rows * c.cols);
+    return Array(kF32, norm_grad_workspace({dtype, c.cols, 1, {}, true}).floats + c.rows * c.cols);
   };
   Array of_last = workspace_of(c.addend), of_before = workspace_of(c.dtype);
   last.workspace = of_last.workspace(), before.workspace = of_before.workspace();
@@ -115,7 +116,7 @@ void run_two(const Case& c, const Operands& o, Results& r) {
 void run_one(const Case& c, const Operands& o, Results& r) {
   c.expect(run(forward_of(c, o, r), nullptr) == cudaSuccess, "forward");
   const auto workspace_of = [&](bool keeps_row, bool widens_row) {
-    const WorkspaceSize size = sandwich_norm_backward_workspace({c.dtype, c.cols, 2, {}, true, keeps_row, widens_row});
+    const WorkspaceSize size = sandwich_norm_grad_workspace({c.dtype, c.cols, 2, {}, true, keeps_row, widens_row});
     return Array(kF32, size.floats + size.floats_a_row * c.rows);
   };
   const bool widens_row = c.dtype == kF32 && c.addend != kF32;

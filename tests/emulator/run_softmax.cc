@@ -5,8 +5,8 @@
 //   run_softmax ROWS COLS    one shape
 #include <initializer_list>
 
-#include "cuda/ops.h"
 #include "logits.h"
+#include "ops/softmax/cuda.h"
 
 namespace {
 

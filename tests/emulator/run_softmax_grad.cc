@@ -8,7 +8,7 @@
 #include <initializer_list>
 
 #include "array.h"
-#include "cuda/ops.h"
+#include "ops/softmax/cuda.h"
 
 namespace {
 

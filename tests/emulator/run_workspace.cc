@@ -9,8 +9,8 @@
 
 #include "array.h"
 #include "cuda/engine/grad_schedule.h"
-#include "cuda/ops.h"
 #include "exact.h"
+#include "ops/norm/cuda.h"
 
 namespace {
 
@@ -75,7 +75,7 @@ void test_norm(Kind kind, Dtype dtype, int64_t rows, int64_t cols, RowMap weight
   // Alone neither small batches, which need no workspace, nor rows in segments.
   const Plan plan = make_plan(Way::backward, kind, dtype, cols, kMaxCluster);
   const bool in_segments = plan.segments > 0 && (plan.blocks_per_row == 1 || dtype != kF32);
-  const WorkspaceSize size = norm_backward_workspace({dtype, cols, weights, weight_rows, true});
+  const WorkspaceSize size = norm_grad_workspace({dtype, cols, weights, weight_rows, true});
   const int64_t partials = weights * least_partial_rows(weight_rows, plan.rows_per_block) * weight_rows.count * cols;
   test(kind == Kind::rms ? "rms" : "layer", dtype, rows, cols, weight_rows.count * cols,
        rows * size.floats_a_row + size.floats, partials + (in_segments ? 2 * rows : 0), in_segments,
@@ -95,7 +95,7 @@ void test_gated(Dtype dtype, int64_t rows, int64_t cols, RowMap weight_rows) {
   const auto gate = Array::normal(dtype, rows * cols, 0), scale = Array::normal(kF32, weight_rows.count * cols, 0);
   Array rstd(kF32, rows);
   for (int64_t row = 0; row < rows; ++row) rstd.set(row, 1.1f);
-  const WorkspaceSize size = gated_norm_backward_workspace({dtype, cols, 1, weight_rows, true});
+  const WorkspaceSize size = gated_norm_grad_workspace({dtype, cols, 1, weight_rows, true});
   const Plan plan = make_gated_backward_plan(dtype, cols, kMaxCluster);
   test("gated", dtype, rows, cols, weight_rows.count * cols, size.floats,
        least_partial_rows(weight_rows, plan.rows_per_block) * weight_rows.count * cols, false,

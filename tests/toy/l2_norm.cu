@@ -1,8 +1,8 @@
 // The CUDA kernels of the L2 norm: its functors, and their launches.
 #include "cuda/engine/grad_launch.cuh"
-#include "cuda/ops/load.cuh"
-#include "cuda/ops/stats.cuh"
 #include "l2_norm.h"
+#include "ops/shared/cuda/load.cuh"
+#include "ops/shared/cuda/stats.cuh"
 
 namespace toy {
 namespace {
@@ -88,13 +88,31 @@ struct GradScalars {
 };
 
 template <typename T>
-struct L2NormGradOp : WeightlessGrad<T> {
+struct L2NormGradOp : DxGrad<T> {
+  using DY = T;
+  static constexpr int kWeights = 0;
+  static constexpr Extra kExtra = Extra::absent;
   using State = GradState;
   using Scalars = GradScalars;
   const GradState state;
 
   __device__ explicit L2NormGradOp(const GradState& state) : state(state) {}
   __device__ void fetch(int64_t row, GradScalars& s) const { s.rstd = state.rstd[row]; }
+};
+
+// One functor goes every way.
+template <typename Op>
+struct L2NormWays {
+  using X = typename Op::X;
+  using DY = typename Op::DY;
+  using Pipelined = Op;
+  using PipelinedExtra = void;
+  using PipelinedScalar = Op;
+  using Vectors = Op;
+  using Scalar = Op;
+  using Elementwise = Op;
+  template <typename R>
+  using ElementwiseRegime = R;
 };
 
 template <typename X>
@@ -106,8 +124,8 @@ cudaError_t run_as(const L2NormBackward& p, cudaStream_t stream) {
   if (error != cudaSuccess || p.rows == 0) return error;
   const GradCall<GradState> call{p.rows, p.cols, p.dy, p.x, {}, {}, {p.rstd}, p.dx, 0, 0};
   const bool aligned = p.cols % kVector<X> == 0 && are_aligned<kVector<X>>(p.dy, p.x, p.dx);
-  return launch_grad_rows<OneTypeWays<L2NormGradOp<X>>>(grad_regimes<Kind::rms, X>(), call, plan, {}, room, aligned,
-                                                        stream);
+  return launch_grad_rows<L2NormWays<L2NormGradOp<X>>>(grad_regimes<Kind::rms, X>(), call, plan, {}, room, aligned,
+                                                       stream);
 }
 
 template <typename P>

@@ -4,7 +4,7 @@
 //   dx = rstd * (dy - x_hat * sum(dy * x_hat))
 #pragma once
 
-#include "call.h"
+#include "operands.h"
 
 namespace toy {
 

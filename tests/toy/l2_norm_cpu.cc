@@ -1,11 +1,11 @@
 // The CPU kernels of the L2 norm, its readers and its table.
 #include "cpu/engine/row_loop.h"
 #include "cpu/engine/stats.h"
-#include "cpu/ops/grad.h"
-#include "cpu/ops/load.h"
-#include "cpu/ops/write.h"
 #include "ffi/cpu.h"
 #include "ffi/table.h"
+#include "ops/shared/cpu/grad.h"
+#include "ops/shared/cpu/load.h"
+#include "ops/shared/cpu/write.h"
 #include "toy/l2_norm.h"
 
 namespace toy {

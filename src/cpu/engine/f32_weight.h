@@ -3,8 +3,9 @@
 
 #include <memory>
 
+#include "cpu/engine/arrays.h"
+#include "cpu/engine/isa.h"
 #include "cpu/engine/parallel.h"
-#include "cpu/kernels.h"
 
 namespace jaxnorm::cpu {
 
@@ -16,7 +17,7 @@ class F32Weight {
     data_.reset(new float[count]);
     for_each_block(parallel_for, count, [&](int64_t begin, int64_t end) {
       const char* const data = static_cast<const char*>(weight->data) + begin * size_of(weight->dtype);
-      kernels().widen({data, weight->dtype}, offset, data_.get() + begin, end - begin);
+      kernels<ArrayKernels>().widen({data, weight->dtype}, offset, data_.get() + begin, end - begin);
     });
     *weight = {data_.get(), Dtype::f32};
   }

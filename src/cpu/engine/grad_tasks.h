@@ -5,8 +5,9 @@
 #include <cstring>
 #include <memory>
 
+#include "cpu/engine/arrays.h"
+#include "cpu/engine/isa.h"
 #include "cpu/engine/parallel.h"
-#include "cpu/kernels.h"
 
 namespace jaxnorm::cpu {
 
@@ -82,13 +83,13 @@ class WeightGrad {
     for (int64_t stride = 1; stride < count_; stride *= kFan) {
       for_each_block(parallel_for, count_, stride * kFan, [&](int64_t first, int64_t end) {
         for (int64_t row = first + stride; row < end; row += stride) {
-          kernels().add(data_.get() + row * width_, data_.get() + first * width_, width_);
+          kernels<ArrayKernels>().add(data_.get() + row * width_, data_.get() + first * width_, width_);
         }
       });
     }
     for_each_block(parallel_for, width_, [&](int64_t begin, int64_t end) {
       char* const data = static_cast<char*>(output_.data) + begin * size_of(output_.dtype);
-      kernels().cast(data_.get() + begin, {data, output_.dtype}, end - begin);
+      kernels<ArrayKernels>().cast(data_.get() + begin, {data, output_.dtype}, end - begin);
     });
   }
 

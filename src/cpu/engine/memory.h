@@ -1,8 +1,8 @@
 // Rows in memory: how they are read and written.
 #pragma once
 
-#include "call.h"
 #include "cpu/engine/vector.h"
+#include "operands.h"
 
 namespace jaxnorm::cpu {
 namespace {

@@ -8,7 +8,7 @@
 #include <memory>
 #include <new>
 
-#include "call.h"
+#include "operands.h"
 
 #if defined(__unix__)
 #include <sys/mman.h>
@@ -61,6 +61,10 @@ inline ParallelFor for_tasks_that_allocate(const ParallelFor& parallel_for) {
 inline std::unique_ptr<float[]> room_for(int64_t floats) {
   return std::unique_ptr<float[]>(floats > 0 ? new float[floats] : nullptr);
 }
+
+// Room for one row at a time, or for the short ones that go together.
+constexpr int64_t kShortFloats = 1 << 11;
+inline int64_t floats_of_rows(int64_t cols) { return std::max(cols, kShortFloats); }
 
 // Calls task(begin, end, room) for blocks of neighbouring rows, with room of so many floats.
 template <class Task>

@@ -1,8 +1,8 @@
 // From dtypes, known when a kernel is called, to the types that stand for them when it is compiled.
 #pragma once
 
-#include "call.h"
 #include "cpu/engine/vector.h"
+#include "operands.h"
 
 namespace jaxnorm::cpu {
 namespace {

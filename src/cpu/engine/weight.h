@@ -1,8 +1,8 @@
 // Scale and bias, which are f32 here with the offset of scale in it.
 #pragma once
 
-#include "call.h"
 #include "cpu/engine/vector.h"
+#include "operands.h"
 
 namespace jaxnorm::cpu {
 namespace {

@@ -18,21 +18,6 @@
 
 namespace jaxnorm::cuda {
 
-// The ways of a functor that goes every way without an extra operand.
-template <typename Op>
-struct OneTypeWays {
-  using X = typename Op::X;
-  using DY = typename Op::DY;
-  using Pipelined = Op;
-  using PipelinedExtra = void;
-  using PipelinedScalar = Op;
-  using Vectors = Op;
-  using Scalar = Op;
-  using Elementwise = Op;
-  template <typename R>
-  using ElementwiseRegime = R;
-};
-
 template <typename Ways, typename State>
 class GradLaunch {
   using X = typename Ways::X;

@@ -24,8 +24,8 @@
 
 #include <cstdint>
 
-#include "call.h"
 #include "cuda/engine/vector.cuh"
+#include "operands.h"
 
 namespace jaxnorm::cuda {
 

@@ -173,12 +173,4 @@ struct DxGrad {
   }
 };
 
-// An op on x and dy of one type without weights and without an extra operand, but for its State, Scalars and fetch.
-template <typename T>
-struct WeightlessGrad : DxGrad<T> {
-  using DY = T;
-  static constexpr int kWeights = 0;
-  static constexpr Extra kExtra = Extra::absent;
-};
-
 }  // namespace jaxnorm::cuda

@@ -4,9 +4,9 @@
 #include <cstdint>
 #include <initializer_list>
 
-#include "call.h"
 #include "cuda/engine/partials.h"
 #include "cuda/engine/plan.h"
+#include "operands.h"
 
 namespace jaxnorm::cuda {
 

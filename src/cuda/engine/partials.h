@@ -4,7 +4,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include "call.h"
+#include "operands.h"
 
 namespace jaxnorm::cuda {
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "cuda/engine/regimes.h"
-#include "ops/gated_norm.h"
+#include "ops/norm/gated.h"
 
 namespace jaxnorm::cuda {
 namespace {

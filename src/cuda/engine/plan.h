@@ -5,8 +5,8 @@
 
 #include <cstdint>
 
-#include "call.h"
-#include "ops/norm.h"
+#include "operands.h"
+#include "ops/norm/call.h"
 
 namespace jaxnorm::cuda {
 

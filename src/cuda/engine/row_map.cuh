@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "call.h"
+#include "operands.h"
 
 namespace jaxnorm::cuda {
 

@@ -1,0 +1,68 @@
+# The ops, each a folder of src/ops and a line here. Another tree builds some of them: -D JAXNORM_OPS=softmax.
+#
+# A folder has
+#
+#   call.h               the struct of a call in each direction
+#   read.h               the readers, and `kTable`: a row for each target
+#   cpu.h  cpu/run.cc    what a call runs on the CPU
+#   cpu/kernels.cc       its kernels, compiled for each instruction set
+#   cuda.h  cuda/        what a call runs on CUDA, and its kernels
+#   cuda.cmake           the units to write for kernels that are compiled by dtype, see units.cmake
+#
+# and what it lacks the op has not.
+set(JAXNORM_OPS "" CACHE STRING "Which ops to build, ';' between them; empty: all")
+set(jaxnorm_ops "")
+
+# The op of this name; the others are those whose code it calls.
+macro(jaxnorm_op name)
+  list(APPEND jaxnorm_ops ${name})
+  set(jaxnorm_needs_${name} ${ARGN})
+endmacro()
+
+jaxnorm_op(norm)
+jaxnorm_op(sandwich_norm norm)
+jaxnorm_op(group_norm)
+jaxnorm_op(softmax)
+jaxnorm_op(cross_entropy)
+jaxnorm_op(qk_norm_rotary)
+jaxnorm_op(quantized_dot)
+
+if(JAXNORM_OPS)
+  set(jaxnorm_ops "")
+  foreach(op IN LISTS JAXNORM_OPS)
+    list(APPEND jaxnorm_ops ${op} ${jaxnorm_needs_${op}})
+  endforeach()
+  list(REMOVE_DUPLICATES jaxnorm_ops)
+endif()
+
+# Sets `found` to the files of the ops' folders that these patterns name.
+function(jaxnorm_find found)
+  set(all "")
+  foreach(op IN LISTS jaxnorm_ops)
+    foreach(pattern IN LISTS ARGN)
+      file(GLOB files CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/src/ops/${op}/${pattern}")
+      list(APPEND all ${files})
+    endforeach()
+  endforeach()
+  set(${found} ${all} PARENT_SCOPE)
+endfunction()
+
+# Writes PLATFORM_ops.h, the table of all ops for "cpu" or "cuda", and adds its folder to what the module includes.
+function(jaxnorm_write_table platform)
+  set(includes "")
+  set(tables "")
+  foreach(op IN LISTS jaxnorm_ops)
+    foreach(header read ${platform})
+      if(EXISTS "${CMAKE_CURRENT_SOURCE_DIR}/src/ops/${op}/${header}.h")
+        string(APPEND includes "#include \"ops/${op}/${header}.h\"\n")
+      endif()
+    endforeach()
+    list(APPEND tables "ops::${op}::kTable<Platform>")
+  endforeach()
+  list(JOIN tables ", " tables)
+  set(folder "${CMAKE_CURRENT_BINARY_DIR}/${platform}_table")
+  file(CONFIGURE OUTPUT "${folder}/${platform}_ops.h" @ONLY CONTENT "#pragma once\n\n${includes}
+namespace jaxnorm {\ntemplate <class Platform>
+inline constexpr auto kTable = std::tuple_cat(${tables});\n}  // namespace jaxnorm\n")
+  target_include_directories(_${platform} PRIVATE "${folder}")
+endfunction()

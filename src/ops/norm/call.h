@@ -1,0 +1,110 @@
+// RMSNorm and LayerNorm.
+//
+//   y  = x_hat * (scale + scale_offset) + bias,   x_hat = (x - mean) * rstd   (RMSNorm: no mean)
+//   dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)),   g = dy * (scale + scale_offset)   (RMSNorm: no mean(g))
+//   dscale = sum over rows of dy * x_hat,   dbias = sum over rows of dy
+#pragma once
+
+#include "operands.h"
+
+namespace jaxnorm {
+
+enum class Kind : uint8_t { rms, layer };
+
+// The longest row that has weights of its own beside those of other rows.
+constexpr int64_t kPerHeadCols = 1 << 13;
+
+// Rows are contiguous: element (r, c) of an array of rows lies at r * cols + c, unless it has a stride of its own.
+struct NormOperands {
+  Kind kind;
+  int64_t rows, cols;
+  Input x, scale, bias;
+  float* mean;  // LayerNorm: a value a row; null where the statistics are not wanted
+  float* rstd;  // a value a row; null where the statistics are not wanted
+  float epsilon, scale_offset;
+  RowMap weight_rows;  // of scale and bias
+};
+
+struct NormForward : NormOperands {
+  Output y;
+  int64_t y_stride;           // elements from a row of y to the next; what is beyond cols is set to zero
+  bool multiply_before_cast;  // false: x_hat is rounded to y's dtype before it is multiplied by scale
+  Workspace workspace;
+};
+
+struct NormBackward {
+  Kind kind;
+  int64_t rows, cols;
+  Input dy, x, scale;
+  Input dsum;  // of x's dtype, added to dx: the cotangent of a sum that was normalised, from its other uses
+  const float *mean, *rstd;
+  Output dx, dscale, dbias;  // each where it is wanted
+  int64_t dy_stride;         // elements from a row of dy to the next; what is beyond cols is not read
+  float scale_offset;
+  RowMap weight_rows;  // of scale, dscale and dbias
+  Workspace workspace;
+};
+
+// The norm of sum = x + addend, which is rounded to the addend's dtype and normalised as it is stored.
+
+// What x is added to before it is normalised.
+struct AddFirst {
+  Input addend;  // absent: x is normalised
+  Output sum;    // may lie where the addend does
+};
+
+// Without an addend the norm of x.
+struct AddNormForward : NormForward, AddFirst {};
+
+// sum = a + b, rounded to b's dtype; sum may lie where b does. Without b, a rounded to sum's dtype.
+struct Addition {
+  Input a, b;
+  Output sum;
+};
+
+template <class Op>
+Addition addition_of(const Op& p) {
+  return {p.x, p.addend, p.sum};
+}
+
+// The op of a sum that is stored already.
+template <class Op>
+Op of_sum(Op p) {
+  p.x = {p.sum.data, p.sum.dtype};
+  static_cast<AddFirst&>(p) = {};
+  return p;
+}
+
+// Of rows that are sharded over devices: the statistics of a device's shard of each row, which the devices exchange,
+// and y of the shard from the statistics of whole rows.
+
+struct ShardStatistics {
+  Kind kind;
+  int64_t rows, cols;
+  Input x;
+  float* mean;      // LayerNorm: a value a row
+  float* variance;  // a value a row: about the shard's own mean; RMSNorm: about zero
+};
+
+struct ShardApply {
+  Kind kind;
+  int64_t rows, cols;
+  Input x, scale, bias;
+  Output y;
+  const float* mean;  // LayerNorm only
+  const float* rstd;
+  float scale_offset;
+  bool multiply_before_cast;
+};
+
+// How large a workspace the CUDA kernels want.
+namespace cuda {
+
+template <Kind kind>
+WorkspaceSize norm_workspace(const WorkspaceQuery& query);
+WorkspaceSize norm_grad_workspace(const WorkspaceQuery& query);
+WorkspaceSize gated_norm_grad_workspace(const WorkspaceQuery& query);
+
+}  // namespace cuda
+
+}  // namespace jaxnorm

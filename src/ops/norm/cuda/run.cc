@@ -1,0 +1,96 @@
+// From a call of a norm to the code for its dtype, with a plan that is made once.
+#include "cuda/engine/device.h"
+#include "cuda/engine/dtypes.h"
+#include "cuda/engine/grad_schedule.h"
+#include "ops/norm/cuda.h"
+
+namespace jaxnorm::cuda {
+namespace {
+
+// An op of a sum that no one kernel does: the sum by itself, and then the op of it.
+template <typename P, typename F>
+cudaError_t add_and(const P& p, cudaStream_t stream, F run) {
+  const cudaError_t error = add(addition_of(p), p.rows * p.cols, stream);
+  return error == cudaSuccess ? run(of_sum(p)) : error;
+}
+
+}  // namespace
+
+Plan forward_plan(const NormOperands& p, Dtype stream_dtype) {
+  return make_plan(Way::forward, p.kind, stream_dtype, p.cols, current_device().max_cluster());
+}
+
+cudaError_t run(const NormForward& p, cudaStream_t stream) {
+  if (p.rows == 0) return cudaSuccess;
+  return with_dtype(p.x.dtype,
+                    [&](auto type) { return run_norm<decltype(type)>(p, forward_plan(p, p.x.dtype), stream); });
+}
+
+cudaError_t run(const AddNormForward& p, cudaStream_t stream) {
+  if (!p.addend) return run(static_cast<const NormForward&>(p), stream);
+  if (p.rows == 0) return cudaSuccess;
+  const Plan plan = forward_plan(p, p.sum.dtype);
+  return with_dtype(p.sum.dtype, [&](auto type) {
+    using S = decltype(type);
+    const cudaError_t fused = run_add_norm<S>(p, plan, stream);
+    if (fused != cudaErrorNotSupported) return fused;
+    return add_and(p, stream, [&](const NormForward& norm) { return run_norm<S>(norm, plan, stream); });
+  });
+}
+
+cudaError_t run(const QuantizedNormForward& p, cudaStream_t stream) {
+  if (p.rows == 0) return cudaSuccess;
+  const Dtype stream_dtype = p.sum ? p.sum.dtype : p.x.dtype;
+  const Plan plan = forward_plan(p, stream_dtype);
+  return with_dtype(stream_dtype, [&](auto type) {
+    using S = decltype(type);
+    const cudaError_t fused = run_quantized_norm<S>(p, plan, stream);
+    if (fused != cudaErrorNotSupported) return fused;
+    const auto run_apart = [&](const QuantizedNormForward& norm) {
+      if (!norm.y) return run_quantized_norm<S>(norm, plan, stream);
+      const cudaError_t error = run_norm<S>(norm_of(norm), plan, stream);
+      return error == cudaSuccess ? run_quantized_norm<S>(without_y(norm), plan, stream) : error;
+    };
+    return p.sum ? add_and(p, stream, run_apart) : run_apart(p);
+  });
+}
+
+cudaError_t run(const GatedNormForward& p, cudaStream_t stream) {
+  if (p.cols > kGatedCols) return cudaErrorNotSupported;
+  if (p.rows == 0) return cudaSuccess;
+  return with_dtype(p.x.dtype, [&](auto type) { return run_gated_norm<decltype(type)>(p, stream); });
+}
+
+cudaError_t run(const GatedNormQuantizedForward& p, cudaStream_t stream) {
+  if (p.cols > kGatedCols) return cudaErrorNotSupported;
+  if (p.rows == 0) return cudaSuccess;
+  return with_dtype(p.x.dtype, [&](auto type) { return run_gated_norm_quantized<decltype(type)>(p, stream); });
+}
+
+cudaError_t run(const NormBackward& p, cudaStream_t stream) {
+  return with_dtype(p.x.dtype, [&](auto type) { return norm_grad_of<decltype(type)>(p, stream); });
+}
+
+cudaError_t run(const GatedNormBackward& p, cudaStream_t stream) {
+  return with_dtype(p.x.dtype, [&](auto type) { return gated_norm_grad_of<decltype(type)>(p, stream); });
+}
+
+template <Kind kind>
+WorkspaceSize norm_workspace(const WorkspaceQuery& query) {
+  return {0, has_tickets(kind, query.dtype, query.cols) ? 1 : 0};
+}
+template WorkspaceSize norm_workspace<Kind::rms>(const WorkspaceQuery&);
+template WorkspaceSize norm_workspace<Kind::layer>(const WorkspaceQuery&);
+
+WorkspaceSize norm_grad_workspace(const WorkspaceQuery& query) {
+  const Plan plan = make_plan(Way::backward, Kind::rms, query.dtype, query.cols, kMaxCluster);
+  return grad_workspace(query, {plan, beside_extra_operand(plan)});
+}
+
+WorkspaceSize gated_norm_grad_workspace(const WorkspaceQuery& query) {
+  WorkspaceSize size = grad_workspace(query, {make_gated_backward_plan(query.dtype, query.cols, kMaxCluster)});
+  size.floats_a_row = 0;  // such rows are never in segments
+  return size;
+}
+
+}  // namespace jaxnorm::cuda

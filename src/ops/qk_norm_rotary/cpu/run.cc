@@ -1,0 +1,56 @@
+// The launches of rotary embedding with the norms of queries and keys.
+#include "cpu/engine/f32_weight.h"
+#include "cpu/engine/grad_tasks.h"
+#include "cpu/engine/isa.h"
+#include "ops/qk_norm_rotary/cpu.h"
+
+namespace jaxnorm::cpu {
+namespace {
+
+template <class P, class Of>
+int64_t scale_elements(const P& p, const Of& of) {
+  return (of.has_scale_per_head ? of.heads : 1) * p.cols;
+}
+
+template <class P>
+int64_t elements_of_token(const P& p) {
+  return std::max<int64_t>(1, (p.q.heads + p.k.heads) * p.cols);
+}
+
+}  // namespace
+
+void run(const QkNormRotaryForward& call, const ParallelFor& parallel_for) {
+  QkNormRotaryForward p = call;
+  const F32Weight q_scale(&p.q.scale, p.scale_offset, scale_elements(p, p.q), parallel_for);
+  const F32Weight k_scale(&p.k.scale, p.scale_offset, scale_elements(p, p.k), parallel_for);
+  const int64_t traffic = p.tokens * elements_of_token(p) * 2 * size_of(p.q.x.dtype);
+  for (const Heads* of : {&p.q, &p.k}) expect_writes(of->y, p.tokens * of->heads * p.cols);
+  // Where neighbouring tokens are neighbours in memory, a task has some.
+  const int64_t least = p.inner == 1 ? 1 : 16;
+  for_each_block(parallel_for, p.tokens, std::max(least, kTaskElements / elements_of_token(p)),
+                 [&](int64_t begin, int64_t end) { kernels<QkNormRotaryKernels>().forward(p, begin, end, traffic); });
+}
+
+void run(const QkNormRotaryBackward& call, const ParallelFor& parallel_for) {
+  QkNormRotaryBackward p = call;
+  const F32Weight q_scale(&p.q.scale, p.scale_offset, scale_elements(p, p.q), parallel_for);
+  const F32Weight k_scale(&p.k.scale, p.scale_offset, scale_elements(p, p.k), parallel_for);
+  const int64_t traffic = p.tokens * elements_of_token(p) * 3 * size_of(p.q.dy.dtype);
+  for (const HeadsGrad* of : {&p.q, &p.k}) expect_writes(of->dx, p.tokens * of->heads * p.cols);
+  // Tasks are of tokens, as if each were a row. A sum has as many terms as a task has heads, so that more heads than
+  // 128 count as longer rows.
+  const int64_t cols = std::max(elements_of_token(p), 256 * std::max(p.q.heads, p.k.heads));
+  const GradTasks tasks(p.tokens, cols, {}, /*with_sums=*/p.q.dscale || p.k.dscale);
+  WeightGrad dq_scale(p.q.dscale, tasks, {}, scale_elements(p, p.q));
+  WeightGrad dk_scale(p.k.dscale, tasks, {}, scale_elements(p, p.k));
+  parallel_for(tasks.count(), [&](int64_t task) {
+    float *const q_sums = dq_scale.zeroed(task), *const k_sums = dk_scale.zeroed(task);
+    tasks.for_each_stretch(task, [&](int64_t begin, int64_t end) {
+      kernels<QkNormRotaryKernels>().backward(p, begin, end, q_sums, k_sums, traffic);
+    });
+  });
+  dq_scale.finish(parallel_for);
+  dk_scale.finish(parallel_for);
+}
+
+}  // namespace jaxnorm::cpu

@@ -1,0 +1,279 @@
+// A row of logits: how softmax and cross-entropy read it.
+#pragma once
+
+#include "cuda/engine/row_loop.cuh"
+#include "ops/shared/cuda/logit_scale.cuh"
+#include "ops/shared/cuda/mask.cuh"
+
+namespace jaxnorm::cuda {
+
+// The bits of infinity, of a half type twice.
+template <typename X>
+constexpr uint32_t kInfinity = sizeof(X) == 4              ? 0x7f800000u
+                               : std::is_same_v<X, __half> ? 0x7c007c00u
+                                                           : 0x7f807f80u;
+template <typename X>
+constexpr uint32_t kSign = sizeof(X) == 4 ? 0x80000000u : 0x80008000u;
+
+// What a thread keeps of its own sum until the row's statistics are known.
+enum class Held : uint8_t {
+  nothing,
+  maximum,  // its largest w
+  values,   // and its exponentials, of distances from that; of log-softmax t
+};
+
+template <typename X, typename R, Access ACCESS, Held HELD_>
+struct LogitTiling : Tiling<X, R, ACCESS> {
+  static constexpr Held HELD = HELD_;
+};
+
+// A thread's fragment of a row, as Row<X, Tile>. Where it holds values, a pipeline may fill the row's place again once
+// the thread group has met. Columns that do not count, as those past the row's end, have an x for which w is -inf,
+// unless there is a soft cap. MASKED: whether there may be a mask; only such rows may go by elements. CROSS: whether
+// there may be a soft cap and a total, which only cross-entropy has.
+template <typename X, typename Tile, bool MASKED, bool CROSS>
+class LogitRow {
+ public:
+  using Element = X;
+  using Vector = Packed<X, Tile::N>;
+  static constexpr bool kMasked = MASKED, kCross = CROSS, kHoldsValues = Tile::HELD == Held::values;
+  static_assert(MASKED || Tile::ALIGNED);
+  static_assert(!MASKED || !Tile::PIPELINED);
+  static_assert(!kHoldsValues || (Tile::KEPT && !MASKED));
+
+  // `row`: as of Row; `index`: which it is.
+  template <typename P, typename Group>
+  __device__ void read(const P& p, const Group& group, const X* row, [[maybe_unused]] int64_t index) {
+    row_ = row;
+    scale_ = &p.logits;
+    if constexpr (kHoldsValues) holds_t_ = p.log;
+    if constexpr (MASKED) mask_ = p.mask_rows.of_row(index, p.cols);
+    if constexpr (Tile::PIPELINED) {
+      row_ += first_of_thread<Tile>(group);
+      if constexpr (kHoldsValues)
+        for_each_vector<Tile>(group, [&](int vec, auto, int remaining) { packed_[vec] = load_vector(vec, remaining); });
+    } else if constexpr (Tile::KEPT) {
+      for_each_vector<Tile>(group, [&](int vec, auto col, int remaining) { packed_[vec] = load_x(col, remaining); });
+      mask_all(packed_, [&](auto g) { for_each_vector<Tile>(group, g); });
+    }
+  }
+
+  __device__ const LogitScale& scale() const { return *scale_; }
+
+  // Calls f(vec, col, remaining, vector) for each vector of this thread, of a streamed row for several that are under
+  // way at once.
+  template <typename Group, typename F>
+  __device__ void for_each(const Group& group, F f) const {
+    if constexpr (Tile::STREAMED) {
+      for_each_batch(group, [&](const Vector(&vectors)[kBatch], auto visit) {
+        visit([&](int i, int64_t col, int remaining) { f(0, col, remaining, vectors[i]); });
+      });
+    } else {
+      for_each_vector<Tile>(
+          group, [&](int vec, auto col, int remaining) { f(vec, col, remaining, packed(vec, col, remaining)); });
+    }
+  }
+
+  // Calls f(vectors, visit) for each batch of vectors of a streamed row; visit(g) calls g(i, col, remaining) for each
+  // of them, the i-th of the batch.
+  static constexpr int kBatch = 4;
+  template <typename Group, typename F>
+  __device__ void for_each_batch(const Group& group, F f) const {
+    for_each_streamed_batch<Tile, kBatch>(group, [&](auto visit) {
+      Vector vectors[kBatch];
+      visit([&](int i, int64_t col, int remaining) { vectors[i] = load_x(col, remaining); });
+      mask_all(vectors, visit);
+      f(vectors, visit);
+    });
+  }
+
+  // Whether any of a vector's columns may count. Where columns past a length are many, it is worth a branch.
+  __device__ bool may_count(int64_t col, int remaining) const { return !MASKED || mask_.within(col, remaining) > 0; }
+
+  __device__ Counted<Tile::N> counted(int64_t col, int remaining) const {
+    if constexpr (MASKED) {
+      return mask_.template counted<Tile::ALIGNED, Tile::N>(col, remaining);
+    } else {
+      return RowMask{nullptr, INT64_MAX}.counted<true, Tile::N>(0, remaining);
+    }
+  }
+
+  // t of a vector.
+  __device__ void unpack_t(int64_t col, int remaining, const Vector& vector, float (&t)[Tile::N]) const {
+    unpack(vector, t);
+    if constexpr (CROSS)
+      if (scale_->cap != 0) {
+#pragma unroll
+        for (int i = 0; i < Tile::N; ++i) t[i] = scale_->template t_of<float>(t[i]);
+        set_others(col, remaining, -INFINITY, t);
+      }
+  }
+
+  // The same, as it may be held.
+  __device__ void get_t(int vec, int64_t col, int remaining, const Vector& vector, float (&t)[Tile::N]) const {
+    if constexpr (kHoldsValues) {
+      get_held(vec, t);
+    } else {
+      unpack_t(col, remaining, vector, t);
+    }
+  }
+
+  // The exponentials of a vector's distances from `origin`, multiplied. Those that are held have the thread's own
+  // origin.
+  __device__ void get_exponentials(int vec, int64_t col, int remaining, const Vector& vector, float origin, float by,
+                                   float (&to)[Tile::N]) const {
+    if constexpr (kHoldsValues) {
+      get_held(vec, to);
+    } else {
+      unpack_t(col, remaining, vector, to);
+    }
+#pragma unroll
+    for (float& value : to) value = (kHoldsValues ? value : scale_->exponential(value, origin)) * by;
+  }
+
+  // Calls f(exponential) for each of this thread's distances from `origin`. `by`: between the
+  // thread's own maximum and that.
+  template <typename Group, typename F>
+  __device__ void for_each_exponential(const Group& group, float origin, float by, F f) const {
+    if constexpr (kHoldsValues) {
+      for_each_vector<Tile>(group, [&](int vec, auto, int) {
+#pragma unroll
+        for (const float held : held_[vec]) f(holds_t_ ? scale_->exponential(held, origin) : held * by);
+      });
+    } else {
+      for_each(group, [&](int, auto col, int remaining, const Vector& vector) {
+        if (!may_count(col, remaining)) return;
+        float t[Tile::N];
+        unpack_t(col, remaining, vector, t);
+#pragma unroll
+        for (const float value : t) f(scale_->exponential(value, origin));
+      });
+    }
+  }
+
+  __device__ void hold(int vec, const float (&values)[Tile::N]) {
+#pragma unroll
+    for (int i = 0; i < Tile::N; ++i) held_[vec][i] = values[i];
+  }
+
+  __device__ bool holds_t() const { return holds_t_; }
+
+  // The largest w of this thread.
+  __device__ void hold_max(float max) { max_ = max; }
+  __device__ float held_max() const { return max_; }
+
+  // Gives columns that do not count this value.
+  __device__ void set_others(int64_t col, int remaining, float otherwise, float (&values)[Tile::N]) const {
+    const Counted<Tile::N> counted = this->counted(col, remaining);
+#pragma unroll
+    for (int i = 0; i < Tile::N; ++i) values[i] = counted[i] ? values[i] : otherwise;
+  }
+
+ private:
+  __device__ uint32_t fill() const { return scale_->descending ? kInfinity<X> : kInfinity<X> | kSign<X>; }
+
+  // x of a vector; with a mask still of columns that do not count.
+  __device__ Vector load_x(int64_t col, int remaining) const {
+    if constexpr (!Tile::ALIGNED) {
+      return load_unaligned<Tile::N>(row_ + col, mask_.within(col, remaining));
+    } else if constexpr (MASKED) {
+      return load<true, Tile::N>(row_ + col, mask_.within(col, remaining));
+    } else {
+      return remaining > 0 ? load<true, Tile::N>(row_ + col, Tile::N) : filled();
+    }
+  }
+
+  __device__ Vector filled() const {
+    Vector vector;
+#pragma unroll
+    for (uint32_t& word : vector.word) word = fill();
+    return vector;
+  }
+
+  __device__ void mask(int64_t col, int remaining, Vector& vector) const {
+    if (mask_.where || mask_.within(col, remaining) < Tile::N) vector = counted(col, remaining).choose(vector, fill());
+  }
+
+  // The same of all vectors that `visit` goes through. All bytes of a mask are under way at once.
+  template <int COUNT, typename F>
+  __device__ void mask_all(Vector (&vectors)[COUNT], F visit) const {
+    if constexpr (!MASKED) return;
+    if (mask_.where) {
+      Counted<Tile::N> counted[COUNT];
+      visit([&](int i, auto col, int remaining) { counted[i] = this->counted(col, remaining); });
+      visit([&](int i, auto, int) { vectors[i] = counted[i].choose(vectors[i], fill()); });
+    } else {
+      visit([&](int i, auto col, int remaining) { mask(col, remaining, vectors[i]); });
+    }
+  }
+
+  __device__ Vector packed(int vec, int64_t col, int remaining) const {
+    if constexpr (Tile::PIPELINED && !kHoldsValues) {
+      return load_vector(vec, remaining);
+    } else {
+      return packed_[vec];
+    }
+  }
+
+  // Of a row that a pipeline has.
+  __device__ Vector load_vector(int vec, int remaining) const {
+    return remaining > 0 ? load_shared<Tile::N>(row_ + vec * Tile::STRIDE) : filled();
+  }
+
+  __device__ void get_held(int vec, float (&to)[Tile::N]) const {
+#pragma unroll
+    for (int i = 0; i < Tile::N; ++i) to[i] = held_[vec][i];
+  }
+
+  const X* row_ = nullptr;
+  const LogitScale* scale_ = nullptr;
+  RowMask mask_;
+  Vector packed_[(Tile::PIPELINED && !kHoldsValues) || !Tile::KEPT ? 1 : Tile::VECTORS];
+  bool holds_t_ = false;
+  float max_, held_[kHoldsValues ? Tile::VECTORS : 1][Tile::N];
+};
+
+// How such rows reach a thread group: as LoadRow.
+template <typename X, typename Tile, bool MASKED, bool CROSS>
+struct LoadLogits {
+  using Fragment = LogitRow<X, Tile, MASKED, CROSS>;
+
+  template <typename P, typename Group, typename Batch>
+  __device__ static void read(const P& p, const Group& group, Batch& rows) {
+#pragma unroll
+    for (int r = 0; r < Batch::kRows; ++r) {
+      const X* row = static_cast<const X*>(p.x.data) + rows.row_to_read(r) * p.cols;
+      if constexpr (Tile::ALIGNED) hide(row);
+      rows.x[r].read(p, group, row, rows.row_to_read(r));
+    }
+  }
+
+  template <typename P, typename Group, typename Source>
+  __device__ static auto pipeline(const P& p, const Group& group, const PipelineShape& shape, char* shared,
+                                  const Source& rows) {
+    return Pipeline<Group, false, Source, X>(group, shape, shared, rows, static_cast<const X*>(p.x.data));
+  }
+
+  template <typename P, typename Group, typename Pipeline>
+  __device__ static void newest(Fragment& x, const P& p, const Group& group, const Pipeline& pipeline, int64_t row) {
+    x.read(p, group, pipeline.template newest<0>(nullptr), row);
+  }
+  template <typename P, typename Group, typename Pipeline>
+  __device__ static void oldest(Fragment& x, const P& p, const Group& group, const Pipeline& pipeline, int64_t row) {
+    x.read(p, group, pipeline.template oldest<0>(nullptr), row);
+  }
+
+  template <typename Launch, typename P>
+  static int shared_bytes(Launch& launch, const Plan& plan, const P& p, int held, int besides) {
+    return launch.with_pipelines(plan, p.cols, {PipelineArray{sizeof(X), p.cols}}, held, besides);
+  }
+};
+
+// Rows of logits are kept, also where they go by elements: those of vocabularies are often of odd lengths.
+template <typename X, typename STATS>
+struct LogitOp : RowOp<X, STATS> {
+  template <typename R, Access ACCESS>
+  using Tile = LogitTiling<X, R, ACCESS, Held::nothing>;
+};
+
+}  // namespace jaxnorm::cuda

@@ -1,0 +1,33 @@
+// From a call of softmax or log-softmax to the code for its dtype, with a plan that is made once.
+#include "cuda/engine/device.h"
+#include "cuda/engine/dtypes.h"
+#include "ops/softmax/cuda.h"
+
+namespace jaxnorm::cuda {
+
+struct AnyElement;
+
+// Its rows are those of an RMSNorm: read once, and written.
+cudaError_t run(const SoftmaxForward& p, cudaStream_t stream) {
+  if (p.rows == 0) return cudaSuccess;
+  const Plan plan = make_plan(Way::forward, Kind::rms, p.x.dtype, p.cols, current_device().max_cluster());
+  return with_dtype(p.x.dtype, [&](auto type) { return run_softmax<decltype(type)>(p, plan, stream); });
+}
+
+cudaError_t run(const SoftmaxBackward& p, cudaStream_t stream) {
+  if (p.rows == 0) return cudaSuccess;
+  if (p.dx.dtype != p.y.dtype) return softmax_grad_of<AnyElement>(p, stream);
+  return with_dtype(p.y.dtype, [&](auto type) { return softmax_grad_of<decltype(type)>(p, stream); });
+}
+
+cudaError_t run(const LogSoftmaxBackward& p, cudaStream_t stream) {
+  if (p.rows == 0) return cudaSuccess;
+  if (p.dy.dtype != p.x.dtype) return log_softmax_grad_of<AnyElement>(p, stream);
+  return with_dtype(p.x.dtype, [&](auto type) { return log_softmax_grad_of<decltype(type)>(p, stream); });
+}
+
+WorkspaceSize softmax_workspace(const WorkspaceQuery& query) {
+  return {0, has_tickets(Kind::rms, query.dtype, query.cols) ? 1 : 0};
+}
+
+}  // namespace jaxnorm::cuda
