@@ -13,7 +13,7 @@ pytestmark = pytest.mark.jax_version
 
 
 def read(op, way):
-    return [export.deserialize(path.read_bytes()) for path in artefacts(op, way)]
+    return [export.deserialize(program) for program in artefacts(op, way)]
 
 
 @over(OPS, way=lambda op: WAYS, count=lambda op: [1, 37])

@@ -2,12 +2,14 @@
 
     python tests/lib/export_artefacts.py
 
-That gives up what the old ones promise. Do it for a new op, whose files are then the only new ones to keep, or where a
-contract ends on purpose. Where calls of an op get other operands or results, keep its old file, and the new one beside
-it under a name that goes on after the old one's, as `softmax-gradient-with_where.bin`.
+That gives up what the old ones promise. Do it for a new op, whose archive is then the only one to keep, or where a
+contract ends on purpose. Where calls of an op get other operands or results, keep its old program, and the new one
+beside it under a name that goes on after the old one's, as `softmax-gradient-with_where.bin`.
 """
 
+import shutil
 import sys
+import zipfile
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -18,7 +20,7 @@ def main() -> None:
     import coverage
 
     coverage.set_tier("full")  # before the table is read: it has more rows there
-    from exporting import ARTEFACTS, WAYS, artefact, exported, function_of
+    from exporting import ARTEFACTS, WAYS, archive, exported, function_of, stem
     from internals import run_every_kernel
     from native import is_built
     from ops import OPS
@@ -28,11 +30,14 @@ def main() -> None:
     missing = [platform for platform in ("cpu", "gpu") if not is_built(platform)]
     if missing:
         sys.exit(f"no kernels for {' and '.join(missing)} are installed, so no program would hold calls of them")
-    ARTEFACTS.mkdir(exist_ok=True)
+    shutil.rmtree(ARTEFACTS, ignore_errors=True)
+    ARTEFACTS.mkdir()
     run_every_kernel()
     for op in OPS:
         for way in WAYS:
-            artefact(op, way).write_bytes(exported(op, function_of(op, way)).serialize())
+            program = exported(op, function_of(op, way)).serialize()
+            with zipfile.ZipFile(archive(op), "a", zipfile.ZIP_DEFLATED) as programs:
+                programs.writestr(f"{stem(op, way)}.bin", bytes(program))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Programs for every platform, and those in `tests/artefacts`, which an older build wrote."""
 
+import zipfile
 from pathlib import Path
 
 import jax
@@ -23,14 +24,21 @@ def quantized_rms_norm(x):
     return jaxnorm.rms_norm_quantized(x, quantization=jaxnorm.Quantization("int8"))
 
 
-def artefact(op, way) -> Path:
-    return ARTEFACTS / f"{op.name.replace(',', '').replace(' ', '_')}-{way}.bin"
+def archive(op) -> Path:
+    """That of a public function's programs, each under the name of a row of the table of ops."""
+    return ARTEFACTS / f"{op.public}.zip"
 
 
-def artefacts(op, way) -> list[Path]:
-    """That, and those of the same op since its calls have other operands or results."""
-    first = artefact(op, way)
-    return [first, *sorted(ARTEFACTS.glob(f"{first.stem}-*.bin"))]
+def stem(op, way) -> str:
+    return f"{op.name.replace(',', '').replace(' ', '_')}-{way}"
+
+
+def artefacts(op, way) -> list[bytes]:
+    """The row's program, and those since its calls have other operands or results."""
+    first = stem(op, way)
+    with zipfile.ZipFile(archive(op)) as programs:
+        later = sorted(name for name in programs.namelist() if name.startswith(f"{first}-"))
+        return [programs.read(name) for name in (f"{first}.bin", *later)]
 
 
 def function_of(op, way):
