@@ -3,7 +3,8 @@
     python -m bench tables           # writes them
     python -m bench tables --check   # fails if they are not what the results say
 
-A table stands between `<!-- table: NAME -->` and `<!-- end -->`, with a line about its run above it.
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`, with a line about its run above it. Where a page has
+`<!-- drawn: NAME -->`, MkDocs draws the table (`tools/doc_results.py`).
 """
 
 import difflib
@@ -15,6 +16,7 @@ from bench import dot_tables, model_tables, report, row_tables, shapes, targets,
 from bench.table_parts import about, code, is_chained, is_step, pivot, position, whole
 
 MARKED = re.compile(r"<!-- table: (\S+) -->\n.*?<!-- end -->", re.DOTALL)
+DRAWN = re.compile(r"<!-- drawn: (\S+) -->")
 CPU_SHAPE = (4096, 4096)
 SMALL = frozenset(shape.name for shape in shapes.DECODE)
 MODELS = frozenset(shape.name for shape in shapes.suites(2)["models"])
@@ -41,22 +43,24 @@ def main(args):
 
 
 def render(text, folder):
-    """The text with every marked table made anew."""
+    """The text with every table between its marks made anew."""
+    return MARKED.sub(lambda match: f"<!-- table: {match[1]} -->\n{table(match[1], folder)}\n<!-- end -->", text)
 
-    def content(match):
-        name = match[1]
-        if name not in TABLES:
-            raise SystemExit(f"no table is called {name}; there are {', '.join(TABLES)}")
-        files, lines_of = TABLES[name]
-        found = {file: sorted(folder.glob(file)) for file in ((files,) if isinstance(files, str) else files)}
-        missing = [file for file, paths in found.items() if not paths]
-        if missing:
-            lines = [f"Not measured yet: there is no `{', '.join(missing)}`."]
-        else:
-            lines = lines_of(*(report.load(path) for paths in found.values() for path in paths))
-        return "\n".join([f"<!-- table: {name} -->", *lines, "<!-- end -->"])
 
-    return MARKED.sub(content, text)
+def drawn(text, folder):
+    """The text with a table in the place of each mark that stands for one."""
+    return DRAWN.sub(lambda match: table(match[1], folder), text)
+
+
+def table(name, folder):
+    if name not in TABLES:
+        raise SystemExit(f"no table is called {name}; there are {', '.join(TABLES)}")
+    files, lines_of = TABLES[name]
+    found = {file: sorted(folder.glob(file)) for file in ((files,) if isinstance(files, str) else files)}
+    missing = [file for file, paths in found.items() if not paths]
+    if missing:
+        return f"Not measured yet: there is no `{', '.join(missing)}`."
+    return "\n".join(lines_of(*(report.load(path) for paths in found.values() for path in paths)))
 
 
 def headline(results):

@@ -13,6 +13,7 @@ import pytest
 from processes import STRICT
 
 import jaxnorm
+from bench import tables
 from bench.__main__ import COMMANDS, parse
 from jaxnorm import checkpoint_policies as policies
 from jaxnorm import linen, nnx
@@ -61,6 +62,15 @@ def blocks(page, language):
     return [(text.count("\n", 0, m.start(2)), m[2]) for m in FENCE.finditer(text) if m[1] == language]
 
 
+def drawn(page):
+    """The text of a page as MkDocs shows it, with its tables."""
+    return tables.drawn(page.read_text(), ROOT / "bench/results")
+
+
+def prose(page):
+    return FENCE.sub("", drawn(page))
+
+
 def page_id(page):
     return str(page.relative_to(ROOT))
 
@@ -94,7 +104,7 @@ def test_examples_run(page, failures):
 
 def anchors(page):
     """The anchors that Markdown gives the headings of a page."""
-    text = FENCE.sub("", page.read_text())
+    text = prose(page)
     found = []
     for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE):
         slug = re.sub(r"[^\w\s-]", "", re.sub(r"`|\[([^\]]*)\]\([^)]*\)", r"\1", heading)).strip().lower()
@@ -104,7 +114,7 @@ def anchors(page):
 
 @each_page
 def test_links_lead_somewhere(page):
-    for target in LINK.findall(FENCE.sub("", page.read_text())):
+    for target in LINK.findall(prose(page)):
         if "://" in target:
             continue
         path, _, anchor = target.partition("#")
@@ -120,13 +130,13 @@ def test_headings_of_a_page_differ(page):
 
 @each_page
 def test_named_files_exist(page):
-    missing = [name for name in NAMED_FILE.findall(page.read_text()) if not (ROOT / name).exists()]
+    missing = [name for name in NAMED_FILE.findall(drawn(page)) if not (ROOT / name).exists()]
     assert not missing
 
 
 def spans(page):
     """The code spans of a page that are no commands."""
-    found = re.findall(r"`([^`\n]+(?:\n[^`\n]+)?)`", FENCE.sub("", page.read_text()))
+    found = re.findall(r"`([^`\n]+(?:\n[^`\n]+)?)`", prose(page))
     return [span for span in found if not re.match(r"\S*python |pip |mkdocs ", span)]
 
 
@@ -155,7 +165,7 @@ def test_names_exist(page, words):
 def commands(page):
     """Each command of the sh blocks and of code spans, as words; environment variables left out."""
     lines = [line for _, text in blocks(page, "sh") for line in text.replace("\\\n", "").splitlines()]
-    lines += re.findall(r"`(python -m [^`]+|pip install [^`]+|mkdocs \w+)`", FENCE.sub("", page.read_text()))
+    lines += re.findall(r"`(python -m [^`]+|pip install [^`]+|mkdocs \w+)`", prose(page))
     for line in lines:
         for command in re.split(r" && |; ", line):
             yield [word for word in shlex.split(command, comments=True) if not re.match(r"[A-Z_]+=", word)]

@@ -1,6 +1,7 @@
 """The benchmarks' own arithmetic, their files and their command line; what they measure needs the hardware."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +11,11 @@ import pytest
 import bench
 from bench import peers, plot, recorded, report, shapes, show, tables, targets
 from bench.__main__ import COMMANDS, parse
+from tools import doc_results
 
 ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "bench/results"
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/benchmarks/*.md"))]
 HEADER = {"gpu": "NVIDIA H200", "jax": "0.0", "commit": "abc", "date": "2000-01-01", "command": "python -m bench gpu"}
 INT8 = "rms_norm_quantized forward, int8"
 
@@ -236,11 +240,27 @@ def test_an_unknown_table_is_an_error(tmp_path):
         tables.render("<!-- table: other -->\n<!-- end -->\n", tmp_path)
 
 
-@pytest.mark.parametrize(
-    "page", [ROOT / "README.md", *sorted(ROOT.glob("docs/benchmarks/*.md"))], ids=lambda page: page.stem
-)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_pages_have_what_the_results_say(page):
-    assert tables.render(page.read_text(), ROOT / "bench/results") == page.read_text()
+    assert tables.render(page.read_text(), RESULTS) == page.read_text()
+
+
+def test_mkdocs_draws_a_table(results, monkeypatch):
+    monkeypatch.setattr(doc_results, "RESULTS", results)
+    page = doc_results.on_page_markdown(
+        "Small:\n\n<!-- drawn: h200-small -->\n\nbelow", page=None, config=None, files=None
+    )
+    assert page.startswith("Small:\n\nNVIDIA H200")
+    assert page.endswith("| `rms_norm` forward, float32 | 2.0 / 4.0 / 1.0 |\n\nbelow")
+
+
+def test_pages_show_every_table():
+    shown = re.findall(r"<!-- (?:table|drawn): (.+?) -->", "".join(page.read_text() for page in PAGES))
+    assert set(shown) == set(tables.TABLES)
+
+
+def test_every_table_has_been_measured():
+    assert [name for name in tables.TABLES if "Not measured yet" in tables.table(name, RESULTS)] == []
 
 
 def test_a_step_is_compared_as_a_whole(tmp_path):
@@ -256,7 +276,7 @@ def test_a_step_is_compared_as_a_whole(tmp_path):
 
 
 def test_every_results_file_says_what_ran():
-    for path in (ROOT / "bench/results").glob("*.json"):
+    for path in RESULTS.glob("*.json"):
         data = json.loads(path.read_text())
         assert data["rows"], path.name
         assert {"date", "command", "jax"} <= set(data["header"]), path.name

@@ -1,6 +1,7 @@
-"""The pictures of the documentation that are drawn from results while MkDocs builds it.
+"""The tables and pictures of the documentation that are drawn from results while MkDocs builds it.
 
-A page has `<!-- pictures: NAME -->` where those of `bench/results/NAME.json` go.
+A page has `<!-- drawn: NAME -->` where that table of `bench.tables` goes, and `<!-- pictures: NAME -->` where those of
+`bench/results/NAME.json` go.
 """
 
 import io
@@ -8,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from bench import plot, report
+from bench import plot, report, tables
 
 RESULTS = Path(__file__).resolve().parent.parent / "bench" / "results"
 PLACE = re.compile(r"<!-- pictures: (\w+) -->")
@@ -18,7 +19,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
     """MkDocs calls this with each page."""
     from mkdocs.structure.files import File
 
-    def drawn(place: re.Match[str]) -> str:
+    def pictures(place: re.Match[str]) -> str:
         links = []
         for direction, picture in plot.pictures(report.load(RESULTS / f"{place[1]}.json")):
             content = io.BytesIO()
@@ -28,4 +29,4 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
             links.append(f"![GB/s against the row length, {direction}]({name})")
         return "\n\n".join(links)
 
-    return PLACE.sub(drawn, markdown)
+    return PLACE.sub(pictures, tables.drawn(markdown, RESULTS))
