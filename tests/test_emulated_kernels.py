@@ -1,6 +1,9 @@
 """The CUDA kernels on the host, compiled as C++ against `emulator/`: their results, without a GPU."""
 
+import functools
+import hashlib
 import os
+import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,7 +13,8 @@ from coverage import in_full
 
 HERE = Path(__file__).parent
 EMULATOR, TOY = HERE / "emulator", HERE / "toy"
-SOURCES = HERE.parent / "src"
+ROOT = HERE.parent
+SOURCES, UNITS = ROOT / "src", ROOT / "cmake" / "units.cmake"
 ENGINE = tuple(SOURCES / "cuda" / "engine" / name for name in ("plan.cc", "grad_schedule.cc", "partials.cu"))
 # A product is cuBLASLt's.
 OTHERS = (*sorted(f for f in SOURCES.glob("ops/*/cuda/*.c[cu]") if f.parts[-3] != "quantized_dot"), *ENGINE)
@@ -34,20 +38,46 @@ COMPILE = (
 )
 
 
+@functools.cache
+def kept():
+    """Where CI keeps what was compiled of these sources, by this compiler; None: nowhere."""
+    if "JAXNORM_EMULATED" not in os.environ:
+        return None
+    digest = hashlib.sha256(subprocess.run(["g++", "--version"], capture_output=True, check=True).stdout)
+    for file in sorted(
+        f for folder in (SOURCES, EMULATOR, TOY, UNITS.parent) for f in folder.rglob("*") if f.is_file()
+    ):
+        digest.update(str(file.relative_to(ROOT)).encode() + file.read_bytes())
+    folder = Path(os.environ["JAXNORM_EMULATED"]) / digest.hexdigest()[:16]
+    for older in folder.parent.glob("*"):
+        if older != folder:
+            shutil.rmtree(older)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def compiled(source, folder, name, *flags):
+    """What a source becomes in this folder, or in that of CI, where it may be already."""
+    target = (kept() or folder) / name
+    if not target.exists():
+        subprocess.run([*COMPILE, *flags, "-c", source, "-o", folder / name], check=True)
+        if kept():
+            shutil.copy(folder / name, f"{target}.new")
+            os.rename(f"{target}.new", target)
+    return target
+
+
 @pytest.fixture(scope="module")
 def header(tmp_path_factory):
     """emulator.h, which takes most of the time of a small source, precompiled beside this path."""
-    header = tmp_path_factory.mktemp("header") / "emulator.h"
-    source = EMULATOR / header.name
-    subprocess.run([*COMPILE, "-Xcompiler=-x,c++-header", "-c", source, "-o", f"{header}.gch"], check=True)
-    return header
+    source = EMULATOR / "emulator.h"
+    name = f"{source.name}.gch"
+    return compiled(source, tmp_path_factory.mktemp("header"), name, "-Xcompiler=-x,c++-header").with_suffix("")
 
 
 def compile_objects(sources, folder, header):
     def compile_object(source):
-        target = folder / f"{'_'.join(source.parts[-3:])}.o"
-        subprocess.run([*COMPILE, "-include", header, "-c", source, "-o", target], check=True)
-        return target
+        return compiled(source, folder, f"{'_'.join(source.parts[-3:])}.o", "-include", header)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(compile_object, sources))
@@ -63,8 +93,7 @@ def failures(objects, program):
 @pytest.fixture(scope="module")
 def objects(tmp_path_factory, header):
     folder = tmp_path_factory.mktemp("emulated")
-    script = HERE.parent / "cmake" / "units.cmake"
-    subprocess.run(["cmake", "-D", f"JAXNORM_UNITS={folder}/units", "-P", script], check=True)
+    subprocess.run(["cmake", "-D", f"JAXNORM_UNITS={folder}/units", "-P", UNITS], check=True)
     # A unit of f16 alone has the same code as that of bf16: absent.cc stands for it, to save time.
     units = sorted(unit for unit in folder.glob("units/*.cu") if not unit.stem.endswith("_f16"))
     sources = [*units, *OTHERS, EMULATOR / "emulator.cc", EMULATOR / "absent.cc"]
