@@ -2,7 +2,6 @@
 
 import ast
 import graphlib
-import re
 from pathlib import Path
 
 import pytest
@@ -40,14 +39,6 @@ def test_no_function_is_long():
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     }
     assert {function: length for function, length in lengths.items() if length > 60} == {}
-
-
-# An operand of some ops is the business of few places, or the next op would touch many: files, and folders of an op.
-@pytest.mark.parametrize(("word", "most"), [(r"\bgate\b", 9), ("residual", 8)])
-def test_few_places_know_an_operand(word, most):
-    ops = ROOT / "jaxnorm" / "ops"
-    files = [path for path in SOURCES if re.search(word, path.read_text())]
-    assert len({path.parent if ops in path.parent.parents else path for path in files}) <= most
 
 
 def imported(node, modules):

@@ -80,8 +80,10 @@ def test_scanned_and_rematerialised_layers_compute_the_same(spec, norms):
 @pytest.mark.parametrize(("norms", "adds"), [("jaxnorm", False), ("jaxnorm-add", True)])
 @pytest.mark.parametrize(
     ("spec", "sign"),
-    [(IMAGES, "has_residual = true"), (SANDWICH, "custom_call @jaxnorm_rms_norm_add_rms_norm_fwd")],
-    ids=["ViT-like", "Gemma-like"],
+    [
+        pytest.param(IMAGES, "has_residual = true", id="ViT-like"),
+        pytest.param(SANDWICH, "custom_call @jaxnorm_rms_norm_add_rms_norm_fwd", id="Gemma-like"),
+    ],
 )
 def test_every_norm_but_the_first_adds(spec, sign, norms, adds):
     params, inputs = models.init(spec), models.batch(spec)

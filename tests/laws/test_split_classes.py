@@ -41,11 +41,8 @@ CONTENTS = {
 }
 NAMES = list(CONTENTS)
 LABELS = np.where([name == "ignored" for name in NAMES], -1, PER_SHARD + np.arange(len(NAMES)) % PER_SHARD)
-LOSSES, SOFTMAX, LOG_SOFTMAX = (
-    jaxnorm.softmax_cross_entropy_with_integer_labels,
-    jaxnorm.softmax,
-    jaxnorm.log_softmax,
-)
+LOSSES = jaxnorm.softmax_cross_entropy_with_integer_labels
+SOFTMAX, LOG_SOFTMAX = jaxnorm.softmax, jaxnorm.log_softmax
 CASES = {
     "loss": (LOSSES, {"ignore_index": -1}),
     "loss with a soft_cap": (LOSSES, {"ignore_index": -1, "soft_cap": 3.0, "logit_scale": 0.5}),

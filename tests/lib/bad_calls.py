@@ -109,19 +109,6 @@ PADDING = {
     "padding of another axis": call(X, X, pad_to=8, axis=0).raises(ValueError, "pad_to", "axis=-1", r"\(-3,\)"),
 }
 
-SANDWICH = RESIDUAL | {
-    "x without axes": call(jnp.ones(()), jnp.ones(())).raises(ValueError, "x", "at least one axis"),
-    "short post_scale": call(X, X, SCALE[:7]).raises(ValueError, "post_scale", r"\(7,\)", r"\(8,\)", r"\(3, 4, 8\)"),
-    "long scale": call(X, X, SCALE, jnp.ones(9)).raises(ValueError, "scale", r"\(9,\)", r"\(8,\)", r"\(3, 4, 8\)"),
-    "post_scale of integers": call(X, X, jnp.ones(8, "int32")).raises(TypeError, "post_scale", "floating", "int32"),
-    "scale of lists": call(X, X, None, [1.0] * 8).raises(TypeError, "scale", "array", "list"),
-    "negative epsilon": call(X, X, epsilon=-1.0).raises(ValueError, "epsilon", "negative"),
-    "NaN offset": call(X, X, scale_offset=float("nan")).raises(ValueError, "scale_offset", "finite"),
-    "order of text": call(X, X, multiply_before_cast="no").raises(TypeError, "multiply_before_cast", "bool", "'no'"),
-    "integer out_dtype": call(X, X, out_dtype="int8").raises(TypeError, "out_dtype", "floating", "int8"),
-    "unknown implementation": call(X, X, implementation="cuda").raises(ValueError, "implementation", "cuda"),
-}
-
 FIRST = {"gate_first": True}
 GATED = {
     "no gate": call(X, None, **FIRST).raises(TypeError, "gate", "array", "NoneType"),
@@ -251,9 +238,9 @@ MISUSE = {
             zero_centered_gamma="scale_offset=1.0",
             backend="implementation",
         ),
+        **of_others(X, residual="add_rms_norm or rms_norm_quantized or rms_norm_add_rms_norm"),
         **of_others(
             X,
-            residual="add_rms_norm or rms_norm_quantized or rms_norm_add_rms_norm",
             pad_to="add_rms_norm",
             **dict.fromkeys(("gate", "z", "gate_first", "group_size"), "gated_rms_norm or gated_rms_norm_quantized"),
             quantization="rms_norm_quantized or gated_rms_norm_quantized",
@@ -305,13 +292,6 @@ MISUSE = {
         **no_arrays(X, X),
         **misspelt(X, X, eps="epsilon", weight="scale", gamma="scale", beta="bias", dtype="out_dtype", pad="pad_to"),
         "an activation": call(X, X, activation="silu").raises(TypeError, "is an argument of gated_rms_norm"),
-    },
-    "rms_norm_add_rms_norm": {
-        "scale for residual": call(X, SCALE).raises(ValueError, "residual has shape", r"Is it the scale\?"),
-        "no residual": call(X).raises(TypeError, "required argument: 'residual'", "use jaxnorm.rms_norm"),
-        "a list for residual": call(X, [X]).raises(TypeError, "residual", "list", r"asarray\(residual\)"),
-        "epsilon by position": call(X, X, SCALE, SCALE, 1e-5).raises(TypeError, "fifth epsilon", "epsilon=1e-05"),
-        **misspelt(X, X, eps="epsilon", weight="scale", dtype="out_dtype"),
     },
     "add_layer_norm": {
         "scale for residual": call(X, SCALE).raises(ValueError, "residual has shape", r"Is it the scale\?"),
@@ -404,13 +384,6 @@ RESIDUAL_WITHOUT_KERNEL = {
     "half types mixed in sum and y": call(X, BRAIN, out_dtype="float16").has_no_kernel(
         "residual is bfloat16 and the result float16.*one of them float32"
     ),
-}
-SANDWICH_WITHOUT_KERNEL = {
-    "half types mixed": call(HALF, BRAIN).has_no_kernel("x is float16 and residual bfloat16.*one of them float32"),
-    "a result of another dtype": call(BRAIN, BRAIN, out_dtype="float32").has_no_kernel(
-        "x is bfloat16 and the result float32; .* equal"
-    ),
-    "scales of heads": call(X, X, jnp.ones((4, 8)), SCALE).has_no_kernel(r"leading axes, \(4,\)"),
 }
 LONG = jnp.ones((2, 16_385))
 GATED_WITHOUT_KERNEL = {

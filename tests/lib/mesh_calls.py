@@ -88,7 +88,7 @@ IGNORED = -100
 
 def of_table(draw: Draw) -> Call:
     op, dtypes, weights = draw_op(draw.pick)
-    cols = [n for n in COLS if n > 1] if op.kind != "softmax" else COLS
+    cols = [n for n in COLS if n > 1] if op.kind != "logits" else COLS
     size = draw_size(op, draw.rng, draw.pick, cols=cols, lengths=LENGTHS, heads=HEADS, groups=GROUPS)
     drawn = op.draw(size, dtypes, weights)
 

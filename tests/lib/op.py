@@ -35,7 +35,7 @@ def rows(*dims: int, **options: Any) -> Size:
 class Op:
     name: str
     public: str  # the public function, with whose name its errors begin
-    kind: str  # whose statistics: "rms" or "layer"; or "softmax"
+    kind: str  # whose statistics: "rms" or "layer"; or "logits"
     operands: tuple[str, ...]
     arrays: int  # so many operands, the first ones, have x's rows; the others are weights
     # Of arrays that have not x's shape, and of weights that have not the others': theirs, by x's or by the others'.

@@ -77,7 +77,7 @@ def softmax(log=False):
     return Op(
         name="log softmax" if log else "softmax",
         public=public.__name__,
-        kind="softmax",
+        kind="logits",
         operands=("x",),
         arrays=1,
         dtypes=ALONE,
@@ -152,7 +152,7 @@ def cross_entropy():
     return Op(
         name="cross entropy",
         public="softmax_cross_entropy_with_integer_labels",
-        kind="softmax",
+        kind="logits",
         operands=("x",),
         arrays=1,
         dtypes=ALONE,

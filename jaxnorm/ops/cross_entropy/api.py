@@ -21,9 +21,9 @@ from jaxnorm.ops.cross_entropy.checks import (
 )
 from jaxnorm.ops.cross_entropy.formula import IGNORED, CrossEntropy, Operands, Results, loss
 from jaxnorm.ops.cross_entropy.op import CROSS_ENTROPY, count_of, exchanged, labels_of_shard
+from jaxnorm.ops.mask import fitted
 from jaxnorm.ops.misuse import explained
 from jaxnorm.ops.options import Choice, Implementation
-from jaxnorm.ops.softmax.checks import fitted
 from jaxnorm.primitive import broadcast
 from jaxnorm.sharding import dims
 from jaxnorm.sharding.shards import Shards

@@ -12,7 +12,7 @@ import numpy as np
 from jaxnorm.native import compat
 from jaxnorm.ops import checks, misuse
 from jaxnorm.ops.cross_entropy.formula import IGNORED
-from jaxnorm.ops.softmax.checks import check_booleans, does_not_broadcast
+from jaxnorm.ops.mask import check_booleans, does_not_broadcast
 from jaxnorm.primitive import broadcast, weights
 
 

@@ -6,7 +6,7 @@ columns that count:
     log_sum = log(sum(exp(z - top))),   label_logit = z[label] - top,   total = sum(z - top)
 
 Each is a number a row, float32 (float64 of logits of float64), and a loss is made of them by plain arithmetic: of
-differences of logits alone, but for its z-loss. top is a result as well, as the w of `softmax.logits`; it is any number
+differences of logits alone, but for its z-loss. top is a result as well, as the w of `ops.logits`; it is any number
 to a derivative, for no loss depends on it. A label that names no column has the label_logit 0; one that names a column
 that does not count has that of the column. A row with the label IGNORED has no derivative, whatever its logits are.
 """
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxnorm.ops.softmax.logits import (
+from jaxnorm.ops.logits import (
     MOST_OF_ROW,
     LogitScale,
     exponentials,
@@ -28,7 +28,7 @@ from jaxnorm.ops.softmax.logits import (
     sum_over_row,
     top_of,
 )
-from jaxnorm.ops.softmax.mask import Mask, columns, counted, only
+from jaxnorm.ops.mask import Mask, columns, counted, only
 from jaxnorm.primitive.op import BatchDims, RowSpec, Statistics
 
 T = TypeVar("T")

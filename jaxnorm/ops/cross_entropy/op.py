@@ -19,8 +19,7 @@ from jaxnorm.ops.cross_entropy.formula import (
     forward,
     linear,
 )
-from jaxnorm.ops.softmax.logits import log_of_1_and, origin_of
-from jaxnorm.ops.softmax.op import several_axes
+from jaxnorm.ops.logits import log_of_1_and, origin_of, several_axes
 from jaxnorm.primitive.described import Function, Request
 from jaxnorm.primitive.family import Family
 from jaxnorm.primitive.op import (

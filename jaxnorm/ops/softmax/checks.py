@@ -1,4 +1,4 @@
-"""Argument checks of softmax and log-softmax, which cross-entropy shares."""
+"""Argument checks of softmax and log-softmax."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 
 from jaxnorm.ops import checks
-from jaxnorm.ops.softmax.mask import Mask
+from jaxnorm.ops.mask import Mask, check_booleans, does_not_broadcast, fitted
 from jaxnorm.primitive import broadcast, weights
 
 
@@ -27,34 +27,6 @@ def check_mask(function: str, where: object, causal: object, x: jax.Array, axes:
     if lengths is not None:
         of_rows = jnp.minimum(*broadcast.alike(x, of_rows, lengths))
     return Mask(None, broadcast.fitted(x, of_rows))
-
-
-def check_booleans(function: str, value: object) -> jax.Array:
-    if not (isinstance(value, bool) or checks.is_array(value)):
-        raise TypeError(
-            f"{function}: where must be an array of booleans, got {type(value).__name__}; pass "
-            "jax.numpy.asarray(where)."
-        )
-    where = jnp.asarray(value)
-    if where.dtype != np.bool_:
-        raise TypeError(
-            f"{function}: where must be an array of booleans, got {where.dtype}; convert it first, as with where != 0."
-        )
-    return where
-
-
-def does_not_broadcast(function: str, where: jax.Array, x: jax.Array, to: str) -> ValueError:
-    return ValueError(
-        f"{function}: where has shape {where.shape}, expected one that broadcasts to {to}, {x.shape}: for each of its "
-        f"axes, from the last, 1 or the length there."
-    )
-
-
-def fitted(function: str, where: jax.Array, x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """A mask that broadcasts to x's shape, with x's rank; over the last axis as kernels take one."""
-    where = broadcast.with_rank_of(x, where)
-    where = checks.sharded_along(function, "where", where, "x", x, broadcast.dim_map(where.shape))
-    return broadcast.fitted(x, where) if axes == (-1,) else where
 
 
 def causal_lengths(function: str, value: object, x: jax.Array, axes: tuple[int, ...]) -> Any:

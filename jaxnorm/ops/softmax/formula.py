@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxnorm.ops.softmax.logits import (
+from jaxnorm.ops.logits import (
     MOST_OF_ROW,
     LogitScale,
     exponentials,
@@ -27,7 +27,7 @@ from jaxnorm.ops.softmax.logits import (
     origin_of,
     sum_over_row,
 )
-from jaxnorm.ops.softmax.mask import Mask, counted, only
+from jaxnorm.ops.mask import Mask, counted, only
 from jaxnorm.primitive.op import BatchDims, RowSpec, Statistics
 
 Dtype = np.dtype[Any]

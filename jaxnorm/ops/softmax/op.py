@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxnorm.ops import speed
+from jaxnorm.ops.logits import several_axes
 from jaxnorm.ops.softmax import formula
 from jaxnorm.ops.softmax.formula import Operands, Results, SavedOfLog, SavedOfSoftmax, Softmax, Variables
 from jaxnorm.primitive.described import Function, Request
@@ -14,11 +15,6 @@ from jaxnorm.primitive.op import BROADCAST, LIKE_X, Derivative, Native, Op, stat
 from jaxnorm.sharding import dims
 
 ROLES = {"x": LIKE_X, "where": BROADCAST, "lengths": BROADCAST, "y": LIKE_X}
-
-
-def several_axes(spec: Any, _: Any) -> str | None:
-    axes = spec.axes
-    return None if len(axes) == 1 else f"the result is of the axes {axes} together, kernels take one"
 
 
 def _types(spec: Softmax, operands: Operands) -> Results:

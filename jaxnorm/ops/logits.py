@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm.ops.softmax.mask import only
+from jaxnorm.ops.mask import only
 from jaxnorm.primitive.op import RowSpec
 
 Dtype = np.dtype[Any]
@@ -166,3 +166,8 @@ def sums_over_row(spec: RowSpec, *values: jax.Array) -> list[jax.Array]:
     """The same of several, in one exchange."""
     of_shard = [jnp.sum(v, axis=spec.axes, keepdims=True) for v in values]
     return of_shard if spec.shards is None else list(spec.shards.add(jnp.stack(of_shard)))
+
+
+def several_axes(spec: Any, _: Any) -> str | None:
+    axes = spec.axes
+    return None if len(axes) == 1 else f"the result is of the axes {axes} together, kernels take one"

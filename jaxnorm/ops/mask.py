@@ -1,0 +1,71 @@
+"""Which columns of a row count: those that `where` allows, and of them those before the row's length.
+
+`where` has x's rank. Both may be 1 long along the axes of x along which they do not differ. The last functions check
+the argument `where`.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxnorm.ops import checks
+from jaxnorm.primitive import broadcast
+from jaxnorm.primitive.op import RowSpec
+
+
+class Mask(NamedTuple):
+    where: jax.Array | None = None
+    lengths: jax.Array | None = None
+
+
+def columns(spec: RowSpec, x: jax.Array) -> jax.Array:
+    """The number of each column of rows of one axis; of a shard, in the whole row."""
+    (axis,) = spec.axes
+    shape = [1] * x.ndim
+    shape[axis] = x.shape[axis]
+    numbers = lax.broadcasted_iota(jnp.int32, shape, x.ndim + axis)
+    return numbers if spec.shards is None else numbers + spec.shards.index() * x.shape[axis]
+
+
+def counted(spec: RowSpec, x: jax.Array, mask: Mask) -> jax.Array | None:
+    """Which elements of x count, to be broadcast against it; None: all."""
+    if mask.lengths is None:
+        return mask.where
+    before = columns(spec, x) < mask.lengths
+    return before if mask.where is None else mask.where & before
+
+
+def only(counts: jax.Array | None, v: jax.Array, other: float = 0.0) -> jax.Array:
+    """v where it counts, elsewhere the other number."""
+    return v if counts is None else jnp.where(counts, v, other)
+
+
+def check_booleans(function: str, value: object) -> jax.Array:
+    if not (isinstance(value, bool) or checks.is_array(value)):
+        raise TypeError(
+            f"{function}: where must be an array of booleans, got {type(value).__name__}; pass "
+            "jax.numpy.asarray(where)."
+        )
+    where = jnp.asarray(value)
+    if where.dtype != np.bool_:
+        raise TypeError(
+            f"{function}: where must be an array of booleans, got {where.dtype}; convert it first, as with where != 0."
+        )
+    return where
+
+
+def does_not_broadcast(function: str, where: jax.Array, x: jax.Array, to: str) -> ValueError:
+    return ValueError(
+        f"{function}: where has shape {where.shape}, expected one that broadcasts to {to}, {x.shape}: for each of its "
+        f"axes, from the last, 1 or the length there."
+    )
+
+
+def fitted(function: str, where: jax.Array, x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """A mask that broadcasts to x's shape, with x's rank; over the last axis as kernels take one."""
+    where = broadcast.with_rank_of(x, where)
+    where = checks.sharded_along(function, "where", where, "x", x, broadcast.dim_map(where.shape))
+    return broadcast.fitted(x, where) if axes == (-1,) else where
