@@ -14,11 +14,10 @@ import numpy as np
 from jax import lax
 
 from jaxnorm.ops import speed
-from jaxnorm.ops.gated_norm import formula
-from jaxnorm.ops.gated_norm.formula import GatedNorm
-from jaxnorm.ops.gated_norm.formula import QuantizedOperands as Operands
-from jaxnorm.ops.gated_norm.op import GATED_NORM, gate_of_another_dtype, row_too_long
-from jaxnorm.ops.norm.formula import broadcastable
+from jaxnorm.ops.norm import gated_formula as formula
+from jaxnorm.ops.norm.formula import Norm, broadcastable
+from jaxnorm.ops.norm.gated_formula import QuantizedOperands as Operands
+from jaxnorm.ops.norm.op import GATED_NORM, attributes, gate_of_another_dtype, plan, requested, row_too_long
 from jaxnorm.ops.quantize import rounding
 from jaxnorm.ops.quantize.rounding import Derivative
 from jaxnorm.ops.quantized_norm.formula import SCALES, attributes_of, can_shard, scales_type
@@ -30,17 +29,17 @@ from jaxnorm.sharding import dims
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GatedNormQuantized(GatedNorm):
+class GatedNormQuantized(Norm):
     """What is static about one gated norm with a quantised result."""
 
     quantization: Quantization
     straight_through: bool = False
     grouped: bool = False  # the last axis is a group of a longer one, which is the last two
 
-    def unquantized(self, **changes: Any) -> GatedNorm:
+    def unquantized(self, **changes: Any) -> Norm:
         """The norm whose result is quantised."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(GatedNorm)}
-        return GatedNorm(**fields | changes)
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(Norm)}
+        return Norm(**fields | changes)
 
 
 class Results(NamedTuple):
@@ -55,7 +54,7 @@ def forward(norm: GatedNormQuantized, operands: Operands) -> tuple[Results, Stat
 
 
 def plain(norm: GatedNormQuantized, operands: Operands) -> Results:
-    return quantize(norm, formula.plain(norm, operands.of_norm()).y, operands)
+    return quantize(norm, formula.forward(norm, operands.of_norm())[0].y, operands)
 
 
 def quantize(norm: GatedNormQuantized, y: jax.Array, operands: Operands) -> Results:
@@ -138,18 +137,15 @@ def _scale_of_several_groups(norm: GatedNormQuantized, operands: Operands) -> st
 
 def _attributes(norm: GatedNormQuantized, _: Operands) -> dict[str, Any]:
     return attributes_of(norm.quantization) | {
+        **attributes(norm),
         "epsilon": np.float32(norm.epsilon),
-        "scale_offset": np.float32(norm.scale_offset),
-        "activation": norm.activation,
-        "gate_first": norm.gate_first,
         "grouped": norm.grouped,
     }
 
 
 def _requested(request: Request) -> tuple[GatedNormQuantized, Operands]:
-    (function,) = GATED_NORM.op.functions
     # What is quantised is float32.
-    norm, operands = function.request(request._replace(out_dtype=np.dtype(np.float32)))
+    norm, operands = requested("rms", gates=True)(request._replace(out_dtype=np.dtype(np.float32)))
     return GatedNormQuantized(**vars(norm), quantization=Quantization(request.out_dtype)), Operands(*operands)
 
 
@@ -175,7 +171,7 @@ GATED_NORM_QUANTIZED = Family(
             names=("jaxnorm_gated_rms_norm_quantized",),
             name=lambda _: "jaxnorm_gated_rms_norm_quantized",
             forward=_attributes,
-            plan=lambda norm, _: {"kind": "rms", "gated": "first" if norm.gate_first else "last"},
+            plan=plan,
             slower=speed.any_kernel,
         ),
         reasons=(row_too_long, gate_of_another_dtype, _scale_of_several_groups),

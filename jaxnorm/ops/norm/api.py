@@ -7,8 +7,8 @@ import jax
 
 from jaxnorm.ops import checks
 from jaxnorm.ops.misuse import explained
-from jaxnorm.ops.norm.formula import ADDEND, Kind, Norm, Operands, Results, x_hat_dtype
-from jaxnorm.ops.norm.op import NORM
+from jaxnorm.ops.norm.formula import Kind, Norm, Operands, Results, x_hat_dtype
+from jaxnorm.ops.norm.op import ADDEND, NORM
 from jaxnorm.ops.options import Implementation, NormOptions
 from jaxnorm.sharding import dims
 

@@ -1,4 +1,4 @@
-"""The op of the norms."""
+"""The norms as ops, without a gate and with one: what their kernels take, and their records."""
 
 import dataclasses
 from collections.abc import Callable
@@ -8,12 +8,10 @@ import jax
 import numpy as np
 
 from jaxnorm.ops import speed
+from jaxnorm.ops.norm import gated_formula as gated
 from jaxnorm.ops.norm import shard
 from jaxnorm.ops.norm.formula import (
-    ADDEND,
     KINDS,
-    PADDED,
-    ROLES,
     STATISTICS,
     Dtype,
     Kind,
@@ -31,8 +29,14 @@ from jaxnorm.ops.norm.formula import (
 from jaxnorm.primitive import weights
 from jaxnorm.primitive.described import Function, Request
 from jaxnorm.primitive.family import Family
-from jaxnorm.primitive.op import BatchDims, Derivative, Native, Op, Statistics, statistics_of
-from jaxnorm.sharding import dims
+from jaxnorm.primitive.op import LIKE_X, WEIGHT, BatchDims, Derivative, Native, Op, Role, Statistics, statistics_of
+from jaxnorm.sharding import dims, text
+
+ADDEND = "residual"  # the field of operands that is added to x
+LONGEST_GATED = 1 << 14  # the longest row that kernels gate
+# y, where it is padded, has a last axis of its own.
+PADDED = Role(lambda norm, ndim, _: dims.like_x(ndim) if norm.pad_to == 1 else (*range(ndim - 1), None))
+ROLES = {"x": LIKE_X, ADDEND: LIKE_X, "gate": LIKE_X, "scale": WEIGHT, "bias": WEIGHT, "y": PADDED, "sum": LIKE_X}
 
 
 def types(norm: Norm, operands: Operands) -> Results:
@@ -54,26 +58,47 @@ def per_head_weights(norm: Norm, operands: Operands) -> str | None:
     return weights.unsupported(operands.x.shape, norm.row_ndim, batch_dims)
 
 
-def _name(norm: Norm) -> str:
-    return f"jaxnorm_{norm.kind}_norm"
+def row_too_long(_: Norm, operands: Any) -> str | None:
+    cols = operands.x.shape[-1]
+    if isinstance(cols, int) and cols > LONGEST_GATED:
+        return f"rows of {cols} elements are normalised, kernels with a gate take at most {LONGEST_GATED}"
+    return None
+
+
+def gate_of_another_dtype(_: Norm, operands: Any) -> str | None:
+    return _unlike_x(operands.x, "gate", operands.gate.dtype)
+
+
+def _result_of_another_dtype(norm: Norm, operands: gated.Operands) -> str | None:
+    return _unlike_x(operands.x, "the result", norm.out_dtype)
+
+
+def _unlike_x(x: jax.Array, name: str, dtype: Dtype) -> str | None:
+    return None if dtype == x.dtype else f"x is {x.dtype} and {name} {dtype}; kernels with a gate want them equal"
+
+
+def attributes(norm: Norm) -> dict[str, Any]:
+    """What every native call of a norm is told, each way."""
+    if norm.activation is None:
+        return {"axes": np.int64(norm.row_ndim), "scale_offset": np.float32(norm.scale_offset)}
+    scale_offset = np.float32(norm.scale_offset)
+    return {"scale_offset": scale_offset, "activation": norm.activation, "gate_first": norm.gate_first}
 
 
 def _forward_attributes(norm: Norm, _: Operands) -> dict[str, Any]:
-    return {
-        "axes": np.int64(norm.row_ndim),
-        "epsilon": np.float32(norm.epsilon),
-        "scale_offset": np.float32(norm.scale_offset),
-        "multiply_before_cast": norm.multiply_before_cast,
-    }
+    epsilon = np.float32(norm.epsilon)
+    return {**attributes(norm), "epsilon": epsilon, "multiply_before_cast": norm.multiply_before_cast}
 
 
-def _backward_attributes(norm: Norm, _: Saved) -> dict[str, Any]:
-    return {"axes": np.int64(norm.row_ndim), "scale_offset": np.float32(norm.scale_offset)}
+def _gated_attributes(norm: Norm, operands: gated.Operands | gated.Saved) -> dict[str, Any]:
+    return {**attributes(norm), "grouped": operands.scale is not None and operands.scale.ndim == 2}
 
 
 def plan(norm: Norm, operands: Any) -> dict[str, Any]:
     """What a launch plan of the CUDA kernels depends on, beside the dtype and the length of a row."""
-    return {"kind": norm.kind, "adds": operands[1] is not None}
+    if norm.activation is None:
+        return {"kind": norm.kind, "adds": operands[1] is not None}
+    return {"kind": norm.kind, "gated": "first" if norm.gate_first else "last"}
 
 
 def _has_kernels(norm: Norm, x: jax.Array) -> bool:
@@ -116,8 +141,10 @@ def _in_parts(norm: Norm) -> Callable[..., tuple[Results, Statistics]] | None:
     return forward
 
 
-def requested(kind: Kind, *, adds: bool = False) -> Any:
-    def of_request(request: Request) -> tuple[Norm, Operands]:
+def requested(kind: Kind, *, adds: bool = False, gates: bool = False) -> Callable[[Request], tuple[Norm, Any]]:
+    """A call as `jaxnorm.info` asks for it."""
+
+    def of_request(request: Request) -> tuple[Norm, Any]:
         addend_dtype = request.addend_dtype or (request.dtype if adds else None)
         norm = Norm(
             kind=kind,
@@ -126,12 +153,48 @@ def requested(kind: Kind, *, adds: bool = False) -> Any:
             scale_offset=-0.0,
             compute_dtype=dims.wide_dtype((request.dtype, addend_dtype or request.dtype, request.out_dtype)),
             out_dtype=request.out_dtype,
+            activation="silu" if gates else None,
+            gate_first=gates,
         )
-        addend = None if addend_dtype is None else request.array(request.shape, addend_dtype)
-        return norm, Operands(request.array(request.shape), addend, request.array(request.scale_shape))
+        x, scale = request.array(request.shape), request.array(request.scale_shape)
+        if gates:
+            return norm, gated.Operands(x, x, scale)
+        return norm, Operands(x, None if addend_dtype is None else request.array(request.shape, addend_dtype), scale)
 
     return of_request
 
+
+# The name of a gated norm's spec in programs of older builds.
+text.register_types(GatedNorm=Norm)
+
+GATED_NORM = Family(
+    Op(
+        name="gated_norm",
+        spec=Norm,
+        operands=gated.Operands,
+        results=gated.Results,
+        roles=ROLES,
+        types=lambda norm, operands: gated.Results(dims.like(operands.x, norm.out_dtype)),
+        forward=gated.forward,
+        derivative=Derivative(
+            saved=gated.Saved,
+            variables=gated.Variables,
+            linear=gated.linear,
+            backward=gated.backward,
+        ),
+        native=Native(
+            names=("jaxnorm_gated_rms_norm",),
+            name=lambda norm: norm.target,
+            forward=lambda norm, operands: _gated_attributes(norm, operands) | {"epsilon": np.float32(norm.epsilon)},
+            backward=_gated_attributes,
+            plan=plan,
+            slower=speed.any_kernel,
+        ),
+        reasons=(row_too_long, gate_of_another_dtype, _result_of_another_dtype),
+        can_shard=lambda *_: True,
+        functions=(Function("gated_rms_norm", requested("rms", gates=True), last_axis_only=True),),
+    )
+)
 
 NORM = Family(
     Op(
@@ -153,9 +216,9 @@ NORM = Family(
         statistics=statistics_types,
         native=Native(
             names=tuple(f"jaxnorm_{kind}_norm" for kind in KINDS),
-            name=_name,
+            name=lambda norm: norm.target,
             forward=_forward_attributes,
-            backward=_backward_attributes,
+            backward=lambda norm, _: attributes(norm),
             plan=plan,
             slower=speed.norm,
         ),

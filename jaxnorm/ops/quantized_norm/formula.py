@@ -8,7 +8,8 @@ from jax import lax
 from jaxnorm.native import compat
 from jaxnorm.ops import speed
 from jaxnorm.ops.norm import formula, op
-from jaxnorm.ops.norm.formula import ADDEND, KINDS, ROLES, Kind, broadcastable
+from jaxnorm.ops.norm.formula import KINDS, Kind, broadcastable
+from jaxnorm.ops.norm.op import ADDEND, ROLES
 from jaxnorm.ops.quantize import rounding
 from jaxnorm.ops.quantized_norm import gradient
 from jaxnorm.ops.quantized_norm.spec import Operands, QuantizedNorm, Results

@@ -8,10 +8,11 @@ import numpy as np
 
 from jaxnorm.ops import checks
 from jaxnorm.ops.activation import Synonym, check_activation
-from jaxnorm.ops.gated_norm.formula import Activation, GatedNorm, Operands, QuantizedOperands
-from jaxnorm.ops.gated_norm.op import GATED_NORM
 from jaxnorm.ops.gated_norm_quantized.formula import GATED_NORM_QUANTIZED, GatedNormQuantized
 from jaxnorm.ops.misuse import GATE_FIRST, explained
+from jaxnorm.ops.norm.formula import Norm
+from jaxnorm.ops.norm.gated_formula import Activation, Operands, QuantizedOperands
+from jaxnorm.ops.norm.op import GATED_NORM
 from jaxnorm.ops.options import Implementation, NormOptions
 from jaxnorm.ops.quantize import checks as quantize_checks
 from jaxnorm.quantization import LARGEST, Quantization, Quantized, quantized
@@ -181,7 +182,7 @@ class Gating(NamedTuple):
 class Call(NamedTuple):
     """A checked call, whose operands are not divided into groups yet."""
 
-    norm: GatedNorm
+    norm: Norm
     operands: Operands
     group_size: int | None
     chosen: Implementation | None
@@ -195,7 +196,7 @@ def prepare(name: str, options: NormOptions, gating: Gating, arrays: Operands) -
     scale = _check_scale(name, arrays.scale, x)
     group_size = _check_group_size(name, gating.group_size, x)
     out_dtype = checks.check_out_dtype(name, options.out_dtype, x)
-    norm = GatedNorm(
+    norm = Norm(
         epsilon=checks.check_epsilon(name, options.epsilon),
         scale_offset=checks.check_scale_offset(name, options.scale_offset),
         compute_dtype=dims.wide_dtype([out_dtype, *(a.dtype for a in (x, gate, scale) if a is not None)]),
