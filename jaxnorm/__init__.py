@@ -20,13 +20,12 @@ from jaxnorm.ops.cross_entropy.api import softmax_cross_entropy_with_integer_lab
 from jaxnorm.ops.cross_entropy.linear_api import linear_cross_entropy
 from jaxnorm.ops.norm.gated_api import gated_rms_norm, gated_rms_norm_quantized
 from jaxnorm.ops.group_norm.api import group_norm
-from jaxnorm.ops.norm.added import add_layer_norm, add_rms_norm
-from jaxnorm.ops.norm.api import layer_norm, rms_norm
+from jaxnorm.ops.norm.api import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from jaxnorm.ops.options import implementation
 from jaxnorm.ops.qk_norm_rotary.api import qk_norm_rotary
 from jaxnorm.ops.quantize.api import quantize
 from jaxnorm.ops.quantized_dot.api import quantized_dot
-from jaxnorm.ops.quantized_norm.api import RowStatistics, layer_norm_quantized, rms_norm_quantized
+from jaxnorm.ops.norm.quantized_api import RowStatistics, layer_norm_quantized, rms_norm_quantized
 from jaxnorm.ops.sandwich_norm.api import rms_norm_add_rms_norm
 from jaxnorm.ops.softmax.api import log_softmax, softmax
 # isort: on

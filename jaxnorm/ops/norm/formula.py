@@ -1,6 +1,7 @@
 """The norms as plain jnp: the specification, the oracle of the tests and the fallback, in one.
 
-`Norm` says what is static about every norm, with a gate or without; `gated_formula.py` has the formulas around a gate.
+`Norm` says what is static about every norm. `gated_formula.py` has the formulas around a gate, `quantized_formula.py`
+the rounding of a quantised result.
 
 A native kernel computes what stands here. Everything is computed in float32 (float64 where an operand has it) and
 rounded once, at the end.
@@ -17,6 +18,7 @@ from jax import lax
 
 from jaxnorm.primitive.addend import add, rounded
 from jaxnorm.primitive.op import BatchDims, RowSpec, Statistics
+from jaxnorm.quantization import Quantization
 from jaxnorm.sharding import dims
 
 Kind = Literal["rms", "layer"]
@@ -38,16 +40,25 @@ class Norm(RowSpec):
     pad_to: int = 1  # y's last axis, the only normalised one then, has zeros after it up to a multiple
     activation: str | None = None  # of the gate, where there is one
     gate_first: bool = False  # x * activation(gate) is normalised; otherwise the normalised x is multiplied by it
+    quantization: Quantization | None = None  # of the result, and what follows belongs to it
+    straight_through: bool = False
+    with_unquantized: bool = False
+    grouped: bool = False  # the last axis is a group of a longer one, which is the last two
 
     @property
-    def target(self) -> str:
-        """The name of the native calls, without their direction."""
-        return f"jaxnorm_{'gated_' if self.activation else ''}{self.kind}_norm"
+    def name(self) -> str:
+        """The public function, as if nothing were added first."""
+        return f"{'gated_' if self.activation else ''}{self.kind}_norm{'_quantized' if self.quantization else ''}"
 
     @property
     def wide(self) -> Self:
         """The norm whose result is not rounded yet."""
         return dataclasses.replace(self, out_dtype=self.compute_dtype)
+
+    def unquantized(self, out_dtype: Dtype) -> "Norm":
+        """The norm whose result is quantised."""
+        plain: Any = {"quantization": None, "straight_through": False, "with_unquantized": False, "grouped": False}
+        return dataclasses.replace(self, out_dtype=out_dtype, **plain)
 
     def padded(self, shape: tuple[Any, ...]) -> tuple[Any, ...]:
         """y's shape for x's."""

@@ -22,19 +22,6 @@ class Operands(NamedTuple):
     scale: jax.Array | None = None
 
 
-class QuantizedOperands(NamedTuple):
-    """Those of the norm and of the quantisation of its result."""
-
-    x: jax.Array
-    gate: jax.Array
-    scale: jax.Array | None = None
-    smooth: jax.Array | None = None
-    given: jax.Array | None = None  # the scale of everything
-
-    def of_norm(self) -> Operands:
-        return Operands(self.x, self.gate, self.scale)
-
-
 class Results(NamedTuple):
     y: jax.Array
 

@@ -8,24 +8,9 @@ import jax
 import numpy as np
 
 from jaxnorm.ops import speed
+from jaxnorm.ops.norm import formula, shard
 from jaxnorm.ops.norm import gated_formula as gated
-from jaxnorm.ops.norm import shard
-from jaxnorm.ops.norm.formula import (
-    KINDS,
-    STATISTICS,
-    Dtype,
-    Kind,
-    Norm,
-    Operands,
-    Results,
-    Saved,
-    Variables,
-    backward,
-    forward,
-    linear,
-    plain,
-    weighted,
-)
+from jaxnorm.ops.norm.formula import KINDS, STATISTICS, Dtype, Kind, Norm, Operands, Results, Saved, Variables
 from jaxnorm.primitive import weights
 from jaxnorm.primitive.described import Function, Request
 from jaxnorm.primitive.family import Family
@@ -58,40 +43,34 @@ def per_head_weights(norm: Norm, operands: Operands) -> str | None:
     return weights.unsupported(operands.x.shape, norm.row_ndim, batch_dims)
 
 
-def row_too_long(_: Norm, operands: Any) -> str | None:
-    cols = operands.x.shape[-1]
+def unfit_gate(norm: Norm, operands: Any) -> str | None:
+    """Why no kernel takes this gate."""
+    x, cols = operands.x, operands.x.shape[-1]
     if isinstance(cols, int) and cols > LONGEST_GATED:
         return f"rows of {cols} elements are normalised, kernels with a gate take at most {LONGEST_GATED}"
-    return None
+    others = [("gate", operands.gate.dtype)]
+    if norm.quantization is None:
+        others.append(("the result", norm.out_dtype))
+    unlike = (f"{name} {dtype}" for name, dtype in others if dtype != x.dtype)
+    return next((f"x is {x.dtype} and {other}; kernels with a gate want them equal" for other in unlike), None)
 
 
-def gate_of_another_dtype(_: Norm, operands: Any) -> str | None:
-    return _unlike_x(operands.x, "gate", operands.gate.dtype)
+def target(norm: Norm) -> str:
+    return f"jaxnorm_{norm.name}"
 
 
-def _result_of_another_dtype(norm: Norm, operands: gated.Operands) -> str | None:
-    return _unlike_x(operands.x, "the result", norm.out_dtype)
-
-
-def _unlike_x(x: jax.Array, name: str, dtype: Dtype) -> str | None:
-    return None if dtype == x.dtype else f"x is {x.dtype} and {name} {dtype}; kernels with a gate want them equal"
-
-
-def attributes(norm: Norm) -> dict[str, Any]:
-    """What every native call of a norm is told, each way."""
-    if norm.activation is None:
-        return {"axes": np.int64(norm.row_ndim), "scale_offset": np.float32(norm.scale_offset)}
+def attributes(norm: Norm, arrays: Any) -> dict[str, Any]:
+    """What every native call is told, each way, by the operands or what is saved of them."""
     scale_offset = np.float32(norm.scale_offset)
-    return {"scale_offset": scale_offset, "activation": norm.activation, "gate_first": norm.gate_first}
+    if norm.activation is None:
+        return {"axes": np.int64(norm.row_ndim), "scale_offset": scale_offset}
+    grouped = norm.grouped or (arrays.scale is not None and arrays.scale.ndim == 2)
+    own = {"activation": norm.activation, "gate_first": norm.gate_first, "grouped": grouped}
+    return {"scale_offset": scale_offset, **own}
 
 
-def _forward_attributes(norm: Norm, _: Operands) -> dict[str, Any]:
-    epsilon = np.float32(norm.epsilon)
-    return {**attributes(norm), "epsilon": epsilon, "multiply_before_cast": norm.multiply_before_cast}
-
-
-def _gated_attributes(norm: Norm, operands: gated.Operands | gated.Saved) -> dict[str, Any]:
-    return {**attributes(norm), "grouped": operands.scale is not None and operands.scale.ndim == 2}
+def forward_attributes(norm: Norm, operands: Any) -> dict[str, Any]:
+    return attributes(norm, operands) | {"epsilon": np.float32(norm.epsilon)}
 
 
 def plan(norm: Norm, operands: Any) -> dict[str, Any]:
@@ -99,6 +78,12 @@ def plan(norm: Norm, operands: Any) -> dict[str, Any]:
     if norm.activation is None:
         return {"kind": norm.kind, "adds": operands[1] is not None}
     return {"kind": norm.kind, "gated": "first" if norm.gate_first else "last"}
+
+
+def can_shard(norm: Norm, cols: int) -> bool:
+    """A shard holds whole groups that are quantised together, and y's zeros stand after all of a row."""
+    group = None if norm.quantization is None else norm.quantization.group_size
+    return norm.pad_to == 1 and (group is None or cols % group == 0)
 
 
 def _has_kernels(norm: Norm, x: jax.Array) -> bool:
@@ -116,13 +101,13 @@ def _backward_of_shard(
 ) -> Variables[jax.Array]:
     """The formula for dx, which needs an exchange, and the kernel for the others, which need none."""
     of_weights = wanted._replace(x=None)
-    dx = backward(norm, cotangents, saved, Variables(wanted.x), batch_dims).x
+    dx = formula.backward(norm, cotangents, saved, Variables(wanted.x), batch_dims).x
     x = saved.x
     native = _has_kernels(norm, x) and not weights.unsupported(x.shape, norm.row_ndim, batch_dims)
     if native and of_weights != Variables():
         sums = NORM.gradients(norm.whole(), cotangents._replace(sum=None), saved, of_weights, batch_dims)
     else:
-        sums = backward(norm, cotangents, saved, of_weights, batch_dims)
+        sums = formula.backward(norm, cotangents, saved, of_weights, batch_dims)
     return Variables(dx, sums.scale, sums.bias)
 
 
@@ -136,7 +121,7 @@ def _in_parts(norm: Norm) -> Callable[..., tuple[Results, Statistics]] | None:
     def forward(_: Norm, operands: Operands, *, with_stats: bool) -> tuple[Results, Statistics]:
         x, addend, scale, bias = operands
         results, stats = NORM.bind(spec, Operands(x, addend), with_stats=with_stats)
-        return results._replace(y=weighted(norm, results.y, scale, bias)), stats
+        return results._replace(y=formula.weighted(norm, results.y, scale, bias)), stats
 
     return forward
 
@@ -184,14 +169,14 @@ GATED_NORM = Family(
         ),
         native=Native(
             names=("jaxnorm_gated_rms_norm",),
-            name=lambda norm: norm.target,
-            forward=lambda norm, operands: _gated_attributes(norm, operands) | {"epsilon": np.float32(norm.epsilon)},
-            backward=_gated_attributes,
+            name=target,
+            forward=forward_attributes,
+            backward=attributes,
             plan=plan,
             slower=speed.any_kernel,
         ),
-        reasons=(row_too_long, gate_of_another_dtype, _result_of_another_dtype),
-        can_shard=lambda *_: True,
+        reasons=(unfit_gate,),
+        can_shard=can_shard,
         functions=(Function("gated_rms_norm", requested("rms", gates=True), last_axis_only=True),),
     )
 )
@@ -204,21 +189,24 @@ NORM = Family(
         results=Results,
         roles=ROLES,
         types=types,
-        forward=forward,
-        plain=plain,
+        forward=formula.forward,
+        plain=formula.plain,
         derivative=Derivative(
             saved=Saved,
             variables=Variables,
-            linear=linear,
-            backward=backward,
+            linear=formula.linear,
+            backward=formula.backward,
             backward_of_shard=_backward_of_shard,
         ),
         statistics=statistics_types,
         native=Native(
             names=tuple(f"jaxnorm_{kind}_norm" for kind in KINDS),
-            name=lambda norm: norm.target,
-            forward=_forward_attributes,
-            backward=lambda norm, _: attributes(norm),
+            name=target,
+            forward=lambda norm, operands: {
+                **forward_attributes(norm, operands),
+                "multiply_before_cast": norm.multiply_before_cast,
+            },
+            backward=attributes,
             plan=plan,
             slower=speed.norm,
         ),
@@ -226,7 +214,7 @@ NORM = Family(
         weights_batch=True,
         addend=ADDEND,
         in_place={ADDEND: "sum"},
-        can_shard=lambda norm, _: norm.pad_to == 1,
+        can_shard=can_shard,
         forward_of_shard=_forward_of_shard,
         in_parts=_in_parts,
         functions=(
