@@ -24,7 +24,7 @@ PADDED = Role(lambda norm, ndim, _: dims.like_x(ndim) if norm.pad_to == 1 else (
 ROLES = {"x": LIKE_X, ADDEND: LIKE_X, "gate": LIKE_X, "scale": WEIGHT, "bias": WEIGHT, "y": PADDED, "sum": LIKE_X}
 
 
-def types(norm: Norm, operands: Operands) -> Results:
+def _types(norm: Norm, operands: Operands) -> Results:
     x: Any
     addend: Any
     x, addend, *_ = operands
@@ -37,7 +37,7 @@ def statistics_types(norm: Norm, operands: Operands) -> list[Any]:
     return statistics_of(norm, operands.x, STATISTICS[norm.kind])
 
 
-def per_head_weights(norm: Norm, operands: Operands) -> str | None:
+def _per_head_weights(norm: Norm, operands: Operands) -> str | None:
     """Why no kernel takes the weights' batch dims."""
     batch_dims = weights.batch_dims_of(norm.row_ndim, (operands.scale, operands.bias))
     return weights.unsupported(operands.x.shape, norm.row_ndim, batch_dims)
@@ -149,8 +149,8 @@ def requested(kind: Kind, *, adds: bool = False, gates: bool = False) -> Callabl
     return of_request
 
 
-# The name of a gated norm's spec in programs of older builds.
-text.register_types(GatedNorm=Norm)
+# The names of the spec in programs of older builds.
+text.register_types(GatedNorm=Norm, QuantizedNorm=Norm, GatedNormQuantized=Norm)
 
 GATED_NORM = Family(
     Op(
@@ -188,7 +188,7 @@ NORM = Family(
         operands=Operands,
         results=Results,
         roles=ROLES,
-        types=types,
+        types=_types,
         forward=formula.forward,
         plain=formula.plain,
         derivative=Derivative(
@@ -210,7 +210,7 @@ NORM = Family(
             plan=plan,
             slower=speed.norm,
         ),
-        reasons=(per_head_weights,),
+        reasons=(_per_head_weights,),
         weights_batch=True,
         addend=ADDEND,
         in_place={ADDEND: "sum"},

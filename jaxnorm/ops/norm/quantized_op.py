@@ -29,7 +29,7 @@ from jaxnorm.primitive.described import Function, Request
 from jaxnorm.primitive.family import Family
 from jaxnorm.primitive.op import LIKE_X, SCALAR, WEIGHT, Convention, Native, Op, Role, Statistics
 from jaxnorm.quantization import LARGEST, Quantization
-from jaxnorm.sharding import dims, text
+from jaxnorm.sharding import dims
 
 # The scales of groups stand along the last axis, fewer than it is long.
 SCALES = Role(
@@ -149,9 +149,6 @@ def _requested(kind: Kind, *, gates: bool = False) -> Callable[[Request], tuple[
 
     return of_request
 
-
-# The names of specs in programs of older builds.
-text.register_types(QuantizedNorm=Norm, GatedNormQuantized=Norm)
 
 QUANTIZED_NORM = Family(
     Op(
