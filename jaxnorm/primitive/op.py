@@ -257,9 +257,9 @@ def register(op: AnyOp) -> None:
 
 
 def functions() -> dict[str, tuple[AnyOp | None, Function]]:
-    """Every public function with its op, if it has one."""
+    """Every public function with its op, if it has one, in the alphabet's order."""
     of_ops = {function.name: (op, function) for op in REGISTRY.values() for function in op.functions}
-    return of_ops | {function.name: (None, function) for function in WITHOUT_OP}
+    return dict(sorted((of_ops | {function.name: (None, function) for function in WITHOUT_OP}).items()))
 
 
 def public_name(op: AnyOp, spec: RowSpec, arrays: Record) -> str:

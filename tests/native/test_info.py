@@ -213,7 +213,7 @@ def test_the_implementation_of_the_context(info):
         (("--out-dtype", "fp16"), "'fp16' is no dtype; did you mean float16?"),
         (("--op", "RMSNorm"), "'RMSNorm' is no function; did you mean rms_norm?"),
         (("--op", "linear_cross_entropie"), "did you mean linear_cross_entropy?"),
-        (("--op", "attention"), "expected one of softmax, "),
+        (("--op", "attention"), "expected one of add_layer_norm, "),
         (("--columns", "8"), "rms_norm multiplies by no matrix"),
         (("--op", "quantize", "--dtype", "int8"), "--dtype is int8, expected one of bfloat16"),
         (("--html", "/nowhere/plan.html"), "--html: [Errno 2] No such file or directory: '/nowhere/plan.html'"),
