@@ -1,9 +1,9 @@
-"""Cuts from a page of Markdown the sections, paragraphs, rows, items and lines of examples with words that are gone."""
+"""Cuts from a page of Markdown the sections, paragraphs, examples, rows and items that name what is gone."""
 
 import posixpath
 import re
 
-from pruning import Gone, Module, pattern, prune, says_nothing
+from pruning import Gone
 
 FENCE = re.compile(r"^( *```\w*\n.*?^ *```)$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s:]+)\)")
@@ -11,15 +11,16 @@ ITEM = re.compile(r"^(?=[-*] |\d+\. |\|)", re.MULTILINE)
 
 
 def names(text: str, gone: Gone) -> bool:
-    """A word that may be English counts within a code span."""
-    words = " ".join([*re.findall("`([^`]+)`", text), *re.findall("^::: (.*)", text)])
-    in_code = {word.rpartition(".")[2] for word in re.findall(r"[\w.]+", words)}
-    return bool(in_code & gone.words or pattern(frozenset(gone.words)).search(text))
+    """A word that may be English counts where it is code."""
+    code = " ".join([*re.findall("`([^`]+)`", text), *re.findall("^::: (.*)", text)])
+    words = {word.strip(".") for word in re.findall(r"[\w.]+", code)}
+    is_gone = any(word.rpartition(".")[2] in gone.words or gone.has(f"jaxnorm.{word}") for word in words)
+    return is_gone or any(map(gone.has, words)) or bool(gone.pattern().search(text))
 
 
 def level(block: str) -> int:
     """Of a heading; 0: it is none."""
-    return len(block) - len(block.lstrip("#")) if block.startswith("#") else 0
+    return len(block) - len(block.lstrip("#"))
 
 
 def anchors(text: str) -> set[str]:
@@ -27,56 +28,37 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
 
 
-def prune_page(text: str, gone: Gone, op: str) -> tuple[str, list[str]]:
-    """The new page, empty where nothing is left, and what was cut."""
-    parts = FENCE.split(text.strip())
-    blocks = [
-        block for i, part in enumerate(parts) for block in ([part] if i % 2 else re.split(r"\n\n+", part.strip("\n")))
-    ]
+def prune_page(text: str, gone: Gone, op: str) -> str:
+    """The page, empty where nothing is left."""
+    parts = [[part] if i % 2 else re.split(r"\n\n+", part.strip("\n")) for i, part in enumerate(FENCE.split(text))]
+    blocks = [block for part in parts for block in part if block]
     kept: list[str] = []
-    cuts: list[str] = []
     inside = 0  # a section that goes: the level of its heading
-    for block in filter(None, blocks):
-        if level(block) and level(block) <= inside:
+    for block in blocks:
+        if 0 < level(block) <= inside:
             inside = 0
         if level(block) and not inside and (names(block, gone) or block.lstrip("# ").lower() == op.replace("_", " ")):
             inside = level(block)
         left = "" if inside else pruned(block, gone)
-        if left != block:
-            cuts.append(block)
-            if kept and not left and kept[-1].endswith(":"):
-                cuts.append(kept.pop())
+        if not left and kept and kept[-1].endswith(":"):
+            kept.pop()
         kept += [left] if left else []
-    while empty := [a for a, b in zip(kept, [*kept[1:], "# "], strict=True) if level(a) and 0 < level(b) <= level(a)]:
+    if kept == blocks:
+        return text
+    while empty := [a for a, b in zip(kept, [*kept[1:], "# "], strict=True) if 0 < level(b) <= level(a)]:
         kept = [block for block in kept if block not in empty]
-    return ("\n\n".join(kept) + "\n" if cuts else text), cuts
+    return "\n\n".join(kept) + "\n"
 
 
 def pruned(block: str, gone: Gone) -> str:
-    if block.startswith("```python"):
-        return pruned_example(block, gone)
     if not names(block, gone):
         return block
-    items = ITEM.split(block)
-    if block.startswith("```") or len(items) == 1:
-        return ""
     words = "|".join(map(re.escape, gone.words))
+    items = ITEM.split(block) if not block.startswith("```") else []
     items = [re.sub(rf"`({words})`, |, `({words})`", "", item) if item.startswith("|") else item for item in items]
     left = [item for item in items if not names(item, gone)]
-    rows = [item for item in left if item.startswith("|")]
-    return "".join(left).rstrip() if len(rows) != 2 and any(left) else ""
-
-
-def pruned_example(block: str, gone: Gone) -> str:
-    head, code = block.split("\n", 1)
-    try:
-        module = Module("example", code.removesuffix("```"))
-    except SyntaxError:
-        return "" if names(block, gone) else block
-    left, cuts = prune(module, Gone(gone.names | {f"example.{word}" for word in gone.words}, gone.words), module.loaded)
-    if not cuts:
-        return block
-    return "" if all(map(says_nothing, left.tree.body)) else f"{head}\n{left.source}```"
+    is_head = sum(item.startswith("|") for item in left) == 2
+    return "" if len(items) < 2 or is_head else "".join(left).rstrip()
 
 
 def without_links(page: str, text: str, lost: set[str]) -> str:

@@ -8,152 +8,119 @@ and each text that is cut, and at last where the product still names the op.
 """
 
 import argparse
+import difflib
 import os
 import re
 import shutil
 from pathlib import Path
 
-from pruning import Gone, Module, prune, says_nothing
+from pruning import Gone, Module
 from pruning_pages import anchors, prune_page, without_links
 
 FOLDERS = ("jaxnorm", "src", "cmake", "tests", "bench", "docs", "examples")
+SUFFIXES = (".py", ".md", ".yml", ".cmake", ".txt", ".cc", ".cu", ".h", ".cuh")
 PRODUCT = ("jaxnorm/", "src/", "cmake/", "CMakeLists.txt")
-ROOTS = ("tests/lib/", "tests/", "examples/ports/", "examples/")  # where modules are imported from
-
-
-def files(*suffixes: str) -> list[str]:
-    found = [*Path().glob("*.*"), *(path for folder in FOLDERS for path in Path(folder).rglob("*"))]
-    return sorted(str(path) for path in found if path.suffix in suffixes and path.is_file())
+ROOTS = re.compile("^(tests/lib|tests|examples/ports|examples)/")  # where modules are imported from
 
 
 def module_of(path: str) -> str:
-    root = next((root for root in ROOTS if path.startswith(root)), "")
-    return path.removeprefix(root).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    return ROOTS.sub("", path).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-class Tree:
-    """The sources of the tree; what is cut is written and told at the end, but for files that go whole."""
+class Removal:
+    """`texts` are the sources of the tree, of which nothing is written before `save`."""
 
-    def __init__(self) -> None:
-        paths = files(".py", ".md", ".yml", ".cmake", ".txt", ".cc", ".cu", ".h", ".cuh")
-        self.texts = {path: Path(path).read_text() for path in paths}
-        self.modules = {
-            path: Module(module_of(path), text) for path, text in self.texts.items() if path.endswith(".py")
-        }
-        self.loaded = {path: module.loaded for path, module in self.modules.items()}  # before anything is cut
+    def __init__(self, op: str):
+        self.op = op
+        paths = [*Path().glob("*.*"), *(path for folder in FOLDERS for path in Path(folder).rglob("*"))]
+        self.texts = {str(path): path.read_text() for path in sorted(paths) if path.suffix in SUFFIXES}
         self.before = dict(self.texts)
-        self.cuts: dict[str, list[str]] = {}
-
-    def write(self, path: str, text: str, cuts: list[str]) -> None:
-        self.texts[path] = text
-        self.cuts.setdefault(path, []).extend(cuts)
-        if path in self.modules:
-            self.modules[path] = Module(module_of(path), text)
-
-    def forget(self, path: str) -> None:
-        del self.texts[path]
-        self.modules.pop(path, None)
-
-    def remove(self, path: str) -> None:
-        self.forget(path)
-        self.cuts[path] = []
+        self.modules = {path: Module(module_of(path), text) for path, text in self.texts.items() if path[-3:] == ".py"}
+        public = [name for name, whole in self.modules["jaxnorm/__init__.py"].imports.items() if f".{op}." in whole]
+        self.others = [Path(f"tests/artefacts/{name}.zip") for name in public]
+        source = "".join(text for path, text in self.texts.items() if path.startswith(f"jaxnorm/ops/{op}/"))
+        self.gone = Gone({f"jaxnorm.ops.{op}"}, {op, *public, *re.findall(r'"(jaxnorm_\w+)"', source)})
+        self.used = self.uses()
 
     def uses(self) -> set[str]:
         return {name for module in self.modules.values() for name in module.uses}
 
-    def save(self) -> None:
-        for path, text in self.texts.items():
-            if text != self.before[path]:
-                Path(path).write_text(text)
-        for path, cuts in sorted(self.cuts.items()):
-            if Path(path).is_dir():
-                print(f"{path}: goes")
-                shutil.rmtree(path)
-            elif path not in self.texts:
-                print(f"{path}: goes")
-                Path(path).unlink()
-            for cut in cuts:
-                first, *more = cut.strip(" \n,").splitlines() or [""]
-                print(f"{path}: cuts {first}" + (f" ... {len(more)} more lines" if more else ""))
-
-
-class Removal:
-    def __init__(self, op: str):
-        self.op, self.tree = op, Tree()
-        imports = self.tree.modules["jaxnorm/__init__.py"].imports
-        public = [name for name, whole in imports.items() if f".{op}." in whole]
-        archives = (f"tests/artefacts/{name}.zip" for name in public)
-        self.tree.cuts |= {archive: [] for archive in archives if Path(archive).is_file()}
-        source = "".join(text for path, text in self.tree.texts.items() if path.startswith(f"jaxnorm/ops/{op}/"))
-        self.gone = Gone({f"jaxnorm.ops.{op}"}, {op, *public, *re.findall(r'"(jaxnorm_\w+)"', source)})
-        self.used = self.tree.uses()
+    def remove(self, path: str, *words: str) -> None:
+        del self.texts[path]
+        self.modules.pop(path, None)
+        self.gone.words |= {*words, path} if words else set()
 
     def remove_product(self) -> None:
-        for folder in filter(os.path.isdir, (f"src/ops/{self.op}", f"jaxnorm/ops/{self.op}")):
-            for path in [path for path in self.tree.texts if path.startswith(f"{folder}/")]:
-                self.tree.forget(path)
-            self.tree.cuts[folder] = []
-        for path in [path for path in self.tree.texts if path.endswith((".cmake", ".txt"))]:
-            text = self.tree.texts[path]
-            lines = re.findall(rf"^ *jaxnorm_op\({self.op}\b.*\)\n", text, re.MULTILINE)
-            self.tree.write(path, text.replace("".join(lines), ""), lines)
-
-    def prune_modules(self) -> bool:
-        """One pass; whether it cut anything. In tests and the like a name goes, too, that has lost all its users."""
-        before = len(self.gone.names), len(self.tree.texts)
-        for path, module in list(self.tree.modules.items()):
-            is_named = any(word in module.source for word in self.gone.words)
-            if not is_named and not (module.uses | module.defines) & self.gone.names:
-                continue
-            left, cuts = prune(module, self.gone, self.tree.loaded[path])
-            if not cuts:
-                continue
-            self.tree.write(path, left.source, cuts)
-            if all(map(says_nothing, left.tree.body)):
-                self.tree.remove(path)
-                self.gone.names.add(module.name)
-                self.gone.words |= {path, module.name}
-        used = self.tree.uses()
-        others = [module for path, module in self.tree.modules.items() if not path.startswith(PRODUCT)]
-        own = {name for module in others if f"{module.name}.*" not in used for name in module.defines}
-        self.gone.names |= own & self.used - used
-        return before != (len(self.gone.names), len(self.tree.texts))
+        for folder in (f"src/ops/{self.op}/", f"jaxnorm/ops/{self.op}/"):
+            self.others.append(Path(folder))
+            for path in [path for path in self.texts if path.startswith(folder)]:
+                self.remove(path)
+        for path in self.texts:
+            if path.endswith((".cmake", ".txt")):
+                self.texts[path] = re.sub(rf"(?m)^ *jaxnorm_op\({self.op}\b.*\)\n", "", self.texts[path])
 
     def remove_programs(self) -> None:
         """C++ programs of tests with structs of this op and of no other, except those of norms."""
-        structs: dict[str, set[str]] = {}
-        for header in Path("src/ops").glob("*/call.h"):
-            structs[header.parent.name] = set(re.findall(r"^struct (\w+)", header.read_text(), re.MULTILINE))
-        others = [op for op in structs if Path("jaxnorm/ops", op).is_dir() and op not in ("norm", self.op)]
-        of_others = {name for op in others for name in structs[op]}
-        for path, text in list(self.tree.texts.items()):
-            words = (
-                set(re.findall(r"\w+", text)) if path.startswith("tests/") and path.endswith((".cc", ".cu")) else set()
-            )
-            if words & structs.get(self.op, set()) and not words & of_others:
-                self.tree.remove(path)
-                self.gone.words |= {path, Path(path).stem}
+        structs = {
+            path.parent.name: set(re.findall(r"(?m)^struct (\w+)", path.read_text()))
+            for path in Path("src/ops").glob("*/call.h")
+        }
+        own = structs.pop(self.op, set())
+        of_others = {
+            name for op in structs if op != "norm" and Path("jaxnorm/ops", op).is_dir() for name in structs[op]
+        }
+        for path, text in list(self.texts.items()):
+            words = set(re.findall(r"\w+", text))
+            if path.startswith("tests/") and path.endswith((".cc", ".cu")) and words & own and not words & of_others:
+                self.remove(path, Path(path).stem)
+
+    def prune_modules(self) -> bool:
+        """One pass; whether more is gone. In tests and the like a name goes, too, that has lost all its users."""
+        before = len(self.gone.names), len(self.gone.words)
+        for path, module in list(self.modules.items()):
+            module.prune(self.gone)
+            self.texts[path] = module.left
+            if module.left != module.source and module.says_nothing():
+                self.remove(path, module.name)
+                self.gone.names.add(module.name)
+        used = self.uses()
+        own = [module for path, module in self.modules.items() if not path.startswith(PRODUCT)]
+        names = {f"{m.name}.{name}" for m in own if f"{m.name}.*" not in used for name in m.defines}
+        self.gone.names |= names & self.used - used
+        return before != (len(self.gone.names), len(self.gone.words))
 
     def prune_pages(self) -> None:
-        pages = {path: text for path, text in self.tree.texts.items() if path.endswith(".md")}
+        pages = {path: text for path, text in self.texts.items() if path.endswith(".md")}
         lost: set[str] = set()
         for path, text in pages.items():
-            left, cuts = prune_page(text, self.gone, self.op)
-            if cuts:
-                self.tree.write(path, left, cuts)
-                lost |= {f"{path}#{anchor}" for anchor in anchors(text) - anchors(left)}
+            left = self.texts[path] = prune_page(text, self.gone, self.op)
+            lost |= {f"{path}#{anchor}" for anchor in anchors(text) - anchors(left)}
             if not left.strip():
-                self.tree.remove(path)
+                self.remove(path)
                 lost.add(path)
-        for path in pages.keys() & self.tree.texts.keys():
-            self.tree.texts[path] = without_links(path, self.tree.texts[path], lost)
-        contents = self.tree.texts["mkdocs.yml"].splitlines(keepends=True)
-        cuts = [line for line in contents if f"docs/{line.strip(' -').strip()}" in lost]
-        self.tree.write("mkdocs.yml", "".join(line for line in contents if line not in cuts), cuts)
+        for path in pages.keys() & self.texts.keys():
+            self.texts[path] = without_links(path, self.texts[path], lost)
+        contents = self.texts["mkdocs.yml"].splitlines(keepends=True)
+        self.texts["mkdocs.yml"] = "".join(line for line in contents if f"docs/{line.strip(' -').rstrip()}" not in lost)
+
+    def save(self) -> None:
+        for path in self.others:
+            if path.exists():
+                print(f"{path}: goes")
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for path, before in self.before.items():
+            after = self.texts.get(path)
+            if after is None and os.path.exists(path):
+                print(f"{path}: goes")
+                Path(path).unlink()
+            elif after is not None and after != before:
+                changes = list(difflib.unified_diff(before.splitlines(), after.splitlines(), n=0, lineterm=""))
+                print(f"{path}: is cut", *changes[2:], sep="\n")
+                Path(path).write_text(after)
 
     def print_rest(self) -> None:
         words = re.compile(rf"\b({'|'.join(self.gone.words)})(_fwd|_bwd)?\b")
-        for path, text in self.tree.texts.items():
+        for path, text in self.texts.items():
             for number, line in enumerate(text.splitlines() if path.startswith(PRODUCT) else (), 1):
                 if words.search(line):
                     print(f"still named in {path}:{number}: {line.strip()}")
@@ -161,15 +128,14 @@ class Removal:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ops = sorted(path.parent.name for path in Path("jaxnorm/ops").glob("*/op.py"))
-    parser.add_argument("op", choices=ops)
+    parser.add_argument("op", choices=sorted(path.parent.name for path in Path("jaxnorm/ops").glob("*/op.py")))
     removal = Removal(parser.parse_args().op)
     removal.remove_programs()
     removal.remove_product()
     while removal.prune_modules():
         pass
     removal.prune_pages()
-    removal.tree.save()
+    removal.save()
     removal.print_rest()
 
 
