@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from internals import choose_fastest, ffi, launch, plan_page, tiling
-from test_emulated_kernels import CUDA, EMULATOR
+from test_emulated_kernels import EMULATOR, SOURCES
 
 from jaxnorm import info
 from tools import plan_pages
@@ -66,7 +66,7 @@ def logs(tmp_path_factory):
         "c++",
         "-std=c++17",
         f"-I{EMULATOR}",
-        f"-I{CUDA.parent}",
+        f"-I{SOURCES}",
         "-include",
         EMULATOR / "emulator.h",
     )
@@ -82,7 +82,7 @@ def logs(tmp_path_factory):
     others = [
         EMULATOR / "emulator.cc",
         EMULATOR / "accesses.cc",
-        *(CUDA / "engine" / name for name in ("plan.cc", "grad_schedule.cc")),
+        *(SOURCES / "cuda" / "engine" / name for name in ("plan.cc", "grad_schedule.cc")),
     ]
     with ThreadPoolExecutor(2) as pool:
         backward, forward, *objects = pool.map(compile_object, (*programs, *others))

@@ -15,10 +15,9 @@ import jax.numpy as jnp
 
 from jaxnorm.native import ffi
 from jaxnorm.ops import checks
-from jaxnorm.ops.norm.added import add_layer_norm, add_rms_norm
-from jaxnorm.ops.norm.api import layer_norm, rms_norm
+from jaxnorm.ops.norm.api import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from jaxnorm.ops.norm.quantized_api import layer_norm_quantized, rms_norm_quantized
 from jaxnorm.ops.qk_norm_rotary.api import qk_norm_rotary
-from jaxnorm.ops.quantized_norm.api import layer_norm_quantized, rms_norm_quantized
 from jaxnorm.primitive.addend import add
 
 try:

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jaxnorm.flax import calls, linen_calls
 from jaxnorm.flax.calls import linen
 from jaxnorm.ops.activation import Synonym
-from jaxnorm.ops.gated_norm.api import gated_rms_norm
-from jaxnorm.ops.gated_norm.formula import Activation
+from jaxnorm.ops.norm.gated_api import gated_rms_norm
+from jaxnorm.ops.norm.gated_formula import Activation
 from jaxnorm.ops.options import Implementation
 from jaxnorm.ops.qk_norm_rotary.api import Normalize
 from jaxnorm.quantization import Quantization, Quantized

@@ -1,13 +1,12 @@
 """Where XLA's code for the formula is faster than the CUDA kernels, which `implementation=None` leaves out there.
 
-The gradient of logits is XLA's where it is of float32, see docs/benchmarks/softmax.md. Rows that 16-byte vectors do not
+Rows that 16-byte vectors do not
 divide begin anywhere in a word of memory. Kernels that go by vectors have to put those together from words, and the
 others go by elements. Measured on an H200 with `python -m bench gpu --suites odd`, see docs/benchmarks/gpu-variants.md.
 A kernel of its own has neighbours that XLA would have fused with the formula. Where there is little to read, as where
 tokens are decoded, that is most of the time; measured with `python -m bench model`, see docs/benchmarks/models.md.
 """
 
-import math
 from typing import Any
 
 from jaxnorm.ops.norm.formula import Norm
@@ -20,13 +19,6 @@ LONGEST = 2**18
 LONGEST_WITH_Y = 2**14
 # What tokens that are decoded have at most: elements in all, in rows of so many columns.
 FEW, NARROW = 2**18, 2**13
-# The most channels of a group without positions that a CPU's kernels are slower for; measured on 2 cores with AVX2,
-# (512, 640) in 32 groups: 0.4 to 0.9 of XLA's speed.
-SHORT = 64
-# Examples of fewer positions XLA's code is faster for on a GPU; measured on an H200 with `python -m bench groups`.
-FEW_POSITIONS = {"forward": 64, "backward": 16}
-# And for a result of as little float32, for which three launches take too long: (2, 16, 16, 1280) 11.6 to 10.5 µs.
-FEW_WIDE = 2**20
 
 
 def vectors_divide(rows: CallRows) -> bool:
@@ -45,9 +37,13 @@ def is_decoded(rows: CallRows) -> bool:
     return little and rows.platform == "cuda" and rows.way == "forward" and not rows.differentiated
 
 
+def why(rows: CallRows, which: str) -> str:
+    return f"XLA's code is faster for {which} where 16-byte vectors do not divide a row, as one of {rows.cols} columns"
+
+
 def any_kernel(_: RowSpec, rows: CallRows) -> str | None:
     """For ops whose kernels lose for all rows that vectors do not divide."""
-    return None if vectors_divide(rows) else _why(rows, "rows")
+    return None if vectors_divide(rows) else why(rows, "rows")
 
 
 def quantized_norm(spec: Any, rows: CallRows) -> str | None:
@@ -71,44 +67,10 @@ def norm(norm: Norm, rows: CallRows) -> str | None:
         wins = 2**15 < rows.cols <= 2**16 or (norm.kind == "layer" and rows.dtype.itemsize == 2 and rows.cols < 2**12)
         loses = rows.cols <= last and not wins if rows.adds else rows.cols > LONGEST
         which = "the gradient of a sum" if rows.adds else f"rows of more than {LONGEST} columns"
-        return _why(rows, which) if loses else None
+        return why(rows, which) if loses else None
     if rows.cols > LONGEST and not rows.adds:
-        return _why(rows, f"rows of more than {LONGEST} columns")
+        return why(rows, f"rows of more than {LONGEST} columns")
     first = 1 if rows.adds else 1025
     if rows.dtype.itemsize == 2 and first <= rows.cols < 4096:
-        return _why(rows, f"half types in rows of {first} to 4095 columns")
+        return why(rows, f"half types in rows of {first} to 4095 columns")
     return None
-
-
-def group_norm(norm: Norm, rows: CallRows) -> str | None:
-    """Kernels go down the positions of an example: of few, or none, they have little to do at once."""
-    positions = math.prod(rows.shape[axis] for axis in norm.axes[:-1])
-    if rows.platform == "cpu":
-        loses = norm.row_ndim == 1 and rows.cols <= SHORT
-        return f"XLA's code is faster for groups of at most {SHORT} channels without positions" if loses else None
-    if rows.shape[-2] * rows.shape[-1] % 4:
-        return f"XLA's code is faster for channels that 4 does not divide, as {rows.shape[-2] * rows.shape[-1]}"
-    if rows.way == "forward" and rows.dtype.itemsize == 4 and rows.rows and rows.rows * rows.cols <= FEW_WIDE:
-        return f"XLA's code is faster for the result of at most {FEW_WIDE} elements of float32"
-    few = FEW_POSITIONS[rows.way]
-    return f"XLA's code is faster for examples of less than {few} positions" if positions < few else None
-
-
-def softmax(_: RowSpec, rows: CallRows) -> str | None:
-    """Of the result; the gradient's loops go by words of memory."""
-    first = 1025 if rows.dtype.itemsize == 2 else 513
-    loses = rows.way == "forward" and first <= rows.cols <= 2**14
-    return _why(rows, f"rows of {first} to {2**14} columns") if loses and not vectors_divide(rows) else None
-
-
-def cross_entropy(_: RowSpec, rows: CallRows) -> str | None:
-    """Of the gradient alone: it has no sum over a row, and XLA's one loop over its elements goes at the copy rate."""
-    if rows.way == "forward":
-        return None
-    if is_one_loop(rows):
-        return "XLA's code is faster for the gradient of float32 logits"
-    return None if vectors_divide(rows) else _why(rows, "gradients of logits")
-
-
-def _why(rows: CallRows, which: str) -> str:
-    return f"XLA's code is faster for {which} where 16-byte vectors do not divide a row, as one of {rows.cols} columns"

@@ -16,7 +16,7 @@ from jaxnorm.sharding import dims
 from jaxnorm.sharding.dims import DimMap
 
 RUNS = 2  # that a kernel takes
-MOST_RUNS = 8  # of a weight, along which it differs or does not, see src/ops/group_norm/call.h
+MOST_RUNS = 8  # of a weight, along which it differs or does not: `ExampleMap::kMost` in C++
 
 
 def dim_map(shape: Any) -> DimMap:

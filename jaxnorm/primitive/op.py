@@ -82,22 +82,17 @@ def _weight_map(spec: RowSpec, ndim: int, shape: Sequence[Any]) -> DimMap:
     return dims.weight(ndim, spec.row_ndim, shape[: len(shape) - spec.row_ndim])
 
 
-def _row_shape(spec: RowSpec, shape: Sequence[Any], _: BatchDims) -> tuple[Any, ...]:
-    return tuple(shape[-spec.row_ndim :])
-
-
 def _weight_shape(spec: RowSpec, shape: Sequence[Any], batch_dims: BatchDims) -> tuple[Any, ...]:
     return (*batch_dims, *shape[-spec.row_ndim :])
 
 
 # Of x's shape; one element for each row, with axes of length 1 for the row's or without these; of a row's shape, with
-# batch dims or without, where a row's axes are the last; one element for all; of x's rank, and one row for several of
+# batch dims where a row's axes are the last; one element for all; of x's rank, and one row for several of
 # x's, and the same of a weight.
 LIKE_X = Role(lambda spec, ndim, _: dims.like_x(ndim))
 STATISTIC = Role(lambda spec, ndim, _: dims.per_row(ndim, spec.axes))
 PER_ROW = Role(lambda spec, ndim, _: tuple(axis for axis in range(ndim) if axis - ndim not in spec.axes))
 WEIGHT = Role(_weight_map, "weight", _weight_shape)
-FEATURES = Role(lambda spec, ndim, _: dims.weight(ndim, spec.row_ndim, ()), "formula", _row_shape)
 SCALAR = Role(lambda *_: (), "formula")
 BROADCAST = Role(lambda spec, ndim, shape: broadcast.dim_map(shape), broadcasts=True, fitted=True)
 BROADCAST_WEIGHT = dataclasses.replace(BROADCAST, fitted=False)

@@ -17,8 +17,9 @@ VERSION = 1
 _types: dict[str, type[Any]] = {}
 
 
-def register_types(*types: type[Any]) -> None:
-    _types.update({cls.__name__: cls for cls in types})
+def register_types(*types: type[Any], **former: type[Any]) -> None:
+    """Types by their names, and by the names that they had in programs of older builds."""
+    _types.update({cls.__name__: cls for cls in types} | former)
 
 
 def encode(*call: Any) -> str:

@@ -46,8 +46,7 @@ void define(nanobind::module_& module) {
   module.def("handlers", &capsules<Platform, table>, "The XLA FFI handlers, by target name.");
   module.def(
       "limits", &limits<Platform, table>,
-      "The longest rows with weights for each head, of the gated norm and of the rotary embedding, how many columns "
-      "may share a scale, and the smallest scale.");
+      "How many columns a row has at most, by what reads it, how many may share a scale, and the smallest scale.");
 }
 
 }  // namespace jaxnorm

@@ -6,7 +6,7 @@ from jaxnorm.native import compat, cublaslt, ffi, fit, private
 from jaxnorm.ops.cross_entropy.formula import CrossEntropy
 from jaxnorm.ops.cross_entropy.formula import Operands as CrossEntropyOperands
 from jaxnorm.ops.cross_entropy.op import CROSS_ENTROPY
-from jaxnorm.ops.gated_norm.op import LONGEST as LONGEST_GATED
+from jaxnorm.ops.norm.op import LONGEST_GATED
 from jaxnorm.ops.quantize.checks import SMALLEST_SCALE
 from jaxnorm.primitive import fallback, reasons, weights
 from jaxnorm.primitive.op import functions

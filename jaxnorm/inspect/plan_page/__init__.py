@@ -12,7 +12,7 @@ from typing import Any
 from jaxnorm.inspect.plan_page import launch, ruler
 from jaxnorm.inspect.plan_page.tiling import Case, Pass, passes
 from jaxnorm.native import ffi
-from jaxnorm.ops.gated_norm.op import LONGEST
+from jaxnorm.ops.norm.op import LONGEST_GATED
 from jaxnorm.primitive import op, weights
 from jaxnorm.primitive.described import Request
 
@@ -95,7 +95,7 @@ def _way(way: Any, plan: Report, call: Report, request: Request) -> Report:
     def plan_of(length: int) -> Report:
         return dict(module.plan(way, kind, dtype.name, length, max_cluster=most, **more))
 
-    longest = LONGEST if more.get("gated") else None
+    longest = LONGEST_GATED if more.get("gated") else None
     marks = [_mark(mark, case.vector) for mark in ruler.marks(plan_of, cols, case.vector, longest)]
     shown: Report = {
         "way": way,

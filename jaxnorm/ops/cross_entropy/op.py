@@ -27,6 +27,7 @@ from jaxnorm.primitive.op import (
     LIKE_X,
     STATISTIC,
     BatchDims,
+    CallRows,
     Derivative,
     Native,
     Op,
@@ -42,6 +43,15 @@ NAME = "jaxnorm_cross_entropy"
 def _types(spec: CrossEntropy, operands: Operands) -> Results:
     log_sum, label_logit, total, top = statistics_of(spec, operands.x, 4)
     return Results(log_sum, label_logit, total if spec.with_total else None, top if spec.with_top else None)
+
+
+def _slower(_: CrossEntropy, rows: CallRows) -> str | None:
+    """Of the gradient alone: it has no sum over a row, and XLA's one loop over its elements goes at the copy rate."""
+    if rows.way == "forward":
+        return None
+    if speed.is_one_loop(rows):
+        return "XLA's code is faster for the gradient of float32 logits"  # see docs/benchmarks/softmax.md
+    return None if speed.vectors_divide(rows) else speed.why(rows, "gradients of logits")
 
 
 def _of_shard(spec: CrossEntropy, x: jax.Array, labels: jax.Array) -> tuple[CrossEntropy, jax.Array]:
@@ -136,7 +146,7 @@ NATIVE: Native[CrossEntropy, Operands] = Native(
         "with_top": spec.with_top,
     },
     backward=_attributes,
-    slower=speed.cross_entropy,
+    slower=_slower,
 )
 
 

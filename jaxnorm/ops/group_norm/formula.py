@@ -31,11 +31,6 @@ class GroupNorm(Norm):
     kind: Kind = "layer"
     activation: Activation | None = None
 
-    @property
-    def wide(self) -> Norm:
-        """The norm before the activation, whose result is not rounded yet."""
-        return dataclasses.replace(self, out_dtype=self.compute_dtype)
-
 
 class Operands(NamedTuple):
     x: jax.Array

@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxnorm.ops import speed
 from jaxnorm.ops.group_norm.formula import (
     GroupNorm,
     Operands,
@@ -19,8 +18,16 @@ from jaxnorm.ops.group_norm.formula import (
 )
 from jaxnorm.primitive.described import Function, Request
 from jaxnorm.primitive.family import Family
-from jaxnorm.primitive.op import BROADCAST_WEIGHT, LIKE_X, Derivative, Native, Op, statistics_of
+from jaxnorm.primitive.op import BROADCAST_WEIGHT, LIKE_X, CallRows, Derivative, Native, Op, statistics_of
 from jaxnorm.sharding import dims
+
+# The most channels of a group without positions that a CPU's kernels are slower for; measured on 2 cores with AVX2,
+# (512, 640) in 32 groups: 0.4 to 0.9 of XLA's speed.
+SHORT = 64
+# Examples of fewer positions XLA's code is faster for on a GPU; measured on an H200 with `python -m bench groups`.
+FEW_POSITIONS = {"forward": 64, "backward": 16}
+# And for a result of as little float32, for which three launches take too long: (2, 16, 16, 1280) 11.6 to 10.5 µs.
+FEW_WIDE = 2**20
 
 ROLES = {"x": LIKE_X, "scale": BROADCAST_WEIGHT, "bias": BROADCAST_WEIGHT, "y": LIKE_X}
 
@@ -35,6 +42,20 @@ def _channels_not_last(norm: GroupNorm, _: Any) -> str | None:
 
 def _no_channels(norm: GroupNorm, operands: Any) -> str | None:
     return "x has no channels" if operands[0].shape[-2] == 0 else None
+
+
+def _slower(norm: GroupNorm, rows: CallRows) -> str | None:
+    """Kernels go down the positions of an example: of few, or none, they have little to do at once."""
+    positions = math.prod(rows.shape[axis] for axis in norm.axes[:-1])
+    if rows.platform == "cpu":
+        loses = norm.row_ndim == 1 and rows.cols <= SHORT
+        return f"XLA's code is faster for groups of at most {SHORT} channels without positions" if loses else None
+    if rows.shape[-2] * rows.shape[-1] % 4:
+        return f"XLA's code is faster for channels that 4 does not divide, as {rows.shape[-2] * rows.shape[-1]}"
+    if rows.way == "forward" and rows.dtype.itemsize == 4 and rows.rows and rows.rows * rows.cols <= FEW_WIDE:
+        return f"XLA's code is faster for the result of at most {FEW_WIDE} elements of float32"
+    few = FEW_POSITIONS[rows.way]
+    return f"XLA's code is faster for examples of less than {few} positions" if positions < few else None
 
 
 def _attributes(norm: GroupNorm, _: Any) -> dict[str, Any]:
@@ -84,7 +105,7 @@ GROUP_NORM = Family(
             forward=lambda norm, operands: _attributes(norm, operands) | {"epsilon": np.float32(norm.epsilon)},
             backward=_attributes,
             forward_workspace=lambda operands: _sizes(operands.x),
-            slower=speed.group_norm,
+            slower=_slower,
             workspace=lambda saved, wanted: _sizes(saved.x) | {"weights": sum(v is not None for v in wanted[1:])},
         ),
         reasons=(_channels_not_last, _no_channels),

@@ -1,12 +1,15 @@
 """The norms as plain jnp: the specification, the oracle of the tests and the fallback, in one.
 
+`Norm` says what is static about every norm. `gated_formula.py` has the formulas around a gate, `quantized_formula.py`
+the rounding of a quantised result.
+
 A native kernel computes what stands here. Everything is computed in float32 (float64 where an operand has it) and
 rounded once, at the end.
 """
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +17,8 @@ import numpy as np
 from jax import lax
 
 from jaxnorm.primitive.addend import add, rounded
-from jaxnorm.primitive.op import LIKE_X, WEIGHT, BatchDims, Role, RowSpec, Statistics
+from jaxnorm.primitive.op import BatchDims, RowSpec, Statistics
+from jaxnorm.quantization import Quantization
 from jaxnorm.sharding import dims
 
 Kind = Literal["rms", "layer"]
@@ -28,12 +32,33 @@ T = TypeVar("T")
 class Norm(RowSpec):
     """What is static about one norm."""
 
-    kind: Kind
+    kind: Kind = "rms"
     epsilon: float
     scale_offset: float
     multiply_before_cast: bool = True
     x_hat_dtype: Dtype | None = None  # what x_hat is rounded to before it is multiplied, if not to the result's dtype
     pad_to: int = 1  # y's last axis, the only normalised one then, has zeros after it up to a multiple
+    activation: str | None = None  # of the gate, where there is one
+    gate_first: bool = False  # x * activation(gate) is normalised; otherwise the normalised x is multiplied by it
+    quantization: Quantization | None = None  # of the result, and what follows belongs to it
+    straight_through: bool = False
+    with_unquantized: bool = False
+    grouped: bool = False  # the last axis is a group of a longer one, which is the last two
+
+    @property
+    def name(self) -> str:
+        """The public function, as if nothing were added first."""
+        return f"{'gated_' if self.activation else ''}{self.kind}_norm{'_quantized' if self.quantization else ''}"
+
+    @property
+    def wide(self) -> Self:
+        """The norm whose result is not rounded yet."""
+        return dataclasses.replace(self, out_dtype=self.compute_dtype)
+
+    def unquantized(self, out_dtype: Dtype) -> "Norm":
+        """The norm whose result is quantised."""
+        plain: Any = {"quantization": None, "straight_through": False, "with_unquantized": False, "grouped": False}
+        return dataclasses.replace(self, out_dtype=out_dtype, **plain)
 
     def padded(self, shape: tuple[Any, ...]) -> tuple[Any, ...]:
         """y's shape for x's."""
@@ -59,12 +84,6 @@ class Operands(NamedTuple):
 class Results(NamedTuple):
     y: jax.Array
     sum: jax.Array | None = None  # of x and an addend
-
-
-# y, where it is padded, has a last axis of its own.
-PADDED = Role(lambda norm, ndim, _: dims.like_x(ndim) if norm.pad_to == 1 else (*range(ndim - 1), None))
-ADDEND = "residual"  # the field of operands that is added to x
-ROLES = {"x": LIKE_X, ADDEND: LIKE_X, "scale": WEIGHT, "bias": WEIGHT, "y": PADDED, "sum": LIKE_X}
 
 
 class Saved(NamedTuple):
@@ -112,19 +131,20 @@ def merged(norm: Norm, of_shard: Sequence[jax.Array]) -> Statistics:
 def affine(norm: Norm, x: jax.Array, stats: Statistics, scale: jax.Array | None, bias: jax.Array | None) -> jax.Array:
     """`y = x_hat * (scale + scale_offset) + bias`."""
     x_hat = normalised(norm, x, stats)
-    y = _product(norm, x_hat, scale)
+    y = product(norm, x_hat, scale)
     if not norm.multiply_before_cast:
         narrow = rounded(x_hat.astype(norm.x_hat_dtype or norm.out_dtype))
-        y = _with_value(y, _product(norm, narrow, scale))
+        y = _with_value(y, product(norm, narrow, scale))
     return _with_bias(norm, y, bias)
 
 
 def weighted(norm: Norm, x_hat: jax.Array, scale: jax.Array | None, bias: jax.Array | None) -> jax.Array:
     """y from an x_hat that is rounded already."""
-    return _with_bias(norm, _product(norm, x_hat, scale), bias)
+    return _with_bias(norm, product(norm, x_hat, scale), bias)
 
 
-def _product(norm: Norm, x_hat: jax.Array, scale: jax.Array | None) -> jax.Array:
+def product(norm: Norm, x_hat: jax.Array, scale: jax.Array | None) -> jax.Array:
+    """`x_hat * (scale + scale_offset)`."""
     y = x_hat.astype(norm.compute_dtype)
     return y if scale is None else y * _factor(norm, y, scale)
 
@@ -161,6 +181,11 @@ def plain(norm: Norm, operands: Operands) -> Results:
 
 def linear(norm: Norm, saved: Saved, dots: Variables[jax.Array]) -> Results:
     """The tangent of y."""
+    return Results(_pad(norm, summed(tangents(norm, saved, dots)).astype(norm.out_dtype)))
+
+
+def tangents(norm: Norm, saved: Saved, dots: Variables[jax.Array]) -> list[jax.Array]:
+    """The tangents of y by each variable that moves, in the compute dtype."""
     x, stats, scale = saved
     terms = []
     if dots.x is not None:
@@ -170,7 +195,11 @@ def linear(norm: Norm, saved: Saved, dots: Variables[jax.Array]) -> Results:
         terms.append(normalised(norm, x, stats) * broadcastable(norm, x, dots.scale))
     if dots.bias is not None:
         terms.append(dims.broadcast(broadcastable(norm, x, dots.bias), x.shape, jax.typeof(x), dims.like_x(x.ndim)))
-    return Results(_pad(norm, sum(terms[1:], start=terms[0]).astype(norm.out_dtype)))
+    return terms
+
+
+def summed(terms: Sequence[jax.Array]) -> jax.Array:
+    return sum(terms[1:], start=terms[0])
 
 
 def backward(

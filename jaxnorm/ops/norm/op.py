@@ -1,4 +1,4 @@
-"""The op of the norms."""
+"""The norms as ops, without a gate and with one: what their kernels take, and their records."""
 
 import dataclasses
 from collections.abc import Callable
@@ -8,34 +8,23 @@ import jax
 import numpy as np
 
 from jaxnorm.ops import speed
-from jaxnorm.ops.norm import shard
-from jaxnorm.ops.norm.formula import (
-    ADDEND,
-    KINDS,
-    PADDED,
-    ROLES,
-    STATISTICS,
-    Dtype,
-    Kind,
-    Norm,
-    Operands,
-    Results,
-    Saved,
-    Variables,
-    backward,
-    forward,
-    linear,
-    plain,
-    weighted,
-)
+from jaxnorm.ops.norm import formula, shard
+from jaxnorm.ops.norm import gated_formula as gated
+from jaxnorm.ops.norm.formula import KINDS, STATISTICS, Dtype, Kind, Norm, Operands, Results, Saved, Variables
 from jaxnorm.primitive import weights
 from jaxnorm.primitive.described import Function, Request
 from jaxnorm.primitive.family import Family
-from jaxnorm.primitive.op import BatchDims, Derivative, Native, Op, Statistics, statistics_of
-from jaxnorm.sharding import dims
+from jaxnorm.primitive.op import LIKE_X, WEIGHT, BatchDims, Derivative, Native, Op, Role, Statistics, statistics_of
+from jaxnorm.sharding import dims, text
+
+ADDEND = "residual"  # the field of operands that is added to x
+LONGEST_GATED = 1 << 14  # the longest row that kernels gate
+# y, where it is padded, has a last axis of its own.
+PADDED = Role(lambda norm, ndim, _: dims.like_x(ndim) if norm.pad_to == 1 else (*range(ndim - 1), None))
+ROLES = {"x": LIKE_X, ADDEND: LIKE_X, "gate": LIKE_X, "scale": WEIGHT, "bias": WEIGHT, "y": PADDED, "sum": LIKE_X}
 
 
-def types(norm: Norm, operands: Operands) -> Results:
+def _types(norm: Norm, operands: Operands) -> Results:
     x: Any
     addend: Any
     x, addend, *_ = operands
@@ -48,32 +37,53 @@ def statistics_types(norm: Norm, operands: Operands) -> list[Any]:
     return statistics_of(norm, operands.x, STATISTICS[norm.kind])
 
 
-def per_head_weights(norm: Norm, operands: Operands) -> str | None:
+def _per_head_weights(norm: Norm, operands: Operands) -> str | None:
     """Why no kernel takes the weights' batch dims."""
     batch_dims = weights.batch_dims_of(norm.row_ndim, (operands.scale, operands.bias))
     return weights.unsupported(operands.x.shape, norm.row_ndim, batch_dims)
 
 
-def _name(norm: Norm) -> str:
-    return f"jaxnorm_{norm.kind}_norm"
+def unfit_gate(norm: Norm, operands: Any) -> str | None:
+    """Why no kernel takes this gate."""
+    x, cols = operands.x, operands.x.shape[-1]
+    if isinstance(cols, int) and cols > LONGEST_GATED:
+        return f"rows of {cols} elements are normalised, kernels with a gate take at most {LONGEST_GATED}"
+    others = [("gate", operands.gate.dtype)]
+    if norm.quantization is None:
+        others.append(("the result", norm.out_dtype))
+    unlike = (f"{name} {dtype}" for name, dtype in others if dtype != x.dtype)
+    return next((f"x is {x.dtype} and {other}; kernels with a gate want them equal" for other in unlike), None)
 
 
-def _forward_attributes(norm: Norm, _: Operands) -> dict[str, Any]:
-    return {
-        "axes": np.int64(norm.row_ndim),
-        "epsilon": np.float32(norm.epsilon),
-        "scale_offset": np.float32(norm.scale_offset),
-        "multiply_before_cast": norm.multiply_before_cast,
-    }
+def target(norm: Norm) -> str:
+    return f"jaxnorm_{norm.name}"
 
 
-def _backward_attributes(norm: Norm, _: Saved) -> dict[str, Any]:
-    return {"axes": np.int64(norm.row_ndim), "scale_offset": np.float32(norm.scale_offset)}
+def attributes(norm: Norm, arrays: Any) -> dict[str, Any]:
+    """What every native call is told, each way, by the operands or what is saved of them."""
+    scale_offset = np.float32(norm.scale_offset)
+    if norm.activation is None:
+        return {"axes": np.int64(norm.row_ndim), "scale_offset": scale_offset}
+    grouped = norm.grouped or (arrays.scale is not None and arrays.scale.ndim == 2)
+    own = {"activation": norm.activation, "gate_first": norm.gate_first, "grouped": grouped}
+    return {"scale_offset": scale_offset, **own}
+
+
+def forward_attributes(norm: Norm, operands: Any) -> dict[str, Any]:
+    return attributes(norm, operands) | {"epsilon": np.float32(norm.epsilon)}
 
 
 def plan(norm: Norm, operands: Any) -> dict[str, Any]:
     """What a launch plan of the CUDA kernels depends on, beside the dtype and the length of a row."""
-    return {"kind": norm.kind, "adds": operands[1] is not None}
+    if norm.activation is None:
+        return {"kind": norm.kind, "adds": operands[1] is not None}
+    return {"kind": norm.kind, "gated": "first" if norm.gate_first else "last"}
+
+
+def can_shard(norm: Norm, cols: int) -> bool:
+    """A shard holds whole groups that are quantised together, and y's zeros stand after all of a row."""
+    group = None if norm.quantization is None else norm.quantization.group_size
+    return norm.pad_to == 1 and (group is None or cols % group == 0)
 
 
 def _has_kernels(norm: Norm, x: jax.Array) -> bool:
@@ -91,13 +101,13 @@ def _backward_of_shard(
 ) -> Variables[jax.Array]:
     """The formula for dx, which needs an exchange, and the kernel for the others, which need none."""
     of_weights = wanted._replace(x=None)
-    dx = backward(norm, cotangents, saved, Variables(wanted.x), batch_dims).x
+    dx = formula.backward(norm, cotangents, saved, Variables(wanted.x), batch_dims).x
     x = saved.x
     native = _has_kernels(norm, x) and not weights.unsupported(x.shape, norm.row_ndim, batch_dims)
     if native and of_weights != Variables():
         sums = NORM.gradients(norm.whole(), cotangents._replace(sum=None), saved, of_weights, batch_dims)
     else:
-        sums = backward(norm, cotangents, saved, of_weights, batch_dims)
+        sums = formula.backward(norm, cotangents, saved, of_weights, batch_dims)
     return Variables(dx, sums.scale, sums.bias)
 
 
@@ -111,13 +121,15 @@ def _in_parts(norm: Norm) -> Callable[..., tuple[Results, Statistics]] | None:
     def forward(_: Norm, operands: Operands, *, with_stats: bool) -> tuple[Results, Statistics]:
         x, addend, scale, bias = operands
         results, stats = NORM.bind(spec, Operands(x, addend), with_stats=with_stats)
-        return results._replace(y=weighted(norm, results.y, scale, bias)), stats
+        return results._replace(y=formula.weighted(norm, results.y, scale, bias)), stats
 
     return forward
 
 
-def requested(kind: Kind, *, adds: bool = False) -> Any:
-    def of_request(request: Request) -> tuple[Norm, Operands]:
+def requested(kind: Kind, *, adds: bool = False, gates: bool = False) -> Callable[[Request], tuple[Norm, Any]]:
+    """A call as `jaxnorm.info` asks for it."""
+
+    def of_request(request: Request) -> tuple[Norm, Any]:
         addend_dtype = request.addend_dtype or (request.dtype if adds else None)
         norm = Norm(
             kind=kind,
@@ -126,12 +138,48 @@ def requested(kind: Kind, *, adds: bool = False) -> Any:
             scale_offset=-0.0,
             compute_dtype=dims.wide_dtype((request.dtype, addend_dtype or request.dtype, request.out_dtype)),
             out_dtype=request.out_dtype,
+            activation="silu" if gates else None,
+            gate_first=gates,
         )
-        addend = None if addend_dtype is None else request.array(request.shape, addend_dtype)
-        return norm, Operands(request.array(request.shape), addend, request.array(request.scale_shape))
+        x, scale = request.array(request.shape), request.array(request.scale_shape)
+        if gates:
+            return norm, gated.Operands(x, x, scale)
+        return norm, Operands(x, None if addend_dtype is None else request.array(request.shape, addend_dtype), scale)
 
     return of_request
 
+
+# The names of the spec in programs of older builds.
+text.register_types(GatedNorm=Norm, QuantizedNorm=Norm, GatedNormQuantized=Norm)
+
+GATED_NORM = Family(
+    Op(
+        name="gated_norm",
+        spec=Norm,
+        operands=gated.Operands,
+        results=gated.Results,
+        roles=ROLES,
+        types=lambda norm, operands: gated.Results(dims.like(operands.x, norm.out_dtype)),
+        forward=gated.forward,
+        derivative=Derivative(
+            saved=gated.Saved,
+            variables=gated.Variables,
+            linear=gated.linear,
+            backward=gated.backward,
+        ),
+        native=Native(
+            names=("jaxnorm_gated_rms_norm",),
+            name=target,
+            forward=forward_attributes,
+            backward=attributes,
+            plan=plan,
+            slower=speed.any_kernel,
+        ),
+        reasons=(unfit_gate,),
+        can_shard=can_shard,
+        functions=(Function("gated_rms_norm", requested("rms", gates=True), last_axis_only=True),),
+    )
+)
 
 NORM = Family(
     Op(
@@ -140,30 +188,33 @@ NORM = Family(
         operands=Operands,
         results=Results,
         roles=ROLES,
-        types=types,
-        forward=forward,
-        plain=plain,
+        types=_types,
+        forward=formula.forward,
+        plain=formula.plain,
         derivative=Derivative(
             saved=Saved,
             variables=Variables,
-            linear=linear,
-            backward=backward,
+            linear=formula.linear,
+            backward=formula.backward,
             backward_of_shard=_backward_of_shard,
         ),
         statistics=statistics_types,
         native=Native(
             names=tuple(f"jaxnorm_{kind}_norm" for kind in KINDS),
-            name=_name,
-            forward=_forward_attributes,
-            backward=_backward_attributes,
+            name=target,
+            forward=lambda norm, operands: {
+                **forward_attributes(norm, operands),
+                "multiply_before_cast": norm.multiply_before_cast,
+            },
+            backward=attributes,
             plan=plan,
             slower=speed.norm,
         ),
-        reasons=(per_head_weights,),
+        reasons=(_per_head_weights,),
         weights_batch=True,
         addend=ADDEND,
         in_place={ADDEND: "sum"},
-        can_shard=lambda norm, _: norm.pad_to == 1,
+        can_shard=can_shard,
         forward_of_shard=_forward_of_shard,
         in_parts=_in_parts,
         functions=(

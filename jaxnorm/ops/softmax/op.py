@@ -11,7 +11,7 @@ from jaxnorm.ops.softmax import formula
 from jaxnorm.ops.softmax.formula import Operands, Results, SavedOfLog, SavedOfSoftmax, Softmax, Variables
 from jaxnorm.primitive.described import Function, Request
 from jaxnorm.primitive.family import Family
-from jaxnorm.primitive.op import BROADCAST, LIKE_X, Derivative, Native, Op, statistics_of
+from jaxnorm.primitive.op import BROADCAST, LIKE_X, CallRows, Derivative, Native, Op, statistics_of
 from jaxnorm.sharding import dims
 
 ROLES = {"x": LIKE_X, "where": BROADCAST, "lengths": BROADCAST, "y": LIKE_X}
@@ -29,8 +29,15 @@ def _log_attributes(spec: Softmax, _: Any) -> dict[str, Any]:
     return {"scale": np.float32(spec.scale), "with_top": spec.with_top}
 
 
+def _slower(_: Softmax, rows: CallRows) -> str | None:
+    """Of the result; the gradient's loops go by words of memory."""
+    first = 1025 if rows.dtype.itemsize == 2 else 513
+    loses = rows.way == "forward" and first <= rows.cols <= 2**14
+    return speed.why(rows, f"rows of {first} to {2**14} columns") if loses and not speed.vectors_divide(rows) else None
+
+
 def _native(name: str, attributes: Callable[[Softmax, Any], dict[str, Any]]) -> Native[Softmax, Operands]:
-    return Native(names=(name,), name=lambda _: name, forward=attributes, backward=attributes, slower=speed.softmax)
+    return Native(names=(name,), name=lambda _: name, forward=attributes, backward=attributes, slower=_slower)
 
 
 def _requested(request: Request) -> tuple[Softmax, Operands]:

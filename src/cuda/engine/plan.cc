@@ -49,8 +49,8 @@ constexpr Plan forward_plan(const RegimeTable<SIZE>& table, bool centred, Dtype 
 constexpr int64_t longest = int64_t{1} << 50;
 static_assert(forward_plan(ForwardRegimes<2>::kTable, false, Dtype::bf16, longest, 1).entry >= 0);
 static_assert(forward_plan(ForwardRegimes<4>::kTable, true, Dtype::f32, longest, kMaxCluster).entry >= 0);
-static_assert(forward_plan(CrossEntropyRegimes<2>::kTable, false, Dtype::bf16, longest, 1).entry >= 0);
-static_assert(forward_plan(CrossEntropyRegimes<4>::kTable, false, Dtype::f32, longest, 1).entry >= 0);
+static_assert(forward_plan(OneBlockRegimes<2>::kTable, false, Dtype::bf16, longest, 1).entry >= 0);
+static_assert(forward_plan(OneBlockRegimes<4>::kTable, false, Dtype::f32, longest, 1).entry >= 0);
 static_assert(forward_plan(PairRegimes<2>::kTable, false, Dtype::bf16, longest, 1).entry >= 0);
 static_assert(forward_plan(PairRegimes<4>::kTable, false, Dtype::f32, longest, kMaxCluster).entry >= 0);
 static_assert(forward_plan(GatedForwardRegimes<2, true>::kTable, false, Dtype::bf16, kGatedCols, 1).entry >= 0);
@@ -138,9 +138,9 @@ Plan make_gated_backward_plan(Dtype x, int64_t cols, int max_cluster) {
   return plan.threads_per_row <= kWarp ? plan : whole_warps(row, most, 1, kMaxThreads);
 }
 
-Plan make_cross_entropy_plan(Dtype x, int64_t cols) {
-  return x == Dtype::f32 ? forward_plan(CrossEntropyRegimes<4>::kTable, false, x, cols, 1)
-                         : forward_plan(CrossEntropyRegimes<2>::kTable, false, x, cols, 1);
+Plan make_one_block_plan(Dtype x, int64_t cols) {
+  return x == Dtype::f32 ? forward_plan(OneBlockRegimes<4>::kTable, false, x, cols, 1)
+                         : forward_plan(OneBlockRegimes<2>::kTable, false, x, cols, 1);
 }
 
 bool has_tickets(Kind kind, Dtype x, int64_t cols) {

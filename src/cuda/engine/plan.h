@@ -70,8 +70,8 @@ Plan beside_extra_operand(Plan plan);
 Plan make_gated_forward_plan(Dtype x, int64_t cols, bool first);
 Plan make_gated_backward_plan(Dtype x, int64_t cols, int max_cluster);
 
-// That of cross-entropy, whose rows are read once and have one block, however long they are.
-Plan make_cross_entropy_plan(Dtype x, int64_t cols);
+// That of rows that are read once and have one block, however long they are.
+Plan make_one_block_plan(Dtype x, int64_t cols);
 
 // That of an op that has a row of two arrays at hand, and one sum a row: in PairRegimes.
 Plan make_pair_plan(Dtype x, int64_t cols, int max_cluster);

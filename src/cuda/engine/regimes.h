@@ -120,7 +120,7 @@ struct GatedForwardRegimes {
 // And for rows of logits. Nothing of a row is kept, so that one block goes through it however long it is, and several
 // share a multiprocessor: while some wait for their rows, others compute.
 template <int BYTES>
-struct CrossEntropyRegimes {
+struct OneBlockRegimes {
   static constexpr auto kTable = kShortRows<BYTES> + RegimeTable<2>{{
                                                          {kWholeBlock, 4, 1, 256, 256, false},
                                                          {kWholeBlock, kStreamed, 1, 256, 256, false},

@@ -92,9 +92,9 @@ template <typename X>
 cudaError_t run_cross_entropy(const CrossEntropyForward& p, cudaStream_t stream) {
   constexpr int N = kVector<X>;
   const CrossEntropyCall call(p);
-  const Plan plan = make_cross_entropy_plan(kDtype<X>, p.cols);
+  const Plan plan = make_one_block_plan(kDtype<X>, p.cols);
   const bool is_aligned = p.cols % N == 0 && are_aligned<N>(p.x) && is_aligned_for<N>(p.mask);
-  return with_regime<CrossEntropyRegimes<sizeof(X)>>(plan, [&](auto regime) {
+  return with_regime<OneBlockRegimes<sizeof(X)>>(plan, [&](auto regime) {
     using R = decltype(regime);
     RowsLaunch launch(plan, p.cols, N, {});
     const RowLauncher<CrossEntropyOp<X, true>, R> masked{call, plan, launch, stream};

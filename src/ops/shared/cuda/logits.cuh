@@ -1,4 +1,4 @@
-// A row of logits: how softmax and cross-entropy read it.
+// A row of logits, as a thread group reads it.
 #pragma once
 
 #include "cuda/engine/row_loop.cuh"

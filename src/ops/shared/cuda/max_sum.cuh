@@ -1,5 +1,4 @@
-// The statistics of softmax and cross-entropy: the largest logit of a row, and the sum of the exponentials of all
-// logits' distances from it.
+// The statistics of a row of logits: the largest, and the sum of the exponentials of all logits' distances from it.
 #pragma once
 
 #include "ops/shared/cuda/logits.cuh"

@@ -1,22 +1,22 @@
-"""The public functions of the gated norm, and the checks of its own arguments."""
+"""The public functions of the gated norm."""
 
+import dataclasses
 import math
-from typing import Any, NamedTuple, TypeVar, get_args
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
-from jaxnorm.ops import checks
-from jaxnorm.ops.activation import Synonym, check_activation
-from jaxnorm.ops.gated_norm.formula import Activation, GatedNorm, Operands, QuantizedOperands
-from jaxnorm.ops.gated_norm.op import GATED_NORM
-from jaxnorm.ops.gated_norm_quantized.formula import GATED_NORM_QUANTIZED, GatedNormQuantized
-from jaxnorm.ops.misuse import GATE_FIRST, explained
+from jaxnorm.ops.activation import Synonym
+from jaxnorm.ops.misuse import explained
+from jaxnorm.ops.norm.checks import Gating, Quantizing, check_gated, check_quantized
+from jaxnorm.ops.norm.formula import Norm
+from jaxnorm.ops.norm.gated_formula import Activation, Operands
+from jaxnorm.ops.norm.op import GATED_NORM
+from jaxnorm.ops.norm.quantized_formula import GatedOperands
+from jaxnorm.ops.norm.quantized_op import GATED_NORM_QUANTIZED
 from jaxnorm.ops.options import Implementation, NormOptions
-from jaxnorm.ops.quantize import checks as quantize_checks
-from jaxnorm.quantization import LARGEST, Quantization, Quantized, quantized
-from jaxnorm.sharding import dims
-from jaxnorm.sharding.shards import Shards
+from jaxnorm.quantization import Quantization, Quantized, quantized
 
 A = TypeVar("A", bound=tuple[Any, ...])
 
@@ -79,9 +79,9 @@ def gated_rms_norm(
         axis_name=axis_name,
         implementation=implementation,
     )
-    call = prepare("gated_rms_norm", options, Gating(gate_first, activation, group_size), Operands(x, gate, scale))
-    y = GATED_NORM(call.norm, in_groups(call.operands, call.group_size), call.chosen).y
-    return y.reshape(call.operands.x.shape)
+    gating = Gating(gate_first, activation, group_size)
+    norm, operands, size, chosen = check_gated("gated_rms_norm", options, gating, Operands(x, gate, scale))
+    return GATED_NORM(norm, _in_groups(operands, size), chosen).y.reshape(operands.x.shape)
 
 
 @explained
@@ -136,79 +136,30 @@ def gated_rms_norm_quantized(
         axis_name=axis_name,
         implementation=implementation,
     )
-    gating = Gating(gate_first, activation, group_size)
-    call = prepare("gated_rms_norm_quantized", options, gating, Operands(x, gate, scale))
-    return _quantized(call, quantization, static_scale, smooth_scale, straight_through)
+    name, gating = "gated_rms_norm_quantized", Gating(gate_first, activation, group_size)
+    norm, operands, size, chosen = check_gated(name, options, gating, Operands(x, gate, scale))
+    own = Quantizing(quantization, static_scale, smooth_scale, straight_through)
+    norm, of_quantization = check_quantized(name, norm, operands, own)
+    return _quantized(norm, GatedOperands(*operands, *of_quantization), size, chosen)
 
 
-def _quantized(
-    call: "Call", quantization: Any, static_scale: Any, smooth_scale: Any, straight_through: Any
-) -> Quantized:
-    name, norm_operands = "gated_rms_norm_quantized", call.operands
-    x, shape = norm_operands.x, norm_operands.x.shape
-    quantize_checks.check_quantization(name, quantization, Quantization, x, (-1,))
-    quantize_checks.check_activations(name, quantization, LARGEST)
-    given = quantize_checks.check_static_scale(name, static_scale, quantization.granularity)
-    smooth = checks.check_weight(name, "smooth_scale", smooth_scale, x, (-1,), with_batch_dims=False)
-    quantize_checks.check_float32(name, {**norm_operands._asdict(), "smooth_scale": smooth})
-    spec = GatedNormQuantized(
-        **vars(call.norm),
-        quantization=quantization,
-        straight_through=checks.check_flag(name, "straight_through", straight_through),
-        grouped=call.group_size not in (None, shape[-1]),
-    )
-    operands = QuantizedOperands(*norm_operands, smooth, given)
-    divided = in_groups(operands, call.group_size) if spec.grouped else operands
-    values, scales, carrier = GATED_NORM_QUANTIZED(spec, divided, call.chosen)
-    if spec.grouped and scales is not None:
+def _quantized(norm: Norm, operands: GatedOperands, size: int | None, chosen: Implementation | None) -> Quantized:
+    shape, given = operands.x.shape, operands.given
+    norm = dataclasses.replace(norm, grouped=size not in (None, shape[-1]))
+    assert norm.quantization is not None
+    divided = _in_groups(operands, size if norm.grouped else None)
+    values, scales, *_, carrier = GATED_NORM_QUANTIZED(norm, divided, chosen)
+    if norm.grouped and scales is not None:
         scales = scales.reshape(*shape[:-1], math.prod(scales.shape[-2:]))
     return quantized(
-        quantization,
+        norm.quantization,
         values.reshape(shape),
-        given if scales is None else scales,  # type: ignore[arg-type]
+        scales if given is None else given,  # type: ignore[arg-type]
         None if carrier is None else carrier.reshape(shape),
     )
 
 
-class Gating(NamedTuple):
-    """The keywords that only gated norms have, as a caller gave them."""
-
-    gate_first: Any
-    activation: Any
-    group_size: Any
-
-
-class Call(NamedTuple):
-    """A checked call, whose operands are not divided into groups yet."""
-
-    norm: GatedNorm
-    operands: Operands
-    group_size: int | None
-    chosen: Implementation | None
-
-
-def prepare(name: str, options: NormOptions, gating: Gating, arrays: Operands) -> Call:
-    """Checks the arguments of the public function of this name."""
-    choice = checks.check_implementation(name, options.implementation)
-    x = checks.check_x(name, arrays.x)
-    gate = check_gate(name, arrays.gate, x)
-    scale = _check_scale(name, arrays.scale, x)
-    group_size = _check_group_size(name, gating.group_size, x)
-    out_dtype = checks.check_out_dtype(name, options.out_dtype, x)
-    norm = GatedNorm(
-        epsilon=checks.check_epsilon(name, options.epsilon),
-        scale_offset=checks.check_scale_offset(name, options.scale_offset),
-        compute_dtype=dims.wide_dtype([out_dtype, *(a.dtype for a in (x, gate, scale) if a is not None)]),
-        out_dtype=out_dtype,
-        native_for=choice.native_for(name),
-        shards=_check_axis_name(name, options.axis_name, group_size),
-        activation=check_activation(name, gating.activation, get_args(Activation)),
-        gate_first=checks.check_flag(name, "gate_first", gating.gate_first, GATE_FIRST),
-    )
-    return Call(norm, Operands(x, gate, scale), group_size, choice.implementation)
-
-
-def in_groups(arrays: A, group_size: int | None) -> A:
+def _in_groups(arrays: A, group_size: int | None) -> A:
     """The arrays of a NamedTuple, x first, with an axis of groups before that of a group's columns.
 
     So are those that have x's last axis; others stay as they are.
@@ -221,46 +172,3 @@ def in_groups(arrays: A, group_size: int | None) -> A:
         array if array is None or array.ndim == 0 else array.reshape(*array.shape[:-1], *groups) for array in arrays
     )
     return type(arrays)(*divided)
-
-
-def check_gate(function: str, value: object, x: jax.Array) -> jax.Array:
-    return checks.check_like_x(function, "gate", value, x, "multiplied")
-
-
-def _check_scale(function: str, value: object, x: jax.Array) -> jax.Array | None:
-    if value is None:
-        return None
-    scale = checks.check_array(function, "scale", value)
-    if scale.shape != x.shape[-1:]:
-        raise ValueError(
-            f"{function}: scale has shape {scale.shape}, expected {x.shape[-1:]}: the last axis of x, which has shape "
-            f"{x.shape}, whatever group_size is. Reshape scale."
-        )
-    return checks.sharded_like(function, "scale", scale, x, (-1,))
-
-
-def _check_axis_name(function: str, axis_name: object, group_size: int | None) -> Shards | None:
-    if axis_name is not None and group_size is not None:
-        raise ValueError(
-            f"{function}: axis_name={axis_name!r} with group_size={group_size}: a group is normalised by itself, on "
-            f"the device that has it. Leave axis_name out."
-        )
-    return checks.check_axis_name(function, axis_name)
-
-
-def _check_group_size(function: str, group_size: Any, x: jax.Array) -> int | None:
-    """group_size as a divisor of the last axis; None for None."""
-    if group_size is None:
-        return None
-    if isinstance(group_size, (bool, np.bool)) or not isinstance(group_size, (int, np.integer)):
-        raise TypeError(
-            f"{function}: group_size must be a positive int, got {group_size!r}; None normalises the whole axis."
-        )
-    cols = x.shape[-1]
-    if group_size < 1 or not isinstance(cols, int) or cols % group_size:
-        raise ValueError(
-            f"{function}: group_size {group_size} is not a positive divisor of the last axis of x, which has shape "
-            f"{x.shape}; it is the number of columns of a group, not that of groups."
-        )
-    checks.check_whole_groups(function, int(group_size), x)
-    return int(group_size)

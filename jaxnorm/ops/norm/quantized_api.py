@@ -7,16 +7,14 @@ from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 import jax
 import numpy as np
 
-from jaxnorm.ops import checks as shared_checks
+from jaxnorm.ops.checks import check_flag
 from jaxnorm.ops.misuse import explained
-from jaxnorm.ops.norm.api import prepare
-from jaxnorm.ops.norm.formula import Kind
-from jaxnorm.ops.norm.formula import Operands as NormOperands
+from jaxnorm.ops.norm.checks import Quantizing, check_norm, check_quantized
+from jaxnorm.ops.norm.formula import Kind, Operands
+from jaxnorm.ops.norm.quantized_formula import Operands as QuantizedOperands
+from jaxnorm.ops.norm.quantized_op import QUANTIZED_NORM
 from jaxnorm.ops.options import Implementation, NormOptions
-from jaxnorm.ops.quantize import checks
-from jaxnorm.ops.quantized_norm.formula import QUANTIZED_NORM
-from jaxnorm.ops.quantized_norm.spec import Operands, QuantizedNorm
-from jaxnorm.quantization import LARGEST, Quantization, Quantized, quantized
+from jaxnorm.quantization import Quantization, Quantized, quantized
 
 
 class _Options(TypedDict, total=False):
@@ -144,9 +142,9 @@ def rms_norm_quantized(
     options = NormOptions(
         epsilon=epsilon, scale_offset=scale_offset, axis=axis, axis_name=axis_name, implementation=implementation
     )
-    flags = straight_through, with_unquantized, return_statistics
-    own = QuantizedOptions(quantization, residual, static_scale, smooth_scale, *flags)
-    return _quantized("rms_norm_quantized", "rms", options, own, x=x, scale=scale, bias=bias)
+    own = Quantizing(quantization, static_scale, smooth_scale, straight_through, with_unquantized)
+    arrays = Operands(x, residual, scale, bias)
+    return _quantized("rms_norm_quantized", "rms", options, arrays, own, return_statistics)
 
 
 @overload
@@ -236,47 +234,23 @@ def layer_norm_quantized(
     options = NormOptions(
         epsilon=epsilon, scale_offset=scale_offset, axis=axis, axis_name=axis_name, implementation=implementation
     )
-    flags = straight_through, with_unquantized, return_statistics
-    own = QuantizedOptions(quantization, residual, static_scale, smooth_scale, *flags)
-    return _quantized("layer_norm_quantized", "layer", options, own, x=x, scale=scale, bias=bias)
-
-
-class QuantizedOptions(NamedTuple):
-    """The keywords that only quantised norms have, as a caller gave them."""
-
-    quantization: Any
-    residual: Any
-    static_scale: Any
-    smooth_scale: Any
-    straight_through: Any
-    with_unquantized: Any
-    return_statistics: Any
+    own = Quantizing(quantization, static_scale, smooth_scale, straight_through, with_unquantized)
+    arrays = Operands(x, residual, scale, bias)
+    return _quantized("layer_norm_quantized", "layer", options, arrays, own, return_statistics)
 
 
 def _quantized(
-    function: str, kind: Kind, options: NormOptions, own: QuantizedOptions, *, x: Any, scale: Any, bias: Any
+    function: str, kind: Kind, options: NormOptions, arrays: Operands, own: Quantizing, return_statistics: object
 ) -> Quantized | tuple[Any, ...]:
-    options = dataclasses.replace(options, out_dtype=np.float32)
-    norm, of_norm, chosen = prepare(function, kind, options, NormOperands(x, own.residual, scale, bias))
-    x = of_norm.x
-    checks.check_quantization(function, own.quantization, Quantization, x, norm.axes)
-    checks.check_activations(function, own.quantization, LARGEST)
-    given = checks.check_static_scale(function, own.static_scale, own.quantization.granularity)
-    smooth = shared_checks.check_weight(function, "smooth_scale", own.smooth_scale, x, norm.axes, with_batch_dims=False)
-    checks.check_float32(function, {**of_norm._asdict(), "smooth_scale": smooth})
-    spec = QuantizedNorm(
-        **vars(norm),
-        quantization=own.quantization,
-        straight_through=shared_checks.check_flag(function, "straight_through", own.straight_through),
-        with_unquantized=shared_checks.check_flag(function, "with_unquantized", own.with_unquantized),
-    )
-    operands = Operands(*of_norm, smooth, given)
+    norm, of_norm, chosen = check_norm(function, kind, dataclasses.replace(options, out_dtype=np.float32), arrays)
+    norm, (smooth, given) = check_quantized(function, norm, of_norm, own)
+    operands = QuantizedOperands(*of_norm, smooth, given)
     statistics = None
-    if shared_checks.check_flag(function, "return_statistics", own.return_statistics):
-        results, stats = QUANTIZED_NORM.with_statistics(spec, operands, chosen)
+    if check_flag(function, "return_statistics", return_statistics):
+        results, stats = QUANTIZED_NORM.with_statistics(norm, operands, chosen)
         statistics = RowStatistics(*reversed(stats))
     else:
-        results = QUANTIZED_NORM(spec, operands, chosen)
+        results = QUANTIZED_NORM(norm, operands, chosen)
     scales: Any = results.scales if given is None else given
     result = quantized(own.quantization, results.values, scales, results.carrier)
     others = [other for other in (results.sum, results.y, statistics) if other is not None]

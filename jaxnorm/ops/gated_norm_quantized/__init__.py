@@ -1,1 +1,0 @@
-"""The gated RMSNorm with a quantised result."""

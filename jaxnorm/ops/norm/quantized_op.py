@@ -1,0 +1,213 @@
+"""The norms with a quantised result as ops: what their kernels take, their derivative, and their records."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from jax import lax
+from jax.interpreters import ad
+
+from jaxnorm.native import compat
+from jaxnorm.ops import speed
+from jaxnorm.ops.norm import formula, gated_formula
+from jaxnorm.ops.norm import op as norms
+from jaxnorm.ops.norm.formula import KINDS, Kind, Norm, broadcastable
+from jaxnorm.ops.norm.op import ADDEND, GATED_NORM, NORM
+from jaxnorm.ops.norm.quantized_formula import (
+    GatedOperands,
+    Operands,
+    Results,
+    derivative,
+    forward,
+    plain,
+    spans_groups,
+)
+from jaxnorm.ops.quantize import rounding
+from jaxnorm.primitive import weights
+from jaxnorm.primitive.described import Function, Request
+from jaxnorm.primitive.family import Family
+from jaxnorm.primitive.op import LIKE_X, SCALAR, WEIGHT, Convention, Native, Op, Role, Statistics
+from jaxnorm.quantization import LARGEST, Quantization
+from jaxnorm.sharding import dims
+
+# The scales of groups stand along the last axis, fewer than it is long.
+SCALES = Role(
+    lambda norm, ndim, _: dims.per_row(ndim, norm.axes) if norm.quantization.group_size is None else dims.like_x(ndim)
+)
+ROLES = norms.ROLES | {
+    "smooth": dataclasses.replace(WEIGHT, batch="formula"),
+    "given": SCALAR,
+    "values": LIKE_X,
+    "scales": SCALES,
+    "carrier": LIKE_X,
+}
+
+
+def _types(norm: Norm, operands: Operands | GatedOperands) -> Results:
+    """The types of the results of a call in which no groups share a scale: so it is in primitives."""
+    assert norm.quantization is not None
+    x: Any = operands.x
+    addend: Any = getattr(operands, ADDEND, None)
+    like_x = dims.like(x, x.dtype)
+    return Results(
+        values=dims.like(x, norm.quantization.dtype),
+        scales=None if operands.given is not None else _scales_type(norm, norm.quantization.group_size, x),
+        y=like_x if norm.with_unquantized else None,
+        sum=None if addend is None else dims.like(addend, addend.dtype),
+        carrier=like_x if norm.straight_through else None,
+    )
+
+
+def _scales_type(norm: Norm, group: int | None, x: Any) -> Any:
+    if group is not None:
+        shape = (*x.shape[:-1], x.shape[-1] // group)
+    else:
+        shape = (*x.shape[: -norm.row_ndim], *(1 for _ in norm.axes))
+    scales = dims.result_like(x, SCALES.dim_map(norm, x.ndim, shape), shape, np.float32)
+    if norm.shards is not None and group is None:
+        scales = compat.same_along(scales, norm.shards.names)
+    return scales
+
+
+def _weights_with_batch_dims(norm: Norm, operands: Operands) -> str | None:
+    batch_dims = weights.batch_dims_of(norm.row_ndim, (operands.scale, operands.bias))
+    return f"no kernel that quantises takes a scale or bias with leading axes, {batch_dims}" if batch_dims else None
+
+
+def _scale_of_several_groups(norm: Norm, operands: GatedOperands) -> str | None:
+    group = operands.x.shape[-1]
+    if norm.quantization is None or not spans_groups(norm, group):
+        return None
+    run = norm.quantization.group_size
+    shared = "a token has one scale" if run is None else f"{run} columns share a scale"
+    return f"groups of {group} columns are normalised and {shared}; gated kernels see one group at a time"
+
+
+def _attributes(norm: Norm, operands: Operands | GatedOperands) -> dict[str, Any]:
+    assert norm.quantization is not None
+    max_scale = norm.quantization.max_scale
+    return norms.forward_attributes(norm, operands) | {
+        "group": np.int64(norm.quantization.group_size or 0),
+        "max_scale": np.float32(np.inf if max_scale is None else max_scale),
+        "power_of_two": norm.quantization.power_of_two,
+        # Kernels of before know nothing of it.
+        **({"with_y": True} if norm.with_unquantized else {}),
+    }
+
+
+Tangents = tuple[Results, Callable[[], Sequence[Any]]]
+
+
+def _tangents(norm: Norm, operands: Operands, results: Results, stats: Statistics, dots: Operands) -> Tangents:
+    """The tangents of the carrier, y and the sum; others are None. And as a function those of the statistics.
+
+    `linear` and `backward` of the unquantised norm compute them, one native call each way.
+    """
+    rounding.check(derivative(norm))
+    dtype, smooth = operands.x.dtype, operands.smooth
+    unquantized = norm.unquantized(dtype if smooth is None else norm.compute_dtype)
+    of_norm = formula.Results(results.carrier, results.sum)  # type: ignore[arg-type]
+    y_dot: Any
+    (y_dot, sum_dot), of_stats = NORM.tangents(unquantized, operands.of_norm(), of_norm, stats, dots.of_norm())
+    v_dot = y_dot
+    if smooth is not None and type(y_dot) is not ad.Zero:
+        v_dot = (y_dot * lax.stop_gradient(broadcastable(norm, operands.x, smooth))).astype(dtype)
+        y_dot = y_dot.astype(dtype)
+    of_y = y_dot if norm.with_unquantized else None
+    return Results(None, y=of_y, sum=sum_dot, carrier=v_dot), of_stats  # type: ignore[arg-type]
+
+
+def _gated_tangents(
+    norm: Norm, operands: GatedOperands, results: Results, stats: Statistics, dots: GatedOperands
+) -> Tangents:
+    """As `_tangents`, beside a gate.
+
+    The norm is linear in its scale, so that its kernel multiplies by smooth as well: a cotangent that is multiplied
+    here would have another dtype than x, which gated kernels do not take.
+    """
+    rounding.check(derivative(norm))
+    unquantized, given, moving = norm.unquantized(operands.x.dtype), operands.of_norm(), dots.of_norm()
+    if operands.smooth is not None:
+        unquantized = dataclasses.replace(unquantized, scale_offset=-0.0)
+        smooth = scale = lax.stop_gradient(operands.smooth).astype(norm.compute_dtype)
+        if given.scale is not None:
+            scale = (given.scale.astype(norm.compute_dtype) + norm.scale_offset) * smooth
+        scale_dot = None if moving.scale is None else moving.scale.astype(norm.compute_dtype) * smooth
+        given, moving = given._replace(scale=scale), moving._replace(scale=scale_dot)
+    of_norm = gated_formula.Results(results.carrier)  # type: ignore[arg-type]
+    (y_dot,), of_stats = GATED_NORM.tangents(unquantized, given, of_norm, stats, moving)
+    return Results(None, carrier=y_dot), of_stats  # type: ignore[arg-type]
+
+
+def _requested(kind: Kind, *, gates: bool = False) -> Callable[[Request], tuple[Norm, Any]]:
+    def of_request(request: Request) -> tuple[Norm, Any]:
+        # What is quantised is float32.
+        norm, operands = norms.requested(kind, gates=gates)(request._replace(out_dtype=np.dtype(np.float32)))
+        quantized = dataclasses.replace(norm, quantization=Quantization(request.out_dtype))
+        return quantized, (GatedOperands if gates else Operands)(*operands)
+
+    return of_request
+
+
+QUANTIZED_NORM = Family(
+    Op(
+        name="quantized_norm",
+        spec=Norm,
+        operands=Operands,
+        results=Results,
+        roles=ROLES,
+        types=_types,
+        forward=forward,
+        plain=plain,
+        convention=Convention(carrier="carrier", tangents=_tangents),
+        statistics=norms.statistics_types,
+        native=Native(
+            names=tuple(f"jaxnorm_{kind}_norm_quantized" for kind in KINDS),
+            name=norms.target,
+            forward=_attributes,
+            # A quantised result changes no plan; the straight-through gradient's is the norm's.
+            plan=norms.plan,
+            slower=speed.quantized_norm,
+        ),
+        reasons=(_weights_with_batch_dims,),
+        addend=ADDEND,
+        in_place={ADDEND: "sum"},
+        can_shard=norms.can_shard,
+        static_types=(Quantization,),
+        functions=tuple(
+            Function(f"{kind}_norm_quantized", _requested(kind), out_dtypes=tuple(LARGEST)) for kind in KINDS
+        ),
+    )
+)
+
+GATED_NORM_QUANTIZED = Family(
+    Op(
+        name="gated_norm_quantized",
+        spec=Norm,
+        operands=GatedOperands,
+        results=Results,
+        roles=ROLES,
+        types=_types,
+        forward=forward,
+        plain=plain,
+        convention=Convention(carrier="carrier", tangents=_gated_tangents),
+        native=Native(
+            names=("jaxnorm_gated_rms_norm_quantized",),
+            name=norms.target,
+            forward=_attributes,
+            plan=norms.plan,
+            slower=speed.any_kernel,
+        ),
+        reasons=(norms.unfit_gate, _scale_of_several_groups),
+        can_shard=norms.can_shard,
+        functions=(
+            Function(
+                "gated_rms_norm_quantized",
+                _requested("rms", gates=True),
+                out_dtypes=tuple(LARGEST),
+                last_axis_only=True,
+            ),
+        ),
+    )
+)

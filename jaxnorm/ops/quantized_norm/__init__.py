@@ -1,1 +1,0 @@
-"""RMSNorm and LayerNorm with a quantised result."""
