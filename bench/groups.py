@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 import jaxnorm
 from bench import beside_xla
-from bench.beside_xla import add_arguments
+from bench.beside_xla import add_arguments as add_arguments
 
 # (examples, positions..., channels), of 32 groups, or of as many channels as they have. The first three are the
 # largest.
@@ -55,7 +55,6 @@ def text(shape):
 
 
 SUBJECT = beside_xla.Subject("group_norm", SHAPES, operands, programs, math.prod, text)
-__all__ = ["add_arguments", "main"]
 
 
 def main(args):

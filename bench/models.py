@@ -158,7 +158,7 @@ def loss(spec, variant, params, inputs, targets):
     how = model_norms.VARIANTS[variant].loss
     if how == "linear":
         return jaxnorm.linear_cross_entropy(x, head, targets)
-    losses = _losses if how == "jnp" else jaxnorm.softmax_cross_entropy_with_integer_labels
+    losses = {"jnp": _losses, "native": jaxnorm.softmax_cross_entropy_with_integer_labels}[how]
     return losses(x @ head, targets).mean()
 
 

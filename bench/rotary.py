@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 import jaxnorm
 from bench import beside_xla
-from bench.beside_xla import add_arguments
+from bench.beside_xla import add_arguments as add_arguments
 
 # (sequences, tokens, heads of queries, heads of keys, head size)
 SHAPES = {
@@ -60,7 +60,6 @@ def text(shape):
 SUBJECT = beside_xla.Subject(
     "qk_norm_rotary", SHAPES, operands, programs, elements, text, is_cached=lambda shape: shape[1] == 1
 )
-__all__ = ["add_arguments", "main"]
 
 
 def main(args):

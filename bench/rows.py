@@ -27,7 +27,8 @@ ODD = (1001, 4097, 50_257)  # which 16-byte vectors do not divide
 VOCABULARIES = ((8192, 32_000), (8192, 50_257), (8192, 128_256), (4096, 262_144))
 SCORES = (2, 16, 2048, 2048)  # of queries and keys
 BYTES = 2**28  # an array far beyond any cache
-CAUSAL, LOSS = "softmax, causal", "cross_entropy"
+CAUSAL = "softmax, causal"
+LOSS = "cross_entropy"
 
 
 class Cell(NamedTuple):

@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from coverage import in_full
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = (".ci", "jaxnorm", "src", "cmake", "tests", "bench", "docs", "examples", "tools")
@@ -17,6 +18,7 @@ OPS = ("sandwich_norm", "group_norm", "softmax", "cross_entropy", "qk_norm_rotar
 # Where the product names an op, beside its two folders.
 NAMED_IN = {"jaxnorm/__init__.py", "cmake/ops.cmake"}
 
+pytest.importorskip("libcst")
 pytestmark = pytest.mark.long
 
 
@@ -56,7 +58,7 @@ class Copy:
         return self.run("-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-q", *arguments)
 
 
-@pytest.fixture(params=OPS)
+@pytest.fixture(params=(OPS[0], *in_full(*OPS[1:])))
 def without(request, tmp_path):
     """The op, and a copy without it with what the tool printed."""
     copy = Copy(tmp_path)

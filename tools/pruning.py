@@ -1,422 +1,194 @@
-"""Cuts from a Python file what refers to names that are gone, and tells which of its own names go with that.
+"""Cuts from a Python source what names things that are gone, and tells which names of its own go with that.
 
-Of a display an element goes, or an entry; a tuple within a display is a record and goes whole. A call goes with its
-argument, unless that is starred. Of `a if b else c` the other branch stays, and `op in GONE` is false. A function goes
-with any of its statements, but a branch of an `if` goes alone, and so does an assert beside others.
+Of a display an element goes, or an entry; a tuple within a display is a record and goes whole, as does one without
+parentheses. A call goes with its argument, unless that is starred, and a function or a class with any of its statements
+but an `if` without `else`. `a if b else c` and `a or b` keep what is left. Layout is left to `ruff format`.
 """
 
 import ast
-import enum
-import io
 import re
-import tokenize
-from collections.abc import Iterator, Sequence, Set
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cache, cached_property
-from itertools import accumulate, pairwise
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
 
+import libcst as cst
+from libcst.helpers import get_full_name_for_node
+from libcst.metadata import MetadataWrapper, QualifiedNameSource, ScopeProvider
 
-class Found(enum.Enum):
-    KEPT, GONE, FALSE, TRUE = range(4)
-
-
-KEPT, GONE, FALSE, TRUE = Found
-NOT = {KEPT: KEPT, GONE: GONE, FALSE: TRUE, TRUE: FALSE}
-FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
-COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
-LAYOUT = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+# What is a list of things that go one by one, and what may stay without one of two parts.
+LISTS: dict[Any, str] = dict.fromkeys((cst.Tuple, cst.List, cst.Set, cst.Dict), "elements") | {cst.Call: "args"}
+LISTS |= {cst.Import: "names", cst.ImportFrom: "names", cst.Module: "body", cst.IndentedBlock: "body"}
+CHOICES: dict[Any, tuple[str, str]] = {cst.IfExp: ("body", "orelse")}
+CHOICES |= {cst.BooleanOperation: ("left", "right"), cst.BinaryOperation: ("left", "right")}
 
 
 @dataclass
 class Gone:
-    """Names with their modules, as jaxnorm.ops.softmax or ops.SOFTMAX, and the words for them in text."""
+    """Whole names, as jaxnorm.ops.softmax or ops.SOFTMAX, and the words for them in text."""
 
-    names: set[str] = field(default_factory=set)
-    words: set[str] = field(default_factory=set)
+    names: set[str]
+    words: set[str]
 
-    def has(self, name: str | None) -> bool:
-        parts = (name or "").split(".")
-        return any(".".join(parts[: i + 1]) in self.names for i in range(len(parts)))
+    def has(self, name: str) -> bool:
+        return not self.names.isdisjoint(prefixes(name))
 
-    def is_in(self, text: str) -> bool:
-        """A word that may be English, as softmax, counts where it is all there is."""
-        return text in self.words or bool(pattern(frozenset(self.words)).search(text))
-
-
-@cache
-def pattern(words: frozenset[str]) -> re.Pattern[str]:
-    special = "|".join(re.escape(word) for word in sorted(words) if re.search("[_./]", word))
-    return re.compile(rf"(?<![\w-])({special or '(?!)'})(_fwd|_bwd)?(?!\w)")
-
-
-def is_docstring(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-
-
-def says_nothing(node: ast.stmt) -> bool:
-    """Whether a file of such statements has no use."""
-    return is_docstring(node) or isinstance(node, ast.Import | ast.ImportFrom) or "pytestmark" in defined(node)
-
-
-def stored(node: ast.AST) -> set[str]:
-    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-
-
-def loaded(node: ast.AST) -> set[str]:
-    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
-
-
-def defined(node: ast.stmt) -> set[str]:
-    """The names that a statement of a module defines."""
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        return {node.name}
-    if isinstance(node, ast.Assign | ast.AnnAssign):
-        return {name for target in getattr(node, "targets", [getattr(node, "target", None)]) for name in stored(target)}
-    return set()
+    def pattern(self) -> re.Pattern[str]:
+        """Of the words that cannot be English, as softmax is."""
+        special = "|".join(re.escape(word) for word in sorted(self.words) if re.search("[_./]", word))
+        return re.compile(rf"(?<![\w-])({special or '(?!)'})(_fwd|_bwd)?(?!\w)")
 
 
 class Module:
-    """A source, and the whole names of what it defines, imports and uses."""
+    """A source, what is left of it, and the whole names of what that defines and uses."""
 
     def __init__(self, name: str, source: str):
-        self.name, self.source, self.tree = name, source, ast.parse(source)
-        self.starts = [0]
-        for line in source.splitlines(keepends=True):
-            self.starts.append(self.starts[-1] + len(line))
+        self.name, self.source = name, source
+        self.unused: set[str] = set()  # imports that nothing uses any more
+        self.seen: set[str] = set()
+        self.wrapper: MetadataWrapper | None = None
+        self.take(source)
+        self.defined, self.loaded = self.defines, self.loads
+        self.named = self.uses | {f"{name}.{defined}" for defined in self.defined}
+
+    def prune(self, gone: Gone) -> None:
+        """Cuts from the source anew, as more is gone, and adds to that."""
+        words = {word for word in gone.words if word in self.source}
+        while (seen := self.named & gone.names | words | self.unused) != self.seen:
+            self.wrapper = self.wrapper or MetadataWrapper(cst.parse_module(self.source), unsafe_skip_copy=True)
+            self.seen = seen
+            self.take(self.wrapper.visit(Pruner(self, gone)).code)
+            self.unused |= (self.loaded - self.loads) & self.imports.keys()
+            gone.names |= {f"{self.name}.{name}" for name in self.defined - self.defines - self.unused}
+
+    def take(self, text: str) -> None:
+        self.left, tree = text, ast.parse(text)
+        nodes = list(ast.walk(tree))
         self.imports: dict[str, str] = {}
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                self.imports |= {local(alias): imported(node, alias) for alias in node.names}
+        for node in nodes:
+            for alias in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
+                of = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+                name = alias.name if of or alias.asname else alias.name.partition(".")[0]
+                self.imports[alias.asname or name] = of + name
+        self.defines = {*self.imports, *(name for node in tree.body for name in names_of(node))}
+        self.loads = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+        # What it imports, too; parameters may be fixtures.
+        self.uses = {prefix for whole in self.imports.values() for prefix in prefixes(whole)}
+        self.uses |= {f"{self.name}.{node.arg}" for node in nodes if isinstance(node, ast.arg)}
+        self.uses |= {self.whole(n) for n in nodes if isinstance(n, ast.Name | ast.Attribute)}
+        idle = (ast.Import, ast.ImportFrom, ast.Expr)
+        self.says_nothing = all(isinstance(n, idle) or names_of(n) == {"pytestmark"} for n in tree.body)
 
-    @cached_property
-    def tokens(self) -> list[tuple[int, int, str]]:
-        tokens = tokenize.generate_tokens(io.StringIO(self.source).readline)
-        return [(self.at(*t.start), self.at(*t.end), t.string) for t in tokens if t.type not in LAYOUT]
-
-    def at(self, line: int, column: int) -> int:
-        return self.starts[line - 1] + column
-
-    def span(self, node: ast.AST) -> tuple[int, int]:
-        """Where its text begins and ends. A column of `ast` counts bytes."""
-
-        def at(line: int, column: int) -> int:
-            text = self.source[self.starts[line - 1] : self.starts[line]]
-            return self.at(line, len(text.encode()[:column].decode()))
-
-        n: ast.expr = node  # type: ignore[assignment]  # or a statement, an alias, a keyword
-        return at(n.lineno, n.col_offset), at(n.end_lineno or 0, n.end_col_offset or 0)
-
-    def whole_name(self, node: ast.AST | None) -> str | None:
+    def whole(self, node: ast.AST) -> str:
         if isinstance(node, ast.Attribute):
-            of = self.whole_name(node.value)
-            return of and f"{of}.{node.attr}"
-        return self.imports.get(node.id, f"{self.name}.{node.id}") if isinstance(node, ast.Name) else None
-
-    @cached_property
-    def defines(self) -> set[str]:
-        return {f"{self.name}.{name}" for node in self.tree.body for name in defined(node)}
-
-    @cached_property
-    def loaded(self) -> set[str]:
-        return loaded(self.tree)
-
-    @cached_property
-    def uses(self) -> set[str]:
-        """Whole names, of what it imports too, and `module.*` where names are looked up; parameters may be fixtures."""
-        found = {name for whole in self.imports.values() for name in accumulate(whole.split("."), "{}.{}".format)}
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.arg):
-                found.add(f"{self.name}.{node.arg}")
-            elif isinstance(node, ast.Call) and is_lookup(node):
-                found.add(f"{self.whole_name(node.args[0])}.*")
-            elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
-                found.add(self.whole_name(node) or "")
-        return found
+            return f"{self.whole(node.value)}.{node.attr}"
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            return self.imports.get(node.id, f"{self.name}.{node.id}")
+        return ""
 
 
-def is_lookup(node: ast.Call) -> bool:
-    """Whether it gets something by a name that only runs tell."""
-    return ast.unparse(node.func) == "getattr" and not isinstance(node.args[1], ast.Constant)
+def prefixes(name: str) -> set[str]:
+    return set(accumulate(name.split("."), "{}.{}".format))
 
 
-def local(alias: ast.alias) -> str:
-    return alias.asname or alias.name.partition(".")[0]
+def names_of(node: ast.stmt) -> set[str]:
+    """Those that a statement of a module defines."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return {node.name}
+    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
 
 
-def imported(node: ast.Import | ast.ImportFrom, alias: ast.alias) -> str:
-    if isinstance(node, ast.ImportFrom):
-        return f"{node.module}.{alias.name}"
-    return alias.name if alias.asname else alias.name.partition(".")[0]
+class Pruner(cst.CSTTransformer):
+    """`marked` are the nodes that go; one that cannot go alone marks what it is in."""
 
+    METADATA_DEPENDENCIES = (ScopeProvider,)
 
-class Pruner:
-    """One pass over a module: `edits` are what to cut, and names that go are added to `gone`."""
+    def __init__(self, module: Module, gone: Gone):
+        super().__init__()
+        self.module, self.gone, self.pattern = module, gone, gone.pattern()
+        self.within: list[Any] = [None]
+        self.marked: set[Any] = set()
 
-    def __init__(self, module: Module, gone: Gone, unused: Set[str] = frozenset()):
-        """`unused`: names of imports that go, too."""
-        self.module, self.gone, self.unused = module, gone, unused
-        self.source, self.starts, self.span = module.source, module.starts, module.span
-        self.shadowed: set[str] = set()
-        self.loaded: set[str] | None = None  # by the function in which a statement is
-        self.edits: list[tuple[int, int, str]] = []
-        name = module.name
-        for node in module.tree.body:
-            names = {f"{name}.{n}" for n in defined(node)}
-            self.exports = f"{name}.__all__" in names
-            if (names and names <= gone.names) or self.statement(node) is GONE:
-                self.cut(node)
-                gone.names |= names
-                if isinstance(node, ast.Import | ast.ImportFrom):
-                    gone.names |= {f"{name}.{local(alias)}" for alias in node.names}
-            elif isinstance(node, ast.ImportFrom):
-                gone.names |= {f"{name}.{local(a)}" for a in node.names if gone.has(imported(node, a))}
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        if self.is_gone(node, self.within[-1]):
+            self.marked.add(node)
+        self.within.append(node)
+        is_docstring = isinstance(node, cst.Expr) and isinstance(node.value, cst.SimpleString)
+        return not is_docstring and not isinstance(node, cst.ImportAlias)
 
-    def pruned(self) -> tuple[str, list[str]]:
-        """The new source, and what was cut from the old one."""
-        outer = [e for e in set(self.edits) if not any(o[0] <= e[0] and e[1] <= o[1] and o != e for o in self.edits)]
-        text = self.source
-        for start, end, new in sorted(outer, reverse=True):
-            text = text[:start] + new + text[end:]
-        cuts = [self.source[start:end] for start, end, _ in sorted(outer) if end > start]
-        return re.sub(r"\n{4,}", "\n\n\n", text).strip() + "\n", cuts
-
-    # Statements
-
-    def cut(self, node: ast.stmt) -> None:
-        """Its lines, with comments above it."""
-        first = min(n.lineno for n in (node, *getattr(node, "decorator_list", ())))
-        lines = self.source.splitlines()
-        while first > 1 and lines[first - 2].lstrip().startswith("#"):
-            first -= 1
-        self.edits.append((self.starts[first - 1], self.starts[node.end_lineno or 0], ""))
-
-    def each(self, targets: ast.Tuple, values: ast.Tuple) -> Found:
-        """Of names that are given together, some."""
-        gone = [self.is_gone(value) for value in values.elts]
-        if any(gone) and self.loaded is not None:
-            return GONE
-        pairs = list(zip([stored(target) for target in targets.elts], gone, strict=True))
-        self.gone.names |= {f"{self.module.name}.{name}" for names, is_gone in pairs if is_gone for name in names}
-        gone = [is_gone or self.is_unused(names) for names, is_gone in pairs]
-        self.items(targets, targets.elts, gone)
-        return self.items(values, values.elts, gone)
-
-    def is_unused(self, names: Set[str]) -> bool:
-        return bool(names) and self.loaded is not None and not any(n in self.loaded or n.startswith("_") for n in names)
-
-    def body(self, nodes: Sequence[ast.stmt]) -> Found:
-        unused = [node for node in nodes if isinstance(node, ast.Assign) and self.is_unused(defined(node))]
-        for node in unused:
-            self.cut(node)
-        gone = [node for node in nodes if node not in unused and self.statement(node) is GONE]
-        left = [node for node in nodes if node not in gone and not is_docstring(node)]
-        may_go = ast.If | ast.Assert if any(isinstance(node, ast.Assert) for node in left) else ast.If
-        if gone and not (left and all(isinstance(node, may_go) for node in gone)):
-            return GONE
-        for node in gone:
-            self.cut(node)
-        return KEPT
-
-    def statement(self, node: ast.stmt) -> Found:
-        if is_docstring(node):
-            return KEPT
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            gone = [self.gone.has(imported(node, alias)) or local(alias) in self.unused for alias in node.names]
-            return self.items(node, node.names, gone)
-        if isinstance(node, ast.If):
-            return self.branches(node)
-        if isinstance(node, ast.Assert):
-            return KEPT if self.look(node.test) is KEPT else GONE
+    def is_gone(self, node: cst.CSTNode, parent: Any) -> bool:
         match node:
-            case ast.Assign(targets=[ast.Tuple(elts=names) as targets], value=ast.Tuple(elts=values) as given):
-                if len(names) == len(values) and not any(isinstance(name, ast.Starred) for name in names):
-                    return self.each(targets, given)
-        with self.scope(node):
-            for _, value in ast.iter_fields(node):
-                children = value if isinstance(value, list) else [value]
-                if children and isinstance(children[0], ast.stmt):
-                    found = self.body(children)
-                else:
-                    found = self.all([child for child in children if isinstance(child, ast.AST)])
-                if found is GONE:
-                    return GONE
-        return KEPT
+            case cst.ImportAlias(evaluated_name=name, evaluated_alias=alias):
+                of = f"{get_full_name_for_node(parent.module)}." if hasattr(parent, "module") else ""
+                return self.gone.has(of + name) or (alias or (name if of else name.split(".")[0])) in self.module.unused
+            case cst.SimpleString(raw_value=text) | cst.FormattedStringText(value=text):
+                is_own = f"{self.module.name}.{text}" in self.gone.names  # as in `__all__`
+                return is_own or text in self.gone.words or bool(self.pattern.search(str(text)))
+            case cst.Name() | cst.Attribute() if node not in (
+                getattr(parent, "attr", 0),
+                getattr(parent, "keyword", 0),
+            ):
+                scope = self.get_metadata(ScopeProvider, node, None)
+                found = scope.get_qualified_names_for(node) if scope else ()
+                own = {QualifiedNameSource.LOCAL: f"{self.module.name}."}
+                return any(self.gone.has(own.get(whole.source, "") + whole.name) for whole in found)
+        return False
 
-    def branches(self, node: ast.If) -> Found:
-        test = self.look(node.test)
-        if test is KEPT and self.body(node.body) is GONE:
-            test = FALSE
-        if test is KEPT:
-            if node.orelse and self.body(node.orelse) is GONE:
-                self.edits.append((self.span(node.body[-1])[1], self.span(node)[1], ""))
-            return KEPT
-        left = node.body if test is TRUE else node.orelse
-        if not left:
-            return GONE
-        start, end = self.starts[left[0].lineno - 1], self.span(left[-1])[1]
-        text = self.source[start:end]
-        if self.source[: self.span(left[0])[0] + 4].endswith("elif"):
-            text = text.replace("elif", "if", 1)
-        else:
-            text = re.sub("^    ", "", text, flags=re.MULTILINE)
-        self.edits.append((self.starts[node.lineno - 1], self.span(node)[1], text))
-        return KEPT
+    def on_leave(self, original: Any, updated: Any) -> Any:
+        self.within.pop()
+        parent = self.within[-1]
+        if type(original) in LISTS:
+            updated = self.without_items(original, updated, parent)
+        elif type(original) in CHOICES:
+            updated = self.chosen(original, updated)
+        if original not in self.marked:
+            return updated
+        match original:
+            case cst.CompIf(test=cst.Comparison(comparisons=[cst.ComparisonTarget(operator=cst.NotIn())])):
+                return cst.RemoveFromParent()
+        is_item = type(parent) in LISTS and original in getattr(parent, LISTS[type(parent)])
+        if not is_item and type(parent) not in CHOICES:
+            self.marked.add(parent)
+        return updated
 
-    @contextmanager
-    def scope(self, node: ast.AST) -> Iterator[None]:
-        """Within a function or a comprehension its own names are no module's."""
-        before = self.shadowed, self.loaded
-        if isinstance(node, ast.ClassDef):
-            self.loaded = None
-        elif isinstance(node, FUNCTIONS):
-            self.loaded = loaded(node)
-            names = {n.arg for n in ast.walk(node.args) if isinstance(n, ast.arg)}
-            self.shadowed = self.shadowed | names | stored(node)
-        elif isinstance(node, COMPREHENSIONS):
-            self.shadowed = self.shadowed.union(*(stored(generator.target) for generator in node.generators))
-        yield
-        self.shadowed, self.loaded = before
+    def without_items(self, original: Any, updated: Any, parent: Any) -> Any:
+        name = LISTS[type(original)]
+        items = getattr(original, name)
+        gone = [item for item in items if item in self.marked]
+        goes = len(gone) == len(items) and not isinstance(original, cst.Module)
+        if isinstance(original, cst.Call):
+            goes |= not all(item.star for item in gone)
+        elif isinstance(original, cst.IndentedBlock):
+            goes |= not all(isinstance(item, cst.If) and not item.orelse for item in gone)
+        elif isinstance(original, cst.Tuple):
+            goes |= not original.lpar or isinstance(parent, cst.Element | cst.DictElement)
+        if gone and goes:
+            self.marked.add(original)
+        if not gone or original in self.marked:
+            return updated
+        kept: list[Any] = []
+        for old, new in zip(items, getattr(updated, name), strict=True):
+            if old not in self.marked:
+                kept.append(new)
+            elif kept and name != "body":
+                kept[-1] = kept[-1].with_changes(comma=comma_of_both(kept[-1].comma, new.comma, old is items[-1]))
+        return updated.with_changes(**{name: kept})
 
-    # Expressions
-
-    def all(self, nodes: Sequence[ast.AST]) -> Found:
-        """GONE if one is; a condition that is decided is written down."""
-        found = [self.look(node) for node in nodes]
-        self.edits += [(*self.span(n), str(f is TRUE)) for n, f in zip(nodes, found, strict=True) if f in (TRUE, FALSE)]
-        return GONE if GONE in found else KEPT
-
-    def look(self, node: ast.AST, record: bool = False) -> Found:
-        match node:
-            case ast.Constant(value=str(text)):
-                exports = self.exports and self.gone.has(f"{self.module.name}.{text}")
-                return GONE if exports or self.gone.is_in(text) else KEPT
-            case ast.Name(ctx=ast.Store()):
-                return KEPT
-            case ast.Name() | ast.Attribute():
-                of = node
-                while isinstance(of, ast.Attribute):
-                    of = of.value
-                if not isinstance(of, ast.Name):
-                    return self.look(of)
-                return GONE if of.id not in self.shadowed and self.gone.has(self.module.whole_name(node)) else KEPT
-            case ast.JoinedStr():
-                edits = len(self.edits)
-                found = self.all(list(ast.iter_child_nodes(node)))
-                del self.edits[edits:]
-                return found
-            case ast.Tuple(elts=elts) | ast.List(elts=elts) | ast.Set(elts=elts):
-                gone = [self.is_gone(element) for element in elts]
-                return GONE if record and any(gone) and isinstance(node, ast.Tuple) else self.items(node, elts, gone)
-            case ast.Dict(keys=keys, values=values):
-                pairs = zip(keys, values, strict=True)
-                return self.items(node, values, [bool(k and self.is_gone(k)) | self.is_gone(v) for k, v in pairs])
-            case ast.Call():
-                args = sorted((*node.args, *node.keywords), key=self.span)
-                gone = [self.all([arg]) is GONE for arg in args]
-                starred = [isinstance(a, ast.Starred) or (isinstance(a, ast.keyword) and not a.arg) for a in args]
-                if self.all([node.func]) is GONE or any(g and not s for g, s in zip(gone, starred, strict=True)):
-                    return GONE
-                return self.items(node, args, gone)
-            case ast.Compare(left=left, ops=[*_, operator], comparators=others):
-                if self.all([left, *others]) is KEPT or any(isinstance(n, ast.Call) for n in ast.walk(node)):
-                    return self.all([left, *others])
-                return TRUE if isinstance(operator, ast.NotIn | ast.NotEq | ast.IsNot) else FALSE
-            case ast.UnaryOp(op=ast.Not(), operand=operand):
-                return NOT[self.look(operand)]
-            case ast.BoolOp(op=operator, values=values):
-                found = [self.look(value) for value in values]
-                decides = FALSE if isinstance(operator, ast.And) else TRUE
-                if GONE in found or decides in found:
-                    return GONE if GONE in found else decides
-                word = "and" if decides is FALSE else "or"
-                return (
-                    NOT[decides]
-                    if KEPT not in found
-                    else self.items(node, values, [f is not KEPT for f in found], word)
-                )
-            case ast.BinOp(left=left, op=ast.BitOr(), right=right):
-                return self.items(node, [left, right], [self.is_gone(left), self.is_gone(right)], "|")
-            case ast.BinOp(left=left, op=ast.Mult(), right=right) if FALSE in (self.look(left), self.look(right)):
-                return GONE
-            case ast.IfExp(test=test, body=body, orelse=orelse):
-                return self.chosen(node, test, body, orelse)
-            case ast.comprehension(ifs=conditions):
-                found = [self.look(condition) for condition in conditions]
-                for condition, decided in zip(conditions, found, strict=True):
-                    if decided is TRUE:
-                        self.edits.append(
-                            (self.last("if", self.span(condition)[0])[0] - 1, self.span(condition)[1], "")
-                        )
-                return GONE if GONE in found or FALSE in found else self.all([node.target, node.iter])
-        with self.scope(node):
-            return self.all(list(ast.iter_child_nodes(node)))
-
-    def is_gone(self, node: ast.AST) -> bool:
-        found = self.look(node, record=True)
-        return found is GONE if found in (KEPT, GONE) else self.all([node]) is GONE
-
-    def chosen(self, node: ast.IfExp, test: ast.expr, body: ast.expr, orelse: ast.expr) -> Found:
-        found, (start, end) = self.look(test), self.span(node)
-        gone = [self.is_gone(body), self.is_gone(orelse)]
-        if found in (GONE, FALSE) or gone[0]:
-            self.edits.append((start, self.last("else", self.span(orelse)[0])[1] + 1, ""))
-            return GONE if gone[1] else KEPT
-        if found is TRUE or gone[1]:
-            self.edits.append((self.last("if", self.span(test)[0])[0] - 1, end, ""))
-        return KEPT
-
-    def last(self, word: str, before: int) -> tuple[int, int]:
-        """The last such token that ends before."""
-        return max((start, end) for start, end, text in self.module.tokens if text == word and end <= before)
-
-    def items(self, node: ast.AST, items: Sequence[ast.AST], gone: Sequence[bool], separator: str = ",") -> Found:
-        """Cuts these items of a display, a call, an import or a chain of operators; GONE if none is left."""
-        if not any(gone) or all(gone):
-            return GONE if gone and all(gone) else KEPT
-        spans, (start, end) = [self.span(item) for item in items], self.span(node)
-        between = [(a[1], b[0]) for a, b in pairwise(spans)]
-        at = [next(t for t in self.module.tokens if t[2] == separator and a <= t[0] < b) for a, b in between]
-        begins = [self.begin(node, spans[0][0], start, at), *(self.after(t[1]) for t in at)]
-        last = max(i for i, is_gone in enumerate(gone) if not is_gone)
-        self.edits += [(begins[i], begins[i + 1], "") for i in range(last) if gone[i]]
-        one = isinstance(node, ast.Tuple) and gone.count(False) == 1
-        rest = [t for t in self.module.tokens if spans[-1][1] <= t[0] and t[1] <= end]
-        trailing = next((t for t in rest if t[2] == ","), None)
-        closing = (
-            0 if separator != "," else sum(t[2] == "(" for t in self.module.tokens if at[-1][1] <= t[0] < spans[-1][0])
-        )
-        stop = trailing[1] if trailing else rest[closing - 1][1] if closing else spans[-1][1]
-        if separator != ",":
-            stop = end
-        if last < len(items) - 1:
-            keeps = trailing or one
-            self.edits.append((at[last][1] if keeps else at[last][0] - (separator != ","), stop, ""))
-        elif one and not trailing:
-            self.edits.append((stop, stop, ","))
-        return KEPT
-
-    def begin(self, node: ast.AST, first: int, start: int, at: list[tuple[int, int, str]]) -> int:
-        """Where the first item begins, with what brackets it."""
-        if isinstance(node, ast.Dict | ast.List | ast.Set):
-            return self.after(start + 1)
-        if isinstance(node, ast.Call):
-            return self.after(next(t[1] for t in self.module.tokens if t[2] == "(" and t[0] >= self.span(node.func)[1]))
-        return first if isinstance(node, ast.Tuple | ast.Import | ast.ImportFrom) else start
-
-    def after(self, position: int) -> int:
-        """The next token that is no comment on the same line."""
-        start, _, text = next(t for t in self.module.tokens if t[0] >= position)
-        if text.startswith("#") and "\n" not in self.source[position:start]:
-            return self.after(start + len(text))
-        return start
+    def chosen(self, original: Any, updated: Any) -> Any:
+        """What stays of a condition or of two operands, marked if it is nothing."""
+        first, second = CHOICES[type(original)]
+        loses_first = not self.marked.isdisjoint({getattr(original, first), getattr(original, "test", None)})
+        loses_second = getattr(original, second) in self.marked
+        if loses_first != loses_second and isinstance(getattr(original, "operator", None), cst.Or | cst.BitOr | None):
+            return getattr(updated, second if loses_first else first)
+        if loses_first or loses_second:
+            self.marked.add(original)
+        return updated
 
 
-def prune(module: Module, gone: Gone, loaded: Set[str]) -> tuple[Module, list[str]]:
-    """What is left and what was cut; `loaded`: the names that the module used before anything was."""
-    cuts: list[str] = []
-    while True:
-        text, more = Pruner(module, gone, loaded - module.loaded).pruned()
-        if not more:
-            return module, cuts
-        module, cuts = Module(module.name, text), cuts + more
+def comma_of_both(before: Any, after: Any, is_last: bool) -> Any:
+    """Of an item, and of the next, which goes: comments stay with the items that they stand beside or above."""
+    lines = getattr(after, "whitespace_after", None)
+    if not isinstance(lines, cst.ParenthesizedWhitespace):
+        return after if is_last else before
+    beside = getattr(before.whitespace_after, "first_line", cst.TrailingWhitespace())
+    return after.with_changes(whitespace_after=lines.with_changes(first_line=beside))

@@ -3,8 +3,8 @@
     python tools/remove_op.py sandwich_norm
 
 In the product an op is `src/ops/<op>/`, `jaxnorm/ops/<op>/`, a line of `cmake/ops.cmake`, and an import and names in
-`jaxnorm/__init__.py`. Its modules of Flax, tests, benchmarks, pages and examples go as well. Prints each file that goes
-and each text that is cut, and at last where the product still names the op.
+`jaxnorm/__init__.py`. Its modules of Flax, tests, benchmarks, pages and examples go as well. Prints the files that go
+or that are cut, and where the product still names the op.
 """
 
 import argparse
@@ -13,164 +13,154 @@ import re
 import shutil
 from pathlib import Path
 
-from pruning import Gone, Module, prune, says_nothing
-from pruning_pages import anchors, prune_page, without_links
+from pruning import Gone, Module
 
 FOLDERS = ("jaxnorm", "src", "cmake", "tests", "bench", "docs", "examples")
+SUFFIXES = (".py", ".md", ".yml", ".cmake", ".txt", ".cc", ".cu", ".h", ".cuh")
 PRODUCT = ("jaxnorm/", "src/", "cmake/", "CMakeLists.txt")
-ROOTS = ("tests/lib/", "tests/", "examples/ports/", "examples/")  # where modules are imported from
+ROOTS = re.compile("^(tests/lib|tests|examples/ports|examples)/")  # where modules are imported from
+
+BLOCK = re.compile(r"(?ms)^ *```.*?^ *```$|(?:^(?! *```)[^\n]+\n?)+")  # of a page: an example or a paragraph
+LINK = re.compile(r"\[([^\]]*)\]\((?:[^)\s:]*/)?([^)\s:#/]*)#?([^)\s:]*)\)")  # text, page, heading
+ITEM = re.compile(r"^(?=[-*] |\d+\. |\|)", re.MULTILINE)
 
 
-def files(*suffixes: str) -> list[str]:
-    found = [*Path().glob("*.*"), *(path for folder in FOLDERS for path in Path(folder).rglob("*"))]
-    return sorted(str(path) for path in found if path.suffix in suffixes and path.is_file())
+class Removal:
+    """`texts` are the sources of the tree, of which nothing is written before `save`."""
 
-
-def module_of(path: str) -> str:
-    root = next((root for root in ROOTS if path.startswith(root)), "")
-    return path.removeprefix(root).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-
-
-class Tree:
-    """The sources of the tree; what is cut is written and told at the end, but for files that go whole."""
-
-    def __init__(self) -> None:
-        paths = files(".py", ".md", ".yml", ".cmake", ".txt", ".cc", ".cu", ".h", ".cuh")
-        self.texts = {path: Path(path).read_text() for path in paths}
+    def __init__(self, op: str):
+        self.op, self.folders = op, (f"jaxnorm/ops/{op}/", f"src/ops/{op}/")
+        paths = [*Path().glob("*.*"), *(path for folder in FOLDERS for path in Path(folder).rglob("*"))]
+        self.before = {str(path): path.read_text() for path in sorted(paths) if path.suffix in SUFFIXES}
+        self.texts = {path: text for path, text in self.before.items() if not path.startswith(self.folders)}
         self.modules = {
-            path: Module(module_of(path), text) for path, text in self.texts.items() if path.endswith(".py")
+            path: Module(ROOTS.sub("", path)[:-3].removesuffix("/__init__").replace("/", "."), text)
+            for path, text in self.texts.items()
+            if path.endswith(".py")
         }
-        self.loaded = {path: module.loaded for path, module in self.modules.items()}  # before anything is cut
-        self.before = dict(self.texts)
-        self.cuts: dict[str, list[str]] = {}
-
-    def write(self, path: str, text: str, cuts: list[str]) -> None:
-        self.texts[path] = text
-        self.cuts.setdefault(path, []).extend(cuts)
-        if path in self.modules:
-            self.modules[path] = Module(module_of(path), text)
-
-    def forget(self, path: str) -> None:
-        del self.texts[path]
-        self.modules.pop(path, None)
-
-    def remove(self, path: str) -> None:
-        self.forget(path)
-        self.cuts[path] = []
+        imports = self.modules["jaxnorm/__init__.py"].imports
+        self.public = [name for name, whole in imports.items() if f".{op}." in whole]
+        source = "".join(text for path, text in self.before.items() if path.startswith(self.folders[0]))
+        self.gone = Gone({f"jaxnorm.ops.{op}"}, {op, *self.public, *re.findall(r'"(jaxnorm_\w+)"', source)})
+        self.used = self.uses()
 
     def uses(self) -> set[str]:
         return {name for module in self.modules.values() for name in module.uses}
 
-    def save(self) -> None:
-        for path, text in self.texts.items():
-            if text != self.before[path]:
-                Path(path).write_text(text)
-        for path, cuts in sorted(self.cuts.items()):
-            if Path(path).is_dir():
-                print(f"{path}: goes")
-                shutil.rmtree(path)
-            elif path not in self.texts:
-                print(f"{path}: goes")
-                Path(path).unlink()
-            for cut in cuts:
-                first, *more = cut.strip(" \n,").splitlines() or [""]
-                print(f"{path}: cuts {first}" + (f" ... {len(more)} more lines" if more else ""))
+    def remove(self, path: str, name: str) -> None:
+        del self.texts[path]
+        self.gone.words |= {path, name}
 
-
-class Removal:
-    def __init__(self, op: str):
-        self.op, self.tree = op, Tree()
-        imports = self.tree.modules["jaxnorm/__init__.py"].imports
-        public = [name for name, whole in imports.items() if f".{op}." in whole]
-        archives = (f"tests/artefacts/{name}.zip" for name in public)
-        self.tree.cuts |= {archive: [] for archive in archives if Path(archive).is_file()}
-        source = "".join(text for path, text in self.tree.texts.items() if path.startswith(f"jaxnorm/ops/{op}/"))
-        self.gone = Gone({f"jaxnorm.ops.{op}"}, {op, *public, *re.findall(r'"(jaxnorm_\w+)"', source)})
-        self.used = self.tree.uses()
-
-    def remove_product(self) -> None:
-        for folder in filter(os.path.isdir, (f"src/ops/{self.op}", f"jaxnorm/ops/{self.op}")):
-            for path in [path for path in self.tree.texts if path.startswith(f"{folder}/")]:
-                self.tree.forget(path)
-            self.tree.cuts[folder] = []
-        for path in [path for path in self.tree.texts if path.endswith((".cmake", ".txt"))]:
-            text = self.tree.texts[path]
-            lines = re.findall(rf"^ *jaxnorm_op\({self.op}\b.*\)\n", text, re.MULTILINE)
-            self.tree.write(path, text.replace("".join(lines), ""), lines)
+    def prune_sources(self) -> None:
+        """C++ programs of tests go that include headers of this op and of no other but norms; of CMake, the line."""
+        for path, text in list(self.texts.items()):
+            included = set(re.findall('#include "ops/(\\w+)/', text)) - {"norm", "shared"}
+            if path.startswith("tests/") and included == {self.op}:
+                self.remove(path, Path(path).stem)
+            elif path.endswith(".cmake"):
+                self.texts[path] = re.sub(rf"(?m)^ *jaxnorm_op\({self.op}\b.*\)\n", "", text)
 
     def prune_modules(self) -> bool:
-        """One pass; whether it cut anything. In tests and the like a name goes, too, that has lost all its users."""
-        before = len(self.gone.names), len(self.tree.texts)
-        for path, module in list(self.tree.modules.items()):
-            is_named = any(word in module.source for word in self.gone.words)
-            if not is_named and not (module.uses | module.defines) & self.gone.names:
-                continue
-            left, cuts = prune(module, self.gone, self.tree.loaded[path])
-            if not cuts:
-                continue
-            self.tree.write(path, left.source, cuts)
-            if all(map(says_nothing, left.tree.body)):
-                self.tree.remove(path)
-                self.gone.names.add(module.name)
-                self.gone.words |= {path, module.name}
-        used = self.tree.uses()
-        others = [module for path, module in self.tree.modules.items() if not path.startswith(PRODUCT)]
-        own = {name for module in others if f"{module.name}.*" not in used for name in module.defines}
-        self.gone.names |= own & self.used - used
-        return before != (len(self.gone.names), len(self.tree.texts))
-
-    def remove_programs(self) -> None:
-        """C++ programs of tests with structs of this op and of no other, except those of norms."""
-        structs: dict[str, set[str]] = {}
-        for header in Path("src/ops").glob("*/call.h"):
-            structs[header.parent.name] = set(re.findall(r"^struct (\w+)", header.read_text(), re.MULTILINE))
-        others = [op for op in structs if Path("jaxnorm/ops", op).is_dir() and op not in ("norm", self.op)]
-        of_others = {name for op in others for name in structs[op]}
-        for path, text in list(self.tree.texts.items()):
-            words = (
-                set(re.findall(r"\w+", text)) if path.startswith("tests/") and path.endswith((".cc", ".cu")) else set()
-            )
-            if words & structs.get(self.op, set()) and not words & of_others:
-                self.tree.remove(path)
-                self.gone.words |= {path, Path(path).stem}
+        """One pass; whether more is gone. In tests and the like a name goes, too, that has lost all its users."""
+        before = len(self.gone.names), len(self.gone.words)
+        for path, module in list(self.modules.items()):
+            module.prune(self.gone)
+            self.texts[path] = module.left
+            if module.left != module.source and module.says_nothing:
+                self.remove(path, module.name)
+                self.gone.names.add(self.modules.pop(path).name)
+        used = self.uses()
+        own = [module for path, module in self.modules.items() if not path.startswith(PRODUCT)]
+        self.gone.names |= {f"{m.name}.{name}" for m in own for name in m.defines} & self.used - used
+        return before != (len(self.gone.names), len(self.gone.words))
 
     def prune_pages(self) -> None:
-        pages = {path: text for path, text in self.tree.texts.items() if path.endswith(".md")}
-        lost: set[str] = set()
-        for path, text in pages.items():
-            left, cuts = prune_page(text, self.gone, self.op)
-            if cuts:
-                self.tree.write(path, left, cuts)
-                lost |= {f"{path}#{anchor}" for anchor in anchors(text) - anchors(left)}
-            if not left.strip():
-                self.tree.remove(path)
-                lost.add(path)
-        for path in pages.keys() & self.tree.texts.keys():
-            self.tree.texts[path] = without_links(path, self.tree.texts[path], lost)
-        contents = self.tree.texts["mkdocs.yml"].splitlines(keepends=True)
-        cuts = [line for line in contents if f"docs/{line.strip(' -').strip()}" in lost]
-        self.tree.write("mkdocs.yml", "".join(line for line in contents if line not in cuts), cuts)
+        """And links to what has gone become text."""
+        pages = [path for path in self.texts if path.endswith(".md")]
+        before = {target for path in pages for target in targets(path, self.texts[path])}
+        for path in pages:
+            self.texts[path] = self.pruned_page(self.texts[path])
+        lost = before.difference(*(targets(path, self.texts[path]) for path in pages))
+        for path in pages:
+            self.texts[path] = LINK.sub(lambda link: link[not lost.isdisjoint(link.group(2, 3))], self.texts[path])
+            if not self.texts[path]:
+                del self.texts[path]
+        contents = self.texts["mkdocs.yml"].splitlines(keepends=True)
+        self.texts["mkdocs.yml"] = "".join(c for c in contents if Path(c.strip(" -").rstrip()).name not in lost)
 
-    def print_rest(self) -> None:
-        words = re.compile(rf"\b({'|'.join(self.gone.words)})(_fwd|_bwd)?\b")
-        for path, text in self.tree.texts.items():
+    def pruned_page(self, text: str) -> str:
+        """Without the sections, paragraphs, examples, rows and items that name the op; empty where nothing is left."""
+        kept: list[str] = []
+        inside = 0  # a section that goes: the level of its heading
+        blocks = BLOCK.findall(text)
+        for block in blocks:
+            depth = level(block)
+            inside = 0 if 0 < depth <= inside else inside
+            is_ops = self.names(block) or block.strip("# \n").lower() == self.op.replace("_", " ")
+            inside = inside or depth * is_ops
+            left = "" if inside else self.pruned_block(block).strip("\n")
+            # What said what was to come, or is a section of nothing.
+            while kept and (0 < depth <= level(kept[-1]) if left else kept[-1].endswith(":")):
+                kept.pop()
+            kept += [left] if left else []
+        return "\n\n".join(kept) + "\n" * bool(kept) if any(map(self.names, blocks)) else text
+
+    def pruned_block(self, block: str) -> str:
+        if not self.names(block):
+            return block
+        words = "|".join(map(re.escape, self.gone.words))
+        items = [] if block.startswith("```") else ITEM.split(block)
+        items = [re.sub(rf"`({words})`, |, `({words})`", "", item) if item.startswith("|") else item for item in items]
+        left = [item for item in items if not self.names(item)]
+        is_head = sum(item.startswith("|") for item in left) == 2
+        return "" if len(items) < 2 or is_head else "".join(left).rstrip()
+
+    def names(self, text: str) -> bool:
+        """A word that may be English counts where it is code."""
+        code = " ".join([*re.findall("`([^`]+)`", text), *re.findall("^::: (.*)", text)])
+        words = {word.strip(".") for word in re.findall(r"[\w.]+", code)}
+        is_gone = any(word.rpartition(".")[2] in self.gone.words or self.gone.has(word) for word in words)
+        return is_gone or bool(self.gone.pattern().search(text))
+
+    def save(self) -> None:
+        for folder in filter(os.path.isdir, self.folders):
+            print(f"{folder[:-1]}: goes")
+            shutil.rmtree(folder)
+        artefacts = {f"tests/artefacts/{name}.zip" for name in self.public}
+        for gone in filter(os.path.exists, sorted(artefacts | self.before.keys() - self.texts.keys())):
+            print(f"{gone}: goes")
+            os.remove(gone)
+        for path, text in self.texts.items():
+            if text != self.before[path]:
+                print(f"{path}: is cut")
+                Path(path).write_text(text)
             for number, line in enumerate(text.splitlines() if path.startswith(PRODUCT) else (), 1):
-                if words.search(line):
+                if self.gone.pattern().search(line):
                     print(f"still named in {path}:{number}: {line.strip()}")
+
+
+def level(block: str) -> int:
+    """Of a heading; 0: it is none."""
+    return len(block) - len(block.lstrip("#"))
+
+
+def targets(path: str, page: str) -> set[str]:
+    """What links may name: the page, and its headings."""
+    headings = [block.strip("# \n").lower() for block in BLOCK.findall(page) if level(block)]
+    return {re.sub(r"[^\w-]", "", heading.replace(" ", "-")) for heading in headings} | {
+        Path(path).name for _ in page[:1]
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ops = sorted(path.parent.name for path in Path("jaxnorm/ops").glob("*/op.py"))
-    parser.add_argument("op", choices=ops)
+    parser.add_argument("op", choices=sorted(path.parent.name for path in Path("jaxnorm/ops").glob("*/op.py")))
     removal = Removal(parser.parse_args().op)
-    removal.remove_programs()
-    removal.remove_product()
+    removal.prune_sources()
     while removal.prune_modules():
         pass
     removal.prune_pages()
-    removal.tree.save()
-    removal.print_rest()
+    removal.save()
 
 
 if __name__ == "__main__":
