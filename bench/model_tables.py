@@ -69,7 +69,7 @@ def with_loss(results):
     before, after = (variants[norms]["temp MiB"] / 1024 for norms in ("jnp", "jaxnorm-loss"))
     gain = f"{faster(change(variants, 'jaxnorm-loss'))}, {after:.1f} GiB of temporaries in place of {before:.1f}"
     classes = results["header"]["classes"]
-    return f"Llama-like, training, only the loss of {classes} classes", LOSS, gain, scatter(variants)
+    return f"Llama-like, training, {classes} classes, only the loss replaced", LOSS, gain, scatter(variants)
 
 
 def decoded(results):

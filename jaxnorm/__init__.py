@@ -13,23 +13,18 @@ __path__ = pkgutil.extend_path(__path__, __name__)
 
 from jaxnorm import checkpoint_policies
 from jaxnorm.inspect.explain import explain
-
-# Messages and `jaxnorm.info` list the functions in the order of these lines.
-# isort: off
 from jaxnorm.ops.cross_entropy.api import softmax_cross_entropy_with_integer_labels
 from jaxnorm.ops.cross_entropy.linear_api import linear_cross_entropy
-from jaxnorm.ops.norm.gated_api import gated_rms_norm, gated_rms_norm_quantized
 from jaxnorm.ops.group_norm.api import group_norm
 from jaxnorm.ops.norm.api import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from jaxnorm.ops.norm.gated_api import gated_rms_norm, gated_rms_norm_quantized
+from jaxnorm.ops.norm.quantized_api import RowStatistics, layer_norm_quantized, rms_norm_quantized
 from jaxnorm.ops.options import implementation
 from jaxnorm.ops.qk_norm_rotary.api import qk_norm_rotary
 from jaxnorm.ops.quantize.api import quantize
 from jaxnorm.ops.quantized_dot.api import quantized_dot
-from jaxnorm.ops.norm.quantized_api import RowStatistics, layer_norm_quantized, rms_norm_quantized
 from jaxnorm.ops.sandwich_norm.api import rms_norm_add_rms_norm
 from jaxnorm.ops.softmax.api import log_softmax, softmax
-# isort: on
-
 from jaxnorm.quantization import Quantization, Quantized
 from jaxnorm.replacement import quantize_linears, replace_norms
 

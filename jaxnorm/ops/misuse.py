@@ -131,7 +131,7 @@ def _meant(name: str, parameters: Parameters, keyword: str) -> str:
         return f"did you mean {ours}?"
     if argument == "out_dtype" and "quantization" in parameters:
         return f"{name} has no {keyword}: {INSTEAD[argument]}."
-    having = [other for other, of_other in _functions.items() if argument in of_other]
+    having = sorted(other for other, of_other in _functions.items() if argument in of_other)
     if related := sorted((other for other in having if name in other), key=len):  # the simplest first
         return f"did you mean {' or '.join(related)}, which {'takes' if len(related) == 1 else 'take'} {argument}?"
     remedies = INSTEAD | (INSTEAD_OF_QUANTIZED if "quantization" in parameters else {})

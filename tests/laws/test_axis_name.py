@@ -100,9 +100,11 @@ def test_dtypes(devices, kind, dtypes):
         split = jax.shard_map(partial(norm, axis_name="b"), mesh=mesh, in_specs=specs, out_specs=specs[0])
         actual, expected = jax.jit(split)(*args), norm(*args)
     assert actual.dtype == expected.dtype
-    # x_hat, of up to 4, may be rounded to the neighbour before it is multiplied.
-    ulp = float(jnp.finfo(out_dtype).eps)
-    np.testing.assert_allclose(*np.float32((actual, expected)), rtol=ulp, atol=4 * ulp + 1e-6)
+    # x_hat, of up to 4, may be rounded to the neighbour before it is multiplied: of x's dtype, if that is the narrower.
+    ulp, of_x = (float(jnp.finfo(dtype).eps) for dtype in (out_dtype, x_dtype))
+    actual, expected, bias = (np.asarray(array, np.float64) for array in (actual, expected, args[2]))
+    neighbour = max(of_x - ulp, 0) * np.abs(expected - bias)
+    np.testing.assert_array_less(np.abs(actual - expected), neighbour + ulp * np.abs(expected) + 4 * ulp + 1e-6)
 
 
 # XLA splits the rows, and the caller the features.

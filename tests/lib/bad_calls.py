@@ -345,7 +345,7 @@ MISUSE = {
         "a dtype of the result": call(X, dtype="int8").raises(TypeError, "'dtype'", "that of quantization"),
         "an out_dtype": call(X, out_dtype="int8").raises(TypeError, "'out_dtype'", "that of quantization"),
         "rounding": call(X, multiply_before_cast=True).raises(TypeError, "rounded once", "leave it out"),
-        "padding": call(X, pad_to=8).raises(TypeError, "'pad_to'", "an argument of add_rms_norm, add_layer_norm"),
+        "padding": call(X, pad_to=8).raises(TypeError, "'pad_to'", "an argument of add_layer_norm, add_rms_norm"),
         **no_arrays(X),
         **misspelt(X, eps="epsilon", weight="scale", beta="bias", quant="quantization"),
     },
