@@ -135,42 +135,44 @@ class Pruner(cst.CSTTransformer):
 
     def on_leave(self, original: Any, updated: Any) -> Any:
         self.within.pop()
-        parent = self.within[-1]
         if type(original) in LISTS:
-            updated = self.without_items(original, updated, parent)
+            updated = self.without_items(original, updated)
         elif type(original) in CHOICES:
             updated = self.chosen(original, updated)
-        if original not in self.marked:
-            return updated
         match original:
             case cst.CompIf(test=cst.Comparison(comparisons=[cst.ComparisonTarget(operator=cst.NotIn())])):
-                return cst.RemoveFromParent()
-        is_item = type(parent) in LISTS and original in getattr(parent, LISTS[type(parent)])
-        if not is_item and type(parent) not in CHOICES:
+                return cst.RemoveFromParent() if original in self.marked else updated
+        parent = self.within[-1]
+        if original in self.marked and type(parent) not in CHOICES and not self.goes_alone(original, parent):
             self.marked.add(parent)
         return updated
 
-    def without_items(self, original: Any, updated: Any, parent: Any) -> Any:
+    def goes_alone(self, node: Any, parent: Any) -> bool:
+        match parent:
+            case cst.Call():
+                return isinstance(node, cst.Arg) and bool(node.star)
+            case cst.IndentedBlock():
+                return isinstance(node, cst.If) and not node.orelse
+            case cst.Tuple():
+                return bool(parent.lpar) and not isinstance(self.within[-2], cst.Element | cst.DictElement)
+        return type(parent) in LISTS and node in getattr(parent, LISTS[type(parent)])
+
+    def without_items(self, original: Any, updated: Any) -> Any:
         name = LISTS[type(original)]
         items = getattr(original, name)
-        gone = [item for item in items if item in self.marked]
-        goes = len(gone) == len(items) and not isinstance(original, cst.Module)
-        if isinstance(original, cst.Call):
-            goes |= not all(item.star for item in gone)
-        elif isinstance(original, cst.IndentedBlock):
-            goes |= not all(isinstance(item, cst.If) and not item.orelse for item in gone)
-        elif isinstance(original, cst.Tuple):
-            goes |= not original.lpar or isinstance(parent, cst.Element | cst.DictElement)
-        if gone and goes:
+        is_gone = [item in self.marked for item in items]
+        if original in self.marked or not any(is_gone):
+            return updated
+        if all(is_gone) and not isinstance(original, cst.Module):
             self.marked.add(original)
-        if not gone or original in self.marked:
             return updated
         kept: list[Any] = []
-        for old, new in zip(items, getattr(updated, name), strict=True):
-            if old not in self.marked:
-                kept.append(new)
+        for item, goes in zip(getattr(updated, name), is_gone, strict=True):
+            if not goes:
+                kept.append(item)
             elif kept and name != "body":
-                kept[-1] = kept[-1].with_changes(comma=comma_of_both(kept[-1].comma, new.comma, old is items[-1]))
+                is_last = item is getattr(updated, name)[-1]
+                kept[-1] = kept[-1].with_changes(comma=comma_of_both(kept[-1].comma, item.comma, is_last))
         return updated.with_changes(**{name: kept})
 
     def chosen(self, original: Any, updated: Any) -> Any:

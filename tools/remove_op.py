@@ -123,13 +123,12 @@ class Removal:
         return is_gone or bool(self.gone.pattern().search(text))
 
     def save(self) -> None:
-        for folder in filter(os.path.isdir, self.folders):
-            print(f"{folder[:-1]}: goes")
-            shutil.rmtree(folder)
         artefacts = {f"tests/artefacts/{name}.zip" for name in self.public}
-        for gone in filter(os.path.exists, sorted(artefacts | self.before.keys() - self.texts.keys())):
-            print(f"{gone}: goes")
-            os.remove(gone)
+        for gone in filter(
+            os.path.exists, [*self.folders, *sorted(artefacts | self.before.keys() - self.texts.keys())]
+        ):
+            print(f"{gone.rstrip('/')}: goes")
+            shutil.rmtree(gone) if os.path.isdir(gone) else os.remove(gone)
         for path, text in self.texts.items():
             if text != self.before[path]:
                 print(f"{path}: is cut")
