@@ -90,5 +90,6 @@ def test_the_package_builds_and_the_other_ops_keep_their_laws(without):
     handlers = copy.run("-c", "from jaxnorm.native import ffi; print(*ffi.module('cpu').handlers())")
     assert "jaxnorm_rms_norm_fwd" in handlers
     assert "add_rms_norm" not in handlers
-    copy.pytest("--quick", "tests/laws/test_errors.py", "tests/laws/test_explain.py", "tests/native/test_info.py")
+    some = ("tests/laws/test_errors.py", "tests/laws/test_explain.py")
+    copy.pytest("--quick", *(("tests/laws",) if in_full(True) else some), "tests/native/test_info.py")
     copy.pytest("--once", "tests/test_package.py", "tests/test_docs.py", "-k", "not examples_run or guide or porting")
