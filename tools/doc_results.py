@@ -17,9 +17,10 @@ PLACE = re.compile(r"<!-- pictures: (\w+) -->")
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
     """MkDocs calls this with each page."""
-    from mkdocs.structure.files import File
 
     def pictures(place: re.Match[str]) -> str:
+        from mkdocs.structure.files import File
+
         links = []
         for direction, picture in plot.pictures(report.load(RESULTS / f"{place[1]}.json")):
             content = io.BytesIO()
