@@ -12,6 +12,7 @@ from jaxnorm.primitive import fallback, reasons, weights
 from jaxnorm.primitive.op import functions
 from jaxnorm.primitive.weights import LONGEST as LONGEST_PER_HEAD
 from jaxnorm.quantization import GROUP_SIZES
+from jaxnorm.sharding import text
 
 __all__ = [
     "CROSS_ENTROPY",
@@ -33,6 +34,7 @@ __all__ = [
     "private",
     "reasons",
     "run_every_kernel",
+    "text",
     "tiling",
     "weights",
 ]
