@@ -57,7 +57,7 @@ def call(function: str, request: Request, platform: str) -> Report:
     else:
         reason = reasons.why_not(call=asked, place=reasons.Place(platform, asked.op.has_kernels))
     implementation, why = "native", f"jaxnorm._{platform} is loaded and has kernels for these dtypes"
-    chosen = choice(None) if "implementation" in question.parameters(function) else Choice(None)
+    chosen = choice(function, None) if "implementation" in question.parameters(function) else Choice(None)
     if chosen.implementation == "jnp":
         implementation, why = "jnp", f"the formula is asked for{chosen.how}"
     elif reason is not None:

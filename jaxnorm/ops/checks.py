@@ -283,4 +283,4 @@ def check_implementation(function: str, implementation: Any) -> Choice:
             f"{function}: unknown implementation {implementation!r}; expected None (native where it exists), "
             f"'native' (an error where it does not) or 'jnp'."
         )
-    return choice(implementation)
+    return choice(function, implementation)

@@ -131,15 +131,20 @@ def _meant(name: str, parameters: Parameters, keyword: str) -> str:
         return f"did you mean {ours}?"
     if argument == "out_dtype" and "quantization" in parameters:
         return f"{name} has no {keyword}: {INSTEAD[argument]}."
-    having = sorted(other for other, of_other in _functions.items() if argument in of_other)
-    if related := sorted((other for other in having if name in other), key=len):  # the simplest first
+    others = having(argument)
+    if related := sorted((other for other in others if name in other), key=len):  # the simplest first
         return f"did you mean {' or '.join(related)}, which {'takes' if len(related) == 1 else 'take'} {argument}?"
     remedies = INSTEAD | (INSTEAD_OF_QUANTIZED if "quantization" in parameters else {})
     if argument in remedies:
         return f"{name} has no {argument}: {remedies[argument]}."
-    if having:
-        return f"{argument} is an argument of {', '.join(having)}."
+    if others:
+        return f"{argument} is an argument of {', '.join(others)}."
     return did_you_mean(keyword, parameters, "some")
+
+
+def having(argument: str) -> list[str]:
+    """The functions with an argument of this name."""
+    return sorted(function for function, parameters in _functions.items() if argument in parameters)
 
 
 def did_you_mean(name: str, known: Iterable[str], how_many: str = "one") -> str:

@@ -1,6 +1,7 @@
 """Which implementation a call gets: by its argument, else by the context, else by the environment."""
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -69,6 +70,48 @@ def test_contexts_nest_and_none_undoes_them():
             with implementation(None):
                 assert chosen() is None
         assert chosen() == "native"
+
+
+def both():
+    return chosen(jaxnorm.layer_norm, X), chosen()
+
+
+def test_a_mapping_chooses_by_function():
+    with implementation({"layer_norm": "jnp"}):
+        assert both() == ("jnp", None)
+    assert both() == (None, None)
+
+
+# On top of the contexts around it; a name takes their place.
+@pytest.mark.kernels
+def test_mappings_nest():
+    with implementation("native"), implementation({"layer_norm": "jnp"}):
+        assert both() == ("jnp", "native")
+        with implementation({"rms_norm": "jnp"}):
+            assert both() == ("jnp", "jnp")
+        with implementation({"layer_norm": None}):
+            assert both() == (None, "native")
+        with implementation("native"):
+            assert both() == ("native", "native")
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        ({"layernorm": "jnp"}, "no function 'layernorm'; did you mean layer_norm?"),
+        ({"dequantize": "jnp"}, "no function 'dequantize'"),
+        ({"layer_norm": "xla"}, "unknown implementation 'xla'"),
+    ],
+    ids=("misspelt", "without the argument", "unknown"),
+)
+def test_a_mapping_of_unknown_names(choices, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        implementation(choices)
+
+
+def test_an_error_names_the_choice():
+    with implementation({"rms_norm": "native"}), pytest.raises(RuntimeError, match=r"\{'rms_norm': 'native'\}"):
+        jaxnorm.rms_norm(jnp.ones((4, 8)).astype(jnp.float8_e4m3fn))
 
 
 def test_a_context_ends_with_an_error():
