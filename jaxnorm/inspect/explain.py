@@ -13,6 +13,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jaxnorm.native import compat, ffi, source
 from jaxnorm.ops import misuse
+from jaxnorm.ops.options import choice
 from jaxnorm.primitive import fallback
 from jaxnorm.primitive.described import DESCRIBERS, DIRECTIONS, Described
 from jaxnorm.primitive.rules import leaves_of
@@ -117,7 +118,8 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     found: list[tuple[source.Line | None, Norm]] = []
 
     def hear(formula: fallback.Formula) -> None:
-        call = Described(formula.name, formula.operands, formula.direction, lambda _: formula.reason)
+        reason = f"{formula.reason}{_context(formula.name)}" if formula.reason == fallback.ASKED_FOR else formula.reason
+        call = Described(formula.name, formula.operands, formula.direction, lambda _: reason)
         found.append((formula.line, _norm(formula.line, call)))
 
     with _run(object()), fallback.listening(hear):
@@ -178,7 +180,7 @@ def _norm(line: source.Line | None, call: Described) -> Norm:
     where = "unknown" if line is None else f"{os.path.relpath(line.file)}:{line.number} ({line.function})"
     platforms = dict.fromkeys((*ffi.PLATFORMS, compat.default_platform()))
     given = tuple(f"{name}: {_type(array)}" for name, array in leaves_of(call.operands) if name != "stats")
-    runs = tuple(_runs(platform, call.why_formula(platform)) for platform in platforms)
+    runs = tuple(_runs(platform, call.why_formula(platform), call.native_for) for platform in platforms)
     return Norm(where, call.name, DIRECTIONS[call.direction], given, runs)
 
 
@@ -187,8 +189,17 @@ def _type(array: Any) -> str:
     return str(of_array.str_short())
 
 
-def _runs(platform: str, why: str | None) -> Runs:
-    return Runs(platform, "formula", why) if why else Runs(platform, "native", f"jaxnorm._{platform} has a kernel")
+def _context(function: str) -> str:
+    """Which context or variable asks for the formula of a function, if one does."""
+    asked = choice(function, None)
+    return asked.how if asked.implementation == "jnp" else ""
+
+
+def _runs(platform: str, why: str | None, native_for: str | None) -> Runs:
+    if why:
+        return Runs(platform, "formula", why)
+    asked = f" and is asked for by {native_for}" if native_for else ""
+    return Runs(platform, "native", f"jaxnorm._{platform} has a kernel{asked}")
 
 
 class NoFunction(ValueError):

@@ -11,7 +11,7 @@ from typing import Any
 from jaxnorm.inspect import explain, plan_page, question
 from jaxnorm.native import compat, ffi
 from jaxnorm.ops.options import Choice, choice
-from jaxnorm.primitive import op, reasons, weights
+from jaxnorm.primitive import fallback, op, reasons, weights
 from jaxnorm.primitive.described import Request
 
 WAYS: tuple[op.Way, ...] = ("forward", "backward")
@@ -59,7 +59,7 @@ def call(function: str, request: Request, platform: str) -> Report:
     implementation, why = "native", f"jaxnorm._{platform} is loaded and has kernels for these dtypes"
     chosen = choice(function, None) if "implementation" in question.parameters(function) else Choice(None)
     if chosen.implementation == "jnp":
-        implementation, why = "jnp", f"the formula is asked for{chosen.how}"
+        implementation, why = "jnp", f"{fallback.ASKED_FOR}{chosen.how}"
     elif reason is not None:
         implementation, why = "jnp" if chosen.implementation is None else "an error", reason
     report = question.described(function, request)

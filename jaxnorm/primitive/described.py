@@ -18,6 +18,7 @@ class Described(NamedTuple):
     operands: Any
     direction: str  # of DIRECTIONS
     why_formula: Callable[[str], str | None]  # on a platform; None: a kernel runs
+    native_for: str | None = None  # as in the spec
 
 
 # Of each primitive that is such a call: from the types of its operands and its parameters.

@@ -153,7 +153,7 @@ class Rules:
             place = reasons.Place(platform, self.op.has_kernels)
             return reasons.why_not(place=place) or self.slower(platform, *types, **params)
 
-        return Described(name, operands, self.direction, why_formula)
+        return Described(name, operands, self.direction, why_formula, spec.native_for)
 
     def by_formula(self, platform: str, ctx: Any, *leaves: Any, **params: Any) -> Any:
         """The native rule of an op whose formula calls other ops' kernels."""

@@ -171,6 +171,22 @@ def test_every_function(name):
     assert (why or "has a kernel") in runs.why
 
 
+# `quantize` has no argument `implementation`, `quantized_dot` no kernel on CPUs, and the two last calls have
+# none whatever is chosen.
+CHOSEN = [name for name in CALLS if name not in ("quantize", "quantized_dot", "rms_norm", "layer_norm")]
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("chosen", ["jnp", "native"])
+@pytest.mark.parametrize("name", CHOSEN)
+def test_where_a_choice_comes_from(name, chosen):
+    with jaxnorm.implementation({name: chosen}):
+        first, *_ = jaxnorm.explain(CALLS[name][0], X)
+    why = first.on("cpu").why
+    assert "is asked for" in why
+    assert why.endswith(f" under jaxnorm.implementation({{{name!r}: {chosen!r}}})")
+
+
 def test_every_public_function_is_known():
     others = {"explain", "implementation", "quantize_linears", "replace_norms"}
     named = {name for name in jaxnorm.__all__ if inspect.isfunction(getattr(jaxnorm, name))} - others

@@ -77,6 +77,7 @@ def _quantized_dot(x: Any, weights: Any, out_dtype: Any, bias: Any, implementati
     spec = QuantizedDot(
         out_dtype=np.dtype(jnp.bfloat16) if is_quantized and out_dtype is None else _out_dtype(out_dtype, values),
         implementation=choice.implementation,
+        how=choice.how,
         wants_all_digits=_wants_all_digits(),
         native_for=choice.native_for(NAME),
     )

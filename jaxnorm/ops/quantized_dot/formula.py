@@ -22,6 +22,7 @@ class QuantizedDot(Spec):
 
     out_dtype: np.dtype[Any]
     implementation: str | None = None
+    how: str = ""  # it was chosen, if not by the argument
     wants_all_digits: bool = False  # of a sum, by `jax.default_matmul_precision`
     batch: int = 0  # how many leading axes every operand has that vmap made, 1 long where it has no batch
 

@@ -75,7 +75,7 @@ def _why_not_here(platform: str, spec: QuantizedDot, operands: Operands, *, is_e
 
 def _slower(spec: QuantizedDot, operands: Operands) -> str | None:
     if spec.implementation == "jnp":
-        return fallback.ASKED_FOR
+        return f"{fallback.ASKED_FOR}{spec.how}"
     lengths = [*operands.x.shape[:-1], operands.weights.shape[0]]
     few = math.prod(n for n in lengths if isinstance(n, int)) < FEW
     return f"XLA's code is faster for results of less than {FEW} elements" if few and not spec.native_for else None
@@ -87,7 +87,7 @@ def _described(*types: Any, tree: Any, spec: QuantizedDot) -> Described:
     def why_formula(platform: str) -> str | None:
         return _why_not_here(platform, spec, operands, is_exported=False) or _slower(spec, operands)
 
-    return Described("quantized_dot", operands, "forward", why_formula)
+    return Described("quantized_dot", operands, "forward", why_formula, spec.native_for)
 
 
 def _why_formula(platform: str, request: Request) -> str | None:
