@@ -5,6 +5,8 @@ import fuzz_mesh
 import pytest
 from coverage import in_full
 
+pytestmark = pytest.mark.any_code
+
 FEW = 7
 MESH = pytest.param(fuzz_mesh, marks=pytest.mark.several)
 fuzzers = pytest.mark.parametrize("fuzzer", [fuzz, MESH], ids=["programs", "meshes"])

@@ -19,7 +19,7 @@ OPS = ("sandwich_norm", "group_norm", "softmax", "cross_entropy", "qk_norm_rotar
 NAMED_IN = {"jaxnorm/__init__.py", "cmake/ops.cmake"}
 
 pytest.importorskip("libcst")
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.any_code, pytest.mark.long]
 
 
 class Copy:

@@ -16,6 +16,8 @@ from ops import NORMS as PLAIN
 import jaxnorm
 from jaxnorm.ops.norm import formula
 
+pytestmark = pytest.mark.any_code
+
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 

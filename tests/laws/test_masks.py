@@ -19,6 +19,8 @@ from ops import PADDED
 
 import jaxnorm
 
+pytestmark = pytest.mark.any_code
+
 IMPLEMENTATIONS = ("native", "jnp")
 SPOILERS = (np.nan, np.inf, -np.inf, "largest")
 IGNORED = -100

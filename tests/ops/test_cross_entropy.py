@@ -16,6 +16,8 @@ from native import is_platform_with_kernels
 
 import jaxnorm
 
+pytestmark = pytest.mark.any_code
+
 cross_entropy = jaxnorm.softmax_cross_entropy_with_integer_labels
 DIMS = (3, 4, 10)
 OPTIONS = {
