@@ -22,7 +22,9 @@ class Variant(NamedTuple):
     stream: str | None
     head: str | None
     loss: str = "jnp"
-    adds: bool = False  # the norms of the stream add to it first, as `add_rms_norm` and `rms_norm_add_rms_norm` do
+    # The norms of the stream add to it first, as `add_rms_norm` and `rms_norm_add_rms_norm` do; those of a U-Net have
+    # its activation.
+    adds: bool = False
     rotates: bool = False  # those of queries and keys rotate too, as `qk_norm_rotary` does
     formula: str | None = None  # the direction that is left to XLA
 
@@ -79,38 +81,86 @@ def _copy_backward(x, dy):
 copy.defvjp(lambda x: (copy(x), x), _copy_backward)
 
 
-class Norms(NamedTuple):
-    """The norms of a model, and its residual stream as they want it: an array, or what is yet to be added to one.
+class Pending(NamedTuple):
+    """A residual stream with what is yet to be added to it. The sum is the same stream in every variant."""
 
-    That is (what a block gave, the array, the weights of a norm of the former, if there is one). The sum is the same
-    stream in every variant.
-    """
+    residual: jax.Array
+    part: jax.Array  # what a block gave
+    post: tuple = ()  # weights of a norm of the part; () is none
+    gate: jax.Array | None = None  # factor of the part
+
+    def scaled(self):
+        """The part and its gate, by XLA."""
+        return self.part if self.gate is None else self.gate * self.part
+
+
+class Norms(NamedTuple):
+    """What the blocks of a model call. A residual stream is an array, or `Pending` where norms add to it first."""
 
     start: Callable  # the embedding -> the stream
     stream: Callable  # the stream, weights -> y, the stream with nothing yet to be added
-    add: Callable  # an array, what a block gives, the weights of its norm or () -> the stream
+    closing: Callable  # the stream, weights -> y, where nothing else reads the stream
+    add: Callable  # the fields of `Pending` -> the stream
     heads: Callable  # queries, keys, the weights of both, positions -> queries, keys
+    gated: Callable  # gate and up of an MLP side by side, in one array -> activation(gate) * up
 
 
 def norms_of(spec, variant):
-    stream, head, _, adds, rotates, _ = VARIANTS[variant]
+    name, head, _, adds, rotates, _ = VARIANTS[variant]
     heads = rotating_norm_of(spec, head) if rotates else heads_of(spec, head)
-    if adds:
-        # In a scan the first layer finds what all others do.
+    start, norm, add = (adding_stream_of if adds else stream_of)(spec, name)
+    return Norms(start, norm, lambda *stream: norm(*stream)[0], add, heads, gated_of(spec))
+
+
+def stream_of(spec, name):
+    """XLA adds: (start, stream, add)."""
+    norm = norm_of(spec, name)
+
+    def add(*pending):
+        pending = Pending(*pending)
+        return pending.residual + (norm(pending.part, pending.post) if pending.post else pending.scaled())
+
+    return lambda x: x, lambda x, weights: (norm(x, weights), x), add
+
+
+def adding_stream_of(spec, name):
+    """The norms add: (start, stream, add)."""
+    pre_norm = {"rms": jaxnorm.add_rms_norm, "layer": jaxnorm.add_layer_norm}[spec.norm]
+    function = jaxnorm.rms_norm_add_rms_norm if spec.sandwich else pre_norm
+    norm = norm_of(spec, name)
+
+    def start(x):
+        """In a scan the first layer finds what all others do."""
+        if not spec.scan or spec.after_sum:
+            return x
         post = (jnp.zeros(spec.dim),) if spec.sandwich else ()
-        start = (lambda x: (jnp.zeros_like(x), x, *post)) if spec.scan else (lambda x: x)
-        return Norms(start, add_norm_of(spec, stream), lambda x, part, weights: (part, x, *weights), heads)
-    norm = norm_of(spec, stream)
+        return Pending(x, jnp.zeros_like(x), post, jnp.zeros_like(x[:, :1]) if spec.conditioned else None)
 
-    def add(x, part, weights):
-        return x + (norm(part, weights) if weights else part)
+    def stream(x, weights):
+        if not isinstance(x, Pending):
+            return norm(x, weights), x
+        return function(x.scaled(), x.residual, *x.post, *weights, **options_of(spec, name))
 
-    return Norms(lambda x: x, lambda x, weights: (norm(x, weights), x), add, heads)
+    return start, stream, Pending
+
+
+def gated_of(spec):
+    """By XLA, in every variant."""
+
+    def gated(packed):
+        gate, up = jnp.split(packed, 2, axis=-1)
+        return getattr(jax.nn, spec.activation)(gate) * up
+
+    return gated
+
+
+def implementation_of(name):
+    return {"implementation": None if name == "default" else name}
 
 
 def options_of(spec, name):
-    """The keywords of every norm."""
-    return {"scale_offset": spec.scale_offset, "implementation": None if name == "default" else name}
+    """The keywords of every norm of a row."""
+    return {"scale_offset": spec.scale_offset, **implementation_of(name)}
 
 
 def norm_of(spec, name):
@@ -121,20 +171,6 @@ def norm_of(spec, name):
         return lambda x, weights: copy(x)
     function = {"rms": jaxnorm.rms_norm, "layer": jaxnorm.layer_norm}[spec.norm]
     return lambda x, weights: function(x, *weights, **options_of(spec, name))
-
-
-def add_norm_of(spec, name):
-    """A norm of a stream with what is yet to be added, or of one that is an array still."""
-    pre_norm = {"rms": jaxnorm.add_rms_norm, "layer": jaxnorm.add_layer_norm}[spec.norm]
-    function = jaxnorm.rms_norm_add_rms_norm if spec.sandwich else pre_norm
-    norm = norm_of(spec, name)
-
-    def add_norm(stream, weights):
-        if not isinstance(stream, tuple):
-            return norm(stream, weights), stream
-        return function(*stream, *weights, **options_of(spec, name))
-
-    return add_norm
 
 
 def heads_of(spec, name):
