@@ -15,8 +15,8 @@ class Variant(NamedTuple):
     """What computes the norms of the residual stream, those of queries and keys, and the loss.
 
     None leaves a norm out, its weights too; "copy" stands for the fastest kernel of its own that could be there;
-    "default" is what a user gets who asks for nothing. A loss is XLA's, or the kernel's of the logits, or "linear",
-    which never has all logits.
+    "default" is what a user gets who asks for nothing; "flax" is XLA's code for what Flax's modules compute. A loss is
+    XLA's, or the kernel's of the logits, or "linear", which never has all logits.
     """
 
     stream: str | None
@@ -31,6 +31,7 @@ class Variant(NamedTuple):
 
 VARIANTS = {
     "jnp": Variant("jnp", "jnp"),
+    "flax": Variant("flax", "flax"),
     "jaxnorm": Variant("native", "native"),
     "jaxnorm-add": Variant("native", "native", adds=True),
     "jaxnorm-rotary": Variant("native", "native", adds=True, rotates=True),
@@ -163,12 +164,24 @@ def options_of(spec, name):
     return {"scale_offset": spec.scale_offset, **implementation_of(name)}
 
 
+def flax_norm(x, weights, axes=-1):
+    """As Flax's LayerNorm and GroupNorm have it by default, by E[x²] - mean²: all that is summed up at one reading."""
+    wide = x.astype(jnp.float32)
+    mean, square = wide.mean(axes, keepdims=True), jnp.square(wide).mean(axes, keepdims=True)
+    scale, bias = weights
+    rstd = jax.lax.rsqrt(jnp.maximum(square - jnp.square(mean), 0) + 1e-6)
+    return ((wide - mean) * (rstd * scale) + bias).astype(x.dtype)
+
+
 def norm_of(spec, name):
-    """A norm as a function of x and its weights."""
+    """A norm as a function of x and its weights. Flax's RMSNorm is the formula."""
     if name is None:
         return lambda x, weights: x
     if name == "copy":
         return lambda x, weights: copy(x)
+    if name == "flax" and spec.norm == "layer":
+        return flax_norm
+    name = "jnp" if name == "flax" else name
     function = {"rms": jaxnorm.rms_norm, "layer": jaxnorm.layer_norm}[spec.norm]
     return lambda x, weights: function(x, *weights, **options_of(spec, name))
 

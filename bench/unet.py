@@ -99,10 +99,19 @@ def norm_of(spec, variant):
         return lambda x, weights: jax.nn.silu(x)
     if name == "copy":
         return lambda x, weights: jax.nn.silu(model_norms.copy(x))
+    if name == "flax":
+        return lambda x, weights: jax.nn.silu(flax_norm(spec, x, weights))
     group_norm = functools.partial(jaxnorm.group_norm, num_groups=spec.groups, **model_norms.implementation_of(name))
     if adds:
         return lambda x, weights: group_norm(x, *weights, activation="silu")
     return lambda x, weights: jax.nn.silu(group_norm(x, *weights))
+
+
+def flax_norm(spec, x, weights):
+    def in_groups(array):
+        return array.reshape(*array.shape[:-1], spec.groups, -1)
+
+    return model_norms.flax_norm(in_groups(x), map(in_groups, weights), axes=(1, 2, 4)).reshape(x.shape)
 
 
 def output(norm, params, images, time):

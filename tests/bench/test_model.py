@@ -112,6 +112,15 @@ def test_norms_after_sums_are_the_last_of_a_model():
     assert jnp.abs(y.std(-1) - 1).max() < 1e-2
 
 
+@pytest.mark.parametrize(("spec", "dims"), [(IMAGES, (4, 12, 64)), (UNET, (4, 8, 8, 16))])
+def test_flax_computes_the_same_norms(spec, dims):
+    norm_of = unet.norm_of if spec is UNET else model_norms.norm_of
+    x = jax.random.normal(jax.random.key(0), dims)
+    weights = jax.random.normal(jax.random.key(1), (2, dims[-1]))
+    flax, formula = (norm_of(spec, norms)(x, weights) for norms in ("flax", "jnp"))
+    assert jnp.abs(flax - formula).max() < 1e-5
+
+
 def modulated(x, part, shift, scale):
     """What a block of a conditioned model reads, as the paper has it."""
     h = x + part
