@@ -36,6 +36,9 @@ class Spec:
         """The features of the time."""
         return 4 * self.widths[0]
 
+    def group_norm(self, x, weights, **options):
+        return jaxnorm.group_norm(x, *weights, num_groups=self.groups, **options)
+
 
 WIDE = Spec("U-Net, 320 to 1280", (320, 640, 1280))
 NARROW = Spec("U-Net, 192 to 768", (192, 384, 768))
@@ -101,10 +104,10 @@ def norm_of(spec, variant):
         return lambda x, weights: jax.nn.silu(model_norms.copy(x))
     if name == "flax":
         return lambda x, weights: jax.nn.silu(flax_norm(spec, x, weights))
-    group_norm = functools.partial(jaxnorm.group_norm, num_groups=spec.groups, **model_norms.implementation_of(name))
+    options = model_norms.implementation_of(name)
     if adds:
-        return lambda x, weights: group_norm(x, *weights, activation="silu")
-    return lambda x, weights: jax.nn.silu(group_norm(x, *weights))
+        return lambda x, weights: spec.group_norm(x, weights, activation="silu", **options)
+    return lambda x, weights: jax.nn.silu(spec.group_norm(x, weights, **options))
 
 
 def flax_norm(spec, x, weights):
