@@ -5,7 +5,8 @@
 Each program is compiled with XLA's fusion of the jnp formula ("jnp"), with jaxnorm's kernels, and with no norm at all
 ("none"). In "jaxnorm-add" the kernels add to the residual stream as well, as `add_rms_norm` does: each layer hands on
 what it gives, and the stream that it is to be added to. In the Gemma-like model, which normalises what it adds, that is
-`rms_norm_add_rms_norm`. In the DiT-like model every example has scales and shifts of its own.
+`rms_norm_add_rms_norm`; in a U-Net it is the activation that the kernels take in. In the DiT-like model every example
+has scales and shifts of its own. "flax" is XLA's code for LayerNorm and GroupNorm as Flax computes them.
 
 Times are wall times of calls in a queue that is waited for once, taken in turns: "ms" is the median over the turns,
 "± us" half the range of its middle half. "norms us" is the median of what a turn took longer than the turn without
