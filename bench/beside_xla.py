@@ -7,7 +7,6 @@ the cache anyway. "copy us" is what XLA's `x + 1` takes for as many bytes. With 
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -35,11 +34,10 @@ ARRAYS = {"forward": 2, "step": 5}
 
 
 def add_arguments(parser):
-    parser.add_argument("--out", type=Path, help="write OUT.json")
+    report.add_arguments(parser)
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--iterations", type=int, default=20, help="calls of each program")
     parser.add_argument("--default", action="store_true", help="what runs by default")
-    parser.add_argument("--commit", help="what is measured, where there is no git (default: the checkout's)")
 
 
 def nbytes(subject, shape, dtype):

@@ -9,7 +9,6 @@ bfloat16. Behind a norm both sides begin with `rms_norm`, quantised or not, of t
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -58,11 +57,10 @@ FORMS = {
 
 
 def add_arguments(parser):
-    parser.add_argument("--out", type=Path, help="write OUT.json")
+    report.add_arguments(parser)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), metavar="NAME")
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS), metavar="NAME")
     parser.add_argument("--iterations", type=int, default=10, help="calls of each program")
-    parser.add_argument("--commit", help="what is measured, where there is no git (default: the checkout's)")
 
 
 def operands(shape, seed):

@@ -30,7 +30,6 @@ import os
 import re
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -69,7 +68,7 @@ class Cell(NamedTuple):
 
 
 def add_arguments(parser):
-    parser.add_argument("--out", type=Path, help="write OUT.json")
+    report.add_arguments(parser)
     suites = " ".join(ops.SUITES)
     parser.add_argument("--suites", nargs="+", default=ops.SUITES, choices=ops.SUITES, metavar="SUITE", help=suites)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16", "float16"])
@@ -81,7 +80,6 @@ def add_arguments(parser):
     )
     parser.add_argument("--default", action="store_true", help='jaxnorm with implementation=None, not "native"')
     parser.add_argument("--kernels", action="store_true", help="the kernels' names too, in the JSON")
-    parser.add_argument("--commit", help="what is measured, where git cannot tell")
 
 
 def cells(args):

@@ -5,7 +5,8 @@
 Each program is compiled with XLA's fusion of the jnp formula ("jnp"), with jaxnorm's kernels, and with no norm at all
 ("none"). In "jaxnorm-add" the kernels add to the residual stream as well, as `add_rms_norm` does: each layer hands on
 what it gives, and the stream that it is to be added to. In the Gemma-like model, which normalises what it adds, that is
-`rms_norm_add_rms_norm`. In the DiT-like model every example has scales and shifts of its own.
+`rms_norm_add_rms_norm`; in a U-Net it is the activation that the kernels take in. In the DiT-like model every example
+has scales and shifts of its own. "flax" is XLA's code for LayerNorm and GroupNorm as Flax computes them.
 
 Times are wall times of calls in a queue that is waited for once, taken in turns: "ms" is the median over the turns,
 "± us" half the range of its middle half. "norms us" is the median of what a turn took longer than the turn without
@@ -19,28 +20,33 @@ import statistics
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 
-from bench import model_norms, models, report
+from bench import model_norms, models, report, timing, unet
 
 PARTS = {
     "llama": models.LLAMA,
     "llama-gqa": models.LLAMA_GROUPED,
+    "llama-packed": models.LLAMA_PACKED,
     "gemma": models.GEMMA,
     "vit": models.VIT,
+    "bert": models.BERT,
     "dit": models.DIT,
+    "unet": unet.WIDE,
+    "unet-narrow": unet.NARROW,
     "decode": models.LLAMA,
 }
+MODULES = {models.Spec: models, unet.Spec: unet}
+PROGRAMS = ("forward", "train step")
 LOSS_TOLERANCE = 1e-2  # an average over thousands of tokens or tens of images, of 7 or so
 SEPARATE_PRODUCTS = {"xla_gpu_dot_merger_threshold_mb": 0}
 
 
 def add_arguments(parser):
-    parser.add_argument("--out", type=Path, help="write OUT.json")
-    parser.add_argument("--commit", help="what is measured, where there is no git (default: the checkout's)")
+    report.add_arguments(parser)
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    parser.add_argument("--programs", nargs="+", default=PROGRAMS, choices=PROGRAMS, help="of what is not decoded")
     extra = [variant for variant in model_norms.VARIANTS if variant not in ("jnp", "none")]
     parser.add_argument("--variants", nargs="+", default=["jaxnorm"], choices=extra, help="beside jnp and none")
     parser.add_argument(
@@ -71,8 +77,9 @@ def norm_bytes(spec, backward, fused=False):
     A compiler that fuses every norm with its neighbours needs less; `fused` counts that. The residual stream is written
     by the addition before the norm anyway, so that only y is left to write: 1 array. Backward, the sum of the gradient
     that arrives and the one that goes on takes dy and writes the result in any case, so that only x is left to read: 1
-    array. Rotation reads and writes queries and keys anyway: 0 arrays forward, and 1, x, backward. So does the addition
-    with what a sandwich norm reads, but backward two gradients are written where there was one: 2 arrays.
+    array. Where norms come after the sum, y is the stream, and x is written for the backward alone. Rotation reads and
+    writes queries and keys anyway: 0 arrays forward, and 1, x, backward. So does the addition with what a sandwich norm
+    reads, but backward two gradients are written where there was one: 2 arrays.
 
     No fusion goes as far: the sums over a row must be complete before its first element is written. Memory that is
     read soon after it was written may come from the cache, so that single norms can fall below the floor.
@@ -80,7 +87,8 @@ def norm_bytes(spec, backward, fused=False):
     rows, size = spec.batch * spec.tokens, 2
     heads = spec.layers * spec.language * (spec.heads + spec.groups)
     # Rows of each kind, their length, and the arrays of each way.
-    stream = (2 * spec.layers + 1) * rows, spec.dim, (1, 1) if fused else (2, 3)
+    ahead = backward if spec.after_sum else 1
+    stream = (2 * spec.layers + 1) * rows, spec.dim, (ahead, 1) if fused else (2, 3)
     sandwich = 2 * spec.layers * spec.sandwich * rows, spec.dim, (0, 2) if fused else (2, 3)
     head = heads * rows, spec.head_size, (0, 1) if fused and spec.rotary else (2, 3)
     passes = 1 + (backward and spec.remat == "full")
@@ -108,24 +116,6 @@ def compiled(name, function, args, donate=(), options=None):
     executable = lowered.compile(compiler_options=options)
     print(f"compiled {name} in {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
     return executable
-
-
-def measure(programs, state, inputs, turns, calls):
-    """The seconds that a call takes in each turn, by program, and the last state, which all share.
-
-    A first turn warms up: kernels are loaded and command buffers recorded when they first run.
-    """
-    times = {name: [] for name in programs}
-    for _ in range(1 + turns):
-        for name, program in programs.items():
-            jax.block_until_ready(state)
-            start = time.perf_counter()
-            for _ in range(calls):
-                following, result = program(state, *inputs)
-                state = state if following is None else following
-            jax.block_until_ready((state, result))
-            times[name].append((time.perf_counter() - start) / calls)
-    return {name: taken[1:] for name, taken in times.items()}, state
 
 
 def rows_of(model, times, temporary, floor=None):
@@ -167,19 +157,23 @@ def check_losses(executables, params, inputs):
 
 def measure_training(spec, variants, args):
     """Train step and forward pass."""
-    params, inputs = models.init(spec), models.batch(spec)
+    module = MODULES[type(spec)]
+    params, inputs = module.init(spec), module.batch(spec)
     calls = 1 if args.small else 4
-    for program, make, donate in (("forward", models.forward, ()), ("train step", models.train_step, (0,))):
+    for program in args.programs:
+        make, donate = {"forward": (models.forward, ()), "train step": (models.train_step, (0,))}[program]
+        losses = {norms: functools.partial(module.loss, spec, norms) for norms in variants}
         executables = {
             (program, norms): compiled(
-                f"{spec.name} {program}, {norms}", make(spec, norms), (params, *inputs), donate, options_of(args)
+                f"{spec.name} {program}, {norms}", make(loss), (params, *inputs), donate, options_of(args)
             )
-            for norms in variants
+            for norms, loss in losses.items()
         }
         if program == "forward":
             check_losses(executables, params, inputs)
-        times, params = measure(executables, params, inputs, args.turns, calls)
-        floor = norm_bytes(spec, program == "train step") / args.copy_gbs / 1e9
+        times, params = timing.in_turns(executables, params, inputs, args.turns, calls)
+        moved = norm_bytes(spec, program == "train step") if module is models else None
+        floor = moved and moved / args.copy_gbs / 1e9
         yield from rows_of(spec.name, times, temporary_bytes(executables), floor)
 
 
@@ -204,7 +198,7 @@ def measure_decoding(spec, variants, args):
                 )
                 for norms in variants
             }
-            times, state = measure(executables, state, (params,), args.turns, calls)
+            times, state = timing.in_turns(executables, state, (params,), args.turns, calls)
             of_a_token = {key: [calls * seconds / tokens for seconds in taken] for key, taken in times.items()}
             yield from rows_of(name, of_a_token, temporary_bytes(executables))
 
@@ -216,38 +210,39 @@ def options_of(args):
 
 def specs_of(args):
     """The model of each part, as the arguments want it."""
-    choices = {"rotary": not args.no_rotary, "scan": args.scan, "remat": args.remat}
+    specs = {part: PARTS[part] for part in PARTS if part in args.parts}
+    if args.small:
+        specs = {part: MODULES[type(spec)].small(spec) for part, spec in specs.items()}
+    return {part: transformer(spec, args) if isinstance(spec, models.Spec) else spec for part, spec in specs.items()}
 
-    def attention(spec):
-        cudnn = jax.default_backend() == "gpu" and spec.tokens % 64 == 0  # which takes no sequence of 197
-        return args.attention or ("cudnn" if cudnn else "xla")
 
-    def vocabulary(spec):
-        return {"classes": args.classes} if args.classes and spec.language else {}
-
-    return {
-        part: replace(
-            models.small(spec) if args.small else spec, attention=attention(spec), **vocabulary(spec), **choices
-        )
-        for part, spec in PARTS.items()
-        if part in args.parts
-    }
+def transformer(spec, args):
+    cudnn = jax.default_backend() == "gpu" and spec.tokens % 64 == 0  # which takes no sequence of 197
+    return replace(
+        spec,
+        rotary=not args.no_rotary,
+        scan=args.scan,
+        remat=args.remat,
+        attention=args.attention or ("cudnn" if cudnn else "xla"),
+        classes=args.classes if args.classes and spec.language else spec.classes,
+    )
 
 
 def header_of(specs, args):
-    spec = next(iter(specs.values()))
-    trained = [spec for part, spec in specs.items() if part != "decode"]
-    return {
-        **report.device(args.commit),
-        "attention": ", ".join(f"{part} {spec.attention}" for part, spec in specs.items()),
-        "layers": "scanned" if spec.scan else "unrolled",
-        "remat": spec.remat,
+    transformers = {part: spec for part, spec in specs.items() if isinstance(spec, models.Spec)}
+    trained = [spec for part, spec in transformers.items() if part != "decode"]
+    spec = next(iter(transformers.values()), None)
+    of_transformers = spec and {
+        "attention": ", ".join(f"{part} {spec.attention}" for part, spec in transformers.items()),
+        "layers": "scanned" if args.scan else "unrolled",
+        "remat": args.remat,
         "rotary": spec.rotary,
-        "products": "separate" if args.separate_products else "merged by XLA",
         "classes": spec.classes,
         "copy GB/s": args.copy_gbs,
         **{f"floor of {spec.name} norms:": floor_text(spec, args.copy_gbs) for spec in trained},
     }
+    products = "separate" if args.separate_products else "merged by XLA"
+    return {**report.device(args.commit), "products": products, **(of_transformers or {})}
 
 
 def main(args):

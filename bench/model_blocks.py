@@ -9,8 +9,8 @@ import jax.numpy as jnp
 class Around(NamedTuple):
     """What stands around attention or an MLP."""
 
-    before: tuple  # weights of the norm of what it reads
-    after: tuple = ()  # weights of a norm of what it gives; () is none
+    norm: tuple  # weights of the norm of what it reads or, where norms come after the sum, of that
+    post: tuple = ()  # weights of a norm of what it gives; () is none
     gate: jax.Array | None = None  # factor of what it gives
 
 
@@ -52,18 +52,21 @@ def block(spec, norms, layer, stream, attend, positions=None, condition=None):
         return product(result.reshape(y.shape), layer["out"]), kept
 
     def mlp(y):
-        activation, up = getattr(jax.nn, spec.activation), product(y, layer["up"])
-        y = activation(product(y, layer["gate"])) * up if spec.language else activation(up)
+        if spec.packed:
+            y = norms.gated(product(y, layer["gate_up"]))
+        else:
+            activation, up = getattr(jax.nn, spec.activation), product(y, layer["up"])
+            y = activation(product(y, layer["gate"])) * up if spec.language else activation(up)
         return product(y, layer["down"]), None
 
     around_attention, around_mlp = arounds(spec, layer, condition)
-    stream, kept = _half(norms, around_attention, stream, attention)
-    stream, _ = _half(norms, around_mlp, stream, mlp)
+    stream, kept = _half(spec, norms, around_attention, stream, attention)
+    stream, _ = _half(spec, norms, around_mlp, stream, mlp)
     return stream, kept
 
 
-def _half(norms, around, stream, apply):
-    y, x = norms.stream(stream, around.before)
+def _half(spec, norms, around, stream, apply):
+    y, x = (stream, stream) if spec.after_sum else norms.stream(stream, around.norm)
     part, kept = apply(y)
-    part = part if around.gate is None else around.gate * part
-    return norms.add(x, part, around.after), kept
+    stream = norms.add(x, part, around.post, around.gate)
+    return norms.closing(stream, around.norm) if spec.after_sum else stream, kept

@@ -15,20 +15,23 @@ class Variant(NamedTuple):
     """What computes the norms of the residual stream, those of queries and keys, and the loss.
 
     None leaves a norm out, its weights too; "copy" stands for the fastest kernel of its own that could be there;
-    "default" is what a user gets who asks for nothing. A loss is XLA's, or the kernel's of the logits, or "linear",
-    which never has all logits.
+    "default" is what a user gets who asks for nothing; "flax" is XLA's code for what Flax's modules compute. A loss is
+    XLA's, or the kernel's of the logits, or "linear", which never has all logits.
     """
 
     stream: str | None
     head: str | None
     loss: str = "jnp"
-    adds: bool = False  # the norms of the stream add to it first, as `add_rms_norm` and `rms_norm_add_rms_norm` do
+    # The norms of the stream add to it first, as `add_rms_norm` and `rms_norm_add_rms_norm` do; those of a U-Net have
+    # its activation.
+    adds: bool = False
     rotates: bool = False  # those of queries and keys rotate too, as `qk_norm_rotary` does
     formula: str | None = None  # the direction that is left to XLA
 
 
 VARIANTS = {
     "jnp": Variant("jnp", "jnp"),
+    "flax": Variant("flax", "flax"),
     "jaxnorm": Variant("native", "native"),
     "jaxnorm-add": Variant("native", "native", adds=True),
     "jaxnorm-rotary": Variant("native", "native", adds=True, rotates=True),
@@ -79,62 +82,108 @@ def _copy_backward(x, dy):
 copy.defvjp(lambda x: (copy(x), x), _copy_backward)
 
 
-class Norms(NamedTuple):
-    """The norms of a model, and its residual stream as they want it: an array, or what is yet to be added to one.
+class Pending(NamedTuple):
+    """A residual stream with what is yet to be added to it. The sum is the same stream in every variant."""
 
-    That is (what a block gave, the array, the weights of a norm of the former, if there is one). The sum is the same
-    stream in every variant.
-    """
+    residual: jax.Array
+    part: jax.Array  # what a block gave
+    post: tuple = ()  # weights of a norm of the part; () is none
+    gate: jax.Array | None = None  # factor of the part
+
+    def scaled(self):
+        """The part and its gate, by XLA."""
+        return self.part if self.gate is None else self.gate * self.part
+
+
+class Norms(NamedTuple):
+    """What the blocks of a model call. A residual stream is an array, or `Pending` where norms add to it first."""
 
     start: Callable  # the embedding -> the stream
     stream: Callable  # the stream, weights -> y, the stream with nothing yet to be added
-    add: Callable  # an array, what a block gives, the weights of its norm or () -> the stream
+    closing: Callable  # the stream, weights -> y, where nothing else reads the stream
+    add: Callable  # the fields of `Pending` -> the stream
     heads: Callable  # queries, keys, the weights of both, positions -> queries, keys
+    gated: Callable  # gate and up of an MLP side by side, in one array -> activation(gate) * up
 
 
 def norms_of(spec, variant):
-    stream, head, _, adds, rotates, _ = VARIANTS[variant]
+    name, head, _, adds, rotates, _ = VARIANTS[variant]
     heads = rotating_norm_of(spec, head) if rotates else heads_of(spec, head)
-    if adds:
-        # In a scan the first layer finds what all others do.
-        post = (jnp.zeros(spec.dim),) if spec.sandwich else ()
-        start = (lambda x: (jnp.zeros_like(x), x, *post)) if spec.scan else (lambda x: x)
-        return Norms(start, add_norm_of(spec, stream), lambda x, part, weights: (part, x, *weights), heads)
-    norm = norm_of(spec, stream)
-
-    def add(x, part, weights):
-        return x + (norm(part, weights) if weights else part)
-
-    return Norms(lambda x: x, lambda x, weights: (norm(x, weights), x), add, heads)
+    start, norm, add = (adding_stream_of if adds else stream_of)(spec, name)
+    return Norms(start, norm, lambda *stream: norm(*stream)[0], add, heads, gated_of(spec))
 
 
-def options_of(spec, name):
-    """The keywords of every norm."""
-    return {"scale_offset": spec.scale_offset, "implementation": None if name == "default" else name}
+def stream_of(spec, name):
+    """XLA adds: (start, stream, add)."""
+    norm = norm_of(spec, name)
+
+    def add(*pending):
+        pending = Pending(*pending)
+        return pending.residual + (norm(pending.part, pending.post) if pending.post else pending.scaled())
+
+    return lambda x: x, lambda x, weights: (norm(x, weights), x), add
 
 
-def norm_of(spec, name):
-    """A norm as a function of x and its weights."""
-    if name is None:
-        return lambda x, weights: x
-    if name == "copy":
-        return lambda x, weights: copy(x)
-    function = {"rms": jaxnorm.rms_norm, "layer": jaxnorm.layer_norm}[spec.norm]
-    return lambda x, weights: function(x, *weights, **options_of(spec, name))
-
-
-def add_norm_of(spec, name):
-    """A norm of a stream with what is yet to be added, or of one that is an array still."""
+def adding_stream_of(spec, name):
+    """The norms add: (start, stream, add)."""
     pre_norm = {"rms": jaxnorm.add_rms_norm, "layer": jaxnorm.add_layer_norm}[spec.norm]
     function = jaxnorm.rms_norm_add_rms_norm if spec.sandwich else pre_norm
     norm = norm_of(spec, name)
 
-    def add_norm(stream, weights):
-        if not isinstance(stream, tuple):
-            return norm(stream, weights), stream
-        return function(*stream, *weights, **options_of(spec, name))
+    def start(x):
+        """In a scan the first layer finds what all others do."""
+        if not spec.scan or spec.after_sum:
+            return x
+        post = (jnp.zeros(spec.dim),) if spec.sandwich else ()
+        return Pending(x, jnp.zeros_like(x), post, jnp.zeros_like(x[:, :1]) if spec.conditioned else None)
 
-    return add_norm
+    def stream(x, weights):
+        if not isinstance(x, Pending):
+            return norm(x, weights), x
+        return function(x.scaled(), x.residual, *x.post, *weights, **options_of(spec, name))
+
+    return start, stream, Pending
+
+
+def gated_of(spec):
+    """By XLA, in every variant."""
+
+    def gated(packed):
+        gate, up = jnp.split(packed, 2, axis=-1)
+        return getattr(jax.nn, spec.activation)(gate) * up
+
+    return gated
+
+
+def implementation_of(name):
+    return {"implementation": None if name == "default" else name}
+
+
+def options_of(spec, name):
+    """The keywords of every norm of a row."""
+    return {"scale_offset": spec.scale_offset, **implementation_of(name)}
+
+
+def flax_norm(x, weights, axes=-1):
+    """As Flax's LayerNorm and GroupNorm have it by default, by E[x²] - mean²: all that is summed up at one reading."""
+    wide = x.astype(jnp.float32)
+    mean, square = wide.mean(axes, keepdims=True), jnp.square(wide).mean(axes, keepdims=True)
+    scale, bias = weights
+    rstd = jax.lax.rsqrt(jnp.maximum(square - jnp.square(mean), 0) + 1e-6)
+    return ((wide - mean) * (rstd * scale) + bias).astype(x.dtype)
+
+
+def norm_of(spec, name):
+    """A norm as a function of x and its weights. Flax's RMSNorm is the formula."""
+    if name is None:
+        return lambda x, weights: x
+    if name == "copy":
+        return lambda x, weights: copy(x)
+    if name == "flax" and spec.norm == "layer":
+        return flax_norm
+    name = "jnp" if name == "flax" else name
+    function = {"rms": jaxnorm.rms_norm, "layer": jaxnorm.layer_norm}[spec.norm]
+    return lambda x, weights: function(x, *weights, **options_of(spec, name))
 
 
 def heads_of(spec, name):

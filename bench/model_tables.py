@@ -7,33 +7,40 @@ DEFAULTS = ("jaxnorm-default-norm", "jaxnorm-default")
 
 
 def steps(*runs):
-    """What the norms are of a whole step of a model, and what jaxnorm changes of it, in percent: gains first."""
+    """What the norms are of a whole step of a model, and what jaxnorm changes of it, in percent: gains first.
+
+    A column of which nothing was measured is left out.
+    """
     lines = []
     for results in runs:
-        programs = {}
-        for row in results["rows"]:
-            name = row["program"] + (", separate products" if results["header"].get("products") == "separate" else "")
-            programs.setdefault((row["model"], name), {})[row["norms"]] = row
-        lines += [step(*names, variants) for names, variants in programs.items()]
+        more = ["separate products"] if results["header"].get("products") == "separate" else []
+        lines += [step([*names, *more], variants) for names, variants in programs_of(results).items()]
     lines.sort(key=lambda line: line[0], reverse=True)
-    columns = ["program", "XLA ms", "norms %", "the norms", "with their neighbours", "scatter %"]
+    changes = ["the norms", "with their neighbours", "against Flax's norms"]
+    columns = ["program", "XLA ms", "norms %", *changes, "scatter %"]
+    cells = [column for column in zip(columns, *(cells for _, cells in lines), strict=True) if {*column[1:]} != {"-"}]
+    columns, *lines = map(list, zip(*cells, strict=True))
     headers = [line for results in runs for line in table_parts.about(results["header"])]
-    return [*headers, *report.table(columns, [cells for _, cells in lines])]
+    return [*headers, *report.table(columns, lines)]
 
 
-def step(model, program, variants):
+def step(names, variants):
     """(the best change in percent, the cells of the line) of one program of a model."""
     xla = variants["jnp"]
     changes = {norms: change(variants, norms) for norms in DEFAULTS if norms in variants}
     cells = [f"{xla['ms']:.2f}", f"{xla['norms us'] / xla['ms'] / 10:.1f}"]
-    cells += [faster(changes.get(norms)) for norms in DEFAULTS]
-    return max(changes.values()), [f"{model}, {program}", *cells, scatter(variants)]
+    cells += [*(faster(changes.get(norms)) for norms in DEFAULTS), against_flax(variants)]
+    return max(changes.values()), [", ".join(names), *cells, scatter(variants)]
 
 
-def change(variants, norms):
+def change(variants, norms, of="jnp"):
     """In percent of a program, of paired runs: by what it takes longer than the one without norms beside it."""
-    xla = variants["jnp"]
+    xla = variants[of]
     return (xla["norms us"] - variants[norms]["norms us"]) / xla["ms"] / 10
+
+
+def against_flax(*programs):
+    return spread([change(variants, DEFAULTS[1], "flax") for variants in programs if "flax" in variants])
 
 
 def scatter(*programs):
@@ -41,48 +48,56 @@ def scatter(*programs):
     return f"±{max(variants['jnp']['± us'] / variants['jnp']['ms'] / 10 for variants in programs):.1f}"
 
 
-STEPS, OTHERS = "models.md#in-percent-of-a-step", "models.md#other-models"
+STEPS = "models.md#in-percent-of-a-step"
 LOSS = "softmax.md#a-model-with-a-large-vocabulary"
+COMPARED = ("U-Net", "BERT-like", "ViT-like", "DiT-like")  # with Flax's norms, too
 
 
-def headline(default, diffusion, loss):
+def headline(default, compared, loss):
     """A few whole programs, each with a link from README.md to the page that has its table."""
-    (device,) = {results["header"]["device"] for results in (default, diffusion, loss)}
     lines = [
-        trained(default, "ViT-like", STEPS),
-        trained(diffusion, "DiT-like", OTHERS),
-        trained(default, "Llama-like", STEPS),
+        *(line(compared, model, "train step") for model in COMPARED),
+        line(default, "Llama-like", "train step"),
         with_loss(loss),
-        decoded(default),
+        line(default, "Llama-like, decode"),
     ]
-    columns = [f"{device}, whole programs", "against XLA's code", "scatter %"]
-    return report.table(columns, [[f"[{name}](docs/benchmarks/{page})", *cells] for name, page, *cells in lines])
+    return report.table(["whole programs", "GPU", "against XLA's code", "against Flax's norms", "scatter %"], lines)
 
 
-def trained(results, model, page):
-    variants = variants_of(results, model, "train step")
-    return f"{model}, training", page, faster(change(variants, DEFAULTS[1])), scatter(variants)
+def line(results, model, program=""):
+    """Of several programs the least change and the largest."""
+    programs = programs_of(results, model, program).values()
+    changes = spread([change(variants, DEFAULTS[1]) for variants in programs])
+    return [*linked(results, STEPS, model, program), changes, against_flax(*programs), scatter(*programs)]
+
+
+def linked(results, page, *names):
+    """The first two cells of a line."""
+    _, gpu, *_ = results["header"]["device"].split()
+    return [f"[{', '.join(filter(None, names))}](docs/benchmarks/{page})", gpu]
 
 
 def with_loss(results):
-    variants = variants_of(results, "Llama-like", "train step")
+    (variants,) = programs_of(results, "Llama-like", "train step").values()
     before, after = (variants[norms]["temp MiB"] / 1024 for norms in ("jnp", "jaxnorm-loss"))
     gain = f"{faster(change(variants, 'jaxnorm-loss'))}, {after:.1f} GiB of temporaries in place of {before:.1f}"
-    classes = results["header"]["classes"]
-    return f"Llama-like, training, {classes} classes, only the loss replaced", LOSS, gain, scatter(variants)
+    names = "Llama-like", "train step", f"{results['header']['classes']} classes, only the loss replaced"
+    return [*linked(results, LOSS, *names), gain, "-", scatter(variants)]
 
 
-def decoded(results):
-    names = dict.fromkeys((row["model"], row["program"]) for row in results["rows"] if "decode" in row["model"])
-    programs = [variants_of(results, *name) for name in names]
-    changes = [change(variants, DEFAULTS[1]) for variants in programs]
-    return "Llama-like, decoding", STEPS, f"{faster(min(changes))} to {faster(max(changes))}", scatter(*programs)
+def programs_of(results, model="", program=""):
+    """The rows by their norms, of each model and program whose names begin so."""
+    programs = {}
+    for row in results["rows"]:
+        if row["model"].startswith(model) and row["program"].startswith(program):
+            programs.setdefault((row["model"], row["program"]), {})[row["norms"]] = row
+    return programs
 
 
-def variants_of(results, model, program):
-    """The rows of a program, by their norms."""
-    rows = [row for row in results["rows"] if (row["model"], row["program"]) == (model, program)]
-    return {row["norms"]: row for row in rows}
+def spread(percents):
+    """The least change and the largest, in words."""
+    words = [faster(end(percents, default=None)) for end in (min, max)]
+    return " to ".join(dict.fromkeys(words))
 
 
 def faster(percent):

@@ -39,8 +39,10 @@ class Spec:
     remat: str = "none"  # "full" keeps a layer's input only
     kv_heads: int | None = None  # of keys and values, each for a group of queries; None is as many as heads
     activation: str = "silu"  # of the MLP
+    packed: bool = False  # gate and up of a gated MLP are one product, side by side
     scale_offset: float = 0.0  # what norms add to their scales
     sandwich: bool = False  # a norm of what attention and MLP give as well, before it is added to the stream
+    after_sum: bool = False  # each norm comes after an addition and is the next stream, as in BERT: post-norm
     conditioned: bool = False  # scales and shifts of the norms, and gates, from a vector for each example: adaLN-Zero
 
     @property
@@ -53,10 +55,13 @@ class Spec:
 
 
 LLAMA = Spec("Llama-like", "rms", True, 8, 2048, 16, 8192, batch=4, tokens=2048, classes=1024)
+LLAMA_PACKED = replace(LLAMA, name="Llama-like, packed", packed=True)
 LLAMA_GROUPED = replace(LLAMA, name="Llama-like, grouped", kv_heads=4)
 GEMMA = replace(LLAMA, name="Gemma-like", heads=8, kv_heads=4, activation="gelu", scale_offset=1.0, sandwich=True)
 # Half the layers of ViT-L/16.
 VIT = Spec("ViT-like", "layer", False, 12, 1024, 16, 4096, batch=64, tokens=197, classes=1000, activation="gelu")
+# Half the layers of BERT large, whose input is the patches of an image here.
+BERT = replace(VIT, name="BERT-like", batch=32, tokens=512, after_sum=True)
 # Less than half the layers of DiT-XL/2, at 256 x 256 pixels.
 DIT = replace(VIT, name="DiT-like", dim=1152, hidden=4608, batch=32, tokens=256, conditioned=True)
 
@@ -94,11 +99,12 @@ def init(spec, seed=0):
             post = ["attention_post_norm", "mlp_post_norm"] if spec.sandwich else []
             stream = {name: weights(dim) for name in ("attention_norm", "mlp_norm", *post)}
         head = {name: weights(spec.head_size) for name in ("query_norm", "key_norm")} if spec.language else {}
-        gate = {"gate": matrix(dim, hidden)} if spec.language else {}
+        ups = {"gate_up": 2 * hidden} if spec.packed else {"gate": hidden, "up": hidden}
+        ups = {name: matrix(dim, cols) for name, cols in ups.items() if spec.language or name == "up"}
         heads = {"query": spec.heads, "key": spec.groups, "value": spec.groups}
         products = {name: matrix(dim, count * spec.head_size) for name, count in heads.items()}
-        joins = {"out": matrix(dim, dim, gain), "up": matrix(dim, hidden), "down": matrix(hidden, dim, gain)}
-        return {**stream, **head, **gate, **products, **joins}
+        joins = {"out": matrix(dim, dim, gain), "down": matrix(hidden, dim, gain)}
+        return {**stream, **head, **ups, **products, **joins}
 
     layers = [layer() for _ in range(spec.layers)]
     return {
@@ -125,7 +131,7 @@ def batch(spec, seed=1):
 
 
 def hidden(spec, norms, params, inputs):
-    """What the layers and the last norm make of the inputs."""
+    """What the layers and the last norm make of the inputs. Norms after sums have their first one before the layers."""
     inputs, condition = inputs if spec.conditioned else (inputs, None)
     positions = jnp.arange(spec.tokens)
 
@@ -140,15 +146,19 @@ def hidden(spec, norms, params, inputs):
     embed = params["embed"]
     x = embed[inputs].astype(jnp.bfloat16) if spec.language else model_blocks.product(inputs, embed)
     stream = norms.start(x)
+    if spec.after_sum:
+        stream = norms.closing(stream, params["norm"])
     if spec.scan:
         stream, _ = jax.lax.scan(layer_of, stream, params["layers"])
     else:
         for layer in params["layers"]:
             stream, _ = layer_of(stream, layer)
+    if spec.after_sum:
+        return stream
     weights = params["norm"]
     if spec.conditioned:
         weights = model_blocks.adaptive(*model_blocks.modulations(condition, weights))
-    return norms.stream(stream, weights)[0]
+    return norms.closing(stream, weights)
 
 
 def loss(spec, variant, params, inputs, targets):
@@ -172,16 +182,18 @@ def _losses(logits, labels):
 # Programs: functions of (state, *inputs) that give (the next state, a result). A state of None is the same one again.
 
 
-def train_step(spec, variant):
+def train_step(loss):
+    """A loss's gradients, and a step along them: no optimiser with a state."""
+
     def step(params, inputs, targets):
-        value, grads = jax.value_and_grad(functools.partial(loss, spec, variant))(params, inputs, targets)
+        value, grads = jax.value_and_grad(loss)(params, inputs, targets)
         return jax.tree.map(lambda param, grad: param - RATE * grad, params, grads), value
 
     return step
 
 
-def forward(spec, variant):
-    return lambda params, inputs, targets: (None, loss(spec, variant, params, inputs, targets))
+def forward(loss):
+    return lambda params, inputs, targets: (None, loss(params, inputs, targets))
 
 
 def serving(params):
@@ -220,7 +232,7 @@ def decode_step(spec, variant):
             attend_to = functools.partial(attend, keys, values)
             stream, entry = model_blocks.block(spec, norms, layer, stream, attend_to, position)
             kept.append(entry)
-        logits = model_blocks.product(norms.stream(stream, params["norm"])[0], params["head"])
+        logits = model_blocks.product(norms.closing(stream, params["norm"]), params["head"])
         return (jnp.argmax(logits, -1).astype(tokens.dtype), position + 1, kept), logits
 
     return step

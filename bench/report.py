@@ -28,6 +28,12 @@ def op_parts(name):
     return ", ".join([function.replace("_norm", ""), *variant]), direction
 
 
+def add_arguments(parser):
+    """Of a command that writes results."""
+    parser.add_argument("--out", type=Path, help="write OUT.json")
+    parser.add_argument("--commit", help="what is measured, where there is no git (default: the checkout's)")
+
+
 def device(measured=None):
     """The header of a run on JAX's default device: what ran where, and the commit, `measured` if that is given."""
     return {

@@ -11,7 +11,6 @@ program is a "step". With --default the programs are those of `implementation=No
 
 import functools
 import math
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -42,13 +41,12 @@ class Cell(NamedTuple):
 
 
 def add_arguments(parser):
-    parser.add_argument("--out", type=Path, help="write OUT.json")
+    report.add_arguments(parser)
     parser.add_argument("--ops", nargs="+", default=list(FUNCTIONS), choices=FUNCTIONS)
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--cols", nargs="+", type=int, help="these row lengths only")
     parser.add_argument("--iterations", type=int, default=20, help="calls of each program")
     parser.add_argument("--default", action="store_true", help="what runs by default")
-    parser.add_argument("--commit", help="what is measured, where there is no git (default: the checkout's)")
 
 
 def draw(cell, key):

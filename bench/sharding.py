@@ -13,9 +13,7 @@ training loop does, so that devices do not wait for the host. Times are of one n
 """
 
 import statistics
-import time
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +22,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from bench import report
+from bench import report, timing
 from bench.programs import NORMS, is_layer
 
 LINKS = 10
@@ -34,11 +32,10 @@ DTYPES = ("float32", "bfloat16")
 
 
 def add_arguments(parser):
-    parser.add_argument("--out", type=Path, help="write OUT.json")
+    report.add_arguments(parser)
     parser.add_argument("--devices", type=int, default=jax.device_count(), help="(default: all)")
     parser.add_argument("--mib", type=int, default=256, help="of x on each device (default: 256)")
     parser.add_argument("--turns", type=int, default=5, help="of each program")
-    parser.add_argument("--commit", help="what the results say was measured (default: this checkout's)")
 
 
 def main(args):
@@ -133,17 +130,12 @@ def forwards(norm, xs, weights):
 
 
 def compare(pairs, turns):
-    """The median seconds of a norm in programs (function, arguments), in turns, of which every other is in reverse."""
-    programs = [(jax.jit(function), args) for function, args in pairs]
-    taken = [[] for _ in programs]
-    for number in range(1 + turns):
-        for times, program in list(zip(taken, programs, strict=True))[:: -1 if number % 2 else 1]:
-            times.append(turn(*program))
-    return [statistics.median(times[1:]) for times in taken]
+    """The median seconds of a norm in programs (function, arguments), in turns."""
 
+    def program(function, args):
+        function = jax.jit(function)
+        return lambda _: (None, function(*args))
 
-def turn(program, args):
-    start = time.perf_counter()
-    results = [program(*args) for _ in range(CALLS)]
-    jax.block_until_ready(results)
-    return (time.perf_counter() - start) / CALLS / LINKS
+    programs = {number: program(*pair) for number, pair in enumerate(pairs)}
+    times, _ = timing.in_turns(programs, None, (), turns, CALLS)
+    return [statistics.median(taken) / LINKS for taken in times.values()]

@@ -220,8 +220,10 @@ TABLES = {
     "gemma-headline": (trainers.RUNS, trainer_tables.headline),
     "gemma-h100": ("h100_x2_gemma.json", trainer_tables.ways),
     "whole-programs": (
-        ("h200_model_default.json", "h200_model_dit.json", "h200_model_loss.json"),
+        ("h200_model_default.json", "h100_model_new.json", "h200_model_loss.json"),
         model_tables.headline,
     ),
+    "model-new": ("h100_model_new.json", whole),
+    "steps-new": ("h100_model_new.json", model_tables.steps),
     "steps": (("h200_model_default.json", "h200_model_separate.json"), model_tables.steps),
 }

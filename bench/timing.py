@@ -1,8 +1,9 @@
-"""Device time of a compiled program, from CUPTI through JAX's own helper."""
+"""Device time of a compiled program, from CUPTI through JAX's own helper; and wall time of several, in turns."""
 
 import itertools
 import math
 import statistics
+import time
 from typing import NamedTuple
 
 import jax
@@ -71,3 +72,23 @@ def median_call(records):
     """From the (name, milliseconds) of each kernel of each call: the median of the calls' sums."""
     milliseconds = statistics.median(sum(time for _, time in call) for call in records)
     return Time(milliseconds / 1e3, [name for name, _ in records[0]])
+
+
+def in_turns(programs, state, inputs, turns, calls):
+    """The seconds that a call takes in each turn, by program, and the last state, which all share.
+
+    A program is a function of (state, *inputs) that gives the next state, or None for the same one again, and a result.
+    Calls of a turn are in a queue, and every other turn is in reverse order. A first turn warms up: kernels are loaded
+    and command buffers recorded when they first run.
+    """
+    times = {name: [] for name in programs}
+    for number in range(1 + turns):
+        for name, program in list(programs.items())[:: -1 if number % 2 else 1]:
+            jax.block_until_ready(state)
+            start = time.perf_counter()
+            for _ in range(calls):
+                following, result = program(state, *inputs)
+                state = state if following is None else following
+            jax.block_until_ready((state, result))
+            times[name].append((time.perf_counter() - start) / calls)
+    return {name: taken[1:] for name, taken in times.items()}, state

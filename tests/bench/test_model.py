@@ -10,16 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench import model, model_blocks, model_norms, models
+from bench import model, model_blocks, model_norms, models, unet
 
 pytestmark = [pytest.mark.any_code, pytest.mark.long]
 
 LANGUAGE, IMAGES = models.small(models.LLAMA), replace(models.small(models.VIT), layers=1)
 GROUPED, SANDWICH, CONDITIONED = (models.small(spec) for spec in (models.LLAMA_GROUPED, models.GEMMA, models.DIT))
-# Models, and the norms with which they train as with jnp norms. The first two have the calls that add and those that do
-# not, the others what their architecture adds to these, asked for and by default.
+PACKED, AFTER_SUM, UNET = models.small(models.LLAMA_PACKED), models.small(models.BERT), unet.small(unet.WIDE)
+# Models, and the norms with which they train as with jnp norms. The first four have the calls that take neighbours in
+# and those that do not, the others what their architecture adds to these, asked for and by default.
 TRAINED = [
-    *((spec, norms) for spec in (LANGUAGE, IMAGES) for norms in ("jaxnorm", "jaxnorm-add")),
+    *((spec, norms) for spec in (LANGUAGE, IMAGES, AFTER_SUM, UNET) for norms in ("jaxnorm", "jaxnorm-add")),
     *((spec, norms) for spec in (GROUPED, SANDWICH, CONDITIONED) for norms in ("jaxnorm-rotary", "jaxnorm-default")),
 ]
 # What bfloat16 activations leave: jnp norms, scanned and unrolled, give losses that are up to 6e-4 apart, and gradients
@@ -31,9 +32,10 @@ COLUMNS = ["model", "program", "norms", "ms", "± us", "norms us", "temp MiB", "
 
 @cache
 def loss_and_gradients(spec, norms):
-    gradient = jax.jit(jax.value_and_grad(partial(models.loss, spec, norms)))
-    loss, gradients = gradient(models.init(spec), *models.batch(spec))
-    if not spec.scan:
+    module = model.MODULES[type(spec)]
+    gradient = jax.jit(jax.value_and_grad(partial(module.loss, spec, norms)))
+    loss, gradients = gradient(module.init(spec), *module.batch(spec))
+    if module is models and not spec.scan:
         gradients["layers"] = jax.tree.map(lambda *leaves: jnp.stack(leaves), *gradients["layers"])
     return float(loss), [np.float64(leaf) for leaf in jax.tree.leaves(gradients)]
 
@@ -67,7 +69,11 @@ def test_a_model_without_norms_is_another_model():
 @pytest.mark.kernels
 @pytest.mark.parametrize(
     ("spec", "norms"),
-    [(LANGUAGE, "jnp"), (LANGUAGE, "jaxnorm-add"), (SANDWICH, "jaxnorm-rotary"), (CONDITIONED, "jaxnorm-rotary")],
+    [
+        (LANGUAGE, "jnp"),
+        *((spec, "jaxnorm-add") for spec in (LANGUAGE, AFTER_SUM)),
+        *((spec, "jaxnorm-rotary") for spec in (SANDWICH, CONDITIONED)),
+    ],
     ids=lambda value: getattr(value, "name", value),
 )
 def test_scanned_and_rematerialised_layers_compute_the_same(spec, norms):
@@ -81,14 +87,38 @@ def test_scanned_and_rematerialised_layers_compute_the_same(spec, norms):
 @pytest.mark.parametrize(
     ("spec", "sign"),
     [
-        pytest.param(IMAGES, "has_residual = true", id="ViT-like"),
+        *(pytest.param(spec, "has_residual = true", id=spec.name) for spec in (IMAGES, AFTER_SUM)),
         pytest.param(SANDWICH, "custom_call @jaxnorm_rms_norm_add_rms_norm_fwd", id="Gemma-like"),
     ],
 )
 def test_every_norm_but_the_first_adds(spec, sign, norms, adds):
     params, inputs = models.init(spec), models.batch(spec)
-    text = jax.jit(models.forward(spec, norms)).lower(params, *inputs).as_text()
+    text = jax.jit(models.forward(partial(models.loss, spec, norms))).lower(params, *inputs).as_text()
     assert text.count(sign) == 2 * spec.layers * adds
+
+
+def test_a_packed_gated_mlp_computes_what_two_products_do():
+    params, inputs = models.init(LANGUAGE), models.batch(LANGUAGE)
+    layers = [{**layer, "gate_up": jnp.concatenate([layer["gate"], layer["up"]], axis=1)} for layer in params["layers"]]
+
+    packed = models.loss(PACKED, "jnp", {**params, "layers": layers}, *inputs)
+    assert packed == pytest.approx(models.loss(LANGUAGE, "jnp", params, *inputs), abs=LOSS_TOLERANCE)
+
+
+def test_norms_after_sums_are_the_last_of_a_model():
+    params, norms = models.init(AFTER_SUM), model_norms.norms_of(AFTER_SUM, "jnp")
+    y = models.hidden(AFTER_SUM, norms, params, models.batch(AFTER_SUM)[0]).astype(jnp.float32)
+    assert jnp.abs(y.mean(-1)).max() < 1e-2
+    assert jnp.abs(y.std(-1) - 1).max() < 1e-2
+
+
+@pytest.mark.parametrize(("spec", "dims"), [(IMAGES, (4, 12, 64)), (UNET, (4, 8, 8, 16))])
+def test_flax_computes_the_same_norms(spec, dims):
+    norm_of = unet.norm_of if spec is UNET else model_norms.norm_of
+    x = jax.random.normal(jax.random.key(0), dims)
+    weights = jax.random.normal(jax.random.key(1), (2, dims[-1]))
+    flax, formula = (norm_of(spec, norms)(x, weights) for norms in ("flax", "jnp"))
+    assert jnp.abs(flax - formula).max() < 1e-5
 
 
 def modulated(x, part, shift, scale):
@@ -106,7 +136,7 @@ def test_a_scale_and_a_shift_for_each_example_have_the_gradients_of_a_modulation
     shift, scale = jax.random.normal(jax.random.key(1), (2, 4, 1, 64))
 
     def ours(x, part, shift, scale):
-        return norms.stream(norms.add(x, part, ()), model_blocks.adaptive(shift, scale))[0]
+        return norms.closing(norms.add(x, part), model_blocks.adaptive(shift, scale))
 
     (y, pullback), (expected_y, expected) = (jax.vjp(f, x, part, shift, scale) for f in (ours, modulated))
     for actual, wanted in zip((y, *pullback(dy)), (expected_y, *expected(dy)), strict=True):
@@ -176,6 +206,16 @@ def test_every_program_has_a_row_for_each_kind_of_norm(tmp_path, monkeypatch):
     assert "floor of ViT-like norms:" in table["header"]
 
 
+@pytest.mark.kernels
+def test_a_model_without_rows_has_no_floor(tmp_path):
+    name = unet.WIDE.name
+    table = benchmark(tmp_path, "--parts", "unet", "--programs", "forward")
+
+    names = [(row["model"], row["program"], row["norms"], row["ceiling %"]) for row in table["rows"]]
+    assert names == [(name, "forward", norms, None) for norms in ("jnp", "jaxnorm", "none")]
+    assert not any(key.startswith("floor") for key in table["header"])
+
+
 def test_what_is_won_back_is_a_share_of_what_jnp_norms_cost():
     times = {"jnp": [5.0, 6.0, 7.0], "jaxnorm": [4.5, 5.5, 6.5], "none": [3.0, 4.0, 5.0]}
     keyed = {("forward", norms): seconds for norms, seconds in times.items()}
@@ -195,6 +235,8 @@ def test_what_is_won_back_is_a_share_of_what_jnp_norms_cost():
         ({}, True, False, 9 * 5 * 96 + 2 * 4 * (5 * 6 + 4 * 12)),  # and a statistic for each row, written and read
         ({}, True, True, 5 * 2 * 96 + 4 * 1 * 96 + 2 * 4 * (5 * 6 + 4 * 12)),
         ({"kv_heads": 1}, True, False, 8 * 5 * 96 + 2 * 4 * (5 * 6 + 3 * 12)),
+        ({"after_sum": True}, False, True, 0),
+        ({"after_sum": True}, True, True, 5 * 2 * 96 + 4 * 1 * 96 + 2 * 4 * (5 * 6 + 4 * 12)),
         ({"sandwich": True}, True, False, 13 * 5 * 96 + 2 * 4 * (9 * 6 + 4 * 12)),
         ({"sandwich": True}, True, True, 5 * 2 * 96 + 4 * 1 * 96 + 4 * 2 * 96 + 2 * 4 * (9 * 6 + 4 * 12)),
     ],
