@@ -82,7 +82,7 @@ void run(Kind kind, Dtype dtype, int64_t rows, int64_t cols, int64_t offset, con
   const Array workspace(Dtype::f32, workspace_floats, 0, false);
   const auto floats = [](const Array& array) { return static_cast<float*>(array.get()); };
 
-  AddNormForward f{};
+  ScaledAddNormForward f{};
   f.kind = kind, f.rows = rows, f.cols = cols, f.epsilon = 1e-6f, f.multiply_before_cast = true;
   f.x = {x.get(), dtype}, f.scale = {scale.get(), dtype}, f.y = {y.get(), dtype}, f.y_stride = cols + pad;
   if (kind == Kind::layer) f.bias = {bias.get(), dtype};
@@ -110,6 +110,12 @@ void run(Kind kind, Dtype dtype, int64_t rows, int64_t cols, int64_t offset, con
   // Of an addition, whose sum takes the addend's place.
   f.addend = {sum.get(), dtype}, f.sum = {sum.get(), dtype};
   finish(jaxnorm::cuda::run(f, nullptr), "forward with an addend");
+  f.branch_scale = f.scale;
+  finish(jaxnorm::cuda::run(f, nullptr), "forward with a branch's scale");
+  if (pad == 0) {
+    f.sum = {};
+    finish(jaxnorm::cuda::run(f, nullptr), "forward without the sum");
+  }
   b.x = f.addend, b.dsum = {dsum.get(), dtype};
   finish(jaxnorm::cuda::run(b, nullptr), "backward with dsum");
 }

@@ -99,7 +99,7 @@ void run(Kind kind, Dtype dtype, Dtype y_dtype, Dtype weight, const Shape& s) {
   const Array x(dtype, size, s.offset), scale(weight, weights, s.offset), bias(weight, weights, s.offset);
   const Array y(y_dtype, rows * (cols + s.pad), s.offset, false), sum(dtype, size, s.offset);
   const Array mean(Dtype::f32, rows, 0, false), rstd(Dtype::f32, rows, 0, false);
-  AddNormForward f{};
+  ScaledAddNormForward f{};
   f.kind = kind, f.rows = rows, f.cols = cols, f.epsilon = 1e-6f, f.weight_rows = s.weight_rows;
   f.x = x, f.scale = scale, f.y = y, f.y_stride = cols + s.pad, f.multiply_before_cast = s.offset == 0;
   if (kind == Kind::layer) f.bias = bias, f.mean = mean.floats();
@@ -117,6 +117,12 @@ void run(Kind kind, Dtype dtype, Dtype y_dtype, Dtype weight, const Shape& s) {
 
   f.addend = sum, f.sum = sum;
   cpu::run(f, parallel_for);
+  f.branch_scale = scale;
+  cpu::run(f, parallel_for);
+  if (y_dtype == dtype && s.pad == 0) {
+    f.sum = {};
+    cpu::run(f, parallel_for);
+  }
   b.x = sum, b.dsum = dsum;
   cpu::run(b, parallel_for);
   b.dx = {};

@@ -14,6 +14,10 @@ cudaError_t run_add_norm<__half>(const AddNormForward&, const Plan&, cudaStream_
   std::abort();
 }
 template <>
+cudaError_t run_scaled_add_norm<__half>(const ScaledAddNormForward&, const Plan&, cudaStream_t) {
+  std::abort();
+}
+template <>
 cudaError_t run_quantized_norm<__half>(const QuantizedNormForward&, const Plan&, cudaStream_t) {
   std::abort();
 }

@@ -38,6 +38,7 @@ void test(Kind kind, Dtype x_dtype, Dtype dtype, Dtype weights, int64_t rows, in
   const auto x = Array::normal(x_dtype, elements, offset), addend = Array::normal(dtype, elements, offset);
   const auto dy = Array::normal(x_dtype, elements, offset), dsum = Array::normal(dtype, elements, offset);
   const auto scale = Array::normal(weights, cols, offset), bias = Array::normal(weights, cols, offset);
+  const auto branch_scale = Array::normal(weights, cols, offset);
   if (!is_chosen) return;
   Array sum(dtype, elements, offset);
   for (int64_t i = 0; i < elements; ++i) sum.set(i, x[i] + addend[i]);
@@ -55,12 +56,34 @@ void test(Kind kind, Dtype x_dtype, Dtype dtype, Dtype weights, int64_t rows, in
   Array fused_y(x_dtype, elements, offset), fused_mean(Dtype::f32, rows), fused_rstd(Dtype::f32, rows);
   Array fused_sum(dtype, elements, offset);  // where the addend was
   for (int64_t i = 0; i < elements; ++i) fused_sum.set(i, addend[i]);
-  AddNormForward fused{f};
+  ScaledAddNormForward fused{{f}};
   fused.x = x, fused.addend = fused_sum, fused.sum = fused_sum, fused.y = fused_y;
   fused.mean = fused_mean.floats(), fused.rstd = fused_rstd.floats();
   fused.workspace = {};  // without a count of tickets rows have a static schedule
   expect(run(fused, nullptr) == cudaSuccess, "forward with an addend");
   expect(fused_sum == sum && fused_y == y && fused_rstd == rstd && (!layer || fused_mean == mean), "fusion is exact");
+
+  // Where nobody reads the sum.
+  const auto run_without_sum = [&](const Array& expected_y, const char* what) {
+    Array y_alone(x_dtype, elements, offset);
+    fused.addend = addend, fused.sum = {}, fused.y = y_alone;
+    expect(x_dtype != dtype || (run(fused, nullptr) == cudaSuccess && y_alone == expected_y), what);
+  };
+  run_without_sum(y, "y without the sum");
+
+  Array scaled_sum(dtype, elements, offset), scaled_y(x_dtype, elements, offset);
+  for (int64_t i = 0; i < elements; ++i) {
+    const float product = branch_scale[i % cols] * x[i];
+    scaled_sum.set(i, product + addend[i]);
+    fused_sum.set(i, addend[i]);
+  }
+  NormForward of_sum = f;
+  of_sum.x = scaled_sum, of_sum.y = scaled_y;
+  fused.branch_scale = branch_scale, fused.addend = fused_sum, fused.sum = fused_sum, fused.y = fused_y;
+  expect(run(of_sum, nullptr) == cudaSuccess && run(fused, nullptr) == cudaSuccess, "forward with a branch's scale");
+  expect(fused_sum == scaled_sum && fused_y == scaled_y, "fusion with a branch's scale is exact");
+  run_without_sum(scaled_y, "y without the sum with a branch's scale");
+  expect(run(f, nullptr) == cudaSuccess, "forward");  // mean and rstd again
 
   const WorkspaceSize size = norm_grad_workspace({dtype, cols, 2, {}, true});
   Array workspace(Dtype::f32, rows * size.floats_a_row + size.floats);

@@ -86,6 +86,29 @@ void test(Kind kind, Dtype dtype, Dtype weights, const Shape& shape, int64_t off
   const Specialised all = call({count, inner}, shape.rows(), x, dy, dsum, scale, bias);
   expect(all.holds, "a call");
 
+  // A branch's scale for each head: as the norm of the sum that it gives.
+  const auto branch_scale = Array::normal(weights, count * cols, offset);
+  Array sum(dtype, shape.rows() * cols, offset), total(dtype, shape.rows() * cols, offset);
+  for (int64_t i = 0; i < shape.rows() * cols; ++i) {
+    const int64_t row = i / cols;
+    const float product = branch_scale[row / inner % count * cols + i % cols] * x[i];
+    total.set(i, product + dsum[i]);
+  }
+  Array y(dtype, shape.rows() * cols, offset), fused_y(dtype, shape.rows() * cols, offset);
+  ScaledAddNormForward f{};
+  f.kind = kind, f.rows = shape.rows(), f.cols = cols, f.epsilon = 1e-6f, f.weight_rows = {count, inner};
+  f.multiply_before_cast = true, f.x = total, f.scale = scale, f.y = y, f.y_stride = cols;
+  if (layer) f.bias = bias;
+  expect(run(f, nullptr) == cudaSuccess, "the norm of a sum");
+  f.x = x, f.addend = dsum, f.sum = sum, f.y = fused_y, f.branch_scale = branch_scale;
+  expect(run(f, nullptr) == cudaSuccess && sum == total && fused_y == y, "a branch's scale");
+
+  for (int64_t i = 0; i < shape.rows() * cols; ++i) total.set(i, x[i] + dsum[i]);
+  f.x = total, f.addend = {}, f.y = y, f.branch_scale = {};
+  expect(run(f, nullptr) == cudaSuccess, "the norm of a sum");
+  f.x = x, f.addend = dsum, f.y = fused_y;
+  expect(run(f, nullptr) == cudaSuccess && sum == total && fused_y == y, "a sum");
+
   std::vector<double> dscale, dbias;
   for (int64_t head = 0; head < count; ++head) {
     const auto of_head = [&](const Array& array, Dtype dtype) {

@@ -45,7 +45,7 @@ void test(Kind kind, Dtype y_dtype, Dtype dtype, Dtype weights, int64_t rows, in
   Array sum(dtype, elements, offset), fused_sum(dtype, elements, offset);
   Array y(y_dtype, elements, offset), padded(y_dtype, padded_elements, offset), fused(y_dtype, padded_elements, offset);
   Array mean(Dtype::f32, rows), rstd(Dtype::f32, rows), tickets(Dtype::f32, 1);
-  AddNormForward f{};
+  ScaledAddNormForward f{};
   f.kind = kind, f.rows = rows, f.cols = cols, f.epsilon = 1e-6f, f.multiply_before_cast = true;
   f.x = x, f.addend = addend, f.sum = sum, f.scale = scale, f.y = y, f.y_stride = cols;
   f.mean = mean.floats(), f.rstd = rstd.floats();

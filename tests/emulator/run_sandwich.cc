@@ -95,7 +95,7 @@ void run_two(const Case& c, const Operands& o, Results& r) {
   Array normed(c.dtype, c.elements(), c.offset);
   const SandwichNormForward f = forward_of(c, o, r);
   NormForward first = post_norm_of(f);
-  AddNormForward second = add_norm_of(f);
+  ScaledAddNormForward second = add_norm_of(f);
   first.y = normed, second.x = normed;
   c.expect(run(first, nullptr) == cudaSuccess && run(second, nullptr) == cudaSuccess, "two calls");
 
@@ -215,7 +215,7 @@ void test_extremes(Dtype dtype, int64_t cols) {
   f.epsilon = g.epsilon = 0;
   Array normed(dtype, c.elements());
   NormForward first = post_norm_of(g);
-  AddNormForward second = add_norm_of(g);
+  ScaledAddNormForward second = add_norm_of(g);
   first.y = normed, second.x = normed;
   const bool ran =
       run(f, nullptr) == cudaSuccess && run(first, nullptr) == cudaSuccess && run(second, nullptr) == cudaSuccess;

@@ -89,6 +89,17 @@ __device__ Packed<T, N> sum_of(const Packed<A, N>& a, const Packed<T, N>& b) {
   return pack<T>(values);
 }
 
+// factor * a + b, the product rounded to f32, the sum to b's type.
+template <typename A, typename T, int N>
+__device__ Packed<T, N> scaled_sum_of(const float (&factor)[N], const Packed<A, N>& a, const Packed<T, N>& b) {
+  float values[N], more[N];
+  unpack(a, values);
+  unpack(b, more);
+#pragma unroll
+  for (int i = 0; i < N; ++i) values[i] = values[i] * factor[i] + more[i];  // compiled without contraction
+  return pack<T>(values);
+}
+
 // Of the sum of a row of A and a row of T, rounded to T: as Row<T>.
 template <typename A, typename T, typename Tile>
 class SumRow {
@@ -103,6 +114,12 @@ class SumRow {
   // From memory. Writes the sum if it is wanted; it may take b's place.
   template <typename ThreadGroup>
   __device__ void read(const ThreadGroup& group, const A* a, const T* b, T* sum, bool wanted) {
+    read(group, a, b, sum, wanted, [](int, auto, int, const auto& x, const auto& y) { return sum_of(x, y); });
+  }
+
+  // The same with another sum of two vectors.
+  template <typename ThreadGroup, typename F>
+  __device__ void read(const ThreadGroup& group, const A* a, const T* b, T* sum, bool wanted, F sum_of_vectors) {
     constexpr int at_once = sizeof(T) == 4 ? 4 : Tile::VECTORS;  // as many on their way as there are registers for
     Packed<A, Tile::N> packed_a[Tile::VECTORS];
 #pragma unroll
@@ -115,7 +132,7 @@ class SumRow {
       if (at_once > 4) group.meet();  // or ptxas would put most of the loads off
       for_each_vector<Tile>(group, [&](int vec, auto col, int remaining) {
         if (vec < begin || vec >= begin + at_once) return;
-        packed_[vec] = sum_of(packed_a[vec], packed_[vec]);
+        packed_[vec] = sum_of_vectors(vec, col, remaining, packed_a[vec], packed_[vec]);
         if (wanted) store<Tile::ALIGNED>(sum + col, packed_[vec], remaining);
       });
     }

@@ -50,21 +50,39 @@ struct NormBackward {
 // What x is added to before it is normalised.
 struct AddFirst {
   Input addend;  // absent: x is normalised
-  Output sum;    // may lie where the addend does
+  Output sum;    // may lie where the addend does; absent, and the addend there: the sum is not wanted
 };
 
 // Without an addend the norm of x.
 struct AddNormForward : NormForward, AddFirst {};
 
-// sum = a + b, rounded to b's dtype; sum may lie where b does. Without b, a rounded to sum's dtype.
+// And before that x is multiplied by a weight, in f32 and rounded so.
+struct ScaledAddNormForward : AddNormForward {
+  Input branch_scale;  // with scale's rows; absent: x itself is added
+};
+
+// sum = factor * a + b, rounded to b's dtype; sum may lie where b does. Without a factor, a + b. Without b, a rounded
+// to sum's dtype.
 struct Addition {
   Input a, b;
   Output sum;
+  Input factor = {};
+  RowMap factor_rows = {};
 };
 
 template <class Op>
 Addition addition_of(const Op& p) {
   return {p.x, p.addend, p.sum};
+}
+
+inline Addition addition_of(const ScaledAddNormForward& p) {
+  return {p.x, p.addend, p.sum, p.branch_scale, p.weight_rows};
+}
+
+// A sum that is not wanted and that no kernel has at hand is in y, whose dtype is then the addend's, until y is there.
+inline ScaledAddNormForward with_sum_somewhere(ScaledAddNormForward p) {
+  if (!p.sum) p.sum = p.y;
+  return p;
 }
 
 // The op of a sum that is stored already.

@@ -9,8 +9,8 @@ namespace jaxnorm::cpu {
 
 // std::bad_alloc: there is no memory for f32 weights, for rows or for sums over them.
 void run(const NormForward& p, const ParallelFor& parallel_for);
-void run(const AddNormForward& p, const ParallelFor& parallel_for);
-void run(const QuantizedNormForward& p, const ParallelFor& parallel_for);
+void run(const ScaledAddNormForward& p, const ParallelFor& parallel_for);
+void run(const ScaledAddQuantizedNormForward& p, const ParallelFor& parallel_for);
 void run(const GatedNormForward& p, const ParallelFor& parallel_for);
 void run(const GatedNormQuantizedForward& p, const ParallelFor& parallel_for);
 void run(const NormBackward& p, const ParallelFor& parallel_for);

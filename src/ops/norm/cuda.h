@@ -13,8 +13,8 @@ namespace jaxnorm::cuda {
 
 // cudaErrorMemoryAllocation: the workspace has too little room for any way to compute the op.
 cudaError_t run(const NormForward& p, cudaStream_t stream);
-cudaError_t run(const AddNormForward& p, cudaStream_t stream);
-cudaError_t run(const QuantizedNormForward& p, cudaStream_t stream);
+cudaError_t run(const ScaledAddNormForward& p, cudaStream_t stream);
+cudaError_t run(const ScaledAddQuantizedNormForward& p, cudaStream_t stream);
 cudaError_t run(const GatedNormForward& p, cudaStream_t stream);
 cudaError_t run(const GatedNormQuantizedForward& p, cudaStream_t stream);
 cudaError_t run(const NormBackward& p, cudaStream_t stream);
@@ -29,6 +29,8 @@ cudaError_t run_norm(const NormForward& p, const Plan& plan, cudaStream_t stream
 // cudaErrorNotSupported: no one kernel does it.
 template <typename S>
 cudaError_t run_add_norm(const AddNormForward& p, const Plan& plan, cudaStream_t stream);
+template <typename S>
+cudaError_t run_scaled_add_norm(const ScaledAddNormForward& p, const Plan& plan, cudaStream_t stream);
 
 // cudaErrorNotSupported: of a sum, no one kernel does it.
 template <typename S>
@@ -48,6 +50,6 @@ cudaError_t gated_norm_grad_of(const GatedNormBackward& p, cudaStream_t stream);
 // The plan of a norm of `stream_dtype`.
 Plan forward_plan(const NormOperands& p, Dtype stream_dtype);
 
-cudaError_t add(const Addition& p, int64_t elements, cudaStream_t stream);
+cudaError_t add(const Addition& p, int64_t rows, int64_t cols, cudaStream_t stream);
 
 }  // namespace jaxnorm::cuda

@@ -40,6 +40,15 @@ struct QuantizedNormForward : NormOperands, AddFirst {
   Output y;  // null where it is not wanted
 };
 
+struct ScaledAddQuantizedNormForward : QuantizedNormForward {
+  Input branch_scale;  // as of ScaledAddNormForward, with rows of its own
+  RowMap branch_rows;
+};
+
+inline Addition addition_of(const ScaledAddQuantizedNormForward& p) {
+  return {p.x, p.addend, p.sum, p.branch_scale, p.branch_rows};
+}
+
 // The two ops that do the same, where no kernel has all of it.
 inline NormForward norm_of(const QuantizedNormForward& p) {
   NormForward norm{};

@@ -35,9 +35,9 @@ RowShapes read_norm_operands(Reader& in, Kind kind, Op& p, bool has_addend, bool
 
 // And what it gives last: the sum, and the statistics where they are wanted.
 template <class Op>
-void read_norm_results(Reader& in, const RowShapes& rows, Op& p, bool has_addend) {
+void read_norm_results(Reader& in, const RowShapes& rows, Op& p, bool has_addend, bool with_sum = true) {
   if (has_addend) {
-    p.sum = in.result("sum", rows.x, p.addend.dtype);
+    if (with_sum) p.sum = in.result("sum", rows.x, p.addend.dtype);
     in.require(is_supported(p.x.dtype, p.addend.dtype), called::kUnlikeX);
   }
   if (!in.has_result(rows.statistics)) return;
@@ -45,17 +45,28 @@ void read_norm_results(Reader& in, const RowShapes& rows, Op& p, bool has_addend
   p.rstd = in.f32_result("rstd", rows.statistics);
 }
 
+// What x is multiplied by before it is added, with its rows among those of `rows`.
+inline void read_branch_scale(Reader& in, RowShapes& rows, bool has_addend, Input& branch_scale, RowMap& map) {
+  if (!in.later_flag("has_branch_scale")) return;
+  in.require(has_addend, "branch_scale came and no residual");
+  branch_scale = in.weight("branch_scale", rows);
+  map = rows.weight_rows;
+}
+
 inline constexpr const char* kPair = "what is normalised and y (or dy) have different dtypes and neither is F32";
 
 template <Kind kind>
-AddNormForward read_norm(Reader& in) {
-  AddNormForward p{};
-  const bool has_addend = in.flag(called::kHasAddend);
-  const RowShapes rows = read_norm_operands(in, kind, p, has_addend);
+ScaledAddNormForward read_norm(Reader& in) {
+  ScaledAddNormForward p{};
+  const bool has_addend = in.flag(called::kHasAddend), with_sum = !in.later_flag("without_sum");
+  RowShapes rows = read_norm_operands(in, kind, p, has_addend);
+  read_branch_scale(in, rows, has_addend, p.branch_scale, p.weight_rows);
   p.multiply_before_cast = in.flag("multiply_before_cast");
   p.y = in.padded_result("y", rows, &p.y_stride);
   in.require(is_supported(has_addend ? p.addend.dtype : p.x.dtype, p.y.dtype), kPair);
-  read_norm_results(in, rows, p, has_addend);
+  in.require(with_sum || (has_addend && p.y.dtype == p.addend.dtype && p.y_stride == p.cols),
+             "the sum is left out, and y has no room for it");
+  read_norm_results(in, rows, p, has_addend, with_sum);
   p.workspace = in.workspace();
   return p;
 }

@@ -53,8 +53,8 @@ inline NormForward post_norm_of(const SandwichNormForward& p) {
   return norm;
 }
 
-inline AddNormForward add_norm_of(const SandwichNormForward& p) {
-  AddNormForward norm{};
+inline ScaledAddNormForward add_norm_of(const SandwichNormForward& p) {
+  ScaledAddNormForward norm{};
   static_cast<NormForward&>(norm) = post_norm_of(p);
   norm.x = {p.y.data, p.y.dtype};
   norm.addend = p.addend;

@@ -30,15 +30,18 @@ void forward(NormForward p, const Addition* addition, const ParallelFor& paralle
 
 void run(const NormForward& p, const ParallelFor& parallel_for) { forward(p, nullptr, parallel_for); }
 
-void run(const AddNormForward& p, const ParallelFor& parallel_for) {
-  if (!p.addend) return run(static_cast<const NormForward&>(p), parallel_for);
-  const Addition addition = addition_of(p);
-  forward(of_sum(p), &addition, parallel_for);
+void run(const ScaledAddNormForward& call, const ParallelFor& parallel_for) {
+  if (!call.addend) return run(static_cast<const NormForward&>(call), parallel_for);
+  const ScaledAddNormForward p = with_sum_somewhere(call);
+  Addition addition = addition_of(p);
+  const F32Weight factor(&addition.factor, -0.0f, p.weight_rows.count * p.cols, parallel_for);
+  forward(of_sum<AddNormForward>(p), &addition, parallel_for);
 }
 
-void run(const QuantizedNormForward& call, const ParallelFor& parallel_for) {
-  QuantizedNormForward p = call;
-  const Addition addition = addition_of(p);
+void run(const ScaledAddQuantizedNormForward& call, const ParallelFor& parallel_for) {
+  ScaledAddQuantizedNormForward p = call;
+  Addition addition = addition_of(p);
+  const F32Weight factor(&addition.factor, -0.0f, p.branch_rows.count * p.cols, parallel_for);
   const int64_t elements = p.rows * p.cols, sum_size = p.sum ? size_of(p.sum.dtype) : 0;
   const int64_t y_size = p.y ? size_of(p.y.dtype) : 0;
   const int64_t traffic = elements * (size_of(p.x.dtype) + 2 * sum_size + size_of(p.quantized.values.dtype) + y_size);

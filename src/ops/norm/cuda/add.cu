@@ -1,5 +1,5 @@
-// sum = a + b, rounded to b's type: a kernel of its own for the sums that no fused kernel forms. Without b, a in sum's
-// type.
+// sum = a + b or factor * a + b, rounded to b's type: kernels of their own for the sums that no fused kernel forms.
+// Without b, a in sum's type.
 #include "cuda/engine/fragment.cuh"
 #include "cuda/engine/launch.cuh"
 #include "ops/norm/cuda.h"
@@ -29,33 +29,63 @@ __global__ void __launch_bounds__(kAddThreads) add_kernel(const A* a, const T* b
   }
 }
 
+// A vector is of one row, and so of one row of the factor.
+template <typename A, typename T, int N>
+__global__ void __launch_bounds__(kAddThreads)
+    scaled_add_kernel(const A* a, const T* b, T* sum, int64_t elements, Input factor, Divisor cols, RowMapLaunch rows) {
+  const int64_t step = int64_t{gridDim.x} * blockDim.x * N;
+  for (int64_t first = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * N; first < elements; first += step) {
+    const int64_t row = cols.quotient(first), column = first - row * cols.value;
+    const Packed<A, N> a_vector = load<true, N>(a + first, N);
+    const Packed<T, N> b_vector = load<true, N>(b + first, N);
+    float factors[N];
+    load_floats<true>(factor, rows.of_row(row) * cols.value + column, N, factors);
+    store<true>(sum + first, scaled_sum_of(factors, a_vector, b_vector), N);
+  }
+}
+
+dim3 grid_of(int64_t vectors) {
+  return dim3(static_cast<unsigned>(std::min<int64_t>((vectors + kAddThreads - 1) / kAddThreads, INT_MAX)));
+}
+
+template <int N, typename A, typename T>
+cudaError_t scaled_add_as(const Addition& p, int64_t rows, int64_t cols, cudaStream_t stream) {
+  return launch_grid(scaled_add_kernel<A, T, N>, grid_of(rows * cols / N), kAddThreads, stream,
+                     static_cast<const A*>(p.a.data), static_cast<const T*>(p.b.data), static_cast<T*>(p.sum.data),
+                     rows * cols, p.factor, Divisor(cols), RowMapLaunch(p.factor_rows));
+}
+
 template <typename A, typename T>
-cudaError_t add_as(const Addition& p, int64_t elements, cudaStream_t stream) {
+cudaError_t add_as(const Addition& p, int64_t rows, int64_t cols, cudaStream_t stream) {
   constexpr int N = kVector<T>;
-  const int64_t vectors = (elements + N - 1) / N;
+  const int64_t elements = rows * cols, vectors = (elements + N - 1) / N;
+  if (p.factor)
+    return cols % N == 0 && are_aligned<N>(p.a, p.b, p.sum, p.factor) ? scaled_add_as<N, A, T>(p, rows, cols, stream)
+                                                                      : scaled_add_as<1, A, T>(p, rows, cols, stream);
   const bool is_aligned = elements % N == 0 && are_aligned<N>(p.a, p.b, p.sum);
-  const dim3 grid(static_cast<unsigned>(std::min<int64_t>((vectors + kAddThreads - 1) / kAddThreads, INT_MAX)));
+  const dim3 grid = grid_of(vectors);
   return launch_grid(is_aligned ? add_kernel<A, T, true> : add_kernel<A, T, false>, grid, kAddThreads, stream,
                      static_cast<const A*>(p.a.data), static_cast<const T*>(p.b.data), static_cast<T*>(p.sum.data),
                      elements);
 }
 
 template <typename T>
-cudaError_t add_to(const Addition& p, int64_t elements, cudaStream_t stream) {
-  if (p.a.dtype == kDtype<T>) return add_as<T, T>(p, elements, stream);
+cudaError_t add_to(const Addition& p, int64_t rows, int64_t cols, cudaStream_t stream) {
+  if (p.a.dtype == kDtype<T>) return add_as<T, T>(p, rows, cols, stream);
   if constexpr (std::is_same_v<T, float>) {
-    return p.a.dtype == Dtype::f16 ? add_as<__half, T>(p, elements, stream)
-                                   : add_as<__nv_bfloat16, T>(p, elements, stream);
+    return p.a.dtype == Dtype::f16 ? add_as<__half, T>(p, rows, cols, stream)
+                                   : add_as<__nv_bfloat16, T>(p, rows, cols, stream);
   } else {
-    return add_as<float, T>(p, elements, stream);
+    return add_as<float, T>(p, rows, cols, stream);
   }
 }
 
 }  // namespace
 
-cudaError_t add(const Addition& p, int64_t elements, cudaStream_t stream) {
-  if (p.sum.dtype == Dtype::f32) return add_to<float>(p, elements, stream);
-  return p.sum.dtype == Dtype::f16 ? add_to<__half>(p, elements, stream) : add_to<__nv_bfloat16>(p, elements, stream);
+cudaError_t add(const Addition& p, int64_t rows, int64_t cols, cudaStream_t stream) {
+  if (p.sum.dtype == Dtype::f32) return add_to<float>(p, rows, cols, stream);
+  return p.sum.dtype == Dtype::f16 ? add_to<__half>(p, rows, cols, stream)
+                                   : add_to<__nv_bfloat16>(p, rows, cols, stream);
 }
 
 }  // namespace jaxnorm::cuda

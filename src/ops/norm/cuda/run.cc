@@ -10,8 +10,14 @@ namespace {
 // An op of a sum that no one kernel does: the sum by itself, and then the op of it.
 template <typename P, typename F>
 cudaError_t add_and(const P& p, cudaStream_t stream, F run) {
-  const cudaError_t error = add(addition_of(p), p.rows * p.cols, stream);
+  const cudaError_t error = add(addition_of(p), p.rows, p.cols, stream);
   return error == cudaSuccess ? run(of_sum(p)) : error;
+}
+
+template <typename S>
+cudaError_t run_fused(const ScaledAddNormForward& p, const Plan& plan, cudaStream_t stream) {
+  const bool is_plain = !p.branch_scale && p.weight_rows.count == 1;
+  return is_plain ? run_add_norm<S>(p, plan, stream) : run_scaled_add_norm<S>(p, plan, stream);
 }
 
 }  // namespace
@@ -26,25 +32,26 @@ cudaError_t run(const NormForward& p, cudaStream_t stream) {
                     [&](auto type) { return run_norm<decltype(type)>(p, forward_plan(p, p.x.dtype), stream); });
 }
 
-cudaError_t run(const AddNormForward& p, cudaStream_t stream) {
+cudaError_t run(const ScaledAddNormForward& p, cudaStream_t stream) {
   if (!p.addend) return run(static_cast<const NormForward&>(p), stream);
   if (p.rows == 0) return cudaSuccess;
-  const Plan plan = forward_plan(p, p.sum.dtype);
-  return with_dtype(p.sum.dtype, [&](auto type) {
+  const Plan plan = forward_plan(p, p.addend.dtype);
+  return with_dtype(p.addend.dtype, [&](auto type) {
     using S = decltype(type);
-    const cudaError_t fused = run_add_norm<S>(p, plan, stream);
+    const cudaError_t fused = run_fused<S>(p, plan, stream);
     if (fused != cudaErrorNotSupported) return fused;
-    return add_and(p, stream, [&](const NormForward& norm) { return run_norm<S>(norm, plan, stream); });
+    return add_and(with_sum_somewhere(p), stream,
+                   [&](const NormForward& norm) { return run_norm<S>(norm, plan, stream); });
   });
 }
 
-cudaError_t run(const QuantizedNormForward& p, cudaStream_t stream) {
+cudaError_t run(const ScaledAddQuantizedNormForward& p, cudaStream_t stream) {
   if (p.rows == 0) return cudaSuccess;
   const Dtype stream_dtype = p.sum ? p.sum.dtype : p.x.dtype;
   const Plan plan = forward_plan(p, stream_dtype);
   return with_dtype(stream_dtype, [&](auto type) {
     using S = decltype(type);
-    const cudaError_t fused = run_quantized_norm<S>(p, plan, stream);
+    const cudaError_t fused = p.branch_scale ? cudaErrorNotSupported : run_quantized_norm<S>(p, plan, stream);
     if (fused != cudaErrorNotSupported) return fused;
     const auto run_apart = [&](const QuantizedNormForward& norm) {
       if (!norm.y) return run_quantized_norm<S>(norm, plan, stream);

@@ -58,7 +58,7 @@ cudaError_t run(const SandwichNormBackward& call, cudaStream_t stream) {
     if (const cudaError_t error = run(sum_grad_of(p, daddend), stream); error != cudaSuccess) return error;
   if (!p.goes_on()) return cudaSuccess;
   if (is_widened)
-    if (const cudaError_t error = add({{daddend.data, daddend.dtype}, {}, received}, elements, stream);
+    if (const cudaError_t error = add({{daddend.data, daddend.dtype}, {}, received}, p.rows, p.cols, stream);
         error != cudaSuccess)
       return error;
   return run(x_grad_of(p, received), stream);

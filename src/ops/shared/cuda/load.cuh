@@ -60,7 +60,7 @@ struct LoadRow {
   }
 };
 
-// x + addend, rounded to the addend's type S. The sum is stored, and may take the addend's place.
+// x + addend, rounded to the addend's type S. The sum is stored where it is wanted, and may take the addend's place.
 template <typename X, typename S, typename Tile>
 struct LoadSum {
   using Fragment = SumRow<X, S, Tile>;
@@ -75,7 +75,7 @@ struct LoadSum {
       const X* x = static_cast<const X*>(p.x.data) + start;
       hide(x);
       rows.x[r].read(group, x, static_cast<const S*>(p.addend.data) + start, static_cast<S*>(p.sum.data) + start,
-                     rows.is_there(r));
+                     p.sum.data && rows.is_there(r));
     }
   }
 
@@ -101,7 +101,7 @@ struct LoadSum {
 
   template <typename P, int N>
   __device__ static void pass_on(const P& p, int64_t row, int64_t col, const float (&values)[N], int remaining) {
-    store<true>(static_cast<S*>(p.sum.data) + row * p.cols + col, pack<S>(values), remaining);
+    if (p.sum.data) store<true>(static_cast<S*>(p.sum.data) + row * p.cols + col, pack<S>(values), remaining);
   }
 
   template <typename Launch, typename P>
