@@ -16,7 +16,8 @@ from jaxnorm.inspect.explain import explain
 from jaxnorm.ops.cross_entropy.api import softmax_cross_entropy_with_integer_labels
 from jaxnorm.ops.cross_entropy.linear_api import linear_cross_entropy
 from jaxnorm.ops.group_norm.api import group_norm
-from jaxnorm.ops.norm.api import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from jaxnorm.ops.norm.added_api import add_layer_norm, add_rms_norm
+from jaxnorm.ops.norm.api import layer_norm, rms_norm
 from jaxnorm.ops.norm.gated_api import gated_rms_norm, gated_rms_norm_quantized
 from jaxnorm.ops.norm.quantized_api import RowStatistics, layer_norm_quantized, rms_norm_quantized
 from jaxnorm.ops.options import implementation

@@ -9,7 +9,7 @@ from gated_quantized_rows import gated_quantized, grouped_quantized
 from gated_rows import gate, grouped
 from gating import MAMBA, QWEN, VARIANTS
 from group_rows import ACTIVATIONS, group_norm
-from norm_rows import added, norm, padded, per_head
+from norm_rows import added, norm, padded, per_head, scaled
 from quantized_rows import quantized, quantized_sum
 from rotary_rows import rotary, rotary_per_head
 from sandwich_rows import sandwich
@@ -18,6 +18,7 @@ from softmax_rows import cross_entropy, softmax
 NORMS = tuple(norm(kind) for kind in KINDS)
 PER_HEAD = tuple(per_head(kind) for kind in KINDS)
 ADDED = tuple(added(kind) for kind in KINDS)
+SCALED = (scaled("layer"), *in_full(scaled("rms")))
 PADDED = tuple(padded(kind) for kind in KINDS)
 GATED = tuple(gate(variant) for variant in VARIANTS)
 GROUPED = tuple(grouped(variant) for variant in (MAMBA, QWEN))
@@ -43,12 +44,12 @@ GATED_QUANTIZED = (
 
 # One row of each kind of rule, where they do not depend on the norm, the activation or the dtype.
 EACH = (
-    *(NORMS[1], PER_HEAD[1], ADDED[1], PADDED[1], GATED[1], GROUPED[0], GROUP_NORMS[1], SANDWICH[0]),
+    *(NORMS[1], PER_HEAD[1], ADDED[1], SCALED[0], PADDED[1], GATED[1], GROUPED[0], GROUP_NORMS[1], SANDWICH[0]),
     *(SOFTMAX[1], CROSS_ENTROPY[0], ROTARY[0]),
     *(QUANTIZED[1], QUANTIZED_SUMS[1], GATED_QUANTIZED[0]),
 )
 OPS = (
-    *(*NORMS, *PER_HEAD, *ADDED, *PADDED, *GATED, *GROUPED, *GROUP_NORMS, *SANDWICH),
+    *(*NORMS, *PER_HEAD, *ADDED, *SCALED, *PADDED, *GATED, *GROUPED, *GROUP_NORMS, *SANDWICH),
     *(*SOFTMAX, *CROSS_ENTROPY, *ROTARY),
     *(*QUANTIZED, *QUANTIZED_SUMS, *GATED_QUANTIZED),
 )

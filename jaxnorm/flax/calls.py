@@ -15,10 +15,13 @@ import jax.numpy as jnp
 
 from jaxnorm.native import ffi
 from jaxnorm.ops import checks
-from jaxnorm.ops.norm.api import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from jaxnorm.ops.norm.added_api import add_layer_norm, add_rms_norm
+from jaxnorm.ops.norm.api import layer_norm, rms_norm
+from jaxnorm.ops.norm.checks import check_branch_scale
 from jaxnorm.ops.norm.quantized_api import layer_norm_quantized, rms_norm_quantized
 from jaxnorm.ops.qk_norm_rotary.api import qk_norm_rotary
 from jaxnorm.primitive.addend import add
+from jaxnorm.primitive.weights import of_rank
 
 try:
     from flax import linen as linen
@@ -231,10 +234,26 @@ def with_other(module: object, x: Any, name: str, other: Any, they_are: str) -> 
     return x, checks.check_like_x(type(module).__name__, name, other, x, they_are)
 
 
-def add_first(norm: Callable[..., Any], x: jax.Array, addend: jax.Array, mask: Any) -> tuple[jax.Array, jax.Array]:
+class OfSum(TypedDict, total=False):
+    """What a call of a norm of a sum may be told besides, as `jaxnorm.add_rms_norm` may."""
+
+    branch_scale: jax.Array | None
+    return_sum: bool
+
+
+def add_first(
+    norm: Callable[..., Any],
+    rows: tuple[jax.Array, jax.Array],
+    mask: Any,
+    branch_scale: jax.Array | None = None,
+    return_sum: bool = True,
+) -> Any:
     """The norm of the sum, and the sum, where no kernel computes both."""
-    total = add(x, addend)
-    return norm(total, mask=mask), total
+    x, addend = rows
+    factor = check_branch_scale("a norm of a sum", branch_scale, x, (-1,))
+    total = add(x, addend, None if factor is None else of_rank(x.ndim, (-1,), factor))
+    y = norm(total, mask=mask)
+    return (y, total) if return_sum else y
 
 
 def rotated(module: Any, arrays: tuple[Any, ...], **tables: Any) -> tuple[jax.Array, jax.Array]:

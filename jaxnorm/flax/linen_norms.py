@@ -83,19 +83,21 @@ class _Add(linen.Module):
 
     @linen.compact
     def __call__(
-        self, x: jax.Array, residual: jax.Array, *, mask: jax.Array | None = None
-    ) -> tuple[jax.Array, jax.Array]:
+        self, x: jax.Array, residual: jax.Array, *, mask: jax.Array | None = None, **of_sum: Unpack[calls.OfSum]
+    ) -> Any:
         module: Any = self
         rows = calls.with_other(self, x, "residual", residual, "added")
-        results: tuple[jax.Array, jax.Array] | None = linen_calls.fused(module._functions.add, module, rows, mask)
+        results: Any = linen_calls.fused(partial(module._functions.add, **of_sum), module, rows, mask)
         of_flax = partial(_OF_FLAX[module._functions], self)
-        return calls.add_first(of_flax, *rows, mask) if results is None else results
+        return calls.add_first(of_flax, rows, mask, **of_sum) if results is None else results
 
 
 class AddRMSNorm(_Add, RMSNorm):  # type: ignore[misc]
     """The sum of a residual connection and its `RMSNorm`, computed by `jaxnorm.add_rms_norm`.
 
         y, new_residual = norm(x, residual)  # new_residual = x + residual, y = RMSNorm(...)(new_residual)
+        y, new_residual = norm(x, residual, branch_scale=gate)  # new_residual = gate * x + residual
+        y = norm(x, residual, return_sum=False)
 
     Fields, parameters and the dtype of y are those of `RMSNorm`, whose input is the sum; that has residual's dtype.
     What the kernels of `RMSNorm` do not serve is added first and then computed by Flax's own code.

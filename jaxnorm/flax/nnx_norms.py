@@ -1,6 +1,7 @@
 """The norms of `jaxnorm.nnx` but for those of groups of channels."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Unpack, overload
 
 import jax
@@ -88,18 +89,20 @@ class _Add:
     _functions: calls.Functions
 
     def __call__(
-        self, x: jax.Array, residual: jax.Array, *, mask: jax.Array | None = None
-    ) -> tuple[jax.Array, jax.Array]:
+        self, x: jax.Array, residual: jax.Array, *, mask: jax.Array | None = None, **of_sum: Unpack[calls.OfSum]
+    ) -> Any:
         rows = calls.with_other(self, x, "residual", residual, "added")
-        results: tuple[jax.Array, jax.Array] | None = nnx_calls.fused(self._functions.add, self, mask, rows)
+        results: Any = nnx_calls.fused(partial(self._functions.add, **of_sum), self, mask, rows)
         of_flax: Callable[..., Any] = super().__call__  # type: ignore[misc]
-        return calls.add_first(of_flax, *rows, mask) if results is None else results
+        return calls.add_first(of_flax, rows, mask, **of_sum) if results is None else results
 
 
 class AddRMSNorm(_Add, RMSNorm):  # type: ignore[misc]
     """The sum of a residual connection and its `RMSNorm`, computed by `jaxnorm.add_rms_norm`.
 
         y, new_residual = norm(x, residual)  # new_residual = x + residual, y = RMSNorm(...)(new_residual)
+        y, new_residual = norm(x, residual, branch_scale=gate)  # new_residual = gate * x + residual
+        y = norm(x, residual, return_sum=False)
 
     Constructor, parameters and the dtype of y are those of `RMSNorm`, whose input is the sum. That has residual's
     dtype, and is not rounded to another `dtype` before it is normalised, as flax.nnx rounds its input: only y is. What

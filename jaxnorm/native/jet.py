@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import Primitive
+from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive, jaxpr_as_fun
 
 from jaxnorm.native import private
 
@@ -18,6 +18,9 @@ if jet is not None:
     # JAX has no rule for names, which the derivative of an op gives to values, nor for the rounding of a formula.
     for linear in filter(None, (getattr(ad_checkpoint, "name_p", None), lax.reduce_precision_p)):
         jet.jet_rules.setdefault(linear, partial(jet.linear_prop, linear))
+    # Nor for `jax.checkpoint`, within which it differentiates.
+    if (remat := getattr(ad_checkpoint, "remat_p", None)) is not None:
+        jet.jet_rules.setdefault(remat, lambda *both, jaxpr, **_: of_formula(_evaluated(jaxpr), *both))
 
 
 def register(primitive: Primitive, rule: Callable[..., Any]) -> None:
@@ -39,6 +42,11 @@ def register(primitive: Primitive, rule: Callable[..., Any]) -> None:
 def of_formula(formula: Callable[..., Any], primals: Any, series: Any) -> Any:
     """What the rule of a primitive that computes formula gives."""
     return jet.jet(formula, primals, series, factorial_scaled=False)
+
+
+def _evaluated(jaxpr: Jaxpr) -> Callable[..., Any]:
+    evaluated: Callable[..., Any] = jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))
+    return evaluated
 
 
 def has_terms(array: jax.Array) -> bool:

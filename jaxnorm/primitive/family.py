@@ -22,7 +22,7 @@ from jaxnorm.primitive.backward import Backward
 from jaxnorm.primitive.forward import Forward
 from jaxnorm.primitive.linear import Linear
 from jaxnorm.primitive.op import BatchDims, O, Op, R, Record, S, Statistics, register
-from jaxnorm.sharding import partition, text
+from jaxnorm.sharding import dims, partition, text
 
 _forwards: set[Any] = set()
 
@@ -82,9 +82,13 @@ class Family(Generic[S, O, R]):
         return operands._replace(**{name: there[name].astype(np.float32) for name in names})
 
     def aligned(self, spec: S, operands: O) -> O:
-        """The operands with weights as primitives have them: with the same batch dims."""
+        """The operands with weights as primitives have them: of the same batch dims, beside a factor of one dtype."""
         names = [name for name in operands._fields if self._forward.is_weight(name)]
         given = [getattr(operands, name) for name in names]
+        if self.op.factor in names and getattr(operands, self.op.factor) is not None:
+            dtypes = {weight.dtype for weight in given if weight is not None}
+            dtype = dims.wide_dtype(dtypes) if len(dtypes) > 1 else dtypes.pop()
+            given = [None if weight is None else weight.astype(dtype) for weight in given]
         replaced = weights.aligned(jax.typeof(operands[0]), spec.row_ndim, given)
         return operands._replace(**dict(zip(names, replaced, strict=True)))
 

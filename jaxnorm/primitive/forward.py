@@ -1,5 +1,6 @@
 """The forward primitive of an op: operands -> results, and with_stats the statistics behind them."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 from jax.interpreters import ad, mlir
 
 from jaxnorm.native import ffi
-from jaxnorm.primitive import lowering, reasons, weights
+from jaxnorm.primitive import lowering, reasons, unread, weights
 from jaxnorm.primitive.addend import add
 from jaxnorm.primitive.linear import Linear
 from jaxnorm.primitive.op import AnyOp, Record, RowSpec, Statistics, rows_and_cols
@@ -24,12 +25,19 @@ from jaxnorm.primitive.rules import (
     present,
     tangents_jnp,
 )
+from jaxnorm.sharding import dims
 from jaxnorm.sharding.dims import CallMaps
+
+
+def _without(spec: RowSpec, results: Record) -> Any:
+    """The results, or their types or tangents, without those that are omitted."""
+    return results._replace(**dict.fromkeys(spec.omitted))
 
 
 class Forward(Rules):
     def __init__(self, op: AnyOp, linear: Linear | None) -> None:
         super().__init__(op, "forward")
+        unread.drop(self.primitive, self._without_unread)
         self._results_tree = functools.lru_cache(maxsize=4096)(self._tree_of_results)
         self._maybe_linear = linear
 
@@ -46,7 +54,8 @@ class Forward(Rules):
     def is_summed(self, name: str) -> bool:
         """Whether the gradient of an operand is a sum over rows."""
         derivative = self.op.derivative
-        has_gradient = self.is_weight(name) if derivative is None else name in derivative.variables._fields
+        by_derivative = self.is_weight(name) if derivative is None else name in derivative.variables._fields
+        has_gradient = by_derivative or name == self.op.factor
         return has_gradient and not self.role(name).is_of_rows
 
     def _operands(self, tree: Any, values: Any) -> Record:
@@ -54,11 +63,15 @@ class Forward(Rules):
 
     def _tree_of_results(self, spec: RowSpec, types: Any) -> Any:
         """Which results there are, for operands of these types."""
-        return jax.tree.structure(self.op.types(spec, types))
+        return jax.tree.structure(self._types(spec, types))
+
+    def _types(self, spec: RowSpec, operands: Record) -> Any:
+        """Those of the results, from those of the operands."""
+        return _without(spec, self.op.types(spec, operands))
 
     def abstract(self, *leaves: Any, tree: Any, spec: RowSpec, with_stats: bool) -> list[Any]:
         operands = self._operands(tree, leaves)
-        types = jax.tree.leaves(self.op.types(spec, operands))
+        types = jax.tree.leaves(self._types(spec, operands))
         return [*types, *self.op.statistics(spec, operands)] if with_stats else types
 
     def formula(self, *leaves: Any, **params: Any) -> list[jax.Array]:
@@ -71,7 +84,7 @@ class Forward(Rules):
         self, forward: Callable[..., Any], leaves: Any, *, tree: Any, spec: RowSpec, with_stats: bool
     ) -> list[jax.Array]:
         results, stats = forward(spec, self._operands(tree, leaves))
-        return [*jax.tree.leaves(results), *(stats if with_stats else ())]
+        return [*jax.tree.leaves(_without(spec, results)), *(stats if with_stats else ())]
 
     def native(
         self, platform: str, ctx: Any, *leaves: Any, tree: Any, spec: RowSpec, with_stats: bool
@@ -101,7 +114,7 @@ class Forward(Rules):
             # that lives on: where a derivative follows it does, as the sum that the backward of the op before this one
             # wants.
             aliases={} if with_stats else self._in_place(spec, operands),
-            attributes={**native.forward(spec, operands), **has("has_", operands)},
+            attributes={**native.forward(spec, operands), **has("has_", operands, self.op.factor)},
         )
         if carrier is None:
             return values
@@ -110,7 +123,7 @@ class Forward(Rules):
     def _place_of_carrier(self, spec: RowSpec, operands: Record) -> int | None:
         """Where among the results the one stands that no kernel writes."""
         convention = self.op.convention
-        names = [name for name, _ in leaves_of(self.op.types(spec, operands))]
+        names = [name for name, _ in leaves_of(self._types(spec, operands))]
         return names.index(convention.carrier) if convention and convention.carrier in names else None
 
     def slower(self, platform: str, *types: Any, tree: Any, spec: RowSpec, with_stats: bool) -> str | None:
@@ -126,14 +139,25 @@ class Forward(Rules):
         return operands[0] if addend is None else addend
 
     def _in_place(self, spec: RowSpec, operands: Record) -> dict[int, int]:
-        given, results = ([name for name, _ in leaves_of(a)] for a in (operands, self.op.types(spec, operands)))
-        return {given.index(a): results.index(b) for a, b in self.op.in_place.items() if a in given}
+        given, results = ([name for name, _ in leaves_of(a)] for a in (operands, self._types(spec, operands)))
+        pairs = self.op.in_place.items()
+        return {given.index(a): results.index(b) for a, b in pairs if a in given and b in results}
+
+    def _without_unread(self, is_read: Sequence[bool], types: Any, *, spec: RowSpec, **params: Any) -> Any:
+        """The parameters of a call that gives no result which nobody reads, and which results it gives."""
+        operands = self._operands(params["tree"], types)
+        names = [name for name, _ in leaves_of(self._types(spec, operands))]
+        may_omit = self.op.may_omit(spec, operands)
+        dropped = [name for name, read in zip(names, is_read, strict=False) if not read and name in may_omit]
+        kept = [place >= len(names) or names[place] not in dropped for place in range(len(is_read))]
+        spec = dataclasses.replace(spec, omitted=(*spec.omitted, *dropped))
+        return {"spec": spec, **params}, kept
 
     def dim_maps(self, places: Any, *, spec: RowSpec, with_stats: bool) -> CallMaps:
         """Those of the operands, whose types these are, and of the results."""
         operands = self.op.operands(*places)
         ndim = operands[0].ndim
-        types = self.op.types(spec, operands)
+        types = self._types(spec, operands)
         results = self.maps_of(spec, ndim, types)
         # A result that is the same for all rows is a sum over them.
         rows = [axis for axis in range(ndim) if axis - ndim not in spec.axes]
@@ -159,9 +183,11 @@ class Forward(Rules):
 
     def jvp(self, primals: Any, dots: Any, *, tree: Any, spec: RowSpec, with_stats: bool) -> tuple[Any, Any]:
         operands = self._operands(tree, primals)
+        given, spec = spec, dataclasses.replace(spec, omitted=())
         moving = self._operands(tree, [None if type(dot) is ad.Zero else dot for dot in dots])
         results, stats = self.named(*self.bind(spec, operands, with_stats=True))
         results_dot, stats_dot = self.tangents(spec, operands, results, stats, moving)
+        results, results_dot = _without(given, results), _without(given, results_dot)
         if not with_stats:
             return present(results), present(results_dot)
         # Only a second derivative comes here.
@@ -195,7 +221,7 @@ class Forward(Rules):
     ) -> tuple[Any, Callable[[], Sequence[Any]]]:
         """As `tangents`, with None for zeros."""
         saved = self._saved(spec, operands, results, stats)
-        variables = self._linear.with_zeros(spec, self._variables(operands, dots), operands._asdict())
+        variables = self._linear.with_zeros(spec, self._variables(spec, operands, dots), operands._asdict())
         with_sum = self._addend(operands) is not None and variables[0] is not None
         results_dot = self._linear.bind(spec, saved, variables, with_sum=with_sum)
 
@@ -207,9 +233,19 @@ class Forward(Rules):
             dots = self._without_addend(dots, variables[0])
         return results_dot, lambda: tangents_jnp(statistics, operands, dots)
 
+    @staticmethod
+    def _add(spec: RowSpec, x: jax.Array, addend: jax.Array, factor: jax.Array | None = None) -> jax.Array:
+        """The sum, for its derivative, which takes no note of how it is rounded."""
+        if factor is None:
+            return add(x, addend)
+        wide = dims.wide_dtype((x.dtype, addend.dtype, factor.dtype))
+        factor = weights.of_rank(x.ndim, spec.axes, factor)
+        return (factor.astype(wide) * x.astype(wide) + addend.astype(wide)).astype(addend.dtype)
+
     def _without_addend(self, operands: Record, total: Any) -> Any:
         """The operands, or their tangents, of a forward that has nothing to add."""
-        return operands._replace(**{operands._fields[0]: total, self.op.addend: None})
+        absent = dict.fromkeys(name for name in (self.op.addend, self.op.factor) if name is not None)
+        return operands._replace(**{operands._fields[0]: total} | absent)
 
     def _saved(self, spec: RowSpec, operands: Record, results: Record, stats: Statistics) -> Any:
         """What a derivative reads. With an addend the sum is in x's place."""
@@ -221,13 +257,18 @@ class Forward(Rules):
         arrays |= dict.fromkeys(derivative.unsaved(spec))
         return derivative.saved(**{name: arrays[name] for name in derivative.saved._fields})
 
-    def _variables(self, operands: Record, dots: Record) -> Any:
+    def _variables(self, spec: RowSpec, operands: Record, dots: Record) -> Any:
         """The tangents of what a derivative is taken by. With an addend that of the sum is in x's place."""
         x, *_ = operands._fields
         moving, addend = dots._asdict(), self._addend(operands)
         if addend is not None:
-            of_both = dots[0], moving[self.op.addend]
-            moving[x] = None if all_none(of_both) else tangents_jnp(add, [operands[0], addend], of_both)
+            names = [name for name in (x, self.op.addend, self.op.factor) if name is not None]
+            given = {name: getattr(operands, name) for name in names if getattr(operands, name) is not None}
+            of_given = [moving[name] for name in given]
+            add_up: Callable[..., Any] = functools.partial(self._add, spec)
+            if self.op.factor in given:  # or the product would keep x in float32
+                add_up = jax.checkpoint(add_up, prevent_cse=False)
+            moving[x] = None if all_none(of_given) else tangents_jnp(add_up, list(given.values()), of_given)
         variables = self._linear.derivative.variables
         return variables(**{name: moving[name] for name in variables._fields})
 
@@ -244,6 +285,7 @@ class Forward(Rules):
         operands = op.operands(**given | like)
         tree = self._results_tree(spec, jax.tree.map(jax.typeof, operands))
         of_results = jax.tree.unflatten(tree, map(ad.instantiate_zeros, cotangents))
+        spec = dataclasses.replace(spec, omitted=())
         if self._addend(operands) is not None:
             of_results = of_results._replace(sum=None)
         gradients = derivative.backward(

@@ -33,6 +33,7 @@ class Spec:
 
     native_for: str | None = None  # the function that was asked for a kernel and nothing else
     shards: Shards | None = None  # where x has a shard of each row: the devices with the others
+    omitted: tuple[str, ...] = ()  # results that nobody reads, and the call does not give
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -201,7 +202,8 @@ class Convention(Generic[S, O, R]):
 class Op(Generic[S, O, R]):
     """An op on rows. x is the first field of its operands.
 
-    Where `addend` names an operand that is there, the forward adds it to x, and gives the sum as the result `sum`. Then
+    Where `addend` names an operand that is there, the forward adds it to x, which it multiplies by `factor` before, a
+    weight, if that is there; and it gives the sum as the result `sum`. Then
     what a derivative reads as x is the sum, and `linear` gives no tangent of it; `backward` adds the sum's cotangent to
     x's.
     """
@@ -226,6 +228,8 @@ class Op(Generic[S, O, R]):
     is_trailing: bool = True  # whether kernels want a row's axes to be the last of x
     weights_batch: bool = False  # whether kernels take weights with batch dims, so that vmap may make some
     addend: str | None = None
+    factor: str | None = None
+    may_omit: Callable[[S, O], tuple[str, ...]] = lambda *_: ()  # results that a call need not give
     in_place: Mapping[str, str] = dataclasses.field(default_factory=dict)  # operands, and the results in their buffers
     linear_in: Callable[[S], tuple[str, ...]] | None = None  # weights, in each of which y is linear; None: all
 

@@ -79,6 +79,12 @@ def aligned(x: Any, axes: int, weights: Sequence[jax.Array | None]) -> tuple[jax
     return tuple(with_batch_dims(x, batch_dims, axes, weight) for weight in weights)
 
 
+def of_rank(rank: int, axes: Sequence[int], weight: jax.Array) -> jax.Array:
+    """A weight with the rank of an x, of which these axes are normalised: batch dims are aligned to the right."""
+    missing = [axis for axis in range(-rank, 0) if axis not in axes][: rank - weight.ndim]
+    return jnp.expand_dims(weight, missing)
+
+
 def in_front(weight: jax.Array | None, axis: int | None, rank: int) -> jax.Array | None:
     """A weight with its batch, which it has along this axis, where an x of this rank has its own: in front."""
     if weight is None or axis is None:

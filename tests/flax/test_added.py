@@ -101,3 +101,29 @@ def test_a_residual_of_another_shape_is_an_error(api, kind):
     _, (apply, parameters) = api.both_added(kind, x, residual)
     with pytest.raises(ValueError, match=rf"{ADD_NAMES[kind]}: residual has shape \(6, 37\), expected x's"):
         apply(parameters, x, residual[0])
+
+
+BRANCH_SCALES = {"(D,)": (37,), "(B, 1, D)": (4, 1, 37)}
+
+
+MASKS = {"by a kernel": None, "by Flax": jnp.ones(DIMS, bool)}
+
+
+@cover(kind=KINDS, api=APIS, shape=BRANCH_SCALES, mask=MASKS)
+def test_a_scale_of_the_branch(api, kind, shape, mask):
+    x, residual = draw_pair()
+    gate = draw("branch_scale", shape)
+    _, (apply, parameters) = api.both_added(kind, x, residual)
+    y, total = apply(parameters, x, residual, branch_scale=gate, mask=mask)
+    function = ADDS[kind](x, residual, **parameters, branch_scale=gate)
+    assert bits(total) == bits(function[1])
+    assert_close(y, function[0])
+
+
+@cover(kind=KINDS, api=APIS, mask=MASKS)
+def test_without_the_sum(api, kind, mask):
+    inputs = draw_pair()
+    _, (apply, parameters) = api.both_added(kind, *inputs)
+    assert bits(apply(parameters, *inputs, mask=mask, return_sum=False)) == bits(
+        apply(parameters, *inputs, mask=mask)[0]
+    )

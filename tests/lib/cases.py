@@ -95,6 +95,10 @@ def draw_bias(dims, dtype="float32"):
     return draw("bias", dims, dtype, 0.1, 0.5)
 
 
+def draw_branch_scale(dims, dtype="float32"):
+    return draw("branch_scale", dims, dtype, 0.5, 0.8)
+
+
 def draw_smooth(dims, dtype="float32"):
     return jnp.abs(draw("smooth", dims, "float32", 1.0, 0.4)).astype(dtype) + jnp.asarray(0.1, dtype)
 

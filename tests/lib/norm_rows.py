@@ -209,6 +209,53 @@ def added(kind):
     )
 
 
+# Norms of branch_scale * x + residual: one row of branch_scale for all, one for each example, one for each row.
+
+
+def scaled(kind):
+    def function(x, residual, scale=None, bias=None, branch_scale=None, **options):
+        return ADDS[kind](x, residual, scale, bias, branch_scale=branch_scale, **options)
+
+    def unfused(x, residual, scale, bias, branch_scale, **options):
+        total = sum_of(x, residual, branch_scale)
+        return added(kind).unfused(jnp.zeros_like(x), total, scale, bias, **options)
+
+    def formula(x, residual, scale=None, bias=None, branch_scale=None):
+        branch = x if branch_scale is None else branch_scale * x
+        return formulas.added(kind)(branch, residual, scale, bias)
+
+    def as_norm(f):
+        def linear(x, scale=None, bias=None):
+            y, total = f(x, jnp.cos(x), scale, bias, jnp.sin(jnp.arange(1.0, 1 + x.shape[-1])))
+            return y * jnp.sin(total)
+
+        return linear
+
+    return replace(
+        added(kind),
+        name=f"scaled {kind}",
+        operands=("x", "residual", "scale", "bias", "branch_scale"),
+        function=function,
+        formula=formula,
+        as_norm=as_norm,
+        exact=None,
+        exact_gradients=None,
+        unfused=unfused,
+        sizes=(
+            *(rows(7, cols) for cols in (1, 24, 128, 257, 1024, 4096, 4097, 40_000)),
+            rows(2048, 4096),
+            Size((3, 4, 64), (3, 1, 64)),
+            Size((3, 5, 1152), (3, 1, 1152)),
+            Size((3, 4, 64), (3, 4, 64)),
+            Size((2, 3, 4, 64), (2, 3, 1, 64)),
+        ),
+        options=({"scale_offset": 1.0}, {"multiply_before_cast": False}, {"out_dtype": np.dtype("float32")}),
+        gradients=("dx", "dx", "dscale", "dbias", "dx"),
+        kept=("x", "residual", "scale", "branch_scale"),
+        bad_calls={},
+    )
+
+
 # With y padded by zeros: no padding, less and more than a vector, longer than the row; short and long rows.
 
 

@@ -122,10 +122,11 @@ def assert_exact(kind, to, x, scale=None, bias=None, smooth=None, residual=None,
     return result
 
 
-def sum_of(x, residual):
+def sum_of(x, residual, branch_scale=1.0):
     """By NumPy."""
     wide = np.float64 if "float64" in (x.dtype, residual.dtype) else np.float32
-    return jnp.asarray((np.asarray(x, wide) + np.asarray(residual, wide)).astype(residual.dtype))
+    branch = np.asarray(branch_scale, wide) * np.asarray(x, wide)
+    return jnp.asarray((branch + np.asarray(residual, wide)).astype(residual.dtype))
 
 
 def to(dtype, shared="token", **options):

@@ -1,5 +1,7 @@
 """What is particular to the norms of x + residual: the sum is a result, with a cotangent of its own."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -102,3 +104,50 @@ def test_strict_promotion(op):
         y, total = jax.vmap(op.function)(x, residual)
         assert (y.dtype, total.dtype) == (jnp.bfloat16, jnp.float32)
         assert jax.grad(lambda x: op.function(x, residual)[1].sum())(x).dtype == jnp.bfloat16
+
+
+def results_of(text):
+    """How many results a native call in a lowered program has."""
+    return text.rsplit("->", 1)[1].count("tensor<")
+
+
+def in_scan(function):
+    return lambda x, residual: jax.lax.scan(lambda carry, _: (function(carry, residual), None), x, None, length=2)[0]
+
+
+# Where nobody reads the sum: y alone is a result.
+UNREAD = {
+    "y": lambda f: lambda *args: f(*args)[0],
+    "return_sum=False": lambda f: lambda *args: f(*args, return_sum=False),
+    "jit of jit": lambda f: lambda *args: jax.jit(f)(*args)[0],
+    "scan": lambda f: in_scan(lambda *args: f(*args)[0]),
+    "cond": lambda f: lambda x, r: jax.lax.cond(x[0, 0] > 0, lambda: f(x, r)[0], lambda: x),
+    "vmap": lambda f: jax.vmap(lambda *args: f(*args)[0]),
+    "a sum that is padded is written": lambda f: lambda *args: f(*args, pad_to=128)[0],
+    "a gradient reads it": lambda f: jax.grad(lambda *args: f(*args, return_sum=False).sum(), (0, 1)),
+}
+GIVES = {"a sum that is padded is written": 2, "a gradient reads it": 4}
+
+
+@pytest.mark.kernels
+@over(ADDED, unread=lambda op: list(UNREAD))
+def test_a_sum_that_nobody_reads_is_not_a_result(op, unread):
+    function = UNREAD[unread](partial(op.function, implementation="native"))
+    calls = lowered_calls(function, op.forward, *op.draw(SIZE)[:2])
+    statistics = op.statistics - 1 if unread in GIVES and GIVES[unread] == 4 else 0
+    assert [results_of(call) for call in calls] == [GIVES.get(unread, 1) - (GIVES.get(unread) == 4) + statistics]
+
+
+@over(ADDED, dtypes=lambda op: op.dtypes, size=lambda op: [rows(33, 1021), rows(7, 4096), rows(3, 40_000)])
+def test_without_the_sum_y_is_the_same(op, dtypes, size):
+    args = op.draw(size, dtypes)
+    y, _ = jax.jit(op.function)(*args)
+    assert bits(jax.jit(lambda *args: op.function(*args)[0])(*args)) == bits(y)
+    assert bits(op.function(*args, return_sum=False)) == bits(y)
+
+
+@ops
+def test_the_gradient_without_the_sum(op):
+    args = op.draw(SIZE)
+    without = jax.jit(jax.grad(lambda *args: jnp.sin(op.function(*args, return_sum=False)).sum(), (0, 1, 2, 3)))(*args)
+    assert bits(without) == bits(jax.jit(gradient(op, "y"))(*args))

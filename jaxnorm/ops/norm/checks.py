@@ -26,13 +26,16 @@ def check_norm(
 ) -> Checked:
     """What is static about a call of a norm without a gate, the operands, and the chosen implementation."""
     choice = checks.check_implementation(function, options.implementation)
-    x, addend, scale, bias = arrays
+    x, addend, scale, bias, branch_scale = arrays
     x = checks.check_x(function, x)
     if addend is not None or needs_addend:
         addend = checks.check_like_x(function, ADDEND, addend, x, "added")
     axes = checks.check_axes(function, options.axis, x.ndim)
     scale, bias = (checks.check_weight(function, n, w, x, axes) for n, w in (("scale", scale), ("bias", bias)))
-    operands = Operands(x, addend, scale, bias)
+    branch_scale = check_branch_scale(function, branch_scale, x, axes)
+    if branch_scale is not None and addend is None:
+        raise ValueError(f"{function}: branch_scale without residual; multiply x by it, or pass residual, too.")
+    operands = Operands(x, addend, scale, bias, branch_scale)
     out_dtype = checks.check_out_dtype(function, options.out_dtype, x)
     multiplies = checks.check_flag(function, "multiply_before_cast", options.multiply_before_cast)
     normalised = x if addend is None else addend
@@ -46,6 +49,21 @@ def check_norm(
         shards=checks.check_axis_name(function, options.axis_name),
     )
     return norm, operands, choice.implementation
+
+
+def check_branch_scale(function: str, value: object, x: jax.Array, axes: tuple[int, ...]) -> jax.Array | None:
+    """value as a weight whose batch dims, if it has some, are as many as x's other axes: which is which is written."""
+    if value is None:
+        return None
+    branch_scale = checks.check_array(function, "branch_scale", value)
+    shape, lead = branch_scale.shape, branch_scale.ndim - len(axes)
+    if 0 < lead < x.ndim - len(axes):
+        whole = (*shape[:lead], *[1] * (x.ndim - branch_scale.ndim), *shape[lead:])
+        raise ValueError(
+            f"{function}: branch_scale has shape {shape} and x {x.shape}: with axes before the normalised ones it has "
+            f"x's rank, so that it is seen along which of x's it differs. Reshape it to {whole}, if it is those."
+        )
+    return checks.check_weight(function, "branch_scale", branch_scale, x, axes)
 
 
 def _every(function: str, options: NormOptions, choice: Choice, operands: Any, out_dtype: Any) -> dict[str, Any]:

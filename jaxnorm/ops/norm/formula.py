@@ -18,6 +18,7 @@ from jax import lax
 
 from jaxnorm.primitive.addend import add, rounded
 from jaxnorm.primitive.op import BatchDims, RowSpec, Statistics
+from jaxnorm.primitive.weights import of_rank
 from jaxnorm.quantization import Quantization
 from jaxnorm.sharding import dims
 
@@ -79,6 +80,7 @@ class Operands(NamedTuple):
     residual: jax.Array | None = None
     scale: jax.Array | None = None
     bias: jax.Array | None = None
+    branch_scale: jax.Array | None = None  # by which x is multiplied before the addend is added
 
 
 class Results(NamedTuple):
@@ -163,19 +165,18 @@ def _with_bias(norm: Norm, y: jax.Array, bias: jax.Array | None) -> jax.Array:
 
 def forward(norm: Norm, operands: Operands) -> tuple[Results, Statistics]:
     """y and the statistics; with an addend, of the sum, and that."""
-    x, addend, scale, bias = operands
-    if addend is not None:
-        x = add(x, addend)
+    x = summed_operands(norm, operands)
     stats = statistics(norm, x)
-    return Results(affine(norm, x, stats, scale, bias), None if addend is None else x), stats
+    y = affine(norm, x, stats, operands.scale, operands.bias)
+    return Results(y, None if operands.residual is None else x), stats
 
 
 def plain(norm: Norm, operands: Operands) -> Results:
     """The results of `forward`, for JAX to differentiate."""
-    x, addend, scale, bias = operands
+    addend = operands.residual
     # Cast once, so that the cotangents of its uses are added before they are rounded to its dtype.
-    wide = (x if addend is None else add(x, addend)).astype(norm.compute_dtype)
-    y = affine(norm, wide, statistics(norm, wide), scale, bias)
+    wide = summed_operands(norm, operands).astype(norm.compute_dtype)
+    y = affine(norm, wide, statistics(norm, wide), operands.scale, operands.bias)
     return Results(y, None if addend is None else wide.astype(addend.dtype))
 
 
@@ -251,9 +252,16 @@ def _factor(norm: Norm, x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def broadcastable(norm: RowSpec, x: jax.Array, weight: jax.Array) -> jax.Array:
-    """weight in the compute dtype and with x's rank: its batch dims are aligned to the right with x's other axes."""
-    missing = [axis for axis in range(-x.ndim, 0) if axis not in norm.axes][: x.ndim - weight.ndim]
-    return jnp.expand_dims(weight.astype(norm.compute_dtype), missing)
+    """weight in the compute dtype and with x's rank."""
+    return of_rank(x.ndim, norm.axes, weight.astype(norm.compute_dtype))
+
+
+def summed_operands(norm: RowSpec, operands: Operands) -> jax.Array:
+    """What is normalised: x, or its sum with an addend."""
+    x, addend, _, _, factor = operands
+    if addend is None:
+        return x
+    return add(x, addend, None if factor is None else of_rank(x.ndim, norm.axes, factor))
 
 
 def sum_rows(norm: RowSpec, v: jax.Array, batch_dims: BatchDims) -> jax.Array:

@@ -18,10 +18,12 @@ from jaxnorm.primitive.op import LIKE_X, WEIGHT, BatchDims, Derivative, Native, 
 from jaxnorm.sharding import dims, text
 
 ADDEND = "residual"  # the field of operands that is added to x
+BRANCH_SCALE = "branch_scale"  # and the one by which x is multiplied before
 LONGEST_GATED = 1 << 14  # the longest row that kernels gate
 # y, where it is padded, has a last axis of its own.
 PADDED = Role(lambda norm, ndim, _: dims.like_x(ndim) if norm.pad_to == 1 else (*range(ndim - 1), None))
-ROLES = {"x": LIKE_X, ADDEND: LIKE_X, "gate": LIKE_X, "scale": WEIGHT, "bias": WEIGHT, "y": PADDED, "sum": LIKE_X}
+ROLES = dict.fromkeys(("x", ADDEND, "gate", "sum"), LIKE_X) | dict.fromkeys(("scale", "bias", BRANCH_SCALE), WEIGHT)
+ROLES["y"] = PADDED
 
 
 def _types(norm: Norm, operands: Operands) -> Results:
@@ -33,13 +35,21 @@ def _types(norm: Norm, operands: Operands) -> Results:
     return Results(y, None if addend is None else dims.like(addend, addend.dtype))
 
 
+def may_omit(norm: Norm, operands: Operands) -> tuple[str, ...]:
+    """The sum, if it fits y's place: kernels that do not have a whole row at hand leave it there meanwhile."""
+    addend = operands.residual
+    fits = addend is not None and norm.pad_to == 1 and addend.dtype == norm.out_dtype and norm.x_hat_dtype is None
+    return ("sum",) if fits else ()
+
+
 def statistics_types(norm: Norm, operands: Operands) -> list[Any]:
     return statistics_of(norm, operands.x, STATISTICS[norm.kind])
 
 
 def _per_head_weights(norm: Norm, operands: Operands) -> str | None:
     """Why no kernel takes the weights' batch dims."""
-    batch_dims = weights.batch_dims_of(norm.row_ndim, (operands.scale, operands.bias))
+    of_all = (operands.scale, operands.bias, getattr(operands, BRANCH_SCALE, None))
+    batch_dims = weights.batch_dims_of(norm.row_ndim, of_all)
     return weights.unsupported(operands.x.shape, norm.row_ndim, batch_dims)
 
 
@@ -119,9 +129,8 @@ def _in_parts(norm: Norm) -> Callable[..., tuple[Results, Statistics]] | None:
     spec = dataclasses.replace(norm, out_dtype=rounded_to, x_hat_dtype=None, multiply_before_cast=True, pad_to=1)
 
     def forward(_: Norm, operands: Operands, *, with_stats: bool) -> tuple[Results, Statistics]:
-        x, addend, scale, bias = operands
-        results, stats = NORM.bind(spec, Operands(x, addend), with_stats=with_stats)
-        return results._replace(y=formula.weighted(norm, results.y, scale, bias)), stats
+        results, stats = NORM.bind(spec, operands._replace(scale=None, bias=None), with_stats=with_stats)
+        return results._replace(y=formula.weighted(norm, results.y, operands.scale, operands.bias)), stats
 
     return forward
 
@@ -205,6 +214,7 @@ NORM = Family(
             forward=lambda norm, operands: {
                 **forward_attributes(norm, operands),
                 "multiply_before_cast": norm.multiply_before_cast,
+                **dict.fromkeys((f"without_{name}" for name in norm.omitted), True),
             },
             backward=attributes,
             plan=plan,
@@ -213,6 +223,9 @@ NORM = Family(
         reasons=(_per_head_weights,),
         weights_batch=True,
         addend=ADDEND,
+        factor=BRANCH_SCALE,
+        linear_in=lambda _: ("scale", "bias"),
+        may_omit=may_omit,
         in_place={ADDEND: "sum"},
         can_shard=can_shard,
         forward_of_shard=_forward_of_shard,

@@ -20,6 +20,7 @@ from jaxnorm.quantization import Quantization, Quantized, quantized
 class _Options(TypedDict, total=False):
     """For type checkers: the keywords that do not decide what is returned."""
 
+    branch_scale: Any
     static_scale: Any
     smooth_scale: Any
     epsilon: float
@@ -92,6 +93,7 @@ def rms_norm_quantized(
     bias: Any = None,
     quantization: Quantization,
     residual: Any = None,
+    branch_scale: Any = None,
     static_scale: Any = None,
     smooth_scale: Any = None,
     epsilon: float = 1e-6,
@@ -112,21 +114,20 @@ def rms_norm_quantized(
     with the `largest` of quantization's dtype, in float32, bit for bit as NumPy does it from the same implementation's
     norm. A NaN or infinity makes its row's scale NaN, float8 values NaN, int8 values 0; numbers beyond 1e19 all are 0.
 
-    By default to take a derivative is an error. With straight_through=True it is that of the unquantised norm, by
-    convention: `dequantize` passes its cotangent on as that of v. The gradients of x, residual, scale and bias are
-    those of `rms_norm` or `add_rms_norm`, in one native call; those of smooth_scale and static_scale are zero.
+    By default a derivative is an error. With straight_through=True it is by convention that of `rms_norm` or
+    `add_rms_norm`, of whose y `dequantize` passes on the cotangent; by smooth_scale and static_scale it is zero.
 
     Args:
       x: array of float32, bfloat16 or float16 of rank 1 or more.
       scale, bias: as for `rms_norm`; no kernel serves those with axes before the normalised ones.
       quantization: dtype, what shares a scale, and how a scale is made.
-      residual: None, or an array of x's shape to which x is added first, as in `add_rms_norm`.
+      residual, branch_scale: None, or as in `add_rms_norm`, x's addend and a factor of x beside it.
       static_scale: the scale with granularity "tensor", a scalar; None with others, which compute it.
       smooth_scale: factor with the shape of the normalised axes that makes v easier to quantise; None is 1.
       epsilon, scale_offset, axis, axis_name, implementation: as for `rms_norm`.
       straight_through: whether the result has a derivative, and with it a carrier of x's shape and dtype.
       with_unquantized: whether y is returned, too, bit for bit `rms_norm`'s; straight_through allows its derivative.
-      return_statistics: whether a `RowStatistics` is returned, too, for which there is no gradient.
+      return_statistics: whether a `RowStatistics` is returned, too, without a gradient.
 
     Returns:
       A `Quantized`: values of x's shape, scales, a carrier. Where more is asked for a tuple, in this order: it,
@@ -143,8 +144,8 @@ def rms_norm_quantized(
         epsilon=epsilon, scale_offset=scale_offset, axis=axis, axis_name=axis_name, implementation=implementation
     )
     own = Quantizing(quantization, static_scale, smooth_scale, straight_through, with_unquantized)
-    arrays = Operands(x, residual, scale, bias)
-    return _quantized("rms_norm_quantized", "rms", options, arrays, own, return_statistics)
+    operands = Operands(x, residual, scale, bias, branch_scale)
+    return _quantized("rms_norm_quantized", "rms", options, operands, own, return_statistics)
 
 
 @overload
@@ -197,6 +198,7 @@ def layer_norm_quantized(
     *,
     quantization: Quantization,
     residual: Any = None,
+    branch_scale: Any = None,
     static_scale: Any = None,
     smooth_scale: Any = None,
     epsilon: float = 1e-6,
@@ -217,7 +219,7 @@ def layer_norm_quantized(
     Args:
       x: array of float32, bfloat16 or float16 of rank 1 or more.
       epsilon: non-negative Python number added to the variance.
-      residual: None, or an array of x's shape to which x is added first, as in `add_layer_norm`.
+      residual, branch_scale: None, or as in `add_layer_norm`, x's addend and a factor of x beside it.
       scale, bias, quantization, static_scale, smooth_scale, scale_offset, axis, straight_through, with_unquantized,
         return_statistics, axis_name, implementation: as for `rms_norm_quantized`.
 
@@ -235,7 +237,7 @@ def layer_norm_quantized(
         epsilon=epsilon, scale_offset=scale_offset, axis=axis, axis_name=axis_name, implementation=implementation
     )
     own = Quantizing(quantization, static_scale, smooth_scale, straight_through, with_unquantized)
-    arrays = Operands(x, residual, scale, bias)
+    arrays = Operands(x, residual, scale, bias, branch_scale)
     return _quantized("layer_norm_quantized", "layer", options, arrays, own, return_statistics)
 
 

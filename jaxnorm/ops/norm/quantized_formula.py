@@ -26,11 +26,12 @@ class Operands(NamedTuple):
     residual: jax.Array | None = None
     scale: jax.Array | None = None
     bias: jax.Array | None = None
+    branch_scale: jax.Array | None = None
     smooth: jax.Array | None = None
     given: jax.Array | None = None  # the scale of everything
 
     def of_norm(self) -> formula.Operands:
-        return formula.Operands(self.x, self.residual, self.scale, self.bias)
+        return formula.Operands(self.x, self.residual, self.scale, self.bias, self.branch_scale)
 
 
 class GatedOperands(NamedTuple):

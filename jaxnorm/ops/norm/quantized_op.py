@@ -36,6 +36,8 @@ SCALES = Role(
     lambda norm, ndim, _: dims.per_row(ndim, norm.axes) if norm.quantization.group_size is None else dims.like_x(ndim)
 )
 ROLES = norms.ROLES | {
+    # One by itself: it may have batch dims, and scale and bias none.
+    norms.BRANCH_SCALE: dataclasses.replace(WEIGHT, batch="formula"),
     "smooth": dataclasses.replace(WEIGHT, batch="formula"),
     "given": SCALAR,
     "values": LIKE_X,
@@ -72,7 +74,10 @@ def _scales_type(norm: Norm, group: int | None, x: Any) -> Any:
 
 def _weights_with_batch_dims(norm: Norm, operands: Operands) -> str | None:
     batch_dims = weights.batch_dims_of(norm.row_ndim, (operands.scale, operands.bias))
-    return f"no kernel that quantises takes a scale or bias with leading axes, {batch_dims}" if batch_dims else None
+    if batch_dims:
+        return f"no kernel that quantises takes a scale or bias with leading axes, {batch_dims}"
+    of_branch = weights.batch_dims_of(norm.row_ndim, [operands.branch_scale])
+    return weights.unsupported(operands.x.shape, norm.row_ndim, of_branch)
 
 
 def _scale_of_several_groups(norm: Norm, operands: GatedOperands) -> str | None:
@@ -172,6 +177,7 @@ QUANTIZED_NORM = Family(
         ),
         reasons=(_weights_with_batch_dims,),
         addend=ADDEND,
+        factor=norms.BRANCH_SCALE,
         in_place={ADDEND: "sum"},
         can_shard=norms.can_shard,
         static_types=(Quantization,),

@@ -14,9 +14,18 @@ import numpy as np
 from jax.extend.core import Primitive
 
 from jaxnorm.native import ffi
-from jaxnorm.ops.norm.formula import KINDS, STATISTICS, Norm, Operands, Results, affine, merged, moments
+from jaxnorm.ops.norm.formula import (
+    KINDS,
+    STATISTICS,
+    Norm,
+    Operands,
+    Results,
+    affine,
+    merged,
+    moments,
+    summed_operands,
+)
 from jaxnorm.primitive import lowering, weights
-from jaxnorm.primitive.addend import add
 from jaxnorm.primitive.op import Statistics, statistics_of
 
 # Targets that only CUDA has.
@@ -29,8 +38,8 @@ apply_p = Primitive("jaxnorm_apply")
 
 def forward(norm: Norm, operands: Operands, *, has_kernels: bool) -> tuple[Results, Statistics]:
     """y, the sum where there is an addend, and the statistics of whole rows, of which x is a shard."""
-    x, addend, scale, bias = operands
-    normalised = x if addend is None else add(x, addend)
+    x, addend, scale, bias, _ = operands
+    normalised = summed_operands(norm, operands)
     # XLA adds an addend, and computes the moments of the sum, in one pass. Of float32 alone its loop over the result
     # is at the copy rate.
     is_native = has_kernels and addend is None

@@ -1,11 +1,15 @@
 """The public function of the sandwich norm."""
 
+import dataclasses
 from typing import Any
 
 import jax
 
 from jaxnorm.ops import checks
 from jaxnorm.ops.misuse import explained
+from jaxnorm.ops.norm import formula as one
+from jaxnorm.ops.norm.checks import check_branch_scale
+from jaxnorm.ops.norm.op import NORM
 from jaxnorm.ops.options import Implementation, NormOptions
 from jaxnorm.ops.sandwich_norm.formula import Operands, SandwichNorm
 from jaxnorm.ops.sandwich_norm.op import SANDWICH_NORM
@@ -23,12 +27,13 @@ def rms_norm_add_rms_norm(
     scale_offset: float = 0.0,
     multiply_before_cast: bool = True,
     out_dtype: Any = None,
+    branch_scale: Any = None,
     axis_name: Any = None,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Normalises what a block gives, adds it to a residual stream, and normalises the sum for the next block.
 
-        new_residual = residual + rms_norm(x, post_scale, ...)
+        new_residual = residual + rms_norm(x, post_scale, ...)        (branch_scale * rms_norm(...))
         y = rms_norm(new_residual, scale, out_dtype=x.dtype, ...)
 
     as Gemma 2 and later do between their blocks. One native call each way gives bit for bit what these two lines give,
@@ -40,12 +45,10 @@ def rms_norm_add_rms_norm(
     Args:
       x: floating-point array of rank 1 or more, the last axis of which is normalised.
       residual: the residual stream, of x's shape. Where its dtype is another, kernels want one of the two in float32.
-      post_scale: factor of the first norm with the shape of x's last axis, or with axes before it, as for `rms_norm`;
-        None is a factor of 1.
-      scale: factor of the second norm, likewise.
-      epsilon, scale_offset, multiply_before_cast: of both norms, as for `rms_norm`. The first norm's result has x's
-        dtype, the second's y's.
+      post_scale, scale: factors of the first and the second norm, as scale of `rms_norm`.
+      epsilon, scale_offset, multiply_before_cast: of both norms, as for `rms_norm`; the first gives x's dtype.
       out_dtype: dtype of y; None is x's, the one that kernels give.
+      branch_scale: None, or a factor of the first norm's result, as in `add_rms_norm`; then each norm is a native call.
       axis_name: None, or the axes of a mesh over which rows are split, as for `rms_norm`.
       implementation: as for `rms_norm`. Under vmap over a scale the formula runs, and for scales with leading axes.
 
@@ -68,6 +71,9 @@ def rms_norm_add_rms_norm(
         implementation=implementation,
     )
     norm, operands, chosen = _prepare("rms_norm_add_rms_norm", options, Operands(x, residual, post_scale, scale))
+    if branch_scale is not None:
+        checked = check_branch_scale("rms_norm_add_rms_norm", branch_scale, operands.x, (-1,))
+        return _two_norms(norm, operands, checked, chosen)
     y, new_residual = SANDWICH_NORM(norm, operands, chosen)
     assert new_residual is not None
     return y, new_residual
@@ -93,3 +99,15 @@ def _prepare(name: str, options: NormOptions, arrays: Operands) -> tuple[Sandwic
         shards=checks.check_axis_name(name, options.axis_name),
     )
     return norm, operands, choice.implementation
+
+
+def _two_norms(
+    norm: SandwichNorm, operands: Operands, branch_scale: Any, chosen: Implementation | None
+) -> tuple[jax.Array, jax.Array]:
+    """One norm after the other, with a product between them."""
+    x, residual, post_scale, scale = operands
+    norm = dataclasses.replace(norm, compute_dtype=dims.wide_dtype((norm.compute_dtype, branch_scale.dtype)))
+    normed = NORM(norm.norm(x.dtype), one.Operands(x, None, post_scale), chosen).y
+    y, total = NORM(norm.second, one.Operands(normed, residual, scale, None, branch_scale), chosen)
+    assert total is not None
+    return y, total

@@ -1,0 +1,192 @@
+"""The public functions of the sum of x and a residual."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal, TypedDict, Unpack, overload
+
+import jax
+
+from jaxnorm.ops.checks import check_flag
+from jaxnorm.ops.misuse import explained
+from jaxnorm.ops.norm.checks import check_norm
+from jaxnorm.ops.norm.formula import Kind, Operands
+from jaxnorm.ops.norm.op import NORM, may_omit
+from jaxnorm.ops.options import Implementation, NormOptions
+
+
+class _AddOptions(TypedDict, total=False):
+    """For type checkers: the keywords that do not decide what is returned."""
+
+    epsilon: float
+    scale_offset: float
+    axis: int | Sequence[int]
+    multiply_before_cast: bool
+    out_dtype: Any
+    pad_to: int | None
+    branch_scale: Any
+    axis_name: Any
+    implementation: Implementation | None
+
+
+@overload
+def add_rms_norm(
+    x: Any,
+    residual: Any,
+    scale: Any = None,
+    *,
+    bias: Any = None,
+    return_sum: Literal[True] = True,
+    **_: Unpack[_AddOptions],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def add_rms_norm(
+    x: Any, residual: Any, scale: Any = None, *, bias: Any = None, return_sum: Literal[False], **_: Unpack[_AddOptions]
+) -> jax.Array: ...
+
+
+@explained
+def add_rms_norm(
+    x: Any,
+    residual: Any,
+    scale: Any = None,
+    *,
+    bias: Any = None,
+    epsilon: float = 1e-6,
+    scale_offset: float = 0.0,
+    axis: int | Sequence[int] = -1,
+    multiply_before_cast: bool = True,
+    out_dtype: Any = None,
+    pad_to: int | None = None,
+    branch_scale: Any = None,
+    return_sum: bool = True,
+    axis_name: Any = None,
+    implementation: Implementation | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Adds x to a residual stream and divides the sum by its root mean square over `axis`.
+
+        new_residual = x + residual        (branch_scale * x + residual)
+        y = rms_norm(new_residual, scale, bias=bias, out_dtype=x.dtype, ...)
+
+    as a pre-norm transformer does between its blocks, bit for bit, the product rounded to float32 and the sum to
+    residual's dtype. In a gradient one native call serves the cotangents of both results; those of x and branch_scale
+    are XLA's, by that of new_residual.
+
+    Outside of differentiation new_residual takes residual's buffer: to donate that, return new_residual before y.
+
+    Args:
+      x: floating-point array of rank 1 or more, which is added.
+      residual: the residual stream, of x's shape; its dtype may be another, as float32 with an x of bfloat16.
+      scale, bias, epsilon, scale_offset, axis, multiply_before_cast, axis_name, implementation: as for `rms_norm`.
+      out_dtype: dtype of y; None is x's.
+      pad_to: None, or a positive int, with axis=-1: y's last axis, and not new_residual's, is padded with zeros to a
+        multiple of it, as matrix products in blocks want it. The backward does not read what is padded.
+      branch_scale: None, or a factor of x, as of LayerScale or adaLN-Zero: of the shape of the normalised axes, or of
+        x's rank with axes of length 1 or x's before these, as (batch, 1, D).
+      return_sum: False gives y alone. Then new_residual is not written, as under `jax.jit` where nothing reads it,
+        unless a derivative does or y is padded or has another dtype.
+
+    Returns:
+      (y, new_residual): arrays of x's shape, y's last axis padded, new_residual of residual's dtype; or y.
+
+    Raises:
+      ValueError, TypeError, RuntimeError: residual, branch_scale or pad_to does not fit; otherwise as `rms_norm` does.
+
+    Source: that of `rms_norm`; before each block, on the residual stream: Xiong et al., On Layer Normalization in the
+    Transformer Architecture, 2020, https://arxiv.org/abs/2002.04745.
+    """
+    options = NormOptions(
+        epsilon=epsilon,
+        scale_offset=scale_offset,
+        axis=axis,
+        multiply_before_cast=multiply_before_cast,
+        out_dtype=out_dtype,
+        pad_to=pad_to,
+        axis_name=axis_name,
+        implementation=implementation,
+    )
+    return _added("add_rms_norm", "rms", options, Operands(x, residual, scale, bias, branch_scale), return_sum)
+
+
+@overload
+def add_layer_norm(
+    x: Any,
+    residual: Any,
+    scale: Any = None,
+    bias: Any = None,
+    *,
+    return_sum: Literal[True] = True,
+    **_: Unpack[_AddOptions],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def add_layer_norm(
+    x: Any, residual: Any, scale: Any = None, bias: Any = None, *, return_sum: Literal[False], **_: Unpack[_AddOptions]
+) -> jax.Array: ...
+
+
+@explained
+def add_layer_norm(
+    x: Any,
+    residual: Any,
+    scale: Any = None,
+    bias: Any = None,
+    *,
+    epsilon: float = 1e-6,
+    scale_offset: float = 0.0,
+    axis: int | Sequence[int] = -1,
+    multiply_before_cast: bool = True,
+    out_dtype: Any = None,
+    pad_to: int | None = None,
+    branch_scale: Any = None,
+    return_sum: bool = True,
+    axis_name: Any = None,
+    implementation: Implementation | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Adds x to a residual stream and shifts and scales the sum to mean 0 and variance 1 over `axis`.
+
+        new_residual = x + residual        (branch_scale * x + residual)
+        y = layer_norm(new_residual, scale, bias, out_dtype=x.dtype, ...)
+
+    The kernel gives bit for bit what these two lines give and saves a pass over memory, as for `add_rms_norm`.
+
+    Args:
+      x, residual: arrays of one shape, as for `add_rms_norm`.
+      epsilon: non-negative Python number added to the variance.
+      scale, bias, scale_offset, axis, multiply_before_cast, out_dtype, pad_to, branch_scale, return_sum, axis_name,
+        implementation: as for `add_rms_norm`.
+
+    Returns:
+      (y, new_residual): arrays of x's shape, y's last axis padded, new_residual of residual's dtype; or y.
+
+    Raises:
+      ValueError, TypeError, RuntimeError: as `add_rms_norm` does.
+
+    Source: Ba, Kiros and Hinton, Layer Normalization, 2016, https://arxiv.org/abs/1607.06450; before each block, on the
+    residual stream: Xiong et al., On Layer Normalization in the Transformer Architecture, 2020,
+    https://arxiv.org/abs/2002.04745.
+    """
+    options = NormOptions(
+        epsilon=epsilon,
+        scale_offset=scale_offset,
+        axis=axis,
+        multiply_before_cast=multiply_before_cast,
+        out_dtype=out_dtype,
+        pad_to=pad_to,
+        axis_name=axis_name,
+        implementation=implementation,
+    )
+    return _added("add_layer_norm", "layer", options, Operands(x, residual, scale, bias, branch_scale), return_sum)
+
+
+def _added(
+    function: str, kind: Kind, options: NormOptions, arrays: Operands, return_sum: object
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    norm, operands, chosen = check_norm(function, kind, options, arrays, needs_addend=True)
+    if check_flag(function, "return_sum", return_sum):
+        results = NORM(norm, operands, chosen)
+        assert results.sum is not None
+        return results.y, results.sum
+    return NORM(dataclasses.replace(norm, omitted=may_omit(norm, operands)), operands, chosen).y
