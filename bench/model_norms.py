@@ -140,7 +140,7 @@ def adding_stream_of(spec, name):
     def stream(x, weights):
         if not isinstance(x, Pending):
             return norm(x, weights), x
-        return function(x.scaled(), x.residual, *x.post, *weights, **options_of(spec, name))
+        return function(x.part, x.residual, *x.post, *weights, branch_scale=x.gate, **options_of(spec, name))
 
     return start, stream, Pending
 
