@@ -15,6 +15,7 @@ from jaxnorm import checkpoint_policies
 from jaxnorm.inspect.explain import explain
 from jaxnorm.ops.cross_entropy.api import softmax_cross_entropy_with_integer_labels
 from jaxnorm.ops.cross_entropy.linear_api import linear_cross_entropy
+from jaxnorm.ops.gated_activation.api import gated_activation
 from jaxnorm.ops.group_norm.api import group_norm
 from jaxnorm.ops.norm.api import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from jaxnorm.ops.norm.gated_api import gated_rms_norm, gated_rms_norm_quantized
@@ -42,6 +43,7 @@ __all__ = [
     "add_rms_norm",
     "checkpoint_policies",
     "explain",
+    "gated_activation",
     "gated_rms_norm",
     "gated_rms_norm_quantized",
     "group_norm",

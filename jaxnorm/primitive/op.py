@@ -51,6 +51,11 @@ class RowSpec(Spec):
         """How many axes a row has."""
         return len(self.axes)
 
+    @property
+    def joint_axes(self) -> tuple[int, ...]:
+        """The row's axes along which its elements depend on each other: what has a part of one is no row."""
+        return self.axes
+
 
 @dataclasses.dataclass(frozen=True)
 class Role:

@@ -171,8 +171,8 @@ class PartitionedCall(NamedTuple):
 
     @property
     def features(self) -> list[int]:
-        """The axes of x that are a row's."""
-        return [self.maps.ndim + axis for axis in self.params["spec"].axes]
+        """The axes of x along which a device has all of a row, or exchanges something."""
+        return [self.maps.ndim + axis for axis in self.params["spec"].joint_axes]
 
     def placement(self) -> Placement:
         """How x is sharded: as that one of the arrays with all of its axes which is sharded most."""

@@ -1,0 +1,79 @@
+"""The op of gated activations."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxnorm.ops.gated_activation.formula import (
+    GatedActivation,
+    Operands,
+    Results,
+    Saved,
+    Variables,
+    backward,
+    forward,
+    linear,
+)
+from jaxnorm.primitive.described import Function, Request
+from jaxnorm.primitive.family import Family
+from jaxnorm.primitive.op import LIKE_X, Derivative, Native, Op, Role
+from jaxnorm.sharding import dims
+from jaxnorm.sharding.dims import DimMap
+
+
+def _result_map(spec: GatedActivation, ndim: int, _: Sequence[Any]) -> DimMap:
+    """Without the axis of x that has the gate and `up`."""
+    return (*range(ndim - spec.row_ndim), ndim - 1)
+
+
+def _types(spec: GatedActivation, operands: Operands) -> Results:
+    x: Any = operands.x
+    shape = (*x.shape[: -spec.row_ndim], x.shape[-1])
+    return Results(dims.result_like(x, _result_map(spec, x.ndim, shape), shape, spec.out_dtype))
+
+
+def _unlike_dtypes(_: GatedActivation, operands: Operands) -> str | None:
+    gate, up = operands.x.dtype, operands.x.dtype if operands.up is None else operands.up.dtype
+    return None if gate == up else f"gate is {gate} and up {up}; kernels of gates want them equal"
+
+
+def _attributes(spec: GatedActivation, _: Any) -> dict[str, Any]:
+    return {"activation": spec.activation}
+
+
+def _requested(request: Request) -> tuple[GatedActivation, Operands]:
+    """A packed x of this shape."""
+    *others, both = request.shape
+    spec = GatedActivation(axes=(-2, -1), compute_dtype=dims.wide_dtype((request.dtype,)), out_dtype=request.out_dtype)
+    return spec, Operands(request.array((*others, 2, both // 2)))
+
+
+GATED_ACTIVATION = Family(
+    Op(
+        name="gated_activation",
+        spec=GatedActivation,
+        operands=Operands,
+        results=Results,
+        roles={"x": LIKE_X, "up": LIKE_X, "y": Role(_result_map)},
+        types=_types,
+        forward=forward,
+        statistics=lambda *_: [],
+        derivative=Derivative(saved=Saved, variables=Variables, linear=linear, backward=backward),
+        native=Native(
+            names=("jaxnorm_gated_activation",),
+            name=lambda _: "jaxnorm_gated_activation",
+            forward=_attributes,
+            backward=_attributes,
+        ),
+        reasons=(_unlike_dtypes,),
+        linear_in=lambda spec: ("up",) if spec.row_ndim == 1 else (),
+        functions=(
+            Function(
+                "gated_activation",
+                _requested,
+                last_axis_only=True,
+                shape=(8192, 2 * 14336),
+                over=lambda shape: f", a gate of {shape[-1] // 2} columns and as many that it gates",
+            ),
+        ),
+    )
+)
