@@ -28,6 +28,8 @@ inline GatedRows read_gated_shape(Reader& in, size_t index, bool packed) {
     in.require(rows.x.end()[-2] == 2, "the last axis but one of x is not 2 long");
     rows.y.erase(rows.y.end() - 2);
     rows.cols /= 2;
+  } else if (!packed) {  // one long row
+    rows.stride = rows.cols *= std::exchange(rows.rows, 1);
   }
   return rows;
 }

@@ -15,8 +15,7 @@ template <class F>
   int64_t row = begin / parts.count, column = begin % parts.count * parts.cols;
   for (int64_t part = begin; part < end; ++part) {
     const int64_t left = shape.cols - column;
-    for_each_vector(left < parts.cols ? left : parts.cols,
-                    [&](int64_t i, auto extent) { f(row, column + i, extent); });
+    for_each_vector(left < parts.cols ? left : parts.cols, [&](int64_t i, auto extent) { f(row, column + i, extent); });
     column += parts.cols;
     if (column >= shape.cols) ++row, column = 0;
   }
@@ -26,9 +25,8 @@ template <class F>
 // Calls f(X{}, A{}) with the types that stand for the dtype and the activation of a call.
 template <class F>
 void with_call(Dtype dtype, Activation activation, F f) {
-  with_type(dtype, [&](auto x) {
-    with_one_of<Silu, Sigmoid, Relu2, Gelu, GeluExact>(activation, [&](auto a) { f(x, a); });
-  });
+  with_type(dtype,
+            [&](auto x) { with_one_of<Silu, Sigmoid, Relu2, Gelu, GeluExact>(activation, [&](auto a) { f(x, a); }); });
 }
 
 void forward(const GatedActivationForward& p, RowParts parts, int64_t begin, int64_t end, int64_t traffic) {

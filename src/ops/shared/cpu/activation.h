@@ -106,8 +106,10 @@ struct GeluExact : PassesAll {
       constexpr float kMost = NormalTail::kMost;
       const Vec magnitude = (Vec)((Bits)v & 0x7fffffffu), a = magnitude > kMost ? broadcast(kMost) : magnitude;
       const Vec e = Exp(a * a * -0.5f).value(), t = 1 / fma(a, broadcast(NormalTail::kSlowness), broadcast(1));
-      Vec p = broadcast(NormalTail::kFirst);
-      for (const float coefficient : NormalTail::kOthers) p = fma(p, t, broadcast(coefficient));
+      using P = NormalTail;
+      constexpr float kOthers[] = {P::k7, P::k6, P::k5, P::k4, P::k3, P::k2, P::k1, P::k0};
+      Vec p = broadcast(P::k8);
+      for (const float coefficient : kOthers) p = fma(p, t, broadcast(coefficient));
       const Vec tail = e * (p * t);
       share = v < 0 ? tail : 1 - tail;
       density = e * NormalTail::kDensity;

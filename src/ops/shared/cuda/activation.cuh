@@ -1,5 +1,5 @@
-// Activations, of values of a type X that their arithmetic is exact enough for: two instructions of the special function
-// unit each.
+// Activations, of values of a type X that their arithmetic is exact enough for: two instructions of the special
+// function unit each.
 //
 //   A::of<X>(v)
 //   A::with_slope<X>(v)   both
@@ -18,8 +18,8 @@ struct Logistic {
 template <typename X>
 constexpr bool kIsHalf = sizeof(X) < 4;
 
-// exp(t) for values of X: to about a unit in the last place of f32, and of half types, whose rounding hides the rest, as
-// the estimate gives it.
+// exp(t) for values of X: to about a unit in the last place of f32, and of half types, whose rounding hides the rest,
+// as the estimate gives it.
 template <typename X>
 __device__ float exp_for(float t) {
   const float exponent = t * 1.44269504f, estimate = exp2_estimate(exponent);  // log2(e)
@@ -162,9 +162,11 @@ struct GeluExact : PassesAll {
     const float a = fminf(fabsf(v), NormalTail::kMost), scale = fmaf(a, NormalTail::kSlowness, 1.0f);
     const float t = kIsHalf<X> ? reciprocal_estimate(scale) : reciprocal(scale);
     const float e = exp_for<X>(a * a * -0.5f);
-    float p = NormalTail::kFirst;
+    using P = NormalTail;
+    float p = P::k8;
 #pragma unroll
-    for (const float coefficient : NormalTail::kOthers) p = fmaf(p, t, coefficient);
+    for (const float coefficient : {P::k7, P::k6, P::k5, P::k4, P::k3, P::k2, P::k1, P::k0})
+      p = fmaf(p, t, coefficient);
     const float tail = e * (p * t);
     return {v < 0.0f ? tail : 1.0f - tail, e * NormalTail::kDensity};
   }
