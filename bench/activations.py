@@ -1,19 +1,23 @@
-"""Device time of gated_activation with silu on one NVIDIA GPU, beside XLA's code for the formula and a copy, in one run.
+"""Device time of gated_activation with silu on one NVIDIA GPU, beside XLA's code for the formula and a copy.
 
-    python -m bench activations --out bench/results/h200_activations
+    python -m bench activations --out bench/results/h100_activations
 
 As `bench.beside_xla` says: x, which has both halves of each row, is read and y, half as large, written, and with the
-gradient ("step") x read again, dy read and dx written.
+gradient ("step") x read again, dy read and dx written. What `bench cpu` wants of `bench.programs` is here, too.
 """
 
-import math
+import functools
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 import jaxnorm
 from bench import beside_xla
 from bench.beside_xla import add_arguments as add_arguments
+from bench.programs import TOLERANCE, each_direction, jitted, relative_error, sampled_rows
 
+KIND, CHECKED = "gated_activation", "step"
 # (tokens, columns of the result)
 SHAPES = {
     "Llama 3 8B": (8192, 14336),
@@ -23,34 +27,60 @@ SHAPES = {
     "odd columns": (8192, 10001),
     "a token of 32": (32, 14336),
 }
+# How many arrays of y's size a direction moves.
+ARRAYS = {"forward": 3, "backward": 5, "step": 8}
 
 
-def operands(shape, dtype, seed):
-    """x and dy."""
-    tokens, cols = shape
+def moved(kind, dtype, rows, cols):
+    """How many bytes each program reads or writes once, by direction."""
+    return {way: arrays * rows * cols * jnp.dtype(dtype).itemsize for way, arrays in ARRAYS.items()}
+
+
+def operands(kind, dtype, rows, cols, seed=0):
+    """x, which has gate and what it gates; no weights; and dy."""
     keys = jax.random.split(jax.random.key(seed, impl="rbg"), 2)
-    return tuple(jax.random.normal(key, (tokens, n), dtype) for key, n in zip(keys, (2 * cols, cols), strict=True))
+    x, dy = (jax.random.normal(key, (rows, n), dtype) for key, n in zip(keys, (2 * cols, cols), strict=True))
+    return x, (), dy
 
 
-def programs(implementation):
-    """By name: a function of the operands."""
-
-    def forward(x, _):
-        return jaxnorm.gated_activation(x, implementation=implementation)
-
-    def step(x, dy):
-        y, pull = jax.vjp(lambda x: forward(x, None), x)
-        return y, *pull(dy)
-
-    return {"forward": forward, "step": step}
+@functools.cache
+def functions(kind, implementation):
+    return jitted(functools.partial(jaxnorm.gated_activation, implementation=implementation), lambda dx: dx)
 
 
-def text(shape):
-    return "x".join(map(str, shape))
+def programs(kind, implementation, x, weights, dy):
+    """The `Program` of each direction."""
+    return each_direction(functions(kind, implementation), implementation, x, weights, dy)
+
+
+def check(kind, x, weights, dy, step=None):
+    """The largest error of sampled rows of y and dx, relative to its tolerance.
+
+    `step` is the program to check; jaxnorm's own if it is not given.
+    """
+    y, (dx, _) = (step or functions(kind, "native")["step"])(x, weights, dy)
+    rows = jax.device_get(jax.jit(sampled_rows)({"x": x, "dy": dy, "y": y, "dx": dx}))
+    gate, up = np.split(np.float64(rows["x"]), 2, 1)
+    sigmoid, dy = 1 / (1 + np.exp(-gate)), np.float64(rows["dy"])
+    slope = sigmoid * (1 + gate * (1 - sigmoid))
+    exact = {"y": gate * sigmoid * up, "dx": np.concatenate([dy * up * slope, dy * gate * sigmoid], 1)}
+    return max(relative_error(rows[name], value) / TOLERANCE[x.dtype.name] for name, value in exact.items())
+
+
+def _of_subject(implementation):
+    """By name: a function of x and dy."""
+    f = functions(KIND, implementation)
+    return {"forward": lambda x, _: f["forward"](x, ()), "step": lambda x, dy: f["step"](x, (), dy)}
 
 
 SUBJECT = beside_xla.Subject(
-    "gated_activation", SHAPES, operands, programs, math.prod, text, arrays={"forward": 3, "step": 8}
+    KIND,
+    SHAPES,
+    lambda shape, dtype, seed: operands(KIND, dtype, *shape, seed)[::2],
+    _of_subject,
+    lambda shape: 2 * shape[0] * shape[1],
+    lambda shape: "x".join(map(str, shape)),
+    arrays={way: arrays / 2 for way, arrays in ARRAYS.items()},
 )
 
 

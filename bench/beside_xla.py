@@ -26,11 +26,11 @@ class Subject(NamedTuple):
     shapes: dict[str, tuple[int, ...]]
     operands: Callable[..., tuple[Any, ...]]  # of (shape, dtype, seed)
     programs: Callable[..., dict[str, Callable]]  # of the implementation, by direction
-    elements: Callable[..., int]  # of a shape: of all arrays of x's shape that are read forward, or of one
+    elements: Callable[..., int]  # of a shape: of all arrays of x's shape that are read forward
     text: Callable[..., str]  # what a table calls a shape
     is_cached: Callable[..., bool] = lambda _: False  # whether its arrays are in the cache in earnest, too
     # How many arrays of so many elements a direction moves: the step reads x twice and dy, and writes y and dx.
-    arrays: Mapping[str, int] = MappingProxyType({"forward": 2, "step": 5})
+    arrays: Mapping[str, float] = MappingProxyType({"forward": 2, "step": 5})
 
 
 def add_arguments(parser):

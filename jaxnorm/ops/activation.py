@@ -14,7 +14,7 @@ from jaxnorm.ops import checks
 # A function of jax.nn, or another name, in place of ours.
 Synonym = Literal["swish"] | Callable[..., Any]
 _NAMES = {"swish": "silu"}
-_FUNCTIONS = {
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "silu": jax.nn.silu,
     "sigmoid": jax.nn.sigmoid,
     "relu": jax.nn.relu,
@@ -84,5 +84,6 @@ def check_activation(function: str, activation: Any, known: Sequence[str | None]
 
 def _parts(function: Callable[..., Any]) -> Any:
     """What two functions have alike that are the same with the same arguments."""
-    is_partial = isinstance(function, functools.partial)
-    return (function.func, function.args, function.keywords) if is_partial else function
+    if isinstance(function, functools.partial):
+        return function.func, function.args, function.keywords
+    return function

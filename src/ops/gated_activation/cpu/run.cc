@@ -8,6 +8,7 @@ namespace {
 // Calls task(parts, begin, end) for parts of rows: a row may be as long as all of an array.
 template <class Task>
 void for_each_parts(const ParallelFor& parallel_for, const GatedShape& shape, Task task) {
+  if (shape.rows * shape.cols == 0) return;
   const RowParts parts{ceil_div(shape.cols, kTaskElements), std::min(shape.cols, kTaskElements)};
   for_each_block(parallel_for, shape.rows * parts.count, std::max<int64_t>(1, kTaskElements / parts.cols),
                  [&](int64_t begin, int64_t end) { task(parts, begin, end); });
