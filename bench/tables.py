@@ -197,6 +197,7 @@ TABLES = {
     "cpu": ("cpu.json", cpu),
     "cpu-headline": ("cpu.json", cpu_headline),
     "cpu-neighbours": ("cpu_neighbours.json", cpu),
+    "cpu-activations": ("cpu_activations.json", cpu),
     "cpu-quantized": ("cpu_quantized.json", cpu),
     "cpu-rows": ("cpu_rows.json", cpu),
     "cpu-rows-grid": ("cpu_rows.json", row_tables.cpu_grid),
