@@ -28,12 +28,12 @@ SHAPES = {
     "a token of 32": (32, 14336),
 }
 # How many arrays of y's size a direction moves.
-ARRAYS = {"forward": 3, "backward": 5, "step": 8}
+ARRAYS = {KIND: {"forward": 3, "backward": 5, "step": 8}}
 
 
 def moved(kind, dtype, rows, cols):
     """How many bytes each program reads or writes once, by direction."""
-    return {way: arrays * rows * cols * jnp.dtype(dtype).itemsize for way, arrays in ARRAYS.items()}
+    return {way: arrays * rows * cols * jnp.dtype(dtype).itemsize for way, arrays in ARRAYS[kind].items()}
 
 
 def operands(kind, dtype, rows, cols, seed=0):
@@ -60,11 +60,16 @@ def check(kind, x, weights, dy, step=None):
     """
     y, (dx, _) = (step or functions(kind, "native")["step"])(x, weights, dy)
     rows = jax.device_get(jax.jit(sampled_rows)({"x": x, "dy": dy, "y": y, "dx": dx}))
-    gate, up = np.split(np.float64(rows["x"]), 2, 1)
-    sigmoid, dy = 1 / (1 + np.exp(-gate)), np.float64(rows["dy"])
-    slope = sigmoid * (1 + gate * (1 - sigmoid))
-    exact = {"y": gate * sigmoid * up, "dx": np.concatenate([dy * up * slope, dy * gate * sigmoid], 1)}
+    exact = _reference(KIND, *(np.float64(rows[name]) for name in ("x", "dy")))
     return max(relative_error(rows[name], value) / TOLERANCE[x.dtype.name] for name, value in exact.items())
+
+
+def _reference(kind, x, dy):
+    """y and dx of whole rows in float64."""
+    gate, up = np.split(x, 2, 1)
+    sigmoid = 1 / (1 + np.exp(-gate))
+    slope = sigmoid * (1 + gate * (1 - sigmoid))
+    return {"y": gate * sigmoid * up, "dx": np.concatenate([dy * up * slope, dy * gate * sigmoid], 1)}
 
 
 def _of_subject(implementation):
@@ -80,7 +85,7 @@ SUBJECT = beside_xla.Subject(
     _of_subject,
     lambda shape: 2 * shape[0] * shape[1],
     lambda shape: "x".join(map(str, shape)),
-    arrays={way: arrays / 2 for way, arrays in ARRAYS.items()},
+    arrays={way: arrays / 2 for way, arrays in ARRAYS[KIND].items()},
 )
 
 
