@@ -213,6 +213,7 @@ TABLES = {
     "model-directions-vit": ("h200_model_directions_vit.json", whole),
     "decode-separate": ("h200_decode_separate.json", whole),
     "rotary": ("h200_rotary.json", whole),
+    "activations": ("h100_activations.json", whole),
     "groups": ("h200_groups.json", whole),
     "quantize-lm": ("h200_quantize_lm.json", whole),
     "dots": ("h200_dots.json", dot_tables.products),

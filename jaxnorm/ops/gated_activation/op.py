@@ -37,17 +37,15 @@ SHORT = {"forward": 8, "backward": 4}
 
 
 def _slower(spec: GatedActivation, rows: CallRows) -> str | None:
-    """On a GPU XLA's code is one loop at the copy rate, which it can join with what is around it; but for the gradient
-    of one array, of which it takes a loop that computes each half twice: 457 us to 387 on an H100 at (8192, 2 * 14336)
-    of bfloat16, measured with `python -m bench activations`.
+    """On a GPU XLA's code for the result is one loop at the copy rate, which it can join with what is around it. Of the
+    gradient it makes several loops between products, see docs/benchmarks/gpu-variants.md.
     """
     packed = spec.row_ndim == 2
     if rows.platform == "cpu":
         short = packed and rows.shape[-1] <= SHORT[rows.way]
         return f"XLA's code is faster for rows of at most {SHORT[rows.way]} columns" if short else None
-    if rows.way == "backward" and packed:
-        return None
-    return "XLA's code for it is one loop at the copy rate, which may be joined with what is around it"
+    is_loop = rows.way == "forward"
+    return "XLA's code for it is one loop, which it may join with what is around it" if is_loop else None
 
 
 def _unlike_dtypes(_: GatedActivation, operands: Operands) -> str | None:
