@@ -53,8 +53,13 @@ class RowSpec(Spec):
 
     @property
     def joint_axes(self) -> tuple[int, ...]:
-        """The row's axes along which its elements depend on each other: what has a part of one is no row."""
+        """The row's axes over which what it is made of depends on all of it: its parts exchange something."""
         return self.axes
+
+    @property
+    def whole_axes(self) -> tuple[int, ...]:
+        """The row's axes that stay on one device."""
+        return ()
 
 
 @dataclasses.dataclass(frozen=True)

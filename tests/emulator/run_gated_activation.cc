@@ -1,10 +1,12 @@
 // Runs the CUDA kernels of gated activations on the host and compares results and gradients with the formulas in
-// float64, and what arrays give that are aligned to 16 bytes with what others do, bit for bit.
+// float64, and what arrays give that are aligned to 16 bytes with what others do, bit for bit; and quantised results
+// with the arithmetic of `Quantization`, bit for bit.
 #include <cstdio>
 #include <initializer_list>
 
 #include "array.h"
 #include "ops/gated_activation/cuda.h"
+#include "ops/shared/cuda/activation.cuh"
 
 namespace {
 
@@ -147,6 +149,71 @@ void test(const Case& c) {
   c.expect(Results(c, o, 1) == results, "unaligned arrays");
 }
 
+// What is quantised has the bits of the activation's f32 result.
+template <typename A>
+float product(float gate, float up) {
+  return A::template of<float>(gate) * up;
+}
+
+float product(Activation activation, float gate, float up) {
+  switch (activation) {
+    case Activation::silu:
+      return product<Silu>(gate, up);
+    case Activation::sigmoid:
+      return product<Sigmoid>(gate, up);
+    case Activation::relu2:
+      return product<Relu2>(gate, up);
+    case Activation::gelu:
+      return product<Gelu>(gate, up);
+    default:
+      return product<GeluExact>(gate, up);
+  }
+}
+
+uint8_t code(float v, Dtype to) {
+  if (to == Dtype::s8) return static_cast<uint8_t>(std::nearbyint(std::min(127.0f, std::max(-127.0f, v))));
+  return __nv_cvt_float_to_fp8(v, __NV_SATFINITE, to == Dtype::f8e4m3fn ? __NV_E4M3 : __NV_E5M2);
+}
+
+// group: how many columns share a scale; 0: it is given.
+void test_quantized(const Case& c, Dtype to, int64_t group, int64_t offset) {
+  const Operands o(c);
+  Array gate(c.dtype, c.rows * c.stride(), offset), up(c.dtype, c.elements(), offset);
+  for (int64_t i = 0; i < c.elements(); ++i) {
+    gate.set(c.place(i), o.gate[i]);
+    if (c.packed) gate.set(c.place(i) + c.cols, o.up[i]);
+    up.set(i, o.up[i]);
+  }
+  const int64_t shared = group == 0 ? c.cols : group;
+  Array values(Dtype::s8, c.elements(), offset), scales(kF32, c.elements() / shared), given(kF32, 1);
+  given.set(0, 0.013f);
+  GatedActivationQuantizedForward p{};
+  static_cast<GatedShape&>(p) = {c.rows, c.cols, c.stride()};
+  p.gate = gate, p.up = up, p.activation = c.activation;
+  if (c.packed) p.up.data = static_cast<const char*>(p.gate.data) + c.cols * size_of(c.dtype);
+  p.quantized.values = {static_cast<Output>(values).data, to};
+  p.quantized.group = shared, p.quantized.max_scale = INFINITY;
+  if (group == 0) p.quantized.given = given.floats();
+  if (group > 0) p.quantized.scales = scales.floats();
+  c.expect(run(p, nullptr) == cudaSuccess, "quantised");
+  for (int64_t begin = 0; begin < c.elements(); begin += shared) {
+    float amax = 0;
+    const auto v = [&](int64_t i) { return product(c.activation, o.gate[i], o.up[i]); };
+    for (int64_t i = begin; i < begin + shared; ++i) amax = std::max(amax, std::fabs(v(i)));
+    const float scale = group == 0 ? 0.013f : amax == 0 ? 1 : std::max(amax / largest_of(to), kSmallestScale);
+    if (group > 0) c.expect(scales[begin / shared] == scale, "scale");
+    for (int64_t i = begin; i < begin + shared; ++i)
+      if (values.byte(i) != code(v(i) * (1 / scale), to)) return c.expect(false, "values");
+  }
+}
+
+void test_quantized(const Case& c) {
+  for (const int64_t offset : {0, 1})
+    for (const Dtype to : {Dtype::f8e4m3fn, Dtype::s8})
+      for (const int64_t group : {int64_t{0}, c.cols, int64_t{32}, int64_t{64}, int64_t{128}})
+        if (c.cols % std::max<int64_t>(1, group) == 0 && tier.takes()) test_quantized(c, to, group, offset);
+}
+
 // What a gate lets through that overflows somewhere on the way, or is no number.
 void test_extremes(Case c) {
   constexpr float extremes[] = {INFINITY, -INFINITY, NAN, 100, -100, 3e38f, -3e38f, 0, -0.0f};
@@ -177,6 +244,13 @@ int main() {
             if (tier.takes()) test({dtype, activation, packed, rows, cols});
     }
   test({kBf16, Activation::silu, true, 0, 64});
+  for (const int64_t cols : {1, 31, 64, 128, 768, 1021, 4096, 14336, 16384, 20480}) {
+    tier.begin_shape();
+    for (const Dtype dtype : {kF32, kBf16})
+      for (const Activation activation : kActivations)
+        for (const bool packed : {true, false})
+          if (tier.takes()) test_quantized({dtype, activation, packed, 3, cols});
+  }
   for (const Activation activation : kActivations)
     for (const Dtype dtype : {kF32, kBf16}) test_extremes({dtype, activation, true, 0, 72});
   std::printf("%d failures\n", failures);

@@ -1,6 +1,6 @@
 """The public function `gated_activation`."""
 
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,6 @@ from jaxnorm.ops.gated_activation.op import GATED_ACTIVATION
 from jaxnorm.ops.misuse import explained
 from jaxnorm.ops.options import Implementation
 from jaxnorm.sharding import dims
-
-NAME = "gated_activation"
 
 
 @explained
@@ -63,17 +61,30 @@ def gated_activation(
     Source: Shazeer, GLU Variants Improve Transformer, 2020, https://arxiv.org/abs/2002.05202; relu2 is of So et al.,
     Primer, 2021, https://arxiv.org/abs/2109.08668.
     """
-    choice = checks.check_implementation(NAME, implementation)
-    operands = _check_operands(NAME, x, axis)
+    spec, operands, chosen = check_call("gated_activation", x, axis, activation, implementation)
+    return GATED_ACTIVATION(spec, operands, chosen).y
+
+
+class Call(NamedTuple):
+    """A checked call."""
+
+    spec: GatedActivation
+    operands: Operands
+    chosen: Implementation | None
+
+
+def check_call(function: str, x: Any, axis: Any, activation: Any, implementation: Any) -> Call:
+    choice = checks.check_implementation(function, implementation)
+    operands = _check_operands(function, x, axis)
     dtypes = [array.dtype for array in operands if array is not None]
     spec = GatedActivation(
         axes=(-2, -1) if operands.up is None else (-1,),
         compute_dtype=dims.wide_dtype(dtypes),
         out_dtype=np.dtype(jnp.result_type(*dtypes)),
-        activation=check_activation(NAME, activation, get_args(Activation)),
-        native_for=choice.native_for(NAME),
+        activation=check_activation(function, activation, get_args(Activation)),
+        native_for=choice.native_for(function),
     )
-    return GATED_ACTIVATION(spec, operands, choice.implementation).y
+    return Call(spec, operands, choice.implementation)
 
 
 def _check_operands(function: str, x: Any, axis: Any) -> Operands:

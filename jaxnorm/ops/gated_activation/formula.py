@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxnorm.ops.activation import FORMULAS, Formula
 from jaxnorm.primitive.op import BatchDims, RowSpec, Statistics
+from jaxnorm.quantization import Quantization
 
 Activation = Literal["silu", "gelu", "gelu_exact", "relu2", "sigmoid"]
 Dtype = np.dtype[Any]
@@ -24,11 +25,22 @@ class GatedActivation(RowSpec):
     """What is static about one gated activation, whose rows are those of x's last axis, or last two."""
 
     activation: Activation = "silu"
+    quantization: Quantization | None = None  # of the result, and what follows belongs to it
+    straight_through: bool = False
 
     @property
     def joint_axes(self) -> tuple[int, ...]:
-        """A column of the gate goes with that of `up` alone."""
+        """A column depends on no other, but for the scale that it shares with others."""
+        has_scales = self.quantization is not None and self.quantization.granularity != "tensor"
+        return (-1,) if has_scales else ()
+
+    @property
+    def whole_axes(self) -> tuple[int, ...]:
+        """A column of the gate goes with that of `up`."""
         return self.axes[:-1]
+
+    def unquantized(self, out_dtype: Dtype) -> "GatedActivation":
+        return dataclasses.replace(self, out_dtype=out_dtype, quantization=None, straight_through=False)
 
     @property
     def formula(self) -> Formula:

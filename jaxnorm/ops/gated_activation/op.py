@@ -20,7 +20,7 @@ from jaxnorm.sharding import dims
 from jaxnorm.sharding.dims import DimMap
 
 
-def _result_map(spec: GatedActivation, ndim: int, _: Sequence[Any]) -> DimMap:
+def result_map(spec: GatedActivation, ndim: int, _: Sequence[Any]) -> DimMap:
     """Without the axis of x that has the gate and `up`."""
     return (*range(ndim - spec.row_ndim), ndim - 1)
 
@@ -28,7 +28,7 @@ def _result_map(spec: GatedActivation, ndim: int, _: Sequence[Any]) -> DimMap:
 def _types(spec: GatedActivation, operands: Operands) -> Results:
     x: Any = operands.x
     shape = (*x.shape[: -spec.row_ndim], x.shape[-1])
-    return Results(dims.result_like(x, _result_map(spec, x.ndim, shape), shape, spec.out_dtype))
+    return Results(dims.result_like(x, result_map(spec, x.ndim, shape), shape, spec.out_dtype))
 
 
 # The most columns of a packed row that XLA's code for CPUs is faster for; measured on 2 cores of an AMD EPYC with
@@ -48,29 +48,30 @@ def _slower(spec: GatedActivation, rows: CallRows) -> str | None:
     return "XLA's code for it is one loop, which it may join with what is around it" if is_loop else None
 
 
-def _unlike_dtypes(_: GatedActivation, operands: Operands) -> str | None:
+def unlike_dtypes(_: GatedActivation, operands: Any) -> str | None:
     gate, up = operands.x.dtype, operands.x.dtype if operands.up is None else operands.up.dtype
     return None if gate == up else f"gate is {gate} and up {up}; kernels of gates want them equal"
 
 
-def _attributes(spec: GatedActivation, _: Any) -> dict[str, Any]:
+def attributes(spec: GatedActivation, _: Any) -> dict[str, Any]:
     return {"activation": spec.activation}
 
 
-def _requested(request: Request) -> tuple[GatedActivation, Operands]:
+def requested(request: Request) -> tuple[GatedActivation, Operands]:
     """A packed x of this shape."""
     *others, both = request.shape
     spec = GatedActivation(axes=(-2, -1), compute_dtype=dims.wide_dtype((request.dtype,)), out_dtype=request.out_dtype)
     return spec, Operands(request.array((*others, 2, both // 2)))
 
 
+ROLES = {"x": LIKE_X, "up": LIKE_X, "y": Role(result_map)}
 GATED_ACTIVATION = Family(
     Op(
         name="gated_activation",
         spec=GatedActivation,
         operands=Operands,
         results=Results,
-        roles={"x": LIKE_X, "up": LIKE_X, "y": Role(_result_map)},
+        roles=ROLES,
         types=_types,
         forward=forward,
         statistics=lambda *_: [],
@@ -78,16 +79,16 @@ GATED_ACTIVATION = Family(
         native=Native(
             names=("jaxnorm_gated_activation",),
             name=lambda _: "jaxnorm_gated_activation",
-            forward=_attributes,
-            backward=_attributes,
+            forward=attributes,
+            backward=attributes,
             slower=_slower,
         ),
-        reasons=(_unlike_dtypes,),
+        reasons=(unlike_dtypes,),
         linear_in=lambda spec: ("up",) if spec.row_ndim == 1 else (),
         functions=(
             Function(
                 "gated_activation",
-                _requested,
+                requested,
                 last_axis_only=True,
                 shape=(8192, 2 * 14336),
                 over=lambda shape: f", a gate of {shape[-1] // 2} columns and as many that it gates",

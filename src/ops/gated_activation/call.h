@@ -6,6 +6,7 @@
 
 #include "operands.h"
 #include "ops/shared/activation.h"
+#include "ops/shared/quantization.h"
 
 namespace jaxnorm {
 
@@ -19,6 +20,13 @@ struct GatedShape {
 struct GatedActivationForward : GatedShape {
   Input gate, up;
   Output y;
+  Activation activation;
+};
+
+// y in f32, whatever the dtype of gate and up, and quantised.
+struct GatedActivationQuantizedForward : GatedShape {
+  Input gate, up;
+  Quantization quantized;
   Activation activation;
 };
 

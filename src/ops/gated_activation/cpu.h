@@ -7,6 +7,8 @@
 namespace jaxnorm::cpu {
 
 void run(const GatedActivationForward& p, const ParallelFor& parallel_for);
+// std::bad_alloc: there is no memory for a row.
+void run(const GatedActivationQuantizedForward& p, const ParallelFor& parallel_for);
 void run(const GatedActivationBackward& p, const ParallelFor& parallel_for);
 
 // A row is divided into so many parts of as many columns, of which the last may have fewer.
@@ -19,6 +21,8 @@ struct GatedActivationKernels {
   static const GatedActivationKernels baseline, avx2, avx512;
 
   void (*forward)(const GatedActivationForward& p, RowParts parts, int64_t begin, int64_t end, int64_t traffic);
+  // Of rows [begin, end), with room for one of float32.
+  void (*quantized)(const GatedActivationQuantizedForward& p, int64_t begin, int64_t end, float* y);
   void (*backward)(const GatedActivationBackward& p, RowParts parts, int64_t begin, int64_t end, int64_t traffic);
 };
 

@@ -9,10 +9,13 @@
 namespace jaxnorm::cuda {
 
 cudaError_t run(const GatedActivationForward& p, cudaStream_t stream);
+cudaError_t run(const GatedActivationQuantizedForward& p, cudaStream_t stream);
 cudaError_t run(const GatedActivationBackward& p, cudaStream_t stream);
 
 template <typename X>
 cudaError_t run_gated_activation(const GatedActivationForward& p, cudaStream_t stream);
+template <typename X>
+cudaError_t run_gated_activation_quantized(const GatedActivationQuantizedForward& p, cudaStream_t stream);
 template <typename X>
 cudaError_t run_gated_activation_grad(const GatedActivationBackward& p, cudaStream_t stream);
 

@@ -4,6 +4,7 @@
 #include "ffi/table.h"
 #include "ops/gated_activation/call.h"
 #include "ops/shared/read_activation.h"
+#include "ops/shared/read_quantization.h"
 
 namespace jaxnorm {
 
@@ -28,8 +29,6 @@ inline GatedRows read_gated_shape(Reader& in, size_t index, bool packed) {
     in.require(rows.x.end()[-2] == 2, "the last axis but one of x is not 2 long");
     rows.y.erase(rows.y.end() - 2);
     rows.cols /= 2;
-  } else if (!packed) {  // one long row
-    rows.stride = rows.cols *= std::exchange(rows.rows, 1);
   }
   return rows;
 }
@@ -37,6 +36,11 @@ inline GatedRows read_gated_shape(Reader& in, size_t index, bool packed) {
 inline Activation read_gated_activation(Reader& in) {
   return read_activation(
       in, {Activation::silu, Activation::sigmoid, Activation::relu2, Activation::gelu, Activation::gelu_exact});
+}
+
+// Of two arrays, which have no rows of their own: one long row.
+inline void join_rows(const GatedRows& rows, GatedShape& p) {
+  if (!rows.packed) p = {1, rows.rows * rows.cols, rows.rows * rows.cols};
 }
 
 // x, and what it gates.
@@ -53,6 +57,7 @@ inline GatedActivationForward read_gated_activation_forward(Reader& in) {
   p.activation = read_gated_activation(in);
   read_gate_and_up(in, rows, std::nullopt, p);
   p.y = in.result("y", rows.y, p.gate.dtype);
+  join_rows(rows, p);
   return p;
 }
 
@@ -68,6 +73,22 @@ inline GatedActivationBackward read_gated_activation_backward(Reader& in) {
   if (with_dx) p.dgate = in.result("dx", rows.x, p.dy.dtype);
   if (with_dup) p.dup = in.result("dup", rows.x, p.dy.dtype);
   if (rows.packed) p.dup = rows.behind(p.dgate);
+  join_rows(rows, p);
+  return p;
+}
+
+inline GatedActivationQuantizedForward read_gated_activation_quantized(Reader& in) {
+  const GatedRows rows = read_gated_shape(in, 0, !in.flag("has_up"));
+  GatedActivationQuantizedForward p{};
+  p.activation = read_gated_activation(in);
+  read_gate_and_up(in, rows, std::nullopt, p);
+  RowShapes of_y;
+  of_y.x = of_y.statistics = rows.y;
+  of_y.axes = 1;
+  of_y.rows = rows.rows;
+  of_y.cols = rows.cols;
+  if (!rows.y.empty()) of_y.weight = {of_y.statistics.back()}, of_y.statistics.back() = 1;
+  read_quantization(in, of_y, p.quantized);
   return p;
 }
 
@@ -76,6 +97,7 @@ namespace ops::gated_activation {
 template <class Platform>
 inline constexpr std::tuple kTable{
     Row{"jaxnorm_gated_activation_fwd", read_gated_activation_forward},
+    Row{"jaxnorm_gated_activation_quantized_fwd", read_gated_activation_quantized},
     Row{"jaxnorm_gated_activation_bwd", read_gated_activation_backward},
 };
 

@@ -4,6 +4,7 @@
 #include "cpu/engine/types.h"
 #include "ops/gated_activation/cpu.h"
 #include "ops/shared/cpu/activation.h"
+#include "ops/shared/cpu/quantize.h"
 
 namespace jaxnorm::cpu {
 namespace {
@@ -41,6 +42,29 @@ void forward(const GatedActivationForward& p, RowParts parts, int64_t begin, int
   });
 }
 
+// y of a row, in f32.
+void compute(const GatedActivationQuantizedForward& p, int64_t row, float* y) {
+  with_call(p.gate.dtype, p.activation, [&](auto type, auto a) {
+    using X = decltype(type);
+    using A = decltype(a);
+    const X *const gate = InputRows<X>(p.gate, p.stride)[row], *const up = InputRows<X>(p.up, p.stride)[row];
+    for_each_vector(p.cols, [=](int64_t column, auto extent) {
+      store(y + column, A::of(load(gate + column, extent)) * load(up + column, extent), extent);
+    });
+  });
+}
+
+void quantized(const GatedActivationQuantizedForward& p, int64_t begin, int64_t end, float* y) {
+  const auto value = [y](int64_t column, auto extent) { return load(y + column, extent); };
+  for (int64_t row = begin; row < end; ++row) {
+    compute(p, row, y);
+    with_quantized_type(p.quantized.values.dtype, [&](auto code) {
+      for (int64_t first = 0; first < p.cols; first += p.quantized.group)
+        quantize(p.quantized, row, p.cols, first, value, value, code);
+    });
+  }
+}
+
 void backward(const GatedActivationBackward& p, RowParts parts, int64_t begin, int64_t end, int64_t traffic) {
   with_call(p.dy.dtype, p.activation, [&](auto type, auto a) {
     using X = decltype(type);
@@ -59,6 +83,6 @@ void backward(const GatedActivationBackward& p, RowParts parts, int64_t begin, i
 
 }  // namespace
 
-const GatedActivationKernels GatedActivationKernels::JAXNORM_ISA = {cpu::forward, cpu::backward};
+const GatedActivationKernels GatedActivationKernels::JAXNORM_ISA = {cpu::forward, cpu::quantized, cpu::backward};
 
 }  // namespace jaxnorm::cpu

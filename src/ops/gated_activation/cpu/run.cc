@@ -24,6 +24,13 @@ void run(const GatedActivationForward& p, const ParallelFor& parallel_for) {
   });
 }
 
+void run(const GatedActivationQuantizedForward& p, const ParallelFor& parallel_for) {
+  expect_writes(p.quantized.values, p.rows * p.cols);
+  for_each_rows_with_room(parallel_for, p.rows, p.cols, p.cols, [&](int64_t begin, int64_t end, float* y) {
+    kernels<GatedActivationKernels>().quantized(p, begin, end, y);
+  });
+}
+
 void run(const GatedActivationBackward& p, const ParallelFor& parallel_for) {
   const int64_t traffic = 5 * p.rows * p.cols * size_of(p.dy.dtype);
   expect_writes(p.dgate, p.rows * p.stride);
