@@ -23,6 +23,7 @@ from ops import (
     NORMS,
     OPS,
     QUANTIZED,
+    QUANTIZED_ACTIVATIONS,
     ROTARY,
     SANDWICH,
     SOFTMAX,
@@ -44,8 +45,9 @@ OF_EACH_FUNCTION = (
     ROTARY[0],
     *QUANTIZED[:2],
     GATED_QUANTIZED[0],
+    QUANTIZED_ACTIVATIONS[0],
 )
-WITH_QUANTIZATION = (*QUANTIZED, *GATED_QUANTIZED)
+WITH_QUANTIZATION = (*QUANTIZED, *GATED_QUANTIZED, *QUANTIZED_ACTIVATIONS)
 
 
 def public(op):
@@ -133,6 +135,7 @@ POSITIONAL = {
     "add_layer_norm": ["x", "residual", "scale", "bias"],
     "rms_norm_add_rms_norm": ["x", "residual", "post_scale", "scale"],
     "gated_activation": ["x"],
+    "gated_activation_quantized": ["x"],
     "gated_rms_norm": ["x", "gate", "scale"],
     "gated_rms_norm_quantized": ["x", "gate", "scale"],
     "group_norm": ["x", "scale", "bias"],
@@ -225,6 +228,10 @@ SYNONYMS = {
 ACTIVATED = {
     "gated_activation": (
         lambda a: jaxnorm.gated_activation(X, activation=a),
+        ("silu", "gelu", "gelu_exact", "sigmoid"),
+    ),
+    "gated_activation_quantized": (
+        lambda a: jaxnorm.gated_activation_quantized(X, activation=a, quantization=TOKEN).values,
         ("silu", "gelu", "gelu_exact", "sigmoid"),
     ),
     "gated_rms_norm": (lambda a: jaxnorm.gated_rms_norm(X, X, gate_first=True, activation=a), ("silu", "sigmoid")),

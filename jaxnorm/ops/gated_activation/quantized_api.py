@@ -50,6 +50,7 @@ def gated_activation_quantized(
     """
     spec, of_gates, chosen = check_call(NAME, x, axis, activation, implementation)
     named = {"x": of_gates.x} if of_gates.up is None else {"gate": of_gates.x, "up": of_gates.up}
+    _check_groups(quantization, of_gates.x.shape[-1])
     quantize_checks.check_quantization(NAME, quantization, Quantization, of_gates.x, (-1,))
     quantize_checks.check_activations(NAME, quantization, LARGEST)
     given = quantize_checks.check_static_scale(NAME, static_scale, quantization.granularity)
@@ -63,3 +64,12 @@ def gated_activation_quantized(
     results = GATED_ACTIVATION_QUANTIZED(spec, Operands(*of_gates, given), chosen)
     scales: Any = results.scales if given is None else given
     return quantized(quantization, results.values, scales, results.carrier)
+
+
+def _check_groups(quantization: Any, cols: Any) -> None:
+    group_size = getattr(quantization, "group_size", None)
+    if group_size is not None and not (isinstance(cols, int) and cols % group_size == 0):
+        raise ValueError(
+            f"{NAME}: group_size {group_size} does not divide the {cols} columns of the result; take another "
+            f"group_size or granularity='token'."
+        )

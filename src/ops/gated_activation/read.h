@@ -89,6 +89,7 @@ inline GatedActivationQuantizedForward read_gated_activation_quantized(Reader& i
   of_y.cols = rows.cols;
   if (!rows.y.empty()) of_y.weight = {of_y.statistics.back()}, of_y.statistics.back() = 1;
   read_quantization(in, of_y, p.quantized);
+  in.require(!p.quantized.smooth, "there are smooth factors, which no kernel of gates takes");
   return p;
 }
 
