@@ -9,6 +9,7 @@ COMMANDS = {
     "rows": "device time of softmax and cross-entropy, beside XLA's code and a copy",
     "rotary": "device time of qk_norm_rotary, beside XLA's code and a copy",
     "groups": "device time of group_norm, beside XLA's code and a copy",
+    "activations": "device time of gated_activation, beside XLA's code and a copy",
     "dots": "device time of products with quantised operands, beside bfloat16",
     "cpu": "wall time of the ops on the CPU, beside XLA's code and a copy",
     "model": "the norms within a model's training step",

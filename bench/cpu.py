@@ -3,14 +3,15 @@
     python -m bench cpu --out bench/results/cpu
     python -m bench cpu --ops add_rms add_layer gated heads --out bench/results/cpu_neighbours
     python -m bench cpu --ops rms_quantized layer_quantized --out bench/results/cpu_quantized
+    python -m bench cpu --ops gated_activation --out bench/results/cpu_activations
     python -m bench cpu --ops softmax log_softmax cross_entropy --default --turns 3 --out bench/results/cpu_rows
 
 Each cell is measured alone, one op a program, and in a chain of several in one program. Alone, results are new arrays
 in every call, as JAX makes them, and mapping their memory is in all numbers. In a chain that memory is used again, as
 in a model; see `chain` for what keeps XLA from making one operation of it. A residual is dead in a model that runs
 forward only, so alone it is donated there, to jaxnorm and to XLA; the sum is the next call's. A quantised result is no
-norm's input and a loss no logits, so there is no chain of those. With --default the programs of jaxnorm are those of
-`implementation=None`, else of "native".
+norm's input, a loss no logits and a gated activation half as long, so there is no chain of those. With --default the
+programs of jaxnorm are those of `implementation=None`, else of "native".
 
 Times are medians over the calls of several turns, in a chain divided by its length; the programs take turns, so that a
 busy moment of the machine meets all. A turn's first call is left out: XLA frees a program's temporary memory after its
@@ -32,7 +33,7 @@ import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
-from bench import gated, heads, ops, quantized, report, shapes, softmax
+from bench import activations, gated, heads, ops, quantized, report, shapes, softmax
 from bench.programs import NORMS, Program, each_direction, jitted
 from jaxnorm.native import ffi
 
@@ -48,6 +49,11 @@ SHAPES = {
 # takes a dozen times as long.
 GRID = shapes.grid(1, 2**24)
 CHAINED = "grid 4096"
+# What is between the products of an MLP: of a llama3 8B, of an expert, and of tokens that are decoded.
+MLPS = tuple(
+    shapes.Shape(name, dims)
+    for name, dims in {"llama3 8B": (1024, 14336), "an expert": (8192, 768), "decode 32": (32, 14336)}.items()
+)
 
 
 def add_arguments(parser):
@@ -93,6 +99,8 @@ def shapes_of(op):
     if op in softmax.OPS:
         causal = [(softmax.CAUSAL, shapes.SCORES)] if op == "softmax" else []
         return [*((op, shape) for shape in GRID), *causal]
+    if op == activations.KIND:
+        return [(op, shape) for shape in MLPS]
     if op == "heads":
         return [(heads.KIND, SHAPES[HEADS])]
     if op == "gated":
@@ -195,7 +203,7 @@ def copy_chain(x):
 
 def manners(work, kind, shape):
     """(what a row says of it after the op, ops in a program, the programs, a copy) of each way to run them."""
-    is_last = work is quantized or kind == softmax.LOSS
+    is_last = work in (quantized, activations) or kind == softmax.LOSS
     is_one_of_many = shape.name.startswith("grid ") and shape.name != CHAINED
     chains = [] if is_last or is_one_of_many else [([report.CHAINED], LINKS, chain, copy_chain)]
     return [([], 1, alone, copy_once), *chains]

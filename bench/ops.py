@@ -2,11 +2,11 @@
 
 import jax.numpy as jnp
 
-from bench import gated, heads, programs, quantized, shapes, softmax
+from bench import activations, gated, heads, programs, quantized, shapes, softmax
 
 # "gated" and "heads" are of several kinds or of shapes of their own; the others are kinds.
 OPS = (*(op for op in programs.OPS if op != programs.PADDED), *quantized.NORMS, "gated", "heads")
-CPU_OPS = (*OPS, *softmax.OPS)  # on a GPU those are measured by `bench rows`
+CPU_OPS = (*OPS, *softmax.OPS, activations.KIND)  # on a GPU `bench rows` and `bench activations` measure those
 SUITES = (*shapes.suites(4), "variants")
 
 
@@ -16,6 +16,8 @@ def module_of(kind):
         return gated
     if kind == heads.KIND:
         return heads
+    if kind == activations.KIND:
+        return activations
     if kind in softmax.KINDS:
         return softmax
     return quantized if kind.partition(", ")[0] in quantized.NORMS else programs

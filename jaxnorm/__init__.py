@@ -15,6 +15,8 @@ from jaxnorm import checkpoint_policies
 from jaxnorm.inspect.explain import explain
 from jaxnorm.ops.cross_entropy.api import softmax_cross_entropy_with_integer_labels
 from jaxnorm.ops.cross_entropy.linear_api import linear_cross_entropy
+from jaxnorm.ops.gated_activation.api import gated_activation
+from jaxnorm.ops.gated_activation.quantized_api import gated_activation_quantized
 from jaxnorm.ops.group_norm.api import group_norm
 from jaxnorm.ops.norm.added_api import add_layer_norm, add_rms_norm
 from jaxnorm.ops.norm.api import layer_norm, rms_norm
@@ -43,6 +45,8 @@ __all__ = [
     "add_rms_norm",
     "checkpoint_policies",
     "explain",
+    "gated_activation",
+    "gated_activation_quantized",
     "gated_rms_norm",
     "gated_rms_norm_quantized",
     "group_norm",

@@ -1,5 +1,6 @@
 """`flax.linen`'s norms on jaxnorm's kernels: change the import line, keep the model and its checkpoints."""
 
+from jaxnorm.flax.linen_activations import GatedActivation
 from jaxnorm.flax.linen_groups import GroupNorm, InstanceNorm
 from jaxnorm.flax.linen_norms import (
     AddLayerNorm,
@@ -16,6 +17,7 @@ from jaxnorm.flax.linen_replace import replace_norms
 __all__ = [
     "AddLayerNorm",
     "AddRMSNorm",
+    "GatedActivation",
     "GatedRMSNorm",
     "GroupNorm",
     "InstanceNorm",

@@ -1,5 +1,6 @@
 """`flax.nnx`'s norms on jaxnorm's kernels: change the import line, keep the model and its checkpoints."""
 
+from jaxnorm.flax.nnx_activations import GatedActivation
 from jaxnorm.flax.nnx_groups import GroupNorm, InstanceNorm
 from jaxnorm.flax.nnx_linear import QuantizedLinear, QuantizedParam
 from jaxnorm.flax.nnx_norms import (
@@ -17,6 +18,7 @@ from jaxnorm.flax.nnx_replace import replace_norms
 __all__ = [
     "AddLayerNorm",
     "AddRMSNorm",
+    "GatedActivation",
     "GatedRMSNorm",
     "GroupNorm",
     "InstanceNorm",

@@ -27,6 +27,8 @@ import jax.numpy as jnp
 import numpy as np
 from cases import ADDS, NORMS
 from fuzzing import arrays, draw_op, draw_size, error, is_quantised, law_of, picker
+from gated_activation_quantized_rows import plain as activated
+from gated_activation_rows import halves
 from gating import VARIANTS, gated
 from hlo import count_native_calls
 from jax import lax
@@ -223,6 +225,8 @@ def _reference(example: Example) -> Callable:
 
 def _unquantized(op: Op, name: str, *args: Any, **options: Any) -> Any:
     """The result in float32, with the sum if there is one."""
+    if op.kind == "elements":
+        return activated(name.rpartition(" ")[2])(*(halves(*args) if len(args) == 1 else args))
     if "gate" in op.operands:
         x, gate, scale = args
         (variant,) = [variant for variant in VARIANTS if name.endswith(f" {variant}")]
@@ -235,7 +239,7 @@ def _unquantized(op: Op, name: str, *args: Any, **options: Any) -> Any:
 
 def _dequantized(op: Op, *args: Any, **options: Any) -> tuple[Any, ...]:
     """What a quantised norm means, by the norm's own kernel: a last bit of difference might round to another value."""
-    *of_norm, smooth = args
+    *of_norm, smooth = args if "smooth" in op.operands else (*args, None)
     of, shared = op.name.split(" to ")
     granularity, to = shared.split(", ")
     quantization = Quantization(to, **GRANULARITIES[granularity])

@@ -20,11 +20,13 @@ ENGINE = tuple(SOURCES / "cuda" / "engine" / name for name in ("plan.cc", "grad_
 OTHERS = (*sorted(f for f in SOURCES.glob("ops/*/cuda/*.c[cu]") if f.parts[-3] != "quantized_dot"), *ENGINE)
 # Results and gradients; with per-head weights; with padding; quantised results; gated norms; sandwich norms; rotary
 # embedding; sharded rows; workspaces of other sizes than are wanted; whether every plan has a kernel; rows whose
-# squares vanish; softmax and its gradients; cross-entropy and its gradient; GroupNorm and its gradients.
+# squares vanish; softmax and its gradients; cross-entropy and its gradient; GroupNorm and its gradients; gated
+# activations and their gradients.
 PROGRAMS = (
     *("run", "run_heads", "run_padding", "run_quantized", "run_gated", "run_sandwich", "run_rotary"),
     *("run_shards", "run_workspace", "run_plans", "run_extremes"),
     *("run_softmax", "run_softmax_grad", "run_cross_entropy", "run_cross_entropy_grad", "run_group_norm"),
+    "run_gated_activation",
 )
 
 # One worker compiles the kernels for all of these tests, and the group that has the most tests comes first.

@@ -148,3 +148,26 @@ def test_groups_without_positions(groups, shape, platform, ways):
 
 def test_a_cpu_has_no_such_rows():
     assert native_ways(rms, "bfloat16", 1153, "cpu") == {"fwd", "bwd"}
+
+
+# By the last axis of one array, or of each of two.
+@pytest.mark.parametrize(
+    ("shapes", "platform", "ways"),
+    [
+        ([(4, 64)], "cpu", {"fwd", "bwd"}),
+        ([(4, 16)], "cpu", {"bwd"}),
+        ([(4, 8)], "cpu", set()),
+        ([(4, 3)] * 2, "cpu", {"fwd", "bwd"}),
+        ([(4, 64)], "cuda", {"bwd"}),
+        ([(4, 2002)], "cuda", {"bwd"}),
+        ([(4, 64)] * 2, "cuda", {"bwd"}),
+    ],
+)
+def test_gated_activations(shapes, platform, ways):
+    args = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes]
+
+    def loss(*args):
+        return jnp.sin(jaxnorm.gated_activation(args if len(args) > 1 else args[0]).astype("float32")).sum()
+
+    text = jax.jit(jax.grad(loss)).trace(*args).lower(lowering_platforms=(platform,)).as_text()
+    assert {name.rsplit("_", 1)[1] for name in count_native_calls(text)} == ways

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterable
 from numbers import Real
-from typing import Any
+from typing import Any, get_args
 
 import jax
 
 from jaxnorm.flax import calls
-from jaxnorm.ops.activation import check_activation
-from jaxnorm.ops.group_norm.formula import ACTIVATIONS
+from jaxnorm.ops.activation import FORMULAS, check_activation
+from jaxnorm.ops.group_norm.formula import Activation
 
 WHAT = "a norm with scale_offset"
 
@@ -76,11 +76,11 @@ def channel_axis(module: Any, rank: int) -> int:
 
 def activated(module: Any, y: jax.Array) -> jax.Array:
     """What Flax's code has computed, with the activation that it does not know."""
-    name = check_activation(type(module).__name__, _activation(module), tuple(ACTIVATIONS))
+    name = check_activation(type(module).__name__, _activation(module), (None, *get_args(Activation)))
     if name is None:
         return y
     wide = y.astype(jax.numpy.promote_types(y.dtype, "float32"))
-    return ACTIVATIONS[name](wide).astype(y.dtype)
+    return FORMULAS[name].of(wide).astype(y.dtype)
 
 
 def _activation(module: Any) -> Any:

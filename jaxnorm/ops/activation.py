@@ -1,16 +1,70 @@
-"""Activations, by the names and functions that a caller has for them."""
+"""Activations: their formulas, and the names and functions that a caller has for them."""
 
+import functools
+import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
 from jaxnorm.ops import checks
 
 # A function of jax.nn, or another name, in place of ours.
 Synonym = Literal["swish"] | Callable[..., Any]
 _NAMES = {"swish": "silu"}
-_FUNCTIONS = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid, "relu": jax.nn.relu, "gelu": jax.nn.gelu}
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "silu": jax.nn.silu,
+    "sigmoid": jax.nn.sigmoid,
+    "relu": jax.nn.relu,
+    "gelu": jax.nn.gelu,
+    "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
+}
+_ROOT, _CUBIC = math.sqrt(8 / math.pi), 0.044715
+
+
+class Formula(NamedTuple):
+    of: Callable[[jax.Array], jax.Array]
+    sloped: Callable[[jax.Array, jax.Array], jax.Array]  # (d, v) -> d times the slope at v
+
+
+def _times_logistic(w: Callable[[jax.Array], jax.Array], w_slope: Callable[[jax.Array], jax.Array | float]) -> Formula:
+    """v * logistic(w(v)). 1 - logistic(w) is logistic(-w), which loses nothing where it is small."""
+    return Formula(
+        lambda v: v * lax.logistic(w(v)),
+        lambda d, v: d * lax.logistic(w(v)) * (1 + v * w_slope(v) * lax.logistic(-w(v))),
+    )
+
+
+def _relu(v: jax.Array) -> jax.Array:
+    """As `jax.nn.relu`, which `jax.experimental.jet` cannot take: NaN stays, and the slope at 0 is 0."""
+    return jnp.where(v <= 0, 0, v)
+
+
+def _where_positive(d: jax.Array, v: jax.Array) -> jax.Array:
+    """d where v is positive: nothing passes elsewhere, an infinity neither."""
+    return jnp.where(v > 0, d, jnp.zeros_like(d))
+
+
+def _normal(v: jax.Array) -> jax.Array:
+    """The share of the normal distribution below v."""
+    return 0.5 * lax.erfc(-math.sqrt(0.5) * v)
+
+
+FORMULAS: dict[str | None, Formula] = {
+    None: Formula(lambda v: v, lambda d, _: d),
+    "silu": _times_logistic(lambda v: v, lambda _: 1.0),
+    "sigmoid": Formula(lax.logistic, lambda d, v: d * lax.logistic(v) * lax.logistic(-v)),
+    "relu": Formula(_relu, _where_positive),
+    "relu2": Formula(lambda v: jnp.square(_relu(v)), lambda d, v: _where_positive(d * (2 * v), v)),
+    # With tanh, as `jax.nn.gelu` writes it, a small result would lose its digits in a sum with 1.
+    "gelu": _times_logistic(lambda v: _ROOT * (v + _CUBIC * v**3), lambda v: _ROOT * (1 + 3 * _CUBIC * v**2)),
+    "gelu_exact": Formula(
+        lambda v: v * _normal(v),
+        lambda d, v: d * (_normal(v) + v * (jnp.exp(-0.5 * v**2) / math.sqrt(2 * math.pi))),
+    ),
+}
 
 
 def check_activation(function: str, activation: Any, known: Sequence[str | None]) -> Any:
@@ -19,10 +73,17 @@ def check_activation(function: str, activation: Any, known: Sequence[str | None]
         is_synonym = isinstance(activation, str) and activation in _NAMES
         return checks.check_one_of(function, "activation", _NAMES[activation] if is_synonym else activation, known)
     for name, meant in _FUNCTIONS.items():
-        if activation is meant and name in known:
+        if _parts(activation) == _parts(meant) and name in known:
             return name
     *others, last = map(repr, known)
     raise ValueError(
         f"{function}: unknown activation {activation!r}; expected {', '.join(others)} or {last}, or that function of "
         f"jax.nn as it stands. Take another one of the result."
     )
+
+
+def _parts(function: Callable[..., Any]) -> Any:
+    """What two functions have alike that are the same with the same arguments."""
+    if isinstance(function, functools.partial):
+        return function.func, function.args, function.keywords
+    return function

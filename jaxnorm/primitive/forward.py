@@ -280,8 +280,8 @@ class Forward(Rules):
         if with_stats or not {*wanted} <= {*linear_in}:
             what = f"its {', '.join(linear_in)} alone" if linear_in else "none of its operands"
             raise NotImplementedError(f"{op.name} is linear in {what}")
-        # The gradient of what broadcasts is shaped as that; what it is changes nothing.
-        like = {name: jnp.zeros_like(aval) if self.role(name).broadcasts else None for name, aval in wanted.items()}
+        # The gradient of what broadcasts, or has rows, is shaped as that; what it is changes nothing.
+        like = {name: jnp.zeros_like(aval) if self.is_row(name) else None for name, aval in wanted.items()}
         operands = op.operands(**given | like)
         tree = self._results_tree(spec, jax.tree.map(jax.typeof, operands))
         of_results = jax.tree.unflatten(tree, map(ad.instantiate_zeros, cotangents))

@@ -52,6 +52,16 @@ class RowSpec(Spec):
         """How many axes a row has."""
         return len(self.axes)
 
+    @property
+    def joint_axes(self) -> tuple[int, ...]:
+        """The row's axes over which what it is made of depends on all of it: its parts exchange something."""
+        return self.axes
+
+    @property
+    def whole_axes(self) -> tuple[int, ...]:
+        """The row's axes that stay on one device."""
+        return ()
+
 
 @dataclasses.dataclass(frozen=True)
 class Role:

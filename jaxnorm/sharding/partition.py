@@ -171,8 +171,8 @@ class PartitionedCall(NamedTuple):
 
     @property
     def features(self) -> list[int]:
-        """The axes of x that are a row's."""
-        return [self.maps.ndim + axis for axis in self.params["spec"].axes]
+        """The axes of x whose parts on several devices exchange something."""
+        return [self.maps.ndim + axis for axis in self.params["spec"].joint_axes]
 
     def placement(self) -> Placement:
         """How x is sharded: as that one of the arrays with all of its axes which is sharded most."""
@@ -188,6 +188,7 @@ class PartitionedCall(NamedTuple):
         uneven = {(axis, n) for axis, n in lengths if axis is not None and n % placement.counts[axis]}
         has_sum = any(self.maps.summed)
         whole = {axis for axis, n in uneven if has_sum or axis in self.features or n == 1}
+        whole |= {ndim + axis for axis in self.params["spec"].whole_axes}
         placement = placement.joined(sorted(whole))
         cols = like_x[0].shape[-1] // placement.counts[-1]
         can_shard = self.partitionable.can_shard(self.params["spec"], cols)

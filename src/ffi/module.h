@@ -7,7 +7,9 @@
 #include <vector>
 
 #include "ffi/table.h"
-#include "ops/norm/quantized.h"
+#include "ops/norm/call.h"
+#include "ops/norm/gated.h"
+#include "ops/shared/quantization.h"
 
 namespace jaxnorm {
 

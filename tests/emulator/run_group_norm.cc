@@ -22,7 +22,7 @@ int failures = 0;
 
 struct Case : Groups {
   Dtype dtype, y_dtype;
-  PointwiseActivation activation;
+  Activation activation;
   ExampleMap scales;  // one for all examples, or for each, or for those that have an index of an axis in common
   int64_t offset;     // of each array, in elements, so that it is aligned to them and to nothing more
 
@@ -103,14 +103,14 @@ void run_both(const Case& c, const Operands& o, Results& r, double share = 1) {
 double sigmoid(double v) { return 1 / (1 + std::exp(-v)); }
 
 // The activation of z, and its slope.
-std::pair<double, double> activated(PointwiseActivation activation, double z) {
+std::pair<double, double> activated(Activation activation, double z) {
   const double root = std::sqrt(8 / M_PI), w = root * (z + 0.044715 * z * z * z);
   switch (activation) {
-    case PointwiseActivation::silu:
+    case Activation::silu:
       return {z * sigmoid(z), sigmoid(z) * (1 + z * sigmoid(-z))};
-    case PointwiseActivation::relu:
+    case Activation::relu:
       return {std::max(z, 0.0), z > 0};
-    case PointwiseActivation::gelu:
+    case Activation::gelu:
       return {z * sigmoid(w), sigmoid(w) * (1 + z * root * (1 + 3 * 0.044715 * z * z) * sigmoid(-w))};
     default:
       return {z, 1};
@@ -223,7 +223,7 @@ void test(const Case& c) {
 }
 
 void test_shape(int64_t positions, int64_t groups, int64_t group_size) {
-  using A = PointwiseActivation;
+  using A = Activation;
   tier.begin_shape();
   for (const auto [dtype, y_dtype] : {std::pair{kF32, kF32}, {kBf16, kBf16}, {kBf16, kF32}, {kF32, kBf16}})
     for (const A activation : {A::none, A::silu, A::relu, A::gelu})
@@ -240,7 +240,7 @@ void test_shared_scales() {
     for (const bool of_first : {false, true}) {
       const int64_t second = 26 / first;
       const ExampleMap scales{2, {first, second}, {of_first, !of_first}};
-      test({{26, 7, 5, 3}, kF32, kF32, PointwiseActivation::silu, scales, 0});
+      test({{26, 7, 5, 3}, kF32, kF32, Activation::silu, scales, 0});
     }
 }
 

@@ -17,11 +17,13 @@ from ops import (
     ADDED,
     CROSS_ENTROPY,
     GATED,
+    GATED_ACTIVATIONS,
     GATED_QUANTIZED,
     GROUP_NORMS,
     NORMS,
     OPS,
     QUANTIZED,
+    QUANTIZED_ACTIVATIONS,
     ROTARY,
     SANDWICH,
     SOFTMAX,
@@ -36,14 +38,16 @@ OF_EACH_FUNCTION = (
     *ADDED,
     GATED[0],
     GROUP_NORMS[1],
+    GATED_ACTIVATIONS[0],
     *SANDWICH,
     *SOFTMAX,
     *CROSS_ENTROPY,
     ROTARY[0],
     *QUANTIZED[:2],
     GATED_QUANTIZED[0],
+    QUANTIZED_ACTIVATIONS[0],
 )
-WITH_QUANTIZATION = (*QUANTIZED, *GATED_QUANTIZED)
+WITH_QUANTIZATION = (*QUANTIZED, *GATED_QUANTIZED, *QUANTIZED_ACTIVATIONS)
 
 
 def public(op):
@@ -93,7 +97,7 @@ def test_by_default_the_formula_where_there_is_no_kernel(op, name):
     def loss(x):
         return sum(leaf.astype("float32").sum() for leaf in jax.tree.leaves(function(x, *args[1:])))
 
-    assert jax.grad(loss)(args[0]).shape == args[0].shape
+    assert jax.tree.map(jnp.shape, jax.grad(loss)(args[0])) == jax.tree.map(jnp.shape, args[0])
     y = jax.tree.leaves(function(*args))[0]
     expected = jax.tree.leaves(jax.eval_shape(partial(function, implementation="jnp"), *args))[0]
     assert (y.shape, y.dtype) == (expected.shape, expected.dtype)
@@ -130,6 +134,8 @@ POSITIONAL = {
     "add_rms_norm": ["x", "residual", "scale"],
     "add_layer_norm": ["x", "residual", "scale", "bias"],
     "rms_norm_add_rms_norm": ["x", "residual", "post_scale", "scale"],
+    "gated_activation": ["x"],
+    "gated_activation_quantized": ["x"],
     "gated_rms_norm": ["x", "gate", "scale"],
     "gated_rms_norm_quantized": ["x", "gate", "scale"],
     "group_norm": ["x", "scale", "bias"],
@@ -217,8 +223,17 @@ def test_padding_to_an_int_of_numpy(op, pad_to):
 SYNONYMS = {
     "silu": ["swish", jax.nn.silu, nnx.swish],
     **{function.__name__: [function] for function in (jax.nn.sigmoid, jax.nn.gelu, jax.nn.relu)},
+    "gelu_exact": [partial(jax.nn.gelu, approximate=False)],
 }
 ACTIVATED = {
+    "gated_activation": (
+        lambda a: jaxnorm.gated_activation(X, activation=a),
+        ("silu", "gelu", "gelu_exact", "sigmoid"),
+    ),
+    "gated_activation_quantized": (
+        lambda a: jaxnorm.gated_activation_quantized(X, activation=a, quantization=TOKEN).values,
+        ("silu", "gelu", "gelu_exact", "sigmoid"),
+    ),
     "gated_rms_norm": (lambda a: jaxnorm.gated_rms_norm(X, X, gate_first=True, activation=a), ("silu", "sigmoid")),
     "gated_rms_norm_quantized": (
         lambda a: jaxnorm.gated_rms_norm_quantized(X, X, gate_first=True, activation=a, quantization=TOKEN).values,
@@ -249,6 +264,7 @@ class Variable:
 Q8 = Quantization(jnp.int8)
 TOKENS, LABELS = jnp.ones((2, 3, 2, 8)), jnp.zeros((3, 4), "int32")
 OF_VARIABLES = {
+    "gated_activation": (jaxnorm.gated_activation, (X,), {}),
     "rms_norm": (jaxnorm.rms_norm, (X, SCALE), {"bias": SCALE}),
     "add_layer_norm": (jaxnorm.add_layer_norm, (X, X, SCALE, SCALE), {}),
     "gated_rms_norm": (partial(jaxnorm.gated_rms_norm, gate_first=True), (X, X, SCALE), {}),

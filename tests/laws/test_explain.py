@@ -147,6 +147,11 @@ CALLS = {
     "quantized_dot": (lambda x: jaxnorm.quantized_dot(x, WEIGHTS), "none for cpu"),
     "add_rms_norm": (lambda x: jaxnorm.add_rms_norm(x, x), None),
     "add_layer_norm": (lambda x: jaxnorm.add_layer_norm(x, x), None),
+    "gated_activation": (jaxnorm.gated_activation, None),
+    "gated_activation_quantized": (
+        lambda x: jaxnorm.gated_activation_quantized(x, quantization=QUANTIZATION),
+        None,
+    ),
     "gated_rms_norm": (gate, None),
     "gated_rms_norm_quantized": (
         lambda x: jaxnorm.gated_rms_norm_quantized(x, x, gate_first=True, quantization=QUANTIZATION),

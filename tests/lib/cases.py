@@ -83,6 +83,10 @@ def draw_gate(dims, dtype="float32"):
     return draw("gate", dims, dtype, 0.5, 4.0)
 
 
+def draw_up(dims, dtype="float32"):
+    return draw("up", dims, dtype, -0.3, 2.0)
+
+
 def draw_scale(dims, dtype="float32"):
     return draw("scale", dims, dtype, 1.0, 0.3)
 

@@ -56,6 +56,18 @@ def rotary(kind):
     return formula
 
 
+def activated(activation, gate, up):
+    # `jax.experimental.jet` cannot take `jax.nn.relu`.
+    activations = {
+        "silu": jax.nn.silu,
+        "gelu": jax.nn.gelu,
+        "gelu_exact": lambda v: jax.nn.gelu(v, approximate=False),
+        "relu2": lambda v: jnp.where(v <= 0, 0, v) ** 2,
+        "sigmoid": jax.nn.sigmoid,
+    }
+    return (activations[activation](gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(gate.dtype)
+
+
 def gated(variant):
     def formula(x, gate, scale=None, *, group_size=None):
         a = jax.nn.silu(gate) if variant.activation == "silu" else jax.nn.sigmoid(gate)

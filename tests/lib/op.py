@@ -75,6 +75,7 @@ class Op:
     kept: tuple[str, ...]  # the operands that live until the backward, "residual" for the sum
     kept_beside: Callable[..., list[int]] = lambda *args: []  # the sizes of float32 arrays beside these
     statistics: int  # float32 numbers that live for each row
+    keeps_operands_alone: bool = False  # whether the backward reads nothing that the forward gave
     labels: bool = False  # whether an int32 lives for each row, too
     keeps_parts: bool = False  # whether the forward call of a GPU keeps something in a workspace
     values: int = 0  # float32 numbers for each row that the forward call writes in place of the results
@@ -94,6 +95,11 @@ class Op:
     @property
     def differentiable(self) -> Callable:
         return self.derived or self.function
+
+    @property
+    def has_sum(self) -> bool:
+        """Whether there are as many results as arrays, of two of these also a sum."""
+        return self.kind != "elements"
 
     @property
     def is_by_row(self) -> bool:

@@ -60,7 +60,7 @@ def test_the_default_call_is_native(info):
         *("add_rms_norm", "add_layer_norm", "gated_rms_norm", "rms_norm_add_rms_norm"),
         *("rms_norm_quantized", "layer_norm_quantized", "gated_rms_norm_quantized"),
         *("softmax", "log_softmax", "softmax_cross_entropy_with_integer_labels", "linear_cross_entropy"),
-        *("group_norm", "qk_norm_rotary"),
+        *("group_norm", "qk_norm_rotary", "gated_activation", "gated_activation_quantized"),
     ],
 )
 def test_every_other_norm_is_native(info, op):

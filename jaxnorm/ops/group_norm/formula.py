@@ -6,15 +6,13 @@ differ. What is normalised is as LayerNorm does it, and so are its formulas.
 """
 
 import dataclasses
-import math
-from collections.abc import Callable
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
+from jaxnorm.ops.activation import FORMULAS
 from jaxnorm.ops.norm import formula as layer
 from jaxnorm.ops.norm.formula import Kind, Norm
 from jaxnorm.primitive.op import BatchDims, Statistics
@@ -57,34 +55,12 @@ class Variables(NamedTuple, Generic[T]):
     bias: T | None = None
 
 
-ROOT, CUBIC = math.sqrt(8 / math.pi), 0.044715
-
-
-def _gelu_of(v: jax.Array) -> jax.Array:
-    """What the approximation by tanh takes the logistic function of: gelu(v) is v * logistic(w)."""
-    return ROOT * (v + CUBIC * v**3)
-
-
-def _relu(v: jax.Array) -> jax.Array:
-    """As `jax.nn.relu`, which `jax.experimental.jet` cannot take: NaN stays, and the slope at 0 is 0."""
-    return jnp.where(v <= 0, 0, v)
-
-
-# With tanh, as `jax.nn.gelu` writes it, a small result would lose its digits in a sum with 1.
-ACTIVATIONS: dict[Activation | None, Callable[[jax.Array], jax.Array]] = {
-    None: lambda v: v,
-    "silu": jax.nn.silu,
-    "relu": _relu,
-    "gelu": lambda v: v * lax.logistic(_gelu_of(v)),
-}
-
-
 def forward(norm: GroupNorm, operands: Operands) -> tuple[Results, Statistics]:
     """y and the statistics."""
     x, scale, bias = operands
     stats = layer.statistics(norm, x)
     z = layer.affine(norm.wide, x, stats, scale, bias)
-    return Results(ACTIVATIONS[norm.activation](z).astype(norm.out_dtype)), stats
+    return Results(FORMULAS[norm.activation].of(z).astype(norm.out_dtype)), stats
 
 
 def plain(norm: GroupNorm, operands: Operands) -> Results:
@@ -94,20 +70,11 @@ def plain(norm: GroupNorm, operands: Operands) -> Results:
 
 
 def _sloped(norm: GroupNorm, v: jax.Array, saved: Saved) -> jax.Array:
-    """v times the derivative of the activation, which of relu is 0 at 0, as of `jax.nn.relu`.
-
-    1 - logistic(w) is logistic(-w), which loses nothing where it is small.
-    """
+    """v times the derivative of the activation."""
     if norm.activation is None:
         return v
     z = layer.affine(norm.wide, saved.x, saved.stats, saved.scale, saved.bias)
-    if norm.activation == "relu":  # nothing passes it there, an infinity neither
-        return jnp.where(z > 0, v, jnp.zeros_like(v))
-    w, w_slope = z, jnp.ones_like(z)
-    if norm.activation == "gelu":
-        w, w_slope = _gelu_of(z), ROOT * (1 + 3 * CUBIC * z**2)
-    sloped: jax.Array = v * lax.logistic(w) * (1 + z * w_slope * lax.logistic(-w))
-    return sloped
+    return FORMULAS[norm.activation].sloped(v, z)
 
 
 def linear(norm: GroupNorm, saved: Saved, dots: Variables[jax.Array]) -> Results:

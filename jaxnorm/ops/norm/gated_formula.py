@@ -7,8 +7,8 @@ For a derivative x, gate and rstd are kept.
 from typing import Any, Generic, Literal, NamedTuple
 
 import jax
-from jax import lax
 
+from jaxnorm.ops.activation import FORMULAS
 from jaxnorm.ops.norm import formula
 from jaxnorm.ops.norm.formula import Dtype, Norm, T, normalised, product, summed
 from jaxnorm.primitive.op import BatchDims, Statistics
@@ -39,37 +39,27 @@ class Variables(NamedTuple, Generic[T]):
     scale: T | None = None
 
 
-def activate(norm: Norm, gate: jax.Array) -> jax.Array:
-    """`a`: sigmoid(gate), or silu(gate) = gate * sigmoid(gate)."""
-    sigmoid = lax.logistic(gate)
-    return sigmoid if norm.activation == "sigmoid" else gate * sigmoid
-
-
-def slope(norm: Norm, gate: jax.Array) -> jax.Array:
-    """The derivative of `activate`. 1 - sigmoid(v) is sigmoid(-v), which loses nothing where it is small."""
-    sigmoid, rest = lax.logistic(gate), lax.logistic(-gate)
-    return sigmoid * rest if norm.activation == "sigmoid" else sigmoid + gate * sigmoid * rest
-
-
 def forward(norm: Norm, operands: Operands) -> tuple[Results, Statistics]:
     """The norm of x * a, or the norm of x times a; and rstd."""
     # Cast once, so that the cotangents of their uses are added before they are rounded to their dtypes.
     x, gate = (array.astype(norm.compute_dtype) for array in operands[:2])
+    activate = FORMULAS[norm.activation].of
 
     def h() -> jax.Array:  # anew for each use, whose cotangents JAX then adds as those of x and of the gate
-        return x * activate(norm, gate) if norm.gate_first else x
+        return x * activate(gate) if norm.gate_first else x
 
     stats = formula.statistics(norm, h())
     y = formula.affine(norm.wide, h(), stats, operands.scale, None)
-    return Results((y if norm.gate_first else y * activate(norm, gate)).astype(norm.out_dtype)), stats
+    return Results((y if norm.gate_first else y * activate(gate)).astype(norm.out_dtype)), stats
 
 
 def linear(norm: Norm, saved: Saved, dots: Variables[jax.Array]) -> Results:
     """The tangent of y."""
     x, gate = saved.x.astype(norm.compute_dtype), saved.gate.astype(norm.compute_dtype)
     x_dot, gate_dot, scale_dot = (None if dot is None else dot.astype(norm.compute_dtype) for dot in dots)
-    a = activate(norm, gate)
-    a_dot = None if gate_dot is None else gate_dot * slope(norm, gate)
+    activation = FORMULAS[norm.activation]
+    a = activation.of(gate)
+    a_dot = None if gate_dot is None else activation.sloped(gate_dot, gate)
     h, h_dot = x, x_dot
     if norm.gate_first:
         h = x * a
@@ -90,7 +80,8 @@ def backward(
 ) -> Variables[jax.Array]:
     """The wanted gradients: the transpose of `linear`."""
     dy, x, gate = (array.astype(norm.compute_dtype) for array in (cotangents.y, saved.x, saved.gate))
-    a = activate(norm, gate)
+    activation = FORMULAS[norm.activation]
+    a = activation.of(gate)
     h, u = (x * a, dy) if norm.gate_first else (x, dy * a)
     moves_h = wanted.x is not None or (wanted.gate is not None and norm.gate_first)
     of_norm = formula.Saved(h, saved.stats, saved.scale)
@@ -102,5 +93,5 @@ def backward(
         dx = (dh * a if norm.gate_first else dh).astype(wanted.x)
     if wanted.gate is not None:
         da = dh * x if norm.gate_first else dy * product(norm, normalised(norm, h, saved.stats), saved.scale)
-        dgate = (da * slope(norm, gate)).astype(wanted.gate)
+        dgate = activation.sloped(da, gate).astype(wanted.gate)
     return Variables(dx, dgate, gradients.scale)

@@ -7,12 +7,9 @@
 #pragma once
 
 #include "operands.h"
+#include "ops/shared/activation.h"
 
 namespace jaxnorm {
-
-// gelu is the approximation by tanh: gelu(z) = z * sigmoid(sqrt(8 / pi) * (z + 0.044715 * z³)). The slope of relu at 0
-// is 0.
-enum class PointwiseActivation : uint8_t { none, silu, relu, gelu };
 
 // Which of its rows of channels a weight has for an example: the examples have these axes, the last of which runs
 // fastest, and along one of stride 0 the weight does not differ. It has none where it is the same for all.
@@ -63,7 +60,7 @@ struct GroupNormForward : Groups {
   Output y;
   float *mean, *rstd;  // a value for each group of each example; null where the statistics are not wanted
   float epsilon, scale_offset;
-  PointwiseActivation activation;
+  Activation activation;
   Workspace workspace;
 };
 
@@ -73,7 +70,7 @@ struct GroupNormBackward : Groups {
   const float *mean, *rstd;
   Output dx, dscale, dbias;  // each where it is wanted; dscale and dbias have the shapes of scale and bias
   float scale_offset;
-  PointwiseActivation activation;
+  Activation activation;
   Workspace workspace;
 };
 

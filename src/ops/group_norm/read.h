@@ -4,6 +4,7 @@
 
 #include "ffi/table.h"
 #include "ops/group_norm/call.h"
+#include "ops/shared/read_activation.h"
 
 namespace jaxnorm {
 
@@ -66,13 +67,7 @@ GroupShapes read_groups(Reader& in, Op& p, size_t index) {
   }
   if (overflow || p.positions < 1 || p.group_size < 1 || p.groups < 1) in.fail("no group can be normalised in x");
   p.scale_offset = in.attribute<float>("scale_offset");
-  const auto activation = in.attribute<std::string_view>("activation");
-  p.activation = activation == "silu"   ? PointwiseActivation::silu
-                 : activation == "relu" ? PointwiseActivation::relu
-                 : activation == "gelu" ? PointwiseActivation::gelu
-                                        : PointwiseActivation::none;
-  in.require(p.activation != PointwiseActivation::none || activation == "none",
-             "activation is none of none, silu, relu and gelu");
+  p.activation = read_activation(in, {Activation::none, Activation::silu, Activation::relu, Activation::gelu});
   return shapes;
 }
 

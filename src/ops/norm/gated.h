@@ -5,11 +5,9 @@
 #pragma once
 
 #include "operands.h"
+#include "ops/shared/activation.h"
 
 namespace jaxnorm {
-
-// silu(v) = v * sigmoid(v)
-enum class Activation : uint8_t { silu, sigmoid };
 
 // The longest row.
 constexpr int64_t kGatedCols = 1 << 14;

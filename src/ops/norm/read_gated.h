@@ -3,11 +3,11 @@
 
 #include <algorithm>
 #include <string>
-#include <string_view>
 
 #include "ffi/reader.h"
 #include "ops/norm/gated.h"
 #include "ops/norm/read_quantized.h"
+#include "ops/shared/read_activation.h"
 
 namespace jaxnorm {
 
@@ -30,10 +30,8 @@ inline RowShapes read_gated_rows(Reader& in, size_t x_index) {
 }
 
 inline Gate read_gate(Reader& in, const RowShapes& rows, Dtype dtype) {
-  const auto activation = in.attribute<std::string_view>("activation");
-  in.require(activation == "silu" || activation == "sigmoid", "activation is neither silu nor sigmoid");
-  return {in.operand("gate", rows.x, dtype), activation == "silu" ? Activation::silu : Activation::sigmoid,
-          in.flag("gate_first")};
+  const Activation activation = read_activation(in, {Activation::silu, Activation::sigmoid});
+  return {in.operand("gate", rows.x, dtype), activation, in.flag("gate_first")};
 }
 
 // What every forward with a gate takes first: x, gate and scale.

@@ -1,41 +1,11 @@
 // The reader of the norms with a quantised result.
 #pragma once
 
-#include <algorithm>
-#include <iterator>
-
 #include "ops/norm/quantized.h"
 #include "ops/norm/read_plain.h"
+#include "ops/shared/read_quantization.h"
 
 namespace jaxnorm {
-
-// group: how many neighbouring columns share a scale; 0: all of a row.
-inline void check_group(Reader& in, const RowShapes& rows, int64_t group, bool has_given) {
-  if (group == 0) return;
-  const bool is_known = std::find(std::begin(kGroups), std::end(kGroups), group) != std::end(kGroups);
-  if (!is_known) return in.fail("group is " + std::to_string(group) + ", expected 32, 64, 128 or, for a row, 0");
-  in.require(rows.axes == 1 && rows.cols % group == 0,
-             "the last axis is not the only one that is normalised, or group does not divide it");
-  in.require(!has_given, "there are groups and their scale is given");
-}
-
-// How y of such rows is quantised: attributes, then the operands and results that come of them.
-inline void read_quantization(Reader& in, const RowShapes& rows, Quantization& q) {
-  const bool has_given = in.flag("has_given");
-  const int64_t group = in.attribute<int64_t>("group");
-  check_group(in, rows, group, has_given);
-  q.group = group == 0 ? rows.cols : group;
-  q.max_scale = in.attribute<float>("max_scale");
-  in.require(q.max_scale >= kSmallestScale, "max_scale is below the smallest normal float");
-  q.power_of_two = in.flag("power_of_two");
-  if (in.flag("has_smooth")) q.smooth = in.operand("smooth_scale", rows.weight);
-  if (has_given) q.given = in.f32_operand("static_scale", {});
-  q.values = in.quantized_result("values", rows.x);
-  if (has_given) return;
-  Shape scales = rows.statistics;
-  if (group != 0 && !scales.empty()) scales.back() = rows.cols / q.group;
-  q.scales = in.f32_result("scales", scales);
-}
 
 template <Kind kind>
 ScaledAddQuantizedNormForward read_quantized_norm(Reader& in) {

@@ -79,17 +79,8 @@ void group_moments(Input x, const GroupTile& tile, const GroupMoments& moments) 
 }
 
 template <class F>
-void with_activation(PointwiseActivation activation, F f) {
-  switch (activation) {
-    case PointwiseActivation::silu:
-      return f(Silu{});
-    case PointwiseActivation::relu:
-      return f(Relu{});
-    case PointwiseActivation::gelu:
-      return f(Gelu{});
-    default:
-      return f(Identity{});
-  }
+void with_activation(Activation activation, F f) {
+  with_one_of<Identity, Silu, Relu, Gelu>(activation, f);
 }
 
 template <class A, class X, class Y>
@@ -166,7 +157,7 @@ struct GroupCotangents {
   }
   template <class Dy>
   Vec dz(const Dy* dy, Vec x_hat) const {
-    return A::sloped(load(dy, extent), fma(x_hat, scale, bias));
+    return sloped<A>(load(dy, extent), fma(x_hat, scale, bias));
   }
 };
 

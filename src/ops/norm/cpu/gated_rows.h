@@ -58,7 +58,7 @@ static_assert(kTogether * kShort <= kShortFloats);
 // Calls f(X{}, A{}) with the types that stand for the dtype of all rows and for the activation.
 template <class F>
 void with_activation(Dtype dtype, Activation activation, F f) {
-  with_type(dtype, [&](auto x) { activation == Activation::silu ? f(x, Silu{}) : f(x, Sigmoid{}); });
+  with_type(dtype, [&](auto x) { with_one_of<Silu, Sigmoid>(activation, [&](auto a) { f(x, a); }); });
 }
 
 // Loops over rows of an op, with room for products and with y as what writes it: y(X{}) gives the rows that it is

@@ -3,22 +3,10 @@
 
 #include "cpu/engine/weight.h"
 #include "ops/norm/cpu/norm_rows.h"
-#include "ops/norm/cpu/quantize.h"
+#include "ops/shared/cpu/quantize.h"
 
 namespace jaxnorm::cpu {
 namespace {
-
-template <class F>
-void with_quantized_type(Dtype dtype, F f) {
-  switch (dtype) {
-    case Dtype::f8e4m3fn:
-      return f(F8E4M3FN{});
-    case Dtype::f8e5m2:
-      return f(F8E5M2{});
-    default:
-      return f(S8{});
-  }
-}
 
 // A row of y as it is, rounded.
 template <class Stats, class X>

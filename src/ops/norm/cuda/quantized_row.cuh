@@ -3,7 +3,7 @@
 
 #include "cuda/engine/weight.cuh"
 #include "ops/norm/cuda/affine.cuh"
-#include "ops/norm/cuda/quantize.cuh"
+#include "ops/shared/cuda/quantize.cuh"
 
 namespace jaxnorm::cuda {
 

@@ -5,7 +5,7 @@
 #pragma once
 
 #include "cpu/engine/columns.h"
-#include "ops/norm/quantized.h"
+#include "ops/shared/quantization.h"
 
 namespace jaxnorm::cpu {
 namespace {
@@ -25,6 +25,18 @@ struct F8E5M2 {
 struct S8 {
   static constexpr Dtype dtype = Dtype::s8;
 };
+
+template <class F>
+void with_quantized_type(Dtype dtype, F f) {
+  switch (dtype) {
+    case Dtype::f8e4m3fn:
+      return f(F8E4M3FN{});
+    case Dtype::f8e5m2:
+      return f(F8E5M2{});
+    default:
+      return f(S8{});
+  }
+}
 
 constexpr uint32_t kInfinity = 0x7f800000, kMagnitude = 0x7fffffff;
 

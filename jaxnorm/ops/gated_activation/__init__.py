@@ -1,0 +1,1 @@
+"""An activation of a gate, times what it gates."""

@@ -1,0 +1,152 @@
+"""The public function `gated_activation`."""
+
+from typing import Any, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxnorm.native import compat
+from jaxnorm.ops import checks
+from jaxnorm.ops.activation import Synonym, check_activation
+from jaxnorm.ops.gated_activation.formula import Activation, GatedActivation, Operands
+from jaxnorm.ops.gated_activation.op import GATED_ACTIVATION
+from jaxnorm.ops.misuse import explained
+from jaxnorm.ops.options import Implementation
+from jaxnorm.sharding import dims
+
+
+@explained
+def gated_activation(
+    x: Any,
+    *,
+    activation: Activation | Synonym = "silu",
+    axis: int = -1,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Multiplies what a gate lets through by an activation of the gate, as between the products of an MLP.
+
+        y = activation(gate) * up
+
+        silu(v) = v * sigmoid(v)                                        SwiGLU
+        gelu(v) = v * sigmoid(sqrt(8 / pi) * (v + 0.044715 * v³))       GeGLU, its approximation by tanh
+        gelu_exact(v) = v * (1 + erf(v / sqrt(2))) / 2                  GeGLU
+        relu2(v) = max(v, 0)²
+        sigmoid(v) = 1 / (1 + exp(-v))                                  GLU
+
+    All of it is computed in float32 (in float64 where x is float64) and rounded once, at the end; kernels take a
+    sigmoid below 2**-126 for 0. It may be transformed and differentiated as the formula may be. In a gradient x alone
+    is kept, and one native call writes the gradients of gate and up into one array like x, or into two.
+
+    Args:
+      x: floating-point array with both, the gate first: (..., 2 * columns), or (..., 2, columns) with axis=-2. Or a
+        tuple (gate, up) of two arrays of one shape; kernels want one dtype, the formula takes any. Over a mesh that
+        splits the columns, (..., 2, columns) and a tuple stay where they are; of (..., 2 * columns) a device has
+        columns of one, and those of the other have to come from elsewhere. In a `jax.shard_map` use one of the former.
+      activation: "silu", "gelu", "gelu_exact", "relu2" or "sigmoid"; or one of these functions of jax.nn, the exact
+        gelu as functools.partial(jax.nn.gelu, approximate=False).
+      axis: -1, or -2 of an x that has gate and up along its last axis but one. Of a tuple leave it out.
+      implementation: "native" is the CPU or CUDA kernel, "jnp" the formula in jax.numpy, None what
+        `jaxnorm.implementation` says, or else the kernel where it exists and is not slower.
+
+    Returns:
+      An array (..., columns) of x's dtype, of two dtypes of that to which jax.numpy promotes them.
+
+    Raises:
+      ValueError: the last axis is odd, or the last but one not 2 long with axis=-2; gate and up have other shapes; axis
+        or activation is another; an Explicit mesh splits the last axis into parts that do not divide its halves.
+      TypeError: x is neither an array nor a tuple, or not floating-point of 16, 32 or 64 bits.
+      RuntimeError: implementation="native" and there is no kernel for this call; the message says why.
+
+    Source: Shazeer, GLU Variants Improve Transformer, 2020, https://arxiv.org/abs/2002.05202; relu2 is of So et al.,
+    Primer, 2021, https://arxiv.org/abs/2109.08668.
+    """
+    spec, operands, chosen = check_call("gated_activation", x, axis, activation, implementation)
+    return GATED_ACTIVATION(spec, operands, chosen).y
+
+
+class Call(NamedTuple):
+    """A checked call."""
+
+    spec: GatedActivation
+    operands: Operands
+    chosen: Implementation | None
+
+
+def check_call(function: str, x: Any, axis: Any, activation: Any, implementation: Any) -> Call:
+    choice = checks.check_implementation(function, implementation)
+    operands = _check_operands(function, x, axis)
+    dtypes = [array.dtype for array in operands if array is not None]
+    spec = GatedActivation(
+        axes=(-2, -1) if operands.up is None else (-1,),
+        compute_dtype=dims.wide_dtype(dtypes),
+        out_dtype=np.dtype(jnp.result_type(*dtypes)),
+        activation=check_activation(function, activation, get_args(Activation)),
+        native_for=choice.native_for(function),
+    )
+    return Call(spec, operands, choice.implementation)
+
+
+def _check_operands(function: str, x: Any, axis: Any) -> Operands:
+    """Gate and up by themselves, or along the last axis but one."""
+    number = checks.check_int(function, "axis", axis, "pass -1 or -2")
+    if isinstance(x, tuple):
+        return _check_pair(function, x, number)
+    array = checks.check_x(function, x)
+    along = number - array.ndim if number >= 0 else number
+    if along not in (-1, -2) or array.ndim < -along:
+        raise ValueError(
+            f"{function}: axis={number} of x, which has shape {array.shape}, expected -1, of (..., 2 * columns), or "
+            f"-2, of (..., 2, columns)."
+        )
+    if along == -2:
+        if array.shape[-2] != 2:
+            raise ValueError(
+                f"{function}: x has shape {array.shape}, expected (..., 2, columns) with axis={number}, the gate and "
+                f"what it gates. Leave axis out if they lie side by side along the last axis."
+            )
+        return Operands(dims.unsharded(array, -2))
+    return _in_halves(function, array)
+
+
+def _check_pair(function: str, pair: tuple[Any, ...], axis: int) -> Operands:
+    if len(pair) != 2:
+        raise ValueError(f"{function}: x is a tuple of {len(pair)}, expected (gate, up), or an array that has both.")
+    if axis != -1:
+        raise ValueError(
+            f"{function}: axis={axis} of a tuple (gate, up), whose arrays have nothing along an axis to tell apart; "
+            f"leave axis out."
+        )
+    gate = checks.check_x(function, pair[0], "gate")
+    up = checks.check_array(function, "up", pair[1])
+    if up.shape != gate.shape:
+        raise ValueError(
+            f"{function}: up has shape {up.shape}, expected gate's shape {gate.shape}: they are multiplied element by "
+            f"element. Reshape or broadcast one of them, as with jax.numpy.broadcast_to(up, gate.shape)."
+        )
+    return Operands(gate, up)
+
+
+def _in_halves(function: str, x: jax.Array) -> Operands:
+    """The halves of the last axis along one of their own, which moves nothing in memory."""
+    length: Any = x.shape[-1]
+    half = length // 2
+    if not _is_twice(length, half):
+        raise ValueError(
+            f"{function}: x has shape {x.shape}, expected a last axis of even length, of which the first half is the "
+            f"gate. Pass a tuple (gate, up) if these are two arrays, or axis=-2 if they lie along another axis."
+        )
+    shards = compat.shard_count(x, -1)
+    if shards == 1:
+        return Operands(x.reshape(*x.shape[:-1], 2, half))
+    if half % shards:
+        raise ValueError(
+            f"{function}: the last axis of x, which has shape {x.shape}, is split over {shards} devices of an Explicit "
+            f"mesh, which do not divide a half of {half} columns; reshard x, or stack gate and up along axis=-2."
+        )
+    return Operands(x[..., :half], x[..., half:])
+
+
+def _is_twice(length: Any, half: Any) -> bool:
+    """Whether it is known to be, of lengths that may be symbolic."""
+    return bool(2 * half == length)

@@ -1,0 +1,203 @@
+"""`gated_activation`, besides the laws of all ops: its three forms, dtypes, meshes that split columns."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import DTYPES, assert_close, bits, draw, draw_gate, draw_up
+from coverage import cover
+from hlo import collectives, compiled_text, count_native_calls
+from jax import export
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from meshes import mesh_of, placed
+from ops import GATED_ACTIVATIONS
+
+import jaxnorm
+
+OP = GATED_ACTIVATIONS[0]
+DIMS = (8, 4, 64)
+ACTIVATIONS = ("silu", "gelu", "gelu_exact", "relu2", "sigmoid")
+
+
+def pair(dtype="float32", dims=DIMS):
+    return draw_gate(dims, dtype), draw_up(dims, dtype)
+
+
+# By the name of a form: what it takes of a pair, its axis, and the pair that its gradient stands for.
+FORMS = {
+    "two arrays": (lambda pair: pair, -1, lambda x: x),
+    "side by side": (lambda pair: jnp.concatenate(pair, -1), -1, lambda x: tuple(jnp.split(x, 2, -1))),
+    "stacked": (lambda pair: jnp.stack(pair, -2), -2, lambda x: (x[..., 0, :], x[..., 1, :])),
+}
+
+
+def run(form, **options):
+    """The result and the gradient, as of a pair."""
+    pack, axis, pair_of = FORMS[form]
+
+    def of_pair(pair, dy):
+        function = partial(jaxnorm.gated_activation, axis=axis, implementation="native", **options)
+        y, pullback = jax.vjp(function, pack(pair))
+        return y, pair_of(pullback(dy)[0])
+
+    return jax.jit(of_pair)
+
+
+@pytest.mark.kernels
+@cover(form=list(FORMS)[1:], dtype=DTYPES, activation=ACTIVATIONS)
+def test_forms_have_the_same_bits(form, dtype, activation):
+    dy = draw("dy", DIMS, dtype)
+    actual, expected = (run(f, activation=activation)(pair(dtype), dy) for f in (form, "two arrays"))
+    assert bits(actual) == bits(expected)
+
+
+@pytest.mark.parametrize("axis", [-2, 1, np.int64(1)])
+def test_the_last_axis_but_one_by_any_name(axis):
+    x = jnp.stack(pair(dims=(3, 5)), 1)
+    np.testing.assert_array_equal(jaxnorm.gated_activation(x, axis=axis), jaxnorm.gated_activation(pair(dims=(3, 5))))
+
+
+@pytest.mark.parametrize("axis", [-1, 1])
+def test_the_last_axis_by_any_name(axis):
+    x = jnp.concatenate(pair(dims=(3, 5)), 1)
+    np.testing.assert_array_equal(jaxnorm.gated_activation(x, axis=axis), jaxnorm.gated_activation(pair(dims=(3, 5))))
+
+
+def test_one_row_has_no_axis_before():
+    gate, up = pair(dims=(64,))
+    np.testing.assert_array_equal(
+        jaxnorm.gated_activation(jnp.stack([gate, up]), axis=-2), jaxnorm.gated_activation((gate, up))
+    )
+
+
+# As jax.numpy promotes them; each gradient has the dtype of its own.
+@pytest.mark.parametrize(
+    ("dtypes", "result"),
+    [(("bfloat16", "float32"), "float32"), (("float32", "float16"), "float32"), (("float16", "bfloat16"), "float32")],
+)
+def test_two_dtypes(dtypes, result):
+    x = pair()[0].astype(dtypes[0]), pair()[1].astype(dtypes[1])
+    y, pullback = jax.vjp(jaxnorm.gated_activation, x)
+    assert y.dtype == result
+    assert [gradient.dtype for gradient in pullback(y)[0]] == list(dtypes)
+
+
+def test_float64_is_not_rounded():
+    with jax.enable_x64(True):
+        gate, up = (array.astype("float64") for array in pair())
+        expected = np.float64(gate) / (1 + np.exp(-np.float64(gate))) * np.float64(up)
+        y = jaxnorm.gated_activation((gate, up))
+    assert y.dtype == "float64"
+    np.testing.assert_allclose(y, expected, rtol=1e-14)
+
+
+# Of relu's slope nothing is left where a gate is closed.
+@cover(value=[np.inf, -np.inf, np.nan], implementation=["native", "jnp"])
+def test_no_infinity_passes_a_closed_gate(value, implementation):
+    function = partial(jaxnorm.gated_activation, activation="relu2", implementation=implementation)
+    gate, up = -jnp.ones((3, 40)), draw_up((3, 40))
+    _, pullback = jax.vjp(function, (gate, up))
+    dgate, _ = pullback(jnp.full_like(up, value))[0]
+    np.testing.assert_array_equal(dgate, jnp.zeros_like(gate))
+
+
+@pytest.mark.parametrize("implementation", ["native", "jnp"])
+def test_it_is_linear_in_what_the_gate_lets_through(implementation):
+    gate, up = pair()
+    function = jax.jit(lambda up: jaxnorm.gated_activation((gate, up), implementation=implementation))
+    transposed = jax.linear_transpose(function, up)
+    assert_close(transposed(function(up))[0], function(function(up)))
+
+
+# Of a batch that XLA may not know; and of columns, by the formula, if the halves are known to be alike.
+@pytest.mark.parametrize("symbols", ["rows, 2*64", "rows, 2*cols"])
+def test_a_program_for_any_size(symbols):
+    shape = export.symbolic_shape(symbols)
+    program = export.export(jax.jit(jaxnorm.gated_activation))(jax.ShapeDtypeStruct(shape, "float32"))
+    x = jnp.concatenate(pair(), -1).reshape(-1, 128)
+    assert_close(program.call(x), jaxnorm.gated_activation(x))
+
+
+def test_an_unknown_number_of_columns_may_be_odd():
+    shape = export.symbolic_shape("rows, cols")
+    with pytest.raises(ValueError, match=r"^gated_activation: x has shape \(rows, cols\), expected .* even"):
+        jax.eval_shape(jaxnorm.gated_activation, jax.ShapeDtypeStruct(shape, "float32"))
+
+
+def gradients(axis, x, dy):
+    y, pullback = jax.vjp(partial(jaxnorm.gated_activation, axis=axis), x)
+    return y, *jax.tree.leaves(pullback(dy))
+
+
+on_meshes = pytest.mark.several
+axis_types = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+
+
+# Each device has columns of both.
+@on_meshes
+@axis_types
+@pytest.mark.parametrize("form", ["two arrays", "stacked"])
+def test_split_columns_stay_where_they_are(devices, axis_type, form):
+    pack, axis, _ = FORMS[form]
+    x, dy, mesh = pack(pair()), draw("dy", DIMS), mesh_of(devices, axis_type)
+    function = partial(gradients, axis)
+    columns = P("a", *[None] * (1 + (form == "stacked")), "b")
+    with jax.set_mesh(mesh):
+        leaves, tree = jax.tree.flatten(x)
+        args = jax.tree.unflatten(tree, placed(mesh, leaves, [columns] * len(leaves)))
+        (of_y,) = placed(mesh, [dy], [P("a", None, "b")])
+        compiled = jax.jit(function).lower(args, of_y).compile()
+        actual = compiled(args, of_y)
+    assert bits(actual) == bits(jax.jit(function)(x, dy))
+    assert collectives(compiled.as_text()) == {}
+    assert count_native_calls(compiled.as_text()) == OP.calls(fwd=1, bwd=1)
+    assert actual[0].sharding.spec == P("a", None, "b")
+
+
+# Of halves that lie side by side, or of an axis of two that is split, something has to move.
+@on_meshes
+@pytest.mark.parametrize(
+    ("form", "axis_type", "spec", "dims"),
+    [
+        ("side by side", AxisType.Auto, P("b", None, "a"), DIMS),
+        ("side by side", AxisType.Explicit, P("b", None, "a"), DIMS),
+        ("side by side", AxisType.Auto, P(None, None, "a"), (8, 4, 6)),
+        ("stacked", AxisType.Auto, P(None, None, "b", "a"), DIMS),
+        ("stacked", AxisType.Explicit, P(None, None, "b", "a"), DIMS),
+        ("stacked", AxisType.Explicit, P("a", None, "b"), DIMS),
+    ],
+)
+def test_what_is_split_otherwise_is_right(devices, form, axis_type, spec, dims):
+    pack, axis, _ = FORMS[form]
+    x, dy, mesh = pack(pair(dims=dims)), draw("dy", dims), mesh_of(devices, axis_type)
+    with jax.set_mesh(mesh):
+        (x_there,) = placed(mesh, [x], [spec])
+        y = jax.jit(partial(jaxnorm.gated_activation, axis=axis))(x_there)
+        actual = jax.jit(partial(gradients, axis))(x_there, jax.device_put(dy, y.sharding))
+        if axis_type is AxisType.Explicit:
+            assert jax.typeof(actual[1]) == jax.typeof(x_there)
+    assert bits(jax.device_get(actual)) == bits(jax.jit(partial(gradients, axis))(x, dy))
+
+
+@on_meshes
+def test_halves_that_an_explicit_mesh_does_not_divide(devices):
+    mesh = mesh_of(devices, AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        (x,) = placed(mesh, [jnp.ones((2, len(devices)))], [P(None, ("a", "b"))])
+        with pytest.raises(ValueError, match=f"split over {len(devices)} devices of an Explicit mesh, .* axis=-2"):
+            jaxnorm.gated_activation(x)
+
+
+def test_nothing_but_the_operands_is_kept():
+    _, pullback = jax.vjp(jaxnorm.gated_activation, pair())
+    assert sum(leaf.size for leaf in jax.tree.leaves(pullback)) == sum(array.size for array in pair())
+
+
+def test_one_array_is_read_and_written_once_each_way():
+    x, dy = jnp.concatenate(pair(), -1), draw("dy", DIMS)
+    text = compiled_text(partial(gradients, -1), x, dy)
+    assert count_native_calls(text) == OP.calls(fwd=1, bwd=1)
+    assert "concatenate" not in text
