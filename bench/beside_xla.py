@@ -7,7 +7,6 @@ the cache anyway. "copy us" is what XLA's `x + 1` takes for as many bytes. With 
 
 import functools
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 

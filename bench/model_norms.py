@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -110,7 +111,8 @@ def norms_of(spec, variant):
     name, head, _, adds, rotates, _ = VARIANTS[variant]
     heads = rotating_norm_of(spec, head) if rotates else heads_of(spec, head)
     start, norm, add = (adding_stream_of if adds else stream_of)(spec, name)
-    return Norms(start, norm, lambda *stream: norm(*stream)[0], add, heads, gated_of(spec))
+    gated = gated_of(spec, name) if adds else xla_gated_of(spec)
+    return Norms(start, norm, lambda *stream: norm(*stream)[0], add, heads, gated)
 
 
 def stream_of(spec, name):
@@ -145,9 +147,12 @@ def adding_stream_of(spec, name):
     return start, stream, Pending
 
 
-def gated_of(spec):
-    """By XLA, in every variant."""
+def gated_of(spec, name):
+    options = implementation_of(name) if name in ("default", "native") else {"implementation": "jnp"}
+    return partial(jaxnorm.gated_activation, activation=spec.activation, **options)
 
+
+def xla_gated_of(spec):
     def gated(packed):
         gate, up = jnp.split(packed, 2, axis=-1)
         return getattr(jax.nn, spec.activation)(gate) * up
