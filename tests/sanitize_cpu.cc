@@ -24,6 +24,7 @@
 
 #include "cpu/engine/isa.h"
 #include "ops/cross_entropy/cpu.h"
+#include "ops/gated_activation/cpu.h"
 #include "ops/group_norm/cpu.h"
 #include "ops/norm/cpu.h"
 #include "ops/qk_norm_rotary/cpu.h"
@@ -180,7 +181,7 @@ struct GroupShape {
 };
 
 // All gradients, that of x alone, and those of the weights alone.
-void run_group_norm(PointwiseActivation activation, Dtype x_dtype, Dtype y_dtype, Dtype weight, const GroupShape& s) {
+void run_group_norm(Activation activation, Dtype x_dtype, Dtype y_dtype, Dtype weight, const GroupShape& s) {
   const Groups groups{s.examples, s.positions, s.groups, s.group_size};
   const int64_t channels = groups.channels(), size = s.examples * s.positions * channels;
   const int64_t weights = (s.weights_differ ? s.examples : 1) * channels, statistics = s.examples * s.groups;
@@ -217,11 +218,46 @@ void run_group_norms(Dtype dtype) {
        {GroupShape{3, 1, 1, 1}, GroupShape{300, 1, 4, 20, 1, true}, GroupShape{2, 81, 3, 1, 1}, GroupShape{2, 81, 1, 3},
         GroupShape{300, 4, 4, 8, 1}, GroupShape{5, 9, 3, 8, 1, true}, GroupShape{3, 2, 17, 241},
         GroupShape{20, 65, 32, 20, 1}, GroupShape{3, 1000, 4, 24, 0, true}, GroupShape{25, 200, 8, 40, 1, true}})
-    for (const auto activation :
-         {PointwiseActivation::none, PointwiseActivation::silu, PointwiseActivation::relu, PointwiseActivation::gelu})
+    for (const auto activation : {Activation::none, Activation::silu, Activation::relu, Activation::gelu})
       run_group_norm(activation, dtype, dtype, shape.offset ? dtype : Dtype::f32, shape);
   for (const Dtype y : {Dtype::f32, Dtype::f16, Dtype::bf16})
-    if (is_supported(dtype, y)) run_group_norm(PointwiseActivation::gelu, dtype, y, y, {2, 30, 2, 7, 1});
+    if (is_supported(dtype, y)) run_group_norm(Activation::gelu, dtype, y, y, {2, 30, 2, 7, 1});
+}
+
+// Of one array that has gate and up, and of two; both gradients, or of two arrays each alone; and quantised.
+void run_gated_activation(Activation activation, Dtype dtype, int64_t rows, int64_t cols, int64_t offset) {
+  const int64_t size = rows * cols;
+  const Array both(dtype, 2 * size, offset), d_both(dtype, 2 * size, offset, false);
+  const Array gate(dtype, size, offset), up(dtype, size, offset), dy(dtype, size, offset);
+  const Array y(dtype, size, offset, false), dgate(dtype, size, offset, false), dup(dtype, size, offset, false);
+  const auto behind = [&](const Array& array) { return static_cast<char*>(array.get()) + cols * size_of(dtype); };
+  const GatedShape packed{rows, cols, 2 * cols}, apart{1, size, size};
+  cpu::run(GatedActivationForward{packed, both, {behind(both), dtype}, y, activation}, parallel_for);
+  cpu::run(GatedActivationForward{apart, gate, up, y, activation}, parallel_for);
+  cpu::run(
+      GatedActivationBackward{packed, dy, both, {behind(both), dtype}, d_both, {behind(d_both), dtype}, activation},
+      parallel_for);
+  for (const int wanted : {1, 2, 3})
+    cpu::run(GatedActivationBackward{apart, dy, gate, up, wanted & 1 ? Output(dgate) : Output{},
+                                     wanted & 2 ? Output(dup) : Output{}, activation},
+             parallel_for);
+  for (const int64_t group : {cols, int64_t{32}}) {
+    if (cols % group != 0) continue;
+    for (const Dtype to : {Dtype::f8e4m3fn, Dtype::f8e5m2, Dtype::s8}) {
+      const Array values(to, size, offset, false), scales(Dtype::f32, size / group, 0, false);
+      GatedActivationQuantizedForward q{packed, both, {behind(both), dtype}, {}, activation};
+      q.quantized.values = values, q.quantized.scales = scales.floats();
+      q.quantized.group = group, q.quantized.max_scale = INFINITY;
+      cpu::run(q, parallel_for);
+    }
+  }
+}
+
+void run_gated_activations(Dtype dtype) {
+  for (const auto activation :
+       {Activation::silu, Activation::sigmoid, Activation::relu2, Activation::gelu, Activation::gelu_exact})
+    for (const int64_t cols : {1, 15, 16, 31, 64, 257, 40'001})
+      for (const int64_t offset : {0, 1}) run_gated_activation(activation, dtype, 7, cols, offset);
 }
 
 // Heads of a length, of which `dim` elements are turned, by tables and by positions.
@@ -384,6 +420,7 @@ int main(int argc, char** argv) {
             for (const int64_t inner : {1, 7}) run_rotary(norm, dtype, cols, dim, inner, cols % 3);
       run_all_softmaxes(dtype);
       run_group_norms(dtype);
+      run_gated_activations(dtype);
     }
     std::printf("ran the %s kernels\n", name);
   }
