@@ -133,7 +133,7 @@ void run_quantized(Kind kind, Dtype dtype, int64_t rows, int64_t cols, int64_t o
       if (group && cols % group) continue;
       const Dtype format = formats[turn++ % 3];
       const Array values(format, rows * cols, offset, false);
-      QuantizedNormForward f{};
+      ScaledAddQuantizedNormForward f{};
       f.kind = kind, f.rows = rows, f.cols = cols, f.epsilon = 1e-6f, f.weight_rows = {};
       f.x = {x.get(), dtype}, f.scale = {scale.get(), dtype};
       if (kind == Kind::layer) f.bias = {bias.get(), dtype};

@@ -140,7 +140,7 @@ void run_quantized(Kind kind, Dtype dtype, Dtype format, const Shape& s) {
     for (const int64_t group : {int64_t{0}, int64_t{64}, int64_t{128}, cols}) {
       if (group && cols % group) continue;
       const Array values(format, size, s.offset, false), scales(Dtype::f32, group ? size / group : 1, 0, false);
-      QuantizedNormForward f{};
+      ScaledAddQuantizedNormForward f{};
       f.kind = kind, f.rows = rows, f.cols = cols, f.epsilon = 1e-6f, f.x = x, f.scale = scale;
       if (kind == Kind::layer) f.bias = bias, f.mean = mean.floats();
       f.rstd = rstd.floats();

@@ -113,7 +113,7 @@ void test(Kind kind, Dtype dtype, Addend addend_is, int64_t rows, int64_t cols, 
     fused_sum.set(i, addend[i]);
   }
 
-  QuantizedNormForward f{};
+  ScaledAddQuantizedNormForward f{};
   f.kind = kind, f.rows = rows, f.cols = cols, f.epsilon = 1e-6f, f.weight_rows = {};
   f.scale_offset = turns.next({0.0f, 1.0f});
   const auto weight = [&](Dtype of) { return Array::normal(of, cols, offset); };
