@@ -62,7 +62,8 @@ def activated(activation, gate, up):
         "silu": jax.nn.silu,
         "gelu": jax.nn.gelu,
         "gelu_exact": lambda v: jax.nn.gelu(v, approximate=False),
-        "relu2": lambda v: jnp.where(v <= 0, 0, v) ** 2,
+        # `jax.nn.relu(v) ** 2`, which `jax.experimental.jet` cannot take: no gradient at what is not a number.
+        "relu2": lambda v: jnp.where(v > 0, v, jnp.where(v <= 0, 0, jax.lax.stop_gradient(v))) ** 2,
         "sigmoid": jax.nn.sigmoid,
     }
     return (activations[activation](gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(gate.dtype)
