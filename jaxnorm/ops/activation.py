@@ -47,9 +47,23 @@ def _where_positive(d: jax.Array, v: jax.Array) -> jax.Array:
     return jnp.where(v > 0, d, jnp.zeros_like(d))
 
 
+# By powers of s from -0.5 to 0.5 the share of the normal distribution below s - 1, off by 4e-9 of it at most: the least
+# relative squares at the zeros of a Chebyshev polynomial.
+_NEAR_MINUS_ONE = (
+    *(0.158655254, 0.241970734, 0.120985301, -5.45669123e-07, -0.0201629756),
+    *(-0.00402450022, 0.00200822465, 0.000721462527, -0.000102827785),
+)
+
+
 def _normal(v: jax.Array) -> jax.Array:
     """The share of the normal distribution below v."""
-    return 0.5 * lax.erfc(-math.sqrt(0.5) * v)
+    share = 0.5 * lax.erfc(-math.sqrt(0.5) * v)
+    if v.dtype != jnp.float32:
+        return share
+    # Here `lax.erfc` subtracts a number near 1 from 1, and loses digits of float32.
+    is_near = (v > -1.5) & (v < -0.5)
+    series = jnp.polyval(jnp.asarray(_NEAR_MINUS_ONE[::-1], v.dtype), jnp.where(is_near, v + 1, 0), unroll=16)
+    return jnp.where(is_near, series, share)
 
 
 FORMULAS: dict[str | None, Formula] = {

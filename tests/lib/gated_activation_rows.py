@@ -63,11 +63,6 @@ def exact(activation, gate, up):
     return Forward(y, round_to(y, dtype), np.abs(y), slack)
 
 
-def formula_slack(activation, gate, up):
-    """`jax.lax.erfc`, by which XLA computes the exact gelu, subtracts the error function from 1 in the middle."""
-    return np.abs(f64(up) * f64(gate)) * (np.square(f64(gate)) < 2) * 2.0**-25 * (activation == "gelu_exact")
-
-
 def exact_gradients(activation, cotangents, gate, up):
     a, slope, _ = ACTIVATIONS[activation](f64(gate))
     dy = f64(cotangents[0])
@@ -103,7 +98,6 @@ def gated_activation(activation):
         formula=lambda gate, up: (formulas.activated(activation, gate, up),),
         as_norm=lambda f: as_norm(lambda *args: f(*args)[0]),
         exact=partial(exact, activation),
-        formula_slack=partial(formula_slack, activation),
         exact_gradients=partial(exact_gradients, activation),
         small=rows(6, 10),
         # No whole vector, whole ones with and without a rest; several blocks of threads.
@@ -144,7 +138,6 @@ def packed_activation(activation):
             "formula": lambda x: (formulas.activated(activation, *halves(x)),),
             "as_norm": lambda f: as_norm(lambda *args: f(jnp.concatenate(args, -1))[0]),
             "exact": lambda x: exact(activation, *halves(x)),
-            "formula_slack": lambda x: formula_slack(activation, *halves(x)),
             "exact_gradients": exact_gradients_of_both,
             "gradients": ("dx",),
             "kept": ("x",),

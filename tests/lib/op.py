@@ -54,7 +54,6 @@ class Op:
     product: Callable = lambda y, total: y[..., : total.shape[-1]] * jnp.cos(total)
 
     exact: Callable | None = None  # y in float64, an `oracle.Forward`, or a list of these, one for each result
-    formula_slack: Callable = lambda *args: 0.0  # what the formula's y may be moved by besides, as XLA has no better
     exact_gradients: Callable | None = None  # by the names of operands, for cotangents of the results
     unfused: Callable | None = None  # law 5: the same results by simpler ops
     has_unfused_gradients: bool = False  # and the same gradients of the arrays

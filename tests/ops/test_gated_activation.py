@@ -1,5 +1,6 @@
 """`gated_activation`, besides the laws of all ops: its three forms, dtypes, meshes that split columns."""
 
+import math
 from functools import partial
 
 import jax
@@ -14,6 +15,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from meshes import mesh_of, placed
 from ops import GATED_ACTIVATIONS
+from tolerances import FLOAT32
 
 import jaxnorm
 
@@ -201,3 +203,15 @@ def test_one_array_is_read_and_written_once_each_way():
     text = compiled_text(partial(gradients, -1), x, dy)
     assert count_native_calls(text) == OP.calls(fwd=1, bwd=1)
     assert "concatenate" not in text
+
+
+# Where the error function is near 1, and what is left of 1 has few digits.
+@pytest.mark.kernels
+@pytest.mark.parametrize("implementation", ["jnp", "native"])
+def test_the_exact_gelu_keeps_its_digits(implementation):
+    gate = jnp.linspace(-1.5, 6.0, 100_001)
+    function = partial(jaxnorm.gated_activation, activation="gelu_exact", implementation=implementation)
+    y = np.asarray(jax.jit(function)((gate, jnp.ones_like(gate))), np.float64)
+    v = np.asarray(gate, np.float64)
+    exact = v * np.vectorize(math.erfc)(-v / math.sqrt(2)) / 2
+    assert np.max(np.abs(y - exact) / np.maximum(np.abs(exact), 1e-30)) <= FLOAT32
