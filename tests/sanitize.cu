@@ -19,6 +19,7 @@
 #include "cuda/engine/device.h"
 #include "cuda/engine/plan.h"
 #include "ops/cross_entropy/cuda.h"
+#include "ops/gated_activation/cuda.h"
 #include "ops/norm/cuda.h"
 #include "ops/qk_norm_rotary/cuda.h"
 #include "ops/softmax/cuda.h"
@@ -176,6 +177,32 @@ void run_gated(Dtype dtype, int64_t rows, int64_t cols, int64_t weight_rows, int
 }
 
 // Softmax and log-softmax of rows of attention, and cross-entropy, each without a mask and with one.
+// `packed`: whether one array holds gate and up.
+void run_gated_activation(Dtype dtype, int64_t rows, int64_t cols, bool packed, int64_t offset) {
+  now = {Kind::rms, dtype, rows, cols};
+  const GatedShape shape{rows, cols, packed ? 2 * cols : cols};
+  const Array x(dtype, 2 * rows * cols, offset, true), dy(dtype, rows * cols, offset, true);
+  const Array y(dtype, rows * cols, offset, false), dx(dtype, 2 * rows * cols, offset, false);
+  const int64_t second = (packed ? cols : rows * cols) * size_of(dtype);
+  const Input gate{x.get(), dtype}, up{static_cast<char*>(x.get()) + second, dtype};
+  const Output dgate{dx.get(), dtype}, dup{static_cast<char*>(dx.get()) + second, dtype};
+  for (const Activation activation : {Activation::silu, Activation::gelu_exact}) {
+    finish(jaxnorm::cuda::run(GatedActivationForward{shape, gate, up, {y.get(), dtype}, activation}, nullptr),
+           "gated activation");
+    finish(jaxnorm::cuda::run(GatedActivationBackward{shape, {dy.get(), dtype}, gate, up, dgate, dup, activation},
+                              nullptr),
+           "gradient of a gated activation");
+  }
+  for (const int64_t group : {cols, int64_t{128}}) {
+    if (cols % group != 0) continue;
+    const Array values(Dtype::s8, rows * cols, offset, false), scales(Dtype::f32, rows * (cols / group), 0, false);
+    Quantization quantized{{values.get(), Dtype::s8}, static_cast<float*>(scales.get())};
+    quantized.group = group, quantized.max_scale = INFINITY;
+    finish(jaxnorm::cuda::run(GatedActivationQuantizedForward{shape, gate, up, quantized, Activation::silu}, nullptr),
+           "quantised gated activation");
+  }
+}
+
 void run_softmax(Dtype dtype, int64_t rows, int64_t cols, int64_t offset) {
   now = {Kind::rms, dtype, rows, cols};
   constexpr int64_t queries = 5;
@@ -298,6 +325,7 @@ int main(int argc, char** argv) {
         run_quantized(kind, dtype, std::atoll(argv[3]), std::atoll(argv[4]), 0);
         if (kind == Kind::rms) run_softmax(dtype, std::atoll(argv[3]), std::atoll(argv[4]), 0);
         if (kind == Kind::rms) run_softmax_grad(dtype, std::atoll(argv[3]), std::atoll(argv[4]), 0);
+        if (kind == Kind::rms) run_gated_activation(dtype, std::atoll(argv[3]), std::atoll(argv[4]), true, 0);
         if (kind == Kind::rms && std::atoll(argv[4]) <= kGatedCols)
           run_gated(dtype, std::atoll(argv[3]), std::atoll(argv[4]), 1, 0);
         continue;
@@ -320,6 +348,7 @@ int main(int argc, char** argv) {
         run(kind, dtype, 240, cols, 0, {40, 3});
       }
       run(kind, dtype, 20000, 128, 0, {8, 500});
+      for (const int64_t cols : {128, 1152, 4096}) run(kind, dtype, 4096, cols, 0, {8, 512});
       for (const int64_t cols : {64, 257, 2880, 40000, 100003, 300000}) run(kind, dtype, 37, cols, 0, {}, 64);
       run(kind, dtype, 7, 140000, 0, {}, 64);
       run(kind, dtype, 600, 1024, 0, {}, 1);
@@ -331,6 +360,9 @@ int main(int argc, char** argv) {
       for (const int64_t cols : {24, 64, 100, 128, 256, 512, 1024, 4096, 5120, 8192, 12288, 16384})
         for (const int64_t weight_rows : {1, 8}) run_gated(dtype, 700, cols, weight_rows, 0);
       for (const int64_t cols : {64, 1024, 4096}) run_gated(dtype, 37, cols, 1, 1);
+      for (const int64_t cols : {1, 24, 100, 768, 1024, 10001, 14336})
+        for (const bool packed : {false, true}) run_gated_activation(dtype, 70, cols, packed, 0);
+      run_gated_activation(dtype, 37, 1024, true, 1);
       for (const int64_t cols : {1, 24, 64, 100, 256, 512, 1024, 4096, 10000, 16384, 40000, 262144, 300000})
         for (const int64_t rows : {1, 70}) run_softmax(dtype, rows, cols, 0);
       for (const int64_t cols : {64, 1024, 4096}) run_softmax(dtype, 37, cols, 1);

@@ -172,6 +172,8 @@ int main(int argc, char** argv) {
     test_all({70, 8, 1, 128}, 1);
     for (const int64_t cols : {768, 1152, 1536}) test_all({70, 8, 1, cols});
     test_all({1, 3, 171, 1536});
+    // Examples, whose rows lie together, in pipelines: two of a warp, one of a block, one of a cluster.
+    for (const int64_t cols : {64, 1152, 8192}) test_all({1, 3, cols == 64 ? 640 : 136, cols});
     test_all({133, 5, 1, 1152});  // of which a turn of all blocks has more partial sums with dsum than without
     test_all({1, 150, 4, 256});   // more heads than blocks run at once
     test_all({4, 139, 1, 256});

@@ -1,11 +1,13 @@
 """What is particular to weights for each head: how they broadcast, ensembles, and where no kernel finds them."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from cases import KINDS, NORMS, bits, draw, draw_bias, draw_scale, draw_x
+from cases import ADDS, KINDS, NORMS, bits, draw, draw_bias, draw_residual, draw_scale, draw_x
 from coverage import cover, over
 from hlo import compiled_text, count_native_calls
 from internals import weights
@@ -40,6 +42,33 @@ def test_scale_and_bias_of_different_shapes(kind, dims):
             assert (gradient.shape, gradient.dtype) == (weight.shape, weight.dtype)
             exact = oracle.gradients(kind, x, dy, scale, lead=weight.shape[:-1])
             assert gradient_error(gradient, getattr(exact, which), DSCALE) <= 1
+
+
+# So many rows that blocks of a GPU take several turns: by vectors, by elements, with rows left over.
+@cover(
+    kind=KINDS, dtype=["bfloat16", "float32"], adds=[False, True], dims=[(9, 250, 1152), (4, 300, 64), (3, 200, 521)]
+)
+@pytest.mark.kernels
+def test_weights_for_each_of_several_examples(kind, dtype, adds, dims):
+    examples, _, cols = dims
+    x, dy = draw_x(dims, dtype), draw("dy", dims, dtype)
+    dsum = draw_residual(dims, dtype)
+    scale, bias = draw_scale((examples, 1, cols), dtype), draw_bias((examples, 1, cols), dtype)
+
+    @jax.jit
+    def gradients(x, dy, dsum, scale, bias):
+        add, alone = (partial(norms[kind], implementation="native") for norms in (ADDS, NORMS))
+        if adds:
+            return jax.vjp(lambda x, *args: add(jnp.zeros_like(x), x, *args), x, scale, bias)[1]((dy, dsum))
+        return jax.vjp(alone, x, scale, bias)[1](dy)
+
+    dx, dscale, dbias = gradients(x, dy, dsum, scale, bias)
+    for i in range(examples):
+        alone = gradients(x[i], dy[i], dsum[i], scale[i, 0], bias[i, 0])
+        assert bits(dx[i]) == bits(alone[0])
+    exact = oracle.gradients(kind, x, dy, scale, lead=scale.shape[:-1])
+    assert gradient_error(dscale, exact.dscale, DSCALE) <= 1
+    assert gradient_error(dbias, exact.dbias, DSCALE) <= 1
 
 
 @pytest.mark.parametrize("kind", KINDS)

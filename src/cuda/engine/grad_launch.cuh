@@ -70,7 +70,7 @@ class GradLaunch {
     if constexpr (std::is_void_v<Op>) {
       return cudaErrorNotSupported;
     } else {
-      if (launch_.weight_rows.has_neighbours) return cudaErrorNotSupported;
+      if (!has_whole_runs()) return cudaErrorNotSupported;
       const PipelineArray x{sizeof(X), p_.cols}, dy{sizeof(typename Op::DY), p_.cols + p_.dy_pad};
       const int held = kDeferDx<Op, R, ACCESS == Access::pipelined> ? 2 : 1;
       const int bytes = Op::kExtra == Extra::pipelined ? launch_.with_pipelines(plan_, p_.cols, {x, dy, x}, held)
@@ -85,6 +85,13 @@ class GradLaunch {
     const int sums = plan_.rows_per_block > 1 ? plan_.block_threads() * kElements * int{sizeof(float)} : 0;
     return launch_groups(grad_kernel<Op, R, ACCESS>, plan_, room_.schedule.blocks, std::max(pipeline_bytes, sums),
                          stream_, p_, room_.partials, launch_);
+  }
+
+  // Whether neighbouring rows of one weight row, if there are such, are all that it has, and enough for every thread
+  // group.
+  bool has_whole_runs() const {
+    const RowMapLaunch& rows = launch_.weight_rows;
+    return !rows.has_neighbours || (p_.rows == rows.count.value * rows.inner.value && launch_.step <= launch_.end);
   }
 
   const GradCall<State>& p_;

@@ -40,22 +40,28 @@ struct GradRows {
   const Group& group;
   const X* const x = static_cast<const X*>(p.x.data);
   const X* const extra = static_cast<const X*>(p.extra.data);
-  // Of weight rows with neighbours block i has rows of weight row i % count, which are counted for themselves. They
-  // come without a pipeline: what it takes to find each would cost the others 5 to 10 % of their time.
-  const bool has_neighbours = !Tile::PIPELINED && launch.weight_rows.has_neighbours;
+  // Of weight rows with neighbours block i has rows of weight row i % count, which are counted for themselves.
+  // Pipelines are for those that lie together: what it takes to find each would cost all calls 5 to 10 % of their time.
+  const bool has_neighbours = launch.weight_rows.has_neighbours, is_run = Tile::PIPELINED && has_neighbours;
   const int block_rows = launch.rows_per_block;
   const int64_t part = has_neighbours ? launch.weight_rows.count.quotient(group.index) : group.index;
 
-  __device__ int64_t row_of(int64_t index) const {
-    const RowMapLaunch& weight_rows = launch.weight_rows;
-    return has_neighbours ? weight_rows.row_of(weight_rows.count.remainder(group.index), index) : index;
+  // The index-th row of the block's weight row.
+  __device__ int64_t own_row(int64_t index) const {
+    return launch.weight_rows.row_of(launch.weight_rows.count.remainder(group.index), index);
   }
 
+  // Where these begin, if they lie together.
+  __device__ int64_t run() const { return is_run ? own_row(0) : 0; }
+
+  __device__ int64_t row_of(int64_t index) const { return has_neighbours && !is_run ? own_row(index) : index; }
+
   // The first row of the block's first group of rows, counted so.
-  __device__ int64_t first() const { return part * block_rows; }
+  __device__ int64_t first() const { return run() + part * block_rows; }
 
   // Where thread groups share a warp, half types take 7 % more time from the last row on, for reasons unknown.
   __device__ Rows rows() const {
+    if (is_run) return {first(), launch.step, run() + launch.end, block_rows};
     return Group::kGroupsOfWarp > 1 ? launch.forwards(first(), block_rows) : launch.backwards(first(), block_rows);
   }
 
@@ -178,7 +184,7 @@ __device__ __forceinline__ void grad_rows(const GradCall<typename Op::State>& p,
   }
   // A thread group without a row of the last group meets as often as the others: compute-sanitizer reports races
   // otherwise.
-  if (R::kThreads == kWholeWarps && start - group.place < rows.start(0)) group.meet();
+  if (R::kThreads == kWholeWarps && rows.is_short(group.place)) group.meet();
   if constexpr (Op::kWeights > 0) {
     __syncthreads();  // the pipeline is empty, and its memory may serve for sums
     write_partials<Types>(source, dscale, dbias, partials, shared);

@@ -56,6 +56,11 @@ struct Rows {
   }
 
   __device__ bool has(int64_t row) const { return static_cast<uint64_t>(row) < static_cast<uint64_t>(end); }
+
+  // Whether the thread group with this place has a row less than the first one.
+  __device__ bool is_short(int place) const {
+    return step < 0 ? start(place) - place < start(0) : (end - 1 - begin) % step < place;
+  }
 };
 
 // A dynamic schedule, as some multiprocessors are served faster than others. A cluster has as many rows of its own as
