@@ -50,7 +50,7 @@ def scatter(*programs):
 
 STEPS = "models.md#in-percent-of-a-step"
 LOSS = "softmax.md#a-model-with-a-large-vocabulary"
-COMPARED = ("U-Net", "BERT-like", "ViT-like", "DiT-like")  # with Flax's norms, too
+COMPARED = ("U-Net", "Llama-like, packed", "BERT-like", "DiT-like", "ViT-like")  # with Flax's norms, too
 
 
 def headline(default, compared, loss):
