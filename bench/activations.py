@@ -3,7 +3,8 @@
     python -m bench activations --out bench/results/h100_activations
 
 As `bench.beside_xla` says: x, which has both halves of each row, is read and y, half as large, written, and with the
-gradient ("step") x read again, dy read and dx written. What `bench cpu` wants of `bench.programs` is here, too.
+gradient ("step") x read again, dy read and dx written. "quantised" is gated_activation_quantized to float8 with a scale
+for each row: of y a byte an element is written. What `bench cpu` wants of `bench.programs` is here, too.
 """
 
 import functools
@@ -75,7 +76,22 @@ def _reference(kind, x, dy):
 def _of_subject(implementation):
     """By name: a function of x and dy."""
     f = functions(KIND, implementation)
-    return {"forward": lambda x, _: f["forward"](x, ()), "step": lambda x, dy: f["step"](x, (), dy)}
+    to_float8 = functools.partial(
+        jaxnorm.gated_activation_quantized,
+        quantization=jaxnorm.Quantization(jnp.float8_e4m3fn),
+        implementation=implementation,
+    )
+    return {
+        "forward": lambda x, _: f["forward"](x, ()),
+        "step": lambda x, dy: f["step"](x, (), dy),
+        "quantised": lambda x, _: to_float8(x),
+    }
+
+
+def _arrays(itemsize):
+    """In arrays of x's size, which is twice y's."""
+    ways = {**ARRAYS[KIND], "quantised": 2 + 1 / itemsize}
+    return {way: arrays / 2 for way, arrays in ways.items()}
 
 
 SUBJECT = beside_xla.Subject(
@@ -85,7 +101,7 @@ SUBJECT = beside_xla.Subject(
     _of_subject,
     lambda shape: 2 * shape[0] * shape[1],
     lambda shape: "x".join(map(str, shape)),
-    arrays={way: arrays / 2 for way, arrays in ARRAYS[KIND].items()},
+    arrays=_arrays,
 )
 
 
