@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from deviceless import compiled, kernels, mesh, types
-from hlo import collectives, count_native_calls
+from hlo import collectives, count_native_calls, results_of
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from op import Size
@@ -41,6 +41,15 @@ def test_no_copy_beside_a_sum(op):
     program = compiled(lambda *args: op.function(*args)[::-1], x, residual, *weights, donate_argnums=1)
     assert [line for line in kernels(program) if " copy(" in line] == []
     assert program.memory_analysis().temp_size_in_bytes < x.size
+
+
+# Of a sum that nobody reads the call has no result, and so no memory.
+@pytest.mark.parametrize("op", ADDED, ids=str)
+def test_a_sum_that_nobody_reads(op):
+    args = types(op.types(large(op)))
+    with_sum, without = (compiled(op.function, *args), compiled(lambda *args: op.function(*args)[0], *args))
+    assert [results_of(program.as_text(), op.forward) for program in (with_sum, without)] == [2, 1]
+    assert without.memory_analysis().temp_size_in_bytes <= 4 * args[0].size / 16
 
 
 def large(op):

@@ -18,6 +18,12 @@ def count_native_calls(text: str) -> dict[str, int]:
     return dict(Counter(_TARGET.findall(text)))
 
 
+def results_of(text: str, target: str) -> int:
+    """How many arrays the one call of a target in an optimised HLO gives, a workspace among them."""
+    (shape,) = re.findall(rf'= (\(.*?\)|\S+) custom-call\(.*custom_call_target="{target}"', text)
+    return len(_SHAPE.findall(shape))
+
+
 def collectives(text: str) -> dict[str, int]:
     """What the devices of an optimised HLO exchange: the bytes of the results of each kind of collective on one."""
     exchanged: Counter[str] = Counter()
