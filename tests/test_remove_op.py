@@ -45,8 +45,9 @@ class Copy:
         return done.stdout
 
     def build(self):
-        """The CPU's native module anew, of what is left."""
-        pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", "dist", "."]
+        """The CPU's native module anew, of what is left, without optimisation: in a quarter of the time."""
+        options = ("--quiet", "--no-deps", "--config-settings=cmake.build-type=None", "--wheel-dir", "dist")
+        pip = [sys.executable, "-m", "pip", "wheel", *options, "."]
         subprocess.run(pip, cwd=self.root, env=os.environ | {"JAXNORM_CUDA": "0"}, check=True)
         (wheel,) = (self.root / "dist").glob("*.whl")
         for module in (self.root / "jaxnorm").glob("*.so"):
