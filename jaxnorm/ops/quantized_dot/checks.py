@@ -24,14 +24,14 @@ def check_weights(function: str, weights: Any, x: Any) -> Quantized:
             f"{function}: weights have shape {shape}, expected two axes (N, K): outputs, and what is summed; for "
             f"several matrices use jax.vmap."
         )
-    _check_scales(function, "weights", weights)
+    check_scales(function, "weights", weights)
     return weights
 
 
 def check_x(function: str, x: Any, weights: Quantized) -> Any:
     """x as an array or a `Quantized`, which goes with the weights."""
     if isinstance(x, Quantized):
-        _check_scales(function, "x", x)
+        check_scales(function, "x", x)
         values = x.values
         _check_dtypes(function, values.dtype, weights.values.dtype)
     else:
@@ -47,7 +47,7 @@ def check_x(function: str, x: Any, weights: Quantized) -> Any:
     return x
 
 
-def _check_scales(function: str, name: str, quantized: Quantized) -> None:
+def check_scales(function: str, name: str, quantized: Quantized) -> None:
     shape, scales = quantized.values.shape, quantized.scales.shape
     expected = (*shape[:-1], 1)
     if scales in ((), expected):

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jax import lax
 
 from jaxnorm.primitive.op import Spec
 
+Result = TypeVar("Result")  # an array, or a tuple of arrays
 ALIGNMENT = 128  # in columns, of the parts of a long sum: libraries' products of 8 bits want one
 
 
@@ -42,7 +43,7 @@ class Operands(NamedTuple):
 def forward(spec: QuantizedDot, operands: Operands) -> jax.Array:
     """`x @ weights.T`, of integers without rounding, then both scales and the bias in float32, then one rounding."""
     if spec.batch:
-        return _of_batch(spec, forward, operands)
+        return of_batch(spec, forward, operands)
     y: jax.Array = _product(operands.x, operands.weights).astype(wide_dtype(operands.x.dtype))
     if operands.x_scales is not None:
         y = y * operands.x_scales
@@ -61,7 +62,7 @@ def tangent(spec: QuantizedDot, operands: Operands, dots: Operands) -> jax.Array
     In dots None is zero, and not all of x, bias and the carriers are. Values and scales do not move.
     """
     if spec.batch:
-        return _of_batch(spec, tangent, operands, dots)
+        return of_batch(spec, tangent, operands, dots)
     wide = wide_dtype(operands.x.dtype)
     x_dot = dots.x if operands.x_scales is None else dots.x_carrier
     terms = []
@@ -100,12 +101,17 @@ def _product(x: jax.Array, weights: jax.Array) -> jax.Array:
         return _dot(x, wide, wide_dtype(x.dtype))
     if weights.dtype == jnp.float4_e2m1fn:
         weights = weights.astype(x.dtype)
+    return float8_dot(x, weights, _contracted(x))
+
+
+def float8_dot(a: jax.Array, b: jax.Array, contracted: Any, **keywords: Any) -> jax.Array:
+    """The sums of products along the contracted axes of both, in float32; keywords are those of `lax.dot_general`."""
+    dot: Any = functools.partial(
+        lax.dot_general, dimension_numbers=(contracted, ((), ())), preferred_element_type=np.float32, **keywords
+    )
     # XLA for a CPU takes more than twice as long for float8, of which bfloat16 has every value.
     y: jax.Array = lax.platform_dependent(
-        x,
-        weights,
-        cpu=lambda x, weights: _dot(x.astype(jnp.bfloat16), weights.astype(jnp.bfloat16), np.float32),
-        default=lambda x, weights: _dot(x, weights, np.float32),
+        a, b, cpu=lambda a, b: dot(a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)), default=dot
     )
     return y
 
@@ -148,20 +154,26 @@ def _sum_of_parts(x: jax.Array, weights: jax.Array, columns: int) -> jax.Array:
 
 
 def _dot(x: jax.Array, weights: jax.Array, dtype: Any) -> jax.Array:
-    contracted = ((x.ndim - 1,), (1,))
-    return lax.dot_general(x, weights, (contracted, ((), ())), preferred_element_type=np.dtype(dtype))
+    return lax.dot_general(x, weights, (_contracted(x), ((), ())), preferred_element_type=np.dtype(dtype))
 
 
-def _of_batch(spec: QuantizedDot, function: Callable[..., jax.Array], *records: Operands) -> jax.Array:
-    """A function of examples. An operand that is 1 long is the same for all of them."""
+def _contracted(x: jax.Array) -> Any:
+    return (x.ndim - 1,), (1,)
+
+
+def of_batch(spec: Any, function: Callable[..., Result], *records: Any) -> Result:
+    """A function of examples, of whose axes the spec says how many there are. An operand that is 1 long is the same for
+    all of them."""
     arrays, tree = jax.tree.flatten(records)
     axes = [0 if array.shape[0] != 1 else None for array in arrays]
     inner = functools.partial(function, dataclasses.replace(spec, batch=spec.batch - 1))
 
-    def of_example(*values: jax.Array) -> jax.Array:
+    def of_example(*values: jax.Array) -> Any:
         return inner(*jax.tree.unflatten(tree, values))
 
     shared = [array if axis == 0 else array[0] for array, axis in zip(arrays, axes, strict=True)]
     if not any(axis == 0 for axis in axes):
-        return of_example(*shared)[None]
-    return jax.vmap(of_example, in_axes=tuple(axes))(*shared)
+        one: Result = jax.tree.map(lambda result: result[None], of_example(*shared))
+        return one
+    examples: Result = jax.vmap(of_example, in_axes=tuple(axes))(*shared)
+    return examples

@@ -56,6 +56,11 @@ def why_not(spec: QuantizedDot, operands: Operands) -> str | None:
     return "no kernel takes examples of weights, as jax.vmap makes them" if spec.batch else None
 
 
+def why_formula(platform: str, spec: QuantizedDot, operands: Operands, *, is_exported: bool = False) -> str | None:
+    """Why XLA makes the product of operands of these types on a platform."""
+    return _why_not_here(platform, spec, operands, is_exported=is_exported) or _slower(spec, operands)
+
+
 def _why_not_here(platform: str, spec: QuantizedDot, operands: Operands, *, is_exported: bool) -> str | None:
     if platform != "cuda":
         return f"there is a kernel for cuda, none for {platform}"
@@ -84,10 +89,7 @@ def _slower(spec: QuantizedDot, operands: Operands) -> str | None:
 def _described(*types: Any, tree: Any, spec: QuantizedDot) -> Described:
     operands: Operands = jax.tree.unflatten(tree, types)
 
-    def why_formula(platform: str) -> str | None:
-        return _why_not_here(platform, spec, operands, is_exported=False) or _slower(spec, operands)
-
-    return Described("quantized_dot", operands, "forward", why_formula, spec.native_for)
+    return Described("quantized_dot", operands, "forward", lambda on: why_formula(on, spec, operands), spec.native_for)
 
 
 def _why_formula(platform: str, request: Request) -> str | None:
@@ -97,8 +99,7 @@ def _why_formula(platform: str, request: Request) -> str | None:
     weights = request.array((columns, depth), None if is_quantized else np.int8)
     scales, x_scales = (request.array((*shape, 1), np.float32) for shape in ((columns,), rows))
     operands = Operands(request.array(request.shape), weights, scales, x_scales if is_quantized else None)
-    spec = QuantizedDot(out_dtype=request.out_dtype)
-    return _why_not_here(platform, spec, operands, is_exported=False) or _slower(spec, operands)
+    return why_formula(platform, QuantizedDot(out_dtype=request.out_dtype), operands)
 
 
 def _abstract(*leaves: Any, tree: Any, spec: QuantizedDot) -> list[Any]:
