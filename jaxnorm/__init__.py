@@ -15,6 +15,8 @@ from jaxnorm import checkpoint_policies
 from jaxnorm.inspect.explain import explain
 from jaxnorm.ops.cross_entropy.api import softmax_cross_entropy_with_integer_labels
 from jaxnorm.ops.cross_entropy.linear_api import linear_cross_entropy
+from jaxnorm.ops.float8_linear.api import float8_linear
+from jaxnorm.ops.float8_linear.recipe import Float8Recipe, float8_dot_general
 from jaxnorm.ops.gated_activation.api import gated_activation
 from jaxnorm.ops.gated_activation.quantized_api import gated_activation_quantized
 from jaxnorm.ops.group_norm.api import group_norm
@@ -37,6 +39,7 @@ except importlib.metadata.PackageNotFoundError:  # a source tree that was never 
     __version__ = "unknown"
 
 __all__ = [
+    "Float8Recipe",
     "Quantization",
     "Quantized",
     "RowStatistics",
@@ -45,6 +48,8 @@ __all__ = [
     "add_rms_norm",
     "checkpoint_policies",
     "explain",
+    "float8_dot_general",
+    "float8_linear",
     "gated_activation",
     "gated_activation_quantized",
     "gated_rms_norm",

@@ -1,0 +1,104 @@
+"""A call of a linear layer in float8, from unchecked arguments to the primitive."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxnorm.native import compat
+from jaxnorm.ops.checks import check_array, check_implementation
+from jaxnorm.ops.float8_linear import checks, described, op
+from jaxnorm.ops.float8_linear.formula import Operands
+from jaxnorm.ops.float8_linear.products import Float8Linear
+from jaxnorm.quantization import Quantized
+
+ALL_DIGITS = ("highest", "float32", lax.Precision.HIGHEST)
+
+
+def linear(
+    function: str, x: Any, kernel: Any, bias: Any, out_dtype: Any, recipe: Any, implementation: Any, precision: Any
+) -> jax.Array:
+    """y, of a recipe that was checked."""
+    choice = check_implementation(op.NAME, implementation)
+    x = checks.check_x(function, x)
+    values, scales, carrier = (x.values, x.scales, x.carrier) if isinstance(x, Quantized) else (x, None, None)
+    kernel = checks.check_kernel(function, kernel, values.shape)
+    spec = Float8Linear(
+        out_dtype=checks.check_out_dtype(function, out_dtype, x),
+        scaling=recipe.scaling,
+        weight_gradient=recipe.weight_gradient,
+        power_of_two=recipe.power_of_two,
+        save=recipe.save,
+        implementation=choice.implementation,
+        how=choice.how,
+        wants_all_digits=_wants_all_digits(precision),
+        native_for=choice.native_for(function),
+    )
+    if scales is not None:
+        scales = scales if scales.ndim else scales.reshape((1,) * values.ndim)
+    operands = Operands(values, kernel, checks.check_bias(function, bias, kernel), scales, carrier)
+    if spec.native_for:
+        why = described.why_formula(compat.default_platform(), spec, jax.tree.map(jax.typeof, operands))
+        if why:
+            raise RuntimeError(
+                f"{spec.native_for}: implementation='native' cannot serve this call: {why}. With implementation=None "
+                "XLA makes its products."
+            )
+    return op.linear(spec, operands)
+
+
+def _wants_all_digits(precision: Any) -> bool:
+    """Whether a product is to have all digits of float32, by its own precision or by JAX's default."""
+    config: Any = jax.config
+    given = precision if isinstance(precision, tuple) else (precision,)
+    return any((config.jax_default_matmul_precision if one is None else one) in ALL_DIGITS for one in given)
+
+
+def dot_general(
+    function: str, x: Any, kernel: Any, dimension_numbers: Any, precision: Any, dtype: Any, recipe: Any
+) -> jax.Array:
+    """The product as `lax.dot_general` gives it, of operands without batch axes."""
+    (of_x, of_kernel), batch = dimension_numbers
+    if any(map(len, batch)):
+        raise ValueError(
+            f"{function}: dimension_numbers have batch axes {tuple(map(tuple, batch))}, expected none: a kernel is one "
+            f"matrix. For several use jax.vmap, or jax.lax.dot_general for a product without a kernel."
+        )
+    x, kernel = checks.check_x(function, x), check_array(function, "kernel", kernel)
+    if isinstance(x, Quantized):
+        raise TypeError(f"{function}: x is a jaxnorm.Quantized, expected an array; use jaxnorm.float8_linear.")
+    lengths = [x.shape[axis] for axis in of_x]
+    if lengths != [kernel.shape[axis] for axis in of_kernel]:
+        raise ValueError(
+            f"{function}: x has shape {x.shape} and kernel {kernel.shape}, whose axes {tuple(of_x)} and "
+            f"{tuple(of_kernel)} are summed together, expected the same lengths there."
+        )
+    # In the kernel's order, which is moved less.
+    pairs = sorted(zip(of_kernel, of_x, strict=True))
+    kernel, outputs = _summed(kernel, [axis for axis, _ in pairs], last=False)
+    x, rows = _summed(x, [axis for _, axis in pairs], last=True)
+    dtype = jnp.promote_types(x.dtype, kernel.dtype) if dtype is None else dtype
+    y = linear(function, x, kernel, None, dtype, recipe, None, precision)
+    return y if len(outputs) == 1 else y.reshape(*rows, *outputs)
+
+
+def _summed(array: jax.Array, axes: list[int], *, last: bool) -> tuple[jax.Array, list[Any]]:
+    """The array with these axes as one, its last or first; of a kernel the others are one too. And their lengths."""
+    others = [axis for axis in range(array.ndim) if axis not in axes]
+    lengths = [array.shape[axis] for axis in others]
+    order = [*others, *axes] if last else [*axes, *others]
+    if order != list(range(array.ndim)):
+        array = array.transpose(order)
+    depth = 1
+    for axis in axes:
+        depth *= array.shape[order.index(axis)]
+    shape = (*lengths, depth) if last else (depth, _product(lengths))
+    return array if array.shape == shape else array.reshape(shape), lengths
+
+
+def _product(lengths: list[Any]) -> Any:
+    total = 1
+    for length in lengths:
+        total *= length
+    return total

@@ -1,0 +1,95 @@
+"""Checks of a recipe and of the operands of a linear layer, as `jaxnorm.ops.checks`."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxnorm.ops import checks
+from jaxnorm.ops.float8_linear.formula import FLOAT8
+from jaxnorm.ops.quantize.checks import check_float32
+from jaxnorm.ops.quantized_dot.checks import check_scales
+from jaxnorm.quantization import Quantized
+
+PRODUCTS = ("y", "dx", "dw")
+
+
+def check_fast_accumulation(products: Any) -> tuple[str, ...]:
+    """The products, each once, in the order of PRODUCTS."""
+    expected = f"expected some of {', '.join(map(repr, PRODUCTS))} as a tuple, as ('y',), or () for none"
+    if isinstance(products, str) or not isinstance(products, Iterable):
+        raise TypeError(f"Float8Recipe: fast_accumulation must be a tuple of names, got {products!r}; {expected}.")
+    given = tuple(products)
+    for name in given:
+        if name not in PRODUCTS:
+            raise ValueError(f"Float8Recipe: fast_accumulation has no product {name!r}; {expected}.")
+    return tuple(name for name in PRODUCTS if name in given)
+
+
+def check_x(function: str, x: Any) -> Any:
+    """x as an array, or a `Quantized` of float8 whose scales can be taken out of the product's sum."""
+    if not isinstance(x, Quantized):
+        array = checks.check_array(function, "x", x)
+        check_float32(function, {"x": array})
+        if array.ndim == 0:
+            raise ValueError(f"{function}: x is a scalar, expected (..., K): its last axis is summed.")
+        return array
+    if x.values.dtype != FLOAT8:
+        raise TypeError(
+            f"{function}: x has values of {x.values.dtype}, expected {FLOAT8}; quantize it with "
+            f"jaxnorm.Quantization(jax.numpy.float8_e4m3fn), or use jaxnorm.quantized_dot."
+        )
+    check_scales(function, "x", x)
+    return x
+
+
+def check_kernel(function: str, kernel: Any, shape: Sequence[Any]) -> jax.Array:
+    """The kernel as a matrix that goes with an x of this shape."""
+    if isinstance(kernel, Quantized):
+        raise TypeError(
+            f"{function}: kernel is a jaxnorm.Quantized, expected an array (K, N), which is rounded here; with "
+            f"quantised weights use jaxnorm.quantized_dot."
+        )
+    array = checks.check_array(function, "kernel", kernel)
+    check_float32(function, {"kernel": array})
+    if array.ndim != 2:
+        raise ValueError(
+            f"{function}: kernel has shape {array.shape}, expected two axes (K, N): inputs, and outputs; reshape it, "
+            f"or for several matrices use jax.vmap."
+        )
+    depth = shape[-1]
+    if array.shape[0] != depth:
+        is_transposed = array.shape[1] == depth
+        remedy = "pass kernel.T, so that K is its first axis" if is_transposed else "K must be the same"
+        raise ValueError(
+            f"{function}: x has shape {tuple(shape)} and kernel {array.shape}, expected (..., K) and (K, N); {remedy}."
+        )
+    return array
+
+
+def check_bias(function: str, bias: Any, kernel: jax.Array) -> jax.Array | None:
+    if bias is None:
+        return None
+    array = checks.check_array(function, "bias", bias)
+    check_float32(function, {"bias": array})
+    if array.shape != kernel.shape[1:]:
+        raise ValueError(
+            f"{function}: bias has shape {array.shape}, expected {kernel.shape[1:]}: a number for each column of "
+            f"kernel, which has shape {kernel.shape}."
+        )
+    return array
+
+
+def check_out_dtype(function: str, out_dtype: Any, x: Any) -> np.dtype[Any]:
+    """The dtype of y: by default that of x, and bfloat16 where x is quantised."""
+    if out_dtype is None and isinstance(x, Quantized):
+        half: np.dtype[Any] = np.dtype(jnp.bfloat16)
+        return half
+    dtype = checks.check_out_dtype(function, out_dtype, x.values if isinstance(x, Quantized) else x)
+    if dtype == np.float64:
+        raise TypeError(
+            f"{function}: out_dtype is float64, expected 16 or 32 bits: sums are float32. Convert the result."
+        )
+    return dtype

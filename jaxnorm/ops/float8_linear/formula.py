@@ -1,0 +1,133 @@
+"""A linear layer in float8: the formulas of its product, of its derivative, and of its gradients.
+
+    y[m,n]  = s_x[m] s_w[n] Σ_k q_x[m,k] q_w[k,n] + bias[n]
+    dx[m,k] = s_u[m] Σ_n q_u[m,n] q_w[k,n]              u[m,n] = dy[m,n] s_w[n], quantised by rows
+    dw[k,n] = s_v[n] Σ_m q_x[m,k] q_v[m,n]              v[m,n] = dy[m,n] s_x[m], quantised by columns
+    db[n]   = Σ_m dy[m,n]
+
+Here the scale of a row or column of zeros is 0 and not 1, as `quantize` has it: it adds nothing, and as 1 it would set
+the largest value of all others in u or v.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jaxnorm.ops.float8_linear.products import Float8Linear, Multiply, Product, by_xla, of_rank, wide_dot
+from jaxnorm.ops.quantize import rounding
+from jaxnorm.ops.quantized_dot.formula import of_batch
+from jaxnorm.quantization import Quantization
+
+FLOAT8 = jnp.dtype("float8_e4m3fn")
+
+
+class Operands(NamedTuple):
+    """Arrays, or their types or tangents. A carrier is zeros and changes no result; tangents flow through it."""
+
+    x: Any  # (..., K), quantised where it has scales
+    kernel: Any  # (K, N)
+    bias: Any = None  # (N,)
+    x_scales: Any = None  # (..., 1), or of as many axes of length 1 as x has
+    x_carrier: Any = None
+
+
+class Rounded(NamedTuple):
+    """Values of float8 and their scales, 0 for a row or column of zeros."""
+
+    values: Any = None
+    scales: Any = None
+
+
+class Saved(NamedTuple):
+    """What a derivative reads: both factors of a product.
+
+    Where they are rounded already, x, or its carrier, and the kernel are there for higher derivatives alone.
+    """
+
+    x: Any = None
+    kernel: Any = None
+    rounded_x: Rounded = Rounded()
+    rounded_kernel: Rounded = Rounded()
+
+
+class Variables(NamedTuple):
+    """What a derivative is taken by: tangents, gradients, or how these are to be. None is zero, or not wanted."""
+
+    x: Any = None
+    kernel: Any = None
+    bias: Any = None
+
+
+class Wanted(NamedTuple):
+    """How a gradient is to be: its dtype, and over an Explicit mesh how it is split."""
+
+    dtype: np.dtype[Any]
+    spec: PartitionSpec | None = None
+
+
+def forward(spec: Float8Linear, operands: Operands, multiply: Multiply = by_xla) -> tuple[jax.Array, Rounded, Rounded]:
+    """y, and both factors as they were rounded."""
+    if spec.batch:
+        return of_batch(spec, functools.partial(forward, multiply=multiply), operands)
+    if operands.x_scales is None:
+        x = rounded_x(spec, operands.x)
+    else:
+        x = Rounded(operands.x, live(operands.x, operands.x_scales))
+    kernel = rounded_kernel(spec, operands.kernel)
+    last = (operands.x.ndim - 1,), (0,)
+    product = Product(x.values, kernel.values, last, x.scales, kernel.scales[0], spec.out_dtype, operands.bias)
+    return multiply(spec, product), x, kernel
+
+
+def live(values: jax.Array, scales: jax.Array) -> jax.Array:
+    """The scales of given values, 0 for those of zeros."""
+    axes = tuple(axis for axis, length in enumerate(scales.shape) if length == 1)
+    return jnp.where(jnp.any(values != 0, axes, keepdims=True), scales, 0)
+
+
+def rounded_x(spec: Float8Linear, x: jax.Array) -> Rounded:
+    return rounded_along(spec, x, (-1,))
+
+
+def rounded_kernel(spec: Float8Linear, kernel: jax.Array) -> Rounded:
+    return rounded_along(spec, kernel, (0,))
+
+
+def rounded_along(spec: Float8Linear, array: jax.Array, axes: tuple[int, ...]) -> Rounded:
+    """The array in float8, with a scale for what lies along these axes, or one for all."""
+    v = lax.stop_gradient(array).astype(np.float32)
+    axes = axes if spec.scaling == "row" else tuple(range(v.ndim))
+    values, scales = rounding.rounded(Quantization(FLOAT8, power_of_two=spec.power_of_two), v, axes)
+    is_zero = jnp.max(jnp.abs(v), axes, keepdims=True, initial=0) == 0
+    return Rounded(values, jnp.where(is_zero, 0, scales))
+
+
+def linear(spec: Float8Linear, saved: Saved, dots: Variables) -> jax.Array:
+    """The tangent of y: wide products of the rounded factors, whose scales come after the sum."""
+    if spec.batch:
+        return of_batch(spec, linear, saved, dots)
+    terms = []
+    if dots.x is not None:
+        values, scales = saved_kernel(spec, saved)
+        dot = wide_dot(spec, dots.x, values.astype(dots.x.dtype), ((dots.x.ndim - 1,), (0,)))
+        terms.append(dot * of_rank(dot.ndim, scales[0]))
+    if dots.kernel is not None:
+        values, scales = saved_x(spec, saved)
+        terms.append(wide_dot(spec, values.astype(dots.kernel.dtype), dots.kernel, ((values.ndim - 1,), (0,))) * scales)
+    total = functools.reduce(jnp.add, terms)
+    if dots.bias is not None:
+        total = total + of_rank(total.ndim, dots.bias.astype(total.dtype))
+    return total.astype(spec.out_dtype)
+
+
+def saved_x(spec: Float8Linear, saved: Saved) -> Rounded:
+    return rounded_x(spec, saved.x) if saved.rounded_x.values is None else saved.rounded_x
+
+
+def saved_kernel(spec: Float8Linear, saved: Saved) -> Rounded:
+    return rounded_kernel(spec, saved.kernel) if saved.rounded_kernel.values is None else saved.rounded_kernel

@@ -1,0 +1,235 @@
+"""The primitives of a linear layer in float8.
+
+    forward  (operands) -> y, and if wanted both factors as they were rounded
+    linear   (saved, dots) -> the tangent of y, linear in dots: wide products of the rounded factors
+    backward (dy, saved) -> the wanted gradients, by products of float8
+
+The transpose of `linear` binds `backward`, which rounds dy: that is no transpose but a convention, and so these have
+rules of their own. Derivatives of `linear` and `backward` are those of their wide formulas.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jaxnorm.native import compat
+from jaxnorm.ops.float8_linear import backward, formula
+from jaxnorm.ops.float8_linear.formula import Operands, Rounded, Saved, Variables, Wanted
+from jaxnorm.ops.float8_linear.products import Float8Linear, by_kernels
+from jaxnorm.primitive import lowering
+from jaxnorm.primitive.rules import all_none, named, tangents_jnp
+
+NAME = "float8_linear"
+
+
+def linear(spec: Float8Linear, operands: Operands) -> jax.Array:
+    """y of operands that were checked."""
+    y, *_ = _forward_bind(spec, operands, with_saved=False)
+    return y
+
+
+def _forward_bind(spec: Float8Linear, operands: Operands, *, with_saved: bool) -> list[jax.Array]:
+    return _bind(FORWARD, operands, spec=spec, with_saved=with_saved)
+
+
+def _bind(primitive: Primitive, operands: Any, **params: Any) -> list[jax.Array]:
+    leaves, tree = jax.tree.flatten(operands)
+    values: list[jax.Array] = primitive.bind(*compat.match_varying_axes(*leaves), tree=tree, **params)
+    return values
+
+
+def _forward_formula(*leaves: Any, tree: Any, spec: Float8Linear, with_saved: bool, multiply: Any = None) -> list[Any]:
+    chosen = {} if multiply is None else {"multiply": multiply}
+    y, *factors = formula.forward(spec, jax.tree.unflatten(tree, leaves), **chosen)
+    return [y, *jax.tree.leaves(factors)] if with_saved else [y]
+
+
+def _linear_formula(*leaves: Any, tree: Any, spec: Float8Linear) -> list[Any]:
+    return [formula.linear(spec, *jax.tree.unflatten(tree, leaves))]
+
+
+def _backward_formula(*leaves: Any, tree: Any, spec: Float8Linear, wanted: Variables, multiply: Any = None) -> Any:
+    chosen = {} if multiply is None else {"multiply": multiply}
+    dy, saved = jax.tree.unflatten(tree, leaves)
+    return jax.tree.leaves(backward.backward(spec, dy, saved, wanted, **chosen))
+
+
+def _native(formula_of: Any) -> Any:
+    """The rule of a platform: the products decide each for itself whether a kernel makes it."""
+
+    def rule(platform: str, ctx: Any, *leaves: Any, **params: Any) -> Sequence[Any]:
+        values: Sequence[Any] = mlir.lower_fun(
+            lambda *arrays: formula_of(*arrays, **params, multiply=by_kernels if platform == "cuda" else None)
+        )(ctx, *leaves)
+        return values
+
+    return rule
+
+
+def _forward_jvp(primals: Any, dots: Any, *, tree: Any, spec: Float8Linear, with_saved: bool) -> tuple[Any, Any]:
+    operands: Operands = jax.tree.unflatten(tree, primals)
+    moving: Operands = jax.tree.unflatten(tree, [None if type(dot) is ad.Zero else dot for dot in dots])
+    x, x_dot = (of.x if operands.x_scales is None else of.x_carrier for of in (operands, moving))
+    variables = Variables(x_dot, moving.kernel, moving.bias)
+    results = _forward_bind(spec, operands, with_saved=with_saved or (_saves(spec, variables)))
+    y, *factors = results
+    if factors and _saves(spec, variables):
+        factors = [*named("result", factors[::2]), *named("statistics", factors[1::2])]
+        rounded_x, rounded_kernel = map(Rounded, factors[:2], factors[2:])
+        saved = Saved(x, operands.kernel, rounded_x, rounded_kernel)
+        factors = [*rounded_x, *rounded_kernel]
+    else:
+        saved = Saved(x, operands.kernel)
+        if operands.x_scales is not None:
+            saved = saved._replace(rounded_x=Rounded(operands.x, formula.live(operands.x, operands.x_scales)))
+    results = [y, *factors] if with_saved else [y]
+    zeros = [ad.Zero(jax.typeof(result).to_tangent_aval()) for result in results]
+    return results, zeros if all_none(variables) else [_tangent(spec, y, saved, variables), *zeros[1:]]
+
+
+def _saves(spec: Float8Linear, variables: Variables) -> bool:
+    """Whether a derivative reads factors that are rounded already."""
+    return spec.save == "quantized" and not all_none(variables[:2])
+
+
+def _tangent(spec: Float8Linear, y: jax.Array, saved: Saved, dots: Variables) -> jax.Array:
+    """The tangent of y; dots, not all of which are None, may be 1 long where y has examples."""
+    if all_none(dots[:2]):
+        # No product: what is left is a sum in float32 in the transpose.
+        wide = jnp.zeros_like(y, np.float32)
+        lengths = (*dots.bias.shape[: spec.batch], *(1,) * (y.ndim - dots.bias.ndim), dots.bias.shape[-1])
+        total: jax.Array = (wide + dots.bias.astype(np.float32).reshape(lengths)).astype(y.dtype)
+        return total
+    examples = y.shape[: spec.batch]
+    dots = jax.tree.map(lambda dot: jnp.broadcast_to(dot, (*examples, *dot.shape[spec.batch :])), dots)
+    return _linear_bind(spec, saved, dots)
+
+
+def _read(saved: Saved, variables: Variables) -> Saved:
+    """What of it is read for these tangents or gradients."""
+    if variables.kernel is None:
+        saved = saved._replace(x=None, rounded_x=Rounded())
+    if variables.x is None:
+        saved = saved._replace(kernel=None, rounded_kernel=Rounded())
+    return saved
+
+
+def _linear_bind(spec: Float8Linear, saved: Saved, dots: Variables) -> jax.Array:
+    (y,) = _bind(LINEAR, (_read(saved, dots), dots), spec=spec)
+    return y
+
+
+def _linear_transpose(cotangents: Any, *leaves: Any, tree: Any, spec: Float8Linear) -> list[Any]:
+    saved, dots = jax.tree.unflatten(tree, leaves)
+    given = [dot for dot in dots if dot is not None]
+    nothing = [None] * (len(leaves) - len(given))
+    (dy,) = cotangents
+    if type(dy) is ad.Zero:
+        return [*nothing, *(None for _ in given)]
+    wanted = Variables(*(_wanted(spec, dot.aval) if ad.is_undefined_primal(dot) else None for dot in dots))
+    gradients = _backward_bind(spec, dy, saved, wanted)
+    return [*nothing, *(bar for bar, dot in zip(gradients, dots, strict=True) if dot is not None)]
+
+
+def _wanted(spec: Float8Linear, aval: Any) -> Wanted:
+    of_example = tuple(aval.sharding.spec)[spec.batch :]
+    is_split = any(axis is not None for axis in of_example)
+    return Wanted(np.dtype(aval.dtype), jax.sharding.PartitionSpec(*of_example) if is_split else None)
+
+
+def _backward_bind(spec: Float8Linear, dy: jax.Array, saved: Saved, wanted: Variables) -> Variables:
+    values = iter(_bind(BACKWARD, (dy, _read(saved, wanted)), spec=spec, wanted=wanted))
+    return Variables(*(None if how is None else next(values) for how in wanted))
+
+
+def _linear_jvp(primals: Any, dots: Any, *, tree: Any, spec: Float8Linear) -> tuple[Any, Any]:
+    def wide(*leaves: Any) -> list[jax.Array]:
+        return [backward.wide_linear(spec, *jax.tree.unflatten(tree, leaves))]
+
+    return LINEAR.bind(*primals, tree=tree, spec=spec), tangents_jnp(wide, primals, dots)
+
+
+def _backward_jvp(primals: Any, dots: Any, *, tree: Any, spec: Float8Linear, wanted: Variables) -> tuple[Any, Any]:
+    def wide(*leaves: Any) -> list[jax.Array]:
+        dy, saved = jax.tree.unflatten(tree, leaves)
+        return jax.tree.leaves(backward.wide_backward(spec, dy, saved, wanted))
+
+    return BACKWARD.bind(*primals, tree=tree, spec=spec, wanted=wanted), tangents_jnp(wide, primals, dots)
+
+
+def _size(leaves: Any, axes: Any) -> Any:
+    return next(leaf.shape[axis] for leaf, axis in zip(leaves, axes, strict=True) if axis is not None)
+
+
+def _at_front(array: Any, axis: int | None) -> jax.Array:
+    return jnp.expand_dims(array, 0) if axis is None else jnp.moveaxis(array, axis, 0)
+
+
+def _front(leaves: Any, axes: Any) -> list[jax.Array]:
+    return [_at_front(leaf, axis) for leaf, axis in zip(leaves, axes, strict=True)]
+
+
+def _another(spec: Float8Linear) -> Float8Linear:
+    return dataclasses.replace(spec, batch=spec.batch + 1)
+
+
+def _forward_batch(leaves: Any, axes: Any, *, tree: Any, spec: Float8Linear, with_saved: bool) -> tuple[Any, Any]:
+    batch: Operands = jax.tree.unflatten(tree, axes)
+    front: Operands = jax.tree.unflatten(tree, _front(leaves, axes))
+    if not spec.batch and not with_saved and spec.scaling == "row" and batch.kernel is None and batch.bias is None:
+        # Examples of rows are rows.
+        size = _size(leaves, axes)
+        of_rows = {
+            name: jnp.broadcast_to(array, (size, *array.shape[1:]))
+            for name, array in front._asdict().items()
+            if name not in ("kernel", "bias") and array is not None
+        }
+        given: Operands = jax.tree.unflatten(tree, leaves)
+        return _forward_bind(spec, given._replace(**of_rows), with_saved=False), [0]
+    results = _forward_bind(_another(spec), front, with_saved=with_saved)
+    return results, [0] * len(results)
+
+
+def _linear_batch(leaves: Any, axes: Any, *, tree: Any, spec: Float8Linear) -> tuple[Any, Any]:
+    size = _size(leaves, axes)
+    saved, dots = jax.tree.unflatten(tree, _front(leaves, axes))
+    # Each example has its own tangent, so that the transpose gives it its own gradient.
+    dots = jax.tree.map(lambda dot: jnp.broadcast_to(dot, (size, *dot.shape[1:])), dots)
+    return [_linear_bind(_another(spec), saved, dots)], [0]
+
+
+def _backward_batch(leaves: Any, axes: Any, *, tree: Any, spec: Float8Linear, wanted: Variables) -> tuple[Any, Any]:
+    dy, saved = jax.tree.unflatten(tree, _front(leaves, axes))
+    results = jax.tree.leaves(_backward_bind(_another(spec), dy, saved, wanted))
+    return results, [0] * len(results)
+
+
+def _types(formula_of: Any) -> Any:
+    def abstract(*leaves: Any, **params: Any) -> list[Any]:
+        return list(jax.make_jaxpr(lambda *values: formula_of(*values, **params))(*leaves).out_avals)
+
+    return abstract
+
+
+def _primitive(name: str, formula_of: Any, jvp: Any, batch: Any, native: Any = None) -> Primitive:
+    primitive = Primitive(f"jaxnorm_{NAME}_{name}")
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(_types(formula_of))
+    lowering.register(primitive, formula_of, native)
+    compat.run_eagerly(primitive)
+    compat.check_nans(primitive)
+    batching.primitive_batchers[primitive] = batch
+    ad.primitive_jvps[primitive] = jvp
+    return primitive
+
+
+FORWARD = _primitive("forward", _forward_formula, _forward_jvp, _forward_batch, _native(_forward_formula))
+LINEAR = _primitive("linear", _linear_formula, _linear_jvp, _linear_batch)
+BACKWARD = _primitive("backward", _backward_formula, _backward_jvp, _backward_batch, _native(_backward_formula))
+ad.primitive_transposes[LINEAR] = _linear_transpose
