@@ -66,4 +66,4 @@ def float8_linear(
             f"{op.NAME}: recipe must be a jaxnorm.Float8Recipe, got {recipe!r}; pass jaxnorm.Float8Recipe(), or "
             "leave it out."
         )
-    return call.linear(op.NAME, x, kernel, bias, out_dtype, recipe, implementation, None)
+    return call.linear(op.NAME, x, kernel, bias, out_dtype, recipe, implementation)

@@ -13,11 +13,12 @@ from jaxnorm.ops.float8_linear.formula import (
     Saved,
     Variables,
     Wanted,
+    last_and_first,
     rounded_along,
     saved_kernel,
     saved_x,
 )
-from jaxnorm.ops.float8_linear.products import Float8Linear, Multiply, Product, by_xla, of_rank, wide_dot
+from jaxnorm.ops.float8_linear.products import Float8Linear, Multiply, Product, by_xla, of_rank, sharding_of, wide_dot
 from jaxnorm.ops.quantize import rounding
 from jaxnorm.ops.quantize.rounding import Derivative
 from jaxnorm.ops.quantized_dot.formula import of_batch
@@ -45,7 +46,7 @@ def backward(
                 u.scales,
                 None,
                 wanted.x.dtype,
-                out_sharding=_sharding(dy, wanted.x),
+                out_sharding=sharding_of(dy, wanted.x.spec),
             ),
         )
     if wanted.kernel is not None:
@@ -71,7 +72,7 @@ def _folded(
 def _of_kernel(
     spec: Float8Linear, dy: jax.Array, saved: Saved, wanted: Wanted, whole: Rounded | None, multiply: Multiply
 ) -> jax.Array:
-    x, rows, out_sharding = saved_x(spec, saved), tuple(range(dy.ndim - 1)), _sharding(dy, wanted)
+    x, rows, out_sharding = saved_x(spec, saved), tuple(range(dy.ndim - 1)), sharding_of(dy, wanted.spec)
     if spec.weight_gradient == "float8":
         v = _folded(spec, dy.astype(np.float32), x.scales, rows, whole)
         of_columns = v.scales.reshape(v.scales.shape[-1])
@@ -82,14 +83,6 @@ def _of_kernel(
     return wide_dot(spec, wide, dy.astype(dtype), (rows, rows), out_sharding).astype(wanted.dtype)
 
 
-def _sharding(dy: jax.Array, wanted: Wanted) -> Any:
-    """That of a gradient, over dy's Explicit mesh; None where it is not split."""
-    if wanted.spec is None:
-        return None
-    sharding: Any = jax.typeof(dy).sharding
-    return sharding.update(spec=wanted.spec)
-
-
 def wide_linear(spec: Float8Linear, saved: Saved, dots: Variables) -> jax.Array:
     """`linear`, whose derivative has the rounded factors move as what they were made of."""
     if spec.batch:
@@ -97,10 +90,10 @@ def wide_linear(spec: Float8Linear, saved: Saved, dots: Variables) -> jax.Array:
     terms = []
     if dots.x is not None:
         kernel = _moving(saved.kernel, saved_kernel(spec, saved))
-        terms.append(_wide(spec, dots.x, kernel, ((dots.x.ndim - 1,), (0,))))
+        terms.append(_wide(spec, dots.x, kernel, *last_and_first(spec, dots.x)))
     if dots.kernel is not None:
         x = _moving(saved.x, saved_x(spec, saved))
-        terms.append(_wide(spec, x, dots.kernel, ((x.ndim - 1,), (0,))))
+        terms.append(_wide(spec, x, dots.kernel, *last_and_first(spec, x)))
     total = functools.reduce(jnp.add, terms)
     if dots.bias is not None:
         total = total + of_rank(total.ndim, dots.bias.astype(total.dtype))
@@ -115,10 +108,10 @@ def wide_backward(spec: Float8Linear, dy: jax.Array, saved: Saved, wanted: Varia
     gradients = {}
     if wanted.x is not None:
         kernel = _moving(saved.kernel, saved_kernel(spec, saved))
-        gradients["x"] = _wide(spec, dy, kernel, ((dy.ndim - 1,), (1,)), _sharding(dy, wanted.x))
+        gradients["x"] = _wide(spec, dy, kernel, ((dy.ndim - 1,), (1,)), sharding_of(dy, wanted.x.spec))
     if wanted.kernel is not None:
         x = _moving(saved.x, saved_x(spec, saved))
-        gradients["kernel"] = _wide(spec, x, dy, (rows, rows), _sharding(dy, wanted.kernel))
+        gradients["kernel"] = _wide(spec, x, dy, (rows, rows), sharding_of(dy, wanted.kernel.spec))
     if wanted.bias is not None:
         gradients["bias"] = dy.astype(np.float32).sum(rows)
     return Variables(**{name: array.astype(getattr(wanted, name).dtype) for name, array in gradients.items()})

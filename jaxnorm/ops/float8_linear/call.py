@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from jaxnorm.native import compat
 from jaxnorm.ops.checks import check_array, check_implementation
@@ -17,7 +18,15 @@ ALL_DIGITS = ("highest", "float32", lax.Precision.HIGHEST)
 
 
 def linear(
-    function: str, x: Any, kernel: Any, bias: Any, out_dtype: Any, recipe: Any, implementation: Any, precision: Any
+    function: str,
+    x: Any,
+    kernel: Any,
+    bias: Any,
+    out_dtype: Any,
+    recipe: Any,
+    implementation: Any = None,
+    precision: Any = None,
+    out_sharding: Any = None,
 ) -> jax.Array:
     """y, of a recipe that was checked."""
     choice = check_implementation(op.NAME, implementation)
@@ -30,6 +39,7 @@ def linear(
         weight_gradient=recipe.weight_gradient,
         power_of_two=recipe.power_of_two,
         save=recipe.save,
+        out_spec=_out_spec(values, kernel, out_sharding),
         implementation=choice.implementation,
         how=choice.how,
         wants_all_digits=_wants_all_digits(precision),
@@ -48,6 +58,15 @@ def linear(
     return op.linear(spec, operands)
 
 
+def _out_spec(x: jax.Array, kernel: jax.Array, out_sharding: Any) -> PartitionSpec | None:
+    """How y is split over an Explicit mesh, where that is given or what is summed is split: as its rows and columns."""
+    if out_sharding is not None:
+        given: PartitionSpec = getattr(out_sharding, "spec", out_sharding)
+        return given
+    (*rows, of_x), (of_kernel, columns) = (tuple(jax.typeof(array).sharding.spec) for array in (x, kernel))
+    return None if of_x is None and of_kernel is None else PartitionSpec(*rows, columns)
+
+
 def _wants_all_digits(precision: Any) -> bool:
     """Whether a product is to have all digits of float32, by its own precision or by JAX's default."""
     config: Any = jax.config
@@ -56,7 +75,14 @@ def _wants_all_digits(precision: Any) -> bool:
 
 
 def dot_general(
-    function: str, x: Any, kernel: Any, dimension_numbers: Any, precision: Any, dtype: Any, recipe: Any
+    function: str,
+    x: Any,
+    kernel: Any,
+    dimension_numbers: Any,
+    precision: Any,
+    dtype: Any,
+    recipe: Any,
+    out_sharding: Any,
 ) -> jax.Array:
     """The product as `lax.dot_general` gives it, of operands without batch axes."""
     (of_x, of_kernel), batch = dimension_numbers
@@ -79,8 +105,11 @@ def dot_general(
     kernel, outputs = _summed(kernel, [axis for axis, _ in pairs], last=False)
     x, rows = _summed(x, [axis for _, axis in pairs], last=True)
     dtype = jnp.promote_types(x.dtype, kernel.dtype) if dtype is None else dtype
-    y = linear(function, x, kernel, None, dtype, recipe, None, precision)
-    return y if len(outputs) == 1 else y.reshape(*rows, *outputs)
+    is_matrix = len(outputs) == 1
+    y = linear(function, x, kernel, None, dtype, recipe, None, precision, out_sharding if is_matrix else None)
+    if is_matrix:
+        return y
+    return lax.reshape(y, (*rows, *outputs), out_sharding=out_sharding)
 
 
 def _summed(array: jax.Array, axes: list[int], *, last: bool) -> tuple[jax.Array, list[Any]]:

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxnorm.ops.float8_linear.products import Float8Linear, Multiply, Product, by_xla, of_rank, wide_dot
+from jaxnorm.ops.float8_linear.products import Float8Linear, Multiply, Product, by_xla, of_rank, sharding_of, wide_dot
 from jaxnorm.ops.quantize import rounding
 from jaxnorm.ops.quantized_dot.formula import of_batch
 from jaxnorm.quantization import Quantization
@@ -79,9 +79,9 @@ def forward(spec: Float8Linear, operands: Operands, multiply: Multiply = by_xla)
     else:
         x = Rounded(operands.x, live(operands.x, operands.x_scales))
     kernel = rounded_kernel(spec, operands.kernel)
-    last = (operands.x.ndim - 1,), (0,)
+    last, out_sharding = last_and_first(spec, operands.x)
     product = Product(x.values, kernel.values, last, x.scales, kernel.scales[0], spec.out_dtype, operands.bias)
-    return multiply(spec, product), x, kernel
+    return multiply(spec, product._replace(out_sharding=out_sharding)), x, kernel
 
 
 def live(values: jax.Array, scales: jax.Array) -> jax.Array:
@@ -114,15 +114,21 @@ def linear(spec: Float8Linear, saved: Saved, dots: Variables) -> jax.Array:
     terms = []
     if dots.x is not None:
         values, scales = saved_kernel(spec, saved)
-        dot = wide_dot(spec, dots.x, values.astype(dots.x.dtype), ((dots.x.ndim - 1,), (0,)))
+        dot = wide_dot(spec, dots.x, values.astype(dots.x.dtype), *last_and_first(spec, dots.x))
         terms.append(dot * of_rank(dot.ndim, scales[0]))
     if dots.kernel is not None:
         values, scales = saved_x(spec, saved)
-        terms.append(wide_dot(spec, values.astype(dots.kernel.dtype), dots.kernel, ((values.ndim - 1,), (0,))) * scales)
+        dot = wide_dot(spec, values.astype(dots.kernel.dtype), dots.kernel, *last_and_first(spec, values))
+        terms.append(dot * scales)
     total = functools.reduce(jnp.add, terms)
     if dots.bias is not None:
         total = total + of_rank(total.ndim, dots.bias.astype(total.dtype))
     return total.astype(spec.out_dtype)
+
+
+def last_and_first(spec: Float8Linear, x: jax.Array) -> tuple[Any, Any]:
+    """The axes of x and of a kernel that are summed, and the sharding of the result."""
+    return ((x.ndim - 1,), (0,)), sharding_of(x, spec.out_spec)
 
 
 def saved_x(spec: Float8Linear, saved: Saved) -> Rounded:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import AxisType, PartitionSpec
 
 from jaxnorm.native import compat
 from jaxnorm.ops.float8_linear import backward, formula
@@ -138,9 +139,8 @@ def _linear_transpose(cotangents: Any, *leaves: Any, tree: Any, spec: Float8Line
 
 
 def _wanted(spec: Float8Linear, aval: Any) -> Wanted:
-    of_example = tuple(aval.sharding.spec)[spec.batch :]
-    is_split = any(axis is not None for axis in of_example)
-    return Wanted(np.dtype(aval.dtype), jax.sharding.PartitionSpec(*of_example) if is_split else None)
+    of_example = PartitionSpec(*tuple(aval.sharding.spec)[spec.batch :])
+    return Wanted(np.dtype(aval.dtype), of_example if AxisType.Explicit in aval.sharding.mesh.axis_types else None)
 
 
 def _backward_bind(spec: Float8Linear, dy: jax.Array, saved: Saved, wanted: Variables) -> Variables:
@@ -191,6 +191,8 @@ def _forward_batch(leaves: Any, axes: Any, *, tree: Any, spec: Float8Linear, wit
             if name not in ("kernel", "bias") and array is not None
         }
         given: Operands = jax.tree.unflatten(tree, leaves)
+        if spec.out_spec is not None:
+            spec = dataclasses.replace(spec, out_spec=PartitionSpec(None, *spec.out_spec))
         return _forward_bind(spec, given._replace(**of_rows), with_saved=False), [0]
     results = _forward_bind(_another(spec), front, with_saved=with_saved)
     return results, [0] * len(results)

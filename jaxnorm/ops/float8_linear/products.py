@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from jaxnorm.ops.quantized_dot import op as quantized_dot
 from jaxnorm.ops.quantized_dot.formula import Operands, QuantizedDot, float8_dot
@@ -24,6 +25,7 @@ class Float8Linear(Spec):
     weight_gradient: str = "float8"
     power_of_two: bool = False
     save: str = "quantized"
+    out_spec: PartitionSpec | None = None  # of y over an Explicit mesh, where x and the kernel do not say it
     implementation: str | None = None
     how: str = ""  # it was chosen, if not by the argument
     wants_all_digits: bool = False  # of a sum, by `jax.default_matmul_precision`
@@ -108,6 +110,12 @@ def wide_dot(spec: Float8Linear, a: jax.Array, b: jax.Array, contracted: Any, ou
         out_sharding=out_sharding,
     )
     return y
+
+
+def sharding_of(array: jax.Array, spec: PartitionSpec | None) -> Any:
+    """The sharding over the array's Explicit mesh by a spec, None of None."""
+    sharding: Any = jax.typeof(array).sharding
+    return None if spec is None else sharding.update(spec=spec)
 
 
 def of_rank(ndim: int, array: jax.Array) -> jax.Array:

@@ -85,10 +85,16 @@ class Float8DotGeneral:
           ValueError: dimension_numbers have batch axes, or the lengths of what is summed differ.
           TypeError: as of `float8_linear`.
         """
-        y = call.dot_general(
-            "float8_dot_general", x, kernel, dimension_numbers, precision, preferred_element_type, self.recipe
+        return call.dot_general(
+            "float8_dot_general",
+            x,
+            kernel,
+            dimension_numbers,
+            precision,
+            preferred_element_type,
+            self.recipe,
+            out_sharding,
         )
-        return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
 
 
 float8_dot_general = Float8Recipe().dot_general
