@@ -103,7 +103,7 @@ def rounded_along(spec: Float8Linear, array: jax.Array, axes: tuple[int, ...]) -
     v = lax.stop_gradient(array).astype(np.float32)
     axes = axes if spec.scaling == "row" else tuple(range(v.ndim))
     values, scales = rounding.rounded(Quantization(FLOAT8, power_of_two=spec.power_of_two), v, axes)
-    is_zero = jnp.max(jnp.abs(v), axes, keepdims=True, initial=0) == 0
+    is_zero = rounding.largest_magnitude(v, axes) == 0
     return Rounded(values, jnp.where(is_zero, 0, scales))
 
 

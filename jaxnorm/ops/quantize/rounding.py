@@ -40,7 +40,7 @@ def rounded(
         v = v.reshape(*shape[:-1], shape[-1] // group, group)
     scale = given
     if scale is None:
-        amax = jnp.max(jnp.abs(v), axes if group is None else -1, keepdims=True, initial=0)
+        amax = largest_magnitude(v, axes if group is None else (-1,))
         if shards is not None and group is None:
             amax = shards.max(amax)
         scale = _scale(quantization, amax)
@@ -52,6 +52,16 @@ def rounded(
     # back: its option `xla_allow_excess_precision`.
     values = lax.optimization_barrier(values.astype(quantization.dtype).reshape(shape))
     return values, scale if given is not None or group is None else scale.squeeze(-1)
+
+
+def largest_magnitude(v: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """The greatest |v| along these axes, of length 1 then; NaN if there is one.
+
+    By their bits, which are ordered as such numbers are, with NaN above all: of floats XLA for a CPU (JAX 0.10) loses a
+    NaN in the maximum of a long row.
+    """
+    bits = lax.bitcast_convert_type(jnp.abs(v), jnp.int32)
+    return lax.bitcast_convert_type(jnp.max(bits, axes, keepdims=True, initial=0), jnp.float32)
 
 
 def _scale(quantization: Quantization, amax: jax.Array) -> jax.Array:
