@@ -6,6 +6,7 @@ from jaxnorm.native import compat, cublaslt, ffi, fit, private
 from jaxnorm.ops.cross_entropy.formula import CrossEntropy
 from jaxnorm.ops.cross_entropy.formula import Operands as CrossEntropyOperands
 from jaxnorm.ops.cross_entropy.op import CROSS_ENTROPY
+from jaxnorm.ops.float8_linear.formula import Float8Linear, rounded_kernel, rounded_x
 from jaxnorm.ops.norm.op import LONGEST_GATED
 from jaxnorm.ops.quantize.checks import SMALLEST_SCALE
 from jaxnorm.primitive import fallback, reasons, weights
@@ -22,6 +23,7 @@ __all__ = [
     "SMALLEST_SCALE",
     "CrossEntropy",
     "CrossEntropyOperands",
+    "Float8Linear",
     "choose_fastest",
     "compat",
     "cublaslt",
@@ -33,6 +35,8 @@ __all__ = [
     "plan_page",
     "private",
     "reasons",
+    "rounded_kernel",
+    "rounded_x",
     "run_every_kernel",
     "text",
     "tiling",

@@ -1,0 +1,228 @@
+"""`float8_linear`: the product of rounded operands, its gradient with dy rounded once for each, and what is refused."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import draw
+from coverage import cover
+from internals import Float8Linear, rounded_kernel, rounded_x
+from quantizing import assert_same, by_numpy, to
+
+import jaxnorm
+from jaxnorm import Float8Recipe, Quantization, Quantized, float8_linear, quantize
+
+ROWS, DEPTH, COLUMNS = (4, 6), 96, 48
+E4M3 = Quantization("float8_e4m3fn")
+RECIPES = {
+    "default": Float8Recipe(),
+    "inputs": Float8Recipe(save="inputs"),
+    "powers of two": Float8Recipe(power_of_two=True),
+    "tensor": Float8Recipe(scaling="tensor"),
+    "wide weight gradient": Float8Recipe(weight_gradient="compute"),
+}
+each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
+
+
+def operands(dtype="float32", *, std=1.0, rows=ROWS):
+    """x, kernel, bias and dy; a row of x and a column of the kernel are zeros."""
+    x, kernel = draw("x", (*rows, DEPTH), std=std), draw("kernel", (DEPTH, COLUMNS), std=std)
+    bias, dy = draw("bias", (COLUMNS,), std=std), draw("dy", (*rows, COLUMNS), std=std)
+    return [a.astype(dtype) for a in (x.at[1, 2].set(0), kernel.at[:, 5].set(0), bias, dy)]
+
+
+def wide(array):
+    return np.asarray(array, np.float64)
+
+
+def axes_of(recipe, axes, ndim):
+    return axes if recipe.scaling == "row" else tuple(range(-ndim, 0))
+
+
+def rounded(recipe, array, axes):
+    """The array as it is rounded with a scale for what lies along these axes, in float64."""
+    to_float8 = dataclasses.replace(E4M3, power_of_two=recipe.power_of_two)
+    quantized = quantize(array, to_float8, axis=axes_of(recipe, axes, array.ndim))
+    return wide(quantized.values.astype(jnp.float32)) * wide(quantized.scales)
+
+
+def value_and_gradients(recipe, x, kernel, bias, dy):
+    y, pull_back = jax.vjp(lambda *args: float8_linear(*args[:2], bias=args[2], recipe=recipe), x, kernel, bias)
+    return y, *pull_back(dy)
+
+
+def folded(recipe, dy, factor, axes, along):
+    """dy as it is rounded for one product, in float64, without the scales of the other factor that went into it."""
+    if recipe.scaling == "tensor":
+        return rounded(recipe, dy, axes)
+    to_float8 = dataclasses.replace(E4M3, power_of_two=recipe.power_of_two)
+    scales = quantize(factor, to_float8, axis=along).scales
+    scales = jnp.where(jnp.abs(factor).max(along, keepdims=True) == 0, 0, scales)
+    with np.errstate(invalid="ignore"):
+        return np.nan_to_num(rounded(recipe, dy.astype(jnp.float32) * scales, axes) / wide(scales))
+
+
+def expected_gradients(recipe, x, kernel, dy):
+    """Those of the rounded operands, dy rounded once for each product, and the sums of the terms' magnitudes."""
+    x_tilde, w_tilde = rounded(recipe, x, -1), rounded(recipe, kernel, 0)
+    u = folded(recipe, dy, kernel, -1, 0)
+    v = wide(dy) if recipe.weight_gradient == "compute" else folded(recipe, dy, x, (0, 1), -1)
+    x_tilde, v = x_tilde.reshape(-1, DEPTH), v.reshape(-1, COLUMNS)
+    of_x, of_kernel = (u, w_tilde.T), (x_tilde.T, v)
+    return [(a @ b, np.abs(a) @ np.abs(b)) for a, b in (of_x, of_kernel)]
+
+
+# Sums of float32 in any order, and one rounding to the result's dtype.
+def assert_within(actual, expected, magnitudes, bound=2.0**-12):
+    step = 0 if actual.dtype == jnp.float32 else 2.0 ** -(jnp.finfo(actual.dtype).nmant + 1)
+    assert (np.abs(wide(actual) - expected) <= bound * magnitudes + step * np.abs(expected)).all()
+
+
+@cover(power_of_two=[False, True], dtype=["float32", "bfloat16", "float16"], scaling=["row", "tensor"])
+def test_operands_are_rounded_as_numpy_does(power_of_two, dtype, scaling):
+    x, kernel, *_ = operands(dtype, std=0.02)
+    spec = Float8Linear(out_dtype=np.dtype("float32"), scaling=scaling, power_of_two=power_of_two)
+    recipe, quantization = Float8Recipe(scaling), dataclasses.replace(E4M3, power_of_two=power_of_two)
+    for function, array, axis in ((rounded_x, x, -1), (rounded_kernel, kernel, 0)):
+        axes = tuple(axes_of(recipe, (axis,), array.ndim))
+        v = np.moveaxis(np.asarray(array, np.float32), axes, range(-len(axes), 0))
+        values, scales = by_numpy(v, quantization, axes=len(axes))
+        values, scales = (np.moveaxis(a, range(-len(axes), 0), axes) for a in (values, scales))
+        is_zero = np.abs(np.asarray(array, np.float32)).max(axes, keepdims=True) == 0
+        actual = jax.jit(partial(function, spec))(array)
+        assert_same([actual.values, actual.scales], [values, np.where(is_zero, np.float32(0), scales)])
+
+
+@cover(recipe=RECIPES, dtype=["float32", "bfloat16", "float16"])
+def test_the_product_of_the_rounded_operands(recipe, dtype):
+    x, kernel, bias, _ = operands(dtype)
+    y = jax.jit(partial(float8_linear, recipe=recipe))(x, kernel, bias=bias)
+    a, b = rounded(recipe, x, -1), rounded(recipe, kernel, 0)
+    assert y.dtype == dtype
+    assert_within(y, a @ b + wide(bias), np.abs(a) @ np.abs(b))
+
+
+def test_it_is_quantized_dot_of_what_is_quantised():
+    x, kernel, bias, _ = operands("bfloat16")
+    y = jaxnorm.quantized_dot(quantize(x, E4M3), quantize(kernel.T, E4M3), bias=bias)
+    np.testing.assert_array_equal(float8_linear(x, kernel, bias=bias), y)
+
+
+# The contract: the gradient of the product of the rounded operands, with dy rounded to 8 bits once for each product.
+@cover(recipe=RECIPES, dtype=["float32", "bfloat16", "float16"])
+def test_gradients_are_of_the_rounded_operands_and_dy_rounded_once(recipe, dtype):
+    x, kernel, bias, dy = operands(dtype)
+    _, dx, dw, db = jax.jit(partial(value_and_gradients, recipe))(x, kernel, bias, dy)
+    (of_x, x_terms), (of_kernel, kernel_terms) = expected_gradients(recipe, x, kernel, dy)
+    # The wide product takes x as it was rounded to its own dtype again.
+    again = 2.0**-8 if recipe.weight_gradient == "compute" and dtype != "float32" else 2.0**-12
+    assert [g.dtype for g in (dx, dw, db)] == [dtype] * 3
+    assert_within(dx, of_x, x_terms)
+    assert_within(dw, of_kernel, kernel_terms, again)
+    assert_within(db, wide(dy).sum((0, 1)), np.abs(wide(dy)).sum((0, 1)), 2.0**-22)
+
+
+@pytest.mark.parametrize("recipe", [Float8Recipe(power_of_two=True), Float8Recipe("tensor", power_of_two=True)])
+def test_a_dy_of_few_bits_is_not_rounded(recipe):
+    x, kernel, bias, dy = operands()
+    dy = jnp.round(dy)
+    _, dx, dw, _ = value_and_gradients(recipe, x, kernel, bias, dy)
+    x_tilde, w_tilde = rounded(recipe, x, -1), rounded(recipe, kernel, 0)
+    of_kernel = x_tilde.reshape(-1, DEPTH).T, wide(dy).reshape(-1, COLUMNS)
+    for actual, (a, b) in ((dx, (wide(dy), w_tilde.T)), (dw, of_kernel)):
+        assert_within(actual, a @ b, np.abs(a) @ np.abs(b), 2.0**-18)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_powers_of_two_are_exact(dtype):
+    x, kernel, bias, dy = (jnp.sign(a) * 2.0 ** jnp.clip(jnp.round(a), -2, 2).astype(dtype) for a in operands(dtype))
+    actual = value_and_gradients(Float8Recipe(power_of_two=True), x, kernel, bias, dy)
+    plain = partial(jnp.matmul, preferred_element_type=np.float32, precision="highest")
+    y = (plain(x, kernel) + bias.astype(np.float32)).astype(dtype)
+    dx = plain(dy, kernel.T).astype(dtype)
+    dw = plain(x.reshape(-1, DEPTH).T, dy.reshape(-1, COLUMNS)).astype(dtype)
+    db = dy.astype(np.float32).sum((0, 1)).astype(dtype)
+    for a, e in zip(actual, (y, dx, dw, db), strict=True):
+        np.testing.assert_array_equal(a, e)
+
+
+# Of a normal dy 3 bits of significand leave 2.6 % at most; a dead row that counted would set all others' largest value.
+@pytest.mark.parametrize("recipe", [Float8Recipe(), Float8Recipe(save="inputs"), Float8Recipe(power_of_two=True)])
+def test_what_is_dead_changes_no_scale(recipe):
+    x, kernel, bias, dy = operands(std=2e-3)
+    _, dx, dw, _ = value_and_gradients(recipe, x, kernel, bias, dy)
+    x_tilde, w_tilde = rounded(recipe, x, -1), rounded(recipe, kernel, 0)
+    for actual, exact in (
+        (dx, wide(dy) @ w_tilde.T),
+        (dw, x_tilde.reshape(-1, DEPTH).T @ wide(dy).reshape(-1, COLUMNS)),
+    ):
+        assert np.linalg.norm(wide(actual) - exact) <= 0.029 * np.linalg.norm(exact)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_is_not_finite_stays_in_its_row_and_column(value):
+    x, kernel, bias, dy = operands()
+    good = value_and_gradients(Float8Recipe(), x, kernel, bias, dy)
+    y, dx, dw, _ = value_and_gradients(Float8Recipe(), x.at[2, 3, 7].set(value), kernel, bias, dy)
+    assert np.isnan(y[2, 3]).all()
+    assert np.isnan(dw).all()
+    np.testing.assert_array_equal(
+        np.delete(y.reshape(-1, COLUMNS), 15, 0), np.delete(good[0].reshape(-1, COLUMNS), 15, 0)
+    )
+    np.testing.assert_array_equal(dx, good[1])
+    y, dx, dw, _ = value_and_gradients(Float8Recipe(), x, kernel.at[7, 3].set(value), bias, dy)
+    assert (np.isnan(y).any((0, 1)) == (np.arange(COLUMNS) == 3)).all()
+    assert np.isnan(dx).all()
+    np.testing.assert_array_equal(dw, good[2])
+
+
+def test_the_default_precision_of_all_digits():
+    x, kernel, bias, dy = operands()
+    with jax.default_matmul_precision("highest"):
+        y, dx, dw, _ = jax.jit(partial(value_and_gradients, Float8Recipe()))(x, kernel, bias, dy)
+    a, b = rounded(Float8Recipe(), x, -1), rounded(Float8Recipe(), kernel, 0)
+    assert_within(y, a @ b + wide(bias), np.abs(a) @ np.abs(b), 2.0**-20)
+    (of_x, x_terms), (of_kernel, kernel_terms) = expected_gradients(Float8Recipe(), x, kernel, dy)
+    assert_within(dx, of_x, x_terms, 2.0**-20)
+    assert_within(dw, of_kernel, kernel_terms, 2.0**-20)
+
+
+@pytest.mark.parametrize("granularity", ["token", "tensor"])
+def test_a_quantised_x(granularity):
+    x, kernel, bias, dy = operands()
+
+    def of_quantized(x, kernel):
+        return float8_linear(quantize(x, to("float8_e4m3fn", granularity), straight_through=True), kernel, bias=bias)
+
+    y, pull_back = jax.vjp(of_quantized, x, kernel)
+    dx, dw = pull_back(dy.astype(y.dtype))
+    assert (y.dtype, dx.dtype) == (jnp.bfloat16, jnp.float32)
+    if granularity == "token":
+        expected = value_and_gradients(Float8Recipe(), x, kernel, bias, dy.astype(y.dtype).astype(jnp.float32))
+        np.testing.assert_array_equal(y, expected[0].astype(y.dtype))
+        np.testing.assert_array_equal(dx, expected[1])
+        np.testing.assert_array_equal(dw, expected[2])
+    else:
+        quantized = quantize(x, to("float8_e4m3fn", "tensor"))
+        a, v = wide(quantized.dequantize()).reshape(-1, DEPTH), rounded(Float8Recipe(), dy.astype(y.dtype), (0, 1))
+        v = v.reshape(-1, COLUMNS)
+        assert_within(dw, a.T @ v, np.abs(a).T @ np.abs(v))
+
+
+def test_a_quantised_x_without_a_carrier_stands_still():
+    x, kernel, _, _ = operands()
+    quantized = quantize(x, E4M3)
+    gradient = jax.grad(lambda scales: float8_linear(Quantized(quantized.values, scales), kernel).sum())
+    np.testing.assert_array_equal(gradient(quantized.scales), 0)
+
+
+def test_a_norm_in_front():
+    x, kernel, _, _ = operands()
+    norm = partial(jaxnorm.rms_norm_quantized, quantization=E4M3, straight_through=True)
+    dx, dw = jax.grad(lambda *args: float8_linear(norm(args[0]), args[1]).sum().astype(jnp.float32), (0, 1))(x, kernel)
+    exact = jax.grad(lambda *args: (jaxnorm.rms_norm(args[0]) @ args[1]).sum(), (0, 1))(x, kernel)
+    for actual, expected in zip((dx, dw), exact, strict=True):
+        assert np.linalg.norm(actual - expected) <= 0.1 * np.linalg.norm(expected)
