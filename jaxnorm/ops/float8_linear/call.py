@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
@@ -47,7 +48,7 @@ def linear(
     )
     if scales is not None:
         scales = scales if scales.ndim else scales.reshape((1,) * values.ndim)
-    operands = Operands(values, kernel, checks.check_bias(function, bias, kernel), scales, carrier)
+    operands = _summed_wide(Operands(values, kernel, checks.check_bias(function, bias, kernel), scales, carrier))
     if spec.native_for:
         why = described.why_formula(compat.default_platform(), spec, jax.tree.map(jax.typeof, operands))
         if why:
@@ -56,6 +57,14 @@ def linear(
                 "XLA makes its products."
             )
     return op.linear(spec, operands)
+
+
+def _summed_wide(operands: Operands) -> Operands:
+    """The operands, in float32 where a `shard_map` adds up gradients over devices: they are rounded after that."""
+    leaves, tree = jax.tree.flatten(operands)
+    summed = zip(leaves, compat.are_summed(*leaves), strict=True)
+    wide: Operands = jax.tree.unflatten(tree, [a.astype(np.float32) if is_summed else a for a, is_summed in summed])
+    return wide
 
 
 def _out_spec(x: jax.Array, kernel: jax.Array, out_sharding: Any) -> PartitionSpec | None:
