@@ -14,7 +14,7 @@ from coverage import in_full
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = (".ci", "jaxnorm", "src", "cmake", "tests", "bench", "docs", "examples", "tools")
-OPS = ("sandwich_norm", "group_norm", "gated_activation", "softmax", "cross_entropy", "qk_norm_rotary", "quantized_dot")
+OPS = ("sandwich_norm", "group_norm", "gated_activation", "softmax", "cross_entropy", "qk_norm_rotary", "float8_linear")
 # Where the product names an op, beside its two folders.
 NAMED_IN = {"jaxnorm/__init__.py", "cmake/ops.cmake"}
 

@@ -283,6 +283,7 @@ OF_VARIABLES = {
         {"static_scale": jnp.float32(0.1)},
     ),
     "quantize": (partial(jaxnorm.quantize, quantization=Q8), (X,), {}),
+    "float8_linear": (jaxnorm.float8_linear, (X, jnp.ones((X.shape[-1], 8))), {"bias": SCALE}),
     "quantized_dot": (
         lambda x, bias: jaxnorm.quantized_dot(x, jaxnorm.quantize(X[0], Q8), bias=bias),
         (X, SCALE[:4]),

@@ -145,6 +145,7 @@ CALLS = {
     "rms_norm_add_rms_norm": (lambda x: jaxnorm.rms_norm_add_rms_norm(x, x), None),
     "quantize": (lambda x: jaxnorm.quantize(x, QUANTIZATION), "on every platform"),
     "quantized_dot": (lambda x: jaxnorm.quantized_dot(x, WEIGHTS), "none for cpu"),
+    "float8_linear": (lambda x: jaxnorm.float8_linear(x, x.T), "none for cpu"),
     "add_rms_norm": (lambda x: jaxnorm.add_rms_norm(x, x), None),
     "add_layer_norm": (lambda x: jaxnorm.add_layer_norm(x, x), None),
     "gated_activation": (jaxnorm.gated_activation, None),
@@ -176,9 +177,10 @@ def test_every_function(name):
     assert (why or "has a kernel") in runs.why
 
 
-# `quantize` has no argument `implementation`, `quantized_dot` no kernel on CPUs, and the two last calls have
-# none whatever is chosen.
-CHOSEN = [name for name in CALLS if name not in ("quantize", "quantized_dot", "rms_norm", "layer_norm")]
+# `quantize` has no argument `implementation`, products have no kernel on CPUs, and the two last calls have none whatever
+# is chosen.
+NOT_CHOSEN = ("quantize", "quantized_dot", "float8_linear", "rms_norm", "layer_norm")
+CHOSEN = [name for name in CALLS if name not in NOT_CHOSEN]
 
 
 @pytest.mark.kernels

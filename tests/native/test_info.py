@@ -96,6 +96,8 @@ def test_a_quantised_result_in_words(info, to):
         (("--op", "quantized_dot", "--platform", "cpu"), "a kernel for cuda, none for cpu"),
         (("--op", "quantized_dot", "--platform", "cuda", "--dtype", "int8"), "the kernel multiplies float8"),
         (("--op", "quantized_dot", "--platform", "cuda", "--columns", "8"), "(8, 4096), and cuBLASLt wants multiples"),
+        (("--op", "float8_linear", "--platform", "cpu"), "a kernel for cuda, none for cpu"),
+        (("--op", "float8_linear", "--platform", "cuda", "--columns", "8"), "(8, 4096), and cuBLASLt wants multiples"),
         (("--op", "qk_norm_rotary", "--shape", "8x64", "--out-dtype", "bfloat16"), "want them equal"),
         (("--op", "qk_norm_rotary", "--shape", "8x64", "--dtype", "float64"), "q is float64"),
     ],
