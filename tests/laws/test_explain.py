@@ -177,8 +177,8 @@ def test_every_function(name):
     assert (why or "has a kernel") in runs.why
 
 
-# `quantize` has no argument `implementation`, products have no kernel on CPUs, and the two last calls have none whatever
-# is chosen.
+# `quantize` has no argument `implementation`, products have no kernel on CPUs, and the two last calls have none
+# whatever is chosen.
 NOT_CHOSEN = ("quantize", "quantized_dot", "float8_linear", "rms_norm", "layer_norm")
 CHOSEN = [name for name in CALLS if name not in NOT_CHOSEN]
 
