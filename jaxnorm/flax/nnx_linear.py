@@ -1,7 +1,6 @@
 """Linear layers of `flax.nnx` with quantised weights, and how a model gets them."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxnorm.flax import calls, nnx_calls, nnx_replace
+from jaxnorm.flax import nnx_calls, nnx_layers
 from jaxnorm.flax.calls import nnx
-from jaxnorm.flax.replacement import Only, Report, find
+from jaxnorm.flax.replacement import Only, Report
 from jaxnorm.ops.quantize.api import quantize
 from jaxnorm.ops.quantized_dot.api import quantized_dot
 from jaxnorm.ops.quantized_dot.checks import dtypes_beside
@@ -55,8 +54,7 @@ class QuantizedLinear(nnx.Linear):
     ) -> None:
         weights, activations = _pair("QuantizedLinear", weights, activations)
         super().__init__(in_features, out_features, **flax)
-        if (why := _why_left(self)) is not None:
-            raise TypeError(f"QuantizedLinear: cannot be quantised: {why}. Leave that out, or take flax.nnx.Linear.")
+        nnx_layers.check_own(self, "quantised")
         _set(self, weights, activations, _variables(self.kernel, weights))
 
     @property
@@ -81,6 +79,16 @@ class QuantizedLinear(nnx.Linear):
         return y
 
 
+nnx_layers.OURS[QuantizedLinear] = "it is quantised already"
+QUANTISE = nnx_layers.Change(
+    "quantize_linears",
+    "quantise",
+    "quantised",
+    of_linen="its modules are of flax.linen",
+    linen_remedy="only models of flax.nnx are served",
+)
+
+
 def quantize_linears(
     model: Any,
     weights: Quantization | DTypeLike,
@@ -89,23 +97,7 @@ def quantize_linears(
 ) -> Report:
     """`jaxnorm.quantize_linears`."""
     weights, activations = _pair("quantize_linears", weights, activations)
-    if only is not None and not callable(only):
-        raise TypeError(f"quantize_linears: only must be a function of a path and a module, got {only!r}.")
-    report = Report()
-    layers = []
-    for path, module in nnx_replace.modules_of("quantize_linears", model, "only models of flax.nnx are served"):
-        cls = type(module)
-        why = _why_class(cls)
-        if find(cls, {nnx.Linear: True}):
-            why = _why_left(module) or ("only is false of it" if only and not only(path, module) else None)
-            if why is None:
-                layers.append(module)
-        elif why is None:
-            continue
-        report.add(path, cls, why)
-    if not layers:
-        left = f":\n{report}" if report.left else "."
-        raise ValueError(f"quantize_linears: there is no flax.nnx.Linear to quantise in {type(model).__name__}{left}")
+    report, layers = nnx_layers.chosen(QUANTISE, model, only)
 
     # Of each kernel once, so that layers which share one share what comes of it. A kernel that no other layer has is
     # freed before the next one is quantised.
@@ -114,41 +106,9 @@ def quantize_linears(
         shared = id(layer.kernel)
         if shared not in made:
             made[shared] = _variables(layer.kernel, weights)
-        object.__setattr__(layer, "__class__", _class_of(type(layer)))
+        nnx_layers.become(layer, QuantizedLinear)
         _set(layer, weights, activations, made[shared])
     return report
-
-
-def _class_of(cls: type) -> type:
-    """What a class of linear layers becomes."""
-    return QuantizedLinear if cls is nnx.Linear else nnx_replace.with_base(cls, QuantizedLinear)
-
-
-# Layers of Flax with weights that are left as they are.
-OTHERS = (nnx.LinearGeneral, nnx.Einsum, nnx.Conv, nnx.ConvTranspose, nnx.Embed)
-
-
-def _why_class(cls: type) -> str | None:
-    """Why a module of a class is left. None if it is no linear layer, or one of Flax."""
-    if issubclass(cls, nnx.bridge.ToNNX):
-        return "its modules are of flax.linen"
-    if issubclass(cls, QuantizedLinear):
-        return "it is quantised already"
-    if issubclass(cls, nnx.Linear):
-        return "its __call__ is not Flax's"
-    return "only flax.nnx.Linear is quantised" if issubclass(cls, OTHERS) else None
-
-
-def _why_left(module: Any) -> str | None:
-    """Why a linear layer stays Flax's. None if it can be quantised."""
-    own: dict[str, Callable[..., Any]] = {
-        "dot_general": jax.lax.dot_general,
-        "promote_dtype": nnx.nn.dtypes.promote_dtype,
-    }
-    for name in (name for name, function in own.items() if getattr(module, name) is not function):
-        return f"it has a {name} of its own"
-    dtypes = (module.kernel.dtype, *([module.dtype] if module.dtype else []))
-    return (why := calls.why_dtypes(*dtypes)) and f"it is of {why}"
 
 
 def _variables(kernel: Any, weights: Quantization) -> dict[str, QuantizedParam]:

@@ -46,7 +46,7 @@ class Report:
 
         replaced = [f"replaced  {named(path, cls)}" for path, cls in self.replaced]
         left = [f"left      {named(path, cls)}: {why}" for path, cls, why in self.left]
-        return "\n".join([*replaced, *left]) or "no norms"
+        return "\n".join([*replaced, *left]) or "nothing to replace"
 
 
 def no_model(model: object, states: tuple[type, ...]) -> tuple[str, str]:
@@ -83,6 +83,17 @@ def check_custom(custom: object, module: type) -> Custom:
                 f"lambda norm, x: jaxnorm.rms_norm(x, norm.scale), got {function!r}."
             )
     return custom
+
+
+def check_only(function: str, only: object) -> None:
+    if only is not None and not callable(only):
+        raise TypeError(f"{function}: only must be a function of a path and a module, got {only!r}.")
+
+
+def why_own(module: Any, flaxs: Mapping[str, Any]) -> str | None:
+    """Why a layer is left that has another function than Flax's of one of these names. None if it has not."""
+    names = (name for name, function in flaxs.items() if getattr(module, name, function) is not function)
+    return next((f"it has a {name} of its own" for name in names), None)
 
 
 def find(cls: type, table: Mapping[type, Any]) -> Any | None:

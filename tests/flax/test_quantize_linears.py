@@ -13,6 +13,7 @@ import pytest
 from cases import bits, draw, draw_x
 from flax_apis import assert_close
 from jax.sharding import Mesh, PartitionSpec
+from linears import CHANGED, DIMS, FEATURES, NamedLinear, ScaledLinear, mixed
 
 import jaxnorm
 from jaxnorm import Quantization, Quantized
@@ -20,8 +21,6 @@ from jaxnorm.nnx import QuantizedLinear, QuantizedParam, QuantizedRMSNorm
 
 pytestmark = pytest.mark.jax_version
 
-DIMS = (3, 4, 16)
-FEATURES = DIMS[-1]
 INT8, INT4, E4M3, E5M2 = (Quantization(dtype) for dtype in (jnp.int8, jnp.int4, jnp.float8_e4m3fn, jnp.float8_e5m2))
 # Each dtype of weights with inputs as they are, and with those of the kind that its product takes.
 PAIRS = {
@@ -32,55 +31,6 @@ PAIRS = {
 each_pair = pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
 
 
-own_dot = partial(jax.lax.dot_general, precision="highest")
-
-
-def own_promotion(arrays, *, dtype):
-    return arrays
-
-
-class NamedLinear(flax.nnx.Linear):
-    """Flax's under another name and with another constructor."""
-
-    def __init__(self, rngs):
-        super().__init__(FEATURES, FEATURES, rngs=rngs)
-
-
-class ScaledLinear(flax.nnx.Linear):
-    """A subclass that computes something else."""
-
-    def __call__(self, x):
-        return 2 * super().__call__(x)
-
-
-class Mixed(flax.nnx.Module):
-    """Layers in every place where a model may have them."""
-
-    def __init__(self, rngs):
-        linear = partial(flax.nnx.Linear, FEATURES, FEATURES, rngs=rngs)
-        self.listed = flax.nnx.List([linear(), NamedLinear(rngs)])
-        self.by_name = flax.nnx.Dict(inner=linear(use_bias=False))
-        self.sequence = flax.nnx.Sequential(linear(), jnp.tanh)
-        self.shared = self.listed[0]
-        self.norm = flax.nnx.RMSNorm(FEATURES, rngs=rngs)
-        self.general = flax.nnx.LinearGeneral(FEATURES, FEATURES, rngs=rngs)
-        self.scaled = ScaledLinear(FEATURES, FEATURES, rngs=rngs)
-        self.lora = flax.nnx.LoRALinear(FEATURES, FEATURES, lora_rank=2, rngs=rngs)
-        self.own_dot = linear(dot_general=own_dot)
-        self.own_promotion = linear(promote_dtype=own_promotion)
-        self.complex = linear(param_dtype=jnp.complex64)
-
-    def __call__(self, x):
-        x = x + self.listed[1](jnp.sin(self.listed[0](self.norm(x))))
-        return self.shared(self.by_name.inner(self.sequence(x)))
-
-
-QUANTISED = {
-    ("listed", 0): flax.nnx.Linear,
-    ("listed", 1): NamedLinear,
-    ("by_name", "inner"): flax.nnx.Linear,
-    ("sequence", "layers", 0): flax.nnx.Linear,
-}
 LEFT = {
     ("general",): (flax.nnx.LinearGeneral, "only flax.nnx.Linear is quantised"),
     ("scaled",): (ScaledLinear, "its __call__ is not Flax's"),
@@ -89,10 +39,6 @@ LEFT = {
     ("own_promotion",): (flax.nnx.Linear, "it has a promote_dtype of its own"),
     ("complex",): (flax.nnx.Linear, "it is of complex64"),
 }
-
-
-def mixed():
-    return Mixed(flax.nnx.Rngs(0))
 
 
 def quantised(*pair, **options):
@@ -109,7 +55,7 @@ def linear(features=32, **options):
 
 def test_it_says_what_it_quantised_and_left():
     report = jaxnorm.quantize_linears(mixed(), INT8)
-    assert dict(report.replaced) == QUANTISED
+    assert dict(report.replaced) == CHANGED
     assert {path: (cls, why) for path, cls, why in report.left} == LEFT
 
 
@@ -205,8 +151,8 @@ def test_layers_that_share_a_kernel_share_what_comes_of_it():
 def test_state_has_what_a_parameter_was():
     model, plain = quantised(), mixed()
     of_layers = flax.nnx.state(model, QuantizedParam)
-    assert len(jax.tree.leaves(of_layers)) == 2 * len(QUANTISED)
-    kernels = {(*path, "kernel") for path in QUANTISED}
+    assert len(jax.tree.leaves(of_layers)) == 2 * len(CHANGED)
+    kernels = {(*path, "kernel") for path in CHANGED}
     expected = {path for path, _ in flax.nnx.to_flat_state(flax.nnx.state(plain, flax.nnx.Param))} - kernels
     assert {path for path, _ in flax.nnx.to_flat_state(flax.nnx.state(model, flax.nnx.Param))} == expected
 
@@ -302,7 +248,7 @@ def test_only_chooses_layers_and_types_of_weights():
 def test_only_is_asked_about_layers_that_can_be_quantised():
     asked = []
     quantised(INT8, None, only=lambda path, layer: asked.append((path, type(layer))) or True)
-    assert dict(asked) == QUANTISED
+    assert dict(asked) == CHANGED
 
 
 def test_a_layer_made_by_its_constructor():
