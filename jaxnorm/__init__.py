@@ -31,7 +31,7 @@ from jaxnorm.ops.quantized_dot.api import quantized_dot
 from jaxnorm.ops.sandwich_norm.api import rms_norm_add_rms_norm
 from jaxnorm.ops.softmax.api import log_softmax, softmax
 from jaxnorm.quantization import Quantization, Quantized
-from jaxnorm.replacement import quantize_linears, replace_norms
+from jaxnorm.replacement import float8_linears, quantize_linears, replace_norms
 
 try:
     __version__ = importlib.metadata.version(__name__)
@@ -50,6 +50,7 @@ __all__ = [
     "explain",
     "float8_dot_general",
     "float8_linear",
+    "float8_linears",
     "gated_activation",
     "gated_activation_quantized",
     "gated_rms_norm",

@@ -1,6 +1,7 @@
 """`flax.linen`'s norms on jaxnorm's kernels: change the import line, keep the model and its checkpoints."""
 
 from jaxnorm.flax.linen_activations import GatedActivation
+from jaxnorm.flax.linen_float8 import float8_linears
 from jaxnorm.flax.linen_groups import GroupNorm, InstanceNorm
 from jaxnorm.flax.linen_norms import (
     AddLayerNorm,
@@ -26,5 +27,6 @@ __all__ = [
     "QuantizedLayerNorm",
     "QuantizedRMSNorm",
     "RMSNorm",
+    "float8_linears",
     "replace_norms",
 ]

@@ -1,13 +1,15 @@
-"""Changing a model that is there already: `replace_norms`, `quantize_linears`, and their report."""
+"""Changing a model that is there already: `replace_norms`, `float8_linears`, `quantize_linears`, and their report."""
 
 from typing import Any
 
 from jax.typing import DTypeLike
 
 from jaxnorm.flax.replacement import Custom, Left, Only, Path, Replaced, Report
+from jaxnorm.ops.float8_linear.api import DEFAULT
+from jaxnorm.ops.float8_linear.recipe import Float8Recipe
 from jaxnorm.quantization import Quantization
 
-__all__ = ["Custom", "Left", "Path", "Replaced", "Report", "quantize_linears", "replace_norms"]
+__all__ = ["Custom", "Left", "Path", "Replaced", "Report", "float8_linears", "quantize_linears", "replace_norms"]
 
 
 def replace_norms(model: Any, custom: Custom | None = None) -> Report:
@@ -63,3 +65,41 @@ def quantize_linears(
     from jaxnorm.flax import nnx_linear  # Flax is optional
 
     return nnx_linear.quantize_linears(model, weights, activations, only)
+
+
+def float8_linears(model: Any, recipe: Float8Recipe = DEFAULT, *, only: Only | None = None) -> Report:
+    """Computes the linear layers of a `flax.nnx` model in float8, forward and backward, in place and at any depth.
+
+        report = jaxnorm.float8_linears(model)
+        print(report)
+
+    Each `flax.nnx.Linear` becomes a `jaxnorm.nnx.Float8Linear`, in stacked layers too, which calls `float8_linear`.
+    Modules stay the same objects with the same parameters and nothing besides, so that the state, its paths,
+    checkpoints, the optimiser's state and whoever shares a layer see no change.
+
+    A kernel is rounded once, from its own dtype, and its gradient has that dtype; with
+    `nnx.Linear(dot_general=recipe.dot_general)` Flax rounds it to the layer's `dtype` before.
+
+    Left are `LinearGeneral`, `Einsum`, convolutions and embeddings, subclasses with a `__call__` of their own, layers
+    with a `dot_general` or `promote_dtype` of their own, and those of other dtypes than float32, bfloat16 and float16.
+    What is not part of the model's graph, as a module in a closure, is not found. Modules of `flax.linen` within are
+    computed in float8 where they are called within `jaxnorm.linen.float8_linears`.
+
+    Args:
+      model: a module, or a list, dict or other pytree of modules.
+      recipe: how layers are rounded, and what is kept for the derivative.
+      only: a function of the path and the layer, true of those to compute in float8. None is all. A model of mixed
+        recipes takes a call for each: what is in float8 already is left.
+
+    Returns:
+      A `jaxnorm.replacement.Report`: `replaced` has (path, class) of each layer that is computed in float8, `left` has
+      (path, class, why) of each that is not.
+
+    Raises:
+      TypeError: model is of `flax.linen` or no model, recipe is no `Float8Recipe`, or only no function.
+      ValueError: the model has no `flax.nnx.Linear` to compute in float8, or is an argument of a transformation of
+        flax.nnx, as `nnx.jit`, which is running.
+    """
+    from jaxnorm.flax import nnx_float8  # Flax is optional
+
+    return nnx_float8.float8_linears(model, recipe, only)

@@ -325,6 +325,7 @@ TRANSFORMATIONS = {
 }
 CHANGES = {
     "replace_norms": jaxnorm.replace_norms,
+    "float8_linears": jaxnorm.float8_linears,
     "quantize_linears": lambda model: jaxnorm.quantize_linears(model, jaxnorm.Quantization(jnp.int8)),
 }
 
