@@ -1,0 +1,104 @@
+"""Quantised norms and activations in front of `nnx.Float8Linear`: values and gradients of the path without them."""
+
+import re
+from functools import partial
+
+import flax.nnx
+import jax
+import jax.numpy as jnp
+import pytest
+from cases import bits, draw, draw_scale
+from flax_apis import assert_gradients_close
+from hlo import compiled_text
+
+import jaxnorm
+from jaxnorm import Quantization, float8_linear
+from jaxnorm.nnx import Float8Linear, QuantizedRMSNorm
+
+pytestmark = pytest.mark.jax_version
+
+ROWS, FEATURES, COLUMNS = 48, 64, 96
+E4M3 = Quantization(jnp.float8_e4m3fn)
+
+
+class Normed(flax.nnx.Module):
+    """A norm that ends in float8, and the layer that takes it."""
+
+    inputs = FEATURES
+
+    def __init__(self, dtype):
+        rngs = flax.nnx.Rngs(0)
+        scale_init = lambda key, shape, dtype: draw_scale(shape, dtype)  # noqa: E731
+        options = {"quantization": E4M3, "straight_through": True, "scale_init": scale_init}
+        self.front = QuantizedRMSNorm(FEATURES, **options, rngs=rngs)
+        self.layer = Float8Linear(FEATURES, COLUMNS, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x):
+        return self.layer(self.front(x))
+
+    def unfused(self, x, out_dtype=jnp.float32):
+        h = jaxnorm.rms_norm(x, self.front.scale[...], out_dtype=out_dtype)
+        return float8_linear(h, self.layer.kernel[...], bias=self.layer.bias[...], out_dtype=self.layer.dtype)
+
+
+class Gated(flax.nnx.Module):
+    """A gated activation that ends in float8, and the layer that takes it."""
+
+    inputs = 2 * FEATURES  # the gate, and what it gates
+
+    def __init__(self, dtype):
+        self.layer = Float8Linear(FEATURES, COLUMNS, dtype=dtype, rngs=flax.nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.layer(jaxnorm.gated_activation_quantized(x, quantization=E4M3, straight_through=True))
+
+    def unfused(self, x, out_dtype=jnp.float32):
+        h = jaxnorm.gated_activation(x.astype(jnp.float32)).astype(out_dtype)
+        return float8_linear(h, self.layer.kernel[...], bias=self.layer.bias[...], out_dtype=self.layer.dtype)
+
+
+BLOCKS = {"norm": Normed, "gated activation": Gated}
+each_block = pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
+
+
+def value_and_gradients(model, call, x, dy):
+    definition, state = flax.nnx.split(model)
+
+    @jax.jit
+    def both(state, x, dy):
+        y, pull_back = jax.vjp(lambda state, x: call(flax.nnx.merge(definition, state), x), state, x)
+        return y, pull_back(dy)
+
+    return both(state, x, dy)
+
+
+# What is quantised is the float32 result of the norm or activation, so the unfused path quantises that too.
+@each_block
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_values_and_gradients_are_those_of_the_unfused_path(block, dtype):
+    model, x, dy = block(dtype), draw("x", (ROWS, block.inputs), dtype), draw("dy", (ROWS, COLUMNS), dtype)
+    y, gradients = value_and_gradients(model, block.__call__, x, dy)
+    expected, expected_gradients = value_and_gradients(model, block.unfused, x, dy)
+    assert y.dtype == dtype
+    assert bits(y) == bits(expected)
+    # The carrier has x's dtype, and so has what flows through it.
+    assert_gradients_close(gradients, expected_gradients, through=dtype)
+    assert all(jnp.linalg.norm(leaf) > 0 for leaf in jax.tree.leaves(gradients))
+
+
+def arrays_between(call, x, *dtypes):
+    """The instructions that make an array as the layer takes it, of one of these dtypes."""
+    with jaxnorm.implementation({"gated_activation_quantized": "native", "gated_activation": "native"}):
+        text = compiled_text(call, x)
+    entry = text.split("ENTRY", 1)[1]
+    made = rf"= (?:{'|'.join(dtypes)})\[{ROWS},{FEATURES}\]\S* (?!parameter)\w"
+    return re.findall(rf"^.*{made}.*$", entry, re.MULTILINE)
+
+
+# Of float16, because XLA's code for CPUs multiplies float8 as bfloat16.
+@each_block
+@pytest.mark.kernels
+def test_no_wide_array_lies_between(block):
+    model, x = block("float16"), draw("x", (ROWS, block.inputs), "float16")
+    assert arrays_between(model, x, "f16", "f32") == []
+    assert arrays_between(partial(block.unfused, model, out_dtype=jnp.float16), x, "f16", "f32") != []
