@@ -1,5 +1,6 @@
 """`float8_linear` over devices: a mesh changes no result but the order of sums, and moves no x. And exported."""
 
+import math
 from functools import partial
 
 import jax
@@ -94,6 +95,14 @@ def test_no_operand_is_gathered(split):
     mesh = mesh_of(jax.devices(), AxisType.Auto)
     text = compiled_text(partial(value_and_gradients, Float8Recipe()), *placed(mesh, operands(), SPLIT[split]))
     assert set(collectives(text)) == {"all-reduce"}
+    rows = math.prod(ROWS)
+    exact = {
+        "rows": DEPTH * COLUMNS + 2 * COLUMNS,  # dw and its columns' scales, db
+        "outputs": rows * DEPTH + rows,  # dx and its rows' scales
+        "what is summed": rows * COLUMNS + rows + COLUMNS,  # y, and the scales of x and the kernel
+    }
+    if split in exact:
+        assert collectives(text)["all-reduce"] == 4 * exact[split]
 
 
 def manual(mesh, split, recipe):

@@ -102,9 +102,9 @@ def rounded_along(spec: Float8Linear, array: jax.Array, axes: tuple[int, ...]) -
     """The array in float8, with a scale for what lies along these axes, or one for all."""
     v = lax.stop_gradient(array).astype(np.float32)
     axes = axes if spec.scaling == "row" else tuple(range(v.ndim))
-    values, scales = rounding.rounded(Quantization(FLOAT8, power_of_two=spec.power_of_two), v, axes)
-    is_zero = rounding.largest_magnitude(v, axes) == 0
-    return Rounded(values, jnp.where(is_zero, 0, scales))
+    quantization, amax = Quantization(FLOAT8, power_of_two=spec.power_of_two), rounding.largest_magnitude(v, axes)
+    scales = rounding.scale_of(quantization, amax)
+    return Rounded(rounding.values_of(quantization, v, scales, v.shape), jnp.where(amax == 0, 0, scales))
 
 
 def linear(spec: Float8Linear, saved: Saved, dots: Variables) -> jax.Array:

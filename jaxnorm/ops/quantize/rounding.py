@@ -43,14 +43,8 @@ def rounded(
         amax = largest_magnitude(v, axes if group is None else (-1,))
         if shards is not None and group is None:
             amax = shards.max(amax)
-        scale = _scale(quantization, amax)
-    largest = quantization.largest
-    values = jnp.clip(v * (1 / scale), -largest, largest)
-    if jnp.issubdtype(quantization.dtype, jnp.integer):
-        values = jnp.where(jnp.isnan(values), 0, jnp.round(values))
-    # Without the barrier XLA for GPUs leaves out the rounding to float8 where the same program converts the values
-    # back: its option `xla_allow_excess_precision`.
-    values = lax.optimization_barrier(values.astype(quantization.dtype).reshape(shape))
+        scale = scale_of(quantization, amax)
+    values = values_of(quantization, v, scale, shape)
     return values, scale if given is not None or group is None else scale.squeeze(-1)
 
 
@@ -64,7 +58,20 @@ def largest_magnitude(v: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     return lax.bitcast_convert_type(jnp.max(bits, axes, keepdims=True, initial=0), jnp.float32)
 
 
-def _scale(quantization: Quantization, amax: jax.Array) -> jax.Array:
+def values_of(quantization: Quantization, v: jax.Array, scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """v over its scale, rounded, of this shape."""
+    largest = quantization.largest
+    values = jnp.clip(v * (1 / scale), -largest, largest)
+    if jnp.issubdtype(quantization.dtype, jnp.integer):
+        values = jnp.where(jnp.isnan(values), 0, jnp.round(values))
+    # Without the barrier XLA for GPUs leaves out the rounding to float8 where the same program converts the values
+    # back: its option `xla_allow_excess_precision`.
+    rounded: jax.Array = lax.optimization_barrier(values.astype(quantization.dtype).reshape(shape))
+    return rounded
+
+
+def scale_of(quantization: Quantization, amax: jax.Array) -> jax.Array:
+    """The scale of what has this largest magnitude."""
     is_zero = amax == 0
     # By a constant XLA would not divide but multiply by its rounded reciprocal.
     scale = amax / jnp.where(is_zero, 1, jnp.float32(quantization.largest))
