@@ -203,12 +203,13 @@ def test_the_default_precision_of_all_digits():
     assert_within(dw, of_kernel, kernel_terms, 2.0**-20)
 
 
-@pytest.mark.parametrize("granularity", ["token", "tensor"])
-def test_a_quantised_x(granularity):
+@cover(granularity=["token", "tensor"], save=["quantized", "inputs"])
+def test_a_quantised_x(granularity, save):
     x, kernel, bias, dy = operands()
 
     def of_quantized(x, kernel):
-        return float8_linear(quantize(x, to("float8_e4m3fn", granularity), straight_through=True), kernel, bias=bias)
+        quantized = quantize(x, to("float8_e4m3fn", granularity), straight_through=True)
+        return float8_linear(quantized, kernel, bias=bias, recipe=Float8Recipe(save=save))
 
     y, pull_back = jax.vjp(of_quantized, x, kernel)
     dx, dw = pull_back(dy.astype(y.dtype))

@@ -10,7 +10,7 @@ from cases import draw
 from coverage import cover
 
 import jaxnorm
-from jaxnorm import Float8Recipe, checkpoint_policies, float8_linear
+from jaxnorm import Float8Recipe, Quantized, checkpoint_policies, float8_linear
 
 pytestmark = pytest.mark.jax_version
 
@@ -135,6 +135,22 @@ def test_the_gradient_of_examples(axes, recipe):
     assert_close(total, expected, 0.05 if is_rows else 1e-5)
     if y is not None:
         assert_close(y, of_each(partial(float8_linear, recipe=recipe), axes[:2], args[:2]))
+
+
+# A row is dead in one example alone, and its scale is that of all.
+@pytest.mark.parametrize("save", ["quantized", "inputs"])
+def test_examples_of_quantised_values_that_share_scales(save):
+    values = draw("values", (2, 5, DEPTH)).at[0, 3].set(0).astype("float8_e4m3fn")
+    scales, kernel = jnp.full((5, 1), 2e-5).at[3].set(1), operands()[1]
+
+    def of_kernel(values, kernel):
+        y = float8_linear(Quantized(values, scales), kernel, recipe=Float8Recipe(save=save), out_dtype="float32")
+        return jnp.sin(y).sum()
+
+    each = jnp.stack([jax.grad(of_kernel, 1)(one, kernel) for one in values])
+    assert_close(jax.vmap(jax.grad(of_kernel, 1), (0, None))(values, kernel), each)
+    kernels = jnp.stack([kernel] * 2)
+    assert_close(jax.grad(lambda kernels: jax.vmap(of_kernel)(values, kernels).sum())(kernels), each)
 
 
 def test_examples_of_examples():

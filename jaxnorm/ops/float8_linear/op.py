@@ -78,25 +78,21 @@ def _forward_jvp(primals: Any, dots: Any, *, tree: Any, spec: Float8Linear, with
     moving: Operands = jax.tree.unflatten(tree, [None if type(dot) is ad.Zero else dot for dot in dots])
     x, x_dot = (of.x if operands.x_scales is None else of.x_carrier for of in (operands, moving))
     variables = Variables(x_dot, moving.kernel, moving.bias)
-    results = _forward_bind(spec, operands, with_saved=with_saved or (_saves(spec, variables)))
-    y, *factors = results
-    if factors and _saves(spec, variables):
+    # What was given as it is rounded cannot be rounded again.
+    saves_x = spec.save == "quantized" or operands.x_scales is not None
+    saves = saves_x and not all_none(variables[:2])
+    y, *factors = _forward_bind(spec, operands, with_saved=with_saved or saves)
+    saved = Saved(x, operands.kernel)
+    if saves:
         factors = [*named("result", factors[::2]), *named("statistics", factors[1::2])]
         rounded_x, rounded_kernel = map(Rounded, factors[:2], factors[2:])
-        saved = Saved(x, operands.kernel, rounded_x, rounded_kernel)
+        saved = saved._replace(rounded_x=rounded_x)
+        if spec.save == "quantized":
+            saved = saved._replace(rounded_kernel=rounded_kernel)
         factors = [*rounded_x, *rounded_kernel]
-    else:
-        saved = Saved(x, operands.kernel)
-        if operands.x_scales is not None:
-            saved = saved._replace(rounded_x=Rounded(operands.x, formula.live(operands.x, operands.x_scales)))
     results = [y, *factors] if with_saved else [y]
     zeros = [ad.Zero(jax.typeof(result).to_tangent_aval()) for result in results]
     return results, zeros if all_none(variables) else [_tangent(spec, y, saved, variables), *zeros[1:]]
-
-
-def _saves(spec: Float8Linear, variables: Variables) -> bool:
-    """Whether a derivative reads factors that are rounded already."""
-    return spec.save == "quantized" and not all_none(variables[:2])
 
 
 def _tangent(spec: Float8Linear, y: jax.Array, saved: Saved, dots: Variables) -> jax.Array:
