@@ -16,10 +16,10 @@ class Float8Linear(nnx.Linear):
     """A `flax.nnx.Linear` that is computed by `jaxnorm.float8_linear`, forward and backward, without state.
 
         layer = Float8Linear(256, 512, dtype=jnp.bfloat16, rngs=rngs)
-        y = layer(x)
+        y = layer(x)  # float8_linear(x, layer.kernel, bias=layer.bias, recipe=layer.recipe, out_dtype=jnp.bfloat16)
 
     `jaxnorm.float8_linears` makes them of the layers of a model. Parameters, their names, metadata and checkpoints are
-    Flax's. `recipe` says how it is rounded, what is kept for the derivative, and has the formula.
+    Flax's. `recipe` says how the function rounds, and what it keeps for the derivative.
 
     The kernel is rounded once, from its own dtype, where Flax rounds it to `dtype` before `dot_general`; its gradient
     is as it is, of float32 for a float32 kernel. x is rounded to `dtype` first, as Flax does it. The bias is added in

@@ -416,3 +416,5 @@ def test_errors_of_a_layer():
         linear(Float8Linear, recipe="row")
     with pytest.raises(ValueError, match=r"^Float8Linear: x has shape \(2, 3\) and kernel \(16, 32\)"):
         linear(Float8Linear)(jnp.ones((2, 3)))
+    with pytest.raises(TypeError, match=r"^Float8Linear: x has values of int8, expected float8_e4m3fn"):
+        linear(Float8Linear)(quantize(draw_x(DIMS), Quantization(jnp.int8)))
