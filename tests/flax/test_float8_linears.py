@@ -14,7 +14,7 @@ import orbax.checkpoint
 import pytest
 from cases import bits, draw, draw_x
 from flax_apis import assert_close, assert_gradients_close
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from linears import CHANGED, DIMS, FEATURES, NamedLinear, ScaledLinear, mixed
 
 import jaxnorm
@@ -152,6 +152,14 @@ def test_the_results_dtype_is_flaxs(options, x_dtype):
     expected = layer(x)
     jaxnorm.float8_linears(layer)
     assert (layer(x).dtype, layer(x).shape) == (expected.dtype, expected.shape)
+
+
+def test_an_input_is_rounded_as_flax_does_and_not_widened():
+    x, narrow, wide = draw_x(DIMS), linear(Float8Linear, dtype=jnp.bfloat16), linear(Float8Linear)
+    half = x.astype(jnp.bfloat16)
+    assert bits(narrow(x)) == bits(narrow(half))
+    assert bits(wide(half)) == bits(float8_linear(half, wide.kernel[...], bias=wide.bias[...], out_dtype="float32"))
+    assert "f32[3,4,16]" not in str(jax.make_jaxpr(lambda x: wide(x))(half))
 
 
 def test_a_precision_of_all_digits_is_the_products():
@@ -313,6 +321,20 @@ def test_names_of_mesh_axes_stay(as_spec):
     jaxnorm.float8_linears(layer)
     assert layer.kernel.get_metadata("out_sharding") == as_spec(("a", "b"))
     assert flax.nnx.get_partition_spec(flax.nnx.state(layer)) == expected
+
+
+def test_layers_over_devices():
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
+    layer, x, dy = linear(Float8Linear), draw_x(DIMS), draw("dy", (*DIMS[:-1], COLUMNS))
+    expected = value_and_gradients(layer, x, dy)
+    split = {"kernel": (None, "b"), "bias": ("b",)}
+    for name, spec in split.items():
+        variable = getattr(layer, name)
+        variable[...] = jax.device_put(variable[...], NamedSharding(mesh, PartitionSpec(*spec)))
+    x, dy = (jax.device_put(array, NamedSharding(mesh, PartitionSpec(None, "a"))) for array in (x, dy))
+    actual = value_and_gradients(layer, x, dy)
+    assert bits(actual[0]) == bits(expected[0])
+    assert_gradients_close(actual, expected)
 
 
 def test_a_call_takes_a_sharding():

@@ -295,6 +295,12 @@ def test_a_dot_general_of_einsum():
     assert_close(y, float8_linear(x, kernel.reshape(FEATURES, 16)).reshape(3, 4, 2, 8))
 
 
+def test_a_report_of_nothing():
+    with float8_linears() as report:
+        flax.linen.LayerNorm().init(jax.random.key(0), draw_x(DIMS))
+    assert str(report) == "nothing to replace"
+
+
 def test_errors():
     with pytest.raises(TypeError, match=r"^float8_linears: recipe must be a jaxnorm.Float8Recipe, got Mixed"):
         float8_linears(Mixed())
