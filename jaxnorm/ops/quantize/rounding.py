@@ -49,13 +49,17 @@ def rounded(
 
 
 def largest_magnitude(v: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """The greatest |v| along these axes, of length 1 then; NaN if there is one.
+    """The greatest |v| along these axes, of length 1 then; NaN if there is one."""
 
-    By their bits, which are ordered as such numbers are, with NaN above all: of floats XLA for a CPU (JAX 0.10) loses a
-    NaN in the maximum of a long row.
-    """
-    bits = lax.bitcast_convert_type(jnp.abs(v), jnp.int32)
-    return lax.bitcast_convert_type(jnp.max(bits, axes, keepdims=True, initial=0), jnp.float32)
+    def of_numbers(v: jax.Array) -> jax.Array:
+        return jnp.max(jnp.abs(v), axes, keepdims=True, initial=0)
+
+    def with_nan(v: jax.Array) -> jax.Array:
+        # XLA for a CPU (JAX 0.10) loses a NaN in the maximum of a long row.
+        return jnp.where(jnp.any(jnp.isnan(v), axes, keepdims=True), jnp.nan, of_numbers(v))
+
+    largest: jax.Array = lax.platform_dependent(v, cpu=with_nan, default=of_numbers)
+    return largest
 
 
 def values_of(quantization: Quantization, v: jax.Array, scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
