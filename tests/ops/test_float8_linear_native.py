@@ -1,8 +1,11 @@
 """The products of `float8_linear` that kernels make: all three of a step, and why not, in programs for a GPU."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
+from deviceless import compiled, types
 from hlo import count_native_calls
 from internals import compat, cublaslt, ffi
 
@@ -51,6 +54,16 @@ def test_the_products_of_a_step(name):
     text = lowered(both_ways(recipe))
     assert count_native_calls(text).get("jaxnorm_quantized_dot", 0) == of_kernels
     assert text.count("stablehlo.dot_general") == of_xla
+
+
+@pytest.mark.deviceless
+@pytest.mark.usefixtures("on_hopper")
+def test_a_compiled_step_has_three_products_and_no_wide_one():
+    shapes = (TOKENS, DEPTH), (DEPTH, OUTPUTS), (TOKENS, OUTPUTS)
+    arrays = [types(jax.ShapeDtypeStruct(dims, dtype)) for dims, dtype in zip(shapes, DTYPES, strict=True)]
+    program = compiled(both_ways(Float8Recipe()), *arrays)
+    assert count_native_calls(program.as_text()) == {"jaxnorm_quantized_dot": 3}
+    assert not re.search(r"__cublas|__triton_gemm| dot\(", program.as_text())
 
 
 # Tokens that are no multiple of 16 are summed in dw alone.
