@@ -104,6 +104,7 @@ def is_bfloat16(array):
 
 
 # What the replacement is for: `dot_general` gets a kernel that Flax has rounded, and no bias.
+@pytest.mark.long
 def test_float32_weights_are_rounded_once_and_their_gradients_are_float32():
     recipe, x, dy = Float8Recipe(), draw_x((512, FEATURES), "bfloat16"), draw("dy", (512, COLUMNS), "bfloat16")
     by_product = linear(dtype=jnp.bfloat16, dot_general=recipe.dot_general)

@@ -200,6 +200,7 @@ def test_forward_mode_rounds_no_tangent(recipe):
 
 
 # Each of the operands, and mixed ones: the derivative by x moves as the kernel does.
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", [Float8Recipe(), Float8Recipe(save="inputs")], ids=["quantized", "inputs"])
 def test_second_derivatives(recipe):
     x, kernel, bias = draw("x", (2, 3)), draw("kernel", (3, 2)), draw("bias", (2,))
