@@ -39,8 +39,10 @@ def operands(*, rows=ROWS, examples=()):
     )
 
 
+# Its gradient by y has the same bits in every program: what is next to the middle of two float8 would go either way.
 def loss(recipe, x, kernel, bias):
-    return jnp.sin(float8_linear(x, kernel, bias=bias, recipe=recipe)).sum()
+    dy = jnp.where(x[..., :1] > 0, 1, 3) * draw("dy", (COLUMNS,))
+    return (float8_linear(x, kernel, bias=bias, recipe=recipe) * dy).sum()
 
 
 def gradient(recipe):
