@@ -27,6 +27,7 @@ jaxnorm_op(softmax)
 jaxnorm_op(cross_entropy)
 jaxnorm_op(qk_norm_rotary)
 jaxnorm_op(quantized_dot)
+jaxnorm_op(float8_linear quantized_dot)
 
 if(JAXNORM_OPS)
   set(jaxnorm_ops "")

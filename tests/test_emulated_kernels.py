@@ -26,7 +26,7 @@ PROGRAMS = (
     *("run", "run_heads", "run_padding", "run_quantized", "run_gated", "run_sandwich", "run_rotary"),
     *("run_shards", "run_workspace", "run_plans", "run_extremes"),
     *("run_softmax", "run_softmax_grad", "run_cross_entropy", "run_cross_entropy_grad", "run_group_norm"),
-    "run_gated_activation",
+    *("run_gated_activation", "run_float8"),
 )
 
 # One worker compiles the kernels for all of these tests, and the group that has the most tests comes first.

@@ -98,6 +98,21 @@ cudaError_t launch_kernel(const cudaLaunchConfig_t* config, void (*kernel)(Param
 
 #define cudaLaunchKernelEx emulator::launch_kernel
 
+inline uint32_t atomicMax(uint32_t* of, uint32_t value) {
+  uint32_t was = __atomic_load_n(of, __ATOMIC_RELAXED);
+  while (was < value && !__atomic_compare_exchange_n(of, &was, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  }
+  return was;
+}
+
+// Byte i of the result is the byte of b and a, b's being the upper four, that the i-th hexadecimal digit names.
+inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t digits) {
+  const uint64_t bytes = uint64_t{b} << 32 | a;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) result |= static_cast<uint32_t>(bytes >> (8 * (digits >> 4 * i & 7)) & 0xff) << 8 * i;
+  return result;
+}
+
 inline void __syncthreads() { emulator::barrier(0, 0); }
 inline void __syncwarp() { emulator::sync_warp(); }
 

@@ -32,6 +32,7 @@ struct Quantization {
   int64_t group = 0;             // one of kGroups; or cols, for one scale a row
   float max_scale = 0;           // infinity: unbounded
   bool power_of_two = false;
+  float of_zeros = 1;  // the scale that is written for nothing but zeros
 };
 
 }  // namespace jaxnorm
