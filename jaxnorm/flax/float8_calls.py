@@ -12,15 +12,6 @@ from jaxnorm.ops.float8_linear.recipe import Float8Recipe
 from jaxnorm.quantization import Quantized
 
 
-def check_recipe(function: str, recipe: Any) -> Float8Recipe:
-    if not isinstance(recipe, Float8Recipe):
-        raise TypeError(
-            f"{function}: recipe must be a jaxnorm.Float8Recipe, got {recipe!r}; pass jaxnorm.Float8Recipe(), or leave "
-            "it out."
-        )
-    return recipe
-
-
 def linear(
     module: Any,
     recipe: Float8Recipe,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxnorm.flax import calls, float8_calls, replacement
 from jaxnorm.flax.calls import linen
 from jaxnorm.ops.float8_linear.api import DEFAULT
-from jaxnorm.ops.float8_linear.recipe import Float8Recipe
+from jaxnorm.ops.float8_linear.recipe import Float8Recipe, check_recipe
 from jaxnorm.quantization import Quantized
 
 # Layers of Flax with weights that are left as they are.
@@ -51,7 +51,7 @@ def float8_linears(
     Source: `flax.linen.intercept_methods`.
     """
     replacement.check_only("float8_linears", only)
-    return _computing(float8_calls.check_recipe("float8_linears", recipe), only)
+    return _computing(check_recipe("float8_linears", recipe), only)
 
 
 @contextlib.contextmanager

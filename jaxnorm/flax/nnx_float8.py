@@ -8,7 +8,7 @@ from jaxnorm.flax import float8_calls, nnx_calls, nnx_layers
 from jaxnorm.flax.calls import nnx
 from jaxnorm.flax.replacement import Only, Report
 from jaxnorm.ops.float8_linear.api import DEFAULT
-from jaxnorm.ops.float8_linear.recipe import Float8Recipe
+from jaxnorm.ops.float8_linear.recipe import Float8Recipe, check_recipe
 from jaxnorm.quantization import Quantized
 
 
@@ -40,7 +40,7 @@ class Float8Linear(nnx.Linear):
     recipe: Float8Recipe
 
     def __init__(self, in_features: int, out_features: int, *, recipe: Float8Recipe = DEFAULT, **flax: Any) -> None:
-        recipe = float8_calls.check_recipe("Float8Linear", recipe)
+        recipe = check_recipe("Float8Linear", recipe)
         super().__init__(in_features, out_features, **flax)
         nnx_layers.check_own(self, "computed in float8")
         self.recipe = recipe
@@ -63,7 +63,7 @@ COMPUTE_IN_FLOAT8 = nnx_layers.Change(
 
 def float8_linears(model: Any, recipe: Float8Recipe, only: Only | None) -> Report:
     """`jaxnorm.float8_linears`."""
-    recipe = float8_calls.check_recipe("float8_linears", recipe)
+    recipe = check_recipe("float8_linears", recipe)
     report, layers = nnx_layers.chosen(COMPUTE_IN_FLOAT8, model, only)
     for layer in layers:
         nnx_layers.become(layer, Float8Linear)

@@ -61,6 +61,14 @@ def at_front(results: Any) -> tuple[list[jax.Array], list[int]]:
     return leaves, [0] * len(leaves)
 
 
+def examples_first(leaves: Sequence[Any], axes: Sequence[int | None]) -> list[jax.Array]:
+    """The operands of a batching rule with their examples' axis in front, 1 long where they have none."""
+    return [
+        jnp.expand_dims(leaf, 0) if axis is None else jnp.moveaxis(leaf, axis, 0)
+        for leaf, axis in zip(leaves, axes, strict=True)
+    ]
+
+
 def tangents_jnp(formula: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
     """The tangents of formula's results; zero tangents stay symbolic, as None or a Zero."""
     moving = [i for i, tangent in enumerate(tangents) if tangent is not None and type(tangent) is not ad.Zero]

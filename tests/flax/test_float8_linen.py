@@ -108,7 +108,8 @@ def test_boxed_parameters_stay_boxed():
         within = layer.init(jax.random.key(0), draw_x(DIMS))
         y = layer.apply(within, draw_x(DIMS))
     assert jax.tree.structure(within) == jax.tree.structure(expected)
-    assert bits(y) == bits(float8_linear(draw_x(DIMS), expected["params"]["kernel"].unbox()))
+    kernel, bias = expected["params"]["kernel"].unbox(), expected["params"]["bias"]
+    assert bits(y) == bits(float8_linear(draw_x(DIMS), kernel, bias=bias))
 
 
 def value_and_gradients(apply, variables, x, dy):
@@ -241,10 +242,10 @@ def test_a_quantised_norm_in_front():
     with float8_linears():
         variables = Block().init(jax.random.key(0), x)
         y = Block().apply(variables, x)
-    kernel = variables["params"]["Dense_0"]["kernel"]
+    kernel, bias = (variables["params"]["Dense_0"][name] for name in ("kernel", "bias"))
     quantized = jaxnorm.rms_norm_quantized(x, jnp.ones(FEATURES), quantization=E4M3)
     assert (kernel.shape, y.dtype) == ((FEATURES, COLUMNS), jnp.bfloat16)
-    assert bits(y) == bits(float8_linear(quantized, kernel))
+    assert bits(y) == bits(float8_linear(quantized, kernel, bias=bias))
 
 
 def test_a_dot_general_of_a_layer():

@@ -7,8 +7,10 @@ from jaxnorm.ops.cross_entropy.formula import CrossEntropy
 from jaxnorm.ops.cross_entropy.formula import Operands as CrossEntropyOperands
 from jaxnorm.ops.cross_entropy.op import CROSS_ENTROPY
 from jaxnorm.ops.float8_linear.formula import Float8Linear, rounded_kernel, rounded_x
+from jaxnorm.ops.float8_linear.kernels import BY_KERNELS, transposed
 from jaxnorm.ops.norm.op import LONGEST_GATED
 from jaxnorm.ops.quantize.checks import SMALLEST_SCALE
+from jaxnorm.ops.quantized_dot import op as quantized_dot
 from jaxnorm.primitive import fallback, reasons, weights
 from jaxnorm.primitive.op import functions
 from jaxnorm.primitive.weights import LONGEST as LONGEST_PER_HEAD
@@ -16,6 +18,7 @@ from jaxnorm.quantization import GROUP_SIZES
 from jaxnorm.sharding import text
 
 __all__ = [
+    "BY_KERNELS",
     "CROSS_ENTROPY",
     "GROUP_SIZES",
     "LONGEST_GATED",
@@ -40,17 +43,21 @@ __all__ = [
     "run_every_kernel",
     "text",
     "tiling",
+    "transposed",
     "weights",
 ]
 
-_slower = reasons.slower
+_slower, _few, _least = reasons.slower, quantized_dot.FEW, quantized_dot.LEAST
 
 
 def run_every_kernel():
     """Runs kernels also where XLA's code is faster: the laws are theirs."""
     reasons.slower = lambda op, spec, rows: None
+    quantized_dot.FEW = quantized_dot.LEAST = 0
 
 
 def choose_fastest(monkeypatch):
     """Chooses for the rest of a test as a user's program does."""
     monkeypatch.setattr(reasons, "slower", _slower)
+    monkeypatch.setattr(quantized_dot, "FEW", _few)
+    monkeypatch.setattr(quantized_dot, "LEAST", _least)

@@ -14,13 +14,14 @@ X, X_SCALES = struct(ROWS, DEPTH, dtype=E4M3), struct(ROWS, 1)
 WEIGHTS, WEIGHT_SCALES = struct(COLS, DEPTH, dtype=E4M3), struct(COLS, 1)
 Y, BIAS = struct(ROWS, COLS, dtype=BF16), struct(COLS, dtype=BF16)
 WORKSPACE = struct(8 << 20)
+ATTRIBUTES = {"has_bias": False, "fast_accumulation": True}
 
 
 def dot(
     x=X, x_scales=X_SCALES, weights=WEIGHTS, weight_scales=WEIGHT_SCALES, more=(), results=(Y, WORKSPACE), **changes
 ):
     operands = [x, x_scales, weights, weight_scales, *more]
-    return call(TARGET, list(results), operands, {"has_bias": False} | changes)
+    return call(TARGET, list(results), operands, ATTRIBUTES | changes)
 
 
 # The calls below are these with one thing wrong. All that is in them is 1.
@@ -115,9 +116,9 @@ test_a_malformed_call = each_is_refused(TARGET, dot, MALFORMED)
 
 def test_a_call_without_an_attribute():
     with is_refused(TARGET, "attributes"):
-        call(TARGET, [Y, WORKSPACE], [X, X_SCALES, WEIGHTS, WEIGHT_SCALES], without({"has_bias": False}, "has_bias"))
+        call(TARGET, [Y, WORKSPACE], [X, X_SCALES, WEIGHTS, WEIGHT_SCALES], without(ATTRIBUTES, "has_bias"))
 
 
 def test_a_call_without_operands():
     with is_refused(TARGET, "x is missing"):
-        call(TARGET, [Y, WORKSPACE], [], {"has_bias": False})
+        call(TARGET, [Y, WORKSPACE], [], ATTRIBUTES)

@@ -1,4 +1,4 @@
-"""The products of `float8_linear` that kernels make: all three of a step, and why not, in programs for a GPU."""
+"""What kernels do in a step of `float8_linear`, and what they leave to XLA, in programs for a GPU."""
 
 import re
 
@@ -30,30 +30,52 @@ def both_ways(recipe):
     return function
 
 
-def lowered(function, rows=(2, TOKENS // 2)):
-    shapes = (*rows, DEPTH), (DEPTH, OUTPUTS), (*rows, OUTPUTS)
+def lowered(function, rows=(2, TOKENS // 2), outputs=OUTPUTS):
+    shapes = (*rows, DEPTH), (DEPTH, outputs), (*rows, outputs)
     types = [jax.ShapeDtypeStruct(dims, dtype) for dims, dtype in zip(shapes, DTYPES, strict=True)]
     return jax.jit(function).trace(*types).lower(lowering_platforms=("cuda",)).as_text()
 
 
 DTYPES = (jnp.bfloat16, jnp.float32, jnp.bfloat16)
-# How many products of a step are kernels', and XLA's.
-PRODUCTS = {
-    "default": (Float8Recipe(), 3, 0),
-    "inputs": (Float8Recipe(save="inputs"), 3, 0),
-    "wide weight gradient": (Float8Recipe(weight_gradient="compute"), 2, 1),
-    "tensor": (Float8Recipe("tensor"), 0, 3),
+# What kernels do in a step, and how many products are XLA's.
+STEP = {"quantized_dot": 3, "round_rows": 1, "round_columns": 1, "round_gradient": 1, "transpose_bytes": 1}
+CALLS = {
+    "default": (Float8Recipe(), STEP, 0),
+    "inputs": (Float8Recipe(save="inputs"), STEP | {"round_rows": 2, "round_columns": 2}, 0),
+    "wide weight gradient": (
+        Float8Recipe(weight_gradient="compute"),
+        {"quantized_dot": 2, "round_rows": 2, "round_columns": 1},
+        1,
+    ),
+    "tensor": (Float8Recipe("tensor"), {}, 3),
 }
+
+
+def calls_of(text):
+    return {name.removeprefix("jaxnorm_"): count for name, count in count_native_calls(text).items()}
 
 
 @pytest.mark.plans
 @pytest.mark.usefixtures("on_hopper")
-@pytest.mark.parametrize("name", PRODUCTS)
-def test_the_products_of_a_step(name):
-    recipe, of_kernels, of_xla = PRODUCTS[name]
+@pytest.mark.parametrize("name", CALLS)
+def test_the_calls_of_a_step(name):
+    recipe, of_kernels, of_xla = CALLS[name]
     text = lowered(both_ways(recipe))
-    assert count_native_calls(text).get("jaxnorm_quantized_dot", 0) == of_kernels
+    assert calls_of(text) == of_kernels
     assert text.count("stablehlo.dot_general") == of_xla
+
+
+# The first product is of x by the kernel, the second of dy by the kernel, the third of x by dy.
+@pytest.mark.plans
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("products", [("y",), ("dx", "dw"), ()])
+def test_which_products_may_have_fewer_digits(products):
+    text = lowered(both_ways(Float8Recipe(fast_accumulation=products)))
+    calls = [line for line in text.splitlines() if "jaxnorm_quantized_dot" in line]
+    assert ["fast_accumulation = true" in call for call in calls] == [name in products for name in ("y", "dx", "dw")]
+    by_xla = lowered(both_ways(Float8Recipe("tensor", fast_accumulation=products)))
+    dots = [line for line in by_xla.splitlines() if "stablehlo.dot_general" in line]
+    assert ["HIGHEST" not in dot for dot in dots] == [name in products for name in ("y", "dx", "dw")]
 
 
 @pytest.mark.deviceless
@@ -62,28 +84,37 @@ def test_a_compiled_step_has_three_products_and_no_wide_one():
     shapes = (TOKENS, DEPTH), (DEPTH, OUTPUTS), (TOKENS, OUTPUTS)
     arrays = [types(jax.ShapeDtypeStruct(dims, dtype)) for dims, dtype in zip(shapes, DTYPES, strict=True)]
     program = compiled(both_ways(Float8Recipe()), *arrays)
-    assert count_native_calls(program.as_text()) == {"jaxnorm_quantized_dot": 3}
+    assert calls_of(program.as_text()) == STEP
     assert not re.search(r"__cublas|__triton_gemm| dot\(", program.as_text())
 
 
-# Tokens that are no multiple of 16 are summed in dw alone.
+# Tokens that are no multiple of 16 are summed in dw alone, with zeros behind them.
 @pytest.mark.plans
 @pytest.mark.usefixtures("on_hopper")
-def test_a_number_of_tokens_that_no_kernel_takes():
-    text = lowered(both_ways(Float8Recipe()), rows=(TOKENS + 8,))
-    assert count_native_calls(text) == {"jaxnorm_quantized_dot": 2}
-    assert text.count("stablehlo.dot_general") == 1
+def test_any_number_of_tokens():
+    text = lowered(both_ways(Float8Recipe()), rows=(TOKENS + 7,))
+    assert calls_of(text) == STEP
+    assert "stablehlo.pad" in text
+    assert "stablehlo.dot_general" not in text
+
+
+# cuBLASLt wants multiples of 16 of what is summed, and of columns.
+@pytest.mark.plans
+@pytest.mark.usefixtures("on_hopper")
+def test_a_kernel_that_no_product_takes():
+    text = lowered(both_ways(Float8Recipe()), outputs=OUTPUTS + 8)
+    assert "quantized_dot" not in calls_of(text)
+    assert text.count("stablehlo.dot_general") == 3
 
 
 @pytest.mark.plans
 @pytest.mark.usefixtures("on_hopper")
-def test_a_gradient_that_must_be_native():
+def test_a_gradient_that_must_be_native(monkeypatch):
     def gradient(x, kernel, _):
         layer = lambda *args: float8_linear(*args, implementation="native").astype(jnp.float32)  # noqa: E731
         return jax.grad(lambda *args: layer(*args).sum(), (0, 1))(x, kernel)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compat, "default_platform", lambda: "cuda")
-        assert count_native_calls(lowered(gradient)) == {"jaxnorm_quantized_dot": 3}
-        with pytest.raises(RuntimeError, match="float8_linear: implementation='native' cannot be compiled for cuda"):
-            lowered(gradient, rows=(TOKENS + 8,))
+    monkeypatch.setattr(compat, "default_platform", lambda: "cuda")
+    assert calls_of(lowered(gradient)) == STEP
+    with pytest.raises(RuntimeError, match=r"float8_linear: implementation='native' cannot serve this call: .* 16"):
+        lowered(gradient, outputs=OUTPUTS + 8)

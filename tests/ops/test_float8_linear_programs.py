@@ -49,7 +49,11 @@ def gradient(recipe):
     return jax.grad(partial(loss, recipe), (0, 1, 2))
 
 
-def assert_close(actual, expected, bound=1e-5):
+# Of examples of kernels XLA for GPUs makes the products, and rounds: it divides less exactly.
+BOUND = 1e-5 if jax.default_backend() == "cpu" else 2.0**-5
+
+
+def assert_close(actual, expected, bound=BOUND):
     for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert (a.shape, a.dtype) == (e.shape, e.dtype)
         np.testing.assert_allclose(np.float64(a), np.float64(e), rtol=0, atol=bound * np.abs(np.float64(e)).max())
@@ -159,7 +163,7 @@ def test_examples_of_quantised_values_that_share_scales(save):
 def test_examples_of_examples():
     x, kernel, _ = operands(rows=(5,), examples=(2,))
     ys = jax.vmap(jax.vmap(float8_linear, (None, 0)), (0, None))(x, kernel)
-    np.testing.assert_array_equal(ys, [[float8_linear(a, b) for b in kernel] for a in x])
+    assert_close(ys, jnp.stack([jnp.stack([float8_linear(a, b) for b in kernel]) for a in x]))
     inner = jax.grad(lambda x, kernel: jnp.sin(float8_linear(x, kernel)).sum(), (0, 1))
     grads = jax.vmap(jax.vmap(inner, (None, 0)), (0, None))(x, kernel)
     assert_close(grads[1], jnp.stack([jnp.stack([inner(a, b)[1] for b in kernel]) for a in x]))

@@ -7,7 +7,7 @@ import pytest
 from cases import draw
 from coverage import cover
 from hlo import count_native_calls
-from internals import cublaslt, ffi
+from internals import choose_fastest, cublaslt, ffi
 from quantizing import to
 
 import jaxnorm
@@ -147,7 +147,8 @@ def test_gradients():
 # Large ones only; those whose sums are to have all digits are XLA's, too.
 @pytest.mark.gpu
 @pytest.mark.parametrize(("rows", "calls"), [(4096, CALL), (16, {})])
-def test_by_default(rows, calls):
+def test_by_default(monkeypatch, rows, calls):
+    choose_fastest(monkeypatch)
     x, weights = (
         jax.eval_shape(lambda a: quantize(a, to("float8_e4m3fn")), jax.ShapeDtypeStruct((n, 512), jnp.float32))
         for n in (rows, 8192)

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 
 from jaxnorm.ops.float8_linear import call, op
-from jaxnorm.ops.float8_linear.recipe import Float8Recipe
+from jaxnorm.ops.float8_linear.recipe import Float8Recipe, check_recipe
 from jaxnorm.ops.misuse import explained
 from jaxnorm.ops.options import Implementation
 
@@ -61,9 +61,5 @@ def float8_linear(
 
     Source: Micikevicius et al., FP8 Formats for Deep Learning, 2022, https://arxiv.org/abs/2209.05433.
     """
-    if not isinstance(recipe, Float8Recipe):
-        raise TypeError(
-            f"{op.NAME}: recipe must be a jaxnorm.Float8Recipe, got {recipe!r}; pass jaxnorm.Float8Recipe(), or "
-            "leave it out."
-        )
+    recipe = check_recipe(op.NAME, recipe)
     return call.linear(op.NAME, x, kernel, bias, out_dtype, recipe, implementation)

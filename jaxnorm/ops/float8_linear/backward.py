@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 
 from jaxnorm.ops.float8_linear.formula import (
+    BY_XLA,
     Rounded,
     Saved,
     Variables,
@@ -18,66 +19,58 @@ from jaxnorm.ops.float8_linear.formula import (
     saved_kernel,
     saved_x,
 )
-from jaxnorm.ops.float8_linear.products import Float8Linear, Multiply, Product, by_xla, of_rank, sharding_of, wide_dot
+from jaxnorm.ops.float8_linear.products import Arithmetic, Float8Linear, Product, of_rank, sharding_of, wide_dot
 from jaxnorm.ops.quantize import rounding
 from jaxnorm.ops.quantize.rounding import Derivative
 from jaxnorm.ops.quantized_dot.formula import of_batch
 
 
-def backward(
-    spec: Float8Linear, dy: jax.Array, saved: Saved, wanted: Variables, multiply: Multiply = by_xla
-) -> Variables:
+def backward(spec: Float8Linear, dy: jax.Array, saved: Saved, wanted: Variables, by: Arithmetic = BY_XLA) -> Variables:
     """The wanted gradients, dy rounded once for each product."""
     if spec.batch:
-        return of_batch(spec, lambda inner, dy, saved: backward(inner, dy, saved, wanted, multiply), dy, saved)
-    wide = dy.astype(np.float32)
-    # With a scale for each tensor both products take the same.
-    whole = rounded_along(spec, wide, ()) if spec.scaling == "tensor" else None
+        return of_batch(spec, lambda inner, dy, saved: backward(inner, dy, saved, wanted, by), dy, saved)
+    x: Any = None if wanted.kernel is None else saved_x(spec, saved, by)
+    kernel: Any = None if wanted.x is None else saved_kernel(spec, saved, by)
+    u, v = _rounded(spec, dy, x if spec.weight_gradient == "float8" else None, kernel, by)
     gradients = {}
     if wanted.x is not None:
-        kernel = saved_kernel(spec, saved)
-        u = _folded(spec, wide, of_rank(dy.ndim, kernel.scales[0]), (-1,), whole)
-        gradients["x"] = multiply(
-            spec,
-            Product(
-                u.values,
-                kernel.values,
-                ((dy.ndim - 1,), (1,)),
-                u.scales,
-                None,
-                wanted.x.dtype,
-                out_sharding=sharding_of(dy, wanted.x.spec),
-            ),
-        )
+        last, out_sharding = ((dy.ndim - 1,), (1,)), sharding_of(dy, wanted.x.spec)
+        dx = Product("dx", u.values, kernel.values, last, u.scales, None, wanted.x.dtype, None, out_sharding)
+        gradients["x"] = by.multiply(spec, dx)
     if wanted.kernel is not None:
-        gradients["kernel"] = _of_kernel(spec, dy, saved, wanted.kernel, whole, multiply)
+        rows, out_sharding = tuple(range(dy.ndim - 1)), sharding_of(dy, wanted.kernel.spec)
+        if v is None:
+            gradients["kernel"] = _wide_of_kernel(spec, dy, x, saved, wanted.kernel, out_sharding)
+        else:
+            scales, both = v.scales.reshape(v.scales.shape[-1]), (rows, rows)
+            dw = Product("dw", x.values, v.values, both, None, scales, wanted.kernel.dtype, None, out_sharding)
+            gradients["kernel"] = by.multiply(spec, dw._replace(b_depth_last=v.transposed))
     if wanted.bias is not None:
-        gradients["bias"] = wide.sum(tuple(range(dy.ndim - 1))).astype(wanted.bias.dtype)
+        gradients["bias"] = dy.astype(np.float32).sum(tuple(range(dy.ndim - 1))).astype(wanted.bias.dtype)
     return Variables(**gradients)
 
 
-def _folded(
-    spec: Float8Linear, dy: jax.Array, scales: jax.Array, axes: tuple[int, ...], whole: Rounded | None
-) -> Rounded:
-    """dy times the scales of the other factor, rounded with a scale for what lies along these axes.
+def _rounded(spec: Float8Linear, dy: jax.Array, x: Rounded | None, kernel: Rounded | None, by: Arithmetic) -> Any:
+    """dy times the scales of the kernel's columns, rounded by rows, and times those of x's rows, rounded by columns.
 
-    A single scale of the other factor goes to the result.
+    Without the other factor there is none of it. A single scale of the other factor goes to the result.
     """
-    if scales.size != 1:
-        return rounded_along(spec, dy * scales, axes)
-    rounded = whole or rounded_along(spec, dy, axes)
-    return rounded._replace(scales=rounded.scales * scales)
+    if spec.scaling == "tensor":  # both products take the same
+        both = [rounded_along(spec, dy, ())] * 2
+    else:
+        of_columns = None if kernel is None or kernel.scales.size == 1 else kernel.scales[0]
+        of_rows = None if x is None or x.scales.size == 1 else x.scales
+        both = by.gradient(spec, dy, of_columns, of_rows, wants=(kernel is not None, x is not None))
+    return [
+        other and (of if other.scales.size != 1 else of._replace(scales=of.scales * other.scales.reshape(())))
+        for of, other in zip(both, (kernel, x), strict=True)
+    ]
 
 
-def _of_kernel(
-    spec: Float8Linear, dy: jax.Array, saved: Saved, wanted: Wanted, whole: Rounded | None, multiply: Multiply
+def _wide_of_kernel(
+    spec: Float8Linear, dy: jax.Array, x: Rounded, saved: Saved, wanted: Wanted, out_sharding: Any
 ) -> jax.Array:
-    x, rows, out_sharding = saved_x(spec, saved), tuple(range(dy.ndim - 1)), sharding_of(dy, wanted.spec)
-    if spec.weight_gradient == "float8":
-        v = _folded(spec, dy.astype(np.float32), x.scales, rows, whole)
-        of_columns = v.scales.reshape(v.scales.shape[-1])
-        product = Product(x.values, v.values, (rows, rows), None, of_columns, wanted.dtype, out_sharding=out_sharding)
-        return multiply(spec, product)
+    rows = tuple(range(dy.ndim - 1))
     dtype = dy.dtype if saved.x is None else jnp.promote_types(saved.x.dtype, dy.dtype)
     wide = (x.values.astype(np.float32) * x.scales).astype(dtype)
     return wide_dot(spec, wide, dy.astype(dtype), (rows, rows), out_sharding).astype(wanted.dtype)

@@ -1,5 +1,6 @@
 """A call of a linear layer in float8, from unchecked arguments to the primitive."""
 
+import math
 from typing import Any
 
 import jax
@@ -38,6 +39,7 @@ def linear(
         out_dtype=checks.check_out_dtype(function, out_dtype, x),
         scaling=recipe.scaling,
         weight_gradient=recipe.weight_gradient,
+        fast_accumulation=recipe.fast_accumulation,
         power_of_two=recipe.power_of_two,
         save=recipe.save,
         out_spec=_out_spec(values, kernel, out_sharding),
@@ -128,15 +130,6 @@ def _summed(array: jax.Array, axes: list[int], *, last: bool) -> tuple[jax.Array
     order = [*others, *axes] if last else [*axes, *others]
     if order != list(range(array.ndim)):
         array = array.transpose(order)
-    depth = 1
-    for axis in axes:
-        depth *= array.shape[order.index(axis)]
-    shape = (*lengths, depth) if last else (depth, _product(lengths))
+    depth = math.prod(array.shape[order.index(axis)] for axis in axes)
+    shape = (*lengths, depth) if last else (depth, math.prod(lengths))
     return array if array.shape == shape else array.reshape(shape), lengths
-
-
-def _product(lengths: list[Any]) -> Any:
-    total = 1
-    for length in lengths:
-        total *= length
-    return total

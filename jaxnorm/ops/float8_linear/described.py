@@ -26,10 +26,12 @@ class Read(NamedTuple):
 
 def why_formula(platform: str, spec: Float8Linear, operands: Operands) -> str | None:
     """Why XLA makes the product of operands of these types on a platform."""
-    return _why_not(platform, spec, operands.x.shape, operands.kernel.shape[::-1], spec.out_dtype, operands.bias)
+    return _why_not(platform, spec, "y", operands.x.shape, operands.kernel.shape[::-1], spec.out_dtype, operands.bias)
 
 
-def _why_not(platform: str, spec: Float8Linear, x: Any, weights: Any, out_dtype: Any, bias: Any = None) -> str | None:
+def _why_not(
+    platform: str, spec: Float8Linear, product: str, x: Any, weights: Any, out_dtype: Any, bias: Any = None
+) -> str | None:
     """The same of arrays of these shapes, whose last axes are summed."""
     if spec.scaling == "tensor":
         return "the recipe has one scale for each tensor, with which XLA makes the products"
@@ -38,7 +40,7 @@ def _why_not(platform: str, spec: Float8Linear, x: Any, weights: Any, out_dtype:
     of_x, of_weights = (jax.core.ShapedArray(shape, FLOAT8) for shape in (x, weights))
     scales, x_scales = (jax.core.ShapedArray((*of[:-1], 1), np.dtype(np.float32)) for of in (weights, x))
     operands = dot.Operands(of_x, of_weights, scales, x_scales, bias)
-    return quantized_dot.why_formula(platform, spec.of_product(out_dtype), operands)
+    return quantized_dot.why_formula(platform, spec.of_product(product, out_dtype), operands)
 
 
 def _forward(*types: Any, tree: Any, spec: Float8Linear, with_saved: bool) -> Described:
@@ -58,12 +60,12 @@ def _backward(*types: Any, tree: Any, spec: Float8Linear, wanted: Variables) -> 
     def why(platform: str) -> str | None:
         reasons = []
         if wanted.x is not None:
-            reasons.append(_why_not(platform, spec, dy.shape, kernel.shape, wanted.x.dtype))
+            reasons.append(_why_not(platform, spec, "dx", dy.shape, kernel.shape, wanted.x.dtype))
         if wanted.kernel is not None and spec.weight_gradient != "float8":
             reasons.append("the recipe has the kernel's gradient by a wide product")
         elif wanted.kernel is not None:
             x_shape, dy_shape = _columns(x.shape), _columns(dy.shape)
-            reasons.append(_why_not(platform, spec, x_shape, dy_shape, wanted.kernel.dtype))
+            reasons.append(_why_not(platform, spec, "dw", x_shape, dy_shape, wanted.kernel.dtype))
         return next(filter(None, reasons), None)
 
     return Described(op.NAME, Read(dy, x, kernel), "backward", why, spec.native_for)
@@ -76,9 +78,10 @@ def _factors(saved: Saved) -> tuple[Any, Any]:
 
 
 def _columns(shape: Any) -> Any:
-    """The shape of rows that are summed, as the columns of a matrix."""
+    """The shape of rows that are summed, as the columns of a matrix, of which kernels pad the number."""
     *rows, columns = shape
-    return columns, math.prod(rows)
+    depth = math.prod(rows)
+    return columns, depth + -depth % quantized_dot.MULTIPLE
 
 
 def _of_request(platform: str, request: Request) -> str | None:

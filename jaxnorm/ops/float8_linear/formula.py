@@ -18,11 +18,12 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxnorm.ops.float8_linear.products import Float8Linear, Multiply, Product, by_xla, of_rank, sharding_of, wide_dot
+from jaxnorm.ops.float8_linear.products import Arithmetic, Float8Linear, Product, by_xla, of_rank, sharding_of, wide_dot
 from jaxnorm.ops.quantize import rounding
 from jaxnorm.ops.quantized_dot.formula import of_batch
 from jaxnorm.quantization import Quantization
 
+Wants = tuple[bool, bool]  # what is rounded by rows, and what by columns
 FLOAT8 = jnp.dtype("float8_e4m3fn")
 
 
@@ -41,6 +42,7 @@ class Rounded(NamedTuple):
 
     values: Any = None
     scales: Any = None
+    transposed: Any = None  # the values of columns as rows, where kernels made them
 
 
 class Saved(NamedTuple):
@@ -70,18 +72,32 @@ class Wanted(NamedTuple):
     spec: PartitionSpec | None = None
 
 
-def forward(spec: Float8Linear, operands: Operands, multiply: Multiply = by_xla) -> tuple[jax.Array, Rounded, Rounded]:
-    """y, and both factors as they were rounded."""
+def forward(
+    spec: Float8Linear, operands: Operands, by: Arithmetic | None = None, *, keeps: bool = True
+) -> tuple[jax.Array, Rounded, Rounded]:
+    """y, and both factors as they were rounded, if a derivative `keeps` them."""
     if spec.batch:
-        return of_batch(spec, functools.partial(forward, multiply=multiply), operands)
+        return of_batch(spec, functools.partial(forward, by=by, keeps=keeps), operands)
+    by = by or BY_XLA
     if operands.x_scales is None:
-        x = rounded_x(spec, operands.x)
+        x = by.rounded(spec, operands.x, (-1,))
     else:
         x = Rounded(operands.x, live(operands.x, operands.x_scales))
-    kernel = rounded_kernel(spec, operands.kernel)
+    kernel = by.rounded(spec, operands.kernel, (0,), keeps=keeps)
     last, out_sharding = last_and_first(spec, operands.x)
-    product = Product(x.values, kernel.values, last, x.scales, kernel.scales[0], spec.out_dtype, operands.bias)
-    return multiply(spec, product._replace(out_sharding=out_sharding)), x, kernel
+    product = Product(
+        "y",
+        x.values,
+        kernel.values,
+        last,
+        x.scales,
+        kernel.scales[0],
+        spec.out_dtype,
+        operands.bias,
+        out_sharding,
+        kernel.transposed,
+    )
+    return by.multiply(spec, product), x, kernel._replace(transposed=None)
 
 
 def live(values: jax.Array, scales: jax.Array) -> jax.Array:
@@ -98,7 +114,7 @@ def rounded_kernel(spec: Float8Linear, kernel: jax.Array) -> Rounded:
     return rounded_along(spec, kernel, (0,))
 
 
-def rounded_along(spec: Float8Linear, array: jax.Array, axes: tuple[int, ...]) -> Rounded:
+def rounded_along(spec: Float8Linear, array: jax.Array, axes: tuple[int, ...], *, keeps: bool = True) -> Rounded:
     """The array in float8, with a scale for what lies along these axes, or one for all."""
     v = lax.stop_gradient(array).astype(np.float32)
     axes = axes if spec.scaling == "row" else tuple(range(v.ndim))
@@ -107,17 +123,40 @@ def rounded_along(spec: Float8Linear, array: jax.Array, axes: tuple[int, ...]) -
     return Rounded(rounding.values_of(quantization, v, scales, v.shape), jnp.where(amax == 0, 0, scales))
 
 
+def rounded_gradient(
+    spec: Float8Linear,
+    dy: jax.Array,
+    of_columns: jax.Array | None,
+    of_rows: jax.Array | None,
+    *,
+    wants: Wants,
+) -> tuple[Any, Any]:
+    """dy times a factor for each column, rounded by rows; and times a factor for each row, rounded by columns; if it
+    wants them."""
+    wide = dy.astype(np.float32)
+    u = wide if of_columns is None else wide * of_rank(dy.ndim, of_columns)
+    v = wide if of_rows is None else wide * of_rows
+    rows = tuple(range(dy.ndim - 1))
+    return (
+        rounded_along(spec, u, (-1,)) if wants[0] else None,
+        rounded_along(spec, v, rows) if wants[1] else None,
+    )
+
+
+BY_XLA = Arithmetic(rounded_along, rounded_gradient, by_xla)
+
+
 def linear(spec: Float8Linear, saved: Saved, dots: Variables) -> jax.Array:
     """The tangent of y: wide products of the rounded factors, whose scales come after the sum."""
     if spec.batch:
         return of_batch(spec, linear, saved, dots)
     terms = []
     if dots.x is not None:
-        values, scales = saved_kernel(spec, saved)
+        values, scales, _ = saved_kernel(spec, saved)
         dot = wide_dot(spec, dots.x, values.astype(dots.x.dtype), *last_and_first(spec, dots.x))
         terms.append(dot * of_rank(dot.ndim, scales[0]))
     if dots.kernel is not None:
-        values, scales = saved_x(spec, saved)
+        values, scales, _ = saved_x(spec, saved)
         dot = wide_dot(spec, values.astype(dots.kernel.dtype), dots.kernel, *last_and_first(spec, values))
         terms.append(dot * scales)
     total = functools.reduce(jnp.add, terms)
@@ -131,9 +170,9 @@ def last_and_first(spec: Float8Linear, x: jax.Array) -> tuple[Any, Any]:
     return ((x.ndim - 1,), (0,)), sharding_of(x, spec.out_spec)
 
 
-def saved_x(spec: Float8Linear, saved: Saved) -> Rounded:
-    return rounded_x(spec, saved.x) if saved.rounded_x.values is None else saved.rounded_x
+def saved_x(spec: Float8Linear, saved: Saved, by: Arithmetic = BY_XLA) -> Rounded:
+    return by.rounded(spec, saved.x, (-1,)) if saved.rounded_x.values is None else saved.rounded_x
 
 
-def saved_kernel(spec: Float8Linear, saved: Saved) -> Rounded:
-    return rounded_kernel(spec, saved.kernel) if saved.rounded_kernel.values is None else saved.rounded_kernel
+def saved_kernel(spec: Float8Linear, saved: Saved, by: Arithmetic = BY_XLA) -> Rounded:
+    return by.rounded(spec, saved.kernel, (0,)) if saved.rounded_kernel.values is None else saved.rounded_kernel

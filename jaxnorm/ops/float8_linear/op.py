@@ -22,9 +22,10 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxnorm.native import compat
 from jaxnorm.ops.float8_linear import backward, formula
 from jaxnorm.ops.float8_linear.formula import Operands, Rounded, Saved, Variables, Wanted
-from jaxnorm.ops.float8_linear.products import Float8Linear, by_kernels
+from jaxnorm.ops.float8_linear.kernels import BY_KERNELS
+from jaxnorm.ops.float8_linear.products import Float8Linear
 from jaxnorm.primitive import lowering
-from jaxnorm.primitive.rules import all_none, named, tangents_jnp
+from jaxnorm.primitive.rules import all_none, examples_first, named, tangents_jnp
 
 NAME = "float8_linear"
 
@@ -45,9 +46,10 @@ def _bind(primitive: Primitive, operands: Any, **params: Any) -> list[jax.Array]
     return values
 
 
-def _forward_formula(*leaves: Any, tree: Any, spec: Float8Linear, with_saved: bool, multiply: Any = None) -> list[Any]:
-    chosen = {} if multiply is None else {"multiply": multiply}
-    y, *factors = formula.forward(spec, jax.tree.unflatten(tree, leaves), **chosen)
+def _forward_formula(
+    *leaves: Any, tree: Any, spec: Float8Linear, with_saved: bool, by: Any = formula.BY_XLA
+) -> list[Any]:
+    y, *factors = formula.forward(spec, jax.tree.unflatten(tree, leaves), by, keeps=with_saved)
     return [y, *jax.tree.leaves(factors)] if with_saved else [y]
 
 
@@ -55,19 +57,21 @@ def _linear_formula(*leaves: Any, tree: Any, spec: Float8Linear) -> list[Any]:
     return [formula.linear(spec, *jax.tree.unflatten(tree, leaves))]
 
 
-def _backward_formula(*leaves: Any, tree: Any, spec: Float8Linear, wanted: Variables, multiply: Any = None) -> Any:
-    chosen = {} if multiply is None else {"multiply": multiply}
+def _backward_formula(*leaves: Any, tree: Any, spec: Float8Linear, wanted: Variables, by: Any = formula.BY_XLA) -> Any:
     dy, saved = jax.tree.unflatten(tree, leaves)
-    return jax.tree.leaves(backward.backward(spec, dy, saved, wanted, **chosen))
+    return jax.tree.leaves(backward.backward(spec, dy, saved, wanted, by))
 
 
 def _native(formula_of: Any) -> Any:
-    """The rule of a platform: the products decide each for itself whether a kernel makes it."""
+    """The rule of a platform: the products decide each for itself whether a kernel makes it.
+
+    An exported program has no kernel: it may run on GPUs whose products of float8 are XLA's.
+    """
 
     def rule(platform: str, ctx: Any, *leaves: Any, **params: Any) -> Sequence[Any]:
-        values: Sequence[Any] = mlir.lower_fun(
-            lambda *arrays: formula_of(*arrays, **params, multiply=by_kernels if platform == "cuda" else None)
-        )(ctx, *leaves)
+        leaves_it = params["spec"].implementation == "jnp" or compat.is_exported(ctx)
+        by = formula.BY_XLA if leaves_it or platform != "cuda" else BY_KERNELS
+        values: Sequence[Any] = mlir.lower_fun(lambda *arrays: formula_of(*arrays, **params, by=by))(ctx, *leaves)
         return values
 
     return rule
@@ -89,7 +93,7 @@ def _forward_jvp(primals: Any, dots: Any, *, tree: Any, spec: Float8Linear, with
         saved = saved._replace(rounded_x=rounded_x)
         if spec.save == "quantized":
             saved = saved._replace(rounded_kernel=rounded_kernel)
-        factors = [*rounded_x, *rounded_kernel]
+        factors = [*rounded_x[:2], *rounded_kernel[:2]]
     results = [y, *factors] if with_saved else [y]
     zeros = [ad.Zero(jax.typeof(result).to_tangent_aval()) for result in results]
     return results, zeros if all_none(variables) else [_tangent(spec, y, saved, variables), *zeros[1:]]
@@ -163,21 +167,13 @@ def _size(leaves: Any, axes: Any) -> Any:
     return next(leaf.shape[axis] for leaf, axis in zip(leaves, axes, strict=True) if axis is not None)
 
 
-def _at_front(array: Any, axis: int | None) -> jax.Array:
-    return jnp.expand_dims(array, 0) if axis is None else jnp.moveaxis(array, axis, 0)
-
-
-def _front(leaves: Any, axes: Any) -> list[jax.Array]:
-    return [_at_front(leaf, axis) for leaf, axis in zip(leaves, axes, strict=True)]
-
-
 def _another(spec: Float8Linear) -> Float8Linear:
     return dataclasses.replace(spec, batch=spec.batch + 1)
 
 
 def _forward_batch(leaves: Any, axes: Any, *, tree: Any, spec: Float8Linear, with_saved: bool) -> tuple[Any, Any]:
     batch: Operands = jax.tree.unflatten(tree, axes)
-    front: Operands = jax.tree.unflatten(tree, _front(leaves, axes))
+    front: Operands = jax.tree.unflatten(tree, examples_first(leaves, axes))
     if not spec.batch and not with_saved and spec.scaling == "row" and batch.kernel is None and batch.bias is None:
         # Examples of rows are rows.
         size = _size(leaves, axes)
@@ -196,14 +192,14 @@ def _forward_batch(leaves: Any, axes: Any, *, tree: Any, spec: Float8Linear, wit
 
 def _linear_batch(leaves: Any, axes: Any, *, tree: Any, spec: Float8Linear) -> tuple[Any, Any]:
     size = _size(leaves, axes)
-    saved, dots = jax.tree.unflatten(tree, _front(leaves, axes))
+    saved, dots = jax.tree.unflatten(tree, examples_first(leaves, axes))
     # Each example has its own tangent, so that the transpose gives it its own gradient.
     dots = jax.tree.map(lambda dot: jnp.broadcast_to(dot, (size, *dot.shape[1:])), dots)
     return [_linear_bind(_another(spec), saved, dots)], [0]
 
 
 def _backward_batch(leaves: Any, axes: Any, *, tree: Any, spec: Float8Linear, wanted: Variables) -> tuple[Any, Any]:
-    dy, saved = jax.tree.unflatten(tree, _front(leaves, axes))
+    dy, saved = jax.tree.unflatten(tree, examples_first(leaves, axes))
     results = jax.tree.leaves(_backward_bind(_another(spec), dy, saved, wanted))
     return results, [0] * len(results)
 

@@ -1,7 +1,6 @@
 """Products of float8 with scales for rows and columns: by XLA along any axes, or as `quantized_dot` has kernels."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ class Float8Linear(Spec):
     out_dtype: np.dtype[Any]
     scaling: str = "row"
     weight_gradient: str = "float8"
+    fast_accumulation: tuple[str, ...] = ()
     power_of_two: bool = False
     save: str = "quantized"
     out_spec: PartitionSpec | None = None  # of y over an Explicit mesh, where x and the kernel do not say it
@@ -31,14 +31,15 @@ class Float8Linear(Spec):
     wants_all_digits: bool = False  # of a sum, by `jax.default_matmul_precision`
     batch: int = 0  # how many leading axes every operand has that vmap made, 1 long where it has no batch
 
-    def of_product(self, out_dtype: Any) -> QuantizedDot:
-        """What is static about one of its products."""
+    def of_product(self, name: str, out_dtype: Any) -> QuantizedDot:
+        """What is static about one of its products: "y", "dx" or "dw"."""
         return QuantizedDot(
             out_dtype=np.dtype(out_dtype),
             implementation=self.implementation,
             how=self.how,
             wants_all_digits=self.wants_all_digits,
             native_for=self.native_for,
+            fast_accumulation=name in self.fast_accumulation,
         )
 
 
@@ -48,6 +49,7 @@ class Product(NamedTuple):
     The result has the other axes of a, and then the one of b. Scales and bias broadcast against it.
     """
 
+    name: str  # "y", "dx" or "dw"
     a: Any
     b: Any
     contracted: tuple[tuple[int, ...], tuple[int, ...]]
@@ -56,9 +58,15 @@ class Product(NamedTuple):
     out_dtype: Any
     bias: Any = None  # (N,)
     out_sharding: Any = None
+    b_depth_last: Any = None  # b with the contracted axes as its last one, where that is there
 
 
-Multiply = Callable[[Float8Linear, Product], jax.Array]
+class Arithmetic(NamedTuple):
+    """How a layer's operands are rounded, and by what they are multiplied."""
+
+    rounded: Callable[..., Any]
+    gradient: Callable[..., Any]
+    multiply: Callable[[Float8Linear, Product], jax.Array]
 
 
 def by_xla(spec: Float8Linear, product: Product) -> jax.Array:
@@ -66,18 +74,27 @@ def by_xla(spec: Float8Linear, product: Product) -> jax.Array:
     if spec.wants_all_digits:
         y = wide_dot(spec, a.astype(np.float32), b.astype(np.float32), contracted, product.out_sharding)
     else:
-        y = float8_dot(a, b, contracted, out_sharding=product.out_sharding)
+        is_fast = product.name in spec.fast_accumulation
+        y = float8_dot(a, b, contracted, is_fast=is_fast, out_sharding=product.out_sharding)
     for scales in (product.of_rows, product.of_columns):
         y = y if scales is None else y * of_rank(y.ndim, scales)
     y = y if product.bias is None else y + of_rank(y.ndim, product.bias.astype(y.dtype))
     return y.astype(product.out_dtype)
 
 
-def by_kernels(spec: Float8Linear, product: Product) -> jax.Array:
+def by_kernels(transposed: Callable[[jax.Array], jax.Array], spec: Float8Linear, product: Product) -> jax.Array:
     """The product as `quantized_dot` takes it, which decides whether a kernel makes it."""
     if spec.scaling == "tensor" or spec.wants_all_digits:
+        if product.b is None:
+            lengths = [product.a.shape[axis] for axis in product.contracted[0]]
+            product = product._replace(b=product.b_depth_last.T.reshape(*lengths, -1))
         return by_xla(spec, product)
-    a, b = (_depth_last(of, axes) for of, axes in zip(product[:2], product.contracted, strict=True))
+    a, b = product.a, product.b_depth_last
+    if product.contracted[0] != (a.ndim - 1,):  # but its first ones
+        a = transposed(a.reshape(-1, a.shape[-1]))
+    b = product.b if b is None else b
+    if missing := product.name == "dw" and -a.shape[-1] % quantized_dot.MULTIPLE:
+        a, b = (jnp.pad(of, [(0, 0), (0, missing)]) for of in (a, b))  # tokens of zeros, which add nothing
     one = jnp.ones((), np.float32)
     of_rows, of_columns = (one if of is None else of for of in (product.of_rows, product.of_columns))
     operands = Operands(
@@ -87,16 +104,7 @@ def by_kernels(spec: Float8Linear, product: Product) -> jax.Array:
         jnp.broadcast_to(of_rows, (*a.shape[:-1], 1)),
         product.bias,
     )
-    return quantized_dot.bind(spec.of_product(product.out_dtype), operands)
-
-
-def _depth_last(array: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """The array with the contracted axes as its last one."""
-    if axes == (array.ndim - 1,):
-        return array
-    others = [axis for axis in range(array.ndim) if axis not in axes]
-    lengths = [array.shape[axis] for axis in others]
-    return array.transpose(*others, *axes).reshape(*lengths, math.prod(array.shape[axis] for axis in axes))
+    return quantized_dot.bind(spec.of_product(product.name, product.out_dtype), operands)
 
 
 def wide_dot(spec: Float8Linear, a: jax.Array, b: jax.Array, contracted: Any, out_sharding: Any = None) -> jax.Array:

@@ -26,7 +26,7 @@ class Float8Recipe:
       weight_gradient: "float8": its product is one of float8 too. "compute": it is one in the dtype of x and dy, and
         dy is not rounded for it.
       fast_accumulation: which of the products "y", "dx" and "dw" may be summed up with fewer digits than float32 has,
-        where a kernel can. No kernel of this version asks: all are summed up as `quantized_dot` is.
+        as tensor cores of Hopper do faster.
       power_of_two: rounds scales up to powers of two.
       save: what a derivative reads. "quantized": x and the kernel as they were rounded, a byte each with their scales;
         "inputs": both as they were given, to be rounded again.
@@ -52,6 +52,15 @@ class Float8Recipe:
     def dot_general(self) -> "Float8DotGeneral":
         """`float8_linear` by this recipe in place of `jax.lax.dot_general`."""
         return Float8DotGeneral(self)
+
+
+def check_recipe(function: str, recipe: Any) -> Float8Recipe:
+    if not isinstance(recipe, Float8Recipe):
+        raise TypeError(
+            f"{function}: recipe must be a jaxnorm.Float8Recipe, got {recipe!r}; pass jaxnorm.Float8Recipe(), or leave "
+            "it out."
+        )
+    return recipe
 
 
 @jax.tree_util.register_static

@@ -26,6 +26,10 @@ class QuantizedDot(Spec):
     how: str = ""  # it was chosen, if not by the argument
     wants_all_digits: bool = False  # of a sum, by `jax.default_matmul_precision`
     batch: int = 0  # how many leading axes every operand has that vmap made, 1 long where it has no batch
+    fast_accumulation: bool | None = None  # whether sums of float8 may have fewer digits; None: where y is of 16 bits
+
+    def accumulates_fast(self) -> bool:
+        return self.out_dtype != np.float32 if self.fast_accumulation is None else self.fast_accumulation
 
 
 class Operands(NamedTuple):
@@ -44,7 +48,7 @@ def forward(spec: QuantizedDot, operands: Operands) -> jax.Array:
     """`x @ weights.T`, of integers without rounding, then both scales and the bias in float32, then one rounding."""
     if spec.batch:
         return of_batch(spec, forward, operands)
-    y: jax.Array = _product(operands.x, operands.weights).astype(wide_dtype(operands.x.dtype))
+    y: jax.Array = _product(spec, operands).astype(wide_dtype(operands.x.dtype))
     if operands.x_scales is not None:
         y = y * operands.x_scales
     y = y * _beside(y, operands.weight_scales[:, 0])
@@ -90,7 +94,8 @@ def dequantized(values: jax.Array, scales: jax.Array | None, dtype: Any) -> jax.
     return lax.stop_gradient(values.astype(dtype))
 
 
-def _product(x: jax.Array, weights: jax.Array) -> jax.Array:
+def _product(spec: QuantizedDot, operands: Operands) -> jax.Array:
+    x, weights = operands.x, operands.weights
     if jnp.issubdtype(x.dtype, jnp.integer):
         return _integer_product(x, weights)
     if x.dtype.itemsize > 1:
@@ -101,13 +106,18 @@ def _product(x: jax.Array, weights: jax.Array) -> jax.Array:
         return _dot(x, wide, wide_dtype(x.dtype))
     if weights.dtype == jnp.float4_e2m1fn:
         weights = weights.astype(x.dtype)
-    return float8_dot(x, weights, _contracted(x))
+    return float8_dot(x, weights, _contracted(x), is_fast=spec.fast_accumulation is not False)
 
 
-def float8_dot(a: jax.Array, b: jax.Array, contracted: Any, **keywords: Any) -> jax.Array:
-    """The sums of products along the contracted axes of both, in float32; keywords are those of `lax.dot_general`."""
+def float8_dot(a: jax.Array, b: jax.Array, contracted: Any, *, is_fast: bool, out_sharding: Any = None) -> jax.Array:
+    """The sums of products along the contracted axes of both, in float32."""
     dot: Any = functools.partial(
-        lax.dot_general, dimension_numbers=(contracted, ((), ())), preferred_element_type=np.float32, **keywords
+        lax.dot_general,
+        dimension_numbers=(contracted, ((), ())),
+        # What XLA reads of it for products of float8 on GPUs.
+        precision=None if is_fast else lax.Precision.HIGHEST,
+        preferred_element_type=np.float32,
+        out_sharding=out_sharding,
     )
     # XLA for a CPU takes more than twice as long for float8, of which bfloat16 has every value.
     y: jax.Array = lax.platform_dependent(

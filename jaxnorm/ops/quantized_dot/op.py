@@ -21,14 +21,16 @@ from jaxnorm.ops.quantized_dot import formula
 from jaxnorm.ops.quantized_dot.formula import Operands, QuantizedDot
 from jaxnorm.primitive import fallback, lowering, reasons
 from jaxnorm.primitive.described import DESCRIBERS, WITHOUT_OP, Described, Function, Request
+from jaxnorm.primitive.rules import examples_first
 
 TARGET = "jaxnorm_quantized_dot"
 FLOAT8 = frozenset(map(jnp.dtype, ("float8_e4m3fn", "float8_e5m2")))
 # What cuBLASLt wants lengths to be multiples of; the one GPU for which it scales by row and column.
 MULTIPLE, CAPABILITY = 16, "9.0"
 # Results of fewer elements XLA's code is faster for: it writes them as float32 first and reads them again, which takes
-# little time as long as they stay in the cache; measured on an H200 with `python -m bench dots`.
-FEW = 2**24
+# little time as long as they stay in the cache; measured on an H200 with `python -m bench dots`. The least holds of
+# products none of whose lengths is short.
+FEW, LEAST, SHORT = 2**24, 2**21, 2**10
 
 
 def bind(spec: QuantizedDot, operands: Operands) -> jax.Array:
@@ -82,8 +84,10 @@ def _slower(spec: QuantizedDot, operands: Operands) -> str | None:
     if spec.implementation == "jnp":
         return f"{fallback.ASKED_FOR}{spec.how}"
     lengths = [*operands.x.shape[:-1], operands.weights.shape[0]]
-    few = math.prod(n for n in lengths if isinstance(n, int)) < FEW
-    return f"XLA's code is faster for results of less than {FEW} elements" if few and not spec.native_for else None
+    rows, columns = (math.prod(n for n in part if isinstance(n, int)) for part in (lengths[:-1], lengths[-1:]))
+    few = FEW if min(rows, columns, operands.x.shape[-1]) < SHORT else LEAST
+    is_slower = rows * columns < few and not spec.native_for
+    return f"XLA's code is faster for results of less than {few} elements" if is_slower else None
 
 
 def _described(*types: Any, tree: Any, spec: QuantizedDot) -> Described:
@@ -135,7 +139,7 @@ def _native(platform: str, ctx: Any, *leaves: Any, tree: Any, spec: QuantizedDot
         ctx.replace(avals_in=avals),
         values,
         workspace=ffi.workspace(platform, TARGET, spec.out_dtype, types.x.shape[0], types.weights.shape[1]),
-        attributes={"has_bias": operands.bias is not None},
+        attributes={"has_bias": operands.bias is not None, "fast_accumulation": spec.accumulates_fast()},
     )
 
 
@@ -152,11 +156,8 @@ def _jvp(primals: Any, dots: Any, *, tree: Any, spec: QuantizedDot) -> tuple[Any
 def _batch(leaves: Any, axes: Any, *, tree: Any, spec: QuantizedDot) -> tuple[Any, Any]:
     operands, batch = jax.tree.unflatten(tree, leaves), jax.tree.unflatten(tree, axes)
     of_rows = ("x", "x_scales", "x_carrier")
-    front = {
-        name: _at_front(array, axis)
-        for (name, array), axis in zip(operands._asdict().items(), batch, strict=True)
-        if array is not None
-    }
+    examples: Operands = jax.tree.unflatten(tree, examples_first(leaves, axes))
+    front = {name: array for name, array in examples._asdict().items() if array is not None}
     size = next(array.shape[axis] for array, axis in zip(leaves, axes, strict=True) if axis is not None)
     if not spec.batch and all(axis is None for name, axis in batch._asdict().items() if name not in of_rows):
         # Examples of rows are rows.
@@ -165,10 +166,6 @@ def _batch(leaves: Any, axes: Any, *, tree: Any, spec: QuantizedDot) -> tuple[An
         return [bind(spec, operands._replace(**rows))], [0]
     spec = dataclasses.replace(spec, batch=spec.batch + 1)
     return [bind(spec, Operands(**front))], [0]
-
-
-def _at_front(array: Any, axis: int | None) -> jax.Array:
-    return jnp.expand_dims(array, 0) if axis is None else jnp.moveaxis(array, axis, 0)
 
 
 _primitive = Primitive("jaxnorm_quantized_dot")

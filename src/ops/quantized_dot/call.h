@@ -16,8 +16,9 @@ struct QuantizedDot {
   Input weights;  // cols * depth, float8, of which at most one matrix is f8e5m2
   const float* x_scales;
   const float* weight_scales;
-  Input bias;  // cols values of y's dtype, which is not f32 then
-  Output y;    // rows * cols
+  Input bias;              // cols values of y's dtype, which is not f32 then
+  Output y;                // rows * cols
+  bool fast_accumulation;  // with fewer digits than f32 has
   Workspace workspace;
 };
 

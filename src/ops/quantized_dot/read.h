@@ -25,6 +25,7 @@ inline RowShapes read_summed_rows(Reader& in) {
 inline QuantizedDot read_quantized_dot(Reader& in) {
   const RowShapes rows = read_summed_rows(in);
   QuantizedDot p{};
+  p.fast_accumulation = in.flag("fast_accumulation");
   p.rows = rows.rows;
   p.depth = rows.cols;
   p.x = in.float8_operand("x", rows.x);

@@ -67,9 +67,7 @@ Owned<Desc> desc_of(const Library& lt, const QuantizedDot& p, Checks& check) {
     check("cublasLtMatmulDescSetAttribute", lt.desc_set(desc, attribute, &value, sizeof value));
   };
   set(kDescTransA, kTranspose);
-  // As XLA's sums by default. The others take longer than its product and its pass of scales together; who wants
-  // float32 wants their digits.
-  set(kDescFastAccum, static_cast<int8_t>(p.y.dtype != Dtype::f32));
+  set(kDescFastAccum, static_cast<int8_t>(p.fast_accumulation));
   set(kDescAScaleMode, kScaleOuterVec32f);
   set(kDescBScaleMode, kScaleOuterVec32f);
   set(kDescAScalePointer, p.weight_scales);
@@ -111,7 +109,7 @@ struct DotPlan {
 };
 
 // What the algorithm may depend on, and nothing else may.
-using Key = std::array<int64_t, 9>;
+using Key = std::array<int64_t, 10>;
 
 Key key_of(const Context* handle, const QuantizedDot& p, const Room& room) {
   const auto number = [](Dtype dtype) { return static_cast<int64_t>(dtype); };
@@ -123,6 +121,7 @@ Key key_of(const Context* handle, const QuantizedDot& p, const Room& room) {
           number(p.weights.dtype),
           number(p.y.dtype),
           p.bias ? 1 : 0,
+          p.fast_accumulation ? 1 : 0,
           static_cast<int64_t>(room.bytes)};
 }
 

@@ -1,0 +1,153 @@
+"""What kernels do around the products of a linear layer in float8: they round by rows, by columns, or by both.
+
+These primitives have no rules but their lowering, and under `jax.vmap` the formula's, as they are bound while the
+layer's own primitives are lowered.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import batching
+
+from jaxnorm.native import ffi
+from jaxnorm.ops.float8_linear.formula import Rounded, Wants, rounded_along, rounded_gradient
+from jaxnorm.ops.float8_linear.products import Arithmetic, Float8Linear, by_kernels
+from jaxnorm.primitive import lowering, reasons
+
+# Targets that only CUDA has.
+ROWS, COLUMNS, GRADIENT = (f"jaxnorm_round_{name}" for name in ("rows", "columns", "gradient"))
+BYTES = "jaxnorm_transpose_bytes"
+
+
+def rounded(spec: Float8Linear, array: jax.Array, axes: tuple[int, ...], *, keeps: bool = True) -> Rounded:
+    """As `rounded_along`; of columns with what products sum up as the last axis, and without the values where none
+    `keeps` them."""
+    if not _is_served(spec, array):
+        return rounded_along(spec, array, axes)
+    if axes == (-1,):
+        return Rounded(*_round_rows.bind(array, spec=spec))
+    *values, transposed, scales = _round_columns.bind(array, spec=spec, keeps=keeps)
+    return Rounded(values[0] if keeps else None, scales, transposed)
+
+
+def gradient(
+    spec: Float8Linear,
+    dy: jax.Array,
+    of_columns: jax.Array | None,
+    of_rows: jax.Array | None,
+    *,
+    wants: Wants,
+) -> tuple[Any, Any]:
+    """As `rounded_gradient`; what is rounded by columns has rows as its last axis only."""
+    if not _is_served(spec, dy):
+        return rounded_gradient(spec, dy, of_columns, of_rows, wants=wants)
+    columns = [] if of_columns is None else [of_columns.reshape(-1)]
+    if not wants[1]:
+        return Rounded(*_round_rows.bind(dy, *columns, spec=spec)), None
+    rows = [] if of_rows is None else [of_rows.reshape(-1)]
+    columns = columns if wants[0] else []
+    *by_rows, transposed, scales = _round_gradient.bind(
+        dy, *columns, *rows, spec=spec, has_columns=bool(columns), has_rows=bool(rows), with_values=wants[0]
+    )
+    by_columns = Rounded(None, scales.reshape((1,) * (dy.ndim - 1) + (-1,)), transposed)
+    return Rounded(*by_rows) if wants[0] else None, by_columns
+
+
+def transposed(matrix: jax.Array) -> jax.Array:
+    """The transpose of a matrix of float8, for which XLA takes twice as long within a step."""
+    if 0 in matrix.shape:
+        return matrix.T
+    array: jax.Array
+    (array,) = _transpose.bind(matrix)
+    return array
+
+
+def _is_served(spec: Float8Linear, array: jax.Array) -> bool:
+    lengths = array.shape
+    is_known = all(isinstance(length, int) and length > 0 for length in lengths)
+    return spec.scaling == "row" and is_known and math.prod(lengths[:-1]) <= reasons.MOST_ROWS
+
+
+def _round_rows_formula(array: jax.Array, *factors: jax.Array, spec: Float8Linear) -> list[jax.Array]:
+    of_columns = factors[0] if factors else None
+    by_rows, _ = rounded_gradient(spec, array, of_columns, None, wants=(True, False))
+    return [by_rows.values, by_rows.scales]
+
+
+def _round_rows_native(ctx: Any, *operands: Any, spec: Float8Linear) -> Any:
+    attributes = {"has_factors": len(operands) > 1, "power_of_two": spec.power_of_two}
+    return ffi.call("cuda", ROWS, ctx, operands, attributes=attributes)
+
+
+def _round_columns_formula(matrix: jax.Array, *, spec: Float8Linear, keeps: bool) -> list[jax.Array]:
+    values, scales, _ = rounded_along(spec, matrix, (0,))
+    return [*([values] if keeps else []), values.T, scales]
+
+
+def _round_columns_native(ctx: Any, matrix: Any, *, spec: Float8Linear, keeps: bool) -> Any:
+    attributes = {"power_of_two": spec.power_of_two, "with_values": keeps}
+    return ffi.call("cuda", COLUMNS, ctx, [matrix], workspace=_workspace(ctx), attributes=attributes)
+
+
+def _workspace(ctx: Any) -> Any:
+    *rows, cols = ctx.avals_in[0].shape
+    return ffi.workspace("cuda", COLUMNS, ctx.avals_in[0].dtype, math.prod(rows), cols)
+
+
+def _round_gradient_formula(
+    dy: jax.Array, *factors: jax.Array, spec: Float8Linear, has_columns: bool, has_rows: bool, with_values: bool
+) -> list[jax.Array]:
+    of_columns = factors[0] if has_columns else None
+    of_rows = factors[-1].reshape(*dy.shape[:-1], 1) if has_rows else None
+    by_rows, by_columns = rounded_gradient(spec, dy, of_columns, of_rows, wants=(with_values, True))
+    cols = dy.shape[-1]
+    transposed, scales = by_columns.values.reshape(-1, cols).T, by_columns.scales.reshape(1, cols)
+    return [*(by_rows[:2] if with_values else []), transposed, scales]
+
+
+def _round_gradient_native(
+    ctx: Any, *operands: Any, spec: Float8Linear, has_columns: bool, has_rows: bool, with_values: bool
+) -> Any:
+    attributes = {
+        "has_factors_of_columns": has_columns,
+        "has_factors_of_rows": has_rows,
+        "power_of_two": spec.power_of_two,
+        "with_values": with_values,
+    }
+    return ffi.call("cuda", GRADIENT, ctx, operands, workspace=_workspace(ctx), attributes=attributes)
+
+
+def _transpose_formula(matrix: jax.Array) -> list[jax.Array]:
+    return [matrix.T]
+
+
+def _transpose_native(ctx: Any, matrix: Any) -> Any:
+    return ffi.call("cuda", BYTES, ctx, [matrix], attributes={})
+
+
+def _primitive(target: str, formula: Callable[..., list[jax.Array]], native: Callable[..., Any]) -> Primitive:
+    def abstract(*types: Any, **params: Any) -> list[Any]:
+        return list(jax.make_jaxpr(functools.partial(formula, **params))(*types).out_avals)
+
+    def batch(operands: Any, axes: Any, **params: Any) -> tuple[Any, Any]:
+        results = jax.vmap(functools.partial(formula, **params), in_axes=tuple(axes))(*operands)
+        return results, [0] * len(results)
+
+    primitive = Primitive(target)
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(abstract)
+    batching.primitive_batchers[primitive] = batch
+    lowering.register_inner(primitive, formula, native, ["cuda"])
+    return primitive
+
+
+_round_rows = _primitive(ROWS, _round_rows_formula, _round_rows_native)
+_round_columns = _primitive(COLUMNS, _round_columns_formula, _round_columns_native)
+_round_gradient = _primitive(GRADIENT, _round_gradient_formula, _round_gradient_native)
+_transpose = _primitive(BYTES, _transpose_formula, _transpose_native)
+
+BY_KERNELS = Arithmetic(rounded, gradient, functools.partial(by_kernels, transposed))
