@@ -12,6 +12,7 @@ COMMANDS = {
     "activations": "device time of gated_activation, beside XLA's code and a copy",
     "dots": "device time of products with quantised operands, beside bfloat16",
     "cpu": "wall time of the ops on the CPU, beside XLA's code and a copy",
+    "float8": "a training step with products of float8, beside bfloat16",
     "model": "the norms within a model's training step",
     "sharding": "the norms over several devices",
     "resources": "registers and spills of the CUDA kernels in two builds, without a GPU",

@@ -1,5 +1,7 @@
 """The layers of the models that `bench model` times."""
 
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import NamedTuple
 
 import jax
@@ -14,8 +16,25 @@ class Around(NamedTuple):
     gate: jax.Array | None = None  # factor of what it gives
 
 
-def product(x, matrix):
+def wide_product(x, matrix):
     return x @ matrix.astype(x.dtype)
+
+
+_PRODUCT = ContextVar("product", default=wide_product)
+
+
+def product(x, matrix):
+    return _PRODUCT.get()(x, matrix)
+
+
+@contextmanager
+def products(function):
+    """Has models that are traced within multiply by matrices so."""
+    token = _PRODUCT.set(function)
+    try:
+        yield
+    finally:
+        _PRODUCT.reset(token)
 
 
 def modulations(condition, matrix):
