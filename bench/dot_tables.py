@@ -17,6 +17,11 @@ def products(results):
     return table_parts.about(results["header"]) + report.table(["x by weights", "bfloat16", *forms], lines)
 
 
+def steps(*runs):
+    """Every run as it is."""
+    return [line for run in runs for line in [*table_parts.whole(run), ""]]
+
+
 def by_library(results):
     """Of those that a library makes by default, beside XLA's."""
     rows = [row for row in results["rows"] if abs(row["us"] - row["XLA us"]) > 0.03 * row["us"]]

@@ -218,6 +218,7 @@ TABLES = {
     "quantize-lm": ("h200_quantize_lm.json", whole),
     "dots": ("h200_dots.json", dot_tables.products),
     "dots-library": ("h200_dots.json", dot_tables.by_library),
+    "float8": ("h200_float8_*.json", dot_tables.steps),
     "gemma": (trainers.RUNS, trainer_tables.drawn),
     "gemma-headline": (trainers.RUNS, trainer_tables.headline),
     "gemma-h100": ("h100_x2_gemma.json", trainer_tables.ways),
