@@ -58,7 +58,7 @@ def gradient(
 
 
 def transposed(matrix: jax.Array) -> jax.Array:
-    """The transpose of a matrix of float8, for which XLA takes twice as long within a step."""
+    """The transpose of a matrix of float8. XLA's own moves less than a third of what a copy does within a step."""
     if 0 in matrix.shape:
         return matrix.T
     array: jax.Array
