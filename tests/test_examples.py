@@ -36,6 +36,13 @@ def test_fp8_inference():
     assert re.search(r"differs from the bfloat16 block's by [3-9]\.\d\d %.*streams are the same bits", printed)
 
 
+def test_prefill_8b():
+    printed = run("prefill_8b.py", "--small", "--turns", "2")
+    rows = dict(re.findall(r"^(\w+) +\S+ +\d+ +\S+ +\S+ +\S+ +(\S+)$", printed, re.MULTILINE))
+    assert rows.keys() == {"bfloat16", "float8"}
+    assert 0 < float(rows["float8"]) < 0.11  # twice what it is on a CPU
+
+
 def test_train_images(tmp_path):
     sizes = ["--batch", "4", "--size", "16", "--channels", "16"]
     out = ["--out", tmp_path / "images.png"]
