@@ -5,9 +5,11 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from deviceless import compiled, types
+from deviceless import compiled, mesh, types
 from hlo import count_native_calls
 from internals import compat, cublaslt, ffi
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxnorm import Float8Recipe, float8_linear
 
@@ -86,6 +88,31 @@ def test_a_compiled_step_has_three_products_and_no_wide_one():
     program = compiled(both_ways(Float8Recipe()), *arrays)
     assert calls_of(program.as_text()) == STEP
     assert not re.search(r"__cublas|__triton_gemm| dot\(", program.as_text())
+
+
+# Kernels that are split over the devices of the tokens, as FSDP does, travel as they are rounded.
+@pytest.mark.deviceless
+@pytest.mark.parametrize("spec", [P("x", None), P(None, "x")], ids=str)
+def test_fsdp_gathers_a_byte_for_each_weight(spec):
+    of_tokens, of_kernel = (NamedSharding(mesh(4), split) for split in (P("x", None), spec))
+    shapes = (TOKENS, DEPTH), (DEPTH, OUTPUTS), (TOKENS, OUTPUTS)
+    arrays = [
+        types(jax.ShapeDtypeStruct(dims, dtype), sharding)
+        for dims, dtype, sharding in zip(shapes, DTYPES, (of_tokens, of_kernel, of_tokens), strict=True)
+    ]
+    text = compiled(both_ways(Float8Recipe()), *arrays, out_shardings=(of_tokens, (of_tokens, of_kernel))).as_text()
+    # Of an operation both what is given and what comes of it; DEPTH and OUTPUTS are the same.
+    whole, part = f"[{DEPTH},{OUTPUTS}]", f"[{DEPTH // 4},{OUTPUTS}]"
+    assert matrices(text, "all-gather") == [f"f8e4m3fn{part}", f"f8e4m3fn{whole}"]
+    assert sorted({dims[:3] for dims in matrices(text, "reduce-scatter")}) == ["f32"]
+    assert matrices(text, "reduce-scatter").count(f"f32{whole}") == 1
+    assert not re.search(r" (all-to-all|collective-permute)(-start)?\(", text)
+
+
+def matrices(text, operation):
+    """The types of two axes that this operation has in a compiled program."""
+    lines = re.findall(rf"= (.*) {operation}-start\(", text)
+    return [dims for line in lines for dims in re.findall(r"\w+\[\d+,\d+\]", line)]
 
 
 # Tokens that are no multiple of 16 are summed in dw alone, with zeros behind them.
