@@ -100,6 +100,10 @@ def test_what_is_rounded_has_the_same_bits_on_any_mesh(split, scaling):
 def test_no_operand_is_gathered(split):
     mesh = mesh_of(jax.devices(), AxisType.Auto)
     text = compiled_text(partial(value_and_gradients, Float8Recipe()), *placed(mesh, operands(), SPLIT[split]))
+    # Of two devices one axis has but one.
+    if all(mesh.shape[axis] == 1 for spec in SPLIT[split] for axis in spec if axis):
+        assert not collectives(text)
+        return
     assert set(collectives(text)) == {"all-reduce"}
     rows = math.prod(ROWS)
     exact = {
