@@ -100,6 +100,21 @@ def test_quantize_lm_knows_its_types():
     assert "invalid choice: 'int2'" in done.stderr
 
 
+# Over 16 seeds, with XLA's optimisations and without, the loss in float8 was from 0.42 % below that in bfloat16 to
+# 0.46 % above it.
+def test_train_float8(tmp_path):
+    text = ["--text", EXAMPLES.parent / "LICENSE", "--png", tmp_path / "float8.png"]
+    flags = "--xla_backend_optimization_level=0"
+    printed = run("train_float8.py", "--size", "small", "--steps", "20", "--seeds", "1", *text, XLA_FLAGS=flags)
+    losses = dict(re.findall(r"^(\w+) +[\d,]+ tokens/s, .* loss (\S+)$", printed, re.MULTILINE))
+    wide, narrow = float(losses.pop("bfloat16")), float(losses.pop("float8"))
+    assert wide < 0.6 * np.log(256)  # it learns
+    change = float(re.search(r"^float8 to bfloat16: .* loss (\S+) % in the mean", printed, re.MULTILINE)[1])
+    assert abs(change) < 1.5
+    assert change == pytest.approx(100 * (narrow / wide - 1), abs=0.01)
+    assert (tmp_path / "float8.png").read_bytes().startswith(b"\x89PNG")
+
+
 HOW = {"hidden": ["--split-hidden"], "two processes": ["--processes", "2"], **dict(in_full(("rows", [])))}
 
 
