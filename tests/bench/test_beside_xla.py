@@ -1,10 +1,11 @@
-"""What `bench rotary`, `bench groups` and `bench activations` measure, but for the clock."""
+"""What `bench rotary`, `bench groups`, `bench activations` and `bench rounding` measure, but for the clock."""
 
 import jax
+import numpy as np
 import pytest
 from cases import assert_near
 
-from bench import activations, groups, rotary
+from bench import activations, groups, rotary, rounding
 
 SMALL = {
     "rotary": (rotary.SUBJECT, (2, 3, 4, 2, 16)),
@@ -32,3 +33,14 @@ def test_each_seed_gives_others(name):
     arrays, others = (of_one[:count] for of_one in of_both)
     assert sum(array.size for array in arrays) == subject.elements(shape)
     assert all((array != other).any() for array, other in zip(arrays, others, strict=True))
+
+
+# Bit for bit on a CPU; of the formula XLA for GPUs decides how exactly it divides.
+@pytest.mark.parametrize("way", ["rows", "kernel", "gradient"])
+def test_kernels_round_as_xla_does(way):
+    operands = rounding.SUBJECT.operands((64, 48), "bfloat16", 0)
+    sides = (jax.jit(rounding.SUBJECT.programs(how)[way])(*operands) for how in ("native", "jnp"))
+    for ours, xla in zip(*map(jax.tree.leaves, sides), strict=True):
+        assert (ours.shape, ours.dtype) == (xla.shape, xla.dtype)
+        same = np.asarray(ours).view(np.uint8) == np.asarray(xla).view(np.uint8)
+        assert same.all() if jax.default_backend() == "cpu" else same.mean() > 0.9
