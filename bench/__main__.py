@@ -14,7 +14,7 @@ COMMANDS = {
     "cpu": "wall time of the ops on the CPU, beside XLA's code and a copy",
     "float8": "a training step with products of float8, beside bfloat16",
     "model": "the norms within a model's training step",
-    "rounding": "device time of rounding to float8 around products, beside XLA's code and a copy",
+    "rounding": "device time of what float8_linear rounds, beside XLA's code and a copy",
     "sharding": "the norms over several devices",
     "resources": "registers and spills of the CUDA kernels in two builds, without a GPU",
     "show": "the table of a results file",
