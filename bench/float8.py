@@ -10,7 +10,8 @@ widths; parameters and AdamW's state are float32. Every product but the last is 
     wide dw       the same, with the kernel's gradient in bfloat16
     tensor        the same, with one scale for each tensor
     plain         one scale for each tensor in jax.numpy, gradients in float8_e5m2, as such code is written by hand
-    flax          `flax.linen.fp8_ops.Fp8DirectDotGeneralOp`, whose state does not change here
+    flax          `flax.linen.fp8_ops.Fp8DirectDotGeneralOp`: one scale for each tensor, from the steps before
+    qwix          what `qwix.QtProvider` puts in a product's place, with scales by channel and gradients in float8_e4m3
 
 Times are wall times of calls in a queue that is waited for once, taken in turns: "ms" is the median over the turns,
 "± us" half the range of its middle half, "x bf16" bfloat16's time over it. "loss" is that of the first step.
@@ -22,7 +23,6 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import jaxnorm
 from bench import model, model_blocks, models, report, timing
@@ -72,19 +72,34 @@ def plain_backward(saved, dy):
 plain.defvjp(plain_forward, plain_backward)
 
 
-def flax(x, matrix):
+def flax(state, x, matrix):
     from flax.linen.fp8_ops import Fp8DirectDotGeneralOp
 
-    op, numbers = Fp8DirectDotGeneralOp(), (((x.ndim - 1,), (0,)), ((), ()))
-    state = jax.tree.map(jnp.asarray, _state_of(op, x, matrix, numbers))
-    return op.apply(state, x, matrix.astype(x.dtype), numbers)
+    return Fp8DirectDotGeneralOp().apply(state, x, matrix.astype(x.dtype), (((x.ndim - 1,), (0,)), ((), ())))
 
 
-def _state_of(op, x, matrix, numbers):
-    """The state before the first step, as constants."""
-    with jax.ensure_compile_time_eval():
-        small = jnp.zeros((1,) * (x.ndim - 1) + (16,), x.dtype), jnp.zeros((16, 16), x.dtype)
-        return jax.tree.map(np.asarray, op.init(jax.random.key(0), *small, numbers))
+def flax_states(loss, args):
+    """What Flax's op keeps for each product of the model, in their order: the largest magnitudes of steps before."""
+    from flax.linen.fp8_ops import Fp8DirectDotGeneralOp
+
+    products = []
+
+    def counted(x, matrix):
+        products.append(matrix)
+        return model_blocks.wide_product(x, matrix)
+
+    jax.eval_shape(functools.partial(loss, counted), *args)
+    small = jnp.zeros((16, 16), jnp.bfloat16)
+    init = functools.partial(Fp8DirectDotGeneralOp().init, jax.random.key(0), small, small, (((1,), (0,)), ((), ())))
+    return [init() for _ in products]
+
+
+def qwix(x, matrix):
+    from qwix._src.core import dot_general_qt  # no public name computes one product
+
+    qtypes = dict.fromkeys(("lhs_qtype", "rhs_qtype", "dlhs_grad_qtype", "drhs_grad_qtype"), E4M3)
+    config = dot_general_qt.DotGeneralQtConfig(**qtypes)
+    return dot_general_qt.dot_general_qt(x, matrix.astype(x.dtype), (((x.ndim - 1,), (0,)), ((), ())), config)
 
 
 WAYS = {
@@ -94,6 +109,7 @@ WAYS = {
     "tensor": by(Float8Recipe(scaling="tensor")),
     "plain": plain,
     "flax": flax,
+    "qwix": qwix,
 }
 
 
@@ -107,32 +123,48 @@ def add_arguments(parser):
     parser.add_argument("--small", action="store_true", help="toy sizes, to try the program")
 
 
-def training(loss):
-    """A step of AdamW: of (params, state)."""
+def training(loss, replaces):
+    """A step of AdamW: of ((params, what products keep), moments). `replaces`: its gradient replaces what they keep."""
     import optax
 
     optimiser = optax.adamw(models.RATE)
 
     def step(state, inputs, targets):
-        params, moments = state
-        value, grads = jax.value_and_grad(loss)(params, inputs, targets)
+        (params, kept), moments = state
+        value, (grads, gradient_of_kept) = jax.value_and_grad(loss)((params, kept), inputs, targets)
         updates, moments = optimiser.update(grads, moments, params)
-        return (optax.apply_updates(params, updates), moments), value
+        kept = gradient_of_kept if replaces else kept
+        return ((optax.apply_updates(params, updates), kept), moments), value
 
     return step, optimiser.init
 
 
-def programs_of(spec, program, ways, state, inputs):
+def loss_by(way, loss):
+    def of_state(state, inputs, targets):
+        params, kept = state
+        product, of_product = WAYS[way], iter(kept)
+        by = (lambda *args: flax(next(of_product), *args)) if product is flax else product
+        return loss(by, params, inputs, targets)
+
+    return of_state
+
+
+def programs_of(spec, program, ways, params, inputs):
     """The executables by way, and the state that they take."""
-    loss = functools.partial(models.loss, spec, VARIANT)
-    step, start = training(loss) if program == "train step" else (models.forward(loss), None)
-    state = (state, jax.jit(start)(state)) if start else state
-    executables = {}
+
+    def loss(product, *args):
+        with model_blocks.products(product):
+            return models.loss(spec, VARIANT, *args)
+
+    state, executables = (params, flax_states(loss, (params, *inputs)) if "flax" in ways else []), {}
+    trains = program == "train step"
+    if trains:
+        state = state, jax.jit(training(loss, False)[1])(params)
     for way in ways:
-        with model_blocks.products(WAYS[way]):
-            name = f"{spec.name} {program}, {VARIANT}"
-            # Of a function of its own: JAX would take the program that it traced for another way.
-            executables[way] = model.compiled(name, lambda *args: step(*args), (state, *inputs), (0,) if start else ())
+        of_state = loss_by(way, loss)
+        step = training(of_state, WAYS[way] is flax)[0] if trains else models.forward(of_state)
+        name = f"{spec.name} {program}, {VARIANT}"
+        executables[way] = model.compiled(name, step, (state, *inputs), (0,) if trains else ())
     return executables, state
 
 
