@@ -8,7 +8,9 @@ widths; parameters and AdamW's state are float32. Every product but the last is 
     bf16          of bfloat16
     rows          `float8_linear`
     wide dw       the same, with the kernel's gradient in bfloat16
-    tensor        the same, with one scale for each tensor
+    tensor        as rows, with one scale for each tensor
+    fused         as rows, of what norms and gates have rounded
+    fast          as fused, with fast accumulation for all products, as the ways below have it
     plain         one scale for each tensor in jax.numpy, gradients in float8_e5m2, as such code is written by hand
     flax          `flax.linen.fp8_ops.Fp8DirectDotGeneralOp`: one scale for each tensor, from the steps before
     qwix          what `qwix.QtProvider` puts in a product's place, with scales by channel and gradients in float8_e4m3
@@ -30,7 +32,8 @@ from jaxnorm import Float8Recipe
 
 EIGHT_B = replace(models.LLAMA, name="8B width", dim=4096, heads=32, kv_heads=8, hidden=14336, packed=True)
 PARTS = {"llama": models.LLAMA_PACKED, "8b": EIGHT_B}
-VARIANT = "jaxnorm-default"
+# Of the norms, `bench.model_norms` says which.
+VARIANT, ROUNDING, OF_ROUNDED = "jaxnorm-default", "jaxnorm-float8", ("fused", "fast")
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 
@@ -107,6 +110,8 @@ WAYS = {
     "rows": by(Float8Recipe()),
     "wide dw": by(Float8Recipe(weight_gradient="compute")),
     "tensor": by(Float8Recipe(scaling="tensor")),
+    "fused": by(Float8Recipe()),
+    "fast": by(Float8Recipe(fast_accumulation=("y", "dx", "dw"))),
     "plain": plain,
     "flax": flax,
     "qwix": qwix,
@@ -152,18 +157,20 @@ def loss_by(way, loss):
 def programs_of(spec, program, ways, params, inputs):
     """The executables by way, and the state that they take."""
 
-    def loss(product, *args):
+    def loss(variant, product, *args):
         with model_blocks.products(product):
-            return models.loss(spec, VARIANT, *args)
+            return models.loss(spec, variant, *args)
 
-    state, executables = (params, flax_states(loss, (params, *inputs)) if "flax" in ways else []), {}
+    kept = flax_states(functools.partial(loss, VARIANT), (params, *inputs)) if "flax" in ways else []
+    state, executables = (params, kept), {}
     trains = program == "train step"
     if trains:
         state = state, jax.jit(training(loss, False)[1])(params)
     for way in ways:
-        of_state = loss_by(way, loss)
+        variant = ROUNDING if way in OF_ROUNDED else VARIANT
+        of_state = loss_by(way, functools.partial(loss, variant))
         step = training(of_state, WAYS[way] is flax)[0] if trains else models.forward(of_state)
-        name = f"{spec.name} {program}, {VARIANT}"
+        name = f"{spec.name} {program} {way}, {variant}"
         executables[way] = model.compiled(name, step, (state, *inputs), (0,) if trains else ())
     return executables, state
 

@@ -63,12 +63,12 @@ def block(spec, norms, layer, stream, attend, positions=None, condition=None):
     """One layer: the next stream, and what `attend` keeps besides its result."""
 
     def attention(y):
-        heads = (*y.shape[:-1], -1, spec.head_size)
-        q, k, v = (product(y, layer[name]).reshape(heads) for name in ("query", "key", "value"))
+        products = (product(y, layer[name]) for name in ("query", "key", "value"))
+        q, k, v = (x.reshape(*x.shape[:-1], -1, spec.head_size) for x in products)
         if spec.language:
             q, k = norms.heads(q, k, layer["query_norm"], layer["key_norm"], positions)
         result, kept = attend(q, k, v)
-        return product(result.reshape(y.shape), layer["out"]), kept
+        return product(result.reshape(*result.shape[:-2], -1), layer["out"]), kept
 
     def mlp(y):
         if spec.packed:

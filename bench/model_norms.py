@@ -28,6 +28,7 @@ class Variant(NamedTuple):
     adds: bool = False
     rotates: bool = False  # those of queries and keys rotate too, as `qk_norm_rotary` does
     formula: str | None = None  # the direction that is left to XLA
+    rounds: bool = False  # RMSNorms of the stream, and the gates of an MLP, give values of float8 and their scales
 
 
 VARIANTS = {
@@ -43,6 +44,7 @@ VARIANTS = {
     "jaxnorm-rotary-backward": Variant("default", "default", adds=True, rotates=True, formula="forward"),
     "jaxnorm-forward": Variant("default", "default", formula="backward"),
     "jaxnorm-default": Variant("default", "default", adds=True, rotates=True),
+    "jaxnorm-float8": Variant("default", "default", adds=True, rotates=True, rounds=True),
     "jaxnorm-default-norm": Variant("default", "default"),
     "copy": Variant("copy", "copy"),
     "none": Variant(None, None),
@@ -108,11 +110,12 @@ class Norms(NamedTuple):
 
 
 def norms_of(spec, variant):
-    name, head, _, adds, rotates, _ = VARIANTS[variant]
+    name, head, _, adds, rotates, _, rounds = VARIANTS[variant]
     heads = rotating_norm_of(spec, head) if rotates else heads_of(spec, head)
     start, norm, add = (adding_stream_of if adds else stream_of)(spec, name)
     gated = gated_of(spec, name) if adds else xla_gated_of(spec)
-    return Norms(start, norm, lambda *stream: norm(*stream)[0], add, heads, gated)
+    norms = Norms(start, norm, lambda *stream: norm(*stream)[0], add, heads, gated)
+    return norms._replace(stream=rounding_stream_of(spec), gated=rounding_gated_of(spec)) if rounds else norms
 
 
 def stream_of(spec, name):
@@ -145,6 +148,22 @@ def adding_stream_of(spec, name):
         return function(x.part, x.residual, *x.post, *weights, branch_scale=x.gate, **options_of(spec, name))
 
     return start, stream, Pending
+
+
+TO_FLOAT8 = {"quantization": jaxnorm.Quantization(jnp.float8_e4m3fn), "straight_through": True}
+
+
+def rounding_stream_of(spec):
+    norm = partial(jaxnorm.rms_norm_quantized, scale_offset=spec.scale_offset, **TO_FLOAT8)
+
+    def stream(x, weights):
+        return norm(x.part, *weights, residual=x.residual) if isinstance(x, Pending) else (norm(x, *weights), x)
+
+    return stream
+
+
+def rounding_gated_of(spec):
+    return partial(jaxnorm.gated_activation_quantized, activation=spec.activation, **TO_FLOAT8)
 
 
 def gated_of(spec, name):
