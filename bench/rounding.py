@@ -3,7 +3,8 @@
     python -m bench rounding --out bench/results/h100_rounding
 
 As `bench.beside_xla` says: "rows" is x by rows; "kernel" is a kernel by columns, as it lies and transposed, both
-written; "gradient" is dy by rows and by columns, with the scales of the other factors, which reads it twice.
+written; "gradient" is dy by rows and by columns, with the scales of the other factors, which reads it twice; "bytes" is
+the transpose of the same bytes as values of float8, several times as many columns.
 """
 
 import jax
@@ -13,7 +14,7 @@ import numpy as np
 from bench import beside_xla
 from bench.beside_xla import add_arguments as add_arguments
 from jaxnorm.ops.float8_linear.formula import BY_XLA, Float8Linear
-from jaxnorm.ops.float8_linear.kernels import BY_KERNELS
+from jaxnorm.ops.float8_linear.kernels import BY_KERNELS, transposed
 
 SHAPES = {
     "Llama 3 8B, x": (8192, 4096),
@@ -35,7 +36,7 @@ def operands(shape, dtype, seed):
 
 
 def programs(implementation):
-    by = BY_XLA if implementation == "jnp" else BY_KERNELS
+    by, transpose = (BY_XLA, jnp.transpose) if implementation == "jnp" else (BY_KERNELS, transposed)
 
     def with_transposed(rounded):
         values, scales, columns = rounded
@@ -49,11 +50,16 @@ def programs(implementation):
         "rows": lambda x, *_: by.rounded(SPEC, x, (-1,))[:2],
         "kernel": lambda kernel, *_: with_transposed(by.rounded(SPEC, kernel, (0,))),
         "gradient": gradient,
+        "bytes": lambda array, *_: transpose(as_float8(array)),
     }
 
 
+def as_float8(array):
+    return jax.lax.bitcast_convert_type(array, jnp.float8_e4m3fn).reshape(len(array), -1)
+
+
 def _arrays(itemsize):
-    return {"rows": 1 + 1 / itemsize, "kernel": 1 + 2 / itemsize, "gradient": 2 + 2 / itemsize}
+    return {"rows": 1 + 1 / itemsize, "kernel": 1 + 2 / itemsize, "gradient": 2 + 2 / itemsize, "bytes": 2}
 
 
 SUBJECT = beside_xla.Subject(
