@@ -1,4 +1,4 @@
-"""Which columns of a row count: those that `where` allows, and of them those before the row's length.
+"""Which columns of a row count: those that `where` allows, and of them those from its start on and before its length.
 
 `where` has x's rank. Both may be 1 long along the axes of x along which they do not differ. The last functions check
 the argument `where`.
@@ -19,6 +19,7 @@ from jaxnorm.primitive.op import RowSpec
 class Mask(NamedTuple):
     where: jax.Array | None = None
     lengths: jax.Array | None = None
+    starts: jax.Array | None = None  # where there are lengths
 
 
 def columns(spec: RowSpec, x: jax.Array) -> jax.Array:
@@ -34,8 +35,11 @@ def counted(spec: RowSpec, x: jax.Array, mask: Mask) -> jax.Array | None:
     """Which elements of x count, to be broadcast against it; None: all."""
     if mask.lengths is None:
         return mask.where
-    before = columns(spec, x) < mask.lengths
-    return before if mask.where is None else mask.where & before
+    numbers = columns(spec, x)
+    counts = numbers < mask.lengths
+    if mask.starts is not None:
+        counts &= numbers >= mask.starts
+    return counts if mask.where is None else mask.where & counts
 
 
 def only(counts: jax.Array | None, v: jax.Array, other: float = 0.0) -> jax.Array:

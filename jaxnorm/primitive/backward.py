@@ -99,7 +99,7 @@ class Backward(Rules):
             **native.workspace(saved, variables),
         }
         workspace = ffi.workspace(platform, target, x.dtype, rows, cols, **needs)
-        attributes = {**native.backward(spec, saved), **has("has_", saved), **has("has_d", cotangents)}
+        attributes = {**native.backward(spec, saved), **has("has_", saved, self.op.later), **has("has_d", cotangents)}
         return ffi.call(
             platform,
             target,

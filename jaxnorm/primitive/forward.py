@@ -114,7 +114,7 @@ class Forward(Rules):
             # that lives on: where a derivative follows it does, as the sum that the backward of the op before this one
             # wants.
             aliases={} if with_stats else self._in_place(spec, operands),
-            attributes={**native.forward(spec, operands), **has("has_", operands, self.op.factor)},
+            attributes={**native.forward(spec, operands), **has("has_", operands, (self.op.factor, *self.op.later))},
         )
         if carrier is None:
             return values

@@ -239,6 +239,7 @@ class Op(Generic[S, O, R]):
     weights_batch: bool = False  # whether kernels take weights with batch dims, so that vmap may make some
     addend: str | None = None
     factor: str | None = None
+    later: tuple[str, ...] = ()  # operands that programs of before do not have, and calls without them do not tell of
     may_omit: Callable[[S, O], tuple[str, ...]] = lambda *_: ()  # results that a call need not give
     in_place: Mapping[str, str] = dataclasses.field(default_factory=dict)  # operands, and the results in their buffers
     linear_in: Callable[[S], tuple[str, ...]] | None = None  # weights, in each of which y is linear; None: all

@@ -91,14 +91,14 @@ def present(arrays: Record) -> list[Any]:
     return [array for array in arrays if array is not None]
 
 
-def has(prefix: str, arrays: Record, later: str | None = None) -> dict[str, bool]:
+def has(prefix: str, arrays: Record, later: Sequence[str | None] = ()) -> dict[str, bool]:
     """For each field of a NamedTuple that may be absent whether it is there, as attributes of a native call.
 
-    Statistics need no attribute: an op has them or not by what its own attributes say. One that programs of before do
-    not know has an attribute where it is there.
+    Statistics need no attribute: an op has them or not by what its own attributes say. Those in `later`, which programs
+    of before do not know, have an attribute where they are there.
     """
     is_there = {name: getattr(arrays, name) is not None for name in arrays._field_defaults if name != "stats"}
-    return {f"{prefix}{name}": there for name, there in is_there.items() if there or name != later}
+    return {f"{prefix}{name}": there for name, there in is_there.items() if there or name not in later}
 
 
 class Rules:

@@ -99,6 +99,15 @@ def test_the_gradient_of_logits_takes_their_place():
 
 
 # A chunk of 512 MiB, the gradient of the kernel in float32, and little else.
+@pytest.mark.parametrize("function", [jaxnorm.softmax, jaxnorm.log_softmax])
+def test_a_window_makes_no_mask(function):
+    def step(x, offset):
+        return jax.grad(lambda x: jnp.sin(function(x, causal=True, offset=offset, window=64)).sum())(x)
+
+    program = compiled(step, *types((jnp.ones((4, 8, 256, 512), jnp.bfloat16), jnp.ones(4, jnp.int32))))
+    assert not [line for line in kernels(program) if "pred[4,8,256,512]" in line]
+
+
 def test_no_more_logits_than_a_chunk():
     program = loss_program(jaxnorm.linear_cross_entropy)
     assert program.memory_analysis().temp_size_in_bytes < 2**29 + 4 * 1024 * CLASSES + 2**26

@@ -32,6 +32,19 @@ SOFTMAX = WHERE | {
     "causal over another axis": call(X, causal=True, axis=0).raises(ValueError, "causal", "axis=-1", r"\(-3,\)"),
     "causal over two axes": call(X, causal=True, axis=(-2, -1)).raises(ValueError, "causal", r"\(-2, -1\)", "where"),
     "causal of one axis": call(jnp.ones(8), causal=True).raises(ValueError, "causal", r"\(8,\)"),
+    "offset without causal": call(X, offset=1).raises(ValueError, "offset", "causal=True"),
+    "window without causal": call(X, window=8).raises(ValueError, "window", "causal=True"),
+    "offset of a float": call(X, causal=True, offset=1.0).raises(TypeError, "offset", "integers", "1.0"),
+    "offset of a bool": call(X, causal=True, offset=True).raises(TypeError, "offset", "int", "True"),
+    "offset of booleans": call(X, causal=True, offset=jnp.ones(3, "bool")).raises(TypeError, "offset", "bool"),
+    "offset of queries": call(X, causal=True, offset=jnp.ones((3, 4), "int32")).raises(
+        ValueError, "offset", r"\(3, 4\)", "leading", r"\(3,\)"
+    ),
+    "offset of another batch": call(X, causal=True, offset=jnp.ones(2, "int32")).raises(
+        ValueError, "offset", r"\(2,\)", r"\(3,\)"
+    ),
+    "no window": call(X, causal=True, window=0).raises(ValueError, "window", "positive", "None"),
+    "window of a float": call(X, causal=True, window=2.0).raises(TypeError, "window", "int", "2.0"),
     "axis_name that is unbound": call(X, axis_name="a").raises(ValueError, "axis_name", "'a'", "jax.shard_map"),
     "integer out_dtype": call(X, out_dtype="int8").raises(TypeError, "out_dtype", "floating", "int8"),
     "unknown implementation": call(X, implementation="cuda").raises(ValueError, "implementation", "cuda"),

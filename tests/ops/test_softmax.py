@@ -83,6 +83,66 @@ def test_causal(name, shape, with_where):
     assert_alike(name, x, {"causal": True, **given}, {"where": tril & given.get("where", True)})
 
 
+# In front of the first query, behind the last, and where sums of int32 would wrap.
+OFFSETS = {
+    "of a cache": 4,
+    "before all keys": -(2**40),
+    "beyond all keys": 2**40,
+    "for all": np.int16(2),
+    "for each example": np.int8([3, -2]),
+    "for each example, unsigned": np.uint32([[1], [2**32 - 1]]),
+    "for each head": np.int32([[0, 1, -50], [2**31 - 1, -(2**31), 5]]),
+}
+
+
+def seen(shape, offset, window):
+    """Which keys each query has."""
+    offset = np.asarray(offset, np.int64)
+    last = np.arange(shape[-2])[:, None] + offset.reshape(*offset.shape, *(1,) * (len(shape) - offset.ndim))
+    keys = np.arange(shape[-1])
+    return np.broadcast_to((keys <= last) & (True if window is None else keys > last - window), shape)
+
+
+@cover(name=list(OURS), offset=OFFSETS, window=[None, 1, 3, 2**40], with_where=[False, True], traced=[False, True])
+def test_offset_and_window(name, offset, window, with_where, traced):
+    x = draw_x((2, 3, 4, 9))
+    given = {"where": mask_of((2, 1, 4, 9))} if with_where else {}
+
+    def function(offset, x):
+        return OURS[name](x, causal=True, offset=offset, window=window, **given)
+
+    # A window that is longer than any cache hides nothing, however far the offset.
+    where = seen(x.shape, offset, window if window != 2**40 else None) & given.get("where", True)
+    is_traced = traced and not isinstance(offset, int)
+    jit = (lambda function: partial(jax.jit(function), offset)) if is_traced else (lambda f: partial(f, offset))
+    actual = derivatives(finite(jit(function)), x)
+    assert_near(actual, derivatives(finite(partial(OURS[name], where=where)), x))
+    hidden = 0 if name == "softmax" else -np.inf
+    np.testing.assert_array_equal(np.asarray(jit(function)(x))[~np.asarray(where)], hidden)
+    np.testing.assert_array_equal(np.asarray(actual[1])[~np.asarray(where)], 0)
+
+
+# As in decoding: each row with what was before it is that of the whole.
+@cover(name=list(OURS), window=[None, 3])
+def test_rows_one_by_one(name, window):
+    x = draw_x((2, 6, 6))
+    of = partial(OURS[name], causal=True, window=window)
+    _, rows = jax.lax.scan(lambda at, row: (at + 1, of(row[:, None], offset=at)[:, 0]), 0, jnp.moveaxis(x, 1, 0))
+    assert bits(jnp.moveaxis(rows, 0, 1)) == bits(jax.jit(of)(x))
+
+
+@cover(name=list(OURS), axes=[(0, 0), (1, None), (None, 0)], window=[None, 2])
+def test_vmap_of_an_offset(name, axes, window):
+    x, offset = draw_x((3, 4, 6)), jnp.asarray([1, -2, 5])
+    of = partial(OURS[name], causal=True, window=window)
+    x_axis, offset_axis = axes
+    args = jnp.moveaxis(x, 0, x_axis or 0) if x_axis is not None else x[0], offset if offset_axis == 0 else offset[0]
+    whole = jnp.broadcast_to(x, x.shape) if x_axis is not None else jnp.broadcast_to(x[0], x.shape)
+    by_example = offset if offset_axis == 0 else jnp.full(3, offset[0])
+    rows = jax.vmap(lambda x, offset: finite(of)(x, offset=offset), axes)(*args)
+    assert_near(rows, finite(of)(whole, offset=by_example))
+
+
 def test_causal_is_that_of_attention():
     q, k = draw("q", (1, 6, 1, 8)), draw("k", (1, 8, 1, 8))
     v = jnp.eye(8)[None, :, None]  # so the result is what values are weighted by
@@ -172,7 +232,7 @@ def test_vmap_repeats_no_mask(name):
 
 
 @names
-@pytest.mark.parametrize("options", [{"causal": True}, {"where": True}], ids=str)
+@pytest.mark.parametrize("options", [{"causal": True}, {"causal": True, "offset": 5}, {"where": True}], ids=str)
 def test_a_masked_gradient_is_one_call_each_way(name, options):
     if "where" in options:
         options = {"where": mask_of((3, 1, 16))}
@@ -187,11 +247,13 @@ def test_a_masked_gradient_is_one_call_each_way(name, options):
     name=list(OURS),
     axis_type=[AxisType.Auto, AxisType.Explicit],
     spec=[P("a", "b"), P(None, "a"), P(None, None, "b"), P("a", None, "b")],
+    options=[{}, {"offset": np.arange(-2, 6)}, {"offset": 3, "window": 4}],
 )
-def test_a_causal_mask_on_a_mesh(devices, name, axis_type, spec):
+def test_a_causal_mask_on_a_mesh(devices, name, axis_type, spec, options):
     mesh = mesh_of(devices, axis_type)
     x, where = draw_x((8, 16, 24)), mask_of((8, 1, 24))
-    step = jax.value_and_grad(lambda x, where: jnp.sin(finite(OURS[name])(x, where=where, causal=True)).sum())
+    of = partial(finite(OURS[name]), causal=True, **options)
+    step = jax.value_and_grad(lambda x, where: jnp.sin(of(x, where=where)).sum())
     expected = jax.jit(step)(x, where)
     with jax.set_mesh(mesh):
         args = placed(mesh, (x, where), (spec, P(spec[0], None, *spec[2:])))
@@ -202,11 +264,11 @@ def test_a_causal_mask_on_a_mesh(devices, name, axis_type, spec):
 
 @pytest.mark.several
 @names
-@pytest.mark.parametrize("implementation", [None, "jnp"])
-def test_masks_in_a_shard_map_over_columns(devices, name, implementation):
+@pytest.mark.parametrize(("implementation", "window"), [(None, None), (None, 5), ("jnp", None)])
+def test_masks_in_a_shard_map_over_columns(devices, name, implementation, window):
     mesh = mesh_of(devices, AxisType.Auto)
     x, where = draw_x((8, 6, 16)), mask_of((8, 1, 16)).at[0].set(False)
-    options = {"causal": True, "implementation": implementation}
+    options = {"causal": True, "offset": 2, "window": window, "implementation": implementation}
 
     def split(x, where):
         return finite(OURS[name])(x, where=where, axis_name="b", **options)

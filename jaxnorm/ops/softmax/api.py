@@ -8,7 +8,7 @@ import jax
 from jaxnorm.ops import checks
 from jaxnorm.ops.misuse import explained
 from jaxnorm.ops.options import Implementation
-from jaxnorm.ops.softmax.checks import check_mask
+from jaxnorm.ops.softmax.checks import Causal, check_mask
 from jaxnorm.ops.softmax.formula import Operands, Results, Softmax
 from jaxnorm.ops.softmax.op import LOG_SOFTMAX, SOFTMAX
 from jaxnorm.primitive.family import Family
@@ -23,6 +23,8 @@ def softmax(
     where: Any = None,
     scale: float = 1.0,
     causal: bool = False,
+    offset: Any = 0,
+    window: int | None = None,
     out_dtype: Any = None,
     axis_name: Any = None,
     implementation: Implementation | None = None,
@@ -44,6 +46,12 @@ def softmax(
       causal: for x of shape (..., queries, keys): query t has the keys 0 to t, as `jax.nn.dot_product_attention` with
         is_causal=True. As where=jnp.tril(jnp.ones((queries, keys), bool)), but no such array is made, and kernels read
         no key beyond. It goes with `where` and with axis=-1 only.
+      offset: of causal rows: query t has the keys 0 to t + offset. An int, or an array of integers, traced or not, by
+        x's leading axes, as (batch,) for x of shape (batch, heads, queries, keys): how many keys there were before the
+        first query, as in a cache; at most 2³⁰, as which larger ones count. A query without any key is a row in which
+        nothing is true.
+      window: of causal rows: None, or how many keys a query has at most, those after t + offset - window. Then the
+        formula runs, which makes no array of the mask either.
       out_dtype: dtype of the result; None is x's.
       axis_name: None, or the axes of a surrounding `jax.shard_map` or `jax.vmap` over which rows are split evenly, a
         name or a tuple: maximum and sum are of whole rows, 8 bytes a row are exchanged. The formula runs.
@@ -54,14 +62,16 @@ def softmax(
       An array of x's shape. Rows with NaN or +inf, and those whose counted elements are all -inf, are NaN.
 
     Raises:
-      ValueError: an axis is out of range or repeated, where does not broadcast to x's shape, causal goes with another
-        axis, a name in axis_name is unbound or repeated, scale is not finite, or implementation is unknown.
-      TypeError: x or out_dtype is not floating-point of 16, 32 or 64 bits, where not boolean, or an option traced.
+      ValueError: an axis is out of range or repeated, where does not broadcast to x's shape, offset has other axes than
+        x's leading ones, window is not positive, causal goes with another axis, offset or window goes without causal, a
+        name in axis_name is unbound or repeated, scale is not finite, or implementation is unknown.
+      TypeError: x or out_dtype is not floating-point of 16, 32 or 64 bits, where not boolean, offset not of integers,
+        or another option traced.
       RuntimeError: implementation="native" and there is no kernel for this call; the message says why.
 
     Source: Milakov and Gimelshein, Online normalizer calculation for softmax, 2018, https://arxiv.org/abs/1805.02867.
     """
-    given = _Given(axis, where, scale, causal, out_dtype, axis_name, implementation)
+    given = _Given(axis, where, scale, Causal(causal, offset, window), out_dtype, axis_name, implementation)
     return _normalised("softmax", SOFTMAX, x, given)
 
 
@@ -73,6 +83,8 @@ def log_softmax(
     where: Any = None,
     scale: float = 1.0,
     causal: bool = False,
+    offset: Any = 0,
+    window: int | None = None,
     out_dtype: Any = None,
     axis_name: Any = None,
     implementation: Implementation | None = None,
@@ -87,7 +99,7 @@ def log_softmax(
       x: floating-point array of rank 1 or more.
       where: None, or an array of booleans that broadcasts to x's shape: y is -inf where it is false, everywhere in a
         row in which nothing is true. No gradient comes from there.
-      axis, scale, causal, out_dtype, axis_name, implementation: as for `softmax`.
+      axis, scale, causal, offset, window, out_dtype, axis_name, implementation: as for `softmax`.
 
     Returns:
       An array of x's shape.
@@ -97,7 +109,7 @@ def log_softmax(
 
     Source: as of `softmax`.
     """
-    given = _Given(axis, where, scale, causal, out_dtype, axis_name, implementation)
+    given = _Given(axis, where, scale, Causal(causal, offset, window), out_dtype, axis_name, implementation)
     return _normalised("log_softmax", LOG_SOFTMAX, x, given)
 
 
@@ -107,7 +119,7 @@ class _Given(NamedTuple):
     axis: int | Sequence[int]
     where: Any
     scale: Any
-    causal: Any
+    causal: Causal
     out_dtype: Any
     axis_name: Any
     implementation: Any

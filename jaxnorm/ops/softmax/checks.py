@@ -1,6 +1,6 @@
 """Argument checks of softmax and log-softmax."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,28 +11,41 @@ from jaxnorm.ops import checks
 from jaxnorm.ops.mask import Mask, check_booleans, does_not_broadcast, fitted
 from jaxnorm.primitive import broadcast, weights
 
+_MOST_OFFSET = 2**30  # beyond it an offset counts as this
 
-def check_mask(function: str, where: object, causal: object, x: jax.Array, axes: tuple[int, ...]) -> Mask:
+
+class Causal(NamedTuple):
+    """The keywords of a causal softmax as a caller gave them."""
+
+    causal: Any
+    offset: Any
+    window: Any
+
+
+def check_mask(function: str, where: object, causal: Causal, x: jax.Array, axes: tuple[int, ...]) -> Mask:
     """where and causal as a mask; over the last axis as kernels take one, and no larger than it came."""
-    lengths = causal_lengths(function, causal, x, axes)
+    seen = _seen(function, causal, x, axes)
     if where is None:
-        return Mask(None, lengths)
+        return seen
     given = check_booleans(function, where)
     if not weights.are_batch_dims(given.shape, x.shape):
         raise does_not_broadcast(function, given, x, "that of x")
     given = fitted(function, given, x, axes)
     if axes != (-1,) or given.shape[-1] == x.shape[-1]:
-        return Mask(given, lengths)
+        return seen._replace(where=given)
     of_rows = jnp.where(given, np.iinfo(np.int32).max, 0)  # all columns of a row count, or none
-    if lengths is not None:
-        of_rows = jnp.minimum(*broadcast.alike(x, of_rows, lengths))
-    return Mask(None, broadcast.fitted(x, of_rows))
+    if seen.lengths is not None:
+        of_rows = jnp.minimum(*broadcast.alike(x, of_rows, seen.lengths))
+    return seen._replace(lengths=broadcast.fitted(x, of_rows))
 
 
-def causal_lengths(function: str, value: object, x: jax.Array, axes: tuple[int, ...]) -> Any:
-    """How many columns of each row come not after its own position; None if not causal."""
-    if not checks.check_flag(function, "causal", value):
-        return None
+def _seen(function: str, given: Causal, x: jax.Array, axes: tuple[int, ...]) -> Mask:
+    """Of each row the columns from starts on, if it has any, and before lengths; nothing where it is not causal."""
+    window, offset = _window(function, given.window), _number_or_array(function, given.offset)
+    if not checks.check_flag(function, "causal", given.causal):
+        if window is not None or not (isinstance(offset, int) and offset == 0):
+            raise ValueError(f"{function}: offset and window are those of causal rows; pass causal=True with them.")
+        return Mask()
     if axes != (-1,) or x.ndim < 2:
         raise ValueError(
             f"{function}: causal=True is for x of shape (..., queries, keys) and axis=-1, got x with shape {x.shape} "
@@ -40,4 +53,46 @@ def causal_lengths(function: str, value: object, x: jax.Array, axes: tuple[int, 
         )
     shape = (*(1,) * (x.ndim - 2), x.shape[-2], 1)
     lengths = lax.broadcasted_iota(jnp.int32, shape, x.ndim - 2) + 1
-    return checks.sharded_along(function, "causal", lengths, "x", x, broadcast.dim_map(shape))
+    lengths = checks.sharded_along(function, "causal", lengths, "x", x, broadcast.dim_map(shape))
+    if isinstance(offset, int):
+        most = max(-x.shape[-2], min(offset, _MOST_OFFSET))
+        lengths = lengths + most if most else lengths
+    else:
+        most = _MOST_OFFSET
+        lengths, offset = broadcast.alike(x, lengths, _offset_by_rows(function, offset, x))
+        lengths = broadcast.fitted(x, lengths + offset)
+    return Mask(None, lengths, None if window is None or window >= x.shape[-2] + most else lengths - window)
+
+
+def _window(function: str, value: object) -> int | None:
+    if value is None:
+        return None
+    window = checks.check_int(function, "window", value, "None is without one")
+    if window < 1:
+        raise ValueError(f"{function}: window must be positive, got {window}; None is without one.")
+    return window
+
+
+def _number_or_array(function: str, value: object) -> int | jax.Array:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if not checks.is_array(value) or not jnp.issubdtype((offset := jnp.asarray(value)).dtype, np.integer):
+        got = getattr(value, "dtype", None) or repr(value)
+        raise TypeError(f"{function}: offset must be an int or an array of integers, got {got}.")
+    return offset
+
+
+def _offset_by_rows(function: str, offset: jax.Array, x: jax.Array) -> jax.Array:
+    """The offset with x's rank, as int32 and no further than sums of it go without wrapping."""
+    leading = x.shape[:-2]
+    if offset.ndim > len(leading) or any(n not in (1, m) for n, m in zip(offset.shape, leading, strict=False)):
+        raise ValueError(
+            f"{function}: offset has shape {offset.shape}, expected () or one by x's leading axes {leading}, from the "
+            "first: for each 1 or the length there."
+        )
+    offset = lax.expand_dims(offset, range(offset.ndim, x.ndim))
+    offset = offset.astype(np.int32) if offset.dtype.itemsize < 4 else offset
+    # Below minus queries no query has a key.
+    least = 0 if jnp.issubdtype(offset.dtype, np.unsignedinteger) else -x.shape[-2]
+    offset = jnp.clip(offset, least, _MOST_OFFSET).astype(np.int32)
+    return checks.sharded_along(function, "offset", offset, "x", x, broadcast.dim_map(offset.shape))

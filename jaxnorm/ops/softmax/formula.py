@@ -50,6 +50,7 @@ class Operands(NamedTuple):
     x: jax.Array
     where: jax.Array | None = None
     lengths: jax.Array | None = None  # of a row the columns before it count
+    starts: jax.Array | None = None  # and of these the columns from it on
 
 
 class Results(NamedTuple):
@@ -60,6 +61,7 @@ class SavedOfSoftmax(NamedTuple):
     y: jax.Array
     lengths: jax.Array | None = None
     where: jax.Array | None = None
+    starts: jax.Array | None = None
 
 
 class SavedOfLog(NamedTuple):
@@ -67,6 +69,7 @@ class SavedOfLog(NamedTuple):
     stats: Statistics  # (the logarithm of the sum of exponentials, the largest w)
     where: jax.Array | None = None
     lengths: jax.Array | None = None
+    starts: jax.Array | None = None
 
 
 class Variables(NamedTuple, Generic[T]):
@@ -101,7 +104,7 @@ def log_softmax(spec: Softmax, operands: Operands) -> tuple[Results, Statistics]
 
 def _derivative(spec: Softmax, saved: SavedOfSoftmax, v: jax.Array) -> jax.Array:
     """The derivative of softmax by x applied to v; it is symmetric, so it serves both directions."""
-    counts = counted(spec, saved.y, Mask(saved.where, saved.lengths))
+    counts = counted(spec, saved.y, Mask(saved.where, saved.lengths, saved.starts))
     y, v = (_wide(spec, array, counts) for array in (saved.y, v))
     return only(counts, spec.scale * y * (v - sum_over_row(spec, v * y)))
 
@@ -120,7 +123,9 @@ def plain(spec: Softmax, operands: Operands) -> Results:
 def _plain_jvp(spec: Softmax, primals: Any, dots: Any) -> tuple[Results, Results]:
     (operands,), (moving,) = primals, dots
     results = plain(spec, operands)
-    return results, linear(spec, SavedOfSoftmax(results.y, operands.lengths, operands.where), Variables(moving.x))
+    return results, linear(
+        spec, SavedOfSoftmax(results.y, operands.lengths, operands.where, operands.starts), Variables(moving.x)
+    )
 
 
 def backward(
@@ -137,7 +142,7 @@ class _Shares(NamedTuple):
 
     @classmethod
     def of(cls, spec: Softmax, saved: SavedOfLog) -> "_Shares":
-        counts, scale = counted(spec, saved.x, Mask(saved.where, saved.lengths)), spec.logits
+        counts, scale = counted(spec, saved.x, Mask(saved.where, saved.lengths, saved.starts)), spec.logits
         log_sum, *rest = saved.stats
         top = rest[0] if rest else None
         differences = scale.differences(scale.w(_wide(spec, saved.x, counts)), top)

@@ -14,7 +14,7 @@ from jaxnorm.primitive.family import Family
 from jaxnorm.primitive.op import BROADCAST, LIKE_X, CallRows, Derivative, Native, Op, statistics_of
 from jaxnorm.sharding import dims
 
-ROLES = {"x": LIKE_X, "where": BROADCAST, "lengths": BROADCAST, "y": LIKE_X}
+ROLES = {"x": LIKE_X, "where": BROADCAST, "lengths": BROADCAST, "starts": BROADCAST, "y": LIKE_X}
 
 
 def _types(spec: Softmax, operands: Operands) -> Results:
@@ -34,6 +34,10 @@ def _slower(_: Softmax, rows: CallRows) -> str | None:
     first = 1025 if rows.dtype.itemsize == 2 else 513
     loses = rows.way == "forward" and first <= rows.cols <= 2**14
     return speed.why(rows, f"rows of {first} to {2**14} columns") if loses and not speed.vectors_divide(rows) else None
+
+
+def _windowed(_: Softmax, operands: Any) -> str | None:
+    return None if operands.starts is None else "rows have a window, which XLA's code reads where no mask is made"
 
 
 def _native(name: str, attributes: Callable[[Softmax, Any], dict[str, Any]]) -> Native[Softmax, Operands]:
@@ -65,7 +69,8 @@ SOFTMAX = Family(
             saved=SavedOfSoftmax, variables=Variables, linear=formula.linear, backward=formula.backward
         ),
         native=_native("jaxnorm_softmax", _attributes),
-        reasons=(several_axes,),
+        reasons=(several_axes, _windowed),
+        later=("starts",),
         can_shard=lambda *_: True,
         functions=(Function("softmax", _requested),),
     )
@@ -84,7 +89,8 @@ LOG_SOFTMAX = Family(
             saved=SavedOfLog, variables=Variables, linear=formula.log_linear, backward=formula.log_backward
         ),
         native=_native("jaxnorm_log_softmax", _log_attributes),
-        reasons=(several_axes,),
+        reasons=(several_axes, _windowed),
+        later=("starts",),
         can_shard=lambda *_: True,
         functions=(Function("log_softmax", _requested),),
     )
