@@ -116,16 +116,30 @@ def _with_call(cls: type, function: Callable[..., Any]) -> type:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         return function(self, *args, **kwargs)
 
-    return _subclass(cls, (cls, _Custom), {"__call__": call})
+    return _subclass(cls, (cls, _Custom), {"__call__": call}, _with_call, function)
 
 
 @functools.cache
 def with_base(cls: type, norm: type) -> type:
     """`cls`, a subclass of Flax's norm with its `__call__`, with that of ours."""
-    return _subclass(cls, (cls, norm), {})
+    return _subclass(cls, (cls, norm), {}, with_base, norm)
 
 
-def _subclass(cls: type, bases: tuple[type, ...], members: dict[str, Any]) -> type:
-    """A class that goes by the name of `cls`."""
+def _subclass(
+    cls: type, bases: tuple[type, ...], members: dict[str, Any], maker: Callable[[type, Any], type], by: Any
+) -> type:
+    """A class that goes by the name of `cls`, under which pickle would not find it: `maker(cls, by)` gives it."""
+
+    def __reduce_ex__(self: Any, protocol: Any) -> tuple[Any, ...]:
+        _, (_, *args), *rest = super(made, self).__reduce_ex__(protocol)  # type: ignore[arg-type]
+        return _new, (maker, cls, by, *args), *rest
+
     names = {name: getattr(cls, name) for name in ("__doc__", "__module__", "__qualname__")}
-    return type(cls.__name__, bases, names | members)
+    made = type(cls.__name__, bases, names | members | {"__reduce_ex__": __reduce_ex__})
+    return made
+
+
+def _new(maker: Callable[[type, Any], type], cls: type, by: Any, *args: Any) -> Any:
+    """An object of a subclass, as pickle makes one."""
+    made: Any = maker(cls, by)
+    return made.__new__(made, *args)

@@ -1,12 +1,14 @@
 """`replace_norms`: of `flax.nnx` in place, of `flax.linen` for calls within."""
 
 import copy
+import pickle
 
 import equinox
 import flax.linen
 import flax.nnx
 import jax
 import jax.numpy as jnp
+import linears
 import orbax.checkpoint
 import pytest
 from cases import bits, draw, draw_x
@@ -78,7 +80,11 @@ class Mixed(flax.nnx.Module):
         return self.shared(self.centred(self.batch(self.groups(x))))
 
 
-CUSTOM = {GemmaNorm: lambda norm, x: jaxnorm.rms_norm(x, norm.scale[...], scale_offset=1.0)}
+def gemma_norm(norm, x):
+    return jaxnorm.rms_norm(x, norm.scale[...], scale_offset=1.0)
+
+
+CUSTOM = {GemmaNorm: gemma_norm}
 REPLACED = {
     ("attention", "query_ln"): flax.nnx.LayerNorm,
     ("attention", "key_ln"): flax.nnx.LayerNorm,
@@ -186,6 +192,22 @@ def test_nnx_a_copy_is_replaced_alike():
     model = mixed()
     jaxnorm.replace_norms(model, CUSTOM)
     assert native_calls_of(copy.deepcopy(model)) == native_calls_of(flax.nnx.clone(model)) == native_calls_of(model)
+
+
+# Of a class that is one of the model's own and one of ours, which has no name.
+@pytest.mark.parametrize("name", ["norm of Flax", "own norm", "linear"])
+def test_nnx_what_was_changed_is_pickled(name):
+    if name == "linear":
+        layer = linears.NamedLinear(flax.nnx.Rngs(0))
+        jaxnorm.float8_linears([layer])
+    else:
+        model = mixed()
+        jaxnorm.replace_norms(model, CUSTOM)
+        layer = model.listed[1] if name == "norm of Flax" else model.by_name.own
+    other = pickle.loads(pickle.dumps(layer))
+    assert type(other) is type(layer)
+    x = draw("x", (2, layer.in_features if name == "linear" else FEATURES))
+    assert bits(other(x)) == bits(layer(x))
 
 
 def test_nnx_stacked_layers():
