@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jaxnorm.native import compat, ffi, source
 from jaxnorm.ops import misuse
-from jaxnorm.ops.options import choice
+from jaxnorm.ops.options import around
 from jaxnorm.primitive import fallback
 from jaxnorm.primitive.described import DESCRIBERS, DIRECTIONS, Described
 from jaxnorm.primitive.rules import leaves_of
@@ -118,7 +118,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     found: list[tuple[source.Line | None, Norm]] = []
 
     def hear(formula: fallback.Formula) -> None:
-        reason = f"{formula.reason}{_context(formula.name)}" if formula.reason == fallback.ASKED_FOR else formula.reason
+        reason = f"{formula.reason}{_context(formula)}" if formula.reason == fallback.ASKED_FOR else formula.reason
         call = Described(formula.name, formula.operands, formula.direction, lambda _: reason)
         found.append((formula.line, _norm(formula.line, call)))
 
@@ -189,9 +189,9 @@ def _type(array: Any) -> str:
     return str(of_array.str_short())
 
 
-def _context(function: str) -> str:
-    """Which context or variable asks for the formula of a function, if one does."""
-    asked = choice(function, None)
+def _context(formula: fallback.Formula) -> str:
+    """Which context or variable asks for the formula, if one does."""
+    asked = around(formula.name).of(formula.direction)
     return asked.how if asked.implementation == "jnp" else ""
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxnorm.inspect import explain, plan_page, question
 from jaxnorm.native import compat, ffi
-from jaxnorm.ops.options import Choice, choice
+from jaxnorm.ops.options import Choice, around
 from jaxnorm.primitive import fallback, op, reasons, weights
 from jaxnorm.primitive.described import Request
 
@@ -57,16 +57,16 @@ def call(function: str, request: Request, platform: str) -> Report:
     else:
         reason = reasons.why_not(call=asked, place=reasons.Place(platform, asked.op.has_kernels))
     implementation, why = "native", f"jaxnorm._{platform} is loaded and has kernels for these dtypes"
-    chosen = choice(function, None) if "implementation" in question.parameters(function) else Choice(None)
+    chosen = around(function) if "implementation" in question.parameters(function) else Choice()
     if chosen.implementation == "jnp":
-        implementation, why = "jnp", f"{fallback.ASKED_FOR}{chosen.how}"
+        implementation, why = "jnp", f"{fallback.ASKED_FOR}{chosen.forward.how}"
     elif reason is not None:
         implementation, why = "jnp" if chosen.implementation is None else "an error", reason
     report = question.described(function, request)
     report |= {"platform": platform, "implementation": implementation, "why": why}
     if implementation == "native" and asked is not None and asked.op.native is not None:
         if chosen.implementation is None:
-            report["slower"] = slower = _slower(asked, platform)
+            report["slower"] = slower = _slower(asked, platform, chosen.asks(function))
             if not asked.op.native.plan and len(slower) == len(WAYS) + 1:
                 report |= {"implementation": "jnp", "why": slower["forward"]}
         if platform == "cuda" and asked.op.native.plan:
@@ -74,11 +74,12 @@ def call(function: str, request: Request, platform: str) -> Report:
     return report
 
 
-def _slower(call: reasons.Call, platform: str) -> dict[str, str]:
-    """Why XLA's code for the formula is faster, each way in which it is."""
+def _slower(call: reasons.Call, platform: str, asks: dict[str, Any]) -> dict[str, str]:
+    """Why XLA's code for the formula is faster, or asked for, each way in which it is."""
+    call = call._replace(spec=dataclasses.replace(call.spec, **asks))
     calls: dict[str, op.CallRows] = {way: call.rows(platform, way) for way in WAYS}
     calls[ALONE] = call.rows(platform, "forward", differentiated=False)
-    ways = {way: reasons.slower(call.op, call.spec, rows) for way, rows in calls.items()}
+    ways = {way: reasons.left_out(call.op, call.spec, rows) for way, rows in calls.items()}
     return {way: reason for way, reason in ways.items() if reason}
 
 

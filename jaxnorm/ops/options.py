@@ -3,15 +3,20 @@
 import contextlib
 import dataclasses
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 
 from jaxnorm.ops import misuse
 
 Implementation = Literal["native", "jnp"]
-IMPLEMENTATIONS = (None, "native", "jnp")
+IMPLEMENTATIONS: tuple[Any, ...] = (None, "native", "jnp")
+Direction = Literal["forward", "backward"]
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+# What `implementation` takes: of a function, or of one of its directions.
+Choices = Mapping[str, Implementation | Mapping[Any, Implementation | None] | None]
 VARIABLE = "JAXNORM_IMPLEMENTATION"
 
 
@@ -29,15 +34,40 @@ class NormOptions:
     implementation: Implementation | None = None
 
 
-class Choice(NamedTuple):
-    """The implementation that a call gets, and how it was chosen if its argument does not say it."""
+class Asked(NamedTuple):
+    """The implementation that one direction of a call gets, and how it was chosen if its argument does not say it."""
 
-    implementation: Implementation | None
+    implementation: Implementation | None = None
     how: str = ""
 
     def native_for(self, function: str) -> str | None:
         """Of whom an error speaks where there is no kernel; None where that is no error."""
         return f"{function}{self.how}" if self.implementation == "native" else None
+
+
+class Choice(NamedTuple):
+    """What a call gets in each of DIRECTIONS."""
+
+    forward: Asked = Asked()
+    backward: Asked = Asked()
+
+    @property
+    def implementation(self) -> Implementation | None:
+        """That of both directions; None also where they differ, and the call's `Spec` says in which is what."""
+        chosen = self.forward.implementation
+        return chosen if chosen == self.backward.implementation else None
+
+    def of(self, direction: str) -> Asked:
+        """That of "backward", or of what goes forward."""
+        return self.backward if direction == "backward" else self.forward
+
+    def asks(self, function: str) -> dict[str, Any]:
+        """The fields of the call's `Spec` that say what it is asked for."""
+        asked = self._asdict()
+        native = {direction: who for direction in asked if (who := asked[direction].native_for(function))}
+        formula = tuple((direction, of.how) for direction, of in asked.items() if of.implementation == "jnp")
+        ways = {"native_for": next(iter(native.values())), "native_ways": tuple(native)} if native else {}
+        return {**ways, "formula_for": formula}
 
 
 def _default() -> Implementation | None:
@@ -53,67 +83,129 @@ DEFAULT = _default()
 
 
 class Context(NamedTuple):
-    """What is chosen for all functions, and for some of them by name, in the alphabet's order."""
+    """What is chosen for all functions, and for some of them by name and direction, in the alphabet's order."""
 
     of_all: Implementation | None = None
-    by_name: tuple[tuple[str, Implementation | None], ...] = ()
+    by_name: tuple[tuple[tuple[str, str], Implementation | None], ...] = ()
+
+    def asked(self, function: str, direction: str) -> Asked:
+        """What one direction of a function gets."""
+        by_name = dict(self.by_name)
+        own = by_name.get((function, direction), self.of_all)
+        if own is None:
+            return Asked(DEFAULT, f" with {VARIABLE}={DEFAULT}")
+        asked: Any = own
+        if (function, direction) in by_name:
+            is_one = all(by_name.get((function, other), "") == own for other in DIRECTIONS)
+            asked = {function: own if is_one else {direction: own}}
+        return Asked(own, f" under jaxnorm.implementation({asked!r})")
 
 
 # A part of the key by which JAX caches what it has traced, local to a thread.
 _context = jax.make_user_context(Context())
 
 
+class _Heard(threading.local):
+    def __init__(self) -> None:
+        self.free: list[dict[tuple[str, str], None]] = []
+
+
+_heard = _Heard()
+
+
+@contextlib.contextmanager
+def hearing() -> Iterator[dict[tuple[str, str], None]]:
+    """The functions, each with a direction, for which nothing is chosen in what this thread traces within, in order."""
+    free: dict[tuple[str, str], None] = {}
+    _heard.free.append(free)
+    try:
+        yield free
+    finally:
+        _heard.free.remove(free)
+
+
 def choice(function: str, argument: Implementation | None) -> Choice:
     """What a call gets whose argument says this: the argument, or else the context, or else the environment."""
     if argument is not None:
-        return Choice(argument)
-    of_all, by_name = _context.value
-    if (of_function := dict(by_name).get(function, of_all)) is not None:
-        asked = {function: of_function} if function in dict(by_name) else of_function
-        return Choice(of_function, f" under jaxnorm.implementation({asked!r})")
-    return Choice(DEFAULT, f" with {VARIABLE}={DEFAULT}")
+        return Choice(Asked(argument), Asked(argument))
+    chosen = around(function)
+    for free in _heard.free:
+        free.update({(function, way): None for way in DIRECTIONS if chosen.of(way).implementation is None})
+    return chosen
 
 
-def implementation(
-    name: Implementation | Mapping[str, Implementation | None] | None,
-) -> contextlib.AbstractContextManager[None]:
+def around(function: str) -> Choice:
+    """What the context or else the environment chooses for a function."""
+    context: Context = _context.value
+    return Choice(*(context.asked(function, direction) for direction in DIRECTIONS))
+
+
+def context() -> Context:
+    """What is chosen here."""
+    here: Context = _context.value
+    return here
+
+
+def implementation(name: Implementation | Choices | None) -> contextlib.AbstractContextManager[None]:
     """A context, or a decorator, in which functions of jaxnorm that are traced have this implementation.
 
         with jaxnorm.implementation("jnp"):
             y = model(x)
 
-        with jaxnorm.implementation({"layer_norm": "jnp", "add_layer_norm": "jnp"}):
+        with jaxnorm.implementation({"layer_norm": "jnp", "rms_norm": {"backward": "native"}}):
             y = model(x)
 
     With a name it is that of every function, with a mapping that of the functions whose names are its keys: a mapping
-    goes on top of the contexts around it, a name takes their place. It holds for calls without the argument
-    `implementation`, in the thread that enters it. It is about tracing: a function under `jax.jit` is traced again
-    under another context, and what was compiled, exported or linearised before stays as it is. Outside of every context
-    the environment variable `JAXNORM_IMPLEMENTATION`, which is read once, when jaxnorm is imported, has the same
-    effect.
+    goes on top of the contexts around it, a name takes their place. A function's value is the implementation of both
+    directions, or a mapping of the directions "forward" and "backward", in which one that is left out stays as it is
+    around. What `jaxnorm.tune` gives is such a mapping. A function that rounds has no backward of its own: that of its
+    unrounded result follows its choice. A product of `quantized_dot` has a kernel forward only.
+
+    It holds for calls without the argument `implementation`, in the thread that enters it. It is about tracing: a
+    function under `jax.jit` is traced again under another context, and what was compiled, exported or linearised before
+    stays as it is. Outside of every context the environment variable `JAXNORM_IMPLEMENTATION`, which is read once, when
+    jaxnorm is imported, has the same effect.
 
     Args:
-      name: "native" or "jnp", as for `rms_norm`; None undoes surrounding contexts. Or a mapping to these from names of
-        public functions that have the argument `implementation`.
+      name: "native" or "jnp", as for `rms_norm`; None undoes surrounding contexts. Or a mapping from names of public
+        functions that have the argument `implementation` to these, or to mappings from directions to these.
 
     Raises:
-      ValueError: name, or one in the mapping, is unknown.
+      ValueError: name, or a function, direction or implementation in the mapping, is unknown.
     """
-    choices = dict(name) if isinstance(name, Mapping) else {"": name}
-    for function, chosen in choices.items():
-        if function and function not in (known := misuse.having("implementation")):
+    return _implementation(checked(name) if isinstance(name, Mapping) else _known(name))
+
+
+def checked(choices: Choices) -> dict[tuple[str, str], Implementation | None]:
+    """What a mapping chooses, by function and direction."""
+    chosen: dict[tuple[str, str], Implementation | None] = {}
+    for function, value in choices.items():
+        if function not in (known := misuse.having("implementation")):
             raise ValueError(f"implementation: no function {function!r}; {misuse.did_you_mean(str(function), known)}")
-        if chosen not in IMPLEMENTATIONS:
-            raise ValueError(f"implementation: unknown implementation {chosen!r}; expected None, 'native' or 'jnp'.")
-    return _implementation(name)
+        by_direction = value if isinstance(value, Mapping) else dict.fromkeys(DIRECTIONS, value)
+        for direction, name in by_direction.items():
+            if direction not in DIRECTIONS:
+                raise ValueError(
+                    f"implementation: {function} has no direction {direction!r}; expected 'forward' or 'backward'."
+                )
+            chosen[function, direction] = _known(name)
+    return chosen
+
+
+def _known(name: Any) -> Implementation | None:
+    if isinstance(name, (str, type(None))) and name in IMPLEMENTATIONS:
+        return cast(Implementation | None, name)
+    raise ValueError(f"implementation: unknown implementation {name!r}; expected None, 'native' or 'jnp'.")
 
 
 @contextlib.contextmanager
-def _implementation(name: Implementation | Mapping[str, Implementation | None] | None) -> Iterator[None]:
-    if isinstance(name, Mapping):
-        around: Context = _context.value
-        context = around._replace(by_name=tuple(sorted((dict(around.by_name) | dict(name)).items())))
+def _implementation(
+    chosen: Implementation | dict[tuple[str, str], Implementation | None] | None,
+) -> Iterator[None]:
+    if isinstance(chosen, dict):
+        surrounding = context()
+        here = surrounding._replace(by_name=tuple(sorted((dict(surrounding.by_name) | chosen).items())))
     else:
-        context = Context(name)
-    with _context(context):
+        here = Context(chosen)
+    with _context(here):
         yield

@@ -45,7 +45,13 @@ class Family(Generic[S, O, R]):
             native = rule.native if op.native is not None else rule.by_formula if op.calls_others else None
             in_place = rule.abstract if isinstance(rule, Backward) and rule.derivative.in_place else None
             lowering.register(
-                rule.primitive, rule.formula, native, rule.formula_of_shard, rule.slower, in_place=in_place
+                rule.primitive,
+                rule.formula,
+                native,
+                rule.formula_of_shard,
+                rule.slower,
+                direction=rule.direction,
+                in_place=in_place,
             )
         if linear is not None:
             lowering.register_formula(linear.primitive, linear.formula)

@@ -30,6 +30,7 @@ def register(
     of_shard: Formula | None = None,
     slower: SlowerRule | None = None,
     *,
+    direction: str = "forward",
     in_place: Callable[..., Any] | None = None,
 ) -> None:
     """Lowers a primitive, one of whose parameters is a `Spec`, to its native call on the platforms that have one.
@@ -37,8 +38,8 @@ def register(
     None is for a primitive without kernels. Where rows have sharded axes, of_shard computes a device's shard; None is
     the formula. In a program for several devices the call is one that XLA partitions, if
     `jaxnorm.sharding.partition.register` was told how, and else the formula. slower says why the formula runs all the
-    same, by the lengths of the operands; of a call that must be native it says why it cannot be. in_place, the abstract
-    evaluation, is for a native rule that asks where an operand comes from.
+    same, by the lengths of the operands or as it is asked for; of a call that must be native in this direction it says
+    why it cannot be. in_place, the abstract evaluation, is for a native rule that asks where an operand comes from.
     """
     lower_formula = mlir.lower_fun(formula)
     lower_shard = mlir.lower_fun(of_shard or formula)
@@ -49,18 +50,19 @@ def register(
                 return lower_shard(ctx, *operands, spec=spec, **params)
             program = reasons.Program(ctx, partition.is_registered(primitive))
             reason = reasons.why_not(place=reasons.Place(platform, native is not None), program=program)
+            native_for = spec.native_in(direction)
             if native is None or reason is not None:
-                if spec.native_for and reason is not None:
-                    raise reasons.cannot_compile(spec.native_for, platform, reason)
+                if native_for and reason is not None:
+                    raise reasons.cannot_compile(native_for, platform, reason)
                 if native is not None and reason is not None:
                     fallback.lowered(primitive.name, platform, reason, getattr(ctx, "traceback", None))
                 return lower_formula(ctx, *operands, spec=spec, **params)
             is_split = compat.is_split_by_xla(ctx)
             if slower and (reason := slower(platform, *ctx.avals_in, spec=spec, **params)):
-                if not spec.native_for:
+                if not native_for:
                     return lower_formula(ctx, *operands, spec=spec, **params)
                 if not is_split:  # a device's shard may have its kernel
-                    raise reasons.cannot_compile(spec.native_for, platform, reason)
+                    raise reasons.cannot_compile(native_for, platform, reason)
             if is_split:
                 return partition.lower(
                     platform, primitive, ctx, *operands, in_place=bool(in_place), spec=spec, **params

@@ -32,8 +32,22 @@ class Spec:
     """What is static about a call: hashable, since a primitive carries it as a parameter."""
 
     native_for: str | None = None  # the function that was asked for a kernel and nothing else
+    native_ways: tuple[str, ...] = ("forward", "backward")  # the directions in which it was
+    formula_for: tuple[tuple[str, str], ...] = ()  # those in which the formula is asked for, each with how
     shards: Shards | None = None  # where x has a shard of each row: the devices with the others
     omitted: tuple[str, ...] = ()  # results that nobody reads, and the call does not give
+
+    def native_in(self, direction: str) -> str | None:
+        """`native_for` in a direction."""
+        return self.native_for if direction in self.native_ways else None
+
+    def formula_in(self, direction: str) -> str | None:
+        """How the formula is asked for in a direction; None where it is not."""
+        return dict(self.formula_for).get(direction)
+
+    def asks(self) -> dict[str, Any]:
+        """The fields that say what a call is asked for, for another that it is made of."""
+        return {name: getattr(self, name) for name in ("native_for", "native_ways", "formula_for")}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxnorm.native import compat, ffi
+from jaxnorm.primitive import fallback
 from jaxnorm.primitive.op import AnyOp, CallRows, Record, RowSpec, Way, rows_and_cols
 
 
@@ -210,12 +211,18 @@ def _why_not_call(call: Call) -> str | None:
 
 def slower(op: AnyOp, spec: RowSpec, rows: CallRows) -> str | None:
     """Why XLA's code for the formula is faster than the kernel of a call; None of one that must be native."""
-    return None if op.native is None or spec.native_for else op.native.slower(spec, rows)
+    return None if op.native is None or spec.native_in(rows.way) else op.native.slower(spec, rows)
+
+
+def left_out(op: AnyOp, spec: RowSpec, rows: CallRows) -> str | None:
+    """Why the kernel of a call is not chosen: the formula is asked for, or faster."""
+    how = None if op.native is None else spec.formula_in(rows.way)
+    return slower(op, spec, rows) if how is None else f"{fallback.ASKED_FOR}{how}"
 
 
 def not_here(op: AnyOp, spec: RowSpec, rows: CallRows) -> str | None:
-    """Why the kernel of a call does not run, by how many rows it has and how long they are."""
-    return too_many_rows(rows) or slower(op, spec, rows)
+    """Why the kernel of a call does not run, by how many rows it has and how long they are, or as it is chosen."""
+    return too_many_rows(rows) or left_out(op, spec, rows)
 
 
 def is_trailing(axes: tuple[int, ...]) -> bool:

@@ -162,7 +162,7 @@ class Rules:
             place = reasons.Place(platform, self.op.has_kernels)
             return reasons.why_not(place=place) or self.slower(platform, *types, **params)
 
-        return Described(name, operands, self.direction, why_formula, spec.native_for)
+        return Described(name, operands, self.direction, why_formula, spec.native_in(self.direction))
 
     def by_formula(self, platform: str, ctx: Any, *leaves: Any, **params: Any) -> Any:
         """The native rule of an op whose formula calls other ops' kernels."""

@@ -194,6 +194,21 @@ def test_where_a_choice_comes_from(name, chosen):
     assert why.endswith(f" under jaxnorm.implementation({{{name!r}: {chosen!r}}})")
 
 
+@pytest.mark.kernels
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("chosen", ["jnp", "native"])
+def test_where_the_choice_of_a_direction_comes_from(direction, chosen):
+    with jaxnorm.implementation({"rms_norm": {direction: chosen}}):
+        explained = jaxnorm.explain(jax.grad(lambda x: norm(x).sum()), X)
+    whys = {norm.direction: norm.on("cpu") for norm in explained}
+    asked = whys.pop(direction)
+    assert asked.implementation == ("formula" if chosen == "jnp" else "native")
+    assert "is asked for" in asked.why
+    assert asked.why.endswith(f" under jaxnorm.implementation({{'rms_norm': {{{direction!r}: {chosen!r}}}}})")
+    (other,) = whys.values()
+    assert (other.implementation, other.why) == ("native", "jaxnorm._cpu has a kernel")
+
+
 def test_every_public_function_is_known():
     others = {"explain", "float8_linears", "implementation", "quantize_linears", "replace_norms"}
     named = {name for name in jaxnorm.__all__ if inspect.isfunction(getattr(jaxnorm, name))} - others

@@ -12,8 +12,10 @@ import pytest
 from bad_calls import X
 from coverage import over
 from exporting import PLATFORMS
-from hlo import count_native_calls
+from hlo import compiled_text, count_native_calls
 from jax import export
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from ops import ADDED, EACH, GATED, GATED_QUANTIZED, GROUP_NORMS, NORMS, QUANTIZED, ROTARY
 
 import jaxnorm
@@ -101,12 +103,96 @@ def test_mappings_nest():
         ({"layernorm": "jnp"}, "no function 'layernorm'; did you mean layer_norm?"),
         ({"dequantize": "jnp"}, "no function 'dequantize'"),
         ({"layer_norm": "xla"}, "unknown implementation 'xla'"),
+        (
+            {"layer_norm": {"backwards": "jnp"}},
+            "layer_norm has no direction 'backwards'; expected 'forward' or 'backward'",
+        ),
+        ({"layer_norm": {"backward": "xla"}}, "unknown implementation 'xla'"),
+        ({"layer_norm": {"backward": {"forward": "jnp"}}}, "unknown implementation {'forward': 'jnp'}"),
     ],
-    ids=("misspelt", "without the argument", "unknown"),
+    ids=("misspelt", "without the argument", "unknown", "direction", "of a direction", "nested"),
 )
 def test_a_mapping_of_unknown_names(choices, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         implementation(choices)
+
+
+def kernels_of_gradient(function=norm, *args):
+    """The native calls of a gradient, by direction."""
+    text = jax.jit(jax.grad(lambda *args: function(*args).sum())).lower(*(args or (X,))).as_text()
+    return {target.rpartition("_")[2] for target in count_native_calls(text)}
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("function", [norm, jaxnorm.layer_norm, jaxnorm.softmax], ids=lambda f: f.__name__)
+def test_a_mapping_chooses_by_direction(function):
+    name = "rms_norm" if function is norm else function.__name__
+    for choices, kept in (
+        ({}, {"fwd", "bwd"}),
+        ({"forward": "jnp"}, {"bwd"}),
+        ({"backward": "jnp"}, {"fwd"}),
+        ({"forward": "native", "backward": "jnp"}, {"fwd"}),
+        ({"forward": "jnp", "backward": "native"}, {"bwd"}),
+        ({"forward": "jnp", "backward": "jnp"}, set()),
+    ):
+        with implementation({name: choices}):
+            assert kernels_of_gradient(function) == kept
+
+
+# What one direction keeps the other reads, whichever of the two makes it.
+@pytest.mark.kernels
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("op", EACH, ids=str)
+def test_a_gradient_of_which_one_direction_is_the_formula(op, direction):
+    args, gradient = op.draw(op.small), op.gradient()
+    with implementation({op.public: "native"}):
+        native = jax.jit(gradient)(*args)
+        with implementation({op.public: {direction: "jnp"}}):
+            program = jax.jit(gradient).lower(*args)
+    kept = op.backward if direction == "forward" else op.forward
+    assert count_native_calls(program.as_text()) == {kept: 1}
+    for mixed, of_kernels in zip(program.compile()(*args), native, strict=True):
+        assert jnp.allclose(mixed.astype("float32"), of_kernels.astype("float32"), rtol=1e-4, atol=1e-5)
+
+
+# On top of the contexts around it, each direction by itself.
+@pytest.mark.kernels
+def test_directions_nest():
+    with implementation("jnp"):
+        with implementation({"rms_norm": {"backward": "native"}}):
+            assert kernels_of_gradient() == {"bwd"}
+            with implementation({"rms_norm": {"forward": None, "backward": "jnp"}}):
+                assert kernels_of_gradient() == {"fwd"}
+        assert kernels_of_gradient() == set()
+
+
+# XLA splits the formula of one direction, and calls the kernel of the other on each device.
+@pytest.mark.kernels
+@pytest.mark.several
+@pytest.mark.parametrize(("direction", "kept"), [("forward", "bwd"), ("backward", "fwd")])
+def test_directions_over_a_mesh(devices, direction, kept):
+    mesh = jax.make_mesh((len(devices),), ("i",), (AxisType.Auto,), devices=devices)
+    x = jax.device_put(jnp.ones((len(devices), 4, 8)), NamedSharding(mesh, P("i")))
+    with implementation({"rms_norm": {direction: "jnp"}}):
+        text = compiled_text(jax.grad(lambda x: norm(x).sum()), x)
+    assert count_native_calls(text) == {f"jaxnorm_rms_norm_{kept}": 1}
+
+
+# What `linear_cross_entropy` calls within follows its directions.
+@pytest.mark.kernels
+def test_directions_of_what_calls_others():
+    args = X[0], X[0].T, jnp.zeros(X[0].shape[0], "int32")
+    with implementation({"linear_cross_entropy": {"backward": "jnp"}}):
+        assert kernels_of_gradient(jaxnorm.linear_cross_entropy, *args) == {"fwd"}
+    with implementation({"linear_cross_entropy": {"forward": "jnp"}}):
+        assert kernels_of_gradient(jaxnorm.linear_cross_entropy, *args) == {"bwd"}
+
+
+@pytest.mark.kernels
+def test_an_error_of_one_direction():
+    message = r"^rms_norm under jaxnorm.implementation\(\{'rms_norm': \{'backward': 'native'\}\}\): .* trailing"
+    with implementation({"rms_norm": {"backward": "native"}}), pytest.raises(RuntimeError, match=message):
+        norm(X, axis=0)
 
 
 def test_an_error_names_the_function_that_a_mapping_chose_for():

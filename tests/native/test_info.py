@@ -203,6 +203,16 @@ def test_the_implementation_of_the_context(info):
     assert (report["implementation"], report["why"][:12]) == ("an error", "x is float64")
 
 
+@pytest.mark.kernels
+def test_a_direction_that_is_the_formula_is_said_by_itself(info):
+    with jaxnorm.implementation({"rms_norm": {"backward": "jnp"}}):
+        report = call(info, "--platform", "cpu")
+    assert report["implementation"] == "native"
+    assert report["slower"] == {
+        "backward": "the formula is asked for under jaxnorm.implementation({'rms_norm': {'backward': 'jnp'}})"
+    }
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

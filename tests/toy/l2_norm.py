@@ -97,6 +97,6 @@ def l2_norm(x: Any, *, epsilon: float = 1e-6, implementation: Any = None) -> jax
         epsilon=checks.check_epsilon("l2_norm", epsilon),
         compute_dtype=dims.wide_dtype([x.dtype]),
         out_dtype=np.dtype(x.dtype),
-        native_for=choice.native_for("l2_norm"),
+        **choice.asks("l2_norm"),
     )
     return L2_NORM(norm, Operands(x), choice.implementation).y

@@ -167,7 +167,7 @@ def losses_of(
         is_part=shards is not None,
         compute_dtype=wide,
         out_dtype=wide,
-        native_for=choice.native_for(function),
+        **choice.asks(function),
     )
     operands = Operands(logits, here, where)
     results = CROSS_ENTROPY(spec, operands, choice.implementation)

@@ -69,7 +69,7 @@ def _losses(spec: LinearCrossEntropy, logits: jax.Array, labels: jax.Array) -> j
         with_top=True,
         compute_dtype=spec.compute_dtype,
         out_dtype=spec.compute_dtype,
-        native_for=spec.native_for,
+        **spec.asks(),
     )
     results = CROSS_ENTROPY(of_logits, formula.Operands(logits, labels), spec.implementation)
     return loss(of_logits, results, logits.shape[-1], spec.label_smoothing, spec.z_loss)

@@ -93,7 +93,7 @@ def _linear_cross_entropy(
         implementation=choice.implementation,
         compute_dtype=dims.wide_dtype([x.dtype]),
         out_dtype=x.dtype,
-        native_for=choice.native_for(name),
+        **choice.asks(name),
     )
     return _reduced(spec, x, kernel, labels, reduction)
 

@@ -1,5 +1,6 @@
 """A call of a linear layer in float8, from unchecked arguments to the primitive."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -14,6 +15,7 @@ from jaxnorm.ops.checks import check_array, check_implementation
 from jaxnorm.ops.float8_linear import checks, described, op
 from jaxnorm.ops.float8_linear.formula import Operands
 from jaxnorm.ops.float8_linear.products import Float8Linear
+from jaxnorm.ops.options import DIRECTIONS
 from jaxnorm.quantization import Quantized
 
 ALL_DIGITS = ("highest", "float32", lax.Precision.HIGHEST)
@@ -43,16 +45,16 @@ def linear(
         power_of_two=recipe.power_of_two,
         save=recipe.save,
         out_spec=_out_spec(values, kernel, out_sharding),
-        implementation=choice.implementation,
-        how=choice.how,
         wants_all_digits=_wants_all_digits(precision),
-        native_for=choice.native_for(function),
+        **choice.asks(function),
     )
     if scales is not None:
         scales = scales if scales.ndim else scales.reshape((1,) * values.ndim)
     operands = _summed_wide(Operands(values, kernel, checks.check_bias(function, bias, kernel), scales, carrier))
     if spec.native_for:
-        why = described.why_formula(compat.default_platform(), spec, jax.tree.map(jax.typeof, operands))
+        # One that must be native backward alone is held to the same.
+        asked = dataclasses.replace(spec, native_ways=DIRECTIONS, formula_for=())
+        why = described.why_formula(compat.default_platform(), asked, jax.tree.map(jax.typeof, operands))
         if why:
             raise RuntimeError(
                 f"{spec.native_for}: implementation='native' cannot serve this call: {why}. With implementation=None "

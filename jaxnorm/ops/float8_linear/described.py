@@ -45,12 +45,13 @@ def _why_not(
 
 def _forward(*types: Any, tree: Any, spec: Float8Linear, with_saved: bool) -> Described:
     operands: Operands = jax.tree.unflatten(tree, types)
-    return Described(op.NAME, operands, "forward", lambda on: why_formula(on, spec, operands), spec.native_for)
+    native_for = spec.native_in("forward")
+    return Described(op.NAME, operands, "forward", lambda on: why_formula(on, spec, operands), native_for)
 
 
 def _linear(*types: Any, tree: Any, spec: Float8Linear) -> Described:
     _, dots = jax.tree.unflatten(tree, types)
-    return Described(op.NAME, dots, "linear", lambda _: "tangents have no kernel", spec.native_for)
+    return Described(op.NAME, dots, "linear", lambda _: "tangents have no kernel")
 
 
 def _backward(*types: Any, tree: Any, spec: Float8Linear, wanted: Variables) -> Described:
@@ -68,7 +69,7 @@ def _backward(*types: Any, tree: Any, spec: Float8Linear, wanted: Variables) -> 
             reasons.append(_why_not(platform, spec, "dw", x_shape, dy_shape, wanted.kernel.dtype))
         return next(filter(None, reasons), None)
 
-    return Described(op.NAME, Read(dy, x, kernel), "backward", why, spec.native_for)
+    return Described(op.NAME, Read(dy, x, kernel), "backward", why, spec.native_in("backward"))
 
 
 def _factors(saved: Saved) -> tuple[Any, Any]:

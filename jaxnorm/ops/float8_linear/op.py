@@ -62,14 +62,14 @@ def _backward_formula(*leaves: Any, tree: Any, spec: Float8Linear, wanted: Varia
     return jax.tree.leaves(backward.backward(spec, dy, saved, wanted, by))
 
 
-def _native(formula_of: Any) -> Any:
+def _native(direction: str, formula_of: Any) -> Any:
     """The rule of a platform: the products decide each for itself whether a kernel makes it.
 
     An exported program has no kernel: it may run on GPUs whose products of float8 are XLA's.
     """
 
     def rule(platform: str, ctx: Any, *leaves: Any, **params: Any) -> Sequence[Any]:
-        leaves_it = params["spec"].implementation == "jnp" or compat.is_exported(ctx)
+        leaves_it = params["spec"].formula_in(direction) is not None or compat.is_exported(ctx)
         by = formula.BY_XLA if leaves_it or platform != "cuda" else BY_KERNELS
         values: Sequence[Any] = mlir.lower_fun(lambda *arrays: formula_of(*arrays, **params, by=by))(ctx, *leaves)
         return values
@@ -211,11 +211,11 @@ def _types(formula_of: Any) -> Any:
     return abstract
 
 
-def _primitive(name: str, formula_of: Any, jvp: Any, batch: Any, native: Any = None) -> Primitive:
+def _primitive(name: str, formula_of: Any, jvp: Any, batch: Any, *, has_native: bool = True) -> Primitive:
     primitive = Primitive(f"jaxnorm_{NAME}_{name}")
     primitive.multiple_results = True
     primitive.def_abstract_eval(_types(formula_of))
-    lowering.register(primitive, formula_of, native)
+    lowering.register(primitive, formula_of, _native(name, formula_of) if has_native else None, direction=name)
     compat.run_eagerly(primitive)
     compat.check_nans(primitive)
     batching.primitive_batchers[primitive] = batch
@@ -223,7 +223,7 @@ def _primitive(name: str, formula_of: Any, jvp: Any, batch: Any, native: Any = N
     return primitive
 
 
-FORWARD = _primitive("forward", _forward_formula, _forward_jvp, _forward_batch, _native(_forward_formula))
-LINEAR = _primitive("linear", _linear_formula, _linear_jvp, _linear_batch)
-BACKWARD = _primitive("backward", _backward_formula, _backward_jvp, _backward_batch, _native(_backward_formula))
+FORWARD = _primitive("forward", _forward_formula, _forward_jvp, _forward_batch)
+LINEAR = _primitive("linear", _linear_formula, _linear_jvp, _linear_batch, has_native=False)
+BACKWARD = _primitive("backward", _backward_formula, _backward_jvp, _backward_batch)
 ad.primitive_transposes[LINEAR] = _linear_transpose

@@ -26,19 +26,19 @@ class Float8Linear(Spec):
     power_of_two: bool = False
     save: str = "quantized"
     out_spec: PartitionSpec | None = None  # of y over an Explicit mesh, where x and the kernel do not say it
-    implementation: str | None = None
-    how: str = ""  # it was chosen, if not by the argument
     wants_all_digits: bool = False  # of a sum, by `jax.default_matmul_precision`
     batch: int = 0  # how many leading axes every operand has that vmap made, 1 long where it has no batch
 
     def of_product(self, name: str, out_dtype: Any) -> QuantizedDot:
         """What is static about one of its products: "y", "dx" or "dw"."""
+        direction = "forward" if name == "y" else "backward"
+        how = self.formula_in(direction)
         return QuantizedDot(
             out_dtype=np.dtype(out_dtype),
-            implementation=self.implementation,
-            how=self.how,
+            implementation=None if how is None else "jnp",
+            how=how or "",
             wants_all_digits=self.wants_all_digits,
-            native_for=self.native_for,
+            native_for=self.native_in(direction),
             fast_accumulation=name in self.fast_accumulation,
         )
 

@@ -82,7 +82,7 @@ def check_call(function: str, x: Any, axis: Any, activation: Any, implementation
         compute_dtype=dims.wide_dtype(dtypes),
         out_dtype=np.dtype(jnp.result_type(*dtypes)),
         activation=check_activation(function, activation, get_args(Activation)),
-        native_for=choice.native_for(function),
+        **choice.asks(function),
     )
     return Call(spec, operands, choice.implementation)
 

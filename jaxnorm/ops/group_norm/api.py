@@ -103,7 +103,7 @@ def normalise(name: str, options: NormOptions, grouping: Grouping, activation: A
         scale_offset=checks.check_scale_offset(name, options.scale_offset),
         compute_dtype=dims.wide_dtype([out_dtype, *(a.dtype for a in (x, scale, bias) if a is not None)]),
         out_dtype=out_dtype,
-        native_for=choice.native_for(name),
+        **choice.asks(name),
         shards=checks.check_axis_name(name, options.axis_name),
         activation=check_activation(name, activation, (None, *get_args(Activation))),
     )

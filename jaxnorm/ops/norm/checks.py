@@ -73,7 +73,7 @@ def _every(function: str, options: NormOptions, choice: Choice, operands: Any, o
         "scale_offset": checks.check_scale_offset(function, options.scale_offset),
         "compute_dtype": dims.wide_dtype([out_dtype, *(array.dtype for array in operands if array is not None)]),
         "out_dtype": out_dtype,
-        "native_for": choice.native_for(function),
+        **choice.asks(function),
     }
 
 

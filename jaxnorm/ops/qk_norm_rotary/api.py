@@ -116,7 +116,7 @@ def _rotated(options: Options, rotation: Rotation, arrays: Operands) -> tuple[ja
         scale_offset=checks.check_scale_offset(NAME, options.scale_offset),
         compute_dtype=dims.wide_dtype(a.dtype for a in (q, k, q_scale, k_scale, *tables) if a is not None),
         out_dtype=np.dtype(q.dtype),
-        native_for=choice.native_for(NAME),
+        **choice.asks(NAME),
     )
     angles = angles_of(NAME, rotation, tokens, spec.compute_dtype)
     operands = Operands(q, k, q_scale, k_scale, **angles)

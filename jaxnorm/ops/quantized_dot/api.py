@@ -69,7 +69,7 @@ def quantized_dot(
 
 
 def _quantized_dot(x: Any, weights: Any, out_dtype: Any, bias: Any, implementation: Any) -> jax.Array:
-    choice = shared_checks.check_implementation(NAME, implementation)
+    choice = shared_checks.check_implementation(NAME, implementation).forward  # there is no other kernel
     weights = checks.check_weights(NAME, weights, x)
     x = checks.check_x(NAME, x, weights)
     is_quantized = isinstance(x, Quantized)

@@ -95,7 +95,7 @@ def _prepare(name: str, options: NormOptions, arrays: Operands) -> tuple[Sandwic
         compute_dtype=dims.wide_dtype([out_dtype, *(array.dtype for array in operands if array is not None)]),
         out_dtype=out_dtype,
         residual_dtype=residual.dtype,
-        native_for=choice.native_for(name),
+        **choice.asks(name),
         shards=checks.check_axis_name(name, options.axis_name),
     )
     return norm, operands, choice.implementation

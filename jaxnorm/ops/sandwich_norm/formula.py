@@ -46,7 +46,7 @@ class SandwichNorm(RowSpec):
             x_hat_dtype=one.x_hat_dtype(np.dtype(x), np.dtype(out_dtype), multiply_before_cast=multiplies),
             compute_dtype=self.compute_dtype,
             out_dtype=np.dtype(out_dtype),
-            native_for=self.native_for,
+            **self.asks(),
             shards=self.shards,
         )
 

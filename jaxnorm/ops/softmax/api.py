@@ -136,7 +136,7 @@ def _normalised(name: str, family: Family[Softmax, Operands, Results], x: Any, g
         with_top=family is LOG_SOFTMAX,
         compute_dtype=dims.wide_dtype([x.dtype, out_dtype]),
         out_dtype=out_dtype,
-        native_for=choice.native_for(name),
+        **choice.asks(name),
         shards=checks.check_axis_name(name, given.axis_name),
     )
     operands = Operands(x, *check_mask(name, given.where, given.causal, x, axes))
