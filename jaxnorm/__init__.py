@@ -13,6 +13,8 @@ __path__ = pkgutil.extend_path(__path__, __name__)
 
 from jaxnorm import checkpoint_policies
 from jaxnorm.inspect.explain import explain
+from jaxnorm.inspect.tune import tune
+from jaxnorm.inspect.tuned import Tuned
 from jaxnorm.ops.cross_entropy.api import softmax_cross_entropy_with_integer_labels
 from jaxnorm.ops.cross_entropy.linear_api import linear_cross_entropy
 from jaxnorm.ops.float8_linear.api import float8_linear
@@ -43,6 +45,7 @@ __all__ = [
     "Quantization",
     "Quantized",
     "RowStatistics",
+    "Tuned",
     "__version__",
     "add_layer_norm",
     "add_rms_norm",
@@ -71,6 +74,7 @@ __all__ = [
     "rms_norm_quantized",
     "softmax",
     "softmax_cross_entropy_with_integer_labels",
+    "tune",
 ]
 
 # Type checkers see these modules; a program imports one when it first names it, since Flax is optional and takes long.

@@ -126,24 +126,24 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
         if isinstance(function, type(jax.jit(function))):
             traced = function.trace(*args, **kwargs)
         else:
-            arrays, of_arrays = _of_arrays(function, args, kwargs)
-            traced = jax.jit(of_arrays).trace(arrays)
+            arrays, traceable = of_arrays(function, args, kwargs)
+            traced = jax.jit(traceable).trace(arrays)
     found += _bound(traced.jaxpr)
     found.sort(key=lambda both: both[0] or ("",))
     return Explanation(dict.fromkeys(norm for _, norm in found))
 
 
-def _of_arrays(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[list[Any], Callable[..., Any]]:
+def of_arrays(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[list[Any], Callable[..., Any]]:
     """The arrays among the arguments, and the function of these alone."""
     leaves, tree = jax.tree.flatten((args, kwargs))
     places = [place for place, leaf in enumerate(leaves) if hasattr(leaf, "dtype") and hasattr(leaf, "shape")]
 
-    def of_arrays(arrays: Sequence[Any]) -> Any:
+    def traceable(arrays: Sequence[Any]) -> Any:
         given = dict(enumerate(leaves)) | dict(zip(places, arrays, strict=True))
         all_args, keywords = jax.tree.unflatten(tree, given.values())
         return function(*all_args, **keywords)
 
-    return [leaves[place] for place in places], of_arrays
+    return [leaves[place] for place in places], traceable
 
 
 def _in_words(value: Any) -> str:

@@ -99,9 +99,9 @@ def allow_export(targets: Iterable[str]) -> None:
         stable.update(targets)
 
 
-def default_platform() -> str:
-    """The default backend as lowering rules name it: `jax.default_backend` says "gpu" for CUDA and ROCm alike."""
-    backend = jax.default_backend()
+def default_platform(backend: str | None = None) -> str:
+    """A backend, or the default one, as lowering rules name it: JAX says "gpu" for CUDA and ROCm alike."""
+    backend = backend or jax.default_backend()
     return backend if UNKNOWN else str(xla_bridge.canonicalize_platform(backend))
 
 

@@ -158,8 +158,8 @@ def implementation(name: Implementation | Choices | None) -> contextlib.Abstract
     With a name it is that of every function, with a mapping that of the functions whose names are its keys: a mapping
     goes on top of the contexts around it, a name takes their place. A function's value is the implementation of both
     directions, or a mapping of the directions "forward" and "backward", in which one that is left out stays as it is
-    around. What `jaxnorm.tune` gives is such a mapping. A function that rounds has no backward of its own: that of its
-    unrounded result follows its choice. A product of `quantized_dot` has a kernel forward only.
+    around. What `jaxnorm.tune` gives is such a mapping. A direction without a kernel of its own is XLA's whatever is
+    chosen.
 
     It holds for calls without the argument `implementation`, in the thread that enters it. It is about tracing: a
     function under `jax.jit` is traced again under another context, and what was compiled, exported or linearised before

@@ -210,7 +210,7 @@ def test_where_the_choice_of_a_direction_comes_from(direction, chosen):
 
 
 def test_every_public_function_is_known():
-    others = {"explain", "float8_linears", "implementation", "quantize_linears", "replace_norms"}
+    others = {"explain", "float8_linears", "implementation", "quantize_linears", "replace_norms", "tune"}
     named = {name for name in jaxnorm.__all__ if inspect.isfunction(getattr(jaxnorm, name))} - others
     assert set(CALLS) == set(functions()) == named
 

@@ -1,6 +1,7 @@
 """What tests use of the package beside its public names: every such import stands here."""
 
-from jaxnorm.inspect import plan_page
+from jaxnorm.inspect import plan_page, turns
+from jaxnorm.inspect import tune as tuning
 from jaxnorm.inspect.plan_page import launch, tiling
 from jaxnorm.native import compat, cublaslt, ffi, fit, private
 from jaxnorm.ops.cross_entropy.formula import CrossEntropy
@@ -44,6 +45,8 @@ __all__ = [
     "text",
     "tiling",
     "transposed",
+    "tuning",
+    "turns",
     "weights",
 ]
 

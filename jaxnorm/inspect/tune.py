@@ -1,0 +1,234 @@
+"""`jaxnorm.tune`: which implementation, of each function and direction, is fastest for a program on its device."""
+
+import dataclasses
+import hashlib
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxnorm.inspect import turns
+from jaxnorm.inspect.explain import Explanation, Norm, explain
+from jaxnorm.inspect.tuned import Trial, Tuned, Where, as_mapping, calls_of, devices_of
+from jaxnorm.native import compat, ffi
+from jaxnorm.ops import options
+from jaxnorm.primitive import op
+
+NO_CALL = "no function of jaxnorm is in this program"
+ALL_CHOSEN = "every call has its implementation by its argument, a context around or the environment"
+
+
+class Key(NamedTuple):
+    """What a result is kept by."""
+
+    program: str  # a digest of its text, which has shapes, dtypes, shardings and what is donated
+    arguments: tuple[str, ...]
+    calls: tuple[str, ...]
+    where: Where  # the device and the versions
+    ids: tuple[int, ...]  # of the devices
+    context: options.Context
+
+
+_cache: dict[Key, Tuned] = {}
+# One program is tuned at a time: two would slow each other down.
+_lock = threading.RLock()
+
+
+def tune(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tuned:
+    """Compiles a program with one choice after the other, times them in turns, and gives the fastest.
+
+        tuned = jaxnorm.tune(step, params, batch)
+        print(tuned)
+        with jaxnorm.implementation(tuned):
+            params = step(params, batch)
+
+    A choice is "native" or "jnp" for one direction of one function, as `jaxnorm.implementation` takes it, and changes
+    results no more than that does. The search is greedy. It starts from the default rules, tries for each function
+    and direction in the program what these do not choose, and keeps it where it is faster beyond the scatter: three
+    quarters of its turns are faster than three quarters of those without it. In the end all that is kept together is
+    timed beside the default once more, and dropped where it is not faster so. What an argument, a context around or the
+    environment chooses stays.
+
+    At most 2 + 2 * (calls of jaxnorm in the program) programs are compiled, and the result says how many. A choice that
+    changes nothing in the program is not compiled, nor one that cannot be traced; one that cannot be compiled or run is
+    left out, and the result says why. The function is called many times, with the same arguments. They are never
+    consumed: donated ones are copied. In this process a result is kept, by the program's text, the shapes, dtypes and
+    shardings of the arguments, the devices, the versions of JAX, jaxlib and jaxnorm, and the contexts around. One call
+    of tune at a time runs in a process. After it, a function that is under `jax.jit` is compiled already with what was
+    chosen.
+
+    Args:
+      function: what is to be fast, under `jax.jit` or not: a whole training step, or a forward pass.
+      args, kwargs: its arguments, with arrays of the shapes and on the devices that it will have. Of a function that is
+        not under `jax.jit` arrays are traced, and all else stays what it is.
+
+    Returns:
+      A `jaxnorm.Tuned`, empty where the default is fastest.
+
+    Raises:
+      TypeError: function cannot be called, or an argument has no values: it is a `jax.ShapeDtypeStruct`, or traced.
+      RuntimeError: there are several processes, each of which would choose by its own clock.
+      Whatever the function itself raises with the default choice.
+
+    Source: the idea is that of tokamax.autotune, https://github.com/openxla/tokamax.
+    """
+    _check(function, args, kwargs)
+    with _lock:
+        with options.hearing() as free:
+            calls = explain(function, *args, **kwargs)
+        program = turns.Program(function, args, kwargs)
+        name = getattr(function, "__name__", type(function).__name__)
+        devices = devices_of(program.leaves)
+        platform = compat.default_platform(devices[0].platform)
+        arguments = tuple(_described(leaf) for leaf in program.leaves if hasattr(leaf, "dtype"))
+        empty = Tuned((), name, calls_of(calls), arguments, Where.of(program.leaves))
+        note = _why_nothing(calls, free, platform)
+        if note:
+            return dataclasses.replace(empty, note=note)
+        lowered = program.lowered({})
+        digest = hashlib.sha256(lowered.as_text().encode()).hexdigest()
+        ids = tuple(device.id for device in devices)
+        key = Key(digest, arguments, empty.calls, empty.where, ids, options.context())
+        if key not in _cache:
+            donates = any(info.donated for info in jax.tree.leaves(lowered.args_info))
+            search = _Search(program, lowered.as_text(), donates=donates, at_most=2 + 2 * _count(calls))
+            for one in free:
+                for chosen in _others(calls, one, free, platform):
+                    search.attempt(*one, chosen)
+            _cache[key] = search.result(empty)
+        kept = _cache[key]
+        return kept if kept.program == name else dataclasses.replace(kept, program=name)
+
+
+def _check(function: Any, args: Any, kwargs: Any) -> None:
+    if not callable(function):
+        raise TypeError(
+            f"tune: the first argument must be a function, got {type(function).__name__}; pass the function and its "
+            "arguments apart, as tune(step, params, batch)."
+        )
+    if jax.process_count() > 1:
+        raise RuntimeError(
+            f"tune: there are {jax.process_count()} processes, each of which would choose by its own clock, and they "
+            "must run the same program. Tune in one process, save what it gives, and load that in all."
+        )
+    for path, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs)):
+        if isinstance(leaf, (jax.ShapeDtypeStruct, jax.core.Tracer)):
+            what = "traced" if isinstance(leaf, jax.core.Tracer) else "a jax.ShapeDtypeStruct"
+            where = f"{'args' if path[0].idx == 0 else 'kwargs'}{jax.tree_util.keystr(path[1:])}"
+            remedy = (
+                "call tune outside of jax.jit" if what == "traced" else "pass an array, as jax.numpy.zeros gives it"
+            )
+            raise TypeError(f"tune: {where} is {what}, and the program is run to be timed; {remedy}.")
+
+
+def _described(leaf: Any) -> str:
+    """The type of an array among the arguments, with its sharding over several devices."""
+    text = f"{leaf.dtype}{list(leaf.shape)}"
+    is_split = isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1
+    return f"{text} {leaf.sharding}" if is_split else text
+
+
+def _why_nothing(calls: Explanation, free: dict[tuple[str, str], None], platform: str) -> str:
+    """Why there is nothing to choose, and nothing to compile; empty where there is."""
+    if not calls:
+        return NO_CALL
+    if reason := ffi.why_nowhere(platform):
+        return f"the formula runs whatever is chosen: {reason}"
+    if not free:
+        return ALL_CHOSEN
+    return ""
+
+
+def _count(calls: Sequence[Norm]) -> int:
+    return sum(call.direction == "forward" for call in calls)
+
+
+def _others(
+    calls: Sequence[Norm], one: tuple[str, str], free: dict[tuple[str, str], None], platform: str
+) -> list[options.Implementation]:
+    """What the default rules do not choose for all of the calls that a function makes in a direction."""
+    function, direction = one
+    of_function = op.REGISTRY.get(function)
+    rows = [call for call in calls if (call.name, call.direction) == one]
+    if not rows and of_function is not None and of_function.calls_others:  # each way, within its forward
+        rows = [call for call in calls if call.name == function]
+    if not rows:  # those of another name that this one makes
+        rows = [call for call in calls if call.direction == direction and (call.name, direction) not in free]
+    run = {runs.implementation for call in rows for runs in call.runs if runs.platform == platform}
+    names: tuple[tuple[str, options.Implementation], ...] = (("native", "jnp"), ("formula", "native"))
+    return [other for runs, other in names if runs in run]
+
+
+class _Search:
+    """A greedy search, from the default on."""
+
+    def __init__(self, program: turns.Program, text: str, *, donates: bool, at_most: int) -> None:
+        self._program, self._text, self._donates = program, text, donates
+        self._at_most = at_most
+        self._choices: tuple[tuple[str, str, str], ...] = ()
+        self._default: turns.Run | None = None
+        self._best: turns.Run | None = None
+        self._trials: list[Trial] = []
+        self._seconds: float | None = None
+        self._compilations = 0
+
+    def attempt(self, function: str, direction: str, chosen: str) -> None:
+        """Tries one choice beside the best, which it becomes where it is faster."""
+        others = tuple(choice for choice in self._choices if choice[:2] != (function, direction))
+        choices = (*others, (function, direction, chosen))
+        trial = Trial(function, direction, chosen, "the same program")
+        try:
+            text = self._program.lowered(as_mapping(choices)).as_text()
+        except Exception as error:
+            self._trials.append(dataclasses.replace(trial, outcome=_left_out(error)))
+            return
+        if text == self._text:
+            self._trials.append(trial)
+            return
+        if self._best is None:
+            self._default = self._best = self._compiled(())
+        if self._compilations == self._at_most:
+            why = f"left out: {self._at_most} programs are compiled, the most for these calls"
+            self._trials.append(dataclasses.replace(trial, outcome=why))
+            return
+        try:
+            run = self._compiled(choices)
+            before, after = turns.in_turns([self._best, run])
+        except Exception as error:
+            self._trials.append(dataclasses.replace(trial, outcome=_left_out(error)))
+            return
+        is_faster = after.beats(before)
+        outcome = "chosen" if is_faster else "not faster"
+        self._trials.append(Trial(function, direction, chosen, outcome, before.median, after.median))
+        self._seconds = before.median
+        if is_faster:
+            self._choices, self._best, self._text, self._seconds = choices, run, text, after.median
+
+    def _compiled(self, choices: tuple[tuple[str, str, str], ...]) -> turns.Run:
+        self._compilations += 1
+        return turns.Run(self._program, as_mapping(choices), donates=self._donates)
+
+    def result(self, empty: Tuned) -> Tuned:
+        """What is chosen, if it is faster than the default once more."""
+        tuned = dataclasses.replace(
+            empty,
+            trials=tuple(self._trials),
+            compilations=self._compilations,
+            at_most=self._at_most,
+            seconds=self._seconds,
+            default_seconds=self._seconds,
+        )
+        if not self._choices or self._default is None or self._best is None:
+            return tuned
+        by_default, best = turns.in_turns([self._default, self._best])
+        tuned = dataclasses.replace(tuned, default_seconds=by_default.median, seconds=best.median)
+        if best.beats(by_default):
+            return dataclasses.replace(tuned, choices=tuple(sorted(self._choices)))
+        note = f"what was chosen takes {best.median * 1e3:.4g} ms beside the default, and is dropped"
+        return dataclasses.replace(tuned, seconds=by_default.median, note=note)
+
+
+def _left_out(error: Exception) -> str:
+    lines = str(error).splitlines() or [""]
+    return f"left out: {type(error).__name__}: {lines[0]}"

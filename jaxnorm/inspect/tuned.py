@@ -1,0 +1,213 @@
+"""What `jaxnorm.tune` chose for a program: a mapping for `jaxnorm.implementation`, a table and a file."""
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxnorm.inspect.explain import explain
+from jaxnorm.native import ffi
+from jaxnorm.ops import options
+
+PACKAGES = ("jax", "jaxlib", "jaxnorm")
+FORMAT = 1  # of the file
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """One implementation that was tried for one direction of a function.
+
+    `outcome` is "chosen", "not faster", "the same program", or why it was left out. `before` and `after` are the
+    seconds of a call without it and with it, where it was timed.
+    """
+
+    function: str
+    direction: str
+    implementation: str
+    outcome: str
+    before: float | None = None
+    after: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Where:
+    """A device by its kind, how many of it a program is for, and the versions of what makes programs."""
+
+    device: str
+    devices: int
+    versions: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def of(cls, leaves: Iterable[Any] = ()) -> "Where":
+        """Those of a program with these arguments, by default of one on JAX's default device."""
+        devices = devices_of(leaves)
+        kind = devices[0].device_kind
+        if devices[0].platform == "cpu" and ffi.available("cpu"):
+            kind = f"{kind}, {ffi.module('cpu').isa()}"
+        return cls(kind, len(devices), tuple((package, _version(package)) for package in PACKAGES))
+
+    def __str__(self) -> str:
+        count = f"{self.devices} x " if self.devices > 1 else ""
+        return ", ".join([f"{count}{self.device}", *map(" ".join, self.versions)])
+
+
+def devices_of(leaves: Iterable[Any]) -> list[Any]:
+    """The devices that the arrays lie on, or the default one."""
+    shardings = [sharding for leaf in leaves if (sharding := getattr(leaf, "sharding", None)) is not None]
+    found = {device for sharding in shardings or [jax.device_put(0).sharding] for device in sharding.device_set}
+    return sorted(found, key=lambda device: device.id)
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # a source tree that was never installed
+        return "unknown"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Tuned(Mapping[str, Any]):
+    """What `jaxnorm.tune` chose: a mapping as `jaxnorm.implementation` takes it, empty where the default is fastest.
+
+        with jaxnorm.implementation(jaxnorm.Tuned.load("step.json", step, params, batch)):
+            params = step(params, batch)
+
+    Printed it is a table of what was tried. Two are equal, and have one hash, if they choose the same for the same
+    calls on the same device with the same versions; what was measured does not count.
+
+    Attributes:
+      choices: (function, direction, implementation), one for each that differs from the default.
+      program: the name of the function that was tuned.
+      calls: the calls of jaxnorm in it, with their direction and their operands, in the alphabet's order.
+      arguments: the types of its arrays, with their shardings over several devices.
+      where: the kind of the device, how many there were, and the versions of JAX, jaxlib and jaxnorm.
+      note: why nothing was tried, or nothing was chosen, if it was so.
+      trials: what was tried, in that order; see `Trial`.
+      compilations: how many programs were compiled, and at_most how many that might have been.
+      default_seconds, seconds: of a call by default and with these choices, where something was timed.
+    """
+
+    choices: tuple[tuple[str, str, str], ...]
+    program: str
+    calls: tuple[str, ...]
+    arguments: tuple[str, ...]
+    where: Where
+    note: str = dataclasses.field(default="", compare=False)
+    trials: tuple[Trial, ...] = dataclasses.field(default=(), compare=False)
+    compilations: int = dataclasses.field(default=0, compare=False)
+    at_most: int = dataclasses.field(default=0, compare=False)
+    default_seconds: float | None = dataclasses.field(default=None, compare=False)
+    seconds: float | None = dataclasses.field(default=None, compare=False)
+
+    def __getitem__(self, function: str) -> dict[str, str]:
+        of_function: dict[str, str] = as_mapping(self.choices)[function]
+        return of_function
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(as_mapping(self.choices))
+
+    def __len__(self) -> int:
+        return len(as_mapping(self.choices))
+
+    def __repr__(self) -> str:
+        rows = [("function", "direction", "tried", "before", "after", "outcome")]
+        notes: list[str] = [""]
+        for trial in self.trials:
+            short, _, note = trial.outcome.partition(": ")
+            times = _milliseconds(trial.before), _milliseconds(trial.after)
+            rows.append((trial.function, trial.direction, trial.implementation, *times, short))
+            notes.append(note)
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [f"{self.program} on {self.where}"]
+        for row, note in zip(rows if self.trials else [], notes, strict=False):
+            lines.append("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+            lines += [textwrap.indent(line, "    ") for line in textwrap.wrap(note, 110)]
+        return "\n".join([*lines, *self._summary()])
+
+    __str__ = __repr__
+
+    def _summary(self) -> Iterator[str]:
+        if self.note:
+            yield self.note
+        chosen = " ".join(f"{name} {way} {which}," for name, way, which in self.choices).rstrip(",")
+        yield f"chosen: {chosen or 'the default'}; {self.compilations} programs compiled, of {self.at_most} at most"
+        if self.seconds is not None:
+            by_default = f", by default {_milliseconds(self.default_seconds)}" if self.choices else ""
+            yield f"a call takes {_milliseconds(self.seconds)}{by_default}"
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes it to a file of JSON, which `load` reads."""
+        content = {"jaxnorm.tune": FORMAT, **dataclasses.asdict(self)}
+        Path(path).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike[str], function: Callable[..., Any] | None = None, /, *args: Any, **kwargs: Any
+    ) -> "Tuned":
+        """Reads what `save` wrote, on the device and with the versions that it was written for.
+
+        Args:
+          path: the file.
+          function, args, kwargs: None, or the program that it is for, as for `jaxnorm.explain`: it is traced, and its
+            calls must be those of the file. Arguments may be `jax.ShapeDtypeStruct`s.
+
+        Raises:
+          ValueError: the file is another's, or was written for another kind or number of devices, for other versions
+            of JAX, jaxlib or jaxnorm, for other calls, or names a function that this jaxnorm does not have; the message
+            has both.
+        """
+        tuned = _read(path)
+        leaves = jax.tree.leaves((args, kwargs))
+        here = Where.of(leaves)
+        if not any(getattr(leaf, "sharding", None) for leaf in leaves):  # which say how many devices there will be
+            here = dataclasses.replace(here, devices=tuned.where.devices)
+        if tuned.where != here:
+            raise ValueError(f"Tuned.load: {path} is for {tuned.where}, and here is {here}; call jaxnorm.tune here.")
+        if function is not None and (calls := calls_of(explain(function, *args, **kwargs))) != tuned.calls:
+            both = (("file", set(tuned.calls) - set(calls)), ("program", set(calls) - set(tuned.calls)))
+            other = "; ".join(f"only the {one} has {', '.join(sorted(these))}" for one, these in both if these)
+            raise ValueError(f"Tuned.load: {path} is for other calls: {other}. Call jaxnorm.tune with this program.")
+        return tuned
+
+
+def as_mapping(choices: Iterable[tuple[str, str, str]]) -> dict[str, Any]:
+    """(function, direction, implementation) as `jaxnorm.implementation` takes them."""
+    mapping: dict[str, Any] = {}
+    for function, direction, chosen in choices:
+        mapping.setdefault(function, {})[direction] = chosen
+    return mapping
+
+
+def calls_of(explained: Sequence[Any]) -> tuple[str, ...]:
+    """The calls of a program, without the lines that they stand on."""
+    return tuple(sorted({f"{call.name} {call.direction} ({', '.join(call.operands)})" for call in explained}))
+
+
+def _read(path: str | os.PathLike[str]) -> Tuned:
+    text = Path(path).read_text(encoding="utf-8")
+    try:
+        content = json.loads(text)
+        if content.pop("jaxnorm.tune") != FORMAT:
+            raise ValueError("another format")
+        where = content.pop("where")
+        content["where"] = Where(**where | {"versions": tuple(map(tuple, where["versions"]))})
+        content["trials"] = tuple(Trial(**trial) for trial in content["trials"])
+        content["choices"] = tuple(map(tuple, content["choices"]))
+        tuned = Tuned(**content | {name: tuple(content[name]) for name in ("calls", "arguments")})
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"Tuned.load: {path} is no file that jaxnorm.tune's save wrote ({error}).") from None
+    try:
+        options.checked(tuned)
+    except ValueError as error:
+        raise ValueError(f"Tuned.load: {path}: {error}") from None
+    return tuned
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1e3:.4g} ms"

@@ -1,0 +1,112 @@
+"""A program with several choices of `jaxnorm.implementation`, timed in turns."""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxnorm.inspect.explain import of_arrays
+from jaxnorm.ops.options import Choices, implementation
+
+# A turn is a queue of calls, as many as take so long, and one at least. The first turn of several warms up.
+TURNS, SECONDS, MOST_CALLS = 9, 0.02, 100
+# What copies of donated arguments take at most, if there are several.
+MOST_BYTES = 2**28
+
+
+class Program:
+    """A function under `jax.jit` with its arguments, which are never consumed."""
+
+    def __init__(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        if isinstance(function, type(jax.jit(function))):
+            self.function: Any = function
+        else:
+            arrays, traceable = of_arrays(_arrays_of(function), args, kwargs)
+            self.function, args, kwargs = jax.jit(traceable), (arrays,), {}
+        self.leaves, self._tree = jax.tree.flatten((args, kwargs))
+
+    def lowered(self, choices: Choices) -> Any:
+        """The program with this choice, before it is compiled."""
+        args, kwargs = jax.tree.unflatten(self._tree, self.leaves)
+        with implementation(choices):
+            return self.function.lower(*args, **kwargs)
+
+    def arguments(self, copied: Iterable[int]) -> tuple[Any, Any]:
+        """The arguments, with copies of these leaves."""
+        copies = {place: jax.device_put(self.leaves[place], may_alias=False) for place in copied}
+        leaves = [copies.get(place, leaf) for place, leaf in enumerate(self.leaves)]
+        given: tuple[Any, Any] = jax.tree.unflatten(self._tree, leaves)
+        return given
+
+
+def _arrays_of(function: Callable[..., Any]) -> Callable[..., list[Any]]:
+    """The arrays that a function makes: what it returns, and what it changes in its arguments, as in NNX's modules."""
+
+    def made(*args: Any, **kwargs: Any) -> list[Any]:
+        given = {id(leaf) for leaf in jax.tree.leaves((args, kwargs))}
+        results = jax.tree.leaves((function(*args, **kwargs), args, kwargs))
+        return [leaf for leaf in results if isinstance(leaf, jax.Array) and id(leaf) not in given]
+
+    return made
+
+
+class Run:
+    """A program with one choice. It is compiled when it is first called, which is here."""
+
+    def __init__(self, program: Program, choices: Choices, *, donates: bool) -> None:
+        self.program, self.choices = program, choices
+        arrays = [place for place, leaf in enumerate(program.leaves) if isinstance(leaf, jax.Array)]
+        given = program.arguments(arrays if donates else ())
+        with implementation(choices):
+            jax.block_until_ready(program.function(*given[0], **given[1]))
+        # What was donated is gone.
+        leaves = jax.tree.leaves(given)
+        self.consumed = [place for place in arrays if leaves[place].is_deleted()] if donates else []
+
+    @property
+    def most_calls(self) -> int:
+        """How many calls a turn may have, each with its copies."""
+        copied = sum(self.program.leaves[place].nbytes for place in self.consumed)
+        return max(1, min(MOST_CALLS, MOST_BYTES // copied)) if copied else MOST_CALLS
+
+    def seconds(self, calls: int) -> float:
+        """How long a call takes in a queue of so many."""
+        arguments = [self.program.arguments(self.consumed) for _ in range(calls)]
+        jax.block_until_ready(arguments)
+        result = None
+        with implementation(self.choices):
+            start = time.perf_counter()
+            for args, kwargs in arguments:
+                result = self.program.function(*args, **kwargs)
+            jax.block_until_ready(result)
+            return (time.perf_counter() - start) / calls
+
+
+class Times(NamedTuple):
+    """Seconds of a call: the median over the turns, and the quartiles."""
+
+    low: float
+    median: float
+    high: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> "Times":
+        return cls(*statistics.quantiles(seconds, n=4, method="inclusive"))
+
+    def beats(self, other: "Times") -> bool:
+        """Whether three quarters of its turns are faster than three quarters of the other's."""
+        return self.high < other.low
+
+
+def in_turns(runs: Sequence[Run]) -> list[Times]:
+    """How long a call of each takes. Every other turn is in reverse order, so that none always follows the same one."""
+    longest = max(min(run.seconds(1) for _ in range(2)) for run in runs)
+    calls = min(math.ceil(SECONDS / longest), *(run.most_calls for run in runs))
+    seconds: list[list[float]] = [[] for _ in runs]
+    for turn in range(1 + TURNS):
+        for run, taken in list(zip(runs, seconds, strict=True))[:: -1 if turn % 2 else 1]:
+            taken.append(run.seconds(calls))
+    return [Times.of(taken[1:]) for taken in seconds]

@@ -1,0 +1,521 @@
+"""`jaxnorm.tune`: what it tries, what it chooses, and what it leaves as it was."""
+
+import functools
+import json
+import threading
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from internals import ffi, reasons, tuning, turns
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxnorm
+from jaxnorm import nnx as jaxnorm_nnx
+
+pytestmark = pytest.mark.jax_version
+
+X, SCALE = jnp.ones((4, 8)), jnp.ones(8)
+compiled = []
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, _, **more: compiled.append(event) if event.endswith("backend_compile_duration") else None
+)
+
+
+def norms(x, scale):
+    return jaxnorm.layer_norm(jaxnorm.rms_norm(x, scale), scale)
+
+
+def loss(x, scale):
+    return jnp.sin(norms(x, scale)).sum()
+
+
+# (function, direction) -> how much faster than the default the other implementation is.
+@pytest.fixture
+def times(monkeypatch):
+    """The times of what is measured, in place of a clock: 1 ms, and what a test takes from it by direction."""
+    gains = {}
+
+    def measured(runs):
+        of_runs = []
+        for run in runs:
+            chosen = [(name, way) for name, ways in run.choices.items() for way in ways]
+            seconds = 1e-3 - sum(gains.get(one, 0) for one in chosen)
+            of_runs.append(turns.Times(0.99 * seconds, seconds, 1.01 * seconds))
+        return of_runs
+
+    monkeypatch.setattr(turns, "in_turns", measured)
+    monkeypatch.setattr(tuning, "_cache", {})
+    return gains
+
+
+def tried(tuned):
+    return {(trial.function, trial.direction, trial.implementation): trial.outcome for trial in tuned.trials}
+
+
+@pytest.mark.kernels
+def test_it_tries_each_direction_of_each_function(times):
+    tuned = jaxnorm.tune(jax.grad(loss), X, SCALE)
+    names, ways = ("rms_norm", "layer_norm"), ("forward", "backward")
+    assert tried(tuned) == {(name, way, "jnp"): "not faster" for name in names for way in ways}
+    assert (dict(tuned), tuned.compilations, tuned.at_most) == ({}, 5, 6)
+
+
+@pytest.mark.kernels
+def test_it_keeps_what_is_faster(times):
+    times |= {("rms_norm", "backward"): 1e-4, ("layer_norm", "forward"): 3e-4, ("rms_norm", "forward"): -2e-4}
+    tuned = jaxnorm.tune(jax.grad(loss), X, SCALE)
+    assert dict(tuned) == {"layer_norm": {"forward": "jnp"}, "rms_norm": {"backward": "jnp"}}
+    assert (tuned.default_seconds, tuned.seconds) == pytest.approx((1e-3, 6e-4))
+
+
+# Of 1 %, where a quarter of the turns take 1 % longer or less.
+@pytest.mark.kernels
+def test_what_is_within_the_scatter_is_not_kept(times):
+    times["rms_norm", "forward"] = 1e-5
+    assert dict(jaxnorm.tune(norms, X, SCALE)) == {}
+
+
+# Each is faster than what was there before it, and together they are not.
+@pytest.mark.kernels
+def test_what_is_not_faster_once_more_is_dropped(times, monkeypatch):
+    measured, calls = turns.in_turns, []
+
+    def first_time(runs):
+        calls.append(runs)
+        return measured(runs)[:: -1 if len(calls) == 3 else 1]
+
+    monkeypatch.setattr(turns, "in_turns", first_time)
+    times["rms_norm", "forward"] = 1e-4
+    tuned = jaxnorm.tune(norms, X, SCALE)
+    assert (dict(tuned), tuned.seconds) == ({}, pytest.approx(9e-4))
+    assert "beside the default, and is dropped" in str(tuned)
+
+
+@pytest.fixture
+def leaves_wide_backward_to_xla(monkeypatch):
+    def slower(_, spec, rows):
+        return "XLA is faster" if (rows.way, rows.cols) == ("backward", 8) and not spec.native_in(rows.way) else None
+
+    monkeypatch.setattr(reasons, "slower", slower)
+
+
+@pytest.mark.kernels
+def test_what_the_default_rules_leave_to_xla_is_tried_natively(times, leaves_wide_backward_to_xla):
+    times["rms_norm", "backward"] = 1e-4
+    tuned = jaxnorm.tune(jax.grad(lambda x: jnp.sin(jaxnorm.rms_norm(x)).sum()), X)
+    assert list(tried(tuned)) == [("rms_norm", "forward", "jnp"), ("rms_norm", "backward", "native")]
+    assert dict(tuned) == {"rms_norm": {"backward": "native"}}
+
+
+# Of two calls of a function the default rules give one a kernel: all may have one, or none.
+@pytest.mark.kernels
+def test_where_the_default_is_mixed_both_are_tried(times, leaves_wide_backward_to_xla):
+    def both(x):
+        return jnp.sin(jaxnorm.rms_norm(x)).sum() + jnp.sin(jaxnorm.rms_norm(x[:, :4])).sum()
+
+    tuned = jaxnorm.tune(jax.grad(both), X)
+    ways = [("rms_norm", "forward", "jnp"), ("rms_norm", "backward", "jnp"), ("rms_norm", "backward", "native")]
+    assert list(tried(tuned)) == ways
+    assert tuned.compilations == 4 <= tuned.at_most == 6
+
+
+@pytest.mark.kernels
+def test_it_is_a_choice_that_implementation_takes(times):
+    times["rms_norm", "backward"] = 1e-4
+    step = jax.jit(jax.grad(loss))
+    tuned = jaxnorm.tune(step, X, SCALE)
+    with jaxnorm.implementation(tuned):
+        runs = {(norm.name, norm.direction): norm.on("cpu") for norm in jaxnorm.explain(step, X, SCALE)}
+        compiled.clear()
+        step(X, SCALE)
+    formula = [one for one, run in runs.items() if run.implementation == "formula"]
+    assert formula == [("rms_norm", "backward")]
+    assert runs["rms_norm", "backward"].why.endswith("jaxnorm.implementation({'rms_norm': {'backward': 'jnp'}})")
+    assert compiled == []  # but by tune
+
+
+# The bound of the programs that are compiled, and that they are the ones that are said.
+@pytest.mark.kernels
+@pytest.mark.parametrize("wrap", [jax.jit, lambda function: function], ids=["jit", "plain"])
+def test_it_compiles_as_many_programs_as_it_says(wrap):
+    def function(x, scale):
+        return loss(x, scale)
+
+    step = wrap(jax.grad(function))
+    compiled.clear()
+    tuned = jaxnorm.tune(step, X, SCALE)
+    assert len(compiled) == tuned.compilations == 5 <= tuned.at_most
+    assert "5 programs compiled, of 6 at most" in str(tuned)
+
+
+@pytest.mark.kernels
+def test_a_result_is_kept(times):
+    first = jaxnorm.tune(jax.jit(norms), X, SCALE)
+    compiled.clear()
+    assert jaxnorm.tune(jax.jit(norms), X, SCALE) is first
+    assert compiled == []
+    others = [
+        jaxnorm.tune(jax.jit(norms), X[:2], SCALE),
+        jaxnorm.tune(jax.jit(norms), X.astype("bfloat16"), SCALE),
+        jaxnorm.tune(jax.jit(lambda x, scale: norms(x, scale) + 1), X, SCALE),
+    ]
+    with jaxnorm.implementation({"layer_norm": "jnp"}):
+        others.append(jaxnorm.tune(jax.jit(norms), X, SCALE))
+    assert all(other is not first for other in others)
+
+
+# Those of the devices that they are on, in the same program.
+@pytest.mark.kernels
+@pytest.mark.several
+def test_a_result_is_kept_by_device_and_sharding(times, devices):
+    mesh = jax.make_mesh((len(devices),), ("i",), (AxisType.Auto,), devices=devices)
+    rows = jnp.ones((len(devices), 8))
+    placed = [rows, *(jax.device_put(rows, NamedSharding(mesh, spec)) for spec in (P("i"), P()))]
+    results = [jaxnorm.tune(jax.jit(norms), x, SCALE) for x in (*placed, jax.device_put(rows, devices[1]))]
+    assert len({id(tuned) for tuned in results}) == 4
+    assert results[1].where.devices == len(devices)
+    assert "'i'" in results[1].arguments[0]
+    assert results[1] != results[0]
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(
+    ("function", "note"),
+    [
+        (jnp.sin, "no function of jaxnorm is in this program"),
+        (lambda x: jaxnorm.rms_norm(x, implementation="native"), "every call has its implementation by its argument"),
+        (jaxnorm.implementation("jnp")(lambda x: jaxnorm.rms_norm(x)), "every call has its implementation"),
+    ],
+    ids=["no call", "an argument", "a context"],
+)
+def test_where_there_is_nothing_to_choose(function, note):
+    compiled.clear()
+    tuned = jaxnorm.tune(function, X)
+    assert compiled == []
+    assert (dict(tuned), tuned.compilations, tuned.seconds) == ({}, 0, None)
+    assert note in str(tuned)
+
+
+@pytest.mark.kernels
+def test_what_a_context_around_chooses_stays(times):
+    with jaxnorm.implementation({"rms_norm": "jnp", "layer_norm": {"backward": "native"}}):
+        tuned = jaxnorm.tune(jax.grad(loss), X, SCALE)
+    assert list(tried(tuned)) == [("layer_norm", "forward", "jnp")]
+
+
+def test_a_platform_without_kernels_needs_no_compilation(monkeypatch):
+    monkeypatch.setattr(ffi, "why_nowhere", lambda platform: f"there are none for {platform}")
+    compiled.clear()
+    tuned = jaxnorm.tune(norms, X, SCALE)
+    assert (compiled, dict(tuned)) == ([], {})
+    assert f"the formula runs whatever is chosen: there are none for {jax.default_backend()}"[:40] in str(tuned)
+
+
+@pytest.mark.kernels
+def test_a_call_without_a_kernel_needs_no_compilation():
+    compiled.clear()
+    tuned = jaxnorm.tune(lambda x: jaxnorm.rms_norm(x, axis=0), X)
+    assert (compiled, tuned.compilations) == ([], 0)
+    (outcome,) = tried(tuned).values()
+    assert outcome.startswith("left out: RuntimeError: rms_norm under")
+    assert "not the trailing axes" in str(tuned).replace("\n    ", " ")
+
+
+# What asks for a result that nobody uses changes nothing.
+@pytest.mark.kernels
+def test_a_choice_that_changes_nothing_is_not_compiled(times):
+    def unread(x):
+        jax.grad(lambda x: jaxnorm.rms_norm(x).sum())(x)
+        return jaxnorm.layer_norm(x)
+
+    tuned = jaxnorm.tune(unread, X)
+    assert tried(tuned)["rms_norm", "backward", "jnp"] == "the same program"
+    assert tuned.compilations == 2
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("when", ["traced", "run"])
+def test_a_choice_that_fails_is_left_out(times, when, monkeypatch):
+    times["layer_norm", "forward"] = 1e-4
+
+    def fails(x, scale):
+        if ("rms_norm", "forward") in dict(tuning.options.context().by_name):
+            if when == "traced":
+                raise ZeroDivisionError("here")
+            x = jax.pure_callback(lambda x: 1 / 0, x, x)
+        return norms(x, scale)
+
+    tuned = jaxnorm.tune(fails, X, SCALE)
+    assert dict(tuned) == {"layer_norm": {"forward": "jnp"}}
+    assert tried(tuned)["rms_norm", "forward", "jnp"].startswith("left out: ")
+
+
+def test_the_functions_own_error_is_raised():
+    with pytest.raises(ZeroDivisionError):
+        jaxnorm.tune(lambda x: jaxnorm.rms_norm(x) / (1 // 0), X)
+
+
+# Neither those that are donated nor others; and what is static stays what it is.
+@pytest.mark.kernels
+@pytest.mark.parametrize("donated", ["x", ("x", "scale")])
+def test_arguments_are_not_consumed(donated):
+    @functools.partial(jax.jit, static_argnums=1, static_argnames="power", donate_argnames=donated)
+    def step(x, repeats, scale, *, power=1):
+        for _ in range(repeats):
+            x = x + norms(x, scale) ** power
+        return x, scale * 2
+
+    x, scale = jax.random.normal(jax.random.key(0), (64, 32)), jnp.ones(32)
+    before = x + 0, scale + 0
+    compiled.clear()
+    tuned = jaxnorm.tune(step, x, 2, scale, power=3)
+    assert len(compiled) == tuned.compilations == 3
+    assert not x.is_deleted()
+    assert not scale.is_deleted()
+    assert all(map(jnp.array_equal, (x, scale), before))
+    step(x, 2, scale, power=3)
+    assert x.is_deleted()
+
+
+# Of a function that is not under jit what is no array is not traced.
+@pytest.mark.kernels
+def test_arguments_that_are_no_arrays(times):
+    tuned = jaxnorm.tune(jaxnorm.rms_norm, X, out_dtype="bfloat16", epsilon=1e-5)
+    assert list(tried(tuned)) == [("rms_norm", "forward", "jnp")]
+    assert (tuned.program, tuned.arguments) == ("rms_norm", ("float32[4, 8]",))
+
+
+# A step of NNX gives its results by changing modules.
+@pytest.mark.kernels
+def test_a_step_that_changes_its_arguments(times):
+    model = jaxnorm_nnx.RMSNorm(8, rngs=nnx.Rngs(0))
+
+    @nnx.jit
+    def step(model, x):
+        gradient = nnx.grad(lambda model: jnp.sin(model(x)).sum())(model)
+        model.scale[...] = model.scale[...] - gradient.scale[...]
+
+    tuned = jaxnorm.tune(step, model, X)
+    assert set(tried(tuned).values()) == {"not faster"}
+    assert len(tuned.trials) == 2
+    assert jnp.array_equal(model.scale[...], jnp.ones(8))
+
+
+@pytest.mark.kernels
+def test_what_calls_others_is_tuned_each_way(times):
+    labels = jnp.zeros(4, "int32")
+    tuned = jaxnorm.tune(jax.grad(lambda x: jaxnorm.linear_cross_entropy(x, SCALE[:, None] * SCALE, labels)), X)
+    ways = ("forward", "backward")
+    assert tried(tuned) == {("linear_cross_entropy", way, "jnp"): "not faster" for way in ways}
+
+
+@pytest.mark.kernels
+def test_rounding_is_tuned_each_way(times):
+    def rounded(x):
+        quantization = jaxnorm.Quantization("int8")
+        y = jaxnorm.rms_norm_quantized(x, quantization=quantization, straight_through=True)
+        return jnp.sin(y.dequantize()).sum()
+
+    tuned = jaxnorm.tune(jax.grad(rounded), X)
+    assert tried(tuned) == {("rms_norm_quantized", way, "jnp"): "not faster" for way in ("forward", "backward")}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((X,), TypeError, "the first argument must be a function, got .*; pass the function and its arguments apart"),
+        (
+            (norms, jax.ShapeDtypeStruct((4, 8), "float32")),
+            TypeError,
+            r"args\[0\] is a jax.ShapeDtypeStruct, .* pass an",
+        ),
+        (
+            (norms, X, {"a": jax.ShapeDtypeStruct((), "int32")}),
+            TypeError,
+            r"args\[1\]\['a'\] is a jax.ShapeDtypeStruct",
+        ),
+    ],
+    ids=["no function", "a type", "a type within"],
+)
+def test_errors(arguments, error, message):
+    with pytest.raises(error, match=f"^tune: {message}"):
+        jaxnorm.tune(*arguments)
+
+
+def test_a_traced_argument():
+    with pytest.raises(TypeError, match=r"^tune: args\[0\] is traced, .* call tune outside of jax.jit"):
+        jax.jit(lambda x: jaxnorm.tune(jaxnorm.rms_norm, x))(X)
+
+
+def test_several_processes(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 4)
+    with pytest.raises(RuntimeError, match=r"^tune: there are 4 processes, .* load that in all"):
+        jaxnorm.tune(norms, X, SCALE)
+
+
+@pytest.fixture
+def tuned(times):
+    times["rms_norm", "backward"] = 1e-4
+    return jaxnorm.tune(jax.grad(loss), X, SCALE)
+
+
+TABLE = """\
+function    direction  tried  before  after   outcome
+rms_norm    forward    jnp    1 ms    1 ms    not faster
+rms_norm    backward   jnp    1 ms    0.9 ms  chosen
+layer_norm  forward    jnp    0.9 ms  0.9 ms  not faster
+layer_norm  backward   jnp    0.9 ms  0.9 ms  not faster
+chosen: rms_norm backward jnp; 5 programs compiled, of 6 at most
+a call takes 0.9 ms, by default 1 ms"""
+
+
+@pytest.mark.kernels
+def test_it_is_a_table(tuned):
+    first, _, table = str(tuned).partition("\n")
+    assert first.startswith("loss on ")
+    assert f"jax {jax.__version__}" in first
+    assert table == TABLE
+    assert repr(tuned) == str(tuned)
+
+
+@pytest.mark.kernels
+def test_it_is_a_value(tuned, times, monkeypatch):
+    times["rms_norm", "backward"] = 2e-4
+    monkeypatch.setattr(tuning, "_cache", {})
+    again = jaxnorm.tune(jax.grad(loss), X, SCALE)
+    assert again is not tuned
+    assert (again, hash(again)) == (tuned, hash(tuned))
+    traced = []
+    step = jax.jit(lambda x, tuned: traced.append(tuned) or x, static_argnums=1)
+    step(X, tuned), step(X, again)
+    assert len(traced) == 1
+    times["rms_norm", "backward"] = 0
+    monkeypatch.setattr(tuning, "_cache", {})
+    assert jaxnorm.tune(jax.grad(loss), X, SCALE) != tuned
+
+
+@pytest.mark.kernels
+def test_a_file(tuned, tmp_path):
+    tuned.save(tmp_path / "step.json")
+    loaded = jaxnorm.Tuned.load(tmp_path / "step.json")
+    assert (loaded, hash(loaded), str(loaded)) == (tuned, hash(tuned), str(tuned))
+    types = jax.ShapeDtypeStruct((4, 8), "float32"), jax.ShapeDtypeStruct((8,), "float32")
+    for args in ((X, SCALE), types):
+        assert jaxnorm.Tuned.load(str(tmp_path / "step.json"), jax.grad(loss), *args) == tuned
+    with jaxnorm.implementation(loaded):
+        assert dict(loaded) == {"rms_norm": {"backward": "jnp"}}
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda file: file["where"].update(device="TPU v9"),
+            "is for TPU v9, .* and here is .*; call jaxnorm.tune here",
+        ),
+        (lambda file: file["where"]["versions"][0].__setitem__(1, "0.1"), r"is for .*jax 0\.1, .*here is .*jax 0\.1\d"),
+        (lambda file: file["choices"].append(["norm", "forward", "jnp"]), "no function 'norm'"),
+        (lambda file: file["choices"].append(["rms_norm", "sideways", "jnp"]), "no direction 'sideways'"),
+        (lambda file: file["choices"].append(["rms_norm", "forward", "xla"]), "unknown implementation 'xla'"),
+        (lambda file: file.pop("calls"), "is no file that jaxnorm.tune's save wrote"),
+        (lambda file: file.update({"jaxnorm.tune": 2}), "is no file that jaxnorm.tune's save wrote .another format"),
+        (lambda file: file.update(surplus=1), "is no file that jaxnorm.tune's save wrote"),
+    ],
+    ids=["device", "jax", "function", "direction", "implementation", "calls", "format", "field"],
+)
+def test_a_file_of_another_installation(tuned, tmp_path, change, message):
+    path = tmp_path / "step.json"
+    tuned.save(path)
+    file = json.loads(path.read_text())
+    change(file)
+    path.write_text(json.dumps(file))
+    with pytest.raises(ValueError, match=f"(?s)^Tuned.load: {path}.*{message}"):
+        jaxnorm.Tuned.load(path)
+
+
+def test_no_file_of_json(tmp_path):
+    for text in ("", "[]", "{}", "1"):
+        (tmp_path / "file").write_text(text)
+        with pytest.raises(ValueError, match=r"^Tuned.load: .* is no file that jaxnorm.tune's save wrote"):
+            jaxnorm.Tuned.load(tmp_path / "file")
+
+
+@pytest.mark.kernels
+def test_a_file_of_another_program(tuned, tmp_path):
+    tuned.save(tmp_path / "step.json")
+    message = (
+        r"is for other calls: only the file has layer_norm backward \(x: float32\[4,8\], scale: float32\[8\]\), .*; "
+        r"only the program has rms_norm forward \(x: float32\[2,8\]\)\. Call jaxnorm.tune with this program"
+    )
+    with pytest.raises(ValueError, match=message):
+        jaxnorm.Tuned.load(tmp_path / "step.json", jaxnorm.rms_norm, X[:2])
+
+
+# Each thread has its contexts; programs are timed one after the other.
+@pytest.mark.kernels
+def test_threads(times):
+    times["rms_norm", "forward"] = 1e-4
+    found = {}
+
+    def tune(name):
+        with jaxnorm.implementation({"rms_norm": name}):
+            found[name] = jaxnorm.tune(jax.jit(norms), X, SCALE)
+
+    threads = [threading.Thread(target=tune, args=(name,)) for name in (None, "jnp", "native")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {name: dict(tuned) for name, tuned in found.items()} == {
+        None: {"rms_norm": {"forward": "jnp"}},
+        "jnp": {},
+        "native": {},
+    }
+
+
+# By a clock: every program the same number of turns, and none always after the same one.
+def test_turns(monkeypatch):
+    called = []
+
+    class Fake:
+        most_calls = 3
+
+        def __init__(self, name, seconds):
+            self.name, self.each = name, seconds
+
+        def seconds(self, calls):
+            called.append((self.name, calls))
+            return self.each
+
+    times = turns.in_turns([Fake("a", 1e-3), Fake("b", 2e-3)])
+    assert [time.median for time in times] == [1e-3, 2e-3]
+    assert times[0].beats(times[1])
+    assert not times[1].beats(times[0])
+    assert called[:4] == [("a", 1), ("a", 1), ("b", 1), ("b", 1)]
+    timed = called[4:]
+    assert timed[:4] == [("a", 3), ("b", 3), ("b", 3), ("a", 3)]
+    assert len(timed) == 2 * (1 + turns.TURNS)
+
+
+def test_quartiles_that_overlap_do_not_beat():
+    slow, fast = turns.Times.of([3, 4, 5, 6, 7]), turns.Times.of([1, 2, 3, 4, 5])
+    assert (slow.median, fast.median) == (5, 3)
+    assert not fast.beats(slow)
+    assert turns.Times.of([1, 2, 3, 3, 9]).beats(slow)
+
+
+# Copies of donated arguments take so much memory at most, but those of one call.
+def test_the_copies_of_a_turn(monkeypatch):
+    step = jax.jit(lambda x: x + 1, donate_argnums=0)
+    run = turns.Run(turns.Program(step, (X,), {}), {}, donates=True)
+    assert (run.consumed, run.most_calls) == ([0], turns.MOST_CALLS)
+    monkeypatch.setattr(turns, "MOST_BYTES", 3 * X.nbytes)
+    assert run.most_calls == 3
+    monkeypatch.setattr(turns, "MOST_BYTES", 1)
+    assert run.most_calls == 1
+    assert run.seconds(2) > 0
+    assert not X.is_deleted()
