@@ -17,6 +17,7 @@ from jaxnorm.primitive import op
 
 NO_CALL = "no function of jaxnorm is in this program"
 ALL_CHOSEN = "every call has its implementation by its argument, a context around or the environment"
+Free = dict[tuple[str, str], None]  # the functions, each with a direction, for which nothing is chosen
 
 
 class Key(NamedTuple):
@@ -77,28 +78,33 @@ def tune(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tuned:
     with _lock:
         with options.hearing() as free:
             calls = explain(function, *args, **kwargs)
-        program = turns.Program(function, args, kwargs)
-        name = getattr(function, "__name__", type(function).__name__)
-        devices = devices_of(program.leaves)
-        platform = compat.default_platform(devices[0].platform)
-        arguments = tuple(_described(leaf) for leaf in program.leaves if hasattr(leaf, "dtype"))
-        empty = Tuned((), name, calls_of(calls), arguments, Where.of(program.leaves))
-        note = _why_nothing(calls, free, platform)
-        if note:
-            return dataclasses.replace(empty, note=note)
-        lowered = program.lowered({})
-        digest = hashlib.sha256(lowered.as_text().encode()).hexdigest()
-        ids = tuple(device.id for device in devices)
-        key = Key(digest, arguments, empty.calls, empty.where, ids, options.context())
-        if key not in _cache:
-            donates = any(info.donated for info in jax.tree.leaves(lowered.args_info))
-            search = _Search(program, lowered.as_text(), donates=donates, at_most=2 + 2 * _count(calls))
-            for one in free:
-                for chosen in _others(calls, one, free, platform):
-                    search.attempt(*one, chosen)
-            _cache[key] = search.result(empty)
-        kept = _cache[key]
-        return kept if kept.program == name else dataclasses.replace(kept, program=name)
+        return _tuned(function, turns.Program(function, args, kwargs), calls, free)
+
+
+def _tuned(function: Any, program: turns.Program, calls: Explanation, free: Free) -> Tuned:
+    """The result for a program with these calls, kept or new."""
+    name = getattr(function, "__name__", type(function).__name__)
+    devices = devices_of(program.leaves)
+    platform = compat.default_platform(devices[0].platform)
+    arguments = tuple(_described(leaf) for leaf in program.leaves if hasattr(leaf, "dtype"))
+    empty = Tuned((), name, calls_of(calls), arguments, Where.of(program.leaves))
+    if note := _why_nothing(calls, free, platform):
+        return dataclasses.replace(empty, note=note)
+    lowered = program.lowered({})
+    text = lowered.as_text()
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    ids = tuple(device.id for device in devices)
+    key = Key(digest, arguments, empty.calls, empty.where, ids, options.context())
+    if key not in _cache:
+        donates = any(info.donated for info in jax.tree.leaves(lowered.args_info))
+        forward = sum(call.direction == "forward" for call in calls)
+        search = _Search(program, text, donates=donates, at_most=2 + 2 * forward)
+        for one in free:
+            for chosen in _others(calls, one, free, platform):
+                search.attempt(*one, chosen)
+        _cache[key] = search.result(empty)
+    kept = _cache[key]
+    return kept if kept.program == name else dataclasses.replace(kept, program=name)
 
 
 def _check(function: Any, args: Any, kwargs: Any) -> None:
@@ -110,7 +116,7 @@ def _check(function: Any, args: Any, kwargs: Any) -> None:
     if jax.process_count() > 1:
         raise RuntimeError(
             f"tune: there are {jax.process_count()} processes, each of which would choose by its own clock, and they "
-            "must run the same program. Tune in one process, save what it gives, and load that in all."
+            "must run the same program. Tune in one process, save what it gives, and load that file in all."
         )
     for path, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs)):
         if isinstance(leaf, (jax.ShapeDtypeStruct, jax.core.Tracer)):
@@ -129,7 +135,7 @@ def _described(leaf: Any) -> str:
     return f"{text} {leaf.sharding}" if is_split else text
 
 
-def _why_nothing(calls: Explanation, free: dict[tuple[str, str], None], platform: str) -> str:
+def _why_nothing(calls: Explanation, free: Free, platform: str) -> str:
     """Why there is nothing to choose, and nothing to compile; empty where there is."""
     if not calls:
         return NO_CALL
@@ -140,13 +146,7 @@ def _why_nothing(calls: Explanation, free: dict[tuple[str, str], None], platform
     return ""
 
 
-def _count(calls: Sequence[Norm]) -> int:
-    return sum(call.direction == "forward" for call in calls)
-
-
-def _others(
-    calls: Sequence[Norm], one: tuple[str, str], free: dict[tuple[str, str], None], platform: str
-) -> list[options.Implementation]:
+def _others(calls: Sequence[Norm], one: tuple[str, str], free: Free, platform: str) -> list[options.Implementation]:
     """What the default rules do not choose for all of the calls that a function makes in a direction."""
     function, direction = one
     of_function = op.REGISTRY.get(function)

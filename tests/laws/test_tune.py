@@ -352,7 +352,7 @@ def test_a_traced_argument():
 
 def test_several_processes(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 4)
-    with pytest.raises(RuntimeError, match=r"^tune: there are 4 processes, .* load that in all"):
+    with pytest.raises(RuntimeError, match=r"^tune: there are 4 processes, .* load that file in all"):
         jaxnorm.tune(norms, X, SCALE)
 
 
