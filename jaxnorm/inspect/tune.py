@@ -96,9 +96,8 @@ def _tuned(function: Any, program: turns.Program, calls: Explanation, free: Free
     ids = tuple(device.id for device in devices)
     key = Key(digest, arguments, empty.calls, empty.where, ids, options.context())
     if key not in _cache:
-        donates = any(info.donated for info in jax.tree.leaves(lowered.args_info))
         forward = sum(call.direction == "forward" for call in calls)
-        search = _Search(program, text, donates=donates, at_most=2 + 2 * forward)
+        search = _Search(program, text, program.donated(lowered), 2 + 2 * forward)
         for one in free:
             for chosen in _others(calls, one, free, platform):
                 search.attempt(*one, chosen)
@@ -163,8 +162,8 @@ def _others(calls: Sequence[Norm], one: tuple[str, str], free: Free, platform: s
 class _Search:
     """A greedy search, from the default on."""
 
-    def __init__(self, program: turns.Program, text: str, *, donates: bool, at_most: int) -> None:
-        self._program, self._text, self._donates = program, text, donates
+    def __init__(self, program: turns.Program, text: str, donated: list[int], at_most: int) -> None:
+        self._program, self._text, self._donated = program, text, donated
         self._at_most = at_most
         self._choices: tuple[tuple[str, str, str], ...] = ()
         self._default: turns.Run | None = None
@@ -207,7 +206,7 @@ class _Search:
 
     def _compiled(self, choices: tuple[tuple[str, str, str], ...]) -> turns.Run:
         self._compilations += 1
-        return turns.Run(self._program, as_mapping(choices), donates=self._donates)
+        return turns.Run(self._program, as_mapping(choices), self._donated)
 
     def result(self, empty: Tuned) -> Tuned:
         """What is chosen, if it is faster than the default once more."""

@@ -34,6 +34,14 @@ class Program:
         with implementation(choices):
             return self.function.lower(*args, **kwargs)
 
+    def donated(self, lowered: Any) -> list[int]:
+        """The leaves that a call may consume: those that are donated, or all where static arguments hide which are."""
+        infos = jax.tree.leaves(lowered.args_info)
+        arrays = [place for place, leaf in enumerate(self.leaves) if isinstance(leaf, jax.Array)]
+        if len(infos) == len(self.leaves):
+            return [place for place in arrays if infos[place].donated]
+        return arrays if any(info.donated for info in infos) else []
+
     def arguments(self, copied: Iterable[int]) -> tuple[Any, Any]:
         """The arguments, with copies of these leaves."""
         copies = {place: jax.device_put(self.leaves[place], may_alias=False) for place in copied}
@@ -56,15 +64,13 @@ def _arrays_of(function: Callable[..., Any]) -> Callable[..., list[Any]]:
 class Run:
     """A program with one choice. It is compiled when it is first called, which is here."""
 
-    def __init__(self, program: Program, choices: Choices, *, donates: bool) -> None:
+    def __init__(self, program: Program, choices: Choices, donated: Sequence[int]) -> None:
         self.program, self.choices = program, choices
-        arrays = [place for place, leaf in enumerate(program.leaves) if isinstance(leaf, jax.Array)]
-        given = program.arguments(arrays if donates else ())
+        given = program.arguments(donated)
         with implementation(choices):
             jax.block_until_ready(program.function(*given[0], **given[1]))
-        # What was donated is gone.
         leaves = jax.tree.leaves(given)
-        self.consumed = [place for place in arrays if leaves[place].is_deleted()] if donates else []
+        self.consumed = [place for place in donated if leaves[place].is_deleted()]
 
     @property
     def most_calls(self) -> int:

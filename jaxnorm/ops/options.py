@@ -121,7 +121,7 @@ def hearing() -> Iterator[dict[tuple[str, str], None]]:
     try:
         yield free
     finally:
-        _heard.free.remove(free)
+        _heard.free.pop()
 
 
 def choice(function: str, argument: Implementation | None) -> Choice:

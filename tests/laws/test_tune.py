@@ -280,6 +280,18 @@ def test_arguments_are_not_consumed(donated):
     assert x.is_deleted()
 
 
+# Where nothing static hides which they are.
+def test_what_is_not_donated_is_not_copied():
+    step = jax.jit(lambda params, x, factor: (x * factor, params["a"] + 1), donate_argnames="params")
+    program = turns.Program(step, ({"a": X, "b": SCALE}, X, 2.0), {})
+    assert program.donated(program.lowered({})) == [0, 1]
+    args, _ = program.arguments([0, 1])
+    assert args[1] is X
+    assert args[0]["a"] is not X
+    plain = turns.Program(lambda x: step({"a": x, "b": x}, x, 1.0), (X,), {})
+    assert plain.donated(plain.lowered({})) == []
+
+
 # Of a function that is not under jit what is no array is not traced.
 @pytest.mark.kernels
 def test_arguments_that_are_no_arrays(times):
@@ -445,6 +457,21 @@ def test_no_file_of_json(tmp_path):
 
 
 @pytest.mark.kernels
+@pytest.mark.several
+def test_a_file_for_several_devices(times, tmp_path, devices):
+    mesh = jax.make_mesh((len(devices),), ("i",), (AxisType.Auto,), devices=devices)
+    sharding, path = NamedSharding(mesh, P("i")), tmp_path / "step.json"
+    rows = jax.device_put(jnp.ones((len(devices), 8)), sharding)
+    tuned = jaxnorm.tune(norms, rows, SCALE)
+    tuned.save(path)
+    types = jax.ShapeDtypeStruct(rows.shape, rows.dtype, sharding=sharding), SCALE
+    for program in ((), (norms, rows, SCALE), (norms, *types)):
+        assert jaxnorm.Tuned.load(path, *program) == tuned
+    with pytest.raises(ValueError, match=rf"is for {len(devices)} x .*, and here is (?!\d+ x )"):
+        jaxnorm.Tuned.load(path, norms, jnp.ones(rows.shape), SCALE)
+
+
+@pytest.mark.kernels
 def test_a_file_of_another_program(tuned, tmp_path):
     tuned.save(tmp_path / "step.json")
     message = (
@@ -511,7 +538,7 @@ def test_quartiles_that_overlap_do_not_beat():
 # Copies of donated arguments take so much memory at most, but those of one call.
 def test_the_copies_of_a_turn(monkeypatch):
     step = jax.jit(lambda x: x + 1, donate_argnums=0)
-    run = turns.Run(turns.Program(step, (X,), {}), {}, donates=True)
+    run = turns.Run(turns.Program(step, (X,), {}), {}, [0])
     assert (run.consumed, run.most_calls) == ([0], turns.MOST_CALLS)
     monkeypatch.setattr(turns, "MOST_BYTES", 3 * X.nbytes)
     assert run.most_calls == 3
