@@ -209,6 +209,16 @@ def test_what_is_not_finite_stays_in_its_row_and_column(value):
     np.testing.assert_array_equal(dw, good[2])
 
 
+# y goes forward, dx and dw backward.
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_products_are_chosen_by_direction(direction):
+    asked = Float8Linear(out_dtype=np.dtype("float32"), formula_for=((direction, " as asked"),))
+    formula = [name for name in ("y", "dx", "dw") if asked.of_product(name, np.float32).implementation == "jnp"]
+    native = Float8Linear(out_dtype=np.dtype("float32"), native_for="a function", native_ways=(direction,))
+    kernels = [name for name in ("y", "dx", "dw") if native.of_product(name, np.float32).native_for == "a function"]
+    assert formula == kernels == {"forward": ["y"], "backward": ["dx", "dw"]}[direction]
+
+
 def test_the_default_precision_of_all_digits():
     x, kernel, bias, dy = operands()
     with jax.default_matmul_precision("highest"):
