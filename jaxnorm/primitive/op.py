@@ -141,7 +141,6 @@ O = TypeVar("O", bound=NamedTuple)  # noqa: E741
 R = TypeVar("R", bound=NamedTuple)
 D = TypeVar("D", bound=NamedTuple)
 
-
 Way = Literal["forward", "backward"]
 
 
