@@ -16,7 +16,10 @@ from jaxnorm.ops import options
 from jaxnorm.primitive import op
 
 NO_CALL = "no function of jaxnorm is in this program"
-ALL_CHOSEN = "every call has its implementation by its argument, a context around or the environment"
+ALL_CHOSEN = (
+    "every call has its implementation already: by its argument, a context around or the environment, or as the call "
+    "that it is a derivative of was traced before"
+)
 Free = dict[tuple[str, str], None]  # the functions, each with a direction, for which nothing is chosen
 
 
@@ -56,8 +59,8 @@ def tune(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tuned:
     left out, and the result says why. The function is called many times, with the same arguments. They are never
     consumed: donated ones are copied. In this process a result is kept, by the program's text, the shapes, dtypes and
     shardings of the arguments, the devices, the versions of JAX, jaxlib and jaxnorm, and the contexts around. One call
-    of tune at a time runs in a process. After it, a function that is under `jax.jit` is compiled already with what was
-    chosen.
+    of tune at a time runs in a process. A function that is under `jax.jit`, if its result is a new one, is compiled
+    already with what was chosen.
 
     Args:
       function: what is to be fast, under `jax.jit` or not: a whole training step, or a forward pass.

@@ -186,10 +186,14 @@ def test_a_result_is_kept_by_device_and_sharding(times, devices):
     ("function", "note"),
     [
         (jnp.sin, "no function of jaxnorm is in this program"),
-        (lambda x: jaxnorm.rms_norm(x, implementation="native"), "every call has its implementation by its argument"),
+        (
+            lambda x: jaxnorm.rms_norm(x, implementation="native"),
+            "every call has its implementation already: by its argument",
+        ),
         (jaxnorm.implementation("jnp")(lambda x: jaxnorm.rms_norm(x)), "every call has its implementation"),
+        (jax.vjp(jaxnorm.rms_norm, X)[1], "as the call that it is a derivative of was traced before"),
     ],
-    ids=["no call", "an argument", "a context"],
+    ids=["no call", "an argument", "a context", "a pullback"],
 )
 def test_where_there_is_nothing_to_choose(function, note):
     compiled.clear()
