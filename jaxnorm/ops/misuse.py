@@ -29,6 +29,8 @@ SYNONYMS = {
     **dict.fromkeys(("ignore_label", "ignore_id", "padding_index"), "ignore_index"),
     **dict.fromkeys(("z_loss_weight", "z_loss_multiplier", "lse_square_scale"), "z_loss"),
     "smoothing": "label_smoothing",
+    "temperature": "logit_scale=1 / temperature",
+    **dict.fromkeys(("loss_mask", "loss_weights", "sample_weight"), "weights"),
     "is_causal": "causal",
     **dict.fromkeys(("rope_theta", "base", "rotary_base", "max_wavelength"), "theta"),
     **dict.fromkeys(("inv_freq", "freqs", "freq"), "frequencies"),
@@ -127,6 +129,8 @@ def _meant(name: str, parameters: Parameters, keyword: str) -> str:
     if ours == "axis" and "channel_axis" in parameters:
         ours = "channel_axis"
     argument = ours.partition("=")[0]
+    if argument not in parameters and f"{keyword}s" in parameters:
+        argument = ours = f"{keyword}s"
     if argument in parameters:
         return f"did you mean {ours}?"
     if argument == "out_dtype" and "quantization" in parameters:
@@ -165,7 +169,7 @@ def _surplus(name: str, parameters: Parameters, place: int, value: object) -> st
         number = next(known, "label_smoothing")
         return f"Is {it} {number}? Then pass {number}={value}."
     hints = []
-    for argument in ("residual", "bias"):
+    for argument in () if isinstance(value, str) else ("residual", "bias"):
         meant = f"Is {it} the {argument}? Then"
         if argument in by_name:
             hints.append(f"{meant} pass {argument}=...")

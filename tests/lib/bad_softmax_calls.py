@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from bad_calls import SHORT_DTYPES, X, misspelt
 from statements import call
 
-LABELS, KERNEL = jnp.zeros((3, 4), "int32"), jnp.ones((8, 20))
+LABELS, KERNEL, BIAS = jnp.zeros((3, 4), "int32"), jnp.ones((8, 20)), jnp.ones(20)
 
 WHERE = {
     "where of integers": call(X, where=jnp.ones(8, "int32")).raises(TypeError, "where", "booleans", "int32", "!= 0"),
@@ -83,6 +83,12 @@ CROSS_ENTROPY = {
     "smoothing above one": call(X, LABELS, label_smoothing=2).raises(ValueError, "label_smoothing", "0 to 1", "2.0"),
     "smoothing of text": call(X, LABELS, label_smoothing="much").raises(TypeError, "label_smoothing", "number", "much"),
     "negative z_loss": call(X, LABELS, z_loss=-1e-4).raises(ValueError, "z_loss", "negative", "-0.0001"),
+    "logit_scale of columns": call(X, LABELS, logit_scale=X[0, 0]).raises(
+        ValueError, "logit_scale", r"\(8,\)", r"expected \(\)", "one number"
+    ),
+    "a logit_scale of integers": call(X, LABELS, logit_scale=jnp.int32(2)).raises(
+        TypeError, "logit_scale", "floating", "int32", "astype"
+    ),
     "NaN logit_scale": call(X, LABELS, logit_scale=float("nan")).raises(ValueError, "logit_scale", "finite", "nan"),
     "soft_cap of 0": call(X, LABELS, soft_cap=0).raises(ValueError, "soft_cap", "positive", "0.0", "None"),
     "soft_cap of text": call(X, LABELS, soft_cap="30").raises(TypeError, "soft_cap", "number", "30"),
@@ -133,9 +139,12 @@ MISUSE = {
             TypeError, "missing a required argument: 'labels'", "numbers of the classes"
         ),
         "no kernel": call(X).raises(TypeError, "missing a required argument: 'kernel'", "softmax_cross_entropy"),
-        "a weight": call(X, KERNEL, LABELS, weight=KERNEL).raises(TypeError, "unexpected keyword argument 'weight'"),
         "reduction by position": call(X, KERNEL, LABELS, "sum").raises(
-            TypeError, "but 4 were given", "name: reduction"
+            TypeError, "but 4 were given", "name: bias, where, weights, reduction"
+        ),
+        "bias by position": call(X, KERNEL, LABELS, BIAS).raises(TypeError, "but 4 were given", "Then pass bias="),
+        **misspelt(
+            X, KERNEL, LABELS, weight="weights", loss_mask="weights", mask="where", temperature="logit_scale=1 / temper"
         ),
     },
 }
@@ -166,6 +175,26 @@ LINEAR = MISUSE["linear_cross_entropy"] | {
         ValueError, "x and kernel in each other's place"
     ),
     "labels of floats": call(X, KERNEL, LABELS * 1.0).raises(TypeError, "labels", "integers", "float32"),
+    "bias of other classes": call(X, KERNEL, LABELS, bias=BIAS[1:]).raises(
+        ValueError, "bias", r"\(19,\)", r"expected \(20,\)", r"\(8, 20\)", "Reshape"
+    ),
+    "bias of a number": call(X, KERNEL, LABELS, bias=1.0).raises(TypeError, "bias", "array", "float"),
+    "where of floats": call(X, KERNEL, LABELS, where=BIAS).raises(TypeError, "where", "booleans", "!= 0"),
+    "where of rows": call(X, KERNEL, LABELS, where=LABELS == 0).raises(
+        ValueError, "where", r"\(3, 4\)", r"expected \(20,\)", r"\(3, 4, 20\)", r"weights=where\.astype"
+    ),
+    "where of some rows' classes": call(X, KERNEL, LABELS, where=jnp.ones((4, 20), bool)).raises(
+        ValueError, "where", r"\(4, 20\)", r"broadcast_to\(where, \(3, 4, 20\)\)"
+    ),
+    "weights of the batch": call(X, KERNEL, LABELS, weights=jnp.ones(3)).raises(
+        ValueError, "weights", r"\(3,\)", r"expected \(3, 4\)", r"\(3, 4, 8\)", r"broadcast_to\(weights\[:, None\], lab"
+    ),
+    "weights of classes": call(X, KERNEL, LABELS, weights=BIAS).raises(ValueError, r"\(20,\)", r"weights\[labels\]"),
+    "weights of other rows": call(X, KERNEL, LABELS, weights=jnp.ones(5)).raises(ValueError, r"\(5,\)", "broadcast"),
+    "weights of booleans": call(X, KERNEL, LABELS, weights=LABELS == 0).raises(TypeError, "weights", "bool", "astype"),
+    "logit_scale of classes": call(X, KERNEL, LABELS, logit_scale=BIAS).raises(
+        ValueError, "logit_scale", r"\(20,\)", r"expected \(\)"
+    ),
     "an unknown reduction": call(X, KERNEL, LABELS, reduction="max").raises(ValueError, "reduction", "max", "'mean'"),
     "no rows in a chunk": call(X, KERNEL, LABELS, rows_per_chunk=0).raises(ValueError, "rows_per_chunk", "positive"),
     "rows of a float": call(X, KERNEL, LABELS, rows_per_chunk=2.0).raises(TypeError, "rows_per_chunk", "int", "2.0"),

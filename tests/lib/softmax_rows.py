@@ -170,7 +170,7 @@ def cross_entropy():
         backward_sizes=(rows(600, 1000),),
         lengths=LENGTHS,
         many=MANY,
-        numbers=("z_loss", "label_smoothing", "logit_scale", "soft_cap", "ignore_index"),
+        numbers=("z_loss", "label_smoothing", "soft_cap", "ignore_index"),
         forward="jaxnorm_cross_entropy_fwd",
         backward="jaxnorm_cross_entropy_bwd",
         gradients=("dx",),

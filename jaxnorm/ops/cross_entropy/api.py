@@ -13,14 +13,15 @@ from jaxnorm.ops.cross_entropy.checks import (
     check_axes,
     check_ignore_index,
     check_labels,
+    check_logit_scale,
     check_order,
     check_share,
     check_soft_cap,
     check_where,
     in_one_axis,
 )
-from jaxnorm.ops.cross_entropy.formula import IGNORED, CrossEntropy, Operands, Results, loss
-from jaxnorm.ops.cross_entropy.op import CROSS_ENTROPY, count_of, exchanged, labels_of_shard
+from jaxnorm.ops.cross_entropy.formula import IGNORED, CrossEntropy, Operands, loss
+from jaxnorm.ops.cross_entropy.op import CROSS_ENTROPY, count_of, exchanged, labels_of_shard, times
 from jaxnorm.ops.mask import fitted
 from jaxnorm.ops.misuse import explained
 from jaxnorm.ops.options import Choice, Implementation
@@ -42,7 +43,7 @@ class LossOptions(NamedTuple):
         return LossOptions(
             check_share(function, "label_smoothing", self.label_smoothing),
             checks.check_not_negative(function, "z_loss", self.z_loss, "0 is without it"),
-            checks.check_number(function, "logit_scale", self.logit_scale),
+            check_logit_scale(function, self.logit_scale),
             check_soft_cap(function, self.soft_cap),
             check_ignore_index(function, self.ignore_index),
         )
@@ -57,7 +58,7 @@ def softmax_cross_entropy_with_integer_labels(
     *,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    logit_scale: float = 1.0,
+    logit_scale: Any = 1.0,
     soft_cap: float | None = None,
     ignore_index: int | None = None,
     axis_name: Any = None,
@@ -158,18 +159,22 @@ def losses_of(
             where = None
         else:  # of a device's part of rows
             where, _ = broadcast.alike(logits, where, jnp.arange(cols).reshape(-1, *(1,) * (-1 - axis)))
+    scale = options.logit_scale
+    is_traced = isinstance(scale, jax.Array)
     spec = CrossEntropy(
         axes=(axis,),
-        scale=options.logit_scale,
+        scale=1.0 if is_traced else scale,
         soft_cap=options.soft_cap,
         with_total=options.label_smoothing > 0,
         with_top=True,
         is_part=shards is not None,
+        is_widened=is_traced and logits.dtype != wide,
         compute_dtype=wide,
         out_dtype=wide,
         **choice.asks(function),
     )
     operands = Operands(logits, here, where)
+    operands = times(spec, operands, scale, shards) if is_traced else operands
     results = CROSS_ENTROPY(spec, operands, choice.implementation)
     counts: Any = classes
     if where is not None and spec.with_total:
@@ -179,26 +184,9 @@ def losses_of(
         results = exchanged(spec, shards, operands, results)
     top: Any = results.top
     left_out = _either(ignored, None if where is None else top == -jnp.inf)
-    return _losses(spec, results, left_out, wrong, counts, options)
+    losses = loss(spec, results, counts, options.label_smoothing, options.z_loss, left_out)
+    return losses + jnp.where(wrong, jnp.nan, 0).astype(losses.dtype)
 
 
 def _either(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
     return a if b is None else b if a is None else a | b
-
-
-def _losses(
-    spec: CrossEntropy,
-    results: Results,
-    left_out: jax.Array | None,
-    wrong: jax.Array,
-    counts: Any,
-    options: LossOptions,
-) -> jax.Array:
-    """The losses of rows from what is about them, of which so many columns count.
-
-    Those that are left out, without any class or ignored, have none, and no derivative. Wrong labels have NaN.
-    """
-    if left_out is not None:
-        results = jax.tree.map(lambda v: jnp.where(left_out, 0, v), results)
-    losses = loss(spec, results, counts, options.label_smoothing, options.z_loss)
-    return losses + jnp.where(wrong, jnp.nan, 0).astype(losses.dtype)

@@ -30,22 +30,6 @@ def _is(value: Any, kind: Any) -> bool:
     return hasattr(value, "dtype") and jnp.issubdtype(value.dtype, kind)
 
 
-def check_kernel(function: str, value: object, x: jax.Array) -> jax.Array:
-    kernel = checks.check_array(function, "kernel", value)
-    if kernel.ndim != 2 or kernel.shape[0] != x.shape[-1]:
-        is_transposed = kernel.ndim == 2 and kernel.shape[1] == x.shape[-1]
-        remedy = "It is what x is multiplied by."
-        if is_transposed:
-            remedy = "Pass kernel.T, as of an embedding table."
-        elif x.ndim == 2 and kernel.shape[-1:] == x.shape[:1]:
-            remedy = "Are x and kernel in each other's place?"
-        raise ValueError(
-            f"{function}: kernel has shape {kernel.shape}, expected ({x.shape[-1]}, classes) for x with shape "
-            f"{x.shape}. {remedy}"
-        )
-    return kernel
-
-
 class Labels(NamedTuple):
     """Numbers of classes, and which of them are ignored; None: none."""
 
@@ -171,6 +155,19 @@ def in_one_axis(array: jax.Array, axes: tuple[int, ...], logits_shape: tuple[Any
     others = [axis for axis in range(-array.ndim, 0) if axis not in axes]
     moved = array.transpose([axis % array.ndim for axis in (*others, *axes)])
     return moved.reshape(*moved.shape[: len(others)], math.prod(moved.shape[len(others) :]))
+
+
+def check_logit_scale(function: str, value: object) -> float | jax.Array:
+    """value as a finite Python float, or if it is an array of JAX as a scalar one."""
+    if isinstance(value, (np.ndarray, np.generic)) or not checks.is_array(value):
+        return checks.check_number(function, "logit_scale", value)
+    scale = checks.check_array(function, "logit_scale", value)
+    if scale.ndim:
+        raise ValueError(
+            f"{function}: logit_scale has shape {scale.shape}, expected (): one number for all logits, as "
+            f"logit_scale.reshape(()) is if it has one element. Others multiply x or logits first."
+        )
+    return scale
 
 
 def check_share(function: str, name: str, value: object) -> float:

@@ -45,6 +45,7 @@ class CrossEntropy(RowSpec):
     with_total: bool
     with_top: bool = False  # in programs of before top is 0
     is_part: bool = False  # whether rows may be shards of others
+    is_widened: bool = False  # whether x is of a half type, times a traced scale in the compute dtype
 
     @property
     def logits(self) -> LogitScale:
@@ -118,8 +119,15 @@ def forward(spec: CrossEntropy, operands: Operands) -> tuple[Results, Statistics
     return Results(log_sum, of.at_label(spec, differences), total, top if spec.with_top else None), ()
 
 
-def loss(spec: Any, results: Results, counts: Any, label_smoothing: float, z_loss: float) -> jax.Array:
-    """The losses of rows, of which so many columns count; `spec` has their logits."""
+def loss(
+    spec: Any, results: Results, counts: Any, label_smoothing: float, z_loss: float, left_out: jax.Array | None = None
+) -> jax.Array:
+    """The losses of rows, of which so many columns count; `spec` has their logits.
+
+    Those that are left out, without any class or ignored, have none, and no derivative.
+    """
+    if left_out is not None:
+        results = jax.tree.map(lambda v: jnp.where(left_out, 0, v), results)
     log_sum, label_logit, total, top = results
     assert label_logit is not None
     assert top is not None

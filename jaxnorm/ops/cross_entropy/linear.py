@@ -1,6 +1,6 @@
-"""The sum of the losses of x @ kernel, and its gradients, without ever having all logits.
+"""The sum of the losses of x @ kernel + bias, and its gradients, without ever having all logits.
 
-    total = sum(weight * loss(x @ kernel))
+    total = sum(weight * loss(scale * (x @ kernel + bias)))
 
 over the rows of x, each with its weight. Rows go in chunks, each through one product with the kernel; with gradients
 through two more, while its logits are there: they become their gradients in place. What is added up over chunks is
@@ -10,7 +10,6 @@ kernel is summed over devices once.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -22,12 +21,18 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 
 from jaxnorm.native import compat
-from jaxnorm.ops.cross_entropy import formula
+from jaxnorm.ops.cross_entropy import chunks, formula
 from jaxnorm.ops.cross_entropy.formula import CrossEntropy, loss
-from jaxnorm.ops.cross_entropy.op import CROSS_ENTROPY
+from jaxnorm.ops.cross_entropy.op import CROSS_ENTROPY, count_of
+from jaxnorm.ops.cross_entropy.product import are_read, scaled, unscaled
+from jaxnorm.ops.mask import only
+from jaxnorm.primitive import broadcast
 from jaxnorm.primitive.family import Family
 from jaxnorm.primitive.op import LIKE_X, SCALAR, STATISTIC, Op, Role, RowSpec, Statistics
 from jaxnorm.sharding import dims
+
+# What a derivative is taken by, and the results that are its gradients.
+GRADIENTS = {"x": "dx", "kernel": "dkernel", "bias": "dbias", "scale": "dscale", "weights": "losses"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,28 +45,35 @@ class LinearCrossEntropy(RowSpec):
     z_loss: float
     rows_per_chunk: int
     implementation: Literal["native", "jnp"] | None
-    with_dx: bool = False
-    with_dkernel: bool = False
+    wanted: tuple[str, ...] = ()  # of GRADIENTS
 
 
 class Operands(NamedTuple):
     x: jax.Array
     kernel: jax.Array  # (columns of x, classes)
     labels: jax.Array  # int32, of x's rank, as are weights
-    weights: jax.Array
+    weights: jax.Array  # of the compute dtype, as are bias and scale
+    bias: jax.Array | None = None
+    where: jax.Array | None = None  # (classes,), or of the logits' shape
+    scale: jax.Array | None = None
+
+    @property
+    def of_rows(self) -> dict[str, jax.Array]:
+        """Those that have rows, by their names."""
+        names = ["x", "labels", "weights", *["where"] * (self.where is not None and self.where.ndim > 1)]
+        return {name: getattr(self, name) for name in names}
 
 
 class Results(NamedTuple):
     total: jax.Array
     dx: jax.Array | None = None  # of x's dtype
-    dkernel: jax.Array | None = None  # of the compute dtype: it is still to be summed over devices
+    dkernel: jax.Array | None = None  # as dbias of the compute dtype: it is still to be summed over devices
+    dbias: jax.Array | None = None
+    dscale: jax.Array | None = None
+    losses: jax.Array | None = None  # of rows, without their weights; 0 where that is 0
 
 
-def _product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    return jnp.einsum("...d,dv->...v", x, kernel)
-
-
-def _losses(spec: LinearCrossEntropy, logits: jax.Array, labels: jax.Array) -> jax.Array:
+def _losses(spec: LinearCrossEntropy, logits: jax.Array, labels: jax.Array, where: jax.Array | None) -> jax.Array:
     of_logits = CrossEntropy(
         scale=spec.scale,
         soft_cap=spec.soft_cap,
@@ -71,26 +83,43 @@ def _losses(spec: LinearCrossEntropy, logits: jax.Array, labels: jax.Array) -> j
         out_dtype=spec.compute_dtype,
         **spec.asks(),
     )
-    results = CROSS_ENTROPY(of_logits, formula.Operands(logits, labels), spec.implementation)
-    return loss(of_logits, results, logits.shape[-1], spec.label_smoothing, spec.z_loss)
+    where = where if where is None else broadcast.with_rank_of(logits, where)
+    operands = formula.Operands(logits, labels, where)
+    results = CROSS_ENTROPY(of_logits, operands, spec.implementation)
+    left_out: jax.Array | None = None
+    counts: Any = logits.shape[-1]
+    if where is not None:
+        assert results.top is not None
+        left_out = jnp.equal(results.top, -jnp.inf)
+        counts = jnp.maximum(1, count_of(of_logits, operands)) if of_logits.with_total else counts
+    return loss(of_logits, results, counts, spec.label_smoothing, spec.z_loss, left_out)
 
 
-def _of_chunk(spec: LinearCrossEntropy, kernel: jax.Array, x: jax.Array, labels: Any, weights: Any) -> Results:
-    """The results of these rows, with dkernel of them alone."""
+def _weighted(weights: jax.Array, losses: jax.Array) -> jax.Array:
+    """Of rows that do not count whatever is there."""
+    return jnp.where(weights == 0, 0, weights * losses)
 
-    def total(logits: jax.Array) -> jax.Array:
-        # Of rows that do not count whatever is there.
-        return jnp.sum(jnp.where(weights == 0, 0, weights * _losses(spec, logits, labels)))
 
-    logits = _product(x, kernel)
-    if not (spec.with_dx or spec.with_dkernel):
-        return Results(total(logits))
-    value, pullback = jax.vjp(total, logits)
-    (dlogits,) = pullback(jnp.ones_like(value))
-    dx = dkernel = None
-    if spec.with_dx:
-        dx = jnp.einsum("...v,dv->...d", dlogits, kernel)
-    if spec.with_dkernel:
+def _of_chunk(spec: LinearCrossEntropy, operands: Operands) -> Results:
+    """The results of these rows, with the gradients of kernel, bias and scale of them alone."""
+    x, kernel, labels, weights, bias, where, scale = operands
+
+    def total(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+        losses = _losses(spec, logits, labels, where)
+        return jnp.sum(_weighted(weights, losses)), losses
+
+    before = unscaled(x, kernel, bias, scale)
+    logits = scaled(before, scale, x.dtype)
+    if {*spec.wanted} <= {"weights"}:
+        value, losses = total(logits)
+    else:
+        value, pullback, losses = jax.vjp(total, logits, has_aux=True)
+        (dlogits,) = pullback(jnp.ones_like(value))
+    dx = dkernel = dbias = dscale = None
+    if "x" in spec.wanted:
+        dtype = x.dtype if scale is None else spec.compute_dtype
+        dx = scaled(jnp.einsum("...v,dv->...d", dlogits, kernel, preferred_element_type=dtype), scale, x.dtype)
+    if "kernel" in spec.wanted:
         is_sharded = any(jax.typeof(x).sharding.spec)
         # Over one axis: XLA for CPUs has no transpose of a product of bfloat16 over two.
         rows = [x, dlogits] if is_sharded else [array.reshape(-1, array.shape[-1]) for array in (x, dlogits)]
@@ -100,69 +129,84 @@ def _of_chunk(spec: LinearCrossEntropy, kernel: jax.Array, x: jax.Array, labels:
             preferred_element_type=spec.compute_dtype,
             out_sharding=PartitionSpec(None, None) if is_sharded else None,
         )
-    return Results(value, dx, dkernel)
+    if "bias" in spec.wanted:
+        dbias = jnp.sum(dlogits.astype(spec.compute_dtype), axis=tuple(range(x.ndim - 1)))
+    if "scale" in spec.wanted:
+        is_read = weights != 0 if where is None else (weights != 0) & are_read(where, labels)
+        dscale = jnp.sum(only(is_read, before) * dlogits.astype(spec.compute_dtype))
+    of_rows = jnp.where(weights == 0, 0, losses) if "weights" in spec.wanted else None
+    return Results(value, dx, dkernel, dbias, dscale, of_rows)
 
 
-def chunks_of(spec: LinearCrossEntropy, x: jax.Array) -> int:
-    """In how many chunks the rows of x go; those that an Explicit mesh splits, or whose number is not known, in one."""
-    rows = math.prod(x.shape[:-1])
-    if not isinstance(rows, int) or any(jax.typeof(x).sharding.spec):
-        return 1
-    least = -(-rows // spec.rows_per_chunk) or 1
-    return next((n for n in range(least, 2 * least) if rows % n == 0), least)
-
-
-def chunked(chunks: int, *arrays: jax.Array) -> list[jax.Array]:
-    """Arrays of rows, with an axis of chunks in front, of which each has rows from all parts of a mesh.
-
-    Rows of zeros are added where they do not divide.
-    """
-    split = []
-    for array in arrays:
-        rows = array.reshape(-1, array.shape[-1])
-        rows = jnp.pad(rows, [(0, -rows.shape[0] % chunks), (0, 0)])
-        split.append(jnp.moveaxis(rows.reshape(-1, chunks, rows.shape[-1]), 1, 0))
-    return split
-
-
-def joined(chunks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """An array of rows of this shape from its chunks."""
-    rows = jnp.moveaxis(chunks, 0, 1).reshape(-1, chunks.shape[-1])
-    return rows[: math.prod(shape[:-1])].reshape(shape)
+def _prepared(operands: Operands) -> Operands:
+    """The operands as products may take them, over a mesh."""
+    # A product would let x or the kernel vary over a mesh in x's dtype, in which a gradient of it were summed then.
+    arrays, tree = jax.tree.flatten(operands)
+    operands = jax.tree.unflatten(tree, compat.match_varying_axes(*arrays))
+    x, kernel, _, _, bias, where, _ = operands
+    # Of an Explicit mesh: columns and classes are whole on each device.
+    bias, where = (a if a is None else dims.unsharded(a, -1) for a in (bias, where))
+    kernel = dims.unsharded(dims.unsharded(kernel, 0), 1)
+    return operands._replace(x=dims.unsharded(x, -1), kernel=kernel, bias=bias, where=where)
 
 
 def forward(spec: LinearCrossEntropy, operands: Operands) -> tuple[Results, Statistics]:
-    # A product would let x or the kernel vary over a mesh in x's dtype, in which a gradient of it were summed then.
-    x, kernel, labels, weights = compat.match_varying_axes(*operands)
-    kernel = kernel.astype(x.dtype)
-    if (chunks := chunks_of(spec, x)) == 1:
-        return _of_chunk(spec, kernel, x, labels, weights), ()
+    operands = _prepared(operands)
+    scale = operands.scale
+    results = _of_chunks(spec, operands._replace(kernel=operands.kernel.astype(operands.x.dtype)))
+    of_unscaled = results.dkernel, results.dbias
+    dkernel, dbias = (a if a is None or scale is None else a * scale for a in of_unscaled)
+    return results._replace(dkernel=dkernel, dbias=dbias), ()
 
-    def step(sums: Results, chunk: Any) -> tuple[Results, jax.Array | None]:
-        total, dx, dkernel = _of_chunk(spec, kernel, *chunk)
-        if sums.dkernel is not None and dkernel is not None:
-            dkernel = sums.dkernel + dkernel
-        return Results(sums.total + total, None, dkernel), dx
 
-    split = chunked(chunks, x, labels, weights)
-    zeros = [jnp.zeros((), spec.compute_dtype), *([jnp.zeros(kernel.shape, spec.compute_dtype)] * spec.with_dkernel)]
+def _of_chunks(spec: LinearCrossEntropy, operands: Operands) -> Results:
+    x = operands.x
+    if (count := chunks.count(spec.rows_per_chunk, x)) == 1:
+        return _of_chunk(spec, operands)
+
+    def step(sums: Results, chunk: Any) -> tuple[Results, tuple[Any, Any]]:
+        results = _of_chunk(spec, operands._replace(**chunk))
+        added = jax.tree.map(jnp.add, sums, results._replace(dx=None, losses=None))
+        return added, (results.dx, results.losses)
+
     # They vary over the axes of a mesh as what is added to them does.
-    total, *dkernel = (compat.match_varying_axes(zero, x)[0] for zero in zeros)
-    sums, dx = lax.scan(step, Results(total, None, *dkernel), split)
-    return sums._replace(dx=None if dx is None else joined(dx, x.shape)), ()
+    zeros = {
+        name: compat.match_varying_axes(jnp.zeros(shape, spec.compute_dtype), x)[0]
+        for name, shape in _sums(spec, operands).items()
+    }
+    split = {name: chunks.split(count, array) for name, array in operands.of_rows.items()}
+    sums, (dx, losses) = lax.scan(step, Results(**zeros), split)
+    return sums._replace(
+        dx=None if dx is None else chunks.joined(dx, x.shape),
+        losses=None if losses is None else chunks.joined(losses, operands.labels.shape),
+    )
+
+
+def _sums(spec: LinearCrossEntropy, operands: Operands) -> dict[str, tuple[Any, ...]]:
+    """The results that are sums over rows, with their shapes."""
+    shape = operands.kernel.shape
+    gradients = {"dkernel": shape, "dbias": shape[1:], "dscale": ()}
+    return {"total": ()} | {GRADIENTS[n]: gradients[GRADIENTS[n]] for n in spec.wanted if GRADIENTS[n] in gradients}
 
 
 def _types(spec: LinearCrossEntropy, operands: Operands) -> Results:
     x: Any = operands.x
     wide = spec.compute_dtype
+    sums = {n: dims.result_like(x, (None,) * len(shape), shape, wide) for n, shape in _sums(spec, operands).items()}
+    losses = dims.result_like(x, dims.per_row(x.ndim, spec.axes), operands.labels.shape, wide)
     return Results(
-        dims.result_like(x, (), (), wide),
-        dims.like(x, x.dtype) if spec.with_dx else None,
-        dims.result_like(x, (None, None), operands.kernel.shape, wide) if spec.with_dkernel else None,
+        **sums,
+        dx=dims.like(x, x.dtype) if "x" in spec.wanted else None,
+        losses=losses if "weights" in spec.wanted else None,
     )
 
 
+def _of_where(_: LinearCrossEntropy, ndim: int, shape: Any) -> dims.DimMap:
+    return (None,) if len(shape) == 1 else dims.per_row(ndim, (-1,))
+
+
 KERNEL = Role(lambda *_: (None, None), "formula")
+BIAS = Role(lambda *_: (None,), "formula")
 LINEAR_CROSS_ENTROPY = Family(
     Op(
         name="linear_cross_entropy",
@@ -174,9 +218,15 @@ LINEAR_CROSS_ENTROPY = Family(
             "kernel": KERNEL,
             "labels": STATISTIC,
             "weights": STATISTIC,
+            "bias": BIAS,
+            "where": Role(_of_where, "formula"),
+            "scale": SCALAR,
             "total": SCALAR,
             "dx": LIKE_X,
             "dkernel": KERNEL,
+            "dbias": BIAS,
+            "dscale": SCALAR,
+            "losses": STATISTIC,
         },
         types=_types,
         forward=forward,
@@ -186,42 +236,49 @@ LINEAR_CROSS_ENTROPY = Family(
 )
 
 
-def each(spec: LinearCrossEntropy, x: jax.Array, kernel: jax.Array, labels: jax.Array) -> jax.Array:
-    """The losses of all rows, with x's rank; a derivative makes the logits of each chunk again."""
-    # As in `forward`.
-    x, kernel, labels = compat.match_varying_axes(x, kernel, labels)
+def each(spec: LinearCrossEntropy, operands: Operands) -> jax.Array:
+    """The weighted losses of all rows, with x's rank; a derivative makes the logits of each chunk again."""
+    operands = _prepared(operands)
     of_rows: Callable[..., jax.Array] = jax.checkpoint(functools.partial(_each_of_chunk, spec))
-    if (chunks := chunks_of(spec, x)) == 1:
-        return of_rows(x, kernel, labels)
+    if (count := chunks.count(spec.rows_per_chunk, operands.x)) == 1:
+        return of_rows(operands)
 
     def step(_: None, chunk: Any) -> tuple[None, jax.Array]:
-        x, labels = chunk
-        return None, of_rows(x, kernel, labels)
+        return None, of_rows(operands._replace(**chunk))
 
-    _, losses = lax.scan(step, None, chunked(chunks, x, labels))
-    return joined(losses, labels.shape)
+    split = {name: chunks.split(count, array) for name, array in operands.of_rows.items()}
+    return chunks.joined(lax.scan(step, None, split)[1], operands.labels.shape)
 
 
-def _each_of_chunk(spec: LinearCrossEntropy, x: jax.Array, kernel: jax.Array, labels: jax.Array) -> jax.Array:
-    return _losses(spec, _product(x, kernel.astype(x.dtype)), labels)
+def _each_of_chunk(spec: LinearCrossEntropy, operands: Operands) -> jax.Array:
+    x, kernel, labels, weights, bias, where, scale = operands
+    logits = scaled(unscaled(x, kernel.astype(x.dtype), bias, scale), scale, x.dtype)
+    return _weighted(weights, _losses(spec, logits, labels, where))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def total(spec: LinearCrossEntropy, x: Any, kernel: Any, labels: Any, weights: Any) -> jax.Array:
+def total(spec: LinearCrossEntropy, operands: Operands) -> jax.Array:
     """The sum of weighted losses. Where it is differentiated, one pass gives it and the gradients that are wanted."""
-    return LINEAR_CROSS_ENTROPY(spec, Operands(x, kernel, labels, weights), spec.implementation).total
+    return LINEAR_CROSS_ENTROPY(spec, operands, spec.implementation).total
 
 
-def _total_jvp(spec: LinearCrossEntropy, operands: Any, dots: Any) -> tuple[jax.Array, jax.Array]:
-    x, kernel, *_ = operands
-    x_dot, kernel_dot = (None if isinstance(dot, SymbolicZero) else dot for dot in dots[:2])
-    spec = dataclasses.replace(spec, with_dx=x_dot is not None, with_dkernel=kernel_dot is not None)
-    results = LINEAR_CROSS_ENTROPY(spec, Operands(*operands), spec.implementation)
-    # A gradient has its argument's dtype, and is not kept in another; but a sum over rows may be too large for float16.
-    dkernel_dtype = spec.compute_dtype if kernel.dtype == np.float16 else kernel.dtype
-    pairs: Any = ((results.dx, x.dtype, x_dot), (results.dkernel, dkernel_dtype, kernel_dot))
-    terms = [_along(spec, gradient.astype(dtype), dot) for gradient, dtype, dot in pairs if gradient is not None]
+def _total_jvp(spec: LinearCrossEntropy, primals: Any, dots: Any) -> tuple[jax.Array, jax.Array]:
+    (operands,), (operands_dot,) = primals, dots
+    all_dots = {name: getattr(operands_dot, name) for name in GRADIENTS}
+    moving = {name: dot for name, dot in all_dots.items() if dot is not None and not isinstance(dot, SymbolicZero)}
+    spec = dataclasses.replace(spec, wanted=tuple(moving))
+    results = LINEAR_CROSS_ENTROPY(spec, operands, spec.implementation)
+    terms = [
+        _along(spec, getattr(results, GRADIENTS[name]).astype(_dtype_of(spec, operands, name)), dot)
+        for name, dot in moving.items()
+    ]
     return results.total, sum(terms[1:], start=terms[0]) if terms else jnp.zeros_like(results.total)
+
+
+def _dtype_of(spec: LinearCrossEntropy, operands: Operands, name: str) -> np.dtype[Any]:
+    """That in which a gradient is kept, its argument's; but a sum over rows may be too large for float16."""
+    dtype: np.dtype[Any] = getattr(operands, name).dtype
+    return spec.compute_dtype if name == "kernel" and dtype == np.float16 else dtype
 
 
 def _along(spec: LinearCrossEntropy, gradient: jax.Array, dot: jax.Array) -> jax.Array:
@@ -229,8 +286,3 @@ def _along(spec: LinearCrossEntropy, gradient: jax.Array, dot: jax.Array) -> jax
 
 
 total.defjvp(_total_jvp, symbolic_zeros=True)
-
-
-def default_rows_per_chunk(classes: Any, dtype: np.dtype[Any]) -> int:
-    """So many that their logits take 512 MiB, but no fewer than matrix products want."""
-    return max(256, 2**29 // max(1, classes * dtype.itemsize)) if isinstance(classes, int) else 1024

@@ -1,6 +1,6 @@
 """The public function of the rows that logits are made of."""
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +8,13 @@ import numpy as np
 
 from jaxnorm.native import compat
 from jaxnorm.ops import checks
-from jaxnorm.ops.cross_entropy import linear
+from jaxnorm.ops.cross_entropy import chunks, linear
 from jaxnorm.ops.cross_entropy.api import LossOptions
-from jaxnorm.ops.cross_entropy.checks import Labels, check_kernel, check_labels, check_order
-from jaxnorm.ops.cross_entropy.linear import LinearCrossEntropy
+from jaxnorm.ops.cross_entropy.checks import Labels, check_labels, check_order
+from jaxnorm.ops.cross_entropy.formula import IGNORED
+from jaxnorm.ops.cross_entropy.linear import LinearCrossEntropy, Operands
+from jaxnorm.ops.cross_entropy.linear_checks import check_bias, check_classes, check_kernel, check_row_weights
+from jaxnorm.ops.cross_entropy.product import only_what_is_read
 from jaxnorm.ops.misuse import explained
 from jaxnorm.ops.options import Implementation
 from jaxnorm.sharding import dims
@@ -25,11 +28,14 @@ def linear_cross_entropy(
     kernel: Any,
     labels: Any,
     *,
+    bias: Any = None,
+    where: Any = None,
+    weights: Any = None,
     reduction: Reduction = "mean",
     rows_per_chunk: int | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    logit_scale: float = 1.0,
+    logit_scale: Any = 1.0,
     soft_cap: float | None = None,
     ignore_index: int | None = None,
     implementation: Implementation | None = None,
@@ -69,11 +75,19 @@ def linear_cross_entropy(
     https://arxiv.org/abs/2411.09009; by chunks of rows: Liger Kernel, 2024, https://arxiv.org/abs/2410.10989.
     """
     options = LossOptions(label_smoothing, z_loss, logit_scale, soft_cap, ignore_index)
-    return _linear_cross_entropy(x, kernel, labels, reduction, rows_per_chunk, options, implementation)
+    arrays = {"bias": bias, "where": where, "weights": weights}
+    return _linear_cross_entropy(x, kernel, labels, arrays, reduction, rows_per_chunk, options, implementation)
 
 
 def _linear_cross_entropy(
-    x: Any, kernel: Any, labels: Any, reduction: Any, rows_per_chunk: Any, options: LossOptions, implementation: Any
+    x: Any,
+    kernel: Any,
+    labels: Any,
+    arrays: dict[str, Any],
+    reduction: Any,
+    rows_per_chunk: Any,
+    options: LossOptions,
+    implementation: Any,
 ) -> jax.Array:
     name = "linear_cross_entropy"
     choice = checks.check_implementation(name, implementation)
@@ -82,10 +96,15 @@ def _linear_cross_entropy(
     kernel = check_kernel(name, kernel, x)
     options = options.checked(name)
     labels = check_labels(name, labels, x, (-1,), options.ignore_index, "x")
+    bias = check_bias(name, arrays["bias"], kernel)
+    where = check_classes(name, arrays["where"], x, kernel)
+    weights = check_row_weights(name, arrays["weights"], x, kernel)
     if reduction not in get_args(Reduction):
         raise ValueError(f"{name}: unknown reduction {reduction!r}; expected 'mean', 'sum' or 'none'.")
+    scale = options.logit_scale
+    is_static = not isinstance(scale, jax.Array)
     spec = LinearCrossEntropy(
-        scale=options.logit_scale,
+        scale=scale if is_static else 1.0,
         soft_cap=options.soft_cap,
         label_smoothing=options.label_smoothing,
         z_loss=options.z_loss,
@@ -95,37 +114,79 @@ def _linear_cross_entropy(
         out_dtype=x.dtype,
         **choice.asks(name),
     )
-    return _reduced(spec, x, kernel, labels, reduction)
-
-
-def _reduced(spec: LinearCrossEntropy, x: jax.Array, kernel: jax.Array, labels: Labels, reduction: str) -> jax.Array:
-    here, is_wrong = labels.among(kernel.shape[1])
-    weights = jnp.ones_like(here, spec.compute_dtype)
-    if labels.ignored is not None:
-        ignored = labels.ignored
-        weights = jnp.where(ignored, 0, weights)
-        # Or the sums for the gradient of kernel would have 0 times what is there, which may be no number.
-        x, ignored = compat.match_varying_axes(x, ignored)
-        x = jnp.where(ignored[..., None], 0, x)
-    divisor = jnp.maximum(1, jnp.sum(weights)) if reduction == "mean" else 1
-    # So a gradient is rounded once. Of float16 the logits' gradients would be too small for their dtype.
-    divides_last = x.dtype == np.float16
-    weights = weights if divides_last else weights / divisor
-    here, weights = (
-        checks.sharded_along("linear_cross_entropy", "labels", array[..., None], "x", x, dims.per_row(x.ndim, (-1,)))
-        for array in (here, weights)
+    bias, weights, scale = (
+        a if a is None else a.astype(spec.compute_dtype) for a in (bias, weights, None if is_static else scale)
     )
-    wrong = jnp.where(is_wrong, jnp.nan, 0).astype(spec.compute_dtype)
+    rows = _Rows.of(name, spec, x, labels, kernel.shape[1], weights, where)
+    if rows.where is not None:
+        kernel, bias = only_what_is_read(name, kernel, bias, rows.where, rows.labels)
+    return _reduced(spec, rows, Operands(rows.x, kernel, rows.labels, rows.weights, bias, rows.where, scale), reduction)
+
+
+class _Rows(NamedTuple):
+    """The rows of a call, over an Explicit mesh all split as x's are; labels and weights have x's rank.
+
+    Rows that are ignored, have weight 0 or no class are zeros with weight 0 and the label IGNORED.
+    """
+
+    x: jax.Array
+    labels: jax.Array  # as kernels take them
+    weights: jax.Array
+    where: jax.Array | None
+    is_wrong: jax.Array
+    total: jax.Array  # of the weights
+
+    @classmethod
+    def of(
+        cls,
+        function: str,
+        spec: LinearCrossEntropy,
+        x: jax.Array,
+        labels: Labels,
+        classes: Any,
+        weights: jax.Array | None,
+        where: jax.Array | None,
+    ) -> "_Rows":
+        def alike(name: str, array: jax.Array) -> jax.Array:
+            return checks.sharded_along(function, name, array, "x", x, dims.per_row(x.ndim, (-1,)))
+
+        here, is_wrong = (alike("labels", array[..., None]) for array in labels.among(classes))
+        all_count = labels.ignored is None and weights is None and where is None
+        weights = jnp.ones_like(here, spec.compute_dtype) if weights is None else alike("weights", weights[..., None])
+        if all_count:
+            return cls(x, here, weights, where, is_wrong, jnp.sum(weights))
+        is_out = weights == 0
+        if labels.ignored is not None:
+            is_out |= alike("labels", labels.ignored[..., None])
+        weights, is_wrong = jnp.where(is_out, 0, weights), is_wrong & ~is_out
+        total = jnp.sum(weights)
+        if where is not None:
+            where = dims.unsharded(where, -1) if where.ndim == 1 else alike("where", where)
+            is_out |= ~jnp.any(where, axis=-1, keepdims=True)
+        # Or the sums for the gradient of kernel would have 0 times what is there, which may be no number.
+        x, is_out = compat.match_varying_axes(x, is_out)
+        x, weights = (jnp.where(is_out, 0, array) for array in (x, weights))
+        return cls(x, jnp.where(is_out, IGNORED, here), weights, where, is_wrong, total)
+
+
+def _reduced(spec: LinearCrossEntropy, rows: _Rows, operands: Operands, reduction: str) -> jax.Array:
+    wrong = jnp.where(rows.is_wrong, jnp.nan, 0).astype(spec.compute_dtype)
     if reduction == "none":
-        losses = linear.each(spec, x, kernel, here)
-        return jnp.where(weights == 0, 0, losses)[..., 0] + wrong
-    total = linear.total(spec, x, kernel, here, weights)
+        return (linear.each(spec, operands) + wrong)[..., 0]
+    weights, divisor = operands.weights, jnp.ones((), spec.compute_dtype)
+    if reduction == "mean":
+        is_nothing = rows.total == 0
+        weights, divisor = jnp.where(is_nothing, 0, weights), jnp.where(is_nothing, 1, rows.total)
+    # So a gradient is rounded once. Of float16 the logits' gradients would be too small for their dtype.
+    divides_last = operands.x.dtype == np.float16
+    weights = weights if divides_last else weights / divisor
+    total = linear.total(spec, operands._replace(weights=weights))
     return (total / divisor if divides_last else total) + jnp.sum(wrong)
 
 
 def _rows_per_chunk(function: str, value: object, classes: Any, dtype: np.dtype[Any]) -> int:
     if value is None:
-        return linear.default_rows_per_chunk(classes, dtype)
+        return chunks.default_rows_per_chunk(classes, dtype)
     rows = checks.check_int(function, "rows_per_chunk", value, "None chooses it")
     if rows < 1:
         raise ValueError(f"{function}: rows_per_chunk must be positive, got {rows}; None chooses it.")

@@ -10,6 +10,7 @@ from jax import lax
 
 from jaxnorm.ops import speed
 from jaxnorm.ops.cross_entropy.formula import (
+    IGNORED,
     CrossEntropy,
     Operands,
     Results,
@@ -20,6 +21,7 @@ from jaxnorm.ops.cross_entropy.formula import (
     linear,
 )
 from jaxnorm.ops.logits import log_of_1_and, origin_of, several_axes
+from jaxnorm.ops.mask import columns, only
 from jaxnorm.primitive.described import Function, Request
 from jaxnorm.primitive.family import Family
 from jaxnorm.primitive.op import (
@@ -133,6 +135,24 @@ def count_of(spec: CrossEntropy, operands: Operands) -> Any:
     return jnp.sum(jnp.broadcast_to(where, x.shape), axis=axis, keepdims=True, dtype=spec.compute_dtype)
 
 
+def times(spec: CrossEntropy, operands: Operands, scale: jax.Array, shards: Shards | None) -> Operands:
+    """With logits times a traced scale, in the compute dtype; its gradient sees none of which nothing is read."""
+    x, labels, where = operands
+    is_read = labels != IGNORED
+    if where is not None:
+        counts = count_of(spec, operands)
+        counts = counts if shards is None else shards.sum(counts)
+        is_read &= where | ((columns(spec, x) == labels) & (counts > 0))
+    x = only(is_read, x).astype(spec.compute_dtype) * scale.astype(spec.compute_dtype)
+    return operands._replace(x=x)
+
+
+def _widened(spec: CrossEntropy, _: Any) -> str | None:
+    if not spec.is_widened:
+        return None
+    return "logits of a half type times a traced logit_scale are float32, and a kernel would want a copy of them"
+
+
 def _attributes(spec: CrossEntropy, _: Any) -> dict[str, Any]:
     return {"scale": np.float32(spec.scale), "soft_cap": np.float32(spec.soft_cap)}
 
@@ -189,7 +209,7 @@ CROSS_ENTROPY = Family(
             in_place={"x": "x"},
         ),
         native=NATIVE,
-        reasons=(several_axes,),
+        reasons=(several_axes, _widened),
         can_shard=lambda *_: True,
         forward_of_shard=_forward_of_shard,
         functions=(

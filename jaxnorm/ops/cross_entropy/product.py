@@ -1,0 +1,71 @@
+"""The logits of a product, x @ kernel + bias, and how a traced scale and a mask of classes go with it.
+
+Without a bias or a scale the product is rounded to x's dtype as it is made. With one of them it is float32 (float64 of
+x of float64) until both are there, and rounded once then.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+
+from jaxnorm.native import compat
+from jaxnorm.ops import checks
+from jaxnorm.ops.cross_entropy.formula import IGNORED
+from jaxnorm.ops.mask import only
+from jaxnorm.sharding import dims
+
+
+def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    return jnp.einsum("...d,dv->...v", x, kernel)
+
+
+@jax.custom_jvp
+def wide_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """The product as it is added up. The products of its derivatives are of x's dtype, as are those of `product`."""
+    return jnp.einsum("...d,dv->...v", x, kernel, preferred_element_type=dims.wide_dtype([x.dtype]))
+
+
+def _wide_product_jvp(primals: Any, dots: Any) -> tuple[jax.Array, jax.Array]:
+    (x, kernel), (x_dot, kernel_dot) = primals, dots
+    wide = wide_product(x, kernel)
+    terms = [] if isinstance(x_dot, SymbolicZero) else [product(x_dot, kernel)]
+    terms += [] if isinstance(kernel_dot, SymbolicZero) else [product(x, kernel_dot)]
+    return wide, sum(terms[1:], start=terms[0]).astype(wide.dtype) if terms else jnp.zeros_like(wide)
+
+
+wide_product.defjvp(_wide_product_jvp, symbolic_zeros=True)
+
+
+def unscaled(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, scale: jax.Array | None) -> jax.Array:
+    """The logits before they are scaled, still to be rounded if there is a bias or a scale."""
+    if bias is None and scale is None:
+        return product(x, kernel)
+    wide = wide_product(x, kernel)
+    return wide if bias is None else wide + bias
+
+
+def scaled(logits: jax.Array, scale: jax.Array | None, dtype: np.dtype[Any]) -> jax.Array:
+    return (logits if scale is None else logits * scale).astype(dtype)
+
+
+def are_read(where: jax.Array, labels: jax.Array) -> jax.Array:
+    """Of which classes anything is read, for each row: those that count and the label's; labels have an axis of 1."""
+    return (labels != IGNORED) & (where | (labels == jnp.arange(where.shape[-1])))
+
+
+def only_what_is_read(
+    function: str, kernel: jax.Array, bias: jax.Array | None, where: jax.Array, labels: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    """kernel and bias with zeros for the classes of which no row reads anything: what is there may be no number."""
+    rows = tuple(range(labels.ndim - 1))
+    by_any = jnp.any(are_read(where, labels), axis=rows)
+
+    def of(name: str, array: jax.Array) -> jax.Array:
+        # As the op does with its operands, but before a selection lets array vary in a dtype of its own.
+        array, is_read = compat.match_varying_axes(array, by_any)
+        return only(checks.sharded_along(function, "where", is_read, name, array, (array.ndim - 1,)), array)
+
+    return of("kernel", kernel), None if bias is None else of("bias", bias)

@@ -1,0 +1,304 @@
+"""The cross-entropy of a product with a bias, a mask of classes, weights of rows and a traced scale of the logits."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import assert_near, draw
+from coverage import cover
+from hlo import collectives, count_native_calls
+from jax import export
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from linear_losses import IGNORED, NAMES, exact, masks, operands
+from meshes import mesh_of, placed
+from native import is_platform_with_kernels
+
+import jaxnorm
+
+pytestmark = pytest.mark.any_code
+
+DIMS, CLASSES = (4, 6, 16), 40
+REDUCTIONS = ("mean", "sum", "none")
+OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-2, "soft_cap": 3.0}
+# Which of the operands a call has beside x and kernel; a scale that is none is a Python number.
+GIVEN = {
+    "all": ("bias", "weights", "logit_scale"),
+    "bias": ("bias",),
+    "weights": ("weights",),
+    "logit_scale": ("logit_scale",),
+    "none": (),
+}
+CALLS = {"jaxnorm_cross_entropy_fwd": 1, "jaxnorm_cross_entropy_bwd": 1} if is_platform_with_kernels() else {}
+
+
+# GPUs round what they multiply to fewer digits by default.
+@pytest.fixture(autouse=True)
+def exact_products():
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+def loss(labels, **options):
+    """Of a dict of the operands that move."""
+    return lambda moving: jaxnorm.linear_cross_entropy(labels=labels, ignore_index=IGNORED, **moving, **options)
+
+
+def whole(labels, **options):
+    """The same in jax.numpy, without chunks."""
+
+    def of(moving):
+        x, kernel, bias, weights, scale = (moving.get(name) for name in NAMES)
+        wide = "float64" if x.dtype == "float64" else "float32"
+        z = jnp.einsum("...d,dv->...v", x, kernel.astype(x.dtype), preferred_element_type=wide)
+        z = z if bias is None else z + bias
+        z = (z if scale is None else z * scale).astype(x.dtype)
+        given = {k: v for k, v in options.items() if k not in ("reduction", "rows_per_chunk")}
+        each = jaxnorm.softmax_cross_entropy_with_integer_labels(z, labels, ignore_index=IGNORED, **given)
+        weights = jnp.ones(labels.shape) if weights is None else weights
+        weights = jnp.where((labels == IGNORED) | (weights == 0), 0, weights)
+        weighted = jnp.where(weights == 0, 0, each * weights)
+        of_mean = weighted.sum() / weights.sum()
+        return {"mean": of_mean, "sum": weighted.sum(), "none": weighted}[options.get("reduction", "mean")]
+
+    return of
+
+
+def split(dtype="float32", given=GIVEN["all"], dims=DIMS, classes=CLASSES):
+    """The operands that move, and the labels."""
+    arrays = operands(dims, classes, dtype)
+    return {name: arrays[name] for name in ("x", "kernel", *given)}, arrays["labels"]
+
+
+def value_and_gradients(function):
+    def of(moving, dy):
+        value, pullback = jax.vjp(function, moving)
+        return value, pullback(dy)[0]
+
+    return jax.jit(of)
+
+
+@cover(
+    given=GIVEN,
+    reduction=REDUCTIONS,
+    where=["all", "classes", "rows"],
+    rows_per_chunk=[None, 6, 5],
+    options=[{}, OPTIONS],
+    dtype=[("float32", None), ("float32", "native"), ("float32", "jnp"), ("float64", None)],
+)
+def test_values_and_gradients(given, reduction, where, rows_per_chunk, options, dtype):
+    dtype, implementation = dtype
+    with jax.enable_x64(dtype == "float64"):
+        moving, labels = split(dtype, given)
+        options = {**options, "where": masks(DIMS, CLASSES)[where], "reduction": reduction}
+        dy = draw("dy", labels.shape if reduction == "none" else (), dtype)
+        function = loss(labels, **options, rows_per_chunk=rows_per_chunk, implementation=implementation)
+        value, gradients = jax.device_get(value_and_gradients(function)(moving, dy))
+    expected, of = exact(labels=labels, dy=dy, ignore_index=IGNORED, **moving, **options)
+    assert value.dtype == dtype
+    near = {"rtol": 1e-4, "atol": 2e-5} if dtype == "float32" else {"rtol": 1e-11, "atol": 1e-12}
+    np.testing.assert_allclose(value, expected, **near)
+    for name, gradient in gradients.items():
+        assert (gradient.shape, gradient.dtype) == (moving[name].shape, dtype)
+        np.testing.assert_allclose(gradient, of[name], **near, err_msg=name)
+
+
+# As exact as what is written in jax.numpy without chunks, which rounds the logits once as well.
+@cover(dtype=["bfloat16", "float16"], reduction=REDUCTIONS, given=GIVEN, where=["all", "classes"])
+def test_half_types(dtype, reduction, given, where):
+    dims, classes = (512, 32), 200
+    moving, labels = split(dtype, given, dims, classes)
+    options = {"where": masks(dims, classes)[where], "reduction": reduction}
+    dy = jnp.ones(labels.shape if reduction == "none" else ())
+    ours, theirs = (
+        value_and_gradients(function)(moving, dy)[1]
+        for function in (loss(labels, **options, rows_per_chunk=128), whole(labels, **options))
+    )
+    _, wide = exact(labels=labels, ignore_index=IGNORED, **moving, **options)
+    for name, gradient in ours.items():
+        assert gradient.dtype == dtype
+        errors = [np.linalg.norm(np.asarray(a[name], np.float64) - wide[name]) for a in (ours, theirs)]
+        assert errors[0] <= 1.05 * errors[1] + 2.0**-9 * np.linalg.norm(wide[name]), name
+
+
+# 257 has no bfloat16, and 1 has one.
+def test_logits_are_rounded_once():
+    x, kernel, bias = jnp.ones((1, 2), "bfloat16"), jnp.full((2, 2), 128.5, "bfloat16"), jnp.asarray([-256.0, -257])
+    for given in ({"bias": bias}, {"bias": bias, "logit_scale": jnp.float32(0.5)}):
+        value = jaxnorm.linear_cross_entropy(x, kernel, jnp.asarray([0]), **given)
+        np.testing.assert_allclose(value, np.log1p(np.exp(-float(given.get("logit_scale", 1)))), rtol=1e-6)
+
+
+def second(function):
+    gradient = jax.grad(lambda moving: jnp.sin(function(moving)).sum())
+    return jax.grad(lambda moving: sum(jnp.sin(g).sum() for g in jax.tree.leaves(gradient(moving))))
+
+
+def scanned(function):
+    def step(moving, total, a):
+        return total + function({**moving, "x": a * moving["x"]}).sum(), None
+
+    return jax.grad(lambda moving: jax.lax.scan(partial(step, moving), 0.0, jnp.arange(3.0))[0])
+
+
+def total(function):
+    return lambda moving: jnp.sin(function(moving)).sum()
+
+
+TRANSFORMS = {
+    "second derivatives": second,
+    "jvp": lambda f: lambda moving: jax.jvp(f, (moving,), (jax.tree.map(jnp.cos, moving),)),
+    **{
+        f"grad of {name}": lambda f, name=name: (
+            lambda moving: jax.grad(lambda a: total(f)({**moving, name: a}))(moving[name])
+        )
+        for name in NAMES
+    },
+    **{
+        f"vmap over {name}": lambda f, name=name: (
+            lambda moving: jax.vmap(lambda a: jax.grad(total(f))({**moving, name: a}))(
+                jnp.stack([moving[name], 2 * moving[name]])
+            )
+        )
+        for name in NAMES
+    },
+    "checkpoint": lambda f: jax.grad(jax.checkpoint(total(f))),
+    "scan": scanned,
+}
+
+
+@cover(name=TRANSFORMS, reduction=["mean", "none"], where=["rows", "classes"])
+def test_transformed(name, reduction, where):
+    moving, labels = split()
+    options = {**OPTIONS, "reduction": reduction, "where": masks(DIMS, CLASSES)[where]}
+    ours, theirs = (name(f)(moving) for f in (loss(labels, **options, rows_per_chunk=7), whole(labels, **options)))
+    assert_near(jax.jit(lambda: ours)(), theirs)
+
+
+# A class that does not count and is the label's: its own logit is in the loss, as without a product.
+@pytest.mark.parametrize("implementation", [None, "jnp"])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_a_label_that_does_not_count(implementation, reduction):
+    moving, labels = split()
+    labels = labels.at[1, 2].set(CLASSES - 1)
+    options = {"where": masks(DIMS, CLASSES)["classes"], "implementation": implementation, "reduction": reduction}
+    step = [value_and_gradients(f(labels, **options)) for f in (loss, whole)]
+    dy = jnp.ones(labels.shape if reduction == "none" else ())
+    assert_near(*(f(moving, dy) for f in step))
+
+
+def test_weights_that_add_up_to_nothing():
+    moving, labels = split()
+    for weights in (jnp.zeros(labels.shape), jnp.zeros(labels.shape).at[1, :2].set(jnp.asarray([1.0, -1.0]))):
+        value, gradients = jax.value_and_grad(loss(labels))({**moving, "weights": weights})
+        assert value == 0
+        assert not any(np.asarray(g).any() for g in jax.tree.leaves(gradients))
+
+
+# A row of weight 0 is as an ignored one, a wrong label there too.
+def test_a_row_of_weight_0():
+    moving, labels = split()
+    at = (2, 3)
+    weights = moving["weights"].at[at].set(0)
+    ignored = jax.value_and_grad(loss(labels.at[at].set(IGNORED)))(moving)
+    spoilt = {**moving, "weights": weights, "x": moving["x"].at[at].set(jnp.nan)}
+    assert_near(jax.value_and_grad(loss(labels.at[at].set(CLASSES)))(spoilt), ignored)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_one_call_each_way(reduction):
+    moving, labels = split(dims=(64, 16), classes=256)
+    function = loss(labels, reduction=reduction, where=masks((64, 16), 256)["classes"], rows_per_chunk=16)
+    text = jax.jit(jax.grad(lambda moving: function(moving).sum())).lower(moving).compile().as_text()
+    assert count_native_calls(text) == CALLS
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_a_gradient_has_the_memory_of_one_chunk(reduction):
+    types = {"x": (4096, 32), "kernel": (32, 4096), "bias": (4096,), "weights": (4096,), "logit_scale": ()}
+    moving = {name: jax.ShapeDtypeStruct(shape, "bfloat16") for name, shape in types.items()}
+
+    def step(moving, labels):
+        options = {"reduction": reduction, "rows_per_chunk": 256, "where": jnp.arange(4096) < 4000}
+        return jax.grad(lambda moving: loss(labels, **options)(moving).sum())(moving)
+
+    memory = jax.jit(step).lower(moving, jax.ShapeDtypeStruct((4096,), "int32")).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 10 * 2 * 256 * 4096
+
+
+# The kernel's classes, with those of bias and mask, or the columns of x and kernel.
+SPECS = {
+    "rows": (P("a"), P(), P()),
+    "rows over all": (P(("a", "b")), P(), P()),
+    "rows and classes": (P("a"), P(None, "b"), P("b")),
+    "classes": (P(), P(None, ("a", "b")), P(("a", "b"))),
+    "columns": (P("a", None, "b"), P("b"), P()),
+}
+
+
+@pytest.mark.several
+@cover(
+    axis_type=[AxisType.Auto, AxisType.Explicit],
+    specs=SPECS,
+    reduction=REDUCTIONS,
+    where=["classes", "rows"],
+    implementation=[None, "jnp"],
+)
+def test_over_devices(devices, axis_type, specs, reduction, where, implementation):
+    mesh, dims, classes = mesh_of(devices, axis_type), (8, 8, 16), 64
+    moving, labels = split(dims=dims, classes=classes)
+    mask = masks(dims, classes)[where]
+    x_spec, kernel_spec, class_spec = specs
+    rows = P(*x_spec[:1])
+
+    def step(moving, labels, mask):
+        options = {**OPTIONS, "reduction": reduction, "rows_per_chunk": 16, "implementation": implementation}
+        return jax.value_and_grad(lambda moving: loss(labels, where=mask, **options)(moving).sum())(moving)
+
+    expected = jax.device_get(jax.jit(step)(moving, labels, mask))
+    with jax.set_mesh(mesh):
+        of = {"x": x_spec, "kernel": kernel_spec, "bias": class_spec, "weights": rows, "logit_scale": P()}
+        there = dict(zip(moving, placed(mesh, moving.values(), [of[name] for name in moving]), strict=True))
+        others = placed(mesh, (labels, mask), (rows, class_spec if where == "classes" else rows))
+        program = jax.jit(step).lower(there, *others).compile()
+        actual = jax.device_get(program(there, *others))
+    assert_near(actual, expected)
+    if specs in (SPECS["rows"], SPECS["rows over all"]):
+        assert "all-gather" not in collectives(program.as_text())
+
+
+@pytest.mark.several
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_in_a_shard_map(devices, check_vma, reduction):
+    mesh, dims = mesh_of(devices, AxisType.Auto), (8, 8, 16)
+    moving, labels = split(dims=dims)
+    mask, rows = masks(dims, CLASSES)["classes"], P(("a", "b"))
+    of = {"x": rows, "kernel": P(), "bias": P(), "weights": rows, "logit_scale": P()}
+
+    def shard(moving, labels, mask):
+        return jax.lax.psum(loss(labels, where=mask, reduction=reduction, rows_per_chunk=4)(moving).sum(), ("a", "b"))
+
+    sharded = jax.shard_map(shard, mesh=mesh, in_specs=(of, rows, P()), out_specs=P(), check_vma=check_vma)
+    ours = jax.jit(jax.value_and_grad(lambda moving: sharded(moving, labels, mask)))(moving)
+    theirs = jax.jit(jax.value_and_grad(whole(labels, where=mask, reduction="sum")))(moving)
+    assert_near(jax.device_get(ours), jax.device_get(theirs))
+
+
+def test_exported_for_any_number_of_rows():
+    moving, labels = split(dims=(24, 16))
+    mask = masks((24, 16), CLASSES)["classes"]
+    (rows,) = export.symbolic_shape("rows")
+    types = {
+        k: jax.ShapeDtypeStruct((rows, *a.shape[1:]) if k in ("x", "weights") else a.shape, a.dtype)
+        for k, a in moving.items()
+    }
+
+    @jax.jit
+    def step(moving, labels):
+        return jax.value_and_grad(loss(labels, where=mask))(moving)
+
+    program = export.export(step, platforms=("cpu", "cuda", "tpu"))(types, jax.ShapeDtypeStruct((rows,), "int32"))
+    assert_near(jax.jit(program.call)(moving, labels), step(moving, labels))
