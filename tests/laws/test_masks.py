@@ -4,10 +4,8 @@ Each case is a function, and which places of its operands and of its result are 
 of values, tangents and cotangents, the same program gives what it gives of zeros there.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,34 +13,15 @@ import numpy as np
 import pytest
 from cases import DTYPES, bits, draw
 from coverage import cover, over
+from masked_losses import COLS, IMPLEMENTATIONS, LOSSES, ROWS, WHERE, Case
 from ops import PADDED
 
 import jaxnorm
 
 pytestmark = pytest.mark.any_code
 
-IMPLEMENTATIONS = ("native", "jnp")
 SPOILERS = (np.nan, np.inf, -np.inf, "largest")
-IGNORED = -100
-
-
-@dataclass(frozen=True, eq=False)
-class Case:
-    function: Callable[..., Any]  # of operands, and of an implementation
-    dims: tuple[tuple[int, ...], ...]  # those of the operands
-    hidden: tuple[Any, ...]  # where each is hidden
-    hidden_results: Any = False
-    implementations: tuple[str, ...] = IMPLEMENTATIONS
-
-
-# Of each row something else, of one nothing, of another all but one place.
-ROWS, COLS = 5, 7
-WHERE = np.random.default_rng(1).random((ROWS, COLS)) < 0.6
-WHERE[:, 0] = True
-WHERE[1] = False
-WHERE[2] = np.arange(COLS) == 3
 CAUSAL = np.tri(ROWS, COLS, dtype=bool)
-LABELS = jnp.asarray([0, 2, 3, 0, 0])  # classes that count, but in the row of which nothing does
 
 
 def normalised(function, counts, *, dims=(ROWS, COLS), implementations=IMPLEMENTATIONS, **options):
@@ -54,35 +33,6 @@ def entropy(x, implementation):
     """Of the probabilities that count: at the others the logarithm has an infinite derivative."""
     p = jaxnorm.softmax(x, where=WHERE, implementation=implementation)
     return jnp.where(WHERE, -p * jnp.log(p), 0).sum(-1)
-
-
-def cross_entropy(where=None, labels=LABELS, **options):
-    hidden = np.zeros((ROWS, COLS), bool) if where is None else ~where
-    ignored = np.asarray(labels) == options.get("ignore_index")
-    function = partial(jaxnorm.softmax_cross_entropy_with_integer_labels, labels=labels, where=where, **options)
-    hidden = hidden | ignored[:, None]
-    return Case(function, ((ROWS, COLS),), (hidden,), ignored | hidden.all(-1))
-
-
-HALF_IGNORED = jnp.asarray([0, IGNORED, 3, IGNORED, 5])
-
-
-def linear(reduction, *, vmapped=False, depth=6, **options):
-    def function(x, kernel, implementation):
-        of_rows = partial(
-            jaxnorm.linear_cross_entropy,
-            labels=HALF_IGNORED,
-            ignore_index=IGNORED,
-            reduction=reduction,
-            implementation=implementation,
-            **options,
-        )
-        return jax.vmap(of_rows, (0, None))(x, kernel) if vmapped else of_rows(x, kernel)
-
-    ignored = np.asarray(HALF_IGNORED) == IGNORED
-    lead = (2,) * vmapped
-    hidden = np.broadcast_to(ignored[:, None], (*lead, ROWS, depth))
-    return Case(function, ((*lead, ROWS, depth), (depth, COLS)), (hidden, False), reduction == "none" and ignored)
 
 
 SOFTMAX, LOG_SOFTMAX = jaxnorm.softmax, jaxnorm.log_softmax
@@ -103,24 +53,7 @@ CASES = {
         for function in (SOFTMAX, LOG_SOFTMAX)
     },
     "entropy": Case(entropy, ((ROWS, COLS),), (~WHERE,), ~WHERE.any(-1)),
-    "loss, where": cross_entropy(WHERE),
-    "loss, where and soft_cap": cross_entropy(WHERE, soft_cap=3.0, logit_scale=-0.5),
-    "loss, where and smoothing": cross_entropy(WHERE, label_smoothing=0.2, z_loss=0.1),
-    "loss, ignored rows": cross_entropy(labels=HALF_IGNORED, ignore_index=IGNORED),
-    "loss, ignored rows and all": cross_entropy(
-        WHERE | (np.arange(COLS) == 5),
-        HALF_IGNORED,
-        ignore_index=IGNORED,
-        soft_cap=3.0,
-        label_smoothing=0.2,
-        z_loss=0.1,
-    ),
-    "linear, mean": linear("mean"),
-    "linear, sum": linear("sum", z_loss=0.1, label_smoothing=0.2, soft_cap=3.0),
-    "linear, none": linear("none"),
-    "linear, mean of chunks": linear("mean", rows_per_chunk=2),
-    "linear, none of chunks": linear("none", rows_per_chunk=2),
-    "linear, mean of examples' chunks": linear("mean", vmapped=True, rows_per_chunk=2),
+    **LOSSES,
 }
 
 
