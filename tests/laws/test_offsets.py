@@ -122,7 +122,6 @@ def test_shares(name, offset, scale, implementation):
 )
 def test_losses(through, options, offset, scale, implementation):
     dtype, offset, unit = offset
-    options = {name: value for name, value in options.items() if name != "where" or through == "losses"}
     x, moved = logits(unit, offset)
     cols = VISIBLE if "where" in options else COLS
     z = centred(x[:, :cols], scale)
