@@ -84,7 +84,9 @@ def softmax_cross_entropy_with_integer_labels(
         and mean are over these, and a label may be another. A row without any has loss 0. Or to labels': which rows.
       label_smoothing: share from 0 to 1 of the label's probability that all classes divide among them.
       z_loss: non-negative factor of the square of lse, which keeps it near 0 (PaLM has 1e-4).
-      logit_scale: finite Python number that multiplies logits first, as 1 / temperature.
+      logit_scale: finite Python number that multiplies logits first, as 1 / temperature. Or a scalar array, which may
+        be traced and has a gradient, as a learned temperature: of logits of float32 the product is made before the
+        kernel, and rounded to float32; of half types it is float32 too, and the formula runs.
       soft_cap: None, or a positive number that no |z| exceeds, as Gemma 2's 30.
       ignore_index: None, or a label whose rows have the loss 0 and no gradient, whatever their logits are, as -100 of
         the model hubs.
