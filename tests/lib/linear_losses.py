@@ -1,8 +1,10 @@
-"""The cross-entropy of a product in NumPy's float64, with its gradients by hand, and operands for it."""
+"""The cross-entropy of a product: operands, the call, the same without chunks, and NumPy's float64 with gradients."""
 
 import jax.numpy as jnp
 import numpy as np
 from cases import draw
+
+import jaxnorm
 
 IGNORED = -100
 NAMES = ("x", "kernel", "bias", "weights", "logit_scale")  # what there are gradients of
@@ -30,6 +32,31 @@ def masks(dims, classes):
     of_classes = jnp.arange(classes) < classes - 5
     of_rows = of_classes & ((draw("where", (*dims[:-1], classes)) > -0.5) | (jnp.arange(classes) == 3))
     return {"all": None, "classes": of_classes, "rows": of_rows.at[(0,) * (len(dims) - 2) + (1,)].set(False)}
+
+
+def loss(labels, **options):
+    """Of a dict of the operands that move."""
+    return lambda moving: jaxnorm.linear_cross_entropy(labels=labels, ignore_index=IGNORED, **moving, **options)
+
+
+def whole(labels, **options):
+    """The same in jax.numpy, without chunks."""
+
+    def of(moving):
+        x, kernel, bias, weights, scale = (moving.get(name) for name in NAMES)
+        wide = "float64" if x.dtype == "float64" else "float32"
+        z = jnp.einsum("...d,dv->...v", x, kernel.astype(x.dtype), preferred_element_type=wide)
+        z = z if bias is None else z + bias
+        z = (z if scale is None else z * scale).astype(x.dtype)
+        given = {k: v for k, v in options.items() if k not in ("reduction", "rows_per_chunk")}
+        each = jaxnorm.softmax_cross_entropy_with_integer_labels(z, labels, ignore_index=IGNORED, **given)
+        weights = jnp.ones(labels.shape) if weights is None else weights
+        weights = jnp.where((labels == IGNORED) | (weights == 0), 0, weights)
+        weighted = jnp.where(weights == 0, 0, each * weights)
+        of_mean = weighted.sum() / weights.sum()
+        return {"mean": of_mean, "sum": weighted.sum(), "none": weighted}[options.get("reduction", "mean")]
+
+    return of
 
 
 def exact(

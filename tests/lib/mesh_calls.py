@@ -167,20 +167,32 @@ def _loss_options(draw: Draw) -> dict[str, Any]:
 def linear_cross_entropy(draw: Draw) -> Call:
     lead = draw.rows()
     width, classes, dtype = draw.pick((8, 16, 24)), draw.pick(COLS), draw.pick(DTYPES)
-    operands = {
+    operands: dict[str, Any] = {
         "x": draw.floats((*lead, width), dtype) / 4,
         "kernel": draw.floats((width, classes), draw.pick((dtype, *DTYPES))) / 4,
         "labels": draw.labels(lead, classes),
     }
+    if draw.chance(0.5):
+        mask = jnp.asarray(draw.rng.random((*lead, classes)[draw.pick((0, len(lead))) :]) < 0.7)
+        operands |= {
+            "bias": draw.pick((None, draw.floats((classes,), draw.pick((dtype, *DTYPES))))),
+            "where": draw.pick((None, mask)),
+            "weights": draw.pick((None, jnp.abs(draw.floats(lead, "float32")) + 0.1)),
+        }
+    options = _loss_options(draw)
+    if draw.chance(0.3):
+        operands["logit_scale"] = jnp.float32(options.pop("logit_scale"))
     reduction = draw.pick(("mean", "sum", "none"))
+    mask = operands.get("where")
+    of_rows = ("x", "labels", "weights", *["where"] * (mask is not None and mask.ndim == len(lead) + 1))
     return _call(
         jaxnorm.linear_cross_entropy,
         operands,
-        ("x", "kernel"),
-        ("x", "labels") if lead and reduction == "none" else (),
+        ("x", "kernel", "bias", "weights", "logit_scale"),
+        of_rows if lead and reduction == "none" else (),
         reduction=reduction,
         rows_per_chunk=draw.pick((None, 2, 3)),
-        **_loss_options(draw),
+        **options,
     )
 
 

@@ -12,7 +12,7 @@ from hlo import collectives, count_native_calls
 from jax import export
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from linear_losses import IGNORED, NAMES, exact, masks, operands
+from linear_losses import IGNORED, NAMES, exact, loss, masks, operands, whole
 from meshes import mesh_of, placed
 from native import is_platform_with_kernels
 
@@ -39,31 +39,6 @@ CALLS = {"jaxnorm_cross_entropy_fwd": 1, "jaxnorm_cross_entropy_bwd": 1} if is_p
 def exact_products():
     with jax.default_matmul_precision("highest"):
         yield
-
-
-def loss(labels, **options):
-    """Of a dict of the operands that move."""
-    return lambda moving: jaxnorm.linear_cross_entropy(labels=labels, ignore_index=IGNORED, **moving, **options)
-
-
-def whole(labels, **options):
-    """The same in jax.numpy, without chunks."""
-
-    def of(moving):
-        x, kernel, bias, weights, scale = (moving.get(name) for name in NAMES)
-        wide = "float64" if x.dtype == "float64" else "float32"
-        z = jnp.einsum("...d,dv->...v", x, kernel.astype(x.dtype), preferred_element_type=wide)
-        z = z if bias is None else z + bias
-        z = (z if scale is None else z * scale).astype(x.dtype)
-        given = {k: v for k, v in options.items() if k not in ("reduction", "rows_per_chunk")}
-        each = jaxnorm.softmax_cross_entropy_with_integer_labels(z, labels, ignore_index=IGNORED, **given)
-        weights = jnp.ones(labels.shape) if weights is None else weights
-        weights = jnp.where((labels == IGNORED) | (weights == 0), 0, weights)
-        weighted = jnp.where(weights == 0, 0, each * weights)
-        of_mean = weighted.sum() / weights.sum()
-        return {"mean": of_mean, "sum": weighted.sum(), "none": weighted}[options.get("reduction", "mean")]
-
-    return of
 
 
 def split(dtype="float32", given=GIVEN["all"], dims=DIMS, classes=CLASSES):
@@ -175,6 +150,22 @@ def test_transformed(name, reduction, where):
     options = {**OPTIONS, "reduction": reduction, "where": masks(DIMS, CLASSES)[where]}
     ours, theirs = (name(f)(moving) for f in (loss(labels, **options, rows_per_chunk=7), whole(labels, **options)))
     assert_near(jax.jit(lambda: ours)(), theirs)
+
+
+@cover(where=["classes", "rows"], reduction=["mean", "none"], rows_per_chunk=[None, 5])
+def test_vmap_over_masks(where, reduction, rows_per_chunk):
+    moving, labels = split()
+    mask = masks(DIMS, CLASSES)[where]
+    both = jnp.stack([mask, mask | (jnp.arange(CLASSES) == CLASSES - 2)])
+
+    def of(function, **options):
+        return jax.jit(
+            jax.vmap(
+                lambda where: jax.grad(total(function(labels, where=where, reduction=reduction, **options)))(moving)
+            )
+        )
+
+    assert_near(of(loss, rows_per_chunk=rows_per_chunk)(both), of(whole)(both))
 
 
 # A class that does not count and is the label's: its own logit is in the loss, as without a product.
