@@ -206,17 +206,18 @@ def test_one_call_each_way(reduction):
     assert count_native_calls(text) == CALLS
 
 
+# The booleans of all logits would have 32 times the bytes of a chunk.
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_a_gradient_has_the_memory_of_one_chunk(reduction):
-    types = {"x": (4096, 32), "kernel": (32, 4096), "bias": (4096,), "weights": (4096,), "logit_scale": ()}
+    types = {"x": (16384, 32), "kernel": (32, 4096), "bias": (4096,), "weights": (16384,), "logit_scale": ()}
     moving = {name: jax.ShapeDtypeStruct(shape, "bfloat16") for name, shape in types.items()}
 
     def step(moving, labels):
         options = {"reduction": reduction, "rows_per_chunk": 256, "where": jnp.arange(4096) < 4000}
         return jax.grad(lambda moving: loss(labels, **options)(moving).sum())(moving)
 
-    memory = jax.jit(step).lower(moving, jax.ShapeDtypeStruct((4096,), "int32")).compile().memory_analysis()
-    assert memory.temp_size_in_bytes < 10 * 2 * 256 * 4096
+    memory = jax.jit(step).lower(moving, jax.ShapeDtypeStruct((16384,), "int32")).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 12 * 2 * 256 * 4096
 
 
 # The kernel's classes, with those of bias and mask, or the columns of x and kernel.
@@ -256,8 +257,8 @@ def test_over_devices(devices, axis_type, specs, reduction, where, implementatio
         program = jax.jit(step).lower(there, *others).compile()
         actual = jax.device_get(program(there, *others))
     assert_near(actual, expected)
-    if specs in (SPECS["rows"], SPECS["rows over all"]):
-        assert "all-gather" not in collectives(program.as_text())
+    if specs in (SPECS["rows"], SPECS["rows over all"]):  # the labels may be gathered, to know which classes they are
+        assert collectives(program.as_text()).get("all-gather", 0) <= 4 * labels.size
 
 
 @pytest.mark.several

@@ -54,11 +54,11 @@ def linear_cross_entropy(
     latter added up in float32. Nothing is computed twice, and only the gradients are kept. Of the losses themselves
     (reduction="none") the gradient computes the logits again. Higher derivatives keep the logits of all chunks.
 
-    With a bias or an array as logit_scale the product of a chunk is float32 until it is rounded, which for x of half
-    types takes twice the memory of its logits beside these.
+    With a bias or an array as logit_scale the product of a chunk is float32 until it is rounded: the chunk takes the
+    memory of two or three arrays of float32 logits more, so take fewer rows.
 
     Over a mesh each device takes chunks of the rows that it has, with all of kernel, bias and where of classes, and the
-    gradient of kernel is summed over devices once.
+    gradient of kernel is summed over devices once. With where all labels may be gathered, 4 bytes a row.
 
     Args:
       x: floating-point array (..., D), the last hidden states.

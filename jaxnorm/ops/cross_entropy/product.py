@@ -56,12 +56,23 @@ def are_read(where: jax.Array, labels: jax.Array) -> jax.Array:
     return (labels != IGNORED) & (where | (labels == jnp.arange(where.shape[-1])))
 
 
+def _are_labels(labels: jax.Array, classes: Any) -> jax.Array:
+    """Which classes are labels; by a scatter, for booleans of all logits would be written out."""
+    for axis in range(labels.ndim):
+        labels = dims.unsharded(labels, axis)
+    none, named = compat.match_varying_axes(jnp.zeros(classes, jnp.int32), jnp.where(labels < 0, classes, labels))
+    return none.at[named.ravel()].add(1, mode="drop") > 0
+
+
 def only_what_is_read(
     function: str, kernel: jax.Array, bias: jax.Array | None, where: jax.Array, labels: jax.Array
 ) -> tuple[jax.Array, jax.Array | None]:
     """kernel and bias with zeros for the classes of which no row reads anything: what is there may be no number."""
-    rows = tuple(range(labels.ndim - 1))
-    by_any = jnp.any(are_read(where, labels), axis=rows)
+    by_any = _are_labels(labels, kernel.shape[1])
+    if where.ndim == 1:
+        by_any |= where & jnp.any(labels != IGNORED)
+    else:
+        by_any |= jnp.any((labels != IGNORED) & where, axis=tuple(range(where.ndim - 1)))
 
     def of(name: str, array: jax.Array) -> jax.Array:
         # As the op does with its operands, but before a selection lets array vary in a dtype of its own.
