@@ -84,9 +84,8 @@ def softmax_cross_entropy_with_integer_labels(
         and mean are over these, and a label may be another. A row without any has loss 0. Or to labels': which rows.
       label_smoothing: share from 0 to 1 of the label's probability that all classes divide among them.
       z_loss: non-negative factor of the square of lse, which keeps it near 0 (PaLM has 1e-4).
-      logit_scale: finite Python number that multiplies logits first, as 1 / temperature. Or a scalar array, which may
-        be traced and has a gradient, as a learned temperature: of logits of float32 the product is made before the
-        kernel, and rounded to float32; of half types it is float32 too, and the formula runs.
+      logit_scale: finite Python number that multiplies logits first, as 1 / temperature. Or a scalar array, with a
+        gradient: the product is made before the kernel, in float32; of logits of half types the formula runs.
       soft_cap: None, or a positive number that no |z| exceeds, as Gemma 2's 30.
       ignore_index: None, or a label whose rows have the loss 0 and no gradient, whatever their logits are, as -100 of
         the model hubs.
@@ -106,9 +105,8 @@ def softmax_cross_entropy_with_integer_labels(
       TypeError: logits are no floats of 16, 32 or 64 bits, labels no integers, where not boolean, or an option traced.
       RuntimeError: implementation="native" and there is no kernel for this call; the message says why.
 
-    Source: https://optax.readthedocs.io/en/latest/api/losses.html; smoothing: Szegedy et al., Rethinking the Inception
-    Architecture, 2015, https://arxiv.org/abs/1512.00567; z_loss: Chowdhery et al., PaLM, 2022,
-    https://arxiv.org/abs/2204.02311.
+    Source: https://optax.readthedocs.io/en/latest/api/losses.html; smoothing: Szegedy et al., 2015,
+    https://arxiv.org/abs/1512.00567; z_loss: Chowdhery et al., PaLM, 2022, https://arxiv.org/abs/2204.02311.
     """
     options = LossOptions(label_smoothing, z_loss, logit_scale, soft_cap, ignore_index)
     return _cross_entropy(logits, labels, axis, where, options, axis_name, implementation)

@@ -42,55 +42,43 @@ def linear_cross_entropy(
 ) -> jax.Array:
     """The cross-entropy of the logits x @ kernel + bias, of which no more than a chunk of rows is ever there.
 
-        losses = softmax_cross_entropy_with_integer_labels(x @ kernel + bias, labels, where=where, ...)
+        losses = softmax_cross_entropy_with_integer_labels(x @ kernel + bias, labels, ...)
 
-        "mean":  sum(weights * losses) / sum(weights)       over the rows that are not ignored; 0 where the divisor is
-        "sum":   sum(weights * losses)
-        "none":  weights * losses
+    The logits have x's dtype, in which kernel is read. They are added up in float32, and rounded once, with the bias.
+    With a gradient, one pass over the chunks makes three products of each: its logits, and of their gradients, which
+    take the logits' buffer, those of x and of kernel, the latter added up in float32. Nothing is computed twice, and
+    only the gradients are kept. Of the losses themselves (reduction="none") the gradient computes the logits again.
+    Higher derivatives keep the logits of all chunks. A bias, or an array as logit_scale, costs a chunk two or three
+    arrays of float32 logits more.
 
-    The logits have x's dtype, in which kernel is read, and are added up in float32; bias is added before they are
-    rounded, once. Then come logit_scale, soft_cap and where. With a gradient, one pass over the chunks makes three
-    products of each: its logits, and of their gradients, which take the logits' buffer, those of x and of kernel, the
-    latter added up in float32. Nothing is computed twice, and only the gradients are kept. Of the losses themselves
-    (reduction="none") the gradient computes the logits again. Higher derivatives keep the logits of all chunks.
-
-    With a bias or an array as logit_scale the product of a chunk is float32 until it is rounded: the chunk takes the
-    memory of two or three arrays of float32 logits more, so take fewer rows.
-
-    Over a mesh each device takes chunks of the rows that it has, with all of kernel, bias and where of classes, and the
-    gradient of kernel is summed over devices once. With where all labels may be gathered, 4 bytes a row.
+    Over a mesh each device takes chunks of the rows that it has, with all of kernel, and the gradient of kernel is
+    summed over devices once. With where all labels may be gathered, 4 bytes a row.
 
     Args:
       x: floating-point array (..., D), the last hidden states.
       kernel: floating-point array (D, classes); an embedding table is its transpose.
       labels: array of integers of x's shape without the last axis, as for `softmax_cross_entropy_with_integer_labels`.
       bias: None, or a floating-point array (classes,).
-      where: None, or an array of booleans, of shape (classes,) or of the logits' shape: which classes there are, for
-        each row; padding of a vocabulary is no class. Sum and mean are over these, and a label may be another. What
-        kernel and bias hold for a class of which no row reads anything reaches no result, and their gradients are 0
-        there. A row without any class has loss 0.
-      weights: None, or a floating-point array of labels' shape, how much the loss of each row counts. A row of weight 0
-        is as an ignored one: whatever it holds reaches no result, and the gradient of its weight is 0. The gradient of
-        other weights is that of the formula above, its divisor included.
-      reduction: "mean", 0 if all rows are ignored; "sum"; or "none", an array of labels' shape.
-      rows_per_chunk: None, or how many rows a chunk has about, on each device. None takes as many as have logits of
-        512 MiB, and 256 at least.
-      logit_scale: as for `softmax_cross_entropy_with_integer_labels`. A scalar array, which may be traced and has a
-        gradient, multiplies the float32 sum of product and bias before that is rounded to x's dtype.
-      label_smoothing, z_loss, soft_cap, ignore_index, implementation: as for
-        `softmax_cross_entropy_with_integer_labels`. The matrix products are XLA's.
+      where: None, or an array of booleans (classes,) or of the logits' shape, which classes there are; a label may be
+        another. What kernel and bias hold for classes of which no row reads anything reaches no result or gradient.
+      weights: None, or a floating-point array of labels' shape. A row of weight 0 is as an ignored one: what it holds
+        reaches nothing, and the gradient of its weight is 0. That of other weights is of the divisor of a mean too.
+      reduction: "mean", sum(weights * losses) / sum(weights) over the rows that are not ignored, 0 where the divisor
+        is; "sum", without the divisor; or "none", an array of weights * losses, of labels' shape.
+      rows_per_chunk: about how many rows a chunk has, on each device. None: 512 MiB of logits, and 256 rows at least.
+      label_smoothing, z_loss, logit_scale, soft_cap, ignore_index, implementation: as for the losses above; an array
+        as logit_scale multiplies the float32 sum of product and bias. The matrix products are XLA's.
 
     Returns:
       A number of float32, or float64 of x of float64; with reduction="none" an array.
 
     Raises:
-      ValueError: kernel, labels, bias, where, weights or logit_scale have the wrong shape, rows_per_chunk is not
-        positive, or reduction is unknown; otherwise as `softmax_cross_entropy_with_integer_labels` does.
+      ValueError: an array has the wrong shape, rows_per_chunk is not positive, or reduction is unknown; otherwise as
+        `softmax_cross_entropy_with_integer_labels` does.
       TypeError, RuntimeError: as `softmax_cross_entropy_with_integer_labels` does.
 
-    Source: Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, 2024,
-    https://arxiv.org/abs/2411.09009; by chunks of rows: Liger Kernel, 2024, https://arxiv.org/abs/2410.10989; a learned
-    logit_scale: Radford et al., CLIP, 2021, https://arxiv.org/abs/2103.00020.
+    Source: Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, 2024, https://arxiv.org/abs/2411.09009;
+    by chunks of rows: Liger Kernel, 2024, https://arxiv.org/abs/2410.10989.
     """
     options = LossOptions(label_smoothing, z_loss, logit_scale, soft_cap, ignore_index)
     arrays = {"bias": bias, "where": where, "weights": weights}
