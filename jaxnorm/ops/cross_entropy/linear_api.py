@@ -17,6 +17,7 @@ from jaxnorm.ops.cross_entropy.linear_checks import check_bias, check_classes, c
 from jaxnorm.ops.cross_entropy.product import only_what_is_read
 from jaxnorm.ops.misuse import explained
 from jaxnorm.ops.options import Implementation
+from jaxnorm.primitive import broadcast
 from jaxnorm.sharding import dims
 
 Reduction = Literal["mean", "sum", "none"]
@@ -168,7 +169,7 @@ class _Rows(NamedTuple):
         total = jnp.sum(weights)
         if where is not None:
             where = dims.unsharded(where, -1) if where.ndim == 1 else alike("where", where)
-            is_out |= ~jnp.any(where, axis=-1, keepdims=True)
+            is_out |= broadcast.with_rank_of(is_out, ~jnp.any(where, axis=-1, keepdims=True))
         # Or the sums for the gradient of kernel would have 0 times what is there, which may be no number.
         x, is_out = compat.match_varying_axes(x, is_out)
         x, weights = (jnp.where(is_out, 0, array) for array in (x, weights))

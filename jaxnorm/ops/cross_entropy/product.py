@@ -15,6 +15,7 @@ from jaxnorm.native import compat
 from jaxnorm.ops import checks
 from jaxnorm.ops.cross_entropy.formula import IGNORED
 from jaxnorm.ops.mask import only
+from jaxnorm.primitive import broadcast
 from jaxnorm.sharding import dims
 
 
@@ -44,7 +45,7 @@ def unscaled(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, scale: jax
     if bias is None and scale is None:
         return product(x, kernel)
     wide = wide_product(x, kernel)
-    return wide if bias is None else wide + bias
+    return wide if bias is None else wide + broadcast.with_rank_of(wide, bias)
 
 
 def scaled(logits: jax.Array, scale: jax.Array | None, dtype: np.dtype[Any]) -> jax.Array:
@@ -53,7 +54,8 @@ def scaled(logits: jax.Array, scale: jax.Array | None, dtype: np.dtype[Any]) -> 
 
 def are_read(where: jax.Array, labels: jax.Array) -> jax.Array:
     """Of which classes anything is read, for each row: those that count and the label's; labels have an axis of 1."""
-    return (labels != IGNORED) & (where | (labels == jnp.arange(where.shape[-1])))
+    where, numbers = (broadcast.with_rank_of(labels, array) for array in (where, jnp.arange(where.shape[-1])))
+    return (labels != IGNORED) & (where | (labels == numbers))
 
 
 def _are_labels(labels: jax.Array, classes: Any) -> jax.Array:
@@ -77,6 +79,7 @@ def only_what_is_read(
     def of(name: str, array: jax.Array) -> jax.Array:
         # As the op does with its operands, but before a selection lets array vary in a dtype of its own.
         array, is_read = compat.match_varying_axes(array, by_any)
-        return only(checks.sharded_along(function, "where", is_read, name, array, (array.ndim - 1,)), array)
+        is_read = checks.sharded_along(function, "where", is_read, name, array, (array.ndim - 1,))
+        return only(broadcast.with_rank_of(array, is_read), array)
 
     return of("kernel", kernel), None if bias is None else of("bias", bias)
