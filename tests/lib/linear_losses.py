@@ -6,6 +6,7 @@ from cases import draw
 
 import jaxnorm
 
+DIMS, CLASSES = (4, 6, 16), 40
 IGNORED = -100
 NAMES = ("x", "kernel", "bias", "weights", "logit_scale")  # what there are gradients of
 
@@ -57,6 +58,12 @@ def whole(labels, **options):
         return {"mean": of_mean, "sum": weighted.sum(), "none": weighted}[options.get("reduction", "mean")]
 
     return of
+
+
+def split(dtype="float32", given=NAMES[2:], dims=DIMS, classes=CLASSES):
+    """The operands that move, and the labels."""
+    arrays = operands(dims, classes, dtype)
+    return {name: arrays[name] for name in ("x", "kernel", *given)}, arrays["labels"]
 
 
 def exact(
