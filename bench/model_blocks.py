@@ -68,7 +68,7 @@ def block(spec, norms, layer, stream, attend, positions=None, condition=None):
         if spec.language:
             q, k = norms.heads(q, k, layer["query_norm"], layer["key_norm"], positions)
         result, kept = attend(q, k, v)
-        return product(result.reshape(*result.shape[:-2], -1), layer["out"]), kept
+        return product(result.reshape(*v.shape[:-2], -1), layer["out"]), kept
 
     def mlp(y):
         if spec.packed:
