@@ -8,9 +8,15 @@
 
 namespace jaxnorm::cuda {
 
-constexpr int kStripThreads = 256;
 constexpr int kStripBytes = 64 << 10;  // of a block, so that a multiprocessor has room for three
 constexpr int kRowsOfRun = 16;         // of a column, which a thread stores at once
+
+// Narrow columns of float32 are stored as 16 bytes a row: a block may rather have twice kStripBytes.
+template <typename X>
+constexpr int kMostStripBytes = sizeof(X) == 4 ? 2 * kStripBytes : kStripBytes;
+
+template <typename X>
+constexpr int kStripThreads = 128 * sizeof(X);
 
 struct ColumnRounding {
   const void* x;
@@ -25,7 +31,7 @@ struct ColumnRounding {
 template <typename X, int WORDS>
 struct Strip {
   static constexpr int kOfWord = 4 / sizeof(X), kCols = WORDS * kOfWord, N = kVector<X>;
-  static constexpr int kVectors = kCols / N, kGroups = kStripThreads / WORDS;
+  static constexpr int kVectors = kCols / N, kThreads = kStripThreads<X>, kGroups = kThreads / WORDS;
 
   const ColumnRounding& p;
   X* const tile;
@@ -44,12 +50,12 @@ struct Strip {
     const X* const from = static_cast<const X*>(p.x) + first_row * p.cols + first_col;
     if constexpr (ALIGNED) {
       const int at = threadIdx.x % kVectors * N;
-      for (int row = threadIdx.x / kVectors; row < rows; row += kStripThreads / kVectors)
+      for (int row = threadIdx.x / kVectors; row < rows; row += kThreads / kVectors)
         copy_or_clear<16>(reinterpret_cast<char*>(tile + row * kCols + at), from + row * p.cols + at,
                           first_col + at < p.cols);
       wait_for_copies();
     } else {
-      for (int i = threadIdx.x; i < rows * kCols; i += kStripThreads)
+      for (int i = threadIdx.x; i < rows * kCols; i += kThreads)
         tile[i] = first_col + i % kCols < p.cols ? from[i / kCols * p.cols + i % kCols] : X{};
     }
     __syncthreads();
@@ -112,7 +118,7 @@ struct Strip {
     const int there = static_cast<int>(max(int64_t{0}, min(int64_t{N}, p.cols - first_col - at)));
     float by[N];
     unpack(load_shared<N>(reciprocals + at), by);
-    for (int row = threadIdx.x / kVectors; row < rows; row += kStripThreads / kVectors) {
+    for (int row = threadIdx.x / kVectors; row < rows; row += kThreads / kVectors) {
       float v[N];
       unpack(load_shared<N>(tile + row * kCols + at), v);
 #pragma unroll
@@ -123,7 +129,7 @@ struct Strip {
 };
 
 template <typename X, int WORDS, bool ALIGNED>
-__global__ void __launch_bounds__(kStripThreads) round_columns_kernel(const __grid_constant__ ColumnRounding p) {
+__global__ void __launch_bounds__(kStripThreads<X>) round_columns_kernel(const __grid_constant__ ColumnRounding p) {
   using S = Strip<X, WORDS>;
   __shared__ TransactionBarrier barrier;
   __shared__ float of_blocks[kMaxCluster][S::kCols], of_groups[S::kGroups][S::kCols];
@@ -168,7 +174,7 @@ bool launch_strips(ColumnRounding p, int most_bytes, cudaStream_t stream, cudaEr
     return ((p.rows + blocks - 1) / blocks + kRowsOfRun - 1) / kRowsOfRun * kRowsOfRun;
   };
   Plan plan{};
-  plan.threads_per_row = kStripThreads, plan.rows_per_block = 1, plan.blocks_per_row = 1;
+  plan.threads_per_row = kStripThreads<X>, plan.rows_per_block = 1, plan.blocks_per_row = 1;
   while (plan.blocks_per_row < device.max_cluster() && rows_of(plan.blocks_per_row) * kRowBytes > kStripBytes)
     plan.blocks_per_row *= 2;
   p.blocks = plan.blocks_per_row;
@@ -182,7 +188,7 @@ bool launch_strips(ColumnRounding p, int most_bytes, cudaStream_t stream, cudaEr
 
 template <typename X, bool ALIGNED>
 bool launch_strips(const ColumnRounding& p, cudaStream_t stream, cudaError_t& error) {
-  return launch_strips<X, 32, ALIGNED>(p, kStripBytes, stream, error) ||
+  return launch_strips<X, 32, ALIGNED>(p, kMostStripBytes<X>, stream, error) ||
          launch_strips<X, 16, ALIGNED>(p, INT_MAX, stream, error);
 }
 
