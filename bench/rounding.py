@@ -1,6 +1,6 @@
 """Device time of rounding to float8 around the products of `float8_linear`, beside XLA's code and a copy.
 
-    python -m bench rounding --out bench/results/h100_rounding
+    python -m bench rounding --out bench/results/h200_rounding
 
 As `bench.beside_xla` says: "rows" is x by rows; "kernel" is a kernel by columns, as it lies and transposed, both
 written; "gradient" is dy by rows and by columns, with the scales of the other factors, which reads it twice; "bytes" is

@@ -218,7 +218,7 @@ TABLES = {
     "quantize-lm": ("h200_quantize_lm.json", whole),
     "dots": ("h200_dots.json", dot_tables.products),
     "dots-library": ("h200_dots.json", dot_tables.by_library),
-    "rounding": ("h100_rounding.json", whole),
+    "rounding": ("h200_rounding.json", whole),
     "float8": ("h?00_float8_*.json", dot_tables.steps),
     "gemma": (trainers.RUNS, trainer_tables.drawn),
     "gemma-headline": (trainers.RUNS, trainer_tables.headline),
