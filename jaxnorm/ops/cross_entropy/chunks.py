@@ -1,16 +1,24 @@
 """Rows by chunks, of which one after the other is computed."""
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 
-def default_rows_per_chunk(classes: Any, dtype: np.dtype[Any]) -> int:
-    """So many that their logits take 512 MiB, but no fewer than matrix products want."""
-    return max(256, 2**29 // max(1, classes * dtype.itemsize)) if isinstance(classes, int) else 1024
+def default_rows_per_chunk(x: jax.Array, kernel: jax.Array) -> int:
+    """Rows whose logits take 512 MiB, no fewer than matrix products want; or more, for longer rows of x.
+
+    For each chunk the sum of the kernel's gradient is read and written. Where logits take as many bytes as that, the
+    three products compute for so long that it does not matter; half of the rows are always enough.
+    """
+    cols, classes = kernel.shape
+    if not isinstance(classes, int):
+        return 1024
+    size, rows = max(1, classes * x.dtype.itemsize), math.prod(x.shape[:-1])
+    as_gradient = 4 * cols * classes // size if isinstance(cols, int) else 0
+    most = min(as_gradient, -(-rows // 2)) if isinstance(rows, int) else as_gradient
+    return max(256, 2**29 // size, most)
 
 
 def count(rows_per_chunk: int, x: jax.Array) -> int:

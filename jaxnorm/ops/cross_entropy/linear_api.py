@@ -66,7 +66,8 @@ def linear_cross_entropy(
         reaches nothing, and the gradient of its weight is 0. That of other weights is of the divisor of a mean too.
       reduction: "mean", sum(weights * losses) / sum(weights) over the rows that are not ignored, 0 where the divisor
         is; "sum", without the divisor; or "none", an array of weights * losses, of labels' shape.
-      rows_per_chunk: about how many rows a chunk has, on each device. None: 512 MiB of logits, and 256 rows at least.
+      rows_per_chunk: about how many rows a chunk has, on each device. None: 256 at least, and as many as have 512 MiB
+        of logits or, of half of the rows, as many bytes of logits as the kernel's gradient has in float32.
       label_smoothing, z_loss, logit_scale, soft_cap, ignore_index, implementation: as for the losses above; an array
         as logit_scale multiplies the float32 sum of product and bias. The matrix products are XLA's.
 
@@ -115,7 +116,7 @@ def _linear_cross_entropy(
         soft_cap=options.soft_cap,
         label_smoothing=options.label_smoothing,
         z_loss=options.z_loss,
-        rows_per_chunk=_rows_per_chunk(name, rows_per_chunk, kernel.shape[1], x.dtype),
+        rows_per_chunk=_rows_per_chunk(name, rows_per_chunk, x, kernel),
         implementation=choice.implementation,
         compute_dtype=dims.wide_dtype([x.dtype]),
         out_dtype=x.dtype,
@@ -191,9 +192,9 @@ def _reduced(spec: LinearCrossEntropy, rows: _Rows, operands: Operands, reductio
     return (total / divisor if divides_last else total) + jnp.sum(wrong)
 
 
-def _rows_per_chunk(function: str, value: object, classes: Any, dtype: np.dtype[Any]) -> int:
+def _rows_per_chunk(function: str, value: object, x: jax.Array, kernel: jax.Array) -> int:
     if value is None:
-        return chunks.default_rows_per_chunk(classes, dtype)
+        return chunks.default_rows_per_chunk(x, kernel)
     rows = checks.check_int(function, "rows_per_chunk", value, "None chooses it")
     if rows < 1:
         raise ValueError(f"{function}: rows_per_chunk must be positive, got {rows}; None chooses it.")
