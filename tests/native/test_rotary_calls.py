@@ -8,6 +8,7 @@ from calls import BF16, WORKSPACE, call, each_is_refused, is_refused, struct, wi
 pytestmark = pytest.mark.kernels
 
 FWD, BWD = "jaxnorm_qk_norm_rotary_fwd", "jaxnorm_qk_norm_rotary_bwd"
+PACKED_FWD, PACKED_BWD = "jaxnorm_qkv_norm_rotary_fwd", "jaxnorm_qkv_norm_rotary_bwd"
 BATCH, TOKENS, HEADS, KEYS, COLS, PAIRS = 2, 5, 6, 3, 16, 8
 Q, K = struct(BATCH, TOKENS, HEADS, COLS), struct(BATCH, TOKENS, KEYS, COLS)
 Q_RSTD, K_RSTD = struct(BATCH, TOKENS, HEADS, 1), struct(BATCH, TOKENS, KEYS, 1)
@@ -35,6 +36,15 @@ NO_NORM = {"norm": "none", "has_q_scale": False, "has_k_scale": False}
 OPERANDS = (Q, K, SCALES, SCALE, POSITIONS, FREQUENCIES)
 GRADIENTS = (Q, K, SCALES, SCALE)
 
+# Of the one array of q, k and v.
+QKV, V = struct(BATCH, TOKENS, HEADS + 2 * KEYS, COLS), K
+PACKED = without(BOTH, "heads_axis") | {"heads": np.int64(HEADS), "kv_heads": np.int64(KEYS)}
+PACKED_FORWARD = {**PACKED, "epsilon": np.float32(1e-6), "with_v": True}
+PACKED_WANTED = {"with_dqkv": True, "with_dq_scale": True, "with_dk_scale": True}
+PACKED_BACKWARD = {**PACKED, **PACKED_WANTED, "has_qkv": True, "has_dv_out": True}
+PACKED_OPERANDS = (QKV, SCALES, SCALE, POSITIONS, FREQUENCIES)
+PACKED_GRADIENTS = (QKV, SCALES, SCALE)
+
 
 def forward(operands=OPERANDS, results=(Q, K, *STATISTICS), **changes):
     return call(FWD, list(results), operands, FORWARD | changes)
@@ -42,6 +52,14 @@ def forward(operands=OPERANDS, results=(Q, K, *STATISTICS), **changes):
 
 def backward(operands=(Q, *OPERANDS, *STATISTICS, K), results=GRADIENTS, extra=None, **changes):
     return call(BWD, [*results, *(WORKSPACE if extra is None else extra)], operands, BACKWARD | changes)
+
+
+def packed_forward(operands=PACKED_OPERANDS, results=(Q, K, V, *STATISTICS), **changes):
+    return call(PACKED_FWD, list(results), operands, PACKED_FORWARD | changes)
+
+
+def packed_backward(operands=(Q, *PACKED_OPERANDS, *STATISTICS, K, V), results=PACKED_GRADIENTS, **changes):
+    return call(PACKED_BWD, [*results, *WORKSPACE], operands, PACKED_BACKWARD | changes)
 
 
 def replaced(index, by, of=OPERANDS):
@@ -67,6 +85,19 @@ def test_calls_as_they_should_be():
     assert len(backward()) == 4 + len(WORKSPACE)
     assert len(backward((Q, POSITIONS, FREQUENCIES, K), [Q, K], has_q=False, has_k=False, **without_scales())) >= 2
     assert len(backward(results=[SCALE], with_dq=False, with_dk=False, with_dq_scale=False)) == 1 + len(WORKSPACE)
+
+
+def test_packed_calls_as_they_should_be():
+    assert len(packed_forward()) == 5
+    assert len(packed_forward(results=[Q, K], with_v=False)) == 2
+    assert len(packed_forward(results=[Q, K, V, Q_RSTD, Q_RSTD, K_RSTD, K_RSTD], norm="layer")) == 7
+    assert len(packed_forward((*PACKED_OPERANDS[:3], TABLE, TABLE), **TABLES)) == 5
+    assert len(packed_forward((QKV, POSITIONS, FREQUENCIES), [Q, K, V], **NO_NORM)) == 3
+    assert len(packed_backward()) == 3 + len(WORKSPACE)
+    assert len(packed_backward((Q, *PACKED_OPERANDS, *STATISTICS, K), has_dv_out=False)) == 3 + len(WORKSPACE)
+    assert len(packed_backward(results=[SCALE], with_dqkv=False, with_dq_scale=False)) == 1 + len(WORKSPACE)
+    no_norm = {"has_qkv": False, **without_scales()}
+    assert len(packed_backward((Q, POSITIONS, FREQUENCIES, K, V), [QKV], **no_norm)) >= 1
 
 
 def without_scales():
@@ -137,9 +168,50 @@ MALFORMED_BACKWARD = {
     "results more": ({"extra": [*WORKSPACE, Q_RSTD]}, "results"),
 }
 
+MALFORMED_PACKED_FORWARD = {
+    "no operands": ({"operands": ()}, "missing"),
+    "no heads axis": ({"operands": (struct(COLS), *PACKED_OPERANDS[1:])}, "expected an axis of so many"),
+    "fewer heads": ({"heads": np.int64(HEADS - 1)}, "qkv is"),
+    "more heads of k": ({"kv_heads": np.int64(KEYS + 1)}, "qkv is"),
+    "heads below zero": ({"heads": np.int64(-HEADS)}, "are -6 and twice 3"),
+    "heads beyond all bounds": ({"kv_heads": np.int64(1 << 62)}, "expected an axis of so many"),
+    "integer qkv": ({"operands": replaced(0, struct(*QKV.shape, dtype=jnp.int32), PACKED_OPERANDS)}, "qkv is S32"),
+    "long heads": (
+        {
+            "operands": (struct(*QKV.shape[:-1], 520), *[struct(520)] * 2, *PACKED_OPERANDS[3:]),
+            "results": [struct(BATCH, TOKENS, n, 520) for n in (HEADS, KEYS, KEYS)],
+        },
+        "at most 512",
+    ),
+    "scale of all heads": ({"operands": replaced(1, struct(HEADS + 2 * KEYS, COLS), PACKED_OPERANDS)}, "q_scale"),
+    "k_out of q's heads": ({"results": [Q, Q, V, *STATISTICS]}, "k_out"),
+    "v_out of q's heads": ({"results": [Q, K, Q, *STATISTICS]}, "v_out"),
+    "v_out of another dtype": ({"results": [Q, K, struct(*V.shape, dtype=BF16), *STATISTICS]}, "v_out is BF16"),
+    "no v_out": ({"results": [Q, K]}, "v_out is missing"),
+    "v_out that is not wanted": ({"results": [Q, K, V], "with_v": False}, "q_rstd"),
+    "one statistic": ({"results": [Q, K, V, Q_RSTD]}, "k_rstd is missing"),
+}
+MALFORMED_PACKED_BACKWARD = {
+    "no qkv": ({"operands": (Q, *PACKED_OPERANDS[1:], *STATISTICS, K, V), "has_qkv": False}, "is missing"),
+    "qkv without v": (
+        {"operands": (Q, struct(BATCH, TOKENS, HEADS + KEYS, COLS), *PACKED_OPERANDS[1:], *STATISTICS, K, V)},
+        "qkv is",
+    ),
+    "dq_out of all heads": ({"operands": (QKV, *PACKED_OPERANDS, *STATISTICS, K, V)}, "dq_out"),
+    "dk_out of q's heads": ({"operands": (Q, *PACKED_OPERANDS, *STATISTICS, Q, V)}, "dk_out"),
+    "dv_out of q's heads": ({"operands": (Q, *PACKED_OPERANDS, *STATISTICS, K, Q)}, "dv_out"),
+    "no dv_out": ({"operands": (Q, *PACKED_OPERANDS, *STATISTICS, K)}, "dv_out is missing"),
+    "dv_out that nobody says there is": ({"has_dv_out": False}, "operands"),
+    "dqkv without v": ({"results": (struct(BATCH, TOKENS, HEADS + KEYS, COLS), SCALES, SCALE)}, "dqkv"),
+    "dqkv of another dtype": ({"results": (struct(*QKV.shape, dtype=BF16), SCALES, SCALE)}, "dqkv is BF16"),
+    "dqkv that is not wanted": ({"with_dqkv": False}, "dq_scale"),
+}
+
 
 test_a_malformed_forward = each_is_refused(FWD, forward, MALFORMED_FORWARD)
 test_a_malformed_backward = each_is_refused(BWD, backward, MALFORMED_BACKWARD)
+test_a_malformed_packed_forward = each_is_refused(PACKED_FWD, packed_forward, MALFORMED_PACKED_FORWARD)
+test_a_malformed_packed_backward = each_is_refused(PACKED_BWD, packed_backward, MALFORMED_PACKED_BACKWARD)
 
 
 @pytest.mark.parametrize("missing", FORWARD)
@@ -152,3 +224,16 @@ def test_a_forward_without_an_attribute(missing):
 def test_a_backward_without_an_attribute(missing):
     with is_refused("", "attributes"):
         call(BWD, [*GRADIENTS, *WORKSPACE], (Q, *OPERANDS, *STATISTICS, K), without(BACKWARD, missing))
+
+
+@pytest.mark.parametrize("missing", PACKED_FORWARD)
+def test_a_packed_forward_without_an_attribute(missing):
+    with is_refused("", "attributes"):
+        call(PACKED_FWD, [Q, K, V], PACKED_OPERANDS, without(PACKED_FORWARD, missing))
+
+
+@pytest.mark.parametrize("missing", PACKED_BACKWARD)
+def test_a_packed_backward_without_an_attribute(missing):
+    operands = (Q, *PACKED_OPERANDS, *STATISTICS, K, V)
+    with is_refused("", "attributes"):
+        call(PACKED_BWD, [*PACKED_GRADIENTS, *WORKSPACE], operands, without(PACKED_BACKWARD, missing))

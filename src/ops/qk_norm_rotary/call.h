@@ -7,6 +7,9 @@
 //
 // The i-th pair is (i, i + rotary_dim / 2), or of interleaved ones (2 i, 2 i + 1). Its cos and sin stand in tables, or
 // are those of position * frequencies[i], computed in f32. All is computed in f32 and rounded once.
+//
+// q and k may be parts of one packed array, of which a token has the heads of q, those of k and those of the values v;
+// these are copied as they are.
 #pragma once
 
 #include "ops/norm/call.h"
@@ -29,9 +32,11 @@ struct Rotation {
   BroadcastRows token_rows;
 };
 
-// q or k. Token t has its row for head h at row (t / inner * heads + h) * inner + t % inner.
+// q or k. Token t has its row for head h at row (t / inner * rows + h) * inner + t % inner, where `rows` are as many as
+// there are heads or, of a packed array whose part for q or k begins here, those of all its heads; `inner` is 1 there.
 struct Heads {
   int64_t heads = 0;
+  int64_t x_rows = 0, y_rows = 0;  // `rows` of x and of y; if there are statistics, these lie as y does
   Input x;
   Input scale;  // of a row's length, or of `heads` rows
   bool has_scale_per_head = false;
@@ -39,16 +44,25 @@ struct Heads {
   Output y;                                // of x's dtype
 };
 
+// The values of a packed array, or their gradient, of as many heads as k: x is copied to y, which is zero without x.
+struct Values {
+  int64_t x_rows = 0, y_rows = 0;
+  Input x;
+  Output y;  // where it is wanted
+};
+
 struct QkNormRotaryForward {
   HeadNorm norm;
   int64_t tokens, inner, cols;
   Heads q, k;
+  Values v;
   Rotation rotation;
   float epsilon, scale_offset;
 };
 
 struct HeadsGrad {
   int64_t heads = 0;
+  int64_t x_rows = 0;  // `rows` of x and dx; dy and the statistics have as many as there are heads
   Input dy, x, scale;  // dy and x of one dtype; without a norm there are no x, scale and statistics
   bool has_scale_per_head = false;
   const float *mean = nullptr, *rstd = nullptr;
@@ -59,6 +73,7 @@ struct QkNormRotaryBackward {
   HeadNorm norm;
   int64_t tokens, inner, cols;
   HeadsGrad q, k;
+  Values v;
   Rotation rotation;
   float scale_offset;
   Workspace workspace;

@@ -1,9 +1,12 @@
-// The readers of rotary embedding with the norms of queries and keys, whose rows are those of their last axis.
+// The readers of rotary embedding with the norms of queries and keys, whose rows are those of their last axis. Those of
+// packed arrays read the same calls but that q, k and v are one operand, and their gradient one result.
 #pragma once
 
 #include <algorithm>
+#include <climits>
 #include <string>
 #include <string_view>
+#include <type_traits>
 
 #include "ffi/table.h"
 #include "ops/qk_norm_rotary/call.h"
@@ -21,6 +24,9 @@ struct RotaryShapes {
   RowShapes tokens;
   HeadShapes q, k;
   int64_t inner = 1;
+  Shape packed;  // of q, k and v as one array; empty: they are apart
+
+  int64_t rows_of(const HeadShapes& part) const { return packed.empty() ? part.heads : packed.end()[-2]; }
 };
 
 // Which operands there are beside q and k, and what is the same in both directions.
@@ -50,21 +56,10 @@ inline RotaryFlags read_rotary_flags(Reader& in) {
   return f;
 }
 
-// Of q and k, or of their cotangents, the operands of these indices.
-inline RotaryShapes read_rotary_shapes(Reader& in, size_t q_index, size_t k_index) {
+// Of q with its heads along `axis`, and of k with as many as that.
+inline RotaryShapes rotary_shapes(Reader& in, const Shape& q, int64_t axis, int64_t k_heads) {
   RotaryShapes s;
-  s.q.rows = in.rows(1, q_index);
-  s.k.rows = in.rows(1, k_index);
-  const int64_t rank = s.q.rows.x.size(), axis = rank + in.attribute<int64_t>("heads_axis");
-  const Shape &q = s.q.rows.x, &k = s.k.rows.x;
-  if (axis < 0 || axis > rank - 2 || k.size() != q.size()) {
-    in.fail("q is " + text(q) + " and k is " + text(k) + ", expected one rank, with an axis of heads");
-    return s;
-  }
-  Shape expected = q;
-  expected[axis] = k[axis];
-  if (k != expected) in.fail("k is " + text(k) + ", expected " + text(expected) + " as q is " + text(q));
-  const int64_t cols = q.back();
+  const int64_t rank = q.size(), cols = q.back();
   if (cols > kRotaryCols) {
     in.fail("rows are of " + std::to_string(cols) + " elements, expected at most " + std::to_string(kRotaryCols));
   }
@@ -78,13 +73,60 @@ inline RotaryShapes read_rotary_shapes(Reader& in, size_t q_index, size_t k_inde
   s.tokens.cols = cols;
   for (size_t i = 0; i + 1 < s.tokens.x.size(); ++i) s.tokens.rows *= s.tokens.x[i];
   for (HeadShapes* heads : {&s.q, &s.k}) {
-    heads->heads = heads->rows.x[axis];
+    heads->heads = heads == &s.q ? q[axis] : k_heads;
+    heads->rows.x = q;
+    heads->rows.x[axis] = heads->heads;
+    heads->rows.statistics = heads->rows.x;
+    heads->rows.statistics.back() = 1;
     heads->weights.x = {heads->heads, cols};
     heads->weights.weight = {cols};
     heads->weights.axes = 1;
     heads->weights.cols = cols;
   }
   return s;
+}
+
+// Of q and k, or of their cotangents, the operands of these indices.
+inline RotaryShapes read_rotary_shapes(Reader& in, size_t q_index, size_t k_index) {
+  const Shape q = in.rows(1, q_index).x, k = in.rows(1, k_index).x;
+  const int64_t rank = q.size(), axis = rank + in.attribute<int64_t>("heads_axis");
+  if (axis < 0 || axis > rank - 2 || k.size() != q.size()) {
+    in.fail("q is " + text(q) + " and k is " + text(k) + ", expected one rank, with an axis of heads");
+    return {};
+  }
+  const RotaryShapes s = rotary_shapes(in, q, axis, k[axis]);
+  const Shape& expected = s.k.rows.x;
+  if (k != expected) in.fail("k is " + text(k) + ", expected " + text(expected) + " as q is " + text(q));
+  return s;
+}
+
+// Of the packed array or of the cotangent of q, the first operand: how many heads it has is seen when it is read.
+inline RotaryShapes read_packed_shapes(Reader& in) {
+  Shape q = in.rows(1).x;
+  const int64_t rank = q.size(), heads = in.attribute<int64_t>("heads"), kv_heads = in.attribute<int64_t>("kv_heads");
+  if (rank < 2 || std::min(heads, kv_heads) < 0 || std::max(heads, kv_heads) > INT_MAX) {
+    in.fail("the heads of " + text(q) + " are " + std::to_string(heads) + " and twice " + std::to_string(kv_heads) +
+            ", expected an axis of so many");
+    return {};
+  }
+  q[rank - 2] = heads;
+  RotaryShapes s = rotary_shapes(in, q, rank - 2, kv_heads);
+  s.packed = q;
+  s.packed[rank - 2] = heads + 2 * kv_heads;
+  return s;
+}
+
+// Hands out the parts of a packed array that are for q and for k; the rest, for v, is returned.
+template <class Array>
+Array share_out(const RotaryShapes& s, const Array& packed, Array* q, Array* k) {
+  using Byte = std::conditional_t<std::is_same_v<Array, Input>, const char, char>;
+  const auto from = [&](int64_t head) {
+    return packed ? Array{static_cast<Byte*>(packed.data) + head * s.tokens.cols * size_of(packed.dtype), packed.dtype}
+                  : packed;
+  };
+  *q = packed;
+  *k = from(s.q.heads);
+  return from(s.q.heads + s.k.heads);
 }
 
 // A scale for all heads or one for each.
@@ -119,8 +161,9 @@ inline Rotation read_rotation(Reader& in, const RotaryFlags& flags, const RowSha
   return r;
 }
 
-inline QkNormRotaryForward read_qk_norm_rotary(Reader& in) {
-  RotaryShapes s = read_rotary_shapes(in, 0, 1);
+template <bool PACKED>
+QkNormRotaryForward read_qk_norm_rotary(Reader& in) {
+  RotaryShapes s = PACKED ? read_packed_shapes(in) : read_rotary_shapes(in, 0, 1);
   const RotaryFlags flags = read_rotary_flags(in);
   QkNormRotaryForward p{};
   p.norm = flags.norm;
@@ -129,16 +172,23 @@ inline QkNormRotaryForward read_qk_norm_rotary(Reader& in) {
   p.cols = s.tokens.cols;
   p.epsilon = in.attribute<float>("epsilon");
   p.scale_offset = in.attribute<float>("scale_offset");
-  p.q.heads = s.q.heads;
-  p.k.heads = s.k.heads;
-  p.q.x = in.operand("q", s.q.rows.x);
+  p.q.heads = p.q.y_rows = s.q.heads;
+  p.k.heads = p.k.y_rows = p.v.y_rows = s.k.heads;
+  p.q.x_rows = s.rows_of(s.q);
+  p.k.x_rows = p.v.x_rows = s.rows_of(s.k);
+  if (PACKED) {
+    p.v.x = share_out(s, in.operand("qkv", s.packed), &p.q.x, &p.k.x);
+  } else {
+    p.q.x = in.operand("q", s.q.rows.x);
+    p.k.x = in.operand("k", s.k.rows.x, p.q.x.dtype);
+  }
   const Dtype dtype = p.q.x.dtype;
-  p.k.x = in.operand("k", s.k.rows.x, dtype);
   p.q.scale = read_head_scale(in, "q_scale", flags.q_scale, s.q, &p.q.has_scale_per_head);
   p.k.scale = read_head_scale(in, "k_scale", flags.k_scale, s.k, &p.k.has_scale_per_head);
   p.rotation = read_rotation(in, flags, s.tokens);
   p.q.y = in.result("q_out", s.q.rows.x, dtype);
   p.k.y = in.result("k_out", s.k.rows.x, dtype);
+  if (PACKED && in.flag("with_v")) p.v.y = in.result("v_out", s.k.rows.x, dtype);
   if (flags.norm == HeadNorm::none || !in.has_result(s.q.rows.statistics)) return p;
   const bool layer = flags.norm == HeadNorm::layer;
   if (layer) p.q.mean = in.f32_result("q_mean", s.q.rows.statistics);
@@ -149,12 +199,14 @@ inline QkNormRotaryForward read_qk_norm_rotary(Reader& in) {
 }
 
 // Without a norm there may be q and k, which are not read.
-inline QkNormRotaryBackward read_qk_norm_rotary_grad(Reader& in) {
-  const bool has_q = in.flag("has_q"), has_k = in.flag("has_k");
+template <bool PACKED>
+QkNormRotaryBackward read_qk_norm_rotary_grad(Reader& in) {
+  const bool has_q = in.flag(PACKED ? "has_qkv" : "has_q"), has_k = PACKED ? has_q : in.flag("has_k");
   const RotaryFlags flags = read_rotary_flags(in);
   const bool normed = flags.norm != HeadNorm::none, layer = flags.norm == HeadNorm::layer;
   in.require((has_q && has_k) || !normed, "there is a norm, and q or k is missing");
-  RotaryShapes s = read_rotary_shapes(in, 0, size_t{1} + has_q + has_k + flags.operands() + flags.statistics());
+  const size_t k_index = size_t{1} + has_q + has_k + flags.operands() + flags.statistics();
+  RotaryShapes s = PACKED ? read_packed_shapes(in) : read_rotary_shapes(in, 0, k_index);
   QkNormRotaryBackward p{};
   p.norm = flags.norm;
   p.tokens = s.tokens.rows;
@@ -162,11 +214,17 @@ inline QkNormRotaryBackward read_qk_norm_rotary_grad(Reader& in) {
   p.cols = s.tokens.cols;
   p.scale_offset = in.attribute<float>("scale_offset");
   p.q.heads = s.q.heads;
-  p.k.heads = s.k.heads;
+  p.k.heads = p.v.x_rows = s.k.heads;
+  p.q.x_rows = s.rows_of(s.q);
+  p.k.x_rows = p.v.y_rows = s.rows_of(s.k);
   p.q.dy = in.operand("dq_out", s.q.rows.x);
   const Dtype dtype = p.q.dy.dtype;
-  if (has_q) p.q.x = in.operand("q", s.q.rows.x, dtype);
-  if (has_k) p.k.x = in.operand("k", s.k.rows.x, dtype);
+  if (PACKED && has_q) {
+    share_out(s, in.operand("qkv", s.packed, dtype), &p.q.x, &p.k.x);
+  } else {
+    if (has_q) p.q.x = in.operand("q", s.q.rows.x, dtype);
+    if (has_k) p.k.x = in.operand("k", s.k.rows.x, dtype);
+  }
   p.q.scale = read_head_scale(in, "q_scale", flags.q_scale, s.q, &p.q.has_scale_per_head);
   p.k.scale = read_head_scale(in, "k_scale", flags.k_scale, s.k, &p.k.has_scale_per_head);
   p.rotation = read_rotation(in, flags, s.tokens);
@@ -175,8 +233,13 @@ inline QkNormRotaryBackward read_qk_norm_rotary_grad(Reader& in) {
   if (layer) p.k.mean = in.f32_operand("k_mean", s.k.rows.statistics);
   if (normed) p.k.rstd = in.f32_operand("k_rstd", s.k.rows.statistics);
   p.k.dy = in.operand("dk_out", s.k.rows.x, dtype);
-  if (in.flag("with_dq")) p.q.dx = in.result("dq", s.q.rows.x, dtype);
-  if (in.flag("with_dk")) p.k.dx = in.result("dk", s.k.rows.x, dtype);
+  if (PACKED) {
+    if (in.flag("has_dv_out")) p.v.x = in.operand("dv_out", s.k.rows.x, dtype);
+    if (in.flag("with_dqkv")) p.v.y = share_out(s, in.result("dqkv", s.packed, dtype), &p.q.dx, &p.k.dx);
+  } else {
+    if (in.flag("with_dq")) p.q.dx = in.result("dq", s.q.rows.x, dtype);
+    if (in.flag("with_dk")) p.k.dx = in.result("dk", s.k.rows.x, dtype);
+  }
   const bool with_dq_scale = in.flag("with_dq_scale"), with_dk_scale = in.flag("with_dk_scale");
   in.require((p.q.scale || !with_dq_scale) && (p.k.scale || !with_dk_scale), "dscale is wanted and there is no scale");
   if (with_dq_scale) p.q.dscale = in.weight_result("dq_scale", s.q.weights, p.q.scale.dtype);
@@ -189,8 +252,11 @@ namespace ops::qk_norm_rotary {
 
 template <class Platform>
 inline constexpr std::tuple kTable{
-    Row{"jaxnorm_qk_norm_rotary_fwd", read_qk_norm_rotary},
-    Row{"jaxnorm_qk_norm_rotary_bwd", read_qk_norm_rotary_grad,
+    Row{"jaxnorm_qk_norm_rotary_fwd", read_qk_norm_rotary<false>},
+    Row{"jaxnorm_qk_norm_rotary_bwd", read_qk_norm_rotary_grad<false>,
+        Platform::workspace(cuda::qk_norm_rotary_grad_workspace)},
+    Row{"jaxnorm_qkv_norm_rotary_fwd", read_qk_norm_rotary<true>},
+    Row{"jaxnorm_qkv_norm_rotary_bwd", read_qk_norm_rotary_grad<true>,
         Platform::workspace(cuda::qk_norm_rotary_grad_workspace)},
     Limit{"rotary_cols", kRotaryCols},
 };

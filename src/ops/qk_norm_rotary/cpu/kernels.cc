@@ -90,21 +90,24 @@ template <class H, class Y>
   for_each_vector(cols - dim, [&](int64_t i, auto extent) { y(dim + i, h(dim + i, extent), extent); });
 }
 
-// Rows [first, first + count) of q or k. Of each, which is one further: its turns, and its row of the scale.
+// Rows [first, first + count) of q or k; in x, which may be packed, they lie `x_further` rows further. Of each, which
+// is one further: its turns, and its row of the scale.
 struct Run {
-  int64_t first, count;
+  int64_t first, count, x_further;
   const float* turns;
   int64_t turns_step, scale_begin, scale_step;
 };
 
-// Calls run(Run) for all rows of tokens [begin, end), whose turns these are.
+// Calls run(Run) for all rows of tokens [begin, end), whose turns these are. `rows`: of a token; of x `x_more` more.
 template <class P, class Of, class F>
-void for_each_run(const P& p, const Of& of, const Turns& turns, int64_t begin, int64_t end, F run) {
-  const int64_t heads = of.heads, inner = heads == 1 ? p.tokens : p.inner,
+void for_each_run(const P& p, const Of& of, int64_t rows, const Turns& turns, int64_t begin, int64_t end, F run) {
+  const int64_t heads = of.heads, x_more = of.x_rows - rows, inner = rows == 1 && x_more == 0 ? p.tokens : p.inner,
                 scale_step = of.has_scale_per_head ? p.cols : 0;
   if (inner == 1) {
-    for (int64_t token = begin; token < end; ++token)
-      run(Run{token * heads, heads, turns.of_first() + (token - begin) * turns.step(), 0, 0, scale_step});
+    for (int64_t token = begin; token < end; ++token) {
+      const float* const of_token = turns.of_first() + (token - begin) * turns.step();
+      run(Run{token * rows, heads, token * x_more, of_token, 0, 0, scale_step});
+    }
     return;
   }
   for (int64_t token = begin, count; token < end; token += count) {
@@ -112,8 +115,8 @@ void for_each_run(const P& p, const Of& of, const Turns& turns, int64_t begin, i
     count = left < end - token ? left : end - token;
     const float* const of_token = turns.of_first() + (token - begin) * turns.step();
     for (int64_t head = 0; head < heads; ++head) {
-      const int64_t first = (outer * heads + head) * inner + token % inner;
-      run(Run{first, count, of_token, turns.step(), head * scale_step, 0});
+      const int64_t first = (outer * rows + head) * inner + token % inner;
+      run(Run{first, count, outer * x_more * inner, of_token, turns.step(), head * scale_step, 0});
     }
   }
 }
@@ -187,9 +190,9 @@ void qk_norm_rotary(const QkNormRotaryForward& p, int64_t begin, int64_t end, in
         const auto run_heads = [&](const Heads& of) {
           const HeadRows rows{p.cols, p.epsilon, of.mean, of.rstd};
           const OutputRows<X> y = turned_rows<X>(of.y, p.cols, p.rotation, traffic);
-          for_each_run(p, of, turns, first, last, [&](const Run& run) {
+          for_each_run(p, of, of.y_rows, turns, first, last, [&](const Run& run) {
             const WriteTurned<X> write{p.rotation, p.cols, of.scale, y, run};
-            const Stored<X> load{of.x, p.cols};
+            const Stored<X> load{{InputRows<X>(of.x, p.cols)[run.x_further], of.x.dtype}, p.cols};
             for_rows<kTogether, decltype(stats)>(rows, run.first, run.first + run.count, traffic, load, write);
           });
         };
@@ -231,9 +234,9 @@ struct TurnedGrad {
 
   DyAndX<float, X> operands(int64_t row) const {
     turn_back(row, RowWriter<float>{kept, false});
-    return {{kept, 0}, x.reader(row)};
+    return {{kept, 0}, x.reader(row + run.x_further)};
   }
-  WriteDx<X> result(int64_t row) const { return {dx[row]}; }
+  WriteDx<X> result(int64_t row) const { return {dx[row + run.x_further]}; }
   GradWeights weights(int64_t row) const {
     const int64_t begin = run.scale_begin + (row - run.first) * run.scale_step;
     return {Weight(of.scale, 1, begin), dscale ? dscale + begin : nullptr, nullptr};
@@ -254,7 +257,7 @@ void run_grad(const QkNormRotaryBackward& p, const HeadsGrad& of, const Run& run
   if constexpr (__is_same(Stats, Unnormed)) grad.dx = turned_rows<X>(of.dx, p.cols, p.rotation, traffic);
   for (int64_t row = run.first; row < run.first + run.count; ++row) {
     if constexpr (__is_same(Stats, Unnormed)) {
-      grad.turn_back(row, grad.dx[row]);
+      grad.turn_back(row, grad.dx[row + run.x_further]);
     } else {
       grad_row<Stats>(rows, grad, row);
     }
@@ -270,7 +273,7 @@ void qk_norm_rotary_grad(const QkNormRotaryBackward& p, int64_t begin, int64_t e
       for_each_turned_block(turns, begin, end, [&](int64_t first, int64_t last) {
         const auto run_heads = [&](const HeadsGrad& of, float* dscale) {
           if (!of.dx && !dscale) return;
-          for_each_run(p, of, turns, first, last, [&](const Run& run) {
+          for_each_run(p, of, of.heads, turns, first, last, [&](const Run& run) {
             run_grad<decltype(stats), decltype(x_type)>(p, of, run, dscale, traffic);
           });
         };
