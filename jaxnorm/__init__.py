@@ -28,6 +28,7 @@ from jaxnorm.ops.norm.gated_api import gated_rms_norm, gated_rms_norm_quantized
 from jaxnorm.ops.norm.quantized_api import RowStatistics, layer_norm_quantized, rms_norm_quantized
 from jaxnorm.ops.options import implementation
 from jaxnorm.ops.qk_norm_rotary.api import qk_norm_rotary
+from jaxnorm.ops.qk_norm_rotary.packed_api import qkv_norm_rotary
 from jaxnorm.ops.quantize.api import quantize
 from jaxnorm.ops.quantized_dot.api import quantized_dot
 from jaxnorm.ops.sandwich_norm.api import rms_norm_add_rms_norm
@@ -65,6 +66,7 @@ __all__ = [
     "linear_cross_entropy",
     "log_softmax",
     "qk_norm_rotary",
+    "qkv_norm_rotary",
     "quantize",
     "quantize_linears",
     "quantized_dot",

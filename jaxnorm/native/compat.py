@@ -72,9 +72,9 @@ def are_summed(*arrays: jax.Array) -> list[bool]:
     return [aval.mat.varying != all_axes and aval.dtype in (jnp.bfloat16, jnp.float16) for aval in types]
 
 
-def shard_count(array: jax.Array, axis: int) -> int:
-    """The number of devices over which an Explicit mesh shards an axis."""
-    sharding: Any = jax.typeof(array).sharding
+def shard_count(array: Any, axis: int) -> int:
+    """The number of devices over which an Explicit mesh shards an axis of an array, or of one of this type."""
+    sharding: Any = (array if isinstance(array, jax.core.ShapedArray) else jax.typeof(array)).sharding
     names = sharding.spec[axis]
     names = names if isinstance(names, tuple) else (names,)
     return math.prod(sharding.mesh.shape[name] for name in names if name is not None)

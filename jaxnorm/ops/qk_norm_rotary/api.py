@@ -1,5 +1,6 @@
 """The public function of rotary embedding with the norms of queries and keys."""
 
+from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -83,41 +84,43 @@ def qk_norm_rotary(
 
     Source: RoFormer, https://arxiv.org/abs/2104.09864; Query-Key Normalization, https://arxiv.org/abs/2010.04245.
     """
-    options = Options(epsilon, scale_offset, normalize, axis_of_heads, implementation)
+    options = Options(epsilon, scale_offset, normalize, implementation)
     rotation = Rotation(positions, cos, sin, theta, frequencies, rotary_dim, interleaved)
-    return _rotated(options, rotation, Operands(q, k, q_scale, k_scale))
+    return _rotated(options, rotation, Operands(q, k, q_scale, k_scale), axis_of_heads)
 
 
 class Options(NamedTuple):
-    """The keywords that are not about the rotation, as a caller gave them."""
+    """The keywords that are not about the rotation, nor where the heads are, as a caller gave them."""
 
     epsilon: Any
     scale_offset: Any
     normalize: Any
-    axis_of_heads: Any
     implementation: Any
 
+    def checked(self, function: str, x: jax.Array, rotation: Rotation, arrays: Iterable[Any]) -> dict[str, Any]:
+        """The fields of a spec, for a checked rotation and all arrays that are computed with."""
+        return {
+            "norm": check_normalize(function, self.normalize),
+            "rotary_dim": rotation.rotary_dim,
+            "interleaved": rotation.interleaved,
+            "epsilon": checks.check_epsilon(function, self.epsilon),
+            "scale_offset": checks.check_scale_offset(function, self.scale_offset),
+            "compute_dtype": dims.wide_dtype(a.dtype for a in (*arrays, *rotation.tables) if a is not None),
+            "out_dtype": np.dtype(x.dtype),
+        }
 
-def _rotated(options: Options, rotation: Rotation, arrays: Operands) -> tuple[jax.Array, jax.Array]:
+
+def _rotated(options: Options, rotation: Rotation, arrays: Operands, axis_of_heads: Any) -> tuple[jax.Array, jax.Array]:
     choice = checks.check_implementation(NAME, options.implementation)
-    tokens = check_tokens(NAME, arrays.q, options.axis_of_heads)
-    q, k = tokens.q, check_k(NAME, arrays.k, tokens)
+    tokens = check_tokens(NAME, arrays.q, axis_of_heads)
+    q, k = tokens.x, check_k(NAME, arrays.k, tokens)
     norm = check_normalize(NAME, options.normalize)
-    q_scale = check_scale(NAME, "q_scale", arrays.q_scale, q, tokens, norm)
-    k_scale = check_scale(NAME, "k_scale", arrays.k_scale, k, tokens, norm)
+    of_k = tokens._replace(x=k, name="k")
+    q_scale = check_scale(NAME, "q_scale", arrays.q_scale, q.shape[tokens.heads_axis], tokens, norm)
+    k_scale = check_scale(NAME, "k_scale", arrays.k_scale, k.shape[tokens.heads_axis], of_k, norm)
     rotation = check_rotation(NAME, rotation, tokens)
-    tables = rotation.frequencies, rotation.cos, rotation.sin
-    spec = QKNormRotary(
-        norm=norm,
-        heads_axis=tokens.heads_axis,
-        rotary_dim=rotation.rotary_dim,
-        interleaved=rotation.interleaved,
-        epsilon=checks.check_epsilon(NAME, options.epsilon),
-        scale_offset=checks.check_scale_offset(NAME, options.scale_offset),
-        compute_dtype=dims.wide_dtype(a.dtype for a in (q, k, q_scale, k_scale, *tables) if a is not None),
-        out_dtype=np.dtype(q.dtype),
-        **choice.asks(NAME),
-    )
+    fields = options.checked(NAME, q, rotation, (q, k, q_scale, k_scale))
+    spec = QKNormRotary(heads_axis=tokens.heads_axis, **fields, **choice.asks(NAME))
     angles = angles_of(NAME, rotation, tokens, spec.compute_dtype)
     operands = Operands(q, k, q_scale, k_scale, **angles)
     q_out, k_out = QK_NORM_ROTARY(spec, operands, choice.implementation)

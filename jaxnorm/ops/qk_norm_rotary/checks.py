@@ -1,4 +1,4 @@
-"""What is checked of the arguments of `qk_norm_rotary`, and made of them for its op."""
+"""What is checked of the arguments of `qk_norm_rotary` and `qkv_norm_rotary`, and made of them for their ops."""
 
 from typing import Any, NamedTuple
 
@@ -17,23 +17,26 @@ NORMALIZE: dict[Any, HeadNorm] = {True: "rms", "rms": "rms", "layer": "layer", F
 
 
 class Tokens(NamedTuple):
-    """The tokens of q, as it is laid out."""
+    """The tokens of an array of heads, as it is laid out."""
 
-    q: jax.Array
+    x: jax.Array
     heads_axis: int  # -2 or -3
+    name: str = "q"
+    how: str = ""  # it is laid out, if not as it was given
 
     @property
     def axes(self) -> list[int]:
-        """Those of q, counted from the end, that are neither the heads' nor a head's."""
-        return [axis for axis in range(-self.q.ndim, -1) if axis != self.heads_axis]
+        """Those of x, counted from the end, that are neither the heads' nor a head's."""
+        return [axis for axis in range(-self.x.ndim, -1) if axis != self.heads_axis]
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        return tuple(self.q.shape[axis] for axis in self.axes)
+        return tuple(self.x.shape[axis] for axis in self.axes)
 
     @property
-    def heads(self) -> Any:
-        return self.q.shape[self.heads_axis]
+    def what(self) -> str:
+        """x, in a message."""
+        return f"{self.name}, which has shape {self.x.shape}{self.how}"
 
 
 class Rotation(NamedTuple):
@@ -47,6 +50,10 @@ class Rotation(NamedTuple):
     rotary_dim: Any
     interleaved: Any
 
+    @property
+    def tables(self) -> tuple[Any, ...]:
+        return self.frequencies, self.cos, self.sin
+
 
 def check_tokens(function: str, q: Any, axis_of_heads: Any) -> Tokens:
     """q as an array of heads, of which the last axis has the elements."""
@@ -58,21 +65,29 @@ def check_tokens(function: str, q: Any, axis_of_heads: Any) -> Tokens:
             f"{function}: axis_of_heads={axis} of q, which has shape {q.shape}, expected -2, of (..., tokens, heads, "
             f"head size), or -3, of (..., heads, tokens, head size). Transpose or reshape q."
         )
-    if not isinstance(q.shape[-1], int):
+    return check_whole_heads(function, check_head_size(function, Tokens(q, heads_axis)))
+
+
+def check_head_size(function: str, tokens: Tokens) -> Tokens:
+    if not isinstance(tokens.x.shape[-1], int):
         raise ValueError(
-            f"{function}: the last axis of q, which has shape {q.shape}, has a symbolic length, expected a number: the "
-            f"frequencies depend on it. Export the program for this head size."
+            f"{function}: the last axis of {tokens.what}, has a symbolic length, expected a number: the frequencies "
+            f"depend on it. Export the program for this head size."
         )
-    if (shards := compat.shard_count(q, -1)) > 1:
+    return tokens
+
+
+def check_whole_heads(function: str, tokens: Tokens) -> Tokens:
+    if (shards := compat.shard_count(tokens.x, -1)) > 1:
         raise ValueError(
-            f"{function}: the last axis of q, which has shape {q.shape}, is split over {shards} devices of an Explicit "
-            f"mesh, and so would be what is rotated together; shard the heads, or reshard q."
+            f"{function}: the last axis of {tokens.what}, is split over {shards} devices of an Explicit mesh, and so "
+            f"would be what is rotated together; shard the heads, or reshard {tokens.name}."
         )
-    return Tokens(q, heads_axis)
+    return tokens
 
 
 def check_k(function: str, value: Any, tokens: Tokens) -> jax.Array:
-    k, q = checks.check_array(function, "k", value), tokens.q
+    k, q = checks.check_array(function, "k", value), tokens.x
     expected = [n if axis - q.ndim != tokens.heads_axis else "any" for axis, n in enumerate(q.shape)]
     if k.ndim != q.ndim or any(want not in ("any", n) for n, want in zip(k.shape, expected, strict=True)):
         raise ValueError(
@@ -97,11 +112,11 @@ def check_normalize(function: str, normalize: Any) -> HeadNorm:
 
 
 def check_rotary_dim(function: str, rotary_dim: Any, tokens: Tokens) -> int:
-    cols: Any = tokens.q.shape[-1]
+    cols: Any = tokens.x.shape[-1]
     if rotary_dim is None and cols % 2:
         raise ValueError(
-            f"{function}: the last axis of q, which has shape {tokens.q.shape}, has an odd length, of which no pairs "
-            f"can be made; pass rotary_dim, how many of its elements are rotated."
+            f"{function}: the last axis of {tokens.what}, has an odd length, of which no pairs can be made; pass "
+            f"rotary_dim, how many of its elements are rotated."
         )
     if rotary_dim is None:
         dim = cols
@@ -109,14 +124,14 @@ def check_rotary_dim(function: str, rotary_dim: Any, tokens: Tokens) -> int:
         dim = checks.check_int(function, "rotary_dim", rotary_dim, "None rotates whole heads")
     if not 0 < dim <= cols or dim % 2:
         raise ValueError(
-            f"{function}: rotary_dim={dim}, expected an even number from 2 to {cols}, the head size of q, which has "
-            f"shape {tokens.q.shape}. It is the number of rotated elements, not that of pairs."
+            f"{function}: rotary_dim={dim}, expected an even number from 2 to {cols}, the head size of "
+            f"{tokens.what}. It is the number of rotated elements, not that of pairs."
         )
     return int(dim)
 
 
-def check_scale(function: str, name: str, value: Any, x: jax.Array, tokens: Tokens, norm: HeadNorm) -> Any:
-    """A scale as an array, of one head's shape or with a row for each head of x; None for None."""
+def check_scale(function: str, name: str, value: Any, heads: Any, tokens: Tokens, norm: HeadNorm) -> Any:
+    """A scale as an array, of one head's shape or with a row for each of so many heads in x; None for None."""
     if value is None:
         return None
     scale = checks.check_array(function, name, value)
@@ -125,14 +140,14 @@ def check_scale(function: str, name: str, value: Any, x: jax.Array, tokens: Toke
             f"{function}: {name} is given with normalize=False, expected None: a scale is of the norm. Leave it out, "
             f"or multiply before."
         )
-    heads, cols = x.shape[tokens.heads_axis], x.shape[-1]
+    x, cols = tokens.x, tokens.x.shape[-1]
     if scale.shape not in ((cols,), (heads, cols)):
         remedy = "A number: did you mean scale_offset=...?" if scale.shape == () else f"Reshape {name}."
         raise ValueError(
-            f"{function}: {name} has shape {scale.shape}, expected {(cols,)}, the head size of {name[0]}, which has "
-            f"shape {x.shape}, or {(heads, cols)}, a scale for each head. {remedy}"
+            f"{function}: {name} has shape {scale.shape}, expected {(cols,)}, the head size of {tokens.what}, "
+            f"or {(heads, cols)}, a scale for each head. {remedy}"
         )
-    scale = checks.sharded_along(function, name, scale, name[0], x, (tokens.heads_axis, -1)[-scale.ndim :])
+    scale = checks.sharded_along(function, name, scale, tokens.name, x, (tokens.heads_axis, -1)[-scale.ndim :])
     # Kernels take none of no heads; as one for all of them it is read as seldom.
     return scale if scale.size or scale.ndim == 1 else jnp.sum(scale, 0)
 
@@ -153,9 +168,8 @@ def check_tables(
         if width not in (rotary_dim // 2, rotary_dim) or not weights.are_batch_dims(table.shape[:-1], tokens.shape):
             raise ValueError(
                 f"{function}: {name} has shape {table.shape}, expected rotary_dim / 2 = {rotary_dim // 2} elements, or "
-                f"these twice, on the last axis, and before it what broadcasts against the tokens {tokens.shape} of q, "
-                f"which has shape {tokens.q.shape}. It has no axis for heads; where a part of a head is rotated, pass "
-                f"rotary_dim."
+                f"these twice, on the last axis, and before it what broadcasts against the tokens {tokens.shape} of "
+                f"{tokens.what}. It has no axis for heads; where a part of a head is rotated, pass rotary_dim."
             )
         if width == rotary_dim:
             table = table[..., ::2] if interleaved else table[..., : rotary_dim // 2]
@@ -168,8 +182,8 @@ def check_positions(function: str, positions: Any, tokens: Tokens) -> jax.Array:
     if positions is None:
         if not tokens.shape:
             raise ValueError(
-                f"{function}: q has shape {tokens.q.shape}, without an axis of tokens to count positions along; pass "
-                f"positions."
+                f"{function}: {tokens.name} has shape {tokens.x.shape}, without an axis of tokens to count positions "
+                f"along; pass positions."
             )
         return jnp.arange(tokens.shape[-1])
     if isinstance(positions, bool) or not (isinstance(positions, int) or checks.is_array(positions)):
@@ -185,8 +199,7 @@ def check_positions(function: str, positions: Any, tokens: Tokens) -> jax.Array:
     if not weights.are_batch_dims(array.shape, tokens.shape):
         raise ValueError(
             f"{function}: positions has shape {array.shape}, expected what broadcasts against the tokens "
-            f"{tokens.shape} of q, which has shape {tokens.q.shape}. Reshape positions, as with positions[:, None] for "
-            f"one of each sequence."
+            f"{tokens.shape} of {tokens.what}. Reshape positions, as with positions[:, None] for one of each sequence."
         )
     return array
 
@@ -249,7 +262,7 @@ def by_token(function: str, name: str, table: jax.Array, tokens: Tokens) -> jax.
     """
     shape, own = tokens.shape, 0 if name == "positions" else 1
     table = lax.expand_dims(lax.stop_gradient(table), range(len(shape) + own - table.ndim))
-    table = checks.sharded_along(function, name, table, "q", tokens.q, (*tokens.axes, *[None] * own))
+    table = checks.sharded_along(function, name, table, tokens.name, tokens.x, (*tokens.axes, *[None] * own))
     counted = [axis for axis, n in enumerate(shape) if n != 1]
     differ = [axis for axis in counted if table.shape[axis] != 1]
     in_front = [axis for i, axis in enumerate(counted) if differ[: i + 1] == counted[: i + 1]]
@@ -261,4 +274,4 @@ def by_token(function: str, name: str, table: jax.Array, tokens: Tokens) -> jax.
     if tuple(whole) == table.shape:
         return table
     axes = (*(None if n == 1 else axis for n, axis in zip(whole, tokens.axes, strict=False)), *[None] * own)
-    return dims.broadcast(table, whole, jax.typeof(tokens.q), axes)
+    return dims.broadcast(table, whole, jax.typeof(tokens.x), axes)

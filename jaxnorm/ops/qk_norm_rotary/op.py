@@ -80,26 +80,29 @@ def _unsaved(norm: QKNormRotary) -> dict[str, str]:
     return {"q": "q_out", "k": "k_out"} if norm.norm == "none" else {}
 
 
-def _head_too_long(_: QKNormRotary, operands: Operands) -> str | None:
-    cols = operands.q.shape[-1]
+def head_too_long(_: QKNormRotary, operands: Any) -> str | None:
+    cols = operands[0].shape[-1]
     if isinstance(cols, int) and cols > LONGEST:
         return f"heads of {cols} elements are rotated, kernels take at most {LONGEST}"
     return None
 
 
-def _other_dtypes(norm: QKNormRotary, operands: Operands) -> str | None:
+def _unequal_dtypes(_: QKNormRotary, operands: Operands) -> str | None:
     q, k = operands.q.dtype, operands.k.dtype
-    if q != k:
-        return f"q is {q} and k {k}; kernels that rotate want them equal"
+    return None if q == k else f"q is {q} and k {k}; kernels that rotate want them equal"
+
+
+def other_dtypes(norm: QKNormRotary, operands: Any) -> str | None:
+    x, x_name = operands[0].dtype, operands._fields[0]
     if norm.compute_dtype != np.float32:
-        name = next((n for n, a in operands._asdict().items() if a is not None and a.dtype not in ffi.DTYPES), "q")
+        name = next((n for n, a in operands._asdict().items() if a is not None and a.dtype not in ffi.DTYPES), x_name)
         return f"{name} is {norm.compute_dtype}, kernels take {', '.join(sorted(d.name for d in ffi.DTYPES))}"
-    if norm.out_dtype != q:
-        return f"q is {q} and the result {norm.out_dtype}; kernels that rotate want them equal"
+    if norm.out_dtype != x:
+        return f"{x_name} is {x} and the result {norm.out_dtype}; kernels that rotate want them equal"
     return None
 
 
-def _attributes(norm: QKNormRotary, _: Operands | Saved) -> dict[str, Any]:
+def attributes(norm: QKNormRotary, _: Any) -> dict[str, Any]:
     return {
         "norm": norm.norm,
         "heads_axis": np.int64(norm.heads_axis),
@@ -109,7 +112,7 @@ def _attributes(norm: QKNormRotary, _: Operands | Saved) -> dict[str, Any]:
     }
 
 
-def _workspace(saved: Saved, wanted: Variables[Any]) -> dict[str, int]:
+def workspace(saved: Any, wanted: Any) -> dict[str, int]:
     """How many gradients of scales are wanted, and for how many heads at most."""
     scales = [(saved.q_scale, wanted.q_scale), (saved.k_scale, wanted.k_scale)]
     heads = [scale.shape[0] for scale, dtype in scales if scale is not None and dtype is not None and scale.ndim > 1]
@@ -119,13 +122,13 @@ def _workspace(saved: Saved, wanted: Variables[Any]) -> dict[str, int]:
 NATIVE: Native[QKNormRotary, Operands] = Native(
     names=("jaxnorm_qk_norm_rotary",),
     name=lambda _: "jaxnorm_qk_norm_rotary",
-    forward=lambda norm, operands: {**_attributes(norm, operands), "epsilon": np.float32(norm.epsilon)},
-    backward=_attributes,
-    workspace=_workspace,
+    forward=lambda norm, operands: {**attributes(norm, operands), "epsilon": np.float32(norm.epsilon)},
+    backward=attributes,
+    workspace=workspace,
 )
 
 
-def _requested(request: Request) -> tuple[QKNormRotary, Operands]:
+def requested(request: Request) -> tuple[QKNormRotary, Operands]:
     """q and k of this shape, whose last axes are heads and their elements, with RMSNorm."""
     shape = request.shape if len(request.shape) > 1 else (1, *request.shape)
     norm = QKNormRotary(
@@ -163,8 +166,8 @@ QK_NORM_ROTARY = Family(
             unsaved=_unsaved,
         ),
         native=NATIVE,
-        reasons=(_head_too_long, _other_dtypes),
+        reasons=(head_too_long, _unequal_dtypes, other_dtypes),
         linear_in=lambda _: ("q_scale", "k_scale"),
-        functions=(Function("qk_norm_rotary", _requested, last_axis_only=True, shape=(8, 2048, 32, 128)),),
+        functions=(Function("qk_norm_rotary", requested, last_axis_only=True, shape=(8, 2048, 32, 128)),),
     )
 )

@@ -1,0 +1,87 @@
+"""The public function of rotary embedding with the norms of queries and keys, of one product with the values."""
+
+from typing import Any
+
+import jax
+
+from jaxnorm.ops import checks
+from jaxnorm.ops.misuse import explained
+from jaxnorm.ops.options import Implementation
+from jaxnorm.ops.qk_norm_rotary.api import Normalize, Options
+from jaxnorm.ops.qk_norm_rotary.checks import Rotation, angles_of, check_normalize, check_rotation, check_scale
+from jaxnorm.ops.qk_norm_rotary.packed import Operands, QKVNormRotary
+from jaxnorm.ops.qk_norm_rotary.packed_checks import Beside, check_counts, check_packed
+from jaxnorm.ops.qk_norm_rotary.packed_op import QKV_NORM_ROTARY
+
+NAME = "qkv_norm_rotary"
+
+
+@explained
+def qkv_norm_rotary(
+    qkv: Any,
+    q_scale: Any = None,
+    k_scale: Any = None,
+    positions: Any = None,
+    *,
+    heads: int,
+    kv_heads: int,
+    return_v: bool = True,
+    cos: Any = None,
+    sin: Any = None,
+    theta: float = 10000.0,
+    frequencies: Any = None,
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
+    normalize: Normalize = True,
+    epsilon: float = 1e-6,
+    scale_offset: float = 0.0,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, ...]:
+    """Takes queries, keys and values out of their one product, and normalises and rotates the queries and keys.
+
+        q, k, v = split(qkv, [heads, heads + kv_heads], axis=-2)      by heads: those of q, then of k, then of v
+        q, k = qk_norm_rotary(q, k, q_scale, k_scale, positions, ...)
+
+    in one launch, which reads each where it lies in qkv. The gradient of qkv is one array like it, and one launch
+    writes it: nothing is sliced or concatenated. v is copied as it is. All else is as of `qk_norm_rotary`; for a
+    gradient qkv is kept, and one float32 for each head of queries and keys of a token, two of LayerNorm; with
+    normalize=False positions or tables alone. Where a program does not read v, it is not copied, and its part of the
+    gradient is 0.
+
+    Args:
+      qkv: floating-point array (..., tokens, heads + 2 * kv_heads, head size); or of at most three axes, the last of
+        which has all heads, (batch, tokens, (heads + 2 * kv_heads) * head size). One token may come without its axis,
+        with positions. Over a mesh, each device is to have all heads of its tokens: Auto axes that split them are
+        gathered, and over Explicit axes the formula runs. In a `jax.shard_map` heads are a device's own.
+      q_scale, k_scale: factors of the norms, of the head size, or (heads, head size) and (kv_heads, head size).
+      heads, kv_heads: how many heads q has, and each of k and v.
+      return_v: whether v is wanted.
+      positions, cos, sin, theta, frequencies, rotary_dim, interleaved, normalize, epsilon, scale_offset,
+        implementation: as for `qk_norm_rotary`.
+
+    Returns:
+      (q, k, v): arrays (..., tokens, heads, head size), and two of kv_heads, of qkv's dtype; (q, k) with
+      return_v=False.
+
+    Raises:
+      ValueError: qkv has no such shape, or one of at most three axes that could be either and neither a scale nor
+        positions nor a table tells which: reshape it to four; heads or kv_heads is not positive; an Explicit mesh
+        splits the heads into parts that do not divide heads and kv_heads; otherwise as `qk_norm_rotary` does.
+      TypeError, RuntimeError: as `rms_norm` does.
+
+    Source: as for `qk_norm_rotary`.
+    """
+    options = Options(epsilon, scale_offset, normalize, implementation)
+    rotation = Rotation(positions, cos, sin, theta, frequencies, rotary_dim, interleaved)
+    choice = checks.check_implementation(NAME, implementation)
+    counts = check_counts(NAME, heads, kv_heads)
+    tokens = check_packed(NAME, qkv, counts, Beside(q_scale, k_scale, rotation))
+    with_v, norm = checks.check_flag(NAME, "return_v", return_v), check_normalize(NAME, normalize)
+    q_scale = check_scale(NAME, "q_scale", q_scale, counts.q, tokens, norm)
+    k_scale = check_scale(NAME, "k_scale", k_scale, counts.kv, tokens, norm)
+    rotation = check_rotation(NAME, rotation, tokens)
+    fields = options.checked(NAME, tokens.x, rotation, (tokens.x, q_scale, k_scale))
+    spec = QKVNormRotary(heads=counts.q, kv_heads=counts.kv, with_v=with_v, **fields, **choice.asks(NAME))
+    angles = angles_of(NAME, rotation, tokens, spec.compute_dtype)
+    results = QKV_NORM_ROTARY(spec, Operands(tokens.x, q_scale, k_scale, **angles), choice.implementation)
+    return tuple(part for part in results if part is not None)
