@@ -14,7 +14,7 @@ from gating import MAMBA, QWEN, VARIANTS
 from group_rows import ACTIVATIONS, group_norm
 from norm_rows import added, norm, padded, per_head, scaled
 from quantized_rows import quantized, quantized_sum
-from rotary_rows import rotary, rotary_per_head
+from rotary_rows import qkv_rotary, qkv_rotary_per_head, rotary, rotary_per_head
 from sandwich_rows import sandwich
 from softmax_rows import cross_entropy, softmax
 
@@ -37,7 +37,8 @@ GROUP_NORMS = tuple(group_norm(activation) for activation in ACTIVATIONS)
 SANDWICH = (sandwich(),)
 SOFTMAX = (softmax(), softmax(log=True))
 CROSS_ENTROPY = (cross_entropy(),)
-ROTARY = (rotary_per_head("layer", interleaved=True, partial=True), *in_full(rotary(True)))
+QKV_ROTARY = (qkv_rotary(True), *in_full(qkv_rotary_per_head("layer", interleaved=True, partial=True)))
+ROTARY = (rotary_per_head("layer", interleaved=True, partial=True), *in_full(rotary(True)), *QKV_ROTARY)
 QUANTIZED = (
     *(quantized(kind, "token", "int8") for kind in KINDS),
     *(quantized(kind, "groups of 64", "float8_e4m3fn") for kind in KINDS),

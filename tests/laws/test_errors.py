@@ -22,6 +22,7 @@ from ops import (
     GROUP_NORMS,
     NORMS,
     OPS,
+    QKV_ROTARY,
     QUANTIZED,
     QUANTIZED_ACTIVATIONS,
     ROTARY,
@@ -43,6 +44,7 @@ OF_EACH_FUNCTION = (
     *SOFTMAX,
     *CROSS_ENTROPY,
     ROTARY[0],
+    QKV_ROTARY[0],
     *QUANTIZED[:2],
     GATED_QUANTIZED[0],
     QUANTIZED_ACTIVATIONS[0],
@@ -144,6 +146,7 @@ POSITIONAL = {
     "softmax_cross_entropy_with_integer_labels": ["logits", "labels", "axis", "where"],
     "linear_cross_entropy": ["x", "kernel", "labels"],
     "qk_norm_rotary": ["q", "k", "q_scale", "k_scale", "positions"],
+    "qkv_norm_rotary": ["qkv", "q_scale", "k_scale", "positions"],
     "rms_norm_quantized": ["x", "scale"],
     "layer_norm_quantized": ["x", "scale", "bias"],
 }
@@ -276,6 +279,11 @@ OF_VARIABLES = {
     "positions": (jaxnorm.qk_norm_rotary, (TOKENS, TOKENS, SCALE, SCALE, jnp.arange(3)), {}),
     "frequencies": (jaxnorm.qk_norm_rotary, (TOKENS, TOKENS), {"frequencies": jnp.ones(4)}),
     "tables": (jaxnorm.qk_norm_rotary, (TOKENS, TOKENS), {"cos": jnp.ones((3, 4)), "sin": jnp.ones((3, 4))}),
+    "a product": (
+        partial(jaxnorm.qkv_norm_rotary, heads=2, kv_heads=1),
+        (jnp.ones((2, 3, 4, 8)), SCALE, SCALE, jnp.arange(3)),
+        {},
+    ),
     "smooth scale": (partial(jaxnorm.layer_norm_quantized, quantization=Q8), (X, SCALE), {"smooth_scale": SCALE}),
     "static scale": (
         partial(jaxnorm.rms_norm_quantized, quantization=Quantization(jnp.int8, "tensor")),

@@ -160,6 +160,7 @@ CALLS = {
     ),
     "group_norm": (lambda x: jaxnorm.group_norm(x, num_groups=2, activation="silu"), None),
     "qk_norm_rotary": (lambda x: jaxnorm.qk_norm_rotary(x, x, positions=0), None),
+    "qkv_norm_rotary": (lambda x: jaxnorm.qkv_norm_rotary(x[:, None], heads=4, kv_heads=2, rotary_dim=2), None),
     "rms_norm_quantized": (lambda x: jaxnorm.rms_norm_quantized(x, quantization=QUANTIZATION), None),
     "layer_norm_quantized": (lambda x: jaxnorm.layer_norm_quantized(x, quantization=QUANTIZATION), None),
     "rms_norm": (lambda x: jaxnorm.rms_norm(x, implementation="jnp"), "is asked for"),
@@ -383,6 +384,10 @@ MANY = {
     "norm": (jaxnorm.rms_norm, (2**31, 8)),
     "softmax": (jaxnorm.softmax, (2**20, 2**11, 8)),
     "heads of tokens": (lambda q: jaxnorm.qk_norm_rotary(q, q)[0], (2**27, 16, 8)),
+    "heads of one product": (
+        lambda x: jaxnorm.qkv_norm_rotary(x[None], heads=8, kv_heads=4, return_v=False)[0],
+        (2**27, 16, 8),
+    ),
     "loss": (
         lambda x: jaxnorm.softmax_cross_entropy_with_integer_labels(x, jnp.zeros(2**31, "int32")),
         (2**31, 8),

@@ -98,7 +98,7 @@ def test_what_lives_between_forward_and_backward(op, dtypes):
     found = sorted((leaf.size, leaf.dtype.name) for leaf in jax.tree.leaves(pullback) if leaf.size > 1)
     kept = [(args[i].size, args[i].dtype.name) for i in map(op.operands.index, op.kept)]
     groups = args[0].shape[-1] // op.small.options.get("group_size", args[0].shape[-1])
-    rows = math.prod(args[0].shape[:-1]) * groups
+    rows = math.prod(op.normalised(args[0]).shape[:-1]) * groups
     # Smooth factors multiply the cotangent, and the result has been dequantised by scales of its rows.
     others = [(args[i].size, args[i].dtype.name) for i in range(len(args)) if op.operands[i] == "smooth"]
     others += [(rows, "int32")] * op.labels

@@ -23,6 +23,7 @@ from ops import (
     OPS,
     PADDED,
     PER_HEAD,
+    QKV_ROTARY,
     QUANTIZED,
     QUANTIZED_SUMS,
     ROTARY,
@@ -53,6 +54,7 @@ TRANSFORMED = {
     **dict.fromkeys((GATED_ACTIVATIONS[1], GATED_ACTIVATIONS[5]), OF_GATES),
     GATED[1]: ["vjp", "hessian", "vmap over everything"],
     ROTARY[0]: ["vmap of every grad of everything", "grad of scan of checkpoint"],
+    QKV_ROTARY[0]: ["vjp", "hessian", "vmap over x", "grad of scan of checkpoint"],
     QUANTIZED[0]: ["grad", "hessian", "vmap over x", "vmap over scale", "scan"],
     GATED_QUANTIZED[0]: ["vjp", "hessian", "vmap over x", "grad of scan of checkpoint"],
 }
@@ -112,6 +114,8 @@ def names_of(op):
     The cotangent of smooth factors is zero by convention, of which the last two make tangents."""
     if op in GATED:
         return ["grad", "jvp of grad", *operand_by_operand(op)]
+    if op in QKV_ROTARY:
+        return ["results", "jvp of grad", "transpose of vjp", "jvp of qkv", "grad of k_scale twice"]
     if op in ROTARY:  # whose derivatives are those of norms
         return ["results", "jvp of grad", "transpose of vjp", "jvp of k", "grad of k_scale twice"]
     return [*[*OF_EVERY_OPERAND][: 4 if op.derived else None], *operand_by_operand(op)]

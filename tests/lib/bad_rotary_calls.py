@@ -1,4 +1,6 @@
-"""Bad input of `qk_norm_rotary`, and what no kernel serves anywhere."""
+"""Bad input of `qk_norm_rotary` and `qkv_norm_rotary`, and what no kernel serves anywhere."""
+
+from functools import partial
 
 import jax.numpy as jnp
 from bad_calls import NO_ARRAYS, misspelt
@@ -117,4 +119,74 @@ MISUSE = {
 WITHOUT_KERNEL = {
     "other dtypes": call(Q, K.astype("bfloat16")).has_no_kernel("q is float32 and k bfloat16"),
     "long heads": call(LONG, LONG).has_no_kernel("heads of 520 elements"),
+}
+
+# The same of one product, whose heads are 4, 2 and 2.
+QKV = jnp.ones((2, 3, 8, 16))
+of_heads = partial(call, heads=4, kv_heads=2)
+OF_PRODUCT = {
+    "qkv of integers": of_heads(QKV.astype("int32")).raises(TypeError, "qkv", "floating", "int32", "astype"),
+    "a number for qkv": of_heads(jnp.ones(())).raises(ValueError, "qkv has shape", r"\(\)", "Reshape qkv"),
+    "other heads": of_heads(QKV[:, :, :7]).raises(
+        ValueError, "qkv has shape", r"\(2, 3, 7, 16\)", r"\(\.\.\., tokens, 8, head size\)", "heads .* kv_heads = 8"
+    ),
+    "flat heads of other size": of_heads(jnp.ones((2, 3, 100))).raises(
+        ValueError, r"\(2, 3, 100\)", r"\(batch, tokens, 8 \* head size\)", "at most three axes"
+    ),
+    "flat heads of four axes": of_heads(jnp.ones((2, 2, 3, 128))).raises(
+        ValueError, r"\(2, 2, 3, 128\)", r"\(\.\.\., tokens, 8, head size\)", "at most three axes", "Reshape qkv"
+    ),
+    "heads that may be flat": of_heads(QKV[0]).raises(
+        ValueError, r"\(3, 8, 16\)", "may be the last axis but one", r"\(1, 3, 8, 16\)", r"\(3, 8, 8, 2\)"
+    ),
+    "a token that may be several": of_heads(QKV[0, 0], positions=0).raises(
+        ValueError, r"\(8, 16\)", "may be the last axis but one", r"\(1, 1, 8, 16\)", r"\(1, 8, 8, 2\)"
+    ),
+    "no heads": call(QKV, heads=0, kv_heads=4).raises(ValueError, "heads must be positive", "0"),
+    "negative heads of keys": call(QKV, heads=10, kv_heads=-1).raises(ValueError, "kv_heads must be positive", "-1"),
+    "heads of a float": call(QKV, heads=4.0, kv_heads=2).raises(TypeError, "heads", "int", "4.0"),
+    "heads of a bool": call(QKV, heads=6, kv_heads=True).raises(TypeError, "kv_heads", "int", "True"),
+    "return_v of a number": of_heads(QKV, return_v=0).raises(TypeError, "return_v", "bool", "0"),
+    "scale of all heads": of_heads(QKV, jnp.ones((8, 16))).raises(
+        ValueError, "q_scale", r"\(8, 16\)", r"\(16,\)", "head size of qkv", r"\(4, 16\)"
+    ),
+    "scale of q's heads for k": of_heads(QKV, None, jnp.ones((4, 16))).raises(
+        ValueError, "k_scale", r"\(4, 16\)", r"\(16,\)", r"\(2, 16\)"
+    ),
+    "short scale of flat heads": of_heads(QKV.reshape(2, 3, 128), SCALE).raises(
+        ValueError, "q_scale", r"\(8,\)", r"\(16,\)", r"\(2, 3, 8, 16\) by heads"
+    ),
+    "a scale without a norm": of_heads(QKV, jnp.ones(16), normalize=False).raises(
+        ValueError, "q_scale", "normalize=False", "None"
+    ),
+    "odd heads": of_heads(QKV[..., :7]).raises(ValueError, "last axis of qkv", r"\(2, 3, 8, 7\)", "odd", "rotary_dim"),
+    "long rotary_dim": of_heads(QKV, rotary_dim=18).raises(ValueError, "rotary_dim=18", "2 to 16", "qkv"),
+    "tables of other tokens": of_heads(QKV, cos=jnp.ones((2, 8)), sin=jnp.ones((2, 8))).raises(
+        ValueError, "cos has shape", r"\(2, 8\)", r"\(2, 3\) of qkv"
+    ),
+    "tables and positions": of_heads(QKV, positions=jnp.arange(3), cos=jnp.ones((3, 8)), sin=jnp.ones((3, 8))).raises(
+        ValueError, "positions and the tables cos and sin", "Leave positions out"
+    ),
+    "positions of other tokens": of_heads(QKV, positions=jnp.arange(2)).raises(
+        ValueError, "positions has shape", r"\(2,\)", r"\(2, 3\) of qkv"
+    ),
+    "no axis to count along": of_heads(QKV[0, 0], jnp.ones(16)).raises(
+        ValueError, "qkv has shape", "without an axis of tokens", "pass positions"
+    ),
+    "negative epsilon": of_heads(QKV, epsilon=-1.0).raises(ValueError, "epsilon", "negative"),
+    "no number of heads": call(QKV, kv_heads=2).raises(TypeError, "missing a required argument: 'heads'", "heads="),
+    "no product": call(heads=4, kv_heads=2).raises(TypeError, "missing a required argument: 'qkv'", "one product"),
+    "q, k and v": of_heads(Q, K, K, None, SCALE).raises(TypeError, "takes 4 positional arguments", "5 were given"),
+    "heads on another axis": of_heads(QKV, axis_of_heads=-3).raises(TypeError, "axis_of_heads", "qk_norm_rotary"),
+    **misspelt(
+        QKV,
+        num_heads="heads",
+        num_attention_heads="heads",
+        num_kv_heads="kv_heads",
+        num_key_value_heads="kv_heads",
+        rope_theta="theta",
+    ),
+}
+PRODUCT_WITHOUT_KERNEL = {
+    "long heads": call(jnp.ones((2, 1, 3, 520)), heads=1, kv_heads=1).has_no_kernel("heads of 520 elements"),
 }

@@ -58,6 +58,10 @@ def draw_x(dims, dtype="float32", name="x", mean=0.5, std=2.0):
 draw_q = draw_x
 
 
+def draw_qkv(dims, dtype="float32"):
+    return draw_x(dims, dtype, "qkv")
+
+
 def draw_k(dims, dtype="float32"):
     return draw_x(dims, dtype, "k", -0.4, 1.5)
 

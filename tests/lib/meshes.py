@@ -71,7 +71,9 @@ def gradients(op, transform=lambda function: function, **given):
     def of_args(x, *others):
         function = transform(lambda *args: op.differentiable(*args, **size_of(op).options, **given)[0])
         y, pullback = jax.vjp(function, x, *others)
-        cotangents = pullback(jnp.full_like(y, 0.7) if op.is_by_row else jnp.cos(x[..., : y.shape[-1]]).astype(y.dtype))
+        cotangents = pullback(
+            jnp.full_like(y, 0.7) if op.is_by_row else jnp.cos(x[tuple(map(slice, y.shape))]).astype(y.dtype)
+        )
         return [cotangents[i] for i in op.all]
 
     return of_args

@@ -50,7 +50,7 @@ class Op:
     derived: Callable | None = None  # what is differentiated, where the results have no gradient
     formula: Callable  # what is differentiated, in plain jnp
     as_norm: Callable  # takes such a function, gives one of (x, scale, bias) that is linear in each weight
-    # In a loss, of two results in float32, the first of which is as long as the second, or padded.
+    # In a loss, of all results in float32, if there are several; the first of two is as long as the second, or padded.
     product: Callable = lambda y, total: y[..., : total.shape[-1]] * jnp.cos(total)
 
     exact: Callable | None = None  # y in float64, an `oracle.Forward`, or a list of these, one for each result
@@ -75,6 +75,7 @@ class Op:
     kept: tuple[str, ...]  # the operands that live until the backward, "residual" for the sum
     kept_beside: Callable[..., list[int]] = lambda *args: []  # the sizes of float32 arrays beside these
     statistics: int  # float32 numbers that live for each row
+    normalised: Callable = lambda x: x  # what of x has them
     keeps_operands_alone: bool = False  # whether the backward reads nothing that the forward gave
     labels: bool = False  # whether an int32 lives for each row, too
     keeps_parts: bool = False  # whether the forward call of a GPU keeps something in a workspace
@@ -140,7 +141,8 @@ class Op:
 
     def cotangents(self, args, **options) -> tuple:
         results = jax.eval_shape(partial(self.differentiable, **options), *args)
-        return tuple(cases.draw(name, r.shape, r.dtype) for name, r in zip(("dy", "dsum"), results, strict=False))
+        names = ("dy", "dsum", "dv")
+        return tuple(cases.draw(name, r.shape, r.dtype) for name, r in zip(names, results, strict=False))
 
     def run(self, function: Callable | None = None, **options) -> Callable:
         """What is differentiated, or its formula, as a function of the operands at the small size or with options."""
@@ -159,7 +161,7 @@ class Op:
             y = jnp.sin(y.astype(jnp.float32))
             if not total:
                 return y.sum()
-            return self.product(y, total[0].astype(jnp.float32)).sum() + y.sum()
+            return self.product(y, *(other.astype(jnp.float32) for other in total)).sum() + y.sum()
 
         return loss
 

@@ -1,4 +1,4 @@
-"""Rows of the table for the norms of queries and keys with rotary embedding."""
+"""Rows of the table for the norms of queries and keys with rotary embedding, of arrays or of one product."""
 
 from dataclasses import replace
 
@@ -14,6 +14,8 @@ from oracle import f64, round_to
 import jaxnorm
 
 NORMS = {True: "rms", "rms": "rms", "layer": "layer"}
+STATISTICS = {"rms": 1, "layer": 2}
+TABLES = ("sizes", "backward_sizes", "lengths", "many")
 # Of the sine and cosine, which lie within 1: two units in the last place.
 ANGLES = 2.0**-22
 ALIKE = tuple((dtype, dtype, "float32") for dtype in DTYPES)
@@ -61,28 +63,29 @@ def exact_gradients(kind, dy, x, positions, scale, **options):
     return oracle.gradients(kind, x, rotated(f64(dy), positions, **of_rotation, sign=-1), scale, lead=lead, **of_norm)
 
 
+def dim_of(x, partial):
+    return {"rotary_dim": x.shape[-1] // 4 * 2 or 2} if partial else {}
+
+
 def rotary(normalize, *, interleaved=False, partial=False):
     """partial: half of a head is rotated."""
     kind = NORMS[normalize]
-    statistics = {"rms": 1, "layer": 2}[kind]
-
-    def dim_of(q):
-        return {"rotary_dim": q.shape[-1] // 4 * 2 or 2} if partial else {}
+    statistics = STATISTICS[kind]
 
     def function(q, k, positions, q_scale=None, k_scale=None, **options):
-        options |= {"normalize": normalize, "interleaved": interleaved, **dim_of(q)}
+        options |= {"normalize": normalize, "interleaved": interleaved, **dim_of(q, partial)}
         return jaxnorm.qk_norm_rotary(q, k, q_scale, k_scale, positions, **options)
 
     def formula(q, k, positions, q_scale=None, k_scale=None, **options):
-        options |= {"interleaved": interleaved, **dim_of(q)}
+        options |= {"interleaved": interleaved, **dim_of(q, partial)}
         return formulas.rotary(kind)(q, k, positions, q_scale, k_scale, **options)
 
     def exact_of_both(q, k, positions, q_scale=None, k_scale=None, **options):
-        options |= {"interleaved": interleaved, **dim_of(q)}
+        options |= {"interleaved": interleaved, **dim_of(q, partial)}
         return [exact(kind, x, positions, scale, **options) for x, scale in ((q, q_scale), (k, k_scale))]
 
     def exact_gradients_of_both(cotangents, q, k, positions, q_scale=None, k_scale=None, **options):
-        options |= {"interleaved": interleaved, **dim_of(q)}
+        options |= {"interleaved": interleaved, **dim_of(q, partial)}
         found = {}
         for name, dy, x, scale in zip("qk", cotangents, (q, k), (q_scale, k_scale), strict=True):
             of_x = exact_gradients(kind, dy, x, positions, scale, **options)
@@ -134,7 +137,7 @@ def rotary(normalize, *, interleaved=False, partial=False):
         kept=("q", "k", "positions", "q_scale", "k_scale"),
         # The frequencies, and the statistics of k.
         kept_beside=lambda q, k, *_: [
-            [*dim_of(q).values(), q.shape[-1]][0] // 2,
+            [*dim_of(q, partial).values(), q.shape[-1]][0] // 2,
             *[k.size // k.shape[-1]] * statistics,
         ],
         statistics=statistics,
@@ -143,17 +146,109 @@ def rotary(normalize, *, interleaved=False, partial=False):
     )
 
 
-def rotary_per_head(normalize, **rotation):
-    op = rotary(normalize, **rotation)
+def per_head(op, **shapes):
+    """The same with a scale for each head, of these shapes by those of all heads."""
 
-    def per_head(size):
+    def of(size):
         return size._replace(weights=size.dims[-2:])
 
-    tables = ("sizes", "backward_sizes", "lengths", "many")
     return replace(
         op,
         name=f"{op.name} per head",
-        shapes={**op.shapes, "k_scale": grouped},
-        small=per_head(op.small),
-        **{table: tuple(map(per_head, getattr(op, table))) for table in tables},
+        shapes={**op.shapes, **shapes},
+        small=of(op.small),
+        **{table: tuple(map(of, getattr(op, table))) for table in TABLES},
     )
+
+
+def rotary_per_head(normalize, **rotation):
+    return per_head(rotary(normalize, **rotation), k_scale=grouped)
+
+
+def counts(packed):
+    """How many heads of q, and of k, so many in one product are."""
+    kv_heads = max(1, packed // 4)
+    return {"heads": packed - 2 * kv_heads, "kv_heads": kv_heads}
+
+
+def parts(qkv):
+    """Queries, keys and values."""
+    heads, kv_heads = counts(qkv.shape[-2]).values()
+    return qkv[..., :heads, :], qkv[..., heads : heads + kv_heads, :], qkv[..., heads + kv_heads :, :]
+
+
+def copied(v):
+    return oracle.Forward(f64(v), v, np.abs(f64(v)), np.zeros(()))
+
+
+def qkv_rotary(normalize, *, interleaved=False, partial=False):
+    """The same of one product, by what its parts give."""
+    apart = rotary(normalize, interleaved=interleaved, partial=partial)
+
+    def function(qkv, positions, q_scale=None, k_scale=None, **options):
+        options |= {"normalize": normalize, "interleaved": interleaved, **dim_of(qkv, partial)}
+        return jaxnorm.qkv_norm_rotary(qkv, q_scale, k_scale, positions, **counts(qkv.shape[-2]), **options)
+
+    def formula(qkv, *others, **options):
+        q, k, v = parts(qkv)
+        return *apart.formula(q, k, *others, **options), v
+
+    def exact_of_all(qkv, *others, **options):
+        q, k, v = parts(np.asarray(qkv))
+        return [*apart.exact(q, k, *others, **options), copied(v)]
+
+    def exact_gradients_of_all(cotangents, qkv, *others, **options):
+        q, k, _ = parts(np.asarray(qkv))
+        *of_rotated, dv = cotangents
+        found = apart.exact_gradients(of_rotated, q, k, *others, **options)
+        each = found.pop("q"), found.pop("k"), (f64(dv), np.abs(f64(dv)))
+        return {"qkv": [np.concatenate(arrays, -2) for arrays in zip(*each, strict=True)], **found}
+
+    def as_norm(f):
+        def norm(x, scale=None, bias=None):
+            positions = jnp.arange(x.size // x.shape[-1] or 1, dtype="float32").reshape(x.shape[:-1])
+            q, k, v = f(jnp.stack([x, jnp.cos(x), jnp.tanh(x)], -2), positions, scale, bias)
+            return (q * jnp.sin(k) + v).reshape(x.shape)
+
+        return norm
+
+    def with_packed(size, count):
+        return size._replace(dims=(*size.dims[:-2], count, size.dims[-1]))
+
+    return replace(
+        apart,
+        name=f"qkv {apart.name}",
+        public="qkv_norm_rotary",
+        operands=("qkv", "positions", "q_scale", "k_scale"),
+        arrays=2,
+        has_positions=True,  # the heads of a token stay together
+        shapes={"positions": lambda dims: dims[:-2]},
+        dtypes=tuple((dtype, "float32") for dtype in DTYPES),
+        function=function,
+        formula=formula,
+        as_norm=as_norm,
+        product=lambda q, k, v: q * (jnp.cos(k) * jnp.sin(v)).sum(-2, keepdims=True),
+        exact=exact_of_all,
+        exact_gradients=exact_gradients_of_all,
+        small=with_packed(apart.small, 4),
+        **{
+            table: tuple(with_packed(size, max(3, 2 * size.dims[-2])) for size in getattr(apart, table))
+            for table in TABLES
+        },
+        forward="jaxnorm_qkv_norm_rotary_fwd",
+        backward="jaxnorm_qkv_norm_rotary_bwd",
+        gradients=("dqkv", "", "dq_scale", "dk_scale"),
+        kept=("qkv", "positions", "q_scale", "k_scale"),
+        kept_beside=lambda qkv, *_: apart.kept_beside(*parts(qkv)),
+        normalised=lambda qkv: parts(qkv)[0],
+        required={"heads": 2, "kv_heads": 1, "positions": jnp.zeros((3, 4))},
+        bad_calls=bad_rotary_calls.OF_PRODUCT,
+        without_kernel=bad_rotary_calls.PRODUCT_WITHOUT_KERNEL,
+    )
+
+
+def qkv_rotary_per_head(normalize, **rotation):
+    def of_each(name):
+        return lambda dims: (counts(dims[-2])[name], dims[-1])
+
+    return per_head(qkv_rotary(normalize, **rotation), q_scale=of_each("heads"), k_scale=of_each("kv_heads"))

@@ -60,7 +60,7 @@ def test_the_default_call_is_native(info):
         *("add_rms_norm", "add_layer_norm", "gated_rms_norm", "rms_norm_add_rms_norm"),
         *("rms_norm_quantized", "layer_norm_quantized", "gated_rms_norm_quantized"),
         *("softmax", "log_softmax", "softmax_cross_entropy_with_integer_labels", "linear_cross_entropy"),
-        *("group_norm", "qk_norm_rotary", "gated_activation", "gated_activation_quantized"),
+        *("group_norm", "qk_norm_rotary", "qkv_norm_rotary", "gated_activation", "gated_activation_quantized"),
     ],
 )
 def test_every_other_norm_is_native(info, op):
@@ -92,6 +92,8 @@ def test_a_quantised_result_in_words(info, to):
         (("--op", "softmax", "--axes", "2"), "kernels take one"),
         (("--op", "rms_norm_quantized", *HEADS), "no kernel that quantises"),
         (("--op", "qk_norm_rotary", "--shape", "4096x4096"), "heads of 4096 elements"),
+        (("--op", "qkv_norm_rotary", "--shape", "8x64x1024"), "heads of 1024 elements"),
+        (("--op", "qkv_norm_rotary", "--shape", "8x6x64", "--dtype", "float64"), "qkv is float64"),
         (("--op", "quantize"), "in jax.numpy on every platform"),
         (("--op", "quantized_dot", "--platform", "cpu"), "a kernel for cuda, none for cpu"),
         (("--op", "quantized_dot", "--platform", "cuda", "--dtype", "int8"), "the kernel multiplies float8"),
