@@ -160,7 +160,7 @@ CALLS = {
     ),
     "group_norm": (lambda x: jaxnorm.group_norm(x, num_groups=2, activation="silu"), None),
     "qk_norm_rotary": (lambda x: jaxnorm.qk_norm_rotary(x, x, positions=0), None),
-    "qkv_norm_rotary": (lambda x: jaxnorm.qkv_norm_rotary(x[:, None], heads=4, kv_heads=2, rotary_dim=2), None),
+    "qkv_norm_rotary": (lambda x: jaxnorm.qkv_norm_rotary(x[:, None], heads=2, kv_heads=1), None),
     "rms_norm_quantized": (lambda x: jaxnorm.rms_norm_quantized(x, quantization=QUANTIZATION), None),
     "layer_norm_quantized": (lambda x: jaxnorm.layer_norm_quantized(x, quantization=QUANTIZATION), None),
     "rms_norm": (lambda x: jaxnorm.rms_norm(x, implementation="jnp"), "is asked for"),

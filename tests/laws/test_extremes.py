@@ -9,7 +9,7 @@ import pytest
 from cases import DTYPES, KINDS, NORMS, bits, draw_scale, draw_x
 from coverage import cover, over
 from native import is_platform_with_kernels
-from op import rows
+from op import COTANGENTS, rows
 from ops import CROSS_ENTROPY, EACH, GROUPED, OPS, PER_HEAD
 from ops import NORMS as PLAIN
 
@@ -83,13 +83,13 @@ def test_what_is_not_finite_in_arrays_spreads_as_in_the_formula(op, value, colum
 @over(
     SPREAD,
     value=lambda op: [np.nan, np.inf, -np.inf],
-    operand=lambda op: [*op.weights, "dy", "dsum"][: len(op.weights) + (op.arrays if op.has_sum else 1)],
+    operand=lambda op: [*op.weights, *COTANGENTS][: len(op.weights) + (op.arrays if op.has_sum else 1)],
 )
 def test_what_is_not_finite_elsewhere_spreads_as_in_the_formula(op, value, operand):
     args, cotangents = inputs(op, size_of(op))
-    named = dict(zip((*op.operands, "dy", "dsum"), (*args, *cotangents), strict=False))
+    named = dict(zip((*op.operands, *COTANGENTS), (*args, *cotangents), strict=False))
     named[operand] = named[operand].at[..., -1].set(value)
-    args, cotangents = [named[name] for name in op.operands], tuple(named[n] for n in ("dy", "dsum") if n in named)
+    args, cotangents = [named[name] for name in op.operands], tuple(named[n] for n in COTANGENTS if n in named)
     assert_spreads_alike(op, cotangents, args)
 
 
@@ -179,7 +179,7 @@ def test_no_rows(op, size):
     args = op.draw(size)
     results, gradients = results_and_gradients(op, op.run(**size.options))(op.cotangents(args, **size.options), *args)
     values, *_ = op.function(*args, **size.options)
-    assert (values.shape[:-1], results[0].shape[:-1]) == (size.dims[:-1], size.dims[:-1])
+    assert values.shape[:-1] == results[0].shape[:-1] == op.normalised(jnp.zeros(size.dims)).shape[:-1]
     for i, gradient in enumerate(gradients):
         np.testing.assert_array_equal(gradient, jnp.zeros_like(args[i]))
 

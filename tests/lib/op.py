@@ -31,6 +31,9 @@ def rows(*dims: int, **options: Any) -> Size:
     return Size(dims, dims[-1:], options)
 
 
+COTANGENTS = ("dy", "dsum", "dv")  # of the results
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Op:
     name: str
@@ -141,8 +144,7 @@ class Op:
 
     def cotangents(self, args, **options) -> tuple:
         results = jax.eval_shape(partial(self.differentiable, **options), *args)
-        names = ("dy", "dsum", "dv")
-        return tuple(cases.draw(name, r.shape, r.dtype) for name, r in zip(names, results, strict=False))
+        return tuple(cases.draw(name, r.shape, r.dtype) for name, r in zip(COTANGENTS, results, strict=False))
 
     def run(self, function: Callable | None = None, **options) -> Callable:
         """What is differentiated, or its formula, as a function of the operands at the small size or with options."""

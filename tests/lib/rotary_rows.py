@@ -204,6 +204,10 @@ def qkv_rotary(normalize, *, interleaved=False, partial=False):
         each = found.pop("q"), found.pop("k"), (f64(dv), np.abs(f64(dv)))
         return {"qkv": [np.concatenate(arrays, -2) for arrays in zip(*each, strict=True)], **found}
 
+    def unfused(qkv, positions, q_scale=None, k_scale=None, **options):
+        q, k, v = parts(qkv)
+        return *apart.function(q, k, positions, q_scale, k_scale, **options), v
+
     def as_norm(f):
         def norm(x, scale=None, bias=None):
             positions = jnp.arange(x.size // x.shape[-1] or 1, dtype="float32").reshape(x.shape[:-1])
@@ -228,6 +232,8 @@ def qkv_rotary(normalize, *, interleaved=False, partial=False):
         formula=formula,
         as_norm=as_norm,
         product=lambda q, k, v: q * (jnp.cos(k) * jnp.sin(v)).sum(-2, keepdims=True),
+        unfused=unfused,
+        has_unfused_gradients=True,
         exact=exact_of_all,
         exact_gradients=exact_gradients_of_all,
         small=with_packed(apart.small, 4),

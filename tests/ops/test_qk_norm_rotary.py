@@ -1,4 +1,7 @@
-"""`qk_norm_rotary` as models have it: layouts, tables, scaled frequencies, decoding, heads over a mesh."""
+"""`qk_norm_rotary` as models have it: layouts, tables, scaled frequencies, decoding, heads over a mesh.
+
+What holds for q and k of one product, too, is tested for `qkv_norm_rotary` with `both`.
+"""
 
 from functools import partial
 
@@ -114,6 +117,18 @@ def by_model(name, norm=rms):
     )
 
 
+def of_product(q, k, *args, **options):
+    """`qkv_norm_rotary` of such q and k, and values that nobody reads."""
+    counts = {"heads": q.shape[-2], "kv_heads": k.shape[-2]}
+    product = jnp.concatenate([q, k, jnp.full_like(k, jnp.nan)], -2)
+    shape = product.shape if q.ndim > 3 else (1, *product.shape)  # of four axes no two can be meant
+    results = jaxnorm.qkv_norm_rotary(product.reshape(shape), *args, return_v=False, **counts, **options)
+    return tuple(y.reshape(x.shape) for y, x in zip(results, (q, k), strict=True))
+
+
+both = pytest.mark.parametrize("rotary", [jaxnorm.qk_norm_rotary, of_product], ids=["apart", "of one product"])
+
+
 def loss_of(function):
     return lambda *args: sum(jnp.sin(y.astype(jnp.float32)).sum() for y in function(*args))
 
@@ -122,16 +137,18 @@ def with_gradients(function, args):
     return jax.jit(lambda *args: (function(*args), jax.grad(loss_of(function), range(len(args)))(*args)))(*args)
 
 
+@both
 @pytest.mark.parametrize("name", MODELS)
-def test_results_and_gradients_are_the_models(name):
+def test_results_and_gradients_are_the_models(name, rotary):
     args = *draw_qk(), *draw_scales()
-    ours = partial(jaxnorm.qk_norm_rotary, **MODELS[name][0])
+    ours = partial(rotary, **MODELS[name][0])
     assert_close(with_gradients(ours, args), with_gradients(by_model(name), args))
 
 
+@both
 @pytest.mark.parametrize("name", ["Llama", "GPT-J, a half"])
-def test_without_a_norm(name):
-    ours = partial(jaxnorm.qk_norm_rotary, normalize=False, **MODELS[name][0])
+def test_without_a_norm(name, rotary):
+    ours = partial(rotary, normalize=False, **MODELS[name][0])
     plain = by_model(name, norm=lambda x, _: x)
     assert_close(with_gradients(ours, draw_qk()), with_gradients(plain, draw_qk()))
 
@@ -159,26 +176,31 @@ WITHOUT_PRIMALS = {
 }
 
 
+@both
 @pytest.mark.parametrize("name", WITHOUT_PRIMALS)
-def test_without_a_norm_transformed(name):
-    rotary = partial(jaxnorm.qk_norm_rotary, normalize=False)
-    ours, plain = WITHOUT_PRIMALS[name](rotary), WITHOUT_PRIMALS[name](by_model("Llama", norm=lambda x, _: x))
+def test_without_a_norm_transformed(name, rotary):
+    ours, plain = (
+        WITHOUT_PRIMALS[name](partial(rotary, normalize=False)),
+        WITHOUT_PRIMALS[name](by_model("Llama", norm=lambda x, _: x)),
+    )
     assert_close(jax.jit(ours)(*draw_qk()), jax.jit(plain)(*draw_qk()))
 
 
-def test_layer_norm():
+@both
+def test_layer_norm(rotary):
     def layer(x, scale):
         centred = x - x.mean(-1, keepdims=True)
         return centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + 1e-6) * scale
 
     args = *draw_qk(), *draw_scales()
-    ours = partial(jaxnorm.qk_norm_rotary, normalize="layer")
+    ours = partial(rotary, normalize="layer")
     assert_close(with_gradients(ours, args), with_gradients(by_model("Llama", layer), args))
 
 
-def test_a_scale_for_each_head_and_gemmas_offset():
+@both
+def test_a_scale_for_each_head_and_gemmas_offset(rotary):
     args = *draw_qk(), draw_q_scale((H, D)), draw_k_scale((K, D))
-    ours = partial(jaxnorm.qk_norm_rotary, scale_offset=1.0)
+    ours = partial(rotary, scale_offset=1.0)
     assert_close(with_gradients(ours, args), with_gradients(by_model("Llama", partial(rms, offset=1.0)), args))
 
 
@@ -197,28 +219,28 @@ def test_heads_before_tokens(name, per_head):
 
 
 # One token of each sequence, which is at a place of its own: with its axis, and without.
-def test_decoding():
+@both
+def test_decoding(rotary):
     q, k = draw_qk()
-    whole = jax.jit(jaxnorm.qk_norm_rotary)(q, k)
+    whole = jax.jit(rotary)(q, k)
     places = jnp.array([1, 4])
     rows = jnp.arange(B)
-    one = jax.jit(partial(jaxnorm.qk_norm_rotary, positions=places[:, None]))(
-        q[rows, places][:, None], k[rows, places][:, None]
-    )
-    bare = jax.jit(partial(jaxnorm.qk_norm_rotary, positions=places))(q[rows, places], k[rows, places])
+    one = jax.jit(partial(rotary, positions=places[:, None]))(q[rows, places][:, None], k[rows, places][:, None])
+    bare = jax.jit(partial(rotary, positions=places))(q[rows, places], k[rows, places])
     expected = [y[rows, places] for y in whole]
     assert_close([y[:, 0] for y in one], expected)
     assert_close(list(bare), expected)
 
 
 # The tokens' axes, and positions of which not all neighbours differ.
+@both
 @cover(shape=[(), (5,), (3, 1), (2, 1, 5), (1, 3, 1)], examples={"whole": None, "by vmap": 0, "with positions": 1})
-def test_positions_that_broadcast(shape, examples):
+def test_positions_that_broadcast(shape, examples, rotary):
     q, k = draw_qk(dims=(2, 3, 5))
     positions = jnp.floor(50 * jnp.abs(draw("positions", shape)))
     whole = jnp.broadcast_to(positions, (2, 3, 5))
-    expected = jax.jit(jaxnorm.qk_norm_rotary)(q, k, positions=whole)
-    function = lambda q, k, positions: jaxnorm.qk_norm_rotary(q, k, positions=positions)  # noqa: E731
+    expected = jax.jit(rotary)(q, k, positions=whole)
+    function = lambda q, k, positions: rotary(q, k, positions=positions)  # noqa: E731
     if examples is None:
         actual = jax.jit(function)(q, k, positions)
     else:
@@ -231,7 +253,8 @@ def test_positions_that_broadcast(shape, examples):
 
 
 # Queries one after the other, with scales of an ensemble: the formula's sums, and the rows' kernel.
-def test_vmap_over_scales():
+@both
+def test_vmap_over_scales(rotary):
     q, k = draw_qk()
     scales = [jnp.stack([scale, 2 * scale, scale + 1]) for scale in draw_scales()]
 
@@ -239,25 +262,27 @@ def test_vmap_over_scales():
         gradients = jax.vmap(jax.grad(loss_of(function), (0, 1, 2, 3)), (None, None, 0, 0))
         return jax.jit(gradients)(q, k, *scales)
 
-    assert_close(of(jaxnorm.qk_norm_rotary), of(by_model("Llama")))
+    assert_close(of(rotary), of(by_model("Llama")))
 
 
-def test_half_types_are_rounded_once():
+@both
+def test_half_types_are_rounded_once(rotary):
     q, k = draw_qk("bfloat16")
-    results = jax.jit(jaxnorm.qk_norm_rotary)(q, k, *draw_scales())
-    wide = jax.jit(jaxnorm.qk_norm_rotary)(q.astype("float32"), k.astype("float32"), *draw_scales())
+    results = jax.jit(rotary)(q, k, *draw_scales())
+    wide = jax.jit(rotary)(q.astype("float32"), k.astype("float32"), *draw_scales())
     assert [y.dtype for y in results] == ["bfloat16"] * 2
     for y, exact in zip(results, wide, strict=True):
         assert np.mean(np.asarray(y) == np.asarray(exact.astype("bfloat16"))) > 0.995
 
 
 # Positions, frequencies and tables are no variables.
-def test_angles_have_no_gradient():
+@both
+def test_angles_have_no_gradient(rotary):
     q, k = draw_qk()
     by_positions = lambda positions, frequencies: loss_of(  # noqa: E731
-        lambda q, k: jaxnorm.qk_norm_rotary(q, k, positions=positions, frequencies=frequencies)
+        lambda q, k: rotary(q, k, positions=positions, frequencies=frequencies)
     )(q, k)
-    by_tables = lambda cos, sin: loss_of(lambda q, k: jaxnorm.qk_norm_rotary(q, k, cos=cos, sin=sin))(q, k)  # noqa: E731
+    by_tables = lambda cos, sin: loss_of(lambda q, k: rotary(q, k, cos=cos, sin=sin))(q, k)  # noqa: E731
     tables = llama_tables(ARANGE, frequencies_of(D))
     gradients = [
         *jax.grad(by_positions, (0, 1))(ARANGE.astype("float32"), jnp.asarray(frequencies_of(D))),
@@ -266,10 +291,11 @@ def test_angles_have_no_gradient():
     assert [float(jnp.abs(gradient).max()) for gradient in gradients] == [0.0] * 4
 
 
-def test_float64_tables_are_not_rounded():
+@both
+def test_float64_tables_are_not_rounded(rotary):
     with jax.enable_x64(True):
         q, k = (x.astype("float64") for x in draw_qk())
-        results = jaxnorm.qk_norm_rotary(q, k, normalize=False)
+        results = rotary(q, k, normalize=False)
         angles = np.arange(T)[:, None, None] * 10_000.0 ** (-np.arange(0, D, 2) / D)
         a, b = np.split(np.asarray(q), 2, -1)
         expected = np.concatenate(
@@ -398,10 +424,11 @@ def test_a_head_size_of_unknown_length():
         jax.eval_shape(jaxnorm.qk_norm_rotary, q, q)
 
 
-def test_a_row_of_a_long_sequence_has_the_bits_of_the_row_alone():
+@both
+def test_a_row_of_a_long_sequence_has_the_bits_of_the_row_alone(rotary):
     q, k = (draw_x((500, count, D)) for count in (H, K))
-    whole = jax.jit(jaxnorm.qk_norm_rotary)(q, k)
-    alone = jax.jit(partial(jaxnorm.qk_norm_rotary, positions=jnp.array([321])))(q[321:322], k[321:322])
+    whole = jax.jit(rotary)(q, k)
+    alone = jax.jit(partial(rotary, positions=jnp.array([321])))(q[321:322], k[321:322])
     assert bits(alone) == bits([y[321:322] for y in whole])
 
 
@@ -415,8 +442,9 @@ def test_no_heads(heads, axis_of_heads):
 
 
 # Without 64-bit types jax.numpy would make others of them.
+@both
 @pytest.mark.parametrize("positions", [np.int64(2**32 + 5), np.arange(T) + 2**33, 2**40], ids=str)
-def test_positions_that_do_not_fit_32_bits(positions):
+def test_positions_that_do_not_fit_32_bits(positions, rotary):
     q, k = draw_qk()
-    ours = jaxnorm.qk_norm_rotary(q, k, positions=positions)
-    assert bits(ours) == bits(jaxnorm.qk_norm_rotary(q, k, positions=np.float32(positions)))
+    ours = rotary(q, k, positions=positions)
+    assert bits(ours) == bits(rotary(q, k, positions=np.float32(positions)))
