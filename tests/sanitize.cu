@@ -286,6 +286,12 @@ void run_rotary(HeadNorm norm, Dtype dtype, int64_t tokens, int64_t inner, int64
   const Array mean[] = {statistic(0), statistic(1)}, rstd[] = {statistic(0), statistic(1)};
   const Array scale[] = {{dtype, kHeads[0] * cols, offset, true}, {dtype, cols, offset, true}};
   const Array dscale[] = {{dtype, kHeads[0] * cols, 0, false}, {dtype, cols, 0, false}};
+  constexpr int64_t kRows = kHeads[0] + 2 * kHeads[1];  // of a token, where one array has q, k and v
+  const Array qkv(dtype, tokens * kRows * cols, offset, true), dqkv(dtype, tokens * kRows * cols, offset, false);
+  const Array v_out(dtype, tokens * kHeads[1] * cols, offset, false);
+  const auto part = [&](const Array& packed, int64_t head) {
+    return static_cast<char*>(packed.get()) + head * cols * size_of(dtype);
+  };
   for (const bool interleaved : {false, true}) {
     QkNormRotaryForward f{};
     f.norm = norm, f.tokens = tokens, f.inner = inner, f.cols = cols, f.epsilon = 1e-6f;
@@ -297,12 +303,13 @@ void run_rotary(HeadNorm norm, Dtype dtype, int64_t tokens, int64_t inner, int64
     b.workspace = {floats(workspace), workspace_floats};
     for (const int i : {0, 1}) {
       Heads& heads = i == 0 ? f.q : f.k;
-      heads.heads = kHeads[i], heads.x = {x[i].get(), dtype}, heads.y = {y[i].get(), dtype};
+      heads.heads = heads.x_rows = heads.y_rows = kHeads[i];
+      heads.x = {x[i].get(), dtype}, heads.y = {y[i].get(), dtype};
       heads.has_scale_per_head = normed && i == 0;
       if (normed) heads.scale = {scale[i].get(), dtype}, heads.rstd = floats(rstd[i]);
       if (layer) heads.mean = floats(mean[i]);
       HeadsGrad& grad = i == 0 ? b.q : b.k;
-      grad.heads = kHeads[i], grad.dy = {dy[i].get(), dtype}, grad.dx = {dx[i].get(), dtype};
+      grad.heads = grad.x_rows = kHeads[i], grad.dy = {dy[i].get(), dtype}, grad.dx = {dx[i].get(), dtype};
       grad.has_scale_per_head = heads.has_scale_per_head;
       if (!normed) continue;
       grad.x = heads.x, grad.scale = heads.scale, grad.mean = heads.mean, grad.rstd = heads.rstd;
@@ -310,6 +317,19 @@ void run_rotary(HeadNorm norm, Dtype dtype, int64_t tokens, int64_t inner, int64
     }
     finish(jaxnorm::cuda::run(f, nullptr), "rotary forward");
     finish(jaxnorm::cuda::run(b, nullptr), "rotary backward");
+    if (inner > 1) continue;
+    for (const int i : {0, 1}) {
+      Heads& heads = i == 0 ? f.q : f.k;
+      HeadsGrad& grad = i == 0 ? b.q : b.k;
+      heads.x_rows = grad.x_rows = kRows;
+      heads.x.data = part(qkv, i * kHeads[0]), grad.dx.data = part(dqkv, i * kHeads[0]);
+      if (normed) grad.x = heads.x;
+    }
+    constexpr int64_t kBegin = kHeads[0] + kHeads[1];
+    f.v = {kRows, kHeads[1], {part(qkv, kBegin), dtype}, {v_out.get(), dtype}};
+    b.v = {kHeads[1], kRows, layer ? Input{} : Input{v_out.get(), dtype}, {part(dqkv, kBegin), dtype}};
+    finish(jaxnorm::cuda::run(f, nullptr), "packed rotary forward");
+    finish(jaxnorm::cuda::run(b, nullptr), "packed rotary backward");
   }
 }
 

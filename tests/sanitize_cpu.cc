@@ -273,12 +273,18 @@ void run_rotary(HeadNorm norm, Dtype dtype, int64_t cols, int64_t dim, int64_t i
   const bool normed = norm != HeadNorm::none, layer = norm == HeadNorm::layer;
   QkNormRotaryForward f{};
   f.norm = norm, f.tokens = tokens, f.inner = inner, f.cols = cols, f.epsilon = 1e-6f;
-  f.q.heads = q_heads, f.q.x = q, f.q.y = q_out, f.q.has_scale_per_head = normed;
-  f.k.heads = k_heads, f.k.x = k, f.k.y = k_out;
+  f.q.heads = f.q.x_rows = f.q.y_rows = q_heads, f.q.x = q, f.q.y = q_out, f.q.has_scale_per_head = normed;
+  f.k.heads = f.k.x_rows = f.k.y_rows = k_heads, f.k.x = k, f.k.y = k_out;
   if (normed) f.q.scale = q_scale, f.k.scale = k_scale, f.q.rstd = q_rstd.floats(), f.k.rstd = k_rstd.floats();
   if (layer) f.q.mean = q_mean.floats(), f.k.mean = k_mean.floats();
   const Array dq(dtype, q_size, offset, false), dk(dtype, k_size, offset, false);
   const Array dq_scale(dtype, q_heads * cols, offset, false), dk_scale(dtype, cols, offset, false);
+  const int64_t rows = q_heads + 2 * k_heads;  // of a token, where one array has q, k and v
+  const Array qkv(dtype, tokens * rows * cols, offset), dqkv(dtype, tokens * rows * cols, offset, false);
+  const Array v_out(dtype, k_size, offset, false);
+  const auto part = [&](auto array, int64_t head) {
+    return array.data = (char*)array.data + head * cols * size_of(dtype), array;
+  };
   for (const bool interleaved : {false, true}) {
     f.rotation = {};
     f.rotation.dim = dim, f.rotation.interleaved = interleaved, f.rotation.token_rows.inner = {7, 1};
@@ -288,12 +294,24 @@ void run_rotary(HeadNorm norm, Dtype dtype, int64_t cols, int64_t dim, int64_t i
 
     QkNormRotaryBackward b{};
     b.norm = norm, b.tokens = tokens, b.inner = inner, b.cols = cols, b.rotation = f.rotation;
-    b.q.heads = q_heads, b.q.dy = q_out, b.q.dx = dq, b.q.has_scale_per_head = normed;
-    b.k.heads = k_heads, b.k.dy = k_out, b.k.dx = dk;
+    b.q.heads = b.q.x_rows = q_heads, b.q.dy = q_out, b.q.dx = dq, b.q.has_scale_per_head = normed;
+    b.k.heads = b.k.x_rows = k_heads, b.k.dy = k_out, b.k.dx = dk;
     if (normed) {
       b.q.x = q, b.q.scale = q_scale, b.q.mean = f.q.mean, b.q.rstd = f.q.rstd, b.q.dscale = dq_scale;
       b.k.x = k, b.k.scale = k_scale, b.k.mean = f.k.mean, b.k.rstd = f.k.rstd, b.k.dscale = dk_scale;
     }
+    cpu::run(b, parallel_for);
+    if (inner > 1) continue;
+
+    QkNormRotaryForward packed = f;
+    packed.q.x_rows = packed.k.x_rows = rows;
+    packed.q.x = qkv, packed.k.x = part(Input(qkv), q_heads);
+    packed.v = {rows, k_heads, part(Input(qkv), q_heads + k_heads), v_out};
+    cpu::run(packed, parallel_for);
+    b.q.x_rows = b.k.x_rows = rows;
+    b.q.dx = dqkv, b.k.dx = part(Output(dqkv), q_heads);
+    if (normed) b.q.x = packed.q.x, b.k.x = packed.k.x;
+    b.v = {k_heads, rows, layer ? Input{} : v_out, part(Output(dqkv), q_heads + k_heads)};
     cpu::run(b, parallel_for);
   }
 }

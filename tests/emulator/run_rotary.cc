@@ -1,6 +1,6 @@
 // Runs the CUDA kernels of rotary embedding with the norms of queries and keys on the host and compares results and
 // gradients with the formulas in float64, and bit for bit what arrays give that are aligned to 16 bytes with what
-// others do, and a token by itself with one among others.
+// others do, a token by itself with one among others, and the parts of a packed array with arrays of their own.
 //
 //   run_rotary              every regime
 //   run_rotary COLS DIM     one shape
@@ -52,7 +52,7 @@ Rotation rotation_of(const Case& c, const Operands& o) {
 
 Heads heads_of(const Case& c, const Operands::Of& o, Results::Of& r, int64_t heads, bool per_head) {
   Heads h;
-  h.heads = heads;
+  h.heads = h.x_rows = h.y_rows = heads;
   h.x = o.x, h.y = r.y;
   h.has_scale_per_head = per_head && c.scaled;
   if (c.norm == HeadNorm::none) return h;
@@ -73,7 +73,7 @@ QkNormRotaryForward forward_of(const Case& c, const Operands& o, Results& r) {
 
 HeadsGrad grad_of(const Case& c, const Heads& h, const Operands::Of& o, Results::Of& r) {
   HeadsGrad g;
-  g.heads = h.heads, g.dy = o.dy, g.dx = r.dx;
+  g.heads = g.x_rows = h.heads, g.dy = o.dy, g.dx = r.dx;
   g.has_scale_per_head = h.has_scale_per_head;
   if (c.norm == HeadNorm::none) return g;
   g.x = o.x, g.scale = h.scale, g.mean = h.mean, g.rstd = h.rstd;
@@ -160,6 +160,70 @@ void test_one_token(const Case& c, const Operands& o, Results& r) {
   c.expect(holds, "a token alone");
 }
 
+// One array of q, k and v, which has `rows` rows of a token.
+struct Packed {
+  const Case& c;
+  int64_t rows = c.q_heads + 2 * c.k_heads;
+
+  // Of these arrays; without `v` it has zeros there.
+  Array of(const Array& q, const Array& k, const Array* v, int64_t offset) const {
+    const int64_t q_size = c.q_heads * c.cols, k_size = c.k_heads * c.cols;
+    Array array(c.dtype, c.tokens() * rows * c.cols, offset);
+    for (int64_t at = 0; at < array.elements(); ++at) {
+      const int64_t token = at / (rows * c.cols), i = at % (rows * c.cols);
+      array.set(at, i < q_size            ? q[token * q_size + i]
+                    : i < q_size + k_size ? k[token * k_size + i - q_size]
+                    : v                   ? (*v)[token * k_size + i - q_size - k_size]
+                                          : 0);
+    }
+    return array;
+  }
+
+  // The part that begins with this head.
+  template <typename Pointer>
+  Pointer from(Pointer array, int64_t head) const {
+    array.data = (char*)array.data + head * c.cols * size_of(array.dtype);
+    return array;
+  }
+};
+
+// What q and k give as parts of one array has the bits `r` of arrays apart; v is copied if it is wanted, and else its
+// gradient is zero. `o`: the operands at this offset.
+void test_packed(const Case& c, const Operands& o, const Results& r, bool with_v, int64_t offset) {
+  const Packed packed{c};
+  const Array &v = o.k.dy, &dv = o.k.x;
+  const Array qkv = packed.of(o.q.x, o.k.x, &v, offset),
+              expected = packed.of(r.q.dx, r.k.dx, with_v ? &dv : nullptr, 0);
+  Array dqkv(c.dtype, qkv.elements(), offset), v_out(c.dtype, v.elements(), offset);
+  Results own(c, offset);
+  const int64_t k_begin = c.q_heads, v_begin = c.q_heads + c.k_heads;
+
+  QkNormRotaryForward f = forward_of(c, o, own);
+  f.q.x = qkv, f.k.x = packed.from(Input(qkv), k_begin), f.v.x = packed.from(Input(qkv), v_begin);
+  f.q.x_rows = f.k.x_rows = f.v.x_rows = packed.rows, f.v.y_rows = c.k_heads;
+  if (with_v) f.v.y = v_out;
+  c.expect(run(f, nullptr) == cudaSuccess && (!with_v || v_out == v), "packed v");
+
+  QkNormRotaryBackward b = backward_of(c, o, f, own);
+  Array workspace = workspace_of(c);
+  b.workspace = workspace.workspace();
+  b.q.dx = dqkv, b.k.dx = packed.from(Output(dqkv), k_begin), b.v.y = packed.from(Output(dqkv), v_begin);
+  if (c.norm != HeadNorm::none) b.q.x = f.q.x, b.k.x = f.k.x;
+  b.q.x_rows = b.k.x_rows = b.v.y_rows = packed.rows, b.v.x_rows = c.k_heads;
+  if (with_v) b.v.x = dv;
+  c.expect(run(b, nullptr) == cudaSuccess && dqkv == expected,
+           with_v ? "packed gradient" : "packed gradient without v");
+  const auto has_others = [](const Results::Of& own, const Results::Of& r) {
+    return own.y == r.y && own.mean == r.mean && own.rstd == r.rstd && own.dscale == r.dscale;
+  };
+  c.expect(has_others(own.q, r.q) && has_others(own.k, r.k), "packed q and k");
+  if (!b.q.dscale) return;
+  Results scales(c, 0);
+  b.q.dx = b.k.dx = b.v.y = {}, b.q.dscale = scales.q.dscale, b.k.dscale = scales.k.dscale;
+  const bool holds = run(b, nullptr) == cudaSuccess;
+  c.expect(holds && scales.q.dscale == r.q.dscale && scales.k.dscale == r.k.dscale, "scales of a packed array");
+}
+
 // In workspaces of other sizes than are wanted, as of programs that another build exported.
 void test_workspaces(const Case& c) {
   const Operands o(c);
@@ -213,8 +277,12 @@ void test(const Case& c) {
   compare(c, operands, operands.k, results.k, c.k_heads, c.k_per_head, "k: ");
   test_parts(c, operands, results);
   test_one_token(c, operands, results);
-  const Results unaligned = results_of(c, Operands(operands, 1), 1);
+  const Operands moved(operands, 1);
+  const Results unaligned = results_of(c, moved, 1);
   c.expect(unaligned.q.has_rows_of(results.q) && unaligned.k.has_rows_of(results.k), "unaligned arrays");
+  if (c.heads_first) return;
+  test_packed(c, operands, results, !c.interleaved, 0);
+  test_packed(c, moved, results, c.interleaved, 1);
 }
 
 void test_all(int64_t cols, int64_t dim) {

@@ -7,7 +7,8 @@
 
 namespace jaxnorm::cuda {
 
-// A row of each array, and of its statistics, which come as `SCALARS` arrays.
+// A row of each array, and of the first one's statistics, which come as `SCALARS` arrays. `row`: which of the second,
+// where it lies `further` rows further.
 template <typename X, typename Tile, int SCALARS>
 struct RowPair {
   PairRow<X, Tile> first, second;
@@ -31,12 +32,13 @@ struct HeldRows {
   __device__ explicit HeldRows(char*) {}
 
   template <typename Group>
-  __device__ __forceinline__ void push(const RowPairArrays<X, SCALARS>& from, const Group& group, int row,
+  __device__ __forceinline__ void push(const RowPairArrays<X, SCALARS>& from, const Group& group, int row, int further,
                                        bool is_there) {
-    held.row = row;
+    const int64_t at = int64_t{row} * group.end;
+    held.row = row + further;
     held.is_there = is_there;
-    held.first.read(group, from.first + int64_t{row} * group.end, is_there);
-    held.second.read(group, from.second + int64_t{row} * group.end, is_there);
+    held.first.read(group, from.first + at, is_there);
+    held.second.read(group, from.second + int64_t{further} * group.end + at, is_there);
 #pragma unroll
     for (int i = 0; i < SCALARS; ++i) held.scalar[i] = is_there ? __ldg(from.scalar[i] + row) : 0.0f;
   }
@@ -58,18 +60,20 @@ class StagedRows {
   __device__ explicit StagedRows(char* shared) : begin_(shared) {}
 
   template <typename Group>
-  __device__ __forceinline__ void push(const RowPairArrays<X, SCALARS>& from, const Group& group, int row,
+  __device__ __forceinline__ void push(const RowPairArrays<X, SCALARS>& from, const Group& group, int row, int further,
                                        bool is_there) {
     char* const stage = begin_ + next_ * kStageBytes;
     const int64_t at = int64_t{row} * group.end;
+    const X* second = from.second + int64_t{further} * group.end;
+    hide(second);  // or the compiler would keep the columns of both arrays
     for_each_vector<Tile>(group, [&](int vec, int col, int remaining) {
-      copy_or_clear<kVectorBytes>(vector(stage, 2 * vec), from.first + at + col, is_there && remaining > 0);
-      copy_or_clear<kVectorBytes>(vector(stage, 2 * vec + 1), from.second + at + col, is_there && remaining > 0);
+      copy_or_clear<kVectorBytes>(vector(stage, 2 * vec), from.first + (at + col), is_there && remaining > 0);
+      copy_or_clear<kVectorBytes>(vector(stage, 2 * vec + 1), second + (at + col), is_there && remaining > 0);
     });
     char* const last = last_word(stage);
 #pragma unroll
     for (int i = 0; i < SCALARS; ++i) copy_or_clear<4>(last + 4 + 4 * i, from.scalar[i] + row, is_there);
-    *reinterpret_cast<int*>(last) = is_there ? row : -1;
+    *reinterpret_cast<int*>(last) = is_there ? row + further : -1;
     commit_copies();
     next_ = next_ == kStages - 1 ? 0 : next_ + 1;
   }

@@ -1,4 +1,4 @@
-// Queries and keys, normalised and turned.
+// Queries and keys, normalised and turned, and values that lie beside them.
 //
 // A block has a tile of neighbouring heads and tokens, for which it computes cosines and sines once: the engine's loop
 // knows of no rows that share more than weights. Each thread group has the same head of a few tokens under way at once.
@@ -17,13 +17,13 @@ struct NoStats {
   };
 };
 
-// The array of a block, q or k: its blocks come before those of k.
+// The blocks of q come before those of k, and these before those of v.
 struct RotaryLaunch {
   PairShape shape;
   TurnsLaunch turns;
   TilesLaunch q, k;
   SmallDivisor inner;
-  int q_blocks;
+  int q_blocks, qk_blocks;
   float reciprocal_cols;
 };
 
@@ -67,6 +67,10 @@ template <typename X, typename Stats, typename Tile, int ROWS>
 __global__ void __launch_bounds__(kRotaryThreads, ROWS > 1 ? 7 : 1)
     rotary_kernel(const __grid_constant__ QkNormRotaryForward p, const __grid_constant__ RotaryLaunch launch) {
   int index = static_cast<int>(gridDim.x - 1 - blockIdx.x);  // see RowsLaunch::backwards
+  if (index >= launch.qk_blocks) {
+    copy_values<X, Tile, ROWS>(p.v, launch.k, launch.turns.tokens, launch.shape.cols, index - launch.qk_blocks);
+    return;
+  }
   const bool is_q = index < launch.q_blocks;
   if (!is_q) index -= launch.q_blocks;
   const Heads of = is_q ? p.q : p.k;
@@ -76,16 +80,20 @@ __global__ void __launch_bounds__(kRotaryThreads, ROWS > 1 ? 7 : 1)
   const PlaceOfRow place(tiles, index - token_tile * tiles.count.value, group.place);
 
   const int angles = ROWS * tiles.tile_tokens;
+  // Only where `inner` is 1 there are more.
+  const int y_rows = static_cast<int>(of.y_rows), x_more = static_cast<int>(of.x_rows) - y_rows;
   const AngleSource source = launch.turns.look_up(angles, [&](int i) { return first + i; });
   PairRow<X, Tile> x[ROWS];
-  int row[ROWS];
+  int row[ROWS];  // of y
   bool is_there[ROWS];
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     const int token = first + r * tiles.tile_tokens + place.token_of_tile;
     is_there[r] = token < launch.turns.tokens && place.head < tiles.heads;
-    row[r] = first_row_of(token, tiles.heads, launch.inner) + place.head * launch.inner.value;
-    x[r].read(group, static_cast<const X*>(of.x.data) + int64_t{row[r]} * group.end, is_there[r]);
+    row[r] = first_row_of(token, y_rows, launch.inner) + place.head * launch.inner.value;
+    const X* of_x = static_cast<const X*>(of.x.data) + int64_t{token * x_more} * group.end;
+    hide(of_x);
+    x[r].read(group, of_x + int64_t{row[r]} * group.end, is_there[r]);
   }
   const bool has_scale = of.scale.data && place.head < tiles.heads;
   FloatWeight<Tile> factor(group,
@@ -111,13 +119,15 @@ cudaError_t with_head_stats(HeadNorm norm, F f) {
 template <typename X, typename Tile, int ROWS>
 cudaError_t launch_rotary_rows(const QkNormRotaryForward& p, const RotaryTiling& tiling, const HeadTiles& q,
                                const HeadTiles& k, bool back, cudaStream_t stream) {
-  const int64_t of_q = q.blocks(p.tokens, ROWS), all = of_q + k.blocks(p.tokens, ROWS);
+  const int64_t of_q = q.blocks(p.tokens, ROWS), of_k = k.blocks(p.tokens, ROWS);
+  const int64_t all = of_q + of_k + (p.v.y ? of_k : 0);
   const RotaryLaunch launch{make_pair_shape(tiling, p.cols, p.rotation),
                             TurnsLaunch(p.rotation, p.tokens, back),
                             TilesLaunch(q, p.q.heads),
                             TilesLaunch(k, p.k.heads),
                             SmallDivisor(p.inner),
                             static_cast<int>(of_q),
+                            static_cast<int>(of_q + of_k),
                             1.0f / static_cast<float>(p.cols)};
   if (all == 0) return cudaSuccess;
   const int64_t shared = int64_t{4} * ROWS * std::max(q.tokens, k.tokens) * launch.turns.floats_of_token();
@@ -131,7 +141,7 @@ template <typename X>
 cudaError_t run_qk_norm_rotary(const QkNormRotaryForward& p, bool back, cudaStream_t stream) {
   if (!has_few_rows(p)) return cudaErrorInvalidValue;
   const RotaryTiling tiling = make_rotary_tiling(kDtype<X>, p.cols, p.rotation.dim, p.rotation.interleaved);
-  const bool aligned = are_aligned_for<X>(tiling, p.q.x, p.k.x, p.q.y, p.k.y, p.q.scale, p.k.scale);
+  const bool aligned = are_aligned_for<X>(tiling, p.q.x, p.k.x, p.q.y, p.k.y, p.v.x, p.v.y, p.q.scale, p.k.scale);
   const HeadTiles q = make_head_tiles(p.q.y ? p.q.heads : 0, p.inner, tiling.groups());
   const HeadTiles k = make_head_tiles(p.k.y ? p.k.heads : 0, p.inner, tiling.groups());
   return with_pair_tiling<X>(tiling, aligned, [&](auto tile) {

@@ -1,4 +1,4 @@
-// The gradients of queries and keys that were normalised and turned.
+// The gradients of queries and keys that were normalised and turned, and of values that lie beside them.
 //
 // Each block goes through many tiles, as rotary_kernel's has one, with the sums over rows in registers. The rows that
 // come next are on their way meanwhile.
@@ -22,6 +22,7 @@ struct GradTiles {
   TilesLaunch tiles;
   SmallDivisor parts;  // items of a token tile
   int apart, blocks, items, share, sums;
+  int x_more;   // rows of x from a token to the next, beyond its own heads
   int at_once;  // items whose cosines and sines are computed together
   float* partials;
 };
@@ -31,8 +32,8 @@ struct RotaryGradLaunch {
   TurnsLaunch turns;
   GradTiles q, k;
   SmallDivisor inner;
-  int q_blocks;
-  int table_floats;  // of cosines and sines of as many items
+  int q_blocks, v_blocks;  // those of v come last
+  int table_floats;        // of cosines and sines of as many items
   float reciprocal_cols;
 };
 
@@ -44,8 +45,8 @@ struct ItemRows {
   const int tokens;
   const PlaceOfRow place;  // in the block's own tile, or in a token's first one
   int item, row, head;
-  int left;  // left: tiles of this item that are still to come
-  bool has_token;
+  int left;   // left: tiles of this item that are still to come
+  int token;  // `tokens`: there is none
 
   __device__ ItemRows(const GradTiles& own, const SmallDivisor& inner, int tokens, int own_tile, int group,
                       int first_item)
@@ -53,7 +54,8 @@ struct ItemRows {
     begin_item();
   }
 
-  __device__ bool is_there() const { return has_token && head < own.tiles.heads; }
+  __device__ bool is_there() const { return token < tokens && head < own.tiles.heads; }
+  __device__ int further() const { return token * own.x_more; }
 
   __device__ void advance() {
     if (left > 0) {
@@ -70,11 +72,11 @@ struct ItemRows {
   __device__ void begin_item() {
     const int valid = max(item, 0), token_tile = own.parts.quotient(valid);
     const int part = valid - token_tile * own.parts.value;
-    const int token = token_tile * own.tiles.tile_tokens + place.token_of_tile;
+    token = token_tile * own.tiles.tile_tokens + place.token_of_tile;
     head = place.head + part * own.share * own.tiles.tile_heads;
     row = first_row_of(token, own.tiles.heads, inner) + head * inner.value;
     left = own.share - 1;
-    has_token = item >= 0 && token < tokens;
+    if (item < 0) token = tokens;
   }
 };
 
@@ -142,6 +144,10 @@ constexpr int kGradResidency = Tile::VECTORS > 8                                
                                : Tile::VECTORS > 2 && Tile::VECTORS* Tile::N > 8 ? 3
                                                                                  : 4;
 
+// How many rows of v a thread group has under way: enough to keep the memory busy.
+template <typename Tile>
+constexpr int kValueRows = Tile::VECTORS < 8 ? 8 / Tile::VECTORS : 1;
+
 // What a block has, of the queries or of the keys: `index` counts the blocks of the same array, and `column` those that
 // have the same tiles of a token. If these stay `apart`, `tile` is which of them it always has.
 struct GradShare {
@@ -176,6 +182,10 @@ __global__ void __launch_bounds__(kRotaryThreads, kGradResidency<Tile>)
     rotary_grad_kernel(const __grid_constant__ QkNormRotaryBackward p,
                        const __grid_constant__ RotaryGradLaunch launch) {
   using Queue = RowQueue<X, Tile, kScalars<KIND>, kRotaryThreads>;
+  if (const int index = static_cast<int>(gridDim.x - 1 - blockIdx.x); index < launch.v_blocks) {
+    copy_values<X, Tile, kValueRows<Tile>>(p.v, launch.k.tiles, launch.turns.tokens, launch.shape.cols, index);
+    return;
+  }
   const GradShare share = share_of_block(p, launch);
   const HeadsGrad& of = share.of;
   const GradTiles& own = share.own;
@@ -190,7 +200,8 @@ __global__ void __launch_bounds__(kRotaryThreads, kGradResidency<Tile>)
   ItemRows rows(own, launch.inner, launch.turns.tokens, share.tile, group.place, item);
   Queue queue(dynamic_shared());
 #pragma unroll
-  for (int i = 0; i < Queue::kAhead; ++i, rows.advance()) queue.push(arrays, group, rows.row, rows.is_there());
+  for (int i = 0; i < Queue::kAhead; ++i, rows.advance())
+    queue.push(arrays, group, rows.row, rows.further(), rows.is_there());
 
   const bool has_scale = of.scale.data && (!share.apart || rows.place.head < own.tiles.heads);
   FloatWeight<Tile> factor(group, has_scale ? from(of.scale, share.apart ? rows.place.head * p.cols : 0) : Input{});
@@ -209,7 +220,7 @@ __global__ void __launch_bounds__(kRotaryThreads, kGradResidency<Tile>)
       for (int tile = 0; tile < own.share; ++tile) {
         TurnedBack<KIND, Tile> row;
         row.take(queue.pop(), group);
-        queue.push(arrays, group, rows.row, rows.is_there());
+        queue.push(arrays, group, rows.row, rows.further(), rows.is_there());
         rows.advance();
         row.template finish<X>(launch, of.dx, group, turns, factor, dscale);
       }
@@ -235,7 +246,8 @@ template <typename X>
 cudaError_t run_qk_norm_rotary_grad(const QkNormRotaryBackward& p, cudaStream_t stream) {
   if (!has_few_rows(p)) return cudaErrorInvalidValue;
   const RotaryTiling tiling = make_rotary_tiling(kDtype<X>, p.cols, p.rotation.dim, p.rotation.interleaved);
-  const bool aligned = are_aligned_for<X>(tiling, p.q.dy, p.q.x, p.q.dx, p.q.scale, p.k.dy, p.k.x, p.k.dx, p.k.scale);
+  const bool aligned =
+      are_aligned_for<X>(tiling, p.q.dy, p.q.x, p.q.dx, p.q.scale, p.k.dy, p.k.x, p.k.dx, p.k.scale, p.v.x, p.v.y);
   const auto heads_of = [](const HeadsGrad& of) { return of.dx || of.dscale ? of.heads : 0; };
   const HeadTiles q = make_head_tiles(heads_of(p.q), p.inner, tiling.groups());
   const HeadTiles k = make_head_tiles(heads_of(p.k), p.inner, tiling.groups());
@@ -251,6 +263,7 @@ cudaError_t run_qk_norm_rotary_grad(const QkNormRotaryBackward& p, cudaStream_t 
                      static_cast<int>(blocks.items),
                      static_cast<int>(blocks.share),
                      static_cast<int>(blocks.sums),
+                     static_cast<int>(of.x_rows - of.heads),
                      std::clamp(kTableFloats / table, 1, kItemsAtOnce),
                      to};
   };
@@ -264,15 +277,18 @@ cudaError_t run_qk_norm_rotary_grad(const QkNormRotaryBackward& p, cudaStream_t 
                             SmallDivisor(p.inner),
                             static_cast<int>(q_blocks),
                             0,
+                            0,
                             1.0f / static_cast<float>(p.cols)};
     launch.table_floats = std::max(launch.q.at_once * q.tokens, launch.k.at_once * k.tokens) * turns.floats_of_token();
     const cudaError_t error = with_pair_tiling<X>(tiling, aligned, [&](auto tile) {
       using Tile = decltype(tile);
       const int64_t rows = RowQueue<X, Tile, 1, kRotaryThreads>::kSharedBytes;
       const int64_t shared = std::max(rows + int64_t{8} * launch.table_floats, int64_t{4} * tiling.groups() * p.cols);
+      const int64_t of_v = p.v.y ? k.blocks(p.tokens, kValueRows<Tile>) : 0;
+      launch.v_blocks = static_cast<int>(of_v);
       const auto kernel =
           p.norm == HeadNorm::rms ? rotary_grad_kernel<Kind::rms, X, Tile> : rotary_grad_kernel<Kind::layer, X, Tile>;
-      return launch_rotary(kernel, tiling, q_blocks + k_blocks, shared, stream, p, launch);
+      return launch_rotary(kernel, tiling, q_blocks + k_blocks + of_v, shared, stream, p, launch);
     });
     if (error != cudaSuccess) return error;
   }

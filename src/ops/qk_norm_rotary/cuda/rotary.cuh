@@ -184,10 +184,13 @@ struct TilesLaunch {
   }
 };
 
+inline int64_t most_rows(const Heads& of) { return std::max(of.x_rows, of.y_rows); }
+inline int64_t most_rows(const HeadsGrad& of) { return of.x_rows; }
+
 // Rows are counted by int: more of them a GPU has no room for, but of a few elements.
 template <typename Call>
 bool has_few_rows(const Call& p) {
-  return std::max(p.q.heads, p.k.heads) <= INT_MAX / std::max<int64_t>(1, p.tokens);
+  return std::max(most_rows(p.q), most_rows(p.k)) <= INT_MAX / std::max<int64_t>(1, p.tokens);
 }
 
 // Which row of the array a thread group has in a tile, if there is one.
@@ -199,10 +202,38 @@ struct PlaceOfRow {
 };
 
 // The row of a token's first head: the next one's is `inner` rows further.
-__device__ inline int first_row_of(int token, int heads, const SmallDivisor& inner) {
-  if (inner.value == 1) return token * heads;
+__device__ inline int first_row_of(int token, int rows, const SmallDivisor& inner) {
+  if (inner.value == 1) return token * rows;
   const int outer = inner.quotient(token);
-  return outer * (heads - 1) * inner.value + token;
+  return outer * (rows - 1) * inner.value + token;
+}
+
+// By the `index`-th block for v, which has ROWS of k's tiles of tokens. Without v all rows are zero. Its columns are in
+// no pairs.
+template <typename X, typename Tile, int ROWS>
+__device__ __forceinline__ void copy_values(const Values& v, const TilesLaunch& tiles, int tokens, int cols,
+                                            int index) {
+  const PairShape shape{cols, cols, 0, Tile::VECTORS / 2 * Tile::LANES * Tile::N, false};
+  const PairGroup<Tile::LANES> group(shape);
+  const int token_tile = tiles.count.quotient(index);
+  const PlaceOfRow place(tiles, index - token_tile * tiles.count.value, group.place);
+  const int first = token_tile * ROWS * tiles.tile_tokens + place.token_of_tile;
+  const auto is_there = [&](int token) { return token < tokens && place.head < tiles.heads; };
+  const auto at = [&](int token, int64_t rows) { return (token * rows + place.head) * group.end; };
+  PairRow<X, Tile> x[ROWS];
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    const int token = first + r * tiles.tile_tokens;
+    x[r].read(group, static_cast<const X*>(v.x.data) + at(token, v.x_rows), is_there(token) && v.x.data);
+  }
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    const int token = first + r * tiles.tile_tokens;
+    X* const y = static_cast<X*>(v.y.data) + at(token, v.y_rows);
+    for_each_vector<Tile>(group, [&](int vec, int col, int remaining) {
+      store<Tile::ALIGNED>(y + col, x[r].packed[vec], is_there(token) ? remaining : 0);
+    });
+  }
 }
 
 inline PairShape make_pair_shape(const RotaryTiling& tiling, int64_t cols, const Rotation& rotation) {

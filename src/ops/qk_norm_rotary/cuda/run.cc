@@ -14,12 +14,13 @@ cudaError_t run_forward(const QkNormRotaryForward& p, bool back, cudaStream_t st
 QkNormRotaryForward turning_back(const QkNormRotaryBackward& p) {
   const auto heads = [](const HeadsGrad& of) {
     Heads heads;
-    heads.heads = of.heads;
+    heads.heads = heads.x_rows = of.heads;
+    heads.y_rows = of.x_rows;
     heads.x = of.dy;
     heads.y = of.dx;
     return heads;
   };
-  return {HeadNorm::none, p.tokens, p.inner, p.cols, heads(p.q), heads(p.k), p.rotation, 0, 0};
+  return {HeadNorm::none, p.tokens, p.inner, p.cols, heads(p.q), heads(p.k), p.v, p.rotation, 0, 0};
 }
 
 }  // namespace
