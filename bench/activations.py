@@ -88,7 +88,7 @@ def _of_subject(implementation):
     }
 
 
-def _arrays(itemsize):
+def _arrays(itemsize, _):
     """In arrays of x's size, which is twice y's."""
     ways = {**ARRAYS[KIND], "quantised": 2 + 1 / itemsize}
     return {way: arrays / 2 for way, arrays in ways.items()}
@@ -106,4 +106,4 @@ SUBJECT = beside_xla.Subject(
 
 
 def main(args):
-    beside_xla.measure(SUBJECT, args)
+    beside_xla.measure((SUBJECT,), args)

@@ -27,9 +27,9 @@ class Subject(NamedTuple):
     elements: Callable[..., int]  # of a shape: of all arrays of x's shape that are read forward
     text: Callable[..., str]  # what a table calls a shape
     is_cached: Callable[..., bool] = lambda _: False  # whether its arrays are in the cache in earnest, too
-    # How many arrays of so many elements a direction moves, by the bytes of one: the step reads x twice and dy, and
-    # writes y and dx.
-    arrays: Callable[[int], dict[str, float]] = lambda _: {"forward": 2, "step": 5}
+    # How many arrays of so many elements a direction moves, by the bytes of one and the shape: the step reads x twice
+    # and dy, and writes y and dx.
+    arrays: Callable[..., dict[str, float]] = lambda *_: {"forward": 2, "step": 5}
 
 
 def add_arguments(parser):
@@ -57,7 +57,7 @@ def rows_of(subject, name, dtype, implementation, iterations):
     time_of = functools.partial(measured, subject, shape, dtype, iterations=iterations)
     ours, xla = time_of(implementation=implementation), time_of(implementation="jnp")
     for way, time in ours.items():
-        moved = subject.arrays(jnp.dtype(dtype).itemsize)[way] * nbytes(subject, shape, dtype)
+        moved = subject.arrays(jnp.dtype(dtype).itemsize, shape)[way] * nbytes(subject, shape, dtype)
         yield {
             "op": f"{subject.op} {way}",
             "dtype": dtype,
@@ -71,9 +71,10 @@ def rows_of(subject, name, dtype, implementation, iterations):
         }
 
 
-def measure(subject, args):
+def measure(subjects, args):
     header, rows = report.device(args.commit), []
-    for name in subject.shapes:
-        for dtype in args.dtypes:
-            rows += rows_of(subject, name, dtype, None if args.default else "native", args.iterations)
-            report.write(header, rows, args.out)  # after each: a run that is cut off keeps the others
+    for subject in subjects:
+        for name in subject.shapes:
+            for dtype in args.dtypes:
+                rows += rows_of(subject, name, dtype, None if args.default else "native", args.iterations)
+                report.write(header, rows, args.out)  # after each: a run that is cut off keeps the others

@@ -58,4 +58,4 @@ SUBJECT = beside_xla.Subject("group_norm", SHAPES, operands, programs, math.prod
 
 
 def main(args):
-    beside_xla.measure(SUBJECT, args)
+    beside_xla.measure((SUBJECT,), args)

@@ -6,7 +6,9 @@ Each program is compiled with XLA's fusion of the jnp formula ("jnp"), with jaxn
 ("none"). In "jaxnorm-add" the kernels add to the residual stream as well, as `add_rms_norm` does: each layer hands on
 what it gives, and the stream that it is to be added to. In the Gemma-like model, which normalises what it adds, that is
 `rms_norm_add_rms_norm`; in a U-Net it is the activation that the kernels take in. In the DiT-like model every example
-has scales and shifts of its own. "flax" is XLA's code for LayerNorm and GroupNorm as Flax computes them.
+has scales and shifts of its own. "jaxnorm-tuned" has what `jaxnorm.tune` finds for a program; "jaxnorm-default-loss"
+has the kernel's loss beside the default, "jaxnorm-default-linear-loss" `linear_cross_entropy`. "flax" is XLA's code for
+LayerNorm and GroupNorm as Flax computes them.
 
 Times are wall times of calls in a queue that is waited for once, taken in turns: "ms" is the median over the turns,
 "± us" half the range of its middle half. "norms us" is the median of what a turn took longer than the turn without
@@ -23,12 +25,15 @@ from dataclasses import replace
 
 import jax
 
+import jaxnorm
 from bench import model_norms, models, report, timing, unet
 
 PARTS = {
     "llama": models.LLAMA,
     "llama-gqa": models.LLAMA_GROUPED,
     "llama-packed": models.LLAMA_PACKED,
+    "llama-joint": models.LLAMA_JOINT,
+    "qwen": models.QWEN,
     "gemma": models.GEMMA,
     "vit": models.VIT,
     "bert": models.BERT,
@@ -36,6 +41,7 @@ PARTS = {
     "unet": unet.WIDE,
     "unet-narrow": unet.NARROW,
     "decode": models.LLAMA,
+    "decode-joint": models.LLAMA_JOINT,
 }
 MODULES = {models.Spec: models, unet.Spec: unet}
 PROGRAMS = ("forward", "train step")
@@ -53,6 +59,7 @@ def add_arguments(parser):
         "--attention", choices=["xla", "cudnn"], help="(default: cudnn on a GPU where it takes the sequence)"
     )
     parser.add_argument("--classes", type=int, help="the vocabulary of the language model")
+    parser.add_argument("--layers", type=int, help="of each transformer")
     parser.add_argument("--no-rotary", action="store_true", help="no rotation between the norms of q, k and attention")
     parser.add_argument("--scan", action="store_true", help="over stacked layers, which are unrolled otherwise")
     parser.add_argument("--remat", choices=["none", "full"], default="none")
@@ -110,8 +117,9 @@ def floor_text(spec, copy_gbs):
 
 def compiled(name, function, args, donate=(), options=None):
     """The executable; standard error says how long it took, since on a rented machine that is most of the time."""
-    start = time.perf_counter()
-    with model_norms.chosen(name.rpartition(", ")[2]):
+    variant, start = name.rpartition(", ")[2], time.perf_counter()
+    choice = model_norms.tuned(variant, jax.jit(function, donate_argnums=donate), args)
+    with model_norms.chosen(variant), jaxnorm.implementation(choice):
         lowered = jax.jit(function, donate_argnums=donate).lower(*args)
     executable = lowered.compile(compiler_options=options)
     print(f"compiled {name} in {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
@@ -225,12 +233,13 @@ def transformer(spec, args):
         remat=args.remat,
         attention=args.attention or ("cudnn" if cudnn else "xla"),
         classes=args.classes if args.classes and spec.language else spec.classes,
+        layers=args.layers or spec.layers,
     )
 
 
 def header_of(specs, args):
     transformers = {part: spec for part, spec in specs.items() if isinstance(spec, models.Spec)}
-    trained = [spec for part, spec in transformers.items() if part != "decode"]
+    trained = [spec for part, spec in transformers.items() if not part.startswith("decode")]
     spec = next(iter(transformers.values()), None)
     of_transformers = spec and {
         "attention": ", ".join(f"{part} {spec.attention}" for part, spec in transformers.items()),
@@ -252,6 +261,6 @@ def main(args):
     rows = []
     for part, spec in specs.items():
         extra = [norms for norms in args.variants if spec.language or not norms.endswith("-qk")]
-        run = measure_decoding if part == "decode" else measure_training
+        run = measure_decoding if part.startswith("decode") else measure_training
         rows += run(spec, ["jnp", *extra, "none"], args)
         report.write(header_of(specs, args), rows, args.out)  # after each part: a run that is cut off keeps the others

@@ -59,16 +59,21 @@ def arounds(spec, layer, condition):
     return [Around(adaptive(shift, scale), gate=gate) for shift, scale, gate in (parts[:3], parts[3:])]
 
 
+def split_heads(x, size):
+    return x.reshape(*x.shape[:-1], -1, size)
+
+
 def block(spec, norms, layer, stream, attend, positions=None, condition=None):
     """One layer: the next stream, and what `attend` keeps besides its result."""
 
     def attention(y):
-        products = (product(y, layer[name]) for name in ("query", "key", "value"))
-        q, k, v = (x.reshape(*x.shape[:-1], -1, spec.head_size) for x in products)
+        names = ("qkv",) if spec.joint else ("query", "key", "value")
+        heads = [split_heads(product(y, layer[name]), spec.head_size) for name in names]
         if spec.language:
-            q, k = norms.heads(q, k, layer["query_norm"], layer["key_norm"], positions)
-        result, kept = attend(q, k, v)
-        return product(result.reshape(*v.shape[:-2], -1), layer["out"]), kept
+            rotate = norms.joint_heads if spec.joint else norms.heads
+            heads = [*rotate(*heads, layer["query_norm"], layer["key_norm"], positions)]
+        result, kept = attend(*heads)
+        return product(result.reshape(*heads[-1].shape[:-2], -1), layer["out"]), kept
 
     def mlp(y):
         if spec.packed:

@@ -1,6 +1,7 @@
 """What computes the norms of the models that `bench model` times."""
 
 import contextlib
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -28,6 +29,7 @@ class Variant(NamedTuple):
     adds: bool = False
     rotates: bool = False  # those of queries and keys rotate too, as `qk_norm_rotary` does
     formula: str | None = None  # the direction that is left to XLA
+    tunes: bool = False  # `jaxnorm.tune` chooses
     rounds: bool = False  # RMSNorms of the stream, and the gates of an MLP, give values of float8 and their scales
 
 
@@ -44,6 +46,9 @@ VARIANTS = {
     "jaxnorm-rotary-backward": Variant("default", "default", adds=True, rotates=True, formula="forward"),
     "jaxnorm-forward": Variant("default", "default", formula="backward"),
     "jaxnorm-default": Variant("default", "default", adds=True, rotates=True),
+    "jaxnorm-tuned": Variant("default", "default", adds=True, rotates=True, tunes=True),
+    "jaxnorm-default-loss": Variant("default", "default", "native", adds=True, rotates=True),
+    "jaxnorm-default-linear-loss": Variant("default", "default", "linear", adds=True, rotates=True),
     "jaxnorm-float8": Variant("default", "default", adds=True, rotates=True, rounds=True),
     "jaxnorm-default-norm": Variant("default", "default"),
     "copy": Variant("copy", "copy"),
@@ -54,6 +59,15 @@ VARIANTS = {
     "jaxnorm-linear-loss": Variant("jnp", "jnp", "linear"),
     "jaxnorm-all": Variant("native", "native", "native", adds=True),
 }
+
+
+def tuned(variant, function, args):
+    """What `jaxnorm.tune` chooses for a program, if the variant has it choose."""
+    if not VARIANTS[variant].tunes:
+        return {}
+    choice = jaxnorm.tune(function, *args)
+    print(choice, file=sys.stderr, flush=True)
+    return choice
 
 
 @contextlib.contextmanager
@@ -105,16 +119,18 @@ class Norms(NamedTuple):
     stream: Callable  # the stream, weights -> y, the stream with nothing yet to be added
     closing: Callable  # the stream, weights -> y, where nothing else reads the stream
     add: Callable  # the fields of `Pending` -> the stream
-    heads: Callable  # queries, keys, the weights of both, positions -> queries, keys
+    heads: Callable  # queries, keys, values, the weights of the first two, positions -> all three
+    joint_heads: Callable  # the same of all three in one array
     gated: Callable  # gate and up of an MLP side by side, in one array -> activation(gate) * up
 
 
 def norms_of(spec, variant):
-    name, head, _, adds, rotates, _, rounds = VARIANTS[variant]
-    heads = rotating_norm_of(spec, head) if rotates else heads_of(spec, head)
+    name, head, _, adds, rotates, *_, rounds = VARIANTS[variant]
+    heads = (rotating_norm_of if rotates else heads_of)(spec, head)
+    joint_heads = joint_norm_of(spec, head) if rotates else split_of(spec, heads)
     start, norm, add = (adding_stream_of if adds else stream_of)(spec, name)
     gated = gated_of(spec, name) if adds else xla_gated_of(spec)
-    norms = Norms(start, norm, lambda *stream: norm(*stream)[0], add, heads, gated)
+    norms = Norms(start, norm, lambda *stream: norm(*stream)[0], add, heads, joint_heads, gated)
     return norms._replace(stream=rounding_stream_of(spec), gated=rounding_gated_of(spec)) if rounds else norms
 
 
@@ -214,19 +230,36 @@ def heads_of(spec, name):
     """The norms of queries and keys, and then the rotation."""
     norm = norm_of(spec, name)
 
-    def heads(q, k, q_weights, k_weights, positions):
+    def heads(q, k, v, q_weights, k_weights, positions):
         q, k = norm(q, q_weights), norm(k, k_weights)
-        return (rotate(q, positions), rotate(k, positions)) if spec.rotary else (q, k)
+        return (rotate(q, positions), rotate(k, positions), v) if spec.rotary else (q, k, v)
 
     return heads
+
+
+def split_of(spec, heads):
+    """`heads` of the parts of one array."""
+    ends = spec.heads, spec.heads + spec.groups
+    return lambda qkv, *weights_and_positions: heads(*jnp.split(qkv, ends, axis=-2), *weights_and_positions)
 
 
 def rotating_norm_of(spec, name):
     if not spec.rotary:
         raise SystemExit("a model without rotation has no norms that rotate")
 
-    def heads(q, k, q_weights, k_weights, positions):
-        return jaxnorm.qk_norm_rotary(q, k, *q_weights, *k_weights, positions, **options_of(spec, name))
+    def heads(q, k, v, q_weights, k_weights, positions):
+        return *jaxnorm.qk_norm_rotary(q, k, *q_weights, *k_weights, positions, **options_of(spec, name)), v
+
+    return heads
+
+
+def joint_norm_of(spec, name):
+    counts = {"heads": spec.heads, "kv_heads": spec.groups}
+
+    def heads(qkv, q_weights, k_weights, positions):
+        # A decoded token has no axis of tokens: its sequences stand there.
+        scales = *q_weights, *k_weights
+        return jaxnorm.qkv_norm_rotary(qkv, *scales, positions, **counts, **options_of(spec, name))
 
     return heads
 

@@ -1,8 +1,8 @@
 """The models that `bench model` times: transformers as plain functions of their parameters.
 
 Matrices are float32 and cast to bfloat16 where they are used; activations are bfloat16; the norms' weights stay
-float32, as in the model hubs. Query, key and value are three products, so that a norm over heads reads a whole array:
-of one joint product it would read slices, which XLA's fusion does in place and a kernel call needs copied.
+float32, as in the model hubs. Query, key and value are three products, so that a norm over heads reads a whole array,
+or one joint product, of which XLA's fusion and `qkv_norm_rotary` read each in place.
 """
 
 import functools
@@ -40,6 +40,7 @@ class Spec:
     kv_heads: int | None = None  # of keys and values, each for a group of queries; None is as many as heads
     activation: str = "silu"  # of the MLP
     packed: bool = False  # gate and up of a gated MLP are one product, side by side
+    joint: bool = False  # queries, keys and values are one product
     scale_offset: float = 0.0  # what norms add to their scales
     sandwich: bool = False  # a norm of what attention and MLP give as well, before it is added to the stream
     after_sum: bool = False  # each norm comes after an addition and is the next stream, as in BERT: post-norm
@@ -57,6 +58,8 @@ class Spec:
 LLAMA = Spec("Llama-like", "rms", True, 8, 2048, 16, 8192, batch=4, tokens=2048, classes=1024)
 LLAMA_PACKED = replace(LLAMA, name="Llama-like, packed", packed=True)
 LLAMA_GROUPED = replace(LLAMA, name="Llama-like, grouped", kv_heads=4)
+LLAMA_JOINT = replace(LLAMA_PACKED, name="Llama-like, joint", joint=True, classes=32000)
+QWEN = replace(LLAMA_JOINT, name="Qwen-like", dim=2560, heads=20, kv_heads=4, hidden=9728, classes=151936)
 GEMMA = replace(LLAMA, name="Gemma-like", heads=8, kv_heads=4, activation="gelu", scale_offset=1.0, sandwich=True)
 # Half the layers of ViT-L/16.
 VIT = Spec("ViT-like", "layer", False, 12, 1024, 16, 4096, batch=64, tokens=197, classes=1000, activation="gelu")
@@ -102,6 +105,7 @@ def init(spec, seed=0):
         ups = {"gate_up": 2 * hidden} if spec.packed else {"gate": hidden, "up": hidden}
         ups = {name: matrix(dim, cols) for name, cols in ups.items() if spec.language or name == "up"}
         heads = {"query": spec.heads, "key": spec.groups, "value": spec.groups}
+        heads = {"qkv": sum(heads.values())} if spec.joint else heads
         products = {name: matrix(dim, count * spec.head_size) for name, count in heads.items()}
         joins = {"out": matrix(dim, dim, gain), "down": matrix(hidden, dim, gain)}
         return {**stream, **head, **ups, **products, **joins}

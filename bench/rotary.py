@@ -1,9 +1,10 @@
-"""Device time of qk_norm_rotary on one NVIDIA GPU, beside XLA's code for the formula and a copy, in one run.
+"""Device time of rotary embedding with its norms on one NVIDIA GPU, beside XLA's code and a copy, in one run.
 
     python -m bench rotary --out bench/results/h200_rotary
 
-As `bench.beside_xla` says: 2 arrays of queries and of keys are moved forward, and 5 with all gradients ("step"). A
-token is decoded from the cache, so its arrays are not read from memory and have no copy.
+As `bench.beside_xla` says: 2 arrays of queries and of keys are moved forward, and 5 with all gradients ("step"). In
+`qkv_norm_rotary` they come with values in one array, of which 2 are moved each way. A token is decoded from the cache,
+so its arrays are not read from memory and have no copy.
 """
 
 import jax
@@ -47,6 +48,39 @@ def programs(implementation):
     return {"forward": forward, "step": step}
 
 
+def joint_operands(shape, dtype, seed):
+    """As `operands`, with queries, keys and values in one array, and three cotangents."""
+    batch, tokens, queries, keys, size = shape
+    of_array, of_v = jax.random.split(jax.random.key(seed + 100, impl="rbg"))
+    _, _, scales, positions, cotangents = operands(shape, dtype, seed)
+    qkv = jax.random.normal(of_array, (batch, tokens, queries + 2 * keys, size), dtype)
+    dv = jax.random.normal(of_v, (batch, tokens, keys, size), dtype)
+    return qkv, scales, positions, (*cotangents, dv)
+
+
+def joint_programs(implementation):
+    def forward(qkv, scales, positions, cotangents):
+        heads, kv_heads = (cotangent.shape[-2] for cotangent in cotangents[:2])
+        counts = {"heads": heads, "kv_heads": kv_heads}
+        return jaxnorm.qkv_norm_rotary(qkv, *scales, positions, **counts, implementation=implementation)
+
+    def step(qkv, scales, positions, cotangents):
+        results, pull = jax.vjp(lambda *moving: forward(*moving, positions, cotangents), qkv, scales)
+        return results, pull(cotangents)
+
+    return {"forward": forward, "step": step}
+
+
+def joint_elements(shape):
+    batch, tokens, queries, keys, size = shape
+    return batch * tokens * (queries + 2 * keys) * size
+
+
+def joint_arrays(_, shape):
+    *_, queries, keys, _ = shape
+    return {"forward": 2, "step": 5 - keys / (queries + 2 * keys)}
+
+
 def elements(shape):
     batch, tokens, queries, keys, size = shape
     return batch * tokens * (queries + keys) * size
@@ -60,7 +94,14 @@ def text(shape):
 SUBJECT = beside_xla.Subject(
     "qk_norm_rotary", SHAPES, operands, programs, elements, text, is_cached=lambda shape: shape[1] == 1
 )
+JOINT = SUBJECT._replace(
+    op="qkv_norm_rotary",
+    operands=joint_operands,
+    programs=joint_programs,
+    elements=joint_elements,
+    arrays=joint_arrays,
+)
 
 
 def main(args):
-    beside_xla.measure(SUBJECT, args)
+    beside_xla.measure((SUBJECT, JOINT), args)

@@ -58,7 +58,7 @@ def as_float8(array):
     return jax.lax.bitcast_convert_type(array, jnp.float8_e4m3fn).reshape(len(array), -1)
 
 
-def _arrays(itemsize):
+def _arrays(itemsize, _):
     return {"rows": 1 + 1 / itemsize, "kernel": 1 + 2 / itemsize, "gradient": 2 + 2 / itemsize, "bytes": 2}
 
 
@@ -74,4 +74,4 @@ SUBJECT = beside_xla.Subject(
 
 
 def main(args):
-    beside_xla.measure(SUBJECT, args)
+    beside_xla.measure((SUBJECT,), args)

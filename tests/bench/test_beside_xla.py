@@ -9,6 +9,7 @@ from bench import activations, groups, rotary, rounding
 
 SMALL = {
     "rotary": (rotary.SUBJECT, (2, 3, 4, 2, 16)),
+    "joint rotary": (rotary.JOINT, (2, 3, 4, 2, 16)),
     "groups": (groups.SUBJECT, (2, 3, 4, 64)),
     "activations": (activations.SUBJECT, (6, 40)),
 }

@@ -17,11 +17,16 @@ pytestmark = [pytest.mark.any_code, pytest.mark.long]
 LANGUAGE, IMAGES = models.small(models.LLAMA), replace(models.small(models.VIT), layers=1)
 GROUPED, SANDWICH, CONDITIONED = (models.small(spec) for spec in (models.LLAMA_GROUPED, models.GEMMA, models.DIT))
 PACKED, AFTER_SUM, UNET = models.small(models.LLAMA_PACKED), models.small(models.BERT), unet.small(unet.WIDE)
+JOINT = models.small(models.QWEN)
 # Models, and the norms with which they train as with jnp norms. The first four have the calls that take neighbours in
 # and those that do not, the others what their architecture adds to these, asked for and by default.
 TRAINED = [
     *((spec, norms) for spec in (LANGUAGE, IMAGES, AFTER_SUM, UNET) for norms in ("jaxnorm", "jaxnorm-add")),
-    *((spec, norms) for spec in (GROUPED, SANDWICH, CONDITIONED) for norms in ("jaxnorm-rotary", "jaxnorm-default")),
+    *(
+        (spec, norms)
+        for spec in (GROUPED, JOINT, SANDWICH, CONDITIONED)
+        for norms in ("jaxnorm-rotary", "jaxnorm-default")
+    ),
 ]
 # What bfloat16 activations leave: jnp norms, scanned and unrolled, give losses that are up to 6e-4 apart, and gradients
 # up to 1.4e-2. Without norms, losses are more than 0.05 from those with them.
@@ -97,11 +102,18 @@ def test_every_norm_but_the_first_adds(spec, sign, norms, adds):
     assert text.count(sign) == 2 * spec.layers * adds
 
 
-def test_a_packed_gated_mlp_computes_what_two_products_do():
+@pytest.mark.parametrize(
+    ("spec", "name", "parts"),
+    [
+        (PACKED, "gate_up", ("gate", "up")),
+        (replace(LANGUAGE, joint=True), "qkv", ("query", "key", "value")),
+    ],
+)
+def test_one_product_computes_what_several_do(spec, name, parts):
     params, inputs = models.init(LANGUAGE), models.batch(LANGUAGE)
-    layers = [{**layer, "gate_up": jnp.concatenate([layer["gate"], layer["up"]], axis=1)} for layer in params["layers"]]
+    layers = [{**layer, name: jnp.concatenate([layer[part] for part in parts], axis=1)} for layer in params["layers"]]
 
-    packed = models.loss(PACKED, "jnp", {**params, "layers": layers}, *inputs)
+    packed = models.loss(spec, "jnp", {**params, "layers": layers}, *inputs)
     assert packed == pytest.approx(models.loss(LANGUAGE, "jnp", params, *inputs), abs=LOSS_TOLERANCE)
 
 
