@@ -222,6 +222,32 @@ def rotary(draw: Draw) -> Call:
     )
 
 
+def rotary_of_product(draw: Draw) -> Call:
+    lead, cols, dtype = draw.leading(), draw.pick((2, 8, 64)), draw.pick(DTYPES)
+    heads, kv_heads = draw.pick(HEADS), draw.pick(HEADS)
+    normalize = draw.pick((True, "layer", False))
+    shapes = [draw.pick(((cols,), (count, cols))) for count in (heads, kv_heads)]
+    q_scale, k_scale = (draw.weight(shape, dtype) if normalize else None for shape in shapes)
+    lead = (1,) * (2 - len(lead)) + lead  # of four axes
+    positions = jnp.asarray(draw.rng.integers(99, size=lead), "int32")
+    return _call(
+        jaxnorm.qkv_norm_rotary,
+        {
+            "qkv": draw.floats((*lead, heads + 2 * kv_heads, cols), dtype),
+            "q_scale": q_scale,
+            "k_scale": k_scale,
+            "positions": draw.pick((None, positions)),
+        },
+        ("qkv", "q_scale", "k_scale"),
+        ("qkv", "positions"),
+        heads=heads,
+        kv_heads=kv_heads,
+        return_v=draw.chance(0.7),
+        normalize=normalize,
+        interleaved=draw.chance(0.3),
+    )
+
+
 def group_norm(draw: Draw) -> Call:
     """With weights of all examples or of each."""
     lead, size, dtype = draw.leading(), draw.pick((1, 4, 5)), draw.pick(DTYPES)
@@ -257,7 +283,7 @@ def per_head(draw: Draw) -> Call:
 
 DRAWS = (
     *(of_table, of_table, of_table, softmax, cross_entropy, linear_cross_entropy),
-    *(rotary, rotary, group_norm, per_head),
+    *(rotary, rotary, rotary_of_product, group_norm, per_head),
 )
 
 

@@ -1,6 +1,6 @@
 """The public function of rotary embedding with the norms of queries and keys, of one product with the values."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -42,17 +42,16 @@ def qkv_norm_rotary(
         q, k, v = split(qkv, [heads, heads + kv_heads], axis=-2)      by heads: those of q, then of k, then of v
         q, k = qk_norm_rotary(q, k, q_scale, k_scale, positions, ...)
 
-    in one launch, which reads each where it lies in qkv. The gradient of qkv is one array like it, and one launch
-    writes it: nothing is sliced or concatenated. v is copied as it is. All else is as of `qk_norm_rotary`; for a
-    gradient qkv is kept, and one float32 for each head of queries and keys of a token, two of LayerNorm; with
-    normalize=False positions or tables alone. Where a program does not read v, it is not copied, and its part of the
+    One call reads each where it lies, and another writes the gradient, one array like qkv: nothing is sliced or
+    concatenated. v is copied as it is. For a gradient qkv is kept, and what `qk_norm_rotary` keeps beside q and k; with
+    normalize=False positions or tables alone. A v that a program does not read is not copied, and its part of the
     gradient is 0.
 
     Args:
-      qkv: floating-point array (..., tokens, heads + 2 * kv_heads, head size); or of at most three axes, the last of
-        which has all heads, (batch, tokens, (heads + 2 * kv_heads) * head size). One token may come without its axis,
-        with positions. Over a mesh, each device is to have all heads of its tokens: Auto axes that split them are
-        gathered, and over Explicit axes the formula runs. In a `jax.shard_map` heads are a device's own.
+      qkv: floating-point array (..., tokens, heads + 2 * kv_heads, head size); or of at most three axes with all heads
+        along the last, (batch, tokens, (heads + 2 * kv_heads) * head size). One token may come without its axis, with
+        positions. A device is to have all heads of its tokens: over a mesh, Auto axes that split them are gathered, and
+        with Explicit ones the formula runs.
       q_scale, k_scale: factors of the norms, of the head size, or (heads, head size) and (kv_heads, head size).
       heads, kv_heads: how many heads q has, and each of k and v.
       return_v: whether v is wanted.
@@ -60,25 +59,40 @@ def qkv_norm_rotary(
         implementation: as for `qk_norm_rotary`.
 
     Returns:
-      (q, k, v): arrays (..., tokens, heads, head size), and two of kv_heads, of qkv's dtype; (q, k) with
-      return_v=False.
+      (q, k, v): arrays (..., tokens, heads, head size), and kv_heads, of qkv's dtype; (q, k) with return_v=False.
 
     Raises:
-      ValueError: qkv has no such shape, or one of at most three axes that could be either and neither a scale nor
-        positions nor a table tells which: reshape it to four; heads or kv_heads is not positive; an Explicit mesh
-        splits the heads into parts that do not divide heads and kv_heads; otherwise as `qk_norm_rotary` does.
+      ValueError: qkv has another shape, or one of at most three axes that can be read in both ways, of which no scale,
+        positions or table tells one: reshape it to four; heads or kv_heads is not positive; an Explicit mesh splits the
+        heads into parts that do not divide both numbers; otherwise as `qk_norm_rotary` does.
       TypeError, RuntimeError: as `rms_norm` does.
 
     Source: as for `qk_norm_rotary`.
     """
     options = Options(epsilon, scale_offset, normalize, implementation)
     rotation = Rotation(positions, cos, sin, theta, frequencies, rotary_dim, interleaved)
-    choice = checks.check_implementation(NAME, implementation)
-    counts = check_counts(NAME, heads, kv_heads)
-    tokens = check_packed(NAME, qkv, counts, Beside(q_scale, k_scale, rotation))
-    with_v, norm = checks.check_flag(NAME, "return_v", return_v), check_normalize(NAME, normalize)
-    q_scale = check_scale(NAME, "q_scale", q_scale, counts.q, tokens, norm)
-    k_scale = check_scale(NAME, "k_scale", k_scale, counts.kv, tokens, norm)
+    return _unpacked(options, rotation, Product(qkv, q_scale, k_scale, heads, kv_heads, return_v))
+
+
+class Product(NamedTuple):
+    """The arguments that are neither about the norm nor about the rotation, as a caller gave them."""
+
+    qkv: Any
+    q_scale: Any
+    k_scale: Any
+    heads: Any
+    kv_heads: Any
+    return_v: Any
+
+
+def _unpacked(options: Options, rotation: Rotation, product: Product) -> tuple[jax.Array, ...]:
+    choice = checks.check_implementation(NAME, options.implementation)
+    counts = check_counts(NAME, product.heads, product.kv_heads)
+    with_v = checks.check_flag(NAME, "return_v", product.return_v)
+    tokens = check_packed(NAME, product.qkv, counts, Beside(product.q_scale, product.k_scale, rotation))
+    norm = check_normalize(NAME, options.normalize)
+    q_scale = check_scale(NAME, "q_scale", product.q_scale, counts.q, tokens, norm)
+    k_scale = check_scale(NAME, "k_scale", product.k_scale, counts.kv, tokens, norm)
     rotation = check_rotation(NAME, rotation, tokens)
     fields = options.checked(NAME, tokens.x, rotation, (tokens.x, q_scale, k_scale))
     spec = QKVNormRotary(heads=counts.q, kv_heads=counts.kv, with_v=with_v, **fields, **choice.asks(NAME))
