@@ -2,12 +2,14 @@
 
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from jaxnorm.native import compat
 from jaxnorm.ops import checks
 from jaxnorm.ops.qk_norm_rotary.checks import Rotation, Tokens, check_head_size, check_whole_heads
 from jaxnorm.primitive import weights
+from jaxnorm.sharding import dims
 
 
 class Heads(NamedTuple):
@@ -63,16 +65,15 @@ def check_packed(function: str, value: Any, heads: Heads, beside: Beside) -> Tok
             raise _both(function, qkv.shape, heads)
         by_heads, is_flat = fit
     if by_heads:
-        return check_whole_heads(function, _check_shards(function, Tokens(qkv, -2, "qkv"), -2, heads))
+        return check_whole_heads(function, Tokens(_with_heads_on(function, qkv, -2, heads), -2, "qkv"))
     if not is_flat:
         raise ValueError(
             f"{function}: qkv has shape {qkv.shape}, expected (..., tokens, {heads.packed}, head size), with "
             f"heads + 2 * kv_heads = {heads.packed} heads on the last axis but one, or (batch, tokens, {heads.packed} "
             f"* head size), of at most three axes. Reshape qkv."
         )
-    _check_shards(function, Tokens(qkv, -2, "qkv"), -1, heads)
     shape = (*tokens, heads.packed, last // heads.packed)
-    return Tokens(qkv.reshape(shape), -2, "qkv", " by heads")
+    return Tokens(_with_heads_on(function, qkv, -1, heads).reshape(shape), -2, "qkv", " by heads")
 
 
 def _both(function: str, shape: tuple[Any, ...], heads: Heads) -> ValueError:
@@ -85,12 +86,13 @@ def _both(function: str, shape: tuple[Any, ...], heads: Heads) -> ValueError:
     )
 
 
-def _check_shards(function: str, tokens: Tokens, axis: int, heads: Heads) -> Tokens:
-    shards = compat.shard_count(tokens.x, axis)
+def _with_heads_on(function: str, qkv: jax.Array, axis: int, heads: Heads) -> jax.Array:
+    """qkv, whose heads are along this axis, in parts of which each has heads of q, of k or of v, or all."""
+    shards = compat.shard_count(qkv, axis)
     if any(count % shards for count in heads):
         raise ValueError(
-            f"{function}: the heads of {tokens.what}, are split over {shards} devices of an Explicit mesh, which do "
-            f"not divide heads={heads.q} and kv_heads={heads.kv}. Reshard qkv, so that each device has all heads of "
-            f"its tokens."
+            f"{function}: the heads of qkv, which has shape {qkv.shape}, are split over {shards} devices of an "
+            f"Explicit mesh, which do not divide heads={heads.q} and kv_heads={heads.kv}. Reshard qkv, so that each "
+            f"device has all heads of its tokens."
         )
-    return tokens
+    return dims.unsharded(qkv, axis) if shards == 1 else qkv
