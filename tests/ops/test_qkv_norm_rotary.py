@@ -307,6 +307,20 @@ def test_what_an_explicit_mesh_may_not_split(devices, where):
             jax.eval_shape(partial(jaxnorm.qkv_norm_rotary, heads=6, kv_heads=1), *args)
 
 
+# Such an axis splits nothing, and its kernel runs.
+@pytest.mark.several
+@cover(flat=[False, True], normalize=NORMALIZE)
+def test_heads_over_an_explicit_axis_of_one_device(devices, flat, normalize):
+    mesh = jax.make_mesh((len(devices), 1), ("a", "b"), (AxisType.Explicit,) * 2, devices=devices)
+    function = partial(step, partial(rotary, normalize=normalize))
+    qkv = draw_qkv((8, 4)).reshape(8, 4, -1) if flat else draw_qkv((8, 4))
+    with jax.set_mesh(mesh):
+        (on_mesh,) = placed(mesh, (qkv,), [P("a", None, "b")])
+        compiled = jax.jit(function).lower(on_mesh).compile()
+        assert_one_device_gives(compiled(on_mesh), jax.jit(function)(jnp.asarray(qkv)))
+    assert list(count_native_calls(compiled.as_text()).values()) == [1, 1] * is_platform_with_kernels()
+
+
 # As tensor parallelism has it: a device's columns of the kernel are the q, k and v of its own heads.
 @pytest.mark.several
 def test_each_device_has_a_product_of_its_own_heads(devices):
