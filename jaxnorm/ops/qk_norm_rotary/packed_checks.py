@@ -52,8 +52,9 @@ class Beside(NamedTuple):
 def check_packed(function: str, value: Any, heads: Heads, beside: Beside) -> Tokens:
     """qkv as an array of heads, of which the last axis has the elements.
 
-    Of four axes or more, the last two are heads and elements. Of fewer, the last may have both: that depends on no
-    length alone, or the shape of one batch would be read as that of another.
+    Of four axes or more, the last two are heads and elements. Of fewer, the last may have both. A shape that can be
+    read in both ways is read as fits what comes with it, and is an error where that tells nothing: as many tokens as
+    heads are no reason to read them otherwise than others.
     """
     qkv = checks.check_array(function, "qkv", value)
     *tokens, last = check_head_size(function, Tokens(qkv, -2, "qkv")).x.shape if qkv.ndim else (0,)
