@@ -146,6 +146,24 @@ def test_groups_without_positions(groups, shape, platform, ways):
     assert {name.rsplit("_", 1)[1] for name in count_native_calls(text)} == ways
 
 
+@pytest.mark.parametrize(
+    ("function", "shapes"),
+    [
+        (partial(jaxnorm.qk_norm_rotary, positions=3), ["n 8 64", "n 2 64"]),
+        (partial(jaxnorm.qk_norm_rotary, positions=3, axis_of_heads=-3), ["8 n 64", "2 n 64"]),
+        (partial(jaxnorm.qkv_norm_rotary, positions=3, heads=8, kv_heads=2), ["n 12 64"]),
+    ],
+)
+@pytest.mark.parametrize(
+    ("tokens", "platform", "calls"), [(1, "cuda", 1), (2, "cuda", 0), (64, "cuda", 0), (65, "cuda", 1), (2, "cpu", 1)]
+)
+def test_tokens_that_are_decoded(function, shapes, tokens, platform, calls):
+    dims = [[tokens if length == "n" else int(length) for length in shape.split()] for shape in shapes]
+    args = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in dims]
+    text = jax.jit(function).trace(*args).lower(lowering_platforms=(platform,)).as_text()
+    assert sum(count_native_calls(text).values()) == calls
+
+
 def test_a_cpu_has_no_such_rows():
     assert native_ways(rms, "bfloat16", 1153, "cpu") == {"fwd", "bwd"}
 

@@ -7,6 +7,7 @@ A kernel of its own has neighbours that XLA would have fused with the formula. W
 tokens are decoded, that is most of the time; measured with `python -m bench model`, see docs/benchmarks/models.md.
 """
 
+import math
 from typing import Any
 
 from jaxnorm.ops.norm.formula import Norm
@@ -22,6 +23,9 @@ FEW, NARROW = 2**18, 2**13
 # The same of the forward pass of a few hundred tokens with LayerNorm. In one of 512 x 1024, before the sum or after it,
 # or of 256 x 1152 with adaLN, XLA's code is 2 to 6 % of the program faster on an H100; of 4 x 512 x 1024 it is no more.
 FEW_CENTRED = 2**20
+# The most tokens whose queries and keys are decoded together. Loops over a Llama-like model are 0.5 to 1 % slower with
+# the kernel for 4 to 32 tokens, and 2 to 6 % faster for one, on an H100 and an H200.
+FEW_TOKENS = 64
 
 
 def vectors_divide(rows: CallRows) -> bool:
@@ -54,6 +58,17 @@ def quantized_norm(spec: Any, rows: CallRows) -> str | None:
     if is_apart and rows.platform == "cuda" and rows.dtype.itemsize == 4:
         return f"XLA's code is faster for y beside quantised float32 rows of more than {LONGEST_WITH_Y} columns"
     return any_kernel(spec, rows)
+
+
+def rotary(spec: Any, rows: CallRows) -> str | None:
+    """Of queries and keys, or of these and values in one array."""
+    if rows.platform != "cuda" or rows.way != "forward" or rows.differentiated or rows.rows is None:
+        return None
+    lengths = [*rows.shape[:-1]]
+    del lengths[spec.heads_axis + 1]
+    if not 1 < math.prod(lengths) <= FEW_TOKENS:
+        return None
+    return f"XLA's code is faster for 2 to {FEW_TOKENS} tokens, which it fuses with what is around them"
 
 
 def norm(norm: Norm, rows: CallRows) -> str | None:

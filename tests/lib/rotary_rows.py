@@ -205,7 +205,9 @@ def qkv_rotary(normalize, *, interleaved=False, partial=False):
         return {"qkv": [np.concatenate(arrays, -2) for arrays in zip(*each, strict=True)], **found}
 
     def unfused(qkv, positions, q_scale=None, k_scale=None, **options):
-        q, k, v = parts(qkv)
+        heads, kv_heads = counts(qkv.shape[-2]).values()
+        # Its gradient is a concatenation; that of slices is a sum, in which -0 becomes 0.
+        q, k, v = jnp.split(qkv, [heads, heads + kv_heads], axis=-2)
         return *apart.function(q, k, positions, q_scale, k_scale, **options), v
 
     def as_norm(f):

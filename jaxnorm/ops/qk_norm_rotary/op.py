@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxnorm.native import ffi
+from jaxnorm.ops import speed
 from jaxnorm.ops.qk_norm_rotary.formula import (
     STATISTICS,
     Operands,
@@ -125,6 +126,7 @@ NATIVE: Native[QKNormRotary, Operands] = Native(
     forward=lambda norm, operands: {**attributes(norm, operands), "epsilon": np.float32(norm.epsilon)},
     backward=attributes,
     workspace=workspace,
+    slower=speed.rotary,
 )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxnorm.native import compat
+from jaxnorm.ops import speed
 from jaxnorm.ops.qk_norm_rotary.formula import STATISTICS
 from jaxnorm.ops.qk_norm_rotary.op import ROLES as OF_PARTS
 from jaxnorm.ops.qk_norm_rotary.op import attributes, head_too_long, other_dtypes, requested, workspace
@@ -103,6 +104,7 @@ NATIVE: Native[QKVNormRotary, Operands] = Native(
     },
     backward=_attributes,
     workspace=workspace,
+    slower=speed.rotary,
 )
 
 
