@@ -1,20 +1,26 @@
 """The table of whole models, see `bench.tables`."""
 
+import functools
+
 from bench import report, table_parts
 
 # What a user gets who asks for nothing: the norms alone, and what takes the neighbours in.
 DEFAULTS = ("jaxnorm-default-norm", "jaxnorm-default")
 
 
-def steps(*runs):
+def steps(*runs, decoding=False):
     """What the norms are of a whole step of a model, and what jaxnorm changes of it, in percent: gains first.
 
-    A column of which nothing was measured is left out.
+    A column of which nothing was measured is left out. `decoding`: of models that decode, or of the others.
     """
     lines = []
     for results in runs:
         more = ["separate products"] if results["header"].get("products") == "separate" else []
-        lines += [step([*names, *more], variants) for names, variants in programs_of(results).items()]
+        lines += [
+            step([*names, *more], variants)
+            for names, variants in programs_of(results).items()
+            if decoding == (", decode" in names[0])
+        ]
     lines.sort(key=lambda line: line[0], reverse=True)
     changes = ["the norms", "with their neighbours", "against Flax's norms"]
     columns = ["program", "XLA ms", "norms %", *changes, "scatter %"]
@@ -48,18 +54,18 @@ def scatter(*programs):
     return f"±{max(variants['jnp']['± us'] / variants['jnp']['ms'] / 10 for variants in programs):.1f}"
 
 
+decoding = functools.partial(steps, decoding=True)
 STEPS = "models.md#in-percent-of-a-step"
-LOSS = "softmax.md#a-model-with-a-large-vocabulary"
 COMPARED = ("U-Net", "Llama-like, packed", "BERT-like", "DiT-like", "ViT-like")  # with Flax's norms, too
 
 
-def headline(default, compared, loss):
+def headline(compared, joint, qwen, decoded):
     """A few whole programs, each with a link from README.md to the page that has its table."""
     lines = [
         *(line(compared, model, "train step") for model in COMPARED),
-        line(default, "Llama-like", "train step"),
-        with_loss(loss),
-        line(default, "Llama-like, decode"),
+        line(joint, "Llama-like, joint", "train step"),
+        with_loss(qwen),
+        line(decoded, "Llama-like, joint, decode"),
     ]
     return report.table(["whole programs", "GPU", "against XLA's code", "against Flax's norms", "scatter %"], lines)
 
@@ -78,11 +84,13 @@ def linked(results, page, *names):
 
 
 def with_loss(results):
-    (variants,) = programs_of(results, "Llama-like", "train step").values()
-    before, after = (variants[norms]["temp MiB"] / 1024 for norms in ("jnp", "jaxnorm-loss"))
-    gain = f"{faster(change(variants, 'jaxnorm-loss'))}, {after:.1f} GiB of temporaries in place of {before:.1f}"
-    names = "Llama-like", "train step", f"{results['header']['classes']} classes, only the loss replaced"
-    return [*linked(results, LOSS, *names), gain, "-", scatter(variants)]
+    (variants,) = programs_of(results, "Qwen-like", "train step").values()
+    before, after = (variants[norms]["temp MiB"] / 1024 for norms in ("jnp", "jaxnorm-default-loss"))
+    gain = (
+        f"{faster(change(variants, 'jaxnorm-default-loss'))}, {after:.1f} GiB of temporaries in place of {before:.1f}"
+    )
+    names = "Qwen-like, joint", "train step", f"{results['header']['classes']} classes, the loss too"
+    return [*linked(results, STEPS, *names), gain, "-", scatter(variants)]
 
 
 def programs_of(results, model="", program=""):

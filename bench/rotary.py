@@ -1,6 +1,6 @@
 """Device time of rotary embedding with its norms on one NVIDIA GPU, beside XLA's code and a copy, in one run.
 
-    python -m bench rotary --out bench/results/h200_rotary
+    python -m bench rotary --out bench/results/h100_rotary
 
 As `bench.beside_xla` says: 2 arrays of queries and of keys are moved forward, and 5 with all gradients ("step"). In
 `qkv_norm_rotary` they come with values in one array, of which 2 are moved each way. A token is decoded from the cache,

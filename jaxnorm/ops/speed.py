@@ -23,8 +23,9 @@ FEW, NARROW = 2**18, 2**13
 # The same of the forward pass of a few hundred tokens with LayerNorm. In one of 512 x 1024, before the sum or after it,
 # or of 256 x 1152 with adaLN, XLA's code is 2 to 6 % of the program faster on an H100; of 4 x 512 x 1024 it is no more.
 FEW_CENTRED = 2**20
-# The most tokens whose queries and keys are decoded together. Loops over a Llama-like model are 0.5 to 1 % slower with
-# the kernel for 4 to 32 tokens, and 2 to 6 % faster for one, on an H100 and an H200.
+# The most tokens whose queries and keys are decoded together. A loop over a Llama-like model is 0.7 to 0.8 % slower
+# with the kernel for 8 and 32 tokens on an H200; where they are parts of one product it is as fast either way (H100).
+# Of one token the kernel is 2 to 5 % faster.
 FEW_TOKENS = 64
 
 

@@ -218,7 +218,10 @@ def qkv_rotary(normalize, *, interleaved=False, partial=False):
 
         return norm
 
-    def with_packed(size, count):
+    def with_packed(size, count=None):
+        heads = size.dims[-2]
+        # Of a single head of a token too few elements are rounded for a share of them to mean much.
+        count = count or (2 * heads if heads > 1 else 12)
         return size._replace(dims=(*size.dims[:-2], count, size.dims[-1]))
 
     return replace(
@@ -239,10 +242,7 @@ def qkv_rotary(normalize, *, interleaved=False, partial=False):
         exact=exact_of_all,
         exact_gradients=exact_gradients_of_all,
         small=with_packed(apart.small, 4),
-        **{
-            table: tuple(with_packed(size, max(3, 2 * size.dims[-2])) for size in getattr(apart, table))
-            for table in TABLES
-        },
+        **{table: tuple(map(with_packed, getattr(apart, table))) for table in TABLES},
         forward="jaxnorm_qkv_norm_rotary_fwd",
         backward="jaxnorm_qkv_norm_rotary_bwd",
         gradients=("dqkv", "", "dq_scale", "dk_scale"),

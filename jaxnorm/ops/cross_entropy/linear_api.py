@@ -75,9 +75,8 @@ def linear_cross_entropy(
       A number of float32, or float64 of x of float64; with reduction="none" an array.
 
     Raises:
-      ValueError: an array has the wrong shape, rows_per_chunk is not positive, or reduction is unknown; otherwise as
-        `softmax_cross_entropy_with_integer_labels` does.
-      TypeError, RuntimeError: as `softmax_cross_entropy_with_integer_labels` does.
+      ValueError: an array has the wrong shape, rows_per_chunk is not positive, or reduction is unknown.
+      ValueError, TypeError, RuntimeError: as `softmax_cross_entropy_with_integer_labels` does.
 
     Source: Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, 2024, https://arxiv.org/abs/2411.09009;
     by chunks of rows: Liger Kernel, 2024, https://arxiv.org/abs/2410.10989.
