@@ -28,6 +28,7 @@ SYNONYMS = {
     **dict.fromkeys(("softcap", "logit_soft_cap", "logit_softcapping", "final_logit_softcapping"), "soft_cap"),
     **dict.fromkeys(("ignore_label", "ignore_id", "padding_index"), "ignore_index"),
     **dict.fromkeys(("z_loss_weight", "z_loss_multiplier", "lse_square_scale"), "z_loss"),
+    "return_lse": "return_logsumexp",
     "smoothing": "label_smoothing",
     "temperature": "logit_scale=1 / temperature",
     **dict.fromkeys(("loss_mask", "loss_weights", "sample_weight"), "weights"),

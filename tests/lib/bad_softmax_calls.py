@@ -144,7 +144,14 @@ MISUSE = {
         ),
         "bias by position": call(X, KERNEL, LABELS, BIAS).raises(TypeError, "but 4 were given", "Then pass bias="),
         **misspelt(
-            X, KERNEL, LABELS, weight="weights", loss_mask="weights", mask="where", temperature="logit_scale=1 / temper"
+            X,
+            KERNEL,
+            LABELS,
+            weight="weights",
+            loss_mask="weights",
+            mask="where",
+            temperature="logit_scale=1 / temper",
+            return_lse="return_logsumexp",
         ),
     },
 }

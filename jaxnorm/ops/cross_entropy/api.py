@@ -20,7 +20,7 @@ from jaxnorm.ops.cross_entropy.checks import (
     check_where,
     in_one_axis,
 )
-from jaxnorm.ops.cross_entropy.formula import IGNORED, CrossEntropy, Operands, loss
+from jaxnorm.ops.cross_entropy.formula import IGNORED, CrossEntropy, Operands, loss, without
 from jaxnorm.ops.cross_entropy.op import CROSS_ENTROPY, count_of, exchanged, labels_of_shard, times
 from jaxnorm.ops.mask import fitted
 from jaxnorm.ops.misuse import explained
@@ -184,7 +184,7 @@ def losses_of(
         results = exchanged(spec, shards, operands, results)
     top: Any = results.top
     left_out = _either(ignored, None if where is None else top == -jnp.inf)
-    losses = loss(spec, results, counts, options.label_smoothing, options.z_loss, left_out)
+    losses = loss(spec, without(left_out, results), counts, options.label_smoothing, options.z_loss)
     return losses + jnp.where(wrong, jnp.nan, 0).astype(losses.dtype)
 
 

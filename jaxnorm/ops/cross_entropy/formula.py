@@ -119,15 +119,20 @@ def forward(spec: CrossEntropy, operands: Operands) -> tuple[Results, Statistics
     return Results(log_sum, of.at_label(spec, differences), total, top if spec.with_top else None), ()
 
 
-def loss(
-    spec: Any, results: Results, counts: Any, label_smoothing: float, z_loss: float, left_out: jax.Array | None = None
-) -> jax.Array:
-    """The losses of rows, of which so many columns count; `spec` has their logits.
+def without(left_out: jax.Array | None, results: Results) -> Results:
+    """Rows that are left out, without any class or ignored, have no results, and no derivative."""
+    return results if left_out is None else jax.tree.map(lambda v: jnp.where(left_out, 0, v), results)
 
-    Those that are left out, without any class or ignored, have none, and no derivative.
-    """
-    if left_out is not None:
-        results = jax.tree.map(lambda v: jnp.where(left_out, 0, v), results)
+
+def log_sum_exp(spec: Any, results: Results) -> jax.Array:
+    """The logarithm of the sum of the exponentials of all logits, which `results` have beside the largest."""
+    assert results.top is not None
+    unit: jax.Array | float = spec.logits.unit
+    return of_whole_row(results.log_sum, results.top) + unit * lax.stop_gradient(results.top)
+
+
+def loss(spec: Any, results: Results, counts: Any, label_smoothing: float, z_loss: float) -> jax.Array:
+    """The losses of rows, of which so many columns count; `spec` has their logits."""
     log_sum, label_logit, total, top = results
     assert label_logit is not None
     assert top is not None
@@ -135,7 +140,7 @@ def loss(
     losses = log_sum - (1 - label_smoothing) * label_logit
     if total is not None:
         losses = losses - label_smoothing * (total / counts)
-    return losses + z_loss * jnp.square(log_sum + spec.logits.unit * lax.stop_gradient(top)) if z_loss else losses
+    return losses + z_loss * jnp.square(log_sum_exp(spec, results)) if z_loss else losses
 
 
 class _Shares(NamedTuple):

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 
 from jaxnorm.native import compat
 from jaxnorm.ops.cross_entropy import chunks, formula
-from jaxnorm.ops.cross_entropy.formula import CrossEntropy, loss
+from jaxnorm.ops.cross_entropy.formula import CrossEntropy, log_sum_exp, loss, without
 from jaxnorm.ops.cross_entropy.op import CROSS_ENTROPY, count_of
 from jaxnorm.ops.cross_entropy.product import are_read, scaled, unscaled
 from jaxnorm.ops.mask import only
@@ -73,7 +73,10 @@ class Results(NamedTuple):
     losses: jax.Array | None = None  # of rows, without their weights; 0 where that is 0
 
 
-def _losses(spec: LinearCrossEntropy, logits: jax.Array, labels: jax.Array, where: jax.Array | None) -> jax.Array:
+def _losses(
+    spec: LinearCrossEntropy, logits: jax.Array, labels: jax.Array, where: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """The losses of rows, and the logarithms of their sums of exponentials."""
     of_logits = CrossEntropy(
         scale=spec.scale,
         soft_cap=spec.soft_cap,
@@ -92,7 +95,9 @@ def _losses(spec: LinearCrossEntropy, logits: jax.Array, labels: jax.Array, wher
         assert results.top is not None
         left_out = jnp.equal(results.top, -jnp.inf)
         counts = jnp.maximum(1, count_of(of_logits, operands)) if of_logits.with_total else counts
-    return loss(of_logits, results, counts, spec.label_smoothing, spec.z_loss, left_out)
+    results = without(left_out, results)
+    losses = loss(of_logits, results, counts, spec.label_smoothing, spec.z_loss)
+    return losses, log_sum_exp(of_logits, results)
 
 
 def _weighted(weights: jax.Array, losses: jax.Array) -> jax.Array:
@@ -105,7 +110,7 @@ def _of_chunk(spec: LinearCrossEntropy, operands: Operands) -> Results:
     x, kernel, labels, weights, bias, where, scale = operands
 
     def total(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-        losses = _losses(spec, logits, labels, where)
+        losses, _ = _losses(spec, logits, labels, where)
         return jnp.sum(_weighted(weights, losses)), losses
 
     before = unscaled(x, kernel, bias, scale)
@@ -236,24 +241,30 @@ LINEAR_CROSS_ENTROPY = Family(
 )
 
 
-def each(spec: LinearCrossEntropy, operands: Operands) -> jax.Array:
-    """The weighted losses of all rows, with x's rank; a derivative makes the logits of each chunk again."""
+class OfRows(NamedTuple):
+    losses: jax.Array  # weighted
+    log_sum_exp: jax.Array  # of rows that do not count 0
+
+
+def each(spec: LinearCrossEntropy, operands: Operands) -> OfRows:
+    """Of all rows, with x's rank; a derivative makes the logits of each chunk again."""
     operands = _prepared(operands)
-    of_rows: Callable[..., jax.Array] = jax.checkpoint(functools.partial(_each_of_chunk, spec))
+    of_rows: Callable[..., OfRows] = jax.checkpoint(functools.partial(_each_of_chunk, spec))
     if (count := chunks.count(spec.rows_per_chunk, operands.x)) == 1:
         return of_rows(operands)
 
-    def step(_: None, chunk: Any) -> tuple[None, jax.Array]:
+    def step(_: None, chunk: Any) -> tuple[None, OfRows]:
         return None, of_rows(operands._replace(**chunk))
 
     split = {name: chunks.split(count, array) for name, array in operands.of_rows.items()}
-    return chunks.joined(lax.scan(step, None, split)[1], operands.labels.shape)
+    return OfRows(*(chunks.joined(array, operands.labels.shape) for array in lax.scan(step, None, split)[1]))
 
 
-def _each_of_chunk(spec: LinearCrossEntropy, operands: Operands) -> jax.Array:
+def _each_of_chunk(spec: LinearCrossEntropy, operands: Operands) -> OfRows:
     x, kernel, labels, weights, bias, where, scale = operands
     logits = scaled(unscaled(x, kernel.astype(x.dtype), bias, scale), scale, x.dtype)
-    return _weighted(weights, _losses(spec, logits, labels, where))
+    losses, log_sums = _losses(spec, logits, labels, where)
+    return OfRows(_weighted(weights, losses), jnp.where(weights == 0, 0, log_sums))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

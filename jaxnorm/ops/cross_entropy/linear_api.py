@@ -1,6 +1,6 @@
 """The public function of the rows that logits are made of."""
 
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, get_args, overload
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,34 @@ from jaxnorm.sharding import dims
 Reduction = Literal["mean", "sum", "none"]
 
 
+class _Options(TypedDict, total=False):
+    """For type checkers: the keywords that do not decide what is returned."""
+
+    bias: Any
+    where: Any
+    weights: Any
+    reduction: Reduction
+    rows_per_chunk: int | None
+    label_smoothing: float
+    z_loss: float
+    logit_scale: Any
+    soft_cap: float | None
+    ignore_index: int | None
+    implementation: Implementation | None
+
+
+@overload
+def linear_cross_entropy(
+    x: Any, kernel: Any, labels: Any, *, return_logsumexp: Literal[False] = False, **_: Unpack[_Options]
+) -> jax.Array: ...
+
+
+@overload
+def linear_cross_entropy(
+    x: Any, kernel: Any, labels: Any, *, return_logsumexp: Literal[True], **_: Unpack[_Options]
+) -> tuple[jax.Array, jax.Array]: ...
+
+
 @explained
 def linear_cross_entropy(
     x: Any,
@@ -39,21 +67,19 @@ def linear_cross_entropy(
     logit_scale: Any = 1.0,
     soft_cap: float | None = None,
     ignore_index: int | None = None,
+    return_logsumexp: bool = False,
     implementation: Implementation | None = None,
-) -> jax.Array:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """The cross-entropy of the logits x @ kernel + bias, of which no more than a chunk of rows is ever there.
 
         losses = softmax_cross_entropy_with_integer_labels(x @ kernel + bias, labels, ...)
 
     The logits have x's dtype, in which kernel is read. They are added up in float32, and rounded once, with the bias.
     With a gradient, one pass over the chunks makes three products of each: its logits, and of their gradients, which
-    take the logits' buffer, those of x and of kernel, the latter added up in float32. Nothing is computed twice, and
-    only the gradients are kept. Of the losses themselves (reduction="none") the gradient computes the logits again.
-    Higher derivatives keep the logits of all chunks. A bias, or an array as logit_scale, costs a chunk two or three
-    arrays of float32 logits more.
-
-    Over a mesh each device takes chunks of the rows that it has, with all of kernel, and the gradient of kernel is
-    summed over devices once. With where all labels may be gathered, 4 bytes a row.
+    take the logits' buffer, those of x and, in float32, of kernel. Only the gradients are kept. Of single losses
+    (reduction="none") the gradient computes the logits again; higher derivatives keep them all. A bias, or an array as
+    logit_scale, costs a chunk two or three float32 arrays of logits. Over a mesh each device takes chunks of its rows,
+    with all of kernel, whose gradient is summed over devices once. With where labels may be gathered.
 
     Args:
       x: floating-point array (..., D), the last hidden states.
@@ -70,9 +96,11 @@ def linear_cross_entropy(
         of logits or, of half of the rows, as many bytes of logits as the kernel's gradient has in float32.
       label_smoothing, z_loss, logit_scale, soft_cap, ignore_index, implementation: as for the losses above; an array
         as logit_scale multiplies the float32 sum of product and bias. The matrix products are XLA's.
+      return_logsumexp: whether to give log(sum(exp(logits))) too. If losses are reduced, it takes one product more.
 
     Returns:
-      A number of float32, or float64 of x of float64; with reduction="none" an array.
+      A number of float32, or float64 of x of float64; with reduction="none" an array. With return_logsumexp a pair of
+      it and an array of labels' shape, 0 for a row that does not count.
 
     Raises:
       ValueError: an array has the wrong shape, rows_per_chunk is not positive, or reduction is unknown.
@@ -82,30 +110,40 @@ def linear_cross_entropy(
     by chunks of rows: Liger Kernel, 2024, https://arxiv.org/abs/2410.10989.
     """
     options = LossOptions(label_smoothing, z_loss, logit_scale, soft_cap, ignore_index)
-    arrays = {"bias": bias, "where": where, "weights": weights}
-    return _linear_cross_entropy(x, kernel, labels, arrays, reduction, rows_per_chunk, options, implementation)
+    chosen = _Chosen(reduction, rows_per_chunk, return_logsumexp, implementation)
+    return _linear_cross_entropy(x, kernel, labels, bias, where, weights, options, chosen)
+
+
+class _Chosen(NamedTuple):
+    """What is not about the logits, as a caller gave it."""
+
+    reduction: Any
+    rows_per_chunk: Any
+    return_logsumexp: Any
+    implementation: Any
 
 
 def _linear_cross_entropy(
     x: Any,
     kernel: Any,
     labels: Any,
-    arrays: dict[str, Any],
-    reduction: Any,
-    rows_per_chunk: Any,
+    bias: Any,
+    where: Any,
+    weights: Any,
     options: LossOptions,
-    implementation: Any,
-) -> jax.Array:
-    name = "linear_cross_entropy"
-    choice = checks.check_implementation(name, implementation)
+    chosen: _Chosen,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    name, reduction = "linear_cross_entropy", chosen.reduction
+    with_log = checks.check_flag(name, "return_logsumexp", chosen.return_logsumexp)
+    choice = checks.check_implementation(name, chosen.implementation)
     check_order(name, labels, x=x, kernel=kernel)
     x = checks.check_x(name, x)
     kernel = check_kernel(name, kernel, x)
     options = options.checked(name)
     labels = check_labels(name, labels, x, (-1,), options.ignore_index, "x")
-    bias = check_bias(name, arrays["bias"], kernel)
-    where = check_classes(name, arrays["where"], x, kernel)
-    weights = check_row_weights(name, arrays["weights"], x, kernel)
+    bias = check_bias(name, bias, kernel)
+    where = check_classes(name, where, x, kernel)
+    weights = check_row_weights(name, weights, x, kernel)
     if reduction not in get_args(Reduction):
         raise ValueError(f"{name}: unknown reduction {reduction!r}; expected 'mean', 'sum' or 'none'.")
     scale = options.logit_scale
@@ -115,7 +153,7 @@ def _linear_cross_entropy(
         soft_cap=options.soft_cap,
         label_smoothing=options.label_smoothing,
         z_loss=options.z_loss,
-        rows_per_chunk=_rows_per_chunk(name, rows_per_chunk, x, kernel),
+        rows_per_chunk=_rows_per_chunk(name, chosen.rows_per_chunk, x, kernel),
         implementation=choice.implementation,
         compute_dtype=dims.wide_dtype([x.dtype]),
         out_dtype=x.dtype,
@@ -127,7 +165,13 @@ def _linear_cross_entropy(
     rows = _Rows.of(name, spec, x, labels, kernel.shape[1], weights, where)
     if rows.where is not None:
         kernel, bias = only_what_is_read(name, kernel, bias, rows.where, rows.labels)
-    return _reduced(spec, rows, Operands(rows.x, kernel, rows.labels, rows.weights, bias, rows.where, scale), reduction)
+    operands = Operands(rows.x, kernel, rows.labels, rows.weights, bias, rows.where, scale)
+    if not with_log and reduction != "none":
+        return _reduced(spec, rows, operands, reduction)
+    of_rows = linear.each(spec, operands)
+    single = (of_rows.losses + _wrong(spec, rows))[..., 0]
+    losses = single if reduction == "none" else _reduced(spec, rows, operands, reduction)
+    return (losses, of_rows.log_sum_exp[..., 0]) if with_log else losses
 
 
 class _Rows(NamedTuple):
@@ -176,10 +220,12 @@ class _Rows(NamedTuple):
         return cls(x, jnp.where(is_out, IGNORED, here), weights, where, is_wrong, total)
 
 
+def _wrong(spec: LinearCrossEntropy, rows: _Rows) -> jax.Array:
+    """What is added to the loss of a row whose label is no class."""
+    return jnp.where(rows.is_wrong, jnp.nan, 0).astype(spec.compute_dtype)
+
+
 def _reduced(spec: LinearCrossEntropy, rows: _Rows, operands: Operands, reduction: str) -> jax.Array:
-    wrong = jnp.where(rows.is_wrong, jnp.nan, 0).astype(spec.compute_dtype)
-    if reduction == "none":
-        return (linear.each(spec, operands) + wrong)[..., 0]
     weights, divisor = operands.weights, jnp.ones((), spec.compute_dtype)
     if reduction == "mean":
         is_nothing = rows.total == 0
@@ -188,7 +234,7 @@ def _reduced(spec: LinearCrossEntropy, rows: _Rows, operands: Operands, reductio
     divides_last = operands.x.dtype == np.float16
     weights = weights if divides_last else weights / divisor
     total = linear.total(spec, operands._replace(weights=weights))
-    return (total / divisor if divides_last else total) + jnp.sum(wrong)
+    return (total / divisor if divides_last else total) + jnp.sum(_wrong(spec, rows))
 
 
 def _rows_per_chunk(function: str, value: object, x: jax.Array, kernel: jax.Array) -> int:
