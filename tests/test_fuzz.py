@@ -38,8 +38,9 @@ def test_a_wrong_result_is_found(seed, monkeypatch):
     assert f"--first {seed} --examples 1" in failure
 
 
+# Not 1: the loss of one ignored row is 0, and so are its gradients.
 @pytest.mark.several
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, 3])
 def test_a_wrong_part_is_found(seed, monkeypatch):
     right = fuzz_mesh._on_mesh
 
