@@ -38,14 +38,14 @@ def test_a_wrong_result_is_found(seed, monkeypatch):
     assert f"--first {seed} --examples 1" in failure
 
 
-# Not 1: the loss of one ignored row is 0, and so are its gradients.
 @pytest.mark.several
-@pytest.mark.parametrize("seed", [0, 3])
+@pytest.mark.parametrize("seed", [0, 1])
 def test_a_wrong_part_is_found(seed, monkeypatch):
     right = fuzz_mesh._on_mesh
 
     def broken(*args, **given):
-        return [1.1 * result for result in right(*args, **given)]
+        # Results may be 0 throughout, as is the loss of one row that is ignored.
+        return [1.1 * result + (result == 0) for result in right(*args, **given)]
 
     monkeypatch.setattr(fuzz_mesh, "_on_mesh", broken)
     (failure,) = fuzz_mesh.fuzz(seed, examples=1)
