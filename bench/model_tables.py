@@ -55,7 +55,7 @@ def scatter(*programs):
 
 
 decoding = functools.partial(steps, decoding=True)
-STEPS = "models.md#in-percent-of-a-step"
+STEPS, DECODING = "models.md#in-percent-of-a-step", "models.md#decoding"
 COMPARED = ("U-Net", "Llama-like, packed", "BERT-like", "DiT-like", "ViT-like")  # with Flax's norms, too
 
 
@@ -65,16 +65,16 @@ def headline(compared, joint, qwen, decoded):
         *(line(compared, model, "train step") for model in COMPARED),
         line(joint, "Llama-like, joint", "train step"),
         with_loss(qwen),
-        line(decoded, "Llama-like, joint, decode"),
+        line(decoded, "Llama-like, joint, decode", page=DECODING),
     ]
     return report.table(["whole programs", "GPU", "against XLA's code", "against Flax's norms", "scatter %"], lines)
 
 
-def line(results, model, program=""):
+def line(results, model, program="", page=STEPS):
     """Of several programs the least change and the largest."""
     programs = programs_of(results, model, program).values()
     changes = spread([change(variants, DEFAULTS[1]) for variants in programs])
-    return [*linked(results, STEPS, model, program), changes, against_flax(*programs), scatter(*programs)]
+    return [*linked(results, page, model, program), changes, against_flax(*programs), scatter(*programs)]
 
 
 def linked(results, page, *names):
