@@ -8,7 +8,8 @@ what it gives, and the stream that it is to be added to. In the Gemma-like model
 `rms_norm_add_rms_norm`; in a U-Net it is the activation that the kernels take in. In the DiT-like model every example
 has scales and shifts of its own. "jaxnorm-tuned" has what `jaxnorm.tune` finds for a program; "jaxnorm-default-loss"
 has the kernel's loss beside the default, "jaxnorm-default-linear-loss" `linear_cross_entropy`. "flax" is XLA's code for
-LayerNorm and GroupNorm as Flax computes them.
+LayerNorm and GroupNorm as Flax computes them. "jnp-float32" is XLA's where rotation and gates are computed in float32
+and rounded once, as jaxnorm does; "jnp" rounds before and within.
 
 Times are wall times of calls in a queue that is waited for once, taken in turns: "ms" is the median over the turns,
 "± us" half the range of its middle half. "norms us" is the median of what a turn took longer than the turn without
@@ -34,6 +35,7 @@ PARTS = {
     "llama-packed": models.LLAMA_PACKED,
     "llama-joint": models.LLAMA_JOINT,
     "qwen": models.QWEN,
+    "llama-8b": models.LLAMA_8B,
     "gemma": models.GEMMA,
     "vit": models.VIT,
     "bert": models.BERT,

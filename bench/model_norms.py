@@ -30,11 +30,13 @@ class Variant(NamedTuple):
     rotates: bool = False  # those of queries and keys rotate too, as `qk_norm_rotary` does
     formula: str | None = None  # the direction that is left to XLA
     tunes: bool = False  # `jaxnorm.tune` chooses
+    wide: bool = False  # XLA's rotation and gates are computed in float32 and rounded once, as the kernels' are
     rounds: bool = False  # RMSNorms of the stream, and the gates of an MLP, give values of float8 and their scales
 
 
 VARIANTS = {
     "jnp": Variant("jnp", "jnp"),
+    "jnp-float32": Variant("jnp", "jnp", wide=True),
     "flax": Variant("flax", "flax"),
     "jaxnorm": Variant("native", "native"),
     "jaxnorm-add": Variant("native", "native", adds=True),
@@ -125,13 +127,13 @@ class Norms(NamedTuple):
 
 
 def norms_of(spec, variant):
-    name, head, _, adds, rotates, *_, rounds = VARIANTS[variant]
-    heads = (rotating_norm_of if rotates else heads_of)(spec, head)
-    joint_heads = joint_norm_of(spec, head) if rotates else split_of(spec, heads)
-    start, norm, add = (adding_stream_of if adds else stream_of)(spec, name)
-    gated = gated_of(spec, name) if adds else xla_gated_of(spec)
+    given = VARIANTS[variant]
+    heads = rotating_norm_of(spec, given.head) if given.rotates else heads_of(spec, given.head, given.wide)
+    joint_heads = joint_norm_of(spec, given.head) if given.rotates else split_of(spec, heads)
+    start, norm, add = (adding_stream_of if given.adds else stream_of)(spec, given.stream)
+    gated = gated_of(spec, given.stream) if given.adds else xla_gated_of(spec, given.wide)
     norms = Norms(start, norm, lambda *stream: norm(*stream)[0], add, heads, joint_heads, gated)
-    return norms._replace(stream=rounding_stream_of(spec), gated=rounding_gated_of(spec)) if rounds else norms
+    return norms._replace(stream=rounding_stream_of(spec), gated=rounding_gated_of(spec)) if given.rounds else norms
 
 
 def stream_of(spec, name):
@@ -187,12 +189,17 @@ def gated_of(spec, name):
     return partial(jaxnorm.gated_activation, activation=spec.activation, **options)
 
 
-def xla_gated_of(spec):
+def xla_gated_of(spec, wide):
     def gated(packed):
         gate, up = jnp.split(packed, 2, axis=-1)
         return getattr(jax.nn, spec.activation)(gate) * up
 
-    return gated
+    return in_float32(gated) if wide else gated
+
+
+def in_float32(function):
+    """A function of an array that is computed in float32, and whose result is rounded to the array's dtype."""
+    return lambda x, *args: function(x.astype(jnp.float32), *args).astype(x.dtype)
 
 
 def implementation_of(name):
@@ -226,13 +233,13 @@ def norm_of(spec, name):
     return lambda x, weights: function(x, *weights, **options_of(spec, name))
 
 
-def heads_of(spec, name):
+def heads_of(spec, name, wide):
     """The norms of queries and keys, and then the rotation."""
-    norm = norm_of(spec, name)
+    norm, rotation = norm_of(spec, name), in_float32(rotate) if wide else rotate
 
     def heads(q, k, v, q_weights, k_weights, positions):
         q, k = norm(q, q_weights), norm(k, k_weights)
-        return (rotate(q, positions), rotate(k, positions), v) if spec.rotary else (q, k, v)
+        return (rotation(q, positions), rotation(k, positions), v) if spec.rotary else (q, k, v)
 
     return heads
 

@@ -22,7 +22,7 @@ def steps(*runs, decoding=False):
             if decoding == (", decode" in names[0])
         ]
     lines.sort(key=lambda line: line[0], reverse=True)
-    changes = ["the norms", "with their neighbours", "against Flax's norms"]
+    changes = ["the norms", "with their neighbours", "against Flax's norms", "against XLA's in float32"]
     columns = ["program", "XLA ms", "norms %", *changes, "scatter %"]
     cells = [column for column in zip(columns, *(cells for _, cells in lines), strict=True) if {*column[1:]} != {"-"}]
     columns, *lines = map(list, zip(*cells, strict=True))
@@ -35,7 +35,8 @@ def step(names, variants):
     xla = variants["jnp"]
     changes = {norms: change(variants, norms) for norms in DEFAULTS if norms in variants}
     cells = [f"{xla['ms']:.2f}", f"{xla['norms us'] / xla['ms'] / 10:.1f}"]
-    cells += [*(faster(changes.get(norms)) for norms in DEFAULTS), against_flax(variants)]
+    cells += [faster(changes.get(norms)) for norms in DEFAULTS]
+    cells += [against(of, variants) for of in ("flax", "jnp-float32")]
     return max(changes.values()), [", ".join(names), *cells, scatter(variants)]
 
 
@@ -45,8 +46,8 @@ def change(variants, norms, of="jnp"):
     return (xla["norms us"] - variants[norms]["norms us"]) / xla["ms"] / 10
 
 
-def against_flax(*programs):
-    return spread([change(variants, DEFAULTS[1], "flax") for variants in programs if "flax" in variants])
+def against(of, *programs):
+    return spread([change(variants, DEFAULTS[1], of) for variants in programs if of in variants])
 
 
 def scatter(*programs):
@@ -74,7 +75,7 @@ def line(results, model, program="", page=STEPS):
     """Of several programs the least change and the largest."""
     programs = programs_of(results, model, program).values()
     changes = spread([change(variants, DEFAULTS[1]) for variants in programs])
-    return [*linked(results, page, model, program), changes, against_flax(*programs), scatter(*programs)]
+    return [*linked(results, page, model, program), changes, against("flax", *programs), scatter(*programs)]
 
 
 def linked(results, page, *names):

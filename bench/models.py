@@ -60,6 +60,7 @@ LLAMA_PACKED = replace(LLAMA, name="Llama-like, packed", packed=True)
 LLAMA_GROUPED = replace(LLAMA, name="Llama-like, grouped", kv_heads=4)
 LLAMA_JOINT = replace(LLAMA_PACKED, name="Llama-like, joint", joint=True, classes=32000)
 QWEN = replace(LLAMA_JOINT, name="Qwen-like", dim=2560, heads=20, kv_heads=4, hidden=9728, classes=151936)
+LLAMA_8B = replace(LLAMA_JOINT, name="Llama 3 8B-like", dim=4096, heads=32, kv_heads=8, hidden=14336, classes=128256)
 GEMMA = replace(LLAMA, name="Gemma-like", heads=8, kv_heads=4, activation="gelu", scale_offset=1.0, sandwich=True)
 # Half the layers of ViT-L/16.
 VIT = Spec("ViT-like", "layer", False, 12, 1024, 16, 4096, batch=64, tokens=197, classes=1000, activation="gelu")
