@@ -10,7 +10,7 @@
 
 namespace jaxnorm {
 
-enum class Masks { none, where, lengths, both };
+enum class Masks { none, where, lengths, both, window, window_and_where };
 
 // A mask whose rows go with those of x as an attention's (batch, 1, query, key) goes with (batch, head, query, key).
 class TestMask {
@@ -29,35 +29,46 @@ class TestMask {
     for (int64_t i = 0; i < kQueries; ++i) lengths_[i] = static_cast<int32_t>((i + 1) * cols / kQueries);
     lengths_[0] = -3;
     lengths_[1] = static_cast<int32_t>(cols / 3);
+    // Anywhere in a vector; at the last column of several rows; and before the first column and behind the last.
+    for (int64_t i = 0; i < 8; ++i) starts_[i] = static_cast<int32_t>(cols / 8 + i);
+    for (int64_t i = 0; i < kQueries; ++i) starts_[8 + i] = std::max(0, lengths_[i] - 1);
+    starts_[15] = -4;
+    starts_[16] = static_cast<int32_t>(cols);
+    starts_[17] = INT32_MAX;
   }
 
   operator Mask() const {
     Mask mask;
     if (has_where()) mask.where = where_, mask.where_rows = {{kBatch, kHeads * kQueries}, {kQueries, 1}};
     if (has_lengths()) mask.lengths = lengths_, mask.lengths_rows = {{1, 1}, {kQueries, 1}};
+    if (has_starts()) mask.starts = starts_, mask.starts_rows = {{1, 1}, {kStarts, 1}};
     return mask;
   }
 
   bool counts(int64_t row, int64_t col) const {
     const int64_t query = row % kQueries, batch = row / (kHeads * kQueries) % kBatch;
     return (!has_where() || where_[(batch * kQueries + query) * cols_ + col]) &&
-           (!has_lengths() || col < lengths_[query]);
+           (!has_lengths() || col < lengths_[query]) && (!has_starts() || col >= starts_[row % kStarts]);
   }
 
  private:
-  bool has_where() const { return kind_ == Masks::where || kind_ == Masks::both; }
-  bool has_lengths() const { return kind_ == Masks::lengths || kind_ == Masks::both; }
+  bool has_where() const {
+    return kind_ == Masks::where || kind_ == Masks::both || kind_ == Masks::window_and_where;
+  }
+  bool has_lengths() const { return kind_ >= Masks::lengths; }
+  bool has_starts() const { return kind_ >= Masks::window; }
 
-  static constexpr int64_t kBatch = 2, kHeads = 3, kQueries = 7, kRows = kBatch * kQueries;
+  static constexpr int64_t kBatch = 2, kHeads = 3, kQueries = 7, kRows = kBatch * kQueries, kStarts = 18;
   Masks kind_;
   int64_t cols_;
   std::vector<uint8_t> bytes_;
   uint8_t* where_;
-  int32_t lengths_[kQueries];
+  int32_t lengths_[kQueries], starts_[kStarts];
 };
 
 inline const char* name_of(Masks masks) {
-  constexpr const char* names[] = {"no mask", "where", "lengths", "where and lengths"};
+  constexpr const char* names[] = {"no mask", "where", "lengths", "where and lengths", "window",
+                                   "window and where"};
   return names[static_cast<int>(masks)];
 }
 

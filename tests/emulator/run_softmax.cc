@@ -151,7 +151,8 @@ void test_small_logarithms(int64_t cols) {
 
 template <typename F>
 void for_each_way(F f) {
-  for (const Masks masks : {Masks::none, Masks::where, Masks::lengths, Masks::both})
+  for (const Masks masks :
+       {Masks::none, Masks::where, Masks::lengths, Masks::both, Masks::window, Masks::window_and_where})
     for (const bool log : {false, true}) {
       f(kF32, kF32, log, masks);
       f(kBf16, kBf16, log, masks);
@@ -166,6 +167,14 @@ void test_all(int64_t rows, int64_t cols) {
   });
 }
 
+// Where rows begin and end, each with each.
+void test_windows(int64_t rows, int64_t cols) {
+  tier.begin_shape();
+  for_each_way([&](Dtype x, Dtype y, bool log, Masks masks) {
+    if (masks >= Masks::window && tier.takes()) test({x, y, log, masks, 0.7f, rows, cols});
+  });
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -175,6 +184,8 @@ int main(int argc, char** argv) {
     for (const int64_t cols : {1, 3, 64, 100, 128, 256, 1000, 1024})
       for (const int64_t rows : {1, 3, 43}) test_all(rows, cols);
     for (const int64_t cols : {2048, 4096, 5120, 12288, 16384, 20000, 40000}) test_all(9, cols);
+    for (const int64_t cols : {1, 7, 8, 257, 1024, 3000, 20000}) test_windows(cols < 3000 ? 7 * 18 : 18, cols);
+    test_windows(2, 300000);
     for (const int64_t cols : {160000, 300000}) test({kF32, kF32, true, Masks::none, 1, 2, cols});
     for (const int64_t cols : {1, 5, 64, 1000, 4096, 20000, 40000, 300000}) test_small_logarithms(cols);
     // Rows whose exponentials are held, in one way but not in the other.

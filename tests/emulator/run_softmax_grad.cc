@@ -23,7 +23,7 @@ struct Case {
   bool log;
   Dtype dy, x, dx;  // x: y of softmax
   int64_t rows, cols;
-  bool has_where = false, has_lengths = false;
+  bool has_where = false, has_lengths = false, has_starts = false;
 
   int64_t elements() const { return rows * cols; }
 
@@ -31,21 +31,25 @@ struct Case {
     if (holds) return;
     ++failures;
     const auto name = [](Dtype dtype) { return dtype == kF32 ? "f32" : dtype == kF16 ? "f16" : "bf16"; };
-    std::printf("%s: %s, dy %s, x %s, dx %s, %ld x %ld%s%s\n", what, log ? "log-softmax" : "softmax", name(dy), name(x),
-                name(dx), rows, cols, has_where ? ", where" : "", has_lengths ? ", lengths" : "");
+    std::printf("%s: %s, dy %s, x %s, dx %s, %ld x %ld%s%s%s\n", what, log ? "log-softmax" : "softmax", name(dy), name(x),
+                name(dx), rows, cols, has_where ? ", where" : "", has_lengths ? ", lengths" : "", has_starts ? ", starts" : "");
   }
 };
 
-// Row r goes with row r / 2 % rows of the lengths, and with row r % rows of `where`.
+// Row r goes with row r / 2 % rows of the lengths, with row r % rows of `where`, and with r % kStarts of the starts.
 struct Masks {
+  static constexpr int64_t kStarts = 11;
+
   int64_t rows;
-  std::vector<int32_t> lengths;
+  std::vector<int32_t> lengths, starts;
   std::vector<uint8_t> where;
 
   explicit Masks(const Case& c) : rows(std::min<int64_t>(3, c.rows)) {
     // None, all of them and more, and some.
     for (int64_t row = 0; row < rows; ++row)
       lengths.push_back(static_cast<int32_t>(row == 0 ? c.cols * 2 / 3 : row == 1 ? c.cols + 5 : -7));
+    for (int64_t i = 0; i < 8; ++i) starts.push_back(static_cast<int32_t>(c.cols / 8 + i));
+    for (const int64_t start : {c.cols * 2 / 3 - 1, int64_t{-3}, c.cols}) starts.push_back(static_cast<int32_t>(start));
     for (int64_t i = 0; i < rows * c.cols; ++i) where.push_back(static_cast<uint8_t>(i * 7919 % 5 > 1 ? i % 3 + 1 : 0));
     if (rows == 3) std::fill(where.begin() + c.cols, where.begin() + 2 * c.cols, 0);
   }
@@ -54,10 +58,12 @@ struct Masks {
     Mask mask;
     if (c.has_where) mask.where = where.data(), mask.where_rows.inner = {rows, 1};
     if (c.has_lengths) mask.lengths = lengths.data(), mask.lengths_rows.inner = {rows, 2};
+    if (c.has_starts) mask.starts = starts.data(), mask.starts_rows.inner = {kStarts, 1};
     return mask;
   }
   bool counts(const Case& c, int64_t row, int64_t col) const {
     if (c.has_where && !where[row % rows * c.cols + col]) return false;
+    if (c.has_starts && col < starts[row % kStarts]) return false;
     return !c.has_lengths || col < lengths[row / 2 % rows];
   }
 };
@@ -168,13 +174,15 @@ void test_types(int64_t rows, int64_t cols) {
       test(plain);
       for (const int mask : {1, 2, 3})
         if (log || mask == 2) test({log, dtype, dtype, dtype, rows, cols, mask % 2 == 1, mask > 1});
+      for (const bool has_where : {false, true}) test({log, dtype, dtype, dtype, rows, cols, has_where, true, true});
     }
     if (!tier.takes()) continue;
     for (const bool wide : {false, true}) {
       const Dtype half = wide ? kBf16 : kF16, one = wide ? kF32 : half, other = wide ? half : kF32;
       const Case mixed{log, one, log ? other : one, other, rows, cols};
       test(mixed);
-      test({log, mixed.dy, mixed.x, mixed.dx, rows, cols, log, true});
+      for (const bool has_starts : {false, true})
+        test({log, mixed.dy, mixed.x, mixed.dx, rows, cols, log, true, has_starts});
     }
   }
 }

@@ -43,6 +43,8 @@ struct RowReader {
   const T* data;
   int64_t ahead;  // in elements; 0: nothing is asked for
 
+  RowReader from(int64_t column) const { return {data + column, ahead}; }
+
   template <class Extent>
   Vec operator()(int64_t column, Extent extent) const {
     if (ahead) __builtin_prefetch(data + column + ahead);
@@ -57,6 +59,8 @@ struct RowWriter {
   bool past_caches;
 
   explicit operator bool() const { return data != nullptr; }
+
+  RowWriter from(int64_t column) const { return {data + column, past_caches && column % W == 0}; }
 
   void operator()(int64_t column, Vec v, Whole whole) const {
     if (past_caches) {

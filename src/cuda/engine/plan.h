@@ -76,6 +76,9 @@ Plan make_one_block_plan(Dtype x, int64_t cols);
 // That of an op that has a row of two arrays at hand, and one sum a row: in PairRegimes.
 Plan make_pair_plan(Dtype x, int64_t cols, int max_cluster);
 
+// That of rows of which only a window is read: in WindowRegimes.
+Plan make_window_plan(Dtype x, int64_t cols);
+
 // Whether clusters of the forward have a dynamic schedule for rows of x that vectors divide, which takes a count in
 // global memory. LayerNorm of half types has no time for it.
 constexpr bool is_dynamic(Kind kind, Dtype x) { return kind == Kind::rms || x == Dtype::f32; }

@@ -16,6 +16,8 @@ struct Mask {
   BroadcastRows where_rows;
   const int32_t* lengths = nullptr;  // of a row the columns before lengths[row] count; null: all do
   BroadcastRows lengths_rows;
+  const int32_t* starts = nullptr;  // and of these the columns from starts[row] on; null: all do, as without lengths
+  BroadcastRows starts_rows;
   explicit operator bool() const { return where || lengths; }
 };
 

@@ -1,4 +1,4 @@
-// The readers of a mask: `where` and the lengths of rows.
+// The readers of a mask: `where`, and the lengths and starts of rows.
 #pragma once
 
 #include "ffi/reader.h"
@@ -17,6 +17,12 @@ inline void read_where(Reader& in, const RowShapes& rows, Mask& mask) {
 inline void read_lengths(Reader& in, const RowShapes& rows, Mask& mask) {
   if (!in.flag("has_lengths")) return;
   mask.lengths = static_cast<const int32_t*>(in.broadcast_operand("lengths", rows, 1, ffi::S32, &mask.lengths_rows));
+}
+
+inline void read_starts(Reader& in, const RowShapes& rows, Mask& mask) {
+  if (!in.later_flag("has_starts")) return;
+  in.require(mask.lengths, "there are starts, but no lengths");
+  mask.starts = static_cast<const int32_t*>(in.broadcast_operand("starts", rows, 1, ffi::S32, &mask.starts_rows));
 }
 
 }  // namespace jaxnorm

@@ -78,12 +78,12 @@ class LabelEpilogue : public RowEpilogue {
   X x_[ROWS];
 };
 
-template <typename X, bool MASKED>
+template <typename X, typename MASK>
 struct CrossEntropyOp : LogitOp<X, CrossEntropyStatistics> {
   using Base = LogitOp<X, CrossEntropyStatistics>;
   using Params = CrossEntropyCall;
   template <typename Tile>
-  using Load = LoadLogits<X, Tile, MASKED, true>;
+  using Load = LoadLogits<X, Tile, MASK, true>;
   template <typename R, typename Tile>
   using Epilogue = LabelEpilogue<X, (Tile::KEPT ? Base::template kRows<R> : 1)>;
 };
@@ -97,10 +97,10 @@ cudaError_t run_cross_entropy(const CrossEntropyForward& p, cudaStream_t stream)
   return with_regime<OneBlockRegimes<sizeof(X)>>(plan, [&](auto regime) {
     using R = decltype(regime);
     RowsLaunch launch(plan, p.cols, N, {});
-    const RowLauncher<CrossEntropyOp<X, true>, R> masked{call, plan, launch, stream};
+    const RowLauncher<CrossEntropyOp<X, RowMask>, R> masked{call, plan, launch, stream};
     if (!is_aligned) return masked.template direct<Access::elementwise>();
     if (p.mask) return masked.template direct<Access::vectors>();
-    return RowLauncher<CrossEntropyOp<X, false>, R>{call, plan, launch, stream}.template direct<Access::vectors>();
+    return RowLauncher<CrossEntropyOp<X, NoMask>, R>{call, plan, launch, stream}.template direct<Access::vectors>();
   });
 }
 

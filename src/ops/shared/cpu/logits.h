@@ -52,7 +52,7 @@ struct LogitRows {
   const X* data[R];
   RowMask mask[R];
   Z z;
-  int64_t cols;  // those before the end of the row's mask; of several rows, all
+  int64_t cols;  // those of the row's mask; of several rows, all
   int64_t ahead;
   float* kept;  // where, `stride` apart
   int64_t stride;
@@ -86,10 +86,10 @@ struct StoredLogits {
     LogitRows<R, X, Z, KEPT> rows{{}, {}, z, p.cols, elements_ahead(traffic, R * p.cols, sizeof(X)), kept, p.cols};
     for (int row = 0; row < R; ++row) {
       const int64_t index = first + (row < count ? row : count - 1);
-      rows.data[row] = x + index * p.cols;
       rows.mask[row] = RowMask::of(p.mask, index, p.cols);
+      rows.data[row] = x + index * p.cols + rows.mask[row].begin;
     }
-    if (R == 1) rows.cols = rows.mask[0].end;
+    if (R == 1) rows.cols = rows.mask[0].cols;
     return rows;
   }
 };

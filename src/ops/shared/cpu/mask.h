@@ -33,16 +33,17 @@ int64_t row_of(const BroadcastRows& map, int64_t row) {
   return index(map.outer) * map.inner.count + index(map.inner);
 }
 
-// The columns of one row.
+// The columns of one row. Those outside of [begin, begin + cols) do not count, and are left to the caller: all others are
+// numbered from `begin` on.
 struct RowMask {
-  const uint8_t* where;  // null: all count that come before `end`
-  int64_t end;
+  const uint8_t* where;  // null: all count
+  int64_t begin, cols;
 
   static RowMask of(const Mask& mask, int64_t row, int64_t cols) {
-    return mask ? find(mask, row, cols) : RowMask{nullptr, cols};
+    return mask ? find(mask, row, cols) : RowMask{nullptr, 0, cols};
   }
 
-  // v, and `otherwise` in columns that do not count, of which those after `end` are left to the caller.
+  // v, and `otherwise` in columns that do not count.
   template <class Extent>
   Vec operator()(Vec v, int64_t column, Extent extent, float otherwise) const {
     return where ? (lanes(where + column, extent) ? v : broadcast(otherwise)) : v;
@@ -51,7 +52,7 @@ struct RowMask {
   // How many columns count.
   int64_t count() const {
     int64_t count = 0;
-    for (int64_t column = 0; column < end; ++column) count += !where || where[column];
+    for (int64_t column = 0; column < cols; ++column) count += !where || where[column];
     return count;
   }
 
@@ -60,12 +61,11 @@ struct RowMask {
  private:
   // A function of its own: its divisions would stand in every loop over rows.
   [[gnu::noinline]] static RowMask find(const Mask& mask, int64_t row, int64_t cols) {
-    RowMask found{nullptr, cols};
-    if (mask.where) found.where = mask.where + row_of(mask.where_rows, row) * cols;
-    if (!mask.lengths) return found;
-    const int64_t length = mask.lengths[row_of(mask.lengths_rows, row)];
-    found.end = length < 0 ? 0 : length < cols ? length : cols;
-    return found;
+    const auto within = [](int64_t column, int64_t cols) { return column < 0 ? 0 : column < cols ? column : cols; };
+    const int64_t end = mask.lengths ? within(mask.lengths[row_of(mask.lengths_rows, row)], cols) : cols;
+    const int64_t begin = mask.starts ? within(mask.starts[row_of(mask.starts_rows, row)], end) : 0;
+    const uint8_t* const where = mask.where ? mask.where + row_of(mask.where_rows, row) * cols + begin : nullptr;
+    return {where, begin, end - begin};
   }
 };
 

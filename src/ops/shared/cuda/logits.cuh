@@ -29,17 +29,19 @@ struct LogitTiling : Tiling<X, R, ACCESS> {
 
 // A thread's fragment of a row, as Row<X, Tile>. Where it holds values, a pipeline may fill the row's place again once
 // the thread group has met. Columns that do not count, as those past the row's end, have an x for which w is -inf,
-// unless there is a soft cap. MASKED: whether there may be a mask; only such rows may go by elements. CROSS: whether
-// there may be a soft cap and a total, which only cross-entropy has.
-template <typename X, typename Tile, bool MASKED, bool CROSS>
+// unless there is a soft cap. MASK: NoMask, RowMask or WindowMask; only masked rows may go by elements. CROSS: whether there
+// may be a soft cap and a total, which only cross-entropy has.
+template <typename X, typename Tile, typename MASK, bool CROSS>
 class LogitRow {
  public:
   using Element = X;
   using Vector = Packed<X, Tile::N>;
-  static constexpr bool kMasked = MASKED, kCross = CROSS, kHoldsValues = Tile::HELD == Held::values;
-  static_assert(MASKED || Tile::ALIGNED);
-  static_assert(!MASKED || !Tile::PIPELINED);
-  static_assert(!kHoldsValues || (Tile::KEPT && !MASKED));
+  static constexpr bool kMasked = MASK::kMasks, kHasWindow = MASK::kHasWindow, kCross = CROSS;
+  static constexpr bool kHoldsValues = Tile::HELD == Held::values;
+  static_assert(kMasked || Tile::ALIGNED);
+  static_assert(!kMasked || !Tile::PIPELINED);
+  static_assert(!kHoldsValues || (Tile::KEPT && !kMasked));
+  static_assert(!kHasWindow || Tile::STREAMED);
 
   // `row`: as of Row; `index`: which it is.
   template <typename P, typename Group>
@@ -47,7 +49,7 @@ class LogitRow {
     row_ = row;
     scale_ = &p.logits;
     if constexpr (kHoldsValues) holds_t_ = p.log;
-    if constexpr (MASKED) mask_ = p.mask_rows.of_row(index, p.cols);
+    if constexpr (kMasked) mask_ = MASK::of(p.mask_rows, index, p.cols);
     if constexpr (Tile::PIPELINED) {
       row_ += first_of_thread<Tile>(group);
       if constexpr (kHoldsValues)
@@ -59,6 +61,12 @@ class LogitRow {
   }
 
   __device__ const LogitScale& scale() const { return *scale_; }
+
+  // Those through which the following functions go.
+  template <typename Group>
+  __device__ decltype(auto) columns(const Group& group) const {
+    return mask_.template columns<Tile::N>(group);
+  }
 
   // Calls f(vec, col, remaining, vector) for each vector of this thread, of a streamed row for several that are under
   // way at once.
@@ -79,7 +87,7 @@ class LogitRow {
   static constexpr int kBatch = 4;
   template <typename Group, typename F>
   __device__ void for_each_batch(const Group& group, F f) const {
-    for_each_streamed_batch<Tile, kBatch>(group, [&](auto visit) {
+    for_each_streamed_batch<Tile, kBatch>(columns(group), [&](auto visit) {
       Vector vectors[kBatch];
       visit([&](int i, int64_t col, int remaining) { vectors[i] = load_x(col, remaining); });
       mask_all(vectors, visit);
@@ -88,10 +96,10 @@ class LogitRow {
   }
 
   // Whether any of a vector's columns may count. Where columns past a length are many, it is worth a branch.
-  __device__ bool may_count(int64_t col, int remaining) const { return !MASKED || mask_.within(col, remaining) > 0; }
+  __device__ bool may_count(int64_t col, int remaining) const { return !kMasked || mask_.within(col, remaining) > 0; }
 
   __device__ Counted<Tile::N> counted(int64_t col, int remaining) const {
-    if constexpr (MASKED) {
+    if constexpr (kMasked) {
       return mask_.template counted<Tile::ALIGNED, Tile::N>(col, remaining);
     } else {
       return RowMask{nullptr, INT64_MAX}.counted<true, Tile::N>(0, remaining);
@@ -176,7 +184,7 @@ class LogitRow {
   __device__ Vector load_x(int64_t col, int remaining) const {
     if constexpr (!Tile::ALIGNED) {
       return load_unaligned<Tile::N>(row_ + col, mask_.within(col, remaining));
-    } else if constexpr (MASKED) {
+    } else if constexpr (kMasked) {
       return load<true, Tile::N>(row_ + col, mask_.within(col, remaining));
     } else {
       return remaining > 0 ? load<true, Tile::N>(row_ + col, Tile::N) : filled();
@@ -191,19 +199,20 @@ class LogitRow {
   }
 
   __device__ void mask(int64_t col, int remaining, Vector& vector) const {
-    if (mask_.where || mask_.within(col, remaining) < Tile::N) vector = counted(col, remaining).choose(vector, fill());
+    if (mask_.template may_hide<Tile::N>(col, remaining)) vector = counted(col, remaining).choose(vector, fill());
   }
 
   // The same of all vectors that `visit` goes through. All bytes of a mask are under way at once.
   template <int COUNT, typename F>
   __device__ void mask_all(Vector (&vectors)[COUNT], F visit) const {
-    if constexpr (!MASKED) return;
-    if (mask_.where) {
-      Counted<Tile::N> counted[COUNT];
-      visit([&](int i, auto col, int remaining) { counted[i] = this->counted(col, remaining); });
-      visit([&](int i, auto, int) { vectors[i] = counted[i].choose(vectors[i], fill()); });
-    } else {
-      visit([&](int i, auto col, int remaining) { mask(col, remaining, vectors[i]); });
+    if constexpr (kMasked) {
+      if (mask_.where) {
+        Counted<Tile::N> counted[COUNT];
+        visit([&](int i, auto col, int remaining) { counted[i] = this->counted(col, remaining); });
+        visit([&](int i, auto, int) { vectors[i] = counted[i].choose(vectors[i], fill()); });
+      } else {
+        visit([&](int i, auto col, int remaining) { mask(col, remaining, vectors[i]); });
+      }
     }
   }
 
@@ -227,16 +236,16 @@ class LogitRow {
 
   const X* row_ = nullptr;
   const LogitScale* scale_ = nullptr;
-  RowMask mask_;
+  MASK mask_;
   Vector packed_[(Tile::PIPELINED && !kHoldsValues) || !Tile::KEPT ? 1 : Tile::VECTORS];
   bool holds_t_ = false;
   float max_, held_[kHoldsValues ? Tile::VECTORS : 1][Tile::N];
 };
 
 // How such rows reach a thread group: as LoadRow.
-template <typename X, typename Tile, bool MASKED, bool CROSS>
+template <typename X, typename Tile, typename MASK, bool CROSS>
 struct LoadLogits {
-  using Fragment = LogitRow<X, Tile, MASKED, CROSS>;
+  using Fragment = LogitRow<X, Tile, MASK, CROSS>;
 
   template <typename P, typename Group, typename Batch>
   __device__ static void read(const P& p, const Group& group, Batch& rows) {

@@ -31,6 +31,15 @@ struct Counted {
     }
   }
 
+  // No column before the `count`-th counts.
+  __device__ void clear_before(int count) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      const int off = count - 4 * i;
+      if (off > 0) word[i] = off >= 4 ? 0 : word[i] & ~((1u << 8 * off) - 1);
+    }
+  }
+
   // `values`, with one element's bits `otherwise` in the place of those that do not count; of a half type `otherwise`
   // has them twice.
   template <typename T>
@@ -72,10 +81,67 @@ __device__ Counted<N> load_bytes(const uint8_t* from, int remaining) {
   return bytes;
 }
 
-// The mask of one row.
+// BroadcastRows without divisions.
+struct BroadcastRowsLaunch {
+  RowMapLaunch outer, inner;
+
+  explicit BroadcastRowsLaunch(const BroadcastRows& rows) : outer(rows.outer), inner(rows.inner) {}
+
+  __device__ int64_t of_row(int64_t row) const { return outer.of_row(row) * inner.count.value + inner.of_row(row); }
+};
+
+// What a kernel knows of a mask.
+struct MaskLaunch {
+  const uint8_t* where;
+  const int32_t* lengths;
+  BroadcastRowsLaunch where_rows, lengths_rows;
+  const int32_t* starts;
+  BroadcastRowsLaunch starts_rows;
+
+  explicit MaskLaunch(const Mask& mask)
+      : where(mask.where),
+        lengths(mask.lengths),
+        where_rows(mask.where_rows),
+        lengths_rows(mask.lengths_rows),
+        starts(mask.starts),
+        starts_rows(mask.starts_rows) {}
+};
+
+// The masks of one row are of three types, for kernels of their own. `columns` of a thread group are those through which
+// it goes: of a window's others nothing is read, and they are left to fill_outside.
+
+// Of a row all of whose columns count.
+struct NoMask {
+  static constexpr bool kMasks = false, kHasWindow = false;
+
+  struct All {
+    __device__ constexpr bool operator[](int) const { return true; }
+  };
+  __device__ static NoMask of(const MaskLaunch&, int64_t, int64_t) { return {}; }
+  __device__ static int within(int64_t, int remaining) { return remaining; }
+  template <bool ALIGNED, int N>
+  __device__ static All counted(int64_t, int) {
+    return {};
+  }
+  template <int N, typename Group>
+  __device__ static const Group& columns(const Group& group) {
+    return group;
+  }
+};
+
 struct RowMask {
+  static constexpr bool kMasks = true, kHasWindow = false;
+
   const uint8_t* where = nullptr;  // null: all columns before `length` count
   int64_t length = 0;              // of 0 to the number of columns
+
+  __device__ static RowMask of(const MaskLaunch& launch, int64_t row, int64_t cols) {
+    RowMask mask{nullptr, cols};
+    if (launch.lengths)
+      mask.length = max(int64_t{0}, min(cols, int64_t{__ldg(launch.lengths + launch.lengths_rows.of_row(row))}));
+    if (launch.where) mask.where = launch.where + launch.where_rows.of_row(row) * cols;
+    return mask;
+  }
 
   // How many of the `remaining` columns from `col` on come before `length`: of the others nothing has to be read.
   // Negative: none.
@@ -98,33 +164,77 @@ struct RowMask {
     if (remaining < N) counted.clear_from(remaining);
     return counted;
   }
-};
 
-// BroadcastRows without divisions.
-struct BroadcastRowsLaunch {
-  RowMapLaunch outer, inner;
+  // Whether any of the N columns from `col` on may not count.
+  template <int N>
+  __device__ bool may_hide(int64_t col, int remaining) const {
+    return where || within(col, remaining) < N;
+  }
 
-  explicit BroadcastRowsLaunch(const BroadcastRows& rows) : outer(rows.outer), inner(rows.inner) {}
-
-  __device__ int64_t of_row(int64_t row) const { return outer.of_row(row) * inner.count.value + inner.of_row(row); }
-};
-
-// What a kernel knows of a mask.
-struct MaskLaunch {
-  const uint8_t* where;
-  const int32_t* lengths;
-  BroadcastRowsLaunch where_rows, lengths_rows;
-
-  explicit MaskLaunch(const Mask& mask)
-      : where(mask.where), lengths(mask.lengths), where_rows(mask.where_rows), lengths_rows(mask.lengths_rows) {}
-
-  __device__ RowMask of_row(int64_t row, int64_t cols) const {
-    RowMask mask{nullptr, cols};
-    if (lengths) mask.length = max(int64_t{0}, min(cols, int64_t{__ldg(lengths + lengths_rows.of_row(row))}));
-    if (where) mask.where = where + where_rows.of_row(row) * cols;
-    return mask;
+  template <int N, typename Group>
+  __device__ static const Group& columns(const Group& group) {
+    return group;
   }
 };
+
+// Of a row that has a block for itself and is streamed: the columns before `begin` do not count either.
+struct WindowMask : RowMask {
+  static constexpr bool kHasWindow = true;
+
+  int64_t begin = 0;  // at most `length`
+
+  __device__ static WindowMask of(const MaskLaunch& launch, int64_t row, int64_t cols) {
+    WindowMask mask{RowMask::of(launch, row, cols)};
+    mask.begin = max(int64_t{0}, min(mask.length, int64_t{__ldg(launch.starts + launch.starts_rows.of_row(row))}));
+    return mask;
+  }
+
+  template <bool ALIGNED, int N>
+  __device__ Counted<N> counted(int64_t col, int remaining) const {
+    Counted<N> counted = RowMask::counted<ALIGNED, N>(col, remaining);
+    if (col < begin) counted.clear_before(static_cast<int>(min(begin - col, int64_t{N})));
+    return counted;
+  }
+
+  template <int N>
+  __device__ bool may_hide(int64_t col, int remaining) const {
+    return col < begin || RowMask::may_hide<N>(col, remaining);
+  }
+
+  // Whole vectors, of those of the row.
+  struct Columns {
+    int threads, rank;
+    int64_t begin, end;
+  };
+  template <int N, typename Group>
+  __device__ Columns columns(const Group& group) const {
+    if (begin == length) return {group.threads, group.rank, 0, 0};
+    return {group.threads, group.rank, begin / N * N, min(group.end, (length + N - 1) / N * N)};
+  }
+};
+
+// Gives a row's elements [begin, end) a value: in the 16-byte words that memory has of them, and one by one beside.
+template <typename Columns, typename T>
+__device__ void fill(const Columns& columns, T* begin, T* end, float value) {
+  constexpr int N = kVector<T>;
+  float values[N];
+#pragma unroll
+  for (float& element : values) element = value;
+  const Packed<T, N> packed = pack<T>(values);
+  const int64_t off = reinterpret_cast<uintptr_t>(begin) / sizeof(T) % N;
+  T* const words = begin + min(off == 0 ? int64_t{0} : N - off, int64_t{end - begin});
+  T* const rest = words + (end - words) / N * N;
+  for (T* to = words + columns.rank * N; to < rest; to += columns.threads * N) store<true>(to, packed, N);
+  if (columns.rank < words - begin) begin[columns.rank] = static_cast<T>(value);
+  if (columns.rank < end - rest) rest[columns.rank] = static_cast<T>(value);
+}
+
+// The columns of a row through which its thread group did not go.
+template <typename T>
+__device__ void fill_outside(const WindowMask::Columns& columns, T* row, int64_t cols, float value) {
+  fill(columns, row, row + columns.begin, value);
+  fill(columns, row + columns.end, row + cols, value);
+}
 
 // Whether the bytes of vectors of N columns, which divide a row, may be read whole.
 template <int N>

@@ -183,7 +183,10 @@ struct MaxSum {
           max_ = max;
         }
         const float origin = origin_of(max_);
-        visit([&](int i, auto col, int remaining) { add(x, i, col, remaining, vectors[i], origin); });
+        visit([&](int i, auto col, int remaining) {
+          // A window has few columns for the threads of a long row.
+          if (!Row::kHasWindow || x.may_count(col, remaining)) add(x, i, col, remaining, vectors[i], origin);
+        });
         whole_sum_ += sum_[0] + sum_[1];
         sum_[0] = sum_[1] = 0;
         if constexpr (Row::kCross)
@@ -201,7 +204,7 @@ struct MaxSum {
       if constexpr (Row::kMasked) {
         if (sum == 0) {
           bool any = false;
-          for_each_vector<Tile>(group, [&](int, auto col, int remaining) { any |= x.counted(col, remaining).any(); });
+          for_each_vector<Tile>(x.columns(group), [&](int, auto col, int remaining) { any |= x.counted(col, remaining).any(); });
           return any ? max_ : NAN;
         }
       } else if constexpr (Row::kCross) {

@@ -9,6 +9,14 @@
 namespace jaxnorm::cpu {
 namespace {
 
+// The columns of a row that its mask leaves to the caller.
+template <class T>
+void fill_outside(T* row, const RowMask& mask, int64_t cols, float value) {
+  const int64_t end = mask.begin + mask.cols;
+  fill(row, value, mask.begin);
+  fill(row + end, value, cols - end);
+}
+
 // An epilogue. The exponentials are kept in the cache, or where a row is too long for that they are computed again.
 template <class Y>
 struct WriteSoftmax {
@@ -18,19 +26,19 @@ struct WriteSoftmax {
   template <class X>
   void operator()(int64_t row, const SumOfExp<kSum>& stats, RowReader<X> x) const {
     const RowMask mask = RowMask::of(p.mask, row, p.cols);
-    const RowWriter<Y> y_row = y[row];
+    const RowWriter<Y> y_row = y[row].from(mask.begin);
     const Vec reciprocal = broadcast(static_cast<float>(stats.reciprocal()));
     if (const float* const kept = stats.kept) {
-      for_each_vector(mask.end, [&](int64_t column, auto extent) {
+      for_each_vector(mask.cols, [&](int64_t column, auto extent) {
         y_row(column, mask(load(kept + column, extent) * reciprocal, column, extent, 0), extent);
       });
     } else {
       const Scaled z(p.scale);
-      for_each_vector(mask.end, [&, origin = stats.origin](int64_t column, auto extent) {
+      for_each_vector(mask.cols, [&, origin = stats.origin](int64_t column, auto extent) {
         y_row(column, mask(exp(z.difference(x(column, extent), origin)) * reciprocal, column, extent, 0), extent);
       });
     }
-    fill(y_row.data + mask.end, 0, p.cols - mask.end);
+    fill_outside(y[row].data, mask, p.cols, 0);
   }
 };
 
@@ -43,15 +51,15 @@ struct WriteLogSoftmax {
   template <class X>
   void operator()(int64_t row, const SumOfExp<kLogSum>& stats, RowReader<X> x) const {
     const RowMask mask = RowMask::of(p.mask, row, p.cols);
-    const RowWriter<Y> y_row = y[row];
+    const RowWriter<Y> y_row = y[row].from(mask.begin);
     const Scaled z(p.scale);
     const float log_sum = static_cast<float>(stats.log_sum());
     if (p.log_sum) p.log_sum[row] = p.top ? log_sum : static_cast<float>(stats.logsumexp(z.unit));
     if (p.top) p.top[row] = stats.top;
-    for_each_vector(mask.end, [&, origin = stats.origin](int64_t column, auto extent) {
+    for_each_vector(mask.cols, [&, origin = stats.origin](int64_t column, auto extent) {
       y_row(column, mask(z.difference(x(column, extent), origin) - log_sum, column, extent, kNothing), extent);
     });
-    fill(y_row.data + mask.end, kNothing, p.cols - mask.end);
+    fill_outside(y[row].data, mask, p.cols, kNothing);
   }
 };
 
@@ -143,21 +151,26 @@ struct MaskedGrad {
   OutputRows<Dx> dx;
 
   MaskedDyAndX<Dy, H> operands(int64_t row) const {
-    return {{dy.reader(row), h.reader(row)}, RowMask::of(mask, row, cols)};
+    const RowMask of_row = RowMask::of(mask, row, cols);
+    return {{dy.reader(row).from(of_row.begin), h.reader(row).from(of_row.begin)}, of_row};
   }
-  WriteMaskedDx<Dx> result(int64_t row) const { return {{dx[row]}, RowMask::of(mask, row, cols)}; }
+  WriteMaskedDx<Dx> result(int64_t row) const {
+    const RowMask of_row = RowMask::of(mask, row, cols);
+    return {{dx[row].from(of_row.begin)}, of_row};
+  }
   GradWeights weights(int64_t) const { return {}; }
 };
 
-// Rows [begin, end), of which each is as long as its mask says, and 0 from there.
+// Rows [begin, end), of which each has the columns that its mask leaves, and 0 in the others.
 template <class Stats, class P, class Op>
 void for_masked_grad_rows(const P& p, int64_t begin, int64_t end, const Op& op) {
   if (!p.mask.lengths) return for_grad_rows<Stats>(p, begin, end, op);
   P row_p = p;
   for (int64_t row = begin; row < end; ++row) {
-    row_p.cols = RowMask::of(p.mask, row, p.cols).end;
+    const RowMask mask = RowMask::of(p.mask, row, p.cols);
+    row_p.cols = mask.cols;
     grad_row<Stats>(row_p, op, row);
-    fill(op.dx[row].data + row_p.cols, 0, p.cols - row_p.cols);
+    fill_outside(op.dx[row].data, mask, p.cols, 0);
   }
   fence();
 }

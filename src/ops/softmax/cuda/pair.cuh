@@ -5,18 +5,6 @@
 
 namespace jaxnorm::cuda {
 
-// Of rows all of whose columns count: as RowMask.
-struct NoMask {
-  struct Counted {
-    __device__ constexpr bool operator[](int) const { return true; }
-  };
-  __device__ static int within(int64_t, int remaining) { return remaining; }
-  template <bool ALIGNED, int N>
-  __device__ static Counted counted(int64_t, int) {
-    return {};
-  }
-};
-
 // A thread's vectors of one of the arrays. `mask` says how many columns of a vector are read.
 template <typename T, typename Tile>
 class HeldRow {

@@ -7,10 +7,12 @@ namespace jaxnorm::cuda {
 
 struct AnyElement;
 
-// Its rows are those of an RMSNorm: read once, and written.
+// Its rows are those of an RMSNorm: read once, and written. Those with a window have a plan of their own.
 cudaError_t run(const SoftmaxForward& p, cudaStream_t stream) {
   if (p.rows == 0) return cudaSuccess;
-  const Plan plan = make_plan(Way::forward, Kind::rms, p.x.dtype, p.cols, current_device().max_cluster());
+  const Plan plan = p.mask.starts
+                        ? make_window_plan(p.x.dtype, p.cols)
+                        : make_plan(Way::forward, Kind::rms, p.x.dtype, p.cols, current_device().max_cluster());
   return with_dtype(p.x.dtype, [&](auto type) { return run_softmax<decltype(type)>(p, plan, stream); });
 }
 

@@ -41,8 +41,8 @@ struct SoftmaxStatistics : MaxSum<false> {
   }
 };
 
-// For both loops. MASKED: there may be a mask, and y may be of any type; otherwise it is of x's.
-template <typename X, bool MASKED, typename Tile>
+// For both loops. MASK: as of LogitRow. Beside one y may be of any type; otherwise it is of x's.
+template <typename X, typename MASK, typename Tile>
 class SoftmaxEpilogue : public RowEpilogue {
  public:
   template <typename... Args>
@@ -69,6 +69,7 @@ class SoftmaxEpilogue : public RowEpilogue {
 
  private:
   static constexpr int N = Tile::N;
+  static constexpr bool MASKED = MASK::kMasks;
   // Whether y may be written by the words of memory in which its vectors lie.
   static constexpr bool kByWords = !Tile::ALIGNED && !Tile::STREAMED && sizeof(X) == 2;
 
@@ -111,10 +112,15 @@ class SoftmaxEpilogue : public RowEpilogue {
         });
       }
     });
+    if constexpr (MASK::kHasWindow)
+      with_type(p.y.dtype, [&](auto* type) {
+        using Y = std::remove_pointer_t<decltype(type)>;
+        fill_outside(x.columns(group), static_cast<Y*>(p.y.data) + row * p.cols, p.cols, other);
+      });
   }
 };
 
-template <typename X, bool MASKED>
+template <typename X, typename MASK>
 struct SoftmaxOp : LogitOp<X, SoftmaxStatistics> {
   using Base = LogitOp<X, SoftmaxStatistics>;
   using Params = SoftmaxCall;
@@ -133,7 +139,7 @@ struct SoftmaxOp : LogitOp<X, SoftmaxStatistics> {
   template <typename R>
   static constexpr bool kHoldsOne = R::kThreads == kWholeBlock && R::kMost == 256 && kElements<R> == 64;
   template <typename R, Access ACCESS>
-  static constexpr bool kHoldsValues = kIsPipelined<ACCESS> || (kHoldsOne<R> && !MASKED && ACCESS == Access::vectors);
+  static constexpr bool kHoldsValues = kIsPipelined<ACCESS> || (kHoldsOne<R> && !MASK::kMasks && ACCESS == Access::vectors);
   template <typename R, Access ACCESS>
   static constexpr Held kHeld = !kHoldsOne<R> && !kHoldsTwo<R> ? Held::nothing
                                 : kHoldsValues<R, ACCESS>      ? Held::values
@@ -141,16 +147,16 @@ struct SoftmaxOp : LogitOp<X, SoftmaxStatistics> {
   template <typename R, Access ACCESS>
   using Tile = LogitTiling<X, R, ACCESS, kHeld<R, ACCESS>>;
   template <typename Tile>
-  using Load = LoadLogits<X, Tile, MASKED, false>;
+  using Load = LoadLogits<X, Tile, MASK, false>;
   template <typename R, typename Tile>
-  using Epilogue = SoftmaxEpilogue<X, MASKED, Tile>;
+  using Epilogue = SoftmaxEpilogue<X, MASK, Tile>;
   template <typename R, typename Tile>
-  using PipelinedEpilogue = SoftmaxEpilogue<X, MASKED, Tile>;
+  using PipelinedEpilogue = SoftmaxEpilogue<X, MASK, Tile>;
 
   // Eight vectors of blocks of this size, and what they are unpacked to, take more than the registers with which two
   // blocks fit; f32 only beside a mask. So do streamed rows whose vectors are put together.
   template <typename R, Access ACCESS>
-  static constexpr bool kIsRoomy = R::kVectors == 8           ? MASKED || R::kCluster > 1
+  static constexpr bool kIsRoomy = R::kVectors == 8           ? MASK::kMasks || R::kCluster > 1
                                    : R::kVectors == kStreamed ? ACCESS == Access::elementwise
                                                               : false;
   template <typename R, Access ACCESS>
@@ -164,10 +170,10 @@ cudaError_t launch_softmax(const SoftmaxCall& p, const Plan& plan, cudaStream_t 
   constexpr int N = kVector<X>;
   RowsLaunch launch(plan, p.cols, N, {});
   const bool is_aligned = p.cols % N == 0 && are_aligned<N>(p.x, p.y) && is_aligned_for<N>(p.mask);
-  const RowLauncher<SoftmaxOp<X, true>, R> masked{p, plan, launch, stream};
+  const RowLauncher<SoftmaxOp<X, RowMask>, R> masked{p, plan, launch, stream};
   if (!is_aligned) return masked.template direct<Access::elementwise>();
   if (p.mask || p.y.dtype != kDtype<X>) return masked.template direct<Access::vectors>();
-  const RowLauncher<SoftmaxOp<X, false>, R> plain{p, plan, launch, stream};
+  const RowLauncher<SoftmaxOp<X, NoMask>, R> plain{p, plan, launch, stream};
   if constexpr (R::kCluster > 1 && R::kVectors != kStreamed) {
     const cudaError_t error = plain.template pipelined<Access::pipelined>(p.workspace);
     return error == cudaErrorNotSupported ? masked.template direct<Access::vectors>() : error;
@@ -176,9 +182,21 @@ cudaError_t launch_softmax(const SoftmaxCall& p, const Plan& plan, cudaStream_t 
   }
 }
 
+// Rows with a window, in a regime of theirs.
+template <typename X, typename R>
+cudaError_t launch_windows(const SoftmaxCall& p, const Plan& plan, cudaStream_t stream) {
+  constexpr int N = kVector<X>;
+  RowsLaunch launch(plan, p.cols, N, {});
+  const bool is_aligned = p.cols % N == 0 && are_aligned<N>(p.x, p.y) && is_aligned_for<N>(p.mask);
+  return RowLauncher<SoftmaxOp<X, WindowMask>, R>{p, plan, launch, stream}.run(is_aligned);
+}
+
 template <typename X>
 cudaError_t run_softmax(const SoftmaxForward& p, const Plan& plan, cudaStream_t stream) {
   const SoftmaxCall call(p);
+  if (p.mask.starts)
+    return with_regime<WindowRegimes>(
+        plan, [&](auto regime) { return launch_windows<X, decltype(regime)>(call, plan, stream); });
   return with_regime<ForwardRegimes<sizeof(X)>>(
       plan, [&](auto regime) { return launch_softmax<X, decltype(regime)>(call, plan, stream); });
 }

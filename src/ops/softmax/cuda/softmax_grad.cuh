@@ -72,7 +72,7 @@ struct LogSoftmaxDx {
 // What a thread has of a row of y or the logits, and of dy.
 template <typename Op, typename Tile>
 class BothRows {
-  using Mask = std::conditional_t<Op::kMasked, RowMask, NoMask>;
+  using Mask = typename Op::Mask;
   using T = typename Op::Element;
 
  public:
@@ -99,7 +99,13 @@ class BothRows {
   __device__ void unpack_again(uint32_t zero) {
     dy_.unpack_again(zero);
     second_.unpack_again(zero);
-    if constexpr (Op::kMasked) mask_.length += zero;
+    if constexpr (Mask::kMasks) mask_.length += zero;
+  }
+
+  // Those through which a thread group goes.
+  template <typename Group>
+  __device__ decltype(auto) columns(const Group& group) const {
+    return mask_.template columns<Tile::N>(group);
   }
 
   // Columns past the row's end are zero. Returns which columns count.
@@ -112,7 +118,7 @@ class BothRows {
  private:
   __device__ void fetch(const SoftmaxGradCall& p, int64_t row) {
     scalars = Op::Dx::fetch(p, row);
-    if constexpr (Op::kMasked) mask_ = p.mask.of_row(row, p.cols);
+    mask_ = Mask::of(p.mask, row, p.cols);
   }
 
   Mask mask_;
@@ -162,7 +168,7 @@ struct PairSum {
   template <typename Tile, typename Row, typename Group>
   __device__ static Part warp_part(const Row& row, const Group& group, float) {
     Sum<Tile> sum;
-    for_each_vector<Tile>(group, [&](int vec, auto col, int remaining) {
+    for_each_vector<Tile>(row.columns(group), [&](int vec, auto col, int remaining) {
       float dy[Tile::N], second[Tile::N];
       const auto counted = row.get(vec, col, remaining, dy, second);
 #pragma unroll
@@ -228,21 +234,21 @@ struct WriteDx : RowEpilogue {
         dx[i] = counted[i] ? Op::Dx::template dx<T, HAS_MOST>(x.scalars, p.scale, sum, dy[i], second[i]) : 0.0f;
     };
     if constexpr (kAny) {
-      with_type(p.dx.dtype, [&](auto* type) { store_row(group, p, at, type, values_of); });
+      with_type(p.dx.dtype, [&](auto* type) { store_row(x.columns(group), p, at, type, values_of); });
     } else {
-      store_row(group, p, at, static_cast<T*>(nullptr), values_of);
+      store_row(x.columns(group), p, at, static_cast<T*>(nullptr), values_of);
     }
   }
 
-  template <typename Group, typename Y, typename F>
-  __device__ __forceinline__ static void store_row(const Group& group, const SoftmaxGradCall& p, int64_t at, Y*,
+  template <typename Columns, typename Y, typename F>
+  __device__ __forceinline__ static void store_row(const Columns& columns, const SoftmaxGradCall& p, int64_t at, Y*,
                                                    const F& values_of) {
     Y* dx = static_cast<Y*>(p.dx.data) + at;
     // Or the compiler would keep its distance from the rows that were read, for every vector.
     hide(dx);
     [[maybe_unused]] UnalignedWriter<Y, Tile> writer;
-    if constexpr (Tile::UNALIGNED) writer = {group, dx};
-    for_each_vector<Tile>(group, [&](int vec, auto col, int remaining) {
+    if constexpr (Tile::UNALIGNED) writer = {columns, dx};
+    for_each_vector<Tile>(columns, [&](int vec, auto col, int remaining) {
       float values[Tile::N];
       values_of(vec, col, remaining, values);
       if constexpr (Tile::UNALIGNED) {
@@ -251,17 +257,19 @@ struct WriteDx : RowEpilogue {
         store<Tile::ALIGNED>(dx + col, pack<Y>(values), remaining);
       }
     });
+    if constexpr (Op::Mask::kHasWindow) fill_outside(columns, dx, p.cols, 0.0f);
   }
 };
 
 // T: of both arrays and of dx; AnyElement: each has a type of its own, in vectors of f32. Of masked rows only columns
 // that come before their length are read, which pipelines do not do.
-template <typename Dx_, typename T, bool MASKED>
+template <typename Dx_, typename T, typename MASK>
 struct SoftmaxGradOp : RowOp<std::conditional_t<std::is_same_v<T, AnyElement>, float, T>, PairSum<Dx_>, 2> {
   using Params = SoftmaxGradCall;
   using Dx = Dx_;
   using Element = T;
-  static constexpr bool kMasked = MASKED, kHolds = true, kOneType = !std::is_same_v<T, AnyElement>;
+  using Mask = MASK;
+  static constexpr bool kHolds = true, kOneType = !std::is_same_v<T, AnyElement>;
 
   using Base = RowOp<std::conditional_t<kOneType, T, float>, PairSum<Dx_>, 2>;
   template <typename R, Access ACCESS>

@@ -9,7 +9,7 @@ namespace jaxnorm::cuda {
 // By which access a call goes in a regime. What is rare has no pipelines, and goes by elements where it is not aligned.
 template <typename Op, typename R>
 cudaError_t launch_rows(const RowLauncher<Op, R>& rows, bool is_aligned, bool is_divided) {
-  constexpr bool kUsual = !Op::kMasked && Op::kOneType, kHalf = sizeof(typename Op::Stream) == 2;
+  constexpr bool kUsual = !Op::Mask::kMasks && Op::kOneType, kHalf = sizeof(typename Op::Stream) == 2;
   if constexpr (kUsual && R::kVectors != kStreamed) {
     if constexpr (R::kCluster > 1) {
       cudaError_t error = cudaErrorNotSupported;
@@ -33,10 +33,14 @@ cudaError_t launch_rows(const RowLauncher<Op, R>& rows, bool is_aligned, bool is
 template <typename Op>
 cudaError_t launch_softmax_grad(const SoftmaxGradCall& p, const Mask& mask, cudaStream_t stream) {
   constexpr int N = kVector<typename Op::Stream>;
-  const Plan plan = make_pair_plan(kDtype<typename Op::Stream>, p.cols, current_device().max_cluster());
+  constexpr Dtype kStream = kDtype<typename Op::Stream>;
+  constexpr bool kHasWindow = Op::Mask::kHasWindow;
+  using Regimes = std::conditional_t<kHasWindow, WindowRegimes, PairRegimes<size_of(kStream)>>;
+  const Plan plan = kHasWindow ? make_window_plan(kStream, p.cols)
+                               : make_pair_plan(kStream, p.cols, current_device().max_cluster());
   const bool is_divided = p.cols % N == 0;
   const bool is_aligned = is_divided && are_aligned<N>(p.dy, p.second, p.dx) && is_aligned_for<N>(mask);
-  return with_regime<PairRegimes<sizeof(typename Op::Stream)>>(plan, [&](auto regime) {
+  return with_regime<Regimes>(plan, [&](auto regime) {
     RowsLaunch launch(plan, p.cols, N, {});
     return launch_rows(RowLauncher<Op, decltype(regime)>{p, plan, launch, stream}, is_aligned, is_divided);
   });
@@ -44,9 +48,10 @@ cudaError_t launch_softmax_grad(const SoftmaxGradCall& p, const Mask& mask, cuda
 
 template <typename Dx, typename T>
 cudaError_t softmax_grad_as(const SoftmaxGradCall& p, const Mask& mask, cudaStream_t stream) {
+  if (mask.starts) return launch_softmax_grad<SoftmaxGradOp<Dx, T, WindowMask>>(p, mask, stream);
   if constexpr (!std::is_same_v<T, AnyElement>)
-    if (!mask) return launch_softmax_grad<SoftmaxGradOp<Dx, T, false>>(p, mask, stream);
-  return launch_softmax_grad<SoftmaxGradOp<Dx, T, true>>(p, mask, stream);
+    if (!mask) return launch_softmax_grad<SoftmaxGradOp<Dx, T, NoMask>>(p, mask, stream);
+  return launch_softmax_grad<SoftmaxGradOp<Dx, T, RowMask>>(p, mask, stream);
 }
 
 template <typename T>
