@@ -52,9 +52,7 @@ class TestMask {
   }
 
  private:
-  bool has_where() const {
-    return kind_ == Masks::where || kind_ == Masks::both || kind_ == Masks::window_and_where;
-  }
+  bool has_where() const { return kind_ == Masks::where || kind_ == Masks::both || kind_ == Masks::window_and_where; }
   bool has_lengths() const { return kind_ >= Masks::lengths; }
   bool has_starts() const { return kind_ >= Masks::window; }
 
@@ -67,8 +65,7 @@ class TestMask {
 };
 
 inline const char* name_of(Masks masks) {
-  constexpr const char* names[] = {"no mask", "where", "lengths", "where and lengths", "window",
-                                   "window and where"};
+  constexpr const char* names[] = {"no mask", "where", "lengths", "where and lengths", "window", "window and where"};
   return names[static_cast<int>(masks)];
 }
 

@@ -31,8 +31,9 @@ struct Case {
     if (holds) return;
     ++failures;
     const auto name = [](Dtype dtype) { return dtype == kF32 ? "f32" : dtype == kF16 ? "f16" : "bf16"; };
-    std::printf("%s: %s, dy %s, x %s, dx %s, %ld x %ld%s%s%s\n", what, log ? "log-softmax" : "softmax", name(dy), name(x),
-                name(dx), rows, cols, has_where ? ", where" : "", has_lengths ? ", lengths" : "", has_starts ? ", starts" : "");
+    std::printf("%s: %s, dy %s, x %s, dx %s, %ld x %ld%s%s%s\n", what, log ? "log-softmax" : "softmax", name(dy),
+                name(x), name(dx), rows, cols, has_where ? ", where" : "", has_lengths ? ", lengths" : "",
+                has_starts ? ", starts" : "");
   }
 };
 

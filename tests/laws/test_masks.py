@@ -40,7 +40,7 @@ MASKS = {
     "where": (WHERE, {"where": WHERE}),
     "causal": (CAUSAL, {"causal": True}),
     "offset": (np.tri(ROWS, COLS, 2, bool), {"causal": True, "offset": 2}),
-    "window": (CAUSAL & ~np.tri(ROWS, COLS, -2, bool), {"causal": True, "window": 2, "implementations": ("jnp",)}),
+    "window": (CAUSAL & ~np.tri(ROWS, COLS, -2, bool), {"causal": True, "window": 2}),
     "where and causal": (WHERE & CAUSAL, {"where": WHERE, "causal": True, "scale": -0.5}),
 }
 CASES = {

@@ -36,10 +36,6 @@ def _slower(_: Softmax, rows: CallRows) -> str | None:
     return speed.why(rows, f"rows of {first} to {2**14} columns") if loses and not speed.vectors_divide(rows) else None
 
 
-def _windowed(_: Softmax, operands: Any) -> str | None:
-    return None if operands.starts is None else "rows have a window, which XLA's code reads where no mask is made"
-
-
 def _native(name: str, attributes: Callable[[Softmax, Any], dict[str, Any]]) -> Native[Softmax, Operands]:
     return Native(names=(name,), name=lambda _: name, forward=attributes, backward=attributes, slower=_slower)
 
@@ -69,7 +65,7 @@ SOFTMAX = Family(
             saved=SavedOfSoftmax, variables=Variables, linear=formula.linear, backward=formula.backward
         ),
         native=_native("jaxnorm_softmax", _attributes),
-        reasons=(several_axes, _windowed),
+        reasons=(several_axes,),
         later=("starts",),
         can_shard=lambda *_: True,
         functions=(Function("softmax", _requested),),
@@ -89,7 +85,7 @@ LOG_SOFTMAX = Family(
             saved=SavedOfLog, variables=Variables, linear=formula.log_linear, backward=formula.log_backward
         ),
         native=_native("jaxnorm_log_softmax", _log_attributes),
-        reasons=(several_axes, _windowed),
+        reasons=(several_axes,),
         later=("starts",),
         can_shard=lambda *_: True,
         functions=(Function("log_softmax", _requested),),

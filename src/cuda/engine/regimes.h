@@ -138,7 +138,8 @@ struct PairRegimes<4> {
   static constexpr auto kTable = kShortRows<4> + kBlock + kLongRows;
 };
 
-// Rows of which few columns are read, and all are written: a block goes through what is read as through a row of its own.
+// Rows of which few columns are read, and all are written: a block goes through what is read as through a row of its
+// own.
 struct WindowRegimes {
   static constexpr RegimeTable<1> kTable{{{kWholeBlock, kStreamed, 1, 256, 256, false}}};
 };

@@ -33,8 +33,8 @@ int64_t row_of(const BroadcastRows& map, int64_t row) {
   return index(map.outer) * map.inner.count + index(map.inner);
 }
 
-// The columns of one row. Those outside of [begin, begin + cols) do not count, and are left to the caller: all others are
-// numbered from `begin` on.
+// The columns of one row. Those outside of [begin, begin + cols) do not count, and are left to the caller: all others
+// are numbered from `begin` on.
 struct RowMask {
   const uint8_t* where;  // null: all count
   int64_t begin, cols;

@@ -29,8 +29,8 @@ struct LogitTiling : Tiling<X, R, ACCESS> {
 
 // A thread's fragment of a row, as Row<X, Tile>. Where it holds values, a pipeline may fill the row's place again once
 // the thread group has met. Columns that do not count, as those past the row's end, have an x for which w is -inf,
-// unless there is a soft cap. MASK: NoMask, RowMask or WindowMask; only masked rows may go by elements. CROSS: whether there
-// may be a soft cap and a total, which only cross-entropy has.
+// unless there is a soft cap. MASK: NoMask, RowMask or WindowMask; only masked rows may go by elements. CROSS: whether
+// there may be a soft cap and a total, which only cross-entropy has.
 template <typename X, typename Tile, typename MASK, bool CROSS>
 class LogitRow {
  public:
@@ -62,9 +62,9 @@ class LogitRow {
 
   __device__ const LogitScale& scale() const { return *scale_; }
 
-  // Those through which the following functions go.
+  // Those of a window, through which the following functions go.
   template <typename Group>
-  __device__ decltype(auto) columns(const Group& group) const {
+  __device__ auto columns(const Group& group) const {
     return mask_.template columns<Tile::N>(group);
   }
 
@@ -87,12 +87,17 @@ class LogitRow {
   static constexpr int kBatch = 4;
   template <typename Group, typename F>
   __device__ void for_each_batch(const Group& group, F f) const {
-    for_each_streamed_batch<Tile, kBatch>(columns(group), [&](auto visit) {
+    const auto go = [&](auto visit) {
       Vector vectors[kBatch];
       visit([&](int i, int64_t col, int remaining) { vectors[i] = load_x(col, remaining); });
       mask_all(vectors, visit);
       f(vectors, visit);
-    });
+    };
+    if constexpr (kHasWindow) {
+      for_each_streamed_batch<Tile, kBatch>(columns(group), go);
+    } else {
+      for_each_streamed_batch<Tile, kBatch>(group, go);
+    }
   }
 
   // Whether any of a vector's columns may count. Where columns past a length are many, it is worth a branch.

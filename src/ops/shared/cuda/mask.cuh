@@ -107,8 +107,7 @@ struct MaskLaunch {
         starts_rows(mask.starts_rows) {}
 };
 
-// The masks of one row are of three types, for kernels of their own. `columns` of a thread group are those through which
-// it goes: of a window's others nothing is read, and they are left to fill_outside.
+// The masks of one row are of three types, for kernels of their own.
 
 // Of a row all of whose columns count.
 struct NoMask {
@@ -117,15 +116,10 @@ struct NoMask {
   struct All {
     __device__ constexpr bool operator[](int) const { return true; }
   };
-  __device__ static NoMask of(const MaskLaunch&, int64_t, int64_t) { return {}; }
   __device__ static int within(int64_t, int remaining) { return remaining; }
   template <bool ALIGNED, int N>
   __device__ static All counted(int64_t, int) {
     return {};
-  }
-  template <int N, typename Group>
-  __device__ static const Group& columns(const Group& group) {
-    return group;
   }
 };
 
@@ -170,11 +164,6 @@ struct RowMask {
   __device__ bool may_hide(int64_t col, int remaining) const {
     return where || within(col, remaining) < N;
   }
-
-  template <int N, typename Group>
-  __device__ static const Group& columns(const Group& group) {
-    return group;
-  }
 };
 
 // Of a row that has a block for itself and is streamed: the columns before `begin` do not count either.
@@ -201,7 +190,8 @@ struct WindowMask : RowMask {
     return col < begin || RowMask::may_hide<N>(col, remaining);
   }
 
-  // Whole vectors, of those of the row.
+  // Those through which a thread group goes, in whole vectors, as those of the group: nothing is read of others, which
+  // are left to fill_outside.
   struct Columns {
     int threads, rank;
     int64_t begin, end;

@@ -204,7 +204,7 @@ struct MaxSum {
       if constexpr (Row::kMasked) {
         if (sum == 0) {
           bool any = false;
-          for_each_vector<Tile>(x.columns(group), [&](int, auto col, int remaining) { any |= x.counted(col, remaining).any(); });
+          for_each_vector<Tile>(group, [&](int, auto col, int remaining) { any |= x.counted(col, remaining).any(); });
           return any ? max_ : NAN;
         }
       } else if constexpr (Row::kCross) {

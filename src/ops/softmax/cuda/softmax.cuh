@@ -139,7 +139,8 @@ struct SoftmaxOp : LogitOp<X, SoftmaxStatistics> {
   template <typename R>
   static constexpr bool kHoldsOne = R::kThreads == kWholeBlock && R::kMost == 256 && kElements<R> == 64;
   template <typename R, Access ACCESS>
-  static constexpr bool kHoldsValues = kIsPipelined<ACCESS> || (kHoldsOne<R> && !MASK::kMasks && ACCESS == Access::vectors);
+  static constexpr bool kHoldsValues =
+      kIsPipelined<ACCESS> || (kHoldsOne<R> && !MASK::kMasks && ACCESS == Access::vectors);
   template <typename R, Access ACCESS>
   static constexpr Held kHeld = !kHoldsOne<R> && !kHoldsTwo<R> ? Held::nothing
                                 : kHoldsValues<R, ACCESS>      ? Held::values
@@ -156,12 +157,11 @@ struct SoftmaxOp : LogitOp<X, SoftmaxStatistics> {
   // Eight vectors of blocks of this size, and what they are unpacked to, take more than the registers with which two
   // blocks fit; f32 only beside a mask. So do streamed rows whose vectors are put together.
   template <typename R, Access ACCESS>
-  static constexpr bool kIsRoomy = R::kVectors == 8           ? MASK::kMasks || R::kCluster > 1
+  static constexpr bool kIsRoomy = R::kVectors == 8 ? R::kMost == kMaxThreads && (MASK::kMasks || R::kCluster > 1)
                                    : R::kVectors == kStreamed ? ACCESS == Access::elementwise
                                                               : false;
   template <typename R, Access ACCESS>
-  static constexpr int kRegisters =
-      R::kMost == kMaxThreads && kIsRoomy<R, ACCESS> ? 128 : Base::template kRegisters<R, ACCESS>;
+  static constexpr int kRegisters = kIsRoomy<R, ACCESS> ? 128 : Base::template kRegisters<R, ACCESS>;
 };
 
 // What is read past a length would be read for nothing, so that rows with a mask never come by way of pipelines.

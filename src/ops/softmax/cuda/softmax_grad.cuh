@@ -76,6 +76,8 @@ class BothRows {
   using T = typename Op::Element;
 
  public:
+  static constexpr bool kHasWindow = Mask::kHasWindow;
+
   typename Op::Dx::Scalars scalars;
 
   // From memory.
@@ -102,9 +104,9 @@ class BothRows {
     if constexpr (Mask::kMasks) mask_.length += zero;
   }
 
-  // Those through which a thread group goes.
+  // Those of a window.
   template <typename Group>
-  __device__ decltype(auto) columns(const Group& group) const {
+  __device__ auto columns(const Group& group) const {
     return mask_.template columns<Tile::N>(group);
   }
 
@@ -118,7 +120,7 @@ class BothRows {
  private:
   __device__ void fetch(const SoftmaxGradCall& p, int64_t row) {
     scalars = Op::Dx::fetch(p, row);
-    mask_ = Mask::of(p.mask, row, p.cols);
+    if constexpr (Mask::kMasks) mask_ = Mask::of(p.mask, row, p.cols);
   }
 
   Mask mask_;
@@ -168,14 +170,19 @@ struct PairSum {
   template <typename Tile, typename Row, typename Group>
   __device__ static Part warp_part(const Row& row, const Group& group, float) {
     Sum<Tile> sum;
-    for_each_vector<Tile>(row.columns(group), [&](int vec, auto col, int remaining) {
+    const auto add = [&](int vec, auto col, int remaining) {
       float dy[Tile::N], second[Tile::N];
       const auto counted = row.get(vec, col, remaining, dy, second);
 #pragma unroll
       for (int i = 0; i < Tile::N; ++i)
         if (!counted[i]) dy[i] = second[i] = 0;
       Dx::template add<Tile>(sum, dy, second);
-    });
+    };
+    if constexpr (Row::kHasWindow) {
+      for_each_vector<Tile>(row.columns(group), add);
+    } else {
+      for_each_vector<Tile>(group, add);
+    }
     return {{static_cast<float>(group.warp_sum(sum.value()))}};
   }
 
@@ -198,7 +205,11 @@ struct WriteDx : RowEpilogue {
 #pragma unroll
     for (int r = 0; r < Rows::kRows; ++r) {
       if (!rows.is_written(r)) break;
-      write(p, group, rows.s[r].sum, rows.row(r), rows.x[r]);
+      if constexpr (Op::Mask::kHasWindow) {
+        write(p, rows.x[r].columns(group), rows.s[r].sum, rows.row(r), rows.x[r]);
+      } else {
+        write(p, group, rows.s[r].sum, rows.row(r), rows.x[r]);
+      }
     }
   }
   template <typename Load, typename Group, typename Statistics, typename Row>
@@ -234,21 +245,21 @@ struct WriteDx : RowEpilogue {
         dx[i] = counted[i] ? Op::Dx::template dx<T, HAS_MOST>(x.scalars, p.scale, sum, dy[i], second[i]) : 0.0f;
     };
     if constexpr (kAny) {
-      with_type(p.dx.dtype, [&](auto* type) { store_row(x.columns(group), p, at, type, values_of); });
+      with_type(p.dx.dtype, [&](auto* type) { store_row(group, p, at, type, values_of); });
     } else {
-      store_row(x.columns(group), p, at, static_cast<T*>(nullptr), values_of);
+      store_row(group, p, at, static_cast<T*>(nullptr), values_of);
     }
   }
 
-  template <typename Columns, typename Y, typename F>
-  __device__ __forceinline__ static void store_row(const Columns& columns, const SoftmaxGradCall& p, int64_t at, Y*,
+  template <typename Group, typename Y, typename F>
+  __device__ __forceinline__ static void store_row(const Group& group, const SoftmaxGradCall& p, int64_t at, Y*,
                                                    const F& values_of) {
     Y* dx = static_cast<Y*>(p.dx.data) + at;
     // Or the compiler would keep its distance from the rows that were read, for every vector.
     hide(dx);
     [[maybe_unused]] UnalignedWriter<Y, Tile> writer;
-    if constexpr (Tile::UNALIGNED) writer = {columns, dx};
-    for_each_vector<Tile>(columns, [&](int vec, auto col, int remaining) {
+    if constexpr (Tile::UNALIGNED) writer = {group, dx};
+    for_each_vector<Tile>(group, [&](int vec, auto col, int remaining) {
       float values[Tile::N];
       values_of(vec, col, remaining, values);
       if constexpr (Tile::UNALIGNED) {
@@ -257,7 +268,7 @@ struct WriteDx : RowEpilogue {
         store<Tile::ALIGNED>(dx + col, pack<Y>(values), remaining);
       }
     });
-    if constexpr (Op::Mask::kHasWindow) fill_outside(columns, dx, p.cols, 0.0f);
+    if constexpr (Op::Mask::kHasWindow) fill_outside(group, dx, p.cols, 0.0f);
   }
 };
 

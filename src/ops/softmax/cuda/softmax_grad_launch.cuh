@@ -36,8 +36,8 @@ cudaError_t launch_softmax_grad(const SoftmaxGradCall& p, const Mask& mask, cuda
   constexpr Dtype kStream = kDtype<typename Op::Stream>;
   constexpr bool kHasWindow = Op::Mask::kHasWindow;
   using Regimes = std::conditional_t<kHasWindow, WindowRegimes, PairRegimes<size_of(kStream)>>;
-  const Plan plan = kHasWindow ? make_window_plan(kStream, p.cols)
-                               : make_pair_plan(kStream, p.cols, current_device().max_cluster());
+  const Plan plan =
+      kHasWindow ? make_window_plan(kStream, p.cols) : make_pair_plan(kStream, p.cols, current_device().max_cluster());
   const bool is_divided = p.cols % N == 0;
   const bool is_aligned = is_divided && are_aligned<N>(p.dy, p.second, p.dx) && is_aligned_for<N>(mask);
   return with_regime<Regimes>(plan, [&](auto regime) {
