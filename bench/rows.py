@@ -4,7 +4,7 @@
 
 Kernel time comes from CUPTI and is the median of many calls, of arrays that are read from memory. "GB/s" counts each
 array that must be read and written once: softmax 2 forward and 3 backward; cross-entropy 1 forward and 2 backward; of a
-causal softmax what lies above the diagonal is not read. "% of copy" is that of XLA's `x + 1` on as many bytes. "temp
+causal softmax what a query does not see is not read. "% of copy" is that of XLA's `x + 1` on as many bytes. "temp
 MiB" is what the program takes beside its operands and results. A forward that is followed by its gradient in one
 program is a "step". With --default the programs are those of `implementation=None`, else of "native".
 """
@@ -25,9 +25,12 @@ COLS = (256, 1024, 4096, 8192, 16_384, 32_768, 65_536, 131_072, 262_144)
 ODD = (1001, 4097, 50_257)  # which 16-byte vectors do not divide
 VOCABULARIES = ((8192, 32_000), (8192, 50_257), (8192, 128_256), (4096, 262_144))
 SCORES = (2, 16, 2048, 2048)  # of queries and keys
+CACHED = (32, 2048, 8192)  # the same behind a cache
 BYTES = 2**28  # an array far beyond any cache
 CAUSAL = "softmax, causal"
 LOSS = "cross_entropy"
+# Of scores behind a cache: how many keys a query has at most.
+WINDOWS = {f"{CAUSAL}, cache": None, "softmax, window 1024": 1024, "softmax, window 4096": 4096}
 
 
 class Cell(NamedTuple):
@@ -64,7 +67,9 @@ def operands(cell, i):
 
 def moved(cell):
     """How many bytes each program must move, by direction."""
-    read = 0.5 if cell.op == CAUSAL else 1  # what counts of an array that is read
+    read = 1  # what counts of an array that is read
+    if cell.op in (CAUSAL, *WINDOWS):
+        read = float(seen(*cell.dims[-2:], WINDOWS.get(cell.op)).mean())
     results = 0 if cell.op == LOSS else 1  # arrays of x's size: y, and in the backward dy
     forward, backward = read + results, read * (1 + results) + 1
     return {
@@ -74,15 +79,25 @@ def moved(cell):
     }
 
 
-def _softmax(implementation, *, log=False, causal=False):
+def seen(queries, keys, window):
+    """Which keys each query of causal rows sees, where the last query has the last key."""
+    last = jnp.arange(keys - queries, keys)[:, None]
+    before = jnp.arange(keys) <= last
+    return before if window is None else before & (jnp.arange(keys) > last - window)
+
+
+def _softmax(implementation, *, log=False, causal=False, window=None):
     """The function of x that is measured; of "jnp" it is JAX's own, which is XLA's code."""
     if implementation != "jnp":
         function = jaxnorm.log_softmax if log else jaxnorm.softmax
-        return functools.partial(function, causal=causal, implementation=implementation)
+        function = functools.partial(function, implementation=implementation)
+        return (
+            (lambda x: function(x, causal=True, offset=x.shape[-1] - x.shape[-2], window=window))
+            if causal
+            else function
+        )
     function = jax.nn.log_softmax if log else jax.nn.softmax
-    if not causal:
-        return function
-    return lambda x: function(jnp.where(jnp.tril(jnp.ones(x.shape[-2:], bool)), x, -jnp.inf))
+    return (lambda x: function(jnp.where(seen(*x.shape[-2:], window), x, -jnp.inf))) if causal else function
 
 
 def _losses(implementation):
@@ -102,6 +117,7 @@ FUNCTIONS = {
     "softmax": _softmax,
     "log_softmax": functools.partial(_softmax, log=True),
     CAUSAL: functools.partial(_softmax, causal=True),
+    **{op: functools.partial(_softmax, causal=True, window=window) for op, window in WINDOWS.items()},
     LOSS: _losses,
 }
 
@@ -138,6 +154,7 @@ def cells_of(args):
             itemsize = jnp.dtype(dtype).itemsize
             dims = {
                 CAUSAL: [SCORES],
+                **dict.fromkeys(WINDOWS, [CACHED]),
                 LOSS: VOCABULARIES,
             }.get(op, [(BYTES // itemsize // cols, cols) for cols in (*COLS, *ODD)])
             yield from (Cell(op, dtype, of) for of in dims if not args.cols or of[-1] in args.cols)

@@ -11,9 +11,9 @@ import numpy as np
 
 from bench import rows as table
 from bench.programs import TOLERANCE, each_direction, jitted, relative_error, sampled_rows
-from bench.rows import CAUSAL, LOSS
+from bench.rows import CAUSAL, LOSS, WINDOWS
 
-KINDS = tuple(table.FUNCTIONS)
+KINDS = tuple(kind for kind in table.FUNCTIONS if kind not in WINDOWS)
 OPS = tuple(kind for kind in KINDS if kind != CAUSAL)
 CHECKED = "step"
 

@@ -176,7 +176,6 @@ void run_gated(Dtype dtype, int64_t rows, int64_t cols, int64_t weight_rows, int
   }
 }
 
-// Softmax and log-softmax of rows of attention, and cross-entropy, each without a mask and with one.
 // `packed`: whether one array holds gate and up.
 void run_gated_activation(Dtype dtype, int64_t rows, int64_t cols, bool packed, int64_t offset) {
   now = {Kind::rms, dtype, rows, cols};
@@ -203,6 +202,20 @@ void run_gated_activation(Dtype dtype, int64_t rows, int64_t cols, bool packed, 
   }
 }
 
+constexpr int64_t kStarts = 5;
+
+// Where windows begin, of rows of so many columns: row r goes with start r % kStarts.
+struct Starts : Array {
+  explicit Starts(int64_t cols) : Array(Dtype::f32, kStarts, 0, false) {
+    const int32_t last = static_cast<int32_t>(cols), from[kStarts] = {-1, 3, last / 2, last - 1, last};
+    check(cudaMemcpy(get(), from, sizeof from, cudaMemcpyHostToDevice), "cudaMemcpy");
+  }
+  void add_to(Mask& mask) const {
+    mask.starts = static_cast<const int32_t*>(get()), mask.starts_rows.inner = {kStarts, 1};
+  }
+};
+
+// Softmax and log-softmax of rows of attention, and cross-entropy, each without a mask and with one.
 void run_softmax(Dtype dtype, int64_t rows, int64_t cols, int64_t offset) {
   now = {Kind::rms, dtype, rows, cols};
   constexpr int64_t queries = 5;
@@ -215,12 +228,14 @@ void run_softmax(Dtype dtype, int64_t rows, int64_t cols, int64_t offset) {
   check(cudaMemset(labels.get(), 0, (rows - 1) * 4), "cudaMemset");  // but for the last one, which names no column
   check(cudaMemset(lengths.get(), 0, 4), "cudaMemset");
   const auto floats = [](const Array& array) { return static_cast<float*>(array.get()); };
-  for (const int masks : {0, 1, 2, 3}) {
+  const Starts starts(cols);
+  for (const int masks : {0, 1, 2, 3, 6, 7}) {
     SoftmaxForward f{};
     f.rows = rows, f.cols = cols, f.scale = 0.5f, f.x = {x.get(), dtype};
     if (masks & 1) f.mask.where = static_cast<const uint8_t*>(where.get()), f.mask.where_rows.inner = {queries, 1};
     if (masks & 2)
       f.mask.lengths = static_cast<const int32_t*>(lengths.get()), f.mask.lengths_rows.inner = {queries, 1};
+    if (masks & 4) starts.add_to(f.mask);
     f.log = masks % 3 == 0, f.log_sum = f.log ? floats(log_sum) : nullptr, f.top = f.log ? floats(top) : nullptr;
     f.y = {y.get(), dtype};
     finish(jaxnorm::cuda::run(f, nullptr), "softmax");
@@ -245,8 +260,11 @@ void run_softmax_grad(Dtype dtype, int64_t rows, int64_t cols, int64_t offset) {
   const Array where(Dtype::f32, (cols + 3) / 4, 0, true), lengths(Dtype::f32, rows, 0, true);
   const auto floats = static_cast<const float*>(numbers.get());
   const auto integers = static_cast<const int32_t*>(lengths.get());
-  for (const bool masked : {false, true}) {
+  const Starts starts(cols);
+  for (const int masks : {0, 1, 2}) {
+    const bool masked = masks > 0;
     Mask mask;
+    if (masks == 2) starts.add_to(mask);
     if (masked) mask.lengths = integers, mask.lengths_rows.inner = {rows, 1};
     if (masked) mask.where = static_cast<const uint8_t*>(where.get());
     const SoftmaxBackward softmax{rows, cols, {dy.get(), dtype}, {x.get(), dtype}, mask, {dx.get(), dtype}, 0.5f};
@@ -260,7 +278,7 @@ void run_softmax_grad(Dtype dtype, int64_t rows, int64_t cols, int64_t offset) {
     finish(jaxnorm::cuda::run(log, nullptr), "log-softmax backward");
     CrossEntropyBackward loss{};
     loss.rows = rows, loss.cols = cols, loss.x = log.x, loss.labels = integers, loss.mask = mask, loss.scale = 0.5f;
-    loss.mask.lengths = nullptr, loss.soft_cap = masked ? 30.0f : 0.0f,
+    loss.mask.lengths = loss.mask.starts = nullptr, loss.soft_cap = masked ? 30.0f : 0.0f,
     loss.log_sum = loss.dlog_sum = loss.top = floats;
     loss.dlabel_logit = loss.dtotal = floats, loss.dx = log.dx;
     finish(jaxnorm::cuda::run(loss, nullptr), "cross-entropy backward");

@@ -167,6 +167,17 @@ void test_all(int64_t rows, int64_t cols) {
   });
 }
 
+// Whether each row with a window has a plan: of a block in whole warps that streams it.
+void test_window_plans() {
+  for (const Dtype x : {kF32, kBf16})
+    for (int64_t cols = 1; cols < 1 << 21; cols += 1 + cols / 64) {
+      const cuda::Plan plan = cuda::make_window_plan(x, cols);
+      const bool streams = plan.vectors == cuda::kStreamed && plan.blocks_per_row == 1 && plan.rows_per_block == 1;
+      const bool fits = plan.threads_per_row % 32 == 0 && 0 < plan.threads_per_row && plan.threads_per_row <= 256;
+      Case{x, x, false, Masks::window, 1, 0, cols}.expect(streams && fits && plan.entry == 0, "plan");
+    }
+}
+
 // Where rows begin and end, each with each.
 void test_windows(int64_t rows, int64_t cols) {
   tier.begin_shape();
@@ -184,6 +195,7 @@ int main(int argc, char** argv) {
     for (const int64_t cols : {1, 3, 64, 100, 128, 256, 1000, 1024})
       for (const int64_t rows : {1, 3, 43}) test_all(rows, cols);
     for (const int64_t cols : {2048, 4096, 5120, 12288, 16384, 20000, 40000}) test_all(9, cols);
+    test_window_plans();
     for (const int64_t cols : {1, 7, 8, 257, 1024, 3000, 20000}) test_windows(cols < 3000 ? 7 * 18 : 18, cols);
     test_windows(2, 300000);
     for (const int64_t cols : {160000, 300000}) test({kF32, kF32, true, Masks::none, 1, 2, cols});
