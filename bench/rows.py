@@ -88,16 +88,16 @@ def seen(queries, keys, window):
 
 def _softmax(implementation, *, log=False, causal=False, window=None):
     """The function of x that is measured; of "jnp" it is JAX's own, which is XLA's code."""
-    if implementation != "jnp":
-        function = jaxnorm.log_softmax if log else jaxnorm.softmax
-        function = functools.partial(function, implementation=implementation)
-        return (
-            (lambda x: function(x, causal=True, offset=x.shape[-1] - x.shape[-2], window=window))
-            if causal
-            else function
-        )
-    function = jax.nn.log_softmax if log else jax.nn.softmax
-    return (lambda x: function(jnp.where(seen(*x.shape[-2:], window), x, -jnp.inf))) if causal else function
+    module = jax.nn if implementation == "jnp" else jaxnorm
+    function = module.log_softmax if log else module.softmax
+    if implementation == "jnp":
+        return (lambda x: function(jnp.where(seen(*x.shape[-2:], window), x, -jnp.inf))) if causal else function
+
+    def ours(x):
+        mask = {"causal": True, "offset": x.shape[-1] - x.shape[-2], "window": window} if causal else {}
+        return function(x, implementation=implementation, **mask)
+
+    return ours
 
 
 def _losses(implementation):
@@ -154,7 +154,7 @@ def cells_of(args):
             itemsize = jnp.dtype(dtype).itemsize
             dims = {
                 CAUSAL: [SCORES],
-                **dict.fromkeys(WINDOWS, [CACHED]),
+                **{op: [CACHED] for op in WINDOWS},
                 LOSS: VOCABULARIES,
             }.get(op, [(BYTES // itemsize // cols, cols) for cols in (*COLS, *ODD)])
             yield from (Cell(op, dtype, of) for of in dims if not args.cols or of[-1] in args.cols)

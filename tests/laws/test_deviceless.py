@@ -104,6 +104,8 @@ def test_a_window_makes_no_mask(function):
         return jax.grad(lambda x: jnp.sin(function(x, causal=True, offset=offset, window=64)).sum())(x)
 
     program = compiled(step, *types((jnp.ones((4, 8, 256, 512), jnp.bfloat16), jnp.ones(4, jnp.int32))))
+    name = f"jaxnorm_{function.__name__}"
+    assert count_native_calls(program.as_text()) == {f"{name}_fwd": 1, f"{name}_bwd": 1}
     assert not [line for line in kernels(program) if "pred[4,8,256,512]" in line]
 
 

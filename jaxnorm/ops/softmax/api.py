@@ -50,8 +50,8 @@ def softmax(
         x's leading axes, as (batch,) for x of shape (batch, heads, queries, keys): how many keys there were before the
         first query, as in a cache; at most 2³⁰, as which larger ones count. A query without any key is a row in which
         nothing is true.
-      window: of causal rows: None, or how many keys a query has at most, those after t + offset - window. Then the
-        formula runs, which makes no array of the mask either.
+      window: of causal rows: None, or how many keys a query has at most, those after t + offset - window. Kernels read
+        no others.
       out_dtype: dtype of the result; None is x's.
       axis_name: None, or the axes of a surrounding `jax.shard_map` or `jax.vmap` over which rows are split evenly, a
         name or a tuple: maximum and sum are of whole rows, 8 bytes a row are exchanged. The formula runs.
