@@ -24,18 +24,20 @@ LENGTHS = tuple(rows(9, cols) for cols in (1, 31, 128, 1021, 4096, 40_000))
 MANY = tuple(rows(600, cols) for cols in (128, 384, 2048, 4096, 8192))
 
 
-def logits(x, scale=1.0, causal=False):
+def logits(x, scale=1.0, causal=False, window=None):
     """z, its largest of each row, exp(z - largest), and the sum of that."""
     z = f64(x) * float(np.float32(scale))
     counts = np.tri(*z.shape[-2:], dtype=bool) | (not causal)
+    if window is not None:
+        counts &= ~np.tri(*z.shape[-2:], -window, bool)
     top = z.max(-1, keepdims=True, where=counts, initial=-np.inf)
     z = np.where(counts, z, top)
     each = np.where(counts, np.exp(z - top), 0)
     return z, top, each, each.sum(-1, keepdims=True)
 
 
-def exact_softmax(x, *, scale=1.0, causal=False, out_dtype=None):
-    z, top, each, total = logits(x, scale, causal)
+def exact_softmax(x, *, scale=1.0, causal=False, window=None, out_dtype=None):
+    z, top, each, total = logits(x, scale, causal, window)
     y = each / total
     return Forward(
         y, round_to(y, out_dtype or x.dtype), y, y * ROUNDING * (ROUNDINGS * (top - z) + np.abs(z) * (scale != 1))
@@ -61,6 +63,9 @@ def gradients_of_log_softmax(cotangents, x, *, scale=1.0, **options):
     _, _, each, total = logits(x, scale)
     dy = f64(cotangents[0])
     return {"x": (float(np.float32(scale)) * (dy - each / total * dy.sum(-1, keepdims=True)), None)}
+
+
+CAUSAL = {"causal": True}, {"causal": True, "window": 3}
 
 
 def as_norm(f):
@@ -90,7 +95,7 @@ def softmax(log=False):
         # The logarithm of one column's share is 0, of which no digit is right if it is not.
         sizes=SIZES[log:],
         # The logarithm of what does not count is infinite.
-        options=({"scale": 0.125}, {"scale": -3.0}, *[{"causal": True}] * (not log)),
+        options=({"scale": 0.125}, {"scale": -3.0}, *(CAUSAL if not log else ())),
         backward_sizes=(rows(600, 1000),),
         lengths=LENGTHS,
         many=MANY,

@@ -232,7 +232,11 @@ def test_vmap_repeats_no_mask(name):
 
 
 @names
-@pytest.mark.parametrize("options", [{"causal": True}, {"causal": True, "offset": 5}, {"where": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"causal": True}, {"causal": True, "offset": 5}, {"causal": True, "offset": 5, "window": 4}, {"where": True}],
+    ids=str,
+)
 def test_a_masked_gradient_is_one_call_each_way(name, options):
     if "where" in options:
         options = {"where": mask_of((3, 1, 16))}
