@@ -329,10 +329,12 @@ template <class Run>
 void with_masks(const Shape& s, bool with_lengths, Run run) {
   const auto where = integers<uint8_t>(2 * s.cols, [](int64_t i) { return i % 3 != 0; });
   const auto lengths = integers<int32_t>(s.rows, [&](int64_t row) { return row * 7 % (s.cols + 3) - 1; });
-  for (const int kind : {0, 1, 2, 3}) {
+  const auto starts = integers<int32_t>(s.rows, [&](int64_t row) { return row * 5 % (s.cols + 2) - 1; });
+  for (const int kind : {0, 1, 2, 3, 6, 7}) {
     Mask mask;
     if (kind & 1) mask.where = where.get(), mask.where_rows.inner.count = 2;
     if (kind & 2) mask.lengths = lengths.get(), mask.lengths_rows.inner.count = s.rows;
+    if (kind & 4) mask.starts = starts.get(), mask.starts_rows.inner.count = s.rows;
     if (with_lengths || !mask.lengths) run(mask);
   }
 }
