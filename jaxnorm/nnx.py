@@ -15,6 +15,7 @@ from jaxnorm.flax.nnx_norms import (
     RMSNorm,
 )
 from jaxnorm.flax.nnx_replace import replace_norms
+from jaxnorm.flax.nnx_restore import restore_norms
 
 __all__ = [
     "AddLayerNorm",
@@ -32,4 +33,5 @@ __all__ = [
     "QuantizedRMSNorm",
     "RMSNorm",
     "replace_norms",
+    "restore_norms",
 ]

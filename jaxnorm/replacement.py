@@ -1,4 +1,4 @@
-"""Changing a model that is there already: `replace_norms`, `float8_linears`, `quantize_linears`, and their report."""
+"""Changing a model that is there already: its norms, its linear layers, and the report of what was changed."""
 
 from typing import Any
 
@@ -9,7 +9,17 @@ from jaxnorm.ops.float8_linear.api import DEFAULT
 from jaxnorm.ops.float8_linear.recipe import Float8Recipe
 from jaxnorm.quantization import Quantization
 
-__all__ = ["Custom", "Left", "Path", "Replaced", "Report", "float8_linears", "quantize_linears", "replace_norms"]
+__all__ = [
+    "Custom",
+    "Left",
+    "Path",
+    "Replaced",
+    "Report",
+    "float8_linears",
+    "quantize_linears",
+    "replace_norms",
+    "restore_norms",
+]
 
 
 def replace_norms(model: Any, custom: Custom | None = None) -> Report:
@@ -20,6 +30,13 @@ def replace_norms(model: Any, custom: Custom | None = None) -> Report:
     from jaxnorm import nnx  # Flax is optional
 
     return nnx.replace_norms(model, custom)
+
+
+def restore_norms(model: Any) -> Report:
+    """Takes the norms of `replace_norms` out of a model of `flax.nnx` again: `jaxnorm.nnx.restore_norms`, which see."""
+    from jaxnorm import nnx  # Flax is optional
+
+    return nnx.restore_norms(model)
 
 
 def quantize_linears(

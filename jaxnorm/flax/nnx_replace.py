@@ -135,8 +135,14 @@ def _subclass(
         return _new, (maker, cls, by, *args), *rest
 
     names = {name: getattr(cls, name) for name in ("__doc__", "__module__", "__qualname__")}
-    made = type(cls.__name__, bases, names | members | {"__reduce_ex__": __reduce_ex__})
+    made = type(cls.__name__, bases, names | members | {"__reduce_ex__": __reduce_ex__, "_made_of": cls})
     return made
+
+
+def class_before(cls: type) -> type | None:
+    """The class for which `replace_norms` made this one; None if it made no such."""
+    made_of: type | None = vars(cls).get("_made_of")
+    return made_of if issubclass(cls, (_Custom, *OURS.values())) else None
 
 
 def _new(maker: Callable[[type, Any], type], cls: type, by: Any, *args: Any) -> Any:

@@ -32,6 +32,7 @@ class Report:
 
     replaced: list[Replaced] = dataclasses.field(default_factory=list)
     left: list[Left] = dataclasses.field(default_factory=list)
+    done: str = "replaced"  # what was done to them, in eight letters
 
     def add(self, path: Path, cls: type, why: str | None) -> None:
         """A norm that is replaced, or left if there is a reason. Of calls that are alike the first one counts."""
@@ -44,9 +45,9 @@ class Report:
         def named(path: Path, cls: type) -> str:
             return f"{'.'.join(map(str, path)) or '(the model itself)'}: {cls.__name__}"
 
-        replaced = [f"replaced  {named(path, cls)}" for path, cls in self.replaced]
+        replaced = [f"{self.done}  {named(path, cls)}" for path, cls in self.replaced]
         left = [f"left      {named(path, cls)}: {why}" for path, cls, why in self.left]
-        return "\n".join([*replaced, *left]) or "nothing to replace"
+        return "\n".join([*replaced, *left]) or f"nothing to {self.done.removesuffix('d')}"
 
 
 def no_model(model: object, states: tuple[type, ...]) -> tuple[str, str]:

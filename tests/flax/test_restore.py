@@ -1,0 +1,142 @@
+"""`restore_norms`: a model of `flax.nnx` has its own classes again."""
+
+import copy
+import pickle
+
+import flax.linen
+import flax.nnx
+import pytest
+from cases import bits, draw_x
+from norm_models import CUSTOM, DIMS, FEATURES, REPLACED, GemmaNorm, loss, mixed
+
+import jaxnorm
+import jaxnorm.nnx
+
+pytestmark = pytest.mark.jax_version
+
+
+def test_all_is_as_before():
+    model = mixed()
+    modules, definition, y = dict(flax.nnx.iter_modules(model)), flax.nnx.graphdef(model), bits(model(draw_x(DIMS)))
+    state = bits(flax.nnx.state(model))
+    jaxnorm.replace_norms(model, CUSTOM)
+    assert flax.nnx.graphdef(model) != definition
+    report = jaxnorm.restore_norms(model)
+    assert dict(report.replaced) == REPLACED
+    assert not report.left
+    assert flax.nnx.graphdef(model) == definition
+    assert hash(flax.nnx.graphdef(model)) == hash(definition)
+    assert all(module is modules[path] for path, module in flax.nnx.iter_modules(model))
+    assert bits(flax.nnx.state(model)) == state
+    assert bits(model(draw_x(DIMS))) == y
+
+
+def test_what_was_compiled_is_run_again():
+    traces = []
+
+    @flax.nnx.jit
+    def run(model, x):
+        traces.append(type(model.listed[0]))
+        return loss(model, x)
+
+    model = mixed()
+    before = bits(run(model, draw_x(DIMS)))
+    jaxnorm.replace_norms(model, CUSTOM)
+    run(model, draw_x(DIMS))
+    jaxnorm.restore_norms(model)
+    assert bits(run(model, draw_x(DIMS))) == before
+    assert traces == [flax.nnx.RMSNorm, jaxnorm.nnx.RMSNorm]
+
+
+# What is made of a model whose norms were replaced.
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "clone": flax.nnx.clone,
+    "merge": lambda model: flax.nnx.merge(*flax.nnx.split(model)),
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "eval_shape": lambda model: flax.nnx.eval_shape(lambda: model),
+}
+
+
+def classes_of(model):
+    return {path: type(module) for path, module in flax.nnx.iter_modules(model)}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_a_copy(name):
+    model = mixed()
+    model = flax.nnx.List([model.listed, model.by_name, model.groups])  # what pickle takes
+    classes = classes_of(model)
+    jaxnorm.replace_norms(model, CUSTOM)
+    other = COPIES[name](model)
+    jaxnorm.restore_norms(other)
+    assert classes_of(other) == classes
+    assert classes_of(model) != classes
+
+
+def test_norms_of_the_authors_own_stay():
+    rngs = flax.nnx.Rngs(0)
+    norms = {
+        "rms": jaxnorm.nnx.RMSNorm(FEATURES, rngs=rngs),
+        "groups": jaxnorm.nnx.GroupNorm(FEATURES, num_groups=2, rngs=rngs),
+        "added": jaxnorm.nnx.AddRMSNorm(FEATURES, rngs=rngs),
+        "flax": flax.nnx.LayerNorm(FEATURES, rngs=rngs),
+        "own": GemmaNorm(rngs),
+    }
+    classes = {name: type(norm) for name, norm in norms.items()}
+    jaxnorm.replace_norms(norms, CUSTOM)
+    report = jaxnorm.restore_norms(norms)
+    assert {name: type(norm) for name, norm in norms.items()} == classes
+    assert dict(report.replaced) == {("flax",): flax.nnx.LayerNorm, ("own",): GemmaNorm}
+    assert {path for path, _, why in report.left if why == "the model's author made it from jaxnorm.nnx"} == {
+        ("rms",),
+        ("groups",),
+        ("added",),
+    }
+    assert "restored  flax: LayerNorm\n" in str(report)
+
+
+def test_a_norm_with_an_option_that_flax_has_not_stays():
+    norm = flax.nnx.RMSNorm(FEATURES, rngs=flax.nnx.Rngs(0))
+    jaxnorm.replace_norms(norm)
+    norm.scale_offset = 1.0
+    assert jaxnorm.restore_norms(norm).left
+    assert type(norm) is jaxnorm.nnx.RMSNorm
+
+
+def test_a_norm_that_was_replaced_twice():
+    norm = flax.nnx.RMSNorm(FEATURES, rngs=flax.nnx.Rngs(0))
+    jaxnorm.replace_norms(norm)
+    jaxnorm.replace_norms(norm, {jaxnorm.nnx.RMSNorm: lambda norm, x: x})
+    jaxnorm.restore_norms(norm)
+    assert type(norm) is flax.nnx.RMSNorm
+
+
+def test_linear_layers_stay_what_they_became():
+    model = flax.nnx.Dict(
+        linear=flax.nnx.Linear(FEATURES, 2, rngs=flax.nnx.Rngs(0)), norm=flax.nnx.RMSNorm(8, rngs=flax.nnx.Rngs(0))
+    )
+    jaxnorm.float8_linears(model)
+    jaxnorm.replace_norms(model)
+    assert [path for path, _ in jaxnorm.restore_norms(model).replaced] == [("norm",)]
+    assert type(model.linear) is jaxnorm.nnx.Float8Linear
+
+
+def test_a_second_time_there_is_nothing_to_restore():
+    model = mixed()
+    jaxnorm.replace_norms(model, CUSTOM)
+    jaxnorm.restore_norms(model)
+    assert str(jaxnorm.restore_norms(model)) == "nothing to restore"
+
+
+def test_errors():
+    with pytest.raises(
+        TypeError, match=r"^restore_norms: got a module of flax.linen, LayerNorm: .* Call it outside\.$"
+    ):
+        jaxnorm.restore_norms(flax.linen.LayerNorm())
+    with pytest.raises(TypeError, match=r"^restore_norms: model must be a flax.nnx module, .*, got None"):
+        jaxnorm.restore_norms(None)
+    model = mixed()
+    jaxnorm.replace_norms(model, CUSTOM)
+    with pytest.raises(ValueError, match=r"^restore_norms: the model is an argument of .*Call restore_norms before"):
+        flax.nnx.jit(jaxnorm.restore_norms)(model)
