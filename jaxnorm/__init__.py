@@ -34,7 +34,7 @@ from jaxnorm.ops.quantized_dot.api import quantized_dot
 from jaxnorm.ops.sandwich_norm.api import rms_norm_add_rms_norm
 from jaxnorm.ops.softmax.api import log_softmax, softmax
 from jaxnorm.quantization import Quantization, Quantized
-from jaxnorm.replacement import float8_linears, quantize_linears, replace_norms, restore_norms
+from jaxnorm.replacement import compare, float8_linears, quantize_linears, replace_norms, restore_norms
 
 try:
     __version__ = importlib.metadata.version(__name__)
@@ -51,6 +51,7 @@ __all__ = [
     "add_layer_norm",
     "add_rms_norm",
     "checkpoint_policies",
+    "compare",
     "explain",
     "float8_dot_general",
     "float8_linear",

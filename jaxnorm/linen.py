@@ -1,5 +1,6 @@
 """`flax.linen`'s norms on jaxnorm's kernels: change the import line, keep the model and its checkpoints."""
 
+from jaxnorm.flax.compare import linen_compare as compare
 from jaxnorm.flax.linen_activations import GatedActivation
 from jaxnorm.flax.linen_float8 import float8_linears
 from jaxnorm.flax.linen_groups import GroupNorm, InstanceNorm
@@ -27,6 +28,7 @@ __all__ = [
     "QuantizedLayerNorm",
     "QuantizedRMSNorm",
     "RMSNorm",
+    "compare",
     "float8_linears",
     "replace_norms",
 ]

@@ -5,16 +5,19 @@ from typing import Any
 from jax.typing import DTypeLike
 
 from jaxnorm.flax.replacement import Custom, Left, Only, Path, Replaced, Report
+from jaxnorm.inspect.compare import Comparison, Loss
 from jaxnorm.ops.float8_linear.api import DEFAULT
 from jaxnorm.ops.float8_linear.recipe import Float8Recipe
 from jaxnorm.quantization import Quantization
 
 __all__ = [
+    "Comparison",
     "Custom",
     "Left",
     "Path",
     "Replaced",
     "Report",
+    "compare",
     "float8_linears",
     "quantize_linears",
     "replace_norms",
@@ -37,6 +40,36 @@ def restore_norms(model: Any) -> Report:
     from jaxnorm import nnx  # Flax is optional
 
     return nnx.restore_norms(model)
+
+
+def compare(model: Any, *args: Any, loss: Loss | None = None, **kwargs: Any) -> Comparison:
+    """Runs a `flax.nnx` model whose norms were replaced beside a copy with its own norms, and compares the two.
+
+        jaxnorm.replace_norms(model)
+        print(jaxnorm.compare(model, x))
+        print(jaxnorm.compare(model, x, loss=lambda model, x: cross_entropy(model(x), labels)))
+
+    Both run with the same parameters and the same other variables, as counts of random generators, forward and as the
+    gradient of `loss` by the parameters, under `jax.jit`. Each is timed in turns with the other, by the median. The
+    model and its arguments are not changed. For a model of `flax.linen` there is `jaxnorm.linen.compare`.
+
+    Args:
+      model: a module that `replace_norms` changed.
+      args, kwargs: those of its call. Arrays are traced, modules, as a cache, too, and all else stays what it is.
+      loss: a function of the model, args and kwargs that gives a scalar. None is the mean of squares of each floating
+        array that the model gives, and the sum of these.
+
+    Returns:
+      A `jaxnorm.replacement.Comparison`: the largest differences, relative to the largest magnitude with the model's
+      own norms, and the times. Printed, it is a small table.
+
+    Raises:
+      TypeError: model is no module of flax.nnx that can be called, an array has no values, or loss is no function.
+      ValueError: no norm of the model was replaced, or results have other shapes than with its own norms.
+    """
+    from jaxnorm.flax import compare as of_flax  # Flax is optional
+
+    return of_flax.compare(model, args, loss, kwargs)
 
 
 def quantize_linears(

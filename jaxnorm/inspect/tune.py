@@ -120,14 +120,7 @@ def _check(function: Any, args: Any, kwargs: Any) -> None:
             f"tune: there are {jax.process_count()} processes, each of which would choose by its own clock, and they "
             "must run the same program. Tune in one process, save what it gives, and load that file in all."
         )
-    for path, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs)):
-        if isinstance(leaf, (jax.ShapeDtypeStruct, jax.core.Tracer)):
-            what = "traced" if isinstance(leaf, jax.core.Tracer) else "a jax.ShapeDtypeStruct"
-            where = f"{'args' if path[0].idx == 0 else 'kwargs'}{jax.tree_util.keystr(path[1:])}"
-            remedy = (
-                "call tune outside of jax.jit" if what == "traced" else "pass an array, as jax.numpy.zeros gives it"
-            )
-            raise TypeError(f"tune: {where} is {what}, and the program is run to be timed; {remedy}.")
+    turns.check_values("tune", args, kwargs)
 
 
 def _described(leaf: Any) -> str:

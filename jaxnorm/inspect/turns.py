@@ -17,6 +17,20 @@ TURNS, SECONDS, MOST_CALLS = 9, 0.02, 100
 MOST_BYTES = 2**28
 
 
+def check_values(function: str, args: Any, kwargs: Any) -> None:
+    """An error where an array among the arguments of `function` has no values to run with."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs)):
+        if isinstance(leaf, (jax.ShapeDtypeStruct, jax.core.Tracer)):
+            what = "traced" if isinstance(leaf, jax.core.Tracer) else "a jax.ShapeDtypeStruct"
+            where = f"{'args' if path[0].idx == 0 else 'kwargs'}{jax.tree_util.keystr(path[1:])}"
+            remedy = (
+                f"call {function} outside of jax.jit"
+                if what == "traced"
+                else "pass an array, as jax.numpy.zeros gives it"
+            )
+            raise TypeError(f"{function}: {where} is {what}, and the program is run to be timed; {remedy}.")
+
+
 class Program:
     """A function under `jax.jit` with its arguments, which are never consumed."""
 

@@ -1,0 +1,105 @@
+"""`compare`: a model of Flax with its own norms and with those that replaced them."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxnorm.flax import linen_replace, nnx_restore, replacement
+from jaxnorm.flax.calls import linen, nnx
+from jaxnorm.inspect import turns
+from jaxnorm.inspect.compare import Comparison, Loss, compared
+
+
+def compare(model: Any, args: Any, loss: Loss | None, kwargs: Any) -> Comparison:
+    """`jaxnorm.compare`."""
+    if isinstance(model, linen.Module):
+        raise TypeError(
+            f"compare: got a module of flax.linen, {type(model).__name__}: call "
+            f"jaxnorm.linen.compare(module, variables, x)."
+        )
+    if not (isinstance(model, nnx.Module) and callable(model)):
+        raise TypeError(
+            f"compare: model must be a flax.nnx module that can be called, got {type(model).__name__}; call it on the "
+            f"module whose results are to be compared."
+        )
+    _check_loss(loss)
+    turns.check_values("compare", (model, *args), kwargs)
+    own = nnx.merge(*nnx.split(model))
+    if not nnx_restore.restore_norms(own).replaced:
+        raise ValueError(
+            f"compare: no norm of {type(model).__name__} was replaced: call jaxnorm.replace_norms(model) first."
+        )
+    definition, *variables = nnx.split(model, _is_trained, ...)
+    of_own, of_model = (partial(nnx.merge, graph) for graph in (nnx.graphdef(own), definition))
+    return compared(of_own, of_model, (*variables, args, kwargs), loss)
+
+
+def _is_trained(path: Any, variable: Any) -> bool:
+    return isinstance(variable, nnx.Param) and jnp.issubdtype(variable.dtype, jnp.inexact)
+
+
+def linen_compare(
+    module: Any,
+    variables: Any,
+    *args: Any,
+    custom: replacement.Custom | None = None,
+    loss: Loss | None = None,
+    **kwargs: Any,
+) -> Comparison:
+    """Runs a model of `flax.linen` as it is and within `jaxnorm.linen.replace_norms(custom)`, and compares the two.
+
+        print(jaxnorm.linen.compare(module, variables, x, custom={GemmaNorm: gemma_norm}))
+
+    What is compared and timed is what `jaxnorm.compare` says of models of flax.nnx.
+
+    Args:
+      module: the model.
+      variables: what its `apply` takes. Gradients are taken by those of "params".
+      args, kwargs: of `module.apply(variables, *args, **kwargs)`.
+      custom: that of `jaxnorm.linen.replace_norms`.
+      loss: a function of `model` and args and kwargs, where `model(x)` is `module.apply(variables, x)`.
+
+    Returns:
+      A `jaxnorm.replacement.Comparison`.
+
+    Raises:
+      TypeError: module is no module of flax.linen, variables have no "params", an argument has no values, or loss is
+        no function.
+      ValueError: no norm of the model is replaced.
+    """
+    if not isinstance(module, linen.Module):
+        raise TypeError(f"compare: expected a module of flax.linen, got {type(module).__name__}; see jaxnorm.compare.")
+    if not isinstance(variables, Mapping) or "params" not in variables:
+        got = list(variables) if isinstance(variables, Mapping) else type(variables).__name__
+        raise TypeError(f"compare: variables must be a mapping with 'params', as init gives it, got {got}.")
+    _check_loss(loss)
+    turns.check_values("compare", (module, variables, *args), kwargs)
+    others = {name: collection for name, collection in variables.items() if name != "params"}
+    reports = []
+
+    def own(params: Any, others: Any) -> Callable[..., Any]:
+        return partial(module.apply, {"params": params, **others})
+
+    def replaced(params: Any, others: Any) -> Callable[..., Any]:
+        def apply(*args: Any, **kwargs: Any) -> Any:
+            with linen_replace.replace_norms(custom) as report:
+                reports.append(report)
+                return own(params, others)(*args, **kwargs)
+
+        return apply
+
+    jax.eval_shape(lambda params: replaced(params, others)(*args, **kwargs), variables["params"])
+    if not reports[0].replaced:
+        raise ValueError(
+            f"compare: no norm of {type(module).__name__} is replaced; give custom={{Class: function}} for norms of "
+            f"its own:\n{reports[0]}"
+        )
+    return compared(own, replaced, (variables["params"], others, args, kwargs), loss)
+
+
+def _check_loss(loss: Any) -> None:
+    if loss is not None and not callable(loss):
+        raise TypeError(f"compare: loss must be a function of a model and its arguments, got {loss!r}.")

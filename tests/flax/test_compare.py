@@ -1,0 +1,220 @@
+"""`compare`: a model with its own norms beside the same model with those that replaced them."""
+
+import flax.linen
+import flax.nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import bits, draw, draw_x
+from norm_models import CUSTOM, DIMS, FEATURES, GemmaNorm, gemma_norm, mixed
+
+import jaxnorm
+import jaxnorm.linen
+from jaxnorm.inspect import turns
+
+pytestmark = pytest.mark.jax_version
+
+
+@pytest.fixture(autouse=True)
+def few_turns(monkeypatch):
+    monkeypatch.setattr(turns, "TURNS", 2)
+    monkeypatch.setattr(turns, "SECONDS", 1e-4)
+
+
+class Doubled(flax.nnx.Module):
+    """A norm among others, by which results can be told apart."""
+
+    def __init__(self, rngs):
+        self.first, self.norm = flax.nnx.Linear(FEATURES, FEATURES, rngs=rngs), GemmaNorm(rngs)
+
+    def __call__(self, x):
+        return self.norm(self.first(x))
+
+
+def wrong_norm(norm, x):
+    return 1.5 * gemma_norm(norm, x)
+
+
+def test_a_model_whose_norms_are_right():
+    model = mixed()
+    jaxnorm.replace_norms(model, CUSTOM)
+    comparison = jaxnorm.compare(model, draw_x(DIMS))
+    assert 0 < comparison.outputs < 1e-4
+    assert 0 < comparison.gradients < 1e-4
+    for own, replaced in (comparison.forward, comparison.backward):
+        assert own.low <= own.median <= own.high
+        assert replaced.low <= replaced.median <= replaced.high
+
+
+def test_a_model_whose_norm_is_wrong():
+    model = Doubled(flax.nnx.Rngs(0))
+    jaxnorm.replace_norms(model, {GemmaNorm: wrong_norm})
+    comparison = jaxnorm.compare(model, draw_x(DIMS))
+    assert comparison.outputs == pytest.approx(0.5, rel=1e-5)
+    assert comparison.gradients == pytest.approx(1.25, rel=1e-3)  # of squares
+    assert comparison.parameter in ("first.kernel", "first.bias", "norm.scale")
+
+
+def test_the_differences_are_those_of_outputs_and_gradients():
+    x = draw_x(DIMS)
+
+    def loss(model, x):
+        return (model(x) * draw("dy", DIMS)).sum()
+
+    model, own = (Doubled(flax.nnx.Rngs(0)) for _ in range(2))
+    jaxnorm.replace_norms(model, {GemmaNorm: wrong_norm})
+    comparison = jaxnorm.compare(model, x, loss=loss)
+
+    def largest(function):
+        a, b = (np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(function(of))]) for of in (own, model))
+        return np.abs(b - a).max() / np.abs(a).max()
+
+    assert comparison.outputs == pytest.approx(largest(lambda model: model(x)), rel=1e-3)
+    assert comparison.gradients == pytest.approx(largest(lambda model: flax.nnx.grad(loss)(model, x)), rel=1e-3)
+
+
+class Stateful(flax.nnx.Module):
+    """Draws random numbers, counts its calls, and writes a cache that it is given."""
+
+    def __init__(self, rngs):
+        self.norm = flax.nnx.LayerNorm(FEATURES, use_fast_variance=False, rngs=rngs)
+        self.dropout = flax.nnx.Dropout(0.5, rngs=rngs)
+        self.calls = flax.nnx.BatchStat(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x, cache, *, scaled):
+        self.calls.set_value(self.calls[...] + 1)
+        cache["last"].set_value(x)
+        return {"y": self.dropout(self.norm(x)) * (2 if scaled else 1), "calls": self.calls[...]}
+
+
+def test_neither_model_nor_arguments_are_changed_and_random_numbers_are_the_same():
+    model, cache = Stateful(flax.nnx.Rngs(0)), flax.nnx.Dict(last=flax.nnx.Cache(jnp.zeros(DIMS)))
+    jaxnorm.replace_norms(model)
+    modules = [(path, type(module)) for path, module in flax.nnx.iter_modules(model)]
+    before = bits(flax.nnx.state((model, cache), flax.nnx.Not(flax.nnx.RngKey)))
+    comparison = jaxnorm.compare(model, draw_x(DIMS), cache, scaled=True)
+    assert comparison.outputs < 1e-5
+    assert comparison.gradients < 1e-5
+    assert bits(flax.nnx.state((model, cache), flax.nnx.Not(flax.nnx.RngKey))) == before
+    assert [(path, type(module)) for path, module in flax.nnx.iter_modules(model)] == modules
+
+
+def test_a_model_without_parameters():
+    model = flax.nnx.RMSNorm(FEATURES, use_scale=False, rngs=flax.nnx.Rngs(0))
+    jaxnorm.replace_norms(model)
+    comparison = jaxnorm.compare(model, draw_x(DIMS))
+    assert (comparison.gradients, comparison.parameter) == (0, None)
+
+
+def test_nan_is_a_difference():
+    model = Doubled(flax.nnx.Rngs(0))
+    jaxnorm.replace_norms(model, {GemmaNorm: lambda norm, x: gemma_norm(norm, x) + jnp.nan})
+    assert np.isnan(jaxnorm.compare(model, draw_x(DIMS)).outputs)
+
+
+def test_it_prints_a_table():
+    times = turns.Times(0.001, 0.002, 0.003), turns.Times(0.0005, 0.001, 0.002)
+    comparison = jaxnorm.replacement.Comparison(1.234e-7, 0.5, "first.kernel", times, times)
+    assert (
+        str(comparison)
+        == """\
+            own norms    replaced   change  largest difference
+forward          2 ms        1 ms    -50 %             1.2e-07
+gradient         2 ms        1 ms    -50 %                 0.5, of first.kernel"""
+    )
+
+
+def replaced_norm(custom=None):
+    model = Doubled(flax.nnx.Rngs(0))
+    jaxnorm.replace_norms(model, custom or CUSTOM)
+    return model
+
+
+RESHAPED, INTEGERS = {GemmaNorm: lambda norm, x: x[0]}, {Doubled: lambda model, x: jnp.zeros(DIMS, int)}
+SHAPES = r"arrays of shapes \[\(4, 8\)\], and with its own norms \[\(3, 4, 8\)\]"
+ERRORS = {
+    "nothing replaced": (
+        ValueError,
+        r"no norm of Doubled was replaced: call jaxnorm\.replace_norms\(model\) first",
+        lambda: Doubled(flax.nnx.Rngs(0)),
+    ),
+    "of linen": (TypeError, r"a module of flax.linen, LayerNorm: call jaxnorm\.linen", flax.linen.LayerNorm),
+    "not called": (TypeError, "a flax.nnx module that can be called, got list", list),
+    "other shapes": (ValueError, SHAPES, lambda: replaced_norm(RESHAPED)),
+    "integers": (ValueError, "the model gives no floating array: pass loss", lambda: replaced_norm(INTEGERS)),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors(name):
+    error, message, make = ERRORS[name]
+    with pytest.raises(error, match=f"^compare: .*{message}"):
+        jaxnorm.compare(make(), draw_x(DIMS))
+
+
+def test_a_loss_that_is_none():
+    with pytest.raises(TypeError, match=r"^compare: loss must be a function of a model and its arguments, got 1"):
+        jaxnorm.compare(replaced_norm(), draw_x(DIMS), loss=1)
+
+
+def test_an_array_without_values():
+    model = replaced_norm()
+    with pytest.raises(TypeError, match=r"^compare: args\[1\] is a jax.ShapeDtypeStruct, and .*; pass an array"):
+        jaxnorm.compare(model, jax.ShapeDtypeStruct(DIMS, jnp.float32))
+    with pytest.raises(TypeError, match=r"^compare: args\[1\] is traced, .*call compare outside of jax.jit"):
+        jax.jit(lambda x: jaxnorm.compare(model, x))(draw_x(DIMS))
+
+
+class LinenModel(flax.linen.Module):
+    @flax.linen.compact
+    def __call__(self, x, *, deterministic=True):
+        x = flax.linen.Dense(FEATURES)(flax.linen.RMSNorm()(x))
+        return LinenGemma()(flax.linen.Dropout(0.5)(x, deterministic))
+
+
+class LinenGemma(flax.linen.Module):
+    @flax.linen.compact
+    def __call__(self, x):
+        return GemmaNorm.__call__(Scaled(self.param("scale", flax.linen.initializers.normal(), x.shape[-1:])), x)
+
+
+class Scaled:
+    def __init__(self, scale):
+        self.scale = scale
+
+
+def linen_wrong(norm, x):
+    return 1.5 * jaxnorm.rms_norm(x, norm.get_variable("params", "scale"), scale_offset=1.0)
+
+
+def test_linen():
+    module, x = LinenModel(), draw_x(DIMS)
+    variables = module.init(jax.random.key(0), x)
+    keywords = {"deterministic": False, "rngs": {"dropout": jax.random.key(1)}}
+    comparison = jaxnorm.linen.compare(module, variables, x, **keywords)
+    assert comparison.outputs < 1e-5
+    assert comparison.gradients < 1e-5
+    comparison = jaxnorm.linen.compare(module, variables, x, custom={LinenGemma: linen_wrong})
+    assert comparison.outputs == pytest.approx(0.5, rel=1e-5)
+    assert comparison.parameter.split(".")[0] in ("Dense_0", "LinenGemma_0", "RMSNorm_0")
+
+
+def test_linen_with_a_loss():
+    module, x = LinenModel(), draw_x(DIMS)
+    variables = module.init(jax.random.key(0), x)
+    comparison = jaxnorm.linen.compare(
+        module, variables, x, custom={LinenGemma: linen_wrong}, loss=lambda model, x: model(x).sum()
+    )
+    assert comparison.gradients == pytest.approx(0.5, rel=1e-3)
+
+
+def test_linen_errors():
+    x, module = draw_x(DIMS), flax.linen.LayerNorm()
+    with pytest.raises(TypeError, match=r"^compare: expected a module of flax.linen, got Dict; see jaxnorm.compare"):
+        jaxnorm.linen.compare(flax.nnx.Dict(), {}, x)
+    with pytest.raises(TypeError, match=r"^compare: variables must be a mapping with 'params', .*, got \['scale'\]"):
+        jaxnorm.linen.compare(module, {"scale": x}, x)
+    dense = flax.linen.Dense(2)
+    with pytest.raises(ValueError, match=r"^compare: no norm of Dense is replaced; give custom="):
+        jaxnorm.linen.compare(dense, dense.init(jax.random.key(0), x), x)
