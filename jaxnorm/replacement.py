@@ -4,7 +4,7 @@ from typing import Any
 
 from jax.typing import DTypeLike
 
-from jaxnorm.flax.replacement import Custom, Left, Only, Path, Replaced, Report
+from jaxnorm.flax.replacement import Custom, Left, Only, Path, Replaced, Report, Within
 from jaxnorm.inspect.compare import Comparison, Loss
 from jaxnorm.ops.float8_linear.api import DEFAULT
 from jaxnorm.ops.float8_linear.recipe import Float8Recipe
@@ -17,6 +17,7 @@ __all__ = [
     "Path",
     "Replaced",
     "Report",
+    "Within",
     "compare",
     "float8_linears",
     "quantize_linears",

@@ -48,7 +48,8 @@ def replace_norms(model: Any, custom: replacement.Custom | None = None) -> repla
 
     Returns:
       A `jaxnorm.replacement.Report`: `replaced` has (path, class) of each norm that was replaced, `left` has
-      (path, class, why) of each that was not.
+      (path, class, why) of each that was not, `within` has those within a module that a function of custom computes,
+      which were replaced or left too, and are computed so where that function calls them.
 
     Raises:
       TypeError: model is of `flax.linen`, or has no module of flax.nnx, or custom maps something else than classes to
@@ -57,11 +58,12 @@ def replace_norms(model: Any, custom: replacement.Custom | None = None) -> repla
     """
     custom = replacement.check_custom(custom, nnx.Module)
     linen_remedy = "a linen module has no norms until it is called. Call it within jaxnorm.linen.replace_norms()"
-    report = replacement.Report()
+    report, computed = replacement.Report(), []
     for path, module in modules_of("replace_norms", model, linen_remedy):
         cls: type = type(module)
         if function := replacement.find(cls, custom):
             new, why = _with_call(cls, function), None
+            computed.append(path)
         elif norm := replacement.find(cls, OURS):
             new, why = OURS.get(cls) or with_base(cls, norm), _why_left(module, norm)
         elif why := _why_class(cls):
@@ -71,6 +73,7 @@ def replace_norms(model: Any, custom: replacement.Custom | None = None) -> repla
         if why is None:
             object.__setattr__(module, "__class__", new)
         report.add(path, cls, why)
+    report.put_within(computed)
     return report
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 Path = tuple[Any, ...]  # of attributes and indices
@@ -23,15 +23,25 @@ class Left(NamedTuple):
     why: str
 
 
+class Within(NamedTuple):
+    path: Path
+    cls: type
+    block: Path  # of the module around it that a function of a mapping computes
+    why: str | None  # it was left; None if it was replaced
+
+
 @dataclasses.dataclass
 class Report:
     """Which norms, or linear layers, of a model were replaced, and which were left, and why.
 
-    The paths are those of the parameters, the classes those of the model. Printed, it is a line for each norm.
+    `within` are those within a module that a mapping names. Its function may compute them itself or call them, and then
+    they run as replaced or, with a reason in `why`, as their own code. The paths are those of the parameters, the
+    classes those of the model. Printed, it is a line for each norm.
     """
 
     replaced: list[Replaced] = dataclasses.field(default_factory=list)
     left: list[Left] = dataclasses.field(default_factory=list)
+    within: list[Within] = dataclasses.field(default_factory=list)
     done: str = "replaced"  # what was done to them, in eight letters
 
     def add(self, path: Path, cls: type, why: str | None) -> None:
@@ -41,13 +51,31 @@ class Report:
         if why is not None and Left(path, cls, why) not in self.left:
             self.left.append(Left(path, cls, why))
 
-    def __str__(self) -> str:
-        def named(path: Path, cls: type) -> str:
-            return f"{'.'.join(map(str, path)) or '(the model itself)'}: {cls.__name__}"
+    def put_within(self, blocks: Sequence[Path]) -> None:
+        """Has what lies within modules at these paths in `within`, each by the module that is next around it."""
 
-        replaced = [f"{self.done}  {named(path, cls)}" for path, cls in self.replaced]
-        left = [f"left      {named(path, cls)}: {why}" for path, cls, why in self.left]
-        return "\n".join([*replaced, *left]) or f"nothing to {self.done.removesuffix('d')}"
+        def around(path: Path) -> Path | None:
+            return max((block for block in blocks if block == path[: len(block)] != path), key=len, default=None)
+
+        for path, cls, *why in (*self.replaced, *self.left):
+            if (block := around(path)) is not None:
+                self.within.append(Within(path, cls, block, why[0] if why else None))
+        self.replaced = [norm for norm in self.replaced if around(norm.path) is None]
+        self.left = [norm for norm in self.left if around(norm.path) is None]
+
+    def __str__(self) -> str:
+        replaced = [f"{self.done}  {_named(path)}: {cls.__name__}" for path, cls in self.replaced]
+        within = [
+            f"within    {_named(path)}: {cls.__name__}: {'left' if why else self.done}, where the function of "
+            f"{_named(block)} calls it{(why and f': {why}') or ''}"
+            for path, cls, block, why in self.within
+        ]
+        left = [f"left      {_named(path)}: {cls.__name__}: {why}" for path, cls, why in self.left]
+        return "\n".join([*replaced, *within, *left]) or f"nothing to {self.done.removesuffix('d')}"
+
+
+def _named(path: Path) -> str:
+    return ".".join(map(str, path)) or "(the model itself)"
 
 
 def no_model(model: object, states: tuple[type, ...]) -> tuple[str, str]:

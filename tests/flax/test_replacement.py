@@ -25,6 +25,7 @@ from norm_models import (
     Mixed,
     NamedNorm,
     gemma_formula,
+    gemma_norm,
     loss,
     mixed,
 )
@@ -54,6 +55,53 @@ def test_nnx_says_what_it_replaced_and_left():
     assert {path: (cls, why) for path, cls, why in report.left} == LEFT
     assert "replaced  listed.0: RMSNorm\n" in str(report)
     assert "left      batch: BatchNorm: jaxnorm has no such norm" in str(report)
+
+
+class Block(flax.nnx.Module):
+    def __init__(self, rngs):
+        self.norm, self.own = flax.nnx.RMSNorm(FEATURES, rngs=rngs), GemmaNorm(rngs)
+
+    def __call__(self, x):
+        return self.own(self.norm(x))
+
+
+def test_nnx_says_what_lies_within_a_block_that_a_function_computes():
+    model = flax.nnx.Dict(blocks=flax.nnx.List([Block(flax.nnx.Rngs(0))]), norm=GemmaNorm(flax.nnx.Rngs(0)))
+    report = jaxnorm.replace_norms(model, {Block: lambda block, x: jaxnorm.rms_norm(x, block.norm.scale[...])})
+    block = ("blocks", 0)
+    why = "its __call__ is not Flax's: give custom={GemmaNorm: function} if it is a norm"
+    assert report.replaced == [(block, Block)]
+    assert report.within == [
+        ((*block, "norm"), flax.nnx.RMSNorm, block, None),
+        ((*block, "own"), GemmaNorm, block, why),
+    ]
+    assert report.left == [(("norm",), GemmaNorm, why)]
+    assert str(report).splitlines()[1:3] == [
+        "within    blocks.0.norm: RMSNorm: replaced, where the function of blocks.0 calls it",
+        f"within    blocks.0.own: GemmaNorm: left, where the function of blocks.0 calls it: {why}",
+    ]
+    assert type(model.blocks[0].norm) is jaxnorm.nnx.RMSNorm
+    assert len(jaxnorm.restore_norms(model).replaced) == 2
+
+
+class Around(flax.nnx.Module):
+    def __init__(self, rngs):
+        self.block, self.last = Block(rngs), GemmaNorm(rngs)
+
+    def __call__(self, x):
+        return self.last(self.block(x))
+
+
+def test_nnx_says_which_block_is_next_around():
+    report = jaxnorm.replace_norms(Around(flax.nnx.Rngs(0)), dict.fromkeys((Around, Block, GemmaNorm), gemma_norm))
+    assert report.replaced == [((), Around)]
+    assert {path: block for path, _, block, _ in report.within} == {
+        ("block",): (),
+        ("block", "norm"): ("block",),
+        ("block", "own"): ("block",),
+        ("last",): (),
+    }
+    assert "within    last: GemmaNorm: replaced, where the function of (the model itself) calls it" in str(report)
 
 
 def test_nnx_runs_kernels_where_it_replaced():
