@@ -82,9 +82,10 @@ __all__ = [
 ]
 
 # Type checkers see these modules; a program imports one when it first names it, since Flax is optional and takes long.
-_OF_FLAX = ("linen", "nnx")
+_OF_FLAX = ("blocks", "linen", "nnx")
 _LAZY = ("info", *_OF_FLAX)
 if TYPE_CHECKING:
+    from jaxnorm import blocks as blocks
     from jaxnorm import info as info
     from jaxnorm import linen as linen
     from jaxnorm import nnx as nnx

@@ -26,17 +26,24 @@ def dtypes(module: Any, *rows: jax.Array) -> list[Any]:
     return [module.param_dtype, jnp.float32 if module.dtype is None else module.dtype, *(a.dtype for a in rows)]
 
 
-def fused(norm: Callable[..., Any], module: Any, rows: tuple[jax.Array, ...], mask: jax.Array | None) -> Any:
+def fused(
+    norm: Callable[..., Any],
+    module: Any,
+    rows: tuple[jax.Array, ...],
+    mask: jax.Array | None,
+    parameters_of: Callable[..., Any] | None = None,
+) -> Any:
     """`norm` of x, or of x and an addend, called as `module` says.
 
-    None, with no parameter made yet, where Flax's own code computes it.
+    None, with no parameter made yet, where Flax's own code computes it. Outside of the module's own call
+    `parameters_of` is `there`.
     """
     *_, normalised = rows  # with an addend the sum, which is like it
     axes = calls.called_axes(module, normalised, mask, why_flax(module, normalised, mask, *rows))
     if axes is None:
         return None
     axis, features = axes
-    scale, bias = parameters(module, normalised, features)
+    scale, bias = (parameters_of or parameters)(module, normalised, features)
     dtype = linen.dtypes.canonicalize_dtype(normalised, scale, bias, dtype=module.dtype)
     options = {"epsilon": module.epsilon, "axis_name": module.axis_name, **calls.options(module)}
     return norm(*rows, scale, bias=bias, axis=axis, out_dtype=dtype, **options)
@@ -76,6 +83,12 @@ def parameters(module: Any, x: jax.Array, axis: tuple[int, ...]) -> tuple[jax.Ar
     has_bias = getattr(module, "use_bias", False)
     bias = module.param("bias", module.bias_init, features, module.param_dtype) if has_bias else None
     return factor, bias
+
+
+def there(module: Any, *_: Any) -> tuple[jax.Array | None, jax.Array | None]:
+    """The scale and bias of a module that has them, read from outside of its call."""
+    scale, bias = (linen.meta.unbox(module.get_variable("params", name)) for name in ("scale", "bias"))
+    return scale, bias
 
 
 def scale(module: Any, x: jax.Array, axis: tuple[int, ...], name: str = "scale") -> jax.Array | None:

@@ -25,15 +25,21 @@ def _why_flax(module: Any, x: jax.Array, mask: jax.Array | None) -> str | None:
     return group_calls.why_flax(module, x, mask, linen_calls.given(module), linen_calls.dtypes(module, x))
 
 
-def _grouped(module: Any, x: jax.Array, mask: jax.Array | None) -> jax.Array | None:
-    """`group_norm` of x, called as `module` says.
+def grouped(
+    module: Any,
+    x: jax.Array,
+    mask: jax.Array | None,
+    parameters_of: Callable[..., Any] = linen_calls.parameters,
+    **more: Any,
+) -> jax.Array | None:
+    """`group_norm` of x, called as `module` and `more` say; `parameters_of` as of `linen_calls.fused`.
 
     None, with no parameter made yet, where Flax's own code computes it.
     """
     if not group_calls.is_called(module, x, mask, _why_flax(module, x, mask)):
         return None
-    keywords = group_calls.keywords(module, x.ndim)
-    scale, bias = linen_calls.parameters(module, x, (keywords["channel_axis"],))
+    keywords = group_calls.keywords(module, x.ndim) | more
+    scale, bias = parameters_of(module, x, (keywords["channel_axis"],))
     dtype = linen.dtypes.canonicalize_dtype(x, scale, bias, dtype=module.dtype)
     return group_norm(x, scale, bias, out_dtype=dtype, **keywords)
 
@@ -47,7 +53,7 @@ class _Groups(linen.Module):
     implementation: Implementation | None = field(default=None, kw_only=True)
 
     _why_flax = staticmethod(_why_flax)
-    _fused = staticmethod(_grouped)
+    _fused = staticmethod(grouped)
 
 
 class GroupNorm(_Groups, linen.GroupNorm):
@@ -69,7 +75,7 @@ class GroupNorm(_Groups, linen.GroupNorm):
     @linen.compact
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
         x = jnp.asarray(x)
-        y = _grouped(self, x, mask)
+        y = grouped(self, x, mask)
         return group_calls.activated(self, _GROUP_NORM(self, x, mask=mask)) if y is None else y
 
 
@@ -82,5 +88,5 @@ class InstanceNorm(_Groups, linen.InstanceNorm):
     @linen.compact
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
         x = jnp.asarray(x)
-        y = _grouped(self, x, mask)
+        y = grouped(self, x, mask)
         return group_calls.activated(self, _INSTANCE_NORM(self, x, mask=mask)) if y is None else y

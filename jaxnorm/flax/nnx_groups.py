@@ -14,15 +14,15 @@ from jaxnorm.ops.group_norm.formula import Activation
 from jaxnorm.ops.options import Implementation
 
 
-def _grouped(module: Any, mask: jax.Array | None, x: jax.Array) -> jax.Array | None:
-    """`group_norm` of x, called as `module` says, or None where Flax's own code computes it."""
+def grouped(module: Any, mask: jax.Array | None, x: jax.Array, **more: Any) -> jax.Array | None:
+    """`group_norm` of x, called as `module` and `more` say, or None where Flax's own code computes it."""
     parameters = nnx_calls.parameters_of(module)
     dtype = nnx.nn.dtypes.canonicalize_dtype(x, *parameters, dtype=module.dtype)
     dtypes = (dtype, *(a.dtype for a in (x, *parameters) if a is not None))
     why = group_calls.why_flax(module, x, mask, parameters, dtypes)
     if not group_calls.is_called(module, x, mask, why):
         return None
-    keywords = group_calls.keywords(module, x.ndim)
+    keywords = group_calls.keywords(module, x.ndim) | more
     (x,), (scale, bias) = nnx_calls.operands((x,), parameters, dtype, (keywords["channel_axis"],))
     return group_norm(x, scale, bias, out_dtype=dtype, **keywords)
 
@@ -54,7 +54,7 @@ class _Groups(nnx.Module):
 
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
         x = jnp.asarray(x)
-        y = _grouped(self, mask, x)
+        y = grouped(self, mask, x)
         of_flax: Callable[..., jax.Array] = super().__call__
         return group_calls.activated(self, of_flax(x, mask=mask)) if y is None else y
 

@@ -57,9 +57,9 @@ class Report:
         def around(path: Path) -> Path | None:
             return max((block for block in blocks if block == path[: len(block)] != path), key=len, default=None)
 
-        for path, cls, *why in (*self.replaced, *self.left):
+        for path, cls, why in (*((*norm, None) for norm in self.replaced), *self.left):
             if (block := around(path)) is not None:
-                self.within.append(Within(path, cls, block, why[0] if why else None))
+                self.within.append(Within(path, cls, block, why))
         self.replaced = [norm for norm in self.replaced if around(norm.path) is None]
         self.left = [norm for norm in self.left if around(norm.path) is None]
 

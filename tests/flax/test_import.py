@@ -20,7 +20,7 @@ def test_jaxnorm_does_not_import_flax(tmp_path):
     assert run_python(code, tmp_path).returncode == 0
 
 
-@pytest.mark.parametrize("module", ["info", "linen", "nnx"])
+@pytest.mark.parametrize("module", ["blocks", "info", "linen", "nnx"])
 def test_a_module_is_imported_when_it_is_first_named(module, tmp_path):
     code = f"import jaxnorm; assert '{module}' in dir(jaxnorm); print(jaxnorm.{module}.__name__)"
     assert run_python(code, tmp_path).stdout == f"jaxnorm.{module}\n"
@@ -35,7 +35,7 @@ def test_a_name_that_jaxnorm_has_not():
 WITHOUT_FLAX = "import sys; sys.modules['flax'] = None; import jaxnorm"
 
 
-@pytest.mark.parametrize("end", [".nnx", ".linen", "; jaxnorm.nnx", "; jaxnorm.linen"])
+@pytest.mark.parametrize("end", [".nnx", ".linen", "; jaxnorm.nnx", "; jaxnorm.linen", "; jaxnorm.blocks"])
 def test_a_missing_flax_is_named_with_its_remedy(end, tmp_path):
     code = WITHOUT_FLAX + end
     assert "ImportError: jaxnorm.nnx and jaxnorm.linen need Flax: pip install 'jaxnorm[flax]'" in (

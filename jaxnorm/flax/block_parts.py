@@ -1,0 +1,54 @@
+"""What blocks of models are made of, for modules of both Flax APIs: a norm with its neighbours in one call."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxnorm.flax import calls, linen_calls, linen_groups, linen_norms, nnx_calls, nnx_groups, nnx_norms, replacement
+from jaxnorm.flax.calls import linen, nnx
+from jaxnorm.flax.nnx_replace import class_before
+from jaxnorm.flax.own_norms import add_of_own
+
+# Norms of rows, and the functions that compute them.
+FUNCTIONS: dict[type, calls.Functions] = {
+    **dict.fromkeys((nnx.RMSNorm, nnx_norms.RMSNorm, linen.RMSNorm, linen_norms.RMSNorm), calls.RMS),
+    **dict.fromkeys((nnx.LayerNorm, nnx_norms.LayerNorm, linen.LayerNorm, linen_norms.LayerNorm), calls.LAYER),
+}
+GROUPED = dict.fromkeys((nnx.GroupNorm, nnx_groups.GroupNorm, linen.GroupNorm, linen_groups.GroupNorm), True)
+
+
+def added(norm: Any, x: jax.Array, residual: jax.Array, branch_scale: jax.Array | None = None) -> Any:
+    """`norm(h), h` of `h = branch_scale * x + residual`, of a norm of Flax, of this package or of a known model."""
+    residual = residual.astype(jnp.result_type(x, residual))  # the dtype of their sum
+    functions = replacement.find(type(norm), FUNCTIONS)
+    if functions is not None:
+        add = partial(functions.add, branch_scale=branch_scale)
+        rows = (x, residual)
+        if isinstance(norm, nnx.Module):
+            results = nnx_calls.fused(add, norm, None, rows)
+        else:
+            results = linen_calls.fused(add, norm, rows, None, linen_calls.there)
+        if results is not None:
+            return results
+    elif (results := add_of_own(norm, x, residual, branch_scale)) is not None:
+        return results
+    return calls.add_first(lambda total, mask: norm(total), (x, residual), None, branch_scale)
+
+
+def silu_of_norm(norm: Any, x: jax.Array) -> jax.Array:
+    """`silu(norm(x))` of a GroupNorm, in one call; of another norm in two."""
+    y = None
+    if replacement.find(type(norm), GROUPED):
+        if isinstance(norm, nnx.Module):
+            y = nnx_groups.grouped(norm, None, x, activation="silu")
+        else:
+            y = linen_groups.grouped(norm, x, None, linen_calls.there, activation="silu")
+    return jax.nn.silu(norm(x)) if y is None else y
+
+
+def own_call(block: Any, *args: Any, **kwargs: Any) -> Any:
+    """The block as its own code computes it."""
+    cls: Any = type(block)
+    return (class_before(cls) or cls).__call__(block, *args, **kwargs)
