@@ -62,7 +62,13 @@ def gemma3():
     model = importlib.import_module("bonsai.models.gemma3.modeling")
     config = small(
         model.ModelConfig.gemma3_4b_it(norm_dtype=jnp.float32).text_config,
-        **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16},
+        **{
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "head_dim": 16,
+        },
         layer_types=model._set_attention_modes(2, 2),
         num_key_value_heads=2,
     )
