@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 # First: it lets the installed jaxnorm come before the clone's, which has no native modules.
@@ -79,6 +80,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "long: whole models and programs; not in the quick tier")
     config.addinivalue_line("markers", "several: spread over devices; where there are several")
     config.addinivalue_line("markers", "gpu: about what only the CUDA kernels have; on a GPU")
+    config.addinivalue_line("markers", "package(name): models of a package, where it is installed or on PYTHONPATH")
     config.addinivalue_line("markers", "large: arrays of more than 2**31 elements; on a GPU, or with --large")
 
 
@@ -115,6 +117,7 @@ def pytest_collection_modifyitems(config, items):
     }
     absent = {name for name, present in has.items() if not present}
     kept = [item for item in items if not absent & {mark.name for mark in item.iter_markers()}]
+    kept = [item for item in kept if all(find_spec(mark.args[0]) for mark in item.iter_markers("package"))]
     if config.option.tier == "quick":
         kept = one_of_each([item for item in kept if not item.get_closest_marker("long")])
     taken = set(kept)
