@@ -1,0 +1,251 @@
+"""`jaxnorm.blocks`: functions of whole blocks, by the names of their children; see tests/models for the packages'."""
+
+import sys
+import types
+
+import flax.linen
+import flax.nnx
+import jax
+import jax.numpy as jnp
+import pytest
+from cases import draw
+from flax_apis import assert_close, assert_gradients_close
+from hlo import compiled_text, count_native_calls
+
+import jaxnorm
+import jaxnorm.blocks
+import jaxnorm.linen
+
+pytestmark = pytest.mark.jax_version
+
+DIM = 16
+
+
+@pytest.fixture(autouse=True)
+def full_precision():
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+def linear(rngs, out=DIM, use_bias=True):
+    return flax.nnx.Linear(DIM, out, use_bias=use_bias, bias_init=flax.nnx.initializers.normal(), rngs=rngs)
+
+
+def normal_norm(kind, rngs, **options):
+    """One whose parameters are none of 0 and 1."""
+    init = flax.nnx.initializers.normal(1.0)
+    bias = {} if issubclass(kind, flax.nnx.RMSNorm) else {"bias_init": init}
+    return kind(DIM, scale_init=init, **bias, **options, rngs=rngs)
+
+
+class Attention(flax.nnx.Module):
+    """Stands for one: what it gives besides is a cache."""
+
+    def __init__(self, rngs, *, pair):
+        self.mix, self.pair = linear(rngs), pair
+
+    def __call__(self, x, shift=0.0):
+        y = self.mix(jnp.cumsum(x, axis=1)) + shift
+        return (y, 2 * y) if self.pair else y
+
+
+class GatedMlp(flax.nnx.Module):
+    def __init__(self, rngs, act_fn=jax.nn.silu):
+        self.gate_proj, self.up_proj, self.down_proj = (linear(rngs) for _ in range(3))
+        self.act_fn, self.config = act_fn, types.SimpleNamespace(hidden_act="gelu")
+
+    def __call__(self, x):
+        return self.down_proj((self.act_fn or exact_gelu)(self.gate_proj(x)) * self.up_proj(x))
+
+
+def exact_gelu(x):
+    return jax.nn.gelu(x, approximate=False)
+
+
+class Decoder(flax.nnx.Module):
+    def __init__(self, rngs, kind=flax.nnx.RMSNorm, *, pair=True):
+        self.input_layernorm, self.post_attention_layernorm = (normal_norm(kind, rngs) for _ in range(2))
+        self.self_attn, self.mlp = Attention(rngs, pair=pair), GatedMlp(rngs)
+
+    def __call__(self, x, shift=0.0):
+        y = self.self_attn(self.input_layernorm(x), shift)
+        y, *rest = y if self.self_attn.pair else (y,)
+        h = x + y
+        h = h + self.mlp(self.post_attention_layernorm(h))
+        return (h, *rest) if rest else h
+
+
+class Vit(flax.nnx.Module):
+    def __init__(self, rngs, *, scaled):
+        self.norm1, self.norm2 = (normal_norm(flax.nnx.LayerNorm, rngs, use_fast_variance=False) for _ in range(2))
+        self.attn, self.mlp = Attention(rngs, pair=False), linear(rngs)
+        if scaled:
+            scales = jax.random.normal(rngs.params(), (2, DIM))
+            self.layer_scale1, self.layer_scale2 = (LayerScale(scale) for scale in scales)
+
+    def __call__(self, x):
+        first, second = (self.layer_scale1, self.layer_scale2) if hasattr(self, "layer_scale1") else (lambda y: y,) * 2
+        h = x + first(self.attn(self.norm1(x)))
+        return h + second(self.mlp(self.norm2(h)))
+
+
+class LayerScale(flax.nnx.Module):
+    def __init__(self, scale):
+        self.lambda1 = flax.nnx.Param(scale)
+
+    def __call__(self, x):
+        return x * self.lambda1[...]
+
+
+class Dit(flax.nnx.Module):
+    def __init__(self, rngs, *, parameters, sequential):
+        options = {"use_scale": parameters, "use_bias": parameters, "use_fast_variance": False}
+        self.norm1, self.norm2 = (normal_norm(flax.nnx.LayerNorm, rngs, **options) for _ in range(2))
+        self.attention, self.mlp = Attention(rngs, pair=False), linear(rngs)
+        modulation = linear(rngs, 6 * DIM)
+        self.adaLN_modulation = flax.nnx.Sequential(flax.nnx.silu, modulation) if sequential else modulation
+        self.sequential = sequential
+
+    def __call__(self, x):
+        condition = x[:, 0]
+        parts = self.adaLN_modulation(condition if self.sequential else flax.nnx.silu(condition))
+        shift1, scale1, gate1, shift2, scale2, gate2 = jnp.split(parts[:, None], 6, axis=-1)
+        x = x + gate1 * self.attention(self.norm1(x) * (1 + scale1) + shift1)
+        return x + gate2 * self.mlp(self.norm2(x) * (1 + scale2) + shift2)
+
+
+def dit_of_its_first_token(block, x):
+    return jaxnorm.blocks.dit_layer(block, x, x[:, 0])
+
+
+class Centred(flax.nnx.RMSNorm):
+    """A norm that no function computes."""
+
+    def __call__(self, x, mask=None):
+        return super().__call__(x - x.mean(-1, keepdims=True), mask)
+
+
+class Promoting(flax.nnx.RMSNorm):
+    """A norm that Flax's own code computes."""
+
+    def __init__(self, dim, **options):
+        super().__init__(dim, promote_dtype=own_promotion, **options)
+
+
+def own_promotion(*args, **kwargs):
+    return flax.nnx.nn.dtypes.promote_dtype(*args, **kwargs)
+
+
+def rngs():
+    return flax.nnx.Rngs(0)
+
+
+WITH_PARAMETERS = {"parameters": True, "sequential": True}
+PLAIN = {"parameters": False, "sequential": False}
+# The block, the function, and the native calls of its forward pass.
+BLOCKS = {
+    "decoder": (lambda: Decoder(rngs()), "decoder_layer", {"rms_norm": 2}),
+    "decoder of LayerNorms": (
+        lambda: Decoder(rngs(), flax.nnx.LayerNorm, pair=False),
+        "decoder_layer",
+        {"layer_norm": 2},
+    ),
+    "decoder of others": (lambda: Decoder(rngs(), Centred), "decoder_layer", {}),
+    "decoder of Flax's": (lambda: Decoder(rngs(), Promoting), "decoder_layer", {}),
+    "ViT": (lambda: Vit(rngs(), scaled=False), "vit_layer", {"layer_norm": 2}),
+    "LayerScale": (lambda: Vit(rngs(), scaled=True), "vit_layer", {"layer_norm": 2}),
+    "DiT": (lambda: Dit(rngs(), **PLAIN), dit_of_its_first_token, {"layer_norm": 2}),
+    "DiT, parameters": (
+        lambda: Dit(rngs(), parameters=True, sequential=True),
+        dit_of_its_first_token,
+        {"layer_norm": 2},
+    ),
+    "silu": (lambda: GatedMlp(rngs()), "silu_mlp", {"gated_activation": 1}),
+    "gelu": (lambda: GatedMlp(rngs(), jax.nn.gelu), "gelu_mlp", {"gated_activation": 1}),
+    "of act_fn": (lambda: GatedMlp(rngs(), jax.nn.gelu), "gated_mlp", {"gated_activation": 1}),
+    "of hidden_act": (lambda: GatedMlp(rngs(), None), "gated_mlp", {"gated_activation": 1}),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_nnx(name):
+    make, function, calls = BLOCKS[name]
+    function = getattr(jaxnorm.blocks, function) if isinstance(function, str) else function
+    own, replaced = make(), make()
+    x = draw("x", (2, 5, DIM))
+    jaxnorm.replace_norms(replaced, {type(replaced): function})
+    assert_close(*(jax.tree.leaves(model(x))[0] for model in (replaced, own)))
+    assert jax.tree.structure(replaced(x)) == jax.tree.structure(own(x))
+
+    def loss(model, x):
+        return sum(jnp.square(y).sum() for y in jax.tree.leaves(model(x)))
+
+    assert_gradients_close(*(jax.tree.leaves(flax.nnx.grad(loss)(model, x)) for model in (replaced, own)))
+    definition, state = flax.nnx.split(replaced)
+    text = compiled_text(lambda state, x: flax.nnx.merge(definition, state)(x), state, x)
+    assert count_native_calls(text) == {f"jaxnorm_{op}_fwd": count for op, count in calls.items()}
+
+
+class LinenResnet(flax.linen.Module):
+    features: int
+
+    def setup(self):
+        init = flax.linen.initializers.normal(1.0)
+        self.norm1, self.norm2 = (flax.linen.GroupNorm(2, scale_init=init, bias_init=init) for _ in range(2))
+        self.conv1, self.conv2 = (flax.linen.Conv(self.features, (3, 3)) for _ in range(2))
+        self.conv_shortcut = flax.linen.Conv(self.features, (1, 1)) if self.features != DIM else None
+        self.dropout_layer = self.dropout = flax.linen.Dropout(0.5)
+        self.time_emb_proj = flax.linen.Dense(self.features)
+
+    def __call__(self, x, temb=None, deterministic=True):
+        h = self.conv1(jax.nn.silu(self.norm1(x)))
+        h = h if temb is None else h + self.time_emb_proj(jax.nn.silu(temb))[:, None, None]
+        h = self.conv2(self.dropout(jax.nn.silu(self.norm2(h)), deterministic))
+        return h + (x if self.conv_shortcut is None else self.conv_shortcut(x))
+
+
+@pytest.mark.parametrize(("function", "features"), [("resnet_block", DIM), ("timed_resnet_block", 2 * DIM)])
+def test_linen(function, features):
+    block, x = LinenResnet(features), draw("x", (2, 4, 4, DIM))
+    time = () if function == "resnet_block" else (x[:, 0, 0],)
+    variables = block.init(jax.random.key(0), x, *time)
+
+    def apply(variables, deterministic):
+        random = {"rngs": {"dropout": jax.random.key(1)}, "deterministic": deterministic}
+        return block.apply(variables, x, *time, **random)
+
+    def replaced(variables, deterministic):
+        with jaxnorm.linen.replace_norms({LinenResnet: getattr(jaxnorm.blocks, function)}) as report:
+            y = apply(variables, deterministic)
+        assert report.replaced == [((), LinenResnet)]
+        return y
+
+    for deterministic in (True, False):
+        assert_close(replaced(variables, deterministic), apply(variables, deterministic))
+    text = compiled_text(lambda variables: replaced(variables, True), variables)
+    assert count_native_calls(text) == {"jaxnorm_group_norm_fwd": 2}
+
+
+def test_a_sum_of_two_dtypes_has_the_models_dtype():
+    own, replaced = Decoder(rngs(), pair=False), Decoder(rngs(), pair=False)
+    jaxnorm.replace_norms(replaced, {Decoder: jaxnorm.blocks.decoder_layer})
+    x = draw("x", (2, 5, DIM)).astype(jnp.bfloat16)
+    assert replaced(x).dtype == own(x).dtype == jnp.float32
+    assert_close(replaced(x), own(x))
+
+
+def test_of_has_the_known_classes_that_are_imported(monkeypatch):
+    name = "bonsai.models.vae.modeling"
+    assert f"{name}.ResnetBlock" in jaxnorm.blocks.KNOWN
+    assert Decoder not in jaxnorm.blocks.of(Decoder(rngs()))
+    for base, model in ((flax.nnx.Module, Decoder(rngs())), (flax.linen.Module, LinenResnet(DIM))):
+        known = type("ResnetBlock", (base,), {"__module__": name})
+        monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(ResnetBlock=known))
+        assert jaxnorm.blocks.of(model)[known] is jaxnorm.blocks.resnet_block
+        other = LinenResnet(DIM) if base is flax.nnx.Module else Decoder(rngs())
+        assert known not in jaxnorm.blocks.of(other)
+
+
+def test_a_block_with_other_names():
+    with pytest.raises(AttributeError, match=r"^jaxnorm.blocks: Dict has no self_attn or attn: .*write one\.$"):
+        jaxnorm.blocks.decoder_layer(flax.nnx.Dict(), draw("x", (2, 5, DIM)))
