@@ -53,7 +53,9 @@ def test_train_images(tmp_path):
 
 
 def test_blocks(tmp_path):
-    printed = run("blocks.py", "--small", "--models", "dit", "--turns", "2", "--out", tmp_path / "blocks")
+    printed = run(
+        "blocks.py", "--small", "--models", "dit", "--turns", "2", "--out", tmp_path / "blocks", JAX_PLATFORMS="cpu"
+    )
     ways = {row["way"]: row for row in json.loads((tmp_path / "blocks.json").read_text())["rows"]}
     assert ways.keys() == {"own", "norms", "blocks"}
     assert ways["own"]["native calls"] == "none"

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jaxnorm.flax import calls, linen_calls, linen_groups, linen_norms, nnx_calls, nnx_groups, nnx_norms, replacement
 from jaxnorm.flax.calls import linen, nnx
 from jaxnorm.flax.nnx_replace import class_before
-from jaxnorm.flax.own_norms import add_of_own
+from jaxnorm.flax.own_norms import add_of_own, said
+from jaxnorm.ops.sandwich_norm.api import rms_norm_add_rms_norm
 
 # Norms of rows, and the functions that compute them.
 FUNCTIONS: dict[type, calls.Functions] = {
@@ -21,7 +22,8 @@ GROUPED = dict.fromkeys((nnx.GroupNorm, nnx_groups.GroupNorm, linen.GroupNorm, l
 
 def added(norm: Any, x: jax.Array, residual: jax.Array, branch_scale: jax.Array | None = None) -> Any:
     """`norm(h), h` of `h = branch_scale * x + residual`, of a norm of Flax, of this package or of a known model."""
-    residual = residual.astype(jnp.result_type(x, residual))  # the dtype of their sum
+    factors = () if branch_scale is None else (branch_scale,)
+    residual = residual.astype(jnp.result_type(x, residual, *factors))  # the dtype of the sum
     functions = replacement.find(type(norm), FUNCTIONS)
     if functions is not None:
         add = partial(functions.add, branch_scale=branch_scale)
@@ -35,6 +37,14 @@ def added(norm: Any, x: jax.Array, residual: jax.Array, branch_scale: jax.Array 
     elif (results := add_of_own(norm, x, residual, branch_scale)) is not None:
         return results
     return calls.add_first(lambda total, mask: norm(total), (x, residual), None, branch_scale)
+
+
+def sandwiched(post: Any, norm: Any, x: jax.Array, residual: jax.Array) -> Any:
+    """`norm(h), h` of `h = residual + post(x)`: one call for norms of known models, two for others."""
+    outer, inner = said(post), said(norm)
+    if outer is None or inner is None or outer.keywords != inner.keywords or x.dtype != residual.dtype:
+        return added(norm, post(x), residual)
+    return rms_norm_add_rms_norm(x, residual, outer.scale, inner.scale, **outer.keywords)
 
 
 def silu_of_norm(norm: Any, x: jax.Array) -> jax.Array:

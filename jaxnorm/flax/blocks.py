@@ -2,7 +2,8 @@
 
 Each is a function of a module, of either API of Flax, and the arguments of its call, for the mapping of
 `replace_norms`. It reads the module's children by the names that it says, so that it serves any class which has them
-and computes the same. Norms may be Flax's, this package's, or of the known models' own classes.
+and computes the same. Norms may be Flax's, this package's, or of the known models' own classes; one of another class is
+called as it is, and what stands beside it is computed beside it.
 """
 
 from typing import Any
@@ -11,9 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxnorm.flax import nnx_calls
-from jaxnorm.flax.block_parts import added, silu_of_norm
+from jaxnorm.flax.block_parts import added, sandwiched, silu_of_norm
 from jaxnorm.flax.calls import nnx
-from jaxnorm.flax.own_norms import sandwiched
 from jaxnorm.ops.gated_activation.api import gated_activation
 from jaxnorm.ops.norm.added_api import add_layer_norm
 from jaxnorm.ops.norm.api import layer_norm
@@ -38,7 +38,7 @@ def sandwich_layer(block: Any, x: jax.Array, *args: Any, **kwargs: Any) -> Any:
     """`h = x + post_attention_layernorm(attention(input_layernorm(x)))`, then so of the MLP: Gemma 2 and 3.
 
     The MLP stands between `pre_feedforward_layernorm` and `post_feedforward_layernorm`. The norm of what attention
-    gives, the sum and the norm before the MLP are one call.
+    gives, the sum and the norm before the MLP are one call where the norms are a known model's, and two otherwise.
     """
     attention = _child(block, "self_attn", "attn")
     y, rest = _first(attention(block.input_layernorm(x), *args, **kwargs))
@@ -71,10 +71,12 @@ def dit_layer(block: Any, x: jax.Array, condition: jax.Array) -> Any:
     activated = condition if isinstance(modulation, nnx.Sequential) else jax.nn.silu(condition)
     parts = jnp.split(modulation(activated)[:, None], 6, axis=-1)
     attention = _child(block, "attention", "attn")
-    y = attention(layer_norm(x, **_modulated(block.norm1, *parts[:2])))
-    gates = parts[2].astype(y.dtype), parts[5]
-    y, h = add_layer_norm(y, x.astype(y.dtype), branch_scale=gates[0], **_modulated(block.norm2, *parts[3:5]))
-    return h + gates[1] * block.mlp(y)
+    dtype = jnp.result_type(x, parts[0])
+    y = attention(layer_norm(x, **_modulated(block.norm1, *parts[:2]), out_dtype=dtype))
+    dtype = jnp.result_type(dtype, y)
+    keywords = _modulated(block.norm2, *parts[3:5]) | {"branch_scale": parts[2], "out_dtype": dtype}
+    y, h = add_layer_norm(y, x.astype(dtype), **keywords)
+    return h + parts[5] * block.mlp(y)
 
 
 def resnet_block(block: Any, x: jax.Array, deterministic: bool = True) -> Any:
@@ -99,7 +101,9 @@ def gated_mlp(block: Any, x: jax.Array) -> Any:
     The activation is `act_fn`, a function of `jax.nn`, or else what `config.hidden_act` names in the model hubs.
     """
     activation = getattr(block, "act_fn", None)
-    return _gated(block, x, activation or OF_HUBS[block.config.hidden_act])
+    if activation is None:
+        activation = OF_HUBS.get(block.config.hidden_act, block.config.hidden_act)
+    return _gated(block, x, activation)
 
 
 def silu_mlp(block: Any, x: jax.Array) -> Any:

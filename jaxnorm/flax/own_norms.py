@@ -8,7 +8,6 @@ import jax.numpy as jnp
 
 from jaxnorm.ops.norm.added_api import add_rms_norm
 from jaxnorm.ops.norm.api import rms_norm
-from jaxnorm.ops.sandwich_norm.api import rms_norm_add_rms_norm
 
 
 class Said(NamedTuple):
@@ -60,12 +59,3 @@ def add_of_own(norm: Any, x: jax.Array, residual: jax.Array, branch_scale: jax.A
         return None
     keywords = {"out_dtype": residual.dtype, **own.keywords}
     return add_rms_norm(x, residual, own.scale, branch_scale=branch_scale, **keywords)
-
-
-def sandwiched(post: Any, norm: Any, x: jax.Array, residual: jax.Array) -> Any:
-    """`norm(h), h` of `h = residual + post(x)`, for norms of known models that say the same but for their scales."""
-    outer, inner = said(post), said(norm)
-    if outer is None or inner is None or outer.keywords != inner.keywords or x.dtype != residual.dtype:
-        total = residual + post(x)
-        return norm(total), total
-    return rms_norm_add_rms_norm(x, residual, outer.scale, inner.scale, **outer.keywords)

@@ -75,6 +75,33 @@ class Decoder(flax.nnx.Module):
         return (h, *rest) if rest else h
 
 
+class Sandwich(flax.nnx.Module):
+    def __init__(self, rngs, make_norm):
+        self.input_layernorm, self.post_attention_layernorm = make_norm(rngs), make_norm(rngs)
+        self.pre_feedforward_layernorm, self.post_feedforward_layernorm = make_norm(rngs), make_norm(rngs)
+        self.attn, self.mlp = Attention(rngs, pair=False), linear(rngs)
+
+    def __call__(self, x):
+        x = x + self.post_attention_layernorm(self.attn(self.input_layernorm(x)))
+        return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+
+
+def flax_norm(rngs):
+    return normal_norm(flax.nnx.RMSNorm, rngs)
+
+
+class KnownNorm(flax.nnx.Module):
+    """Stands for bonsai's norm of Gemma 3, by its name."""
+
+    __module__, __qualname__ = "bonsai.models.gemma3.modeling", "Gemma3RMSNorm"
+
+    def __init__(self, rngs):
+        self.scale, self.eps = flax.nnx.Param(jax.random.normal(rngs.params(), (DIM,))), 1e-6
+
+    def __call__(self, x):
+        return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.eps) * (1 + self.scale[...])
+
+
 class Vit(flax.nnx.Module):
     def __init__(self, rngs, *, scaled):
         self.norm1, self.norm2 = (normal_norm(flax.nnx.LayerNorm, rngs, use_fast_variance=False) for _ in range(2))
@@ -150,8 +177,11 @@ BLOCKS = {
         "decoder_layer",
         {"layer_norm": 2},
     ),
+    "no cache": (lambda: Decoder(rngs(), pair=False), "decoder_layer", {"rms_norm": 2}),
     "decoder of others": (lambda: Decoder(rngs(), Centred), "decoder_layer", {}),
     "decoder of Flax's": (lambda: Decoder(rngs(), Promoting), "decoder_layer", {}),
+    "sandwich": (lambda: Sandwich(rngs(), flax_norm), "sandwich_layer", {"rms_norm": 4}),
+    "known sandwich": (lambda: Sandwich(rngs(), KnownNorm), "sandwich_layer", {"rms_norm_add_rms_norm": 1}),
     "ViT": (lambda: Vit(rngs(), scaled=False), "vit_layer", {"layer_norm": 2}),
     "LayerScale": (lambda: Vit(rngs(), scaled=True), "vit_layer", {"layer_norm": 2}),
     "DiT": (lambda: Dit(rngs(), **PLAIN), dit_of_its_first_token, {"layer_norm": 2}),
@@ -226,12 +256,14 @@ def test_linen(function, features):
     assert count_native_calls(text) == {"jaxnorm_group_norm_fwd": 2}
 
 
-def test_a_sum_of_two_dtypes_has_the_models_dtype():
-    own, replaced = Decoder(rngs(), pair=False), Decoder(rngs(), pair=False)
-    jaxnorm.replace_norms(replaced, {Decoder: jaxnorm.blocks.decoder_layer})
+@pytest.mark.parametrize("name", ["no cache", "known sandwich", "LayerScale", "DiT, parameters"])
+def test_a_stream_of_bfloat16_and_parameters_of_float32_give_the_models_dtype(name):
+    make, function, _ = BLOCKS[name]
+    own, replaced = make(), make()
+    jaxnorm.replace_norms(replaced, {type(own): getattr(jaxnorm.blocks, str(function), function)})
     x = draw("x", (2, 5, DIM)).astype(jnp.bfloat16)
     assert replaced(x).dtype == own(x).dtype == jnp.float32
-    assert_close(replaced(x), own(x))
+    assert jnp.abs(replaced(x) - own(x)).max() < 0.03 * jnp.abs(own(x)).max()
 
 
 def test_of_has_the_known_classes_that_are_imported(monkeypatch):
