@@ -81,12 +81,14 @@ __all__ = [
     "tune",
 ]
 
-# Type checkers see these modules; a program imports one when it first names it, since Flax is optional and takes long.
-_OF_FLAX = ("blocks", "linen", "nnx")
-_LAZY = ("info", *_OF_FLAX)
+# Type checkers see these modules; a program imports one when it first names it, since the library that it is for, named
+# here, is optional and takes long.
+_LAZY = {"blocks": "flax", "info": "jax", "linen": "flax", "nnx": "flax", "equinox": "equinox", "keras": "keras"}
 if TYPE_CHECKING:
     from jaxnorm import blocks as blocks
+    from jaxnorm import equinox as equinox
     from jaxnorm import info as info
+    from jaxnorm import keras as keras
     from jaxnorm import linen as linen
     from jaxnorm import nnx as nnx
 else:
@@ -98,7 +100,6 @@ else:
 
 
 def __dir__() -> list[str]:
-    """The public names, and no internals; without Flax none that needs it, so that each can be had."""
-    lazy = _LAZY if importlib.util.find_spec("flax") else (name for name in _LAZY if name not in _OF_FLAX)
-    public = {*__all__, *lazy}
+    """The public names, and no internals; none that needs a library which is not installed, so that each can be had."""
+    public = {*__all__, *(name for name, library in _LAZY.items() if importlib.util.find_spec(library))}
     return sorted(public | {name for name in globals() if name[:2] == name[-2:] == "__"})

@@ -12,6 +12,8 @@ import bench  # noqa: F401
 _FLAGS = os.environ.get("XLA_FLAGS", "")
 if "xla_force_host_platform_device_count" not in _FLAGS:
     os.environ["XLA_FLAGS"] = f"{_FLAGS} --xla_force_host_platform_device_count=8".strip()
+# The backend that Keras starts on, which it reads when it is imported.
+os.environ["KERAS_BACKEND"] = "jax"
 # Several workers (`-n 2`) share one GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 

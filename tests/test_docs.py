@@ -16,7 +16,8 @@ import jaxnorm
 from bench import tables
 from bench.__main__ import COMMANDS, parse
 from jaxnorm import checkpoint_policies as policies
-from jaxnorm import linen, nnx
+from jaxnorm import equinox as jaxnorm_equinox
+from jaxnorm import keras, linen, nnx
 from jaxnorm.primitive.op import Op
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -198,10 +199,13 @@ def check_bench(args):
         parse(args)  # an unknown option ends this
 
 
+MODULES = (nnx, linen, keras, jaxnorm_equinox)
+
+
 def test_the_reference_has_every_public_name():
     reference = (ROOT / "docs/api.md").read_text()
     public = {f"jaxnorm.{name}" for name in jaxnorm.__all__ if callable(getattr(jaxnorm, name))}
-    public |= {f"{module.__name__}.{name}" for module in (nnx, linen) for name in module.__all__}
+    public |= {f"{module.__name__}.{name}" for module in MODULES for name in module.__all__}
     public |= {f"{policies.__name__}.{name}" for name in policies.__all__ if callable(getattr(policies, name))}
     assert set(re.findall(r"^::: (\S+)$", reference, re.MULTILINE)) == public
 

@@ -69,7 +69,7 @@ def shown(names):
 
 
 def test_dir_shows_what_is_public():
-    modules = {"blocks", "checkpoint_policies", "info", "linen", "nnx"}
+    modules = {"blocks", "checkpoint_policies", "equinox", "info", "keras", "linen", "nnx"}
     assert shown(dir(jaxnorm)) == shown(jaxnorm.__all__) | modules
     assert all(hasattr(jaxnorm, name) for name in dir(jaxnorm))
     assert "__version__" in dir(jaxnorm)

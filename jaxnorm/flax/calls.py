@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, TypedDict
 import jax
 import jax.numpy as jnp
 
-from jaxnorm.native import ffi
+from jaxnorm.flax.replacement import why_dtypes as why_dtypes
 from jaxnorm.ops import checks
 from jaxnorm.ops.norm.added_api import add_layer_norm, add_rms_norm
 from jaxnorm.ops.norm.api import layer_norm, rms_norm
@@ -211,12 +211,6 @@ def _must_be(module: object, option: str, expected: object, why: str) -> None:
     value = getattr(module, option, expected)
     if value is not expected:
         raise ValueError(f"{type(module).__name__}: {option}={value}, expected {expected}: {why}. Leave it out.")
-
-
-def why_dtypes(*dtypes: Any) -> str | None:
-    """The first of `dtypes` that kernels do not read and write: integers, float64 and complex are left to Flax."""
-    unknown = (dtype for dtype in map(jnp.dtype, dtypes) if dtype not in ffi.DTYPES)
-    return next(map(str, unknown), None)
 
 
 def with_addend(module: object, x: Any, **addend: Any) -> tuple[jax.Array, dict[str, jax.Array]]:

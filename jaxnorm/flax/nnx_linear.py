@@ -5,15 +5,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 
 from jaxnorm.flax import nnx_calls, nnx_layers
 from jaxnorm.flax.calls import nnx
+from jaxnorm.flax.quantizations import pair
 from jaxnorm.flax.replacement import Only, Report
 from jaxnorm.ops.quantize.api import quantize
 from jaxnorm.ops.quantized_dot.api import quantized_dot
-from jaxnorm.ops.quantized_dot.checks import dtypes_beside
 from jaxnorm.quantization import Quantization, Quantized
 
 
@@ -52,7 +51,7 @@ class QuantizedLinear(nnx.Linear):
         activations: Quantization | DTypeLike | None = None,
         **flax: Any,
     ) -> None:
-        weights, activations = _pair("QuantizedLinear", weights, activations)
+        weights, activations = pair("QuantizedLinear", weights, activations)
         super().__init__(in_features, out_features, **flax)
         nnx_layers.check_own(self, "quantised")
         _set(self, weights, activations, _variables(self.kernel, weights))
@@ -96,7 +95,7 @@ def quantize_linears(
     only: Only | None,
 ) -> Report:
     """`jaxnorm.quantize_linears`."""
-    weights, activations = _pair("quantize_linears", weights, activations)
+    weights, activations = pair("quantize_linears", weights, activations)
     report, layers = nnx_layers.chosen(QUANTISE, model, only)
 
     # Of each kernel once, so that layers which share one share what comes of it. A kernel that no other layer has is
@@ -152,40 +151,3 @@ def _set(
     del module.kernel
     module.values, module.scales = variables["values"], variables["scales"]
     module.weights, module.activations = weights, activations
-
-
-def _pair(function: str, weights: Any, activations: Any) -> tuple[Quantization, Quantization | None]:
-    """Both, quantised with a scale for each row, to dtypes of which there is a product."""
-    weights = _quantization(function, "weights", weights)
-    given = {"weights": weights}
-    if activations is not None:
-        given["activations"] = activations = _quantization(function, "activations", activations)
-    for name, quantization in given.items():
-        if quantization.granularity != "token":
-            why = "an output" if name == "weights" else "a row of the input"
-            raise ValueError(
-                f"{function}: {name} has granularity={quantization.granularity!r}, expected 'token', a scale for {why}."
-            )
-    if activations is None:
-        return weights, None
-    theirs, ours = (jnp.dtype(quantization.dtype) for quantization in (weights, activations))
-    if ours.name not in (expected := dtypes_beside(theirs)):
-        raise TypeError(
-            f"{function}: activations are quantised to {ours}, expected {' or '.join(expected)} for weights of "
-            f"{theirs}; leave activations out to quantise the weights only."
-        )
-    return weights, activations
-
-
-def _quantization(function: str, name: str, given: Any) -> Quantization:
-    """What is given, or what a dtype stands for."""
-    if isinstance(given, Quantization):
-        return given
-    try:
-        # Of an array numpy would take its dtype.
-        return Quantization(jnp.dtype(given) if isinstance(given, (str, type, np.dtype)) else None)
-    except TypeError as error:
-        example = f"{name}=jaxnorm.Quantization(jax.numpy.int8)"
-        raise TypeError(
-            f"{function}: {name} must be a jaxnorm.Quantization, as {example}, or a dtype that it takes, got {given!r}."
-        ) from error

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from jaxnorm.native import ffi
 
 Path = tuple[Any, ...]  # of attributes and indices
 # From classes of norms to the functions of a module and its arguments that compute them.
@@ -87,7 +93,9 @@ def no_model(model: object, states: tuple[type, ...]) -> tuple[str, str]:
     if model is None:
         return "None", "pass the model"
     libraries = [cls.__module__.partition(".")[0] for cls in type(model).__mro__]
-    library, page = ("Equinox", "equinox.md") if "equinox" in libraries else ("other libraries", "porting.md")
+    with_page = (library for library in ("equinox", "keras", "haiku") if library in libraries)
+    name = next(with_page, None)
+    library, page = (name.capitalize(), f"{name}.md") if name else ("other libraries", "porting.md")
     of = "" if libraries[0] == "builtins" else f" of {libraries[0]}"
     return f"{type(model).__name__}{of}", f"how to port models of {library} is in docs/{page}"
 
@@ -147,3 +155,30 @@ def why_class(cls: type, ours: type | tuple[type, ...], norms: Iterable[type], o
     if issubclass(cls, tuple(norms)) or "norm" in cls.__name__.lower():
         return f"its __call__ is not Flax's: give custom={{{cls.__name__}: function}} if it is a norm"
     return None
+
+
+def why_subclass(cls: type, ours: Mapping[type, type], others: tuple[type, ...]) -> str | None:
+    """Why a layer stays of its class, where only the classes that `ours` maps are replaced. None if it is no norm.
+
+    `others` are the library's norms of which there is no kernel.
+    """
+    if issubclass(cls, tuple(ours.values())):
+        return "it is jaxnorm's already"
+    if issubclass(cls, others):
+        return "jaxnorm has no such norm"
+    if norm := next((norm for base, norm in ours.items() if issubclass(cls, base)), None):
+        library = ".".join(norm.__module__.split(".")[:2])
+        return f"it is a class of the model's own: derive {cls.__name__} from {library}.{norm.__name__}"
+    return "it is a class of the model's own" if "norm" in cls.__name__.lower() else None
+
+
+def why_epsilon(epsilon: object) -> str | None:
+    """Why no kernel takes an epsilon; None if one does."""
+    served = isinstance(epsilon, Real) and 0 <= float(epsilon) < math.inf
+    return None if served else f"epsilon={epsilon}"
+
+
+def why_dtypes(*dtypes: Any) -> str | None:
+    """The first of `dtypes` that kernels do not read and write: integers, float64, complex: the library's."""
+    unknown = (dtype for dtype in map(jnp.dtype, dtypes) if dtype not in ffi.DTYPES)
+    return next(map(str, unknown), None)

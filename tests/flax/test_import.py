@@ -1,4 +1,4 @@
-"""Flax is optional: jaxnorm does not import it, and its modules say what is missing."""
+"""Libraries of models are optional: jaxnorm does not import them, and its modules say what is missing."""
 
 import subprocess
 import sys
@@ -15,12 +15,18 @@ def run_python(code, tmp_path):
     return subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
 
 
-def test_jaxnorm_does_not_import_flax(tmp_path):
-    code = "import sys, jaxnorm; sys.exit('flax' in sys.modules)"
+def test_jaxnorm_does_not_import_a_library_of_models(tmp_path):
+    code = "import sys, jaxnorm; sys.exit(bool({'flax', 'equinox', 'keras'} & set(sys.modules)))"
     assert run_python(code, tmp_path).returncode == 0
 
 
-@pytest.mark.parametrize("module", ["blocks", "info", "linen", "nnx"])
+@pytest.mark.parametrize("module", ["equinox", "keras"])
+def test_their_modules_do_not_import_flax(module, tmp_path):
+    code = f"import sys, jaxnorm.{module}; sys.exit('flax' in sys.modules)"
+    assert run_python(code, tmp_path).returncode == 0
+
+
+@pytest.mark.parametrize("module", ["blocks", "equinox", "info", "keras", "linen", "nnx"])
 def test_a_module_is_imported_when_it_is_first_named(module, tmp_path):
     code = f"import jaxnorm; assert '{module}' in dir(jaxnorm); print(jaxnorm.{module}.__name__)"
     assert run_python(code, tmp_path).stdout == f"jaxnorm.{module}\n"
@@ -41,6 +47,26 @@ def test_a_missing_flax_is_named_with_its_remedy(end, tmp_path):
     assert "ImportError: jaxnorm.nnx and jaxnorm.linen need Flax: pip install 'jaxnorm[flax]'" in (
         run_python(code, tmp_path).stderr
     )
+
+
+@pytest.mark.parametrize(("module", "library"), [("equinox", "Equinox"), ("keras", "Keras 3")])
+def test_another_missing_library_is_named_with_its_remedy(module, library, tmp_path):
+    code = f"import sys; sys.modules['{module}'] = None; import jaxnorm; assert '{module}' not in dir(jaxnorm)"
+    error = run_python(f"{code}; jaxnorm.{module}", tmp_path).stderr
+    assert f"ImportError: jaxnorm.{module} needs {library}: pip install 'jaxnorm[{module}]'" in error
+
+
+@pytest.mark.parametrize(
+    ("backend", "message"),
+    [
+        ("tensorflow", "Keras starts on the backend tensorflow, which is not installed; expected jax"),
+        ("numpy", "Keras runs on the backend numpy, expected jax"),
+    ],
+)
+def test_another_backend_of_keras(backend, message, tmp_path, monkeypatch):
+    monkeypatch.setenv("KERAS_BACKEND", backend)
+    error = run_python("import jaxnorm.keras", tmp_path).stderr
+    assert f"ImportError: jaxnorm.keras: {message}. Set the environment variable KERAS_BACKEND=jax" in error
 
 
 def test_without_flax_dir_shows_what_can_be_had(tmp_path):

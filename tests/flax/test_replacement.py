@@ -8,6 +8,7 @@ import flax.linen
 import flax.nnx
 import jax
 import jax.numpy as jnp
+import keras
 import linears
 import orbax.checkpoint
 import pytest
@@ -287,14 +288,15 @@ def test_nnx_modules_of_linen_in_a_model():
     assert report.replaced
 
 
-class KerasModel:
-    """Stands for a model of a library that is not installed."""
+class OwnModel:
+    """Stands for a model of a library that has no page."""
 
 
 WRONG = {
     "a linen model": (flax.linen.LayerNorm(), None, "a module of flax.linen, LayerNorm: .*jaxnorm.linen.replace_norms"),
     "Equinox": (equinox.nn.LayerNorm(4), None, "a flax.nnx module, or .*, got LayerNorm of equinox.*docs/equinox.md"),
-    "Keras": ([KerasModel()], None, "a flax.nnx module, or a list, .*, got list.*docs/porting.md"),
+    "Keras": (keras.layers.LayerNormalization(), None, "got LayerNormalization of keras.*docs/keras.md"),
+    "others": ([OwnModel()], None, "a flax.nnx module, or a list, .*, got list.*docs/porting.md"),
     "variables": ({"params": {"scale": 1.0}}, None, "a flax.nnx module, .*, got dict"),
     "a function of arrays": (gemma_formula, None, "a flax.nnx module, .*, got function.*docs/porting.md"),
     "a class": (GemmaNorm, None, "a flax.nnx module, .*, got the class GemmaNorm.*make one"),

@@ -1,0 +1,12 @@
+"""Equinox' norms and linear layers on jaxnorm's kernels: change the import line, or a model that is there already."""
+
+import importlib.util
+
+if importlib.util.find_spec("equinox") is None:
+    raise ImportError("jaxnorm.equinox needs Equinox: pip install 'jaxnorm[equinox]'")
+
+from jaxnorm.equinox.linear import QuantizedLinear
+from jaxnorm.equinox.norms import GroupNorm, LayerNorm, RMSNorm
+from jaxnorm.equinox.replace import quantize_linears, replace_norms
+
+__all__ = ["GroupNorm", "LayerNorm", "QuantizedLinear", "RMSNorm", "quantize_linears", "replace_norms"]

@@ -1,0 +1,90 @@
+"""Equinox' norms, computed by the functions of this package."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+
+from jaxnorm.flax import replacement
+from jaxnorm.ops.group_norm.channels_first import group_norm_channels_first
+from jaxnorm.ops.norm.api import layer_norm, rms_norm
+
+_NO_STATE = object()
+
+
+class RMSNorm(eqx.nn.RMSNorm):
+    """`equinox.nn.RMSNorm` with the same constructor, fields and result dtype, computed by `jaxnorm.rms_norm`.
+
+        y = x * rsqrt(mean(x²) + eps) * weight + bias
+
+    x has the shape of the module. It is computed in float32 and rounded once, to x's dtype. Under `jax.vmap` over x, in
+    any depth, the norm stays one native call each way. x and weights of other dtypes than float32, bfloat16 and float16
+    are computed by Equinox' own code.
+
+    Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, https://arxiv.org/abs/1910.07467.
+    """
+
+    def __call__(self, x: Any, state: Any = _NO_STATE, *, key: Any = None) -> Any:
+        served = _is_served(self, x, self.shape)
+        return _with_state(_of_shape(self, x, rms_norm) if served else super().__call__(x), state)
+
+
+class LayerNorm(eqx.nn.LayerNorm):
+    """`equinox.nn.LayerNorm` with the same constructor, fields and result dtype, computed by `jaxnorm.layer_norm`.
+
+        y = (x - mean) * rsqrt(mean((x - mean)²) + eps) * weight + bias
+
+    The rest is as `RMSNorm` says.
+
+    Source: Ba, Kiros and Hinton, Layer Normalization, 2016, https://arxiv.org/abs/1607.06450.
+    """
+
+    def __call__(self, x: Any, state: Any = _NO_STATE, *, key: Any = None) -> Any:
+        served = _is_served(self, x, self.shape)
+        return _with_state(_of_shape(self, x, layer_norm) if served else super().__call__(x), state)
+
+
+class GroupNorm(eqx.nn.GroupNorm):
+    """`equinox.nn.GroupNorm` with the same constructor, fields and result dtype, by the kernels of `layer_norm`.
+
+        y = (x - mean) * rsqrt(mean((x - mean)²) + eps) * weight + bias
+
+    x has shape (channels, ...), and the means are over a group of neighbouring channels and all positions. With
+    channels first a group lies in one piece: it is a row of LayerNorm's kernels, one native call each way, and XLA
+    multiplies and adds. The rest is as `RMSNorm` says.
+
+    Source: Wu and He, Group Normalization, 2018, https://arxiv.org/abs/1803.08494.
+    """
+
+    def __call__(self, x: Any, state: Any = _NO_STATE, *, key: Any = None) -> Any:
+        # Equinox has the errors for what its groups do not divide.
+        fits = _is_served(self, x) and x.shape[0] % self.groups == 0
+        if not fits or (self.weight is not None and x.shape[:1] != self.weight.shape):
+            return _with_state(super().__call__(x), state)
+        keywords = {"num_groups": self.groups, "epsilon": self.eps, "out_dtype": x.dtype}
+        return _with_state(group_norm_channels_first(x, self.weight, self.bias, channel_axis=0, **keywords), state)
+
+
+def why_never(module: Any) -> str | None:
+    """Why no kernel serves any call of a norm of Equinox; None if that depends on the call."""
+    dtypes = [weight.dtype for weight in (module.weight, module.bias) if weight is not None]
+    why = replacement.why_epsilon(module.eps) or replacement.why_dtypes(*dtypes)
+    return why and f"no kernel serves {why}"
+
+
+def _is_served(module: Any, x: Any, shape: tuple[int, ...] | None = None) -> bool:
+    """Whether a kernel computes `module(x)`, where x has this shape or, without one, an axis of channels."""
+    if not isinstance(x, jax.Array) or not x.ndim or shape not in (None, x.shape):
+        return False
+    return why_never(module) is None and replacement.why_dtypes(x.dtype) is None
+
+
+def _of_shape(module: Any, x: jax.Array, norm: Callable[..., jax.Array]) -> jax.Array:
+    axes = tuple(range(-x.ndim, 0))
+    return norm(x, module.weight, bias=module.bias, epsilon=module.eps, axis=axes)
+
+
+def _with_state(y: jax.Array, state: Any) -> Any:
+    """The result, and the state of a `StateIndex` beside it where the call was given one."""
+    return y if state is _NO_STATE else (y, state)

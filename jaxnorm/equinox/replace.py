@@ -1,0 +1,153 @@
+"""How a model of Equinox gets jaxnorm's norms and quantised linear layers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+from jax.typing import DTypeLike
+
+from jaxnorm.equinox.linear import QuantizedLinear, why_left
+from jaxnorm.equinox.norms import GroupNorm, LayerNorm, RMSNorm, why_never
+from jaxnorm.flax import replacement
+from jaxnorm.flax.quantizations import pair
+from jaxnorm.flax.replacement import Only, Path, Report
+from jaxnorm.quantization import Quantization
+
+# Equinox' norms, and what each of them becomes.
+OURS: dict[type, type] = {eqx.nn.RMSNorm: RMSNorm, eqx.nn.LayerNorm: LayerNorm, eqx.nn.GroupNorm: GroupNorm}
+# Norms of Equinox that this package has no kernels for.
+OTHERS = (eqx.nn.BatchNorm, eqx.nn.SpectralNorm, eqx.nn.WeightNorm)
+# Layers of Equinox with weights that are not quantised.
+OTHER_LAYERS = (eqx.nn.Conv, eqx.nn.ConvTranspose, eqx.nn.Embedding)
+
+
+def replace_norms(model: Any) -> tuple[Any, Report]:
+    """A model with jaxnorm's norms in place of Equinox', at any depth.
+
+        model, report = jaxnorm.equinox.replace_norms(model)
+        print(report)
+
+    Each `equinox.nn.RMSNorm`, `LayerNorm` and `GroupNorm` becomes one of `jaxnorm.equinox` with the same fields, in
+    stacked layers too, so that paths of `equinox.tree_at` and saved leaves stay; results agree within rounding. Modules
+    are frozen: the model that was given stays as it is.
+
+    Left are norms of other kinds, subclasses, and norms whose epsilon or dtypes no kernel serves.
+
+    Args:
+      model: a module, or a list, dict or other pytree of modules.
+
+    Returns:
+      The new model and a `jaxnorm.replacement.Report`: `replaced` has (path, class) of each norm that was replaced,
+      `left` has (path, class, why) of each that was not.
+
+    Raises:
+      TypeError: there is no module of Equinox in model.
+    """
+
+    def why(_: Path, module: Any) -> str | None:
+        return why_never(module) if type(module) in OURS else _why_class(module)
+
+    def is_norm(module: Any) -> bool:
+        return type(module) in OURS or _why_class(module) is not None
+
+    return _replaced("replace_norms", model, is_norm, why, _become)
+
+
+def quantize_linears(
+    model: Any,
+    weights: Quantization | DTypeLike,
+    activations: Quantization | DTypeLike | None = None,
+    *,
+    only: Only | None = None,
+) -> tuple[Any, Report]:
+    """A trained model with its linear layers quantised, at any depth.
+
+        model, report = jaxnorm.equinox.quantize_linears(model, Quantization(jnp.int8), Quantization(jnp.int8))
+        print(report)
+
+    Each `equinox.nn.Linear` becomes a `QuantizedLinear`, in stacked layers too. Modules are frozen: the model that was
+    given stays as it is. Left are convolutions and embeddings, subclasses, and layers of "scalar" features.
+
+    Args:
+      model: a module, or a list, dict or other pytree of modules. To load a quantised checkpoint, call this on what
+        `equinox.filter_eval_shape` makes of the model, and load into the result.
+      weights, activations: as for `QuantizedLinear`.
+      only: a function of the path and the layer, true of those to quantise. None is all. A model of mixed types takes
+        a call for each: what is quantised already is left.
+
+    Returns:
+      The new model and a `jaxnorm.replacement.Report`: `replaced` has (path, class) of each layer that was quantised,
+      `left` has (path, class, why) of each that was not.
+
+    Raises:
+      TypeError: there is no module of Equinox in model, weights or activations is no `Quantization`, their dtypes do
+        not go together, or only is no function.
+      ValueError: there is no `equinox.nn.Linear` to quantise, or a granularity is not "token".
+    """
+    weights, activations = pair("quantize_linears", weights, activations)
+    replacement.check_only("quantize_linears", only)
+
+    def why(path: Path, module: Any) -> str | None:
+        chosen = type(module) is not eqx.nn.Linear or only is None or only(path, module)
+        return why_left(module) or (None if chosen else "only is false of it")
+
+    def is_layer(module: Any) -> bool:
+        return isinstance(module, (eqx.nn.Linear, QuantizedLinear, *OTHER_LAYERS))
+
+    new, report = _replaced(
+        "quantize_linears", model, is_layer, why, lambda linear: QuantizedLinear(linear, weights, activations)
+    )
+    if not report.replaced:
+        left = f":\n{report}" if report.left else "."
+        raise ValueError(f"quantize_linears: there is no equinox.nn.Linear to quantise in {type(model).__name__}{left}")
+    return new, report
+
+
+def _replaced(
+    function: str,
+    model: Any,
+    is_meant: Callable[[Any], bool],
+    why: Callable[[Path, Any], str | None],
+    new: Callable[[Any], Any],
+) -> tuple[Any, Report]:
+    """A model in which each module that `is_meant` is `new`, or left where there is a reason `why`; and the report."""
+    report, modules = Report(), []
+
+    def replaced(path: Path, node: Any) -> Any:
+        if isinstance(node, eqx.Module):
+            modules.append(node)
+            if is_meant(node):
+                reason = why(path, node)
+                report.add(path, type(node), reason)
+                if reason is None:
+                    return new(node)
+        children, structure = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)
+        if jax.tree_util.treedef_is_leaf(structure):
+            return node
+        return jax.tree.unflatten(structure, [replaced((*path, *map(_step, keys)), child) for keys, child in children])
+
+    result = replaced((), model)
+    if not modules:
+        got, remedy = replacement.no_model(model, ())
+        expected = "a module of equinox, or a list, dict or other pytree of such"
+        raise TypeError(f"{function}: model must be {expected}, got {got}: {remedy}.")
+    return result, report
+
+
+def _step(key: Any) -> Any:
+    """The attribute or index that a key of a path stands for."""
+    return next(getattr(key, name) for name in ("name", "idx", "key") if hasattr(key, name))
+
+
+def _become(module: Any) -> Any:
+    """A norm of Equinox as ours, with the same fields."""
+    norm: Any = object.__new__(OURS[type(module)])
+    for name, value in vars(module).items():
+        object.__setattr__(norm, name, value)
+    return norm
+
+
+def _why_class(module: Any) -> str | None:
+    """Why a module that is no norm of Equinox is left. None if it is no norm at all."""
+    return replacement.why_subclass(type(module), OURS, OTHERS)

@@ -1,0 +1,46 @@
+"""How a quantised linear layer of any library is told what it is quantised to."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxnorm.ops.quantized_dot.checks import dtypes_beside
+from jaxnorm.quantization import Quantization
+
+
+def pair(function: str, weights: Any, activations: Any) -> tuple[Quantization, Quantization | None]:
+    """Both, quantised with a scale for each row, to dtypes of which there is a product."""
+    weights = _quantization(function, "weights", weights)
+    given = {"weights": weights}
+    if activations is not None:
+        given["activations"] = activations = _quantization(function, "activations", activations)
+    for name, quantization in given.items():
+        if quantization.granularity != "token":
+            why = "an output" if name == "weights" else "a row of the input"
+            raise ValueError(
+                f"{function}: {name} has granularity={quantization.granularity!r}, expected 'token', a scale for {why}."
+            )
+    if activations is None:
+        return weights, None
+    theirs, ours = (jnp.dtype(quantization.dtype) for quantization in (weights, activations))
+    if ours.name not in (expected := dtypes_beside(theirs)):
+        raise TypeError(
+            f"{function}: activations are quantised to {ours}, expected {' or '.join(expected)} for weights of "
+            f"{theirs}; leave activations out to quantise the weights only."
+        )
+    return weights, activations
+
+
+def _quantization(function: str, name: str, given: Any) -> Quantization:
+    """What is given, or what a dtype stands for."""
+    if isinstance(given, Quantization):
+        return given
+    try:
+        # Of an array numpy would take its dtype.
+        return Quantization(jnp.dtype(given) if isinstance(given, (str, type, np.dtype)) else None)
+    except TypeError as error:
+        example = f"{name}=jaxnorm.Quantization(jax.numpy.int8)"
+        raise TypeError(
+            f"{function}: {name} must be a jaxnorm.Quantization, as {example}, or a dtype that it takes, got {given!r}."
+        ) from error

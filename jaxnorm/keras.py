@@ -1,0 +1,197 @@
+"""Keras 3's norms on jaxnorm's kernels, by its JAX backend: change the import line, keep the model and its files."""
+
+from typing import Any
+
+import jax
+
+from jaxnorm.flax import replacement
+from jaxnorm.flax.replacement import Report
+from jaxnorm.ops.group_norm.api import group_norm
+from jaxnorm.ops.group_norm.channels_first import group_norm_channels_first
+from jaxnorm.ops.norm.api import layer_norm, rms_norm
+
+try:
+    import keras
+except ModuleNotFoundError as error:
+    if error.name == "keras":
+        raise ImportError("jaxnorm.keras needs Keras 3: pip install 'jaxnorm[keras]'") from error
+    if error.name not in ("tensorflow", "torch", "openvino"):
+        raise
+    raise ImportError(
+        f"jaxnorm.keras: Keras starts on the backend {error.name}, which is not installed; expected jax. Set the "
+        f"environment variable KERAS_BACKEND=jax before Keras is imported."
+    ) from error
+
+if keras.config.backend() != "jax":
+    raise ImportError(
+        f"jaxnorm.keras: Keras runs on the backend {keras.config.backend()}, expected jax. Set the environment "
+        f"variable KERAS_BACKEND=jax before Keras is imported."
+    )
+
+__all__ = ["GroupNormalization", "LayerNormalization", "RMSNormalization", "replace_norms"]
+
+
+@keras.saving.register_keras_serializable(package="jaxnorm")
+class LayerNormalization(keras.layers.LayerNormalization):
+    """`keras.layers.LayerNormalization` with the same config, weights and result dtype, by `jaxnorm.layer_norm`.
+
+        y = (x - mean) * rsqrt(mean((x - mean)²) + epsilon) * gamma + beta
+
+    It is computed in float32 and rounded once, to the layer's `compute_dtype`. Keras subtracts `mean * rsqrt(...)` from
+    `x * rsqrt(...)`; here x is centred first, which keeps the digits of rows far from 0.
+
+    The kernels serve x and weights of float32, bfloat16 and float16 whose `axis` are the last ones. Other axes and
+    dtypes, and `rms_scaling`, are computed by Keras' own code.
+
+    Weights load either way. A file of a whole model names its classes. Of one that was saved with Keras' layers
+    `replace_norms(keras.models.load_model(path))` makes these. One with these loads in a program that imports
+    jaxnorm.keras, and in another with Keras' layers in their place:
+
+        theirs = {"jaxnorm>LayerNormalization": keras.layers.LayerNormalization}
+        model = keras.models.load_model(path, custom_objects=theirs)
+
+    Source: Ba, Kiros and Hinton, Layer Normalization, 2016, https://arxiv.org/abs/1607.06450.
+    """
+
+    def call(self, inputs: Any) -> Any:
+        axes = _trailing(self, inputs, (self.gamma, self.beta))
+        if axes is None:
+            return super().call(inputs)
+        gamma, beta = _tensor(self.gamma), _tensor(self.beta)
+        return layer_norm(inputs, gamma, beta, epsilon=self.epsilon, axis=axes, out_dtype=self.compute_dtype)
+
+
+@keras.saving.register_keras_serializable(package="jaxnorm")
+class RMSNormalization(keras.layers.RMSNormalization):
+    """`keras.layers.RMSNormalization` with the same config, weights and result dtype, by `jaxnorm.rms_norm`.
+
+        y = x * rsqrt(mean(x²) + epsilon) * scale
+
+    It is computed in float32 and rounded once. As in Keras, x and scale are of the layer's `compute_dtype` before. The
+    kernels serve the calls that they serve for `LayerNormalization`, which says how files are loaded.
+
+    Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, https://arxiv.org/abs/1910.07467.
+    """
+
+    def call(self, x: Any) -> Any:
+        axes = _trailing(self, x, (self.scale,))
+        if axes is None:
+            return super().call(x)
+        return rms_norm(x, _tensor(self.scale), epsilon=self.epsilon, axis=axes, out_dtype=x.dtype)
+
+
+@keras.saving.register_keras_serializable(package="jaxnorm")
+class GroupNormalization(keras.layers.GroupNormalization):
+    """`keras.layers.GroupNormalization` with the same config, weights and result dtype, by kernels.
+
+        y = (x - mean) * rsqrt(mean((x - mean)²) + epsilon) * gamma + beta
+
+    The means are over the positions and the channels of a group, of each example by itself. It is computed in float32
+    and rounded once, to the layer's `compute_dtype`. The kernels serve x and weights of float32, bfloat16 and float16:
+    with channels last those of `jaxnorm.group_norm`, with `axis=1` those of `jaxnorm.layer_norm`, whose rows are the
+    groups. What is between these is computed by Keras' own code. Files are loaded as `LayerNormalization` says.
+
+    Source: Wu and He, Group Normalization, 2018, https://arxiv.org/abs/1803.08494.
+    """
+
+    def call(self, inputs: Any) -> Any:
+        parameters = (self.gamma, self.beta)
+        axis = self.axis % len(inputs.shape)
+        if axis not in (1, len(inputs.shape) - 1) or not _is_served(self, inputs, parameters):
+            return super().call(inputs)
+        gamma, beta = map(_tensor, parameters)
+        keywords = {"num_groups": self.groups, "epsilon": self.epsilon, "out_dtype": self.compute_dtype}
+        if axis == len(inputs.shape) - 1:
+            return group_norm(inputs, gamma, beta, **keywords)
+        return group_norm_channels_first(inputs, gamma, beta, channel_axis=axis, **keywords)
+
+
+# Keras' norms, and what each of them becomes.
+OURS: dict[type, type] = {getattr(keras.layers, cls.__name__): cls for cls in (LayerNormalization, RMSNormalization)}
+OURS[keras.layers.GroupNormalization] = GroupNormalization
+# Norms of Keras that this package has no kernels for, and the preprocessing that goes by that name.
+OTHERS = tuple(getattr(keras.layers, f"{name}Normalization") for name in ("Batch", "Unit", "Spectral", ""))
+
+
+def replace_norms(model: Any) -> Report:
+    """Puts jaxnorm's norms into a model of Keras, in place and at any depth.
+
+        report = jaxnorm.keras.replace_norms(model)
+        print(report)
+
+    Each `keras.layers.LayerNormalization`, `RMSNormalization` and `GroupNormalization` becomes one of `jaxnorm.keras`,
+    in functional, sequential and subclassed models, built or not. The layers stay the same objects with the same
+    variables, so that weights, the optimiser's state and whoever shares a layer see no change; results agree within
+    rounding. A compiled model stays compiled: its functions for fit, evaluate and predict are made again. Call it on
+    the outermost model, which has these; a `jax.jit` of one's own that has run already keeps its program.
+
+    A file that is saved afterwards names jaxnorm's classes; `jaxnorm.keras.LayerNormalization` says how it is loaded.
+
+    Left are norms of other kinds, subclasses, and norms whose options or dtypes no kernel serves.
+
+    Args:
+      model: a `keras.Model` or another layer.
+
+    Returns:
+      A `jaxnorm.replacement.Report`: `replaced` has (path, class) of each norm that was replaced, `left` has
+      (path, class, why) of each that was not.
+
+    Raises:
+      TypeError: model is no layer of Keras.
+    """
+    if not isinstance(model, keras.Layer):
+        got, remedy = replacement.no_model(model, ())
+        raise TypeError(f"replace_norms: model must be a keras.Model or another layer, got {got}: {remedy}.")
+    report, layers = Report(), model._flatten_layers()
+    for layer in layers:
+        cls = type(layer)
+        if cls in OURS:
+            why = _why_never(layer)
+        elif (why := replacement.why_subclass(cls, OURS, OTHERS)) is None:
+            continue
+        if why is None:
+            object.__setattr__(layer, "__class__", OURS[cls])
+        report.add(tuple((layer.path or layer.name).split("/")), cls, why)
+    for layer in layers:
+        _make_functions_again(layer)
+    return report
+
+
+def _why_never(layer: Any) -> str | None:
+    """Why no kernel serves any call of a norm of Keras; None if that depends on the call."""
+    dtypes = (layer.compute_dtype, *(variable.dtype for variable in layer.variables))
+    if getattr(layer, "rms_scaling", False):
+        return "no kernel serves rms_scaling"
+    why = replacement.why_epsilon(layer.epsilon) or replacement.why_dtypes(*dtypes)
+    return why and f"no kernel serves {why}"
+
+
+def _is_served(layer: Any, x: Any, parameters: tuple[Any, ...]) -> bool:
+    """Whether kernels have the options and dtypes of a call, whatever its axes."""
+    if not isinstance(x, jax.Array) or getattr(layer, "rms_scaling", False):
+        return False
+    dtypes = (x.dtype, layer.compute_dtype, *(p.dtype for p in parameters if p is not None))
+    return replacement.why_epsilon(layer.epsilon) is None and replacement.why_dtypes(*dtypes) is None
+
+
+def _trailing(layer: Any, x: Any, parameters: tuple[Any, ...]) -> tuple[int, ...] | None:
+    """The axes that are normalised, where a kernel serves them; None where Keras' own code computes the call.
+
+    Keras gives a weight the axes in the order that it has sorted them to, in which a negative one comes first.
+    """
+    rank = len(x.shape)
+    axes = tuple(range(rank - len(layer.axis), rank))
+    trailing = tuple(axis % rank for axis in layer.axis) == axes
+    return axes if trailing and _is_served(layer, x, parameters) else None
+
+
+def _tensor(variable: Any) -> Any:
+    """The value of a variable where it is called: of a stateless scope, and of the dtype that it is cast to there."""
+    return None if variable is None else keras.ops.convert_to_tensor(variable)
+
+
+def _make_functions_again(layer: Any) -> None:
+    """Has a model trace its steps anew, where it has done so already."""
+    for step in ("train", "test", "predict"):
+        if getattr(layer, f"{step}_function", None) is not None:
+            getattr(layer, f"make_{step}_function")(force=True)

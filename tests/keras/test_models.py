@@ -1,0 +1,209 @@
+"""Models of Keras with the norms of `jaxnorm.keras`: trained, saved, spread over devices, and `replace_norms`."""
+
+import subprocess
+
+import keras
+import numpy as np
+import pytest
+from cases import draw
+from coverage import cover
+from keras_models import MODELS, NAMES, data, functional, ignore_keras_own, sequential, trained
+from processes import STRICT
+
+import jaxnorm
+import jaxnorm.keras
+from jaxnorm.keras import replace_norms
+
+pytestmark = [pytest.mark.jax_version, ignore_keras_own]
+
+
+def norms(model):
+    """The classes of a model's norms, in the order of its layers."""
+    return [type(layer) for layer in model._flatten_layers() if type(layer).__name__ in NAMES]
+
+
+def assert_alike(actual, expected):
+    np.testing.assert_allclose(np.float32(actual), np.float32(expected), rtol=1e-4, atol=2e-5)
+
+
+@cover(model=MODELS)
+def test_training_is_kerass(model):
+    kerass, ours = model(keras.layers), model(jaxnorm.keras)
+    assert_alike(trained(ours), trained(kerass))
+    assert_alike(ours.evaluate(*data(), verbose=0), kerass.evaluate(*data(), verbose=0))
+    assert_alike(ours.predict(data()[0], verbose=0), kerass.predict(data()[0], verbose=0))
+
+
+@cover(policy=["mixed_bfloat16", "mixed_float16"])
+def test_training_in_mixed_precision(policy):
+    kerass, ours = functional(keras.layers, dtype=policy), functional(jaxnorm.keras, dtype=policy)
+    np.testing.assert_allclose(trained(ours), trained(kerass), rtol=1e-2)
+    assert ours(data()[0]).dtype == kerass(data()[0]).dtype
+    assert {variable.dtype for variable in ours.trainable_variables} == {"float32"}
+
+
+@pytest.mark.several
+def test_data_parallel(devices):
+    expected = trained(functional(keras.layers))
+    names = keras.distribution.list_devices()[: len(devices)]
+    keras.distribution.set_distribution(keras.distribution.DataParallel(devices=names))
+    try:
+        model = functional(jaxnorm.keras)
+        assert_alike(trained(model), expected)
+        assert len(model.layers[1].gamma.value.sharding.device_set) == len(devices)
+    finally:
+        keras.distribution.set_distribution(None)
+
+
+def test_a_saved_model_loads(tmp_path):
+    model = functional(jaxnorm.keras)
+    trained(model)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert norms(loaded) == norms(model)
+    assert_alike(loaded.predict(data()[0], verbose=0), model.predict(data()[0], verbose=0))
+    history = (m.fit(*data(), batch_size=8, verbose=0, shuffle=False).history["loss"] for m in (loaded, model))
+    assert_alike(next(history), next(history))  # the optimiser's state too
+
+
+def test_a_file_of_kerass_layers_becomes_one_of_ours(tmp_path):
+    model = functional(keras.layers)
+    trained(model)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    replace_norms(loaded)
+    assert norms(loaded) == norms(functional(jaxnorm.keras))
+    assert_alike(loaded.predict(data()[0], verbose=0), model.predict(data()[0], verbose=0))
+
+
+# Where jaxnorm.keras is imported, Keras finds its classes before those that a program names.
+def test_a_file_of_ours_loads_without_jaxnorm(tmp_path):
+    model = sequential(jaxnorm.keras)
+    model.save(tmp_path / "model.keras")
+    np.save(tmp_path / "x.npy", data()[0])
+    np.save(tmp_path / "y.npy", model.predict(data()[0], verbose=0))
+    code = f"""
+import sys, keras, numpy
+theirs = {{"jaxnorm>" + name: getattr(keras.layers, name) for name in {NAMES}}}
+model = keras.models.load_model("model.keras", custom_objects=theirs)
+assert "jaxnorm" not in sys.modules
+numpy.testing.assert_allclose(model.predict(numpy.load("x.npy"), verbose=0), numpy.load("y.npy"), atol=2e-5)
+"""
+    ignored = ["-W", "ignore:__array__ implementation doesn't accept a copy"]
+    run = subprocess.run([*STRICT, *ignored, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+@cover(model=MODELS)
+def test_weights_load_either_way(model, tmp_path):
+    kerass, ours = model(keras.layers), model(jaxnorm.keras)
+    for source, target in ((kerass, ours), (ours, kerass)):
+        for variable in source.variables:
+            variable.assign(draw(variable.path, tuple(variable.shape)))
+        source.save_weights(tmp_path / "of.weights.h5")
+        target.load_weights(tmp_path / "of.weights.h5")
+        assert_alike(target(data()[0]), source(data()[0]))
+
+
+@cover(model=MODELS)
+def test_replacement(model):
+    changed, kerass = model(keras.layers), model(keras.layers)
+    variables = changed.variables
+    report = replace_norms(changed)
+    assert norms(changed) == norms(model(jaxnorm.keras))
+    assert sorted(cls.__name__ for _, cls in report.replaced) == sorted(cls.__name__ for cls in norms(kerass))
+    assert report.left == []
+    assert all(a is b for a, b in zip(changed.variables, variables, strict=True))
+    assert_alike(changed(data()[0]), kerass(data()[0]))
+    assert_alike(trained(changed), trained(kerass))
+
+
+def test_paths_are_those_of_the_parameters():
+    model = MODELS["subclassed"](keras.layers)
+    report = replace_norms(model)
+    paths = {"/".join(path) for path, _ in report.replaced}
+    assert paths == {variable.path.rpartition("/")[0] for variable in model.variables}
+
+
+@pytest.fixture
+def calls_of_ours(monkeypatch):
+    """How often a step that was traced since has called a function of ours."""
+    called = []
+
+    def counted(function):
+        return lambda *args, **options: (called.append(function.__name__), function(*args, **options))[1]
+
+    for function in (jaxnorm.layer_norm, jaxnorm.rms_norm, jaxnorm.group_norm):
+        monkeypatch.setattr(jaxnorm.keras, function.__name__, counted(function))
+    return called
+
+
+@cover(step=["fit", "evaluate", "predict"])
+def test_a_step_that_was_compiled_before_is_traced_again(step, calls_of_ours):
+    model, x = functional(keras.layers), data()[0]
+    model.compile("adam", "mse")
+    run = {"fit": lambda: model.fit(*data(), verbose=0), "predict": lambda: model.predict(x, verbose=0)}
+    run["evaluate"] = lambda: model.evaluate(*data(), verbose=0)
+    run[step]()
+    assert not calls_of_ours
+    replace_norms(model)
+    run[step]()
+    assert sorted(calls_of_ours) == ["group_norm", "layer_norm", "rms_norm"]
+
+
+def test_the_optimisers_state_stays():
+    model, kerass = functional(keras.layers), functional(keras.layers)
+    trained(model), trained(kerass)
+    optimizer = model.optimizer
+    replace_norms(model)
+    assert model.optimizer is optimizer
+    history = (m.fit(*data(), batch_size=8, verbose=0, shuffle=False).history["loss"] for m in (model, kerass))
+    assert_alike(next(history), next(history))
+
+
+def test_a_model_that_is_not_built():
+    model = keras.Sequential([keras.layers.LayerNormalization(), keras.layers.RMSNormalization(axis=1)])
+    report = replace_norms(model)
+    assert len(report.replaced) == 2
+    assert norms(model) == [jaxnorm.keras.LayerNormalization, jaxnorm.keras.RMSNormalization]
+    assert model(draw("x", (3, 4))).shape == (3, 4)
+
+
+class OwnNormalization(keras.layers.Layer):
+    def call(self, x):
+        return x
+
+
+class SubNormalization(keras.layers.LayerNormalization):
+    pass
+
+
+@pytest.mark.filterwarnings("ignore:You passed `rms_scaling=True`")
+def test_what_is_left():
+    own = "it is a class of the model's own"
+    left = {
+        keras.layers.BatchNormalization(name="a"): "jaxnorm has no such norm",
+        keras.layers.UnitNormalization(name="b"): "jaxnorm has no such norm",
+        keras.layers.Normalization(name="i"): "jaxnorm has no such norm",
+        keras.layers.LayerNormalization(name="c", rms_scaling=True): "no kernel serves rms_scaling",
+        keras.layers.LayerNormalization(name="d", epsilon=-1): "no kernel serves epsilon=-1",
+        keras.layers.RMSNormalization(name="e", dtype="float64"): "no kernel serves float64",
+        OwnNormalization(name="f"): own,
+        SubNormalization(name="g"): f"{own}: derive SubNormalization from jaxnorm.keras.LayerNormalization",
+        jaxnorm.keras.LayerNormalization(name="h"): "it is jaxnorm's already",
+    }
+    report = replace_norms(keras.Sequential(list(left)))
+    assert report.replaced == []
+    assert {path[-1]: why for path, _, why in report.left} == {layer.name: why for layer, why in left.items()}
+
+
+def test_a_layer_alone():
+    layer = keras.layers.LayerNormalization()
+    assert [cls for _, cls in replace_norms(layer).replaced] == [keras.layers.LayerNormalization]
+    assert type(layer) is jaxnorm.keras.LayerNormalization
+
+
+@pytest.mark.parametrize("other", [3, None, keras.Model, [keras.layers.LayerNormalization()]])
+def test_what_is_no_model(other):
+    with pytest.raises(TypeError, match=r"model must be a keras\.Model or another layer, got"):
+        replace_norms(other)
