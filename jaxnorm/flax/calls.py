@@ -53,6 +53,8 @@ class Functions(NamedTuple):
 # The options of either API that only Flax's own code has another value for.
 FLAXS_OWN = {"promote_dtype": nnx.nn.dtypes.promote_dtype, "force_float32_reductions": True}
 
+SPLIT_OTHERWISE = "parameters that an Explicit mesh splits otherwise than x"
+
 RMS = Functions(rms_norm, add_rms_norm, rms_norm_quantized)
 LAYER = Functions(layer_norm, add_layer_norm, layer_norm_quantized)
 
@@ -124,11 +126,16 @@ def why_flax(
         return why
     if len(features) > x.ndim:
         return f"{len(features)} axes of an x that has {x.ndim}"
-    # Over an Explicit mesh, a parameter that is split otherwise than x splits Flax's result.
-    split = tuple(jax.typeof(x).sharding.spec)[-len(features) :]
-    if any(p is not None and tuple(jax.typeof(p).sharding.spec) not in ((None,) * p.ndim, split) for p in parameters):
-        return "parameters that an Explicit mesh splits otherwise than x"
+    if is_split_otherwise(x, parameters, len(features)):
+        return SPLIT_OTHERWISE
     return why_dtypes(*dtypes)
+
+
+def is_split_otherwise(x: jax.Array, parameters: Iterable[jax.Array | None], axes: int = 1) -> bool:
+    """Whether an Explicit mesh splits one of the parameters, which then splits the module's result."""
+    split = tuple(jax.typeof(x).sharding.spec)[-axes:]
+    given = (parameter for parameter in parameters if parameter is not None)
+    return any(tuple(jax.typeof(p).sharding.spec) not in ((None,) * p.ndim, split) for p in given)
 
 
 def called_axes(

@@ -6,8 +6,9 @@ from typing import Any
 
 import jax
 
-from jaxnorm.flax import calls, replacement
+from jaxnorm.flax import calls, known, match, replacement, subject
 from jaxnorm.flax.calls import linen, nnx
+from jaxnorm.flax.formula import Own
 from jaxnorm.flax.nnx_groups import GroupNorm, InstanceNorm
 from jaxnorm.flax.nnx_norms import LayerNorm, RMSNorm
 
@@ -44,7 +45,10 @@ def replace_norms(model: Any, custom: replacement.Custom | None = None) -> repla
     Args:
       model: a module, or a list, dict or other pytree of modules.
       custom: classes of the model's own, and for each the function of a module and its arguments that computes it. A
-        subclass goes with its base unless it has a `__call__` of its own.
+        subclass goes with its base unless it has a `__call__` of its own. "match" finds the functions: a copy of each
+        module of an unknown class that has one or two parameters, each a row, and no modules within, is called on
+        random rows, and replaced if it computes, within rounding, what a function of jaxnorm does. Calls of other
+        dtypes and ranks than were tried, and with other arguments, stay with the module's own code.
 
     Returns:
       A `jaxnorm.replacement.Report`: `replaced` has (path, class) of each norm that was replaced, `left` has
@@ -54,18 +58,22 @@ def replace_norms(model: Any, custom: replacement.Custom | None = None) -> repla
     Raises:
       TypeError: model is of `flax.linen`, or has no module of flax.nnx, or custom maps something else than classes to
         functions.
-      ValueError: model is an argument of a transformation of flax.nnx, as `nnx.jit`, which is running.
+      ValueError: custom is another string than "match", or model is an argument of a transformation of flax.nnx, as
+        `nnx.jit`, which is running.
     """
-    custom = replacement.check_custom(custom, nnx.Module)
+    functions = replacement.check_custom(custom, nnx.Module)
     linen_remedy = "a linen module has no norms until it is called. Call it within jaxnorm.linen.replace_norms()"
     report, computed = replacement.Report(), []
+    matcher = match.Matcher(report.found) if custom == "match" else None
     for path, module in modules_of("replace_norms", model, linen_remedy):
         cls: type = type(module)
-        if function := replacement.find(cls, custom):
+        if function := replacement.find(cls, functions):
             new, why = _with_call(cls, function), None
             computed.append(path)
         elif norm := replacement.find(cls, OURS):
             new, why = OURS.get(cls) or with_base(cls, norm), _why_left(module, norm)
+        elif own := _own(module, matcher):
+            new, why = (cls, own) if isinstance(own, str) else (_with_call(cls, own), None)
         elif why := _why_class(cls):
             new = cls
         else:
@@ -97,6 +105,16 @@ def modules_of(function: str, model: Any, linen_remedy: str) -> list[tuple[repla
             f"not give new classes back. Call {function} before, on the model that is passed."
         )
     return modules
+
+
+def _own(module: Any, matcher: match.Matcher | None) -> Own | str | None:
+    """What a class of a model's own computes, or why it is left; None if it is not known and not tried."""
+    cls = type(module)
+    if issubclass(cls, (_Custom, *OURS.values(), *OTHERS, nnx.bridge.ToNNX)):
+        return None
+    if (own := known.own(cls, module)) is None and matcher and (tried := subject.of_nnx(module)):
+        return matcher(tried)
+    return own
 
 
 def _why_class(cls: type) -> str | None:

@@ -6,15 +6,15 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 
 from jaxnorm.native import ffi
 
 Path = tuple[Any, ...]  # of attributes and indices
-# From classes of norms to the functions of a module and its arguments that compute them.
-Custom = Mapping[type, Callable[..., Any]]
+# From classes of norms to the functions of a module and its arguments that compute them; or "match", to find them.
+Custom = Mapping[type, Callable[..., Any]] | Literal["match"]
 Only = Callable[[Path, Any], bool]  # of the path of a module and the module
 
 
@@ -42,13 +42,15 @@ class Report:
 
     `within` are those within a module that a mapping names. Its function may compute them itself or call them, and then
     they run as replaced or, with a reason in `why`, as their own code. The paths are those of the parameters, the
-    classes those of the model. Printed, it is a line for each norm.
+    classes those of the model. Printed, it is a line for each norm, and the `mapping` last.
     """
 
     replaced: list[Replaced] = dataclasses.field(default_factory=list)
     left: list[Left] = dataclasses.field(default_factory=list)
     within: list[Within] = dataclasses.field(default_factory=list)
     done: str = "replaced"  # what was done to them, in eight letters
+    # Lines of the mapping, of the classes whose functions were found.
+    found: list[str] = dataclasses.field(default_factory=list)
 
     def add(self, path: Path, cls: type, why: str | None) -> None:
         """A norm that is replaced, or left if there is a reason. Of calls that are alike the first one counts."""
@@ -77,7 +79,21 @@ class Report:
             for path, cls, block, why in self.within
         ]
         left = [f"left      {_named(path)}: {cls.__name__}: {why}" for path, cls, why in self.left]
-        return "\n".join([*replaced, *within, *left]) or f"nothing to {self.done.removesuffix('d')}"
+        lines = [*replaced, *within, *left, *([self.mapping] if self.found else [])]
+        return "\n".join(lines) or f"nothing to {self.done.removesuffix('d')}"
+
+    @property
+    def mapping(self) -> str:
+        """What `custom="match"` found, as the mapping to write in its place; "" if it found none.
+
+        Where norms of one class compute different things, the first is in the mapping, the others are comments.
+        """
+        if len(self.found) < 2:
+            return f"custom={{{self.found[0]}}}" if self.found else ""
+        classes = [line.partition(":")[0] for line in self.found]
+        marks = ["" if cls not in classes[:index] else "# others are " for index, cls in enumerate(classes)]
+        lines = [f"    {mark}{line},\n" for mark, line in zip(marks, self.found, strict=True)]
+        return f"custom={{\n{''.join(lines)}}}"
 
 
 def _named(path: Path) -> str:
@@ -100,10 +116,15 @@ def no_model(model: object, states: tuple[type, ...]) -> tuple[str, str]:
     return f"{type(model).__name__}{of}", f"how to port models of {library} is in docs/{page}"
 
 
-def check_custom(custom: object, module: type) -> Custom:
-    """custom as a mapping from subclasses of `module` to functions."""
-    if custom is None:
+def check_custom(custom: object, module: type) -> Mapping[type, Callable[..., Any]]:
+    """custom as a mapping from subclasses of `module` to functions, which has none for "match"."""
+    if custom is None or (isinstance(custom, str) and custom == "match"):
         return {}
+    if isinstance(custom, str):
+        raise ValueError(
+            f'replace_norms: custom must be a mapping {{Class: function(module, x)}} or "match", got {custom!r}. Give '
+            f'"match" to have the functions found.'
+        )
     if not isinstance(custom, Mapping):
         raise TypeError(
             f"replace_norms: custom must be a mapping {{Class: function(module, x)}}, got {custom!r}. A model of "
@@ -133,10 +154,10 @@ def why_own(module: Any, flaxs: Mapping[str, Any]) -> str | None:
     return next((f"it has a {name} of its own" for name in names), None)
 
 
-def find(cls: type, table: Mapping[type, Any]) -> Any | None:
+def find(cls: type, table: Mapping[Any, Any], key: Callable[[type], Any] = lambda base: base) -> Any | None:
     """What a table by classes says of one that is there or has its `__call__` from there; None for others."""
-    bases = (base for base in cls.__mro__ if base in table)
-    return next((table[base] for base in bases if _defines_call(cls) is _defines_call(base) is not None), None)
+    bases = (base for base in cls.__mro__ if key(base) in table)
+    return next((table[key(base)] for base in bases if _defines_call(cls) is _defines_call(base) is not None), None)
 
 
 def _defines_call(cls: type) -> type | None:
