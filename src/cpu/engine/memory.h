@@ -60,6 +60,7 @@ struct RowWriter {
 
   explicit operator bool() const { return data != nullptr; }
 
+  // Vectors that begin at another column are no longer aligned.
   RowWriter from(int64_t column) const { return {data + column, past_caches && column % W == 0}; }
 
   void operator()(int64_t column, Vec v, Whole whole) const {
