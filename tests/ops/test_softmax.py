@@ -9,6 +9,7 @@ import pytest
 from cases import DTYPES, assert_near, bits, draw, draw_x
 from coverage import cover
 from hlo import collectives, compiled_text, count_native_calls, lowered_calls
+from jax import export
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from meshes import mesh_of, placed
@@ -243,6 +244,15 @@ def test_a_masked_gradient_is_one_call_each_way(name, options):
     text = compiled_text(jax.grad(lambda x: jnp.sin(finite(OURS[name])(x, **options)).sum()), draw_x((3, 8, 16)))
     calls = {f"jaxnorm_{name}_{way}": 1 for way in ("fwd", "bwd")} if is_platform_with_kernels() else {}
     assert count_native_calls(text) == calls
+
+
+@names
+def test_an_exported_window(name):
+    of = partial(finite(OURS[name]), causal=True, window=5)
+    step = jax.jit(jax.grad(lambda x, offset: of(x, offset=offset)[..., 2].sum()))
+    types = [jax.ShapeDtypeStruct(shape, x) for shape, x in ((export.symbolic_shape("n, 4, 16"), "float32"), ((), int))]
+    x, program = draw_x((3, 4, 16)), export.export(step, platforms=("cpu", "cuda", "tpu"))(*types)
+    assert bits(export.deserialize(program.serialize()).call(x, 3)) == bits(step(x, 3))
 
 
 # Queries, keys and masks that are split over devices: each has the lengths of its own queries.
