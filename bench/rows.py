@@ -67,9 +67,10 @@ def operands(cell, i):
 
 def moved(cell):
     """How many bytes each program must move, by direction."""
-    read = 1  # what counts of an array that is read
-    if cell.op in (CAUSAL, *WINDOWS):
-        read = float(seen(*cell.dims[-2:], WINDOWS.get(cell.op)).mean())
+    read = 0.5 if cell.op == CAUSAL else 1  # what counts of an array that is read
+    if cell.op in WINDOWS:
+        queries, keys = cell.dims[-2:]
+        read = float(seen(queries, keys, keys - queries, WINDOWS[cell.op]).mean())
     results = 0 if cell.op == LOSS else 1  # arrays of x's size: y, and in the backward dy
     forward, backward = read + results, read * (1 + results) + 1
     return {
@@ -79,22 +80,31 @@ def moved(cell):
     }
 
 
-def seen(queries, keys, window):
-    """Which keys each query of causal rows sees, where the last query has the last key."""
-    last = jnp.arange(keys - queries, keys)[:, None]
+def seen(queries, keys, offset, window):
+    """Which keys each query of causal rows sees."""
+    last = jnp.arange(queries)[:, None] + offset
     before = jnp.arange(keys) <= last
     return before if window is None else before & (jnp.arange(keys) > last - window)
 
 
-def _softmax(implementation, *, log=False, causal=False, window=None):
-    """The function of x that is measured; of "jnp" it is JAX's own, which is XLA's code."""
+def _softmax(implementation, *, log=False, causal=False, cached=False, window=None):
+    """The function of x that is measured; of "jnp" it is JAX's own, which is XLA's code.
+
+    Of scores behind a cache the last query has the last key.
+    """
+
+    def offset_of(x):
+        return x.shape[-1] - x.shape[-2] if cached else 0
+
     module = jax.nn if implementation == "jnp" else jaxnorm
     function = module.log_softmax if log else module.softmax
     if implementation == "jnp":
-        return (lambda x: function(jnp.where(seen(*x.shape[-2:], window), x, -jnp.inf))) if causal else function
+        if not causal:
+            return function
+        return lambda x: function(jnp.where(seen(*x.shape[-2:], offset_of(x), window), x, -jnp.inf))
 
     def ours(x):
-        mask = {"causal": True, "offset": x.shape[-1] - x.shape[-2], "window": window} if causal else {}
+        mask = {"causal": True, "offset": offset_of(x), "window": window} if causal else {}
         return function(x, implementation=implementation, **mask)
 
     return ours
@@ -117,7 +127,7 @@ FUNCTIONS = {
     "softmax": _softmax,
     "log_softmax": functools.partial(_softmax, log=True),
     CAUSAL: functools.partial(_softmax, causal=True),
-    **{op: functools.partial(_softmax, causal=True, window=window) for op, window in WINDOWS.items()},
+    **{op: functools.partial(_softmax, causal=True, cached=True, window=window) for op, window in WINDOWS.items()},
     LOSS: _losses,
 }
 
