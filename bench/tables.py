@@ -231,6 +231,7 @@ TABLES = {
     "steps-new": (("h100_model_new.json", "h100_model_joint.json", "h100_model_qwen.json"), model_tables.steps),
     "steps": (("h200_model_default.json", "h200_model_separate.json"), model_tables.steps),
     "decoding": (("h100_decode.json", "h100_decode_joint.json"), model_tables.decoding),
+    "decoding-float32": (("h200_decode_float32.json",), model_tables.decoding),
     "joint": (("h100_model_joint.json", "h100_model_qwen.json"), dot_tables.steps),
     "joint-wide": (("h100_model_8b.json", "h100_model_151936.json"), dot_tables.steps),
     "tuned": ("h100_tuned_*.json", dot_tables.steps),

@@ -250,9 +250,10 @@ def test_a_masked_gradient_is_one_call_each_way(name, options):
 def test_an_exported_window(name):
     of = partial(finite(OURS[name]), causal=True, window=5)
     step = jax.jit(jax.grad(lambda x, offset: of(x, offset=offset)[..., 2].sum()))
-    types = [jax.ShapeDtypeStruct(shape, x) for shape, x in ((export.symbolic_shape("n, 4, 16"), "float32"), ((), int))]
+    shapes = (export.symbolic_shape("n, 4, 16"), "float32"), ((), "int32")
+    types = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
     x, program = draw_x((3, 4, 16)), export.export(step, platforms=("cpu", "cuda", "tpu"))(*types)
-    assert bits(export.deserialize(program.serialize()).call(x, 3)) == bits(step(x, 3))
+    assert bits(export.deserialize(program.serialize()).call(x, np.int32(3))) == bits(step(x, np.int32(3)))
 
 
 # Queries, keys and masks that are split over devices: each has the lengths of its own queries.
