@@ -47,7 +47,6 @@ def pytest_addoption(parser):
         parser.addoption(f"--{tier}", dest="tier", action="store_const", const=tier, help=text)
     parser.addoption("--seconds", type=float, default=40, help="for how long the fuzzer runs with --full")
     parser.addoption("--large", action="store_true", help="run the tests marked large on CPU too (30 GiB of memory)")
-    parser.addoption("--models", action="store_true", help="run the tests of other packages' models: see tests/models")
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads them
@@ -84,7 +83,6 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "several: spread over devices; where there are several")
     config.addinivalue_line("markers", "gpu: about what only the CUDA kernels have; on a GPU")
     config.addinivalue_line("markers", "package(name): models of a package, where it is installed or on PYTHONPATH")
-    config.addinivalue_line("markers", "models: published models of other packages; with --models")
     config.addinivalue_line("markers", "large: arrays of more than 2**31 elements; on a GPU, or with --large")
 
 
@@ -117,8 +115,6 @@ def pytest_collection_modifyitems(config, items):
         "build": shutil.which("cmake") is not None,
         "several": jax.device_count() > 1,
         "gpu": on_gpu,
-        # Where they are asked for, so that a package that does not import is an error.
-        "models": config.getoption("--models"),
         "large": on_gpu or config.getoption("--large"),
     }
     absent = {name for name, present in has.items() if not present}

@@ -199,7 +199,7 @@ def check_bench(args):
         parse(args)  # an unknown option ends this
 
 
-MODULES = (nnx, linen, keras, jaxnorm_equinox)
+MODULES = (nnx, linen, jaxnorm.blocks, keras, jaxnorm_equinox)
 
 
 def test_the_reference_has_every_public_name():

@@ -53,17 +53,13 @@ def _t5(norm: Any) -> Formulas:
     return Formula(function="rms_norm", scale="weight", epsilon=norm.eps, out_dtype=jnp.dtype(jnp.float32)), None
 
 
-def _gemma(offset: Callable[[Any], float]) -> Callable[[Any], Formulas | str]:
+def _gemma(norm: Any) -> Formulas | str:
     """In x's dtype, promoted by the scale's. In a half type the statistics are rounded too; here they are not."""
-
-    def formulas(norm: Any) -> Formulas | str:
-        scale = "scale" if getattr(norm, "with_scale", True) else None
-        if getattr(norm, "guard_against_excess_precision", False):
-            return "it rounds x with guard_against_excess_precision"
-        options: dict[str, Any] = {"scale_offset": offset(norm), "rounds_sum": True, "with_scale": True}
-        return Formula(function="rms_norm", scale=scale, epsilon=1e-6, **options), None
-
-    return formulas
+    scale = "scale" if getattr(norm, "with_scale", True) else None
+    if getattr(norm, "guard_against_excess_precision", False):
+        return "it rounds x with guard_against_excess_precision"
+    options: dict[str, Any] = {"scale_offset": 1.0, "rounds_sum": True, "with_scale": True}
+    return Formula(function="rms_norm", scale=scale, epsilon=1e-6, **options), None
 
 
 def _maxtext(norm: Any) -> Formulas | str:
@@ -85,34 +81,15 @@ def _mamba2(norm: Any) -> Formulas:
     return plain, replace(plain, function="gated_rms_norm", gate_first=True) if norm.gate_residual else None
 
 
-def _umt5(norm: Any) -> Formulas | str:
-    """x_hat is rounded to the scale's dtype if that is a half one, and the product has it, or float32."""
-    dtype = jnp.dtype(norm.scale.get_value().dtype)
-    options: dict[str, Any] = {"multiply_before_cast": False, "dtypes": (dtype,)} if dtype in HALVES else {}
-    return Formula(function="rms_norm", scale="scale", epsilon=norm.eps, out_dtype=dtype, **options), None
-
-
-def _sam2(norm: Any) -> Formulas:
-    """LayerNorm in x's dtype, promoted by the weight's."""
-    formula = Formula(function="layer_norm", scale="weight", bias="bias", epsilon=norm.eps, with_scale=True, ranks=(4,))
-    return formula, None
-
-
 KNOWN: dict[str, Callable[[Any], Formulas | str]] = {
     "transformers.models.llama.modeling_flax_llama.FlaxLlamaRMSNorm": _hub(0.0),
     "transformers.models.mistral.modeling_flax_mistral.FlaxMistralRMSNorm": _hub(0.0),
     "transformers.models.gemma.modeling_flax_gemma.FlaxGemmaRMSNorm": _hub(1.0),
     "transformers.models.t5.modeling_flax_t5.FlaxT5LayerNorm": _t5,
     "transformers.models.longt5.modeling_flax_longt5.FlaxLongT5LayerNorm": _t5,
-    "gemma.gm.nn._layers.RMSNorm": _gemma(lambda norm: 1.0),
-    "gemma.gm.nn.gemma3n._layers.RMSNorm": _gemma(lambda norm: 1.0 if norm.scale_plus_one else 0.0),
-    "gemma.gm.nn.gemma4._layers.RMSNorm": _gemma(lambda norm: 0.0),
-    "gemma.gm.nn.gemma4.vision._norms.RMSNorm": _gemma(lambda norm: 0.0),
+    "gemma.gm.nn._layers.RMSNorm": _gemma,
     "maxtext.layers.normalizations.RMSNorm": _maxtext,
     "bonsai.models.gemma3.modeling.Gemma3RMSNorm": _rms("scale", "eps", 1.0),
-    "bonsai.models.llada.modeling.RMSNorm": _rms("weight", "eps"),
     "bonsai.models.mamba2.modeling.RMSNorm": _mamba2,
     "bonsai.models.qwen3_vl.modeling.RMSNorm": _rms("weight", "eps"),
-    "bonsai.models.sam2.model_utils.LayerNorm2d": _sam2,
-    "bonsai.models.umt5.modeling.T5LayerNorm": _umt5,
 }

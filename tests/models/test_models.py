@@ -11,7 +11,7 @@ from examples.models import MODELS, of_norm, randomised
 from examples.ports.compare import difference, results
 
 # What these packages call may be deprecated.
-pytestmark = [pytest.mark.models, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.long]
 
 # The norms of each model, all of which are found without a mapping, and their kinds.
 NORMS = {
@@ -27,7 +27,9 @@ NORMS = {
 HUB = ("float32", "bfloat16")
 
 
-@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.package(name.partition(":")[0])) for name in NORMS]
+)
 def test_the_norms_of_a_model_are_found(name):
     model = MODELS[name]()
     parameters = randomised(model.parameters, jnp.float32)
@@ -55,6 +57,7 @@ def hub_norms(dtype):
     return [*norms, FlaxT5LayerNorm(32, dtype), FlaxLongT5LayerNorm(32, dtype)]
 
 
+@pytest.mark.package("transformers")
 @pytest.mark.parametrize("dtype", HUB)
 @pytest.mark.parametrize("x_dtype", HUB)
 @pytest.mark.parametrize("parameter_dtype", HUB)
@@ -71,6 +74,7 @@ def test_norms_of_transformers_in_every_dtype(dtype, x_dtype, parameter_dtype):
         assert jnp.allclose(*wide, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.package("transformers")
 def test_match_finds_what_the_table_has(monkeypatch):
     from jaxnorm.flax import known
 
