@@ -199,14 +199,13 @@ def check_bench(args):
         parse(args)  # an unknown option ends this
 
 
-MODULES = (nnx, linen, jaxnorm.blocks, keras, jaxnorm_equinox)
+MODULES = (jaxnorm, nnx, linen, jaxnorm.blocks, keras, jaxnorm_equinox, policies)
 
 
 def test_the_reference_has_every_public_name():
     reference = (ROOT / "docs/api.md").read_text()
-    public = {f"jaxnorm.{name}" for name in jaxnorm.__all__ if callable(getattr(jaxnorm, name))}
-    public |= {f"{module.__name__}.{name}" for module in MODULES for name in module.__all__}
-    public |= {f"{policies.__name__}.{name}" for name in policies.__all__ if callable(getattr(policies, name))}
+    names = {(module, name) for module in MODULES for name in module.__all__ if callable(getattr(module, name))}
+    public = {f"{module.__name__}.{name}" for module, name in names}
     assert set(re.findall(r"^::: (\S+)$", reference, re.MULTILINE)) == public
 
 
