@@ -211,7 +211,8 @@ def test_where_the_choice_of_a_direction_comes_from(direction, chosen):
 
 
 def test_every_public_function_is_known():
-    others = {"explain", "float8_linears", "implementation", "quantize_linears", "replace_norms", "tune"}
+    of_models = {"compare", "float8_linears", "quantize_linears", "replace_norms", "restore_norms"}
+    others = {"explain", "implementation", "tune"} | of_models
     named = {name for name in jaxnorm.__all__ if inspect.isfunction(getattr(jaxnorm, name))} - others
     assert set(CALLS) == set(functions()) == named
 
