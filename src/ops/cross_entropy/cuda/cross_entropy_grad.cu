@@ -73,7 +73,8 @@ class CrossEntropyGrad {
                 : own >= 0 && own < N ? static_cast<int>(own)
                                       : kNoLabel,
                 {}};
-    if constexpr (MASKED) numbers.counted = p.mask.of_row(row, p.cols).template counted<ALIGNED, N>(col_, remaining_);
+    if constexpr (MASKED)
+      numbers.counted = RowMask::of(p.mask, row, p.cols).template counted<ALIGNED, N>(col_, remaining_);
     return numbers;
   }
 
