@@ -71,9 +71,7 @@ def without(request, tmp_path):
 def test_the_product_names_an_op_in_few_places(without):
     op, copy = without
     touched = set(re.findall(r"^(?:jaxnorm|src|cmake|CMakeLists)[^:]*", copy.printed, re.MULTILINE))
-    # Blocks of models call it; what goes with it there is a block's function, in the files that hand it on.
-    blocks = {f"jaxnorm/{name}.py" for name in ("blocks", "flax/block_models", "flax/block_parts", "flax/blocks")}
-    assert touched <= NAMED_IN | blocks | {f"jaxnorm/ops/{op}", f"src/ops/{op}"}
+    assert touched <= NAMED_IN | {f"jaxnorm/ops/{op}", f"src/ops/{op}"}
     assert "still named in" not in copy.printed
 
 
