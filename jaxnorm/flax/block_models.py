@@ -1,4 +1,7 @@
-"""Blocks of known models that are computed as no other's are, and the table of all of them."""
+"""Blocks of known models that are computed as no other's are, and the table of all of them.
+
+Norms of known models are in `jaxnorm.flax.known`.
+"""
 
 import sys
 from collections.abc import Callable
@@ -10,7 +13,6 @@ import jax.numpy as jnp
 from jaxnorm.flax import blocks
 from jaxnorm.flax.block_parts import added, own_call
 from jaxnorm.flax.calls import linen, nnx
-from jaxnorm.flax.own_norms import NORMS, gemma3_norm, own_norm
 from jaxnorm.ops.gated_activation.api import gated_activation
 from jaxnorm.ops.qk_norm_rotary.api import qk_norm_rotary
 
@@ -73,8 +75,8 @@ def bonsai_gemma3_attention(
     model = sys.modules[type(block).__module__]
     tables = _tables(model, cache, segment_ids, block.head_dim, block.rope_theta, factor=block.factor)
     q, k, v = (of(x).reshape(*x.shape[:2], -1, block.head_dim) for of in (block.q_proj, block.k_proj, block.v_proj))
-    (q_scale, keywords), (k_scale, _) = (gemma3_norm(norm) for norm in (block.q_norm, block.k_norm))
-    q, k = qk_norm_rotary(q, k, q_scale, k_scale, **tables, **keywords)
+    scales = block.q_norm.scale[...], block.k_norm.scale[...]
+    q, k = qk_norm_rotary(q, k, *scales, **tables, epsilon=block.q_norm.eps, scale_offset=1.0)
     keys, values = (model.repeat_kv(kept, block.n_rep) for kept in _cached(cache, k, v))
     splits = dict.fromkeys(("attn_logit_sharding", "out_sharding"))
     y = model.sharded_attention(q, keys, values, mask=mask, scale=block.scale, **splits)
@@ -127,7 +129,7 @@ KNOWN: dict[str, Any] = {
     f"{_HUB}.FlaxLlamaRotaryEmbedding": hub_rotary,
     f"{_DIFFUSERS}.vae_flax.FlaxResnetBlock2D": blocks.resnet_block,
     f"{_DIFFUSERS}.resnet_flax.FlaxResnetBlock2D": blocks.timed_resnet_block,
-} | dict.fromkeys(NORMS, own_norm)
+}
 
 
 def of(model: Any) -> dict[type, Block]:

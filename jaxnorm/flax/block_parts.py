@@ -6,11 +6,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxnorm.flax import calls, linen_calls, linen_groups, linen_norms, nnx_calls, nnx_groups, nnx_norms, replacement
+from jaxnorm.flax import (
+    calls,
+    known,
+    linen_calls,
+    linen_groups,
+    linen_norms,
+    nnx_calls,
+    nnx_groups,
+    nnx_norms,
+    replacement,
+)
 from jaxnorm.flax.calls import linen, nnx
+from jaxnorm.flax.formula import Own, parameters_of
 from jaxnorm.flax.nnx_replace import class_before
-from jaxnorm.flax.own_norms import add_of_own, said
-from jaxnorm.ops.sandwich_norm.api import rms_norm_add_rms_norm
+from jaxnorm.ops.norm.added_api import add_rms_norm
 
 # Norms of rows, and the functions that compute them.
 FUNCTIONS: dict[type, calls.Functions] = {
@@ -34,17 +44,23 @@ def added(norm: Any, x: jax.Array, residual: jax.Array, branch_scale: jax.Array 
             results = linen_calls.fused(add, norm, rows, None, linen_calls.there)
         if results is not None:
             return results
-    elif (results := add_of_own(norm, x, residual, branch_scale)) is not None:
+    elif (results := _added_of_known(norm, x, residual, branch_scale)) is not None:
         return results
     return calls.add_first(lambda total, mask: norm(total), (x, residual), None, branch_scale)
 
 
-def sandwiched(post: Any, norm: Any, x: jax.Array, residual: jax.Array) -> Any:
-    """`norm(h), h` of `h = residual + post(x)`: one call for norms of known models, two for others."""
-    outer, inner = said(post), said(norm)
-    if outer is None or inner is None or outer.keywords != inner.keywords or x.dtype != residual.dtype:
-        return added(norm, post(x), residual)
-    return rms_norm_add_rms_norm(x, residual, outer.scale, inner.scale, **outer.keywords)
+def _added_of_known(norm: Any, x: jax.Array, residual: jax.Array, branch_scale: jax.Array | None) -> Any:
+    """`added` of an RMSNorm of a known model, whose sum has the residual's dtype; None of others."""
+    cls = type(norm)
+    own = known.own(class_before(cls) or cls, norm)
+    formula = own.plain if isinstance(own, Own) else None
+    if formula is None or formula.function != "rms_norm":
+        return None
+    parameters = parameters_of(formula, norm)
+    if formula.why_not(residual, parameters) is not None:
+        return None
+    scale, keywords = formula.arguments(residual.dtype, parameters)
+    return add_rms_norm(x, residual, scale, branch_scale=branch_scale, **keywords)
 
 
 def silu_of_norm(norm: Any, x: jax.Array) -> jax.Array:

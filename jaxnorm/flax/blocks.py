@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxnorm.flax import nnx_calls
-from jaxnorm.flax.block_parts import added, sandwiched, silu_of_norm
+from jaxnorm.flax.block_parts import added, silu_of_norm
 from jaxnorm.flax.calls import nnx
 from jaxnorm.ops.gated_activation.api import gated_activation
 from jaxnorm.ops.norm.added_api import add_layer_norm
@@ -37,12 +37,12 @@ def decoder_layer(block: Any, x: jax.Array, *args: Any, **kwargs: Any) -> Any:
 def sandwich_layer(block: Any, x: jax.Array, *args: Any, **kwargs: Any) -> Any:
     """`h = x + post_attention_layernorm(attention(input_layernorm(x)))`, then so of the MLP: Gemma 2 and 3.
 
-    The MLP stands between `pre_feedforward_layernorm` and `post_feedforward_layernorm`. The norm of what attention
-    gives, the sum and the norm before the MLP are one call where the norms are a known model's, and two otherwise.
+    The MLP stands between `pre_feedforward_layernorm` and `post_feedforward_layernorm`. The first sum goes with the
+    norm after it.
     """
     attention = _child(block, "self_attn", "attn")
     y, rest = _first(attention(block.input_layernorm(x), *args, **kwargs))
-    y, h = sandwiched(block.post_attention_layernorm, block.pre_feedforward_layernorm, y, x)
+    y, h = added(block.pre_feedforward_layernorm, block.post_attention_layernorm(y), x)
     return _with(block.post_feedforward_layernorm(block.mlp(y)) + h, rest)
 
 

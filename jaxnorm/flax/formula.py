@@ -74,16 +74,20 @@ class Formula:
     def is_gated(self) -> bool:
         return self.function == "gated_rms_norm"
 
-    def compute(self, arrays: Sequence[jax.Array], parameters: Mapping[str, jax.Array], **options: Any) -> jax.Array:
-        """The function of x, or of x and a gate."""
+    def arguments(self, dtype: Any, parameters: Mapping[str, jax.Array]) -> tuple[jax.Array | None, dict[str, Any]]:
+        """The scale and all keywords of the function for x of this dtype."""
         scale, bias = (None if name is None else parameters[name] for name in (self.scale, self.bias))
+        keywords = self.keywords() | ({} if bias is None else {"bias": bias})
         # The result's dtype is that of the scale as it is used.
         scale = scale if scale is None or self.scale_dtype is None else scale.astype(self.scale_dtype)
         if scale is not None and self.rounds_sum:
-            scale, options = scale + self.scale_offset, {"scale_offset": 0.0} | options
-        out = self.result_dtype(arrays[0].dtype, None if scale is None else scale.dtype)
-        given = {"bias": bias} if bias is not None else {}
-        return FUNCTIONS[self.function](*arrays, scale, **given, **self.keywords() | {"out_dtype": out} | options)
+            scale, keywords = scale + self.scale_offset, keywords | {"scale_offset": 0.0}
+        return scale, keywords | {"out_dtype": self.result_dtype(dtype, None if scale is None else scale.dtype)}
+
+    def compute(self, arrays: Sequence[jax.Array], parameters: Mapping[str, jax.Array], **options: Any) -> jax.Array:
+        """The function of x, or of x and a gate."""
+        scale, keywords = self.arguments(arrays[0].dtype, parameters)
+        return FUNCTIONS[self.function](*arrays, scale, **keywords | options)
 
     def text(self, arguments: tuple[str, ...], read: str) -> str:
         """The call as Python; `read` is how a parameter is read, with {} for its name."""
@@ -117,7 +121,7 @@ class Own:
         """What the module's own code computes, within rounding, of a call without a `why_not`."""
         formula, arrays = self._formula(args, kwargs)
         assert formula is not None
-        return formula.compute(arrays, _parameters(formula, module))
+        return formula.compute(arrays, parameters_of(formula, module))
 
     def why_not(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """Why a call is left to the module's own code; None if a formula is the same."""
@@ -129,7 +133,7 @@ class Own:
             if gate.shape == x.shape and (formula.dtypes is None or gate.dtype == x.dtype):
                 continue
             return f"a gate of {gate.dtype}{list(gate.shape)} for x of {x.dtype}{list(x.shape)}"
-        return formula.why_not(x, _parameters(formula, module))
+        return formula.why_not(x, parameters_of(formula, module))
 
     def _formula(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Formula | None, list[jax.Array]]:
         """The formula of a call, None where there is none, with x and maybe a gate."""
@@ -169,7 +173,7 @@ def required(cls: type) -> int:
     return sum(3 if parameter.kind is parameter.KEYWORD_ONLY else 1 for parameter in without)
 
 
-def _parameters(formula: Formula, module: Any) -> dict[str, jax.Array]:
+def parameters_of(formula: Formula, module: Any) -> dict[str, jax.Array]:
     """The parameters that a formula names, by their names."""
     names = [name for name in (formula.scale, formula.bias) if name is not None]
     if isinstance(module, linen.Module):

@@ -184,7 +184,7 @@ BLOCKS = {
     "known sandwich": (
         lambda: Sandwich(rngs(), KnownNorm),
         "sandwich_layer",
-        {"rms_norm": 2, "rms_norm_add_rms_norm": 1},
+        {"rms_norm": 4},
     ),
     "ViT": (lambda: Vit(rngs(), scaled=False), "vit_layer", {"layer_norm": 2}),
     "LayerScale": (lambda: Vit(rngs(), scaled=True), "vit_layer", {"layer_norm": 2}),
