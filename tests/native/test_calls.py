@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from calls import BF16, F16, WORKSPACE, call, is_refused, statistics, struct, without
+from calls import BF16, F16, WORKSPACE, call, is_refused, statistics, struct
 from cases import KINDS, bits, operands
 from native import target
 
@@ -74,38 +74,21 @@ def test_calls_of_a_sum_as_they_should_be(kind):
 X_INT, X_F16, X_BF16 = (struct(ROWS, COLS, dtype=dtype) for dtype in (jnp.int32, F16, BF16))
 # What is changed, and what the message names.
 MALFORMED_FORWARD = {
-    "no operands": ({"operands": ()}, "operand"),
-    "x alone": ({"operands": (X,)}, "scale"),
-    "no bias": ({"operands": (X, WEIGHT)}, "bias"),
-    "a fourth operand": ({"operands": (X, WEIGHT, WEIGHT, WEIGHT)}, "operands"),
-    "a short scale": ({"operands": (X, struct(COLS - 1), WEIGHT)}, "scale"),
     "a long scale": ({"operands": (X, struct(COLS + 1), WEIGHT)}, "scale"),
-    "a scale of one": ({"operands": (X, struct(1), WEIGHT)}, "scale"),
     "a scalar scale": ({"operands": (X, struct(), WEIGHT)}, "scale"),
     "a scale for each row and one bias": ({"operands": (X, X, WEIGHT)}, "bias"),
     "a bias for each row and one scale": ({"operands": (X, WEIGHT, X)}, "bias"),
     "a scale for other rows": ({"operands": (X, struct(ROWS // 2, COLS), WEIGHT)}, "scale"),
     "a scale with more axes than x": ({"operands": (X, struct(1, ROWS, COLS), WEIGHT)}, "scale"),
-    "a short bias": ({"operands": (X, WEIGHT, struct(COLS // 2))}, "bias"),
-    "integer scale": ({"operands": (X, struct(COLS, dtype=jnp.int16), WEIGHT)}, "scale"),
-    "integer x": ({"operands": (X_INT, WEIGHT, WEIGHT)}, "x "),
     "scalar x": ({"operands": (struct(), WEIGHT, WEIGHT)}, "axes"),
     "empty rows": ({"operands": (struct(ROWS, 0), struct(0), struct(0)), "results": [struct(ROWS, 0)]}, "row"),
-    "scale denied": ({"has_scale": False}, "operands|bias"),
-    "bias denied": ({"has_bias": False}, "operands"),
     "no axes": ({"axes": np.int64(0)}, "axes"),
     "negative axes": ({"axes": np.int64(-1)}, "axes"),
     "more axes than x has": ({"axes": np.int64(3)}, "axes"),
     "axes beyond any": ({"axes": np.int64(2**62)}, "axes"),
     "axes beyond scale's": ({"axes": np.int64(2)}, "scale"),
-    "y without a row": ({"results": [struct(ROWS - 1, COLS)]}, "y "),
-    "y without a column": ({"results": [struct(ROWS, COLS - 1)]}, "y "),
     "y padded by rows": ({"results": [struct(ROWS + 1, COLS)]}, "y "),
-    "flat y": ({"results": [struct(ROWS * COLS)]}, "y "),
-    "integer y": ({"results": [X_INT]}, "y "),
-    "flat statistics": ({"results": [X, struct(ROWS), struct(ROWS)]}, "mean|rstd"),
     "statistics in bfloat16": ({"results": [X, *[struct(ROWS, 1, dtype=BF16)] * 2]}, "mean|rstd"),
-    "a fourth result": ({"results": [X, *[STATISTIC] * 3]}, "results"),
     "half types mixed": ({"operands": (X_F16, WEIGHT, WEIGHT), "results": [X_BF16]}, "dtype"),
 }
 if jax.default_backend() == "cpu":
@@ -113,55 +96,26 @@ if jax.default_backend() == "cpu":
     MALFORMED_FORWARD["no y"] = ({"results": []}, "y ")
 # Operands are dy, x, the statistics and scale; results dx, dscale, dbias, and a workspace where there is one.
 MALFORMED_BACKWARD = {
-    "dy alone": (lambda o, r: (o[:1], r), "x is missing"),
-    "no statistics": (lambda o, r: (o[:2], r), "mean|rstd"),
-    "no scale": (lambda o, r: (o[:-1], r), "scale"),
-    "one operand more": (lambda o, r: ([*o, WEIGHT], r), "operands"),
-    "dy without a row": (lambda o, r: ([struct(ROWS - 1, COLS), *o[1:]], r), "x is|dy is"),
-    "integer dy": (lambda o, r: ([X_INT, *o[1:]], r), "dy is"),
     "x transposed": (lambda o, r: ([o[0], struct(COLS, ROWS), *o[2:]], r), "dy is"),
-    "dy without a column": (lambda o, r: ([struct(ROWS, COLS - 1), *o[1:]], r), "dy is"),
-    "integer x": (lambda o, r: ([o[0], X_INT, *o[2:]], r), "x is"),
-    "flat statistics": (lambda o, r: ([*o[:2], *[struct(ROWS)] * len(o[2:-1]), o[-1]], r), "mean|rstd"),
-    "a statistic short": (lambda o, r: ([*o[:2], *[struct(ROWS - 1, 1)] * len(o[2:-1]), o[-1]], r), "mean|rstd"),
     "half statistics": (lambda o, r: ([*o[:2], *[struct(ROWS, 1, dtype=F16)] * len(o[2:-1]), o[-1]], r), "mean|rstd"),
-    "a short scale": (lambda o, r: ([*o[:-1], struct(COLS - 1)], r), "scale"),
     "a scale for each row and one dscale": (lambda o, r: ([*o[:-1], X], r), "dscale"),
     "a scale and dscale for each row and one dbias": (lambda o, r: ([*o[:-1], X], [r[0], X, *r[2:]]), "dbias"),
     "half types mixed": (lambda o, r: ([X_F16, X_BF16, *o[2:]], r), "dtype"),
     "dx of another dtype": (lambda o, r: (o, [X_BF16, *r[1:]]), "dx"),
-    "dx without a row": (lambda o, r: (o, [struct(ROWS - 1, COLS), *r[1:]]), "dx"),
-    "a short dscale": (lambda o, r: (o, [r[0], struct(COLS - 1), *r[2:]]), "dscale"),
     "dscale of another dtype": (lambda o, r: (o, [r[0], struct(COLS, dtype=BF16), *r[2:]]), "dscale"),
-    "dbias of one": (lambda o, r: (o, [*r[:2], struct(1), *r[3:]]), "dbias"),
-    "no dbias": (lambda o, r: (o, r[:2]), "dbias"),
-    "one result more": (lambda o, r: (o, [*r, X]), "results"),
 }
 MALFORMED_SUM = {
-    "residual denied": ({"has_residual": False}, "scale|bias|results|operands"),
-    "no residual": ({"operands": (X, WEIGHT, WEIGHT)}, "residual"),
-    "a residual without a row": ({"operands": (X, struct(ROWS - 1, COLS), WEIGHT, WEIGHT)}, "residual"),
-    "a residual of one row": ({"operands": (X, WEIGHT, WEIGHT, WEIGHT)}, "residual"),
-    "integer residual": ({"operands": (X, X_INT, WEIGHT, WEIGHT)}, "residual"),
-    "no sum": ({"results": [X]}, "sum"),
-    "a sum without a row": ({"results": [X, struct(ROWS - 1, COLS)]}, "sum"),
     "a sum of another dtype": ({"results": [X, X_BF16]}, "sum"),
     "half types mixed": ({"operands": (X_F16, X_BF16, WEIGHT, WEIGHT), "results": [X, X_BF16]}, "dtype"),
     "half types mixed in sum and y": ({"operands": (X, X_BF16, WEIGHT, WEIGHT), "results": [X_F16, X_BF16]}, "dtype"),
 }
 MALFORMED_DSUM = {
-    "dsum denied": ({"has_dsum": False}, "operands"),
-    "dsum without a row": ({"dsum": struct(ROWS - 1, COLS)}, "dsum"),
     "dsum of another dtype": ({"dsum": X_BF16}, "dsum"),
     "dsum without dx": ({"with_dx": False}, "dsum"),
 }
 MALFORMED_BACKWARD_ATTRIBUTES = {
     "no axes": ({"axes": np.int64(0)}, "axes"),
     "more axes than x has": ({"axes": np.int64(3)}, "axes"),
-    "scale denied": ({"has_scale": False}, "operands|scale"),
-    "dx denied": ({"with_dx": False}, "results|dscale"),
-    "dscale denied": ({"with_dscale": False}, "results|workspace"),
-    "dbias denied": ({"with_dbias": False}, "results|dbias|workspace"),
 }
 
 
@@ -199,12 +153,6 @@ def test_malformed_attributes_of_a_backward_call(kind, name):
     changes, message = MALFORMED_BACKWARD_ATTRIBUTES[name]
     with is_refused(target(kind, "bwd"), message):
         backward(kind, **changes)
-
-
-@pytest.mark.parametrize("missing", FORWARD)
-def test_a_forward_call_without_an_attribute(kind, missing):
-    with is_refused(target(kind, "fwd"), "attributes"):
-        call(target(kind, "fwd"), [X], (X, WEIGHT, WEIGHT), without(FORWARD, missing))
 
 
 @pytest.mark.parametrize(

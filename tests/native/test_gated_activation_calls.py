@@ -46,12 +46,8 @@ def test_calls_of_nothing():
 
 
 MALFORMED_FORWARD = {
-    "no operands": ({"operands": ()}, "operand"),
-    "no up": ({"operands": (ROW,)}, "up is missing"),
     "up denied": ({"has_up": False}, "last axis but one of x is not 2 long"),
-    "up of another shape": ({"operands": (ROW, SHORT)}, "up is F32.*39"),
     "up of another dtype": ({"operands": (ROW, HALF)}, "up is BF16.*F32"),
-    "integer x": ({"operands": (struct(ROWS, COLS, dtype=jnp.int32), ROW)}, "x is S32"),
     "quantised x": ({"operands": (struct(ROWS, COLS, dtype=jnp.int8), ROW)}, "x is S8"),
     "a flat x of both": ({"operands": (struct(2 * COLS),), "results": [struct(COLS)], "has_up": False}, "axes"),
     "three in one": ({"operands": (struct(ROWS, 3, COLS),), "has_up": False}, "not 2 long"),
@@ -59,22 +55,17 @@ MALFORMED_FORWARD = {
     "rows of nothing": ({"operands": (struct(ROWS, 0),) * 2, "results": [struct(ROWS, 0)]}, "row"),
     "y of another dtype": ({"results": [HALF]}, "y is BF16"),
     "y as x of both": ({"operands": (BOTH,), "results": [BOTH], "has_up": False}, "y is"),
-    "results more": ({"results": [ROW, ROW]}, "results"),
     "unknown activation": ({"activation": "relu"}, "activation is none of silu, sigmoid, relu2, gelu, gelu_exact"),
 }
 MALFORMED_BACKWARD = {
-    "no x": ({"operands": (ROW,)}, "x"),
-    "no up": ({"operands": (ROW, ROW)}, "up is missing"),
     "x of another dtype": ({"operands": (ROW, HALF, ROW)}, "x is BF16.*F32"),
     "dy as x of both": ({"operands": (BOTH, BOTH), "results": [BOTH], **PACKED}, "dy is"),
-    "dy of another shape": ({"operands": (SHORT, ROW, ROW)}, "dy is"),
     "dup of both": (
         {"operands": (ROW, BOTH), "results": [BOTH, BOTH], "has_up": False},
         "dup is wanted and x has both",
     ),
     "dx without room": ({"operands": (ROW, BOTH), "results": [ROW], **PACKED}, "dx is"),
     "dup of another dtype": ({"results": [ROW, HALF]}, "dup is BF16"),
-    "results more": ({"results": [ROW, ROW, ROW]}, "results"),
     "unknown activation": ({"activation": "none"}, "activation is none of"),
 }
 if jax.default_backend() == "cpu":  # on a GPU there is nothing to wait for, and the error comes too late

@@ -43,12 +43,9 @@ def test_calls_of_nothing():
 
 
 MALFORMED = {
-    "no operands": ({"operands": ()}, "operand"),
-    "no up": ({"operands": (ROW,)}, "up is missing"),
     "up of another dtype": ({"operands": (ROW, struct(ROWS, COLS, dtype=BF16))}, "up is BF16.*F32"),
     "values of half a float": ({"results": [struct(ROWS, COLS, dtype=BF16), SCALES]}, "values is BF16"),
     "values as x of both": ({"operands": (BOTH,), "results": [BOTH, SCALES], "has_up": False}, "values is"),
-    "no scales": ({"results": [VALUES]}, "scales is missing"),
     "scales of groups": ({"results": [VALUES, OF_GROUPS]}, "scales is"),
     "scales of a row": ({"group": np.int64(32)}, "scales is"),
     "half scales": ({"results": [VALUES, struct(ROWS, 1, dtype=BF16)]}, "scales is BF16"),
@@ -62,10 +59,8 @@ MALFORMED = {
         {"operands": (ROW, ROW, SCALES), "has_given": True, "results": [VALUES]},
         "static_scale",
     ),
-    "no smooth factors": ({"has_smooth": True}, "smooth_scale"),
     "smooth factors": ({"operands": (ROW, ROW, struct(COLS)), "has_smooth": True}, "no kernel of gates takes"),
     "a small bound": ({"max_scale": np.float32(0)}, "max_scale"),
-    "results more": ({"results": [VALUES, SCALES, SCALES]}, "results"),
     "unknown activation": ({"activation": "relu"}, "activation is none of"),
 }
 

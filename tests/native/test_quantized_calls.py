@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from calls import BF16, F16, call, is_refused, struct, without
+from calls import BF16, F16, call, is_refused, struct
 from cases import KINDS, bits, draw_bias, draw_scale, draw_smooth, draw_x
 from native import target
 from quantizing import quantize
@@ -49,19 +49,11 @@ def test_calls_as_they_should_be(kind):
 GIVEN = (X, WEIGHT, WEIGHT, WEIGHT, struct())
 # What is changed, and what the message names.
 MALFORMED = {
-    "no operands": ({"operands": ()}, "operand"),
-    "x alone": ({"operands": (X,)}, "scale"),
-    "no smooth factors": ({"operands": (X, WEIGHT, WEIGHT)}, "smooth_scale"),
-    "short smooth factors": ({"operands": (X, WEIGHT, WEIGHT, struct(COLS - 1))}, "smooth_scale"),
-    "smooth factors for each row": ({"operands": (X, WEIGHT, WEIGHT, X)}, "smooth_scale"),
-    "integer smooth factors": ({"operands": (X, WEIGHT, WEIGHT, struct(COLS, dtype=jnp.int8))}, "smooth_scale"),
     "smooth factors of float8": (
         {"operands": (X, WEIGHT, WEIGHT, struct(COLS, dtype=jnp.float8_e5m2))},
         "smooth_scale is F8E5M2",
     ),
-    "smooth factors denied": ({"has_smooth": False}, "operands"),
     "x of 8 bits": ({"operands": (VALUES, WEIGHT, WEIGHT, WEIGHT)}, "x is S8"),
-    "an operand more": ({"operands": GIVEN}, "operands"),
     "no static scale": ({"results": [VALUES], "has_given": True}, "static_scale"),
     "a static scale of a row": (
         {"operands": (X, WEIGHT, WEIGHT, WEIGHT, WEIGHT), "results": [VALUES], "has_given": True},
@@ -86,11 +78,6 @@ MALFORMED = {
         "values",
     ),
     "unsigned values": ({"results": [struct(ROWS, COLS, dtype=jnp.uint8), STATISTIC]}, "values"),
-    "values without a row": ({"results": [struct(ROWS - 1, COLS, dtype=jnp.int8), STATISTIC]}, "values"),
-    "flat values": ({"results": [struct(ROWS * COLS, dtype=jnp.int8), STATISTIC]}, "values"),
-    "no scales": ({"results": [VALUES]}, "scales"),
-    "flat scales": ({"results": [VALUES, struct(ROWS)]}, "scales"),
-    "scales without a row": ({"results": [VALUES, struct(ROWS - 1, 1)]}, "scales"),
     "half scales": ({"results": [VALUES, struct(ROWS, 1, dtype=BF16)]}, "scales"),
     "scales of groups without groups": ({"results": [VALUES, GROUPS]}, "scales"),
     "scales of rows with groups": ({"group": np.int64(64)}, "scales"),
@@ -122,14 +109,6 @@ MALFORMED = {
         {"operands": (struct(ROWS, 0), *[struct(0)] * 3), "results": [struct(ROWS, 0, dtype=jnp.int8), STATISTIC]},
         "row",
     ),
-    "flat statistics": ({"results": [VALUES, STATISTIC, struct(ROWS)]}, "mean|rstd"),
-    "results more": ({"results": [VALUES, *[STATISTIC] * 4]}, "results"),
-    "a residual denied": ({"operands": (X, X, WEIGHT, WEIGHT, WEIGHT)}, "scale|operands"),
-    "a residual without a row": (
-        {"operands": (X, struct(ROWS - 1, COLS), WEIGHT, WEIGHT, WEIGHT), "has_residual": True},
-        "residual",
-    ),
-    "no sum": ({"operands": (X, X, WEIGHT, WEIGHT, WEIGHT), "has_residual": True}, "sum"),
     "a sum of another dtype": (
         {
             "operands": (X, X, WEIGHT, WEIGHT, WEIGHT),
@@ -154,12 +133,6 @@ def test_a_malformed_call(kind, name):
     changes, message = MALFORMED[name]
     with is_refused(target(kind, "quantized_fwd"), message):
         quantized(kind, **changes)
-
-
-@pytest.mark.parametrize("missing", QUANTIZED)
-def test_a_call_without_an_attribute(kind, missing):
-    with is_refused(target(kind, "quantized_fwd"), "attributes"):
-        call(target(kind, "quantized_fwd"), [VALUES, STATISTIC], (X, *[WEIGHT] * 3), without(QUANTIZED, missing))
 
 
 # What Python never asks for is harmless too: the same bits as through the package.

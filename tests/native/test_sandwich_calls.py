@@ -1,9 +1,8 @@
 """The handlers of the sandwich norm, handed inconsistent buffers, say so; they never read or write past one."""
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from calls import BF16, F16, WORKSPACE, call, each_is_refused, is_refused, struct, without
+from calls import BF16, F16, WORKSPACE, call, each_is_refused, struct
 from ops import SANDWICH
 
 pytestmark = pytest.mark.kernels
@@ -67,23 +66,13 @@ def test_a_gradient_of_the_scale_alone_reads_nothing_of_x():
 
 
 MALFORMED_FORWARD = {
-    "no operands": ({"operands": ()}, "operand"),
-    "no residual": ({"operands": (ROW,)}, "residual"),
-    "no scale": ({"operands": (ROW, ROW, WEIGHT)}, "scale is missing"),
-    "scale denied": ({"has_scale": False}, "operands"),
-    "residual without a row": ({"operands": (ROW, struct(ROWS - 1, COLS), WEIGHT, WEIGHT)}, "residual"),
     "half types mixed": (
         {"operands": (BRAIN, HALF, WEIGHT, WEIGHT), "results": [BRAIN, HALF]},
         "x and the residual have different dtypes",
     ),
-    "integer x": ({"operands": (struct(ROWS, COLS, dtype=jnp.int32), ROW, WEIGHT, WEIGHT)}, "x is S32"),
-    "short post_scale": ({"operands": (ROW, ROW, struct(COLS - 1), WEIGHT)}, "post_scale"),
     "scale of rows": ({"operands": (ROW, ROW, WEIGHT, ROW)}, "scale"),
     "y of another dtype": ({"results": [BRAIN, ROW]}, "y is BF16"),
     "sum of another dtype": ({"results": [ROW, BRAIN]}, "new_residual is BF16"),
-    "flat statistics": ({"results": [ROW, ROW, struct(ROWS), RSTD]}, "post_rstd"),
-    "one statistic": ({"results": [ROW, ROW, RSTD]}, "rstd is missing"),
-    "results more": ({"results": [ROW, ROW, RSTD, RSTD, RSTD]}, "results"),
     "empty rows": (
         {"operands": (*[struct(ROWS, 0)] * 2, *[struct(0)] * 2), "results": [struct(ROWS, 0)] * 2},
         "row",
@@ -91,11 +80,8 @@ MALFORMED_FORWARD = {
     "scalar x": ({"operands": (struct(),) * 4, "results": [struct()] * 2}, "axes"),
 }
 MALFORMED_BACKWARD = {
-    "no x": ({"operands": (ROW,)}, "x"),
-    "no rstd": ({"operands": OPERANDS[:4]}, "rstd"),
     "half rstd": ({"operands": replaced(3, struct(ROWS, 1, dtype=BF16))}, "rstd"),
     "x of another dtype": ({"operands": replaced(1, BRAIN)}, "x is BF16"),
-    "a sum without a row": ({"operands": replaced(2, struct(ROWS - 1, COLS))}, "new_residual"),
     "half types mixed": ({"operands": (BRAIN, BRAIN, HALF, *OPERANDS[3:])}, "different dtypes"),
     "dsum of another dtype": ({"operands": replaced(7, BRAIN)}, "dnew_residual is BF16"),
     "dscale without a scale": ({"operands": (*OPERANDS[:6], ROW), "has_scale": False}, "there is no scale"),
@@ -104,21 +90,8 @@ MALFORMED_BACKWARD = {
     "dresidual of another dtype": ({"results": replaced(1, BRAIN, GRADIENTS)}, "dresidual is BF16"),
     "dpost_scale of another dtype": ({"results": replaced(2, struct(COLS, dtype=BF16), GRADIENTS)}, "dpost_scale"),
     "long dscale": ({"results": replaced(3, struct(COLS + 1), GRADIENTS)}, "dscale"),
-    "results more": ({"extra": [*WORKSPACE, RSTD]}, "results"),
 }
 
 
 test_a_malformed_forward = each_is_refused(FWD, forward, MALFORMED_FORWARD)
 test_a_malformed_backward = each_is_refused(BWD, backward, MALFORMED_BACKWARD)
-
-
-@pytest.mark.parametrize("missing", FORWARD)
-def test_a_forward_without_an_attribute(missing):
-    with is_refused("", "attributes"):
-        call(FWD, [ROW, ROW], (ROW, ROW, WEIGHT, WEIGHT), without(FORWARD, missing))
-
-
-@pytest.mark.parametrize("missing", BACKWARD)
-def test_a_backward_without_an_attribute(missing):
-    with is_refused("", "attributes"):
-        call(BWD, [*GRADIENTS, *WORKSPACE], OPERANDS, without(BACKWARD, missing))

@@ -51,15 +51,12 @@ def test_a_call_without_starts(log, way):
 
 
 MALFORMED = {
-    "no starts": ((WHERE, LENGTHS), {}, "starts is missing"),
     "starts denied": ((WHERE, LENGTHS, STARTS), {"has_starts": False}, "number of operands"),
     "starts without lengths": ((WHERE, STARTS), {"has_lengths": False}, "there are starts, but no lengths"),
     "starts of other rows": ((WHERE, LENGTHS, struct(1, 2, 1, dtype=jnp.int32)), {}, "starts is S32"),
     "starts of columns": ((WHERE, LENGTHS, struct(1, 3, 8, dtype=jnp.int32)), {}, "starts is S32"),
-    "flat starts": ((WHERE, LENGTHS, struct(3, dtype=jnp.int32)), {}, "starts is S32"),
     "starts of floats": ((WHERE, LENGTHS, struct(1, 3, 1)), {}, "starts is F32"),
     "lengths of other rows": ((WHERE, struct(1, 2, 1, dtype=jnp.int32), STARTS), {}, "lengths is S32"),
-    "where of bytes": ((struct(2, 1, 8, dtype=jnp.uint8), LENGTHS, STARTS), {}, "where is U8"),
 }
 
 

@@ -1,0 +1,60 @@
+"""A native call whose buffers or attributes do not fit together says so; none reads or writes past a buffer."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from calls import call
+from coverage import over
+from native_calls import malformed, native_calls_of
+from ops import EACH, OPS, ROTARY
+
+pytestmark = [pytest.mark.kernels, pytest.mark.any_code]
+
+SAID = "is missing|expected|different dtypes|rows are of|no row|there (are|is)|not there|is not|wanted"
+
+
+def run(native):
+    return call(native.target, native.results, native.operands, native.attributes)
+
+
+def calls_of(op):
+    """Of the results alone, of which no gradient keeps the statistics, and of results and gradients."""
+    args = op.draw(op.small)
+    return [
+        *native_calls_of(op.run(op.function), *args),
+        *native_calls_of(jax.value_and_grad(op.loss(), op.all), *args),
+    ]
+
+
+def goes_unseen(native, wrong):
+    """What XLA's GPU runtime does not report, a call without results; and a workspace of another size or none."""
+    if jax.default_backend() == "cpu":
+        return False
+    *others, last = native.results
+    return not wrong.results or (
+        (len(last.shape), last.dtype) == (1, jnp.float32)
+        and list(wrong.results[: len(others)]) == others
+        and all((len(more.shape), more.dtype) == (1, jnp.float32) for more in wrong.results[len(others) :])
+    )
+
+
+@over(OPS, default=(*EACH, ROTARY[-1]))
+def test_a_malformed_call(op):
+    calls = calls_of(op)
+    assert {native.target for native in calls} == {op.forward, op.backward}
+    well_formed = {repr(native) for native in calls}
+    for native in calls:
+        run(native)
+    passed = []
+    for right, (what, wrong) in [(c, each) for c in calls for each in malformed(c)]:
+        if repr(wrong) in well_formed or (wrong.results != right.results and goes_unseen(right, wrong)):
+            continue
+        try:
+            run(wrong)
+            passed.append(f"{right.target}, {what}: is accepted")
+        except jax.errors.JaxRuntimeError as error:
+            if not re.search(f"{right.target}: .*({SAID})", str(error)):
+                passed.append(f"{right.target}, {what}: {error}")
+    assert not passed, "\n".join(passed)
