@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 F32, F16, BF16 = jnp.float32, jnp.float16, jnp.bfloat16
@@ -19,7 +20,7 @@ def call(name, results, inputs, attributes):
     # A side effect, or XLA would drop a call without results. A new function each time, since JAX's cache takes
     # np.int32(1) and True for one.
     handler = jax.ffi.ffi_call(name, results, has_side_effect=True)
-    arguments = [jnp.ones(i.shape, i.dtype) for i in inputs]
+    arguments = [np.ones(i.shape, i.dtype) for i in inputs]
     return jax.block_until_ready(jax.jit(lambda *args: handler(*args, **attributes))(*arguments))
 
 
