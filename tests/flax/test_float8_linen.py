@@ -1,7 +1,5 @@
 """`linen.float8_linears`: the `Dense` layers that are called within compute `float8_linear`, with their parameters."""
 
-from functools import partial
-
 import flax.linen
 import jax
 import jax.numpy as jnp
@@ -9,6 +7,8 @@ import numpy as np
 import pytest
 from cases import bits, draw, draw_x
 from flax_apis import assert_close, assert_gradients_close
+from linears import DIMS, FEATURES
+from linen_linears import CHANGED, Mixed, ScaledDense
 
 import jaxnorm
 import jaxnorm.linen
@@ -17,50 +17,9 @@ from jaxnorm.linen import float8_linears
 
 pytestmark = pytest.mark.jax_version
 
-DIMS = (3, 4, 16)
-FEATURES = DIMS[-1]
 COLUMNS = 32
 E4M3 = Quantization(jnp.float8_e4m3fn)
 RECIPES = {"default": Float8Recipe(), "other": Float8Recipe("tensor", "compute", power_of_two=True, save="inputs")}
-own_dot = partial(jax.lax.dot_general, precision="highest")
-
-
-class ScaledDense(flax.linen.Dense):
-    """A subclass that computes something else."""
-
-    @flax.linen.compact
-    def __call__(self, inputs):
-        return 2 * flax.linen.Dense(self.features, name="inner")(inputs)
-
-
-class NamedDense(flax.linen.Dense):
-    """Flax's under another name."""
-
-
-class Mixed(flax.linen.Module):
-    """Layers in every place where a model may have them."""
-
-    def setup(self):
-        self.listed = [flax.linen.Dense(FEATURES), NamedDense(FEATURES, use_bias=False)]
-
-    @flax.linen.compact
-    def __call__(self, x):
-        dense = partial(flax.linen.Dense, FEATURES)
-        for layer in self.listed:
-            x = jnp.sin(layer(x))
-        x = flax.linen.LayerNorm()(dense(name="own_dot", dot_general=own_dot)(x))
-        x = ScaledDense(FEATURES, name="scaled")(dense(name="own_class", dot_general_cls=lambda: own_dot)(x))
-        x = x + flax.linen.DenseGeneral(FEATURES, name="general")(inputs=x) + dense(name="last")(inputs=x)
-        y = flax.linen.Einsum((FEATURES, FEATURES), "...d,df->...f", name="einsum")(x)
-        return y + flax.linen.Embed(4, FEATURES, name="embed")(jnp.arange(4))
-
-
-CHANGED = {
-    ("listed_0",): flax.linen.Dense,
-    ("listed_1",): NamedDense,
-    ("scaled", "inner"): flax.linen.Dense,
-    ("last",): flax.linen.Dense,
-}
 LEFT = {
     ("own_dot",): (flax.linen.Dense, "it has a dot_general of its own"),
     ("own_class",): (flax.linen.Dense, "it has a dot_general_cls of its own"),
