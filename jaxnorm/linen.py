@@ -4,6 +4,7 @@ from jaxnorm.flax.compare import linen_compare as compare
 from jaxnorm.flax.linen_activations import GatedActivation
 from jaxnorm.flax.linen_float8 import float8_linears
 from jaxnorm.flax.linen_groups import GroupNorm, InstanceNorm
+from jaxnorm.flax.linen_linear import quantized_linears
 from jaxnorm.flax.linen_norms import (
     AddLayerNorm,
     AddRMSNorm,
@@ -14,6 +15,7 @@ from jaxnorm.flax.linen_norms import (
     QuantizedRMSNorm,
     RMSNorm,
 )
+from jaxnorm.flax.linen_quantize import quantize_linears
 from jaxnorm.flax.linen_replace import replace_norms
 
 __all__ = [
@@ -30,5 +32,7 @@ __all__ = [
     "RMSNorm",
     "compare",
     "float8_linears",
+    "quantize_linears",
+    "quantized_linears",
     "replace_norms",
 ]

@@ -84,7 +84,7 @@ QUANTISE = nnx_layers.Change(
     "quantise",
     "quantised",
     of_linen="its modules are of flax.linen",
-    linen_remedy="only models of flax.nnx are served",
+    linen_remedy="a linen module has no weights. Call jaxnorm.linen.quantize_linears on it and its variables",
 )
 
 

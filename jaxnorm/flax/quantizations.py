@@ -11,18 +11,10 @@ from jaxnorm.quantization import Quantization
 
 def pair(function: str, weights: Any, activations: Any) -> tuple[Quantization, Quantization | None]:
     """Both, quantised with a scale for each row, to dtypes of which there is a product."""
-    weights = _quantization(function, "weights", weights)
-    given = {"weights": weights}
-    if activations is not None:
-        given["activations"] = activations = _quantization(function, "activations", activations)
-    for name, quantization in given.items():
-        if quantization.granularity != "token":
-            why = "an output" if name == "weights" else "a row of the input"
-            raise ValueError(
-                f"{function}: {name} has granularity={quantization.granularity!r}, expected 'token', a scale for {why}."
-            )
+    weights = of_rows(function, "weights", weights)
     if activations is None:
         return weights, None
+    activations = of_rows(function, "activations", activations)
     theirs, ours = (jnp.dtype(quantization.dtype) for quantization in (weights, activations))
     if ours.name not in (expected := dtypes_beside(theirs)):
         raise TypeError(
@@ -30,6 +22,17 @@ def pair(function: str, weights: Any, activations: Any) -> tuple[Quantization, Q
             f"{theirs}; leave activations out to quantise the weights only."
         )
     return weights, activations
+
+
+def of_rows(function: str, name: str, given: Any) -> Quantization:
+    """What is given for "weights" or "activations", or what a dtype stands for, with a scale for each row."""
+    quantization = _quantization(function, name, given)
+    if quantization.granularity != "token":
+        why = "an output" if name == "weights" else "a row of the input"
+        raise ValueError(
+            f"{function}: {name} has granularity={quantization.granularity!r}, expected 'token', a scale for {why}."
+        )
+    return quantization
 
 
 def _quantization(function: str, name: str, given: Any) -> Quantization:

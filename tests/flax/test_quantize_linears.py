@@ -14,21 +14,13 @@ from cases import bits, draw, draw_x
 from flax_apis import assert_close
 from jax.sharding import Mesh, PartitionSpec
 from linears import CHANGED, DIMS, FEATURES, NamedLinear, ScaledLinear, mixed
+from quantized_linears import E4M3, ERRORS, INT4, INT8, each_pair
 
 import jaxnorm
 from jaxnorm import Quantization, Quantized
 from jaxnorm.nnx import QuantizedLinear, QuantizedParam, QuantizedRMSNorm
 
 pytestmark = pytest.mark.jax_version
-
-INT8, INT4, E4M3, E5M2 = (Quantization(dtype) for dtype in (jnp.int8, jnp.int4, jnp.float8_e4m3fn, jnp.float8_e5m2))
-# Each dtype of weights with inputs as they are, and with those of the kind that its product takes.
-PAIRS = {
-    f"{weights.dtype}-{activations.dtype if activations else 'plain'}": (weights, activations)
-    for weights, kind in ((INT8, INT8), (INT4, INT8), (E4M3, E4M3), (E5M2, E4M3))
-    for activations in (None, kind)
-}
-each_pair = pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
 
 
 LEFT = {
@@ -80,10 +72,6 @@ def test_a_layer_is_the_product_of_the_same_arrays(pair, dtype):
     y = flax.nnx.jit(lambda layer, x: layer(x))(layer, x)
     assert y.dtype == dtype
     assert bits(y) == bits(jax.jit(product)(x, quantized, bias))
-
-
-# How far a layer may be from Flax's, against the largest result: an int4 has 15 values, an e5m2 two bits of mantissa.
-ERRORS = {"int8": 0.02, "int4": 0.2, "float8_e4m3fn": 0.1, "float8_e5m2": 0.2}
 
 
 @each_pair
@@ -273,7 +261,7 @@ def test_names_of_mesh_axes_go_with_their_axes(as_spec):
 
 GROUPS = Quantization(jnp.int8, "group", group_size=64)
 WRONG = {
-    "a linen model": ((flax.linen.Dense(4), INT8), TypeError, "a module of flax.linen, Dense: only models of flax.nnx"),
+    "a linen model": ((flax.linen.Dense(4), INT8), TypeError, "a module of flax.linen, Dense: .*jaxnorm.linen.quan"),
     "no model": (({"kernel": jnp.ones((2, 2))}, INT8), TypeError, "model must be a flax.nnx module, .* got dict"),
     "no linear layer": ((flax.nnx.Dict(), INT8), ValueError, "there is no flax.nnx.Linear to quantise in Dict"),
     "none that can be": ((flax.nnx.Embed(2, 2, rngs=flax.nnx.Rngs(0)), INT8), ValueError, r"in Embed:\nleft .*only"),

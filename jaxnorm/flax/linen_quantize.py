@@ -1,0 +1,260 @@
+"""How the variables of a model of `flax.linen` get quantised weights of its linear layers."""
+
+import dataclasses
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jaxnorm.flax import linen_layers, replacement
+from jaxnorm.flax.calls import linen
+from jaxnorm.flax.linen_layers import Change
+from jaxnorm.flax.linen_linear import LAYERS, is_quantised, product, quantized_linears, summed_axes
+from jaxnorm.flax.quantizations import of_rows
+from jaxnorm.inspect.explain import of_arrays
+from jaxnorm.ops.quantize.api import quantize
+from jaxnorm.quantization import Quantization, Quantized
+
+# Their layers have kernels that are made of the parameters at each call.
+NORMALISING = (linen.WeightNorm, linen.SpectralNorm)
+
+
+def quantize_linears(
+    module: Any,
+    variables: Any,
+    *args: Any,
+    weights: Quantization | DTypeLike,
+    only: replacement.Only | None = None,
+    **kwargs: Any,
+) -> tuple[Any, replacement.Report]:
+    """The variables of a trained model of `flax.linen` with the weights of its linear layers quantised.
+
+        variables, report = jaxnorm.linen.quantize_linears(model, variables, tokens, weights=jnp.int8)
+        print(report)
+        with jaxnorm.linen.quantized_linears():
+            logits = model.apply(variables, tokens)
+
+    In place of each "kernel" (in, out) that a `flax.linen.Dense` has in the collection "params" there are "values" of
+    shape (out, in) and "scales" of shape (out, 1), one for each output, in a box with the kernel's names of mesh axes
+    if it is in an `nn.Partitioned`. That of a `DenseGeneral` (*in, *out) gives values (*out, *in) and scales with a 1
+    for each axis of in. Axes of layers that `nn.scan` or `nn.vmap` stacks stay where they are, and so does all else.
+    What was given is not changed.
+
+    A linen module has no layers until it is called, so it is traced with args, as by `jax.eval_shape`: nothing runs.
+    What this call does not reach is not quantised, nor is it in the report; call this again for it, as for another
+    `method`.
+
+    Left are `Einsum`, convolutions and embeddings, a `DenseGeneral` with `batch_dims`, subclasses with a `__call__` of
+    their own, layers with a `dot_general`, `dot_general_cls` or `promote_dtype` of their own, and kernels of which the
+    variables do not say all: whose dtype is not the `param_dtype` on which that of the result depends, or which
+    `jax.vmap` maps.
+
+    Args:
+      module: the model.
+      variables: what its `apply` takes. To load a quantised checkpoint, give what `jax.eval_shape` makes of `init`, and
+        load into the result.
+      args, kwargs: of `module.apply(variables, *args, **kwargs)`. Arrays may be `jax.ShapeDtypeStruct`s.
+      weights: to float8_e4m3fn, float8_e5m2, int8 or int4, with granularity "token"; a dtype alone stands for that.
+      only: a function of the path and the layer, true of those to quantise. None is all. A model of mixed types takes
+        a call for each: what is quantised already is left.
+
+    Returns:
+      The new variables and a `jaxnorm.replacement.Report`: `replaced` has (path, class) of each layer that was
+      quantised, `left` has (path, class, why) of each that was not.
+
+    Raises:
+      TypeError: module is no module of flax.linen, variables have no "params", weights is no `Quantization`, or only no
+        function.
+      ValueError: the call has no layer to quantise, or a granularity is not "token".
+    """
+    _check(module, variables)
+    weights = of_rows("quantize_linears", "weights", weights)
+    replacement.check_only("quantize_linears", only)
+    params = flax.traverse_util.flatten_dict(variables["params"], keep_empty_nodes=True)  # type: ignore[no-untyped-call]
+    report, chosen = _chosen(module, variables, params, weights, only, args, kwargs)
+    if not chosen:
+        left = f":\n{report}" if report.left else "; pass what it is called with."
+        raise ValueError(f"quantize_linears: there is no linear layer to quantise in {type(module).__name__}{left}")
+    for path, axes in chosen.items():
+        params |= {(*path, name): array for name, array in _variables(params.pop((*path, "kernel")), axes, weights)}
+    return _with_params(variables, params), report
+
+
+def _check(module: Any, variables: Any) -> None:
+    if not isinstance(module, linen.Module):
+        raise TypeError(
+            f"quantize_linears: module must be of flax.linen, got {type(module).__name__}; models of flax.nnx go to "
+            f"jaxnorm.quantize_linears."
+        )
+    if not isinstance(variables, Mapping) or "params" not in variables:
+        got = list(variables) if isinstance(variables, Mapping) else type(variables).__name__
+        raise TypeError(f"quantize_linears: variables must be a mapping with 'params', as init gives it, got {got}.")
+
+
+class _Axes(NamedTuple):
+    """Those of a kernel, without those of stacked layers."""
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+    @classmethod
+    def of(cls, axes: tuple[Any, ...], layer: Any, x: Any) -> "_Axes":
+        summed = len(summed_axes(layer, x))
+        return cls(axes[:summed], axes[summed:])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Kernel(linen.meta.AxisMetadata[Any]):
+    """A kernel that knows where it is in the parameters, and which of its axes there it has within `nn.scan`."""
+
+    value: Any
+    path: replacement.Path = dataclasses.field(metadata={"static": True})
+    axes: tuple[int | None, ...] = dataclasses.field(metadata={"static": True})
+
+    def unbox(self) -> Any:
+        return self.value
+
+    def replace_boxed(self, val: Any) -> Any:
+        return dataclasses.replace(self, value=val)
+
+    def add_axis(self, index: int, params: Any) -> Any:
+        return dataclasses.replace(self, axes=(*self.axes[:index], None, *self.axes[index:]))
+
+    def remove_axis(self, index: int, params: Any) -> Any:
+        axes = list(self.axes)
+        del axes[index]
+        return dataclasses.replace(self, axes=tuple(axes))
+
+
+def _chosen(
+    module: Any, variables: Any, params: Any, weights: Quantization, only: Any, args: Any, kwargs: Any
+) -> tuple[replacement.Report, dict[replacement.Path, _Axes]]:
+    """The report, and where the kernels are that it says are quantised."""
+    reached: set[replacement.Path] = set()
+    chosen: dict[replacement.Path, _Axes] = {}
+
+    def reach(layer: Any, x: Any) -> jax.Array:
+        reached.add(layer.path)
+        return compute(layer, x, linen.meta.unbox(_kernel(layer)))
+
+    def choose(layer: Any, x: Any) -> jax.Array:
+        kernel = _kernel(layer)
+        chosen[kernel.path] = _Axes.of(kernel.axes, layer, x)
+        return compute(layer, x, kernel.value)
+
+    def compute(layer: Any, x: Any, kernel: jax.Array) -> jax.Array:
+        return product(layer, x, _quantised(kernel, _Axes.of(tuple(range(kernel.ndim)), layer, x), weights), None)
+
+    def leave_normalised(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        before = set(reached)
+        y = call(*args, **kwargs)
+        if isinstance(context.module, NORMALISING):
+            reached.intersection_update(before)
+        return y
+
+    def trace(change: Change, only: Any, params: Any) -> replacement.Report:
+        def run(params: Any, *args: Any, **kwargs: Any) -> None:
+            # Within, those that are quantised already.
+            with linen_layers.changed(change, only) as report, quantized_linears():
+                module.apply(_with_params(variables, params), *args, **kwargs)
+            reports.append(report)
+
+        reports: list[replacement.Report] = []
+        arrays, traceable = of_arrays(run, (params, *args), kwargs)
+        jax.eval_shape(traceable, arrays)
+        return reports[0]
+
+    with linen.intercept_methods(leave_normalised):
+        trace(Change("quantised", LAYERS, reach, _why_never), None, params)
+    # Only kernels that are reached, as others may be read by what takes no box.
+    marked = {path: _marked(path, leaf) if path[:-1] in reached else leaf for path, leaf in params.items()}
+    return trace(Change("quantised", LAYERS, choose, _why_left), only, marked), chosen
+
+
+def _with_params(variables: Any, params: Any) -> Any:
+    """Variables of the same type with these, flattened, as parameters."""
+    nested = flax.traverse_util.unflatten_dict(params)  # type: ignore[no-untyped-call]
+    return type(variables)({**variables, "params": type(variables["params"])(nested)})
+
+
+def _marked(path: replacement.Path, leaf: Any) -> Any:
+    """The leaf, in a box where it is a kernel."""
+    if path[-1] != "kernel":
+        return leaf
+    array = _unboxed(leaf)
+    return _Kernel(array, path[:-1], tuple(range(array.ndim)))
+
+
+def _unboxed(leaf: Any) -> Any:
+    """The array, or its shape and dtype, which no constraint of a mesh takes."""
+    return leaf.value if isinstance(leaf, linen.Partitioned) else linen.meta.unbox(leaf)
+
+
+def _kernel(layer: Any) -> Any:
+    return layer.get_variable("params", "kernel")
+
+
+def _why_never(layer: Any, x: Any) -> str | None:
+    """Why the kernel of a layer is not quantised, whatever it is. None if that depends on it."""
+    if is_quantised(layer):
+        return "it is quantised already"
+    batch = getattr(layer, "batch_dims", ())
+    return linen_layers.why_left(layer, x) or (f"it has batch_dims={batch}" if batch else None)
+
+
+def _why_left(layer: Any, x: Any) -> str | None:
+    """Why the kernel of a layer is not quantised. None if it is."""
+    if why := _why_never(layer, x):
+        return why
+    kernel = _kernel(layer)
+    if not isinstance(kernel, _Kernel):
+        return "its kernel is made of parameters by the model"
+    if None in kernel.axes or len(kernel.axes) != kernel.value.ndim:
+        return "its kernel is mapped by other means than nn.vmap and nn.scan"
+    if layer.dtype is None and kernel.value.dtype != layer.param_dtype:
+        return f"its kernel is {kernel.value.dtype}, its param_dtype {jnp.dtype(layer.param_dtype)}: give it a dtype"
+    return None
+
+
+def _variables(leaf: Any, axes: _Axes, weights: Quantization) -> list[tuple[str, Any]]:
+    """What is in place of a kernel, by name, in boxes with its names of mesh axes where it has such."""
+    array = _unboxed(leaf)
+    # Of a model without values there is only what shapes and dtypes come of it.
+    quantised = partial(_quantised, axes=axes, weights=weights)
+    quantized = jax.eval_shape(quantised, array) if isinstance(array, jax.ShapeDtypeStruct) else quantised(array)
+    arrays = {"values": quantized.values, "scales": quantized.scales}
+    if not isinstance(leaf, linen.Partitioned):
+        return list(arrays.items())
+    names = (*leaf.names, *[None] * (array.ndim - len(leaf.names)))
+    of_values = [names[axis] for axis in _order(array.ndim, axes)]
+    of_scales = [None if axis in _summed_places(axes) else name for axis, name in enumerate(of_values)]
+    return [
+        (name, leaf.replace(value=array, names=tuple(names)))
+        for (name, array), names in zip(arrays.items(), (of_values, of_scales), strict=True)
+    ]
+
+
+@partial(jax.jit, static_argnames=("axes", "weights"))
+def _quantised(kernel: jax.Array, axes: _Axes, weights: Quantization) -> Quantized:
+    """Outputs come before what is summed; axes of stacked layers stay."""
+    transposed = kernel.transpose(_order(kernel.ndim, axes))
+    result: Quantized = quantize(transposed, weights, axis=_summed_places(axes))
+    return result
+
+
+def _order(rank: int, axes: _Axes) -> list[int]:
+    """Which axis of a kernel is at each place of its values."""
+    order = list(range(rank))
+    for place, axis in zip(sorted((*axes.inputs, *axes.outputs)), (*axes.outputs, *axes.inputs), strict=True):
+        order[place] = axis
+    return order
+
+
+def _summed_places(axes: _Axes) -> list[int]:
+    """The axes of values over which a product sums."""
+    return sorted((*axes.inputs, *axes.outputs))[len(axes.outputs) :]

@@ -1,0 +1,521 @@
+"""`linen.quantize_linears`: values and scales in place of kernels, of which layers compute `quantized_dot`."""
+
+from functools import partial
+
+import flax.linen
+import flax.nnx
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint
+import pytest
+from cases import bits, draw, draw_x
+from flax_apis import assert_close
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from linears import DIMS, FEATURES
+from linen_linears import CHANGED, Mixed, ScaledDense
+from quantized_linears import E4M3, ERRORS, INT4, INT8, each_pair
+
+import jaxnorm
+import jaxnorm.linen
+from jaxnorm import Quantization, Quantized
+from jaxnorm.linen import quantize_linears, quantized_linears
+
+pytestmark = pytest.mark.jax_version
+
+COLUMNS = 32
+QUANTISED = CHANGED | {("general",): flax.linen.DenseGeneral}
+LEFT = {
+    ("own_dot",): (flax.linen.Dense, "it has a dot_general of its own"),
+    ("own_class",): (flax.linen.Dense, "it has a dot_general_cls of its own"),
+    ("scaled",): (ScaledDense, "its __call__ is not Flax's"),
+    ("einsum",): (flax.linen.Einsum, "only flax.linen.Dense and DenseGeneral are quantised"),
+    ("embed",): (flax.linen.Embed, "only flax.linen.Dense and DenseGeneral are quantised"),
+}
+
+
+@pytest.fixture(scope="module")
+def variables():
+    return Mixed().init(jax.random.key(0), draw_x(DIMS))
+
+
+def dense(cls=flax.linen.Dense, features=COLUMNS, x=None, **fields):
+    layer = cls(features, bias_init=lambda key, shape, dtype: draw("bias", shape).astype(dtype), **fields)
+    return layer, layer.init(jax.random.key(0), draw_x(DIMS) if x is None else x)
+
+
+def called(module, variables, *args, activations=None, **kwargs):
+    with quantized_linears(activations):
+        return module.apply(variables, *args, **kwargs)
+
+
+def quantised(module, variables, weights=INT8, args=None, **options):
+    return quantize_linears(module, variables, *(args or [draw_x(DIMS)]), weights=weights, **options)[0]
+
+
+def test_it_says_what_it_quantised_and_left(variables):
+    _, report = quantize_linears(Mixed(), variables, draw_x(DIMS), weights=INT8)
+    assert dict(report.replaced) == QUANTISED
+    assert {path: (cls, why) for path, cls, why in report.left} == LEFT
+    assert len(report.replaced) + len(report.left) == len(QUANTISED | LEFT)
+
+
+def test_a_call_says_what_it_computes_so(variables):
+    new = quantised(Mixed(), variables, only=lambda path, _: path != ("last",))
+    with quantized_linears() as report:
+        Mixed().apply(new, draw_x(DIMS))
+    assert dict(report.replaced) == {path: cls for path, cls in QUANTISED.items() if path != ("last",)}
+    left = {path: why for path, _, why in report.left}
+    not_quantised = dict.fromkeys((("last",), ("own_dot",), ("own_class",)), "its kernel is not quantised")
+    assert left == {path: why for path, (_, why) in LEFT.items()} | not_quantised
+
+
+def test_values_and_scales_are_in_place_of_kernels(variables):
+    new = quantised(Mixed(), variables)
+    flat, was = (flax.traverse_util.flatten_dict(v["params"]) for v in (new, variables))
+    kernels = {(*path, "kernel") for path in QUANTISED}
+    made = {(*path, name) for path in QUANTISED for name in ("values", "scales")}
+    assert flat.keys() == was.keys() - kernels | made
+    assert all(flat[path] is was[path] for path in was.keys() - kernels)
+    assert kernels < flax.traverse_util.flatten_dict(variables["params"]).keys()
+
+
+def test_the_types_of_variables_stay(variables):
+    frozen = flax.core.freeze(variables)
+    new = quantised(Mixed(), frozen)
+    assert isinstance(new, flax.core.FrozenDict)
+    assert bits(flax.core.unfreeze(new)) == bits(quantised(Mixed(), variables))
+
+
+@each_pair
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_layer_is_the_product_of_the_same_arrays(pair, dtype):
+    weights, activations = pair
+    (layer, variables), x = dense(dtype=dtype), draw_x(DIMS)
+    kernel, bias = (variables["params"][name] for name in ("kernel", "bias"))
+    new = quantised(layer, variables, weights)
+
+    quantized = jax.jit(partial(jaxnorm.quantize, quantization=weights))(kernel.T)
+    values, scales = (new["params"][name] for name in ("values", "scales"))
+    assert (values.shape, scales.shape, values.dtype) == ((COLUMNS, FEATURES), (COLUMNS, 1), weights.dtype)
+    assert bits([values, scales]) == bits([quantized.values, quantized.scales])
+
+    def product(x, quantized, bias):
+        x = x.astype(dtype)
+        x = jaxnorm.quantize(x, activations) if activations else x
+        return jaxnorm.quantized_dot(x, quantized, out_dtype=dtype, bias=bias)
+
+    y = jax.jit(partial(called, layer, activations=activations))(new, x)
+    assert y.dtype == dtype
+    assert bits(y) == bits(jax.jit(product)(x, quantized, bias))
+
+
+@each_pair
+def test_a_model_stays_close_to_what_it_was(pair):
+    class Layers(flax.linen.Module):
+        @flax.linen.compact
+        def __call__(self, x):
+            for _ in range(2):
+                x = x + jnp.sin(flax.linen.Dense(FEATURES)(x))
+            return x
+
+    x = draw_x(DIMS)
+    plain = Layers().init(jax.random.key(0), x)
+    expected = Layers().apply(plain, x)
+    y = called(Layers(), quantised(Layers(), plain, pair[0]), x, activations=pair[1])
+    assert jnp.abs(y - expected).max() < ERRORS[pair[0].dtype.name] * jnp.abs(expected).max()
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": jnp.float16}, {"param_dtype": jnp.bfloat16}, {"use_bias": False}])
+@pytest.mark.parametrize("x_dtype", [jnp.float32, jnp.bfloat16, jnp.int32])
+@pytest.mark.parametrize("cls", [flax.linen.Dense, flax.linen.DenseGeneral])
+def test_the_results_dtype_is_flaxs(cls, options, x_dtype):
+    layer, variables = dense(cls, **options)
+    x = draw_x(DIMS).astype(x_dtype)
+    expected = layer.apply(variables, x)
+    y = called(layer, quantised(layer, variables), x, activations=INT8)
+    assert (y.dtype, y.shape) == (expected.dtype, expected.shape)
+
+
+GENERAL = {
+    "heads": ({"features": (4, 8)}, (3, 5, 16)),
+    "from heads": ({"features": 16, "axis": (-2, -1)}, (3, 5, 4, 8)),
+    "to heads from heads": ({"features": (2, 3), "axis": (-2, -1)}, (3, 5, 4, 8)),
+    "axes in front": ({"features": 16, "axis": (1, 0)}, (3, 5, 8)),
+}
+
+
+@pytest.mark.parametrize("activations", [None, INT8], ids=["plain", "int8"])
+@pytest.mark.parametrize("name", GENERAL)
+def test_a_layer_of_several_axes_is_a_product_of_matrices(name, activations):
+    fields, dims = GENERAL[name]
+    x = draw_x(dims)
+    layer, variables = dense(flax.linen.DenseGeneral, x=x, **fields)
+    kernel, bias = (variables["params"][name] for name in ("kernel", "bias"))
+    axes = sorted(fields.get("axis", (-1,)))  # as Flax takes them
+    rows = jnp.moveaxis(x, axes, range(-len(axes), 0))
+    rows = rows.reshape(*rows.shape[: -len(axes)], -1)
+    weights = jaxnorm.quantize(kernel.reshape(rows.shape[-1], -1).T, INT8)
+
+    new = quantised(layer, variables, args=[x])
+    summed = kernel.shape[: len(axes)]
+    shapes = ((*bias.shape, *summed), (*bias.shape, *[1] * len(axes)))
+    assert (new["params"]["values"].shape, new["params"]["scales"].shape) == shapes
+    rows = jaxnorm.quantize(rows, INT8) if activations else rows
+    expected = jaxnorm.quantized_dot(rows, weights, out_dtype=jnp.float32, bias=bias.ravel())
+    y = called(layer, new, x, activations=activations)
+    assert_close(y, expected.reshape(*expected.shape[:-1], *bias.shape))
+
+
+def test_attention():
+    attention = flax.linen.MultiHeadDotProductAttention(4)
+    x = draw("x", (2, 8, FEATURES))
+    variables = attention.init(jax.random.key(0), x)
+    new, report = quantize_linears(attention, variables, x, weights=INT8)
+    assert {path for path, _ in report.replaced} == {(name,) for name in ("query", "key", "value", "out")}
+    expected = attention.apply(variables, x)
+    assert jnp.abs(called(attention, new, x) - expected).max() < 0.02 * jnp.abs(expected).max()
+
+
+class Layer(flax.linen.Module):
+    @flax.linen.compact
+    def __call__(self, x, _=None):
+        general = flax.linen.DenseGeneral(FEATURES, axis=(-2, -1), use_bias=False)
+        x = jnp.sin(flax.linen.Dense(FEATURES, use_bias=False)(x))
+        return jnp.sin(general(x.reshape(*x.shape[:-1], 2, -1))), None
+
+
+# As many layers as there are features, so that no axis is told by its length.
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_layers_that_a_scan_of_remat_stacks(axis):
+    options = {"variable_axes": {"params": axis}, "split_rngs": {"params": True}, "length": FEATURES}
+    model, x = flax.linen.scan(flax.linen.remat(Layer), **options)(), draw_x(DIMS)
+    layers = [Layer().init(jax.random.key(seed), x) for seed in range(FEATURES)]
+    new = quantised(model, jax.tree.map(lambda *leaves: jnp.stack(leaves, axis), *layers), args=(x, None))
+
+    expected = [quantised(Layer(), layer) for layer in layers]
+    assert bits(new) == bits(jax.tree.map(lambda *leaves: jnp.stack(leaves, axis), *expected))
+    y = x
+    for layer in expected:
+        y, _ = called(Layer(), layer, y)
+    assert_close(jax.jit(partial(called, model))(new, x, None)[0], y)
+
+
+def test_layers_that_vmap_stacks():
+    mapped = flax.linen.vmap(flax.linen.Dense, variable_axes={"params": 1}, split_rngs={"params": True})
+    x = draw_x(DIMS)
+    model, single = mapped(COLUMNS, use_bias=False), flax.linen.Dense(COLUMNS, use_bias=False)
+    variables = model.init(jax.random.key(0), x)
+    kernels = variables["params"]["kernel"]
+    assert kernels.shape == (FEATURES, DIMS[0], COLUMNS)
+    new = quantised(model, variables)
+    assert [new["params"][name].shape for name in ("values", "scales")] == [(32, 3, 16), (32, 3, 1)]
+    for row, kernel, y in zip(x, jnp.moveaxis(kernels, 1, 0), called(model, new, x), strict=True):
+        assert_close(y, called(single, quantised(single, {"params": {"kernel": kernel}}, args=[row]), row))
+
+
+def test_examples_of_models_that_jax_maps():
+    layer, x = flax.linen.Dense(COLUMNS), draw_x(DIMS)
+    variables = jax.vmap(lambda key: layer.init(key, x))(jax.random.split(jax.random.key(0), 2))
+    new = jax.jit(jax.vmap(lambda variables: quantised(layer, variables)))(variables)
+    for example, y in enumerate(jax.vmap(lambda v: called(layer, v, x))(new)):
+        one = jax.tree.map(lambda leaf, example=example: leaf[example], variables)
+        assert_close(y, called(layer, quantised(layer, one), x))
+
+
+class Mapped(flax.linen.Module):
+    @flax.linen.compact
+    def __call__(self, x):
+        layer = flax.linen.Dense(FEATURES, use_bias=False, parent=None)
+        kernel = self.param("kernel", flax.linen.initializers.ones, (2, FEATURES, FEATURES))
+        return jax.vmap(lambda kernel: layer.apply({"params": {"kernel": kernel}}, x))(kernel)
+
+
+class Normalised(flax.linen.Module):
+    normalise: type
+
+    @flax.linen.compact
+    def __call__(self, x):
+        normalised = self.normalise(flax.linen.Dense(FEATURES))
+        return normalised(flax.linen.Dense(FEATURES)(x), **CALLS[self.normalise])
+
+
+CALLS = {flax.linen.WeightNorm: {}, flax.linen.SpectralNorm: {"update_stats": False}}
+
+
+@pytest.mark.parametrize("normalise", CALLS)
+def test_a_kernel_that_is_made_at_each_call_is_left(normalise):
+    x, model = draw_x(DIMS), Normalised(normalise)
+    variables = model.init(jax.random.key(0), x)
+    new, report = quantize_linears(model, variables, x, weights=INT8)
+    assert report.replaced == [(("Dense_1",), flax.linen.Dense)]
+    assert report.left == [(("Dense_0",), flax.linen.Dense, "its kernel is made of parameters by the model")]
+    expected = model.apply(variables, x)
+    assert jnp.abs(called(model, new, x) - expected).max() < 0.02 * jnp.abs(expected).max()
+
+
+def test_kernels_that_jax_maps_are_left():
+    variables = Mapped().init(jax.random.key(0), draw_x(DIMS))
+    with pytest.raises(ValueError, match=r"its kernel is made of parameters by the model$"):
+        quantised(Mapped(), variables)
+
+
+def test_two_layers_with_the_kernel_of_one():
+    class Twice(flax.linen.Module):
+        @flax.linen.compact
+        def __call__(self, x):
+            layer = flax.linen.Dense(FEATURES)
+            return layer(jnp.sin(layer(x)))
+
+    x = draw_x(DIMS)
+    variables = Twice().init(jax.random.key(0), x)
+    new, report = quantize_linears(Twice(), variables, x, weights=INT8)
+    assert report.replaced == [(("Dense_0",), flax.linen.Dense)]
+    layer, parameters = flax.linen.Dense(FEATURES), {"params": new["params"]["Dense_0"]}
+    assert_close(called(Twice(), new, x), called(layer, parameters, jnp.sin(called(layer, parameters, x))))
+
+
+def test_other_parameters_of_the_name_stay():
+    class Other(flax.linen.Module):
+        @flax.linen.compact
+        def __call__(self, x):
+            kernel = self.param("kernel", flax.linen.initializers.ones, (FEATURES, FEATURES))
+            return flax.linen.Conv(FEATURES, (3,))(flax.linen.Dense(FEATURES)(x @ kernel))
+
+    variables = Other().init(jax.random.key(0), draw_x(DIMS))
+    new = quantised(Other(), variables)
+    assert new["params"]["kernel"] is variables["params"]["kernel"]
+    assert new["params"]["Conv_0"]["kernel"] is variables["params"]["Conv_0"]["kernel"]
+
+
+def test_a_call_that_needs_more_than_an_x():
+    class Model(flax.linen.Module):
+        @flax.linen.compact
+        def encode(self, x, train):
+            x = flax.linen.Dropout(0.5)(flax.linen.Dense(FEATURES)(x), deterministic=not train)
+            return flax.linen.BatchNorm(use_running_average=not train)(x)
+
+    x = jax.ShapeDtypeStruct(DIMS, jnp.float32)
+    keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    variables = Model().init(keys, draw_x(DIMS), train=True, method="encode")
+    options = {"train": True, "mutable": ["batch_stats"], "rngs": keys, "method": "encode"}
+    new, report = quantize_linears(Model(), variables, x, weights=INT8, **options)
+    assert report.replaced == [(("Dense_0",), flax.linen.Dense)]
+    assert new["batch_stats"] is variables["batch_stats"]
+
+
+def test_only_chooses_layers_and_types_of_weights(variables):
+    new, first = quantize_linears(
+        Mixed(), variables, draw_x(DIMS), weights=INT4, only=lambda path, layer: path[0].startswith("listed")
+    )
+    assert {path for path, _ in first.replaced} == {("listed_0",), ("listed_1",)}
+    assert {path for path, _, why in first.left if why == "only is false of it"} == {
+        ("scaled", "inner"),
+        ("last",),
+        ("general",),
+    }
+    new, second = quantize_linears(Mixed(), new, draw_x(DIMS), weights=E4M3)
+    already = {path for path, _, why in second.left if why == "it is quantised already"}
+    assert already == {("listed_0",), ("listed_1",)}
+    assert [new["params"][name]["values"].dtype for name in ("listed_0", "last")] == [jnp.int4, jnp.float8_e4m3fn]
+
+    # A context for each type of activations, the outer one first.
+    with (
+        quantized_linears(INT8, only=lambda path, layer: path[0].startswith("listed")) as of_int8,
+        quantized_linears(E4M3) as of_float8,
+    ):
+        Mixed().apply(new, draw_x(DIMS))
+    assert dict(of_int8.replaced).keys() == {("listed_0",), ("listed_1",)}
+    assert dict(of_float8.replaced).keys() == QUANTISED.keys() - dict(of_int8.replaced).keys()
+
+
+def test_a_quantised_norm_in_front():
+    class Block(flax.linen.Module):
+        norm: type
+
+        @flax.linen.compact
+        def __call__(self, x):
+            return flax.linen.Dense(COLUMNS)(self.norm(name="norm")(x))
+
+    x = draw_x(DIMS)
+    variables = Block(flax.linen.RMSNorm).init(jax.random.key(0), x)
+    block = Block(partial(jaxnorm.linen.QuantizedRMSNorm, quantization=INT8))
+    new = quantised(block, variables)
+    y = called(block, new, x)
+    values, scales, bias = (new["params"]["Dense_0"][name] for name in ("values", "scales", "bias"))
+    quantized = jaxnorm.rms_norm_quantized(x, jnp.ones(FEATURES), quantization=INT8)
+    assert y.dtype == jnp.bfloat16
+    assert bits(y) == bits(jaxnorm.quantized_dot(quantized, Quantized(values, scales), bias=bias))
+
+
+def test_parameters_are_made_within_as_without(variables):
+    with quantized_linears() as report:
+        within = Mixed().init(jax.random.key(0), draw_x(DIMS))
+    assert bits(within) == bits(variables)
+    assert report.replaced == []
+
+
+def test_it_goes_with_replace_norms(variables):
+    new = quantised(Mixed(), variables)
+    with jaxnorm.linen.replace_norms() as norms:
+        y = called(Mixed(), new, draw_x(DIMS))
+    assert dict(norms.replaced) == {("LayerNorm_0",): flax.linen.LayerNorm}
+    assert_close(y, called(Mixed(), new, draw_x(DIMS)))
+
+
+@each_pair
+def test_a_checkpoint_is_loaded_into_variables_without_values(pair, tmp_path, variables):
+    new = quantised(Mixed(), variables, pair[0])
+    shapes = jax.eval_shape(lambda: Mixed().init(jax.random.key(0), draw_x(DIMS)))
+    target = quantised(Mixed(), shapes, pair[0])
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), target) == jax.tree.map(
+        lambda leaf: (leaf.shape, leaf.dtype), new
+    )
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "checkpoint", new)
+        checkpointer.wait_until_finished()
+        loaded = checkpointer.restore(tmp_path / "checkpoint", target)
+    assert bits(loaded) == bits(new)
+
+
+@pytest.mark.parametrize("weights", [INT8, E4M3], ids=["int8", "float8"])
+def test_bytes_of_flax_serialization(weights, variables):
+    new = quantised(Mixed(), variables, weights)
+    data = flax.serialization.to_bytes(new)
+    assert bits(flax.serialization.from_bytes(jax.tree.map(jnp.zeros_like, new), data)) == bits(new)
+
+
+def test_values_and_scales_have_no_gradient():
+    layer, variables = dense()
+    new = quantised(layer, variables, E4M3)["params"]
+
+    def loss(bias, scales, x):
+        return called(layer, {"params": {**new, "bias": bias, "scales": scales}}, x).sum()
+
+    of_bias, of_scales, of_x = jax.grad(loss, (0, 1, 2))(new["bias"], new["scales"], draw_x(DIMS))
+    assert_close(of_bias, jnp.full(COLUMNS, 12.0))
+    assert not of_scales.any()
+    weights = Quantized(new["values"], new["scales"]).dequantize()
+    assert_close(of_x, jnp.broadcast_to(weights.sum(0), DIMS))
+
+
+def mesh():
+    return Mesh(np.array(jax.devices()[:2]).reshape(1, 2), ("a", "b"))
+
+
+@pytest.mark.parametrize("names", [("a", "b"), ("a",), (None, "b")])
+@pytest.mark.parametrize("partitioned", [flax.linen.with_partitioning, flax.linen.with_logical_partitioning])
+def test_names_of_mesh_axes_go_with_their_axes(partitioned, names):
+    init = partitioned(flax.linen.initializers.lecun_normal(), names)
+    layer, variables = dense(kernel_init=init)
+    new = quantised(layer, variables)["params"]
+    of_inputs, of_outputs = (*names, None)[:2]
+    assert (new["values"].names, new["scales"].names) == ((of_outputs, of_inputs), (of_outputs, None))
+    assert type(new["values"]) is type(variables["params"]["kernel"])
+    shapes = jax.eval_shape(layer.init, jax.random.key(0), draw_x(DIMS))
+    with jax.set_mesh(mesh()):
+        assert jax.tree.structure(quantised(layer, shapes)) == jax.tree.structure({"params": new})
+    plain = {"params": flax.linen.meta.unbox(variables["params"])}
+    assert bits(called(layer, {"params": new}, draw_x(DIMS))) == bits(
+        called(layer, quantised(layer, plain), draw_x(DIMS))
+    )
+
+
+def test_names_of_stacked_layers():
+    init = flax.linen.with_partitioning(flax.linen.initializers.lecun_normal(), (None, "b"))
+
+    class Sharded(flax.linen.Module):
+        @flax.linen.compact
+        def __call__(self, x, _):
+            return flax.linen.Dense(FEATURES, kernel_init=init)(x), None
+
+    model = flax.linen.scan(
+        Sharded,
+        variable_axes={"params": 0},
+        split_rngs={"params": True},
+        length=3,
+        metadata_params={flax.linen.PARTITION_NAME: "layers"},
+    )()
+    variables = model.init(jax.random.key(0), draw_x(DIMS), None)
+    new = quantised(model, variables, args=(draw_x(DIMS), None))
+    layer = new["params"]["Dense_0"]
+    assert (layer["values"].names, layer["scales"].names) == (("layers", "b", None), ("layers", "b", None))
+    y, _ = called(model, new, draw_x(DIMS), None)
+    plain = flax.linen.meta.unbox(new)
+    assert bits(y) == bits(called(model, plain, draw_x(DIMS), None)[0])
+
+
+def test_a_kernel_that_is_split_over_devices():
+    layer, variables = dense()
+    split = NamedSharding(mesh(), PartitionSpec(None, "b"))
+    kernel = jax.device_put(variables["params"]["kernel"], split)
+    new = quantised(layer, {"params": {**variables["params"], "kernel": kernel}})
+    assert new["params"]["values"].sharding.is_equivalent_to(NamedSharding(mesh(), PartitionSpec("b")), 2)
+    program = jax.jit(partial(called, layer)).lower(new, draw_x(DIMS)).compile().as_text()
+    assert "all-gather(" not in program
+    assert_close(
+        jax.jit(partial(called, layer))(new, draw_x(DIMS)), called(layer, quantised(layer, variables), draw_x(DIMS))
+    )
+
+
+def test_what_is_left_for_a_reason():
+    cast = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), dense()[1])
+    given = {
+        "it has batch_dims=(0,)": dense(flax.linen.DenseGeneral, batch_dims=(0,)),
+        "it is of complex64": dense(param_dtype=jnp.complex64),
+        "its kernel is bfloat16, its param_dtype float32: give it a dtype": (dense()[0], cast),
+    }
+    for why, (layer, variables) in given.items():
+        with pytest.raises(ValueError, match=r"^quantize_linears: there is no linear layer to quantise in ") as error:
+            quantised(layer, variables)
+        assert str(error.value).endswith(f":\nleft      (the model itself): {type(layer).__name__}: {why}")
+    layer = flax.linen.Dense(COLUMNS, dtype=jnp.bfloat16)
+    assert called(layer, quantised(layer, cast), draw_x(DIMS)).dtype == jnp.bfloat16
+
+
+WRONG = {
+    "an nnx model": (
+        (flax.nnx.Dict(), {}),
+        {},
+        TypeError,
+        "module must be of flax.linen, got Dict; .* go to",
+    ),
+    "no variables": ((flax.linen.Dense(4), {"w": 1}), {}, TypeError, r"a mapping with 'params', as .*, got \['w'\]"),
+    "a function": ((*dense(), 1.0), {"only": "head"}, TypeError, "only must be a function of .*, got 'head'"),
+    "a dtype": ((*dense(), 1.0), {"weights": jnp.int16}, TypeError, "weights must be a jaxnorm.Quantization, as"),
+    "groups": (
+        (*dense(), 1.0),
+        {"weights": Quantization(jnp.int8, "group", group_size=64)},
+        ValueError,
+        "weights has granularity='group', expected 'token', a scale for an output",
+    ),
+    "no layer": (
+        (flax.linen.LayerNorm(), flax.linen.LayerNorm().init(jax.random.key(0), draw_x(DIMS)), draw_x(DIMS)),
+        {},
+        ValueError,
+        "there is no linear layer to quantise in LayerNorm; pass what it is called with",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_errors(name):
+    args, options, error, message = WRONG[name]
+    with pytest.raises(error, match=f"^quantize_linears: .*{message}"):
+        quantize_linears(*args, **{"weights": INT8} | options)
+
+
+def test_errors_of_a_call():
+    with pytest.raises(TypeError, match=r"^quantized_linears: only must be a function of .*, got 'last'\.$"):
+        quantized_linears(only="last")
+    with pytest.raises(ValueError, match=r"^quantized_linears: activations has granularity='tensor', expected 'token'"):
+        quantized_linears(Quantization(jnp.int8, "tensor"))
+    layer, variables = dense()
+    new = quantised(layer, variables)
+    with pytest.raises(TypeError, match=r"^quantized_linears: activations .* to float8_e4m3fn, expected int8 for weig"):
+        called(layer, new, draw_x(DIMS), activations=E4M3)
+    with pytest.raises(flax.errors.ScopeParamShapeError):
+        called(layer, new, np.ones((2, 3), np.float32))
+    with pytest.raises(flax.errors.ScopeParamNotFoundError):
+        layer.apply(new, draw_x(DIMS))
