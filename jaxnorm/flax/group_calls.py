@@ -32,10 +32,11 @@ def why_flax(
         return "a mask"
     if (why := _why_other_axes(module, x.ndim)) is not None:
         return why
-    if channel_axis(module, x.ndim) != -1:
+    axis = channel_axis(module, x.ndim)
+    if axis not in (-1, 1 - x.ndim):
         return f"feature_axes={module.feature_axes}"
     # As of `calls.why_flax`.
-    split = tuple(jax.typeof(x).sharding.spec)[-1:]
+    split = (tuple(jax.typeof(x).sharding.spec)[axis],)
     if any(p is not None and tuple(jax.typeof(p).sharding.spec) not in ((None,), split) for p in parameters):
         return "parameters that an Explicit mesh splits otherwise than x"
     return calls.why_dtypes(*dtypes)

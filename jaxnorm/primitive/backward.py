@@ -4,12 +4,13 @@ A gradient is wanted where its dtype is given; those of weights have the batch d
 result's cotangent comes before what is saved, and those of other results after it.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
-from jax.interpreters import ad
+from jax.interpreters import ad, mlir
 
 from jaxnorm.native import compat, ffi
 from jaxnorm.primitive import fallback, reasons, weights
@@ -85,6 +86,10 @@ class Backward(Rules):
         native = self.op.native
         assert native is not None
         assert native.backward is not None
+        if (in_parts := self.derivative.in_parts(spec)) is not None:
+            gradients = functools.partial(self._gradients, tree=tree, spec=spec, wanted=wanted, batch_dims=batch_dims)
+            parts: Sequence[Any] = mlir.lower_fun(lambda *values: gradients(in_parts, values))(ctx, *leaves)
+            return parts
         cotangents, saved = self._operands(tree, ctx.avals_in)
         variables = self.derivative.variables(*wanted)
         x = self._x(cotangents, saved)

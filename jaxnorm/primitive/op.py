@@ -206,6 +206,7 @@ class Derivative(Generic[S, R, D]):
     backward_of_shard: Callable[[S, R, D, Any, BatchDims], Any] | None = None
     in_place: Mapping[str, str] = dataclasses.field(default_factory=dict)
     unsaved: Callable[[S], Mapping[str, str]] = lambda _: {}
+    in_parts: Callable[[S], Callable[..., Any] | None] = lambda _: None  # a backward, as that of `Op` is a forward
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -260,8 +261,7 @@ class Op(Generic[S, O, R]):
     # Rows with sharded axes: whether shards of so many columns can be computed, and how where it is not by the formula.
     can_shard: Callable[[S, int], bool] = lambda *_: False
     forward_of_shard: Callable[[S, O], tuple[R, Statistics]] | None = None
-    # A forward of this spec by a call of the same op and jax.numpy, where a kernel alone does not do it. It is told
-    # with_stats, whether statistics are wanted.
+    # A forward of this spec by calls of ops and jax.numpy, told with_stats, where a kernel alone does not do it.
     in_parts: Callable[[S], Callable[..., tuple[R, Statistics]] | None] = lambda _: None
 
     static_types: tuple[type[Any], ...] = ()  # dataclasses within the spec

@@ -112,7 +112,7 @@ MISUSE = {
     "out_dtype of torch": call(X, **TWO, out_dtype=TorchDtype()).raises(TypeError, "did you mean bfloat16"),
 }
 WITHOUT_KERNEL = {
-    "channels that are not last": call(X, **TWO, channel_axis=1).has_no_kernel("channels are not the last axis"),
+    "channels between positions": call(X[..., None], **TWO, channel_axis=2).has_no_kernel("channels are between"),
     "half types mixed": call(X.astype("float16"), **TWO, out_dtype="bfloat16").has_no_kernel("float16.*bfloat16"),
     "no positions": call(jnp.ones((3, 0, 8)), **TWO).has_no_kernel("length 0"),
 }

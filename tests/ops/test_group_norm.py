@@ -4,8 +4,9 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from cases import assert_near, draw, draw_bias, draw_scale, draw_x
+from cases import assert_near, bits, draw, draw_bias, draw_scale, draw_x
 from coverage import cover
 from hlo import collectives, compiled_text, count_native_calls
 from jax.sharding import AxisType
@@ -162,3 +163,106 @@ def test_weights_of_every_other_vmap():
 
     norm = partial(jaxnorm.group_norm, num_groups=2)
     assert_near(of_examples(norm)(x, scale, bias), value_and_gradients(one_by_one)(x, scale, bias))
+
+
+# Channels before all positions: groups are rows of LayerNorm's kernels, and XLA does the rest.
+first = partial(norm, channel_axis=1, implementation="native")
+
+
+def operands_first(of_examples=False, dims=DIMS):
+    x, *weights = operands(of_examples, dims)
+    return jnp.moveaxis(x, -1, 1), *weights
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("of_examples", [False, True])
+def test_channels_first_are_a_call_of_layer_norm_each_way(of_examples):
+    calls = count_native_calls(compiled_text(value_and_gradients(first), *operands_first(of_examples)))
+    assert calls == {"jaxnorm_layer_norm_fwd": 1, "jaxnorm_layer_norm_bwd": 1}
+
+
+OPTIONS = [
+    {},
+    {"activation": "gelu", "scale_offset": 1.0},
+    {"epsilon": 1.0, "group_size": 1, "num_groups": None},
+    {"num_groups": 1, "activation": None},
+    {"out_dtype": "float32"},
+]
+
+
+@pytest.mark.kernels
+@cover(options=OPTIONS, dtype=["float32", "bfloat16", "float16"], has_weights=[True, False])
+def test_channels_first_are_the_formula(options, dtype, has_weights):
+    x, *weights = operands_first()
+    x, weights = x.astype(dtype), weights if has_weights else [None, None]
+
+    def of(implementation):
+        function = partial(first, **options, implementation=implementation)
+        y, pull_back = jax.vjp(lambda x, *weights: function(x, *weights).astype(jnp.float32), x, *weights)
+        return jax.device_get([y, *(g for g in pull_back(jnp.cos(y)) if g is not None)])
+
+    # Both round once: seldom to another neighbour.
+    rtol = {"float32": 1e-5, "bfloat16": 2**-7, "float16": 2**-10}
+    for a, e in zip(of("native"), of("jnp"), strict=True):
+        assert (a.shape, a.dtype) == (e.shape, e.dtype)
+        of_result = rtol[options.get("out_dtype", dtype)] if a.shape == x.shape else 1e-2
+        np.testing.assert_allclose(
+            a.astype(np.float32), e.astype(np.float32), rtol=max(of_result, rtol[a.dtype.name]), atol=1e-4
+        )
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_channels_first_are_rounded_once(dtype):
+    x, *weights = operands_first()
+    wide = jax.jit(partial(first, out_dtype="float32"))(x.astype(dtype), *weights)
+    assert bits(jax.jit(first)(x.astype(dtype), *weights)) == bits(wide.astype(dtype))
+
+
+@pytest.mark.kernels
+@cover(of_examples=[False, True], axes=[(0, None, None), (None, 0, 0), (1, 0, None)])
+def test_a_vmap_of_channels_first(of_examples, axes):
+    args = operands_first(of_examples)
+    stacked = [a if axis is None else jnp.stack([a, jnp.flip(a, -1)], axis) for a, axis in zip(args, axes, strict=True)]
+    examples = [
+        [a if axis is None else jnp.take(a, i, axis) for a, axis in zip(stacked, axes, strict=True)] for i in (0, 1)
+    ]
+    one_by_one = [value_and_gradients(first)(*example) for example in examples]
+    expected = jax.tree.map(lambda *leaves: jnp.stack(leaves), *one_by_one)
+    assert_near(jax.jit(jax.vmap(value_and_gradients(first), axes))(*stacked), expected)
+
+
+# What devices exchange is no more than XLA makes them with the formula, but for the statistics of parts of a group,
+# which are gathered in one exchange in place of two sums.
+@pytest.mark.several
+@pytest.mark.kernels
+@cover(
+    spec=[P("a"), P(None, "a"), P("a", "b"), P(None, None, "a"), P("b", None, "a")],
+    axis_type=AXIS_TYPES,
+    with_gradients=[False, True],
+)
+def test_devices_exchange_no_more_for_channels_first(devices, spec, axis_type, with_gradients):
+    mesh, dims = mesh_of(devices, axis_type), (8, 8, 5, 16)
+    args, specs = operands_first(dims=dims), (spec, P(*spec[1:2]), P(*spec[1:2]))
+
+    def of(implementation):
+        function = partial(first, num_groups=8, implementation=implementation)
+        return value_and_gradients(function) if with_gradients else jax.jit(function)
+
+    with jax.set_mesh(mesh):
+        compiled = {how: of(how).lower(*placed(mesh, args, specs)).compile() for how in (None, "jnp")}
+        actual = compiled[None](*placed(mesh, args, specs))
+    exchanged = {how: sum(collectives(program.as_text()).values()) for how, program in compiled.items()}
+    gathered = 8 * args[0].shape[0] * 8 * len(devices) if len(spec) == 3 else 0
+    assert exchanged[None] <= exchanged["jnp"] + gathered
+    assert_near(jax.device_get(actual), jax.device_get(of("jnp")(*args)), atol=1e-4)
+
+
+@pytest.mark.kernels
+def test_explain_tells_where_channels_before_positions_are_native():
+    x, *weights = operands_first()
+    function = jax.grad(lambda x: norm(x, *weights, channel_axis=1).sum())
+    for call in jaxnorm.explain(function, x):
+        assert call.name == "group_norm"
+        assert call.on("cpu").implementation == "native"
+        assert call.on("cuda").implementation == "formula"

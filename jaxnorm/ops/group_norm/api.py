@@ -50,8 +50,9 @@ def group_norm(
       epsilon: non-negative Python number added to the variance.
       activation: None, "silu", "relu", or "gelu", the approximation by tanh; or one of these functions of jax.nn.
       scale_offset: Python number added to scale; 1.0 suits FiLM's. Ignored without scale.
-      channel_axis: the axis of channels; not the first, which is that of examples. Kernels serve the last one, the jnp
-        formula any.
+      channel_axis: the axis of channels; not the first, which is that of examples. Kernels serve the last one. Of one
+        before all positions, as 1, a group is a row of `layer_norm`'s kernels, and XLA multiplies and activates what
+        these give in float32; by default so on CPUs. One between positions is left to the formula.
       out_dtype: dtype of the result; None is x's.
       axis_name: None, or the axes of a surrounding `jax.shard_map` or `jax.vmap` over which positions are split evenly,
         a name or a tuple. The statistics are of whole groups, by one exchange each way. The formula runs.

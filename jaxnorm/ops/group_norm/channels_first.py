@@ -1,4 +1,8 @@
-"""GroupNorm of an x whose channels stand before the positions."""
+"""GroupNorm of an x whose channels stand before the positions.
+
+A group lies in one piece then, so it is a row of LayerNorm's kernels. XLA makes all else, weights and the activation,
+in one pass over what they give, which takes less time than to transpose x and the result.
+"""
 
 import math
 from typing import Any
@@ -6,7 +10,67 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxnorm.ops.activation import FORMULAS
+from jaxnorm.ops.group_norm import formula
+from jaxnorm.ops.group_norm.formula import Dtype, GroupNorm, Operands, Results, Saved, Variables
+from jaxnorm.ops.norm import formula as layer
 from jaxnorm.ops.norm.api import layer_norm
+from jaxnorm.ops.norm.formula import Norm
+from jaxnorm.ops.norm.op import NORM
+from jaxnorm.primitive.op import BatchDims, CallRows, Statistics
+from jaxnorm.primitive.reasons import is_trailing
+
+
+def is_channels_first(norm: GroupNorm) -> bool:
+    """Whether all positions, of which there are some, come after the channels."""
+    return norm.row_ndim > 1 and is_trailing(norm.axes)
+
+
+def slower(rows: CallRows) -> str | None:
+    """Why XLA's code is: on GPUs by the bytes that move, where it is not measured.
+
+    The kernel writes x_hat in float32 and XLA reads it again, so that with x and y 16 bytes move for an element of
+    float32, and 12 of half types. The formula reads x once more, or twice, for the statistics: 12 to 16 bytes, and 6 to
+    8; and so it is backward.
+    """
+    if rows.platform == "cpu":
+        return None
+    return "XLA's code is faster for channels before positions, whose kernels leave what XLA multiplies in float32"
+
+
+def _of_rows(norm: GroupNorm) -> Norm:
+    """The LayerNorm of groups. By a kernel: it is this op's lowering rule that chooses."""
+    return Norm(
+        kind="layer",
+        axes=norm.axes,
+        epsilon=norm.epsilon,
+        scale_offset=-0.0,
+        compute_dtype=norm.compute_dtype,
+        out_dtype=norm.compute_dtype,
+        native_for="group_norm",
+    )
+
+
+def forward(norm: GroupNorm, operands: Operands, *, with_stats: bool) -> tuple[Results, Statistics]:
+    """As the formula's, of which a kernel computes x_hat."""
+    x, scale, bias = operands
+    of_rows, stats = NORM.bind(_of_rows(norm), layer.Operands(x), with_stats=with_stats)
+    z = layer.weighted(norm.wide, of_rows.y, scale, bias)
+    return Results(FORMULAS[norm.activation].of(z).astype(norm.out_dtype)), stats
+
+
+def backward(
+    norm: GroupNorm, cotangents: Results, saved: Saved, wanted: Variables[Dtype], batch_dims: BatchDims
+) -> Variables[jax.Array]:
+    """As the formula's, of which a kernel computes the gradient by x."""
+    return formula.backward(norm, cotangents, saved, wanted, batch_dims, _gradient_of_x)
+
+
+def _gradient_of_x(norm: GroupNorm, dx_hat: jax.Array, x: jax.Array, stats: Statistics, wanted: Dtype) -> jax.Array:
+    of_rows: layer.Variables[Dtype] = layer.Variables(wanted)
+    cotangents, saved = layer.Results(dx_hat), layer.Saved(x, stats)
+    dx: jax.Array = NORM.gradients(_of_rows(norm), cotangents, saved, of_rows, ()).x
+    return dx
 
 
 def group_norm_channels_first(

@@ -6,6 +6,7 @@ differ. What is normalised is as LayerNorm does it, and so are its formulas.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import jax
@@ -85,14 +86,19 @@ def linear(norm: GroupNorm, saved: Saved, dots: Variables[jax.Array]) -> Results
 
 
 def backward(
-    norm: GroupNorm, cotangents: Results, saved: Saved, wanted: Variables[Dtype], _: BatchDims
+    norm: GroupNorm,
+    cotangents: Results,
+    saved: Saved,
+    wanted: Variables[Dtype],
+    _: BatchDims,
+    of_x: Callable[..., jax.Array] = layer.gradient_of_x,
 ) -> Variables[jax.Array]:
-    """The wanted gradients: the transpose of `linear`."""
+    """The wanted gradients: the transpose of `linear`. `of_x` of LayerNorm's arguments is that by x."""
     x, stats, scale, bias = saved
     dz = _sloped(norm, cotangents.y.astype(norm.compute_dtype), saved)
-    of_x: layer.Variables[Dtype] = layer.Variables(wanted.x)
-    dx = layer.backward(norm, layer.Results(dz), layer.Saved(x, stats, scale), of_x, ()).x
-    dscale = dbias = None
+    dx = dscale = dbias = None
+    if wanted.x is not None:
+        dx = of_x(norm, layer.product(norm, dz, scale), x, stats, wanted.x)
     if wanted.scale is not None and scale is not None:
         dscale = _sum_to(scale, dz * layer.normalised(norm, x, stats)).astype(wanted.scale)
     if wanted.bias is not None and bias is not None:

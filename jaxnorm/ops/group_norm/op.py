@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxnorm.ops.group_norm import channels_first
+from jaxnorm.ops.group_norm.channels_first import is_channels_first
 from jaxnorm.ops.group_norm.formula import (
     GroupNorm,
     Operands,
@@ -36,16 +38,20 @@ def _types(norm: GroupNorm, operands: Operands) -> Results:
     return Results(dims.like(operands.x, norm.out_dtype))
 
 
-def _channels_not_last(norm: GroupNorm, _: Any) -> str | None:
-    return None if norm.axes[-1] == -1 and -2 not in norm.axes else "channels are not the last axis of x"
+def _channels_between(norm: GroupNorm, _: Any) -> str | None:
+    is_last = norm.axes[-1] == -1 and -2 not in norm.axes
+    return None if is_last or is_channels_first(norm) else "channels are between the positions of x"
 
 
 def _no_channels(norm: GroupNorm, operands: Any) -> str | None:
-    return "x has no channels" if operands[0].shape[-2] == 0 else None
+    groups = -1 - norm.row_ndim if is_channels_first(norm) else -2
+    return "x has no channels" if operands[0].shape[groups] == 0 else None
 
 
 def _slower(norm: GroupNorm, rows: CallRows) -> str | None:
     """Kernels go down the positions of an example: of few, or none, they have little to do at once."""
+    if is_channels_first(norm):
+        return channels_first.slower(rows)
     positions = math.prod(rows.shape[axis] for axis in norm.axes[:-1])
     if rows.platform == "cpu":
         loses = norm.row_ndim == 1 and rows.cols <= SHORT
@@ -98,7 +104,13 @@ GROUP_NORM = Family(
         forward=forward,
         plain=plain,
         statistics=lambda norm, operands: statistics_of(norm, operands.x, 2),
-        derivative=Derivative(saved=Saved, variables=Variables, linear=linear, backward=backward),
+        derivative=Derivative(
+            saved=Saved,
+            variables=Variables,
+            linear=linear,
+            backward=backward,
+            in_parts=lambda norm: channels_first.backward if is_channels_first(norm) else None,
+        ),
         native=Native(
             names=("jaxnorm_group_norm",),
             name=lambda _: "jaxnorm_group_norm",
@@ -108,10 +120,11 @@ GROUP_NORM = Family(
             slower=_slower,
             workspace=lambda saved, wanted: _sizes(saved.x) | {"weights": sum(v is not None for v in wanted[1:])},
         ),
-        reasons=(_channels_not_last, _no_channels),
+        reasons=(_channels_between, _no_channels),
         is_trailing=False,
         linear_in=lambda norm: () if norm.activation else ("scale", "bias"),
         can_shard=lambda *_: True,
+        in_parts=lambda norm: channels_first.forward if is_channels_first(norm) else None,
         functions=(
             Function(
                 "group_norm",

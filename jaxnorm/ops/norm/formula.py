@@ -221,6 +221,11 @@ def backward(
     return Variables(dx, dscale, dbias)
 
 
+def gradient_of_x(norm: Norm, dx_hat: jax.Array, x: jax.Array, stats: Statistics, wanted: Dtype) -> jax.Array:
+    """The gradient by x, of this dtype, of an x_hat that has the cotangent dx_hat."""
+    return _project(norm, dx_hat, x, stats).astype(wanted)
+
+
 def means(norm: RowSpec, *values: jax.Array) -> Sequence[jax.Array]:
     """The mean of each over the normalised axes, in one exchange where these are sharded."""
     of_shard = [_mean(norm, v) for v in values]
