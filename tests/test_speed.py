@@ -146,9 +146,17 @@ def test_groups_without_positions(groups, shape, platform, ways):
     assert {name.rsplit("_", 1)[1] for name in count_native_calls(text)} == ways
 
 
-@pytest.mark.parametrize(("platform", "ways"), [("cpu", {"fwd", "bwd"}), ("cuda", set())])
-def test_channels_before_positions(platform, ways):
-    x = jax.ShapeDtypeStruct((8, 64, 16, 16), "bfloat16")
+@pytest.mark.parametrize(
+    ("shape", "platform", "ways"),
+    [
+        ((8, 64, 16, 16), "cpu", {"fwd", "bwd"}),
+        ((1, 64, 8, 8), "cpu", set()),
+        ((256, 64, 4, 2), "cpu", set()),
+        ((8, 64, 16, 16), "cuda", set()),
+    ],
+)
+def test_channels_before_positions(shape, platform, ways):
+    x = jax.ShapeDtypeStruct(shape, "bfloat16")
     group_norm = partial(jaxnorm.group_norm, num_groups=32, channel_axis=1)
     gradient = jax.jit(jax.grad(lambda x: jnp.sin(group_norm(x).astype("float32")).sum()))
     text = gradient.trace(x).lower(lowering_platforms=(platform,)).as_text()
