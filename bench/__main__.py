@@ -11,6 +11,7 @@ COMMANDS = {
     "groups": "device time of group_norm, beside XLA's code and a copy",
     "activations": "device time of gated_activation, beside XLA's code and a copy",
     "dots": "device time of products with quantised operands, beside bfloat16",
+    "decode": "a decoding step with quantised weights, beside bfloat16",
     "cpu": "wall time of the ops on the CPU, beside XLA's code and a copy",
     "float8": "a training step with products of float8, beside bfloat16",
     "model": "the norms within a model's training step",
