@@ -10,8 +10,8 @@ the way, with a scale for each sequence.
 "token" has dependent calls in a queue, "loop" 20 tokens in one program, in which the weights do not change: a compiler
 might widen them before the loop, and "temp MiB", what a program keeps beside parameters and state, would tell. Times
 are wall times of a token, taken in turns: "ms" is the median over the turns, "± us" half the range of its middle half,
-"x bf16" how many times as fast as bfloat16 of the same turn, by the median, which should not be below 1. "weights MiB"
-are those of the layers, which each token reads: their ratio is what "x bf16" can reach at most.
+"x bf16" how many times as fast as bfloat16 of the same turn, by the median, which should not be below 1. "read MiB" is
+what each token reads, matrices, keys and values; of bfloat16, by that, "x bf16" can be at most.
 """
 
 import functools
@@ -73,9 +73,10 @@ def with_products(form, function):
     return of_form
 
 
-def weight_bytes(params):
-    """Of the layers' products; two numbers of 4 bits have a byte."""
-    leaves = [leaf for leaf in jax.tree.leaves(params["layers"]) if leaf.ndim == 2]
+def read_bytes(params, state):
+    """Of matrices, but for the embedding, and of the cache; two numbers of 4 bits have a byte."""
+    _, _, cache = state
+    leaves = [leaf for leaf in jax.tree.leaves([params["layers"], params["head"], cache]) if leaf.ndim > 1]
     return sum(leaf.size * (0.5 if leaf.dtype == jnp.int4 else leaf.dtype.itemsize) for leaf in leaves)
 
 
@@ -109,7 +110,7 @@ def measure(spec, params, args):
                 "ms": 1e3 * calls / tokens * statistics.median(taken),
                 "± us": 1e6 * calls / tokens * (upper - lower) / 2,
                 "x bf16": statistics.median(ratios),
-                "weights MiB": weight_bytes(params[form]) / 2**20,
+                "read MiB": read_bytes(params[form], state) / 2**20,
                 "temp MiB": temporary[form] / 2**20,
             }
 

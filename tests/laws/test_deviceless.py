@@ -166,3 +166,17 @@ def test_no_gather_over_devices(op, spec):
     else:
         # Forward at most two statistics of each of the four devices, backward two sums, of float32.
         assert sum(exchanged.values()) <= 4 * 64 * (2 * 4 + 2)
+
+
+# Tokens are decoded in a loop, in which weights of 8 or 4 bits stay what they are.
+@pytest.mark.parametrize("rows", [1, 16, 64])
+@pytest.mark.parametrize("dtype", ["int8", "int4", "float8_e4m3fn"])
+def test_a_loop_keeps_no_widened_weights(rows, dtype):
+    x = jax.ShapeDtypeStruct((rows, 4096), "bfloat16")
+    weights = jax.eval_shape(lambda w: jaxnorm.quantize(w, to(dtype)), jax.ShapeDtypeStruct((4096, 4096), "bfloat16"))
+
+    def loop(x, weights):
+        return jax.lax.fori_loop(0, 8, lambda _, x: jaxnorm.quantized_dot(x, weights), x)
+
+    program = compiled(loop, *types((x, weights)))
+    assert program.memory_analysis().temp_size_in_bytes < weights.values.size
