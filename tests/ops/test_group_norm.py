@@ -9,6 +9,7 @@ import pytest
 from cases import assert_near, bits, draw, draw_bias, draw_scale, draw_x
 from coverage import cover
 from hlo import collectives, compiled_text, count_native_calls
+from jax import export
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from meshes import mesh_of, placed
@@ -266,3 +267,13 @@ def test_explain_tells_where_channels_before_positions_are_native():
         assert call.name == "group_norm"
         assert call.on("cpu").implementation == "native"
         assert call.on("cuda").implementation == "formula"
+
+
+@pytest.mark.kernels
+def test_channels_first_in_a_program_for_several_platforms():
+    function = value_and_gradients(partial(norm, channel_axis=1))
+    x, *weights = operands_first(dims=(64, *DIMS[1:]))
+    (examples,) = export.symbolic_shape("examples")
+    types = [jax.ShapeDtypeStruct((examples, *x.shape[1:]), x.dtype), *weights]
+    program = export.deserialize(export.export(function, platforms=("cpu", "cuda", "tpu"))(*types).serialize())
+    assert_near(program.call(x, *weights), function(x, *weights))
