@@ -11,7 +11,7 @@ the way, with a scale for each sequence.
 might widen them before the loop, and "temp MiB", what a program keeps beside parameters and state, would tell. Times
 are wall times of a token, taken in turns: "ms" is the median over the turns, "± us" half the range of its middle half,
 "x bf16" how many times as fast as bfloat16 of the same turn, by the median, which should not be below 1. "read MiB" is
-what each token reads, matrices, keys and values; of bfloat16, by that, "x bf16" can be at most.
+what each token reads, matrices, keys and values; "x bf16" can be at most what bfloat16 reads, divided by it.
 """
 
 import functools

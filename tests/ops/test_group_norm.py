@@ -2,11 +2,12 @@
 
 from functools import partial
 
+import group_rows
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import assert_near, bits, draw, draw_bias, draw_scale, draw_x
+from cases import DTYPES, assert_near, bits, draw, draw_bias, draw_scale, draw_x
 from coverage import cover
 from hlo import collectives, compiled_text, count_native_calls
 from jax import export
@@ -14,6 +15,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from meshes import mesh_of, placed
 from ops import GROUP_NORMS
+from oracle import EPSILON
+from tolerances import DSCALE, DX, forward_errors, gradient_error
 
 import jaxnorm
 
@@ -277,3 +280,24 @@ def test_channels_first_in_a_program_for_several_platforms():
     types = [jax.ShapeDtypeStruct((examples, *x.shape[1:]), x.dtype), *weights]
     program = export.deserialize(export.export(function, platforms=("cpu", "cuda", "tpu"))(*types).serialize())
     assert_near(program.call(x, *weights), function(x, *weights))
+
+
+@pytest.mark.kernels
+@cover(activation=[None, "silu", "relu", "gelu"], dtype=DTYPES)
+def test_channels_first_keep_law_1(activation, dtype):
+    options = {"group_size": 6, "epsilon": EPSILON}
+    x, scale, bias = (array.astype(dtype) for array in operands_first(dims=(3, 7, 9, 24)))
+    dy = draw("dy", x.shape).astype(dtype)
+    function = partial(jaxnorm.group_norm, activation=activation, channel_axis=1, implementation="native", **options)
+    y, (dx, *of_weights) = jax.jit(lambda *args: pulled_back(function, dy, *args))(x, scale, bias)
+    x, y, dx, dy = (np.moveaxis(np.asarray(array), 1, -1) for array in (x, y, dx, dy))
+    assert forward_errors(y, group_rows.exact(activation, x, scale, bias, **options)) == []
+    expected = group_rows.exact_gradients(activation, (dy,), x, scale, bias, **options)
+    assert gradient_error(dx, expected["x"][0], DX) <= 1
+    for name, gradient in zip(("scale", "bias"), of_weights, strict=True):
+        assert gradient_error(gradient, expected[name][0], DSCALE) <= 1
+
+
+def pulled_back(function, dy, *args):
+    y, pull_back = jax.vjp(function, *args)
+    return y, pull_back(dy)
