@@ -151,10 +151,11 @@ def _chosen(
         return product(layer, x, _quantised(kernel, _Axes.of(tuple(range(kernel.ndim)), layer, x), weights), None)
 
     def leave_normalised(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        if not isinstance(context.module, NORMALISING):
+            return call(*args, **kwargs)
         before = set(reached)
         y = call(*args, **kwargs)
-        if isinstance(context.module, NORMALISING):
-            reached.intersection_update(before)
+        reached.intersection_update(before)
         return y
 
     def trace(change: Change, only: Any, params: Any) -> replacement.Report:
