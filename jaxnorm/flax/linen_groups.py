@@ -82,8 +82,7 @@ class GroupNorm(_Groups, linen.GroupNorm):
 class InstanceNorm(_Groups, linen.InstanceNorm):
     """`flax.linen.InstanceNorm` with the same fields, parameters and result dtype: a `GroupNorm` of single channels.
 
-    The kernels serve the calls whose `feature_axes` are the last axis, or the second, before all positions. Fields and
-    all else are as of `GroupNorm`.
+    The kernels serve the calls whose `feature_axes` are the last axis. Fields and all else are as of `GroupNorm`.
     """
 
     @linen.compact

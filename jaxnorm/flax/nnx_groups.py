@@ -80,6 +80,5 @@ class GroupNorm(_Groups, nnx.GroupNorm):
 class InstanceNorm(_Groups, nnx.InstanceNorm):
     """`flax.nnx.InstanceNorm` with the same constructor, parameters and result dtype: a `GroupNorm` of single channels.
 
-    The kernels serve the calls whose `feature_axes` are the last axis, or the second, before all positions. Options and
-    all else are as of `GroupNorm`.
+    The kernels serve the calls whose `feature_axes` are the last axis. Options and all else are as of `GroupNorm`.
     """
