@@ -7,6 +7,7 @@ or one joint product, of which XLA's fusion and `qkv_norm_rotary` read each in p
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import jax
@@ -34,7 +35,7 @@ class Spec:
     tokens: int
     classes: int
     rotary: bool = True
-    attention: str = "xla"
+    attention: str | Callable = "xla"  # `jax.nn`'s implementation, or a function of queries, keys and values
     scan: bool = False  # over stacked layers; otherwise they are unrolled
     remat: str = "none"  # "full" keeps a layer's input only
     kv_heads: int | None = None  # of keys and values, each for a group of queries; None is as many as heads
@@ -140,8 +141,14 @@ def hidden(spec, norms, params, inputs):
     inputs, condition = inputs if spec.conditioned else (inputs, None)
     positions = jnp.arange(spec.tokens)
 
+    attention = spec.attention
+    if not callable(attention):
+        attention = functools.partial(
+            jax.nn.dot_product_attention, is_causal=spec.language, implementation=attention
+        )
+
     def attend(q, k, v):
-        return jax.nn.dot_product_attention(q, k, v, is_causal=spec.language, implementation=spec.attention), None
+        return attention(q, k, v), None
 
     def layer_of(stream, layer):
         return model_blocks.block(spec, norms, layer, stream, attend, positions, condition)
@@ -173,11 +180,11 @@ def loss(spec, variant, params, inputs, targets):
     how = model_norms.VARIANTS[variant].loss
     if how == "linear":
         return jaxnorm.linear_cross_entropy(x, head, targets)
-    losses = {"jnp": _losses, "native": jaxnorm.softmax_cross_entropy_with_integer_labels}[how]
-    return losses(x @ head, targets).mean()
+    of_logits = {"jnp": losses, "native": jaxnorm.softmax_cross_entropy_with_integer_labels}[how]
+    return of_logits(x @ head, targets).mean()
 
 
-def _losses(logits, labels):
+def losses(logits, labels):
     """As Optax computes them, which XLA compiles better than what reads `log_softmax`."""
     logits = logits.astype(jnp.float32)
     label_logits = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]

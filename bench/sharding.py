@@ -10,6 +10,10 @@ on one divided by the time on all: what is lost is the sum of weight gradients, 
 A program is a chain of norms, each of which takes what the one before gives (with gradients the result becomes the next
 input, and the gradient of that the next cotangent). Programs are called several times without waiting for them, as a
 training loop does, so that devices do not wait for the host. Times are of one norm, medians over turns.
+
+    python -m bench sharding --trainer 8b --meshes 1x1 4x1 2x2 --out bench/results/h100_x4_steps_8b
+
+measures training steps in their place.
 """
 
 import statistics
@@ -22,7 +26,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from bench import report, timing
+from bench import report, sharded_steps, timing
 from bench.programs import NORMS, is_layer
 
 LINKS = 10
@@ -36,9 +40,12 @@ def add_arguments(parser):
     parser.add_argument("--devices", type=int, default=jax.device_count(), help="(default: all)")
     parser.add_argument("--mib", type=int, default=256, help="of x on each device (default: 256)")
     parser.add_argument("--turns", type=int, default=5, help="of each program")
+    sharded_steps.add_arguments(parser)
 
 
 def main(args):
+    if args.trainer:
+        return sharded_steps.main(args)
     devices = jax.devices()[: args.devices]
     if len(devices) < args.devices:
         raise SystemExit(f"--devices {args.devices}: there are {len(devices)}")
