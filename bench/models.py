@@ -143,9 +143,7 @@ def hidden(spec, norms, params, inputs):
 
     attention = spec.attention
     if not callable(attention):
-        attention = functools.partial(
-            jax.nn.dot_product_attention, is_causal=spec.language, implementation=attention
-        )
+        attention = functools.partial(jax.nn.dot_product_attention, is_causal=spec.language, implementation=attention)
 
     def attend(q, k, v):
         return attention(q, k, v), None

@@ -67,7 +67,7 @@ WAYS = {
 def add_arguments(parser):
     parser.add_argument("--trainer", choices=TRAINERS, help="training steps in place of chains of norms")
     parser.add_argument("--meshes", nargs="+", type=sizes, help="of --trainer, data x tensor (default: 1x1, nx1, ...)")
-    parser.add_argument("--axes", nargs="+", default=list(AXES), choices=AXES, help="of each mesh")
+    parser.add_argument("--axes", nargs="+", default=["auto"], choices=AXES, help="(default: auto)")
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
     parser.add_argument("--layers", type=int, help="of the trainer's model (default: 8)")
     parser.add_argument("--losses", type=int, default=100, help="steps of the training whose losses are compared")
@@ -80,10 +80,11 @@ def sizes(text):
     return data, tensor
 
 
-def default_meshes(devices):
-    """One device, and all of them with 1, 2 and 4 along "tensor"."""
-    whole = [(devices // tensor, tensor) for tensor in (1, 2, 4) if devices % tensor == 0]
-    return list(dict.fromkeys([(1, 1), *whole]))
+def meshes_of(args):
+    """Those of the arguments, or one device, and all of them with 1, 2 and 4 along "tensor"; of a toy only 2."""
+    tensors = (2,) if args.small else (1, 2, 4)
+    whole = [(args.devices // tensor, tensor) for tensor in tensors if args.devices % tensor == 0]
+    return args.meshes or list(dict.fromkeys([(1, 1), *whole]))
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["spec"])
@@ -96,7 +97,9 @@ class Weight:
 
     def astype(self, dtype):
         # Rounded first, so that what is gathered is small.
-        return split(self.array.astype(dtype), P(*("tensor" if axes and "tensor" in axes else None for axes in self.spec)))
+        return split(
+            self.array.astype(dtype), P(*("tensor" if axes and "tensor" in axes else None for axes in self.spec))
+        )
 
     def __getitem__(self, tokens):
         """The rows of an embedding, of which each device has some columns at first."""
@@ -129,7 +132,8 @@ def loss_of(way, x, head, targets):
     """The mean loss of a batch, of a head whose classes are split over "tensor"."""
     how = model_norms.VARIANTS[way.variant].loss
     if how == "linear":
-        x, targets = (split(array, P("data", "tensor")) for array in (x, targets))
+        # Whole rows at first, or XLA splits those of the layers too.
+        x, targets = (split(split(array, P("data")), P("data", "tensor")) for array in (x, targets))
         return jaxnorm.linear_cross_entropy(x, head.astype(x.dtype), targets)
     losses = {"jnp": models.losses, "native": jaxnorm.softmax_cross_entropy_with_integer_labels}[how]
     if how == "jnp" and is_explicit():  # what reads the label's logit has no sharding of its own
@@ -199,13 +203,13 @@ def main(args):
     spec, of_losses = specs_of(args)
     params: Any = jax.device_get(models.init(spec))
     rows: list[dict[str, Any]] = []
-    for data, tensor in args.meshes or default_meshes(args.devices):
+    for data, tensor in meshes_of(args):
         if data * tensor > args.devices:
             raise SystemExit(f"--meshes {data}x{tensor}: there are {args.devices} devices")
         devices = np.reshape(jax.devices()[: data * tensor], (data, tensor))
         for axes in args.axes:
             mesh = Mesh(devices, ("data", "tensor"), axis_types=(AXES[axes],) * 2)
-            wide = replace(spec, batch=spec.batch * mesh.size)
+            wide = spec if args.small else replace(spec, batch=spec.batch * mesh.size)
             for row in measured(wide, of_losses, mesh, params, args):
                 rows.append({"model": spec.name, "axes": axes, "mesh": f"{data}x{tensor}", **row})
             report.write(header_of(spec, args), sharded_tables.compared(rows), args.out)
@@ -215,8 +219,8 @@ def specs_of(args):
     """The model with a device's batch, and with that of the training whose losses are compared."""
     spec = TRAINERS[args.trainer]
     if args.small:
-        spec = replace(models.small(spec), batch=1, classes=64, heads=8, kv_heads=4, layers=args.layers or 2)
-        return spec, replace(spec, batch=8)
+        toy = replace(models.small(spec), batch=8, classes=64, heads=8, kv_heads=4, layers=args.layers or 2)
+        return toy, toy
     attention = "cudnn" if jax.default_backend() == "gpu" else "xla"
     spec = replace(spec, attention=attention, layers=args.layers or spec.layers)
     return spec, replace(spec, batch=8, tokens=1024)
@@ -241,7 +245,9 @@ def measured(spec, of_losses, mesh, params, args):
     for way, taken in times.items():
         lower, _, upper = statistics.quantiles(taken, n=4)
         memory = executables[way].memory_analysis()
-        trainer, step = (trainers[way], executables[way]) if spec == of_losses else (Trainer(of_losses, mesh, way), None)
+        trainer, step = (
+            (trainers[way], executables[way]) if spec == of_losses else (Trainer(of_losses, mesh, way), None)
+        )
         yield {
             "devices": mesh.size,
             "way": way,

@@ -5,7 +5,8 @@
 "rows": every device has as many rows, result and all gradients, on all devices and on one. The efficiency is the time
 on one divided by the time on all: what is lost is the sum of weight gradients, and whatever else all devices wait for.
 
-"features": each row is split over all devices, forward, ours and XLA's own partition of the jnp formula.
+"features": each row is split over all devices, forward, ours and XLA's own partition of the jnp formula. "positions":
+so is each group of GroupNorm, and "classes" each row of softmax. "MiB exchanged" is what a device gets for one of them.
 
 A program is a chain of norms, each of which takes what the one before gives (with gradients the result becomes the next
 input, and the gradient of that the next cotangent). Programs are called several times without waiting for them, as a
@@ -16,8 +17,11 @@ training loop does, so that devices do not wait for the host. Times are of one n
 measures training steps in their place.
 """
 
+import math
 import statistics
+from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,13 +30,47 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from bench import report, sharded_steps, timing
-from bench.programs import NORMS, is_layer
+import jaxnorm
+from bench import report, sharded_steps, sharded_tables, timing
+from bench.collectives import collectives
+from bench.programs import NORMS
 
 LINKS = 10
 CALLS = 4  # that are in flight at once
-COLS = {"rows": 4096, "features": 16384}
 DTYPES = ("float32", "bfloat16")
+WEIGHTS = {"rms": 1, "layer": 2}
+
+
+def rows_of(cols, size):
+    """The shape of so many numbers."""
+    return size // cols, cols
+
+
+def images_of(size):
+    """The same, of images in a row each, with 512 channels."""
+    return 8, size // 8 // 512, 512
+
+
+class Split(NamedTuple):
+    """A call that each device computes a part of every row or group for."""
+
+    what: str
+    op: str
+    function: Callable  # of x, the weights, and `implementation`
+    dims: Callable[[int], tuple[int, ...]]  # x's shape, of so many numbers
+    spec: P
+    weights: int = 0
+    of_weights: P = P()
+
+
+FEATURES = [
+    Split("features, forward", f"{kind}_norm", norm, partial(rows_of, 16384), P(None, "data"), WEIGHTS[kind], P("data"))
+    for kind, norm in NORMS.items()
+]
+POSITIONS = Split(
+    "positions, forward", "group_norm", partial(jaxnorm.group_norm, num_groups=32), images_of, P(None, "data"), 2
+)
+CLASSES = Split("classes, forward", "softmax", jaxnorm.softmax, partial(rows_of, 16384), P(None, "data"))
 
 
 def add_arguments(parser):
@@ -49,8 +87,8 @@ def main(args):
     devices = jax.devices()[: args.devices]
     if len(devices) < args.devices:
         raise SystemExit(f"--devices {args.devices}: there are {len(devices)}")
-    cells = [(kind, dtype) for kind in NORMS for dtype in DTYPES]
-    rows = [rows_cell(*cell, devices, args) for cell in cells] + [features_cell(*cell, devices, args) for cell in cells]
+    rows = [rows_cell(kind, dtype, devices, args) for kind in NORMS for dtype in DTYPES]
+    rows += [split_cell(split, dtype, devices, args) for split in (*FEATURES, POSITIONS, CLASSES) for dtype in DTYPES]
     header = {
         "device": f"{len(devices)} x {devices[0].device_kind}",
         "jax": jax.__version__,
@@ -61,57 +99,63 @@ def main(args):
 
 
 def rows_cell(kind, dtype, devices, args):
-    rows = (args.mib << 20) // COLS["rows"] // jnp.dtype(dtype).itemsize
+    size = (args.mib << 20) // jnp.dtype(dtype).itemsize
     chain = partial(steps, partial(NORMS[kind], implementation="native"))
     one, all_devices = (
-        (chain, operands(kind, dtype, rows * len(those), COLS["rows"], P("data"), P(), those, arrays=2))
+        (chain, operands(rows_of(4096, size * len(those)), dtype, WEIGHTS[kind], P("data"), P(), those, arrays=2))
         for those in (devices[:1], devices)
     )
-    alone, together = compare([one, all_devices], args.turns)
+    (alone, _), (together, _) = compare([one, all_devices], args.turns)
     return {
         "what": "rows, step",
         "op": f"{kind}_norm",
         "dtype": dtype,
-        "M": rows * len(devices),
-        "N": COLS["rows"],
+        "M": rows_of(4096, size * len(devices))[0],
+        "N": 4096,
         "us": 1e6 * together,
         "us on one device": 1e6 * alone,
         "efficiency": alone / together,
         "XLA us": None,
         "x XLA": None,
+        "MiB exchanged": None,
+        "XLA's": None,
     }
 
 
-def features_cell(kind, dtype, devices, args):
-    rows = (args.mib << 20) * len(devices) // COLS["features"] // jnp.dtype(dtype).itemsize
-    given = operands(kind, dtype, rows, COLS["features"], P(None, "data"), P("data"), devices, arrays=1)
-    chains = [partial(forwards, partial(NORMS[kind], implementation=how)) for how in ("native", "jnp")]
-    ours, xla = compare([(chain, given) for chain in chains], args.turns)
+def split_cell(split, dtype, devices, args):
+    dims = split.dims((args.mib << 20) * len(devices) // jnp.dtype(dtype).itemsize)
+    given = operands(dims, dtype, split.weights, split.spec, split.of_weights, devices, arrays=1)
+    chains = [partial(forwards, partial(split.function, implementation=how)) for how in ("native", "jnp")]
+    (ours, exchanged), (xla, by_xla) = compare([(chain, given) for chain in chains], args.turns)
     return {
-        "what": "features, forward",
-        "op": f"{kind}_norm",
+        "what": split.what,
+        "op": split.op,
         "dtype": dtype,
-        "M": rows,
-        "N": COLS["features"],
+        "M": math.prod(dims[:-1]),
+        "N": dims[-1],
         "us": 1e6 * ours,
         "us on one device": None,
         "efficiency": None,
         "XLA us": 1e6 * xla,
         "x XLA": xla / ours,
+        "MiB exchanged": exchanged,
+        "XLA's": by_xla,
     }
 
 
-def operands(kind, dtype, rows, cols, spec, of_weights, devices, arrays):
-    """Arrays of x's size and the weights, made where they belong."""
+def operands(dims, dtype, weights, spec, of_weights, devices, arrays):
+    """Arrays of x's shape and the weights, made where they belong."""
     mesh = Mesh(np.asarray(devices), "data", axis_types=(AxisType.Auto,))
     sharding, of_weights = NamedSharding(mesh, spec), NamedSharding(mesh, of_weights)
 
-    @partial(jax.jit, out_shardings=([sharding] * arrays, [of_weights] * (2 if is_layer(kind) else 1)))
+    @partial(jax.jit, out_shardings=([sharding] * arrays, [of_weights] * weights))
     def draw():
-        # Cheap numbers that differ along rows and columns: a generator would take its own memory.
-        row, col = jnp.arange(rows, dtype=jnp.float32)[:, None], jnp.arange(cols, dtype=jnp.float32)
-        xs = [jnp.sin(row + 1.7 * col + i).astype(dtype) for i in range(arrays)]
-        return xs, [1 + 0.1 * jnp.cos(col + i) for i in range(2 if is_layer(kind) else 1)]
+        # Cheap numbers that differ along all axes: a generator would take its own memory.
+        col = jnp.arange(dims[-1], dtype=jnp.float32)
+        angle = sum(jax.lax.broadcasted_iota(jnp.float32, dims, axis) * (1 + 0.7 * axis) for axis in range(len(dims)))
+        return [jnp.sin(angle + i).astype(dtype) for i in range(arrays)], [
+            1 + 0.1 * jnp.cos(col + i) for i in range(weights)
+        ]
 
     return draw()
 
@@ -137,12 +181,10 @@ def forwards(norm, xs, weights):
 
 
 def compare(pairs, turns):
-    """The median seconds of a norm in programs (function, arguments), in turns."""
-
-    def program(function, args):
-        function = jax.jit(function)
-        return lambda _: (None, function(*args))
-
-    programs = {number: program(*pair) for number, pair in enumerate(pairs)}
-    times, _ = timing.in_turns(programs, None, (), turns, CALLS)
-    return [statistics.median(taken) / LINKS for taken in times.values()]
+    """The median seconds of a norm in programs (function, arguments), in turns, and what a device exchanges for it."""
+    programs = [jax.jit(function).lower(*args).compile() for function, args in pairs]
+    calls = {i: lambda _, i=i: (None, programs[i](*pairs[i][1])) for i in range(len(pairs))}
+    times, _ = timing.in_turns(calls, None, (), turns, CALLS)
+    exchanged = [{kind: n / LINKS for kind, n in collectives(program.as_text()).items()} for program in programs]
+    seconds = [statistics.median(taken) / LINKS for taken in times.values()]
+    return list(zip(seconds, map(sharded_tables.in_mib, exchanged), strict=True))

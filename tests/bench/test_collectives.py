@@ -1,0 +1,45 @@
+"""What `bench.collectives` reads in a program."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hlo import compiled_text
+from jax.sharding import PartitionSpec as P
+from meshes import mesh_of
+
+from bench.collectives import collectives
+
+# As XLA for GPUs writes them: the start of an asynchronous collective has the operands too.
+ASYNCHRONOUS = """HloModule jit_f
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  ROOT %c = f32[] add(%a, %b)
+}
+
+ENTRY %main (x: f32[8]) -> f32[16] {
+  %start = (f32[8]{0}, bf16[4]{0}, f32[16]{0}, bf16[8]{0}) all-gather-start(%x, %y), dimensions={0}
+  %done = (f32[16]{0}, bf16[8]{0}) all-gather-done(%start)
+  ROOT %sum = f32[16]{0} all-reduce(%z), to_apply=%add
+}
+"""
+
+
+def test_of_an_asynchronous_collective_the_results_count():
+    assert collectives(ASYNCHRONOUS) == {"all-gather": 4 * 16 + 2 * 8, "all-reduce": 4 * 16}
+
+
+@pytest.mark.several
+def test_a_loop_counts_as_often_as_it_runs(devices):
+    @jax.jit
+    @partial(jax.shard_map, mesh=mesh_of(devices, jax.sharding.AxisType.Auto), in_specs=P("a"), out_specs=P(None))
+    def sums(x):
+        def step(x, _):
+            return jax.lax.psum(jnp.cos(x), "a") / 2, None
+
+        x = jax.lax.psum(x, "a")
+        return jax.lax.scan(lambda x, _: (jax.lax.scan(step, x, length=3)[0], None), x, length=5)[0]
+
+    x = jnp.ones(16 * max(1, len(devices) // 2))
+    assert collectives(compiled_text(sums, x)) == {"all-reduce": 4 * 16 * (1 + 5 * 3)}
