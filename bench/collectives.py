@@ -10,8 +10,9 @@ _COLLECTIVE = re.compile(
     r"= (\(.*?\)|\S+) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\("
 )
 SHAPE = re.compile(r"\b([a-z]+)(\d+)\w*\[([\d,]*)\]")
-_COMPUTATION = re.compile(r"^(ENTRY )?%([\w.-]+) \(.*?^\}", re.DOTALL | re.MULTILINE)
-_CALLED = re.compile(r"\b(?:body|calls|to_apply|\w+_computations?)=\{?(%[\w.-]+(?:, *%[\w.-]+)*)")
+_NAME = re.compile(r"%([\w.-]+)")
+_COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%(?P<name>[\w.-]+) \(.*?^\}", re.DOTALL | re.MULTILINE)
+_CALLED = re.compile(r"\b(?:body|calls|to_apply|\w+_computations?)=(\{[^}]*\}|%[\w.-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
@@ -20,29 +21,25 @@ def collectives(text: str) -> dict[str, int]:
 
     What is in a loop counts as often as the loop runs, or once where XLA does not know how often.
     """
-    bodies = {name: (body, entry) for body, entry, name in _computations(text)}
+    bodies = {match["name"]: match for match in _COMPUTATION.finditer(text)}
 
     @functools.cache
     def of(name: str) -> Counter[str]:
         exchanged: Counter[str] = Counter()
         for line in bodies[name][0].splitlines():
             for shape, kind, start in _COLLECTIVE.findall(line):
-                exchanged[kind] += _bytes(shape, bool(start))
+                exchanged[kind] += _bytes(shape, has_operands=bool(start) and kind != "all-reduce")
             trips = _TRIPS.search(line)
-            for called in re.findall(r"%([\w.-]+)", ", ".join(_CALLED.findall(line))):
+            for called in _NAME.findall(" ".join(_CALLED.findall(line))):
                 for kind, size in of(called).items():
                     exchanged[kind] += size * int(trips[1] if trips else 1)
         return exchanged
 
-    return dict(sum((of(name) for name, (_, entry) in bodies.items() if entry), Counter()))
+    return dict(sum((of(name) for name, match in bodies.items() if match["entry"]), Counter()))
 
 
-def _computations(text: str) -> list[tuple[str, bool, str]]:
-    return [(match[0], bool(match[1]), match[2]) for match in _COMPUTATION.finditer(text)]
-
-
-def _bytes(shape: str, start: bool) -> int:
+def _bytes(shape: str, *, has_operands: bool) -> int:
+    """Of the results in a shape, which the start of an asynchronous collective may have after its operands."""
     arrays = SHAPE.findall(shape)
-    # The start of an asynchronous one has its operands before its results.
-    results = arrays[len(arrays) // 2 :] if start else arrays
+    results = arrays[len(arrays) // 2 :] if has_operands else arrays
     return sum(int(bits) // 8 * math.prod(int(n) for n in dims.split(",") if n) for _, bits, dims in results)

@@ -2,7 +2,7 @@
 
 The mesh "4x2" splits a batch over 4 devices, and each product, the heads and the vocabulary over 2. Parameters and
 AdamW's state are float32 and split over both axes (FSDP): a device gathers what it needs of a layer, in bfloat16 or
-as `float8_linear` rounds it. On every mesh a device has as many tokens.
+as `float8_linear` rounds it. The batch grows with the devices.
 
     jnp           XLA's code for norms, rotation, gates and loss
     jaxnorm       jaxnorm's default, and its loss of logits, whose classes are split
@@ -96,15 +96,14 @@ class Weight:
     spec: P
 
     def astype(self, dtype):
-        # Rounded first, so that what is gathered is small.
-        return split(
-            self.array.astype(dtype), P(*("tensor" if axes and "tensor" in axes else None for axes in self.spec))
-        )
+        # Rounded as it is split, so that what is gathered is small.
+        rounded = split(self.array.astype(dtype), self.spec)
+        return split(rounded, P(*("tensor" if axes and "tensor" in axes else None for axes in self.spec)))
 
     def __getitem__(self, tokens):
         """The rows of an embedding, of which each device has some columns at first."""
         out = {"out_sharding": P("data", None, "tensor")} if is_explicit() else {}
-        return split(self.astype(jnp.bfloat16).at[tokens].get(**out), P("data"))
+        return split(split(self.astype(jnp.bfloat16).at[tokens].get(**out), P("data", None, "tensor")), P("data"))
 
 
 def is_explicit():

@@ -21,13 +21,14 @@ ASYNCHRONOUS = """HloModule jit_f
 ENTRY %main (x: f32[8]) -> f32[16] {
   %start = (f32[8]{0}, bf16[4]{0}, f32[16]{0}, bf16[8]{0}) all-gather-start(%x, %y), dimensions={0}
   %done = (f32[16]{0}, bf16[8]{0}) all-gather-done(%start)
-  ROOT %sum = f32[16]{0} all-reduce(%z), to_apply=%add
+  %sums = (f32[16]{0}, f32[2]{0}) all-reduce-start(%z, %w), to_apply=%add
+  ROOT %sum = (f32[16]{0}, f32[2]{0}) all-reduce-done(%sums)
 }
 """
 
 
 def test_of_an_asynchronous_collective_the_results_count():
-    assert collectives(ASYNCHRONOUS) == {"all-gather": 4 * 16 + 2 * 8, "all-reduce": 4 * 16}
+    assert collectives(ASYNCHRONOUS) == {"all-gather": 4 * 16 + 2 * 8, "all-reduce": 4 * (16 + 2)}
 
 
 @pytest.mark.several
