@@ -185,12 +185,23 @@ class Trainer:
         updates, moments = self.optimiser.update(grads, moments, params)
         return (jax.tree.map(jnp.add, params, updates), moments), value
 
-    def compiled(self, state, quickly=False):
-        options = QUICKLY.get(jax.default_backend()) if quickly else None
-        shardings = jax.tree.map(lambda array: array.sharding, state)
-        step = jax.jit(self.step, donate_argnums=0, out_shardings=(shardings, NamedSharding(self.mesh, P())))
+    def lowered(self):
+        """The program of a step, which needs no devices."""
+        params = jax.eval_shape(functools.partial(models.init, self.spec))
+        state = params, jax.eval_shape(self.optimiser.init, params)
+        batch = jax.eval_shape(functools.partial(models.batch, self.spec))
+        of_state, of_batch = self.shardings(state), NamedSharding(self.mesh, P("data"))
+        types = jax.tree.map(
+            lambda array, sharding: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding),
+            (state, *batch),
+            (of_state, *(of_batch for _ in batch)),
+        )
+        step = jax.jit(self.step, donate_argnums=0, out_shardings=(of_state, NamedSharding(self.mesh, P())))
         with jax.set_mesh(self.mesh):
-            return step.lower(state, *self.batch(0)).compile(compiler_options=options)
+            return step.lower(*types)
+
+    def compiled(self, quickly=False):
+        return self.lowered().compile(compiler_options=QUICKLY.get(jax.default_backend()) if quickly else None)
 
 
 def split_of(path):
@@ -238,7 +249,7 @@ def measured(spec, of_losses, mesh, params, args):
     state, executables, compiling = first.state(params), {}, {}
     for way, trainer in trainers.items():
         start = time.perf_counter()
-        executables[way] = trainer.compiled(state, quickly=args.small)
+        executables[way] = trainer.compiled(quickly=args.small)
         compiling[way] = time.perf_counter() - start
     times = timing.in_turns(executables, state, first.batch(0), args.turns, 1 if args.small else 4)[0]
     for way, taken in times.items():
@@ -267,7 +278,7 @@ def losses_of(trainer, step, params, count):
         return []
     state, losses = trainer.state(params), []
     batches = [trainer.batch(1 + seed) for seed in range(BATCHES)]
-    step = step or trainer.compiled(state, quickly=True)
+    step = step or trainer.compiled(quickly=True)
     for number in range(count):
         state, value = step(state, *batches[number % BATCHES])
         losses.append(value)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from bench import models, report, sharded_steps, tables
+from bench import report, sharded_steps, tables
 from bench.__main__ import parse
 from bench.collectives import collectives
 
@@ -61,8 +61,7 @@ def test_a_mesh_trains_the_same_model(measured, way):
 def test_explicit_axes_give_the_same_program(measured, way):
     devices = np.reshape(jax.devices()[: DATA * TENSOR], (DATA, TENSOR))
     mesh = Mesh(devices, ("data", "tensor"), axis_types=(sharded_steps.AXES["explicit"],) * 2)
-    trainer = sharded_steps.Trainer(SPEC, mesh, way)
-    program = trainer.compiled(trainer.state(jax.device_get(models.init(SPEC))), quickly=True)
+    program = sharded_steps.Trainer(SPEC, mesh, way).compiled(quickly=True)
     assert collectives(program.as_text()) == measured[f"{DATA}x{TENSOR}", way]["collectives"]
 
 

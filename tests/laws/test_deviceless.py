@@ -1,19 +1,22 @@
 """Law 6 in programs for a GPU, compiled where there is none: a native call each way, and nothing beside it."""
 
 import math
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from deviceless import compiled, kernels, mesh, types
+from deviceless import compiled, kernels, mesh, optimised, topology, types
 from hlo import collectives, count_native_calls, results_of
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from op import Size
 from ops import ADDED, GATED_QUANTIZED, NORMS, OPS, QUANTIZED, QUANTIZED_ACTIVATIONS, QUANTIZED_SUMS
 from quantizing import to
 
 import jaxnorm
+from bench import sharded_steps
 
 pytestmark = pytest.mark.deviceless
 
@@ -180,3 +183,17 @@ def test_a_loop_keeps_no_widened_weights(rows, dtype):
 
     program = compiled(loop, *types((x, weights)))
     assert program.memory_analysis().temp_size_in_bytes < weights.values.size
+
+
+@pytest.mark.parametrize(("trainer", "axes"), [("8b", "explicit"), ("gemma", "auto")])
+def test_a_training_step_over_devices_exchanges_what_xla_has_it_exchange(trainer, axes):
+    devices = np.reshape(topology(4).devices, (2, 2))
+    mesh = Mesh(devices, ("data", "tensor"), axis_types=(sharded_steps.AXES[axes],) * 2)
+    spec = replace(sharded_steps.TRAINERS[trainer], batch=8, layers=2)
+    ours, of_xla = (
+        collectives(optimised(sharded_steps.Trainer(spec, mesh, way).lowered()).as_text()) for way in ("jaxnorm", "jnp")
+    )
+    assert ours["all-gather"] == of_xla["all-gather"]
+    assert ours["reduce-scatter"] == of_xla["reduce-scatter"]
+    # The loss of a row's classes, as docs/sharding.md lists it.
+    assert ours["all-reduce"] <= of_xla["all-reduce"] + 20 * spec.batch // 2 * spec.tokens

@@ -38,7 +38,10 @@ def types(arrays, sharding=None):
 
 def compiled(function, *args, **options):
     """The program for these types."""
-    lowered = jax.jit(function, **options).lower(*args)
+    return optimised(jax.jit(function, **options).lower(*args))
+
+
+def optimised(lowered):
     return lowered.compile(compiler_options={"xla_gpu_autotune_level": 0})
 
 
