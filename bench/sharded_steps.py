@@ -210,12 +210,17 @@ def split_of(path):
 
 
 def main(args):
+    if args.turns < 2:
+        raise SystemExit(f"--turns {args.turns}: must be at least 2")
     spec, of_losses = specs_of(args)
     params: Any = jax.device_get(models.init(spec))
     rows: list[dict[str, Any]] = []
     for data, tensor in meshes_of(args):
         if data * tensor > args.devices:
-            raise SystemExit(f"--meshes {data}x{tensor}: there are {args.devices} devices")
+            raise SystemExit(
+                f"--meshes {data}x{tensor}: there are {args.devices} devices; a CPU stands for 8 with "
+                "XLA_FLAGS=--xla_force_host_platform_device_count=8"
+            )
         devices = np.reshape(jax.devices()[: data * tensor], (data, tensor))
         for axes in args.axes:
             mesh = Mesh(devices, ("data", "tensor"), axis_types=(AXES[axes],) * 2)
@@ -238,7 +243,7 @@ def specs_of(args):
 
 def header_of(spec, args):
     model = f"{spec.layers} layers of {spec.dim}, vocabulary of {spec.classes}"
-    batch = f"{spec.batch} x {spec.tokens} tokens a device"
+    batch = f"{spec.batch} x {spec.tokens} tokens{'' if args.small else ' a device'}"
     return {**report.device(args.commit), "model": model, "batch": batch, "attention": spec.attention}
 
 
@@ -255,9 +260,9 @@ def measured(spec, of_losses, mesh, params, args):
     for way, taken in times.items():
         lower, _, upper = statistics.quantiles(taken, n=4)
         memory = executables[way].memory_analysis()
-        trainer, step = (
-            (trainers[way], executables[way]) if spec == of_losses else (Trainer(of_losses, mesh, way), None)
-        )
+        trainer, step = trainers[way], executables[way]
+        if spec != of_losses:
+            trainer, step = Trainer(of_losses, mesh, way), None
         yield {
             "devices": mesh.size,
             "way": way,
