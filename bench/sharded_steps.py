@@ -70,7 +70,7 @@ def add_arguments(parser):
     parser.add_argument("--axes", nargs="+", default=["auto"], choices=AXES, help="(default: auto)")
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
     parser.add_argument("--layers", type=int, help="of the trainer's model (default: 8)")
-    parser.add_argument("--losses", type=int, default=100, help="steps of the training whose losses are compared")
+    parser.add_argument("--losses", type=int, help="steps whose losses are compared (default: 100, of a toy 10)")
     parser.add_argument("--small", action="store_true", help="a toy of the trainer, to try the program")
 
 
@@ -273,8 +273,12 @@ def measured(spec, of_losses, mesh, params, args):
             "temp GiB": memory.temp_size_in_bytes / 2**30,
             "compile s": compiling[way],
             "collectives": collectives(executables[way].as_text()),
-            "losses": losses_of(trainer, step, params, args.losses),
+            "losses": losses_of(trainer, step, params, steps_of(args)),
         }
+
+
+def steps_of(args):
+    return args.losses if args.losses is not None else 10 if args.small else 100
 
 
 def losses_of(trainer, step, params, count):
@@ -286,5 +290,6 @@ def losses_of(trainer, step, params, count):
     step = step or trainer.compiled(quickly=True)
     for number in range(count):
         state, value = step(state, *batches[number % BATCHES])
-        losses.append(value)
-    return [float(value) for value in losses]
+        # It waits: the devices that one CPU stands for lock up with two steps in flight.
+        losses.append(round(float(value), 6))
+    return losses
