@@ -7,7 +7,6 @@ import jax
 from jaxnorm.flax import replacement
 from jaxnorm.flax.replacement import Report
 from jaxnorm.ops.group_norm.api import group_norm
-from jaxnorm.ops.group_norm.channels_first import group_norm_channels_first
 from jaxnorm.ops.norm.api import layer_norm, rms_norm
 
 try:
@@ -87,9 +86,9 @@ class GroupNormalization(keras.layers.GroupNormalization):
         y = (x - mean) * rsqrt(mean((x - mean)²) + epsilon) * gamma + beta
 
     The means are over the positions and the channels of a group, of each example by itself. It is computed in float32
-    and rounded once, to the layer's `compute_dtype`. The kernels serve x and weights of float32, bfloat16 and float16:
-    with channels last those of `jaxnorm.group_norm`, with `axis=1` those of `jaxnorm.layer_norm`, whose rows are the
-    groups. What is between these is computed by Keras' own code. Files are loaded as `LayerNormalization` says.
+    and rounded once, to the layer's `compute_dtype`, by `jaxnorm.group_norm` for x and weights of float32, bfloat16 and
+    float16, with channels last or with `axis=1`. What is between these is computed by Keras' own code. Files are loaded
+    as `LayerNormalization` says.
 
     Source: Wu and He, Group Normalization, 2018, https://arxiv.org/abs/1803.08494.
     """
@@ -101,9 +100,7 @@ class GroupNormalization(keras.layers.GroupNormalization):
             return super().call(inputs)
         gamma, beta = map(_tensor, parameters)
         keywords = {"num_groups": self.groups, "epsilon": self.epsilon, "out_dtype": self.compute_dtype}
-        if axis == len(inputs.shape) - 1:
-            return group_norm(inputs, gamma, beta, **keywords)
-        return group_norm_channels_first(inputs, gamma, beta, channel_axis=axis, **keywords)
+        return group_norm(inputs, gamma, beta, channel_axis=axis, **keywords)
 
 
 # Keras' norms, and what each of them becomes.

@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 
 from jaxnorm.flax import replacement
-from jaxnorm.ops.group_norm.channels_first import group_norm_channels_first
+from jaxnorm.ops.group_norm.api import group_norm
 from jaxnorm.ops.norm.api import layer_norm, rms_norm
 
 _NO_STATE = object()
@@ -46,13 +46,12 @@ class LayerNorm(eqx.nn.LayerNorm):
 
 
 class GroupNorm(eqx.nn.GroupNorm):
-    """`equinox.nn.GroupNorm` with the same constructor, fields and result dtype, by the kernels of `layer_norm`.
+    """`equinox.nn.GroupNorm` with the same constructor, fields and result dtype, computed by `jaxnorm.group_norm`.
 
         y = (x - mean) * rsqrt(mean((x - mean)²) + eps) * weight + bias
 
     x has shape (channels, ...), and the means are over a group of neighbouring channels and all positions. With
-    channels first a group lies in one piece: it is a row of LayerNorm's kernels, one native call each way, and XLA
-    multiplies and adds. The rest is as `RMSNorm` says.
+    channels first `group_norm` has kernels on CPUs, and is its formula on GPUs. The rest is as `RMSNorm` says.
 
     Source: Wu and He, Group Normalization, 2018, https://arxiv.org/abs/1803.08494.
     """
@@ -62,8 +61,8 @@ class GroupNorm(eqx.nn.GroupNorm):
         fits = _is_served(self, x) and x.shape[0] % self.groups == 0
         if not fits or (self.weight is not None and x.shape[:1] != self.weight.shape):
             return _with_state(super().__call__(x), state)
-        keywords = {"num_groups": self.groups, "epsilon": self.eps, "out_dtype": x.dtype}
-        return _with_state(group_norm_channels_first(x, self.weight, self.bias, channel_axis=0, **keywords), state)
+        keywords = {"num_groups": self.groups, "epsilon": self.eps, "channel_axis": 1}
+        return _with_state(group_norm(x[None], self.weight, self.bias, **keywords)[0], state)
 
 
 def why_never(module: Any) -> str | None:

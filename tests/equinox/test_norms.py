@@ -28,7 +28,7 @@ CASES = {
     "layer of two axes": ("LayerNorm", ((4, 16),), {"eps": 0.1}, (4, 16), "layer"),
     "group": ("GroupNorm", (4, 12), {}, (12, 5, 6), "layer"),
     "group without weights": ("GroupNorm", (4, 12), {"channelwise_affine": False}, (12, 5, 6), "layer"),
-    "group of channels alone": ("GroupNorm", (3, 12), {"eps": 0.1}, (12,), "layer"),
+    "group of channels alone": ("GroupNorm", (3, 12), {"eps": 0.1}, (12,), "group"),
     "one group": ("GroupNorm", (1, 12), {}, (12, 7), "layer"),
     "a group a channel": ("GroupNorm", (12, 12), {}, (12, 3, 3, 3), "layer"),
 }
