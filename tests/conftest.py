@@ -17,13 +17,18 @@ os.environ["KERAS_BACKEND"] = "jax"
 # Several workers (`-n 2`) share one GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
+import emulated
+
+if emulated.IS_ON:
+    emulated.load()
+
 import deviceless
 import jax
 import pytest
 from coverage import one_of_each, set_tier
 from hypothesis import settings
 from internals import run_every_kernel
-from native import description, is_built, is_platform_with_kernels, why_not_native
+from native import are_cuda_kernels, description, is_built, is_platform_with_kernels, why_not_native
 from toys import ARE_BUILT
 
 import jaxnorm
@@ -74,6 +79,8 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "kernels: calls the handlers themselves; on a platform that has them")
     config.addinivalue_line("markers", "plans: launch plans, which need no GPU; where jaxnorm is built with CUDA")
     config.addinivalue_line("markers", "emulated: CUDA kernels on the host; where there is a CUDA compiler")
+    config.addinivalue_line("markers", "on_emulator: a law to which the emulator holds the CUDA kernels, too")
+    config.addinivalue_line("markers", "full: in the full tier alone")
     config.addinivalue_line("markers", "browser: opens pages; where there is Chromium")
     config.addinivalue_line("markers", "toys: native parts of the toy ops; on the CPU, where there is a C++ compiler")
     config.addinivalue_line("markers", "xdist_group(name): on one worker")  # where xdist is not installed
@@ -81,7 +88,8 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "build: settings of the build; where there is CMake")
     config.addinivalue_line("markers", "long: whole models and programs; not in the quick tier")
     config.addinivalue_line("markers", "several: spread over devices; where there are several")
-    config.addinivalue_line("markers", "gpu: about what only the CUDA kernels have; on a GPU")
+    config.addinivalue_line("markers", "gpu: about what only a GPU has; on a GPU")
+    config.addinivalue_line("markers", "cuda: about what only the CUDA kernels have; on a GPU, and in the emulator")
     config.addinivalue_line("markers", "package(name): models of a package, where it is installed or on PYTHONPATH")
     config.addinivalue_line("markers", "large: arrays of more than 2**31 elements; on a GPU, or with --large")
 
@@ -108,13 +116,15 @@ def pytest_collection_modifyitems(config, items):
     has = {
         "kernels": is_platform_with_kernels(),
         "plans": is_built("gpu"),
-        "emulated": all(map(shutil.which, ("nvcc", "cmake"))) and config.option.tier != "quick",
+        "emulated": emulated.can_be_built() and config.option.tier != "quick",
+        "full": config.option.tier == "full",
         "browser": shutil.which("chromium") is not None,
         "toys": ARE_BUILT,
         "deviceless": deviceless.has_plugin() and is_built("gpu") and not on_gpu,
         "build": shutil.which("cmake") is not None,
         "several": jax.device_count() > 1,
         "gpu": on_gpu,
+        "cuda": are_cuda_kernels(),
         "large": on_gpu or config.getoption("--large"),
     }
     absent = {name for name, present in has.items() if not present}

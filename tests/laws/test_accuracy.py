@@ -47,12 +47,14 @@ def errors(op, args, implementation=None, **options) -> list[str]:
     return [complaint for result, exact in pairs for complaint in forward_errors(result, exact)]
 
 
+@pytest.mark.on_emulator
 @over(EXACT, dtypes=dtypes, size=sizes)
 def test_results_of_every_size(op, dtypes, size):
     args = op.draw(size, dtypes, (dtypes[0], None))
     assert errors(op, args, **size.options) == []
 
 
+@pytest.mark.on_emulator
 @over(PLAIN + PER_HEAD, dtypes=lambda op: DTYPE_PAIRS, size=lengths)
 def test_results_of_another_dtype(op, dtypes, size):
     x_dtype, out_dtype = dtypes
@@ -61,6 +63,7 @@ def test_results_of_another_dtype(op, dtypes, size):
 
 # None is a call without that operand, which other kernels serve than one of ones or zeros. Of short rows, which vectors
 # divide, float32 weights of half types come another way than those of x's dtype.
+@pytest.mark.on_emulator
 @over(
     EXACT,
     dtypes=dtypes,
@@ -72,6 +75,7 @@ def test_weights_of_any_dtype(op, dtypes, scale, bias, size):
     assert errors(op, op.draw(size, dtypes, (scale, bias)), **size.options) == []
 
 
+@pytest.mark.on_emulator
 @over(
     EXACT,
     dtypes=dtypes,

@@ -38,6 +38,7 @@ def results(op, **given):
     return lambda *args: [r for r in op.function(*args, **size_of(op).options, **given) if r.ndim][:2]
 
 
+@pytest.mark.on_emulator
 @pytest.mark.several
 @vma
 def test_forward_in_shard_map(devices, op, check_vma):
@@ -65,6 +66,7 @@ def test_gradients_of_shard_map(devices, op, check_vma):
         assert collectives(function.lower(*args).compile().as_text()) == exchanged(op, mesh, spec, with_gradients=True)
 
 
+@pytest.mark.on_emulator
 @pytest.mark.several
 @ops
 def test_gradients_in_shard_map(devices, op):
@@ -88,6 +90,7 @@ def test_second_derivative(devices, kind):
 
 
 # On a GPU the statistics and the result of a part are kernels, if these take the dtypes.
+@pytest.mark.on_emulator
 @pytest.mark.several
 @cover(kind=KINDS, dtypes=[*itertools.product(DTYPES, DTYPES), ("float64", "float32")])
 def test_dtypes(devices, kind, dtypes):

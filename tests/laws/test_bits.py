@@ -61,6 +61,7 @@ MOVES = {
 }
 
 
+@pytest.mark.on_emulator
 @over(OPS, move=lambda op: MOVES, dtypes=lambda op: op.dtypes, size=lambda op: op.lengths)
 def test_rows_that_lie_otherwise(op, move, dtypes, size):
     inputs, run = make(op, size, dtypes), by_row(op, **size.options)
@@ -69,6 +70,7 @@ def test_rows_that_lie_otherwise(op, move, dtypes, size):
 
 
 # On a GPU few rows have kernels of their own, forward and backward.
+@pytest.mark.on_emulator
 @over([op for op in OPS if op.many], dtypes=lambda op: op.dtypes, size=lambda op: op.many)
 def test_few_rows_among_many(op, dtypes, size):
     inputs, run, few = make(op, size, dtypes), by_row(op, **size.options), slice(300, 315)

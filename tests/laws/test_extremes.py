@@ -67,6 +67,7 @@ def inputs(op, size, dtypes=None):
 
 
 # Inside a vector, in the rest after the last vector, at the row's ends.
+@pytest.mark.on_emulator
 @over(
     SPREAD,
     value=lambda op: [np.nan, np.inf, -np.inf],
@@ -93,6 +94,7 @@ def test_what_is_not_finite_elsewhere_spreads_as_in_the_formula(op, value, opera
     assert_spreads_alike(op, cotangents, args)
 
 
+@pytest.mark.on_emulator
 @over(OPS, value=lambda op: [np.nan, np.inf], dtypes=lambda op: op.dtypes)
 def test_a_row_that_is_not_finite_leaves_its_neighbours_alone(op, value, dtypes):
     args = op.draw(op.small, dtypes)
@@ -129,6 +131,7 @@ def test_squares_that_overflow(op):
 
 # Without epsilon, rstd is infinite where the squares are below the smallest number: results and gradients are infinite
 # or no numbers, as the formulas say. Where dy has the signs of x_hat the sums over a row are infinite, else no numbers.
+@pytest.mark.on_emulator
 @cover(op=PLAIN, dtype=DTYPES, cols=[5, 64, 1021, 5376, 40_001], alike=[True, False])
 def test_squares_that_vanish(op, dtype, cols, alike):
     tiny = 1e-25 if dtype != "float16" else 6e-8  # whose square float32 holds

@@ -50,12 +50,14 @@ def errors(op, args, implementation=None, **options) -> dict[str, float]:
     return above
 
 
+@pytest.mark.on_emulator
 @over(EXACT, dtypes=lambda op: op.dtypes, size=sizes)
 def test_gradients_of_every_size(op, dtypes, size):
     assert errors(op, op.draw(size, dtypes), **size.options) == {}
 
 
 # dy has the output's dtype.
+@pytest.mark.on_emulator
 @over(NORMS + PER_HEAD, dtypes=lambda op: [(x, y) for x, y in product(DTYPES, DTYPES) if x != y], size=lengths)
 def test_gradients_for_an_output_of_another_dtype(op, dtypes, size):
     x_dtype, out_dtype = dtypes
@@ -63,6 +65,7 @@ def test_gradients_for_an_output_of_another_dtype(op, dtypes, size):
 
 
 # None is a call without that operand; the gradient of each has its own dtype.
+@pytest.mark.on_emulator
 @over(
     EXACT,
     dtypes=lambda op: op.dtypes,
@@ -74,6 +77,7 @@ def test_gradients_for_weights_of_any_dtype(op, dtypes, scale, bias, size):
     assert errors(op, op.draw(size, dtypes, (scale, bias)), **size.options) == {}
 
 
+@pytest.mark.on_emulator
 @over(EXACT, dtypes=lambda op: op.dtypes, options=lambda op: op.options, size=lambda op: lengths(op)[-2:])
 def test_gradients_with_options(op, dtypes, options, size):
     assert errors(op, op.draw(size, dtypes), **options, **size.options) == {}

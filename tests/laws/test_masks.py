@@ -113,6 +113,7 @@ def differing(actual, expected):
     return [name for name in expected if not jax.tree.all(jax.tree.map(same, actual[name], expected[name]))]
 
 
+@pytest.mark.on_emulator
 @over(EACH, pairs=False, dtype=lambda _: DTYPES)
 def test_what_is_hidden_reaches_no_result(op, dtype):
     case, function = op.case, partial(op.case.function, implementation=op.implementation)
@@ -197,6 +198,7 @@ def test_no_false_alarm(case, transform, what):
 
 
 # Zeros behind a row, which a result is padded with, hide their cotangents as a mask does.
+@pytest.mark.on_emulator
 @cover(op=PADDED, dtype=DTYPES, value=SPOILERS[:3])
 def test_cotangents_of_padding(op, dtype, value):
     args = op.draw(op.small, (dtype,) * op.arrays)

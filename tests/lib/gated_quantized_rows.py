@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from gated_rows import ALIKE, gate
 from gating import gated
+from native import are_cuda_kernels
 from op import rows
 from quantizing import GRANULARITIES, by_numpy, static_scale_of
 
@@ -67,7 +68,7 @@ def gated_quantized(variant, granularity, to):
         exact=None,
         exact_gradients=None,
         unfused=unfused,
-        unfused_dtypes=ALIKE if jax.default_backend() == "cpu" else ALIKE[:1],
+        unfused_dtypes=ALIKE[:1] if are_cuda_kernels() else ALIKE,
         small=rows(6, 2 * run if run else 10),
         sizes=tuple(rows(7, cols) for cols in (*lengths, 192, 640, 5120) if not run or cols % run == 0),
         options=({"scale_offset": 1.0}, {"epsilon": 1.0}),

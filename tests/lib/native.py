@@ -4,13 +4,19 @@ import importlib
 import importlib.util
 from functools import cache
 
+import emulated
 import jax
 import jax.numpy as jnp
 
 import jaxnorm
 
 # The platforms that have kernels: JAX's backend, and the module that holds them.
-MODULES = {"cpu": "jaxnorm._cpu", "gpu": "jaxnorm._cuda"}
+MODULES = {"cpu": "jaxnorm._cuda" if emulated.IS_ON else "jaxnorm._cpu", "gpu": "jaxnorm._cuda"}
+
+
+def are_cuda_kernels() -> bool:
+    """Whether those of CUDA are under test, be it in the emulator."""
+    return MODULES.get(jax.default_backend()) == MODULES["gpu"]
 
 
 def is_platform_with_kernels() -> bool:
@@ -29,7 +35,7 @@ def why_not_native() -> str | None:
 
 def description() -> str:
     module = importlib.import_module(MODULES[jax.default_backend()])
-    if jax.default_backend() == "cpu":
+    if hasattr(module, "isa"):
         return f"native, {module.isa()} kernels"
     return f"native, CUDA {module.toolkit()} kernels for {module.architectures()}"
 

@@ -171,7 +171,7 @@ def test_an_attribute_of_another_type(kind, change, message):
 
 
 # A program may have been exported where kernels wanted another workspace.
-@pytest.mark.gpu
+@pytest.mark.cuda
 @pytest.mark.parametrize("floats", [1 << 12, 1 << 20])
 def test_a_workspace_of_another_size(kind, floats):
     expected = backward(kind)[:3]
@@ -179,7 +179,7 @@ def test_a_workspace_of_another_size(kind, floats):
 
 
 # Of a few rows there would be nothing to keep.
-@pytest.mark.gpu
+@pytest.mark.cuda
 @pytest.mark.parametrize("workspace", [[], [struct(0)], [struct(1)]], ids=str)
 def test_a_workspace_that_is_too_small(kind, workspace):
     x, of_rows = struct(1000, COLS), struct(1000, 1)
@@ -188,7 +188,7 @@ def test_a_workspace_that_is_too_small(kind, workspace):
         backward(kind, operands, [x, WEIGHT, WEIGHT, *workspace])
 
 
-@pytest.mark.gpu
+@pytest.mark.cuda
 @pytest.mark.parametrize("workspace", [struct(1, 1 << 16), struct(1 << 16, dtype=BF16)], ids=str)
 def test_what_is_not_a_workspace(kind, workspace):
     with is_refused(target(kind, "bwd"), "number of results"):
@@ -196,7 +196,7 @@ def test_what_is_not_a_workspace(kind, workspace):
 
 
 # A workspace may come with the statistics or without.
-@pytest.mark.gpu
+@pytest.mark.cuda
 def test_a_workspace_of_a_forward_call(kind):
     y, *_ = forward(kind, results=[X])
     for results in ([X, struct(8)], [X, *statistics(kind, STATISTIC), struct(8)]):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from calls import BF16, F16, call, each_is_refused, is_refused, struct
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.cuda
 
 ROWS, COLS = 48, 64
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2

@@ -7,7 +7,7 @@ from calls import BF16, F16, call, is_refused, statistics, struct
 from cases import KINDS
 from native import target
 
-pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("kind", KINDS)]
+pytestmark = [pytest.mark.cuda, pytest.mark.parametrize("kind", KINDS)]
 
 ROWS, COLS = 6, 40
 X, WEIGHT, STATISTIC = struct(ROWS, COLS), struct(COLS), struct(ROWS, 1)

@@ -48,6 +48,7 @@ def run(form, **options):
     return jax.jit(of_pair)
 
 
+@pytest.mark.on_emulator
 @pytest.mark.kernels
 @cover(form=list(FORMS)[1:], dtype=DTYPES, activation=ACTIVATIONS)
 def test_forms_have_the_same_bits(form, dtype, activation):
@@ -97,6 +98,7 @@ def test_float64_is_not_rounded():
 
 
 # Of relu's slope nothing is left where a gate is closed.
+@pytest.mark.on_emulator
 @cover(value=[np.inf, -np.inf, np.nan], implementation=["native", "jnp"])
 def test_no_infinity_passes_a_closed_gate(value, implementation):
     function = partial(jaxnorm.gated_activation, activation="relu2", implementation=implementation)

@@ -27,6 +27,7 @@ def stacked(dtype="float32"):
     return jnp.stack([draw_gate(DIMS, dtype), draw_up(DIMS, dtype)], -2)
 
 
+@pytest.mark.on_emulator
 @cover(dtype=DTYPES, to=TO, granularity=GRANULARITIES, activation=["silu", "gelu", "gelu_exact", "relu2", "sigmoid"])
 @pytest.mark.kernels
 def test_it_is_the_float32_result_quantised(dtype, to, granularity, activation):

@@ -45,6 +45,7 @@ def test_scale_and_bias_of_different_shapes(kind, dims):
 
 
 # So many rows that blocks of a GPU take several turns: by vectors, by elements, with rows left over.
+@pytest.mark.on_emulator
 @cover(
     kind=KINDS, dtype=["bfloat16", "float32"], adds=[False, True], dims=[(9, 250, 1152), (4, 300, 64), (3, 200, 521)]
 )

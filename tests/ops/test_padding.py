@@ -25,6 +25,7 @@ def y_and_gradients(op, **options):
 
 
 # dy's rows may lie on other boundaries than the plain norm's, and sums over rows are then added in another order.
+@pytest.mark.on_emulator
 @over(PADDED, dtypes=lambda op: op.dtypes, size=lambda op: op.sizes)
 def test_gradients_of_weights_are_those_of_the_plain_norm(op, dtypes, size):
     args = op.draw(size, dtypes)
