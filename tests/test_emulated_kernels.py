@@ -16,7 +16,7 @@ PLANS = tuple(SOURCES / "cuda" / "engine" / name for name in ("plan.cc", "grad_s
 # Results and gradients; with per-head weights; with padding; quantised results; gated norms; sandwich norms; rotary
 # embedding; sharded rows; workspaces of other sizes than are wanted; whether every plan has a kernel; rows whose
 # squares vanish; softmax and its gradients; cross-entropy and its gradient; GroupNorm and its gradients; what
-# float8_linear rounds. The laws launch every kernel of gated activations, with `JAXNORM_EMULATE=1`, and of the other ops
+# float8_linear rounds. With `JAXNORM_EMULATE=1` the laws launch every kernel of gated activations, and of the other ops
 # fewer than these programs.
 PROGRAMS = (
     *("run", "run_heads", "run_padding", "run_quantized", "run_gated", "run_sandwich", "run_rotary"),

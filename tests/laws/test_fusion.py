@@ -7,6 +7,7 @@ import jax
 import pytest
 from cases import bits, draw_x
 from coverage import over
+from op import rows
 from ops import ADDED, OPS, SANDWICH
 from quantizing import assert_same
 
@@ -25,10 +26,21 @@ def dtypes_of(op):
     return op.unfused_dtypes or op.dtypes
 
 
+@pytest.mark.on_emulator
 @over(FUSED, dtypes=dtypes_of, weights=lambda op: ["x's", "float32"], size=sizes)
 def test_sizes(op, dtypes, weights, size):
     args = op.draw(size, dtypes, dtypes[0] if weights == "x's" else weights)
     assert_same(run(op, args, **size.options), op.unfused(*args, **size.options))
+
+
+# Few columns, of whose rows a thread has several at once.
+@pytest.mark.on_emulator
+@pytest.mark.parametrize(
+    ("op", "dtypes"), [(op, dtypes) for op in (*ADDED, *SANDWICH) for dtypes in dtypes_of(op)], ids=str
+)
+def test_several_rows_at_once(op, dtypes):
+    args = op.draw(rows(9, 24), dtypes, dtypes[0])
+    assert_same(run(op, args), op.unfused(*args))
 
 
 # Beyond every cache, where results may go past it.
@@ -38,6 +50,7 @@ def test_large_arrays(op, size):
     assert_same(run(op, args, **size.options), op.unfused(*args, **size.options))
 
 
+@pytest.mark.on_emulator
 @over(
     FUSED,
     dtypes=dtypes_of,
@@ -49,6 +62,7 @@ def test_options(op, dtypes, options, size):
     assert_same(run(op, args, **options, **size.options), op.unfused(*args, **options, **size.options))
 
 
+@pytest.mark.on_emulator
 @over(
     (*ADDED, *SANDWICH),
     dtypes=lambda op: op.dtypes,
@@ -59,6 +73,7 @@ def test_weights_that_are_absent(op, dtypes, weights):
     assert_same(run(op, args), op.unfused(*args))
 
 
+@pytest.mark.on_emulator
 @over(
     [op for op in FUSED if op.has_unfused_gradients or op.unfused_with_gradients],
     dtypes=lambda op: op.gradient_dtypes or op.dtypes,

@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import assert_near, bits, draw, draw_x
+from cases import DTYPES, assert_near, bits, draw, draw_x
 from coverage import cover
 from hlo import collectives, count_native_calls, lowered_calls
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import mesh_of
 from native import is_platform_with_kernels
+from tolerances import DX, gradient_error
 
 import jaxnorm
 
@@ -380,3 +381,13 @@ def test_a_row_has_its_bits_wherever_its_label_is():
     labels = jnp.asarray([3, 3, 99, 0, 3])
     losses = jax.jit(cross_entropy)(x, labels)
     assert bits(losses[0]) == bits(losses[1]) == bits(losses[4])
+
+
+# At each place in a vector, and in the rest behind the last.
+@pytest.mark.on_emulator
+@cover(dtype=DTYPES, cols=[24, 100, 257])
+def test_the_gradient_wherever_the_label_is(dtype, cols):
+    x, labels = draw_x((cols, cols), dtype), jnp.arange(cols)
+    dx = jax.jit(jax.grad(lambda x: cross_entropy(x, labels).sum()))(x)
+    powers = np.exp(np.asarray(x, np.float64))
+    assert gradient_error(dx, powers / powers.sum(-1, keepdims=True) - np.eye(cols), DX) <= 1
