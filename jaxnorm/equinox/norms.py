@@ -61,8 +61,8 @@ class GroupNorm(eqx.nn.GroupNorm):
         fits = _is_served(self, x) and x.shape[0] % self.groups == 0
         if not fits or (self.weight is not None and x.shape[:1] != self.weight.shape):
             return _with_state(super().__call__(x), state)
-        keywords = {"num_groups": self.groups, "epsilon": self.eps, "channel_axis": 1}
-        return _with_state(group_norm(x[None], self.weight, self.bias, **keywords)[0], state)
+        y = group_norm(x[None], self.weight, self.bias, num_groups=self.groups, epsilon=self.eps, channel_axis=1)
+        return _with_state(y[0], state)
 
 
 def why_never(module: Any) -> str | None:
