@@ -50,3 +50,7 @@ def steps(*runs):
 
 def described(header):
     return f"{header['model']}; {header['batch']}, attention by {header['attention']}."
+
+
+# An entry of `bench.tables.TABLES`, "sharded-steps", from when a GPU has run it.
+STEPS = ("h?00_x?_steps_*.json", steps)

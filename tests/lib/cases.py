@@ -51,7 +51,9 @@ def _draw(name: str, dims, mean, std):
 
 def array(values: np.ndarray, dtype):
     """Rounded by NumPy: for `astype` and `jax.numpy.asarray` JAX compiles a program of each shape."""
-    return jax.device_put(np.asarray(values).astype(jnp.dtype(dtype)))
+    rounded = np.asarray(values).astype(jnp.dtype(dtype))
+    is_of_no_mesh = jax.sharding.get_abstract_mesh().empty  # else it is of the mesh that is set
+    return jax.device_put(rounded) if is_of_no_mesh else jnp.asarray(rounded)
 
 
 def draw_x(dims, dtype="float32", name="x", mean=0.5, std=2.0):
