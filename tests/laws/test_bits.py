@@ -93,21 +93,10 @@ def test_vmap_over_rows(op, size):
     assert bits(jax.jit(jax.vmap(function, axes))(*args)) == bits(jax.jit(function)(*args))
 
 
-def everything(op, size):
-    """A function of the operands and cotangents: results, and the gradients of all operands."""
-
-    def function(args, cotangents):
-        results = op.function(*args, **size.options)
-        _, pullback = jax.vjp(lambda *args: op.differentiable(*args, **size.options), *args)
-        return results, pullback(cotangents)
-
-    return function
-
-
 @over(OPS, dtypes=lambda op: op.dtypes, size=lambda op: op.lengths)
 def test_runs_repeat_themselves(op, dtypes, size):
     args = op.draw(size, dtypes)
-    cotangents, run = op.cotangents(args, **size.options), jax.jit(everything(op, size))
+    cotangents, run = op.cotangents(args, **size.options), jax.jit(op.everything(size))
     first = bits(run(args, cotangents))
     assert all(bits(run(args, cotangents)) == first for _ in range(3))
 
@@ -116,9 +105,9 @@ def test_runs_repeat_themselves(op, dtypes, size):
 def test_compilations_repeat_each_other(op):
     args = op.draw(op.small)
     cotangents = op.cotangents(args, **op.small.options)
-    first = bits(jax.jit(everything(op, op.small))(args, cotangents))
+    first = bits(jax.jit(op.everything(op.small))(args, cotangents))
     jax.clear_caches()
-    assert bits(jax.jit(everything(op, op.small))(args, cotangents)) == first
+    assert bits(jax.jit(op.everything(op.small))(args, cotangents)) == first
 
 
 # What XLA's CPU client makes its thread pool of: NPROC, then the processors it may run on.

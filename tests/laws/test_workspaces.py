@@ -24,22 +24,11 @@ def sizes(op):
     return [*op.many[:1], *op.lengths[-1:], *[size for size in op.sizes if size.dims[0] == 600][:1]]
 
 
-def everything(op, size, args, cotangents):
-    """Results, and the gradients of all operands."""
-
-    def function(args, cotangents):
-        results = op.function(*args, **size.options)
-        _, pullback = jax.vjp(lambda *args: op.differentiable(*args, **size.options), *args)
-        return results, pullback(cotangents)
-
-    return jax.jit(function)(args, cotangents)
-
-
 @over(OPS, default=EACH, floats=lambda op: SIZES, dtypes=lambda op: op.dtypes, size=sizes)
 def test_another_size(op, floats, dtypes, size, monkeypatch):
     args = op.draw(size, dtypes)
     cotangents = op.cotangents(args, **size.options)
-    expected = jax.device_get(everything(op, size, args, cotangents))
+    expected = jax.device_get(jax.jit(op.everything(size))(args, cotangents))
     wanted, changed = ffi.workspace, []
 
     def workspace(*call, **needs):
@@ -49,7 +38,7 @@ def test_another_size(op, floats, dtypes, size, monkeypatch):
 
     monkeypatch.setattr(ffi, "workspace", workspace)
     try:
-        actual = jax.device_get(everything(op, size, args, cotangents))
+        actual = jax.device_get(jax.jit(op.everything(size))(args, cotangents))
     except jax.errors.JaxRuntimeError as error:
         actual = str(error)
     if isinstance(actual, str):

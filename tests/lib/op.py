@@ -167,6 +167,16 @@ class Op:
 
         return loss
 
+    def everything(self, size: Size) -> Callable:
+        """A function of the operands and cotangents: results, and the gradients of all operands."""
+
+        def function(args, cotangents):
+            results = self.function(*args, **size.options)
+            _, pullback = jax.vjp(lambda *args: self.differentiable(*args, **size.options), *args)
+            return results, pullback(cotangents)
+
+        return function
+
     @property
     def all(self) -> tuple[int, ...]:
         """The operands that have a gradient."""

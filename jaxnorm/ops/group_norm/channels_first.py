@@ -26,7 +26,7 @@ def is_channels_first(norm: GroupNorm) -> bool:
 
 
 def slower(rows: CallRows) -> str | None:
-    """Why XLA's code is: on GPUs by the bytes that move, where it is not measured.
+    """Why kernels are slower than XLA's code; on GPUs by the bytes that move, which is not measured.
 
     The kernel writes x_hat in float32 and XLA reads it again, so that with x and y 16 bytes move for an element of
     float32, and 12 of half types. The formula reads x once more, or twice, for the statistics: 12 to 16 bytes, and 6 to
