@@ -14,6 +14,7 @@ from jax import lax
 from jaxnorm.ops import checks
 from jaxnorm.primitive import broadcast
 from jaxnorm.primitive.op import RowSpec
+from jaxnorm.sharding import dims
 
 
 class Mask(NamedTuple):
@@ -23,11 +24,13 @@ class Mask(NamedTuple):
 
 
 def columns(spec: RowSpec, x: jax.Array) -> jax.Array:
-    """The number of each column of rows of one axis; of a shard, in the whole row."""
+    """The number of each column of rows of one axis, split as x is along it; of a shard, in the whole row."""
     (axis,) = spec.axes
-    shape = [1] * x.ndim
-    shape[axis] = x.shape[axis]
-    numbers = lax.broadcasted_iota(jnp.int32, shape, x.ndim + axis)
+    along = [i if i == x.ndim + axis else None for i in range(x.ndim)]
+    shape = [1 if i is None else x.shape[i] for i in along]
+    sharding = dims.result_like(jax.typeof(x), tuple(along), shape, np.int32).sharding
+    out_sharding = sharding if any(sharding.spec) else None
+    numbers = lax.broadcasted_iota(np.int32, shape, x.ndim + axis, out_sharding=out_sharding)
     return numbers if spec.shards is None else numbers + spec.shards.index() * x.shape[axis]
 
 

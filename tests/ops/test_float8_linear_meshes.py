@@ -84,6 +84,17 @@ def test_over_devices(split, axis_type, recipe):
     assert_one_device_gives(actual, jax.jit(partial(value_and_gradients, recipe))(*args))
 
 
+# An Explicit mesh that no result can be split over is an error as of JAX's own product, where the sum is split too.
+@pytest.mark.several
+@pytest.mark.parametrize("of_kernel", [P(None, "a"), P("b", "a")], ids=["outputs", "what is summed and outputs"])
+def test_one_axis_for_rows_and_outputs(of_kernel):
+    mesh = mesh_of(jax.devices(), AxisType.Explicit)
+    x, kernel, *_ = placed(mesh, operands(), (P("a"), of_kernel, P(), P()))
+    for product in (jnp.dot, float8_linear):
+        with jax.set_mesh(mesh), pytest.raises(Exception, match="illegally sharded result"):
+            product(x, kernel)
+
+
 # Scales are those of whole rows and columns, however these are split.
 @pytest.mark.several
 @cover(split=SPLIT, scaling=["row", "tensor"])

@@ -77,7 +77,10 @@ def _out_spec(x: jax.Array, kernel: jax.Array, out_sharding: Any) -> PartitionSp
         given: PartitionSpec = getattr(out_sharding, "spec", out_sharding)
         return given
     (*rows, of_x), (of_kernel, columns) = (tuple(jax.typeof(array).sharding.spec) for array in (x, kernel))
-    return None if of_x is None and of_kernel is None else PartitionSpec(*rows, columns)
+    names = jax.tree.leaves((rows, columns))
+    # What is split twice by one name is no sharding, and JAX's product says so.
+    is_known = (of_x is None and of_kernel is None) or len(set(names)) < len(names)
+    return None if is_known else PartitionSpec(*rows, columns)
 
 
 def _wants_all_digits(precision: Any) -> bool:
