@@ -17,6 +17,7 @@ sequences of 1024 tokens; its programs are compiled as quickly as can be.
 
 import functools
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -256,6 +257,7 @@ def measured(spec, of_losses, mesh, params, args):
         start = time.perf_counter()
         executables[way] = trainer.compiled(quickly=args.small)
         compiling[way] = time.perf_counter() - start
+        print(f"compiled {way} in {compiling[way]:.1f} s", file=sys.stderr, flush=True)
     times = timing.in_turns(executables, state, first.batch(0), args.turns, 1 if args.small else 4)[0]
     for way, taken in times.items():
         lower, _, upper = statistics.quantiles(taken, n=4)
@@ -263,6 +265,9 @@ def measured(spec, of_losses, mesh, params, args):
         trainer, step = trainers[way], executables[way]
         if spec != of_losses:
             trainer, step = Trainer(of_losses, mesh, way), None
+        start = time.perf_counter()
+        losses = losses_of(trainer, step, params, steps_of(args))
+        print(f"trained {way} in {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
         yield {
             "devices": mesh.size,
             "way": way,
@@ -273,7 +278,7 @@ def measured(spec, of_losses, mesh, params, args):
             "temp GiB": memory.temp_size_in_bytes / 2**30,
             "compile s": compiling[way],
             "collectives": collectives(executables[way].as_text()),
-            "losses": losses_of(trainer, step, params, steps_of(args)),
+            "losses": losses,
         }
 
 

@@ -167,14 +167,16 @@ void test_all(int64_t rows, int64_t cols) {
   });
 }
 
-// Whether each row with a window has a plan: of a block in whole warps that streams it.
+// Whether each row with a window has a plan: of a block in whole warps that has room for it, or streams it.
 void test_window_plans() {
   for (const Dtype x : {kF32, kBf16})
     for (int64_t cols = 1; cols < 1 << 21; cols += 1 + cols / 64) {
       const cuda::Plan plan = cuda::make_window_plan(x, cols);
-      const bool streams = plan.vectors == cuda::kStreamed && plan.blocks_per_row == 1 && plan.rows_per_block == 1;
-      const bool fits = plan.threads_per_row % 32 == 0 && 0 < plan.threads_per_row && plan.threads_per_row <= 256;
-      Case{x, x, false, Masks::window, 1, 0, cols}.expect(streams && fits && plan.entry == 0, "plan");
+      const bool streams = plan.vectors == cuda::kStreamed && plan.threads_per_row == 256;
+      const int64_t room = int64_t{plan.vectors} * plan.threads_per_row * (x == kF32 ? 4 : 8);
+      const bool fits = plan.threads_per_row % 32 == 0 && plan.threads_per_row <= cuda::kMaxThreads && cols <= room;
+      const bool is_block = plan.blocks_per_row == 1 && plan.rows_per_block == 1;
+      Case{x, x, false, Masks::window, 1, 0, cols}.expect(is_block && (streams ? plan.entry == 1 : fits), "plan");
     }
 }
 

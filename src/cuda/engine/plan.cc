@@ -143,14 +143,7 @@ Plan make_one_block_plan(Dtype x, int64_t cols) {
                          : forward_plan(OneBlockRegimes<2>::kTable, false, x, cols, 1);
 }
 
-// A thread writes eight vectors of a row that is not longer than a block writes so.
-Plan make_window_plan(Dtype x, int64_t cols) {
-  constexpr int64_t most = WindowRegimes::kTable.entry[0].block_threads, vectors = 8;
-  Plan plan = whole_warps(std::min(ceil_div(cols, vector_of(x)), most * vectors), vectors, 1);
-  plan.vectors = kStreamed;
-  plan.entry = 0;
-  return plan;
-}
+Plan make_window_plan(Dtype x, int64_t cols) { return forward_plan(WindowRegimes::kTable, false, x, cols, 1); }
 
 bool has_tickets(Kind kind, Dtype x, int64_t cols) {
   const Plan plan = make_plan(Way::forward, kind, x, cols, kMaxCluster);

@@ -139,9 +139,13 @@ struct PairRegimes<4> {
 };
 
 // Rows of which few columns are read, and all are written: a block goes through what is read as through a row of its
-// own.
+// own. Instructions bound it as much as memory does, most of which a thread needs however few columns it has, so that
+// few threads have up to eight vectors each.
 struct WindowRegimes {
-  static constexpr RegimeTable<1> kTable{{{kWholeBlock, kStreamed, 1, 256, 256, false}}};
+  static constexpr RegimeTable<2> kTable{{
+      {kWholeBlock, 8, 1, 256, 256, false, Registers::all(80)},
+      {kWholeBlock, kStreamed, 1, 256, 256, false},
+  }};
 };
 
 }  // namespace jaxnorm::cuda

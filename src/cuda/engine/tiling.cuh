@@ -27,6 +27,12 @@ struct RereadTiling : Tiling<X, R, ACCESS> {
   static constexpr bool PIPELINED = false, KEPT = false;
 };
 
+// Columns of a row through which a thread group goes in rounds, so that each thread has a share of few columns too.
+struct Rounds {
+  int threads, rank;
+  int64_t begin, end;
+};
+
 // How many columns of its block's share come before a thread's first.
 template <typename Tile, typename ThreadGroup>
 __device__ int first_of_thread(const ThreadGroup& group) {
@@ -45,6 +51,13 @@ __device__ void for_each_vector(const ThreadGroup& group, F f) {
     for (int64_t begin = group.begin; begin < group.end; begin += step) {
       const int64_t col = begin + static_cast<int64_t>(group.rank) * N;
       f(0, col, static_cast<int>(min(static_cast<int64_t>(N), group.end - col)));
+    }
+  } else if constexpr (std::is_same_v<ThreadGroup, Rounds>) {
+    const int begin = static_cast<int>(group.begin), end = static_cast<int>(group.end);
+#pragma unroll
+    for (int vec = 0; vec < Tile::VECTORS; ++vec) {
+      const int col = begin + vec * group.threads * N;
+      if (col < end) f(vec, col + group.rank * N, end - col - group.rank * N);
     }
   } else {
     const int first = static_cast<int>(group.begin) + first_of_thread<Tile>(group), end = static_cast<int>(group.end);

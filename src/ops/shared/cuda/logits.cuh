@@ -41,7 +41,6 @@ class LogitRow {
   static_assert(kMasked || Tile::ALIGNED);
   static_assert(!kMasked || !Tile::PIPELINED);
   static_assert(!kHoldsValues || (Tile::KEPT && !kMasked));
-  static_assert(!kHasWindow || Tile::STREAMED);
 
   // `row`: as of Row; `index`: which it is.
   template <typename P, typename Group>
@@ -50,22 +49,29 @@ class LogitRow {
     scale_ = &p.logits;
     if constexpr (kHoldsValues) holds_t_ = p.log;
     if constexpr (kMasked) mask_ = MASK::of(p.mask_rows, index, p.cols);
+    if constexpr (kHasWindow && Tile::STREAMED) p.fill_outside(columns(group), index);
     if constexpr (Tile::PIPELINED) {
       row_ += first_of_thread<Tile>(group);
       if constexpr (kHoldsValues)
         for_each_vector<Tile>(group, [&](int vec, auto, int remaining) { packed_[vec] = load_vector(vec, remaining); });
     } else if constexpr (Tile::KEPT) {
-      for_each_vector<Tile>(group, [&](int vec, auto col, int remaining) { packed_[vec] = load_x(col, remaining); });
-      mask_all(packed_, [&](auto g) { for_each_vector<Tile>(group, g); });
+      const auto& columns = this->columns(group);
+      for_each_vector<Tile>(columns, [&](int vec, auto col, int remaining) { packed_[vec] = load_x(col, remaining); });
+      if constexpr (kHasWindow) p.fill_outside(columns, index);  // while they are under way
+      mask_all(packed_, [&](auto g) { for_each_vector<Tile>(columns, g); });
     }
   }
 
   __device__ const LogitScale& scale() const { return *scale_; }
 
-  // Those of a window, through which the following functions go.
+  // Those through which the following functions go.
   template <typename Group>
-  __device__ auto columns(const Group& group) const {
-    return mask_.template columns<Tile::N>(group);
+  __device__ decltype(auto) columns(const Group& group) const {
+    if constexpr (kHasWindow) {
+      return mask_.template columns<Tile::N>(group);
+    } else {
+      return (group);
+    }
   }
 
   // Calls f(vec, col, remaining, vector) for each vector of this thread, of a streamed row for several that are under
@@ -77,8 +83,9 @@ class LogitRow {
         visit([&](int i, int64_t col, int remaining) { f(0, col, remaining, vectors[i]); });
       });
     } else {
-      for_each_vector<Tile>(
-          group, [&](int vec, auto col, int remaining) { f(vec, col, remaining, packed(vec, col, remaining)); });
+      for_each_vector<Tile>(columns(group), [&](int vec, auto col, int remaining) {
+        f(vec, col, remaining, packed(vec, col, remaining));
+      });
     }
   }
 
@@ -93,11 +100,7 @@ class LogitRow {
       mask_all(vectors, visit);
       f(vectors, visit);
     };
-    if constexpr (kHasWindow) {
-      for_each_streamed_batch<Tile, kBatch>(columns(group), go);
-    } else {
-      for_each_streamed_batch<Tile, kBatch>(group, go);
-    }
+    for_each_streamed_batch<Tile, kBatch>(columns(group), go);
   }
 
   // Whether any of a vector's columns may count. Where columns past a length are many, it is worth a branch.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/engine/row_map.cuh"
+#include "cuda/engine/tiling.cuh"
 #include "cuda/engine/vector.cuh"
 #include "ops/shared/mask.h"
 
@@ -166,7 +167,7 @@ struct RowMask {
   }
 };
 
-// Of a row that has a block for itself and is streamed: the columns before `begin` do not count either.
+// Of a row that has a block for itself: the columns before `begin` do not count either.
 struct WindowMask : RowMask {
   static constexpr bool kHasWindow = true;
 
@@ -192,20 +193,16 @@ struct WindowMask : RowMask {
 
   // Those through which a thread group goes, in whole vectors, as those of the group: nothing is read of others, which
   // are left to fill_outside.
-  struct Columns {
-    int threads, rank;
-    int64_t begin, end;
-  };
   template <int N, typename Group>
-  __device__ Columns columns(const Group& group) const {
+  __device__ Rounds columns(const Group& group) const {
     if (begin == length) return {group.threads, group.rank, 0, 0};
     return {group.threads, group.rank, begin / N * N, min(group.end, (length + N - 1) / N * N)};
   }
 };
 
 // Gives a row's elements [begin, end) a value: in the 16-byte words that memory has of them, and one by one beside.
-template <typename Columns, typename T>
-__device__ void fill(const Columns& columns, T* begin, T* end, float value) {
+template <typename T>
+__device__ void fill(const Rounds& columns, T* begin, T* end, float value) {
   constexpr int N = kVector<T>;
   float values[N];
 #pragma unroll
@@ -221,7 +218,7 @@ __device__ void fill(const Columns& columns, T* begin, T* end, float value) {
 
 // The columns of a row through which its thread group did not go.
 template <typename T>
-__device__ void fill_outside(const WindowMask::Columns& columns, T* row, int64_t cols, float value) {
+__device__ void fill_outside(const Rounds& columns, T* row, int64_t cols, float value) {
   fill(columns, row, row + columns.begin, value);
   fill(columns, row + columns.end, row + cols, value);
 }

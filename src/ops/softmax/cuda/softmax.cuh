@@ -12,6 +12,14 @@ struct SoftmaxCall : SoftmaxForward {
 
   explicit SoftmaxCall(const SoftmaxForward& p)
       : SoftmaxForward(p), logits(p.scale, 0, p.log, false), mask_rows(p.mask) {}
+
+  // Writes the columns of a row outside its window.
+  __device__ void fill_outside(const Rounds& columns, int64_t row) const {
+    with_type(y.dtype, [&](auto* type) {
+      using Y = std::remove_pointer_t<decltype(type)>;
+      cuda::fill_outside(columns, static_cast<Y*>(y.data) + row * cols, cols, log ? -INFINITY : 0.0f);
+    });
+  }
 };
 
 struct SoftmaxStatistics : MaxSum<false> {
@@ -71,7 +79,7 @@ class SoftmaxEpilogue : public RowEpilogue {
   static constexpr int N = Tile::N;
   static constexpr bool MASKED = MASK::kMasks;
   // Whether y may be written by the words of memory in which its vectors lie.
-  static constexpr bool kByWords = !Tile::ALIGNED && !Tile::STREAMED && sizeof(X) == 2;
+  static constexpr bool kByWords = !Tile::ALIGNED && !Tile::STREAMED && !MASK::kHasWindow && sizeof(X) == 2;
 
   template <bool LOG, typename Group, typename Row>
   __device__ __forceinline__ static void write(const SoftmaxCall& p, const Group& group,
@@ -112,11 +120,6 @@ class SoftmaxEpilogue : public RowEpilogue {
         });
       }
     });
-    if constexpr (MASK::kHasWindow)
-      with_type(p.y.dtype, [&](auto* type) {
-        using Y = std::remove_pointer_t<decltype(type)>;
-        fill_outside(x.columns(group), static_cast<Y*>(p.y.data) + row * p.cols, p.cols, other);
-      });
   }
 };
 

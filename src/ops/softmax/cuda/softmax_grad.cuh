@@ -18,6 +18,19 @@ struct SoftmaxGradCall {
   Scale scale;
   MaskLaunch mask;
   uint32_t zero = 0;  // as the compiler does not know
+
+  // Writes zeros beside the window of a row; dx is of this type, or of any.
+  template <typename T>
+  __device__ void fill_outside(const Rounds& columns, int64_t row) const {
+    const auto fill = [&](auto* type) {
+      cuda::fill_outside(columns, static_cast<decltype(type)>(dx.data) + row * cols, cols, 0.0f);
+    };
+    if constexpr (std::is_same_v<T, AnyElement>) {
+      with_type(dx.dtype, fill);
+    } else {
+      fill(static_cast<T*>(nullptr));
+    }
+  }
 };
 
 // dx = scale * y * (dy - sum(dy * y))
@@ -76,16 +89,16 @@ class BothRows {
   using T = typename Op::Element;
 
  public:
-  static constexpr bool kHasWindow = Mask::kHasWindow;
-
   typename Op::Dx::Scalars scalars;
 
   // From memory.
   template <typename Group>
   __device__ void read(const SoftmaxGradCall& p, const Group& group, int64_t row) {
     fetch(p, row);
-    dy_.read(group, row_at<T>(p.dy, row * p.cols), mask_);
-    second_.read(group, row_at<T>(p.second, row * p.cols), mask_);
+    const auto& columns = this->columns(group);
+    dy_.read(columns, row_at<T>(p.dy, row * p.cols), mask_);
+    second_.read(columns, row_at<T>(p.second, row * p.cols), mask_);
+    if constexpr (Mask::kHasWindow) p.fill_outside<T>(columns, row);  // while both are under way
   }
 
   // From a pipeline.
@@ -104,10 +117,14 @@ class BothRows {
     if constexpr (Mask::kMasks) mask_.length += zero;
   }
 
-  // Those of a window.
+  // Those through which a thread group goes.
   template <typename Group>
-  __device__ auto columns(const Group& group) const {
-    return mask_.template columns<Tile::N>(group);
+  __device__ decltype(auto) columns(const Group& group) const {
+    if constexpr (Mask::kHasWindow) {
+      return mask_.template columns<Tile::N>(group);
+    } else {
+      return (group);
+    }
   }
 
   // Columns past the row's end are zero. Returns which columns count.
@@ -170,19 +187,14 @@ struct PairSum {
   template <typename Tile, typename Row, typename Group>
   __device__ static Part warp_part(const Row& row, const Group& group, float) {
     Sum<Tile> sum;
-    const auto add = [&](int vec, auto col, int remaining) {
+    for_each_vector<Tile>(row.columns(group), [&](int vec, auto col, int remaining) {
       float dy[Tile::N], second[Tile::N];
       const auto counted = row.get(vec, col, remaining, dy, second);
 #pragma unroll
       for (int i = 0; i < Tile::N; ++i)
         if (!counted[i]) dy[i] = second[i] = 0;
       Dx::template add<Tile>(sum, dy, second);
-    };
-    if constexpr (Row::kHasWindow) {
-      for_each_vector<Tile>(row.columns(group), add);
-    } else {
-      for_each_vector<Tile>(group, add);
-    }
+    });
     return {{static_cast<float>(group.warp_sum(sum.value()))}};
   }
 
@@ -205,11 +217,7 @@ struct WriteDx : RowEpilogue {
 #pragma unroll
     for (int r = 0; r < Rows::kRows; ++r) {
       if (!rows.is_written(r)) break;
-      if constexpr (Op::Mask::kHasWindow) {
-        write(p, rows.x[r].columns(group), rows.s[r].sum, rows.row(r), rows.x[r]);
-      } else {
-        write(p, group, rows.s[r].sum, rows.row(r), rows.x[r]);
-      }
+      write(p, rows.x[r].columns(group), rows.s[r].sum, rows.row(r), rows.x[r]);
     }
   }
   template <typename Load, typename Group, typename Statistics, typename Row>
@@ -268,7 +276,6 @@ struct WriteDx : RowEpilogue {
         store<Tile::ALIGNED>(dx + col, pack<Y>(values), remaining);
       }
     });
-    if constexpr (Op::Mask::kHasWindow) fill_outside(group, dx, p.cols, 0.0f);
   }
 };
 
