@@ -10,6 +10,8 @@ _COLLECTIVE = re.compile(
     r"= (\(.*?\)|\S+) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\("
 )
 SHAPE = re.compile(r"\b([a-z]+)(\d+)\w*\[([\d,]*)\]")
+# Groups of one device, as of a mesh axis of one, exchange nothing.
+_ALONE = re.compile(r"replica_groups=(\{\{\d+\}|\[\d+,1\]<=)")
 _NAME = re.compile(r"%([\w.-]+)")
 _COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%(?P<name>[\w.-]+) \(.*?^\}", re.DOTALL | re.MULTILINE)
 _CALLED = re.compile(r"\b(?:body|calls|to_apply|\w+_computations?)=(\{[^}]*\}|%[\w.-]+)")
@@ -27,7 +29,7 @@ def collectives(text: str) -> dict[str, int]:
     def of(name: str) -> Counter[str]:
         exchanged: Counter[str] = Counter()
         for line in bodies[name][0].splitlines():
-            for shape, kind, start in _COLLECTIVE.findall(line):
+            for shape, kind, start in () if _ALONE.search(line) else _COLLECTIVE.findall(line):
                 exchanged[kind] += _bytes(shape, has_operands=bool(start) and kind != "all-reduce")
             trips = _TRIPS.search(line)
             for called in _NAME.findall(" ".join(_CALLED.findall(line))):

@@ -17,6 +17,20 @@ def products(results):
     return table_parts.about(results["header"]) + report.table(["x by weights", "bfloat16", *forms], lines)
 
 
+def decoding(results):
+    """Milliseconds of a token, and how many times as fast as in bfloat16, by what the weights and x are."""
+    tokens = {}
+    for row in results["rows"]:
+        tokens.setdefault((row["model"], row["program"]), {})[row["products"]] = row
+    forms = list(dict.fromkeys(row["products"] for row in results["rows"]))[1:]
+    lines = [
+        [", ".join(key), f"{of['bfloat16']['ms']:.2f}"]
+        + [f"{of[form]['ms']:.2f} ({of[form]['x bf16']:.2f})" for form in forms]
+        for key, of in tokens.items()
+    ]
+    return table_parts.about(results["header"]) + report.table(["program", "bfloat16 ms", *forms], lines)
+
+
 def steps(*runs):
     """Every run as it is."""
     return [line for run in runs for line in [*table_parts.whole(run), ""]]

@@ -57,15 +57,17 @@ def scatter(*programs):
 
 decoding = functools.partial(steps, decoding=True)
 STEPS, DECODING = "models.md#in-percent-of-a-step", "models.md#decoding"
-COMPARED = ("U-Net", "Llama-like, packed", "BERT-like", "DiT-like", "ViT-like")  # with Flax's norms, too
+COMPARED = ("U-Net", "Llama-like, packed")  # with Flax's norms, too
+BONSAI = {"vae": "VAE", "gemma3": "Gemma 3", "qwen3": "Qwen3", "dit": "DiT", "vit": "ViT"}
 
 
-def headline(compared, joint, qwen, decoded):
+def headline(compared, joint, qwen, blocks, decoded):
     """A few whole programs, each with a link from README.md to the page that has its table."""
     lines = [
         *(line(compared, model, "train step") for model in COMPARED),
         line(joint, "Llama-like, joint", "train step"),
         with_loss(qwen),
+        *(of_bonsai(blocks, model) for model in ("vae", "gemma3", "qwen3")),
         line(decoded, "Llama-like, joint, decode", page=DECODING),
     ]
     return report.table(["whole programs", "GPU", "against XLA's code", "against Flax's norms", "scatter %"], lines)
@@ -92,6 +94,28 @@ def with_loss(results):
     )
     names = "Qwen-like, joint", "train step", f"{results['header']['classes']} classes, the loss too"
     return [*linked(results, STEPS, *names), gain, "-", scatter(variants)]
+
+
+def of_bonsai(results, model):
+    """Of a model as its authors wrote it, whose norms are Flax's or their own."""
+    ways = {row["way"]: row for row in results["rows"] if row["model"] == model}
+    gain, norms = (faster(ways[way]["faster %"]) for way in ("blocks", "norms"))
+    own = f"±{ways['own']['± us'] / ways['own']['step ms'] / 10:.1f}"
+    names = linked(results, "models.md#models-of-bonsai", f"{BONSAI[model]} of bonsai, its blocks", "train step")
+    return [*names, f"{gain}; its norms alone {norms}", "-", own]
+
+
+def blocks(results):
+    """A line for each model: what norms alone gain, and what blocks do."""
+    lines = []
+    for model in dict.fromkeys(row["model"] for row in results["rows"]):
+        own, norms, with_blocks = (row for row in results["rows"] if row["model"] == model)
+        times = [f"{row['step ms']:.1f}" for row in (own, norms, with_blocks)]
+        gains = [faster(row["faster %"]) for row in (norms, with_blocks)]
+        scatter_of = f"±{own['± us'] / own['step ms'] / 10:.1f}"
+        lines.append([BONSAI[model], *times, *gains, scatter_of, with_blocks["native calls"]])
+    columns = ["model", "ms", "norms", "blocks", "norms alone", "with blocks", "scatter %", "native calls of a step"]
+    return [*table_parts.about(results["header"]), *report.table(columns, lines)]
 
 
 def programs_of(results, model="", program=""):

@@ -43,9 +43,9 @@ DIMS = (8, 4, 256)
 
 
 def size_of(op) -> Size:
-    """The rows are for a head each, where weights are."""
+    """The rows are for a head each, where weights are; groups have what is quantised together, or 64 columns."""
     weights = DIMS[1:] if len(op.small.weights) > 1 else DIMS[-1:]
-    return Size(DIMS, weights, dict.fromkeys(op.small.options, 64))
+    return Size(DIMS, weights, {name: max(64, length) for name, length in op.small.options.items()})
 
 
 def specs_of(op, spec):
