@@ -67,11 +67,7 @@ class LogitRow {
   // Those through which the following functions go.
   template <typename Group>
   __device__ decltype(auto) columns(const Group& group) const {
-    if constexpr (kHasWindow) {
-      return mask_.template columns<Tile::N>(group);
-    } else {
-      return (group);
-    }
+    return mask_.template columns<Tile::N>(group);
   }
 
   // Calls f(vec, col, remaining, vector) for each vector of this thread, of a streamed row for several that are under

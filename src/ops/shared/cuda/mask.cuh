@@ -118,6 +118,10 @@ struct NoMask {
     __device__ constexpr bool operator[](int) const { return true; }
   };
   __device__ static int within(int64_t, int remaining) { return remaining; }
+  template <int N, typename Group>
+  __device__ static const Group& columns(const Group& group) {
+    return group;
+  }
   template <bool ALIGNED, int N>
   __device__ static All counted(int64_t, int) {
     return {};
@@ -158,6 +162,12 @@ struct RowMask {
     }
     if (remaining < N) counted.clear_from(remaining);
     return counted;
+  }
+
+  // What a thread group goes through: itself, that is all of a row.
+  template <int N, typename Group>
+  __device__ static const Group& columns(const Group& group) {
+    return group;
   }
 
   // Whether any of the N columns from `col` on may not count.

@@ -120,11 +120,7 @@ class BothRows {
   // Those through which a thread group goes.
   template <typename Group>
   __device__ decltype(auto) columns(const Group& group) const {
-    if constexpr (Mask::kHasWindow) {
-      return mask_.template columns<Tile::N>(group);
-    } else {
-      return (group);
-    }
+    return mask_.template columns<Tile::N>(group);
   }
 
   // Columns past the row's end are zero. Returns which columns count.
