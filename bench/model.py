@@ -20,7 +20,6 @@ norms beside it, so that a drifting clock cancels. "won back %" is (jnp - jaxnor
 
 import functools
 import statistics
-import sys
 import time
 from dataclasses import replace
 
@@ -124,7 +123,7 @@ def compiled(name, function, args, donate=(), options=None):
     with model_norms.chosen(variant), jaxnorm.implementation(choice):
         lowered = jax.jit(function, donate_argnums=donate).lower(*args)
     executable = lowered.compile(compiler_options=options)
-    print(f"compiled {name} in {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
+    report.tell(f"compiled {name}", start)
     return executable
 
 

@@ -52,7 +52,11 @@ def against(of, *programs):
 
 def scatter(*programs):
     """Half the interquartile range of XLA's program in percent of it, the largest of several programs."""
-    return f"±{max(variants['jnp']['± us'] / variants['jnp']['ms'] / 10 for variants in programs):.1f}"
+    return share(max((variants["jnp"] for variants in programs), key=lambda row: row["± us"] / row["ms"]), "ms")
+
+
+def share(row, time):
+    return f"±{row['± us'] / row[time] / 10:.1f}"
 
 
 decoding = functools.partial(steps, decoding=True)
@@ -100,9 +104,8 @@ def of_bonsai(results, model):
     """Of a model as its authors wrote it, whose norms are Flax's or their own."""
     ways = {row["way"]: row for row in results["rows"] if row["model"] == model}
     gain, norms = (faster(ways[way]["faster %"]) for way in ("blocks", "norms"))
-    own = f"±{ways['own']['± us'] / ways['own']['step ms'] / 10:.1f}"
     names = linked(results, "models.md#models-of-bonsai", f"{BONSAI[model]} of bonsai, its blocks", "train step")
-    return [*names, f"{gain}; its norms alone {norms}", "-", own]
+    return [*names, f"{gain}; its norms alone {norms}", "-", share(ways["own"], "step ms")]
 
 
 def blocks(results):
@@ -112,8 +115,7 @@ def blocks(results):
         own, norms, with_blocks = (row for row in results["rows"] if row["model"] == model)
         times = [f"{row['step ms']:.1f}" for row in (own, norms, with_blocks)]
         gains = [faster(row["faster %"]) for row in (norms, with_blocks)]
-        scatter_of = f"±{own['± us'] / own['step ms'] / 10:.1f}"
-        lines.append([BONSAI[model], *times, *gains, scatter_of, with_blocks["native calls"]])
+        lines.append([BONSAI[model], *times, *gains, share(own, "step ms"), with_blocks["native calls"]])
     columns = ["model", "ms", "norms", "blocks", "norms alone", "with blocks", "scatter %", "native calls of a step"]
     return [*table_parts.about(results["header"]), *report.table(columns, lines)]
 

@@ -4,6 +4,7 @@ import json
 import shlex
 import subprocess
 import sys
+import time
 from datetime import date
 from pathlib import Path
 
@@ -57,6 +58,11 @@ def command():
     """The command line, as one would type it."""
     program = ["-m", "bench"] if Path(sys.argv[0]).name == "__main__.py" else sys.argv[:1]
     return shlex.join(["python", *program, *sys.argv[1:]])
+
+
+def tell(done, start):
+    """On standard error, what was done since then, as a run may take minutes or be cut off."""
+    print(f"{done} in {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
 
 
 def write(header, rows, out=None, **lists):

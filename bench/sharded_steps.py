@@ -17,7 +17,6 @@ sequences of 1024 tokens; its programs are compiled as quickly as can be.
 
 import functools
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -42,7 +41,7 @@ AXES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 BATCHES = 8  # of a training, one after the other
 # XLA's options for what is not timed, by platform.
 QUICKLY = {
-    "gpu": {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False},  # whose first choice is slow
+    "gpu": {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False},  # it is for autotuning to tile
     "cpu": {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True},
 }
 # How a matrix is split, by its name: into columns or rows of each device, and over "data" too. What else there is, is
@@ -257,10 +256,10 @@ def measured(spec, of_losses, mesh, params, args):
         start = time.perf_counter()
         executables[way] = trainer.compiled(quickly=args.small)
         compiling[way] = time.perf_counter() - start
-        tell(f"compiled {way}", start)
+        report.tell(f"compiled {way}", start)
     start = time.perf_counter()
     times = timing.in_turns(executables, state, first.batch(0), args.turns, 1 if args.small else 4)[0]
-    tell("timed", start)
+    report.tell("timed", start)
     for way, taken in times.items():
         lower, _, upper = statistics.quantiles(taken, n=4)
         memory = executables[way].memory_analysis()
@@ -269,7 +268,7 @@ def measured(spec, of_losses, mesh, params, args):
             trainer, step = Trainer(of_losses, mesh, way), None
         start = time.perf_counter()
         losses = losses_of(trainer, step, params, steps_of(args))
-        tell(f"trained {way}", start)
+        report.tell(f"trained {way}", start)
         yield {
             "devices": mesh.size,
             "way": way,
@@ -282,10 +281,6 @@ def measured(spec, of_losses, mesh, params, args):
             "collectives": collectives(executables[way].as_text()),
             "losses": losses,
         }
-
-
-def tell(done, start):
-    print(f"{done} in {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
 
 
 def steps_of(args):

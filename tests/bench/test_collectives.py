@@ -31,10 +31,19 @@ def test_of_an_asynchronous_collective_the_results_count():
     assert collectives(ASYNCHRONOUS) == {"all-gather": 4 * 16 + 2 * 8, "all-reduce": 4 * (16 + 2)}
 
 
+# A list of groups, and as many by a formula.
+@pytest.mark.parametrize(("groups", "counts"), [("{{0},{1}}", 0), ("[2,1]<=[2]", 0), ("{{0,1}}", 1), ("[1,2]<=[2]", 1)])
+def test_groups_of_one_device_exchange_nothing(groups, counts):
+    text = ASYNCHRONOUS.replace("to_apply=%add", f"replica_groups={groups}, to_apply=%add")
+    assert collectives(text).get("all-reduce", 0) == counts * 4 * (16 + 2)
+
+
 @pytest.mark.several
 def test_a_loop_counts_as_often_as_it_runs(devices):
+    mesh = mesh_of(devices, jax.sharding.AxisType.Auto)
+
     @jax.jit
-    @partial(jax.shard_map, mesh=mesh_of(devices, jax.sharding.AxisType.Auto), in_specs=P("a"), out_specs=P(None))
+    @partial(jax.shard_map, mesh=mesh, in_specs=P("a"), out_specs=P(None))
     def sums(x):
         def step(x, _):
             return jax.lax.psum(jnp.cos(x), "a") / 2, None
@@ -42,5 +51,6 @@ def test_a_loop_counts_as_often_as_it_runs(devices):
         x = jax.lax.psum(x, "a")
         return jax.lax.scan(lambda x, _: (jax.lax.scan(step, x, length=3)[0], None), x, length=5)[0]
 
-    x = jnp.ones(16 * max(1, len(devices) // 2))
-    assert collectives(compiled_text(sums, x)) == {"all-reduce": 4 * 16 * (1 + 5 * 3)}
+    size = mesh.shape["a"]
+    expected = {"all-reduce": 4 * 16 * (1 + 5 * 3)} if size > 1 else {}
+    assert collectives(compiled_text(sums, jnp.ones(16 * size))) == expected

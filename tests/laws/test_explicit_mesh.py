@@ -1,6 +1,7 @@
 """Law 7 on Explicit meshes, whose shardings are in the types: these are as the formula's, in derivatives too."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from cases import ADDS, KINDS, NORMS, assert_near, draw_bias, draw_scale, draw_x
 from hlo import collectives, compiled_text
+from internals import columns
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -49,6 +51,13 @@ def test_weights_of_unlike_shapes(mesh, kind, name):
     actual = gradients(*on_mesh)
     assert [jax.typeof(g) for g in actual[1]] == [jax.typeof(a) for a in on_mesh]
     assert_near(actual, gradients(*args))
+
+
+# JAX 0.11 chooses between arrays of one sharding alone: which columns count, or are the label's, is split as x is.
+def test_numbers_of_columns(mesh):
+    (x,) = placed(mesh, [X], [P("a", None, "b")])
+    numbers = jax.eval_shape(partial(columns, SimpleNamespace(axes=(-1,), shards=None)), x)
+    assert numbers.sharding.spec == P(None, None, "b")
 
 
 def padded(kind, x, pad_to):

@@ -9,6 +9,7 @@ from jaxnorm.ops.cross_entropy.formula import Operands as CrossEntropyOperands
 from jaxnorm.ops.cross_entropy.op import CROSS_ENTROPY
 from jaxnorm.ops.float8_linear.formula import Float8Linear, rounded_kernel, rounded_x
 from jaxnorm.ops.float8_linear.kernels import BY_KERNELS, transposed
+from jaxnorm.ops.mask import columns
 from jaxnorm.ops.norm.op import LONGEST_GATED
 from jaxnorm.ops.quantize.checks import SMALLEST_SCALE
 from jaxnorm.ops.quantized_dot import op as quantized_dot
@@ -29,6 +30,7 @@ __all__ = [
     "CrossEntropyOperands",
     "Float8Linear",
     "choose_fastest",
+    "columns",
     "compat",
     "cublaslt",
     "fallback",
