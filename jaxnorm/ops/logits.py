@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from jaxnorm.ops.mask import only
-from jaxnorm.primitive.op import RowSpec
+from jaxnorm.primitive.spec import RowSpec
 
 Dtype = np.dtype[Any]
 

@@ -11,7 +11,8 @@ import math
 from typing import Any
 
 from jaxnorm.ops.norm.formula import Norm
-from jaxnorm.primitive.op import CallRows, RowSpec
+from jaxnorm.primitive.op import CallRows
+from jaxnorm.primitive.spec import RowSpec
 
 # The most columns of rows that vectors do not divide in a cluster's shared memory with pipelines.
 LONGEST = 2**18

@@ -13,7 +13,7 @@ from jaxnorm.native import ffi
 from jaxnorm.primitive import lowering, reasons, unread, weights
 from jaxnorm.primitive.addend import add
 from jaxnorm.primitive.linear import Linear
-from jaxnorm.primitive.op import AnyOp, Record, RowSpec, Statistics, rows_and_cols
+from jaxnorm.primitive.op import AnyOp, Record, Statistics, rows_and_cols
 from jaxnorm.primitive.rules import (
     Rules,
     all_none,
@@ -25,6 +25,7 @@ from jaxnorm.primitive.rules import (
     present,
     tangents_jnp,
 )
+from jaxnorm.primitive.spec import RowSpec
 from jaxnorm.sharding import dims
 from jaxnorm.sharding.dims import CallMaps
 

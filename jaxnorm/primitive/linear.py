@@ -13,8 +13,9 @@ from jax.interpreters import ad
 
 from jaxnorm.primitive import weights
 from jaxnorm.primitive.backward import Backward
-from jaxnorm.primitive.op import AnyOp, Derivative, Record, RowSpec
+from jaxnorm.primitive.op import AnyOp, Derivative, Record
 from jaxnorm.primitive.rules import Rules, all_none, at_front, bind, leaves_of
+from jaxnorm.primitive.spec import RowSpec
 
 
 class Linear(Rules):

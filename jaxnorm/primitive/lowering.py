@@ -9,7 +9,7 @@ from jax.interpreters import mlir
 
 from jaxnorm.native import compat, ffi
 from jaxnorm.primitive import fallback, reasons
-from jaxnorm.primitive.op import Spec
+from jaxnorm.primitive.spec import Spec
 from jaxnorm.sharding import partition
 
 Formula = Callable[..., list[Any]]
@@ -32,6 +32,7 @@ def register(
     *,
     direction: str = "forward",
     in_place: Callable[..., Any] | None = None,
+    splits: bool = False,
 ) -> None:
     """Lowers a primitive, one of whose parameters is a `Spec`, to its native call on the platforms that have one.
 
@@ -40,6 +41,7 @@ def register(
     `jaxnorm.sharding.partition.register` was told how, and else the formula. slower says why the formula runs all the
     same, by the lengths of the operands or as it is asked for; of a call that must be native in this direction it says
     why it cannot be. in_place, the abstract evaluation, is for a native rule that asks where an operand comes from.
+    splits: the native rule is for a program for several devices, too.
     """
     lower_formula = mlir.lower_fun(formula)
     lower_shard = mlir.lower_fun(of_shard or formula)
@@ -48,7 +50,7 @@ def register(
         def lower(ctx: Any, *operands: Any, spec: Spec, **params: Any) -> Any:
             if spec.shards is not None:
                 return lower_shard(ctx, *operands, spec=spec, **params)
-            program = reasons.Program(ctx, partition.is_registered(primitive))
+            program = reasons.Program(ctx, splits or partition.is_registered(primitive))
             reason = reasons.why_not(place=reasons.Place(platform, native is not None), program=program)
             native_for = spec.native_in(direction)
             if native is None or reason is not None:
@@ -63,7 +65,7 @@ def register(
                     return lower_formula(ctx, *operands, spec=spec, **params)
                 if not is_split:  # a device's shard may have its kernel
                     raise reasons.cannot_compile(native_for, platform, reason)
-            if is_split:
+            if is_split and not splits:
                 return partition.lower(
                     platform, primitive, ctx, *operands, in_place=bool(in_place), spec=spec, **params
                 )
@@ -120,7 +122,14 @@ def register_inner(
     mlir.register_lowering(primitive, lower_formula)
 
     def rule(platform: str) -> Callable[..., Any]:
-        return lambda *args, **params: (lower_formula if ffi.why_unfit(platform) else native)(*args, **params)
+        def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
+            if ffi.why_unfit(platform):
+                return lower_formula(ctx, *operands, **params)
+            if compat.is_split_by_xla(ctx):
+                return partition.lower(platform, primitive, ctx, *operands, in_place=False, **params)
+            return native(ctx, *operands, **params)
+
+        return lower
 
     for platform in filter(ffi.available, platforms):
         mlir.register_lowering(primitive, rule(platform), platform=platform)

@@ -15,7 +15,8 @@ import numpy as np
 
 from jaxnorm.native import compat, ffi
 from jaxnorm.primitive import fallback
-from jaxnorm.primitive.op import AnyOp, CallRows, Record, RowSpec, Way, rows_and_cols
+from jaxnorm.primitive.op import AnyOp, CallRows, Record, Way, rows_and_cols
+from jaxnorm.primitive.spec import RowSpec
 
 
 class Call(NamedTuple):

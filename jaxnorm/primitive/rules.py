@@ -14,7 +14,8 @@ from jax.interpreters import ad, batching, mlir
 from jaxnorm.native import compat, jet
 from jaxnorm.primitive import broadcast, fallback, reasons, weights
 from jaxnorm.primitive.described import DESCRIBERS, Described
-from jaxnorm.primitive.op import STATISTIC, AnyOp, Record, Role, RowSpec, public_name
+from jaxnorm.primitive.op import STATISTIC, AnyOp, Record, Role, public_name
+from jaxnorm.primitive.spec import RowSpec
 from jaxnorm.sharding.dims import DimMap
 
 # What a derivative may want again: the results, the sum with an addend, the row statistics.

@@ -37,13 +37,20 @@ class Partitionable(NamedTuple):
     primitive: Primitive
     dim_maps: DimMaps
     can_shard: Callable[[Any, int], bool]  # whether shards of a row, of so many columns, can be computed
+    is_product: bool  # none of its arrays has all axes
 
 
 _partitionable: dict[str, Partitionable] = {}
 
 
-def register(primitive: Primitive, dim_maps: DimMaps, can_shard: Callable[[Any, int], bool]) -> None:
-    _partitionable[primitive.name] = Partitionable(primitive, dim_maps, can_shard)
+def register(
+    primitive: Primitive,
+    dim_maps: DimMaps,
+    can_shard: Callable[[Any, int], bool] = lambda *_: True,
+    *,
+    is_product: bool = False,
+) -> None:
+    _partitionable[primitive.name] = Partitionable(primitive, dim_maps, can_shard, is_product)
 
 
 def is_registered(primitive: Primitive) -> bool:
@@ -87,7 +94,34 @@ class Placement(NamedTuple):
         else:
             counts = sharding.tile_assignment_dimensions()
             devices = np.reshape(sharding.tile_assignment_devices(), (*counts[:ndim], -1))
+        return cls._of(devices, groups)
+
+    @classmethod
+    def _of(cls, devices: np.ndarray[Any, Any], groups: np.ndarray[Any, Any] | None) -> "Placement":
         return cls(devices, np.arange(devices.size)[None] if groups is None else groups)
+
+    @classmethod
+    def of_product(
+        cls, arrays: Sequence[tuple[Any, DimMap]], ndim: int, groups: np.ndarray[Any, Any] | None
+    ) -> "Placement":
+        """That of shardings with dim maps: an axis is split as in the first that splits it, if devices can have its
+        parts beside those of the axes before."""
+        parts: dict[int, np.ndarray[Any, Any]] = {}  # of each axis: which one a device has
+        for sharding, dim_map in arrays:
+            devices = cls.of(sharding, len(dim_map), groups).devices
+            for own, axis in enumerate(dim_map):
+                if axis is None or axis in parts or devices.shape[own] == 1:
+                    continue
+                part = np.empty(devices.size, int)
+                part[devices] = np.indices(devices.shape)[own]
+                together, many = np.unique([*parts.values(), part], axis=1, return_counts=True)
+                if len(many) == math.prod(together.max(1) + 1) and len(set(many)) == 1:
+                    parts[axis] = part
+        if not parts:
+            return cls.of(None, ndim, groups)
+        order = np.lexsort([parts[axis] for axis in sorted(parts, reverse=True)])
+        counts = (parts[axis].max() + 1 if axis in parts else 1 for axis in range(ndim))
+        return cls._of(order.reshape(*counts, -1), groups)
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -179,9 +213,17 @@ class PartitionedCall(NamedTuple):
         arrays = [*self.operands, *self.results]
         ndim = self.maps.ndim
         pairs = list(zip(arrays, [*self.maps.operands, *self.maps.results], strict=True))
-        like_x = [array for array, dim_map in pairs if dim_map == dims.like_x(ndim)]
-        placements = (Placement.of(array.sharding, ndim, self.groups) for array in like_x)
-        placement = max(placements, key=lambda placement: math.prod(placement.counts))
+        cols = 0
+        if self.partitionable.is_product:
+            # x stays where it is, and the result where it is to be; weights are most often what is gathered.
+            x, *others = [(array.sharding, dim_map) for array, dim_map in pairs]
+            count = len(self.operands) - 1
+            placement = Placement.of_product([x, *others[count:], *others[:count]], ndim, self.groups)
+        else:
+            like_x = [array for array, dim_map in pairs if dim_map == dims.like_x(ndim)]
+            placements = (Placement.of(array.sharding, ndim, self.groups) for array in like_x)
+            placement = max(placements, key=lambda placement: math.prod(placement.counts))
+            cols = like_x[0].shape[-1]
         # The last shard of rows may be shorter, and what is computed beyond it is dropped. It must not be in a sum, nor
         # in what goes along no axis of x because it has one element there.
         lengths = {(axis, n) for array, dim_map in pairs for axis, n in zip(dim_map, array.shape, strict=True)}
@@ -190,8 +232,7 @@ class PartitionedCall(NamedTuple):
         whole = {axis for axis, n in uneven if has_sum or axis in self.features or n == 1}
         whole |= {ndim + axis for axis in self.params["spec"].whole_axes}
         placement = placement.joined(sorted(whole))
-        cols = like_x[0].shape[-1] // placement.counts[-1]
-        can_shard = self.partitionable.can_shard(self.params["spec"], cols)
+        can_shard = self.partitionable.can_shard(self.params["spec"], cols // placement.counts[-1])
         return placement if can_shard else placement.joined(self.features)
 
     def local(self, placement: Placement) -> Callable[..., list[jax.Array]]:

@@ -10,6 +10,7 @@ import json
 from typing import Any
 
 import numpy as np
+from jax.sharding import PartitionSpec
 
 VERSION = 1
 
@@ -36,9 +37,11 @@ def decode(text: bytes) -> Any:
     return call
 
 
-def _encode(value: object) -> dict[str, Any]:
+def _encode(value: object) -> dict[str, Any] | None:
     if isinstance(value, np.dtype):
         return {"dtype": value.name}
+    if isinstance(value, PartitionSpec):  # over an Explicit mesh, which a device's program has no axis of
+        return None
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return {type(value).__name__: fields}

@@ -7,8 +7,9 @@ from jaxnorm.native import compat, cublaslt, ffi, fit, private
 from jaxnorm.ops.cross_entropy.formula import CrossEntropy
 from jaxnorm.ops.cross_entropy.formula import Operands as CrossEntropyOperands
 from jaxnorm.ops.cross_entropy.op import CROSS_ENTROPY
+from jaxnorm.ops.float8_linear import op as float8_op
 from jaxnorm.ops.float8_linear.formula import Float8Linear, rounded_kernel, rounded_x
-from jaxnorm.ops.float8_linear.kernels import BY_KERNELS, transposed
+from jaxnorm.ops.float8_linear.kernels import BY_KERNELS, PRODUCTS_BY_KERNELS, transposed
 from jaxnorm.ops.mask import columns
 from jaxnorm.ops.norm.op import LONGEST_GATED
 from jaxnorm.ops.quantize.checks import SMALLEST_SCALE
@@ -25,6 +26,7 @@ __all__ = [
     "GROUP_SIZES",
     "LONGEST_GATED",
     "LONGEST_PER_HEAD",
+    "PRODUCTS_BY_KERNELS",
     "SMALLEST_SCALE",
     "CrossEntropy",
     "CrossEntropyOperands",
@@ -36,10 +38,12 @@ __all__ = [
     "fallback",
     "ffi",
     "fit",
+    "float8_op",
     "functions",
     "launch",
     "plan_page",
     "private",
+    "quantized_dot",
     "reasons",
     "rounded_kernel",
     "rounded_x",

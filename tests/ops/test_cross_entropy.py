@@ -269,16 +269,18 @@ def test_the_gradient_takes_the_place_of_computed_logits():
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("kernel_spec", [P(), P(None, "b")], ids=str)
 def test_on_a_mesh_too(devices, axis_type, kernel_spec):
-    mesh = mesh_of(devices, axis_type)
+    mesh, cols = mesh_of(devices, axis_type), 32768  # a shard beside which what a GPU's library keeps is small
     types = zip(
-        (*hidden_and_kernel(), jax.ShapeDtypeStruct((256,), "int32")), (P("a"), kernel_spec, P("a")), strict=True
+        (*hidden_and_kernel(cols=cols), jax.ShapeDtypeStruct((256,), "int32")),
+        (P("a"), kernel_spec, P("a")),
+        strict=True,
     )
     with jax.set_mesh(mesh):
         args = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec)) for a, spec in types]
         compiled = jax.jit(jax.grad(projected)).lower(*args).compile()
     (call,) = [line for line in compiled.as_text().splitlines() if f'custom_call_target="{GRADIENT}"' in line]
     assert "output_to_operand_aliasing" in call
-    shard = 4 * 256 * 8192 // mesh.shape["a"] // (mesh.shape["b"] if any(kernel_spec) else 1)
+    shard = 4 * 256 * cols // mesh.shape["a"] // (mesh.shape["b"] if any(kernel_spec) else 1)
     assert compiled.memory_analysis().temp_size_in_bytes < 1.3 * shard
 
 

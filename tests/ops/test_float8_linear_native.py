@@ -5,9 +5,10 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from deviceless import compiled, mesh, types
-from hlo import count_native_calls
+from deviceless import compiled, mesh, topology, types
+from hlo import collectives, count_native_calls
 from internals import compat, cublaslt, ffi
+from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -93,20 +94,59 @@ def test_a_compiled_step_has_three_products_and_no_wide_one():
 # Kernels that are split over the devices of the tokens, as FSDP does, travel as they are rounded.
 @pytest.mark.deviceless
 @pytest.mark.parametrize("spec", [P("x", None), P(None, "x")], ids=str)
-def test_fsdp_gathers_a_byte_for_each_weight(spec):
+@pytest.mark.parametrize("by", ["kernels", "XLA"])
+def test_fsdp_gathers_a_byte_for_each_weight(spec, by, request):
+    if by == "kernels":
+        request.getfixturevalue("on_hopper")
     of_tokens, of_kernel = (NamedSharding(mesh(4), split) for split in (P("x", None), spec))
-    shapes = (TOKENS, DEPTH), (DEPTH, OUTPUTS), (TOKENS, OUTPUTS)
-    arrays = [
-        types(jax.ShapeDtypeStruct(dims, dtype), sharding)
-        for dims, dtype, sharding in zip(shapes, DTYPES, (of_tokens, of_kernel, of_tokens), strict=True)
-    ]
-    text = compiled(both_ways(Float8Recipe()), *arrays, out_shardings=(of_tokens, (of_tokens, of_kernel))).as_text()
-    # Of an operation both what is given and what comes of it; DEPTH and OUTPUTS are the same.
-    whole, part = f"[{DEPTH},{OUTPUTS}]", f"[{DEPTH // 4},{OUTPUTS}]"
-    assert matrices(text, "all-gather") == [f"f8e4m3fn{part}", f"f8e4m3fn{whole}"]
+    text = compiled_over(of_tokens, of_kernel, of_tokens)
+    assert calls_of(text) == (SPLIT_STEP if by == "kernels" else {})
+    # Kernels take it transposed for y, and as it is for dx.
+    assert {dims[:8] for dims in matrices(text, "all-gather")} == {"f8e4m3fn"}
+    times = 2 if by == "kernels" else 1
+    assert 0 <= collectives(text)["all-gather"] - times * DEPTH * OUTPUTS <= 8 * (DEPTH + OUTPUTS)  # scales
+    # Of an operation both what is given and what comes of it.
+    whole = f"[{DEPTH},{OUTPUTS}]"
     assert sorted({dims[:3] for dims in matrices(text, "reduce-scatter")}) == ["f32"]
     assert matrices(text, "reduce-scatter").count(f"f32{whole}") == 1
     assert not re.search(r" (all-to-all|collective-permute)(-start)?\(", text)
+
+
+# What XLA splits it rounds by itself: a row or column has one scale over all devices.
+SPLIT_STEP = {"quantized_dot": 3, "transpose_bytes": 3}
+
+
+def compiled_over(*shardings):
+    """A step whose x, kernel and dy are split so, as its results are."""
+    shapes = (TOKENS, DEPTH), (DEPTH, OUTPUTS), (TOKENS, OUTPUTS)
+    given = zip(shapes, DTYPES, shardings, strict=True)
+    arrays = [types(jax.ShapeDtypeStruct(dims, dtype), sharding) for dims, dtype, sharding in given]
+    of_x, of_kernel, of_y = shardings
+    return compiled(both_ways(Float8Recipe()), *arrays, out_shardings=(of_y, (of_x, of_kernel))).as_text()
+
+
+# A kernel that is split by columns or by rows over "tensor", and over "data" as the tokens are: y or dx is added up in
+# its own dtype, as XLA adds up that of a product of bfloat16.
+@pytest.mark.deviceless
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize(
+    ("of_x", "of_kernel", "of_y"),
+    [
+        (P("data"), P("data", "tensor"), P("data", "tensor")),
+        (P("data", "tensor"), P(("tensor", "data")), P("data")),
+    ],
+    ids=["columns", "rows"],
+)
+def test_tensor_parallel_layers_add_up_two_bytes(of_x, of_kernel, of_y):
+    over = topologies.make_mesh(topo=topology(4), mesh_shape=(2, 2), axis_names=("data", "tensor"))
+    text = compiled_over(*(NamedSharding(over, spec) for spec in (of_x, of_kernel, of_y)))
+    assert calls_of(text) == SPLIT_STEP
+    found = collectives(text)
+    scales = 4 * (TOKENS + DEPTH + OUTPUTS)
+    assert 0 <= found.pop("all-reduce") - 2 * TOKENS // 2 * DEPTH <= 2 * scales
+    # Half of the kernel as it is rounded, for y and for dx; half of dw, of which a device keeps half.
+    assert 0 <= found.pop("all-gather") - 2 * DEPTH // 2 * OUTPUTS <= scales
+    assert found == {"reduce-scatter": 4 * DEPTH // 4 * OUTPUTS}
 
 
 def matrices(text, operation):

@@ -28,7 +28,8 @@ from jaxnorm.ops.cross_entropy.product import are_read, scaled, unscaled
 from jaxnorm.ops.mask import only
 from jaxnorm.primitive import broadcast
 from jaxnorm.primitive.family import Family
-from jaxnorm.primitive.op import LIKE_X, SCALAR, STATISTIC, Op, Role, RowSpec, Statistics
+from jaxnorm.primitive.op import LIKE_X, SCALAR, STATISTIC, Op, Role, Statistics
+from jaxnorm.primitive.spec import RowSpec
 from jaxnorm.sharding import dims
 
 # What a derivative is taken by, and the results that are its gradients.

@@ -19,10 +19,10 @@ from jaxnorm.ops.float8_linear.formula import (
     saved_kernel,
     saved_x,
 )
-from jaxnorm.ops.float8_linear.products import Arithmetic, Float8Linear, Product, of_rank, sharding_of, wide_dot
+from jaxnorm.ops.float8_linear.products import Arithmetic, Float8Linear, Product, of_rank, wide_dot
 from jaxnorm.ops.quantize import rounding
 from jaxnorm.ops.quantize.rounding import Derivative
-from jaxnorm.ops.quantized_dot.formula import of_batch
+from jaxnorm.ops.quantized_dot.formula import of_batch, sharding_of
 
 
 def backward(spec: Float8Linear, dy: jax.Array, saved: Saved, wanted: Variables, by: Arithmetic = BY_XLA) -> Variables:

@@ -18,13 +18,12 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxnorm.ops.float8_linear.products import Arithmetic, Float8Linear, Product, by_xla, of_rank, sharding_of, wide_dot
+from jaxnorm.ops.float8_linear.products import FLOAT8, Arithmetic, Float8Linear, Product, by_xla, of_rank, wide_dot
 from jaxnorm.ops.quantize import rounding
-from jaxnorm.ops.quantized_dot.formula import of_batch
+from jaxnorm.ops.quantized_dot.formula import of_batch, sharding_of
 from jaxnorm.quantization import Quantization
 
 Wants = tuple[bool, bool]  # what is rounded by rows, and what by columns
-FLOAT8 = jnp.dtype("float8_e4m3fn")
 
 
 class Operands(NamedTuple):

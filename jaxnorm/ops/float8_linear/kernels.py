@@ -15,8 +15,11 @@ from jax.interpreters import batching
 
 from jaxnorm.native import ffi
 from jaxnorm.ops.float8_linear.formula import Rounded, Wants, rounded_along, rounded_gradient
-from jaxnorm.ops.float8_linear.products import Arithmetic, Float8Linear, by_kernels
+from jaxnorm.ops.float8_linear.products import Arithmetic, Float8Linear, by_kernels, by_kernels_of_parts
 from jaxnorm.primitive import lowering, reasons
+from jaxnorm.primitive.spec import Spec
+from jaxnorm.sharding import partition, text
+from jaxnorm.sharding.dims import CallMaps
 
 # Targets that only CUDA has.
 ROWS, COLUMNS, GRADIENT = (f"jaxnorm_round_{name}" for name in ("rows", "columns", "gradient"))
@@ -62,7 +65,7 @@ def transposed(matrix: jax.Array) -> jax.Array:
     if 0 in matrix.shape:
         return matrix.T
     array: jax.Array
-    (array,) = _transpose.bind(matrix)
+    (array,) = _transpose.bind(matrix, tree=jax.tree.structure((matrix,)), spec=Spec())
     return array
 
 
@@ -121,11 +124,11 @@ def _round_gradient_native(
     return ffi.call("cuda", GRADIENT, ctx, operands, workspace=_workspace(ctx), attributes=attributes)
 
 
-def _transpose_formula(matrix: jax.Array) -> list[jax.Array]:
+def _transpose_formula(matrix: jax.Array, *, tree: Any, spec: Spec) -> list[jax.Array]:
     return [matrix.T]
 
 
-def _transpose_native(ctx: Any, matrix: Any) -> Any:
+def _transpose_native(ctx: Any, matrix: Any, *, tree: Any, spec: Spec) -> Any:
     return ffi.call("cuda", BYTES, ctx, [matrix], attributes={})
 
 
@@ -149,5 +152,9 @@ _round_rows = _primitive(ROWS, _round_rows_formula, _round_rows_native)
 _round_columns = _primitive(COLUMNS, _round_columns_formula, _round_columns_native)
 _round_gradient = _primitive(GRADIENT, _round_gradient_formula, _round_gradient_native)
 _transpose = _primitive(BYTES, _transpose_formula, _transpose_native)
+partition.register(_transpose, lambda *_, spec: CallMaps(2, [(0, 1)], [(1, 0)], [()], [None]))
+text.register_types(Spec)
 
 BY_KERNELS = Arithmetic(rounded, gradient, functools.partial(by_kernels, transposed))
+# Of what XLA splits: scales are those of whole rows and columns, and a kernel that rounds makes those of its own part.
+PRODUCTS_BY_KERNELS = Arithmetic(rounded_along, rounded_gradient, functools.partial(by_kernels_of_parts, transposed))

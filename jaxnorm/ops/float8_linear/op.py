@@ -22,7 +22,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxnorm.native import compat
 from jaxnorm.ops.float8_linear import backward, formula
 from jaxnorm.ops.float8_linear.formula import Operands, Rounded, Saved, Variables, Wanted
-from jaxnorm.ops.float8_linear.kernels import BY_KERNELS
+from jaxnorm.ops.float8_linear.kernels import BY_KERNELS, PRODUCTS_BY_KERNELS
 from jaxnorm.ops.float8_linear.products import Float8Linear
 from jaxnorm.primitive import lowering
 from jaxnorm.primitive.rules import all_none, examples_first, named, tangents_jnp
@@ -70,7 +70,8 @@ def _native(direction: str, formula_of: Any) -> Any:
 
     def rule(platform: str, ctx: Any, *leaves: Any, **params: Any) -> Sequence[Any]:
         leaves_it = params["spec"].formula_in(direction) is not None or compat.is_exported(ctx)
-        by = formula.BY_XLA if leaves_it or platform != "cuda" else BY_KERNELS
+        by_kernels = PRODUCTS_BY_KERNELS if compat.is_split_by_xla(ctx) else BY_KERNELS
+        by = formula.BY_XLA if leaves_it or platform != "cuda" else by_kernels
         values: Sequence[Any] = mlir.lower_fun(lambda *arrays: formula_of(*arrays, **params, by=by))(ctx, *leaves)
         return values
 
@@ -215,7 +216,8 @@ def _primitive(name: str, formula_of: Any, jvp: Any, batch: Any, *, has_native: 
     primitive = Primitive(f"jaxnorm_{NAME}_{name}")
     primitive.multiple_results = True
     primitive.def_abstract_eval(_types(formula_of))
-    lowering.register(primitive, formula_of, _native(name, formula_of) if has_native else None, direction=name)
+    native = _native(name, formula_of) if has_native else None
+    lowering.register(primitive, formula_of, native, direction=name, splits=True)
     compat.run_eagerly(primitive)
     compat.check_nans(primitive)
     batching.primitive_batchers[primitive] = batch

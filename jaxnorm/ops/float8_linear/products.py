@@ -1,6 +1,7 @@
 """Products of float8 with scales for rows and columns: by XLA along any axes, or as `quantized_dot` has kernels."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,7 +13,10 @@ from jax.sharding import PartitionSpec
 
 from jaxnorm.ops.quantized_dot import op as quantized_dot
 from jaxnorm.ops.quantized_dot.formula import Operands, QuantizedDot, float8_dot
-from jaxnorm.primitive.op import Spec
+from jaxnorm.primitive.spec import Spec
+
+FLOAT8 = jnp.dtype("float8_e4m3fn")
+Transposed = Callable[[jax.Array], jax.Array]  # the transpose of a matrix
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,7 +33,7 @@ class Float8Linear(Spec):
     wants_all_digits: bool = False  # of a sum, by `jax.default_matmul_precision`
     batch: int = 0  # how many leading axes every operand has that vmap made, 1 long where it has no batch
 
-    def of_product(self, name: str, out_dtype: Any) -> QuantizedDot:
+    def of_product(self, name: str, out_dtype: Any, out_spec: PartitionSpec | None = None) -> QuantizedDot:
         """What is static about one of its products: "y", "dx" or "dw"."""
         direction = "forward" if name == "y" else "backward"
         how = self.formula_in(direction)
@@ -39,6 +43,7 @@ class Float8Linear(Spec):
             how=how or "",
             wants_all_digits=self.wants_all_digits,
             native_for=self.native_in(direction),
+            out_spec=out_spec,
             fast_accumulation=name in self.fast_accumulation,
         )
 
@@ -82,7 +87,7 @@ def by_xla(spec: Float8Linear, product: Product) -> jax.Array:
     return y.astype(product.out_dtype)
 
 
-def by_kernels(transposed: Callable[[jax.Array], jax.Array], spec: Float8Linear, product: Product) -> jax.Array:
+def by_kernels(transposed: Transposed, spec: Float8Linear, product: Product) -> jax.Array:
     """The product as `quantized_dot` takes it, which decides whether a kernel makes it."""
     if spec.scaling == "tensor" or spec.wants_all_digits:
         if product.b is None:
@@ -92,7 +97,10 @@ def by_kernels(transposed: Callable[[jax.Array], jax.Array], spec: Float8Linear,
     a, b = product.a, product.b_depth_last
     if product.contracted[0] != (a.ndim - 1,):  # but its first ones
         a = transposed(a.reshape(-1, a.shape[-1]))
-    b = product.b if b is None else b
+    if b is None:
+        b = product.b
+        if product.contracted[1] != (b.ndim - 1,):
+            b = transposed(b.reshape(-1, b.shape[-1]))
     if missing := product.name == "dw" and -a.shape[-1] % quantized_dot.MULTIPLE:
         a, b = (jnp.pad(of, [(0, 0), (0, missing)]) for of in (a, b))  # tokens of zeros, which add nothing
     one = jnp.ones((), np.float32)
@@ -104,7 +112,40 @@ def by_kernels(transposed: Callable[[jax.Array], jax.Array], spec: Float8Linear,
         jnp.broadcast_to(of_rows, (*a.shape[:-1], 1)),
         product.bias,
     )
-    return quantized_dot.bind(spec.of_product(product.name, product.out_dtype), operands)
+    out_spec = None if product.out_sharding is None else product.out_sharding.spec
+    return quantized_dot.bind(spec.of_product(product.name, product.out_dtype, out_spec), operands)
+
+
+def by_kernels_of_parts(transposed: Transposed, spec: Float8Linear, product: Product) -> jax.Array:
+    """As `by_kernels`, of operands that XLA splits: what it multiplies itself it takes as it lies."""
+    x, weights = (
+        of.shape if axes == (of.ndim - 1,) else as_rows(of.shape)
+        for of, axes in zip((product.a, product.b), product.contracted, strict=True)
+    )
+    if why_xla("cuda", spec, product.name, x, weights, product.out_dtype, product.bias):
+        return by_xla(spec, product)
+    return by_kernels(transposed, spec, product)
+
+
+def why_xla(
+    platform: str, spec: Float8Linear, product: str, x: Any, weights: Any, out_dtype: Any, bias: Any = None
+) -> str | None:
+    """Why XLA makes the product of arrays of these shapes, whose last axes are summed."""
+    if spec.scaling == "tensor":
+        return "the recipe has one scale for each tensor, with which XLA makes the products"
+    if spec.batch:
+        return "no kernel takes examples of kernels, as jax.vmap makes them"
+    of_x, of_weights = (jax.core.ShapedArray(shape, FLOAT8) for shape in (x, weights))
+    scales, x_scales = (jax.core.ShapedArray((*of[:-1], 1), np.dtype(np.float32)) for of in (weights, x))
+    operands = Operands(of_x, of_weights, scales, x_scales, bias)
+    return quantized_dot.why_formula(platform, spec.of_product(product, out_dtype), operands)
+
+
+def as_rows(shape: Any) -> Any:
+    """The shape of rows that are summed, as the columns of a matrix, of which kernels pad the number."""
+    *rows, columns = shape
+    depth = math.prod(rows)
+    return columns, depth + -depth % quantized_dot.MULTIPLE
 
 
 def wide_dot(spec: Float8Linear, a: jax.Array, b: jax.Array, contracted: Any, out_sharding: Any = None) -> jax.Array:
@@ -118,12 +159,6 @@ def wide_dot(spec: Float8Linear, a: jax.Array, b: jax.Array, contracted: Any, ou
         out_sharding=out_sharding,
     )
     return y
-
-
-def sharding_of(array: jax.Array, spec: PartitionSpec | None) -> Any:
-    """The sharding over the array's Explicit mesh by a spec, None of None."""
-    sharding: Any = jax.typeof(array).sharding
-    return None if spec is None else sharding.update(spec=spec)
 
 
 def of_rank(ndim: int, array: jax.Array) -> jax.Array:

@@ -17,7 +17,8 @@ import numpy as np
 from jax import lax
 
 from jaxnorm.primitive.addend import add, rounded
-from jaxnorm.primitive.op import BatchDims, RowSpec, Statistics
+from jaxnorm.primitive.op import BatchDims, Statistics
+from jaxnorm.primitive.spec import RowSpec
 from jaxnorm.primitive.weights import of_rank
 from jaxnorm.quantization import Quantization
 from jaxnorm.sharding import dims

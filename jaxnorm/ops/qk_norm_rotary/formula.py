@@ -14,7 +14,8 @@ from jax import lax
 
 from jaxnorm.native import compat
 from jaxnorm.ops.norm import formula as one
-from jaxnorm.primitive.op import BatchDims, RowSpec, Statistics
+from jaxnorm.primitive.op import BatchDims, Statistics
+from jaxnorm.primitive.spec import RowSpec
 
 HeadNorm = Literal["none", "rms", "layer"]
 NORMS: tuple[HeadNorm, ...] = get_args(HeadNorm)

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
-from jaxnorm.primitive.op import Spec
+from jaxnorm.primitive.spec import Spec
 
 Result = TypeVar("Result")  # an array, or a tuple of arrays
 ALIGNMENT = 128  # in columns, of the parts of a long sum: libraries' products of 8 bits want one
@@ -26,7 +27,13 @@ class QuantizedDot(Spec):
     how: str = ""  # it was chosen, if not by the argument
     wants_all_digits: bool = False  # of a sum, by `jax.default_matmul_precision`
     batch: int = 0  # how many leading axes every operand has that vmap made, 1 long where it has no batch
+    out_spec: PartitionSpec | None = None  # of y over an Explicit mesh, where x and weights do not say it
     fast_accumulation: bool | None = None  # whether sums of float8 may have fewer digits; None: where y is of 16 bits
+
+    @property
+    def joint_axes(self) -> tuple[int, ...]:
+        """What is summed."""
+        return (-2,)
 
     def accumulates_fast(self) -> bool:
         return self.out_dtype != np.float32 if self.fast_accumulation is None else self.fast_accumulation
@@ -52,7 +59,13 @@ def forward(spec: QuantizedDot, operands: Operands) -> jax.Array:
     if operands.x_scales is not None:
         y = y * operands.x_scales
     y = y * _beside(y, operands.weight_scales[:, 0])
-    return (y if operands.bias is None else y + _beside(y, operands.bias.astype(y.dtype))).astype(spec.out_dtype)
+    return (y if operands.bias is None else with_bias(y, operands.bias)).astype(spec.out_dtype)
+
+
+def with_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
+    """y with the bias, added up as wide as products are."""
+    wide = y.astype(wide_dtype(y.dtype))
+    return wide + _beside(wide, bias.astype(wide.dtype))
 
 
 def _beside(y: jax.Array, numbers: jax.Array) -> jax.Array:
@@ -106,7 +119,14 @@ def _product(spec: QuantizedDot, operands: Operands) -> jax.Array:
         return _dot(x, wide, wide_dtype(x.dtype))
     if weights.dtype == jnp.float4_e2m1fn:
         weights = weights.astype(x.dtype)
-    return float8_dot(x, weights, _contracted(x), is_fast=spec.fast_accumulation is not False)
+    is_fast, out_sharding = spec.fast_accumulation is not False, sharding_of(x, spec.out_spec)
+    return float8_dot(x, weights, _contracted(x), is_fast=is_fast, out_sharding=out_sharding)
+
+
+def sharding_of(array: jax.Array, spec: PartitionSpec | None) -> Any:
+    """The sharding over the array's Explicit mesh by a spec, None of None."""
+    sharding: Any = jax.typeof(array).sharding
+    return None if spec is None else sharding.update(spec=spec)
 
 
 def float8_dot(a: jax.Array, b: jax.Array, contracted: Any, *, is_fast: bool, out_sharding: Any = None) -> jax.Array:

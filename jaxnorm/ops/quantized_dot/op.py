@@ -22,6 +22,8 @@ from jaxnorm.ops.quantized_dot.formula import Operands, QuantizedDot
 from jaxnorm.primitive import fallback, lowering, reasons
 from jaxnorm.primitive.described import DESCRIBERS, WITHOUT_OP, Described, Function, Request
 from jaxnorm.primitive.rules import examples_first
+from jaxnorm.sharding import partition, text
+from jaxnorm.sharding.dims import CallMaps
 
 TARGET = "jaxnorm_quantized_dot"
 FLOAT8 = frozenset(map(jnp.dtype, ("float8_e4m3fn", "float8_e5m2")))
@@ -34,9 +36,13 @@ FEW, LEAST, SHORT = 2**24, 2**21, 2**10
 
 
 def bind(spec: QuantizedDot, operands: Operands) -> jax.Array:
-    leaves, tree = jax.tree.flatten(operands)
+    leaves, tree = jax.tree.flatten(tuple(operands))
     values: list[jax.Array] = _primitive.bind(*compat.match_varying_axes(*leaves), tree=tree, spec=spec)
     return values[0]
+
+
+def _operands(tree: Any, leaves: Any) -> Operands:
+    return Operands(*jax.tree.unflatten(tree, leaves))
 
 
 def why_not(spec: QuantizedDot, operands: Operands) -> str | None:
@@ -91,7 +97,7 @@ def _slower(spec: QuantizedDot, operands: Operands) -> str | None:
 
 
 def _described(*types: Any, tree: Any, spec: QuantizedDot) -> Described:
-    operands: Operands = jax.tree.unflatten(tree, types)
+    operands = _operands(tree, types)
 
     return Described("quantized_dot", operands, "forward", lambda on: why_formula(on, spec, operands), spec.native_for)
 
@@ -108,27 +114,29 @@ def _why_formula(platform: str, request: Request) -> str | None:
 
 def _abstract(*leaves: Any, tree: Any, spec: QuantizedDot) -> list[Any]:
     def traced(*values: Any) -> jax.Array:
-        return formula.forward(spec, jax.tree.unflatten(tree, values))
+        return formula.forward(spec, _operands(tree, values))
 
     return list(jax.make_jaxpr(traced)(*leaves).out_avals)
 
 
 def _formula(*leaves: Any, tree: Any, spec: QuantizedDot) -> list[jax.Array]:
-    return [formula.forward(spec, jax.tree.unflatten(tree, leaves))]
+    return [formula.forward(spec, _operands(tree, leaves))]
 
 
 _lower_formula = mlir.lower_fun(_formula)
 
 
 def _native(platform: str, ctx: Any, *leaves: Any, tree: Any, spec: QuantizedDot) -> Sequence[Any]:
-    types: Operands = jax.tree.unflatten(tree, ctx.avals_in)
+    types = _operands(tree, ctx.avals_in)
     reason = _why_not_here(platform, spec, types, is_exported=compat.is_exported(ctx))
     if reason is not None and spec.native_for:
         raise reasons.cannot_compile(spec.native_for, platform, reason)
     if reason is not None or _slower(spec, types):
         by_xla: Sequence[Any] = _lower_formula(ctx, *leaves, tree=tree, spec=spec)
         return by_xla
-    operands: Operands = jax.tree.unflatten(tree, leaves)
+    if compat.is_split_by_xla(ctx):
+        return partition.lower(platform, _primitive, ctx, *leaves, tree=tree, in_place=False, spec=spec)
+    operands = _operands(tree, leaves)
     values, avals = (
         [of.x, of.x_scales, of.weights, of.weight_scales, *([] if of.bias is None else [of.bias])]
         for of in (operands, types)
@@ -143,9 +151,35 @@ def _native(platform: str, ctx: Any, *leaves: Any, tree: Any, spec: QuantizedDot
     )
 
 
+def _of_shard(*leaves: Any, tree: Any, spec: QuantizedDot) -> list[jax.Array]:
+    """Of a device's part of what is summed: the results are added up, as XLA adds up those of its own products."""
+    operands = _operands(tree, leaves)
+    assert spec.shards is not None
+    part = bind(dataclasses.replace(spec, shards=None), operands._replace(bias=None))
+    y = spec.shards.sum(part)
+    return [y if operands.bias is None else formula.with_bias(y, operands.bias).astype(spec.out_dtype)]
+
+
+def _dim_maps(types: Any, *, spec: QuantizedDot) -> CallMaps:
+    """The axes of a product are those of x's rows, the one that is summed, and the outputs."""
+    operands = Operands(*types)
+    *rows, depth, columns = range(operands.x.ndim + 1)
+    maps = Operands(
+        x=(*rows, depth),
+        weights=(columns, depth),
+        weight_scales=(columns, None),
+        x_scales=(*rows, None),
+        bias=(columns,),
+        x_carrier=(*rows, depth),
+        weight_carrier=(columns, depth),
+    )
+    given = [dim_map for array, dim_map in zip(operands, maps, strict=True) if array is not None]
+    return CallMaps(columns + 1, given, [(*rows, columns)], [()], [None])
+
+
 def _jvp(primals: Any, dots: Any, *, tree: Any, spec: QuantizedDot) -> tuple[Any, Any]:
-    operands = jax.tree.unflatten(tree, primals)
-    moving = jax.tree.unflatten(tree, [None if type(dot) is ad.Zero else dot for dot in dots])
+    operands = _operands(tree, primals)
+    moving = _operands(tree, [None if type(dot) is ad.Zero else dot for dot in dots])
     y = bind(spec, operands)
     x_moves = moving.x is not None and operands.x_scales is None
     if x_moves or any(dot is not None for dot in (moving.bias, moving.x_carrier, moving.weight_carrier)):
@@ -154,9 +188,9 @@ def _jvp(primals: Any, dots: Any, *, tree: Any, spec: QuantizedDot) -> tuple[Any
 
 
 def _batch(leaves: Any, axes: Any, *, tree: Any, spec: QuantizedDot) -> tuple[Any, Any]:
-    operands, batch = jax.tree.unflatten(tree, leaves), jax.tree.unflatten(tree, axes)
+    operands, batch = _operands(tree, leaves), _operands(tree, axes)
     of_rows = ("x", "x_scales", "x_carrier")
-    examples: Operands = jax.tree.unflatten(tree, examples_first(leaves, axes))
+    examples = _operands(tree, examples_first(leaves, axes))
     front = {name: array for name, array in examples._asdict().items() if array is not None}
     size = next(array.shape[axis] for array, axis in zip(leaves, axes, strict=True) if axis is not None)
     if not spec.batch and all(axis is None for name, axis in batch._asdict().items() if name not in of_rows):
@@ -171,7 +205,9 @@ def _batch(leaves: Any, axes: Any, *, tree: Any, spec: QuantizedDot) -> tuple[An
 _primitive = Primitive("jaxnorm_quantized_dot")
 _primitive.multiple_results = True
 _primitive.def_abstract_eval(_abstract)
-lowering.register(_primitive, _formula, _native)
+partition.register(_primitive, _dim_maps, is_product=True)
+text.register_types(QuantizedDot)
+lowering.register(_primitive, _formula, _native, _of_shard, splits=True)
 compat.run_eagerly(_primitive)
 compat.check_nans(_primitive)
 batching.primitive_batchers[_primitive] = _batch

@@ -28,7 +28,8 @@ from jaxnorm.ops.logits import (
     sum_over_row,
 )
 from jaxnorm.ops.mask import Mask, counted, only
-from jaxnorm.primitive.op import BatchDims, RowSpec, Statistics
+from jaxnorm.primitive.op import BatchDims, Statistics
+from jaxnorm.primitive.spec import RowSpec
 
 Dtype = np.dtype[Any]
 T = TypeVar("T")

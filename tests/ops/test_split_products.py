@@ -1,0 +1,165 @@
+"""Products of float8 in programs that XLA splits: each device makes its part, by a formula for the kernel."""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import draw
+from coverage import cover
+from hlo import collectives, compiled_text
+from internals import PRODUCTS_BY_KERNELS, ffi, float8_op, quantized_dot
+from jax.interpreters import mlir
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from meshes import mesh_of, mesh_of_three, placed
+
+import jaxnorm
+
+pytestmark = [pytest.mark.jax_version, pytest.mark.several]
+
+ROWS, DEPTH, OUTPUTS = (8, 16), 128, 64
+# How x, weights and the result are split, and then the parts of x and weights that a device multiplies. What x has
+# comes before what the result has, and that before what weights have.
+SPLIT = {
+    "rows": (P("a"), P(), P("a"), P("a"), P()),
+    "outputs": (P(), P("b"), P(None, None, "b"), P(), P("b")),
+    "rows and outputs": (P("a"), P("b"), P("a", None, "b"), P("a"), P("b")),
+    "what is summed": (P(None, None, "b"), P(None, "b"), P(), P(None, None, "b"), P(None, "b")),
+    "what is summed, of x": (P(None, None, "b"), P(), P(), P(None, None, "b"), P(None, "b")),
+    "what is summed, of weights": (P(), P(None, "b"), P(), P(None, None, "b"), P(None, "b")),
+    "rows and what is summed": (P("a", None, "b"), P(None, "b"), P("a"), P("a", None, "b"), P(None, "b")),
+    "rows, and weights over their devices": (P("a"), P(None, "a"), P("a"), P("a"), P()),
+    "both axes, for rows and for outputs": (P("a", "b"), P(("a", "b")), P("a", "b"), P("a", "b"), P()),
+    "the result alone": (P(), P(), P("a", None, "b"), P("a"), P("b")),
+}
+
+
+@pytest.fixture
+def parts(monkeypatch):
+    """The shapes of x and weights in each call of the kernel."""
+    called = []
+
+    def call(platform, target, ctx, values, **options):
+        called.append(tuple(aval.shape for aval in ctx.avals_in[:3:2]))
+
+        def formula(x, x_scales, weights, weight_scales, *bias):
+            y = jnp.einsum("...k,nk->...n", x.astype(jnp.float32), weights.astype(jnp.float32))
+            y = y * x_scales * weight_scales[:, 0]
+            return [(y + bias[0].astype(jnp.float32) if bias else y).astype(ctx.avals_out[0].dtype)]
+
+        return mlir.lower_fun(formula)(ctx, *values)
+
+    monkeypatch.setattr(quantized_dot, "_why_not_here", lambda *_, **__: None)
+    monkeypatch.setattr(ffi, "call", call)
+    monkeypatch.setattr(ffi, "workspace", lambda *_, **__: None)
+    monkeypatch.setattr(float8_op.formula, "BY_XLA", PRODUCTS_BY_KERNELS)
+    jax.clear_caches()
+    yield called
+    jax.clear_caches()
+
+
+def operands(dtype):
+    """x and weights as they are rounded, and a bias."""
+    x, weights, bias = draw("x", (*ROWS, DEPTH)), draw("weights", (OUTPUTS, DEPTH)), draw("bias", (OUTPUTS,), dtype)
+    to = jaxnorm.Quantization(jnp.float8_e4m3fn)
+    return jaxnorm.quantize(x, to), jaxnorm.quantize(weights, to), bias
+
+
+def product(x, weights, bias):
+    return jaxnorm.quantized_dot(x, weights, bias=bias, out_dtype=bias.dtype)
+
+
+def split_operands(mesh, of_x, of_weights, args):
+    columns = P(*[*of_weights][:1])
+    of_x, of_weights = (jaxnorm.Quantized(*specs) for specs in ((of_x, P(*[*of_x][:2])), (of_weights, columns)))
+    return jax.device_put(args, jax.tree.map(partial(NamedSharding, mesh), (of_x, of_weights, columns)))
+
+
+def part(mesh, shape, spec):
+    """A device's part of a shape."""
+    names = [jax.tree.leaves(axes) for axes in (*spec, *[None] * len(shape))]
+    return tuple(n // math.prod(mesh.shape[name] for name in of) for n, of in zip(shape, names, strict=False))
+
+
+def assert_near(actual, expected, dtype):
+    """Parts that are added up over two devices are rounded before."""
+    step = 1e-5 if dtype == "float32" else 2.0**-7
+    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
+    bound = step * np.abs(np.float64(expected)).max()
+    np.testing.assert_allclose(np.float64(actual), np.float64(expected), rtol=step, atol=bound)
+
+
+@cover(split=SPLIT, dtype=["bfloat16", "float32"])
+def test_each_device_makes_its_part(split, dtype, parts):
+    of_x, of_weights, of_y, *multiplied = split
+    mesh, args = mesh_of(jax.devices(), AxisType.Auto), operands(dtype)
+    function = jax.jit(product, out_shardings=NamedSharding(mesh, of_y))
+    y = function(*split_operands(mesh, of_x, of_weights, args))
+    shapes = (*ROWS, DEPTH), (OUTPUTS, DEPTH)
+    assert parts == [tuple(map(partial(part, mesh), shapes, multiplied))]
+    assert_near(y, product(*args), dtype)
+
+
+# In the part of a mesh that a `shard_map` leaves to XLA, too.
+def test_within_a_shard_map(parts):
+    mesh, args = mesh_of_three(jax.devices()), operands("float32")
+    of_x, of_weights = P("a", None, "b"), P(None, "b")
+    function = jax.shard_map(product, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"c"})
+    y = jax.jit(function)(*split_operands(mesh, of_x, of_weights, args))
+    assert parts == [(part(mesh, (*ROWS, DEPTH), of_x), part(mesh, (OUTPUTS, DEPTH), of_weights))]
+    assert_near(y, product(*args), "float32")
+
+
+def step(x, kernel, bias, dy):
+    y, pull_back = jax.vjp(lambda x, kernel, bias: jaxnorm.float8_linear(x, kernel, bias=bias), x, kernel, bias)
+    return y, *pull_back(dy)
+
+
+# The shardings of x, the kernel, bias and dy.
+TOKENS = math.prod(ROWS)
+LAYERS = {
+    "rows": (P("a"), P(), P(), P("a")),
+    "outputs": (P(), P(None, "b"), P("b"), P(None, None, "b")),
+    "rows and outputs": (P("a"), P(None, "b"), P("b"), P("a", None, "b")),
+    "what is summed": (P(None, None, "b"), P("b"), P(), P()),
+    "rows and what is summed": (P("a", None, "b"), P("b"), P(), P("a")),
+    "the kernel over the rows' devices": (P("a"), P("a"), P(), P("a")),
+}
+
+
+def layer_operands(dtype):
+    x, kernel, bias = (
+        draw("x", (*ROWS, DEPTH), dtype),
+        draw("kernel", (DEPTH, OUTPUTS)),
+        draw("bias", (OUTPUTS,), dtype),
+    )
+    return x, kernel, bias, draw("dy", (*ROWS, OUTPUTS), dtype)
+
+
+@cover(split=LAYERS, dtype=["bfloat16", "float32"], axis_type=[AxisType.Auto, AxisType.Explicit])
+def test_a_layer(split, dtype, axis_type, parts):
+    mesh, args = mesh_of(jax.devices(), axis_type), layer_operands(dtype)
+    with jax.set_mesh(mesh):
+        results = jax.jit(step)(*placed(mesh, args, split))
+    assert len(parts) == 3
+    for actual, expected in zip(results, jax.jit(step)(*args), strict=True):
+        assert_near(actual, expected, "float32" if actual.dtype == jnp.float32 else dtype)
+
+
+# What is added up has the dtype of the result: y and dx x's, dw the kernel's. XLA for CPUs adds up bfloat16 in float32.
+NARROW = 4 if jax.default_backend() == "cpu" else 2
+EXCHANGED = {
+    "outputs": NARROW * TOKENS * DEPTH + 4 * TOKENS,
+    "what is summed": NARROW * TOKENS * OUTPUTS + 4 * (TOKENS + OUTPUTS),
+    "rows": 4 * (DEPTH * OUTPUTS + OUTPUTS) + 4 * OUTPUTS,
+}
+
+
+@pytest.mark.parametrize("split", EXCHANGED)
+def test_what_is_added_up(split, parts):
+    mesh = mesh_of(jax.devices(), AxisType.Auto)
+    text = compiled_text(step, *placed(mesh, layer_operands("bfloat16"), LAYERS[split]))
+    assert collectives(text) == {"all-reduce": EXCHANGED[split]}
