@@ -43,14 +43,11 @@ def steps(*runs):
     """A line for each way of each mesh, of all runs; a later run's in place of an earlier one's."""
     keys = ("model", "axes", "mesh", "way")
     rows = compared(list({tuple(row[key] for key in keys): row for run in runs for row in run["rows"]}.values()))
-    columns = [key for key in rows[0] if not isinstance(rows[0][key], (dict, list))]
+    # To compile takes as long as what XLA has tried before lets it.
+    columns = [key for key in rows[0] if not isinstance(rows[0][key], (dict, list)) and key != "compile s"]
     headers = [line for run in runs for line in table_parts.about(run["header"], described(run["header"]))]
     return [*headers, *report.table(columns, [[report.cell(row.get(column)) for column in columns] for row in rows])]
 
 
 def described(header):
     return f"{header['model']}; {header['batch']}, attention by {header['attention']}."
-
-
-# An entry of `bench.tables.TABLES`, "sharded-steps", from when a GPU has run it.
-STEPS = ("h?00_x?_steps_*.json", steps)

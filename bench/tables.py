@@ -12,7 +12,17 @@ import re
 import statistics
 from pathlib import Path
 
-from bench import dot_tables, model_tables, report, row_tables, shapes, targets, trainer_tables, trainers
+from bench import (
+    dot_tables,
+    model_tables,
+    report,
+    row_tables,
+    shapes,
+    sharded_tables,
+    targets,
+    trainer_tables,
+    trainers,
+)
 from bench.table_parts import about, code, is_chained, is_step, pivot, position, whole
 
 MARKED = re.compile(r"<!-- table: (\S+) -->\n.*?<!-- end -->", re.DOTALL)
@@ -204,6 +214,7 @@ TABLES = {
     "cpu-rows-grid": ("cpu_rows.json", row_tables.cpu_grid),
     "sharding": ("h200_x4_sharding.json", whole),
     "sharding-two": ("h200_x2_sharding.json", whole),
+    "sharded-steps": ("h?00_x?_steps_*.json", sharded_tables.steps),
     "model-default": ("h200_model_default.json", whole),
     "model-more": ("h200_model_more.json", whole),
     "model-dit": ("h200_model_dit.json", whole),

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from bench import report, sharded_steps, sharded_tables, tables
+from bench import report, sharded_steps, tables
 from bench.__main__ import parse
 from bench.collectives import collectives
 
@@ -85,8 +85,7 @@ def row(mesh, devices, way, speed, exchanged, losses):
     return row | {"ktokens/s": speed, "collectives": exchanged, "losses": losses}
 
 
-def test_the_table_is_of_all_runs(tmp_path, monkeypatch):
-    monkeypatch.setitem(tables.TABLES, "sharded-steps", sharded_tables.STEPS)
+def test_the_table_is_of_all_runs(tmp_path):
     gathered = {"all-gather": 2**21}
     alone = [row("1x1", 1, "jnp", 10.0, {}, [4.0, 2.0]), row("1x1", 1, "jaxnorm", 20.0, {}, [4.0, 2.0])]
     together = [
