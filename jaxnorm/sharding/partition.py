@@ -24,8 +24,8 @@ from jax.extend.core import Primitive
 
 from jaxnorm.native import compat, ffi
 from jaxnorm.sharding import dims, text
-from jaxnorm.sharding.dims import CallMaps, DimMap
-from jaxnorm.sharding.shards import Shards
+from jaxnorm.sharding.dims import CallMaps
+from jaxnorm.sharding.placement import Array, Placement, of_product
 
 # (the types of the operands at their places, params) -> the dim maps of the operands that are there, and of the results
 DimMaps = Callable[..., CallMaps]
@@ -78,95 +78,6 @@ def lower(
     return compat.partitioned_call(ctx, ffi.PARTITIONED, call, operands, maps.operands, maps.results)
 
 
-class Placement(NamedTuple):
-    """How x is sharded: the devices, along x's axes as often as each is sharded and then along one of copies.
-
-    They have XLA's numbers in this call, of devices that stand for one in each of its groups.
-    """
-
-    devices: np.ndarray[Any, Any]
-    groups: np.ndarray[Any, Any]  # a row for each group, its devices by their numbers in the program
-
-    @classmethod
-    def of(cls, sharding: Any, ndim: int, groups: np.ndarray[Any, Any] | None) -> "Placement":
-        if sharding is None or not sharding.is_tiled():
-            devices = np.zeros((1,) * (ndim + 1), int)
-        else:
-            counts = sharding.tile_assignment_dimensions()
-            devices = np.reshape(sharding.tile_assignment_devices(), (*counts[:ndim], -1))
-        return cls._of(devices, groups)
-
-    @classmethod
-    def _of(cls, devices: np.ndarray[Any, Any], groups: np.ndarray[Any, Any] | None) -> "Placement":
-        return cls(devices, np.arange(devices.size)[None] if groups is None else groups)
-
-    @classmethod
-    def of_product(
-        cls, arrays: Sequence[tuple[Any, DimMap]], ndim: int, groups: np.ndarray[Any, Any] | None
-    ) -> "Placement":
-        """That of shardings with dim maps: an axis is split as in the first that splits it, if devices can have its
-        parts beside those of the axes before."""
-        parts: dict[int, np.ndarray[Any, Any]] = {}  # of each axis: which one a device has
-        for sharding, dim_map in arrays:
-            devices = cls.of(sharding, len(dim_map), groups).devices
-            for own, axis in enumerate(dim_map):
-                if axis is None or axis in parts or devices.shape[own] == 1:
-                    continue
-                part = np.empty(devices.size, int)
-                part[devices] = np.indices(devices.shape)[own]
-                together, many = np.unique([*parts.values(), part], axis=1, return_counts=True)
-                if len(many) == math.prod(together.max(1) + 1) and len(set(many)) == 1:
-                    parts[axis] = part
-        if not parts:
-            return cls.of(None, ndim, groups)
-        order = np.lexsort([parts[axis] for axis in sorted(parts, reverse=True)])
-        counts = (parts[axis].max() + 1 if axis in parts else 1 for axis in range(ndim))
-        return cls._of(order.reshape(*counts, -1), groups)
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        *counts, _ = self.devices.shape
-        return tuple(counts)
-
-    def joined(self, axes: Sequence[int]) -> "Placement":
-        """With copies along those axes of x, instead of shards."""
-        devices = np.moveaxis(self.devices, axes, range(-1 - len(axes), -1))
-        counts = (1 if axis in axes else n for axis, n in enumerate(self.counts))
-        return self._replace(devices=devices.reshape(*counts, -1))
-
-    def sharding(self, dim_map: DimMap) -> Any:
-        """That of an array with this dim map."""
-        own = [axis for axis in dim_map if axis is not None]
-        rest = [axis for axis in range(self.devices.ndim) if axis not in own]
-        counts = [1 if axis is None else self.counts[axis] for axis in dim_map]
-        return compat.hlo_sharding(np.transpose(self.devices, [*own, *rest]).reshape(*counts, -1))
-
-    def shard_shape(self, dim_map: DimMap, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of an array's shard."""
-        sizes = zip(dim_map, shape, strict=True)
-        return tuple(n if axis is None else -(-n // self.counts[axis]) for axis, n in sizes)
-
-    def shards(self, axes: Sequence[int]) -> Shards | None:
-        """The devices with different shards along those axes of x, and else the same; None if there is no other."""
-        if all(self.counts[axis] == 1 for axis in axes):
-            return None
-        together = self.groups[:, np.moveaxis(self.devices, axes, range(-len(axes), 0))]
-        together = together.reshape(-1, math.prod(self.counts[axis] for axis in axes))
-        return Shards((compat.ALL_DEVICES,), tuple(map(tuple, together.tolist())))
-
-
-class Array(NamedTuple):
-    """An array of a whole program."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-    sharding: Any
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-
 def _groups(mesh: compat.PartlyManual, devices: Any) -> np.ndarray[Any, Any]:
     """The devices of each group that a `shard_map` over some axes leaves to XLA, in the order of their numbers there.
 
@@ -215,10 +126,8 @@ class PartitionedCall(NamedTuple):
         pairs = list(zip(arrays, [*self.maps.operands, *self.maps.results], strict=True))
         cols = 0
         if self.partitionable.is_product:
-            # x stays where it is, and the result where it is to be; weights are most often what is gathered.
-            x, *others = [(array.sharding, dim_map) for array, dim_map in pairs]
-            count = len(self.operands) - 1
-            placement = Placement.of_product([x, *others[count:], *others[:count]], ndim, self.groups)
+            *of_operands, of_result = pairs
+            placement = of_product(of_operands, of_result, ndim, self.groups)
         else:
             like_x = [array for array, dim_map in pairs if dim_map == dims.like_x(ndim)]
             placements = (Placement.of(array.sharding, ndim, self.groups) for array in like_x)

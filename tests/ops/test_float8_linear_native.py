@@ -116,9 +116,9 @@ def test_fsdp_gathers_a_byte_for_each_weight(spec, by, request):
 SPLIT_STEP = {"quantized_dot": 3, "transpose_bytes": 3}
 
 
-def compiled_over(*shardings):
+def compiled_over(*shardings, rows=(TOKENS,)):
     """A step whose x, kernel and dy are split so, as its results are."""
-    shapes = (TOKENS, DEPTH), (DEPTH, OUTPUTS), (TOKENS, OUTPUTS)
+    shapes = (*rows, DEPTH), (DEPTH, OUTPUTS), (*rows, OUTPUTS)
     given = zip(shapes, DTYPES, shardings, strict=True)
     arrays = [types(jax.ShapeDtypeStruct(dims, dtype), sharding) for dims, dtype, sharding in given]
     of_x, of_kernel, of_y = shardings
@@ -126,27 +126,36 @@ def compiled_over(*shardings):
 
 
 # A kernel that is split by columns or by rows over "tensor", and over "data" as the tokens are: y or dx is added up in
-# its own dtype, as XLA adds up that of a product of bfloat16.
+# its own dtype, as XLA adds up that of a product of bfloat16. Where "tensor" splits the sequence, too, it is what is
+# rounded that travels in its place, of x for y and dw, or of dy for dx and dw; nothing is sent from all to all.
+BATCH = (8, TOKENS // 8)
+TENSOR_PARALLEL = {
+    "columns": (P("data"), P("data", "tensor"), P("data", None, "tensor")),
+    "rows": (P("data", None, "tensor"), P(("tensor", "data")), P("data")),
+    "columns, sequence": (P("data", "tensor"), P("data", "tensor"), P("data", None, "tensor")),
+    "rows, sequence": (P("data", None, "tensor"), P(("tensor", "data")), P("data", "tensor")),
+}
+
+
 @pytest.mark.deviceless
 @pytest.mark.usefixtures("on_hopper")
-@pytest.mark.parametrize(
-    ("of_x", "of_kernel", "of_y"),
-    [
-        (P("data"), P("data", "tensor"), P("data", "tensor")),
-        (P("data", "tensor"), P(("tensor", "data")), P("data")),
-    ],
-    ids=["columns", "rows"],
-)
-def test_tensor_parallel_layers_add_up_two_bytes(of_x, of_kernel, of_y):
+@pytest.mark.parametrize("name", TENSOR_PARALLEL)
+def test_tensor_parallel_layers(name):
     over = topologies.make_mesh(topo=topology(4), mesh_shape=(2, 2), axis_names=("data", "tensor"))
-    text = compiled_over(*(NamedSharding(over, spec) for spec in (of_x, of_kernel, of_y)))
+    text = compiled_over(*(NamedSharding(over, spec) for spec in TENSOR_PARALLEL[name]), rows=BATCH)
     assert calls_of(text) == SPLIT_STEP
-    found = collectives(text)
-    scales = 4 * (TOKENS + DEPTH + OUTPUTS)
-    assert 0 <= found.pop("all-reduce") - 2 * TOKENS // 2 * DEPTH <= 2 * scales
-    # Half of the kernel as it is rounded, for y and for dx; half of dw, of which a device keeps half.
-    assert 0 <= found.pop("all-gather") - 2 * DEPTH // 2 * OUTPUTS <= scales
-    assert found == {"reduce-scatter": 4 * DEPTH // 4 * OUTPUTS}
+    # Half of the tokens, and half of the kernel, for y and for dx; of dw, which is added up, a device keeps half.
+    tokens, half = TOKENS // 2 * DEPTH, DEPTH // 2 * OUTPUTS
+    expected = {"all-gather": 2 * half, "reduce-scatter": 4 * half // 2}
+    if "sequence" in name:
+        expected["all-gather"] += 2 * tokens
+        expected["reduce-scatter"] += 2 * tokens // 2
+    else:
+        expected["all-reduce"] = 2 * tokens
+    found, scales = collectives(text), 4 * (TOKENS + DEPTH + OUTPUTS)
+    assert set(found) <= {"all-reduce", *expected}
+    for kind, size in found.items():
+        assert 0 <= size - expected.get(kind, 0) <= 2 * scales
 
 
 def matrices(text, operation):

@@ -21,8 +21,8 @@ import jaxnorm
 pytestmark = [pytest.mark.jax_version, pytest.mark.several]
 
 ROWS, DEPTH, OUTPUTS = (8, 16), 128, 64
-# How x, weights and the result are split, and then the parts of x and weights that a device multiplies. What x has
-# comes before what the result has, and that before what weights have.
+# How x, weights and the result are split, and then the parts of x and weights that a device multiplies. What is summed
+# stays as it is split in both, and then the result as it is split, x, and weights.
 SPLIT = {
     "rows": (P("a"), P(), P("a"), P("a"), P()),
     "outputs": (P(), P("b"), P(None, None, "b"), P(), P("b")),
@@ -33,6 +33,21 @@ SPLIT = {
     "rows and what is summed": (P("a", None, "b"), P(None, "b"), P("a"), P("a", None, "b"), P(None, "b")),
     "rows, and weights over their devices": (P("a"), P(None, "a"), P("a"), P("a"), P()),
     "both axes, for rows and for outputs": (P("a", "b"), P(("a", "b")), P("a", "b"), P("a", "b"), P()),
+    "what is summed, of weights over rows' devices too": (
+        P("a", None, "b"),
+        P(None, ("b", "a")),
+        P("a"),
+        P("a", None, "b"),
+        P(None, "b"),
+    ),
+    "rows over the outputs' devices": (P("a", "b"), P("b"), P("a", None, "b"), P("a"), P("b")),
+    "what is summed, of the result over its devices": (
+        P("a", None, "b"),
+        P(None, "b"),
+        P("a", "b"),
+        P("a", None, "b"),
+        P(None, "b"),
+    ),
     "the result alone": (P(), P(), P("a", None, "b"), P("a"), P("b")),
 }
 
@@ -113,6 +128,36 @@ def test_within_a_shard_map(parts):
     assert_near(y, product(*args), "float32")
 
 
+def test_a_part_that_no_kernel_takes(parts, monkeypatch):
+    monkeypatch.setattr(
+        quantized_dot, "_why_not_here", lambda _, spec, args, **__: "a part" if args.x.shape[-1] < DEPTH else None
+    )
+    mesh, args = mesh_of(jax.devices(), AxisType.Auto), operands("float32")
+    y = jax.jit(product)(*split_operands(mesh, P(None, None, "b"), P(None, "b"), args))
+    assert not parts
+    assert_near(y, product(*args), "float32")
+
+
+# What devices cannot split evenly is on each of them if it is summed; of rows and outputs the last part is shorter.
+def test_uneven_parts(parts):
+    mesh = mesh_of(jax.devices(), AxisType.Auto)
+    shapes = (3 * mesh.shape["a"] - 1, 2 * 33), (65, 2 * 33)
+    x, weights = (jaxnorm.quantize(draw("x", shape), jaxnorm.Quantization(jnp.float8_e4m3fn)) for shape in shapes)
+
+    def split(x, weights):
+        x, weights = (
+            jaxnorm.Quantized(
+                *(jax.lax.with_sharding_constraint(a, NamedSharding(mesh, spec)) for a in (of.values, of.scales))
+            )
+            for of, spec in ((x, P("a")), (weights, P("b")))
+        )
+        return jaxnorm.quantized_dot(x, weights, out_dtype="float32")
+
+    y = jax.jit(split)(x, weights)
+    assert parts == [((3, 66), (33, 66))]
+    assert_near(y, jaxnorm.quantized_dot(x, weights, out_dtype="float32"), "float32")
+
+
 def step(x, kernel, bias, dy):
     y, pull_back = jax.vjp(lambda x, kernel, bias: jaxnorm.float8_linear(x, kernel, bias=bias), x, kernel, bias)
     return y, *pull_back(dy)
@@ -128,6 +173,11 @@ LAYERS = {
     "rows and what is summed": (P("a", None, "b"), P("b"), P(), P("a")),
     "the kernel over the rows' devices": (P("a"), P("a"), P(), P("a")),
 }
+# Over an Explicit mesh the products would want another x and dy.
+SEQUENCES = {
+    "sequence and outputs": (P("a", "b"), P("a", "b"), P("b"), P("a", None, "b")),
+    "sequence and what is summed": (P("a", None, "b"), P(("b", "a")), P(), P("a", "b")),
+}
 
 
 def layer_operands(dtype):
@@ -139,14 +189,23 @@ def layer_operands(dtype):
     return x, kernel, bias, draw("dy", (*ROWS, OUTPUTS), dtype)
 
 
-@cover(split=LAYERS, dtype=["bfloat16", "float32"], axis_type=[AxisType.Auto, AxisType.Explicit])
-def test_a_layer(split, dtype, axis_type, parts):
-    mesh, args = mesh_of(jax.devices(), axis_type), layer_operands(dtype)
+def check_layer(mesh, split, dtype, parts):
+    args = layer_operands(dtype)
     with jax.set_mesh(mesh):
         results = jax.jit(step)(*placed(mesh, args, split))
     assert len(parts) == 3
     for actual, expected in zip(results, jax.jit(step)(*args), strict=True):
         assert_near(actual, expected, "float32" if actual.dtype == jnp.float32 else dtype)
+
+
+@cover(split=LAYERS, dtype=["bfloat16", "float32"], axis_type=[AxisType.Auto, AxisType.Explicit])
+def test_a_layer(split, dtype, axis_type, parts):
+    check_layer(mesh_of(jax.devices(), axis_type), split, dtype, parts)
+
+
+@cover(split=SEQUENCES, dtype=["bfloat16", "float32"])
+def test_a_layer_whose_sequence_is_split(split, dtype, parts):
+    check_layer(mesh_of(jax.devices(), AxisType.Auto), split, dtype, parts)
 
 
 # What is added up has the dtype of the result: y and dx x's, dw the kernel's. XLA for CPUs adds up bfloat16 in float32.

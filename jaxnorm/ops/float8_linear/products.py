@@ -16,7 +16,7 @@ from jaxnorm.ops.quantized_dot.formula import Operands, QuantizedDot, float8_dot
 from jaxnorm.primitive.spec import Spec
 
 FLOAT8 = jnp.dtype("float8_e4m3fn")
-Transposed = Callable[[jax.Array], jax.Array]  # the transpose of a matrix
+Transposed = Callable[[jax.Array], jax.Array]  # the array with its last axis as the first one
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class Float8Linear(Spec):
     wants_all_digits: bool = False  # of a sum, by `jax.default_matmul_precision`
     batch: int = 0  # how many leading axes every operand has that vmap made, 1 long where it has no batch
 
-    def of_product(self, name: str, out_dtype: Any, out_spec: PartitionSpec | None = None) -> QuantizedDot:
+    def of_product(self, name: str, out_dtype: Any) -> QuantizedDot:
         """What is static about one of its products: "y", "dx" or "dw"."""
         direction = "forward" if name == "y" else "backward"
         how = self.formula_in(direction)
@@ -43,7 +43,6 @@ class Float8Linear(Spec):
             how=how or "",
             wants_all_digits=self.wants_all_digits,
             native_for=self.native_in(direction),
-            out_spec=out_spec,
             fast_accumulation=name in self.fast_accumulation,
         )
 
@@ -95,25 +94,26 @@ def by_kernels(transposed: Transposed, spec: Float8Linear, product: Product) -> 
             product = product._replace(b=product.b_depth_last.T.reshape(*lengths, -1))
         return by_xla(spec, product)
     a, b = product.a, product.b_depth_last
-    if product.contracted[0] != (a.ndim - 1,):  # but its first ones
-        a = transposed(a.reshape(-1, a.shape[-1]))
+    if product.contracted[0] != (a.ndim - 1,):  # but its first ones, which are one axis where b has them as one
+        a = transposed(a if b is None else a.reshape(-1, a.shape[-1]))
     if b is None:
-        b = product.b
-        if product.contracted[1] != (b.ndim - 1,):
-            b = transposed(b.reshape(-1, b.shape[-1]))
-    if missing := product.name == "dw" and -a.shape[-1] % quantized_dot.MULTIPLE:
-        a, b = (jnp.pad(of, [(0, 0), (0, missing)]) for of in (a, b))  # tokens of zeros, which add nothing
+        b = product.b if product.contracted[1] == (product.b.ndim - 1,) else transposed(product.b)
+    if missing := product.name == "dw" and -math.prod(b.shape[1:]) % quantized_dot.MULTIPLE:
+        # Tokens of zeros, which add nothing.
+        a, b = (jnp.pad(of.reshape(of.shape[0], -1), [(0, 0), (0, missing)]) for of in (a, b))
+    summed = b.ndim - 1
     one = jnp.ones((), np.float32)
     of_rows, of_columns = (one if of is None else of for of in (product.of_rows, product.of_columns))
     operands = Operands(
         a,
         b,
         jnp.broadcast_to(of_columns.reshape(-1, 1), (b.shape[0], 1)),
-        jnp.broadcast_to(of_rows, (*a.shape[:-1], 1)),
+        jnp.broadcast_to(of_rows, (*a.shape[:-summed], 1)),
         product.bias,
     )
     out_spec = None if product.out_sharding is None else product.out_sharding.spec
-    return quantized_dot.bind(spec.of_product(product.name, product.out_dtype, out_spec), operands)
+    of_product = spec.of_product(product.name, product.out_dtype)
+    return quantized_dot.bind(dataclasses.replace(of_product, summed=summed, out_spec=out_spec), operands)
 
 
 def by_kernels_of_parts(transposed: Transposed, spec: Float8Linear, product: Product) -> jax.Array:

@@ -27,13 +27,14 @@ class QuantizedDot(Spec):
     how: str = ""  # it was chosen, if not by the argument
     wants_all_digits: bool = False  # of a sum, by `jax.default_matmul_precision`
     batch: int = 0  # how many leading axes every operand has that vmap made, 1 long where it has no batch
+    summed: int = 1  # how many axes are: the last ones, of both operands
     out_spec: PartitionSpec | None = None  # of y over an Explicit mesh, where x and weights do not say it
     fast_accumulation: bool | None = None  # whether sums of float8 may have fewer digits; None: where y is of 16 bits
 
     @property
     def joint_axes(self) -> tuple[int, ...]:
-        """What is summed."""
-        return (-2,)
+        """What is summed, of the axes of a product: those of rows, these, and outputs."""
+        return tuple(range(-1 - self.summed, -1))
 
     def accumulates_fast(self) -> bool:
         return self.out_dtype != np.float32 if self.fast_accumulation is None else self.fast_accumulation
@@ -120,7 +121,7 @@ def _product(spec: QuantizedDot, operands: Operands) -> jax.Array:
     if weights.dtype == jnp.float4_e2m1fn:
         weights = weights.astype(x.dtype)
     is_fast, out_sharding = spec.fast_accumulation is not False, sharding_of(x, spec.out_spec)
-    return float8_dot(x, weights, _contracted(x), is_fast=is_fast, out_sharding=out_sharding)
+    return float8_dot(x, weights, _contracted(x, spec.summed), is_fast=is_fast, out_sharding=out_sharding)
 
 
 def sharding_of(array: jax.Array, spec: PartitionSpec | None) -> Any:
@@ -187,8 +188,8 @@ def _dot(x: jax.Array, weights: jax.Array, dtype: Any) -> jax.Array:
     return lax.dot_general(x, weights, (_contracted(x), ((), ())), preferred_element_type=np.dtype(dtype))
 
 
-def _contracted(x: jax.Array) -> Any:
-    return (x.ndim - 1,), (1,)
+def _contracted(x: jax.Array, summed: int = 1) -> Any:
+    return tuple(range(x.ndim - summed, x.ndim)), tuple(range(1, 1 + summed))
 
 
 def of_batch(spec: Any, function: Callable[..., Result], *records: Any) -> Result:

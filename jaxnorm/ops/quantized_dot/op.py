@@ -6,6 +6,7 @@ these have rows of x, and weights that rows share; a product has the rows of a s
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -127,14 +128,18 @@ _lower_formula = mlir.lower_fun(_formula)
 
 
 def _native(platform: str, ctx: Any, *leaves: Any, tree: Any, spec: QuantizedDot) -> Sequence[Any]:
-    types = _operands(tree, ctx.avals_in)
+    is_split = compat.is_split_by_xla(ctx)
+    if spec.summed > 1 and not is_split:
+        flat: Sequence[Any] = mlir.lower_fun(functools.partial(_of_matrices, tree=tree, spec=spec))(ctx, *leaves)
+        return flat
+    types = _matrices(spec, _operands(tree, ctx.avals_in))
     reason = _why_not_here(platform, spec, types, is_exported=compat.is_exported(ctx))
     if reason is not None and spec.native_for:
         raise reasons.cannot_compile(spec.native_for, platform, reason)
     if reason is not None or _slower(spec, types):
         by_xla: Sequence[Any] = _lower_formula(ctx, *leaves, tree=tree, spec=spec)
         return by_xla
-    if compat.is_split_by_xla(ctx):
+    if is_split:
         return partition.lower(platform, _primitive, ctx, *leaves, tree=tree, in_place=False, spec=spec)
     operands = _operands(tree, leaves)
     values, avals = (
@@ -151,6 +156,23 @@ def _native(platform: str, ctx: Any, *leaves: Any, tree: Any, spec: QuantizedDot
     )
 
 
+def _of_matrices(*leaves: Any, tree: Any, spec: QuantizedDot) -> list[jax.Array]:
+    operands = _operands(tree, leaves)
+    types = _matrices(spec, operands)
+    x, weights = operands.x.reshape(types.x.shape), operands.weights.reshape(types.weights.shape)
+    return [bind(dataclasses.replace(spec, summed=1), operands._replace(x=x, weights=weights))]
+
+
+def _matrices(spec: QuantizedDot, operands: Operands) -> Operands:
+    """The types of operands with what is summed as one axis."""
+
+    def matrix(array: Any) -> Any:
+        lengths = array.shape[: -spec.summed], array.shape[-spec.summed :]
+        return jax.core.ShapedArray((*lengths[0], math.prod(lengths[1])), array.dtype)
+
+    return operands._replace(x=matrix(operands.x), weights=matrix(operands.weights))
+
+
 def _of_shard(*leaves: Any, tree: Any, spec: QuantizedDot) -> list[jax.Array]:
     """Of a device's part of what is summed: the results are added up, as XLA adds up those of its own products."""
     operands = _operands(tree, leaves)
@@ -163,15 +185,16 @@ def _of_shard(*leaves: Any, tree: Any, spec: QuantizedDot) -> list[jax.Array]:
 def _dim_maps(types: Any, *, spec: QuantizedDot) -> CallMaps:
     """The axes of a product are those of x's rows, the one that is summed, and the outputs."""
     operands = Operands(*types)
-    *rows, depth, columns = range(operands.x.ndim + 1)
+    *axes, columns = range(operands.x.ndim + 1)
+    rows, summed = axes[: -spec.summed], axes[-spec.summed :]
     maps = Operands(
-        x=(*rows, depth),
-        weights=(columns, depth),
+        x=(*rows, *summed),
+        weights=(columns, *summed),
         weight_scales=(columns, None),
         x_scales=(*rows, None),
         bias=(columns,),
-        x_carrier=(*rows, depth),
-        weight_carrier=(columns, depth),
+        x_carrier=(*rows, *summed),
+        weight_carrier=(columns, *summed),
     )
     given = [dim_map for array, dim_map in zip(operands, maps, strict=True) if array is not None]
     return CallMaps(columns + 1, given, [(*rows, columns)], [()], [None])
