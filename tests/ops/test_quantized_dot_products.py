@@ -1,20 +1,19 @@
-"""Products of float8 in programs that XLA splits: each device makes its part, by a formula for the kernel."""
+"""`quantized_dot` in programs that XLA splits: each device makes its part."""
 
 import math
 from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from cases import draw
 from coverage import cover
-from hlo import collectives, compiled_text
-from internals import PRODUCTS_BY_KERNELS, ffi, float8_op, quantized_dot
-from jax.interpreters import mlir
+from internals import quantized_dot
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import mesh_of, mesh_of_three, placed
+from meshes import mesh_of, mesh_of_three
+from split_products import assert_near
+from split_products import parts as parts
 
 import jaxnorm
 
@@ -52,30 +51,6 @@ SPLIT = {
 }
 
 
-@pytest.fixture
-def parts(monkeypatch):
-    """The shapes of x and weights in each call of the kernel."""
-    called = []
-
-    def call(platform, target, ctx, values, **options):
-        called.append(tuple(aval.shape for aval in ctx.avals_in[:3:2]))
-
-        def formula(x, x_scales, weights, weight_scales, *bias):
-            y = jnp.einsum("...k,nk->...n", x.astype(jnp.float32), weights.astype(jnp.float32))
-            y = y * x_scales * weight_scales[:, 0]
-            return [(y + bias[0].astype(jnp.float32) if bias else y).astype(ctx.avals_out[0].dtype)]
-
-        return mlir.lower_fun(formula)(ctx, *values)
-
-    monkeypatch.setattr(quantized_dot, "_why_not_here", lambda *_, **__: None)
-    monkeypatch.setattr(ffi, "call", call)
-    monkeypatch.setattr(ffi, "workspace", lambda *_, **__: None)
-    monkeypatch.setattr(float8_op.formula, "BY_XLA", PRODUCTS_BY_KERNELS)
-    jax.clear_caches()
-    yield called
-    jax.clear_caches()
-
-
 def operands(dtype):
     """x and weights as they are rounded, and a bias."""
     x, weights, bias = draw("x", (*ROWS, DEPTH)), draw("weights", (OUTPUTS, DEPTH)), draw("bias", (OUTPUTS,), dtype)
@@ -97,14 +72,6 @@ def part(mesh, shape, spec):
     """A device's part of a shape."""
     names = [jax.tree.leaves(axes) for axes in (*spec, *[None] * len(shape))]
     return tuple(n // math.prod(mesh.shape[name] for name in of) for n, of in zip(shape, names, strict=False))
-
-
-def assert_near(actual, expected, dtype):
-    """Parts that are added up over two devices are rounded before."""
-    step = 1e-5 if dtype == "float32" else 2.0**-7
-    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
-    bound = step * np.abs(np.float64(expected)).max()
-    np.testing.assert_allclose(np.float64(actual), np.float64(expected), rtol=step, atol=bound)
 
 
 @cover(split=SPLIT, dtype=["bfloat16", "float32"])
@@ -156,69 +123,3 @@ def test_uneven_parts(parts):
     y = jax.jit(split)(x, weights)
     assert parts == [((3, 66), (33, 66))]
     assert_near(y, jaxnorm.quantized_dot(x, weights, out_dtype="float32"), "float32")
-
-
-def step(x, kernel, bias, dy):
-    y, pull_back = jax.vjp(lambda x, kernel, bias: jaxnorm.float8_linear(x, kernel, bias=bias), x, kernel, bias)
-    return y, *pull_back(dy)
-
-
-# The shardings of x, the kernel, bias and dy.
-TOKENS = math.prod(ROWS)
-LAYERS = {
-    "rows": (P("a"), P(), P(), P("a")),
-    "outputs": (P(), P(None, "b"), P("b"), P(None, None, "b")),
-    "rows and outputs": (P("a"), P(None, "b"), P("b"), P("a", None, "b")),
-    "what is summed": (P(None, None, "b"), P("b"), P(), P()),
-    "rows and what is summed": (P("a", None, "b"), P("b"), P(), P("a")),
-    "the kernel over the rows' devices": (P("a"), P("a"), P(), P("a")),
-}
-# Over an Explicit mesh the products would want another x and dy.
-SEQUENCES = {
-    "sequence and outputs": (P("a", "b"), P("a", "b"), P("b"), P("a", None, "b")),
-    "sequence and what is summed": (P("a", None, "b"), P(("b", "a")), P(), P("a", "b")),
-}
-
-
-def layer_operands(dtype):
-    x, kernel, bias = (
-        draw("x", (*ROWS, DEPTH), dtype),
-        draw("kernel", (DEPTH, OUTPUTS)),
-        draw("bias", (OUTPUTS,), dtype),
-    )
-    return x, kernel, bias, draw("dy", (*ROWS, OUTPUTS), dtype)
-
-
-def check_layer(mesh, split, dtype, parts):
-    args = layer_operands(dtype)
-    with jax.set_mesh(mesh):
-        results = jax.jit(step)(*placed(mesh, args, split))
-    assert len(parts) == 3
-    for actual, expected in zip(results, jax.jit(step)(*args), strict=True):
-        assert_near(actual, expected, "float32" if actual.dtype == jnp.float32 else dtype)
-
-
-@cover(split=LAYERS, dtype=["bfloat16", "float32"], axis_type=[AxisType.Auto, AxisType.Explicit])
-def test_a_layer(split, dtype, axis_type, parts):
-    check_layer(mesh_of(jax.devices(), axis_type), split, dtype, parts)
-
-
-@cover(split=SEQUENCES, dtype=["bfloat16", "float32"])
-def test_a_layer_whose_sequence_is_split(split, dtype, parts):
-    check_layer(mesh_of(jax.devices(), AxisType.Auto), split, dtype, parts)
-
-
-# What is added up has the dtype of the result: y and dx x's, dw the kernel's. XLA for CPUs adds up bfloat16 in float32.
-NARROW = 4 if jax.default_backend() == "cpu" else 2
-EXCHANGED = {
-    "outputs": NARROW * TOKENS * DEPTH + 4 * TOKENS,
-    "what is summed": NARROW * TOKENS * OUTPUTS + 4 * (TOKENS + OUTPUTS),
-    "rows": 4 * (DEPTH * OUTPUTS + OUTPUTS) + 4 * OUTPUTS,
-}
-
-
-@pytest.mark.parametrize("split", EXCHANGED)
-def test_what_is_added_up(split, parts):
-    mesh = mesh_of(jax.devices(), AxisType.Auto)
-    text = compiled_text(step, *placed(mesh, layer_operands("bfloat16"), LAYERS[split]))
-    assert collectives(text) == {"all-reduce": EXCHANGED[split]}
