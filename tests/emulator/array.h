@@ -12,20 +12,6 @@
 
 namespace jaxnorm {
 
-// Which cases of a shape run: every fifth one, of the next shape those after them; all of them with EMULATE_ALL in the
-// environment. Five has no factor in common with how many values a case's factors have.
-class Tier {
- public:
-  void begin_shape() { case_ = shape_++; }
-
-  bool takes() { return all_ || case_++ % 5 == 0; }
-
- private:
-  const bool all_ = std::getenv("EMULATE_ALL") != nullptr;
-  unsigned shape_ = 0, case_ = 0;
-};
-inline Tier tier;
-
 class Array {
  public:
   Array(Dtype dtype, int64_t elements, int64_t offset = 0)
@@ -44,10 +30,6 @@ class Array {
     for (int64_t i = 0; i < elements; ++i) array.set(i, draw(random));
     return array;
   }
-
-  int64_t elements() const { return elements_; }
-
-  uint8_t byte(int64_t i) const { return static_cast<uint8_t>(data_[i]); }
 
   float operator[](int64_t i) const {
     if (dtype_ == Dtype::f16) return __half2float(reinterpret_cast<const __half*>(data_)[i]);
@@ -88,7 +70,6 @@ class Array {
   operator Output() { return {data_, dtype_}; }
   Workspace workspace() { return {floats(), elements_}; }
   float* floats() { return reinterpret_cast<float*>(data_); }
-  uint32_t* bits() { return reinterpret_cast<uint32_t*>(data_); }
 
  private:
   Dtype dtype_;

@@ -15,7 +15,8 @@ list(FILTER sources EXCLUDE REGEX "/quantized_dot/")  # cuBLASLt's
 list(APPEND sources
   ${jaxnorm_units} src/cuda/engine/partials.cu src/cuda/engine/grad_schedule.cc src/cuda/engine/plan.cc)
 set_source_files_properties(${sources} PROPERTIES LANGUAGE CXX COMPILE_OPTIONS "-xc++")
-jaxnorm_add_module(_cuda ${sources} tests/emulator/emulator.cc tests/emulator/module.cc)
+jaxnorm_add_module(_cuda ${sources} tests/emulator/emulator.cc tests/emulator/module.cc
+  tests/emulator/moved.cc)
 jaxnorm_write_table(cuda)
 target_include_directories(_cuda BEFORE PRIVATE tests/emulator)
 target_include_directories(_cuda SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS})

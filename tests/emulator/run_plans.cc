@@ -1,5 +1,5 @@
-// Checks that every plan of the backward and of rotary embedding has a kernel: a regime with as many threads, vectors
-// and blocks.
+// Checks that every plan of the backward and of rotary embedding has a kernel, a regime with as many threads, vectors
+// and blocks, and that those of logits have room for their rows.
 #include <cstdio>
 #include <initializer_list>
 
@@ -87,9 +87,24 @@ void test_head_tiles(int64_t q_heads, int64_t k_heads, int64_t inner, int64_t co
     }
 }
 
+// Rows of logits have one block, which has room for the row or streams it.
+template <typename X>
+void test_logits(int64_t cols) {
+  for (const Plan& plan : {make_one_block_plan(kDtype<X>, cols), make_window_plan(kDtype<X>, cols)}) {
+    const int64_t room = int64_t{plan.vectors} * plan.threads_per_row * kVector<X>;
+    if (plan.blocks_per_row == 1 && (plan.vectors == kStreamed || room >= cols)) continue;
+    ++failures;
+    std::printf("logits: no plan for rows of %ld elements of %zu bytes\n", cols, sizeof(X));
+  }
+}
+
 }  // namespace
 
 int main() {
+  for (int64_t cols = 1; cols < 1 << 21; cols += 1 + cols / 64) {
+    test_logits<float>(cols);
+    test_logits<__nv_bfloat16>(cols);
+  }
   for (int64_t cols = 2; cols <= kRotaryCols; ++cols)
     for (int64_t dim = 2; dim <= cols; dim += 2)
       for (const bool interleaved : {false, true}) {

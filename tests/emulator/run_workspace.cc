@@ -9,7 +9,6 @@
 
 #include "array.h"
 #include "cuda/engine/grad_schedule.h"
-#include "exact.h"
 #include "ops/norm/cuda.h"
 
 namespace {

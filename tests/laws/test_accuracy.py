@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ops import ADDED, OPS, PER_HEAD, SANDWICH
 from ops import NORMS as PLAIN
-from tolerances import forward_errors
+from tolerances import forward_errors, result_errors
 
 EXACT = [op for op in OPS if op.exact]
 # Every kernel's pair of input and output; and float16 with bfloat16, which has none and still must be right.
@@ -43,8 +43,7 @@ def dtypes(op):
 def errors(op, args, implementation=None, **options) -> list[str]:
     """Law 1's complaints about one call."""
     results = jax.jit(partial(op.function, implementation=implementation, **options))(*args)
-    pairs = zip(results, op.exact_results(*args, **options), strict=False)
-    return [complaint for result, exact in pairs for complaint in forward_errors(result, exact)]
+    return result_errors(op, results, args, **options)
 
 
 @pytest.mark.on_emulator

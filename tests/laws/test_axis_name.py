@@ -4,6 +4,7 @@ import itertools
 import re
 from functools import partial
 
+import emulated
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -93,6 +94,7 @@ def test_second_derivative(devices, kind):
 @pytest.mark.on_emulator
 @pytest.mark.several
 @cover(kind=KINDS, dtypes=[*itertools.product(DTYPES, DTYPES), ("float64", "float32")])
+@emulated.wherever
 def test_dtypes(devices, kind, dtypes):
     x_dtype, out_dtype = dtypes
     mesh = mesh_of(devices, AxisType.Auto)

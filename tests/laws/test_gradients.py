@@ -12,7 +12,7 @@ from coverage import over
 from hypothesis import given
 from hypothesis import strategies as st
 from ops import NORMS, OPS, PER_HEAD
-from tolerances import DSCALE, DX, forward_errors, gradient_error
+from tolerances import gradient_errors, result_errors
 
 EXACT = [op for op in OPS if op.exact_gradients]
 
@@ -37,17 +37,8 @@ def errors(op, args, implementation=None, **options) -> dict[str, float]:
         return results, pullback(cotangents)
 
     results, gradients = jax.jit(function)(cotangents, *args)
-    exact = op.exact_gradients(cotangents, *args, **options)
-    cols = math.prod(args[0].shape[args[0].ndim - np.size(options.get("axis", -1)) :])
-    pairs = zip(results, op.exact_results(*args, **options), strict=False)
-    above = {f"result {i}": np.inf for i, (result, y) in enumerate(pairs) if forward_errors(result, y)}
-    for name, argument, gradient in zip(op.operands, args, gradients, strict=True):
-        if argument is not None and name in exact:
-            value, terms = exact[name]
-            law = DSCALE if name in op.weights else DX
-            error = gradient_error(gradient, value, law, terms if cols <= 2 else None)
-            above |= {} if error <= 1 else {name: error}
-    return above
+    above = {"results": np.inf} if result_errors(op, results, args, **options) else {}
+    return above | gradient_errors(op, gradients, cotangents, args, **options)
 
 
 @pytest.mark.on_emulator

@@ -110,6 +110,7 @@ def assert_losses(actual, exact, terms):
     np.testing.assert_array_less(np.abs(f64(actual) - exact), LOSS * np.maximum(1, terms))
 
 
+@pytest.mark.on_emulator
 @cover(name=list(SHARES), offset=OFFSETS, scale=[1.0, 0.5, -2.0], implementation=IMPLEMENTATIONS)
 def test_shares(name, offset, scale, implementation):
     function, exact, gradient = SHARES[name]
@@ -125,6 +126,7 @@ def test_shares(name, offset, scale, implementation):
     assert min(gradient_error(dx, scale * gradient(f64(dy), f64(of), z), DX) for of in read) <= 1
 
 
+@pytest.mark.on_emulator
 @cover(
     through=["losses", "linear"],
     options=OPTIONS,
@@ -158,6 +160,7 @@ def test_losses(through, options, offset, scale, implementation):
     assert_law(gradient[:, :cols], scale * counts[:, None] * dz, abs(scale) * slack)
 
 
+@pytest.mark.on_emulator
 @implementations
 @pytest.mark.parametrize("offset", [0.0, 1000.0])
 def test_a_confident_label(implementation, offset):
@@ -188,6 +191,7 @@ def test_a_scale_of_large_logits(implementation, transform):
 
 
 # Rows at 2**20 to 2**40, whose largest are a few spacings of float32 apart, or any.
+@pytest.mark.on_emulator
 @cover(scale=[0.3, 0.7, -1.3], implementation=IMPLEMENTATIONS, exponent=[20, 23, 30, 40], sign=[1, -1])
 def test_large_logits(scale, implementation, exponent, sign):
     spread = np.asarray(draw("x", (4, 50)))
@@ -213,6 +217,7 @@ def test_large_logits(scale, implementation, exponent, sign):
 
 
 # Where one logit is far above the rest its logarithm is the small sum of the others' shares.
+@pytest.mark.on_emulator
 @cover(dtype=DTYPES, gap=[5.0, 10.0, 20.0, 40.0, 80.0], top=[0.0, 2.5], implementation=IMPLEMENTATIONS)
 def test_log_softmax_near_zero(dtype, gap, top, implementation):
     x = np.full((1, 100), top - gap)
@@ -259,6 +264,7 @@ def by_the_formula(x, labels, cap):
 
 
 # The slope is 1 / cosh**2, of which 1 - tanh**2 has no digit where tanh is nearly 1.
+@pytest.mark.on_emulator
 @cover(how=[*IMPLEMENTATIONS, "formula"], largest=[10.0, 60.0, 150.0, 300.0])
 def test_the_slope_of_a_soft_cap(how, largest):
     cap, labels = 30.0, jnp.asarray([0, 1, 2, 3])

@@ -5,6 +5,8 @@ and calls these handlers. Another value is the path of such a module. `python te
 of these ops or of all, and prints its path.
 """
 
+import contextlib
+import ctypes
 import fcntl
 import functools
 import hashlib
@@ -96,22 +98,75 @@ def program(name: str) -> Path:
     return module().with_name(name)
 
 
+@functools.cache
+def library() -> ctypes.CDLL:
+    found = ctypes.CDLL(str(module() if ASKED == "1" else ASKED))
+    found.emulator_movable.restype = ctypes.c_void_p
+    found.emulator_movable.argtypes = (ctypes.c_void_p,)
+    return found
+
+
+def movable(handler):
+    """The capsule of a handler whose arrays `moved` has elsewhere."""
+    import jax
+
+    pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+    return jax.ffi.pycapsule(library().emulator_movable(pointer_of(handler, None)))
+
+
+@contextlib.contextmanager
+def moved(apart: int = 0):
+    """Within, arrays of kernels begin an element behind whole vectors, and each so many further behind than the last.
+
+    What lies beside them has to stay as it is.
+    """
+    library().emulator_move(1, apart)
+    try:
+        yield
+    finally:
+        library().emulator_move(0, 0)
+
+
+@contextlib.contextmanager
+def larger_device():
+    """Within, the device has 256 multiprocessors, as a GPU may, and not eight."""
+    library().emulator_set_multiprocessors(256)
+    try:
+        yield
+    finally:
+        library().emulator_set_multiprocessors(8)
+
+
+def wherever(test):
+    """The test, and in the emulator once more with arrays that are aligned to an element."""
+
+    @functools.wraps(test)
+    def run(*args, **options):
+        test(*args, **options)
+        if IS_ON:
+            with moved():
+                test(*args, **options)
+
+    return run
+
+
 def load() -> None:
     """Before jaxnorm is imported: it is to find this module, and to take a CPU for a GPU."""
     import jax
     from jax.interpreters import mlir
 
-    path = module() if ASKED == "1" else Path(ASKED)
-    spec = importlib.util.spec_from_file_location("jaxnorm._cuda", path)
+    spec = importlib.util.spec_from_file_location("jaxnorm._cuda", library()._name)
     sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(sys.modules[spec.name])
     register_target, register_lowering = jax.ffi.register_ffi_target, mlir.register_lowering
 
-    def register_ffi_target(name, *args, platform="cpu", **options):
+    def register_ffi_target(name, handler, platform="cpu", **options):
         if name.startswith("jaxnorm_"):
             platform = REGISTERED_AS[platform]
+            handler = movable(handler) if platform else handler
         if platform:
-            register_target(name, *args, platform=platform, **options)
+            register_target(name, handler, platform=platform, **options)
 
     def for_cuda(rule):
         """A rule that asks its context for the platform."""

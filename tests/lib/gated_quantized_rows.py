@@ -53,7 +53,8 @@ def gated_quantized(variant, granularity, to):
         return (call(variant, quantization, *args, straight_through=True, **options).dequantize(),)
 
     def unfused(x, gate, scale, smooth, **options):
-        return by_numpy(plain(variant, **options)(x, gate, scale), quantization, smooth)
+        y = plain(variant, **options)(x, gate, scale)
+        return by_numpy(y, quantization, smooth, static_scale_of(quantization))
 
     lengths = (128, 1024, 4096, 16_384) if run else (1, 31, 128, 1021, 4096, 16_384)
     return replace(

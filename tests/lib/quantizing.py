@@ -5,7 +5,8 @@ from functools import cache
 import jax
 import jax.numpy as jnp
 import numpy as np
-from cases import ADDS, NORMS, axis_of
+from cases import ADDS, NORMS, array, axis_of
+from native import are_cuda_kernels
 
 import jaxnorm
 from jaxnorm import Quantization
@@ -24,7 +25,7 @@ GRANULARITIES = {
 TO = tuple(LARGEST)
 E4M3, E5M2, INT8 = ({"dtype": to} for to in TO)
 # None is the kernel, where there is one. Of the formula XLA's compiler for GPUs decides how exactly it divides.
-IMPLEMENTATIONS = ("jnp", None) if jax.default_backend() == "cpu" else (None,)
+IMPLEMENTATIONS = (None,) if are_cuda_kernels() else ("jnp", None)
 
 
 def flushed(v):
@@ -126,7 +127,7 @@ def sum_of(x, residual, branch_scale=1.0):
     """By NumPy."""
     wide = np.float64 if "float64" in (x.dtype, residual.dtype) else np.float32
     branch = np.asarray(branch_scale, wide) * np.asarray(x, wide)
-    return jnp.asarray((branch + np.asarray(residual, wide)).astype(residual.dtype))
+    return array(branch + np.asarray(residual, wide), residual.dtype)
 
 
 def to(dtype, shared="token", **options):

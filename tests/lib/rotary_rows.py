@@ -13,8 +13,8 @@ from oracle import f64, round_to
 
 import jaxnorm
 
-NORMS = {True: "rms", "rms": "rms", "layer": "layer"}
-STATISTICS = {"rms": 1, "layer": 2}
+NORMS = {True: "rms", "rms": "rms", "layer": "layer", False: "no"}
+STATISTICS = {"rms": 1, "layer": 2, "no": 0}
 TABLES = ("sizes", "backward_sizes", "lengths", "many")
 # Of the sine and cosine, which lie within 1: two units in the last place.
 ANGLES = 2.0**-22
@@ -50,7 +50,10 @@ def split(options):
 
 def exact(kind, x, positions, scale, **options):
     of_rotation, of_norm = split(options)
-    h = oracle.forward(kind, x, scale, out_dtype=np.dtype("float64"), **of_norm)
+    if kind == "no":
+        h = oracle.Forward(f64(x), x, np.abs(f64(x)), np.zeros(()))
+    else:
+        h = oracle.forward(kind, x, scale, out_dtype=np.dtype("float64"), **of_norm)
     y = rotated(h.exact, positions, **of_rotation)
     terms = rotated(np.broadcast_to(h.terms, y.shape), positions, **of_rotation, sizes=True)
     slack = ANGLES * rotated(h.exact, positions, **of_rotation, sizes=True)
@@ -60,6 +63,9 @@ def exact(kind, x, positions, scale, **options):
 def exact_gradients(kind, dy, x, positions, scale, **options):
     of_rotation, of_norm = split(options)
     lead = () if scale is None else scale.shape[:-1]
+    if kind == "no":
+        dx = rotated(f64(dy), positions, **of_rotation, sign=-1)
+        return oracle.Gradients(dx, None, None, dx)
     return oracle.gradients(kind, x, rotated(f64(dy), positions, **of_rotation, sign=-1), scale, lead=lead, **of_norm)
 
 
@@ -102,7 +108,7 @@ def rotary(normalize, *, interleaved=False, partial=False):
         return norm
 
     return Op(
-        name=f"rotary {kind}",
+        name=f"rotary {kind}{' interleaved' * interleaved}{' in part' * partial}",
         public="qk_norm_rotary",
         kind=kind,
         operands=("q", "k", "positions", "q_scale", "k_scale"),

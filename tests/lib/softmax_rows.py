@@ -24,29 +24,37 @@ LENGTHS = tuple(rows(9, cols) for cols in (1, 31, 128, 1021, 4096, 40_000))
 MANY = tuple(rows(600, cols) for cols in (128, 384, 2048, 4096, 8192))
 
 
-def logits(x, scale=1.0, causal=False, window=None):
-    """z, its largest of each row, exp(z - largest), and the sum of that."""
-    z = f64(x) * float(np.float32(scale))
-    counts = np.tri(*z.shape[-2:], dtype=bool) | (not causal)
-    if window is not None:
-        counts &= ~np.tri(*z.shape[-2:], -window, bool)
+MASK = ("causal", "offset", "window", "where")
+
+
+def counted(dims, causal=False, offset=0, window=None, where=True):
+    """What of rows of these dims counts."""
+    counts = np.broadcast_to(where, dims)
+    if causal:
+        counts = counts & np.tri(*dims[-2:], offset, bool)
+    return counts & ~np.tri(*dims[-2:], offset - window, bool) if window is not None else counts
+
+
+def logits(x, scale=1.0, **mask):
+    """z, its largest of each row, exp(z - largest), the sum of that, and what counts."""
+    z, counts = f64(x) * float(np.float32(scale)), counted(x.shape, **mask)
     top = z.max(-1, keepdims=True, where=counts, initial=-np.inf)
     z = np.where(counts, z, top)
     each = np.where(counts, np.exp(z - top), 0)
-    return z, top, each, each.sum(-1, keepdims=True)
+    return z, top, each, each.sum(-1, keepdims=True), counts
 
 
-def exact_softmax(x, *, scale=1.0, causal=False, window=None, out_dtype=None):
-    z, top, each, total = logits(x, scale, causal, window)
+def exact_softmax(x, *, scale=1.0, out_dtype=None, **mask):
+    z, top, each, total, _ = logits(x, scale, **mask)
     y = each / total
     return Forward(
         y, round_to(y, out_dtype or x.dtype), y, y * ROUNDING * (ROUNDINGS * (top - z) + np.abs(z) * (scale != 1))
     )
 
 
-def exact_log_softmax(x, *, scale=1.0, out_dtype=None):
-    z, top, _, total = logits(x, scale)
-    y = z - top - np.log(total)
+def exact_log_softmax(x, *, scale=1.0, out_dtype=None, **mask):
+    z, top, _, total, counts = logits(x, scale, **mask)
+    y = np.where(counts, z - top - np.log(total), 0)
     # The logarithm of the sum is as exact as the sum is to 1.
     terms = top - z + np.log(total) + 1
     return Forward(y, round_to(y, out_dtype or x.dtype), terms, ROUNDING * np.abs(z) * (scale != 1))
@@ -59,9 +67,9 @@ def gradients_of_softmax(cotangents, x, **options):
     return {"x": (scale * y * (dy - (dy * y).sum(-1, keepdims=True)), None)}
 
 
-def gradients_of_log_softmax(cotangents, x, *, scale=1.0, **options):
-    _, _, each, total = logits(x, scale)
-    dy = f64(cotangents[0])
+def gradients_of_log_softmax(cotangents, x, *, scale=1.0, out_dtype=None, **mask):
+    _, _, each, total, counts = logits(x, scale, **mask)
+    dy = f64(cotangents[0]) * counts
     return {"x": (float(np.float32(scale)) * (dy - each / total * dy.sum(-1, keepdims=True)), None)}
 
 
@@ -79,6 +87,13 @@ def as_norm(f):
 
 def softmax(log=False):
     public = getattr(jaxnorm, "log_softmax" if log else "softmax")
+
+    def function(x, **options):
+        mask = {name: options[name] for name in MASK if name in options}
+        y = public(x, **options)
+        # The logarithm of what does not count is infinite.
+        return (jnp.where(counted(x.shape, **mask), y, 0) if log and mask else y,)
+
     return Op(
         name="log softmax" if log else "softmax",
         public=public.__name__,
@@ -86,7 +101,7 @@ def softmax(log=False):
         operands=("x",),
         arrays=1,
         dtypes=ALONE,
-        function=lambda x, **options: (public(x, **options),),
+        function=function,
         formula=lambda x, **options: (formulas.softmax(x, log=log, **options),),
         as_norm=as_norm,
         exact=exact_log_softmax if log else exact_softmax,
@@ -94,8 +109,7 @@ def softmax(log=False):
         small=rows(6, 10),
         # The logarithm of one column's share is 0, of which no digit is right if it is not.
         sizes=SIZES[log:],
-        # The logarithm of what does not count is infinite.
-        options=({"scale": 0.125}, {"scale": -3.0}, *(CAUSAL if not log else ())),
+        options=({"scale": 0.125}, {"scale": -3.0}, *CAUSAL),
         backward_sizes=(rows(600, 1000),),
         lengths=LENGTHS,
         many=MANY,
@@ -126,25 +140,27 @@ def capped(x, logit_scale=1.0, soft_cap=None):
     return z if soft_cap is None else soft_cap * np.tanh(z / soft_cap)
 
 
-def exact_cross_entropy(x, *, label_smoothing=0.0, z_loss=0.0, out_dtype=None, **options):
+def exact_cross_entropy(x, *, label_smoothing=0.0, z_loss=0.0, out_dtype=None, where=True, **options):
     z = capped(x, **options)
-    _, top, _, total = logits(z)
+    _, top, _, total, counts = logits(z, where=where)
     lse, at_label = top + np.log(total), z[..., labels_of(x)[(0,) * (x.ndim - 1)], None]
-    loss = lse - (1 - label_smoothing) * at_label - label_smoothing * z.mean(-1, keepdims=True) + z_loss * lse**2
+    mean = z.mean(-1, keepdims=True, where=counts)
+    loss = lse - (1 - label_smoothing) * at_label - label_smoothing * mean + z_loss * lse**2
     # Only differences count, but in a z-loss.
-    further = top - at_label + label_smoothing * (top - z.mean(-1, keepdims=True))
+    further = top - at_label + label_smoothing * (top - mean)
     terms = 1 + np.log(total) + further + z_loss * lse**2
     return Forward(loss, round_to(loss, out_dtype or "float32"), terms, np.zeros(()))
 
 
 def gradients_of_cross_entropy(
-    cotangents, x, *, label_smoothing=0.0, z_loss=0.0, logit_scale=1.0, soft_cap=None, **options
+    cotangents, x, *, label_smoothing=0.0, z_loss=0.0, logit_scale=1.0, soft_cap=None, where=True, **options
 ):
     z, factor = capped(x, logit_scale, soft_cap), float(np.float32(logit_scale))
-    _, top, each, total = logits(z)
+    _, top, each, total, counts = logits(z, where=where)
     lse, dy = top + np.log(total), f64(cotangents[0])
+    share = counts / counts.sum(-1, keepdims=True)
     one_hot = np.arange(x.shape[-1]) == f64(labels_of(x))[..., None]
-    dz = (1 + 2 * z_loss * lse) * each / total - (1 - label_smoothing) * one_hot - label_smoothing / x.shape[-1]
+    dz = (1 + 2 * z_loss * lse) * each / total - (1 - label_smoothing) * one_hot - label_smoothing * share
     slope = factor if soft_cap is None else factor * (1 - np.square(z / soft_cap))
     return {"x": (dy * dz * slope, None)}
 

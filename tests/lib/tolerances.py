@@ -1,5 +1,7 @@
 """How far from the exact value a result may lie. These numbers are promises of the package: they are never widened."""
 
+import math
+
 import numpy as np
 from oracle import Forward, f64, round_to, spacing
 
@@ -48,3 +50,23 @@ def gradient_error(actual, exact, law: dict[str, float], size=None) -> float:
         limit = max(limit, np.linalg.norm(f64(round_to(exact, actual.dtype)) - exact) + law["float32"] * size)
     error = np.linalg.norm(f64(actual) - exact)
     return float(error / limit) if error else 0.0
+
+
+def result_errors(op, results, args, **options) -> list[str]:
+    """Law 1's complaints about the results of a call of an op."""
+    pairs = zip(results, op.exact_results(*args, **options), strict=False)
+    return [complaint for result, exact in pairs for complaint in forward_errors(result, exact)]
+
+
+def gradient_errors(op, gradients, cotangents, args, **options) -> dict[str, float]:
+    """The errors of gradients as multiples of law 1's limits, where they are above."""
+    exact = op.exact_gradients(cotangents, *args, **options)
+    cols = math.prod(args[0].shape[args[0].ndim - np.size(options.get("axis", -1)) :])
+    above = {}
+    for name, argument, gradient in zip(op.operands, args, gradients, strict=True):
+        if argument is not None and name in exact:
+            value, terms = exact[name]
+            law = DSCALE if name in op.weights else DX
+            error = gradient_error(gradient, value, law, terms if cols <= 2 else None)
+            above |= {} if error <= 1 else {name: error}
+    return above

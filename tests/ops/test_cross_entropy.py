@@ -152,6 +152,7 @@ def test_labels_of_every_dtype(dtype):
 
 
 # Never out of bounds, also where 32 bits would make another number of it.
+@pytest.mark.on_emulator
 @pytest.mark.parametrize("label", [-1, -100, 10, 2**31 - 1, -(2**31), 2**32, 2**32 + 3, -(2**32) + 3])
 def test_a_label_that_names_no_class(label):
     x = draw_x((4, 10))
@@ -188,6 +189,7 @@ def test_an_ignore_index_names_itself_or_nothing(index, dtype, x64):
     np.testing.assert_allclose(of_linear, expected, rtol=1e-5)
 
 
+@pytest.mark.on_emulator
 def test_an_ignored_row_leaves_no_trace():
     x = draw_x((4, 10))
     labels = jnp.asarray([1, -100, 3, -7])
@@ -202,6 +204,7 @@ def test_an_ignored_row_leaves_no_trace():
     assert not dx[1].any()
 
 
+@pytest.mark.on_emulator
 def test_a_row_without_classes_has_no_loss():
     x, labels = draw_x((3, 10)), labels_of((3, 10))
     where = jnp.asarray([True, False, True])[:, None]
@@ -213,11 +216,13 @@ def test_a_row_without_classes_has_no_loss():
 
 
 # A class that does not count and is the label's: its own logit is in the loss, and has a gradient.
+@pytest.mark.on_emulator
 def test_a_label_that_does_not_count():
     x, where = draw_x((1, 10)), jnp.arange(10) != 3
     assert_alike(*(lambda x, f=f: f(x, jnp.asarray([3]), where=where) for f in (cross_entropy, formula)), x)
 
 
+@pytest.mark.on_emulator
 def test_infinities():
     x = jnp.zeros((4, 6)).at[0, 2].set(-jnp.inf).at[1, 1].set(-jnp.inf).at[2, 3].set(jnp.inf).at[3].set(-jnp.inf)
     losses = cross_entropy(x, jnp.ones(4, "int32"))

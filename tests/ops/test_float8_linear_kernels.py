@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import emulated
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -61,6 +62,7 @@ def factors_of(shape, folds):
 
 
 @each_array
+@emulated.wherever
 def test_rows(shape, dtype, folds, power_of_two, not_finite):
     x = array_of(shape, dtype, not_finite[: min(shape[-2:])])
     of_columns, _ = factors_of(shape, folds)
@@ -75,6 +77,7 @@ def test_rows(shape, dtype, folds, power_of_two, not_finite):
 
 
 @each_matrix
+@emulated.wherever
 def test_columns(shape, dtype, power_of_two, not_finite, keeps):
     x = array_of(shape, dtype, not_finite[: min(shape[-2:])])
     actual = jax.jit(lambda x: BY_KERNELS.rounded(spec_of(power_of_two), x, (0,), keeps=keeps))(x)
@@ -88,6 +91,7 @@ def test_columns(shape, dtype, power_of_two, not_finite, keeps):
 
 @each_array
 @pytest.mark.parametrize("with_rows", [True, False])
+@emulated.wherever
 def test_a_gradient(shape, dtype, folds, power_of_two, not_finite, with_rows):
     dy = array_of(shape, dtype, not_finite[: min(shape[-2:])])
     of_columns, of_rows = factors_of(shape, folds)
@@ -104,6 +108,7 @@ def test_a_gradient(shape, dtype, folds, power_of_two, not_finite, with_rows):
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (16, 16), (128, 256), (100, 1000), (257, 33), (16, 4099), (4096, 48)])
+@emulated.wherever
 def test_bytes(shape):
     codes = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8).view(jnp.float8_e4m3fn)
     actual = jax.jit(transposed)(codes)

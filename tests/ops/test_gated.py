@@ -24,6 +24,7 @@ def test_large_arrays_have_the_bits_of_small_ones(op):
 
 
 # From where the exponential of the gate is the smallest number to where one minus sigmoid is lost in it.
+@pytest.mark.on_emulator
 @variants
 def test_every_gate_keeps_its_digits(variant):
     # Each row has gates of all sizes: of nothing but very small ones a mean square is too small for float32.
@@ -33,6 +34,7 @@ def test_every_gate_keeps_its_digits(variant):
     assert forward_errors(y, exact_forward(variant, x, gate, scale, epsilon=0.0)) == []
 
 
+@pytest.mark.on_emulator
 @cover(variant=VARIANTS, value=[25.0, -25.0, 60.0])
 def test_the_slope_of_a_large_gate_keeps_its_digits(variant, value):
     x, scale, dy = draw_x((5, 1000)), draw_scale((1000,)), draw("dy", (5, 1000))
@@ -44,6 +46,7 @@ def test_the_slope_of_a_large_gate_keeps_its_digits(variant, value):
 
 
 # Of a gate below -87.3 sigmoid is subnormal: 0 in the kernels, and on a CPU in XLA's code as well, but not on a GPU.
+@pytest.mark.on_emulator
 @cover(variant=VARIANTS, dtype=DTYPES)
 def test_extreme_gates_are_as_in_the_formula(variant, dtype):
     values = jnp.array([np.nan, np.inf, -np.inf, 1e4, -1e4, 3e38, -3e38, 88.5, -87.0, 0.0, -0.0]).astype(dtype)

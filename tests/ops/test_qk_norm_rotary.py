@@ -137,6 +137,7 @@ def with_gradients(function, args):
     return jax.jit(lambda *args: (function(*args), jax.grad(loss_of(function), range(len(args)))(*args)))(*args)
 
 
+@pytest.mark.on_emulator
 @both
 @pytest.mark.parametrize("name", MODELS)
 def test_results_and_gradients_are_the_models(name, rotary):
@@ -204,6 +205,7 @@ def test_a_scale_for_each_head_and_gemmas_offset(rotary):
     assert_close(with_gradients(ours, args), with_gradients(by_model("Llama", partial(rms, offset=1.0)), args))
 
 
+@pytest.mark.on_emulator
 @cover(name=["Llama", "GPT-J, a half", "positions of each sequence"], per_head=[False, True])
 def test_heads_before_tokens(name, per_head):
     scales = (draw_q_scale((H, D)), draw_k_scale((K, D))) if per_head else draw_scales()

@@ -1,5 +1,6 @@
 """What is particular to quantised norms. Law 5 to the last tie: bit for bit NumPy's quantisation of the norm."""
 
+import emulated
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -73,6 +74,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.on_emulator
 @cover(kind=KINDS, granularity=["token", "groups of 128"], name=OPTIONS.keys(), implementation=IMPLEMENTATIONS)
 def test_every_option_is_exact(kind, granularity, name, implementation):
     keywords, replaced, options = OPTIONS[name]
@@ -110,6 +112,7 @@ def all_roundings():
 
 
 # Rows of ones have a mean square of 1, so that y is the scale; rows of zeros leave the bias.
+@pytest.mark.on_emulator
 @cover(kind=KINDS, to=TO, implementation=IMPLEMENTATIONS)
 def test_every_rounding_is_exact(kind, to, implementation):
     numbers = all_roundings()
@@ -153,6 +156,8 @@ EDGES = {
     "zeros of either sign and no bias": {"scale": 0 * SCALE, "bias": None},
     "one large number": {"x": 1e-3 * X.at[1, 5].set(1e8)},
 }
+# Which threads of a host count subnormal numbers as zero is no matter of the kernels.
+EDGES = {name: edge for name, edge in EDGES.items() if not (emulated.IS_ON and "subnormal" in name)}
 # Keywords of Quantization.
 EDGES_TO = {
     "float8_e4m3fn": E4M3,
@@ -166,6 +171,7 @@ EDGES_TO = {
 }
 
 
+@pytest.mark.on_emulator
 @cover(kind=KINDS, to=EDGES_TO.keys(), name=EDGES.keys(), implementation=IMPLEMENTATIONS)
 def test_edges_are_exact(kind, to, name, implementation):
     assert_exact(kind, EDGES_TO[to], **ORDINARY | EDGES[name], implementation=implementation)

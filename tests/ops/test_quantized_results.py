@@ -30,6 +30,7 @@ def quantized(kind, x, scale=None, bias=None, *, to=TOKEN, residual=None, smooth
 
 
 # Rows of every regime of the kernels; 4097 columns are no whole vectors.
+@pytest.mark.on_emulator
 @cover(
     kind=KINDS,
     dtype=DTYPES,
@@ -55,6 +56,7 @@ def test_the_unquantised_result(kind, dtype, cols, given):
     assert_same([first.values, first.scales], [alone.values, alone.scales])
 
 
+@pytest.mark.on_emulator
 @cover(kind=KINDS, with_residual=[False, True], implementation=[None, "jnp"])
 def test_statistics(kind, with_residual, implementation):
     x = draw_x((3, 4, 64))

@@ -104,6 +104,7 @@ def seen(shape, offset, window):
     return np.broadcast_to((keys <= last) & (True if window is None else keys > last - window), shape)
 
 
+@pytest.mark.on_emulator
 @cover(name=list(OURS), offset=OFFSETS, window=[None, 1, 3, 2**40], with_where=[False, True], traced=[False, True])
 def test_offset_and_window(name, offset, window, with_where, traced):
     x = draw_x((2, 3, 4, 9))
@@ -153,6 +154,7 @@ def test_causal_is_that_of_attention():
     assert_near(jaxnorm.softmax(scores, scale=8**-0.5, causal=True)[0], expected)
 
 
+@pytest.mark.on_emulator
 @names
 def test_rows_of_which_nothing_counts(name):
     x = draw_x((3, 40)).at[1].set(jnp.nan)
@@ -164,6 +166,7 @@ def test_rows_of_which_nothing_counts(name):
 
 
 # What is masked may be anything.
+@pytest.mark.on_emulator
 @names
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_what_does_not_count_is_not_seen(name, value):
@@ -176,6 +179,7 @@ def test_what_does_not_count_is_not_seen(name, value):
     assert_near(gradient(spoilt), gradient(x))
 
 
+@pytest.mark.on_emulator
 @names
 def test_infinities(name):
     x = jnp.stack([jnp.full(9, -jnp.inf), jnp.arange(9.0).at[4].set(jnp.inf), jnp.arange(9.0).at[4].set(-jnp.inf)])
@@ -189,6 +193,7 @@ def test_long_rows_sum_to_one(cols, dtype):
 
 
 # Rows far from 0, and a scale that makes them so.
+@pytest.mark.on_emulator
 @names
 @pytest.mark.parametrize("offset", [-1e4, 1e4, 3e38])
 def test_rows_far_from_zero(name, offset):
