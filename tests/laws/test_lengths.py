@@ -105,9 +105,15 @@ def gates():
 def rotations():
     for interleaved, partly in itertools.product((False, True), (False, True)):
         options = {"interleaved": interleaved, "partial": partly}
-        yield from each([rotary(kind, **options) for kind in KINDS], ROTATED)
-        yield from each([rotary(False, **options)], ROTATED, weights=[None])
-        yield from each([qkv_rotary(RMS, **options)], [BF16 + F32 if partly else F32 * 2])
+        ops = [
+            op_of(kind, **options)
+            for op_of, kind in ((rotary, RMS), (rotary, LAYER), (rotary, False), (qkv_rotary, RMS))
+        ]
+        # The ops of the table have one of these, and artefacts go by their names.
+        named = [replace(op, name=f"{op.name}{' interleaved' * interleaved}{' in part' * partly}") for op in ops]
+        yield from each(named[:2], ROTATED)
+        yield from each(named[2:3], ROTATED, weights=[None])
+        yield from each(named[3:], [BF16 + F32 if partly else F32 * 2])
 
 
 def groups():

@@ -108,7 +108,7 @@ def rotary(normalize, *, interleaved=False, partial=False):
         return norm
 
     return Op(
-        name=f"rotary {kind}{' interleaved' * interleaved}{' in part' * partial}",
+        name=f"rotary {kind}",
         public="qk_norm_rotary",
         kind=kind,
         operands=("q", "k", "positions", "q_scale", "k_scale"),
