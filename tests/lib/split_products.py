@@ -5,7 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from internals import ffi, quantized_dot
+from jax.experimental.compilation_cache import compilation_cache
 from jax.interpreters import mlir
+
+
+def compile_anew(keeps):
+    """Forgets what is compiled, and keeps what will be, as JAX_COMPILATION_CACHE_DIR says, or not."""
+    jax.config.update("jax_enable_compilation_cache", keeps)
+    compilation_cache.reset_cache()
+    jax.clear_caches()
 
 
 @pytest.fixture
@@ -28,9 +36,11 @@ def parts(monkeypatch):
     monkeypatch.setattr(quantized_dot, "_why_not_here", lambda *_, **__: None)
     monkeypatch.setattr(ffi, "call", call)
     monkeypatch.setattr(ffi, "workspace", lambda *_, **__: None)
-    jax.clear_caches()
+    # A program that was compiled before, in another process too, is split no more.
+    keeps = jax.config.jax_enable_compilation_cache
+    compile_anew(keeps=False)
     yield called
-    jax.clear_caches()
+    compile_anew(keeps=keeps)
 
 
 def assert_near(actual, expected, dtype):
