@@ -1,9 +1,7 @@
-// The types that a call runs with, so that an op's `run` for each platform can be declared beside its struct:
+// With what `run` is declared beside an op's struct, for each platform, without CUDA's headers:
 //
-//   namespace cpu { void run(const L2NormForward& p, const ParallelFor& parallel_for); }
-//   namespace cuda { Outcome run(const L2NormForward& p, Stream stream); }
-//
-// Nothing of CUDA's headers is needed for that, which a build for the CPU does not have.
+//   void cpu::run(const L2NormForward& p, const ParallelFor& parallel_for);
+//   Outcome cuda::run(const L2NormForward& p, Stream stream);
 #pragma once
 
 #include <cstdint>

@@ -23,12 +23,12 @@
 #include <thread>
 
 #include "cpu/engine/isa.h"
-#include "ops/cross_entropy/cpu.h"
-#include "ops/gated_activation/cpu.h"
+#include "ops/cross_entropy/call.h"
+#include "ops/gated_activation/call.h"
 #include "ops/group_norm/cpu.h"
 #include "ops/norm/cpu.h"
 #include "ops/qk_norm_rotary/cpu.h"
-#include "ops/softmax/cpu.h"
+#include "ops/softmax/call.h"
 
 namespace jaxnorm::cpu {
 
