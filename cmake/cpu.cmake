@@ -6,7 +6,8 @@ jaxnorm_write_table(cpu)
 # -ffp-contract=off: where two operations are fused is written in the kernels and not left to the compiler.
 # -fno-math-errno: a square root is one instruction. -Wno-unused-function: headers define functions for each source anew,
 # in a namespace without a name, so that none is shared with a source for another instruction set.
-jaxnorm_find(kernels cpu/kernels.cc)
+jaxnorm_find(kernels cpu/*.cc)
+list(REMOVE_ITEM kernels ${launches})
 function(jaxnorm_add_isa name)
   add_library(cpu_${name} OBJECT src/cpu/engine/arrays.cc ${kernels})
   target_include_directories(cpu_${name} PRIVATE "${CMAKE_SOURCE_DIR}/src")
@@ -15,7 +16,7 @@ function(jaxnorm_add_isa name)
   target_link_libraries(_cpu PRIVATE cpu_${name})
 endfunction()
 
-jaxnorm_add_isa(baseline)
+jaxnorm_add_isa(baseline -DJAXNORM_ONCE)
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
   # Every processor with AVX2 and FMA has F16C.
   jaxnorm_add_isa(avx2 -mavx2 -mfma -mf16c)

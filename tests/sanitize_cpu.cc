@@ -4,10 +4,10 @@
 //   mkdir -p build/sanitize
 //   flags="-std=c++17 -O1 -g -Isrc -ffp-contract=off -fno-math-errno -fsanitize=address,undefined
 //     -fno-sanitize-recover=all"                                                          # or -fsanitize=thread
-//   for isa in baseline "avx2 -mavx2 -mfma -mf16c"
+//   for isa in "baseline -DJAXNORM_ONCE" "avx2 -mavx2 -mfma -mf16c"
 //     "avx512 -mavx512f -mavx512vl -mavx512bw -mavx512dq -mfma -mf16c"; do                # on one line
 //     set -- $isa; g++ $flags "${@:2}" -DJAXNORM_ISA=$1 -r src/cpu/engine/arrays.cc
-//       src/ops/*/cpu/kernels.cc -o build/sanitize/$1.o; done                             # on one line
+//       src/ops/*/cpu/[!r]*.cc -o build/sanitize/$1.o; done                                # on one line
 //   g++ $flags tests/sanitize_cpu.cc src/ops/*/cpu/run.cc build/sanitize/*.o -pthread -o build/sanitize/cpu
 //   build/sanitize/cpu                  # every instruction set that this processor runs
 //   build/sanitize/cpu avx2             # one of them
@@ -23,12 +23,12 @@
 #include <thread>
 
 #include "cpu/engine/isa.h"
-#include "ops/cross_entropy/cpu.h"
-#include "ops/gated_activation/cpu.h"
+#include "ops/cross_entropy/call.h"
+#include "ops/gated_activation/call.h"
 #include "ops/group_norm/cpu.h"
 #include "ops/norm/cpu.h"
 #include "ops/qk_norm_rotary/cpu.h"
-#include "ops/softmax/cpu.h"
+#include "ops/softmax/call.h"
 
 namespace jaxnorm::cpu {
 

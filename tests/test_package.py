@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import re
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,15 @@ def test_no_function_is_long():
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     }
     assert {function: length for function, length in lengths.items() if length > 60} == {}
+
+
+def test_an_op_of_parts_of_others_is_in_few_files():
+    word = re.compile("gated_(rms_)?norm_quantized|GatedNormQuantized")
+    found = {name(path) for path in SOURCES if word.search(path.name + path.read_text())}
+    own = {"norm/gated_quantized.h", "norm/cpu/gated_quantized.cc", "norm/cuda/gated_norm_quantized.cu", "norm/read.h"}
+    python = {"jaxnorm/ops/norm/gated_quantized.py", "jaxnorm/__init__.py"}
+    assert found == python | {f"src/ops/{path}" for path in own}
+    assert not any(word.search(path.read_text()) for path in ROOT.glob("[cs]*/**/*.cmake"))
 
 
 def imported(node, modules):

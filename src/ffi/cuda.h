@@ -21,15 +21,6 @@ int64_t floats_of(const Op&, long) {
   return 0;
 }
 
-namespace cuda {
-
-struct Stream {
-  cudaStream_t handle;
-  operator cudaStream_t() const { return handle; }
-};
-
-}  // namespace cuda
-
 // An op is run by run(op, stream), in jaxnorm::cuda or beside the op's struct.
 struct Cuda {
   static constexpr bool kIsCuda = true;

@@ -12,7 +12,7 @@ from hlo import collectives, count_native_calls, results_of
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from op import Size
-from ops import ADDED, GATED_QUANTIZED, NORMS, OPS, QUANTIZED, QUANTIZED_ACTIVATIONS, QUANTIZED_SUMS
+from ops import ADDED, NORMS, OPS
 from quantizing import to
 
 import jaxnorm
@@ -20,7 +20,7 @@ from bench import sharded_steps
 
 pytestmark = pytest.mark.deviceless
 
-QUANTISING = (*QUANTIZED, *QUANTIZED_SUMS, *GATED_QUANTIZED, *QUANTIZED_ACTIVATIONS)
+QUANTISING = tuple(op for op in OPS if op.public.endswith("_quantized"))
 
 
 @pytest.mark.parametrize("op", OPS, ids=str)

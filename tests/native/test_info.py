@@ -9,6 +9,7 @@ import jaxlib
 import pytest
 from internals import choose_fastest, ffi, reasons
 from native import is_built
+from ops import OPS
 
 import jaxnorm
 
@@ -54,16 +55,8 @@ def test_the_default_call_is_native(info):
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize(
-    "op",
-    [
-        *("add_rms_norm", "add_layer_norm", "gated_rms_norm", "rms_norm_add_rms_norm"),
-        *("rms_norm_quantized", "layer_norm_quantized", "gated_rms_norm_quantized"),
-        *("softmax", "log_softmax", "softmax_cross_entropy_with_integer_labels", "linear_cross_entropy"),
-        *("group_norm", "qk_norm_rotary", "qkv_norm_rotary", "gated_activation", "gated_activation_quantized"),
-    ],
-)
-def test_every_other_norm_is_native(info, op):
+@pytest.mark.parametrize("op", sorted({*(op.public for op in OPS), "linear_cross_entropy"}))
+def test_every_op_is_native(info, op):
     report = call(info, "--op", op, "--dtype", "bfloat16")
     assert (report["op"], report["implementation"]) == (op, "native")
 

@@ -1,22 +1,15 @@
-"""The public functions of the gated norm."""
+"""The public function of the gated norm."""
 
-import dataclasses
-import math
 from typing import Any, TypeVar
 
 import jax
-import numpy as np
 
 from jaxnorm.ops.activation import Synonym
 from jaxnorm.ops.misuse import explained
-from jaxnorm.ops.norm.checks import Gating, Quantizing, check_gated, check_quantized
-from jaxnorm.ops.norm.formula import Norm
+from jaxnorm.ops.norm.checks import Gating, check_gated
 from jaxnorm.ops.norm.gated_formula import Activation, Operands
 from jaxnorm.ops.norm.op import GATED_NORM
-from jaxnorm.ops.norm.quantized_formula import GatedOperands
-from jaxnorm.ops.norm.quantized_op import GATED_NORM_QUANTIZED
 from jaxnorm.ops.options import Implementation, NormOptions
-from jaxnorm.quantization import Quantization, Quantized, quantized
 
 A = TypeVar("A", bound=tuple[Any, ...])
 
@@ -81,85 +74,10 @@ def gated_rms_norm(
     )
     gating = Gating(gate_first, activation, group_size)
     norm, operands, size, chosen = check_gated("gated_rms_norm", options, gating, Operands(x, gate, scale))
-    return GATED_NORM(norm, _in_groups(operands, size), chosen).y.reshape(operands.x.shape)
+    return GATED_NORM(norm, in_groups(operands, size), chosen).y.reshape(operands.x.shape)
 
 
-@explained
-def gated_rms_norm_quantized(
-    x: Any,
-    gate: Any,
-    scale: Any = None,
-    *,
-    gate_first: bool,
-    quantization: Quantization,
-    activation: Activation | Synonym = "silu",
-    group_size: int | None = None,
-    static_scale: Any = None,
-    smooth_scale: Any = None,
-    epsilon: float = 1e-6,
-    scale_offset: float = 0.0,
-    straight_through: bool = False,
-    axis_name: Any = None,
-    implementation: Implementation | None = None,
-) -> Quantized:
-    """Normalises x beside a gate as `gated_rms_norm` does and quantises the result to 8 bits.
-
-        v = gated_rms_norm(x, gate, scale, gate_first=gate_first, ...) * smooth_scale           in float32
-
-    and from there as `rms_norm_quantized`, whose dtypes, bits, derivative and errors these are.
-
-    group_size says which columns are normalised together, and `quantization` which share a scale: with granularity
-    "token" all of x's last axis, with "group" `quantization.group_size` neighbouring columns of it. A kernel works on
-    one group that is normalised, so the formula runs where several share a scale that is computed: with group_size and
-    "token", unless group_size is the whole axis, and with "group" where quantization.group_size does not divide it.
-
-    Args:
-      x: array of float32, bfloat16 or float16 of rank 1 or more.
-      gate: array of x's shape. The kernels want x and gate of one dtype; the formula takes any.
-      scale, gate_first, activation, group_size: as for `gated_rms_norm`.
-      quantization, static_scale, smooth_scale, straight_through: as for `rms_norm_quantized`.
-      epsilon, scale_offset, implementation: as for `rms_norm`.
-      axis_name: None, or the axes of a mesh over which rows are split, where the formula runs; not with group_size.
-
-    Returns:
-      A `Quantized`: values of x's shape, scales, a carrier.
-
-    Raises:
-      ValueError, TypeError, RuntimeError: as `gated_rms_norm` and `rms_norm_quantized` do.
-
-    Source: those of `gated_rms_norm` and `rms_norm_quantized`.
-    """
-    options = NormOptions(
-        epsilon=epsilon,
-        scale_offset=scale_offset,
-        out_dtype=np.float32,
-        axis_name=axis_name,
-        implementation=implementation,
-    )
-    name, gating = "gated_rms_norm_quantized", Gating(gate_first, activation, group_size)
-    norm, operands, size, chosen = check_gated(name, options, gating, Operands(x, gate, scale))
-    own = Quantizing(quantization, static_scale, smooth_scale, straight_through)
-    norm, of_quantization = check_quantized(name, norm, operands, own)
-    return _quantized(norm, GatedOperands(*operands, *of_quantization), size, chosen)
-
-
-def _quantized(norm: Norm, operands: GatedOperands, size: int | None, chosen: Implementation | None) -> Quantized:
-    shape, given = operands.x.shape, operands.given
-    norm = dataclasses.replace(norm, grouped=size not in (None, shape[-1]))
-    assert norm.quantization is not None
-    divided = _in_groups(operands, size if norm.grouped else None)
-    values, scales, *_, carrier = GATED_NORM_QUANTIZED(norm, divided, chosen)
-    if norm.grouped and scales is not None:
-        scales = scales.reshape(*shape[:-1], math.prod(scales.shape[-2:]))
-    return quantized(
-        norm.quantization,
-        values.reshape(shape),
-        scales if given is None else given,  # type: ignore[arg-type]
-        None if carrier is None else carrier.reshape(shape),
-    )
-
-
-def _in_groups(arrays: A, group_size: int | None) -> A:
+def in_groups(arrays: A, group_size: int | None) -> A:
     """The arrays of a NamedTuple, x first, with an axis of groups before that of a group's columns.
 
     So are those that have x's last axis; others stay as they are.

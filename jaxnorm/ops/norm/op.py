@@ -42,7 +42,7 @@ def may_omit(norm: Norm, operands: Operands) -> tuple[str, ...]:
     return ("sum",) if fits else ()
 
 
-def statistics_types(norm: Norm, operands: Operands) -> list[Any]:
+def statistics_types(norm: Norm, operands: Any) -> list[Any]:
     return statistics_of(norm, operands.x, STATISTICS[norm.kind])
 
 
@@ -58,9 +58,7 @@ def unfit_gate(norm: Norm, operands: Any) -> str | None:
     x, cols = operands.x, operands.x.shape[-1]
     if isinstance(cols, int) and cols > LONGEST_GATED:
         return f"rows of {cols} elements are normalised, kernels with a gate take at most {LONGEST_GATED}"
-    others = [("gate", operands.gate.dtype)]
-    if norm.quantization is None:
-        others.append(("the result", norm.out_dtype))
+    others = [("gate", operands.gate.dtype), ("the result", norm.out_dtype)]
     unlike = (f"{name} {dtype}" for name, dtype in others if dtype != x.dtype)
     return next((f"x is {x.dtype} and {other}; kernels with a gate want them equal" for other in unlike), None)
 
@@ -159,7 +157,7 @@ def requested(kind: Kind, *, adds: bool = False, gates: bool = False) -> Callabl
 
 
 # The names of the spec in programs of older builds.
-text.register_types(GatedNorm=Norm, QuantizedNorm=Norm, GatedNormQuantized=Norm)
+text.register_types(GatedNorm=Norm, QuantizedNorm=Norm)
 
 GATED_NORM = Family(
     Op(

@@ -1,12 +1,9 @@
-"""Norms with a quantised result in plain jnp: the norm's formulas, with a gate or without, and a rounding after them.
+"""Norms with a quantised result in plain jnp: the norm's formulas, and a rounding after them.
 
 Rounding has the derivative zero nearly everywhere, which no one wants. So quantised norms have another by convention,
 or none: the *straight-through* one takes what was quantised for its values times scales. 8 bits are too few for a
 cotangent, and integers have none, so it flows through a result of zeros besides, the carrier, whose tangent is that of
 the unquantised norm.
-
-Where a group of a longer axis is normalised, beside a gate, several groups may share a scale of the quantisation: all
-of a token, or those in which a run of columns lies.
 """
 
 from typing import NamedTuple
@@ -14,7 +11,7 @@ from typing import NamedTuple
 import jax
 from jax import lax
 
-from jaxnorm.ops.norm import formula, gated_formula
+from jaxnorm.ops.norm import formula
 from jaxnorm.ops.norm.formula import Norm, broadcastable
 from jaxnorm.ops.quantize import rounding
 from jaxnorm.ops.quantize.rounding import Derivative
@@ -34,17 +31,6 @@ class Operands(NamedTuple):
         return formula.Operands(self.x, self.residual, self.scale, self.bias, self.branch_scale)
 
 
-class GatedOperands(NamedTuple):
-    x: jax.Array
-    gate: jax.Array
-    scale: jax.Array | None = None
-    smooth: jax.Array | None = None
-    given: jax.Array | None = None
-
-    def of_norm(self) -> gated_formula.Operands:
-        return gated_formula.Operands(self.x, self.gate, self.scale)
-
-
 class Results(NamedTuple):
     values: jax.Array
     scales: jax.Array | None = None  # None where the scale is given
@@ -53,23 +39,18 @@ class Results(NamedTuple):
     carrier: jax.Array | None = None  # zeros that straight_through asks for
 
 
-def forward(norm: Norm, operands: Operands | GatedOperands) -> tuple[Results, Statistics]:
-    if isinstance(operands, GatedOperands):
-        (y,), stats = gated_formula.forward(norm, operands.of_norm())
-        return quantize(norm, y, operands), stats
+def forward(norm: Norm, operands: Operands) -> tuple[Results, Statistics]:
     (y, total), stats = formula.forward(norm, operands.of_norm())
     return quantize(norm, y, operands)._replace(sum=total), stats
 
 
-def plain(norm: Norm, operands: Operands | GatedOperands) -> Results:
+def plain(norm: Norm, operands: Operands) -> Results:
     """The results of `forward`, for JAX to differentiate."""
-    if isinstance(operands, GatedOperands):
-        return forward(norm, operands)[0]
     y, total = formula.plain(norm, operands.of_norm())
     return quantize(norm, y, operands)._replace(sum=total)
 
 
-def quantize(norm: Norm, y: jax.Array, operands: Operands | GatedOperands) -> Results:
+def quantize(norm: Norm, y: jax.Array, operands: Operands) -> Results:
     """The values that y, of float32, is quantised to, and their scales unless one is given."""
     assert norm.quantization is not None
     smooth, given = operands.smooth, operands.given
@@ -77,19 +58,9 @@ def quantize(norm: Norm, y: jax.Array, operands: Operands | GatedOperands) -> Re
         smooth, given = (None if factor is None else lax.stop_gradient(factor) for factor in (smooth, given))
     v = y if smooth is None else y * broadcastable(norm, y, smooth)
     v, given, carrier = rounding.straight_through(derivative(norm), v, given, operands.x.dtype)
-    if spans_groups(norm, y.shape[-1]):
-        v = v.reshape(*y.shape[:-2], 1, y.shape[-2] * y.shape[-1])
     values, scales = rounding.rounded(norm.quantization, v, norm.axes, given, norm.shards)
     of_x = y.astype(operands.x.dtype) if norm.with_unquantized else None
-    return Results(values.reshape(y.shape), scales if given is None else None, of_x, None, carrier)
-
-
-def spans_groups(norm: Norm, cols: int) -> bool:
-    """Whether several groups that are normalised, of so many columns, share a scale that is computed."""
-    assert norm.quantization is not None
-    granularity, run = norm.quantization.granularity, norm.quantization.group_size
-    is_whole = run is not None and cols % run == 0
-    return norm.grouped and granularity != "tensor" and not is_whole
+    return Results(values, scales if given is None else None, of_x, None, carrier)
 
 
 def derivative(norm: Norm) -> Derivative:

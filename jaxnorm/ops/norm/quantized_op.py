@@ -10,18 +10,16 @@ from jax.interpreters import ad
 
 from jaxnorm.native import compat
 from jaxnorm.ops import speed
-from jaxnorm.ops.norm import formula, gated_formula
+from jaxnorm.ops.norm import formula
 from jaxnorm.ops.norm import op as norms
 from jaxnorm.ops.norm.formula import KINDS, Kind, Norm, broadcastable
-from jaxnorm.ops.norm.op import ADDEND, GATED_NORM, NORM
+from jaxnorm.ops.norm.op import ADDEND, NORM
 from jaxnorm.ops.norm.quantized_formula import (
-    GatedOperands,
     Operands,
     Results,
     derivative,
     forward,
     plain,
-    spans_groups,
 )
 from jaxnorm.ops.quantize import rounding
 from jaxnorm.primitive import weights
@@ -46,11 +44,11 @@ ROLES = norms.ROLES | {
 }
 
 
-def _types(norm: Norm, operands: Operands | GatedOperands) -> Results:
+def types(norm: Norm, operands: Operands) -> Results:
     """The types of the results of a call in which no groups share a scale: so it is in primitives."""
     assert norm.quantization is not None
     x: Any = operands.x
-    addend: Any = getattr(operands, ADDEND, None)
+    addend: Any = operands.residual
     like_x = dims.like(x, x.dtype)
     return Results(
         values=dims.like(x, norm.quantization.dtype),
@@ -80,16 +78,7 @@ def _weights_with_batch_dims(norm: Norm, operands: Operands) -> str | None:
     return weights.unsupported(operands.x.shape, norm.row_ndim, of_branch)
 
 
-def _scale_of_several_groups(norm: Norm, operands: GatedOperands) -> str | None:
-    group = operands.x.shape[-1]
-    if norm.quantization is None or not spans_groups(norm, group):
-        return None
-    run = norm.quantization.group_size
-    shared = "a token has one scale" if run is None else f"{run} columns share a scale"
-    return f"groups of {group} columns are normalised and {shared}; gated kernels see one group at a time"
-
-
-def _attributes(norm: Norm, operands: Operands | GatedOperands) -> dict[str, Any]:
+def attributes(norm: Norm, operands: Operands) -> dict[str, Any]:
     assert norm.quantization is not None
     max_scale = norm.quantization.max_scale
     return norms.forward_attributes(norm, operands) | {
@@ -123,34 +112,12 @@ def _tangents(norm: Norm, operands: Operands, results: Results, stats: Statistic
     return Results(None, y=of_y, sum=sum_dot, carrier=v_dot), of_stats  # type: ignore[arg-type]
 
 
-def _gated_tangents(
-    norm: Norm, operands: GatedOperands, results: Results, stats: Statistics, dots: GatedOperands
-) -> Tangents:
-    """As `_tangents`, beside a gate.
-
-    The norm is linear in its scale, so that its kernel multiplies by smooth as well: a cotangent that is multiplied
-    here would have another dtype than x, which gated kernels do not take.
-    """
-    rounding.check(derivative(norm))
-    unquantized, given, moving = norm.unquantized(operands.x.dtype), operands.of_norm(), dots.of_norm()
-    if operands.smooth is not None:
-        unquantized = dataclasses.replace(unquantized, scale_offset=-0.0)
-        smooth = scale = lax.stop_gradient(operands.smooth).astype(norm.compute_dtype)
-        if given.scale is not None:
-            scale = (given.scale.astype(norm.compute_dtype) + norm.scale_offset) * smooth
-        scale_dot = None if moving.scale is None else moving.scale.astype(norm.compute_dtype) * smooth
-        given, moving = given._replace(scale=scale), moving._replace(scale=scale_dot)
-    of_norm = gated_formula.Results(results.carrier)  # type: ignore[arg-type]
-    (y_dot,), of_stats = GATED_NORM.tangents(unquantized, given, of_norm, stats, moving)
-    return Results(None, carrier=y_dot), of_stats  # type: ignore[arg-type]
-
-
-def _requested(kind: Kind, *, gates: bool = False) -> Callable[[Request], tuple[Norm, Any]]:
+def _requested(kind: Kind) -> Callable[[Request], tuple[Norm, Any]]:
     def of_request(request: Request) -> tuple[Norm, Any]:
         # What is quantised is float32.
-        norm, operands = norms.requested(kind, gates=gates)(request._replace(out_dtype=np.dtype(np.float32)))
+        norm, operands = norms.requested(kind)(request._replace(out_dtype=np.dtype(np.float32)))
         quantized = dataclasses.replace(norm, quantization=Quantization(request.out_dtype))
-        return quantized, (GatedOperands if gates else Operands)(*operands)
+        return quantized, Operands(*operands)
 
     return of_request
 
@@ -162,7 +129,7 @@ QUANTIZED_NORM = Family(
         operands=Operands,
         results=Results,
         roles=ROLES,
-        types=_types,
+        types=types,
         forward=forward,
         plain=plain,
         convention=Convention(carrier="carrier", tangents=_tangents),
@@ -170,7 +137,7 @@ QUANTIZED_NORM = Family(
         native=Native(
             names=tuple(f"jaxnorm_{kind}_norm_quantized" for kind in KINDS),
             name=norms.target,
-            forward=_attributes,
+            forward=attributes,
             # A quantised result changes no plan; the straight-through gradient's is the norm's.
             plan=norms.plan,
             slower=speed.quantized_norm,
@@ -183,37 +150,6 @@ QUANTIZED_NORM = Family(
         static_types=(Quantization,),
         functions=tuple(
             Function(f"{kind}_norm_quantized", _requested(kind), out_dtypes=tuple(LARGEST)) for kind in KINDS
-        ),
-    )
-)
-
-GATED_NORM_QUANTIZED = Family(
-    Op(
-        name="gated_norm_quantized",
-        spec=Norm,
-        operands=GatedOperands,
-        results=Results,
-        roles=ROLES,
-        types=_types,
-        forward=forward,
-        plain=plain,
-        convention=Convention(carrier="carrier", tangents=_gated_tangents),
-        native=Native(
-            names=("jaxnorm_gated_rms_norm_quantized",),
-            name=norms.target,
-            forward=_attributes,
-            plan=norms.plan,
-            slower=speed.any_kernel,
-        ),
-        reasons=(norms.unfit_gate, _scale_of_several_groups),
-        can_shard=norms.can_shard,
-        functions=(
-            Function(
-                "gated_rms_norm_quantized",
-                _requested("rms", gates=True),
-                out_dtypes=tuple(LARGEST),
-                last_axis_only=True,
-            ),
         ),
     )
 )

@@ -7,7 +7,8 @@
 //     ...
 //   };
 //
-// of which a source compiled for one defines its own, Kernels::JAXNORM_ISA.
+// of which a source compiled for one defines its own, Kernels::JAXNORM_ISA. What such a source has for all of them, as
+// the launches, stands in it behind `#ifdef JAXNORM_ONCE`: compiled for the baseline, which every processor runs.
 #pragma once
 
 namespace jaxnorm::cpu {

@@ -4,20 +4,17 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <new>
 
 #include "operands.h"
+#include "platforms.h"
 
 #if defined(__unix__)
 #include <sys/mman.h>
 #endif
 
 namespace jaxnorm::cpu {
-
-// Calls task(i) once for each i in [0, count), in any order and on any threads, and returns when all have returned.
-using ParallelFor = std::function<void(int64_t count, const std::function<void(int64_t)>& task)>;
 
 // The elements that are one task: enough to be worth handing to another thread.
 inline constexpr int64_t kTaskElements = 1 << 15;

@@ -3,7 +3,19 @@
 
 #include <cuda_runtime_api.h>
 
+#include "platforms.h"
+
 namespace jaxnorm::cuda {
+
+struct Stream {
+  cudaStream_t handle;
+  operator cudaStream_t() const { return handle; }
+};
+
+struct Outcome {
+  cudaError_t error;
+  operator cudaError_t() const { return error; }
+};
 
 struct Device {
   int multiprocessors = 1;

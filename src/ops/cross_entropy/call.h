@@ -13,6 +13,7 @@
 
 #include "ops/shared/logits.h"
 #include "ops/shared/mask.h"
+#include "platforms.h"
 
 namespace jaxnorm {
 
@@ -39,5 +40,13 @@ struct CrossEntropyBackward : Logits {
   const float *dlabel_logit, *dtotal;  // null: zeros
   Output dx;                           // of x's dtype; it may take x's place
 };
+
+namespace cpu {
+
+// std::bad_alloc: there is no memory for f32 weights, for rows or for sums over them.
+void run(const CrossEntropyForward& p, const ParallelFor& parallel_for);
+void run(const CrossEntropyBackward& p, const ParallelFor& parallel_for);
+
+}  // namespace cpu
 
 }  // namespace jaxnorm

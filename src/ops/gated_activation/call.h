@@ -7,6 +7,7 @@
 #include "operands.h"
 #include "ops/shared/activation.h"
 #include "ops/shared/quantization.h"
+#include "platforms.h"
 
 namespace jaxnorm {
 
@@ -35,5 +36,14 @@ struct GatedActivationBackward : GatedShape {
   Output dgate, dup;  // each where it is wanted
   Activation activation;
 };
+
+namespace cpu {
+
+void run(const GatedActivationForward& p, const ParallelFor& parallel_for);
+// std::bad_alloc: there is no memory for a row.
+void run(const GatedActivationQuantizedForward& p, const ParallelFor& parallel_for);
+void run(const GatedActivationBackward& p, const ParallelFor& parallel_for);
+
+}  // namespace cpu
 
 }  // namespace jaxnorm

@@ -3,6 +3,7 @@
 
 #include "cpu/engine/parallel.h"
 #include "ops/norm/call.h"
+#include "ops/norm/gated.h"
 #include "ops/norm/quantized.h"
 
 namespace jaxnorm::cpu {
@@ -12,7 +13,6 @@ void run(const NormForward& p, const ParallelFor& parallel_for);
 void run(const ScaledAddNormForward& p, const ParallelFor& parallel_for);
 void run(const ScaledAddQuantizedNormForward& p, const ParallelFor& parallel_for);
 void run(const GatedNormForward& p, const ParallelFor& parallel_for);
-void run(const GatedNormQuantizedForward& p, const ParallelFor& parallel_for);
 void run(const NormBackward& p, const ParallelFor& parallel_for);
 void run(const GatedNormBackward& p, const ParallelFor& parallel_for);
 
@@ -28,8 +28,6 @@ struct NormKernels {
   void (*quantized_norm)(const QuantizedNormForward& p, const Addition* addition, int64_t begin, int64_t end,
                          int64_t traffic);
   void (*gated_norm)(const GatedNormForward& p, int64_t begin, int64_t end, float* products, int64_t traffic);
-  void (*gated_norm_quantized)(const GatedNormQuantizedForward& p, int64_t begin, int64_t end, float* products,
-                               float* row, int64_t traffic);
   void (*norm_grad)(const NormBackward& p, int64_t begin, int64_t end, float* dscale, float* dbias, int64_t traffic);
   void (*gated_norm_grad)(const GatedNormBackward& p, int64_t begin, int64_t end, float* dscale, float* kept,
                           int64_t traffic);

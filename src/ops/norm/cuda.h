@@ -16,7 +16,6 @@ cudaError_t run(const NormForward& p, cudaStream_t stream);
 cudaError_t run(const ScaledAddNormForward& p, cudaStream_t stream);
 cudaError_t run(const ScaledAddQuantizedNormForward& p, cudaStream_t stream);
 cudaError_t run(const GatedNormForward& p, cudaStream_t stream);
-cudaError_t run(const GatedNormQuantizedForward& p, cudaStream_t stream);
 cudaError_t run(const NormBackward& p, cudaStream_t stream);
 cudaError_t run(const GatedNormBackward& p, cudaStream_t stream);
 cudaError_t run(const ShardStatistics& p, cudaStream_t stream);
@@ -39,8 +38,6 @@ cudaError_t run_quantized_norm(const QuantizedNormForward& p, const Plan& plan, 
 // Rows of up to kGatedCols.
 template <typename S>
 cudaError_t run_gated_norm(const GatedNormForward& p, cudaStream_t stream);
-template <typename S>
-cudaError_t run_gated_norm_quantized(const GatedNormQuantizedForward& p, cudaStream_t stream);
 
 template <typename X>
 cudaError_t norm_grad_of(const NormBackward& p, cudaStream_t stream);

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "ops/norm/call.h"
-#include "ops/norm/gated.h"
 #include "ops/shared/quantization.h"
 
 namespace jaxnorm {
@@ -37,9 +36,5 @@ inline QuantizedNormForward without_y(QuantizedNormForward p) {
   p.y = {};
   return p;
 }
-
-// Gated RMSNorm with such a result: y of gated.h, in f32 and never stored, of rows of up to kGatedCols, without a bias
-// or an addend. smooth has a row for each of scale's.
-struct GatedNormQuantizedForward : QuantizedNormForward, Gated {};
 
 }  // namespace jaxnorm

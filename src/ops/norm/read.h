@@ -1,13 +1,23 @@
-// The table of the norms, and the readers of rows that are sharded over devices.
+// The table of the norms, and the readers of rows that are gated and quantised, or sharded over devices.
 #pragma once
 
 #include "ffi/table.h"
 #include "ops/norm/call.h"
+#include "ops/norm/gated_quantized.h"
 #include "ops/norm/read_gated.h"
 #include "ops/norm/read_plain.h"
 #include "ops/norm/read_quantized.h"
 
 namespace jaxnorm {
+
+inline GatedNormQuantizedForward read_gated_norm_quantized(Reader& in) {
+  GatedNormQuantizedForward p{};
+  p.kind = Kind::rms;
+  const RowShapes rows = read_gated_operands(in, p);
+  read_quantization(in, rows, p.quantized);
+  if (in.has_result(rows.statistics)) p.rstd = in.f32_result("rstd", rows.statistics);
+  return p;
+}
 
 template <Kind kind>
 ShardStatistics read_shard_statistics(Reader& in) {

@@ -1,4 +1,4 @@
-// The readers of gated RMSNorm, plain and quantised, whose rows are those of x's last axis.
+// The readers of gated RMSNorm, whose rows are those of x's last axis.
 #pragma once
 
 #include <algorithm>
@@ -6,7 +6,6 @@
 
 #include "ffi/reader.h"
 #include "ops/norm/gated.h"
-#include "ops/norm/read_quantized.h"
 #include "ops/shared/read_activation.h"
 
 namespace jaxnorm {
@@ -76,15 +75,6 @@ inline GatedNormBackward read_gated_norm_grad(Reader& in) {
   if (in.flag("with_dgate")) p.dgate = in.result("dgate", rows.x, dtype);
   if (with_dscale) p.dscale = in.result("dscale", rows.weight, p.scale.dtype);
   p.workspace = in.workspace();
-  return p;
-}
-
-inline GatedNormQuantizedForward read_gated_norm_quantized(Reader& in) {
-  GatedNormQuantizedForward p{};
-  p.kind = Kind::rms;
-  const RowShapes rows = read_gated_operands(in, p);
-  read_quantization(in, rows, p.quantized);
-  if (in.has_result(rows.statistics)) p.rstd = in.f32_result("rstd", rows.statistics);
   return p;
 }
 

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "ops/norm/call.h"
+#include "platforms.h"
 
 namespace jaxnorm {
 
@@ -92,6 +93,14 @@ inline NormBackward x_grad_of(const SandwichNormBackward& p, Output daddend) {
   grad.dscale = p.dpost_scale;
   return grad;
 }
+
+namespace cpu {
+
+// std::bad_alloc: there is no memory for f32 weights, for rows or for sums over them.
+void run(const SandwichNormForward& p, const ParallelFor& parallel_for);
+void run(const SandwichNormBackward& p, const ParallelFor& parallel_for);
+
+}  // namespace cpu
 
 // How large a workspace the CUDA kernels want.
 namespace cuda {

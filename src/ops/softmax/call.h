@@ -11,6 +11,7 @@
 
 #include "ops/shared/logits.h"
 #include "ops/shared/mask.h"
+#include "platforms.h"
 
 namespace jaxnorm {
 
@@ -43,6 +44,15 @@ struct LogSoftmaxBackward {
   Output dx;                   // of x's dtype
   Scale scale;
 };
+
+namespace cpu {
+
+// std::bad_alloc: there is no memory for f32 weights, for rows or for sums over them.
+void run(const SoftmaxForward& p, const ParallelFor& parallel_for);
+void run(const SoftmaxBackward& p, const ParallelFor& parallel_for);
+void run(const LogSoftmaxBackward& p, const ParallelFor& parallel_for);
+
+}  // namespace cpu
 
 // How large a workspace the CUDA kernels want, of log-softmax too.
 namespace cuda {

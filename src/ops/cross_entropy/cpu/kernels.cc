@@ -1,10 +1,20 @@
-// The rows of cross-entropy with integer labels.
+// The rows of cross-entropy with integer labels, and their launches.
+#include "cpu/engine/isa.h"
+#include "cpu/engine/parallel.h"
 #include "cpu/engine/types.h"
 #include "ops/cross_entropy/call.h"
-#include "ops/cross_entropy/cpu.h"
 #include "ops/shared/cpu/logits.h"
 
 namespace jaxnorm::cpu {
+
+// Of rows [begin, end); `traffic` is how many bytes all rows of the call read and write.
+struct CrossEntropyKernels {
+  static const CrossEntropyKernels baseline, avx2, avx512;
+
+  void (*forward)(const CrossEntropyForward& p, int64_t begin, int64_t end, int64_t traffic);
+  void (*backward)(const CrossEntropyBackward& p, int64_t begin, int64_t end, int64_t traffic);
+};
+
 namespace {
 
 // Calls f(z) with what makes logits of x.
@@ -103,5 +113,20 @@ void cross_entropy_grad(const CrossEntropyBackward& p, int64_t begin, int64_t en
 }  // namespace
 
 const CrossEntropyKernels CrossEntropyKernels::JAXNORM_ISA = {cpu::cross_entropy, cpu::cross_entropy_grad};
+
+#ifdef JAXNORM_ONCE
+void run(const CrossEntropyForward& p, const ParallelFor& parallel_for) {
+  const int64_t traffic = p.rows * p.cols * size_of(p.x.dtype);
+  for_each_rows(parallel_for, p.rows, p.cols,
+                [&](int64_t begin, int64_t end) { kernels<CrossEntropyKernels>().forward(p, begin, end, traffic); });
+}
+
+void run(const CrossEntropyBackward& p, const ParallelFor& parallel_for) {
+  const int64_t elements = p.rows * p.cols, traffic = elements * 2 * size_of(p.x.dtype);
+  expect_writes(p.dx, elements);
+  for_each_rows(parallel_for, p.rows, p.cols,
+                [&](int64_t begin, int64_t end) { kernels<CrossEntropyKernels>().backward(p, begin, end, traffic); });
+}
+#endif
 
 }  // namespace jaxnorm::cpu

@@ -1,12 +1,30 @@
-// Gated activations, by parts of rows.
+// Gated activations, by parts of rows, and their launches.
 #include "cpu/engine/columns.h"
+#include "cpu/engine/isa.h"
 #include "cpu/engine/memory.h"
+#include "cpu/engine/parallel.h"
 #include "cpu/engine/types.h"
-#include "ops/gated_activation/cpu.h"
+#include "ops/gated_activation/call.h"
 #include "ops/shared/cpu/activation.h"
 #include "ops/shared/cpu/quantize.h"
 
 namespace jaxnorm::cpu {
+
+// A row is divided into so many parts of as many columns, of which the last may have fewer.
+struct RowParts {
+  int64_t count, cols;
+};
+
+// Of parts [begin, end) of all rows; `traffic` is how many bytes all of the call reads and writes.
+struct GatedActivationKernels {
+  static const GatedActivationKernels baseline, avx2, avx512;
+
+  void (*forward)(const GatedActivationForward& p, RowParts parts, int64_t begin, int64_t end, int64_t traffic);
+  // Of rows [begin, end), with room for one of float32.
+  void (*quantized)(const GatedActivationQuantizedForward& p, int64_t begin, int64_t end, float* y);
+  void (*backward)(const GatedActivationBackward& p, RowParts parts, int64_t begin, int64_t end, int64_t traffic);
+};
+
 namespace {
 
 // Calls f(row, column, extent) for each vector of parts [begin, end).
@@ -84,5 +102,44 @@ void backward(const GatedActivationBackward& p, RowParts parts, int64_t begin, i
 }  // namespace
 
 const GatedActivationKernels GatedActivationKernels::JAXNORM_ISA = {cpu::forward, cpu::quantized, cpu::backward};
+
+#ifdef JAXNORM_ONCE
+namespace {
+
+// Calls task(parts, begin, end) for parts of rows: a row may be as long as all of an array.
+template <class Task>
+void for_each_parts(const ParallelFor& parallel_for, const GatedShape& shape, Task task) {
+  if (shape.rows * shape.cols == 0) return;
+  const RowParts parts{ceil_div(shape.cols, kTaskElements), std::min(shape.cols, kTaskElements)};
+  for_each_block(parallel_for, shape.rows * parts.count, std::max<int64_t>(1, kTaskElements / parts.cols),
+                 [&](int64_t begin, int64_t end) { task(parts, begin, end); });
+}
+
+}  // namespace
+
+void run(const GatedActivationForward& p, const ParallelFor& parallel_for) {
+  const int64_t elements = p.rows * p.cols, traffic = 3 * elements * size_of(p.y.dtype);
+  expect_writes(p.y, elements);
+  for_each_parts(parallel_for, p, [&](RowParts parts, int64_t begin, int64_t end) {
+    kernels<GatedActivationKernels>().forward(p, parts, begin, end, traffic);
+  });
+}
+
+void run(const GatedActivationQuantizedForward& p, const ParallelFor& parallel_for) {
+  expect_writes(p.quantized.values, p.rows * p.cols);
+  for_each_rows_with_room(parallel_for, p.rows, p.cols, p.cols, [&](int64_t begin, int64_t end, float* y) {
+    kernels<GatedActivationKernels>().quantized(p, begin, end, y);
+  });
+}
+
+void run(const GatedActivationBackward& p, const ParallelFor& parallel_for) {
+  const int64_t traffic = 5 * p.rows * p.cols * size_of(p.dy.dtype);
+  expect_writes(p.dgate, p.rows * p.stride);
+  if (p.stride == p.cols) expect_writes(p.dup, p.rows * p.cols);
+  for_each_parts(parallel_for, p, [&](RowParts parts, int64_t begin, int64_t end) {
+    kernels<GatedActivationKernels>().backward(p, parts, begin, end, traffic);
+  });
+}
+#endif
 
 }  // namespace jaxnorm::cpu

@@ -68,12 +68,6 @@ cudaError_t run(const GatedNormForward& p, cudaStream_t stream) {
   return with_dtype(p.x.dtype, [&](auto type) { return run_gated_norm<decltype(type)>(p, stream); });
 }
 
-cudaError_t run(const GatedNormQuantizedForward& p, cudaStream_t stream) {
-  if (p.cols > kGatedCols) return cudaErrorNotSupported;
-  if (p.rows == 0) return cudaSuccess;
-  return with_dtype(p.x.dtype, [&](auto type) { return run_gated_norm_quantized<decltype(type)>(p, stream); });
-}
-
 cudaError_t run(const NormBackward& p, cudaStream_t stream) {
   return with_dtype(p.x.dtype, [&](auto type) { return norm_grad_of<decltype(type)>(p, stream); });
 }

@@ -1,12 +1,23 @@
-// The rows of softmax and log-softmax.
+// The rows of softmax and log-softmax, and their launches.
 #include "cpu/engine/grad_loop.h"
+#include "cpu/engine/isa.h"
+#include "cpu/engine/parallel.h"
 #include "cpu/engine/types.h"
 #include "ops/shared/cpu/grad.h"
 #include "ops/shared/cpu/logits.h"
 #include "ops/softmax/call.h"
-#include "ops/softmax/cpu.h"
 
 namespace jaxnorm::cpu {
+
+// Of rows [begin, end); `traffic` is how many bytes all rows of the call read and write, `kept` room for rows.
+struct SoftmaxKernels {
+  static const SoftmaxKernels baseline, avx2, avx512;
+
+  void (*softmax)(const SoftmaxForward& p, int64_t begin, int64_t end, float* kept, int64_t traffic);
+  void (*softmax_grad)(const SoftmaxBackward& p, int64_t begin, int64_t end, int64_t traffic);
+  void (*log_softmax_grad)(const LogSoftmaxBackward& p, int64_t begin, int64_t end, int64_t traffic);
+};
+
 namespace {
 
 // The columns of a row that its mask leaves to the caller.
@@ -198,5 +209,32 @@ void log_softmax_grad(const LogSoftmaxBackward& p, int64_t begin, int64_t end, i
 }  // namespace
 
 const SoftmaxKernels SoftmaxKernels::JAXNORM_ISA = {cpu::softmax, cpu::softmax_grad, cpu::log_softmax_grad};
+
+#ifdef JAXNORM_ONCE
+void run(const SoftmaxForward& p, const ParallelFor& parallel_for) {
+  const int64_t elements = p.rows * p.cols, traffic = elements * (size_of(p.x.dtype) + size_of(p.y.dtype));
+  expect_writes(p.y, elements);
+  constexpr int64_t kKept = 1 << 15;  // columns, at most, of which the exponentials are kept
+  for_each_rows_with_room(parallel_for, p.rows, p.cols, p.log || p.cols > kKept ? 0 : floats_of_rows(p.cols),
+                          [&](int64_t begin, int64_t end, float* kept) {
+                            kernels<SoftmaxKernels>().softmax(p, begin, end, kept, traffic);
+                          });
+}
+
+void run(const SoftmaxBackward& p, const ParallelFor& parallel_for) {
+  const int64_t elements = p.rows * p.cols, traffic = elements * (2 * size_of(p.dy.dtype) + size_of(p.dx.dtype));
+  expect_writes(p.dx, elements);
+  for_each_rows(parallel_for, p.rows, p.cols,
+                [&](int64_t begin, int64_t end) { kernels<SoftmaxKernels>().softmax_grad(p, begin, end, traffic); });
+}
+
+void run(const LogSoftmaxBackward& p, const ParallelFor& parallel_for) {
+  const int64_t elements = p.rows * p.cols, traffic = elements * (size_of(p.dy.dtype) + 2 * size_of(p.x.dtype));
+  expect_writes(p.dx, elements);
+  for_each_rows(parallel_for, p.rows, p.cols, [&](int64_t begin, int64_t end) {
+    kernels<SoftmaxKernels>().log_softmax_grad(p, begin, end, traffic);
+  });
+}
+#endif
 
 }  // namespace jaxnorm::cpu

@@ -1,9 +1,9 @@
 // Gated RMSNorm with a quantised result. Rows have the plan of the one without, so that the y that is quantised has the
 // same bits.
-#pragma once
-
+#include "cuda/engine/dtypes.h"
 #include "ops/norm/cuda/gated_norm.cuh"
 #include "ops/norm/cuda/quantized_epilogue.cuh"
+#include "ops/norm/gated_quantized.h"
 
 namespace jaxnorm::cuda {
 
@@ -116,9 +116,12 @@ cudaError_t gated_norm_quantized_as(const GatedNormQuantizedForward& p, cudaStre
   });
 }
 
-template <typename X>
-cudaError_t run_gated_norm_quantized(const GatedNormQuantizedForward& p, cudaStream_t stream) {
-  return with_order(p, [&](auto first) { return gated_norm_quantized_as<X, first.value>(p, stream); });
+Outcome run(const GatedNormQuantizedForward& p, Stream stream) {
+  if (p.cols > kGatedCols) return {cudaErrorNotSupported};
+  if (p.rows == 0) return {cudaSuccess};
+  return {with_dtype(p.x.dtype, [&](auto type) {
+    return with_order(p, [&](auto first) { return gated_norm_quantized_as<decltype(type), first.value>(p, stream); });
+  })};
 }
 
 }  // namespace jaxnorm::cuda
