@@ -23,7 +23,9 @@ cudaError_t run_as_many(const NormBackward& p, const Plan& plan) {
   GradRoom room;
   const cudaError_t error = make_room(p.workspace, {true, false, 0}, plan, kDtype<X>, p.rows, p.cols, {}, room);
   const bool aligned = p.cols % kVector<X> == 0;
-  return error != cudaSuccess ? error : launch_norm_rows<Kind::rms, X, X>(p, call, plan, room, aligned, nullptr);
+  if (error != cudaSuccess) return error;
+  return launch_grad_rows<NormWays<Kind::rms, X, X>>(grad_regimes<Kind::rms, X>(), call, plan, {}, room, aligned,
+                                                     nullptr);
 }
 
 template <typename X>

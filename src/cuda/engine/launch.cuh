@@ -38,6 +38,23 @@ struct TableRegime
   static constexpr bool kDividedOnly = TABLE::kTable.entry[ENTRY].divided_only;
 };
 
+// The regime of rows that are read again in each pass. Where one warp has a row, vectors past its end add zeros: the
+// most that so many threads have serve all rows.
+template <typename R>
+struct Reread {
+  using Regime = R;
+};
+template <typename TABLE, int ENTRY>
+struct Reread<TableRegime<TABLE, ENTRY>> {
+  static constexpr int last() {
+    const auto& entry = TABLE::kTable.entry;
+    int at = ENTRY;
+    while (entry[at].threads > 0 && entry[at + 1].threads == entry[at].threads) ++at;
+    return at;
+  }
+  using Regime = TableRegime<TABLE, last()>;
+};
+
 // Calls f with the regime of a plan that was made from the table: there is one for each of its entries.
 template <typename TABLE, int ENTRY = 0, typename F>
 cudaError_t with_regime(const Plan& plan, F f) {

@@ -122,10 +122,11 @@ struct RowLauncher {
   // Rows that are read again in each pass go one at a time.
   template <Access ACCESS>
   cudaError_t direct() const {
-    using Tile = typename Op::template Tile<R, ACCESS>;
-    constexpr int kRows = Tile::KEPT ? Op::template kRows<R> : 1;
-    const int shared_bytes = plan.block_threads() * Op::template Epilogue<R, Tile>::kSharedBytes;
-    return launch_groups(row_kernel<Op, R, ACCESS>, plan, plan.blocks_of(p.rows, kRows), shared_bytes, stream, p,
+    using Own = std::conditional_t<Op::template Tile<R, ACCESS>::KEPT, R, typename Reread<R>::Regime>;
+    using Tile = typename Op::template Tile<Own, ACCESS>;
+    constexpr int kRows = Tile::KEPT ? Op::template kRows<Own> : 1;
+    const int shared_bytes = plan.block_threads() * Op::template Epilogue<Own, Tile>::kSharedBytes;
+    return launch_groups(row_kernel<Op, Own, ACCESS>, plan, plan.blocks_of(p.rows, kRows), shared_bytes, stream, p,
                          launch);
   }
 

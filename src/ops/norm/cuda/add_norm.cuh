@@ -1,30 +1,10 @@
 // The forward of x + addend in one kernel, where what models have is known to the compiler: y is of x's type, which
-// is the addend's or, of an f32 addend, a half type; RMSNorm without a bias, LayerNorm with one and rounded once.
+// is the addend's or, of an f32 addend, a half type; RMSNorm without a bias, LayerNorm rounded once.
 #pragma once
 
 #include "ops/norm/cuda/norm.cuh"
 
 namespace jaxnorm::cuda {
-
-// Calls f with the weights of a call that is known.
-template <typename STATS, typename X, typename F>
-cudaError_t with_known_weights(const NormForward& p, F f) {
-  constexpr bool kCentred = STATS::kCentred;
-  const bool rounds = !p.multiply_before_cast && sizeof(X) < 4;
-  if (!p.scale || bool{p.bias} != kCentred || p.y.dtype != kDtype<X> || (kCentred && rounds))
-    return cudaErrorNotSupported;
-  const auto all_are = [&](Dtype dtype) { return p.scale.dtype == dtype && (!kCentred || p.bias.dtype == dtype); };
-  const auto with_type = [&](auto element) {
-    using T = decltype(element);
-    if constexpr (!kCentred && sizeof(X) < 4)
-      if (rounds) return f(Weights<T, false, true>{});
-    return f(Weights<T, kCentred, false>{});
-  };
-  if (all_are(Dtype::f32)) return with_type(float{});
-  if constexpr (sizeof(X) < 4)
-    if (all_are(kDtype<X>)) return with_type(X{});
-  return cudaErrorNotSupported;
-}
 
 // A call with known weights in a regime.
 template <typename STATS, typename S, typename X, typename R, typename W>
@@ -54,8 +34,11 @@ cudaError_t add_norm_as(const AddNormForward& p, const Plan& plan, cudaStream_t 
       if constexpr (R::kVectors == kStreamed) {
         return cudaErrorNotSupported;
       } else {
-        return with_known_weights<STATS, X>(
-            p, [&](auto weights) { return launch_add_norm<STATS, S, X, R, decltype(weights)>(p, plan, stream); });
+        return with_weights<STATS, X>(p, p.y.dtype, p.multiply_before_cast, [&](auto weights) {
+          using W = decltype(weights);
+          if constexpr (kIsKnown<W>) return launch_add_norm<STATS, S, X, R, W>(p, plan, stream);
+          return cudaErrorNotSupported;
+        });
       }
     });
   });

@@ -19,11 +19,31 @@ template <typename T, bool BIAS, bool ROUNDS, bool PER_HEAD = false>
 struct Weights {
   using Element = T;
   static constexpr bool kBias = BIAS, kRounds = ROUNDS, kPerHead = PER_HEAD;
-  using PerHead = Weights<T, BIAS, ROUNDS, true>;
+  static constexpr bool kVaries = false;
+};
+
+// The same of norms of which one kernel serves both choices: LayerNorm has a bias or not, RMSNorm rounds x_hat or not.
+template <typename T, bool CENTRED, bool PER_HEAD = false>
+struct VaryingWeights : Weights<T, CENTRED, false, PER_HEAD> {
+  using PerHead = VaryingWeights<T, CENTRED, true>;
   // Where they are held as floats, whatever type they have.
   template <typename S>
-  using Floats = Weights<S, BIAS, ROUNDS>;
+  using Floats = VaryingWeights<S, CENTRED>;
+  static constexpr bool kVaries = true;
 };
+
+// Calls f with the weights of a call, which may be one of several. Once for all vectors: a branch for each would have
+// their loads wait for each other. Y: of the result.
+template <typename Y, typename W, typename P, typename F>
+__device__ __forceinline__ void with_choice(const P& p, F f) {
+  using T = typename W::Element;
+  if constexpr (W::kVaries && W::kBias) {
+    if (!p.bias.data) return f(Weights<T, false, false>{});
+  } else if constexpr (W::kVaries && sizeof(Y) < 4) {
+    if (!p.multiply_before_cast) return f(Weights<T, false, true>{});
+  }
+  f(Weights<T, W::kBias, W::kRounds>{});
+}
 
 // y of a vector, in place of x. factor: scale + scale_offset; term: bias, if there is one.
 template <typename Y, typename W, typename Statistics, int N>
@@ -102,8 +122,9 @@ class AffineEpilogue : public RowEpilogue {
     for (int r = 0; r < Held::kCount; ++r) {
       const auto weight = [&](const Input& whole, int kind) {
         char* const space = dynamic_shared() + kind * Weight::kSharedBytes * static_cast<int>(blockDim.x);
-        if constexpr (!W::kPerHead) return Weight(group, whole, true, space);
-        return Weight(group, from(whole, launch.weight_rows.of_row(rows.row_to_read(r)) * p.cols));
+        const bool is_there = !W::kVaries || whole.data;
+        if constexpr (!W::kPerHead) return Weight(group, whole, is_there, space);
+        return Weight(group, from(whole, launch.weight_rows.of_row(rows.row_to_read(r)) * p.cols), is_there);
       };
       scale_[r] = weight(p.scale, 0);
       if constexpr (W::kBias) bias_[r] = weight(p.bias, 1);
@@ -121,25 +142,7 @@ class AffineEpilogue : public RowEpilogue {
   template <typename P, typename Group, typename Rows>
   __device__ __forceinline__ void finish(const P& p, const RowsLaunch& launch, const Group& group, Rows& rows) {
     if constexpr (Held::kPlace == Place::shared) wait_for_copies();
-    for_each_vector<Tile>(group, [&](int vec, auto col, int remaining) {
-      float factor[Tile::N], term[Tile::N];
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        if (r < Held::kCount) {
-          scale_[r].get(vec, col, remaining, factor);
-          if constexpr (W::kBias) bias_[r].get(vec, col, remaining, term);
-          complete(true, p.scale_offset, 1.0f, factor);
-        }
-        float values[Tile::N];
-        rows.x[r].get(vec, col, remaining, values);
-        to_result<Y, W>(rows.s[r], factor, term, values);
-        if constexpr (Tile::UNALIGNED) {
-          writer_[r].write(vec, col, remaining, pack<Y>(values), rows.is_written(r));
-        } else if (rows.is_written(r)) {
-          store<Tile::ALIGNED>(y_[r] + col, pack<Y>(values), remaining);
-        }
-      }
-    });
+    with_choice<Y, W>(p, [&](auto choice) { finish_as<decltype(choice)>(p, group, rows); });
     if constexpr (Op::kPads)
 #pragma unroll
       for (int r = 0; r < kRows; ++r)
@@ -147,6 +150,30 @@ class AffineEpilogue : public RowEpilogue {
   }
 
  private:
+  // CHOICE: of the weights that may be.
+  template <typename CHOICE, typename P, typename Group, typename Rows>
+  __device__ __forceinline__ void finish_as(const P& p, const Group& group, Rows& rows) {
+    for_each_vector<Tile>(group, [&](int vec, auto col, int remaining) {
+      float factor[Tile::N], term[Tile::N];
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        if (r < Held::kCount) {
+          scale_[r].get(vec, col, remaining, factor);
+          if constexpr (CHOICE::kBias) bias_[r].get(vec, col, remaining, term);
+          complete(true, p.scale_offset, 1.0f, factor);
+        }
+        float values[Tile::N];
+        rows.x[r].get(vec, col, remaining, values);
+        to_result<Y, CHOICE>(rows.s[r], factor, term, values);
+        if constexpr (Tile::UNALIGNED) {
+          writer_[r].write(vec, col, remaining, pack<Y>(values), rows.is_written(r));
+        } else if (rows.is_written(r)) {
+          store<Tile::ALIGNED>(y_[r] + col, pack<Y>(values), remaining);
+        }
+      }
+    });
+  }
+
   Weight scale_[Held::kCount], bias_[Held::kCount];
   Y* y_[kRows];
   UnalignedWriter<Y, Tile> writer_[kRows];
@@ -156,6 +183,9 @@ class AffineEpilogue : public RowEpilogue {
 template <typename Op, typename R, typename Tile>
 class PipelinedAffine : public RowEpilogue {
   using Y = typename Op::Y;
+  // A bias that is absent is nothing, so that there is no choice.
+  using Known = typename Op::Known;
+  using W = std::conditional_t<Known::kBias, Weights<float, true, false>, Known>;
 
  public:
   template <typename P, typename Group>
@@ -172,12 +202,14 @@ class PipelinedAffine : public RowEpilogue {
   __device__ __forceinline__ void finish(const P& p, const RowsLaunch& launch, const Group& group, const Statistics& s,
                                          int64_t row, const typename Load::Fragment& x) const {
     Y* const y = static_cast<Y*>(p.y.data) + row * (p.cols + launch.own.y_pad);
-    for_each_vector<Tile>(group, [&](int vec, auto col, int remaining) {
-      float values[Tile::N];
-      x.get(vec, col, remaining, values);
-      Load::pass_on(p, row, col, values, remaining);
-      to_result<Y, typename Op::Known>(s, scale_[vec], bias_[vec], values);
-      store<true>(y + col, pack<Y>(values), remaining);
+    with_choice<Y, W>(p, [&](auto choice) {
+      for_each_vector<Tile>(group, [&](int vec, auto col, int remaining) {
+        float values[Tile::N];
+        x.get(vec, col, remaining, values);
+        Load::pass_on(p, row, col, values, remaining);
+        to_result<Y, decltype(choice)>(s, scale_[vec], bias_[vec], values);
+        store<true>(y + col, pack<Y>(values), remaining);
+      });
     });
     pad_row<Tile::N>(p, launch, {p.y.data, kDtype<Y>}, group, row);
   }

@@ -103,7 +103,8 @@ cudaError_t gated_norm_quantized_as(const GatedNormQuantizedForward& p, cudaStre
   const bool is_aligned = read_is_aligned<N>(p) && are_aligned<N>(p.quantized.smooth, p.quantized.values);
   return with_regime<GatedForwardRegimes<sizeof(X), FIRST>>(plan, [&](auto regime) {
     using R = decltype(regime);
-    using Any = Regime<R::kThreads, R::kVectors, R::kCluster>;  // of however many threads
+    using Own = typename Reread<R>::Regime;
+    using Any = Regime<Own::kThreads, Own::kVectors, Own::kCluster>;  // of however many threads
     RowsLaunch launch(plan, p.cols, N, p.weight_rows);
     if (!is_known || !is_aligned)
       return RowLauncher<AnyGatedQuantizedOp<X, FIRST>, Any>{p, plan, launch, stream}

@@ -52,11 +52,10 @@ struct AnyNormOp : RowOp<X, STATS> {
 };
 
 // Whether more than any call has is known of one with per-head weights: short rows, as attention has them.
-template <typename STATS, typename S, typename R, typename W>
+template <typename S, typename R>
 constexpr bool is_per_head_known() {
   constexpr int most = R::kThreads * R::kVectors * kVector<S>;
-  return R::kThreads > 0 && most >= 64 && most <= 256 && (!STATS::kCentred || W::kBias) &&
-         (sizeof(S) < 4 || !W::kRounds);
+  return R::kThreads > 0 && most >= 64 && most <= 256;
 }
 
 // What models have is known to the compiler: weights of x's type or f32, RMSNorm without a bias, LayerNorm rounded
@@ -67,19 +66,19 @@ auto with_weights(const NormOperands& p, Dtype y, bool multiply_before_cast, F f
   const auto all_are = [&](Dtype dtype) { return p.scale.dtype == dtype && (!p.bias || p.bias.dtype == dtype); };
   const bool rounds = !multiply_before_cast && y != Dtype::f32;
   if (!p.scale || y != kDtype<X> || (kCentred ? rounds : bool{p.bias})) return f(static_cast<void*>(nullptr));
-  // RMSNorm's second choice is whether it rounds, which f32 never does, LayerNorm's whether it has a bias.
-  const bool second = kCentred ? bool{p.bias} : rounds;
-  if constexpr (kCentred || sizeof(X) < 4)
-    if (all_are(kDtype<X>) && second) return f(Weights<X, kCentred, !kCentred>{});
-  if (all_are(kDtype<X>)) return f(Weights<X, false, false>{});
+  if (all_are(kDtype<X>)) return f(VaryingWeights<X, kCentred>{});
   if constexpr (sizeof(X) < 4)
-    if (all_are(Dtype::f32))
-      return second ? f(Weights<float, kCentred, !kCentred>{}) : f(Weights<float, false, false>{});
+    if (all_are(Dtype::f32)) return f(VaryingWeights<float, kCentred>{});
   return f(static_cast<void*>(nullptr));
 }
 
 template <typename W>
 constexpr bool kIsKnown = !std::is_pointer_v<W>;
+
+// float16 beside weights of f32 is rare: such rows go as any do, but for those of pipelines, whose kernels have all
+// weights as floats.
+template <typename S, typename W>
+constexpr bool kIsRare = std::is_same_v<S, __half> && !std::is_same_v<typename W::Element, S>;
 
 template <typename STATS, typename X>
 bool is_known(const NormOperands& p, Dtype y, bool multiply_before_cast) {
@@ -102,10 +101,12 @@ class NormLauncher {
       cudaError_t error = cudaErrorNotSupported;
       if constexpr (R::kCluster > 1) {
         if (p_.weight_rows.count == 1) error = run_pipelined<W>();
-      } else if (p_.weight_rows.count == 1) {
-        error = run_known<W>();
-      } else if constexpr (is_per_head_known<STATS, S, R, W>()) {
-        error = run_known<typename W::PerHead>();
+      } else if constexpr (!kIsRare<S, W>) {
+        if (p_.weight_rows.count == 1) {
+          error = run_known<W>();
+        } else if constexpr (is_per_head_known<S, R>()) {
+          error = run_known<typename W::PerHead>();
+        }
       }
       if (error != cudaErrorNotSupported) return error;
     }

@@ -10,16 +10,14 @@
 
 namespace jaxnorm::cuda {
 
-// What is rare has no pipelines, for kernels take time to compile: dbias of RMSNorm, half types whose dy is f32. Rows
-// that vectors do not divide go the slow way if x and dy differ in type. If they do not, dx has to have the bits that
-// it has without dbias: they go by elements all the same, in clusters with pipelines.
-template <Kind KIND, bool BIAS, typename X_, typename DY_>
+// What is rare has no pipelines, for kernels take time to compile: half types whose dy is f32. Rows that vectors do not
+// divide go the slow way if x and dy differ in type. `kWeights`: what is rare has one kernel for all gradients.
+template <Kind KIND, typename X_, typename DY_>
 struct NormWays {
   using X = X_;
   using DY = DY_;
-  static constexpr bool kUsual = KIND == Kind::layer || !BIAS, kOneType = std::is_same_v<X, DY>;
-  static constexpr bool kPipelines = (kOneType || sizeof(X) == 4) && kUsual;
-  static constexpr int kWeights = BIAS || !kOneType ? 2 : 1;  // what is rare has one kernel for both
+  static constexpr bool kOneType = std::is_same_v<X, DY>, kPipelines = kOneType || sizeof(X) == 4;
+  static constexpr int kWeights = KIND == Kind::layer || !kOneType ? 2 : 1;
   template <bool IF, Extra DSUM>
   using OpIf = std::conditional_t<IF, NormGrad<KIND, X, DY, kWeights, DSUM>, void>;
 
@@ -55,16 +53,18 @@ cudaError_t launch_long_norm(const NormBackward& p, const GradCall<NormState>& c
 }
 
 template <Kind KIND, typename X, typename DY>
-cudaError_t launch_norm_rows(const NormBackward& p, const GradCall<NormState>& call, const Plan& plan,
-                             const GradRoom& room, bool aligned, cudaStream_t stream) {
-  const auto launch = [&](auto ways) {
-    return launch_grad_rows<decltype(ways)>(grad_regimes<KIND, X>(), call, plan, p.weight_rows, room, aligned, stream);
-  };
-  if constexpr (KIND == Kind::layer) {
-    return launch(NormWays<KIND, true, X, DY>{});
-  } else {
-    return p.dbias ? launch(NormWays<KIND, true, X, DY>{}) : launch(NormWays<KIND, false, X, DY>{});
-  }
+cudaError_t launch_norm_grad(const NormBackward& p, cudaStream_t stream);
+
+// RMSNorm has seldom a bias. Its gradient is LayerNorm's, a sum of dy alone, by the kernel of which no mean is seen in
+// it; what else is wanted comes first, with the bits that it has without one.
+template <typename X>
+cudaError_t launch_with_dbias(const NormBackward& p, cudaStream_t stream) {
+  NormBackward others = p, sum = p;
+  others.dbias = sum.dx = sum.dscale = Output{};
+  sum.dsum = Input{};
+  sum.mean = p.rstd;
+  const cudaError_t error = launch_norm_grad<Kind::rms, X, X>(others, stream);
+  return error == cudaSuccess ? launch_norm_grad<Kind::layer, X, X>(sum, stream) : error;
 }
 
 template <Kind KIND, typename X, typename DY>
@@ -84,6 +84,8 @@ cudaError_t launch_norm_grad(const NormBackward& p, cudaStream_t stream) {
                                                                            p.weight_rows, p.dscale, p.dbias, stream);
   if (!p.dx && !p.dscale && !p.dbias) return cudaSuccess;
   if (plan.segments > 0 && p.weight_rows.count > 1) return cudaErrorInvalidValue;
+  if constexpr (KIND == Kind::rms && std::is_same_v<X, DY>)
+    if (plan.segments == 0 && p.dbias) return launch_with_dbias<X>(p, stream);
 
   bool is_long = false;
   if constexpr (kMayBeLong<KIND, X, DY>)
@@ -100,7 +102,8 @@ cudaError_t launch_norm_grad(const NormBackward& p, cudaStream_t stream) {
     if (by_columns) {
       error = launch_columns<NormGrad<KIND, X, DY, 2, Extra::in_memory>>(call, room, aligned, stream);
     } else if (!is_long) {
-      error = launch_norm_rows<KIND, X, DY>(p, call, plan, room, aligned, stream);
+      error = launch_grad_rows<NormWays<KIND, X, DY>>(grad_regimes<KIND, X>(), call, plan, p.weight_rows, room, aligned,
+                                                      stream);
     } else if constexpr (kMayBeLong<KIND, X, DY>) {
       error = launch_long_norm<X>(p, call, plan, room, aligned, stream);
     }

@@ -10,11 +10,15 @@ namespace jaxnorm::cuda {
 // All that the kernel has to know. With every argument of a forward and of a launch it would take a tenth of a
 // microsecond longer.
 struct SmallBatch {
-  const void *x, *scale, *bias;
+  const void *x, *scale;
+  struct {
+    const void* data;
+  } bias;
   void* y;
   float *mean, *rstd;
   int cols;
   float reciprocal_cols, epsilon, scale_offset;
+  bool multiply_before_cast;
 };
 
 // Block (vec, row) finishes the vectors with this number of all threads.
@@ -33,8 +37,8 @@ __global__ void __launch_bounds__(R::kMost) norm_small_batch_kernel(const __grid
   // x has it, but in registers that are known by number.
   const Packed<X, N> own = load_now<N>(x_row + col, remaining);
   const Packed<T, N> scale = load_now<N>(static_cast<const T*>(p.scale) + col, remaining);
-  Packed<T, N> bias;
-  if constexpr (W::kBias) bias = load_now<N>(static_cast<const T*>(p.bias) + col, remaining);
+  Packed<T, N> bias{};
+  if constexpr (W::kBias) bias = load_now<N>(static_cast<const T*>(p.bias.data) + col, p.bias.data ? remaining : 0);
 
   group.publish(STATS::template warp_part<Tile>(x, group, warp_cols<Tile>(group)));
   const auto s = STATS::finish(p, group.collect(), p.reciprocal_cols);
@@ -44,7 +48,7 @@ __global__ void __launch_bounds__(R::kMost) norm_small_batch_kernel(const __grid
   unpack(scale, factor);
   if constexpr (W::kBias) unpack(bias, term);
   complete(true, p.scale_offset, 1.0f, factor);
-  to_result<X, W>(s, factor, term, values);
+  with_choice<X, W>(p, [&](auto choice) { to_result<X, decltype(choice)>(s, factor, term, values); });
   store<true>(static_cast<X*>(p.y) + int64_t{row} * p.cols + col, pack<X>(values), remaining);
 }
 
@@ -56,9 +60,17 @@ bool is_small_batch(const NormForward& p) {
 
 template <typename STATS, typename X, typename R, typename W>
 cudaError_t launch_small_batch(const NormForward& p, const Plan& plan, const RowsLaunch& launch, cudaStream_t stream) {
-  const SmallBatch batch{
-      p.x.data,  p.scale.data,  p.bias.data, p.y.data, p.mean, p.rstd, static_cast<int>(p.cols), launch.reciprocal_cols,
-      p.epsilon, p.scale_offset};
+  const SmallBatch batch{p.x.data,
+                         p.scale.data,
+                         {p.bias.data},
+                         p.y.data,
+                         p.mean,
+                         p.rstd,
+                         static_cast<int>(p.cols),
+                         launch.reciprocal_cols,
+                         p.epsilon,
+                         p.scale_offset,
+                         p.multiply_before_cast};
   return launch_grid(norm_small_batch_kernel<STATS, X, R, W>, dim3(R::kVectors, static_cast<unsigned>(p.rows)),
                      plan.block_threads(), stream, batch);
 }

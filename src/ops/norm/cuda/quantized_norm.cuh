@@ -157,7 +157,8 @@ class QuantizedLauncher {
 
   template <typename R>
   cudaError_t run_any() {
-    using Any = Regime<R::kThreads, R::kVectors, R::kCluster>;  // of however many threads
+    using Own = typename Reread<R>::Regime;
+    using Any = Regime<Own::kThreads, Own::kVectors, Own::kCluster>;  // of however many threads
     const auto any = launcher<AnyQuantizedOp<STATS, X>, Any>();
     if constexpr (R::kVectors == kStreamed) {
       if (is_aligned_) return any.template direct<Access::vectors>();

@@ -6,7 +6,8 @@
 
 namespace jaxnorm::cuda {
 
-// By which access a call goes in a regime. What is rare has no pipelines, and goes by elements where it is not aligned.
+// By which access a call goes in a regime. What is rare has no pipelines, and goes by elements where it is not aligned:
+// by the kernel for masked rows, which adds up in the same order.
 template <typename Op, typename R>
 cudaError_t launch_rows(const RowLauncher<Op, R>& rows, bool is_aligned, bool is_divided) {
   constexpr bool kUsual = !Op::Mask::kMasks && Op::kOneType, kHalf = sizeof(typename Op::Stream) == 2;
@@ -25,8 +26,9 @@ cudaError_t launch_rows(const RowLauncher<Op, R>& rows, bool is_aligned, bool is
     }
   }
   if (is_aligned) return rows.template direct<Access::vectors>();
+  using Any = std::conditional_t<Op::Mask::kMasks, Op, SoftmaxGradOp<typename Op::Dx, typename Op::Element, RowMask>>;
   if constexpr (!kUsual || R::kVectors == kStreamed || R::kCluster > 1 || !kHalf)
-    return rows.template direct<Access::elementwise>();
+    return RowLauncher<Any, R>{rows.p, rows.plan, rows.launch, rows.stream}.template direct<Access::elementwise>();
   return cudaErrorInvalidValue;  // not reached: it went by unaligned vectors
 }
 
