@@ -33,7 +33,7 @@ import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
-from bench import activations, gated, heads, ops, quantized, report, shapes, softmax
+from bench import activations, gated, heads, ops, quantized, report, shapes, softmax, targets
 from bench.programs import NORMS, Program, each_direction, jitted
 from jaxnorm.native import ffi
 
@@ -71,16 +71,11 @@ def main(args):
     for done, cell in enumerate(tqdm(todo), 1):
         rows += measure_cell(*cell, args.turns, None if args.default else "native")
         rows.sort(key=lambda row: (row["op"], row["dtype"]))
-        slower = [
-            f"{row['op']} {row['dtype']} {row['shape']}: {row['x XLA']:.2f} times as fast as XLA"
-            for row in rows
-            if row["x XLA"] < 1
-        ]
         header["geometric mean of x XLA"] = round(statistics.geometric_mean(row["x XLA"] for row in rows), 2)
         header["cells"] = f"{done} of {len(todo)}"
         if args.out:
-            report.save(header, rows, args.out, slower=slower)
-    report.write(header, rows, args.out, slower=slower)
+            report.save(header, rows, args.out)
+    report.write(header, rows, args.out, targets.below(header, rows))
 
 
 def cells(args):

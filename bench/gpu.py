@@ -261,6 +261,6 @@ def main(args):
             rows.sort(key=lambda row: (row["op"], row["dtype"]))
             header["cells"] = f"{done} of {len(todo)}"
             if args.out:
-                report.save(header, rows, args.out, missing=targets.missing(rows), failed=failed)
-    report.write(header, rows, args.out, missing=targets.missing(rows), failed=failed)
+                report.save(header, rows, args.out, failed=failed)
+    report.write(header, rows, args.out, targets.below(header, rows), failed=failed)
     return 1 if failed else 0

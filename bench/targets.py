@@ -63,8 +63,15 @@ def shortfalls(row):
     return words
 
 
+def below(header, rows):
+    """What stands below the table of a run of single ops: one line for each row that misses something."""
+    if "cpu" in header:
+        slower = [row for row in rows if row["x XLA"] < 1]
+        return {"slower": [f"{row['op']} {row['dtype']} {row['shape']}: {row['x XLA']:.2f} x XLA" for row in slower]}
+    return {"missing": missing(rows)} if "gpu" in header else {}
+
+
 def missing(rows):
-    """One line for each row that misses something."""
     return [
         f"{row['op']}, {row['dtype']}, {row['shape']} ({row['M']}x{row['N']}): {'; '.join(words)}"
         for row in rows

@@ -37,7 +37,7 @@ def results(tmp_path):
         for cols in (1024, 256)
     ]
     small = result(shape="decode 1", rows=1, cols=4096, **{"% of copy": None, "copy GB/s": None, "x best peer": 0.5})
-    report.save(HEADER, [*grid, small], tmp_path / "h200", missing=["one"], failed=[])
+    report.save(HEADER, [*grid, small], tmp_path / "h200", failed=["one"])
     return tmp_path
 
 
@@ -153,11 +153,18 @@ def test_missing_rows_are_named():
 def test_a_results_file_is_read_back(results, capsys):
     data = report.load(results / "h200.json")
     assert len(data["rows"]) == 9
-    assert (data["missing"], data["failed"]) == (["one"], [])
+    assert data["failed"] == ["one"]
     show.main(parse(["show", str(results / "h200.json")]))
     printed = capsys.readouterr().out
     assert "| decode 1 | 1 | 4096 | 2.00 |" in printed
-    assert "Missing: 1\n- one\n" in printed
+    assert "Missing: 1\n- rms_norm forward, float32, decode 1 (1x4096): 0.50 x quack (recorded)\n" in printed
+    assert "Failed: 1\n- one\n" in printed
+
+
+def test_what_is_slower_than_xla_stands_below_a_run_on_a_cpu():
+    assert targets.below({"cpu": "one"}, [result(), result(**{"x XLA": 0.5})]) == {
+        "slower": ["rms_norm forward float32 grid 256: 0.50 x XLA"]
+    }
 
 
 def test_plot_draws_each_direction(results):
