@@ -120,7 +120,7 @@ def compiled(name, function, args, donate=(), options=None):
     """The executable; standard error says how long it took, since on a rented machine that is most of the time."""
     variant, start = name.rpartition(", ")[2], time.perf_counter()
     choice = model_norms.tuned(variant, jax.jit(function, donate_argnums=donate), args)
-    with model_norms.chosen(variant), jaxnorm.implementation(choice):
+    with jaxnorm.implementation(choice):
         lowered = jax.jit(function, donate_argnums=donate).lower(*args)
     executable = lowered.compile(compiler_options=options)
     report.tell(f"compiled {name}", start)

@@ -1,6 +1,5 @@
 """What computes the norms of the models that `bench model` times."""
 
-import contextlib
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -10,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 import jaxnorm
-from jaxnorm.primitive import reasons
 
 
 class Variant(NamedTuple):
@@ -28,7 +26,6 @@ class Variant(NamedTuple):
     # its activation.
     adds: bool = False
     rotates: bool = False  # those of queries and keys rotate too, as `qk_norm_rotary` does
-    formula: str | None = None  # the direction that is left to XLA
     tunes: bool = False  # `jaxnorm.tune` chooses
     wide: bool = False  # XLA's rotation and gates are computed in float32 and rounded once, as the kernels' are
     rounds: bool = False  # RMSNorms of the stream, and the gates of an MLP, give values of float8 and their scales
@@ -43,10 +40,6 @@ VARIANTS = {
     "jaxnorm-rotary": Variant("native", "native", adds=True, rotates=True),
     "jaxnorm-only-rotary": Variant("jnp", "native", rotates=True),
     "jaxnorm-norm-rotary": Variant("native", "native", rotates=True),
-    "jaxnorm-backward": Variant("default", "default", formula="forward"),
-    "jaxnorm-add-backward": Variant("default", "default", adds=True, formula="forward"),
-    "jaxnorm-rotary-backward": Variant("default", "default", adds=True, rotates=True, formula="forward"),
-    "jaxnorm-forward": Variant("default", "default", formula="backward"),
     "jaxnorm-default": Variant("default", "default", adds=True, rotates=True),
     "jaxnorm-tuned": Variant("default", "default", adds=True, rotates=True, tunes=True),
     "jaxnorm-default-loss": Variant("default", "default", "native", adds=True, rotates=True),
@@ -70,18 +63,6 @@ def tuned(variant, function, args):
     choice = jaxnorm.tune(function, *args)
     print(choice, file=sys.stderr, flush=True)
     return choice
-
-
-@contextlib.contextmanager
-def chosen(variant):
-    """Within, programs that are lowered leave to XLA what the variant says, and nothing else."""
-    which, slower = VARIANTS[variant].formula, reasons.slower
-    if which:
-        reasons.slower = lambda op, spec, rows: "the variant says so" if rows.way == which else None
-    try:
-        yield
-    finally:
-        reasons.slower = slower
 
 
 @jax.custom_vjp
