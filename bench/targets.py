@@ -14,7 +14,7 @@ TIMES_XLA_QUANTIZED = 2
 
 
 def is_quantized(row):
-    return row["op"].split()[0].endswith("_quantized")
+    return row["op"].split()[0].endswith("norm_quantized")
 
 
 def percent_of_copy(row):
@@ -22,7 +22,7 @@ def percent_of_copy(row):
     kind, direction = report.op_parts(row["op"])
     if is_quantized(row):
         return PERCENT_OF_COPY_QUANTIZED
-    if direction not in PERCENT_OF_COPY:
+    if direction not in PERCENT_OF_COPY or not kind.startswith(("rms", "layer", "add_", "gated_rms")):
         return None
     if kind.startswith("gated_"):
         return PERCENT_OF_COPY_GATED
