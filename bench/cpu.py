@@ -210,12 +210,12 @@ def compare(of_cell, turns):
 
 def turn(program, calls):
     """The seconds that each of several calls in a row takes, but for the first."""
-    (first, *others), times = program.arguments, []
+    (first, *rest), times = program.arguments, []
     if program.carries:
         first = jnp.copy(first)  # which the next turn and XLA's program want as well
     for _ in range(1 + calls):
         start = time.perf_counter()
-        result = jax.block_until_ready(program.function(first, *others))
+        result = jax.block_until_ready(program.function(first, *rest))
         times.append(time.perf_counter() - start)
         if program.carries:
             first = result[0]
