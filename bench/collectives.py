@@ -30,7 +30,7 @@ def collectives(text: str) -> dict[str, int]:
         exchanged: Counter[str] = Counter()
         for line in bodies[name][0].splitlines():
             for shape, kind, start in () if _ALONE.search(line) else _COLLECTIVE.findall(line):
-                exchanged[kind] += _bytes(shape, has_operands=bool(start) and kind != "all-reduce")
+                exchanged[kind] += _bytes(shape, lists_operands=bool(start) and kind != "all-reduce")
             trips = _TRIPS.search(line)
             for called in _NAME.findall(" ".join(_CALLED.findall(line))):
                 for kind, size in of(called).items():
@@ -40,8 +40,9 @@ def collectives(text: str) -> dict[str, int]:
     return dict(sum((of(name) for name, match in bodies.items() if match["entry"]), Counter()))
 
 
-def _bytes(shape: str, *, has_operands: bool) -> int:
-    """Of the results in a shape, which the start of an asynchronous collective may have after its operands."""
-    arrays = SHAPE.findall(shape)
-    results = arrays[len(arrays) // 2 :] if has_operands else arrays
+def _bytes(shape: str, *, lists_operands: bool) -> int:
+    """Of the results in a shape, before which the start of an asynchronous collective may have its operands."""
+    is_nested = shape.startswith("((")  # the operands are a tuple of their own
+    arrays = SHAPE.findall(shape.partition(")")[2] if is_nested else shape)
+    results = arrays[len(arrays) // 2 :] if lists_operands and not is_nested else arrays
     return sum(int(bits) // 8 * math.prod(int(n) for n in dims.split(",") if n) for _, bits, dims in results)

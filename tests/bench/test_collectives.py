@@ -27,8 +27,21 @@ ENTRY %main (x: f32[8]) -> f32[16] {
 """
 
 
-def test_of_an_asynchronous_collective_the_results_count():
-    assert collectives(ASYNCHRONOUS) == {"all-gather": 4 * 16 + 2 * 8, "all-reduce": 4 * (16 + 2)}
+# JAX 0.11's XLA makes a tuple of the operands, those of an all-reduce among them.
+IN_TUPLES = ASYNCHRONOUS.replace(
+    "(f32[8]{0}, bf16[4]{0}, f32[16]{0}, bf16[8]{0}) all-gather",
+    "((f32[8]{0}, bf16[4]{0}), (f32[16]{0}, bf16[8]{0})) all-gather",
+).replace(
+    "(f32[16]{0}, f32[2]{0}) all-reduce-start", "((f32[16]{0}, f32[2]{0}), (f32[16]{0}, f32[2]{0})) all-reduce-start"
+)
+ONE_IN_A_TUPLE = ASYNCHRONOUS.replace(
+    "(f32[16]{0}, f32[2]{0}) all-reduce-start", "((f32[18]{0}), f32[18]{0}) all-reduce-start"
+)
+
+
+@pytest.mark.parametrize("text", [ASYNCHRONOUS, IN_TUPLES, ONE_IN_A_TUPLE])
+def test_of_an_asynchronous_collective_the_results_count(text):
+    assert collectives(text) == {"all-gather": 4 * 16 + 2 * 8, "all-reduce": 4 * (16 + 2)}
 
 
 # A list of groups, and as many by a formula.

@@ -274,7 +274,8 @@ def test_the_gradient_takes_the_place_of_computed_logits():
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("kernel_spec", [P(), P(None, "b")], ids=str)
 def test_on_a_mesh_too(devices, axis_type, kernel_spec):
-    mesh, cols = mesh_of(devices, axis_type), 32768  # a shard beside which what a GPU's library keeps is small
+    mesh = mesh_of(devices, axis_type)
+    cols = (1 << 17) * mesh.size  # a shard is four times and more what a GPU's library keeps for a product, 32 MiB
     types = zip(
         (*hidden_and_kernel(cols=cols), jax.ShapeDtypeStruct((256,), "int32")),
         (P("a"), kernel_spec, P("a")),
