@@ -14,9 +14,9 @@ import jaxnorm
 class Variant(NamedTuple):
     """What computes the norms of the residual stream, those of queries and keys, and the loss.
 
-    None leaves a norm out, its weights too; "copy" stands for the fastest kernel of its own that could be there;
-    "default" is what a user gets who asks for nothing; "flax" is XLA's code for what Flax's modules compute. A loss is
-    XLA's, or the kernel's of the logits, or "linear", which never has all logits.
+    None leaves a norm out, its weights too; "default" is what a user gets who asks for nothing; "flax" is XLA's code
+    for what Flax's modules compute. A loss is XLA's, or the kernel's of the logits, or "linear", which never has all
+    logits.
     """
 
     stream: str | None
@@ -46,10 +46,7 @@ VARIANTS = {
     "jaxnorm-default-linear-loss": Variant("default", "default", "linear", adds=True, rotates=True),
     "jaxnorm-float8": Variant("default", "default", adds=True, rotates=True, rounds=True),
     "jaxnorm-default-norm": Variant("default", "default"),
-    "copy": Variant("copy", "copy"),
     "none": Variant(None, None),
-    "jnp-no-qk": Variant("jnp", None),
-    "jaxnorm-jnp-qk": Variant("native", "jnp"),
     "jaxnorm-loss": Variant("jnp", "jnp", "native"),
     "jaxnorm-linear-loss": Variant("jnp", "jnp", "linear"),
     "jaxnorm-all": Variant("native", "native", "native", adds=True),
@@ -63,23 +60,6 @@ def tuned(variant, function, args):
     choice = jaxnorm.tune(function, *args)
     print(choice, file=sys.stderr, flush=True)
     return choice
-
-
-@jax.custom_vjp
-def copy(x):
-    """As much as a norm must move and nothing more: reads x and writes y; backward reads x and dy and writes dx.
-
-    XLA fuses neither with its neighbours, as it would not a kernel call.
-    """
-    return jax.lax.optimization_barrier(-jax.lax.optimization_barrier(x))
-
-
-def _copy_backward(x, dy):
-    x, dy = jax.lax.optimization_barrier((x, dy))
-    return (jax.lax.optimization_barrier(jnp.copysign(dy, x)),)
-
-
-copy.defvjp(lambda x: (copy(x), x), _copy_backward)
 
 
 class Pending(NamedTuple):
@@ -205,8 +185,6 @@ def norm_of(spec, name):
     """A norm as a function of x and its weights. Flax's RMSNorm is the formula."""
     if name is None:
         return lambda x, weights: x
-    if name == "copy":
-        return lambda x, weights: copy(x)
     if name == "flax" and spec.norm == "layer":
         return flax_norm
     name = "jnp" if name == "flax" else name

@@ -100,8 +100,6 @@ def norm_of(spec, variant):
     name, adds = model_norms.VARIANTS[variant].stream, model_norms.VARIANTS[variant].adds
     if name is None:
         return lambda x, weights: jax.nn.silu(x)
-    if name == "copy":
-        return lambda x, weights: jax.nn.silu(model_norms.copy(x))
     if name == "flax":
         return lambda x, weights: jax.nn.silu(flax_norm(spec, x, weights))
     options = model_norms.implementation_of(name)
