@@ -5,17 +5,12 @@ import importlib
 import sys
 
 COMMANDS = {
-    "gpu": "device time of the norms on an NVIDIA GPU, beside XLA's code and a copy",
-    "rows": "device time of softmax and cross-entropy, beside XLA's code and a copy",
-    "rotary": "device time of qk_norm_rotary, beside XLA's code and a copy",
-    "groups": "device time of group_norm, beside XLA's code and a copy",
-    "activations": "device time of gated_activation, beside XLA's code and a copy",
+    "gpu": "device time of the ops on an NVIDIA GPU, beside XLA's code and a copy",
     "dots": "device time of products with quantised operands, beside bfloat16",
     "decode": "a decoding step with quantised weights, beside bfloat16",
     "cpu": "wall time of the ops on the CPU, beside XLA's code and a copy",
     "float8": "a training step with products of float8, beside bfloat16",
     "model": "the norms within a model's training step",
-    "rounding": "device time of what float8_linear rounds, beside XLA's code and a copy",
     "sharding": "the norms over several devices",
     "resources": "registers and spills of the CUDA kernels in two builds, without a GPU",
     "show": "the table of a results file",

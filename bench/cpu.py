@@ -19,7 +19,7 @@ results are ready, which slows whatever runs next, and that should be the same p
 and each output written once, as `bench gpu` does. "copy ms" is the time that `x + 1`, alone or in a chain, takes for as
 many bytes; in a chain XLA writes it over its input, which is faster than any copy.
 
-Every cell is checked first: sampled rows of y and dx, and sampled columns of dscale and dbias, against float64.
+Every cell is checked first: few rows of its length, against the formula in float64.
 """
 
 import itertools
@@ -33,8 +33,8 @@ import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
-from bench import activations, gated, heads, ops, quantized, report, shapes, softmax
-from bench.programs import NORMS, Program, each_direction, jitted
+from bench import norms, ops, others, report, shapes, targets
+from bench.programs import Program, check, each_direction, functions, jitted, programs
 from jaxnorm.native import ffi
 
 LINKS = 12  # ops in a chain: few of them are the first to write to their memory
@@ -59,7 +59,7 @@ MLPS = tuple(
 def add_arguments(parser):
     parser.add_argument("--out", type=Path, help="write OUT.json")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--ops", nargs="+", default=list(NORMS), choices=ops.CPU_OPS)
+    parser.add_argument("--ops", nargs="+", default=list(norms.NORMS), choices=ops.CPU_OPS)
     parser.add_argument("--cols", nargs="+", type=int, help="these row lengths only")
     parser.add_argument("--turns", type=int, default=5, help="of each program, with 3 calls that count or more")
     parser.add_argument("--default", action="store_true", help='jaxnorm with implementation=None, not "native"')
@@ -71,16 +71,11 @@ def main(args):
     for done, cell in enumerate(tqdm(todo), 1):
         rows += measure_cell(*cell, args.turns, None if args.default else "native")
         rows.sort(key=lambda row: (row["op"], row["dtype"]))
-        slower = [
-            f"{row['op']} {row['dtype']} {row['shape']}: {row['x XLA']:.2f} times as fast as XLA"
-            for row in rows
-            if row["x XLA"] < 1
-        ]
         header["geometric mean of x XLA"] = round(statistics.geometric_mean(row["x XLA"] for row in rows), 2)
         header["cells"] = f"{done} of {len(todo)}"
         if args.out:
-            report.save(header, rows, args.out, slower=slower)
-    report.write(header, rows, args.out, slower=slower)
+            report.save(header, rows, args.out)
+    report.write(header, rows, args.out, targets.below(header, rows))
 
 
 def cells(args):
@@ -96,18 +91,18 @@ def cells(args):
 
 def shapes_of(op):
     """(kind, shape) of each cell of an op; variants of quantised results have one shape."""
-    if op in softmax.OPS:
-        causal = [(softmax.CAUSAL, shapes.SCORES)] if op == "softmax" else []
+    if op in (*ops.LOGITS, "cross_entropy"):
+        causal = [(others.CAUSAL, shapes.SCORES)] if op == "softmax" else []
         return [*((op, shape) for shape in GRID), *causal]
-    if op == activations.KIND:
+    if op == "gated_activation":
         return [(op, shape) for shape in MLPS]
     if op == "heads":
-        return [(heads.KIND, SHAPES[HEADS])]
+        return [(norms.HEADS, SHAPES[HEADS])]
     if op == "gated":
-        either = [(kind, shape) for kind in (gated.PLAIN, gated.LAST) for shape in SHAPES.values()]
+        either = [(kind, shape) for kind in (norms.GATED, norms.GATE_LAST) for shape in SHAPES.values()]
         # The next, of 8192 columns in float32, takes more than 24 GiB in a chain.
-        return [*either, (gated.GROUPED, shapes.MAMBA2[0])]
-    variants = quantized.VARIANTS if op in quantized.NORMS else ()
+        return [*either, (norms.GROUPED, shapes.MAMBA2[0])]
+    variants = norms.QUANTIZATIONS if op in norms.QUANTIZED else ()
     return [*((op, shape) for shape in SHAPES.values()), *((f"{op}, {name}", SHAPES[LLAMA]) for name in variants)]
 
 
@@ -123,13 +118,13 @@ def hardware():
 
 
 def measure_cell(kind, dtype, shape, turns, implementation):
-    work = ops.module_of(kind)
-    operands = work.operands(kind, dtype, shape.rows, shape.cols)
-    error = work.check(kind, *operands, work.programs(kind, implementation, *operands)[work.CHECKED].function)
+    op = ops.KINDS[kind]
+    error = check(op, shape, dtype, implementation)
+    operands = op.operands(shape, dtype, 0)
     x = jax.tree.leaves(operands)[0]
-    for manner, links, make, copy in manners(work, kind, shape):
-        native, xla = make(work, kind, implementation, operands)
-        for direction, moved in work.moved(kind, dtype, shape.rows, shape.cols).items():
+    for manner, links, make, copy in manners(op, shape):
+        native, xla = make(op, implementation, operands)
+        for direction, moved in op.moved(shape, jnp.dtype(dtype).itemsize).items():
             taken = compare([native[direction], xla[direction], Program(jax.jit(copy), (x,))], turns)
             ours, theirs, copied = (seconds / links for seconds in taken)
             copied *= moved / (2 * x.nbytes)  # a copy reads one array and writes one
@@ -149,15 +144,15 @@ def measure_cell(kind, dtype, shape, turns, implementation):
             }
 
 
-def alone(work, kind, implementation, operands):
+def alone(op, implementation, operands):
     """The `Program` of each direction, jaxnorm's and XLA's; what is donated to jaxnorm is donated to XLA."""
-    native, xla = (work.programs(kind, how, *operands) for how in (implementation, "jnp"))
+    native, xla = (programs(op, how, *operands) for how in (implementation, "jnp"))
     if native["forward"].carries:
-        xla["forward"] = native["forward"]._replace(function=work.functions(kind, "jnp")["carry"])
+        xla["forward"] = native["forward"]._replace(function=functions(op, "jnp")["carry"])
     return native, xla
 
 
-def chain(work, kind, implementation, operands):
+def chain(op, implementation, operands):
     """The same, of several ops one after the other.
 
     A chain of bare norms is none to XLA: it makes one operation of all, which reads x, scales each row by every rstd in
@@ -173,22 +168,19 @@ def chain(work, kind, implementation, operands):
     6 arrays of x's size. Computing those again is slower.
     """
     x, weights, dy = operands
-    if work is gated:
-        x, *gate = x
-        weights = *gate, *weights
     layers = [tuple(weight + link / 64 for weight in weights) for link in range(LINKS)]
 
-    def programs(how):
-        norm = work.norm_of(kind, how)
+    def chained(how):
+        norm = op.function(how)
 
         def forward(x, *layers):
             for layer in layers:
                 x = jax.lax.optimization_barrier(norm(x, *layer))
             return x
 
-        return each_direction(jitted(forward, lambda dx: jax.tree.leaves(dx)[0]), "native", x, layers, dy)
+        return each_direction(jitted(forward, lambda dx: jax.tree.leaves(dx)[0]), False, x, layers, dy)
 
-    return programs(implementation), programs("jnp")
+    return chained(implementation), chained("jnp")
 
 
 def copy_once(x):
@@ -201,30 +193,29 @@ def copy_chain(x):
     return x
 
 
-def manners(work, kind, shape):
+def manners(op, shape):
     """(what a row says of it after the op, ops in a program, the programs, a copy) of each way to run them."""
-    is_last = work in (quantized, activations) or kind == softmax.LOSS
     is_one_of_many = shape.name.startswith("grid ") and shape.name != CHAINED
-    chains = [] if is_last or is_one_of_many else [([report.CHAINED], LINKS, chain, copy_chain)]
+    chains = [] if op.is_last or is_one_of_many else [([report.CHAINED], LINKS, chain, copy_chain)]
     return [([], 1, alone, copy_once), *chains]
 
 
-def compare(programs, turns):
+def compare(of_cell, turns):
     """The median seconds of each `Program`, in turns."""
     # A short call is as long as an interruption of it, so it takes more of them to find the median.
-    calls = 3 if max(turn(program, 1)[0] for program in programs) > 1e-2 else 30
-    taken = zip(*([turn(program, calls) for program in programs] for _ in range(turns)), strict=True)
+    calls = 3 if max(turn(program, 1)[0] for program in of_cell) > 1e-2 else 30
+    taken = zip(*([turn(program, calls) for program in of_cell] for _ in range(turns)), strict=True)
     return [statistics.median(itertools.chain(*times)) for times in taken]
 
 
 def turn(program, calls):
     """The seconds that each of several calls in a row takes, but for the first."""
-    (first, *others), times = program.arguments, []
+    (first, *rest), times = program.arguments, []
     if program.carries:
         first = jnp.copy(first)  # which the next turn and XLA's program want as well
     for _ in range(1 + calls):
         start = time.perf_counter()
-        result = jax.block_until_ready(program.function(first, *others))
+        result = jax.block_until_ready(program.function(first, *rest))
         times.append(time.perf_counter() - start)
         if program.carries:
             first = result[0]

@@ -102,13 +102,11 @@ def measure(spec, params, args):
         temporary = model.temporary_bytes(executables)
         for form, taken in times.items():
             ratios = [of_bf16 / of_form for of_bf16, of_form in zip(times["bfloat16"], taken, strict=True)]
-            lower, _, upper = statistics.quantiles(taken, n=4)
             yield {
                 "model": f"{spec.name}, decode {spec.batch}",
                 "program": mode,
                 "products": form,
-                "ms": 1e3 * calls / tokens * statistics.median(taken),
-                "± us": 1e6 * calls / tokens * (upper - lower) / 2,
+                **timing.columns([calls / tokens * seconds for seconds in taken]),
                 "x bf16": statistics.median(ratios),
                 "read MiB": read_bytes(params[form], state) / 2**20,
                 "temp MiB": temporary[form] / 2**20,

@@ -177,13 +177,11 @@ def programs_of(spec, program, ways, params, inputs):
 
 def rows_of(spec, program, times, executables, losses):
     for way, taken in times.items():
-        lower, _, upper = statistics.quantiles(taken, n=4)
         yield {
             "model": spec.name,
             "program": program,
             "products": way,
-            "ms": 1e3 * statistics.median(taken),
-            "± us": 1e6 * (upper - lower) / 2,
+            **timing.columns(taken),
             "x bf16": statistics.median(a / b for a, b in zip(times["bf16"], taken, strict=True)),
             "temp MiB": executables[way].memory_analysis().temp_size_in_bytes / 2**20,
             "loss": losses.get(way),

@@ -1,32 +1,28 @@
-"""Device time of the norms on one NVIDIA GPU, beside XLA's fusion of the jnp formula and a copy, in one run.
+"""Device time of the ops on one NVIDIA GPU, beside XLA's code for the formula and a copy, in one run.
 
     python -m bench gpu --ops rms layer --out bench/results/h200
-    python -m bench gpu --ops add_rms add_layer --out bench/results/h200_add
-    python -m bench gpu --ops rms_quantized layer_quantized --out bench/results/h200_quantized
-    python -m bench gpu --ops gated heads --out bench/results/h200_gated
-    python -m bench gpu --suites grid --dtypes bfloat16 --cols 4096 8192 --peers "torch eager" Liger
+    python -m bench gpu --ops softmax log_softmax cross_entropy --out bench/results/h200_rows
+    python -m bench gpu --suites grid --dtypes bfloat16 --cols 4096 8192
 
 Kernel time comes from CUPTI and is the median of many calls. Arrays beyond the caches are used again and again; smaller
 ones take turns, so that each is read from memory; those of the suite "small" stay in the cache, as in decoding. Rates
-count each input read once and each output written once: forward 2·M·N elements, backward 3·M·N, step 5·M·N; with a
-residual 4, 4 and 8; with a gate 3, 5 and 8. "copy" is XLA's `x + 1` on as many 32-bit words as x has bytes. "x XLA" and
-"x best peer" say how many times as fast jaxnorm is. Peers are measured (--peers, without a residual), or else, on an
-H200, taken from bench/peers_h200.json: "(recorded)".
+count each array that must be read and written once: of a norm 2 of x's size forward, 3 backward, 5 in a step, which is
+the result and all gradients in one program; with a residual 4, 4 and 8; with a gate 3, 5 and 8. "copy" is XLA's `x + 1`
+on as many 32-bit words as x has bytes. "x XLA" and "x best peer" say how many times as fast jaxnorm is; other packages
+on an H200 are from bench/peers_h200.json. "temp MiB" is what a program takes beside its operands and results.
 
 A residual is donated to jaxnorm's forward, which writes the sum over it, and the sum is the next call's residual. In no
-program of jaxnorm XLA may run a kernel of its own, or copy an array of x's size: that is an error. With --default the
-programs are those of `implementation=None`, in which it may.
+program of jaxnorm's norms XLA may run a kernel of its own, or copy an array of x's size: that is an error. With
+--default the programs are those of `implementation=None`, in which it may.
 
-A quantised result has the dtype float8_e4m3fn and a scale a token; the suite "variants" has others, and a residual. Of
-the result a byte an element is counted, and no scales. There is a forward only.
+Of a quantised result a byte an element is counted, and no scales. There is a forward only. The suite "variants" of
+quantised norms has other dtypes than float8_e4m3fn, other scales than one a token, and a residual.
 
-Every cell is checked first: sampled rows of y, sum and dx, and sampled columns of dscale and dbias, against float64; of
-a quantised result sampled rows of values and scales, against float64 that is quantised; of a gated one dgate as well.
-What fails is listed, and so is what misses its target (bench/targets.py). Results are written after every cell.
+Every cell is checked first: few rows of its length, against the formula in float64. What fails is listed, and so is
+what misses its target (bench/targets.py). Results are written after every cell.
 """
 
 import functools
-import os
 import re
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -37,8 +33,7 @@ import jax.numpy as jnp
 import jaxlib
 from tqdm import tqdm
 
-from bench import ops, peers, recorded, report, shapes, targets
-from bench.programs import NORMS
+from bench import ops, programs, recorded, report, shapes, targets
 from bench.timing import device_time, sets_needed
 from jaxnorm.native import ffi
 
@@ -57,9 +52,13 @@ class Cell(NamedTuple):
         return self.shape.rows * self.shape.cols * jnp.dtype(self.dtype).itemsize
 
     @property
+    def op(self):
+        return ops.KINDS[self.kind]
+
+    @property
     def moved(self):
         """How many bytes each direction reads or writes once."""
-        return ops.module_of(self.kind).moved(self.kind, self.dtype, self.shape.rows, self.shape.cols)
+        return self.op.moved(self.shape, jnp.dtype(self.dtype).itemsize)
 
     @property
     def sets(self):
@@ -75,9 +74,6 @@ def add_arguments(parser):
     parser.add_argument("--ops", nargs="+", default=ops.OPS, choices=ops.OPS)
     parser.add_argument("--cols", nargs="+", type=int, help="these row lengths only")
     parser.add_argument("--iterations", type=int, default=20, help="calls of each program; five times as many if small")
-    parser.add_argument(
-        "--peers", nargs="+", default=[], choices=peers.PACKAGES, metavar="PEER", help=", ".join(peers.PACKAGES)
-    )
     parser.add_argument("--default", action="store_true", help='jaxnorm with implementation=None, not "native"')
     parser.add_argument("--kernels", action="store_true", help="the kernels' names too, in the JSON")
 
@@ -140,28 +136,25 @@ def why(error):
 def measure_cell(cell, args, failed):
     """The rows of one cell, by direction."""
     iterations = args.iterations * (5 if cell.suite == "small" else 1)
-    shape = (cell.dtype, cell.shape.rows, cell.shape.cols)
-    work = ops.module_of(cell.kind)
-    sets = [work.operands(cell.kind, *shape, seed) for seed in range(cell.sets)]
+    implementation = None if args.default else "native"
+    error = programs.check(cell.op, cell.shape, cell.dtype, implementation)
+    sets = [cell.op.operands(cell.shape, cell.dtype, seed) for seed in range(cell.sets)]
     tasks = {}  # a program by (package, direction), once for each set of operands
-    for implementation, name in ((None if args.default else "native", "jaxnorm"), ("jnp", "XLA")):
-        by_set = [work.programs(cell.kind, implementation, *arrays) for arrays in sets]
+    for how, name in ((implementation, "jaxnorm"), ("jnp", "XLA")):
+        by_set = [programs.programs(cell.op, how, *arrays) for arrays in sets]
         for direction in cell.moved:
             tasks[name, direction] = [by_direction[direction] for by_direction in by_set]
     executables = compiled(tasks, failed)
-    error = work.check(cell.kind, *sets[0], executables["jaxnorm", work.CHECKED])
     copy = None if cell.suite == "small" else copy_rate(cell, iterations)
+    is_pure = cell.op.is_pure and not args.default
     timings = {
-        name: functools.partial(
-            package_time, name[0], cell, executable, tasks[name], iterations, is_pure=not args.default
-        )
+        name: functools.partial(package_time, name[0], cell, executable, tasks[name], iterations, is_pure=is_pure)
         for name, executable in executables.items()
     }
     times = attempts(timings.items(), failed)
-    for peer in args.peers if cell.kind in NORMS else ():
-        times |= peer_times(peer, cell.kind, sets, iterations, failed)
+    temporary = {name: of.memory_analysis().temp_size_in_bytes for name, of in executables.items()}
     measured = [direction for direction in cell.moved if ("jaxnorm", direction) in times]
-    return [row(cell, direction, times, copy, error, args.kernels) for direction in measured]
+    return [row(cell, direction, times, temporary, copy, error, args.kernels) for direction in measured]
 
 
 def package_time(package, cell, executable, by_set, iterations, *, is_pure=True):
@@ -184,50 +177,37 @@ def copies(text, shape):
     return instruction.findall(text)
 
 
-def peer_times(peer, kind, sets, iterations, failed):
-    """By (peer, direction); a peer that fails is absent."""
-    times = {}
-    try:
-        for direction, function, tensors in peers.calls(peer, kind, sets):
-            times[peer, direction] = device_time(function, tensors, iterations)
-    except Exception as error:
-        failed.append(f"{peer}: {why(error)}")
-    return times
-
-
-def row(cell, direction, times, copy, error, kernels=False):
-    """One line of the table. Times are those of every package that ran, by (package, direction)."""
+def row(cell, direction, times, temporary, copy, error, kernels=False):
+    """One line of the table. Times and temporary bytes are those of jaxnorm and XLA, by (package, direction)."""
     op, rows, cols = report.op_name(cell.kind, direction), cell.shape.rows, cell.shape.cols
-    taken = {name: time.seconds for (name, way), time in times.items() if way == direction}
-    ours, xla = taken.pop("jaxnorm"), taken.pop("XLA", None)
-    rate = cell.moved[direction] / ours
-    peer = min(taken.items(), key=lambda item: item[1], default=None)
-    if peer is None and (best := recorded.best(jax.devices()[0].device_kind, op, cell.dtype, rows, cols)):
-        peer = f"{best[0]} (recorded)", best[1]
+    ours, xla = times["jaxnorm", direction], times.get(("XLA", direction))
+    rate = cell.moved[direction] / ours.seconds
+    peer = recorded.best(jax.devices()[0].device_kind, op, cell.dtype, cell.shape)
     line = {
         "op": op,
         "dtype": cell.dtype,
         "shape": cell.shape.name,
         "M": rows,
         "N": cols,
-        "us": ours * 1e6,
+        "us": ours.seconds * 1e6,
+        "kernels": len(ours.kernels),
         "GB/s": rate / 1e9,
         "% of copy": copy and 100 * rate / copy,
         "copy GB/s": copy and copy / 1e9,
-        "XLA us": xla and xla * 1e6,
-        "x XLA": xla and xla / ours,
-        "best peer": peer and peer[0],
-        "x best peer": peer and peer[1] / ours,
+        "XLA us": xla and xla.seconds * 1e6,
+        "x XLA": xla and xla.seconds / ours.seconds,
+        "best peer": peer and f"{peer[0]} (recorded)",
+        "x best peer": peer and peer[1] / ours.seconds,
+        "temp MiB": temporary["jaxnorm", direction] / 2**20,
+        "XLA temp MiB": xla and temporary["XLA", direction] / 2**20,
         "error / tolerance": error,
     }
-    if taken:
-        line["peers us"] = {name: seconds * 1e6 for name, seconds in taken.items()}
     if kernels:
-        line["kernels"] = {name: time.kernels for (name, way), time in times.items() if way == direction}
+        line["names"] = {name: time.kernels for (name, way), time in times.items() if way == direction}
     return line
 
 
-def hardware(args):
+def hardware(measured):
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     return {
         "gpu": jax.devices()[0].device_kind,
@@ -235,19 +215,16 @@ def hardware(args):
         "jax": jax.__version__,
         "jaxlib": jaxlib.__version__,
         "CUDA of the kernels": ffi.module("cuda").toolkit(),
-        **peers.versions(args.peers),
-        "commit": args.commit or report.commit(),
+        "commit": measured or report.commit(),
     }
 
 
 def main(args):
-    if args.peers:  # torch has its own memory beside JAX's
-        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
     if not ffi.available("cuda"):
         raise SystemExit(ffi.why_not("cuda"))
     if jax.default_backend() != "gpu":
         raise SystemExit(f"JAX finds no GPU here, its devices are {jax.devices()}")
-    header, rows, failed = hardware(args), [], []
+    header, rows, failed = hardware(args.commit), [], []
     todo = cells(args)
     with tqdm(todo) as bar:
         for done, cell in enumerate(bar, 1):
@@ -261,6 +238,6 @@ def main(args):
             rows.sort(key=lambda row: (row["op"], row["dtype"]))
             header["cells"] = f"{done} of {len(todo)}"
             if args.out:
-                report.save(header, rows, args.out, missing=targets.missing(rows), failed=failed)
-    report.write(header, rows, args.out, missing=targets.missing(rows), failed=failed)
+                report.save(header, rows, args.out, failed=failed)
+    report.write(header, rows, args.out, targets.below(header, rows), failed=failed)
     return 1 if failed else 0

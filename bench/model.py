@@ -120,7 +120,7 @@ def compiled(name, function, args, donate=(), options=None):
     """The executable; standard error says how long it took, since on a rented machine that is most of the time."""
     variant, start = name.rpartition(", ")[2], time.perf_counter()
     choice = model_norms.tuned(variant, jax.jit(function, donate_argnums=donate), args)
-    with model_norms.chosen(variant), jaxnorm.implementation(choice):
+    with jaxnorm.implementation(choice):
         lowered = jax.jit(function, donate_argnums=donate).lower(*args)
     executable = lowered.compile(compiler_options=options)
     report.tell(f"compiled {name}", start)
@@ -138,13 +138,11 @@ def rows_of(model, times, temporary, floor=None):
         def won_back(cost, of=costs["jnp"]):
             return 100 * (of - cost) / of if of > 0 else None  # nothing to win
 
-        lower, _, upper = statistics.quantiles(taken, n=4)
         yield {
             "model": model,
             "program": program,
             "norms": norms,
-            "ms": 1e3 * statistics.median(taken),
-            "± us": 1e6 * (upper - lower) / 2,
+            **timing.columns(taken),
             "norms us": 1e6 * costs[norms],
             "temp MiB": temporary[program, norms] / 2**20,
             "won back %": won_back(costs[norms]) if norms.startswith("jaxnorm") else None,
@@ -261,7 +259,6 @@ def main(args):
     specs = specs_of(args)
     rows = []
     for part, spec in specs.items():
-        extra = [norms for norms in args.variants if spec.language or not norms.endswith("-qk")]
         run = measure_decoding if part.startswith("decode") else measure_training
-        rows += run(spec, ["jnp", *extra, "none"], args)
+        rows += run(spec, ["jnp", *args.variants, "none"], args)
         report.write(header_of(specs, args), rows, args.out)  # after each part: a run that is cut off keeps the others

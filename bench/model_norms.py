@@ -1,6 +1,5 @@
 """What computes the norms of the models that `bench model` times."""
 
-import contextlib
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -10,15 +9,14 @@ import jax
 import jax.numpy as jnp
 
 import jaxnorm
-from jaxnorm.primitive import reasons
 
 
 class Variant(NamedTuple):
     """What computes the norms of the residual stream, those of queries and keys, and the loss.
 
-    None leaves a norm out, its weights too; "copy" stands for the fastest kernel of its own that could be there;
-    "default" is what a user gets who asks for nothing; "flax" is XLA's code for what Flax's modules compute. A loss is
-    XLA's, or the kernel's of the logits, or "linear", which never has all logits.
+    None leaves a norm out, its weights too; "default" is what a user gets who asks for nothing; "flax" is XLA's code
+    for what Flax's modules compute. A loss is XLA's, or the kernel's of the logits, or "linear", which never has all
+    logits.
     """
 
     stream: str | None
@@ -28,7 +26,6 @@ class Variant(NamedTuple):
     # its activation.
     adds: bool = False
     rotates: bool = False  # those of queries and keys rotate too, as `qk_norm_rotary` does
-    formula: str | None = None  # the direction that is left to XLA
     tunes: bool = False  # `jaxnorm.tune` chooses
     wide: bool = False  # XLA's rotation and gates are computed in float32 and rounded once, as the kernels' are
     rounds: bool = False  # RMSNorms of the stream, and the gates of an MLP, give values of float8 and their scales
@@ -43,20 +40,13 @@ VARIANTS = {
     "jaxnorm-rotary": Variant("native", "native", adds=True, rotates=True),
     "jaxnorm-only-rotary": Variant("jnp", "native", rotates=True),
     "jaxnorm-norm-rotary": Variant("native", "native", rotates=True),
-    "jaxnorm-backward": Variant("default", "default", formula="forward"),
-    "jaxnorm-add-backward": Variant("default", "default", adds=True, formula="forward"),
-    "jaxnorm-rotary-backward": Variant("default", "default", adds=True, rotates=True, formula="forward"),
-    "jaxnorm-forward": Variant("default", "default", formula="backward"),
     "jaxnorm-default": Variant("default", "default", adds=True, rotates=True),
     "jaxnorm-tuned": Variant("default", "default", adds=True, rotates=True, tunes=True),
     "jaxnorm-default-loss": Variant("default", "default", "native", adds=True, rotates=True),
     "jaxnorm-default-linear-loss": Variant("default", "default", "linear", adds=True, rotates=True),
     "jaxnorm-float8": Variant("default", "default", adds=True, rotates=True, rounds=True),
     "jaxnorm-default-norm": Variant("default", "default"),
-    "copy": Variant("copy", "copy"),
     "none": Variant(None, None),
-    "jnp-no-qk": Variant("jnp", None),
-    "jaxnorm-jnp-qk": Variant("native", "jnp"),
     "jaxnorm-loss": Variant("jnp", "jnp", "native"),
     "jaxnorm-linear-loss": Variant("jnp", "jnp", "linear"),
     "jaxnorm-all": Variant("native", "native", "native", adds=True),
@@ -70,35 +60,6 @@ def tuned(variant, function, args):
     choice = jaxnorm.tune(function, *args)
     print(choice, file=sys.stderr, flush=True)
     return choice
-
-
-@contextlib.contextmanager
-def chosen(variant):
-    """Within, programs that are lowered leave to XLA what the variant says, and nothing else."""
-    which, slower = VARIANTS[variant].formula, reasons.slower
-    if which:
-        reasons.slower = lambda op, spec, rows: "the variant says so" if rows.way == which else None
-    try:
-        yield
-    finally:
-        reasons.slower = slower
-
-
-@jax.custom_vjp
-def copy(x):
-    """As much as a norm must move and nothing more: reads x and writes y; backward reads x and dy and writes dx.
-
-    XLA fuses neither with its neighbours, as it would not a kernel call.
-    """
-    return jax.lax.optimization_barrier(-jax.lax.optimization_barrier(x))
-
-
-def _copy_backward(x, dy):
-    x, dy = jax.lax.optimization_barrier((x, dy))
-    return (jax.lax.optimization_barrier(jnp.copysign(dy, x)),)
-
-
-copy.defvjp(lambda x: (copy(x), x), _copy_backward)
 
 
 class Pending(NamedTuple):
@@ -224,8 +185,6 @@ def norm_of(spec, name):
     """A norm as a function of x and its weights. Flax's RMSNorm is the formula."""
     if name is None:
         return lambda x, weights: x
-    if name == "copy":
-        return lambda x, weights: copy(x)
     if name == "flax" and spec.norm == "layer":
         return flax_norm
     name = "jnp" if name == "flax" else name

@@ -1,76 +1,33 @@
-"""What the benchmarks time, for jaxnorm and for XLA's fusion of the jnp formula, and the check that comes first."""
+"""What the benchmarks time of an op, for jaxnorm and for XLA's fusion of the jnp formula, and the check before it."""
 
 import functools
+import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-import jaxnorm
+# Relative L2, of y and dx. Eight bits and their scales: what is near the middle of two values may go either way.
+TOLERANCE = {"float32": 2e-6, "bfloat16": 4e-3, "float16": 5e-4}
+TOLERANCE |= dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "int8"), 5e-3)
+SUMS = 5e-6  # of sums over rows, at least
+FEW = 33  # rows that are checked, along each axis
 
 
-def _of_pair(norm):
-    return lambda pair, *weights, **options: norm(*pair, *weights, **options)
+class Op(NamedTuple):
+    """What is measured."""
 
-
-NORMS = {"rms": jaxnorm.rms_norm, "layer": jaxnorm.layer_norm}
-# Of (x, residual): they give (y, the sum), and dy is (dy, dsum), the cotangents of both.
-ADDED_NORMS = {"add_rms": _of_pair(jaxnorm.add_rms_norm), "add_layer": _of_pair(jaxnorm.add_layer_norm)}
-# A kind is the name of an op, or that and after a comma what differs.
-PAD_TO = 256
-PADDED = f"add_rms, padded to {PAD_TO}"
-ADDED_NORMS[PADDED] = functools.partial(ADDED_NORMS["add_rms"], pad_to=PAD_TO)
-OPS = NORMS | ADDED_NORMS
-CHECKED = "step"
-TOLERANCE = {"float32": 2e-6, "bfloat16": 4e-3, "float16": 5e-4}  # of y and dx, relative L2
-EPSILON = 1e-6
-
-
-def elements(kind):
-    """How many arrays of x's size each program reads or writes once, by direction.
-
-    With a residual: x, residual, y and the sum forward; the sum, dy, dsum and dx backward.
-    """
-    forward, backward = (4, 4) if kind in ADDED_NORMS else (2, 3)
-    return {"forward": forward, "backward": backward, "step": forward + backward}
-
-
-def padding(kind, cols):
-    """The columns of zeros after a row of y."""
-    return -cols % PAD_TO if kind == PADDED else 0
-
-
-def moved(kind, dtype, rows, cols):
-    """How many bytes each program reads or writes once, by direction. Zeros are written, and never read."""
-    size = rows * jnp.dtype(dtype).itemsize
-    zeros = {"forward": size * padding(kind, cols), "backward": 0, "step": size * padding(kind, cols)}
-    return {direction: arrays * cols * size + zeros[direction] for direction, arrays in elements(kind).items()}
-
-
-def is_layer(kind):
-    return "layer" in kind
-
-
-def operands(kind, dtype, rows, cols, seed=0):
-    """x, the weights and dy: RMSNorm with a scale, LayerNorm with scale and bias.
-
-    Nothing overflows in float16: x and dy are normal numbers, so the sums of a million of them are near a thousand.
-    """
-    added = kind in ADDED_NORMS
-    arrays, weights = draw(seed, jnp.dtype(dtype).name, rows, cols, 4 if added else 2)
-    x, dy = (arrays[:2], arrays[2:]) if added else arrays
-    if zeros := padding(kind, cols):
-        dy = jnp.pad(dy[0], ((0, 0), (0, zeros)), constant_values=1), dy[1]
-    return x, weights if is_layer(kind) else weights[:1], dy
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
-def draw(seed, dtype, rows, cols, count):
-    # JAX's default generator takes longer to compile than everything that is timed.
-    keys = jax.random.split(jax.random.key(seed, impl="rbg"), 2 + count)
-    arrays = tuple(jax.random.normal(key, (rows, cols)).astype(dtype) for key in keys[2:])
-    return arrays, tuple((1 + 0.1 * jax.random.normal(key, (cols,))).astype(dtype) for key in keys[:2])
+    function: Callable[..., Any]  # of an implementation: a function of x and the weights
+    operands: Callable[..., Any]  # of a shape, a dtype and a seed: x, a tuple of weights, and dy; no dy: no gradient
+    moved: Callable[..., dict[str, float]]  # of a shape and the bytes of a number: the bytes by direction
+    carries: bool = False  # x is (x, residual) and the result (y, the sum), which may take the residual's buffer
+    is_pure: bool = True  # jaxnorm's programs have no kernel of XLA's
+    is_kept: bool = False  # XLA's backward is faster from what its forward keeps
+    is_last: bool = False  # the result is no input of the same op
+    is_rounded: bool = False  # to 8 bits, of what is computed in float32 whatever x is
+    fixed: int = 1  # trailing axes that are the same where few rows are checked
 
 
 class Program(NamedTuple):
@@ -81,25 +38,43 @@ class Program(NamedTuple):
     carries: bool = False
 
 
-def norm_of(kind, implementation):
-    """The op as a function of x and the weights."""
-    return functools.partial(OPS[kind], implementation=implementation)
+def nbytes(shape, itemsize, forward, backward=None):
+    """The bytes by direction, of so many arrays of a shape that each program reads or writes once."""
+    size = math.prod(shape.dims) * itemsize
+    arrays = {"forward": forward}
+    if backward is not None:
+        arrays |= {"backward": backward, "step": forward + backward}
+    return {direction: count * size for direction, count in arrays.items()}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _draw(kind, dtype, dims, seed):
+    # JAX's default generator takes longer to compile than everything that is timed.
+    keys = jax.random.split(jax.random.key(seed, impl="rbg"), len(dims))
+    of_kind = {"x": lambda normal: normal, "weights": lambda normal: 1 + 0.1 * normal, "logits": lambda x: 3 * x}[kind]
+    return tuple(of_kind(jax.random.normal(key, of)).astype(dtype) for key, of in zip(keys, dims, strict=True))
+
+
+def draw(seed, dtype, *dims, kind="x"):
+    """Arrays of normal numbers, so that nothing overflows in float16: sums of a million of them are near a thousand."""
+    return _draw(kind, jnp.dtype(dtype).name, dims, seed)
 
 
 @functools.cache
-def functions(kind, implementation):
+def functions(op, implementation):
     """Each program as one jitted function, so that it is compiled once for all operands of a shape."""
-    norm = norm_of(kind, implementation)
+    norm = op.function(implementation)
 
     def carry(residual, x, weights):
         y, total = norm((x, residual), *weights)
         return total, y  # in this order: JAX gives a donated buffer to the first result that is like it
 
     # The gradients of x and of a residual are one array, which XLA would copy to give it twice.
-    return jitted(norm, lambda dx: jax.tree.leaves(dx)[0]) | {"carry": jax.jit(carry, donate_argnums=0)}
+    wanted = (lambda dx: jax.tree.leaves(dx)[0]) if op.carries else (lambda dx: dx)
+    return jitted(norm, wanted) | {"carry": jax.jit(carry, donate_argnums=0)}
 
 
-def jitted(norm, wanted_of=lambda dx: dx):
+def jitted(norm, wanted_of):
     """The functions of x and weights that make up the programs; wanted_of(dx) is what the backward gives of dx."""
 
     def forward(x, weights):
@@ -110,7 +85,7 @@ def jitted(norm, wanted_of=lambda dx: dx):
 
     def backward(vjp, dy):
         dx, dweights = vjp(dy)
-        return wanted_of(dx), dweights
+        return wanted_of(dx), [leaf for leaf in jax.tree.leaves(dweights) if leaf.dtype != jax.dtypes.float0]
 
     def step(x, weights, dy):
         y, vjp = jax.vjp(forward, x, weights)
@@ -122,7 +97,7 @@ def jitted(norm, wanted_of=lambda dx: dx):
     return {f.__name__: jax.jit(f) for f in (forward, residuals, backward, step, whole_vjp)}
 
 
-def programs(kind, implementation, x, weights, dy):
+def programs(op, implementation, x, weights, dy):
     """The `Program` of each direction.
 
     jaxnorm's forward writes the sum over the residual, so the residual is donated, as it is dead in a model that runs
@@ -130,91 +105,58 @@ def programs(kind, implementation, x, weights, dy):
     to, and is not tied to the residual's buffer.
 
     The backward is timed from its residuals (x, the statistics), as training runs it; XLA's is its whole vjp, the
-    fastest of its choices, which computes the statistics again. "step" is y and all gradients in one program for both.
+    fastest of its choices but for logits, which computes the statistics again. "step" is y and all gradients in one
+    program for both.
     """
-    f = functions(kind, implementation)
-    by_direction = each_direction(f, implementation, x, weights, dy)
-    if implementation != "jnp" and kind in ADDED_NORMS:
+    f = functions(op, implementation)
+    by_direction = each_direction(f, implementation == "jnp" and not op.is_kept, x, weights, dy)
+    if implementation != "jnp" and op.carries:
         by_direction["forward"] = Program(f["carry"], (jnp.copy(x[1]), x[0], weights), carries=True)
     return by_direction
 
 
-def each_direction(f, implementation, x, weights, dy):
-    """The `Program` of each direction, of what `jitted` gives."""
-    if implementation == "jnp":
-        backward = Program(f["whole_vjp"], (x, weights, dy))
-    else:
-        backward = Program(f["backward"], (f["residuals"](x, weights), dy))
-    forward, step = Program(f["forward"], (x, weights)), Program(f["step"], (x, weights, dy))
-    return {"forward": forward, "backward": backward, "step": step}
+def each_direction(f, is_whole, x, weights, dy):
+    """The `Program` of each direction, of what `jitted` gives; the backward is the whole vjp or starts within."""
+    forward = {"forward": Program(f["forward"], (x, weights))}
+    if dy is None:
+        return forward
+    within = Program(f["whole_vjp"], (x, weights, dy)) if is_whole else None
+    backward = within or Program(f["backward"], (f["residuals"](x, weights), dy))
+    return forward | {"backward": backward, "step": Program(f["step"], (x, weights, dy))}
 
 
-def check(kind, x, weights, dy, step=None):
-    """The largest error of sampled rows of y, sum and dx and columns of dscale and dbias, relative to their tolerance.
+def check(op, shape, dtype, implementation="native", spoil=lambda results: results):
+    """The largest error of all results of few rows, relative to its tolerance, against the formula in float64.
 
-    `step` is the program to check; jaxnorm's own if it is not given. Only samples come from the device to the host.
+    Of 8 bits it is the formula in float32.
+    How a row is computed depends on its length and dtypes, not on the number of rows. `spoil` changes the results.
     """
-    y, (dx, dweights) = (step or functions(kind, "native")["step"])(x, weights, dy)
-    arrays = {"x": x, "dy": dy, "y": y, "dx": dx}
-    if kind in ADDED_NORMS:
-        pairs = {("x", "residual"): x, ("dy", "dsum"): dy, ("y", "sum"): y}
-        arrays |= {name: array for names, pair in pairs.items() for name, array in zip(names, pair, strict=True)}
-    rows, sums, weight_cols, actual_sums = jax.device_get(_samples(kind, arrays, weights, dweights))
-    tolerance, cols = TOLERANCE[dx.dtype.name], dx.shape[1]
-    if rows["y"][:, cols:].any():
-        return np.inf  # what is not zero there is wrong
-    rows |= {name: rows[name][:, :cols] for name in ("y", "dy")}
-    normalised, weight_cols = rows.get("sum", rows["x"]), (np.asarray(w, np.float64) for w in weight_cols)
-    expected_y, expected_dx = _reference(kind, normalised, rows["dy"], *weight_cols)
-    expected = {"y": expected_y, "dx": expected_dx + np.float64(rows.get("dsum", 0))}
-    if "sum" in rows:
-        expected["sum"] = np.float64(rows["x"]) + np.float64(rows["residual"])
-    errors = [relative_error(rows[name], exact) / tolerance for name, exact in expected.items()]
-    for actual, partial in zip(actual_sums, sums, strict=False):
-        errors.append(relative_error(actual, np.float64(partial).sum(0)) / max(tolerance, 5e-6))
-    return max(errors)
+    dims = shape.dims
+    few = shape._replace(dims=(*(min(n, FEW) for n in dims[: -op.fixed]), *dims[-op.fixed :]))
+    x, weights, dy = op.operands(few, dtype, 0)
+    actual = spoil(_results(op, implementation, x, weights, dy))
+    if op.carries:  # what is normalised is the sum as it is rounded
+        x = (x[0] + x[1], jnp.zeros_like(x[1]))
+    with jax.enable_x64(True):
+        operands = jax.tree.map(lambda array: array if op.is_rounded else _wide(array), (x, weights, dy))
+        exact = jax.device_get(_results(op, "jnp", *operands))
+    sums = len(jax.tree.leaves(exact)) - (0 if dy is None else len(jax.tree.leaves(exact[1][1])))
+    errors = []
+    for i, (result, expected) in enumerate(zip(*map(jax.tree.leaves, (actual, exact)), strict=True)):
+        tolerance = TOLERANCE[result.dtype.name]
+        is_sum = i >= sums and result.size < jax.tree.leaves(x)[0].size
+        errors.append(relative_error(result, expected) / (max(tolerance, SUMS) if is_sum else tolerance))
+    return float(np.max(errors))  # NaN if one is
 
 
-def standardised(kind, x):
-    """x_hat and rstd of whole rows in float64."""
-    x = np.float64(x)
-    centred = x - x.mean(1, keepdims=True) if is_layer(kind) else x
-    rstd = 1 / np.sqrt((centred**2).mean(1, keepdims=True) + EPSILON)
-    return centred * rstd, rstd
+def _results(op, implementation, x, weights, dy):
+    f = functions(op, implementation)
+    return f["forward"](x, weights) if dy is None else f["step"](x, weights, dy)
 
 
-def _reference(kind, x, dy, scale, bias=0):
-    """y and dx of whole rows in float64."""
-    x_hat, rstd = standardised(kind, x)
-    g = np.float64(dy) * scale
-    mean_g = g.mean(1, keepdims=True) if is_layer(kind) else 0
-    return x_hat * scale + bias, rstd * (g - x_hat * (g * x_hat).mean(1, keepdims=True) - mean_g)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _samples(kind, arrays, weights, dweights):
-    """Eight rows of each array, and of 32 columns dscale and dbias, with what each should be, as many partial sums."""
-    x = arrays.get("sum", arrays["x"])
-    dy = arrays["dy"][:, : x.shape[1]]
-    cols = np.linspace(0, x.shape[1] - 1, 32).astype(int)
-    x32 = x.astype(jnp.float32)
-    centred = x32 - x32.mean(1, keepdims=True) if is_layer(kind) else x32
-    rstd = jax.lax.rsqrt((centred**2).mean(1, keepdims=True) + EPSILON)
-    dy_cols = dy[:, cols].astype(jnp.float32)
-    sums = [partial_sums(terms) for terms in (centred[:, cols] * rstd * dy_cols, dy_cols)]
-    return sampled_rows(arrays), sums, weights, [dw[cols] for dw in dweights]
-
-
-def sampled_rows(arrays):
-    """Eight rows of each array by name."""
-    rows = np.linspace(0, len(next(iter(arrays.values()))) - 1, 8).astype(int)
-    return {name: array[rows] for name, array in arrays.items()}
-
-
-def partial_sums(terms, of=256):
-    """Sums of so few rows that float32 does for them; float64 adds them up on the host."""
-    return jnp.pad(terms, ((0, -len(terms) % of), (0, 0))).reshape(-1, of, terms.shape[1]).sum(1)
+def _wide(array):
+    return array.astype("float64") if array.dtype.name in ("float32", "bfloat16", "float16") else array
 
 
 def relative_error(actual, expected):
-    return float(np.linalg.norm(np.float64(actual) - expected) / np.linalg.norm(expected))
+    return float(np.linalg.norm(np.float64(actual) - np.float64(expected)) / np.linalg.norm(np.float64(expected)))

@@ -65,9 +65,9 @@ def tell(done, start):
     print(f"{done} in {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
 
 
-def write(header, rows, out=None, **lists):
-    """Prints the table and the named lists of remarks below it, and saves them if `out` is given."""
-    print(markdown(complete(header), rows, lists))
+def write(header, rows, out=None, derived=None, **lists):
+    """Prints the table and the named lists of remarks below it; saves all but what is derived if `out` is given."""
+    print(markdown(complete(header), rows, (derived or {}) | lists))
     if out:
         save(header, rows, out, **lists)
 

@@ -57,8 +57,61 @@ QWEN3_NEXT = Shape("qwen3-next heads", (2, 4096, 32, 128))
 HEADS = 128
 PER_HEAD = (Shape("qk-norm, 1 M rows", (8192, HEADS, 128)), Shape("qk-norm 256", (4096, HEADS, 256)))
 
-# Attention scores of one head, queries by keys.
+# Attention scores of one head, queries by keys; of many heads; and of queries behind a cache.
 SCORES = Shape("scores", (4096, 4096))
+HEADS_OF_SCORES = Shape("scores", (2, 16, 2048, 2048))
+CACHED_SCORES = Shape("cached scores", (32, 2048, 8192))
+
+# Logits of losses: tokens by classes.
+VOCABULARIES = tuple(
+    Shape(f"{classes} classes", (tokens, classes))
+    for tokens, classes in ((8192, 32_000), (8192, 50_257), (8192, 128_256), (4096, 262_144))
+)
+
+# (sequences, tokens, heads of queries and keys, head size), of which KEYS are of keys. A token is decoded.
+KEYS = 8
+ROTARY = tuple(
+    Shape(name, (batch, tokens, queries + KEYS, size))
+    for name, batch, tokens, queries, size in (
+        ("Llama 3 8B", 4, 2048, 32, 128),
+        ("Llama 3 70B", 2, 2048, 64, 128),
+        ("Gemma 3 12B", 4, 2048, 16, 256),
+        ("heads of 64", 8, 2048, 32, 64),
+        ("a token of 4", 4, 1, 32, 128),
+        ("a token of 64", 64, 1, 32, 128),
+    )
+)
+
+# (examples, positions..., channels) of images for GroupNorm. The first three are the largest.
+IMAGES = (
+    Shape("high", (8, 256, 256, 128)),
+    Shape("middle", (8, 128, 128, 256)),
+    Shape("low", (8, 64, 64, 512)),
+    Shape("one image", (1, 512, 512, 128)),
+    Shape("bottom", (2, 32, 32, 1280)),
+    Shape("many", (64, 16, 16, 640)),
+    Shape("odd channels", (8, 64, 64, 63)),
+)
+
+# What is between the products of an MLP: tokens by columns of the result.
+GATES = (
+    Shape("Llama 3 8B", (8192, 14336)),
+    Shape("Llama 3 70B", (4096, 28672)),
+    Shape("Gemma 2 2B", (8192, 9216)),
+    Shape("an expert of Qwen3 30B-A3B", (65536, 768)),
+    Shape("odd columns", (8192, 10001)),
+    Shape("a token of 32", (32, 14336)),
+)
+
+# What is rounded to float8 around products.
+ROUNDED = (
+    Shape("Llama 3 8B, x", (8192, 4096)),
+    Shape("Llama 3 8B, of gate and up", (8192, 28672)),
+    Shape("Llama 3 8B, of down", (8192, 14336)),
+    Shape("Llama 3 8B, kernel of gate", (4096, 14336)),
+    Shape("Llama 3 8B, kernel of down", (14336, 4096)),
+    Shape("a width of 2048", (8192, 2048)),
+)
 
 # One token for each of a few sequences: launch overhead and latency, not bandwidth.
 DECODE = (
@@ -111,9 +164,17 @@ GRID_COLS = (256, 1024, 4096, 8192, 16_384, 65_536, 262_144)
 GRID_BYTES = 2**28  # an array of 256 MiB is far beyond any cache
 
 
-def grid(itemsize: int, nbytes: int = GRID_BYTES) -> tuple[Shape, ...]:
+def grid(itemsize: int, nbytes: int = GRID_BYTES, lengths: tuple[int, ...] = GRID_COLS) -> tuple[Shape, ...]:
     """Every row length of the comparison with other packages, each array ``nbytes`` large."""
-    return tuple(Shape(f"grid {cols}", (max(1, nbytes // itemsize // cols), cols)) for cols in GRID_COLS)
+    return tuple(Shape(f"grid {cols}", (max(1, nbytes // itemsize // cols), cols)) for cols in lengths)
+
+
+def logits_grid(itemsize: int) -> tuple[Shape, ...]:
+    return grid(itemsize, lengths=tuple(sorted({*GRID_COLS, 32_768, 131_072})))
+
+
+def odd_logits(itemsize: int) -> tuple[Shape, ...]:
+    return tuple(shape._replace(name=f"odd {shape.cols}") for shape in grid(itemsize, lengths=(1001, 4097, 50_257)))
 
 
 def suites(itemsize: int) -> dict[str, tuple[Shape, ...]]:

@@ -33,7 +33,7 @@ from jax.sharding import PartitionSpec as P
 import jaxnorm
 from bench import report, sharded_steps, sharded_tables, timing
 from bench.collectives import collectives
-from bench.programs import NORMS
+from bench.norms import NORMS
 
 LINKS = 10
 CALLS = 4  # that are in flight at once

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from bench import report
+from bench import report, targets
 
 
 def add_arguments(parser):
@@ -12,4 +12,5 @@ def add_arguments(parser):
 def main(args):
     for path in args.results:
         data = report.load(path)
-        print(report.markdown(data.pop("header"), data.pop("rows"), data))
+        header, rows = data.pop("header"), data.pop("rows")
+        print(report.markdown(header, rows, targets.below(header, rows) | data))

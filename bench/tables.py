@@ -221,8 +221,6 @@ TABLES = {
     "model-32000": ("h200_model_32000.json", whole),
     "model-rotary": ("h200_model_rotary.json", whole),
     "model-separate": ("h200_model_separate.json", whole),
-    "model-directions": ("h200_model_directions.json", whole),
-    "model-directions-vit": ("h200_model_directions_vit.json", whole),
     "decode-separate": ("h200_decode_separate.json", whole),
     "rotary": ("h?00_rotary.json", dot_tables.steps),
     "activations": ("h100_activations.json", whole),

@@ -14,7 +14,7 @@ TIMES_XLA_QUANTIZED = 2
 
 
 def is_quantized(row):
-    return row["op"].split()[0].endswith("_quantized")
+    return row["op"].split()[0].endswith("norm_quantized")
 
 
 def percent_of_copy(row):
@@ -22,7 +22,7 @@ def percent_of_copy(row):
     kind, direction = report.op_parts(row["op"])
     if is_quantized(row):
         return PERCENT_OF_COPY_QUANTIZED
-    if direction not in PERCENT_OF_COPY:
+    if direction not in PERCENT_OF_COPY or not kind.startswith(("rms", "layer", "add_", "gated_rms")):
         return None
     if kind.startswith("gated_"):
         return PERCENT_OF_COPY_GATED
@@ -63,8 +63,15 @@ def shortfalls(row):
     return words
 
 
+def below(header, rows):
+    """What stands below the table of a run of single ops: one line for each row that misses something."""
+    if "cpu" in header:
+        slower = [row for row in rows if row["x XLA"] < 1]
+        return {"slower": [f"{row['op']} {row['dtype']} {row['shape']}: {row['x XLA']:.2f} x XLA" for row in slower]}
+    return {"missing": missing(rows)} if "gpu" in header else {}
+
+
 def missing(rows):
-    """One line for each row that misses something."""
     return [
         f"{row['op']}, {row['dtype']}, {row['shape']} ({row['M']}x{row['N']}): {'; '.join(words)}"
         for row in rows

@@ -92,3 +92,9 @@ def in_turns(programs, state, inputs, turns, calls):
             jax.block_until_ready((state, result))
             times[name].append((time.perf_counter() - start) / calls)
     return {name: taken[1:] for name, taken in times.items()}, state
+
+
+def columns(taken):
+    """What a table says of the seconds in each turn: the median, and half the range of its middle half."""
+    lower, middle, upper = statistics.quantiles(taken, n=4)
+    return {"ms": 1e3 * middle, "± us": 1e6 * (upper - lower) / 2}

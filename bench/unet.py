@@ -97,11 +97,9 @@ def loss(spec, variant, params, inputs, targets):
 
 def norm_of(spec, variant):
     """GroupNorm and silu as a function of x and the weights; a variant that takes neighbours in computes both."""
-    name, *_, adds, _, _ = model_norms.VARIANTS[variant]
+    name, adds = model_norms.VARIANTS[variant].stream, model_norms.VARIANTS[variant].adds
     if name is None:
         return lambda x, weights: jax.nn.silu(x)
-    if name == "copy":
-        return lambda x, weights: jax.nn.silu(model_norms.copy(x))
     if name == "flax":
         return lambda x, weights: jax.nn.silu(flax_norm(spec, x, weights))
     options = model_norms.implementation_of(name)

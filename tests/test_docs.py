@@ -165,9 +165,12 @@ def test_names_exist(page, words):
 
 
 def commands(page):
-    """Each command of the sh blocks and of code spans, as words; environment variables left out."""
+    """Each command of the sh blocks and of code spans, as words; environment variables left out.
+
+    Tables that are drawn tell of commands of older commits.
+    """
     lines = [line for _, text in blocks(page, "sh") for line in text.replace("\\\n", "").splitlines()]
-    lines += re.findall(r"`(python -m [^`]+|pip install [^`]+|mkdocs \w+)`", prose(page))
+    lines += re.findall(r"`(python -m [^`]+|pip install [^`]+|mkdocs \w+)`", FENCE.sub("", page.read_text()))
     for line in lines:
         for command in re.split(r" && |; ", line):
             yield [word for word in shlex.split(command, comments=True) if not re.match(r"[A-Z_]+=", word)]

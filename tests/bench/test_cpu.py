@@ -5,22 +5,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench import cpu, gated, heads, ops, programs, quantized, report, shapes, softmax
+from bench import cpu, norms, ops, others, programs, report, shapes
 from bench.__main__ import parse
 
+LOSS = "cross_entropy"
+LOGITS = (*ops.LOGITS, LOSS)
 FEW = shapes.Shape("few", (2 * shapes.HEADS, 128))
 # Of each kind: the directions alone, and in a chain.
 KINDS = {
     "layer": (3, 3),
     "add_rms": (3, 3),
-    gated.LAST: (3, 3),
-    heads.KIND: (3, 3),
+    norms.GATE_LAST: (3, 3),
+    norms.HEADS: (3, 3),
     "rms_quantized": (1, 0),
     "layer_quantized, with a residual": (1, 0),
     "softmax": (3, 3),
     "log_softmax": (3, 3),
-    softmax.CAUSAL: (3, 3),
-    softmax.LOSS: (3, 0),
+    others.CAUSAL: (3, 3),
+    LOSS: (3, 0),
 }
 
 
@@ -34,20 +36,20 @@ def test_each_op_has_its_kinds():
         return {kind for kind, *_ in cpu.cells(parse(["cpu", "--dtypes", "bfloat16", "--ops", op]))}
 
     assert kinds("add_layer") == {"add_layer"}
-    assert kinds("gated") == set(gated.VARIANTS)
-    assert kinds("heads") == {heads.KIND}
-    assert kinds("rms_quantized") == {"rms_quantized", *(f"rms_quantized, {name}" for name in quantized.VARIANTS)}
-    assert kinds("softmax") == {"softmax", softmax.CAUSAL}
-    assert kinds(softmax.LOSS) == {softmax.LOSS}
+    assert kinds("gated") == {norms.GATED, norms.GATE_LAST, norms.GROUPED}
+    assert kinds("heads") == {norms.HEADS}
+    assert kinds("rms_quantized") == {"rms_quantized", *(f"rms_quantized, {name}" for name in norms.QUANTIZATIONS)}
+    assert kinds("softmax") == {"softmax", others.CAUSAL}
+    assert kinds(LOSS) == {LOSS}
 
 
 def test_without_a_choice_it_is_of_the_plain_norms():
     cells = cpu.cells(parse(["cpu"]))
-    assert len(cells) == len(programs.NORMS) * 2 * len(cpu.SHAPES)
-    assert {kind for kind, *_ in cells} == set(programs.NORMS)
+    assert len(cells) == len(norms.NORMS) * 2 * len(cpu.SHAPES)
+    assert {kind for kind, *_ in cells} == set(norms.NORMS)
 
 
-@pytest.mark.parametrize("op", softmax.OPS)
+@pytest.mark.parametrize("op", LOGITS)
 def test_softmax_and_losses_have_every_length_of_the_grid(op):
     cells = [shape for kind, _, shape in cpu.cells(parse(["cpu", "--dtypes=float32", "--ops", op])) if kind == op]
     assert [shape.cols for shape in cells] == list(shapes.GRID_COLS)
@@ -55,23 +57,23 @@ def test_softmax_and_losses_have_every_length_of_the_grid(op):
 
 
 def test_the_cpu_command_selects_lengths():
-    cells = cpu.cells(parse(["cpu", "--dtypes=float32", "--ops", "softmax", softmax.LOSS, "--cols", "4096", "256"]))
+    cells = cpu.cells(parse(["cpu", "--dtypes=float32", "--ops", "softmax", LOSS, "--cols", "4096", "256"]))
     assert [(kind, shape.cols) for kind, _, shape in cells] == [
         ("softmax", 256),
         ("softmax", 4096),
-        (softmax.CAUSAL, 4096),
-        (softmax.LOSS, 256),
-        (softmax.LOSS, 4096),
+        (others.CAUSAL, 4096),
+        (LOSS, 256),
+        (LOSS, 4096),
     ]
 
 
 def test_of_a_grid_one_length_runs_in_a_chain():
     chained = [
         (kind, shape.name)
-        for kind, _, shape in cpu.cells(parse(["cpu", "--dtypes", "float32", "--ops", *softmax.OPS]))
-        if len(cpu.manners(ops.module_of(kind), kind, shape)) == 2
+        for kind, _, shape in cpu.cells(parse(["cpu", "--dtypes", "float32", "--ops", *LOGITS]))
+        if len(cpu.manners(ops.KINDS[kind], shape)) == 2
     ]
-    assert chained == [("softmax", cpu.CHAINED), (softmax.CAUSAL, "scores"), ("log_softmax", cpu.CHAINED)]
+    assert chained == [("softmax", cpu.CHAINED), (others.CAUSAL, "scores"), ("log_softmax", cpu.CHAINED)]
 
 
 def result_of(program):
@@ -91,7 +93,7 @@ def test_a_cell_has_each_direction_alone_and_in_a_chain(kind, monkeypatch):
     rows = list(cpu.measure_cell(kind, "float32", FEW, 1, None))
     alone, linked = ([row for row in rows if row["op"].endswith("in a chain") == chained] for chained in (False, True))
     assert (len(alone), len(linked)) == KINDS[kind]
-    moved = ops.module_of(kind).moved(kind, "float32", FEW.rows, FEW.cols)["forward"]
+    moved = ops.KINDS[kind].moved(FEW, 4)["forward"]
     assert (alone[0]["x XLA"], alone[0]["GB/s"]) == (3, pytest.approx(moved / 1e9))
     assert all(row["error / tolerance"] < 1 for row in rows)
     # jaxnorm and XLA compute the same from the same.
@@ -129,4 +131,3 @@ def test_a_run_that_is_cut_off_leaves_what_it_measured(monkeypatch, tmp_path):
     saved = report.load(tmp_path / "cpu.json")
     assert saved["header"]["cells"] == f"1 of {len(cells)}"
     assert [row["shape"] for row in saved["rows"]] == [cells[0][2].name]
-    assert len(saved["slower"]) == 1

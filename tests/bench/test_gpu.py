@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from bench import gated, gpu, heads, ops, peers, programs, quantized, report, shapes, timing
+from bench import gpu, norms, ops, others, programs, report, shapes, timing
 from bench.__main__ import parse
 
 
@@ -31,19 +31,19 @@ def test_variants_of_quantised_norms_have_a_suite_of_their_own():
     per_dtype = len(shapes.GRID_COLS) + len(shapes.DECODE) + len(shapes.LARGE_ODD)
     assert found.count(("grid", "rms_quantized", "float32")) == len(shapes.GRID_COLS)
     assert found.count(("variants", "rms_quantized, int8", "bfloat16")) == 2
-    assert len(found) == 2 * per_dtype + 2 * len(quantized.VARIANTS)
+    assert len(found) == 2 * per_dtype + 2 * len(norms.QUANTIZATIONS)
 
 
 def test_the_gated_norm_has_shapes_of_its_models():
     args = parse(["gpu", "--ops", "gated", "--dtypes", "bfloat16", "--suites", "grid", "models"])
     found = [(cell.kind, cell.shape.rows, cell.shape.cols) for cell in gpu.cells(args)]
-    assert {(gated.PLAIN, 4096, 5120), (gated.GROUPED, 4096, 8192), (gated.LAST, 262_144, 128)} <= set(found)
+    assert {(norms.GATED, 4096, 5120), (norms.GROUPED, 4096, 8192), (norms.GATE_LAST, 262_144, 128)} <= set(found)
     assert max(cols for *_, cols in found) == 16_384  # the longest row of a kernel
 
 
 def test_norms_with_a_scale_a_head_have_a_million_rows():
     found = gpu.cells(parse(["gpu", "--ops", "heads", "--dtypes", "bfloat16"]))
-    assert (found[0].kind, found[0].shape.rows, found[0].shape.cols) == (heads.KIND, 2**20, 128)
+    assert (found[0].kind, found[0].shape.rows, found[0].shape.cols) == (norms.HEADS, 2**20, 128)
     assert all(cell.shape.rows % shapes.HEADS == 0 for cell in found)
 
 
@@ -94,8 +94,8 @@ def test_jax_times_the_calls_in_turn(monkeypatch):
     assert time == (21e-3, ["a", "b"])
 
 
-def measure_cell(kind, monkeypatch, kernels=("jaxnorm",), dtype="float16", cols=300, default=False):
-    """Rows, failures and how many sets each program had: all but CUPTI, on this platform, and no peer works."""
+def measure_cell(kind, monkeypatch, kernels=("jaxnorm",), dtype="float16", dims=(9, 300), default=False):
+    """Rows, failures and how many sets each program had: all but CUPTI, on this platform."""
     used, failed = [], []
 
     def run(program, sets, iterations, carries=False):
@@ -104,61 +104,74 @@ def measure_cell(kind, monkeypatch, kernels=("jaxnorm",), dtype="float16", cols=
         jax.block_until_ready([calls() for _ in range(2 * len(sets))])
         return timing.Time(1e-3 * len(used), list(kernels))
 
-    def fail(*args):
-        raise RuntimeError("no such kernel\nand more")
-
     monkeypatch.setattr(gpu, "device_time", run)
-    monkeypatch.setattr(peers, "calls", fail)
     monkeypatch.setattr(timing, "COLD_BYTES", 20_000)
-    cell = gpu.Cell("models", kind, dtype, shapes.Shape("any", (9, cols)))
-    args = SimpleNamespace(iterations=2, peers=["Liger"], default=default, kernels=False)
-    rows = gpu.measure_cell(cell, args, failed)
+    cell = gpu.Cell("models", kind, dtype, shapes.Shape("any", dims))
+    rows = gpu.measure_cell(cell, SimpleNamespace(iterations=2, default=default, kernels=False), failed)
     return rows, failed, used
 
 
+DIMS = {norms.GROUPED: (9, 2 * norms.GROUP), norms.HEADS: (shapes.HEADS, 64), "group_norm": (2, 3, 4, 64)}
+DIMS |= dict.fromkeys(("qk_norm_rotary", "qkv_norm_rotary"), (2, 3, 12, 16))
+DIMS |= {kind: (9, 384) for kind in ops.KINDS if "quantized" in kind}
+
+
+# One of each kind of operands and directions; the checks of all kinds have tests of their own.
+EACH = ("layer", "add_rms", norms.PADDED, norms.GROUPED, norms.HEADS, "rms_quantized", "rms_quantized, with a residual")
+EACH += ("rms_quantized, static scale", others.CACHED, "cross_entropy", "qkv_norm_rotary", "float8_linear, kernel")
+
+
 @pytest.mark.kernels
-@pytest.mark.parametrize("kind", programs.OPS)
+@pytest.mark.parametrize("kind", EACH)
 def test_a_cell_is_measured_with_every_set(kind, monkeypatch):
-    rows, failed, used = measure_cell(kind, monkeypatch)
-    assert [row["op"] for row in rows] == [report.op_name(kind, way) for way in ("forward", "backward", "step")]
-    assert used == [3] * 7  # the copy, and each package's three directions
+    rows, failed, used = measure_cell(kind, monkeypatch, dims=DIMS.get(kind, (9, 300)), dtype="bfloat16")
+    ways = ["forward"] if ops.KINDS[kind].is_rounded else ["forward", "backward", "step"]
+    assert [row["op"] for row in rows] == [report.op_name(kind, way) for way in ways]
+    assert len(used) == 1 + 2 * len(ways)  # the copy, and each package's directions
+    assert len(set(used)) == 1
     assert all(row["error / tolerance"] < 1 and row["x XLA"] > 1 for row in rows)
-    # No peer adds a residual; one that fails is absent.
-    assert failed == [] if kind in programs.ADDED_NORMS else ["Liger: RuntimeError: no such kernel"]
-
-
-@pytest.mark.kernels
-@pytest.mark.parametrize("variant", ["", *quantized.VARIANTS])
-@pytest.mark.parametrize("op", quantized.NORMS)
-def test_a_cell_of_quantised_norms_is_measured(op, variant, monkeypatch):
-    kind, has_residual = f"{op}, {variant}".removesuffix(", "), "residual" in variant
-    cols = 384 if "groups" in variant else 300
-    rows, failed, used = measure_cell(kind, monkeypatch, cols=cols)
-    name = op.replace("_", "_norm_") + f" forward, {variant}".removesuffix(", ")
-    assert [row["op"] for row in rows] == [name]
-    assert len(used) == 3  # the copy, and each package's forward
-    assert rows[0]["error / tolerance"] < 1
-    assert rows[0]["GB/s"] == pytest.approx(9 * cols * ((3 if has_residual else 1) * 2 + 1) / 2e-3 / 1e9)
     assert failed == []
 
 
-@pytest.mark.kernels
-@pytest.mark.parametrize("kind", gated.VARIANTS)
-def test_a_cell_of_the_gated_norm_is_measured(kind, monkeypatch):
-    cols = 2 * gated.GROUP if kind == gated.GROUPED else 300
-    rows, failed, used = measure_cell(kind, monkeypatch, cols=cols)
-    variant = kind.removeprefix("gated_rms")
-    assert [row["op"] for row in rows] == [f"gated_rms_norm {way}{variant}" for way in gated.ELEMENTS]
-    assert len(used) == 7  # the copy, and each package's three directions
-    assert all(row["error / tolerance"] < 1 for row in rows)
-    assert failed == []
+@pytest.mark.parametrize("op", ops.OPS)
+def test_every_op_has_cells_of_its_own(op):
+    found = gpu.cells(parse(["gpu", "--ops", op, "--dtypes", "bfloat16"]))
+    assert found
+    assert len({cell[1:] for cell in found}) == len(found)
+    assert {cell.kind for cell in found} <= set(ops.KINDS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dims", "moved"),
+    [
+        ("rms_quantized", (9, 300), {"forward": 2 + 1}),
+        ("layer_quantized, with a residual", (9, 300), {"forward": 3 * 2 + 1}),
+        (norms.PADDED, (9, 200), {"forward": 8 + 2 * 56 / 200, "backward": 8, "step": 16 + 2 * 56 / 200}),
+        (others.CAUSAL, (8, 8), {"forward": 3, "backward": 4, "step": 7}),
+        (others.CACHED, (2, 4), {"forward": 2 * (1 + 7 / 8), "backward": 2 * (1 + 14 / 8), "step": 2 * (2 + 21 / 8)}),
+        ("softmax, window 1024", (2, 4), {"forward": 3.75, "backward": 5.5, "step": 9.25}),
+        ("cross_entropy", (9, 300), {"forward": 2, "backward": 4, "step": 6}),
+        # By queries and keys, with values beside: twice as much is half as much again, and dv is read once.
+        ("qkv_norm_rotary", (1, 1, 16, 4), {"forward": 6, "backward": 8, "step": 14}),
+        ("gated_activation", (9, 300), {"forward": 6, "backward": 10, "step": 16}),
+        ("gated_activation_quantized", (9, 300), {"forward": 5}),
+        ("float8_linear, rows", (9, 300), {"forward": 3}),
+        ("float8_linear, kernel", (9, 300), {"forward": 4}),
+        ("float8_linear, gradient", (9, 300), {"forward": 6}),
+        ("float8_linear, bytes", (9, 300), {"forward": 4}),
+    ],
+)
+def test_the_bytes_of_an_element(kind, dims, moved):
+    shape = shapes.Shape("any", dims)
+    found = ops.KINDS[kind].moved(shape, 2)
+    assert {way: nbytes / (shape.rows * shape.cols) for way, nbytes in found.items()} == pytest.approx(moved)
 
 
 def test_rates_count_every_array_once(monkeypatch):
     monkeypatch.setattr(gpu.jax, "devices", lambda: [SimpleNamespace(device_kind="NVIDIA H200")])
     cell = gpu.Cell("grid", "add_rms", "bfloat16", shapes.Shape("grid 1024", (131_072, 1024)))
     times = {("jaxnorm", way): timing.Time(1e-3, []) for way in ("forward", "backward", "step")}
-    rates = {way: gpu.row(cell, way, times, 1e12, 0.1)["GB/s"] for _, way in times}
+    rates = {way: gpu.row(cell, way, times, dict.fromkeys(times, 0), 1e12, 0.1)["GB/s"] for _, way in times}
     assert rates == pytest.approx({way: n * 2**28 / 1e6 for way, n in {"forward": 4, "backward": 4, "step": 8}.items()})
 
 
@@ -173,34 +186,29 @@ def test_no_kernel_of_xlas_is_counted_as_jaxnorms(monkeypatch):
 @pytest.mark.kernels
 def test_by_default_kernels_of_xlas_are_counted(monkeypatch):
     rows, failed, _ = measure_cell("rms", monkeypatch, kernels=("jaxnorm", "wrapped_copy"), default=True)
-    assert (len(rows), failed) == (3, ["Liger: RuntimeError: no such kernel"])
+    assert (len(rows), failed) == (3, [])
+
+
+PURE = [kind for kind, op in ops.KINDS.items() if op.is_pure and (op.carries or kind.startswith("gated"))]
 
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", [*programs.ADDED_NORMS, *(f"{op}, with a residual" for op in quantized.NORMS)])
+@pytest.mark.parametrize("kind", PURE)
 def test_no_program_of_jaxnorm_copies_an_array(kind, dtype):
-    work, shape = ops.module_of(kind), shapes.Shape("any", (9, 300))
-    for program in work.programs(kind, "native", *work.operands(kind, dtype, 9, 300)).values():
+    op, shape = ops.KINDS[kind], shapes.Shape("any", DIMS.get(kind, (9, 300)))
+    for program in programs.programs(op, "native", *op.operands(shape, dtype, 0)).values():
         text = program.function.lower(*program.arguments).compile().as_text()
         assert gpu.copies(text, shape) == []
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("kind", gated.VARIANTS)
-def test_no_program_of_the_gated_norm_copies_an_array(kind):
-    shape = shapes.Shape("any", (9, 2 * gated.GROUP))
-    for program in gated.programs(kind, "native", *gated.operands(kind, "bfloat16", *shape.dims)).values():
-        text = program.function.lower(*program.arguments).compile().as_text()
-        assert gpu.copies(text, shape) == []
-
-
-@pytest.mark.kernels
-@pytest.mark.parametrize("kind", programs.ADDED_NORMS)
+@pytest.mark.parametrize("kind", norms.ADDED)
 def test_a_residual_that_is_not_donated_is_copied(kind):
-    x, weights, _ = programs.operands(kind, "float32", 9, 300)
-    text = programs.functions(kind, "native")["forward"].lower(x, weights).compile().as_text()
-    assert gpu.copies(text, shapes.Shape("any", (9, 300))) != []
+    op, shape = ops.KINDS[kind], shapes.Shape("any", (9, 300))
+    x, weights, _ = op.operands(shape, "float32", 0)
+    text = programs.functions(op, "native")["forward"].lower(x, weights).compile().as_text()
+    assert gpu.copies(text, shape) != []
 
 
 @pytest.mark.parametrize(

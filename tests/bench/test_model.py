@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 from dataclasses import replace
 from functools import cache, partial
 
@@ -100,6 +101,15 @@ def test_every_norm_but_the_first_adds(spec, sign, norms, adds):
     params, inputs = models.init(spec), models.batch(spec)
     text = jax.jit(models.forward(partial(models.loss, spec, norms))).lower(params, *inputs).as_text()
     assert text.count(sign) == 2 * spec.layers * adds
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(("norms", "adds"), [("jaxnorm", False), ("jaxnorm-add", True)])
+def test_norms_of_a_unet_take_its_activation_in(norms, adds):
+    text = jax.jit(models.forward(partial(unet.loss, UNET, norms))).lower(unet.init(UNET), *unet.batch(UNET)).as_text()
+    calls = re.findall("custom_call @jaxnorm_group_norm_fwd.*", text)
+    assert calls
+    assert all(('activation = "silu"' in call) == adds for call in calls)
 
 
 @pytest.mark.parametrize(

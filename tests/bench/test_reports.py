@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import bench
-from bench import peers, plot, recorded, report, shapes, show, tables, targets
+from bench import plot, recorded, report, shapes, show, tables, targets
 from bench.__main__ import COMMANDS, parse
 from tools import doc_results
 
@@ -27,6 +27,10 @@ def result(op="rms_norm forward", dtype="float32", shape="grid 256", rows=4, col
     return row | {"best peer": "quack (recorded)", "x best peer": 1.01, "error / tolerance": 0.1} | changes
 
 
+def shape(rows, cols):
+    return shapes.Shape("any", (rows, cols))
+
+
 @pytest.fixture
 def results(tmp_path):
     """A results folder with a small run of two lengths, both directions, and a small shape."""
@@ -37,7 +41,7 @@ def results(tmp_path):
         for cols in (1024, 256)
     ]
     small = result(shape="decode 1", rows=1, cols=4096, **{"% of copy": None, "copy GB/s": None, "x best peer": 0.5})
-    report.save(HEADER, [*grid, small], tmp_path / "h200", missing=["one"], failed=[])
+    report.save(HEADER, [*grid, small], tmp_path / "h200", failed=["one"])
     return tmp_path
 
 
@@ -63,18 +67,21 @@ def test_help_imports_no_command():
 
 
 def test_recorded_packages_are_compared_by_time():
-    name, seconds = recorded.best("NVIDIA H200", "rms_norm backward", "float32", 8192, 8192)
+    name, seconds = recorded.best("NVIDIA H200", "rms_norm backward", "float32", shape(8192, 8192))
     assert (name, seconds) == ("quack", pytest.approx(3 * 2**26 * 4 / 4038e9))
-    assert recorded.best("NVIDIA H200", "rms_norm forward", "bfloat16", 1, 4096) == ("Liger", pytest.approx(1.7e-6))
-    name, seconds = recorded.best("NVIDIA H200", "add_rms_norm forward", "bfloat16", 16_384, 8192)
+    assert recorded.best("NVIDIA H200", "rms_norm forward", "bfloat16", shape(1, 4096)) == (
+        "Liger",
+        pytest.approx(1.7e-6),
+    )
+    name, seconds = recorded.best("NVIDIA H200", "add_rms_norm forward", "bfloat16", shape(16_384, 8192))
     assert (name, seconds) == ("quack", pytest.approx(4 * 2**27 * 2 / 4047e9))
     # Only XLA is recorded, which every run measures.
-    assert recorded.best("NVIDIA H200", "rms_norm_quantized forward", "bfloat16", 16_384, 8192) is None
-    assert recorded.seconds("rms_norm_quantized forward", "bfloat16", 16_384, 8192) == {
+    assert recorded.best("NVIDIA H200", "rms_norm_quantized forward", "bfloat16", shape(16_384, 8192)) is None
+    assert recorded.seconds("rms_norm_quantized forward", "bfloat16", shape(16_384, 8192)) == {
         "XLA": pytest.approx(3 * 2**27 / 1583e9)
     }
     # Of two packages the faster one, whatever XLA does.
-    assert recorded.best("NVIDIA H200", "rms_norm forward", "bfloat16", 16_384, 8192)[0] == "torch.compile"
+    assert recorded.best("NVIDIA H200", "rms_norm forward", "bfloat16", shape(16_384, 8192))[0] == "torch.compile"
 
 
 @pytest.mark.parametrize(
@@ -88,7 +95,7 @@ def test_recorded_packages_are_compared_by_time():
     ],
 )
 def test_nothing_is_compared_that_was_not_recorded(device, op, dtype, cols):
-    assert recorded.best(device, op, dtype, 8192, cols) is None
+    assert recorded.best(device, op, dtype, shape(8192, cols)) is None
 
 
 def test_recorded_shapes_are_those_of_the_table():
@@ -153,11 +160,18 @@ def test_missing_rows_are_named():
 def test_a_results_file_is_read_back(results, capsys):
     data = report.load(results / "h200.json")
     assert len(data["rows"]) == 9
-    assert (data["missing"], data["failed"]) == (["one"], [])
+    assert data["failed"] == ["one"]
     show.main(parse(["show", str(results / "h200.json")]))
     printed = capsys.readouterr().out
     assert "| decode 1 | 1 | 4096 | 2.00 |" in printed
-    assert "Missing: 1\n- one\n" in printed
+    assert "Missing: 1\n- rms_norm forward, float32, decode 1 (1x4096): 0.50 x quack (recorded)\n" in printed
+    assert "Failed: 1\n- one\n" in printed
+
+
+def test_what_is_slower_than_xla_stands_below_a_run_on_a_cpu():
+    assert targets.below({"cpu": "one"}, [result(), result(**{"x XLA": 0.5})]) == {
+        "slower": ["rms_norm forward float32 grid 256: 0.50 x XLA"]
+    }
 
 
 def test_plot_draws_each_direction(results):
@@ -280,8 +294,3 @@ def test_every_results_file_says_what_ran():
         data = json.loads(path.read_text())
         assert data["rows"], path.name
         assert {"date", "command", "jax"} <= set(data["header"]), path.name
-
-
-def test_versions_of_peers_that_are_not_there(monkeypatch):
-    monkeypatch.setattr(peers, "PACKAGES", {"a": "no-such-package", "b": "no-such-package", "c": "pytest"})
-    assert peers.versions(["a", "b", "c"]) == {"no-such-package": "not installed", "pytest": pytest.__version__}

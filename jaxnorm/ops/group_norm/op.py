@@ -26,7 +26,7 @@ from jaxnorm.sharding import dims
 # The most channels of a group without positions that a CPU's kernels are slower for; measured on 2 cores with AVX2,
 # (512, 640) in 32 groups: 0.4 to 0.9 of XLA's speed.
 SHORT = 64
-# Examples of fewer positions XLA's code is faster for on a GPU; measured on an H200 with `python -m bench groups`.
+# Examples of fewer positions XLA's code is faster for on a GPU; measured on an H200 with `python -m bench gpu`.
 FEW_POSITIONS = {"forward": 64, "backward": 16}
 # And for a result of as little float32, for which three launches take too long: (2, 16, 16, 1280) 11.6 to 10.5 µs.
 FEW_WIDE = 2**20

@@ -1,0 +1,226 @@
+"""What `bench gpu` measures beside norms: softmax and cross-entropy, rotary embedding, GroupNorm, gates, rounding.
+
+XLA's softmax is `jax.nn.softmax`, its cross-entropy Optax's formula, which XLA compiles better than one that reads
+`log_softmax`; of the others it is the formula. What a mask hides is not read, and labels and positions are not counted.
+"""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxnorm
+from bench import shapes
+from bench.programs import Op, draw, nbytes
+from jaxnorm.ops.float8_linear.formula import BY_XLA, Float8Linear
+from jaxnorm.ops.float8_linear.kernels import BY_KERNELS, transposed
+
+CAUSAL, CACHED = "softmax, causal", "softmax, causal, cache"
+# Of scores behind a cache: how many keys a query has at most.
+WINDOWS = {CACHED: None, "softmax, window 1024": 1024, "softmax, window 4096": 4096}
+ROUNDINGS = ("rows", "kernel", "gradient", "bytes")
+NOT_PURE = {"is_pure": False}  # XLA converts positions, adds up the gradients of scales, or has a direction
+
+
+def logits(shape, dtype, seed):
+    x, dy = draw(seed, dtype, shape.dims, shape.dims, kind="logits")
+    return x, (), dy
+
+
+def softmax(log=False):
+    def function(how):
+        module, options = (jax.nn, {}) if how == "jnp" else (jaxnorm, {"implementation": how})
+        return partial(module.log_softmax if log else module.softmax, **options)
+
+    return Op(function, logits, partial(nbytes, forward=2, backward=3), is_kept=True, **NOT_PURE)
+
+
+def causal(cached=False, window=None):
+    """Of scores behind a cache the last query has the last key."""
+
+    def offset_of(dims):
+        return dims[-1] - dims[-2] if cached else 0
+
+    def function(how):
+        def of_jax(x):
+            return jax.nn.softmax(jnp.where(seen(x.shape, offset_of(x.shape), window), x, -jnp.inf))
+
+        def ours(x):
+            return jaxnorm.softmax(x, causal=True, offset=offset_of(x.shape), window=window, implementation=how)
+
+        return of_jax if how == "jnp" else ours
+
+    def moved(shape, itemsize):
+        read = float(seen(shape.dims, offset_of(shape.dims), window).mean()) if cached else 0.5
+        return nbytes(shape, itemsize, read + 1, 2 * read + 1)
+
+    return Op(function, logits, moved, is_kept=True, **NOT_PURE)
+
+
+def seen(dims, offset, window):
+    """Which keys each query of causal rows sees."""
+    queries, keys = dims[-2:]
+    last = jnp.arange(queries)[:, None] + offset
+    before = jnp.arange(keys) <= last
+    return before if window is None else before & (jnp.arange(keys) > last - window)
+
+
+def cross_entropy():
+    def operands(shape, dtype, seed):
+        x, _, _ = logits(shape, dtype, seed)
+        labels = jax.random.randint(jax.random.key(seed), (shape.rows,), 0, shape.cols)
+        return x, (labels,), jnp.full(shape.rows, 1 / shape.rows, jnp.float32)
+
+    def of_optax(logits, labels):
+        logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+        label_logits = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
+        return jax.nn.logsumexp(logits, axis=-1) - label_logits
+
+    def function(how):
+        ours = partial(jaxnorm.softmax_cross_entropy_with_integer_labels, implementation=how)
+        return of_optax if how == "jnp" else ours
+
+    moved = partial(nbytes, forward=1, backward=2)
+    return Op(function, operands, moved, is_kept=True, is_last=True, **NOT_PURE)
+
+
+def heads_of(shape, dtype, seed, *counts):
+    """Arrays of so many heads, two scales, and the positions."""
+    batch, tokens, _, size = shape.dims
+    arrays = draw(seed, dtype, *((batch, tokens, count, size) for count in counts))
+    return arrays, (*draw(seed, jnp.float32, (size,), (size,), kind="weights"), jnp.arange(tokens))
+
+
+def rotary():
+    """Queries and keys, of which the last `shapes.KEYS` are; 2 arrays of both are moved forward, and 5 in all."""
+
+    def operands(shape, dtype, seed):
+        counts = (shape.dims[-2] - shapes.KEYS, shapes.KEYS)
+        arrays, weights = heads_of(shape, dtype, seed, *counts, *counts)
+        return arrays[:2], weights, arrays[2:]
+
+    def function(how):
+        return lambda pair, *weights: jaxnorm.qk_norm_rotary(*pair, *weights, implementation=how)
+
+    return Op(function, operands, partial(nbytes, forward=2, backward=3), is_last=True, fixed=2, **NOT_PURE)
+
+
+def joint_rotary():
+    """Values stand behind the keys in one array; their cotangent is not read with x again."""
+
+    def operands(shape, dtype, seed):
+        heads = shape.dims[-2]
+        counts = (heads - shapes.KEYS, shapes.KEYS, shapes.KEYS)
+        (qkv, *cotangents), weights = heads_of(shape, dtype, seed, heads + shapes.KEYS, *counts)
+        return qkv, weights, tuple(cotangents)
+
+    def function(how):
+        def of_array(qkv, *weights):
+            counts = {"heads": qkv.shape[-2] - 2 * shapes.KEYS, "kv_heads": shapes.KEYS}
+            return jaxnorm.qkv_norm_rotary(qkv, *weights, **counts, implementation=how)
+
+        return of_array
+
+    def moved(shape, itemsize):
+        *_, heads, _ = shape.dims
+        joint = (heads + shapes.KEYS) / heads
+        return nbytes(shape, itemsize, 2 * joint, 3 * joint - shapes.KEYS / heads)
+
+    return Op(function, operands, moved, is_last=True, fixed=2, **NOT_PURE)
+
+
+def group_norm():
+    """With silu, of 32 groups, or of as many channels as they have."""
+
+    def operands(shape, dtype, seed):
+        x, dy = draw(seed, dtype, shape.dims, shape.dims)
+        return x, draw(seed, jnp.float32, shape.dims[-1:], shape.dims[-1:], kind="weights"), dy
+
+    def function(how):
+        def norm(x, *weights):
+            groups = math.gcd(32, x.shape[-1])
+            return jaxnorm.group_norm(x, *weights, num_groups=groups, activation="silu", implementation=how)
+
+        return norm
+
+    return Op(function, operands, partial(nbytes, forward=2, backward=3), **NOT_PURE)
+
+
+def both_halves(shape, dtype, seed):
+    """x, which has gate and what it gates, side by side; and dy."""
+    x, dy = draw(seed, dtype, (shape.rows, 2 * shape.cols), (shape.rows, shape.cols))
+    return x, (), dy
+
+
+def gated_activation():
+    function = jaxnorm.gated_activation
+    moved = partial(nbytes, forward=3, backward=5)
+    return Op(lambda how: partial(function, implementation=how), both_halves, moved, is_last=True, **NOT_PURE)
+
+
+def quantized_activation():
+    """To float8 with a scale for each row."""
+
+    def function(how):
+        def of_array(x):
+            to = jaxnorm.Quantization(jnp.float8_e4m3fn)
+            result = jaxnorm.gated_activation_quantized(x, quantization=to, implementation=how)
+            return result.values, result.scales
+
+        return of_array
+
+    def moved(shape, itemsize):
+        return nbytes(shape, 1, 2 * itemsize + 1)
+
+    return Op(function, lambda *args: (*both_halves(*args)[:2], None), moved, is_last=True, is_rounded=True, **NOT_PURE)
+
+
+def rounding(way):
+    """Around the products of `float8_linear`: x by "rows"; a "kernel" by columns, as it lies and transposed, both
+    written; the "gradient" dy by rows and by columns, with the scales of the other factors, which reads it twice; and
+    the transpose of as many "bytes" as values of float8."""
+    spec = Float8Linear(out_dtype=np.dtype(np.float32))
+
+    def operands(shape, dtype, seed):
+        if way == "bytes":
+            return *draw(seed, jnp.float8_e4m3fn, (shape.rows, shape.cols * jnp.dtype(dtype).itemsize)), (), None
+        (x,) = draw(seed, dtype, (shape.rows, shape.cols))
+        columns, rows = draw(seed, jnp.float32, (shape.cols,), (shape.rows, 1))
+        return x, (jnp.exp(columns), jnp.exp(rows)) if way == "gradient" else (), None
+
+    def function(how):
+        by, transpose = (BY_XLA, jnp.transpose) if how == "jnp" else (BY_KERNELS, transposed)
+
+        def kernel(x):
+            values, scales, columns = by.rounded(spec, x, (0,))
+            return values, scales, values.T if columns is None else columns
+
+        def gradient(dy, *factors):
+            rows, columns = by.gradient(spec, dy, *factors, wants=(True, True))
+            return rows[:2], columns.scales, columns.values.T if columns.transposed is None else columns.transposed
+
+        ways = {"rows": lambda x: by.rounded(spec, x, (-1,))[:2], "kernel": kernel, "gradient": gradient}
+        return ways.get(way, transpose)
+
+    def moved(shape, itemsize):
+        written = {"rows": 1, "kernel": 2, "gradient": itemsize + 2, "bytes": itemsize}[way]
+        return nbytes(shape, 1, itemsize + written)
+
+    return Op(function, operands, moved, is_last=True, is_rounded=True, **NOT_PURE)
+
+
+OPS = {
+    "softmax": softmax(),
+    "log_softmax": softmax(log=True),
+    CAUSAL: causal(),
+    **{kind: causal(cached=True, window=window) for kind, window in WINDOWS.items()},
+    "cross_entropy": cross_entropy(),
+    "qk_norm_rotary": rotary(),
+    "qkv_norm_rotary": joint_rotary(),
+    "group_norm": group_norm(),
+    "gated_activation": gated_activation(),
+    "gated_activation_quantized": quantized_activation(),
+    **{f"float8_linear, {way}": rounding(way) for way in ROUNDINGS},
+}
