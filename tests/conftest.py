@@ -28,6 +28,7 @@ import pytest
 from coverage import one_of_each, set_tier
 from hypothesis import settings
 from internals import run_every_kernel
+from lowering import share_contexts
 from native import are_cuda_kernels, description, is_built, is_platform_with_kernels, why_not_native
 from toys import ARE_BUILT
 
@@ -69,6 +70,7 @@ def pytest_cmdline_main(config):
 
 
 def pytest_configure(config):
+    share_contexts()
     run_every_kernel()
     set_tier(config.option.tier)
     if config.option.tier == "quick":
