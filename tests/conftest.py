@@ -28,6 +28,7 @@ import pytest
 from coverage import one_of_each, set_tier
 from hypothesis import settings
 from internals import run_every_kernel
+from lowering import share_contexts
 from native import are_cuda_kernels, description, is_built, is_platform_with_kernels, why_not_native
 from toys import ARE_BUILT
 
@@ -42,6 +43,7 @@ settings.load_profile("jaxnorm")
 TIERS = {
     "quick": "one case of each test, without XLA's optimiser; the default on CPU where no file is named",
     "once": "each value of a factor once; the default for a file that is named",
+    "rest": "the tier `once` without what `quick` has",
     "pairs": "each pair of values of the factors",
     "full": "all combinations of factors; the default on a GPU",
 }
@@ -69,6 +71,7 @@ def pytest_cmdline_main(config):
 
 
 def pytest_configure(config):
+    share_contexts()
     run_every_kernel()
     set_tier(config.option.tier)
     if config.option.tier == "quick":
@@ -130,8 +133,12 @@ def pytest_collection_modifyitems(config, items):
     absent = {name for name, present in has.items() if not present}
     kept = [item for item in items if not absent & {mark.name for mark in item.iter_markers()}]
     kept = [item for item in kept if all(find_spec(mark.args[0]) for mark in item.iter_markers("package"))]
-    if config.option.tier == "quick":
-        kept = one_of_each([item for item in kept if not item.get_closest_marker("long")])
+    if config.option.tier in ("quick", "rest"):
+        others = {"long"}
+        if config.option.tier == "rest":  # of `quick` where there are no CUDA kernels, as in README's command
+            others |= {"plans", "emulated", "deviceless"}
+        one = set(one_of_each([item for item in kept if not others & {mark.name for mark in item.iter_markers()}]))
+        kept = [item for item in kept if (item in one) == (config.option.tier == "quick")]
     taken = set(kept)
     config.hook.pytest_deselected(items=[item for item in items if item not in taken])
     items[:] = kept

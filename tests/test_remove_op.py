@@ -19,7 +19,8 @@ OPS = ("sandwich_norm", "group_norm", "gated_activation", "softmax", "cross_entr
 NAMED_IN = {"jaxnorm/__init__.py", "cmake/ops.cmake"}
 
 pytest.importorskip("libcst")
-pytestmark = [pytest.mark.any_code, pytest.mark.long]
+# In a group, which workers begin with: it takes longest.
+pytestmark = [pytest.mark.any_code, pytest.mark.long, pytest.mark.xdist_group("remove op")]
 
 
 class Copy:
@@ -59,10 +60,10 @@ class Copy:
         return self.run("-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-q", *arguments)
 
 
-@pytest.fixture(params=(OPS[0], *in_full(*OPS[1:])))
-def without(request, tmp_path):
+@pytest.fixture(scope="module", params=(OPS[0], *in_full(*OPS[1:])))
+def without(request, tmp_path_factory):
     """The op, and a copy without it with what the tool printed."""
-    copy = Copy(tmp_path)
+    copy = Copy(tmp_path_factory.mktemp(request.param))
     copy.printed = copy.run("tools/remove_op.py", request.param)
     return request.param, copy
 

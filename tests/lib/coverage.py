@@ -12,7 +12,7 @@ Named = list[tuple[str, Any]]
 _tier = "pairs"
 
 
-def set_tier(tier: Literal["quick", "once", "pairs", "full"]) -> None:
+def set_tier(tier: Literal["quick", "once", "rest", "pairs", "full"]) -> None:
     """Before test modules are imported."""
     global _tier
     _tier = tier
