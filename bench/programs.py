@@ -128,8 +128,8 @@ def each_direction(f, is_whole, x, weights, dy):
 def check(op, shape, dtype, implementation="native", spoil=lambda results: results):
     """The largest error of all results of few rows, relative to its tolerance, against the formula in float64.
 
-    Of 8 bits it is the formula in float32.
-    How a row is computed depends on its length and dtypes, not on the number of rows. `spoil` changes the results.
+    Of 8 bits it is the formula in float32. How a row is computed depends on its length and dtypes, not on the number of
+    rows. `spoil` changes the results.
     """
     dims = shape.dims
     few = shape._replace(dims=(*(min(n, FEW) for n in dims[: -op.fixed]), *dims[-op.fixed :]))
@@ -146,7 +146,15 @@ def check(op, shape, dtype, implementation="native", spoil=lambda results: resul
         tolerance = TOLERANCE[result.dtype.name]
         is_sum = i >= sums and result.size < jax.tree.leaves(x)[0].size
         errors.append(relative_error(result, expected) / (max(tolerance, SUMS) if is_sum else tolerance))
+        if result.dtype.itemsize == 1:
+            errors.append(np.abs(_codes(result) - _codes(expected)).max() / 1.5)  # none is farther than its neighbour
     return float(np.max(errors))  # NaN if one is
+
+
+def _codes(values):
+    """Consecutive numbers of the neighbouring values of eight bits."""
+    codes = np.asarray(values).view(np.int8).astype(int)
+    return codes if values.dtype == np.int8 else np.where(codes < 0, -(codes & 0x7F), codes)
 
 
 def _results(op, implementation, x, weights, dy):

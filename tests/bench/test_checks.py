@@ -45,3 +45,14 @@ def test_the_check_sees_what_is_wrong(kind):
 
 def test_the_check_sees_what_is_not_zero_behind_a_row():
     assert check(norms.PADDED, "float32", lambda i, y: y if i else y.at[30, -1].add(0.001)) > 1
+
+
+@pytest.mark.parametrize("kind", ["rms_quantized", "rms_quantized, int8"])
+def test_the_check_sees_one_value_of_eight_bits_that_is_no_neighbour(kind):
+    def two_away(i, leaf):
+        if leaf.dtype.itemsize > 1:
+            return leaf
+        codes = jax.lax.bitcast_convert_type(leaf, jnp.int8)
+        return jax.lax.bitcast_convert_type(codes.at[3, 5].add(jnp.where(codes[3, 5] > 0, -2, 2)), leaf.dtype)
+
+    assert check(kind, "float32", two_away) > 1

@@ -92,4 +92,6 @@ EXCHANGED = {
 def test_what_is_added_up(split, parts):
     mesh = mesh_of(jax.devices(), AxisType.Auto)
     text = compiled_text(step, *placed(mesh, layer_operands("bfloat16"), LAYERS[split]))
-    assert collectives(text) == {"all-reduce": EXCHANGED[split]}
+    # Of two devices the first axis has but one.
+    along = mesh.shape["a" if split == "rows" else "b"]
+    assert collectives(text) == ({"all-reduce": EXCHANGED[split]} if along > 1 else {})
