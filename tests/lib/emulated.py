@@ -70,7 +70,7 @@ def kept() -> Path:
     """Where stays what is compiled of these sources by this compiler: in CI's cache, in place of that of others."""
     digest = hashlib.sha256(subprocess.run(["g++", "--version"], capture_output=True, check=True).stdout)
     paths = [path for part in PARTS for path in (ROOT / part, *(ROOT / part).rglob("*"))]
-    for file in sorted(filter(Path.is_file, paths)):
+    for file in sorted(path for path in paths if path.is_file() and path.suffix != ".pyc"):
         digest.update(str(file.relative_to(ROOT)).encode() + file.read_bytes())
     within = Path(os.environ.get("JAXNORM_EMULATED", f"{tempfile.gettempdir()}/jaxnorm_emulated_{os.getuid()}"))
     folder = within / digest.hexdigest()[:16]
