@@ -22,7 +22,7 @@ cudaError_t run(int64_t rows, int64_t cols) {
   accesses::add({p.y.data, p.y.dtype}, rows * cols, 1);
   const Plan plan = make_plan(Way::forward, kind, kDtype<X>, cols, kMaxCluster);
   return with_regime<ForwardRegimes<sizeof(X)>>(plan, [&](auto regime) {
-    return NormLauncher<STATS, X, decltype(regime)>(p, plan, nullptr).run(Weights<X, false, false>{});
+    return NormLauncher<STATS, X, decltype(regime)>(p, plan, nullptr).run(VaryingWeights<X, STATS::kCentred>{});
   });
 }
 

@@ -57,7 +57,8 @@ def kernels(case: Case, partial_rows: int) -> list[dict[str, Any]]:
             return [_kernel("row_kernel", grid, threads, blocks, registers, stages * stage, is_most=True)]
         if case.kind == "layer" and case.is_divided and not case.is_streamed and threads > WARP and case.groups == 1:
             vectors = int(case.plan["elements_per_thread"]) // case.vector
-            shared = threads * vectors * VECTOR_BYTES if vectors == 4 else 0  # the scale waits there
+            # The scale waits there, and a bias, for which there is room in any case.
+            shared = 2 * threads * vectors * VECTOR_BYTES if vectors == 4 else 0
         return [_kernel("row_kernel", grid, threads, blocks, registers, shared)]
     if case.is_streamed:
         return _segment_kernels(case, min(partial_rows, case.rows))
