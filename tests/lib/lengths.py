@@ -60,7 +60,7 @@ POSITIONS = (1, 7, 130)
 
 
 def shapes(op, dtypes, way, mask):
-    """Few rows each; of results as many as law 1 wants, which is of hundreds of elements."""
+    """Few rows each; of results without a mask as many as law 1 wants, which is of hundreds of elements."""
     dtype = dtypes[op.arrays - 1 if op.has_sum else 0]  # of a sum, which is normalised
     if op.public.endswith("rotary"):
         heads = 4 + 4 * op.public.startswith("qkv")
@@ -78,7 +78,7 @@ def shapes(op, dtypes, way, mask):
         return [rows(3, 2 * n, group_size=n) for n in found]
     # Some rows, or one if it is long; of a norm's result a single row may have a kernel of its own.
     is_plain = way == "forward" and op.public in ("rms_norm", "layer_norm")
-    some = {n: max(3, 1024 // n) if way == "forward" else 3 for n in found}
+    some = {n: max(3, 1024 // n) if way == "forward" and not mask else 3 for n in found}
     counts = {n: [1] * (n > 17_000 or (is_plain and n > 1000)) + [some[n]] * (n < 17_000 or mask != "") for n in found}
     # Padding that is no number of vectors' columns.
     more = {"pad_to": 112} if "padded" in op.name else {}
