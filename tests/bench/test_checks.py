@@ -56,3 +56,17 @@ def test_the_check_sees_one_value_of_eight_bits_that_is_no_neighbour(kind):
         return jax.lax.bitcast_convert_type(codes.at[3, 5].add(jnp.where(codes[3, 5] > 0, -2, 2)), leaf.dtype)
 
     assert check(kind, "float32", two_away) > 1
+
+
+def test_what_cancels_in_float32_may_be_no_neighbour():
+    expected = jnp.array([57344.0, 0.0117, 1.0], jnp.float8_e5m2)
+    codes = jax.lax.bitcast_convert_type(expected, jnp.int8)
+
+    def moved(*steps):
+        return jax.lax.bitcast_convert_type(codes - jnp.array(steps, jnp.int8), jnp.float8_e5m2)
+
+    assert [programs.steps_apart(moved(*steps), expected) for steps in [(0, 13, 0), (0, 0, 13), (2, 0, 0)]] == [
+        0,
+        13,
+        2,
+    ]
