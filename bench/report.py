@@ -91,10 +91,10 @@ def complete(header):
 
 def to_json(header, rows, lists):
     """One row a line, so that a difference between two runs can be read; five digits, as no measurement has more."""
-    lines = ",\n".join(f"  {json.dumps(_rounded(row))}" for row in rows)
-    parts = [f' "header": {json.dumps(header, indent=2)}', f' "rows": [\n{lines}\n ]']
-    parts += [f" {json.dumps(name)}: {json.dumps(remarks, indent=2)}" for name, remarks in lists.items()]
-    return "{\n" + ",\n".join(parts) + "\n}\n"
+    lines = ",\n".join(json.dumps(_rounded(row)) for row in rows)
+    parts = [f'"header": {json.dumps(header)}', f'"rows": [\n{lines}\n]']
+    parts += [f"{json.dumps(name)}: {json.dumps(remarks)}" for name, remarks in lists.items()]
+    return "{" + ",\n".join(parts) + "}\n"
 
 
 def _rounded(value):

@@ -114,11 +114,7 @@ ROUNDED = (
 )
 
 # One token for each of a few sequences: launch overhead and latency, not bandwidth.
-DECODE = (
-    Shape("decode 1", (1, 4096)),
-    Shape("decode 32", (32, 4096)),
-    Shape("decode 256", (256, 8192)),
-)
+DECODE = (Shape("decode 1", (1, 4096)), Shape("decode 32", (32, 4096)), Shape("decode 256", (256, 8192)))
 
 # Row lengths that no vector width, warp, block or cluster divides.
 ODD = (

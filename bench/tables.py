@@ -134,8 +134,7 @@ def bfloat16_of_models(results):
             f"{row['us']:.1f}{in_parentheses(row)}"
         )
     return about(results["header"]) + report.table(
-        ["bfloat16", *map(code, ops)],
-        [[shape, *(cells.get(op, "-") for op in ops)] for shape, cells in lines.items()],
+        ["bfloat16", *map(code, ops)], [[shape, *(cells.get(op, "-") for op in ops)] for shape, cells in lines.items()]
     )
 
 

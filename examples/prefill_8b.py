@@ -238,10 +238,7 @@ def main():
     sizes = options.sizes
     tokens = jax.random.randint(jax.random.key(1), (options.batch, options.tokens), 0, sizes.vocabulary)
     weights = draw(sizes, options.layers)
-    programs = [
-        build("bfloat16", weights, tokens, sizes),
-        build("float8", quantize_layers(weights), tokens, sizes),
-    ]
+    programs = [build("bfloat16", weights, tokens, sizes), build("float8", quantize_layers(weights), tokens, sizes)]
     results = measure(programs, tokens, options.turns)
     report(programs, results, tokens, options)
 

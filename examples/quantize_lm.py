@@ -36,11 +36,7 @@ import jaxnorm.nnx
 from jaxnorm import Quantization
 
 # For each type of weights that of the inputs of its product, and how far the perplexity may be from bfloat16's.
-WEIGHTS = {
-    "float8_e4m3fn": ("float8_e4m3fn", 0.01),
-    "int8": ("int8", 0.01),
-    "int4": ("int8", 0.05),
-}
+WEIGHTS = {"float8_e4m3fn": ("float8_e4m3fn", 0.01), "int8": ("int8", 0.01), "int4": ("int8", 0.05)}
 
 
 class Attention(nnx.Module):

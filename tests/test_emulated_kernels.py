@@ -83,10 +83,5 @@ def test_products_of_arrays_that_begin_between_words(header, tmp_path):
 # An op out of the package's tree is a file, and nothing of the package's own ops.
 @pytest.mark.parametrize("op", ["l2_norm"])
 def test_an_op_out_of_tree(op, header, tmp_path):
-    sources = [
-        TOY / f"{op}.cu",
-        TOY / f"run_{op}.cc",
-        EMULATOR / "emulator.cc",
-        *PLANS,
-    ]
+    sources = [TOY / f"{op}.cu", TOY / f"run_{op}.cc", EMULATOR / "emulator.cc", *PLANS]
     assert failures(compile_objects(sources, tmp_path, header), tmp_path / op) == (0, "0 failures\n", "")

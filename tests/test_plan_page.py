@@ -60,16 +60,7 @@ def partial_rows(case):
 def logs(tmp_path_factory):
     """The accesses of all cases, by direction and case, as a structured array."""
     folder = tmp_path_factory.mktemp("accesses")
-    compiler = (
-        "nvcc",
-        "-x",
-        "c++",
-        "-std=c++17",
-        f"-I{EMULATOR}",
-        f"-I{SOURCES}",
-        "-include",
-        EMULATOR / "emulator.h",
-    )
+    compiler = ("nvcc", "-x", "c++", "-std=c++17", f"-I{EMULATOR}", f"-I{SOURCES}", "-include", EMULATOR / "emulator.h")
 
     def compile_object(source):
         logs = source.name.startswith("log_")

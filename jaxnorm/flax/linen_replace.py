@@ -25,9 +25,7 @@ OURS: dict[type, type] = {
 OTHERS = (linen.BatchNorm, linen.SpectralNorm, linen.WeightNorm)
 
 
-def replace_norms(
-    custom: replacement.Custom | None = None,
-) -> contextlib._GeneratorContextManager[replacement.Report]:
+def replace_norms(custom: replacement.Custom | None = None) -> contextlib._GeneratorContextManager[replacement.Report]:
     """Computes the norms of all models that are called, or traced, within.
 
         with jaxnorm.linen.replace_norms({GemmaNorm: lambda norm, x: rms_norm(x, norm.scale)}) as report:

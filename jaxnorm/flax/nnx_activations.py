@@ -19,11 +19,7 @@ class GatedActivation(nnx.Module):
     """
 
     def __init__(
-        self,
-        *,
-        activation: Activation | Synonym = "silu",
-        axis: int = -1,
-        implementation: Implementation | None = None,
+        self, *, activation: Activation | Synonym = "silu", axis: int = -1, implementation: Implementation | None = None
     ) -> None:
         self.activation, self.axis, self.implementation = activation, axis, implementation
 

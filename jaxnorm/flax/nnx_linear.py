@@ -89,10 +89,7 @@ QUANTISE = nnx_layers.Change(
 
 
 def quantize_linears(
-    model: Any,
-    weights: Quantization | DTypeLike,
-    activations: Quantization | DTypeLike | None,
-    only: Only | None,
+    model: Any, weights: Quantization | DTypeLike, activations: Quantization | DTypeLike | None, only: Only | None
 ) -> Report:
     """`jaxnorm.quantize_linears`."""
     weights, activations = pair("quantize_linears", weights, activations)

@@ -66,9 +66,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--platform", help="cpu, cuda, tpu, ...; JAX's default if not given")
     parser.add_argument("--html", metavar="FILE", type=Path, help="write a page of the launch plan to this file")
     parser.add_argument(
-        "--explain",
-        metavar="MODULE:FUNCTION",
-        help="say it of each call in a function without arguments",
+        "--explain", metavar="MODULE:FUNCTION", help="say it of each call in a function without arguments"
     )
     return parser
 

@@ -105,12 +105,7 @@ def allow_export(targets: Iterable[str]) -> None:
 
 
 def workspace(
-    platform: str,
-    target: str,
-    dtype: np.dtype[Any],
-    rows: Any,
-    cols: int,
-    **needs: int,
+    platform: str, target: str, dtype: np.dtype[Any], rows: Any, cols: int, **needs: int
 ) -> list[tuple[Any, ...]]:
     """The shape of what a native call of float32 keeps beside its results, in a list; empty where it keeps nothing.
 

@@ -75,8 +75,7 @@ FORMULAS: dict[str | None, Formula] = {
     # With tanh, as `jax.nn.gelu` writes it, a small result would lose its digits in a sum with 1.
     "gelu": _times_logistic(lambda v: _ROOT * (v + _CUBIC * v**3), lambda v: _ROOT * (1 + 3 * _CUBIC * v**2)),
     "gelu_exact": Formula(
-        lambda v: v * _normal(v),
-        lambda d, v: d * (_normal(v) + v * (jnp.exp(-0.5 * v**2) / math.sqrt(2 * math.pi))),
+        lambda v: v * _normal(v), lambda d, v: d * (_normal(v) + v * (jnp.exp(-0.5 * v**2) / math.sqrt(2 * math.pi)))
     ),
 }
 

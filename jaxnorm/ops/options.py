@@ -199,9 +199,7 @@ def _known(name: Any) -> Implementation | None:
 
 
 @contextlib.contextmanager
-def _implementation(
-    chosen: Implementation | dict[tuple[str, str], Implementation | None] | None,
-) -> Iterator[None]:
+def _implementation(chosen: Implementation | dict[tuple[str, str], Implementation | None] | None) -> Iterator[None]:
     if isinstance(chosen, dict):
         surrounding = context()
         here = surrounding._replace(by_name=tuple(sorted((dict(surrounding.by_name) | chosen).items())))

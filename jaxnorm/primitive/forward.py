@@ -14,17 +14,7 @@ from jaxnorm.primitive import lowering, reasons, unread, weights
 from jaxnorm.primitive.addend import add
 from jaxnorm.primitive.linear import Linear
 from jaxnorm.primitive.op import AnyOp, Record, Statistics, rows_and_cols
-from jaxnorm.primitive.rules import (
-    Rules,
-    all_none,
-    at_front,
-    bind,
-    has,
-    leaves_of,
-    named,
-    present,
-    tangents_jnp,
-)
+from jaxnorm.primitive.rules import Rules, all_none, at_front, bind, has, leaves_of, named, present, tangents_jnp
 from jaxnorm.primitive.spec import RowSpec
 from jaxnorm.sharding import dims
 from jaxnorm.sharding.dims import CallMaps

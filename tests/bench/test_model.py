@@ -114,10 +114,7 @@ def test_norms_of_a_unet_take_its_activation_in(norms, adds):
 
 @pytest.mark.parametrize(
     ("spec", "name", "parts"),
-    [
-        (PACKED, "gate_up", ("gate", "up")),
-        (replace(LANGUAGE, joint=True), "qkv", ("query", "key", "value")),
-    ],
+    [(PACKED, "gate_up", ("gate", "up")), (replace(LANGUAGE, joint=True), "qkv", ("query", "key", "value"))],
 )
 def test_one_product_computes_what_several_do(spec, name, parts):
     params, inputs = models.init(LANGUAGE), models.batch(LANGUAGE)

@@ -181,11 +181,7 @@ BLOCKS = {
     "decoder of others": (lambda: Decoder(rngs(), Centred), "decoder_layer", {}),
     "decoder of Flax's": (lambda: Decoder(rngs(), Promoting), "decoder_layer", {}),
     "sandwich": (lambda: Sandwich(rngs(), flax_norm), "sandwich_layer", {"rms_norm": 4}),
-    "known sandwich": (
-        lambda: Sandwich(rngs(), KnownNorm),
-        "sandwich_layer",
-        {"rms_norm": 4},
-    ),
+    "known sandwich": (lambda: Sandwich(rngs(), KnownNorm), "sandwich_layer", {"rms_norm": 4}),
     "ViT": (lambda: Vit(rngs(), scaled=False), "vit_layer", {"layer_norm": 2}),
     "LayerScale": (lambda: Vit(rngs(), scaled=True), "vit_layer", {"layer_norm": 2}),
     "DiT": (lambda: Dit(rngs(), **PLAIN), dit_of_its_first_token, {"layer_norm": 2}),

@@ -17,11 +17,7 @@ from compare import compare, difference, results  # noqa: E402
 pytestmark = pytest.mark.jax_version
 
 # The norms in a gradient.
-NORMS = {
-    "flax_gemma": {"rms": (6 + 1, 6 + 1)},
-    "hf_llama": {"rms": (2 + 1, 2 + 1)},
-    "hf_t5": {"rms": (2 + 1, 2 + 1)},
-}
+NORMS = {"flax_gemma": {"rms": (6 + 1, 6 + 1)}, "hf_llama": {"rms": (2 + 1, 2 + 1)}, "hf_t5": {"rms": (2 + 1, 2 + 1)}}
 
 each_model = pytest.mark.parametrize("name", NORMS)
 

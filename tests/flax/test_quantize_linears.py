@@ -275,16 +275,8 @@ WRONG = {
         ValueError,
         "activations has granularity='tensor', expected 'token', a scale for a row",
     ),
-    "float8 of int8": (
-        (flax.nnx.Dict(), INT8, E4M3),
-        TypeError,
-        "to float8_e4m3fn, expected int8 for weights",
-    ),
-    "int8 of float8": (
-        (flax.nnx.Dict(), E4M3, INT8),
-        TypeError,
-        "to int8, expected float8_e4m3fn or float8_e5m2",
-    ),
+    "float8 of int8": ((flax.nnx.Dict(), INT8, E4M3), TypeError, "to float8_e4m3fn, expected int8 for weights"),
+    "int8 of float8": ((flax.nnx.Dict(), E4M3, INT8), TypeError, "to int8, expected float8_e4m3fn or float8_e5m2"),
     "int4 of int4": ((flax.nnx.Dict(), INT4, INT4), TypeError, "to int4, expected int8 for weights of int4"),
 }
 

@@ -476,12 +476,7 @@ def test_what_is_left_for_a_reason():
 
 
 WRONG = {
-    "an nnx model": (
-        (flax.nnx.Dict(), {}),
-        {},
-        TypeError,
-        "module must be of flax.linen, got Dict; .* go to",
-    ),
+    "an nnx model": ((flax.nnx.Dict(), {}), {}, TypeError, "module must be of flax.linen, got Dict; .* go to"),
     "no variables": ((flax.linen.Dense(4), {"w": 1}), {}, TypeError, r"a mapping with 'params', as .*, got \['w'\]"),
     "a function": ((*dense(), 1.0), {"only": "head"}, TypeError, "only must be a function of .*, got 'head'"),
     "a dtype": ((*dense(), 1.0), {"weights": jnp.int16}, TypeError, "weights must be a jaxnorm.Quantization, as"),

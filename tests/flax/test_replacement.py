@@ -255,10 +255,7 @@ OPTIONS = {
     "epsilon": ({"epsilon": jnp.float32(1e-6)}, "an epsilon that is no Python number"),
     "dtype": ({"dtype": jnp.complex64}, "complex64"),
     "param_dtype": ({"param_dtype": jnp.complex64}, "complex64"),
-    "fewer features": (
-        {"reduction_axes": (-2, -1)},
-        "reduction_axes=(-2, -1) with feature_axes=(-1,)",
-    ),
+    "fewer features": ({"reduction_axes": (-2, -1)}, "reduction_axes=(-2, -1) with feature_axes=(-1,)"),
 }
 
 

@@ -107,11 +107,7 @@ def test_results_over_leading_axes(kind, axis):
 
 @pytest.mark.parametrize("op", PLAIN, ids=str)
 @given(
-    st.sampled_from(DTYPES),
-    st.lists(st.integers(1, 9), max_size=3),
-    st.integers(1, 3000),
-    st.booleans(),
-    st.booleans(),
+    st.sampled_from(DTYPES), st.lists(st.integers(1, 9), max_size=3), st.integers(1, 3000), st.booleans(), st.booleans()
 )
 def test_results_of_random_shapes(op, dtype, leading, cols, has_scale, has_bias):
     scale = draw_scale((cols,), dtype) if has_scale else None

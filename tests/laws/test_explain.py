@@ -149,10 +149,7 @@ CALLS = {
     "add_rms_norm": (lambda x: jaxnorm.add_rms_norm(x, x), None),
     "add_layer_norm": (lambda x: jaxnorm.add_layer_norm(x, x), None),
     "gated_activation": (jaxnorm.gated_activation, None),
-    "gated_activation_quantized": (
-        lambda x: jaxnorm.gated_activation_quantized(x, quantization=QUANTIZATION),
-        None,
-    ),
+    "gated_activation_quantized": (lambda x: jaxnorm.gated_activation_quantized(x, quantization=QUANTIZATION), None),
     "gated_rms_norm": (gate, None),
     "gated_rms_norm_quantized": (
         lambda x: jaxnorm.gated_rms_norm_quantized(x, x, gate_first=True, quantization=QUANTIZATION),
@@ -389,10 +386,7 @@ MANY = {
         lambda x: jaxnorm.qkv_norm_rotary(x[None], heads=8, kv_heads=4, return_v=False)[0],
         (2**27, 16, 8),
     ),
-    "loss": (
-        lambda x: jaxnorm.softmax_cross_entropy_with_integer_labels(x, jnp.zeros(2**31, "int32")),
-        (2**31, 8),
-    ),
+    "loss": (lambda x: jaxnorm.softmax_cross_entropy_with_integer_labels(x, jnp.zeros(2**31, "int32")), (2**31, 8)),
 }
 
 

@@ -89,11 +89,7 @@ def test_gradients_have_the_dtypes_of_their_primals(op):
 
 @pytest.mark.parametrize("op", NORMS, ids=str)
 @given(
-    st.sampled_from(DTYPES),
-    st.lists(st.integers(1, 9), max_size=3),
-    st.integers(3, 3000),
-    st.booleans(),
-    st.booleans(),
+    st.sampled_from(DTYPES), st.lists(st.integers(1, 9), max_size=3), st.integers(3, 3000), st.booleans(), st.booleans()
 )
 def test_gradients_of_random_shapes(op, dtype, leading, cols, has_scale, has_bias):
     scale = draw_scale((cols,)) if has_scale else None

@@ -254,9 +254,7 @@ def test_native_over_several_devices(devices, axis_type):
 
 
 @pytest.mark.parametrize(
-    ("x_spec", "scale_spec", "expected"),
-    [(P("a", None, "b"), P("a"), P("b")), (P("a"), P("b"), P(None))],
-    ids=str,
+    ("x_spec", "scale_spec", "expected"), [(P("a", None, "b"), P("a"), P("b")), (P("a"), P("b"), P(None))], ids=str
 )
 @pytest.mark.parametrize("op", [*PLAIN, GATED[0]], ids=str)
 def test_a_weight_that_is_sharded_unlike_x(devices, op, x_spec, scale_spec, expected):

@@ -122,12 +122,7 @@ def test_features_with_whole_weights_on_an_explicit_mesh(devices, op):
 @over(
     PER_HEAD,
     axis_type=lambda op: AXIS_TYPES,
-    specs=lambda op: [
-        (P("a"), P()),
-        (P(None, "b"), P()),
-        (P(None, None, "b"), P()),
-        (P("a", None, "b"), P("b")),
-    ],
+    specs=lambda op: [(P("a"), P()), (P(None, "b"), P()), (P(None, None, "b"), P()), (P("a", None, "b"), P("b"))],
 )
 def test_heads_on_a_mesh(devices, op, axis_type, specs):
     mesh = mesh_of(devices, axis_type)

@@ -109,12 +109,7 @@ def result_and_gradient(function):
     return jax.jit(both)
 
 
-@cover(
-    case=CASES,
-    mode=[AUTO, EXPLICIT, SHARD_MAP, VMAP],
-    has_mask=[True, False],
-    implementation=[None, "jnp"],
-)
+@cover(case=CASES, mode=[AUTO, EXPLICIT, SHARD_MAP, VMAP], has_mask=[True, False], implementation=[None, "jnp"])
 def test_shards_of_any_content(devices, case, mode, has_mask, implementation):
     function, options = case[0], {**case[1], "implementation": implementation}
     mesh = mesh_over_classes(devices, AxisType.Explicit if mode == EXPLICIT else AxisType.Auto)

@@ -1,5 +1,7 @@
 """What tests use of the package beside its public names: every such import stands here."""
 
+# ruff: noqa: F401 (others import what is imported here)
+
 from jaxnorm.inspect import plan_page, turns
 from jaxnorm.inspect import tune as tuning
 from jaxnorm.inspect.plan_page import launch, tiling
@@ -19,42 +21,6 @@ from jaxnorm.primitive.op import functions
 from jaxnorm.primitive.weights import LONGEST as LONGEST_PER_HEAD
 from jaxnorm.quantization import GROUP_SIZES
 from jaxnorm.sharding import text
-
-__all__ = [
-    "BY_KERNELS",
-    "CROSS_ENTROPY",
-    "GROUP_SIZES",
-    "LONGEST_GATED",
-    "LONGEST_PER_HEAD",
-    "PRODUCTS_BY_KERNELS",
-    "SMALLEST_SCALE",
-    "CrossEntropy",
-    "CrossEntropyOperands",
-    "Float8Linear",
-    "choose_fastest",
-    "columns",
-    "compat",
-    "cublaslt",
-    "fallback",
-    "ffi",
-    "fit",
-    "float8_op",
-    "functions",
-    "launch",
-    "plan_page",
-    "private",
-    "quantized_dot",
-    "reasons",
-    "rounded_kernel",
-    "rounded_x",
-    "run_every_kernel",
-    "text",
-    "tiling",
-    "transposed",
-    "tuning",
-    "turns",
-    "weights",
-]
 
 _slower, _few, _least = reasons.slower, quantized_dot.FEW, quantized_dot.LEAST
 

@@ -128,10 +128,7 @@ def rotary(normalize, *, interleaved=False, partial=False):
         # takes.
         sizes=tuple(
             Size(dims, dims[-1:])
-            for dims in (
-                *((3, 5, 4, cols) for cols in (2, 24, 64, 100, 128, 512)),
-                *((1, 1, 128), (2, 300, 6, 64)),
-            )
+            for dims in (*((3, 5, 4, cols) for cols in (2, 24, 64, 100, 128, 512)), *((1, 1, 128), (2, 300, 6, 64)))
         ),
         options=({"scale_offset": 1.0}, {"epsilon": 1.0}),
         backward_sizes=(Size((2, 2100, 4, 24), (24,)),),

@@ -184,10 +184,7 @@ def cross_entropy():
         exact_gradients=gradients_of_cross_entropy,
         small=rows(6, 10),
         sizes=SIZES,
-        options=(
-            {"label_smoothing": 0.1, "z_loss": 1e-2},
-            {"logit_scale": 0.5, "soft_cap": 5.0},
-        ),
+        options=({"label_smoothing": 0.1, "z_loss": 1e-2}, {"logit_scale": 0.5, "soft_cap": 5.0}),
         backward_sizes=(rows(600, 1000),),
         lengths=LENGTHS,
         many=MANY,

@@ -109,10 +109,7 @@ MALFORMED_SUM = {
     "half types mixed": ({"operands": (X_F16, X_BF16, WEIGHT, WEIGHT), "results": [X, X_BF16]}, "dtype"),
     "half types mixed in sum and y": ({"operands": (X, X_BF16, WEIGHT, WEIGHT), "results": [X_F16, X_BF16]}, "dtype"),
 }
-MALFORMED_DSUM = {
-    "dsum of another dtype": ({"dsum": X_BF16}, "dsum"),
-    "dsum without dx": ({"with_dx": False}, "dsum"),
-}
+MALFORMED_DSUM = {"dsum of another dtype": ({"dsum": X_BF16}, "dsum"), "dsum without dx": ({"with_dx": False}, "dsum")}
 MALFORMED_BACKWARD_ATTRIBUTES = {
     "no axes": ({"axes": np.int64(0)}, "axes"),
     "more axes than x has": ({"axes": np.int64(3)}, "axes"),

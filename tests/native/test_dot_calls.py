@@ -49,9 +49,7 @@ def test_a_workspace_of_any_size(floats):
 
 def test_rows_of_several_axes():
     y, _ = dot(
-        x=struct(2, 3, DEPTH, dtype=E4M3),
-        x_scales=struct(2, 3, 1),
-        results=[struct(2, 3, COLS, dtype=BF16), WORKSPACE],
+        x=struct(2, 3, DEPTH, dtype=E4M3), x_scales=struct(2, 3, 1), results=[struct(2, 3, COLS, dtype=BF16), WORKSPACE]
     )
     np.testing.assert_array_equal(y.astype(jnp.float32), np.full((2, 3, COLS), DEPTH))
 

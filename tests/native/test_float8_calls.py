@@ -104,10 +104,7 @@ test_malformed_gradients = each_is_refused(
         "factors of rows for columns": ({"has_factors_of_columns": True, "more": [struct(ROWS)]}, "factors_of_columns"),
         "factors of columns for rows": ({"has_factors_of_rows": True, "more": [struct(COLS)]}, "factors_of_rows"),
         "rows denied": ({"with_values": False}, "results|transposed"),
-        "scales of columns for rows": (
-            {"results": [VALUES, OF_COLUMNS, TRANSPOSED, OF_COLUMNS, WORKSPACE]},
-            "scales",
-        ),
+        "scales of columns for rows": ({"results": [VALUES, OF_COLUMNS, TRANSPOSED, OF_COLUMNS, WORKSPACE]}, "scales"),
         "values that are not transposed": ({"results": [VALUES, OF_ROWS, VALUES, OF_COLUMNS, WORKSPACE]}, "transposed"),
     },
 )

@@ -55,10 +55,7 @@ MALFORMED = {
         "does not divide",
     ),
     "groups and a scale": ({"operands": (ROW, ROW, struct()), "has_given": True, "group": np.int64(32)}, "given"),
-    "given scales": (
-        {"operands": (ROW, ROW, SCALES), "has_given": True, "results": [VALUES]},
-        "static_scale",
-    ),
+    "given scales": ({"operands": (ROW, ROW, SCALES), "has_given": True, "results": [VALUES]}, "static_scale"),
     "smooth factors": ({"operands": (ROW, ROW, struct(COLS)), "has_smooth": True}, "no kernel of gates takes"),
     "a small bound": ({"max_scale": np.float32(0)}, "max_scale"),
     "unknown activation": ({"activation": "relu"}, "activation is none of"),

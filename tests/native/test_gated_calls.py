@@ -57,10 +57,7 @@ MALFORMED_FORWARD = {
     "gate of another dtype": ({"operands": (ROW, struct(ROWS, COLS, dtype=BF16), WEIGHT)}, "gate is BF16.*F32"),
     "quantised x": ({"operands": (struct(ROWS, COLS, dtype=jnp.int8), ROW, WEIGHT)}, "x is S8"),
     "scale of groups": ({"operands": (GROUPED, GROUPED, GROUPS), "results": [GROUPED]}, "scale"),
-    "scale of a row": (
-        {"operands": (GROUPED, GROUPED, WEIGHT), "results": [GROUPED], "grouped": True},
-        "scale",
-    ),
+    "scale of a row": ({"operands": (GROUPED, GROUPED, WEIGHT), "results": [GROUPED], "grouped": True}, "scale"),
     "groups without an axis": (
         {"operands": (WEIGHT, WEIGHT, WEIGHT), "results": [WEIGHT], "grouped": True},
         "no axis for them",

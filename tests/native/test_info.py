@@ -119,10 +119,7 @@ def test_a_scale_for_each_head(info, op):
 @pytest.mark.plans
 @pytest.mark.parametrize(
     "op",
-    [
-        *("rms_norm", "layer_norm", "add_rms_norm", "gated_rms_norm", "rms_norm_add_rms_norm"),
-        "layer_norm_quantized",
-    ],
+    [*("rms_norm", "layer_norm", "add_rms_norm", "gated_rms_norm", "rms_norm_add_rms_norm"), "layer_norm_quantized"],
 )
 def test_launch_plans(info, op):
     axes = 1 if op in ("gated_rms_norm", "rms_norm_add_rms_norm") else 2

@@ -73,10 +73,7 @@ MALFORMED = {
         "group",
     ),
     "values of float32": ({"results": [X, STATISTIC]}, "values is F32.*expected F8E4M3FN, F8E5M2 or S8"),
-    "values of another float8": (
-        {"results": [struct(ROWS, COLS, dtype=jnp.float8_e4m3b11fnuz), STATISTIC]},
-        "values",
-    ),
+    "values of another float8": ({"results": [struct(ROWS, COLS, dtype=jnp.float8_e4m3b11fnuz), STATISTIC]}, "values"),
     "unsigned values": ({"results": [struct(ROWS, COLS, dtype=jnp.uint8), STATISTIC]}, "values"),
     "half scales": ({"results": [VALUES, struct(ROWS, 1, dtype=BF16)]}, "scales"),
     "scales of groups without groups": ({"results": [VALUES, GROUPS]}, "scales"),
@@ -110,11 +107,7 @@ MALFORMED = {
         "row",
     ),
     "a sum of another dtype": (
-        {
-            "operands": (X, X, WEIGHT, WEIGHT, WEIGHT),
-            "results": [VALUES, STATISTIC, X_BF16],
-            "has_residual": True,
-        },
+        {"operands": (X, X, WEIGHT, WEIGHT, WEIGHT), "results": [VALUES, STATISTIC, X_BF16], "has_residual": True},
         "sum",
     ),
     "half types mixed": (

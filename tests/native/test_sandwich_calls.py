@@ -73,10 +73,7 @@ MALFORMED_FORWARD = {
     "scale of rows": ({"operands": (ROW, ROW, WEIGHT, ROW)}, "scale"),
     "y of another dtype": ({"results": [BRAIN, ROW]}, "y is BF16"),
     "sum of another dtype": ({"results": [ROW, BRAIN]}, "new_residual is BF16"),
-    "empty rows": (
-        {"operands": (*[struct(ROWS, 0)] * 2, *[struct(0)] * 2), "results": [struct(ROWS, 0)] * 2},
-        "row",
-    ),
+    "empty rows": ({"operands": (*[struct(ROWS, 0)] * 2, *[struct(0)] * 2), "results": [struct(ROWS, 0)] * 2}, "row"),
     "scalar x": ({"operands": (struct(),) * 4, "results": [struct()] * 2}, "axes"),
 }
 MALFORMED_BACKWARD = {

@@ -12,12 +12,7 @@ pytestmark = [pytest.mark.cuda, pytest.mark.parametrize("kind", KINDS)]
 ROWS, COLS = 6, 40
 X, WEIGHT, STATISTIC = struct(ROWS, COLS), struct(COLS), struct(ROWS, 1)
 AXES = {"axes": np.int64(1)}
-APPLY = AXES | {
-    "scale_offset": np.float32(0),
-    "multiply_before_cast": True,
-    "has_scale": True,
-    "has_bias": True,
-}
+APPLY = AXES | {"scale_offset": np.float32(0), "multiply_before_cast": True, "has_scale": True, "has_bias": True}
 X_INT = struct(ROWS, COLS, dtype=jnp.int32)
 
 
@@ -74,10 +69,7 @@ MALFORMED_APPLY = {
     "padded y": ({"results": [struct(ROWS, COLS + 8)]}, "y "),
     "integer y": ({"results": [X_INT]}, "y "),
     "one result more": ({"results": [X, X]}, "results"),
-    "half types mixed": (
-        {"x": struct(ROWS, COLS, dtype=F16), "results": [struct(ROWS, COLS, dtype=BF16)]},
-        "dtype",
-    ),
+    "half types mixed": ({"x": struct(ROWS, COLS, dtype=F16), "results": [struct(ROWS, COLS, dtype=BF16)]}, "dtype"),
 }
 
 

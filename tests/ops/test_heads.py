@@ -20,8 +20,7 @@ import jaxnorm
 
 # Each operand alone, of a dtype of its own; and the two with other leads, which are broadcast to the same.
 @cover(
-    kind=KINDS,
-    dims=[((4, 64), None), (None, (4, 64)), ((4, 64), (64,)), ((1, 64), (3, 4, 64)), ((3, 1, 64), (4, 64))],
+    kind=KINDS, dims=[((4, 64), None), (None, (4, 64)), ((4, 64), (64,)), ((1, 64), (3, 4, 64)), ((3, 1, 64), (4, 64))]
 )
 def test_scale_and_bias_of_different_shapes(kind, dims):
     scale_dims, bias_dims = dims
@@ -90,10 +89,7 @@ def assert_close(actual, expected):
 # Models side by side, each with its weights; the gradients of each example, by weights that all share or of its own.
 # Which of scale and bias have an axis of models, and what is done.
 ENSEMBLES = {
-    "grad of an ensemble": (
-        (True, True),
-        lambda f: jax.grad(lambda *args: jax.vmap(f)(*args).sum(), (0, 1, 2)),
-    ),
+    "grad of an ensemble": ((True, True), lambda f: jax.grad(lambda *args: jax.vmap(f)(*args).sum(), (0, 1, 2))),
     "grads of an ensemble": ((True, True), lambda f: jax.vmap(jax.grad(f, (0, 1, 2)))),
     "grads of every example": ((False, False), lambda f: jax.vmap(jax.grad(f, (0, 1, 2)), (0, None, None))),
     "grads of every example, in another axis": (

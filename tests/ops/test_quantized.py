@@ -122,13 +122,7 @@ def test_every_rounding_is_exact(kind, to, implementation):
 
     def function(x, scale, bias):
         return QUANTIZED[kind](
-            x,
-            scale,
-            bias=bias,
-            quantization=quantization,
-            static_scale=1.0,
-            implementation=implementation,
-            **options,
+            x, scale, bias=bias, quantization=quantization, static_scale=1.0, implementation=implementation, **options
         )
 
     y = plain(kind, implementation, **options)(*operands)

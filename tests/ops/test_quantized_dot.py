@@ -162,12 +162,7 @@ def test_values_and_scales_stand_still():
     np.testing.assert_array_equal(jax.grad(of_scales)(weights.scales), 0)
 
 
-AXES = {
-    "both": (0, 0),
-    "x alone": (0, None),
-    "weights alone": (None, 0),
-    "other axes": (1, 1),
-}
+AXES = {"both": (0, 0), "x alone": (0, None), "weights alone": (None, 0), "other axes": (1, 1)}
 
 
 @pytest.mark.jax_version

@@ -205,13 +205,7 @@ def _backward(case: Case) -> list[Pass]:
 def _segments(case: Case) -> list[Pass]:
     vector, segments, strip = case.vector, math.ceil(case.cols / SEGMENT), COLUMN_THREADS * case.vector
     sums = Tiling(
-        case.cols,
-        vector,
-        SEGMENT_THREADS,
-        SEGMENT_THREADS,
-        SEGMENT // SEGMENT_THREADS // vector,
-        segments,
-        SEGMENT,
+        case.cols, vector, SEGMENT_THREADS, SEGMENT_THREADS, SEGMENT // SEGMENT_THREADS // vector, segments, SEGMENT
     )
     columns = Tiling(case.cols, vector, COLUMN_THREADS, COLUMN_THREADS, 1, math.ceil(case.cols / strip), strip)
     first = "A block sums up one segment of a row. Another kernel finishes, once all segments are summed up."

@@ -124,14 +124,7 @@ class _Chosen(NamedTuple):
 
 
 def _linear_cross_entropy(
-    x: Any,
-    kernel: Any,
-    labels: Any,
-    bias: Any,
-    where: Any,
-    weights: Any,
-    options: LossOptions,
-    chosen: _Chosen,
+    x: Any, kernel: Any, labels: Any, bias: Any, where: Any, weights: Any, options: LossOptions, chosen: _Chosen
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     name, reduction = "linear_cross_entropy", chosen.reduction
     with_log = checks.check_flag(name, "return_logsumexp", chosen.return_logsumexp)

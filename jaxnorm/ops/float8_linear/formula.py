@@ -123,12 +123,7 @@ def rounded_along(spec: Float8Linear, array: jax.Array, axes: tuple[int, ...], *
 
 
 def rounded_gradient(
-    spec: Float8Linear,
-    dy: jax.Array,
-    of_columns: jax.Array | None,
-    of_rows: jax.Array | None,
-    *,
-    wants: Wants,
+    spec: Float8Linear, dy: jax.Array, of_columns: jax.Array | None, of_rows: jax.Array | None, *, wants: Wants
 ) -> tuple[Any, Any]:
     """dy times a factor for each column, rounded by rows; and times a factor for each row, rounded by columns; if it
     wants them."""
@@ -136,10 +131,7 @@ def rounded_gradient(
     u = wide if of_columns is None else wide * of_rank(dy.ndim, of_columns)
     v = wide if of_rows is None else wide * of_rows
     rows = tuple(range(dy.ndim - 1))
-    return (
-        rounded_along(spec, u, (-1,)) if wants[0] else None,
-        rounded_along(spec, v, rows) if wants[1] else None,
-    )
+    return (rounded_along(spec, u, (-1,)) if wants[0] else None, rounded_along(spec, v, rows) if wants[1] else None)
 
 
 BY_XLA = Arithmetic(rounded_along, rounded_gradient, by_xla)

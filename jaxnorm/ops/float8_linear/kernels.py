@@ -39,12 +39,7 @@ def rounded(spec: Float8Linear, array: jax.Array, axes: tuple[int, ...], *, keep
 
 
 def gradient(
-    spec: Float8Linear,
-    dy: jax.Array,
-    of_columns: jax.Array | None,
-    of_rows: jax.Array | None,
-    *,
-    wants: Wants,
+    spec: Float8Linear, dy: jax.Array, of_columns: jax.Array | None, of_rows: jax.Array | None, *, wants: Wants
 ) -> tuple[Any, Any]:
     """As `rounded_gradient`; what is rounded by columns has rows as its last axis only."""
     if not _is_served(spec, dy):

@@ -18,11 +18,7 @@ from jaxnorm.sharding import dims
 
 @explained
 def gated_activation(
-    x: Any,
-    *,
-    activation: Activation | Synonym = "silu",
-    axis: int = -1,
-    implementation: Implementation | None = None,
+    x: Any, *, activation: Activation | Synonym = "silu", axis: int = -1, implementation: Implementation | None = None
 ) -> jax.Array:
     """Multiplies what a gate lets through by an activation of the gate, as between the products of an MLP.
 

@@ -169,10 +169,7 @@ GATED_NORM = Family(
         types=lambda norm, operands: gated.Results(dims.like(operands.x, norm.out_dtype)),
         forward=gated.forward,
         derivative=Derivative(
-            saved=gated.Saved,
-            variables=gated.Variables,
-            linear=gated.linear,
-            backward=gated.backward,
+            saved=gated.Saved, variables=gated.Variables, linear=gated.linear, backward=gated.backward
         ),
         native=Native(
             names=("jaxnorm_gated_rms_norm",),

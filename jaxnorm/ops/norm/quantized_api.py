@@ -31,6 +31,18 @@ class _Options(TypedDict, total=False):
     implementation: Implementation | None
 
 
+class _Few(_Options, total=False):
+    """Nothing is returned but the result, and with a residual the sum."""
+
+    with_unquantized: Literal[False]
+    return_statistics: Literal[False]
+
+
+class _All(_Options, total=False):
+    with_unquantized: bool
+    return_statistics: bool
+
+
 class RowStatistics(NamedTuple):
     """What a norm computed of each row, in float32, with normalised axes of length 1.
 
@@ -45,43 +57,19 @@ class RowStatistics(NamedTuple):
 
 @overload
 def rms_norm_quantized(
-    x: Any,
-    scale: Any = None,
-    *,
-    bias: Any = None,
-    quantization: Quantization,
-    residual: None = None,
-    with_unquantized: Literal[False] = False,
-    return_statistics: Literal[False] = False,
-    **_: Unpack[_Options],
+    x: Any, scale: Any = None, *, bias: Any = None, quantization: Quantization, residual: None = None, **_: Unpack[_Few]
 ) -> Quantized: ...
 
 
 @overload
 def rms_norm_quantized(
-    x: Any,
-    scale: Any = None,
-    *,
-    bias: Any = None,
-    quantization: Quantization,
-    residual: Any,
-    with_unquantized: Literal[False] = False,
-    return_statistics: Literal[False] = False,
-    **_: Unpack[_Options],
+    x: Any, scale: Any = None, *, bias: Any = None, quantization: Quantization, residual: Any, **_: Unpack[_Few]
 ) -> tuple[Quantized, jax.Array]: ...
 
 
 @overload
 def rms_norm_quantized(
-    x: Any,
-    scale: Any = None,
-    *,
-    bias: Any = None,
-    quantization: Quantization,
-    residual: Any = None,
-    with_unquantized: bool = False,
-    return_statistics: bool = False,
-    **_: Unpack[_Options],
+    x: Any, scale: Any = None, *, bias: Any = None, quantization: Quantization, residual: Any = None, **_: Unpack[_All]
 ) -> tuple[Any, ...]: ...
 
 
@@ -150,43 +138,19 @@ def rms_norm_quantized(
 
 @overload
 def layer_norm_quantized(
-    x: Any,
-    scale: Any = None,
-    bias: Any = None,
-    *,
-    quantization: Quantization,
-    residual: None = None,
-    with_unquantized: Literal[False] = False,
-    return_statistics: Literal[False] = False,
-    **_: Unpack[_Options],
+    x: Any, scale: Any = None, bias: Any = None, *, quantization: Quantization, residual: None = None, **_: Unpack[_Few]
 ) -> Quantized: ...
 
 
 @overload
 def layer_norm_quantized(
-    x: Any,
-    scale: Any = None,
-    bias: Any = None,
-    *,
-    quantization: Quantization,
-    residual: Any,
-    with_unquantized: Literal[False] = False,
-    return_statistics: Literal[False] = False,
-    **_: Unpack[_Options],
+    x: Any, scale: Any = None, bias: Any = None, *, quantization: Quantization, residual: Any, **_: Unpack[_Few]
 ) -> tuple[Quantized, jax.Array]: ...
 
 
 @overload
 def layer_norm_quantized(
-    x: Any,
-    scale: Any = None,
-    bias: Any = None,
-    *,
-    quantization: Quantization,
-    residual: Any = None,
-    with_unquantized: bool = False,
-    return_statistics: bool = False,
-    **_: Unpack[_Options],
+    x: Any, scale: Any = None, bias: Any = None, *, quantization: Quantization, residual: Any = None, **_: Unpack[_All]
 ) -> tuple[Any, ...]: ...
 
 

@@ -14,13 +14,7 @@ from jaxnorm.ops.norm import formula
 from jaxnorm.ops.norm import op as norms
 from jaxnorm.ops.norm.formula import KINDS, Kind, Norm, broadcastable
 from jaxnorm.ops.norm.op import ADDEND, NORM
-from jaxnorm.ops.norm.quantized_formula import (
-    Operands,
-    Results,
-    derivative,
-    forward,
-    plain,
-)
+from jaxnorm.ops.norm.quantized_formula import Operands, Results, derivative, forward, plain
 from jaxnorm.ops.quantize import rounding
 from jaxnorm.primitive import weights
 from jaxnorm.primitive.described import Function, Request

@@ -115,12 +115,7 @@ SANDWICH_NORM = Family(
         forward=forward,
         plain=plain,
         statistics=lambda norm, operands: statistics_of(norm, operands.x, 2),
-        derivative=Derivative(
-            saved=Saved,
-            variables=Variables,
-            linear=linear,
-            backward=backward,
-        ),
+        derivative=Derivative(saved=Saved, variables=Variables, linear=linear, backward=backward),
         native=Native(
             names=("jaxnorm_rms_norm_add_rms_norm",),
             name=lambda _: "jaxnorm_rms_norm_add_rms_norm",
