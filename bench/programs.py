@@ -153,8 +153,9 @@ def check(op, shape, dtype, implementation="native", spoil=lambda results: resul
 
 def steps_apart(result, expected):
     """How many values of eight bits a result lies from what is expected, unless sums of float32 all but cancel."""
-    size = np.abs(np.asarray(expected, np.float64))
-    return (np.abs(_codes(result) - _codes(expected)) * (size > 2.0**-20 * size.max())).max()
+    result, expected = np.asarray(result), np.asarray(expected)
+    error, size = np.abs(np.float64(result) - np.float64(expected)), np.abs(np.float64(expected)).max()
+    return (np.abs(_codes(result) - _codes(expected)) * (error > 2.0**-20 * size)).max()
 
 
 def _codes(values):

@@ -70,3 +70,8 @@ def test_what_cancels_in_float32_may_be_no_neighbour():
         13,
         2,
     ]
+
+
+def test_no_other_zero_is_taken_for_what_cancels():
+    for dtype in (jnp.int8, jnp.float8_e4m3fn):
+        assert programs.steps_apart(jnp.array([100, 2], dtype), jnp.array([100, 0], dtype)) >= 2
