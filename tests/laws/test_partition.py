@@ -93,7 +93,7 @@ def test_gradients_of_rows_add_up_weights(devices, op, how):
     function = gradients(op, split_by(mode, op, mesh, spec))
     actual, expected, text = run(function, gradients(op), place(op, mesh, spec), mesh)
     assert_parts_close(actual, expected)
-    assert collectives(text) == exchanged(op, mesh, spec, with_gradients=True)
+    assert collectives(text) == exchanged(op, mesh, spec, with_gradients=True, mode=mode)
     assert list(count_native_calls(text).values()) == [1] * (2 - op.keeps_operands_alone)
 
 
@@ -112,4 +112,4 @@ def test_gradients_of_parts_of_rows(devices, op, mode, spec):
     function = gradients(op, split_by(mode, op, mesh, spec))
     actual, expected, text = run(function, gradients(op), place(op, mesh, spec), mesh)
     assert_parts_close(actual, expected)
-    assert collectives(text) == exchanged(op, mesh, spec, with_gradients=True)
+    assert collectives(text) == exchanged(op, mesh, spec, with_gradients=True, mode=mode)

@@ -95,7 +95,7 @@ def part_spec(op):
     return P("a", "b") if op.has_positions else P("a", None, "b")
 
 
-def exchanged(op, mesh, spec, *, with_gradients):
+def exchanged(op, mesh, spec, *, with_gradients, mode=MANUAL):
     """The bytes of each kind of collective on one device, as `collectives` gives them."""
     along = [axes if isinstance(axes, tuple) else (axes,) for axes in (*spec, None, None)][:3]
     batch, sequence, features = (math.prod(mesh.shape[axis] for axis in axes if axis) for axes in along)
@@ -117,7 +117,9 @@ def exchanged(op, mesh, spec, *, with_gradients):
     parts, others = (sequence * features, batch) if len(op.small.weights) > 1 else (features, batch * sequence)
     if others > 1:
         shapes = op.shapes_at(size_of(op))
-        weights = sum(math.prod(shapes[i]) for i in op.all if i >= op.arrays)
+        # The gradient of branch_scale is a sum of XLA's own, which it adds up along one axis of x after the other.
+        times = {"branch_scale": 1 if mode in (MANUAL, UNCHECKED) else (batch > 1) + (sequence > 1)}
+        weights = sum(math.prod(shapes[i]) * times.get(op.operands[i], 1) for i in op.all if i >= op.arrays)
         total["all-reduce"] += 4 * weights // parts * with_gradients
     return {kind: size for kind, size in total.items() if size}
 
