@@ -20,20 +20,13 @@ function(jaxnorm_unit among header suffix functions types)
   set(${among} ${${among}} "${unit}" PARENT_SCOPE)
 endfunction()
 
-# The half types share a unit, which takes a fifth less room in a wheel. With APART, where it would take minutes to
-# compile, they do not.
+# The half types share a unit, whose code takes a fifth less room than that of two.
 macro(jaxnorm_kernels header functions)
-  if("${ARGN}" STREQUAL "APART")
-    jaxnorm_unit(apart ${header} f32 "${functions}" float)
-    jaxnorm_unit(apart ${header} f16 "${functions}" __half)
-    jaxnorm_unit(apart ${header} bf16 "${functions}" __nv_bfloat16)
-  else()
-    jaxnorm_unit(halves ${header} half "${functions}" "__half;__nv_bfloat16")
-    jaxnorm_unit(others ${header} f32 "${functions}" float)
-  endif()
+  jaxnorm_unit(halves ${header} half "${functions}" "__half;__nv_bfloat16")
+  jaxnorm_unit(others ${header} f32 "${functions}" float)
 endmacro()
 
 foreach(op IN LISTS jaxnorm_ops)
   include("${CMAKE_CURRENT_LIST_DIR}/../src/ops/${op}/cuda.cmake" OPTIONAL)
 endforeach()
-set(jaxnorm_units ${apart} ${halves} ${others})
+set(jaxnorm_units ${halves} ${others})
