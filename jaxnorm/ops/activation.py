@@ -62,7 +62,10 @@ def _normal(v: jax.Array) -> jax.Array:
         return share
     # Here `lax.erfc` subtracts a number near 1 from 1, and loses digits of float32.
     is_near = (v > -1.5) & (v < -0.5)
-    series = jnp.polyval(jnp.asarray(_NEAR_MINUS_ONE[::-1], v.dtype), jnp.where(is_near, v + 1, 0), unroll=16)
+    s = jnp.where(is_near, v + 1, 0)
+    series = jnp.full_like(s, _NEAR_MINUS_ONE[-1])
+    for factor in _NEAR_MINUS_ONE[-2::-1]:  # `jnp.polyval` scans, and fails on an Explicit mesh
+        series = series * s + factor
     return jnp.where(is_near, series, share)
 
 

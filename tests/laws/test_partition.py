@@ -24,6 +24,8 @@ from meshes import (
 )
 from ops import EACH, GATED_ACTIVATIONS, OPS, PADDED, QUANTIZED, QUANTIZED_ACTIVATIONS, QUANTIZED_SUMS, ROTARY
 
+import jaxnorm
+
 pytestmark = [pytest.mark.several, pytest.mark.jax_version]
 
 SPLIT = [op for op in OPS if op not in PADDED]  # a padded result has other features
@@ -95,6 +97,16 @@ def test_gradients_of_rows_add_up_weights(devices, op, how):
     assert_parts_close(actual, expected)
     assert collectives(text) == exchanged(op, mesh, spec, with_gradients=True, mode=mode)
     assert list(count_native_calls(text).values()) == [1] * (2 - op.keeps_operands_alone)
+
+
+@over(SPLIT, default=DEFAULT)
+def test_gradients_of_the_formula(devices, op):
+    """On an Explicit mesh, where the types of what it computes have shardings."""
+    mesh = mesh_for("explicit", devices)
+    args = place(op, mesh, P("a") if op.has_positions else P("a", "b"))
+    with jaxnorm.implementation("jnp"):
+        actual, expected, _ = run(gradients(op), gradients(op), args, mesh)
+    assert_parts_close(actual, expected)
 
 
 @by_feature
