@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from internals import fit
 
 import jaxnorm
 
@@ -83,6 +84,20 @@ def test_time(tmp_path, architectures, cores, minutes):
         f'jaxnorm_estimate_time(time "{architectures}" {cores})\nmessage(STATUS "${{time}}")',
     )
     assert f"about {minutes} min on {cores} cores" in printed
+
+
+@with_cmake
+def test_which_gpus_run_the_kernels_of_a_wheel(tmp_path):
+    printed = cmake(
+        tmp_path,
+        f"include({ROOT}/cmake/architectures.cmake)",
+        'list(JOIN JAXNORM_EVERY_ARCHITECTURE " " every)\nmessage(STATUS "every: ${every}")',
+    )
+    every = printed.split("every: ")[1].strip()
+    known = ["7.0", "7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "10.3", "12.0", "12.1", "13.0"]
+    why_not = {gpu: fit.why_not(architectures=every, toolkit="13.0.88", capability=gpu, driver=13000) for gpu in known}
+    assert [gpu for gpu in known if why_not[gpu] is None] == known[1:-1]
+    assert "build jaxnorm for it" in why_not["13.0"]
 
 
 # What there is as a compiler, what it prints, and why it cannot build the kernels.
