@@ -139,8 +139,9 @@ def test_features_in_a_partly_manual_shard_map(devices, kind):
 
 # The like where types say how rows are split, second derivatives included.
 @pytest.mark.several
+@pytest.mark.parametrize("implementation", [None, "jnp"])
 @vma
-def test_features_beside_an_explicit_axis_of_rows(devices, op, check_vma):
+def test_features_beside_an_explicit_axis_of_rows(devices, op, check_vma, implementation):
     mesh = mesh_of(devices, AxisType.Explicit)
     specs = specs_of(op, P(None, *part_spec(op)[1:]))
 
@@ -155,7 +156,7 @@ def test_features_beside_an_explicit_axis_of_rows(devices, op, check_vma):
         )
 
     args = op.draw(size_of(op))
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh), jaxnorm.implementation(implementation):
         actual = jax.jit(gradients(op, transform, axis_name="b"))(*place(op, mesh, part_spec(op)))
     assert_parts_close(jax.device_get(actual), jax.device_get(jax.jit(gradients(op))(*args)))
 
