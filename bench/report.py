@@ -108,7 +108,7 @@ def markdown(header, rows, lists):
     # What is no number and no text (a peer's time each, kernels by name) is for the JSON.
     columns = [key for key, value in (rows[0] if rows else {}).items() if not isinstance(value, (dict, list))]
     if rows:
-        lines += table(columns, [[cell(row.get(column)) for column in columns] for row in rows])
+        lines += table_of(columns, rows)
     for name, remarks in lists.items():
         lines += ["", f"{name.capitalize()}: {len(remarks) or 'none'}", *(f"- {remark}" for remark in remarks)]
     return "\n".join(lines) + "\n"
@@ -117,6 +117,11 @@ def markdown(header, rows, lists):
 def table(columns, rows):
     """The lines of a Markdown table of strings."""
     return [f"| {' | '.join(line)} |" for line in (columns, ["---"] * len(columns), *rows)]
+
+
+def table_of(columns, rows):
+    """The same of rows that have their cells by name."""
+    return table(columns, [[cell(row.get(column)) for column in columns] for row in rows])
 
 
 def cell(value):

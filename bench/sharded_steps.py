@@ -261,7 +261,6 @@ def measured(spec, of_losses, mesh, params, args):
     times = timing.in_turns(executables, state, first.batch(0), args.turns, 1 if args.small else 4)[0]
     report.tell("timed", start)
     for way, taken in times.items():
-        lower, _, upper = statistics.quantiles(taken, n=4)
         memory = executables[way].memory_analysis()
         trainer, step = trainers[way], executables[way]
         if spec != of_losses:
@@ -272,8 +271,7 @@ def measured(spec, of_losses, mesh, params, args):
         yield {
             "devices": mesh.size,
             "way": way,
-            "ms": 1e3 * statistics.median(taken),
-            "± us": 1e6 * (upper - lower) / 2,
+            **timing.columns(taken),
             "ktokens/s": spec.batch * spec.tokens / statistics.median(taken) / 1e3,
             "state GiB": memory.alias_size_in_bytes / 2**30,
             "temp GiB": memory.temp_size_in_bytes / 2**30,

@@ -46,7 +46,7 @@ def steps(*runs):
     # To compile takes as long as what XLA has tried before lets it.
     columns = [key for key in rows[0] if not isinstance(rows[0][key], (dict, list)) and key != "compile s"]
     headers = [line for run in runs for line in table_parts.about(run["header"], described(run["header"]))]
-    return [*headers, *report.table(columns, [[report.cell(row.get(column)) for column in columns] for row in rows])]
+    return [*headers, *report.table_of(columns, rows)]
 
 
 def described(header):

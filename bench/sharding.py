@@ -39,6 +39,8 @@ LINKS = 10
 CALLS = 4  # that are in flight at once
 DTYPES = ("float32", "bfloat16")
 WEIGHTS = {"rms": 1, "layer": 2}
+COLUMNS = ("what", "op", "dtype", "M", "N", "us", "us on one device", "efficiency", "XLA us", "x XLA")
+COLUMNS += ("MiB exchanged", "XLA's")
 
 
 def rows_of(cols, size):
@@ -106,7 +108,7 @@ def rows_cell(kind, dtype, devices, args):
         for those in (devices[:1], devices)
     )
     (alone, _), (together, _) = compare([one, all_devices], args.turns)
-    return {
+    return dict.fromkeys(COLUMNS) | {
         "what": "rows, step",
         "op": f"{kind}_norm",
         "dtype": dtype,
@@ -115,10 +117,6 @@ def rows_cell(kind, dtype, devices, args):
         "us": 1e6 * together,
         "us on one device": 1e6 * alone,
         "efficiency": alone / together,
-        "XLA us": None,
-        "x XLA": None,
-        "MiB exchanged": None,
-        "XLA's": None,
     }
 
 
@@ -127,15 +125,13 @@ def split_cell(split, dtype, devices, args):
     given = operands(dims, dtype, split.weights, split.spec, split.of_weights, devices, arrays=1)
     chains = [partial(forwards, partial(split.function, implementation=how)) for how in ("native", "jnp")]
     (ours, exchanged), (xla, by_xla) = compare([(chain, given) for chain in chains], args.turns)
-    return {
+    return dict.fromkeys(COLUMNS) | {
         "what": split.what,
         "op": split.op,
         "dtype": dtype,
         "M": math.prod(dims[:-1]),
         "N": dims[-1],
         "us": 1e6 * ours,
-        "us on one device": None,
-        "efficiency": None,
         "XLA us": 1e6 * xla,
         "x XLA": xla / ours,
         "MiB exchanged": exchanged,

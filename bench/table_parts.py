@@ -52,6 +52,4 @@ def whole(results):
     """Every column as it is."""
     rows = results["rows"]
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    return about(results["header"]) + report.table(
-        columns, [[report.cell(row.get(column)) for column in columns] for row in rows]
-    )
+    return about(results["header"]) + report.table_of(columns, rows)

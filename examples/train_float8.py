@@ -11,26 +11,24 @@ temporary memory, and the loss over the last tenth of the steps, beside what ano
 """
 
 import argparse
-import sys
 import sysconfig
 import time
 from collections import namedtuple
-from datetime import date
 from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import matplotlib
 import numpy as np
 import optax
 from flax import nnx
+from matplotlib.figure import Figure
 from tqdm import tqdm
+from train_lm import BYTES, finish, rotate, save, windows
 
 import jaxnorm
 from jaxnorm.nnx import RMSNorm
 
-BYTES = 256
 # A model, and how it is trained: rows of a batch, bytes of a row, steps, and the peak learning rate.
 Size = namedtuple("Size", "layers dim hidden heads kv_heads batch tokens steps rate")
 SIZES = {
@@ -96,15 +94,6 @@ class Llama(nnx.Module):
         return self.head(self.norm(x)).astype(jnp.float32)
 
 
-def rotate(x):
-    """Rotary position embedding (https://arxiv.org/abs/2104.09864) of x: (batch, position, head, feature)."""
-    half = x.shape[-1] // 2
-    angle = jnp.arange(x.shape[1])[:, None, None] * 10_000.0 ** (-jnp.arange(half) / half)
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    sin, cos = jnp.sin(angle), jnp.cos(angle)
-    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype)
-
-
 class Program:
     """A compiled step of training, and what every run of it gave."""
 
@@ -142,8 +131,7 @@ class Program:
         random, losses, ends = np.random.default_rng(seed), [], []
         with tqdm(range(self.size.steps), desc=f"{self.name:8} seed {seed}", unit="step", mininterval=0.5) as progress:
             for _ in progress:
-                starts = random.integers(0, len(text) - self.size.tokens, (self.size.batch, 1))
-                tokens = text[starts + np.arange(self.size.tokens + 1)]
+                tokens = windows(text, self.size.batch, self.size.tokens, random)
                 parameters, state, loss = self.compiled(parameters, state, tokens)
                 losses.append(loss)
                 # Of the step before, so that the device has its next work while this one waits.
@@ -190,23 +178,16 @@ def report(wide, narrow):
 
 
 def plot(programs, header, png):
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.subplots()
     for program, color in zip(programs, ("black", "tab:orange"), strict=True):
         for seed, curve in enumerate(program.curves):
             width = max(1, len(curve) // 50)
             label = None if seed else f"{program.name}, {program.tokens_per_second():,.0f} tokens/s"
             smooth = np.convolve(curve, np.full(width, 1 / width), "valid")
             axes.plot(np.arange(width, len(curve) + 1), smooth, lw=1, color=color, alpha=0.7, label=label)
-    axes.set(xlabel="step", ylabel=f"training loss, mean of {width} steps, nats per byte")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    command = " ".join(["python", "examples/train_float8.py", *sys.argv[1:]])
-    axes.set_title(f"{header}\njax {jax.__version__}, {date.today()}, {command}", fontsize=9)
-    figure.savefig(png, dpi=150)
-    print(f"Wrote {png}.")
+    finish(axes, header, f"training loss, mean of {width} steps, nats per byte")
+    save(figure, png)
 
 
 def parse_options():

@@ -33,7 +33,7 @@ import optax
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from tqdm import tqdm
+from train_lm import run_steps, windows
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # the benchmarks, which are not installed
 from bench import report, trainers
@@ -78,12 +78,6 @@ def tokens_of(text, vocabulary):
     words = re.findall(rb"[A-Za-z_]+|\d+|\s+|.", b"\n\n".join(file.read_bytes() for file in files))
     numbers = {word: i for i, (word, _) in enumerate(Counter(words).most_common(vocabulary - 1), 1)}
     return np.array([numbers.get(word, 0) for word in words], np.int32)
-
-
-def windows(tokens, rows, length, random):
-    """`rows` stretches of `length` + 1 tokens from random places."""
-    starts = random.integers(0, len(tokens) - length, size=rows)
-    return tokens[starts[:, None] + np.arange(length + 1)]
 
 
 class Trainer:
@@ -183,17 +177,17 @@ def run(trainer, program, size, options):
         raise SystemExit(f"{options.text} has {len(tokens)} words, fewer than a row of {size.tokens} and one")
     random = np.random.default_rng(options.seed)
     params, state = trainer.started()
-    losses, times = [], []
-    with tqdm(range(size.steps), desc=f"{options.way:8}", unit="step", mininterval=0.5) as progress:
-        for _ in progress:
-            rows = windows(tokens, size.batch * trainer.mesh.size, size.tokens, random)
-            rows = jax.block_until_ready(jax.device_put(rows, trainer.on(P("data"))))
-            start = time.perf_counter()
-            params, state, loss = program(params, state, rows)
-            losses.append(float(loss))
-            times.append(time.perf_counter() - start)
-            progress.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
-    return losses, times
+
+    def draw():
+        rows = windows(tokens, size.batch * trainer.mesh.size, size.tokens, random)
+        return jax.block_until_ready(jax.device_put(rows, trainer.on(P("data"))))
+
+    def step(rows):
+        nonlocal params, state
+        params, state, loss = program(params, state, rows)
+        return loss
+
+    return run_steps(options.way, size.steps, draw, step)
 
 
 def peak_of(devices):

@@ -9,22 +9,18 @@ and plotted, with images that the model draws which was trained with jaxnorm.
 """
 
 import argparse
-import sys
-import time
 from dataclasses import dataclass
-from datetime import date
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import matplotlib
 import numpy as np
 import optax
 from flax import nnx
-from tqdm import tqdm
-from train_lm import check_options, hardware
+from matplotlib.figure import Figure
+from train_lm import Run, check_options, draw_curves, hardware, report, run_steps, save
 
 import jaxnorm.nnx
 
@@ -135,17 +131,6 @@ def draw_images(model, noise, steps=32):
     return jax.lax.fori_loop(0, steps, step, noise)
 
 
-@dataclass
-class Run:
-    """What one training gave. Step times leave out the first step, which compiles."""
-
-    name: str
-    model: UNet
-    losses: np.ndarray
-    first_step: float
-    step_time: float
-
-
 def train(name, options):
     """Trains a new model. Seed and batches depend on the options only, so that runs can be compared."""
     dtype = jnp.dtype(options.dtype)
@@ -155,53 +140,27 @@ def train(name, options):
     )
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     random = np.random.default_rng(options.seed)
-    losses, times = [], []
-    with tqdm(range(options.steps), desc=f"{name:8}", unit="step", mininterval=0.5) as progress:
-        for _ in progress:
-            images = draw_shapes(random, options.batch, options.size)
-            noise = random.standard_normal(images.shape, np.float32)
-            batch = images, noise, random.random(options.batch, np.float32)
-            start = time.perf_counter()
-            losses.append(float(train_step(model, optimizer, *batch)))
-            times.append(time.perf_counter() - start)
-            progress.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
-    return Run(name, model, np.array(losses), times[0], float(np.median(times[1:])))
 
+    def draw():
+        images = draw_shapes(random, options.batch, options.size)
+        return images, random.standard_normal(images.shape, np.float32), random.random(options.batch, np.float32)
 
-def report(runs, options):
-    """Prints the curves' end points, how far they ever part, and the speed of both."""
-    tail = max(1, options.steps // 20)
-    for run in runs:
-        print(
-            f"{run.name:8} loss {run.losses[0]:.4f} -> {run.losses[-tail:].mean():.4f}, step"
-            f" {1e3 * run.step_time:.1f} ms, {options.batch / run.step_time:,.0f} images/s"
-            f" (first step, with compilation: {run.first_step:.1f} s)"
-        )
-    print("The end is the mean of the last twentieth; the step time is the median without the first step.")
-    gap = np.abs(runs[0].losses - runs[1].losses)
-    print(f"Largest difference between the curves: {gap.max():.2e} at step {gap.argmax() + 1} of {options.steps}.")
+    def step(batch):
+        return train_step(model, optimizer, *batch)
+
+    return Run(name, model, *run_steps(name, options.steps, draw, step))
 
 
 def plot(runs, options, count=8):
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (axes, below) = pyplot.subplots(2, 1, figsize=(9, 7), height_ratios=(3, 1), layout="constrained")
-    steps = np.arange(1, options.steps + 1)
-    for run, style in zip(runs, ({"lw": 3, "alpha": 0.4}, {"lw": 1, "color": "black"}), strict=True):
-        axes.plot(steps, run.losses, label=f"{run.name}.nnx.GroupNorm, {1e3 * run.step_time:.1f} ms a step", **style)
-    axes.set(xlabel="step", ylabel="training loss", ylim=(0, None))
-    axes.grid(alpha=0.3)
-    axes.legend()
-    command = " ".join(["python", "examples/train_images.py", *sys.argv[1:]])
-    axes.set_title(f"{hardware()}, {options.dtype}, jax {jax.__version__}, {date.today()}\n{command}", fontsize=9)
+    figure = Figure(figsize=(9, 7), layout="constrained")
+    axes, below = figure.subplots(2, 1, height_ratios=(3, 1))
+    draw_curves(axes, runs, options, "GroupNorm", "training loss")
     noise = jax.random.normal(jax.random.key(options.seed), (count, options.size, options.size, 1))
     drawn = np.asarray(draw_images(runs[1].model, noise))[..., 0]
     below.imshow(np.concatenate(drawn, axis=1), cmap="gray", vmin=-1, vmax=1)
     below.set_title("drawn by the model that was trained with jaxnorm", fontsize=9)
     below.axis("off")
-    figure.savefig(options.out, dpi=150)
-    print(f"Wrote {options.out}.")
+    save(figure, options.out)
 
 
 def parse_options():
@@ -224,7 +183,7 @@ def main():
     options = parse_options()
     print(f"Images of {options.size}x{options.size}; {hardware()}, {options.dtype}")
     runs = [train(name, options) for name in NORMS]
-    report(runs, options)
+    report(runs, options, options.batch, "images")
     plot(runs, options)
 
 

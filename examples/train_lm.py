@@ -10,8 +10,6 @@ model that was trained with jaxnorm writes a few lines.
 
 import argparse
 import os
-import platform
-import re
 import sys
 import time
 from dataclasses import dataclass
@@ -21,13 +19,16 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import matplotlib
 import numpy as np
 import optax
 from flax import nnx
+from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import jaxnorm.nnx
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # the benchmarks, which are not installed
+from bench.trainers import hardware
 
 BYTES = 256
 # Of the examples that train a language model.
@@ -86,10 +87,10 @@ class LanguageModel(nnx.Module):
 def rotate(x):
     """Rotary position embedding (https://arxiv.org/abs/2104.09864) of x: (batch, position, head, feature)."""
     half = x.shape[-1] // 2
-    angle = jnp.arange(x.shape[1])[:, None] * 10_000.0 ** (-jnp.arange(half) / half)
-    sin, cos = (f(angle)[:, None, :].astype(x.dtype) for f in (jnp.sin, jnp.cos))
-    a, b = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+    angle = jnp.arange(x.shape[1])[:, None, None] * 10_000.0 ** (-jnp.arange(half) / half)
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    sin, cos = jnp.sin(angle), jnp.cos(angle)
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype)
 
 
 def loss_of(model, tokens):
@@ -122,14 +123,18 @@ def continue_text(model, window, key, count, temperature=0.7):
 
 @dataclass
 class Run:
-    """What one training gave. Step times leave out the first step, which compiles."""
+    """What one training gave."""
 
     name: str
-    model: LanguageModel
+    model: nnx.Module
     losses: np.ndarray
-    validation: float
-    first_step: float
-    step_time: float
+    times: list[float]
+    validation: float | None = None
+
+    @property
+    def step_time(self):
+        """Without the first step, which compiles."""
+        return float(np.median(self.times[1:]))
 
 
 def train(norm, text, held_out, options):
@@ -138,8 +143,7 @@ def train(norm, text, held_out, options):
     sizes = {"dim": options.dim, "heads": options.heads, "layers": options.layers}
     model = LanguageModel(norm, **sizes, dtype=jnp.dtype(options.dtype), rngs=nnx.Rngs(options.seed))
     losses, times = fit(model, name, text, options)
-    validation = float(validation_loss(model, held_out_batches(held_out, options)))
-    return Run(name, model, losses, validation, times[0], float(np.median(times[1:])))
+    return Run(name, model, losses, times, float(validation_loss(model, held_out_batches(held_out, options))))
 
 
 def fit(model, name, text, options):
@@ -150,12 +154,18 @@ def fit(model, name, text, options):
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
     random = np.random.default_rng(options.seed)
+    draw = partial(windows, text, options.batch, options.seq, random)
+    return run_steps(name, options.steps, draw, partial(train_step, model, optimizer))
+
+
+def run_steps(name, count, draw, step):
+    """The losses of all steps, each of a batch that is drawn before it, and their times."""
     losses, times = [], []
-    with tqdm(range(options.steps), desc=f"{name:8}", unit="step", mininterval=0.5) as progress:
+    with tqdm(range(count), desc=f"{name:8}", unit="step", mininterval=0.5) as progress:
         for _ in progress:
-            tokens = windows(text, options.batch, options.seq, random)
+            batch = draw()
             start = time.perf_counter()
-            losses.append(float(train_step(model, optimizer, tokens)))
+            losses.append(float(step(batch)))
             times.append(time.perf_counter() - start)
             progress.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
     return np.array(losses), times
@@ -166,20 +176,20 @@ def held_out_batches(text, options, count=16):
 
 
 def windows(text, batch, seq, random):
-    """`batch` stretches of `seq` + 1 bytes from random places of `text`."""
+    """`batch` stretches of `seq` + 1 bytes, or other tokens, from random places of `text`."""
     starts = random.integers(0, len(text) - seq, size=batch)
-    return jnp.asarray(text[starts[:, None] + np.arange(seq + 1)])
+    return text[starts[:, None] + np.arange(seq + 1)]
 
 
-def report(runs, options):
-    """Prints the curves' end points, how far they ever part, and the speed of both."""
+def report(runs, options, count, unit):
+    """Prints the curves' end points, how far they ever part, and the speed of both, of so many units in a step."""
     tail = max(1, options.steps // 20)
     for run in runs:
-        rate = options.batch * options.seq / run.step_time
+        validation = "" if run.validation is None else f" nats/byte (validation {run.validation:.4f})"
         print(
-            f"{run.name:8} loss {run.losses[0]:.4f} -> {run.losses[-tail:].mean():.4f} nats/byte"
-            f" (validation {run.validation:.4f}), step {1e3 * run.step_time:.1f} ms, {rate:,.0f} tokens/s"
-            f" (first step, with compilation: {run.first_step:.1f} s)"
+            f"{run.name:8} loss {run.losses[0]:.4f} -> {run.losses[-tail:].mean():.4f}{validation},"
+            f" step {1e3 * run.step_time:.1f} ms, {count / run.step_time:,.0f} {unit}/s"
+            f" (first step, with compilation: {run.times[0]:.1f} s)"
         )
     print("The end is the mean of the last twentieth; the step time is the median without the first step.")
     gap = np.abs(runs[0].losses - runs[1].losses)
@@ -196,28 +206,31 @@ def write_sample(model, text, options, count=400):
 
 
 def plot(runs, options):
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    draw_curves(figure.subplots(), runs, options, "RMSNorm", "training loss, nats per byte")
+    save(figure, options.out)
 
-    figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
+
+def draw_curves(axes, runs, options, norm, what):
     steps = np.arange(1, options.steps + 1)
     for run, style in zip(runs, ({"lw": 3, "alpha": 0.4}, {"lw": 1, "color": "black"}), strict=True):
-        axes.plot(steps, run.losses, label=f"{run.name}.nnx.RMSNorm, {1e3 * run.step_time:.1f} ms a step", **style)
-    axes.set(xlabel="step", ylabel="training loss, nats per byte", ylim=(0, None))
+        axes.plot(steps, run.losses, label=f"{run.name}.nnx.{norm}, {1e3 * run.step_time:.1f} ms a step", **style)
+    finish(axes, f"{hardware()}, {options.dtype}", what)
+    axes.set_ylim(0, None)
+
+
+def finish(axes, header, what):
+    """Axes of losses by steps, with what ran where above them."""
+    axes.set(xlabel="step", ylabel=what)
     axes.grid(alpha=0.3)
     axes.legend()
-    command = " ".join(["python", "examples/train_lm.py", *sys.argv[1:]])
-    axes.set_title(f"{hardware()}, {options.dtype}, jax {jax.__version__}, {date.today()}\n{command}", fontsize=9)
-    figure.savefig(options.out, dpi=150)
-    print(f"Wrote {options.out}.")
+    command = " ".join(["python", f"examples/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    axes.set_title(f"{header}, jax {jax.__version__}, {date.today()}\n{command}", fontsize=9)
 
 
-def hardware():
-    if jax.default_backend() != "cpu":
-        return jax.devices()[0].device_kind
-    info = Path("/proc/cpuinfo")
-    named = re.search(r"model name\s*:\s*(.+)", info.read_text()) if info.exists() else None
-    return f"{named[1] if named else platform.machine()}, {os.cpu_count()} cores"
+def save(figure, png):
+    figure.savefig(png, dpi=150)
+    print(f"Wrote {png}.")
 
 
 def read_text(options):
@@ -279,7 +292,7 @@ def main():
     text, held_out = read_text(options)
     print(f"{len(text):,} bytes to train on, {len(held_out):,} held out; {hardware()}, {options.dtype}")
     runs = [train(norm, text, held_out, options) for norm in (nnx.RMSNorm, jaxnorm.nnx.RMSNorm)]
-    report(runs, options)
+    report(runs, options, options.batch * options.seq, "tokens")
     write_sample(runs[1].model, held_out, options)
     plot(runs, options)
 

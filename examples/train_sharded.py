@@ -75,7 +75,7 @@ def train(mesh, text, options):
     losses = []
     for _ in range(options.steps):
         # Every process draws the same batch, and gives its devices their part of it.
-        batch = np.asarray(windows(text, options.batch, options.seq, random))
+        batch = windows(text, options.batch, options.seq, random)
         tokens = jax.make_array_from_callback(batch.shape, rows, lambda part: batch[part])  # noqa: B023
         losses.append(float(step(model, optimizer, tokens)))
     return np.array(losses), step.lower(model, optimizer, tokens).compile().as_text()
