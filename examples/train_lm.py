@@ -10,6 +10,8 @@ model that was trained with jaxnorm writes a few lines.
 
 import argparse
 import os
+import platform
+import re
 import sys
 import time
 from dataclasses import dataclass
@@ -26,9 +28,6 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import jaxnorm.nnx
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # the benchmarks, which are not installed
-from bench.trainers import hardware
 
 BYTES = 256
 # Of the examples that train a language model.
@@ -231,6 +230,14 @@ def finish(axes, header, what):
 def save(figure, png):
     figure.savefig(png, dpi=150)
     print(f"Wrote {png}.")
+
+
+def hardware():
+    if jax.default_backend() != "cpu":
+        return jax.devices()[0].device_kind
+    info = Path("/proc/cpuinfo")
+    named = re.search(r"model name\s*:\s*(.+)", info.read_text()) if info.exists() else None
+    return f"{named[1] if named else platform.machine()}, {os.cpu_count()} cores"
 
 
 def read_text(options):
