@@ -114,6 +114,8 @@ jaxnorm_write_table(cuda)
 # --compress-mode=size: machine code takes a fifth of the room, and is unpacked once, when it is loaded.
 target_compile_options(_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--fmad=false --compress-mode=size>)
 if(JAXNORM_CUDA_ARCHITECTURES STREQUAL JAXNORM_EVERY_ARCHITECTURE)
+  # Where there are more cores than units, the longest unit would take minutes more, an architecture after the other.
+  target_compile_options(_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--threads=2>)
   get_target_property(sources _cuda SOURCES)
   list(FILTER sources INCLUDE REGEX "quantized[a-z0-9_]*[.]cu$")
   set(float8 ${JAXNORM_FLOAT8_ARCHITECTURE})
