@@ -16,7 +16,7 @@ from native import native_calls
 import jaxnorm.linen
 import jaxnorm.nnx
 
-pytestmark = pytest.mark.jax_version
+pytestmark = [pytest.mark.jax_version, pytest.mark.usefixtures("exact_products")]
 
 DIMS = (3, 8)
 
@@ -63,13 +63,6 @@ def linen_model(norms, seed=0):
 
 # Each: what makes a model `(apply, parameters)`, with Flax's norms and with ours.
 MODELS = {"nnx": (nnx_model, flax.nnx, jaxnorm.nnx), "linen": (linen_model, flax.linen, jaxnorm.linen)}
-
-
-@pytest.fixture(autouse=True)
-def full_precision():
-    """The models multiply matrices, on a GPU in 19-bit floats unless told otherwise."""
-    with jax.default_matmul_precision("highest"):
-        yield
 
 
 @pytest.fixture(params=MODELS.values(), ids=MODELS)

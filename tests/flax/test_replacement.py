@@ -35,13 +35,7 @@ import jaxnorm
 import jaxnorm.linen
 import jaxnorm.nnx
 
-pytestmark = pytest.mark.jax_version
-
-
-@pytest.fixture(autouse=True)
-def full_precision():
-    with jax.default_matmul_precision("highest"):
-        yield
+pytestmark = [pytest.mark.jax_version, pytest.mark.usefixtures("exact_products")]
 
 
 def native_calls_of(model, x=None):

@@ -19,7 +19,7 @@ from quantizing import assert_same
 
 from jaxnorm import Float8Recipe, float8_linear
 
-pytestmark = pytest.mark.jax_version
+pytestmark = [pytest.mark.jax_version, pytest.mark.usefixtures("exact_products")]
 
 ROWS, DEPTH, COLUMNS = (8, 16), 64, 48
 RECIPES = {
@@ -38,13 +38,6 @@ SPLIT = {
     "rows and what is summed": (P("a", None, "b"), P("b"), P(), P("a")),
     "kernels over the rows' devices": (P("a"), P("a"), P(), P("a")),
 }
-
-
-# GPUs round what they multiply to fewer digits by default.
-@pytest.fixture(autouse=True)
-def exact_products():
-    with jax.default_matmul_precision("highest"):
-        yield
 
 
 def operands(dtype="float32"):

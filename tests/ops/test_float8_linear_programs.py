@@ -13,7 +13,7 @@ from coverage import cover
 import jaxnorm
 from jaxnorm import Float8Recipe, Quantized, checkpoint_policies, float8_linear
 
-pytestmark = pytest.mark.jax_version
+pytestmark = [pytest.mark.jax_version, pytest.mark.usefixtures("exact_products")]
 
 ROWS, DEPTH, COLUMNS = (8, 4), 64, 48
 RECIPES = {
@@ -22,13 +22,6 @@ RECIPES = {
     "tensor": Float8Recipe(scaling="tensor"),
     "wide weight gradient": Float8Recipe(weight_gradient="compute"),
 }
-
-
-# GPUs round what they multiply to fewer digits by default.
-@pytest.fixture(autouse=True)
-def exact_products():
-    with jax.default_matmul_precision("highest"):
-        yield
 
 
 def operands(*, rows=ROWS, examples=()):
