@@ -8,7 +8,7 @@ import pytest
 from cases import bits, draw, draw_x
 from flax_apis import assert_close, assert_gradients_close
 from linears import DIMS, FEATURES
-from linen_linears import CHANGED, Mixed, ScaledDense
+from linen_linears import CHANGED, LEFT_ALWAYS, Mixed
 
 import jaxnorm
 import jaxnorm.linen
@@ -21,9 +21,7 @@ COLUMNS = 32
 E4M3 = Quantization(jnp.float8_e4m3fn)
 RECIPES = {"default": Float8Recipe(), "other": Float8Recipe("tensor", "compute", power_of_two=True, save="inputs")}
 LEFT = {
-    ("own_dot",): (flax.linen.Dense, "it has a dot_general of its own"),
-    ("own_class",): (flax.linen.Dense, "it has a dot_general_cls of its own"),
-    ("scaled",): (ScaledDense, "its __call__ is not Flax's"),
+    **LEFT_ALWAYS,
     ("general",): (
         flax.linen.DenseGeneral,
         "only flax.linen.Dense is computed in float8: give this one dot_general=recipe.dot_general",

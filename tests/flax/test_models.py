@@ -6,9 +6,9 @@ import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint
 import pytest
 from cases import bits, draw, draw_x
+from checkpoints import through_checkpoint
 from flax_apis import assert_close, assert_gradients_close
 from hlo import compiled_text, count_native_calls
 from native import native_calls
@@ -111,10 +111,7 @@ def test_orbax_checkpoint_moves_across(api, to_ours, tmp_path):
     written, read = norms if to_ours else reversed(norms)
     _, saved = make(written, seed=1)
     _, target = make(read)
-    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "checkpoint", saved)
-        checkpointer.wait_until_finished()
-        restored = checkpointer.restore(tmp_path / "checkpoint", target)
+    restored = through_checkpoint(tmp_path, saved, target)
     assert bits(restored) == bits(saved)
     assert jax.tree.structure(restored) == jax.tree.structure(target)
 

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import keras
 import linears
-import orbax.checkpoint
 import pytest
 from cases import bits, draw, draw_x
+from checkpoints import through_checkpoint
 from flax_apis import assert_close, assert_gradients_close
 from hlo import compiled_text, count_native_calls
 from native import native_calls
@@ -137,10 +137,7 @@ def test_nnx_checkpoint_moves_across(to_replaced, tmp_path):
     models = [mixed(), Mixed(flax.nnx.Rngs(1))]
     jaxnorm.replace_norms(models[to_replaced], CUSTOM)
     saved, target = map(flax.nnx.state, models)
-    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "checkpoint", saved)
-        checkpointer.wait_until_finished()
-        restored = checkpointer.restore(tmp_path / "checkpoint", target)
+    restored = through_checkpoint(tmp_path, saved, target)
     assert bits(restored) == bits(saved)
     flax.nnx.update(models[1], restored)
     assert_close(models[1](draw_x(DIMS)), models[0](draw_x(DIMS)))
