@@ -25,7 +25,7 @@ def _logistic(w):
         return 1 / (1 + np.exp(-w)), 1 / (1 + np.exp(w))
 
 
-def _silu(v):
+def silu(v):
     sigmoid, rest = _logistic(v)
     return v * sigmoid, sigmoid * (1 + v * rest), 0
 
@@ -39,7 +39,7 @@ def _relu2(v):
     return np.square(np.maximum(v, 0)), 2 * np.maximum(v, 0), 0
 
 
-def _gelu(v):
+def gelu(v):
     root = np.sqrt(8 / pi)
     w = root * (v + 0.044715 * v**3)
     sigmoid, rest = _logistic(w)
@@ -52,7 +52,7 @@ def _gelu_exact(v):
 
 
 # The value and the derivative of each, and the exponent by which it falls.
-ACTIVATIONS = {"silu": _silu, "gelu": _gelu, "gelu_exact": _gelu_exact, "relu2": _relu2, "sigmoid": _sigmoid}
+ACTIVATIONS = {"silu": silu, "gelu": gelu, "gelu_exact": _gelu_exact, "relu2": _relu2, "sigmoid": _sigmoid}
 
 
 def exact(activation, gate, up):

@@ -5,11 +5,10 @@ from dataclasses import replace
 import bad_calls
 import bad_quantized_calls
 import formulas
-import jax.numpy as jnp
 import numpy as np
 from cases import PAIRS
 from native import target
-from norm_rows import STATISTICS, norm
+from norm_rows import STATISTICS, norm, norm_of_sum
 from op import Size, rows
 from quantizing import GRANULARITIES, by_numpy, call, plain, static_scale_of, sum_of
 
@@ -90,13 +89,6 @@ def quantized_sum(kind, granularity, to):
         total = x + residual
         return *alone.formula(total, *weights), total
 
-    def as_norm(f):
-        def function(x, scale=None, bias=None):
-            y, total = f(x, jnp.cos(x), scale, bias)
-            return y * jnp.sin(total)
-
-        return function
-
     return replace(
         alone,
         name=f"add {alone.name}",
@@ -106,7 +98,7 @@ def quantized_sum(kind, granularity, to):
         function=function,
         derived=derived,
         formula=formula,
-        as_norm=as_norm,
+        as_norm=norm_of_sum,
         unfused=unfused,
         # Rows of x and of the residual that take a whole block's shared memory, beside what the CUDA kernels declare.
         sizes=(rows(7, 384), rows(3, 229_376)),
