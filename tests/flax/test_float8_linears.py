@@ -13,7 +13,7 @@ import optax
 import pytest
 from cases import bits, draw, draw_x
 from checkpoints import through_checkpoint
-from flax_apis import assert_close, assert_gradients_close
+from flax_apis import assert_close, assert_gradients_close, scanned
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from linears import CHANGED, DIMS, FEATURES, LEFT, NamedLinear, mixed, stacked
 
@@ -260,12 +260,6 @@ def test_a_model_and_its_gradients():
         assert jnp.linalg.norm(a - b) <= 0.2 * jnp.linalg.norm(b)
 
 
-def scanned(layers, x, remat=lambda function: function):
-    carry = flax.nnx.Carry
-    layer = remat(lambda layer, x: jnp.sin(layer(x)) + x)
-    return flax.nnx.scan(lambda x, one: layer(one, x), in_axes=(carry, 0), out_axes=carry)(x, layers)
-
-
 def one_by_one(kernels, biases, x):
     for kernel, bias in zip(kernels, biases, strict=True):
         x = jnp.sin(float8_linear(x, kernel, bias=bias)) + x
@@ -278,8 +272,9 @@ def test_stacked_layers_and_remat(remat):
     jaxnorm.float8_linears(layers)
     parameters = layers.kernel[...], layers.bias[...]
     assert isinstance(layers, Float8Linear)
-    assert_close(flax.nnx.jit(partial(scanned, remat=remat))(layers, x), one_by_one(*parameters, x))
-    gradient = flax.nnx.jit(flax.nnx.grad(lambda layers, x: scanned(layers, x, remat).sum()))(layers, x)
+    run = partial(scanned, call=remat(lambda x, layer: jnp.sin(layer(x)) + x))
+    assert_close(flax.nnx.jit(run)(x, layers), one_by_one(*parameters, x))
+    gradient = flax.nnx.jit(flax.nnx.grad(lambda layers, x: run(x, layers).sum()))(layers, x)
     expected = jax.jit(jax.grad(lambda parameters: one_by_one(*parameters, x).sum()))(parameters)
     assert_gradients_close((gradient["kernel"][...], gradient["bias"][...]), expected)
 

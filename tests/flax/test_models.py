@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cases import bits, draw, draw_x
 from checkpoints import through_checkpoint
-from flax_apis import assert_close, assert_gradients_close
+from flax_apis import assert_close, assert_gradients_close, scanned
 from hlo import compiled_text, count_native_calls
 from native import native_calls
 
@@ -137,9 +137,9 @@ def test_nnx_scan_of_remat():
     def gradient(norms):
         create = flax.nnx.split_rngs(splits=3)(flax.nnx.vmap(lambda rngs: NnxModel(norms, rngs)))
         models = create(flax.nnx.Rngs(0))
-        carry = flax.nnx.Carry
-        layers = flax.nnx.scan(flax.nnx.remat(lambda x, model: model(x)), in_axes=(carry, 0), out_axes=carry)
-        return flax.nnx.grad(lambda models, x: (layers(x, models) * draw("dy", DIMS)).sum())(models, draw_x(DIMS))
+        call = flax.nnx.remat(lambda x, model: model(x))
+        loss = lambda models, x: (scanned(x, models, call) * draw("dy", DIMS)).sum()  # noqa: E731
+        return flax.nnx.grad(loss)(models, draw_x(DIMS))
 
     assert_gradients_close(gradient(jaxnorm.nnx), gradient(flax.nnx))
 

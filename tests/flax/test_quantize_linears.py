@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from cases import bits, draw, draw_x
 from checkpoints import through_checkpoint
-from flax_apis import assert_close
+from flax_apis import assert_close, scanned
 from jax.sharding import Mesh, PartitionSpec
 from linears import CHANGED, DIMS, FEATURES, LEFT, NamedLinear, mixed, stacked
 from quantized_linears import E4M3, ERRORS, INT4, INT8, assert_is_product, assert_is_quantized, each_pair
@@ -169,10 +169,6 @@ def test_weights_are_not_trained():
 
 
 def test_stacked_layers():
-    def run(layers, x):
-        carry = flax.nnx.Carry
-        return flax.nnx.scan(lambda x, layer: layer(x) + x, in_axes=(carry, 0), out_axes=carry)(x, layers)
-
     layers = stacked(flax.nnx.Rngs(0))
     kernels, biases = layers.kernel[...], layers.bias[...]
     jaxnorm.quantize_linears(layers, INT8, INT8)
@@ -183,7 +179,7 @@ def test_stacked_layers():
         layer.kernel[...], layer.bias[...] = kernel, bias
         jaxnorm.quantize_linears(layer, INT8, INT8)
         expected = layer(expected) + expected
-    assert_close(flax.nnx.jit(run)(layers, draw_x(DIMS)), expected)
+    assert_close(flax.nnx.jit(scanned)(draw_x(DIMS), layers), expected)
 
 
 def test_modules_of_linen_in_a_model_are_left():

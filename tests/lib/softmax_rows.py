@@ -1,5 +1,7 @@
 """Rows of the table for softmax, log-softmax and cross-entropy."""
 
+from dataclasses import replace
+
 import bad_softmax_calls as bad_calls
 import formulas
 import jax.numpy as jnp
@@ -170,29 +172,19 @@ def cross_entropy():
         public = jaxnorm.softmax_cross_entropy_with_integer_labels
         return (public(x, labels_of(x), **options)[..., None],)
 
-    return Op(
+    return replace(
+        softmax(),
         name="cross entropy",
         public="softmax_cross_entropy_with_integer_labels",
-        kind="logits",
-        operands=("x",),
-        arrays=1,
-        dtypes=ALONE,
         function=function,
         formula=lambda x, **options: (formulas.cross_entropy(x, labels_of(x), **options)[..., None],),
-        as_norm=as_norm,
         exact=exact_cross_entropy,
         exact_gradients=gradients_of_cross_entropy,
-        small=rows(6, 10),
         sizes=SIZES,
         options=({"label_smoothing": 0.1, "z_loss": 1e-2}, {"logit_scale": 0.5, "soft_cap": 5.0}),
-        backward_sizes=(rows(600, 1000),),
-        lengths=LENGTHS,
-        many=MANY,
         numbers=("z_loss", "label_smoothing", "soft_cap", "ignore_index"),
         forward="jaxnorm_cross_entropy_fwd",
         backward="jaxnorm_cross_entropy_bwd",
-        gradients=("dx",),
-        kept=("x",),
         statistics=3,  # beside the two what tells a row that is -inf throughout
         labels=True,
         values=3,
