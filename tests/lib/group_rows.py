@@ -7,10 +7,9 @@ from typing import NamedTuple
 import bad_group_calls as bad_calls
 import formulas
 import numpy as np
-from gated_activation_rows import gelu, silu
 from norm_rows import ALONE
 from op import Op, rows
-from oracle import EPSILON, Forward, f64, round_to
+from oracle import EPSILON, Forward, f64, gelu, round_to, silu
 
 import jaxnorm
 
