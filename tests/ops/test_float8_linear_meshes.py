@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from cases import draw
 from coverage import cover
+from float8_recipes import RECIPES
 from hlo import collectives, compiled_text, count_native_calls
 from internals import Float8Linear, rounded_kernel, rounded_x
 from jax import export
@@ -22,12 +23,6 @@ from jaxnorm import Float8Recipe, float8_linear
 pytestmark = [pytest.mark.jax_version, pytest.mark.usefixtures("exact_products")]
 
 ROWS, DEPTH, COLUMNS = (8, 16), 64, 48
-RECIPES = {
-    "default": Float8Recipe(),
-    "inputs": Float8Recipe(save="inputs"),
-    "tensor": Float8Recipe(scaling="tensor"),
-    "wide weight gradient": Float8Recipe(weight_gradient="compute"),
-}
 # The shardings of x, the kernel, bias and dy.
 SPLIT = {
     "rows": (P("a"), P(), P(), P("a")),

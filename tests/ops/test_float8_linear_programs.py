@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from cases import draw
 from coverage import cover
+from float8_recipes import RECIPES
 
 import jaxnorm
 from jaxnorm import Float8Recipe, Quantized, checkpoint_policies, float8_linear
@@ -16,12 +17,6 @@ from jaxnorm import Float8Recipe, Quantized, checkpoint_policies, float8_linear
 pytestmark = [pytest.mark.jax_version, pytest.mark.usefixtures("exact_products")]
 
 ROWS, DEPTH, COLUMNS = (8, 4), 64, 48
-RECIPES = {
-    "default": Float8Recipe(),
-    "inputs": Float8Recipe(save="inputs"),
-    "tensor": Float8Recipe(scaling="tensor"),
-    "wide weight gradient": Float8Recipe(weight_gradient="compute"),
-}
 
 
 def operands(*, rows=ROWS, examples=()):
