@@ -78,13 +78,16 @@ def _drawn(name, mean, std):
     return lambda dims, dtype="float32": draw(name, dims, dtype, mean, std)
 
 
-draw_q, draw_qkv = draw_x, functools.partial(draw_x, name="qkv")
+draw_q = draw_x
+draw_qkv = functools.partial(draw_x, name="qkv")
 draw_k = functools.partial(draw_x, name="k", mean=-0.4, std=1.5)
 draw_residual = _drawn("residual", -0.3, 4.0)
 draw_gate = _drawn("gate", 0.5, 4.0)  # beyond where sigmoid is 0 or 1 in a half type
 draw_up = _drawn("up", -0.3, 2.0)
-draw_q_scale = draw_scale = _drawn("scale", 1.0, 0.3)
-draw_k_scale = draw_post_scale = _drawn("post_scale", 0.8, 0.2)
+draw_scale = _drawn("scale", 1.0, 0.3)
+draw_post_scale = _drawn("post_scale", 0.8, 0.2)
+draw_q_scale = draw_scale
+draw_k_scale = draw_post_scale
 draw_bias = _drawn("bias", 0.1, 0.5)
 draw_branch_scale = _drawn("branch_scale", 0.5, 0.8)
 
