@@ -156,3 +156,10 @@ def pytest_collection_modifyitems(config, items):
 def devices():
     """The devices of a mesh: a power of two of them, and one only where there is one only."""
     return jax.devices()[: 1 << (min(8, jax.device_count()).bit_length() - 1)]
+
+
+@pytest.fixture
+def exact_products():
+    """GPUs round what they multiply to 19-bit floats by default, and two sides of a test not alike."""
+    with jax.default_matmul_precision("highest"):
+        yield

@@ -15,6 +15,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <initializer_list>
+#include <type_traits>
 
 #include "cuda/engine/device.h"
 #include "cuda/engine/plan.h"
@@ -23,11 +24,13 @@
 #include "ops/norm/cuda.h"
 #include "ops/qk_norm_rotary/cuda.h"
 #include "ops/softmax/cuda.h"
+#include "sanitize.h"
 
 namespace {
 
 using namespace jaxnorm;
 using namespace jaxnorm::cuda;
+using namespace jaxnorm::sanitize;
 
 // What runs.
 struct {
@@ -50,79 +53,80 @@ void finish(cudaError_t error, const char* what) {
   check(cudaDeviceSynchronize(), what);
 }
 
-// An array of its own allocation, so that a tool sees what lies beside it; inputs hold a pattern of small numbers,
-// and so do the other bytes of words with elements, which are read whole.
-class Array {
- public:
-  Array(Dtype dtype, int64_t elements, int64_t offset, bool is_input) : offset_(offset * size_of(dtype)) {
-    const size_t end = elements * size_of(dtype) + offset_, bytes = (end + 15) / 16 * 16;
-    check(cudaMalloc(&data_, bytes ? bytes : 1), "cudaMalloc");
-    char* const data = static_cast<char*>(data_);
-    // 0.0115 as f32, 1.06 as f16, 0.0115 as bf16
-    check(cudaMemset(data, 0x3c, is_input ? bytes : offset_), "cudaMemset");
-    check(cudaMemset(data + end, 0x3c, bytes - end), "cudaMemset");
+}  // namespace
+
+namespace jaxnorm::sanitize {
+
+// The other bytes of words with elements, which are read whole, hold the pattern as well.
+Array::Array(Dtype dtype, int64_t elements, int64_t offset, bool is_input)
+    : dtype_(dtype), offset_(offset * size_of(dtype)) {
+  const size_t end = elements * size_of(dtype) + offset_, bytes = (end + 15) / 16 * 16;
+  check(cudaMalloc(&data_, bytes ? bytes : 1), "cudaMalloc");
+  // 0.0115 as f32, 1.06 as f16, 0.0115 as bf16
+  check(cudaMemset(data_, 0x3c, is_input ? bytes : offset_), "cudaMemset");
+  check(cudaMemset(data_ + end, 0x3c, bytes - end), "cudaMemset");
+}
+
+Array::~Array() { cudaFree(data_); }
+
+int64_t offset_of_gradients(int64_t) { return 0; }
+
+int64_t workspace_floats(const NormForward&) { return 1; }  // for tickets
+
+int64_t workspace_floats(const NormBackward& p) {
+  const int weights = p.kind == Kind::layer ? 2 : 1;
+  const WorkspaceSize size = cuda::norm_grad_workspace({p.x.dtype, p.cols, weights, p.weight_rows, bool{p.dx}});
+  return p.rows * size.floats_a_row + size.floats;
+}
+
+int64_t workspace_floats(const GatedNormBackward& p) {
+  return cuda::gated_norm_grad_workspace({p.x.dtype, p.cols, 1, p.weight_rows, true}).floats;
+}
+
+int64_t workspace_floats(const QkNormRotaryBackward& p) {
+  return cuda::qk_norm_rotary_grad_workspace({p.q.dx.dtype, p.cols, 2, {p.q.heads, 1}, true}).floats;
+}
+
+template <class Op, class = void>
+constexpr bool has_workspace = false;
+template <class Op>
+constexpr bool has_workspace<Op, std::void_t<decltype(workspace_floats(std::declval<const Op&>()))>> = true;
+
+template <class Op>
+void call(const Op& op, const char* what) {
+  if constexpr (has_workspace<Op>) {
+    const int64_t floats = workspace_floats(op);
+    const Array workspace(Dtype::f32, floats, 0, false);
+    Op with_workspace = op;
+    with_workspace.workspace = {workspace.floats(), floats};
+    finish(cuda::run(with_workspace, nullptr), what);
+  } else {
+    finish(cuda::run(op, nullptr), what);
   }
-  ~Array() { cudaFree(data_); }
-  void* get() const { return static_cast<char*>(data_) + offset_; }
+}
 
- private:
-  void* data_ = nullptr;
-  int64_t offset_;
-};
+}  // namespace jaxnorm::sanitize
 
-// `offset`: of each array, in elements, so that it is aligned to them and to nothing more. `pad`: columns after each
-// row of y and dy.
+namespace {
+
+// The norm as shards of rows.
+void run_shards(Kind kind, Dtype dtype, const Shape& s) {
+  const Array x(dtype, s.rows * s.cols, s.offset), y(dtype, s.rows * s.cols, s.offset, false);
+  const Array scale(dtype, s.cols, s.offset), bias(dtype, s.cols, s.offset);
+  const Array mean(Dtype::f32, s.rows, 0, false), rstd(Dtype::f32, s.rows, 0, false);
+  call(ShardStatistics{kind, s.rows, s.cols, x, mean.floats(), rstd.floats()}, "statistics");
+  const bool centres = kind == Kind::layer;
+  call(ShardApply{kind, s.rows, s.cols, x, scale, centres ? Input(bias) : Input{}, y, centres ? mean.floats() : nullptr,
+                  rstd.floats(), 0.0f, true},
+       "apply");
+}
+
+// `pad`: columns after each row of y and dy.
 void run(Kind kind, Dtype dtype, int64_t rows, int64_t cols, int64_t offset, const RowMap& weight_rows = {},
          int64_t pad = 0) {
   now = {kind, dtype, rows, cols};
-  const Array x(dtype, rows * cols, offset, true), dy(dtype, rows * (cols + pad), offset, true);
-  const int64_t weights = weight_rows.count * cols;
-  const Array scale(dtype, weights, offset, true), bias(dtype, weights, offset, true);
-  const Array y(dtype, rows * (cols + pad), offset, false), dx(dtype, rows * cols, offset, false);
-  const Array sum(dtype, rows * cols, offset, true), dsum(dtype, rows * cols, offset, true);
-  const Array mean(Dtype::f32, rows, 0, false), rstd(Dtype::f32, rows, 0, false), tickets(Dtype::f32, 1, 0, false);
-  const Array dscale(dtype, weights, 0, false), dbias(dtype, weights, 0, false);
-  const WorkspaceSize size = norm_grad_workspace({dtype, cols, kind == Kind::layer ? 2 : 1, weight_rows, true});
-  const int64_t workspace_floats = rows * size.floats_a_row + size.floats;
-  const Array workspace(Dtype::f32, workspace_floats, 0, false);
-  const auto floats = [](const Array& array) { return static_cast<float*>(array.get()); };
-
-  ScaledAddNormForward f{};
-  f.kind = kind, f.rows = rows, f.cols = cols, f.epsilon = 1e-6f, f.multiply_before_cast = true;
-  f.x = {x.get(), dtype}, f.scale = {scale.get(), dtype}, f.y = {y.get(), dtype}, f.y_stride = cols + pad;
-  if (kind == Kind::layer) f.bias = {bias.get(), dtype};
-  f.mean = floats(mean), f.rstd = floats(rstd), f.weight_rows = weight_rows;
-  f.workspace = {floats(tickets), 1};
-  const NormForward& alone = f;
-  finish(jaxnorm::cuda::run(alone, nullptr), "forward");
-
-  NormBackward b{};
-  b.kind = kind, b.rows = rows, b.cols = cols;
-  b.x = f.x, b.scale = f.scale, b.dy = {dy.get(), dtype}, b.dx = {dx.get(), dtype};
-  b.mean = f.mean, b.rstd = f.rstd, b.dscale = {dscale.get(), dtype};
-  if (kind == Kind::layer) b.dbias = {dbias.get(), dtype};
-  b.workspace = {floats(workspace), workspace_floats}, b.weight_rows = weight_rows, b.dy_stride = cols + pad;
-  finish(jaxnorm::cuda::run(b, nullptr), "backward");
-
-  if (weight_rows.count == 1 && pad == 0) {
-    // The same as shards of rows.
-    finish(jaxnorm::cuda::run(ShardStatistics{kind, rows, cols, f.x, f.mean, f.rstd}, nullptr), "statistics");
-    const float* const means = kind == Kind::layer ? f.mean : nullptr;
-    const ShardApply apply{kind, rows, cols, f.x, f.scale, f.bias, f.y, means, f.rstd, 0.0f, true};
-    finish(jaxnorm::cuda::run(apply, nullptr), "apply");
-  }
-
-  // Of an addition, whose sum takes the addend's place.
-  f.addend = {sum.get(), dtype}, f.sum = {sum.get(), dtype};
-  finish(jaxnorm::cuda::run(f, nullptr), "forward with an addend");
-  f.branch_scale = f.scale;
-  finish(jaxnorm::cuda::run(f, nullptr), "forward with a branch's scale");
-  if (pad == 0) {
-    f.sum = {};
-    finish(jaxnorm::cuda::run(f, nullptr), "forward without the sum");
-  }
-  b.x = f.addend, b.dsum = {dsum.get(), dtype};
-  finish(jaxnorm::cuda::run(b, nullptr), "backward with dsum");
+  run_norm(kind, dtype, dtype, dtype, {rows, cols, offset, weight_rows, pad});
+  if (weight_rows.count == 1 && pad == 0) run_shards(kind, dtype, {rows, cols, offset});
 }
 
 // Quantised results, with a scale for each row, for groups and given; without an addend and with one.
@@ -139,45 +143,24 @@ void run_quantized(Kind kind, Dtype dtype, int64_t rows, int64_t cols, int64_t o
       const Dtype format = formats[turn++ % 3];
       const Array values(format, rows * cols, offset, false);
       ScaledAddQuantizedNormForward f{};
-      f.kind = kind, f.rows = rows, f.cols = cols, f.epsilon = 1e-6f, f.weight_rows = {};
-      f.x = {x.get(), dtype}, f.scale = {scale.get(), dtype};
-      if (kind == Kind::layer) f.bias = {bias.get(), dtype};
-      if (adds) f.addend = {sum.get(), dtype}, f.sum = {sum.get(), dtype};
-      f.quantized.values = {values.get(), format}, f.quantized.smooth = {smooth.get(), Dtype::f32};
+      f.kind = kind, f.rows = rows, f.cols = cols, f.epsilon = 1e-6f, f.x = x, f.scale = scale;
+      if (kind == Kind::layer) f.bias = bias;
+      if (adds) f.addend = sum, f.sum = sum;
+      f.quantized.values = values, f.quantized.smooth = smooth;
       f.quantized.group = group ? group : cols, f.quantized.max_scale = INFINITY;
       if (group) {
-        f.quantized.scales = static_cast<float*>(scales.get());
+        f.quantized.scales = scales.floats();
       } else {
-        f.quantized.given = static_cast<const float*>(given.get());
+        f.quantized.given = given.floats();
       }
-      finish(jaxnorm::cuda::run(f, nullptr), "quantised forward");
+      call(f, "quantised forward");
     }
 }
 
 // Gated, in both orders, with as many heads.
 void run_gated(Dtype dtype, int64_t rows, int64_t cols, int64_t weight_rows, int64_t offset) {
   now = {Kind::rms, dtype, rows, cols};
-  const Array x(dtype, rows * cols, offset, true), dy(dtype, rows * cols, offset, true);
-  const Array gate(dtype, rows * cols, offset, true), scale(dtype, weight_rows * cols, offset, true);
-  const Array y(dtype, rows * cols, offset, false), dx(dtype, rows * cols, offset, false);
-  const Array dgate(dtype, rows * cols, offset, false), dscale(dtype, weight_rows * cols, 0, false);
-  const Array rstd(Dtype::f32, rows, 0, false);
-  const int64_t workspace_floats = gated_norm_grad_workspace({dtype, cols, 1, {weight_rows, 1}, true}).floats;
-  const Array workspace(Dtype::f32, workspace_floats, 0, false);
-  for (const bool first : {false, true}) {
-    GatedNormForward f{};
-    f.rows = rows, f.cols = cols, f.epsilon = 1e-6f;
-    f.x = {x.get(), dtype}, f.scale = {scale.get(), dtype}, f.y = {y.get(), dtype}, f.weight_rows = {weight_rows, 1};
-    f.gate = {{gate.get(), dtype}, first ? Activation::silu : Activation::sigmoid, first};
-    f.rstd = static_cast<float*>(rstd.get());
-    finish(jaxnorm::cuda::run(f, nullptr), "gated forward");
-
-    GatedNormBackward b{};
-    b.rows = rows, b.cols = cols, b.weight_rows = f.weight_rows, b.gate = f.gate, b.rstd = f.rstd;
-    b.x = f.x, b.scale = f.scale, b.dy = {dy.get(), dtype}, b.dx = {dx.get(), dtype}, b.dgate = {dgate.get(), dtype};
-    b.dscale = {dscale.get(), dtype}, b.workspace = {static_cast<float*>(workspace.get()), workspace_floats};
-    finish(jaxnorm::cuda::run(b, nullptr), "gated backward");
-  }
+  for (const bool first : {false, true}) sanitize::run_gated(dtype, first, {rows, cols, offset, {weight_rows, 1}});
 }
 
 // `packed`: whether one array holds gate and up.
@@ -187,22 +170,18 @@ void run_gated_activation(Dtype dtype, int64_t rows, int64_t cols, bool packed, 
   const Array x(dtype, 2 * rows * cols, offset, true), dy(dtype, rows * cols, offset, true);
   const Array y(dtype, rows * cols, offset, false), dx(dtype, 2 * rows * cols, offset, false);
   const int64_t second = (packed ? cols : rows * cols) * size_of(dtype);
-  const Input gate{x.get(), dtype}, up{static_cast<char*>(x.get()) + second, dtype};
-  const Output dgate{dx.get(), dtype}, dup{static_cast<char*>(dx.get()) + second, dtype};
+  const Input gate = x, up{static_cast<char*>(x.get()) + second, dtype};
+  const Output dgate = dx, dup{static_cast<char*>(dx.get()) + second, dtype};
   for (const Activation activation : {Activation::silu, Activation::gelu_exact}) {
-    finish(jaxnorm::cuda::run(GatedActivationForward{shape, gate, up, {y.get(), dtype}, activation}, nullptr),
-           "gated activation");
-    finish(jaxnorm::cuda::run(GatedActivationBackward{shape, {dy.get(), dtype}, gate, up, dgate, dup, activation},
-                              nullptr),
-           "gradient of a gated activation");
+    call(GatedActivationForward{shape, gate, up, y, activation}, "gated activation");
+    call(GatedActivationBackward{shape, dy, gate, up, dgate, dup, activation}, "gradient of a gated activation");
   }
   for (const int64_t group : {cols, int64_t{128}}) {
     if (cols % group != 0) continue;
     const Array values(Dtype::s8, rows * cols, offset, false), scales(Dtype::f32, rows * (cols / group), 0, false);
-    Quantization quantized{{values.get(), Dtype::s8}, static_cast<float*>(scales.get())};
+    Quantization quantized{values, scales.floats()};
     quantized.group = group, quantized.max_scale = INFINITY;
-    finish(jaxnorm::cuda::run(GatedActivationQuantizedForward{shape, gate, up, quantized, Activation::silu}, nullptr),
-           "quantised gated activation");
+    call(GatedActivationQuantizedForward{shape, gate, up, quantized, Activation::silu}, "quantised gated activation");
   }
 }
 
@@ -225,34 +204,33 @@ void run_softmax(Dtype dtype, int64_t rows, int64_t cols, int64_t offset) {
   constexpr int64_t queries = 5;
   const Array x(dtype, rows * cols, offset, true), y(dtype, rows * cols, offset, false);
   const Array wide(Dtype::f32, rows * cols, offset, false), log_sum(Dtype::f32, rows, 0, false);
-  const Array label_logit(Dtype::f32, rows, 0, false), total(Dtype::f32, rows, 0, false),
-      top(Dtype::f32, rows, 0, false);
+  const Array label_logit(Dtype::f32, rows, 0, false), total(Dtype::f32, rows, 0, false);
+  const Array top(Dtype::f32, rows, 0, false);
   const Array where(Dtype::s8, queries * cols, offset, true), lengths(Dtype::f32, queries, 0, true);
   const Array labels(Dtype::f32, rows, 0, true);
   check(cudaMemset(labels.get(), 0, (rows - 1) * 4), "cudaMemset");  // but for the last one, which names no column
   check(cudaMemset(lengths.get(), 0, 4), "cudaMemset");
-  const auto floats = [](const Array& array) { return static_cast<float*>(array.get()); };
   const Starts starts(cols);
   for (const int masks : {0, 1, 2, 3, 6, 7}) {
     SoftmaxForward f{};
-    f.rows = rows, f.cols = cols, f.scale = 0.5f, f.x = {x.get(), dtype};
+    f.rows = rows, f.cols = cols, f.scale = 0.5f, f.x = x;
     if (masks & 1) f.mask.where = static_cast<const uint8_t*>(where.get()), f.mask.where_rows.inner = {queries, 1};
     if (masks & 2)
       f.mask.lengths = static_cast<const int32_t*>(lengths.get()), f.mask.lengths_rows.inner = {queries, 1};
     if (masks & 4) starts.add_to(f.mask);
-    f.log = masks % 3 == 0, f.log_sum = f.log ? floats(log_sum) : nullptr, f.top = f.log ? floats(top) : nullptr;
-    f.y = {y.get(), dtype};
-    finish(jaxnorm::cuda::run(f, nullptr), "softmax");
-    f.y = {wide.get(), Dtype::f32};
-    finish(jaxnorm::cuda::run(f, nullptr), "softmax to f32");
+    f.log = masks % 3 == 0, f.log_sum = f.log ? log_sum.floats() : nullptr, f.top = f.log ? top.floats() : nullptr;
+    f.y = y;
+    call(f, "softmax");
+    f.y = wide;
+    call(f, "softmax to f32");
 
     if (masks & 2) continue;
     CrossEntropyForward c{};
     c.rows = rows, c.cols = cols, c.scale = 1, c.soft_cap = masks ? 30.0f : 0, c.x = f.x, c.mask = f.mask;
     c.labels = static_cast<const int32_t*>(labels.get());
-    c.log_sum = floats(log_sum), c.label_logit = floats(label_logit), c.total = masks ? floats(total) : nullptr;
-    c.top = floats(top);
-    finish(jaxnorm::cuda::run(c, nullptr), "cross-entropy");
+    c.log_sum = log_sum.floats(), c.label_logit = label_logit.floats(), c.total = masks ? total.floats() : nullptr;
+    c.top = top.floats();
+    call(c, "cross-entropy");
   }
 }
 
@@ -262,7 +240,7 @@ void run_softmax_grad(Dtype dtype, int64_t rows, int64_t cols, int64_t offset) {
   const Array x(dtype, rows * cols, offset, true), dy(dtype, rows * cols, offset, true);
   const Array dx(dtype, rows * cols, offset, false), numbers(Dtype::f32, rows, 0, true);
   const Array where(Dtype::f32, (cols + 3) / 4, 0, true), lengths(Dtype::f32, rows, 0, true);
-  const auto floats = static_cast<const float*>(numbers.get());
+  const auto floats = numbers.floats();
   const auto integers = static_cast<const int32_t*>(lengths.get());
   const Starts starts(cols);
   for (const int masks : {0, 1, 2}) {
@@ -271,88 +249,28 @@ void run_softmax_grad(Dtype dtype, int64_t rows, int64_t cols, int64_t offset) {
     if (masks == 2) starts.add_to(mask);
     if (masked) mask.lengths = integers, mask.lengths_rows.inner = {rows, 1};
     if (masked) mask.where = static_cast<const uint8_t*>(where.get());
-    const SoftmaxBackward softmax{rows, cols, {dy.get(), dtype}, {x.get(), dtype}, mask, {dx.get(), dtype}, 0.5f};
-    finish(jaxnorm::cuda::run(softmax, nullptr), "softmax backward");
+    const SoftmaxBackward softmax{rows, cols, dy, x, mask, dx, 0.5f};
+    call(softmax, "softmax backward");
     SoftmaxBackward wide = softmax;
     const Array other(dtype == Dtype::f32 ? Dtype::bf16 : Dtype::f32, rows * cols, offset, false);
-    wide.dx = {other.get(), dtype == Dtype::f32 ? Dtype::bf16 : Dtype::f32};
-    finish(jaxnorm::cuda::run(wide, nullptr), "softmax backward to another type");
-    const Input from{x.get(), dtype};
-    const LogSoftmaxBackward log{rows, cols, softmax.dy, from, mask, floats, floats, {dx.get(), dtype}, 0.5f};
-    finish(jaxnorm::cuda::run(log, nullptr), "log-softmax backward");
+    wide.dx = other;
+    call(wide, "softmax backward to another type");
+    const LogSoftmaxBackward log{rows, cols, dy, x, mask, floats, floats, dx, 0.5f};
+    call(log, "log-softmax backward");
     CrossEntropyBackward loss{};
     loss.rows = rows, loss.cols = cols, loss.x = log.x, loss.labels = integers, loss.mask = mask, loss.scale = 0.5f;
     loss.mask.lengths = loss.mask.starts = nullptr, loss.soft_cap = masked ? 30.0f : 0.0f,
     loss.log_sum = loss.dlog_sum = loss.top = floats;
     loss.dlabel_logit = loss.dtotal = floats, loss.dx = log.dx;
-    finish(jaxnorm::cuda::run(loss, nullptr), "cross-entropy backward");
-    loss.dx = {x.get(), dtype};
-    finish(jaxnorm::cuda::run(loss, nullptr), "cross-entropy backward in place");
+    call(loss, "cross-entropy backward");
+    loss.dx = x;
+    call(loss, "cross-entropy backward in place");
   }
 }
 
-// Heads of a length, of which `dim` elements are turned, by tables and by positions.
 void run_rotary(HeadNorm norm, Dtype dtype, int64_t tokens, int64_t inner, int64_t cols, int64_t dim, int64_t offset) {
   now = {norm == HeadNorm::layer ? Kind::layer : Kind::rms, dtype, tokens, cols};
-  constexpr int64_t kHeads[] = {9, 2};  // of q and of k
-  const bool normed = norm != HeadNorm::none, layer = norm == HeadNorm::layer;
-  const Array positions(Dtype::f32, tokens, offset, true), frequencies(Dtype::f32, dim / 2, offset, true);
-  const Array cos(Dtype::f32, tokens * dim / 2, offset, true), sin(Dtype::f32, tokens * dim / 2, offset, true);
-  const auto floats = [](const Array& array) { return static_cast<float*>(array.get()); };
-  const int64_t workspace_floats = qk_norm_rotary_grad_workspace({dtype, cols, 2, {kHeads[0], 1}, true}).floats;
-  const Array workspace(Dtype::f32, workspace_floats, 0, false);
-  const auto array = [&](int i, bool is_input) { return Array(dtype, tokens * kHeads[i] * cols, offset, is_input); };
-  const auto statistic = [&](int i) { return Array(Dtype::f32, tokens * kHeads[i], 0, false); };
-  const Array x[] = {array(0, true), array(1, true)}, y[] = {array(0, false), array(1, false)};
-  const Array dy[] = {array(0, true), array(1, true)}, dx[] = {array(0, false), array(1, false)};
-  const Array mean[] = {statistic(0), statistic(1)}, rstd[] = {statistic(0), statistic(1)};
-  const Array scale[] = {{dtype, kHeads[0] * cols, offset, true}, {dtype, cols, offset, true}};
-  const Array dscale[] = {{dtype, kHeads[0] * cols, 0, false}, {dtype, cols, 0, false}};
-  constexpr int64_t kRows = kHeads[0] + 2 * kHeads[1];  // of a token, where one array has q, k and v
-  const Array qkv(dtype, tokens * kRows * cols, offset, true), dqkv(dtype, tokens * kRows * cols, offset, false);
-  const Array v_out(dtype, tokens * kHeads[1] * cols, offset, false);
-  const auto part = [&](const Array& packed, int64_t head) {
-    return static_cast<char*>(packed.get()) + head * cols * size_of(dtype);
-  };
-  for (const bool interleaved : {false, true}) {
-    QkNormRotaryForward f{};
-    f.norm = norm, f.tokens = tokens, f.inner = inner, f.cols = cols, f.epsilon = 1e-6f;
-    f.rotation.dim = dim, f.rotation.interleaved = interleaved, f.rotation.token_rows.inner = {tokens, 1};
-    if (interleaved) f.rotation.cos = floats(cos), f.rotation.sin = floats(sin);
-    if (!interleaved) f.rotation.positions = floats(positions), f.rotation.frequencies = floats(frequencies);
-    QkNormRotaryBackward b{};
-    b.norm = norm, b.tokens = tokens, b.inner = inner, b.cols = cols, b.rotation = f.rotation;
-    b.workspace = {floats(workspace), workspace_floats};
-    for (const int i : {0, 1}) {
-      Heads& heads = i == 0 ? f.q : f.k;
-      heads.heads = heads.x_rows = heads.y_rows = kHeads[i];
-      heads.x = {x[i].get(), dtype}, heads.y = {y[i].get(), dtype};
-      heads.has_scale_per_head = normed && i == 0;
-      if (normed) heads.scale = {scale[i].get(), dtype}, heads.rstd = floats(rstd[i]);
-      if (layer) heads.mean = floats(mean[i]);
-      HeadsGrad& grad = i == 0 ? b.q : b.k;
-      grad.heads = grad.x_rows = kHeads[i], grad.dy = {dy[i].get(), dtype}, grad.dx = {dx[i].get(), dtype};
-      grad.has_scale_per_head = heads.has_scale_per_head;
-      if (!normed) continue;
-      grad.x = heads.x, grad.scale = heads.scale, grad.mean = heads.mean, grad.rstd = heads.rstd;
-      grad.dscale = {dscale[i].get(), dtype};
-    }
-    finish(jaxnorm::cuda::run(f, nullptr), "rotary forward");
-    finish(jaxnorm::cuda::run(b, nullptr), "rotary backward");
-    if (inner > 1) continue;
-    for (const int i : {0, 1}) {
-      Heads& heads = i == 0 ? f.q : f.k;
-      HeadsGrad& grad = i == 0 ? b.q : b.k;
-      heads.x_rows = grad.x_rows = kRows;
-      heads.x.data = part(qkv, i * kHeads[0]), grad.dx.data = part(dqkv, i * kHeads[0]);
-      if (normed) grad.x = heads.x;
-    }
-    constexpr int64_t kBegin = kHeads[0] + kHeads[1];
-    f.v = {kRows, kHeads[1], {part(qkv, kBegin), dtype}, {v_out.get(), dtype}};
-    b.v = {kHeads[1], kRows, layer ? Input{} : Input{v_out.get(), dtype}, {part(dqkv, kBegin), dtype}};
-    finish(jaxnorm::cuda::run(f, nullptr), "packed rotary forward");
-    finish(jaxnorm::cuda::run(b, nullptr), "packed rotary backward");
-  }
+  sanitize::run_rotary(norm, dtype, {tokens, inner, 9, 2, cols, dim, tokens, offset});
 }
 
 }  // namespace

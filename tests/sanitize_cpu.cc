@@ -29,6 +29,7 @@
 #include "ops/norm/cpu.h"
 #include "ops/qk_norm_rotary/cpu.h"
 #include "ops/softmax/call.h"
+#include "sanitize.h"
 
 namespace jaxnorm::cpu {
 
@@ -42,6 +43,7 @@ Isa isa() { return chosen; }
 namespace {
 
 using namespace jaxnorm;
+using namespace jaxnorm::sanitize;
 
 // Two threads draw tasks.
 void parallel_for(int64_t count, const std::function<void(int64_t)>& task) {
@@ -54,81 +56,42 @@ void parallel_for(int64_t count, const std::function<void(int64_t)>& task) {
   other.join();
 }
 
-// An array of its own allocation, which ends with its last element, so that a tool sees what lies beside it.
-class Array {
- public:
-  Array(Dtype dtype, int64_t elements, int64_t offset, bool is_input = true)
-      : dtype_(dtype), offset_(offset * size_of(dtype)), data_(new char[elements * size_of(dtype) + offset_]) {
-    if (!is_input) return;
-    for (int64_t i = 0; i < elements; ++i) set(i, std::sin(0.7f * static_cast<float>(i)) + 0.3f);
-  }
-  void* get() const { return data_.get() + offset_; }
-  float* floats() const { return static_cast<float*>(get()); }
-  operator Input() const { return {get(), dtype_}; }
-  operator Output() const { return {get(), dtype_}; }
+}  // namespace
 
- private:
-  // To f16 some small numbers: 5 bits of exponent from 8.
-  void set(int64_t i, float value) {
+namespace jaxnorm::sanitize {
+
+// It ends with its last element.
+Array::Array(Dtype dtype, int64_t elements, int64_t offset, bool is_input)
+    : dtype_(dtype), offset_(offset * size_of(dtype)), data_(new char[elements * size_of(dtype) + offset_]) {
+  if (!is_input) return;
+  for (int64_t i = 0; i < elements; ++i) {
+    const float value = std::sin(0.7f * static_cast<float>(i)) + 0.3f;
     uint32_t bits;
     std::memcpy(&bits, &value, 4);
-    char* const to = static_cast<char*>(get()) + i * size_of(dtype_);
+    // To f16 some small numbers: 5 bits of exponent from 8.
     const auto half =
-        static_cast<uint16_t>(dtype_ == Dtype::bf16 ? bits >> 16 : (bits >> 16 & 0x8000) | 0x3c00 | i % 1024);
-    if (dtype_ == Dtype::f32) {
+        static_cast<uint16_t>(dtype == Dtype::bf16 ? bits >> 16 : (bits >> 16 & 0x8000) | 0x3c00 | i % 1024);
+    char* const to = data_ + offset_ + i * size_of(dtype);
+    if (dtype == Dtype::f32) {
       std::memcpy(to, &bits, 4);
     } else {
       std::memcpy(to, &half, 2);
     }
   }
-
-  Dtype dtype_;
-  int64_t offset_;
-  std::unique_ptr<char[]> data_;
-};
-
-struct Shape {
-  int64_t rows, cols;
-  int64_t offset = 0;  // of each array, in elements, so that it is aligned to them and to nothing more
-  RowMap weight_rows = {};
-  int64_t pad = 0;  // columns after each row of y and dy
-};
-
-// Forward and backward, alone and of a sum that takes the addend's place; `weight` is the dtype of scale and bias.
-void run(Kind kind, Dtype dtype, Dtype y_dtype, Dtype weight, const Shape& s) {
-  const int64_t rows = s.rows, cols = s.cols, size = rows * cols, weights = s.weight_rows.count * cols;
-  const Array x(dtype, size, s.offset), scale(weight, weights, s.offset), bias(weight, weights, s.offset);
-  const Array y(y_dtype, rows * (cols + s.pad), s.offset, false), sum(dtype, size, s.offset);
-  const Array mean(Dtype::f32, rows, 0, false), rstd(Dtype::f32, rows, 0, false);
-  ScaledAddNormForward f{};
-  f.kind = kind, f.rows = rows, f.cols = cols, f.epsilon = 1e-6f, f.weight_rows = s.weight_rows;
-  f.x = x, f.scale = scale, f.y = y, f.y_stride = cols + s.pad, f.multiply_before_cast = s.offset == 0;
-  if (kind == Kind::layer) f.bias = bias, f.mean = mean.floats();
-  f.rstd = rstd.floats();
-  cpu::run(static_cast<const NormForward&>(f), parallel_for);
-
-  const Array dy(y_dtype, rows * (cols + s.pad), s.offset), dx(dtype, size, s.offset, false);
-  const Array dscale(weight, weights, s.offset, false), dbias(weight, weights, s.offset, false);
-  const Array dsum(dtype, size, s.offset);
-  NormBackward b{};
-  b.kind = kind, b.rows = rows, b.cols = cols, b.weight_rows = s.weight_rows, b.dy_stride = cols + s.pad;
-  b.x = x, b.scale = scale, b.dy = dy, b.mean = f.mean, b.rstd = f.rstd, b.dx = dx, b.dscale = dscale;
-  if (kind == Kind::layer) b.dbias = dbias;
-  cpu::run(b, parallel_for);
-
-  f.addend = sum, f.sum = sum;
-  cpu::run(f, parallel_for);
-  f.branch_scale = scale;
-  cpu::run(f, parallel_for);
-  if (y_dtype == dtype && s.pad == 0) {
-    f.sum = {};
-    cpu::run(f, parallel_for);
-  }
-  b.x = sum, b.dsum = dsum;
-  cpu::run(b, parallel_for);
-  b.dx = {};
-  cpu::run(b, parallel_for);
 }
+
+Array::~Array() { delete[] data_; }
+
+template <class Op>
+void call(const Op& op, const char*) {
+  cpu::run(op, parallel_for);
+}
+
+int64_t offset_of_gradients(int64_t offset) { return offset; }
+
+}  // namespace jaxnorm::sanitize
+
+namespace {
 
 // Quantised results, with a scale for each row, for groups and given; without an addend and with one.
 void run_quantized(Kind kind, Dtype dtype, Dtype format, const Shape& s) {
@@ -155,23 +118,6 @@ void run_quantized(Kind kind, Dtype dtype, Dtype format, const Shape& s) {
       }
       cpu::run(f, parallel_for);
     }
-}
-
-void run_gated(Dtype dtype, bool first, const Shape& s) {
-  const int64_t rows = s.rows, cols = s.cols, size = rows * cols, weights = s.weight_rows.count * cols;
-  const Array x(dtype, size, s.offset), gate(dtype, size, s.offset), scale(dtype, weights, s.offset);
-  const Array y(dtype, size, s.offset, false), rstd(Dtype::f32, rows, 0, false);
-  GatedNormForward f{};
-  f.rows = rows, f.cols = cols, f.epsilon = 1e-6f, f.x = x, f.scale = scale, f.y = y, f.weight_rows = s.weight_rows;
-  f.gate = {gate, first ? Activation::silu : Activation::sigmoid, first}, f.rstd = rstd.floats();
-  cpu::run(f, parallel_for);
-
-  const Array dy(dtype, size, s.offset), dx(dtype, size, s.offset, false), dgate(dtype, size, s.offset, false);
-  const Array dscale(dtype, weights, s.offset, false);
-  GatedNormBackward b{};
-  b.rows = rows, b.cols = cols, b.weight_rows = s.weight_rows, b.gate = f.gate, b.rstd = f.rstd;
-  b.x = x, b.scale = scale, b.dy = dy, b.dx = dx, b.dgate = dgate, b.dscale = dscale;
-  cpu::run(b, parallel_for);
 }
 
 struct GroupShape {
@@ -260,62 +206,6 @@ void run_gated_activations(Dtype dtype) {
       for (const int64_t offset : {0, 1}) run_gated_activation(activation, dtype, 7, cols, offset);
 }
 
-// Heads of a length, of which `dim` elements are turned, by tables and by positions.
-void run_rotary(HeadNorm norm, Dtype dtype, int64_t cols, int64_t dim, int64_t inner, int64_t offset) {
-  const int64_t tokens = 3 * 7, q_heads = 5, k_heads = inner > 1 ? 1 : 2, q_size = tokens * q_heads * cols;
-  const int64_t k_size = tokens * k_heads * cols;
-  const Array q(dtype, q_size, offset), k(dtype, k_size, offset), q_out(dtype, q_size, offset, false);
-  const Array k_out(dtype, k_size, offset, false), q_scale(dtype, q_heads * cols, offset), k_scale(dtype, cols, offset);
-  const Array q_mean(Dtype::f32, tokens * q_heads, 0, false), q_rstd(Dtype::f32, tokens * q_heads, 0, false);
-  const Array k_mean(Dtype::f32, tokens * k_heads, 0, false), k_rstd(Dtype::f32, tokens * k_heads, 0, false);
-  const Array positions(Dtype::f32, 7, offset), frequencies(Dtype::f32, dim / 2, offset);
-  const Array cos(Dtype::f32, 7 * dim / 2, offset), sin(Dtype::f32, 7 * dim / 2, offset);
-  const bool normed = norm != HeadNorm::none, layer = norm == HeadNorm::layer;
-  QkNormRotaryForward f{};
-  f.norm = norm, f.tokens = tokens, f.inner = inner, f.cols = cols, f.epsilon = 1e-6f;
-  f.q.heads = f.q.x_rows = f.q.y_rows = q_heads, f.q.x = q, f.q.y = q_out, f.q.has_scale_per_head = normed;
-  f.k.heads = f.k.x_rows = f.k.y_rows = k_heads, f.k.x = k, f.k.y = k_out;
-  if (normed) f.q.scale = q_scale, f.k.scale = k_scale, f.q.rstd = q_rstd.floats(), f.k.rstd = k_rstd.floats();
-  if (layer) f.q.mean = q_mean.floats(), f.k.mean = k_mean.floats();
-  const Array dq(dtype, q_size, offset, false), dk(dtype, k_size, offset, false);
-  const Array dq_scale(dtype, q_heads * cols, offset, false), dk_scale(dtype, cols, offset, false);
-  const int64_t rows = q_heads + 2 * k_heads;  // of a token, where one array has q, k and v
-  const Array qkv(dtype, tokens * rows * cols, offset), dqkv(dtype, tokens * rows * cols, offset, false);
-  const Array v_out(dtype, k_size, offset, false);
-  const auto part = [&](auto array, int64_t head) {
-    return array.data = (char*)array.data + head * cols * size_of(dtype), array;
-  };
-  for (const bool interleaved : {false, true}) {
-    f.rotation = {};
-    f.rotation.dim = dim, f.rotation.interleaved = interleaved, f.rotation.token_rows.inner = {7, 1};
-    if (interleaved) f.rotation.cos = cos.floats(), f.rotation.sin = sin.floats();
-    if (!interleaved) f.rotation.positions = positions.floats(), f.rotation.frequencies = frequencies.floats();
-    cpu::run(f, parallel_for);
-
-    QkNormRotaryBackward b{};
-    b.norm = norm, b.tokens = tokens, b.inner = inner, b.cols = cols, b.rotation = f.rotation;
-    b.q.heads = b.q.x_rows = q_heads, b.q.dy = q_out, b.q.dx = dq, b.q.has_scale_per_head = normed;
-    b.k.heads = b.k.x_rows = k_heads, b.k.dy = k_out, b.k.dx = dk;
-    if (normed) {
-      b.q.x = q, b.q.scale = q_scale, b.q.mean = f.q.mean, b.q.rstd = f.q.rstd, b.q.dscale = dq_scale;
-      b.k.x = k, b.k.scale = k_scale, b.k.mean = f.k.mean, b.k.rstd = f.k.rstd, b.k.dscale = dk_scale;
-    }
-    cpu::run(b, parallel_for);
-    if (inner > 1) continue;
-
-    QkNormRotaryForward packed = f;
-    packed.q.x_rows = packed.k.x_rows = rows;
-    packed.q.x = qkv, packed.k.x = part(Input(qkv), q_heads);
-    packed.v = {rows, k_heads, part(Input(qkv), q_heads + k_heads), v_out};
-    cpu::run(packed, parallel_for);
-    b.q.x_rows = b.k.x_rows = rows;
-    b.q.dx = dqkv, b.k.dx = part(Output(dqkv), q_heads);
-    if (normed) b.q.x = packed.q.x, b.k.x = packed.k.x;
-    b.v = {k_heads, rows, layer ? Input{} : v_out, part(Output(dqkv), q_heads + k_heads)};
-    cpu::run(b, parallel_for);
-  }
-}
-
 // Integers of their own allocation: value(i) for each i.
 template <class T, class Value>
 std::unique_ptr<T[]> integers(int64_t count, Value value) {
@@ -387,7 +277,7 @@ void run_all(Kind kind, Dtype dtype) {
       for (const int64_t offset : {0, 1}) {
         const Shape shape{rows, cols, offset};
         if (rows * cols > 400'000) continue;
-        run(kind, dtype, dtype, rows % 2 ? dtype : Dtype::f32, shape);
+        run_norm(kind, dtype, dtype, rows % 2 ? dtype : Dtype::f32, shape, offset == 0);
         for (const Dtype format : {Dtype::f8e4m3fn, Dtype::f8e5m2, Dtype::s8})
           run_quantized(kind, dtype, format, shape);
         if (kind == Kind::layer || cols > kGatedCols) continue;
@@ -395,12 +285,12 @@ void run_all(Kind kind, Dtype dtype) {
       }
   for (const Dtype y : kDtypes)
     for (const Dtype weight : kDtypes)
-      if (is_supported(dtype, y)) run(kind, dtype, y, weight, {5, 101, 1});
+      if (is_supported(dtype, y)) run_norm(kind, dtype, y, weight, {5, 101, 1}, false);
   for (const int64_t cols : {64, 257, 1024}) {
     for (const RowMap map : {RowMap{3, 1}, RowMap{3, 5}, RowMap{40, 3}})
-      run(kind, dtype, dtype, dtype, {600, cols, 0, map});
-    run(kind, dtype, dtype, dtype, {600, cols, 0, {}, 64});
-    run(kind, dtype, dtype, dtype, {37, cols, 1, {}, 1});
+      run_norm(kind, dtype, dtype, dtype, {600, cols, 0, map});
+    run_norm(kind, dtype, dtype, dtype, {600, cols, 0, {}, 64});
+    run_norm(kind, dtype, dtype, dtype, {37, cols, 1, {}, 1}, false);
     if (kind == Kind::rms) run_gated(dtype, cols == 64, {600, cols, 0, {8, 1}});
   }
   run_quantized(kind, dtype, Dtype::f8e4m3fn, {600, 384, 1});
@@ -437,7 +327,8 @@ int main(int argc, char** argv) {
       for (const HeadNorm norm : {HeadNorm::none, HeadNorm::rms, HeadNorm::layer})
         for (const int64_t cols : {2, 15, 24, 64, 101, 128, 512})
           for (const int64_t dim : {cols / 2 * 2, (cols + 6) / 8 * 2})
-            for (const int64_t inner : {1, 7}) run_rotary(norm, dtype, cols, dim, inner, cols % 3);
+            for (const int64_t inner : {1, 7})
+              run_rotary(norm, dtype, {21, inner, 5, inner > 1 ? 1 : 2, cols, dim, 7, cols % 3});
       run_all_softmaxes(dtype);
       run_group_norms(dtype);
       run_gated_activations(dtype);

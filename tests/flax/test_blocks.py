@@ -16,15 +16,9 @@ import jaxnorm
 import jaxnorm.blocks
 import jaxnorm.linen
 
-pytestmark = pytest.mark.jax_version
+pytestmark = [pytest.mark.jax_version, pytest.mark.usefixtures("exact_products")]
 
 DIM = 16
-
-
-@pytest.fixture(autouse=True)
-def full_precision():
-    with jax.default_matmul_precision("highest"):
-        yield
 
 
 def linear(rngs, out=DIM, use_bias=True):

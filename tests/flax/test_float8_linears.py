@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint
 import pytest
 from cases import bits, draw, draw_x
-from flax_apis import assert_close, assert_gradients_close
+from checkpoints import through_checkpoint
+from flax_apis import assert_close, assert_gradients_close, scanned
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from linears import CHANGED, DIMS, FEATURES, NamedLinear, ScaledLinear, mixed
+from linears import CHANGED, DIMS, FEATURES, LEFT, NamedLinear, mixed, stacked
 
 import jaxnorm
 from jaxnorm import Float8Recipe, Quantization, float8_linear, quantize
@@ -31,17 +31,6 @@ RECIPES = {
     "other": Float8Recipe(weight_gradient="compute", power_of_two=True, save="inputs"),
 }
 each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-LEFT = {
-    ("general",): (
-        flax.nnx.LinearGeneral,
-        "only flax.nnx.Linear is computed in float8: give this one dot_general=recipe.dot_general",
-    ),
-    ("scaled",): (ScaledLinear, "its __call__ is not Flax's"),
-    ("lora",): (flax.nnx.LoRALinear, "its __call__ is not Flax's"),
-    ("own_dot",): (flax.nnx.Linear, "it has a dot_general of its own"),
-    ("own_promotion",): (flax.nnx.Linear, "it has a promote_dtype of its own"),
-    ("complex",): (flax.nnx.Linear, "it is of complex64"),
-}
 
 
 def in_float8(*recipe, **options):
@@ -84,7 +73,9 @@ def of_function(recipe, x, kernel, bias, dy, out_dtype):
 def test_it_says_what_it_changed_and_left():
     report = jaxnorm.float8_linears(mixed())
     assert dict(report.replaced) == CHANGED
-    assert {path: (cls, why) for path, cls, why in report.left} == LEFT
+    why = "only flax.nnx.Linear is computed in float8: give this one dot_general=recipe.dot_general"
+    general = {("general",): (flax.nnx.LinearGeneral, why)}
+    assert {path: (cls, why) for path, cls, why in report.left} == LEFT | general
     assert "replaced  listed.1: NamedLinear\n" in str(report)
 
 
@@ -227,11 +218,7 @@ def test_layers_that_share_a_kernel():
 def test_a_checkpoint_goes_both_ways(tmp_path):
     model, target = in_float8(), flax.nnx.eval_shape(mixed)
     jaxnorm.float8_linears(target)
-    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "checkpoint", flax.nnx.state(mixed()))
-        checkpointer.wait_until_finished()
-        restored = checkpointer.restore(tmp_path / "checkpoint", flax.nnx.state(target))
-    flax.nnx.update(target, restored)
+    flax.nnx.update(target, through_checkpoint(tmp_path, flax.nnx.state(mixed()), flax.nnx.state(target)))
     assert bits(target(draw_x(DIMS))) == bits(model(draw_x(DIMS)))
     plain = mixed()
     flax.nnx.update(plain, flax.nnx.state(model))
@@ -273,21 +260,6 @@ def test_a_model_and_its_gradients():
         assert jnp.linalg.norm(a - b) <= 0.2 * jnp.linalg.norm(b)
 
 
-def stacked():
-    @flax.nnx.split_rngs(splits=3)
-    @flax.nnx.vmap
-    def create(rngs):
-        return flax.nnx.Linear(FEATURES, FEATURES, rngs=rngs)
-
-    return create(flax.nnx.Rngs(0))
-
-
-def scanned(layers, x, remat=lambda function: function):
-    carry = flax.nnx.Carry
-    layer = remat(lambda layer, x: jnp.sin(layer(x)) + x)
-    return flax.nnx.scan(lambda x, one: layer(one, x), in_axes=(carry, 0), out_axes=carry)(x, layers)
-
-
 def one_by_one(kernels, biases, x):
     for kernel, bias in zip(kernels, biases, strict=True):
         x = jnp.sin(float8_linear(x, kernel, bias=bias)) + x
@@ -296,18 +268,19 @@ def one_by_one(kernels, biases, x):
 
 @pytest.mark.parametrize("remat", [lambda function: function, flax.nnx.remat], ids=["kept", "remat"])
 def test_stacked_layers_and_remat(remat):
-    layers, x = stacked(), draw_x(DIMS)
+    layers, x = stacked(flax.nnx.Rngs(0)), draw_x(DIMS)
     jaxnorm.float8_linears(layers)
     parameters = layers.kernel[...], layers.bias[...]
     assert isinstance(layers, Float8Linear)
-    assert_close(flax.nnx.jit(partial(scanned, remat=remat))(layers, x), one_by_one(*parameters, x))
-    gradient = flax.nnx.jit(flax.nnx.grad(lambda layers, x: scanned(layers, x, remat).sum()))(layers, x)
+    run = partial(scanned, call=remat(lambda x, layer: jnp.sin(layer(x)) + x))
+    assert_close(flax.nnx.jit(run)(x, layers), one_by_one(*parameters, x))
+    gradient = flax.nnx.jit(flax.nnx.grad(lambda layers, x: run(x, layers).sum()))(layers, x)
     expected = jax.jit(jax.grad(lambda parameters: one_by_one(*parameters, x).sum()))(parameters)
     assert_gradients_close((gradient["kernel"][...], gradient["bias"][...]), expected)
 
 
 def test_vmap_over_layers():
-    layers, x = stacked(), draw_x(DIMS)
+    layers, x = stacked(flax.nnx.Rngs(0)), draw_x(DIMS)
     jaxnorm.float8_linears(layers)
     y = flax.nnx.vmap(lambda layer, x: layer(x), in_axes=(0, None))(layers, x)
     parameters = zip(layers.kernel[...], layers.bias[...], strict=True)

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import bits, draw, draw_x
-from flax_apis import assert_close, assert_gradients_close
+from flax_apis import assert_close, assert_gradients_close, scan_of_remat
 from linears import DIMS, FEATURES
-from linen_linears import CHANGED, Mixed, ScaledDense
+from linen_linears import CHANGED, LEFT_ALWAYS, Mixed
 
 import jaxnorm
 import jaxnorm.linen
@@ -21,9 +21,7 @@ COLUMNS = 32
 E4M3 = Quantization(jnp.float8_e4m3fn)
 RECIPES = {"default": Float8Recipe(), "other": Float8Recipe("tensor", "compute", power_of_two=True, save="inputs")}
 LEFT = {
-    ("own_dot",): (flax.linen.Dense, "it has a dot_general of its own"),
-    ("own_class",): (flax.linen.Dense, "it has a dot_general_cls of its own"),
-    ("scaled",): (ScaledDense, "its __call__ is not Flax's"),
+    **LEFT_ALWAYS,
     ("general",): (
         flax.linen.DenseGeneral,
         "only flax.linen.Dense is computed in float8: give this one dot_general=recipe.dot_general",
@@ -150,14 +148,7 @@ def test_it_goes_with_replace_norms(variables):
 
 
 def test_scan_of_remat():
-    class Layer(flax.linen.Module):
-        @flax.linen.compact
-        def __call__(self, x, _):
-            return x + jnp.sin(flax.linen.Dense(FEATURES)(x)), None
-
-    layer = flax.linen.scan(
-        flax.linen.remat(Layer), variable_axes={"params": 0}, split_rngs={"params": True}, length=3
-    )()
+    layer = scan_of_remat(lambda x: jnp.sin(flax.linen.Dense(FEATURES)(x)))
     x = draw_x(DIMS)
     variables = layer.init(jax.random.key(0), x, None)
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from cases import bits, draw
-from flax_apis import assert_close, assert_gradients_close
+from flax_apis import assert_close, assert_gradients_close, scan_of_remat, scanned
 from hlo import compiled_text, count_native_calls
 from native import native_calls
 
@@ -409,14 +409,9 @@ def test_stacked_layers():
     model = cls()
     model.scale = flax.nnx.Param(draw("scale", (3, FEATURES)))
     x = draw("x", (2, FEATURES))
-
-    def run(model, x):
-        carry = flax.nnx.Carry
-        return flax.nnx.scan(lambda x, norm: norm(x) + x, in_axes=(carry, 0), out_axes=carry)(x, model)
-
-    expected = run(model, x)
+    expected = scanned(x, model)
     assert jaxnorm.replace_norms(model, "match").replaced == [((), cls)]
-    assert_close(run(model, x), expected)
+    assert_close(scanned(x, model), expected)
 
 
 def test_what_needs_no_match_is_as_without():
@@ -441,24 +436,18 @@ def test_linen_within_init_parameters_stay():
 
 def test_linen_a_model_of_layers():
     norm = NORMS["llama"][0][1]
-
-    class Layer(flax.linen.Module):
-        @flax.linen.compact
-        def __call__(self, x, _):
-            return x + norm(name="norm")(x), None
-
-    layer = flax.linen.scan(flax.linen.remat(Layer), variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+    layer = scan_of_remat(lambda x: norm(name="norm")(x))
     (x,) = arrays_of("llama")
-    variables = layer().init(jax.random.key(0), x, None)
+    variables = layer.init(jax.random.key(0), x, None)
 
     @jax.jit
     def run(variables, x):
         with jaxnorm.linen.replace_norms("match") as report:
-            y = layer().apply(variables, x, None)[0]
+            y = layer.apply(variables, x, None)[0]
         assert report.replaced == [(("norm",), norm)]
         return y
 
-    assert_close(run(variables, x), layer().apply(variables, x, None)[0])
+    assert_close(run(variables, x), layer.apply(variables, x, None)[0])
 
 
 @pytest.mark.parametrize("custom", ["Match", "", "find"])

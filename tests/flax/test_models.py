@@ -6,17 +6,17 @@ import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint
 import pytest
 from cases import bits, draw, draw_x
-from flax_apis import assert_close, assert_gradients_close
+from checkpoints import through_checkpoint
+from flax_apis import assert_close, assert_gradients_close, scanned
 from hlo import compiled_text, count_native_calls
 from native import native_calls
 
 import jaxnorm.linen
 import jaxnorm.nnx
 
-pytestmark = pytest.mark.jax_version
+pytestmark = [pytest.mark.jax_version, pytest.mark.usefixtures("exact_products")]
 
 DIMS = (3, 8)
 
@@ -65,13 +65,6 @@ def linen_model(norms, seed=0):
 MODELS = {"nnx": (nnx_model, flax.nnx, jaxnorm.nnx), "linen": (linen_model, flax.linen, jaxnorm.linen)}
 
 
-@pytest.fixture(autouse=True)
-def full_precision():
-    """The models multiply matrices, on a GPU in 19-bit floats unless told otherwise."""
-    with jax.default_matmul_precision("highest"):
-        yield
-
-
 @pytest.fixture(params=MODELS.values(), ids=MODELS)
 def both(request):
     """The model with Flax's norms and with ours, from one seed."""
@@ -118,10 +111,7 @@ def test_orbax_checkpoint_moves_across(api, to_ours, tmp_path):
     written, read = norms if to_ours else reversed(norms)
     _, saved = make(written, seed=1)
     _, target = make(read)
-    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "checkpoint", saved)
-        checkpointer.wait_until_finished()
-        restored = checkpointer.restore(tmp_path / "checkpoint", target)
+    restored = through_checkpoint(tmp_path, saved, target)
     assert bits(restored) == bits(saved)
     assert jax.tree.structure(restored) == jax.tree.structure(target)
 
@@ -147,9 +137,9 @@ def test_nnx_scan_of_remat():
     def gradient(norms):
         create = flax.nnx.split_rngs(splits=3)(flax.nnx.vmap(lambda rngs: NnxModel(norms, rngs)))
         models = create(flax.nnx.Rngs(0))
-        carry = flax.nnx.Carry
-        layers = flax.nnx.scan(flax.nnx.remat(lambda x, model: model(x)), in_axes=(carry, 0), out_axes=carry)
-        return flax.nnx.grad(lambda models, x: (layers(x, models) * draw("dy", DIMS)).sum())(models, draw_x(DIMS))
+        call = flax.nnx.remat(lambda x, model: model(x))
+        loss = lambda models, x: (scanned(x, models, call) * draw("dy", DIMS)).sum()  # noqa: E731
+        return flax.nnx.grad(loss)(models, draw_x(DIMS))
 
     assert_gradients_close(gradient(jaxnorm.nnx), gradient(flax.nnx))
 

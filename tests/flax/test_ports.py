@@ -14,18 +14,12 @@ sys.path.insert(0, str(PORTS))  # as for a program that is run there
 
 from compare import compare, difference, results  # noqa: E402
 
-pytestmark = pytest.mark.jax_version
+pytestmark = [pytest.mark.jax_version, pytest.mark.usefixtures("exact_products")]
 
 # The norms in a gradient.
 NORMS = {"flax_gemma": {"rms": (6 + 1, 6 + 1)}, "hf_llama": {"rms": (2 + 1, 2 + 1)}, "hf_t5": {"rms": (2 + 1, 2 + 1)}}
 
 each_model = pytest.mark.parametrize("name", NORMS)
-
-
-@pytest.fixture(autouse=True)
-def full_precision():
-    with jax.default_matmul_precision("highest"):
-        yield
 
 
 def test_every_port_is_here():

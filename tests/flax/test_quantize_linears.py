@@ -8,29 +8,19 @@ import flax.nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint
 import pytest
 from cases import bits, draw, draw_x
-from flax_apis import assert_close
+from checkpoints import through_checkpoint
+from flax_apis import assert_close, scanned
 from jax.sharding import Mesh, PartitionSpec
-from linears import CHANGED, DIMS, FEATURES, NamedLinear, ScaledLinear, mixed
-from quantized_linears import E4M3, ERRORS, INT4, INT8, each_pair
+from linears import CHANGED, DIMS, FEATURES, LEFT, NamedLinear, mixed, stacked
+from quantized_linears import E4M3, ERRORS, INT4, INT8, assert_is_product, assert_is_quantized, each_pair
 
 import jaxnorm
 from jaxnorm import Quantization, Quantized
 from jaxnorm.nnx import QuantizedLinear, QuantizedParam, QuantizedRMSNorm
 
 pytestmark = pytest.mark.jax_version
-
-
-LEFT = {
-    ("general",): (flax.nnx.LinearGeneral, "only flax.nnx.Linear is quantised"),
-    ("scaled",): (ScaledLinear, "its __call__ is not Flax's"),
-    ("lora",): (flax.nnx.LoRALinear, "its __call__ is not Flax's"),
-    ("own_dot",): (flax.nnx.Linear, "it has a dot_general of its own"),
-    ("own_promotion",): (flax.nnx.Linear, "it has a promote_dtype of its own"),
-    ("complex",): (flax.nnx.Linear, "it is of complex64"),
-}
 
 
 def quantised(*pair, **options):
@@ -48,30 +38,20 @@ def linear(features=32, **options):
 def test_it_says_what_it_quantised_and_left():
     report = jaxnorm.quantize_linears(mixed(), INT8)
     assert dict(report.replaced) == CHANGED
-    assert {path: (cls, why) for path, cls, why in report.left} == LEFT
+    general = {("general",): (flax.nnx.LinearGeneral, "only flax.nnx.Linear is quantised")}
+    assert {path: (cls, why) for path, cls, why in report.left} == LEFT | general
 
 
 @each_pair
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_layer_is_the_product_of_the_same_arrays(pair, dtype):
-    weights, activations = pair
     layer, x = linear(dtype=dtype), draw_x(DIMS)
     kernel, bias = layer.kernel[...], layer.bias[...]
     jaxnorm.quantize_linears(layer, *pair)
 
-    quantized = jax.jit(partial(jaxnorm.quantize, quantization=weights))(kernel.T)
-    assert (layer.values.shape, layer.scales.shape) == ((32, FEATURES), (32, 1))
-    assert layer.values.dtype == weights.dtype
-    assert bits([layer.values[...], layer.scales[...]]) == bits([quantized.values, quantized.scales])
-
-    def product(x, quantized, bias):
-        x = x.astype(dtype)
-        x = jaxnorm.quantize(x, activations) if activations else x
-        return jaxnorm.quantized_dot(x, quantized, out_dtype=dtype, bias=bias)
-
+    assert_is_quantized(layer.values[...], layer.scales[...], kernel, pair[0])
     y = flax.nnx.jit(lambda layer, x: layer(x))(layer, x)
-    assert y.dtype == dtype
-    assert bits(y) == bits(jax.jit(product)(x, quantized, bias))
+    assert_is_product(y, x, kernel, bias, pair, dtype)
 
 
 @each_pair
@@ -175,10 +155,7 @@ def test_two_models_share_what_is_compiled():
 def test_a_checkpoint_is_loaded_into_a_model_without_values(pair, tmp_path):
     model, target = quantised(*pair), flax.nnx.eval_shape(mixed)
     jaxnorm.quantize_linears(target, *pair)
-    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "checkpoint", flax.nnx.state(model))
-        checkpointer.wait_until_finished()
-        flax.nnx.update(target, checkpointer.restore(tmp_path / "checkpoint", flax.nnx.state(target)))
+    flax.nnx.update(target, through_checkpoint(tmp_path, flax.nnx.state(model), flax.nnx.state(target)))
     assert bits(flax.nnx.state(target)) == bits(flax.nnx.state(model))
     assert bits(target(draw_x(DIMS))) == bits(model(draw_x(DIMS)))
 
@@ -192,16 +169,7 @@ def test_weights_are_not_trained():
 
 
 def test_stacked_layers():
-    @flax.nnx.split_rngs(splits=3)
-    @flax.nnx.vmap
-    def create(rngs):
-        return flax.nnx.Linear(FEATURES, FEATURES, rngs=rngs)
-
-    def run(layers, x):
-        carry = flax.nnx.Carry
-        return flax.nnx.scan(lambda x, layer: layer(x) + x, in_axes=(carry, 0), out_axes=carry)(x, layers)
-
-    layers = create(flax.nnx.Rngs(0))
+    layers = stacked(flax.nnx.Rngs(0))
     kernels, biases = layers.kernel[...], layers.bias[...]
     jaxnorm.quantize_linears(layers, INT8, INT8)
     assert (layers.values.shape, layers.scales.shape) == ((3, FEATURES, FEATURES), (3, FEATURES, 1))
@@ -211,7 +179,7 @@ def test_stacked_layers():
         layer.kernel[...], layer.bias[...] = kernel, bias
         jaxnorm.quantize_linears(layer, INT8, INT8)
         expected = layer(expected) + expected
-    assert_close(flax.nnx.jit(run)(layers, draw_x(DIMS)), expected)
+    assert_close(flax.nnx.jit(scanned)(draw_x(DIMS), layers), expected)
 
 
 def test_modules_of_linen_in_a_model_are_left():

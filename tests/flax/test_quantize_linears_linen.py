@@ -8,14 +8,14 @@ import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint
 import pytest
 from cases import bits, draw, draw_x
+from checkpoints import through_checkpoint
 from flax_apis import assert_close
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from linears import DIMS, FEATURES
-from linen_linears import CHANGED, Mixed, ScaledDense
-from quantized_linears import E4M3, ERRORS, INT4, INT8, each_pair
+from linen_linears import CHANGED, LEFT_ALWAYS, Mixed
+from quantized_linears import E4M3, ERRORS, INT4, INT8, assert_is_product, assert_is_quantized, each_pair
 
 import jaxnorm
 import jaxnorm.linen
@@ -27,9 +27,7 @@ pytestmark = pytest.mark.jax_version
 COLUMNS = 32
 QUANTISED = CHANGED | {("general",): flax.linen.DenseGeneral}
 LEFT = {
-    ("own_dot",): (flax.linen.Dense, "it has a dot_general of its own"),
-    ("own_class",): (flax.linen.Dense, "it has a dot_general_cls of its own"),
-    ("scaled",): (ScaledDense, "its __call__ is not Flax's"),
+    **LEFT_ALWAYS,
     ("einsum",): (flax.linen.Einsum, "only flax.linen.Dense and DenseGeneral are quantised"),
     ("embed",): (flax.linen.Embed, "only flax.linen.Dense and DenseGeneral are quantised"),
 }
@@ -91,24 +89,12 @@ def test_the_types_of_variables_stay(variables):
 @each_pair
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_layer_is_the_product_of_the_same_arrays(pair, dtype):
-    weights, activations = pair
     (layer, variables), x = dense(dtype=dtype), draw_x(DIMS)
     kernel, bias = (variables["params"][name] for name in ("kernel", "bias"))
-    new = quantised(layer, variables, weights)
-
-    quantized = jax.jit(partial(jaxnorm.quantize, quantization=weights))(kernel.T)
-    values, scales = (new["params"][name] for name in ("values", "scales"))
-    assert (values.shape, scales.shape, values.dtype) == ((COLUMNS, FEATURES), (COLUMNS, 1), weights.dtype)
-    assert bits([values, scales]) == bits([quantized.values, quantized.scales])
-
-    def product(x, quantized, bias):
-        x = x.astype(dtype)
-        x = jaxnorm.quantize(x, activations) if activations else x
-        return jaxnorm.quantized_dot(x, quantized, out_dtype=dtype, bias=bias)
-
-    y = jax.jit(partial(called, layer, activations=activations))(new, x)
-    assert y.dtype == dtype
-    assert bits(y) == bits(jax.jit(product)(x, quantized, bias))
+    new = quantised(layer, variables, pair[0])
+    assert_is_quantized(new["params"]["values"], new["params"]["scales"], kernel, pair[0])
+    y = jax.jit(partial(called, layer, activations=pair[1]))(new, x)
+    assert_is_product(y, x, kernel, bias, pair, dtype)
 
 
 @each_pair
@@ -373,11 +359,7 @@ def test_a_checkpoint_is_loaded_into_variables_without_values(pair, tmp_path, va
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), target) == jax.tree.map(
         lambda leaf: (leaf.shape, leaf.dtype), new
     )
-    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "checkpoint", new)
-        checkpointer.wait_until_finished()
-        loaded = checkpointer.restore(tmp_path / "checkpoint", target)
-    assert bits(loaded) == bits(new)
+    assert bits(through_checkpoint(tmp_path, new, target)) == bits(new)
 
 
 @pytest.mark.parametrize("weights", [INT8, E4M3], ids=["int8", "float8"])

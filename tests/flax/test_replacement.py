@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import keras
 import linears
-import orbax.checkpoint
 import pytest
 from cases import bits, draw, draw_x
-from flax_apis import assert_close, assert_gradients_close
+from checkpoints import through_checkpoint
+from flax_apis import assert_close, assert_gradients_close, scan_of_remat, scanned
 from hlo import compiled_text, count_native_calls
 from native import native_calls
 from norm_models import (
@@ -35,13 +35,7 @@ import jaxnorm
 import jaxnorm.linen
 import jaxnorm.nnx
 
-pytestmark = pytest.mark.jax_version
-
-
-@pytest.fixture(autouse=True)
-def full_precision():
-    with jax.default_matmul_precision("highest"):
-        yield
+pytestmark = [pytest.mark.jax_version, pytest.mark.usefixtures("exact_products")]
 
 
 def native_calls_of(model, x=None):
@@ -143,10 +137,7 @@ def test_nnx_checkpoint_moves_across(to_replaced, tmp_path):
     models = [mixed(), Mixed(flax.nnx.Rngs(1))]
     jaxnorm.replace_norms(models[to_replaced], CUSTOM)
     saved, target = map(flax.nnx.state, models)
-    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "checkpoint", saved)
-        checkpointer.wait_until_finished()
-        restored = checkpointer.restore(tmp_path / "checkpoint", target)
+    restored = through_checkpoint(tmp_path, saved, target)
     assert bits(restored) == bits(saved)
     flax.nnx.update(models[1], restored)
     assert_close(models[1](draw_x(DIMS)), models[0](draw_x(DIMS)))
@@ -196,16 +187,12 @@ def test_nnx_stacked_layers():
         create = flax.nnx.split_rngs(splits=3)(flax.nnx.vmap(lambda rngs: flax.nnx.RMSNorm(FEATURES, rngs=rngs)))
         return create(flax.nnx.Rngs(0))
 
-    def run(norms, x):
-        carry = flax.nnx.Carry
-        return flax.nnx.scan(lambda x, norm: norm(x) + x, in_axes=(carry, 0), out_axes=carry)(x, norms)
-
     plain, replaced = layers(), layers()
     report = jaxnorm.replace_norms(replaced)
     assert report.replaced == [((), flax.nnx.RMSNorm)]
-    assert_close(run(replaced, draw_x(DIMS)), run(plain, draw_x(DIMS)))
+    assert_close(scanned(draw_x(DIMS), replaced), scanned(draw_x(DIMS), plain))
     definition, state = flax.nnx.split(replaced)
-    text = compiled_text(lambda state, x: run(flax.nnx.merge(definition, state), x), state, draw_x(DIMS))
+    text = compiled_text(lambda state, x: scanned(x, flax.nnx.merge(definition, state)), state, draw_x(DIMS))
     assert count_native_calls(text) == native_calls("rms", fwd=1)
 
 
@@ -471,14 +458,7 @@ def test_linen_a_function_may_only_read(read, variables):
 
 
 def test_linen_scan_of_remat():
-    class Layer(flax.linen.Module):
-        @flax.linen.compact
-        def __call__(self, x, _):
-            return x + flax.linen.LayerNorm()(x), None
-
-    layer = flax.linen.scan(
-        flax.linen.remat(Layer), variable_axes={"params": 0}, split_rngs={"params": True}, length=3
-    )()
+    layer = scan_of_remat(lambda x: flax.linen.LayerNorm()(x))
     variables = layer.init(jax.random.key(0), draw_x(DIMS), None)
 
     def run(variables, x):

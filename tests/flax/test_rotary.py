@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import pytest
 from cases import bits, draw
 from coverage import cover
+from flax_apis import apart
 
 import jaxnorm
 import jaxnorm.linen
@@ -41,14 +42,7 @@ def build(api, inputs, *, per_head=False, **fields):
         variables = module.init(jax.random.key(0), *inputs)
         return lambda p, *args, **tables: module.apply({"params": p}, *args, **tables), variables.get("params", {})
     heads = {"heads": (H, K)} if per_head else {}
-    definition, state = flax.nnx.split(jaxnorm.nnx.QKNormRotary(D, rngs=flax.nnx.Rngs(0), **heads, **fields))
-
-    def apply(parameters, *args, **tables):
-        restored = jax.tree.map(lambda a: a, state)
-        flax.nnx.replace_by_pure_dict(restored, parameters)
-        return flax.nnx.merge(definition, restored)(*args, **tables)
-
-    return apply, flax.nnx.to_pure_dict(state)
+    return apart(jaxnorm.nnx.QKNormRotary(D, rngs=flax.nnx.Rngs(0), **heads, **fields))
 
 
 @cover(api=["nnx", "linen"], options=OPTIONS, per_head=[False, True])

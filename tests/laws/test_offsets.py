@@ -15,6 +15,8 @@ from tolerances import DX, FLOAT32, forward_errors, gradient_error
 import jaxnorm
 from jaxnorm.ops.cross_entropy import formula
 
+pytestmark = pytest.mark.usefixtures("exact_products")
+
 cross_entropy = jaxnorm.softmax_cross_entropy_with_integer_labels
 IMPLEMENTATIONS = ("native", "jnp")
 implementations = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -54,13 +56,6 @@ OPTIONS = {
     "ignored": {"ignore_index": -1},
     "all": {"label_smoothing": 0.1, "where": np.arange(COLS) < VISIBLE, "ignore_index": -1},
 }
-
-
-# GPUs round what they multiply to fewer digits by default.
-@pytest.fixture(autouse=True)
-def exact_products():
-    with jax.default_matmul_precision("highest"):
-        yield
 
 
 def centred(x, scale=1.0):

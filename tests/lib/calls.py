@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from native import are_cuda_kernels
+from native import are_cuda_kernels, target
 
 F32, F16, BF16 = jnp.float32, jnp.float16, jnp.bfloat16
 
@@ -25,19 +25,31 @@ def call(name, results, inputs, attributes):
     return jax.block_until_ready(jax.jit(lambda *args: handler(*args, **attributes))(*arguments))
 
 
-def is_refused(target, message):
+def is_refused(name, message):
     """The call within is an error of this target that says so."""
-    return pytest.raises(jax.errors.JaxRuntimeError, match=f"{target}.*({message})")
+    return pytest.raises(jax.errors.JaxRuntimeError, match=f"{name}.*({message})")
 
 
-def each_is_refused(target, make, table):
+def each_is_refused(name_of_target, make, table):
     """A test of each malformed call of a table: what it changes of a call that `make` makes, and what is said of it."""
 
     @pytest.mark.parametrize("name", table)
     def test(name):
         changes, message = table[name]
-        with is_refused(target, message):
+        with is_refused(name_of_target, message):
             make(**changes)
+
+    return test
+
+
+def each_kind_is_refused(way, make, table):
+    """The like of a norm's target, for each kind of a file's tests."""
+
+    @pytest.mark.parametrize("name", table)
+    def test(kind, name):
+        changes, message = table[name]
+        with is_refused(target(kind, way), message):
+            make(kind, **changes)
 
     return test
 

@@ -66,60 +66,30 @@ def draw_x(dims, dtype="float32", name="x", mean=0.5, std=2.0):
     return array(x, dtype)
 
 
-draw_q = draw_x
-
-
-def draw_qkv(dims, dtype="float32"):
-    return draw_x(dims, dtype, "qkv")
-
-
-def draw_k(dims, dtype="float32"):
-    return draw_x(dims, dtype, "k", -0.4, 1.5)
-
-
 def draw_positions(dims, dtype="float32"):
     return array(np.floor(300 * np.abs(_draw("positions", dims, 0.0, 1.0))), dtype)
 
 
-def draw_q_scale(dims, dtype="float32"):
-    return draw_scale(dims, dtype)
-
-
-def draw_k_scale(dims, dtype="float32"):
-    return draw_post_scale(dims, dtype)
-
-
-def draw_residual(dims, dtype="float32"):
-    return draw("residual", dims, dtype, -0.3, 4.0)
-
-
-def draw_gate(dims, dtype="float32"):
-    # Beyond where sigmoid is 0 or 1 in a half type.
-    return draw("gate", dims, dtype, 0.5, 4.0)
-
-
-def draw_up(dims, dtype="float32"):
-    return draw("up", dims, dtype, -0.3, 2.0)
-
-
-def draw_scale(dims, dtype="float32"):
-    return draw("scale", dims, dtype, 1.0, 0.3)
-
-
-def draw_post_scale(dims, dtype="float32"):
-    return draw("post_scale", dims, dtype, 0.8, 0.2)
-
-
-def draw_bias(dims, dtype="float32"):
-    return draw("bias", dims, dtype, 0.1, 0.5)
-
-
-def draw_branch_scale(dims, dtype="float32"):
-    return draw("branch_scale", dims, dtype, 0.5, 0.8)
-
-
 def draw_smooth(dims, dtype="float32"):
     return array(np.abs(_draw("smooth", dims, 1.0, 0.4)) + np.float32(0.1), dtype)
+
+
+def _drawn(name, mean, std):
+    return lambda dims, dtype="float32": draw(name, dims, dtype, mean, std)
+
+
+draw_q = draw_x
+draw_qkv = functools.partial(draw_x, name="qkv")
+draw_k = functools.partial(draw_x, name="k", mean=-0.4, std=1.5)
+draw_residual = _drawn("residual", -0.3, 4.0)
+draw_gate = _drawn("gate", 0.5, 4.0)  # beyond where sigmoid is 0 or 1 in a half type
+draw_up = _drawn("up", -0.3, 2.0)
+draw_scale = _drawn("scale", 1.0, 0.3)
+draw_post_scale = _drawn("post_scale", 0.8, 0.2)
+draw_q_scale = draw_scale
+draw_k_scale = draw_post_scale
+draw_bias = _drawn("bias", 0.1, 0.5)
+draw_branch_scale = _drawn("branch_scale", 0.5, 0.8)
 
 
 def operands(dims, dtype="float32", axes=1):

@@ -82,6 +82,18 @@ class Api:
         return self.build(getattr(self.ours, QUANTIZED_NAMES[kind]), inputs, _random(kind) | fields, call or {})
 
 
+def apart(module):
+    """Of nnx: `apply(parameters, *inputs, **call)`, and the parameters."""
+    definition, state = flax.nnx.split(module)
+
+    def apply(parameters, *inputs, **call):
+        restored = jax.tree.map(lambda a: a, state)
+        flax.nnx.replace_by_pure_dict(restored, parameters)
+        return flax.nnx.merge(definition, restored)(*inputs, **call)
+
+    return apply, flax.nnx.to_pure_dict(state)
+
+
 class Nnx(Api):
     flax, ours = flax.nnx, jaxnorm.nnx
     rounds_operands = True  # to the result's dtype, before it computes
@@ -90,14 +102,7 @@ class Nnx(Api):
     def build(cls, inputs, fields, call=None):
         axes = np.atleast_1d(fields.get("feature_axes", -1))
         module = cls(int(np.prod([inputs[0].shape[axis] for axis in axes])), rngs=flax.nnx.Rngs(0), **fields)
-        definition, state = flax.nnx.split(module)
-
-        def apply(parameters, *inputs, **call):
-            restored = jax.tree.map(lambda a: a, state)
-            flax.nnx.replace_by_pure_dict(restored, parameters)
-            return flax.nnx.merge(definition, restored)(*inputs, **call)
-
-        return apply, flax.nnx.to_pure_dict(state)
+        return apart(module)
 
 
 class Linen(Api):
@@ -116,6 +121,24 @@ class Linen(Api):
 
 
 APIS = {"nnx": Nnx(), "linen": Linen()}
+
+
+def scanned(x, layers, call=lambda x, layer: layer(x) + x):
+    """Stacked layers of nnx, one after the other."""
+    carry = flax.nnx.Carry
+    return flax.nnx.scan(call, in_axes=(carry, 0), out_axes=carry)(x, layers)
+
+
+def scan_of_remat(branch):
+    """Three stacked layers of linen, each of x and what `branch` makes of it."""
+
+    class Layer(flax.linen.Module):
+        @flax.linen.compact
+        def __call__(self, x, _):
+            return x + branch(x), None
+
+    options = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "length": 3}
+    return flax.linen.scan(flax.linen.remat(Layer), **options)()
 
 
 def assert_close(actual, flaxs):

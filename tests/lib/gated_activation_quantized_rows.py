@@ -9,7 +9,7 @@ import formulas
 import jax
 from gated_activation_rows import gated_activation, halves, packed_activation
 from op import rows
-from quantizing import GRANULARITIES, by_numpy, static_scale_of
+from quantizing import GRANULARITIES, by_numpy, functions_of, static_scale_of
 from statements import call
 
 import jaxnorm
@@ -38,13 +38,6 @@ def quantized_activation(activation, granularity, to, *, packed=False):
         x = args[0] if packed else args
         return jaxnorm.gated_activation_quantized(x, activation=activation, **given, **options)
 
-    def function(*args, **options):
-        q = quantized(*args, **options)
-        return q.values, q.scales
-
-    def derived(*args, **options):
-        return (quantized(*args, straight_through=True, **options).dequantize(),)
-
     def formula(*args):
         return (formulas.rounded(formulas.activated(activation, *pair(*args)), quantization),)
 
@@ -56,8 +49,7 @@ def quantized_activation(activation, granularity, to, *, packed=False):
         op,
         name=f"{op.name} to {granularity}, {to}",
         public="gated_activation_quantized",
-        function=function,
-        derived=derived,
+        **functions_of(quantized),
         formula=formula,
         exact=None,
         exact_gradients=None,

@@ -10,7 +10,7 @@ import numpy as np
 from gated_rows import ALIKE
 from norm_rows import ALONE
 from op import Op, rows
-from oracle import Forward, f64, round_to
+from oracle import Forward, f64, gelu, logistic, round_to, silu
 
 import jaxnorm
 
@@ -19,31 +19,13 @@ ROUNDING = 4 * 2.0**-24
 SMALLEST = 2.0**-126  # kernels take a smaller sigmoid for 0
 
 
-def _logistic(w):
-    """Of w and of -w: 1 less a number near 1 would lose its digits."""
-    with np.errstate(over="ignore"):
-        return 1 / (1 + np.exp(-w)), 1 / (1 + np.exp(w))
-
-
-def _silu(v):
-    sigmoid, rest = _logistic(v)
-    return v * sigmoid, sigmoid * (1 + v * rest), 0
-
-
 def _sigmoid(v):
-    sigmoid, rest = _logistic(v)
+    sigmoid, rest = logistic(v)
     return sigmoid, sigmoid * rest, 0
 
 
 def _relu2(v):
     return np.square(np.maximum(v, 0)), 2 * np.maximum(v, 0), 0
-
-
-def _gelu(v):
-    root = np.sqrt(8 / pi)
-    w = root * (v + 0.044715 * v**3)
-    sigmoid, rest = _logistic(w)
-    return v * sigmoid, sigmoid * (1 + v * rest * root * (1 + 3 * 0.044715 * v**2)), w
 
 
 def _gelu_exact(v):
@@ -52,7 +34,7 @@ def _gelu_exact(v):
 
 
 # The value and the derivative of each, and the exponent by which it falls.
-ACTIVATIONS = {"silu": _silu, "gelu": _gelu, "gelu_exact": _gelu_exact, "relu2": _relu2, "sigmoid": _sigmoid}
+ACTIVATIONS = {"silu": silu, "gelu": gelu, "gelu_exact": _gelu_exact, "relu2": _relu2, "sigmoid": _sigmoid}
 
 
 def exact(activation, gate, up):

@@ -1,7 +1,7 @@
 """Rows of the table for gated norms with a quantised result, of whole rows and of groups."""
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import bad_calls
 import bad_quantized_calls
@@ -12,7 +12,7 @@ from gated_rows import ALIKE, gate
 from gating import gated
 from native import are_cuda_kernels
 from op import rows
-from quantizing import GRANULARITIES, by_numpy, static_scale_of
+from quantizing import GRANULARITIES, by_numpy, functions_of, static_scale_of
 
 import jaxnorm
 from jaxnorm import Quantization
@@ -45,13 +45,6 @@ def gated_quantized(variant, granularity, to):
     quantization = Quantization(to, **GRANULARITIES[granularity])
     op, run = gate(variant), quantization.group_size
 
-    def function(*args, **options):
-        q = call(variant, quantization, *args, **options)
-        return q.values, q.scales
-
-    def derived(*args, **options):
-        return (call(variant, quantization, *args, straight_through=True, **options).dequantize(),)
-
     def unfused(x, gate, scale, smooth, **options):
         y = plain(variant, **options)(x, gate, scale)
         return by_numpy(y, quantization, smooth, static_scale_of(quantization))
@@ -63,8 +56,7 @@ def gated_quantized(variant, granularity, to):
         public="gated_rms_norm_quantized",
         operands=("x", "gate", "scale", "smooth"),
         has_out_dtype=False,
-        function=function,
-        derived=derived,
+        **functions_of(partial(call, variant, quantization)),
         formula=lambda *args, **options: (formulas.gated_dequantized(variant, quantization)(*args, **options),),
         exact=None,
         exact_gradients=None,

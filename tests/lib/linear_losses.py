@@ -8,6 +8,8 @@ import jaxnorm
 
 DIMS, CLASSES = (4, 6, 16), 40
 IGNORED = -100
+REDUCTIONS = ("mean", "sum", "none")
+OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-2, "soft_cap": 3.0}
 NAMES = ("x", "kernel", "bias", "weights", "logit_scale")  # what there are gradients of
 
 

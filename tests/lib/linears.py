@@ -59,7 +59,21 @@ CHANGED = {
     ("by_name", "inner"): flax.nnx.Linear,
     ("sequence", "layers", 0): flax.nnx.Linear,
 }
+# And of each that is left, with the reason; for `general` it depends on the change.
+LEFT = {
+    ("scaled",): (ScaledLinear, "its __call__ is not Flax's"),
+    ("lora",): (flax.nnx.LoRALinear, "its __call__ is not Flax's"),
+    ("own_dot",): (flax.nnx.Linear, "it has a dot_general of its own"),
+    ("own_promotion",): (flax.nnx.Linear, "it has a promote_dtype of its own"),
+    ("complex",): (flax.nnx.Linear, "it is of complex64"),
+}
 
 
 def mixed():
     return Mixed(flax.nnx.Rngs(0))
+
+
+@flax.nnx.split_rngs(splits=3)
+@flax.nnx.vmap
+def stacked(rngs):
+    return flax.nnx.Linear(FEATURES, FEATURES, rngs=rngs)

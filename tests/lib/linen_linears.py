@@ -44,3 +44,9 @@ CHANGED = {
     ("scaled", "inner"): flax.linen.Dense,
     ("last",): flax.linen.Dense,
 }
+# And of each that no change is for, with the reason.
+LEFT_ALWAYS = {
+    ("own_dot",): (flax.linen.Dense, "it has a dot_general of its own"),
+    ("own_class",): (flax.linen.Dense, "it has a dot_general_cls of its own"),
+    ("scaled",): (ScaledDense, "its __call__ is not Flax's"),
+}

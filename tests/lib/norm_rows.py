@@ -146,6 +146,16 @@ def per_head(kind):
     )
 
 
+def norm_of_sum(f):
+    """A norm of x alone of one that adds first."""
+
+    def function(x, scale=None, bias=None):
+        y, total = f(x, jnp.cos(x), scale, bias)
+        return y * jnp.sin(total)
+
+    return function
+
+
 # Norms of x + residual. No whole vector, several rows at once, with and without a rest, long.
 
 
@@ -164,13 +174,6 @@ def added(kind):
         # The gradient of x is that of the residual in x's dtype.
         return {"residual": (found.pop("x")[0] + oracle.f64(dsum), None), **found}
 
-    def as_norm(f):
-        def function(x, scale=None, bias=None):
-            y, total = f(x, jnp.cos(x), scale, bias)
-            return y * jnp.sin(total)
-
-        return function
-
     return replace(
         norm(kind),
         name=f"add {kind}",
@@ -180,7 +183,7 @@ def added(kind):
         dtypes=PAIRS,
         function=ADDS[kind],
         formula=formulas.added(kind),
-        as_norm=as_norm,
+        as_norm=norm_of_sum,
         exact=exact,
         exact_gradients=exact_gradients,
         unfused=unfused,
@@ -225,11 +228,7 @@ def scaled(kind):
         return formulas.added(kind)(branch, residual, scale, bias)
 
     def as_norm(f):
-        def linear(x, scale=None, bias=None):
-            y, total = f(x, jnp.cos(x), scale, bias, jnp.sin(jnp.arange(1.0, 1 + x.shape[-1])))
-            return y * jnp.sin(total)
-
-        return linear
+        return norm_of_sum(lambda x, *others: f(x, *others, jnp.sin(jnp.arange(1.0, 1 + x.shape[-1]))))
 
     return replace(
         added(kind),

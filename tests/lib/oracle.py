@@ -82,3 +82,22 @@ def _sum_to(dims, values):
     """The sums over the axes that a broadcast from ``dims`` repeats."""
     sums = values.sum(tuple(range(values.ndim - len(dims))))
     return sums.sum(tuple(axis for axis, length in enumerate(dims) if length == 1), keepdims=True)
+
+
+def logistic(w):
+    """Of w and of -w: 1 less a number near 1 would lose its digits."""
+    with np.errstate(over="ignore"):
+        return 1 / (1 + np.exp(-w)), 1 / (1 + np.exp(w))
+
+
+def silu(v):
+    """As that of every activation: its value, its derivative, and the exponent by which it falls."""
+    sigmoid, rest = logistic(v)
+    return v * sigmoid, sigmoid * (1 + v * rest), 0
+
+
+def gelu(v):
+    root = np.sqrt(8 / np.pi)
+    w = root * (v + 0.044715 * v**3)
+    sigmoid, rest = logistic(w)
+    return v * sigmoid, sigmoid * (1 + v * rest * root * (1 + 3 * 0.044715 * v**2)), w

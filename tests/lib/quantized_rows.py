@@ -1,17 +1,17 @@
 """Rows of the table for norms with a quantised result."""
 
 from dataclasses import replace
+from functools import partial
 
 import bad_calls
 import bad_quantized_calls
 import formulas
-import jax.numpy as jnp
 import numpy as np
 from cases import PAIRS
 from native import target
-from norm_rows import STATISTICS, norm
+from norm_rows import STATISTICS, norm, norm_of_sum
 from op import Size, rows
-from quantizing import GRANULARITIES, by_numpy, call, plain, static_scale_of, sum_of
+from quantizing import GRANULARITIES, by_numpy, call, functions_of, plain, static_scale_of, sum_of
 
 from jaxnorm import Quantization
 
@@ -29,13 +29,6 @@ def quantized(kind, granularity, to):
     """Of (x, scale, bias, smooth); what is differentiated is the dequantised result."""
     quantization = Quantization(to, **GRANULARITIES[granularity])
 
-    def function(*args, **options):
-        q = call(kind, quantization, *args, **options)
-        return q.values, q.scales
-
-    def derived(*args, **options):
-        return (call(kind, quantization, *args, straight_through=True, **options).dequantize(),)
-
     def unfused(x, scale, bias, smooth, *, axis=-1):
         y = plain(kind, None, axis=axis)(x, scale, bias)
         return by_numpy(y, quantization, smooth, static_scale_of(quantization), np.size(axis))
@@ -47,8 +40,7 @@ def quantized(kind, granularity, to):
         name=f"{kind} to {granularity}, {to}",
         public=f"{kind}_norm_quantized",
         operands=("x", "scale", "bias", "smooth"),
-        function=function,
-        derived=derived,
+        **functions_of(partial(call, kind, quantization)),
         formula=lambda *args: (formulas.dequantized(kind, quantization, static_scale_of(quantization))(*args),),
         exact=None,
         exact_gradients=None,
@@ -90,13 +82,6 @@ def quantized_sum(kind, granularity, to):
         total = x + residual
         return *alone.formula(total, *weights), total
 
-    def as_norm(f):
-        def function(x, scale=None, bias=None):
-            y, total = f(x, jnp.cos(x), scale, bias)
-            return y * jnp.sin(total)
-
-        return function
-
     return replace(
         alone,
         name=f"add {alone.name}",
@@ -106,7 +91,7 @@ def quantized_sum(kind, granularity, to):
         function=function,
         derived=derived,
         formula=formula,
-        as_norm=as_norm,
+        as_norm=norm_of_sum,
         unfused=unfused,
         # Rows of x and of the residual that take a whole block's shared memory, beside what the CUDA kernels declare.
         sizes=(rows(7, 384), rows(3, 229_376)),

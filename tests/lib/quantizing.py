@@ -85,6 +85,19 @@ def call(kind, quantization, x, scale=None, bias=None, smooth=None, residual=Non
     return QUANTIZED[kind](x, scale, bias=bias, quantization=quantization, **given, **options)
 
 
+def functions_of(quantized):
+    """A row's function of values and scales, and the one that is differentiated: the dequantised result."""
+
+    def function(*args, **options):
+        q = quantized(*args, **options)
+        return q.values, q.scales
+
+    def derived(*args, **options):
+        return (quantized(*args, straight_through=True, **options).dequantize(),)
+
+    return {"function": function, "derived": derived}
+
+
 @cache
 def quantize(kind, quantization, implementation=None, **options):
     """A compiled function of (x, scale, bias, smooth, residual)."""

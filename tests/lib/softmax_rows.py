@@ -1,5 +1,7 @@
 """Rows of the table for softmax, log-softmax and cross-entropy."""
 
+from typing import Any
+
 import bad_softmax_calls as bad_calls
 import formulas
 import jax.numpy as jnp
@@ -85,6 +87,21 @@ def as_norm(f):
     return function
 
 
+# What all rows of this file have.
+OF_LOGITS: dict[str, Any] = {
+    "kind": "logits",
+    "operands": ("x",),
+    "arrays": 1,
+    "dtypes": ALONE,
+    "as_norm": as_norm,
+    "small": rows(6, 10),
+    "backward_sizes": (rows(600, 1000),),
+    "lengths": LENGTHS,
+    "many": MANY,
+    "gradients": ("dx",),
+}
+
+
 def softmax(log=False):
     public = getattr(jaxnorm, "log_softmax" if log else "softmax")
 
@@ -95,28 +112,19 @@ def softmax(log=False):
         return (jnp.where(counted(x.shape, **mask), y, 0) if log and mask else y,)
 
     return Op(
+        **OF_LOGITS,
         name="log softmax" if log else "softmax",
         public=public.__name__,
-        kind="logits",
-        operands=("x",),
-        arrays=1,
-        dtypes=ALONE,
         function=function,
         formula=lambda x, **options: (formulas.softmax(x, log=log, **options),),
-        as_norm=as_norm,
         exact=exact_log_softmax if log else exact_softmax,
         exact_gradients=gradients_of_log_softmax if log else gradients_of_softmax,
-        small=rows(6, 10),
         # The logarithm of one column's share is 0, of which no digit is right if it is not.
         sizes=SIZES[log:],
         options=({"scale": 0.125}, {"scale": -3.0}, *CAUSAL),
-        backward_sizes=(rows(600, 1000),),
-        lengths=LENGTHS,
-        many=MANY,
         numbers=("scale",),
         forward=f"jaxnorm_{public.__name__}_fwd",
         backward=f"jaxnorm_{public.__name__}_bwd",
-        gradients=("dx",),
         kept=("x",),  # of softmax y, which is like it
         statistics=2 * log,
         # The maximum and the sum, of which how many are the maximum's is apart for a logarithm; the sum of products, or
@@ -171,27 +179,18 @@ def cross_entropy():
         return (public(x, labels_of(x), **options)[..., None],)
 
     return Op(
+        **OF_LOGITS,
         name="cross entropy",
         public="softmax_cross_entropy_with_integer_labels",
-        kind="logits",
-        operands=("x",),
-        arrays=1,
-        dtypes=ALONE,
         function=function,
         formula=lambda x, **options: (formulas.cross_entropy(x, labels_of(x), **options)[..., None],),
-        as_norm=as_norm,
         exact=exact_cross_entropy,
         exact_gradients=gradients_of_cross_entropy,
-        small=rows(6, 10),
         sizes=SIZES,
         options=({"label_smoothing": 0.1, "z_loss": 1e-2}, {"logit_scale": 0.5, "soft_cap": 5.0}),
-        backward_sizes=(rows(600, 1000),),
-        lengths=LENGTHS,
-        many=MANY,
         numbers=("z_loss", "label_smoothing", "soft_cap", "ignore_index"),
         forward="jaxnorm_cross_entropy_fwd",
         backward="jaxnorm_cross_entropy_bwd",
-        gradients=("dx",),
         kept=("x",),
         statistics=3,  # beside the two what tells a row that is -inf throughout
         labels=True,

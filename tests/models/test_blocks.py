@@ -20,13 +20,7 @@ import jaxnorm.linen
 from jaxnorm.inspect import turns
 
 # The packages warn of what they import.
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.long]
-
-
-@pytest.fixture(autouse=True)
-def full_precision():
-    with jax.default_matmul_precision("highest"):
-        yield
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.long, pytest.mark.usefixtures("exact_products")]
 
 
 def small(config, **sizes):

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from calls import BF16, F16, WORKSPACE, call, is_refused, statistics, struct
+from calls import BF16, F16, WORKSPACE, call, each_kind_is_refused, is_refused, statistics, struct
 from cases import KINDS, bits, operands
 from native import target
 
@@ -114,27 +114,10 @@ MALFORMED_BACKWARD_ATTRIBUTES = {
     "no axes": ({"axes": np.int64(0)}, "axes"),
     "more axes than x has": ({"axes": np.int64(3)}, "axes"),
 }
-
-
-@pytest.mark.parametrize("name", MALFORMED_FORWARD)
-def test_a_malformed_forward_call(kind, name):
-    changes, message = MALFORMED_FORWARD[name]
-    with is_refused(target(kind, "fwd"), message):
-        forward(kind, **changes)
-
-
-@pytest.mark.parametrize("name", MALFORMED_SUM)
-def test_a_malformed_forward_call_of_a_sum(kind, name):
-    changes, message = MALFORMED_SUM[name]
-    with is_refused(target(kind, "fwd"), message):
-        forward_of_sum(kind, **changes)
-
-
-@pytest.mark.parametrize("name", MALFORMED_DSUM)
-def test_a_malformed_backward_call_with_dsum(kind, name):
-    changes, message = MALFORMED_DSUM[name]
-    with is_refused(target(kind, "bwd"), message):
-        backward_with_dsum(kind, **changes)
+test_a_malformed_forward_call = each_kind_is_refused("fwd", forward, MALFORMED_FORWARD)
+test_a_malformed_forward_call_of_a_sum = each_kind_is_refused("fwd", forward_of_sum, MALFORMED_SUM)
+test_a_malformed_backward_call_with_dsum = each_kind_is_refused("bwd", backward_with_dsum, MALFORMED_DSUM)
+test_malformed_attributes_of_a_backward_call = each_kind_is_refused("bwd", backward, MALFORMED_BACKWARD_ATTRIBUTES)
 
 
 @pytest.mark.parametrize("name", MALFORMED_BACKWARD)
@@ -143,13 +126,6 @@ def test_malformed_buffers_of_a_backward_call(kind, name):
     buffers = change([X, X, *statistics(kind, STATISTIC), WEIGHT], [X, WEIGHT, WEIGHT, *WORKSPACE])
     with is_refused(target(kind, "bwd"), message):
         backward(kind, *buffers)
-
-
-@pytest.mark.parametrize("name", MALFORMED_BACKWARD_ATTRIBUTES)
-def test_malformed_attributes_of_a_backward_call(kind, name):
-    changes, message = MALFORMED_BACKWARD_ATTRIBUTES[name]
-    with is_refused(target(kind, "bwd"), message):
-        backward(kind, **changes)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from calls import BF16, F16, call, is_refused, struct
+from calls import BF16, F16, call, each_kind_is_refused, struct
 from cases import KINDS, bits, draw_bias, draw_scale, draw_smooth, draw_x
 from native import target
 from quantizing import quantize
@@ -119,13 +119,7 @@ MALFORMED = {
         "dtype",
     ),
 }
-
-
-@pytest.mark.parametrize("name", MALFORMED)
-def test_a_malformed_call(kind, name):
-    changes, message = MALFORMED[name]
-    with is_refused(target(kind, "quantized_fwd"), message):
-        quantized(kind, **changes)
+test_a_malformed_call = each_kind_is_refused("quantized_fwd", quantized, MALFORMED)
 
 
 # What Python never asks for is harmless too: the same bits as through the package.

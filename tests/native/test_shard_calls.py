@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from calls import BF16, F16, call, is_refused, statistics, struct
+from calls import BF16, F16, call, each_kind_is_refused, statistics, struct
 from cases import KINDS
 from native import target
 
@@ -71,17 +71,5 @@ MALFORMED_APPLY = {
     "one result more": ({"results": [X, X]}, "results"),
     "half types mixed": ({"x": struct(ROWS, COLS, dtype=F16), "results": [struct(ROWS, COLS, dtype=BF16)]}, "dtype"),
 }
-
-
-@pytest.mark.parametrize("name", MALFORMED_STATISTICS)
-def test_malformed_statistics(kind, name):
-    changes, message = MALFORMED_STATISTICS[name]
-    with is_refused(target(kind, "statistics"), message):
-        take_statistics(kind, **changes)
-
-
-@pytest.mark.parametrize("name", MALFORMED_APPLY)
-def test_a_malformed_application(kind, name):
-    changes, message = MALFORMED_APPLY[name]
-    with is_refused(target(kind, "apply"), message):
-        apply(kind, **changes)
+test_malformed_statistics = each_kind_is_refused("statistics", take_statistics, MALFORMED_STATISTICS)
+test_a_malformed_application = each_kind_is_refused("apply", apply, MALFORMED_APPLY)

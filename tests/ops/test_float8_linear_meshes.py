@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from cases import draw
 from coverage import cover
+from float8_recipes import RECIPES
 from hlo import collectives, compiled_text, count_native_calls
 from internals import Float8Linear, rounded_kernel, rounded_x
 from jax import export
@@ -19,15 +20,9 @@ from quantizing import assert_same
 
 from jaxnorm import Float8Recipe, float8_linear
 
-pytestmark = pytest.mark.jax_version
+pytestmark = [pytest.mark.jax_version, pytest.mark.usefixtures("exact_products")]
 
 ROWS, DEPTH, COLUMNS = (8, 16), 64, 48
-RECIPES = {
-    "default": Float8Recipe(),
-    "inputs": Float8Recipe(save="inputs"),
-    "tensor": Float8Recipe(scaling="tensor"),
-    "wide weight gradient": Float8Recipe(weight_gradient="compute"),
-}
 # The shardings of x, the kernel, bias and dy.
 SPLIT = {
     "rows": (P("a"), P(), P(), P("a")),
@@ -38,13 +33,6 @@ SPLIT = {
     "rows and what is summed": (P("a", None, "b"), P("b"), P(), P("a")),
     "kernels over the rows' devices": (P("a"), P("a"), P(), P("a")),
 }
-
-
-# GPUs round what they multiply to fewer digits by default.
-@pytest.fixture(autouse=True)
-def exact_products():
-    with jax.default_matmul_precision("highest"):
-        yield
 
 
 def operands(dtype="float32"):

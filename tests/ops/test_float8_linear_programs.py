@@ -9,26 +9,14 @@ import numpy as np
 import pytest
 from cases import draw
 from coverage import cover
+from float8_recipes import RECIPES
 
 import jaxnorm
 from jaxnorm import Float8Recipe, Quantized, checkpoint_policies, float8_linear
 
-pytestmark = pytest.mark.jax_version
+pytestmark = [pytest.mark.jax_version, pytest.mark.usefixtures("exact_products")]
 
 ROWS, DEPTH, COLUMNS = (8, 4), 64, 48
-RECIPES = {
-    "default": Float8Recipe(),
-    "inputs": Float8Recipe(save="inputs"),
-    "tensor": Float8Recipe(scaling="tensor"),
-    "wide weight gradient": Float8Recipe(weight_gradient="compute"),
-}
-
-
-# GPUs round what they multiply to fewer digits by default.
-@pytest.fixture(autouse=True)
-def exact_products():
-    with jax.default_matmul_precision("highest"):
-        yield
 
 
 def operands(*, rows=ROWS, examples=()):

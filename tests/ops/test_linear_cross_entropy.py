@@ -18,20 +18,13 @@ from native import is_platform_with_kernels
 
 import jaxnorm
 
-pytestmark = pytest.mark.any_code
+pytestmark = [pytest.mark.any_code, pytest.mark.usefixtures("exact_products")]
 
 linear_cross_entropy = jaxnorm.linear_cross_entropy
 DIMS, CLASSES = (4, 6, 16), 40
 REDUCTIONS = ("mean", "sum", "none")
 OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-2, "logit_scale": 0.7, "soft_cap": 3.0, "ignore_index": -100}
 CALLS = {"jaxnorm_cross_entropy_fwd": 1, "jaxnorm_cross_entropy_bwd": 1} if is_platform_with_kernels() else {}
-
-
-# GPUs round what they multiply to fewer digits by default, and the two sides not alike.
-@pytest.fixture(autouse=True)
-def exact_products():
-    with jax.default_matmul_precision("highest"):
-        yield
 
 
 def inputs(dims=DIMS, classes=CLASSES, dtype="float32"):

@@ -10,23 +10,14 @@ from cases import assert_near, bits, draw
 from coverage import cover
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from linear_losses import CLASSES, DIMS, IGNORED, loss, masks, split
+from linear_losses import CLASSES, DIMS, IGNORED, OPTIONS, REDUCTIONS, loss, masks, split
 from meshes import mesh_of, placed
 
 import jaxnorm
 
-pytestmark = pytest.mark.any_code
+pytestmark = [pytest.mark.any_code, pytest.mark.usefixtures("exact_products")]
 
-REDUCTIONS = ("mean", "sum", "none")
-OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-2, "soft_cap": 3.0}
 GIVEN = {"all": ("bias", "weights", "logit_scale"), "none": ()}
-
-
-# GPUs round what they multiply to fewer digits by default.
-@pytest.fixture(autouse=True)
-def exact_products():
-    with jax.default_matmul_precision("highest"):
-        yield
 
 
 def sums(labels, where=None, soft_cap=None):

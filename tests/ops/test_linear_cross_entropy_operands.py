@@ -10,15 +10,13 @@ from cases import assert_near, draw
 from coverage import cover
 from hlo import count_native_calls
 from jax import export
-from linear_losses import CLASSES, DIMS, IGNORED, NAMES, exact, loss, masks, split, whole
+from linear_losses import CLASSES, DIMS, IGNORED, NAMES, OPTIONS, REDUCTIONS, exact, loss, masks, split, whole
 from native import is_platform_with_kernels
 
 import jaxnorm
 
-pytestmark = pytest.mark.any_code
+pytestmark = [pytest.mark.any_code, pytest.mark.usefixtures("exact_products")]
 
-REDUCTIONS = ("mean", "sum", "none")
-OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-2, "soft_cap": 3.0}
 # Which of the operands a call has beside x and kernel; a scale that is none is a Python number.
 GIVEN = {
     "all": ("bias", "weights", "logit_scale"),
@@ -28,13 +26,6 @@ GIVEN = {
     "none": (),
 }
 CALLS = {"jaxnorm_cross_entropy_fwd": 1, "jaxnorm_cross_entropy_bwd": 1} if is_platform_with_kernels() else {}
-
-
-# GPUs round what they multiply to fewer digits by default.
-@pytest.fixture(autouse=True)
-def exact_products():
-    with jax.default_matmul_precision("highest"):
-        yield
 
 
 def value_and_gradients(function):

@@ -7,20 +7,10 @@ from coverage import cover
 from hlo import collectives
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from linear_losses import CLASSES, loss, masks, split, whole
+from linear_losses import CLASSES, OPTIONS, REDUCTIONS, loss, masks, split, whole
 from meshes import mesh_of, placed
 
-pytestmark = [pytest.mark.any_code, pytest.mark.several]
-
-REDUCTIONS = ("mean", "sum", "none")
-OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-2, "soft_cap": 3.0}
-
-
-# GPUs round what they multiply to fewer digits by default.
-@pytest.fixture(autouse=True)
-def exact_products():
-    with jax.default_matmul_precision("highest"):
-        yield
+pytestmark = [pytest.mark.any_code, pytest.mark.several, pytest.mark.usefixtures("exact_products")]
 
 
 # The kernel's classes, with those of bias and mask, or the columns of x and kernel.

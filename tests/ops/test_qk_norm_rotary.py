@@ -137,6 +137,14 @@ def with_gradients(function, args):
     return jax.jit(lambda *args: (function(*args), jax.grad(loss_of(function), range(len(args)))(*args)))(*args)
 
 
+def with_pullback(function):
+    def step(q, k, *scales):
+        results, pullback = jax.vjp(function, q, k, *scales)
+        return results, pullback((jnp.cos(q), jnp.sin(k)))
+
+    return step
+
+
 @pytest.mark.on_emulator
 @both
 @pytest.mark.parametrize("name", MODELS)
@@ -332,13 +340,7 @@ def test_heads_over_a_mesh(devices, heads, axis_type, per_head, batch, normalize
     of_scales = (P(b) if each else P() for b, each in zip(over_b, per_head, strict=True))
     specs = [*(P(batch, None, b) for b in over_b), *of_scales]
 
-    def function(*args):
-        return jaxnorm.qk_norm_rotary(*args, positions, normalize=normalize)
-
-    def step(q, k, *scales):
-        results, pullback = jax.vjp(function, q, k, *scales)
-        return results, pullback((jnp.cos(q), jnp.sin(k)))
-
+    step = with_pullback(lambda *args: jaxnorm.qk_norm_rotary(*args, positions, normalize=normalize))
     expected = jax.jit(step)(*args)
     with jax.set_mesh(mesh):
         on_mesh = placed(mesh, args, specs)
@@ -362,10 +364,7 @@ def test_heads_that_do_not_divide(devices):
     q, k = draw_qk(dims=(8, 4), heads=(6, 3))
     args = q, k, *draw_scales()
 
-    def step(q, k, *scales):
-        results, pullback = jax.vjp(jaxnorm.qk_norm_rotary, q, k, *scales)
-        return results, pullback((jnp.cos(q), jnp.sin(k)))
-
+    step = with_pullback(jaxnorm.qk_norm_rotary)
     expected = jax.jit(step)(*args)
     actual = jax.jit(step)(*placed(mesh, args, [P("a", None, "b"), P("a"), P(), P()]))
     assert_close(jax.device_get(actual), jax.device_get(expected))
@@ -395,10 +394,7 @@ def test_rotary_alone_over_a_mesh(devices):
     mesh = mesh_of(devices, AxisType.Auto)
     args = draw_qk(dims=(8, 4), heads=(4, 2))
 
-    def step(q, k):
-        results, pullback = jax.vjp(partial(jaxnorm.qk_norm_rotary, normalize=False), q, k)
-        return results, pullback((jnp.cos(q), jnp.sin(k)))
-
+    step = with_pullback(partial(jaxnorm.qk_norm_rotary, normalize=False))
     expected = jax.jit(step)(*args)
     on_mesh = placed(mesh, args, [P("a", None, "b")] * 2)
     assert_close(jax.device_get(jax.jit(step)(*on_mesh)), jax.device_get(expected))

@@ -16,6 +16,8 @@ from quantizing import to
 import jaxnorm
 from jaxnorm import Quantized, quantize, quantized_dot
 
+pytestmark = pytest.mark.usefixtures("exact_products")
+
 DIMS, OUTPUTS = (4, 6, 128), 48
 # Those of x, None where it is an array, and of the weights.
 PAIRS = [
@@ -24,13 +26,6 @@ PAIRS = [
     ("float8_e4m3fn", "float4_e2m1fn"),
     *((None, dtype) for dtype in ("int8", "int4", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn")),
 ]
-
-
-# GPUs round what they multiply to fewer digits by default.
-@pytest.fixture(autouse=True)
-def exact_products():
-    with jax.default_matmul_precision("highest"):
-        yield
 
 
 def operands(x_dtype=None, weight_dtype="int8", granularity="token", *, dims=DIMS, outputs=OUTPUTS, dtype="float32"):
