@@ -95,7 +95,8 @@ def test_which_gpus_run_the_kernels_of_a_wheel(tmp_path):
     )
     every = printed.split("every: ")[1].strip()
     known = ["7.0", "7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "10.3", "12.0", "12.1", "13.0"]
-    why_not = {gpu: fit.why_not(architectures=every, toolkit="13.0.88", capability=gpu, driver=13000) for gpu in known}
+    built = {"architectures": every, "toolkit": "13.0.88", "driver": 13000}
+    why_not = {gpu: fit.why_not(capability=gpu, **built) for gpu in known}
     assert [gpu for gpu in known if why_not[gpu] is None] == known[1:-1]
     assert "build jaxnorm for it" in why_not["13.0"]
 

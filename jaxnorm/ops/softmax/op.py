@@ -36,10 +36,6 @@ def _slower(_: Softmax, rows: CallRows) -> str | None:
     return speed.why(rows, f"rows of {first} to {2**14} columns") if loses and not speed.vectors_divide(rows) else None
 
 
-def _native(name: str, attributes: Callable[[Softmax, Any], dict[str, Any]]) -> Native[Softmax, Operands]:
-    return Native(names=(name,), name=lambda _: name, forward=attributes, backward=attributes, slower=_slower)
-
-
 def _requested(request: Request) -> tuple[Softmax, Operands]:
     spec = Softmax(
         scale=1.0,
@@ -50,44 +46,42 @@ def _requested(request: Request) -> tuple[Softmax, Operands]:
     return spec, Operands(request.array(request.shape))
 
 
-SOFTMAX = Family(
-    Op(
-        name="softmax",
+_Attributes = Callable[[Softmax, Any], dict[str, Any]]
+
+
+def _family(name: str, attributes: _Attributes, **others: Any) -> Family[Softmax, Operands, Results]:
+    target = f"jaxnorm_{name}"
+    op = Op(
+        name=name,
         spec=Softmax,
         operands=Operands,
         results=Results,
         roles=ROLES,
         types=_types,
-        forward=formula.softmax,
-        plain=formula.plain,
-        statistics=lambda *_: [],
-        derivative=Derivative(
-            saved=SavedOfSoftmax, variables=Variables, linear=formula.linear, backward=formula.backward
-        ),
-        native=_native("jaxnorm_softmax", _attributes),
+        native=Native((target,), lambda _: target, forward=attributes, backward=attributes, slower=_slower),
         reasons=(several_axes,),
         later=("starts",),
         can_shard=lambda *_: True,
-        functions=(Function("softmax", _requested),),
+        functions=(Function(name, _requested),),
+        **others,
     )
+    return Family(op)
+
+
+SOFTMAX = _family(
+    "softmax",
+    _attributes,
+    forward=formula.softmax,
+    plain=formula.plain,
+    statistics=lambda *_: [],
+    derivative=Derivative(saved=SavedOfSoftmax, variables=Variables, linear=formula.linear, backward=formula.backward),
 )
-LOG_SOFTMAX = Family(
-    Op(
-        name="log_softmax",
-        spec=Softmax,
-        operands=Operands,
-        results=Results,
-        roles=ROLES,
-        types=_types,
-        forward=formula.log_softmax,
-        statistics=lambda spec, operands: statistics_of(spec, operands.x, 1 + spec.with_top),
-        derivative=Derivative(
-            saved=SavedOfLog, variables=Variables, linear=formula.log_linear, backward=formula.log_backward
-        ),
-        native=_native("jaxnorm_log_softmax", _log_attributes),
-        reasons=(several_axes,),
-        later=("starts",),
-        can_shard=lambda *_: True,
-        functions=(Function("log_softmax", _requested),),
-    )
+LOG_SOFTMAX = _family(
+    "log_softmax",
+    _log_attributes,
+    forward=formula.log_softmax,
+    statistics=lambda spec, operands: statistics_of(spec, operands.x, 1 + spec.with_top),
+    derivative=Derivative(
+        saved=SavedOfLog, variables=Variables, linear=formula.log_linear, backward=formula.log_backward
+    ),
 )

@@ -1,4 +1,3 @@
-# The units of the kernels, see cmake/units.cmake.
 jaxnorm_kernels(norm_grad_launch norm_grad_of)
 jaxnorm_kernels(norm run_norm)
 jaxnorm_kernels(quantized_norm run_quantized_norm)
