@@ -46,11 +46,10 @@ def _requested(request: Request) -> tuple[Softmax, Operands]:
     return spec, Operands(request.array(request.shape))
 
 
-_Attributes = Callable[[Softmax, Any], dict[str, Any]]
-
-
-def _family(name: str, attributes: _Attributes, **others: Any) -> Family[Softmax, Operands, Results]:
-    target = f"jaxnorm_{name}"
+def _family(
+    target: str, attributes: Callable[..., dict[str, Any]], **others: Any
+) -> Family[Softmax, Operands, Results]:
+    name = target.removeprefix("jaxnorm_")
     op = Op(
         name=name,
         spec=Softmax,
@@ -69,7 +68,7 @@ def _family(name: str, attributes: _Attributes, **others: Any) -> Family[Softmax
 
 
 SOFTMAX = _family(
-    "softmax",
+    "jaxnorm_softmax",
     _attributes,
     forward=formula.softmax,
     plain=formula.plain,
@@ -77,7 +76,7 @@ SOFTMAX = _family(
     derivative=Derivative(saved=SavedOfSoftmax, variables=Variables, linear=formula.linear, backward=formula.backward),
 )
 LOG_SOFTMAX = _family(
-    "log_softmax",
+    "jaxnorm_log_softmax",
     _log_attributes,
     forward=formula.log_softmax,
     statistics=lambda spec, operands: statistics_of(spec, operands.x, 1 + spec.with_top),
