@@ -20,7 +20,7 @@ class Shards:
 
     def mean(self, *shards: jax.Array) -> list[jax.Array]:
         """The mean of each array over the shards, in one exchange."""
-        _check_no_jet(shards)
+        check_no_jet(shards)
         stacked = shards[0] if len(shards) == 1 else jnp.stack(shards)
         mean = lax.pmean(stacked, self.names, axis_index_groups=self.groups)
         # Typed as different on each device, as what it is computed with is: so are all results of a primitive.
@@ -29,7 +29,7 @@ class Shards:
 
     def gather(self, *shards: jax.Array) -> list[jax.Array]:
         """Each array from all shards, along a new axis in front, in one exchange."""
-        _check_no_jet(shards)
+        check_no_jet(shards)
         # Along an axis that is there: beside one that is new, JAX mistakes which axes an Explicit mesh shards.
         stacked = jnp.expand_dims(jnp.stack(shards), 1)
         return list(lax.all_gather(stacked, self.names, axis=1, tiled=True, axis_index_groups=self.groups))
@@ -46,7 +46,7 @@ class Shards:
 
     def top(self, shard: jax.Array) -> jax.Array:
         """The greatest over the shards, for what is only subtracted: it has no derivative, and NaN may be lost."""
-        _check_no_jet([shard])
+        check_no_jet([shard])
         greatest: jax.Array = lax.pmax(lax.stop_gradient(shard), self.names, axis_index_groups=self.groups)
         return greatest
 
@@ -56,7 +56,7 @@ class Shards:
 
     def add(self, shard: jax.Array) -> jax.Array:
         """The sum over the shards, typed as different on each device."""
-        _check_no_jet([shard])
+        check_no_jet([shard])
         total, _ = compat.match_varying_axes(self.sum(shard), shard)
         return total
 
@@ -71,7 +71,7 @@ class Shards:
         return jnp.asarray(order)[position]
 
 
-def _check_no_jet(shards: Iterable[jax.Array]) -> None:
+def check_no_jet(shards: Iterable[jax.Array]) -> None:
     if any(map(jet.has_terms, shards)):
         raise NotImplementedError(
             "jaxnorm: axis_name is not supported under jax.experimental.jet, which has no rules for what devices "

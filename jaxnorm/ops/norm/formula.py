@@ -8,7 +8,6 @@ rounded once, at the end.
 """
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any, Generic, Literal, NamedTuple, Self, TypeVar
 
@@ -17,13 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxnorm.ops.norm.merge import of_whole_rows
 from jaxnorm.primitive.addend import add, rounded
 from jaxnorm.primitive.op import BatchDims, Statistics
 from jaxnorm.primitive.spec import RowSpec
 from jaxnorm.primitive.weights import of_rank
 from jaxnorm.quantization import Quantization
 from jaxnorm.sharding import dims
-from jaxnorm.sharding.shards import Shards
 
 Kind = Literal["rms", "layer"]
 KINDS: tuple[Kind, ...] = ("rms", "layer")
@@ -124,25 +123,8 @@ def merged(norm: Norm, of_shard: Sequence[jax.Array]) -> Statistics:
     if norm.kind == "rms":
         (mean_square,) = of_shard if norm.shards is None else norm.shards.mean(*of_shard)
         return (lax.rsqrt(mean_square + norm.epsilon),)
-    mean, variance = of_shard if norm.shards is None else _of_whole_rows(norm.shards, *of_shard)
+    mean, variance = of_shard if norm.shards is None else of_whole_rows(norm.shards, *of_shard)
     return mean, lax.rsqrt(variance + norm.epsilon)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _of_whole_rows(shards: Shards, mean: jax.Array, variance: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Chan, Golub and LeVeque's merge of the shards: as exact as the sum over all, with one exchange."""
-    means, variances = shards.gather(mean, variance)
-    mean = jnp.mean(means, axis=0)
-    return mean, jnp.mean(variances + lax.square(means - mean), axis=0)
-
-
-# By means, as JAX cannot transpose a gather beside an Explicit axis.
-@_of_whole_rows.defjvp
-def _of_whole_rows_jvp(shards: Shards, of_shard: Any, dots: Any) -> tuple[Any, Any]:
-    mean, variance = _of_whole_rows(shards, *of_shard)
-    mean_dot, variance_dot = dots
-    mean_dot, variance_dot = shards.mean(mean_dot, variance_dot + 2 * (of_shard[0] - mean) * mean_dot)
-    return (mean, variance), (mean_dot, variance_dot)
 
 
 def affine(norm: Norm, x: jax.Array, stats: Statistics, scale: jax.Array | None, bias: jax.Array | None) -> jax.Array:
