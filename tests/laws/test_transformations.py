@@ -36,11 +36,8 @@ pytestmark = pytest.mark.jax_version
 DIMS = (6, 10)
 IN_WEIGHTS = "linear_transpose in the weights"
 ALL_OTHERS = tuple(name for name in TRANSFORMATIONS if name != IN_WEIGHTS)
-# Of a gate and what it gates the results are no norms of what a loop adds up, whose sines have few digits; and nothing
-# but the operands is kept, so that a linear function of the weights runs no forward.
-OF_GATES = tuple(
-    name for name in TRANSFORMATIONS if name not in ("grad of fori_loop", "linear_transpose", "grad of the weights")
-)
+# Nothing but the operands is kept, so that a linear function of the weights runs no forward.
+OF_GATES = tuple(name for name in TRANSFORMATIONS if name not in ("linear_transpose", "grad of the weights"))
 RMS = (NORMS[0], ADDED[0], PER_HEAD[0], PADDED[0])
 # Ops as norms of (x, scale, bias), and the transformations that they have rules of their own for. Those of a formula
 # that rounds are left out: as programs they may round in another place.

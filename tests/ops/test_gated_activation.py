@@ -158,7 +158,7 @@ def test_split_columns_stay_where_they_are(devices, axis_type, form):
     assert bits(actual) == bits(jax.jit(function)(x, dy))
     assert collectives(compiled.as_text()) == {}
     assert count_native_calls(compiled.as_text()) == OP.calls(fwd=1, bwd=1)
-    assert actual[0].sharding.spec == P("a", None, "b")
+    assert actual[0].sharding.is_equivalent_to(of_y.sharding, of_y.ndim)
 
 
 # Of halves that lie side by side, or of an axis of two that is split, something has to move.

@@ -219,7 +219,9 @@ def test_rows_over_devices(devices, axis_type, spec, kernel_spec):
     whole = 4 * 16 * 256
     found = collectives(text)
     if any(mesh.shape[name] > 1 for axes in spec if axes for name in axes):
-        assert whole <= found["all-reduce"] <= whole + 32
+        # XLA for GPUs leaves each of b's devices its part of the sum where that is wanted.
+        summed = found["all-reduce"] + mesh.shape["b"] * found.get("reduce-scatter", 0)
+        assert whole <= summed <= whole + 32
     assert found.get("all-gather", 0) == (whole if any(kernel_spec) else 0)
     assert count_native_calls(text) == CALLS
 
