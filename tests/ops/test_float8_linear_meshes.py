@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from meshes import mesh_of, placed
 from quantizing import assert_same
 
+import jaxnorm
 from jaxnorm import Float8Recipe, float8_linear
 
 pytestmark = [pytest.mark.jax_version, pytest.mark.usefixtures("exact_products")]
@@ -64,10 +65,15 @@ def assert_one_device_gives(actual, expected, bound=BOUND):
 
 
 @pytest.mark.several
-@cover(split=SPLIT, axis_type={"auto": AxisType.Auto, "explicit": AxisType.Explicit}, recipe=RECIPES)
-def test_over_devices(split, axis_type, recipe):
+@cover(
+    split=SPLIT,
+    axis_type={"auto": AxisType.Auto, "explicit": AxisType.Explicit},
+    recipe=RECIPES,
+    implementation=[None, "jnp"],
+)
+def test_over_devices(split, axis_type, recipe, implementation):
     mesh, args = mesh_of(jax.devices(), axis_type), operands()
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh), jaxnorm.implementation(implementation):
         actual = jax.jit(partial(value_and_gradients, recipe))(*placed(mesh, args, split))
     assert_one_device_gives(actual, jax.jit(partial(value_and_gradients, recipe))(*args))
 
