@@ -178,12 +178,12 @@ def test_features_beside_an_explicit_axis_of_rows(devices, op, check_vma, implem
 @pytest.mark.parametrize("implementation", [None, "jnp"])
 @pytest.mark.parametrize("kind", NORMS)
 def test_second_derivatives_of_a_loop_beside_an_explicit_axis_of_rows(devices, kind, implementation):
-    mesh, spec = mesh_of(devices, AxisType.Explicit), P(None, "b")
-    x = draw_x((8, 16))
+    mesh, spec = mesh_of(devices, AxisType.Explicit), P(None, None, "b")
+    x = draw_x((8, 4, 16))
 
     def second(transform, **given):
         def layer(x, _):
-            return x + NORMS[kind](x, **given), None
+            return x + jax.vmap(partial(NORMS[kind], **given), 1, 1)(x), None
 
         layers = transform(lambda x: jax.lax.scan(layer, x, length=2)[0])
         gradient = jax.grad(lambda x: jnp.sin(layers(x)).sum())
@@ -191,7 +191,7 @@ def test_second_derivatives_of_a_loop_beside_an_explicit_axis_of_rows(devices, k
 
     split = partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={"b"})
     with jax.set_mesh(mesh), jaxnorm.implementation(implementation):
-        actual = second(split, axis_name="b")(jax.device_put(x, NamedSharding(mesh, P("a", "b"))))
+        actual = second(split, axis_name="b")(jax.device_put(x, NamedSharding(mesh, P("a", None, "b"))))
     assert_parts_close(jax.device_get(actual), jax.device_get(second(lambda function: function)(x)))
 
 
