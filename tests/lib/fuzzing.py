@@ -58,7 +58,8 @@ def draw_size(
     lead: list[int] = []
     while len(lead) < pick((1, 2, 3)) and np.prod(lead) * last < 2000:
         lead.append(pick(lengths))
-    head = [pick(heads)] if len(dims) > 2 else []
+    fewest = 3 if "qkv" in op.operands else 1  # a head of each
+    head = [pick([n for n in heads if n >= fewest])] if len(dims) > 2 else []
     options = {**options, **(pick(op.options) if op.options and rng.random() < 0.5 else {})}
     return Size((*lead, *head, last), (*head, last)[-len(weights) :], options)
 
