@@ -20,7 +20,7 @@ for argument; do
 done
 
 cd "$(dirname "$0")/.."
-out=$PWD/dist work=$PWD/build/wheels most_bytes=60000000
+out=$PWD/dist work=$PWD/build/wheels most_bytes=50000000
 rm -rf "$work"
 mkdir -p "$work/source" "$out"
 
