@@ -152,7 +152,6 @@ def vae(size):
 
 
 MODELS = {model.__name__: model for model in (vae, qwen3, gemma3, vit, dinov3, dit)}
-OF_BONSAI = MODELS.keys() - {"dit"}
 
 
 def to_bfloat16(variable):

@@ -61,12 +61,10 @@ def _weight_shape(spec: RowSpec, shape: Sequence[Any], batch_dims: BatchDims) ->
     return (*batch_dims, *shape[-spec.row_ndim :])
 
 
-# Of x's shape; one element for each row, with axes of length 1 for the row's or without these; of a row's shape, with
-# batch dims where a row's axes are the last; one element for all; of x's rank, and one row for several of
-# x's, and the same of a weight.
+# Of x's shape; one element for each row, with axes of length 1 for the row's; of a row's shape, with batch dims where a
+# row's axes are the last; one element for all; of x's rank, and one row for several of x's, and the same of a weight.
 LIKE_X = Role(lambda spec, ndim, _: dims.like_x(ndim))
 STATISTIC = Role(lambda spec, ndim, _: dims.per_row(ndim, spec.axes))
-PER_ROW = Role(lambda spec, ndim, _: tuple(axis for axis in range(ndim) if axis - ndim not in spec.axes))
 WEIGHT = Role(_weight_map, "weight", _weight_shape)
 SCALAR = Role(lambda *_: (), "formula")
 BROADCAST = Role(lambda spec, ndim, shape: broadcast.dim_map(shape), broadcasts=True, fitted=True)

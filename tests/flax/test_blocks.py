@@ -161,7 +161,6 @@ def rngs():
     return flax.nnx.Rngs(0)
 
 
-WITH_PARAMETERS = {"parameters": True, "sequential": True}
 PLAIN = {"parameters": False, "sequential": False}
 # The block, the function, and the native calls of its forward pass.
 BLOCKS = {

@@ -29,8 +29,6 @@ import jaxnorm
 pytestmark = [pytest.mark.several, pytest.mark.jax_version]
 
 SPLIT = [op for op in OPS if op not in PADDED]  # a padded result has other features
-# Whose halves XLA has to move: in test_gated_activation.py.
-SIDE_BY_SIDE = [op for op in (*GATED_ACTIVATIONS, *QUANTIZED_ACTIVATIONS) if op.arrays == 1]
 ROWS_OVER = [P("a"), P(("b", "a")), P("a", "b"), P(None, "b")]
 ROW_MODES = [
     *itertools.product(["auto", "explicit", MANUAL, PARTLY_MANUAL], ROWS_OVER),
