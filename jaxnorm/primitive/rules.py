@@ -52,7 +52,7 @@ def all_none(values: Iterable[object]) -> bool:
     return all(value is None for value in values)
 
 
-def _fold(operands: Any, dims: Any) -> Any:
+def fold(operands: Any, dims: Any) -> Any:
     """The operands with the batch as their leading axis, repeated over it where an operand has none."""
     return jax.vmap(lambda *values: values, in_axes=dims)(*operands)
 
@@ -241,7 +241,7 @@ class Rules:
         stays = [ones and axis is None and name not in repeated for ones, (name, _, axis) in pairs]
         moving = [(array, axis) for stay, (_, array, axis) in zip(stays, arrays, strict=True) if not stay]
         values, axes = zip(*moving, strict=True)
-        folded = iter(_fold(values, axes))
+        folded = iter(fold(values, axes))
         whole = [
             jnp.expand_dims(array, 0) if stay else next(folded)
             for stay, (_, array, _) in zip(stays, arrays, strict=True)

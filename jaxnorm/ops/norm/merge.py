@@ -9,7 +9,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
 from jaxnorm.native import compat
-from jaxnorm.primitive import lowering
+from jaxnorm.primitive import lowering, rules
 from jaxnorm.sharding.shards import Shards, check_no_jet
 
 
@@ -31,8 +31,7 @@ def _formula(mean: jax.Array, variance: jax.Array, *, shards: Shards) -> list[ja
 
 
 def _batch(of_shard: Any, axes: Any, *, shards: Shards) -> tuple[Any, Any]:
-    in_front = jax.vmap(lambda *values: values, in_axes=axes)(*of_shard)
-    return _primitive.bind(*in_front, shards=shards), (0, 0)
+    return rules.at_front(_primitive.bind(*rules.fold(of_shard, axes), shards=shards))
 
 
 def _jvp(of_shard: Any, dots: Any, *, shards: Shards) -> tuple[Any, Any]:
