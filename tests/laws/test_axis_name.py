@@ -24,7 +24,7 @@ pytestmark = pytest.mark.jax_version
 
 # Groups of columns are of one device, and so are a padded row and what is rotated.
 WHOLE = (*PADDED, *ROTARY, *GATED_ACTIVATIONS, *QUANTIZED_ACTIVATIONS)
-SPLIT = [op for op in OPS if op not in WHOLE and not op.name.startswith("grouped")]
+SPLIT = [op for op in OPS if op not in WHOLE and (op.kind != "rms" or "group_size" not in op.small.options)]
 ops = over(SPLIT, default=(*EACH, QUANTIZED[2], QUANTIZED_SUMS[2]))
 of_features = over([op for op in SPLIT if not op.has_positions], default=(*EACH, QUANTIZED[2], QUANTIZED_SUMS[2]))
 vma = over(SPLIT, default=(*EACH, QUANTIZED[2], QUANTIZED_SUMS[2]), check_vma=lambda op: {"vma": True, "no vma": False})

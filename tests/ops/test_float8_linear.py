@@ -80,6 +80,11 @@ def expected_gradients(recipe, x, kernel, dy):
     return [(a @ b, np.abs(a) @ np.abs(b)) for a, b in (of_x, of_kernel)]
 
 
+# GPUs add up products of float8 with fewer digits by default.
+def digits(all_of_them):
+    return jax.default_matmul_precision("highest" if all_of_them and jax.default_backend() == "gpu" else "default")
+
+
 # Sums of float32 in any order, and one rounding to the result's dtype.
 def assert_within(actual, expected, magnitudes, bound=2.0**-12):
     step = 0 if actual.dtype == jnp.float32 else 2.0 ** -(jnp.finfo(actual.dtype).nmant + 1)
@@ -134,7 +139,7 @@ def test_it_is_quantized_dot_of_what_is_quantised():
 def test_gradients_are_of_the_rounded_operands_and_dy_rounded_once(recipe, dtype):
     x, kernel, bias, dy = operands(dtype)
     is_wide = recipe.weight_gradient == "compute"
-    with jax.default_matmul_precision("highest" if is_wide and dtype == "float32" else "default"):  # GPUs: not TF32
+    with digits(all_of_them=is_wide and dtype == "float32"):  # which GPUs multiply as TF32 by default
         _, dx, dw, db = jax.jit(partial(value_and_gradients, recipe))(x, kernel, bias, dy)
     (of_x, x_terms), (of_kernel, kernel_terms) = expected_gradients(recipe, x, kernel, dy)
     # The wide product takes x as it was rounded to its own dtype again.
@@ -145,10 +150,9 @@ def test_gradients_are_of_the_rounded_operands_and_dy_rounded_once(recipe, dtype
     assert_within(db, wide(dy).sum((0, 1)), np.abs(wide(dy)).sum((0, 1)), 2.0**-22)
 
 
-# GPUs add up products of float8 with fewer digits by default.
 @pytest.fixture
 def all_digits():
-    with jax.default_matmul_precision("default" if jax.default_backend() == "cpu" else "highest"):
+    with digits(all_of_them=True):
         yield
 
 
