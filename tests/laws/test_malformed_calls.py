@@ -11,7 +11,7 @@ from native import are_cuda_kernels
 from native_calls import malformed, native_calls_of
 from ops import EACH, OPS, ROTARY
 
-pytestmark = [pytest.mark.kernels, pytest.mark.any_code]
+pytestmark = [pytest.mark.kernels, pytest.mark.any_code, pytest.mark.on_emulator]
 
 SAID = "is missing|too few|expected|different dtypes|rows are of|no row|there (are|is)|not there|is not|wanted"
 
