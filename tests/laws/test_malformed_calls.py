@@ -30,7 +30,7 @@ def calls_of(op):
 
 
 def goes_unseen(wrong, calls):
-    """What XLA's GPU runtime does not report, a call without results; and one of these with another workspace or none."""
+    """What XLA's GPU runtime does not report, a call without results; and one of these, its workspace aside."""
     return are_cuda_kernels() and (not wrong.results or any(has_results_of(right, wrong) for right in calls))
 
 

@@ -110,11 +110,11 @@ def names_of(op):
     """Those of each activation are of its first and second derivatives, and large gates leave few digits of a third.
     The cotangent of smooth factors is zero by convention, of which the last two make tangents."""
     if op in GATED:
-        return ["grad", "jvp of grad", *operand_by_operand(op)]
-    if op in QKV_ROTARY:
-        return ["results", "jvp of grad", "transpose of vjp", "jvp of qkv", "grad of k_scale twice"]
-    if op in ROTARY:  # whose derivatives are those of norms
-        return ["results", "jvp of grad", "transpose of vjp", "jvp of k", "grad of k_scale twice"]
+        return ["grad", "jvp of grad", "jvp of grad of scan", *operand_by_operand(op)]
+    if op in (*ROTARY, *QKV_ROTARY):  # whose derivatives are those of norms
+        array = "qkv" if op in QKV_ROTARY else "k"
+        names = ["results", "jvp of grad", "jvp of grad of scan", "transpose of vjp", f"jvp of {array}"]
+        return [*names, "grad of k_scale twice"]
     return [*[*OF_EVERY_OPERAND][: 4 if op.derived else None], *operand_by_operand(op)]
 
 

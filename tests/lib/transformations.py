@@ -240,6 +240,11 @@ def _transpose_of_vjp(op, function):
     return transposed
 
 
+def _in_scan(function):
+    """The body of a loop, which JAX linearises in another way."""
+    return lambda *args: jax.tree.map(lambda y: y[-1], lax.scan(lambda *_: (None, function(*args)), None, None, 2)[1])
+
+
 # Of all operands of an op; each takes the op, and what it computes or the formula.
 OF_EVERY_OPERAND = {
     "results": lambda op, function: function,
@@ -247,6 +252,7 @@ OF_EVERY_OPERAND = {
     "hessian": lambda op, function: jax.hessian(op.loss(function), op.all),
     "grad of grad": _grad_of_grad,
     "jvp of grad": _jvp_of_grad,
+    "jvp of grad of scan": lambda op, function: _jvp_of_grad(op, _in_scan(function)),
     "transpose of vjp": _transpose_of_vjp,
 }
 
