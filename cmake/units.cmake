@@ -7,26 +7,31 @@ if(CMAKE_SCRIPT_MODE_FILE)
   include("${CMAKE_CURRENT_LIST_DIR}/ops.cmake")
 endif()
 
-# Writes the unit for these types as HEADER_SUFFIX.cu and adds it to the list `among`.
-function(jaxnorm_unit among header suffix functions types)
+# Writes NAME.cu for these types and adds it to jaxnorm_units.
+function(jaxnorm_unit name header functions types)
   set(content "#include \"ops/${op}/cuda/${header}.cuh\"\n\nnamespace jaxnorm::cuda {\n")
   foreach(type IN LISTS types)
     foreach(function IN LISTS functions)
       string(APPEND content "template decltype(${function}<${type}>) ${function}<${type}>;\n")
     endforeach()
   endforeach()
-  set(unit "${JAXNORM_UNITS}/${header}_${suffix}.cu")
+  set(unit "${JAXNORM_UNITS}/${name}.cu")
   file(CONFIGURE OUTPUT "${unit}" CONTENT "${content}}  // namespace jaxnorm::cuda\n" @ONLY)
-  set(${among} ${${among}} "${unit}" PARENT_SCOPE)
+  set(jaxnorm_units ${jaxnorm_units} "${unit}" PARENT_SCOPE)
 endfunction()
 
-# The half types share a unit, whose code takes a fifth less room than that of two.
+# All types share a unit: their code is alike, and takes less room compressed together.
 macro(jaxnorm_kernels header functions)
-  jaxnorm_unit(halves ${header} half "${functions}" "__half;__nv_bfloat16")
-  jaxnorm_unit(others ${header} f32 "${functions}" float)
+  jaxnorm_unit(${header} ${header} "${functions}" "__half;__nv_bfloat16;float")
 endmacro()
 
+# float32 apart: of what takes longest to compile, and where in one unit some kernels would come out otherwise.
+macro(jaxnorm_kernels_apart header functions)
+  jaxnorm_unit(${header}_half ${header} "${functions}" "__half;__nv_bfloat16")
+  jaxnorm_unit(${header}_f32 ${header} "${functions}" float)
+endmacro()
+
+set(jaxnorm_units "")
 foreach(op IN LISTS jaxnorm_ops)
   include("${CMAKE_CURRENT_LIST_DIR}/../src/ops/${op}/cuda.cmake" OPTIONAL)
 endforeach()
-set(jaxnorm_units ${halves} ${others})
