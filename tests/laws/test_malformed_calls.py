@@ -37,7 +37,7 @@ def goes_unseen(wrong, calls):
 def has_results_of(right, wrong):
     others = right.results[:-1] if is_workspace(right.results[-1]) else right.results
     more = wrong.results[len(others) :]
-    return right._replace(results=(*others, *more)) == wrong and all(map(is_workspace, more))
+    return right._replace(results=(*others, *more)) == wrong and len(more) <= 1 and all(map(is_workspace, more))
 
 
 def is_workspace(result):
