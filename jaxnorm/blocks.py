@@ -1,28 +1,19 @@
-"""Whole blocks of models, with what stands beside their norms: functions for the mapping of `replace_norms`."""
+"""Whole blocks of published models, with what stands beside their norms: a mapping for `replace_norms`."""
+
+from typing import NoReturn
 
 from jaxnorm.flax.block_models import KNOWN, of
-from jaxnorm.flax.blocks import (
-    decoder_layer,
-    dit_layer,
-    gated_mlp,
-    gelu_mlp,
-    resnet_block,
-    sandwich_layer,
-    silu_mlp,
-    timed_resnet_block,
-    vit_layer,
-)
 
-__all__ = [
-    "KNOWN",
-    "decoder_layer",
-    "dit_layer",
-    "gated_mlp",
-    "gelu_mlp",
-    "of",
-    "resnet_block",
-    "sandwich_layer",
-    "silu_mlp",
-    "timed_resnet_block",
-    "vit_layer",
-]
+__all__ = ["KNOWN", "of"]
+
+
+def __getattr__(name: str) -> NoReturn:
+    ending = name.rpartition("_")[2]
+    remedy = (
+        ": functions for any block of some children's names are gone, as what a class computes is not guessed. Give "
+        "replace_norms jaxnorm.blocks.of(model) for the classes of jaxnorm.blocks.KNOWN; for others write a function, "
+        "as docs/porting.md shows under Whole blocks, and check it by jaxnorm.compare"
+    )
+    raise AttributeError(
+        f"module {__name__!r} has no attribute {name!r}{remedy if ending in ('layer', 'mlp', 'block') else ''}"
+    )

@@ -1,22 +1,15 @@
-"""Blocks of models, computed by the functions of this package: what stands beside a norm goes into its call.
+"""Blocks of published models, computed by the functions of this package: what stands beside a norm goes into its call.
 
-Each is a function of a module, of either API of Flax, and the arguments of its call, for the mapping of
-`replace_norms`. It reads the module's children by the names that it says, so that it serves any class which has them
-and computes the same. Norms may be Flax's, this package's, or of the known models' own classes; one of another class is
-called as it is, and what stands beside it is computed beside it.
+Each is a function of a module, of either API of Flax, and the arguments of its call. It computes what the classes do
+that the table in `jaxnorm.flax.block_models` has it for, and no others, whatever the names of their children.
 """
 
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from jaxnorm.flax import nnx_calls
 from jaxnorm.flax.block_parts import added, silu_of_norm
-from jaxnorm.flax.calls import nnx
 from jaxnorm.ops.gated_activation.api import gated_activation
-from jaxnorm.ops.norm.added_api import add_layer_norm
-from jaxnorm.ops.norm.api import layer_norm
 
 # What the hubs' `hidden_act` names, by this package's names. Theirs of gelu is exact.
 OF_HUBS = {"silu": "silu", "swish": "silu", "gelu": "gelu_exact", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu"}
@@ -60,25 +53,6 @@ def vit_layer(block: Any, x: jax.Array, *args: Any, **kwargs: Any) -> Any:
     return h + (block.layer_scale2(y) if hasattr(block, "layer_scale2") else y)
 
 
-def dit_layer(block: Any, x: jax.Array, condition: jax.Array) -> Any:
-    """A block of a DiT of flax.nnx: `h = x + gate * attention(norm1(x) * (1 + scale) + shift)`, then so of the MLP.
-
-    `adaLN_modulation` of the silu of the condition, (batch, features), gives shift, scale and gate of attention, then
-    of the MLP; a Sequential has the silu itself. Attention is `attention` or `attn`. Norms are LayerNorms of the last
-    axis, with or without parameters. The gate, the sum, the norm and its modulation are one call.
-    """
-    modulation = block.adaLN_modulation
-    activated = condition if isinstance(modulation, nnx.Sequential) else jax.nn.silu(condition)
-    parts = jnp.split(modulation(activated)[:, None], 6, axis=-1)
-    attention = _child(block, "attention", "attn")
-    dtype = jnp.result_type(x, parts[0])
-    y = attention(layer_norm(x, **_modulated(block.norm1, *parts[:2]), out_dtype=dtype))
-    dtype = jnp.result_type(dtype, y)
-    keywords = _modulated(block.norm2, *parts[3:5]) | {"branch_scale": parts[2], "out_dtype": dtype}
-    y, h = add_layer_norm(y, x.astype(dtype), **keywords)
-    return h + parts[5] * block.mlp(y)
-
-
 def resnet_block(block: Any, x: jax.Array, deterministic: bool = True) -> Any:
     """`conv2(silu(norm2(conv1(silu(norm1(x))))))` and x, by `conv_shortcut` if there is one: each norm with its silu.
 
@@ -103,20 +77,6 @@ def gated_mlp(block: Any, x: jax.Array) -> Any:
     activation = getattr(block, "act_fn", None)
     if activation is None:
         activation = OF_HUBS.get(block.config.hidden_act, block.config.hidden_act)
-    return _gated(block, x, activation)
-
-
-def silu_mlp(block: Any, x: jax.Array) -> Any:
-    """`gated_mlp` with silu: SwiGLU."""
-    return _gated(block, x, "silu")
-
-
-def gelu_mlp(block: Any, x: jax.Array) -> Any:
-    """`gated_mlp` with gelu by tanh: GeGLU."""
-    return _gated(block, x, "gelu")
-
-
-def _gated(block: Any, x: jax.Array, activation: Any) -> Any:
     return block.down_proj(gated_activation((block.gate_proj(x), block.up_proj(x)), activation=activation))
 
 
@@ -131,16 +91,6 @@ def _resnet(block: Any, x: jax.Array, temb: jax.Array | None, dropout: str, dete
     return block.conv2(h) + (x if shortcut is None else shortcut(x))
 
 
-def _modulated(norm: Any, shift: jax.Array, scale: jax.Array) -> dict[str, Any]:
-    """The keywords of a LayerNorm and the modulation that follows it; parameters of the norm are taken in."""
-    weight, bias = nnx_calls.parameters_of(norm)
-    if bias is not None:
-        shift = shift + bias * (1 + scale)
-    if weight is not None:
-        scale = weight * (1 + scale) - 1
-    return {"scale": scale, "bias": shift, "scale_offset": 1.0, "epsilon": norm.epsilon}
-
-
 def _branch_scale(block: Any, name: str) -> jax.Array | None:
     layer = getattr(block, name, None)
     return None if layer is None else layer.lambda1[...]
@@ -148,13 +98,7 @@ def _branch_scale(block: Any, name: str) -> jax.Array | None:
 
 def _child(block: Any, *names: str) -> Any:
     """The first of these that a block has."""
-    found = next((name for name in names if hasattr(block, name)), None)
-    if found is None:
-        raise AttributeError(
-            f"jaxnorm.blocks: {type(block).__name__} has no {' or '.join(names)}: take a function for blocks with its "
-            f"names, or write one."
-        )
-    return getattr(block, found)
+    return next(getattr(block, name) for name in names if hasattr(block, name))
 
 
 def _first(results: Any) -> tuple[Any, Any]:

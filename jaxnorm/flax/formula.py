@@ -1,4 +1,4 @@
-"""Norms of a model's own classes in words of this package's functions: what they compute, and of which calls."""
+"""Norms of published models' classes in words of this package's functions: what they compute, and of which calls."""
 
 import dataclasses
 import inspect
@@ -11,57 +11,45 @@ import numpy as np
 
 from jaxnorm.flax import calls
 from jaxnorm.flax.calls import linen
-from jaxnorm.ops.norm.api import layer_norm, rms_norm
+from jaxnorm.ops.norm.api import rms_norm
 from jaxnorm.ops.norm.gated_api import gated_rms_norm
 
-Function = Literal["rms_norm", "layer_norm", "gated_rms_norm"]
+Function = Literal["rms_norm", "gated_rms_norm"]
 FUNCTIONS: dict[str, Callable[..., jax.Array]] = {
-    function.__name__: function for function in (rms_norm, layer_norm, gated_rms_norm)
+    function.__name__: function for function in (rms_norm, gated_rms_norm)
 }
-# What a keyword need not say.
-DEFAULTS = {"scale_offset": 0.0, "multiply_before_cast": True, "activation": "silu"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Formula:
-    """A call of one function. `scale` and `bias` are names of the module's parameters."""
+    """A call of one function. `scale` is the name of the module's parameter."""
 
     function: Function
     scale: str | None = None
-    bias: str | None = None
     epsilon: float
-    epsilon_name: str | None = None  # of the module's attribute that has it
     scale_offset: float = 0.0
     multiply_before_cast: bool = True
     gate_first: bool | None = None
-    activation: str = "silu"
     scale_dtype: Any = None  # that the scale is rounded to before it is used
     rounds_sum: bool = False  # scale + scale_offset is rounded to the scale's dtype
     out_dtype: Any = None  # None is x's
     with_scale: bool = False  # the result has that dtype, promoted by the scale's
-    # What x, and the parameters, must be; None is anything.
-    dtypes: tuple[Any, ...] | None = None
-    ranks: tuple[int, ...] | None = None
-    row: tuple[Any, ...] | None = None  # length and dtype of the parameters
+    dtypes: tuple[Any, ...] | None = None  # that x must have; None is any
 
     def why_not(self, x: jax.Array, parameters: Mapping[str, jax.Array]) -> str | None:
         """Why x is left to the module's own code; None if the formula is the same."""
         if self.dtypes is not None and x.dtype not in self.dtypes:
             return f"x of {x.dtype}"
-        if self.ranks is not None and x.ndim not in self.ranks:
-            return f"x of rank {x.ndim}"
         for name, value in parameters.items():
             if value.ndim != 1 or value.shape != x.shape[-1:]:
                 return f"{name} of shape {value.shape}"
-            if self.row is not None and value.dtype != self.row[1]:
-                return f"{name} of {value.dtype}"
         if calls.is_split_otherwise(x, parameters.values()):
             return calls.SPLIT_OTHERWISE
         return calls.why_dtypes(x.dtype, *(value.dtype for value in parameters.values()))
 
     def keywords(self) -> dict[str, Any]:
         """The options of the function, but for the dtype of its result."""
-        names = ["epsilon", "scale_offset", *(["gate_first", "activation"] if self.is_gated else [])]
+        names = ["epsilon", "scale_offset", *(["gate_first"] if self.is_gated else [])]
         given = {name: getattr(self, name) for name in names}
         return given if self.is_gated else given | {"multiply_before_cast": self.multiply_before_cast}
 
@@ -76,8 +64,7 @@ class Formula:
 
     def arguments(self, dtype: Any, parameters: Mapping[str, jax.Array]) -> tuple[jax.Array | None, dict[str, Any]]:
         """The scale and all keywords of the function for x of this dtype."""
-        scale, bias = (None if name is None else parameters[name] for name in (self.scale, self.bias))
-        keywords = self.keywords() | ({} if bias is None else {"bias": bias})
+        scale, keywords = None if self.scale is None else parameters[self.scale], self.keywords()
         # The result's dtype is that of the scale as it is used.
         scale = scale if scale is None or self.scale_dtype is None else scale.astype(self.scale_dtype)
         if scale is not None and self.rounds_sum:
@@ -89,24 +76,10 @@ class Formula:
         scale, keywords = self.arguments(arrays[0].dtype, parameters)
         return FUNCTIONS[self.function](*arrays, scale, **keywords | options)
 
-    def text(self, arguments: tuple[str, ...], read: str) -> str:
-        """The call as Python; `read` is how a parameter is read, with {} for its name."""
-        given = {name: value for name, value in self.keywords().items() if value != DEFAULTS.get(name)}
-        said = {name: repr(value) for name, value in given.items()}
-        if self.epsilon_name is not None:
-            said["epsilon"] = f"norm.{self.epsilon_name}"
-        scale, bias = (None if name is None else read.format(name) for name in (self.scale, self.bias))
-        if self.with_scale:
-            said["out_dtype"] = f"jnp.result_type({arguments[0]}, {scale})"
-        elif self.out_dtype is not None:
-            said["out_dtype"] = f"jnp.{jnp.dtype(self.out_dtype).name}"
-        keywords = [f"{name}={value}" for name, value in (({"bias": bias} if bias else {}) | said).items()]
-        return f"jaxnorm.{self.function}({', '.join([*arguments, str(scale), *keywords])})"
-
 
 @dataclasses.dataclass(frozen=True)
 class Own:
-    """The function of a class of a model's own: a formula for calls with x alone, and one for those with a gate."""
+    """The function of a published class: a formula for calls with x alone, and one for those with a gate."""
 
     cls: type  # whose `__call__` computes what the formulas do not
     plain: Formula | None
@@ -145,19 +118,6 @@ class Own:
         formula = (self.plain, self.gated)[len(arrays) - 1] if arrays and not said else None
         return formula, arrays
 
-    @property
-    def text(self) -> str:
-        """A line of a mapping, `Class: lambda norm, x: ...`."""
-        read = 'norm.get_variable("params", "{}")' if issubclass(self.cls, linen.Module) else "norm.{}[...]"
-        x, *gate = arguments(self.cls)
-        plain = self.plain and self.plain.text((x,), read)
-        gated = self.gated and self.gated.text((x, *gate), read)
-        if gated is None:
-            return f"{self.cls.__name__}: lambda norm, {x}: {plain}"
-        if plain is None:
-            return f"{self.cls.__name__}: lambda norm, {x}, {gate[0]}: {gated}"
-        return f"{self.cls.__name__}: lambda norm, {x}, {gate[0]}=None: {plain} if {gate[0]} is None else {gated}"
-
 
 def arguments(cls: type) -> tuple[str, ...]:
     """The names of the first two arguments of a class' `__call__` after the module, or of the one."""
@@ -166,16 +126,9 @@ def arguments(cls: type) -> tuple[str, ...]:
     return tuple(parameter.name for parameter in parameters if parameter.kind in positional)
 
 
-def required(cls: type) -> int:
-    """How many arguments of a class' `__call__` have no default; those by keyword alone count as more than two."""
-    parameters = list(inspect.signature(cls.__call__).parameters.values())[1:]
-    without = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    return sum(3 if parameter.kind is parameter.KEYWORD_ONLY else 1 for parameter in without)
-
-
 def parameters_of(formula: Formula, module: Any) -> dict[str, jax.Array]:
     """The parameters that a formula names, by their names."""
-    names = [name for name in (formula.scale, formula.bias) if name is not None]
+    names = [] if formula.scale is None else [formula.scale]
     if isinstance(module, linen.Module):
         return {name: linen.unbox(module.get_variable("params", name)) for name in names}
     return {name: getattr(module, name)[...] for name in names}

@@ -1,14 +1,14 @@
 """How the models of `flax.linen` get the norms of `jaxnorm.linen`."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxnorm.flax import known, match, replacement, subject
+from jaxnorm.flax import known, replacement
 from jaxnorm.flax.calls import linen
 from jaxnorm.flax.formula import Own
 from jaxnorm.flax.linen_groups import GroupNorm, InstanceNorm
@@ -46,8 +46,7 @@ def replace_norms(custom: replacement.Custom | None = None) -> contextlib._Gener
       custom: classes of the model's own, and for each the function of a module and its arguments that computes it. It
         may do what the module's `__call__` may, as read `norm.scale` that `setup` made, make it with `norm.param`, or
         read it with `norm.get_variable`. While parameters are initialised the model's own code runs, and makes them. A
-        subclass goes with its base unless it has a `__call__` of its own. "match" finds the functions, as
-        `jaxnorm.nnx.replace_norms` does, with the first call of each module that is not one of `init`.
+        subclass goes with its base unless it has a `__call__` of its own.
 
     Yields:
       A `jaxnorm.replacement.Report` that fills while calls are traced: `replaced` has (path, class) of each norm that
@@ -55,29 +54,29 @@ def replace_norms(custom: replacement.Custom | None = None) -> contextlib._Gener
 
     Raises:
       TypeError: custom maps something else than classes to functions.
-      ValueError: custom is another string than "match".
 
     Source: `flax.linen.intercept_methods`.
     """
-    return _replacing(replacement.check_custom(custom, linen.Module), custom == "match")
+    return _replacing(replacement.check_custom(custom, linen.Module))
 
 
 @contextlib.contextmanager
-def _replacing(custom: Any, matching: bool) -> Iterator[replacement.Report]:
-    report = replacement.Report()
-    matcher = match.Matcher(report.found) if matching else None
-    with linen.intercept_methods(_interceptor(report, custom, matcher)):
+def _replacing(custom: Any) -> Iterator[replacement.Report]:
+    report, classes = replacement.Report(), set[type]()
+    with linen.intercept_methods(_interceptor(report, custom, classes)):
         yield report
+    report.name_unused(custom, classes)
 
 
-def _interceptor(report: replacement.Report, custom: Any, matcher: match.Matcher | None) -> Callable[..., Any]:
-    """What `linen.intercept_methods` calls for each method of a module."""
+def _interceptor(report: replacement.Report, custom: Any, classes: set[type]) -> Callable[..., Any]:
+    """What `linen.intercept_methods` calls for each method of a module; `classes` gets those that are called."""
 
     def intercept(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
         module, cls = context.module, type(context.module)
         initialises = module.scope is not None and module.is_initializing()
         if context.method_name != "__call__":
             return call(*args, **kwargs)
+        classes.add(cls)
         if function := replacement.find(cls, custom):
             why = None
             # A function may only read parameters, so the model's own code makes them.
@@ -89,14 +88,12 @@ def _interceptor(report: replacement.Report, custom: Any, matcher: match.Matcher
             if not why:
                 call, args, kwargs = norm._fused, (module, x, mask), {}
             why = why and f"no kernel serves {why}"
-        elif own := _own(module, matcher):
+        elif own := _own(module):
             why = own if isinstance(own, str) else None
             if isinstance(own, Own) and not initialises and not (why := own.why_not(module, args, kwargs)):
                 call, args, kwargs = own.compute, (module, args, kwargs), {}
             why = f"its own code computes {why}" if why and isinstance(own, Own) else why
-        elif (why := replacement.why_class(cls, tuple(OURS.values()), OURS, OTHERS)) is None or (
-            matcher and initialises
-        ):
+        elif (why := replacement.why_class(cls, tuple(OURS.values()), OURS, OTHERS, partial(_line, module))) is None:
             return call(*args, **kwargs)
         report.add(() if module.scope is None else module.path, cls, why)
         return call(*args, **kwargs)
@@ -104,15 +101,17 @@ def _interceptor(report: replacement.Report, custom: Any, matcher: match.Matcher
     return intercept
 
 
-def _own(module: Any, matcher: match.Matcher | None) -> Own | str | None:
-    """What a class of a model's own computes, or why it is left; None if it is not known and not tried."""
+def _own(module: Any) -> Own | str | None:
+    """What a published class computes, or why it is left; None if it is not known."""
     cls = type(module)
-    if issubclass(cls, (*OURS.values(), *OTHERS)):
-        return None
-    if (own := known.own(cls, module)) is not None or not matcher or module.scope is None or module.is_initializing():
-        return own
-    tried = subject.of_linen(module)
-    return None if tried is None else matcher(tried)
+    return None if issubclass(cls, (*OURS.values(), *OTHERS)) else known.own(cls, module)
+
+
+def _line(module: Any) -> str:
+    """A line of a mapping for a module. Where `setup` has not made it, `norm.scale` does not exist."""
+    parameters = {} if module.scope is None else module.variables.get("params", {})
+    names = [name for name, value in parameters.items() if not isinstance(value, Mapping)]
+    return replacement.line_of(type(module), names or ["scale"], 'norm.get_variable("params", "{}")')
 
 
 def _arguments(x: Any, *, mask: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:

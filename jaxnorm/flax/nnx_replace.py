@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jaxnorm.flax import calls, known, match, replacement, subject
+from jaxnorm.flax import calls, known, replacement
 from jaxnorm.flax.calls import linen, nnx
 from jaxnorm.flax.formula import Own
 from jaxnorm.flax.nnx_groups import GroupNorm, InstanceNorm
@@ -45,10 +45,7 @@ def replace_norms(model: Any, custom: replacement.Custom | None = None) -> repla
     Args:
       model: a module, or a list, dict or other pytree of modules.
       custom: classes of the model's own, and for each the function of a module and its arguments that computes it. A
-        subclass goes with its base unless it has a `__call__` of its own. "match" finds the functions: a copy of each
-        module of an unknown class that has one or two parameters, each a row, and no modules within, is called on
-        random rows, and replaced if it computes, within rounding, what a function of jaxnorm does. Calls of other
-        dtypes and ranks than were tried, and with other arguments, stay with the module's own code.
+        subclass goes with its base unless it has a `__call__` of its own.
 
     Returns:
       A `jaxnorm.replacement.Report`: `replaced` has (path, class) of each norm that was replaced, `left` has
@@ -58,23 +55,23 @@ def replace_norms(model: Any, custom: replacement.Custom | None = None) -> repla
     Raises:
       TypeError: model is of `flax.linen`, or has no module of flax.nnx, or custom maps something else than classes to
         functions.
-      ValueError: custom is another string than "match", or model is an argument of a transformation of flax.nnx, as
-        `nnx.jit`, which is running.
+      ValueError: model is an argument of a transformation of flax.nnx, as `nnx.jit`, which is running.
     """
     functions = replacement.check_custom(custom, nnx.Module)
     linen_remedy = "a linen module has no norms until it is called. Call it within jaxnorm.linen.replace_norms()"
     report, computed = replacement.Report(), []
-    matcher = match.Matcher(report.found) if custom == "match" else None
-    for path, module in modules_of("replace_norms", model, linen_remedy):
+    modules = modules_of("replace_norms", model, linen_remedy)
+    report.name_unused(functions, {type(module) for _, module in modules})
+    for path, module in modules:
         cls: type = type(module)
         if function := replacement.find(cls, functions):
             new, why = _with_call(cls, function), None
             computed.append(path)
         elif norm := replacement.find(cls, OURS):
             new, why = OURS.get(cls) or with_base(cls, norm), _why_left(module, norm)
-        elif own := _own(module, matcher):
+        elif own := _own(module):
             new, why = (cls, own) if isinstance(own, str) else (_with_call(cls, own), None)
-        elif why := _why_class(cls):
+        elif why := _why_class(module):
             new = cls
         else:
             continue
@@ -91,7 +88,7 @@ def modules_of(function: str, model: Any, linen_remedy: str) -> list[tuple[repla
         raise TypeError(f"{function}: got a module of flax.linen, {type(model).__name__}: {linen_remedy}.")
     modules = list(nnx.iter_modules(model, graph=True))
     if not modules:
-        got, remedy = replacement.no_model(model, (nnx.State, nnx.GraphDef))
+        got, remedy = replacement.no_model(model, (nnx.State, nnx.GraphDef), nnx.Optimizer)
         raise TypeError(
             f"{function}: model must be a flax.nnx module, or a list, dict or other pytree of such, got {got}: "
             f"{remedy}."
@@ -107,20 +104,22 @@ def modules_of(function: str, model: Any, linen_remedy: str) -> list[tuple[repla
     return modules
 
 
-def _own(module: Any, matcher: match.Matcher | None) -> Own | str | None:
-    """What a class of a model's own computes, or why it is left; None if it is not known and not tried."""
+def _own(module: Any) -> Own | str | None:
+    """What a published class computes, or why it is left; None if it is not known."""
     cls = type(module)
-    if issubclass(cls, (_Custom, *OURS.values(), *OTHERS, nnx.bridge.ToNNX)):
-        return None
-    if (own := known.own(cls, module)) is None and matcher and (tried := subject.of_nnx(module)):
-        return matcher(tried)
-    return own
+    return None if issubclass(cls, (_Custom, *OURS.values(), *OTHERS, nnx.bridge.ToNNX)) else known.own(cls, module)
 
 
-def _why_class(cls: type) -> str | None:
+def _why_class(module: Any) -> str | None:
+    cls = type(module)
     if issubclass(cls, nnx.bridge.ToNNX):
         return "its modules are of flax.linen: call it within jaxnorm.linen.replace_norms()"
-    return replacement.why_class(cls, (_Custom, *OURS.values()), OURS, OTHERS)
+
+    def line() -> str:
+        names = [name for name, value in vars(module).items() if isinstance(value, nnx.Param)]
+        return replacement.line_of(cls, names, "norm.{}[...]")
+
+    return replacement.why_class(cls, (_Custom, *OURS.values()), OURS, OTHERS, line)
 
 
 def _why_left(module: Any, norm: Any) -> str | None:

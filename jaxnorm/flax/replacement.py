@@ -6,15 +6,15 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from jaxnorm.native import ffi
 
 Path = tuple[Any, ...]  # of attributes and indices
-# From classes of norms to the functions of a module and its arguments that compute them; or "match", to find them.
-Custom = Mapping[type, Callable[..., Any]] | Literal["match"]
+# From classes of norms to the functions of a module and its arguments that compute them.
+Custom = Mapping[type, Callable[..., Any]]
 Only = Callable[[Path, Any], bool]  # of the path of a module and the module
 
 
@@ -42,15 +42,15 @@ class Report:
 
     `within` are those within a module that a mapping names. Its function may compute them itself or call them, and then
     they run as replaced or, with a reason in `why`, as their own code. The paths are those of the parameters, the
-    classes those of the model. Printed, it is a line for each norm, and the `mapping` last.
+    classes those of the model. `unused` are classes of the mapping of which the model has no module. Printed, it is a
+    line for each.
     """
 
     replaced: list[Replaced] = dataclasses.field(default_factory=list)
     left: list[Left] = dataclasses.field(default_factory=list)
     within: list[Within] = dataclasses.field(default_factory=list)
     done: str = "replaced"  # what was done to them, in eight letters
-    # Lines of the mapping, of the classes whose functions were found.
-    found: list[str] = dataclasses.field(default_factory=list)
+    unused: list[type] = dataclasses.field(default_factory=list)
 
     def add(self, path: Path, cls: type, why: str | None) -> None:
         """A norm that is replaced, or left if there is a reason. Of calls that are alike the first one counts."""
@@ -58,6 +58,11 @@ class Report:
             self.replaced.append(Replaced(path, cls))
         if why is not None and Left(path, cls, why) not in self.left:
             self.left.append(Left(path, cls, why))
+
+    def name_unused(self, custom: Custom, classes: Iterable[type]) -> None:
+        """Has the classes of a mapping in `unused` that are none of a model's, but for those of `jaxnorm.blocks.of`."""
+        unused = (cls for cls in custom if not any(issubclass(of_model, cls) for of_model in classes))
+        self.unused = [cls for cls in unused if not _is_of_blocks(custom[cls])]
 
     def put_within(self, blocks: Sequence[Path]) -> None:
         """Has what lies within modules at these paths in `within`, each by the module that is next around it."""
@@ -79,33 +84,28 @@ class Report:
             for path, cls, block, why in self.within
         ]
         left = [f"left      {_named(path)}: {cls.__name__}: {why}" for path, cls, why in self.left]
-        lines = [*replaced, *within, *left, *([self.mapping] if self.found else [])]
-        return "\n".join(lines) or f"nothing to {self.done.removesuffix('d')}"
+        unused = [f"unused    custom: {cls.__name__}: there is no module of this class" for cls in self.unused]
+        return "\n".join([*replaced, *within, *left, *unused]) or f"nothing to {self.done.removesuffix('d')}"
 
-    @property
-    def mapping(self) -> str:
-        """What `custom="match"` found, as the mapping to write in its place; "" if it found none.
 
-        Where norms of one class compute different things, the first is in the mapping, the others are comments.
-        """
-        if len(self.found) < 2:
-            return f"custom={{{self.found[0]}}}" if self.found else ""
-        classes = [line.partition(":")[0] for line in self.found]
-        marks = ["" if cls not in classes[:index] else "# others are " for index, cls in enumerate(classes)]
-        lines = [f"    {mark}{line},\n" for mark, line in zip(marks, self.found, strict=True)]
-        return f"custom={{\n{''.join(lines)}}}"
+def _is_of_blocks(function: Any) -> bool:
+    return str(getattr(function, "__module__", "")).startswith("jaxnorm.flax.block")
 
 
 def _named(path: Path) -> str:
     return ".".join(map(str, path)) or "(the model itself)"
 
 
-def no_model(model: object, states: tuple[type, ...]) -> tuple[str, str]:
+def no_model(model: object, states: tuple[type, ...] = (), optimizer: type | tuple[()] = ()) -> tuple[str, str]:
     """What came in place of a model, and the remedy; `states` are classes of what a model was split into."""
     if isinstance(model, type):
         return f"the class {model.__name__}", "make one, and pass that"
     if isinstance(model, states):
         return type(model).__name__, "make a model of it with nnx.merge(graphdef, state)"
+    if isinstance(model, (tuple, list)) and any(isinstance(part, states) for part in model):
+        return f"what nnx.split gives, a {type(model).__name__}", "make a model of it with model = nnx.merge(*parts)"
+    if isinstance(model, optimizer):
+        return f"an {type(model).__name__}", "pass the model that it trains, whose parameters stay as they are"
     if model is None:
         return "None", "pass the model"
     libraries = [cls.__module__.partition(".")[0] for cls in type(model).__mro__]
@@ -116,19 +116,24 @@ def no_model(model: object, states: tuple[type, ...]) -> tuple[str, str]:
     return f"{type(model).__name__}{of}", f"how to port models of {library} is in docs/{page}"
 
 
-def check_custom(custom: object, module: type) -> Mapping[type, Callable[..., Any]]:
-    """custom as a mapping from subclasses of `module` to functions, which has none for "match"."""
-    if custom is None or (isinstance(custom, str) and custom == "match"):
+def check_custom(custom: object, module: type) -> Custom:
+    """custom as a mapping from subclasses of `module` to functions."""
+    if custom is None:
         return {}
     if isinstance(custom, str):
-        raise ValueError(
-            f'replace_norms: custom must be a mapping {{Class: function(module, x)}} or "match", got {custom!r}. Give '
-            f'"match" to have the functions found.'
+        raise TypeError(
+            f"replace_norms: custom must be a mapping, got {custom!r}: what a class computes is not guessed. Give the "
+            f"line of each, custom={{Norm: lambda norm, x: jaxnorm.rms_norm(x, norm.scale[...])}} in flax.nnx, "
+            f"norm.get_variable('params', 'scale') in flax.linen, and check it by jaxnorm.compare or "
+            f"jaxnorm.linen.compare. replace_norms without custom reports the line for each class that it leaves."
         )
     if not isinstance(custom, Mapping):
+        remedy = "A model of flax.linen is called within it, as with jaxnorm.linen.replace_norms(): model.apply(...)"
+        if isinstance(custom, (list, tuple, set, frozenset)):
+            is_pairs = all(isinstance(pair, tuple) and len(pair) == 2 for pair in custom)
+            remedy = "Give dict(custom)" if is_pairs else "Give each class its function"
         raise TypeError(
-            f"replace_norms: custom must be a mapping {{Class: function(module, x)}}, got {custom!r}. A model of "
-            f"flax.linen is called within it, as with jaxnorm.linen.replace_norms(): model.apply(...)."
+            f"replace_norms: custom must be a mapping {{Class: function(module, x)}}, got {custom!r}. {remedy}."
         )
     for cls, function in custom.items():
         if not (isinstance(cls, type) and issubclass(cls, module)):
@@ -164,18 +169,40 @@ def _defines_call(cls: type) -> type | None:
     return next((base for base in cls.__mro__ if "__call__" in vars(base)), None)
 
 
-def why_class(cls: type, ours: type | tuple[type, ...], norms: Iterable[type], others: tuple[type, ...]) -> str | None:
+def why_class(
+    cls: type, ours: tuple[type, ...], norms: Iterable[type], others: tuple[type, ...], line: Callable[[], str]
+) -> str | None:
     """Why a module of a class that no table has is left. None if it is no norm.
 
-    `ours` are norms of this package, `norms` are Flax's that it replaces, `others` those of which it has no kernel.
+    `ours` are norms of this package, `norms` are Flax's that it replaces, `others` those of which it has no kernel;
+    `line` gives the `line_of` the module.
     """
     if issubclass(cls, ours):
         return "it is jaxnorm's already"
     if issubclass(cls, others):
         return "jaxnorm has no such norm"
     if issubclass(cls, tuple(norms)) or "norm" in cls.__name__.lower():
-        return f"its __call__ is not Flax's: give custom={{{cls.__name__}: function}} if it is a norm"
+        return (
+            f"its __call__ is not Flax's: if it is a norm, say what it computes, as by custom={{{line()}}}, and check "
+            f"that by compare"
+        )
     return None
+
+
+def line_of(cls: type, parameters: Sequence[str], read: str) -> str:
+    """A line to begin a mapping with; `read` is how a parameter is read, with {} for its name.
+
+    The function goes by names alone, so it is the author's to check.
+    """
+    biases = [name for name in parameters if any(word in name.lower() for word in ("bias", "beta", "shift"))]
+    scales = [name for name in parameters if name not in biases]
+    name, options = cls.__name__.lower(), []
+    function = "layer_norm" if biases or "layer" in name else "rms_norm"
+    if "group" in name:
+        function, options = "group_norm", ["num_groups=norm.num_groups"]
+    scale = [read.format(scales[0])] if scales else []
+    bias = [f"bias={read.format(biases[0])}"] if biases else []
+    return f"{cls.__name__}: lambda norm, x: jaxnorm.{function}({', '.join(['x', *scale, *bias, *options])})"
 
 
 def why_subclass(cls: type, ours: Mapping[type, type], others: tuple[type, ...]) -> str | None:

@@ -1,5 +1,6 @@
-"""`jaxnorm.blocks`: functions of whole blocks, by the names of their children; see tests/models for the packages'."""
+"""What computes the blocks of `jaxnorm.blocks.of`, for stand-ins; see tests/models for the published classes."""
 
+import inspect
 import sys
 import types
 
@@ -15,6 +16,7 @@ from hlo import compiled_text, count_native_calls
 import jaxnorm
 import jaxnorm.blocks
 import jaxnorm.linen
+from jaxnorm.flax import block_models, blocks
 
 pytestmark = [pytest.mark.jax_version, pytest.mark.usefixtures("exact_products")]
 
@@ -118,27 +120,6 @@ class LayerScale(flax.nnx.Module):
         return x * self.lambda1[...]
 
 
-class Dit(flax.nnx.Module):
-    def __init__(self, rngs, *, parameters, sequential):
-        options = {"use_scale": parameters, "use_bias": parameters, "use_fast_variance": False}
-        self.norm1, self.norm2 = (normal_norm(flax.nnx.LayerNorm, rngs, **options) for _ in range(2))
-        self.attention, self.mlp = Attention(rngs, pair=False), linear(rngs)
-        modulation = linear(rngs, 6 * DIM)
-        self.adaLN_modulation = flax.nnx.Sequential(flax.nnx.silu, modulation) if sequential else modulation
-        self.sequential = sequential
-
-    def __call__(self, x):
-        condition = x[:, 0]
-        parts = self.adaLN_modulation(condition if self.sequential else flax.nnx.silu(condition))
-        shift1, scale1, gate1, shift2, scale2, gate2 = jnp.split(parts[:, None], 6, axis=-1)
-        x = x + gate1 * self.attention(self.norm1(x) * (1 + scale1) + shift1)
-        return x + gate2 * self.mlp(self.norm2(x) * (1 + scale2) + shift2)
-
-
-def dit_of_its_first_token(block, x):
-    return jaxnorm.blocks.dit_layer(block, x, x[:, 0])
-
-
 class Centred(flax.nnx.RMSNorm):
     """A norm that no function computes."""
 
@@ -161,7 +142,6 @@ def rngs():
     return flax.nnx.Rngs(0)
 
 
-PLAIN = {"parameters": False, "sequential": False}
 # The block, the function, and the native calls of its forward pass.
 BLOCKS = {
     "decoder": (lambda: Decoder(rngs()), "decoder_layer", {"rms_norm": 2}),
@@ -177,14 +157,6 @@ BLOCKS = {
     "known sandwich": (lambda: Sandwich(rngs(), KnownNorm), "sandwich_layer", {"rms_norm": 4}),
     "ViT": (lambda: Vit(rngs(), scaled=False), "vit_layer", {"layer_norm": 2}),
     "LayerScale": (lambda: Vit(rngs(), scaled=True), "vit_layer", {"layer_norm": 2}),
-    "DiT": (lambda: Dit(rngs(), **PLAIN), dit_of_its_first_token, {"layer_norm": 2}),
-    "DiT, parameters": (
-        lambda: Dit(rngs(), parameters=True, sequential=True),
-        dit_of_its_first_token,
-        {"layer_norm": 2},
-    ),
-    "silu": (lambda: GatedMlp(rngs()), "silu_mlp", {"gated_activation": 1}),
-    "gelu": (lambda: GatedMlp(rngs(), jax.nn.gelu), "gelu_mlp", {"gated_activation": 1}),
     "of act_fn": (lambda: GatedMlp(rngs(), jax.nn.gelu), "gated_mlp", {"gated_activation": 1}),
     "of hidden_act": (lambda: GatedMlp(rngs(), None), "gated_mlp", {"gated_activation": 1}),
 }
@@ -193,7 +165,7 @@ BLOCKS = {
 @pytest.mark.parametrize("name", BLOCKS)
 def test_nnx(name):
     make, function, calls = BLOCKS[name]
-    function = getattr(jaxnorm.blocks, function) if isinstance(function, str) else function
+    function = getattr(blocks, function)
     own, replaced = make(), make()
     x = draw("x", (2, 5, DIM))
     jaxnorm.replace_norms(replaced, {type(replaced): function})
@@ -238,7 +210,7 @@ def test_linen(function, features):
         return block.apply(variables, x, *time, **random)
 
     def replaced(variables, deterministic):
-        with jaxnorm.linen.replace_norms({LinenResnet: getattr(jaxnorm.blocks, function)}) as report:
+        with jaxnorm.linen.replace_norms({LinenResnet: getattr(blocks, function)}) as report:
             y = apply(variables, deterministic)
         assert report.replaced == [((), LinenResnet)]
         return y
@@ -249,11 +221,11 @@ def test_linen(function, features):
     assert count_native_calls(text) == {"jaxnorm_group_norm_fwd": 2}
 
 
-@pytest.mark.parametrize("name", ["no cache", "known sandwich", "LayerScale", "DiT, parameters"])
+@pytest.mark.parametrize("name", ["no cache", "known sandwich", "LayerScale"])
 def test_a_stream_of_bfloat16_and_parameters_of_float32_give_the_models_dtype(name):
     make, function, _ = BLOCKS[name]
     own, replaced = make(), make()
-    jaxnorm.replace_norms(replaced, {type(own): getattr(jaxnorm.blocks, str(function), function)})
+    jaxnorm.replace_norms(replaced, {type(own): getattr(blocks, function)})
     x = draw("x", (2, 5, DIM)).astype(jnp.bfloat16)
     assert replaced(x).dtype == own(x).dtype == jnp.float32
     assert jnp.abs(replaced(x) - own(x)).max() < 0.03 * jnp.abs(own(x)).max()
@@ -266,11 +238,40 @@ def test_of_has_the_known_classes_that_are_imported(monkeypatch):
     for base, model in ((flax.nnx.Module, Decoder(rngs())), (flax.linen.Module, LinenResnet(DIM))):
         known = type("ResnetBlock", (base,), {"__module__": name})
         monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(ResnetBlock=known))
-        assert jaxnorm.blocks.of(model)[known] is jaxnorm.blocks.resnet_block
+        assert jaxnorm.blocks.of(model)[known] is blocks.resnet_block
         other = LinenResnet(DIM) if base is flax.nnx.Module else Decoder(rngs())
         assert known not in jaxnorm.blocks.of(other)
 
 
-def test_a_block_with_other_names():
-    with pytest.raises(AttributeError, match=r"^jaxnorm.blocks: Dict has no self_attn or attn: .*write one\.$"):
-        jaxnorm.blocks.decoder_layer(flax.nnx.Dict(), draw("x", (2, 5, DIM)))
+GONE = (
+    *("decoder_layer", "sandwich_layer", "vit_layer", "dit_layer", "resnet_block", "timed_resnet_block"),
+    *("gated_mlp", "silu_mlp", "gelu_mlp"),
+)
+
+
+@pytest.mark.parametrize("name", GONE)
+def test_a_function_for_any_block_is_gone(name):
+    with pytest.raises(AttributeError, match=f"'{name}'.*jaxnorm.blocks.of.*docs/porting.md.*check it by"):
+        getattr(jaxnorm.blocks, name)
+    with pytest.raises(ImportError):
+        exec(f"from jaxnorm.blocks import {name}")
+    with pytest.raises(AttributeError, match=r"^module 'jaxnorm.blocks' has no attribute 'off'$"):
+        getattr(jaxnorm.blocks, "off")  # noqa: B009
+
+
+def test_each_function_is_of_a_published_class():
+    functions = {
+        function
+        for module in (blocks, block_models)
+        for name, function in vars(module).items()
+        if inspect.isfunction(function) and function.__module__ == module.__name__ and not name.startswith("_")
+    }
+    assert functions - {jaxnorm.blocks.of} == set(jaxnorm.blocks.KNOWN.values())
+
+
+@pytest.mark.parametrize("make", [lambda: Decoder(rngs()), lambda: Vit(rngs(), scaled=True), lambda: GatedMlp(rngs())])
+def test_a_class_of_ones_own_is_no_known_block_by_its_childrens_names(make):
+    model = make()
+    report = jaxnorm.replace_norms(model, jaxnorm.blocks.of(model))
+    assert type(model) not in [cls for _, cls in report.replaced]
+    assert not report.unused

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 
 import equinox
 import flax.linen
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import keras
 import linears
+import optax
 import pytest
 from cases import bits, draw, draw_x
 from checkpoints import through_checkpoint
@@ -29,6 +31,7 @@ from norm_models import (
     gemma_norm,
     loss,
     mixed,
+    why_own,
 )
 
 import jaxnorm
@@ -64,7 +67,7 @@ def test_nnx_says_what_lies_within_a_block_that_a_function_computes():
     model = flax.nnx.Dict(blocks=flax.nnx.List([Block(flax.nnx.Rngs(0))]), norm=GemmaNorm(flax.nnx.Rngs(0)))
     report = jaxnorm.replace_norms(model, {Block: lambda block, x: jaxnorm.rms_norm(x, block.norm.scale[...])})
     block = ("blocks", 0)
-    why = "its __call__ is not Flax's: give custom={GemmaNorm: function} if it is a norm"
+    why = why_own("GemmaNorm: lambda norm, x: jaxnorm.rms_norm(x, norm.scale[...])")
     assert report.replaced == [(block, Block)]
     assert report.within == [
         ((*block, "norm"), flax.nnx.RMSNorm, block, None),
@@ -276,6 +279,7 @@ class OwnModel:
     """Stands for a model of a library that has no page."""
 
 
+OPTIMIZER = flax.nnx.Optimizer(flax.nnx.RMSNorm(4, rngs=flax.nnx.Rngs(0)), optax.sgd(0.1), wrt=flax.nnx.Param)
 WRONG = {
     "a linen model": (flax.linen.LayerNorm(), None, "a module of flax.linen, LayerNorm: .*jaxnorm.linen.replace_norms"),
     "Equinox": (equinox.nn.LayerNorm(4), None, "a flax.nnx module, or .*, got LayerNorm of equinox.*docs/equinox.md"),
@@ -286,8 +290,12 @@ WRONG = {
     "a class": (GemmaNorm, None, "a flax.nnx module, .*, got the class GemmaNorm.*make one"),
     "a state": (flax.nnx.State({}), None, r"a flax.nnx module, .*, got State.*nnx\.merge"),
     "a graph definition": (flax.nnx.graphdef(flax.nnx.Dict()), None, r"a flax.nnx module, .*, got .*nnx\.merge"),
-    "split": (flax.nnx.split(flax.nnx.Dict()), None, "a flax.nnx module, .*, got tuple"),
+    "split": (flax.nnx.split(flax.nnx.Dict()), None, r"got what nnx.split gives, a tuple: .*model = nnx\.merge\("),
+    "an optimizer": (OPTIMIZER, None, "a flax.nnx module, .*, got an Optimizer: pass the model that it trains"),
     "None": (None, None, "a flax.nnx module, .*, got None"),
+    "match": (flax.nnx.Dict(), "match", r"not guessed.*custom=\{Norm: lambda .* and check it by jaxnorm.compare"),
+    "pairs": (flax.nnx.Dict(), [(GemmaNorm, gemma_norm)], r"must be a mapping .* Give dict\(custom\)"),
+    "a list": (flax.nnx.Dict(), [GemmaNorm], "must be a mapping .* Give each class its function"),
     "a function": (flax.nnx.Dict(), lambda norm, x: x, "custom must be a mapping"),
     "an instance": (flax.nnx.Dict(), {1: len}, "must map subclasses of flax.nnx.module.Module, got 1"),
     "another class": (flax.nnx.Dict(), {flax.linen.RMSNorm: len}, "must map subclasses of flax.nnx.module.Module"),
@@ -413,7 +421,8 @@ def test_linen_without_a_function_leaves_their_class(variables):
     with jaxnorm.linen.replace_norms() as report:
         apply(variables, draw_x(DIMS))
     (why,) = (why for path, _, why in report.left if path == ("own",))
-    assert why == "its __call__ is not Flax's: give custom={LinenGemmaNorm: function} if it is a norm"
+    read = 'norm.get_variable("params", "scale")'
+    assert why == why_own(f"LinenGemmaNorm: lambda norm, x: jaxnorm.rms_norm(x, {read})")
 
 
 def test_linen_runs_kernels_within_only(variables):
@@ -484,7 +493,60 @@ def test_linen_norms_of_ours_are_left(cls):
     assert report.left == [((), cls, "it is jaxnorm's already")]
 
 
+class LinenLayerNormOfOnes(flax.linen.Module):
+    @flax.linen.compact
+    def __call__(self, x):
+        gamma, beta = (self.param(name, flax.linen.initializers.ones, x.shape[-1:]) for name in ("gamma", "beta"))
+        mean = x.mean(-1, keepdims=True)
+        return (x - mean) * jax.lax.rsqrt(jnp.square(x - mean).mean(-1, keepdims=True) + 1e-6) * gamma + beta
+
+
+class LayerNormOfOnes(flax.nnx.Module):
+    def __init__(self):
+        self.gamma, self.beta = flax.nnx.Param(jnp.ones(DIMS[-1])), flax.nnx.Param(jnp.ones(DIMS[-1]))
+
+    def __call__(self, x):
+        mean = x.mean(-1, keepdims=True)
+        x_hat = (x - mean) * jax.lax.rsqrt(jnp.square(x - mean).mean(-1, keepdims=True) + 1e-6)
+        return x_hat * self.gamma[...] + self.beta[...]
+
+
+def mapping_of(report):
+    """The mapping that the report's one line says, as it is pasted into a program."""
+    ((_, cls, why),) = report.left
+    return eval(re.search(r"custom=({.*?}), and check", why)[1], {"jaxnorm": jaxnorm, cls.__name__: cls})
+
+
+def test_nnx_the_reports_line_computes_their_class():
+    norm = LayerNormOfOnes()
+    expected = norm(draw_x(DIMS))
+    assert jaxnorm.replace_norms(norm, mapping_of(jaxnorm.replace_norms(norm))).replaced
+    assert_close(norm(draw_x(DIMS)), expected)
+    assert jaxnorm.compare(norm, draw_x(DIMS)).outputs < 1e-5
+
+
+def test_linen_the_reports_line_computes_their_class():
+    norm, x = LinenLayerNormOfOnes(), draw_x(DIMS)
+    variables = norm.init(jax.random.key(0), x)
+    with jaxnorm.linen.replace_norms() as report:
+        norm.apply(variables, x)
+    assert jaxnorm.linen.compare(norm, variables, x, custom=mapping_of(report)).outputs < 1e-5
+
+
+def test_a_class_of_the_mapping_that_the_model_does_not_have_is_named():
+    custom = {LayerNormOfOnes: gemma_norm, GemmaNorm: gemma_norm}
+    report = jaxnorm.replace_norms(GemmaNorm(flax.nnx.Rngs(0)), custom)
+    assert report.unused == [LayerNormOfOnes]
+    assert str(report).endswith("\nunused    custom: LayerNormOfOnes: there is no module of this class")
+    assert not jaxnorm.replace_norms(LayerNormOfOnes(), {flax.nnx.Module: gemma_norm}).unused
+    with jaxnorm.linen.replace_norms(LINEN_CUSTOM | {LinenLayerNormOfOnes: gemma_norm}) as report:
+        LinenMixed().init(jax.random.key(0), draw_x(DIMS))
+    assert report.unused == [LinenLayerNormOfOnes]
+
+
 def test_linen_errors():
+    with pytest.raises(TypeError, match=r"not guessed.*norm.get_variable.*jaxnorm.linen.compare"):
+        jaxnorm.linen.replace_norms("match")
     message = "^replace_norms: custom must map subclasses of flax.linen.module.Module"
     with pytest.raises(TypeError, match=message):
         jaxnorm.linen.replace_norms({GemmaNorm: len})

@@ -74,9 +74,19 @@ REPLACED = {
     ("sequence", "layers", 0): flax.nnx.LayerNorm,
     ("groups",): flax.nnx.GroupNorm,
 }
+
+
+def why_own(line):
+    """Why a class of a model's own is left, with the line of a mapping."""
+    return (
+        f"its __call__ is not Flax's: if it is a norm, say what it computes, as by custom={{{line}}}, and check that "
+        f"by compare"
+    )
+
+
 LEFT = {
     ("batch",): (flax.nnx.BatchNorm, "jaxnorm has no such norm"),
-    ("centred",): (CentredNorm, "its __call__ is not Flax's: give custom={CentredNorm: function} if it is a norm"),
+    ("centred",): (CentredNorm, why_own("CentredNorm: lambda norm, x: jaxnorm.rms_norm(x, norm.scale[...])")),
     ("heads",): (flax.nnx.RMSNorm, "no kernel serves reduction_axes=(-2,) with feature_axes=(-2,)"),
 }
 

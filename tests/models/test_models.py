@@ -6,7 +6,6 @@ import pytest
 from hlo import compiled_text, count_native_calls
 from native import native_calls
 
-import jaxnorm.linen
 from examples.models import MODELS, of_norm, randomised
 from examples.ports.compare import difference, results
 
@@ -72,19 +71,3 @@ def test_norms_of_transformers_in_every_dtype(dtype, x_dtype, parameter_dtype):
         wide = [y.astype(jnp.float32) for y in (expected, actual)]
         assert jnp.mean(~jnp.isclose(*wide, rtol=1e-5, atol=1e-5)) < 1e-2, (norm, wide)
         assert jnp.allclose(*wide, rtol=1e-2, atol=1e-2)
-
-
-@pytest.mark.package("transformers")
-def test_match_finds_what_the_table_has(monkeypatch):
-    from jaxnorm.flax import known
-
-    for name in ("transformers: Llama", "transformers: Gemma", "transformers: T5's norm"):
-        model = MODELS[name]()
-        expected = model.after(model.parameters, model.inputs)
-        with monkeypatch.context() as patched:
-            patched.setattr(known, "KNOWN", {})
-            with jaxnorm.linen.replace_norms("match") as report:
-                actual = model.before(model.parameters, model.inputs)
-        assert report.replaced == model.report.replaced
-        assert not report.left
-        assert difference(expected, actual) < 5e-6
