@@ -44,6 +44,11 @@ class Call(NamedTuple):
         operands = self.operands._asdict().items()
         return [(n, a) for n, a in operands if a is not None and self.op.roles[n].batch in batch]
 
+    def of_weights(self) -> list[tuple[str, Any]]:
+        """The operands that have one value, or one row, for several rows of x."""
+        broadcast = [(name, array) for name, array in self.with_role("fold") if self.op.roles[name].broadcasts]
+        return [*self.with_role("weight", "formula"), *broadcast]
+
 
 def call_rows(spec: RowSpec, x: Any, platform: str, way: Way, *, adds: bool, differentiated: bool = True) -> CallRows:
     """The rows of a kernel that normalises an x of this type."""
@@ -100,7 +105,7 @@ def reason_of_op(call: Call) -> str | None:
 def dtypes(call: Call) -> str | None:
     x, result = ("x", call.x.dtype), ("the result", call.spec.out_dtype)
     addend = [] if call.addend is None else [(str(call.op.addend), call.addend.dtype)]
-    others = [(name, a.dtype) for name, a in call.with_role("weight", "formula")]
+    others = [(name, a.dtype) for name, a in call.of_weights()]
     for name, dtype in (x, *addend, result, *others):
         if jnp.issubdtype(dtype, jnp.floating) and dtype not in ffi.DTYPES:
             return f"{name} is {dtype}, kernels take {', '.join(sorted(d.name for d in ffi.DTYPES))}"

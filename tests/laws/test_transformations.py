@@ -311,3 +311,24 @@ def test_float64(op, wide):
         found = op.exact_results(*args, **out_dtype, **op.small.options)
     for result, exact in zip(results, found, strict=False):
         np.testing.assert_allclose(result, exact.exact, rtol=1e-11, atol=1e-14)
+
+
+# The kernels have no such operand, whatever the dtype of x and of the result.
+@over(
+    [op for op in OPS if op.exact and op.has_out_dtype and op.operands[1:]],
+    wide=lambda op: ["all", *op.operands[1:]],
+    dtype=lambda _: ("float32", "bfloat16"),
+)
+def test_operands_of_float64_beside_a_narrow_x(op, wide, dtype):
+    with jax.enable_x64(True):
+        x, *others = (a.astype(dtype) for a in op.draw(op.small))
+        drawn = zip(op.operands[1:], others, strict=True)
+        args = [x, *(a.astype("float64") / 3 if wide in (name, "all") else a for name, a in drawn)]
+        results = jax.block_until_ready(op.function(*args, **op.small.options))
+        found = op.exact_results(*args, **op.small.options)
+        with pytest.raises(RuntimeError, match=r"implementation='native'.* float64"):
+            op.function(*args, **op.small.options, implementation="native")
+        jax.block_until_ready(op.gradient(op.run(**op.small.options))(*args))
+    for result, exact in zip(results, found, strict=False):
+        rtol = max(1e-11, float(jnp.finfo(result.dtype).eps))
+        np.testing.assert_allclose(np.float64(result), exact.exact, rtol=rtol, atol=1e-2 * rtol)
