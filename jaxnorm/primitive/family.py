@@ -22,7 +22,7 @@ from jaxnorm.primitive.backward import Backward
 from jaxnorm.primitive.forward import Forward
 from jaxnorm.primitive.linear import Linear
 from jaxnorm.primitive.op import BatchDims, O, Op, R, Record, S, Statistics, register
-from jaxnorm.sharding import dims, partition, text
+from jaxnorm.sharding import partition, text
 
 _forwards: set[Any] = set()
 
@@ -88,15 +88,13 @@ class Family(Generic[S, O, R]):
         return operands._replace(**{name: there[name].astype(np.float32) for name in names})
 
     def aligned(self, spec: S, operands: O) -> O:
-        """The operands with weights as primitives have them: of the same batch dims, beside a factor of one dtype."""
+        """The operands with weights as primitives have them: of the same batch dims, but for a factor, with its own."""
         names = [name for name in operands._fields if self._forward.is_weight(name)]
-        given = [getattr(operands, name) for name in names]
-        if self.op.factor in names and getattr(operands, self.op.factor) is not None:
-            dtypes = {weight.dtype for weight in given if weight is not None}
-            dtype = dims.wide_dtype(dtypes) if len(dtypes) > 1 else dtypes.pop()
-            given = [None if weight is None else weight.astype(dtype) for weight in given]
-        replaced = weights.aligned(jax.typeof(operands[0]), spec.row_ndim, given)
-        return operands._replace(**dict(zip(names, replaced, strict=True)))
+        for together in ([n for n in names if n != self.op.factor], [n for n in names if n == self.op.factor]):
+            given = [getattr(operands, name) for name in together]
+            replaced = weights.aligned(jax.typeof(operands[0]), spec.row_ndim, given)
+            operands = operands._replace(**dict(zip(together, replaced, strict=True)))
+        return operands
 
     def __call__(self, spec: S, operands: O, implementation: str | None) -> R:
         """The results, from the primitive or in plain jax.numpy, as `wants_primitive` says."""

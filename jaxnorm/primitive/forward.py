@@ -87,8 +87,8 @@ class Forward(Rules):
             results = functools.partial(self._results, tree=tree, spec=spec, with_stats=with_stats)
             parts: Sequence[Any] = mlir.lower_fun(lambda *values: results(forward, values))(ctx, *leaves)
             return parts
-        operands = self._operands(tree, ctx.avals_in)
-        normalised = self._normalised(operands)
+        ctx, leaves = lowering.replaced(functools.partial(self._as_read, spec, tree), ctx, leaves)
+        normalised = self._normalised(operands := self._operands(tree, ctx.avals_in))
         rows, cols = rows_and_cols(spec, normalised)
         target = f"{native.name(spec)}_fwd"
         carrier = self._place_of_carrier(spec, operands)
@@ -110,6 +110,16 @@ class Forward(Rules):
         if carrier is None:
             return values
         return [*values[:carrier], lowering.zeros(ctx, ctx.avals_out[carrier]), *values[carrier:]]
+
+    def _as_read(self, spec: RowSpec, tree: Any, *leaves: Any) -> list[Any]:
+        """The operands as a kernel reads them: beside a factor all weights are of one type, and so written out here."""
+        operands = self._operands(tree, leaves)
+        names = [name for name, _ in leaves_of(operands) if self.is_weight(name)]
+        if self.op.factor in names:
+            given = [getattr(operands, name) for name in names]
+            of_one_type = weights.of_one_type(jax.typeof(operands[0]), spec.row_ndim, given)
+            operands = operands._replace(**dict(zip(names, of_one_type, strict=True)))
+        return jax.tree.leaves(tuple(operands))
 
     def _place_of_carrier(self, spec: RowSpec, operands: Record) -> int | None:
         """Where among the results the one stands that no kernel writes."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
+import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
@@ -112,6 +113,12 @@ def zeros(ctx: Any, aval: Any) -> Any:
     fill = mlir.lower_fun(lambda: jnp.zeros(aval.shape, aval.dtype), multiple_results=False)
     (value,) = fill(ctx.replace(avals_in=[], avals_out=[aval]))
     return value
+
+
+def replaced(function: Callable[..., list[Any]], ctx: Any, values: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+    """What jax.numpy makes of a call's operands, in their place in the program that is lowered."""
+    avals = jax.make_jaxpr(function)(*ctx.avals_in).out_avals
+    return ctx.replace(avals_in=avals), mlir.lower_fun(function)(ctx.replace(avals_out=avals), *values)
 
 
 def register_inner(

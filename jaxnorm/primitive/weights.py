@@ -79,6 +79,13 @@ def aligned(x: Any, axes: int, weights: Sequence[jax.Array | None]) -> tuple[jax
     return tuple(with_batch_dims(x, batch_dims, axes, weight) for weight in weights)
 
 
+def of_one_type(x: Any, axes: int, weights: Sequence[jax.Array]) -> tuple[jax.Array | None, ...]:
+    """The weights with one dtype and the batch dims that they have in common, as kernels read them beside a factor."""
+    dtypes = {weight.dtype for weight in weights}
+    dtype = dims.wide_dtype(dtypes) if len(dtypes) > 1 else dtypes.pop()
+    return aligned(x, axes, [weight.astype(dtype) for weight in weights])
+
+
 def of_rank(rank: int, axes: Sequence[int], weight: jax.Array) -> jax.Array:
     """A weight with the rank of an x, of which these axes are normalised: batch dims are aligned to the right."""
     missing = [axis for axis in range(-rank, 0) if axis not in axes][: rank - weight.ndim]

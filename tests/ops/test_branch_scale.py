@@ -1,5 +1,6 @@
 """What is particular to a branch's scale: the sum is of a product that is rounded before, and has XLA's gradients."""
 
+import itertools
 from functools import partial
 
 import jax
@@ -106,7 +107,8 @@ BAD = {
     "(B, D)": (jnp.ones((4, 8)), r"branch_scale has shape \(4, 8\).*Reshape it to \(4, 1, 8\)"),
     "(B, 1, 1)": (jnp.ones((4, 1, 1)), r"branch_scale has shape \(4, 1, 1\), expected \(8,\)"),
     "another batch": (jnp.ones((3, 1, 8)), r"branch_scale has shape \(3, 1, 8\)"),
-    "a number": (2.0, r"branch_scale has shape \(\)"),
+    "a number": (2.0, r"branch_scale must be an array.*it is an array of x's features or of x's shape"),
+    "a scalar": (jnp.float32(2), r"branch_scale has shape \(\).*it is an array of x's features or of x's shape"),
 }
 FUNCTIONS = {
     "add_rms_norm": jaxnorm.add_rms_norm,
@@ -120,7 +122,7 @@ FUNCTIONS = {
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_wrong_shapes(name, bad):
     value, message = BAD[bad]
-    with pytest.raises((ValueError, TypeError), match=f"^{name}: {message}" if bad != "a number" else "branch_scale"):
+    with pytest.raises((ValueError, TypeError), match=f"^{name}: {message}"):
         FUNCTIONS[name](X, X, branch_scale=value)
 
 
@@ -135,3 +137,22 @@ def test_rows_of_weights_that_are_not_neighbours_have_no_kernel():
         jaxnorm.add_rms_norm(
             jnp.ones((2, 3, 4, 8)), jnp.ones((2, 3, 4, 8)), branch_scale=jnp.ones((2, 1, 4, 8)), implementation="native"
         )
+
+
+OF_SCALE = {"(D,)": (64,), "(T, D)": (8, 64)}
+
+
+@over(
+    SCALED,
+    shape=lambda _: SHAPES,
+    of_scale=lambda _: OF_SCALE,
+    dtypes=lambda _: [*itertools.product(DTYPES, DTYPES)],
+)
+def test_each_weight_is_kept_as_it_came(op, shape, of_scale, dtypes):
+    x, residual = draw_x(DIMS, dtypes[0]), draw_residual(DIMS, dtypes[0])
+    scale, bias = (draw(name, of_scale, dtypes[0], 1.0) for name in ("scale", "bias"))
+    args = x, residual, scale, bias, draw_branch_scale(shape, dtypes[1])
+    pullback = jax.eval_shape(lambda *args: jax.vjp(op.function, *args)[1], *args)
+    found = sorted((leaf.size, leaf.dtype.name) for leaf in jax.tree.leaves(pullback) if leaf.size > 1)
+    kept = [(args[i].size, args[i].dtype.name) for i in map(op.operands.index, op.kept)]
+    assert found == sorted([*kept, *[(24, "float32")] * op.statistics])
