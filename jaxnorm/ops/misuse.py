@@ -79,6 +79,9 @@ REQUIRED = {
     "quantization": QUANTIZATION,
 }
 NUMBERS = ("epsilon", "scale_offset")
+SHAPE = "Is the second the shape of the features, as in torch? Leave it out, axis says which are normalised."
+FACTOR = "it is an array of x's features or of x's shape"
+PAIRS = ("gated_activation", "gated_activation_quantized")  # functions of a pair, which is a tuple
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth")
 
 _functions: dict[str, Parameters] = {}
@@ -117,9 +120,10 @@ def _unbound(name: str, parameters: Parameters, args: tuple[Any, ...], keywords:
             remedy = _surplus(name, parameters, at + 1, args[at]) if keyword == "scale" else "Pass it once."
             return f"got multiple values for argument {keyword!r}. {remedy}"
     if surplus := args[len(positional) :]:
+        is_torchs = positional[:2] == ["x", "scale"] and (is_shape(args[1]) or is_number(args[1]))
         return (
             f"takes {len(positional)} positional arguments ({', '.join(positional)}) but {len(args)} were given. "
-            f"{_surplus(name, parameters, len(positional) + 1, surplus[0])}"
+            f"{SHAPE if is_torchs else _surplus(name, parameters, len(positional) + 1, surplus[0])}"
         )
     for p in parameters.values():
         if p.default is p.empty and p.name not in (*given, *keywords):
@@ -165,6 +169,8 @@ def did_you_mean(name: str, known: Iterable[str], how_many: str = "one") -> str:
 
 def _surplus(name: str, parameters: Parameters, place: int, value: object) -> str:
     """What the array or number in this place, which is one too many, may have been."""
+    if name in PAIRS and place == 2 and not isinstance(value, str) and not is_number(value):
+        return pair(name)
     it = f"the {ORDINALS[place - 1]}"
     by_name = [argument for argument in parameters if argument not in _positional(parameters)]
     if is_number(value):
@@ -184,6 +190,11 @@ def _surplus(name: str, parameters: Parameters, place: int, value: object) -> st
     return " ".join(hints or [f"Pass the others by name: {', '.join(by_name)}."])
 
 
+def pair(function: str) -> str:
+    """The remedy where gate and up are no tuple."""
+    return f"Are they gate and up? Then pass a tuple: {function}((gate, up))."
+
+
 def _positional(parameters: Parameters) -> list[str]:
     return [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
 
@@ -192,12 +203,20 @@ def is_number(value: object) -> bool:
     return isinstance(value, (int, float, complex, np.number)) and not isinstance(value, bool)
 
 
+def is_shape(value: object) -> bool:
+    return isinstance(value, (tuple, list)) and bool(value) and all(isinstance(length, int) for length in value)
+
+
 def no_array(name: str, value: object) -> str:
     """The remedy where an array is expected for the argument `name`."""
     if value is None and name in REQUIRED:
         return f"{REQUIRED[name]}."
+    if is_number(value) and name == "branch_scale":
+        return f"{FACTOR}, as jax.numpy.full(x.shape[-1:], {value}, x.dtype)."
     if is_number(value) and (name == "bias" or name.endswith("scale")):
         return f"did you mean {' or '.join(f'{other}={value}' for other in NUMBERS)}?"
+    if name == "scale" and is_shape(value):
+        return SHAPE
     if isinstance(value, Mapping):
         return f"pass one of the arrays in it, as {name}['scale']."
     if isinstance(value, jax.ShapeDtypeStruct):
@@ -220,6 +239,8 @@ def fitting(argument: str, values: Sequence[int]) -> str:
 
 def no_weight(function: str, name: str, shape: tuple[Any, ...], x_shape: tuple[Any, ...]) -> str:
     """The remedy where a weight's shape does not go with x's."""
+    if shape == () and name == "branch_scale":
+        return f"A number: {FACTOR}, as jax.numpy.full(x.shape[-1:], {name}, x.dtype)."
     if shape == ():
         return f"A number: did you mean {' or '.join(f'{other}=...' for other in NUMBERS)}?"
     if len(x_shape) == 1 < len(shape) and shape[-1:] == x_shape:

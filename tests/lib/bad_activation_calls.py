@@ -52,7 +52,10 @@ GATED_ACTIVATION = {
 MISUSE = {
     "nothing": call().raises(TypeError, "missing a required argument: 'x'"),
     "a shape for x": call(STRUCT).raises(TypeError, "x must be an array", "jax.eval_shape"),
-    "two by position": call(X, X).raises(TypeError, r"takes 1 positional arguments \(x\) but 2 were given"),
+    "two by position": call(X, X).raises(
+        TypeError, r"takes 1 positional arguments \(x\) but 2 were given", r"pass a tuple: \w+\(\(gate, up\)\)"
+    ),
+    "two in a list": call([X, X]).raises(TypeError, "got list", r"pass a tuple: \w+\(\(gate, up\)\)"),
     **misspelt(X, act="activation", nonlinearity="activation", dim="axis", inputs="x", backend="implementation"),
 }
 WITHOUT_KERNEL = {

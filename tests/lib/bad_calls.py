@@ -213,6 +213,9 @@ MISUSE = {
         ),
         "epsilon by position": call(X, SCALE, 1e-5).raises(TypeError, r"third epsilon\? Then pass epsilon=1e-05"),
         "all by position": call(X, SCALE, SCALE, 1e-5).raises(TypeError, "but 4 were given", "Then pass bias="),
+        "torch's order": call(X, (8,), SCALE).raises(TypeError, "shape of the features, as in torch", "Leave it out"),
+        "torch's order of a number": call(X, 8, SCALE).raises(TypeError, "as in torch", "Leave it out"),
+        "a shape for scale": call(X, (8,)).raises(TypeError, "scale must be an array", "as in torch"),
         "x twice": call(X, x=X).raises(TypeError, "multiple values for argument 'x'", "Pass it once"),
         "nothing": call().raises(TypeError, "missing a required argument: 'x'", "array to normalise"),
         "x and scale in each other's place": call(SCALE, X).raises(
@@ -265,6 +268,8 @@ MISUSE = {
             r"\(x, scale, bias\) but 4 were given",
             rf"{FOURTH} residual\? Then use add_layer_norm\(x, residual",
         ),
+        "torch's order": call(X, [8], SCALE, SCALE).raises(TypeError, "as in torch", "Leave it out"),
+        "torch's order without a bias": call(X, (8,), SCALE).raises(TypeError, "as in torch", "Leave it out"),
         "epsilon for bias": call(X, SCALE, 1e-5).raises(
             TypeError, "bias must be an array", "did you mean epsilon=1e-05"
         ),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxnorm.native import compat
-from jaxnorm.ops import checks
+from jaxnorm.ops import checks, misuse
 from jaxnorm.ops.activation import Synonym, check_activation
 from jaxnorm.ops.gated_activation.formula import Activation, GatedActivation, Operands
 from jaxnorm.ops.gated_activation.op import GATED_ACTIVATION
@@ -88,6 +88,8 @@ def _check_operands(function: str, x: Any, axis: Any) -> Operands:
     number = checks.check_int(function, "axis", axis, "pass -1 or -2")
     if isinstance(x, tuple):
         return _check_pair(function, x, number)
+    if isinstance(x, list) and len(x) == 2 and all(map(checks.is_array, x)):
+        raise TypeError(f"{function}: x must be an array or a tuple, got list; {misuse.pair(function)}")
     array = checks.check_x(function, x)
     along = number - array.ndim if number >= 0 else number
     if along not in (-1, -2) or array.ndim < -along:
