@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jaxnorm.equinox.norms import why_no_arrays
 from jaxnorm.flax import replacement
 from jaxnorm.flax.quantizations import pair
 from jaxnorm.ops.quantize.api import quantize
@@ -97,5 +98,8 @@ def why_left(module: Any) -> str | None:
         return f"only equinox.nn.Linear{' itself' if isinstance(module, eqx.nn.Linear) else ''} is quantised"
     if "scalar" in (module.in_features, module.out_features):
         return "it has scalar features"
-    why = replacement.why_dtypes(module.weight.dtype, *([] if module.bias is None else [module.bias.dtype]))
+    weights = {"weight": module.weight} | ({} if module.bias is None else {"bias": module.bias})
+    if why := why_no_arrays(weights):
+        return why
+    why = replacement.why_dtypes(*(weight.dtype for weight in weights.values()))
     return why and f"it is of {why}"

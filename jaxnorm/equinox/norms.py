@@ -67,9 +67,18 @@ class GroupNorm(eqx.nn.GroupNorm):
 
 def why_never(module: Any) -> str | None:
     """Why no kernel serves any call of a norm of Equinox; None if that depends on the call."""
-    dtypes = [weight.dtype for weight in (module.weight, module.bias) if weight is not None]
+    weights = {name: array for name in ("weight", "bias") if (array := getattr(module, name)) is not None}
+    if why := why_no_arrays(weights):
+        return why
+    dtypes = [weight.dtype for weight in weights.values()]
     why = replacement.why_epsilon(module.eps) or replacement.why_dtypes(*dtypes)
     return why and f"no kernel serves {why}"
+
+
+def why_no_arrays(weights: dict[str, Any]) -> str | None:
+    """Which of a module's weights is no array but a `SharedNode`, or what a filter left; None if all are arrays."""
+    others = {name: type(weight).__name__ for name, weight in weights.items() if not hasattr(weight, "dtype")}
+    return next((f"its {name} is no array but a {of}" for name, of in others.items()), None)
 
 
 def _is_served(module: Any, x: Any, shape: tuple[int, ...] | None = None) -> bool:

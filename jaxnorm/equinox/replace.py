@@ -32,7 +32,8 @@ def replace_norms(model: Any) -> tuple[Any, Report]:
     stacked layers too, so that paths of `equinox.tree_at` and saved leaves stay; results agree within rounding. Modules
     are frozen: the model that was given stays as it is.
 
-    Left are norms of other kinds, subclasses, and norms whose epsilon or dtypes no kernel serves.
+    Left are norms of other kinds, subclasses, norms whose weights are no arrays, as those that `equinox.nn.Shared` ties
+    to others', and norms whose epsilon or dtypes no kernel serves.
 
     Args:
       model: a module, or a list, dict or other pytree of modules.
@@ -67,7 +68,8 @@ def quantize_linears(
         print(report)
 
     Each `equinox.nn.Linear` becomes a `QuantizedLinear`, in stacked layers too. Modules are frozen: the model that was
-    given stays as it is. Left are convolutions and embeddings, subclasses, and layers of "scalar" features.
+    given stays as it is. Left are convolutions and embeddings, subclasses, layers of "scalar" features, and those whose
+    weight is no array or is tied to others' by `equinox.nn.Shared`.
 
     Args:
       model: a module, or a list, dict or other pytree of modules. To load a quantised checkpoint, call this on what
@@ -88,9 +90,16 @@ def quantize_linears(
     weights, activations = pair("quantize_linears", weights, activations)
     replacement.check_only("quantize_linears", only)
 
+    def is_tie(node: Any) -> bool:
+        return isinstance(node, eqx.nn.Shared)
+
+    ties = list(filter(is_tie, jax.tree.leaves(model, is_leaf=is_tie)))
+
     def why(path: Path, module: Any) -> str | None:
         chosen = type(module) is not eqx.nn.Linear or only is None or only(path, module)
-        return why_left(module) or (None if chosen else "only is false of it")
+        if (reason := why_left(module)) or not chosen:
+            return reason or "only is false of it"
+        return "its weight is that of other layers too" if any(_is_read(tie, module) for tie in ties) else None
 
     def is_layer(module: Any) -> bool:
         return isinstance(module, (eqx.nn.Linear, QuantizedLinear, *OTHER_LAYERS))
@@ -133,6 +142,16 @@ def _replaced(
         expected = "a module of equinox, or a list, dict or other pytree of such"
         raise TypeError(f"{function}: model must be {expected}, got {got}: {remedy}.")
     return result, report
+
+
+def _is_read(tie: eqx.nn.Shared, module: Any) -> bool:
+    """Whether an `equinox.nn.Shared` takes what it shares out of a module, which would have to be as it was."""
+    without = jax.tree.map(lambda node: None if node is module else node, tie.pytree, is_leaf=lambda n: n is module)
+    try:
+        tie.get(without)
+    except Exception:
+        return True
+    return False
 
 
 def _step(key: Any) -> Any:

@@ -282,3 +282,55 @@ def test_errors(model):
         quantize_linears(model, Quantization(jnp.int8, "tensor"))
     with pytest.raises(TypeError, match=r"weights must be a jaxnorm\.Quantization"):
         quantize_linears(model, 3)
+
+
+def tied_layers():
+    linears = [eqx.nn.Linear(FEATURES, FEATURES, key=key) for key in jax.random.split(jax.random.key(0), 3)]
+    norms = [eqx.nn.LayerNorm(FEATURES), eqx.nn.RMSNorm(FEATURES), eqx.nn.GroupNorm(4, FEATURES)]
+    return [*linears, *norms, *(type(norm)(**of_norm(norm)) for norm in norms)]
+
+
+def of_norm(norm):
+    return {"groups": 4, "channels": FEATURES} if isinstance(norm, eqx.nn.GroupNorm) else {"shape": (FEATURES,)}
+
+
+def shared(layers):
+    """A model whose second linear layer has the weight of the first, and three norms those of three others."""
+    ties = [(1, 0), (6, 3), (7, 4), (8, 5)]
+
+    def weights(side):
+        return lambda layers: [layers[tie[side]].weight for tie in ties]
+
+    return eqx.nn.Shared(layers, weights(0), weights(1))
+
+
+@pytest.mark.parametrize("only", [None, lambda path, layer: path[-1] == 2])
+def test_what_shares_a_weight_is_left(only):
+    model = shared(tied_layers())
+    new, report = quantize_linears(model, jnp.int8, only=only)
+    assert [path[-1] for path, _ in report.replaced] == [2]
+    reasons = {path[-1]: why for path, _, why in report.left}
+    assert reasons[1] == "its weight is no array but a SharedNode"
+    assert reasons[0] == ("its weight is that of other layers too" if only is None else "only is false of it")
+    x = draw_x((FEATURES,))
+    assert_close(new()[2](x), QuantizedLinear(tied_layers()[2], jnp.int8)(x))
+    new, report = replace_norms(model)
+    assert [path[-1] for path, _ in report.replaced] == [3, 4, 5]
+    assert {path[-1]: why for path, _, why in report.left} == dict.fromkeys(
+        (6, 7, 8), "its weight is no array but a SharedNode"
+    )
+    assert bits(new()[6](x)) == bits(model()[6](x))
+
+
+@pytest.mark.parametrize(("leaf", "name"), [(True, "bool"), (None, "NoneType"), ("frozen", "str")])
+def test_what_has_no_arrays_is_left(leaf, name):
+    layers = tied_layers()
+    spec = jax.tree.map(lambda _: leaf, layers)
+    with pytest.raises(ValueError, match=f"its weight is no array but a {name}"):
+        quantize_linears(spec, jnp.int8)
+    _, report = replace_norms(spec)
+    # Norms may be without weights.
+    assert len(report.replaced) == (0 if leaf is not None else 6)
+    if leaf is None:
+        return
+    assert {why for *_, why in report.left} == {f"its weight is no array but a {name}"}
