@@ -205,7 +205,8 @@ def _why_never(layer: Any, x: Any) -> str | None:
     if is_quantised(layer):
         return "it is quantised already"
     batch = getattr(layer, "batch_dims", ())
-    return linen_layers.why_left(layer, x) or (f"it has batch_dims={batch}" if batch else None)
+    has_batch = isinstance(batch, int) or len(batch) > 0
+    return linen_layers.why_left(layer, x) or (f"it has batch_dims={batch}" if has_batch else None)
 
 
 def _why_left(layer: Any, x: Any) -> str | None:

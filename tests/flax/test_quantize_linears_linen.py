@@ -446,6 +446,7 @@ def test_what_is_left_for_a_reason():
     cast = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), dense()[1])
     given = {
         "it has batch_dims=(0,)": dense(flax.linen.DenseGeneral, batch_dims=(0,)),
+        "it has batch_dims=0": dense(flax.linen.DenseGeneral, batch_dims=0),
         "it is of complex64": dense(param_dtype=jnp.complex64),
         "its kernel is bfloat16, its param_dtype float32: give it a dtype": (dense()[0], cast),
     }
