@@ -56,7 +56,8 @@ def compare(model: Any, *args: Any, loss: Loss | None = None, **kwargs: Any) -> 
 
     Args:
       model: a module that `replace_norms` changed.
-      args, kwargs: those of its call. Arrays are traced, modules, as a cache, too, and all else stays what it is.
+      *args: those of its call. Arrays are traced, modules, as a cache, too, and all else stays what it is.
+      **kwargs: likewise, by name.
       loss: a function of the model, args and kwargs that gives a scalar. None is the mean of squares of each floating
         array that the model gives, and the sum of these.
 

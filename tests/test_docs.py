@@ -1,11 +1,13 @@
 """README, HACKING and docs: examples run; commands, files and names exist; links lead somewhere."""
 
 import dataclasses
+import inspect
 import json
 import os
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import equinox
@@ -170,7 +172,7 @@ def commands(page):
     Tables that are drawn tell of commands of older commits.
     """
     lines = [line for _, text in blocks(page, "sh") for line in text.replace("\\\n", "").splitlines()]
-    lines += re.findall(r"`(python -m [^`]+|pip install [^`]+|mkdocs \w+)`", FENCE.sub("", page.read_text()))
+    lines += re.findall(r"`(python (?:-m|tools/)[^`]+|pip install [^`]+|mkdocs \w+)`", FENCE.sub("", page.read_text()))
     for line in lines:
         for command in re.split(r" && |; ", line):
             yield [word for word in shlex.split(command, comments=True) if not re.match(r"[A-Z_]+=", word)]
@@ -217,6 +219,29 @@ def test_readme_is_short():
     assert len(lines) <= 180
     assert lines.index("```python") < 25
     assert lines.index("## Install") <= 40
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+def test_each_argument_has_an_entry_of_its_own(module):
+    wrong = []
+    for name in module.__all__:
+        function = getattr(module, name)
+        _, found, rest = (inspect.getdoc(function) or "").partition("\nArgs:\n")
+        if found and callable(function):
+            entries = re.findall(r"^  (\S[^:]*): ", rest.partition("\n\n")[0], re.MULTILINE)
+            kinds = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+            known = {kinds.get(p.kind, "") + p.name for p in inspect.signature(function).parameters.values()}
+            wrong += [f"{name}: {entry}" for entry in entries if entry not in known]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("hook", re.findall(r"tools/\w+\.py", (ROOT / "mkdocs.yml").read_text()))
+def test_hooks_of_mkdocs_find_the_clone(hook, tmp_path):
+    # As `mkdocs` has it: without the clone's root on the path.
+    run = [sys.executable, "-P", "-c", f"import runpy; runpy.run_path({str(ROOT / hook)!r})"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    result = subprocess.run(run, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize("command", ["pip install .*", "examples/train_lm.py", "pytest"])

@@ -6,8 +6,12 @@ A page has `<!-- drawn: NAME -->` where that table of `bench.tables` goes, and `
 
 import io
 import re
+import sys
 from pathlib import Path
 from typing import Any
+
+# As in `tools/plan_pages.py`.
+sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from bench import plot, report, tables
 

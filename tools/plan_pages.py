@@ -5,8 +5,12 @@ documentation is built without the kernels; a test says when they have to be wri
 """
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
+
+# `mkdocs` has its own folder on the path, and not the clone's root. What is installed comes first.
+sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from jaxnorm import info
 from jaxnorm.inspect import plan_page, question

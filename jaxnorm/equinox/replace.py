@@ -74,7 +74,8 @@ def quantize_linears(
     Args:
       model: a module, or a list, dict or other pytree of modules. To load a quantised checkpoint, call this on what
         `equinox.filter_eval_shape` makes of the model, and load into the result.
-      weights, activations: as for `QuantizedLinear`.
+      weights: as for `QuantizedLinear`.
+      activations: as for `QuantizedLinear`.
       only: a function of the path and the layer, true of those to quantise. None is all. A model of mixed types takes
         a call for each: what is quantised already is left.
 

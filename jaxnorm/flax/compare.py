@@ -58,7 +58,8 @@ def linen_compare(
     Args:
       module: the model.
       variables: what its `apply` takes. Gradients are taken by those of "params".
-      args, kwargs: of `module.apply(variables, *args, **kwargs)`.
+      *args: of `module.apply(variables, *args, **kwargs)`.
+      **kwargs: likewise.
       custom: that of `jaxnorm.linen.replace_norms`.
       loss: a function of `model` and args and kwargs, where `model(x)` is `module.apply(variables, x)`.
 

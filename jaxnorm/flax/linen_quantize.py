@@ -57,7 +57,8 @@ def quantize_linears(
       module: the model.
       variables: what its `apply` takes. To load a quantised checkpoint, give what `jax.eval_shape` makes of `init`, and
         load into the result.
-      args, kwargs: of `module.apply(variables, *args, **kwargs)`. Arrays may be `jax.ShapeDtypeStruct`s.
+      *args: of `module.apply(variables, *args, **kwargs)`. Arrays may be `jax.ShapeDtypeStruct`s.
+      **kwargs: likewise.
       weights: to float8_e4m3fn, float8_e5m2, int8 or int4, with granularity "token"; a dtype alone stands for that.
       only: a function of the path and the layer, true of those to quantise. None is all. A model of mixed types takes
         a call for each: what is quantised already is left.

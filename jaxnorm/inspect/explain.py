@@ -104,8 +104,9 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
 
     Args:
       function: any function that JAX can trace, under `jax.jit` or not.
-      args, kwargs: its arguments. Arrays among them are traced; of a function that is not under `jax.jit` all else
+      *args: its arguments. Arrays among them are traced; of a function that is not under `jax.jit` all else
         stays what it is, as num_groups=32.
+      **kwargs: likewise, by name.
 
     Returns:
       A tuple of frozen dataclasses with `line`, `name`, `direction`, `operands` and `runs`, which prints as a table.

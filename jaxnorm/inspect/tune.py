@@ -64,8 +64,9 @@ def tune(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tuned:
 
     Args:
       function: what is to be fast, under `jax.jit` or not: a whole training step, or a forward pass.
-      args, kwargs: its arguments, with arrays of the shapes and on the devices that it will have. Of a function that is
+      *args: its arguments, with arrays of the shapes and on the devices that it will have. Of a function that is
         not under `jax.jit` arrays are traced, and all else stays what it is.
+      **kwargs: likewise, by name.
 
     Returns:
       A `jaxnorm.Tuned`, empty where the default is fastest.
@@ -73,7 +74,7 @@ def tune(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tuned:
     Raises:
       TypeError: function cannot be called, or an argument has no values: it is a `jax.ShapeDtypeStruct`, or traced.
       RuntimeError: there are several processes, each of which would choose by its own clock.
-      Whatever the function itself raises with the default choice.
+      Exception: whatever the function itself raises with the default choice.
 
     Source: the idea is that of tokamax.autotune, https://github.com/openxla/tokamax.
     """

@@ -154,8 +154,10 @@ class Tuned(Mapping[str, Any]):
 
         Args:
           path: the file.
-          function, args, kwargs: None, or the program that it is for, as for `jaxnorm.explain`: it is traced, and its
-            calls must be those of the file. Arguments may be `jax.ShapeDtypeStruct`s.
+          function: None, or the program that it is for, as for `jaxnorm.explain`: it is traced, and its calls must be
+            those of the file.
+          *args: its arguments, which may be `jax.ShapeDtypeStruct`s.
+          **kwargs: likewise, by name.
 
         Raises:
           ValueError: the file is another's, or was written for another kind or number of devices, for other versions

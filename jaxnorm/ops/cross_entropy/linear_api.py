@@ -94,8 +94,12 @@ def linear_cross_entropy(
         is; "sum", without the divisor; or "none", an array of weights * losses, of labels' shape.
       rows_per_chunk: about how many rows a chunk has, on each device. None: 256 at least, and as many as have 512 MiB
         of logits or, of half of the rows, as many bytes of logits as the kernel's gradient has in float32.
-      label_smoothing, z_loss, logit_scale, soft_cap, ignore_index, implementation: as for the losses above; an array
-        as logit_scale multiplies the float32 sum of product and bias. The matrix products are XLA's.
+      label_smoothing: as for the losses above.
+      z_loss: as for the losses above.
+      logit_scale: as for the losses above; an array multiplies the float32 sum of product and bias.
+      soft_cap: as for the losses above.
+      ignore_index: as for the losses above.
+      implementation: as for the losses above. The matrix products are XLA's.
       return_logsumexp: whether to give log(sum(exp(logits))) too. If losses are reduced, it takes one product more.
 
     Returns:

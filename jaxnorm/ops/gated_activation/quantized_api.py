@@ -37,8 +37,12 @@ def gated_activation_quantized(
 
     Args:
       x: array of float32, bfloat16 or float16, or a tuple of two, as for `gated_activation`.
-      quantization, static_scale, straight_through: as for `rms_norm_quantized`.
-      activation, axis, implementation: as for `gated_activation`.
+      quantization: as for `rms_norm_quantized`.
+      static_scale: as for `rms_norm_quantized`.
+      straight_through: as for `rms_norm_quantized`.
+      activation: as for `gated_activation`.
+      axis: as for `gated_activation`.
+      implementation: as for `gated_activation`.
 
     Returns:
       A `Quantized`: values (..., columns), scales, a carrier.

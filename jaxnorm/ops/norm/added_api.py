@@ -78,7 +78,14 @@ def add_rms_norm(
     Args:
       x: floating-point array of rank 1 or more, which is added.
       residual: the residual stream, of x's shape; its dtype may be another, as float32 with an x of bfloat16.
-      scale, bias, epsilon, scale_offset, axis, multiply_before_cast, axis_name, implementation: as for `rms_norm`.
+      scale: as for `rms_norm`.
+      bias: as for `rms_norm`.
+      epsilon: as for `rms_norm`.
+      scale_offset: as for `rms_norm`.
+      axis: as for `rms_norm`.
+      multiply_before_cast: as for `rms_norm`.
+      axis_name: as for `rms_norm`.
+      implementation: as for `rms_norm`.
       out_dtype: dtype of y; None is x's.
       pad_to: None, or a positive int, with axis=-1: y's last axis, and not new_residual's, is padded with zeros to a
         multiple of it, as matrix products in blocks want it. The backward does not read what is padded.
@@ -153,10 +160,20 @@ def add_layer_norm(
     The kernel gives bit for bit what these two lines give and saves a pass over memory, as for `add_rms_norm`.
 
     Args:
-      x, residual: arrays of one shape, as for `add_rms_norm`.
+      x: floating-point array of rank 1 or more, as for `add_rms_norm`.
+      residual: array of x's shape, as for `add_rms_norm`.
       epsilon: non-negative Python number added to the variance.
-      scale, bias, scale_offset, axis, multiply_before_cast, out_dtype, pad_to, branch_scale, return_sum, axis_name,
-        implementation: as for `add_rms_norm`.
+      scale: as for `add_rms_norm`.
+      bias: as for `add_rms_norm`.
+      scale_offset: as for `add_rms_norm`.
+      axis: as for `add_rms_norm`.
+      multiply_before_cast: as for `add_rms_norm`.
+      out_dtype: as for `add_rms_norm`.
+      pad_to: as for `add_rms_norm`.
+      branch_scale: as for `add_rms_norm`.
+      return_sum: as for `add_rms_norm`.
+      axis_name: as for `add_rms_norm`.
+      implementation: as for `add_rms_norm`.
 
     Returns:
       (y, new_residual): arrays of x's shape, y's last axis padded, new_residual of residual's dtype; or y.

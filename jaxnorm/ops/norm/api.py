@@ -98,9 +98,15 @@ def layer_norm(
 
     Args:
       x: floating-point array of rank 1 or more.
-      scale, bias: arrays with the shape of the normalised axes, or with axes before them, or None, as for `rms_norm`.
+      scale: array with the shape of the normalised axes, or with axes before them, or None, as for `rms_norm`.
+      bias: as scale.
       epsilon: non-negative Python number added to the variance.
-      scale_offset, axis, multiply_before_cast, out_dtype, axis_name, implementation: as for `rms_norm`.
+      scale_offset: as for `rms_norm`.
+      axis: as for `rms_norm`.
+      multiply_before_cast: as for `rms_norm`.
+      out_dtype: as for `rms_norm`.
+      axis_name: as for `rms_norm`.
+      implementation: as for `rms_norm`.
 
     Returns:
       An array of x's shape.

@@ -49,7 +49,9 @@ def gated_rms_norm(
       activation: "silu" or "sigmoid", or one of these functions of jax.nn.
       group_size: None, or a divisor of the last axis' length: each `group_size` neighbouring columns are normalised by
         their own root mean square, as in Mamba2 with n_groups > 1 and Nemotron-H. scale is of the whole axis.
-      epsilon, scale_offset, out_dtype: as for `rms_norm`.
+      epsilon: as for `rms_norm`.
+      scale_offset: as for `rms_norm`.
+      out_dtype: as for `rms_norm`.
       axis_name: None, or the axes of a mesh over which rows are split, as for `rms_norm`; not with group_size.
       implementation: None, "native" or "jnp", as for `rms_norm`. Under vmap over scale the formula runs, and for rows
         or groups of more than 16384 columns.

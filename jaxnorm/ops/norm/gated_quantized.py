@@ -171,9 +171,17 @@ def gated_rms_norm_quantized(
     Args:
       x: array of float32, bfloat16 or float16 of rank 1 or more.
       gate: array of x's shape. The kernels want x and gate of one dtype; the formula takes any.
-      scale, gate_first, activation, group_size: as for `gated_rms_norm`.
-      quantization, static_scale, smooth_scale, straight_through: as for `rms_norm_quantized`.
-      epsilon, scale_offset, implementation: as for `rms_norm`.
+      scale: as for `gated_rms_norm`.
+      gate_first: as for `gated_rms_norm`.
+      activation: as for `gated_rms_norm`.
+      group_size: as for `gated_rms_norm`.
+      quantization: as for `rms_norm_quantized`.
+      static_scale: as for `rms_norm_quantized`.
+      smooth_scale: as for `rms_norm_quantized`.
+      straight_through: as for `rms_norm_quantized`.
+      epsilon: as for `rms_norm`.
+      scale_offset: as for `rms_norm`.
+      implementation: as for `rms_norm`.
       axis_name: None, or the axes of a mesh over which rows are split, where the formula runs; not with group_size.
 
     Returns:

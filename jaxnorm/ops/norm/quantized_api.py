@@ -107,12 +107,18 @@ def rms_norm_quantized(
 
     Args:
       x: array of float32, bfloat16 or float16 of rank 1 or more.
-      scale, bias: as for `rms_norm`; no kernel serves those with axes before the normalised ones.
+      scale: as for `rms_norm`; no kernel serves one with axes before the normalised ones.
+      bias: as scale.
       quantization: dtype, what shares a scale, and how a scale is made.
-      residual, branch_scale: None, or as in `add_rms_norm`, x's addend and a factor of x beside it.
+      residual: None, or x's addend, as in `add_rms_norm`.
+      branch_scale: None, or a factor of x beside it, as in `add_rms_norm`.
       static_scale: the scale with granularity "tensor", a scalar; None with others, which compute it.
       smooth_scale: factor with the shape of the normalised axes that makes v easier to quantise; None is 1.
-      epsilon, scale_offset, axis, axis_name, implementation: as for `rms_norm`.
+      epsilon: as for `rms_norm`.
+      scale_offset: as for `rms_norm`.
+      axis: as for `rms_norm`.
+      axis_name: as for `rms_norm`.
+      implementation: as for `rms_norm`.
       straight_through: whether the result has a derivative, and with it a carrier of x's shape and dtype.
       with_unquantized: whether y is returned, too, bit for bit `rms_norm`'s; straight_through allows its derivative.
       return_statistics: whether a `RowStatistics` is returned, too, without a gradient.
@@ -183,9 +189,20 @@ def layer_norm_quantized(
     Args:
       x: array of float32, bfloat16 or float16 of rank 1 or more.
       epsilon: non-negative Python number added to the variance.
-      residual, branch_scale: None, or as in `add_layer_norm`, x's addend and a factor of x beside it.
-      scale, bias, quantization, static_scale, smooth_scale, scale_offset, axis, straight_through, with_unquantized,
-        return_statistics, axis_name, implementation: as for `rms_norm_quantized`.
+      residual: None, or x's addend, as in `add_layer_norm`.
+      branch_scale: None, or a factor of x beside it, as in `add_layer_norm`.
+      scale: as for `rms_norm_quantized`.
+      bias: as for `rms_norm_quantized`.
+      quantization: as for `rms_norm_quantized`.
+      static_scale: as for `rms_norm_quantized`.
+      smooth_scale: as for `rms_norm_quantized`.
+      scale_offset: as for `rms_norm_quantized`.
+      axis: as for `rms_norm_quantized`.
+      straight_through: as for `rms_norm_quantized`.
+      with_unquantized: as for `rms_norm_quantized`.
+      return_statistics: as for `rms_norm_quantized`.
+      axis_name: as for `rms_norm_quantized`.
+      implementation: as for `rms_norm_quantized`.
 
     Returns:
       As `rms_norm_quantized` does.

@@ -60,19 +60,23 @@ def qk_norm_rotary(
       q: floating-point array (..., tokens, heads, head size), or (..., heads, tokens, head size) with axis_of_heads=-3.
         One token may come without its axis, with positions.
       k: array like q, with any number of heads.
-      q_scale, k_scale: factors of the norms, of the head size, or (heads, head size); None is 1.
+      q_scale: factor of q's norm, of the head size, or (heads, head size); None is 1.
+      k_scale: factor of k's norm, likewise.
       positions: integers or floats that broadcast against q's axes of tokens; None counts 0, 1, ... along the last of
         these. In a `jax.shard_map` that splits the tokens, and where tokens are decoded, pass them.
-      cos, sin: in place of positions, tables with an element for each pair on the last axis, and before it what
+      cos: in place of positions, tables with an element for each pair on the last axis, and before it what
         broadcasts against the tokens. Of tables of rotary_dim elements, as models of the hubs pass them, the first half
         is taken, with `interleaved` every second element: the others are to be the same again.
+      sin: the table beside cos.
       theta: base of the frequencies, theta ** (-2 i / rotary_dim) of the i-th pair.
       frequencies: array (rotary_dim / 2,) in place of theta's, as for Llama 3's scaling.
       rotary_dim: how many elements of each head are rotated, an even number; None is all.
       interleaved: whether the i-th pair is (2 i, 2 i + 1), as in RoFormer, not (i, i + rotary_dim / 2), as in Llama.
       normalize: True or "rms" is RMSNorm, "layer" LayerNorm, False neither.
       axis_of_heads: -2 or -3.
-      epsilon, scale_offset, implementation: as for `rms_norm`. Kernels want q and k of one dtype.
+      epsilon: as for `rms_norm`.
+      scale_offset: as for `rms_norm`.
+      implementation: as for `rms_norm`. Kernels want q and k of one dtype.
 
     Returns:
       (q, k): arrays of the shapes and dtypes of q and k.

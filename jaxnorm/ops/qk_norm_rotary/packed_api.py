@@ -52,11 +52,22 @@ def qkv_norm_rotary(
         along the last, (batch, tokens, (heads + 2 * kv_heads) * head size). One token may come without its axis, with
         positions. A device is to have all heads of its tokens: over a mesh, Auto axes that split them are gathered, and
         with Explicit ones the formula runs.
-      q_scale, k_scale: factors of the norms, of the head size, or (heads, head size) and (kv_heads, head size).
-      heads, kv_heads: how many heads q has, and each of k and v.
+      q_scale: factor of q's norm, of the head size, or (heads, head size).
+      k_scale: factor of k's norm, of the head size, or (kv_heads, head size).
+      heads: how many heads q has.
+      kv_heads: how many heads each of k and v has.
       return_v: whether v is wanted.
-      positions, cos, sin, theta, frequencies, rotary_dim, interleaved, normalize, epsilon, scale_offset,
-        implementation: as for `qk_norm_rotary`.
+      positions: as for `qk_norm_rotary`.
+      cos: as for `qk_norm_rotary`.
+      sin: as for `qk_norm_rotary`.
+      theta: as for `qk_norm_rotary`.
+      frequencies: as for `qk_norm_rotary`.
+      rotary_dim: as for `qk_norm_rotary`.
+      interleaved: as for `qk_norm_rotary`.
+      normalize: as for `qk_norm_rotary`.
+      epsilon: as for `qk_norm_rotary`.
+      scale_offset: as for `qk_norm_rotary`.
+      implementation: as for `qk_norm_rotary`.
 
     Returns:
       (q, k, v): arrays (..., tokens, heads, head size), and kv_heads, of qkv's dtype; (q, k) with return_v=False.

@@ -45,8 +45,11 @@ def rms_norm_add_rms_norm(
     Args:
       x: floating-point array of rank 1 or more, the last axis of which is normalised.
       residual: the residual stream, of x's shape. Where its dtype is another, kernels want one of the two in float32.
-      post_scale, scale: factors of the first and the second norm, as scale of `rms_norm`.
-      epsilon, scale_offset, multiply_before_cast: of both norms, as for `rms_norm`; the first gives x's dtype.
+      post_scale: factor of the first norm, as scale of `rms_norm`.
+      scale: factor of the second norm, likewise.
+      epsilon: of both norms, as for `rms_norm`.
+      scale_offset: of both norms, as for `rms_norm`.
+      multiply_before_cast: of both norms, as for `rms_norm`; the first gives x's dtype.
       out_dtype: dtype of y; None is x's, the one that kernels give.
       branch_scale: None, or a factor of the first norm's result, as in `add_rms_norm`; then each norm is a native call.
       axis_name: None, or the axes of a mesh over which rows are split, as for `rms_norm`.

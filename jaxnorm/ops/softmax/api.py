@@ -99,7 +99,14 @@ def log_softmax(
       x: floating-point array of rank 1 or more.
       where: None, or an array of booleans that broadcasts to x's shape: y is -inf where it is false, everywhere in a
         row in which nothing is true. No gradient comes from there.
-      axis, scale, causal, offset, window, out_dtype, axis_name, implementation: as for `softmax`.
+      axis: as for `softmax`.
+      scale: as for `softmax`.
+      causal: as for `softmax`.
+      offset: as for `softmax`.
+      window: as for `softmax`.
+      out_dtype: as for `softmax`.
+      axis_name: as for `softmax`.
+      implementation: as for `softmax`.
 
     Returns:
       An array of x's shape.
