@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm.ops.mask import only
+from jaxnorm.ops.mask import nan_where, only
 from jaxnorm.primitive.spec import RowSpec
 
 Dtype = np.dtype[Any]
@@ -134,7 +134,7 @@ def log_of_1_and(rest: jax.Array) -> jax.Array:
 
 def of_whole_row(log_sum: jax.Array, top: jax.Array) -> jax.Array:
     """The same, but no number where all that counts is -inf: nor is a derivative there."""
-    return log_sum * jnp.where((log_sum == -jnp.inf) & (top > -jnp.inf), jnp.nan, 1)
+    return log_sum * nan_where((log_sum == -jnp.inf) & (top > -jnp.inf), 1)
 
 
 def top_of(spec: RowSpec, w: jax.Array, counts: jax.Array | None) -> jax.Array:

@@ -50,6 +50,11 @@ def only(counts: jax.Array | None, v: jax.Array, other: float = 0.0) -> jax.Arra
     return v if counts is None else jnp.where(counts, v, other)
 
 
+def nan_where(is_nan: jax.Array, other: float) -> jax.Array:
+    """NaN there, elsewhere 0 or 1; without a constant that `jax.debug_nans` takes for the result of an eager op."""
+    return jnp.sqrt(jnp.where(is_nan, -1.0, other))
+
+
 def check_booleans(function: str, value: object) -> jax.Array:
     if not (isinstance(value, bool) or checks.is_array(value)):
         raise TypeError(

@@ -22,7 +22,7 @@ from jaxnorm.ops.cross_entropy.checks import (
 )
 from jaxnorm.ops.cross_entropy.formula import IGNORED, CrossEntropy, Operands, loss, without
 from jaxnorm.ops.cross_entropy.op import CROSS_ENTROPY, count_of, exchanged, labels_of_shard, times
-from jaxnorm.ops.mask import fitted
+from jaxnorm.ops.mask import fitted, nan_where
 from jaxnorm.ops.misuse import explained
 from jaxnorm.ops.options import Choice, Implementation
 from jaxnorm.primitive import broadcast
@@ -185,7 +185,7 @@ def losses_of(
     top: Any = results.top
     left_out = _either(ignored, None if where is None else top == -jnp.inf)
     losses = loss(spec, without(left_out, results), counts, options.label_smoothing, options.z_loss)
-    return losses + jnp.where(wrong, jnp.nan, 0).astype(losses.dtype)
+    return losses + nan_where(wrong, 0).astype(losses.dtype)
 
 
 def _either(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:

@@ -15,6 +15,7 @@ from jaxnorm.ops.cross_entropy.formula import IGNORED
 from jaxnorm.ops.cross_entropy.linear import LinearCrossEntropy, Operands
 from jaxnorm.ops.cross_entropy.linear_checks import check_bias, check_classes, check_kernel, check_row_weights
 from jaxnorm.ops.cross_entropy.product import only_what_is_read
+from jaxnorm.ops.mask import nan_where
 from jaxnorm.ops.misuse import explained
 from jaxnorm.ops.options import Implementation
 from jaxnorm.primitive import broadcast
@@ -219,7 +220,7 @@ class _Rows(NamedTuple):
 
 def _wrong(spec: LinearCrossEntropy, rows: _Rows) -> jax.Array:
     """What is added to the loss of a row whose label is no class."""
-    return jnp.where(rows.is_wrong, jnp.nan, 0).astype(spec.compute_dtype)
+    return nan_where(rows.is_wrong, 0).astype(spec.compute_dtype)
 
 
 def _reduced(spec: LinearCrossEntropy, rows: _Rows, operands: Operands, reduction: str) -> jax.Array:

@@ -10,6 +10,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
 from jaxnorm.native import compat, jet
+from jaxnorm.ops.mask import nan_where
 from jaxnorm.ops.quantize.checks import SMALLEST_SCALE
 from jaxnorm.primitive import lowering
 from jaxnorm.quantization import Quantization
@@ -56,7 +57,7 @@ def largest_magnitude(v: jax.Array, axes: tuple[int, ...]) -> jax.Array:
 
     def with_nan(v: jax.Array) -> jax.Array:
         # XLA for a CPU (JAX 0.10) loses a NaN in the maximum of a long row.
-        return jnp.where(jnp.any(jnp.isnan(v), axes, keepdims=True), jnp.nan, of_numbers(v))
+        return of_numbers(v) + nan_where(jnp.any(jnp.isnan(v), axes, keepdims=True), 0)
 
     largest: jax.Array = lax.platform_dependent(v, cpu=with_nan, default=of_numbers)
     return largest

@@ -75,9 +75,8 @@ def softmax(spec: Softmax, operands: Operands) -> tuple[Results, Statistics]:
     x, *mask = operands
     counts, scale = counted(spec, x, Mask(*mask)), spec.logits
     e = exponentials(spec, scale, scale.w(_wide(spec, x, counts)), counts)
-    # A row in which no column counts is one of zeros.
-    whole = e.sum
-    y = only(counts, e.each / jnp.where(whole == 0, jnp.where(e.top == -jnp.inf, 1, jnp.nan), whole))
+    # A row in which no column counts is one of zeros; one of nothing but -inf is no number.
+    y = only(counts, e.each / jnp.where(e.top == -jnp.inf, 1, e.sum))
     return Results(y.astype(spec.out_dtype)), ()
 
 
