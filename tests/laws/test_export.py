@@ -5,9 +5,10 @@ from functools import partial
 import exporting
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from cases import assert_close, assert_near, bits
-from coverage import over
+from cases import assert_close, assert_near, bits, draw_x
+from coverage import cover, over
 from exporting import PLATFORMS, exported
 from hlo import count_native_calls
 from jax import export
@@ -15,6 +16,7 @@ from native import is_built
 from op import rows
 from ops import ADDED, EACH, GATED, NORMS, OPS, PER_HEAD, QUANTIZED
 
+import jaxnorm
 from jaxnorm import Quantized
 
 pytestmark = pytest.mark.jax_version
@@ -107,6 +109,24 @@ def test_a_program_for_heads_before_an_axis_of_unknown_size(op):
     args = op.draw(op.small._replace(dims=(4, 3, 64), weights=(4, 1, 64)))
     assert count_native_calls(program.mlir_module()) == {}
     assert_same(op, program.call(*args), jax.jit(op.gradient())(*args))
+
+
+@cover(
+    name=["softmax", "log_softmax"],
+    mask=[
+        *({"window": 3}, {"offset": -2}, {"offset": 2, "window": 3}, {"offset": -2, "window": 2**40}),
+        *({"offset": np.array([-2, 1]), "window": 3}, {"offset": np.array([-2, 1])}),
+    ],
+    implementation=[None, "jnp"],
+)
+def test_a_mask_of_an_unknown_number_of_queries(name, mask, implementation):
+    of = jax.jit(partial(getattr(jaxnorm, name), causal=True, implementation=implementation, **mask))
+    gradient = jax.jit(jax.grad(lambda x: jnp.sum(jnp.sin(jnp.exp(of(x))))))
+    x = draw_x((2, 7, 16))
+    for function in (of, gradient):
+        types = jax.ShapeDtypeStruct(export.symbolic_shape("2, queries, 16"), "float32")
+        program = export.export(function, platforms=PLATFORMS)(types)
+        np.testing.assert_allclose(program.call(x), function(x), rtol=2e-6, atol=2e-6)
 
 
 def lowered_for(op, platform):

@@ -104,6 +104,29 @@ def seen(shape, offset, window):
     return np.broadcast_to((keys <= last) & (True if window is None else keys > last - window), shape)
 
 
+# jax.numpy makes 32 bits of NumPy's 64, in which these are others.
+WIDE = {
+    "scalar": (np.int64(2**63 - 1), [0, 1, 2, 3, 4, 5, 6, 7]),
+    "least": (np.int64(-(2**63)), []),
+    "unsigned": (np.uint64(2**64 - 1), [0, 1, 2, 3, 4, 5, 6, 7]),
+    "2**32": (np.array([2**32, 2**33 + 5]), [0, 1, 2, 3, 4, 5, 6, 7]),
+    "-2**32": (np.array([-(2**32), -(2**63)]), []),
+    "unsigned array": (np.array([2**32, 2**64 - 1], np.uint64), [0, 1, 2, 3, 4, 5, 6, 7]),
+    "array of no axes": (np.array(-(2**32)), []),
+    "16 bits": (np.array([-(2**15), -8], np.int16), []),
+    "8 bits": (np.array([255, 8], np.uint8), [0, 1, 2, 3, 4, 5, 6, 7]),
+}
+
+
+@cover(name=list(OURS), case=WIDE, window=[None, 2**40, np.int64(2**62)], implementation=["native", "jnp"])
+def test_an_offset_of_numpy(name, case, window, implementation):
+    offset, seen = case
+    x = draw_x((2, 4, 8))
+    y = OURS[name](x, causal=True, offset=offset, window=window, implementation=implementation)
+    where = np.isin(np.arange(8), seen)
+    np.testing.assert_array_equal(y, OURS[name](x, where=where, implementation=implementation))
+
+
 @pytest.mark.on_emulator
 @cover(name=list(OURS), offset=OFFSETS, window=[None, 1, 3, 2**40], with_where=[False, True], traced=[False, True])
 def test_offset_and_window(name, offset, window, with_where, traced):

@@ -11,7 +11,7 @@ from jaxnorm.ops import checks
 from jaxnorm.ops.mask import Mask, check_booleans, does_not_broadcast, fitted
 from jaxnorm.primitive import broadcast, weights
 
-_MOST_OFFSET = 2**30  # beyond it an offset counts as this
+_LEAST_OFFSET, _MOST_OFFSET = 1 - 2**31, 2**30  # beyond them an offset counts as these, and no sum of it wraps
 
 
 class Causal(NamedTuple):
@@ -55,13 +55,16 @@ def _seen(function: str, given: Causal, x: jax.Array, axes: tuple[int, ...]) -> 
     lengths = lax.broadcasted_iota(jnp.int32, shape, x.ndim - 2) + 1
     lengths = checks.sharded_along(function, "causal", lengths, "x", x, broadcast.dim_map(shape))
     if isinstance(offset, int):
-        most = max(-x.shape[-2], min(offset, _MOST_OFFSET))
+        most = max(_LEAST_OFFSET, min(offset, _MOST_OFFSET))
         lengths = lengths + most if most else lengths
     else:
         most = _MOST_OFFSET
         lengths, offset = broadcast.alike(x, lengths, _offset_by_rows(function, offset, x))
         lengths = broadcast.fitted(x, lengths + offset)
-    return Mask(None, lengths, None if window is None or window >= x.shape[-2] + most else lengths - window)
+    queries = x.shape[-2]  # it may be symbolic
+    if window is None or (isinstance(queries, int) and window >= queries + most):
+        return Mask(None, lengths)
+    return Mask(None, lengths, jnp.maximum(lengths, 0) - min(window, np.iinfo(np.int32).max))
 
 
 def _window(function: str, value: object) -> int | None:
@@ -74,8 +77,12 @@ def _window(function: str, value: object) -> int | None:
 
 
 def _number_or_array(function: str, value: object) -> int | jax.Array:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
+    if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
+        return int(value)
+    if isinstance(value, np.ndarray) and value.dtype.kind in "iu":
+        # Of integers of 64 bits jax.numpy makes others of 32, which wrap.
+        least = 0 if value.dtype.kind == "u" else max(_LEAST_OFFSET, int(np.iinfo(value.dtype).min))
+        value = np.clip(value, least, min(_MOST_OFFSET, int(np.iinfo(value.dtype).max))).astype(np.int32)
     if not checks.is_array(value) or not jnp.issubdtype((offset := jnp.asarray(value)).dtype, np.integer):
         got = getattr(value, "dtype", None) or repr(value)
         raise TypeError(f"{function}: offset must be an int or an array of integers, got {got}.")
@@ -92,7 +99,6 @@ def _offset_by_rows(function: str, offset: jax.Array, x: jax.Array) -> jax.Array
         )
     offset = lax.expand_dims(offset, range(offset.ndim, x.ndim))
     offset = offset.astype(np.int32) if offset.dtype.itemsize < 4 else offset
-    # Below minus queries no query has a key.
-    least = 0 if jnp.issubdtype(offset.dtype, np.unsignedinteger) else -x.shape[-2]
+    least = 0 if jnp.issubdtype(offset.dtype, np.unsignedinteger) else _LEAST_OFFSET
     offset = jnp.clip(offset, least, _MOST_OFFSET).astype(np.int32)
     return checks.sharded_along(function, "offset", offset, "x", x, broadcast.dim_map(offset.shape))
