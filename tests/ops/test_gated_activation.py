@@ -217,3 +217,37 @@ def test_the_exact_gelu_keeps_its_digits(implementation):
     v = np.asarray(gate, np.float64)
     exact = v * np.vectorize(math.erfc)(-v / math.sqrt(2)) / 2
     assert np.max(np.abs(y - exact) / np.maximum(np.abs(exact), 1e-30)) <= FLOAT32
+
+
+# Where a slope is 0 or 1, no product on the way to it may be 0 times infinity.
+@pytest.mark.on_emulator
+@cover(
+    activation=["silu", "gelu", "gelu_exact", "sigmoid"],
+    dtype=["float32", "bfloat16", "float16"],
+    mode=["forward", "reverse"],
+    implementation=["native", "jnp"],
+)
+def test_slopes_at_huge_gates(activation, dtype, mode, implementation):
+    of = jax.jit(lambda x: jaxnorm.gated_activation(x, activation=activation, axis=-2, implementation=implementation))
+    most = np.log10(float(jnp.finfo(dtype).max)) - 0.1
+    gate = jnp.asarray(np.outer([1, -1], np.logspace(1.5, most, 512)).ravel(), dtype)
+    x, only_gate = jnp.stack([gate, jnp.ones_like(gate)]), jnp.stack([jnp.ones_like(gate), jnp.zeros_like(gate)])
+    of_mode = {
+        "forward": lambda: jax.jvp(of, (x,), (only_gate,))[1],
+        "reverse": lambda: jax.vjp(of, x)[1](jnp.ones_like(gate))[0][0],
+    }
+    slope = of_mode[mode]()
+    expected = np.zeros(gate.shape) if activation == "sigmoid" else np.asarray(gate > 0, float)
+    np.testing.assert_allclose(np.asarray(slope, np.float64), expected, atol=1e-6)
+
+
+@pytest.mark.on_emulator
+@cover(activation=["silu", "gelu", "gelu_exact", "relu2", "sigmoid"], value=[np.nan, np.inf, -np.inf], at=[0, 1])
+def test_gradients_of_what_is_not_finite_have_one_rule(activation, value, at):
+    x = draw("x", (2, 64)).at[at, ::3].set(value)
+    gradients = [
+        jax.grad(lambda x, i=i: jaxnorm.gated_activation(x, activation=activation, axis=-2, implementation=i).sum())(x)
+        for i in ("native", "jnp")
+    ]
+    native, formula = (np.where(np.isfinite(g), 0, g) for g in map(np.asarray, gradients))
+    np.testing.assert_array_equal(native, formula)

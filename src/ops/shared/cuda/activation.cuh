@@ -65,9 +65,9 @@ struct PassesAll {
   __device__ static float through(float d, float) { return d; }
 };
 
-// Nothing passes where v is not positive, an infinity neither.
+// Nothing passes where v is at most 0, an infinity neither.
 struct PassesWherePositive {
-  __device__ static float through(float d, float v) { return v > 0.0f ? d : 0.0f; }
+  __device__ static float through(float d, float v) { return v <= 0.0f ? 0.0f : d; }
 };
 
 struct Identity : PassesAll {
@@ -145,7 +145,9 @@ struct Gelu : PassesAll {
   __device__ static Activated with_slope(float v) {
     const float square = v * v;
     const Logistic s = sigmoid_of<X>(v, square);
-    return {v * s.value, fmaf(v * fmaf(square, 3.0f * kCubic, kRoot), s.value * s.complement, s.value)};
+    // What it multiplies is 0 beyond, and would be no number with an infinity.
+    const float w_slope = fmaf(square > 1e6f ? 1e6f : square, 3.0f * kCubic, kRoot);
+    return {v * s.value, fmaf(v * (s.value * s.complement), w_slope, s.value)};
   }
 };
 
