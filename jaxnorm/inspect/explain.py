@@ -117,11 +117,13 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     if not callable(function):
         raise TypeError(f"explain: the first argument must be a function, got {_in_words(function)}")
     found: list[tuple[source.Line | None, Norm]] = []
+    caller = source.line_of_user()
 
     def hear(formula: fallback.Formula) -> None:
         reason = f"{formula.reason}{_context(formula)}" if formula.reason == fallback.ASKED_FOR else formula.reason
         call = Described(formula.name, formula.operands, formula.direction, lambda _: reason)
-        found.append((formula.line, _norm(formula.line, call)))
+        line = formula.line or caller
+        found.append((line, _norm(line, call)))
 
     with _run(object()), fallback.listening(hear):
         if isinstance(function, type(jax.jit(function))):
@@ -129,7 +131,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
         else:
             arrays, traceable = of_arrays(function, args, kwargs)
             traced = jax.jit(traceable).trace(arrays)
-    found += _bound(traced.jaxpr)
+    found += _bound(traced.jaxpr, caller)
     found.sort(key=lambda both: both[0] or ("",))
     return Explanation(dict.fromkeys(norm for _, norm in found))
 
@@ -157,15 +159,15 @@ def _in_words(value: Any) -> str:
     return f"{type(value).__name__}; {remedy}."
 
 
-def _bound(jaxpr: Any) -> Iterator[tuple[source.Line | None, Norm]]:
-    """The calls that are primitives, at any depth."""
+def _bound(jaxpr: Any, outer: source.Line | None) -> Iterator[tuple[source.Line | None, Norm]]:
+    """The calls that are primitives, at any depth. Those in which there is no line of the user have the outer one."""
     for equation in jaxpr.eqns:
+        line = source.line_of_user(equation.source_info.traceback) or outer
         if equation.primitive in DESCRIBERS:
             call = DESCRIBERS[equation.primitive](*(var.aval for var in equation.invars), **equation.params)
-            line = source.line_of_user(equation.source_info.traceback)
             yield line, _norm(line, call)
         for inner in _jaxprs(equation.params.values()):
-            yield from _bound(inner)
+            yield from _bound(inner, line)
 
 
 def _jaxprs(values: Iterable[Any]) -> Iterator[Any]:

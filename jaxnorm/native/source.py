@@ -42,8 +42,8 @@ def _not_users() -> tuple[tuple[str, ...], str]:
 
     def directory(package: str) -> str:
         spec = importlib.util.find_spec(package)
-        return os.path.join(os.path.dirname(str(spec.origin)), "") if spec else "no Flax"
+        return os.path.join(os.path.dirname(str(spec.origin)), "") if spec else f"no {package}"
 
     flax = directory("flax")
-    packages = map(directory, ("jax", "jaxlib", "jaxnorm"))
+    packages = map(directory, ("jax", "jaxlib", "jaxnorm", "keras", "equinox"))
     return (*packages, contextlib.__file__, f"{flax}linen/module.py"), flax

@@ -8,6 +8,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import equinox as eqx
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxnorm
+import jaxnorm.equinox
 from jaxnorm import info
 from jaxnorm import linen as jaxnorm_linen
 from jaxnorm import nnx as jaxnorm_nnx
@@ -400,3 +402,18 @@ def test_more_rows_than_a_grid(name, way):
     on_cuda = [run for norm in explanation for run in norm.runs if run.platform == "cuda"]
     assert on_cuda
     assert all(run.implementation == "formula" and "2147483648 rows" in run.why for run in on_cuda)
+
+
+def test_a_function_of_jaxnorm_has_the_line_of_explain():
+    (norm,) = jaxnorm.explain(jaxnorm.rms_norm, jnp.ones((2, 8)))
+    assert norm.line.endswith("(test_a_function_of_jaxnorm_has_the_line_of_explain)")
+
+
+def test_a_layer_of_equinox_has_the_users_line():
+    model = eqx.filter_jit(eqx.nn.Sequential([jaxnorm.equinox.RMSNorm(8)]))
+
+    def program(x):
+        return model(x)
+
+    (norm,) = jaxnorm.explain(program, jnp.ones(8))
+    assert norm.line.endswith("program)")
