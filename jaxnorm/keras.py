@@ -13,7 +13,7 @@ try:
     import keras
 except ModuleNotFoundError as error:
     if error.name == "keras":
-        raise ImportError("jaxnorm.keras needs Keras 3: pip install 'jaxnorm[keras]'") from error
+        raise ImportError("jaxnorm.keras needs Keras 3: pip install 'keras>=3.15'") from error
     if error.name not in ("tensorflow", "torch", "openvino"):
         raise
     raise ImportError(

@@ -3,7 +3,7 @@
 import importlib.util
 
 if importlib.util.find_spec("equinox") is None:
-    raise ImportError("jaxnorm.equinox needs Equinox: pip install 'jaxnorm[equinox]'")
+    raise ImportError("jaxnorm.equinox needs Equinox: pip install 'equinox>=0.13'")
 
 from jaxnorm.equinox.linear import QuantizedLinear
 from jaxnorm.equinox.norms import GroupNorm, LayerNorm, RMSNorm

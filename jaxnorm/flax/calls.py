@@ -29,7 +29,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "flax":
         raise
-    raise ImportError("jaxnorm.nnx and jaxnorm.linen need Flax: pip install 'jaxnorm[flax]'") from error
+    raise ImportError("jaxnorm.nnx and jaxnorm.linen need Flax: pip install 'flax>=0.12.7'") from error
 
 
 class FlaxNorm(Protocol):
