@@ -50,7 +50,7 @@ def float8_linears(
     compute = partial(_dense, check_recipe("float8_linears", recipe))
     remedy = ": give this one dot_general=recipe.dot_general"
     change = linen_layers.Change("computed in float8", (linen.Dense,), compute, linen_layers.why_left, remedy)
-    return linen_layers.changed(change, only)
+    return linen_layers.changed(change, only, recipe)
 
 
 def _dense(recipe: Float8Recipe, module: Any, x: Any) -> jax.Array:

@@ -1,7 +1,7 @@
 """Which linear layers of models of `flax.linen` are computed in another way, and why others are left to Flax."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -26,11 +26,25 @@ class Change(NamedTuple):
     remedy: str = ""  # for a DenseGeneral that is left
 
 
+# What the contexts around here change: a part of the key by which JAX caches what it has traced, local to a thread.
+_changes = jax.make_user_context(())
+
+
 @contextlib.contextmanager
-def changed(change: Change, only: replacement.Only | None) -> Iterator[replacement.Report]:
-    """Computes the layers of all models that are called within so, and has them in a report."""
-    report = replacement.Report()
-    with linen.intercept_methods(_interceptor(report, change, only)):
+def intercepted(interceptor: Callable[..., Any], key: Hashable) -> Iterator[None]:
+    """`linen.intercept_methods`; within, `jax.jit` takes no program that was traced where no such key was in force."""
+    with linen.intercept_methods(interceptor), _changes((*_changes.value, key)):
+        yield
+
+
+@contextlib.contextmanager
+def changed(change: Change, only: replacement.Only | None, key: Hashable) -> Iterator[replacement.Report]:
+    """Computes the layers of all models that are called within so, and has them in a report.
+
+    What is traced may serve where `done`, `only` and the key are the same.
+    """
+    report = replacement.Report(where=replacement.TRACED)
+    with intercepted(_interceptor(report, change, only), (change.done, only, key)):
         yield report
 
 

@@ -64,7 +64,7 @@ def quantized_linears(
     def why_left(layer: Any, x: Any) -> str | None:
         return None if is_quantised(layer) else "its kernel is not quantised"
 
-    return linen_layers.changed(Change("quantised", LAYERS, compute, why_left), only)
+    return linen_layers.changed(Change("quantised", LAYERS, compute, why_left), only, activations)
 
 
 def is_quantised(layer: Any) -> bool:

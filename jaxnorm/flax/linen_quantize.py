@@ -162,7 +162,7 @@ def _chosen(
     def trace(change: Change, only: Any, params: Any) -> replacement.Report:
         def run(params: Any, *args: Any, **kwargs: Any) -> None:
             # Within, those that are quantised already.
-            with linen_layers.changed(change, only) as report, quantized_linears():
+            with linen_layers.changed(change, only, object()) as report, quantized_linears():
                 module.apply(_with_params(variables, params), *args, **kwargs)
             reports.append(report)
 

@@ -12,6 +12,7 @@ from jaxnorm.flax import known, replacement
 from jaxnorm.flax.calls import linen
 from jaxnorm.flax.formula import Own
 from jaxnorm.flax.linen_groups import GroupNorm, InstanceNorm
+from jaxnorm.flax.linen_layers import intercepted
 from jaxnorm.flax.linen_norms import LayerNorm, RMSNorm
 
 # Flax's norms, and what computes a call of each.
@@ -39,8 +40,9 @@ def replace_norms(custom: replacement.Custom | None = None) -> contextlib._Gener
     Left to their own code are norms of other kinds, classes with a `__call__` of their own, and calls that no kernel
     serves, as with a mask. Of calls that are alike, the report has one.
 
-    What counts is where a program is traced. What `jax.jit` has compiled before runs as it was compiled, and what is
-    compiled within stays so afterwards: enter this in the function that is jitted, around `apply`.
+    What counts is where a program is traced. `jax.jit` keeps programs of different contexts apart: what it traced outside
+    it traces again within. What it traced in another context with the same arguments serves here too, so that this
+    report does not have it.
 
     Args:
       custom: classes of the model's own, and for each the function of a module and its arguments that computes it. It
@@ -62,10 +64,11 @@ def replace_norms(custom: replacement.Custom | None = None) -> contextlib._Gener
 
 @contextlib.contextmanager
 def _replacing(custom: Any) -> Iterator[replacement.Report]:
-    report, classes = replacement.Report(), set[type]()
-    with linen.intercept_methods(_interceptor(report, custom, classes)):
+    report, classes = replacement.Report(where=replacement.TRACED), set[type]()
+    with intercepted(_interceptor(report, custom, classes), ("replaced", frozenset(custom.items()))):
         yield report
-    report.name_unused(custom, classes)
+    if classes:
+        report.name_unused(custom, classes)
 
 
 def _interceptor(report: replacement.Report, custom: Any, classes: set[type]) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxnorm.native import ffi
 
 Path = tuple[Any, ...]  # of attributes and indices
+TRACED = " in what was traced within"  # of contexts: what was compiled in one like it is not
 # From classes of norms to the functions of a module and its arguments that compute them.
 Custom = Mapping[type, Callable[..., Any]]
 Only = Callable[[Path, Any], bool]  # of the path of a module and the module
@@ -50,6 +51,7 @@ class Report:
     left: list[Left] = dataclasses.field(default_factory=list)
     within: list[Within] = dataclasses.field(default_factory=list)
     done: str = "replaced"  # what was done to them, in eight letters
+    where: str = ""  # what an empty report is about
     unused: list[type] = dataclasses.field(default_factory=list)
 
     def add(self, path: Path, cls: type, why: str | None) -> None:
@@ -84,8 +86,12 @@ class Report:
             for path, cls, block, why in self.within
         ]
         left = [f"left      {_named(path)}: {cls.__name__}: {why}" for path, cls, why in self.left]
-        unused = [f"unused    custom: {cls.__name__}: there is no module of this class" for cls in self.unused]
-        return "\n".join([*replaced, *within, *left, *unused]) or f"nothing to {self.done.removesuffix('d')}"
+        unused = [
+            f"unused    custom: {cls.__name__}: there is no module of this class{self.where}" for cls in self.unused
+        ]
+        return (
+            "\n".join([*replaced, *within, *left, *unused]) or f"nothing to {self.done.removesuffix('d')}{self.where}"
+        )
 
 
 def _is_of_blocks(function: Any) -> bool:

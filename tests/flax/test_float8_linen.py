@@ -249,7 +249,7 @@ def test_a_dot_general_of_einsum():
 def test_a_report_of_nothing():
     with float8_linears() as report:
         flax.linen.LayerNorm().init(jax.random.key(0), draw_x(DIMS))
-    assert str(report) == "nothing to replace"
+    assert str(report) == "nothing to replace in what was traced within"
 
 
 def test_errors():

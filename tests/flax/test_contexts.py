@@ -1,0 +1,111 @@
+"""The contexts of `jaxnorm.linen`: `jax.jit` keeps apart what it has traced in each."""
+
+import threading
+from contextlib import ExitStack
+
+import flax.linen
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxnorm import Float8Recipe, linen
+
+X = jnp.ones((4, 32))
+TRACED: list[flax.linen.Module] = []
+
+
+class Model(flax.linen.Module):
+    """Its second half is traced by itself."""
+
+    @flax.linen.compact
+    def __call__(self, x):
+        TRACED.append(self)
+        return flax.linen.jit(Part)(name="part")(flax.linen.Dense(32)(flax.linen.RMSNorm()(x)))
+
+
+class Part(flax.linen.Module):
+    @flax.linen.compact
+    def __call__(self, x):
+        return flax.linen.Dense(32)(flax.linen.LayerNorm()(x))
+
+
+def quantized(variables):
+    return linen.quantize_linears(Model(), variables, X, weights=jnp.int8)[0]
+
+
+def nothing(norm, x):
+    return x
+
+
+CONTEXTS = {
+    "replace_norms": linen.replace_norms,
+    "a mapping": lambda: linen.replace_norms({flax.linen.RMSNorm: nothing}),
+    "float8_linears": linen.float8_linears,
+    "another recipe": lambda: linen.float8_linears(Float8Recipe(save="inputs")),
+    "only": lambda: linen.float8_linears(only=is_first),
+    "quantized_linears": linen.quantized_linears,
+    "quantized inputs": lambda: linen.quantized_linears(jnp.int8),
+}
+
+
+def is_first(path, module):
+    return path == ("Dense_0",)
+
+
+def start():
+    return jax.jit(lambda variables: Model().apply(variables, X)), Model().init(jax.random.key(0), X)
+
+
+def within(step, variables, *names):
+    """What the contexts' reports have, and the program."""
+    with ExitStack() as stack:
+        reports = [stack.enter_context(CONTEXTS[name]()) for name in names]
+        if any(name.startswith("quantized") for name in names):
+            variables = quantized(variables)
+        program = str(step.trace(variables).jaxpr)
+    return [report.replaced for report in reports], program
+
+
+@pytest.mark.parametrize("first", [None, "replace_norms", "float8_linears"])
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_a_program_is_traced_in_each_context(name, first):
+    step, variables = start()
+    fresh = within(*start(), name)
+    assert all(fresh[0])
+    within(step, variables, *([first] if first else []))
+    if first != name:
+        assert within(step, variables, name) == fresh
+    assert within(step, variables)[1] == within(*start())[1] != fresh[1]
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_equal_contexts_share_a_program(name):
+    step, variables = start()
+    if name.startswith("quantized"):
+        variables = quantized(variables)
+    TRACED.clear()
+    for turn in range(3):
+        with CONTEXTS[name]() as report:
+            jax.eval_shape(step, variables)
+        assert bool(report.replaced) == (turn == 0)
+    assert len(TRACED) == 1
+    assert str(report) == "nothing to replace in what was traced within"
+
+
+@pytest.mark.parametrize("names", [("replace_norms", "float8_linears"), ("float8_linears", "replace_norms")])
+def test_contexts_nest(names):
+    step, variables = start()
+    for inner in names:
+        within(step, variables, inner)
+    assert within(step, variables, *names) == within(*start(), *names)
+
+
+def test_a_context_is_of_its_thread():
+    step, variables = start()
+    found = {}
+    with linen.replace_norms():
+        thread = threading.Thread(target=lambda: found.update(other=within(step, variables)[1]))
+        thread.start()
+        thread.join()
+        assert within(step, variables)[1] != found["other"]
+    assert within(step, variables)[1] == found["other"]
