@@ -40,9 +40,9 @@ def replace_norms(custom: replacement.Custom | None = None) -> contextlib._Gener
     Left to their own code are norms of other kinds, classes with a `__call__` of their own, and calls that no kernel
     serves, as with a mask. Of calls that are alike, the report has one.
 
-    What counts is where a program is traced. `jax.jit` keeps programs of different contexts apart: what it traced outside
-    it traces again within. What it traced in another context with the same arguments serves here too, so that this
-    report does not have it.
+    What counts is where a program is traced. `jax.jit` keeps programs of different contexts apart: what it traced
+    outside it traces again within. What it traced in another context with the same arguments serves here too, so that
+    this report does not have it.
 
     Args:
       custom: classes of the model's own, and for each the function of a module and its arguments that computes it. It

@@ -87,7 +87,8 @@ class Forward(Rules):
             results = functools.partial(self._results, tree=tree, spec=spec, with_stats=with_stats)
             parts: Sequence[Any] = mlir.lower_fun(lambda *values: results(forward, values))(ctx, *leaves)
             return parts
-        ctx, leaves = lowering.replaced(functools.partial(self._as_read, spec, tree), ctx, leaves)
+        if self.op.factor is not None:
+            ctx, leaves = lowering.replaced(functools.partial(self._as_read, spec, tree), ctx, leaves)
         normalised = self._normalised(operands := self._operands(tree, ctx.avals_in))
         rows, cols = rows_and_cols(spec, normalised)
         target = f"{native.name(spec)}_fwd"
@@ -116,9 +117,10 @@ class Forward(Rules):
         operands = self._operands(tree, leaves)
         names = [name for name, _ in leaves_of(operands) if self.is_weight(name)]
         if self.op.factor in names:
-            given = [getattr(operands, name) for name in names]
-            of_one_type = weights.of_one_type(jax.typeof(operands[0]), spec.row_ndim, given)
-            operands = operands._replace(**dict(zip(names, of_one_type, strict=True)))
+            read = weights.of_one_type(
+                jax.typeof(operands[0]), spec.row_ndim, [getattr(operands, name) for name in names]
+            )
+            operands = operands._replace(**dict(zip(names, read, strict=True)))
         return jax.tree.leaves(tuple(operands))
 
     def _place_of_carrier(self, spec: RowSpec, operands: Record) -> int | None:

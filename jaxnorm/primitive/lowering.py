@@ -115,10 +115,10 @@ def zeros(ctx: Any, aval: Any) -> Any:
     return value
 
 
-def replaced(function: Callable[..., list[Any]], ctx: Any, values: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+def replaced(function: Callable[..., list[Any]], ctx: Any, values: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
     """What jax.numpy makes of a call's operands, in their place in the program that is lowered."""
     avals = jax.make_jaxpr(function)(*ctx.avals_in).out_avals
-    return ctx.replace(avals_in=avals), mlir.lower_fun(function)(ctx.replace(avals_out=avals), *values)
+    return ctx.replace(avals_in=avals), tuple(mlir.lower_fun(function)(ctx.replace(avals_out=avals), *values))
 
 
 def register_inner(
