@@ -29,33 +29,28 @@ class Formula(NamedTuple):
     sloped: Callable[[jax.Array, jax.Array], jax.Array]  # (d, v) -> d times the slope at v
 
 
-def _formula(of: Callable[[jax.Array], jax.Array], sloped: Callable[[jax.Array, jax.Array], jax.Array]) -> Formula:
-    """With one rule of the slope for every derivative: that of kernels."""
-    value: Any = jax.custom_jvp(of)
-    value.defjvp(lambda primals, dots: (value(*primals), sloped(*dots, *primals)))
-    return Formula(value, sloped)
-
-
-def _times_logistic(w: Callable[[jax.Array], jax.Array], w_slope: Callable[[jax.Array], jax.Array | float]) -> Formula:
+def _times_logistic(w: Callable[[jax.Array], jax.Array], v_w_slope: Callable[[jax.Array], jax.Array]) -> Formula:
     """v * logistic(w(v)). 1 - logistic(w) is logistic(-w), which loses nothing where it is small."""
-
-    def sloped(d: jax.Array, v: jax.Array) -> jax.Array:
-        # Beyond these the slope is 0 or 1: of a larger v a product would be 0 times infinity. v itself may be infinite.
-        near = jnp.clip(v, -1e3, 1e3)
-        share, rest = lax.logistic(w(near)), lax.logistic(-w(near))
-        return d * (share + v * (share * rest) * w_slope(near))
-
-    return _formula(lambda v: v * lax.logistic(w(v)), sloped)
+    return Formula(
+        lambda v: v * lax.logistic(w(v)),
+        lambda d, v: d * lax.logistic(w(v)) * (1 + v_w_slope(v) * lax.logistic(-w(v))),
+    )
 
 
-def _relu(v: jax.Array) -> jax.Array:
-    """As `jax.nn.relu`, which `jax.experimental.jet` cannot take: NaN stays, and the slope at 0 is 0."""
-    return jnp.where(v <= 0, 0, v)
+def _of_near(w: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+    """w of v, or of a bound beyond which logistic(w) is 0 or 1: its slope is 0 there, and not that times infinity."""
+    # `jax.experimental.jet` cannot take `jnp.clip`.
+    return lambda v: w(jnp.where(v > 64, 64, jnp.where(v < -64, -64, v)))
+
+
+def _relu(v: jax.Array, power: int = 1) -> jax.Array:
+    """As `jax.nn.relu`, which `jax.experimental.jet` cannot take: NaN stays, and the slope at 0 and NaN is 0."""
+    return jnp.where(jnp.isnan(v), lax.stop_gradient(v), jnp.where(v > 0, v, 0) ** power)
 
 
 def _where_positive(d: jax.Array, v: jax.Array) -> jax.Array:
-    """d where v is positive or NaN: nothing passes elsewhere, an infinity neither."""
-    return jnp.where(v <= 0, jnp.zeros_like(d), d)
+    """d where v is positive: nothing passes elsewhere, an infinity neither."""
+    return jnp.where(v > 0, d, jnp.zeros_like(d))
 
 
 # By powers of s from -0.5 to 0.5 the share of the normal distribution below s - 1, off by 4e-9 of it at most: the least
@@ -82,13 +77,15 @@ def _normal(v: jax.Array) -> jax.Array:
 
 FORMULAS: dict[str | None, Formula] = {
     None: Formula(lambda v: v, lambda d, _: d),
-    "silu": _times_logistic(lambda v: v, lambda _: 1.0),
-    "sigmoid": _formula(lax.logistic, lambda d, v: d * lax.logistic(v) * lax.logistic(-v)),
-    "relu": _formula(_relu, _where_positive),
-    "relu2": _formula(lambda v: jnp.square(_relu(v)), lambda d, v: _where_positive(d * (2 * v), v)),
+    "silu": _times_logistic(lambda v: v, lambda v: v),
+    "sigmoid": Formula(lax.logistic, lambda d, v: d * lax.logistic(v) * lax.logistic(-v)),
+    "relu": Formula(_relu, _where_positive),
+    "relu2": Formula(lambda v: _relu(v, 2), lambda d, v: _where_positive(d * (2 * v), v)),
     # With tanh, as `jax.nn.gelu` writes it, a small result would lose its digits in a sum with 1.
-    "gelu": _times_logistic(lambda v: _ROOT * (v + _CUBIC * v**3), lambda v: _ROOT * (1 + 3 * _CUBIC * v**2)),
-    "gelu_exact": _formula(
+    "gelu": _times_logistic(
+        _of_near(lambda v: _ROOT * (v + _CUBIC * v**3)), _of_near(lambda v: _ROOT * (v + 3 * _CUBIC * v**3))
+    ),
+    "gelu_exact": Formula(
         lambda v: v * _normal(v), lambda d, v: d * (_normal(v) + v * (jnp.exp(-0.5 * v**2) / math.sqrt(2 * math.pi)))
     ),
 }

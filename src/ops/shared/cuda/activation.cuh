@@ -65,9 +65,9 @@ struct PassesAll {
   __device__ static float through(float d, float) { return d; }
 };
 
-// Nothing passes where v is at most 0, an infinity neither.
+// Nothing passes where v is not positive, an infinity neither.
 struct PassesWherePositive {
-  __device__ static float through(float d, float v) { return v <= 0.0f ? 0.0f : d; }
+  __device__ static float through(float d, float v) { return v > 0.0f ? d : 0.0f; }
 };
 
 struct Identity : PassesAll {
@@ -145,9 +145,9 @@ struct Gelu : PassesAll {
   __device__ static Activated with_slope(float v) {
     const float square = v * v;
     const Logistic s = sigmoid_of<X>(v, square);
-    // What it multiplies is 0 beyond, and would be no number with an infinity.
-    const float w_slope = fmaf(square > 1e6f ? 1e6f : square, 3.0f * kCubic, kRoot);
-    return {v * s.value, fmaf(v * (s.value * s.complement), w_slope, s.value)};
+    // Beyond 64 the slope is 0 or 1, and its factor would be infinite.
+    const float near = fminf(fmaxf(v, -64.0f), 64.0f), w_slope = fmaf(near * near, 3.0f * kCubic, kRoot);
+    return {v * s.value, fmaf(near * w_slope, s.value * s.complement, s.value)};
   }
 };
 
