@@ -115,6 +115,8 @@ def _difference(own: Sequence[jax.Array], replaced: Sequence[jax.Array]) -> tupl
     differences = [float(_most(_wide(b) - _wide(a))) for a, b in zip(own, replaced, strict=True)] or [0.0]
     where = int(np.argmax(differences))  # of NaN, the first
     most = differences[where]
+    if largest == 0 and most:  # no part of nothing: infinity, or NaN
+        return most * np.inf, where
     return most / largest if most else most, where
 
 

@@ -206,7 +206,9 @@ def _read(path: str | os.PathLike[str]) -> Tuned:
         raise ValueError(f"Tuned.load: {path} is no file that jaxnorm.tune's save wrote ({error}).") from None
     try:
         options.checked(tuned)
-    except ValueError as error:
+        named = {trial.function for trial in tuned.trials} | {call.partition(" ")[0] for call in tuned.calls}
+        options.checked(dict.fromkeys(named))
+    except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"Tuned.load: {path}: {error}") from None
     return tuned
 

@@ -115,12 +115,10 @@ class Forward(Rules):
     def _as_read(self, spec: RowSpec, tree: Any, *leaves: Any) -> list[Any]:
         """The operands as a kernel reads them: beside a factor all weights are of one type, and so written out here."""
         operands = self._operands(tree, leaves)
-        names = [name for name, _ in leaves_of(operands) if self.is_weight(name)]
-        if self.op.factor in names:
-            read = weights.of_one_type(
-                jax.typeof(operands[0]), spec.row_ndim, [getattr(operands, name) for name in names]
-            )
-            operands = operands._replace(**dict(zip(names, read, strict=True)))
+        given = {name: array for name, array in leaves_of(operands) if self.is_weight(name)}
+        if self.op.factor in given:
+            read = weights.of_one_type(jax.typeof(operands[0]), spec.row_ndim, list(given.values()))
+            operands = operands._replace(**dict(zip(given, read, strict=True)))
         return jax.tree.leaves(tuple(operands))
 
     def _place_of_carrier(self, spec: RowSpec, operands: Record) -> int | None:

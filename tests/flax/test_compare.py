@@ -56,6 +56,24 @@ def test_a_model_whose_norm_is_wrong():
     assert comparison.parameter in ("first.kernel", "first.bias", "norm.scale")
 
 
+class Nothing(flax.nnx.Module):
+    """A norm of which nothing is left."""
+
+    def __init__(self, rngs):
+        self.norm = flax.nnx.RMSNorm(FEATURES, rngs=rngs, scale_init=flax.nnx.initializers.zeros)
+
+    def __call__(self, x):
+        return self.norm(x)
+
+
+@pytest.mark.parametrize("given", [1.0, np.nan])
+def test_a_model_that_gives_zeros(given):
+    model = Nothing(flax.nnx.Rngs(0))
+    jaxnorm.replace_norms(model, {flax.nnx.RMSNorm: lambda norm, x: given + 0 * x * norm.scale[...]})
+    comparison = jaxnorm.compare(model, draw_x(DIMS))
+    assert comparison.outputs == pytest.approx(np.inf if given == 1 else np.nan, nan_ok=True)
+
+
 def test_the_differences_are_those_of_outputs_and_gradients():
     x = draw_x(DIMS)
 
