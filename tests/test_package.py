@@ -34,12 +34,19 @@ def test_no_file_is_long():
 
 def test_no_function_is_long():
     lengths = {
-        f"{name(path)}:{node.name}": node.end_lineno - node.lineno + 1
+        f"{name(path)}:{node.name}": lines_of_code(node)
         for path in PYTHON
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     }
-    assert {function: length for function, length in lengths.items() if length > 60} == {}
+    assert {function: length for function, length in lengths.items() if length > 51} == {}
+
+
+def lines_of_code(function):
+    """Those of a function without its docstring, which has an entry for each argument."""
+    first = function.body[0]
+    described = ast.get_docstring(function) is not None
+    return function.end_lineno - function.lineno + 1 - described * (first.end_lineno - first.lineno + 1)
 
 
 def test_an_op_of_parts_of_others_is_in_few_files():
