@@ -29,18 +29,23 @@ class Formula(NamedTuple):
     sloped: Callable[[jax.Array, jax.Array], jax.Array]  # (d, v) -> d times the slope at v
 
 
-def _times_logistic(w: Callable[[jax.Array], jax.Array], v_w_slope: Callable[[jax.Array], jax.Array]) -> Formula:
+def _times_logistic(w: Callable[[jax.Array], jax.Array], w_slope: Callable[[jax.Array], jax.Array | float]) -> Formula:
     """v * logistic(w(v)). 1 - logistic(w) is logistic(-w), which loses nothing where it is small."""
     return Formula(
         lambda v: v * lax.logistic(w(v)),
-        lambda d, v: d * lax.logistic(w(v)) * (1 + v_w_slope(v) * lax.logistic(-w(v))),
+        lambda d, v: d * (lax.logistic(w(v)) + v * (lax.logistic(w(v)) * lax.logistic(-w(v))) * w_slope(v)),
     )
 
 
 def _of_near(w: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
-    """w of v, or of a bound beyond which logistic(w) is 0 or 1: its slope is 0 there, and not that times infinity."""
-    # `jax.experimental.jet` cannot take `jnp.clip`.
-    return lambda v: w(jnp.where(v > 64, 64, jnp.where(v < -64, -64, v)))
+    """w of v, or of a bound beyond which logistic(w) is 0 or 1 and its slope 0, not 0 times infinity."""
+
+    def of(v: jax.Array) -> jax.Array:
+        # `jax.experimental.jet` cannot take `jnp.clip`. At an infinite v the slope is none, as in `jax.nn`.
+        near = jnp.where(v > 64, 64, jnp.where(v < -64, -64, v))
+        return w(jnp.where(jnp.abs(v) == jnp.inf, v, near))
+
+    return of
 
 
 def _relu(v: jax.Array, power: int = 1) -> jax.Array:
@@ -77,13 +82,13 @@ def _normal(v: jax.Array) -> jax.Array:
 
 FORMULAS: dict[str | None, Formula] = {
     None: Formula(lambda v: v, lambda d, _: d),
-    "silu": _times_logistic(lambda v: v, lambda v: v),
+    "silu": _times_logistic(lambda v: v, lambda _: 1.0),
     "sigmoid": Formula(lax.logistic, lambda d, v: d * lax.logistic(v) * lax.logistic(-v)),
     "relu": Formula(_relu, _where_positive),
     "relu2": Formula(lambda v: _relu(v, 2), lambda d, v: _where_positive(d * (2 * v), v)),
     # With tanh, as `jax.nn.gelu` writes it, a small result would lose its digits in a sum with 1.
     "gelu": _times_logistic(
-        _of_near(lambda v: _ROOT * (v + _CUBIC * v**3)), _of_near(lambda v: _ROOT * (v + 3 * _CUBIC * v**3))
+        _of_near(lambda v: _ROOT * (v + _CUBIC * v**3)), _of_near(lambda v: _ROOT * (1 + 3 * _CUBIC * v**2))
     ),
     "gelu_exact": Formula(
         lambda v: v * _normal(v), lambda d, v: d * (_normal(v) + v * (jnp.exp(-0.5 * v**2) / math.sqrt(2 * math.pi)))

@@ -79,6 +79,7 @@ struct Relu2 : PassesWherePositive {
 struct Gelu : PassesAll {
   static constexpr Activation kName = Activation::gelu;
   static constexpr float kRoot = 0x1.988454p+0f, kCubic = 0.044715f;  // sqrt(8 / pi)
+  static constexpr float kMostSquare = 1e6f;
 
   static Vec w(Vec v) { return v * fma(v * v, broadcast(kRoot * kCubic), broadcast(kRoot)); }
 
@@ -88,12 +89,12 @@ struct Gelu : PassesAll {
   }
 
   static Activated with_slope(Vec v) {
-    // Beyond 64 the slope is 0 or 1, and its factor would be infinite.
-    const Vec near = v > 64 ? broadcast(64) : v < -64 ? broadcast(-64) : v;
-    const Vec w_slope = fma(near * near, broadcast(3 * kRoot * kCubic), broadcast(kRoot));
+    // What it multiplies is 0 beyond, and would be no number with an infinity.
+    const Vec square = v * v > kMostSquare ? broadcast(kMostSquare) : v * v;
+    const Vec w_slope = fma(square, broadcast(3 * kRoot * kCubic), broadcast(kRoot));
     const Vec e = exp_of_minus_magnitude(w(v)), larger = 1 / (1 + e), smaller = e * larger;
-    const Vec sigmoid = v < 0 ? smaller : larger;
-    return {v * sigmoid, fma(near * sigmoid * (v < 0 ? larger : smaller), w_slope, sigmoid)};
+    const Vec sigmoid = v < 0 ? smaller : larger, value = v * sigmoid;
+    return {value, fma(value * (v < 0 ? larger : smaller), w_slope, sigmoid)};
   }
 };
 

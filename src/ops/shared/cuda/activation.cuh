@@ -145,9 +145,9 @@ struct Gelu : PassesAll {
   __device__ static Activated with_slope(float v) {
     const float square = v * v;
     const Logistic s = sigmoid_of<X>(v, square);
-    // Beyond 64 the slope is 0 or 1, and its factor would be infinite.
-    const float near = fminf(fmaxf(v, -64.0f), 64.0f), w_slope = fmaf(near * near, 3.0f * kCubic, kRoot);
-    return {v * s.value, fmaf(near * w_slope, s.value * s.complement, s.value)};
+    // What it multiplies is 0 beyond, and would be no number with an infinity.
+    const float w_slope = fmaf(square > 1e6f ? 1e6f : square, 3.0f * kCubic, kRoot);
+    return {v * s.value, fmaf(v * (s.value * s.complement), w_slope, s.value)};
   }
 };
 
