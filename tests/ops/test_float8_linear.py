@@ -269,3 +269,27 @@ def test_a_norm_in_front():
     exact = jax.grad(lambda *args: (jaxnorm.rms_norm(args[0]) @ args[1]).sum(), (0, 1))(x, kernel)
     for actual, expected in zip((dx, dw), exact, strict=True):
         assert np.linalg.norm(actual - expected) <= 0.1 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("mapped", [(0, None, None), (None, 0, None), (None, None, 0), (None, 0, 0)], ids=str)
+@each_recipe
+def test_gradients_of_mapped_operands_are_those_of_a_loop(recipe, mapped, dtype):
+    for save in ("quantized", "inputs"):
+        of_all = dataclasses.replace(recipe, save=save)
+        shapes = {"x": (8, 16), "kernel": (16, 32), "dy": (8, 32)}
+        arrays = [
+            draw(name, shape if axis is None else (3, *shape), dtype)
+            for (name, shape), axis in zip(shapes.items(), mapped, strict=True)
+        ]
+
+        def gradients(x, kernel, dy, recipe=of_all):
+            return jax.vjp(partial(float8_linear, recipe=recipe), x, kernel)[1](dy)
+
+        examples = [
+            gradients(*(a if axis is None else a[i] for a, axis in zip(arrays, mapped, strict=True))) for i in range(3)
+        ]
+        actual = jax.jit(jax.vmap(gradients, mapped))(*arrays)
+        for of, expected in zip(actual, zip(*examples, strict=True), strict=True):
+            expected = np.stack([wide(e) for e in expected])
+            np.testing.assert_allclose(wide(of), expected, rtol=2.0**-7, atol=2.0**-7 * np.abs(expected).max())

@@ -1,5 +1,6 @@
 """The cross-entropy of a product with a bias, a mask of classes, weights of rows and a traced scale of the logits."""
 
+import math
 from functools import partial
 
 import jax
@@ -235,3 +236,23 @@ def test_exported_for_any_number_of_rows():
 
     program = export.export(step, platforms=("cpu", "cuda", "tpu"))(types, jax.ShapeDtypeStruct((rows,), "int32"))
     assert_near(jax.jit(program.call)(moving, labels), step(moving, labels))
+
+
+@pytest.mark.parametrize("mapped", [(0, None, None), (None, 0, None), (None, None, 0)], ids=["x", "kernel", "labels"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_gradients_of_mapped_operands_of_16_bits_are_those_of_a_loop(dtype, mapped):
+    shapes = [(8, 16), (16, 32), (8,)]
+    sizes = [shape if axis is None else (3, *shape) for shape, axis in zip(shapes, mapped, strict=True)]
+    labels = jnp.arange(math.prod(sizes[2])).reshape(sizes[2]) % 32
+    arrays = [draw("x", sizes[0], dtype), draw("kernel", sizes[1], dtype), labels]
+
+    def gradients(x, kernel, labels):
+        return jax.grad(lambda x, kernel: jaxnorm.linear_cross_entropy(x, kernel, labels).sum(), (0, 1))(x, kernel)
+
+    examples = [
+        gradients(*(a if axis is None else a[i] for a, axis in zip(arrays, mapped, strict=True))) for i in range(3)
+    ]
+    actual = jax.jit(jax.vmap(gradients, mapped))(*arrays)
+    for of, expected in zip(actual, zip(*examples, strict=True), strict=True):
+        expected = np.stack([np.asarray(e, np.float32) for e in expected])
+        np.testing.assert_allclose(np.asarray(of, np.float32), expected, rtol=2.0**-7, atol=2.0**-9)

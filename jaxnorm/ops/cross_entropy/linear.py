@@ -26,6 +26,7 @@ from jaxnorm.ops.cross_entropy.formula import CrossEntropy, log_sum_exp, loss, w
 from jaxnorm.ops.cross_entropy.op import CROSS_ENTROPY, count_of
 from jaxnorm.ops.cross_entropy.product import are_read, scaled, unscaled
 from jaxnorm.ops.mask import only
+from jaxnorm.ops.products import wide_dot
 from jaxnorm.primitive import broadcast
 from jaxnorm.primitive.family import Family
 from jaxnorm.primitive.op import LIKE_X, SCALAR, STATISTIC, Op, Role, Statistics
@@ -127,14 +128,9 @@ def _of_chunk(spec: LinearCrossEntropy, operands: Operands) -> Results:
         dx = scaled(jnp.einsum("...v,dv->...d", dlogits, kernel, preferred_element_type=dtype), scale, x.dtype)
     if "kernel" in spec.wanted:
         is_sharded = any(jax.typeof(x).sharding.spec)
-        # Over one axis: XLA for CPUs has no transpose of a product of bfloat16 over two.
-        rows = [x, dlogits] if is_sharded else [array.reshape(-1, array.shape[-1]) for array in (x, dlogits)]
-        dkernel = jnp.einsum(
-            "...d,...v->dv",
-            *rows,
-            preferred_element_type=spec.compute_dtype,
-            out_sharding=PartitionSpec(None, None) if is_sharded else None,
-        )
+        rows = tuple(range(x.ndim - 1))
+        out_sharding = PartitionSpec(None, None) if is_sharded else None
+        dkernel = wide_dot(x, dlogits, (rows, rows), spec.compute_dtype, out_sharding=out_sharding)
     if "bias" in spec.wanted:
         dbias = jnp.sum(dlogits.astype(spec.compute_dtype), axis=tuple(range(x.ndim - 1)))
     if "scale" in spec.wanted:

@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from jaxnorm.ops import products
 from jaxnorm.ops.quantized_dot import op as quantized_dot
 from jaxnorm.ops.quantized_dot.formula import Operands, QuantizedDot, float8_dot
 from jaxnorm.primitive.spec import Spec
@@ -150,15 +151,8 @@ def as_rows(shape: Any) -> Any:
 
 def wide_dot(spec: Float8Linear, a: jax.Array, b: jax.Array, contracted: Any, out_sharding: Any = None) -> jax.Array:
     """The product of wide arrays, summed up in float32."""
-    y: jax.Array = lax.dot_general(
-        a,
-        b,
-        (contracted, ((), ())),
-        precision=lax.Precision.HIGHEST if spec.wants_all_digits else None,
-        preferred_element_type=np.float32,
-        out_sharding=out_sharding,
-    )
-    return y
+    precision = lax.Precision.HIGHEST if spec.wants_all_digits else None
+    return products.wide_dot(a, b, contracted, np.float32, precision=precision, out_sharding=out_sharding)
 
 
 def of_rank(ndim: int, array: jax.Array) -> jax.Array:

@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from jaxnorm.ops import products
 from jaxnorm.primitive.spec import Spec
 
 Result = TypeVar("Result")  # an array, or a tuple of arrays
@@ -132,19 +133,9 @@ def sharding_of(array: jax.Array, spec: PartitionSpec | None) -> Any:
 
 def float8_dot(a: jax.Array, b: jax.Array, contracted: Any, *, is_fast: bool, out_sharding: Any = None) -> jax.Array:
     """The sums of products along the contracted axes of both, in float32."""
-    dot: Any = functools.partial(
-        lax.dot_general,
-        dimension_numbers=(contracted, ((), ())),
-        # What XLA reads of it for products of float8 on GPUs.
-        precision=None if is_fast else lax.Precision.HIGHEST,
-        preferred_element_type=np.float32,
-        out_sharding=out_sharding,
-    )
-    # XLA for a CPU takes more than twice as long for float8, of which bfloat16 has every value.
-    y: jax.Array = lax.platform_dependent(
-        a, b, cpu=lambda a, b: dot(a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)), default=dot
-    )
-    return y
+    # What XLA reads of the precision for products of float8 on GPUs.
+    precision = None if is_fast else lax.Precision.HIGHEST
+    return products.wide_dot(a, b, contracted, np.float32, precision=precision, out_sharding=out_sharding)
 
 
 def _integer_product(x: jax.Array, weights: jax.Array) -> jax.Array:
@@ -185,7 +176,7 @@ def _sum_of_parts(x: jax.Array, weights: jax.Array, columns: int) -> jax.Array:
 
 
 def _dot(x: jax.Array, weights: jax.Array, dtype: Any) -> jax.Array:
-    return lax.dot_general(x, weights, (_contracted(x), ((), ())), preferred_element_type=np.dtype(dtype))
+    return products.wide_dot(x, weights, _contracted(x), dtype)
 
 
 def _contracted(x: jax.Array, summed: int = 1) -> Any:
