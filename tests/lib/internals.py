@@ -10,7 +10,7 @@ from jaxnorm.ops.cross_entropy.formula import CrossEntropy
 from jaxnorm.ops.cross_entropy.formula import Operands as CrossEntropyOperands
 from jaxnorm.ops.cross_entropy.op import CROSS_ENTROPY
 from jaxnorm.ops.float8_linear import op as float8_op
-from jaxnorm.ops.float8_linear.formula import Float8Linear, rounded_kernel, rounded_x
+from jaxnorm.ops.float8_linear.formula import BY_XLA, Float8Linear, rounded_kernel, rounded_x
 from jaxnorm.ops.float8_linear.kernels import BY_KERNELS, PRODUCTS_BY_KERNELS, transposed
 from jaxnorm.ops.mask import columns
 from jaxnorm.ops.norm.op import LONGEST_GATED

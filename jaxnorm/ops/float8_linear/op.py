@@ -177,9 +177,9 @@ def _forward_batch(leaves: Any, axes: Any, *, tree: Any, spec: Float8Linear, wit
     front: Operands = jax.tree.unflatten(tree, examples_first(leaves, axes))
     if not spec.batch and not with_saved and spec.scaling == "row" and batch.kernel is None and batch.bias is None:
         # Examples of rows are rows.
-        size = _size(leaves, axes)
+        rows = (_size(leaves, axes), *front.x.shape[1:-1])
         of_rows = {
-            name: jnp.broadcast_to(array, (size, *array.shape[1:]))
+            name: jnp.broadcast_to(array, (*rows, array.shape[-1]))
             for name, array in front._asdict().items()
             if name not in ("kernel", "bias") and array is not None
         }

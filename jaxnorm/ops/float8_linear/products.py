@@ -89,7 +89,8 @@ def by_xla(spec: Float8Linear, product: Product) -> jax.Array:
 
 def by_kernels(transposed: Transposed, spec: Float8Linear, product: Product) -> jax.Array:
     """The product as `quantized_dot` takes it, which decides whether a kernel makes it."""
-    if spec.scaling == "tensor" or spec.wants_all_digits:
+    is_empty = 0 in product.a.shape or 0 in (product.b if product.b_depth_last is None else product.b_depth_last).shape
+    if spec.scaling == "tensor" or spec.wants_all_digits or is_empty:
         if product.b is None:
             lengths = [product.a.shape[axis] for axis in product.contracted[0]]
             product = product._replace(b=product.b_depth_last.T.reshape(*lengths, -1))
