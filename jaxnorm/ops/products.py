@@ -1,4 +1,4 @@
-"""Products of narrow arrays that are added up wide, on any platform and under any vmap."""
+"""Products of narrow arrays that are added up wide, on any platform and under any vmap, and their scales."""
 
 from typing import Any
 
@@ -22,3 +22,10 @@ def wide_dot(a: jax.Array, b: jax.Array, contracted: Any, dtype: Any, **options:
         a, b, cpu=lambda a, b: dot(a.astype(np.float32), b.astype(np.float32)), default=dot
     )
     return y
+
+
+def times_scales(y: jax.Array, of_rows: jax.Array, of_columns: jax.Array) -> jax.Array:
+    """y times both scales, of y's rank, the lesser one first: y times the greater one may be beyond float32 where the
+    result is not."""
+    rows, columns = (jnp.broadcast_to(scales, y.shape) for scales in (of_rows, of_columns))
+    return y * jnp.minimum(rows, columns) * jnp.maximum(rows, columns)

@@ -329,3 +329,15 @@ def test_gradients_of_empty_operands(monkeypatch, lengths, save):
     step = jax.grad(lambda *args: float8_linear(*args, recipe=Float8Recipe(save=save)).sum(), (0, 1))
     for actual, of in zip(jax.jit(step)(x, kernel), (x, kernel), strict=True):
         np.testing.assert_array_equal(actual, jnp.zeros_like(of))
+
+
+@pytest.mark.parametrize(("of_x", "of_kernel"), [(2.0**118, 2.0**-20), (2.0**-20, 2.0**118), (2.0**-60, 2.0**-60)])
+@each_recipe
+def test_scales_whose_products_float32_does_not_hold(recipe, of_x, of_kernel):
+    small = operands()
+    factors = (of_x, of_kernel, of_x * of_kernel, 1.0)
+    large = [array * factor for array, factor in zip(small, factors, strict=True)]
+    y, dx, dw, _ = value_and_gradients(recipe, *small)
+    expected = (y * (of_x * of_kernel), dx * of_kernel, dw * of_x)
+    for actual, of in zip(value_and_gradients(recipe, *large), expected, strict=False):
+        np.testing.assert_allclose(actual, of, rtol=2.0**-20, atol=2.0**-20 * np.abs(of).max())

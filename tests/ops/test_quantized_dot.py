@@ -62,6 +62,20 @@ def test_within_the_bound_of_a_sum(pair, granularity, dtype, rows):
     assert (np.abs(np.asarray(y, np.float64) - a @ b) <= bound).all()
 
 
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize(("of_x", "of_weights"), [(2.0**118, 2.0**-20), (2.0**-20, 2.0**118), (2.0**-60, 2.0**-60)])
+def test_scales_whose_products_float32_does_not_hold(of_x, of_weights, dtype):
+    x, weights = draw("x", (8, 64)), draw("weights", (32, 64))
+
+    def product(x, weights):
+        return quantized_dot(
+            *(quantize(of, jaxnorm.Quantization(dtype), axis=-1) for of in (x, weights)), out_dtype="float32"
+        )
+
+    expected = product(x, weights) * (of_x * of_weights)
+    np.testing.assert_allclose(product(x * of_x, weights * of_weights), expected, rtol=2.0**-20)
+
+
 def test_dtypes_of_the_result():
     x, weights = operands("int8")
     assert quantized_dot(x, weights).dtype == jnp.bfloat16

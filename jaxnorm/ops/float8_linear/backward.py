@@ -35,7 +35,7 @@ def backward(spec: Float8Linear, dy: jax.Array, saved: Saved, wanted: Variables,
     gradients = {}
     if wanted.x is not None:
         last, out_sharding = ((dy.ndim - 1,), (1,)), sharding_of(dy, wanted.x.spec)
-        dx = Product("dx", u.values, kernel.values, last, u.scales, None, wanted.x.dtype, None, out_sharding)
+        dx = Product("dx", u.values, kernel.values, last, u.scales, _single(kernel), wanted.x.dtype, None, out_sharding)
         gradients["x"] = by.multiply(spec, dx)
     if wanted.kernel is not None:
         rows, out_sharding = tuple(range(dy.ndim - 1)), sharding_of(dy, wanted.kernel.spec)
@@ -43,7 +43,7 @@ def backward(spec: Float8Linear, dy: jax.Array, saved: Saved, wanted: Variables,
             gradients["kernel"] = _wide_of_kernel(spec, dy, x, saved, wanted.kernel, out_sharding)
         else:
             scales, both = v.scales.reshape(v.scales.shape[-1]), (rows, rows)
-            dw = Product("dw", x.values, v.values, both, None, scales, wanted.kernel.dtype, None, out_sharding)
+            dw = Product("dw", x.values, v.values, both, _single(x), scales, wanted.kernel.dtype, None, out_sharding)
             gradients["kernel"] = by.multiply(spec, dw._replace(b_depth_last=v.transposed))
     if wanted.bias is not None:
         gradients["bias"] = dy.astype(np.float32).sum(tuple(range(dy.ndim - 1))).astype(wanted.bias.dtype)
@@ -56,15 +56,16 @@ def _rounded(spec: Float8Linear, dy: jax.Array, x: Rounded | None, kernel: Round
     Without the other factor there is none of it. A single scale of the other factor goes to the result.
     """
     if spec.scaling == "tensor":  # both products take the same
-        both = [rounded_along(spec, dy, ())] * 2
-    else:
-        of_columns = None if kernel is None or kernel.scales.size == 1 else kernel.scales[0]
-        of_rows = None if x is None or x.scales.size == 1 else x.scales
-        both = by.gradient(spec, dy, of_columns, of_rows, wants=(kernel is not None, x is not None))
-    return [
-        other and (of if other.scales.size != 1 else of._replace(scales=of.scales * other.scales.reshape(())))
-        for of, other in zip(both, (kernel, x), strict=True)
-    ]
+        rounded = rounded_along(spec, dy, ())
+        return kernel and rounded, x and rounded
+    of_columns = None if kernel is None or kernel.scales.size == 1 else kernel.scales[0]
+    of_rows = None if x is None or x.scales.size == 1 else x.scales
+    return by.gradient(spec, dy, of_columns, of_rows, wants=(kernel is not None, x is not None))
+
+
+def _single(other: Rounded) -> jax.Array | None:
+    """The scale of a factor that has one for all, and so did not go into dy."""
+    return other.scales.reshape(()) if other.scales.size == 1 else None
 
 
 def _wide_of_kernel(

@@ -49,7 +49,7 @@ class Float8Linear(Spec):
 
 
 class Product(NamedTuple):
-    """`sum(a * b)` along the contracted axes, times the scales in their order, plus bias, all in float32; then rounded.
+    """`sum(a * b)` along the contracted axes, times the scales, plus bias, all in float32; then rounded.
 
     The result has the other axes of a, and then the one of b. Scales and bias broadcast against it.
     """
@@ -81,8 +81,8 @@ def by_xla(spec: Float8Linear, product: Product) -> jax.Array:
     else:
         is_fast = product.name in spec.fast_accumulation
         y = float8_dot(a, b, contracted, is_fast=is_fast, out_sharding=product.out_sharding)
-    for scales in (product.of_rows, product.of_columns):
-        y = y if scales is None else y * of_rank(y.ndim, scales)
+    scales = [of_rank(y.ndim, of) for of in (product.of_rows, product.of_columns) if of is not None]
+    y = products.times_scales(y, *scales) if len(scales) == 2 else y * scales[0]
     y = y if product.bias is None else y + of_rank(y.ndim, product.bias.astype(y.dtype))
     return y.astype(product.out_dtype)
 

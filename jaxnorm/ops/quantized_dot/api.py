@@ -25,7 +25,7 @@ def quantized_dot(
     """Multiplies x by quantised weights, without rounding anything before the end.
 
         y = x @ weights.T               summed up in float32, products of integers exactly, see below
-        y = y * x.scales * weights.scales + bias        in float32, then rounded to out_dtype
+        y = y * x.scales * weights.scales + bias        in float32, the lesser scale first, then rounded to out_dtype
 
     With x quantised, as `rms_norm_quantized` gives it, both operands of the product have 8 bits: float8 by float8, or
     int8 by int8. Weights of 4 bits are widened to x's values: int4 to int8, float4 to float8. With x an array the

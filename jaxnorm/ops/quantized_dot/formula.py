@@ -58,9 +58,8 @@ def forward(spec: QuantizedDot, operands: Operands) -> jax.Array:
     if spec.batch:
         return of_batch(spec, forward, operands)
     y: jax.Array = _product(spec, operands).astype(wide_dtype(operands.x.dtype))
-    if operands.x_scales is not None:
-        y = y * operands.x_scales
-    y = y * _beside(y, operands.weight_scales[:, 0])
+    of_columns = _beside(y, operands.weight_scales[:, 0])
+    y = y * of_columns if operands.x_scales is None else products.times_scales(y, operands.x_scales, of_columns)
     return (y if operands.bias is None else with_bias(y, operands.bias)).astype(spec.out_dtype)
 
 
