@@ -8,7 +8,10 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
+from jaxnorm.native import compat, jet
 from jaxnorm.ops import checks
 
 # A function of jax.nn, or another name, in place of ours.
@@ -25,8 +28,17 @@ _ROOT, _CUBIC = math.sqrt(8 / math.pi), 0.044715
 
 
 class Formula(NamedTuple):
-    of: Callable[[jax.Array], jax.Array]
+    plain: Callable[[jax.Array], jax.Array]
     sloped: Callable[[jax.Array, jax.Array], jax.Array]  # (d, v) -> d times the slope at v
+
+    def of(self, v: jax.Array) -> jax.Array:
+        """The activation of v, whose derivative is `sloped`.
+
+        A primitive: `jax.experimental.jet` takes no `custom_jvp`, and what JAX makes of `plain` multiplies before it
+        adds, so that an infinity times a slope has NaN where kernels have infinity.
+        """
+        activated: jax.Array = _primitive.bind(v, formula=self)
+        return activated
 
 
 def _times_logistic(w: Callable[[jax.Array], jax.Array], w_slope: Callable[[jax.Array], jax.Array | float]) -> Formula:
@@ -80,12 +92,31 @@ def _normal(v: jax.Array) -> jax.Array:
     return jnp.where(is_near, series, share)
 
 
+def _jvp(primals: Any, dots: Any, *, formula: Formula) -> tuple[Any, Any]:
+    ((v,), (dot,)) = primals, dots
+    y = formula.of(v)
+    return y, ad.Zero(jax.typeof(y).to_tangent_aval()) if type(dot) is ad.Zero else formula.sloped(dot, v)
+
+
+def _jet(primals: Any, series: Any, *, formula: Formula) -> tuple[Any, Any]:
+    y_and_terms: tuple[Any, Any] = jet.of_formula(formula.plain, primals, series)
+    return y_and_terms
+
+
+_primitive = Primitive("jaxnorm_activation")
+_primitive.def_abstract_eval(lambda v, formula: v.update(weak_type=False))
+compat.run_eagerly(_primitive)
+jet.register(_primitive, _jet)
+mlir.register_lowering(_primitive, mlir.lower_fun(lambda v, formula: formula.plain(v), multiple_results=False))
+batching.defvectorized(_primitive)
+ad.primitive_jvps[_primitive] = _jvp
+
 FORMULAS: dict[str | None, Formula] = {
     None: Formula(lambda v: v, lambda d, _: d),
     "silu": _times_logistic(lambda v: v, lambda _: 1.0),
     "sigmoid": Formula(lax.logistic, lambda d, v: d * lax.logistic(v) * lax.logistic(-v)),
     "relu": Formula(_relu, _where_positive),
-    "relu2": Formula(lambda v: _relu(v, 2), lambda d, v: _where_positive(d * (2 * v), v)),
+    "relu2": Formula(lambda v: _relu(v, 2), lambda d, v: _where_positive(d * _where_positive(2 * v, v), v)),
     # With tanh, as `jax.nn.gelu` writes it, a small result would lose its digits in a sum with 1.
     "gelu": _times_logistic(
         _of_near(lambda v: _ROOT * (v + _CUBIC * v**3)), _of_near(lambda v: _ROOT * (1 + 3 * _CUBIC * v**2))

@@ -48,8 +48,8 @@ def test_integers_are_exact(weight_dtype, granularity, out_dtype):
     x, weights = operands("int8", weight_dtype, granularity)
     y = jax.jit(quantized_dot, static_argnames="out_dtype")(x, weights, out_dtype=out_dtype)
     total = np.asarray(x.values, np.int32) @ np.asarray(weights.values.astype(jnp.int8), np.int32).T
-    scales = np.broadcast_to(weights.scales, (OUTPUTS, 1))[:, 0]
-    expected = (total.astype(np.float32) * np.asarray(x.scales)) * scales
+    scales = np.broadcast_arrays(x.scales, np.broadcast_to(weights.scales, (OUTPUTS, 1))[:, 0])
+    expected = (total.astype(np.float32) * np.minimum(*scales)) * np.maximum(*scales)
     np.testing.assert_array_equal(y, expected.astype(jnp.dtype(out_dtype)))
 
 
