@@ -2,14 +2,16 @@
 
 import argparse
 import inspect
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jaxnorm
+from jaxnorm.inspect.explain import of_arrays
 from jaxnorm.ops import checks, misuse
 from jaxnorm.primitive import op, weights
 from jaxnorm.primitive.described import Function, Request
@@ -34,7 +36,7 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Request]:
     options.scale_shape = options.scale_shape or options.shape[-options.axes :]
     _check_scale_shape(parser, options, function)
     _check_dtypes(parser, options, function)
-    return options, Request(
+    request = Request(
         options.shape,
         options.dtype,
         options.out_dtype,
@@ -43,6 +45,8 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Request]:
         options.columns,
         options.residual_dtype,
     )
+    _check_call(parser, function, request)
+    return options, request
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -98,6 +102,32 @@ def _check_scale_shape(parser: argparse.ArgumentParser, options: argparse.Namesp
         )
 
 
+def _check_call(parser: argparse.ArgumentParser, function: Function, request: Request) -> None:
+    """The error of the function itself, if such a call is one."""
+    arrays, traceable = of_arrays(getattr(jaxnorm, function.name), (), _arguments(function, request))
+    try:
+        # By the formula, as what serves the call is the report's. Without x64 a float64 would be taken for a float32.
+        with jax.enable_x64(True), jaxnorm.implementation("jnp"):
+            jax.eval_shape(traceable, arrays)
+    except (TypeError, ValueError) as error:
+        parser.error(str(error))
+
+
+def _arguments(function: Function, request: Request) -> dict[str, Any]:
+    """What the function is called with, arrays by their types."""
+    known = parameters(function.name)
+    given: dict[str, Any] = {"x": request.array(request.shape), "out_dtype": request.out_dtype}
+    if "scale" in known and known["scale"].default is None:  # and no number
+        given["scale"] = request.array(request.scale_shape)
+    if not function.last_axis_only:
+        given["axis"] = tuple(range(-request.axes, 0))
+    if "quantization" in known:
+        given["quantization"] = jaxnorm.Quantization(request.out_dtype)
+    if "residual" in known and (request.addend_dtype or known["residual"].default is inspect.Parameter.empty):
+        given["residual"] = request.array(request.shape, request.addend_dtype)
+    return {name: value for name, value in given.items() if name in known} | function.arguments(request)
+
+
 def _names(dtypes: Iterable[np.dtype[Any]]) -> list[str]:
     return sorted({dtype.name for dtype in dtypes})
 
@@ -127,7 +157,7 @@ def _shape(text: str) -> tuple[int, ...]:
     return shape
 
 
-def parameters(function: str) -> Collection[str]:
+def parameters(function: str) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(getattr(jaxnorm, function)).parameters
 
 

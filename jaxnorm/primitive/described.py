@@ -36,6 +36,11 @@ class Request(NamedTuple):
     columns: int
     addend_dtype: np.dtype[Any] | None = None  # x's if the function cannot do without an addend, else for none
 
+    @property
+    def matrix(self) -> Any:
+        """The type of the matrix, with a column for each result."""
+        return self.array((self.shape[-1], self.columns))
+
     def array(self, shape: tuple[int, ...], dtype: Any = None) -> Any:
         """The type of an operand, of x's dtype if no other is given."""
         return jax.core.ShapedArray(shape, self.dtype if dtype is None else dtype)
@@ -48,6 +53,8 @@ class Function:
     name: str
     request: Callable[[Request], tuple[Any, Any]] = lambda _: ((), ())  # -> the spec and the types of the operands
     why_formula: Callable[[str, Request], str | None] = lambda *_: None  # on a platform, of one without an op
+    # By name what the function takes beside or in place of x, scale, residual, axis, out_dtype and quantization.
+    arguments: Callable[[Request], dict[str, Any]] = lambda _: {}
     dtypes: tuple[np.dtype[Any], ...] | None = None  # those of x, the usual one first; None: what norms take
     out_dtypes: tuple[np.dtype[Any], ...] | None = None  # those of the result, the usual one first; None: x's
     last_axis_only: bool = False

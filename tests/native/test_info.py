@@ -1,13 +1,15 @@
 """`python -m jaxnorm.info`: what is there, and what would run for an array."""
 
 import json
+import math
 import runpy
 import sys
 
 import jax
+import jax.numpy as jnp
 import jaxlib
 import pytest
-from internals import choose_fastest, ffi, reasons
+from internals import choose_fastest, ffi, functions, reasons
 from native import is_built
 from ops import OPS
 
@@ -248,6 +250,72 @@ def test_errors_name_the_remedy(info, capsys, arguments, message):
 def test_bad_arguments(info, arguments):
     with pytest.raises(SystemExit, match="2"):
         info(*arguments)
+
+
+def quantized(dtype="int8"):
+    return jaxnorm.Quantization(dtype)
+
+
+def qkv_norm_rotary(x):
+    packed = math.prod(x.shape[-2:-1])
+    kv_heads = packed // (3 if packed % 6 else 6)
+    heads = packed - 2 * kv_heads
+    scale, positions = jnp.ones(x.shape[-1:]), jnp.zeros(x.shape[:-2], int)
+    return jaxnorm.qkv_norm_rotary(x, scale, scale, positions, heads=heads, kv_heads=kv_heads)
+
+
+def labels(x):
+    return jnp.zeros(x.shape[:-1], int)
+
+
+def square(x):
+    return jnp.zeros((x.shape[-1], x.shape[-1]))
+
+
+# What info is asked about, of an x; of the others x is all that they cannot do without.
+CALLS = {
+    "add_layer_norm": lambda x: jaxnorm.add_layer_norm(x, x),
+    "add_rms_norm": lambda x: jaxnorm.add_rms_norm(x, x),
+    "float8_linear": lambda x: jaxnorm.float8_linear(x, square(x)),
+    "gated_activation_quantized": lambda x: jaxnorm.gated_activation_quantized(x, quantization=quantized()),
+    "gated_rms_norm": lambda x: jaxnorm.gated_rms_norm(x, x, gate_first=True),
+    "gated_rms_norm_quantized": lambda x: jaxnorm.gated_rms_norm_quantized(
+        x, x, gate_first=True, quantization=quantized()
+    ),
+    "group_norm": lambda x: jaxnorm.group_norm(x, num_groups=math.gcd(32, x.shape[-1])),
+    "layer_norm_quantized": lambda x: jaxnorm.layer_norm_quantized(x, quantization=quantized()),
+    "linear_cross_entropy": lambda x: jaxnorm.linear_cross_entropy(x, square(x), labels(x)),
+    "qk_norm_rotary": lambda x: jaxnorm.qk_norm_rotary(x, x, positions=jnp.zeros(x.shape[:-2], int)),
+    "qkv_norm_rotary": qkv_norm_rotary,
+    "quantize": lambda x: jaxnorm.quantize(x, quantized()),
+    "quantized_dot": lambda x: jaxnorm.quantized_dot(x, jaxnorm.quantize(square(x).T, quantized())),
+    "rms_norm_add_rms_norm": lambda x: jaxnorm.rms_norm_add_rms_norm(x, x),
+    "rms_norm_quantized": lambda x: jaxnorm.rms_norm_quantized(x, quantization=quantized()),
+    "softmax_cross_entropy_with_integer_labels": lambda x: jaxnorm.softmax_cross_entropy_with_integer_labels(
+        x, labels(x)
+    ),
+}
+SHAPES = ("8x64", "8x63", "64", "0x64", "8x0", "2x3x4x96", "5x1x64", "2x2x7", "1x1")
+
+
+@pytest.mark.parametrize("op", functions())
+def test_it_refuses_the_shapes_that_the_function_refuses(info, capsys, op):
+    def refusal(ask, *arguments):
+        try:
+            ask(*arguments)
+        except SystemExit:
+            return capsys.readouterr().err.partition(": error: ")[2].splitlines()[0]
+        except (TypeError, ValueError) as error:
+            return str(error).splitlines()[0]
+
+    found, expected = {}, {}
+    for text in SHAPES:
+        x = jax.ShapeDtypeStruct(map(int, text.split("x")), "float32")
+        dtype = ("--dtype", "float32") if op == "quantized_dot" else ()
+        found[text] = refusal(info, "--op", op, "--shape", text, *dtype)
+        expected[text] = refusal(jax.eval_shape, CALLS.get(op, getattr(jaxnorm, op)), x)
+    assert found == expected
+    assert None in found.values()
 
 
 @pytest.fixture

@@ -182,6 +182,10 @@ def _requested(request: Request) -> tuple[CrossEntropy, Operands]:
     return spec, Operands(x, request.array((*request.shape[:-1], 1), np.dtype(np.int32)))
 
 
+def _labels(request: Request) -> Any:
+    return request.array(request.shape[:-1], np.dtype(np.int32))
+
+
 CROSS_ENTROPY = Family(
     Op(
         name="cross_entropy",
@@ -216,12 +220,14 @@ CROSS_ENTROPY = Family(
             Function(
                 "softmax_cross_entropy_with_integer_labels",
                 _requested,
+                arguments=lambda request: {"logits": request.array(request.shape), "labels": _labels(request)},
                 out_dtypes=(np.dtype(np.float32),),
                 last_axis_only=True,
             ),
             Function(
                 "linear_cross_entropy",
                 _requested_linear,
+                arguments=lambda request: {"kernel": request.matrix, "labels": _labels(request)},
                 out_dtypes=(np.dtype(np.float32),),
                 last_axis_only=True,
                 matrix="kernel",

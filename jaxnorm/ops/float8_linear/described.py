@@ -63,8 +63,8 @@ def _factors(saved: Saved) -> tuple[Any, Any]:
 
 
 def _of_request(platform: str, request: Request) -> str | None:
-    x, kernel = request.array(request.shape), request.array((request.shape[-1], request.columns))
-    return why_formula(platform, Float8Linear(out_dtype=request.out_dtype), Operands(x, kernel))
+    operands = Operands(request.array(request.shape), request.matrix)
+    return why_formula(platform, Float8Linear(out_dtype=request.out_dtype), operands)
 
 
 DESCRIBERS[op.FORWARD] = _forward
@@ -74,6 +74,7 @@ WITHOUT_OP.append(
     Function(
         op.NAME,
         why_formula=_of_request,
+        arguments=lambda request: {"kernel": request.matrix},
         dtypes=tuple(map(jnp.dtype, ("bfloat16", "float16", "float32"))),
         out_dtypes=tuple(map(jnp.dtype, ("bfloat16", "float16", "float32"))),
         last_axis_only=True,

@@ -129,6 +129,7 @@ GROUP_NORM = Family(
             Function(
                 "group_norm",
                 _requested,
+                arguments=lambda request: {"num_groups": math.gcd(32, request.shape[-1])},
                 last_axis_only=True,
                 shape=(8, 64, 64, 320),
                 over=lambda shape: f" in {math.gcd(32, shape[-1])} groups of channels",

@@ -134,7 +134,15 @@ GATED_NORM_QUANTIZED = Family(
         ),
         reasons=(_unfit_gate, _scale_of_several_groups),
         can_shard=norms.can_shard,
-        functions=(Function("gated_rms_norm_quantized", _requested, out_dtypes=tuple(LARGEST), last_axis_only=True),),
+        functions=(
+            Function(
+                "gated_rms_norm_quantized",
+                _requested,
+                arguments=norms.with_gate,
+                out_dtypes=tuple(LARGEST),
+                last_axis_only=True,
+            ),
+        ),
     )
 )
 

@@ -156,6 +156,11 @@ def requested(kind: Kind, *, adds: bool = False, gates: bool = False) -> Callabl
     return of_request
 
 
+def with_gate(request: Request) -> dict[str, Any]:
+    """The arguments of a call with a gate, beside x and scale."""
+    return {"gate": request.array(request.shape), "gate_first": True}
+
+
 # The names of the spec in programs of older builds.
 text.register_types(GatedNorm=Norm, QuantizedNorm=Norm)
 
@@ -181,7 +186,7 @@ GATED_NORM = Family(
         ),
         reasons=(unfit_gate,),
         can_shard=can_shard,
-        functions=(Function("gated_rms_norm", requested("rms", gates=True), last_axis_only=True),),
+        functions=(Function("gated_rms_norm", requested("rms", gates=True), arguments=with_gate, last_axis_only=True),),
     )
 )
 

@@ -149,6 +149,12 @@ def requested(request: Request) -> tuple[QKNormRotary, Operands]:
     return norm, Operands(q, q, scale, scale, positions, frequencies)
 
 
+def weights_of(request: Request) -> dict[str, Any]:
+    """The arguments of such a call beside q and k."""
+    scale = request.array(request.scale_shape)
+    return {"q_scale": scale, "k_scale": scale, "positions": request.array(request.shape[:-2], np.dtype(np.int32))}
+
+
 QK_NORM_ROTARY = Family(
     Op(
         name="qk_norm_rotary",
@@ -164,6 +170,14 @@ QK_NORM_ROTARY = Family(
         native=NATIVE,
         reasons=(head_too_long, _unequal_dtypes, other_dtypes),
         linear_in=lambda _: ("q_scale", "k_scale"),
-        functions=(Function("qk_norm_rotary", requested, last_axis_only=True, shape=(8, 2048, 32, 128)),),
+        functions=(
+            Function(
+                "qk_norm_rotary",
+                requested,
+                arguments=lambda request: {name: request.array(request.shape) for name in "qk"} | weights_of(request),
+                last_axis_only=True,
+                shape=(8, 2048, 32, 128),
+            ),
+        ),
     )
 )

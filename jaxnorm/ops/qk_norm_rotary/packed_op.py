@@ -10,7 +10,7 @@ from jaxnorm.native import compat
 from jaxnorm.ops import speed
 from jaxnorm.ops.qk_norm_rotary.formula import STATISTICS
 from jaxnorm.ops.qk_norm_rotary.op import ROLES as OF_PARTS
-from jaxnorm.ops.qk_norm_rotary.op import attributes, head_too_long, other_dtypes, requested, workspace
+from jaxnorm.ops.qk_norm_rotary.op import attributes, head_too_long, other_dtypes, requested, weights_of, workspace
 from jaxnorm.ops.qk_norm_rotary.packed import (
     Operands,
     QKVNormRotary,
@@ -119,6 +119,12 @@ def _requested(request: Request) -> tuple[QKVNormRotary, Operands]:
     return spec, Operands(qkv, scale, scale, operands.positions, operands.frequencies)
 
 
+def _arguments(request: Request) -> dict[str, Any]:
+    spec, _ = _requested(request)
+    heads = {"heads": spec.heads, "kv_heads": spec.kv_heads}
+    return {"qkv": request.array(request.shape), **heads, **weights_of(request)}
+
+
 QKV_NORM_ROTARY = Family(
     Op(
         name="qkv_norm_rotary",
@@ -135,6 +141,14 @@ QKV_NORM_ROTARY = Family(
         reasons=(head_too_long, other_dtypes, _split),
         may_omit=lambda *_: ("v_out",),
         linear_in=lambda _: ("q_scale", "k_scale"),
-        functions=(Function("qkv_norm_rotary", _requested, last_axis_only=True, shape=(8, 2048, 48, 128)),),
+        functions=(
+            Function(
+                "qkv_norm_rotary",
+                _requested,
+                arguments=_arguments,
+                last_axis_only=True,
+                shape=(8, 2048, 48, 128),
+            ),
+        ),
     )
 )

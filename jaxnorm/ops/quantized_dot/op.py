@@ -23,6 +23,7 @@ from jaxnorm.ops.quantized_dot.formula import Operands, QuantizedDot
 from jaxnorm.primitive import fallback, lowering, reasons
 from jaxnorm.primitive.described import DESCRIBERS, WITHOUT_OP, Described, Function, Request
 from jaxnorm.primitive.rules import examples_first
+from jaxnorm.quantization import Quantized
 from jaxnorm.sharding import partition, text
 from jaxnorm.sharding.dims import CallMaps
 
@@ -104,13 +105,21 @@ def _described(*types: Any, tree: Any, spec: QuantizedDot) -> Described:
 
 
 def _why_formula(platform: str, request: Request) -> str | None:
-    """Of x by weights of its dtype, or of int8 where x is an array."""
+    return why_formula(platform, QuantizedDot(out_dtype=request.out_dtype), _requested(request))
+
+
+def _requested(request: Request) -> Operands:
+    """x by weights of its dtype, or of int8 where x is an array."""
     (*rows, depth), columns = request.shape, request.columns
     is_quantized = request.dtype.itemsize == 1
     weights = request.array((columns, depth), None if is_quantized else np.int8)
     scales, x_scales = (request.array((*shape, 1), np.float32) for shape in ((columns,), rows))
-    operands = Operands(request.array(request.shape), weights, scales, x_scales if is_quantized else None)
-    return why_formula(platform, QuantizedDot(out_dtype=request.out_dtype), operands)
+    return Operands(request.array(request.shape), weights, scales, x_scales if is_quantized else None)
+
+
+def _arguments(request: Request) -> dict[str, Any]:
+    x, weights, scales, x_scales, *_ = _requested(request)
+    return {"x": x if x_scales is None else Quantized(x, x_scales), "weights": Quantized(weights, scales)}
 
 
 def _abstract(*leaves: Any, tree: Any, spec: QuantizedDot) -> list[Any]:
@@ -240,6 +249,7 @@ WITHOUT_OP.append(
     Function(
         "quantized_dot",
         why_formula=_why_formula,
+        arguments=_arguments,
         dtypes=tuple(map(jnp.dtype, ("float8_e4m3fn", "float8_e5m2", "int8", "bfloat16", "float16", "float32"))),
         out_dtypes=tuple(map(jnp.dtype, ("bfloat16", "float16", "float32"))),
         last_axis_only=True,

@@ -130,6 +130,13 @@ SANDWICH_NORM = Family(
         linear_in=lambda _: ("scale",),
         can_shard=lambda *_: True,
         in_parts=_in_parts,
-        functions=(Function("rms_norm_add_rms_norm", _requested, last_axis_only=True),),
+        functions=(
+            Function(
+                "rms_norm_add_rms_norm",
+                _requested,
+                arguments=lambda request: {"post_scale": request.array(request.scale_shape)},
+                last_axis_only=True,
+            ),
+        ),
     )
 )
