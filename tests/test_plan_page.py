@@ -267,6 +267,17 @@ def test_the_page_of_a_call_without_a_plan(page):
     assert "none for tpu. There is no launch plan to show" in document
 
 
+# Of no other op than that of the title.
+@pytest.mark.browser
+@pytest.mark.parametrize("op", ["rms_norm", "layer_norm", "group_norm", "gated_rms_norm", "softmax", "quantize"])
+def test_the_example_is_of_the_op(op, page):
+    document = in_browser(page("--platform", "tpu", "--op", op))
+    sums = {"rms_norm": {"x²"}, "layer_norm": {"x", "(x \u2212 mean)²"}}.get(op, set())
+    assert set(re.findall("sum of ([^,<]*), of each thread", document)) == sums
+    assert (re.search('<h2 id="example-heading"', document) is not None) == bool(sums)
+    assert 'data-selftest="ok"' in body_of(document)
+
+
 # That the page's test of itself sees what is wrong: a map that is not Python's, an element that is nobody's.
 @pytest.mark.plans
 @pytest.mark.browser

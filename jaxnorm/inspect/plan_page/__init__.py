@@ -18,7 +18,7 @@ from jaxnorm.primitive.described import Request
 
 SCRIPTS = ("tiling.js", "ruler.js", "map.js", "example.js", "selftest.js", "main.js")
 WALKED = 1 << 22  # columns of the longest row of which the page walks the map
-MAPPED = ("rms_norm", "layer_norm")  # whose kernels a test holds the map to
+MAPPED = {"rms_norm": "rms", "layer_norm": "layer"}  # whose kernels a test holds the map to; the example is theirs
 Report = dict[str, Any]
 
 
@@ -34,6 +34,7 @@ def content(call: Report, request: Request) -> Report:
         "title": f"{call['op']} of {call['dtype']}[{shape}] on {call['platform']}",
         "runs": _runs(call),
         "call": {"cols": _rows_and_cols(request)[1]},
+        "example": MAPPED.get(call["op"]),
         "needed": launch.NEEDED,
         "ways": [_way(way, plan, call, request) for way, plan in call.get("plans", {}).items()],
     }

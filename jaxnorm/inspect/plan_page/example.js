@@ -1,6 +1,6 @@
 // The example to do by hand: few short rows, few threads, every partial sum shown.
 
-const example = {rows: 3, cols: 8, threads: 4, epsilon: 1e-6, kind: "rms", values: []};
+const example = {rows: 3, cols: 8, threads: 4, epsilon: 1e-6, kind: "", values: []};
 
 // What rows begin with, by the column.
 const beginnings = [(col) => col + 1, (col) => (col % 2 ? -2 : 2), (col) => col * 0.5 - 1];
@@ -58,13 +58,10 @@ function numberInput(label, key, least, most, step = 1) {
   }));
 }
 
-function beginExample() {
-  const kind = element("select", {onchange: (event) => { example.kind = event.target.value; drawExample(); }},
-    element("option", {value: "rms"}, "RMSNorm"), element("option", {value: "layer"}, "LayerNorm"));
-  kind.value = example.kind;
+function beginExample(kind) {
+  example.kind = kind;
   byId("example-controls").replaceChildren(
-    element("label", {className: "small"}, "norm", kind), numberInput("rows", "rows", 1, 8),
-    numberInput("columns", "cols", 1, 32),
+    numberInput("rows", "rows", 1, 8), numberInput("columns", "cols", 1, 32),
     numberInput("threads a block", "threads", 1, 16), numberInput("epsilon", "epsilon", 0, 1, "any"));
   drawExample();
 }

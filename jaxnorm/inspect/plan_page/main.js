@@ -28,7 +28,8 @@ function begin() {
     type: "button", "data-way": shown.way, onclick: () => { play(false); showWay(shown); },
   }, shown.way)));
   wireMap();
-  beginExample();
+  if (data.example) beginExample(data.example);
+  else byId("by-hand").remove();
   const {wrong, walked} = selfTest();
   if (data.ways.length) showWay(data.ways[0]);
   if (wrong) return report(wrong);
@@ -36,9 +37,10 @@ function begin() {
   document.body.dataset.selftest = "ok";
   document.body.dataset.walked = walked;
   byId("selftest").className = "ok";
-  byId("selftest").textContent = data.ways.length
-    ? `Self-test: in each of ${walked} passes that were walked each element is read or written exactly once.`
-    : "Self-test: the example is right.";
+  if (data.ways.length)
+    byId("selftest").textContent = `Self-test: in each of ${walked} passes that were walked each element is read or `
+      + "written exactly once.";
+  else if (data.example) byId("selftest").textContent = "Self-test: the example is right.";
 }
 
 begin();
