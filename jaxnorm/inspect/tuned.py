@@ -1,5 +1,6 @@
 """What `jaxnorm.tune` chose for a program: a mapping for `jaxnorm.implementation`, a table and a file."""
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
@@ -11,12 +12,14 @@ from typing import Any
 
 import jax
 
+from jaxnorm.inspect import saved
 from jaxnorm.inspect.explain import explain
 from jaxnorm.native import ffi
 from jaxnorm.ops import options
 
 PACKAGES = ("jax", "jaxlib", "jaxnorm")
-FORMAT = 1  # of the file
+NAME, FORMAT = "jaxnorm.tune", 1  # of the file
+MOST_CALLS, MOST_CHARACTERS = 2, 400  # of a file, in a message
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,6 +135,12 @@ class Tuned(Mapping[str, Any]):
 
     __str__ = __repr__
 
+    def _check_names(self) -> None:
+        """An error where it names a function, direction or implementation that this jaxnorm does not have."""
+        options.checked(self)
+        named = {trial.function for trial in self.trials} | {call.partition(" ")[0] for call in self.calls}
+        options.checked(dict.fromkeys(sorted(named)))
+
     def _summary(self) -> Iterator[str]:
         if self.note:
             yield self.note
@@ -143,7 +152,7 @@ class Tuned(Mapping[str, Any]):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes it to a file of JSON, which `load` reads."""
-        content = {"jaxnorm.tune": FORMAT, **dataclasses.asdict(self)}
+        content = {NAME: FORMAT, **dataclasses.asdict(self)}
         Path(path).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
@@ -160,9 +169,9 @@ class Tuned(Mapping[str, Any]):
           **kwargs: likewise, by name.
 
         Raises:
-          ValueError: the file is another's, or was written for another kind or number of devices, for other versions
-            of JAX, jaxlib or jaxnorm, for other calls, or names a function that this jaxnorm does not have; the message
-            has both.
+          ValueError: the file is none that `save` wrote; the message says what is wrong. Or it was written for another
+            kind or number of devices, for other versions of JAX, jaxlib or jaxnorm, or for other calls; the message has
+            both.
         """
         tuned = _read(path)
         leaves = jax.tree.leaves((args, kwargs))
@@ -170,10 +179,13 @@ class Tuned(Mapping[str, Any]):
         if not any(getattr(leaf, "sharding", None) for leaf in leaves):  # which say how many devices there will be
             here = dataclasses.replace(here, devices=tuned.where.devices)
         if tuned.where != here:
-            raise ValueError(f"Tuned.load: {path} is for {tuned.where}, and here is {here}; call jaxnorm.tune here.")
+            there = textwrap.shorten(str(tuned.where), MOST_CHARACTERS)
+            raise ValueError(f"Tuned.load: {path} is for {there}, and here is {here}; call jaxnorm.tune here.")
+        with _malformed(path):
+            tuned._check_names()
         if function is not None and (calls := calls_of(explain(function, *args, **kwargs))) != tuned.calls:
             both = (("file", set(tuned.calls) - set(calls)), ("program", set(calls) - set(tuned.calls)))
-            other = "; ".join(f"only the {one} has {', '.join(sorted(these))}" for one, these in both if these)
+            other = "; ".join(f"only the {one} has {_some(these)}" for one, these in both if these)
             raise ValueError(f"Tuned.load: {path} is for other calls: {other}. Call jaxnorm.tune with this program.")
         return tuned
 
@@ -192,25 +204,32 @@ def calls_of(explained: Sequence[Any]) -> tuple[str, ...]:
 
 
 def _read(path: str | os.PathLike[str]) -> Tuned:
-    text = Path(path).read_text(encoding="utf-8")
-    try:
-        content = json.loads(text)
-        if content.pop("jaxnorm.tune") != FORMAT:
+    with _malformed(path):
+        try:
+            content = json.loads(Path(path).read_bytes())
+        except (RecursionError, ValueError) as error:
+            raise ValueError(f"it is no JSON: {error}") from None
+        if isinstance(content, dict) and saved.read(int, content.pop(NAME, None), NAME) != FORMAT:
             raise ValueError("another format")
-        where = content.pop("where")
-        content["where"] = Where(**where | {"versions": tuple(map(tuple, where["versions"]))})
-        content["trials"] = tuple(Trial(**trial) for trial in content["trials"])
-        content["choices"] = tuple(map(tuple, content["choices"]))
-        tuned = Tuned(**content | {name: tuple(content[name]) for name in ("calls", "arguments")})
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"Tuned.load: {path} is no file that jaxnorm.tune's save wrote ({error}).") from None
-    try:
-        options.checked(tuned)
-        named = {trial.function for trial in tuned.trials} | {call.partition(" ")[0] for call in tuned.calls}
-        options.checked(dict.fromkeys(named))
-    except (AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"Tuned.load: {path}: {error}") from None
+        tuned: Tuned = saved.read(Tuned, content, "it")
     return tuned
+
+
+@contextlib.contextmanager
+def _malformed(path: str | os.PathLike[str]) -> Iterator[None]:
+    """An error within as one about the file."""
+    try:
+        yield
+    except ValueError as error:
+        what = textwrap.shorten(str(error).removesuffix("."), MOST_CHARACTERS)
+        raise ValueError(f"Tuned.load: {path} is no file that jaxnorm.tune's save wrote ({what}).") from None
+
+
+def _some(calls: Iterable[str]) -> str:
+    """The first calls, and how many there are beside these."""
+    first, rest = (found := sorted(calls))[:MOST_CALLS], len(found) - MOST_CALLS
+    shown = [textwrap.shorten(call, MOST_CHARACTERS // 4, placeholder="...") for call in first]
+    return ", ".join(shown) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _milliseconds(seconds: float | None) -> str:

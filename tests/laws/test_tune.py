@@ -2,6 +2,8 @@
 
 import functools
 import json
+import re
+import textwrap
 import threading
 
 import jax
@@ -437,13 +439,12 @@ def test_a_file(tuned, tmp_path):
         (lambda file: file["choices"].append(["norm", "forward", "jnp"]), "no function 'norm'"),
         (lambda file: file["calls"].append("layer_gnorm forward (x: float32[8])"), "no function 'layer_gnorm'"),
         (lambda file: file["trials"][0].update(function="layer_gnorm"), "no function 'layer_gnorm'"),
-        (lambda file: file["trials"][0].update(function=["rms_norm"]), "unhashable type: 'list'"),
-        (lambda file: file["choices"].append([["rms_norm"], "forward", "jnp"]), "unhashable type: 'list'"),
         (lambda file: file["choices"].append(["rms_norm", "sideways", "jnp"]), "no direction 'sideways'"),
         (lambda file: file["choices"].append(["rms_norm", "forward", "xla"]), "unknown implementation 'xla'"),
-        (lambda file: file.pop("calls"), "is no file that jaxnorm.tune's save wrote"),
+        (lambda file: file.pop("calls"), "is no file that jaxnorm.tune's save wrote .it has no calls"),
         (lambda file: file.update({"jaxnorm.tune": 2}), "is no file that jaxnorm.tune's save wrote .another format"),
-        (lambda file: file.update(surplus=1), "is no file that jaxnorm.tune's save wrote"),
+        (lambda file: file.update(surplus=1), "is no file that jaxnorm.tune's save wrote .it has 'surplus'"),
+        (lambda file: file["choices"][0].append("jnp"), "save wrote .choices.0. is .*, expected a list of 3"),
     ],
     ids=[
         "device",
@@ -451,13 +452,12 @@ def test_a_file(tuned, tmp_path):
         "function",
         "call",
         "trial",
-        "list in a trial",
-        "list",
         "direction",
         "implementation",
         "calls",
         "format",
         "field",
+        "four",
     ],
 )
 def test_a_file_of_another_installation(tuned, tmp_path, change, message):
@@ -470,11 +470,76 @@ def test_a_file_of_another_installation(tuned, tmp_path, change, message):
         jaxnorm.Tuned.load(path)
 
 
-def test_no_file_of_json(tmp_path):
-    for text in ("", "[]", "{}", "1"):
-        (tmp_path / "file").write_text(text)
-        with pytest.raises(ValueError, match=r"^Tuned.load: .* is no file that jaxnorm.tune's save wrote"):
-            jaxnorm.Tuned.load(tmp_path / "file")
+@pytest.mark.parametrize("text", [b"", b"1", b"[" * 100_000, b"\xff", b'"' + b"x" * 9999 + b'"'], ids=lambda _: "")
+def test_no_file_of_json(tmp_path, text):
+    (tmp_path / "file").write_bytes(text)
+    with pytest.raises(ValueError, match=r"^Tuned.load: .* is no file that jaxnorm.tune's save wrote") as raised:
+        jaxnorm.Tuned.load(tmp_path / "file")
+    assert len(textwrap.wrap(str(raised.value), 120)) <= 5
+
+
+def places(value, path=()):
+    """The paths of what a file holds, of a list the first."""
+    yield path
+    inner = value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
+    for key, part in inner:
+        yield from places(part, (*path, key))
+
+
+def replaced(value, path, new):
+    if not path:
+        return new
+    copy = dict(value) if isinstance(value, dict) else list(value)
+    copy[path[0]] = replaced(copy[path[0]], path[1:], new)
+    return copy
+
+
+def fits(path, value, new):
+    """Whether save might have written this instead."""
+    if path[-1:] and path[-1] in ("before", "after", "default_seconds", "seconds"):
+        return new is None or isinstance(new, float)
+    is_of_any_length = isinstance(value, list) and not isinstance(path[-1], int)
+    return isinstance(new, str if isinstance(value, str) else list if is_of_any_length else ())
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("new", [[], ["a", "b", "c", "d"], {}, {"rms_norm": 1}, 1.5, True, None, "text"], ids=repr)
+def test_a_malformed_file_is_named(tuned, tmp_path, new):
+    path = tmp_path / "step.json"
+    tuned.save(path)
+    file, failed = json.loads(path.read_text()), {}
+    for place in places(file):
+        before = functools.reduce(lambda value, key: value[key], place, file)
+        path.write_text(json.dumps(replaced(file, place, new)))
+        message = f"^Tuned.load: {path} is no file that jaxnorm.tune's save wrote \\(.*\\)\\.$"
+        try:
+            jaxnorm.Tuned.load(path)
+        except Exception as error:
+            is_said = isinstance(error, ValueError) and re.match(message, str(error))
+            if is_said is None and fits(place, before, new) and f"Tuned.load: {path} is for" in str(error):
+                continue
+            in_python = re.search("unhashable|attribute|unpack|keyword|iterable|subscript|positional", str(error))
+            if not is_said or in_python or len(textwrap.wrap(str(error).replace(str(path), ""), 120)) > 5:
+                failed[place] = repr(error)
+        else:
+            if not fits(place, before, new):
+                failed[place] = "loaded"
+    assert failed == {}
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("count", [2, 30])
+def test_calls_are_counted_in_a_message(tuned, tmp_path, count):
+    path = tmp_path / "step.json"
+    tuned.save(path)
+    file = json.loads(path.read_text())
+    file["calls"] = [f"rms_norm forward (x: float32[{n},{'8' * 99}])" for n in range(count)]
+    path.write_text(json.dumps(file))
+    with pytest.raises(ValueError, match="is for other calls: only the file has rms_norm forward") as raised:
+        jaxnorm.Tuned.load(path, jax.grad(loss), X, SCALE)
+    assert "only the program has layer_norm backward (x: float32[4,8], scale: float32[8]), " in str(raised.value)
+    assert ("and 28 more;" in str(raised.value)) == (count == 30)
+    assert len(textwrap.wrap(str(raised.value).replace(str(path), ""), 120)) <= 5
 
 
 @pytest.mark.kernels
