@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxnorm.inspect import turns
+from jaxnorm.inspect import progress, turns
 from jaxnorm.inspect.explain import Explanation, Norm, explain
 from jaxnorm.inspect.tuned import Trial, Tuned, Where, as_mapping, calls_of, devices_of
 from jaxnorm.native import compat, ffi
@@ -60,7 +60,7 @@ def tune(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tuned:
     consumed: donated ones are copied. In this process a result is kept, by the program's text, the shapes, dtypes and
     shardings of the arguments, the devices, the versions of JAX, jaxlib and jaxnorm, and the contexts around. One call
     of tune at a time runs in a process. A function that is under `jax.jit`, if its result is a new one, is compiled
-    already with what was chosen.
+    already with what was chosen. A line on stderr says how long it will still take, if that is more than seconds.
 
     Args:
       function: what is to be fast, under `jax.jit` or not: a whole training step, or a forward pass.
@@ -102,10 +102,13 @@ def _tuned(function: Any, program: turns.Program, calls: Explanation, free: Free
     if key not in _cache:
         forward = sum(call.direction == "forward" for call in calls)
         search = _Search(program, text, program.donated(lowered), 2 + 2 * forward)
-        for one in free:
-            for chosen in _others(calls, one, free, platform):
-                search.attempt(*one, chosen)
-        _cache[key] = search.result(empty)
+        attempts = [(*one, chosen) for one in free for chosen in _others(calls, one, free, platform)]
+        with progress.Line(f"tune: {name}", len(attempts) + 1) as line:
+            for attempt in attempts:
+                line.step()
+                search.attempt(*attempt)
+            line.step()
+            _cache[key] = search.result(empty)
     kept = _cache[key]
     return kept if kept.program == name else dataclasses.replace(kept, program=name)
 

@@ -1,8 +1,10 @@
 """`jaxnorm.tune`: what it tries, what it chooses, and what it leaves as it was."""
 
+import contextlib
 import functools
 import json
 import re
+import sys
 import textwrap
 import threading
 
@@ -10,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from internals import ffi, reasons, tuning, turns
+from internals import ffi, progress, reasons, tuning, turns
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -20,6 +22,7 @@ from jaxnorm import nnx as jaxnorm_nnx
 pytestmark = pytest.mark.jax_version
 
 X, SCALE = jnp.ones((4, 8)), jnp.ones(8)
+IN_WORDS = ("8 min", "6 min", "4 min", "120 s")
 compiled = []
 jax.monitoring.register_event_duration_secs_listener(
     lambda event, _, **more: compiled.append(event) if event.endswith("backend_compile_duration") else None
@@ -137,6 +140,46 @@ def test_it_is_a_choice_that_implementation_takes(times):
     assert formula == [("rms_norm", "backward")]
     assert runs["rms_norm", "backward"].why.endswith("jaxnorm.implementation({'rms_norm': {'backward': 'jnp'}})")
     assert compiled == []  # but by tune
+
+
+# On a terminal one line, elsewhere lines that are 10 s apart, of what takes so long.
+@pytest.mark.kernels
+@pytest.mark.parametrize(
+    ("is_terminal", "seconds", "lines"),
+    [
+        (False, 2, []),
+        (False, 4, ["3 of 5 done, about 8 s left"]),
+        (False, 120, [f"{done} of 5 done, about {left} left" for done, left in enumerate(IN_WORDS, 1)]),
+        (True, 4, ["0 of 5 done", *(f"{done} of 5 done, about {20 - 4 * done} s left" for done in (1, 2, 3, 4))]),
+    ],
+    ids=["short", "a line", "lines", "terminal"],
+)
+def test_it_tells_the_time_that_is_left(times, monkeypatch, capsys, is_terminal, seconds, lines):
+    measured, clock = turns.in_turns, [0]
+
+    def in_turns(runs):
+        clock[0] += seconds
+        return measured(runs)
+
+    monkeypatch.setattr(turns, "in_turns", in_turns)
+    monkeypatch.setattr(progress, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    jaxnorm.tune(jax.grad(loss), X, SCALE)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert [line.rstrip() for line in re.split("[\r\n]", err) if line] == [f"tune: loss: {line}" for line in lines]
+    assert (err.count("\n"), err.count("\r")) == ((1, 5) if is_terminal else (len(lines), 0))
+    assert err[-1:] == "\n"[: len(lines)]
+    jaxnorm.tune(jax.grad(loss), X, SCALE)
+    assert capsys.readouterr().err == ""  # of what is kept
+
+
+def test_a_line_ends_where_an_error_ends_what_it_tells_of(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with contextlib.suppress(ZeroDivisionError), progress.Line("tune", 2) as line:
+        line.step()
+        raise ZeroDivisionError
+    assert capsys.readouterr().err == "\rtune: 0 of 2 done\n"
 
 
 # The bound of the programs that are compiled, and that they are the ones that are said.

@@ -2,7 +2,7 @@
 
 # ruff: noqa: F401 (others import what is imported here)
 
-from jaxnorm.inspect import plan_page, turns
+from jaxnorm.inspect import plan_page, progress, turns
 from jaxnorm.inspect import tune as tuning
 from jaxnorm.inspect.plan_page import launch, tiling
 from jaxnorm.native import compat, cublaslt, ffi, fit, private
