@@ -26,8 +26,13 @@ def test_a_quantised_norm_gives_the_sum_as_well_where_there_is_a_residual() -> N
 def test_what_tune_gives_is_a_choice_of_implementation() -> None:
     x = jnp.ones((2, 8))
     tuned = assert_type(jaxnorm.tune(jaxnorm.rms_norm, x), jaxnorm.Tuned)
-    with jaxnorm.implementation(tuned), jaxnorm.implementation({"rms_norm": {"backward": "jnp"}, "softmax": None}):
+    with (
+        tuned as entered,
+        jaxnorm.implementation(tuned),
+        jaxnorm.implementation({"rms_norm": {"backward": "jnp"}, "softmax": None}),
+    ):
         assert jaxnorm.rms_norm(x).shape == x.shape
+    assert assert_type(entered, jaxnorm.Tuned) is tuned
 
 
 def test_so_does_a_module() -> None:

@@ -44,7 +44,7 @@ def tune(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tuned:
 
         tuned = jaxnorm.tune(step, params, batch)
         print(tuned)
-        with jaxnorm.implementation(tuned):
+        with tuned:
             params = step(params, batch)
 
     A choice is "native" or "jnp" for one direction of one function, as `jaxnorm.implementation` takes it, and changes

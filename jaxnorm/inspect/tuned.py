@@ -6,9 +6,10 @@ import importlib.metadata
 import json
 import os
 import textwrap
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jax
 
@@ -74,12 +75,24 @@ def _version(package: str) -> str:
         return "unknown"
 
 
+class _Entered(threading.local):
+    """The contexts of Tuned that a thread is in. One of a Tuned itself would be part of its value."""
+
+    def __init__(self) -> None:
+        self.contexts: list[contextlib.AbstractContextManager[None]] = []
+
+
+_entered = _Entered()
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class Tuned(Mapping[str, Any]):
-    """What `jaxnorm.tune` chose: a mapping as `jaxnorm.implementation` takes it, empty where the default is fastest.
+    """What `jaxnorm.tune` chose: a context, and a mapping that is empty where the default is fastest.
 
-        with jaxnorm.implementation(jaxnorm.Tuned.load("step.json", step, params, batch)):
+        with jaxnorm.Tuned.load("step.json", step, params, batch):
             params = step(params, batch)
+
+    The context is that of `jaxnorm.implementation`, which takes such a mapping.
 
     Printed it is a table of what was tried. Two are equal, and have one hash, if they choose the same for the same
     calls on the same device with the same versions; what was measured does not count.
@@ -117,6 +130,15 @@ class Tuned(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(as_mapping(self.choices))
+
+    def __enter__(self) -> Self:
+        context = options.implementation(self)
+        context.__enter__()
+        _entered.contexts.append(context)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _entered.contexts.pop().__exit__(*error)
 
     def __repr__(self) -> str:
         rows = [("function", "direction", "tried", "before", "after", "outcome")]

@@ -458,6 +458,74 @@ def test_it_is_a_value(tuned, times, monkeypatch):
     assert jaxnorm.tune(jax.grad(loss), X, SCALE) != tuned
 
 
+def tuned_to(*choices):
+    return jaxnorm.Tuned(choices, "step", (), (), tuning.Where.of())
+
+
+def chosen():
+    return tuning.options.context()
+
+
+FIRST = ("rms_norm", "forward", "jnp"), ("softmax", "backward", "native")
+SECOND = (("rms_norm", "forward", "native"),)
+
+
+# Nested, within itself, among other contexts, and left by an error.
+def test_it_is_a_context_as_implementation_makes_one():
+    def states(context):
+        first, second, found = tuned_to(*FIRST), tuned_to(*SECOND), [chosen()]
+        with context(first):
+            found.append(chosen())
+            with context(second), context(first), jaxnorm.implementation(None):
+                found.append(chosen())
+                with context(second):
+                    found.append(chosen())
+            with contextlib.suppress(ZeroDivisionError), context(second), context(second):
+                found.append(chosen())
+                raise ZeroDivisionError
+            found.append(chosen())
+        return [*found, chosen()]
+
+    assert states(lambda tuned: tuned) == states(jaxnorm.implementation)
+    with (tuned := tuned_to(*FIRST)) as entered:
+        assert entered is tuned
+    with pytest.raises(ValueError, match="no function 'norm'"), tuned_to(("norm", "forward", "jnp")):
+        pass
+    assert chosen() == tuning.options.Context()
+
+
+def test_it_is_a_context_of_its_thread():
+    tuned, found, barrier = tuned_to(*FIRST), [], threading.Barrier(2, timeout=60)
+
+    def enter():
+        with tuned:
+            barrier.wait()
+            barrier.wait()
+            found.append(chosen())
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    barrier.wait()
+    outside = chosen()
+    with tuned:
+        inside = chosen()
+    barrier.wait()
+    thread.join()
+    assert (outside, found) == (tuning.options.Context(), [inside])
+
+
+def test_its_context_is_in_the_key_of_jit():
+    traced = []
+    step = jax.jit(lambda x: traced.append(chosen()) or x)
+    for context in (contextlib.nullcontext(), tuned_to(*FIRST), tuned_to(*FIRST), jaxnorm.implementation({})):
+        with context:
+            step(X)
+    with jaxnorm.implementation(tuned_to(*FIRST)):
+        step(X)
+        inside = chosen()
+    assert traced == [tuning.options.Context(), inside]
+
+
 @pytest.mark.kernels
 def test_a_file(tuned, tmp_path):
     tuned.save(tmp_path / "step.json")
