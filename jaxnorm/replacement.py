@@ -111,8 +111,8 @@ def quantize_linears(
     Raises:
       TypeError: model is of `flax.linen` or no model, weights or activations is no `Quantization`, or their dtypes do
         not go together.
-      ValueError: the model has no `flax.nnx.Linear` to quantise, or is an argument of a transformation of flax.nnx, as
-        `nnx.jit`, which is running; or a granularity is not "token".
+      ValueError: the model has no `flax.nnx.Linear` to quantise, and none that was changed before, or is
+        an argument of a transformation of flax.nnx, as `nnx.jit`, which is running; or a granularity is not "token".
     """
     from jaxnorm.flax import nnx_linear  # Flax is optional
 
@@ -149,8 +149,8 @@ def float8_linears(model: Any, recipe: Float8Recipe = DEFAULT, *, only: Only | N
 
     Raises:
       TypeError: model is of `flax.linen` or no model, recipe is no `Float8Recipe`, or only no function.
-      ValueError: the model has no `flax.nnx.Linear` to compute in float8, or is an argument of a transformation of
-        flax.nnx, as `nnx.jit`, which is running.
+      ValueError: the model has no `flax.nnx.Linear` to compute in float8, and none that was changed before,
+        or is an argument of a transformation of flax.nnx, as `nnx.jit`, which is running.
     """
     from jaxnorm.flax import nnx_float8  # Flax is optional
 

@@ -86,7 +86,8 @@ def quantize_linears(
     Raises:
       TypeError: there is no module of Equinox in model, weights or activations is no `Quantization`, their dtypes do
         not go together, or only is no function.
-      ValueError: there is no `equinox.nn.Linear` to quantise, or a granularity is not "token".
+      ValueError: there is no `equinox.nn.Linear` to quantise, and none that is quantised already, or a granularity is
+        not "token".
     """
     weights, activations = pair("quantize_linears", weights, activations)
     replacement.check_only("quantize_linears", only)
@@ -108,9 +109,7 @@ def quantize_linears(
     new, report = _replaced(
         "quantize_linears", model, is_layer, why, lambda linear: QuantizedLinear(linear, weights, activations)
     )
-    if not report.replaced:
-        left = f":\n{report}" if report.left else "."
-        raise ValueError(f"quantize_linears: there is no equinox.nn.Linear to quantise in {type(model).__name__}{left}")
+    report.check_found("quantize_linears", "equinox.nn.Linear to quantise", model)
     return new, report
 
 

@@ -1,6 +1,7 @@
 """Which linear layers of models of `flax.linen` are computed in another way, and why others are left to Flax."""
 
 import contextlib
+import threading
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 
@@ -26,6 +27,28 @@ class Change(NamedTuple):
     remedy: str = ""  # for a DenseGeneral that is left
 
 
+class Nested(threading.local):
+    """The reports of the contexts of one kind that are around here, from the outermost."""
+
+    def __init__(self) -> None:
+        self.reports: list[replacement.Report] = []
+
+    @contextlib.contextmanager
+    def __call__(self, report: replacement.Report) -> Iterator[None]:
+        self.reports.append(report)
+        try:
+            yield
+        finally:
+            self.reports.pop()
+
+    def tell(self, report: replacement.Report, path: replacement.Path, cls: type, why: str) -> None:
+        """Says why a module is left to the contexts within that of `report`, which are not asked about it."""
+        place = next(place for place, around in enumerate(self.reports) if around is report)
+        for within in self.reports[place + 1 :]:
+            within.add(path, cls, why)
+
+
+_nested = Nested()
 # What the contexts around here change: a part of the key by which JAX caches what it has traced, local to a thread.
 _changes = jax.make_user_context(())
 
@@ -44,7 +67,7 @@ def changed(change: Change, only: replacement.Only | None, key: Hashable) -> Ite
     What is traced may serve where `done`, `only` and the key are the same.
     """
     report = replacement.Report(where=replacement.TRACED)
-    with intercepted(_interceptor(report, change, only), (change.done, only, key)):
+    with intercepted(_interceptor(report, change, only), (change.done, only, key)), _nested(report):
         yield report
 
 
@@ -61,6 +84,7 @@ def _interceptor(report: replacement.Report, change: Change, only: replacement.O
             why = change.why_left(module, x) or ("only is false of it" if only and not only(path, module) else None)
             if why is None:
                 call, args, kwargs = change.compute, (module, x), {}
+                _nested.tell(report, path, cls, f"it is {change.done}{replacement.ALREADY}")
         elif (why := _why_class(cls, change)) is None:
             return call(*args, **kwargs)
         report.add(path, cls, why)
@@ -84,8 +108,14 @@ def _why_class(cls: type, change: Change) -> str | None:
     return f"only {names} {verb} {change.done}{remedy}" if issubclass(cls, ALL) else None
 
 
+def is_quantised(layer: Any) -> bool:
+    return layer.scope is not None and layer.has_variable("params", "values")
+
+
 def why_left(module: Any, x: Any) -> str | None:
     """Why any other way is not what Flax's code says. None if it may be."""
+    if is_quantised(module):
+        return "it is quantised already"
     why = calls.why_dtypes(module.param_dtype, *([] if (dtype := dtype_of(module, x)) is None else [dtype]))
     return replacement.why_own(module, FLAXS_OWN) or (why and f"it is of {why}")
 

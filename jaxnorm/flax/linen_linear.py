@@ -62,13 +62,9 @@ def quantized_linears(
         return product(layer, x, None, activations)
 
     def why_left(layer: Any, x: Any) -> str | None:
-        return None if is_quantised(layer) else "its kernel is not quantised"
+        return None if linen_layers.is_quantised(layer) else "its kernel is not quantised"
 
     return linen_layers.changed(Change("quantised", LAYERS, compute, why_left), only, activations)
-
-
-def is_quantised(layer: Any) -> bool:
-    return layer.scope is not None and layer.has_variable("params", "values")
 
 
 def summed_axes(layer: Any, x: Any) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxnorm.flax import linen_layers, replacement
 from jaxnorm.flax.calls import linen
 from jaxnorm.flax.linen_layers import Change
-from jaxnorm.flax.linen_linear import LAYERS, is_quantised, product, quantized_linears, summed_axes
+from jaxnorm.flax.linen_linear import LAYERS, product, quantized_linears, summed_axes
 from jaxnorm.flax.quantizations import of_rows
 from jaxnorm.inspect.explain import of_arrays
 from jaxnorm.ops.quantize.api import quantize
@@ -70,16 +70,15 @@ def quantize_linears(
     Raises:
       TypeError: module is no module of flax.linen, variables have no "params", weights is no `Quantization`, or only no
         function.
-      ValueError: the call has no layer to quantise, or a granularity is not "token".
+      ValueError: the call has no layer to quantise, and none that is quantised already, or a granularity is not
+        "token".
     """
     _check(module, variables)
     weights = of_rows("quantize_linears", "weights", weights)
     replacement.check_only("quantize_linears", only)
     params = flax.traverse_util.flatten_dict(variables["params"], keep_empty_nodes=True)  # type: ignore[no-untyped-call]
     report, chosen = _chosen(module, variables, params, weights, only, args, kwargs)
-    if not chosen:
-        left = f":\n{report}" if report.left else "; pass what it is called with."
-        raise ValueError(f"quantize_linears: there is no linear layer to quantise in {type(module).__name__}{left}")
+    report.check_found("quantize_linears", "linear layer to quantise", module, "; pass what it is called with.")
     for path, axes in chosen.items():
         params |= {(*path, name): array for name, array in _variables(params.pop((*path, "kernel")), axes, weights)}
     return _with_params(variables, params), report
@@ -203,8 +202,6 @@ def _kernel(layer: Any) -> Any:
 
 def _why_never(layer: Any, x: Any) -> str | None:
     """Why the kernel of a layer is not quantised, whatever it is. None if that depends on it."""
-    if is_quantised(layer):
-        return "it is quantised already"
     batch = getattr(layer, "batch_dims", ())
     has_batch = isinstance(batch, int) or len(batch) > 0
     return linen_layers.why_left(layer, x) or (f"it has batch_dims={batch}" if has_batch else None)

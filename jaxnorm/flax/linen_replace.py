@@ -12,7 +12,7 @@ from jaxnorm.flax import known, replacement
 from jaxnorm.flax.calls import linen
 from jaxnorm.flax.formula import Own
 from jaxnorm.flax.linen_groups import GroupNorm, InstanceNorm
-from jaxnorm.flax.linen_layers import intercepted
+from jaxnorm.flax.linen_layers import Nested, intercepted
 from jaxnorm.flax.linen_norms import LayerNorm, RMSNorm
 
 # Flax's norms, and what computes a call of each.
@@ -24,6 +24,7 @@ OURS: dict[type, type] = {
 }
 # Norms of Flax that this package has no kernels for.
 OTHERS = (linen.BatchNorm, linen.SpectralNorm, linen.WeightNorm)
+_nested = Nested()
 
 
 def replace_norms(custom: replacement.Custom | None = None) -> contextlib._GeneratorContextManager[replacement.Report]:
@@ -65,10 +66,10 @@ def replace_norms(custom: replacement.Custom | None = None) -> contextlib._Gener
 @contextlib.contextmanager
 def _replacing(custom: Any) -> Iterator[replacement.Report]:
     report, classes = replacement.Report(where=replacement.TRACED), set[type]()
-    with intercepted(_interceptor(report, custom, classes), ("replaced", frozenset(custom.items()))):
+    with intercepted(_interceptor(report, custom, classes), ("replaced", frozenset(custom.items()))), _nested(report):
         yield report
     if classes:
-        report.name_unused(custom, classes)
+        report.name_unused(custom, classes | {cls for _, cls, _ in report.left})  # one around computes these
 
 
 def _interceptor(report: replacement.Report, custom: Any, classes: set[type]) -> Callable[..., Any]:
@@ -80,26 +81,31 @@ def _interceptor(report: replacement.Report, custom: Any, classes: set[type]) ->
         if context.method_name != "__call__":
             return call(*args, **kwargs)
         classes.add(cls)
+        compute = None  # what gives the result in place of the module's own code
         if function := replacement.find(cls, custom):
             why = None
             # A function may only read parameters, so the model's own code makes them.
             if not initialises:
-                call = partial(function, module)
+                compute = partial(function, module, *args, **kwargs)
         elif norm := replacement.find(cls, OURS):
             x, mask = _arguments(*args, **kwargs)
             why = norm._why_flax(module, x, mask)
             if not why:
-                call, args, kwargs = norm._fused, (module, x, mask), {}
+                compute = partial(norm._fused, module, x, mask)
             why = why and f"no kernel serves {why}"
         elif own := _own(module):
             why = own if isinstance(own, str) else None
             if isinstance(own, Own) and not initialises and not (why := own.why_not(module, args, kwargs)):
-                call, args, kwargs = own.compute, (module, args, kwargs), {}
+                compute = partial(own.compute, module, args, kwargs)
             why = f"its own code computes {why}" if why and isinstance(own, Own) else why
         elif (why := replacement.why_class(cls, tuple(OURS.values()), OURS, OTHERS, partial(_line, module))) is None:
             return call(*args, **kwargs)
-        report.add(() if module.scope is None else module.path, cls, why)
-        return call(*args, **kwargs)
+        path = () if module.scope is None else module.path
+        report.add(path, cls, why)
+        if compute is None:
+            return call(*args, **kwargs)
+        _nested.tell(report, path, cls, replacement.OURS_ALREADY)
+        return compute()
 
     return intercept
 

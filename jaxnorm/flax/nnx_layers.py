@@ -39,9 +39,7 @@ def chosen(change: Change, model: Any, only: replacement.Only | None) -> tuple[r
         elif (why := _why_class(cls, change)) is None:
             continue
         report.add(path, cls, why)
-    if not layers:
-        left = f":\n{report}" if report.left else "."
-        raise ValueError(f"{function}: there is no flax.nnx.Linear to {change.to_do} in {type(model).__name__}{left}")
+    report.check_found(function, f"flax.nnx.Linear to {change.to_do}", model)
     return report, layers
 
 

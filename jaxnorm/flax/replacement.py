@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jaxnorm.native import ffi
 
 Path = tuple[Any, ...]  # of attributes and indices
+ALREADY = " already"  # so ends why a module is left that was changed before
+OURS_ALREADY = f"it is jaxnorm's{ALREADY}"
 TRACED = " in what was traced within"  # of contexts: what was compiled in one like it is not
 # From classes of norms to the functions of a module and its arguments that compute them.
 Custom = Mapping[type, Callable[..., Any]]
@@ -77,6 +79,12 @@ class Report:
                 self.within.append(Within(path, cls, block, why))
         self.replaced = [norm for norm in self.replaced if around(norm.path) is None]
         self.left = [norm for norm in self.left if around(norm.path) is None]
+
+    def check_found(self, function: str, what: str, model: object, remedy: str = ".") -> None:
+        """An error where no module of the model was replaced, by this call or by one before."""
+        if not self.replaced and not any(why.endswith(ALREADY) for *_, why in self.left):
+            left = f":\n{self}" if self.left else remedy
+            raise ValueError(f"{function}: there is no {what} in {type(model).__name__}{left}")
 
     def __str__(self) -> str:
         replaced = [f"{self.done}  {_named(path)}: {cls.__name__}" for path, cls in self.replaced]
@@ -184,7 +192,7 @@ def why_class(
     `line` gives the `line_of` the module.
     """
     if issubclass(cls, ours):
-        return "it is jaxnorm's already"
+        return OURS_ALREADY
     if issubclass(cls, others):
         return "jaxnorm has no such norm"
     if issubclass(cls, tuple(norms)) or "norm" in cls.__name__.lower():
@@ -217,7 +225,7 @@ def why_subclass(cls: type, ours: Mapping[type, type], others: tuple[type, ...])
     `others` are the library's norms of which there is no kernel.
     """
     if issubclass(cls, tuple(ours.values())):
-        return "it is jaxnorm's already"
+        return OURS_ALREADY
     if issubclass(cls, others):
         return "jaxnorm has no such norm"
     if norm := next((norm for base, norm in ours.items() if issubclass(cls, base)), None):

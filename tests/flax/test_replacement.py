@@ -3,6 +3,7 @@
 import copy
 import pickle
 import re
+from functools import partial
 
 import equinox
 import flax.linen
@@ -35,6 +36,7 @@ from norm_models import (
 )
 
 import jaxnorm
+import jaxnorm.equinox
 import jaxnorm.linen
 import jaxnorm.nnx
 
@@ -562,3 +564,76 @@ def test_linen_a_model_is_no_argument(model):
 def test_linen_decorates_a_function(variables):
     replaced = jaxnorm.linen.replace_norms(LINEN_CUSTOM)(apply)
     assert bits(replaced(variables, draw_x(DIMS))) == bits(apply_replaced(variables, draw_x(DIMS)))
+
+
+def nnx_second(first, second):
+    functions = {
+        "jaxnorm's": jaxnorm.replace_norms,
+        "quantised": lambda model: jaxnorm.quantize_linears(model, jnp.int8),
+        "computed in float8": jaxnorm.float8_linears,
+    }
+    rngs = flax.nnx.Rngs(0)
+    model = flax.nnx.Sequential(flax.nnx.RMSNorm(FEATURES, rngs=rngs), flax.nnx.Linear(FEATURES, 4, rngs=rngs))
+    functions[first](model)
+    return functions[second](model)
+
+
+def equinox_second(first, second):
+    functions = {
+        "jaxnorm's": jaxnorm.equinox.replace_norms,
+        "quantised": lambda model: jaxnorm.equinox.quantize_linears(model, jnp.int8),
+    }
+    model = [equinox.nn.RMSNorm(FEATURES), equinox.nn.Linear(FEATURES, 4, key=jax.random.key(0))]
+    return functions[second](functions[first](model)[0])[1]
+
+
+LINEN_LAYERS = flax.linen.Sequential([flax.linen.RMSNorm(), flax.linen.Dense(FEATURES)])
+
+
+def quantised(variables):
+    return jaxnorm.linen.quantize_linears(LINEN_LAYERS, variables, draw_x(DIMS), weights=jnp.int8)
+
+
+def linen_variables(first, second):
+    return quantised(quantised(LINEN_LAYERS.init(jax.random.key(0), draw_x(DIMS)))[0])[1]
+
+
+def linen_within(first, second):
+    """The report of the inner one of two contexts."""
+    contexts = {
+        "jaxnorm's": partial(jaxnorm.linen.replace_norms, {flax.linen.RMSNorm: lambda norm, x: x}),
+        "quantised": jaxnorm.linen.quantized_linears,
+        "computed in float8": jaxnorm.linen.float8_linears,
+    }
+    variables = LINEN_LAYERS.init(jax.random.key(0), draw_x(DIMS))
+    variables = quantised(variables)[0] if first == "quantised" else variables
+    with contexts[first](), contexts[second]() as report:
+        LINEN_LAYERS.apply(variables, draw_x(DIMS))
+    return report
+
+
+def linen_around(first, second):
+    """The report of a context of float8 around the one in which quantised layers are computed."""
+    variables = quantised(LINEN_LAYERS.init(jax.random.key(0), draw_x(DIMS)))[0]
+    with jaxnorm.linen.float8_linears() as report, jaxnorm.linen.quantized_linears():
+        LINEN_LAYERS.apply(variables, draw_x(DIMS))
+    return report
+
+
+NORMS, QUANTISED, FLOAT8 = ("jaxnorm's",) * 2, ("quantised",) * 2, ("computed in float8",) * 2
+BOTH = [("quantised", "computed in float8"), ("computed in float8", "quantised")]
+SECOND = {
+    nnx_second: [NORMS, QUANTISED, FLOAT8, *BOTH],
+    equinox_second: [NORMS, QUANTISED],
+    linen_variables: [QUANTISED],
+    linen_within: [NORMS, QUANTISED, FLOAT8, *BOTH],
+    linen_around: BOTH[:1],
+}
+
+
+@pytest.mark.parametrize(("report", "both"), [(report, both) for report, pairs in SECOND.items() for both in pairs])
+def test_a_second_time_each_says_what_was_done_before(report, both):
+    second = report(*both)
+    assert [why for *_, why in second.left] == [f"it is {both[0]} already"]
+    assert not second.replaced
+    assert not second.unused
