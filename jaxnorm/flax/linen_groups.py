@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jaxnorm.flax import group_calls, linen_calls
 from jaxnorm.flax.calls import linen
+from jaxnorm.flax.explained import explained
 from jaxnorm.ops.activation import Synonym
 from jaxnorm.ops.group_norm.api import group_norm
 from jaxnorm.ops.group_norm.formula import Activation
@@ -56,6 +57,7 @@ class _Groups(linen.Module):
     _fused = staticmethod(grouped)
 
 
+@explained
 class GroupNorm(_Groups, linen.GroupNorm):
     """`flax.linen.GroupNorm` with the same fields, parameters and result dtype, computed by `jaxnorm.group_norm`.
 
@@ -79,6 +81,7 @@ class GroupNorm(_Groups, linen.GroupNorm):
         return group_calls.activated(self, _GROUP_NORM(self, x, mask=mask)) if y is None else y
 
 
+@explained
 class InstanceNorm(_Groups, linen.InstanceNorm):
     """`flax.linen.InstanceNorm` with the same fields, parameters and result dtype: a `GroupNorm` of single channels.
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jaxnorm.flax import calls, linen_calls
 from jaxnorm.flax.calls import linen
+from jaxnorm.flax.explained import explained
 from jaxnorm.ops.activation import Synonym
 from jaxnorm.ops.norm.gated_api import gated_rms_norm
 from jaxnorm.ops.norm.gated_formula import Activation
@@ -40,6 +41,7 @@ class _Options(linen.Module):
         return linen_calls.fused(functions.norm, module, (x,), mask)
 
 
+@explained
 class RMSNorm(_Options, linen.RMSNorm):
     """`flax.linen.RMSNorm` with the same fields, parameters and result dtype, computed by `jaxnorm.rms_norm`.
 
@@ -62,6 +64,7 @@ class RMSNorm(_Options, linen.RMSNorm):
         return _OF_FLAX[self._functions](self, x, mask=mask) if y is None else y
 
 
+@explained
 class LayerNorm(_Options, linen.LayerNorm):
     """`flax.linen.LayerNorm` with the same fields, parameters and result dtype, computed by `jaxnorm.layer_norm`.
 
@@ -92,6 +95,7 @@ class _Add(linen.Module):
         return calls.add_first(of_flax, rows, mask, **of_sum) if results is None else results
 
 
+@explained
 class AddRMSNorm(_Add, RMSNorm):  # type: ignore[misc]
     """The sum of a residual connection and its `RMSNorm`, computed by `jaxnorm.add_rms_norm`.
 
@@ -107,10 +111,12 @@ class AddRMSNorm(_Add, RMSNorm):  # type: ignore[misc]
     """
 
 
+@explained
 class AddLayerNorm(_Add, LayerNorm):  # type: ignore[misc]
     """The sum of a residual connection and its `LayerNorm`, computed by `jaxnorm.add_layer_norm`; see `AddRMSNorm`."""
 
 
+@explained
 class GatedRMSNorm(RMSNorm, kw_only=True):
     """An `RMSNorm` that is gated, computed by `jaxnorm.gated_rms_norm`.
 
@@ -151,6 +157,7 @@ class GatedRMSNorm(RMSNorm, kw_only=True):
         )
 
 
+@explained
 class QKNormRotary(_Options, kw_only=True):
     """RMSNorm or LayerNorm of each head of queries and keys, and their rotary embedding: `jaxnorm.qk_norm_rotary`.
 
@@ -210,6 +217,7 @@ class _Quantized(linen.Module, kw_only=True):
         return linen_calls.quantized(self, x, addend, mask, scales)
 
 
+@explained
 class QuantizedRMSNorm(_Quantized, RMSNorm, kw_only=True):  # type: ignore[misc]
     """An `RMSNorm` with a quantised result, computed by `jaxnorm.rms_norm_quantized`.
 
@@ -226,5 +234,6 @@ class QuantizedRMSNorm(_Quantized, RMSNorm, kw_only=True):  # type: ignore[misc]
     """
 
 
+@explained
 class QuantizedLayerNorm(_Quantized, LayerNorm, kw_only=True):  # type: ignore[misc]
     """A `LayerNorm` with a quantised result, computed by `jaxnorm.layer_norm_quantized`; see `QuantizedRMSNorm`."""

@@ -3,12 +3,14 @@
 import jax
 
 from jaxnorm.flax.calls import nnx
+from jaxnorm.flax.explained import explained
 from jaxnorm.ops.activation import Synonym
 from jaxnorm.ops.gated_activation.api import gated_activation
 from jaxnorm.ops.gated_activation.formula import Activation
 from jaxnorm.ops.options import Implementation
 
 
+@explained
 class GatedActivation(nnx.Module):
     """An activation of a gate, times what it gates: `jaxnorm.gated_activation`, without parameters.
 

@@ -6,12 +6,14 @@ import jax
 
 from jaxnorm.flax import float8_calls, nnx_calls, nnx_layers
 from jaxnorm.flax.calls import nnx
+from jaxnorm.flax.explained import explained
 from jaxnorm.flax.replacement import Only, Report
 from jaxnorm.ops.float8_linear.api import DEFAULT
 from jaxnorm.ops.float8_linear.recipe import Float8Recipe, check_recipe
 from jaxnorm.quantization import Quantized
 
 
+@explained
 class Float8Linear(nnx.Linear):
     """A `flax.nnx.Linear` that is computed by `jaxnorm.float8_linear`, forward and backward, without state.
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jaxnorm.flax import calls, group_calls, nnx_calls
 from jaxnorm.flax.calls import nnx
+from jaxnorm.flax.explained import explained
 from jaxnorm.ops.activation import Synonym
 from jaxnorm.ops.group_norm.api import group_norm
 from jaxnorm.ops.group_norm.formula import Activation
@@ -59,6 +60,7 @@ class _Groups(nnx.Module):
         return group_calls.activated(self, of_flax(x, mask=mask)) if y is None else y
 
 
+@explained
 class GroupNorm(_Groups, nnx.GroupNorm):
     """`flax.nnx.GroupNorm` with the same constructor, parameters and result dtype, computed by `jaxnorm.group_norm`.
 
@@ -77,6 +79,7 @@ class GroupNorm(_Groups, nnx.GroupNorm):
     """
 
 
+@explained
 class InstanceNorm(_Groups, nnx.InstanceNorm):
     """`flax.nnx.InstanceNorm` with the same constructor, parameters and result dtype: a `GroupNorm` of single channels.
 

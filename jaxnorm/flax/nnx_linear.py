@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 
 from jaxnorm.flax import nnx_calls, nnx_layers
 from jaxnorm.flax.calls import nnx
+from jaxnorm.flax.explained import explained
 from jaxnorm.flax.quantizations import pair
 from jaxnorm.flax.replacement import Only, Report
 from jaxnorm.ops.quantize.api import quantize
@@ -20,6 +21,7 @@ class QuantizedParam(nnx.Variable[Any]):
     """Quantised weights, or their scales: variables that are not trained, as `nnx.Param` are."""
 
 
+@explained
 class QuantizedLinear(nnx.Linear):
     """A `flax.nnx.Linear` whose kernel is quantised, computed by `jaxnorm.quantized_dot`.
 

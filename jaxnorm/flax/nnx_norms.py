@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxnorm.flax import calls, nnx_calls
 from jaxnorm.flax.calls import nnx
+from jaxnorm.flax.explained import explained
 from jaxnorm.ops.activation import Synonym
 from jaxnorm.ops.norm.gated_api import gated_rms_norm
 from jaxnorm.ops.norm.gated_formula import Activation
@@ -47,6 +48,7 @@ class _Options(nnx.Module):
         super().__init__(num_features, **flax)  # type: ignore[call-arg]
 
 
+@explained
 class RMSNorm(_Options, nnx.RMSNorm):
     """`flax.nnx.RMSNorm` with the same constructor, parameters and result dtype, computed by `jaxnorm.rms_norm`.
 
@@ -68,6 +70,7 @@ class RMSNorm(_Options, nnx.RMSNorm):
         return super().__call__(x, mask) if y is None else y
 
 
+@explained
 class LayerNorm(_Options, nnx.LayerNorm):
     """`flax.nnx.LayerNorm` with the same constructor, parameters and result dtype, computed by `jaxnorm.layer_norm`.
 
@@ -97,6 +100,7 @@ class _Add:
         return calls.add_first(of_flax, rows, mask, **of_sum) if results is None else results
 
 
+@explained
 class AddRMSNorm(_Add, RMSNorm):  # type: ignore[misc]
     """The sum of a residual connection and its `RMSNorm`, computed by `jaxnorm.add_rms_norm`.
 
@@ -110,10 +114,12 @@ class AddRMSNorm(_Add, RMSNorm):  # type: ignore[misc]
     """
 
 
+@explained
 class AddLayerNorm(_Add, LayerNorm):  # type: ignore[misc]
     """The sum of a residual connection and its `LayerNorm`, computed by `jaxnorm.add_layer_norm`; see `AddRMSNorm`."""
 
 
+@explained
 class GatedRMSNorm(RMSNorm):
     """An `RMSNorm` that is gated, computed by `jaxnorm.gated_rms_norm`.
 
@@ -163,6 +169,7 @@ class GatedRMSNorm(RMSNorm):
         )
 
 
+@explained
 class QKNormRotary(_Options, nnx_calls.HeadScales):
     """RMSNorm or LayerNorm of each head of queries and keys, and their rotary embedding: `jaxnorm.qk_norm_rotary`.
 
@@ -229,6 +236,7 @@ class _Quantized:
         return nnx_calls.quantized(self, mask, x, addend, scales)
 
 
+@explained
 class QuantizedRMSNorm(_Quantized, RMSNorm):  # type: ignore[misc]
     """An `RMSNorm` with a quantised result, computed by `jaxnorm.rms_norm_quantized`.
 
@@ -246,5 +254,6 @@ class QuantizedRMSNorm(_Quantized, RMSNorm):  # type: ignore[misc]
     """
 
 
+@explained
 class QuantizedLayerNorm(_Quantized, LayerNorm):  # type: ignore[misc]
     """A `LayerNorm` with a quantised result, computed by `jaxnorm.layer_norm_quantized`; see `QuantizedRMSNorm`."""

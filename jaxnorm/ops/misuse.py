@@ -100,7 +100,7 @@ def explained(function: F) -> F:
             # An error of the function's body has the body's frame behind this one.
             if error.__traceback__ is None or error.__traceback__.tb_next is not None:
                 raise
-            why = _unbound(name, parameters, args, keywords)
+            why = unbound(name, parameters, args, keywords)
             if why is None:
                 raise
         raise TypeError(f"{name}: {why}")
@@ -108,7 +108,7 @@ def explained(function: F) -> F:
     return cast(F, called)
 
 
-def _unbound(name: str, parameters: Parameters, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> str | None:
+def unbound(name: str, parameters: Parameters, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> str | None:
     """Why the arguments do not fit the parameters, and what may have been meant."""
     positional = _positional(parameters)
     given = positional[: len(args)]
@@ -141,6 +141,8 @@ def _meant(name: str, parameters: Parameters, keyword: str) -> str:
         argument = ours = f"{keyword}s"
     if argument in parameters:
         return f"did you mean {ours}?"
+    if name not in _functions:  # but a layer
+        return did_you_mean(keyword, parameters, "some")
     if argument == "out_dtype" and "quantization" in parameters:
         return f"{name} has no {keyword}: {INSTEAD[argument]}."
     others = having(argument)
@@ -169,10 +171,13 @@ def did_you_mean(name: str, known: Iterable[str], how_many: str = "one") -> str:
 
 def _surplus(name: str, parameters: Parameters, place: int, value: object) -> str:
     """What the array or number in this place, which is one too many, may have been."""
+    by_name = [argument for argument in parameters if argument not in _positional(parameters)]
+    pass_others = f"Pass the others by name: {', '.join(by_name)}."
+    if name not in _functions:  # but a layer
+        return pass_others
     if name in PAIRS and place == 2 and not isinstance(value, str) and not is_number(value):
         return pair(name)
     it = f"the {ORDINALS[place - 1]}"
-    by_name = [argument for argument in parameters if argument not in _positional(parameters)]
     if is_number(value):
         names = [*["num_groups"] * isinstance(value, int), "theta", "epsilon", "axis"]
         known = (argument for argument in names if argument in by_name)
@@ -187,7 +192,7 @@ def _surplus(name: str, parameters: Parameters, place: int, value: object) -> st
             positional = {other: _positional(of) for other, of in _functions.items() if name in other}
             calls = (f"{other}({', '.join(of)})" for other, of in positional.items() if argument in of)
             hints += [f"{meant} use {call}." for call in calls]
-    return " ".join(hints or [f"Pass the others by name: {', '.join(by_name)}."])
+    return " ".join(hints or [pass_others])
 
 
 def pair(function: str) -> str:

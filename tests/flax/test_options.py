@@ -1,8 +1,11 @@
 """The options of both Flax APIs' norms beside Flax's: those of the functions."""
 
 import inspect
+import re
 from functools import partial
 
+import flax.linen
+import flax.nnx
 import jax
 import jax.numpy as jnp
 import pytest
@@ -15,6 +18,10 @@ from native import native_calls
 from quantizing import QUANTIZED
 
 import jaxnorm
+import jaxnorm.equinox
+import jaxnorm.keras
+import jaxnorm.linen
+import jaxnorm.nnx
 from jaxnorm import Quantization
 
 pytestmark = pytest.mark.jax_version
@@ -125,10 +132,68 @@ def test_flaxs_arguments_come_first_and_ours_by_keyword(api, kind, prefix):
     assert keywords(named(api, kind, prefix)) == by_keyword
 
 
-@cover(kind=KINDS, api=APIS)
-def test_an_unknown_argument_is_flaxs_error(api, kind):
-    with pytest.raises(TypeError, match="unexpected keyword argument 'scale_ofset'"):
-        api.build(named(api, kind), (draw_x(DIMS),), {"scale_ofset": 1.0})
+def layers(*modules):
+    public = {f"{m.__name__}.{name}": getattr(m, name) for m in modules for name in m.__all__}
+    classes = {name: cls for name, cls in public.items() if isinstance(cls, type)}
+    return {name: cls for name, cls in classes.items() if cls is not jaxnorm.nnx.QuantizedParam}
+
+
+OF_FLAX = layers(jaxnorm.nnx, jaxnorm.linen)
+OTHERS = layers(jaxnorm.equinox, jaxnorm.keras)
+NEEDED = {
+    "GatedRMSNorm": {"gate_first": True},
+    "QuantizedLayerNorm": {"quantization": INT8},
+    "QuantizedLinear": {"weights": INT8},
+    "QuantizedRMSNorm": {"quantization": INT8},
+}
+
+
+def called(cls, *args, **keywords):
+    """A call of a layer of Flax, which is made first."""
+    fields = NEEDED.get(cls.__name__, {})
+    if issubclass(cls, flax.linen.Module):
+        return cls(**fields).init(jax.random.key(0), *args, **keywords)
+    if cls is jaxnorm.nnx.GatedActivation:
+        return cls()(*args, **keywords)
+    return cls(*[32] * (1 + ("Linear" in cls.__name__)), **fields, rngs=flax.nnx.Rngs(0))(*args, **keywords)
+
+
+def without_arguments(cls, keyword):
+    """The error of a constructor that is called with a keyword alone."""
+    with pytest.raises((TypeError, ValueError), match=rf"\b{cls.__name__}\b.*'{keyword}'") as error:
+        cls(**{keyword: 1.0})
+    assert not re.search(r"\b_[A-Z]", str(error.value))
+    return str(error.value)
+
+
+@cover(cls=OF_FLAX | OTHERS)
+def test_an_unknown_argument_is_an_error_of_the_public_class(cls):
+    without_arguments(cls, "scale_ofset")
+
+
+@cover(cls=OF_FLAX)
+def test_an_epsilon_of_another_name_is_named(cls):
+    error = without_arguments(cls, "eps")
+    assert error.startswith(f"{cls.__name__}: got an unexpected keyword argument 'eps'; ")
+    assert error.endswith("did you mean epsilon?") is not bool(re.search("Linear|Activation", cls.__name__))
+
+
+@cover(cls=OF_FLAX)
+def test_a_call_that_does_not_fit_is_an_error_of_the_public_class(cls):
+    name, x = cls.__name__, draw_x((2, 32))
+    with pytest.raises(TypeError, match=rf"^{name}: got an unexpected keyword argument 'masc'; "):
+        called(cls, masc=None)
+    with pytest.raises(TypeError, match=rf"^{name}: missing a required argument: '(x|q|inputs)'; pass "):
+        called(cls)
+    with pytest.raises(TypeError, match=rf"^{name}: takes \d positional arguments? \(.*\) but 9 were given\. Pass "):
+        called(cls, *[x] * 9)
+
+
+@cover(cls=[cls for name, cls in OF_FLAX.items() if ".nnx." in name and "Activation" not in name])
+def test_missing_features_are_an_error_of_the_public_class(cls):
+    message = rf"^{cls.__name__}: missing a required argument: '(num_features|head_dim|in_features)'; pass \1=\.\.\.\.$"
+    with pytest.raises(TypeError, match=message):
+        cls(**NEEDED.get(cls.__name__, {}), rngs=flax.nnx.Rngs(0))
 
 
 # Flax's own code has neither option: the formula serves what it expresses.
