@@ -12,9 +12,16 @@ from jaxnorm.flax.calls import linen, nnx
 from jaxnorm.inspect import turns
 from jaxnorm.inspect.compare import Comparison, Loss, compared
 
+# Lines that compare what models of other libraries give.
+BY_HAND = {
+    "equinox": "new, report = jaxnorm.equinox.replace_norms(model)\nprint(abs(new(x) - model(x)).max())",
+    "keras": "own, report = model(x), jaxnorm.keras.replace_norms(model)\nprint(abs(model(x) - own).max())",
+}
+
 
 def compare(model: Any, args: Any, loss: Loss | None, kwargs: Any) -> Comparison:
     """`jaxnorm.compare`."""
+    _check_library(model)
     if isinstance(model, linen.Module):
         raise TypeError(
             f"compare: got a module of flax.linen, {type(model).__name__}: call "
@@ -71,6 +78,7 @@ def linen_compare(
         no function.
       ValueError: no norm of the model is replaced.
     """
+    _check_library(module)
     if not isinstance(module, linen.Module):
         raise TypeError(f"compare: expected a module of flax.linen, got {type(module).__name__}; see jaxnorm.compare.")
     if not isinstance(variables, Mapping) or "params" not in variables:
@@ -99,6 +107,15 @@ def linen_compare(
             f"its own:\n{reports[0]}"
         )
     return compared(own, replaced, (variables["params"], others, args, kwargs), loss)
+
+
+def _check_library(model: Any) -> None:
+    library = replacement.library_of(model)
+    if library in BY_HAND:
+        raise TypeError(
+            f"compare: got {type(model).__name__}, a model of {library}, expected one of Flax. Before the norms of "
+            f"{library} are replaced, compare by hand:\n{BY_HAND[library]}"
+        )
 
 
 def _check_loss(loss: Any) -> None:

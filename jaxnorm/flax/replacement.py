@@ -122,12 +122,16 @@ def no_model(model: object, states: tuple[type, ...] = (), optimizer: type | tup
         return f"an {type(model).__name__}", "pass the model that it trains, whose parameters stay as they are"
     if model is None:
         return "None", "pass the model"
-    libraries = [cls.__module__.partition(".")[0] for cls in type(model).__mro__]
-    with_page = (library for library in ("equinox", "keras", "haiku") if library in libraries)
-    name = next(with_page, None)
+    name, defining = library_of(model), type(model).__module__.partition(".")[0]
     library, page = (name.capitalize(), f"{name}.md") if name else ("other libraries", "porting.md")
-    of = "" if libraries[0] == "builtins" else f" of {libraries[0]}"
+    of = "" if defining == "builtins" else f" of {defining}"
     return f"{type(model).__name__}{of}", f"how to port models of {library} is in docs/{page}"
+
+
+def library_of(model: object) -> str | None:
+    """The library of a model whose page in docs/ says what to do with it; None if it is of none of these."""
+    libraries = [cls.__module__.partition(".")[0] for cls in type(model).__mro__]
+    return next((library for library in ("equinox", "keras", "haiku") if library in libraries), None)
 
 
 def check_custom(custom: object, module: type) -> Custom:

@@ -1,15 +1,20 @@
 """`compare`: a model with its own norms beside the same model with those that replaced them."""
 
+import equinox
 import flax.linen
 import flax.nnx
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
 import pytest
 from cases import bits, draw, draw_x
+from keras_models import ignore_keras_own
 from norm_models import CUSTOM, DIMS, FEATURES, GemmaNorm, gemma_norm, mixed
 
 import jaxnorm
+import jaxnorm.equinox
+import jaxnorm.keras
 import jaxnorm.linen
 from jaxnorm.inspect import turns
 
@@ -169,6 +174,28 @@ def test_errors(name):
     error, message, make = ERRORS[name]
     with pytest.raises(error, match=f"^compare: .*{message}"):
         jaxnorm.compare(make(), draw_x(DIMS))
+
+
+OTHERS = {
+    "Equinox": lambda: equinox.nn.Sequential([equinox.nn.LayerNorm(DIMS)]),
+    "Keras": lambda: keras.Sequential([keras.Input(DIMS[1:]), keras.layers.LayerNormalization()]),
+}
+
+
+@ignore_keras_own
+@pytest.mark.parametrize("compare", [jaxnorm.compare, lambda model, x: jaxnorm.linen.compare(model, {}, x)])
+@pytest.mark.parametrize("library", OTHERS)
+def test_models_of_other_libraries_are_compared_by_the_lines_of_the_error(library, compare, capsys):
+    model, x = OTHERS[library](), draw_x(DIMS)
+    with pytest.raises(
+        TypeError, match=f"^compare: got Sequential, a model of {library.lower()}, .* by hand:"
+    ) as error:
+        compare(model, x)
+    lines = str(error.value).partition(":\n")[2]
+    names = {"jaxnorm": jaxnorm, "model": model, "x": x}
+    exec(lines, names)
+    assert names["report"].replaced
+    assert float(capsys.readouterr().out) < 1e-5
 
 
 def test_a_loss_that_is_none():
