@@ -12,6 +12,7 @@ import equinox as eqx
 import jax
 import jax.export
 import jax.numpy as jnp
+import keras
 import pytest
 from flax import linen, nnx
 from internals import fallback, ffi, functions
@@ -21,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxnorm
 import jaxnorm.equinox
+import jaxnorm.keras
 from jaxnorm import info
 from jaxnorm import linen as jaxnorm_linen
 from jaxnorm import nnx as jaxnorm_nnx
@@ -416,4 +418,14 @@ def test_a_layer_of_equinox_has_the_users_line():
         return model(x)
 
     (norm,) = jaxnorm.explain(program, jnp.ones(8))
+    assert norm.line.endswith("program)")
+
+
+def test_a_layer_of_keras_has_the_users_line():
+    model = keras.Sequential([keras.Input((8,)), jaxnorm.keras.RMSNormalization()])
+
+    def program(x):
+        return model(x)
+
+    (norm,) = jaxnorm.explain(program, jnp.ones((2, 8)))
     assert norm.line.endswith("program)")
