@@ -211,6 +211,21 @@ def test_an_explanation_names_lengths_that_no_kernel_takes():
     assert "(50, 16), and cuBLASLt wants multiples of 16" in only_dw.on("cuda").why
 
 
+@pytest.mark.parametrize(("bias", "result"), [("float32", "bfloat16"), ("float16", "bfloat16"), ("float32", "float32")])
+def test_an_explanation_names_a_bias_that_cublaslt_does_not_add(bias, result):
+    def loss(x, kernel, bias):
+        return float8_linear(x, kernel, bias=bias, out_dtype=result).astype("float32").sum()
+
+    x, kernel = jnp.ones((32, 64), "bfloat16"), jnp.ones((64, 48))
+    forward, backward = jaxnorm.explain(jax.grad(loss, (0, 1)), x, kernel, jnp.ones(48, bias))
+    assert forward.on("cuda").implementation == "formula"
+    why = f"bias is {bias} and the result {result}, and cuBLASLt wants both of the same 16 bits"
+    assert why in forward.on("cuda").why
+    assert "bias" not in (backward.on("cuda").why or "")
+    (alike, _) = jaxnorm.explain(jax.grad(loss, (0, 1)), x, kernel, jnp.ones(48, "bfloat16"))
+    assert ("bias" in (alike.on("cuda").why or "")) == (result == "float32")
+
+
 def test_ranks_are_not_promoted():
     with jax.numpy_rank_promotion("raise"):
         grads = jax.grad(lambda *args: float8_linear(*args[:2], bias=args[2]).sum(), (0, 1, 2))(X, KERNEL, BIAS)
