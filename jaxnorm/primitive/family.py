@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from jaxnorm.native import compat
-from jaxnorm.primitive import fallback, lowering, reasons, weights
+from jaxnorm.primitive import fallback, lowering, reasons
 from jaxnorm.primitive.backward import Backward
 from jaxnorm.primitive.forward import Forward
 from jaxnorm.primitive.linear import Linear
@@ -88,13 +88,11 @@ class Family(Generic[S, O, R]):
         return operands._replace(**{name: there[name].astype(np.float32) for name in names})
 
     def aligned(self, spec: S, operands: O) -> O:
-        """The operands with weights as primitives have them: of the same batch dims, but for a factor, with its own."""
+        """The operands with weights as primitives have them."""
         names = [name for name in operands._fields if self._forward.is_weight(name)]
-        for together in ([n for n in names if n != self.op.factor], [n for n in names if n == self.op.factor]):
-            given = [getattr(operands, name) for name in together]
-            replaced = weights.aligned(jax.typeof(operands[0]), spec.row_ndim, given)
-            operands = operands._replace(**dict(zip(together, replaced, strict=True)))
-        return operands
+        given = [getattr(operands, name) for name in names]
+        whole = self._forward.aligned(spec, names, jax.typeof(operands[0]), given)
+        return operands._replace(**dict(zip(names, whole, strict=True)))
 
     def __call__(self, spec: S, operands: O, implementation: str | None) -> R:
         """The results, from the primitive or in plain jax.numpy, as `wants_primitive` says."""

@@ -1,5 +1,6 @@
 """What the primitives of all ops have in common."""
 
+import functools
 from abc import abstractmethod
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
@@ -221,14 +222,25 @@ class Rules:
             return None
         if self.op.weights_batch:
             x, x_axis = records[0][0], batch[0][0]
-            whole = weights.batch(x, x_axis, spec.row_ndim, [values[f] for f in kept], [axes[f] for f in kept])
+            align = functools.partial(self.aligned, spec, [name for _, name in kept])
+            whole = weights.batch(x, x_axis, spec.row_ndim, [values[f] for f in kept], [axes[f] for f in kept], align)
         else:
-            whole = None if any(moving[field] for field in kept) else tuple(values[field] for field in kept)
+            whole = None if any(moving[field] for field in kept) else [values[field] for field in kept]
         if whole is None:
             return None
         folded = self.fold([(name, values[i, name], axes[i, name]) for i, name in rows], 0)
         values |= dict(zip([*rows, *kept], [*folded, *whole], strict=True))
         return [type(record)(*(values[i, name] for name in record._fields)) for i, record in enumerate(records)]
+
+    def aligned(self, spec: RowSpec, names: Sequence[str], x: Any, given: Sequence[Any]) -> list[Any]:
+        """Weights, for an x of this type, as primitives have them: of the same batch dims, a factor with its own."""
+        whole = list(given)
+        for of_factor in (False, True):
+            places = [place for place, name in enumerate(names) if (name == self.op.factor) is of_factor]
+            together = weights.aligned(x, spec.row_ndim, [given[place] for place in places])
+            for place, weight in zip(places, together, strict=True):
+                whole[place] = weight
+        return whole
 
     def fold(self, arrays: Sequence[tuple[str, Any, Any]], x: int, repeated: Container[str] = frozenset()) -> list[Any]:
         """Arrays of rows, each with its name and the axis of its batch, with that as the leading axis.

@@ -6,7 +6,7 @@ these differ have to be neighbours. In primitives all weights have the same batc
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -101,17 +101,22 @@ def in_front(weight: jax.Array | None, axis: int | None, rank: int) -> jax.Array
 
 
 def batch(
-    x: jax.Array, x_axis: int | None, axes: int, weights: Sequence[jax.Array | None], batch: Sequence[int | None]
-) -> tuple[jax.Array | None, ...] | None:
-    """The weights of a batch for an x with the batch in front; None where no kernel takes them."""
+    x: jax.Array,
+    x_axis: int | None,
+    axes: int,
+    weights: Sequence[jax.Array | None],
+    batch: Sequence[int | None],
+    aligned: Callable[[Any, Sequence[jax.Array | None]], Sequence[jax.Array | None]],
+) -> Sequence[jax.Array | None] | None:
+    """The weights of a batch, `aligned`, for an x with the batch in front; None where no kernel takes them."""
     pairs = list(zip(weights, batch, strict=True))
     sizes = [weight.shape[axis] for weight, axis in pairs if weight is not None and axis is not None]
     if not sizes:
-        return tuple(weights)
+        return weights
     type_of_all = _type_of_batch(x, x_axis, sizes[0])
     whole = [in_front(weight, axis, type_of_all.ndim) for weight, axis in pairs]
     no_kernel = unsupported(type_of_all.shape, axes, batch_dims_of(axes, whole))
-    return None if no_kernel else aligned(type_of_all, axes, whole)
+    return None if no_kernel else aligned(type_of_all, whole)
 
 
 def _type_of_batch(x: jax.Array, axis: int | None, size: int) -> Any:

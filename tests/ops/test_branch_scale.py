@@ -147,12 +147,16 @@ OF_SCALE = {"(D,)": (64,), "(T, D)": (8, 64)}
     shape=lambda _: SHAPES,
     of_scale=lambda _: OF_SCALE,
     dtypes=lambda _: [*itertools.product(DTYPES, DTYPES)],
+    is_mapped=lambda _: [False, True],
 )
-def test_each_weight_is_kept_as_it_came(op, shape, of_scale, dtypes):
+def test_each_weight_is_kept_as_it_came(op, shape, of_scale, dtypes, is_mapped):
+    shape = shape[1:] if is_mapped and shape[0] == 1 else shape
     x, residual = draw_x(DIMS, dtypes[0]), draw_residual(DIMS, dtypes[0])
     scale, bias = (draw(name, of_scale, dtypes[0], 1.0) for name in ("scale", "bias"))
     args = x, residual, scale, bias, draw_branch_scale(shape, dtypes[1])
-    pullback = jax.eval_shape(lambda *args: jax.vjp(op.function, *args)[1], *args)
+    axis = 0 if shape[0] == DIMS[0] else None
+    function = jax.vmap(op.function, (0, 0, None, None, axis)) if is_mapped else op.function
+    pullback = jax.eval_shape(lambda *args: jax.vjp(function, *args)[1], *args)
     found = sorted((leaf.size, leaf.dtype.name) for leaf in jax.tree.leaves(pullback) if leaf.size > 1)
     kept = [(args[i].size, args[i].dtype.name) for i in map(op.operands.index, op.kept)]
     assert found == sorted([*kept, *[(24, "float32")] * op.statistics])
