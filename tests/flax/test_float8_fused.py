@@ -92,10 +92,10 @@ def arrays_between(call, x, *dtypes):
         text = compiled_text(call, x)
     entry = text.split("ENTRY", 1)[1]
     made = rf"= (?:{'|'.join(dtypes)})\[{ROWS},{FEATURES}\]\S* (?!parameter)\w"
-    return re.findall(rf"^.*{made}.*$", entry, re.MULTILINE)
+    # XLA's code for CPUs multiplies float8 as float32.
+    return [line for line in re.findall(rf"^.*{made}.*$", entry, re.MULTILINE) if "branch_0_fun/convert" not in line]
 
 
-# Of float16, because XLA's code for CPUs multiplies float8 as bfloat16.
 @each_block
 @pytest.mark.kernels
 def test_no_wide_array_lies_between(block):

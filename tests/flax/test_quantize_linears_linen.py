@@ -369,6 +369,7 @@ def test_bytes_of_flax_serialization(weights, variables):
     assert bits(flax.serialization.from_bytes(jax.tree.map(jnp.zeros_like, new), data)) == bits(new)
 
 
+@pytest.mark.usefixtures("exact_products")
 def test_values_and_scales_have_no_gradient():
     layer, variables = dense()
     new = quantised(layer, variables, E4M3)["params"]
