@@ -55,7 +55,7 @@ endfunction()
 # Sets `time` to how long so many cores compile the kernels for `architectures`, in words.
 function(jaxnorm_estimate_time time architectures cores)
   list(LENGTH architectures count)
-  # Minutes of one core for an architecture, see docs/experiments/compiler.md; CPU kernels and the host's code included.
+  # Minutes of one core for an architecture, see docs/findings.md; CPU kernels and the host's code included.
   math(EXPR minutes "(19 * ${count} + ${cores} - 1) / ${cores}")
   set(${time} "about ${minutes} min on ${cores} cores" PARENT_SCOPE)
 endfunction()

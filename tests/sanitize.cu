@@ -299,7 +299,7 @@ int main(int argc, char** argv) {
       for (const int64_t cols : {24, 64, 256, 257, 512, 1024, 4096, 12288, 16384, 65536, 262144, 300032})
         for (const int64_t rows : {1, 70}) run_quantized(kind, dtype, rows, cols, 0);
       // No more rows than clusters run at once: where blocks of two clusters of 16 share a multiprocessor, synccheck
-      // ends any program (docs/experiments/sanitizer.md).
+      // ends any program (docs/findings.md).
       run_quantized(kind, dtype, 7, 100003, 0);
       run(kind, dtype, 7, 140000, 1);
       for (const int64_t cols : {64, 128, 257, 1024, 4096}) {

@@ -29,8 +29,8 @@ LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 # Files of the repository that a page names as code.
 NAMED_FILE = re.compile(r"`((?:bench|docs|examples)/[\w./-]+|README\.md|mkdocs\.yml)`")
 
-# Pages about the tree as it is: experiments and the changelog also tell of what is gone.
-PRESENT = [page for page in PAGES if page.parent.name != "experiments" and page.name != "changelog.md"]
+# Pages about the tree as it is: the findings and the changelog also tell of what is gone.
+PRESENT = [page for page in PAGES if page.name not in ("findings.md", "changelog.md")]
 SOURCES = [
     *(ROOT / name for name in ("CMakeLists.txt", "pyproject.toml", "mkdocs.yml")),
     *(
