@@ -123,13 +123,13 @@ def no_model(model: object, states: tuple[type, ...] = (), optimizer: type | tup
     if model is None:
         return "None", "pass the model"
     name, defining = library_of(model), type(model).__module__.partition(".")[0]
-    library, page = (name.capitalize(), f"{name}.md") if name else ("other libraries", "porting.md")
+    library = name.capitalize() if name else "other libraries"
     of = "" if defining == "builtins" else f" of {defining}"
-    return f"{type(model).__name__}{of}", f"how to port models of {library} is in docs/{page}"
+    return f"{type(model).__name__}{of}", f"how to port models of {library} is in docs/porting.md"
 
 
 def library_of(model: object) -> str | None:
-    """The library of a model whose page in docs/ says what to do with it; None if it is of none of these."""
+    """The library of a model for which docs/porting.md has a section of its own; None if it is of none of these."""
     libraries = [cls.__module__.partition(".")[0] for cls in type(model).__mro__]
     return next((library for library in ("equinox", "keras", "haiku") if library in libraries), None)
 

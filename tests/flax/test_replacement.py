@@ -278,14 +278,14 @@ def test_nnx_modules_of_linen_in_a_model():
 
 
 class OwnModel:
-    """Stands for a model of a library that has no page."""
+    """Stands for a model of a library that the docs do not name."""
 
 
 OPTIMIZER = flax.nnx.Optimizer(flax.nnx.RMSNorm(4, rngs=flax.nnx.Rngs(0)), optax.sgd(0.1), wrt=flax.nnx.Param)
 WRONG = {
     "a linen model": (flax.linen.LayerNorm(), None, "a module of flax.linen, LayerNorm: .*jaxnorm.linen.replace_norms"),
-    "Equinox": (equinox.nn.LayerNorm(4), None, "a flax.nnx module, or .*, got LayerNorm of equinox.*docs/equinox.md"),
-    "Keras": (keras.layers.LayerNormalization(), None, "got LayerNormalization of keras.*docs/keras.md"),
+    "Equinox": (equinox.nn.LayerNorm(4), None, "a flax.nnx module, .*, got LayerNorm.*Equinox is in docs/porting.md"),
+    "Keras": (keras.layers.LayerNormalization(), None, "got LayerNormalization.*of Keras is in docs/porting.md"),
     "others": ([OwnModel()], None, "a flax.nnx module, or a list, .*, got list.*docs/porting.md"),
     "variables": ({"params": {"scale": 1.0}}, None, "a flax.nnx module, .*, got dict"),
     "a function of arrays": (gemma_formula, None, "a flax.nnx module, .*, got function.*docs/porting.md"),
