@@ -1,4 +1,9 @@
-"""Fused kernels for JAX: norms, softmax, cross-entropy."""
+"""Kernels for JAX, forward and backward, and the same formulas where there are none.
+
+RMSNorm and LayerNorm, alone, with a residual add, between two blocks, with a gate or with an 8-bit result; GroupNorm;
+gated activations, also with an 8-bit result; rotary embedding with the norms of queries and keys; softmax, log-softmax
+and cross-entropy, also of a linear layer; `quantize` and products of 8-bit values, `quantized_dot` and `float8_linear`.
+"""
 
 import importlib.metadata
 import importlib.util
