@@ -63,15 +63,8 @@ class GroupNorm(_Groups, linen.GroupNorm):
 
         y = GroupNorm(num_groups=32, activation="silu")(x)
 
-    Beside Flax's fields there are, by keyword, `activation`, `scale_offset` and `implementation` of the function. Where
-    `scale_offset` is not 0, the default of `scale_init` is zeros.
-
-    The kernels serve the calls whose `reduction_axes` are all axes but the first, as they are by default. A `mask`,
-    `axis_index_groups`, other axes, an x without an axis of examples, parameters that an Explicit mesh splits otherwise
-    than x, `force_float32_reductions=False`, and dtypes other than float32, bfloat16 and float16 are computed by Flax's
-    own code, and the activation of its result. That has no `scale_offset`: with one, the formula computes what it can,
-    and the rest is an error, as it is with `implementation="native"`. The variance is that of the centred values, also
-    with `use_fast_variance=True`.
+    Options and the calls that kernels serve are those of `jaxnorm.nnx.GroupNorm`, the options by keyword. An x without
+    an axis of examples and `force_float32_reductions=False` are computed by Flax's own code as well.
     """
 
     @linen.compact

@@ -45,15 +45,8 @@ class _Options(linen.Module):
 class RMSNorm(_Options, linen.RMSNorm):
     """`flax.linen.RMSNorm` with the same fields, parameters and result dtype, computed by `jaxnorm.rms_norm`.
 
-    Beside Flax's fields there are, by keyword, `scale_offset`, `multiply_before_cast` and `implementation` of the
-    function. Where `scale_offset` is not 0, the default of `scale_init` is zeros.
-
-    The kernels serve the calls whose `reduction_axes` and `feature_axes` are trailing axes: the same ones, or with
-    features before those that are reduced, a scale for each head: `reduction_axes=-1, feature_axes=(-2, -1)`. A `mask`,
-    `axis_index_groups`, other axes, parameters that an Explicit mesh splits otherwise than x,
-    `force_float32_reductions=False`, and dtypes other than float32, bfloat16 and float16 are computed by Flax's own
-    code. That has no `scale_offset` and no `multiply_before_cast=False`: with one of these, the formula computes what
-    it can, and the rest is an error, as it is with `implementation="native"`.
+    Options and the calls that kernels serve are those of `jaxnorm.nnx.RMSNorm`, the options by keyword.
+    `force_float32_reductions=False` is computed by Flax's own code as well.
     """
 
     _functions = calls.RMS
@@ -68,9 +61,7 @@ class RMSNorm(_Options, linen.RMSNorm):
 class LayerNorm(_Options, linen.LayerNorm):
     """`flax.linen.LayerNorm` with the same fields, parameters and result dtype, computed by `jaxnorm.layer_norm`.
 
-    The kernels serve the same calls as for `RMSNorm`. Their variance is always that of the centred values, so
-    `use_fast_variance=True`, Flax's default, costs no accuracy here: results differ from Flax's by rounding, and where
-    the mean is large against the deviation, Flax's lose digits.
+    All else is as of `jaxnorm.nnx.LayerNorm`.
     """
 
     _functions = calls.LAYER
@@ -99,12 +90,7 @@ class _Add(linen.Module):
 class AddRMSNorm(_Add, RMSNorm):  # type: ignore[misc]
     """The sum of a residual connection and its `RMSNorm`, computed by `jaxnorm.add_rms_norm`.
 
-        y, new_residual = norm(x, residual)  # new_residual = x + residual, y = RMSNorm(...)(new_residual)
-        y, new_residual = norm(x, residual, branch_scale=gate)  # new_residual = gate * x + residual
-        y = norm(x, residual, return_sum=False)
-
-    Fields, parameters and the dtype of y are those of `RMSNorm`, whose input is the sum; that has residual's dtype.
-    What the kernels of `RMSNorm` do not serve is added first and then computed by Flax's own code.
+        y, new_residual = norm(x, residual)  # and all else as of `jaxnorm.nnx.AddRMSNorm`
 
     A module without a name is called after its class, "AddRMSNorm_0". To read the parameters of an `RMSNorm`, give it
     the name that one had.
@@ -118,18 +104,10 @@ class AddLayerNorm(_Add, LayerNorm):  # type: ignore[misc]
 
 @explained
 class GatedRMSNorm(RMSNorm, kw_only=True):
-    """An `RMSNorm` that is gated, computed by `jaxnorm.gated_rms_norm`.
+    """An `RMSNorm` that is gated, computed by `jaxnorm.gated_rms_norm`; see `jaxnorm.nnx.GatedRMSNorm`.
 
-        norm = GatedRMSNorm(gate_first=True, group_size=1024)  # Mamba2's
-        y = norm(x, gate)
-
-    Fields and parameters are those of `RMSNorm`, and of the function `gate_first`, `activation` and `group_size`.
-    `dtype` is that of y; None is what x, gate and scale promote to. The kernels want x, gate and y of one dtype: with
-    float32 parameters, give `dtype` for a gated norm of half types. A module without a name is called after its class,
-    as `AddRMSNorm` says.
-
-    `reduction_axes` and `feature_axes` must be -1. A `mask`, `axis_index_groups` and
-    `force_float32_reductions=False` are errors.
+    `dtype` is that of y; None is what x, gate and scale promote to. A module without a name is called after its class,
+    as `AddRMSNorm` says. `force_float32_reductions=False` is an error.
     """
 
     gate_first: bool
@@ -163,10 +141,7 @@ class QKNormRotary(_Options, kw_only=True):
 
         q, k = QKNormRotary(theta=500_000.0)(q, k, positions)  # or cos=cos, sin=sin
 
-    The fields are the function's options, and the arrays of a call: positions, or tables cos and sin, and frequencies.
-    The parameters are `q_scale` and `k_scale`, of a head's elements or, with `per_head`, a row for each head;
-    `use_scale` is for a norm only. `dtype` is what q and k are converted to; None keeps their own, as float32
-    parameters do.
+    As `jaxnorm.nnx.QKNormRotary`; the parameters are of a head's elements or, with `per_head`, a row for each head.
     """
 
     theta: float = 10000.0
@@ -219,18 +194,10 @@ class _Quantized(linen.Module, kw_only=True):
 
 @explained
 class QuantizedRMSNorm(_Quantized, RMSNorm, kw_only=True):  # type: ignore[misc]
-    """An `RMSNorm` with a quantised result, computed by `jaxnorm.rms_norm_quantized`.
+    """An `RMSNorm` with a quantised result: `jaxnorm.rms_norm_quantized`; see `jaxnorm.nnx.QuantizedRMSNorm`.
 
-        norm = QuantizedRMSNorm(quantization=Quantization(jnp.float8_e4m3fn))
-        quantized = norm(x)
-        quantized, new_residual = norm(x, residual)
-
-    Fields and parameters are those of `RMSNorm`, and of the function `quantization`, `straight_through` and the call's
-    `residual`, `static_scale` and `smooth_scale`. `dtype`, which flax.linen gives to its result, does not matter: what
-    is quantised is float32. A module without a name is called after its class, as `AddRMSNorm` says.
-
-    `reduction_axes` and `feature_axes` must be the same axes: kernels serve trailing ones, the formula others.
-    A `mask`, `axis_index_groups` and `force_float32_reductions=False` are errors.
+    `dtype`, which flax.linen gives to its result, does not matter: what is quantised is float32. A module without a
+    name is called after its class, as `AddRMSNorm` says. `force_float32_reductions=False` is an error.
     """
 
 
