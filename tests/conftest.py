@@ -85,7 +85,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "on_emulator: a law to which the emulator holds the CUDA kernels, too")
     config.addinivalue_line("markers", "full: in the full tier alone")
     config.addinivalue_line("markers", "browser: opens pages; where there is Chromium")
-    config.addinivalue_line("markers", "toys: native parts of the toy ops; on the CPU, where there is a C++ compiler")
+    config.addinivalue_line("markers", "toys: native part of the toy op; on the CPU, where there is a C++ compiler")
     config.addinivalue_line("markers", "xdist_group(name): on one worker")  # where xdist is not installed
     config.addinivalue_line("markers", "deviceless: programs for a GPU; where JAX's CUDA plugin is, and CUDA kernels")
     config.addinivalue_line("markers", "build: settings of the build; where there is CMake")

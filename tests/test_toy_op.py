@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.jax_version, pytest.mark.xdist_group("toy op")]
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
     if ARE_BUILT:
-        load("l2_norm_cpu", "l2_norm_fwd", "l2_norm_bwd")
+        load()
 
 
 def formula(x, epsilon=1e-6):
@@ -114,6 +114,21 @@ def test_native_by_name_where_there_is_no_kernel():
 def test_errors_are_those_of_every_op():
     with pytest.raises(TypeError, match=r"^l2_norm: x must have a floating-point dtype"):
         l2_norm(jnp.arange(4))
+
+
+# Rows alone and together, short ones and long ones, with and without a rest beside whole vectors.
+@pytest.mark.toys
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("shape", [(1, 1), (7, 3), (2, 5, 128), (3, 513), (2, 20_000)], ids=str)
+def test_the_kernels_at_each_length(shape, dtype):
+    x = draw("x", shape, dtype)
+    (y, dx), (expected, dx_expected) = (
+        jax.tree.map(lambda a: np.asarray(a, np.float64), (norm(x), jax.grad(loss_of(norm))(x)))
+        for norm in (partial(l2_norm, implementation="native"), formula)
+    )
+    error = 4 * float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(y, expected, rtol=error, atol=1e-7)
+    assert np.linalg.norm(dx - dx_expected) <= error * np.linalg.norm(dx_expected) + 1e-6
 
 
 @pytest.mark.toys
