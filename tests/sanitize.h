@@ -1,5 +1,4 @@
-// What both programs for sanitizers run, tests/sanitize_cpu.cc and tests/sanitize.cu. A program says how an array is
-// allocated and how an op is called.
+// What tests/sanitize.cu runs, which says how an array is allocated and how an op is called.
 #pragma once
 
 #include <cstdint>
