@@ -14,7 +14,7 @@ SOURCES = [
     path
     for directory in ("jaxnorm", "src")
     for path in sorted((ROOT / directory).rglob("*"))
-    if path.suffix in (".py", ".h", ".cc", ".cu", ".cuh", ".html", ".css", ".js")
+    if path.suffix in (".py", ".h", ".cc", ".cu", ".cuh", ".html")
 ]
 PYTHON = [path for path in SOURCES if path.suffix == ".py"]
 
@@ -24,7 +24,7 @@ def name(path):
 
 
 def test_the_sources_are_found():
-    assert {path.suffix for path in SOURCES} == {".py", ".h", ".cc", ".cu", ".cuh", ".html", ".css", ".js"}
+    assert {path.suffix for path in SOURCES} == {".py", ".h", ".cc", ".cu", ".cuh", ".html"}
 
 
 def test_no_file_is_long():

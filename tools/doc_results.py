@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# As in `tools/plan_pages.py`.
+# `mkdocs` has its own folder on the path, and not the clone's root.
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from bench import plot, report, tables

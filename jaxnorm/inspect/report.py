@@ -126,8 +126,12 @@ def in_words(report: Report) -> str:
     why = norm["why"]
     if why == report["native"].get(norm["platform"], {}).get("why_not"):
         why = "its kernels are not here, see above"
-    lines.append(f"\n{question.in_words(norm)} on {norm['platform']}: {norm['implementation']}, because {why}")
-    return "\n".join([*lines, *_ways_in_words(norm)])
+    return "\n".join([*lines, "", call_in_words(norm, why)])
+
+
+def call_in_words(norm: Report, why: str) -> str:
+    said = f"{question.in_words(norm)} on {norm['platform']}: {norm['implementation']}, because {why}"
+    return "\n".join([said, *_ways_in_words(norm)])
 
 
 def _ways_in_words(norm: Report) -> Iterator[str]:
@@ -164,7 +168,8 @@ def main(arguments: list[str] | None = None) -> None:
     }
     if options.html:
         try:
-            options.html.write_text(plan_page.page(report["call"], request), encoding="utf-8")
+            page = plan_page.page(report["call"], call_in_words(report["call"], report["call"]["why"]))
+            options.html.write_text(page, encoding="utf-8")
         except OSError as error:
             question.make_parser().error(f"--html: {error}")
     print(json.dumps(report, indent=2) if options.json else in_words(report))

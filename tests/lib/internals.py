@@ -4,7 +4,6 @@
 
 from jaxnorm.inspect import plan_page, progress, turns
 from jaxnorm.inspect import tune as tuning
-from jaxnorm.inspect.plan_page import launch, tiling
 from jaxnorm.native import compat, cublaslt, ffi, fit, private
 from jaxnorm.ops.cross_entropy.formula import CrossEntropy
 from jaxnorm.ops.cross_entropy.formula import Operands as CrossEntropyOperands
