@@ -56,7 +56,6 @@ def cmake(tmp_path, *lines):
         ("9.0 13.0", CUDA_13, COMMON, "does not know"),
         ("7.0", CUDA_13, COMMON, "no CUDA kernel runs on the GPU of compute capability 7.0"),
         # Compilers that know less or no longer know all.
-        ("", "75 80 86 87 89 90", "80-real 90", ""),
         ("12.0", "75 80 86 87 89 90", "80-real 90", "does not know"),
         ("", "80 86 89 90 100 120 130", "80-real 90-real 100", ""),
     ],
@@ -74,9 +73,7 @@ def test_architectures(tmp_path, present, known, chosen, said):
 
 
 @with_cmake
-@pytest.mark.parametrize(
-    ("architectures", "cores", "minutes"), [("90", 2, 10), ("80-real;90-real;100", 2, 29), ("90", 64, 1)]
-)
+@pytest.mark.parametrize(("architectures", "cores", "minutes"), [("80-real;90-real;100", 2, 29), ("90", 64, 1)])
 def test_time(tmp_path, architectures, cores, minutes):
     printed = cmake(
         tmp_path,
@@ -108,7 +105,6 @@ def test_which_gpus_run_the_kernels_of_a_wheel(tmp_path):
     [
         ("", "", "there is no CUDA compiler. Install the CUDA toolkit"),
         ("/bin/nvcc", "Cuda compilation tools, release 12.4, V12.4.131", "/bin/nvcc is nvcc 12.4, older than 12.8."),
-        ("/bin/nvcc", "Cuda compilation tools, release 11.8, V11.8.89", "/bin/nvcc is nvcc 11.8, older than 12.8."),
         ("/bin/nvcc", "Cuda compilation tools, release 12.8, V12.8.61", ""),
         ("/bin/nvcc", "Cuda compilation tools, release 13.0, V13.0.48", ""),
         ("/bin/clang++", "clang version 20.1.0", ""),  # CMake judges it
