@@ -21,6 +21,12 @@ from jaxnorm.sharding.dims import DimMap
 
 # What a derivative may want again: the results, the sum with an addend, the row statistics.
 NAMES = ("jaxnorm_result", "jaxnorm_sum", "jaxnorm_statistics")
+SPELLING = {"forward": "fwd", "backward": "bwd"}
+
+
+def primitive_name(op: str, direction: str) -> str:
+    """The name of a primitive, with its direction as the targets of calls have it."""
+    return f"jaxnorm_{op}_{SPELLING.get(direction, direction)}"
 
 
 def named(kind: str, values: Sequence[jax.Array]) -> list[jax.Array]:
@@ -114,7 +120,7 @@ class Rules:
     def __init__(self, op: AnyOp, direction: str) -> None:
         self.op = op
         self.direction = direction
-        self.primitive = Primitive(f"jaxnorm_{op.name}_{direction}")
+        self.primitive = Primitive(primitive_name(op.name, direction))
         DESCRIBERS[self.primitive] = self.described
         self.primitive.multiple_results = True
         self.primitive.def_abstract_eval(self.abstract)

@@ -50,7 +50,14 @@ def register(
     *,
     is_product: bool = False,
 ) -> None:
-    _partitionable[primitive.name] = Partitionable(primitive, dim_maps, can_shard, is_product)
+    partitionable = Partitionable(primitive, dim_maps, can_shard, is_product)
+    _partitionable[primitive.name] = _partitionable[_former_name(primitive)] = partitionable
+
+
+def _former_name(primitive: Primitive) -> str:
+    """In exported programs of before."""
+    op, _, direction = primitive.name.rpartition("_")
+    return f"{op}_{'forward' if direction == 'fwd' else 'backward' if direction == 'bwd' else direction}"
 
 
 def is_registered(primitive: Primitive) -> bool:

@@ -126,7 +126,7 @@ def test_it_holds_within_only(variables):
 
     assert "float8" not in program()
     with float8_linears():
-        assert program().count("jaxnorm_float8_linear_forward[") == len(CHANGED)
+        assert program().count("jaxnorm_float8_linear_fwd[") == len(CHANGED)
 
 
 def test_only_chooses_layers(variables):

@@ -6,12 +6,15 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import assert_close
+from cases import assert_close, draw_x
 from coverage import over
 from exporting import WAYS, artefacts, function_of
 from hlo import count_native_calls
 from internals import text
 from jax import export
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from meshes import mesh_of, placed
 from ops import OPS
 
 import jaxnorm
@@ -65,3 +68,18 @@ def test_a_spec_of_an_older_build_is_read(name):
     fields, function = FORMER[name]
     (spec,) = text.decode(json.dumps([text.VERSION, {name: fields}]).encode())
     assert repr(spec) in str(jax.make_jaxpr(function)(jnp.ones((4, 64))))
+
+
+# Names of primitives had their directions in full.
+@pytest.mark.several
+def test_a_call_of_before_that_xla_splits(devices, monkeypatch):
+    encode = text.encode
+
+    def former(platform, name, *call):
+        return encode(platform, name.replace("_fwd", "_forward").replace("_bwd", "_backward"), *call)
+
+    monkeypatch.setattr(text, "encode", former)
+    x = draw_x((8, 64))
+    step = jax.jit(jax.value_and_grad(lambda x: jnp.sin(jaxnorm.layer_norm(x, implementation="native")).sum()))
+    expected = step(x)
+    assert_close(step(placed(mesh_of(devices, AxisType.Auto), [x], [P("a")])[0]), expected)

@@ -83,6 +83,6 @@ def test_every_result_is_named(op):
     args = op.draw(op.small)
     cotangents = op.cotangents(args, **op.small.options)
     jaxpr = jax.make_jaxpr(lambda *args: jax.vjp(op.run(), *args)[1](cotangents))(*args)
-    (call,) = [eqn for eqn in jaxpr.eqns if "forward" in str(eqn.primitive) or "custom_jvp" in str(eqn.primitive)]
+    (call,) = [eqn for eqn in jaxpr.eqns if "_fwd" in str(eqn.primitive) or "custom_jvp" in str(eqn.primitive)]
     users = [eqn for eqn in jaxpr.eqns if set(map(id, call.outvars)) & set(map(id, eqn.invars))]
     assert {str(eqn.primitive) for eqn in users} <= {"name", "bitcast_convert_type"}

@@ -25,7 +25,7 @@ from jaxnorm.ops.float8_linear.formula import Operands, Rounded, Saved, Variable
 from jaxnorm.ops.float8_linear.kernels import BY_KERNELS, PRODUCTS_BY_KERNELS
 from jaxnorm.ops.float8_linear.products import Float8Linear
 from jaxnorm.primitive import lowering
-from jaxnorm.primitive.rules import all_none, examples_first, named, tangents_jnp
+from jaxnorm.primitive.rules import all_none, examples_first, named, primitive_name, tangents_jnp
 
 NAME = "float8_linear"
 
@@ -213,7 +213,7 @@ def _types(formula_of: Any) -> Any:
 
 
 def _primitive(name: str, formula_of: Any, jvp: Any, batch: Any, *, has_native: bool = True) -> Primitive:
-    primitive = Primitive(f"jaxnorm_{NAME}_{name}")
+    primitive = Primitive(primitive_name(NAME, name))
     primitive.multiple_results = True
     primitive.def_abstract_eval(_types(formula_of))
     native = _native(name, formula_of) if has_native else None
