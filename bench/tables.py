@@ -100,12 +100,6 @@ def models(results):
     return rates(results["header"], others, "shape", lambda row: f"{row['shape']}, {row['M']}x{row['N']}")
 
 
-def odd(results):
-    """How many times as fast as XLA, by op and row length, of rows that vectors do not divide."""
-    rows = [row for row in results["rows"] if row["shape"].startswith("odd ") and row["x XLA"]]
-    return about(results["header"]) + pivot("times XLA", rows, lambda row: row["N"], lambda row: f"{row['x XLA']:.2f}")
-
-
 def rates(header, rows, corner, column_of):
     rows = [row for row in rows if not is_step(row)]
     if not rows:
@@ -197,13 +191,7 @@ TABLES = {
     "h200-gated-models": ("h200_gated.json", models),
     "h200-quantized-grid": ("h200_quantized.json", grid),
     "h200-quantized-small": ("h200_quantized.json", small),
-    "h200-odd": ("h200_odd.json", odd),
-    "h200-odd-default": ("h200_odd_default.json", odd),
     "rows": ("h200_rows.json", row_tables.percent),
-    "windows": ("h100_windows.json", row_tables.percent),
-    "losses": ("h200_losses.json", row_tables.losses),
-    "losses-default": ("h200_losses_default.json", row_tables.percent),
-    "model-loss": ("h200_model_loss.json", whole),
     "cpu": ("cpu.json", cpu),
     "cpu-headline": ("cpu.json", cpu_headline),
     "cpu-neighbours": ("cpu_neighbours.json", cpu),
@@ -212,7 +200,6 @@ TABLES = {
     "cpu-rows": ("cpu_rows.json", cpu),
     "cpu-rows-grid": ("cpu_rows.json", row_tables.cpu_grid),
     "sharding": ("h200_x4_sharding.json", whole),
-    "sharding-two": ("h200_x2_sharding.json", whole),
     "sharded-steps": ("h?00_x?_steps_*.json", sharded_tables.steps),
     "model-default": ("h200_model_default.json", whole),
     "model-more": ("h200_model_more.json", whole),
@@ -222,13 +209,10 @@ TABLES = {
     "model-separate": ("h200_model_separate.json", whole),
     "decode-separate": ("h200_decode_separate.json", whole),
     "rotary": ("h?00_rotary.json", dot_tables.steps),
-    "activations": ("h100_activations.json", whole),
     "groups": ("h200_groups.json", whole),
-    "quantize-lm": ("h200_quantize_lm.json", whole),
     "dots": ("h200_dots.json", dot_tables.products),
     "decoding-quantised": ("h100_decode_quantised.json", dot_tables.decoding),
     "dots-library": ("h200_dots.json", dot_tables.by_library),
-    "rounding": ("h200_rounding.json", whole),
     "float8": ("h?00_float8_*.json", dot_tables.steps),
     "gemma": (trainers.RUNS, trainer_tables.drawn),
     "gemma-headline": (trainers.RUNS, trainer_tables.headline),
