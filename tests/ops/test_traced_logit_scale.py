@@ -148,6 +148,20 @@ def test_what_is_hidden(implementation, value, dtype):
         np.testing.assert_array_equal(np.float32(a), np.float32(e))
 
 
+# A label that does not count is read all the same.
+@cover(value=[np.nan, np.inf, -np.inf], dtype=["float32", "bfloat16"], options=OPTIONS)
+def test_what_is_not_finite_at_a_label_that_does_not_count_has_one_rule(value, dtype, options):
+    labels = jnp.asarray([3, 0, 4, 6])
+    is_label = jnp.arange(10) == labels[:, None]
+    x, where = jnp.where(is_label, value, draw_x((4, 10), dtype)), mask_of((4, 10)) & ~is_label
+    native, formula = (
+        step(labels, where=where, implementation=implementation, **options)(x, jnp.float32(SCALE), jnp.ones(4))
+        for implementation in (None, "jnp")
+    )
+    for a, e in zip(native, formula, strict=True):
+        assert_near(a, e)
+
+
 @pytest.mark.several
 @cover(
     axis_type=[AxisType.Auto, AxisType.Explicit],
