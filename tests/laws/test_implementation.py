@@ -31,8 +31,8 @@ def norm(x, **options):
 def chosen(function=norm, *args, **options):
     """What the calls that are traced were told to be."""
     text = str(jax.make_jaxpr(lambda *args: function(*args, **options))(*(args or (X,))))
-    # The formula of quantised norms has a primitive too, for its derivative.
-    if "jaxnorm_" not in text.replace("jaxnorm_straight_through", ""):
+    # Formulas of activations and of what is quantised have a primitive too, for its derivative.
+    if not re.search("jaxnorm_(?!straight_through|activation)", text):
         return "jnp"
     return None if "native_for=None" in text else "native"
 
