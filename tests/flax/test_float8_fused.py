@@ -92,8 +92,11 @@ def arrays_between(call, x, *dtypes):
         text = compiled_text(call, x)
     entry = text.split("ENTRY", 1)[1]
     made = rf"= (?:{'|'.join(dtypes)})\[{ROWS},{FEATURES}\]\S* (?!parameter)\w"
-    # XLA's code for CPUs multiplies float8 as float32.
-    return [line for line in re.findall(rf"^.*{made}.*$", entry, re.MULTILINE) if "branch_0_fun/convert" not in line]
+    lines = re.findall(rf"^.*{made}.*$", entry, re.MULTILINE)
+    # XLA's code for CPUs multiplies float8 as float32, and may write out the one operand that it makes so.
+    widened = [line for line in lines if "= f32" in line and "branch_0_fun/convert_element_type" in line]
+    assert len(widened) <= (jax.default_backend() == "cpu")
+    return [line for line in lines if line not in widened]
 
 
 @each_block

@@ -76,6 +76,13 @@ def test_scales_whose_products_float32_does_not_hold(of_x, of_weights, dtype):
     np.testing.assert_allclose(product(x * of_x, weights * of_weights), expected, rtol=2.0**-20)
 
 
+@pytest.mark.parametrize(("largest", "is_finite"), [(1e34, True), (1e37, False)])
+def test_an_array_is_summed_before_the_scale(largest, is_finite):
+    weights = quantize(jnp.full((32, 64), 1e-9), jaxnorm.Quantization("int8"), axis=-1)
+    y = quantized_dot(jnp.full((8, 64), largest), weights)
+    assert bool(jnp.isfinite(y).all()) == is_finite
+
+
 def test_dtypes_of_the_result():
     x, weights = operands("int8")
     assert quantized_dot(x, weights).dtype == jnp.bfloat16

@@ -34,6 +34,8 @@ def quantized_dot(
     XLA does not split the program over devices. Its sum has the digits that XLA's has by default; under
     `jax.default_matmul_precision("highest")` XLA makes all.
 
+    An array x is summed before the scale of the weights: beyond 1e34 the sum may be infinite where y is not.
+
     Sums of integers are exact, and are rounded once to float32. An int32 holds those of 131,071 products of int8, or of
     2,097,151 of int8 and int4, whatever the values; longer ones are made of parts that it holds.
 
