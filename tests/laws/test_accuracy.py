@@ -13,8 +13,8 @@ from cases import DTYPES, KINDS, NORMS, draw_bias, draw_scale, draw_x
 from coverage import cover, over
 from hypothesis import given
 from hypothesis import strategies as st
-from ops import ADDED, OPS, PER_HEAD, SANDWICH
-from ops import NORMS as PLAIN
+from table import ADDED, OPS, PER_HEAD, SANDWICH
+from table import NORMS as PLAIN
 from tolerances import forward_errors, result_errors
 
 EXACT = [op for op in OPS if op.exact]

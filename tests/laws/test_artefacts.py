@@ -15,7 +15,7 @@ from jax import export
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from meshes import mesh_of, placed
-from ops import OPS
+from table import OPS
 
 import jaxnorm
 

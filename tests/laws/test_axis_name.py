@@ -15,7 +15,7 @@ from hlo import collectives
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import assert_parts_close, exchanged, gradients, mesh_of, part_spec, place, result_spec, size_of, specs_of
-from ops import EACH, GATED_ACTIVATIONS, OPS, PADDED, QUANTIZED, QUANTIZED_ACTIVATIONS, QUANTIZED_SUMS, ROTARY
+from table import EACH, GATED_ACTIVATIONS, OPS, PADDED, QUANTIZED, QUANTIZED_ACTIVATIONS, QUANTIZED_SUMS, ROTARY
 
 import jaxnorm
 from jaxnorm import Quantization

@@ -11,7 +11,7 @@ import pytest
 from cases import bits
 from coverage import over
 from op import rows
-from ops import EACH, NORMS, OPS
+from table import EACH, NORMS, OPS
 
 
 @cache

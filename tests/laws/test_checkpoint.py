@@ -6,7 +6,7 @@ import pytest
 from cases import assert_near, draw
 from coverage import over
 from hlo import count_native_calls
-from ops import EACH, OPS
+from table import EACH, OPS
 
 from jaxnorm import checkpoint_policies as ours
 

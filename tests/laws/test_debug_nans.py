@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from cases import draw, draw_x
 from coverage import cover, over
-from ops import OPS
+from table import OPS
 
 import jaxnorm
 

@@ -12,8 +12,8 @@ from hlo import collectives, count_native_calls, results_of
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from op import Size
-from ops import ADDED, NORMS, OPS
 from quantizing import to
+from table import ADDED, NORMS, OPS
 
 import jaxnorm
 from bench import sharded_steps

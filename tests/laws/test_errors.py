@@ -13,7 +13,7 @@ import pytest
 from bad_calls import SCALE, X
 from coverage import cover, over
 from flax import nnx
-from ops import (
+from table import (
     ADDED,
     CROSS_ENTROPY,
     GATED,

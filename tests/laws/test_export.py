@@ -14,7 +14,7 @@ from hlo import count_native_calls
 from jax import export
 from native import is_built
 from op import rows
-from ops import ADDED, EACH, GATED, NORMS, OPS, PER_HEAD, QUANTIZED
+from table import ADDED, EACH, GATED, NORMS, OPS, PER_HEAD, QUANTIZED
 
 import jaxnorm
 from jaxnorm import Quantized

@@ -8,8 +8,8 @@ import pytest
 from cases import bits, draw_x
 from coverage import over
 from op import rows
-from ops import ADDED, OPS, SANDWICH
 from quantizing import assert_same
+from table import ADDED, OPS, SANDWICH
 
 FUSED = [op for op in OPS if op.unfused]
 

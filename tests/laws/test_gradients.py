@@ -11,7 +11,7 @@ from cases import DTYPES, draw_bias, draw_scale, draw_x
 from coverage import over
 from hypothesis import given
 from hypothesis import strategies as st
-from ops import NORMS, OPS, PER_HEAD
+from table import NORMS, OPS, PER_HEAD
 from tolerances import gradient_errors, result_errors
 
 EXACT = [op for op in OPS if op.exact_gradients]

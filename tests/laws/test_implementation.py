@@ -16,7 +16,7 @@ from hlo import compiled_text, count_native_calls
 from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from ops import ADDED, EACH, GATED, GATED_QUANTIZED, GROUP_NORMS, NORMS, QUANTIZED, ROTARY
+from table import ADDED, EACH, GATED, GATED_QUANTIZED, GROUP_NORMS, NORMS, QUANTIZED, ROTARY
 
 import jaxnorm
 from jaxnorm import implementation

@@ -10,8 +10,8 @@ from coverage import over
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from meshes import mesh_of
-from ops import EACH, OPS
 from quantizing import QUANTIZED
+from table import EACH, OPS
 
 from jaxnorm import Quantization
 

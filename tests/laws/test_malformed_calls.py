@@ -9,7 +9,7 @@ from calls import call
 from coverage import over
 from native import are_cuda_kernels
 from native_calls import malformed, native_calls_of
-from ops import EACH, OPS, ROTARY
+from table import EACH, OPS, ROTARY
 
 pytestmark = [pytest.mark.kernels, pytest.mark.any_code, pytest.mark.on_emulator]
 

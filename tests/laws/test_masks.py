@@ -14,7 +14,7 @@ import pytest
 from cases import DTYPES, bits, draw
 from coverage import cover, over
 from masked_losses import COLS, IMPLEMENTATIONS, LOSSES, ROWS, WHERE, Case
-from ops import PADDED
+from table import PADDED
 
 import jaxnorm
 

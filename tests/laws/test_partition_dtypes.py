@@ -23,7 +23,7 @@ from meshes import (
     specs_of,
     split_by,
 )
-from ops import EACH, OPS, PADDED
+from table import EACH, OPS, PADDED
 
 import jaxnorm
 

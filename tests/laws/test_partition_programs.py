@@ -15,8 +15,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import mesh_of, mesh_of_three
 from native import native_calls
-from ops import GATED
-from ops import NORMS as PLAIN
+from table import GATED
+from table import NORMS as PLAIN
 from transformations import loss_of
 
 import jaxnorm

@@ -12,7 +12,7 @@ from coverage import over
 from hlo import compiled_text, count_native_calls, lowered_calls
 from native import is_platform_with_kernels
 from op import rows
-from ops import GROUPED, NORMS, OPS, PER_HEAD
+from table import GROUPED, NORMS, OPS, PER_HEAD
 
 ops = pytest.mark.parametrize("op", OPS, ids=str)
 

@@ -10,7 +10,7 @@ from coverage import over
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import assert_parts_close, mesh_of, placed
-from ops import EACH, GATED, GROUP_NORMS, GROUPED, NORMS, OPS, PER_HEAD
+from table import EACH, GATED, GROUP_NORMS, GROUPED, NORMS, OPS, PER_HEAD
 
 pytestmark = pytest.mark.jax_version
 

@@ -5,7 +5,7 @@ import threading
 import jax
 import numpy as np
 import pytest
-from ops import EACH, GATED, SOFTMAX
+from table import EACH, GATED, SOFTMAX
 
 STACK = 128 << 10
 # What kernels keep of rows depends on the op, and with a gate on where that stands.

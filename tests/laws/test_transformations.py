@@ -11,7 +11,7 @@ from cases import assert_close, bits, operands
 from coverage import over
 from hlo import compiled_text, count_native_calls
 from jax.experimental import checkify
-from ops import (
+from table import (
     ADDED,
     EACH,
     GATED,

@@ -7,7 +7,7 @@ import pytest
 from cases import bits
 from coverage import over
 from internals import ffi
-from ops import EACH, OPS
+from table import EACH, OPS
 
 pytestmark = pytest.mark.cuda
 

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from cases import DTYPES
 from op import Op, Size
-from ops import OPS
+from table import OPS
 from tolerances import DSCALE, DX
 
 # A program of several derivatives loses more digits than a norm. What it is compared with says how many, but for

@@ -1,4 +1,4 @@
-"""What a row of the table in `ops.py` says of an op, and what follows from it."""
+"""What a row of the table in `table.py` says of an op, and what follows from it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from calls import BF16, call, each_is_refused, struct
-from ops import GATED_ACTIVATIONS
+from table import GATED_ACTIVATIONS
 
 pytestmark = pytest.mark.kernels
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from calls import BF16, call, each_is_refused, struct
-from ops import QUANTIZED_ACTIVATIONS
+from table import QUANTIZED_ACTIVATIONS
 
 pytestmark = pytest.mark.kernels
 

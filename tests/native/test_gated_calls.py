@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from calls import BF16, WORKSPACE, call, each_is_refused, struct
-from ops import GATED
+from table import GATED
 
 pytestmark = pytest.mark.kernels
 

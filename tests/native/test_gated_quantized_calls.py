@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from calls import BF16, call, each_is_refused, struct
-from ops import GATED_QUANTIZED
+from table import GATED_QUANTIZED
 
 pytestmark = pytest.mark.kernels
 

@@ -11,7 +11,7 @@ import jaxlib
 import pytest
 from internals import choose_fastest, ffi, functions, reasons
 from native import is_built
-from ops import OPS
+from table import OPS
 
 import jaxnorm
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from calls import BF16, F16, WORKSPACE, call, each_is_refused, struct
-from ops import SANDWICH
+from table import SANDWICH
 
 pytestmark = pytest.mark.kernels
 

@@ -11,7 +11,7 @@ from coverage import over
 from hlo import compiled_text, count_native_calls, lowered_calls
 from native import is_platform_with_kernels
 from op import rows
-from ops import ADDED
+from table import ADDED
 from tolerances import DSCALE, gradient_error
 
 ops = pytest.mark.parametrize("op", ADDED, ids=str)

@@ -12,8 +12,8 @@ from coverage import cover, over
 from hlo import compiled_text, count_native_calls
 from native import target
 from op import Size, rows
-from ops import SCALED
 from quantizing import assert_same, sum_of, to
+from table import SCALED
 from tolerances import DSCALE, gradient_error
 
 import jaxnorm

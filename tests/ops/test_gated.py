@@ -9,7 +9,7 @@ from coverage import cover, over
 from gating import VARIANTS, exact_forward, exact_gradients, gated, variants
 from hlo import compiled_text, count_native_calls
 from op import rows
-from ops import GATED
+from table import GATED
 from tolerances import forward_errors, gradient_error
 
 ops = pytest.mark.parametrize("op", GATED, ids=str)

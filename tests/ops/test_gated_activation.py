@@ -14,7 +14,7 @@ from jax import export
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from meshes import mesh_of, placed
-from ops import GATED_ACTIVATIONS
+from table import GATED_ACTIVATIONS
 from tolerances import FLOAT32
 
 import jaxnorm

@@ -12,8 +12,8 @@ from hlo import collectives, compiled_text, count_native_calls
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from meshes import assert_parts_close, mesh_of, placed
-from ops import GATED_ACTIVATIONS, QUANTIZED_ACTIVATIONS
 from quantizing import GRANULARITIES, STATIC_SCALE, TO, assert_same, by_numpy, static_scale_of
+from table import GATED_ACTIVATIONS, QUANTIZED_ACTIVATIONS
 
 import jaxnorm
 from jaxnorm import Quantization

@@ -9,8 +9,8 @@ from coverage import cover
 from gated_quantized_rows import call, plain, quantize
 from gating import VARIANTS, gated, variants
 from hlo import compiled_text, count_native_calls
-from ops import GATED_QUANTIZED
 from quantizing import GRANULARITIES, IMPLEMENTATIONS, TO, assert_same, by_numpy, static_scale_of
+from table import GATED_QUANTIZED
 
 import jaxnorm
 from jaxnorm import Quantization

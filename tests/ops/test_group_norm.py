@@ -14,8 +14,8 @@ from jax import export
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from meshes import mesh_of, placed
-from ops import GROUP_NORMS
 from oracle import EPSILON
+from table import GROUP_NORMS
 from tolerances import DSCALE, DX, forward_errors, gradient_error
 
 import jaxnorm

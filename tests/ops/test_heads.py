@@ -12,7 +12,7 @@ from coverage import cover, over
 from hlo import compiled_text, count_native_calls
 from internals import weights
 from op import Size
-from ops import NORMS as PLAIN
+from table import NORMS as PLAIN
 from tolerances import DSCALE, DX, forward_errors, gradient_error
 
 import jaxnorm

@@ -10,7 +10,7 @@ from coverage import over
 from formulas import padded
 from hlo import compiled_text, count_native_calls
 from op import Size, rows
-from ops import PADDED
+from table import PADDED
 
 ops = pytest.mark.parametrize("op", PADDED, ids=str)
 SIZE = rows(5, 100, pad_to=64)

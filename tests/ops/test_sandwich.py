@@ -9,7 +9,7 @@ from coverage import cover
 from hlo import compiled_text, count_native_calls, lowered_calls
 from native import is_platform_with_kernels
 from op import rows
-from ops import SANDWICH
+from table import SANDWICH
 from tolerances import forward_errors
 
 import jaxnorm
