@@ -21,7 +21,10 @@ from jaxnorm import nnx as jaxnorm_nnx
 
 pytestmark = pytest.mark.jax_version
 
-X, SCALE = jnp.ones((4, 8)), jnp.ones(8)
+X, SCALE, LABELS = jnp.ones((4, 8)), jnp.ones(8), jnp.zeros(4, "int32")
+TYPES = jax.ShapeDtypeStruct((4, 8), "float32"), jax.ShapeDtypeStruct((8,), "float32")
+RMS, LAYER = "rms_norm", "layer_norm"
+WAYS = FORWARD, BACKWARD = "forward", "backward"
 IN_WORDS = ("8 min", "6 min", "4 min", "120 s")
 compiled = []
 jax.monitoring.register_event_duration_secs_listener(
@@ -29,11 +32,11 @@ jax.monitoring.register_event_duration_secs_listener(
 )
 
 
-def norms(x, scale):
+def norms(x, scale=SCALE):
     return jaxnorm.layer_norm(jaxnorm.rms_norm(x, scale), scale)
 
 
-def loss(x, scale):
+def loss(x, scale=SCALE):
     return jnp.sin(norms(x, scale)).sum()
 
 
@@ -60,27 +63,85 @@ def tried(tuned):
     return {(trial.function, trial.direction, trial.implementation): trial.outcome for trial in tuned.trials}
 
 
-@pytest.mark.kernels
-def test_it_tries_each_direction_of_each_function(times):
-    tuned = jaxnorm.tune(jax.grad(loss), X, SCALE)
-    names, ways = ("rms_norm", "layer_norm"), ("forward", "backward")
-    assert tried(tuned) == {(name, way, "jnp"): "not faster" for name in names for way in ways}
-    assert (dict(tuned), tuned.compilations, tuned.at_most) == ({}, 5, 6)
+def single(x):
+    return jnp.sin(jaxnorm.rms_norm(x)).sum()
+
+
+def linear_loss(x):
+    return jaxnorm.linear_cross_entropy(x, SCALE[:, None] * SCALE, LABELS)
+
+
+def unread(x):
+    jax.grad(lambda x: jaxnorm.rms_norm(x).sum())(x)
+    return jaxnorm.layer_norm(x)
+
+
+def rounded(x):
+    quantization = jaxnorm.Quantization("int8")
+    return jnp.sin(jaxnorm.rms_norm_quantized(x, quantization=quantization, straight_through=True).dequantize()).sum()
+
+
+def of_each_way(name):
+    return [(name, way, "jnp") for way in WAYS]
+
+
+# A function of x, what is tried, what is faster by how much, what is chosen, and the time of that.
+NORMS = [*of_each_way(RMS), *of_each_way(LAYER)]
+GAINS = {(RMS, BACKWARD): 1e-4, (LAYER, FORWARD): 3e-4, (RMS, FORWARD): -2e-4}
+TUNINGS = {
+    "each direction of each function": (jax.grad(loss), NORMS, {}, {}, 1e-3),
+    "under jit": (jax.jit(jax.grad(loss)), NORMS, {}, {}, 1e-3),
+    "faster": (jax.grad(loss), NORMS, GAINS, {LAYER: {FORWARD: "jnp"}, RMS: {BACKWARD: "jnp"}}, 6e-4),
+    # Of 1 %, where a quarter of the turns take 1 % longer or less.
+    "within the scatter": (norms, [NORMS[0], NORMS[2]], {(RMS, FORWARD): 1e-5}, {}, 1e-3),
+    "left to XLA": (
+        jax.grad(single),
+        [NORMS[0], (RMS, BACKWARD, "native")],
+        {(RMS, BACKWARD): 1e-4},
+        {RMS: {BACKWARD: "native"}},
+        9e-4,
+    ),
+    # Of two calls of a function the default rules give one a kernel: all may have one, or none.
+    "a mixed default": (
+        jax.grad(lambda x: single(x) + single(x[:, :4])),
+        [*of_each_way(RMS), (RMS, BACKWARD, "native")],
+        {},
+        {},
+        1e-3,
+    ),
+    "what a context leaves": (jax.grad(loss), [NORMS[2]], {}, {}, 1e-3),
+    # What asks for a result that nobody uses changes nothing.
+    "the same program": (unread, [*of_each_way(RMS), NORMS[2]], {}, {}, 1e-3),
+    "what calls others": (jax.grad(linear_loss), of_each_way("linear_cross_entropy"), {}, {}, 1e-3),
+    "rounding": (jax.grad(rounded), of_each_way("rms_norm_quantized"), {}, {}, 1e-3),
+}
+# Programs that are compiled, and how many at most.
+PROGRAMS = {"each direction of each function": (5, 6), "under jit": (5, 6), "a mixed default": (4, 6)}
+AROUND = {"what a context leaves": {RMS: "jnp", LAYER: {BACKWARD: "native"}}}
 
 
 @pytest.mark.kernels
-def test_it_keeps_what_is_faster(times):
-    times |= {("rms_norm", "backward"): 1e-4, ("layer_norm", "forward"): 3e-4, ("rms_norm", "forward"): -2e-4}
-    tuned = jaxnorm.tune(jax.grad(loss), X, SCALE)
-    assert dict(tuned) == {"layer_norm": {"forward": "jnp"}, "rms_norm": {"backward": "jnp"}}
-    assert (tuned.default_seconds, tuned.seconds) == pytest.approx((1e-3, 6e-4))
+@pytest.mark.parametrize("name", TUNINGS)
+def test_what_it_tries_and_keeps(times, monkeypatch, name):
+    def slower(_, spec, rows):
+        return "XLA is faster" if (rows.way, rows.cols) == (BACKWARD, 8) and not spec.native_in(rows.way) else None
 
-
-# Of 1 %, where a quarter of the turns take 1 % longer or less.
-@pytest.mark.kernels
-def test_what_is_within_the_scatter_is_not_kept(times):
-    times["rms_norm", "forward"] = 1e-5
-    assert dict(jaxnorm.tune(norms, X, SCALE)) == {}
+    function, trials, gains, kept, seconds = TUNINGS[name]
+    times |= gains
+    if name in ("left to XLA", "a mixed default"):
+        monkeypatch.setattr(reasons, "slower", slower)
+    compiled.clear()
+    with jaxnorm.implementation(AROUND.get(name)):
+        tuned = jaxnorm.tune(function, X)
+    outcomes = dict.fromkeys(trials, "not faster")
+    if name == "the same program":
+        outcomes |= dict.fromkeys(of_each_way(RMS), name)
+    outcomes |= {(function, way, how): "chosen" for function, ways in kept.items() for way, how in ways.items()}
+    assert (list(tried(tuned).items()), dict(tuned)) == (list(outcomes.items()), kept)
+    assert len(compiled) == tuned.compilations <= tuned.at_most
+    assert PROGRAMS.get(name) in (None, (tuned.compilations, tuned.at_most))
+    assert f"{tuned.compilations} programs compiled, of {tuned.at_most} at most" in str(tuned)
+    assert (tuned.default_seconds, tuned.seconds) == pytest.approx((1e-3, seconds))
 
 
 # Each is faster than what was there before it, and together they are not.
@@ -93,52 +154,23 @@ def test_what_is_not_faster_once_more_is_dropped(times, monkeypatch):
         return measured(runs)[:: -1 if len(calls) == 3 else 1]
 
     monkeypatch.setattr(turns, "in_turns", first_time)
-    times["rms_norm", "forward"] = 1e-4
+    times[RMS, FORWARD] = 1e-4
     tuned = jaxnorm.tune(norms, X, SCALE)
     assert (dict(tuned), tuned.seconds) == ({}, pytest.approx(9e-4))
     assert "beside the default, and is dropped" in str(tuned)
 
 
-@pytest.fixture
-def leaves_wide_backward_to_xla(monkeypatch):
-    def slower(_, spec, rows):
-        return "XLA is faster" if (rows.way, rows.cols) == ("backward", 8) and not spec.native_in(rows.way) else None
-
-    monkeypatch.setattr(reasons, "slower", slower)
-
-
-@pytest.mark.kernels
-def test_what_the_default_rules_leave_to_xla_is_tried_natively(times, leaves_wide_backward_to_xla):
-    times["rms_norm", "backward"] = 1e-4
-    tuned = jaxnorm.tune(jax.grad(lambda x: jnp.sin(jaxnorm.rms_norm(x)).sum()), X)
-    assert list(tried(tuned)) == [("rms_norm", "forward", "jnp"), ("rms_norm", "backward", "native")]
-    assert dict(tuned) == {"rms_norm": {"backward": "native"}}
-
-
-# Of two calls of a function the default rules give one a kernel: all may have one, or none.
-@pytest.mark.kernels
-def test_where_the_default_is_mixed_both_are_tried(times, leaves_wide_backward_to_xla):
-    def both(x):
-        return jnp.sin(jaxnorm.rms_norm(x)).sum() + jnp.sin(jaxnorm.rms_norm(x[:, :4])).sum()
-
-    tuned = jaxnorm.tune(jax.grad(both), X)
-    ways = [("rms_norm", "forward", "jnp"), ("rms_norm", "backward", "jnp"), ("rms_norm", "backward", "native")]
-    assert list(tried(tuned)) == ways
-    assert tuned.compilations == 4 <= tuned.at_most == 6
-
-
 @pytest.mark.kernels
 def test_it_is_a_choice_that_implementation_takes(times):
-    times["rms_norm", "backward"] = 1e-4
+    times[RMS, BACKWARD] = 1e-4
     step = jax.jit(jax.grad(loss))
     tuned = jaxnorm.tune(step, X, SCALE)
     with jaxnorm.implementation(tuned):
         runs = {(norm.name, norm.direction): norm.on("cpu") for norm in jaxnorm.explain(step, X, SCALE)}
         compiled.clear()
         step(X, SCALE)
-    formula = [one for one, run in runs.items() if run.implementation == "formula"]
-    assert formula == [("rms_norm", "backward")]
-    assert runs["rms_norm", "backward"].why.endswith("jaxnorm.implementation({'rms_norm': {'backward': 'jnp'}})")
+    assert [one for one, run in runs.items() if run.implementation == "formula"] == [(RMS, BACKWARD)]
+    assert runs[RMS, BACKWARD].why.endswith("jaxnorm.implementation({'rms_norm': {'backward': 'jnp'}})")
     assert compiled == []  # but by tune
 
 
@@ -182,20 +214,6 @@ def test_a_line_ends_where_an_error_ends_what_it_tells_of(monkeypatch, capsys):
     assert capsys.readouterr().err == "\rtune: 0 of 2 done\n"
 
 
-# The bound of the programs that are compiled, and that they are the ones that are said.
-@pytest.mark.kernels
-@pytest.mark.parametrize("wrap", [jax.jit, lambda function: function], ids=["jit", "plain"])
-def test_it_compiles_as_many_programs_as_it_says(wrap):
-    def function(x, scale):
-        return loss(x, scale)
-
-    step = wrap(jax.grad(function))
-    compiled.clear()
-    tuned = jaxnorm.tune(step, X, SCALE)
-    assert len(compiled) == tuned.compilations == 5 <= tuned.at_most
-    assert "5 programs compiled, of 6 at most" in str(tuned)
-
-
 @pytest.mark.kernels
 def test_a_result_is_kept(times):
     first = jaxnorm.tune(jax.jit(norms), X, SCALE)
@@ -207,52 +225,52 @@ def test_a_result_is_kept(times):
         jaxnorm.tune(jax.jit(norms), X.astype("bfloat16"), SCALE),
         jaxnorm.tune(jax.jit(lambda x, scale: norms(x, scale) + 1), X, SCALE),
     ]
-    with jaxnorm.implementation({"layer_norm": "jnp"}):
+    with jaxnorm.implementation({LAYER: "jnp"}):
         others.append(jaxnorm.tune(jax.jit(norms), X, SCALE))
     assert all(other is not first for other in others)
+
+
+def of_rows(devices):
+    """A row for each, and how they are split."""
+    mesh = jax.make_mesh((len(devices),), ("i",), (AxisType.Auto,), devices=devices)
+    return jnp.ones((len(devices), 8)), NamedSharding(mesh, P("i"))
 
 
 # Those of the devices that they are on, in the same program.
 @pytest.mark.kernels
 @pytest.mark.several
 def test_a_result_is_kept_by_device_and_sharding(times, devices):
-    mesh = jax.make_mesh((len(devices),), ("i",), (AxisType.Auto,), devices=devices)
-    rows = jnp.ones((len(devices), 8))
-    placed = [rows, *(jax.device_put(rows, NamedSharding(mesh, spec)) for spec in (P("i"), P()))]
-    results = [jaxnorm.tune(jax.jit(norms), x, SCALE) for x in (*placed, jax.device_put(rows, devices[1]))]
+    rows, split = of_rows(devices)
+    whole = NamedSharding(split.mesh, P())
+    placed = [rows, *(jax.device_put(rows, place) for place in (split, whole, devices[1]))]
+    results = [jaxnorm.tune(jax.jit(norms), x, SCALE) for x in placed]
     assert len({id(tuned) for tuned in results}) == 4
     assert results[1].where.devices == len(devices)
     assert "'i'" in results[1].arguments[0]
     assert results[1] != results[0]
 
 
+# What each of the programs says, of which none is compiled.
+NATIVE = functools.partial(jaxnorm.rms_norm, implementation="native")
+NOTHING = {
+    "no call": (jnp.sin, "no function of jaxnorm is in this program"),
+    "an argument": (lambda x: NATIVE(x), "every call has its implementation already: by its argument"),
+    "a context": (jaxnorm.implementation("jnp")(lambda x: jaxnorm.rms_norm(x)), "every call has its implementation"),
+    "a pullback": (jax.vjp(jaxnorm.rms_norm, X)[1], "as the call that it is a derivative of was traced before"),
+    "no kernel": (lambda x: jaxnorm.rms_norm(x, axis=0), "not the trailing axes"),
+}
+
+
 @pytest.mark.kernels
-@pytest.mark.parametrize(
-    ("function", "note"),
-    [
-        (jnp.sin, "no function of jaxnorm is in this program"),
-        (
-            lambda x: jaxnorm.rms_norm(x, implementation="native"),
-            "every call has its implementation already: by its argument",
-        ),
-        (jaxnorm.implementation("jnp")(lambda x: jaxnorm.rms_norm(x)), "every call has its implementation"),
-        (jax.vjp(jaxnorm.rms_norm, X)[1], "as the call that it is a derivative of was traced before"),
-    ],
-    ids=["no call", "an argument", "a context", "a pullback"],
-)
-def test_where_there_is_nothing_to_choose(function, note):
+@pytest.mark.parametrize("name", NOTHING)
+def test_where_there_is_nothing_to_choose(name):
+    function, note = NOTHING[name]
     compiled.clear()
     tuned = jaxnorm.tune(function, X)
-    assert compiled == []
-    assert (dict(tuned), tuned.compilations, tuned.seconds) == ({}, 0, None)
-    assert note in str(tuned)
-
-
-@pytest.mark.kernels
-def test_what_a_context_around_chooses_stays(times):
-    with jaxnorm.implementation({"rms_norm": "jnp", "layer_norm": {"backward": "native"}}):
-        tuned = jaxnorm.tune(jax.grad(loss), X, SCALE)
-    assert list(tried(tuned)) == [("layer_norm", "forward", "jnp")]
+    assert (compiled, dict(tuned), tuned.compilations, tuned.seconds) == ([], {}, 0, None)
+    assert note in str(tuned).replace("\n    ", " ")
+    assert all(outcome.startswith("left out: RuntimeError: rms_norm under") for outcome in tried(tuned).values())
+    assert len(tuned.trials) == (name == "no kernel")
 
 
 def test_a_platform_without_kernels_needs_no_compilation(monkeypatch):
@@ -264,47 +282,20 @@ def test_a_platform_without_kernels_needs_no_compilation(monkeypatch):
 
 
 @pytest.mark.kernels
-def test_a_call_without_a_kernel_needs_no_compilation():
-    compiled.clear()
-    tuned = jaxnorm.tune(lambda x: jaxnorm.rms_norm(x, axis=0), X)
-    assert (compiled, tuned.compilations) == ([], 0)
-    (outcome,) = tried(tuned).values()
-    assert outcome.startswith("left out: RuntimeError: rms_norm under")
-    assert "not the trailing axes" in str(tuned).replace("\n    ", " ")
-
-
-# What asks for a result that nobody uses changes nothing.
-@pytest.mark.kernels
-def test_a_choice_that_changes_nothing_is_not_compiled(times):
-    def unread(x):
-        jax.grad(lambda x: jaxnorm.rms_norm(x).sum())(x)
-        return jaxnorm.layer_norm(x)
-
-    tuned = jaxnorm.tune(unread, X)
-    assert tried(tuned)["rms_norm", "backward", "jnp"] == "the same program"
-    assert tuned.compilations == 2
-
-
-@pytest.mark.kernels
 @pytest.mark.parametrize("when", ["traced", "run"])
 def test_a_choice_that_fails_is_left_out(times, when, monkeypatch):
-    times["layer_norm", "forward"] = 1e-4
+    times[LAYER, FORWARD] = 1e-4
 
     def fails(x, scale):
-        if ("rms_norm", "forward") in dict(tuning.options.context().by_name):
+        if (RMS, FORWARD) in dict(tuning.options.context().by_name):
             if when == "traced":
                 raise ZeroDivisionError("here")
             x = jax.pure_callback(lambda x: 1 / 0, x, x)
         return norms(x, scale)
 
     tuned = jaxnorm.tune(fails, X, SCALE)
-    assert dict(tuned) == {"layer_norm": {"forward": "jnp"}}
-    assert tried(tuned)["rms_norm", "forward", "jnp"].startswith("left out: ")
-
-
-def test_the_functions_own_error_is_raised():
-    with pytest.raises(ZeroDivisionError):
-        jaxnorm.tune(lambda x: jaxnorm.rms_norm(x) / (1 // 0), X)
+    assert dict(tuned) == {LAYER: {FORWARD: "jnp"}}
+    assert tried(tuned)[RMS, FORWARD, "jnp"].startswith("left out: ")
 
 
 # Neither those that are donated nor others; and what is static stays what it is.
@@ -322,8 +313,7 @@ def test_arguments_are_not_consumed(donated):
     compiled.clear()
     tuned = jaxnorm.tune(step, x, 2, scale, power=3)
     assert len(compiled) == tuned.compilations == 3
-    assert not x.is_deleted()
-    assert not scale.is_deleted()
+    assert [x.is_deleted(), scale.is_deleted()] == [False, False]
     assert all(map(jnp.array_equal, (x, scale), before))
     step(x, 2, scale, power=3)
     assert x.is_deleted()
@@ -345,8 +335,8 @@ def test_what_is_not_donated_is_not_copied():
 @pytest.mark.kernels
 def test_arguments_that_are_no_arrays(times):
     tuned = jaxnorm.tune(jaxnorm.rms_norm, X, out_dtype="bfloat16", epsilon=1e-5)
-    assert list(tried(tuned)) == [("rms_norm", "forward", "jnp")]
-    assert (tuned.program, tuned.arguments) == ("rms_norm", ("float32[4, 8]",))
+    assert list(tried(tuned)) == [(RMS, FORWARD, "jnp")]
+    assert (tuned.program, tuned.arguments) == (RMS, ("float32[4, 8]",))
 
 
 # A step of NNX gives its results by changing modules.
@@ -360,55 +350,34 @@ def test_a_step_that_changes_its_arguments(times):
         model.scale[...] = model.scale[...] - gradient.scale[...]
 
     tuned = jaxnorm.tune(step, model, X)
-    assert set(tried(tuned).values()) == {"not faster"}
-    assert len(tuned.trials) == 2
+    assert list(tried(tuned).values()) == ["not faster"] * 2
     assert jnp.array_equal(model.scale[...], jnp.ones(8))
 
 
-@pytest.mark.kernels
-def test_what_calls_others_is_tuned_each_way(times):
-    labels = jnp.zeros(4, "int32")
-    tuned = jaxnorm.tune(jax.grad(lambda x: jaxnorm.linear_cross_entropy(x, SCALE[:, None] * SCALE, labels)), X)
-    ways = ("forward", "backward")
-    assert tried(tuned) == {("linear_cross_entropy", way, "jnp"): "not faster" for way in ways}
+IS_A_TYPE = "is a jax.ShapeDtypeStruct"
+WITHIN = {"a": jax.ShapeDtypeStruct((), "int32")}
+NO_FUNCTION = "the first argument must be a function, got .*; pass the function and its arguments apart"
+ERRORS = {
+    "no function": (lambda: jaxnorm.tune(X), NO_FUNCTION),
+    "a type": (lambda: jaxnorm.tune(norms, TYPES[0]), rf"args\[0\] {IS_A_TYPE}, .* pass an"),
+    "a type within": (lambda: jaxnorm.tune(norms, X, WITHIN), rf"args\[1\]\['a'\] {IS_A_TYPE}"),
+    "traced": (
+        lambda: jax.jit(lambda x: jaxnorm.tune(jaxnorm.rms_norm, x))(X),
+        r"args\[0\] is traced, .* call tune outside of jax.jit",
+    ),
+}
 
 
-@pytest.mark.kernels
-def test_rounding_is_tuned_each_way(times):
-    def rounded(x):
-        quantization = jaxnorm.Quantization("int8")
-        y = jaxnorm.rms_norm_quantized(x, quantization=quantization, straight_through=True)
-        return jnp.sin(y.dequantize()).sum()
-
-    tuned = jaxnorm.tune(jax.grad(rounded), X)
-    assert tried(tuned) == {("rms_norm_quantized", way, "jnp"): "not faster" for way in ("forward", "backward")}
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors(name):
+    call, message = ERRORS[name]
+    with pytest.raises(TypeError, match=f"^tune: {message}"):
+        call()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ((X,), TypeError, "the first argument must be a function, got .*; pass the function and its arguments apart"),
-        (
-            (norms, jax.ShapeDtypeStruct((4, 8), "float32")),
-            TypeError,
-            r"args\[0\] is a jax.ShapeDtypeStruct, .* pass an",
-        ),
-        (
-            (norms, X, {"a": jax.ShapeDtypeStruct((), "int32")}),
-            TypeError,
-            r"args\[1\]\['a'\] is a jax.ShapeDtypeStruct",
-        ),
-    ],
-    ids=["no function", "a type", "a type within"],
-)
-def test_errors(arguments, error, message):
-    with pytest.raises(error, match=f"^tune: {message}"):
-        jaxnorm.tune(*arguments)
-
-
-def test_a_traced_argument():
-    with pytest.raises(TypeError, match=r"^tune: args\[0\] is traced, .* call tune outside of jax.jit"):
-        jax.jit(lambda x: jaxnorm.tune(jaxnorm.rms_norm, x))(X)
+def test_the_functions_own_error_is_raised():
+    with pytest.raises(ZeroDivisionError):
+        jaxnorm.tune(lambda x: jaxnorm.rms_norm(x) / (1 // 0), X)
 
 
 def test_several_processes(monkeypatch):
@@ -419,7 +388,7 @@ def test_several_processes(monkeypatch):
 
 @pytest.fixture
 def tuned(times):
-    times["rms_norm", "backward"] = 1e-4
+    times[RMS, BACKWARD] = 1e-4
     return jaxnorm.tune(jax.grad(loss), X, SCALE)
 
 
@@ -438,24 +407,23 @@ def test_it_is_a_table(tuned):
     first, _, table = str(tuned).partition("\n")
     assert first.startswith("loss on ")
     assert f"jax {jax.__version__}" in first
-    assert table == TABLE
-    assert repr(tuned) == str(tuned)
+    assert (table, repr(tuned)) == (TABLE, str(tuned))
 
 
 @pytest.mark.kernels
 def test_it_is_a_value(tuned, times, monkeypatch):
-    times["rms_norm", "backward"] = 2e-4
-    monkeypatch.setattr(tuning, "_cache", {})
-    again = jaxnorm.tune(jax.grad(loss), X, SCALE)
+    def anew(gain):
+        times[RMS, BACKWARD] = gain
+        monkeypatch.setattr(tuning, "_cache", {})
+        return jaxnorm.tune(jax.grad(loss), X, SCALE)
+
+    again, traced = anew(2e-4), []
     assert again is not tuned
     assert (again, hash(again)) == (tuned, hash(tuned))
-    traced = []
     step = jax.jit(lambda x, tuned: traced.append(tuned) or x, static_argnums=1)
     step(X, tuned), step(X, again)
     assert len(traced) == 1
-    times["rms_norm", "backward"] = 0
-    monkeypatch.setattr(tuning, "_cache", {})
-    assert jaxnorm.tune(jax.grad(loss), X, SCALE) != tuned
+    assert anew(0) != tuned
 
 
 def tuned_to(*choices):
@@ -466,8 +434,8 @@ def chosen():
     return tuning.options.context()
 
 
-FIRST = ("rms_norm", "forward", "jnp"), ("softmax", "backward", "native")
-SECOND = (("rms_norm", "forward", "native"),)
+FIRST = (RMS, FORWARD, "jnp"), ("softmax", BACKWARD, "native")
+SECOND = ((RMS, FORWARD, "native"),)
 
 
 # Nested, within itself, among other contexts, and left by an error.
@@ -489,7 +457,7 @@ def test_it_is_a_context_as_implementation_makes_one():
     assert states(lambda tuned: tuned) == states(jaxnorm.implementation)
     with (tuned := tuned_to(*FIRST)) as entered:
         assert entered is tuned
-    with pytest.raises(ValueError, match="no function 'norm'"), tuned_to(("norm", "forward", "jnp")):
+    with pytest.raises(ValueError, match="no function 'norm'"), tuned_to(("norm", FORWARD, "jnp")):
         pass
     assert chosen() == tuning.options.Context()
 
@@ -526,53 +494,50 @@ def test_its_context_is_in_the_key_of_jit():
     assert traced == [tuning.options.Context(), inside]
 
 
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "step.json"
+
+
 @pytest.mark.kernels
-def test_a_file(tuned, tmp_path):
-    tuned.save(tmp_path / "step.json")
-    loaded = jaxnorm.Tuned.load(tmp_path / "step.json")
+def test_a_file(tuned, path):
+    tuned.save(path)
+    loaded = jaxnorm.Tuned.load(path)
     assert (loaded, hash(loaded), str(loaded)) == (tuned, hash(tuned), str(tuned))
-    types = jax.ShapeDtypeStruct((4, 8), "float32"), jax.ShapeDtypeStruct((8,), "float32")
-    for args in ((X, SCALE), types):
-        assert jaxnorm.Tuned.load(str(tmp_path / "step.json"), jax.grad(loss), *args) == tuned
+    for args in ((X, SCALE), TYPES):
+        assert jaxnorm.Tuned.load(str(path), jax.grad(loss), *args) == tuned
     with jaxnorm.implementation(loaded):
-        assert dict(loaded) == {"rms_norm": {"backward": "jnp"}}
+        assert dict(loaded) == {RMS: {BACKWARD: "jnp"}}
+
+
+def is_short(error, path=""):
+    """Whether its message is of five lines at most, but for the file's name."""
+    return len(textwrap.wrap(str(error).replace(str(path), ""), 120)) <= 5
+
+
+NO_FILE = "is no file that jaxnorm.tune's save wrote "
+CHANGES = {
+    "device": (lambda file: file["where"].update(device="TPU v9"), "is for TPU v9, .* is .*; call jaxnorm.tune here"),
+    "jax": (
+        lambda file: file["where"]["versions"][0].__setitem__(1, "0.1"),
+        r"is for .*jax 0\.1, .*here is .*jax 0\.1\d",
+    ),
+    "function": (lambda file: file["choices"].append(["norm", FORWARD, "jnp"]), "no function 'norm'"),
+    "call": (lambda file: file["calls"].append("layer_gnorm forward (x: float32[8])"), "no function 'layer_gnorm'"),
+    "trial": (lambda file: file["trials"][0].update(function="layer_gnorm"), "no function 'layer_gnorm'"),
+    "direction": (lambda file: file["choices"].append([RMS, "sideways", "jnp"]), "no direction 'sideways'"),
+    "implementation": (lambda file: file["choices"].append([RMS, FORWARD, "xla"]), "unknown implementation 'xla'"),
+    "calls": (lambda file: file.pop("calls"), f"{NO_FILE}.it has no calls"),
+    "format": (lambda file: file.update({"jaxnorm.tune": 2}), f"{NO_FILE}.another format"),
+    "field": (lambda file: file.update(surplus=1), f"{NO_FILE}.it has 'surplus'"),
+    "four": (lambda file: file["choices"][0].append("jnp"), f"{NO_FILE}.choices.0. is .*, expected a list of 3"),
+}
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            lambda file: file["where"].update(device="TPU v9"),
-            "is for TPU v9, .* and here is .*; call jaxnorm.tune here",
-        ),
-        (lambda file: file["where"]["versions"][0].__setitem__(1, "0.1"), r"is for .*jax 0\.1, .*here is .*jax 0\.1\d"),
-        (lambda file: file["choices"].append(["norm", "forward", "jnp"]), "no function 'norm'"),
-        (lambda file: file["calls"].append("layer_gnorm forward (x: float32[8])"), "no function 'layer_gnorm'"),
-        (lambda file: file["trials"][0].update(function="layer_gnorm"), "no function 'layer_gnorm'"),
-        (lambda file: file["choices"].append(["rms_norm", "sideways", "jnp"]), "no direction 'sideways'"),
-        (lambda file: file["choices"].append(["rms_norm", "forward", "xla"]), "unknown implementation 'xla'"),
-        (lambda file: file.pop("calls"), "is no file that jaxnorm.tune's save wrote .it has no calls"),
-        (lambda file: file.update({"jaxnorm.tune": 2}), "is no file that jaxnorm.tune's save wrote .another format"),
-        (lambda file: file.update(surplus=1), "is no file that jaxnorm.tune's save wrote .it has 'surplus'"),
-        (lambda file: file["choices"][0].append("jnp"), "save wrote .choices.0. is .*, expected a list of 3"),
-    ],
-    ids=[
-        "device",
-        "jax",
-        "function",
-        "call",
-        "trial",
-        "direction",
-        "implementation",
-        "calls",
-        "format",
-        "field",
-        "four",
-    ],
-)
-def test_a_file_of_another_installation(tuned, tmp_path, change, message):
-    path = tmp_path / "step.json"
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_file_of_another_installation(tuned, path, name):
+    change, message = CHANGES[name]
     tuned.save(path)
     file = json.loads(path.read_text())
     change(file)
@@ -582,11 +547,11 @@ def test_a_file_of_another_installation(tuned, tmp_path, change, message):
 
 
 @pytest.mark.parametrize("text", [b"", b"1", b"[" * 100_000, b"\xff", b'"' + b"x" * 9999 + b'"'], ids=lambda _: "")
-def test_no_file_of_json(tmp_path, text):
-    (tmp_path / "file").write_bytes(text)
-    with pytest.raises(ValueError, match=r"^Tuned.load: .* is no file that jaxnorm.tune's save wrote") as raised:
-        jaxnorm.Tuned.load(tmp_path / "file")
-    assert len(textwrap.wrap(str(raised.value), 120)) <= 5
+def test_no_file_of_json(path, text):
+    path.write_bytes(text)
+    with pytest.raises(ValueError, match=f"^Tuned.load: .* {NO_FILE}") as raised:
+        jaxnorm.Tuned.load(path)
+    assert is_short(raised.value)
 
 
 def places(value, path=()):
@@ -615,22 +580,22 @@ def fits(path, value, new):
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("new", [[], ["a", "b", "c", "d"], {}, {"rms_norm": 1}, 1.5, True, None, "text"], ids=repr)
-def test_a_malformed_file_is_named(tuned, tmp_path, new):
-    path = tmp_path / "step.json"
+def test_a_malformed_file_is_named(tuned, path, new):
     tuned.save(path)
     file, failed = json.loads(path.read_text()), {}
     for place in places(file):
         before = functools.reduce(lambda value, key: value[key], place, file)
         path.write_text(json.dumps(replaced(file, place, new)))
-        message = f"^Tuned.load: {path} is no file that jaxnorm.tune's save wrote \\(.*\\)\\.$"
         try:
             jaxnorm.Tuned.load(path)
         except Exception as error:
-            is_said = isinstance(error, ValueError) and re.match(message, str(error))
+            is_said = isinstance(error, ValueError) and re.match(
+                f"^Tuned.load: {path} {NO_FILE}\\(.*\\)\\.$", str(error)
+            )
             if is_said is None and fits(place, before, new) and f"Tuned.load: {path} is for" in str(error):
                 continue
             in_python = re.search("unhashable|attribute|unpack|keyword|iterable|subscript|positional", str(error))
-            if not is_said or in_python or len(textwrap.wrap(str(error).replace(str(path), ""), 120)) > 5:
+            if not is_said or in_python or not is_short(error, path):
                 failed[place] = repr(error)
         else:
             if not fits(place, before, new):
@@ -640,65 +605,58 @@ def test_a_malformed_file_is_named(tuned, tmp_path, new):
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("count", [2, 30])
-def test_calls_are_counted_in_a_message(tuned, tmp_path, count):
-    path = tmp_path / "step.json"
+def test_calls_are_counted_in_a_message(tuned, path, count):
     tuned.save(path)
-    file = json.loads(path.read_text())
-    file["calls"] = [f"rms_norm forward (x: float32[{n},{'8' * 99}])" for n in range(count)]
-    path.write_text(json.dumps(file))
+    calls = [f"rms_norm forward (x: float32[{n},{'8' * 99}])" for n in range(count)]
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"calls": calls}))
     with pytest.raises(ValueError, match="is for other calls: only the file has rms_norm forward") as raised:
         jaxnorm.Tuned.load(path, jax.grad(loss), X, SCALE)
     assert "only the program has layer_norm backward (x: float32[4,8], scale: float32[8]), " in str(raised.value)
     assert ("and 28 more;" in str(raised.value)) == (count == 30)
-    assert len(textwrap.wrap(str(raised.value).replace(str(path), ""), 120)) <= 5
+    assert is_short(raised.value, path)
 
 
 @pytest.mark.kernels
 @pytest.mark.several
-def test_a_file_for_several_devices(times, tmp_path, devices):
-    mesh = jax.make_mesh((len(devices),), ("i",), (AxisType.Auto,), devices=devices)
-    sharding, path = NamedSharding(mesh, P("i")), tmp_path / "step.json"
-    rows = jax.device_put(jnp.ones((len(devices), 8)), sharding)
-    tuned = jaxnorm.tune(norms, rows, SCALE)
+def test_a_file_for_several_devices(times, path, devices):
+    rows, split = of_rows(devices)
+    placed = jax.device_put(rows, split)
+    tuned = jaxnorm.tune(norms, placed, SCALE)
     tuned.save(path)
-    types = jax.ShapeDtypeStruct(rows.shape, rows.dtype, sharding=sharding), SCALE
-    for program in ((), (norms, rows, SCALE), (norms, *types)):
+    types = jax.ShapeDtypeStruct(rows.shape, rows.dtype, sharding=split), SCALE
+    for program in ((), (norms, placed, SCALE), (norms, *types)):
         assert jaxnorm.Tuned.load(path, *program) == tuned
     with pytest.raises(ValueError, match=rf"is for {len(devices)} x .*, and here is (?!\d+ x )"):
-        jaxnorm.Tuned.load(path, norms, jnp.ones(rows.shape), SCALE)
+        jaxnorm.Tuned.load(path, norms, rows, SCALE)
 
 
 @pytest.mark.kernels
-def test_a_file_of_another_program(tuned, tmp_path):
-    tuned.save(tmp_path / "step.json")
+def test_a_file_of_another_program(tuned, path):
+    tuned.save(path)
     message = (
         r"is for other calls: only the file has layer_norm backward \(x: float32\[4,8\], scale: float32\[8\]\), .*; "
         r"only the program has rms_norm forward \(x: float32\[2,8\]\)\. Call jaxnorm.tune with this program"
     )
     with pytest.raises(ValueError, match=message):
-        jaxnorm.Tuned.load(tmp_path / "step.json", jaxnorm.rms_norm, X[:2])
+        jaxnorm.Tuned.load(path, jaxnorm.rms_norm, X[:2])
 
 
 # Each thread has its contexts; programs are timed one after the other.
 @pytest.mark.kernels
 def test_threads(times):
-    times["rms_norm", "forward"] = 1e-4
+    times[RMS, FORWARD] = 1e-4
     found = {}
 
     def tune(name):
-        with jaxnorm.implementation({"rms_norm": name}):
-            found[name] = jaxnorm.tune(jax.jit(norms), X, SCALE)
+        with jaxnorm.implementation({RMS: name}):
+            found[name] = dict(jaxnorm.tune(jax.jit(norms), X, SCALE))
 
     threads = [threading.Thread(target=tune, args=(name,)) for name in (None, "jnp", "native")]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert {name: dict(tuned) for name, tuned in found.items()} == {
-        None: {"rms_norm": {"forward": "jnp"}},
-        "jnp": {},
-        "native": {},
-    }
+    assert found == {None: {RMS: {FORWARD: "jnp"}}, "jnp": {}, "native": {}}
 
 
 # By a clock: every program the same number of turns, and none always after the same one.
@@ -717,8 +675,7 @@ def test_turns(monkeypatch):
 
     times = turns.in_turns([Fake("a", 1e-3), Fake("b", 2e-3)])
     assert [time.median for time in times] == [1e-3, 2e-3]
-    assert times[0].beats(times[1])
-    assert not times[1].beats(times[0])
+    assert [times[0].beats(times[1]), times[1].beats(times[0])] == [True, False]
     assert called[:4] == [("a", 1), ("a", 1), ("b", 1), ("b", 1)]
     timed = called[4:]
     assert timed[:4] == [("a", 3), ("b", 3), ("b", 3), ("a", 3)]
@@ -728,8 +685,7 @@ def test_turns(monkeypatch):
 def test_quartiles_that_overlap_do_not_beat():
     slow, fast = turns.Times.of([3, 4, 5, 6, 7]), turns.Times.of([1, 2, 3, 4, 5])
     assert (slow.median, fast.median) == (5, 3)
-    assert not fast.beats(slow)
-    assert turns.Times.of([1, 2, 3, 3, 9]).beats(slow)
+    assert [fast.beats(slow), turns.Times.of([1, 2, 3, 3, 9]).beats(slow)] == [False, True]
 
 
 # Copies of donated arguments take so much memory at most, but those of one call.
@@ -737,9 +693,8 @@ def test_the_copies_of_a_turn(monkeypatch):
     step = jax.jit(lambda x: x + 1, donate_argnums=0)
     run = turns.Run(turns.Program(step, (X,), {}), {}, [0])
     assert (run.consumed, run.most_calls) == ([0], turns.MOST_CALLS)
-    monkeypatch.setattr(turns, "MOST_BYTES", 3 * X.nbytes)
-    assert run.most_calls == 3
-    monkeypatch.setattr(turns, "MOST_BYTES", 1)
-    assert run.most_calls == 1
+    for most_bytes, most_calls in ((3 * X.nbytes, 3), (1, 1)):
+        monkeypatch.setattr(turns, "MOST_BYTES", most_bytes)
+        assert run.most_calls == most_calls
     assert run.seconds(2) > 0
     assert not X.is_deleted()
