@@ -83,7 +83,7 @@ FAULTS = {
         "ops/mask.py",
         "out_sharding = sharding if any(sharding.spec) else None",
         "out_sharding = None",
-        LAWS("explicit_mesh", "numbers_of_columns"),
+        LAWS("mesh_programs", "numbers_of_columns"),
     ),
     "a result split twice by one axis": Fault(
         "809cff9",
