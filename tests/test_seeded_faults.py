@@ -20,7 +20,7 @@ class Fault(NamedTuple):
     laws: str  # pytest's arguments
 
 
-ACCURACY, GRADIENTS, MASKS = (f"tests/laws/test_{name}.py" for name in ("accuracy", "gradients", "masks"))
+ACCURACY, MASKS = (f"tests/laws/test_{name}.py" for name in ("accuracy", "masks"))
 FLOAT8 = "tests/ops/test_float8_linear_kernels.py"
 FAULTS = {
     "an index by columns for rows": Fault(
@@ -56,21 +56,21 @@ FAULTS = {
         "ops/shared/cuda/quantize_row.cuh",
         "  __syncthreads();\n  for (int warp = 0;",
         "  for (int warp = 0;",
-        "tests/laws/test_fusion.py -k 'test_sizes and packed'",
+        "tests/laws/test_bits.py -k 'fused_sizes and packed'",
     ),
     "the first row's statistics for all": Fault(
         "sandwich_norm",
         "ops/sandwich_norm/cuda/sandwich_norm.cuh",
         "MeanSquare::warp_part<Tile>(x[r], group, cols)",
         "MeanSquare::warp_part<Tile>(x[0], group, cols)",
-        "tests/laws/test_fusion.py -k 'several_rows and sandwich'",
+        "tests/laws/test_bits.py -k 'fused_rows and sandwich'",
     ),
     "a value that is stale": Fault(
         "qk_norm_rotary",
         "ops/qk_norm_rotary/cuda/rotary.cuh",
         "  b = fmaf(b, cos, a * sin);\n  a = turned;",
         "  a = turned;\n  b = fmaf(b, cos, a * sin);",
-        f"{ACCURACY} -k 'every_size and rotary'",
+        f"{ACCURACY} -k 'results_of_every_size and rotary'",
     ),
     "the label at a vector's first column": Fault(
         "cross_entropy",
@@ -105,14 +105,14 @@ FAULTS = {
         "cuda/engine/partials.cu",
         "row + i * height < rows ?",
         "row + i * height < rows - 1 ?",
-        f"{GRADIENTS} -k 'every_size and rms and not rotary'",
+        f"{ACCURACY} -k 'gradients_of_every_size and rms and not rotary'",
     ),
     "scales of a head by columns": Fault(
         "norm",
         "ops/norm/cuda/add.cu",
         "rows.of_row(row) * cols.value",
         "rows.of_row(column) * cols.value",
-        "tests/laws/test_fusion.py -k scaled",
+        "tests/laws/test_bits.py -k 'fused and scaled'",
     ),
 }
 

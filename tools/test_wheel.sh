@@ -49,4 +49,4 @@ assert native["cuda"]["loaded"] == (sys.argv[1] == "cuda"), native
 END
 # That kernels load and run, both ways; that plans, which need no GPU, are those of the package; some laws.
 bare python -m pytest -p no:cacheprovider -q \
-  tests/native/test_modules.py tests/test_plan.py tests/laws/test_bits.py tests/laws/test_statistics.py
+  tests/native/test_modules.py tests/test_plan.py tests/laws/test_bits.py tests/laws/test_accuracy.py
