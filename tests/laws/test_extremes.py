@@ -1,4 +1,7 @@
-"""Law 8: NaN and infinity, nothing, one, a million, more than 2**31. Memory aligned to nothing is in test_bits.py."""
+"""Law 8: NaN and infinity, nothing, one, a million, more than 2**31; no NaN that `jax.debug_nans` would find elsewhere.
+
+Memory aligned to nothing is in test_bits.py.
+"""
 
 from functools import partial
 
@@ -7,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import DTYPES, KINDS, NORMS, bits, draw_scale, draw_x
+from cases import DTYPES, KINDS, NORMS, bits, draw, draw_scale, draw_x
 from coverage import cover, over
 from native import is_platform_with_kernels
 from op import COTANGENTS, rows
@@ -43,6 +46,16 @@ def results_and_gradients(op, function=None):
         return results, pullback(cotangents)
 
     return jax.jit(run)
+
+
+def both_ways(function):
+    """The results, and gradients with these as cotangents."""
+
+    def run(*args):
+        results, pullback = jax.vjp(function, *args)
+        return results, pullback(results)
+
+    return run
 
 
 def classes(array) -> np.ndarray:
@@ -196,13 +209,7 @@ def test_no_examples(op, moving):
     moves = [moving in ("all", i) for i in range(len(args))]
     examples = [jnp.zeros((0, *a.shape), a.dtype) if moved else a for a, moved in zip(args, moves, strict=True)]
     of_examples = jax.vmap(op.run(), [0 if moved else None for moved in moves])
-
-    @jax.jit
-    def run(*examples):
-        results, pullback = jax.vjp(of_examples, *examples)
-        return results, pullback(results)
-
-    results, gradients = run(*examples)
+    results, gradients = jax.jit(both_ways(of_examples))(*examples)
     assert [r.shape for r in results] == [(0, *r.shape) for r in jax.eval_shape(op.run(), *args)]
     for gradient, example in zip(gradients, examples, strict=True):
         np.testing.assert_array_equal(gradient, jnp.zeros_like(example))
@@ -212,8 +219,7 @@ def test_no_examples(op, moving):
 @over(EACH, implementation=lambda op: ["native", "jnp"] if is_platform_with_kernels() else ["jnp"])
 def test_ranks_are_not_promoted(op, implementation):
     def both(*args):
-        results, pullback = jax.vjp(op.run(), *args)
-        return results, pullback(results), jax.vmap(op.run())(*(jnp.stack([a, a]) for a in args))
+        return both_ways(op.run())(*args), jax.vmap(op.run())(*(jnp.stack([a, a]) for a in args))
 
     with jax.numpy_rank_promotion("raise"), jaxnorm.implementation(implementation):
         assert jax.jit(both).lower(*op.draw(op.small))
@@ -253,13 +259,7 @@ def test_rows_of_a_million(kind, dtype, cols):
 def test_more_rows_than_a_cuda_grid_has_in_two_dimensions(op, count):
     args = op.draw(op.small)
     repeated = [jnp.tile(a[:1], (count, 1)) for a in args[: op.arrays]]
-    weights = args[op.arrays :]
-
-    def function(*arrays):
-        results, pullback = jax.vjp(lambda *arrays: op.run()(*arrays, *weights), *arrays)
-        return results, pullback(results)
-
-    results = jax.jit(function)(*repeated)
+    results = jax.jit(both_ways(lambda *arrays: op.run()(*arrays, *args[op.arrays :])))(*repeated)
     assert bits(jax.tree.map(lambda a: a[-1], results)) == bits(jax.tree.map(lambda a: a[0], results))
 
 
@@ -273,9 +273,9 @@ def test_more_elements_than_an_int32_counts(kind, cols):
     block = draw_x((period, cols), "bfloat16")
     x = jnp.tile(block, (rows // period, 1))
     scale = draw_scale((cols,))
-    y, dx = jax.jit(lambda x: (NORMS[kind](x, scale), jax.vjp(lambda x: NORMS[kind](x, scale), x)[1](x)[0]))(x)
-    alone = jax.jit(lambda x: (NORMS[kind](x, scale), jax.vjp(lambda x: NORMS[kind](x, scale), x)[1](x)[0]))(block)
-    assert bits((y[-period:], dx[-period:])) == bits(alone)
+    run = jax.jit(lambda x: (NORMS[kind](x, scale), jax.vjp(lambda x: NORMS[kind](x, scale), x)[1](x)[0]))
+    y, dx = run(x)
+    assert bits((y[-period:], dx[-period:])) == bits(run(block))
 
 
 # A whole row of more than 2**31 elements.
@@ -285,3 +285,55 @@ def test_a_row_longer_than_an_int32_counts():
     x = jnp.tile(jnp.asarray([2.0, -2.0], "bfloat16"), cols // 2).reshape(1, cols)
     y = jax.jit(NORMS["rms"])(x)
     assert bits(jax.lax.slice_in_dim(y[0], cols - 4, cols)) == bits(jnp.asarray([1.0, -1.0, 1.0, -1.0], "bfloat16"))
+
+
+# `jax.debug_nans` raises at no finite operands: no NaN is made on the way, nor as a constant.
+IMPLEMENTATIONS = [None, "jnp"]
+HOW = {"eager": lambda f: f, "jit": jax.jit}
+
+
+def no_alarm(function, *args):
+    with jax.debug_nans(True):
+        jax.block_until_ready(function(*args))
+
+
+def with_gradients_of_ones(function):
+    def run(*args):
+        results, pullback = jax.vjp(function, *args)
+        return results, pullback(jax.tree.map(jnp.ones_like, results))
+
+    return run
+
+
+@over(OPS, implementation=lambda _: IMPLEMENTATIONS, how=lambda _: HOW, pairs=True)
+def test_no_alarm_by_the_table(op, implementation, how):
+    args, given = op.draw(op.small), {**op.small.options, "implementation": implementation}
+    no_alarm(how(partial(op.function, **given)), *args)
+    no_alarm(how(with_gradients_of_ones(partial(op.differentiable, **given))), *args)
+
+
+X, KERNEL, LABELS = draw_x((4, 6, 32)), draw("kernel", (32, 48)), jnp.zeros((4, 6), int)
+LOSS = jaxnorm.softmax_cross_entropy_with_integer_labels
+LINEAR_LOSS = partial(jaxnorm.linear_cross_entropy, kernel=KERNEL, labels=LABELS)
+OTHERS = {
+    "softmax, axis 0": partial(jaxnorm.softmax, axis=0),
+    "softmax, axes": partial(jaxnorm.softmax, axis=(0, 1)),
+    "softmax, causal": partial(jaxnorm.softmax, causal=True, window=2, offset=-2),
+    "log_softmax, axis 0": partial(jaxnorm.log_softmax, axis=0),
+    "log_softmax, causal": partial(jaxnorm.log_softmax, causal=True, offset=-2),
+    "loss, axis 0": partial(LOSS, labels=jnp.zeros((6, 32), int), axis=0),
+    "loss, options": partial(LOSS, labels=LABELS, label_smoothing=0.1, z_loss=1e-4, soft_cap=5.0, ignore_index=0),
+    "linear loss": LINEAR_LOSS,
+    "linear loss, none": partial(LINEAR_LOSS, reduction="none", ignore_index=0),
+    "float8_linear": partial(jaxnorm.float8_linear, kernel=KERNEL),
+}
+
+
+@cover(function=OTHERS, implementation=IMPLEMENTATIONS, how=HOW)
+def test_no_alarm_elsewhere(function, implementation, how):
+    no_alarm(how(with_gradients_of_ones(partial(function, implementation=implementation))), X)
+
+
+@pytest.mark.parametrize("how", HOW.values(), ids=HOW)
+def test_no_alarm_at_quantize(how):
+    no_alarm(how(lambda x: jaxnorm.quantize(x, jaxnorm.Quantization("int8")).dequantize(jnp.float32)), X)
