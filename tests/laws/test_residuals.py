@@ -1,4 +1,4 @@
-"""Law 6: one kernel each way, and next to nothing kept in between."""
+"""Law 6: one kernel each way, and next to nothing kept in between, or what `jaxnorm.checkpoint_policies` say."""
 
 import math
 import re
@@ -7,14 +7,14 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import bits
+from cases import assert_near, bits, draw
 from coverage import over
 from hlo import compiled_text, count_native_calls, lowered_calls
 from native import is_platform_with_kernels
 from op import rows
-from table import GROUPED, NORMS, OPS, PER_HEAD
+from table import EACH, GROUPED, NORMS, OPS, PER_HEAD
 
-ops = pytest.mark.parametrize("op", OPS, ids=str)
+from jaxnorm import checkpoint_policies as ours
 
 
 def wanted(call: str) -> set[str]:
@@ -33,29 +33,29 @@ def test_a_gradient_of_every_size_is_one_call_each_way(op, size):
     assert count_native_calls(text) == op.calls(fwd=1, bwd=1)
 
 
-@pytest.mark.parametrize("op", NORMS, ids=str)
-def test_every_norm_of_a_model_is_one_call_each_way(op):
-    def model(x, scale, bias):
-        for layer in range(3):
-            x = x + jnp.tanh(op.norm()(x, scale * (layer + 1), bias))
-        return x.sum()
-
-    calls = count_native_calls(compiled_text(jax.grad(model, (0, 1, 2)), *op.draw(op.small)))
-    assert calls == op.calls(fwd=3, bwd=3)
+def stack(op, x, scale, bias):
+    for layer in range(3):
+        x = x + jnp.tanh(op.norm()(x, scale * (layer + 1), bias))
+    return x.sum()
 
 
 # Where a loop stacks what a derivative reads, of whole lines of memory, and goes on with it.
+def scanned(op, x, scale, bias):
+    def layer(x, _):
+        y = op.norm()(x, scale, bias)
+        return x + y * y, None
+
+    return jax.lax.scan(layer, x, length=3)[0].sum()
+
+
+@pytest.mark.parametrize(
+    ("model", "rows_of", "count"), [(stack, None, 3), (scanned, rows(16, 64), 1)], ids=["stack", "scan"]
+)
 @pytest.mark.parametrize("op", NORMS, ids=str)
-def test_the_norm_of_scanned_layers_is_one_call_each_way(op):
-    def model(x, scale, bias):
-        def layer(x, _):
-            y = op.norm()(x, scale, bias)
-            return x + y * y, None
-
-        return jax.lax.scan(layer, x, length=3)[0].sum()
-
-    calls = count_native_calls(compiled_text(jax.grad(model, (0, 1, 2)), *op.draw(rows(16, 64))))
-    assert calls == op.calls(fwd=1, bwd=1)
+def test_every_norm_of_a_model_is_one_call_each_way(op, model, rows_of, count):
+    gradient = jax.grad(partial(model, op), (0, 1, 2))
+    calls = count_native_calls(compiled_text(gradient, *op.draw(rows_of or op.small)))
+    assert calls == op.calls(fwd=count, bwd=count)
 
 
 def subsets(op):
@@ -77,7 +77,7 @@ def test_what_is_not_asked_for_changes_no_bit(op, argnums):
     assert bits(jax.jit(op.gradient(argnums=argnums))(*args)) == bits([every[i] for i in argnums])
 
 
-@ops
+@pytest.mark.parametrize("op", OPS, ids=str)
 def test_inference_writes_no_statistics(op):
     args = op.draw(op.small)
     function = partial(op.function, **op.small.options)
@@ -111,3 +111,83 @@ def test_a_gradient_of_the_bias_alone_needs_no_x(op):
     x, scale, bias = op.draw(op.small)
     gradient = jax.grad(lambda bias: op.function(x, scale, bias)[0].sum())
     assert gradient(bias).tolist() == [len(x)] * len(bias)
+
+
+# What is kept of an op for the backward pass, and what is computed again.
+jax_policies = jax.checkpoint_policies
+# Native forward calls in a gradient: a second one where a policy drops something of what the first gave.
+POLICIES = {
+    "save norms": (ours.save_norms, 1),
+    "all names": (jax_policies.save_only_these_names(*ours.NAMES), 1),
+    "save norms and products": (jax_policies.save_from_both_policies(ours.save_norms, jax_policies.dots_saveable), 1),
+    "recompute norms": (ours.recompute_norms, 2),
+    "not all names": (jax_policies.save_only_these_names("jaxnorm_sum", "jaxnorm_statistics"), 2),
+}
+policies = over(OPS, default=EACH, policy=lambda op: POLICIES)
+
+
+def block(op):
+    """The op between two products, the second of which needs its result for a gradient.
+
+    What it reads is exact, so that it is the same however XLA computes it: else a quantised value may be its neighbour.
+    """
+
+    def function(w, v, *args):
+        y, *total = op.run()(jax.nn.leaky_relu(args[0] @ w, 0.5), *args[1:])
+        return sum(jnp.sin(jnp.sin(a) @ v[: a.shape[-1]]).sum() for a in (y, *total))
+
+    return function
+
+
+def of_few_bits(array, step):
+    """Of multiples of a power of two, whose products add up without an error."""
+    return (jnp.round(array / step) * step).astype(array.dtype)
+
+
+def operands(op):
+    x, *others = op.draw(op.small)
+    cols = x.shape[-1]
+    w = of_few_bits(draw("w", (cols, cols), std=0.1), 1 / 64)
+    # A padded y has more columns than x.
+    return w, draw("v", (2 * cols, cols), std=0.1), of_few_bits(x, 1 / 8), *others
+
+
+def gradients(function, op):
+    return jax.jit(jax.grad(function, (0, 1, *(2 + i for i in op.all))))
+
+
+@pytest.mark.jax_version
+@policies
+def test_a_policy_changes_no_gradient(op, policy):
+    checkpointed = jax.checkpoint(block(op), policy=policy[0])
+    # TF32 makes of a last bit of a GPU's sine one of the tenth.
+    with jax.default_matmul_precision("highest"):
+        both = [gradients(function, op)(*operands(op)) for function in (checkpointed, block(op))]
+    assert_near(*both, atol=1e-5)
+
+
+@pytest.mark.jax_version
+@policies
+def test_native_calls_under_a_policy(op, policy):
+    function, calls = policy
+    if function is POLICIES["not all names"][0] and not op.keeps_statistics:
+        calls = 1  # nothing of the first is kept, so it is left out
+    if op.keeps_operands_alone:
+        calls = 1  # what it gave is not read again
+    lowered = gradients(jax.checkpoint(block(op), policy=function), op).lower(*operands(op))
+    # A CPU's compiler merges what is computed again, as there is no memory to be saved.
+    texts = [lowered.as_text()] + ([lowered.compile().as_text()] if jax.default_backend() == "gpu" else [])
+    for text in texts:
+        assert count_native_calls(text) == op.calls(fwd=calls, bwd=1)
+
+
+# So nothing is computed again where the names are kept: all that leaves the call goes through one of them.
+@pytest.mark.jax_version
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_every_result_is_named(op):
+    args = op.draw(op.small)
+    cotangents = op.cotangents(args, **op.small.options)
+    jaxpr = jax.make_jaxpr(lambda *args: jax.vjp(op.run(), *args)[1](cotangents))(*args)
+    (call,) = [eqn for eqn in jaxpr.eqns if "_fwd" in str(eqn.primitive) or "custom_jvp" in str(eqn.primitive)]
+    users = [eqn for eqn in jaxpr.eqns if set(map(id, call.outvars)) & set(map(id, eqn.invars))]
+    assert {str(eqn.primitive) for eqn in users} <= {"name", "bitcast_convert_type"}
