@@ -1,5 +1,12 @@
-"""Laws 7 and 9: programs for other platforms, written here and read anywhere."""
+"""Laws 7 and 9: programs that are written here and read elsewhere: for other platforms, by later builds and processes.
 
+Those in `tests/artefacts` are of older builds, and run in every later one.
+"""
+
+import json
+import os
+import subprocess
+import sys
 from functools import partial
 
 import exporting
@@ -7,14 +14,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import assert_close, assert_near, bits, draw_x
-from coverage import cover, over
-from exporting import PLATFORMS, exported
+from cases import KINDS, assert_close, assert_near, bits, draw_x, operands
+from cases import NORMS as FUNCTIONS
+from coverage import cover, in_full, over
+from exporting import PLATFORMS, WAYS, artefacts, exported, function_of
 from hlo import count_native_calls
+from internals import text
 from jax import export
-from native import is_built
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from meshes import mesh_of, placed
+from native import is_built, native_calls
 from op import rows
 from table import ADDED, EACH, GATED, NORMS, OPS, PER_HEAD, QUANTIZED
+from transformations import loss_of
 
 import jaxnorm
 from jaxnorm import Quantized
@@ -156,3 +169,191 @@ def test_what_must_be_native_names_itself_where_nothing_is(op):
     message = f"^{op.public}: .*'native' cannot be compiled.*kernels for cpu and cuda.*None"
     with pytest.raises(RuntimeError, match=message):
         native.trace(*op.draw(op.small)).lower(lowering_platforms=("tpu",))
+
+
+@over(OPS, way=lambda op: WAYS, count=lambda op: [1, 37])
+def test_a_program_of_an_older_build_gives_what_this_build_computes(op, way, count):
+    args = of_rows(op, count)
+    expected = jax.jit(function_of(op, way))(*args)
+    for program in artefacts(op, way):
+        actual = jax.jit(export.deserialize(program).call)(*args)
+        assert_close(*(jax.tree.map(lambda a: a.astype("float32"), tuple(results)) for results in (actual, expected)))
+
+
+@over(OPS, way=lambda op: WAYS)
+def test_a_program_of_an_older_build_holds_native_calls(op, way):
+    for program in artefacts(op, way):
+        calls = count_native_calls(export.deserialize(program).mlir_module())
+        assert len(calls) == 1 + (way == "gradient")
+
+
+# What a call over a mesh is of, as texts of older builds have it: the names and the fields that specs had then.
+ROW = {"axes": [-1], "epsilon": 1e-6, "native_for": None, "scale_offset": -0.0, "shards": None}
+ROW |= {"compute_dtype": {"dtype": "float32"}, "out_dtype": {"dtype": "float32"}}
+GATE = {"activation": "silu", "gate_first": True}
+TO_INT8 = {"dtype": {"dtype": "int8"}, "granularity": "token", "group_size": None, "max_scale": None}
+TO_INT8 |= {"power_of_two": False, "scales_dtype": {"dtype": "float32"}, "scales_layout": "row"}
+OF_QUANTIZED = {"quantization": {"Quantization": TO_INT8}, "straight_through": False}
+PLAIN = {"kind": "rms", "multiply_before_cast": True, "pad_to": 1, "with_unquantized": False, "x_hat_dtype": None}
+FORMER = {
+    "GatedNorm": (ROW | GATE, lambda x: jaxnorm.gated_rms_norm(x, x, gate_first=True)),
+    "QuantizedNorm": (
+        ROW | PLAIN | OF_QUANTIZED,
+        partial(jaxnorm.rms_norm_quantized, quantization=jaxnorm.Quantization("int8")),
+    ),
+    "GatedNormQuantized": (
+        ROW | GATE | OF_QUANTIZED | {"grouped": False},
+        lambda x: jaxnorm.gated_rms_norm_quantized(x, x, gate_first=True, quantization=jaxnorm.Quantization("int8")),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMER)
+def test_a_spec_of_an_older_build_is_read(name):
+    fields, function = FORMER[name]
+    (spec,) = text.decode(json.dumps([text.VERSION, {name: fields}]).encode())
+    assert repr(spec) in str(jax.make_jaxpr(function)(jnp.ones((4, 64))))
+
+
+# Names of primitives had their directions in full.
+@pytest.mark.several
+def test_a_call_of_before_that_xla_splits(devices, monkeypatch):
+    encode = text.encode
+
+    def former(platform, name, *call):
+        return encode(platform, name.replace("_fwd", "_forward").replace("_bwd", "_backward"), *call)
+
+    monkeypatch.setattr(text, "encode", former)
+    x = draw_x((8, 64))
+    step = jax.jit(jax.value_and_grad(loss_of(partial(jaxnorm.layer_norm, implementation="native"))))
+    expected = step(x)
+    assert_close(step(placed(mesh_of(devices, AxisType.Auto), [x], [P("a")])[0]), expected)
+
+
+# What outlives its process: compiled programs in JAX's cache, and exported ones for several devices.
+DIMS = (8, 4, 64)
+
+# Each process runs one of these programs, and says in JSON what came of it.
+CACHED = """
+import sys
+import jax, jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+import jaxnorm
+
+events = []
+jax.monitoring.register_event_listener(lambda name, **_: events.append(name.rpartition("/")[2]))
+x, scale, norm = jnp.ones((8, 64)), jnp.ones(64), jaxnorm.layer_norm
+if sys.argv[1] != "one device":
+    axis_type = AxisType.Explicit if sys.argv[1] == "Explicit" else AxisType.Auto
+    mesh = jax.make_mesh((2, jax.device_count() // 2), ("a", "b"), (axis_type,) * 2)
+    jax.set_mesh(mesh)
+    if sys.argv[1] == "shard_map over one axis":
+        norm = jax.shard_map(norm, in_specs=(P("a"), P()), out_specs=P("a"), axis_names={"a"})
+    rows, features = sys.argv[2].split()
+    x = jax.device_put(x, NamedSharding(mesh, P(eval(rows), eval(features))))
+    scale = jax.device_put(scale, NamedSharding(mesh, P(eval(features))))
+events.clear()
+step = jax.jit(jax.grad(lambda x, scale: norm(x, scale).sum(), (0, 1)))
+step(x, scale)
+print(json.dumps({"hits": events.count("cache_hits"), "misses": events.count("cache_misses")}))
+"""
+EXPORTED = """
+import sys
+import jax, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+import jaxnorm
+
+program = jax.export.deserialize(open(sys.argv[1], "rb").read())
+args = [arg for _, arg in sorted(np.load(sys.argv[2]).items())]
+mesh = jax.make_mesh((program.nr_devices,), ("rows",), (jax.sharding.AxisType.Auto,))
+args = [jax.device_put(arg, NamedSharding(mesh, spec)) for arg, spec in zip(args, (P("rows"), P(), P()))]
+results = jax.tree.leaves(jax.jit(program.call)(*args))
+np.savez(sys.argv[3], *results)
+print(json.dumps({"program": jax.jit(program.call).lower(*args).compile().as_text()}))
+"""
+
+
+def loss_and_gradients(norm):
+    return jax.value_and_grad(loss_of(norm), (0, 1, 2))
+
+
+def run(program, *args, **environment):
+    command = [sys.executable, "-P", "-c", "import json\n" + program, *map(str, args)]
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+ROWS, FEATURES = "'a' None", "None 'b'"
+
+
+@pytest.mark.several
+@pytest.mark.parametrize(
+    ("mesh", "spec"),
+    [
+        ("one device", ROWS),
+        ("Auto", FEATURES),
+        ("Explicit", ROWS),
+        ("shard_map over one axis", FEATURES),
+        *in_full(("Auto", ROWS), ("Explicit", FEATURES), ("shard_map over one axis", ROWS)),
+    ],
+)
+def test_a_second_process_finds_what_the_first_compiled(tmp_path, mesh, spec):
+    options = {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    assert run(CACHED, mesh, spec, **options) == {"hits": 0, "misses": 1}
+    assert run(CACHED, mesh, spec, **options) == {"hits": 1, "misses": 0}
+
+
+def assert_another_process_gives(tmp_path, program, kind, calls):
+    """Of an exported program, in a process that has this package and nothing of this file."""
+    paths = [tmp_path / name for name in ("program", "args.npz", "results.npz")]
+    paths[0].write_bytes(program.serialize())
+    np.savez(paths[1], *operands(DIMS))
+    assert count_native_calls(run(EXPORTED, *paths)["program"]) == calls
+    actual = [array for _, array in sorted(np.load(paths[2]).items())]
+    expected = jax.jit(loss_and_gradients(FUNCTIONS[kind]))(*operands(DIMS))
+    assert_near(actual, jax.tree.leaves(expected))
+
+
+def sharded_by(how, norm, mesh):
+    """norm over all devices: split by XLA, or by a shard_map over all axes or one of them."""
+    if how in ("Auto", "Explicit"):
+        return norm
+    axes, spec = (("a", "b"), P(("a", "b"))) if how == "shard_map" else ("a", P("a"))
+    return jax.shard_map(norm, mesh=mesh, in_specs=(spec, P(), P()), out_specs=spec, axis_names=set(axes))
+
+
+# Of a shard_map over one axis, a program for several platforms has the formula.
+@pytest.mark.several
+@pytest.mark.parametrize(
+    ("how", "platforms", "is_native"),
+    [
+        *((how, PLATFORMS, True) for how in ("Auto", "Explicit", "shard_map")),
+        ("shard_map over one axis", PLATFORMS, False),
+        ("shard_map over one axis", None, True),
+    ],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_exported_for_several_devices(tmp_path, devices, kind, how, platforms, is_native):
+    mesh = mesh_of(devices, AxisType.Explicit if how == "Explicit" else AxisType.Auto)
+    with jax.set_mesh(mesh):
+        function = jax.jit(loss_and_gradients(sharded_by(how, FUNCTIONS[kind], mesh)))
+        args = placed(mesh, operands(DIMS), (P(("a", "b")), P(), P()))
+        program = export.export(function, platforms=platforms)(*args)
+    assert_another_process_gives(tmp_path, program, kind, native_calls(kind, fwd=1, bwd=1) if is_native else {})
+
+
+# Of unknown shapes XLA splits the formula.
+@pytest.mark.several
+@pytest.mark.parametrize("kind", KINDS)
+def test_exported_for_several_devices_and_any_number_of_rows(tmp_path, devices, kind):
+    mesh = mesh_of(devices, AxisType.Auto)
+    (rows,) = export.symbolic_shape(f"{len(devices)}*rows")
+    types = [((rows, *DIMS[1:]), P(("a", "b"))), (DIMS[-1:], P()), (DIMS[-1:], P())]
+    args = [jax.ShapeDtypeStruct(dims, jnp.float32, sharding=NamedSharding(mesh, spec)) for dims, spec in types]
+    program = export.export(jax.jit(loss_and_gradients(FUNCTIONS[kind])), platforms=PLATFORMS)(*args)
+    assert_another_process_gives(tmp_path, program, kind, {})
