@@ -16,6 +16,7 @@ from hlo import compiled_text, count_native_calls
 from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from native import is_platform_with_kernels
 from table import ADDED, EACH, GATED, GATED_QUANTIZED, GROUP_NORMS, NORMS, QUANTIZED, ROTARY
 
 import jaxnorm
@@ -37,12 +38,9 @@ def chosen(function=norm, *args, **options):
     return None if "native_for=None" in text else "native"
 
 
-def test_by_default_none_is_chosen():
-    assert chosen() is None
-
-
 @pytest.mark.parametrize("name", ["jnp", pytest.param("native", marks=pytest.mark.kernels)])
 def test_a_context_chooses(name):
+    assert chosen() is None
     with implementation(name):
         assert chosen() == name
     assert chosen() is None
@@ -97,22 +95,23 @@ def test_mappings_nest():
             assert both() == ("native", "native")
 
 
-@pytest.mark.parametrize(
-    ("choices", "message"),
-    [
-        ({"layernorm": "jnp"}, "no function 'layernorm'; did you mean layer_norm?"),
-        ({"dequantize": "jnp"}, "no function 'dequantize'"),
-        ({"layer_norm": "xla"}, "unknown implementation 'xla'"),
-        (
-            {"layer_norm": {"backwards": "jnp"}},
-            "layer_norm has no direction 'backwards'; expected 'forward' or 'backward'",
-        ),
-        ({"layer_norm": {"backward": "xla"}}, "unknown implementation 'xla'"),
-        ({"layer_norm": {"backward": {"forward": "jnp"}}}, "unknown implementation {'forward': 'jnp'}"),
-    ],
-    ids=("misspelt", "without the argument", "unknown", "direction", "of a direction", "nested"),
-)
-def test_a_mapping_of_unknown_names(choices, message):
+UNKNOWN = {
+    "misspelt": ({"layernorm": "jnp"}, "no function 'layernorm'; did you mean layer_norm?"),
+    "without the argument": ({"dequantize": "jnp"}, "no function 'dequantize'"),
+    "unknown": ({"layer_norm": "xla"}, "unknown implementation 'xla'"),
+    "direction": (
+        {"layer_norm": {"backwards": "jnp"}},
+        "layer_norm has no direction 'backwards'; expected 'forward' or 'backward'",
+    ),
+    "of a direction": ({"layer_norm": {"backward": "xla"}}, "unknown implementation 'xla'"),
+    "nested": ({"layer_norm": {"backward": {"forward": "jnp"}}}, "unknown implementation {'forward': 'jnp'}"),
+    "no mapping": ("cuda", "implementation: unknown implementation 'cuda'; expected None, 'native' or"),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_unknown_names(name):
+    choices, message = UNKNOWN[name]
     with pytest.raises(ValueError, match=re.escape(message)):
         implementation(choices)
 
@@ -123,19 +122,21 @@ def kernels_of_gradient(function=norm, *args):
     return {target.rpartition("_")[2] for target in count_native_calls(text)}
 
 
+KEPT = (
+    ({}, {"fwd", "bwd"}),
+    ({"forward": "jnp"}, {"bwd"}),
+    ({"backward": "jnp"}, {"fwd"}),
+    ({"forward": "native", "backward": "jnp"}, {"fwd"}),
+    ({"forward": "jnp", "backward": "native"}, {"bwd"}),
+    ({"forward": "jnp", "backward": "jnp"}, set()),
+)
+
+
 @pytest.mark.kernels
-@pytest.mark.parametrize("function", [norm, jaxnorm.layer_norm, jaxnorm.softmax], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("function", [jaxnorm.rms_norm, jaxnorm.layer_norm, jaxnorm.softmax], ids=lambda f: f.__name__)
 def test_a_mapping_chooses_by_direction(function):
-    name = "rms_norm" if function is norm else function.__name__
-    for choices, kept in (
-        ({}, {"fwd", "bwd"}),
-        ({"forward": "jnp"}, {"bwd"}),
-        ({"backward": "jnp"}, {"fwd"}),
-        ({"forward": "native", "backward": "jnp"}, {"fwd"}),
-        ({"forward": "jnp", "backward": "native"}, {"bwd"}),
-        ({"forward": "jnp", "backward": "jnp"}, set()),
-    ):
-        with implementation({name: choices}):
+    for choices, kept in KEPT:
+        with implementation({function.__name__: choices}):
             assert kernels_of_gradient(function) == kept
 
 
@@ -180,24 +181,22 @@ def test_directions_over_a_mesh(devices, direction, kept):
 
 # What `linear_cross_entropy` calls within follows its directions.
 @pytest.mark.kernels
-def test_directions_of_what_calls_others():
+@pytest.mark.parametrize(("direction", "kept"), [("backward", "fwd"), ("forward", "bwd")])
+def test_directions_of_what_calls_others(direction, kept):
     args = X[0], X[0].T, jnp.zeros(X[0].shape[0], "int32")
-    with implementation({"linear_cross_entropy": {"backward": "jnp"}}):
-        assert kernels_of_gradient(jaxnorm.linear_cross_entropy, *args) == {"fwd"}
-    with implementation({"linear_cross_entropy": {"forward": "jnp"}}):
-        assert kernels_of_gradient(jaxnorm.linear_cross_entropy, *args) == {"bwd"}
+    with implementation({"linear_cross_entropy": {direction: "jnp"}}):
+        assert kernels_of_gradient(jaxnorm.linear_cross_entropy, *args) == {kept}
 
 
-@pytest.mark.kernels
-def test_an_error_of_one_direction():
-    message = r"^rms_norm under jaxnorm.implementation\(\{'rms_norm': \{'backward': 'native'\}\}\): .* trailing"
-    with implementation({"rms_norm": {"backward": "native"}}), pytest.raises(RuntimeError, match=message):
-        norm(X, axis=0)
+BACKWARD = {"rms_norm": {"backward": "native"}}
 
 
-def test_an_error_names_the_function_that_a_mapping_chose_for():
-    message = r"^rms_norm under jaxnorm.implementation\(\{'rms_norm': 'native'\}\): .* trailing"
-    with implementation({"rms_norm": "native"}), pytest.raises(RuntimeError, match=message):
+@pytest.mark.parametrize(
+    "choice", ["native", {"rms_norm": "native"}, pytest.param(BACKWARD, marks=pytest.mark.kernels)], ids=str
+)
+def test_an_error_names_the_context_that_chose(choice):
+    message = rf"^rms_norm under jaxnorm.implementation\({re.escape(repr(choice))}\): .* trailing"
+    with implementation(choice), pytest.raises(RuntimeError, match=message):
         norm(X, axis=0)
 
 
@@ -244,25 +243,20 @@ def test_jit_keeps_what_was_traced_in_each_context_apart():
 
 
 # JAX keeps what it has traced of inner functions too.
-@pytest.mark.parametrize(
-    "outer", [jax.jit, jax.grad, jax.checkpoint, jax.vmap, jax.linearize], ids=lambda f: f.__name__
-)
-def test_inner_functions_are_traced_in_each_context(outer):
-    inner = jax.jit(lambda x: norm(x).sum())
-    function = (lambda x: jax.linearize(inner, x)[0]) if outer is jax.linearize else outer(inner)
-    assert chosen(function) is None
+INNER = jax.jit(lambda x: norm(x).sum())
+OUTER = {
+    **{outer.__name__: outer(INNER) for outer in (jax.jit, jax.grad, jax.checkpoint, jax.vmap)},
+    "linearize": lambda x: jax.linearize(INNER, x)[0],
+    "scan": lambda x: jax.lax.scan(lambda x, _: (norm(x), None), x, length=3)[0],
+}
+
+
+@pytest.mark.parametrize("name", OUTER)
+def test_inner_functions_are_traced_in_each_context(name):
+    assert chosen(OUTER[name]) is None
     with implementation("jnp"):
-        assert chosen(function) == "jnp"
-    assert chosen(function) is None
-
-
-def test_a_loop_in_a_context():
-    def function(x):
-        return jax.lax.scan(lambda x, _: (norm(x), None), x, length=3)[0]
-
-    with implementation("jnp"):
-        assert chosen(function) == "jnp"
-    assert chosen(function) is None
+        assert chosen(OUTER[name]) == "jnp"
+    assert chosen(OUTER[name]) is None
 
 
 def test_a_context_is_of_its_thread():
@@ -292,15 +286,9 @@ def test_an_exported_program_stays_what_it_was():
     with implementation("jnp"):
         formula = export.export(jax.jit(norm), platforms=PLATFORMS)(X)
     kernels = export.export(jax.jit(norm), platforms=PLATFORMS)(X)
-    assert not count_native_calls(formula.mlir_module())
+    calls = [bool(count_native_calls(program.mlir_module())) for program in (formula, kernels)]
+    assert calls == [False, is_platform_with_kernels()]
     assert jnp.allclose(formula.call(X), kernels.call(X))
-
-
-@pytest.mark.kernels
-def test_kernels_are_exported_after_the_formula():
-    with implementation("jnp"):
-        export.export(jax.jit(norm), platforms=PLATFORMS)(X)
-    assert count_native_calls(export.export(jax.jit(norm), platforms=PLATFORMS)(X).mlir_module())
 
 
 @pytest.mark.parametrize("op", EACH, ids=str)
@@ -308,17 +296,6 @@ def test_a_derivative_in_the_context_of_the_formula(op):
     types = op.types(op.small)
     with implementation("jnp"):
         assert not count_native_calls(jax.jit(op.gradient()).lower(*types).as_text())
-
-
-def test_an_unknown_name():
-    with pytest.raises(ValueError, match=r"^implementation: unknown implementation 'cuda'; expected None, 'native' or"):
-        implementation("cuda")
-
-
-def test_an_error_says_that_the_context_asked():
-    message = r"^rms_norm under jaxnorm.implementation\('native'\): .* trailing"
-    with implementation("native"), pytest.raises(RuntimeError, match=message):
-        norm(X, axis=0)
 
 
 PROGRAM = """
