@@ -1,6 +1,7 @@
 """Law 7's table: what a program may do with a function of (x, scale, bias), and how many native calls that takes."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -27,33 +28,37 @@ def loss_of(norm):
     return lambda *args: jnp.sin(norm(*args).astype(jnp.float32)).sum()
 
 
-def _grad_of(loss):
-    return jax.grad(loss, ALL)
+def _grad(function):
+    return jax.grad(loss_of(function), ALL)
+
+
+def _cosines(args):
+    return tuple(jnp.cos(a) for a in args)
 
 
 def _vjp(norm):
-    def function(x, scale, bias):
-        y, pullback = jax.vjp(norm, x, scale, bias)
-        return y, pullback(jnp.cos(x))
+    def function(*args):
+        y, pullback = jax.vjp(norm, *args)
+        return y, pullback(jnp.cos(args[0]))
 
     return function
 
 
 def _jvp(norm):
-    return lambda *args: jax.jvp(norm, args, tuple(jnp.cos(a) for a in args))
+    return lambda *args: jax.jvp(norm, args, _cosines(args))
 
 
 def _linearize(norm):
     def function(*args):
         y, tangent = jax.linearize(norm, *args)
-        return y, tangent(*(jnp.cos(a) for a in args)), tangent(*args)
+        return y, tangent(*_cosines(args)), tangent(*args)
 
     return function
 
 
 def _linear_transpose(norm):
-    def function(x, scale, bias):
-        _, tangent = jax.linearize(lambda x: norm(x, scale, bias), x)
+    def function(x, *weights):
+        _, tangent = jax.linearize(lambda x: norm(x, *weights), x)
         return jax.linear_transpose(tangent, x)(jnp.cos(x))
 
     return function
@@ -75,24 +80,13 @@ def _transpose_of_vjp(norm):
     return function
 
 
-def _vmap_grad_x(norm):
-    return lambda x, scale, bias: jax.vmap(jax.grad(loss_of(norm)), (0, None, None))(x, scale, bias)
-
-
 def _vmap(in_axes, out_axes=0):
     """Over three examples of the operands that have an axis."""
 
-    def transform(norm):
-        def function(*args):
-            examples = [
-                a if axis is None else jnp.stack([a, 2 * a, jnp.sin(a)], axis)
-                for a, axis in zip(args, in_axes, strict=True)
-            ]
-            return jax.vmap(norm, in_axes, out_axes)(*examples)
+    def examples(a, axis):
+        return a if axis is None else jnp.stack([a, 2 * a, jnp.sin(a)], axis)
 
-        return function
-
-    return transform
+    return lambda norm: lambda *args: jax.vmap(norm, in_axes, out_axes)(*map(examples, args, in_axes))
 
 
 def _scan(norm):
@@ -107,10 +101,14 @@ def _scan(norm):
     return function
 
 
+def _grad_of_scan(norm):
+    return jax.grad(lambda *args: _scan(norm)(*args)[0].sum(), ALL)
+
+
 def _while(norm):
-    def function(x, scale, bias):
+    def function(x, *weights):
         def step(state):
-            return state[0] + 1, state[1] + norm(state[1], scale, bias)
+            return state[0] + 1, state[1] + norm(state[1], *weights)
 
         return lax.while_loop(lambda state: state[0] < 3, step, (0, x))[1]
 
@@ -125,20 +123,8 @@ def _cond(norm):
     return lambda x, scale, bias: lax.cond(x[0, 0] > scale[0], lambda: norm(x, scale, bias), lambda: jnp.sin(x))
 
 
-def _map(norm):
-    return lambda x, scale, bias: lax.map(lambda row: norm(row, scale, bias), x)
-
-
 def _checkpoint(norm):
     return jax.checkpoint(lambda *args: jnp.sin(norm(*args)))
-
-
-def _remat_scan(norm):
-    return _scan(jax.checkpoint(norm))
-
-
-def _donated(norm):
-    return jax.jit(norm, donate_argnums=0)
 
 
 def _custom_jvp(norm):
@@ -148,13 +134,10 @@ def _custom_jvp(norm):
     return function
 
 
-def _then(outer, inner):
-    return lambda norm: outer(inner(norm))
-
-
+_OVER_X, _OVER_SCALE = _vmap((0, None, None)), _vmap((None, 0, None))
 TRANSFORMATIONS = {
     "call": Case(lambda norm: norm, 1, 0),
-    "grad": Case(_then(_grad_of, loss_of), 1, 1),
+    "grad": Case(_grad, 1, 1),
     "value_and_grad": Case(lambda norm: jax.value_and_grad(loss_of(norm), ALL), 1, 1),
     "grad of x": Case(lambda norm: jax.grad(loss_of(norm)), 1, 1),
     "grad of the weights": Case(lambda norm: jax.grad(loss_of(norm), (1, 2)), 1, 1),
@@ -167,39 +150,39 @@ TRANSFORMATIONS = {
     "jacrev": Case(lambda norm: jax.jacrev(norm, ALL), None, None),
     "jacfwd": Case(lambda norm: jax.jacfwd(norm, ALL), None, None),
     "hessian": Case(lambda norm: jax.hessian(loss_of(norm), ALL), None, None),
-    "hessian-vector product": Case(lambda norm: _jvp(jax.grad(loss_of(norm), ALL)), None, None),
+    "hessian-vector product": Case(lambda norm: _jvp(_grad(norm)), None, None),
     "grad of grad": Case(lambda norm: jax.grad(loss_of(jax.grad(loss_of(norm)))), None, None),
-    "grad of grad of the weights": Case(lambda norm: _grad_of(loss_of(jax.grad(loss_of(norm), 1))), None, None),
-    "grad of jvp": Case(lambda norm: _grad_of(loss_of(lambda *args: _jvp(norm)(*args)[1])), None, None),
-    "vmap over x": Case(_vmap((0, None, None)), 1, 0),
+    "grad of grad of the weights": Case(lambda norm: _grad(jax.grad(loss_of(norm), 1)), None, None),
+    "grad of jvp": Case(lambda norm: _grad(lambda *args: _jvp(norm)(*args)[1]), None, None),
+    "vmap over x": Case(_OVER_X, 1, 0),
     "vmap over x's middle axis": Case(_vmap((1, None, None), 1), 1, 0),
     "vmap over x's last axis": Case(_vmap((2, None, None), -1), 1, 0),
-    "vmap over scale": Case(_vmap((None, 0, None)), None, 0),
+    "vmap over scale": Case(_OVER_SCALE, None, 0),
     "vmap over bias": Case(_vmap((None, None, 0)), None, 0),
     "vmap over x and scale": Case(_vmap((0, 1, None), 2), None, 0),
     "vmap over everything": Case(_vmap((1, 0, 1), 1), None, 0),
-    "vmap of vmap": Case(lambda norm: _vmap((0, None, None))(jax.vmap(norm, (0, None, None))), 1, 0),
-    "vmap of grad": Case(_vmap_grad_x, 1, 1),
-    "vmap of every grad": Case(lambda norm: _vmap((0, None, None))(_grad_of(loss_of(norm))), 1, None),
-    "vmap of every grad of everything": Case(lambda norm: _vmap((0, 0, 0))(_grad_of(loss_of(norm))), None, None),
-    "grad of vmap": Case(lambda norm: _grad_of(loss_of(_vmap((1, None, None))(norm))), 1, 1),
-    "grad of vmap over scale": Case(lambda norm: _grad_of(loss_of(_vmap((None, 0, None))(norm))), None, None),
-    "vmap of jvp": Case(lambda norm: _vmap((0, None, None))(_jvp(norm)), 1, 0),
-    "vmap of hessian": Case(lambda norm: _vmap((0, None, None))(jax.hessian(loss_of(norm))), None, None),
+    "vmap of vmap": Case(lambda norm: _OVER_X(jax.vmap(norm, (0, None, None))), 1, 0),
+    "vmap of grad": Case(lambda norm: jax.vmap(jax.grad(loss_of(norm)), (0, None, None)), 1, 1),
+    "vmap of every grad": Case(lambda norm: _OVER_X(_grad(norm)), 1, None),
+    "vmap of every grad of everything": Case(lambda norm: _vmap((0, 0, 0))(_grad(norm)), None, None),
+    "grad of vmap": Case(lambda norm: _grad(_vmap((1, None, None))(norm)), 1, 1),
+    "grad of vmap over scale": Case(lambda norm: _grad(_OVER_SCALE(norm)), None, None),
+    "vmap of jvp": Case(lambda norm: _OVER_X(_jvp(norm)), 1, 0),
+    "vmap of hessian": Case(lambda norm: _OVER_X(jax.hessian(loss_of(norm))), None, None),
     "scan": Case(_scan, 1, 0),
-    "grad of scan": Case(lambda norm: _grad_of(lambda *args: _scan(norm)(*args)[0].sum()), 1, 1),
-    "grad of scan of checkpoint": Case(lambda norm: _grad_of(lambda *args: _remat_scan(norm)(*args)[0].sum()), None, 1),
+    "grad of scan": Case(_grad_of_scan, 1, 1),
+    "grad of scan of checkpoint": Case(lambda norm: _grad_of_scan(jax.checkpoint(norm)), None, 1),
     "while_loop": Case(_while, 1, 0),
     "jvp of while_loop": Case(lambda norm: _jvp(_while(norm)), 1, 0),
     "fori_loop": Case(_fori, 1, 0),
-    "grad of fori_loop": Case(lambda norm: _grad_of(loss_of(_fori(norm))), 1, 1),
+    "grad of fori_loop": Case(lambda norm: _grad(_fori(norm)), 1, 1),
     "cond": Case(_cond, 1, 0),
-    "grad of cond": Case(lambda norm: _grad_of(loss_of(_cond(norm))), 1, 1),
-    "map over rows": Case(_map, 1, 0),
+    "grad of cond": Case(lambda norm: _grad(_cond(norm)), 1, 1),
+    "map over rows": Case(lambda norm: lambda x, *weights: lax.map(lambda row: norm(row, *weights), x), 1, 0),
     "checkpoint": Case(_checkpoint, 1, 0),
-    "grad of checkpoint": Case(lambda norm: _grad_of(loss_of(_checkpoint(norm))), None, 1),
-    "donation": Case(_donated, 1, 0),
-    "custom_jvp": Case(lambda norm: _grad_of(loss_of(_custom_jvp(norm))), None, 0),
+    "grad of checkpoint": Case(lambda norm: _grad(_checkpoint(norm)), None, 1),
+    "donation": Case(lambda norm: jax.jit(norm, donate_argnums=0), 1, 0),
+    "custom_jvp": Case(lambda norm: _grad(_custom_jvp(norm)), None, 0),
 }
 
 # What treats weights or leading axes in a way of its own.
@@ -228,14 +211,10 @@ def _grad_of_grad(op, function):
     return jax.grad(lambda *args: sum(jnp.sin(g).sum() for g in gradient(*args)), op.all)
 
 
-def _jvp_of_grad(op, function):
-    return lambda *args: jax.jvp(op.gradient(function), args, tuple(map(jnp.cos, args)))
-
-
-def _transpose_of_vjp(op, function):
+def _transposed(op, function):
     def transposed(*args):
         results, vjp = jax.vjp(function, *args)
-        return jax.linear_transpose(vjp, results)(tuple(map(jnp.cos, args)))
+        return jax.linear_transpose(vjp, results)(_cosines(args))
 
     return transposed
 
@@ -251,34 +230,28 @@ OF_EVERY_OPERAND = {
     "grad": lambda op, function: op.gradient(function),
     "hessian": lambda op, function: jax.hessian(op.loss(function), op.all),
     "grad of grad": _grad_of_grad,
-    "jvp of grad": _jvp_of_grad,
-    "jvp of grad of scan": lambda op, function: _jvp_of_grad(op, _in_scan(function)),
-    "transpose of vjp": _transpose_of_vjp,
+    "jvp of grad": lambda op, function: _jvp(op.gradient(function)),
+    "jvp of grad of scan": lambda op, function: _jvp(op.gradient(_in_scan(function))),
+    "transpose of vjp": _transposed,
 }
 
 
 def operand_by_operand(op) -> dict[str, Callable]:
     """The like of one operand, while the others stand still."""
 
-    def jvp_of(i):
-        def transform(op, function):
-            def tangent(*args):
-                alone = lambda a: function(*args[:i], a, *args[i + 1 :])  # noqa: E731
-                return jax.jvp(alone, (args[i],), (jnp.cos(args[i]),))
+    def jvp_of(i, op, function):
+        def tangent(*args):
+            alone = lambda a: function(*args[:i], a, *args[i + 1 :])  # noqa: E731
+            return jax.jvp(alone, (args[i],), (jnp.cos(args[i]),))
 
-            return tangent
+        return tangent
 
-        return transform
+    def twice(i, op, function):
+        gradient = op.gradient(function, argnums=i)
+        return jax.grad(lambda *args: jnp.sin(gradient(*args)).sum(), op.all)
 
-    def twice(i):
-        def transform(op, function):
-            gradient = op.gradient(function, argnums=i)
-            return jax.grad(lambda *args: jnp.sin(gradient(*args)).sum(), op.all)
-
-        return transform
-
-    names = [(i, op.operands[i]) for i in op.all]
-    return {f"jvp of {name}": jvp_of(i) for i, name in names} | {f"grad of {name} twice": twice(i) for i, name in names}
+    ways = {"jvp of {}": jvp_of, "grad of {} twice": twice}
+    return {way.format(op.operands[i]): partial(ways[way], i) for way in ways for i in op.all}
 
 
 _P = jax.checkpoint_policies
