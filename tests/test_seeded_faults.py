@@ -98,7 +98,7 @@ FAULTS = {
         "ops/norm/cuda/shard_statistics.cu",
         "remaining > 0; remaining -= step",
         "remaining >= step; remaining -= step",
-        "tests/laws/test_sharding.py -k 'sharded_feature_axis and layer-'",
+        "tests/laws/test_meshes.py -k 'sharded_feature_axis and layer-'",
     ),
     "a partial sum less": Fault(
         "norm",

@@ -62,7 +62,7 @@ FAULTS = {
         "native/compat.py",
         "return [aval.mat.varying != all_axes and aval.dtype in (jnp.bfloat16, jnp.float16) for aval in types]",
         "return [False for aval in types if all_axes is not None]",
-        LAWS("partition_dtypes", "test_gradients_of_a_product"),
+        LAWS("meshes", "test_gradients_of_a_product"),
     ),
     "a variance that means do not move": Fault(
         "a23a5a0",

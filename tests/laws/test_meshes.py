@@ -1,0 +1,415 @@
+"""Laws 7 and 10 on meshes: several devices give what one gives, wherever the rows live, and exchange what they must.
+
+Ops are split by XLA, by types or by a `shard_map`: nothing is gathered, and what is exchanged is counted. Half types
+change gradients by the order of sums only, which are float32 until they are whole.
+"""
+
+import itertools
+import re
+from functools import cache, partial
+
+import fuzzing
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import DTYPES, assert_close, assert_near, bits, draw
+from coverage import cover, over
+from hlo import collectives, count_native_calls
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from meshes import (
+    MANUAL,
+    PARTLY_MANUAL,
+    UNCHECKED,
+    assert_one_device_gives,
+    assert_parts_close,
+    exchanged,
+    gradients,
+    mesh_for,
+    mesh_of,
+    place,
+    placed,
+    size_of,
+    specs_of,
+    split_by,
+)
+from table import (
+    EACH,
+    GATED,
+    GATED_ACTIVATIONS,
+    GROUP_NORMS,
+    GROUPED,
+    NORMS,
+    OPS,
+    PADDED,
+    PER_HEAD,
+    QUANTIZED,
+    QUANTIZED_ACTIVATIONS,
+    QUANTIZED_SUMS,
+    ROTARY,
+)
+
+import jaxnorm
+
+pytestmark = pytest.mark.jax_version
+
+SPLIT = [op for op in OPS if op not in PADDED]  # a padded result has other features
+# Of batch, sequence and features, or where there are some heads in the sequence's place.
+ROWS_OVER = [P("a"), P(("b", "a")), P("a", "b"), P(None, "b")]
+ROW_MODES = [
+    *itertools.product(["auto", "explicit", MANUAL, PARTLY_MANUAL], ROWS_OVER),
+    *((UNCHECKED, spec) for spec in ROWS_OVER[1:3]),
+]
+DEFAULT = (*EACH, QUANTIZED[2], QUANTIZED_SUMS[2])
+
+
+def row_modes(op):
+    """Those that split no row."""
+    return [(mode, spec) for mode, spec in ROW_MODES if not (op.has_positions and spec[1:])]
+
+
+def part_specs(op):
+    """Those that split rows, and those that split channels, of which GroupNorm's rows have some each."""
+    specs = [P(None, None, "b"), P("a", None, "b")]
+    return [*specs, P(None, "b"), P("a", "b")] if op.has_positions else specs
+
+
+by_row = over(SPLIT, default=DEFAULT, how=row_modes)
+by_feature = over(
+    # What is rotated is of one device, and what has both side by side is in test_gated_activation.py.
+    [
+        op
+        for op in SPLIT
+        if op not in ROTARY and not (op in (*GATED_ACTIVATIONS, *QUANTIZED_ACTIVATIONS) and op.arrays == 1)
+    ],
+    default=DEFAULT,
+    mode=lambda op: ["auto", "explicit", PARTLY_MANUAL],
+    spec=part_specs,
+)
+
+
+def results(op):
+    # Not dequantised in the same program: XLA on a GPU may leave the rounding out then.
+    return lambda *args: [r for r in op.function(*args, **size_of(op).options) if r.ndim][:2]
+
+
+def run(function, on_one_device, args, mesh):
+    """What function gives on the mesh, what the other gives on one device, and the program on the mesh."""
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(function).lower(*args).compile()
+        actual = compiled(*args)
+    return actual, jax.jit(on_one_device)(*(jnp.asarray(np.asarray(arg)) for arg in args)), compiled.as_text()
+
+
+@pytest.mark.several
+@by_row
+def test_rows_are_computed_where_they_are(devices, op, how):
+    mode, spec = how
+    mesh = mesh_for(mode, devices)
+    function = split_by(mode, op, mesh, spec)(results(op))
+    actual, expected, text = run(function, results(op), place(op, mesh, spec), mesh)
+    assert bits(actual) == bits(expected)
+    assert collectives(text) == {}
+    assert list(count_native_calls(text).values()) == [1]
+
+
+@pytest.mark.several
+@by_row
+def test_gradients_of_rows_add_up_weights(devices, op, how):
+    mode, spec = how
+    mesh = mesh_for(mode, devices)
+    function = gradients(op, split_by(mode, op, mesh, spec))
+    actual, expected, text = run(function, gradients(op), place(op, mesh, spec), mesh)
+    assert_parts_close(actual, expected)
+    assert collectives(text) == exchanged(op, mesh, spec, with_gradients=True, mode=mode)
+    assert list(count_native_calls(text).values()) == [1] * (2 - op.keeps_operands_alone)
+
+
+@pytest.mark.several
+@over(SPLIT, default=DEFAULT)
+def test_gradients_of_the_formula(devices, op):
+    """On an Explicit mesh, where the types of what it computes have shardings."""
+    mesh = mesh_for("explicit", devices)
+    args = place(op, mesh, P("a") if op.has_positions else P("a", "b"))
+    with jaxnorm.implementation("jnp"):
+        actual, expected, _ = run(gradients(op), gradients(op), args, mesh)
+    assert_parts_close(actual, expected)
+
+
+@pytest.mark.several
+@by_feature
+def test_parts_of_rows_exchange_their_statistics(devices, op, mode, spec):
+    mesh = mesh_for(mode, devices)
+    function = split_by(mode, op, mesh, spec)(results(op))
+    actual, expected, text = run(function, results(op), place(op, mesh, spec), mesh)
+    assert_parts_close(actual, expected)
+    assert collectives(text) == exchanged(op, mesh, spec, with_gradients=False)
+
+
+@pytest.mark.several
+@by_feature
+def test_gradients_of_parts_of_rows(devices, op, mode, spec):
+    mesh = mesh_for(mode, devices)
+    function = gradients(op, split_by(mode, op, mesh, spec))
+    actual, expected, text = run(function, gradients(op), place(op, mesh, spec), mesh)
+    assert_parts_close(actual, expected)
+    assert collectives(text) == exchanged(op, mesh, spec, with_gradients=True, mode=mode)
+
+
+HALF = DTYPES[1:]
+
+
+def dtypes(op):
+    """Of the arrays and of the weights: both half, or one of them."""
+    kinds = [kinds for kinds in op.dtypes if kinds[0] in HALF]
+    return [*itertools.product(kinds, HALF), (kinds[0], "float32"), (op.dtypes[0], HALF[0])]
+
+
+@pytest.mark.several
+@over(
+    SPLIT,
+    default=EACH,
+    mode=lambda op: ["auto", "explicit", MANUAL, PARTLY_MANUAL],
+    spec=lambda op: [spec for spec in ROWS_OVER if not (op.has_positions and spec[1:])],
+    dtypes=dtypes,
+)
+def test_gradients_of_half_types(devices, op, mode, spec, dtypes):
+    mesh = mesh_for(mode, devices)
+    args = op.draw(size_of(op), *dtypes)
+    step = jax.jit(gradients(op, split_by(mode, op, mesh, spec)))
+    expected = jax.jit(gradients(op))(*args)
+    with jax.set_mesh(mesh):
+        assert_one_device_gives(step(*placed(mesh, args, specs_of(op, spec))), expected)
+
+
+SUMMED = re.compile(r"stablehlo\.all_reduce.*?\^bb0\(%\w+: tensor<(\w+)>", re.DOTALL)
+
+
+# XLA for CPUs ends the process at a sum of a half type in a shard_map over some axes of a mesh.
+@pytest.mark.several
+@cover(
+    mode=[MANUAL, PARTLY_MANUAL],
+    reduction=["mean", "sum", "none"],
+    dtypes=[*itertools.product(HALF, HALF), (HALF[0], "float32")],
+    rows_per_chunk=[None, 8],
+    same_everywhere=["kernel", "x", "x and kernel"],
+    implementation=[None, "jnp"],
+    where={"all": None, "some": np.arange(24) < 20},
+)
+def test_gradients_of_a_product(
+    devices, mode, reduction, dtypes, rows_per_chunk, same_everywhere, implementation, where
+):
+    mesh, axis = mesh_for(mode, devices), "c" if mode == PARTLY_MANUAL else "a"
+    count = mesh.shape[axis]
+    labels = jnp.asarray(np.random.default_rng(7).integers(-1, 24, (count, 16)), "int32")
+    split = [*(None if name in same_everywhere.split() else 0 for name in ("x", "kernel")), 0]
+    args = [
+        draw(name, dims if along is None else (count, *dims), dtype)
+        for name, dims, dtype, along in zip(("x", "kernel"), [(16, 8), (8, 24)], dtypes, split[:2], strict=True)
+    ]
+
+    def of_part(x, kernel, labels):
+        options = {"rows_per_chunk": rows_per_chunk, "ignore_index": -1, "implementation": implementation}
+        return jaxnorm.linear_cross_entropy(x, kernel, labels, where=where, reduction=reduction, **options).sum()
+
+    @partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=tuple(P() if along is None else P(axis) for along in split),
+        out_specs=P(axis),
+        axis_names={axis} if mode == PARTLY_MANUAL else {*mesh.axis_names},
+    )
+    def sharded(*parts):
+        return of_part(*(part if along is None else part[0] for part, along in zip(parts, split, strict=True)))[None]
+
+    def gradients_of(of):
+        return jax.grad(lambda *args: sum(value.astype("float32").sum() for value in of(*args)), (0, 1))
+
+    one, several = (
+        gradients_of(lambda *args, of=of: [of(*args, labels)]) for of in (jax.vmap(of_part, split), sharded)
+    )
+    lowered = jax.jit(several).lower(*args)
+    for program in (lowered, jax.jit(gradients_of(several)).lower(*args)):
+        assert {*SUMMED.findall(program.as_text())} == {"f32"}
+    with jax.enable_x64(True):
+        exact = jax.jit(one)(*(array.astype("float64") for array in args))
+    for actual, other, wide in zip(lowered.compile()(*args), jax.jit(one)(*args), exact, strict=True):
+        assert (actual.shape, actual.dtype) == (other.shape, other.dtype)
+        assert fuzzing.error(*map(np.asarray, (actual, other, wide)), fuzzing.law_of(*dtypes)) <= 1
+
+
+# Of a batch of sequences of the rows of an op's small size, over one mesh axis, over two, on the batch or the sequence
+# axis; all rows everywhere. Weights are whole, or go with their heads.
+ROW_SPECS = [P("a"), P(("a", "b")), P("a", "b"), P(None, "b"), P()]
+WITH_HEADS = (*EACH, PER_HEAD[0])
+PART_OF_HEADS = P("a", None, "b"), P("b")
+axis_types = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+
+
+def whole_row_specs(op):
+    """Those that split no row: in a `shard_map` a part of one would be taken for a row."""
+    return [(spec, P()) for spec in ROW_SPECS if not (op.has_positions and spec[1:])]
+
+
+def sequences_of(op):
+    return op.draw(op.small._replace(dims=(8, 4, *op.small.dims[1:])))
+
+
+def each(op, of_arrays, of_weights):
+    return (*[of_arrays] * op.arrays, *[of_weights] * len(op.weights))
+
+
+def of_gradients(op, specs):
+    return tuple(specs[i] for i in op.all)
+
+
+def assert_same(op, actual, expected):
+    """With a gate or a factor that depends on the sum, large numbers cancel to small ones."""
+    close = assert_near if op in (*NORMS, *PER_HEAD) else assert_close
+    close(jax.device_get(actual), jax.device_get(expected))
+
+
+def assert_alike(op, actual, expected):
+    """What two functions give of the operands."""
+    assert_same(op, *(jax.jit(function)(*sequences_of(op)) for function in (actual, expected)))
+
+
+def loss_and_gradients(op, function=None):
+    return jax.value_and_grad(op.loss(function), op.all)
+
+
+@cache
+def expected(op):
+    """On one device."""
+    return jax.device_get(jax.jit(loss_and_gradients(op))(*sequences_of(op)))
+
+
+def assert_mesh_gives(mesh, op, specs):
+    """What one device gives, of operands that are split so; split in types as they are."""
+    with jax.set_mesh(mesh):
+        args = placed(mesh, sequences_of(op), specs)
+        actual = jax.jit(loss_and_gradients(op))(*args)
+        assert_same(op, actual, expected(op))
+        if AxisType.Explicit in mesh.axis_types:
+            assert [jax.typeof(g).sharding for g in actual[1]] == [jax.typeof(args[i]).sharding for i in op.all]
+
+
+@axis_types
+@over(
+    OPS,
+    default=WITH_HEADS,
+    specs=lambda op: [
+        *((spec, P()) for spec in ROW_SPECS),
+        *([(P(None, None, "b"), P()), PART_OF_HEADS] if op in PER_HEAD else []),
+    ],
+)
+def test_rows_on_a_mesh(devices, axis_type, op, specs):
+    assert_mesh_gives(mesh_of(devices, axis_type), op, each(op, *specs))
+
+
+# An op of two arrays, of which one is the same everywhere.
+@over([op for op in OPS if op.arrays == 2], default=EACH, axis_type=lambda op: [AxisType.Auto, AxisType.Explicit])
+def test_one_array_is_everywhere(devices, op, axis_type):
+    assert_mesh_gives(mesh_of(devices, axis_type), op, (P("a"), P(), *[P()] * len(op.weights)))
+
+
+# Groups have to stay whole, and a padded result is in test_padding.py.
+WITH_FEATURES = [op for op in OPS if not {"group_size", "pad_to"} & {*op.small.options} and len(op.small.dims) == 2]
+
+
+# Weights are whole on each device and x is not: they are split by themselves, and their gradients are whole again.
+@axis_types
+@over([*WITH_FEATURES, GROUPED[0], GROUP_NORMS[1]], default=EACH)
+def test_a_sharded_feature_axis(devices, axis_type, op):
+    mesh, specs = mesh_of(devices, axis_type), each(op, P("a", None, "b"), P())
+    if not op.derived:
+        return assert_mesh_gives(mesh, op, specs)
+    # Not dequantised: of parts of rows some values are neighbours of those of whole ones, and are to be seen as such.
+    results = jax.jit(op.function)
+    with jax.set_mesh(mesh):
+        actual = jax.device_get(results(*placed(mesh, sequences_of(op), specs)))
+    assert_parts_close(actual, jax.device_get(results(*sequences_of(op))))
+
+
+@pytest.mark.parametrize("op", [NORMS[1], GATED[0], GROUPED[0], GROUP_NORMS[1]], ids=str)
+def test_the_type_of_a_result_of_parts_of_rows(devices, op):
+    mesh, spec = mesh_of(devices, AxisType.Explicit), P("a", None, "b")
+    with jax.set_mesh(mesh):
+        y, *_ = jax.jit(op.run())(*placed(mesh, sequences_of(op), each(op, spec, P())))
+    assert jax.typeof(y).sharding.spec == spec
+
+
+def shard(devices, function, in_specs, out_specs):
+    return jax.shard_map(function, mesh=mesh_of(devices, AxisType.Auto), in_specs=in_specs, out_specs=out_specs)
+
+
+@over(OPS, default=EACH, specs=whole_row_specs)
+def test_grad_of_shard_map(devices, op, specs):
+    function = shard(devices, op.run(), each(op, *specs), specs[0])
+    assert_same(op, jax.jit(loss_and_gradients(op, function))(*sequences_of(op)), expected(op))
+
+
+# A replicated weight meets rows that differ over the mesh: its gradient is the sum over the mesh.
+@over(OPS, default=WITH_HEADS, specs=lambda op: [*whole_row_specs(op), *([PART_OF_HEADS] if op in PER_HEAD else [])])
+def test_shard_map_of_grad(devices, op, specs):
+    specs = each(op, *specs)
+    gradients = shard(devices, op.gradient(), specs, of_gradients(op, specs))
+    assert_same(op, jax.jit(gradients)(*sequences_of(op)), expected(op)[1])
+
+
+# Of two arrays the first or the second varies over the mesh: the other's gradient is summed, too.
+@over([op for op in OPS if op.arrays == 2], default=EACH, varying=lambda op: [0, 1], outside=lambda op: [True, False])
+def test_shard_map_where_one_array_varies(devices, op, varying, outside):
+    args, parts = list(sequences_of(op)), mesh_of(devices, AxisType.Auto).shape["a"]
+    args[1 - varying] = args[1 - varying][: 8 // parts]
+    specs = tuple(P("a") if i == varying else P() for i in range(len(args)))
+    if outside:
+        gradients = op.gradient(shard(devices, op.run(), specs, P("a")))
+    else:
+        gradients = shard(devices, op.gradient(), specs, of_gradients(op, specs))
+
+    def repeated(*args):
+        tiled = [jnp.tile(a, (parts, *[1] * (a.ndim - 1))) if i == 1 - varying else a for i, a in enumerate(args)]
+        return op.run()(*tiled)
+
+    assert_same(op, jax.jit(gradients)(*args), jax.jit(op.gradient(repeated))(*args))
+
+
+@pytest.mark.parametrize("op", [*NORMS, GATED[0]], ids=str)
+def test_shard_map_without_a_weight(devices, op):
+    args, specs = sequences_of(op)[:-1], each(op, P("a"), P())[:-1]
+    gradient = op.gradient(argnums=tuple(range(len(args))))
+    assert_same(op, jax.jit(shard(devices, gradient, specs, specs))(*args), gradient(*args))
+
+
+@pytest.mark.parametrize("op", [op for op in EACH if not op.derived], ids=str)
+def test_second_derivative_in_shard_map(devices, op):
+    second, specs = jax.grad(lambda *args: jnp.sin(op.gradient(argnums=0)(*args)).sum(), op.all), each(op, P("a"), P())
+    assert_alike(op, shard(devices, second, specs, of_gradients(op, specs)), second)
+
+
+@pytest.mark.parametrize("op", EACH, ids=str)
+def test_vmap_in_shard_map(devices, op):
+    whole = jax.vmap(op.run(), each(op, 1, None), 1)
+    function = shard(devices, whole, each(op, P("a"), P()), P("a"))
+    assert_alike(op, loss_and_gradients(op, function), loss_and_gradients(op, whole))
+
+
+# vmap makes x vary over one mesh axis more after the op was traced: the weights have to follow.
+@pytest.mark.parametrize("op", EACH, ids=str)
+def test_vmap_of_shard_map_over_a_mesh_axis(devices, op):
+    axes, sharded = each(op, 0, None), shard(devices, op.run(), each(op, P("b"), P()), P("b"))
+    function, whole = jax.vmap(sharded, axes, spmd_axis_name="a"), jax.vmap(op.run(), axes)
+    assert_alike(op, loss_and_gradients(op, function), loss_and_gradients(op, whole))
+
+
+@pytest.mark.parametrize("op", NORMS, ids=str)
+def test_scan_in_shard_map(devices, op):
+    def layers(*args):
+        return jax.lax.scan(lambda y, _: (y + op.norm()(y, *args[1:]), None), args[0], length=3)[0]
+
+    def results(function):
+        return jax.value_and_grad(lambda *args: jnp.sin(function(*args)).sum(), (0, 1, 2))
+
+    assert_alike(op, results(shard(devices, layers, each(op, P("a"), P()), P("a"))), results(layers))
