@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 
 import equinox as eqx
@@ -80,27 +81,25 @@ AT_ANY_DEPTH = {
         lambda x: lax.scan(lambda c, _: (c + jax.checkpoint(jax.jit(f))(c), None), x, None, length=2)
     ),
 }
-at_any_depth = pytest.mark.parametrize("wrap", AT_ANY_DEPTH.values(), ids=AT_ANY_DEPTH)
 
 
 def summary(explained, platform="cpu"):
     return [(norm.name, norm.direction, norm.on(platform).implementation) for norm in explained]
 
 
-@pytest.mark.kernels
-@at_any_depth
-def test_a_kernel_at_any_depth(wrap):
-    explained = jaxnorm.explain(wrap(norm), X)
-    assert summary(explained) == [("rms_norm", "forward", "native")]
-    assert all(f"{HERE}:{NUMBER[norm]} (norm)" in one.line for one in explained)
-
-
-@at_any_depth
-def test_a_formula_at_any_depth(wrap):
-    explained = jaxnorm.explain(wrap(mixed), X)
-    assert summary(explained) == [("layer_norm", "forward", "formula")]
-    assert all(f"{HERE}:{NUMBER[mixed]} (mixed)" in one.line for one in explained)
-    assert all(MIXED in runs.why for one in explained for runs in one.runs)
+@pytest.mark.parametrize("wrap", AT_ANY_DEPTH.values(), ids=AT_ANY_DEPTH)
+@pytest.mark.parametrize(
+    ("function", "expected", "why"),
+    [
+        pytest.param(norm, ("rms_norm", "forward", "native"), "", marks=pytest.mark.kernels, id="kernel"),
+        pytest.param(mixed, ("layer_norm", "forward", "formula"), MIXED, id="formula"),
+    ],
+)
+def test_at_any_depth(wrap, function, expected, why):
+    explained = jaxnorm.explain(wrap(function), X)
+    assert summary(explained) == [expected]
+    assert f"{HERE}:{NUMBER[function]} ({function.__name__})" in explained[0].line
+    assert all(why in runs.why for runs in explained[0].runs)
 
 
 # JAX does not trace again what it has traced, and so would not tell of a formula.
@@ -115,56 +114,43 @@ def loss(x):
 
 
 @pytest.mark.kernels
-def test_a_gradient_has_both_directions():
+def test_directions():
     explained = jaxnorm.explain(jax.grad(loss), X)
-    assert summary(explained) == [
-        ("rms_norm", "forward", "native"),
-        ("rms_norm", "backward", "native"),
-        ("layer_norm", "forward", "formula"),
-    ]
+    ways = [("rms_norm", "forward", "native"), ("rms_norm", "backward", "native"), ("layer_norm", "forward", "formula")]
+    assert summary(explained) == ways
+    assert ("rms_norm", "tangent", "formula") in summary(jaxnorm.explain(lambda x: jax.jvp(norm, (x,), (x,)), X))
 
 
-@pytest.mark.kernels
-def test_tangents():
-    explained = jaxnorm.explain(lambda x: jax.jvp(norm, (x,), (x,)), X)
-    assert ("rms_norm", "tangent", "formula") in summary(explained)
+def gate(function=jaxnorm.gated_rms_norm, **options):
+    return lambda x: function(x, x, gate_first=True, **options)
 
 
-def gate(x, **options):
-    return jaxnorm.gated_rms_norm(x, x, gate_first=True, **options)
-
-
-QUANTIZATION = jaxnorm.Quantization("int8")
-WEIGHTS = jaxnorm.quantize(X, QUANTIZATION)
+TO = {"quantization": jaxnorm.Quantization("int8")}
+WEIGHTS = jaxnorm.quantize(X, TO["quantization"])
 LABELS = jnp.zeros(4, "int32")
+LOSS = jaxnorm.softmax_cross_entropy_with_integer_labels
 # By what the public functions call themselves, and why no kernel serves them.
 CALLS = {
     "softmax": (jaxnorm.softmax, None),
     "log_softmax": (jaxnorm.log_softmax, None),
-    "softmax_cross_entropy_with_integer_labels": (
-        lambda x: jaxnorm.softmax_cross_entropy_with_integer_labels(x, LABELS),
-        None,
-    ),
+    "softmax_cross_entropy_with_integer_labels": (partial(LOSS, labels=LABELS), None),
     "linear_cross_entropy": (lambda x: jaxnorm.linear_cross_entropy(x, x.T, LABELS), None),
     "rms_norm_add_rms_norm": (lambda x: jaxnorm.rms_norm_add_rms_norm(x, x), None),
-    "quantize": (lambda x: jaxnorm.quantize(x, QUANTIZATION), "on every platform"),
+    "quantize": (partial(jaxnorm.quantize, **TO), "on every platform"),
     "quantized_dot": (lambda x: jaxnorm.quantized_dot(x, WEIGHTS), "none for cpu"),
     "float8_linear": (lambda x: jaxnorm.float8_linear(x, x.T), "none for cpu"),
     "add_rms_norm": (lambda x: jaxnorm.add_rms_norm(x, x), None),
     "add_layer_norm": (lambda x: jaxnorm.add_layer_norm(x, x), None),
     "gated_activation": (jaxnorm.gated_activation, None),
-    "gated_activation_quantized": (lambda x: jaxnorm.gated_activation_quantized(x, quantization=QUANTIZATION), None),
-    "gated_rms_norm": (gate, None),
-    "gated_rms_norm_quantized": (
-        lambda x: jaxnorm.gated_rms_norm_quantized(x, x, gate_first=True, quantization=QUANTIZATION),
-        None,
-    ),
-    "group_norm": (lambda x: jaxnorm.group_norm(x, num_groups=2, activation="silu"), None),
+    "gated_activation_quantized": (partial(jaxnorm.gated_activation_quantized, **TO), None),
+    "gated_rms_norm": (gate(), None),
+    "gated_rms_norm_quantized": (gate(jaxnorm.gated_rms_norm_quantized, **TO), None),
+    "group_norm": (partial(jaxnorm.group_norm, num_groups=2, activation="silu"), None),
     "qk_norm_rotary": (lambda x: jaxnorm.qk_norm_rotary(x, x, positions=0), None),
     "qkv_norm_rotary": (lambda x: jaxnorm.qkv_norm_rotary(x[:, None], heads=2, kv_heads=1), None),
-    "rms_norm_quantized": (lambda x: jaxnorm.rms_norm_quantized(x, quantization=QUANTIZATION), None),
-    "layer_norm_quantized": (lambda x: jaxnorm.layer_norm_quantized(x, quantization=QUANTIZATION), None),
-    "rms_norm": (lambda x: jaxnorm.rms_norm(x, implementation="jnp"), "is asked for"),
+    "rms_norm_quantized": (partial(jaxnorm.rms_norm_quantized, **TO), None),
+    "layer_norm_quantized": (partial(jaxnorm.layer_norm_quantized, **TO), None),
+    "rms_norm": (partial(jaxnorm.rms_norm, implementation="jnp"), "is asked for"),
     "layer_norm": (lambda x: jaxnorm.layer_norm(x, axis=0), "not the trailing axes"),
 }
 
@@ -251,16 +237,19 @@ def test_arguments_that_are_no_arrays():
     assert row.name == "rms_norm"
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (X, r"must be a function, got an array float32\[4, 8\]; .*explain\(jaxnorm.rms_norm, x\), and not its result"),
-        ("program:step", "got 'program:step'; .*--explain"),
-        (None, "got NoneType; pass the function and its arguments apart"),
-    ],
-    ids=["array", "text", "none"],
-)
-def test_what_is_no_function(value, message):
+NO_FUNCTION = {
+    "array": (
+        X,
+        r"must be a function, got an array float32\[4, 8\]; .*explain\(jaxnorm.rms_norm, x\), and not its result",
+    ),
+    "text": ("program:step", "got 'program:step'; .*--explain"),
+    "none": (None, "got NoneType; pass the function and its arguments apart"),
+}
+
+
+@pytest.mark.parametrize("name", NO_FUNCTION)
+def test_what_is_no_function(name):
+    value, message = NO_FUNCTION[name]
     with pytest.raises(TypeError, match=f"(?s)^explain: .*{message}"):
         jaxnorm.explain(value)
 
@@ -275,15 +264,6 @@ def test_an_ensemble_of_weights():
 def test_operands():
     (row, *_) = jaxnorm.explain(norm, jax.ShapeDtypeStruct((2, 3, 8), "bfloat16"))
     assert row.operands == ("x: bfloat16[2,3,8]", "scale: float32[8]")
-
-
-def test_modules():
-    model = nnx.Sequential(jaxnorm_nnx.RMSNorm(8, rngs=nnx.Rngs(0)), nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
-    module = linen.Sequential([jaxnorm_linen.LayerNorm(), linen.Dense(8)])
-    params = module.init(jax.random.key(0), X)
-    lines = [jaxnorm.explain(lambda x: model(x), X)[0].line, jaxnorm.explain(module.apply, params, X)[0].line]
-    assert f"{HERE}:" in lines[0]
-    assert "Sequential.__call__" in lines[1]  # none of the user's is there
 
 
 def test_it_is_a_table_and_a_tuple():
@@ -373,7 +353,7 @@ def test_a_warning_for_each_line(warns, function):
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("function", [norm, CALLS["rms_norm"][0], gate], ids=["kernel", "asked for", "gate"])
+@pytest.mark.parametrize("function", [norm, CALLS["rms_norm"][0], gate()], ids=["kernel", "asked for", "gate"])
 def test_no_warning_where_all_is_as_expected(warns, function):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -411,21 +391,30 @@ def test_a_function_of_jaxnorm_has_the_line_of_explain():
     assert norm.line.endswith("(test_a_function_of_jaxnorm_has_the_line_of_explain)")
 
 
-def test_a_layer_of_equinox_has_the_users_line():
-    model = eqx.filter_jit(eqx.nn.Sequential([jaxnorm.equinox.RMSNorm(8)]))
+def of_nnx():
+    return nnx.Sequential(jaxnorm_nnx.RMSNorm(8, rngs=nnx.Rngs(0)), nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
+
+
+LAYERS = {
+    "nnx": of_nnx,
+    "equinox": lambda: eqx.filter_jit(jax.vmap(eqx.nn.Sequential([jaxnorm.equinox.RMSNorm(8)]))),
+    "keras": lambda: keras.Sequential([keras.Input((8,)), jaxnorm.keras.RMSNormalization()]),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_has_the_users_line(name):
+    model = LAYERS[name]()
 
     def program(x):
         return model(x)
 
-    (norm,) = jaxnorm.explain(program, jnp.ones(8))
+    (norm,) = jaxnorm.explain(program, X)
+    assert HERE in norm.line
     assert norm.line.endswith("program)")
 
 
-def test_a_layer_of_keras_has_the_users_line():
-    model = keras.Sequential([keras.Input((8,)), jaxnorm.keras.RMSNormalization()])
-
-    def program(x):
-        return model(x)
-
-    (norm,) = jaxnorm.explain(program, jnp.ones((2, 8)))
-    assert norm.line.endswith("program)")
+def test_a_module_of_which_no_line_is_the_users():
+    module = linen.Sequential([jaxnorm_linen.LayerNorm(), linen.Dense(8)])
+    (norm,) = jaxnorm.explain(module.apply, module.init(jax.random.key(0), X), X)
+    assert "Sequential.__call__" in norm.line
