@@ -100,17 +100,6 @@ def test_another_order_of_devices(devices, kind, spec):
     assert_near(run(mesh, step, args, spec, P(), P(), is_set=False)[0], step(*args))
 
 
-# The parts of a sum are float32 until they are added.
-@pytest.mark.several
-@kinds
-def test_gradients_of_bfloat16_weights(devices, kind):
-    args = operands((64, 8, 64), "bfloat16")
-    step = jax.jit(jax.grad(loss_of(NORMS[kind]), (1, 2)))
-    actual, *_ = run(mesh_of(devices, AxisType.Auto), step, args, P(("a", "b")), P(), P(), is_set=False)
-    for a, e in zip(actual, step(*args), strict=True):
-        np.testing.assert_allclose(*np.float32((a, e)), rtol=2**-8, atol=1e-3)
-
-
 # Sharded parameters (FSDP): they are gathered, and nothing else is.
 @pytest.mark.several
 @kinds
