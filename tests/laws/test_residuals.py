@@ -123,7 +123,6 @@ POLICIES = {
     "recompute norms": (ours.recompute_norms, 2),
     "not all names": (jax_policies.save_only_these_names("jaxnorm_sum", "jaxnorm_statistics"), 2),
 }
-policies = over(OPS, default=EACH, policy=lambda op: POLICIES)
 
 
 def block(op):
@@ -152,32 +151,24 @@ def operands(op):
     return w, draw("v", (2 * cols, cols), std=0.1), of_few_bits(x, 1 / 8), *others
 
 
-def gradients(function, op):
-    return jax.jit(jax.grad(function, (0, 1, *(2 + i for i in op.all))))
-
-
 @pytest.mark.jax_version
-@policies
-def test_a_policy_changes_no_gradient(op, policy):
-    checkpointed = jax.checkpoint(block(op), policy=policy[0])
-    # TF32 makes of a last bit of a GPU's sine one of the tenth.
-    with jax.default_matmul_precision("highest"):
-        both = [gradients(function, op)(*operands(op)) for function in (checkpointed, block(op))]
-    assert_near(*both, atol=1e-5)
-
-
-@pytest.mark.jax_version
-@policies
-def test_native_calls_under_a_policy(op, policy):
-    function, calls = policy
-    if function is POLICIES["not all names"][0] and not op.keeps_statistics:
+@over(OPS, default=EACH, policy=lambda op: POLICIES)
+def test_a_gradient_under_a_policy(op, policy):
+    policy, calls = policy
+    if policy is POLICIES["not all names"][0] and not op.keeps_statistics:
         calls = 1  # nothing of the first is kept, so it is left out
     if op.keeps_operands_alone:
         calls = 1  # what it gave is not read again
-    lowered = gradients(jax.checkpoint(block(op), policy=function), op).lower(*operands(op))
+    # TF32 makes of a last bit of a GPU's sine one of the tenth.
+    with jax.default_matmul_precision("highest"):
+        lowered, plain = (
+            jax.jit(jax.grad(function, (0, 1, *(2 + i for i in op.all)))).lower(*operands(op))
+            for function in (jax.checkpoint(block(op), policy=policy), block(op))
+        )
+    program = lowered.compile()
+    assert_near(program(*operands(op)), plain.compile()(*operands(op)), atol=1e-5)
     # A CPU's compiler merges what is computed again, as there is no memory to be saved.
-    texts = [lowered.as_text()] + ([lowered.compile().as_text()] if jax.default_backend() == "gpu" else [])
-    for text in texts:
+    for text in [lowered.as_text()] + ([program.as_text()] if jax.default_backend() == "gpu" else []):
         assert count_native_calls(text) == op.calls(fwd=calls, bwd=1)
 
 
