@@ -50,7 +50,7 @@ def part_specs(op):
 
 by_row = over(SPLIT, default=DEFAULT, how=row_modes)
 by_feature = over(
-    # What is rotated is of one device, and what has both side by side is in test_gated_activation.py.
+    # What is rotated is of one device, and what has both side by side is in ops/gated_activation.py.
     [
         op
         for op in SPLIT

@@ -85,7 +85,7 @@ def test_one_array_is_everywhere(devices, op, axis_type):
         assert_same(op, jax.device_get(jax.jit(loss_and_gradients(op))(*args)), expected(op))
 
 
-# Groups have to stay whole, and a padded result is in test_padding.py.
+# Groups have to stay whole, and a padded result is in ops/added_norm.py.
 WITH_FEATURES = [op for op in OPS if not {"group_size", "pad_to"} & {*op.small.options} and len(op.small.dims) == 2]
 
 
