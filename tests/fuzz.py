@@ -27,12 +27,12 @@ import jax.numpy as jnp
 import numpy as np
 from cases import ADDS, NORMS
 from fuzzing import arrays, draw_op, draw_size, error, is_quantised, law_of, picker
-from gated_activation_quantized_rows import plain as activated
-from gated_activation_rows import halves
-from gating import VARIANTS, gated
 from hlo import count_native_calls
 from jax import lax
 from op import Op, Size
+from ops.gated_activation import halves
+from ops.gated_activation_quantized import plain as activated
+from ops.gated_norm import VARIANTS, gated
 from quantizing import GRANULARITIES, LARGEST, static_scale_of
 
 from jaxnorm import Quantization

@@ -42,14 +42,14 @@ FAULTS = {
         "ops/group_norm/cuda/group_merge.cu",
         "JoinMoments(a.count, b.count)(a.moments, b.moments)",
         "JoinMoments(a.count, b.count)(b.moments, a.moments)",
-        "tests/ops/test_group_norm_native.py -k test_accuracy",
+        "tests/ops/group_norm.py -k test_accuracy",
     ),
     "no wait for the threads of the other rows": Fault(
         "group_norm",
         "ops/group_norm/cuda/group_tile.cuh",
         "    __syncthreads();\n    if (thread < half) {",
         "    if (thread < half) {",
-        "tests/ops/test_group_norm_native.py -k test_accuracy",
+        "tests/ops/group_norm.py -k test_accuracy",
     ),
     "no wait for the largest of the other warps": Fault(
         "gated_activation",

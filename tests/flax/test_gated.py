@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 from cases import DTYPES, bits, draw_gate, draw_x
 from flax_apis import APIS
-from gating import MAMBA, QWEN, gated
 from hlo import compiled_text, count_native_calls
+from ops.gated_norm import MAMBA, QWEN, gated
 from table import GATED
 
 pytestmark = [pytest.mark.jax_version, pytest.mark.parametrize("api", APIS.values(), ids=APIS)]

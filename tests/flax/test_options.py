@@ -12,9 +12,9 @@ import pytest
 from cases import ADDS, KINDS, bits, draw, draw_gate, draw_residual, draw_x
 from coverage import cover
 from flax_apis import ADD_NAMES, APIS, NAMES, QUANTIZED_NAMES, SERVED_BY_FLAX
-from gating import QWEN, gated
 from hlo import compiled_text, count_native_calls
 from native import native_calls
+from ops.gated_norm import QWEN, gated
 from quantizing import QUANTIZED
 
 import jaxnorm

@@ -13,23 +13,22 @@ import emulated
 import jax
 import numpy as np
 import pytest
-from cases import KINDS, PAIRS, bits
+from cases import ALIKE, ALONE, KINDS, PAIRS, bits
 from coverage import in_full
-from gated_quantized_rows import gated_quantized
-from gated_rows import ALIKE, gate, grouped
-from gating import MAMBA, QWEN, VARIANTS
-from group_rows import ACTIVATIONS, group_norm
 from jax.sharding import PartitionSpec as P
 from lengths import shapes, shapes_of_many
-from norm_rows import ALONE, added, norm, padded, per_head, scaled
 from op import Op
+from ops.added_norm import added, padded
+from ops.branch_scale import scaled
+from ops.gated_norm import MAMBA, QWEN, VARIANTS, gate, grouped
+from ops.group_norm import ACTIVATIONS, group_norm
+from ops.norm import norm, per_head
+from ops.quantized_norm import gated_quantized, quantized, quantized_sum
+from ops.rotary import ROTATED, qkv_rotary, rotary
+from ops.sandwich_norm import sandwich
+from ops.softmax import cross_entropy, softmax
 from oracle import f64, spacing
-from quantized_rows import quantized, quantized_sum
 from quantizing import assert_same
-from rotary_rows import ALIKE as ROTATED
-from rotary_rows import qkv_rotary, rotary
-from sandwich_rows import sandwich
-from softmax_rows import cross_entropy, softmax
 from tolerances import gradient_errors, result_errors
 
 pytestmark = pytest.mark.cuda

@@ -77,7 +77,7 @@ def part_specs(op):
 
 by_row = over(SPLIT, default=DEFAULT, how=row_modes)
 by_feature = over(
-    # What is rotated is of one device, and what has both side by side is in test_gated_activation.py.
+    # What is rotated is of one device, and what has both side by side is in ops/gated_activation.py.
     [
         op
         for op in SPLIT
@@ -314,7 +314,7 @@ def test_one_array_is_everywhere(devices, op, axis_type):
     assert_mesh_gives(mesh_of(devices, axis_type), op, (P("a"), P(), *[P()] * len(op.weights)))
 
 
-# Groups have to stay whole, and a padded result is in test_padding.py.
+# Groups have to stay whole, and a padded result is in ops/added_norm.py.
 WITH_FEATURES = [op for op in OPS if not {"group_size", "pad_to"} & {*op.small.options} and len(op.small.dims) == 2]
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from cases import DTYPES, draw
 from coverage import cover
+from ops.softmax import ROUNDING, ROUNDINGS, exact_log_softmax, exact_softmax, gradients_of_log_softmax
 from oracle import f64, round_to, spacing
-from softmax_rows import ROUNDING, ROUNDINGS, exact_log_softmax, exact_softmax, gradients_of_log_softmax
 from tolerances import DX, FLOAT32, forward_errors, gradient_error
 
 import jaxnorm

@@ -30,9 +30,11 @@ def by_position(function):
 NORMS = {"rms": by_position(jaxnorm.rms_norm), "layer": jaxnorm.layer_norm}
 ADDS = {"rms": by_position(jaxnorm.add_rms_norm), "layer": jaxnorm.add_layer_norm}
 DTYPES = ("float32", "bfloat16", "float16")
+ALONE = tuple((dtype,) for dtype in DTYPES)
+ALIKE = tuple((dtype, dtype) for dtype in DTYPES)
 # The dtypes of x and of the residual: the same, a wide stream that takes narrow parts, and the reverse.
 PAIRS = (
-    *((dtype, dtype) for dtype in DTYPES),
+    *ALIKE,
     ("bfloat16", "float32"),
     ("float16", "float32"),
     ("float32", "bfloat16"),

@@ -38,14 +38,20 @@ def sandwich(x, residual, post_scale=None, scale=None):
 
 
 def rotary(kind):
-    def formula(q, k, positions, q_scale=None, k_scale=None, *, rotary_dim=None, interleaved=False, **options):
+    """Of halves, as Llama and GPT-NeoX have it, or of every two, as GPT-J."""
+
+    def formula(
+        q, k, positions, q_scale=None, k_scale=None, *, rotary_dim=None, interleaved=False, frequencies=None, **options
+    ):
         dim = rotary_dim or q.shape[-1]
-        frequencies = np.float32(10_000.0 ** (-np.arange(0, dim, 2) / dim))
+        if frequencies is None:
+            frequencies = np.float32(10_000.0 ** (-np.arange(0, dim, 2) / dim))
         angles = jax.lax.stop_gradient(positions)[..., None, None] * frequencies
         cos, sin = jnp.cos(angles), jnp.sin(angles)
 
         def rotated(x, scale):
-            h = norm(kind)(x.astype(jnp.float32), scale, **options)
+            h = x.astype(jnp.float32)
+            h = h if kind == "no" else norm(kind)(h, scale, **options)
             pairs = h[..., :dim].reshape(*h.shape[:-1], *((dim // 2, 2) if interleaved else (2, dim // 2)))
             a, b = (pairs[..., 0], pairs[..., 1]) if interleaved else (pairs[..., 0, :], pairs[..., 1, :])
             turned = jnp.stack([a * cos - b * sin, b * cos + a * sin], -1 if interleaved else -2)
@@ -56,22 +62,26 @@ def rotary(kind):
     return formula
 
 
+# `jax.experimental.jet` cannot take `jax.nn.relu`.
+ACTIVATIONS = {
+    None: lambda v: v,
+    "silu": jax.nn.silu,
+    "gelu": jax.nn.gelu,
+    "gelu_exact": lambda v: jax.nn.gelu(v, approximate=False),
+    "relu": lambda v: jnp.where(v <= 0, 0, v),
+    # No gradient at what is not a number.
+    "relu2": lambda v: jnp.where(v > 0, v, jnp.where(v <= 0, 0, jax.lax.stop_gradient(v))) ** 2,
+    "sigmoid": jax.nn.sigmoid,
+}
+
+
 def activated(activation, gate, up):
-    # `jax.experimental.jet` cannot take `jax.nn.relu`.
-    activations = {
-        "silu": jax.nn.silu,
-        "gelu": jax.nn.gelu,
-        "gelu_exact": lambda v: jax.nn.gelu(v, approximate=False),
-        # `jax.nn.relu(v) ** 2`, which `jax.experimental.jet` cannot take: no gradient at what is not a number.
-        "relu2": lambda v: jnp.where(v > 0, v, jnp.where(v <= 0, 0, jax.lax.stop_gradient(v))) ** 2,
-        "sigmoid": jax.nn.sigmoid,
-    }
-    return (activations[activation](gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(gate.dtype)
+    return (ACTIVATIONS[activation](gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(gate.dtype)
 
 
 def gated(variant):
     def formula(x, gate, scale=None, *, group_size=None):
-        a = jax.nn.silu(gate) if variant.activation == "silu" else jax.nn.sigmoid(gate)
+        a = ACTIVATIONS[variant.activation](gate)
         h = x * a if variant.gate_first else x
         groups = h.reshape(*h.shape[:-1], -1, group_size or h.shape[-1])
         y = (groups * jax.lax.rsqrt(jnp.square(groups).mean(-1, keepdims=True) + 1e-6)).reshape(h.shape)
@@ -82,15 +92,6 @@ def gated(variant):
 
 
 def group_norm(activation):
-    # `jax.experimental.jet` cannot take `jax.nn.relu`.
-    activations = {
-        None: lambda z: z,
-        "silu": jax.nn.silu,
-        "relu": lambda z: jnp.where(z <= 0, 0, z),
-        "gelu": jax.nn.gelu,
-    }
-    activate = activations[activation]
-
     def formula(x, scale=None, bias=None, *, group_size=None):
         groups = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, group_size or x.shape[-1])
         over = (*range(1, x.ndim - 1), -1)
@@ -98,27 +99,17 @@ def group_norm(activation):
         y = (y * jax.lax.rsqrt(jnp.square(y).mean(over, keepdims=True) + 1e-6)).reshape(x.shape)
         y = y if scale is None else y * scale.astype(jnp.float32)
         y = y if bias is None else y + bias.astype(jnp.float32)
-        return activate(y).astype(x.dtype)
+        return ACTIVATIONS[activation](y).astype(x.dtype)
 
     return formula
 
 
-def dequantized(kind, quantization, static_scale=None):
-    """What a quantised norm means, and its straight-through gradient: that of the norm."""
+def dequantized(norm, quantization, static_scale=None):
+    """What a quantised norm means, times smooth factors, and its straight-through gradient: that of the norm."""
 
-    def formula(x, *args):
-        y = norm(kind)(x, *args[:2])
-        return rounded(y if len(args) < 3 else y * args[2], quantization, static_scale)
-
-    return formula
-
-
-def gated_dequantized(variant, quantization):
-    """The same of a gated norm."""
-
-    def formula(x, gate, scale=None, smooth=None, *, group_size=None):
-        y = gated(variant)(x, gate, scale, group_size=group_size)
-        return rounded(y if smooth is None else y * smooth, quantization)
+    def formula(*args, **options):
+        y = norm(*args[:3], **options)
+        return rounded(y * args[3] if len(args) > 3 else y, quantization, static_scale)
 
     return formula
 

@@ -31,6 +31,12 @@ def rows(*dims: int, **options: Any) -> Size:
     return Size(dims, dims[-1:], options)
 
 
+def weighted(y, scale=None, bias=None):
+    """For an op that has no weights, as a norm."""
+    y = y if scale is None else y * scale
+    return y if bias is None else y + bias
+
+
 COTANGENTS = ("dy", "dsum", "dv")  # of the results
 
 
@@ -52,7 +58,8 @@ class Op:
     function: Callable  # of the operands and options: a tuple of results
     derived: Callable | None = None  # what is differentiated, where the results have no gradient
     formula: Callable  # what is differentiated, in plain jnp
-    as_norm: Callable  # takes such a function, gives one of (x, scale, bias) that is linear in each weight
+    # Takes such a function, gives one of (x, scale, bias) that is linear in each weight.
+    as_norm: Callable = lambda function: lambda *args: function(*args)[0]
     # In a loss, of all results in float32, if there are several; the first of two is as long as the second, or padded.
     product: Callable = lambda y, total: y[..., : total.shape[-1]] * jnp.cos(total)
 
@@ -72,10 +79,10 @@ class Op:
     lengths: tuple[Size, ...] = ()  # for bits: a few rows for every kernel
     many: tuple[Size, ...] = ()  # for bits: as many rows as have other kernels than few rows
 
-    forward: str  # the native calls
-    backward: str
-    gradients: tuple[str, ...]  # what the backward call gives for each operand
-    kept: tuple[str, ...]  # the operands that live until the backward, "residual" for the sum
+    forward: str = ""  # the native calls, if not of the public name
+    backward: str = ""
+    gradients: tuple[str, ...] = ()  # what the backward call gives for each operand, if not d and its name
+    kept: tuple[str, ...] = ()  # the operands that live until the backward, if not all; "residual" for the sum
     kept_beside: Callable[..., list[int]] = lambda *args: []  # the sizes of float32 arrays beside these
     statistics: int  # float32 numbers that live for each row
     normalised: Callable = lambda x: x  # what of x has them
@@ -92,6 +99,16 @@ class Op:
     required: Mapping[str, Any] = field(default_factory=dict)  # what it must be told by name
     bad_calls: Mapping[str, Raises] = field(default_factory=dict)  # of the public function
     without_kernel: Mapping[str, NoKernel] = field(default_factory=dict)
+
+    def __post_init__(self):
+        derived = {
+            "forward": f"jaxnorm_{self.public}_fwd",
+            "backward": f"jaxnorm_{self.public}_bwd",
+            "gradients": tuple(f"d{name}" for name in self.operands),
+            "kept": self.operands,
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, getattr(self, name) or value)
 
     def __str__(self):
         return self.name

@@ -1,5 +1,6 @@
 """The formulas in float64 NumPy, with one final rounding: what every implementation is measured against."""
 
+from math import erfc
 from typing import NamedTuple
 
 import ml_dtypes
@@ -90,14 +91,35 @@ def logistic(w):
         return 1 / (1 + np.exp(-w)), 1 / (1 + np.exp(w))
 
 
-def silu(v):
-    """As that of every activation: its value, its derivative, and the exponent by which it falls."""
+def _silu(v):
     sigmoid, rest = logistic(v)
     return v * sigmoid, sigmoid * (1 + v * rest), 0
 
 
-def gelu(v):
+def _sigmoid(v):
+    sigmoid, rest = logistic(v)
+    return sigmoid, sigmoid * rest, 0
+
+
+def _gelu(v):
     root = np.sqrt(8 / np.pi)
     w = root * (v + 0.044715 * v**3)
     sigmoid, rest = logistic(w)
     return v * sigmoid, sigmoid * (1 + v * rest * root * (1 + 3 * 0.044715 * v**2)), w
+
+
+def _gelu_exact(v):
+    normal = np.vectorize(erfc, otypes=[float])(-v / np.sqrt(2)) / 2
+    return v * normal, normal + v * np.exp(-(v**2) / 2) / np.sqrt(2 * np.pi), v**2 / 2
+
+
+# The value and the derivative of each, and the exponent by which it falls.
+ACTIVATIONS = {
+    None: lambda v: (v, np.ones_like(v), 0),
+    "silu": _silu,
+    "gelu": _gelu,
+    "gelu_exact": _gelu_exact,
+    "relu": lambda v: (np.maximum(v, 0), np.float64(v > 0), 0),
+    "relu2": lambda v: (np.square(np.maximum(v, 0)), 2 * np.maximum(v, 0), 0),
+    "sigmoid": _sigmoid,
+}

@@ -1,4 +1,4 @@
-"""The row of the table for the sandwich norm."""
+"""The sandwich norm: its row, and what lies between its two norms. `added_norm.py` has what it shares with one norm."""
 
 from functools import partial
 
@@ -7,16 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
+import pytest
 from bad_calls import BRAIN, HALF, RESIDUAL, SCALE, X, misspelt
-from cases import PAIRS
-from norm_rows import norm_of_sum
+from cases import PAIRS, bits
+from coverage import cover
 from op import Op, rows
 from oracle import f64, round_to, spacing
 from quantizing import sum_of
 from statements import call
-from tolerances import FLOAT32
+from tolerances import FLOAT32, forward_errors
 
 import jaxnorm
+from ops.norm import norm_of_sum
 
 
 def _between(x, residual, post_scale, **options):
@@ -65,10 +67,6 @@ def exact_gradients(cotangents, x, residual, post_scale=None, scale=None, **opti
     }
 
 
-def as_norm(f):
-    return norm_of_sum(lambda x, residual, scale, bias: f(x, residual, bias, scale))
-
-
 BAD_CALLS = RESIDUAL | {
     "x without axes": call(jnp.ones(()), jnp.ones(())).raises(ValueError, "x", "at least one axis"),
     "short post_scale": call(X, X, SCALE[:7]).raises(ValueError, "post_scale", r"\(7,\)", r"\(8,\)", r"\(3, 4, 8\)"),
@@ -105,7 +103,7 @@ def sandwich():
         dtypes=PAIRS,
         function=jaxnorm.rms_norm_add_rms_norm,
         formula=formulas.sandwich,
-        as_norm=as_norm,
+        as_norm=lambda f: norm_of_sum(lambda x, residual, scale, bias: f(x, residual, bias, scale)),
         exact=exact,
         exact_gradients=exact_gradients,
         unfused=unfused,
@@ -125,11 +123,62 @@ def sandwich():
         backward_sizes=(rows(600, 1000), rows(9, 100_000)),
         lengths=tuple(rows(9, cols) for cols in (1, 31, 128, 1021, 4096, 40_000)),
         many=tuple(rows(600, cols) for cols in (128, 384, 2048, 4096, 8192)),
-        forward="jaxnorm_rms_norm_add_rms_norm_fwd",
-        backward="jaxnorm_rms_norm_add_rms_norm_bwd",
-        gradients=("dx", "dresidual", "dpost_scale", "dscale"),
-        kept=("x", "residual", "post_scale", "scale"),
         statistics=2,
         bad_calls=BAD_CALLS,
         without_kernel=WITHOUT_KERNEL,
     )
+
+
+SANDWICH = (sandwich(),)
+(OP,) = SANDWICH
+
+
+# x and post_scale are found by way of the residual's gradient, whether or not that is asked for.
+@cover(dtypes=OP.dtypes, argnums=[(0,), (2,), (0, 2), (3,)])
+def test_gradients_without_the_residuals(dtypes, argnums):
+    args = OP.draw(rows(33, 1021), dtypes)
+    every = jax.jit(OP.gradient(OP.function))(*args)
+    assert bits(jax.jit(OP.gradient(OP.function, argnums))(*args)) == bits([every[i] for i in argnums])
+
+
+# dx is that of the residual's gradient as it is stored.
+@cover(dtypes=OP.dtypes)
+def test_the_gradient_of_x_is_that_of_the_first_norm_for_the_residuals(dtypes):
+    x, residual, post_scale, scale = OP.draw(rows(33, 1024), dtypes)
+    cotangents = OP.cotangents((x, residual, post_scale, scale))
+    dx, dresidual, dpost_scale, _ = jax.jit(lambda c, *args: jax.vjp(OP.function, *args)[1](c))(
+        cotangents, x, residual, post_scale, scale
+    )
+    norm = lambda *args: jaxnorm.rms_norm(*args, out_dtype=residual.dtype)  # noqa: E731
+    expected = jax.jit(lambda dy, *args: jax.vjp(norm, *args)[1](dy))(dresidual, x, post_scale)
+    assert bits((dx, dpost_scale)) == bits(expected)
+
+
+# Without a kernel, the formula.
+@cover(dtypes=[("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "float16")], out=["float32", "float16"])
+def test_a_result_of_another_dtype(dtypes, out):
+    args = OP.draw(rows(7, 100), dtypes)
+    y, total = jax.jit(lambda *args: OP.function(*args, out_dtype=out))(*args)
+    assert total.dtype == args[1].dtype
+    assert forward_errors(y, OP.exact(*args, out_dtype=out)) == []
+
+
+def test_scales_of_heads():
+    x, residual, *_ = OP.draw(rows(3, 4, 8))
+    post_scale, scale = 1 + jnp.sin(jnp.arange(32.0)).reshape(4, 8) / 2, 1 + jnp.cos(jnp.arange(24.0)).reshape(3, 1, 8)
+    heads = jax.jit(OP.function)(x, residual, post_scale, scale)
+    for i in range(3):
+        for j in range(4):
+            alone = OP.function(x[i, j], residual[i, j], post_scale[j], scale[i, 0])
+            np.testing.assert_allclose(heads[0][i, j], alone[0], rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(heads[1][i, j], alone[1], rtol=1e-5, atol=1e-5)
+
+
+def test_it_is_linear_in_its_last_scale_alone():
+    x, residual, post_scale, scale = OP.draw(rows(12, 80))
+    y, *_ = OP.function(x, residual, post_scale, scale)
+    (dscale,) = jax.linear_transpose(lambda scale: OP.function(x, residual, post_scale, scale)[0], scale)(y)
+    _, pullback = jax.vjp(lambda scale: OP.function(x, residual, post_scale, scale)[0], scale)
+    np.testing.assert_allclose(dscale, pullback(y)[0], rtol=1e-5)
+    with pytest.raises(NotImplementedError, match="linear in its scale alone"):
+        jax.linear_transpose(lambda s: OP.function(x, residual, s, scale)[0], post_scale)(y)

@@ -1,23 +1,70 @@
-"""What is particular to a branch's scale: the sum is of a product that is rounded before, and has XLA's gradients."""
+"""The norms of branch_scale * x + residual: the product is rounded before, and has XLA's gradients."""
 
 import itertools
+from dataclasses import replace
 from functools import partial
 
+import formulas
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import ADDS, DTYPES, bits, draw, draw_branch_scale, draw_residual, draw_x
-from coverage import cover, over
+from coverage import cover, in_full, over
 from hlo import compiled_text, count_native_calls
 from native import target
 from op import Size, rows
-from quantizing import assert_same, sum_of, to
-from table import SCALED
+from quantizing import QUANTIZED, assert_same, sum_of, to
 from tolerances import DSCALE, gradient_error
 
 import jaxnorm
+from ops.added_norm import added
+from ops.norm import norm_of_sum
 
+
+def scaled(kind):
+    """One row of branch_scale for all, one for each example, one for each row."""
+
+    def function(x, residual, scale=None, bias=None, branch_scale=None, **options):
+        return ADDS[kind](x, residual, scale, bias, branch_scale=branch_scale, **options)
+
+    def unfused(x, residual, scale, bias, branch_scale, **options):
+        total = sum_of(x, residual, branch_scale)
+        return added(kind).unfused(jnp.zeros_like(x), total, scale, bias, **options)
+
+    def formula(x, residual, scale=None, bias=None, branch_scale=None):
+        branch = x if branch_scale is None else branch_scale * x
+        return formulas.added(kind)(branch, residual, scale, bias)
+
+    def as_norm(f):
+        return norm_of_sum(lambda x, *others: f(x, *others, jnp.sin(jnp.arange(1.0, 1 + x.shape[-1]))))
+
+    return replace(
+        added(kind),
+        name=f"scaled {kind}",
+        operands=("x", "residual", "scale", "bias", "branch_scale"),
+        function=function,
+        formula=formula,
+        as_norm=as_norm,
+        exact=None,
+        exact_gradients=None,
+        unfused=unfused,
+        sizes=(
+            *(rows(7, cols) for cols in (1, 24, 128, 257, 1024, 4096, 4097, 40_000)),
+            rows(2048, 4096),
+            Size((3, 4, 64), (3, 1, 64)),
+            Size((3, 5, 1152), (3, 1, 1152)),
+            Size((3, 4, 64), (3, 4, 64)),
+            Size((2, 3, 4, 64), (2, 3, 1, 64)),
+        ),
+        options=({"scale_offset": 1.0}, {"multiply_before_cast": False}, {"out_dtype": np.dtype("float32")}),
+        gradients=("dx", "dx", "dscale", "dbias", "dx"),
+        kept=("x", "residual", "scale", "branch_scale"),
+        bad_calls={},
+    )
+
+
+SCALED = (scaled("layer"), *in_full(scaled("rms")))
 DIMS = (3, 8, 64)
 
 
@@ -60,15 +107,7 @@ def test_gradients_are_those_of_two_lines(op, dtypes, size):
 @over(SCALED, dtype=lambda op: DTYPES)
 def test_a_gradient_is_one_native_call_each_way(op, dtype):
     args = op.draw(Size(DIMS, (3, 1, 64)), (dtype, dtype), dtype)
-
-    def loss(*args):
-        return sum(jnp.sin(result.astype("float32")).sum() for result in op.function(*args))
-
-    gradient = jax.grad(loss, (0, 1, 2, 3, 4))
-    assert count_native_calls(compiled_text(gradient, *args)) == op.calls(fwd=1, bwd=1)
-
-
-QUANTIZED = {"rms": jaxnorm.rms_norm_quantized, "layer": jaxnorm.layer_norm_quantized}
+    assert count_native_calls(compiled_text(op.gradient(), *args)) == op.calls(fwd=1, bwd=1)
 
 
 @cover(function=QUANTIZED, straight_through=(False, True), shape=SHAPES, dtype=DTYPES)

@@ -1,12 +1,15 @@
-"""Softmax and log-softmax: masks of every form, causal ones, axes, and long rows."""
+"""Softmax and log-softmax: their rows and that of cross-entropy; masks of every form, causal ones, axes, long rows."""
 
 from functools import partial
+from typing import Any
 
+import bad_softmax_calls as bad_calls
+import formulas
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import DTYPES, assert_near, bits, draw, draw_x
+from cases import ALONE, DTYPES, assert_near, bits, draw, draw_x
 from coverage import cover
 from hlo import collectives, compiled_text, count_native_calls, lowered_calls
 from jax import export
@@ -14,11 +17,191 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from meshes import mesh_of, placed
 from native import is_platform_with_kernels
+from op import Op, rows, weighted
+from oracle import Forward, f64, round_to
 
 import jaxnorm
 
 pytestmark = pytest.mark.any_code
 
+# Of a difference in float32, of log2(e), and of their product, whose exponential is taken.
+ROUNDING = 2.0**-24
+ROUNDINGS = 3
+# No whole vector, several rows at once, with and without a rest, each of the regimes; vocabularies.
+SIZES = (
+    *(rows(7, cols) for cols in (1, 24, 128, 257, 1024, 4096, 4097, 16_384, 50_257, 151_936)),
+    rows(3, 5, 64),
+    rows(3, 40_000),
+    rows(2, 1_000_001),
+)
+LENGTHS = tuple(rows(9, cols) for cols in (1, 31, 128, 1021, 4096, 40_000))
+MANY = tuple(rows(600, cols) for cols in (128, 384, 2048, 4096, 8192))
+
+
+MASK = ("causal", "offset", "window", "where")
+
+
+def counted(dims, causal=False, offset=0, window=None, where=True):
+    """What of rows of these dims counts."""
+    counts, offset, keys = np.broadcast_to(where, dims), np.asarray(offset, np.int64), np.arange(dims[-1])
+    if not causal:
+        return counts
+    last = np.arange(dims[-2])[:, None] + offset.reshape(*offset.shape, *(1,) * (len(dims) - offset.ndim))
+    return counts & (keys <= last) & (True if window is None else keys > last - window)
+
+
+def logits(x, scale=1.0, **mask):
+    """z, its largest of each row, exp(z - largest), the sum of that, and what counts."""
+    z, counts = f64(x) * float(np.float32(scale)), counted(x.shape, **mask)
+    top = z.max(-1, keepdims=True, where=counts, initial=-np.inf)
+    z = np.where(counts, z, top)
+    each = np.where(counts, np.exp(z - top), 0)
+    return z, top, each, each.sum(-1, keepdims=True), counts
+
+
+def exact_softmax(x, *, scale=1.0, out_dtype=None, **mask):
+    z, top, each, total, _ = logits(x, scale, **mask)
+    y = each / total
+    return Forward(
+        y, round_to(y, out_dtype or x.dtype), y, y * ROUNDING * (ROUNDINGS * (top - z) + np.abs(z) * (scale != 1))
+    )
+
+
+def exact_log_softmax(x, *, scale=1.0, out_dtype=None, **mask):
+    z, top, _, total, counts = logits(x, scale, **mask)
+    y = np.where(counts, z - top - np.log(total), 0)
+    # The logarithm of the sum is as exact as the sum is to 1.
+    terms = top - z + np.log(total) + 1
+    return Forward(y, round_to(y, out_dtype or x.dtype), terms, ROUNDING * np.abs(z) * (scale != 1))
+
+
+def gradients_of_softmax(cotangents, x, **options):
+    # The derivative reads y as it was rounded.
+    y, dy = f64(exact_softmax(x, **options).rounded), f64(cotangents[0])
+    scale = float(np.float32(options.get("scale", 1)))
+    return {"x": (scale * y * (dy - (dy * y).sum(-1, keepdims=True)), None)}
+
+
+def gradients_of_log_softmax(cotangents, x, *, scale=1.0, out_dtype=None, **mask):
+    _, _, each, total, counts = logits(x, scale, **mask)
+    dy = f64(cotangents[0]) * counts
+    return {"x": (float(np.float32(scale)) * (dy - each / total * dy.sum(-1, keepdims=True)), None)}
+
+
+CAUSAL = {"causal": True}, {"causal": True, "window": 3}
+
+
+# What all rows of this file have.
+OF_LOGITS: dict[str, Any] = {
+    "kind": "logits",
+    "operands": ("x",),
+    "arrays": 1,
+    "dtypes": ALONE,
+    "as_norm": lambda f: lambda x, *weights: weighted(f(x)[0], *weights),
+    "small": rows(6, 10),
+    "backward_sizes": (rows(600, 1000),),
+    "lengths": LENGTHS,
+    "many": MANY,
+}
+
+
+def softmax(log=False):
+    public = getattr(jaxnorm, "log_softmax" if log else "softmax")
+
+    def function(x, **options):
+        mask = {name: options[name] for name in MASK if name in options}
+        y = public(x, **options)
+        # The logarithm of what does not count is infinite.
+        return (jnp.where(counted(x.shape, **mask), y, 0) if log and mask else y,)
+
+    return Op(
+        **OF_LOGITS,
+        name="log softmax" if log else "softmax",
+        public=public.__name__,
+        function=function,
+        formula=lambda x, **options: (formulas.softmax(x, log=log, **options),),
+        exact=exact_log_softmax if log else exact_softmax,
+        exact_gradients=gradients_of_log_softmax if log else gradients_of_softmax,
+        # The logarithm of one column's share is 0, of which no digit is right if it is not.
+        sizes=SIZES[log:],
+        options=({"scale": 0.125}, {"scale": -3.0}, *CAUSAL),
+        numbers=("scale",),
+        statistics=2 * log,  # of softmax y is kept, which is like x
+        # The maximum and the sum, of which how many are the maximum's is apart for a logarithm; the sum of products, or
+        # of the cotangents.
+        exchanged=(2 + log, 1),
+        bad_calls=bad_calls.SOFTMAX | bad_calls.MISUSE[public.__name__],
+        without_kernel=bad_calls.SOFTMAX_WITHOUT_KERNEL,
+    )
+
+
+LABEL = 3
+
+
+def labels_of(x):
+    """The same for all rows, so that rows may lie anywhere."""
+    return jnp.full(x.shape[:-1], min(LABEL, x.shape[-1] - 1), "int32")
+
+
+def capped(x, logit_scale=1.0, soft_cap=None):
+    z = f64(x) * float(np.float32(logit_scale))
+    return z if soft_cap is None else soft_cap * np.tanh(z / soft_cap)
+
+
+def exact_cross_entropy(x, *, label_smoothing=0.0, z_loss=0.0, out_dtype=None, where=True, **options):
+    z = capped(x, **options)
+    _, top, _, total, counts = logits(z, where=where)
+    lse, at_label = top + np.log(total), z[..., labels_of(x)[(0,) * (x.ndim - 1)], None]
+    mean = z.mean(-1, keepdims=True, where=counts)
+    loss = lse - (1 - label_smoothing) * at_label - label_smoothing * mean + z_loss * lse**2
+    # Only differences count, but in a z-loss.
+    further = top - at_label + label_smoothing * (top - mean)
+    terms = 1 + np.log(total) + further + z_loss * lse**2
+    return Forward(loss, round_to(loss, out_dtype or "float32"), terms, np.zeros(()))
+
+
+def gradients_of_cross_entropy(
+    cotangents, x, *, label_smoothing=0.0, z_loss=0.0, logit_scale=1.0, soft_cap=None, where=True, **options
+):
+    z, factor = capped(x, logit_scale, soft_cap), float(np.float32(logit_scale))
+    _, top, each, total, counts = logits(z, where=where)
+    lse, dy = top + np.log(total), f64(cotangents[0])
+    share = counts / counts.sum(-1, keepdims=True)
+    one_hot = np.arange(x.shape[-1]) == f64(labels_of(x))[..., None]
+    dz = (1 + 2 * z_loss * lse) * each / total - (1 - label_smoothing) * one_hot - label_smoothing * share
+    slope = factor if soft_cap is None else factor * (1 - np.square(z / soft_cap))
+    return {"x": (dy * dz * slope, None)}
+
+
+def cross_entropy():
+    def function(x, *, out_dtype=None, **options):
+        public = jaxnorm.softmax_cross_entropy_with_integer_labels
+        return (public(x, labels_of(x), **options)[..., None],)
+
+    return Op(
+        **OF_LOGITS,
+        name="cross entropy",
+        public="softmax_cross_entropy_with_integer_labels",
+        function=function,
+        formula=lambda x, **options: (formulas.cross_entropy(x, labels_of(x), **options)[..., None],),
+        exact=exact_cross_entropy,
+        exact_gradients=gradients_of_cross_entropy,
+        sizes=SIZES,
+        options=({"label_smoothing": 0.1, "z_loss": 1e-2}, {"logit_scale": 0.5, "soft_cap": 5.0}),
+        numbers=("z_loss", "label_smoothing", "soft_cap", "ignore_index"),
+        forward="jaxnorm_cross_entropy_fwd",
+        backward="jaxnorm_cross_entropy_bwd",
+        statistics=3,  # beside the two what tells a row that is -inf throughout
+        labels=True,
+        values=3,
+        exchanged=(4, 0),  # the maximum, the two parts of the sum and the label's logit
+        bad_calls=bad_calls.CROSS_ENTROPY | bad_calls.MISUSE["softmax_cross_entropy_with_integer_labels"],
+        without_kernel=bad_calls.CROSS_ENTROPY_WITHOUT_KERNEL,
+    )
+
+
+SOFTMAX = (softmax(), softmax(log=True))
+CROSS_ENTROPY = (cross_entropy(),)
 OURS = {"softmax": jaxnorm.softmax, "log_softmax": jaxnorm.log_softmax}
 THEIRS = {"softmax": jax.nn.softmax, "log_softmax": jax.nn.log_softmax}
 names = pytest.mark.parametrize("name", OURS)
@@ -76,16 +259,9 @@ def test_masks_of_every_form(name):
     assert_near(*(jax.jit(partial(of_all, functions[name]))(x) for functions in (OURS, THEIRS)))
 
 
-@cover(name=list(OURS), shape=[(2, 7, 4), (3, 4, 9), (2, 3, 33, 40)], with_where=[False, True])
-def test_causal(name, shape, with_where):
-    x = draw_x(shape)
-    tril = jnp.tril(jnp.ones(shape[-2:], bool))
-    given = {"where": mask_of(shape)} if with_where else {}
-    assert_alike(name, x, {"causal": True, **given}, {"where": tril & given.get("where", True)})
-
-
 # In front of the first query, behind the last, and where sums of int32 would wrap.
 OFFSETS = {
+    "none": 0,
     "of a cache": 4,
     "before all keys": -(2**40),
     "beyond all keys": 2**40,
@@ -94,14 +270,6 @@ OFFSETS = {
     "for each example, unsigned": np.uint32([[1], [2**32 - 1]]),
     "for each head": np.int32([[0, 1, -50], [2**31 - 1, -(2**31), 5]]),
 }
-
-
-def seen(shape, offset, window):
-    """Which keys each query has."""
-    offset = np.asarray(offset, np.int64)
-    last = np.arange(shape[-2])[:, None] + offset.reshape(*offset.shape, *(1,) * (len(shape) - offset.ndim))
-    keys = np.arange(shape[-1])
-    return np.broadcast_to((keys <= last) & (True if window is None else keys > last - window), shape)
 
 
 # jax.numpy makes 32 bits of NumPy's 64, in which these are others.
@@ -128,23 +296,30 @@ def test_an_offset_of_numpy(name, case, window, implementation):
 
 
 @pytest.mark.on_emulator
-@cover(name=list(OURS), offset=OFFSETS, window=[None, 1, 3, 2**40], with_where=[False, True], traced=[False, True])
-def test_offset_and_window(name, offset, window, with_where, traced):
-    x = draw_x((2, 3, 4, 9))
-    given = {"where": mask_of((2, 1, 4, 9))} if with_where else {}
+@cover(
+    name=list(OURS),
+    offset=OFFSETS,
+    window=[None, 1, 3, 2**40],
+    rows=[(4, 9), (7, 4), (33, 40)],
+    with_where=[False, True],
+    traced=[False, True],
+)
+def test_offset_and_window(name, offset, window, rows, with_where, traced):
+    x = draw_x((2, 3, *rows))
+    given = {"where": mask_of((2, 1, *rows))} if with_where else {}
 
     def function(offset, x):
         return OURS[name](x, causal=True, offset=offset, window=window, **given)
 
     # A window that is longer than any cache hides nothing, however far the offset.
-    where = seen(x.shape, offset, window if window != 2**40 else None) & given.get("where", True)
+    where = counted(x.shape, True, offset, window if window != 2**40 else None, **given)
     is_traced = traced and not isinstance(offset, int)
     jit = (lambda function: partial(jax.jit(function), offset)) if is_traced else (lambda f: partial(f, offset))
     actual = derivatives(finite(jit(function)), x)
     assert_near(actual, derivatives(finite(partial(OURS[name], where=where)), x))
     hidden = 0 if name == "softmax" else -np.inf
-    np.testing.assert_array_equal(np.asarray(jit(function)(x))[~np.asarray(where)], hidden)
-    np.testing.assert_array_equal(np.asarray(actual[1])[~np.asarray(where)], 0)
+    np.testing.assert_array_equal(np.asarray(jit(function)(x))[~where], hidden)
+    np.testing.assert_array_equal(np.asarray(actual[1])[~where], 0)
 
 
 # As in decoding: each row with what was before it is that of the whole.
@@ -188,20 +363,6 @@ def test_rows_of_which_nothing_counts(name):
     assert np.isfinite(y[0]).all()
 
 
-# What is masked may be anything.
-@pytest.mark.on_emulator
-@names
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_what_does_not_count_is_not_seen(name, value):
-    where = jnp.arange(37) % 4 != 1
-    x = draw_x((5, 37))
-    spoilt = jnp.where(where, x, value)
-    function = jax.jit(lambda x: OURS[name](x, where=where))
-    assert bits(function(spoilt)) == bits(function(x))
-    gradient = jax.jit(jax.grad(lambda x: jnp.sin(finite(function)(x)).sum()))
-    assert_near(gradient(spoilt), gradient(x))
-
-
 @pytest.mark.on_emulator
 @names
 def test_infinities(name):
@@ -223,12 +384,6 @@ def test_rows_far_from_zero(name, offset):
     x = draw_x((4, 200)) if abs(offset) < 1e38 else jnp.zeros((4, 200))
     x = x + offset
     np.testing.assert_allclose(OURS[name](x), THEIRS[name](x - x.max(-1, keepdims=True)), rtol=2e-6, atol=1e-30)
-
-
-@names
-def test_a_scale_is_a_factor(name):
-    x = draw_x((4, 50))
-    assert_near(OURS[name](x, scale=-0.3), THEIRS[name](-0.3 * x))
 
 
 # Over each axis of x and of a mask that has an axis of its own, alone and together.
