@@ -22,15 +22,15 @@
 #include "ops/cross_entropy/cuda.h"
 #include "ops/gated_activation/cuda.h"
 #include "ops/norm/cuda.h"
+#include "ops/norm/gated.h"
+#include "ops/norm/quantized.h"
 #include "ops/qk_norm_rotary/cuda.h"
 #include "ops/softmax/cuda.h"
-#include "sanitize.h"
 
 namespace {
 
 using namespace jaxnorm;
 using namespace jaxnorm::cuda;
-using namespace jaxnorm::sanitize;
 
 // What runs.
 struct {
@@ -47,44 +47,47 @@ void check(cudaError_t error, const char* what) {
   std::exit(1);
 }
 
-// A kernel that fails is named by what launched it.
-void finish(cudaError_t error, const char* what) {
-  check(error, what);
-  check(cudaDeviceSynchronize(), what);
-}
+// An array of its own allocation, so that a tool sees what lies beside it; inputs hold a pattern of small numbers, as
+// do the other bytes of words with elements, which are read whole. `offset`: in elements, so that it is aligned to them
+// and to nothing more.
+class Array {
+ public:
+  Array(Dtype dtype, int64_t elements, int64_t offset, bool is_input = true)
+      : dtype_(dtype), offset_(offset * size_of(dtype)) {
+    const size_t end = elements * size_of(dtype) + offset_, bytes = (end + 15) / 16 * 16;
+    check(cudaMalloc(&data_, bytes ? bytes : 1), "cudaMalloc");
+    // 0.0115 as f32, 1.06 as f16, 0.0115 as bf16
+    check(cudaMemset(data_, 0x3c, is_input ? bytes : offset_), "cudaMemset");
+    check(cudaMemset(data_ + end, 0x3c, bytes - end), "cudaMemset");
+  }
+  ~Array() { cudaFree(data_); }
+  Array(const Array&) = delete;
 
-}  // namespace
+  void* get() const { return data_ + offset_; }
+  float* floats() const { return static_cast<float*>(get()); }
+  operator Input() const { return {get(), dtype_}; }
+  operator Output() const { return {get(), dtype_}; }
 
-namespace jaxnorm::sanitize {
-
-// The other bytes of words with elements, which are read whole, hold the pattern as well.
-Array::Array(Dtype dtype, int64_t elements, int64_t offset, bool is_input)
-    : dtype_(dtype), offset_(offset * size_of(dtype)) {
-  const size_t end = elements * size_of(dtype) + offset_, bytes = (end + 15) / 16 * 16;
-  check(cudaMalloc(&data_, bytes ? bytes : 1), "cudaMalloc");
-  // 0.0115 as f32, 1.06 as f16, 0.0115 as bf16
-  check(cudaMemset(data_, 0x3c, is_input ? bytes : offset_), "cudaMemset");
-  check(cudaMemset(data_ + end, 0x3c, bytes - end), "cudaMemset");
-}
-
-Array::~Array() { cudaFree(data_); }
-
-int64_t offset_of_gradients(int64_t) { return 0; }
+ private:
+  Dtype dtype_;
+  int64_t offset_;  // in bytes
+  char* data_;
+};
 
 int64_t workspace_floats(const NormForward&) { return 1; }  // for tickets
 
 int64_t workspace_floats(const NormBackward& p) {
   const int weights = p.kind == Kind::layer ? 2 : 1;
-  const WorkspaceSize size = cuda::norm_grad_workspace({p.x.dtype, p.cols, weights, p.weight_rows, bool{p.dx}});
+  const WorkspaceSize size = norm_grad_workspace({p.x.dtype, p.cols, weights, p.weight_rows, bool{p.dx}});
   return p.rows * size.floats_a_row + size.floats;
 }
 
 int64_t workspace_floats(const GatedNormBackward& p) {
-  return cuda::gated_norm_grad_workspace({p.x.dtype, p.cols, 1, p.weight_rows, true}).floats;
+  return gated_norm_grad_workspace({p.x.dtype, p.cols, 1, p.weight_rows, true}).floats;
 }
 
 int64_t workspace_floats(const QkNormRotaryBackward& p) {
-  return cuda::qk_norm_rotary_grad_workspace({p.q.dx.dtype, p.cols, 2, {p.q.heads, 1}, true}).floats;
+  return qk_norm_rotary_grad_workspace({p.q.dx.dtype, p.cols, 2, {p.q.heads, 1}, true}).floats;
 }
 
 template <class Op, class = void>
@@ -92,22 +95,145 @@ constexpr bool has_workspace = false;
 template <class Op>
 constexpr bool has_workspace<Op, std::void_t<decltype(workspace_floats(std::declval<const Op&>()))>> = true;
 
+// Runs an op to its end: a kernel that fails is named by what launched it.
 template <class Op>
 void call(const Op& op, const char* what) {
+  const auto finish = [&](const Op& op) {
+    check(cuda::run(op, nullptr), what);
+    check(cudaDeviceSynchronize(), what);
+  };
   if constexpr (has_workspace<Op>) {
     const int64_t floats = workspace_floats(op);
     const Array workspace(Dtype::f32, floats, 0, false);
     Op with_workspace = op;
     with_workspace.workspace = {workspace.floats(), floats};
-    finish(cuda::run(with_workspace, nullptr), what);
+    finish(with_workspace);
   } else {
-    finish(cuda::run(op, nullptr), what);
+    finish(op);
   }
 }
 
-}  // namespace jaxnorm::sanitize
+struct Shape {
+  int64_t rows, cols;
+  int64_t offset = 0;  // of each array
+  RowMap weight_rows = {};
+  int64_t pad = 0;  // columns after each row of y and dy
+};
 
-namespace {
+// Forward and backward, alone and of a sum that takes the addend's place.
+void run_norm(Kind kind, Dtype dtype, const Shape& s) {
+  const int64_t rows = s.rows, cols = s.cols, size = rows * cols, weights = s.weight_rows.count * cols;
+  const Array x(dtype, size, s.offset), scale(dtype, weights, s.offset), bias(dtype, weights, s.offset);
+  const Array y(dtype, rows * (cols + s.pad), s.offset, false), sum(dtype, size, s.offset);
+  const Array mean(Dtype::f32, rows, 0, false), rstd(Dtype::f32, rows, 0, false);
+  ScaledAddNormForward f{};
+  f.kind = kind, f.rows = rows, f.cols = cols, f.epsilon = 1e-6f, f.weight_rows = s.weight_rows;
+  f.x = x, f.scale = scale, f.y = y, f.y_stride = cols + s.pad;
+  if (kind == Kind::layer) f.bias = bias, f.mean = mean.floats();
+  f.rstd = rstd.floats();
+  call(static_cast<const NormForward&>(f), "forward");
+
+  const Array dy(dtype, rows * (cols + s.pad), s.offset), dx(dtype, size, s.offset, false);
+  const Array dscale(dtype, weights, 0, false), dbias(dtype, weights, 0, false);
+  const Array dsum(dtype, size, s.offset);
+  NormBackward b{};
+  b.kind = kind, b.rows = rows, b.cols = cols, b.weight_rows = s.weight_rows, b.dy_stride = cols + s.pad;
+  b.x = x, b.scale = scale, b.dy = dy, b.mean = f.mean, b.rstd = f.rstd, b.dx = dx, b.dscale = dscale;
+  if (kind == Kind::layer) b.dbias = dbias;
+  call(b, "backward");
+
+  f.addend = sum, f.sum = sum;
+  call(f, "forward with an addend");
+  f.branch_scale = scale;
+  call(f, "forward with a branch's scale");
+  if (s.pad == 0) {
+    f.sum = {};
+    call(f, "forward without the sum");
+  }
+  b.x = sum, b.dsum = dsum;
+  call(b, "backward with dsum");
+  b.dx = {}, b.dsum = {};
+  call(b, "backward of weights alone");
+}
+
+// Gated, in both orders.
+void run_gated(Dtype dtype, const Shape& s) {
+  now = {Kind::rms, dtype, s.rows, s.cols};
+  for (const bool first : {false, true}) {
+    const int64_t rows = s.rows, cols = s.cols, size = rows * cols, weights = s.weight_rows.count * cols;
+    const Array x(dtype, size, s.offset), gate(dtype, size, s.offset), scale(dtype, weights, s.offset);
+    const Array y(dtype, size, s.offset, false), rstd(Dtype::f32, rows, 0, false);
+    GatedNormForward f{};
+    f.rows = rows, f.cols = cols, f.epsilon = 1e-6f, f.x = x, f.scale = scale, f.y = y, f.weight_rows = s.weight_rows;
+    f.gate = {gate, first ? Activation::silu : Activation::sigmoid, first}, f.rstd = rstd.floats();
+    call(f, "gated forward");
+
+    const Array dy(dtype, size, s.offset), dx(dtype, size, s.offset, false), dgate(dtype, size, s.offset, false);
+    const Array dscale(dtype, weights, 0, false);
+    GatedNormBackward b{};
+    b.rows = rows, b.cols = cols, b.weight_rows = s.weight_rows, b.gate = f.gate, b.rstd = f.rstd;
+    b.x = x, b.scale = scale, b.dy = dy, b.dx = dx, b.dgate = dgate, b.dscale = dscale;
+    call(b, "gated backward");
+  }
+}
+
+// By tables and by positions; and where one array has q, k and v. `dim`: what is turned of a head.
+void run_rotary(HeadNorm norm, Dtype dtype, int64_t tokens, int64_t inner, int64_t cols, int64_t dim, int64_t offset) {
+  now = {norm == HeadNorm::layer ? Kind::layer : Kind::rms, dtype, tokens, cols};
+  constexpr int64_t q_heads = 9, k_heads = 2;
+  const int64_t q_size = tokens * q_heads * cols, k_size = tokens * k_heads * cols;
+  const Array q(dtype, q_size, offset), k(dtype, k_size, offset), q_out(dtype, q_size, offset, false);
+  const Array k_out(dtype, k_size, offset, false), dq_out(dtype, q_size, offset), dk_out(dtype, k_size, offset);
+  const Array q_scale(dtype, q_heads * cols, offset), k_scale(dtype, cols, offset);
+  const Array q_mean(Dtype::f32, tokens * q_heads, 0, false), q_rstd(Dtype::f32, tokens * q_heads, 0, false);
+  const Array k_mean(Dtype::f32, tokens * k_heads, 0, false), k_rstd(Dtype::f32, tokens * k_heads, 0, false);
+  const Array positions(Dtype::f32, tokens, offset), frequencies(Dtype::f32, dim / 2, offset);
+  const Array cos(Dtype::f32, tokens * dim / 2, offset), sin(Dtype::f32, tokens * dim / 2, offset);
+  const bool normed = norm != HeadNorm::none, layer = norm == HeadNorm::layer;
+  QkNormRotaryForward f{};
+  f.norm = norm, f.tokens = tokens, f.inner = inner, f.cols = cols, f.epsilon = 1e-6f;
+  f.q.heads = f.q.x_rows = f.q.y_rows = q_heads, f.q.x = q, f.q.y = q_out, f.q.has_scale_per_head = normed;
+  f.k.heads = f.k.x_rows = f.k.y_rows = k_heads, f.k.x = k, f.k.y = k_out;
+  if (normed) f.q.scale = q_scale, f.k.scale = k_scale, f.q.rstd = q_rstd.floats(), f.k.rstd = k_rstd.floats();
+  if (layer) f.q.mean = q_mean.floats(), f.k.mean = k_mean.floats();
+  const Array dq(dtype, q_size, offset, false), dk(dtype, k_size, offset, false);
+  const Array dq_scale(dtype, q_heads * cols, 0, false), dk_scale(dtype, cols, 0, false);
+  const int64_t rows = q_heads + 2 * k_heads;  // of a token, where one array has q, k and v
+  const Array qkv(dtype, tokens * rows * cols, offset), dqkv(dtype, tokens * rows * cols, offset, false);
+  const Array v_out(dtype, k_size, offset, false);
+  const auto part = [&](auto array, int64_t head) {
+    return array.data = (char*)array.data + head * cols * size_of(dtype), array;
+  };
+  for (const bool interleaved : {false, true}) {
+    f.rotation = {};
+    f.rotation.dim = dim, f.rotation.interleaved = interleaved, f.rotation.token_rows.inner = {tokens, 1};
+    if (interleaved) f.rotation.cos = cos.floats(), f.rotation.sin = sin.floats();
+    if (!interleaved) f.rotation.positions = positions.floats(), f.rotation.frequencies = frequencies.floats();
+    call(f, "rotary forward");
+
+    QkNormRotaryBackward b{};
+    b.norm = norm, b.tokens = tokens, b.inner = inner, b.cols = cols, b.rotation = f.rotation;
+    b.q.heads = b.q.x_rows = q_heads, b.q.dy = dq_out, b.q.dx = dq, b.q.has_scale_per_head = normed;
+    b.k.heads = b.k.x_rows = k_heads, b.k.dy = dk_out, b.k.dx = dk;
+    if (normed) {
+      b.q.x = q, b.q.scale = q_scale, b.q.mean = f.q.mean, b.q.rstd = f.q.rstd, b.q.dscale = dq_scale;
+      b.k.x = k, b.k.scale = k_scale, b.k.mean = f.k.mean, b.k.rstd = f.k.rstd, b.k.dscale = dk_scale;
+    }
+    call(b, "rotary backward");
+    if (inner > 1) continue;
+
+    QkNormRotaryForward packed = f;
+    packed.q.x_rows = packed.k.x_rows = rows;
+    packed.q.x = qkv, packed.k.x = part(Input(qkv), q_heads);
+    packed.v = {rows, k_heads, part(Input(qkv), q_heads + k_heads), v_out};
+    call(packed, "packed rotary forward");
+    b.q.x_rows = b.k.x_rows = rows;
+    b.q.dx = dqkv, b.k.dx = part(Output(dqkv), q_heads);
+    if (normed) b.q.x = packed.q.x, b.k.x = packed.k.x;
+    b.v = {k_heads, rows, layer ? Input{} : v_out, part(Output(dqkv), q_heads + k_heads)};
+    call(b, "packed rotary backward");
+  }
+}
 
 // The norm as shards of rows.
 void run_shards(Kind kind, Dtype dtype, const Shape& s) {
@@ -125,7 +251,7 @@ void run_shards(Kind kind, Dtype dtype, const Shape& s) {
 void run(Kind kind, Dtype dtype, int64_t rows, int64_t cols, int64_t offset, const RowMap& weight_rows = {},
          int64_t pad = 0) {
   now = {kind, dtype, rows, cols};
-  run_norm(kind, dtype, dtype, dtype, {rows, cols, offset, weight_rows, pad});
+  run_norm(kind, dtype, {rows, cols, offset, weight_rows, pad});
   if (weight_rows.count == 1 && pad == 0) run_shards(kind, dtype, {rows, cols, offset});
 }
 
@@ -155,12 +281,6 @@ void run_quantized(Kind kind, Dtype dtype, int64_t rows, int64_t cols, int64_t o
       }
       call(f, "quantised forward");
     }
-}
-
-// Gated, in both orders, with as many heads.
-void run_gated(Dtype dtype, int64_t rows, int64_t cols, int64_t weight_rows, int64_t offset) {
-  now = {Kind::rms, dtype, rows, cols};
-  for (const bool first : {false, true}) sanitize::run_gated(dtype, first, {rows, cols, offset, {weight_rows, 1}});
 }
 
 // `packed`: whether one array holds gate and up.
@@ -268,11 +388,6 @@ void run_softmax_grad(Dtype dtype, int64_t rows, int64_t cols, int64_t offset) {
   }
 }
 
-void run_rotary(HeadNorm norm, Dtype dtype, int64_t tokens, int64_t inner, int64_t cols, int64_t dim, int64_t offset) {
-  now = {norm == HeadNorm::layer ? Kind::layer : Kind::rms, dtype, tokens, cols};
-  sanitize::run_rotary(norm, dtype, {tokens, inner, 9, 2, cols, dim, tokens, offset});
-}
-
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -281,13 +396,14 @@ int main(int argc, char** argv) {
     for (const Kind kind : {Kind::rms, Kind::layer}) {
       if (!asked(1, kind == Kind::rms ? "rms" : "layer") || !asked(2, dtype == Dtype::f32 ? "f32" : "bf16")) continue;
       if (argc == 5) {
-        run(kind, dtype, std::atoll(argv[3]), std::atoll(argv[4]), 0);
-        run_quantized(kind, dtype, std::atoll(argv[3]), std::atoll(argv[4]), 0);
-        if (kind == Kind::rms) run_softmax(dtype, std::atoll(argv[3]), std::atoll(argv[4]), 0);
-        if (kind == Kind::rms) run_softmax_grad(dtype, std::atoll(argv[3]), std::atoll(argv[4]), 0);
-        if (kind == Kind::rms) run_gated_activation(dtype, std::atoll(argv[3]), std::atoll(argv[4]), true, 0);
-        if (kind == Kind::rms && std::atoll(argv[4]) <= kGatedCols)
-          run_gated(dtype, std::atoll(argv[3]), std::atoll(argv[4]), 1, 0);
+        const int64_t rows = std::atoll(argv[3]), cols = std::atoll(argv[4]);
+        run(kind, dtype, rows, cols, 0);
+        run_quantized(kind, dtype, rows, cols, 0);
+        if (kind == Kind::layer) continue;
+        run_softmax(dtype, rows, cols, 0);
+        run_softmax_grad(dtype, rows, cols, 0);
+        run_gated_activation(dtype, rows, cols, true, 0);
+        if (cols <= kGatedCols) run_gated(dtype, {rows, cols});
         continue;
       }
       // Lengths of every regime, whole vectors and not; rows of a part of a block, and more than run at once.
@@ -318,8 +434,8 @@ int main(int argc, char** argv) {
         for (const int64_t rows : {1, 37}) run_softmax_grad(dtype, rows, cols, 0);
       for (const int64_t cols : {64, 1024, 4096, 65536}) run_softmax_grad(dtype, 37, cols, 1);
       for (const int64_t cols : {24, 64, 100, 128, 256, 512, 1024, 4096, 5120, 8192, 12288, 16384})
-        for (const int64_t weight_rows : {1, 8}) run_gated(dtype, 700, cols, weight_rows, 0);
-      for (const int64_t cols : {64, 1024, 4096}) run_gated(dtype, 37, cols, 1, 1);
+        for (const int64_t weight_rows : {1, 8}) run_gated(dtype, {700, cols, 0, {weight_rows, 1}});
+      for (const int64_t cols : {64, 1024, 4096}) run_gated(dtype, {37, cols, 1});
       for (const int64_t cols : {1, 24, 100, 768, 1024, 10001, 14336})
         for (const bool packed : {false, true}) run_gated_activation(dtype, 70, cols, packed, 0);
       run_gated_activation(dtype, 37, 1024, true, 1);

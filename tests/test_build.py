@@ -31,10 +31,11 @@ def load(name):
 cuda_wheels = load("cuda_wheels")
 
 
-def cmake(tmp_path, *lines):
-    """What CMake prints for these lines."""
+def cmake(tmp_path, file, *lines):
+    """What CMake prints for these lines, with a file of the folder cmake."""
     script = tmp_path / "script.cmake"
-    script.write_text("\n".join(("cmake_minimum_required(VERSION 3.24)", *lines)))
+    include = f"include({ROOT}/cmake/{file}.cmake)"
+    script.write_text("\n".join(("cmake_minimum_required(VERSION 3.24)", include, *lines)))
     return subprocess.run(["cmake", "-P", str(script)], capture_output=True, text=True, check=True).stdout
 
 
@@ -64,7 +65,7 @@ def test_architectures(tmp_path, present, known, chosen, said):
     present, known = (";".join(names.split()) for names in (present, known))
     printed = cmake(
         tmp_path,
-        f"include({ROOT}/cmake/architectures.cmake)",
+        "architectures",
         f'jaxnorm_choose_architectures(chosen "{present}" "{known}")',
         'list(JOIN chosen " " chosen)\nmessage(STATUS "chosen: ${chosen}")',
     )
@@ -75,21 +76,15 @@ def test_architectures(tmp_path, present, known, chosen, said):
 @with_cmake
 @pytest.mark.parametrize(("architectures", "cores", "minutes"), [("80-real;90-real;100", 2, 29), ("90", 64, 1)])
 def test_time(tmp_path, architectures, cores, minutes):
-    printed = cmake(
-        tmp_path,
-        f"include({ROOT}/cmake/architectures.cmake)",
-        f'jaxnorm_estimate_time(time "{architectures}" {cores})\nmessage(STATUS "${{time}}")',
-    )
+    estimate = f'jaxnorm_estimate_time(time "{architectures}" {cores})\nmessage(STATUS "${{time}}")'
+    printed = cmake(tmp_path, "architectures", estimate)
     assert f"about {minutes} min on {cores} cores" in printed
 
 
 @with_cmake
 def test_which_gpus_run_the_kernels_of_a_wheel(tmp_path):
-    printed = cmake(
-        tmp_path,
-        f"include({ROOT}/cmake/architectures.cmake)",
-        'list(JOIN JAXNORM_EVERY_ARCHITECTURE " " every)\nmessage(STATUS "every: ${every}")',
-    )
+    join = 'list(JOIN JAXNORM_EVERY_ARCHITECTURE " " every)\nmessage(STATUS "every: ${every}")'
+    printed = cmake(tmp_path, "architectures", join)
     every = printed.split("every: ")[1].strip()
     known = ["7.0", "7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "10.3", "12.0", "12.1", "13.0"]
     built = {"architectures": every, "toolkit": "13.0.88", "driver": 13000}
@@ -111,11 +106,8 @@ def test_which_gpus_run_the_kernels_of_a_wheel(tmp_path):
     ],
 )
 def test_compilers(tmp_path, compiler, text, why):
-    printed = cmake(
-        tmp_path,
-        f"include({ROOT}/cmake/compiler.cmake)",
-        f'jaxnorm_judge_compiler(why "{compiler}" "{text}")\nmessage(STATUS "why: ${{why}}.")',
-    )
+    judge = f'jaxnorm_judge_compiler(why "{compiler}" "{text}")\nmessage(STATUS "why: ${{why}}.")'
+    printed = cmake(tmp_path, "compiler", judge)
     assert (f"why: {why}" if why else "why: .\n") in printed
     assert ("JAXNORM_CUDA=pypi" in printed) == bool(why)
 

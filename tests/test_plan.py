@@ -1,5 +1,6 @@
 """Launch plans of the CUDA kernels: pure functions of row length and dtype, tested without a GPU."""
 
+import functools
 import importlib
 from itertools import product
 
@@ -21,55 +22,50 @@ LENGTHS = sorted(
     | {2**power + offset for power in range(11, 32) for offset in (-1, 0, 1)}
 )
 
-table = pytest.mark.parametrize(("op", "kind", "dtype", "max_cluster"), list(product(OPS, KINDS, DTYPES, CLUSTERS)))
 
-
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cuda():
     return importlib.import_module("jaxnorm._cuda")
 
 
-@table
-def test_a_row_in_registers_is_covered(cuda, op, kind, dtype, max_cluster):
-    plans = {cols: cuda.plan(op, kind, dtype, cols, max_cluster) for cols in LENGTHS}
-    uncovered = [
-        cols
-        for cols, plan in plans.items()
-        if plan["elements_per_thread"] and plan["threads_per_row"] * plan["elements_per_thread"] < cols
-    ]
-    assert uncovered == []
-
-
-# Where vectors divide them, more rows of half types may share a block of the backward.
-@pytest.mark.parametrize("divided", [True, False])
-@table
-def test_regimes_come_in_the_order_of_length(cuda, op, kind, dtype, max_cluster, divided):
-    lengths = [cols for cols in LENGTHS if (cols * jnp.dtype(dtype).itemsize % 16 == 0) == divided]
-    regimes = [REGIMES.index(cuda.plan(op, kind, dtype, cols, max_cluster)["regime"]) for cols in lengths]
-    assert regimes == sorted(regimes)
-
-
-@table
-def test_a_regime_is_what_its_name_says(cuda, op, kind, dtype, max_cluster):
-    plans = [cuda.plan(op, kind, dtype, cols, max_cluster) for cols in LENGTHS]
-    expected = {
-        "rows per block": lambda plan: plan["rows_per_block"] > 1 and plan["blocks_per_row"] == 1,
-        "block per row": lambda plan: plan["rows_per_block"] == plan["blocks_per_row"] == 1,
-        "cluster per row": lambda plan: plan["rows_per_block"] == 1 < plan["blocks_per_row"] <= max_cluster,
-        "segments": lambda plan: plan["elements_per_thread"] == 0 < plan["segments"],
-        "looped": lambda plan: plan["elements_per_thread"] == plan["segments"] == 0,
+@functools.cache
+def plans(op, kind, dtype, max_cluster, *gate):
+    """By row length."""
+    cuda = importlib.import_module("jaxnorm._cuda")
+    return {
+        cols: cuda.plan(op, kind, dtype, cols, max_cluster, *gate) for cols in LENGTHS if not gate or cols <= 16_384
     }
-    assert [plan for plan in plans if not expected[plan["regime"]](plan)] == []
 
 
-@table
-def test_threads_come_in_warps_and_fit_a_block(cuda, op, kind, dtype, max_cluster):
-    plans = [cuda.plan(op, kind, dtype, cols, max_cluster) for cols in LENGTHS]
-    threads = {
-        plan["threads_per_row"] * plan["rows_per_block"] // plan["rows_per_team"] // plan["blocks_per_row"]
-        for plan in plans
-    }
-    assert all(count % 32 == 0 and 0 < count <= 1024 for count in threads), threads
+def is_covered(cols, plan):
+    return plan["threads_per_row"] * plan["elements_per_thread"] >= cols
+
+
+def is_what_its_name_says(plan, max_cluster):
+    return {
+        "rows per block": plan["rows_per_block"] > 1 and plan["blocks_per_row"] == 1,
+        "block per row": plan["rows_per_block"] == plan["blocks_per_row"] == 1,
+        "cluster per row": plan["rows_per_block"] == 1 < plan["blocks_per_row"] <= max_cluster,
+        "segments": plan["elements_per_thread"] == 0 < plan["segments"],
+        "looped": plan["elements_per_thread"] == plan["segments"] == 0,
+    }[plan["regime"]]
+
+
+@pytest.mark.parametrize(("op", "kind", "dtype", "max_cluster"), list(product(OPS, KINDS, DTYPES, CLUSTERS)))
+def test_every_plan(op, kind, dtype, max_cluster):
+    by_length = plans(op, kind, dtype, max_cluster)
+    in_registers = {cols: plan for cols, plan in by_length.items() if plan["elements_per_thread"]}
+    assert [cols for cols, plan in in_registers.items() if not is_covered(cols, plan)] == []
+    assert [plan for plan in by_length.values() if not is_what_its_name_says(plan, max_cluster)] == []
+    for plan in by_length.values():
+        threads = plan["threads_per_row"] * plan["rows_per_block"] // plan["rows_per_team"] // plan["blocks_per_row"]
+        assert threads in range(32, 1025, 32)  # a block of whole warps
+    # Regimes come in the order of length; where vectors divide them, more rows of half types may share a block of the
+    # backward.
+    for divided in (True, False):
+        lengths = [cols for cols in LENGTHS if (cols * jnp.dtype(dtype).itemsize % 16 == 0) == divided]
+        regimes = [REGIMES.index(by_length[cols]["regime"]) for cols in lengths]
+        assert regimes == sorted(regimes)
 
 
 # The lengths of the comparison with other packages, none of which may fall into the slow regime on a recent GPU.
@@ -105,9 +101,9 @@ def test_per_head_weights_leave_no_more_partial_rows(cuda, dtype, count, inner):
 
 
 # The shape of a workspace may not depend on the device, so it has to suit the plan of every device.
-@table
-def test_there_is_room_for_the_sums_of_all_segments(cuda, op, kind, dtype, max_cluster):
-    segments = {cols: cuda.plan("backward", kind, dtype, cols, max_cluster)["segments"] for cols in LENGTHS}
+@pytest.mark.parametrize(("kind", "dtype", "max_cluster"), list(product(KINDS, DTYPES, CLUSTERS)))
+def test_there_is_room_for_the_sums_of_all_segments(cuda, kind, dtype, max_cluster):
+    segments = {cols: plan["segments"] for cols, plan in plans("backward", kind, dtype, max_cluster).items()}
     room = {cols: cuda.workspace(f"jaxnorm_{kind}_norm_bwd", dtype, cols, with_dx=True)[0] for cols in LENGTHS}
     assert [cols for cols in LENGTHS if segments[cols] > 0 and 2 * segments[cols] != room[cols]] == []
 
@@ -117,7 +113,7 @@ def test_there_is_room_for_the_sums_of_all_segments(cuda, op, kind, dtype, max_c
 def test_there_is_room_to_count_tickets(cuda, kind, dtype, max_cluster):
     def is_dynamic(cols):
         vectors = cols * jnp.dtype(dtype).itemsize % 16 == 0 and (kind == "rms" or dtype == "float32")
-        return vectors and cuda.plan("forward", kind, dtype, cols, max_cluster)["regime"] == "cluster per row"
+        return vectors and plans("forward", kind, dtype, max_cluster)[cols]["regime"] == "cluster per row"
 
     dynamic = {cols for cols in LENGTHS if is_dynamic(cols)}
 
@@ -132,12 +128,11 @@ def test_there_is_room_to_count_tickets(cuda, kind, dtype, max_cluster):
 @pytest.mark.parametrize(
     ("dtype", "max_cluster", "op", "gate"), list(product(DTYPES, CLUSTERS, OPS, ("first", "last")))
 )
-def test_rows_with_gates_have_a_block_or_a_cluster(cuda, dtype, max_cluster, op, gate):
-    plans = {cols: cuda.plan(op, "rms", dtype, cols, max_cluster, gate) for cols in LENGTHS if cols <= 16_384}
-    covered = [cols for cols, plan in plans.items() if plan["threads_per_row"] * plan["elements_per_thread"] >= cols]
-    assert covered == list(plans)
-    assert not any(plan["segments"] for plan in plans.values())
-    assert op == "backward" or all(plan["blocks_per_row"] == 1 for plan in plans.values())
+def test_rows_with_gates_have_a_block_or_a_cluster(dtype, max_cluster, op, gate):
+    by_length = plans(op, "rms", dtype, max_cluster, gate)
+    assert [cols for cols, plan in by_length.items() if not is_covered(cols, plan)] == []
+    assert not any(plan["segments"] for plan in by_length.values())
+    assert op == "backward" or all(plan["blocks_per_row"] == 1 for plan in by_length.values())
 
 
 @pytest.mark.parametrize(

@@ -26,22 +26,22 @@ target_compile_options(_cuda PRIVATE -O1 -w -ffp-contract=off -mtls-dialect=gnu2
 target_compile_definitions(_cuda PRIVATE JAXNORM_CUDA_ARCHITECTURES="emulated"
   JAXNORM_CUDA_TOOLKIT="${CUDAToolkit_VERSION_MAJOR}.${CUDAToolkit_VERSION_MINOR}")
 
-# The programs of tests/test_emulated_kernels.py, of the same objects, wherever all ops are built: `programs`.
-file(GLOB programs CONFIGURE_DEPENDS tests/emulator/run*.cc)
-list(FILTER programs EXCLUDE REGEX "run_(device|copied_dot)[.]cc$")  # of a GPU and a cuBLASLt of their own
-add_library(kernels STATIC EXCLUDE_FROM_ALL "$<FILTER:$<TARGET_OBJECTS:_cuda>,EXCLUDE,/module[.]cc>")
-set_target_properties(kernels PROPERTIES LINKER_LANGUAGE CXX)
-add_library(mains OBJECT EXCLUDE_FROM_ALL ${programs})
-target_include_directories(mains PRIVATE tests/emulator src)
-target_include_directories(mains SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
-target_precompile_headers(mains PRIVATE tests/emulator/emulator.h)
-target_compile_options(mains PRIVATE -O1 -w -ffp-contract=off)
-add_custom_target(programs)
+# What tests/test_emulated_kernels.py runs, `programs`: run_device has a GPU of its own, and `alone` is a library.
 find_package(Threads REQUIRED)
-foreach(program IN LISTS programs)
-  get_filename_component(name "${program}" NAME_WE)
-  add_executable(${name} EXCLUDE_FROM_ALL "$<FILTER:$<TARGET_OBJECTS:mains>,INCLUDE,/${name}[.]cc>")
-  set_target_properties(${name} PROPERTIES LINKER_LANGUAGE CXX RUNTIME_OUTPUT_DIRECTORY programs)
-  target_link_libraries(${name} PRIVATE kernels Threads::Threads)
-  add_dependencies(programs ${name})
+set(plans src/cuda/engine/grad_schedule.cc src/cuda/engine/plan.cc)
+set_source_files_properties(tests/toy/l2_norm.cu src/cuda/engine/device.cu PROPERTIES
+  LANGUAGE CXX COMPILE_OPTIONS "-xc++")
+add_executable(run_plans EXCLUDE_FROM_ALL tests/emulator/run_plans.cc src/ops/qk_norm_rotary/cuda/plan.cc ${plans})
+add_executable(run_device EXCLUDE_FROM_ALL tests/emulator/run_device.cc src/cuda/engine/device.cu)
+add_library(alone MODULE EXCLUDE_FROM_ALL
+  tests/toy/l2_norm.cu tests/emulator/alone.cc tests/emulator/emulator.cc ${plans})
+add_custom_target(programs DEPENDS run_plans run_device alone)
+foreach(program run_plans run_device alone)
+  set_target_properties(${program} PROPERTIES CXX_VISIBILITY_PRESET default
+    RUNTIME_OUTPUT_DIRECTORY programs LIBRARY_OUTPUT_DIRECTORY programs)
+  target_include_directories(${program} PRIVATE tests/emulator tests src)
+  target_include_directories(${program} SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
+  target_precompile_headers(${program} PRIVATE tests/emulator/emulator.h)
+  target_compile_options(${program} PRIVATE -O1 -w -ffp-contract=off)
+  target_link_libraries(${program} PRIVATE Threads::Threads)
 endforeach()

@@ -8,7 +8,7 @@ import itertools
 import re
 from functools import cache, partial
 
-import fuzzing
+import fuzz
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -236,7 +236,7 @@ def test_gradients_of_a_product(
         exact = jax.jit(one)(*(array.astype("float64") for array in args))
     for actual, other, wide in zip(lowered.compile()(*args), jax.jit(one)(*args), exact, strict=True):
         assert (actual.shape, actual.dtype) == (other.shape, other.dtype)
-        assert fuzzing.error(*map(np.asarray, (actual, other, wide)), fuzzing.law_of(*dtypes)) <= 1
+        assert fuzz.error(*map(np.asarray, (actual, other, wide)), fuzz.law_of(*dtypes)) <= 1
 
 
 # Of a batch of sequences of the rows of an op's small size, over one mesh axis, over two, on the batch or the sequence

@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 ASKED = os.environ.get("JAXNORM_EMULATE", "0")
 IS_ON = ASKED not in ("", "0")
-# What it is compiled of, and the programs of tests/test_emulated_kernels.py.
+# What it is compiled of, and what tests/test_emulated_kernels.py runs.
 PARTS = ("CMakeLists.txt", "cmake", "src", "tests/emulator", "tests/toy")
 REGISTERED_AS = {"cpu": None, "CUDA": "cpu"}  # XLA's platforms
 
@@ -37,10 +37,10 @@ def copy(root: Path) -> None:
         (shutil.copytree if (ROOT / part).is_dir() else shutil.copy)(ROOT / part, root / part)
 
 
-def build(root: Path, folder: Path, ops: str = "") -> list[Path]:
+def build(root: Path, folder: Path, ops: str = "", target: str = "_cuda") -> list[Path]:
     """The module of the sources in root, built in a folder; what did not change since is not compiled again.
 
-    Of some ops, ";" between them, or of all, and then with the programs of tests/test_emulated_kernels.py behind it.
+    Of some ops, ";" between them, or of all; or what tests/test_emulated_kernels.py runs, the target `programs`.
     """
     import nanobind
 
@@ -53,8 +53,7 @@ def build(root: Path, folder: Path, ops: str = "") -> list[Path]:
     generator = ("-G", "Ninja") if shutil.which("ninja") else ()
     options = [word for name, value in settings.items() for word in ("-D", f"{name}={value}")]
     _run("cmake", *generator, "-S", root, "-B", folder, *options)
-    targets = ("_cuda",) if ops else ("_cuda", "programs")
-    _run("cmake", "--build", folder, "--parallel", str(len(os.sched_getaffinity(0))), "--target", *targets)
+    _run("cmake", "--build", folder, "--parallel", str(len(os.sched_getaffinity(0))), "--target", target)
     return [*folder.glob("_cuda.*so"), *folder.glob("programs/*")]
 
 
@@ -81,21 +80,27 @@ def kept() -> Path:
     return folder
 
 
-def module(ops: str = "") -> Path:
-    """That of this tree, built if it was not."""
-    folder = kept() / (ops or "all")
+def _built(name: str, ops: str, target: str) -> list[Path]:
+    """What such a build of this tree gives, built if it was not."""
+    folder = kept() / name
     folder.mkdir(exist_ok=True)
     with (folder / "lock").open("w") as lock:  # other processes wait for the first
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (found := list(folder.glob("_cuda.*so"))):
+        if not (folder / "built").exists():
             with tempfile.TemporaryDirectory() as own:
-                # The module comes last: where it is all are.
-                found = [shutil.move(product, folder) for product in reversed(build(ROOT, Path(own), ops))][-1:]
-    return Path(found[0])
+                for product in build(ROOT, Path(own), ops, target):
+                    shutil.move(product, folder)
+            (folder / "built").touch()
+    return [path for path in folder.iterdir() if path.name not in ("lock", "built")]
+
+
+def module(ops: str = "") -> Path:
+    return _built(ops or "all", ops, "_cuda")[0]
 
 
 def program(name: str) -> Path:
-    return module().with_name(name)
+    (found,) = (path for path in _built("programs", "", "programs") if path.name == name)
+    return found
 
 
 @functools.cache

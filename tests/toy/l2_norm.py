@@ -1,6 +1,6 @@
 """An L2 norm: all that an op out of the package's tree has to say.
 
-Its structs are in `l2_norm.h`, its kernels in `l2_norm_cpu.cc` and `l2_norm.cu`. The tests build those for the CPU, and
+Its structs are in `l2_norm.h`, its kernels in `l2_norm.cc` and `l2_norm.cu`. The tests build those for the CPU, and
 run those of CUDA on the host: so elsewhere than on a CPU it has none here.
 """
 

@@ -1,4 +1,6 @@
 // The CPU kernels of the L2 norm, its readers and its table.
+#include "toy/l2_norm.h"
+
 #include "cpu/engine/row_loop.h"
 #include "cpu/engine/stats.h"
 #include "ffi/cpu.h"
@@ -6,7 +8,6 @@
 #include "ops/shared/cpu/grad.h"
 #include "ops/shared/cpu/load.h"
 #include "ops/shared/cpu/write.h"
-#include "toy/l2_norm.h"
 
 namespace toy {
 

@@ -1,23 +1,41 @@
-"""Calls at random for the fuzzer of meshes: ops of the table, and what it has no rows of, as masks and labels."""
+"""Calls at random for the fuzzer: ops of the table, and what it has no rows of, as masks and labels."""
 
+import itertools
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from cases import DTYPES
-from fuzzing import Pick, draw_op, draw_size, is_quantised
+from cases import ADDS, DTYPES, NORMS
+from jax import lax
+from op import Op, Size
+from ops.gated_activation import halves
+from ops.gated_activation_quantized import plain as activated
+from ops.gated_norm import VARIANTS, gated
+from quantizing import GRANULARITIES, LARGEST, static_scale_of
+from table import OPS
 
 import jaxnorm
+from jaxnorm import Quantization
 
-# Lengths that some meshes divide, all do and none does; one class, one group, one head.
-COLS = (1, 7, 8, 16, 24, 64, 100, 128, 256)
-LENGTHS = (1, 2, 3, 4, 8, 8)
+# Around whole vectors, warps and blocks, and what lies between; some meshes divide them, all do and none does.
+COLS = (1, 3, 4, 5, 7, 8, 12, 16, 17, 24, 31, 33, 64, 64, 65, 100, 127, 128, 128, 129, 256, 257, 384, 1000, 1021)
+LENGTHS = (1, 2, 3, 4, 5, 7, 8, 8, 8)
 HEADS = (1, 2, 3, 4, 8)
-GROUPS = (1, 2, 3, 8)
+GROUPS = (1, 2, 3, 5, 8)
 # A row that is split over so many devices may have nothing finite on one of them.
 PARTS = (2, 4, 8)
+IGNORED = -100
+
+
+def _alike(op: Op) -> tuple[Any, ...]:
+    """What ops of one kind share, whatever the norm, the activation or the dtype is."""
+    return op.forward.replace(op.kind, ""), op.arrays, len(op.small.weights), *op.small.options
+
+
+KINDS_OF_OPS = [list(alike) for _, alike in itertools.groupby(sorted(OPS, key=_alike), _alike)]
 
 
 class Call(NamedTuple):
@@ -30,9 +48,9 @@ class Call(NamedTuple):
     name: str
     function: Callable  # of the operands and `implementation`: a flat tuple of results
     operands: Mapping[str, jax.Array]
-    moving: tuple[str, ...]  # by which gradients are taken
+    moving: tuple[str, ...]  # what is transformed
     by_example: tuple[str, ...]
-    rounds: bool = False  # whether the results are quantised
+    meant: Callable | None = None  # the like, where results are quantised, of what these mean
 
     def __str__(self) -> str:
         given = ", ".join(f"{name} {a.dtype}{a.shape}" for name, a in self.operands.items())
@@ -41,7 +59,9 @@ class Call(NamedTuple):
 
 class Draw(NamedTuple):
     rng: np.random.Generator
-    pick: Pick
+
+    def pick(self, values: Any) -> Any:
+        return values[self.rng.integers(len(values))]
 
     def floats(self, shape: tuple[int, ...], dtype: str, mean: float = 0.0) -> jax.Array:
         return jnp.asarray(mean + 2 * self.rng.standard_normal(shape), dtype)
@@ -83,29 +103,81 @@ class Draw(NamedTuple):
         return jnp.asarray(np.where(self.rng.random(shape) < 0.2, IGNORED, labels), "int32")
 
 
-IGNORED = -100
-
-
 def of_table(draw: Draw) -> Call:
-    op, dtypes, weights = draw_op(draw.pick)
-    cols = [n for n in COLS if n > 1] if op.kind != "logits" else COLS
-    size = draw_size(op, draw.rng, draw.pick, cols=cols, lengths=LENGTHS, heads=HEADS, groups=GROUPS)
-    drawn = op.draw(size, dtypes, weights)
+    """An op with dtypes of its arrays and of its weights, some of them absent, and options."""
+    op = draw.pick(draw.pick(KINDS_OF_OPS))
+    dtypes = draw.pick(op.dtypes)
+    size = _size(op, draw)
+    drawn = op.draw(size, dtypes, tuple(draw.pick((dtypes[0], None, *DTYPES)) for _ in op.weights))
 
-    def function(*given: jax.Array, implementation: str | None) -> tuple:
-        values = iter(given)
-        args = (None if array is None else next(values) for array in drawn)
-        return tuple(op.differentiable(*args, **size.options, implementation=implementation))
+    def of_given(function: Callable) -> Callable:
+        def call(*given: jax.Array, **implementation: str | None) -> tuple:
+            values = iter(given)
+            args = (None if array is None else next(values) for array in drawn)
+            return tuple(function(*args, **size.options, **implementation))
+
+        return call
 
     queries_are_first = size.options.get("causal") and len(size.dims) == 2
+    operands = {name: array for name, array in zip(op.operands, drawn, strict=True) if array is not None}
     return Call(
         f"{op} at {size}",
-        function,
-        {name: array for name, array in zip(op.operands, drawn, strict=True) if array is not None},
-        tuple(op.operands[i] for i in op.all if drawn[i] is not None),
+        of_given(op.differentiable),
+        operands,
+        tuple(operands),
         () if queries_are_first else op.operands[: op.arrays],
-        is_quantised(op),
+        of_given(partial(_dequantized, op)) if "quantized" in op.forward else None,
     )
+
+
+def _size(op: Op, draw: Draw) -> Size:
+    """A shape that the op takes, of a few thousand elements at most, with its options."""
+    dims, weights, options = op.small
+    fewest = 1 if op.kind == "logits" else 2
+    last = draw.pick([n for n in COLS if n >= fewest and not (op.has_pairs and n % 2)])
+    for unit in (options.get("group_size"), *(group for group in (64, 128) if f"groups of {group}" in op.name)):
+        last = last if unit is None else unit * draw.pick(GROUPS)
+    lead: list[int] = []
+    while len(lead) < draw.pick((1, 2, 3)) and np.prod(lead) * last < 2000:
+        lead.append(draw.pick(LENGTHS))
+    fewest = 3 if "qkv" in op.operands else 1  # a head of each
+    head = [draw.pick([n for n in HEADS if n >= fewest])] if len(dims) > 2 else []
+    options = {**options, **(draw.pick(op.options) if op.options and draw.chance(0.5) else {})}
+    return Size((*lead, *head, last), (*head, last)[-len(weights) :], options)
+
+
+def _unquantized(op: Op, name: str, *args: Any, **options: Any) -> Any:
+    """The result in float32, with the sum if there is one."""
+    if op.kind == "elements":
+        return activated(name.rpartition(" ")[2])(*(halves(*args) if len(args) == 1 else args))
+    if "gate" in op.operands:
+        x, gate, scale = args
+        (variant,) = [variant for variant in VARIANTS if name.endswith(f" {variant}")]
+        # No kernel gives float32 of half types.
+        return gated(variant)(x.astype("float32"), gate.astype("float32"), scale, **options)
+    *arrays, scale, bias = args
+    norm = ADDS[op.kind] if len(arrays) > 1 else NORMS[op.kind]
+    return norm(*arrays, scale, bias=bias, out_dtype="float32", **options)
+
+
+def _dequantized(op: Op, *args: Any, **options: Any) -> tuple[Any, ...]:
+    """What a quantised norm means, by the norm's own kernel: a last bit of difference might round to another value."""
+    *of_norm, smooth = args if "smooth" in op.operands else (*args, None)
+    of, shared = op.name.split(" to ")
+    granularity, to = shared.split(", ")
+    quantization = Quantization(to, **GRANULARITIES[granularity])
+    y, *total = jax.tree.leaves(_unquantized(op, of, *of_norm, **options))
+    v = y if smooth is None else y * lax.stop_gradient(smooth.astype(jnp.float32))
+    groups = lax.stop_gradient(v).reshape(*v.shape[:-1], -1, quantization.group_size or v.shape[-1])
+    amax, given = jnp.abs(groups).max(-1, keepdims=True), static_scale_of(quantization)
+    # By a constant XLA would not divide but multiply by its rounded reciprocal.
+    scale = amax / jnp.where(amax == 0, 1, jnp.float32(LARGEST[to])) if given is None else jnp.float32(given)
+    values = jnp.clip(groups * (1 / scale), -LARGEST[to], LARGEST[to])
+    # Behind a barrier, or XLA for GPUs would leave the rounding out: it allows itself more precision than that.
+    values = lax.optimization_barrier(jnp.round(values) if to == "int8" else values.astype(to))
+    exact = (values.astype(jnp.float32) * scale).reshape(v.shape)
+    carrier = v.astype(args[0].dtype).astype(jnp.float32)  # whose cotangents have x's dtype
+    return carrier + lax.stop_gradient(exact - carrier), *total
 
 
 def _call(public: Callable, operands: Mapping[str, Any], moving: tuple[str, ...], by_example, **options) -> Call:
@@ -281,11 +353,8 @@ def per_head(draw: Draw) -> Call:
     )
 
 
-DRAWS = (
-    *(of_table, of_table, of_table, softmax, cross_entropy, linear_cross_entropy),
-    *(rotary, rotary, rotary_of_product, group_norm, per_head),
-)
+OTHERS = (softmax, cross_entropy, linear_cross_entropy, rotary, rotary, rotary_of_product, group_norm, per_head)
 
 
-def draw_call(rng: np.random.Generator, pick: Pick) -> Call:
-    return pick(DRAWS)(Draw(rng, pick))
+def draw_call(draw: Draw) -> Call:
+    return of_table(draw) if draw.chance(0.5) else draw.pick(OTHERS)(draw)
