@@ -52,18 +52,6 @@ def test_train_images(tmp_path):
     assert (tmp_path / "images.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_blocks(tmp_path):
-    printed = run(
-        "blocks.py", "--small", "--models", "dit", "--turns", "2", "--out", tmp_path / "blocks", JAX_PLATFORMS="cpu"
-    )
-    ways = {row["way"]: row for row in json.loads((tmp_path / "blocks.json").read_text())["rows"]}
-    assert ways.keys() == {"own", "norms", "blocks"}
-    assert ways["own"]["native calls"] == "none"
-    assert "layer_norm_fwd" in ways["norms"]["native calls"]
-    assert ways["blocks"]["native calls"] == "2 layer_norm_bwd, 2 layer_norm_fwd"
-    assert printed.splitlines()[2].startswith("| model | way | step ms |")
-
-
 QUANTIZE_LM = ["quantize_lm.py", "--batch", "2", "--seq", "16", "--layers", "1", "--dim", "32", "--calls", "1"]
 
 
