@@ -30,8 +30,7 @@ from tqdm import tqdm
 import jaxnorm.nnx
 
 BYTES = 256
-# Of the examples that train a language model.
-LANGUAGE_OPTIONS = {"steps": 500, "batch": 8, "seq": 128, "layers": 4, "dim": 128, "heads": 4, "seed": 0}
+SIZES = {"steps": 500, "batch": 8, "seq": 128, "layers": 4, "dim": 128, "heads": 4, "seed": 0}
 
 
 class Attention(nnx.Module):
@@ -141,12 +140,6 @@ def train(norm, text, held_out, options):
     name = norm.__module__.split(".")[0]
     sizes = {"dim": options.dim, "heads": options.heads, "layers": options.layers}
     model = LanguageModel(norm, **sizes, dtype=jnp.dtype(options.dtype), rngs=nnx.Rngs(options.seed))
-    losses, times = fit(model, name, text, options)
-    return Run(name, model, losses, times, float(validation_loss(model, held_out_batches(held_out, options))))
-
-
-def fit(model, name, text, options):
-    """Trains a model in place. Gives the losses of all steps, and their times."""
     warmup = max(1, options.steps // 10)
     schedule = optax.warmup_cosine_decay_schedule(0.0, options.rate, warmup, options.steps + 1, options.rate / 20)
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1))
@@ -154,7 +147,10 @@ def fit(model, name, text, options):
 
     random = np.random.default_rng(options.seed)
     draw = partial(windows, text, options.batch, options.seq, random)
-    return run_steps(name, options.steps, draw, partial(train_step, model, optimizer))
+    losses, times = run_steps(name, options.steps, draw, partial(train_step, model, optimizer))
+
+    batches = jnp.stack([windows(held_out, options.batch, options.seq, np.random.default_rng(i)) for i in range(16)])
+    return Run(name, model, losses, times, float(validation_loss(model, batches)))
 
 
 def run_steps(name, count, draw, step):
@@ -168,10 +164,6 @@ def run_steps(name, count, draw, step):
             times.append(time.perf_counter() - start)
             progress.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
     return np.array(losses), times
-
-
-def held_out_batches(text, options, count=16):
-    return jnp.stack([windows(text, options.batch, options.seq, np.random.default_rng(i)) for i in range(count)])
 
 
 def windows(text, batch, seq, random):
@@ -255,28 +247,20 @@ def read_text(options):
 
 def parse_options():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_language_options(parser)
+    for name, default in SIZES.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"(default: {default})")
+    parser.add_argument("--rate", type=float, default=4e-3, help="peak learning rate (default: 0.004)")
+    parser.add_argument("--text", type=Path, help="file to train on (default: the standard library's sources)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of activations")
     parser.add_argument("--out", type=Path, default=Path("train_lm.png"), help="the plot (default: train_lm.png)")
     options = parser.parse_args()
 
-    check_language_options(parser, options)
-    return options
-
-
-def add_language_options(parser):
-    for name, default in LANGUAGE_OPTIONS.items():
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"(default: {default})")
-    parser.add_argument("--rate", type=float, default=4e-3, help="peak learning rate (default: 0.004)")
-    parser.add_argument("--text", type=Path, help="file to train on (default: the standard library's sources)")
-
-
-def check_language_options(parser, options):
-    check_options(parser, options, dict.fromkeys(LANGUAGE_OPTIONS, 1) | {"seed": 0, "steps": 2, "seq": 2})
+    check_options(parser, options, dict.fromkeys(SIZES, 1) | {"seed": 0, "steps": 2, "seq": 2})
     if options.dim % (2 * options.heads):
         parser.error(f"--dim {options.dim} --heads {options.heads}: dim must be a multiple of 2 * heads")
     if options.text and not options.text.is_file():
         parser.error(f"--text {options.text}: is no file")
+    return options
 
 
 def check_options(parser, options, least):
@@ -286,8 +270,6 @@ def check_options(parser, options, least):
             parser.error(f"--{name} {getattr(options, name)}: must be at least {number}")
     if not 0 < options.rate < float("inf"):
         parser.error(f"--rate {options.rate}: must be positive and finite")
-    if "out" not in options:
-        return
     if options.out.suffix != ".png" or options.out.is_dir():
         parser.error(f"--out {options.out}: must be the name of a .png file")
     if not options.out.absolute().parent.is_dir():

@@ -5,8 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -38,54 +36,6 @@ def test_train_images(tmp_path):
     printed = run("train_images.py", "--steps", "3", *sizes, *out, JAX_DEFAULT_MATMUL_PRECISION="highest")
     assert float(re.search(r"between the curves: (\S+) at step", printed)[1]) < 1e-4
     assert (tmp_path / "images.png").read_bytes().startswith(b"\x89PNG")
-
-
-QUANTIZE_LM = ["quantize_lm.py", "--batch", "2", "--seq", "16", "--layers", "1", "--dim", "32", "--calls", "1"]
-
-
-def test_quantize_lm():
-    # One text for every machine: the default one is that of its Python.
-    text = ["--text", EXAMPLES.parent / "LICENSE", "--steps", "60"]
-    printed = run(*QUANTIZE_LM, *text, XLA_FLAGS="--xla_backend_optimization_level=0")
-    rows = re.findall(r"^(\w+) +(\w+) +(\S+) +\S+ +(\S+) +(\S+)% ", printed, re.MULTILINE)
-    types = {"float8_e4m3fn": "float8_e4m3fn", "int8": "int8", "int4": "int8"}
-    pairs = [(weights, inputs) for weights, kind in types.items() for inputs in (kind, "bfloat16")]
-    assert [row[:2] for row in rows] == [("bfloat16", "bfloat16"), *pairs]
-    # The embedding stays as it is.
-    assert all(float(size) < float(rows[0][2]) for _, _, size, *_ in rows[1:])
-    assert all(abs(float(change)) < (5 if weights == "int4" else 1) for weights, *_, change in rows)
-
-
-@pytest.mark.parametrize(
-    ("weights", "perplexity", "is_near"),
-    [
-        ("int8", 4.039, True),
-        ("int8", 4.041, False),
-        ("int8", 3.959, False),
-        ("int4", 4.19, True),
-        ("int4", 4.21, False),
-        ("float8_e4m3fn", float("nan"), False),
-    ],
-)
-def test_quantize_lm_fails_where_the_perplexity_changes(weights, perplexity, is_near, monkeypatch):
-    monkeypatch.syspath_prepend(EXAMPLES)
-    import quantize_lm
-
-    row = partial(quantize_lm.Row, weight_bytes=1, working_bytes=1, forward=1.0, token=1.0)
-    rows = [row("bfloat16", "bfloat16", perplexity=4.0), row(weights, "int8", perplexity=perplexity)]
-    monkeypatch.setattr(quantize_lm, "fit", lambda *_: (np.ones(1), [1.0]))
-    monkeypatch.setattr(quantize_lm, "compare", lambda *_: rows)
-    monkeypatch.setattr(sys, "argv", QUANTIZE_LM)
-    with nullcontext() if is_near else pytest.raises(SystemExit, match=rf"changes too much.\n{weights} with int8: "):
-        quantize_lm.main()
-
-
-def test_quantize_lm_knows_its_types():
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / "quantize_lm.py", "--weights", "int2"], capture_output=True, text=True
-    )
-    assert done.returncode == 2
-    assert "invalid choice: 'int2'" in done.stderr
 
 
 # Over 16 seeds, with XLA's optimisations and without, the loss in float8 was from 0.42 % below that in bfloat16 to
