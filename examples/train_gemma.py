@@ -5,7 +5,7 @@
 
 gemma.py is the model, gemma_jaxnorm.py what its user adds. Both ways start from the same parameters and read the same
 words of the Python standard library's sources, so the loss curves should lie on each other. Tokens a second, memory and
-the time to compile are measured, each way in a process of its own, and written as a table, as JSON and as a picture.
+the time to compile are measured, each way in a process of its own, and written as a table and as JSON.
 
 The batch is split over all devices. So are parameters and the optimiser's state, each array along one axis; a step
 gathers the parameters, and gives each device its part of the gradients (https://arxiv.org/abs/1910.02054).
@@ -36,7 +36,7 @@ from jax.sharding import PartitionSpec as P
 from train_lm import run_steps, windows
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # the benchmarks, which are not installed
-from bench import report, trainers
+from bench import report
 
 
 class Way(NamedTuple):
@@ -217,7 +217,7 @@ def header_of(size, devices, options):
     config = size.config
     return {
         **report.device(options.commit),
-        "device": f"{len(devices)} x {devices[0].device_kind}" if len(devices) > 1 else trainers.hardware(),
+        "device": f"{len(devices)} x {devices[0].device_kind}" if len(devices) > 1 else devices[0].device_kind,
         "model": f"{config.layers} layers of {config.dim}, {config.heads} and {config.kv_heads} heads of "
         f"{config.head_dim}, GeGLU of {config.hidden}, vocabulary of {config.vocabulary}",
         "batch": f"{size.batch} x {size.tokens} tokens a device",
@@ -251,7 +251,7 @@ def parse_options():
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of activations")
     parser.add_argument("--attention", choices=["xla", "cudnn"], help="(default: cudnn where it can)")
     parser.add_argument("--text", type=Path, help="file to train on (default: the standard library's sources)")
-    parser.add_argument("--out", type=Path, default=Path("train_gemma"), help="write OUT.json and OUT.png")
+    parser.add_argument("--out", type=Path, default=Path("train_gemma/run"), help="CARD/RUN: write CARD.json")
     parser.add_argument("--commit", help="what is measured, where there is no git (default: the checkout's)")
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
@@ -277,10 +277,11 @@ def main():
         results = [in_a_process(way, options, Path(folder)) for way in options.ways]
     rows = [row for _, row in results]
     report.write(results[0][0], rows, options.out)
-    print(*trainers.differences(rows), sep="\n")
-    picture = options.out.with_suffix(".png")
-    trainers.save(trainers.draw([report.load(options.out.with_suffix(".json"))]), picture)
-    print(f"Wrote {picture} and the numbers beside it.")
+    for row in rows[1:]:
+        apart = max(abs(a - b) for a, b in zip(row["losses"], rows[0]["losses"], strict=True))
+        print(
+            f"{row['way']}: {row['tokens/s'] / rows[0]['tokens/s']:.3f} times as fast, losses {apart:.1e} apart at most"
+        )
 
 
 if __name__ == "__main__":

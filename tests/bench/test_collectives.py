@@ -5,11 +5,10 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
+from bench.collectives import collectives
 from hlo import compiled_text
 from jax.sharding import PartitionSpec as P
 from meshes import mesh_of
-
-from bench.collectives import collectives
 
 # As XLA for GPUs writes them: the start of an asynchronous collective has the operands too.
 ASYNCHRONOUS = """HloModule jit_f

@@ -3,11 +3,11 @@
 import jax
 import numpy as np
 import pytest
+from bench.collectives import collectives
 from jax.sharding import Mesh
 
 from bench import report, sharded_steps, tables
 from bench.__main__ import parse
-from bench.collectives import collectives
 
 pytestmark = pytest.mark.any_code
 
