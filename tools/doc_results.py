@@ -7,13 +7,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
 # `mkdocs` has its own folder on the path, and not the clone's root.
-sys.path.append(str(ROOT))
+sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from bench import tables
 
-RESULTS = ROOT / "bench" / "results"
+RESULTS = Path(tables.__file__).parent / "results"
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
