@@ -146,7 +146,7 @@ def norm_of(spec, name):
 
 
 def flax_norm(x, weights, axes=-1):
-    """As Flax's LayerNorm and GroupNorm have it by default, by E[x²] - mean²: all that is summed up at one reading."""
+    """As Flax's LayerNorm and GroupNorm have it by default, by E[x²] - mean²: all that is summed at one reading."""
     wide = x.astype(jnp.float32)
     mean, square = wide.mean(axes, keepdims=True), jnp.square(wide).mean(axes, keepdims=True)
     scale, bias = weights

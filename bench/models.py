@@ -147,7 +147,7 @@ class Around(NamedTuple):
 def modulations(spec, condition, matrix):
     """The shifts, scales and gates that a condition (batch, dim) asks for, each (batch, 1, dim).
 
-    Source: adaLN-Zero of Peebles and Xie, Scalable Diffusion Models with Transformers, https://arxiv.org/abs/2212.09748.
+    Source: adaLN-Zero, Peebles and Xie, Scalable Diffusion Models with Transformers, https://arxiv.org/abs/2212.09748.
     """
     joint = spec.product(jax.nn.silu(condition), matrix)[:, None, :]
     return jnp.split(joint, joint.shape[-1] // condition.shape[-1], axis=-1)

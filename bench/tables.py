@@ -71,7 +71,8 @@ def about(header, *more):
     """What ran where, and the empty line that Markdown wants before a table."""
     device = next((header[key] for key in ("gpu", "cpu", "device") if key in header), "unknown device")
     cores = f", {header['cores']} cores" if "cores" in header else ""
-    run = f"{device}{cores}, JAX {header['jax']}, {header['date']}, commit {header['commit']}: `{header['command']}`."
+    command = header["command"].removeprefix("python -m ")  # of that commit
+    run = f"{device}{cores}, JAX {header['jax']}, {header['date']}, commit {header['commit']}: `{command}`."
     return [" ".join([run, *more]), ""]
 
 
