@@ -6,16 +6,10 @@ import sys
 
 COMMANDS = {
     "gpu": "device time of the ops on an NVIDIA GPU, beside XLA's code and a copy",
-    "dots": "device time of products with quantised operands, beside bfloat16",
-    "decode": "a decoding step with quantised weights, beside bfloat16",
     "cpu": "wall time of the ops on the CPU, beside XLA's code and a copy",
     "float8": "a training step with products of float8, beside bfloat16",
     "model": "the norms within a model's training step",
-    "sharding": "the norms over several devices",
     "resources": "registers and spills of the CUDA kernels in two builds, without a GPU",
-    "show": "the table of a results file",
-    "plot": "pictures of the results",
-    "trainers": "a picture of what examples/train_gemma.py measured",
     "tables": "write the results into README.md and docs/",
 }
 

@@ -1,23 +1,19 @@
 """Wall time of the ops on the CPU beside XLA's own code for the jnp formula and a copy, in one run.
 
-    python -m bench cpu --out bench/results/cpu
-    python -m bench cpu --ops add_rms add_layer gated heads --out bench/results/cpu_neighbours
-    python -m bench cpu --ops rms_quantized layer_quantized --out bench/results/cpu_quantized
-    python -m bench cpu --ops gated_activation --out bench/results/cpu_activations
-    python -m bench cpu --ops softmax log_softmax cross_entropy --default --turns 3 --out bench/results/cpu_rows
+    python -m bench cpu --out bench/results/cpu/norms
+    python -m bench cpu --ops add_rms add_layer gated heads --out bench/results/cpu/neighbours
+    python -m bench cpu --ops softmax log_softmax cross_entropy --default --turns 3 --out bench/results/cpu/rows
 
 Each cell is measured alone, one op a program, and in a chain of several in one program. Alone, results are new arrays
-in every call, as JAX makes them, and mapping their memory is in all numbers. In a chain that memory is used again, as
-in a model; see `chain` for what keeps XLA from making one operation of it. A residual is dead in a model that runs
-forward only, so alone it is donated there, to jaxnorm and to XLA; the sum is the next call's. A quantised result is no
-norm's input, a loss no logits and a gated activation half as long, so there is no chain of those. With --default the
+in every call, and mapping their memory is in all numbers; in a chain that memory is used again, as in a model. A
+residual is dead in a model that runs forward only, so alone it is donated, to jaxnorm and to XLA. A quantised result is
+no norm's input, a loss no logits and a gated activation half as long, so there is no chain of those. With --default the
 programs of jaxnorm are those of `implementation=None`, else of "native".
 
 Times are medians over the calls of several turns, in a chain divided by its length; the programs take turns, so that a
 busy moment of the machine meets all. A turn's first call is left out: XLA frees a program's temporary memory after its
-results are ready, which slows whatever runs next, and that should be the same program. Rates count each input read once
-and each output written once, as `bench gpu` does. "copy ms" is the time that `x + 1`, alone or in a chain, takes for as
-many bytes; in a chain XLA writes it over its input, which is faster than any copy.
+results are ready, which slows whatever runs next. Rates count each input read once and each output written once. "copy
+ms" is the time that `x + 1` takes for as many bytes; in a chain XLA writes it over its input, faster than any copy.
 
 Every cell is checked first: few rows of its length, against the formula in float64.
 """
@@ -33,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
-from bench import norms, ops, others, report, shapes, targets
+from bench import norms, ops, others, report, shapes
 from bench.programs import Program, check, each_direction, functions, jitted, programs
 from jaxnorm.native import ffi
 
@@ -57,7 +53,7 @@ MLPS = tuple(
 
 
 def add_arguments(parser):
-    parser.add_argument("--out", type=Path, help="write OUT.json")
+    report.add_arguments(parser)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--ops", nargs="+", default=list(norms.NORMS), choices=ops.CPU_OPS)
     parser.add_argument("--cols", nargs="+", type=int, help="these row lengths only")
@@ -67,15 +63,14 @@ def add_arguments(parser):
 
 def main(args):
     jax.config.update("jax_platforms", "cpu")
-    header, rows, todo = hardware(), [], cells(args)
+    header, rows, todo = hardware(args.commit), [], cells(args)
     for done, cell in enumerate(tqdm(todo), 1):
         rows += measure_cell(*cell, args.turns, None if args.default else "native")
         rows.sort(key=lambda row: (row["op"], row["dtype"]))
-        header["geometric mean of x XLA"] = round(statistics.geometric_mean(row["x XLA"] for row in rows), 2)
         header["cells"] = f"{done} of {len(todo)}"
         if args.out:
             report.save(header, rows, args.out)
-    report.write(header, rows, args.out, targets.below(header, rows))
+    report.write(header, rows, args.out, {"remarks": report.remarks(rows)})
 
 
 def cells(args):
@@ -106,14 +101,13 @@ def shapes_of(op):
     return [*((op, shape) for shape in SHAPES.values()), *((f"{op}, {name}", SHAPES[LLAMA]) for name in variants)]
 
 
-def hardware():
+def hardware(measured):
     model = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
     return {
         "cpu": model[1] if model else "unknown",
         "cores": len(os.sched_getaffinity(0)),
         "instruction set": ffi.module("cpu").isa(),
-        "jax": jax.__version__,
-        "commit": report.commit(),
+        **report.versions(measured),
     }
 
 
@@ -155,12 +149,10 @@ def alone(op, implementation, operands):
 def chain(op, implementation, operands):
     """The same, of several ops one after the other.
 
-    A chain of bare norms is none to XLA: it makes one operation of all, which reads x, scales each row by every rstd in
-    turn while the row is in the cache, and writes the last result only. No model has that, as between two norms there
-    is a matmul or a sum at least. So each result passes an optimization barrier: it has to be there in memory, and that
-    is all the barrier does. (The other loop of models, `scan`, copies its state after every norm, ours and XLA's.)
-    Before JAX 0.11.1 XLA fuses over barriers: there a chain says nothing. Norms have weights of their own, as layers
-    do, and gates; of shared ones XLA makes an array of x's size for all.
+    A chain of bare norms is none to XLA: it makes one operation of all, which writes the last result only. No model has
+    that, as between two norms there is a product or a sum. So each result passes an optimization barrier: it has to be
+    there in memory. Before JAX 0.11.1 XLA fuses over barriers: there a chain says nothing. Norms have weights of their
+    own, as layers do, and gates; of shared ones XLA makes an array of x's size for all.
 
     XLA may write a result over its input, which is dead, and does for small float32 arrays; a native call cannot.
 

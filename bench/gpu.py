@@ -1,15 +1,15 @@
 """Device time of the ops on one NVIDIA GPU, beside XLA's code for the formula and a copy, in one run.
 
-    python -m bench gpu --ops rms layer --out bench/results/h200
-    python -m bench gpu --ops softmax log_softmax cross_entropy --out bench/results/h200_rows
+    python -m bench gpu --ops rms layer --out bench/results/h200/norms
+    python -m bench gpu --ops softmax log_softmax cross_entropy --out bench/results/h200/rows
     python -m bench gpu --suites grid --dtypes bfloat16 --cols 4096 8192
 
 Kernel time comes from CUPTI and is the median of many calls. Arrays beyond the caches are used again and again; smaller
 ones take turns, so that each is read from memory; those of the suite "small" stay in the cache, as in decoding. Rates
 count each array that must be read and written once: of a norm 2 of x's size forward, 3 backward, 5 in a step, which is
 the result and all gradients in one program; with a residual 4, 4 and 8; with a gate 3, 5 and 8. "copy" is XLA's `x + 1`
-on as many 32-bit words as x has bytes. "x XLA" and "x best peer" say how many times as fast jaxnorm is; other packages
-on an H200 are from bench/peers_h200.json. "temp MiB" is what a program takes beside its operands and results.
+on as many 32-bit words as x has bytes. "x XLA" says how many times as fast jaxnorm is. "temp MiB" is what a program
+takes beside its operands and results.
 
 A residual is donated to jaxnorm's forward, which writes the sum over it, and the sum is the next call's residual. In no
 program of jaxnorm's norms XLA may run a kernel of its own, or copy an array of x's size: that is an error. With
@@ -19,7 +19,7 @@ Of a quantised result a byte an element is counted, and no scales. There is a fo
 quantised norms has other dtypes than float8_e4m3fn, other scales than one a token, and a residual.
 
 Every cell is checked first: few rows of its length, against the formula in float64. What fails is listed, and so is
-what misses its target (bench/targets.py). Results are written after every cell.
+what is wrong or slower than XLA's code. Results are written after every cell.
 """
 
 import functools
@@ -30,10 +30,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 from tqdm import tqdm
 
-from bench import ops, programs, recorded, report, shapes, targets
+from bench import ops, programs, report, shapes
 from bench.timing import device_time, sets_needed
 from jaxnorm.native import ffi
 
@@ -75,7 +74,6 @@ def add_arguments(parser):
     parser.add_argument("--cols", nargs="+", type=int, help="these row lengths only")
     parser.add_argument("--iterations", type=int, default=20, help="calls of each program; five times as many if small")
     parser.add_argument("--default", action="store_true", help='jaxnorm with implementation=None, not "native"')
-    parser.add_argument("--kernels", action="store_true", help="the kernels' names too, in the JSON")
 
 
 def cells(args):
@@ -154,7 +152,7 @@ def measure_cell(cell, args, failed):
     times = attempts(timings.items(), failed)
     temporary = {name: of.memory_analysis().temp_size_in_bytes for name, of in executables.items()}
     measured = [direction for direction in cell.moved if ("jaxnorm", direction) in times]
-    return [row(cell, direction, times, temporary, copy, error, args.kernels) for direction in measured]
+    return [row(cell, direction, times, temporary, copy, error) for direction in measured]
 
 
 def package_time(package, cell, executable, by_set, iterations, *, is_pure=True):
@@ -177,13 +175,12 @@ def copies(text, shape):
     return instruction.findall(text)
 
 
-def row(cell, direction, times, temporary, copy, error, kernels=False):
+def row(cell, direction, times, temporary, copy, error):
     """One line of the table. Times and temporary bytes are those of jaxnorm and XLA, by (package, direction)."""
     op, rows, cols = report.op_name(cell.kind, direction), cell.shape.rows, cell.shape.cols
     ours, xla = times["jaxnorm", direction], times.get(("XLA", direction))
     rate = cell.moved[direction] / ours.seconds
-    peer = recorded.best(jax.devices()[0].device_kind, op, cell.dtype, cell.shape)
-    line = {
+    return {
         "op": op,
         "dtype": cell.dtype,
         "shape": cell.shape.name,
@@ -196,15 +193,10 @@ def row(cell, direction, times, temporary, copy, error, kernels=False):
         "copy GB/s": copy and copy / 1e9,
         "XLA us": xla and xla.seconds * 1e6,
         "x XLA": xla and xla.seconds / ours.seconds,
-        "best peer": peer and f"{peer[0]} (recorded)",
-        "x best peer": peer and peer[1] / ours.seconds,
         "temp MiB": temporary["jaxnorm", direction] / 2**20,
         "XLA temp MiB": xla and temporary["XLA", direction] / 2**20,
         "error / tolerance": error,
     }
-    if kernels:
-        line["names"] = {name: time.kernels for (name, way), time in times.items() if way == direction}
-    return line
 
 
 def hardware(measured):
@@ -212,10 +204,8 @@ def hardware(measured):
     return {
         "gpu": jax.devices()[0].device_kind,
         "driver": subprocess.run(query, capture_output=True, text=True, check=True).stdout.split("\n")[0],
-        "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
         "CUDA of the kernels": ffi.module("cuda").toolkit(),
-        "commit": measured or report.commit(),
+        **report.versions(measured),
     }
 
 
@@ -239,5 +229,5 @@ def main(args):
             header["cells"] = f"{done} of {len(todo)}"
             if args.out:
                 report.save(header, rows, args.out, failed=failed)
-    report.write(header, rows, args.out, targets.below(header, rows), failed=failed)
+    report.write(header, rows, args.out, {"remarks": report.remarks(rows)}, failed=failed)
     return 1 if failed else 0

@@ -9,15 +9,20 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 import jaxnorm
-from bench import model_blocks, model_norms
+from bench import model_norms
 
 PATCH = 768  # features of an image's 16 x 16 patch
 RATE = 1e-4  # of the update: the weights, and with them the power that a product draws, stay what they were
+
+
+def wide_product(x, matrix):
+    return x @ matrix.astype(x.dtype)
 
 
 @dataclass(frozen=True)
@@ -34,10 +39,8 @@ class Spec:
     batch: int
     tokens: int
     classes: int
-    rotary: bool = True
     attention: str | Callable = "xla"  # `jax.nn`'s implementation, or a function of queries, keys and values
-    scan: bool = False  # over stacked layers; otherwise they are unrolled
-    remat: str = "none"  # "full" keeps a layer's input only
+    product: Callable = wide_product  # of x and a matrix
     kv_heads: int | None = None  # of keys and values, each for a group of queries; None is as many as heads
     activation: str = "silu"  # of the MLP
     packed: bool = False  # gate and up of a gated MLP are one product, side by side
@@ -58,10 +61,8 @@ class Spec:
 
 LLAMA = Spec("Llama-like", "rms", True, 8, 2048, 16, 8192, batch=4, tokens=2048, classes=1024)
 LLAMA_PACKED = replace(LLAMA, name="Llama-like, packed", packed=True)
-LLAMA_GROUPED = replace(LLAMA, name="Llama-like, grouped", kv_heads=4)
 LLAMA_JOINT = replace(LLAMA_PACKED, name="Llama-like, joint", joint=True, classes=32000)
 QWEN = replace(LLAMA_JOINT, name="Qwen-like", dim=2560, heads=20, kv_heads=4, hidden=9728, classes=151936)
-LLAMA_8B = replace(LLAMA_JOINT, name="Llama 3 8B-like", dim=4096, heads=32, kv_heads=8, hidden=14336, classes=128256)
 GEMMA = replace(LLAMA, name="Gemma-like", heads=8, kv_heads=4, activation="gelu", scale_offset=1.0, sandwich=True)
 # Half the layers of ViT-L/16.
 VIT = Spec("ViT-like", "layer", False, 12, 1024, 16, 4096, batch=64, tokens=197, classes=1000, activation="gelu")
@@ -112,10 +113,9 @@ def init(spec, seed=0):
         joins = {"out": matrix(dim, dim, gain), "down": matrix(hidden, dim, gain)}
         return {**stream, **head, **ups, **products, **joins}
 
-    layers = [layer() for _ in range(spec.layers)]
     return {
         "embed": matrix(spec.classes, spec.dim, math.sqrt(spec.classes)) if spec.language else matrix(PATCH, spec.dim),
-        "layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers) if spec.scan else layers,
+        "layers": [layer() for _ in range(spec.layers)],
         "norm": matrix(spec.dim, 2 * spec.dim) if spec.conditioned else weights(spec.dim),
         "head": matrix(spec.dim, spec.classes),
     }
@@ -136,6 +136,69 @@ def batch(spec, seed=1):
     return inputs, jax.random.randint(keys[1], dims[:1], 0, spec.classes)
 
 
+class Around(NamedTuple):
+    """What stands around attention or an MLP."""
+
+    norm: tuple  # weights of the norm of what it reads or, where norms come after the sum, of that
+    post: tuple = ()  # weights of a norm of what it gives; () is none
+    gate: jax.Array | None = None  # factor of what it gives
+
+
+def modulations(spec, condition, matrix):
+    """The shifts, scales and gates that a condition (batch, dim) asks for, each (batch, 1, dim).
+
+    Source: adaLN-Zero, Peebles and Xie, Scalable Diffusion Models with Transformers, https://arxiv.org/abs/2212.09748.
+    """
+    joint = spec.product(jax.nn.silu(condition), matrix)[:, None, :]
+    return jnp.split(joint, joint.shape[-1] // condition.shape[-1], axis=-1)
+
+
+def adaptive(shift, scale):
+    """The weights of a norm that is modulated, `norm(x) * (1 + scale) + shift`: float32, as those of every norm."""
+    return 1 + scale.astype(jnp.float32), shift.astype(jnp.float32)
+
+
+def arounds(spec, layer, condition):
+    """Of attention, and of the MLP."""
+    if not spec.conditioned:
+        return [Around(layer[f"{name}_norm"], layer.get(f"{name}_post_norm", ())) for name in ("attention", "mlp")]
+    parts = modulations(spec, condition, layer["modulation"])
+    return [Around(adaptive(shift, scale), gate=gate) for shift, scale, gate in (parts[:3], parts[3:])]
+
+
+def block(spec, norms, layer, stream, attend, positions=None, condition=None):
+    """One layer: the next stream, and what `attend` keeps besides its result."""
+
+    def attention(y):
+        names = ("qkv",) if spec.joint else ("query", "key", "value")
+        heads = [spec.product(y, layer[name]).reshape(*y.shape[:-1], -1, spec.head_size) for name in names]
+        if spec.language:
+            rotate = norms.joint_heads if spec.joint else norms.heads
+            heads = [*rotate(*heads, layer["query_norm"], layer["key_norm"], positions)]
+        result, kept = attend(*heads)
+        return spec.product(result.reshape(*heads[-1].shape[:-2], -1), layer["out"]), kept
+
+    def mlp(y):
+        if spec.packed:
+            y = norms.gated(spec.product(y, layer["gate_up"]))
+        else:
+            activation, up = getattr(jax.nn, spec.activation), spec.product(y, layer["up"])
+            y = activation(spec.product(y, layer["gate"])) * up if spec.language else activation(up)
+        return spec.product(y, layer["down"]), None
+
+    around_attention, around_mlp = arounds(spec, layer, condition)
+    stream, kept = _half(spec, norms, around_attention, stream, attention)
+    stream, _ = _half(spec, norms, around_mlp, stream, mlp)
+    return stream, kept
+
+
+def _half(spec, norms, around, stream, apply):
+    y, x = (stream, stream) if spec.after_sum else norms.stream(stream, around.norm)
+    part, kept = apply(y)
+    stream = norms.add(x, part, around.post, around.gate)
+    return norms.closing(stream, around.norm) if spec.after_sum else stream, kept
+
+
 def hidden(spec, norms, params, inputs):
     """What the layers and the last norm make of the inputs. Norms after sums have their first one before the layers."""
     inputs, condition = inputs if spec.conditioned else (inputs, None)
@@ -148,26 +211,17 @@ def hidden(spec, norms, params, inputs):
     def attend(q, k, v):
         return attention(q, k, v), None
 
-    def layer_of(stream, layer):
-        return model_blocks.block(spec, norms, layer, stream, attend, positions, condition)
-
-    if spec.remat == "full":
-        layer_of = jax.checkpoint(layer_of)
     embed = params["embed"]
-    x = embed[inputs].astype(jnp.bfloat16) if spec.language else model_blocks.product(inputs, embed)
-    stream = norms.start(x)
+    stream = embed[inputs].astype(jnp.bfloat16) if spec.language else spec.product(inputs, embed)
     if spec.after_sum:
         stream = norms.closing(stream, params["norm"])
-    if spec.scan:
-        stream, _ = jax.lax.scan(layer_of, stream, params["layers"])
-    else:
-        for layer in params["layers"]:
-            stream, _ = layer_of(stream, layer)
+    for layer in params["layers"]:
+        stream, _ = block(spec, norms, layer, stream, attend, positions, condition)
     if spec.after_sum:
         return stream
     weights = params["norm"]
     if spec.conditioned:
-        weights = model_blocks.adaptive(*model_blocks.modulations(condition, weights))
+        weights = adaptive(*modulations(spec, condition, weights))
     return norms.closing(stream, weights)
 
 
@@ -184,7 +238,7 @@ def loss(spec, variant, params, inputs, targets):
 
 def losses(logits, labels):
     """As Optax computes them, which XLA compiles better than what reads `log_softmax`."""
-    logits = logits.astype(jnp.float32)
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     label_logits = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
     return jax.nn.logsumexp(logits, axis=-1) - label_logits
 
@@ -236,13 +290,13 @@ def decode_step(spec, variant):
             weights = jax.nn.softmax(logits / math.sqrt(spec.head_size)).astype(q.dtype)
             return jnp.einsum("bgrs,bgsd->bgrd", weights, values), (keys, values)
 
-        stream = norms.start(params["embed"][tokens])
+        stream = params["embed"][tokens]
         kept = []
         for layer, (keys, values) in zip(params["layers"], cache, strict=True):
             attend_to = functools.partial(attend, keys, values)
-            stream, entry = model_blocks.block(spec, norms, layer, stream, attend_to, position)
+            stream, entry = block(spec, norms, layer, stream, attend_to, position)
             kept.append(entry)
-        logits = model_blocks.product(norms.closing(stream, params["norm"]), params["head"])
+        logits = spec.product(norms.closing(stream, params["norm"]), params["head"])
         return (jnp.argmax(logits, -1).astype(tokens.dtype), position + 1, kept), logits
 
     return step

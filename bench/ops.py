@@ -20,31 +20,41 @@ OF_MODELS = {
 LOGITS = ("softmax", "log_softmax")
 OPS = (*NORMS, *LOGITS, *OF_MODELS)
 CPU_OPS = (*NORMS, *LOGITS, "cross_entropy", "gated_activation")
-SUITES = (*shapes.suites(4), "variants")
+SUITES = ("grid", "models", "small", "odd", "variants")
+GATED_COLS = 16_384  # the longest row of a gated norm that a kernel holds
 
 
 def suites_of(op, dtype):
-    """(kind, shape) of each cell, by suite. A variant is another kind: "rms_quantized, int8"."""
-    itemsize = jnp.dtype(dtype).itemsize
+    """(kind, shape) of each cell, by suite. All arrays of "grid" are of one size, those of "small" stay in the cache.
+
+    A variant is another kind: "rms_quantized, int8".
+    """
     if op in OF_MODELS:
         return _of_models(op)
-    if op in LOGITS:
-        return _of_logits(op, itemsize)
-    if op == "gated":
-        return _gated_suites(itemsize)
     if op == "heads":
         return {"models": [(norms.HEADS, shape) for shape in shapes.PER_HEAD]}
-    if op not in norms.QUANTIZED:
-        tables = (shapes.added_suites if op in norms.ADDED else shapes.suites)(itemsize)
-        suites = {suite: [(op, shape) for shape in table] for suite, table in tables.items()}
-        if op == "add_rms":
-            suites["models"].append((norms.PADDED, shapes.PADDED))
-        return suites
-    table = shapes.quantized_suites(itemsize)
-    suites = {suite: [(op, shape) for shape in table[suite]] for suite in ("grid", "small", "odd")}
-    if dtype == "bfloat16":  # one dtype for all variants: they differ in what is written
-        variants = [f"{op}, {name}" for name in norms.QUANTIZATIONS]
-        suites["variants"] = [(kind, shape) for kind in variants for shape in table["variants"]]
+    itemsize = jnp.dtype(dtype).itemsize
+    if op in LOGITS:
+        return _of_logits(op, itemsize)
+    grid, gated = shapes.grid(itemsize), op == "gated"
+
+    def cells(table, *kinds):
+        return [(kind, shape) for kind in kinds for shape in table if not gated or shape.cols <= GATED_COLS]
+
+    kinds = (norms.GATED, norms.GATE_LAST) if gated else (op,)
+    suites = {"grid": cells(grid, *kinds), "models": []}
+    suites |= {"small": cells(shapes.DECODE, kinds[0]), "odd": cells(shapes.LARGE_ODD, *kinds)}
+    if gated:  # each model with its own; the gate of a Mamba2 comes first
+        suites["models"] = cells(shapes.MAMBA2, norms.GATED, norms.GROUPED)
+        suites["models"] += [(norms.GATE_LAST, shapes.QWEN3_NEXT)]
+    elif op in norms.ADDED:
+        suites["models"] = cells(shapes.STREAMS, op)
+        suites["models"] += [(norms.PADDED, shapes.PADDED)] if op == "add_rms" else []
+    elif op not in norms.QUANTIZED:
+        suites["models"] = cells(shapes.MODELS + shapes.LARGE_MODELS, op)
+    elif dtype == "bfloat16":  # one dtype for all variants: they differ in what is written
+        variants = (f"{op}, {name}" for name in norms.QUANTIZATIONS)
+        suites["variants"] = cells([shape for shape in grid if shape.cols in (4096, 8192)], *variants)
     return suites
 
 
@@ -59,22 +69,13 @@ def _of_models(op):
 
 
 def _of_logits(op, itemsize):
-    table = {"grid": shapes.logits_grid(itemsize), "odd": shapes.odd_logits(itemsize)}
-    suites = {suite: [(op, shape) for shape in of] for suite, of in table.items()}
+    grid = shapes.grid(itemsize, lengths=tuple(sorted({*shapes.GRID_COLS, 32_768, 131_072})))
+    odd = shapes.grid(itemsize, lengths=(1001, 4097, 50_257))
+    suites = {
+        "grid": [(op, shape) for shape in grid],
+        "odd": [(op, shape._replace(name=f"odd {shape.cols}")) for shape in odd],
+    }
     if op == "softmax":
         suites["models"] = [(others.CAUSAL, shapes.HEADS_OF_SCORES)]
         suites["models"] += [(kind, shapes.CACHED_SCORES) for kind in others.WINDOWS]
     return suites
-
-
-def _gated_suites(itemsize):
-    """Either order on the grid, and each model with its own; the gate of a Mamba2 comes first."""
-    table = shapes.gated_suites(itemsize)
-    either = (norms.GATED, norms.GATE_LAST)
-    models = [(kind, shape) for shape in table["models"] for kind in (norms.GATED, norms.GROUPED)]
-    return {
-        "grid": [(kind, shape) for kind in either for shape in table["grid"]],
-        "models": [*models, (norms.GATE_LAST, shapes.QWEN3_NEXT)],
-        "small": [(norms.GATED, shape) for shape in table["small"]],
-        "odd": [(kind, shape) for kind in either for shape in table["odd"]],
-    }

@@ -13,6 +13,7 @@ import numpy as np
 
 import jaxnorm
 from bench import shapes
+from bench.models import losses
 from bench.programs import Op, draw, nbytes
 from jaxnorm.ops.float8_linear.formula import BY_XLA, Float8Linear
 from jaxnorm.ops.float8_linear.kernels import BY_KERNELS, transposed
@@ -73,14 +74,9 @@ def cross_entropy():
         labels = jax.random.randint(jax.random.key(seed), (shape.rows,), 0, shape.cols)
         return x, (labels,), jnp.full(shape.rows, 1 / shape.rows, jnp.float32)
 
-    def of_optax(logits, labels):
-        logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-        label_logits = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
-        return jax.nn.logsumexp(logits, axis=-1) - label_logits
-
     def function(how):
         ours = partial(jaxnorm.softmax_cross_entropy_with_integer_labels, implementation=how)
-        return of_optax if how == "jnp" else ours
+        return losses if how == "jnp" else ours
 
     moved = partial(nbytes, forward=1, backward=2)
     return Op(function, operands, moved, is_kept=True, is_last=True, **NOT_PURE)

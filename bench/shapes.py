@@ -149,13 +149,6 @@ RANKS = (
     Shape("many leading axes", (2, 1, 3, 2, 64), 1),
 )
 
-# No rows at all: a batch that a data loader left empty.
-EMPTY = (
-    Shape("no rows", (0, 128)),
-    Shape("an empty middle axis", (4, 0, 128)),
-    Shape("no rows, two normalised axes", (0, 8, 16), 2),
-)
-
 GRID_COLS = (256, 1024, 4096, 8192, 16_384, 65_536, 262_144)
 GRID_BYTES = 2**28  # an array of 256 MiB is far beyond any cache
 
@@ -163,37 +156,6 @@ GRID_BYTES = 2**28  # an array of 256 MiB is far beyond any cache
 def grid(itemsize: int, nbytes: int = GRID_BYTES, lengths: tuple[int, ...] = GRID_COLS) -> tuple[Shape, ...]:
     """Every row length of the comparison with other packages, each array ``nbytes`` large."""
     return tuple(Shape(f"grid {cols}", (max(1, nbytes // itemsize // cols), cols)) for cols in lengths)
-
-
-def logits_grid(itemsize: int) -> tuple[Shape, ...]:
-    return grid(itemsize, lengths=tuple(sorted({*GRID_COLS, 32_768, 131_072})))
-
-
-def odd_logits(itemsize: int) -> tuple[Shape, ...]:
-    return tuple(shape._replace(name=f"odd {shape.cols}") for shape in grid(itemsize, lengths=(1001, 4097, 50_257)))
-
-
-def suites(itemsize: int) -> dict[str, tuple[Shape, ...]]:
-    """What the benchmarks time: all arrays of "grid" are of one size, those of "small" stay in the cache."""
-    return {"grid": grid(itemsize), "models": MODELS + LARGE_MODELS, "small": DECODE, "odd": LARGE_ODD}
-
-
-def added_suites(itemsize: int) -> dict[str, tuple[Shape, ...]]:
-    """The like, of norms with a residual add."""
-    return {"grid": grid(itemsize), "models": STREAMS, "small": DECODE, "odd": LARGE_ODD}
-
-
-def gated_suites(itemsize: int) -> dict[str, tuple[Shape, ...]]:
-    """The like, of gated norms, whose rows have at most 16384 columns; "models" are rows without groups."""
-    table, odd = (tuple(shape for shape in of if shape.cols <= 16_384) for of in (grid(itemsize), LARGE_ODD))
-    return {"grid": table, "models": MAMBA2, "small": DECODE, "odd": odd}
-
-
-def quantized_suites(itemsize: int) -> dict[str, tuple[Shape, ...]]:
-    """The like, of norms with a quantised result; "variants" has the shapes of which every granularity is timed."""
-    table = grid(itemsize)
-    variants = tuple(shape for shape in table if shape.cols in (4096, 8192))
-    return {"grid": table, "small": DECODE, "odd": LARGE_ODD, "variants": variants}
 
 
 def few_rows(shape: Shape, elements: int = 2**17) -> Shape:

@@ -8,28 +8,24 @@ A table stands between `<!-- table: NAME -->` and `<!-- end -->`, with a line ab
 """
 
 import difflib
+import functools
 import re
 import statistics
 from pathlib import Path
 
-from bench import (
-    dot_tables,
-    model_tables,
-    report,
-    row_tables,
-    shapes,
-    sharded_tables,
-    targets,
-    trainer_tables,
-    trainers,
-)
-from bench.table_parts import about, code, is_chained, is_step, pivot, position, whole
+from bench import report, shapes
 
 MARKED = re.compile(r"<!-- table: (\S+) -->\n.*?<!-- end -->", re.DOTALL)
 DRAWN = re.compile(r"<!-- drawn: (\S+) -->")
+# In the order of the tables; a run may have fewer, or others, which come last.
+OPS = [report.op_name(kind, way) for way in ("forward", "backward", "step") for kind in ("rms", "layer")]
+DTYPES = ["float32", "bfloat16", "float16"]
 CPU_SHAPE = (4096, 4096)
-SMALL = frozenset(shape.name for shape in shapes.DECODE)
-MODELS = frozenset(shape.name for shape in shapes.suites(2)["models"])
+MODELS = frozenset(shape.name for shape in shapes.MODELS + shapes.LARGE_MODELS)
+# What a user gets who asks for nothing: the norms alone, and what takes the neighbours in.
+DEFAULTS = ("jaxnorm-default-norm", "jaxnorm-default")
+STEPS, DECODING = "models.md#in-percent-of-a-step", "models.md#decoding"
+BONSAI = {"vae": "VAE", "gemma3": "Gemma 3", "qwen3": "Qwen3", "dit": "DiT", "vit": "ViT"}
 
 
 def add_arguments(parser):
@@ -65,105 +61,50 @@ def drawn(text, folder):
 def table(name, folder):
     if name not in TABLES:
         raise SystemExit(f"no table is called {name}; there are {', '.join(TABLES)}")
-    files, lines_of = TABLES[name]
-    found = {file: sorted(folder.glob(file)) for file in ((files,) if isinstance(files, str) else files)}
-    missing = [file for file, paths in found.items() if not paths]
-    if missing:
-        return f"Not measured yet: there is no `{', '.join(missing)}`."
-    return "\n".join(lines_of(*(report.load(path) for paths in found.values() for path in paths)))
+    lines_of, *runs = TABLES[name]
+    found = {run: report.load(folder / run) for run in runs}
+    missing = [run for run, results in found.items() if results is None]
+    return f"Not measured yet: {', '.join(missing)}." if missing else "\n".join(lines_of(*found.values()))
+
+
+def about(header, *more):
+    """What ran where, and the empty line that Markdown wants before a table."""
+    device = next((header[key] for key in ("gpu", "cpu", "device") if key in header), "unknown device")
+    cores = f", {header['cores']} cores" if "cores" in header else ""
+    command = header["command"].removeprefix("python -m ")  # of that commit
+    run = f"{device}{cores}, JAX {header['jax']}, {header['date']}, commit {header['commit']}: `{command}`."
+    return [" ".join([run, *more]), ""]
+
+
+def code(op):
+    """The function's name as code: `rms_norm` forward."""
+    name, _, rest = op.partition(" ")
+    return f"`{name}` {rest}".strip()
+
+
+def position(key):
+    """Where (op, dtype) stands: plain ops before those that say more after a comma."""
+    (op, _, more), dtype = key[0].partition(", "), key[1]
+    places = (known.index(name) if name in known else len(known) for name, known in ((op, OPS), (dtype, DTYPES)))
+    return more, *places, op, dtype
+
+
+def is_step(row):
+    return row["op"].partition(", ")[0].endswith(" step")
+
+
+def wholes(*runs):
+    """Every column of every run as it is."""
+    return [line for run in runs for line in [*about(run["header"]), *report.table_of(run["columns"], run["rows"]), ""]]
 
 
 def headline(results):
     """One line about all shapes."""
-    steps = [row for row in results["rows"] if is_step(row) and row["x XLA"]]
-    what = f"{results['header']['gpu']}, {len(steps)} programs of a result and all its gradients"
-    return [ratios(what, steps)] if steps else []
-
-
-def cpu_headline(results):
-    """The same, of programs that run alone and in a chain."""
-    header, rows = results["header"], [row for row in results["rows"] if row.get("x XLA")]
-    return [ratios(f"{header['cpu']}, {header['cores']} cores, {len(rows)} programs", rows)]
-
-
-def grid(results):
-    """GB/s by op and row length, and how many times as fast as XLA."""
-    everything = [row for row in results["rows"] if row["shape"].startswith("grid ")]
-    steps = [row for row in everything if is_step(row) and row["x XLA"]]
-    below = ["", ratios("The result and all gradients in one program", steps)] if steps else []
-    return rates(results["header"], everything, "row length", lambda row: row["N"]) + below
-
-
-def models(results):
-    """The same by op and shape, of what is neither the grid nor small."""
-    others = [row for row in results["rows"] if not row["shape"].startswith("grid ") and row["shape"] not in SMALL]
-    return rates(results["header"], others, "shape", lambda row: f"{row['shape']}, {row['M']}x{row['N']}")
-
-
-def rates(header, rows, corner, column_of):
-    rows = [row for row in rows if not is_step(row)]
-    if not rows:
-        return ["Not measured yet: the run has none of these shapes."]
-    copy = statistics.median(row["copy GB/s"] for row in rows)
-    legend = f"A copy reaches {copy:.0f} GB/s. † misses its target: {targets.in_words(rows)}."
-
-    def cell(row):
-        return f"{row['GB/s']:.0f}{in_parentheses(row)}{'†' if targets.shortfalls(row) else ''}"
-
-    return about(header, legend) + pivot(corner, rows, column_of, cell)
-
-
-def in_parentheses(row):
-    """How many times as fast as XLA, if that was measured."""
-    return "" if row["x XLA"] is None else f" ({row['x XLA']:.2f})"
-
-
-def bfloat16_of_models(results):
-    """Microseconds, and how many times as fast as XLA: a line for each shape of a model."""
-    rows = [row for row in results["rows"] if row["dtype"] == "bfloat16" and row["shape"] in MODELS]
-    ops = sorted({row["op"] for row in rows}, key=lambda op: position((op, "bfloat16")))
-    lines = {}
-    for row in rows:
-        lines.setdefault(f"{row['shape']}, {row['M']}x{row['N']}", {})[row["op"]] = (
-            f"{row['us']:.1f}{in_parentheses(row)}"
-        )
-    return about(results["header"]) + report.table(
-        ["bfloat16", *map(code, ops)], [[shape, *(cells.get(op, "-") for op in ops)] for shape, cells in lines.items()]
-    )
-
-
-def small(results):
-    """Microseconds of small arrays: ours, XLA's, the best other's."""
-    rows = [row for row in results["rows"] if row["shape"] in SMALL and not is_step(row)]
-    if not rows:
-        return ["Not measured yet: the run has no small shapes."]
-
-    def cell(row):
-        peer = row["x best peer"] and row["us"] * row["x best peer"]
-        return " / ".join("-" if us is None else f"{us:.1f}" for us in (row["us"], row["XLA us"], peer))
-
-    return about(results["header"]) + pivot("shape", rows, lambda row: f"{row['M']}x{row['N']}", cell)
-
-
-def cpu(results):
-    """Milliseconds of one shape, for all dtypes beside each other, and what all cells have in common."""
-    rows = [row for row in results["rows"] if row.get("x XLA")]
-    chosen = [row for row in rows if (row["M"], row["N"]) == CPU_SHAPE]
-    keys = sorted({(row["op"], row["dtype"]) for row in chosen}, key=position)
-    ops, dtypes = (list(dict.fromkeys(key[i] for key in keys)) for i in (0, 1))
-    cells = {(row["op"], row["dtype"]): cpu_cells(row) for row in chosen}
-    columns = [f"{CPU_SHAPE[0]}x{CPU_SHAPE[1]}"]
-    columns += [name for dtype in dtypes for name in (f"{dtype} ms", "XLA", "ratio")]
-    lines = [[code(op), *(text for dtype in dtypes for text in cells.get((op, dtype), "---"))] for op in ops]
-    return [*about(results["header"]), *report.table(columns, lines), "", *cpu_summary(rows)]
-
-
-def cpu_summary(rows):
-    """A line for each way in which the programs run: alone, or as their op says at its end."""
-    groups = {}
-    for row in rows:
-        groups.setdefault(report.CHAINED if is_chained(row) else "alone", []).append(row)
-    return [ratios(f"All {len(group)} cells, {name}", group) for name, group in groups.items()]
+    header, rows = results["header"], results["rows"]
+    if "cpu" in header:  # programs that run alone and in a chain
+        return [ratios(f"{header['cpu']}, {header['cores']} cores, {len(rows)} programs", rows)]
+    steps = [row for row in rows if is_step(row) and row["x XLA"]]
+    return [ratios(f"{header['gpu']}, {len(steps)} programs of a result and all its gradients", steps)]
 
 
 def ratios(what, rows):
@@ -176,64 +117,190 @@ def ratios(what, rows):
     )
 
 
-def cpu_cells(row):
-    return [f"{row['ms']:.1f}", f"{row['XLA ms']:.1f}", f"{row['x XLA']:.1f}"]
+def grid(results):
+    """GB/s, and how many times as fast as XLA: a line for each op and dtype, a column for each row length."""
+    everything = [row for row in results["rows"] if row["shape"].startswith("grid ")]
+    rows = [row for row in everything if not is_step(row)]
+    lengths = sorted({row["N"] for row in rows})
+    cells = {(row["op"], row["dtype"], row["N"]): f"{row['GB/s']:.0f} ({row['x XLA']:.2f})" for row in rows}
+    lines = [
+        [f"{code(op)}, {dtype}", *(cells.get((op, dtype, length), "-") for length in lengths)]
+        for op, dtype in sorted({(row["op"], row["dtype"]) for row in rows}, key=position)
+    ]
+    copy = statistics.median(row["copy GB/s"] for row in rows)
+    steps = ratios("The result and all gradients in one program", [row for row in everything if is_step(row)])
+    columns = ["row length", *map(str, lengths)]
+    return [*about(results["header"], f"A copy reaches {copy:.0f} GB/s."), *report.table(columns, lines), "", steps]
 
 
+def models(results):
+    """Microseconds, and how many times as fast as XLA: a line for each shape of a model."""
+    rows = [row for row in results["rows"] if row["dtype"] == "bfloat16" and row["shape"] in MODELS]
+    ops = sorted({row["op"] for row in rows}, key=lambda op: position((op, "bfloat16")))
+    lines = {}
+    for row in rows:
+        cells = lines.setdefault(f"{row['shape']}, {row['M']}x{row['N']}", {})
+        cells[row["op"]] = f"{row['us']:.1f} ({row['x XLA']:.2f})"
+    return about(results["header"]) + report.table(
+        ["bfloat16", *map(code, ops)], [[shape, *(cells.get(op, "-") for op in ops)] for shape, cells in lines.items()]
+    )
+
+
+def cpu(results):
+    """Milliseconds of one shape, for all dtypes beside each other, and what all cells have in common."""
+    rows = results["rows"]
+    cells = {(row["op"], row["dtype"]): row for row in rows if (row["M"], row["N"]) == CPU_SHAPE}
+    keys = sorted(cells, key=position)
+    ops, dtypes = (list(dict.fromkeys(key[i] for key in keys)) for i in (0, 1))
+    columns = ["x".join(map(str, CPU_SHAPE)), *(name for dtype in dtypes for name in (f"{dtype} ms", "XLA", "ratio"))]
+    measured = ("ms", "XLA ms", "x XLA")
+    lines = [[code(op), *(f"{cells[op, dtype][key]:.1f}" for dtype in dtypes for key in measured)] for op in ops]
+    groups = {}
+    for row in rows:
+        groups.setdefault(report.CHAINED if row["op"].endswith(f", {report.CHAINED}") else "alone", []).append(row)
+    summary = [ratios(f"All {len(group)} cells, {name}", group) for name, group in groups.items()]
+    return [*about(results["header"]), *report.table(columns, lines), "", *summary]
+
+
+def steps(*runs, decoding=False):
+    """What the norms are of a whole step of a model, and what jaxnorm changes of it, in percent: gains first.
+
+    A column of which nothing was measured is left out. `decoding`: of models that decode, or of the others.
+    """
+    found = {names: variants for results in runs for names, variants in programs_of(results).items()}
+    lines = [step(names, variants) for names, variants in found.items() if decoding == (", decode" in names[0])]
+    lines.sort(key=lambda line: line[0], reverse=True)
+    columns = [
+        "program",
+        "XLA ms",
+        "norms %",
+        "the norms",
+        "with their neighbours",
+        "against Flax's norms",
+        "scatter %",
+    ]
+    cells = [column for column in zip(columns, *(cells for _, cells in lines), strict=True) if {*column[1:]} != {"-"}]
+    columns, *lines = map(list, zip(*cells, strict=True))
+    return [*(line for results in runs for line in about(results["header"])), *report.table(columns, lines)]
+
+
+def step(names, variants):
+    """(the best change in percent, the cells of the line) of one program of a model."""
+    xla = variants["jnp"]
+    changes = {norms: change(variants, norms) for norms in DEFAULTS if norms in variants}
+    cells = [f"{xla['ms']:.2f}", f"{xla['norms us'] / xla['ms'] / 10:.1f}"]
+    cells += [faster(changes.get(norms)) for norms in DEFAULTS]
+    return max(changes.values()), [", ".join(names), *cells, against_flax(variants), scatter(variants)]
+
+
+def change(variants, norms, of="jnp"):
+    """In percent of a program, of paired runs: by what it takes longer than the one without norms beside it."""
+    xla = variants[of]
+    return (xla["norms us"] - variants[norms]["norms us"]) / xla["ms"] / 10
+
+
+def against_flax(*programs):
+    return spread([change(variants, DEFAULTS[1], "flax") for variants in programs if "flax" in variants])
+
+
+def scatter(*programs):
+    """Half the interquartile range of XLA's program in percent of it, the largest of several programs."""
+    return share(max((variants["jnp"] for variants in programs), key=lambda row: row["± us"] / row["ms"]), "ms")
+
+
+def share(row, time):
+    return f"±{row['± us'] / row[time] / 10:.1f}"
+
+
+def whole_programs(compared, joint, qwen, blocks, decoded):
+    """A few whole programs, each with a link from README.md to the page that has its table."""
+    lines = [
+        *(line(compared, model, "train step") for model in ("U-Net", "Llama-like, packed")),
+        line(joint, "Llama-like, joint", "train step"),
+        with_loss(qwen),
+        *(of_bonsai(blocks, model) for model in ("vae", "gemma3", "qwen3")),
+        line(decoded, "Llama-like, joint, decode", page=DECODING),
+    ]
+    return report.table(["whole programs", "GPU", "against XLA's code", "against Flax's norms", "scatter %"], lines)
+
+
+def line(results, model, program="", page=STEPS):
+    """Of several programs the least change and the largest."""
+    programs = programs_of(results, model, program).values()
+    changes = spread([change(variants, DEFAULTS[1]) for variants in programs])
+    return [*linked(results, page, model, program), changes, against_flax(*programs), scatter(*programs)]
+
+
+def linked(results, page, *names):
+    """The first two cells of a line."""
+    _, gpu, *_ = results["header"]["device"].split()
+    return [f"[{', '.join(filter(None, names))}](docs/benchmarks/{page})", gpu]
+
+
+def with_loss(results):
+    (variants,) = programs_of(results, "Qwen-like", "train step").values()
+    before, after = (variants[norms]["temp MiB"] / 1024 for norms in ("jnp", "jaxnorm-default-loss"))
+    gain = faster(change(variants, "jaxnorm-default-loss"))
+    names = "Qwen-like, joint", "train step", f"{results['header']['classes']} classes, the loss too"
+    memory = f"{after:.1f} GiB of temporaries in place of {before:.1f}"
+    return [*linked(results, STEPS, *names), f"{gain}, {memory}", "-", scatter(variants)]
+
+
+def of_bonsai(results, model):
+    """Of a model as its authors wrote it, whose norms are Flax's or their own."""
+    ways = {row["way"]: row for row in results["rows"] if row["model"] == model}
+    gain, norms = (faster(ways[way]["faster %"]) for way in ("blocks", "norms"))
+    names = linked(results, "models.md#models-of-bonsai", f"{BONSAI[model]} of bonsai, its blocks", "train step")
+    return [*names, f"{gain}; its norms alone {norms}", "-", share(ways["own"], "step ms")]
+
+
+def blocks(results):
+    """A line for each model: what norms alone gain, and what blocks do."""
+    lines = []
+    for model in dict.fromkeys(row["model"] for row in results["rows"]):
+        own, norms, with_blocks = (row for row in results["rows"] if row["model"] == model)
+        times = [f"{row['step ms']:.1f}" for row in (own, norms, with_blocks)]
+        gains = [faster(row["faster %"]) for row in (norms, with_blocks)]
+        lines.append([BONSAI[model], *times, *gains, share(own, "step ms"), with_blocks["native calls"]])
+    columns = ["model", "ms", "norms", "blocks", "norms alone", "with blocks", "scatter %", "native calls of a step"]
+    return [*about(results["header"]), *report.table(columns, lines)]
+
+
+def programs_of(results, model="", program=""):
+    """The rows by their norms, of each model and program whose names begin so."""
+    programs = {}
+    for row in results["rows"]:
+        if row["model"].startswith(model) and row["program"].startswith(program):
+            programs.setdefault((row["model"], row["program"]), {})[row["norms"]] = row
+    return programs
+
+
+def spread(percents):
+    """The least change and the largest, in words."""
+    return " to ".join(dict.fromkeys(faster(end(percents, default=None)) for end in (min, max)))
+
+
+def faster(percent):
+    """A change in words; a loss is bold."""
+    if percent is None:
+        return "-"
+    if abs(percent) < 0.05:
+        return "as fast"
+    return f"{percent:.1f} % faster" if percent >= 0 else f"**{-percent:.1f} % slower**"
+
+
+NEW_MODELS = ("h100/models", "h100/joint", "h100/qwen")
 TABLES = {
-    "h200-grid": ("h200.json", grid),
-    "h200-headline": ("h200.json", headline),
-    "h200-small": ("h200.json", small),
-    "h200-models": ("h200.json", bfloat16_of_models),
-    "h200-add-grid": ("h200_add.json", grid),
-    "h200-add-small": ("h200_add.json", small),
-    "h200-gated-grid": ("h200_gated.json", grid),
-    "h200-gated-models": ("h200_gated.json", models),
-    "h200-quantized-grid": ("h200_quantized.json", grid),
-    "h200-quantized-small": ("h200_quantized.json", small),
-    "rows": ("h200_rows.json", row_tables.percent),
-    "cpu": ("cpu.json", cpu),
-    "cpu-headline": ("cpu.json", cpu_headline),
-    "cpu-neighbours": ("cpu_neighbours.json", cpu),
-    "cpu-activations": ("cpu_activations.json", cpu),
-    "cpu-quantized": ("cpu_quantized.json", cpu),
-    "cpu-rows": ("cpu_rows.json", cpu),
-    "cpu-rows-grid": ("cpu_rows.json", row_tables.cpu_grid),
-    "sharding": ("h200_x4_sharding.json", whole),
-    "sharded-steps": ("h?00_x?_steps_*.json", sharded_tables.steps),
-    "model-default": ("h200_model_default.json", whole),
-    "model-more": ("h200_model_more.json", whole),
-    "model-dit": ("h200_model_dit.json", whole),
-    "model-32000": ("h200_model_32000.json", whole),
-    "model-rotary": ("h200_model_rotary.json", whole),
-    "model-separate": ("h200_model_separate.json", whole),
-    "decode-separate": ("h200_decode_separate.json", whole),
-    "rotary": ("h?00_rotary.json", dot_tables.steps),
-    "groups": ("h200_groups.json", whole),
-    "dots": ("h200_dots.json", dot_tables.products),
-    "decoding-quantised": ("h100_decode_quantised.json", dot_tables.decoding),
-    "dots-library": ("h200_dots.json", dot_tables.by_library),
-    "float8": ("h?00_float8_*.json", dot_tables.steps),
-    "gemma": (trainers.RUNS, trainer_tables.drawn),
-    "gemma-headline": (trainers.RUNS, trainer_tables.headline),
-    "gemma-h100": ("h100_x2_gemma.json", trainer_tables.ways),
-    "whole-programs": (
-        (
-            "h100_model_new.json",
-            "h100_model_joint.json",
-            "h100_model_qwen.json",
-            "h100_blocks.json",
-            "h100_decode_joint.json",
-        ),
-        model_tables.headline,
-    ),
-    "blocks": ("h100_blocks.json", model_tables.blocks),
-    "model-new": ("h100_model_new.json", whole),
-    "steps-new": (("h100_model_new.json", "h100_model_joint.json", "h100_model_qwen.json"), model_tables.steps),
-    "steps": (("h200_model_default.json", "h200_model_separate.json"), model_tables.steps),
-    "decoding": (("h100_decode.json", "h100_decode_joint.json"), model_tables.decoding),
-    "decoding-float32": (("h200_decode_float32.json",), model_tables.decoding),
-    "joint": (("h100_model_joint.json", "h100_model_qwen.json"), dot_tables.steps),
-    "joint-wide": (("h100_model_8b.json", "h100_model_151936.json"), dot_tables.steps),
-    "tuned": ("h100_tuned_*.json", dot_tables.steps),
+    "h200-headline": (headline, "h200/norms"),
+    "h200-grid": (grid, "h200/norms"),
+    "h200-models": (models, "h200/norms"),
+    "cpu-headline": (headline, "cpu/norms"),
+    "cpu": (cpu, "cpu/norms"),
+    "whole-programs": (whole_programs, *NEW_MODELS, "h100/blocks", "h100/decoding-joint"),
+    "steps": (steps, *NEW_MODELS),
+    "models": (wholes, *NEW_MODELS),
+    "decoding": (functools.partial(steps, decoding=True), "h100/decoding", "h100/decoding-joint"),
+    "blocks": (blocks, "h100/blocks"),
+    "float8-steps": (wholes, "h100/float8", "h200/float8", "h200/float8-flax", "h200/float8-narrow"),
+    "float8-forward": (wholes, "h200/float8-forward"),
 }

@@ -97,13 +97,13 @@ def loss(spec, variant, params, inputs, targets):
 
 def norm_of(spec, variant):
     """GroupNorm and silu as a function of x and the weights; a variant that takes neighbours in computes both."""
-    name, adds = model_norms.VARIANTS[variant].stream, model_norms.VARIANTS[variant].adds
+    name, joins, *_ = model_norms.VARIANTS[variant]
     if name is None:
         return lambda x, weights: jax.nn.silu(x)
     if name == "flax":
         return lambda x, weights: jax.nn.silu(flax_norm(spec, x, weights))
     options = model_norms.implementation_of(name)
-    if adds:
+    if joins:
         return lambda x, weights: spec.group_norm(x, weights, activation="silu", **options)
     return lambda x, weights: jax.nn.silu(spec.group_norm(x, weights, **options))
 

@@ -2,7 +2,7 @@
 
 Rows that 16-byte vectors do not
 divide begin anywhere in a word of memory. Kernels that go by vectors have to put those together from words, and the
-others go by elements. Measured on an H200 with `python -m bench gpu --suites odd`, see docs/benchmarks/gpu-variants.md.
+others go by elements. Measured on an H200 with `python -m bench gpu --suites odd`, see docs/benchmarks/gpu.md.
 A kernel of its own has neighbours that XLA would have fused with the formula. Where there is little to read, as where
 tokens are decoded, that is most of the time; measured with `python -m bench model`, see docs/benchmarks/models.md.
 """

@@ -1,5 +1,7 @@
 """Models that hold `jaxnorm.nnx` or `jaxnorm.linen` norms: checkpoints, transformations, and what is compiled."""
 
+from functools import partial
+
 import flax.linen
 import flax.nnx
 import flax.serialization
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 from cases import bits, draw, draw_x
 from checkpoints import through_checkpoint
-from flax_apis import assert_close, assert_gradients_close, scanned
+from flax_apis import assert_close, assert_gradients_close, scan_of_remat, scanned
 from hlo import compiled_text, count_native_calls
 from native import native_calls
 
@@ -88,20 +90,17 @@ def test_gradient_is_one_call_each_way_per_norm(both):
     assert count_native_calls(text) == CALLS_OF_THE_GRADIENT
 
 
-def test_gradients_are_flaxs(both):
-    flaxs, ours = (jax.jit(jax.grad(loss(apply), argnums=(0, 1)))(p, draw_x(DIMS)) for apply, p in both)
+DERIVATIVES = {
+    "gradients": lambda apply: jax.grad(loss(apply), argnums=(0, 1)),
+    "jvp": lambda apply: lambda p, x: jax.jvp(partial(apply, p), (x,), (draw("x_dot", DIMS),)),
+    "hessian": lambda apply: jax.hessian(loss(apply)),
+}
+
+
+@pytest.mark.parametrize("derivative", DERIVATIVES.values(), ids=DERIVATIVES)
+def test_derivatives_are_flaxs(both, derivative):
+    flaxs, ours = (jax.tree.leaves(jax.jit(derivative(apply))(p, draw_x(DIMS))) for apply, p in both)
     assert_gradients_close(ours, flaxs)
-
-
-def test_jvp_is_flaxs(both):
-    x, x_dot = draw_x(DIMS), draw("x_dot", DIMS)
-    flaxs, ours = (jax.jit(lambda x, d: jax.jvp(lambda x: apply(p, x), (x,), (d,)))(x, x_dot) for apply, p in both)  # noqa: B023
-    assert_gradients_close(ours, flaxs)
-
-
-def test_hessian_is_flaxs(both):
-    flaxs, ours = (jax.jit(jax.hessian(loss(apply)))(p, draw_x(DIMS)) for apply, p in both)
-    assert_gradients_close(jax.tree.leaves(ours), jax.tree.leaves(flaxs))
 
 
 @pytest.mark.parametrize("to_ours", [True, False])
@@ -125,42 +124,31 @@ def test_serialized_linen_checkpoint_moves_across(to_ours):
     assert bits(flax.serialization.from_bytes(target, flax.serialization.to_bytes(saved))) == bits(saved)
 
 
-def test_nnx_jit_and_grad():
-    def gradient(norms):
-        step = flax.nnx.jit(flax.nnx.grad(lambda model, x: (model(x) * draw("dy", DIMS)).sum()))
-        return step(NnxModel(norms, flax.nnx.Rngs(0)), draw_x(DIMS))
-
-    assert_gradients_close(gradient(jaxnorm.nnx), gradient(flax.nnx))
+def of_nnx_jit(norms):
+    step = flax.nnx.jit(flax.nnx.grad(lambda model, x: (model(x) * draw("dy", DIMS)).sum()))
+    return step(NnxModel(norms, flax.nnx.Rngs(0)), draw_x(DIMS))
 
 
-def test_nnx_scan_of_remat():
-    def gradient(norms):
-        create = flax.nnx.split_rngs(splits=3)(flax.nnx.vmap(lambda rngs: NnxModel(norms, rngs)))
-        models = create(flax.nnx.Rngs(0))
-        call = flax.nnx.remat(lambda x, model: model(x))
-        loss = lambda models, x: (scanned(x, models, call) * draw("dy", DIMS)).sum()  # noqa: E731
-        return flax.nnx.grad(loss)(models, draw_x(DIMS))
-
-    assert_gradients_close(gradient(jaxnorm.nnx), gradient(flax.nnx))
+def of_nnx_scan_of_remat(norms):
+    create = flax.nnx.split_rngs(splits=3)(flax.nnx.vmap(lambda rngs: NnxModel(norms, rngs)))
+    call = flax.nnx.remat(lambda x, model: model(x))
+    loss = lambda models, x: (scanned(x, models, call) * draw("dy", DIMS)).sum()  # noqa: E731
+    return flax.nnx.grad(loss)(create(flax.nnx.Rngs(0)), draw_x(DIMS))
 
 
-def test_linen_scan_of_remat():
-    def gradient(norms):
-        layer = flax.linen.scan(
-            flax.linen.remat(LinenLayer), variable_axes={"params": 0}, split_rngs={"params": True}, length=3
-        )(norms)
-        variables = layer.init(jax.random.key(0), draw_x(DIMS), None)
-        return jax.grad(lambda v: (layer.apply(v, draw_x(DIMS), None)[0] * draw("dy", DIMS)).sum())(variables)
-
-    assert_gradients_close(gradient(jaxnorm.linen), gradient(flax.linen))
+def of_linen_scan_of_remat(norms):
+    layer = scan_of_remat(lambda x: norms.LayerNorm()(jnp.tanh(flax.linen.Dense(DIMS[-1])(norms.RMSNorm()(x)))))
+    variables = layer.init(jax.random.key(0), draw_x(DIMS), None)
+    return jax.grad(lambda v: (layer.apply(v, draw_x(DIMS), None)[0] * draw("dy", DIMS)).sum())(variables)
 
 
-class LinenLayer(flax.linen.Module):
-    norms: object
+GRADIENTS = [("nnx", of_nnx_jit), ("nnx", of_nnx_scan_of_remat), ("linen", of_linen_scan_of_remat)]
 
-    @flax.linen.compact
-    def __call__(self, x, _):
-        return self.norms.LayerNorm()(x + jnp.tanh(flax.linen.Dense(DIMS[-1])(self.norms.RMSNorm()(x)))), None
+
+@pytest.mark.parametrize(("api", "gradient"), GRADIENTS)
+def test_gradients_by_flaxs_transformations_are_flaxs(api, gradient):
+    _, flaxs, ours = MODELS[api]
+    assert_gradients_close(gradient(ours), gradient(flaxs))
 
 
 # A call with and one without a kernel: the second goes through Flax's method of the same module.

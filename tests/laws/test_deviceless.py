@@ -1,22 +1,21 @@
 """Law 6 in programs for a GPU, compiled where there is none: a native call each way, and nothing beside it."""
 
 import math
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import trainer
 from deviceless import compiled, kernels, mesh, optimised, topology, types
 from hlo import collectives, count_native_calls, results_of
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from op import Size
 from quantizing import to
 from table import ADDED, NORMS, OPS
 
 import jaxnorm
-from bench import sharded_steps
 
 pytestmark = pytest.mark.deviceless
 
@@ -185,13 +184,12 @@ def test_a_loop_keeps_no_widened_weights(rows, dtype):
     assert program.memory_analysis().temp_size_in_bytes < weights.values.size
 
 
-@pytest.mark.parametrize(("trainer", "axes"), [("8b", "explicit"), ("gemma", "auto")])
-def test_a_training_step_over_devices_exchanges_what_xla_has_it_exchange(trainer, axes):
+@pytest.mark.parametrize(("name", "axis_type"), [("8b", AxisType.Explicit), ("gemma", AxisType.Auto)])
+def test_a_training_step_over_devices_exchanges_what_xla_has_it_exchange(name, axis_type):
     devices = np.reshape(topology(4).devices, (2, 2))
-    mesh = Mesh(devices, ("data", "tensor"), axis_types=(sharded_steps.AXES[axes],) * 2)
-    spec = replace(sharded_steps.TRAINERS[trainer], batch=8, layers=2)
+    mesh, spec = Mesh(devices, ("data", "tensor"), axis_types=(axis_type,) * 2), trainer.MODELS[name]
     ours, of_xla = (
-        collectives(optimised(sharded_steps.Trainer(spec, mesh, way).lowered()).as_text()) for way in ("jaxnorm", "jnp")
+        collectives(optimised(trainer.lowered(spec, mesh, way)).as_text()) for way in ("jaxnorm-default-loss", "jnp")
     )
     assert ours["all-gather"] == of_xla["all-gather"]
     assert ours["reduce-scatter"] == of_xla["reduce-scatter"]

@@ -52,7 +52,7 @@ def _slower(_: CrossEntropy, rows: CallRows) -> str | None:
     if rows.way == "forward":
         return None
     if speed.is_one_loop(rows):
-        return "XLA's code is faster for the gradient of float32 logits"  # see docs/benchmarks/softmax.md
+        return "XLA's code is faster for the gradient of float32 logits"  # see docs/benchmarks/gpu.md
     return None if speed.vectors_divide(rows) else speed.why(rows, "gradients of logits")
 
 

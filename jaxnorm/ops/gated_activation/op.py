@@ -38,7 +38,7 @@ SHORT = {"forward": 8, "backward": 4}
 
 def _slower(spec: GatedActivation, rows: CallRows) -> str | None:
     """On a GPU XLA's code for the result is one loop at the copy rate, which it can join with what is around it. Of the
-    gradient it makes several loops between products, see docs/benchmarks/gpu-variants.md.
+    gradient it makes several loops between products, see docs/benchmarks/gpu.md.
     """
     packed = spec.row_ndim == 2
     if rows.platform == "cpu":

@@ -32,7 +32,7 @@ FLOAT8 = frozenset(map(jnp.dtype, ("float8_e4m3fn", "float8_e5m2")))
 # What cuBLASLt wants lengths to be multiples of; the one GPU for which it scales by row and column.
 MULTIPLE, CAPABILITY = 16, "9.0"
 # Results of fewer elements XLA's code is faster for: it writes them as float32 first and reads them again, which takes
-# little time as long as they stay in the cache; measured on an H200 with `python -m bench dots`. The least holds of
+# little time as long as they stay in the cache; measured on an H200 (docs/benchmarks/products.md). The least holds of
 # products none of whose lengths is short.
 FEW, LEAST, SHORT = 2**24, 2**21, 2**10
 
