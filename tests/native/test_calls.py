@@ -1,213 +1,332 @@
-"""Handlers that are handed inconsistent buffers say so; they never read or write past one."""
+"""Calls of the handlers that the package does not make: what is wrong with one that no law derives, and old programs'.
+
+`laws/test_malformed_calls.py` derives the others. All that is in the operands is 1.
+"""
+
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from calls import BF16, F16, WORKSPACE, call, each_kind_is_refused, is_refused, statistics, struct
-from cases import KINDS, bits, operands
+from cases import KINDS, bits, draw_bias, draw_scale, draw_smooth, draw_x, operands
 from native import target
+from native_calls import (
+    BF16,
+    COLS,
+    DOT,
+    E4M3,
+    F16,
+    F32,
+    OF_CUDA,
+    ROWS,
+    WORKSPACE,
+    call,
+    is_refused,
+    native_calls_of,
+    native_calls_of_op,
+    struct,
+)
+from quantizing import quantize
+from table import (
+    GATED,
+    GATED_QUANTIZED,
+    GROUP_NORMS,
+    GROUPED,
+    NORMS,
+    PER_HEAD,
+    QKV_ROTARY,
+    QUANTIZED,
+    QUANTIZED_ACTIVATIONS,
+    ROTARY,
+    SANDWICH,
+)
 
 import jaxnorm
+from jaxnorm import Quantization
 
-pytestmark = [pytest.mark.kernels, pytest.mark.parametrize("kind", KINDS)]
+E5M2, W = jnp.float8_e5m2, struct(6, 10)
+kernels, cuda, gpu = pytest.mark.kernels, pytest.mark.cuda, pytest.mark.gpu
+kinds = pytest.mark.parametrize("norm", NORMS, ids=str)
 
-ROWS, COLS = 6, 40
-X, WEIGHT, STATISTIC = struct(ROWS, COLS), struct(COLS), struct(ROWS, 1)
-FORWARD = {
-    "axes": np.int64(1),
-    "epsilon": np.float32(1e-6),
-    "scale_offset": np.float32(0),
-    "multiply_before_cast": True,
-    "has_residual": False,
-    "has_scale": True,
-    "has_bias": True,
+
+@cache
+def of(op, way="forward"):
+    """The call of a row of the table: its last, which has statistics."""
+    return [native for native in native_calls_of_op(op) if native.target == getattr(op, way)][-1]
+
+
+def of_heads(norm, x, weight):
+    """A call for weights whose row for a row of x no kernel finds."""
+    return of(norm).but({0: struct(*x), 1: struct(*weight), 2: struct(*weight)})
+
+
+MALFORMED = {
+    "smooth factors of a gate": (
+        lambda: of(QUANTIZED_ACTIVATIONS[0]).but({1: struct(10)}, has_smooth=True),
+        "no kernel of gates takes",
+    ),
+    "no groups": (lambda: of(GROUPED[0]).but(extents={2: 0}), "there are no groups"),
+    "no groups backward": (lambda: of(GROUPED[0], "backward").but(extents={2: 0}), "there are no groups"),
+    "long rows": (lambda: of(GATED[0]).but(extents={10: 16_385}), "rows are of 16385.*at most 16384"),
+    "long quantised rows": (lambda: of(GATED_QUANTIZED[0]).but(extents={10: 16_385}), "of 16385.*at most 16384"),
+    "long heads": (lambda: of(ROTARY[0]).but(extents={10: 520}), "at most 512"),
+    "long packed heads": (lambda: of(QKV_ROTARY[0]).but(extents={10: 520}), "at most 512"),
+    "groups that do not divide": (
+        lambda: of(QUANTIZED[0]).but(extents={10: 96}, group=np.int64(64)),
+        "group does not divide it",
+    ),
+    "starts without lengths": (lambda: masked("softmax_bwd", X, X, WHERE, STARTS, has_lengths=False), "but no lengths"),
+    **{
+        f"{norm} of {what}": (partial(of_heads, norm, *shapes), "scale is")
+        for norm in PER_HEAD
+        for what, shapes in {
+            "heads that are not neighbours": ((2, 3, 5, 8), (2, 1, 5, 8)),
+            "heads with long rows": ((2, 3, 8193), (3, 8193)),
+            "no head": ((2, 0, 8), (0, 8)),
+        }.items()
+    },
+    **{
+        f"{norm} of two axes, padded": (
+            partial(lambda norm: of(norm).but({1: W, 2: W}, {0: struct(6, 18)}, axes=np.int64(2)), norm),
+            "y is",
+        )
+        for norm in NORMS
+    },
 }
-BACKWARD = {
-    "axes": np.int64(1),
-    "scale_offset": np.float32(0),
-    "has_scale": True,
-    "has_dsum": False,
-    "with_dx": True,
-    "with_dscale": True,
-    "with_dbias": True,
+
+
+@kernels
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_malformed_call(name):
+    make, message = MALFORMED[name]
+    with is_refused("jaxnorm_", message):
+        make().run()
+
+
+def of_product(rows=ROWS, cols=32, depth=COLS, x_dtype=E4M3, dtype=E4M3, to=BF16, bias=True):
+    y = {0: struct(rows, cols, dtype=to)}
+    x = {0: struct(rows, depth, dtype=x_dtype), 1: struct(rows, 1)}
+    weights = {2: struct(cols, depth, dtype=dtype), 3: struct(cols, 1)}
+    return DOT.but(x | weights | {4: struct(cols, dtype=to) if bias else None}, y, has_bias=bias)
+
+
+OF_SHARDS = {f"{kind} norm": OF_CUDA[f"{kind}_norm_apply"] for kind in KINDS}
+MALFORMED_OF_CUDA = {
+    "no rows": (OF_CUDA["round_gradient"].but(extents={ROWS: 0}), "dy is empty"),
+    **{
+        f"half types mixed by {kind}": (
+            native.but({0: struct(ROWS, COLS, dtype=F16)}, {0: struct(ROWS, COLS, dtype=BF16)}),
+            "different dtypes",
+        )
+        for kind, native in OF_SHARDS.items()
+    },
+    **{
+        f"no weights of {kind}": (
+            native.but(dict.fromkeys((len(native.operands) - 2, len(native.operands) - 1), None)),
+            "scale is missing",
+        )
+        for kind, native in OF_SHARDS.items()
+    },
 }
 
 
-def forward(kind, operands=(X, WEIGHT, WEIGHT), results=None, **changes):
-    results = [X, *statistics(kind, STATISTIC)] if results is None else results
-    return call(target(kind, "fwd"), results, operands, FORWARD | changes)
+@cuda
+@pytest.mark.parametrize("name", MALFORMED_OF_CUDA)
+def test_a_malformed_call_of_cuda(name):
+    native, message = MALFORMED_OF_CUDA[name]
+    with is_refused(native.target, message):
+        native.run()
 
 
-def backward(kind, operands=None, results=None, **changes):
-    operands = [X, X, *statistics(kind, STATISTIC), WEIGHT] if operands is None else operands
-    results = [X, WEIGHT, WEIGHT, *WORKSPACE] if results is None else results
-    return call(target(kind, "bwd"), results, operands, BACKWARD | changes)
-
-
-def forward_of_sum(kind, operands=(X, X, WEIGHT, WEIGHT), results=None, **changes):
-    results = [X, X, *statistics(kind, STATISTIC)] if results is None else results
-    return forward(kind, operands, results, **{"has_residual": True} | changes)
-
-
-def backward_with_dsum(kind, dsum=X, **changes):
-    return backward(kind, [X, X, *statistics(kind, STATISTIC), WEIGHT, dsum], **{"has_dsum": True} | changes)
-
-
-# The calls below are these with one thing wrong.
-def test_a_forward_call_as_it_should_be(kind):
-    y, *_ = forward(kind)
-    assert y.shape == (ROWS, COLS)
-
-
-def test_a_backward_call_as_it_should_be(kind):
-    dx, *_ = backward(kind)
-    assert dx.shape == (ROWS, COLS)
-
-
-def test_calls_of_a_sum_as_they_should_be(kind):
-    _, total, *_ = forward_of_sum(kind)
-    dx, *_ = backward_with_dsum(kind)
-    assert (total[0, 0], dx.shape) == (2, (ROWS, COLS))
-
-
-X_INT, X_F16, X_BF16 = (struct(ROWS, COLS, dtype=dtype) for dtype in (jnp.int32, F16, BF16))
-# What is changed, and what the message names.
-MALFORMED_FORWARD = {
-    "a long scale": ({"operands": (X, struct(COLS + 1), WEIGHT)}, "scale"),
-    "a scalar scale": ({"operands": (X, struct(), WEIGHT)}, "scale"),
-    "a scale for each row and one bias": ({"operands": (X, X, WEIGHT)}, "bias"),
-    "a bias for each row and one scale": ({"operands": (X, WEIGHT, X)}, "bias"),
-    "a scale for other rows": ({"operands": (X, struct(ROWS // 2, COLS), WEIGHT)}, "scale"),
-    "a scale with more axes than x": ({"operands": (X, struct(1, ROWS, COLS), WEIGHT)}, "scale"),
-    "scalar x": ({"operands": (struct(), WEIGHT, WEIGHT)}, "axes"),
-    "empty rows": ({"operands": (struct(ROWS, 0), struct(0), struct(0)), "results": [struct(ROWS, 0)]}, "row"),
-    "no axes": ({"axes": np.int64(0)}, "axes"),
-    "negative axes": ({"axes": np.int64(-1)}, "axes"),
-    "more axes than x has": ({"axes": np.int64(3)}, "axes"),
-    "axes beyond any": ({"axes": np.int64(2**62)}, "axes"),
-    "axes beyond scale's": ({"axes": np.int64(2)}, "scale"),
-    "y padded by rows": ({"results": [struct(ROWS + 1, COLS)]}, "y "),
-    "statistics in bfloat16": ({"results": [X, *[struct(ROWS, 1, dtype=BF16)] * 2]}, "mean|rstd"),
-    "half types mixed": ({"operands": (X_F16, WEIGHT, WEIGHT), "results": [X_BF16]}, "dtype"),
-}
-if jax.default_backend() == "cpu":
-    # XLA's GPU runtime does not report the error of a call without results.
-    MALFORMED_FORWARD["no y"] = ({"results": []}, "y ")
-# Operands are dy, x, the statistics and scale; results dx, dscale, dbias, and a workspace where there is one.
-MALFORMED_BACKWARD = {
-    "x transposed": (lambda o, r: ([o[0], struct(COLS, ROWS), *o[2:]], r), "dy is"),
-    "half statistics": (lambda o, r: ([*o[:2], *[struct(ROWS, 1, dtype=F16)] * len(o[2:-1]), o[-1]], r), "mean|rstd"),
-    "a scale for each row and one dscale": (lambda o, r: ([*o[:-1], X], r), "dscale"),
-    "a scale and dscale for each row and one dbias": (lambda o, r: ([*o[:-1], X], [r[0], X, *r[2:]]), "dbias"),
-    "half types mixed": (lambda o, r: ([X_F16, X_BF16, *o[2:]], r), "dtype"),
-    "dx of another dtype": (lambda o, r: (o, [X_BF16, *r[1:]]), "dx"),
-    "dscale of another dtype": (lambda o, r: (o, [r[0], struct(COLS, dtype=BF16), *r[2:]]), "dscale"),
-}
-MALFORMED_SUM = {
-    "a sum of another dtype": ({"results": [X, X_BF16]}, "sum"),
-    "half types mixed": ({"operands": (X_F16, X_BF16, WEIGHT, WEIGHT), "results": [X, X_BF16]}, "dtype"),
-    "half types mixed in sum and y": ({"operands": (X, X_BF16, WEIGHT, WEIGHT), "results": [X_F16, X_BF16]}, "dtype"),
-}
-MALFORMED_DSUM = {"dsum of another dtype": ({"dsum": X_BF16}, "dsum"), "dsum without dx": ({"with_dx": False}, "dsum")}
-MALFORMED_BACKWARD_ATTRIBUTES = {
-    "no axes": ({"axes": np.int64(0)}, "axes"),
-    "more axes than x has": ({"axes": np.int64(3)}, "axes"),
-}
-test_a_malformed_forward_call = each_kind_is_refused("fwd", forward, MALFORMED_FORWARD)
-test_a_malformed_forward_call_of_a_sum = each_kind_is_refused("fwd", forward_of_sum, MALFORMED_SUM)
-test_a_malformed_backward_call_with_dsum = each_kind_is_refused("bwd", backward_with_dsum, MALFORMED_DSUM)
-test_malformed_attributes_of_a_backward_call = each_kind_is_refused("bwd", backward, MALFORMED_BACKWARD_ATTRIBUTES)
-
-
-@pytest.mark.parametrize("name", MALFORMED_BACKWARD)
-def test_malformed_buffers_of_a_backward_call(kind, name):
-    change, message = MALFORMED_BACKWARD[name]
-    buffers = change([X, X, *statistics(kind, STATISTIC), WEIGHT], [X, WEIGHT, WEIGHT, *WORKSPACE])
-    with is_refused(target(kind, "bwd"), message):
-        backward(kind, *buffers)
-
-
+@cuda
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("changes", "message"),
     [
-        ({"axes": np.int32(1)}, "expected S64 but got S32"),
-        ({"epsilon": np.float64(1e-6)}, "expected F32 but got F64"),
-        ({"has_scale": np.int32(1)}, "expected PRED but got S32"),
-        ({"more": True}, "attributes"),
+        ({"depth": COLS + 8}, "depth is 72, expected a multiple of 16"),
+        ({"depth": 0}, "depth"),
+        ({"cols": 40}, "columns of y is 40, expected a multiple of 16"),
+        ({"x_dtype": E5M2, "dtype": E5M2}, "both F8E5M2"),
+        ({"to": F32}, "bias and y is F32"),
     ],
-    ids=str,
 )
-def test_an_attribute_of_another_type(kind, change, message):
-    with is_refused(target(kind, "fwd"), message):
-        forward(kind, **change)
+def test_a_malformed_product(changes, message):
+    with is_refused(DOT.target, message):
+        of_product(**changes).run()
 
 
-# A program may have been exported where kernels wanted another workspace.
-@pytest.mark.cuda
-@pytest.mark.parametrize("floats", [1 << 12, 1 << 20])
-def test_a_workspace_of_another_size(kind, floats):
-    expected = backward(kind)[:3]
-    assert bits(backward(kind, results=[X, WEIGHT, WEIGHT, struct(floats)])[:3]) == bits(expected)
+@gpu
+@pytest.mark.parametrize("pair", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)])
+@pytest.mark.parametrize(("to", "bias"), [(BF16, False), (F16, False), (F32, False), (BF16, True), (F16, True)])
+def test_a_product(pair, to, bias):
+    y, *_ = of_product(x_dtype=pair[0], dtype=pair[1], to=to, bias=bias).run()
+    np.testing.assert_array_equal(y.astype(F32), np.full((ROWS, 32), COLS + bias))
 
 
-# Of a few rows there would be nothing to keep.
-@pytest.mark.cuda
-@pytest.mark.parametrize("workspace", [[], [struct(0)], [struct(1)]], ids=str)
-def test_a_workspace_that_is_too_small(kind, workspace):
-    x, of_rows = struct(1000, COLS), struct(1000, 1)
-    operands = [x, x, *statistics(kind, of_rows), WEIGHT]
-    with is_refused(target(kind, "bwd"), "the program's workspace holds . floats.*export it again"):
-        backward(kind, operands, [x, WEIGHT, WEIGHT, *workspace])
+# A program that another version of jaxnorm exported may have another workspace, or none.
+@gpu
+@pytest.mark.parametrize("floats", [None, 0, 1, 100, 1 << 20])
+def test_a_product_with_a_workspace_of_any_size(floats):
+    y, *_ = of_product(bias=False).but(results={1: None if floats is None else struct(floats)}).run()
+    np.testing.assert_array_equal(y.astype(F32), np.full((ROWS, 32), COLS))
 
 
-@pytest.mark.cuda
-@pytest.mark.parametrize("workspace", [struct(1, 1 << 16), struct(1 << 16, dtype=BF16)], ids=str)
-def test_what_is_not_a_workspace(kind, workspace):
-    with is_refused(target(kind, "bwd"), "number of results"):
-        backward(kind, results=[X, WEIGHT, WEIGHT, workspace])
+@gpu
+def test_products_of_several_axes_and_of_nothing():
+    x, y = {0: struct(2, 3, COLS, dtype=E4M3), 1: struct(2, 3, 1)}, {0: struct(2, 3, 32, dtype=BF16)}
+    np.testing.assert_array_equal(DOT.but(x, y).run()[0].astype(F32), np.full((2, 3, 32), COLS + 1))
+    assert of_product(rows=0).run()[0].shape == (0, 32)
+    assert of_product(cols=0).run()[0].shape == (ROWS, 0)
 
 
-# A workspace may come with the statistics or without.
-@pytest.mark.cuda
-def test_a_workspace_of_a_forward_call(kind):
-    y, *_ = forward(kind, results=[X])
-    for results in ([X, struct(8)], [X, *statistics(kind, STATISTIC), struct(8)]):
-        assert bits(forward(kind, results=results)[0]) == bits(y)
+# What 1 is rounded to, and its scale, whatever the workspace, of which these rows need none.
+@cuda
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
+@pytest.mark.parametrize("floats", [0, 1, 1 << 20])
+def test_what_is_rounded(dtype, floats):
+    x, workspace = {0: struct(ROWS, COLS, dtype=dtype)}, struct(floats)
+    rows, columns, gradient, turned = (
+        OF_CUDA[name] for name in ("round_rows", "round_columns", "round_gradient", "transpose_bytes")
+    )
+    found = [*rows.but(x).run(), *columns.but(x, {3: workspace}).run()[:3]]
+    found += gradient.but(x, {4: workspace} if floats > 1 else {}).run()[:4]
+    for array in found:
+        expected = np.float32(1) / 448 if array.dtype == F32 else 448
+        np.testing.assert_array_equal(array.astype(F32), np.full(array.shape, expected, np.float32))
+    np.testing.assert_array_equal(turned.run()[0].astype(F32), np.ones((COLS, ROWS)))
 
 
-HEADS, SEQUENCE = 3, 5
-OF_HEADS = struct(2, HEADS, SEQUENCE, COLS)
-# Weights whose row for a row of x no kernel finds: between their axes x has another, or rows are too long.
-HEADS_WITHOUT_KERNEL = {
-    "axes that are not neighbours": (OF_HEADS, struct(2, 1, SEQUENCE, COLS)),
-    "long rows": (struct(2, HEADS, 8193), struct(HEADS, 8193)),
-    "no head": (struct(2, 0, COLS), struct(0, COLS)),
-}
+@cuda
+def test_a_workspace_of_rounding_that_is_too_small():
+    rows, short = 1 << 17, struct(COLS - 1)  # more than a cluster holds
+    long = OF_CUDA["round_columns"].but(results={3: short}, extents={ROWS: rows})
+    for native in (long, OF_CUDA["round_gradient"].but(results={4: short})):
+        with is_refused(native.target, "the program's workspace holds 63 floats"):
+            native.run()
 
 
-@pytest.mark.parametrize("weight", [struct(HEADS, 1, COLS), struct(1, HEADS, 1, COLS), struct(2, HEADS, 1, COLS)])
-def test_a_call_of_heads_as_it_should_be(kind, weight):
-    y, *_ = call(target(kind, "fwd"), [OF_HEADS], (OF_HEADS, weight, weight), FORWARD)
-    assert y.shape == OF_HEADS.shape
+@cuda
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_shard(kind):
+    *mean, variance = OF_CUDA[f"{kind}_norm_statistics"].run()
+    np.testing.assert_array_equal(variance, np.full((ROWS, 1), 1 if kind == "rms" else 0))
+    assert all(np.all(value == 1) for value in mean)
+    (y,) = OF_CUDA[f"{kind}_norm_apply"].run()
+    np.testing.assert_array_equal(y, np.full((ROWS, COLS), 2 if kind == "rms" else 1))
 
 
-@pytest.mark.parametrize("name", HEADS_WITHOUT_KERNEL)
-def test_a_call_of_heads_that_have_no_kernel(kind, name):
-    x, weight = HEADS_WITHOUT_KERNEL[name]
-    with is_refused(target(kind, "fwd"), "scale is"):
-        call(target(kind, "fwd"), [x], (x, weight, weight), FORWARD)
+X, WHERE, STARTS = struct(2, 3, 8), struct(2, 1, 8, dtype=bool), struct(1, 3, 1, dtype=jnp.int32)
 
 
-def test_columns_after_the_rows_where_several_axes_are_normalised(kind):
-    weight = struct(ROWS, COLS)
-    with is_refused(target(kind, "fwd"), "y is"):
-        call(target(kind, "fwd"), [struct(ROWS, COLS + 8)], (X, weight, weight), FORWARD | {"axes": np.int64(2)})
+def masked(way, *operands, **changes):
+    """A call for such a mask, without an attribute that is None."""
+    top = {"with_top": True} if "log" in way else {}
+    attributes = {"scale": np.float32(1), "has_where": True, "has_lengths": True, "has_starts": True, **top}
+    if "bwd" in way:
+        attributes["with_dx"] = True
+    statistics = [struct(2, 3, 1)] * 2 if way == "log_softmax_fwd" else []
+    given = {name: value for name, value in (attributes | changes).items() if value is not None}
+    return call(f"jaxnorm_{way}", [X, *statistics, *WORKSPACE * way.endswith("fwd")], operands, given)[0]
+
+
+# Programs of before have no attribute that says whether there are starts.
+@kernels
+@pytest.mark.parametrize(
+    ("way", "arrays", "nothing", "first"),
+    [
+        ("softmax_fwd", (X, WHERE, STARTS), 0, 1),
+        ("softmax_bwd", (X, X, STARTS, WHERE), 0, 0),  # here `where` came later than lengths
+        ("log_softmax_fwd", (X, WHERE, STARTS), -np.inf, 0),
+        # Of the only column that counts, as its statistics have it.
+        ("log_softmax_bwd", (X, X, *[struct(2, 3, 1)] * 2, WHERE, STARTS), 0, 1 - np.exp(-1)),
+    ],
+)
+def test_a_mask_without_starts(way, arrays, nothing, first):
+    np.testing.assert_allclose(masked(way, *arrays, has_starts=None)[..., 0], np.full((2, 3), first), 1e-6)
+    # With starts, which are 1 as lengths are, no column counts.
+    np.testing.assert_array_equal(masked(way, *arrays, STARTS), np.full(X.shape, nothing, np.float32))
+
+
+@kernels
+def test_without_examples_the_gradients_of_weights_are_zeros():
+    native = of(GROUP_NORMS[1], "backward").but(extents={6: 0})
+    dx, dscale, dbias, *_ = native.run()
+    assert dx.size == 0
+    assert not dscale.any()
+    assert not dbias.any()
+
+
+# Of which nothing of x is read where it is of the last scale.
+@kernels
+@pytest.mark.parametrize("op", [SANDWICH[0], ROTARY[0], QKV_ROTARY[0]], ids=str)
+def test_a_gradient_of_one_scale_alone(op):
+    native = of(op, "backward")
+    wanted = [name for name in native.attributes if name.startswith("with_d")]
+    last = {"with_dscale", "with_dk_scale"}
+    others = dict.fromkeys(range(len(wanted) - 1), None)
+    alone = native.but(results=others, **{name: name in last for name in wanted})
+    assert len(alone.run()) == 1 + len(WORKSPACE)
+
+
+def with_zero(attributes):
+    return dict(attributes) | {"scale_offset": np.float32(0)}
 
 
 # What Python never asks for is harmless too: the same bits as through the package.
+@kernels
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_package_makes_no_other_call(kind):
-    x, scale, bias = operands((ROWS, COLS))
-    y = jax.ffi.ffi_call(target(kind, "fwd"), X)(x, scale, bias, **FORWARD)
+    x, scale, bias = operands((6, 40))
     norm = {"rms": jaxnorm.rms_norm, "layer": jaxnorm.layer_norm}[kind]
+    (native,) = native_calls_of(partial(norm, bias=bias), x, scale)
+    y = jax.ffi.ffi_call(target(kind, "fwd"), native.results[0])(x, scale, bias, **with_zero(native.attributes))
     assert bits(y) == bits(norm(x, scale, bias=bias))
+
+
+@kernels
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_package_makes_no_other_quantised_call(kind):
+    args = draw_x((6, 128)), draw_scale((128,)), draw_bias((128,)), draw_smooth((128,))
+    function = quantize(kind, Quantization("int8"))
+    (native,) = native_calls_of(function, *args)
+    found = jax.ffi.ffi_call(native.target, native.results)(*args, **with_zero(native.attributes))
+    expected = function(*args)
+    assert bits(found) == bits((expected.values, expected.scales))
+
+
+# A program may have been exported where kernels wanted another workspace.
+@cuda
+@kinds
+@pytest.mark.parametrize("floats", [1 << 12, 1 << 20])
+def test_a_workspace_of_another_size(norm, floats):
+    native = of(norm, "backward")
+    assert bits(native.but(results={3: struct(floats)}).run()[:3]) == bits(native.run()[:3])
+
+
+# Of a few rows there would be nothing to keep.
+@cuda
+@kinds
+@pytest.mark.parametrize("workspace", [None, struct(0), struct(1)], ids=str)
+def test_a_workspace_that_is_too_small(norm, workspace):
+    native = of(norm, "backward").but(results={3: workspace}, extents={6: 1000})
+    with is_refused(native.target, "the program's workspace holds . floats.*export it again"):
+        native.run()
+
+
+@cuda
+@kinds
+@pytest.mark.parametrize("workspace", [struct(1, 1 << 16), struct(1 << 16, dtype=BF16)], ids=str)
+def test_what_is_not_a_workspace(norm, workspace):
+    native = of(norm, "backward").but(results={3: workspace})
+    with is_refused(native.target, "number of results"):
+        native.run()
+
+
+# A workspace may come with the statistics or without.
+@cuda
+@kinds
+def test_a_workspace_of_a_forward_call(norm):
+    y, *statistics = of(norm).results
+    expected = of(norm)._replace(results=(y,)).run()[0]
+    for more in ((struct(8),), (*statistics, struct(8))):
+        assert bits(of(norm)._replace(results=(y, *more)).run()[0]) == bits(expected)
