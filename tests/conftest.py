@@ -25,7 +25,7 @@ if emulated.IS_ON:
 import deviceless
 import jax
 import pytest
-from coverage import one_of_each, set_tier
+from coverage import one_of_each, set_pairs
 from hypothesis import settings
 from internals import run_every_kernel
 from lowering import share_contexts
@@ -38,30 +38,25 @@ settings.register_profile("jaxnorm", max_examples=20, deadline=None, database=No
 settings.load_profile("jaxnorm")
 
 
-# How much of the table runs, and where it is the default.
-TIERS = {
-    "quick": "one case of each test, without XLA's optimiser; the default on CPU where no file is named",
-    "once": "each value of a factor once; the default for a file that is named",
-    "rest": "the tier `once` without what `quick` has",
-    "pairs": "each pair of values of the factors",
-    "full": "all combinations of factors; the default on a GPU",
-}
+# Those that have models, which tests/models changes.
+PACKAGES = ("bonsai", "diffusers", "transformers")
 
 
 def pytest_addoption(parser):
-    for tier, text in TIERS.items():
-        parser.addoption(f"--{tier}", dest="tier", action="store_const", const=tier, help=text)
+    text = "each pair of values of the factors, optimised by XLA, whole models too; else one case of each test"
+    parser.addoption("--full", action="store_true", help=text)
     parser.addoption("--seconds", type=float, default=40, help="for how long the fuzzer runs with --full")
-    parser.addoption("--large", action="store_true", help="run the tests marked large on CPU too (30 GiB of memory)")
+
+
+def names_a_file(config):
+    return config.args_source is not pytest.Config.ArgsSource.TESTPATHS
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads them
 def pytest_cmdline_main(config):
-    """The tier. Where no file is named and pytest-xdist is installed every core, as XLA compiles on one; GPUs aside."""
-    option, on_gpu = config.option, jax.default_backend() == "gpu"
-    no_file = config.args_source is pytest.Config.ArgsSource.TESTPATHS
-    option.tier = option.tier or ("full" if on_gpu else "quick" if no_file else "once")
-    if not no_file or on_gpu:
+    """Where no file is named and pytest-xdist is installed every core, as XLA compiles on one; GPUs aside."""
+    option = config.option
+    if names_a_file(config) or jax.default_backend() == "gpu":
         return
     if "PYTEST_XDIST_WORKER" in os.environ:
         option.loadgroup = True  # a worker reads the command line, which does not say it
@@ -72,28 +67,21 @@ def pytest_cmdline_main(config):
 def pytest_configure(config):
     share_contexts()
     run_every_kernel()
-    set_tier(config.option.tier)
-    if config.option.tier == "quick":
+    # A kernel takes the emulator a hundred times as long as a GPU.
+    set_pairs(config.option.full and not emulated.IS_ON)
+    if not config.option.full:
         jax.config.update("jax_disable_most_optimizations", True)
         os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # of the processes that tests start
-    config.addinivalue_line("markers", "jax_version: depends on JAX's version: the tests of another Python")
-    config.addinivalue_line("markers", "any_code: does not depend on how well XLA compiles; in CI it never optimises")
-    config.addinivalue_line("markers", "kernels: calls the handlers themselves; on a platform that has them")
-    config.addinivalue_line("markers", "plans: launch plans, which need no GPU; where jaxnorm is built with CUDA")
-    config.addinivalue_line("markers", "emulated: CUDA kernels on the host; where there is a CUDA compiler")
-    config.addinivalue_line("markers", "on_emulator: a law to which the emulator holds the CUDA kernels, too")
-    config.addinivalue_line("markers", "full: in the full tier alone")
-    config.addinivalue_line("markers", "browser: opens pages; where there is Chromium")
-    config.addinivalue_line("markers", "toys: native part of the toy op; on the CPU, where there is a C++ compiler")
-    config.addinivalue_line("markers", "xdist_group(name): on one worker")  # where xdist is not installed
-    config.addinivalue_line("markers", "deviceless: programs for a GPU; where JAX's CUDA plugin is, and CUDA kernels")
-    config.addinivalue_line("markers", "build: settings of the build; where there is CMake")
-    config.addinivalue_line("markers", "long: whole models and programs; not in the quick tier")
-    config.addinivalue_line("markers", "several: spread over devices; where there are several")
-    config.addinivalue_line("markers", "gpu: about what only a GPU has; on a GPU")
-    config.addinivalue_line("markers", "cuda: about what only the CUDA kernels have; on a GPU, and in the emulator")
-    config.addinivalue_line("markers", "package(name): models of a package, where it is installed or on PYTHONPATH")
-    config.addinivalue_line("markers", "large: arrays of more than 2**31 elements; on a GPU, or with --large")
+    for mark in (
+        "needs(name): runs where this is there, see `has`",
+        "jax_version: depends on JAX's version: the tests of another Python",
+        "any_code: does not depend on how well XLA compiles; in CI it never optimises",
+        "on_emulator: a law to which the emulator holds the CUDA kernels, too",
+        "deviceless: programs for a GPU; where JAX's CUDA plugin is, and CUDA kernels",
+        "long: whole models and programs; with --full",
+        "xdist_group(name): on one worker",  # where xdist is not installed
+    ):
+        config.addinivalue_line("markers", mark)
 
 
 def pytest_sessionstart():
@@ -116,39 +104,50 @@ def pytest_ignore_collect(collection_path, config):
     """A file that does not name one of the marks in `-m "A or B"` has no test to run, and need not be imported."""
     marks = config.option.markexpr.split(" or ")
     if collection_path.suffix == ".py" and all(map(str.isidentifier, marks)):
-        return not any(mark in collection_path.read_text() for mark in marks) or None
+        names = [*marks, *['needs("cuda")'] * ("on_emulator" in marks)]
+        return not any(name in collection_path.read_text() for name in names) or None
     return None
+
+
+def has(config):
+    """What a test may need, by the name in its mark `needs`."""
+    on_gpu, full = jax.default_backend() == "gpu", config.option.full
+    return {
+        "kernels": is_platform_with_kernels(),  # calls the handlers themselves
+        "plans": is_built("gpu"),  # launch plans, which need no GPU
+        "emulated": full and emulated.can_be_built(),  # CUDA kernels on the host
+        "clone": (Path(__file__).parents[1] / ".git").exists(),
+        "plugin": deviceless.has_plugin() and is_built("gpu") and not on_gpu,
+        "browser": shutil.which("chromium") is not None,
+        "toys": not on_gpu and shutil.which("g++") is not None,  # the native part of the toy op
+        "build": shutil.which("cmake") is not None,
+        "several": jax.device_count() > 1,  # spread over devices
+        "gpu": on_gpu,
+        "cuda": are_cuda_kernels(),  # on a GPU, and in the emulator
+        "memory": on_gpu,  # arrays of more than 2**31 elements
+        "request": full and names_a_file(config),
+        **{package: find_spec(package) is not None for package in PACKAGES},
+    }
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
 def pytest_collection_modifyitems(config, items):
-    on_gpu = jax.default_backend() == "gpu"
-    has = {
-        "kernels": is_platform_with_kernels(),
-        "plans": is_built("gpu"),
-        "emulated": emulated.can_be_built() and config.option.tier != "quick",
-        "full": config.option.tier == "full",
-        "browser": shutil.which("chromium") is not None,
-        "toys": not on_gpu and shutil.which("g++") is not None,
-        "deviceless": deviceless.has_plugin() and is_built("gpu") and not on_gpu,
-        "build": shutil.which("cmake") is not None,
-        "several": jax.device_count() > 1,
-        "gpu": on_gpu,
-        "cuda": are_cuda_kernels(),
-        "large": on_gpu or config.getoption("--large"),
-    }
-    absent = {name for name, present in has.items() if not present}
-    kept = [item for item in items if not absent & {mark.name for mark in item.iter_markers()}]
-    kept = [item for item in kept if all(find_spec(mark.args[0]) for mark in item.iter_markers("package"))]
-    if config.option.tier in ("quick", "rest"):
-        others = {"long"}
-        if config.option.tier == "rest":  # of `quick` where there are no CUDA kernels, as in README's command
-            others |= {"plans", "emulated", "deviceless"}
-        one = set(one_of_each([item for item in kept if not others & {mark.name for mark in item.iter_markers()}]))
-        kept = [item for item in kept if (item in one) == (config.option.tier == "quick")]
+    things, full = has(config), config.option.full
+
+    def runs(item):
+        needs = [mark.args[0] for mark in item.iter_markers("needs")]
+        if "cuda" in needs:
+            item.add_marker("on_emulator")
+        if item.get_closest_marker("deviceless"):
+            needs.append("plugin")
+        return all(things[name] for name in needs)
+
+    kept = [item for item in items if runs(item)]
+    if not full:
+        kept = one_of_each([item for item in kept if not item.get_closest_marker("long")])
     taken = set(kept)
     config.hook.pytest_deselected(items=[item for item in items if item not in taken])
-    items[:] = kept
+    items[:] = [item for item in items if item in taken]
 
 
 @pytest.fixture

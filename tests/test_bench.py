@@ -33,7 +33,7 @@ def check(kind, dtype, spoil=lambda i, leaf: leaf):
     return programs.check(ops.KINDS[kind], any_shape(*FEW.get(kind, (40, 256))), dtype, "native", spoilt)
 
 
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 @pytest.mark.parametrize("kind", ops.KINDS)
 def test_the_check_passes_what_is_right(kind):
     assert check(kind, "bfloat16") < 1
@@ -158,7 +158,7 @@ def measure_cell(kind, monkeypatch, kernels=("jaxnorm",), default=False):
     return gpu.measure_cell(cell, SimpleNamespace(iterations=2, default=default), failed), failed, used
 
 
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 @pytest.mark.parametrize("kind", EACH)
 def test_a_cell_is_measured_with_every_set(kind, monkeypatch):
     rows, failed, used = measure_cell(kind, monkeypatch)
@@ -170,7 +170,7 @@ def test_a_cell_is_measured_with_every_set(kind, monkeypatch):
     assert failed == []
 
 
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 def test_no_kernel_of_xlas_is_counted_as_jaxnorms_but_by_default(monkeypatch):
     kernels = ("jaxnorm", "wrapped_copy")
     rows, failed, _ = measure_cell("add_rms", monkeypatch, kernels)
@@ -216,7 +216,7 @@ def test_rates_count_every_array_once():
 PURE = [kind for kind, op in ops.KINDS.items() if op.is_pure and (op.carries or kind.startswith("gated"))]
 
 
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", PURE)
 def test_no_program_of_jaxnorm_copies_an_array(kind, dtype):

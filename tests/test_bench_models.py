@@ -52,7 +52,7 @@ def loss_and_gradients(spec, norms):
 
 
 @of_models
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 @pytest.mark.parametrize(("spec", "norms"), TRAINED, ids=lambda value: getattr(value, "name", value))
 def test_a_model_with_native_norms_trains_as_with_jnp_norms(spec, norms):
     (native, ours), (by_jnp, expected) = loss_and_gradients(spec, norms), loss_and_gradients(spec, "jnp")
@@ -68,7 +68,7 @@ def test_a_model_without_norms_is_another_model():
 
 # A line of a call's text, and how often it is there with norms that join: every norm of the stream but the first adds.
 @of_models
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 @pytest.mark.parametrize(
     ("spec", "sign", "count"),
     [
@@ -110,7 +110,7 @@ def test_decoding_gives_the_logits_of_the_training_model(spec, norms):
 
 
 @of_models
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 def test_every_program_has_a_row_for_each_kind_of_norm(tmp_path, monkeypatch):
     toy = models.small
     monkeypatch.setattr(models, "small", lambda spec: replace(toy(spec), layers=1))  # half the time to compile

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 CUDA_13 = "75 80 86 87 88 89 90 100 110 103 120 121"
 COMMON = "80-real 90-real 100"
 
-with_cmake = pytest.mark.build
+with_cmake = pytest.mark.needs("build")
 
 
 def load(name):

@@ -245,9 +245,9 @@ def test_hooks_of_mkdocs_find_the_clone(hook, tmp_path):
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize("command", ["pip install .*", "examples/train_lm.py", "pytest"])
+@pytest.mark.parametrize("command", ["examples/train_lm.py", "pytest"])
 def test_the_commands_that_ci_runs_stand_in_readme(command):
-    lines = rf"^(?:python3 -m venv|\.venv/bin).*{command}$"
+    lines = rf"^python3 -m venv.*{command}$"
     assert len(re.findall(lines, (ROOT / "README.md").read_text(), re.MULTILINE)) == 1
 
 

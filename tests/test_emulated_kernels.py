@@ -14,7 +14,7 @@ import pytest
 from cases import draw
 
 # One worker compiles the kernels for all of these tests, and the group that has the most tests comes first.
-pytestmark = [pytest.mark.emulated, pytest.mark.xdist_group("emulated")]
+pytestmark = [pytest.mark.needs("emulated"), pytest.mark.xdist_group("emulated")]
 
 WORD = 16  # bytes, to which cuBLASLt wants arrays aligned, and vectors are
 E4M3, E5M2, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.bfloat16

@@ -11,7 +11,7 @@ FEW = 14
 
 @pytest.mark.parametrize("first", [0, *in_full(1000)])
 def test_random_programs(first, pytestconfig):
-    limit = {"seconds": 2 * pytestconfig.getoption("--seconds")} if first else {"examples": FEW}
+    limit = {"seconds": pytestconfig.getoption("--seconds")} if first else {"examples": FEW}
     failures = list(filter(None, fuzz.fuzz(first, **limit)))
     assert not failures, "\n".join(failures)
 
@@ -25,7 +25,7 @@ def seeds(is_of_several):
 
 
 # Else the fuzzer would be of no use.
-@pytest.mark.parametrize("is_of_several", [False, pytest.param(True, marks=pytest.mark.several)])
+@pytest.mark.parametrize("is_of_several", [False, pytest.param(True, marks=pytest.mark.needs("several"))])
 def test_a_wrong_result_is_found(is_of_several, monkeypatch):
     right = fuzz.Example.on_mesh
 

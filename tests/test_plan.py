@@ -10,7 +10,7 @@ from cases import DTYPES, KINDS
 
 from bench import shapes
 
-pytestmark = pytest.mark.plans
+pytestmark = pytest.mark.needs("plans")
 
 REGIMES = ("rows per block", "block per row", "cluster per row", "segments", "looped")
 OPS = ("forward", "backward")

@@ -64,7 +64,7 @@ def test_the_example_begins_with_these_sums(page):
     assert re.findall(r"\| \d \| (\S+) \| (\S+) \|", text) == list(zip(SUMS, RMS, strict=True))
 
 
-@pytest.mark.browser
+@pytest.mark.needs("browser")
 def test_the_steps_come_to_these_sums(page, tmp_path):
     path, _ = page("--platform", "tpu")
     browser = ("chromium", "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/browser")

@@ -138,7 +138,7 @@ def healthy(tree):
 
 
 def run_laws(module, laws):
-    command = (sys.executable, "-m", "pytest", "--once", "-q", "-p", "no:cacheprovider", "-p", "no:xdist")
+    command = (sys.executable, "-m", "pytest", "--full", "-q", "-p", "no:cacheprovider", "-p", "no:xdist")
     # What glibc hands out is full of huge numbers, so that a result that is not written shows.
     given = {"JAXNORM_EMULATE": str(module), "JAX_PLATFORMS": "cpu", "MALLOC_PERTURB_": "128"}
     command, environment = (*command, *shlex.split(laws)), os.environ | given
@@ -154,8 +154,8 @@ def test_what_is_changed_stands_there_once(name):
     assert (emulated.ROOT / "src" / fault.file).read_text().count(fault.right) == 1
 
 
-@pytest.mark.full
-@pytest.mark.emulated
+@pytest.mark.needs("request")
+@pytest.mark.needs("emulated")
 @pytest.mark.xdist_group("emulated")
 @pytest.mark.parametrize("name", FAULTS)
 def test_laws_find(name, tree, healthy):

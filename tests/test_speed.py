@@ -11,7 +11,7 @@ from internals import choose_fastest
 import jaxnorm
 from jaxnorm import info
 
-pytestmark = pytest.mark.plans
+pytestmark = pytest.mark.needs("plans")
 
 
 @pytest.fixture(autouse=True)

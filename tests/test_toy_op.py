@@ -63,7 +63,7 @@ def assert_gradients_are_close(actual, expected):
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.several
+@pytest.mark.needs("several")
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("spec", [P("i"), P(None, None, "i")], ids=str)
 def test_sharded(devices, spec, axis_type):
@@ -99,7 +99,7 @@ def test_errors_are_those_of_every_op():
 
 
 # Rows alone and together, short ones and long ones, with and without a rest beside whole vectors.
-@pytest.mark.toys
+@pytest.mark.needs("toys")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("shape", [(1, 1), (7, 3), (2, 5, 128), (3, 513), (2, 20_000)], ids=str)
 def test_the_kernels_at_each_length(shape, dtype):
@@ -113,7 +113,7 @@ def test_the_kernels_at_each_length(shape, dtype):
     assert np.linalg.norm(dx - dx_expected) <= error * np.linalg.norm(dx_expected) + 1e-6
 
 
-@pytest.mark.toys
+@pytest.mark.needs("toys")
 def test_a_gradient_is_one_native_call_each_way():
     text = jax.jit(jax.grad(loss_of(partial(l2_norm, implementation="native")))).lower(X).compile().as_text()
     assert [text.count(f'custom_call_target="{target}"') for target in NATIVE.targets] == [1, 1]

@@ -100,7 +100,7 @@ def arrays_between(call, x, *dtypes):
 
 
 @each_block
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 def test_no_wide_array_lies_between(block):
     model, x = block("float16"), draw("x", (ROWS, block.inputs), "float16")
     assert arrays_between(model, x, "f16", "f32") == []

@@ -297,7 +297,7 @@ def test_names_of_mesh_axes_stay(as_spec):
     assert flax.nnx.get_partition_spec(flax.nnx.state(layer)) == expected
 
 
-@pytest.mark.several
+@pytest.mark.needs("several")
 def test_layers_over_devices():
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(-1, 2), ("a", "b"))
     layer, x, dy = linear(Float8Linear), draw_x(DIMS), draw("dy", (*DIMS[:-1], COLUMNS))

@@ -169,7 +169,7 @@ def test_scale_offset(api, kind):
     assert_close(apply(parameters, x), plain(ones, x))
 
 
-@pytest.mark.several
+@pytest.mark.needs("several")
 @cover(api=APIS, kind=KINDS)
 def test_positions_that_are_split(devices, api, kind):
     mesh, x, spec = mesh_of(devices, AxisType.Auto), draw_x((4, 8, 5, 12)), P("a", "b")
@@ -184,7 +184,7 @@ def test_positions_that_are_split(devices, api, kind):
     assert_gradients_close(gradients(function), gradients(whole))
 
 
-@pytest.mark.several
+@pytest.mark.needs("several")
 @cover(api=APIS, split=[True, False])
 def test_an_explicit_mesh(devices, api, split):
     """Parameters that are split otherwise than channels are Flax's to add to x."""

@@ -82,7 +82,7 @@ def test_axis_name_is_flaxs_result(api, kind):
     np.testing.assert_allclose(ours, flaxs, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.several
+@pytest.mark.needs("several")
 @cover(kind=KINDS, api=APIS)
 def test_axis_index_groups_are_flaxs_result(api, kind, devices):
     half = len(devices) // 2

@@ -98,7 +98,7 @@ def test_gated_results_are_the_functions(api, options):
     assert bits(jax.jit(apply)(parameters, *inputs)) == bits(expected)
 
 
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 @cover(kind=KINDS, api=APIS, implementation=[None, "native", "jnp"])
 def test_the_implementation_is_what_runs(api, kind, implementation):
     x = draw_x(DIMS)

@@ -42,7 +42,7 @@ def test_training_in_mixed_precision(policy):
     assert {variable.dtype for variable in ours.trainable_variables} == {"float32"}
 
 
-@pytest.mark.several
+@pytest.mark.needs("several")
 def test_data_parallel(devices):
     expected = trained(functional(keras.layers))
     names = keras.distribution.list_devices()[: len(devices)]

@@ -15,7 +15,7 @@ from hlo import collectives
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import assert_parts_close, exchanged, gradients, mesh_of, part_spec, place, result_spec, size_of, specs_of
-from table import EACH, GATED_ACTIVATIONS, OPS, PADDED, QUANTIZED, QUANTIZED_ACTIVATIONS, QUANTIZED_SUMS, ROTARY
+from table import EACH, GATED_ACTIVATIONS, PADDED, QUANTIZED, QUANTIZED_ACTIVATIONS, QUANTIZED_SUMS, ROTARY
 
 import jaxnorm
 from jaxnorm import Quantization
@@ -24,10 +24,11 @@ pytestmark = pytest.mark.jax_version
 
 # Groups of columns are of one device, and so are a padded row and what is rotated.
 WHOLE = (*PADDED, *ROTARY, *GATED_ACTIVATIONS, *QUANTIZED_ACTIVATIONS)
-SPLIT = [op for op in OPS if op not in WHOLE and (op.kind != "rms" or "group_size" not in op.small.options)]
-ops = over(SPLIT, default=(*EACH, QUANTIZED[2], QUANTIZED_SUMS[2]))
-of_features = over([op for op in SPLIT if not op.has_positions], default=(*EACH, QUANTIZED[2], QUANTIZED_SUMS[2]))
-vma = over(SPLIT, default=(*EACH, QUANTIZED[2], QUANTIZED_SUMS[2]), check_vma=lambda op: {"vma": True, "no vma": False})
+OF_EACH = (*EACH, QUANTIZED[2], QUANTIZED_SUMS[2])
+SPLIT = [op for op in OF_EACH if op not in WHOLE and (op.kind != "rms" or "group_size" not in op.small.options)]
+ops = over(SPLIT)
+of_features = over([op for op in SPLIT if not op.has_positions])
+vma = over(SPLIT, check_vma=lambda op: {"vma": True, "no vma": False})
 
 
 def shard(op, mesh, out_specs, check_vma=True):
@@ -41,7 +42,7 @@ def results(op, **given):
 
 
 @pytest.mark.on_emulator
-@pytest.mark.several
+@pytest.mark.needs("several")
 @vma
 def test_forward_in_shard_map(devices, op, check_vma):
     mesh = mesh_of(devices, AxisType.Auto)
@@ -55,7 +56,7 @@ def test_forward_in_shard_map(devices, op, check_vma):
 
 
 # check_vma or not: the weights are the same along a, so their gradients are the sums over it.
-@pytest.mark.several
+@pytest.mark.needs("several")
 @vma
 def test_gradients_of_shard_map(devices, op, check_vma):
     mesh = mesh_of(devices, AxisType.Auto)
@@ -69,7 +70,7 @@ def test_gradients_of_shard_map(devices, op, check_vma):
 
 
 @pytest.mark.on_emulator
-@pytest.mark.several
+@pytest.mark.needs("several")
 @ops
 def test_gradients_in_shard_map(devices, op):
     mesh = mesh_of(devices, AxisType.Auto)
@@ -93,7 +94,7 @@ def test_second_derivative(devices, kind):
 
 # On a GPU the statistics and the result of a part are kernels, if these take the dtypes.
 @pytest.mark.on_emulator
-@pytest.mark.several
+@pytest.mark.needs("several")
 @cover(kind=KINDS, dtypes=[*itertools.product(DTYPES, DTYPES), ("float64", "float32")])
 @emulated.wherever
 def test_dtypes(devices, kind, dtypes):
@@ -124,7 +125,7 @@ def beside(y, scale, bias, dtype):
 
 
 # XLA splits the rows, and the caller the features.
-@pytest.mark.several
+@pytest.mark.needs("several")
 @pytest.mark.parametrize("kind", NORMS)
 def test_features_in_a_partly_manual_shard_map(devices, kind):
     mesh = mesh_of(devices, AxisType.Auto)
@@ -139,7 +140,7 @@ def test_features_in_a_partly_manual_shard_map(devices, kind):
 
 
 # The like where types say how rows are split.
-@pytest.mark.several
+@pytest.mark.needs("several")
 @pytest.mark.parametrize("implementation", [None, "jnp"])
 @vma
 def test_features_beside_an_explicit_axis_of_rows(devices, op, check_vma, implementation):
@@ -163,7 +164,7 @@ def test_features_beside_an_explicit_axis_of_rows(devices, op, check_vma, implem
 
 
 # Where JAX 0.10 linearises the body of a loop, it keeps the rules of primitives alone.
-@pytest.mark.several
+@pytest.mark.needs("several")
 @pytest.mark.parametrize("implementation", [None, "jnp"])
 @pytest.mark.parametrize("kind", NORMS)
 def test_second_derivatives_of_a_loop_beside_an_explicit_axis_of_rows(devices, kind, implementation):
@@ -193,7 +194,7 @@ WITHOUT_KERNEL = {
 }
 
 
-@pytest.mark.several
+@pytest.mark.needs("several")
 @pytest.mark.parametrize("name", WITHOUT_KERNEL)
 @pytest.mark.parametrize("kind", NORMS)
 def test_what_has_no_kernel(devices, kind, name):
@@ -253,7 +254,7 @@ def test_vmap(op):
         assert_parts_close(jax.tree.map(whole, actual, expected), expected)
 
 
-@pytest.mark.several
+@pytest.mark.needs("several")
 @pytest.mark.parametrize("kind", NORMS)
 def test_pmap(devices, kind):
     x = draw_x((4, 16 * len(devices)))
@@ -266,7 +267,7 @@ def test_pmap(devices, kind):
     assert_parts_close(jnp.concatenate(list(split(parts)), -1), gradient(NORMS[kind])(x))
 
 
-@pytest.mark.several
+@pytest.mark.needs("several")
 def test_vmap_in_shard_map_over_what_is_not_split(devices):
     mesh = mesh_of(devices, AxisType.Auto)
     x = draw_x((3, 4, 16))
@@ -280,7 +281,7 @@ def test_vmap_in_shard_map_over_what_is_not_split(devices):
 
 
 # Law 8. Of floats, not every backend's maximum over devices keeps a NaN.
-@pytest.mark.several
+@pytest.mark.needs("several")
 def test_a_nan_on_one_device_is_in_the_scale_of_its_row(devices):
     mesh = mesh_of(devices, AxisType.Auto)
     x = draw_x((4, 256)).at[1, 3].set(jnp.nan)

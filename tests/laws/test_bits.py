@@ -238,7 +238,7 @@ def small_stacks():
 
 
 @pytest.mark.any_code
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 @pytest.mark.parametrize("op", dict.fromkeys((*EACH, *SOFTMAX, *GATED[1:])), ids=str)
 def test_a_small_stack(op, small_stacks):
     def run(*args):
@@ -269,8 +269,8 @@ def sizes_with_workspaces(op):
     return [*op.many[:1], *op.lengths[-1:], *[size for size in op.sizes if size.dims[0] == 600][:1]]
 
 
-@pytest.mark.cuda
-@over(OPS, default=EACH, floats=lambda op: WORKSPACES, dtypes=dtypes_of, size=sizes_with_workspaces)
+@pytest.mark.needs("cuda")
+@over(EACH, floats=lambda op: WORKSPACES, dtypes=dtypes_of, size=sizes_with_workspaces)
 def test_a_workspace_of_another_size(op, floats, dtypes, size, monkeypatch):
     expected = jax.device_get(everything(op, size, dtypes)())
     wanted, changed = ffi.workspace, []

@@ -91,7 +91,7 @@ def summary(explained, platform="cpu"):
 @pytest.mark.parametrize(
     ("function", "expected", "why"),
     [
-        pytest.param(norm, ("rms_norm", "forward", "native"), "", marks=pytest.mark.kernels, id="kernel"),
+        pytest.param(norm, ("rms_norm", "forward", "native"), "", marks=pytest.mark.needs("kernels"), id="kernel"),
         pytest.param(mixed, ("layer_norm", "forward", "formula"), MIXED, id="formula"),
     ],
 )
@@ -113,7 +113,7 @@ def loss(x):
     return norm(x).sum() + mixed(x).sum()
 
 
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 def test_directions():
     explained = jaxnorm.explain(jax.grad(loss), X)
     ways = [("rms_norm", "forward", "native"), ("rms_norm", "backward", "native"), ("layer_norm", "forward", "formula")]
@@ -155,7 +155,7 @@ CALLS = {
 }
 
 
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 @pytest.mark.parametrize("name", CALLS)
 def test_every_function(name):
     function, why = CALLS[name]
@@ -171,7 +171,7 @@ NOT_CHOSEN = ("quantize", "quantized_dot", "float8_linear", "rms_norm", "layer_n
 CHOSEN = [name for name in CALLS if name not in NOT_CHOSEN]
 
 
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 @pytest.mark.parametrize("chosen", ["jnp", "native"])
 @pytest.mark.parametrize("name", CHOSEN)
 def test_where_a_choice_comes_from(name, chosen):
@@ -182,7 +182,7 @@ def test_where_a_choice_comes_from(name, chosen):
     assert why.endswith(f" under jaxnorm.implementation({{{name!r}: {chosen!r}}})")
 
 
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("chosen", ["jnp", "native"])
 def test_where_the_choice_of_a_direction_comes_from(direction, chosen):
@@ -205,7 +205,7 @@ def test_every_public_function_is_known():
 
 
 # A gradient of what has one is listed, and under no other name.
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 @pytest.mark.parametrize("name", CALLS)
 def test_a_backward_where_a_gradient_is_taken_and_nowhere_else(name):
     function, _ = CALLS[name]
@@ -254,7 +254,7 @@ def test_what_is_no_function(name):
         jaxnorm.explain(value)
 
 
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 def test_an_ensemble_of_weights():
     (row, *_) = jaxnorm.explain(jax.vmap(lambda scale: jaxnorm.rms_norm(X, scale)), jnp.ones((3, 8)))
     assert row.on("cpu").implementation == "formula"
@@ -343,7 +343,7 @@ def warns(monkeypatch):
     monkeypatch.setattr(fallback, "_told", set())
 
 
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 @pytest.mark.parametrize("function", [mixed, CALLS["layer_norm"][0]], ids=["dtypes", "axes"])
 def test_a_warning_for_each_line(warns, function):
     with pytest.warns(UserWarning, match="jaxnorm runs jax.numpy and no kernel") as told:
@@ -352,7 +352,7 @@ def test_a_warning_for_each_line(warns, function):
     assert [Path(warning.filename).name for warning in told] == [HERE]
 
 
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 @pytest.mark.parametrize("function", [norm, CALLS["rms_norm"][0], gate()], ids=["kernel", "asked for", "gate"])
 def test_no_warning_where_all_is_as_expected(warns, function):
     with warnings.catch_warnings():
@@ -374,7 +374,7 @@ MANY = {
 }
 
 
-@pytest.mark.plans
+@pytest.mark.needs("plans")
 @pytest.mark.parametrize("way", ["forward", "gradient"])
 @pytest.mark.parametrize("name", MANY)
 def test_more_rows_than_a_grid(name, way):

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from cases import KINDS, assert_close, assert_near, bits, draw_x, operands
 from cases import NORMS as FUNCTIONS
-from coverage import cover, in_full, over
+from coverage import cover, over
 from exporting import PLATFORMS, WAYS, artefacts, exported, function_of
 from hlo import count_native_calls
 from internals import text
@@ -50,7 +50,7 @@ def of_rows(op, rows):
     return op.draw(op.small._replace(dims=(rows, *op.small.dims[1:])))
 
 
-@over(OPS, default=(*EACH, *NORMS), count=lambda op: [1, 5, 600])
+@over([op for op in OPS if op in (*EACH, *NORMS)], count=lambda op: [1, 5, 600])
 def test_an_exported_program_runs_for_any_number_of_rows(op, count):
     program = export.deserialize(exported(op, value_and_gradients(op)).serialize())
     args = of_rows(op, count)
@@ -210,7 +210,7 @@ def test_a_spec_of_an_older_build_is_read(name):
 
 
 # Names of primitives had their directions in full.
-@pytest.mark.several
+@pytest.mark.needs("several")
 def test_a_call_of_before_that_xla_splits(devices, monkeypatch):
     encode = text.encode
 
@@ -281,7 +281,7 @@ def run(program, *args, **environment):
 ROWS, FEATURES = "'a' None", "None 'b'"
 
 
-@pytest.mark.several
+@pytest.mark.needs("several")
 @pytest.mark.parametrize(
     ("mesh", "spec"),
     [
@@ -289,7 +289,9 @@ ROWS, FEATURES = "'a' None", "None 'b'"
         ("Auto", FEATURES),
         ("Explicit", ROWS),
         ("shard_map over one axis", FEATURES),
-        *in_full(("Auto", ROWS), ("Explicit", FEATURES), ("shard_map over one axis", ROWS)),
+        ("Auto", ROWS),
+        ("Explicit", FEATURES),
+        ("shard_map over one axis", ROWS),
     ],
 )
 def test_a_second_process_finds_what_the_first_compiled(tmp_path, mesh, spec):
@@ -322,7 +324,7 @@ def sharded_by(how, norm, mesh):
 
 
 # Of a shard_map over one axis, a program for several platforms has the formula.
-@pytest.mark.several
+@pytest.mark.needs("several")
 @pytest.mark.parametrize(
     ("how", "platforms", "is_native"),
     [
@@ -342,7 +344,7 @@ def test_exported_for_several_devices(tmp_path, devices, kind, how, platforms, i
 
 
 # Of unknown shapes XLA splits the formula.
-@pytest.mark.several
+@pytest.mark.needs("several")
 @pytest.mark.parametrize("kind", KINDS)
 def test_exported_for_several_devices_and_any_number_of_rows(tmp_path, devices, kind):
     mesh = mesh_of(devices, AxisType.Auto)

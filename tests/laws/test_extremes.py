@@ -27,7 +27,7 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 
 def large(test):
     """On one worker: each takes many GiB of a GPU."""
-    return pytest.mark.large(pytest.mark.xdist_group("large")(test))
+    return pytest.mark.needs("memory")(pytest.mark.xdist_group("large")(test))
 
 
 # Where a value that is not finite spreads as in the formula: a quantised one has bits of its own to keep, and in a

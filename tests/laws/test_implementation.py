@@ -38,7 +38,7 @@ def chosen(function=norm, *args, **options):
     return None if "native_for=None" in text else "native"
 
 
-@pytest.mark.parametrize("name", ["jnp", pytest.param("native", marks=pytest.mark.kernels)])
+@pytest.mark.parametrize("name", ["jnp", pytest.param("native", marks=pytest.mark.needs("kernels"))])
 def test_a_context_chooses(name):
     assert chosen() is None
     with implementation(name):
@@ -54,7 +54,7 @@ def test_a_context_is_for_every_op(op):
     assert chosen(function, *types) is None
 
 
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 def test_the_argument_wins_over_the_context():
     with implementation("jnp"):
         assert chosen(implementation="native") == "native"
@@ -62,7 +62,7 @@ def test_the_argument_wins_over_the_context():
         assert chosen(implementation="jnp") == "jnp"
 
 
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 def test_contexts_nest_and_none_undoes_them():
     with implementation("native"):
         with implementation("jnp"):
@@ -83,7 +83,7 @@ def test_a_mapping_chooses_by_function():
 
 
 # On top of the contexts around it; a name takes their place.
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 def test_mappings_nest():
     with implementation("native"), implementation({"layer_norm": "jnp"}):
         assert both() == ("jnp", "native")
@@ -132,7 +132,7 @@ KEPT = (
 )
 
 
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 @pytest.mark.parametrize("function", [jaxnorm.rms_norm, jaxnorm.layer_norm, jaxnorm.softmax], ids=lambda f: f.__name__)
 def test_a_mapping_chooses_by_direction(function):
     for choices, kept in KEPT:
@@ -141,7 +141,7 @@ def test_a_mapping_chooses_by_direction(function):
 
 
 # What one direction keeps the other reads, whichever of the two makes it.
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("op", EACH, ids=str)
 def test_a_gradient_of_which_one_direction_is_the_formula(op, direction):
@@ -157,7 +157,7 @@ def test_a_gradient_of_which_one_direction_is_the_formula(op, direction):
 
 
 # On top of the contexts around it, each direction by itself.
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 def test_directions_nest():
     with implementation("jnp"):
         with implementation({"rms_norm": {"backward": "native"}}):
@@ -168,8 +168,8 @@ def test_directions_nest():
 
 
 # XLA splits the formula of one direction, and calls the kernel of the other on each device.
-@pytest.mark.kernels
-@pytest.mark.several
+@pytest.mark.needs("kernels")
+@pytest.mark.needs("several")
 @pytest.mark.parametrize(("direction", "kept"), [("forward", "bwd"), ("backward", "fwd")])
 def test_directions_over_a_mesh(devices, direction, kept):
     mesh = jax.make_mesh((len(devices),), ("i",), (AxisType.Auto,), devices=devices)
@@ -180,7 +180,7 @@ def test_directions_over_a_mesh(devices, direction, kept):
 
 
 # What `linear_cross_entropy` calls within follows its directions.
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 @pytest.mark.parametrize(("direction", "kept"), [("backward", "fwd"), ("forward", "bwd")])
 def test_directions_of_what_calls_others(direction, kept):
     args = X[0], X[0].T, jnp.zeros(X[0].shape[0], "int32")
@@ -192,7 +192,7 @@ BACKWARD = {"rms_norm": {"backward": "native"}}
 
 
 @pytest.mark.parametrize(
-    "choice", ["native", {"rms_norm": "native"}, pytest.param(BACKWARD, marks=pytest.mark.kernels)], ids=str
+    "choice", ["native", {"rms_norm": "native"}, pytest.param(BACKWARD, marks=pytest.mark.needs("kernels"))], ids=str
 )
 def test_an_error_names_the_context_that_chose(choice):
     message = rf"^rms_norm under jaxnorm.implementation\({re.escape(repr(choice))}\): .* trailing"
@@ -225,7 +225,7 @@ def test_a_context_within_a_jitted_function():
     assert chosen(function) == "jnp"
 
 
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 def test_jit_keeps_what_was_traced_in_each_context_apart():
     traced = []
 
@@ -321,7 +321,7 @@ def run(value, directory, program):
     )
 
 
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 @pytest.mark.parametrize("value", ["", "jnp", "native"])
 def test_the_environment_is_the_default(value, tmp_path):
     lines = run(value, tmp_path, PROGRAM).stdout.splitlines()

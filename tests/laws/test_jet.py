@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from meshes import mesh_of
 from quantizing import QUANTIZED
-from table import EACH, OPS
+from table import EACH
 
 from jaxnorm import Quantization
 
@@ -19,7 +19,7 @@ jet = pytest.importorskip("jax.experimental.jet")
 
 pytestmark = pytest.mark.jax_version
 
-ops = over(OPS, default=EACH)
+ops = over(EACH)
 ORDER = 3
 
 

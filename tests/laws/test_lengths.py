@@ -31,7 +31,7 @@ from oracle import f64, spacing
 from quantizing import assert_same
 from tolerances import gradient_errors, result_errors
 
-pytestmark = pytest.mark.cuda
+pytestmark = pytest.mark.needs("cuda")
 
 
 class Case(NamedTuple):

@@ -19,7 +19,7 @@ from native_calls import (
     native_calls_of,
     native_calls_of_op,
 )
-from table import ADDED, EACH, GROUP_NORMS, NORMS, OPS, QUANTIZED_SUMS, ROTARY, SANDWICH, SOFTMAX
+from table import ADDED, EACH, GROUP_NORMS, NORMS, QUANTIZED_SUMS, ROTARY, SANDWICH, SOFTMAX
 
 import jaxnorm
 from jaxnorm import Quantization
@@ -81,8 +81,8 @@ def assert_each_is_refused(calls, changes=""):
     assert not any(told), "\n".join(filter(None, told))
 
 
-@over(OPS, default=(*EACH, NORMS[0], ADDED[0], ROTARY[-1]))
-@pytest.mark.kernels
+@over((*EACH, NORMS[0], ADDED[0], ROTARY[-1]))
+@pytest.mark.needs("kernels")
 @pytest.mark.on_emulator
 def test_a_malformed_call(op):
     calls = native_calls_of_op(op)
@@ -94,7 +94,7 @@ def test_a_malformed_call(op):
 
 # Two halves of a float do not go together, where one goes with float32.
 @over((*NORMS, *ADDED, GROUP_NORMS[1], *SANDWICH, *SOFTMAX, *QUANTIZED_SUMS[:2]))
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 @pytest.mark.on_emulator
 def test_a_malformed_call_of_half_types(op):
     assert_each_is_refused(native_calls_of_op(op, "float16"), "of bfloat16")
@@ -134,7 +134,7 @@ OF_OPTIONS = {
 }
 
 
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 @pytest.mark.on_emulator
 @pytest.mark.parametrize("name", OF_OPTIONS)
 def test_a_malformed_call_of_options(name):
@@ -147,14 +147,14 @@ def test_a_malformed_call_of_options(name):
     assert_each_is_refused(calls)
 
 
-@pytest.mark.cuda
+@pytest.mark.needs("cuda")
 @pytest.mark.parametrize("name", OF_CUDA)
 def test_a_malformed_call_of_cuda(name):
     assert_each_is_refused([OF_CUDA[name]])
 
 
 # Those that are not malformed want cuBLASLt, which only a GPU has.
-@pytest.mark.cuda
+@pytest.mark.needs("cuda")
 def test_a_malformed_call_of_a_product():
     changes = [*malformed_operands(DOT), *malformed_results(DOT)]
     changes = [change for change in changes if not has_results_of(DOT, change[1])]

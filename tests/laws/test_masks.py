@@ -220,7 +220,7 @@ OF_MASKS = {
 
 
 # Of 8192 rows of 128256 classes the booleans of all logits are a gigabyte.
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 @cover(
     name=list(OF_MASKS), shape=[(4, 16, 1), (4, 1, 24), (1, 1, 24), (1, 16, 1), (1, 1, 1)], way=["forward", "gradient"]
 )

@@ -41,7 +41,6 @@ from table import (
     GROUP_NORMS,
     GROUPED,
     NORMS,
-    OPS,
     PADDED,
     PER_HEAD,
     QUANTIZED,
@@ -54,14 +53,14 @@ import jaxnorm
 
 pytestmark = pytest.mark.jax_version
 
-SPLIT = [op for op in OPS if op not in PADDED]  # a padded result has other features
+# A padded result has other features.
+SPLIT = [op for op in (*EACH, QUANTIZED[2], QUANTIZED_SUMS[2]) if op not in PADDED]
 # Of batch, sequence and features, or where there are some heads in the sequence's place.
 ROWS_OVER = [P("a"), P(("b", "a")), P("a", "b"), P(None, "b")]
 ROW_MODES = [
     *itertools.product(["auto", "explicit", MANUAL, PARTLY_MANUAL], ROWS_OVER),
     *((UNCHECKED, spec) for spec in ROWS_OVER[1:3]),
 ]
-DEFAULT = (*EACH, QUANTIZED[2], QUANTIZED_SUMS[2])
 
 
 def row_modes(op):
@@ -75,7 +74,7 @@ def part_specs(op):
     return [*specs, P(None, "b"), P("a", "b")] if op.has_positions else specs
 
 
-by_row = over(SPLIT, default=DEFAULT, how=row_modes)
+by_row = over(SPLIT, how=row_modes)
 by_feature = over(
     # What is rotated is of one device, and what has both side by side is in ops/gated_activation.py.
     [
@@ -83,7 +82,6 @@ by_feature = over(
         for op in SPLIT
         if op not in ROTARY and not (op in (*GATED_ACTIVATIONS, *QUANTIZED_ACTIVATIONS) and op.arrays == 1)
     ],
-    default=DEFAULT,
     mode=lambda op: ["auto", "explicit", PARTLY_MANUAL],
     spec=part_specs,
 )
@@ -102,7 +100,7 @@ def run(function, on_one_device, args, mesh):
     return actual, jax.jit(on_one_device)(*(jnp.asarray(np.asarray(arg)) for arg in args)), compiled.as_text()
 
 
-@pytest.mark.several
+@pytest.mark.needs("several")
 @by_row
 def test_rows_are_computed_where_they_are(devices, op, how):
     mode, spec = how
@@ -114,7 +112,7 @@ def test_rows_are_computed_where_they_are(devices, op, how):
     assert list(count_native_calls(text).values()) == [1]
 
 
-@pytest.mark.several
+@pytest.mark.needs("several")
 @by_row
 def test_gradients_of_rows_add_up_weights(devices, op, how):
     mode, spec = how
@@ -126,8 +124,8 @@ def test_gradients_of_rows_add_up_weights(devices, op, how):
     assert list(count_native_calls(text).values()) == [1] * (2 - op.keeps_operands_alone)
 
 
-@pytest.mark.several
-@over(SPLIT, default=DEFAULT)
+@pytest.mark.needs("several")
+@over(SPLIT)
 def test_gradients_of_the_formula(devices, op):
     """On an Explicit mesh, where the types of what it computes have shardings."""
     mesh = mesh_for("explicit", devices)
@@ -137,7 +135,7 @@ def test_gradients_of_the_formula(devices, op):
     assert_parts_close(actual, expected)
 
 
-@pytest.mark.several
+@pytest.mark.needs("several")
 @by_feature
 def test_parts_of_rows_exchange_their_statistics(devices, op, mode, spec):
     mesh = mesh_for(mode, devices)
@@ -147,7 +145,7 @@ def test_parts_of_rows_exchange_their_statistics(devices, op, mode, spec):
     assert collectives(text) == exchanged(op, mesh, spec, with_gradients=False)
 
 
-@pytest.mark.several
+@pytest.mark.needs("several")
 @by_feature
 def test_gradients_of_parts_of_rows(devices, op, mode, spec):
     mesh = mesh_for(mode, devices)
@@ -166,10 +164,9 @@ def dtypes(op):
     return [*itertools.product(kinds, HALF), (kinds[0], "float32"), (op.dtypes[0], HALF[0])]
 
 
-@pytest.mark.several
+@pytest.mark.needs("several")
 @over(
-    SPLIT,
-    default=EACH,
+    [op for op in SPLIT if op in EACH],
     mode=lambda op: ["auto", "explicit", MANUAL, PARTLY_MANUAL],
     spec=lambda op: [spec for spec in ROWS_OVER if not (op.has_positions and spec[1:])],
     dtypes=dtypes,
@@ -187,7 +184,7 @@ SUMMED = re.compile(r"stablehlo\.all_reduce.*?\^bb0\(%\w+: tensor<(\w+)>", re.DO
 
 
 # XLA for CPUs ends the process at a sum of a half type in a shard_map over some axes of a mesh.
-@pytest.mark.several
+@pytest.mark.needs("several")
 @cover(
     mode=[MANUAL, PARTLY_MANUAL],
     reduction=["mean", "sum", "none"],
@@ -297,8 +294,7 @@ def assert_mesh_gives(mesh, op, specs):
 
 @axis_types
 @over(
-    OPS,
-    default=WITH_HEADS,
+    WITH_HEADS,
     specs=lambda op: [
         *((spec, P()) for spec in ROW_SPECS),
         *([(P(None, None, "b"), P()), PART_OF_HEADS] if op in PER_HEAD else []),
@@ -309,18 +305,18 @@ def test_rows_on_a_mesh(devices, axis_type, op, specs):
 
 
 # An op of two arrays, of which one is the same everywhere.
-@over([op for op in OPS if op.arrays == 2], default=EACH, axis_type=lambda op: [AxisType.Auto, AxisType.Explicit])
+@over([op for op in EACH if op.arrays == 2], axis_type=lambda op: [AxisType.Auto, AxisType.Explicit])
 def test_one_array_is_everywhere(devices, op, axis_type):
     assert_mesh_gives(mesh_of(devices, axis_type), op, (P("a"), P(), *[P()] * len(op.weights)))
 
 
 # Groups have to stay whole, and a padded result is in ops/added_norm.py.
-WITH_FEATURES = [op for op in OPS if not {"group_size", "pad_to"} & {*op.small.options} and len(op.small.dims) == 2]
+WITH_FEATURES = [op for op in EACH if not {"group_size", "pad_to"} & {*op.small.options} and len(op.small.dims) == 2]
 
 
 # Weights are whole on each device and x is not: they are split by themselves, and their gradients are whole again.
 @axis_types
-@over([*WITH_FEATURES, GROUPED[0], GROUP_NORMS[1]], default=EACH)
+@over([*WITH_FEATURES, GROUPED[0], GROUP_NORMS[1]])
 def test_a_sharded_feature_axis(devices, axis_type, op):
     mesh, specs = mesh_of(devices, axis_type), each(op, P("a", None, "b"), P())
     if not op.derived:
@@ -344,14 +340,14 @@ def shard(devices, function, in_specs, out_specs):
     return jax.shard_map(function, mesh=mesh_of(devices, AxisType.Auto), in_specs=in_specs, out_specs=out_specs)
 
 
-@over(OPS, default=EACH, specs=whole_row_specs)
+@over(EACH, specs=whole_row_specs)
 def test_grad_of_shard_map(devices, op, specs):
     function = shard(devices, op.run(), each(op, *specs), specs[0])
     assert_same(op, jax.jit(loss_and_gradients(op, function))(*sequences_of(op)), expected(op))
 
 
 # A replicated weight meets rows that differ over the mesh: its gradient is the sum over the mesh.
-@over(OPS, default=WITH_HEADS, specs=lambda op: [*whole_row_specs(op), *([PART_OF_HEADS] if op in PER_HEAD else [])])
+@over(WITH_HEADS, specs=lambda op: [*whole_row_specs(op), *([PART_OF_HEADS] if op in PER_HEAD else [])])
 def test_shard_map_of_grad(devices, op, specs):
     specs = each(op, *specs)
     gradients = shard(devices, op.gradient(), specs, of_gradients(op, specs))
@@ -359,7 +355,7 @@ def test_shard_map_of_grad(devices, op, specs):
 
 
 # Of two arrays the first or the second varies over the mesh: the other's gradient is summed, too.
-@over([op for op in OPS if op.arrays == 2], default=EACH, varying=lambda op: [0, 1], outside=lambda op: [True, False])
+@over([op for op in EACH if op.arrays == 2], varying=lambda op: [0, 1], outside=lambda op: [True, False])
 def test_shard_map_where_one_array_varies(devices, op, varying, outside):
     args, parts = list(sequences_of(op)), mesh_of(devices, AxisType.Auto).shape["a"]
     args[1 - varying] = args[1 - varying][: 8 // parts]

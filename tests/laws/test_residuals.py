@@ -152,7 +152,7 @@ def operands(op):
 
 
 @pytest.mark.jax_version
-@over(OPS, default=EACH, policy=lambda op: POLICIES)
+@over(EACH, policy=lambda op: POLICIES)
 def test_a_gradient_under_a_policy(op, policy):
     policy, calls = policy
     if policy is POLICIES["not all names"][0] and not op.keeps_statistics:

@@ -15,7 +15,7 @@ from meshes import placed
 
 import jaxnorm
 
-pytestmark = pytest.mark.several
+pytestmark = pytest.mark.needs("several")
 
 SHARDS, COLS = 4, 32
 PER_SHARD = COLS // SHARDS

@@ -56,11 +56,9 @@ TRANSFORMED = {
     GATED_QUANTIZED[0]: ["vjp", "hessian", "vmap over x", "grad of scan of checkpoint"],
 }
 # RMSNorm's rules are LayerNorm's with a statistic less.
-transformations = over(
-    TRANSFORMED, default=[op for op in TRANSFORMED if op in EACH or op not in RMS], name=lambda op: TRANSFORMED[op]
-)
+transformations = over([op for op in TRANSFORMED if op in EACH or op not in RMS], name=lambda op: TRANSFORMED[op])
 # Where every primitive runs alone; the rules are those of the programs.
-alone = over(TRANSFORMED, default=EACH, pairs=False, name=lambda op: TRANSFORMED[op])
+alone = over([op for op in TRANSFORMED if op in EACH], pairs=False, name=lambda op: TRANSFORMED[op])
 
 
 @cache
@@ -118,7 +116,7 @@ def names_of(op):
     return [*[*OF_EVERY_OPERAND][: 4 if op.derived else None], *operand_by_operand(op)]
 
 
-@over(WITH_ARRAYS, default=[op for op in WITH_ARRAYS if op not in RMS], name=names_of)
+@over([op for op in WITH_ARRAYS if op not in RMS], name=names_of)
 def test_of_every_operand(op, name):
     transform = OF_EVERY_OPERAND.get(name) or operand_by_operand(op)[name]
     args = op.draw(op.small)
@@ -143,7 +141,7 @@ def examples_of(op, moved):
 VMAPPED = [op for op in (*EACH, *GROUPED) if op not in ROTARY]
 
 
-@over([*NORMS, *WITH_ARRAYS, *PADDED], default=VMAPPED, what=lambda op: ["results", "grad"], moved=moved)
+@over([op for op in (*NORMS, *WITH_ARRAYS, *PADDED) if op in VMAPPED], what=lambda op: ["results", "grad"], moved=moved)
 def test_vmap(op, what, moved):
     examples, axes = examples_of(op, moved)
 

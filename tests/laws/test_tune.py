@@ -120,7 +120,7 @@ PROGRAMS = {"each direction of each function": (5, 6), "under jit": (5, 6), "a m
 AROUND = {"what a context leaves": {RMS: "jnp", LAYER: {BACKWARD: "native"}}}
 
 
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 @pytest.mark.parametrize("name", TUNINGS)
 def test_what_it_tries_and_keeps(times, monkeypatch, name):
     def slower(_, spec, rows):
@@ -145,7 +145,7 @@ def test_what_it_tries_and_keeps(times, monkeypatch, name):
 
 
 # Each is faster than what was there before it, and together they are not.
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 def test_what_is_not_faster_once_more_is_dropped(times, monkeypatch):
     measured, calls = turns.in_turns, []
 
@@ -160,7 +160,7 @@ def test_what_is_not_faster_once_more_is_dropped(times, monkeypatch):
     assert "beside the default, and is dropped" in str(tuned)
 
 
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 def test_it_is_a_choice_that_implementation_takes(times):
     times[RMS, BACKWARD] = 1e-4
     step = jax.jit(jax.grad(loss))
@@ -175,7 +175,7 @@ def test_it_is_a_choice_that_implementation_takes(times):
 
 
 # On a terminal one line, elsewhere lines that are 10 s apart, of what takes so long.
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 @pytest.mark.parametrize(
     ("is_terminal", "seconds", "lines"),
     [
@@ -214,7 +214,7 @@ def test_a_line_ends_where_an_error_ends_what_it_tells_of(monkeypatch, capsys):
     assert capsys.readouterr().err == "\rtune: 0 of 2 done\n"
 
 
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 def test_a_result_is_kept(times):
     first = jaxnorm.tune(jax.jit(norms), X, SCALE)
     compiled.clear()
@@ -237,8 +237,8 @@ def of_rows(devices):
 
 
 # Those of the devices that they are on, in the same program.
-@pytest.mark.kernels
-@pytest.mark.several
+@pytest.mark.needs("kernels")
+@pytest.mark.needs("several")
 def test_a_result_is_kept_by_device_and_sharding(times, devices):
     rows, split = of_rows(devices)
     whole = NamedSharding(split.mesh, P())
@@ -261,7 +261,7 @@ NOTHING = {
 }
 
 
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 @pytest.mark.parametrize("name", NOTHING)
 def test_where_there_is_nothing_to_choose(name):
     function, note = NOTHING[name]
@@ -281,7 +281,7 @@ def test_a_platform_without_kernels_needs_no_compilation(monkeypatch):
     assert f"the formula runs whatever is chosen: there are none for {jax.default_backend()}"[:40] in str(tuned)
 
 
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 @pytest.mark.parametrize("when", ["traced", "run"])
 def test_a_choice_that_fails_is_left_out(times, when, monkeypatch):
     times[LAYER, FORWARD] = 1e-4
@@ -299,7 +299,7 @@ def test_a_choice_that_fails_is_left_out(times, when, monkeypatch):
 
 
 # Neither those that are donated nor others; and what is static stays what it is.
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 @pytest.mark.parametrize("donated", ["x", ("x", "scale")])
 def test_arguments_are_not_consumed(donated):
     @functools.partial(jax.jit, static_argnums=1, static_argnames="power", donate_argnames=donated)
@@ -332,7 +332,7 @@ def test_what_is_not_donated_is_not_copied():
 
 
 # Of a function that is not under jit what is no array is not traced.
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 def test_arguments_that_are_no_arrays(times):
     tuned = jaxnorm.tune(jaxnorm.rms_norm, X, out_dtype="bfloat16", epsilon=1e-5)
     assert list(tried(tuned)) == [(RMS, FORWARD, "jnp")]
@@ -340,7 +340,7 @@ def test_arguments_that_are_no_arrays(times):
 
 
 # A step of NNX gives its results by changing modules.
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 def test_a_step_that_changes_its_arguments(times):
     model = jaxnorm_nnx.RMSNorm(8, rngs=nnx.Rngs(0))
 
@@ -402,7 +402,7 @@ chosen: rms_norm backward jnp; 5 programs compiled, of 6 at most
 a call takes 0.9 ms, by default 1 ms"""
 
 
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 def test_it_is_a_table(tuned):
     first, _, table = str(tuned).partition("\n")
     assert first.startswith("loss on ")
@@ -410,7 +410,7 @@ def test_it_is_a_table(tuned):
     assert (table, repr(tuned)) == (TABLE, str(tuned))
 
 
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 def test_it_is_a_value(tuned, times, monkeypatch):
     def anew(gain):
         times[RMS, BACKWARD] = gain
@@ -499,7 +499,7 @@ def path(tmp_path):
     return tmp_path / "step.json"
 
 
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 def test_a_file(tuned, path):
     tuned.save(path)
     loaded = jaxnorm.Tuned.load(path)
@@ -534,7 +534,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_file_of_another_installation(tuned, path, name):
     change, message = CHANGES[name]
@@ -578,7 +578,7 @@ def fits(path, value, new):
     return isinstance(new, str if isinstance(value, str) else list if is_of_any_length else ())
 
 
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 @pytest.mark.parametrize("new", [[], ["a", "b", "c", "d"], {}, {"rms_norm": 1}, 1.5, True, None, "text"], ids=repr)
 def test_a_malformed_file_is_named(tuned, path, new):
     tuned.save(path)
@@ -603,7 +603,7 @@ def test_a_malformed_file_is_named(tuned, path, new):
     assert failed == {}
 
 
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 @pytest.mark.parametrize("count", [2, 30])
 def test_calls_are_counted_in_a_message(tuned, path, count):
     tuned.save(path)
@@ -616,8 +616,8 @@ def test_calls_are_counted_in_a_message(tuned, path, count):
     assert is_short(raised.value, path)
 
 
-@pytest.mark.kernels
-@pytest.mark.several
+@pytest.mark.needs("kernels")
+@pytest.mark.needs("several")
 def test_a_file_for_several_devices(times, path, devices):
     rows, split = of_rows(devices)
     placed = jax.device_put(rows, split)
@@ -630,7 +630,7 @@ def test_a_file_for_several_devices(times, path, devices):
         jaxnorm.Tuned.load(path, norms, rows, SCALE)
 
 
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 def test_a_file_of_another_program(tuned, path):
     tuned.save(path)
     message = (
@@ -642,7 +642,7 @@ def test_a_file_of_another_program(tuned, path):
 
 
 # Each thread has its contexts; programs are timed one after the other.
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 def test_threads(times):
     times[RMS, FORWARD] = 1e-4
     found = {}

@@ -1,21 +1,21 @@
-"""Combinations of factors, by the tier: each value once, each pair of values, or all; and one of each test."""
+"""Combinations of factors: each value once, or with `--full` each pair of values; and one case of each test."""
 
 import itertools
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
 Named = list[tuple[str, Any]]
 
-_tier = "pairs"
+_pairs = True
 
 
-def set_tier(tier: Literal["quick", "once", "rest", "pairs", "full"]) -> None:
+def set_pairs(pairs: bool) -> None:
     """Before test modules are imported."""
-    global _tier
-    _tier = tier
+    global _pairs
+    _pairs = pairs
 
 
 def one_of_each(items: Sequence[pytest.Item]) -> list[pytest.Item]:
@@ -27,8 +27,8 @@ def one_of_each(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 
 
 def in_full(*cases: Any) -> tuple[Any, ...]:
-    """These, in the full tier only."""
-    return cases if _tier == "full" else ()
+    """These, with `--full` only."""
+    return cases if _pairs else ()
 
 
 def once(sizes: Sequence[int]) -> list[tuple[int, ...]]:
@@ -63,28 +63,18 @@ def cover(**factors: Iterable[Any]):
     return pytest.mark.parametrize(list(factors), _params(named))
 
 
-def over(
-    ops: Iterable[Any],
-    *,
-    default: Sequence[Any] | None = None,
-    pairs: bool = True,
-    **factors: Callable[[Any], Iterable[Any]],
-):
+def over(ops: Iterable[Any], *, pairs: bool = True, **factors: Callable[[Any], Iterable[Any]]):
     """Parametrises a test with `op` and these factors, each a function of the op.
 
     Ops with the same factors share a covering array, in which the op is one factor more. An op that has no value for
-    some factor has no such test. Where `default` is given, the other ops have theirs with `--full`. Without `pairs`
-    each value comes once, if not with `--full`.
+    some factor has no such test. Without `pairs` each value comes once.
     """
     groups: dict[str, tuple[list[Any], list[Named]]] = {}
-    for op in sorted(ops, key=lambda op: default is not None and op not in default):
+    for op in ops:
         named = [_named(values(op)) for values in factors.values()]
         if all(named):
             groups.setdefault(repr(named), ([], named))[0].append(op)
-    params = []
-    for alike, named in groups.values():
-        first = [op for op in alike if default is None or op in default]
-        params += _params([_named(alike), *named], len(first), pairs=pairs)
+    params = [row for alike, named in groups.values() for row in _params([_named(alike), *named], pairs=pairs)]
     return pytest.mark.parametrize(("op", *factors), params)
 
 
@@ -94,16 +84,9 @@ def _named(values: Iterable[Any]) -> Named:
     return [(" ".join(map(str, value)) if type(value) is tuple else str(value), value) for value in values]
 
 
-def _params(named: list[Named], first: int | None = None, *, pairs: bool = True) -> list[Any]:
-    """Of the first factor, only so many values are in the tiers that are not full."""
+def _params(named: list[Named], *, pairs: bool = True) -> list[Any]:
     sizes = [len(values) for values in named]
-    some = [sizes[0] if first is None else first, *sizes[1:]]
-    if _tier == "full":
-        table = itertools.product(*map(range, sizes))
-    elif not all(some):
-        table = ()
-    else:
-        table = sorted(pairwise(some) if pairs and _tier == "pairs" else once(some))
+    table = sorted(pairwise(sizes) if pairs and _pairs else once(sizes)) if all(sizes) else ()
     return [
         pytest.param(
             *(values[i][1] for values, i in zip(named, row, strict=True)),

@@ -60,9 +60,6 @@ def function_of(op, way):
 
 
 def main() -> None:
-    import coverage
-
-    coverage.set_tier("full")  # before the table is read: it has more rows there
     from internals import run_every_kernel
     from native import is_built
     from table import OPS

@@ -157,7 +157,7 @@ def assert_close(arrays, expected, tolerance):
         assert float(jnp.abs(array - other).max()) < tolerance * largest
 
 
-@pytest.mark.package("bonsai")
+@pytest.mark.needs("bonsai")
 @pytest.mark.parametrize("make", BONSAI, ids=lambda make: make.__name__)
 def test_bonsai(make):
     model, run = make()
@@ -207,7 +207,7 @@ LINEN = {
 @pytest.mark.parametrize(
     "make",
     [
-        pytest.param(make, marks=pytest.mark.package("transformers" if make is hub_llama else "diffusers"))
+        pytest.param(make, marks=pytest.mark.needs("transformers" if make is hub_llama else "diffusers"))
         for make in LINEN
     ],
     ids=lambda make: make.__name__,

@@ -27,7 +27,7 @@ HUB = ("float32", "bfloat16")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.package(name.partition(":")[0])) for name in NORMS]
+    "name", [pytest.param(name, marks=pytest.mark.needs(name.partition(":")[0])) for name in NORMS]
 )
 def test_the_norms_of_a_model_are_found(name):
     model = MODELS[name]()
@@ -56,7 +56,7 @@ def hub_norms(dtype):
     return [*norms, FlaxT5LayerNorm(32, dtype), FlaxLongT5LayerNorm(32, dtype)]
 
 
-@pytest.mark.package("transformers")
+@pytest.mark.needs("transformers")
 @pytest.mark.parametrize("dtype", HUB)
 @pytest.mark.parametrize("x_dtype", HUB)
 @pytest.mark.parametrize("parameter_dtype", HUB)

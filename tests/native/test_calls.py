@@ -46,7 +46,7 @@ import jaxnorm
 from jaxnorm import Quantization
 
 E5M2, W = jnp.float8_e5m2, struct(6, 10)
-kernels, cuda, gpu = pytest.mark.kernels, pytest.mark.cuda, pytest.mark.gpu
+kernels, cuda, gpu = pytest.mark.needs("kernels"), pytest.mark.needs("cuda"), pytest.mark.needs("gpu")
 kinds = pytest.mark.parametrize("norm", NORMS, ids=str)
 
 

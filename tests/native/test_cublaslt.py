@@ -7,7 +7,7 @@ import types
 import pytest
 from internals import cublaslt, ffi
 
-pytestmark = pytest.mark.plans
+pytestmark = pytest.mark.needs("plans")
 
 # In a process of its own, since a library that is open stays so.
 OPEN = """

@@ -138,6 +138,6 @@ def test_info_says_it(machine, capsys):
     assert report.count("compute capability 8.0") == 2
 
 
-@pytest.mark.plans
+@pytest.mark.needs("plans")
 def test_the_module_knows_the_driver():
     assert ffi.module("cuda").driver() >= 0

@@ -49,14 +49,14 @@ def test_what_was_built(info):
     }
 
 
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 def test_the_default_call_is_native(info):
     platform = {"cpu": "cpu", "gpu": "cuda"}[jax.default_backend()]
     report = call(info)
     assert (report["implementation"], report["platform"]) == ("native", platform)
 
 
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 @pytest.mark.parametrize("op", sorted({*(op.public for op in OPS), "linear_cross_entropy"}))
 def test_every_op_is_native(info, op):
     report = call(info, "--op", op, "--dtype", "bfloat16")
@@ -105,12 +105,12 @@ def test_where_the_formula_runs(info, arguments, why):
     assert why in report["why"]
 
 
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 def test_queries_and_keys_are_native(info):
     assert call(info, "--op", "qk_norm_rotary", *HEADS[:2])["implementation"] == "native"
 
 
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"])
 def test_a_scale_for_each_head(info, op):
     report = call(info, "--op", op, *HEADS)
@@ -118,7 +118,7 @@ def test_a_scale_for_each_head(info, op):
     assert "float32[8x2048x32x128], scale[32x128], to float32" in info("--op", op, *HEADS)
 
 
-@pytest.mark.plans
+@pytest.mark.needs("plans")
 @pytest.mark.parametrize(
     "op",
     [*("rms_norm", "layer_norm", "add_rms_norm", "gated_rms_norm", "rms_norm_add_rms_norm"), "layer_norm_quantized"],
@@ -134,14 +134,14 @@ def test_launch_plans(info, op):
 
 
 # Whose rows are neighbours, or not.
-@pytest.mark.plans
+@pytest.mark.needs("plans")
 @pytest.mark.parametrize(("scale_shape", "ring"), [("32x128", True), ("2048x1x128", False), ("128", True)])
 def test_the_backward_fetches_ahead(info, scale_shape, ring):
     report = call(info, "--platform", "cuda", "--shape", "8x2048x32x128", "--scale-shape", scale_shape)
     assert report["plans"]["backward"]["ring"] is ring
 
 
-@pytest.mark.plans
+@pytest.mark.needs("plans")
 @pytest.mark.parametrize("cols", [1, 128, 4096, 65_536, 10**9])
 def test_launch_plans_in_words(info, cols):
     words = info("--platform", "cuda", "--shape", f"3x{cols}")
@@ -159,7 +159,7 @@ def test_the_version(info, capsys):
     assert capsys.readouterr().out == f"jaxnorm {jaxnorm.__version__}\n"
 
 
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 @pytest.mark.parametrize("op", ["add_rms_norm", "add_layer_norm", "rms_norm_quantized", "layer_norm_quantized"])
 def test_a_residual_of_another_dtype(info, op):
     arguments = ("--op", op, "--shape", "8x64", "--dtype", "bfloat16", "--residual-dtype")
@@ -172,7 +172,7 @@ def test_a_residual_of_another_dtype(info, op):
 
 
 # The plan is that of the sum, which has the residual's dtype.
-@pytest.mark.plans
+@pytest.mark.needs("plans")
 def test_launch_plans_with_a_residual_of_another_dtype(info):
     plans = [
         call(info, "--platform", "cuda", "--op", op, "--dtype", dtype, *more)["plans"]["forward"]
@@ -185,7 +185,7 @@ def test_launch_plans_with_a_residual_of_another_dtype(info):
     assert plans[0] == plans[1] != plans[2]
 
 
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 def test_the_implementation_of_the_context(info):
     with jaxnorm.implementation("jnp"):
         report = call(info)
@@ -197,7 +197,7 @@ def test_the_implementation_of_the_context(info):
     assert (report["implementation"], report["why"][:12]) == ("an error", "x is float64")
 
 
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 def test_a_direction_that_is_the_formula_is_said_by_itself(info):
     with jaxnorm.implementation({"rms_norm": {"backward": "jnp"}}):
         report = call(info, "--platform", "cpu")
@@ -350,7 +350,7 @@ def test_a_page_of_a_build_without_cuda_promises_no_plan(info, without_cuda, tmp
 
 
 # Also of ops that have no launch plan, of which the lines of plans said it.
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 def test_each_way_that_is_not_native_is_said(info, monkeypatch):
     choose_fastest(monkeypatch)
     few = ("--op", "group_norm", "--platform", "cpu", "--shape", "512x640")

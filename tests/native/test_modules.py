@@ -19,12 +19,12 @@ from native import why_not_native
 
 
 # Without this a package built wrongly would pass every other test in jnp.
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 def test_the_native_kernels_are_under_test():
     assert why_not_native() is None
 
 
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 @pytest.mark.parametrize("kind", KINDS)
 def test_native_by_name(kind):
     y = jax.jit(lambda *args: NORMS[kind](*args, implementation="native"))(*operands((5, 64)))
@@ -32,7 +32,7 @@ def test_native_by_name(kind):
 
 
 # Python decides by these which calls have a kernel, also where no module is loaded.
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 @pytest.mark.parametrize("platform", list(filter(ffi.available, ffi.PLATFORMS)))
 def test_limits_are_those_of_the_kernels(platform):
     assert ffi.module(platform).limits() == {
@@ -45,7 +45,7 @@ def test_limits_are_those_of_the_kernels(platform):
 
 
 # A tangent has no kernel on any platform: asking for the native norm asks for that of y.
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 @pytest.mark.parametrize("kind", KINDS)
 def test_tangents_of_native_by_name(kind):
     x, scale, bias = operands((5, 64))
@@ -140,7 +140,7 @@ def told_by(directory, program):
 
 
 # Of a library that ends too early the loader reads what is not there, which ends the process.
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 def test_one_warning_where_a_library_is_truncated(tmp_path):
     copy_of_the_package(tmp_path, share=0.9)
     (warning,) = told_by(tmp_path, USE)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from coverage import in_full
 from formulas import norm as formula
 from internals import compat, private
 
@@ -91,11 +90,7 @@ def there(module, names):
 GONE = [
     *(["version", version] for version in ("0.9.2", "0.13.0")),
     *([module] for module in ("jax._src.checkify", "jax._src.custom_partitioning_sharding_rule")),
-    *(
-        [module, *there(module, names)]
-        for module, (first, *others) in private.NAMES.items()
-        for names in (first, *in_full(*others))
-    ),
+    *([module, *there(module, names)] for module, several in private.NAMES.items() for names in several),
 ]
 
 

@@ -232,7 +232,7 @@ UNREAD = {
 }
 
 
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 @over(ADDED, unread=lambda op: list(UNREAD))
 def test_a_sum_that_nobody_reads_is_not_a_result(op, unread):
     function = UNREAD[unread](partial(op.function, implementation="native"))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import ALIKE, ALONE, DTYPES, assert_close, bits, draw, draw_gate, draw_up
-from coverage import cover, in_full
+from coverage import cover
 from hlo import collectives, compiled_text, count_native_calls
 from jax import export
 from jax.sharding import AxisType
@@ -111,7 +111,7 @@ def packed_activation(activation):
 
 GATED_ACTIVATIONS = (
     *(gated_activation(activation) for activation in ACTIVATIONS),
-    *(packed_activation(activation) for activation in ("silu", *in_full(*ACTIVATIONS)[1:])),
+    *(packed_activation(activation) for activation in ACTIVATIONS),
 )
 
 OP = GATED_ACTIVATIONS[0]
@@ -143,7 +143,7 @@ def run(form, **options):
 
 
 @pytest.mark.on_emulator
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 @cover(form=list(FORMS)[1:], dtype=DTYPES, activation=ACTIVATIONS)
 def test_forms_have_the_same_bits(form, dtype, activation):
     dy = draw("dy", DIMS, dtype)
@@ -229,7 +229,7 @@ axis_types = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Expli
 
 
 # Each device has columns of both.
-@pytest.mark.several
+@pytest.mark.needs("several")
 @axis_types
 @pytest.mark.parametrize("form", ["two arrays", "stacked"])
 def test_split_columns_stay_where_they_are(devices, axis_type, form):
@@ -250,7 +250,7 @@ def test_split_columns_stay_where_they_are(devices, axis_type, form):
 
 
 # Of halves that lie side by side, or of an axis of two that is split, something has to move.
-@pytest.mark.several
+@pytest.mark.needs("several")
 @pytest.mark.parametrize(
     ("form", "axis_type", "spec", "dims"),
     [
@@ -274,7 +274,7 @@ def test_what_is_split_otherwise_is_right(devices, form, axis_type, spec, dims):
     assert bits(jax.device_get(actual)) == bits(jax.jit(partial(gradients, axis))(x, dy))
 
 
-@pytest.mark.several
+@pytest.mark.needs("several")
 def test_halves_that_an_explicit_mesh_does_not_divide(devices):
     mesh = mesh_of(devices, AxisType.Explicit)
     with jax.set_mesh(mesh):
@@ -291,7 +291,7 @@ def test_one_array_is_read_and_written_once_each_way():
 
 
 # Where the error function is near 1, and what is left of 1 has few digits.
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 @pytest.mark.parametrize("implementation", ["jnp", "native"])
 def test_the_exact_gelu_keeps_its_digits(implementation):
     gate = jnp.linspace(-1.5, 6.0, 100_001)

@@ -115,7 +115,7 @@ def stacked(dtype="float32"):
 
 @pytest.mark.on_emulator
 @cover(dtype=DTYPES, to=TO, granularity=GRANULARITIES, activation=ACTIVATIONS)
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 def test_it_is_the_float32_result_quantised(dtype, to, granularity, activation):
     quantization, x = Quantization(to, **granularity), stacked(dtype)
     options, scale = {"activation": activation, "axis": -2, "implementation": "native"}, static_scale_of(quantization)
@@ -158,7 +158,7 @@ def test_float64(name):
 
 
 # A device has columns of both halves. Of a row that shares a scale 4 bytes are exchanged; groups stay whole.
-@pytest.mark.several
+@pytest.mark.needs("several")
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize(("granularity", "exchanged"), [("token", {"all-reduce": 4}), ("groups of 64", {})])
 def test_split_columns(devices, axis_type, granularity, exchanged):

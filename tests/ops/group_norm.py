@@ -17,7 +17,7 @@ from oracle import EPSILON, Forward, f64, round_to
 
 import jaxnorm
 
-pytestmark = [pytest.mark.kernels, pytest.mark.on_emulator]
+pytestmark = [pytest.mark.needs("kernels"), pytest.mark.on_emulator]
 
 ACTIVATIONS = (None, "silu", "relu", "gelu")
 

@@ -92,7 +92,7 @@ def test_positions_of_a_vmap(of_examples):
 
 
 # The gradient of weights of an example is a sum over its positions, which are on one device.
-@pytest.mark.several
+@pytest.mark.needs("several")
 @cover(axis_type=AXIS_TYPES)
 def test_weights_of_examples_stay_where_examples_are(devices, axis_type):
     mesh, args = mesh_of(devices, axis_type), operands(True, (8, 6, 5, CHANNELS))
@@ -110,7 +110,7 @@ def test_weights_of_examples_stay_where_examples_are(devices, axis_type):
 
 
 # On an Auto mesh XLA may split the one group that there is.
-@pytest.mark.several
+@pytest.mark.needs("several")
 @pytest.mark.parametrize("spec", [P("a", None, None, "b"), P("a", "b"), P(None, "a", None, "b")], ids=str)
 def test_one_group_that_is_split_is_not_gathered(devices, spec):
     dims = (8, 8, 5, 16)
@@ -124,7 +124,7 @@ def test_one_group_that_is_split_is_not_gathered(devices, spec):
     assert sum(collectives(compiled.as_text()).values()) <= 8 * dims[0] * len(devices)
 
 
-@pytest.mark.several
+@pytest.mark.needs("several")
 def test_a_group_that_an_explicit_mesh_splits(devices):
     mesh = mesh_of(devices, AxisType.Explicit)
     with jax.set_mesh(mesh):
@@ -174,7 +174,7 @@ def operands_first(of_examples=False, dims=DIMS):
     return jnp.moveaxis(x, -1, 1), *weights
 
 
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 @pytest.mark.parametrize("of_examples", [False, True])
 def test_channels_first_are_a_call_of_layer_norm_each_way(of_examples):
     calls = count_native_calls(compiled_text(value_and_gradients(first), *operands_first(of_examples)))
@@ -190,7 +190,7 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_channels_first_are_rounded_once(dtype):
     x, *weights = operands_first()
@@ -198,7 +198,7 @@ def test_channels_first_are_rounded_once(dtype):
     assert bits(jax.jit(first)(x.astype(dtype), *weights)) == bits(wide.astype(dtype))
 
 
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 @cover(of_examples=[False, True], axes=[(0, None, None), (None, 0, 0), (1, 0, None)])
 def test_a_vmap_of_channels_first(of_examples, axes):
     args = operands_first(of_examples)
@@ -213,8 +213,8 @@ def test_a_vmap_of_channels_first(of_examples, axes):
 
 # What devices exchange is no more than XLA makes them with the formula, but for the statistics of parts of a group,
 # which are gathered in one exchange in place of two sums.
-@pytest.mark.several
-@pytest.mark.kernels
+@pytest.mark.needs("several")
+@pytest.mark.needs("kernels")
 @cover(
     spec=[P("a"), P(None, "a"), P("a", "b"), P(None, None, "a"), P("b", None, "a")],
     axis_type=AXIS_TYPES,
@@ -237,7 +237,7 @@ def test_devices_exchange_no_more_for_channels_first(devices, spec, axis_type, w
     assert_near(jax.device_get(actual), jax.device_get(of("jnp")(*args)), atol=1e-4)
 
 
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 def test_explain_tells_where_channels_before_positions_are_native():
     x, *weights = operands_first()
     function = jax.grad(lambda x: norm(x, *weights, channel_axis=1).sum())
@@ -246,7 +246,7 @@ def test_explain_tells_where_channels_before_positions_are_native():
         assert call.on("cpu").implementation == "native"
 
 
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 def test_channels_first_in_a_program_for_several_platforms():
     function = value_and_gradients(partial(norm, channel_axis=1))
     x, *weights = operands_first(dims=(64, *DIMS[1:]))
@@ -256,7 +256,7 @@ def test_channels_first_in_a_program_for_several_platforms():
     assert_near(program.call(x, *weights), function(x, *weights))
 
 
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 @cover(op=GROUP_NORMS, dtype=DTYPES, options=OPTIONS, has_weights=[True, False])
 def test_channels_first_keep_law_1(op, dtype, options, has_weights):
     x, *weights = (array.astype(dtype) for array in operands(dims=(3, 7, 9, 24)))

@@ -206,7 +206,7 @@ def test_scale_and_bias_of_different_shapes(kind, dims):
 @cover(
     kind=KINDS, dtype=["bfloat16", "float32"], adds=[False, True], dims=[(9, 250, 1152), (4, 300, 64), (3, 200, 521)]
 )
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 def test_weights_for_each_of_several_examples(kind, dtype, adds, dims):
     examples, _, cols = dims
     x, dy = draw_x(dims, dtype), draw("dy", dims, dtype)

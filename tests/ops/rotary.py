@@ -14,7 +14,7 @@ import numpy as np
 import oracle
 import pytest
 from cases import DTYPES, assert_close, bits, draw, draw_k_scale, draw_q_scale
-from coverage import cover, in_full
+from coverage import cover
 from hlo import compiled_text, count_native_calls, lowered_calls
 from native import is_platform_with_kernels
 from op import Op, Size
@@ -259,8 +259,8 @@ def qkv_rotary_per_head(normalize, **rotation):
     return per_head(qkv_rotary(normalize, **rotation), q_scale=of_each("heads"), k_scale=of_each("kv_heads"))
 
 
-QKV_ROTARY = (qkv_rotary(True), *in_full(qkv_rotary_per_head("layer", interleaved=True, partial=True)))
-ROTARY = (rotary_per_head("layer", interleaved=True, partial=True), *in_full(rotary(True)), *QKV_ROTARY)
+QKV_ROTARY = (qkv_rotary(True), qkv_rotary_per_head("layer", interleaved=True, partial=True))
+ROTARY = (rotary_per_head("layer", interleaved=True, partial=True), rotary(True), *QKV_ROTARY)
 
 
 B, T, H, K, D = 2, 6, 4, 2, 16
@@ -358,7 +358,7 @@ def test_bits_are_those_of_the_parts(normalize, per_head, interleaved, dtype):
     assert bits(ours) == bits(by_parts)
 
 
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 @pytest.mark.parametrize("normalize", NORMALIZE)
 def test_a_step_is_two_calls_and_moves_nothing_beside(normalize):
     qkv = draw_qkv()

@@ -35,7 +35,7 @@ HEADS = {"grouped": (8, 4), "one for all": (8, 1), "as many": (4, 4)}
 PER_HEAD = {"shared": (False, False), "per head": (True, True), "q's": (True, False), "k's": (False, True)}
 
 
-@pytest.mark.several
+@pytest.mark.needs("several")
 @cover(
     heads=HEADS,
     axis_type=[AxisType.Auto, AxisType.Explicit],
@@ -69,7 +69,7 @@ def test_heads_over_a_mesh(devices, heads, axis_type, per_head, batch, normalize
 
 
 # Keys of fewer heads than devices: their gradients are right, wherever they are computed.
-@pytest.mark.several
+@pytest.mark.needs("several")
 def test_heads_that_do_not_divide(devices):
     mesh = mesh_of(devices, AxisType.Auto)
     args = *draw_qk((8, 4), heads=(6, 3)), *draw_scales()
@@ -77,7 +77,7 @@ def test_heads_that_do_not_divide(devices):
 
 
 # What is asked of the many heads of the one splits no single head of the other, nor its statistics.
-@pytest.mark.several
+@pytest.mark.needs("several")
 @cover(heads=[(1, 8), (8, 1)], normalize=["rms", "layer"], with_scales=[False, True])
 def test_a_single_head_beside_split_ones(devices, heads, normalize, with_scales):
     mesh = mesh_of(devices, AxisType.Auto)
@@ -98,7 +98,7 @@ def test_a_single_head_beside_split_ones(devices, heads, normalize, with_scales)
 TOKENS_OVER = {"batch": P("a"), "tokens": P(None, "b"), "both": P("a", "b"), "nothing": P()}
 
 
-@pytest.mark.several
+@pytest.mark.needs("several")
 @cover(
     spec=TOKENS_OVER,
     axis_type=[AxisType.Auto, AxisType.Explicit],
@@ -123,7 +123,7 @@ def test_tokens_over_a_mesh(devices, spec, axis_type, normalize, per_head, flat,
 
 
 # Positions, tables and scales that are split: as tokens are, or as nothing is.
-@pytest.mark.several
+@pytest.mark.needs("several")
 @pytest.mark.parametrize("operand", ["positions", "cos and sin", "q_scale", "k_scale"])
 def test_what_is_beside_a_product_over_a_mesh(devices, operand):
     mesh = mesh_of(devices, AxisType.Auto)
@@ -141,7 +141,7 @@ def test_what_is_beside_a_product_over_a_mesh(devices, operand):
 
 
 # Heads over a mesh that XLA splits: gathered, as a device that has some of q's has none of v's.
-@pytest.mark.several
+@pytest.mark.needs("several")
 @cover(spec=[P(None, None, "b"), P("a", None, "b"), P(None, None, None, "a")], normalize=NORMALIZE)
 def test_heads_over_automatic_axes_are_gathered(devices, spec, normalize):
     function = partial(step, partial(of_heads, normalize=normalize))
@@ -150,7 +150,7 @@ def test_heads_over_automatic_axes_are_gathered(devices, spec, normalize):
     assert set(collectives(text)) <= {"all-gather"}
 
 
-@pytest.mark.several
+@pytest.mark.needs("several")
 @cover(flat=[False, True], normalize=NORMALIZE)
 def test_heads_over_explicit_axes_are_the_formulas(devices, flat, normalize):
     mesh = mesh_of(devices, AxisType.Explicit)
@@ -191,7 +191,7 @@ NOT_SPLIT = {
 }
 
 
-@pytest.mark.several
+@pytest.mark.needs("several")
 @pytest.mark.parametrize("name", NOT_SPLIT)
 def test_what_an_explicit_mesh_may_not_split(devices, name):
     mesh = mesh_of(devices, AxisType.Explicit)
@@ -205,7 +205,7 @@ def test_what_an_explicit_mesh_may_not_split(devices, name):
 
 
 # Such an axis splits nothing, and its kernel runs.
-@pytest.mark.several
+@pytest.mark.needs("several")
 @cover(flat=[False, True], normalize=NORMALIZE)
 def test_heads_over_an_explicit_axis_of_one_device(devices, flat, normalize):
     mesh = jax.make_mesh((len(devices), 1), ("a", "b"), (AxisType.Explicit,) * 2, devices=devices)
@@ -216,7 +216,7 @@ def test_heads_over_an_explicit_axis_of_one_device(devices, flat, normalize):
 
 
 # As tensor parallelism has it: a device's columns of the kernel are the q, k and v of its own heads.
-@pytest.mark.several
+@pytest.mark.needs("several")
 def test_each_device_has_a_product_of_its_own_heads(devices):
     mesh = mesh_of(devices, AxisType.Auto)
     shards = mesh.shape["b"]

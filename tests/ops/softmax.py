@@ -407,7 +407,7 @@ def test_vmap(name, axes, causal):
 
 
 # A mask without the batch stays as small as it is.
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 @names
 def test_vmap_repeats_no_mask(name):
     x, where = draw_x((8, 4, 16)), mask_of((16,))
@@ -440,7 +440,7 @@ def test_an_exported_window(name):
 
 
 # Queries, keys and masks that are split over devices: each has the lengths of its own queries.
-@pytest.mark.several
+@pytest.mark.needs("several")
 @cover(
     name=list(OURS),
     axis_type=[AxisType.Auto, AxisType.Explicit],
@@ -460,7 +460,7 @@ def test_a_causal_mask_on_a_mesh(devices, name, axis_type, spec, options):
     assert "all-gather" not in collectives(compiled.as_text())
 
 
-@pytest.mark.several
+@pytest.mark.needs("several")
 @names
 @pytest.mark.parametrize(("implementation", "window"), [(None, None), (None, 5), ("jnp", None)])
 def test_masks_in_a_shard_map_over_columns(devices, name, implementation, window):

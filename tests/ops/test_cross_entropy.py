@@ -259,7 +259,7 @@ def hidden_and_kernel(rows=256, cols=8192):
 GRADIENT = "jaxnorm_cross_entropy_bwd"
 
 
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 def test_the_gradient_takes_the_place_of_computed_logits():
     args = *hidden_and_kernel(), jax.ShapeDtypeStruct((256,), "int32")
     (call,) = lowered_calls(jax.grad(projected), GRADIENT, *args)
@@ -269,8 +269,8 @@ def test_the_gradient_takes_the_place_of_computed_logits():
     assert compiled.memory_analysis().temp_size_in_bytes < 1.5 * 4 * 256 * 8192
 
 
-@pytest.mark.several
-@pytest.mark.kernels
+@pytest.mark.needs("several")
+@pytest.mark.needs("kernels")
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("kernel_spec", [P(), P(None, "b")], ids=str)
 def test_on_a_mesh_too(devices, axis_type, kernel_spec):
@@ -291,7 +291,7 @@ def test_on_a_mesh_too(devices, axis_type, kernel_spec):
 
 
 # XLA would copy what is not the program's to overwrite.
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint, jax.jit], ids=["call", "checkpoint", "jit"])
 @pytest.mark.parametrize("dims", [(256, 8192), (2, 128, 8192)], ids=str)
 def test_the_gradient_of_an_argument_has_its_own_place(wrap, dims):
@@ -317,7 +317,7 @@ def test_logits_that_are_needed_afterwards():
 
 
 # Classes that a shard_map splits: each device has a part of the labels' numbers.
-@pytest.mark.several
+@pytest.mark.needs("several")
 @cover(options={name: OPTIONS[name] for name in ("none", "all")}, has_mask=[False, True])
 def test_classes_over_devices(devices, options, has_mask):
     mesh = mesh_of(devices, AxisType.Auto)
@@ -347,7 +347,7 @@ def test_classes_over_devices(devices, options, has_mask):
 
 
 # A partition by XLA, with masks; labels are whole on each device.
-@pytest.mark.several
+@pytest.mark.needs("several")
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("spec", [P("a"), P("a", None, "b"), P(None, None, ("a", "b"))], ids=str)
 def test_on_a_mesh(devices, axis_type, spec):
@@ -362,7 +362,7 @@ def test_on_a_mesh(devices, axis_type, spec):
     assert "all-gather" not in collectives(compiled.as_text())
 
 
-@pytest.mark.several
+@pytest.mark.needs("several")
 def test_classes_of_several_axes_on_an_explicit_mesh(devices):
     mesh = mesh_of(devices, AxisType.Explicit)
     with jax.set_mesh(mesh):
@@ -374,7 +374,7 @@ def test_classes_of_several_axes_on_an_explicit_mesh(devices):
             cross_entropy(jax.device_put(x, P("a", None, "b")), labels, axis=(1, 2))
 
 
-@pytest.mark.several
+@pytest.mark.needs("several")
 def test_labels_that_are_sharded_unlike_logits(devices):
     mesh = mesh_of(devices, AxisType.Explicit)
     with jax.set_mesh(mesh):

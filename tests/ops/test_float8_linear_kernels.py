@@ -14,7 +14,7 @@ from quantizing import assert_same, by_numpy
 
 from jaxnorm import Quantization
 
-pytestmark = pytest.mark.cuda
+pytestmark = pytest.mark.needs("cuda")
 
 # Of rows that a block keeps, or reads twice, with room for the magnitudes of all columns, or not; and odd ones.
 SHAPES = [(1, 16), (48, 64), (3, 5, 7), (257, 33), (2, 4096, 512), (40000, 64), (24, 20480), (24, 40960), (5, 81920)]

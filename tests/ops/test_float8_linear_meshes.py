@@ -64,7 +64,7 @@ def assert_one_device_gives(actual, expected, bound=BOUND):
         np.testing.assert_allclose(np.float64(a), np.float64(e), rtol=step, atol=bound * np.abs(np.float64(e)).max())
 
 
-@pytest.mark.several
+@pytest.mark.needs("several")
 @cover(
     split=SPLIT,
     axis_type={"auto": AxisType.Auto, "explicit": AxisType.Explicit},
@@ -79,7 +79,7 @@ def test_over_devices(split, axis_type, recipe, implementation):
 
 
 # An Explicit mesh that no result can be split over is an error as of JAX's own product, where the sum is split too.
-@pytest.mark.several
+@pytest.mark.needs("several")
 @pytest.mark.parametrize("of_kernel", [P(None, "a"), P("b", "a")], ids=["outputs", "what is summed and outputs"])
 def test_one_axis_for_rows_and_outputs(of_kernel):
     mesh = mesh_of(jax.devices(), AxisType.Explicit)
@@ -90,7 +90,7 @@ def test_one_axis_for_rows_and_outputs(of_kernel):
 
 
 # Scales are those of whole rows and columns, however these are split.
-@pytest.mark.several
+@pytest.mark.needs("several")
 @cover(split=SPLIT, scaling=["row", "tensor"])
 def test_what_is_rounded_has_the_same_bits_on_any_mesh(split, scaling):
     mesh, args = mesh_of(jax.devices(), AxisType.Auto), operands()[:2]
@@ -100,7 +100,7 @@ def test_what_is_rounded_has_the_same_bits_on_any_mesh(split, scaling):
         assert_same(over_devices, alone)
 
 
-@pytest.mark.several
+@pytest.mark.needs("several")
 @pytest.mark.parametrize("split", [name for name in SPLIT if "kernels" not in name])
 def test_no_operand_is_gathered(split):
     mesh = mesh_of(jax.devices(), AxisType.Auto)
@@ -136,7 +136,7 @@ def manual(mesh, split, recipe):
 
 
 # A device has scales of its own for the columns of its rows, so that dw, and dx by its outputs, is rounded otherwise.
-@pytest.mark.several
+@pytest.mark.needs("several")
 @pytest.mark.parametrize("split", ["rows", "both axes of rows", "outputs", "rows and outputs"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_in_a_shard_map(split, dtype):
@@ -149,7 +149,7 @@ def test_in_a_shard_map(split, dtype):
         assert np.linalg.norm(np.float64(actual) - np.float64(e)) <= 0.05 * np.linalg.norm(np.float64(e))
 
 
-@pytest.mark.several
+@pytest.mark.needs("several")
 def test_a_wide_weight_gradient_in_a_shard_map_is_that_of_one_device():
     mesh, args, recipe = mesh_of(jax.devices(), AxisType.Auto), operands(), Float8Recipe(weight_gradient="compute")
     actual = jax.jit(manual(mesh, SPLIT["both axes of rows"], recipe))(*args)

@@ -58,7 +58,7 @@ def calls_of(text):
     return {name.removeprefix("jaxnorm_"): count for name, count in count_native_calls(text).items()}
 
 
-@pytest.mark.plans
+@pytest.mark.needs("plans")
 @pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize("name", CALLS)
 def test_the_calls_of_a_step(name):
@@ -69,7 +69,7 @@ def test_the_calls_of_a_step(name):
 
 
 # The first product is of x by the kernel, the second of dy by the kernel, the third of x by dy.
-@pytest.mark.plans
+@pytest.mark.needs("plans")
 @pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize("products", [("y",), ("dx", "dw"), ()])
 def test_which_products_may_have_fewer_digits(products):
@@ -165,7 +165,7 @@ def matrices(text, operation):
 
 
 # Tokens that are no multiple of 16 are summed in dw alone, with zeros behind them.
-@pytest.mark.plans
+@pytest.mark.needs("plans")
 @pytest.mark.usefixtures("on_hopper")
 def test_any_number_of_tokens():
     text = lowered(both_ways(Float8Recipe()), rows=(TOKENS + 7,))
@@ -175,7 +175,7 @@ def test_any_number_of_tokens():
 
 
 # cuBLASLt wants multiples of 16 of what is summed, and of columns.
-@pytest.mark.plans
+@pytest.mark.needs("plans")
 @pytest.mark.usefixtures("on_hopper")
 def test_a_kernel_that_no_product_takes():
     text = lowered(both_ways(Float8Recipe()), outputs=OUTPUTS + 8)
@@ -183,7 +183,7 @@ def test_a_kernel_that_no_product_takes():
     assert text.count("stablehlo.dot_general") == 3
 
 
-@pytest.mark.plans
+@pytest.mark.needs("plans")
 @pytest.mark.usefixtures("on_hopper")
 def test_a_gradient_that_must_be_native(monkeypatch):
     def gradient(x, kernel, _):

@@ -180,7 +180,7 @@ def test_matrix_products(reduction, argnums, count):
     assert count_native_calls(text) == CALLS
 
 
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 def test_chunks_of_logits_become_their_gradients():
     *args, labels = inputs((64, 16), 256)
     text = (
@@ -210,7 +210,7 @@ def on_mesh(mesh, reduction, spec, kernel_spec, implementation=None):
 
 
 # Of sums over rows there is one exchange: of the loss, the number of rows that count, and the gradient of the kernel.
-@pytest.mark.several
+@pytest.mark.needs("several")
 @cover(axis_type=[AxisType.Auto, AxisType.Explicit], spec=ROWS, kernel_spec=[P(), P(None, "b"), P("b")])
 def test_rows_over_devices(devices, axis_type, spec, kernel_spec):
     mesh = mesh_of(devices, axis_type)
@@ -226,7 +226,7 @@ def test_rows_over_devices(devices, axis_type, spec, kernel_spec):
     assert count_native_calls(text) == CALLS
 
 
-@pytest.mark.several
+@pytest.mark.needs("several")
 @cover(axis_type=[AxisType.Auto, AxisType.Explicit], reduction=REDUCTIONS, implementation=[None, "jnp"])
 def test_any_reduction_over_devices(devices, axis_type, reduction, implementation):
     actual, expected, text = on_mesh(mesh_of(devices, axis_type), reduction, P("a"), P(), implementation)
@@ -235,7 +235,7 @@ def test_any_reduction_over_devices(devices, axis_type, reduction, implementatio
 
 
 # The kernel has more axes than x.
-@pytest.mark.several
+@pytest.mark.needs("several")
 @cover(
     axis_type=[AxisType.Auto, AxisType.Explicit], reduction=REDUCTIONS, spec=[P(), P("b")], kernel_spec=[P(), P("b")]
 )
@@ -249,7 +249,7 @@ def test_one_row_over_devices(devices, axis_type, reduction, spec, kernel_spec):
         assert_near(jax.device_get(step(*placed(mesh, args, (spec, kernel_spec)))), expected)
 
 
-@pytest.mark.several
+@pytest.mark.needs("several")
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_in_a_shard_map(devices, check_vma):
     mesh = mesh_of(devices, AxisType.Auto)

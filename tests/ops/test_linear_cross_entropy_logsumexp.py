@@ -125,7 +125,7 @@ def test_hidden_classes_and_rows_reach_nothing():
     assert both(labels, where=is_class)(spoilt)[1][at] == 0
 
 
-@pytest.mark.several
+@pytest.mark.needs("several")
 @cover(axis_type=[AxisType.Auto, AxisType.Explicit], reduction=["mean", "none"])
 def test_over_devices(devices, axis_type, reduction):
     mesh, dims = mesh_of(devices, axis_type), (8, 8, 16)

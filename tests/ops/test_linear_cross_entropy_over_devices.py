@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from linear_losses import CLASSES, OPTIONS, REDUCTIONS, loss, masks, split, whole
 from meshes import mesh_of, placed
 
-pytestmark = [pytest.mark.any_code, pytest.mark.several, pytest.mark.usefixtures("exact_products")]
+pytestmark = [pytest.mark.any_code, pytest.mark.needs("several"), pytest.mark.usefixtures("exact_products")]
 
 
 # The kernel's classes, with those of bias and mask, or the columns of x and kernel.

@@ -146,7 +146,7 @@ def test_no_norm_quantises_to_4_bits():
         to("int4", power_of_two=True)
 
 
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 def test_the_same_as_a_norm():
     x = draw("x", (7, 256))
     y = jaxnorm.rms_norm(x, implementation="native")

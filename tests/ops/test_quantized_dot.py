@@ -221,7 +221,7 @@ SPLIT = {
 
 
 @pytest.mark.jax_version
-@pytest.mark.several
+@pytest.mark.needs("several")
 @pytest.mark.parametrize("pair", [("int8", "int8"), ("float8_e4m3fn", "float8_e4m3fn"), (None, "int4")])
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("split", SPLIT)
@@ -249,7 +249,7 @@ def test_over_devices(split, axis_type, pair):
 
 
 @pytest.mark.jax_version
-@pytest.mark.several
+@pytest.mark.needs("several")
 def test_gradients_in_a_shard_map():
     mesh = mesh_of(jax.devices(), AxisType.Auto)
     x, w, bias = draw("x", (8, 6, 128)), draw("w", (OUTPUTS, 128), std=0.3), draw("bias", (OUTPUTS,))

@@ -82,7 +82,7 @@ def test_the_gradient_of_a_long_sum():
 
 
 # Each device has a part of every sum.
-@pytest.mark.several
+@pytest.mark.needs("several")
 def test_a_long_sum_over_devices():
     x, weights = long_operands(2**18, "int8")
     mesh, (x8, w8) = mesh_of(jax.devices(), AxisType.Auto), as_quantized(x, weights)

@@ -43,14 +43,14 @@ def assert_near(y, x, weights, bias=0.0, digits=2.0**-12):
     assert (np.abs(np.asarray(y, np.float64) - expected) <= allowed).all()
 
 
-@pytest.mark.gpu
+@pytest.mark.needs("gpu")
 @cover(pair=PAIRS, rows=[1, 7, 16, 300], granularity=["token", "tensor"], out_dtype=["bfloat16", "float16", "float32"])
 def test_shapes_and_dtypes(pair, rows, granularity, out_dtype):
     x, weights = operands(pair, (rows, 256), granularity=granularity)
     assert_near(native(x, weights, out_dtype=out_dtype), x, weights)
 
 
-@pytest.mark.gpu
+@pytest.mark.needs("gpu")
 @pytest.mark.parametrize("out_dtype", ["bfloat16", "float16"])
 def test_bias(out_dtype):
     x, weights = operands(dims=(4, 10, 256))
@@ -60,19 +60,19 @@ def test_bias(out_dtype):
     assert_near(y, x, weights, np.asarray(bias, np.float64))
 
 
-@pytest.mark.gpu
+@pytest.mark.needs("gpu")
 def test_no_rows():
     x, weights = operands(dims=(0, 256))
     assert native(x, weights).shape == (0, 96)
 
 
-@pytest.mark.gpu
+@pytest.mark.needs("gpu")
 def test_the_same_bits_each_time():
     x, weights = operands(dims=(500, 1024), outputs=512)
     assert len({np.asarray(native(x, weights)).tobytes() for _ in range(3)}) == 1
 
 
-@pytest.mark.gpu
+@pytest.mark.needs("gpu")
 def test_in_a_loop():
     x, weights = operands(dims=(64, 256), outputs=256)
 
@@ -95,7 +95,7 @@ def flat(array):
 
 # XLA hands a call the slice itself where it has whole 128 bytes, and cuBLASLt gets copies: all at once where they have
 # room, else one block after the other.
-@pytest.mark.gpu
+@pytest.mark.needs("gpu")
 @pytest.mark.parametrize(
     ("dims", "outputs"),
     [((128, 256), 128), ((4096, 4096), 8192), ((32, 32), 2**20 + 128)],
@@ -123,7 +123,7 @@ def test_between_words_the_bits_are_the_same(moved, dims, outputs):
     np.testing.assert_array_equal(*(np.asarray(y, np.float32) for y in (compiled(given), jax.jit(product)(whole))))
 
 
-@pytest.mark.gpu
+@pytest.mark.needs("gpu")
 def test_examples_of_rows_are_one_call():
     x, weights = operands(dims=(3, 40, 256))
     of_examples = jax.jit(jax.vmap(lambda x: quantized_dot(x, weights, implementation="native")))
@@ -131,7 +131,7 @@ def test_examples_of_rows_are_one_call():
     assert_near(of_examples(x), x, weights)
 
 
-@pytest.mark.gpu
+@pytest.mark.needs("gpu")
 def test_gradients():
     x, w = draw("x", (40, 256)), draw("weights", (96, 256), std=0.1)
 
@@ -145,7 +145,7 @@ def test_gradients():
 
 
 # Large ones only; those whose sums are to have all digits are XLA's, too.
-@pytest.mark.gpu
+@pytest.mark.needs("gpu")
 @pytest.mark.parametrize(("rows", "calls"), [(4096, CALL), (16, {})])
 def test_by_default(monkeypatch, rows, calls):
     choose_fastest(monkeypatch)
@@ -158,7 +158,7 @@ def test_by_default(monkeypatch, rows, calls):
         assert count_native_calls(jax.jit(quantized_dot).lower(x, weights).as_text()) == {}
 
 
-@pytest.mark.gpu
+@pytest.mark.needs("gpu")
 @pytest.mark.parametrize(
     ("dims", "outputs", "why"), [((4, 100), 96, "multiples of 16"), ((4, 256), 90, "multiples of 16")]
 )

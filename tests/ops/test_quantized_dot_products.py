@@ -17,7 +17,7 @@ from split_products import parts as parts
 
 import jaxnorm
 
-pytestmark = [pytest.mark.jax_version, pytest.mark.several]
+pytestmark = [pytest.mark.jax_version, pytest.mark.needs("several")]
 
 ROWS, DEPTH, OUTPUTS = (8, 16), 128, 64
 # How x, weights and the result are split, and then the parts of x and weights that a device multiplies. What is summed

@@ -149,7 +149,7 @@ def test_a_scaled_product_takes_them():
     assert jax.eval_shape(jax.nn.scaled_matmul, *mx_operands(x, w)).shape == (1, 16, 32)
 
 
-@pytest.mark.gpu
+@pytest.mark.needs("gpu")
 def test_a_scaled_product():
     """Each value is off by at most 2**-4 of itself."""
     x, w = draw("x", (128, 256)), draw("w", (128, 256), std=0.1)

@@ -118,7 +118,7 @@ def test_transformed(name):
     assert_near(*(jax.jit(TRANSFORMS[name](function))(*args) for function in (ours, theirs)))
 
 
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 def test_one_kernel_each_way():
     types = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((64, 100), (), (64,))]
     text = step(jnp.zeros(64, "int32"), implementation="native").lower(*types).compile().as_text()
@@ -162,7 +162,7 @@ def test_what_is_not_finite_at_a_label_that_does_not_count_has_one_rule(value, d
         assert_near(a, e)
 
 
-@pytest.mark.several
+@pytest.mark.needs("several")
 @cover(
     axis_type=[AxisType.Auto, AxisType.Explicit],
     spec=[P("a"), P("a", None, "b"), P(None, None, ("a", "b"))],
@@ -185,7 +185,7 @@ def test_on_a_mesh(devices, axis_type, spec, dtype):
     assert_near(*(jax.tree.map(lambda a: a.astype("float32"), tree) for tree in (actual, expected)))
 
 
-@pytest.mark.several
+@pytest.mark.needs("several")
 @cover(dtype=["float32", "bfloat16"], options=OPTIONS)
 def test_classes_over_devices(devices, dtype, options):
     mesh, dims = mesh_of(devices, AxisType.Auto), (8, 4, 16)
