@@ -1,286 +1,315 @@
 """Train a model like Gemma 3 as its Flax code stands, and again on jaxnorm's kernels, and compare.
 
-    python examples/train_gemma.py                # a toy, for a CPU
-    python examples/train_gemma.py --size 1b      # the sizes of Gemma 3 1B, on all GPUs, 45 GiB on each
+    python examples/train_gemma.py                            # a toy, for a CPU
+    python examples/train_gemma.py --size 1b                  # the sizes of Gemma 3 1B, on all GPUs, 45 GiB on each
+    python examples/train_gemma.py --ways jaxnorm --mesh 4x2 1x1 --processes 2 --dtype float32
 
-gemma.py is the model, gemma_jaxnorm.py what its user adds. Both ways start from the same parameters and read the same
-words of the Python standard library's sources, so the loss curves should lie on each other. Tokens a second, memory and
-the time to compile are measured, each way in a process of its own, and written as a table, as JSON and as a picture.
+First stands what a trainer has before it knows of jaxnorm: RMSNorm with the factor 1 + scale before and after attention
+and perceptron and over each head of queries and keys, fewer keys and values than queries, GeGLU, and an embedding that
+is the output matrix too. All layers see all tokens before them. `soft_cap` is that of Gemma 2's logits. Then comes the
+port: functions in place of the calls of three classes, and another loss. Modules and parameters stay.
 
-The batch is split over all devices. So are parameters and the optimiser's state, each array along one axis; a step
-gathers the parameters, and gives each device its part of the gradients (https://arxiv.org/abs/1910.02054).
+All ways start from the same parameters and read the same words of the standard library's sources, so the loss curves
+should lie on each other. XLA tunes once in a process, so that later ways may compile faster: name one to measure it.
+
+Over a mesh "data" x "model" the batch is split over the first axis, and matrices over the second as in Megatron-LM:
+those that widen by columns, those that narrow by rows. Parameters and the optimiser's state are split over "data", too,
+each array along one axis; a step gathers the parameters, and gives each device its part of the gradients
+(https://arxiv.org/abs/1910.02054). Nothing in the model says so: XLA splits native calls like everything else.
+
+Source: Gemma Team, Gemma 3, 2025, https://arxiv.org/abs/2503.19786.
 """
 
 import argparse
-import json
+import math
 import os
 import re
+import socket
 import subprocess
 import sys
-import tempfile
-import time
-from collections import Counter
-from dataclasses import replace
+from collections import Counter, namedtuple
 from functools import partial
-from pathlib import Path
-from typing import NamedTuple
+from itertools import pairwise
 
-import gemma
-import gemma_jaxnorm
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
+from common import (
+    Attention,
+    Perceptron,
+    Trainer,
+    differences,
+    hardware,
+    parser_of,
+    plot,
+    read_text,
+    report,
+    windows,
+    with_sizes,
+)
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
-from train_lm import run_steps, windows
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # the benchmarks, which are not installed
-from bench import report, trainers
+import jaxnorm
 
-
-class Way(NamedTuple):
-    """What is done to a model once it is made, and its loss."""
-
-    name: str
-    port: object
-    loss: object
-
-
-WAYS = {
-    "flax": Way("Flax and Optax", None, gemma.loss_of),
-    "norms": Way("jaxnorm, the norms alone", gemma_jaxnorm.port_norms, gemma.loss_of),
-    "logits": Way("jaxnorm, with all logits", gemma_jaxnorm.port, gemma_jaxnorm.loss_of_logits),
-    "jaxnorm": Way("jaxnorm", gemma_jaxnorm.port, gemma_jaxnorm.loss_of),
-}
-
-
-class Size(NamedTuple):
-    """A model, and how it is trained: rows of the batch a device, tokens a row, steps, and the peak learning rate."""
-
-    config: gemma.Config
-    batch: int
-    tokens: int
-    steps: int
-    rate: float
-
-
+# A model, and how it is trained: rows of a batch for each device, tokens of a row, steps, and the peak learning rate.
+SIZE = "vocabulary layers dim heads kv_heads head_dim hidden batch tokens steps rate soft_cap dtype"
+Size = namedtuple("Size", SIZE, defaults=[None, "bfloat16"])
 SIZES = {
-    "toy": Size(gemma.Config(4096, 2, 128, 4, 2, 32, 512), batch=4, tokens=128, steps=60, rate=3e-3),
+    "toy": Size(4096, 2, 128, 4, 2, 32, 512, batch=4, tokens=128, steps=60, rate=3e-3),
     # Gemma 3 1B, which has 4 heads of 256 and 1 of keys and values.
-    "1b": Size(gemma.Config(262144, 26, 1152, 8, 2, 128, 6912), batch=2, tokens=4096, steps=60, rate=5e-4),
+    "1b": Size(262144, 26, 1152, 8, 2, 128, 6912, batch=2, tokens=4096, steps=60, rate=5e-4),
 }
+
+
+# The model.
+
+
+class RMSNorm(nnx.Module):
+    def __init__(self, dim):
+        self.scale = nnx.Param(jnp.zeros(dim))
+
+    def __call__(self, x):
+        wide = x.astype(jnp.float32)
+        x_hat = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + 1e-6)
+        return (x_hat * (1 + self.scale[...])).astype(x.dtype)
+
+
+class Block(nnx.Module):
+    def __init__(self, size, linear):
+        dim, heads = size.dim, (size.heads, size.kv_heads)
+        self.pre_attention_norm, self.post_attention_norm = RMSNorm(dim), RMSNorm(dim)
+        self.attention = Attention(dim, *heads, linear, RMSNorm, head_dim=size.head_dim)
+        self.pre_perceptron_norm, self.post_perceptron_norm = RMSNorm(dim), RMSNorm(dim)
+        self.perceptron = Perceptron(dim, size.hidden, linear, nnx.gelu)
+
+    def __call__(self, x):
+        x = x + self.post_attention_norm(self.attention(self.pre_attention_norm(x)))
+        return x + self.post_perceptron_norm(self.perceptron(self.pre_perceptron_norm(x)))
+
+
+class Gemma(nnx.Module):
+    """Tokens in, hidden states out; `logits` makes the logits of these. Parameters are float32."""
+
+    def __init__(self, size, seed):
+        self.soft_cap, rngs = size.soft_cap, nnx.Rngs(seed)
+        linear = partial(nnx.Linear, use_bias=False, dtype=jnp.dtype(size.dtype), rngs=rngs)
+        init = nnx.initializers.normal(1 / math.sqrt(size.dim))
+        self.embed = nnx.Embed(size.vocabulary, size.dim, dtype=jnp.dtype(size.dtype), embedding_init=init, rngs=rngs)
+        self.blocks = nnx.List(Block(size, linear) for _ in range(size.layers))
+        self.final_norm = RMSNorm(size.dim)
+
+    def __call__(self, tokens):
+        x = self.embedded(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.final_norm(x)
+
+    def embedded(self, tokens):
+        return self.embed(tokens) * math.sqrt(self.embed.features)
+
+    def logits(self, hidden):
+        logits, cap = self.embed.attend(hidden).astype(jnp.float32), self.soft_cap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def loss_of(model, tokens):
+    """Mean cross-entropy, in nats, of every token but the first given those before it."""
+    logits = model.logits(model(tokens[:, :-1]))
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+# The port.
+
+
+def norm(module, x):
+    return jaxnorm.rms_norm(x, module.scale[...], scale_offset=1.0)
+
+
+def attention(module, x):
+    """The norms of queries and keys and their rotation are one call."""
+    q, k, v = module.project(x)
+    scales = module.query_norm.scale[...], module.key_norm.scale[...]
+    q, k = jaxnorm.qk_norm_rotary(q, k, *scales, theta=module.theta, scale_offset=1.0)
+    return module.attend(q, k, v)
+
+
+def decoder(model, tokens):
+    """The hidden states: what a layer gives is normalised, added, and normalised for the next, all in one call."""
+    halves = []  # the norm before, the layer, the norm after
+    for block in model.blocks:
+        halves.append((block.pre_attention_norm, block.attention, block.post_attention_norm))
+        halves.append((block.pre_perceptron_norm, block.perceptron, block.post_perceptron_norm))
+    stream = model.embedded(tokens)
+    y = halves[0][0](stream)
+    for (_, layer, after), (before, *_) in pairwise([*halves, (model.final_norm,)]):
+        scales = after.scale[...], before.scale[...]
+        y, stream = jaxnorm.rms_norm_add_rms_norm(layer(y), stream, *scales, scale_offset=1.0)
+    return y
+
+
+def port_norms(model):
+    """The norms alone."""
+    return jaxnorm.replace_norms(model, {RMSNorm: norm})
+
+
+def port(model):
+    """The norms with their neighbours."""
+    return jaxnorm.replace_norms(model, {RMSNorm: norm, Attention: attention, Gemma: decoder})
+
+
+def linear_loss_of(model, tokens):
+    """`loss_of`, without ever having all logits."""
+    kernel = model.embed.embedding[...].T
+    return jaxnorm.linear_cross_entropy(model(tokens[:, :-1]), kernel, tokens[:, 1:], soft_cap=model.soft_cap)
+
+
+def loss_of_logits(model, tokens):
+    """The same of logits, whose gradient takes their place."""
+    logits = model.embed.attend(model(tokens[:, :-1]))
+    return jaxnorm.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:], soft_cap=model.soft_cap).mean()
+
+
+# What is done to a model once it is made, and its loss.
+WAYS = {
+    "flax": (None, loss_of),
+    "norms": (port_norms, loss_of),
+    "logits": (port, loss_of_logits),
+    "jaxnorm": (port, linear_loss_of),
+}
+
+
+# The trainer.
 
 
 def tokens_of(text, vocabulary):
     """Words, numbers, spaces and signs of the text as numbers, the most frequent ones first; 0 stands for the rest."""
-    files = [text] if text else sorted(Path(os.__file__).parent.glob("*.py"))
-    words = re.findall(rb"[A-Za-z_]+|\d+|\s+|.", b"\n\n".join(file.read_bytes() for file in files))
+    words = re.findall(rb"[A-Za-z_]+|\d+|\s+|.", text)
     numbers = {word: i for i, (word, _) in enumerate(Counter(words).most_common(vocabulary - 1), 1)}
     return np.array([numbers.get(word, 0) for word in words], np.int32)
 
 
-class Trainer:
-    """One way to train, as functions of arrays that are split over the mesh axis "data"."""
-
-    def __init__(self, way, size, devices, seed):
-        self.mesh = Mesh(devices, ("data",), (AxisType.Auto,))
-        self.loss = way.loss
-
-        def create():
-            return gemma.Gemma(size.config, nnx.Rngs(seed))
-
-        model = nnx.eval_shape(create)
-        self.replaced = way.port(model) if way.port else None
-        self.definition, types = nnx.split(model)
-        schedule = optax.warmup_cosine_decay_schedule(0.0, size.rate, max(1, size.steps // 10), size.steps + 1)
-        self.optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95))
-        self.splits = self.split(types)
-        state = jax.eval_shape(self.optimizer.init, types)
-        rows = jax.ShapeDtypeStruct((size.batch * len(devices), size.tokens + 1), np.int32)
-        self.shardings = self.splits, self.split(state), self.on(P("data"))
-        place = partial(jax.tree.map, lambda array, to: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=to))
-        self.types = place((types, state, rows), self.shardings)
-        self.create = create
-
-    def on(self, spec):
-        return NamedSharding(self.mesh, spec)
-
-    def split(self, arrays):
-        """How arrays lie: along the first axis that the devices divide, and small ones whole on each."""
-
-        def spec(array):
-            axis = next((i for i, n in enumerate(array.shape) if n % self.mesh.size == 0), None)
-            whole = axis is None or array.size < 2**16
-            return self.on(P() if whole else P(*[None] * axis, "data"))
-
-        return jax.tree.map(spec, arrays)
-
-    def started(self):
-        """The parameters, which XLA would take minutes to compile as one program, and the optimiser's state."""
-        params = jax.device_put(nnx.state(self.create()), self.splits)
-        return params, jax.jit(self.optimizer.init, out_shardings=self.shardings[1])(params)
-
-    def step(self, params, state, tokens):
-        def loss(params):
-            return self.loss(nnx.merge(self.definition, params), tokens)
-
-        whole = jax.lax.with_sharding_constraint(params, self.on(P()))
-        value, gradients = jax.value_and_grad(loss)(whole)
-        gradients = jax.lax.with_sharding_constraint(gradients, self.splits)
-        updates, state = self.optimizer.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    def lowered(self):
-        results = (*self.shardings[:2], self.on(P()))
-        return jax.jit(self.step, donate_argnums=(0, 1), out_shardings=results).lower(*self.types)
+def split(path, array, hidden=None):
+    """How a step has a parameter, by its name in the model; `hidden` is the axis of the residual stream."""
+    if {"query", "key", "value", "gate", "up"} & set(path):
+        return P(None, "model")
+    if {"out", "down"} & set(path):
+        return P("model")
+    if "embedding" in path:
+        return P(None, hidden)
+    is_of_the_stream = "scale" in path and not {"query_norm", "key_norm"} & set(path)
+    return P(hidden) if is_of_the_stream else P()
 
 
-def train(options):
-    """Trains one way. Gives what ran where, and a row of the table: the program's time and memory, and the losses."""
-    jax.config.update("jax_enable_compilation_cache", False)  # the time to compile is that of no cache
-    size, devices = set_up(options)
-    way = WAYS[options.way]
-    trainer = Trainer(way, size, devices, options.seed)
-    if trainer.replaced:
-        print(trainer.replaced)
-    start = time.perf_counter()
-    lowered = trainer.lowered()
-    traced = time.perf_counter()
-    program = lowered.compile()
-    compiled = time.perf_counter()
-    losses, times = run(trainer, program, size, options)
-    settled = times[len(times) // 5 or 1 :]
-    lower, middle, upper = np.quantile(settled, (0.25, 0.5, 0.75))
-    memory = program.memory_analysis()
-    return header_of(size, devices, options), {
-        "devices": len(devices),
-        "way": way.name,
-        "tokens/s": len(devices) * size.batch * size.tokens / middle,
-        "ms": 1e3 * middle,
-        "± ms": 1e3 * (upper - lower) / 2,
-        "state GiB": memory.argument_size_in_bytes / 2**30,
-        "temp GiB": memory.temp_size_in_bytes / 2**30,
-        "peak GiB": peak_of(devices),
-        "trace s": traced - start,
-        "compile s": compiled - traced,
-        "first loss": losses[0],
-        "last loss": float(np.mean(losses[-max(1, size.steps // 10) :])),
-        "losses": [float(f"{loss:.8g}") for loss in losses],
-    }
+def keep(spec, array, count):
+    """The same, and over "data" along the first axis that so many devices divide; small arrays are whole on each."""
+    axes = [*spec, *[None] * (array.ndim - len(spec))]
+    free = [i for i, n in enumerate(array.shape) if n % count == 0 and axes[i] is None]
+    if free and array.size >= 2**16:
+        axes[free[0]] = "data"
+    return P(*axes)
 
 
-def run(trainer, program, size, options):
-    """The losses and the seconds of all steps."""
-    tokens = tokens_of(options.text, size.config.vocabulary)
+def trainers(options, size, rows):
+    """One for each mesh and way."""
+    tokens = tokens_of(read_text(options.text, size.tokens), size.vocabulary)
     if len(tokens) <= size.tokens:
         raise SystemExit(f"{options.text} has {len(tokens)} words, fewer than a row of {size.tokens} and one")
-    random = np.random.default_rng(options.seed)
-    params, state = trainer.started()
 
-    def draw():
-        rows = windows(tokens, size.batch * trainer.mesh.size, size.tokens, random)
-        return jax.block_until_ready(jax.device_put(rows, trainer.on(P("data"))))
+    def draw(random):
+        return (windows(tokens, rows, size.tokens, random),)
 
-    def step(rows):
-        nonlocal params, state
-        params, state, loss = program(params, state, rows)
-        return loss
-
-    return run_steps(options.way, size.steps, draw, step)
-
-
-def peak_of(devices):
-    """The most memory that a device had in use, where devices tell."""
-    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices]
-    return None if None in peaks else max(peaks) / 2**30
+    for data, model in options.mesh:
+        # A mesh of one device is each process' own.
+        devices = jax.devices()[: data * model] if data * model > 1 else jax.local_devices()[:1]
+        mesh = Mesh(np.reshape(devices, (data, model)), ("data", "model"), (AxisType.Auto,) * 2)
+        lies = {"split": partial(split, hidden="model" if options.split_hidden else None)}
+        lies |= {"keep": partial(keep, count=data), "mesh": mesh}
+        for way in options.ways:
+            change, loss = WAYS[way]
+            name = way if len(options.mesh) == 1 else f"{way} {data}x{model}"
+            yield Trainer(name, partial(Gemma, size), draw, loss, size.steps, size.rate, change=change, **lies)
 
 
-def set_up(options):
-    """The model and its training, and the devices: GPUs, or as many as the CPU is to simulate."""
-    size = SIZES[options.size]
-    if options.devices:
-        jax.config.update("jax_num_cpu_devices", options.devices)
-    devices = jax.devices()[: options.devices]
-    if len(devices) < (options.devices or 1):
-        raise SystemExit(f"--devices {options.devices}: there are {len(devices)}")
-    given = {name: getattr(options, name) for name in ("batch", "tokens", "steps", "rate")}
-    size = size._replace(**{name: number for name, number in given.items() if number})
-    flash = devices[0].platform == "gpu" and size.tokens % 64 == 0 and options.dtype != "float32"
-    attention = options.attention or ("cudnn" if flash else "xla")
-    config = replace(size.config, dtype=options.dtype, soft_cap=options.soft_cap, attention=attention)
-    return size._replace(config=config), devices
-
-
-def header_of(size, devices, options):
-    """What ran where."""
-    config = size.config
-    return {
-        **report.device(options.commit),
-        "device": f"{len(devices)} x {devices[0].device_kind}" if len(devices) > 1 else trainers.hardware(),
-        "model": f"{config.layers} layers of {config.dim}, {config.heads} and {config.kv_heads} heads of "
-        f"{config.head_dim}, GeGLU of {config.hidden}, vocabulary of {config.vocabulary}",
-        "batch": f"{size.batch} x {size.tokens} tokens a device",
-        "dtype": config.dtype,
-        "attention": config.attention,
-    }
-
-
-def in_a_process(way, options, folder):
-    """What `train` gives for one way, which no other's memory, compiled programs or tuning reach."""
-    result = folder / f"{way}.json"
+def start_processes(count):
+    """Runs this program in each of `count` processes that know of each other; gives the first failure's status."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
     command = [sys.executable, *(f"-W{warning}" for warning in sys.warnoptions), __file__, *sys.argv[1:]]
-    # Nearly all of a GPU's memory, not three quarters of it.
-    environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"} | os.environ
-    done = subprocess.run([*command, "--way", way, "--result", str(result)], env=environment, check=False)
-    if done.returncode:
-        raise SystemExit(done.returncode)
-    return json.loads(result.read_text())
+    command += ["--coordinator", address]
+    processes = [subprocess.Popen([*command, "--process", str(i)]) for i in range(count)]
+    return max(process.wait() for process in processes)
+
+
+def mesh(text):
+    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", text):
+        raise argparse.ArgumentTypeError(f"{text}: must be two numbers like 4x2, of data and of model")
+    return tuple(map(int, text.split("x")))
 
 
 def parse_options():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    numbers = {"batch": (None, 1), "tokens": (None, 2), "steps": (None, 2), "processes": (1, 1)}
+    parser = parser_of(__doc__, numbers, "train_gemma.png", dtype="bfloat16")
     parser.add_argument("--size", choices=SIZES, default="toy", help="(default: toy)")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=["flax", "jaxnorm"], help="(default: flax jaxnorm)")
-    parser.add_argument("--devices", type=int, help="how many, simulated by a CPU (default: all that are there)")
-    for name, what in (("batch", "rows a device"), ("tokens", "of a row"), ("steps", "of the training")):
-        parser.add_argument(f"--{name}", type=int, help=f"{what} (default: the size's)")
-    parser.add_argument("--rate", type=float, help="peak learning rate (default: the size's)")
-    parser.add_argument("--seed", type=int, default=0, help="(default: 0)")
+    parser.add_argument(
+        "--mesh", nargs="+", type=mesh, help="DATAxMODEL devices, simulated by a CPU (default: all x 1)"
+    )
+    parser.add_argument("--split-hidden", action="store_true", help='split the residual stream over "model" too')
     parser.add_argument("--soft-cap", type=float, help="of the logits, as Gemma 2 has it (default: none)")
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of activations")
-    parser.add_argument("--attention", choices=["xla", "cudnn"], help="(default: cudnn where it can)")
-    parser.add_argument("--text", type=Path, help="file to train on (default: the standard library's sources)")
-    parser.add_argument("--out", type=Path, default=Path("train_gemma"), help="write OUT.json and OUT.png")
-    parser.add_argument("--commit", help="what is measured, where there is no git (default: the checkout's)")
-    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
-    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--coordinator", help=argparse.SUPPRESS)
+    parser.add_argument("--process", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
-
-    for name, least in {"devices": 1, "batch": 1, "tokens": 2, "steps": 2}.items():
-        if (number := getattr(options, name)) is not None and number < least:
-            parser.error(f"--{name} {number}: must be at least {least}")
-    for name in ("rate", "soft_cap"):
-        if (number := getattr(options, name)) is not None and not 0 < number < float("inf"):
-            parser.error(f"--{name.replace('_', '-')} {number}: must be positive and finite")
-    if options.text and not options.text.is_file():
-        parser.error(f"--text {options.text}: is no file")
+    for data, model in options.mesh or []:
+        if SIZES[options.size].kv_heads % model:
+            parser.error(f"--mesh {data}x{model}: the model has {SIZES[options.size].kv_heads} heads of keys to split")
+        if data * model > 1 and data * model % options.processes:
+            parser.error(f"--mesh {data}x{model}: must be a multiple of --processes {options.processes}")
     return options
+
+
+def set_up(options):
+    """The devices, of this machine's GPUs or as many of its CPU."""
+    # Nearly all of a GPU's memory, not three quarters of it.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+    if options.mesh:
+        devices = max(map(math.prod, options.mesh))
+        own = devices // options.processes
+        first = own * options.process
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(first, first + own))))
+        jax.config.update("jax_num_cpu_devices", own)
+    if options.processes > 1:
+        jax.distributed.initialize(options.coordinator, options.processes, options.process)
+    options.mesh = options.mesh or [(jax.device_count(), 1)]
+    if jax.device_count() < max(map(math.prod, options.mesh)):
+        raise SystemExit(f"--mesh: there are {jax.device_count()} devices")
 
 
 def main():
     options = parse_options()
-    if options.way:
-        options.result.write_text(json.dumps(train(options)))
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        results = [in_a_process(way, options, Path(folder)) for way in options.ways]
-    rows = [row for _, row in results]
-    report.write(results[0][0], rows, options.out)
-    print(*trainers.differences(rows), sep="\n")
-    picture = options.out.with_suffix(".png")
-    trainers.save(trainers.draw([report.load(options.out.with_suffix(".json"))]), picture)
-    print(f"Wrote {picture} and the numbers beside it.")
+    if options.processes > 1 and options.coordinator is None:
+        raise SystemExit(start_processes(options.processes))
+    set_up(options)
+    jax.config.update("jax_enable_compilation_cache", False)  # the time to compile is that of no cache
+    size = with_sizes(options, SIZES[options.size])
+    rows = size.batch * math.prod(options.mesh[0])
+    runs = []
+    for trainer in trainers(options, size, rows):
+        if trainer.changed:
+            print(trainer.changed)
+        runs.append(trainer.run(options.seed)[0])
+    if options.process == 0:
+        report(runs, rows * size.tokens, "tokens")
+        for run in runs:
+            collectives = run.trainer.found(r" (all-reduce|all-gather|reduce-scatter|all-to-all)(?:-start)?\(")
+            print(f"{run.name:8} collectives in a step: {collectives or 'none'}")
+        differences(runs)
+        plot(options.out, runs, f"{hardware()}, {options.dtype}", "training loss, nats a token")
+    if options.processes > 1:
+        jax.distributed.shutdown()
 
 
 if __name__ == "__main__":

@@ -8,19 +8,16 @@ trained from one seed on the same batches with either norm. The loss curves shou
 and plotted, with images that the model draws which was trained with jaxnorm.
 """
 
-import argparse
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
+from common import Trainer, differences, draw_curves, hardware, parser_of, report, save
 from flax import nnx
 from matplotlib.figure import Figure
-from train_lm import Run, check_options, draw_curves, hardware, report, run_steps, save
 
 import jaxnorm.nnx
 
@@ -114,13 +111,6 @@ def loss_of(model, images, noise, times):
     return jnp.square(model(mixed, times) - (images - noise)).mean()
 
 
-@nnx.jit
-def train_step(model, optimizer, *batch):
-    loss, grads = nnx.value_and_grad(loss_of)(model, *batch)
-    optimizer.update(model, grads)
-    return loss
-
-
 @nnx.jit(static_argnames="steps")
 def draw_images(model, noise, steps=32):
     """Images at the end of the way from noise."""
@@ -132,31 +122,24 @@ def draw_images(model, noise, steps=32):
 
 
 def train(name, options):
-    """Trains a new model. Seed and batches depend on the options only, so that runs can be compared."""
-    dtype = jnp.dtype(options.dtype)
-    model = UNet(NORMS[name], channels=options.channels, dtype=dtype, rngs=nnx.Rngs(options.seed))
-    tx = optax.chain(
-        optax.clip_by_global_norm(1.0), optax.adam(optax.cosine_decay_schedule(options.rate, options.steps))
-    )
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    random = np.random.default_rng(options.seed)
+    """Trains a new model with one of the norms, and gives the run and the model."""
 
-    def draw():
+    def create(seed):
+        return UNet(NORMS[name], channels=options.channels, dtype=jnp.dtype(options.dtype), rngs=nnx.Rngs(seed))
+
+    def draw(random):
         images = draw_shapes(random, options.batch, options.size)
         return images, random.standard_normal(images.shape, np.float32), random.random(options.batch, np.float32)
 
-    def step(batch):
-        return train_step(model, optimizer, *batch)
-
-    return Run(name, model, *run_steps(name, options.steps, draw, step))
+    return Trainer(name, create, draw, loss_of, options.steps, options.rate).run(options.seed)
 
 
-def plot(runs, options, count=8):
+def plot(runs, model, options, count=8):
     figure = Figure(figsize=(9, 7), layout="constrained")
     axes, below = figure.subplots(2, 1, height_ratios=(3, 1))
-    draw_curves(axes, runs, options, "GroupNorm", "training loss")
+    draw_curves(axes, runs, f"{hardware()}, {options.dtype}", "training loss")
     noise = jax.random.normal(jax.random.key(options.seed), (count, options.size, options.size, 1))
-    drawn = np.asarray(draw_images(runs[1].model, noise))[..., 0]
+    drawn = np.asarray(draw_images(model, noise))[..., 0]
     below.imshow(np.concatenate(drawn, axis=1), cmap="gray", vmin=-1, vmax=1)
     below.set_title("drawn by the model that was trained with jaxnorm", fontsize=9)
     below.axis("off")
@@ -164,16 +147,9 @@ def plot(runs, options, count=8):
 
 
 def parse_options():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    whole = [("steps", 300), ("batch", 16), ("size", 32), ("channels", 16), ("seed", 0)]
-    for name, default in whole:
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"(default: {default})")
-    parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate (default: 0.002)")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of activations")
-    parser.add_argument("--out", type=Path, default=Path("train_images.png"), help="the plot (train_images.png)")
+    numbers = {"steps": (300, 2), "batch": (16, 1), "size": (32, 4), "channels": (16, 1)}
+    parser = parser_of(__doc__, numbers, "train_images.png", rate=2e-3, dtype="float32", text=False)
     options = parser.parse_args()
-
-    check_options(parser, options, {name: 1 for name, _ in whole} | {"seed": 0, "steps": 2, "size": 4})
     if options.channels % GROUPS:
         parser.error(f"--channels {options.channels}: must be a multiple of {GROUPS}, the number of groups")
     return options
@@ -182,9 +158,10 @@ def parse_options():
 def main():
     options = parse_options()
     print(f"Images of {options.size}x{options.size}; {hardware()}, {options.dtype}")
-    runs = [train(name, options) for name in NORMS]
-    report(runs, options, options.batch, "images")
-    plot(runs, options)
+    runs, models = zip(*(train(name, options) for name in NORMS), strict=True)
+    report(runs, options.batch, "images")
+    differences(runs)
+    plot(runs, models[1], options)
 
 
 if __name__ == "__main__":
