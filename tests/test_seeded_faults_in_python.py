@@ -127,7 +127,7 @@ FAULTS = {
         "ops/quantize/rounding.py",
         "lax.platform_dependent(v, cpu=with_nan, default=of_numbers)",
         "of_numbers(v)",
-        OPS("quantize", "nan_where_a_value_is"),
+        OP("quantize", "nan_where_a_value_is"),
     ),
     "an infinity that a closed gate lets through": Fault(
         "89d102a",
