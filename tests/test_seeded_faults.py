@@ -21,7 +21,7 @@ class Fault(NamedTuple):
 
 
 ACCURACY, GRADIENTS, MASKS = (f"tests/laws/test_{name}.py" for name in ("accuracy", "gradients", "masks"))
-FLOAT8 = "tests/ops/test_float8_linear_kernels.py"
+FLOAT8 = "tests/ops/float8_linear_native.py"
 FAULTS = {
     "an index by columns for rows": Fault(
         "float8_linear",

@@ -34,7 +34,7 @@ FAULTS = {
         "ops/float8_linear/op.py",
         "jnp.broadcast_to(array, (*rows, array.shape[-1]))",
         "jnp.broadcast_to(array, (rows[0], *array.shape[1:]))",
-        OPS("float8_linear", "examples_of_quantized"),
+        OP("float8_linear", "examples_of_quantized"),
     ),
     "a product that XLA for CPUs has not for examples": Fault(
         "4fffaeb",
@@ -91,7 +91,7 @@ FAULTS = {
         "ops/float8_linear/call.py",
         "(of_x is None and of_kernel is None) or len(set(names)) < len(names)",
         "of_x is None and of_kernel is None",
-        OPS("float8_linear_meshes", "one_axis_for_rows_and_outputs"),
+        OP("products_meshes", "one_axis_for_rows_and_outputs"),
     ),
     # Values, derivatives and programs.
     "scales in their order": Fault(
@@ -99,7 +99,7 @@ FAULTS = {
         "ops/products.py",
         "y * jnp.minimum(rows, columns) * jnp.maximum(rows, columns)",
         "y * rows * columns",
-        OPS("quantized_dot", "does_not_hold"),
+        OP("quantized_dot", "float32_does_not_hold"),
     ),
     "the slope that JAX makes of an activation": Fault(
         "5255872",
@@ -155,7 +155,7 @@ FAULTS = {
         "ops/quantized_dot/formula.py",
         "if not isinstance(depth, int) or depth <= columns:",
         "if columns:",
-        OPS("quantized_dot_long", "int32_does_not_hold"),
+        OP("quantized_dot", "int32_does_not_hold"),
     ),
     "an exact gelu that loses digits": Fault(
         "e55c214",
