@@ -21,7 +21,7 @@ class Fault(NamedTuple):
 
 
 ACCURACY, MASKS = (f"tests/laws/test_{name}.py" for name in ("accuracy", "masks"))
-FLOAT8 = "tests/ops/test_float8_linear_kernels.py"
+FLOAT8 = "tests/ops/float8_linear_native.py"
 FAULTS = {
     "an index by columns for rows": Fault(
         "float8_linear",
@@ -77,7 +77,7 @@ FAULTS = {
         "ops/cross_entropy/cuda/cross_entropy_grad.cu",
         "own >= 0 && own < N",
         "own > 0 && own < N",
-        "tests/ops/test_cross_entropy.py -k wherever_the_label",
+        "tests/ops/cross_entropy.py -k wherever_the_label",
     ),
     "hidden columns in the sum": Fault(
         "softmax",

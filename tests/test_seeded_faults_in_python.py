@@ -33,14 +33,14 @@ FAULTS = {
         "ops/float8_linear/op.py",
         "jnp.broadcast_to(array, (*rows, array.shape[-1]))",
         "jnp.broadcast_to(array, (rows[0], *array.shape[1:]))",
-        OPS("test_float8_linear", "examples_of_quantized"),
+        OPS("float8_linear", "examples_of_quantized"),
     ),
     "a product that XLA for CPUs has not for examples": Fault(
         "4fffaeb",
         "ops/products.py",
         "dot(a.astype(np.float32), b.astype(np.float32))",
         "dot(a, b)",
-        OPS("test_linear_cross_entropy_operands", "mapped_operands_of_16"),
+        OPS("linear_cross_entropy", "mapped_operands_of_16"),
     ),
     "weights written out as a factor is": Fault(
         "e964c43",
@@ -76,7 +76,7 @@ FAULTS = {
         "ops/cross_entropy/api.py",
         "counts if shards is None else shards.sum(counts)",
         "counts",
-        OPS("test_cross_entropy", "classes_over_devices"),
+        OPS("cross_entropy", "classes_over_devices"),
     ),
     "numbers of columns that are not split": Fault(
         "809cff9",
@@ -90,7 +90,7 @@ FAULTS = {
         "ops/float8_linear/call.py",
         "(of_x is None and of_kernel is None) or len(set(names)) < len(names)",
         "of_x is None and of_kernel is None",
-        OPS("test_float8_linear_meshes", "one_axis_for_rows_and_outputs"),
+        OPS("products_meshes", "one_axis_for_rows_and_outputs"),
     ),
     # Values, derivatives and programs.
     "scales in their order": Fault(
@@ -98,7 +98,7 @@ FAULTS = {
         "ops/products.py",
         "y * jnp.minimum(rows, columns) * jnp.maximum(rows, columns)",
         "y * rows * columns",
-        OPS("test_quantized_dot", "does_not_hold"),
+        OPS("quantized_dot", "float32_does_not_hold"),
     ),
     "the slope that JAX makes of an activation": Fault(
         "5255872",
@@ -126,7 +126,7 @@ FAULTS = {
         "ops/quantize/rounding.py",
         "lax.platform_dependent(v, cpu=with_nan, default=of_numbers)",
         "of_numbers(v)",
-        OPS("test_quantize", "nan_where_a_value_is"),
+        OPS("quantize", "nan_where_a_value_is"),
     ),
     "an infinity that a closed gate lets through": Fault(
         "89d102a",
@@ -154,7 +154,7 @@ FAULTS = {
         "ops/quantized_dot/formula.py",
         "if not isinstance(depth, int) or depth <= columns:",
         "if columns:",
-        OPS("test_quantized_dot_long", "int32_does_not_hold"),
+        OPS("quantized_dot", "int32_does_not_hold"),
     ),
     "an exact gelu that loses digits": Fault(
         "e55c214",

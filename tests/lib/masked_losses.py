@@ -33,69 +33,68 @@ WHERE[2] = np.arange(COLS) == 3
 LABELS = jnp.asarray([0, 2, 3, 0, 0])  # classes that count, but in the row of which nothing does
 
 
-def cross_entropy(where=None, labels=LABELS, **options):
+def cross_entropy(where=None, labels=LABELS, *, has_scale=False, **options):
+    """With a scale that is an array, if it has one; for half types that has no kernel."""
     hidden = np.zeros((ROWS, COLS), bool) if where is None else ~where
     ignored = np.asarray(labels) == options.get("ignore_index")
-    function = partial(jaxnorm.softmax_cross_entropy_with_integer_labels, labels=labels, where=where, **options)
-    hidden = hidden | ignored[:, None]
-    return Case(function, ((ROWS, COLS),), (hidden,), ignored | hidden.all(-1))
+    of_logits = partial(jaxnorm.softmax_cross_entropy_with_integer_labels, labels=labels, where=where, **options)
+
+    def function(x, *scale, implementation):
+        return of_logits(x, implementation=implementation, **({"logit_scale": scale[0]} if scale else {}))
+
+    hidden, results = hidden | ignored[:, None], ignored | (hidden | ignored[:, None]).all(-1)
+    if has_scale:
+        return Case(function, ((ROWS, COLS), ()), (hidden, False), results, (None, "jnp"))
+    return Case(function, ((ROWS, COLS),), (hidden,), results)
 
 
 HALF_IGNORED = jnp.asarray([0, IGNORED, 3, IGNORED, 5])
 
 
-def linear(reduction, *, vmapped=False, depth=6, **options):
-    def function(x, kernel, implementation):
-        of_rows = partial(
-            jaxnorm.linear_cross_entropy,
-            labels=HALF_IGNORED,
-            ignore_index=IGNORED,
-            reduction=reduction,
-            implementation=implementation,
-            **options,
-        )
-        return jax.vmap(of_rows, (0, None))(x, kernel) if vmapped else of_rows(x, kernel)
-
-    ignored = np.asarray(HALF_IGNORED) == IGNORED
-    lead = (2,) * vmapped
-    hidden = np.broadcast_to(ignored[:, None], (*lead, ROWS, depth))
-    return Case(function, ((*lead, ROWS, depth), (depth, COLS)), (hidden, False), reduction == "none" and ignored)
-
-
-# With all that a call may have: a row of weight 0, and classes of which one is a label and does not count.
+# A row of weight 0, and classes of which one is a label and does not count.
 ZERO = np.arange(ROWS) == 2
 OF_CLASSES = (np.arange(COLS) != 1) & (np.arange(COLS) != 5)
 OF_ROWS = np.roll(WHERE, -1, 0)  # the first row has no class
 
 
-def linear_of_all(reduction, where, *, depth=6, **options):
-    def function(x, kernel, bias, weights, scale, implementation):
-        return jaxnorm.linear_cross_entropy(
-            x,
-            kernel,
-            HALF_IGNORED,
-            bias=bias,
-            where=where,
-            weights=jnp.where(ZERO, 0, weights),
-            logit_scale=scale,
-            reduction=reduction,
-            ignore_index=IGNORED,
-            implementation=implementation,
-            **options,
-        )
+def linear(reduction, where=None, *, vmapped=False, depth=6, **options):
+    """With a mask also all else that a call may have; of what gives logsumexp that alone."""
 
-    labels, counts = np.asarray(HALF_IGNORED), np.broadcast_to(where, (ROWS, COLS))
-    has_no_weight = ZERO | (labels == IGNORED)
+    def function(x, kernel, *others, implementation):
+        given = {}
+        if others:
+            bias, weights, scale = others
+            given = {"bias": bias, "where": where, "weights": jnp.where(ZERO, 0, weights), "logit_scale": scale}
+
+        def of_rows(x):
+            found = jaxnorm.linear_cross_entropy(
+                x,
+                kernel,
+                HALF_IGNORED,
+                ignore_index=IGNORED,
+                reduction=reduction,
+                implementation=implementation,
+                **given,
+                **options,
+            )
+            return found[1] if "return_logsumexp" in options else found
+
+        return jax.vmap(of_rows)(x) if vmapped else of_rows(x)
+
+    labels, counts = np.asarray(HALF_IGNORED), np.broadcast_to(True if where is None else where, (ROWS, COLS))
+    has_no_weight = (labels == IGNORED) if where is None else ZERO | (labels == IGNORED)
     is_out = has_no_weight | ~counts.any(-1)
     is_unread = (is_out[:, None] | ~(counts | (np.arange(COLS) == labels[:, None]))).all(0)
-    dims = (ROWS, depth), (depth, COLS), (COLS,), (ROWS,), ()
+    dims = ((2,) * vmapped + (ROWS, depth), (depth, COLS), (COLS,), (ROWS,), ())
     hidden = np.broadcast_to(is_out[:, None], dims[0]), np.broadcast_to(is_unread, dims[1]), is_unread, has_no_weight
-    return Case(function, dims, (*hidden, False), reduction == "none" and is_out)
+    count = 2 if where is None else 5
+    return Case(function, dims[:count], (*hidden, False)[:count], reduction == "none" and is_out)
 
 
 LOSSES = {
     "loss, where": cross_entropy(WHERE),
     "loss, where and soft_cap": cross_entropy(WHERE, soft_cap=3.0, logit_scale=-0.5),
+    "loss, where and a traced scale": cross_entropy(WHERE, has_scale=True, soft_cap=3.0),
     "loss, where and smoothing": cross_entropy(WHERE, label_smoothing=0.2, z_loss=0.1),
     "loss, ignored rows": cross_entropy(labels=HALF_IGNORED, ignore_index=IGNORED),
     "loss, ignored rows and all": cross_entropy(
@@ -113,12 +112,13 @@ LOSSES = {
     "linear, none of chunks": linear("none", rows_per_chunk=2),
     "linear, mean of examples' chunks": linear("mean", vmapped=True, rows_per_chunk=2),
     **{
-        f"linear, {reduction} of all, where of {name}": linear_of_all(reduction, where, **given)
+        f"linear, {of} of all, where of {name}": linear(of.replace("logsumexp", "none"), where, **given)
         for name, where in {"classes": OF_CLASSES, "rows": OF_ROWS}.items()
-        for reduction, given in {
+        for of, given in {
             "mean": {"rows_per_chunk": 2},
             "sum": {"z_loss": 0.1, "label_smoothing": 0.2, "soft_cap": 3.0},
             "none": {"rows_per_chunk": 2},
+            "logsumexp": {"rows_per_chunk": 2, "return_logsumexp": True, "soft_cap": 3.0},
         }.items()
     },
 }

@@ -13,6 +13,7 @@ from jaxnorm import Quantization
 
 QUANTIZED = {"rms": jaxnorm.rms_norm_quantized, "layer": jaxnorm.layer_norm_quantized}
 LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
+OF_ARRAYS = {**LARGEST, "int4": 7.0, "float4_e2m1fn": 6.0}
 STATIC_SCALE = 0.013
 # Keywords of Quantization: what shares a scale.
 GRANULARITIES = {
@@ -37,7 +38,7 @@ def flushed(v):
 def scale_of(v, quantization, over):
     """v's scale over these axes, each of length 1 in it."""
     amax = np.abs(v).max(over, keepdims=True, initial=0)
-    scale = amax / np.float32(LARGEST[quantization.dtype.name])
+    scale = amax / np.float32(OF_ARRAYS[quantization.dtype.name])
     if quantization.power_of_two:
         fraction, exponent = np.frexp(scale)
         up = np.ldexp(np.float32(1), np.where(fraction == 0.5, exponent - 1, exponent))
@@ -57,11 +58,20 @@ def by_numpy(y, quantization, smooth=None, static_scale=None, axes=1):
     if group is not None:
         v = v.reshape(*shape[:-1], shape[-1] // group, group)
     scale = np.float32(static_scale) if static_scale is not None else scale_of(v, quantization, axis_of(axes))
-    largest = np.float32(LARGEST[quantization.dtype.name])
+    largest = np.float32(OF_ARRAYS[quantization.dtype.name])
     values = np.clip(v * (np.float32(1) / scale), -largest, largest)
-    if quantization.dtype == np.int8:
+    if jnp.issubdtype(quantization.dtype, jnp.integer):
         values = np.where(np.isnan(values), 0, np.rint(values))
     return values.astype(quantization.dtype).reshape(shape), scale if group is None else scale[..., 0]
+
+
+def array_by_numpy(array, quantization, axes=-1):
+    """Values and scales of an array of which what lies along these axes shares a scale, or all of it."""
+    axes = range(-array.ndim, 0) if quantization.granularity == "tensor" else np.atleast_1d(axes)
+    last = range(-len(axes), 0)
+    v = np.moveaxis(np.asarray(array, np.float32), axes, last)
+    values, scales = (np.moveaxis(a, last, axes) for a in by_numpy(v, quantization, axes=len(axes)))
+    return values, scales.reshape(()) if quantization.granularity == "tensor" else scales
 
 
 def assert_same(actual, expected):

@@ -1,18 +1,115 @@
-"""What kernels do in a step of `float8_linear`, and what they leave to XLA, in programs for a GPU."""
+"""The kernels around the products of `float8_linear`, bit for bit NumPy's, and what they do in programs for a GPU."""
 
 import re
+from functools import partial
 
+import emulated
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from cases import draw
+from coverage import cover
 from deviceless import compiled, mesh, topology, types
 from hlo import collectives, count_native_calls
-from internals import compat, cublaslt, ffi
+from internals import BY_KERNELS, Float8Linear, compat, cublaslt, ffi, transposed
 from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from quantizing import assert_same, by_numpy
 
-from jaxnorm import Float8Recipe, float8_linear
+from jaxnorm import Float8Recipe, Quantization, float8_linear
+
+# Of rows that a block keeps, or reads twice, with room for the magnitudes of all columns, or not; and odd ones.
+SHAPES = [(1, 16), (48, 64), (3, 5, 7), (257, 33), (2, 4096, 512), (40000, 64), (24, 20480), (24, 40960), (5, 81920)]
+
+
+def spec_of(power_of_two):
+    return Float8Linear(out_dtype=np.dtype("float32"), power_of_two=power_of_two)
+
+
+def expected(array, axes, fold, power_of_two):
+    """Values and scales with what shares a scale behind, of the array by rows and columns."""
+    v = np.asarray(array, np.float32) * (1 if fold is None else np.asarray(fold))
+    v = v.reshape(-1, v.shape[-1])
+    v = v if axes == (-1,) else v.T
+    values, scales = by_numpy(v, Quantization("float8_e4m3fn", power_of_two=power_of_two))
+    return values, np.where(np.abs(v).max(1, keepdims=True) == 0, np.float32(0), scales)
+
+
+def array_of(shape, dtype, not_finite):
+    x = draw("x", shape).astype(dtype)
+    x = x.at[..., -1, :].set(0).at[..., 2].set(0) if shape[0] > 1 else x
+    for i, value in enumerate(not_finite):
+        x = x.at[..., i, i].set(value)
+    return x
+
+
+each_array = cover(
+    shape=SHAPES,
+    dtype=["bfloat16", "float32", "float16"],
+    folds=[True, False],
+    power_of_two=[False, True],
+    not_finite=[(), (np.nan, np.inf)],
+)
+each_matrix = cover(
+    shape=[(1, 16), (1024, 96), (100, 1000), (257, 33), (8192, 96), (40000, 64), (20000, 72), (120000, 24)],
+    dtype=["bfloat16", "float32", "float16"],
+    power_of_two=[False, True],
+    not_finite=[(), (np.nan, np.inf)],
+    keeps=[True, False],
+)
+
+
+def factors_of(shape, folds):
+    return [jnp.exp2(draw("factors", lengths)) if folds else None for lengths in (shape[-1:], (*shape[:-1], 1))]
+
+
+@pytest.mark.cuda
+@each_matrix
+@emulated.wherever
+def test_columns(shape, dtype, power_of_two, not_finite, keeps):
+    x = array_of(shape, dtype, not_finite[: min(shape[-2:])])
+    actual = jax.jit(lambda x: BY_KERNELS.rounded(spec_of(power_of_two), x, (0,), keeps=keeps))(x)
+    values, scales = expected(x, (0,), None, power_of_two)
+    assert_same([actual.transposed, actual.scales.reshape(-1, 1)], [values, scales])
+    if keeps:
+        assert_same([actual.values], [values.T])
+    else:
+        assert actual.values is None
+
+
+@pytest.mark.cuda
+@each_array
+@pytest.mark.parametrize("wants", [(True, False), (True, True), (False, True)], ids=["rows", "both", "columns"])
+@emulated.wherever
+def test_a_gradient(shape, dtype, folds, power_of_two, not_finite, wants):
+    dy = array_of(shape, dtype, not_finite[: min(shape[-2:])])
+    of_columns, of_rows = (
+        factors if wanted else None for factors, wanted in zip(factors_of(shape, folds), wants, strict=True)
+    )
+    spec = spec_of(power_of_two)
+    found = jax.jit(partial(BY_KERNELS.gradient, spec, wants=wants))(dy, of_columns, of_rows)
+    assert tuple(of is not None for of in found) == wants
+    by_rows, by_columns = found
+    if by_rows is not None:
+        values, scales = expected(dy, (-1,), of_columns, power_of_two)
+        assert_same(by_rows[:2], [values.reshape(shape), scales.reshape(*shape[:-1], 1)])
+        if not folds:
+            assert_same(jax.jit(lambda x: BY_KERNELS.rounded(spec, x, (-1,)))(dy)[:2], by_rows[:2])
+    if by_columns is not None:
+        values, scales = expected(dy, (0,), of_rows, power_of_two)
+        assert_same([by_columns.transposed, by_columns.scales.reshape(-1, 1)], [values, scales])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("shape", [(1, 1), (16, 16), (128, 256), (100, 1000), (257, 33), (16, 4099), (4096, 48)])
+@emulated.wherever
+def test_bytes(shape):
+    codes = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8).view(jnp.float8_e4m3fn)
+    actual = jax.jit(transposed)(codes)
+    np.testing.assert_array_equal(np.asarray(actual).view(np.uint8), codes.T.view(np.uint8))
+
 
 TOKENS, DEPTH, OUTPUTS = 8192, 4096, 4096
 

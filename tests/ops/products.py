@@ -1,0 +1,351 @@
+"""`quantized_dot` and `float8_linear` in programs: transformations, examples, second derivatives, and errors."""
+
+import re
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import draw
+from coverage import cover
+from hlo import count_native_calls
+from jax import export
+from quantizing import to
+
+import jaxnorm
+from jaxnorm import (
+    Float8Recipe,
+    Quantized,
+    checkpoint_policies,
+    float8_linear,
+    quantize,
+    quantized_dot,
+)
+
+pytestmark = [pytest.mark.jax_version, pytest.mark.usefixtures("exact_products")]
+
+ROWS, DEPTH, COLUMNS = (8, 4), 64, 48
+E4M3 = to("float8_e4m3fn")
+# Those that differ in what is computed and kept.
+RECIPES = {
+    "default": Float8Recipe(),
+    "inputs": Float8Recipe(save="inputs"),
+    "tensor": Float8Recipe(scaling="tensor"),
+    "wide weight gradient": Float8Recipe(weight_gradient="compute"),
+}
+
+
+@dataclass(frozen=True)
+class Form:
+    """A product of arrays that are quantised, by which op, and how each of them is."""
+
+    recipe: Float8Recipe | None
+    x: Any
+    kernel: Any
+
+    def rounded(self, x, kernel, **options):
+        """x and weights (N, K); what moves passes through their rounding."""
+        weights = quantize(kernel.T, self.kernel, **options)
+        return x if self.x is None else quantize(x, self.x, **options), weights
+
+    def __call__(self, x, kernel, bias=None):
+        if self.recipe is not None:
+            return float8_linear(x, kernel, bias=bias, recipe=self.recipe, out_dtype="float32")
+        return quantized_dot(*self.rounded(x, kernel, straight_through=True), bias=bias, out_dtype="float32")
+
+    def plain(self, x, kernel, bias=0):
+        """What forward mode and higher derivatives are those of."""
+        x, weights = self.rounded(x, kernel, straight_through=True)
+        return (x if self.x is None else x.dequantize()) @ weights.dequantize().T + bias
+
+
+LINEAR = {
+    name: Form(of, *[to("float8_e4m3fn", of.scaling.replace("row", "token"))] * 2) for name, of in RECIPES.items()
+}
+DOT = {
+    "int8": Form(None, to("int8"), to("int8")),
+    "float8": Form(None, E4M3, E4M3),
+    "weights of int4": Form(None, None, to("int4")),
+}
+FORMS = DOT | LINEAR
+each_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+
+
+def operands(*, rows=ROWS, examples=()):
+    return (
+        draw("x", (*examples, *rows, DEPTH)),
+        draw("kernel", (*examples, DEPTH, COLUMNS)),
+        draw("bias", (*examples, COLUMNS)),
+    )
+
+
+# Its gradient by y has the same bits in every program: what is next to the middle of two float8 would go either way.
+def loss(form, x, kernel, bias):
+    dy = jnp.where(x[..., :1] > 0, 1, 3) * draw("dy", (COLUMNS,))
+    return (form(x, kernel, bias) * dy).sum()
+
+
+def gradient(form):
+    return jax.grad(partial(loss, form), (0, 1, 2))
+
+
+# Of examples of kernels XLA for GPUs makes the products, and rounds: it divides less exactly.
+BOUND = 1e-5 if jax.default_backend() == "cpu" else 2.0**-5
+
+
+def assert_close(actual, expected, bound=BOUND):
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert (a.shape, a.dtype) == (e.shape, e.dtype)
+        np.testing.assert_allclose(np.float64(a), np.float64(e), rtol=0, atol=bound * np.abs(np.float64(e)).max())
+
+
+def in_a_loop(function):
+    return lambda *args: jax.tree.map(
+        lambda a: a[0], jax.lax.scan(lambda _, __: (None, function(*args)), None, length=2)[1]
+    )
+
+
+PROGRAMS = {
+    "jit": lambda form: jax.jit(gradient(form)),
+    "a loop": lambda form: in_a_loop(gradient(form)),
+    "checkpoint": lambda form: jax.grad(jax.checkpoint(partial(loss, form)), (0, 1, 2)),
+    "save norms": lambda form: jax.jit(
+        jax.grad(jax.checkpoint(partial(loss, form), policy=checkpoint_policies.save_norms), (0, 1, 2))
+    ),
+    "linearize": lambda form: (
+        lambda *args: jax.linear_transpose(jax.linearize(partial(loss, form), *args)[1], *args)(jnp.float32(1))
+    ),
+    "cond": lambda form: jax.grad(
+        lambda *args: jax.lax.cond(args[2][0] < 9, partial(loss, form), lambda *_: 0.0, *args), (0, 1, 2)
+    ),
+}
+
+
+@cover(program=PROGRAMS, form=FORMS)
+def test_a_gradient_is_the_same_in_every_program(program, form):
+    assert_close(program(form)(*operands()), gradient(form)(*operands()))
+
+
+@each_form
+def test_the_body_of_a_loop(form):
+    def looped(x, kernel, bias):
+        total, _ = jax.lax.scan(lambda total, one: (total + loss(form, one, kernel, bias), None), 0.0, x)
+        return total
+
+    x, kernel, bias = operands()
+    each = [gradient(form)(one, kernel, bias) for one in x]
+    expected = jnp.stack([dx for dx, *_ in each]), sum(dw for _, dw, _ in each), sum(db for *_, db in each)
+    assert_close(jax.grad(looped, (0, 1, 2))(x, kernel, bias), expected)
+
+
+AXES = {
+    "x": (0, None, None),
+    "kernel": (None, 0, None),
+    "bias": (None, None, 0),
+    "x and kernel": (0, 0, None),
+    "all": (0, 0, 0),
+    "other axes": (1, 1, 0),
+}
+
+
+def examples_of(axes, size=3):
+    many, one = operands(rows=(5,), examples=(size,)), operands(rows=(5,))
+    return [b if axis is None else jnp.moveaxis(a, 0, axis) for a, b, axis in zip(many, one, axes, strict=True)]
+
+
+def of_each(function, axes, args, size=3):
+    results = [
+        function(*(a if axis is None else jnp.take(a, i, axis) for a, axis in zip(args, axes, strict=True)))
+        for i in range(size)
+    ]
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)
+
+
+@cover(axes=AXES, form=FORMS)
+def test_gradients_of_examples(axes, form):
+    args = examples_of(axes)
+    assert_close(jax.vmap(gradient(form), axes)(*args), of_each(gradient(form), axes, args))
+
+
+# Of what all examples share the gradients are summed: where each tensor has a scale, each example's has its own.
+@cover(axes=AXES, form=DOT | {name: LINEAR[name] for name in ("default", "tensor")})
+def test_the_gradient_of_examples(axes, form):
+    args = examples_of(axes)
+    total = jax.grad(lambda *args: jax.vmap(partial(loss, form), axes)(*args).sum(), (0, 1, 2))(*args)
+    each = of_each(gradient(form), axes, args)
+    expected = [a.sum(0) if axis is None else jnp.moveaxis(a, 0, axis) for a, axis in zip(each, axes, strict=True)]
+    # Examples of rows are rows, so that all examples of a column of dy share a scale.
+    is_rows = axes == AXES["x"] and form == LINEAR["default"]
+    assert_close(total, expected, 0.05 if is_rows else 1e-5)
+    assert_close(jax.vmap(form, axes)(*args), of_each(form, axes, args))
+
+
+@each_form
+def test_examples_of_examples(form):
+    x, kernel, _ = operands(rows=(5,), examples=(2,))
+    ys = jax.vmap(jax.vmap(form, (None, 0)), (0, None))(x, kernel)
+    assert_close(ys, jnp.stack([jnp.stack([form(a, b) for b in kernel]) for a in x]))
+    inner = jax.grad(lambda x, kernel: jnp.sin(form(x, kernel)).sum(), (0, 1))
+    grads = jax.vmap(jax.vmap(inner, (None, 0)), (0, None))(x, kernel)
+    assert_close(grads[1], jnp.stack([jnp.stack([inner(a, b)[1] for b in kernel]) for a in x]))
+
+
+@each_form
+@pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)], ids=str)
+def test_no_examples(axes, form):
+    args = [a[:0] if axis == 0 else a[0] for a, axis in zip(operands(examples=(1,))[:2], axes, strict=True)]
+    assert jax.vmap(form, axes)(*args).shape == (0, *ROWS, COLUMNS)
+    grads = jax.vmap(jax.grad(lambda *args: form(*args).sum(), (0, 1)), axes)(*args)
+    assert [g.shape[0] for g in grads] == [0, 0]
+
+
+# A row is dead in one example alone, and its scale is that of all.
+@pytest.mark.parametrize("save", ["quantized", "inputs"])
+def test_examples_of_quantised_values_that_share_scales(save):
+    values = draw("values", (2, 5, DEPTH)).at[0, 3].set(0).astype("float8_e4m3fn")
+    scales, kernel = jnp.full((5, 1), 2e-5).at[3].set(1), operands()[1]
+
+    def of_kernel(values, kernel):
+        y = float8_linear(Quantized(values, scales), kernel, recipe=Float8Recipe(save=save), out_dtype="float32")
+        return jnp.sin(y).sum()
+
+    each = jnp.stack([jax.grad(of_kernel, 1)(one, kernel) for one in values])
+    assert_close(jax.vmap(jax.grad(of_kernel, 1), (0, None))(values, kernel), each)
+    kernels = jnp.stack([kernel] * 2)
+    assert_close(jax.grad(lambda kernels: jax.vmap(of_kernel)(values, kernels).sum())(kernels), each)
+
+
+@each_form
+@pytest.mark.parametrize("rows", [(), (1,), (0,), (2, 0, 3)], ids=str)
+def test_few_rows(rows, form):
+    x, kernel, bias = draw("x", (*rows, DEPTH)), *operands()[1:]
+    dx, dw, db = jax.jit(gradient(form))(x, kernel, bias)
+    assert form(x, kernel, bias).shape == (*rows, COLUMNS)
+    assert (dx.shape, dw.shape, db.shape) == (x.shape, kernel.shape, bias.shape)
+    if not x.size:
+        np.testing.assert_array_equal(dw, 0)
+
+
+@each_form
+def test_ranks_are_not_promoted(form):
+    with jax.numpy_rank_promotion("raise"):
+        grads = jax.grad(lambda *args: form(*args).sum(), (0, 1, 2))(*operands())
+    assert [g.shape for g in grads] == [a.shape for a in operands()]
+
+
+@each_form
+def test_an_exported_program(form):
+    (rows,) = export.symbolic_shape("rows")
+    (x, kernel, bias), dy = operands(), draw("dy", (*ROWS, COLUMNS))
+    types = [jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype) for a in (x, dy)]
+
+    @jax.jit
+    def function(x, kernel, bias, dy):
+        y, pull_back = jax.vjp(form, x, kernel, bias)
+        return y, *pull_back(dy)
+
+    program = export.export(function, platforms=("cpu", "cuda", "tpu"))(types[0], kernel, bias, types[1])
+    assert not count_native_calls(program.mlir_module())
+    read = export.deserialize(program.serialize())
+    for count in (1, 5):
+        args = x[:count], kernel, bias, dy[:count]
+        assert_close(read.call(*args), function(*args), 1e-6 if jax.default_backend() == "cpu" else 2.0**-5)
+
+
+@each_form
+def test_forward_mode_rounds_no_tangent(form):
+    dots = tuple(draw("tangent", a.shape) for a in operands())
+    assert_close(jax.jvp(form, operands(), dots)[1], jax.jvp(form.plain, operands(), dots)[1])
+
+
+# Each of the operands, and mixed ones: the derivative by x moves as the kernel does.
+@pytest.mark.long
+@pytest.mark.parametrize("form", [LINEAR["default"], LINEAR["inputs"]], ids=["quantized", "inputs"])
+def test_second_derivatives(form):
+    x, kernel, bias = draw("x", (2, 3)), draw("kernel", (3, 2)), draw("bias", (2,))
+
+    def of(function):
+        return lambda *args: jnp.sin(function(*args)).sum()
+
+    expected = jax.jacfwd(jax.jacfwd(of(form.plain), (0, 1, 2)), (0, 1, 2))(x, kernel, bias)
+    assert_close(jax.jacfwd(jax.jacfwd(of(form), (0, 1, 2)), (0, 1, 2))(x, kernel, bias), expected)
+    # dy is rounded in the first reverse pass and moves as it was in the second.
+    for actual, e in zip(
+        *map(jax.tree.leaves, (jax.hessian(of(form), (0, 1, 2))(x, kernel, bias), expected)), strict=True
+    ):
+        assert np.linalg.norm(actual - e) <= 1e-5 * np.linalg.norm(e) + 1e-6
+
+
+def test_the_gradient_of_a_gradient():
+    x, kernel, bias = operands(rows=(5,))
+
+    def penalty(function, x, kernel):
+        return (jax.grad(lambda x: jnp.sin(function(x, kernel, bias)).sum())(x) ** 2).sum()
+
+    form = LINEAR["default"]
+    ours, theirs = (jax.grad(partial(penalty, f), (0, 1))(x, kernel) for f in (form, form.plain))
+    for actual, e in zip(ours, theirs, strict=True):
+        assert np.linalg.norm(actual - e) <= 0.05 * np.linalg.norm(e)
+
+
+# A Quantized by itself passes nothing on, and a norm in front takes what passes through what it quantises.
+@cover(form={name: FORMS[name] for name in ("int8", "float8", "default", "inputs")})
+def test_a_quantised_x(form):
+    x, kernel, _ = operands()
+    norm = partial(jaxnorm.rms_norm_quantized, quantization=form.x, straight_through=True)
+
+    def of(x, kernel):
+        if form.recipe is not None:
+            return float8_linear(x, kernel, recipe=form.recipe, out_dtype="float32").sum()
+        return quantized_dot(x, quantize(kernel.T, form.kernel, straight_through=True), out_dtype="float32").sum()
+
+    y = quantize(x, form.x)
+    np.testing.assert_array_equal(jax.grad(lambda scales: of(Quantized(y.values, scales), kernel))(y.scales), 0)
+    ours = jax.grad(lambda x, kernel: of(norm(x), kernel), (0, 1))(x, kernel)
+    exact = jax.grad(lambda x, kernel: (jaxnorm.rms_norm(x) @ kernel).sum(), (0, 1))(x, kernel)
+    for actual, expected in zip(ours, exact, strict=True):
+        assert np.linalg.norm(actual - expected) <= 0.1 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("argnums", [(0,), (1,), (2,), (0, 2), (0, 1, 2)], ids=str)
+def test_the_backward_computes_what_is_asked_for(argnums):
+    form = LINEAR["default"]
+    every, asked = gradient(form), jax.grad(partial(loss, form), argnums)
+    for i, actual in zip(argnums, asked(*operands()), strict=True):
+        np.testing.assert_array_equal(actual, every(*operands())[i])
+    program = str(jax.make_jaxpr(asked)(*operands()))
+    assert program.count("jaxnorm_float8_linear_bwd[") == (argnums != (2,))
+
+
+def test_what_is_rounded_is_kept_in_place_of_the_inputs():
+    x, kernels = draw("x", (512, 256), "bfloat16"), draw("kernels", (8, 256, 256), "bfloat16", std=0.1)
+    kept = []
+    for recipe in (Float8Recipe(), Float8Recipe(save="inputs")):
+
+        def model(x, kernels, recipe=recipe):
+            def layer(x, kernel):
+                return x + float8_linear(jaxnorm.rms_norm(x), kernel, recipe=recipe), None
+
+            return jax.lax.scan(layer, x, kernels)[0].astype(jnp.float32).sum()
+
+        text = jax.jit(jax.grad(model, (0, 1))).lower(x, kernels).compile().as_text()
+        forward, _ = (line for line in text.splitlines() if " while(" in line)
+        kept.append(sorted(re.findall(r"\w+\[8,512,256\]", forward.partition(" while(")[0])))
+    # What the norm reads, and its result.
+    assert kept == [["bf16[8,512,256]", "f8e4m3fn[8,512,256]"], ["bf16[8,512,256]"] * 2]
+
+
+# With the names kept nothing is rounded again; a loop's body has all that it computes again.
+@pytest.mark.parametrize("policy", ["save_norms", "recompute_norms"])
+def test_named_values_are_kept(policy):
+    def model(x, kernel):
+        layer = jax.checkpoint(float8_linear, policy=getattr(checkpoint_policies, policy))
+        return jnp.sin(layer(jnp.sin(x), kernel)).sum()
+
+    program = str(jax.make_jaxpr(jax.grad(model, (0, 1)))(*operands()[:2]))
+    names = [name for name in checkpoint_policies.NAMES if f"name={name}" in program]
+    assert names == ["jaxnorm_result", "jaxnorm_statistics"]
+    assert program.count("jaxnorm_float8_linear_fwd[") == 1

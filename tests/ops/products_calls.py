@@ -1,0 +1,240 @@
+"""How `quantized_dot` and `float8_linear` are called: recipes, the place of `lax.dot_general`, errors, explanations."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import draw
+from flax import linen, nnx
+from quantizing import to
+
+import jaxnorm
+from jaxnorm import Float8Recipe, float8_dot_general, float8_linear, quantize, quantized_dot
+from ops.products import E4M3
+
+X, KERNEL, BIAS = draw("x", (2, 3, 64)), draw("kernel", (64, 48)), draw("bias", (48,))
+Q8, Q8_OF_GROUPS = quantize(X, E4M3), quantize(draw("x", (5, 128)), to("float8_e4m3fn", "groups of 64"))
+W = KERNEL.T
+WEIGHTS = quantize(W, to("int8"))
+AXES_OF_DOT = (((2,), (0,)), ((), ()))
+BAD_LINEAR = {
+    "no array": (([1.0], KERNEL), {}, TypeError, "x must be an array, got list"),
+    "a scalar": ((jnp.float32(1), KERNEL), {}, ValueError, r"x is a scalar, expected \(..., K\)"),
+    "integers": ((jnp.ones((3, 64), "int8"), KERNEL), {}, TypeError, "x must have a floating-point dtype"),
+    "a kernel of integers": ((X, KERNEL.astype("int8")), {}, TypeError, "kernel must have a floating-point dtype"),
+    "another K": ((X[..., :32], KERNEL), {}, ValueError, r"\(2, 3, 32\) and kernel \(64, 48\).*K must be the same"),
+    "outputs first": ((X, W), {}, ValueError, r"\(2, 3, 64\) and kernel \(48, 64\).*pass kernel.T"),
+    "several matrices": ((X, jnp.stack([KERNEL] * 2)), {}, ValueError, r"kernel has shape \(2, 64, 48\).*jax.vmap"),
+    "a vector": ((X, KERNEL[:, 0]), {}, ValueError, r"kernel has shape \(64,\), expected two axes \(K, N\)"),
+    "a quantised kernel": ((X, quantize(KERNEL, E4M3)), {}, TypeError, "use jaxnorm.quantized_dot"),
+    "x of int8": ((quantize(X, to("int8")), KERNEL), {}, TypeError, "values of int8, expected float8_e4m3fn"),
+    "groups": ((quantize(X, to("float8_e4m3fn", "groups of 32")), KERNEL), {}, ValueError, "no scales of groups"),
+    "scales along rows": ((quantize(X, E4M3, axis=0), KERNEL), {}, ValueError, "along the last axis"),
+    "a recipe": ((X, KERNEL), {"recipe": E4M3}, TypeError, "recipe must be a jaxnorm.Float8Recipe"),
+    "a recipe's option": ((X, KERNEL), {"scaling": "row"}, TypeError, "unexpected keyword argument 'scaling'"),
+    "no kernel": (
+        (X, KERNEL),
+        {"implementation": "native", "recipe": Float8Recipe("tensor")},
+        RuntimeError,
+        "implementation='native' cannot serve this call: the recipe has one scale for each tensor",
+    ),
+}
+BAD_DOTS = {
+    "weights of no scales": ((X, W), {}, TypeError, "weights must be a jaxnorm.Quantized"),
+    "weights first": ((WEIGHTS, X), {}, TypeError, "x and weights in each other's place"),
+    "K first": ((X, quantize(KERNEL, to("int8"))), {}, ValueError, r"3, 64\) and weights \(64, 48\).*transpose"),
+    "another K": ((X[..., :32], WEIGHTS), {}, ValueError, r"\(2, 3, 32\) and weights \(48, 64\).*the same"),
+    "no axis": ((jnp.float32(1), WEIGHTS), {}, ValueError, r"x has shape \(\)"),
+    "several matrices": ((X, quantize(jnp.stack([W, W]), to("int8"))), {}, ValueError, r"\(2, 48, 64\).*vmap"),
+    "groups": ((draw("x", (5, 128)), Q8_OF_GROUPS), {}, ValueError, "groups"),
+    "scales along outputs": ((X, quantize(W, to("int8"), axis=0)), {}, ValueError, r"scales of shape \(1, 64\).*last"),
+    "float8 and int8": ((Q8, WEIGHTS), {}, TypeError, "float8_e4m3fn and weights of int8"),
+    "x of 4 bits": (
+        (quantize(X, to("int4")), WEIGHTS),
+        {},
+        TypeError,
+        "int4 and weights of int8, expected int8 for x.*Only weights have 4",
+    ),
+    "x of integers": ((jnp.ones((5, 64), "int8"), WEIGHTS), {}, TypeError, "x must have a floating-point dtype"),
+    "no kernel": ((X, WEIGHTS), {"implementation": "native"}, RuntimeError, "the kernel multiplies float8"),
+}
+BAD_OF_DOT_GENERAL = {
+    "batch axes": ((X, draw("k", (2, 64, 48)), (((2,), (1,)), ((0,), (0,)))), {}, ValueError, "batch axes .*jax.vmap"),
+    "other lengths": ((X, KERNEL, (((2,), (1,)), ((), ()))), {}, ValueError, r"axes \(2,\) and \(1,\) are summed"),
+    "integers": ((X.astype("int8"), KERNEL, AXES_OF_DOT), {}, TypeError, "x must have a floating-point dtype"),
+    "a quantised x": ((Q8, KERNEL, AXES_OF_DOT), {}, TypeError, "use jaxnorm.float8_linear"),
+}
+BAD_RECIPES = {
+    "scaling": ((), {"scaling": "block"}, ValueError, "unknown scaling 'block'; expected 'row' or 'tensor'"),
+    "weight gradient": ((), {"weight_gradient": "bfloat16"}, ValueError, "unknown weight_gradient 'bfloat16'"),
+    "save": ((), {"save": None}, ValueError, "unknown save None; expected 'quantized' or 'inputs'"),
+    "no flag": ((), {"power_of_two": 1}, TypeError, "power_of_two must be a bool"),
+    "a name": ((), {"fast_accumulation": "y"}, TypeError, "fast_accumulation must be a tuple of names, got 'y'"),
+    "a flag": ((), {"fast_accumulation": True}, TypeError, "fast_accumulation must be a tuple of names, got True"),
+    "a product": ((), {"fast_accumulation": ("z",)}, ValueError, "no product 'z'; expected some of 'y', 'dx', 'dw'"),
+}
+BAD_OPTIONS = {
+    "a long bias": ({"bias": jnp.ones(49)}, ValueError, r"bias has shape \(49,\), expected \(48,\)"),
+    "an integer result": ({"out_dtype": "int8"}, TypeError, "out_dtype"),
+    "an implementation": ({"implementation": "triton"}, ValueError, "unknown implementation"),
+}
+# Each error begins with the function's name.
+BAD_CALLS = {
+    "float8_linear": BAD_LINEAR | {name: ((X, KERNEL), *bad) for name, bad in BAD_OPTIONS.items()},
+    "quantized_dot": BAD_DOTS | {name: ((X, WEIGHTS), *bad) for name, bad in BAD_OPTIONS.items()},
+    "float8_dot_general": BAD_OF_DOT_GENERAL,
+    "Float8Recipe": BAD_RECIPES,
+}
+
+
+@pytest.mark.parametrize(("function", "name"), [(of, name) for of, table in BAD_CALLS.items() for name in table])
+def test_errors(function, name):
+    args, keywords, error, message = BAD_CALLS[function][name]
+    with pytest.raises(error, match=f"^{function}: .*{message}"):
+        getattr(jaxnorm, function)(*args, **keywords)
+
+
+# One group is a row.
+def test_a_group_of_a_whole_row():
+    assert quantized_dot(X, quantize(W, to("int8", "groups of 64"))).shape == (2, 3, 48)
+
+
+@pytest.mark.parametrize("argument", ["x", "kernel", "bias", "out_dtype"])
+def test_float64_is_refused(argument):
+    with jax.enable_x64(True):
+        given = {"x": X, "kernel": KERNEL, "bias": BIAS}
+        given = given | (
+            {"out_dtype": "float64"} if argument == "out_dtype" else {argument: given[argument].astype("float64")}
+        )
+        with pytest.raises(TypeError, match=f"^float8_linear: {argument} is float64, expected 16 or 32 bits"):
+            float8_linear(given.pop("x"), given.pop("kernel"), **given)
+
+
+def test_a_recipe_is_its_values():
+    recipe = Float8Recipe("tensor", fast_accumulation=("dx", "y", "y"))
+    assert recipe == Float8Recipe("tensor", fast_accumulation=("y", "dx"))
+    assert recipe != Float8Recipe("tensor")
+    assert hash(recipe) == hash(dataclasses.replace(recipe))
+    assert jax.tree.leaves((recipe, recipe.dot_general)) == []
+    assert recipe.dot_general == dataclasses.replace(recipe).dot_general
+    assert Float8Recipe().dot_general == float8_dot_general
+    assert hash(Float8Recipe().dot_general) == hash(float8_dot_general)
+
+
+def test_the_dtype_of_the_result():
+    assert float8_linear(X.astype("bfloat16"), KERNEL).dtype == jnp.bfloat16
+    assert float8_linear(X, KERNEL.astype("bfloat16")).dtype == jnp.float32
+    assert float8_linear(X.astype("float16"), KERNEL, out_dtype="float32").dtype == jnp.float32
+    assert float8_linear(quantize(X, to("float8_e4m3fn")), KERNEL).dtype == jnp.bfloat16
+
+
+def test_gradients_have_the_dtypes_of_their_primals():
+    x = X.astype("bfloat16")
+    grads = jax.grad(lambda *args: float8_linear(*args[:2], bias=args[2], out_dtype="float16").sum(), (0, 1, 2))
+    assert [g.dtype for g in grads(x, KERNEL, BIAS.astype("float16"))] == [jnp.bfloat16, jnp.float32, jnp.float16]
+
+
+# By the axes of both that are summed.
+CONTRACTIONS = {
+    "a matrix": ((2, 3, 64), (64, 48), ((2,), (0,))),
+    "several outputs": ((2, 3, 64), (64, 4, 12), ((2,), (0,))),
+    "several inputs": ((2, 3, 4, 16), (4, 16, 48), ((2, 3), (0, 1))),
+    "in another order": ((2, 3, 4, 16), (4, 16, 48), ((3, 2), (1, 0))),
+    "a transposed kernel": ((2, 3, 64), (48, 64), ((2,), (1,))),
+    "inputs in front": ((64, 3), (64, 48), ((0,), (0,))),
+    "one output": ((3, 64), (64,), ((1,), (0,))),
+    "one row": ((64,), (64, 48), ((0,), (0,))),
+}
+
+
+@pytest.mark.parametrize("name", CONTRACTIONS)
+def test_a_product_as_of_dot_general(name):
+    x_dims, kernel_dims, contracted = CONTRACTIONS[name]
+    x, kernel = draw("x", x_dims), draw("kernel", kernel_dims)
+    given = contracted, ((), ())
+    y, pull_back = jax.vjp(lambda *args: float8_dot_general(*args, given), x, kernel)
+    exact, pull_back_exact = jax.vjp(lambda *args: jax.lax.dot_general(*args, given), x, kernel)
+    dy = draw("dy", y.shape)
+    for actual, e in zip((y, *pull_back(dy)), (exact, *pull_back_exact(dy)), strict=True):
+        assert actual.shape == e.shape
+        assert np.linalg.norm(actual - e) <= 0.06 * np.linalg.norm(e)
+    # It is the product of what is rounded: of a plain one this would be of one rounding.
+    assert np.linalg.norm(y - exact) >= 1e-3 * np.linalg.norm(exact)
+
+
+def test_it_is_float8_linear():
+    np.testing.assert_array_equal(float8_dot_general(X, KERNEL, AXES_OF_DOT), float8_linear(X, KERNEL))
+    y = float8_dot_general(X, KERNEL, AXES_OF_DOT, preferred_element_type=jnp.bfloat16)
+    np.testing.assert_array_equal(y, float8_linear(X, KERNEL, out_dtype="bfloat16"))
+
+
+@pytest.mark.parametrize("precision", ["highest", jax.lax.Precision.HIGHEST, (jax.lax.Precision.HIGHEST,) * 2], ids=str)
+def test_a_precision_of_all_digits(precision):
+    with jax.default_matmul_precision("highest"):
+        expected = str(jax.make_jaxpr(float8_linear)(X, KERNEL))
+    assert str(jax.make_jaxpr(lambda *args: float8_dot_general(*args, AXES_OF_DOT, precision))(X, KERNEL)) == expected
+
+
+def of_einsum(x, kernel):
+    return jnp.einsum("abk,kn->abn", x, kernel, _dot_general=float8_dot_general)
+
+
+def of_nnx(x, kernel):
+    layer = nnx.Linear(64, 48, use_bias=False, dot_general=float8_dot_general, rngs=nnx.Rngs(0))
+    layer.kernel[...] = kernel
+    return layer(x)
+
+
+def of_linen(x, kernel):
+    layer = linen.Dense(48, use_bias=False, dot_general=float8_dot_general)
+    return layer.apply({"params": {"kernel": kernel}}, x)
+
+
+def of_several_axes(x, kernel):
+    layer = linen.DenseGeneral((4, 12), use_bias=False, dot_general=float8_dot_general)
+    return layer.apply({"params": {"kernel": kernel.reshape(64, 4, 12)}}, x).reshape(*x.shape[:-1], 48)
+
+
+@pytest.mark.parametrize("product", [of_einsum, of_nnx, of_linen, of_several_axes])
+def test_where_a_library_takes_dot_general(product):
+    np.testing.assert_array_equal(product(X, KERNEL), float8_linear(X, KERNEL))
+
+
+def on_cuda(x, kernel, recipe=None):
+    """Each direction, and why XLA makes its products on a GPU, whether there is one or not."""
+    recipe = recipe or Float8Recipe()
+    explained = jaxnorm.explain(jax.grad(lambda *args: float8_linear(*args, recipe=recipe).sum(), (0, 1)), x, kernel)
+    return [(call.direction, call.on("cuda").why) for call in explained]
+
+
+def test_an_explanation_names_the_recipe():
+    assert on_cuda(X, KERNEL, Float8Recipe("tensor")) == [
+        (direction, "the recipe has one scale for each tensor, with which XLA makes the products")
+        for direction in ("forward", "backward")
+    ]
+
+
+# The contraction of dw goes over the tokens, 6 here.
+def test_an_explanation_names_lengths_that_no_kernel_takes():
+    (_, forward), (_, backward) = on_cuda(X, jnp.ones((64, 50)))
+    assert "(50, 64), and cuBLASLt wants multiples of 16" in forward
+    assert "(64, 50), and cuBLASLt wants multiples of 16" in backward
+    only_dw = jaxnorm.explain(jax.grad(lambda kernel: float8_linear(X, kernel).sum()), jnp.ones((64, 50)))[-1]
+    assert "(50, 16), and cuBLASLt wants multiples of 16" in only_dw.on("cuda").why
+
+
+@pytest.mark.parametrize(("bias", "result"), [("float32", "bfloat16"), ("float16", "bfloat16"), ("float32", "float32")])
+def test_an_explanation_names_a_bias_that_cublaslt_does_not_add(bias, result):
+    def loss(x, kernel, bias):
+        return float8_linear(x, kernel, bias=bias, out_dtype=result).astype("float32").sum()
+
+    x, kernel = jnp.ones((32, 64), "bfloat16"), jnp.ones((64, 48))
+    forward, backward = jaxnorm.explain(jax.grad(loss, (0, 1)), x, kernel, jnp.ones(48, bias))
+    assert forward.on("cuda").implementation == "formula"
+    why = f"bias is {bias} and the result {result}, and cuBLASLt wants both of the same 16 bits"
+    assert why in forward.on("cuda").why
+    assert "bias" not in (backward.on("cuda").why or "")
+    (alike, _) = jaxnorm.explain(jax.grad(loss, (0, 1)), x, kernel, jnp.ones(48, "bfloat16"))
+    assert ("bias" in (alike.on("cuda").why or "")) == (result == "float32")

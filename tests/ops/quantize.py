@@ -1,0 +1,272 @@
+"""`quantize`: bit for bit NumPy's arithmetic, the derivative that is agreed on, and how scales lie."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from cases import DTYPES, draw, draw_x
+from coverage import cover
+from jax import export
+from quantizing import E5M2, GRANULARITIES, OF_ARRAYS, QUANTIZED, array_by_numpy, assert_same, to
+
+import jaxnorm
+from jaxnorm import Quantization, Quantized, quantize
+
+SHARED = ("token", "tensor", "groups of 64")
+DIMS = (5, 3, 192)
+COLUMNS = {**E5M2, **GRANULARITIES["groups of 64"], "scales_layout": "column"}
+MX = Quantization("float8_e4m3fn", "group", 32, scales_dtype="float8_e8m0fnu")
+
+
+def assert_exact(quantized, x, dtype, granularity="token", axis=-1):
+    """On a CPU bit for bit. XLA for GPUs decides how exactly it divides, so there the nearest value for its scales."""
+    expected = array_by_numpy(x, to(dtype, granularity), axis)
+    if jax.default_backend() == "cpu":
+        assert_same([quantized.values, quantized.scales], expected)
+        return
+    assert (quantized.values.dtype, quantized.scales.shape) == (expected[0].dtype, expected[1].shape)
+    np.testing.assert_allclose(quantized.scales, expected[1], rtol=2.0**-22)
+    each = np.asarray(quantized.scales, np.float64)
+    if granularity == "groups of 64":
+        each = np.repeat(each, 64, axis=-1)
+    exact = np.clip(np.asarray(x, np.float64) / each, -OF_ARRAYS[dtype], OF_ARRAYS[dtype])
+    nearest = np.abs(exact[..., None] - all_values(dtype)).min(-1)
+    ours = np.asarray(quantized.values.astype(jnp.float32))
+    assert (np.abs(ours - exact) <= nearest + 2.0**-20 * np.abs(exact)).all()
+
+
+def all_values(dtype):
+    """Those that a dtype has."""
+    if dtype.startswith("int"):
+        return np.arange(-OF_ARRAYS[dtype], OF_ARRAYS[dtype] + 1.0)
+    bits = 4 if dtype == "float4_e2m1fn" else 8
+    values = np.arange(2**bits, dtype=np.uint8).view(getattr(ml_dtypes, dtype)).astype(np.float64)
+    return values[np.isfinite(values)]
+
+
+@cover(dtype=OF_ARRAYS.keys(), granularity=SHARED, x_dtype=DTYPES)
+def test_exact(dtype, granularity, x_dtype):
+    x = draw("x", DIMS, x_dtype).at[0, 0].set(0)
+    assert_exact(jax.jit(quantize, static_argnums=1)(x, to(dtype, granularity)), x, dtype, granularity)
+
+
+@pytest.mark.parametrize("axis", [0, 1, (0, 2)])
+def test_axes(axis):
+    x = draw("x", DIMS)
+    assert_exact(quantize(x, to("int8"), axis=axis), x, "int8", "token", axis)
+
+
+# The scale is 1, and both neighbours of a tie are among the values.
+@pytest.mark.parametrize("dtype", OF_ARRAYS)
+def test_ties_go_to_even(dtype):
+    x = jnp.float32([OF_ARRAYS[dtype], 0.5, 1.5, 2.5, -0.5, -2.5, 0.25, 0.75])
+    assert_exact(quantize(x, to(dtype)), x, dtype)
+
+
+# XLA for a CPU may lose a NaN in the maximum of many numbers.
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("size", [8, 192])
+def test_a_scale_is_nan_where_a_value_is(size, axis):
+    scales = quantize(draw("x", (size, size)).at[3, 5].set(jnp.nan), to("int8"), axis=axis).scales
+    np.testing.assert_array_equal(np.isnan(scales.ravel()), np.arange(size) == (5, 3)[axis])
+
+
+# What docs/numerics.md says of them.
+@cover(dtype=list(OF_ARRAYS), value=[np.inf, -np.inf])
+def test_an_infinity(dtype, value):
+    x = jnp.asarray([[1, value, -2, 0], [1, 2, -3, 0]])
+    quantized, alone = quantize(x, to(dtype)), quantize(x[1:], to(dtype))
+    values = np.float32(quantized.values.astype(jnp.float32))
+    np.testing.assert_array_equal(values[0], [0, np.nan if dtype.startswith("float8") else 0, 0, 0])
+    np.testing.assert_array_equal(quantized.scales.ravel()[0], np.inf)
+    assert np.isnan(quantized.dequantize()[0]).all()
+    np.testing.assert_array_equal(quantized.dequantize()[1:], alone.dequantize())
+
+
+@pytest.mark.parametrize("granularity", SHARED)
+def test_examples(granularity):
+    x = draw("x", DIMS)
+    quantized = jax.vmap(lambda x: quantize(x, to("int8", granularity)))(x)
+    for i, example in enumerate(x):
+        assert_exact(jax.tree.map(lambda leaf, i=i: leaf[i], quantized), example, "int8", granularity)
+
+
+def test_straight_through():
+    x, dy = draw("x", DIMS), draw("dy", DIMS)
+
+    def loss(x):
+        quantized = quantize(x, to("float8_e4m3fn"), straight_through=True)
+        return (quantized.dequantize() * dy).sum()
+
+    for transform in (jax.grad, lambda f: jax.jit(jax.grad(f)), lambda f: jax.grad(jax.checkpoint(f))):
+        np.testing.assert_array_equal(transform(loss)(x), dy)
+    np.testing.assert_allclose(jax.jvp(loss, (x,), (dy,))[1], (dy**2).sum(), rtol=1e-6)
+
+
+def test_powers_of_two_and_a_bound():
+    x = draw("x", DIMS)
+    scales = quantize(x, to("float4_e2m1fn", power_of_two=True)).scales
+    np.testing.assert_array_equal(np.log2(scales) % 1, 0)
+    assert quantize(x, to("int4", max_scale=0.125)).scales.max() == 0.125
+
+
+X = jnp.ones((3, 128))
+BAD_CALLS = {
+    "no array": ((None, to("int8")), {}, TypeError, "x must be an array"),
+    "integers": ((jnp.ones((3, 8), "int32"), to("int8")), {}, TypeError, "x must have a floating-point dtype"),
+    "a dtype": ((X, jnp.int8), {}, TypeError, "quantization must be a jaxnorm.Quantization"),
+    "a dtype by name": ((X,), {"dtype": jnp.int8}, TypeError, "'dtype'; .*quantization=jaxnorm.Quantization"),
+    "the dtype of the result": ((X, to("int8")), {"out_dtype": "int8"}, TypeError, "that of quantization"),
+    "the quantization first": ((to("int8"), X), {}, TypeError, "x and quantization in each other's place"),
+    "an axis": ((X, to("int8")), {"axis": 2}, ValueError, "axis 2 is out of range"),
+    "groups": ((X[:, :100], to("int8", "groups of 64")), {}, ValueError, "64 does not divide"),
+    "groups of another axis": ((X, to("int8", "groups of 64")), {"axis": 0}, ValueError, "groups the last axis"),
+    "no flag": ((X, to("int8")), {"straight_through": 1}, TypeError, "straight_through must be a bool"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_errors(name):
+    args, keywords, error, message = BAD_CALLS[name]
+    with pytest.raises(error, match=message):
+        quantize(*args, **keywords)
+
+
+def test_errors_elsewhere():
+    with pytest.raises(ValueError, match=r"quantize: .* no derivative.*straight_through=True"):
+        jax.grad(lambda x: quantize(x, to("int8")).dequantize().sum())(X)
+    with pytest.raises(TypeError, match=r"rms_norm_quantized: .*int4, which is for weights; expected float8_e4m3fn"):
+        jaxnorm.rms_norm_quantized(X, quantization=to("int4"))
+    with pytest.raises(ValueError, match="power_of_two is for floats"):
+        to("int4", power_of_two=True)
+
+
+# `quantize`, and the norm that quantises, of an array.
+FUNCTIONS = {"quantize": quantize, "norm": lambda x, to: jaxnorm.rms_norm_quantized(x, quantization=to)}
+each_function = pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+
+
+@pytest.mark.kernels
+def test_the_same_as_a_norm():
+    x = draw("x", (7, 256))
+    y = jaxnorm.rms_norm(x, implementation="native")
+    quantized = jaxnorm.rms_norm_quantized(x, quantization=to("int8"), implementation="native")
+    assert_exact(quantized, y, "int8")
+    assert_exact(quantize(y, to("int8")), y, "int8")
+
+
+@each_function
+@pytest.mark.parametrize("shape", [(4, 0), (0, 0), (0, 64)], ids=str)
+@pytest.mark.parametrize("layout", ["row", "column"])
+def test_no_groups(shape, layout, function):
+    to_groups = Quantization(jnp.int8, "group", 64, scales_layout=layout)
+    assert function(jnp.ones(shape), to_groups).dequantize().shape == shape
+
+
+def test_dequantised_with_a_scale_for_each_example():
+    values, scales = jnp.ones((3, 2, 8), "int8"), jnp.array([1.0, 2.0, 3.0])
+    np.testing.assert_array_equal(Quantized(values, scales).dequantize(), scales[:, None, None] * np.ones((3, 2, 8)))
+
+
+def test_a_quantization_is_static():
+    one, same = Quantization(jnp.int8, "group"), Quantization("int8", "group", group_size=128)
+    assert (one, hash(one)) == (same, hash(same))
+    traced = []
+
+    @jax.jit
+    def function(x, quantization):
+        traced.append(quantization)
+        return quantize(x, quantization)
+
+    assert len(jax.tree.leaves(function(X, one))) == len(jax.tree.leaves(function(X, same))) == 2
+    assert traced == [one]
+
+
+@cover(kind=QUANTIZED, to=["float8_e4m3fn", "float8_e5m2"], group=[32, 64, 128], dtype=DTYPES)
+def test_scales_as_exponents(kind, to, group, dtype):
+    x = draw_x((5, 1024), dtype).at[0].set(0).at[1, 5].set(jnp.nan).at[2, 5].set(jnp.inf).at[3].mul(1e-3)
+    wide, narrow = (
+        jax.jit(lambda x, to=to: kind(x, quantization=to))(x)
+        for to in (
+            Quantization(to, "group", group, power_of_two=True),
+            Quantization(to, "group", group, scales_dtype=jnp.float8_e8m0fnu),
+        )
+    )
+    assert (narrow.scales.dtype, narrow.scales.shape) == (jnp.float8_e8m0fnu, (5, 1024 // group))
+    exponents = np.asarray(wide.scales).view(np.uint32) >> 23
+    np.testing.assert_array_equal(np.asarray(narrow.scales).view(np.uint8), exponents.astype(np.uint8))
+    assert_same([narrow.values], [wide.values])
+    finite = jnp.array([0, 3, 4])
+    assert_same([narrow.dequantize()[finite]], [wide.dequantize()[finite]])
+
+
+def mx_operands(rows, outputs):
+    """x and weights, what they are quantised to, and the operands of `jax.nn.scaled_matmul`."""
+    x, w = draw("x", (rows, 256)), draw("w", (outputs, 256), std=0.1)
+    a, b = jaxnorm.rms_norm_quantized(x, quantization=MX), quantize(w, MX)
+    return (x, w), (a, b), [array[None] for array in (a.values, b.values, a.scales, b.scales)]
+
+
+def test_a_scaled_product_takes_them():
+    assert jax.eval_shape(jax.nn.scaled_matmul, *mx_operands(16, 32)[-1]).shape == (1, 16, 32)
+
+
+@pytest.mark.gpu
+def test_a_scaled_product():
+    """Each value is off by at most 2**-4 of itself."""
+    (x, w), quantized, operands = mx_operands(128, 128)
+    y = jax.nn.scaled_matmul(*operands, preferred_element_type=jnp.float32)[0]
+    a, b = (np.asarray(array.dequantize(), np.float64) for array in quantized)
+    np.testing.assert_allclose(y, a @ b.T, atol=1e-2)
+    exact = np.asarray(jaxnorm.rms_norm(x), np.float64) @ np.asarray(w, np.float64).T
+    assert np.linalg.norm(y - exact) <= 2.0**-4 * np.linalg.norm(exact)
+
+
+@each_function
+@pytest.mark.parametrize("scales", [{}, {"scales_dtype": "float8_e8m0fnu"}], ids=["float32", "exponents"])
+def test_scales_by_column(scales, function):
+    x = draw_x((4, 6, 192))
+    ours, expected = (
+        jax.jit(lambda x, to=to: function(x, to))(x)
+        for to in (Quantization(**COLUMNS, **scales), Quantization(**{**COLUMNS, **scales, "scales_layout": "row"}))
+    )
+    assert ours.scales.shape == (3, 4, 6)
+    assert_same([ours.values, ours.scales], [expected.values, jnp.moveaxis(expected.scales, -1, 0)])
+    assert_same([ours.dequantize()], [expected.dequantize()])
+
+
+def test_a_gated_norm_has_the_same_scales():
+    x, gate = draw_x((4, 192)), draw("gate", (4, 192))
+    ours, expected = (
+        jaxnorm.gated_rms_norm_quantized(x, gate, gate_first=True, quantization=Quantization(**{**COLUMNS, **other}))
+        for other in ({"group_size": 32}, {"group_size": 32, "scales_layout": "row"})
+    )
+    assert ours.scales.shape == (6, 4)
+    assert_same([ours.dequantize()], [expected.dequantize()])
+
+
+# As many examples as rows and groups, so that no shape tells them apart.
+@each_function
+def test_examples_with_scales_by_column(function):
+    x, to = draw_x((4, 4, 256)), Quantization(**COLUMNS)
+    whole = jax.vmap(lambda x: function(x, to))(x)
+    assert whole.scales.shape == (4, 4, 4)
+    assert_same([whole.dequantize()], [jnp.stack([function(example, to).dequantize() for example in x])])
+
+
+@each_function
+def test_a_layout_is_static(function):
+    x, to = draw_x((4, 192)), Quantization(**COLUMNS)
+    result = function(x, to)
+    assert len(jax.tree.leaves(result)) == 2
+    program = export.deserialize(export.export(jax.jit(lambda x: function(x, to)))(x).serialize())
+    assert program.call(x).groups_axis == jax.tree.map(lambda leaf: leaf, result).groups_axis == -2
+    assert_same([program.call(x).dequantize()], [result.dequantize()])
+
+
+def test_a_program_of_before_there_was_a_layout():
+    """Its `Quantized` has none, as one by row has none now."""
+    program = export.export(jax.jit(lambda x: Quantized(x, x[:, :1])))(jnp.ones((2, 4)))
+    assert b"-1" not in bytes(program.serialize()).split(b"jaxnorm.Quantized")[1][:16]
+    assert export.deserialize(program.serialize()).call(jnp.ones((2, 4))).groups_axis == -1
