@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 from cases import bits, draw, draw_x
-from keras_models import ignore_keras_own
+from library_models import ignore_keras_own
 from norm_models import CUSTOM, DIMS, FEATURES, GemmaNorm, gemma_norm, mixed
 
 import jaxnorm
@@ -155,7 +155,7 @@ def replaced_norm(custom=None):
 
 
 RESHAPED, INTEGERS = {GemmaNorm: lambda norm, x: x[0]}, {Doubled: lambda model, x: jnp.zeros(DIMS, int)}
-SHAPES = r"arrays of shapes \[\(4, 8\)\], and with its own norms \[\(3, 4, 8\)\]"
+SHAPES = r"arrays of shapes \[\(4, 16\)\], and with its own norms \[\(3, 4, 16\)\]"
 ERRORS = {
     "nothing replaced": (
         ValueError,

@@ -7,6 +7,7 @@ import flax.linen
 import jax
 import jax.numpy as jnp
 import pytest
+from flax_apis import assert_same
 
 from jaxnorm import Float8Recipe, linen
 
@@ -92,12 +93,46 @@ def test_equal_contexts_share_a_program(name):
     assert str(report) == "nothing to replace in what was traced within"
 
 
-@pytest.mark.parametrize("names", [("replace_norms", "float8_linears"), ("float8_linears", "replace_norms")])
+def variables_of(name):
+    variables = Model().init(jax.random.key(0), X)
+    return quantized(variables) if name.startswith("quantized") else variables
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_parameters_are_made_within_as_without(name):
+    with CONTEXTS[name]():
+        within = Model().init(jax.random.key(0), X)
+    assert_same(within, Model().init(jax.random.key(0), X))
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_a_context_captures_each_call_once(name):
+    with CONTEXTS[name]():
+        _, captured = Model().apply(variables_of(name), X, capture_intermediates=True)
+    calls = flax.traverse_util.flatten_dict(captured["intermediates"])
+    assert {len(results) for results in calls.values()} == {1}
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_a_context_decorates_a_function(name):
+    variables = variables_of(name)
+    decorated = CONTEXTS[name]()(lambda variables: Model().apply(variables, X))
+    with CONTEXTS[name]():
+        expected = Model().apply(variables, X)
+    assert_same(decorated(variables), expected)
+
+
+LINEARS = ("float8_linears", "quantized_linears")
+
+
+@pytest.mark.parametrize("names", [pair for of in LINEARS for pair in (("replace_norms", of), (of, "replace_norms"))])
 def test_contexts_nest(names):
     step, variables = start()
     for inner in names:
         within(step, variables, inner)
-    assert within(step, variables, *names) == within(*start(), *names)
+    both = within(step, variables, *names)
+    assert both == within(*start(), *names)
+    assert all(both[0])
 
 
 def test_a_context_is_of_its_thread():

@@ -1,4 +1,4 @@
-"""`linen.quantize_linears`: values and scales in place of kernels, of which layers compute `quantized_dot`."""
+"""What quantised layers of `flax.linen` have besides: variables, axes, stacked layers, and kernels that are left."""
 
 from functools import partial
 
@@ -9,28 +9,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import bits, draw, draw_x
-from checkpoints import through_checkpoint
+from cases import bits, draw_x
 from flax_apis import assert_close
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from linears import DIMS, FEATURES
-from linen_linears import CHANGED, LEFT_ALWAYS, Mixed
-from quantized_linears import E4M3, ERRORS, INT4, INT8, assert_is_product, assert_is_quantized, each_pair
+from library_models import COLUMNS, DIMS, E4M3, FEATURES, INT4, INT8, expected_report, linen_linear
+from library_models import LinenMixed as Mixed
 
 import jaxnorm
 import jaxnorm.linen
-from jaxnorm import Quantization, Quantized
 from jaxnorm.linen import quantize_linears, quantized_linears
 
 pytestmark = pytest.mark.jax_version
 
-COLUMNS = 32
-QUANTISED = CHANGED | {("general",): flax.linen.DenseGeneral}
-LEFT = {
-    **LEFT_ALWAYS,
-    ("einsum",): (flax.linen.Einsum, "only flax.linen.Dense and DenseGeneral are quantised"),
-    ("embed",): (flax.linen.Embed, "only flax.linen.Dense and DenseGeneral are quantised"),
-}
+QUANTISED, LEFT = expected_report("linen", "quantised")
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +30,8 @@ def variables():
 
 
 def dense(cls=flax.linen.Dense, features=COLUMNS, x=None, **fields):
-    layer = cls(features, bias_init=lambda key, shape, dtype: draw("bias", shape).astype(dtype), **fields)
-    return layer, layer.init(jax.random.key(0), draw_x(DIMS) if x is None else x)
+    model = linen_linear(features, cls, x, **fields)
+    return model.module, {"params": model.parameters}
 
 
 def called(module, variables, *args, activations=None, **kwargs):
@@ -50,13 +41,6 @@ def called(module, variables, *args, activations=None, **kwargs):
 
 def quantised(module, variables, weights=INT8, args=None, **options):
     return quantize_linears(module, variables, *(args or [draw_x(DIMS)]), weights=weights, **options)[0]
-
-
-def test_it_says_what_it_quantised_and_left(variables):
-    _, report = quantize_linears(Mixed(), variables, draw_x(DIMS), weights=INT8)
-    assert dict(report.replaced) == QUANTISED
-    assert {path: (cls, why) for path, cls, why in report.left} == LEFT
-    assert len(report.replaced) + len(report.left) == len(QUANTISED | LEFT)
 
 
 def test_a_call_says_what_it_computes_so(variables):
@@ -86,41 +70,12 @@ def test_the_types_of_variables_stay(variables):
     assert bits(flax.core.unfreeze(new)) == bits(quantised(Mixed(), variables))
 
 
-@each_pair
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_layer_is_the_product_of_the_same_arrays(pair, dtype):
-    (layer, variables), x = dense(dtype=dtype), draw_x(DIMS)
-    kernel, bias = (variables["params"][name] for name in ("kernel", "bias"))
-    new = quantised(layer, variables, pair[0])
-    assert_is_quantized(new["params"]["values"], new["params"]["scales"], kernel, pair[0])
-    y = jax.jit(partial(called, layer, activations=pair[1]))(new, x)
-    assert_is_product(y, x, kernel, bias, pair, dtype)
-
-
-@each_pair
-def test_a_model_stays_close_to_what_it_was(pair):
-    class Layers(flax.linen.Module):
-        @flax.linen.compact
-        def __call__(self, x):
-            for _ in range(2):
-                x = x + jnp.sin(flax.linen.Dense(FEATURES)(x))
-            return x
-
-    x = draw_x(DIMS)
-    plain = Layers().init(jax.random.key(0), x)
-    expected = Layers().apply(plain, x)
-    y = called(Layers(), quantised(Layers(), plain, pair[0]), x, activations=pair[1])
-    assert jnp.abs(y - expected).max() < ERRORS[pair[0].dtype.name] * jnp.abs(expected).max()
-
-
 @pytest.mark.parametrize("options", [{}, {"dtype": jnp.float16}, {"param_dtype": jnp.bfloat16}, {"use_bias": False}])
 @pytest.mark.parametrize("x_dtype", [jnp.float32, jnp.bfloat16, jnp.int32])
-@pytest.mark.parametrize("cls", [flax.linen.Dense, flax.linen.DenseGeneral])
-def test_the_results_dtype_is_flaxs(cls, options, x_dtype):
-    layer, variables = dense(cls, **options)
+def test_the_results_dtype_of_a_dense_general_is_flaxs(options, x_dtype):
+    layer, variables = dense(flax.linen.DenseGeneral, **options)
     x = draw_x(DIMS).astype(x_dtype)
-    expected = layer.apply(variables, x)
-    y = called(layer, quantised(layer, variables), x, activations=INT8)
+    expected, y = layer.apply(variables, x), called(layer, quantised(layer, variables), x, activations=INT8)
     assert (y.dtype, y.shape) == (expected.dtype, expected.shape)
 
 
@@ -152,16 +107,6 @@ def test_a_layer_of_several_axes_is_a_product_of_matrices(name, activations):
     expected = jaxnorm.quantized_dot(rows, weights, out_dtype=jnp.float32, bias=bias.ravel())
     y = called(layer, new, x, activations=activations)
     assert_close(y, expected.reshape(*expected.shape[:-1], *bias.shape))
-
-
-def test_attention():
-    attention = flax.linen.MultiHeadDotProductAttention(4)
-    x = draw("x", (2, 8, FEATURES))
-    variables = attention.init(jax.random.key(0), x)
-    new, report = quantize_linears(attention, variables, x, weights=INT8)
-    assert {path for path, _ in report.replaced} == {(name,) for name in ("query", "key", "value", "out")}
-    expected = attention.apply(variables, x)
-    assert jnp.abs(called(attention, new, x) - expected).max() < 0.02 * jnp.abs(expected).max()
 
 
 class Layer(flax.linen.Module):
@@ -291,97 +236,11 @@ def test_a_call_that_needs_more_than_an_x():
     assert new["batch_stats"] is variables["batch_stats"]
 
 
-def test_only_chooses_layers_and_types_of_weights(variables):
-    new, first = quantize_linears(
-        Mixed(), variables, draw_x(DIMS), weights=INT4, only=lambda path, layer: path[0].startswith("listed")
-    )
-    assert {path for path, _ in first.replaced} == {("listed_0",), ("listed_1",)}
-    assert {path for path, _, why in first.left if why == "only is false of it"} == {
-        ("scaled", "inner"),
-        ("last",),
-        ("general",),
-    }
-    new, second = quantize_linears(Mixed(), new, draw_x(DIMS), weights=E4M3)
-    already = {path for path, _, why in second.left if why == "it is quantised already"}
-    assert already == {("listed_0",), ("listed_1",)}
-    assert [new["params"][name]["values"].dtype for name in ("listed_0", "last")] == [jnp.int4, jnp.float8_e4m3fn]
-
-    # A context for each type of activations, the outer one first.
-    with (
-        quantized_linears(INT8, only=lambda path, layer: path[0].startswith("listed")) as of_int8,
-        quantized_linears(E4M3) as of_float8,
-    ):
-        Mixed().apply(new, draw_x(DIMS))
-    assert dict(of_int8.replaced).keys() == {("listed_0",), ("listed_1",)}
-    assert dict(of_float8.replaced).keys() == QUANTISED.keys() - dict(of_int8.replaced).keys()
-
-
-def test_a_quantised_norm_in_front():
-    class Block(flax.linen.Module):
-        norm: type
-
-        @flax.linen.compact
-        def __call__(self, x):
-            return flax.linen.Dense(COLUMNS)(self.norm(name="norm")(x))
-
-    x = draw_x(DIMS)
-    variables = Block(flax.linen.RMSNorm).init(jax.random.key(0), x)
-    block = Block(partial(jaxnorm.linen.QuantizedRMSNorm, quantization=INT8))
-    new = quantised(block, variables)
-    y = called(block, new, x)
-    values, scales, bias = (new["params"]["Dense_0"][name] for name in ("values", "scales", "bias"))
-    quantized = jaxnorm.rms_norm_quantized(x, jnp.ones(FEATURES), quantization=INT8)
-    assert y.dtype == jnp.bfloat16
-    assert bits(y) == bits(jaxnorm.quantized_dot(quantized, Quantized(values, scales), bias=bias))
-
-
-def test_parameters_are_made_within_as_without(variables):
-    with quantized_linears() as report:
-        within = Mixed().init(jax.random.key(0), draw_x(DIMS))
-    assert bits(within) == bits(variables)
-    assert report.replaced == []
-
-
-def test_it_goes_with_replace_norms(variables):
-    # Values of the size that `assert_close` is for.
-    new = quantised(Mixed(), jax.tree.map(lambda array: 0.8 * array, variables))
-    with jaxnorm.linen.replace_norms() as norms:
-        y = called(Mixed(), new, draw_x(DIMS))
-    assert dict(norms.replaced) == {("LayerNorm_0",): flax.linen.LayerNorm}
-    assert_close(y, called(Mixed(), new, draw_x(DIMS)))
-
-
-@each_pair
-def test_a_checkpoint_is_loaded_into_variables_without_values(pair, tmp_path, variables):
-    new = quantised(Mixed(), variables, pair[0])
-    shapes = jax.eval_shape(lambda: Mixed().init(jax.random.key(0), draw_x(DIMS)))
-    target = quantised(Mixed(), shapes, pair[0])
-    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), target) == jax.tree.map(
-        lambda leaf: (leaf.shape, leaf.dtype), new
-    )
-    assert bits(through_checkpoint(tmp_path, new, target)) == bits(new)
-
-
 @pytest.mark.parametrize("weights", [INT8, E4M3], ids=["int8", "float8"])
 def test_bytes_of_flax_serialization(weights, variables):
     new = quantised(Mixed(), variables, weights)
     data = flax.serialization.to_bytes(new)
     assert bits(flax.serialization.from_bytes(jax.tree.map(jnp.zeros_like, new), data)) == bits(new)
-
-
-@pytest.mark.usefixtures("exact_products")
-def test_values_and_scales_have_no_gradient():
-    layer, variables = dense()
-    new = quantised(layer, variables, E4M3)["params"]
-
-    def loss(bias, scales, x):
-        return called(layer, {"params": {**new, "bias": bias, "scales": scales}}, x).sum()
-
-    of_bias, of_scales, of_x = jax.grad(loss, (0, 1, 2))(new["bias"], new["scales"], draw_x(DIMS))
-    assert_close(of_bias, jnp.full(COLUMNS, 12.0))
-    assert not of_scales.any()
-    weights = Quantized(new["values"], new["scales"]).dequantize()
-    assert_close(of_x, jnp.broadcast_to(weights.sum(0), DIMS))
 
 
 def mesh():
@@ -459,43 +318,27 @@ def test_what_is_left_for_a_reason():
     assert called(layer, quantised(layer, cast), draw_x(DIMS)).dtype == jnp.bfloat16
 
 
-WRONG = {
-    "an nnx model": ((flax.nnx.Dict(), {}), {}, TypeError, "module must be of flax.linen, got Dict; .* go to"),
-    "no variables": ((flax.linen.Dense(4), {"w": 1}), {}, TypeError, r"a mapping with 'params', as .*, got \['w'\]"),
-    "a function": ((*dense(), 1.0), {"only": "head"}, TypeError, "only must be a function of .*, got 'head'"),
-    "a dtype": ((*dense(), 1.0), {"weights": jnp.int16}, TypeError, "weights must be a jaxnorm.Quantization, as"),
-    "groups": (
-        (*dense(), 1.0),
-        {"weights": Quantization(jnp.int8, "group", group_size=64)},
-        ValueError,
-        "weights has granularity='group', expected 'token', a scale for an output",
-    ),
-    "no layer": (
-        (flax.linen.LayerNorm(), flax.linen.LayerNorm().init(jax.random.key(0), draw_x(DIMS)), draw_x(DIMS)),
-        {},
-        ValueError,
-        "there is no linear layer to quantise in LayerNorm; pass what it is called with",
-    ),
-}
+# A context for each type of activations, the outer one first.
+def test_only_chooses_layers_of_a_context(variables):
+    new = quantised(Mixed(), variables, E4M3, only=lambda path, layer: not path[0].startswith("listed"))
+    new = quantised(Mixed(), new, INT4)
+    with (
+        quantized_linears(INT8, only=lambda path, layer: path[0].startswith("listed")) as of_int8,
+        quantized_linears(E4M3) as of_float8,
+    ):
+        Mixed().apply(new, draw_x(DIMS))
+    assert dict(of_int8.replaced).keys() == {("listed_0",), ("listed_1",)}
+    assert dict(of_float8.replaced).keys() == QUANTISED.keys() - dict(of_int8.replaced).keys()
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_errors(name):
-    args, options, error, message = WRONG[name]
-    with pytest.raises(error, match=f"^quantize_linears: .*{message}"):
-        quantize_linears(*args, **{"weights": INT8} | options)
-
-
-def test_errors_of_a_call():
-    with pytest.raises(TypeError, match=r"^quantized_linears: only must be a function of .*, got 'last'\.$"):
-        quantized_linears(only="last")
-    with pytest.raises(ValueError, match=r"^quantized_linears: activations has granularity='tensor', expected 'token'"):
-        quantized_linears(Quantization(jnp.int8, "tensor"))
+def test_errors():
+    with pytest.raises(
+        ValueError, match=r"^quantize_linears: there is no linear layer .* in LayerNorm; pass what it is"
+    ):
+        quantised(flax.linen.LayerNorm(), flax.linen.LayerNorm().init(jax.random.key(0), draw_x(DIMS)))
     layer, variables = dense()
     new = quantised(layer, variables)
     with pytest.raises(TypeError, match=r"^quantized_linears: activations .* to float8_e4m3fn, expected int8 for weig"):
         called(layer, new, draw_x(DIMS), activations=E4M3)
-    with pytest.raises(flax.errors.ScopeParamShapeError):
-        called(layer, new, np.ones((2, 3), np.float32))
     with pytest.raises(flax.errors.ScopeParamNotFoundError):
         layer.apply(new, draw_x(DIMS))

@@ -1,6 +1,5 @@
 """`replace_norms`: of `flax.nnx` in place, of `flax.linen` for calls within."""
 
-import copy
 import pickle
 import re
 from functools import partial
@@ -11,22 +10,24 @@ import flax.nnx
 import jax
 import jax.numpy as jnp
 import keras
-import linears
 import optax
 import pytest
 from cases import bits, draw, draw_x
-from checkpoints import through_checkpoint
-from flax_apis import assert_close, assert_gradients_close, scan_of_remat, scanned
+from flax_apis import assert_calls, assert_close, assert_gradients_close, scan_of_remat, scanned
 from hlo import compiled_text, count_native_calls
+from library_models import CHANGES, EquinoxMixed, EquinoxModel, NamedLinear, NnxModel, linen_model
 from native import native_calls
 from norm_models import (
     CUSTOM,
     DIMS,
     FEATURES,
-    LEFT,
+    LIBRARIES,
+    LINEN_CUSTOM,
+    LINEN_REPLACED,
     REPLACED,
     GemmaNorm,
-    Mixed,
+    LinenGemmaNorm,
+    LinenMixed,
     NamedNorm,
     gemma_formula,
     gemma_norm,
@@ -49,12 +50,45 @@ def native_calls_of(model, x=None):
     return count_native_calls(run)
 
 
-def test_nnx_says_what_it_replaced_and_left():
-    report = jaxnorm.replace_norms(mixed(), CUSTOM)
-    assert dict(report.replaced) == REPLACED
-    assert {path: (cls, why) for path, cls, why in report.left} == LEFT
-    assert "replaced  listed.0: RMSNorm\n" in str(report)
+each_library = pytest.mark.parametrize("library", LIBRARIES)
+
+
+@each_library
+def test_it_says_what_it_replaced_and_left(library):
+    make, custom, replaced, left, _ = LIBRARIES[library]
+    _, report = make().replaced(custom)
+    assert dict(report.replaced) == replaced
+    assert {path: (cls, why) for path, cls, why in report.left} == left
+    assert len(report.replaced) + len(report.left) == len(replaced | left)
+    assert f"replaced  {'.'.join(map(str, path := next(iter(replaced))))}: {replaced[path].__name__}\n" in str(report)
     assert "left      batch: BatchNorm: jaxnorm has no such norm" in str(report)
+
+
+@each_library
+def test_kernels_run_where_it_replaced(library):
+    make, custom, *_, calls = LIBRARIES[library]
+    model = make()
+    new, _ = model.replaced(custom)
+    assert_calls(new.apply, (new.parameters, draw_x(DIMS)), calls)
+    assert_calls(model.apply, (model.parameters, draw_x(DIMS)), {})
+
+
+@each_library
+def test_results_and_gradients_stay(library):
+    make, custom, *_ = LIBRARIES[library]
+    model, x = make(), draw_x(DIMS)
+    new, _ = model.replaced(custom)
+    ours, theirs = (of.value_and_gradients(x, draw("dy", DIMS)) for of in (new, model))
+    results = ([array for array in jax.tree.leaves(of) if array.dtype == jnp.float32] for of in (ours, theirs))
+    assert_gradients_close(*results)
+
+
+@pytest.mark.parametrize("library", ["nnx", "linen"])
+def test_an_instance_norm_is_replaced(library):
+    norms = flax.nnx.InstanceNorm(FEATURES, rngs=flax.nnx.Rngs(0)), flax.linen.InstanceNorm()
+    new, report = (NnxModel(norms[0]) if library == "nnx" else linen_model(norms[1])).replaced()
+    assert report.replaced == [((), type(norms[library == "linen"]))]
+    assert_calls(new.apply, (new.parameters, draw_x(DIMS)), native_calls("group", fwd=1))
 
 
 class Block(flax.nnx.Module):
@@ -104,23 +138,6 @@ def test_nnx_says_which_block_is_next_around():
     assert "within    last: GemmaNorm: replaced, where the function of (the model itself) calls it" in str(report)
 
 
-def test_nnx_runs_kernels_where_it_replaced():
-    model = mixed()
-    assert native_calls_of(model) == {}
-    jaxnorm.replace_norms(model, CUSTOM)
-    # The shared norm runs twice.
-    expected = native_calls("rms", fwd=4) | native_calls("layer", fwd=4) | native_calls("group", fwd=1)
-    assert native_calls_of(model) == expected
-
-
-def test_nnx_results_and_gradients_stay():
-    model, replaced = mixed(), mixed()
-    jaxnorm.replace_norms(replaced, CUSTOM)
-    assert_close(flax.nnx.jit(type(model).__call__)(replaced, draw_x(DIMS)), model(draw_x(DIMS)))
-    gradients = [flax.nnx.jit(flax.nnx.grad(loss))(model, draw_x(DIMS)) for model in (replaced, model)]
-    assert_gradients_close(*(jax.tree.leaves(gradient) for gradient in gradients))
-
-
 def test_nnx_keeps_modules_and_state():
     model = mixed()
     modules, state = dict(flax.nnx.iter_modules(model)), flax.nnx.state(model)
@@ -137,26 +154,6 @@ def test_nnx_keeps_modules_and_state():
     assert type(model.by_name.own).__qualname__ == GemmaNorm.__qualname__
 
 
-@pytest.mark.parametrize("to_replaced", [True, False])
-def test_nnx_checkpoint_moves_across(to_replaced, tmp_path):
-    models = [mixed(), Mixed(flax.nnx.Rngs(1))]
-    jaxnorm.replace_norms(models[to_replaced], CUSTOM)
-    saved, target = map(flax.nnx.state, models)
-    restored = through_checkpoint(tmp_path, saved, target)
-    assert bits(restored) == bits(saved)
-    flax.nnx.update(models[1], restored)
-    assert_close(models[1](draw_x(DIMS)), models[0](draw_x(DIMS)))
-
-
-def test_nnx_a_second_time_finds_nothing_to_replace():
-    model = mixed()
-    first = jaxnorm.replace_norms(model, CUSTOM)
-    second = jaxnorm.replace_norms(model, CUSTOM)
-    assert not second.replaced
-    already = {path for path, _, why in second.left if why == "it is jaxnorm's already"}
-    assert already == {path for path, _ in first.replaced}
-
-
 def test_nnx_two_models_share_what_is_compiled():
     definitions = []
     for model in (mixed(), mixed()):
@@ -165,17 +162,11 @@ def test_nnx_two_models_share_what_is_compiled():
     assert definitions[0] == definitions[1]
 
 
-def test_nnx_a_copy_is_replaced_alike():
-    model = mixed()
-    jaxnorm.replace_norms(model, CUSTOM)
-    assert native_calls_of(copy.deepcopy(model)) == native_calls_of(flax.nnx.clone(model)) == native_calls_of(model)
-
-
 # Of a class that is one of the model's own and one of ours, which has no name.
 @pytest.mark.parametrize("name", ["norm of Flax", "own norm", "linear"])
 def test_nnx_what_was_changed_is_pickled(name):
     if name == "linear":
-        layer = linears.NamedLinear(flax.nnx.Rngs(0))
+        layer = NamedLinear(flax.nnx.Rngs(0))
         jaxnorm.float8_linears([layer])
     else:
         model = mixed()
@@ -199,12 +190,6 @@ def test_nnx_stacked_layers():
     definition, state = flax.nnx.split(replaced)
     text = compiled_text(lambda state, x: scanned(x, flax.nnx.merge(definition, state)), state, draw_x(DIMS))
     assert count_native_calls(text) == native_calls("rms", fwd=1)
-
-
-def test_nnx_a_dict_of_modules():
-    norms = {"a": [flax.nnx.RMSNorm(FEATURES, rngs=flax.nnx.Rngs(0))]}
-    assert jaxnorm.replace_norms(norms).replaced == [(("a", 0), flax.nnx.RMSNorm)]
-    assert type(norms["a"][0]) is jaxnorm.nnx.RMSNorm
 
 
 class Mixin:
@@ -321,7 +306,7 @@ TRANSFORMATIONS = {
     "jit of grad": lambda function: flax.nnx.jit(flax.nnx.grad(function)),
     "cond": lambda function: lambda model: flax.nnx.cond(jnp.bool_(1), function, function, model),
 }
-CHANGES = {
+IN_PLACE = {
     "replace_norms": jaxnorm.replace_norms,
     "float8_linears": jaxnorm.float8_linears,
     "quantize_linears": lambda model: jaxnorm.quantize_linears(model, jaxnorm.Quantization(jnp.int8)),
@@ -329,10 +314,10 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("transform", TRANSFORMATIONS.values(), ids=TRANSFORMATIONS)
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", IN_PLACE)
 def test_nnx_an_argument_of_a_transformation_keeps_its_classes(name, transform):
     def run(model):
-        CHANGES[name](model.inner)
+        IN_PLACE[name](model.inner)
         return loss(model.inner, draw_x(DIMS))
 
     with pytest.raises(ValueError, match=f"^{name}: the model is an argument of .*, as nnx.jit.*Call {name} before"):
@@ -355,47 +340,6 @@ def test_nnx_a_model_that_a_transformation_makes_is_replaced():
     assert type(flax.nnx.jit(merge)(state)) is jaxnorm.nnx.LayerNorm
 
 
-class LinenGemmaNorm(flax.linen.Module):
-    @flax.linen.compact
-    def __call__(self, x):
-        return gemma_formula(x, self.param("scale", flax.linen.initializers.normal(), x.shape[-1:]))
-
-
-class LinenNamedNorm(flax.linen.LayerNorm):
-    """Flax's under another name."""
-
-
-class LinenMixed(flax.linen.Module):
-    @flax.linen.compact
-    def __call__(self, x):
-        h = flax.linen.RMSNorm()(x)
-        x = x + flax.linen.MultiHeadDotProductAttention(2, normalize_qk=True, name="attention")(h)
-        x = LinenNamedNorm()(LinenGemmaNorm(name="own")(x))
-        x = flax.linen.GroupNorm(2, name="groups")(x)
-        x = flax.linen.BatchNorm(use_running_average=True, name="batch")(x)
-        return flax.linen.LayerNorm(name="masked")(x, mask=x > 0)
-
-
-def linen_function(norm, x):
-    scale = norm.param("scale", flax.linen.initializers.normal(), x.shape[-1:])
-    return jaxnorm.rms_norm(x, scale, scale_offset=1.0)
-
-
-LINEN_CUSTOM = {LinenGemmaNorm: linen_function}
-LINEN_REPLACED = {
-    ("RMSNorm_0",): flax.linen.RMSNorm,
-    ("attention", "query_ln"): flax.linen.LayerNorm,
-    ("attention", "key_ln"): flax.linen.LayerNorm,
-    ("LinenNamedNorm_0",): LinenNamedNorm,
-    ("own",): LinenGemmaNorm,
-    ("groups",): flax.linen.GroupNorm,
-}
-LINEN_LEFT = {
-    ("batch",): (flax.linen.BatchNorm, "jaxnorm has no such norm"),
-    ("masked",): (flax.linen.LayerNorm, "no kernel serves a mask"),
-}
-
-
 @pytest.fixture
 def variables():
     return LinenMixed().init(jax.random.key(0), draw_x(DIMS))
@@ -408,45 +352,6 @@ def apply(variables, x):
 def apply_replaced(variables, x):
     with jaxnorm.linen.replace_norms(LINEN_CUSTOM):
         return apply(variables, x)
-
-
-def test_linen_says_what_it_replaced_and_left(variables):
-    with jaxnorm.linen.replace_norms(LINEN_CUSTOM) as report:
-        for _ in range(2):
-            apply(variables, draw_x(DIMS))
-    assert dict(report.replaced) == LINEN_REPLACED
-    assert {path: (cls, why) for path, cls, why in report.left} == LINEN_LEFT
-    assert len(report.replaced) + len(report.left) == len(LINEN_REPLACED | LINEN_LEFT)
-
-
-def test_linen_without_a_function_leaves_their_class(variables):
-    with jaxnorm.linen.replace_norms() as report:
-        apply(variables, draw_x(DIMS))
-    (why,) = (why for path, _, why in report.left if path == ("own",))
-    read = 'norm.get_variable("params", "scale")'
-    assert why == why_own(f"LinenGemmaNorm: lambda norm, x: jaxnorm.rms_norm(x, {read})")
-
-
-def test_linen_runs_kernels_within_only(variables):
-    expected = native_calls("rms", fwd=2) | native_calls("layer", fwd=3) | native_calls("group", fwd=1)
-    assert count_native_calls(compiled_text(apply_replaced, variables, draw_x(DIMS))) == expected
-    assert count_native_calls(compiled_text(apply, variables, draw_x(DIMS))) == {}
-
-
-def test_linen_results_and_gradients_stay(variables):
-    ours, theirs = (
-        jax.jit(jax.value_and_grad(lambda v, x: (run(v, x) * draw("dy", DIMS)).sum(), argnums=(0, 1)))  # noqa: B023
-        for run in (apply_replaced, apply)
-    )
-    (value, gradients), (their_value, their_gradients) = ours(variables, draw_x(DIMS)), theirs(variables, draw_x(DIMS))
-    assert_gradients_close([value, *jax.tree.leaves(gradients)], [their_value, *jax.tree.leaves(their_gradients)])
-
-
-def test_linen_makes_the_same_parameters_within(variables):
-    with jaxnorm.linen.replace_norms(LINEN_CUSTOM):
-        within = LinenMixed().init(jax.random.key(0), draw_x(DIMS))
-    assert jax.tree.structure(within) == jax.tree.structure(variables)
-    assert bits(within) == bits(variables)
 
 
 # How the function of a mapping may come by a parameter; all but the first way only read.
@@ -480,12 +385,6 @@ def test_linen_scan_of_remat():
 
     assert_close(run(variables, draw_x(DIMS)), layer.apply(variables, draw_x(DIMS), None)[0])
     assert count_native_calls(compiled_text(run, variables, draw_x(DIMS))) == native_calls("layer", fwd=1)
-
-
-def test_linen_captures_each_call_once(variables):
-    with jaxnorm.linen.replace_norms(LINEN_CUSTOM):
-        _, captured = LinenMixed().apply(variables, draw_x(DIMS), capture_intermediates=True)
-    assert len(captured["intermediates"]["RMSNorm_0"]["__call__"]) == 1
 
 
 @pytest.mark.parametrize("cls", [jaxnorm.linen.RMSNorm, jaxnorm.linen.LayerNorm])
@@ -561,79 +460,46 @@ def test_linen_a_model_is_no_argument(model):
         jaxnorm.linen.replace_norms(model)
 
 
-def test_linen_decorates_a_function(variables):
-    replaced = jaxnorm.linen.replace_norms(LINEN_CUSTOM)(apply)
-    assert bits(replaced(variables, draw_x(DIMS))) == bits(apply_replaced(variables, draw_x(DIMS)))
-
-
-def nnx_second(first, second):
-    functions = {
-        "jaxnorm's": jaxnorm.replace_norms,
-        "quantised": lambda model: jaxnorm.quantize_linears(model, jnp.int8),
-        "computed in float8": jaxnorm.float8_linears,
-    }
-    rngs = flax.nnx.Rngs(0)
-    model = flax.nnx.Sequential(flax.nnx.RMSNorm(FEATURES, rngs=rngs), flax.nnx.Linear(FEATURES, 4, rngs=rngs))
-    functions[first](model)
-    return functions[second](model)
-
-
-def equinox_second(first, second):
-    functions = {
-        "jaxnorm's": jaxnorm.equinox.replace_norms,
-        "quantised": lambda model: jaxnorm.equinox.quantize_linears(model, jnp.int8),
-    }
-    model = [equinox.nn.RMSNorm(FEATURES), equinox.nn.Linear(FEATURES, 4, key=jax.random.key(0))]
-    return functions[second](functions[first](model)[0])[1]
-
-
+# A norm and a linear layer.
 LINEN_LAYERS = flax.linen.Sequential([flax.linen.RMSNorm(), flax.linen.Dense(FEATURES)])
+LAYERS = {
+    "nnx": lambda: NnxModel(flax.nnx.Sequential(flax.nnx.RMSNorm(FEATURES, rngs=RNGS), NamedLinear(RNGS))),
+    "linen": lambda: linen_model(LINEN_LAYERS),
+    "equinox": lambda: EquinoxModel([equinox.nn.RMSNorm(FEATURES), *EquinoxMixed(jax.random.key(0)).mlp.layers[:1]]),
+}
+RNGS = flax.nnx.Rngs(0)
+CHANGES_OF = CHANGES | {"jaxnorm's": lambda model: model.replaced()}
+ALIKE = [(name, name) for name in CHANGES_OF]
+OTHERS = [("quantised", "computed in float8"), ("computed in float8", "quantised")]
+SECOND = [("nnx", pair) for pair in ALIKE + OTHERS] + [("linen", pair) for pair in ALIKE + OTHERS[:1]]
+SECOND += [("equinox", pair) for pair in ALIKE if "float8" not in pair[0]]
 
 
-def quantised(variables):
-    return jaxnorm.linen.quantize_linears(LINEN_LAYERS, variables, draw_x(DIMS), weights=jnp.int8)
+@pytest.mark.parametrize(("library", "pair"), SECOND)
+def test_a_second_time_each_says_what_was_done_before(library, pair):
+    first, second = pair
+    _, report = CHANGES_OF[second](CHANGES_OF[first](LAYERS[library]())[0])
+    assert [why for *_, why in report.left] == [f"it is {first} already"]
+    assert not report.replaced
+    assert not report.unused
 
 
-def linen_variables(first, second):
-    return quantised(quantised(LINEN_LAYERS.init(jax.random.key(0), draw_x(DIMS)))[0])[1]
-
-
-def linen_within(first, second):
-    """The report of the inner one of two contexts."""
-    contexts = {
-        "jaxnorm's": partial(jaxnorm.linen.replace_norms, {flax.linen.RMSNorm: lambda norm, x: x}),
-        "quantised": jaxnorm.linen.quantized_linears,
-        "computed in float8": jaxnorm.linen.float8_linears,
-    }
-    variables = LINEN_LAYERS.init(jax.random.key(0), draw_x(DIMS))
-    variables = quantised(variables)[0] if first == "quantised" else variables
-    with contexts[first](), contexts[second]() as report:
-        LINEN_LAYERS.apply(variables, draw_x(DIMS))
-    return report
-
-
-def linen_around(first, second):
-    """The report of a context of float8 around the one in which quantised layers are computed."""
-    variables = quantised(LINEN_LAYERS.init(jax.random.key(0), draw_x(DIMS)))[0]
-    with jaxnorm.linen.float8_linears() as report, jaxnorm.linen.quantized_linears():
-        LINEN_LAYERS.apply(variables, draw_x(DIMS))
-    return report
-
-
-NORMS, QUANTISED, FLOAT8 = ("jaxnorm's",) * 2, ("quantised",) * 2, ("computed in float8",) * 2
-BOTH = [("quantised", "computed in float8"), ("computed in float8", "quantised")]
-SECOND = {
-    nnx_second: [NORMS, QUANTISED, FLOAT8, *BOTH],
-    equinox_second: [NORMS, QUANTISED],
-    linen_variables: [QUANTISED],
-    linen_within: [NORMS, QUANTISED, FLOAT8, *BOTH],
-    linen_around: BOTH[:1],
+OF_LINEN = {
+    "jaxnorm's": partial(jaxnorm.linen.replace_norms, {flax.linen.RMSNorm: lambda norm, x: x}),
+    "quantised": jaxnorm.linen.quantized_linears,
+    "computed in float8": jaxnorm.linen.float8_linears,
 }
 
 
-@pytest.mark.parametrize(("report", "both"), [(report, both) for report, pairs in SECOND.items() for both in pairs])
-def test_a_second_time_each_says_what_was_done_before(report, both):
-    second = report(*both)
-    assert [why for *_, why in second.left] == [f"it is {both[0]} already"]
-    assert not second.replaced
-    assert not second.unused
+# The context that has them, and another within it or, of quantised layers, around it.
+@pytest.mark.parametrize(("first", "second"), [*ALIKE, *OTHERS, ("computed in float8", "around quantised")])
+def test_contexts_of_linen_say_what_another_has_done(first, second):
+    model, contexts = LAYERS["linen"](), [OF_LINEN[first], OF_LINEN[second.removeprefix("around ")]]
+    if first == "quantised" or second.startswith("around"):
+        model = model.quantised()[0]
+    with contexts[0]() as outer, contexts[1]() as inner:
+        model.module.apply({"params": model.parameters}, draw_x(DIMS))
+    report, done = (outer, "quantised") if second.startswith("around") else (inner, first)
+    assert [why for *_, why in report.left] == [f"it is {done} already"]
+    assert not report.replaced
+    assert not report.unused

@@ -113,9 +113,9 @@ def test_a_norm_that_was_replaced_twice():
 
 
 def test_linear_layers_stay_what_they_became():
-    model = flax.nnx.Dict(
-        linear=flax.nnx.Linear(FEATURES, 2, rngs=flax.nnx.Rngs(0)), norm=flax.nnx.RMSNorm(8, rngs=flax.nnx.Rngs(0))
-    )
+    rngs = flax.nnx.Rngs(0)
+    linear, norm = flax.nnx.Linear(FEATURES, 2, rngs=rngs), flax.nnx.RMSNorm(FEATURES, rngs=rngs)
+    model = flax.nnx.Dict(linear=linear, norm=norm)
     jaxnorm.float8_linears(model)
     jaxnorm.replace_norms(model)
     assert [path for path, _ in jaxnorm.restore_norms(model).replaced] == [("norm",)]
@@ -134,9 +134,3 @@ def test_errors():
         TypeError, match=r"^restore_norms: got a module of flax.linen, LayerNorm: .* Call it outside\.$"
     ):
         jaxnorm.restore_norms(flax.linen.LayerNorm())
-    with pytest.raises(TypeError, match=r"^restore_norms: model must be a flax.nnx module, .*, got None"):
-        jaxnorm.restore_norms(None)
-    model = mixed()
-    jaxnorm.replace_norms(model, CUSTOM)
-    with pytest.raises(ValueError, match=r"^restore_norms: the model is an argument of .*Call restore_norms before"):
-        flax.nnx.jit(jaxnorm.restore_norms)(model)

@@ -1,85 +1,256 @@
-"""Both Flax APIs behind one interface, so that a statement about a norm is written once."""
+"""Layers of both Flax APIs behind one interface, so that a statement about a layer is written once."""
+
+import functools
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import flax.linen
 import flax.nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from cases import ADDS, KINDS, NORMS, bits, draw, draw_gate, draw_residual, draw_up, draw_x
+from coverage import cover
+from hlo import compiled_text, count_native_calls
+from native import native_calls
+from quantizing import QUANTIZED
 
 import jaxnorm.linen
 import jaxnorm.nnx
+from jaxnorm import Quantization
 
+# Rows with a vectorised part and a rest; three axes, as norms of several axes and of axes in the middle need.
+DIMS = (4, 6, 37)
+WIDE = (4, 6, 128)  # of one group of 128 and of two of 64
 NAMES = {"rms": "RMSNorm", "layer": "LayerNorm"}
-ADD_NAMES = {"rms": "AddRMSNorm", "layer": "AddLayerNorm"}
-QUANTIZED_NAMES = {"rms": "QuantizedRMSNorm", "layer": "QuantizedLayerNorm"}
+INT8 = Quantization("int8")
 
 
-def _random_scale(key, shape, dtype):
-    return 1 + 0.3 * jax.random.normal(key, shape, dtype)
+class Row(NamedTuple):
+    """A class of both APIs, and the function of its inputs, and of its parameters and options by name."""
+
+    name: str
+    function: Callable[..., Any]
+    draws: tuple[Callable[..., Any], ...]
+    dims: Any = DIMS
+    kind: str = ""  # in the names of its native calls
+    flaxs: str | None = None  # Flax's class with the same parameters
+    needed: Mapping[str, Any] = MappingProxyType({})  # fields, and options of the function
+    beside: Mapping[str, Any] = MappingProxyType({})  # fields alone
 
 
-def _random_bias(key, shape, dtype):
-    return 0.5 * jax.random.normal(key, shape, dtype)
+def _random(mean, std):
+    return lambda key, shape, dtype: mean + std * jax.random.normal(key, shape, dtype)
 
 
-def _random(kind):
-    return {"scale_init": _random_scale} | ({"bias_init": _random_bias} if kind == "layer" else {})
+def _heads(name, count, axis):
+    def drawn(dims, dtype="float32"):
+        heads = draw(name, (*dims[:2], count, dims[2]), dtype)
+        return heads.swapaxes(1, 2) if axis == -3 else heads
+
+    return drawn
 
 
-# Fields of Flax's norms.
-SERVED_BY_KERNELS = [
-    {},
-    {"use_scale": False},
-    {"use_fast_variance": False},
-    {"epsilon": 0.1},  # large enough to be seen in the result
-    {"dtype": jnp.bfloat16},
-    {"param_dtype": jnp.float16},
-    {"reduction_axes": 2, "feature_axes": (-1,)},
-    {"reduction_axes": (-1, -2), "feature_axes": (1, 2)},
-    {"reduction_axes": -1, "feature_axes": (1, 2)},  # a scale for each head
-    {"axis_index_groups": [[0, 1]]},  # Flax reads it with an axis_name only
-]
-SERVED_BY_FLAX = [
-    {"reduction_axes": 1, "feature_axes": 1},
-    {"reduction_axes": (0, 2), "feature_axes": 2},
-    {"reduction_axes": (1, 2), "feature_axes": -1},
-    {"reduction_axes": -1, "feature_axes": (0, 2)},
-    {"reduction_axes": (0, 1), "feature_axes": -1, "use_fast_variance": False},
-]
+def _rotary(axis):
+    draws = (_heads("q", 4, axis), _heads("k", 2, axis), lambda dims, dtype=None: jnp.arange(dims[1]))
+    needed = {} if axis == -2 else {"axis_of_heads": axis}
+    # By keyword, as positions come after the scales.
+    return Row(
+        "QKNormRotary",
+        lambda q, k, positions, **options: jaxnorm.qk_norm_rotary(q, k, positions=positions, **options),
+        draws,
+        (3, 6, 16),
+        needed=needed,
+    )
 
 
-class Api:
+def _quantized(kind, draws):
+    def function(x, residual=None, **options):
+        return QUANTIZED[kind](x, residual=residual, **options)
+
+    return Row(f"Quantized{NAMES[kind]}", function, draws, WIDE, kind, NAMES[kind], {"quantization": INT8})
+
+
+ROWS = {
+    **{kind: Row(NAMES[kind], NORMS[kind], (draw_x,), DIMS, kind, NAMES[kind]) for kind in KINDS},
+    **{
+        f"add {kind}": Row(f"Add{NAMES[kind]}", ADDS[kind], (draw_x, draw_residual), DIMS, kind, NAMES[kind])
+        for kind in KINDS
+    },
+    **{f"quantized {kind}": _quantized(kind, (draw_x,)) for kind in KINDS},
+    **{f"quantized sum {kind}": _quantized(kind, (draw_x, draw_residual)) for kind in KINDS},
+    "gated": Row(
+        "GatedRMSNorm",
+        jaxnorm.gated_rms_norm,
+        (draw_x, draw_gate),
+        (4, 6, 60),
+        "gated_rms",
+        "RMSNorm",
+        {"gate_first": True},
+    ),
+    "group": Row("GroupNorm", jaxnorm.group_norm, (draw_x,), (3, 4, 5, 12), "group", "GroupNorm", {"num_groups": 4}),
+    # Of so few elements as an instance has here, a fast variance has lost digits that these tests look at.
+    "instance": Row(
+        "InstanceNorm",
+        functools.partial(jaxnorm.group_norm, group_size=1),
+        (draw_x,),
+        (3, 4, 5, 12),
+        "group",
+        "InstanceNorm",
+        beside={"use_fast_variance": False},
+    ),
+    "rotary": _rotary(-2),
+    "rotary of heads first": _rotary(-3),
+    "activation": Row("GatedActivation", jaxnorm.gated_activation, (draw_x,), (4, 6, 60)),
+    "activation of a stack": Row(
+        "GatedActivation", jaxnorm.gated_activation, (draw_x,), (4, 2, 60), needed={"axis": -2}
+    ),
+    "activation of a pair": Row(
+        "GatedActivation",
+        jaxnorm.gated_activation,
+        (lambda dims, dtype="float32": (draw_gate(dims, dtype), draw_up(dims, dtype)),),
+        (4, 6, 60),
+    ),
+}
+
+
+class Api(NamedTuple):
     """`flax` and `ours` are the two modules that hold the classes. Parameters are a dict of arrays."""
 
-    def classes(self, kind):
-        return getattr(self.flax, NAMES[kind]), getattr(self.ours, NAMES[kind])
+    flax: Any
+    ours: Any
+    build: Callable[..., Any]  # of a class, inputs, fields and keywords of a call that makes parameters
 
-    def both(self, kind, x, **fields):
-        """Flax's norm and ours, each as `(apply, parameters)` with `apply(parameters, x, **call)`."""
-        return tuple(self.build(cls, (x,), _random(kind) | fields) for cls in self.classes(kind))
 
-    def both_added(self, kind, x, residual, **fields):
-        """The like with `apply(parameters, x, residual, **call)`, which give (y, x + residual)."""
-        flaxs, parameters = self.build(self.classes(kind)[0], (x,), _random(kind) | fields)
+class Layer(NamedTuple):
+    """A row as one of the APIs has it."""
+
+    api: Api
+    row: Row
+
+    @property
+    def cls(self):
+        return getattr(self.api.ours, self.row.name)
+
+    @property
+    def flaxs_cls(self):
+        return getattr(self.api.flax, self.row.flaxs)
+
+    @property
+    def is_nnx(self):
+        return self.api is APIS["nnx"]
+
+    @property
+    def is_quantized(self):
+        return "quantization" in self.row.needed
+
+    @property
+    def is_flaxs(self):
+        """Whether the result is that of Flax's norm, of x or of a sum."""
+        return self.row.flaxs is not None and not self.is_quantized and self.row.name != "GatedRMSNorm"
+
+    @property
+    def groups(self):
+        """What Flax's norm needs, too."""
+        return {name: value for name, value in self.row.needed.items() if name == "num_groups"}
+
+    def draw(self, *dtypes, dims=None):
+        """Inputs of these dtypes, each float32 by default."""
+        dtypes += ("float32",) * len(self.row.draws)
+        return tuple(of(dims or self.row.dims, dtype) for of, dtype in zip(self.row.draws, dtypes, strict=False))
+
+    def _init(self):
+        has_bias = self.row.flaxs not in (None, "RMSNorm")
+        has_scale = self.row.name != "GatedActivation"
+        return ({"scale_init": _random(1, 0.3)} if has_scale else {}) | (
+            {"bias_init": _random(0, 0.5)} if has_bias else {}
+        )
+
+    def build(self, inputs, call=None, **fields):
+        """Ours as `apply(parameters, *inputs, **call)`, and its parameters."""
+        return self.api.build(self.cls, inputs, self._init() | self.row.needed | self.row.beside | fields, call)
+
+    def flaxs(self, inputs, **fields):
+        """The like of Flax's norm, which is of the sum where ours is."""
+        fields = self._init() | self.groups | self.row.beside | fields
+        flaxs, parameters = self.api.build(self.flaxs_cls, inputs[-1:], fields)
 
         def add_first(parameters, x, residual, **call):
             total = (jnp.float32(x) + jnp.float32(residual)).astype(residual.dtype)
             return flaxs(parameters, total, **call), total
 
-        ours = getattr(self.ours, ADD_NAMES[kind])
-        return (add_first, parameters), self.build(ours, (x, residual), _random(kind) | fields)
+        return (add_first if len(inputs) == 2 else flaxs), parameters
 
-    def own(self, kind, *inputs, names=NAMES, **fields):
-        """Our norm alone, or that of other `names`."""
-        return self.build(getattr(self.ours, names[kind]), inputs, _random(kind) | fields)
+    def both(self, inputs, own=None, **fields):
+        """Flax's and ours, which has fields of its own."""
+        return self.flaxs(inputs, **fields), self.build(inputs, **fields, **own or {})
 
-    def gated(self, variant, inputs, **fields):
-        """Our gated norm."""
-        return self.build(self.ours.GatedRMSNorm, inputs, variant._asdict() | fields)
+    def operands(self, inputs, parameters, dtype=None):
+        """The dtype that is computed, inputs and parameters, as the API rounds them, and widens for no reason."""
+        is_gated = self.row.name == "GatedRMSNorm"
+        dtype = jnp.dtype(dtype or jnp.result_type(*inputs[0 if is_gated else -1 :], *parameters.values()))
+        if self.is_nnx and dtype != jnp.float32:
+            parameters = {name: array.astype(dtype) for name, array in parameters.items()}
+            inputs = tuple(x.astype(dtype) for x in inputs) if is_gated or len(inputs) == 1 else inputs
+        return dtype, inputs, parameters
 
-    def quantized(self, kind, *inputs, call=None, **fields):
-        """Our quantised norm; `call` are keywords of a call that makes its parameters."""
-        return self.build(getattr(self.ours, QUANTIZED_NAMES[kind]), inputs, _random(kind) | fields, call or {})
+    def expected(self, inputs, parameters, dtype=None, features=None, **options):
+        """What the function gives for the module's parameters, of which nnx's are flat."""
+        if self.row.flaxs is not None:
+            dtype, inputs, parameters = self.operands(inputs, parameters, dtype)
+            axis = options.get("axis", -1) if features is None else features
+            shape = [inputs[0].shape[a] for a in np.atleast_1d(axis)]
+            parameters = {name: array.reshape(shape) for name, array in parameters.items()}
+            options |= {} if self.is_quantized else {"out_dtype": dtype}
+        function = functools.partial(self.row.function, **self.row.needed | options)
+        return jax.jit(lambda parameters, *inputs: function(*inputs, **parameters))(parameters, *inputs)
+
+    def flaxs_result(self, inputs, dtype=None, **fields):
+        """What Flax gives, in float32 but for a last rounding: on a GPU it rounds every step to a half type."""
+        apply, parameters = self.flaxs(inputs, dtype=dtype, **fields)
+        y, *total = as_tuple(jax.eval_shape(apply, parameters, *inputs))
+        _, operands, parameters = self.operands(inputs, parameters, y.dtype)
+        apply, _ = self.flaxs(inputs, dtype=jnp.float32, **fields)
+        if len(inputs) == 1:
+            return jax.jit(apply)(*jax.tree.map(jnp.float32, (parameters, *operands))).astype(y.dtype)
+        # Not in one program, where XLA may leave the sum unrounded.
+        y_wide, total = apply(jax.tree.map(jnp.float32, parameters), *operands)
+        return y_wide.astype(y.dtype), total
+
+    def assert_kernels_serve(self, apply, parameters, inputs):
+        """One each way."""
+        assert_calls(
+            apply,
+            (parameters, *inputs),
+            native_calls(self.row.kind, **({"quantized": 1} if self.is_quantized else {"fwd": 1})),
+        )
+        if not self.is_quantized:
+            gradient = jax.grad(
+                lambda *args: sum(jnp.sin(jnp.float32(y)).sum() for y in as_tuple(apply(*args))),
+                argnums=tuple(range(1 + len(inputs))),
+            )
+            assert_calls(gradient, (parameters, *inputs), native_calls(self.row.kind, fwd=1, bwd=1))
+
+
+def assert_calls(function, args, expected):
+    assert count_native_calls(compiled_text(function, *args)) == expected
+
+
+def as_tuple(results):
+    return results if type(results) is tuple else (results,)
+
+
+def of(*names):
+    """These rows, or all, in both APIs, by name."""
+    return {f"{api} {name}": Layer(APIS[api], ROWS[name]) for name in names or ROWS for api in APIS}
+
+
+def each(families):
+    """Parametrises a test with each layer and each of its family's cases, by pairs of layers and cases."""
+    params = [param for layers, cases in families for param in cover(layer=layers, case=cases).args[1]]
+    return pytest.mark.parametrize(("layer", "case"), params)
 
 
 def apart(module):
@@ -94,33 +265,31 @@ def apart(module):
     return apply, flax.nnx.to_pure_dict(state)
 
 
-class Nnx(Api):
-    flax, ours = flax.nnx, jaxnorm.nnx
-    rounds_operands = True  # to the result's dtype, before it computes
-
-    @staticmethod
-    def build(cls, inputs, fields, call=None):
-        axes = np.atleast_1d(fields.get("feature_axes", -1))
-        module = cls(int(np.prod([inputs[0].shape[axis] for axis in axes])), rngs=flax.nnx.Rngs(0), **fields)
-        return apart(module)
-
-
-class Linen(Api):
-    flax, ours = flax.linen, jaxnorm.linen
-    rounds_operands = False
-
-    @staticmethod
-    def build(cls, inputs, fields, call=None):
-        # Parameters are made by a call that needs no mapped axis.
-        variables = cls(**fields | {"axis_name": None}).init(jax.random.key(0), *inputs, **call or {})
-
-        def apply(parameters, *inputs, **call):
-            return cls(**fields).apply({"params": parameters}, *inputs, **call)
-
-        return apply, dict(variables.get("params", {}))
+def _build_nnx(cls, inputs, fields, call=None):
+    if cls is jaxnorm.nnx.GatedActivation:
+        return apart(cls(**fields))
+    fields = dict(fields)
+    if fields.pop("per_head", False):
+        fields["heads"] = tuple(x.shape[fields.get("axis_of_heads", -2)] for x in inputs[:2])
+    features = [inputs[0].shape[axis] for axis in np.atleast_1d(fields.get("feature_axes", -1))]
+    return apart(cls(int(np.prod(features)), rngs=flax.nnx.Rngs(0), **fields))
 
 
-APIS = {"nnx": Nnx(), "linen": Linen()}
+def _build_linen(cls, inputs, fields, call=None):
+    # Parameters are made by a call that needs no mapped axis.
+    without = {"axis_name": None} if "axis_name" in fields else {}
+    variables = cls(**fields | without).init(jax.random.key(0), *inputs, **call or {})
+
+    def apply(parameters, *inputs, **call):
+        return cls(**fields).apply({"params": parameters}, *inputs, **call)
+
+    return apply, dict(variables.get("params", {}))
+
+
+APIS = {
+    "nnx": Api(flax.nnx, jaxnorm.nnx, _build_nnx),
+    "linen": Api(flax.linen, jaxnorm.linen, _build_linen),
+}
 
 
 def scanned(x, layers, call=lambda x, layer: layer(x) + x):
@@ -132,13 +301,20 @@ def scanned(x, layers, call=lambda x, layer: layer(x) + x):
 def scan_of_remat(branch):
     """Three stacked layers of linen, each of x and what `branch` makes of it."""
 
-    class Layer(flax.linen.Module):
+    class Stacked(flax.linen.Module):
         @flax.linen.compact
         def __call__(self, x, _):
             return x + branch(x), None
 
     options = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "length": 3}
-    return flax.linen.scan(flax.linen.remat(Layer), **options)()
+    return flax.linen.scan(flax.linen.remat(Stacked), **options)()
+
+
+def assert_same(actual, expected):
+    """The same bits of the same dtypes."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    assert [a.dtype for a in jax.tree.leaves(actual)] == [e.dtype for e in jax.tree.leaves(expected)]
+    assert bits(actual) == bits(expected)
 
 
 def assert_close(actual, flaxs):

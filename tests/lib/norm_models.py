@@ -1,14 +1,15 @@
-"""A model of `flax.nnx` with norms in every place, for what replaces them."""
+"""Models of Flax's two APIs and of Equinox with norms in every place, for what replaces them."""
 
+import equinox as eqx
+import flax.linen
 import flax.nnx
 import jax
 import jax.numpy as jnp
 from cases import draw
+from library_models import DIMS, FEATURES, EquinoxModel, NnxModel, linen_model
+from native import native_calls
 
 import jaxnorm
-
-DIMS = (3, 4, 8)
-FEATURES = DIMS[-1]
 
 
 def gemma_formula(x, scale):
@@ -97,3 +98,132 @@ def mixed():
 
 def loss(model, x):
     return (model(x) * draw("dy", DIMS)).sum()
+
+
+class LinenGemmaNorm(flax.linen.Module):
+    @flax.linen.compact
+    def __call__(self, x):
+        return gemma_formula(x, self.param("scale", flax.linen.initializers.normal(), x.shape[-1:]))
+
+
+class LinenNamedNorm(flax.linen.LayerNorm):
+    """Flax's under another name."""
+
+
+class LinenMixed(flax.linen.Module):
+    """The like of `Mixed`."""
+
+    @flax.linen.compact
+    def __call__(self, x):
+        h = flax.linen.RMSNorm()(x)
+        x = x + flax.linen.MultiHeadDotProductAttention(2, normalize_qk=True, name="attention")(h)
+        x = LinenNamedNorm()(LinenGemmaNorm(name="own")(x))
+        x = flax.linen.GroupNorm(2, name="groups")(x)
+        x = flax.linen.BatchNorm(use_running_average=True, name="batch")(x)
+        x = flax.linen.GroupNorm(2, name="masked_groups")(x, mask=x > 0)
+        return flax.linen.LayerNorm(name="masked")(x, mask=x > 0)
+
+
+def linen_function(norm, x):
+    scale = norm.param("scale", flax.linen.initializers.normal(), x.shape[-1:])
+    return jaxnorm.rms_norm(x, scale, scale_offset=1.0)
+
+
+LINEN_CUSTOM = {LinenGemmaNorm: linen_function}
+LINEN_REPLACED = {
+    ("RMSNorm_0",): flax.linen.RMSNorm,
+    ("attention", "query_ln"): flax.linen.LayerNorm,
+    ("attention", "key_ln"): flax.linen.LayerNorm,
+    ("LinenNamedNorm_0",): LinenNamedNorm,
+    ("own",): LinenGemmaNorm,
+    ("groups",): flax.linen.GroupNorm,
+}
+LINEN_LEFT = {
+    ("batch",): (flax.linen.BatchNorm, "jaxnorm has no such norm"),
+    ("masked",): (flax.linen.LayerNorm, "no kernel serves a mask"),
+    ("masked_groups",): (flax.linen.GroupNorm, "no kernel serves a mask"),
+}
+
+
+class OwnNorm(eqx.Module):
+    def __call__(self, x):
+        return x
+
+
+class SubNorm(eqx.nn.RMSNorm):
+    pass
+
+
+class NormedBlock(eqx.Module):
+    """A module with norms, called one."""
+
+    inner: eqx.nn.LayerNorm
+
+
+class EquinoxMixed(eqx.Module):
+    """The like of `Mixed`."""
+
+    norm: eqx.nn.RMSNorm
+    group: eqx.nn.GroupNorm
+    listed: list
+    named: dict
+    block: NormedBlock
+    own: OwnNorm
+    sub: SubNorm
+    batch: eqx.nn.BatchNorm
+    integers: eqx.nn.RMSNorm
+    mlp: eqx.nn.MLP
+
+    def __init__(self, key):
+        self.norm, self.group = eqx.nn.RMSNorm(FEATURES), eqx.nn.GroupNorm(4, FEATURES)
+        self.listed, self.named = [eqx.nn.LayerNorm(FEATURES), jnp.tanh], {"a": eqx.nn.RMSNorm(FEATURES)}
+        self.block, self.own, self.sub = NormedBlock(eqx.nn.LayerNorm(FEATURES)), OwnNorm(), SubNorm(FEATURES)
+        self.batch = eqx.nn.BatchNorm(FEATURES, "batch", mode="batch")
+        self.integers = eqx.nn.RMSNorm(FEATURES, dtype=jnp.int32)
+        self.mlp = eqx.nn.MLP(FEATURES, FEATURES, 2 * FEATURES, 1, key=key)
+
+    def __call__(self, x):
+        x = x + self.mlp(self.group(self.listed[0](self.norm(x))))
+        return self.block.inner(self.named["a"](x))
+
+
+EQUINOX_REPLACED = {
+    ("norm",): eqx.nn.RMSNorm,
+    ("group",): eqx.nn.GroupNorm,
+    ("listed", 0): eqx.nn.LayerNorm,
+    ("named", "a"): eqx.nn.RMSNorm,
+    ("block", "inner"): eqx.nn.LayerNorm,
+}
+_OWN = "it is a class of the model's own"
+EQUINOX_LEFT = {
+    ("block",): (NormedBlock, _OWN),
+    ("own",): (OwnNorm, _OWN),
+    ("sub",): (SubNorm, f"{_OWN}: derive SubNorm from jaxnorm.equinox.RMSNorm"),
+    ("batch",): (eqx.nn.BatchNorm, "jaxnorm has no such norm"),
+    ("integers",): (eqx.nn.RMSNorm, "no kernel serves int32"),
+}
+
+
+def _calls(**counts):
+    return {name: count for kind, fwd in counts.items() for name, count in native_calls(kind, fwd=fwd).items()}
+
+
+# How a library's model is made, its mapping, what is replaced, what is left, and the native calls then.
+LIBRARIES = {
+    # The shared norm runs twice.
+    "nnx": (lambda: NnxModel(mixed()), CUSTOM, REPLACED, LEFT, _calls(rms=4, layer=4, group=1)),
+    "linen": (
+        lambda: linen_model(LinenMixed()),
+        LINEN_CUSTOM,
+        LINEN_REPLACED,
+        LINEN_LEFT,
+        _calls(rms=2, layer=3, group=1),
+    ),
+    "equinox": (
+        lambda: EquinoxModel(EquinoxMixed(jax.random.key(0))),
+        None,
+        EQUINOX_REPLACED,
+        EQUINOX_LEFT,
+        _calls(rms=2, layer=2, group=1),
+    ),
+}

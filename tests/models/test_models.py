@@ -140,7 +140,7 @@ PUBLISHED = {
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what these packages call may be deprecated
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.package(name.partition(":")[0])) for name in PUBLISHED]
+    "name", [pytest.param(name, marks=pytest.mark.needs(name.partition(":")[0])) for name in PUBLISHED]
 )
 def test_the_norms_of_a_model_are_found(name):
     make, norms = PUBLISHED[name]
@@ -175,7 +175,7 @@ def hub_norms(dtype):
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.package("transformers")
+@pytest.mark.needs("transformers")
 @pytest.mark.parametrize("dtype", HUB)
 @pytest.mark.parametrize("x_dtype", HUB)
 @pytest.mark.parametrize("parameter_dtype", HUB)

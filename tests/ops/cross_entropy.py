@@ -144,7 +144,7 @@ def test_dtypes_of_a_traced_scale(dtype, scale, implementation):
     np.testing.assert_allclose(np.float64(dscale), of_scales, rtol=rtol)
 
 
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 def test_one_kernel_each_way_of_a_traced_scale():
     types = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((64, 100), (), (64,))]
     function = of_scale(None, labels=jnp.zeros(64, "int32"), implementation="native")
@@ -323,7 +323,7 @@ def types_of(rows=256, cols=8192):
     return [jax.ShapeDtypeStruct(*of) for of in shapes]
 
 
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 def test_the_gradient_takes_the_place_of_computed_logits():
     (call,) = lowered_calls(jax.grad(projected), GRADIENT, *types_of())
     assert "output_operand_alias" in call
@@ -332,8 +332,8 @@ def test_the_gradient_takes_the_place_of_computed_logits():
     assert compiled.memory_analysis().temp_size_in_bytes < 1.5 * 4 * 256 * 8192
 
 
-@pytest.mark.several
-@pytest.mark.kernels
+@pytest.mark.needs("several")
+@pytest.mark.needs("kernels")
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("kernel_spec", [P(), P(None, "b")], ids=str)
 def test_on_a_mesh_too(devices, axis_type, kernel_spec):
@@ -353,7 +353,7 @@ def test_on_a_mesh_too(devices, axis_type, kernel_spec):
 
 
 # XLA would copy what is not the program's to overwrite.
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint, jax.jit], ids=["call", "checkpoint", "jit"])
 @pytest.mark.parametrize("dims", [(256, 8192), (2, 128, 8192)], ids=str)
 def test_the_gradient_of_an_argument_has_its_own_place(wrap, dims):
@@ -387,7 +387,7 @@ def wide(tree):
 
 
 # A partition by XLA, with masks; labels are whole on each device.
-@pytest.mark.several
+@pytest.mark.needs("several")
 @cover(
     axis_type=[AxisType.Auto, AxisType.Explicit],
     spec=[P("a"), P("a", None, "b"), P(None, None, ("a", "b"))],
@@ -407,7 +407,7 @@ def test_on_a_mesh(devices, axis_type, spec, dtype, scale):
 
 
 # Classes that a shard_map splits: each device has a part of the labels' numbers.
-@pytest.mark.several
+@pytest.mark.needs("several")
 @cover(options=OPTIONS, has_mask=[False, True], dtype=["float32", "bfloat16"], scale=SCALES)
 def test_classes_over_devices(devices, options, has_mask, dtype, scale):
     mesh, dims = mesh_of(devices, AxisType.Auto), (8, 4, 16)
@@ -432,7 +432,7 @@ def test_classes_over_devices(devices, options, has_mask, dtype, scale):
         assert collectives(text) == {"all-reduce": 4 * (4 + smoothing) * rows + 4 * (mesh.shape["a"] > 1)}
 
 
-@pytest.mark.several
+@pytest.mark.needs("several")
 def test_classes_of_several_axes_on_an_explicit_mesh(devices):
     mesh = mesh_of(devices, AxisType.Explicit)
     with jax.set_mesh(mesh):
@@ -444,7 +444,7 @@ def test_classes_of_several_axes_on_an_explicit_mesh(devices):
             cross_entropy(jax.device_put(x, P("a", None, "b")), labels, axis=(1, 2))
 
 
-@pytest.mark.several
+@pytest.mark.needs("several")
 def test_labels_that_are_sharded_unlike_logits(devices):
     mesh = mesh_of(devices, AxisType.Explicit)
     with jax.set_mesh(mesh):

@@ -65,7 +65,7 @@ def factors_of(shape, folds):
     return [jnp.exp2(draw("factors", lengths)) if folds else None for lengths in (shape[-1:], (*shape[:-1], 1))]
 
 
-@pytest.mark.cuda
+@pytest.mark.needs("cuda")
 @each_matrix
 @emulated.wherever
 def test_columns(shape, dtype, power_of_two, not_finite, keeps):
@@ -79,7 +79,7 @@ def test_columns(shape, dtype, power_of_two, not_finite, keeps):
         assert actual.values is None
 
 
-@pytest.mark.cuda
+@pytest.mark.needs("cuda")
 @each_array
 @pytest.mark.parametrize("wants", [(True, False), (True, True), (False, True)], ids=["rows", "both", "columns"])
 @emulated.wherever
@@ -102,7 +102,7 @@ def test_a_gradient(shape, dtype, folds, power_of_two, not_finite, wants):
         assert_same([by_columns.transposed, by_columns.scales.reshape(-1, 1)], [values, scales])
 
 
-@pytest.mark.cuda
+@pytest.mark.needs("cuda")
 @pytest.mark.parametrize("shape", [(1, 1), (16, 16), (128, 256), (100, 1000), (257, 33), (16, 4099), (4096, 48)])
 @emulated.wherever
 def test_bytes(shape):

@@ -72,7 +72,7 @@ def test_matrix_products(reduction, of, count, given):
     assert count_native_calls(text) == CALLS
 
 
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 def test_chunks_of_logits_become_their_gradients():
     moving, labels = split(given=(), dims=(64, 16), classes=256)
     text = jax.jit(jax.grad(loss(labels, rows_per_chunk=16))).lower(moving).as_text()
@@ -104,7 +104,7 @@ SPECS = {
 }
 
 
-@pytest.mark.several
+@pytest.mark.needs("several")
 @cover(
     axis_type=[AxisType.Auto, AxisType.Explicit],
     specs=SPECS,
@@ -137,7 +137,7 @@ def test_over_devices(devices, axis_type, specs, reduction, where, implementatio
 
 
 # Of sums over rows there is one exchange: of the loss, the number of rows that count, and the gradient of the kernel.
-@pytest.mark.several
+@pytest.mark.needs("several")
 @cover(
     axis_type=[AxisType.Auto, AxisType.Explicit],
     spec=[P("a"), P("a", "b"), P(("a", "b")), P(None, "b")],
@@ -163,7 +163,7 @@ def test_rows_over_devices(devices, axis_type, spec, kernel_spec):
 
 
 # The kernel has more axes than x.
-@pytest.mark.several
+@pytest.mark.needs("several")
 @cover(
     axis_type=[AxisType.Auto, AxisType.Explicit], reduction=REDUCTIONS, spec=[P(), P("b")], kernel_spec=[P(), P("b")]
 )
@@ -175,7 +175,7 @@ def test_one_row_over_devices(devices, axis_type, reduction, spec, kernel_spec):
 
 
 # The mean of means is that of all where each device has as many rows that count, and no weights.
-@pytest.mark.several
+@pytest.mark.needs("several")
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize(("given", "reduction"), [("none", "mean"), ("all", "sum"), ("all", "none")])
 def test_in_a_shard_map(devices, check_vma, given, reduction):

@@ -25,7 +25,7 @@ import jaxnorm
 from jaxnorm import float8_linear
 from ops.products import DOT, FORMS, LINEAR
 
-pytestmark = [pytest.mark.jax_version, pytest.mark.several]
+pytestmark = [pytest.mark.jax_version, pytest.mark.needs("several")]
 exact_products = pytest.mark.usefixtures("exact_products")
 
 ROWS, DEPTH, COLUMNS = (8, 16), 128, 64

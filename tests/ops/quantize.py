@@ -147,7 +147,7 @@ FUNCTIONS = {"quantize": quantize, "norm": lambda x, to: jaxnorm.rms_norm_quanti
 each_function = pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 
 
-@pytest.mark.kernels
+@pytest.mark.needs("kernels")
 def test_the_same_as_a_norm():
     x = draw("x", (7, 256))
     y = jaxnorm.rms_norm(x, implementation="native")
@@ -212,7 +212,7 @@ def test_a_scaled_product_takes_them():
     assert jax.eval_shape(jax.nn.scaled_matmul, *mx_operands(16, 32)[-1]).shape == (1, 16, 32)
 
 
-@pytest.mark.gpu
+@pytest.mark.needs("gpu")
 def test_a_scaled_product():
     """Each value is off by at most 2**-4 of itself."""
     (x, w), quantized, operands = mx_operands(128, 128)

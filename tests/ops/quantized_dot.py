@@ -203,7 +203,7 @@ def test_the_gradient_of_a_long_sum():
 
 
 # Each device has a part of every sum.
-@pytest.mark.several
+@pytest.mark.needs("several")
 def test_a_long_sum_over_devices():
     x, weights = long_operands(2**18, "int8")
     mesh, (x8, w8) = mesh_of(jax.devices(), AxisType.Auto), as_quantized(x, weights)
@@ -228,7 +228,7 @@ def is_there():
 
 
 def on_gpu(test):
-    return pytest.mark.gpu(pytest.mark.usefixtures("is_there")(test))
+    return pytest.mark.needs("gpu")(pytest.mark.usefixtures("is_there")(test))
 
 
 def native_operands(pair=NATIVE_PAIRS[0], dims=(40, 256), outputs=96, granularity="token"):

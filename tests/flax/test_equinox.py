@@ -1,0 +1,127 @@
+"""What models of Equinox have besides, where `jaxnorm.equinox` changes them: leaves, ties, and what has no arrays."""
+
+import pickle
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+from cases import bits, draw_x
+from flax_apis import assert_calls, assert_close
+from library_models import FEATURES
+from native import native_calls
+from norm_models import EquinoxMixed
+
+from jaxnorm.equinox import QuantizedLinear, RMSNorm, quantize_linears, replace_norms
+
+pytestmark = pytest.mark.jax_version
+
+
+def mapped(model, x):
+    return jax.vmap(jax.vmap(model))(x)
+
+
+def test_parameters_and_paths_stay():
+    model = EquinoxMixed(jax.random.key(0))
+    new, _ = replace_norms(model)
+    assert (type(model.norm), type(new.norm)) == (eqx.nn.RMSNorm, RMSNorm)
+    old, changed = (jax.tree.leaves_with_path(eqx.filter(m, eqx.is_array)) for m in (model, new))
+    assert [path for path, _ in changed] == [path for path, _ in old]
+    assert all(a is b for (_, a), (_, b) in zip(changed, old, strict=True))
+
+
+def test_saved_leaves_load(tmp_path):
+    norm = eqx.nn.RMSNorm(FEATURES)
+    eqx.tree_serialise_leaves(tmp_path / "leaves", norm)
+    loaded = eqx.tree_deserialise_leaves(tmp_path / "leaves", replace_norms(norm)[0])
+    assert type(loaded) is RMSNorm
+    assert bits(loaded.weight) == bits(norm.weight)
+
+
+def test_stacked_norms_are_one_native_call():
+    norms = eqx.filter_vmap(lambda _: eqx.nn.RMSNorm(FEATURES))(jnp.arange(3))
+    norms, report = replace_norms(norms)
+    assert report.replaced == [((), eqx.nn.RMSNorm)]
+    arrays, static = eqx.partition(norms, eqx.is_array)
+
+    def scanned(arrays, x):
+        return jax.lax.scan(lambda x, layer: (mapped(eqx.combine(layer, static), x), None), x, arrays)[0]
+
+    x = draw_x((2, 3, FEATURES))
+    assert_calls(scanned, (arrays, x), native_calls("rms", fwd=1))
+    expected = x
+    for _ in range(3):
+        expected = mapped(eqx.nn.RMSNorm(FEATURES), expected)
+    assert_close(scanned(arrays, x), expected)
+
+
+def test_a_pytree_of_models():
+    new, report = replace_norms({"models": (eqx.nn.RMSNorm(FEATURES), 3, None)})
+    assert report.replaced == [(("models", 0), eqx.nn.RMSNorm)]
+    assert new["models"][1:] == (3, None)
+
+
+def test_pickle():
+    norm, x = eqx.nn.RMSNorm(FEATURES), draw_x((FEATURES,))
+    new = pickle.loads(pickle.dumps(replace_norms(norm)[0]))
+    assert type(new) is RMSNorm
+    assert_close(new(x), norm(x))
+
+
+@pytest.mark.parametrize("change", [replace_norms, lambda model: quantize_linears(model, jnp.int8)])
+@pytest.mark.parametrize("other", [3, None, jnp.ones(3), eqx.nn.Linear], ids=["int", "None", "array", "class"])
+def test_what_is_no_model(change, other):
+    with pytest.raises(TypeError, match="model must be a module of equinox, or a list, dict or other pytree of"):
+        change(other)
+
+
+def tied_layers():
+    linears = [eqx.nn.Linear(FEATURES, FEATURES, key=key) for key in jax.random.split(jax.random.key(0), 3)]
+    norms = [eqx.nn.LayerNorm(FEATURES), eqx.nn.RMSNorm(FEATURES), eqx.nn.GroupNorm(4, FEATURES)]
+    return [*linears, *norms, *(type(norm)(**of_norm(norm)) for norm in norms)]
+
+
+def of_norm(norm):
+    return {"groups": 4, "channels": FEATURES} if isinstance(norm, eqx.nn.GroupNorm) else {"shape": (FEATURES,)}
+
+
+def shared(layers):
+    """A model whose second linear layer has the weight of the first, and three norms those of three others."""
+    ties = [(1, 0), (6, 3), (7, 4), (8, 5)]
+
+    def weights(side):
+        return lambda layers: [layers[tie[side]].weight for tie in ties]
+
+    return eqx.nn.Shared(layers, weights(0), weights(1))
+
+
+@pytest.mark.parametrize("only", [None, lambda path, layer: path[-1] == 2])
+def test_what_shares_a_weight_is_left(only):
+    model = shared(tied_layers())
+    new, report = quantize_linears(model, jnp.int8, only=only)
+    assert [path[-1] for path, _ in report.replaced] == [2]
+    reasons = {path[-1]: why for path, _, why in report.left}
+    assert reasons[1] == "its weight is no array but a SharedNode"
+    assert reasons[0] == ("its weight is that of other layers too" if only is None else "only is false of it")
+    x = draw_x((FEATURES,))
+    assert_close(new()[2](x), QuantizedLinear(tied_layers()[2], jnp.int8)(x))
+    new, report = replace_norms(model)
+    assert [path[-1] for path, _ in report.replaced] == [3, 4, 5]
+    assert {path[-1]: why for path, _, why in report.left} == dict.fromkeys(
+        (6, 7, 8), "its weight is no array but a SharedNode"
+    )
+    assert bits(new()[6](x)) == bits(model()[6](x))
+
+
+@pytest.mark.parametrize(("leaf", "name"), [(True, "bool"), (None, "NoneType"), ("frozen", "str")])
+def test_what_has_no_arrays_is_left(leaf, name):
+    layers = tied_layers()
+    spec = jax.tree.map(lambda _: leaf, layers)
+    with pytest.raises(ValueError, match=f"its weight is no array but a {name}"):
+        quantize_linears(spec, jnp.int8)
+    _, report = replace_norms(spec)
+    # Norms may be without weights.
+    assert len(report.replaced) == (0 if leaf is not None else 6)
+    if leaf is None:
+        return
+    assert {why for *_, why in report.left} == {f"its weight is no array but a {name}"}
