@@ -170,19 +170,16 @@ def test_the_results_dtype_is_equinoxs(dtype, weight):
     assert layer.quantised()[0](x).dtype == layer(x).dtype
 
 
-# Of layers of flax.nnx alone.
+# Of layers of flax.nnx alone, and what is quantised without a bias.
 PREFERRED = [
-    {"dtype": dtype, "preferred_element_type": other, "use_bias": use_bias}
+    (done, {"dtype": dtype, "preferred_element_type": other, "use_bias": use_bias})
     for dtype, other in (("bfloat16", "float32"), ("float32", "bfloat16"))
-    for use_bias in (False, True)
+    for done, use_bias in (("quantised", False), ("computed in float8", False), ("computed in float8", True))
 ]
 
 
-@of_nnx
-@cover(options=PREFERRED)
+@pytest.mark.parametrize(("done", "options"), PREFERRED)
 def test_preferred_element_type_is_the_results_dtype(done, options):
-    if done == "quantised" and options["use_bias"]:
-        options = options | {"dtype": None}
     layer = nnx_linear(**options)
     assert CHANGES[done](layer)[0](draw_x(DIMS)).dtype == layer(draw_x(DIMS)).dtype
 
