@@ -62,26 +62,17 @@ alone = over([op for op in TRANSFORMED if op in EACH], pairs=False, name=lambda 
 
 
 @cache
-def compiled(op, name):
-    """The norm under one of the transformations, compiled once for the tests of its values and of its program."""
-    return jax.jit(TRANSFORMATIONS[name].transform(op.norm())).lower(*operands(DIMS)).compile()
-
-
-@cache
 def expected(op, name):
     return jax.jit(TRANSFORMATIONS[name].transform(op.norm(op.formula)))(*operands(DIMS))
 
 
 @transformations
 def test_transformed_and_compiled(op, name):
-    assert_close(compiled(op, name)(*operands(DIMS)), expected(op, name))
-
-
-@transformations
-def test_native_calls_in_the_compiled_program(op, name):
-    _, fwd, bwd = TRANSFORMATIONS[name]
-    calls = count_native_calls(compiled(op, name).as_text())
+    transform, fwd, bwd = TRANSFORMATIONS[name]
+    program = jax.jit(transform(op.norm())).lower(*operands(DIMS)).compile()
+    assert_close(program(*operands(DIMS)), expected(op, name))
     counted = {way for way, count in ((op.forward, fwd), (op.backward, bwd)) if count is not None}
+    calls = count_native_calls(program.as_text())
     assert {name: count for name, count in calls.items() if name in counted} == op.calls(fwd or 0, bwd or 0)
 
 
@@ -173,22 +164,13 @@ def test_every_policy_is_in_the_table():
     assert set(POLICIES) == {name for name in vars(jax.checkpoint_policies) if name.islower()}
 
 
-def lowered_under_policy(op, name):
-    layer = jax.checkpoint(op.run(), policy=POLICIES[name].policy)
-    return jax.jit(op.gradient(layer)).lower(*op.draw(op.small))
-
-
-@over([*NORMS, *ADDED, *GROUPED, GROUP_NORMS[1], *QUANTIZED[:2]], name=lambda op: list(POLICIES))
-def test_gradient_under_a_checkpoint_policy(op, name):
-    actual = lowered_under_policy(op, name).compile()(*op.draw(op.small))
-    assert_close(actual, jax.jit(op.gradient())(*op.draw(op.small)))
-
-
 # Counted as lowered: XLA's CPU compiler may merge what a policy recomputes, as there is no memory to be saved there.
 @over([*NORMS, *ADDED, *GROUPED, GROUP_NORMS[1], *QUANTIZED[:2]], name=lambda op: list(POLICIES))
-def test_native_calls_under_a_checkpoint_policy(op, name):
-    calls = count_native_calls(lowered_under_policy(op, name).as_text())
-    assert calls == op.calls(fwd=POLICIES[name].fwd, bwd=1)
+def test_gradient_under_a_checkpoint_policy(op, name):
+    policy, fwd = POLICIES[name]
+    lowered = jax.jit(op.gradient(jax.checkpoint(op.run(), policy=policy))).lower(*op.draw(op.small))
+    assert count_native_calls(lowered.as_text()) == op.calls(fwd=fwd, bwd=1)
+    assert_close(lowered.compile()(*op.draw(op.small)), jax.jit(op.gradient())(*op.draw(op.small)))
 
 
 # A stack of layers as a scan over the residual stream.
