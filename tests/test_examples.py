@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from coverage import in_full
 from flax import nnx
 from hlo import count_native_calls
 from native import is_platform_with_kernels
@@ -84,7 +83,6 @@ HOW = {
     "two processes": ([*MESHES, "--processes", "2"], [EVERY, EVERY]),
     # Norms of split rows are the formula, but for what is gathered.
     "hidden": ([*MESHES, "--split-hidden"], [f"{NEIGHBOURS}, 1 x rms_norm_bwd", EVERY]),
-    **dict(in_full(("one device", (["--mesh", "1x1"], ["none", EVERY])))),
 }
 
 

@@ -1,16 +1,14 @@
 """Bad input: each a clear error while tracing, which names the argument, what came, what was expected."""
 
 import inspect
-import pydoc
 from functools import partial
 
 import bad_quantized_calls
-import bad_softmax_calls
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bad_calls import SCALE, X
+from bad_calls import LABELS, SCALE, TOKENS, X, in_order
 from coverage import cover, over
 from flax import nnx
 from table import (
@@ -56,10 +54,6 @@ def public(op):
     """The public function, and what it wants beside its arguments."""
     function = getattr(jaxnorm, op.public)
     return partial(function, quantization=TOKEN) if op in WITH_QUANTIZATION else function
-
-
-def in_order(public, parts) -> str:
-    return rf"(?s)^{public}: " + ".*".join(("", *parts))
 
 
 def test_each_function_has_bad_calls():
@@ -115,9 +109,7 @@ def test_numpy_dtypes_that_jax_does_not_have(op, dtype):
 @over(OF_EACH_FUNCTION, argument=lambda op: [*op.numbers, *["pad_to"] * (op in ADDED)])
 def test_a_traced_number(op, argument):
     required = [p for p in inspect.signature(public(op)).parameters.values() if p.default is p.empty]
-    args = [
-        bad_softmax_calls.LABELS if p.name == "labels" else X for p in required if p.kind is p.POSITIONAL_OR_KEYWORD
-    ]
+    args = [LABELS if p.name == "labels" else X for p in required if p.kind is p.POSITIONAL_OR_KEYWORD]
     with pytest.raises(TypeError, match=in_order(op.public, (argument, "known while tracing"))):
         jax.jit(lambda value: public(op)(*args, **{**op.required, argument: value}))(1)
 
@@ -128,46 +120,6 @@ def test_a_missing_quantization(function):
     gate = {"gate": X, "gate_first": True} if function.startswith("gated") else {}
     with pytest.raises(TypeError, match=f"^{function}: .*'quantization'.*quantization=jaxnorm.Quantization"):
         getattr(jaxnorm, function)(X, scale=SCALE, **gate)
-
-
-POSITIONAL = {
-    "rms_norm": ["x", "scale"],
-    "layer_norm": ["x", "scale", "bias"],
-    "add_rms_norm": ["x", "residual", "scale"],
-    "add_layer_norm": ["x", "residual", "scale", "bias"],
-    "rms_norm_add_rms_norm": ["x", "residual", "post_scale", "scale"],
-    "gated_activation": ["x"],
-    "gated_activation_quantized": ["x"],
-    "gated_rms_norm": ["x", "gate", "scale"],
-    "gated_rms_norm_quantized": ["x", "gate", "scale"],
-    "group_norm": ["x", "scale", "bias"],
-    "softmax": ["x"],
-    "log_softmax": ["x"],
-    "softmax_cross_entropy_with_integer_labels": ["logits", "labels", "axis", "where"],
-    "linear_cross_entropy": ["x", "kernel", "labels"],
-    "qk_norm_rotary": ["q", "k", "q_scale", "k_scale", "positions"],
-    "qkv_norm_rotary": ["qkv", "q_scale", "k_scale", "positions"],
-    "rms_norm_quantized": ["x", "scale"],
-    "layer_norm_quantized": ["x", "scale", "bias"],
-}
-
-
-def test_every_function_is_in_the_table():
-    assert POSITIONAL.keys() == {*(op.public for op in OPS), "linear_cross_entropy"}
-
-
-@pytest.mark.parametrize("op", OF_EACH_FUNCTION, ids=str)
-def test_each_function_is_called_with_a_misspelt_keyword(op):
-    parameters = inspect.signature(getattr(jaxnorm, op.public)).parameters
-    assert any(keywords.keys() - parameters for _, keywords, _, _ in op.bad_calls.values())
-
-
-@pytest.mark.parametrize("function", POSITIONAL)
-def test_signatures_are_seen_from_outside(function):
-    parameters = inspect.signature(getattr(jaxnorm, function)).parameters.values()
-    assert [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD] == POSITIONAL[function]
-    assert all(p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in parameters)
-    assert f"{function}({POSITIONAL[function][0]}: Any, " in pydoc.plain(pydoc.render_doc(getattr(jaxnorm, function)))
 
 
 # An error of the caller's own code is none of the call.
@@ -265,7 +217,6 @@ class Variable:
 
 
 Q8 = Quantization(jnp.int8)
-TOKENS, LABELS = jnp.ones((2, 3, 2, 8)), jnp.zeros((3, 4), "int32")
 OF_VARIABLES = {
     "gated_activation": (jaxnorm.gated_activation, (X,), {}),
     "rms_norm": (jaxnorm.rms_norm, (X, SCALE), {"bias": SCALE}),

@@ -4,18 +4,12 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from bad_calls import SHORT_DTYPES, STRUCT, Integers, TorchDtype, misspelt, no_arrays
 from statements import call
 
 X, SCALE, TWO = jnp.ones((3, 4, 8)), jnp.ones(8), {"num_groups": 2}
 
 GROUP = {
-    "x of integers": call(X.astype("int32"), **TWO).raises(TypeError, "x", "floating", "int32", "astype"),
-    "complex x": call(X.astype("complex64"), **TWO).raises(TypeError, "x", "floating", "complex64"),
-    "x of lists": call([[1.0, 2.0]], **TWO).raises(TypeError, "x", "array", "list", "asarray"),
     "no x": call(None, **TWO).raises(TypeError, "x", "array", "NoneType", "the array to normalise"),
-    "scalar x": call(jnp.ones(()), **TWO).raises(ValueError, "x", "at least one axis"),
     "x of one example": call(jnp.ones(8), **TWO).raises(ValueError, "x", r"\(8,\)", "axis of examples", r"x\[None\]"),
     "neither number nor size": call(X).raises(ValueError, "neither of num_groups and group_size", "num_groups=32"),
     "both number and size": call(X, num_groups=2, group_size=4).raises(ValueError, "both of num_groups and group_size"),
@@ -28,8 +22,6 @@ GROUP = {
     "no groups": call(X, num_groups=0).raises(ValueError, "num_groups=0", "positive"),
     "a negative number": call(X, num_groups=-2).raises(ValueError, "num_groups=-2", "positive"),
     "a size of nothing": call(X, group_size=0).raises(ValueError, "group_size=0", "positive"),
-    "a number of a float": call(X, num_groups=2.0).raises(TypeError, "num_groups", "int", "2.0"),
-    "a size of a bool": call(X, group_size=True).raises(TypeError, "group_size", "int", "True"),
     "short scale": call(X, SCALE[:7], **TWO).raises(
         ValueError, "scale", r"\(7,\)", r"\(8,\)", r"\(3, 8\)", r"\(3, 4, 8\)"
     ),
@@ -39,9 +31,6 @@ GROUP = {
     "a scale for each position": call(X, X, **TWO).raises(ValueError, "scale", r"\(3, 4, 8\)", "without them"),
     "a bias for other examples": call(X, SCALE, jnp.ones((2, 8)), **TWO).raises(ValueError, "bias", r"\(2, 8\)"),
     "scalar scale": call(X, jnp.ones(()), **TWO).raises(ValueError, "scale", r"\(\)", r"\(8,\)"),
-    "scale of integers": call(X, SCALE.astype("int8"), **TWO).raises(TypeError, "scale", "floating", "int8"),
-    "scale of what becomes integers": call(X, Integers(), **TWO).raises(TypeError, "scale", "floating", "int32"),
-    "bias of lists": call(X, SCALE, [1.0] * 8, **TWO).raises(TypeError, "bias", "array", "list"),
     "channels first": call(jnp.ones((2, 64, 5, 5)), num_groups=32).raises(
         ValueError, "num_groups=32", r"\(2, 64, 5, 5\)", "channel_axis=1 would fit"
     ),
@@ -57,59 +46,25 @@ GROUP = {
     "unknown activation": call(X, **TWO, activation="mish").raises(
         ValueError, "activation", "'mish'", "None, 'silu', 'relu' or 'gelu'"
     ),
-    "activation of another function": call(X, **TWO, activation=jnp.tanh).raises(
-        ValueError, "activation", "'gelu'", "of the result"
-    ),
     "the exact gelu": call(X, **TWO, activation=partial(jax.nn.gelu, approximate=False)).raises(
         ValueError, "activation", "approximate=False", "of the result"
     ),
-    "activation of an array": call(X, **TWO, activation=np.ones(2)).raises(ValueError, "activation", "'silu'"),
     "channels of examples": call(X, **TWO, channel_axis=0).raises(
         ValueError, "channel_axis=0", r"\(3, 4, 8\)", "examples"
     ),
     "channels of examples from behind": call(X, **TWO, channel_axis=-3).raises(ValueError, "channel_axis=-3", "first"),
     "channel_axis above": call(X, **TWO, channel_axis=3).raises(ValueError, "axis", "3", "out of range"),
     "channel_axis of two": call(X, **TWO, channel_axis=(1, 2)).raises(TypeError, "channel_axis", "int"),
-    "negative epsilon": call(X, **TWO, epsilon=-1.0).raises(ValueError, "epsilon", "negative"),
-    "epsilon of text": call(X, **TWO, epsilon="small").raises(TypeError, "epsilon", "number", "small"),
-    "NaN offset": call(X, **TWO, scale_offset=float("nan")).raises(ValueError, "scale_offset", "finite"),
-    "integer out_dtype": call(X, **TWO, out_dtype="int8").raises(TypeError, "out_dtype", "floating", "int8"),
-    "axis_name not bound": call(X, **TWO, axis_name="rows").raises(ValueError, "no axis 'rows' is bound here"),
-    "unknown implementation": call(X, **TWO, implementation="cuda").raises(ValueError, "implementation", "cuda"),
 }
 MISUSE = {
     "nothing": call().raises(TypeError, "missing a required argument: 'x'", "array to normalise"),
-    "a shape for x": call(STRUCT, **TWO).raises(TypeError, "x must be an array", "jax.eval_shape"),
     "the number by position": call(X, 2).raises(ValueError, "neither of num_groups", "num_groups=32"),
     "an array too many": call(X, SCALE, SCALE, X, **TWO).raises(TypeError, "4 were given", "Pass the others by name"),
     "the number by position, last": call(X, SCALE, SCALE, 2).raises(TypeError, "4 were given", "num_groups=2"),
-    **no_arrays(X, **TWO),
-    **misspelt(
-        X,
-        eps="epsilon",
-        weight="scale",
-        gamma="scale",
-        beta="bias",
-        dtype="out_dtype",
-        groups="num_groups",
-        num_group="num_groups",
-        n_groups="num_groups",
-        groupsize="group_size",
-        channels_per_group="group_size",
-        act="activation",
-        nonlinearity="activation",
-        zero_centered_gamma="scale_offset=1.0",
-        backend="implementation",
-    ),
     "a residual": call(X, residual=X).raises(TypeError, "keyword argument 'residual'", "add it to x first"),
     "the normalised axes": call(X, axis=-1).raises(TypeError, "keyword argument 'axis'", "channel_axis"),
     "Flax's axes": call(X, reduction_axes=(1, 2)).raises(TypeError, "'reduction_axes'", "channel_axis"),
     "rounding": call(X, multiply_before_cast=True).raises(TypeError, "rounded once", "leave it out"),
-    **{
-        f"out_dtype {short}": call(X, **TWO, out_dtype=short).raises(TypeError, "out_dtype", f"did you mean {name}")
-        for short, name in SHORT_DTYPES.items()
-    },
-    "out_dtype of torch": call(X, **TWO, out_dtype=TorchDtype()).raises(TypeError, "did you mean bfloat16"),
 }
 WITHOUT_KERNEL = {
     "channels between positions": call(X[..., None], **TWO, channel_axis=2).has_no_kernel("channels are between"),
