@@ -41,6 +41,17 @@ def results(op, **given):
     return lambda *args: [r for r in op.function(*args, **size_of(op).options, **given) if r.ndim][:2]
 
 
+def of_parts(devices, function, in_specs, out_specs=None, *, axis_name="b", **options):
+    """The function of parts of rows, in a `shard_map`."""
+    out_specs = in_specs if out_specs is None else out_specs
+    named, mesh = partial(function, axis_name=axis_name), mesh_of(devices, AxisType.Auto)
+    return jax.shard_map(named, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options)
+
+
+def gradient_of_sines(norm):
+    return jax.grad(lambda x: jnp.sin(norm(x)).sum())
+
+
 @pytest.mark.on_emulator
 @pytest.mark.needs("several")
 @vma
@@ -82,14 +93,9 @@ def test_gradients_in_shard_map(devices, op):
 
 @pytest.mark.parametrize("kind", NORMS)
 def test_second_derivative(devices, kind):
-    mesh = mesh_of(devices, AxisType.Auto)
-    x = draw_x((4, 16))
-
-    def second(norm):
-        return jax.grad(lambda x: jnp.sin(jax.grad(lambda x: jnp.sin(norm(x)).sum())(x)).sum())
-
-    norm = jax.shard_map(partial(NORMS[kind], axis_name="b"), mesh=mesh, in_specs=P("a", "b"), out_specs=P("a", "b"))
-    assert_parts_close(jax.jit(second(norm))(x), jax.jit(second(NORMS[kind]))(x))
+    x, split = draw_x((4, 16)), of_parts(devices, NORMS[kind], P("a", "b"))
+    actual, expected = (jax.jit(gradient_of_sines(gradient_of_sines(norm)))(x) for norm in (split, NORMS[kind]))
+    assert_parts_close(actual, expected)
 
 
 # On a GPU the statistics and the result of a part are kernels, if these take the dtypes.
@@ -99,13 +105,11 @@ def test_second_derivative(devices, kind):
 @emulated.wherever
 def test_dtypes(devices, kind, dtypes):
     x_dtype, out_dtype = dtypes
-    mesh = mesh_of(devices, AxisType.Auto)
     with jax.enable_x64(x_dtype == "float64"):
         args = draw_x((8, 64)).astype(x_dtype), draw_scale((64,), "bfloat16"), draw_bias((64,))
         norm = partial(NORMS[kind], out_dtype=out_dtype, multiply_before_cast=False)
         specs = P("a", "b"), P("b"), P("b")
-        split = jax.shard_map(partial(norm, axis_name="b"), mesh=mesh, in_specs=specs, out_specs=specs[0])
-        actual, expected = jax.jit(split)(*args), norm(*args)
+        actual, expected = jax.jit(of_parts(devices, norm, specs, specs[0]))(*args), norm(*args)
     assert actual.dtype == expected.dtype
     # x_hat, of up to 4, may be rounded to the neighbour before it is multiplied.
     ulp = float(jnp.finfo(out_dtype).eps)
@@ -128,15 +132,11 @@ def beside(y, scale, bias, dtype):
 @pytest.mark.needs("several")
 @pytest.mark.parametrize("kind", NORMS)
 def test_features_in_a_partly_manual_shard_map(devices, kind):
-    mesh = mesh_of(devices, AxisType.Auto)
-    x = draw_x((8, 16))
-    norm = partial(NORMS[kind], axis_name="b")
-    split = jax.shard_map(norm, mesh=mesh, in_specs=P(None, "b"), out_specs=P(None, "b"), axis_names={"b"})
-
-    def results(norm):
-        return jax.jit(jax.value_and_grad(lambda x: jnp.sin(norm(x)).sum()))
-
-    assert_parts_close(results(split)(x), results(NORMS[kind])(x))
+    x, split = draw_x((8, 16)), of_parts(devices, NORMS[kind], P(None, "b"), axis_names={"b"})
+    actual, expected = (
+        jax.jit(jax.value_and_grad(lambda x, norm=norm: jnp.sin(norm(x)).sum()))(x) for norm in (split, NORMS[kind])
+    )
+    assert_parts_close(actual, expected)
 
 
 # The like where types say how rows are split.
@@ -176,7 +176,7 @@ def test_second_derivatives_of_a_loop_beside_an_explicit_axis_of_rows(devices, k
             return x + jax.vmap(partial(NORMS[kind], **given), 1, 1)(x), None
 
         layers = transform(lambda x: jax.lax.scan(layer, x, length=2)[0])
-        gradient = jax.grad(lambda x: jnp.sin(layers(x)).sum())
+        gradient = gradient_of_sines(layers)
         return jax.jit(jax.grad(lambda x: jnp.square(gradient(x)).sum()))
 
     split = partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={"b"})
@@ -199,8 +199,7 @@ WITHOUT_KERNEL = {
 @pytest.mark.parametrize("kind", NORMS)
 def test_what_has_no_kernel(devices, kind, name):
     dims, *weights, options, dtype = WITHOUT_KERNEL[name]
-    mesh = mesh_of(devices, AxisType.Auto)
-    specs = [P(*(None for _ in shape[1:]), "b") for shape in (dims, *weights)]
+    specs = tuple(P(*(None for _ in shape[1:]), "b") for shape in (dims, *weights))
     with jax.enable_x64(dtype == "float64"):
         x, *others = (
             draw(shape) for draw, shape in zip((draw_x, draw_scale, draw_bias), (dims, *weights), strict=True)
@@ -214,8 +213,7 @@ def test_what_has_no_kernel(devices, kind, name):
             return jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
 
         norm = partial(NORMS[kind], **options)
-        split = jax.shard_map(partial(norm, axis_name="b"), mesh=mesh, in_specs=tuple(specs), out_specs=specs[0])
-        actual, expected = results(split)(*args), results(norm)(*args)
+        actual, expected = results(of_parts(devices, norm, specs, specs[0]))(*args), results(norm)(*args)
     tolerance = {"bfloat16": 2e-2, "float32": 1e-4, "float64": 1e-12}[dtype]
     for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert a.dtype == e.dtype
@@ -226,14 +224,7 @@ def test_what_has_no_kernel(devices, kind, name):
 # Two axes of a mesh, or an axis of vmap, or one of each.
 @pytest.mark.parametrize("kind", NORMS)
 def test_two_mesh_axes(devices, kind):
-    mesh = mesh_of(devices, AxisType.Auto)
-    x = draw_x((4, 64))
-    split = jax.shard_map(
-        partial(NORMS[kind], axis_name=("a", "b")),
-        mesh=mesh,
-        in_specs=P(None, ("a", "b")),
-        out_specs=P(None, ("a", "b")),
-    )
+    x, split = draw_x((4, 64)), of_parts(devices, NORMS[kind], P(None, ("a", "b")), axis_name=("a", "b"))
     assert_parts_close(jax.jit(split)(x), NORMS[kind](x))
 
 
@@ -260,38 +251,30 @@ def test_pmap(devices, kind):
     x = draw_x((4, 16 * len(devices)))
     parts = jnp.stack(jnp.split(x, len(devices), -1))
 
-    def gradient(norm):
-        return jax.grad(lambda x: jnp.sin(norm(x)).sum())
-
-    split = jax.pmap(gradient(partial(NORMS[kind], axis_name="part")), axis_name="part", devices=devices)
-    assert_parts_close(jnp.concatenate(list(split(parts)), -1), gradient(NORMS[kind])(x))
+    named = partial(NORMS[kind], axis_name="part")
+    split = jax.pmap(gradient_of_sines(named), axis_name="part", devices=devices)
+    assert_parts_close(jnp.concatenate(list(split(parts)), -1), gradient_of_sines(NORMS[kind])(x))
 
 
 @pytest.mark.needs("several")
 def test_vmap_in_shard_map_over_what_is_not_split(devices):
-    mesh = mesh_of(devices, AxisType.Auto)
+    def norm(x, axis_name):
+        return jax.vmap(partial(jaxnorm.layer_norm, axis_name=axis_name))(x)
+
     x = draw_x((3, 4, 16))
-    split = jax.shard_map(
-        jax.vmap(partial(jaxnorm.layer_norm, axis_name="b")),
-        mesh=mesh,
-        in_specs=P(None, "a", "b"),
-        out_specs=P(None, "a", "b"),
-    )
-    assert_parts_close(jax.jit(split)(x), jaxnorm.layer_norm(x))
+    assert_parts_close(jax.jit(of_parts(devices, norm, P(None, "a", "b")))(x), jaxnorm.layer_norm(x))
 
 
 # Law 8. Of floats, not every backend's maximum over devices keeps a NaN.
 @pytest.mark.needs("several")
 def test_a_nan_on_one_device_is_in_the_scale_of_its_row(devices):
-    mesh = mesh_of(devices, AxisType.Auto)
     x = draw_x((4, 256)).at[1, 3].set(jnp.nan)
     to = Quantization(jnp.float8_e4m3fn)
 
     def scales(x, **given):
         return jaxnorm.rms_norm_quantized(x, quantization=to, **given).scales
 
-    split = jax.shard_map(partial(scales, axis_name="b"), mesh=mesh, in_specs=P(None, "b"), out_specs=P())
-    assert bits(jnp.isnan(jax.jit(split)(x))) == bits(jnp.isnan(scales(x)))
+    assert bits(jnp.isnan(jax.jit(of_parts(devices, scales, P(None, "b"), P()))(x))) == bits(jnp.isnan(scales(x)))
 
 
 BAD = {
@@ -311,13 +294,16 @@ def test_bad_axis_names(name, case):
         jax.vmap(partial(getattr(jaxnorm, name), **options), axis_name="part")(draw_x((2, 8)))
 
 
-def test_padding_has_no_part():
-    norm = partial(jaxnorm.add_rms_norm, axis_name="part", pad_to=8)
-    with pytest.raises(ValueError, match=re.escape("pad_to=8 with axis_name='part'")):
-        jax.vmap(norm, axis_name="part")(draw_x((2, 4)), draw_x((2, 4)))
-
-
-def test_a_group_has_no_part():
-    norm = partial(jaxnorm.gated_rms_norm, axis_name="part", group_size=2, gate_first=True)
-    with pytest.raises(ValueError, match=re.escape("axis_name='part' with group_size=2")):
+# A padded row, and a group.
+@pytest.mark.parametrize(
+    ("function", "options", "message"),
+    [
+        (jaxnorm.add_rms_norm, {"pad_to": 8}, "pad_to=8 with axis_name='part'"),
+        (jaxnorm.gated_rms_norm, {"group_size": 2, "gate_first": True}, "axis_name='part' with group_size=2"),
+    ],
+    ids=["padded", "grouped"],
+)
+def test_what_has_no_part(function, options, message):
+    norm = partial(function, axis_name="part", **options)
+    with pytest.raises(ValueError, match=re.escape(message)):
         jax.vmap(norm, axis_name="part")(draw_x((2, 4)), draw_x((2, 4)))
