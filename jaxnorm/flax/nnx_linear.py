@@ -76,7 +76,10 @@ class QuantizedLinear(nnx.Linear):
             x = x.astype(dtype)
             if self.activations is not None:
                 x = quantize(x, self.activations)
-        y: jax.Array = quantized_dot(x, self.quantized, out_dtype=self.preferred_element_type or dtype, bias=bias)
+        out_dtype = self.preferred_element_type or dtype
+        if dtype is not None and bias is not None:  # Flax adds the bias to its product in the computation's dtype
+            out_dtype = jnp.result_type(out_dtype, dtype)
+        y: jax.Array = quantized_dot(x, self.quantized, out_dtype=out_dtype, bias=bias)
         return y
 
 

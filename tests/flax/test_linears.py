@@ -170,17 +170,14 @@ def test_the_results_dtype_is_equinoxs(dtype, weight):
     assert layer.quantised()[0](x).dtype == layer(x).dtype
 
 
-# Of layers of flax.nnx alone, and what is quantised without a bias.
-PREFERRED = [
-    (done, {"dtype": dtype, "preferred_element_type": other, "use_bias": use_bias})
-    for dtype, other in (("bfloat16", "float32"), ("float32", "bfloat16"))
-    for done, use_bias in (("quantised", False), ("computed in float8", False), ("computed in float8", True))
-]
-
-
-@pytest.mark.parametrize(("done", "options"), PREFERRED)
-def test_preferred_element_type_is_the_results_dtype(done, options):
-    layer = nnx_linear(**options)
+# Of layers of flax.nnx alone.
+@cover(
+    done=["quantised", "computed in float8"],
+    dtypes=[("bfloat16", "float32"), ("float32", "bfloat16"), ("bfloat16", "float16")],
+    use_bias=[False, True],
+)
+def test_preferred_element_type_is_the_results_dtype(done, dtypes, use_bias):
+    layer = nnx_linear(dtype=dtypes[0], preferred_element_type=dtypes[1], use_bias=use_bias)
     assert CHANGES[done](layer)[0](draw_x(DIMS)).dtype == layer(draw_x(DIMS)).dtype
 
 
