@@ -36,8 +36,7 @@ def of_rows(a):
 
 
 def float8(recipe):
-    granularity = "token" if recipe.scaling == "row" else "tensor"
-    return dataclasses.replace(E4M3, granularity=granularity, power_of_two=recipe.power_of_two)
+    return dataclasses.replace(E4M3, power_of_two=recipe.power_of_two)
 
 
 def rounded(recipe, array, axes):
@@ -45,7 +44,7 @@ def rounded(recipe, array, axes):
     if recipe.scaling == "row":
         values, scales = array_by_numpy(array, float8(recipe), axes)
     else:  # as XLA divides
-        values, scales = jax.tree.leaves(quantize(array, float8(recipe)))
+        values, scales = jax.tree.leaves(quantize(array, float8(recipe), axis=tuple(range(array.ndim))))
     return wide(values.astype(jnp.float32)) * wide(scales)
 
 
