@@ -171,7 +171,8 @@ def block(spec, norms, layer, stream, attend, positions=None, condition=None):
 
     def attention(y):
         names = ("qkv",) if spec.joint else ("query", "key", "value")
-        heads = [spec.product(y, layer[name]).reshape(*y.shape[:-1], -1, spec.head_size) for name in names]
+        products = [spec.product(y, layer[name]) for name in names]
+        heads = [product.reshape(*product.shape[:-1], -1, spec.head_size) for product in products]
         if spec.language:
             rotate = norms.joint_heads if spec.joint else norms.heads
             heads = [*rotate(*heads, layer["query_norm"], layer["key_norm"], positions)]
