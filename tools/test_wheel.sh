@@ -48,5 +48,5 @@ assert native["cpu"]["loaded"], native
 assert native["cuda"]["loaded"] == (sys.argv[1] == "cuda"), native
 END
 # That kernels load and run, both ways; that plans, which need no GPU, are those of the package; some laws.
-bare python -m pytest -p no:cacheprovider -q \
+bare python -m pytest -p no:cacheprovider -q --full \
   tests/native/test_modules.py tests/test_plan.py tests/laws/test_bits.py tests/laws/test_accuracy.py

@@ -55,6 +55,14 @@ FLAXS_OWN = {"promote_dtype": nnx.nn.dtypes.promote_dtype, "force_float32_reduct
 
 SPLIT_OTHERWISE = "parameters that an Explicit mesh splits otherwise than x"
 
+
+def linear_dtype(preferred: Any, dtype: Any, bias: jax.Array | None) -> Any:
+    """Of what a linear layer of Flax gives: its product has the preferred dtype, the bias the computation's."""
+    if preferred is None or dtype is None or bias is None:
+        return preferred or dtype
+    return jnp.promote_types(preferred, dtype)
+
+
 RMS = Functions(rms_norm, add_rms_norm, rms_norm_quantized)
 LAYER = Functions(layer_norm, add_layer_norm, layer_norm_quantized)
 

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxnorm.flax import calls
 from jaxnorm.flax.calls import linen
 from jaxnorm.native import ffi
 from jaxnorm.ops.float8_linear import call
@@ -27,12 +28,11 @@ def linear(
     preferred = getattr(module, "preferred_element_type", None)
     if isinstance(inputs, Quantized):
         x: Any = inputs
-        out_dtype = preferred or module.dtype
+        dtype = module.dtype
     else:
         dtype = linen.dtypes.canonicalize_dtype(inputs, kernel, bias, dtype=module.dtype)
-        x, out_dtype = _rounded(jnp.asarray(inputs), dtype), dtype
-        if preferred is not None:  # of Flax's product, to which it adds the bias in the other dtype
-            out_dtype = preferred if bias is None else jnp.promote_types(preferred, dtype)
+        x = _rounded(jnp.asarray(inputs), dtype)
+    out_dtype = calls.linear_dtype(preferred, dtype, bias)
     name, precision = type(module).__name__, module.precision
     return call.linear(name, x, kernel, bias, out_dtype, recipe, None, precision, out_sharding)
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxnorm.flax import nnx_calls, nnx_layers
+from jaxnorm.flax import calls, nnx_calls, nnx_layers
 from jaxnorm.flax.calls import nnx
 from jaxnorm.flax.explained import explained
 from jaxnorm.flax.quantizations import pair
@@ -76,9 +76,7 @@ class QuantizedLinear(nnx.Linear):
             x = x.astype(dtype)
             if self.activations is not None:
                 x = quantize(x, self.activations)
-        out_dtype = self.preferred_element_type or dtype
-        if dtype is not None and bias is not None:  # Flax adds the bias to its product in the computation's dtype
-            out_dtype = jnp.result_type(out_dtype, dtype)
+        out_dtype = calls.linear_dtype(self.preferred_element_type, dtype, bias)
         y: jax.Array = quantized_dot(x, self.quantized, out_dtype=out_dtype, bias=bias)
         return y
 

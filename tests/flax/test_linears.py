@@ -177,8 +177,10 @@ def test_the_results_dtype_is_equinoxs(dtype, weight):
     use_bias=[False, True],
 )
 def test_preferred_element_type_is_the_results_dtype(done, dtypes, use_bias):
-    layer = nnx_linear(dtype=dtypes[0], preferred_element_type=dtypes[1], use_bias=use_bias)
-    assert CHANGES[done](layer)[0](draw_x(DIMS)).dtype == layer(draw_x(DIMS)).dtype
+    layer, x = nnx_linear(dtype=dtypes[0], preferred_element_type=dtypes[1], use_bias=use_bias), draw_x(DIMS)
+    changed, _ = CHANGES[done](layer)
+    eight = quantize(x, INT8 if done == "quantised" else E4M3)
+    assert {changed(x).dtype, changed(eight).dtype} == {layer(x).dtype}
 
 
 class Twice(flax.linen.Module):

@@ -1,6 +1,6 @@
 """The CUDA kernels without a GPU: a `_cuda` whose handlers run the emulator, in place of the CPU's kernels.
 
-`JAXNORM_EMULATE=1 python -m pytest -m "on_emulator or cuda"` has it: what is compiled for a CPU is lowered as for CUDA,
+`JAXNORM_EMULATE=1 python -m pytest --full -m on_emulator` has it: what is compiled for a CPU is lowered as for CUDA,
 and calls these handlers. Another value is the path of such a module. `python tests/lib/emulated.py OP ...` builds one,
 of these ops or of all, and prints its path.
 """

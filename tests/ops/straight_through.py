@@ -14,7 +14,7 @@ from native import native_calls
 from quantizing import GRANULARITIES, QUANTIZED, STATIC_SCALE, TO, call, quantize, to
 
 from jaxnorm import Quantization
-from ops.quantized_norms import TO_INT8, draw_operands, kinds
+from ops.quantized_norm_bits import TO_INT8, draw_operands, kinds
 
 pytestmark = pytest.mark.any_code
 
