@@ -12,6 +12,9 @@ import bench  # noqa: F401
 _FLAGS = os.environ.get("XLA_FLAGS", "")
 if "xla_force_host_platform_device_count" not in _FLAGS:
     os.environ["XLA_FLAGS"] = f"{_FLAGS} --xla_force_host_platform_device_count=8".strip()
+# Threads of XLA's CPU client, which would be as many as its devices. A collective holds one until the other devices
+# are there, so of two that do not wait for each other the last device may find none, and XLA aborts after 40 seconds.
+os.environ.setdefault("NPROC", "32")
 # The backend that Keras starts on, which it reads when it is imported.
 os.environ["KERAS_BACKEND"] = "jax"
 # Several workers (`-n 2`) share one GPU.
@@ -62,6 +65,7 @@ def pytest_cmdline_main(config):
         option.loadgroup = True  # a worker reads the command line, which does not say it
     elif getattr(option, "numprocesses", 0) is None:
         option.numprocesses, option.dist = min(8, len(os.sched_getaffinity(0))), "loadgroup"
+        option.maxworkerrestart = "0"  # in place of a worker that crashed another may wait for ever
 
 
 def pytest_configure(config):

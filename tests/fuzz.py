@@ -23,6 +23,7 @@ if __name__ == "__main__":
     # is not what is written.
     flags = "--xla_force_host_platform_device_count=8 --xla_allow_excess_precision=false"
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA warns of what it gathers
+    os.environ.setdefault("NPROC", "32")  # as in conftest.py
     os.environ["XLA_FLAGS"] = f"{flags} {os.environ.get('XLA_FLAGS', '')}".strip()
     sys.path[:0] = [str(path) for path in (Path(__file__).parents[1], Path(__file__).parent / "lib")]
     import bench  # noqa: F401  # it lets the installed jaxnorm come before the clone's
