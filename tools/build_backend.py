@@ -1,5 +1,12 @@
-"""The build backend: scikit-build-core's, with NVIDIA's compiler among the requirements where `cuda_wheels` says so."""
+"""The build backend: scikit-build-core's, with NVIDIA's compiler among the requirements where `cuda_wheels` says so.
 
+What was compiled of the same text is not compiled again: pip builds in a new environment each time, in which
+scikit-build-core begins anew.
+"""
+
+import os
+import shutil
+from pathlib import Path
 from typing import Any
 
 import cuda_wheels
@@ -23,6 +30,11 @@ __all__ = [
     "prepare_metadata_for_build_editable",
     "prepare_metadata_for_build_wheel",
 ]
+
+if shutil.which("bash") and shutil.which("sha256sum"):
+    os.environ.setdefault("JAXNORM_OBJECTS", str(Path.cwd() / "build" / "objects"))
+    for language in ("CXX", "CUDA"):
+        os.environ.setdefault(f"CMAKE_{language}_COMPILER_LAUNCHER", str(Path(__file__).with_name("compile_once")))
 
 
 def get_requires_for_build_wheel(config_settings: dict[str, Any] | None = None) -> list[str]:
