@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import cache, partial
 
 import bad_calls
-import bad_quantized_calls
 import formulas
 import jax
 import jax.numpy as jnp
@@ -77,8 +76,8 @@ def quantized(kind, granularity, to):
         forward=f"jaxnorm_{kind}_norm_quantized_fwd",
         gradients=("dx", "dscale", "dbias", ""),
         has_row_scale=granularity == "token",
-        bad_calls=bad_quantized_calls.QUANTIZED | bad_calls.MISUSE[f"{kind}_norm_quantized"],
-        without_kernel=bad_quantized_calls.QUANTIZED_WITHOUT_KERNEL,
+        bad_calls=bad_calls.QUANTIZED,
+        without_kernel=bad_calls.QUANTIZED_WITHOUT_KERNEL,
     )
 
 
@@ -138,7 +137,7 @@ def with_gate(calls):
 
 BAD_CALLS = {
     **{name: c for name, c in bad_calls.GATED.items() if "out_dtype" not in c.keywords},
-    **with_gate(bad_quantized_calls.QUANTIZED),
+    **with_gate(bad_calls.QUANTIZED),
 }
 WITHOUT_KERNEL = {
     **{name: c for name, c in bad_calls.GATED_WITHOUT_KERNEL.items() if "out_dtype" not in c.keywords},
@@ -205,7 +204,7 @@ def gated_quantized(variant, granularity, to):
         forward="jaxnorm_gated_rms_norm_quantized_fwd",
         gradients=("dx", "dgate", "dscale", ""),
         has_row_scale=granularity == "token",
-        bad_calls=BAD_CALLS | bad_calls.MISUSE["gated_rms_norm_quantized"],
+        bad_calls=BAD_CALLS,
         without_kernel=WITHOUT_KERNEL,
     )
 
