@@ -14,20 +14,26 @@ from table import OPS
 
 import jaxnorm
 
-
-def rows_of(text):
-    """The rows of a text, each a name or several and what it has."""
-    return [row.split(": ") for row in re.split("; |\n", text)]
-
-
-SIGNATURES = """\
-rms_norm: x scale; layer_norm: x scale bias; add_rms_norm: x residual scale; add_layer_norm: x residual scale bias
-rms_norm_add_rms_norm: x residual post_scale scale; gated_activation: x; gated_activation_quantized: x
-gated_rms_norm: x gate scale; gated_rms_norm_quantized: x gate scale; group_norm: x scale bias; softmax: x
-log_softmax: x; softmax_cross_entropy_with_integer_labels: logits labels axis where
-linear_cross_entropy: x kernel labels; qk_norm_rotary: q k q_scale k_scale positions
-qkv_norm_rotary: qkv q_scale k_scale positions; rms_norm_quantized: x scale; layer_norm_quantized: x scale bias"""
-POSITIONAL = {function: names.split() for function, names in rows_of(SIGNATURES)}
+POSITIONAL = {
+    "rms_norm": ["x", "scale"],
+    "layer_norm": ["x", "scale", "bias"],
+    "add_rms_norm": ["x", "residual", "scale"],
+    "add_layer_norm": ["x", "residual", "scale", "bias"],
+    "rms_norm_add_rms_norm": ["x", "residual", "post_scale", "scale"],
+    "gated_activation": ["x"],
+    "gated_activation_quantized": ["x"],
+    "gated_rms_norm": ["x", "gate", "scale"],
+    "gated_rms_norm_quantized": ["x", "gate", "scale"],
+    "group_norm": ["x", "scale", "bias"],
+    "softmax": ["x"],
+    "log_softmax": ["x"],
+    "softmax_cross_entropy_with_integer_labels": ["logits", "labels", "axis", "where"],
+    "linear_cross_entropy": ["x", "kernel", "labels"],
+    "qk_norm_rotary": ["q", "k", "q_scale", "k_scale", "positions"],
+    "qkv_norm_rotary": ["qkv", "q_scale", "k_scale", "positions"],
+    "rms_norm_quantized": ["x", "scale"],
+    "layer_norm_quantized": ["x", "scale", "bias"],
+}
 
 
 class Integers:
@@ -253,6 +259,54 @@ def test_an_argument_too_many(function):
         called(*args, **{names[0]: args[0]})
 
 
+MISTYPED = {
+    "epsilom": "epsilon",
+    "Scale": "scale",
+    "activations": "activation",
+    "pad": "pad_to",
+    "scale_ofset": "scale_offset",
+    "smooth": "smooth_scale",
+    "straightthrough": "straight_through",
+    "casual": "causal",
+}
+# The names that other libraries have for an argument.
+SYNONYMS = {
+    "x": ["inputs"],
+    "epsilon": ["eps", "variance_epsilon", "layer_norm_eps"],
+    "scale": ["weight", "gamma"],
+    "bias": ["beta", "b"],
+    "axis": ["dim", "axes", "normalized_shape"],
+    "activation": ["act", "nonlinearity"],
+    "num_groups": ["groups", "num_group", "n_groups"],
+    "group_size": ["channels_per_group", "groupsize"],
+    "z_loss": ["z_loss_weight", "lse_square_scale"],
+    "theta": ["rope_theta", "base"],
+    "heads": ["num_heads", "num_attention_heads"],
+    "kv_heads": ["num_kv_heads", "num_key_value_heads"],
+    "out_dtype": ["dtype"],
+    "implementation": ["backend"],
+    "quantization": ["quant"],
+    "scale_offset=1.0": ["zero_centered_gamma"],
+    "gate": ["z"],
+    "gate_first=not norm_before_gate": ["norm_before_gate"],
+    "where": ["mask"],
+    "causal": ["is_causal"],
+    "labels": ["targets"],
+    "weights": ["loss_mask"],
+    "residual": ["skip"],
+    "label_smoothing": ["smoothing"],
+    "ignore_index": ["ignore_label"],
+    "soft_cap": ["final_logit_softcapping"],
+    "logit_scale=1 / temperature": ["temperature"],
+    "return_logsumexp": ["return_lse"],
+    "positions": ["position_ids"],
+    "frequencies": ["inv_freq"],
+    "rotary_dim": ["rotary_ndims"],
+    "normalize": ["norm"],
+    "q_scale": ["q_norm"],
+    "k_scale": ["k_weight"],
+}
+MEANT = MISTYPED | {theirs: ours for ours, names in SYNONYMS.items() for theirs in names}
 # What is to be done without an argument that no function like it has.
 INSTEAD = {
     "bias": "add it to (the result|an unquantised norm)",
@@ -266,12 +320,13 @@ INSTEAD = {
 @each_function
 def test_an_argument_of_other_functions(function):
     of_each = {other: {p.name for p in parameters(other)} for other in POSITIONAL}
-    for name in sorted(set().union(*of_each.values()) - of_each[function] - {"weights"}):
-        related = [other for other in POSITIONAL if function in other and name in of_each[other]]
-        said = "did you mean .*, which takes? " if related else INSTEAD.get(name, "is an argument of")
-        with pytest.raises(TypeError, match=in_order(function, (f"keyword argument '{name}'", said))) as raised:
-            getattr(jaxnorm, function)(*map(VALID.get, required_by(function)), **{name: 1})
-        assert all(other in str(raised.value) for other in related)
+    for ours in sorted(set().union(*of_each.values()) - of_each[function] - {"weights"}):
+        related = [other for other in POSITIONAL if function in other and ours in of_each[other]]
+        said = "did you mean .*, which takes? " if related else INSTEAD.get(ours, "is an argument of")
+        for name in {ours, *SYNONYMS.get(ours, ())} - {"weight"}:  # which may be one of weights
+            with pytest.raises(TypeError, match=in_order(function, (f"keyword argument '{name}'", said))) as raised:
+                getattr(jaxnorm, function)(*map(VALID.get, required_by(function)), **{name: 1})
+            assert all(other in str(raised.value) for other in related)
 
 
 OF_X = (*WEIGHTS, "residual", "gate")
@@ -288,21 +343,6 @@ def test_an_array_of_another_shape(op, name):
             said += [is_scale if shape == (8,) else "broadcast_to"]
         with pytest.raises(ValueError, match=in_order(op, said)):
             getattr(jaxnorm, op)(**valid(op) | {name: jnp.ones(shape)})
-
-
-# Names that other libraries have, or that are mistyped, and what is meant where a function takes that.
-MISSPELT = """\
-eps epsilom variance_epsilon layer_norm_eps: epsilon; weight gamma Scale: scale; beta b: bias
-dim axes normalized_shape: axis; act nonlinearity activations: activation; groups num_group n_groups: num_groups
-channels_per_group groupsize: group_size; z_loss_weight lse_square_scale: z_loss; rope_theta base: theta
-num_heads num_attention_heads: heads; num_kv_heads num_key_value_heads: kv_heads; dtype: out_dtype; inputs: x
-backend: implementation; pad: pad_to; quant: quantization; scale_ofset: scale_offset
-zero_centered_gamma: scale_offset=1.0; smooth: smooth_scale; norm_before_gate: gate_first=not norm_before_gate
-straightthrough: straight_through; mask: where; is_causal casual: causal; targets: labels; loss_mask: weights
-skip: residual; smoothing: label_smoothing; ignore_label: ignore_index; final_logit_softcapping: soft_cap
-temperature: logit_scale=1 / temperature; return_lse: return_logsumexp; position_ids: positions; inv_freq: frequencies
-rotary_ndims: rotary_dim; norm: normalize; q_norm: q_scale; k_weight: k_scale"""
-MEANT = {theirs: ours for names, ours in rows_of(MISSPELT) for theirs in names.split()}
 
 
 @each_function

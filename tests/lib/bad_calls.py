@@ -91,6 +91,7 @@ MISUSE = {
     ),
     "layer_norm": named(
         call(X, [8], SCALE, SCALE).raises(TypeError, "as in torch", "Leave it out"),
+        call(X, (8,), SCALE).raises(TypeError, "as in torch", "Leave it out"),
         call(X, use_fast_variance=False).raises(TypeError, "'use_fast_variance'", "expected"),
     ),
 }

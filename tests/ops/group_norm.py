@@ -133,7 +133,6 @@ def group_norm(activation=None):
         many=(rows(600, 5, 128, group_size=32), rows(600, 640, group_size=20)),
         statistics=2,
         numbers=("epsilon", "scale_offset", "num_groups", "channel_axis"),
-        required={"num_groups": 2},
         bad_calls=bad_calls.GROUP,
         without_kernel=bad_calls.GROUP_WITHOUT_KERNEL,
     )

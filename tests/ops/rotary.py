@@ -242,7 +242,6 @@ def qkv_rotary(normalize, *, interleaved=False, partial=False):
         kept=("qkv", "positions", "q_scale", "k_scale"),
         kept_beside=lambda qkv, *_: apart.kept_beside(*parts(qkv)),
         normalised=lambda qkv: parts(qkv)[0],
-        required={"heads": 2, "kv_heads": 1, "positions": jnp.zeros((3, 4))},
         bad_calls=bad_calls.OF_PRODUCT,
         without_kernel=bad_calls.PRODUCT_WITHOUT_KERNEL,
     )
