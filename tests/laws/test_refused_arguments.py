@@ -299,7 +299,7 @@ num_heads num_attention_heads: heads; num_kv_heads num_key_value_heads: kv_heads
 backend: implementation; pad: pad_to; quant: quantization; scale_ofset: scale_offset
 zero_centered_gamma: scale_offset=1.0; smooth: smooth_scale; norm_before_gate: gate_first=not norm_before_gate
 straightthrough: straight_through; mask: where; is_causal casual: causal; targets: labels; loss_mask: weights
-skip: residual; smoothing: label_smoothing; ignore_label: ignore_index; final_logit_softcapping: soft_cap
+skip: residual; z: gate; smoothing: label_smoothing; ignore_label: ignore_index; final_logit_softcapping: soft_cap
 temperature: logit_scale=1 / temperature; return_lse: return_logsumexp; position_ids: positions; inv_freq: frequencies
 rotary_ndims: rotary_dim; norm: normalize; q_norm: q_scale; k_weight: k_scale"""
 MEANT = {theirs: ours for names, ours in rows_of(MISSPELT) for theirs in names.split()}
