@@ -3,7 +3,7 @@
 import math
 from functools import partial
 
-import bad_softmax_calls
+import bad_calls
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -346,10 +346,10 @@ def test_a_row_of_weight_0():
     assert_near(jax.value_and_grad(loss(labels.at[at].set(CLASSES)))(spoilt), ignored)
 
 
-@pytest.mark.parametrize("name", bad_softmax_calls.LINEAR)
+@pytest.mark.parametrize("name", bad_calls.LINEAR)
 def test_bad_input(name):
-    args, keywords, error, parts = bad_softmax_calls.LINEAR[name]
-    with pytest.raises(error, match=r"(?s)^linear_cross_entropy: " + ".*".join(("", *parts))):
+    args, keywords, error, parts = bad_calls.LINEAR[name]
+    with pytest.raises(error, match=bad_calls.in_order("linear_cross_entropy", parts)):
         linear_cross_entropy(*args, **keywords)
 
 
