@@ -93,7 +93,10 @@ UNKNOWN = {
     "misspelt": ({"layernorm": "jnp"}, "no function 'layernorm'; did you mean layer_norm?"),
     "without the argument": ({"dequantize": "jnp"}, "no function 'dequantize'"),
     "unknown": ({"layer_norm": "xla"}, "unknown implementation 'xla'"),
-    "way": ({"softmax": {"backwards": "jnp"}}, "has no direction 'backwards'; expected 'forward' or 'backward'"),
+    "way": (
+        {"softmax": {"backwards": "jnp"}},
+        "softmax has no direction 'backwards'; expected 'forward' or 'backward'",
+    ),
     "of a direction": ({"layer_norm": {"backward": "xla"}}, "unknown implementation 'xla'"),
     "nested": ({"layer_norm": {"backward": {"forward": "jnp"}}}, "unknown implementation {'forward': 'jnp'}"),
     "no mapping": ("cuda", "implementation: unknown implementation 'cuda'; expected None, 'native' or"),

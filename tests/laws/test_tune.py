@@ -7,7 +7,6 @@ import re
 import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -123,7 +122,8 @@ def test_what_it_tries_and_keeps(times, monkeypatch, name):
     def slower(_, spec, rows):
         return "XLA is faster" if (rows.way, rows.cols) == (BACKWARD, 8) and not spec.native_in(rows.way) else None
 
-    (function, trials), (gains, kept, seconds) = TUNINGS[name], CHOSEN.get(name, ({}, {}, 1e-3))
+    function, trials = TUNINGS[name]
+    gains, kept, seconds = CHOSEN.get(name, ({}, {}, 1e-3))
     times |= gains
     if name in ("left to XLA", "a mixed default"):
         monkeypatch.setattr(reasons, "slower", slower)
@@ -181,6 +181,7 @@ def test_it_is_a_choice_that_implementation_takes(times):
         (False, 120, [f"{done} of 5 done, about {left} left" for done, left in enumerate(IN_WORDS, 1)]),
         (True, 4, ["0 of 5 done", *(f"{done} of 5 done, about {20 - 4 * done} s left" for done in (1, 2, 3, 4))]),
     ],
+    ids=["short", "a line", "lines", "terminal"],
 )
 def test_it_tells_the_time_that_is_left(times, monkeypatch, capsys, is_terminal, seconds, lines):
     measured, clock = turns.in_turns, [0]
@@ -216,9 +217,11 @@ def test_a_result_is_kept(times):
     compiled.clear()
     assert jaxnorm.tune(jax.jit(norms), X, SCALE) is first
     assert compiled == []
-    more = jax.jit(lambda x, scale: norms(x, scale) + 1)
-    others = [jaxnorm.tune(jax.jit(norms), x, SCALE) for x in (X[:2], X.astype("bfloat16"))]
-    others.append(jaxnorm.tune(more, X, SCALE))
+    others = [
+        jaxnorm.tune(jax.jit(norms), X[:2], SCALE),
+        jaxnorm.tune(jax.jit(norms), X.astype("bfloat16"), SCALE),
+        jaxnorm.tune(jax.jit(lambda x, scale: norms(x, scale) + 1), X, SCALE),
+    ]
     with jaxnorm.implementation({LAYER: "jnp"}):
         others.append(jaxnorm.tune(jax.jit(norms), X, SCALE))
     assert all(other is not first for other in others)
@@ -544,6 +547,14 @@ def places(value, path=()):
         yield from places(part, (*path, key))
 
 
+def replaced(value, path, new):
+    if not path:
+        return new
+    copy = dict(value) if isinstance(value, dict) else list(value)
+    copy[path[0]] = replaced(copy[path[0]], path[1:], new)
+    return copy
+
+
 def fits(path, value, new):
     """Whether save might have written this instead."""
     if path[-1:] and path[-1] in ("before", "after", "default_seconds", "seconds"):
@@ -556,17 +567,16 @@ def fits(path, value, new):
 @pytest.mark.parametrize("new", [[], ["a", "b", "c", "d"], {}, {"rms_norm": 1}, 1.5, True, None, "text"], ids=repr)
 def test_a_malformed_file_is_named(tuned, path, new):
     tuned.save(path)
-    text, failed = path.read_text(), {}
-    for place in places(json.loads(text)):
-        whole = {"": json.loads(text)}
-        *way, last = ("", *place)
-        around = functools.reduce(lambda value, key: value[key], way, whole)
-        before, around[last] = around[last], new
-        path.write_text(json.dumps(whole[""]))
+    file, failed = json.loads(path.read_text()), {}
+    for place in places(file):
+        before = functools.reduce(lambda value, key: value[key], place, file)
+        path.write_text(json.dumps(replaced(file, place, new)))
         try:
             jaxnorm.Tuned.load(path)
         except Exception as error:
-            is_said = type(error) is ValueError and re.match(f"^Tuned.load: {path} {NO_FILE}\\(.*\\)\\.$", str(error))
+            is_said = isinstance(error, ValueError) and re.match(
+                f"^Tuned.load: {path} {NO_FILE}\\(.*\\)\\.$", str(error)
+            )
             if is_said is None and fits(place, before, new) and f"Tuned.load: {path} is for" in str(error):
                 continue
             in_python = re.search("unhashable|attribute|unpack|keyword|iterable|subscript|positional", str(error))
@@ -633,10 +643,17 @@ def test_threads(times):
 def test_turns():
     called = []
 
-    def fake(name, each):
-        return SimpleNamespace(most_calls=3, seconds=lambda calls: called.append((name, calls)) or each)
+    class Fake:
+        most_calls = 3
 
-    times = turns.in_turns([fake("a", 1e-3), fake("b", 2e-3)])
+        def __init__(self, name, seconds):
+            self.name, self.each = name, seconds
+
+        def seconds(self, calls):
+            called.append((self.name, calls))
+            return self.each
+
+    times = turns.in_turns([Fake("a", 1e-3), Fake("b", 2e-3)])
     assert [time.median for time in times] == [1e-3, 2e-3]
     assert [times[0].beats(times[1]), times[1].beats(times[0])] == [True, False]
     assert called[:4] == [("a", 1), ("a", 1), ("b", 1), ("b", 1)]

@@ -73,22 +73,23 @@ x = np.arange(12, dtype=np.float32).reshape(3, 4)
 """
 
 
+# In a program, in plain jnp, and how near they are.
 OF_BROKEN = {
-    "y": ("jax.jit(jaxnorm.rms_norm)", formula("rms")),
+    "y": ("jax.jit(jaxnorm.rms_norm)", formula("rms"), {"rtol": 1e-6}),
     "gradient": (
         "jax.grad(lambda x: (jaxnorm.layer_norm(x) ** 3).sum())",
         jax.grad(lambda x: (formula("layer")(x) ** 3).sum()),
+        {"rtol": 1e-3, "atol": 1e-5},
     ),
 }
 
 
 @pytest.mark.parametrize("name", OF_BROKEN)
 def test_a_broken_module_leaves_the_formula(tmp_path, name):
-    program, expected = OF_BROKEN[name]
+    program, expected, tolerance = OF_BROKEN[name]
     printed = run(tmp_path, f"{BREAK_NATIVE}print(np.asarray({program}(x)).tolist())").stdout
-    rtol, atol = (1e-6, 0) if name == "y" else (1e-3, 1e-5)
     x = np.arange(12, dtype=np.float32).reshape(3, 4)
-    np.testing.assert_allclose(json.loads(printed), expected(x), rtol=rtol, atol=atol)
+    np.testing.assert_allclose(json.loads(printed), expected(x), **tolerance)
 
 
 def test_native_by_name_says_why_a_module_is_broken(tmp_path):
@@ -135,7 +136,8 @@ def test_one_warning_where_a_library_is_truncated(tmp_path):
     copy_of_the_package(tmp_path, share=0.9)
     (warning,) = told_by(tmp_path, USE)
     assert "the formula on cpu: jaxnorm._cpu does not load" in warning
-    assert all(said in warning for said in ("_cpu", "too short", "install jaxnorm again"))
+    assert "too short" in warning
+    assert "install jaxnorm again" in warning
 
 
 def test_one_warning_where_a_library_does_not_load(tmp_path):
