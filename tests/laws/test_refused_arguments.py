@@ -33,7 +33,11 @@ POSITIONAL = {
     "qkv_norm_rotary": ["qkv", "q_scale", "k_scale", "positions"],
     "rms_norm_quantized": ["x", "scale"],
     "layer_norm_quantized": ["x", "scale", "bias"],
+    "quantize": ["x", "quantization"],
+    "quantized_dot": ["x", "weights"],
+    "float8_linear": ["x", "kernel"],
 }
+OF_NO_ROW = {"linear_cross_entropy", "quantize", "quantized_dot", "float8_linear"}  # of the table
 
 
 class Integers:
@@ -68,6 +72,7 @@ VALID = {
     "kernel": jnp.ones((8, 5)),
     "gate_first": True,
     "quantization": jaxnorm.Quantization("int8"),
+    "weights": jaxnorm.quantize(jnp.ones((5, 8)), jaxnorm.Quantization("int8")),
 }
 WEIGHTS = ("scale", "bias", "post_scale", "smooth_scale", "q_scale", "k_scale")
 ARRAYS = ("x", "logits", "residual", "gate", "q", "k", "qkv", "kernel", *WEIGHTS)
@@ -139,12 +144,15 @@ REFUSED = {
         (np.ones(2), ValueError, ("'silu'",)),
     ),
     **dict.fromkeys(("multiply_before_cast", "gate_first", "interleaved", "return_v", "causal"), FLAG),
+    **dict.fromkeys(("straight_through", "with_unquantized", "return_statistics", "return_logsumexp"), FLAG),
     **dict.fromkeys(
         ("pad_to", "num_groups", "group_size", "heads", "kv_heads", "rotary_dim"),
         tuple((value, TypeError, ("int", repr(value))) for value in (2.0, True, "8")),
     ),
     "quantization": tuple((value, TypeError, ("Quantization", repr(value))) for value in (None, "int8")),
 }
+# Which say of a scalar that K is missing.
+PRODUCTS = ("quantized_dot", "float8_linear")
 # Whose axis, or other argument, is one that they check themselves.
 OWN = {
     *((name, "axis") for name in ("gated_activation", "gated_activation_quantized")),
@@ -161,7 +169,7 @@ def refused(function, argument):
     absent = (None, TypeError, ("must be an array", "NoneType"))
     return (
         *NO_ARRAY,
-        *[SCALAR] * (argument in ("x", "logits")),
+        *[SCALAR] * (argument in ("x", "logits") and function not in PRODUCTS),
         *[absent] * (argument in required_by(function)),
         *(NO_WEIGHTS if argument in WEIGHTS else ()),
     )
@@ -194,7 +202,7 @@ def test_what_no_function_takes(op, argument):
 
 
 def test_every_function_is_in_the_table():
-    assert POSITIONAL.keys() == {*(op.public for op in OPS), "linear_cross_entropy"}
+    assert POSITIONAL.keys() == {*(op.public for op in OPS), *OF_NO_ROW}
 
 
 # Names that other libraries have, or that are mistyped, and what is meant where a function takes that.
