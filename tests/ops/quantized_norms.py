@@ -147,19 +147,10 @@ def test_few_rows_among_many_with_a_scale_of_negative_zeros(kind, dtype, dims):
     assert bits((few.values, few.scales)) == bits((many.values[5:9], many.scales[5:9]))
 
 
-@pytest.mark.parametrize(
-    "scale",
-    [
-        quantizing.STATIC_SCALE,
-        np.float64(quantizing.STATIC_SCALE),
-        jnp.float32(quantizing.STATIC_SCALE),
-        jnp.bfloat16(0.013),
-    ],
-    ids=repr,
-)
-def test_a_static_scale_is_returned_as_float32(scale):
-    result = QUANTIZED["rms"](X, quantization=Quantization("int8", "tensor"), static_scale=scale)
-    assert_same([result.scales], [np.float32(scale)])
+@pytest.mark.parametrize("number", [float, np.float64, jnp.float32, jnp.bfloat16])
+def test_a_static_scale_is_returned_as_float32(number):
+    result = QUANTIZED["rms"](X, quantization=Quantization("int8", "tensor"), static_scale=number(0.013))
+    assert_same([result.scales], [np.float32(number(0.013))])
 
 
 # By itself, and by the program that quantises: XLA leaves no rounding out, though it might have precision to offer.
