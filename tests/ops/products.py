@@ -81,6 +81,14 @@ def loss(form, x, kernel, bias):
     return (form(x, kernel, bias) * dy).sum()
 
 
+def with_zeros(dims, dtype="float32", *, kernel_dtype=None, std=1.0):
+    """x, kernel, bias and dy of these rows, depth and columns; x's first row and kernel's first column are zeros."""
+    *rows, depth, columns = dims
+    x, dy = (draw(name, (*rows, length), dtype, std=std) for name, length in (("x", depth), ("dy", columns)))
+    kernel = draw("kernel", (depth, columns), kernel_dtype or dtype, std=std)
+    return x.at[(0,) * len(rows)].set(0), kernel.at[:, 0].set(0), draw("bias", (columns,), dtype, std=std), dy
+
+
 def value_and_gradients(function, *args):
     """The result, and the gradients for the last of these as its cotangent."""
     y, pull_back = jax.vjp(function, *args[:-1])
