@@ -27,7 +27,8 @@ VALID = {
     "labels": LABELS,
     "kernel": jnp.ones((8, 5)),
     "gate_first": True,
-    "quantization": jaxnorm.Quantization("int8"),
+    "quantization": Quantization("int8"),
+    "weights": jaxnorm.quantize(jnp.ones((5, 8)), Quantization("int8")),
 }
 
 
@@ -213,6 +214,7 @@ QUANTIZATION = named(
     call("int8", "group", True).raises(ValueError, "group_size", "True"),
     call("int8", "token", 64).raises(ValueError, "group_size=64", "'group'", "'token'"),
     call("int8", "token", None, True).raises(ValueError, "power_of_two", "floats", "int8", "leave"),
+    call("int4", "token", None, True).raises(ValueError, "power_of_two", "floats", "int4"),
     call("float8_e5m2", "tensor", None, True).raises(ValueError, "power_of_two", "'tensor'", "leave"),
     call("int8", "tensor", None, False, 1.0).raises(ValueError, "max_scale", "'tensor'", "leave"),
     call("int8", "token", None, False, 0.0).raises(ValueError, "max_scale", r"2\*\*-126", "0.0"),
