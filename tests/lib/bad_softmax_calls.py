@@ -117,6 +117,9 @@ SOFTMAX_WITHOUT_KERNEL = {
 CROSS_ENTROPY_WITHOUT_KERNEL = {
     "a leading axis": call(X, jnp.zeros((4, 8), "int32"), axis=0).has_no_kernel("trailing"),
     "rows of no elements": call(jnp.ones((3, 0)), jnp.zeros(3, "int32")).has_no_kernel("length 0"),
+    "a half type times an array": call(X.astype("bfloat16"), LABELS, logit_scale=jnp.float32(2)).has_no_kernel(
+        "half type times a traced logit_scale are float32"
+    ),
 }
 LINEAR = MISUSE["linear_cross_entropy"] | {
     "an embedding": call(X, KERNEL.T, LABELS).raises(
