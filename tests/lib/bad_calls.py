@@ -404,6 +404,7 @@ SOFTMAX_WITHOUT_KERNEL = named(
 CROSS_ENTROPY_WITHOUT_KERNEL = named(
     call(X, jnp.zeros((4, 8), "int32"), axis=0).has_no_kernel("trailing"),
     call(jnp.ones((3, 0)), jnp.zeros(3, "int32")).has_no_kernel("length 0"),
+    call(BRAIN, LABELS, logit_scale=jnp.float32(2)).has_no_kernel("half type times a traced logit_scale are float32"),
 )
 LINEAR = named(
     call(X, KERNEL.T, LABELS).raises(ValueError, "kernel", (20, 8), r"expected \(8, classes\)", r"kernel\.T"),
