@@ -3,7 +3,6 @@
 import inspect
 import json
 import os
-import subprocess
 import sys
 import warnings
 from functools import partial
@@ -15,11 +14,14 @@ import jax.export
 import jax.numpy as jnp
 import keras
 import pytest
+from calls import INT8, of_x
 from flax import linen, nnx
-from internals import fallback, ffi, functions
+from internals import fallback, functions
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from native import without_cuda
+from processes import python
 
 import jaxnorm
 import jaxnorm.equinox
@@ -121,35 +123,13 @@ def test_directions():
     assert ("rms_norm", "tangent", "formula") in summary(jaxnorm.explain(lambda x: jax.jvp(norm, (x,), (x,)), X))
 
 
-def gate(function=jaxnorm.gated_rms_norm, **options):
-    return lambda x: function(x, x, gate_first=True, **options)
-
-
-TO = {"quantization": jaxnorm.Quantization("int8")}
-WEIGHTS = jaxnorm.quantize(X, TO["quantization"])
-LABELS = jnp.zeros(4, "int32")
-LOSS = jaxnorm.softmax_cross_entropy_with_integer_labels
+WEIGHTS = jaxnorm.quantize(X, INT8)
 # By what the public functions call themselves, and why no kernel serves them.
 CALLS = {
-    "softmax": (jaxnorm.softmax, None),
-    "log_softmax": (jaxnorm.log_softmax, None),
-    "softmax_cross_entropy_with_integer_labels": (partial(LOSS, labels=LABELS), None),
-    "linear_cross_entropy": (lambda x: jaxnorm.linear_cross_entropy(x, x.T, LABELS), None),
-    "rms_norm_add_rms_norm": (lambda x: jaxnorm.rms_norm_add_rms_norm(x, x), None),
-    "quantize": (partial(jaxnorm.quantize, **TO), "on every platform"),
+    **{name: (of_x(name), None) for name in functions()},
+    "quantize": (of_x("quantize"), "on every platform"),
     "quantized_dot": (lambda x: jaxnorm.quantized_dot(x, WEIGHTS), "none for cpu"),
-    "float8_linear": (lambda x: jaxnorm.float8_linear(x, x.T), "none for cpu"),
-    "add_rms_norm": (lambda x: jaxnorm.add_rms_norm(x, x), None),
-    "add_layer_norm": (lambda x: jaxnorm.add_layer_norm(x, x), None),
-    "gated_activation": (jaxnorm.gated_activation, None),
-    "gated_activation_quantized": (partial(jaxnorm.gated_activation_quantized, **TO), None),
-    "gated_rms_norm": (gate(), None),
-    "gated_rms_norm_quantized": (gate(jaxnorm.gated_rms_norm_quantized, **TO), None),
-    "group_norm": (partial(jaxnorm.group_norm, num_groups=2, activation="silu"), None),
-    "qk_norm_rotary": (lambda x: jaxnorm.qk_norm_rotary(x, x, positions=0), None),
-    "qkv_norm_rotary": (lambda x: jaxnorm.qkv_norm_rotary(x[:, None], heads=2, kv_heads=1), None),
-    "rms_norm_quantized": (partial(jaxnorm.rms_norm_quantized, **TO), None),
-    "layer_norm_quantized": (partial(jaxnorm.layer_norm_quantized, **TO), None),
+    "float8_linear": (of_x("float8_linear"), "none for cpu"),
     "rms_norm": (partial(jaxnorm.rms_norm, implementation="jnp"), "is asked for"),
     "layer_norm": (lambda x: jaxnorm.layer_norm(x, axis=0), "not the trailing axes"),
 }
@@ -201,7 +181,7 @@ def test_every_public_function_is_known():
     of_models = {"compare", "float8_linears", "quantize_linears", "replace_norms", "restore_norms"}
     others = {"explain", "implementation", "tune"} | of_models
     named = {name for name in jaxnorm.__all__ if inspect.isfunction(getattr(jaxnorm, name))} - others
-    assert set(CALLS) == set(functions()) == named
+    assert set(functions()) == named
 
 
 # A gradient of what has one is listed, and under no other name.
@@ -221,9 +201,7 @@ def test_a_backward_where_a_gradient_is_taken_and_nowhere_else(name):
 # Of a CPU's installation on a machine without a GPU: the reason once, and no advice to build for CUDA.
 @pytest.mark.parametrize("gpu", [False, True])
 def test_what_holds_for_all_calls_is_told_once(monkeypatch, gpu):
-    monkeypatch.delitem(ffi._modules, "cuda", raising=False)
-    monkeypatch.setitem(ffi._errors, "cuda", ModuleNotFoundError(name="jaxnorm._cuda"))
-    monkeypatch.setattr(ffi, "has_gpu", lambda: gpu)
+    without_cuda(monkeypatch, gpu=gpu)
     text = str(jaxnorm.explain(jax.grad(lambda x: norm(x).sum() + jaxnorm.softmax(x).sum()), X))
     assert text.count("built without CUDA") == 1
     assert text.count("JAXNORM_CUDA=1") == gpu
@@ -237,11 +215,9 @@ def test_arguments_that_are_no_arrays():
     assert row.name == "rms_norm"
 
 
+OF_ARRAY = r"must be a function, got an array float32\[4, 8\]; .*explain\(jaxnorm.rms_norm, x\), and not its result"
 NO_FUNCTION = {
-    "array": (
-        X,
-        r"must be a function, got an array float32\[4, 8\]; .*explain\(jaxnorm.rms_norm, x\), and not its result",
-    ),
+    "array": (X, OF_ARRAY),
     "text": ("program:step", "got 'program:step'; .*--explain"),
     "none": (None, "got NoneType; pass the function and its arguments apart"),
 }
@@ -287,8 +263,7 @@ def step():
 def run(directory, *arguments, **environment):
     (directory / "program.py").write_text(PROGRAM)
     path = os.pathsep.join((str(directory), str(Path(jaxnorm.__file__).parents[1])))
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path, **environment}
-    return subprocess.run([sys.executable, *arguments], env=environment, cwd=directory, capture_output=True, text=True)
+    return python(directory, *arguments, **{"JAX_PLATFORMS": "cpu", "PYTHONPATH": path, **environment})
 
 
 def test_the_command(tmp_path):
@@ -353,7 +328,9 @@ def test_a_warning_for_each_line(warns, function):
 
 
 @pytest.mark.needs("kernels")
-@pytest.mark.parametrize("function", [norm, CALLS["rms_norm"][0], gate()], ids=["kernel", "asked for", "gate"])
+@pytest.mark.parametrize(
+    "function", [norm, CALLS["rms_norm"][0], of_x("gated_rms_norm")], ids=["kernel", "asked for", "gate"]
+)
 def test_no_warning_where_all_is_as_expected(warns, function):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -363,14 +340,11 @@ def test_no_warning_where_all_is_as_expected(warns, function):
 
 # More than a grid has blocks: what tells it on any machine, and is what lowering asks.
 MANY = {
-    "norm": (jaxnorm.rms_norm, (2**31, 8)),
-    "softmax": (jaxnorm.softmax, (2**20, 2**11, 8)),
-    "heads of tokens": (lambda q: jaxnorm.qk_norm_rotary(q, q)[0], (2**27, 16, 8)),
-    "heads of one product": (
-        lambda x: jaxnorm.qkv_norm_rotary(x[None], heads=8, kv_heads=4, return_v=False)[0],
-        (2**27, 16, 8),
-    ),
-    "loss": (lambda x: jaxnorm.softmax_cross_entropy_with_integer_labels(x, jnp.zeros(2**31, "int32")), (2**31, 8)),
+    "rms_norm": (2**31, 8),
+    "softmax": (2**20, 2**11, 8),
+    "qk_norm_rotary": (2**27, 16, 8),
+    "qkv_norm_rotary": (2**27, 16, 8),
+    "softmax_cross_entropy_with_integer_labels": (2**31, 8),
 }
 
 
@@ -378,9 +352,11 @@ MANY = {
 @pytest.mark.parametrize("way", ["forward", "gradient"])
 @pytest.mark.parametrize("name", MANY)
 def test_more_rows_than_a_grid(name, way):
-    function, shape = MANY[name]
-    called = function if way == "forward" else jax.grad(lambda x: function(x).astype("float32").sum())
-    explanation = jaxnorm.explain(called, jax.ShapeDtypeStruct(shape, "bfloat16"))
+    def loss(x):
+        return jax.tree.leaves(of_x(name)(x))[0].astype("float32").sum()
+
+    called = of_x(name) if way == "forward" else jax.grad(loss)
+    explanation = jaxnorm.explain(called, jax.ShapeDtypeStruct(MANY[name], "bfloat16"))
     on_cuda = [run for norm in explanation for run in norm.runs if run.platform == "cuda"]
     assert on_cuda
     assert all(run.implementation == "formula" and "2147483648 rows" in run.why for run in on_cuda)

@@ -1,10 +1,8 @@
 """Which implementation a call gets: by its argument, else by the context, else by the environment."""
 
-import os
+import contextlib
 import re
-import subprocess
-import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +15,7 @@ from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from native import is_platform_with_kernels
+from processes import python
 from table import ADDED, EACH, GATED, GATED_QUANTIZED, GROUP_NORMS, NORMS, QUANTIZED, ROTARY
 
 import jaxnorm
@@ -38,14 +37,6 @@ def chosen(function=norm, *args, **options):
     return None if "native_for=None" in text else "native"
 
 
-@pytest.mark.parametrize("name", ["jnp", pytest.param("native", marks=pytest.mark.needs("kernels"))])
-def test_a_context_chooses(name):
-    assert chosen() is None
-    with implementation(name):
-        assert chosen() == name
-    assert chosen() is None
-
-
 @over((*NORMS, *ADDED, GATED[0], GROUP_NORMS[1], ROTARY[0], *QUANTIZED, *GATED_QUANTIZED))
 def test_a_context_is_for_every_op(op):
     function, types = op.run(op.function), op.types(op.small)
@@ -62,46 +53,49 @@ def test_the_argument_wins_over_the_context():
         assert chosen(implementation="jnp") == "jnp"
 
 
-@pytest.mark.needs("kernels")
-def test_contexts_nest_and_none_undoes_them():
-    with implementation("native"):
-        with implementation("jnp"):
-            assert chosen() == "jnp"
-            with implementation(None):
-                assert chosen() is None
-        assert chosen() == "native"
-
-
 def both():
     return chosen(jaxnorm.layer_norm, X), chosen()
 
 
-def test_a_mapping_chooses_by_function():
-    with implementation({"layer_norm": "jnp"}):
-        assert both() == ("jnp", None)
+OF_LAYER, OF_RMS, LEFT = {"layer_norm": "jnp"}, {"rms_norm": "jnp"}, {"layer_norm": None}
+# Contexts, from the outermost, and what layer_norm and rms_norm are under the innermost. A mapping stands on top of the
+# contexts around it; a name takes their place.
+NESTED = (
+    (("jnp",), ("jnp", "jnp")),
+    ((OF_LAYER,), ("jnp", None)),
+    (("native",), ("native", "native")),
+    (("native", "jnp"), ("jnp", "jnp")),
+    (("native", "jnp", None), (None, None)),
+    (("native", OF_LAYER), ("jnp", "native")),
+    (("native", OF_LAYER, OF_RMS), ("jnp", "jnp")),
+    (("native", OF_LAYER, LEFT), (None, "native")),
+    (("native", OF_LAYER, "native"), ("native", "native")),
+)
+
+
+def needs_kernels(*row):
+    return pytest.param(*row, marks=[pytest.mark.needs("kernels")] * ("native" in row[0]))
+
+
+@pytest.mark.parametrize(("contexts", "found"), [needs_kernels(*row) for row in NESTED])
+def test_contexts_nest(contexts, found):
+    with contextlib.ExitStack() as around, implementation(contexts[0]):
+        before = both()
+        for context in contexts[1:]:
+            around.enter_context(implementation(context))
+        assert both() == found
+        around.close()
+        assert both() == before
     assert both() == (None, None)
-
-
-# On top of the contexts around it; a name takes their place.
-@pytest.mark.needs("kernels")
-def test_mappings_nest():
-    with implementation("native"), implementation({"layer_norm": "jnp"}):
-        assert both() == ("jnp", "native")
-        with implementation({"rms_norm": "jnp"}):
-            assert both() == ("jnp", "jnp")
-        with implementation({"layer_norm": None}):
-            assert both() == (None, "native")
-        with implementation("native"):
-            assert both() == ("native", "native")
 
 
 UNKNOWN = {
     "misspelt": ({"layernorm": "jnp"}, "no function 'layernorm'; did you mean layer_norm?"),
     "without the argument": ({"dequantize": "jnp"}, "no function 'dequantize'"),
     "unknown": ({"layer_norm": "xla"}, "unknown implementation 'xla'"),
-    "direction": (
-        {"layer_norm": {"backwards": "jnp"}},
-        "layer_norm has no direction 'backwards'; expected 'forward' or 'backward'",
+    "way": (
+        {"softmax": {"backwards": "jnp"}},
+        "softmax has no direction 'backwards'; expected 'forward' or 'backward'",
     ),
     "of a direction": ({"layer_norm": {"backward": "xla"}}, "unknown implementation 'xla'"),
     "nested": ({"layer_norm": {"backward": {"forward": "jnp"}}}, "unknown implementation {'forward': 'jnp'}"),
@@ -167,10 +161,13 @@ def test_directions_nest():
         assert kernels_of_gradient() == set()
 
 
+ways = pytest.mark.parametrize(("direction", "kept"), [("forward", "bwd"), ("backward", "fwd")])
+
+
 # XLA splits the formula of one direction, and calls the kernel of the other on each device.
 @pytest.mark.needs("kernels")
 @pytest.mark.needs("several")
-@pytest.mark.parametrize(("direction", "kept"), [("forward", "bwd"), ("backward", "fwd")])
+@ways
 def test_directions_over_a_mesh(devices, direction, kept):
     mesh = jax.make_mesh((len(devices),), ("i",), (AxisType.Auto,), devices=devices)
     x = jax.device_put(jnp.ones((len(devices), 4, 8)), NamedSharding(mesh, P("i")))
@@ -181,7 +178,7 @@ def test_directions_over_a_mesh(devices, direction, kept):
 
 # What `linear_cross_entropy` calls within follows its directions.
 @pytest.mark.needs("kernels")
-@pytest.mark.parametrize(("direction", "kept"), [("backward", "fwd"), ("forward", "bwd")])
+@ways
 def test_directions_of_what_calls_others(direction, kept):
     args = X[0], X[0].T, jnp.zeros(X[0].shape[0], "int32")
     with implementation({"linear_cross_entropy": {direction: "jnp"}}):
@@ -260,26 +257,13 @@ def test_inner_functions_are_traced_in_each_context(name):
 
 
 def test_a_context_is_of_its_thread():
-    entered, seen = threading.Event(), threading.Event()
-    found = {}
-
-    def first():
+    with ThreadPoolExecutor(1) as thread:
         with implementation("jnp"):
-            entered.set()
-            assert seen.wait(60)
-            found["first"] = chosen()
-
-    def second():
-        assert entered.wait(60)
-        found["second"] = chosen()
-        seen.set()
-
-    threads = [threading.Thread(target=target) for target in (first, second)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == {"first": "jnp", "second": None}
+            assert (chosen(), thread.submit(chosen).result()) == ("jnp", None)
+        other = implementation("jnp")
+        thread.submit(other.__enter__).result()
+        assert (chosen(), thread.submit(chosen).result()) == (None, "jnp")
+        thread.submit(other.__exit__, None, None, None).result()
 
 
 def test_an_exported_program_stays_what_it_was():
@@ -315,10 +299,7 @@ except RuntimeError as error:
 
 
 def run(value, directory, program):
-    environment = {**os.environ, "JAXNORM_IMPLEMENTATION": value}
-    return subprocess.run(
-        [sys.executable, "-c", program], env=environment, cwd=directory, capture_output=True, text=True
-    )
+    return python(directory, "-c", program, JAXNORM_IMPLEMENTATION=value)
 
 
 @pytest.mark.needs("kernels")

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bad_calls import LABELS, SCALE, STRUCT, TOKENS, X, in_order
+from bad_calls import LABELS, SCALE, VALID, X, in_order, parameters, required_by, valid
 from flax import linen
 from table import OPS
 
@@ -33,7 +33,11 @@ POSITIONAL = {
     "qkv_norm_rotary": ["qkv", "q_scale", "k_scale", "positions"],
     "rms_norm_quantized": ["x", "scale"],
     "layer_norm_quantized": ["x", "scale", "bias"],
+    "quantize": ["x", "quantization"],
+    "quantized_dot": ["x", "weights"],
+    "float8_linear": ["x", "kernel"],
 }
+OF_NO_ROW = {"linear_cross_entropy", "quantize", "quantized_dot", "float8_linear"}  # of the table
 
 
 class Integers:
@@ -56,19 +60,6 @@ class TorchDtype:
 
 
 SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "float32", "f32": "float32"}
-# A valid call: what is required by a function, by the names of its parameters.
-VALID = {
-    **dict.fromkeys(("x", "logits", "residual", "gate"), X),
-    "q": TOKENS,
-    "k": TOKENS[:, :, :1],
-    "qkv": jnp.ones((2, 3, 4, 8)),
-    "heads": 2,
-    "kv_heads": 1,
-    "labels": LABELS,
-    "kernel": jnp.ones((8, 5)),
-    "gate_first": True,
-    "quantization": jaxnorm.Quantization("int8"),
-}
 WEIGHTS = ("scale", "bias", "post_scale", "smooth_scale", "q_scale", "k_scale")
 ARRAYS = ("x", "logits", "residual", "gate", "q", "k", "qkv", "kernel", *WEIGHTS)
 NAN = float("nan")
@@ -85,7 +76,7 @@ NO_ARRAY = (
     (Integers(), TypeError, ("floating", "int32")),
     ([1.0] * 8, TypeError, ("must be an array", r"got list; pass jax.numpy.asarray\({name}\)")),
     ("rows", TypeError, ("must be an array", "got str; pass an array of jax.numpy")),
-    (STRUCT, TypeError, ("must be an array", "ShapeDtypeStruct", "jax.eval_shape")),
+    (jax.ShapeDtypeStruct((8,), "float32"), TypeError, ("must be an array", "ShapeDtypeStruct", "jax.eval_shape")),
 )
 BOX, LOGICAL_BOX = linen.Partitioned(SCALE, names=("e",)), linen.LogicallyPartitioned(SCALE, names=("e",))
 NO_WEIGHTS = tuple(
@@ -138,13 +129,62 @@ REFUSED = {
         (jnp.tanh, ValueError, ("'silu'", "of the result")),
         (np.ones(2), ValueError, ("'silu'",)),
     ),
+    "labels": (
+        (LABELS * 1.0, TypeError, ("integers", "float32", "argmax")),
+        (LABELS == 0, TypeError, ("integers", "bool")),
+        ([[0] * 4] * 3, TypeError, ("integers", "list", "asarray")),
+        (None, TypeError, ("integers", "NoneType")),
+        (LABELS[:2], ValueError, ((2, 4), (3, 4), (3, 4, 8))),
+    ),
+    "where": (
+        *((value, TypeError, ("booleans", "!= 0")) for value in (jnp.ones(8, "int32"), jnp.ones(8))),
+        ([True] * 8, TypeError, ("booleans", "list", "asarray")),
+        *((jnp.ones(shape, bool), ValueError, (shape, "broadcasts|expected")) for shape in ((7,), (1, 3, 4, 8))),
+    ),
+    "label_smoothing": (
+        *((value, ValueError, ("0 to 1", str(float(value)))) for value in (-0.1, 2)),
+        ("much", TypeError, ("number", "much")),
+    ),
+    "z_loss": ((-1e-4, ValueError, ("negative", "-0.0001")),),
+    "logit_scale": (
+        (jnp.ones(8), ValueError, ((8,), r"expected \(\)", "one number")),
+        (jnp.int32(2), TypeError, ("floating", "int32", "astype")),
+        (NAN, ValueError, ("finite", "nan")),
+    ),
+    "soft_cap": ((0, ValueError, ("positive", "0.0", "None")), ("30", TypeError, ("number", "30"))),
+    "ignore_index": tuple((value, TypeError, ("int", str(value))) for value in (-100.0, True)),
+    "positions": (
+        *((jnp.ones(3, dtype), TypeError, ("integers", dtype)) for dtype in ("bool", "complex64")),
+        ([0, 1, 2], TypeError, ("list", "asarray")),
+    ),
+    "theta": ((-1.0, ValueError, ("positive", "-1.0")), ("1e4", TypeError, ("number", "'1e4'"))),
+    "normalize": (("l2", ValueError, ("'rms'", "'layer'", "'l2'")), (None, TypeError, ("False", "None"))),
+    "axis_of_heads": (
+        *((axis, ValueError, (str(axis), "expected -2", "-3")) for axis in (0, -1)),
+        *((axis, TypeError, ("int", str(axis))) for axis in (None, True)),
+    ),
     **dict.fromkeys(("multiply_before_cast", "gate_first", "interleaved", "return_v", "causal"), FLAG),
+    **dict.fromkeys(("straight_through", "with_unquantized", "return_statistics", "return_logsumexp"), FLAG),
     **dict.fromkeys(
         ("pad_to", "num_groups", "group_size", "heads", "kv_heads", "rotary_dim"),
         tuple((value, TypeError, ("int", repr(value))) for value in (2.0, True, "8")),
     ),
     "quantization": tuple((value, TypeError, ("Quantization", repr(value))) for value in (None, "int8")),
 }
+# What is said where one of these is missing.
+REMEDIES = {
+    "x": "array to normalise",
+    "residual": "use jaxnorm.rms_norm",
+    "gate": "use jaxnorm.rms_norm",
+    "gate_first": "Mamba2",
+    "labels": "numbers of the classes",
+    "kernel": "use jaxnorm.softmax_cross_entropy_with_integer_labels",
+    "k": "queries alone",
+    "qkv": "the one product",
+    "quantization": "quantization=jaxnorm.Quantization",
+}
+# Which say of a scalar that K is missing.
+PRODUCTS = ("quantized_dot", "float8_linear")
 # Whose axis, or other argument, is one that they check themselves.
 OWN = {
     *((name, "axis") for name in ("gated_activation", "gated_activation_quantized")),
@@ -158,21 +198,13 @@ def refused(function, argument):
         return ()
     if argument in REFUSED:
         return REFUSED[argument]
-    absent = (None, TypeError, ("must be an array", "NoneType"))
+    absent = (None, TypeError, ("must be an array", "NoneType", REMEDIES.get(argument, "pass")))
     return (
         *NO_ARRAY,
-        *[SCALAR] * (argument in ("x", "logits")),
+        *[SCALAR] * (argument in ("x", "logits") and function not in PRODUCTS),
         *[absent] * (argument in required_by(function)),
         *(NO_WEIGHTS if argument in WEIGHTS else ()),
     )
-
-
-def parameters(function):
-    return inspect.signature(getattr(jaxnorm, function)).parameters.values()
-
-
-def required_by(function):
-    return [p.name for p in parameters(function) if p.default is p.empty]
 
 
 def each_argument(function):
@@ -181,11 +213,11 @@ def each_argument(function):
 
 @pytest.mark.parametrize(("op", "argument"), [(op, name) for op in POSITIONAL for name in each_argument(op)])
 def test_what_no_function_takes(op, argument):
-    call = {name: VALID[name] for name in required_by(op)} | ({"num_groups": 2} if op == "group_norm" else {})
+    call = valid(op)
     call |= {"num_groups": None} if argument == "group_size" and op == "group_norm" else {}
     first, function = next(iter(call)), getattr(jaxnorm, op)
     for value, error, parts in refused(op, argument):
-        said = in_order(op, (argument, *(part.format(name=argument) for part in parts)))
+        said = in_order(op, (argument, *(part.format(name=argument) if part is str(part) else part for part in parts)))
         with pytest.raises(error, match=said):
             function(**call | {argument: value})
         if argument != first:
@@ -194,55 +226,143 @@ def test_what_no_function_takes(op, argument):
 
 
 def test_every_function_is_in_the_table():
-    assert POSITIONAL.keys() == {*(op.public for op in OPS), "linear_cross_entropy"}
+    assert POSITIONAL.keys() == {*(op.public for op in OPS), *OF_NO_ROW}
 
 
-# Names that other libraries have, or that are mistyped, and what is meant where a function takes that.
-MISSPELT = {
-    **dict.fromkeys(("eps", "epsilom", "variance_epsilon", "layer_norm_eps"), "epsilon"),
-    **dict.fromkeys(("weight", "gamma", "Scale"), "scale"),
-    **dict.fromkeys(("beta", "b"), "bias"),
-    **dict.fromkeys(("dim", "axes", "normalized_shape"), "axis"),
-    **dict.fromkeys(("act", "nonlinearity", "activations"), "activation"),
-    **dict.fromkeys(("groups", "num_group", "n_groups"), "num_groups"),
-    **dict.fromkeys(("channels_per_group", "groupsize"), "group_size"),
-    **dict.fromkeys(("z_loss_weight", "lse_square_scale"), "z_loss"),
-    **dict.fromkeys(("rope_theta", "base"), "theta"),
-    **dict.fromkeys(("num_heads", "num_attention_heads"), "heads"),
-    **dict.fromkeys(("num_kv_heads", "num_key_value_heads"), "kv_heads"),
-    "dtype": "out_dtype",
-    "inputs": "x",
-    "backend": "implementation",
+each_function = pytest.mark.parametrize("function", POSITIONAL)
+# quantize stands within other functions' names, which its errors then give.
+each_but_quantize = pytest.mark.parametrize("function", [name for name in POSITIONAL if name != "quantize"])
+
+
+@each_function
+def test_a_missing_argument(function):
+    for name in required_by(function):
+        others = {other: value for other, value in valid(function).items() if other != name}
+        said = (f"missing a required argument: '{name}'", REMEDIES.get(name, f"pass {name}=|pass the"))
+        with pytest.raises(TypeError, match=in_order(function, said)):
+            getattr(jaxnorm, function)(**others)
+
+
+@each_but_quantize
+def test_an_argument_too_many(function):
+    positional = POSITIONAL[function]
+    args, names = [VALID.get(name, SCALE) for name in positional], [p.name for p in parameters(function)]
+    by_name, count, called = names[len(args) :], len(args), getattr(jaxnorm, function)
+    number = next((name for name in ("theta", "epsilon", "axis") if name in by_name), "label_smoothing")
+    it = f"Is the {('second', 'third', 'fourth', 'fifth', 'sixth')[count - 1]}"
+    arrays = [f"{it} the {name}\\? Then pass {name}=" for name in ("residual", "bias") if name in by_name]
+    added = rf"{it} the residual\? Then use add_{function}\(x, residual, "
+    arrays = [added, *arrays] if f"add_{function}" in POSITIONAL else arrays
+    others = f"Pass the others by name: {by_name[0]}, {by_name[1]}"
+    is_pair = function.startswith("gated_activation")
+    for value, said in (
+        (1e-5, [rf"{it} {number}\? Then pass {number}=1e-05"]),
+        (2, [rf"{it} {'num_groups' if function == 'group_norm' else number}\? Then pass .*=2"]),
+        ("rows", [others]),
+        (X, [rf"pass a tuple: {function}\(\(gate, up\)\)"] if is_pair else arrays or [others]),
+    ):
+        taken = rf"takes {count} positional arguments \({', '.join(positional)}\) but {count + 1} were given"
+        with pytest.raises(TypeError, match=in_order(function, (taken, *said))):
+            called(*args, value)
+    with pytest.raises(TypeError, match=in_order(function, (f"multiple values for argument '{names[0]}'", "once"))):
+        called(*args, **{names[0]: args[0]})
+
+
+MISTYPED = {
+    "epsilom": "epsilon",
+    "Scale": "scale",
+    "activations": "activation",
     "pad": "pad_to",
-    "quant": "quantization",
     "scale_ofset": "scale_offset",
-    "zero_centered_gamma": "scale_offset=1.0",
     "smooth": "smooth_scale",
-    "norm_before_gate": "gate_first=not norm_before_gate",
     "straightthrough": "straight_through",
-    "mask": "where",
-    "is_causal": "causal",
     "casual": "causal",
-    "targets": "labels",
-    "loss_mask": "weights",
-    "smoothing": "label_smoothing",
-    "ignore_label": "ignore_index",
-    "final_logit_softcapping": "soft_cap",
-    "temperature": "logit_scale=1 / temperature",
-    "return_lse": "return_logsumexp",
-    "position_ids": "positions",
-    "inv_freq": "frequencies",
-    "rotary_ndims": "rotary_dim",
-    "norm": "normalize",
-    "q_norm": "q_scale",
-    "k_weight": "k_scale",
+}
+# The names that other libraries have for an argument.
+SYNONYMS = {
+    "x": ["inputs"],
+    "epsilon": ["eps", "variance_epsilon", "layer_norm_eps"],
+    "scale": ["weight", "gamma"],
+    "bias": ["beta", "b"],
+    "axis": ["dim", "axes", "normalized_shape"],
+    "activation": ["act", "nonlinearity"],
+    "num_groups": ["groups", "num_group", "n_groups"],
+    "group_size": ["channels_per_group", "groupsize"],
+    "z_loss": ["z_loss_weight", "lse_square_scale"],
+    "theta": ["rope_theta", "base"],
+    "heads": ["num_heads", "num_attention_heads"],
+    "kv_heads": ["num_kv_heads", "num_key_value_heads"],
+    "out_dtype": ["dtype"],
+    "implementation": ["backend"],
+    "quantization": ["quant"],
+    "scale_offset=1.0": ["zero_centered_gamma"],
+    "gate": ["z"],
+    "gate_first=not norm_before_gate": ["norm_before_gate"],
+    "where": ["mask"],
+    "causal": ["is_causal"],
+    "labels": ["targets"],
+    "weights": ["loss_mask"],
+    "residual": ["skip"],
+    "label_smoothing": ["smoothing"],
+    "ignore_index": ["ignore_label"],
+    "soft_cap": ["final_logit_softcapping"],
+    "logit_scale=1 / temperature": ["temperature"],
+    "return_logsumexp": ["return_lse"],
+    "positions": ["position_ids"],
+    "frequencies": ["inv_freq"],
+    "rotary_dim": ["rotary_ndims"],
+    "normalize": ["norm"],
+    "q_scale": ["q_norm"],
+    "k_scale": ["k_weight"],
+}
+MEANT = MISTYPED | {theirs: ours for ours, names in SYNONYMS.items() for theirs in names}
+# What is to be done without an argument that no function like it has.
+INSTEAD = {
+    "bias": "add it to (the result|an unquantised norm)",
+    "residual": "add it to x first",
+    "axis": "last axis|did you mean channel_axis",
+    "multiply_before_cast": "rounded once, at the end, so leave it out",
+    "out_dtype": "that of quantization",
 }
 
 
-@pytest.mark.parametrize("function", POSITIONAL)
+@each_but_quantize
+def test_an_argument_of_other_functions(function):
+    of_each = {other: {p.name for p in parameters(other)} for other in POSITIONAL}
+    for ours in sorted(set().union(*of_each.values()) - of_each[function] - {"weights"}):
+        related = [other for other in POSITIONAL if function in other and ours in of_each[other]]
+        said = "did you mean .*, which takes? " if related else INSTEAD.get(ours, "is an argument of")
+        for name in {ours, *SYNONYMS.get(ours, ())} - {"weight"}:  # which may be one of weights
+            with pytest.raises(TypeError, match=in_order(function, (f"keyword argument '{name}'", said))) as raised:
+                getattr(jaxnorm, function)(*map(VALID.get, required_by(function)), **{name: 1})
+            assert all(other in str(raised.value) for other in related)
+
+
+def each_of(names):
+    return [(op, name) for op in POSITIONAL for name in each_argument(op) if name in names]
+
+
+@pytest.mark.parametrize(("op", "name"), each_of(WEIGHTS))
+def test_a_weight_of_another_shape(op, name):
+    expected = (5,) if op in (*PRODUCTS, "linear_cross_entropy") else (8,)
+    for shape in ((), (1,), (7,), (9,), (8, 1), (1, 1, 1, 1, 8)):
+        with pytest.raises(ValueError, match=in_order(op, (f"{name} has shape", shape, "expected", expected))):
+            getattr(jaxnorm, op)(**valid(op) | {name: jnp.ones(shape)})
+
+
+@pytest.mark.parametrize(("op", "name"), each_of(["residual", "gate"]))
+def test_an_array_of_another_shape_than_x(op, name):
+    is_scale = rf"Is it the scale\? That comes behind {name}: \(x, {name}, scale\)"
+    broadcast = "broadcast_to"
+    for shape, remedy in {(2, 4, 8): broadcast, (4, 8): broadcast, (3, 4, 1): broadcast, (8,): is_scale}.items():
+        with pytest.raises(ValueError, match=in_order(op, (name, shape, (3, 4, 8), remedy))):
+            getattr(jaxnorm, op)(**valid(op) | {name: jnp.ones(shape)})
+
+
+@each_function
 def test_a_misspelt_keyword(function):
     names = [p.name for p in parameters(function)]
-    meant = {theirs: ours for theirs, ours in MISSPELT.items() if ours.partition("=")[0] in names}
+    meant = {theirs: ours for theirs, ours in MEANT.items() if ours.partition("=")[0] in names}
     assert meant
     for theirs, ours in meant.items():
         ours = "weights" if (theirs, "weights" in names) == ("weight", True) else ours
@@ -251,7 +371,7 @@ def test_a_misspelt_keyword(function):
             getattr(jaxnorm, function)(*map(VALID.get, required_by(function)), **{theirs: 1})
 
 
-@pytest.mark.parametrize("function", POSITIONAL)
+@each_function
 def test_signatures_are_seen_from_outside(function):
     parameters = inspect.signature(getattr(jaxnorm, function)).parameters.values()
     assert [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD] == POSITIONAL[function]

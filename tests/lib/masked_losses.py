@@ -49,6 +49,8 @@ def cross_entropy(where=None, labels=LABELS, *, has_scale=False, **options):
 
 
 HALF_IGNORED = jnp.asarray([0, IGNORED, 3, IGNORED, 5])
+SOME_IGNORED = {"labels": HALF_IGNORED, "ignore_index": IGNORED}
+SMOOTH = {"label_smoothing": 0.2, "z_loss": 0.1}
 
 
 # A row of weight 0, and classes of which one is a label and does not count.
@@ -61,22 +63,13 @@ def linear(reduction, where=None, *, vmapped=False, depth=6, **options):
     """With a mask also all else that a call may have; of what gives logsumexp that alone."""
 
     def function(x, kernel, *others, implementation):
-        given = {}
+        given = {"ignore_index": IGNORED, "reduction": reduction, "implementation": implementation, **options}
         if others:
             bias, weights, scale = others
-            given = {"bias": bias, "where": where, "weights": jnp.where(ZERO, 0, weights), "logit_scale": scale}
+            given |= {"bias": bias, "where": where, "weights": jnp.where(ZERO, 0, weights), "logit_scale": scale}
 
         def of_rows(x):
-            found = jaxnorm.linear_cross_entropy(
-                x,
-                kernel,
-                HALF_IGNORED,
-                ignore_index=IGNORED,
-                reduction=reduction,
-                implementation=implementation,
-                **given,
-                **options,
-            )
+            found = jaxnorm.linear_cross_entropy(x, kernel, HALF_IGNORED, **given)
             return found[1] if "return_logsumexp" in options else found
 
         return jax.vmap(of_rows)(x) if vmapped else of_rows(x)
@@ -95,18 +88,11 @@ LOSSES = {
     "loss, where": cross_entropy(WHERE),
     "loss, where and soft_cap": cross_entropy(WHERE, soft_cap=3.0, logit_scale=-0.5),
     "loss, where and a traced scale": cross_entropy(WHERE, has_scale=True, soft_cap=3.0),
-    "loss, where and smoothing": cross_entropy(WHERE, label_smoothing=0.2, z_loss=0.1),
-    "loss, ignored rows": cross_entropy(labels=HALF_IGNORED, ignore_index=IGNORED),
-    "loss, ignored rows and all": cross_entropy(
-        WHERE | (np.arange(COLS) == 5),
-        HALF_IGNORED,
-        ignore_index=IGNORED,
-        soft_cap=3.0,
-        label_smoothing=0.2,
-        z_loss=0.1,
-    ),
+    "loss, where and smoothing": cross_entropy(WHERE, **SMOOTH),
+    "loss, ignored rows": cross_entropy(**SOME_IGNORED),
+    "loss, ignored rows and all": cross_entropy(WHERE | (np.arange(COLS) == 5), **SOME_IGNORED, soft_cap=3.0, **SMOOTH),
     "linear, mean": linear("mean"),
-    "linear, sum": linear("sum", z_loss=0.1, label_smoothing=0.2, soft_cap=3.0),
+    "linear, sum": linear("sum", soft_cap=3.0, **SMOOTH),
     "linear, none": linear("none"),
     "linear, mean of chunks": linear("mean", rows_per_chunk=2),
     "linear, none of chunks": linear("none", rows_per_chunk=2),
@@ -116,7 +102,7 @@ LOSSES = {
         for name, where in {"classes": OF_CLASSES, "rows": OF_ROWS}.items()
         for of, given in {
             "mean": {"rows_per_chunk": 2},
-            "sum": {"z_loss": 0.1, "label_smoothing": 0.2, "soft_cap": 3.0},
+            "sum": {"soft_cap": 3.0, **SMOOTH},
             "none": {"rows_per_chunk": 2},
             "logsumexp": {"rows_per_chunk": 2, "return_logsumexp": True, "soft_cap": 3.0},
         }.items()

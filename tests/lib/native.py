@@ -7,6 +7,7 @@ from functools import cache
 import emulated
 import jax
 import jax.numpy as jnp
+from internals import ffi
 
 import jaxnorm
 
@@ -52,3 +53,10 @@ def native_calls(kind: str, fwd: int = 0, bwd: int = 0, quantized: int = 0) -> d
     """What `count_native_calls` must give here: the counts named, nothing where there are no kernels."""
     counts = {target(kind, "fwd"): fwd, target(kind, "quantized_fwd"): quantized, target(kind, "bwd"): bwd}
     return {name: count for name, count in counts.items() if count} if is_platform_with_kernels() else {}
+
+
+def without_cuda(monkeypatch, *, gpu):
+    """Makes this a build for the CPU alone, on a machine with a GPU or without."""
+    monkeypatch.delitem(ffi._modules, "cuda", raising=False)
+    monkeypatch.setitem(ffi._errors, "cuda", ModuleNotFoundError(name="jaxnorm._cuda"))
+    monkeypatch.setattr(ffi, "has_gpu", lambda: gpu)

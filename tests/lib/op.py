@@ -96,7 +96,6 @@ class Op:
     has_row_scale: bool = False  # whether the result has a scale for each row, from its maximum
 
     numbers: tuple[str, ...] = ("epsilon", "scale_offset")  # what the public function wants to know while tracing
-    required: Mapping[str, Any] = field(default_factory=dict)  # what it must be told by name
     bad_calls: Mapping[str, Raises] = field(default_factory=dict)  # of the public function
     without_kernel: Mapping[str, NoKernel] = field(default_factory=dict)
 

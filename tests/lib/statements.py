@@ -29,3 +29,10 @@ class Call(NamedTuple):
 
 def call(*args, **keywords):
     return Call(args, keywords)
+
+
+def named(*rows):
+    """The rows by what is said of each."""
+    names = [" ".join(map(str, row.parts)) if isinstance(row, Raises) else row.reason for row in rows]
+    unique = [f"{name} {n}" if name in names[:n] else name for n, name in enumerate(names)]
+    return dict(zip(unique, rows, strict=True))

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import table
 from cases import KINDS, bits, draw_bias, draw_scale, draw_smooth, draw_x, operands
 from native import target
 from native_calls import (
@@ -28,26 +29,13 @@ from native_calls import (
     struct,
 )
 from quantizing import quantize
-from table import (
-    GATED,
-    GATED_QUANTIZED,
-    GROUP_NORMS,
-    GROUPED,
-    NORMS,
-    PER_HEAD,
-    QKV_ROTARY,
-    QUANTIZED,
-    QUANTIZED_ACTIVATIONS,
-    ROTARY,
-    SANDWICH,
-)
 
 import jaxnorm
 from jaxnorm import Quantization
 
 E5M2, W = jnp.float8_e5m2, struct(6, 10)
 kernels, cuda, gpu = pytest.mark.needs("kernels"), pytest.mark.needs("cuda"), pytest.mark.needs("gpu")
-kinds = pytest.mark.parametrize("norm", NORMS, ids=str)
+kinds = pytest.mark.parametrize("norm", table.NORMS, ids=str)
 
 
 @cache
@@ -63,23 +51,23 @@ def of_heads(norm, x, weight):
 
 MALFORMED = {
     "smooth factors of a gate": (
-        lambda: of(QUANTIZED_ACTIVATIONS[0]).but({1: struct(10)}, has_smooth=True),
+        lambda: of(table.QUANTIZED_ACTIVATIONS[0]).but({1: struct(10)}, has_smooth=True),
         "no kernel of gates takes",
     ),
-    "no groups": (lambda: of(GROUPED[0]).but(extents={2: 0}), "there are no groups"),
-    "no groups backward": (lambda: of(GROUPED[0], "backward").but(extents={2: 0}), "there are no groups"),
-    "long rows": (lambda: of(GATED[0]).but(extents={10: 16_385}), "rows are of 16385.*at most 16384"),
-    "long quantised rows": (lambda: of(GATED_QUANTIZED[0]).but(extents={10: 16_385}), "of 16385.*at most 16384"),
-    "long heads": (lambda: of(ROTARY[0]).but(extents={10: 520}), "at most 512"),
-    "long packed heads": (lambda: of(QKV_ROTARY[0]).but(extents={10: 520}), "at most 512"),
+    "no groups": (lambda: of(table.GROUPED[0]).but(extents={2: 0}), "there are no groups"),
+    "no groups backward": (lambda: of(table.GROUPED[0], "backward").but(extents={2: 0}), "there are no groups"),
+    "long rows": (lambda: of(table.GATED[0]).but(extents={10: 16_385}), "rows are of 16385.*at most 16384"),
+    "long quantised rows": (lambda: of(table.GATED_QUANTIZED[0]).but(extents={10: 16_385}), "of 16385.*at most 16384"),
+    "long heads": (lambda: of(table.ROTARY[0]).but(extents={10: 520}), "at most 512"),
+    "long packed heads": (lambda: of(table.QKV_ROTARY[0]).but(extents={10: 520}), "at most 512"),
     "groups that do not divide": (
-        lambda: of(QUANTIZED[0]).but(extents={10: 96}, group=np.int64(64)),
+        lambda: of(table.QUANTIZED[0]).but(extents={10: 96}, group=np.int64(64)),
         "group does not divide it",
     ),
     "starts without lengths": (lambda: masked("softmax_bwd", X, X, WHERE, STARTS, has_lengths=False), "but no lengths"),
     **{
         f"{norm} of {what}": (partial(of_heads, norm, *shapes), "scale is")
-        for norm in PER_HEAD
+        for norm in table.PER_HEAD
         for what, shapes in {
             "heads that are not neighbours": ((2, 3, 5, 8), (2, 1, 5, 8)),
             "heads with long rows": ((2, 3, 8193), (3, 8193)),
@@ -91,7 +79,7 @@ MALFORMED = {
             partial(lambda norm: of(norm).but({1: W, 2: W}, {0: struct(6, 18)}, axes=np.int64(2)), norm),
             "y is",
         )
-        for norm in NORMS
+        for norm in table.NORMS
     },
 }
 
@@ -249,7 +237,7 @@ def test_a_mask_without_starts(way, arrays, nothing, first):
 
 @kernels
 def test_without_examples_the_gradients_of_weights_are_zeros():
-    native = of(GROUP_NORMS[1], "backward").but(extents={6: 0})
+    native = of(table.GROUP_NORMS[1], "backward").but(extents={6: 0})
     dx, dscale, dbias, *_ = native.run()
     assert dx.size == 0
     assert not dscale.any()
@@ -258,7 +246,7 @@ def test_without_examples_the_gradients_of_weights_are_zeros():
 
 # Of which nothing of x is read where it is of the last scale.
 @kernels
-@pytest.mark.parametrize("op", [SANDWICH[0], ROTARY[0], QKV_ROTARY[0]], ids=str)
+@pytest.mark.parametrize("op", [table.SANDWICH[0], table.ROTARY[0], table.QKV_ROTARY[0]], ids=str)
 def test_a_gradient_of_one_scale_alone(op):
     native = of(op, "backward")
     wanted = [name for name in native.attributes if name.startswith("with_d")]

@@ -1,11 +1,11 @@
 """cuBLASLt is found where it is, and where it is not that is said; no GPU is asked."""
 
-import subprocess
 import sys
 import types
 
 import pytest
 from internals import cublaslt, ffi
+from processes import python
 
 pytestmark = pytest.mark.needs("plans")
 
@@ -17,8 +17,9 @@ print(importlib.import_module("jaxnorm._cuda").cublaslt(sys.argv[1:]))
 
 
 def open_in_fresh_process(*paths) -> str:
-    arguments = [sys.executable, "-c", OPEN, *map(str, paths)]
-    return subprocess.run(arguments, capture_output=True, text=True, check=True).stdout.strip()
+    run = python(None, "-c", OPEN, *map(str, paths))
+    assert run.returncode == 0, run.stderr
+    return run.stdout.strip()
 
 
 def is_on_the_loaders_path() -> bool:
@@ -41,41 +42,33 @@ def environment(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_no_wheel(environment):
-    assert cublaslt.paths() == []
+OLD, NEW = ("nvidia.cublas", "libcublasLt.so.12"), ("nvidia.cu13", "libcublasLt.so.13")
 
 
 def test_a_wheel_without_the_library(environment):
+    assert cublaslt.paths() == []
     (environment / "nvidia" / "cublas").mkdir(parents=True)
     assert cublaslt.paths() == []
 
 
-@pytest.mark.parametrize(
-    ("package", "name"), [("nvidia.cu13", "libcublasLt.so.13"), ("nvidia.cublas", "libcublasLt.so.12")]
-)
-def test_the_wheel_of_each_cuda(environment, package, name):
-    library = make_wheel(environment, package, name)
-    assert cublaslt.paths() == [str(library)]
+# The newer comes first.
+@pytest.mark.parametrize("wheels", [[NEW], [OLD], [NEW, OLD]])
+def test_the_wheel_of_each_cuda(environment, wheels):
+    libraries = [make_wheel(environment, *wheel) for wheel in reversed(wheels)]
+    assert cublaslt.paths() == [str(library) for library in reversed(libraries)]
     assert not any(name.split(".")[0] == "nvidia" and "." in name for name in sys.modules)
 
 
-def test_the_newer_wheel_comes_first(environment):
-    old = make_wheel(environment, "nvidia.cublas", "libcublasLt.so.12")
-    new = make_wheel(environment, "nvidia.cu13", "libcublasLt.so.13")
-    assert cublaslt.paths() == [str(new), str(old)]
-
-
 def test_where_it_was_looked_for_is_said(tmp_path):
-    broken = tmp_path / "libcublasLt.so.13"
+    names = ["libcublasLt.so.13", "libcublasLt.so.12"]
+    broken, missing = (tmp_path / name for name in names)
     broken.write_text("no library")
-    missing = tmp_path / "libcublasLt.so.12"
     reason = open_in_fresh_process(broken, missing)
     if is_on_the_loaders_path():
         assert reason == ""
     else:
-        names = ["libcublasLt.so.13", "libcublasLt.so.12", str(broken), str(missing)]
         assert reason.startswith("cuBLASLt was not found")
-        assert [name for name in names if name not in reason] == []
+        assert [name for name in (*names, str(broken), str(missing)) if name not in reason] == []
 
 
 def test_another_library_will_not_do():

@@ -1,5 +1,7 @@
 """Kernels that do not run on the GPU that is there: the formula runs, and a warning names the remedy."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -15,61 +17,48 @@ from jaxnorm import info
 CUDA_12, CUDA_13 = "12.8.93", "13.0.88"
 
 
-# What was compiled, the toolkit, the GPU, the driver; and what the reason says, None for a kernel.
-@pytest.mark.parametrize(
-    ("architectures", "toolkit", "capability", "driver", "reason"),
-    [
-        ("90-real", CUDA_13, "9.0", 13000, None),
-        ("90-real", CUDA_13, "9.0", 0, None),
-        ("90-real", CUDA_13, "8.9", 13000, "built for 90-real"),
-        ("90-real", CUDA_13, "10.0", 13000, "compute capability 10.0"),
-        ("90", CUDA_13, "10.0", 13000, None),
-        ("90", CUDA_13, "12.0", 13010, None),
-        ("90-virtual", CUDA_13, "9.0", 13000, None),
-        ("90-virtual", CUDA_13, "8.0", 13000, "built for 90-virtual"),
-        # Machine code runs on later GPUs of its major version, and not on earlier ones.
-        ("80-real", CUDA_13, "8.6", 13000, None),
-        ("86-real", CUDA_13, "8.0", 13000, "built for 86-real"),
-        ("100-real", CUDA_13, "10.3", 13000, None),
-        ("80-real 86-real 89-real", CUDA_13, "9.0", 13000, "built for 80-real, 86-real, 89-real"),
-        ("75-virtual 80-real 90-real", CUDA_13, "12.1", 13000, None),
-        ("75-virtual 80-real 90-real", CUDA_13, "7.0", 13000, "JAXNORM_CUDA_ARCHITECTURES=70"),
-        # Code with features of one GPU, or of its family.
-        ("90a", CUDA_13, "9.0", 13000, None),
-        ("90a", CUDA_13, "10.0", 13000, "built for 90a"),
-        ("100f", CUDA_13, "10.3", 13000, None),
-        ("100f", CUDA_13, "12.0", 13000, "built for 100f"),
-        # Older drivers: of another major version, and where they would have to compile PTX.
-        ("90", CUDA_13, "9.0", 12080, "driver is of CUDA 12.8"),
-        ("90", CUDA_12, "9.0", 12040, None),
-        ("90", CUDA_12, "9.0", 13000, None),
-        ("90", CUDA_12, "10.0", 12040, "PTX alone"),
-        ("90", CUDA_12, "10.0", 12080, None),
-        ("90", CUDA_12, "9.0", 12020, "12.4 or newer"),
-        # CMake's own names say nothing here.
-        ("native", CUDA_13, "9.0", 13000, None),
-        ("all-major", CUDA_13, "6.0", 13000, None),
-    ],
-)
+# What was compiled; the GPU with what the reason says, None for a kernel; by a new toolkit and with a new driver.
+COMPILED = {
+    "90-real": {"9.0": None, "8.9": "built for 90-real", "10.0": "compute capability 10.0"},
+    "90": {"10.0": None},
+    "90-virtual": {"9.0": None, "8.0": "built for 90-virtual"},
+    # Machine code runs on later GPUs of its major version, and not on earlier ones.
+    "80-real": {"8.6": None},
+    "86-real": {"8.0": "built for 86-real"},
+    "100-real": {"10.3": None},
+    "80-real 86-real 89-real": {"9.0": "built for 80-real, 86-real, 89-real"},
+    "75-virtual 80-real 90-real": {"12.1": None, "7.0": "JAXNORM_CUDA_ARCHITECTURES=70"},
+    # Code with features of one GPU, or of its family.
+    "90a": {"9.0": None, "10.0": "built for 90a"},
+    "100f": {"10.3": None, "12.0": "built for 100f"},
+    # CMake's own names say nothing here.
+    "native": {"9.0": None},
+    "all-major": {"6.0": None},
+}
+OLDER = [
+    ("90-real", CUDA_13, "9.0", 0, None),
+    ("90", CUDA_13, "12.0", 13010, None),
+    # Older drivers: of another major version, and where they would have to compile PTX.
+    ("90", CUDA_13, "9.0", 12080, "driver is of CUDA 12.8"),
+    ("90", CUDA_12, "9.0", 12040, None),
+    ("90", CUDA_12, "9.0", 13000, None),
+    ("90", CUDA_12, "10.0", 12040, "PTX alone"),
+    ("90", CUDA_12, "10.0", 12080, None),
+    ("90", CUDA_12, "9.0", 12020, "12.4 or newer"),
+]
+NEW = [(code, CUDA_13, gpu, 13000, why) for code, whys in COMPILED.items() for gpu, why in whys.items()]
+
+
+@pytest.mark.parametrize(("architectures", "toolkit", "capability", "driver", "reason"), [*NEW, *OLDER])
 def test_why_not(architectures, toolkit, capability, driver, reason):
     found = fit.why_not(architectures=architectures, toolkit=toolkit, capability=capability, driver=driver)
     assert found is None if reason is None else reason in str(found)
 
 
-class Module:
-    """Of kernels for an H100."""
-
-    def architectures(self):
-        return "90-real"
-
-    def toolkit(self):
-        return CUDA_13
-
-    def driver(self):
-        return 13000
-
-    def workspace(self, *_, **__):
-        return 0, 0
+# Of kernels for an H100.
+MODULE = SimpleNamespace(
+    architectures=lambda: "90-real", toolkit=lambda: CUDA_13, driver=lambda: 13000, workspace=lambda *_, **__: (0, 0)
+)
 
 
 @pytest.fixture
@@ -77,7 +66,7 @@ def machine(monkeypatch):
     """Makes this one, as far as can be seen, one with those GPUs."""
 
     def set_up(*capabilities):
-        monkeypatch.setitem(ffi._modules, "cuda", Module())
+        monkeypatch.setitem(ffi._modules, "cuda", MODULE)
         monkeypatch.setattr(ffi, "capabilities", lambda: set(capabilities))
         ffi.why_unfit.cache_clear()
         monkeypatch.setattr(fallback, "_told", set())
@@ -117,9 +106,8 @@ def test_one_warning_only(machine):
 
 def test_native_by_name_is_an_error(machine):
     machine("8.0")
-    with pytest.raises(
-        RuntimeError, match=r"rms_norm: .*cannot (be compiled for cuda|serve this call): .*capability 8\.0"
-    ):
+    message = r"rms_norm: .*cannot (be compiled for cuda|serve this call): .*capability 8\.0"
+    with pytest.raises(RuntimeError, match=message):
         native_calls(lambda x: jaxnorm.rms_norm(x, implementation="native"), X)
 
 

@@ -1,16 +1,15 @@
 """`python -m jaxnorm.info`: what is there, and what would run for an array."""
 
 import json
-import math
 import runpy
 import sys
 
 import jax
-import jax.numpy as jnp
 import jaxlib
 import pytest
-from internals import choose_fastest, ffi, functions, reasons
-from native import is_built
+from calls import of_x
+from internals import choose_fastest, functions, reasons
+from native import is_built, without_cuda
 from table import OPS
 
 import jaxnorm
@@ -36,17 +35,12 @@ def call(info, *arguments):
     return json.loads(info("--json", *arguments))["call"]
 
 
-def test_versions(info):
-    versions = json.loads(info("--json"))["versions"]
+def test_what_is_there(info):
+    report = json.loads(info("--json"))
+    versions = report["versions"]
+    loaded = {name: module["loaded"] for name, module in report["native"].items()}
     assert (versions["jax"], versions["jaxlib"]) == (jax.__version__, jaxlib.__version__)
-
-
-def test_what_was_built(info):
-    native = json.loads(info("--json"))["native"]
-    assert {name: module["loaded"] for name, module in native.items()} == {
-        "cpu": is_built("cpu"),
-        "cuda": is_built("gpu"),
-    }
+    assert loaded == {"cpu": is_built("cpu"), "cuda": is_built("gpu")}
 
 
 @pytest.mark.needs("kernels")
@@ -63,11 +57,21 @@ def test_every_op_is_native(info, op):
     assert (report["op"], report["implementation"]) == (op, "native")
 
 
-@pytest.mark.parametrize("to", ["float8_e4m3fn", "float8_e5m2", "int8"])
-def test_a_quantised_result_in_words(info, to):
-    assert f"rms_norm_quantized of float32[8x64] to {to}" in info(
-        "--op", "rms_norm_quantized", "--shape", "8x64", "--out-dtype", to
-    )
+TO = ("float8_e4m3fn", "float8_e5m2", "int8")
+QUANTIZED = "--op rms_norm_quantized --shape 8x64 --out-dtype"
+OF_LOSS = "--op linear_cross_entropy --shape 8x16 --columns 100"
+IN_WORDS = {
+    **{f"{QUANTIZED} {to}": ["rms_norm_quantized of float32[8x64] to " + to] for to in TO},
+    "--shape 8x4096 --dtype bfloat16": [jax.__version__, "bfloat16[8x4096]", "because"],
+    "--op group_norm --shape 8x4x4x96": ["group_norm of float32[8x4x4x96] to float32 in 32 groups of channels on"],
+    OF_LOSS: ["linear_cross_entropy of float32[8x16] and kernel of 100 classes to float32"],
+}
+
+
+@pytest.mark.parametrize("arguments", IN_WORDS)
+def test_in_words(info, arguments):
+    words = info(*arguments.split())
+    assert all(part in words for part in IN_WORDS[arguments])
 
 
 # On platforms and for dtypes that have no kernel, and why.
@@ -118,16 +122,15 @@ def test_a_scale_for_each_head(info, op):
     assert "float32[8x2048x32x128], scale[32x128], to float32" in info("--op", op, *HEADS)
 
 
+OF_ROWS = ("gated_rms_norm", "rms_norm_add_rms_norm")
+
+
 @pytest.mark.needs("plans")
-@pytest.mark.parametrize(
-    "op",
-    [*("rms_norm", "layer_norm", "add_rms_norm", "gated_rms_norm", "rms_norm_add_rms_norm"), "layer_norm_quantized"],
-)
+@pytest.mark.parametrize("op", ["rms_norm", "layer_norm", "add_rms_norm", "layer_norm_quantized", *OF_ROWS])
 def test_launch_plans(info, op):
-    axes = 1 if op in ("gated_rms_norm", "rms_norm_add_rms_norm") else 2
-    report = call(
-        info, "--platform", "cuda", "--op", op, "--shape", "3x8x128", "--dtype", "bfloat16", "--axes", str(axes)
-    )
+    axes = 1 if op in OF_ROWS else 2
+    options = f"--platform cuda --op {op} --shape 3x8x128 --dtype bfloat16 --axes {axes}"
+    report = call(info, *options.split())
     assert list(report["plans"]) == ["forward", "backward"]
     for plan in report["plans"].values():
         assert plan["threads_per_row"] * plan["elements_per_thread"] >= (128, 8 * 128)[axes - 1]
@@ -146,11 +149,6 @@ def test_the_backward_fetches_ahead(info, scale_shape, ring):
 def test_launch_plans_in_words(info, cols):
     words = info("--platform", "cuda", "--shape", f"3x{cols}")
     assert all(way in words for way in ("forward  ", "backward  ", "threads"))
-
-
-def test_everything_in_words(info):
-    words = info("--shape", "8x4096", "--dtype", "bfloat16")
-    assert all(part in words for part in (jax.__version__, "bfloat16[8x4096]", "because"))
 
 
 def test_the_version(info, capsys):
@@ -174,14 +172,9 @@ def test_a_residual_of_another_dtype(info, op):
 # The plan is that of the sum, which has the residual's dtype.
 @pytest.mark.needs("plans")
 def test_launch_plans_with_a_residual_of_another_dtype(info):
-    plans = [
-        call(info, "--platform", "cuda", "--op", op, "--dtype", dtype, *more)["plans"]["forward"]
-        for op, dtype, *more in (
-            ("add_rms_norm", "bfloat16", "--residual-dtype", "float32"),
-            ("add_rms_norm", "float32"),
-            ("add_rms_norm", "bfloat16"),
-        )
-    ]
+    dtypes = ("bfloat16 --residual-dtype float32", "float32", "bfloat16")
+    reports = [call(info, *f"--platform cuda --op add_rms_norm --dtype {dtype}".split()) for dtype in dtypes]
+    plans = [report["plans"]["forward"] for report in reports]
     assert plans[0] == plans[1] != plans[2]
 
 
@@ -231,70 +224,27 @@ def test_errors_name_the_remedy(info, capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("--shape", "4,4"),
-        ("--axes", "3"),
-        ("--axes", "0"),
-        ("--op", "gated_rms_norm", "--axes", "2"),
-        ("--op", "gated_rms_norm", *HEADS),
-        ("--shape", "8x128", "--scale-shape", "64"),
-        ("--shape", "8x128", "--scale-shape", "4x128"),
-        ("--shape", "8x128", "--scale-shape", "2x8x128"),
-        ("--dtype", "int8"),
-        ("--out-dtype", "int8"),
-        ("--op", "rms_norm_quantized", "--out-dtype", "bfloat16"),
-    ],
+BAD = (
+    "--shape 4,4",
+    "--axes 3",
+    "--axes 0",
+    "--op gated_rms_norm --axes 2",
+    f"--op gated_rms_norm {' '.join(HEADS)}",
+    "--shape 8x128 --scale-shape 64",
+    "--shape 8x128 --scale-shape 4x128",
+    "--shape 8x128 --scale-shape 2x8x128",
+    "--dtype int8",
+    "--out-dtype int8",
+    "--op rms_norm_quantized --out-dtype bfloat16",
 )
+
+
+@pytest.mark.parametrize("arguments", BAD)
 def test_bad_arguments(info, arguments):
     with pytest.raises(SystemExit, match="2"):
-        info(*arguments)
+        info(*arguments.split())
 
 
-def quantized(dtype="int8"):
-    return jaxnorm.Quantization(dtype)
-
-
-def qkv_norm_rotary(x):
-    packed = math.prod(x.shape[-2:-1])
-    kv_heads = packed // (3 if packed % 6 else 6)
-    heads = packed - 2 * kv_heads
-    scale, positions = jnp.ones(x.shape[-1:]), jnp.zeros(x.shape[:-2], int)
-    return jaxnorm.qkv_norm_rotary(x, scale, scale, positions, heads=heads, kv_heads=kv_heads)
-
-
-def labels(x):
-    return jnp.zeros(x.shape[:-1], int)
-
-
-def square(x):
-    return jnp.zeros((x.shape[-1], x.shape[-1]))
-
-
-# What info is asked about, of an x; of the others x is all that they cannot do without.
-CALLS = {
-    "add_layer_norm": lambda x: jaxnorm.add_layer_norm(x, x),
-    "add_rms_norm": lambda x: jaxnorm.add_rms_norm(x, x),
-    "float8_linear": lambda x: jaxnorm.float8_linear(x, square(x)),
-    "gated_activation_quantized": lambda x: jaxnorm.gated_activation_quantized(x, quantization=quantized()),
-    "gated_rms_norm": lambda x: jaxnorm.gated_rms_norm(x, x, gate_first=True),
-    "gated_rms_norm_quantized": lambda x: jaxnorm.gated_rms_norm_quantized(
-        x, x, gate_first=True, quantization=quantized()
-    ),
-    "group_norm": lambda x: jaxnorm.group_norm(x, num_groups=math.gcd(32, x.shape[-1])),
-    "layer_norm_quantized": lambda x: jaxnorm.layer_norm_quantized(x, quantization=quantized()),
-    "linear_cross_entropy": lambda x: jaxnorm.linear_cross_entropy(x, square(x), labels(x)),
-    "qk_norm_rotary": lambda x: jaxnorm.qk_norm_rotary(x, x, positions=jnp.zeros(x.shape[:-2], int)),
-    "qkv_norm_rotary": qkv_norm_rotary,
-    "quantize": lambda x: jaxnorm.quantize(x, quantized()),
-    "quantized_dot": lambda x: jaxnorm.quantized_dot(x, jaxnorm.quantize(square(x).T, quantized())),
-    "rms_norm_add_rms_norm": lambda x: jaxnorm.rms_norm_add_rms_norm(x, x),
-    "rms_norm_quantized": lambda x: jaxnorm.rms_norm_quantized(x, quantization=quantized()),
-    "softmax_cross_entropy_with_integer_labels": lambda x: jaxnorm.softmax_cross_entropy_with_integer_labels(
-        x, labels(x)
-    ),
-}
 SHAPES = ("8x64", "8x63", "64", "0x64", "8x0", "2x3x4x96", "5x1x64", "2x2x7", "1x1")
 
 
@@ -313,35 +263,23 @@ def test_it_refuses_the_shapes_that_the_function_refuses(info, capsys, op):
         x = jax.ShapeDtypeStruct(map(int, text.split("x")), "float32")
         dtype = ("--dtype", "float32") if op == "quantized_dot" else ()
         found[text] = refusal(info, "--op", op, "--shape", text, *dtype)
-        expected[text] = refusal(jax.eval_shape, CALLS.get(op, getattr(jaxnorm, op)), x)
+        expected[text] = refusal(jax.eval_shape, of_x(op), x)
     assert found == expected
     assert None in found.values()
 
 
-@pytest.fixture
-def without_cuda(monkeypatch):
-    """A build for the CPU alone, on a machine with a GPU or without."""
-
-    def set_up(*, gpu):
-        monkeypatch.delitem(ffi._modules, "cuda", raising=False)
-        monkeypatch.setitem(ffi._errors, "cuda", ModuleNotFoundError(name="jaxnorm._cuda"))
-        monkeypatch.setattr(ffi, "has_gpu", lambda: gpu)
-
-    return set_up
-
-
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
 @pytest.mark.parametrize("gpu", [False, True])
-def test_how_to_build_for_cuda_is_said_once(info, without_cuda, gpu, platform):
-    without_cuda(gpu=gpu)
+def test_how_to_build_for_cuda_is_said_once(info, monkeypatch, gpu, platform):
+    without_cuda(monkeypatch, gpu=gpu)
     words = info("--platform", platform)
     assert words.count("built without CUDA") == words.count("JAXNORM_CUDA=1") == 1
     assert words.count("no GPU here") == (not gpu)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
-def test_a_page_of_a_build_without_cuda_promises_no_plan(info, without_cuda, tmp_path, platform):
-    without_cuda(gpu=False)
+def test_a_page_of_a_build_without_cuda_promises_no_plan(info, monkeypatch, tmp_path, platform):
+    without_cuda(monkeypatch, gpu=False)
     path = tmp_path / "plan.html"
     words = info("--platform", platform, "--html", str(path))
     for text in (words, path.read_text()):
@@ -361,14 +299,3 @@ def test_each_way_that_is_not_native_is_said(info, monkeypatch):
     assert "cpu: native, because" in words
     assert "forward           native" in words
     assert "backward          jnp, because of a reason" in words
-
-
-def test_what_a_group_norm_is_over(info):
-    assert "group_norm of float32[8x4x4x96] to float32 in 32 groups of channels on" in info(
-        "--op", "group_norm", "--shape", "8x4x4x96"
-    )
-
-
-def test_a_matrix(info):
-    words = info("--op", "linear_cross_entropy", "--shape", "8x16", "--columns", "100")
-    assert "linear_cross_entropy of float32[8x16] and kernel of 100 classes to float32" in words

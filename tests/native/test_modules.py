@@ -1,10 +1,7 @@
 """The native modules load; where they do not, the package works without and says why."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +13,7 @@ from cases import KINDS, NORMS, operands
 from formulas import norm as formula
 from internals import GROUP_SIZES, LONGEST_GATED, LONGEST_PER_HEAD, SMALLEST_SCALE, ffi
 from native import why_not_native
+from processes import python
 
 
 # Without this a package built wrongly would pass every other test in jnp.
@@ -24,10 +22,10 @@ def test_the_native_kernels_are_under_test():
     assert why_not_native() is None
 
 
-@pytest.mark.needs("kernels")
+@pytest.mark.parametrize("name", ["jnp", pytest.param("native", marks=pytest.mark.needs("kernels"))])
 @pytest.mark.parametrize("kind", KINDS)
-def test_native_by_name(kind):
-    y = jax.jit(lambda *args: NORMS[kind](*args, implementation="native"))(*operands((5, 64)))
+def test_an_implementation_by_name(kind, name):
+    y = jax.jit(lambda *args: NORMS[kind](*args, implementation=name))(*operands((5, 64)))
     np.testing.assert_allclose(y, formula(kind)(*operands((5, 64))), rtol=1e-5, atol=1e-6)
 
 
@@ -55,19 +53,9 @@ def test_tangents_of_native_by_name(kind):
     np.testing.assert_allclose(y_dot, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_jnp_by_name(kind):
-    y = jax.jit(lambda *args: NORMS[kind](*args, implementation="jnp"))(*operands((5, 64)))
-    np.testing.assert_allclose(y, formula(kind)(*operands((5, 64))), rtol=1e-5, atol=1e-6)
-
-
-def run(directory, *arguments) -> str:
-    """What a fresh Python on CPU prints; its error if it fails."""
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    process = subprocess.run(
-        [sys.executable, *arguments], env=environment, cwd=directory, capture_output=True, text=True, check=False
-    )
-    return process.stdout if process.returncode == 0 else process.stderr
+def run(directory, program):
+    """A fresh Python on CPU."""
+    return python(directory, "-c", program, JAX_PLATFORMS="cpu")
 
 
 # A library that the module needs is missing, or built for something else: the loader raises ImportError.
@@ -85,28 +73,34 @@ x = np.arange(12, dtype=np.float32).reshape(3, 4)
 """
 
 
-def test_a_broken_module_leaves_the_formula(tmp_path):
-    program = BREAK_NATIVE + "print(np.asarray(jax.jit(jaxnorm.rms_norm)(x)).tolist())"
-    x = np.arange(12, dtype=np.float32).reshape(3, 4)
-    np.testing.assert_allclose(json.loads(run(tmp_path, "-c", program)), formula("rms")(x), rtol=1e-6)
+# In a program, in plain jnp, and how near they are.
+OF_BROKEN = {
+    "y": ("jax.jit(jaxnorm.rms_norm)", formula("rms"), {"rtol": 1e-6}),
+    "gradient": (
+        "jax.grad(lambda x: (jaxnorm.layer_norm(x) ** 3).sum())",
+        jax.grad(lambda x: (formula("layer")(x) ** 3).sum()),
+        {"rtol": 1e-3, "atol": 1e-5},
+    ),
+}
 
 
-def test_a_broken_module_leaves_the_gradient(tmp_path):
-    program = BREAK_NATIVE + "print(np.asarray(jax.grad(lambda x: (jaxnorm.layer_norm(x) ** 3).sum())(x)).tolist())"
+@pytest.mark.parametrize("name", OF_BROKEN)
+def test_a_broken_module_leaves_the_formula(tmp_path, name):
+    program, expected, tolerance = OF_BROKEN[name]
+    printed = run(tmp_path, f"{BREAK_NATIVE}print(np.asarray({program}(x)).tolist())").stdout
     x = np.arange(12, dtype=np.float32).reshape(3, 4)
-    expected = jax.grad(lambda x: (formula("layer")(x) ** 3).sum())(x)
-    np.testing.assert_allclose(json.loads(run(tmp_path, "-c", program)), expected, rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(json.loads(printed), expected(x), **tolerance)
 
 
 def test_native_by_name_says_why_a_module_is_broken(tmp_path):
-    printed = run(tmp_path, "-c", BREAK_NATIVE + "jaxnorm.rms_norm(x, implementation='native')")
+    printed = run(tmp_path, BREAK_NATIVE + "jaxnorm.rms_norm(x, implementation='native')").stderr
     assert "RuntimeError: rms_norm: " in printed
     assert "libmissing.so.7" in printed
 
 
 def test_info_says_why_a_module_is_broken(tmp_path):
     program = BREAK_NATIVE + "import runpy; sys.argv = ['info']; runpy.run_module('jaxnorm.info', run_name='__main__')"
-    assert "libmissing.so.7" in run(tmp_path, "-c", program)
+    assert "libmissing.so.7" in run(tmp_path, program).stdout
 
 
 # Ops of several families, each way; JAX starts where it asks for the first array.
@@ -131,12 +125,9 @@ def copy_of_the_package(directory, share):
 
 
 def told_by(directory, program):
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    run = subprocess.run(
-        [sys.executable, "-c", program], env=environment, cwd=directory, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stderr
-    return [line for line in run.stderr.splitlines() if "Warning: " in line]
+    done = run(directory, program)
+    assert done.returncode == 0, done.stderr
+    return [line for line in done.stderr.splitlines() if "Warning: " in line]
 
 
 # Of a library that ends too early the loader reads what is not there, which ends the process.
@@ -145,7 +136,6 @@ def test_one_warning_where_a_library_is_truncated(tmp_path):
     copy_of_the_package(tmp_path, share=0.9)
     (warning,) = told_by(tmp_path, USE)
     assert "the formula on cpu: jaxnorm._cpu does not load" in warning
-    assert "_cpu" in warning
     assert "too short" in warning
     assert "install jaxnorm again" in warning
 
@@ -161,4 +151,4 @@ def test_no_warning_where_nothing_was_built(tmp_path):
 
 def test_importing_the_package_starts_no_backend(tmp_path):
     program = "import jaxnorm; from jax._src import xla_bridge; print(xla_bridge.backends_are_initialized())"
-    assert run(tmp_path, "-c", program) == "False\n"
+    assert run(tmp_path, program).stdout == "False\n"

@@ -75,7 +75,7 @@ def added(kind):
         many=(),
         gradients=("dx", "dx", "dscale", "dbias"),
         kept=("residual", "scale"),
-        bad_calls=bad_calls.RESIDUAL | bad_calls.PADDING | bad_calls.MISUSE[f"add_{kind}_norm"],
+        bad_calls=bad_calls.PADDING,
         without_kernel=bad_calls.RESIDUAL_WITHOUT_KERNEL,
     )
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from cases import DTYPES, assert_near, bits, draw, draw_x
 from coverage import cover
-from hlo import collectives, count_native_calls, lowered_calls
+from hlo import collectives, compiled_text, count_native_calls, lowered_calls
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from meshes import mesh_of, placed
@@ -16,7 +16,8 @@ from native import is_platform_with_kernels
 from tolerances import DX, gradient_error
 
 import jaxnorm
-from ops.linear_cross_entropy import plain
+from ops.linear_cross_entropy import TRANSFORMS as TRANSFORMS_OF_ALL
+from ops.linear_cross_entropy import plain, value_and_gradients
 
 pytestmark = pytest.mark.any_code
 
@@ -52,14 +53,15 @@ def of_scale(scale, function=cross_entropy, **given):
     return lambda x, s: function(x, logit_scale=s if scale is None else scale, **given)
 
 
-def step(function):
-    """The losses, and the gradients of logits and scale for a cotangent."""
+def of_moving(scale, function=cross_entropy, *, axis=-1, **given):
+    """A function of a dict of logits, of which the last axis becomes this one, and their scale."""
+    losses = of_scale(scale, partial(function, axis=axis) if axis != -1 else function, **given)
+    return lambda moving: losses(jnp.moveaxis(moving["x"], -1, axis), moving["logit_scale"])
 
-    def of(x, scale, dy):
-        losses, pullback = jax.vjp(function, x, scale)
-        return losses, *pullback(dy)
 
-    return jax.jit(of)
+def step(function, x, scale, dy):
+    """The losses and the gradients by name, compiled."""
+    return jax.device_get(value_and_gradients(function)({"x": x, "logit_scale": scale}, dy))
 
 
 def exact(x, dy, scale, **given):
@@ -67,7 +69,7 @@ def exact(x, dy, scale, **given):
     number = scale if isinstance(scale, float) else None
     with jax.enable_x64(True):
         wide = (jnp.asarray(np.float64(a)) for a in (x, SCALE if scale is None else scale, dy))
-        return jax.device_get(step(of_scale(number, formula, **given))(*wide))
+        return step(of_moving(number, formula, **given), *wide)
 
 
 @cover(
@@ -84,47 +86,32 @@ def test_values_and_gradients(options, where, dtype, axis, scale):
         mask = {"all": None, "classes": mask_of(DIMS), "rows": draw("rows", DIMS[:-1]) > -1}[where]
         moved = mask if mask is None or where == "rows" else jnp.moveaxis(mask, -1, axis)
         given = {"axis": axis, "where": moved, "implementation": implementation if axis == -1 else None}
-        function = step(of_scale(scale, labels=labels, **given, **options))
-        losses, dx, dscale = function(jnp.moveaxis(x, -1, axis), jnp.asarray(SCALE, dtype), dy)
+        function = of_moving(scale, labels=labels, **given, **options)
+        results = step(function, x, jnp.asarray(SCALE, dtype), dy)
     where = mask[..., None] if where == "rows" else mask
-    expected, of_x, of_scales = exact(x, dy, scale, labels=labels, where=where, **options)
+    expected = exact(x, dy, scale, labels=labels, where=where, **options)
     near = {"rtol": 1e-4, "atol": 2e-5} if dtype == "float32" else {"rtol": 1e-11, "atol": 1e-12}
-    for actual, e in ((losses, expected), (jnp.moveaxis(dx, axis, -1), of_x), (dscale, of_scales)):
+    for actual, e in zip(*map(jax.tree.leaves, (results, expected)), strict=True):
         assert actual.dtype == dtype
         np.testing.assert_allclose(actual, e, **near)
 
 
-def tangents(f):
-    """The losses, their tangents, and the gradient of both."""
-
-    def of_both(x, s):
-        return jax.jvp(f, (x, s), (jnp.cos(x), 0.3 * s))
-
-    return lambda *args: (of_both(*args), jax.grad(lambda *args: sum(map(jnp.sum, of_both(*args))), (0, 1))(*args))
-
-
 TRANSFORMS = {
-    "second derivatives": lambda f: jax.hessian(f, (0, 1)),
-    "tangents": tangents,
-    "vmap over the scale": lambda f: lambda x, s: jax.vmap(jax.grad(f, (0, 1)), (None, 0))(x, jnp.stack([s, -s])),
-    "vmap over both": lambda f: lambda x, s: jax.vmap(jax.grad(f, (0, 1)))(jnp.stack([x, -x]), jnp.stack([s, -s])),
-    "checkpoint": lambda f: jax.grad(jax.checkpoint(f), (0, 1)),
-    "scan": lambda f: jax.grad(
-        lambda x, s: jax.lax.scan(lambda c, a: (c + f(x, a * s), None), 0.0, jnp.arange(3.0))[0], (0, 1)
-    ),
+    "hessian": lambda f: jax.hessian(lambda moving: jnp.sin(f(moving)).sum()),
+    **{
+        name: TRANSFORMS_OF_ALL[name]
+        for name in ("second derivatives", "jvp", "tangents", "vmap over logit_scale", "vmap over everything")
+    },
+    **{name: TRANSFORMS_OF_ALL[name] for name in ("checkpoint", "scan")},
 }
 
 
 @cover(name=TRANSFORMS, options=OPTIONS, scale=SCALES, has_mask=[False, True])
 def test_transformed(name, options, scale, has_mask):
-    x, labels = draw_x((3, 10)), labels_of((3, 10))
+    moving, labels = {"x": draw_x((3, 10)), "logit_scale": jnp.float32(SCALE)}, labels_of((3, 10))
     where = mask_of((3, 10)).at[0, 0].set(True) if has_mask else None
-
-    def of(function):
-        losses = of_scale(scale, function, labels=labels, where=where, **options)
-        return jax.jit(name(lambda x, s: jnp.sin(losses(x, s)).sum()))(x, jnp.float32(SCALE))
-
-    assert_near(of(cross_entropy), of(formula))
+    given = {"labels": labels, "where": where, **options}
+    assert_near(*(jax.jit(name(of_moving(scale, f, **given)))(moving) for f in (cross_entropy, formula)))
 
 
 # In float32: the product of a half type would be rounded to it, and the gradient once more.
@@ -134,30 +121,18 @@ def test_transformed(name, options, scale, has_mask):
 def test_dtypes_of_a_traced_scale(dtype, scale, implementation):
     dims, scale = (64, 100), jnp.asarray(*scale)
     x, labels, dy = draw("x", dims, dtype), labels_of(dims), draw("dy", dims[:-1])
-    losses, dx, dscale = step(of_scale(None, labels=labels, implementation=implementation))(x, scale, dy)
-    expected, of_x, of_scales = exact(x, dy, scale, labels=labels)
-    assert (losses.dtype, dx.dtype, dscale.dtype) == ("float32", dtype, scale.dtype)
+    function = of_moving(None, labels=labels, implementation=implementation)
+    if dtype == "float32":
+        text = compiled_text(value_and_gradients(function), {"x": x, "logit_scale": scale}, dy)
+        assert count_native_calls(text) == (CALLS if implementation is None else {})
+    losses, of = step(function, x, scale, dy)
+    expected, exactly = exact(x, dy, scale, labels=labels)
+    assert (losses.dtype, of["x"].dtype, of["logit_scale"].dtype) == ("float32", dtype, scale.dtype)
     np.testing.assert_allclose(losses, expected, rtol=2e-6)
     half = {"bfloat16": 2.0**-9, "float16": 2.0**-12, "float32": 1e-6}[dtype]
-    assert np.linalg.norm(np.float64(dx) - of_x) <= half * np.linalg.norm(of_x)
+    assert np.linalg.norm(np.float64(of["x"]) - exactly["x"]) <= half * np.linalg.norm(exactly["x"])
     rtol = 2**-8 if scale.dtype == "bfloat16" else 1e-5
-    np.testing.assert_allclose(np.float64(dscale), of_scales, rtol=rtol)
-
-
-@pytest.mark.needs("kernels")
-def test_one_kernel_each_way_of_a_traced_scale():
-    types = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((64, 100), (), (64,))]
-    function = of_scale(None, labels=jnp.zeros(64, "int32"), implementation="native")
-    text = step(function).lower(*types).compile().as_text()
-    assert count_native_calls(text) == CALLS
-
-
-def test_half_types_with_a_traced_scale_have_no_kernel():
-    x, labels = draw_x((4, 10), "bfloat16"), labels_of((4, 10))
-    with pytest.raises(RuntimeError, match=r"native.*half type times a traced logit_scale are float32"):
-        cross_entropy(x, labels, logit_scale=jnp.float32(2), implementation="native")
-    report = jaxnorm.explain(partial(cross_entropy, labels=labels), x, logit_scale=jnp.float32(2))
-    assert "half type times a traced logit_scale" in str(report)
+    np.testing.assert_allclose(np.float64(of["logit_scale"]), exactly["logit_scale"], rtol=rtol)
 
 
 # A label that does not count is read all the same.
@@ -166,22 +141,20 @@ def test_what_is_not_finite_at_a_label_that_does_not_count_has_one_rule(value, d
     labels = jnp.asarray([3, 0, 4, 6])
     is_label = jnp.arange(10) == labels[:, None]
     x, where = jnp.where(is_label, value, draw_x((4, 10), dtype)), mask_of((4, 10)) & ~is_label
+    given = {"labels": labels, "where": where, **options}
     native, formula = (
-        step(of_scale(None, labels=labels, where=where, implementation=implementation, **options))(
-            x, jnp.float32(SCALE), jnp.ones(4)
-        )
-        for implementation in (None, "jnp")
+        step(of_moving(None, implementation=how, **given), x, jnp.float32(SCALE), jnp.ones(4)) for how in (None, "jnp")
     )
-    for a, e in zip(native, formula, strict=True):
-        assert_near(a, e)
+    assert_near(native, formula)
 
 
 # Its own logit is in the loss, and has a gradient.
 @pytest.mark.on_emulator
-def test_a_label_that_does_not_count():
-    x, where = draw_x((1, 10)), jnp.arange(10) != 3
-    ours, theirs = (tangents(lambda x, _, f=f: f(x, jnp.asarray([3]), where=where)) for f in (cross_entropy, formula))
-    assert_near(*(jax.jit(f)(x, jnp.float32(0)) for f in (ours, theirs)))
+@pytest.mark.parametrize("name", ["jvp", "tangents"])
+def test_a_label_that_does_not_count(name):
+    moving, given = {"x": draw_x((1, 10)), "logit_scale": jnp.float32(0)}, {"where": jnp.arange(10) != 3}
+    losses = (of_moving(1.0, f, labels=jnp.asarray([3]), **given) for f in (cross_entropy, formula))
+    assert_near(*(jax.jit(TRANSFORMS_OF_ALL[name](of))(moving) for of in losses))
 
 
 # Labels are flat indices of a slice along the axes, in their order.
@@ -283,12 +256,8 @@ def test_a_row_that_is_ignored_or_has_no_class_leaves_no_trace():
     x, labels = draw_x((4, 10)), jnp.asarray([1, -100, 3, -7])
     where = jnp.asarray([True, True, False, True])[:, None]
     given = {"ignore_index": -100, "where": where, "z_loss": 1.0, "label_smoothing": 0.3}
-    losses, dx = jax.jit(
-        lambda x: (
-            cross_entropy(x, labels, ignore_index=-100, where=where),
-            jax.grad(lambda x: cross_entropy(x, labels, **given)[:3].sum())(x),
-        )
-    )(x)
+    losses = jax.jit(lambda x: cross_entropy(x, labels, ignore_index=-100, where=where))(x)
+    dx = jax.jit(jax.grad(lambda x: cross_entropy(x, labels, **given)[:3].sum()))(x)
     assert np.isfinite(losses).tolist() == [True, True, True, False]
     assert losses[1] == losses[2] == 0
     assert np.asarray(dx).any(-1).tolist() == [True, False, False, False]
@@ -323,13 +292,31 @@ def types_of(rows=256, cols=8192):
     return [jax.ShapeDtypeStruct(*of) for of in shapes]
 
 
+def of_argument(x):
+    return cross_entropy(x.reshape(256, 8192), jnp.zeros(256, "int32")).mean()
+
+
+# A loss, its operands' types, whether the gradient takes the logits' place, and how many arrays of logits there is
+# room for: of a product one, what is computed for each row, and what a GPU's library keeps for a product. XLA would
+# copy what is not the program's to overwrite.
+IN_PLACE = {
+    "a product": (projected, types_of(), True, 1.5),
+    **{
+        f"{name} {dims}": (wrap(of_argument), [jax.ShapeDtypeStruct(dims, "float32")], False, 0.1)
+        for name, wrap in {"call": lambda f: f, "checkpoint": jax.checkpoint, "jit": jax.jit}.items()
+        for dims in ((256, 8192), (2, 128, 8192))
+    },
+}
+
+
 @pytest.mark.needs("kernels")
-def test_the_gradient_takes_the_place_of_computed_logits():
-    (call,) = lowered_calls(jax.grad(projected), GRADIENT, *types_of())
-    assert "output_operand_alias" in call
-    compiled = jax.jit(jax.grad(projected)).lower(*types_of()).compile()
-    # One array of logits, what is computed for each row, and what a GPU's library keeps for a product.
-    assert compiled.memory_analysis().temp_size_in_bytes < 1.5 * 4 * 256 * 8192
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_the_gradient_takes_the_place_of_computed_logits(name):
+    loss, types, is_in_place, logits = IN_PLACE[name]
+    (call,) = lowered_calls(jax.grad(loss), GRADIENT, *types)
+    assert ("output_operand_alias" in call) == is_in_place
+    compiled = jax.jit(jax.grad(loss)).lower(*types).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < logits * 4 * 256 * 8192
 
 
 @pytest.mark.needs("several")
@@ -350,20 +337,6 @@ def test_on_a_mesh_too(devices, axis_type, kernel_spec):
     assert "output_to_operand_aliasing" in call
     shard = 4 * 256 * cols // mesh.shape["a"] // (mesh.shape["b"] if any(kernel_spec) else 1)
     assert compiled.memory_analysis().temp_size_in_bytes < 1.3 * shard
-
-
-# XLA would copy what is not the program's to overwrite.
-@pytest.mark.needs("kernels")
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint, jax.jit], ids=["call", "checkpoint", "jit"])
-@pytest.mark.parametrize("dims", [(256, 8192), (2, 128, 8192)], ids=str)
-def test_the_gradient_of_an_argument_has_its_own_place(wrap, dims):
-    labels = jnp.zeros(256, "int32")
-    function = jax.grad(wrap(lambda x: cross_entropy(x.reshape(256, 8192), labels).mean()))
-    x = jax.ShapeDtypeStruct(dims, "float32")
-    (call,) = lowered_calls(function, GRADIENT, x)
-    assert "output_operand_alias" not in call
-    compiled = jax.jit(function).lower(x).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 0.1 * 4 * 256 * 8192
 
 
 # They are copied first.

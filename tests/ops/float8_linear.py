@@ -12,19 +12,12 @@ from coverage import cover
 from internals import BY_KERNELS, BY_XLA, PRODUCTS_BY_KERNELS, Float8Linear, float8_op, rounded_kernel, rounded_x
 from quantizing import array_by_numpy, assert_same, to
 
-import jaxnorm
 from jaxnorm import Float8Recipe, Quantized, float8_linear, quantize
-from ops.products import E4M3, RECIPES
+from ops.products import E4M3, RECIPES, assert_norms_close, of_each, value_and_gradients, with_zeros
 
 ROWS, DEPTH, COLUMNS = (4, 6), 96, 48
 ALL = RECIPES | {"powers of two": Float8Recipe(power_of_two=True)}
-
-
-def operands(dtype="float32", *, std=1.0):
-    """x, kernel, bias and dy; a row of x and a column of the kernel are zeros."""
-    x, kernel = draw("x", (*ROWS, DEPTH), std=std), draw("kernel", (DEPTH, COLUMNS), std=std)
-    bias, dy = draw("bias", (COLUMNS,), std=std), draw("dy", (*ROWS, COLUMNS), std=std)
-    return [a.astype(dtype) for a in (x.at[1, 2].set(0), kernel.at[:, 5].set(0), bias, dy)]
+operands = partial(with_zeros, (*ROWS, DEPTH, COLUMNS))
 
 
 def wide(array):
@@ -48,9 +41,8 @@ def rounded(recipe, array, axes):
     return wide(values.astype(jnp.float32)) * wide(scales)
 
 
-def value_and_gradients(recipe, x, kernel, bias, dy):
-    y, pull_back = jax.vjp(lambda *args: float8_linear(*args[:2], bias=args[2], recipe=recipe), x, kernel, bias)
-    return y, *pull_back(dy)
+def step(recipe, *args):
+    return value_and_gradients(lambda x, kernel, bias: float8_linear(x, kernel, bias=bias, recipe=recipe), *args)
 
 
 def folded(recipe, dy, factor, axes, along):
@@ -116,29 +108,26 @@ def test_operands_are_rounded_as_numpy_does(power_of_two, dtype, scaling):
 
 
 # The contract: the product of the rounded operands, and its gradient with dy rounded to 8 bits once for each product.
-@cover(recipe=ALL, dtype=["float32", "bfloat16", "float16"])
-def test_the_product_of_the_rounded_operands(recipe, dtype):
+@cover(recipe=ALL, dtype=["float32", "bfloat16", "float16"], has_all_digits=[False, True])
+def test_the_product_of_the_rounded_operands(recipe, dtype, has_all_digits):
     x, kernel, bias, dy = operands(dtype)
-    is_wide = recipe.weight_gradient == "compute"
-    y = jax.jit(partial(float8_linear, recipe=recipe))(x, kernel, bias=bias)
-    with digits(all_of_them=is_wide and dtype == "float32"):  # which GPUs multiply as TF32 by default
-        _, dx, dw, db = jax.jit(partial(value_and_gradients, recipe))(x, kernel, bias, dy)
+    is_wide, bound = recipe.weight_gradient == "compute", 2.0**-12
+    if has_all_digits and recipe == Float8Recipe():
+        bound = 2.0**-20
+    precision = jax.default_matmul_precision("highest" if has_all_digits else "default")
+    with precision:
+        y = jax.jit(partial(float8_linear, recipe=recipe))(x, kernel, bias=bias)
+    # GPUs multiply what is wide as TF32 by default.
+    with precision if has_all_digits else digits(all_of_them=is_wide and dtype == "float32"):
+        _, dx, dw, db = jax.jit(partial(step, recipe))(x, kernel, bias, dy)
     assert [a.dtype for a in (y, dx, dw, db)] == [dtype] * 4
     a, b = rounded(recipe, x, -1), rounded(recipe, kernel, 0)
-    assert_within(y, a @ b + wide(bias), np.abs(a) @ np.abs(b))
-    # The wide product takes x as it was rounded to its own dtype again.
-    again = 2.0**-8 if is_wide and dtype != "float32" else 2.0**-12
+    assert_within(y, a @ b + wide(bias), np.abs(a) @ np.abs(b), bound)
     of_x, of_kernel = expected_gradients(recipe, x, kernel, dy)
-    assert_within(dx, *of_x)
-    assert_within(dw, *of_kernel, again)
+    assert_within(dx, *of_x, bound)
+    # The wide product takes x as it was rounded to its own dtype again.
+    assert_within(dw, *of_kernel, 2.0**-8 if is_wide and dtype != "float32" else bound)
     assert_within(db, wide(dy).sum((0, 1)), np.abs(wide(dy)).sum((0, 1)), 2.0**-22)
-
-
-def test_it_is_quantized_dot_of_what_is_quantised():
-    x, kernel, bias, _ = operands("bfloat16")
-    x_8, kernel_8 = (Quantized(*map(jnp.asarray, array_by_numpy(a, E4M3))) for a in (x, kernel.T))
-    y = jaxnorm.quantized_dot(x_8, kernel_8, bias=bias)
-    np.testing.assert_array_equal(float8_linear(x, kernel, bias=bias), y)
 
 
 @pytest.fixture
@@ -152,7 +141,7 @@ def all_digits():
 def test_a_dy_of_few_bits_is_not_rounded(recipe):
     x, kernel, bias, dy = operands()
     dy = jnp.round(dy)
-    _, dx, dw, _ = value_and_gradients(recipe, x, kernel, bias, dy)
+    _, dx, dw, _ = step(recipe, x, kernel, bias, dy)
     for actual, expected in zip((dx, dw), expected_gradients(recipe, x, kernel, dy, rounds=False), strict=True):
         assert_within(actual, *expected, 2.0**-18)
 
@@ -161,7 +150,7 @@ def test_a_dy_of_few_bits_is_not_rounded(recipe):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_powers_of_two_are_exact(dtype):
     x, kernel, bias, dy = (jnp.sign(a) * 2.0 ** jnp.clip(jnp.round(a), -2, 2).astype(dtype) for a in operands(dtype))
-    actual = value_and_gradients(Float8Recipe(power_of_two=True), x, kernel, bias, dy)
+    actual = step(Float8Recipe(power_of_two=True), x, kernel, bias, dy)
     plain = partial(jnp.matmul, preferred_element_type=np.float32, precision="highest")
     y = (plain(x, kernel) + bias.astype(np.float32)).astype(dtype)
     dx = plain(dy, kernel.T).astype(dtype)
@@ -175,21 +164,21 @@ def test_powers_of_two_are_exact(dtype):
 @pytest.mark.parametrize("recipe", [Float8Recipe(), Float8Recipe(save="inputs"), Float8Recipe(power_of_two=True)])
 def test_what_is_dead_changes_no_scale(recipe):
     x, kernel, bias, dy = operands(std=2e-3)
-    _, dx, dw, _ = value_and_gradients(recipe, x, kernel, bias, dy)
-    for actual, (exact, _) in zip((dx, dw), expected_gradients(recipe, x, kernel, dy, rounds=False), strict=True):
-        assert np.linalg.norm(of_rows(actual) - exact) <= 0.029 * np.linalg.norm(exact)
+    _, dx, dw, _ = step(recipe, x, kernel, bias, dy)
+    (exact_dx, _), (exact_dw, _) = expected_gradients(recipe, x, kernel, dy, rounds=False)
+    assert_norms_close((of_rows(dx), of_rows(dw)), (exact_dx, exact_dw), 0.029)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_what_is_not_finite_stays_in_its_row_and_column(value):
     x, kernel, bias, dy = operands()
-    good = value_and_gradients(Float8Recipe(), x, kernel, bias, dy)
-    y, dx, dw, _ = value_and_gradients(Float8Recipe(), x.at[2, 3, 7].set(value), kernel, bias, dy)
+    good = step(Float8Recipe(), x, kernel, bias, dy)
+    y, dx, dw, _ = step(Float8Recipe(), x.at[2, 3, 7].set(value), kernel, bias, dy)
     assert np.isnan(y[2, 3]).all()
     assert np.isnan(dw).all()
     np.testing.assert_array_equal(*(np.delete(of_rows(of), 15, 0) for of in (y, good[0])))
     np.testing.assert_array_equal(dx, good[1])
-    y, dx, dw, _ = value_and_gradients(Float8Recipe(), x, kernel.at[7, 3].set(value), bias, dy)
+    y, dx, dw, _ = step(Float8Recipe(), x, kernel.at[7, 3].set(value), bias, dy)
     assert (np.isnan(y).any((0, 1)) == (np.arange(COLUMNS) == 3)).all()
     assert np.isnan(dx).all()
     np.testing.assert_array_equal(dw, good[2])
@@ -205,16 +194,6 @@ def test_products_are_chosen_by_direction(direction):
     assert formula == kernels == {"forward": ["y"], "backward": ["dx", "dw"]}[direction]
 
 
-def test_the_default_precision_of_all_digits():
-    x, kernel, bias, dy = operands()
-    with jax.default_matmul_precision("highest"):
-        y, dx, dw, _ = jax.jit(partial(value_and_gradients, Float8Recipe()))(x, kernel, bias, dy)
-    a, b = rounded(Float8Recipe(), x, -1), rounded(Float8Recipe(), kernel, 0)
-    assert_within(y, a @ b + wide(bias), np.abs(a) @ np.abs(b), 2.0**-20)
-    for actual, expected in zip((dx, dw), expected_gradients(Float8Recipe(), x, kernel, dy), strict=True):
-        assert_within(actual, *expected, 2.0**-20)
-
-
 @cover(granularity=["token", "tensor"], save=["quantized", "inputs"])
 def test_a_quantised_x(granularity, save):
     x, kernel, bias, dy = operands()
@@ -227,7 +206,7 @@ def test_a_quantised_x(granularity, save):
     dx, dw = pull_back(dy.astype(y.dtype))
     assert (y.dtype, dx.dtype) == (jnp.bfloat16, jnp.float32)
     if granularity == "token":
-        expected = value_and_gradients(Float8Recipe(), x, kernel, bias, dy.astype(y.dtype).astype(jnp.float32))
+        expected = step(Float8Recipe(), x, kernel, bias, dy.astype(y.dtype).astype(jnp.float32))
         for a, e in zip((y, dx, dw), (expected[0].astype(y.dtype), *expected[1:]), strict=False):
             assert_same_but_for_xlas_division(a, e)
     else:
@@ -250,17 +229,10 @@ def test_gradients_of_mapped_operands_are_those_of_a_loop(recipe, save, mapped, 
         for (name, shape), axis in zip(shapes.items(), mapped, strict=True)
     ]
 
-    def gradients(x, kernel, dy):
-        return jax.vjp(partial(float8_linear, recipe=recipe), x, kernel)[1](dy)
-
-    of_one = jax.jit(gradients)
-    examples = [
-        of_one(*(a if axis is None else a[i] for a, axis in zip(arrays, mapped, strict=True))) for i in range(3)
-    ]
-    for of, expected in zip(jax.jit(jax.vmap(gradients, mapped))(*arrays), zip(*examples, strict=True), strict=True):
-        expected = np.stack([wide(e) for e in expected])
-        # On a GPU a value halfway between two of float8 may go to the other one.
-        assert np.linalg.norm(wide(of) - expected) <= 2.0**-5 * np.linalg.norm(expected)
+    gradients = jax.jit(lambda *args: value_and_gradients(partial(float8_linear, recipe=recipe), *args)[1:])
+    expected = of_each(gradients, mapped, arrays)
+    # On a GPU a value halfway between two of float8 may go to the other one.
+    assert_norms_close(jax.vmap(gradients, mapped)(*arrays), expected, 2.0**-5)
 
 
 # What CUDA binds, whose rounding and products are formulas here.

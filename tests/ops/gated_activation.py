@@ -3,7 +3,7 @@
 from dataclasses import replace
 from functools import partial
 
-import bad_activation_calls as bad_calls
+import bad_calls
 import formulas
 import jax
 import jax.numpy as jnp
@@ -77,8 +77,8 @@ def gated_activation(activation):
         keeps_operands_alone=True,
         statistics=0,
         numbers=("axis",),
-        bad_calls=bad_calls.GATED_ACTIVATION | bad_calls.MISUSE,
-        without_kernel=bad_calls.WITHOUT_KERNEL,
+        bad_calls=bad_calls.GATED_ACTIVATION,
+        without_kernel=bad_calls.ACTIVATION_WITHOUT_KERNEL,
     )
 
 

@@ -3,8 +3,7 @@
 from dataclasses import replace
 from functools import cache, partial
 
-import bad_activation_calls as bad_calls
-import bad_quantized_calls
+import bad_calls
 import formulas
 import jax
 import jax.numpy as jnp
@@ -26,28 +25,36 @@ from quantizing import (
     functions_of,
     static_scale_of,
 )
-from statements import call
+from statements import call, named
 
 import jaxnorm
 from jaxnorm import Quantization
 from ops.gated_activation import ACTIVATIONS, gated_activation, halves, packed_activation
 
+GROUPS = Quantization("int8", "group"), Quantization("int8", "group", 64)  # whose columns are half as many
+
 
 def of_pairs(calls):
     """Calls of quantised norms that say the same of an activation."""
     others = {"residual", "axis", "smooth_scale", "epsilon", "scale_offset", "with_unquantized", "return_statistics"}
-    return {name: c for name, c in calls.items() if len(c.args) == 1 and not others & c.keywords.keys()}
+    return {
+        name: c
+        for name, c in calls.items()
+        if len(c.args) == 1 and not others & c.keywords.keys() and c.keywords.get("quantization") not in GROUPS
+    }
 
 
 BAD_CALLS = {
     **bad_calls.GATED_ACTIVATION,
-    **of_pairs(bad_quantized_calls.QUANTIZED),
-    "groups that do not divide": call(bad_quantized_calls.ROWS, quantization=Quantization("int8", "group")).raises(
-        ValueError, "group_size 128 does not divide the 96 columns", "granularity='token'"
+    **of_pairs(bad_calls.QUANTIZED),
+    **named(
+        call(bad_calls.ROWS, quantization=GROUPS[0]).raises(
+            ValueError, "group_size 128 does not divide the 96 columns", "granularity='token'"
+        ),
+        call(bad_calls.ROWS[..., :128], quantization=GROUPS[1], static_scale=1.0).raises(
+            ValueError, "static_scale", "'group'", "leave"
+        ),
     ),
-    "a static scale of groups": call(
-        bad_quantized_calls.ROWS[..., :128], quantization=Quantization("int8", "group", 64), static_scale=1.0
-    ).raises(ValueError, "static_scale", "'group'", "leave"),
 }
 
 
@@ -95,8 +102,8 @@ def quantized_activation(activation, granularity, to, *, packed=False):
         lengths=tuple(rows(41, cols) for cols in lengths[:-1]),
         forward="jaxnorm_gated_activation_quantized_fwd",
         has_row_scale=granularity == "token",
-        bad_calls=BAD_CALLS | bad_calls.MISUSE,
-        without_kernel=bad_calls.WITHOUT_KERNEL,
+        bad_calls=BAD_CALLS,
+        without_kernel=bad_calls.ACTIVATION_WITHOUT_KERNEL,
     )
 
 

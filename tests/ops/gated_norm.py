@@ -102,8 +102,7 @@ def gate(variant):
         lengths=tuple(rows(9, cols) for cols in (1, 31, 128, 4096)),
         many=tuple(rows(600, cols) for cols in (128, 256, 2048, 4096, 5120, 8192)),
         statistics=1,
-        required={"gate_first": True},
-        bad_calls=bad_calls.GATED | bad_calls.MISUSE["gated_rms_norm"],
+        bad_calls=bad_calls.GATED,
         without_kernel=bad_calls.GATED_WITHOUT_KERNEL,
     )
 

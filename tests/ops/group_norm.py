@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Any, NamedTuple
 
-import bad_group_calls as bad_calls
+import bad_calls
 import formulas
 import jax
 import jax.numpy as jnp
@@ -133,9 +133,8 @@ def group_norm(activation=None):
         many=(rows(600, 5, 128, group_size=32), rows(600, 640, group_size=20)),
         statistics=2,
         numbers=("epsilon", "scale_offset", "num_groups", "channel_axis"),
-        required={"num_groups": 2},
-        bad_calls=bad_calls.GROUP | bad_calls.MISUSE,
-        without_kernel=bad_calls.WITHOUT_KERNEL,
+        bad_calls=bad_calls.GROUP,
+        without_kernel=bad_calls.GROUP_WITHOUT_KERNEL,
     )
 
 

@@ -9,23 +9,13 @@ from cases import assert_near
 from coverage import cover
 from hlo import collectives, count_native_calls
 from jax import export
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import mesh_of, placed
+from meshes import mesh_of
 from native import is_platform_with_kernels
 
-from ops.linear_cross_entropy import (
-    ALL_OR_NONE,
-    CLASSES,
-    GIVEN,
-    OPTIONS,
-    REDUCTIONS,
-    grad_of,
-    loss,
-    masks,
-    split,
-    whole,
-)
+from ops import linear_cross_entropy as linear
+from ops.linear_cross_entropy import ALL_OR_NONE, GIVEN, OPTIONS, REDUCTIONS, grad_of, loss, masks, split, whole
 
 pytestmark = [pytest.mark.any_code, pytest.mark.usefixtures("exact_products")]
 
@@ -84,12 +74,7 @@ def steps_on(mesh, step, args, specs):
     """What a step gives on one device and on a mesh, and its program there."""
     alone = jax.device_get(jax.jit(step)(*args))
     with jax.set_mesh(mesh):
-        there = [
-            dict(zip(a, placed(mesh, a.values(), [spec[name] for name in a]), strict=True))
-            if isinstance(a, dict)
-            else placed(mesh, (a,), (spec,))[0]
-            for a, spec in zip(args, specs, strict=True)
-        ]
+        there = jax.device_put(args, jax.tree.map(partial(NamedSharding, mesh), specs))
         program = jax.jit(step).lower(*there).compile()
         return jax.device_get(program(*there)), alone, program.as_text()
 
@@ -128,6 +113,7 @@ def test_over_devices(devices, axis_type, specs, reduction, where, implementatio
 
     rows = P(*x_spec[:1])
     of = {"x": x_spec, "kernel": kernel_spec, "bias": class_spec, "weights": rows, "logit_scale": P()}
+    of = {name: of[name] for name in moving}
     args, of_args = (moving, labels), (of, rows)
     if mask is not None:
         args, of_args = (*args, mask), (*of_args, class_spec if where == "classes" else rows)
@@ -183,7 +169,7 @@ def test_in_a_shard_map(devices, check_vma, given, reduction):
     mesh, dims = mesh_of(devices, AxisType.Auto), (8, 8, 16)
     moving, labels = split(given=GIVEN[given], dims=dims)
     labels = jnp.maximum(labels, 0) if reduction == "mean" else labels
-    mask, rows = masks(dims, CLASSES)["classes"], P(("a", "b"))
+    mask, rows = masks(dims, linear.CLASSES)["classes"], P(("a", "b"))
     of = {"x": rows, "kernel": P(), "bias": P(), "weights": rows, "logit_scale": P()}
     over_devices = jax.lax.pmean if reduction == "mean" else jax.lax.psum
 
@@ -201,7 +187,7 @@ def test_in_a_shard_map(devices, check_vma, given, reduction):
 @pytest.mark.parametrize("given", ALL_OR_NONE)
 def test_exported_for_any_number_of_rows(given):
     moving, labels = split(given=GIVEN[given], dims=(24, 16))
-    mask = masks((24, 16), CLASSES)["classes"] if given == "all" else None
+    mask = masks((24, 16), linear.CLASSES)["classes"] if given == "all" else None
     (rows,) = export.symbolic_shape("rows")
     types = {
         k: jax.ShapeDtypeStruct((rows, *a.shape[1:]) if k in ("x", "weights") else a.shape, a.dtype)

@@ -23,7 +23,7 @@ from quantizing import assert_same
 
 import jaxnorm
 from jaxnorm import float8_linear
-from ops.products import DOT, FORMS, LINEAR
+from ops.products import DOT, FORMS, LINEAR, assert_norms_close, value_and_gradients, with_zeros
 
 pytestmark = [pytest.mark.jax_version, pytest.mark.needs("several")]
 exact_products = pytest.mark.usefixtures("exact_products")
@@ -42,32 +42,23 @@ SPLIT = {
 }
 
 
-def operands(dtype="float32", kernel_dtype=None):
-    """x, kernel, bias and dy; the first row of x and the first column of the kernel are zeros."""
-    x, kernel = draw("x", (*ROWS, DEPTH), dtype), draw("kernel", (DEPTH, COLUMNS), kernel_dtype or dtype)
-    return (
-        x.at[0, 0].set(0),
-        kernel.at[:, 0].set(0),
-        draw("bias", (COLUMNS,), dtype),
-        draw("dy", (*ROWS, COLUMNS), dtype),
-    )
-
-
-def value_and_gradients(function, x, kernel, bias, dy):
-    y, pull_back = jax.vjp(function, x, kernel, bias)
-    return y, *pull_back(dy)
-
-
+operands = partial(with_zeros, (*ROWS, DEPTH, COLUMNS))
 # Over devices a program has no kernels, and XLA for GPUs divides less exactly: what lies between two values of float8
 # may become the other one.
 BOUND = 1e-6 if jax.default_backend() == "cpu" else 2.0**-5
 
 
-def assert_one_device_gives(actual, expected, bound=BOUND):
-    for a, e in zip(actual, expected, strict=True):
+# Parts of a result that are added up over two devices are rounded before.
+def assert_near(actual, expected, *, of_float32=1e-5, of_half=2.0**-7, of_largest=None):
+    """To a step of each dtype, relative to each number and to the largest, or to `of_largest` of that."""
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert (a.shape, a.dtype) == (e.shape, e.dtype)
-        step = bound if a.dtype == jnp.float32 else 2.0**-8
-        np.testing.assert_allclose(np.float64(a), np.float64(e), rtol=step, atol=bound * np.abs(np.float64(e)).max())
+        step = of_float32 if a.dtype == jnp.float32 else of_half
+        atol = (of_largest or step) * np.abs(np.float64(e)).max()
+        np.testing.assert_allclose(np.float64(a), np.float64(e), rtol=step, atol=atol)
+
+
+assert_one_device_gives = partial(assert_near, of_float32=BOUND, of_half=2.0**-8, of_largest=BOUND)
 
 
 # On an Explicit mesh JAX asks for the sharding of a sum that is split, as of every product, but float8_linear has one.
@@ -159,9 +150,7 @@ def test_in_a_shard_map(split, dtype, form):
     else:  # parts of gradients of quantized_dot are rounded to 16 bits before they are added up
         alike = slice(None, None, 3) if form.recipe is not None else slice(1)
         assert_one_device_gives(actual[alike], expected[alike])
-    for a, e in zip(actual[1:], expected[1:], strict=True):
-        assert (a.shape, a.dtype) == (e.shape, e.dtype)
-        assert np.linalg.norm(np.float64(a) - np.float64(e)) <= 0.05 * np.linalg.norm(np.float64(e))
+    assert_norms_close(actual[1:], expected[1:], 0.05)
 
 
 def compile_anew(keeps):
@@ -201,14 +190,6 @@ def parts(monkeypatch):
     compile_anew(keeps=keeps)
 
 
-def assert_near(actual, expected, dtype):
-    """Parts that are added up over two devices are rounded before."""
-    step = 1e-5 if dtype == "float32" else 2.0**-7
-    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
-    bound = step * np.abs(np.float64(expected)).max()
-    np.testing.assert_allclose(np.float64(actual), np.float64(expected), rtol=step, atol=bound)
-
-
 @pytest.fixture
 def by_kernels(parts, monkeypatch):
     monkeypatch.setattr(float8_op.formula, "BY_XLA", PRODUCTS_BY_KERNELS)
@@ -243,8 +224,7 @@ def test_a_layer(case, dtype, by_kernels):
         results = jax.jit(layer)(*placed(mesh, args, split))
         assert len(by_kernels) == 3
         whole = jax.jit(layer)(*placed(mesh, args, [P()] * 4))
-    for actual, expected in zip(results, whole, strict=True):
-        assert_near(actual, expected, "float32" if actual.dtype == jnp.float32 else dtype)
+    assert_near(results, whole)
 
 
 # What is added up has the dtype of the result: y and dx x's, dw the kernel's. XLA for CPUs adds up bfloat16 in float32.
@@ -310,37 +290,34 @@ def part(mesh, shape, spec):
     return tuple(n // math.prod(mesh.shape[name] for name in of) for n, of in zip(shape, names, strict=False))
 
 
-def parts_of(mesh, *specs):
-    return [tuple(map(partial(part, mesh), ((*ROWS, DEPTH), (COLUMNS, DEPTH)), specs))]
+def assert_product_of(found, mesh, split, parts, function=product, dtype="float32"):
+    """It is that of one device, and these parts of x and weights are what devices multiplied."""
+    args = quantized(dtype)
+    y = jax.jit(function)(*split_operands(mesh, *split, args))
+    assert found == [tuple(map(partial(part, mesh), ((*ROWS, DEPTH), (COLUMNS, DEPTH)), of)) for of in parts]
+    assert_near(y, product(*args))
 
 
 @cover(split=PARTS, dtype=["bfloat16", "float32"])
 def test_each_device_makes_its_part(split, dtype, parts):
-    of_x, of_weights, of_y, *multiplied = split
-    mesh, args = mesh_of(jax.devices(), AxisType.Auto), quantized(dtype)
+    *of_operands, of_y, of_x, of_weights = split
+    mesh = mesh_of(jax.devices(), AxisType.Auto)
     function = jax.jit(product, out_shardings=NamedSharding(mesh, of_y))
-    y = function(*split_operands(mesh, of_x, of_weights, args))
-    assert parts == parts_of(mesh, *multiplied)
-    assert_near(y, product(*args), dtype)
+    assert_product_of(parts, mesh, of_operands, [(of_x, of_weights)], function, dtype)
 
 
 # In the part of a mesh that a `shard_map` leaves to XLA, too.
 def test_within_a_shard_map(parts):
-    mesh, args = mesh_of_three(jax.devices()), quantized("float32")
+    mesh = mesh_of_three(jax.devices())
     function = jax.shard_map(product, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"c"})
-    y = jax.jit(function)(*split_operands(mesh, *ROWS_AND_SUMMED, args))
-    assert parts == parts_of(mesh, *ROWS_AND_SUMMED)
-    assert_near(y, product(*args), "float32")
+    assert_product_of(parts, mesh, ROWS_AND_SUMMED, [ROWS_AND_SUMMED], function)
 
 
 def test_a_part_that_no_kernel_takes(parts, monkeypatch):
     monkeypatch.setattr(
         quantized_dot, "_why_not_here", lambda _, spec, args, **__: "a part" if args.x.shape[-1] < DEPTH else None
     )
-    mesh, args = mesh_of(jax.devices(), AxisType.Auto), quantized("float32")
-    y = jax.jit(product)(*split_operands(mesh, *SUMMED, args))
-    assert not parts
-    assert_near(y, product(*args), "float32")
+    assert_product_of(parts, mesh_of(jax.devices(), AxisType.Auto), SUMMED, [])
 
 
 # What devices cannot split evenly is on each of them if it is summed; of rows and outputs the last part is shorter.
@@ -359,4 +336,4 @@ def test_uneven_parts(parts):
     y = jax.jit(split)(x, weights)
     of_outputs = -(-65 // mesh.shape["b"])
     assert parts == [((3 if mesh.shape["a"] > 1 else 2, 66), (of_outputs, 66))]
-    assert_near(y, jaxnorm.quantized_dot(x, weights, out_dtype="float32"), "float32")
+    assert_near(y, jaxnorm.quantized_dot(x, weights, out_dtype="float32"))

@@ -14,7 +14,7 @@ from meshes import mesh_of, placed
 from quantizing import to
 
 from jaxnorm import Float8Recipe, Quantized, quantize, quantized_dot
-from ops.products import DOT, E4M3, FORMS, Form
+from ops.products import DOT, E4M3, FORMS, Form, value_and_gradients, with_zeros
 
 exact_products = pytest.mark.usefixtures("exact_products")
 
@@ -74,15 +74,10 @@ def test_within_the_bound_of_a_sum(pair, granularity, dtype, rows):
 def test_scales_whose_products_float32_does_not_hold(form, factors):
     of_x, of_kernel = factors
 
-    def value_and_gradients(x, kernel, dy):
-        y, pull_back = jax.vjp(form, x, kernel)
-        return y, *pull_back(dy)
-
-    x, kernel, dy = draw("x", DIMS), draw("kernel", (DIMS[-1], OUTPUTS)), draw("dy", (*DIMS[:-1], OUTPUTS))
-    x, kernel = x.at[1, 2].set(0), kernel.at[:, 5].set(0)
-    y, dx, dw = value_and_gradients(x, kernel, dy)
+    x, kernel, _, dy = with_zeros((*DIMS, OUTPUTS))
+    y, dx, dw = value_and_gradients(form, x, kernel, dy)
     expected = (y * (of_x * of_kernel), dx * of_kernel, dw * of_x)
-    actual = value_and_gradients(x * of_x, kernel * of_kernel, dy)
+    actual = value_and_gradients(form, x * of_x, kernel * of_kernel, dy)
     for a, e in zip(actual, expected, strict=True):
         np.testing.assert_allclose(a, e, rtol=2.0**-20, atol=2.0**-20 * np.abs(e).max())
 

@@ -1,45 +1,19 @@
 """Quantised norms. Law 5 to the last tie: bit for bit NumPy's quantisation of the norm. And what else they give."""
 
+from functools import partial
+
+import cases
 import emulated
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import (
-    ADDS,
-    DTYPES,
-    KINDS,
-    NORMS,
-    PAIRS,
-    assert_close,
-    bits,
-    draw,
-    draw_bias,
-    draw_residual,
-    draw_scale,
-    draw_smooth,
-    draw_x,
-)
+import quantizing
+from cases import ADDS, DTYPES, KINDS, NORMS, PAIRS, assert_close, bits, draw, draw_residual, draw_smooth, draw_x
 from coverage import cover
 from hlo import count_native_calls
 from native import is_platform_with_kernels, native_calls
-from quantizing import (
-    E4M3,
-    E5M2,
-    GRANULARITIES,
-    IMPLEMENTATIONS,
-    INT8,
-    QUANTIZED,
-    STATIC_SCALE,
-    TO,
-    assert_exact,
-    assert_same,
-    by_numpy,
-    call,
-    plain,
-    quantize,
-    to,
-)
+from quantizing import GRANULARITIES, IMPLEMENTATIONS, QUANTIZED, TO, assert_exact, assert_same, call, quantize, to
 
 from jaxnorm import Quantization
 
@@ -47,38 +21,33 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 TO_INT8 = Quantization("int8")
 
 
-def draw_operands(dims, dtype="float32", weight_dtype="float32"):
+def draw_operands(dims, dtype="float32", weight_dtype="float32", axes=1):
     """x, scale, bias and smooth factors."""
-    features = dims[-1:]
-    weights = (draw(features, weight_dtype) for draw in (draw_scale, draw_bias, draw_smooth))
+    weights = (draw(dims[-axes:], weight_dtype) for draw in (cases.draw_scale, cases.draw_bias, draw_smooth))
     return draw_x(dims, dtype), *weights
+
+
+OF_AXES = ("token", "tensor")
 
 
 # Half types of x alone are left to the kernels, as the formula's input is float32 whatever x is.
 @cover(
     kind=KINDS,
     to=TO,
-    granularity=GRANULARITIES.keys(),
+    shared=[*((granularity, (7, 640), 1) for granularity in GRANULARITIES), *((of, (5, 6, 40), 2) for of in OF_AXES)],
     how=[
         *((dtype, None, i) for dtype in DTYPES for i in (IMPLEMENTATIONS if dtype == "float32" else (None,))),
         *((*pair, i) for pair in PAIRS for i in IMPLEMENTATIONS),
     ],
     weight_dtype=DTYPES,
 )
-def test_every_dtype_and_granularity_is_exact(kind, to, granularity, how, weight_dtype):
-    (dtype, residual_dtype, implementation), dims = how, (7, 640)
+def test_every_dtype_and_granularity_is_exact(kind, to, shared, how, weight_dtype):
+    (granularity, dims, axes), (dtype, residual_dtype, implementation) = shared, how
     residual = residual_dtype and draw_residual(dims, residual_dtype)
-    to = {"dtype": to, **GRANULARITIES[granularity]}
-    assert_exact(kind, to, *draw_operands(dims, dtype, weight_dtype), residual, implementation=implementation)
-
-
-@cover(kind=KINDS, granularity=["token", "tensor"], implementation=IMPLEMENTATIONS)
-def test_several_axes_are_exact(kind, granularity, implementation):
-    features = (6, 40)
-    operands = (draw_x((5, *features)), draw_scale(features), draw_bias(features), draw_smooth(features))
-    to = {**INT8, **GRANULARITIES[granularity]}
-    result = assert_exact(kind, to, *operands, implementation=implementation, axes=2)
-    assert result.scales.shape == ((5, 1, 1) if granularity == "token" else ())
+    operands, to = draw_operands(dims, dtype, weight_dtype, axes), {"dtype": to, **GRANULARITIES[granularity]}
+    result = assert_exact(kind, to, *operands, residual, implementation=implementation, axes=axes)
+    if axes > 1:
+        assert result.scales.shape == ((5, 1, 1) if granularity == "token" else ())
 
 
 def all_roundings():
@@ -101,8 +70,8 @@ def test_every_rounding_is_exact(kind, to, implementation):
             x, scale, bias=bias, quantization=quantization, static_scale=1.0, implementation=implementation, **options
         )
 
-    y = plain(kind, implementation, **options)(*operands)
-    assert_same([jax.jit(function)(*operands).values], by_numpy(y, quantization, static_scale=1.0)[:1])
+    y = quantizing.plain(kind, implementation, **options)(*operands)
+    assert_same([jax.jit(function)(*operands).values], quantizing.by_numpy(y, quantization, static_scale=1.0)[:1])
 
 
 X, SCALE, BIAS, SMOOTH = draw_operands((3, 256))
@@ -132,24 +101,26 @@ CALLS = {
     "subnormal and tiny results": {**PLAIN, "scale": 1e-36 * SCALE, "smooth": jnp.logspace(-4, 0, 256)},
     "zeros of either sign": {**PLAIN, "scale": 0 * SCALE},
     "zeros of either sign and no bias": {**PLAIN, "scale": 0 * SCALE, "bias": None},
+    "a square beyond float32": {**PLAIN, "x": X.at[1, 5].set(1e20)},
+    "no elements": dict.fromkeys(("scale", "bias", "smooth")) | {"x": jnp.zeros((3, 0))},
     "one large number": {**PLAIN, "x": 1e-3 * X.at[1, 5].set(1e8)},
 }
 # Which threads of a host count subnormal numbers as zero is no matter of the kernels.
 CALLS = {name: given for name, given in CALLS.items() if not (emulated.IS_ON and "subnormal" in name)}
-OF_GROUPS = {**E4M3, **GRANULARITIES["groups of 128"]}
+OF_GROUPS = {**quantizing.E4M3, **GRANULARITIES["groups of 128"]}
 # Keywords of Quantization.
 CALLS_TO = {
-    "float8_e4m3fn": E4M3,
-    "float8_e5m2": E5M2,
-    "int8": INT8,
-    "groups": {**E4M3, **GRANULARITIES["groups of 64"]},
+    "float8_e4m3fn": quantizing.E4M3,
+    "float8_e5m2": quantizing.E5M2,
+    "int8": quantizing.INT8,
+    "groups": {**quantizing.E4M3, **GRANULARITIES["groups of 64"]},
     "wide groups": OF_GROUPS,
-    "a given scale": {**E4M3, **GRANULARITIES["tensor"]},
-    "a bound": {**INT8, "max_scale": 0.25},
-    "the least bound": {**E5M2, **GRANULARITIES["groups of 128"], "max_scale": 2.0**-126},
+    "a given scale": {**quantizing.E4M3, **GRANULARITIES["tensor"]},
+    "a bound": {**quantizing.INT8, "max_scale": 0.25},
+    "the least bound": {**quantizing.E5M2, **GRANULARITIES["groups of 128"], "max_scale": 2.0**-126},
     **{
         f"{name}, {how}": {**to, **options}
-        for name, to in {"row": E4M3, "groups": OF_GROUPS}.items()
+        for name, to in {"row": quantizing.E4M3, "groups": OF_GROUPS}.items()
         for how, options in {
             "a bound that clips": {"max_scale": 1e-3},
             "a bound that does not": {"max_scale": 1e3},
@@ -166,12 +137,6 @@ def test_every_option_and_edge_is_exact(kind, to, name, implementation):
     assert_exact(kind, CALLS_TO[to], **ORDINARY | CALLS[name], implementation=implementation)
 
 
-@kinds
-def test_rows_of_no_elements(kind):
-    result = quantize(kind, TO_INT8)(jnp.zeros((3, 0)))
-    np.testing.assert_array_equal(result.scales, np.ones((3, 1)))
-
-
 # On a GPU more rows than have a block at once have a kernel with fewer registers.
 @cover(kind=KINDS, dtype=DTYPES, dims=[(2500, 4096), (40_000, 128), (9000, 1024)])
 def test_few_rows_among_many_with_a_scale_of_negative_zeros(kind, dtype, dims):
@@ -182,22 +147,10 @@ def test_few_rows_among_many_with_a_scale_of_negative_zeros(kind, dtype, dims):
     assert bits((few.values, few.scales)) == bits((many.values[5:9], many.scales[5:9]))
 
 
-@pytest.mark.parametrize(
-    "scale", [STATIC_SCALE, np.float64(STATIC_SCALE), jnp.float32(STATIC_SCALE), jnp.bfloat16(0.013)], ids=repr
-)
-def test_a_static_scale_is_returned_as_float32(scale):
-    result = QUANTIZED["rms"](X, quantization=Quantization("int8", "tensor"), static_scale=scale)
-    assert_same([result.scales], [np.float32(scale)])
-
-
-@cover(kind=KINDS, dtype=["int8", "float8_e4m3fn"], value=[np.inf, 1e20])
-def test_a_norm_of_what_is_too_large(kind, dtype, value):
-    x = draw("x", (3, 64)).at[1, 5].set(value)
-    quantized = quantize(kind, Quantization(dtype))(x)
-    nothing = np.nan if np.isinf(value) else 0
-    expected = np.full(64, nothing if dtype.startswith("float8") else 0, np.float32)
-    np.testing.assert_array_equal(np.abs(np.float32(quantized.values[1].astype(jnp.float32))), expected)
-    np.testing.assert_array_equal(quantized.scales.ravel()[1], np.nan if np.isinf(value) else 1)
+@pytest.mark.parametrize("number", [float, np.float64, jnp.float32, jnp.bfloat16])
+def test_a_static_scale_is_returned_as_float32(number):
+    result = QUANTIZED["rms"](X, quantization=Quantization("int8", "tensor"), static_scale=number(0.013))
+    assert_same([result.scales], [np.float32(number(0.013))])
 
 
 # By itself, and by the program that quantises: XLA leaves no rounding out, though it might have precision to offer.
@@ -246,7 +199,7 @@ def test_vmap_over_weights(kind, moved, granularity):
     given=[(), ("residual",), ("smooth",), ("residual", "smooth")],
 )
 def test_the_unquantised_result(kind, dtype, cols, given):
-    x, *of_norm = draw_x((3, cols), dtype), draw_scale((cols,), dtype), draw_bias((cols,), dtype)
+    x, *of_norm = draw_x((3, cols), dtype), cases.draw_scale((cols,), dtype), cases.draw_bias((cols,), dtype)
     residual = draw_residual((3, cols), dtype) if "residual" in given else None
     args = x, *of_norm, draw_smooth((cols,)) if "smooth" in given else None, residual
     quantization = Quantization("float8_e4m3fn")
@@ -279,23 +232,12 @@ def test_statistics(kind, with_residual, implementation):
         np.testing.assert_allclose(result[-1].mean, mean, rtol=1e-5, atol=1e-6)
 
 
-def test_the_order_of_results():
-    results = call("rms", TO_INT8, X, residual=X, with_unquantized=True, return_statistics=True)
-    assert [type(result).__name__ for result in results] == ["Quantized", "ArrayImpl", "ArrayImpl", "RowStatistics"]
-    np.testing.assert_array_equal(results[1], X + X)
-
-
 def test_examples_of_all_results():
-    x = draw_x((3, 6, 256))
-    function = quantize("layer", TO_INT8, with_unquantized=True, return_statistics=True)
-    for whole, row in zip(jax.tree.leaves(jax.vmap(function)(x)), jax.tree.leaves(function(x[0])), strict=True):
-        np.testing.assert_array_equal(np.asarray(whole[0]), np.asarray(row))
-
-
-@pytest.mark.parametrize("name", ["with_unquantized", "return_statistics"])
-def test_no_flag(name):
-    with pytest.raises(TypeError, match=f"rms_norm_quantized: {name} must be a bool"):
-        call("rms", TO_INT8, X, **{name: 1})
+    function = partial(call, "layer", TO_INT8, with_unquantized=True, return_statistics=True)
+    found = jax.vmap(lambda x: function(x, residual=x))(jnp.stack([X, 2 * X]))
+    assert [type(result).__name__ for result in found] == ["Quantized", "ArrayImpl", "ArrayImpl", "RowStatistics"]
+    assert bits(jax.tree.map(lambda a: a[0], found)) == bits(function(X, residual=X))
+    np.testing.assert_array_equal(found[1][0], X + X)
 
 
 DIMS = (12, 128)

@@ -6,7 +6,7 @@
 from dataclasses import replace
 from functools import partial
 
-import bad_rotary_calls
+import bad_calls
 import formulas
 import jax
 import jax.numpy as jnp
@@ -142,8 +142,8 @@ def rotary(normalize, *, interleaved=False, partial=False):
             *[k.size // k.shape[-1]] * statistics,
         ],
         statistics=statistics,
-        bad_calls=bad_rotary_calls.BAD | bad_rotary_calls.MISUSE,
-        without_kernel=bad_rotary_calls.WITHOUT_KERNEL,
+        bad_calls=bad_calls.ROTARY,
+        without_kernel=bad_calls.ROTARY_WITHOUT_KERNEL,
     )
 
 
@@ -242,9 +242,8 @@ def qkv_rotary(normalize, *, interleaved=False, partial=False):
         kept=("qkv", "positions", "q_scale", "k_scale"),
         kept_beside=lambda qkv, *_: apart.kept_beside(*parts(qkv)),
         normalised=lambda qkv: parts(qkv)[0],
-        required={"heads": 2, "kv_heads": 1, "positions": jnp.zeros((3, 4))},
-        bad_calls=bad_rotary_calls.OF_PRODUCT,
-        without_kernel=bad_rotary_calls.PRODUCT_WITHOUT_KERNEL,
+        bad_calls=bad_calls.OF_PRODUCT,
+        without_kernel=bad_calls.PRODUCT_WITHOUT_KERNEL,
     )
 
 

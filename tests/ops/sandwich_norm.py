@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from bad_calls import BRAIN, HALF, RESIDUAL, SCALE, X, misspelt
+from bad_calls import BRAIN, HALF, SCALE, X
 from cases import PAIRS, bits
 from coverage import cover
 from op import Op, rows
@@ -67,23 +67,6 @@ def exact_gradients(cotangents, x, residual, post_scale=None, scale=None, **opti
     }
 
 
-BAD_CALLS = RESIDUAL | {
-    "x without axes": call(jnp.ones(()), jnp.ones(())).raises(ValueError, "x", "at least one axis"),
-    "short post_scale": call(X, X, SCALE[:7]).raises(ValueError, "post_scale", r"\(7,\)", r"\(8,\)", r"\(3, 4, 8\)"),
-    "long scale": call(X, X, SCALE, jnp.ones(9)).raises(ValueError, "scale", r"\(9,\)", r"\(8,\)", r"\(3, 4, 8\)"),
-    "post_scale of integers": call(X, X, jnp.ones(8, "int32")).raises(TypeError, "post_scale", "floating", "int32"),
-    "scale of lists": call(X, X, None, [1.0] * 8).raises(TypeError, "scale", "array", "list"),
-    "negative epsilon": call(X, X, epsilon=-1.0).raises(ValueError, "epsilon", "negative"),
-    "NaN offset": call(X, X, scale_offset=float("nan")).raises(ValueError, "scale_offset", "finite"),
-    "order of text": call(X, X, multiply_before_cast="no").raises(TypeError, "multiply_before_cast", "bool", "'no'"),
-    "integer out_dtype": call(X, X, out_dtype="int8").raises(TypeError, "out_dtype", "floating", "int8"),
-    "unknown implementation": call(X, X, implementation="cuda").raises(ValueError, "implementation", "cuda"),
-    "scale for residual": call(X, SCALE).raises(ValueError, "residual has shape", r"Is it the scale\?"),
-    "residual left out": call(X).raises(TypeError, "required argument: 'residual'", "use jaxnorm.rms_norm"),
-    "a list for residual": call(X, [X]).raises(TypeError, "residual", "list", r"asarray\(residual\)"),
-    "epsilon by position": call(X, X, SCALE, SCALE, 1e-5).raises(TypeError, "fifth epsilon", "epsilon=1e-05"),
-    **misspelt(X, X, eps="epsilon", weight="scale", dtype="out_dtype"),
-}
 WITHOUT_KERNEL = {
     "half types mixed": call(HALF, BRAIN).has_no_kernel("x is float16 and residual bfloat16.*one of them float32"),
     "a result of another dtype": call(BRAIN, BRAIN, out_dtype="float32").has_no_kernel(
@@ -124,7 +107,6 @@ def sandwich():
         lengths=tuple(rows(9, cols) for cols in (1, 31, 128, 1021, 4096, 40_000)),
         many=tuple(rows(600, cols) for cols in (128, 384, 2048, 4096, 8192)),
         statistics=2,
-        bad_calls=BAD_CALLS,
         without_kernel=WITHOUT_KERNEL,
     )
 

@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Any
 
-import bad_softmax_calls as bad_calls
+import bad_calls
 import formulas
 import jax
 import jax.numpy as jnp
@@ -130,7 +130,7 @@ def softmax(log=False):
         # The maximum and the sum, of which how many are the maximum's is apart for a logarithm; the sum of products, or
         # of the cotangents.
         exchanged=(2 + log, 1),
-        bad_calls=bad_calls.SOFTMAX | bad_calls.MISUSE[public.__name__],
+        bad_calls=bad_calls.SOFTMAX,
         without_kernel=bad_calls.SOFTMAX_WITHOUT_KERNEL,
     )
 
@@ -195,7 +195,7 @@ def cross_entropy():
         labels=True,
         values=3,
         exchanged=(4, 0),  # the maximum, the two parts of the sum and the label's logit
-        bad_calls=bad_calls.CROSS_ENTROPY | bad_calls.MISUSE["softmax_cross_entropy_with_integer_labels"],
+        bad_calls=bad_calls.CROSS_ENTROPY,
         without_kernel=bad_calls.CROSS_ENTROPY_WITHOUT_KERNEL,
     )
 

@@ -13,7 +13,7 @@ from jax import lax
 from native import native_calls
 from quantizing import GRANULARITIES, QUANTIZED, STATIC_SCALE, TO, call, quantize, to
 
-from jaxnorm import Quantization
+from jaxnorm import Quantization, gated_rms_norm_quantized
 from ops.quantized_norm_bits import TO_INT8, draw_operands, kinds
 
 pytestmark = pytest.mark.any_code
@@ -177,13 +177,20 @@ def test_one_native_call_each_way(kind, structure, given):
         assert count_native_calls(text) == native_calls(kind, quantized=1, bwd=1)
 
 
-@cover(kind=KINDS, implementation=[None, "jnp"])
-def test_a_static_scale_has_the_gradient_zero(kind, implementation):
-    def loss(scale):
-        norm = partial(QUANTIZED[kind], quantization=to("int8", "tensor"), implementation=implementation)
-        return norm(draw_x(DIMS), static_scale=scale, straight_through=True).dequantize().sum()
+def gated(x, **options):
+    return gated_rms_norm_quantized(x, jnp.cos(x), gate_first=True, **options)
 
-    assert jax.grad(loss)(STATIC_SCALE) == 0
+
+@cover(norm=QUANTIZED | {"gated": gated}, implementation=[None, "jnp"])
+def test_factors_have_the_gradient_zero(norm, implementation):
+    norm = partial(norm, quantization=to("int8", "tensor"), implementation=implementation, straight_through=True)
+
+    def loss(smooth, scale):
+        return norm(draw_x(DIMS), smooth_scale=smooth, static_scale=scale).dequantize().sum()
+
+    dsmooth, dscale = jax.jit(jax.grad(loss, (0, 1)))(draw_smooth(WEIGHTS), STATIC_SCALE)
+    np.testing.assert_array_equal(dsmooth, np.zeros(WEIGHTS))
+    assert dscale == 0
 
 
 # Law 8: rows that a norm makes NaN of have a carrier of zeros, too.
