@@ -1,5 +1,7 @@
 """`compare`: a model with its own norms beside the same model with those that replaced them."""
 
+from functools import partial
+
 import equinox
 import flax.linen
 import flax.nnx
@@ -8,9 +10,9 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
-from cases import bits, draw, draw_x
+from cases import bits, draw_x
 from library_models import ignore_keras_own
-from norm_models import CUSTOM, DIMS, FEATURES, GemmaNorm, gemma_norm, mixed
+from norm_models import CUSTOM, DIMS, FEATURES, GemmaNorm, LinenGemmaNorm, gemma_norm, linen_function, loss, mixed
 
 import jaxnorm
 import jaxnorm.equinox
@@ -37,10 +39,6 @@ class Doubled(flax.nnx.Module):
         return self.norm(self.first(x))
 
 
-def wrong_norm(norm, x):
-    return 1.5 * gemma_norm(norm, x)
-
-
 def test_a_model_whose_norms_are_right():
     model = mixed()
     jaxnorm.replace_norms(model, CUSTOM)
@@ -53,12 +51,20 @@ def test_a_model_whose_norms_are_right():
 
 
 def test_a_model_whose_norm_is_wrong():
-    model = Doubled(flax.nnx.Rngs(0))
-    jaxnorm.replace_norms(model, {GemmaNorm: wrong_norm})
-    comparison = jaxnorm.compare(model, draw_x(DIMS))
+    x = draw_x(DIMS)
+    model, own = (Doubled(flax.nnx.Rngs(0)) for _ in range(2))
+    jaxnorm.replace_norms(model, {GemmaNorm: lambda norm, x: 1.5 * gemma_norm(norm, x)})
+    comparison, by_loss = jaxnorm.compare(model, x), jaxnorm.compare(model, x, loss=loss)
     assert comparison.outputs == pytest.approx(0.5, rel=1e-5)
     assert comparison.gradients == pytest.approx(1.25, rel=1e-3)  # of squares
     assert comparison.parameter in ("first.kernel", "first.bias", "norm.scale")
+
+    def largest(function):
+        a, b = (np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(function(of))]) for of in (own, model))
+        return np.abs(b - a).max() / np.abs(a).max()
+
+    assert by_loss.outputs == pytest.approx(largest(lambda model: model(x)), rel=1e-3)
+    assert by_loss.gradients == pytest.approx(largest(lambda model: flax.nnx.grad(loss)(model, x)), rel=1e-3)
 
 
 class Nothing(flax.nnx.Module):
@@ -71,30 +77,15 @@ class Nothing(flax.nnx.Module):
         return self.norm(x)
 
 
-@pytest.mark.parametrize("given", [1.0, np.nan])
-def test_a_model_that_gives_zeros(given):
-    model = Nothing(flax.nnx.Rngs(0))
-    jaxnorm.replace_norms(model, {flax.nnx.RMSNorm: lambda norm, x: given + 0 * x * norm.scale[...]})
-    comparison = jaxnorm.compare(model, draw_x(DIMS))
-    assert comparison.outputs == pytest.approx(np.inf if given == 1 else np.nan, nan_ok=True)
-
-
-def test_the_differences_are_those_of_outputs_and_gradients():
-    x = draw_x(DIMS)
-
-    def loss(model, x):
-        return (model(x) * draw("dy", DIMS)).sum()
-
-    model, own = (Doubled(flax.nnx.Rngs(0)) for _ in range(2))
-    jaxnorm.replace_norms(model, {GemmaNorm: wrong_norm})
-    comparison = jaxnorm.compare(model, x, loss=loss)
-
-    def largest(function):
-        a, b = (np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(function(of))]) for of in (own, model))
-        return np.abs(b - a).max() / np.abs(a).max()
-
-    assert comparison.outputs == pytest.approx(largest(lambda model: model(x)), rel=1e-3)
-    assert comparison.gradients == pytest.approx(largest(lambda model: flax.nnx.grad(loss)(model, x)), rel=1e-3)
+# By how much its results are off, and those of other models whose norms give so much more.
+@pytest.mark.parametrize(
+    ("cls", "given", "outputs"), [(Nothing, 1, np.inf), *((m, np.nan, np.nan) for m in (Nothing, Doubled))]
+)
+def test_a_model_that_gives_zeros_or_nan(cls, given, outputs):
+    model = cls(flax.nnx.Rngs(0))
+    replaced = {flax.nnx.RMSNorm: lambda norm, x: given + 0 * x * norm.scale[...]}
+    jaxnorm.replace_norms(model, replaced | {GemmaNorm: lambda norm, x: gemma_norm(norm, x) + given})
+    assert jaxnorm.compare(model, draw_x(DIMS)).outputs == pytest.approx(outputs, nan_ok=True)
 
 
 class Stateful(flax.nnx.Module):
@@ -130,12 +121,6 @@ def test_a_model_without_parameters():
     assert (comparison.gradients, comparison.parameter) == (0, None)
 
 
-def test_nan_is_a_difference():
-    model = Doubled(flax.nnx.Rngs(0))
-    jaxnorm.replace_norms(model, {GemmaNorm: lambda norm, x: gemma_norm(norm, x) + jnp.nan})
-    assert np.isnan(jaxnorm.compare(model, draw_x(DIMS)).outputs)
-
-
 def test_it_prints_a_table():
     times = turns.Times(0.001, 0.002, 0.003), turns.Times(0.0005, 0.001, 0.002)
     comparison = jaxnorm.replacement.Comparison(1.234e-7, 0.5, "first.kernel", times, times)
@@ -154,26 +139,42 @@ def replaced_norm(custom=None):
     return model
 
 
+def compared(make, x=None, **options):
+    return lambda: jaxnorm.compare(make(), draw_x(DIMS) if x is None else x, **options)
+
+
+def compared_of_linen(module, variables=None):
+    made = partial(module.init, jax.random.key(0)) if variables is None else lambda x: variables
+    return lambda: jaxnorm.linen.compare(module, made(draw_x(DIMS)), draw_x(DIMS))
+
+
 RESHAPED, INTEGERS = {GemmaNorm: lambda norm, x: x[0]}, {Doubled: lambda model, x: jnp.zeros(DIMS, int)}
 SHAPES = r"arrays of shapes \[\(4, 16\)\], and with its own norms \[\(3, 4, 16\)\]"
+NOTHING = r"no norm of Doubled was replaced: call jaxnorm\.replace_norms\(model\) first"
+STRUCT = jax.ShapeDtypeStruct(DIMS, jnp.float32)
 ERRORS = {
-    "nothing replaced": (
-        ValueError,
-        r"no norm of Doubled was replaced: call jaxnorm\.replace_norms\(model\) first",
-        lambda: Doubled(flax.nnx.Rngs(0)),
+    compared(lambda: Doubled(flax.nnx.Rngs(0))): ValueError(NOTHING),
+    compared(flax.linen.LayerNorm): TypeError(r"a module of flax.linen, LayerNorm: call jaxnorm\.linen"),
+    compared(list): TypeError("a flax.nnx module that can be called, got list"),
+    compared(lambda: replaced_norm(RESHAPED)): ValueError(SHAPES),
+    compared(lambda: replaced_norm(INTEGERS)): ValueError("the model gives no floating array: pass loss"),
+    compared(replaced_norm, loss=1): TypeError("loss must be a function of a model and its arguments, got 1"),
+    compared(replaced_norm, STRUCT): TypeError(r"args\[1\] is a jax.ShapeDtypeStruct, and .*; pass an array"),
+    lambda: jax.jit(lambda x: compared(replaced_norm, x)())(draw_x(DIMS)): TypeError(
+        r"args\[1\] is traced, .*call compare outside of jax.jit"
     ),
-    "of linen": (TypeError, r"a module of flax.linen, LayerNorm: call jaxnorm\.linen", flax.linen.LayerNorm),
-    "not called": (TypeError, "a flax.nnx module that can be called, got list", list),
-    "other shapes": (ValueError, SHAPES, lambda: replaced_norm(RESHAPED)),
-    "integers": (ValueError, "the model gives no floating array: pass loss", lambda: replaced_norm(INTEGERS)),
+    compared_of_linen(flax.nnx.Dict(), {}): TypeError("expected a module of flax.linen, got Dict; see jaxnorm.compare"),
+    compared_of_linen(flax.linen.LayerNorm(), {"scale": 1}): TypeError(
+        r"variables must be a mapping with 'params', .*, got \['scale'\]"
+    ),
+    compared_of_linen(flax.linen.Dense(2)): ValueError("no norm of Dense is replaced; give custom="),
 }
 
 
-@pytest.mark.parametrize("name", ERRORS)
-def test_errors(name):
-    error, message, make = ERRORS[name]
-    with pytest.raises(error, match=f"^compare: .*{message}"):
-        jaxnorm.compare(make(), draw_x(DIMS))
+@pytest.mark.parametrize(("function", "error"), ERRORS.items())
+def test_errors(function, error):
+    with pytest.raises(type(error), match=f"^compare: .*{error}"):
+        function()
 
 
 OTHERS = {
@@ -198,39 +199,11 @@ def test_models_of_other_libraries_are_compared_by_the_lines_of_the_error(librar
     assert float(capsys.readouterr().out) < 1e-5
 
 
-def test_a_loss_that_is_none():
-    with pytest.raises(TypeError, match=r"^compare: loss must be a function of a model and its arguments, got 1"):
-        jaxnorm.compare(replaced_norm(), draw_x(DIMS), loss=1)
-
-
-def test_an_array_without_values():
-    model = replaced_norm()
-    with pytest.raises(TypeError, match=r"^compare: args\[1\] is a jax.ShapeDtypeStruct, and .*; pass an array"):
-        jaxnorm.compare(model, jax.ShapeDtypeStruct(DIMS, jnp.float32))
-    with pytest.raises(TypeError, match=r"^compare: args\[1\] is traced, .*call compare outside of jax.jit"):
-        jax.jit(lambda x: jaxnorm.compare(model, x))(draw_x(DIMS))
-
-
 class LinenModel(flax.linen.Module):
     @flax.linen.compact
     def __call__(self, x, *, deterministic=True):
         x = flax.linen.Dense(FEATURES)(flax.linen.RMSNorm()(x))
-        return LinenGemma()(flax.linen.Dropout(0.5)(x, deterministic))
-
-
-class LinenGemma(flax.linen.Module):
-    @flax.linen.compact
-    def __call__(self, x):
-        return GemmaNorm.__call__(Scaled(self.param("scale", flax.linen.initializers.normal(), x.shape[-1:])), x)
-
-
-class Scaled:
-    def __init__(self, scale):
-        self.scale = scale
-
-
-def linen_wrong(norm, x):
-    return 1.5 * jaxnorm.rms_norm(x, norm.get_variable("params", "scale"), scale_offset=1.0)
+        return LinenGemmaNorm()(flax.linen.Dropout(0.5)(x, deterministic))
 
 
 def test_linen():
@@ -240,26 +213,9 @@ def test_linen():
     comparison = jaxnorm.linen.compare(module, variables, x, **keywords)
     assert comparison.outputs < 1e-5
     assert comparison.gradients < 1e-5
-    comparison = jaxnorm.linen.compare(module, variables, x, custom={LinenGemma: linen_wrong})
+    wrong = {LinenGemmaNorm: lambda norm, x: 1.5 * linen_function(norm, x)}
+    comparison = jaxnorm.linen.compare(module, variables, x, custom=wrong)
     assert comparison.outputs == pytest.approx(0.5, rel=1e-5)
-    assert comparison.parameter.split(".")[0] in ("Dense_0", "LinenGemma_0", "RMSNorm_0")
-
-
-def test_linen_with_a_loss():
-    module, x = LinenModel(), draw_x(DIMS)
-    variables = module.init(jax.random.key(0), x)
-    comparison = jaxnorm.linen.compare(
-        module, variables, x, custom={LinenGemma: linen_wrong}, loss=lambda model, x: model(x).sum()
-    )
+    assert comparison.parameter.split(".")[0] in ("Dense_0", "LinenGemmaNorm_0", "RMSNorm_0")
+    comparison = jaxnorm.linen.compare(module, variables, x, custom=wrong, loss=lambda model, x: model(x).sum())
     assert comparison.gradients == pytest.approx(0.5, rel=1e-3)
-
-
-def test_linen_errors():
-    x, module = draw_x(DIMS), flax.linen.LayerNorm()
-    with pytest.raises(TypeError, match=r"^compare: expected a module of flax.linen, got Dict; see jaxnorm.compare"):
-        jaxnorm.linen.compare(flax.nnx.Dict(), {}, x)
-    with pytest.raises(TypeError, match=r"^compare: variables must be a mapping with 'params', .*, got \['scale'\]"):
-        jaxnorm.linen.compare(module, {"scale": x}, x)
-    dense = flax.linen.Dense(2)
-    with pytest.raises(ValueError, match=r"^compare: no norm of Dense is replaced; give custom="):
-        jaxnorm.linen.compare(dense, dense.init(jax.random.key(0), x), x)

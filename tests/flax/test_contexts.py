@@ -34,10 +34,8 @@ def quantized(variables):
     return linen.quantize_linears(Model(), variables, X, weights=jnp.int8)[0]
 
 
-def nothing(norm, x):
-    return x
-
-
+# Functions that are the same in each context.
+nothing, is_first = (lambda norm, x: x), (lambda path, module: path == ("Dense_0",))
 CONTEXTS = {
     "replace_norms": linen.replace_norms,
     "a mapping": lambda: linen.replace_norms({flax.linen.RMSNorm: nothing}),
@@ -47,10 +45,6 @@ CONTEXTS = {
     "quantized_linears": linen.quantized_linears,
     "quantized inputs": lambda: linen.quantized_linears(jnp.int8),
 }
-
-
-def is_first(path, module):
-    return path == ("Dense_0",)
 
 
 def start():
@@ -81,9 +75,7 @@ def test_a_program_is_traced_in_each_context(name, first):
 
 @pytest.mark.parametrize("name", CONTEXTS)
 def test_equal_contexts_share_a_program(name):
-    step, variables = start()
-    if name.startswith("quantized"):
-        variables = quantized(variables)
+    step, variables = start()[0], variables_of(name)
     TRACED.clear()
     for turn in range(3):
         with CONTEXTS[name]() as report:

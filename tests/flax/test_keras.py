@@ -73,10 +73,14 @@ def data(examples=16):
     return draw("inputs", (examples, 8, 16)), draw("targets", (examples, 8, 16))
 
 
-def trained(model, *, epochs=2, batch_size=8, **options):
+def history(model, epochs=1):
+    return model.fit(*data(), epochs=epochs, batch_size=8, verbose=0, shuffle=False).history["loss"]
+
+
+def trained(model):
     """The losses of a model that is compiled and trained."""
-    model.compile("adam", "mse", **options)
-    return model.fit(*data(), epochs=epochs, batch_size=batch_size, verbose=0, shuffle=False).history["loss"]
+    model.compile("adam", "mse")
+    return history(model, epochs=2)
 
 
 def norms(model):
@@ -86,14 +90,6 @@ def norms(model):
 
 def assert_alike(actual, expected):
     np.testing.assert_allclose(np.float32(actual), np.float32(expected), rtol=1e-4, atol=2e-5)
-
-
-@cover(model=MODELS)
-def test_training_is_kerass(model):
-    kerass, ours = model(keras.layers), model(jaxnorm.keras)
-    assert_alike(trained(ours), trained(kerass))
-    assert_alike(ours.evaluate(*data(), verbose=0), kerass.evaluate(*data(), verbose=0))
-    assert_alike(ours.predict(data()[0], verbose=0), kerass.predict(data()[0], verbose=0))
 
 
 @cover(policy=["mixed_bfloat16", "mixed_float16"])
@@ -117,25 +113,16 @@ def test_data_parallel(devices):
         keras.distribution.set_distribution(None)
 
 
-def test_a_saved_model_loads(tmp_path):
-    model = functional(jaxnorm.keras)
-    trained(model)
-    model.save(tmp_path / "model.keras")
-    loaded = keras.models.load_model(tmp_path / "model.keras")
-    assert norms(loaded) == norms(model)
-    assert_alike(loaded.predict(data()[0], verbose=0), model.predict(data()[0], verbose=0))
-    history = (m.fit(*data(), batch_size=8, verbose=0, shuffle=False).history["loss"] for m in (loaded, model))
-    assert_alike(next(history), next(history))  # the optimiser's state too
-
-
-def test_a_file_of_kerass_layers_becomes_one_of_ours(tmp_path):
-    model = functional(keras.layers)
+@cover(layers={"kerass": keras.layers, "ours": jaxnorm.keras})
+def test_a_saved_model_loads_as_one_of_ours(layers, tmp_path):
+    model = functional(layers)
     trained(model)
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
     replace_norms(loaded)
     assert norms(loaded) == norms(functional(jaxnorm.keras))
     assert_alike(loaded.predict(data()[0], verbose=0), model.predict(data()[0], verbose=0))
+    assert_alike(history(loaded), history(model))  # the optimiser's state too
 
 
 # Where jaxnorm.keras is imported, Keras finds its classes before those that a program names.
@@ -168,23 +155,20 @@ def test_weights_load_either_way(model, tmp_path):
 
 
 @cover(model=MODELS)
-def test_replacement(model):
+def test_replacement_and_training_are_kerass(model):
     changed, kerass = model(keras.layers), model(keras.layers)
     variables = changed.variables
     report = replace_norms(changed)
     assert norms(changed) == norms(model(jaxnorm.keras))
     assert sorted(cls.__name__ for _, cls in report.replaced) == sorted(cls.__name__ for cls in norms(kerass))
     assert report.left == []
+    paths = {"/".join(path) for path, _ in report.replaced}
+    assert model is not subclassed or paths == {variable.path.rpartition("/")[0] for variable in variables}
     assert all(a is b for a, b in zip(changed.variables, variables, strict=True))
     assert_alike(changed(data()[0]), kerass(data()[0]))
     assert_alike(trained(changed), trained(kerass))
-
-
-def test_paths_are_those_of_the_parameters():
-    model = MODELS["subclassed"](keras.layers)
-    report = replace_norms(model)
-    paths = {"/".join(path) for path, _ in report.replaced}
-    assert paths == {variable.path.rpartition("/")[0] for variable in model.variables}
+    assert_alike(changed.evaluate(*data(), verbose=0), kerass.evaluate(*data(), verbose=0))
+    assert_alike(changed.predict(data()[0], verbose=0), kerass.predict(data()[0], verbose=0))
 
 
 @pytest.fixture
@@ -219,16 +203,18 @@ def test_the_optimisers_state_stays():
     optimizer = model.optimizer
     replace_norms(model)
     assert model.optimizer is optimizer
-    history = (m.fit(*data(), batch_size=8, verbose=0, shuffle=False).history["loss"] for m in (model, kerass))
-    assert_alike(next(history), next(history))
+    assert_alike(history(model), history(kerass))
 
 
-def test_a_model_that_is_not_built():
+def test_a_model_that_is_not_built_and_a_layer_alone():
     model = keras.Sequential([keras.layers.LayerNormalization(), keras.layers.RMSNormalization(axis=1)])
     report = replace_norms(model)
     assert len(report.replaced) == 2
     assert norms(model) == [jaxnorm.keras.LayerNormalization, jaxnorm.keras.RMSNormalization]
     assert model(draw("x", (3, 4))).shape == (3, 4)
+    layer = keras.layers.LayerNormalization()
+    assert [cls for _, cls in replace_norms(layer).replaced] == [keras.layers.LayerNormalization]
+    assert type(layer) is jaxnorm.keras.LayerNormalization
 
 
 class OwnNormalization(keras.layers.Layer):
@@ -242,11 +228,9 @@ class SubNormalization(keras.layers.LayerNormalization):
 
 @pytest.mark.filterwarnings("ignore:You passed `rms_scaling=True`")
 def test_what_is_left():
-    own = "it is a class of the model's own"
+    own, others = "it is a class of the model's own", ("Batch", "Unit", "")
     left = {
-        keras.layers.BatchNormalization(name="a"): "jaxnorm has no such norm",
-        keras.layers.UnitNormalization(name="b"): "jaxnorm has no such norm",
-        keras.layers.Normalization(name="i"): "jaxnorm has no such norm",
+        **{getattr(keras.layers, f"{of}Normalization")(): "jaxnorm has no such norm" for of in others},
         keras.layers.LayerNormalization(name="c", rms_scaling=True): "no kernel serves rms_scaling",
         keras.layers.LayerNormalization(name="d", epsilon=-1): "no kernel serves epsilon=-1",
         keras.layers.RMSNormalization(name="e", dtype="float64"): "no kernel serves float64",
@@ -257,12 +241,6 @@ def test_what_is_left():
     report = replace_norms(keras.Sequential(list(left)))
     assert report.replaced == []
     assert {path[-1]: why for path, _, why in report.left} == {layer.name: why for layer, why in left.items()}
-
-
-def test_a_layer_alone():
-    layer = keras.layers.LayerNormalization()
-    assert [cls for _, cls in replace_norms(layer).replaced] == [keras.layers.LayerNormalization]
-    assert type(layer) is jaxnorm.keras.LayerNormalization
 
 
 @pytest.mark.parametrize("other", [3, None, keras.Model, [keras.layers.LayerNormalization()]])

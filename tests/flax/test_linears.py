@@ -2,41 +2,23 @@
 
 import copy
 import pickle
+from functools import partial
+from itertools import product
 
 import equinox as eqx
 import flax.linen
 import flax.nnx
 import jax
 import jax.numpy as jnp
+import library_models as models
 import numpy as np
 import pytest
 from cases import bits, draw, draw_x
 from checkpoints import through_checkpoint
 from coverage import cover
-from flax_apis import assert_close, assert_same, scanned
+from flax_apis import assert_close, assert_same, scanned, stacked
 from jax.sharding import Mesh, PartitionSpec
-from library_models import (
-    APIS,
-    CHANGED_BY,
-    CHANGES,
-    COLUMNS,
-    DIMS,
-    E4M3,
-    E5M2,
-    FEATURES,
-    INT4,
-    INT8,
-    OTHER,
-    EquinoxModel,
-    Mixed,
-    NamedLinear,
-    NnxModel,
-    expected_report,
-    linen_linear,
-    linen_model,
-    nnx_linear,
-    own,
-)
+from library_models import APIS, CHANGED_BY, CHANGES, COLUMNS, DIMS, E4M3, E5M2, FEATURES, INT4, INT8, OTHER, NnxModel
 
 import jaxnorm
 from jaxnorm import Float8Recipe, Quantization, Quantized, float8_linear, quantize, quantized_dot
@@ -62,13 +44,13 @@ ERRORS = {"int8": 0.02, "int4": 0.2, "float8_e4m3fn": 0.1, "float8_e5m2": 0.2}
 
 def weights_of(model):
     """The kernel and the bias of a layer."""
-    if isinstance(model, EquinoxModel):
+    if isinstance(model, models.EquinoxModel):
         return model.module.weight.T, model.module.bias
     return tuple(jnp.asarray(model.parameters[name]) for name in ("kernel", "bias"))
 
 
 def quantized_of(model):
-    if isinstance(model, EquinoxModel):
+    if isinstance(model, models.EquinoxModel):
         return model.module.quantized
     return Quantized(*(jnp.asarray(model.parameters[name]) for name in ("values", "scales")))
 
@@ -77,7 +59,7 @@ def quantized_of(model):
 def test_it_says_what_it_changed_and_left(api, done):
     model = APIS[api].mixed()
     _, report = CHANGES[done](model)
-    changed, left = expected_report(api, done)
+    changed, left = models.expected_report(api, done)
     assert dict(report.replaced) == changed
     assert {path: (cls, why) for path, cls, why in report.left} == left
     assert len(report.replaced) + len(report.left) == len(changed | left)
@@ -88,7 +70,7 @@ def test_it_says_what_it_changed_and_left(api, done):
 @each_change
 def test_only_chooses_layers_and_what_they_become(api, done):
     model, first = APIS[api].mixed(), "mlp" if api == "equinox" else "listed"
-    changed, asked = expected_report(api, done)[0], {}
+    changed, asked = models.expected_report(api, done)[0], {}
 
     def only(path, layer):
         asked[path] = type(layer)
@@ -154,34 +136,27 @@ def test_a_layer_in_float8_is_the_function_of_its_parameters(api, recipe, dtype)
     assert_same((y, dkernel, dbias, dx), function(*weights_of(layer), x, dy))
 
 
-@pytest.mark.parametrize("options", [{}, {"dtype": jnp.float16}, {"param_dtype": jnp.bfloat16}, {"use_bias": False}])
-@pytest.mark.parametrize("x_dtype", [jnp.float32, jnp.bfloat16, jnp.int32])
-@of_flax
-def test_the_results_dtype_is_flaxs(api, done, options, x_dtype):
-    layer, x = APIS[api].linear(**options), draw_x(DIMS).astype(x_dtype)
-    y, expected = CHANGES[done](layer)[0](x), layer(x)
-    assert (y.dtype, y.shape) == (expected.dtype, expected.shape)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("weight", ["float32", "bfloat16"])
-def test_the_results_dtype_is_equinoxs(dtype, weight):
-    layer, x = APIS["equinox"].linear(dtype=weight), draw_x(DIMS, dtype)
-    assert layer.quantised()[0](x).dtype == layer(x).dtype
-
-
+# How a layer is made, its fields, what becomes of it, and the dtypes of x.
+QUANTISED, FLOAT8 = CHANGES
+GENERAL = partial(models.linen_linear, cls=flax.linen.DenseGeneral)
+LAYERS = [*((APIS[api].linear, done) for api, done in CHANGED_BY.values() if api != "equinox"), (GENERAL, QUANTISED)]
+FIELDS = ({}, {"dtype": jnp.float16}, {"param_dtype": jnp.bfloat16}, {"use_bias": False})
+OF_DTYPES = [(make, of, done, x) for (make, done), of, x in product(LAYERS, FIELDS, ("float32", "bfloat16", "int32"))]
+EQUINOX_DTYPES = product(("float32", "bfloat16"), ("bfloat16", "float16"))
+OF_DTYPES += [(models.equinox_linear, {"dtype": weight}, QUANTISED, x) for weight, x in EQUINOX_DTYPES]
 # Of layers of flax.nnx alone, and what is quantised without a bias.
-PREFERRED = [
-    (done, {"dtype": dtype, "preferred_element_type": other, "use_bias": use_bias})
+OF_DTYPES += [
+    (models.nnx_linear, {"dtype": dtype, "preferred_element_type": other, "use_bias": use_bias}, done, "float32")
     for dtype, other in (("bfloat16", "float32"), ("float32", "bfloat16"))
-    for done, use_bias in (("quantised", False), ("computed in float8", False), ("computed in float8", True))
+    for done, use_bias in ((QUANTISED, False), (FLOAT8, False), (FLOAT8, True))
 ]
 
 
-@pytest.mark.parametrize(("done", "options"), PREFERRED)
-def test_preferred_element_type_is_the_results_dtype(done, options):
-    layer = nnx_linear(**options)
-    assert CHANGES[done](layer)[0](draw_x(DIMS)).dtype == layer(draw_x(DIMS)).dtype
+@pytest.mark.parametrize(("make", "fields", "done", "x_dtype"), OF_DTYPES)
+def test_the_results_dtype_is_the_librarys(make, fields, done, x_dtype):
+    layer, x = make(**fields), draw_x(DIMS).astype(x_dtype)
+    y, expected = CHANGES[done](layer)[0](x), layer(x)
+    assert (y.dtype, y.shape) == (expected.dtype, expected.shape)
 
 
 class Twice(flax.linen.Module):
@@ -195,7 +170,7 @@ class Twice(flax.linen.Module):
 @each_pair
 @each_api
 def test_a_quantised_model_stays_close_to_what_it_was(pair, api):
-    model, x = linen_model(Twice()) if api == "linen" else APIS[api].mixed(), draw_x(DIMS)
+    model, x = models.linen_model(Twice()) if api == "linen" else APIS[api].mixed(), draw_x(DIMS)
     expected, y = model(x), model.quantised(*pair)[0](x)
     limit = ERRORS[pair[0].dtype.name]
     if api == "equinox":
@@ -205,27 +180,17 @@ def test_a_quantised_model_stays_close_to_what_it_was(pair, api):
         assert jnp.abs(y - expected).max() < limit * jnp.abs(expected).max()
 
 
-@pytest.mark.parametrize("api", ["nnx", "linen"])
-def test_a_layer_in_float8_stays_close_to_flaxs(api):
-    layer, x, dy = APIS[api].linear(), draw_x(DIMS), draw("dy", (*DIMS[:-1], COLUMNS))
-    pairs = (jax.tree.leaves(of.value_and_gradients(x, dy)) for of in (layer.in_float8()[0], layer))
-    for ours, theirs in zip(*pairs, strict=True):
-        # Each operand is off by 2⁻⁴ at most, and by some hundredths of that in the root mean square: two of them.
-        assert ours.dtype == theirs.dtype
-        assert jnp.linalg.norm(ours - theirs) < 0.05 * jnp.linalg.norm(theirs)
-
-
 @of_flax
 @pytest.mark.parametrize("dtype", [None, jnp.float32, jnp.bfloat16])
 def test_a_quantised_input_is_taken_as_it_is(api, done, dtype):
     layer, to = APIS[api].linear(dtype=dtype), INT8 if done == "quantised" else E4M3
     x = jaxnorm.rms_norm_quantized(draw_x(DIMS), jnp.ones(FEATURES), quantization=to)
     kernel, bias = weights_of(layer)
-    new, _ = layer.quantised(INT8, INT8) if done == "quantised" else layer.in_float8()
     if done == "quantised":
+        new, _ = layer.quantised(INT8, INT8)
         expected = quantized_dot(x, quantized_of(new), bias=bias, out_dtype=dtype or jnp.bfloat16)
     else:
-        expected = float8_linear(x, kernel, bias=bias, out_dtype=dtype)
+        new, expected = layer.in_float8()[0], float8_linear(x, kernel, bias=bias, out_dtype=dtype)
     y = new.apply(new.parameters, x)
     assert y.dtype == (dtype or jnp.bfloat16)
     assert_same(y, expected)
@@ -248,22 +213,14 @@ def test_no_gradient_goes_to_what_is_quantised(api):
     assert_close(of_x, jnp.broadcast_to(quantized.dequantize().sum(0), DIMS))
 
 
-def test_what_is_quantised_on_the_way_has_no_derivative():
-    plain, both = (APIS["equinox"].linear().quantised(INT8, activations)[0] for activations in (None, INT8))
-    x = draw_x(DIMS)
-    assert jax.grad(lambda x: jnp.sin(plain(x)).sum())(x).any()
-    with pytest.raises(ValueError, match="rounded values have no derivative"):
-        jax.grad(lambda x: jnp.sin(both(x)).sum())(x)
-
-
 def abstract(api):
     """The mixed model without values."""
     if api == "nnx":
-        return NnxModel(flax.nnx.eval_shape(lambda: Mixed(flax.nnx.Rngs(0))))
+        return NnxModel(flax.nnx.eval_shape(lambda: models.Mixed(flax.nnx.Rngs(0))))
     model = APIS[api].mixed()
     shapes = jax.eval_shape(lambda: model.parameters)
     if api == "equinox":
-        return EquinoxModel(eqx.combine(shapes, model.static))
+        return models.EquinoxModel(eqx.combine(shapes, model.static))
     model.parameters = shapes
     return model
 
@@ -282,20 +239,12 @@ def test_leaves_of_equinox_are_loaded_into_a_model_without_values(tmp_path):
     assert_same(eqx.tree_deserialise_leaves(tmp_path / "leaves", target).quantized, model.quantized)
 
 
-@each_pair
-def test_bytes_of_the_weights(pair):
-    quantized = quantized_of(nnx_linear().quantised(*pair)[0])
-    number = jnp.iinfo(jnp.int4).bits / 8 if pair[0] == INT4 else 1
-    # A device may keep an int4 in a byte.
-    assert number * COLUMNS * FEATURES <= quantized.values.on_device_size_in_bytes() <= COLUMNS * FEATURES
-    assert quantized.scales.nbytes == COLUMNS * 4
-
-
 @pytest.mark.parametrize("form", [lambda dtype: dtype, str, lambda dtype: getattr(jnp, dtype.name)])
 @each_pair
 def test_a_dtype_stands_for_its_quantisation(pair, form):
-    models = [nnx_linear().quantised(*dtypes)[0] for dtypes in (pair, [of and form(of.dtype) for of in pair])]
-    assert models[0].definition == models[1].definition
+    named = [of and form(of.dtype) for of in pair]
+    first, second = (models.nnx_linear().quantised(*of)[0].definition for of in (pair, named))
+    assert first == second
     layer = QuantizedLinear(4, 4, weights=form(pair[0].dtype), rngs=flax.nnx.Rngs(0))
     assert layer.weights == pair[0]
 
@@ -308,9 +257,10 @@ IN_PLACE = {
 
 @of_nnx
 def test_modules_of_nnx_and_other_variables_stay_the_same(done):
-    model = Mixed(flax.nnx.Rngs(0))
+    model = models.Mixed(flax.nnx.Rngs(0))
     modules = dict(flax.nnx.iter_modules(model))
-    kernels = {(*path, "kernel") for path in expected_report("nnx", "quantised")[0]} if done == "quantised" else set()
+    changed = models.expected_report("nnx", "quantised")[0]
+    kernels = {(*path, "kernel") for path in changed if done == "quantised"}
     before = dict(flax.nnx.iter_graph(model))
     expected = {p: id(v) for p, v in before.items() if isinstance(v, flax.nnx.Param) and p not in kernels}
     IN_PLACE[done](model)
@@ -319,18 +269,20 @@ def test_modules_of_nnx_and_other_variables_stay_the_same(done):
     assert after == expected
     assert len(jax.tree.leaves(flax.nnx.state(model, QuantizedParam))) == 2 * len(kernels)
     assert model.shared is model.listed[0]
-    assert isinstance(model.listed[1], NamedLinear)
+    assert isinstance(model.listed[1], models.NamedLinear)
     assert all(isinstance(of, QuantizedLinear if kernels else Float8Linear) for of in model.listed)
 
 
 @of_nnx
 def test_copies_and_pickles_of_a_model_of_nnx(done):
-    layers = flax.nnx.List([nnx_linear(dtype=jnp.bfloat16).module])
+    narrow = models.nnx_linear(FEATURES, dtype=jnp.bfloat16).module
+    layers = flax.nnx.List([narrow, models.NamedLinear(flax.nnx.Rngs(0))])
     IN_PLACE[done](layers)
-    expected, definition = layers[0](draw_x(DIMS)), flax.nnx.graphdef(layers)
+    expected, definition = [layer(draw_x(DIMS)) for layer in layers], flax.nnx.graphdef(layers)
     for other in (copy.deepcopy(layers), pickle.loads(pickle.dumps(layers)), flax.nnx.merge(*flax.nnx.split(layers))):
         assert flax.nnx.graphdef(other) == definition
-        assert bits(other[0](draw_x(DIMS))) == bits(expected)
+        assert type(other[1]) is type(layers[1])
+        assert bits([layer(draw_x(DIMS)) for layer in other]) == bits(expected)
 
 
 @of_nnx
@@ -358,7 +310,7 @@ def test_a_layer_made_by_its_constructor(done):
 @of_nnx
 def test_names_of_mesh_axes_go_with_their_axes(done, as_spec):
     mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("a", "b"))
-    layer = nnx_linear(kernel_metadata={"out_sharding": as_spec(("a", "b")), "mesh": mesh}).module
+    layer = models.nnx_linear(kernel_metadata={"out_sharding": as_spec(("a", "b")), "mesh": mesh}).module
     IN_PLACE[done](layer)
     if done == "quantised":
         assert tuple(layer.values.get_metadata("out_sharding")) == ("b", "a")
@@ -372,7 +324,7 @@ def test_names_of_mesh_axes_go_with_their_axes(done, as_spec):
 @of_nnx
 def test_modules_of_linen_in_a_model_of_nnx(done):
     dense = flax.nnx.bridge.ToNNX(flax.linen.Dense(4), rngs=flax.nnx.Rngs(0)).lazy_init(draw_x(DIMS))
-    report = IN_PLACE[done](flax.nnx.List([nnx_linear().module, dense]))
+    report = IN_PLACE[done](flax.nnx.List([models.nnx_linear().module, dense]))
     remedy = ": call it within jaxnorm.linen.float8_linears()" if done != "quantised" else ""
     assert report.left == [((1,), flax.nnx.bridge.ToNNX, f"its modules are of flax.linen{remedy}")]
     if remedy:
@@ -384,7 +336,7 @@ def test_modules_of_linen_in_a_model_of_nnx(done):
 
 @of_nnx
 def test_layers_that_share_a_kernel_share_what_comes_of_it(done):
-    layers = flax.nnx.List([nnx_linear().module, nnx_linear().module])
+    layers = flax.nnx.List([models.nnx_linear().module, models.nnx_linear().module])
     kernel = layers[1].kernel = layers[0].kernel
     IN_PLACE[done](layers)
     names = ("values", "scales") if done == "quantised" else ("kernel",)
@@ -393,8 +345,7 @@ def test_layers_that_share_a_kernel_share_what_comes_of_it(done):
 
 
 def test_stacked_layers_of_nnx():
-    create = flax.nnx.split_rngs(splits=3)(flax.nnx.vmap(lambda rngs: flax.nnx.Linear(FEATURES, FEATURES, rngs=rngs)))
-    layers = create(flax.nnx.Rngs(0))
+    layers = stacked(lambda rngs: flax.nnx.Linear(FEATURES, FEATURES, rngs=rngs))
     kernels, biases = layers.kernel[...], layers.bias[...]
     jaxnorm.quantize_linears(layers, INT8, INT8)
     assert (layers.values.shape, layers.scales.shape) == ((3, FEATURES, FEATURES), (3, FEATURES, 1))
@@ -414,9 +365,9 @@ def test_stacked_layers_of_equinox():
     np.testing.assert_allclose(eqx.filter_vmap(lambda layer: layer(x))(quantised), expected, atol=0.05)
 
 
-EMPTY, DENSE = flax.nnx.Dict(), flax.linen.Dense(4)
+EMPTY, DENSE, NORM = flax.nnx.Dict(), flax.linen.Dense(4), flax.linen.LayerNorm(use_bias=False, use_scale=False)
 GROUPS, TENSOR = Quantization(jnp.int8, "group", group_size=64), Quantization(jnp.int8, "tensor")
-NO_MODEL, EMBED = {"kernel": jnp.ones((2, 2))}, flax.nnx.Embed(2, 2, rngs=flax.nnx.Rngs(0))
+NOTHING, NO_MODEL, EMBED = {"params": {}}, {"kernel": jnp.ones((2, 2))}, flax.nnx.Embed(2, 2, rngs=flax.nnx.Rngs(0))
 OF_BOTH = {
     "no model": ((NO_MODEL,), TypeError("model must be a flax.nnx module, .* got dict")),
     "no linear layer": ((EMPTY,), ValueError("there is no flax.nnx.Linear to .* in Dict")),
@@ -431,10 +382,7 @@ WRONG = {
         "an array": ((EMPTY, np.zeros(3, np.int8)), TypeError("weights must be .* or a dtype that it takes")),
         "no weights": ((EMPTY, None, INT8), TypeError("weights must be a jaxnorm.Quantization, as .* got None")),
         "groups": ((EMPTY, GROUPS), ValueError("weights has granularity='group', expected 'token', a scale for an")),
-        "one scale": (
-            (EMPTY, INT8, TENSOR),
-            ValueError("activations .*='tensor', expected 'token', a scale for a row"),
-        ),
+        "one": ((EMPTY, INT8, TENSOR), ValueError("activations .*='tensor', expected 'token', a scale for a row")),
         "float8 of int8": ((EMPTY, INT8, E4M3), TypeError("to float8_e4m3fn, expected int8 for weights")),
         "int8 of float8": ((EMPTY, E4M3, INT8), TypeError("to int8, expected float8_e4m3fn or float8_e5m2")),
         "int4 of int4": ((EMPTY, INT4, INT4), TypeError("to int4, expected int8 for weights of int4")),
@@ -452,14 +400,11 @@ WRONG = {
     },
     jaxnorm.linen.quantize_linears: {
         "an nnx model": ((EMPTY, {}), TypeError("module must be of flax.linen, got Dict; .* go to")),
+        "none": ((NORM, NOTHING, jnp.ones(4)), ValueError("there is no linear layer .* in LayerNorm; pass what it")),
         "no variables": ((DENSE, {"w": 1}), TypeError(r"a mapping with 'params', as .*, got \['w'\]")),
     },
-    jaxnorm.linen.float8_linears: {
-        "a module": ((DENSE,), TypeError("recipe must be a jaxnorm.Float8Recipe, got Dense"))
-    },
-    jaxnorm.linen.quantized_linears: {
-        "one scale": ((TENSOR,), ValueError("activations has granularity='tensor', expected 'token'"))
-    },
+    jaxnorm.linen.float8_linears: {"dense": ((DENSE,), TypeError("recipe must be a jaxnorm.Float8Recipe, got Dense"))},
+    jaxnorm.linen.quantized_linears: {"one": ((TENSOR,), ValueError("activations .*='tensor', expected 'token'"))},
 }
 
 
@@ -482,7 +427,7 @@ def test_only_must_be_a_function(api, done):
 
 @of_nnx
 def test_an_error_leaves_the_model_of_nnx_as_it_was(done):
-    model = Mixed(flax.nnx.Rngs(0))
+    model = models.Mixed(flax.nnx.Rngs(0))
     definition = flax.nnx.graphdef(model)
     with pytest.raises(ValueError, match="only is false of it"):
         IN_PLACE[done](model, only=lambda path, layer: False)
@@ -491,24 +436,24 @@ def test_an_error_leaves_the_model_of_nnx_as_it_was(done):
 
 def test_errors_of_a_layer():
     rngs = flax.nnx.Rngs(0)
-    with pytest.raises(TypeError, match=f"^QuantizedLinear: cannot be quantised: {own('dot_general')}"):
+    with pytest.raises(TypeError, match=f"^QuantizedLinear: cannot be quantised: {models.own('dot_general')}"):
         QuantizedLinear(4, 4, weights=INT8, dot_general=len, rngs=rngs)
     with pytest.raises(ValueError, match=r"^QuantizedLinear: got out_sharding=.* reshard the result instead"):
-        nnx_linear().quantised()[0].module(draw_x(DIMS), out_sharding=PartitionSpec())
-    with pytest.raises(TypeError, match=f"^Float8Linear: cannot be computed in float8: {own('dot_general')}"):
-        nnx_linear(cls=Float8Linear, dot_general=len)
+        models.nnx_linear().quantised()[0].module(draw_x(DIMS), out_sharding=PartitionSpec())
+    with pytest.raises(TypeError, match=f"^Float8Linear: cannot be computed in float8: {models.own('dot_general')}"):
+        models.nnx_linear(cls=Float8Linear, dot_general=len)
     with pytest.raises(TypeError, match=r"^Float8Linear: recipe must be a jaxnorm.Float8Recipe, got 'row'"):
-        nnx_linear(cls=Float8Linear, recipe="row")
+        models.nnx_linear(cls=Float8Linear, recipe="row")
     with pytest.raises(ValueError, match=r"^Float8Linear: x has shape \(2, 3\) and kernel \(16, 32\)"):
-        nnx_linear(cls=Float8Linear)(jnp.ones((2, 3)))
+        models.nnx_linear(cls=Float8Linear)(jnp.ones((2, 3)))
     with pytest.raises(TypeError, match=r"^Float8Linear: x has values of int8, expected float8_e4m3fn"):
-        nnx_linear(cls=Float8Linear).module(quantize(draw_x(DIMS), INT8))
+        models.nnx_linear(cls=Float8Linear).module(quantize(draw_x(DIMS), INT8))
     model = APIS["equinox"].mixed().module
     with pytest.raises(ValueError, match=r"x has shape \(3, 16\), expected \(16,\).*jax\.vmap"):
         jaxnorm.equinox.QuantizedLinear(model.linear, INT8)(draw_x((3, FEATURES)))
     with pytest.raises(TypeError, match="got a SubLinear that cannot be quantised: only equinox"):
         jaxnorm.equinox.QuantizedLinear(model.sub_linear, INT8)
     for change in ("in_float8", "quantised"):
-        new, _ = getattr(linen_linear(), change)()
+        new, _ = getattr(models.linen_linear(), change)()
         with pytest.raises(flax.errors.ScopeParamShapeError):
             new(np.ones((2, 3), np.float32))
