@@ -66,6 +66,14 @@ def test_results_and_gradients_stay(library):
     assert_gradients_close(*results)
 
 
+@pytest.mark.parametrize("library", ["nnx", "linen"])
+def test_an_instance_norm_is_replaced(library):
+    norms = flax.nnx.InstanceNorm(FEATURES, rngs=flax.nnx.Rngs(0)), flax.linen.InstanceNorm()
+    new, report = (NnxModel(norms[0]) if library == "nnx" else linen_model(norms[1])).replaced()
+    assert report.replaced == [((), type(norms[library == "linen"]))]
+    assert_calls(new.apply, (new.parameters, draw_x(DIMS)), native_calls("group", fwd=1))
+
+
 class Block(flax.nnx.Module):
     def __init__(self, rngs):
         self.norm, self.own = flax.nnx.RMSNorm(FEATURES, rngs=rngs), GemmaNorm(rngs)
@@ -93,10 +101,17 @@ def test_nnx_says_what_lies_within_a_block_that_a_function_computes():
     assert len(jaxnorm.restore_norms(model).replaced) == 2
 
 
+class Around(flax.nnx.Module):
+    def __init__(self, rngs):
+        self.block, self.last = Block(rngs), GemmaNorm(rngs)
+
+    def __call__(self, x):
+        return self.last(self.block(x))
+
+
 def test_nnx_says_which_block_is_next_around():
-    model = flax.nnx.Dict(block=Block(flax.nnx.Rngs(0)), last=GemmaNorm(flax.nnx.Rngs(0)))
-    report = jaxnorm.replace_norms(model, dict.fromkeys((flax.nnx.Dict, Block, GemmaNorm), gemma_norm))
-    assert report.replaced == [((), flax.nnx.Dict)]
+    report = jaxnorm.replace_norms(Around(flax.nnx.Rngs(0)), dict.fromkeys((Around, Block, GemmaNorm), gemma_norm))
+    assert report.replaced == [((), Around)]
     around = {("block",): (), ("block", "norm"): ("block",), ("block", "own"): ("block",), ("last",): ()}
     assert {path: block for path, _, block, _ in report.within} == around
     assert "within    last: GemmaNorm: replaced, where the function of (the model itself) calls it" in str(report)

@@ -50,7 +50,6 @@ class Mixed(flax.nnx.Module):
         self.sequence = flax.nnx.Sequential(flax.nnx.LayerNorm(FEATURES, rngs=rngs), jnp.tanh)
         self.shared = self.listed[0]
         self.groups = flax.nnx.GroupNorm(FEATURES, num_groups=2, rngs=rngs)
-        self.instances = flax.nnx.InstanceNorm(FEATURES, use_fast_variance=False, rngs=rngs)
         self.batch = flax.nnx.BatchNorm(FEATURES, use_running_average=True, rngs=rngs)
         self.centred = CentredNorm(FEATURES, rngs=rngs)
         self.heads = flax.nnx.RMSNorm(FEATURES, feature_axes=-2, reduction_axes=-2, rngs=rngs)
@@ -58,7 +57,7 @@ class Mixed(flax.nnx.Module):
     def __call__(self, x):
         x = x + self.attention(self.listed[0](x))
         x = x + self.sequence(self.listed[1](x)) + self.by_name.norm(self.by_name.own(x))
-        return self.shared(self.centred(self.batch(self.instances(self.groups(x)))))
+        return self.shared(self.centred(self.batch(self.groups(x))))
 
 
 def gemma_norm(norm, x):
@@ -75,7 +74,6 @@ REPLACED = {
     ("by_name", "own"): GemmaNorm,
     ("sequence", "layers", 0): flax.nnx.LayerNorm,
     ("groups",): flax.nnx.GroupNorm,
-    ("instances",): flax.nnx.InstanceNorm,
 }
 
 
@@ -121,7 +119,6 @@ class LinenMixed(flax.linen.Module):
         x = x + flax.linen.MultiHeadDotProductAttention(2, normalize_qk=True, name="attention")(h)
         x = LinenNamedNorm()(LinenGemmaNorm(name="own")(x))
         x = flax.linen.GroupNorm(2, name="groups")(x)
-        x = flax.linen.InstanceNorm(use_fast_variance=False, name="instances")(x)
         x = flax.linen.BatchNorm(use_running_average=True, name="batch")(x)
         x = flax.linen.GroupNorm(2, name="masked_groups")(x, mask=x > 0)
         return flax.linen.LayerNorm(name="masked")(x, mask=x > 0)
@@ -140,7 +137,6 @@ LINEN_REPLACED = {
     ("LinenNamedNorm_0",): LinenNamedNorm,
     ("own",): LinenGemmaNorm,
     ("groups",): flax.linen.GroupNorm,
-    ("instances",): flax.linen.InstanceNorm,
 }
 LINEN_LEFT = {
     ("batch",): (flax.linen.BatchNorm, "jaxnorm has no such norm"),
@@ -219,7 +215,7 @@ def equinox_mixed():
 # How a library's model is made, its mapping, what is replaced, what is left, and the native calls then.
 LIBRARIES = {
     # The shared norm runs twice.
-    "nnx": (lambda: NnxModel(mixed()), CUSTOM, REPLACED, LEFT, _calls(rms=4, layer=4, group=2)),
-    "linen": (linen_mixed, LINEN_CUSTOM, LINEN_REPLACED, LINEN_LEFT, _calls(rms=2, layer=3, group=2)),
+    "nnx": (lambda: NnxModel(mixed()), CUSTOM, REPLACED, LEFT, _calls(rms=4, layer=4, group=1)),
+    "linen": (linen_mixed, LINEN_CUSTOM, LINEN_REPLACED, LINEN_LEFT, _calls(rms=2, layer=3, group=1)),
     "equinox": (equinox_mixed, None, EQUINOX_REPLACED, EQUINOX_LEFT, _calls(rms=2, layer=2, group=1)),
 }
