@@ -3,6 +3,7 @@
 import inspect
 import sys
 import types
+from functools import partial
 
 import flax.linen
 import flax.nnx
@@ -12,6 +13,8 @@ import pytest
 from cases import draw
 from flax_apis import assert_close, assert_gradients_close
 from hlo import compiled_text, count_native_calls
+from library_models import own_promotion
+from norm_models import CentredNorm, GemmaNorm
 
 import jaxnorm
 import jaxnorm.blocks
@@ -51,11 +54,8 @@ class GatedMlp(flax.nnx.Module):
         self.act_fn, self.config = act_fn, types.SimpleNamespace(hidden_act="gelu")
 
     def __call__(self, x):
-        return self.down_proj((self.act_fn or exact_gelu)(self.gate_proj(x)) * self.up_proj(x))
-
-
-def exact_gelu(x):
-    return jax.nn.gelu(x, approximate=False)
+        act = self.act_fn or partial(jax.nn.gelu, approximate=False)
+        return self.down_proj(act(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Decoder(flax.nnx.Module):
@@ -82,20 +82,11 @@ class Sandwich(flax.nnx.Module):
         return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
 
 
-def flax_norm(rngs):
-    return normal_norm(flax.nnx.RMSNorm, rngs)
-
-
-class KnownNorm(flax.nnx.Module):
+class KnownNorm(GemmaNorm):
     """Stands for bonsai's norm of Gemma 3, by its name."""
 
     __module__, __qualname__ = "bonsai.models.gemma3.modeling", "Gemma3RMSNorm"
-
-    def __init__(self, rngs):
-        self.scale, self.eps = flax.nnx.Param(jax.random.normal(rngs.params(), (DIM,))), 1e-6
-
-    def __call__(self, x):
-        return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.eps) * (1 + self.scale[...])
+    eps = 1e-6
 
 
 class Vit(flax.nnx.Module):
@@ -120,22 +111,11 @@ class LayerScale(flax.nnx.Module):
         return x * self.lambda1[...]
 
 
-class Centred(flax.nnx.RMSNorm):
-    """A norm that no function computes."""
-
-    def __call__(self, x, mask=None):
-        return super().__call__(x - x.mean(-1, keepdims=True), mask)
-
-
 class Promoting(flax.nnx.RMSNorm):
     """A norm that Flax's own code computes."""
 
     def __init__(self, dim, **options):
         super().__init__(dim, promote_dtype=own_promotion, **options)
-
-
-def own_promotion(*args, **kwargs):
-    return flax.nnx.nn.dtypes.promote_dtype(*args, **kwargs)
 
 
 def rngs():
@@ -145,15 +125,11 @@ def rngs():
 # The block, the function, and the native calls of its forward pass.
 BLOCKS = {
     "decoder": (lambda: Decoder(rngs()), "decoder_layer", {"rms_norm": 2}),
-    "decoder of LayerNorms": (
-        lambda: Decoder(rngs(), flax.nnx.LayerNorm, pair=False),
-        "decoder_layer",
-        {"layer_norm": 2},
-    ),
+    "of LayerNorms": (lambda: Decoder(rngs(), flax.nnx.LayerNorm, pair=False), "decoder_layer", {"layer_norm": 2}),
     "no cache": (lambda: Decoder(rngs(), pair=False), "decoder_layer", {"rms_norm": 2}),
-    "decoder of others": (lambda: Decoder(rngs(), Centred), "decoder_layer", {}),
+    "decoder of others": (lambda: Decoder(rngs(), CentredNorm), "decoder_layer", {}),
     "decoder of Flax's": (lambda: Decoder(rngs(), Promoting), "decoder_layer", {}),
-    "sandwich": (lambda: Sandwich(rngs(), flax_norm), "sandwich_layer", {"rms_norm": 4}),
+    "sandwich": (lambda: Sandwich(rngs(), partial(normal_norm, flax.nnx.RMSNorm)), "sandwich_layer", {"rms_norm": 4}),
     "known sandwich": (lambda: Sandwich(rngs(), KnownNorm), "sandwich_layer", {"rms_norm": 4}),
     "ViT": (lambda: Vit(rngs(), scaled=False), "vit_layer", {"layer_norm": 2}),
     "LayerScale": (lambda: Vit(rngs(), scaled=True), "vit_layer", {"layer_norm": 2}),

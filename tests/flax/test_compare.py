@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
-from cases import bits, draw, draw_x
+from cases import bits, draw_x
 from library_models import ignore_keras_own
-from norm_models import CUSTOM, DIMS, FEATURES, GemmaNorm, gemma_norm, mixed
+from norm_models import CUSTOM, DIMS, FEATURES, GemmaNorm, LinenGemmaNorm, gemma_norm, linen_function, loss, mixed
 
 import jaxnorm
 import jaxnorm.equinox
@@ -37,10 +37,6 @@ class Doubled(flax.nnx.Module):
         return self.norm(self.first(x))
 
 
-def wrong_norm(norm, x):
-    return 1.5 * gemma_norm(norm, x)
-
-
 def test_a_model_whose_norms_are_right():
     model = mixed()
     jaxnorm.replace_norms(model, CUSTOM)
@@ -53,12 +49,20 @@ def test_a_model_whose_norms_are_right():
 
 
 def test_a_model_whose_norm_is_wrong():
-    model = Doubled(flax.nnx.Rngs(0))
-    jaxnorm.replace_norms(model, {GemmaNorm: wrong_norm})
-    comparison = jaxnorm.compare(model, draw_x(DIMS))
+    x = draw_x(DIMS)
+    model, own = (Doubled(flax.nnx.Rngs(0)) for _ in range(2))
+    jaxnorm.replace_norms(model, {GemmaNorm: lambda norm, x: 1.5 * gemma_norm(norm, x)})
+    comparison, by_loss = jaxnorm.compare(model, x), jaxnorm.compare(model, x, loss=loss)
     assert comparison.outputs == pytest.approx(0.5, rel=1e-5)
     assert comparison.gradients == pytest.approx(1.25, rel=1e-3)  # of squares
     assert comparison.parameter in ("first.kernel", "first.bias", "norm.scale")
+
+    def largest(function):
+        a, b = (np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(function(of))]) for of in (own, model))
+        return np.abs(b - a).max() / np.abs(a).max()
+
+    assert by_loss.outputs == pytest.approx(largest(lambda model: model(x)), rel=1e-3)
+    assert by_loss.gradients == pytest.approx(largest(lambda model: flax.nnx.grad(loss)(model, x)), rel=1e-3)
 
 
 class Nothing(flax.nnx.Module):
@@ -77,24 +81,6 @@ def test_a_model_that_gives_zeros(given):
     jaxnorm.replace_norms(model, {flax.nnx.RMSNorm: lambda norm, x: given + 0 * x * norm.scale[...]})
     comparison = jaxnorm.compare(model, draw_x(DIMS))
     assert comparison.outputs == pytest.approx(np.inf if given == 1 else np.nan, nan_ok=True)
-
-
-def test_the_differences_are_those_of_outputs_and_gradients():
-    x = draw_x(DIMS)
-
-    def loss(model, x):
-        return (model(x) * draw("dy", DIMS)).sum()
-
-    model, own = (Doubled(flax.nnx.Rngs(0)) for _ in range(2))
-    jaxnorm.replace_norms(model, {GemmaNorm: wrong_norm})
-    comparison = jaxnorm.compare(model, x, loss=loss)
-
-    def largest(function):
-        a, b = (np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(function(of))]) for of in (own, model))
-        return np.abs(b - a).max() / np.abs(a).max()
-
-    assert comparison.outputs == pytest.approx(largest(lambda model: model(x)), rel=1e-3)
-    assert comparison.gradients == pytest.approx(largest(lambda model: flax.nnx.grad(loss)(model, x)), rel=1e-3)
 
 
 class Stateful(flax.nnx.Module):
@@ -215,22 +201,7 @@ class LinenModel(flax.linen.Module):
     @flax.linen.compact
     def __call__(self, x, *, deterministic=True):
         x = flax.linen.Dense(FEATURES)(flax.linen.RMSNorm()(x))
-        return LinenGemma()(flax.linen.Dropout(0.5)(x, deterministic))
-
-
-class LinenGemma(flax.linen.Module):
-    @flax.linen.compact
-    def __call__(self, x):
-        return GemmaNorm.__call__(Scaled(self.param("scale", flax.linen.initializers.normal(), x.shape[-1:])), x)
-
-
-class Scaled:
-    def __init__(self, scale):
-        self.scale = scale
-
-
-def linen_wrong(norm, x):
-    return 1.5 * jaxnorm.rms_norm(x, norm.get_variable("params", "scale"), scale_offset=1.0)
+        return LinenGemmaNorm()(flax.linen.Dropout(0.5)(x, deterministic))
 
 
 def test_linen():
@@ -240,17 +211,11 @@ def test_linen():
     comparison = jaxnorm.linen.compare(module, variables, x, **keywords)
     assert comparison.outputs < 1e-5
     assert comparison.gradients < 1e-5
-    comparison = jaxnorm.linen.compare(module, variables, x, custom={LinenGemma: linen_wrong})
+    wrong = {LinenGemmaNorm: lambda norm, x: 1.5 * linen_function(norm, x)}
+    comparison = jaxnorm.linen.compare(module, variables, x, custom=wrong)
     assert comparison.outputs == pytest.approx(0.5, rel=1e-5)
-    assert comparison.parameter.split(".")[0] in ("Dense_0", "LinenGemma_0", "RMSNorm_0")
-
-
-def test_linen_with_a_loss():
-    module, x = LinenModel(), draw_x(DIMS)
-    variables = module.init(jax.random.key(0), x)
-    comparison = jaxnorm.linen.compare(
-        module, variables, x, custom={LinenGemma: linen_wrong}, loss=lambda model, x: model(x).sum()
-    )
+    assert comparison.parameter.split(".")[0] in ("Dense_0", "LinenGemmaNorm_0", "RMSNorm_0")
+    comparison = jaxnorm.linen.compare(module, variables, x, custom=wrong, loss=lambda model, x: model(x).sum())
     assert comparison.gradients == pytest.approx(0.5, rel=1e-3)
 
 

@@ -38,6 +38,10 @@ def nothing(norm, x):
     return x
 
 
+def is_first(path, module):
+    return path == ("Dense_0",)
+
+
 CONTEXTS = {
     "replace_norms": linen.replace_norms,
     "a mapping": lambda: linen.replace_norms({flax.linen.RMSNorm: nothing}),
@@ -47,10 +51,6 @@ CONTEXTS = {
     "quantized_linears": linen.quantized_linears,
     "quantized inputs": lambda: linen.quantized_linears(jnp.int8),
 }
-
-
-def is_first(path, module):
-    return path == ("Dense_0",)
 
 
 def start():
@@ -81,9 +81,7 @@ def test_a_program_is_traced_in_each_context(name, first):
 
 @pytest.mark.parametrize("name", CONTEXTS)
 def test_equal_contexts_share_a_program(name):
-    step, variables = start()
-    if name.startswith("quantized"):
-        variables = quantized(variables)
+    (step, _), variables = start(), variables_of(name)
     TRACED.clear()
     for turn in range(3):
         with CONTEXTS[name]() as report:

@@ -13,6 +13,7 @@ import pytest
 from cases import bits, draw, draw_scale
 from flax_apis import assert_gradients_close
 from hlo import compiled_text
+from library_models import NnxModel
 
 import jaxnorm
 from jaxnorm import Quantization, float8_linear
@@ -24,40 +25,45 @@ ROWS, FEATURES, COLUMNS = 48, 64, 96
 E4M3 = Quantization(jnp.float8_e4m3fn)
 
 
-class Normed(flax.nnx.Module):
-    """A norm that ends in float8, and the layer that takes it."""
+class Block(flax.nnx.Module):
+    """What ends in float8, and the layer that takes it."""
 
+    def __init__(self, dtype, rngs):
+        self.layer = Float8Linear(FEATURES, COLUMNS, dtype=dtype, rngs=rngs)
+
+    def unfused(self, x, out_dtype=jnp.float32):
+        h = self.wide(x, out_dtype)
+        return float8_linear(h, self.layer.kernel[...], bias=self.layer.bias[...], out_dtype=self.layer.dtype)
+
+
+class Normed(Block):
     inputs = FEATURES
 
     def __init__(self, dtype):
         rngs = flax.nnx.Rngs(0)
+        super().__init__(dtype, rngs)
         scale_init = lambda key, shape, dtype: draw_scale(shape, dtype)  # noqa: E731
         options = {"quantization": E4M3, "straight_through": True, "scale_init": scale_init}
         self.front = QuantizedRMSNorm(FEATURES, **options, rngs=rngs)
-        self.layer = Float8Linear(FEATURES, COLUMNS, dtype=dtype, rngs=rngs)
 
     def __call__(self, x):
         return self.layer(self.front(x))
 
-    def unfused(self, x, out_dtype=jnp.float32):
-        h = jaxnorm.rms_norm(x, self.front.scale[...], out_dtype=out_dtype)
-        return float8_linear(h, self.layer.kernel[...], bias=self.layer.bias[...], out_dtype=self.layer.dtype)
+    def wide(self, x, out_dtype):
+        return jaxnorm.rms_norm(x, self.front.scale[...], out_dtype=out_dtype)
 
 
-class Gated(flax.nnx.Module):
-    """A gated activation that ends in float8, and the layer that takes it."""
-
+class Gated(Block):
     inputs = 2 * FEATURES  # the gate, and what it gates
 
     def __init__(self, dtype):
-        self.layer = Float8Linear(FEATURES, COLUMNS, dtype=dtype, rngs=flax.nnx.Rngs(0))
+        super().__init__(dtype, flax.nnx.Rngs(0))
 
     def __call__(self, x):
         return self.layer(jaxnorm.gated_activation_quantized(x, quantization=E4M3, straight_through=True))
 
-    def unfused(self, x, out_dtype=jnp.float32):
-        h = jaxnorm.gated_activation(x.astype(jnp.float32)).astype(out_dtype)
-        return float8_linear(h, self.layer.kernel[...], bias=self.layer.bias[...], out_dtype=self.layer.dtype)
+    def wide(self, x, out_dtype):
+        return jaxnorm.gated_activation(x.astype(jnp.float32)).astype(out_dtype)
 
 
 BLOCKS = {"norm": Normed, "gated activation": Gated}
@@ -65,14 +71,9 @@ each_block = pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
 
 
 def value_and_gradients(model, call, x, dy):
-    definition, state = flax.nnx.split(model)
-
-    @jax.jit
-    def both(state, x, dy):
-        y, pull_back = jax.vjp(lambda state, x: call(flax.nnx.merge(definition, state), x), state, x)
-        return y, pull_back(dy)
-
-    return both(state, x, dy)
+    model = NnxModel(model)
+    model.apply = lambda state, x: call(flax.nnx.merge(model.definition, state), x)
+    return model.value_and_gradients(x, dy)
 
 
 # What is quantised is the float32 result of the norm or activation, so the unfused path quantises that too.
@@ -80,8 +81,8 @@ def value_and_gradients(model, call, x, dy):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_values_and_gradients_are_those_of_the_unfused_path(block, dtype):
     model, x, dy = block(dtype), draw("x", (ROWS, block.inputs), dtype), draw("dy", (ROWS, COLUMNS), dtype)
-    y, gradients = value_and_gradients(model, block.__call__, x, dy)
-    expected, expected_gradients = value_and_gradients(model, block.unfused, x, dy)
+    y, *gradients = value_and_gradients(model, block.__call__, x, dy)
+    expected, *expected_gradients = value_and_gradients(model, block.unfused, x, dy)
     assert y.dtype == dtype
     assert bits(y) == bits(expected)
     # The carrier has x's dtype, and so has what flows through it.

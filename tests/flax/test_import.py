@@ -12,25 +12,28 @@ pytestmark = pytest.mark.jax_version
 
 
 def run_python(code, tmp_path):
-    """Runs `code` in a fresh interpreter, away from the clone's root."""
-    return subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    """What a fresh interpreter prints and says of an error, away from the clone's root."""
+    run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    return run.stdout, run.stderr
 
 
-def test_jaxnorm_does_not_import_a_library_of_models(tmp_path):
-    code = "import sys, jaxnorm; sys.exit(bool({'flax', 'equinox', 'keras'} & set(sys.modules)))"
-    assert run_python(code, tmp_path).returncode == 0
+# None in sys.modules is how Python marks a module that must not be found.
+WITHOUT_FLAX = "import sys; sys.modules['flax'] = None; import jaxnorm"
+LIBRARIES = "{'flax', 'equinox', 'keras'}"
+PRINTED = {
+    f"import sys, jaxnorm; print({LIBRARIES} & set(sys.modules))": "set()\n",
+    **{f"import sys, jaxnorm.{module}; print('flax' in sys.modules)": "False\n" for module in ("equinox", "keras")},
+    **{
+        f"import jaxnorm; assert '{module}' in dir(jaxnorm); print(jaxnorm.{module}.__name__)": f"jaxnorm.{module}\n"
+        for module in ("blocks", "equinox", "info", "keras", "linen", "nnx")
+    },
+    f"import inspect; {WITHOUT_FLAX}; print('info' in [name for name, _ in inspect.getmembers(jaxnorm)])": "True\n",
+}
 
 
-@pytest.mark.parametrize("module", ["equinox", "keras"])
-def test_their_modules_do_not_import_flax(module, tmp_path):
-    code = f"import sys, jaxnorm.{module}; sys.exit('flax' in sys.modules)"
-    assert run_python(code, tmp_path).returncode == 0
-
-
-@pytest.mark.parametrize("module", ["blocks", "equinox", "info", "keras", "linen", "nnx"])
-def test_a_module_is_imported_when_it_is_first_named(module, tmp_path):
-    code = f"import jaxnorm; assert '{module}' in dir(jaxnorm); print(jaxnorm.{module}.__name__)"
-    assert run_python(code, tmp_path).stdout == f"jaxnorm.{module}\n"
+@pytest.mark.parametrize("code", PRINTED)
+def test_what_is_imported(code, tmp_path):
+    assert run_python(code, tmp_path)[0] == PRINTED[code]
 
 
 def test_a_name_that_jaxnorm_has_not():
@@ -38,47 +41,36 @@ def test_a_name_that_jaxnorm_has_not():
         _ = jaxnorm.lniens
 
 
-# None in sys.modules is how Python marks a module that must not be found.
-WITHOUT_FLAX = "import sys; sys.modules['flax'] = None; import jaxnorm"
+def requirement(library):
+    """What pyproject.toml asks of it: no index has jaxnorm."""
+    return next(text for text in importlib.metadata.requires("jaxnorm") if text.startswith(library)).partition(";")[0]
 
 
-@pytest.mark.parametrize("end", [".nnx", ".linen", "; jaxnorm.nnx", "; jaxnorm.linen", "; jaxnorm.blocks"])
-def test_a_missing_flax_is_named_with_its_remedy(end, tmp_path):
-    code = WITHOUT_FLAX + end
-    assert "ImportError: jaxnorm.nnx and jaxnorm.linen need Flax: pip install 'flax>=0.12.7'" in (
-        run_python(code, tmp_path).stderr
-    )
+WITHOUT = "import sys; sys.modules['{0}'] = None; import jaxnorm; assert '{0}' not in dir(jaxnorm); jaxnorm.{0}"
+FLAX, ENDS = "flax>=0.12.7", (".nnx", ".linen", "; jaxnorm.nnx", "; jaxnorm.linen", "; jaxnorm.blocks")
+MISSING = {
+    WITHOUT.format(module): f"jaxnorm.{module} needs {library}: pip install '{requirement(module).strip()}'"
+    for module, library in (("equinox", "Equinox"), ("keras", "Keras 3"))
+} | {WITHOUT_FLAX + end: f"jaxnorm.nnx and jaxnorm.linen need Flax: pip install '{FLAX}'" for end in ENDS}
 
 
-@pytest.mark.parametrize(("module", "library"), [("equinox", "Equinox"), ("keras", "Keras 3")])
-def test_another_missing_library_is_named_with_its_remedy(module, library, tmp_path):
-    code = f"import sys; sys.modules['{module}'] = None; import jaxnorm; assert '{module}' not in dir(jaxnorm)"
-    error = run_python(f"{code}; jaxnorm.{module}", tmp_path).stderr
-    # What pyproject.toml asks of the library: no index has jaxnorm.
-    requirement = next(text for text in importlib.metadata.requires("jaxnorm") if text.startswith(module))
-    asked = requirement.partition(";")[0].strip()
-    assert f"ImportError: jaxnorm.{module} needs {library}: pip install '{asked}'" in error
+@pytest.mark.parametrize("code", MISSING)
+def test_a_missing_library_is_named_with_its_remedy(code, tmp_path):
+    assert f"ImportError: {MISSING[code]}" in run_python(code, tmp_path)[1]
 
 
-@pytest.mark.parametrize(
-    ("backend", "message"),
-    [
-        ("tensorflow", "Keras starts on the backend tensorflow, which is not installed; expected jax"),
-        ("numpy", "Keras runs on the backend numpy, expected jax"),
-    ],
-)
+STARTS = "Keras starts on the backend tensorflow, which is not installed; expected jax"
+BACKENDS = [("tensorflow", STARTS), ("numpy", "Keras runs on the backend numpy, expected jax")]
+
+
+@pytest.mark.parametrize(("backend", "message"), BACKENDS)
 def test_another_backend_of_keras(backend, message, tmp_path, monkeypatch):
     monkeypatch.setenv("KERAS_BACKEND", backend)
-    error = run_python("import jaxnorm.keras", tmp_path).stderr
+    error = run_python("import jaxnorm.keras", tmp_path)[1]
     assert f"ImportError: jaxnorm.keras: {message}. Set the environment variable KERAS_BACKEND=jax" in error
-
-
-def test_without_flax_dir_shows_what_can_be_had(tmp_path):
-    code = f"{WITHOUT_FLAX}; names = [name for name, _ in inspect.getmembers(jaxnorm)]; print('info' in names)"
-    assert run_python(f"import inspect; {code}", tmp_path).stdout == "True\n"
 
 
 @pytest.mark.parametrize("api", ["nnx", "linen"])
 def test_a_broken_flax_shows_its_own_error(api, tmp_path):
     code = f"import sys; sys.modules['flax.core'] = None; import jaxnorm.{api}"
-    assert "import of flax.core halted" in run_python(code, tmp_path).stderr.splitlines()[-1]
+    assert "import of flax.core halted" in run_python(code, tmp_path)[1].splitlines()[-1]

@@ -73,10 +73,14 @@ def data(examples=16):
     return draw("inputs", (examples, 8, 16)), draw("targets", (examples, 8, 16))
 
 
-def trained(model, *, epochs=2, batch_size=8, **options):
+def history(model, epochs=1):
+    return model.fit(*data(), epochs=epochs, batch_size=8, verbose=0, shuffle=False).history["loss"]
+
+
+def trained(model):
     """The losses of a model that is compiled and trained."""
-    model.compile("adam", "mse", **options)
-    return model.fit(*data(), epochs=epochs, batch_size=batch_size, verbose=0, shuffle=False).history["loss"]
+    model.compile("adam", "mse")
+    return history(model, epochs=2)
 
 
 def norms(model):
@@ -86,14 +90,6 @@ def norms(model):
 
 def assert_alike(actual, expected):
     np.testing.assert_allclose(np.float32(actual), np.float32(expected), rtol=1e-4, atol=2e-5)
-
-
-@cover(model=MODELS)
-def test_training_is_kerass(model):
-    kerass, ours = model(keras.layers), model(jaxnorm.keras)
-    assert_alike(trained(ours), trained(kerass))
-    assert_alike(ours.evaluate(*data(), verbose=0), kerass.evaluate(*data(), verbose=0))
-    assert_alike(ours.predict(data()[0], verbose=0), kerass.predict(data()[0], verbose=0))
 
 
 @cover(policy=["mixed_bfloat16", "mixed_float16"])
@@ -117,25 +113,17 @@ def test_data_parallel(devices):
         keras.distribution.set_distribution(None)
 
 
-def test_a_saved_model_loads(tmp_path):
-    model = functional(jaxnorm.keras)
+@cover(layers={"kerass": keras.layers, "ours": jaxnorm.keras})
+def test_a_saved_model_loads_as_one_of_ours(layers, tmp_path):
+    model = functional(layers)
     trained(model)
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
     assert norms(loaded) == norms(model)
-    assert_alike(loaded.predict(data()[0], verbose=0), model.predict(data()[0], verbose=0))
-    history = (m.fit(*data(), batch_size=8, verbose=0, shuffle=False).history["loss"] for m in (loaded, model))
-    assert_alike(next(history), next(history))  # the optimiser's state too
-
-
-def test_a_file_of_kerass_layers_becomes_one_of_ours(tmp_path):
-    model = functional(keras.layers)
-    trained(model)
-    model.save(tmp_path / "model.keras")
-    loaded = keras.models.load_model(tmp_path / "model.keras")
     replace_norms(loaded)
     assert norms(loaded) == norms(functional(jaxnorm.keras))
     assert_alike(loaded.predict(data()[0], verbose=0), model.predict(data()[0], verbose=0))
+    assert_alike(history(loaded), history(model))  # the optimiser's state too
 
 
 # Where jaxnorm.keras is imported, Keras finds its classes before those that a program names.
@@ -168,7 +156,7 @@ def test_weights_load_either_way(model, tmp_path):
 
 
 @cover(model=MODELS)
-def test_replacement(model):
+def test_replacement_and_training_are_kerass(model):
     changed, kerass = model(keras.layers), model(keras.layers)
     variables = changed.variables
     report = replace_norms(changed)
@@ -178,6 +166,8 @@ def test_replacement(model):
     assert all(a is b for a, b in zip(changed.variables, variables, strict=True))
     assert_alike(changed(data()[0]), kerass(data()[0]))
     assert_alike(trained(changed), trained(kerass))
+    assert_alike(changed.evaluate(*data(), verbose=0), kerass.evaluate(*data(), verbose=0))
+    assert_alike(changed.predict(data()[0], verbose=0), kerass.predict(data()[0], verbose=0))
 
 
 def test_paths_are_those_of_the_parameters():
@@ -219,8 +209,7 @@ def test_the_optimisers_state_stays():
     optimizer = model.optimizer
     replace_norms(model)
     assert model.optimizer is optimizer
-    history = (m.fit(*data(), batch_size=8, verbose=0, shuffle=False).history["loss"] for m in (model, kerass))
-    assert_alike(next(history), next(history))
+    assert_alike(history(model), history(kerass))
 
 
 def test_a_model_that_is_not_built():

@@ -40,76 +40,44 @@ def native(message, dims=(), **fields):
     return bad(message, dims, error=RuntimeError, implementation="native", **fields)
 
 
-def rounded_twice(what):
-    return bad(f"multiply_before_cast=False, expected True: a {what}", multiply_before_cast=False)
-
-
 NOT_LIKE = "reduction_axes=.* Give both alike"
 ROWS_AXES = r"reduction_axes=\(-2,\) with feature_axes=\(-2,\)"
 CHANNELS = {"use_scale": False, "use_bias": False}
-MISH = "unknown activation 'mish'"
-BAD = [
-    (
-        PLAIN,
-        {
-            "an offset and a mask": offset("got a mask, .*: a norm with scale_offset .*plain norm", has_mask=True),
-            "an early rounding and a mask": bad(
-                "got a mask.* with multiply_before_cast=False", has_mask=True, multiply_before_cast=False
-            ),
-            "a kernel and a mask": native("no kernel serves a mask", has_mask=True),
-            "a kernel and other axes": native(f"no kernel serves {ROWS_AXES}", **over(-2)),
-            "no number": bad("scale_offset must be a number, got '1'", error=TypeError, scale_offset="1"),
-            "an offset and fewer features": offset(NOT_LIKE, **over((1, 2), -1)),
-            "an offset and more features": offset(NOT_LIKE, **over(-1, (0, 2))),
-        },
-    ),
-    (ADD, {"another shape": bad(r"residual has shape \(6, 37\), expected x's", [(4, 6, 37), (6, 37)])}),
-    (
-        GATED,
-        {
-            "a mask": bad("got a mask, expected None: a gated norm .* plain norm", has_mask=True),
-            "groups": bad(r"axis_index_groups=\(\(0, 1\),\), expected None: a gated norm", **GROUPS),
-            "another axis": bad("reduction_axes=1, expected -1", **over(1)),
-            "two axes": bad(r"reduction_axes=\(1, 2\), expected -1", **over((1, 2))),
-            "another shape": bad(r"gate has shape \(6, 60\), expected x's .*\(4, 6, 60\)", [(4, 6, 60), (6, 60)]),
-            "rounded twice": rounded_twice("gated"),
-        },
-    ),
-    (ROTARY, {"rounded twice": rounded_twice("rotary")}),
-    (
-        QUANTIZED,
-        {
-            "a mask": bad("got a mask.*plain norm", has_mask=True),
-            "groups": bad(r"axis_index_groups=\(\(0, 1\),\).*expected None.*plain norm", **GROUPS),
-            "fewer features": bad(
-                r"reduction_axes=\(1, 2\).*feature_axes=-1.*\(4, 6, 128\).*alike", **over((1, 2), -1)
-            ),
-            "more features": bad(r"reduction_axes=-1.*feature_axes=\(1, 2\).*alike", **over(-1, (1, 2))),
-            "no axes": bad("axis is empty", **over(())),
-            "an axis that x has not": bad("axis 2 is out of range.*2 axes", [(6, 128)], **over((1, 2))),
-            "a scalar": bad("axis -1 is out of range.*0 axes", [()]),
-            "another shape": bad(r"residual has shape \(6, 128\)", [(4, 6, 128), (6, 128)]),
-            "rounded twice": rounded_twice("quantised"),
-        },
-    ),
-    (
-        GROUP | INSTANCE,
-        {
-            "a mask": offset("got a mask", has_mask=True),
-            "a kernel and a mask": native("no kernel serves a mask", has_mask=True),
-            "an unknown activation": bad(MISH, activation="mish"),
-            "an unknown activation of Flax's result": bad(MISH, has_mask=True, activation="mish"),
-        },
-    ),
-    (
-        GROUP,
-        {
-            "some axes": offset("reduction_axes=.2, 3.", reduction_axes=(2, 3)),
-            "a kernel and some axes": native("no kernel serves reduction_axes", reduction_axes=(2, 3)),
-        },
-    ),
-    (INSTANCE, {"two axes of channels": offset("feature_axes=.2, 3.", feature_axes=(2, 3), **CHANNELS)}),
-]
+MISH, ROUNDED = "unknown activation 'mish'", "multiply_before_cast=False, expected True: a "
+GROUPS_ARE, TWO_AXES = r"axis_index_groups=\(\(0, 1\),\)", r"reduction_axes=\(1, 2\)"
+EARLY = {"multiply_before_cast": False}
+BAD = {
+    "a kernel and a mask": (PLAIN | GROUP | INSTANCE, native("no kernel serves a mask", has_mask=True)),
+    "an offset and a mask": (PLAIN, offset("got a mask, .*: a norm with scale_offset .*plain norm", has_mask=True)),
+    "rounding and a mask": (PLAIN, bad("got a mask.* with multiply_before_cast=False", has_mask=True, **EARLY)),
+    "a kernel and other axes": (PLAIN, native(f"no kernel serves {ROWS_AXES}", **over(-2))),
+    "no number": (PLAIN, bad("scale_offset must be a number, got '1'", error=TypeError, scale_offset="1")),
+    "an offset and fewer features": (PLAIN, offset(NOT_LIKE, **over((1, 2), -1))),
+    "an offset and more features": (PLAIN, offset(NOT_LIKE, **over(-1, (0, 2)))),
+    "sum: another shape": (ADD, bad(r"residual has shape \(6, 37\), expected x's", [(4, 6, 37), (6, 37)])),
+    "gated: a mask": (GATED, bad("got a mask, expected None: a gated norm .* plain norm", has_mask=True)),
+    "gated: groups": (GATED, bad(rf"{GROUPS_ARE}, expected None: a gated norm", **GROUPS)),
+    "gated: another axis": (GATED, bad("reduction_axes=1, expected -1", **over(1))),
+    "gated: two axes": (GATED, bad(f"{TWO_AXES}, expected -1", **over((1, 2)))),
+    "another gate": (GATED, bad(r"gate has shape \(6, 60\), expected x's .*\(4, 6, 60\)", [(4, 6, 60), (6, 60)])),
+    "gated: rounded twice": (GATED, bad(f"{ROUNDED}gated", **EARLY)),
+    "rotary: rounded twice": (ROTARY, bad(f"{ROUNDED}rotary", **EARLY)),
+    "quantised: rounded twice": (QUANTIZED, bad(f"{ROUNDED}quantised", **EARLY)),
+    "quantised: a mask": (QUANTIZED, bad("got a mask.*plain norm", has_mask=True)),
+    "quantised: groups": (QUANTIZED, bad(f"{GROUPS_ARE}.*expected None.*plain norm", **GROUPS)),
+    "fewer features": (QUANTIZED, bad(rf"{TWO_AXES}.*feature_axes=-1.*\(4, 6, 128\).*alike", **over((1, 2), -1))),
+    "more features": (QUANTIZED, bad(r"reduction_axes=-1.*feature_axes=\(1, 2\).*alike", **over(-1, (1, 2)))),
+    "no axes": (QUANTIZED, bad("axis is empty", **over(()))),
+    "an axis that x has not": (QUANTIZED, bad("axis 2 is out of range.*2 axes", [(6, 128)], **over((1, 2)))),
+    "a scalar": (QUANTIZED, bad("axis -1 is out of range.*0 axes", [()])),
+    "quantised: another shape": (QUANTIZED, bad(r"residual has shape \(6, 128\)", [(4, 6, 128), (6, 128)])),
+    "groups: a mask": (GROUP | INSTANCE, offset("got a mask", has_mask=True)),
+    "an unknown activation": (GROUP | INSTANCE, bad(MISH, activation="mish")),
+    "an unknown activation of Flax's result": (GROUP | INSTANCE, bad(MISH, has_mask=True, activation="mish")),
+    "some axes": (GROUP, offset("reduction_axes=.2, 3.", reduction_axes=(2, 3))),
+    "a kernel and some axes": (GROUP, native("no kernel serves reduction_axes", reduction_axes=(2, 3))),
+    "two axes of channels": (INSTANCE, offset("feature_axes=.2, 3.", feature_axes=(2, 3), **CHANNELS)),
+}
 
 
 def assert_is_an_error(layer, case, prefix=None):
@@ -126,7 +94,7 @@ def assert_is_an_error(layer, case, prefix=None):
         made_and_called()
 
 
-@each(BAD)
+@each([(layers, {name: case}) for name, (layers, case) in BAD.items()])
 def test_what_does_not_go_together(layer, case):
     is_of_groups = layer.row.kind == "group" and case[0] == MISH
     assert_is_an_error(layer, case, f"({layer.row.name}|group_norm)" if is_of_groups else None)
@@ -150,16 +118,12 @@ def test_dtypes_without_quantised_norms(layer):
     assert_is_an_error(layer, bad(message, error=TypeError, quantization="int8"), name[1:])
 
 
-@cover(layer=GROUP, groups=[{"group_size": 3}, {"num_groups": None}])
-def test_the_number_of_groups_is_flaxs_error(layer, groups):
-    with pytest.raises(ValueError, match="Either `num_groups` or `group_size` should be specified"):
-        layer.api.build(layer.cls, layer.draw(), groups)
-
-
-@cover(layer=GATED)
-def test_the_order_has_no_default(layer):
-    with pytest.raises(TypeError, match="gate_first"):
-        layer.api.build(layer.cls, layer.draw(), {})
+@each([(GROUP, [{"group_size": 3}, {"num_groups": None}]), (GATED, [{}])])
+def test_what_has_no_default(layer, case):
+    flaxs = (ValueError, "Either `num_groups` or `group_size` should be specified")
+    error, message = flaxs if case else (TypeError, "gate_first")
+    with pytest.raises(error, match=message):
+        layer.api.build(layer.cls, layer.draw(), case)
 
 
 def layers(*modules):
@@ -172,9 +136,8 @@ OF_FLAX = layers(jaxnorm.nnx, jaxnorm.linen)
 OTHERS = layers(jaxnorm.equinox, jaxnorm.keras)
 NEEDED = {
     "GatedRMSNorm": {"gate_first": True},
-    "QuantizedLayerNorm": {"quantization": INT8},
+    **{f"Quantized{norm}Norm": {"quantization": INT8} for norm in ("Layer", "RMS")},
     "QuantizedLinear": {"weights": INT8},
-    "QuantizedRMSNorm": {"quantization": INT8},
 }
 
 

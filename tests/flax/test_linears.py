@@ -8,35 +8,15 @@ import flax.linen
 import flax.nnx
 import jax
 import jax.numpy as jnp
+import library_models as models
 import numpy as np
 import pytest
 from cases import bits, draw, draw_x
 from checkpoints import through_checkpoint
 from coverage import cover
-from flax_apis import assert_close, assert_same, scanned
+from flax_apis import assert_close, assert_same, scanned, stacked
 from jax.sharding import Mesh, PartitionSpec
-from library_models import (
-    APIS,
-    CHANGED_BY,
-    CHANGES,
-    COLUMNS,
-    DIMS,
-    E4M3,
-    E5M2,
-    FEATURES,
-    INT4,
-    INT8,
-    OTHER,
-    EquinoxModel,
-    Mixed,
-    NamedLinear,
-    NnxModel,
-    expected_report,
-    linen_linear,
-    linen_model,
-    nnx_linear,
-    own,
-)
+from library_models import APIS, CHANGED_BY, CHANGES, COLUMNS, DIMS, E4M3, E5M2, FEATURES, INT4, INT8, OTHER, NnxModel
 
 import jaxnorm
 from jaxnorm import Float8Recipe, Quantization, Quantized, float8_linear, quantize, quantized_dot
@@ -62,13 +42,13 @@ ERRORS = {"int8": 0.02, "int4": 0.2, "float8_e4m3fn": 0.1, "float8_e5m2": 0.2}
 
 def weights_of(model):
     """The kernel and the bias of a layer."""
-    if isinstance(model, EquinoxModel):
+    if isinstance(model, models.EquinoxModel):
         return model.module.weight.T, model.module.bias
     return tuple(jnp.asarray(model.parameters[name]) for name in ("kernel", "bias"))
 
 
 def quantized_of(model):
-    if isinstance(model, EquinoxModel):
+    if isinstance(model, models.EquinoxModel):
         return model.module.quantized
     return Quantized(*(jnp.asarray(model.parameters[name]) for name in ("values", "scales")))
 
@@ -77,7 +57,7 @@ def quantized_of(model):
 def test_it_says_what_it_changed_and_left(api, done):
     model = APIS[api].mixed()
     _, report = CHANGES[done](model)
-    changed, left = expected_report(api, done)
+    changed, left = models.expected_report(api, done)
     assert dict(report.replaced) == changed
     assert {path: (cls, why) for path, cls, why in report.left} == left
     assert len(report.replaced) + len(report.left) == len(changed | left)
@@ -88,7 +68,7 @@ def test_it_says_what_it_changed_and_left(api, done):
 @each_change
 def test_only_chooses_layers_and_what_they_become(api, done):
     model, first = APIS[api].mixed(), "mlp" if api == "equinox" else "listed"
-    changed, asked = expected_report(api, done)[0], {}
+    changed, asked = models.expected_report(api, done)[0], {}
 
     def only(path, layer):
         asked[path] = type(layer)
@@ -177,7 +157,7 @@ def test_the_results_dtype_is_equinoxs(dtype, weight):
     use_bias=[False, True],
 )
 def test_preferred_element_type_is_the_results_dtype(done, dtypes, use_bias):
-    layer, x = nnx_linear(dtype=dtypes[0], preferred_element_type=dtypes[1], use_bias=use_bias), draw_x(DIMS)
+    layer, x = models.nnx_linear(dtype=dtypes[0], preferred_element_type=dtypes[1], use_bias=use_bias), draw_x(DIMS)
     changed, _ = CHANGES[done](layer)
     eight = quantize(x, INT8 if done == "quantised" else E4M3)
     assert {changed(x).dtype, changed(eight).dtype} == {layer(x).dtype}
@@ -194,7 +174,7 @@ class Twice(flax.linen.Module):
 @each_pair
 @each_api
 def test_a_quantised_model_stays_close_to_what_it_was(pair, api):
-    model, x = linen_model(Twice()) if api == "linen" else APIS[api].mixed(), draw_x(DIMS)
+    model, x = models.linen_model(Twice()) if api == "linen" else APIS[api].mixed(), draw_x(DIMS)
     expected, y = model(x), model.quantised(*pair)[0](x)
     limit = ERRORS[pair[0].dtype.name]
     if api == "equinox":
@@ -220,11 +200,11 @@ def test_a_quantised_input_is_taken_as_it_is(api, done, dtype):
     layer, to = APIS[api].linear(dtype=dtype), INT8 if done == "quantised" else E4M3
     x = jaxnorm.rms_norm_quantized(draw_x(DIMS), jnp.ones(FEATURES), quantization=to)
     kernel, bias = weights_of(layer)
-    new, _ = layer.quantised(INT8, INT8) if done == "quantised" else layer.in_float8()
     if done == "quantised":
+        new, _ = layer.quantised(INT8, INT8)
         expected = quantized_dot(x, quantized_of(new), bias=bias, out_dtype=dtype or jnp.bfloat16)
     else:
-        expected = float8_linear(x, kernel, bias=bias, out_dtype=dtype)
+        new, expected = layer.in_float8()[0], float8_linear(x, kernel, bias=bias, out_dtype=dtype)
     y = new.apply(new.parameters, x)
     assert y.dtype == (dtype or jnp.bfloat16)
     assert_same(y, expected)
@@ -258,11 +238,11 @@ def test_what_is_quantised_on_the_way_has_no_derivative():
 def abstract(api):
     """The mixed model without values."""
     if api == "nnx":
-        return NnxModel(flax.nnx.eval_shape(lambda: Mixed(flax.nnx.Rngs(0))))
+        return NnxModel(flax.nnx.eval_shape(lambda: models.Mixed(flax.nnx.Rngs(0))))
     model = APIS[api].mixed()
     shapes = jax.eval_shape(lambda: model.parameters)
     if api == "equinox":
-        return EquinoxModel(eqx.combine(shapes, model.static))
+        return models.EquinoxModel(eqx.combine(shapes, model.static))
     model.parameters = shapes
     return model
 
@@ -281,20 +261,12 @@ def test_leaves_of_equinox_are_loaded_into_a_model_without_values(tmp_path):
     assert_same(eqx.tree_deserialise_leaves(tmp_path / "leaves", target).quantized, model.quantized)
 
 
-@each_pair
-def test_bytes_of_the_weights(pair):
-    quantized = quantized_of(nnx_linear().quantised(*pair)[0])
-    number = jnp.iinfo(jnp.int4).bits / 8 if pair[0] == INT4 else 1
-    # A device may keep an int4 in a byte.
-    assert number * COLUMNS * FEATURES <= quantized.values.on_device_size_in_bytes() <= COLUMNS * FEATURES
-    assert quantized.scales.nbytes == COLUMNS * 4
-
-
 @pytest.mark.parametrize("form", [lambda dtype: dtype, str, lambda dtype: getattr(jnp, dtype.name)])
 @each_pair
 def test_a_dtype_stands_for_its_quantisation(pair, form):
-    models = [nnx_linear().quantised(*dtypes)[0] for dtypes in (pair, [of and form(of.dtype) for of in pair])]
-    assert models[0].definition == models[1].definition
+    named = [of and form(of.dtype) for of in pair]
+    first, second = (models.nnx_linear().quantised(*of)[0].definition for of in (pair, named))
+    assert first == second
     layer = QuantizedLinear(4, 4, weights=form(pair[0].dtype), rngs=flax.nnx.Rngs(0))
     assert layer.weights == pair[0]
 
@@ -307,9 +279,10 @@ IN_PLACE = {
 
 @of_nnx
 def test_modules_of_nnx_and_other_variables_stay_the_same(done):
-    model = Mixed(flax.nnx.Rngs(0))
+    model = models.Mixed(flax.nnx.Rngs(0))
     modules = dict(flax.nnx.iter_modules(model))
-    kernels = {(*path, "kernel") for path in expected_report("nnx", "quantised")[0]} if done == "quantised" else set()
+    changed = models.expected_report("nnx", "quantised")[0]
+    kernels = {(*path, "kernel") for path in changed if done == "quantised"}
     before = dict(flax.nnx.iter_graph(model))
     expected = {p: id(v) for p, v in before.items() if isinstance(v, flax.nnx.Param) and p not in kernels}
     IN_PLACE[done](model)
@@ -318,18 +291,20 @@ def test_modules_of_nnx_and_other_variables_stay_the_same(done):
     assert after == expected
     assert len(jax.tree.leaves(flax.nnx.state(model, QuantizedParam))) == 2 * len(kernels)
     assert model.shared is model.listed[0]
-    assert isinstance(model.listed[1], NamedLinear)
+    assert isinstance(model.listed[1], models.NamedLinear)
     assert all(isinstance(of, QuantizedLinear if kernels else Float8Linear) for of in model.listed)
 
 
 @of_nnx
 def test_copies_and_pickles_of_a_model_of_nnx(done):
-    layers = flax.nnx.List([nnx_linear(dtype=jnp.bfloat16).module])
+    narrow = models.nnx_linear(FEATURES, dtype=jnp.bfloat16).module
+    layers = flax.nnx.List([narrow, models.NamedLinear(flax.nnx.Rngs(0))])
     IN_PLACE[done](layers)
-    expected, definition = layers[0](draw_x(DIMS)), flax.nnx.graphdef(layers)
+    expected, definition = [layer(draw_x(DIMS)) for layer in layers], flax.nnx.graphdef(layers)
     for other in (copy.deepcopy(layers), pickle.loads(pickle.dumps(layers)), flax.nnx.merge(*flax.nnx.split(layers))):
         assert flax.nnx.graphdef(other) == definition
-        assert bits(other[0](draw_x(DIMS))) == bits(expected)
+        assert type(other[1]) is type(layers[1])
+        assert bits([layer(draw_x(DIMS)) for layer in other]) == bits(expected)
 
 
 @of_nnx
@@ -357,7 +332,7 @@ def test_a_layer_made_by_its_constructor(done):
 @of_nnx
 def test_names_of_mesh_axes_go_with_their_axes(done, as_spec):
     mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("a", "b"))
-    layer = nnx_linear(kernel_metadata={"out_sharding": as_spec(("a", "b")), "mesh": mesh}).module
+    layer = models.nnx_linear(kernel_metadata={"out_sharding": as_spec(("a", "b")), "mesh": mesh}).module
     IN_PLACE[done](layer)
     if done == "quantised":
         assert tuple(layer.values.get_metadata("out_sharding")) == ("b", "a")
@@ -371,7 +346,7 @@ def test_names_of_mesh_axes_go_with_their_axes(done, as_spec):
 @of_nnx
 def test_modules_of_linen_in_a_model_of_nnx(done):
     dense = flax.nnx.bridge.ToNNX(flax.linen.Dense(4), rngs=flax.nnx.Rngs(0)).lazy_init(draw_x(DIMS))
-    report = IN_PLACE[done](flax.nnx.List([nnx_linear().module, dense]))
+    report = IN_PLACE[done](flax.nnx.List([models.nnx_linear().module, dense]))
     remedy = ": call it within jaxnorm.linen.float8_linears()" if done != "quantised" else ""
     assert report.left == [((1,), flax.nnx.bridge.ToNNX, f"its modules are of flax.linen{remedy}")]
     if remedy:
@@ -383,7 +358,7 @@ def test_modules_of_linen_in_a_model_of_nnx(done):
 
 @of_nnx
 def test_layers_that_share_a_kernel_share_what_comes_of_it(done):
-    layers = flax.nnx.List([nnx_linear().module, nnx_linear().module])
+    layers = flax.nnx.List([models.nnx_linear().module, models.nnx_linear().module])
     kernel = layers[1].kernel = layers[0].kernel
     IN_PLACE[done](layers)
     names = ("values", "scales") if done == "quantised" else ("kernel",)
@@ -392,8 +367,7 @@ def test_layers_that_share_a_kernel_share_what_comes_of_it(done):
 
 
 def test_stacked_layers_of_nnx():
-    create = flax.nnx.split_rngs(splits=3)(flax.nnx.vmap(lambda rngs: flax.nnx.Linear(FEATURES, FEATURES, rngs=rngs)))
-    layers = create(flax.nnx.Rngs(0))
+    layers = stacked(lambda rngs: flax.nnx.Linear(FEATURES, FEATURES, rngs=rngs))
     kernels, biases = layers.kernel[...], layers.bias[...]
     jaxnorm.quantize_linears(layers, INT8, INT8)
     assert (layers.values.shape, layers.scales.shape) == ((3, FEATURES, FEATURES), (3, FEATURES, 1))
@@ -413,9 +387,9 @@ def test_stacked_layers_of_equinox():
     np.testing.assert_allclose(eqx.filter_vmap(lambda layer: layer(x))(quantised), expected, atol=0.05)
 
 
-EMPTY, DENSE = flax.nnx.Dict(), flax.linen.Dense(4)
+EMPTY, DENSE, NORM = flax.nnx.Dict(), flax.linen.Dense(4), flax.linen.LayerNorm(use_bias=False, use_scale=False)
 GROUPS, TENSOR = Quantization(jnp.int8, "group", group_size=64), Quantization(jnp.int8, "tensor")
-NO_MODEL, EMBED = {"kernel": jnp.ones((2, 2))}, flax.nnx.Embed(2, 2, rngs=flax.nnx.Rngs(0))
+NOTHING, NO_MODEL, EMBED = {"params": {}}, {"kernel": jnp.ones((2, 2))}, flax.nnx.Embed(2, 2, rngs=flax.nnx.Rngs(0))
 OF_BOTH = {
     "no model": ((NO_MODEL,), TypeError("model must be a flax.nnx module, .* got dict")),
     "no linear layer": ((EMPTY,), ValueError("there is no flax.nnx.Linear to .* in Dict")),
@@ -430,10 +404,7 @@ WRONG = {
         "an array": ((EMPTY, np.zeros(3, np.int8)), TypeError("weights must be .* or a dtype that it takes")),
         "no weights": ((EMPTY, None, INT8), TypeError("weights must be a jaxnorm.Quantization, as .* got None")),
         "groups": ((EMPTY, GROUPS), ValueError("weights has granularity='group', expected 'token', a scale for an")),
-        "one scale": (
-            (EMPTY, INT8, TENSOR),
-            ValueError("activations .*='tensor', expected 'token', a scale for a row"),
-        ),
+        "one": ((EMPTY, INT8, TENSOR), ValueError("activations .*='tensor', expected 'token', a scale for a row")),
         "float8 of int8": ((EMPTY, INT8, E4M3), TypeError("to float8_e4m3fn, expected int8 for weights")),
         "int8 of float8": ((EMPTY, E4M3, INT8), TypeError("to int8, expected float8_e4m3fn or float8_e5m2")),
         "int4 of int4": ((EMPTY, INT4, INT4), TypeError("to int4, expected int8 for weights of int4")),
@@ -451,14 +422,11 @@ WRONG = {
     },
     jaxnorm.linen.quantize_linears: {
         "an nnx model": ((EMPTY, {}), TypeError("module must be of flax.linen, got Dict; .* go to")),
+        "none": ((NORM, NOTHING, jnp.ones(4)), ValueError("there is no linear layer .* in LayerNorm; pass what it")),
         "no variables": ((DENSE, {"w": 1}), TypeError(r"a mapping with 'params', as .*, got \['w'\]")),
     },
-    jaxnorm.linen.float8_linears: {
-        "a module": ((DENSE,), TypeError("recipe must be a jaxnorm.Float8Recipe, got Dense"))
-    },
-    jaxnorm.linen.quantized_linears: {
-        "one scale": ((TENSOR,), ValueError("activations has granularity='tensor', expected 'token'"))
-    },
+    jaxnorm.linen.float8_linears: {"dense": ((DENSE,), TypeError("recipe must be a jaxnorm.Float8Recipe, got Dense"))},
+    jaxnorm.linen.quantized_linears: {"one": ((TENSOR,), ValueError("activations .*='tensor', expected 'token'"))},
 }
 
 
@@ -481,7 +449,7 @@ def test_only_must_be_a_function(api, done):
 
 @of_nnx
 def test_an_error_leaves_the_model_of_nnx_as_it_was(done):
-    model = Mixed(flax.nnx.Rngs(0))
+    model = models.Mixed(flax.nnx.Rngs(0))
     definition = flax.nnx.graphdef(model)
     with pytest.raises(ValueError, match="only is false of it"):
         IN_PLACE[done](model, only=lambda path, layer: False)
@@ -490,24 +458,24 @@ def test_an_error_leaves_the_model_of_nnx_as_it_was(done):
 
 def test_errors_of_a_layer():
     rngs = flax.nnx.Rngs(0)
-    with pytest.raises(TypeError, match=f"^QuantizedLinear: cannot be quantised: {own('dot_general')}"):
+    with pytest.raises(TypeError, match=f"^QuantizedLinear: cannot be quantised: {models.own('dot_general')}"):
         QuantizedLinear(4, 4, weights=INT8, dot_general=len, rngs=rngs)
     with pytest.raises(ValueError, match=r"^QuantizedLinear: got out_sharding=.* reshard the result instead"):
-        nnx_linear().quantised()[0].module(draw_x(DIMS), out_sharding=PartitionSpec())
-    with pytest.raises(TypeError, match=f"^Float8Linear: cannot be computed in float8: {own('dot_general')}"):
-        nnx_linear(cls=Float8Linear, dot_general=len)
+        models.nnx_linear().quantised()[0].module(draw_x(DIMS), out_sharding=PartitionSpec())
+    with pytest.raises(TypeError, match=f"^Float8Linear: cannot be computed in float8: {models.own('dot_general')}"):
+        models.nnx_linear(cls=Float8Linear, dot_general=len)
     with pytest.raises(TypeError, match=r"^Float8Linear: recipe must be a jaxnorm.Float8Recipe, got 'row'"):
-        nnx_linear(cls=Float8Linear, recipe="row")
+        models.nnx_linear(cls=Float8Linear, recipe="row")
     with pytest.raises(ValueError, match=r"^Float8Linear: x has shape \(2, 3\) and kernel \(16, 32\)"):
-        nnx_linear(cls=Float8Linear)(jnp.ones((2, 3)))
+        models.nnx_linear(cls=Float8Linear)(jnp.ones((2, 3)))
     with pytest.raises(TypeError, match=r"^Float8Linear: x has values of int8, expected float8_e4m3fn"):
-        nnx_linear(cls=Float8Linear).module(quantize(draw_x(DIMS), INT8))
+        models.nnx_linear(cls=Float8Linear).module(quantize(draw_x(DIMS), INT8))
     model = APIS["equinox"].mixed().module
     with pytest.raises(ValueError, match=r"x has shape \(3, 16\), expected \(16,\).*jax\.vmap"):
         jaxnorm.equinox.QuantizedLinear(model.linear, INT8)(draw_x((3, FEATURES)))
     with pytest.raises(TypeError, match="got a SubLinear that cannot be quantised: only equinox"):
         jaxnorm.equinox.QuantizedLinear(model.sub_linear, INT8)
     for change in ("in_float8", "quantised"):
-        new, _ = getattr(linen_linear(), change)()
+        new, _ = getattr(models.linen_linear(), change)()
         with pytest.raises(flax.errors.ScopeParamShapeError):
             new(np.ones((2, 3), np.float32))

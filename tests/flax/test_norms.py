@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from cases import DTYPES, KINDS, PAIRS, bits, draw, draw_smooth, draw_x
 from coverage import cover
-from flax_apis import ROWS, assert_calls, assert_close, assert_gradients_close, assert_same, each, of
+from flax_apis import ROWS, as_tuple, assert_calls, assert_close, assert_gradients_close, assert_same, each, of
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import mesh_of
@@ -26,7 +26,6 @@ pytestmark = pytest.mark.jax_version
 PLAIN, ADD, GROUPS = of(*KINDS), of(*(f"add {kind}" for kind in KINDS)), of("group", "instance")
 QUANTIZED, SUMS = (of(*(f"{name} {kind}" for kind in KINDS)) for name in ("quantized", "quantized sum"))
 OF_FLAX = PLAIN | ADD | GROUPS
-# A gradient has its primal's dtype: that is x's and the parameters', and one result of a dtype of its own.
 GRADIENT_DTYPES = [*product(DTYPES, [None], ["float32", "bfloat16"]), ("float32", "bfloat16", "float32")]
 
 
@@ -63,21 +62,13 @@ SERVED = {
 HEADS = {"a scale for each head": ({"reduction_axes": -1, "feature_axes": (1, 2)}, {"features": (1, 2)})}
 # The like of norms of groups.
 OF_GROUPS = {
+    **{name: SERVED[name] for name in SERVED if name not in ("none", "an axis by number", "two axes")},
     "size of groups": ({"num_groups": None, "group_size": 6}, {"num_groups": None, "group_size": 6}),
     "one group": ({"num_groups": 1}, {"num_groups": 1}),
-    "no scale": ({"use_scale": False}, {}),
     "no weights": ({"use_scale": False, "use_bias": False}, {}),
-    "another variance": ({"use_fast_variance": False}, {}),
-    "epsilon": ({"epsilon": 0.1}, {"epsilon": 0.1}),
-    "half parameters": ({"param_dtype": jnp.float16}, {}),
     "all axes by number": ({"reduction_axes": (1, -2, 3)}, {}),
-    "groups of devices without an axis": ({"axis_index_groups": [[0, 1]]}, {}),
 }
-OF_INSTANCES = {
-    "none": ({}, {}),
-    "by another number": ({"feature_axes": (3,)}, {}),
-    "without bias": ({"use_bias": False}, {}),
-}
+OF_INSTANCES = {str(fields): (fields, {}) for fields in ({}, {"feature_axes": (3,)}, {"use_bias": False})}
 FAMILIES = [
     (PLAIN | ADD, SERVED | HEADS),
     (SUMS, SERVED),
@@ -99,10 +90,8 @@ def test_results_of_a_kernel(layer, case):
     layer.assert_kernels_serve(apply, parameters, inputs)
 
 
-ROTARY, ACTIVATION = (
-    of("rotary", "rotary of heads first"),
-    of("activation", "activation of a pair", "activation of a stack"),
-)
+ROTARY = of("rotary", "rotary of heads first")
+ACTIVATION = of("activation", "activation of a pair", "activation of a stack")
 # Options of the functions that Flax has not. In bfloat16 each changes bits where the two halves of a result's dtype
 # meet.
 OPTIONS = [{"scale_offset": 1.0}, {"multiply_before_cast": False}, {"scale_offset": -0.5, "implementation": "jnp"}]
@@ -180,32 +169,17 @@ def test_the_implementation_is_what_runs(layer, implementation):
 @cover(layer=QUANTIZED | SUMS, to=TO, granularity=GRANULARITIES.keys())
 def test_quantised_results_are_the_functions(layer, to, granularity):
     quantization, inputs = Quantization(to, **GRANULARITIES[granularity]), layer.draw()
-    call = {
-        "static_scale": static_scale_of(quantization),
-        "smooth_scale": draw_smooth(inputs[0].shape[-1:]),
-    }
+    call = {"static_scale": static_scale_of(quantization), "smooth_scale": draw_smooth(inputs[0].shape[-1:])}
     apply, parameters = layer.build(inputs, call, quantization=quantization)
     actual = jax.jit(partial(apply, **call))(parameters, *inputs)
     assert_same(actual, layer.expected(inputs, parameters, quantization=quantization, **call))
-
-
-@cover(
-    layer=SUMS, fields=[{"reduction_axes": 1, "feature_axes": 1}, {"reduction_axes": (2, 0), "feature_axes": (0, -1)}]
-)
-def test_the_formula_quantises_over_other_axes(layer, fields):
-    inputs = layer.draw()
-    apply, parameters = layer.build(inputs, **fields)
-    axis = tuple(sorted(np.atleast_1d(fields["reduction_axes"]).tolist()))
-    assert_same(jax.jit(apply)(parameters, *inputs), layer.expected(inputs, parameters, axis=axis))
-    assert_calls(apply, (parameters, *inputs), {})
 
 
 def loss_of(apply, dims):
     """Of what is dequantised, or was not quantised, and of the sum if there is one."""
 
     def loss(*args):
-        results = apply(*args)
-        y, *total = results if type(results) is tuple else (results,)
+        y, *total = as_tuple(apply(*args))
         y = y.dequantize() if isinstance(y, Quantized) else y
         return (y * draw("dy", dims)).sum() + sum((t * draw("dsum", dims)).sum() for t in total)
 
@@ -218,26 +192,21 @@ def gradients_of(norm, inputs):
     return jax.jit(jax.grad(loss_of(apply, inputs[0].shape), wrt))(parameters, *inputs)
 
 
-@cover(layer=PLAIN | ADD, dtypes=GRADIENT_DTYPES)
-def test_gradients_are_flaxs(layer, dtypes):
-    x_dtype, dtype, param_dtype = dtypes
-    inputs = layer.draw(x_dtype, x_dtype)
-    flaxs, ours = (gradients_of(norm, inputs) for norm in layer.both(inputs, dtype=dtype, param_dtype=param_dtype))
-    assert_gradients_close(ours, flaxs, through=dtype)
+# A gradient has its primal's dtype: that is x's and the parameters', and one result of a dtype of its own. A case
+# has the inputs' dtypes, the fields, and the dtype to which values are rounded on their way.
+DERIVED = [
+    (PLAIN | ADD, [((x, x), {"dtype": y, "param_dtype": of}, y) for x, y, of in GRADIENT_DTYPES]),
+    (ADD, [(dtypes, {}, dtypes[1]) for dtypes in PAIRS]),
+    *((layers, [((), fields, None) for fields, _ in cases.values()]) for layers, cases in FAMILIES[-2:]),
+]
 
 
-@cover(layer=ADD, dtypes=PAIRS)
-def test_gradients_of_a_sum_are_flaxs(layer, dtypes):
+@each(DERIVED)
+def test_gradients_are_flaxs(layer, case):
+    dtypes, fields, through = case
     inputs = layer.draw(*dtypes)
-    flaxs, ours = (gradients_of(norm, inputs) for norm in layer.both(inputs))
-    assert_gradients_close(ours, flaxs, through=dtypes[1])
-
-
-@each(FAMILIES[-2:])
-def test_gradients_of_groups_are_flaxs(layer, case):
-    inputs = layer.draw()
-    flaxs, ours = (gradients_of(norm, inputs) for norm in layer.both(inputs, **case[0]))
-    assert_gradients_close(ours, flaxs)
+    flaxs, ours = (gradients_of(norm, inputs) for norm in layer.both(inputs, **fields))
+    assert_gradients_close(ours, flaxs, through=through)
 
 
 @cover(layer=QUANTIZED | SUMS, dtype=["float32", "bfloat16"])
@@ -252,23 +221,6 @@ def test_a_straight_through_gradient_is_that_of_the_unquantised_module(layer, dt
     assert_calls(gradient, (parameters, *inputs), native_calls(layer.row.kind, quantized=1, bwd=1))
 
 
-@cover(layer=QUANTIZED)
-def test_no_gradient_without_straight_through(layer):
-    apply, parameters = layer.build(layer.draw())
-    with pytest.raises(ValueError, match=rf"^{layer.row.kind}_norm_quantized: .*straight_through=True"):
-        jax.grad(lambda p: apply(p, *layer.draw()).dequantize().sum())(parameters)
-
-
-@cover(layer=QUANTIZED)
-def test_vmap_and_scan_of_a_module(layer):
-    stacked = draw("stacked", (3, *layer.row.dims))
-    apply, parameters = layer.build((stacked[0],))
-    expected = [jax.jit(apply)(parameters, x) for x in stacked]
-    expected = jax.tree.map(lambda *leaves: jnp.stack(leaves), *expected)
-    assert_same(jax.jit(jax.vmap(apply, (None, 0)))(parameters, stacked), expected)
-    assert_same(jax.lax.scan(lambda _, x: (None, apply(parameters, x)), None, stacked)[1], expected)
-
-
 # What Flax's code computes: fields, and the dtype of x, or whether the call has a mask.
 AXES = [
     ({"reduction_axes": 1, "feature_axes": 1}, "float32"),
@@ -277,10 +229,17 @@ AXES = [
     ({"reduction_axes": -1, "feature_axes": (0, 2)}, "float32"),
     ({"reduction_axes": (0, 1), "feature_axes": -1, "use_fast_variance": False}, "float32"),
 ]
+
+
+def promoted(operands, dtype):
+    return tuple(None if operand is None else operand.astype(jnp.bfloat16) for operand in operands)
+
+
 LEFT_TO_FLAX = [
     (PLAIN | ADD, [*AXES, ({}, "mask")]),
     (PLAIN, [({}, "mask of a row"), ({}, "int32"), ({}, "complex64"), ({}, "float64")]),
     (PLAIN, [({"dtype": "float64"}, "float32"), ({"param_dtype": "float64"}, "float32")]),
+    ({name: layer for name, layer in PLAIN.items() if layer.is_nnx}, [({"promote_dtype": promoted}, "float32")]),
     (of("group"), [({"reduction_axes": (2, 3)}, "float32"), ({}, "mask")]),
     (of("instance"), [({"feature_axes": 1, "use_scale": False, "use_bias": False}, "float32"), ({}, "mask")]),
 ]
@@ -401,27 +360,20 @@ def test_what_a_call_says_of_a_sum(layer, dims, mask):
 
 @cover(layer=OF_FLAX | QUANTIZED | of("gated"))
 def test_parameters_are_flaxs(layer):
-    inputs = layer.draw()
-    flaxs = layer.api.build(layer.flaxs_cls, inputs[:1], layer._init() | layer.groups | {"param_dtype": jnp.bfloat16})[
-        1
-    ]
+    inputs, fields = layer.draw(), layer._init() | layer.groups | {"param_dtype": jnp.bfloat16}
+    _, flaxs = layer.api.build(layer.flaxs_cls, inputs[:1], fields)
     assert_same(layer.build(inputs, param_dtype=jnp.bfloat16)[1], flaxs)
 
 
 @cover(layer=PLAIN | ADD | QUANTIZED | GROUPS | of("gated", "rotary"))
 def test_an_offset_makes_the_default_scale_zeros(layer):
     inputs = layer.draw()
-    fields = layer.row.needed | layer.row.beside
-
-    def scales(**fields):
-        parameters = layer.api.build(layer.cls, inputs, layer.row.needed | layer.row.beside | fields)[1]
-        return [p for name, p in parameters.items() if "scale" in name]
-
-    assert all((scale == 1).all() for scale in scales())
-    assert all((scale == 0).all() for scale in scales(scale_offset=1.0))
-    assert all((scale == 1).all() for scale in scales(scale_offset=1.0, scale_init=jax.nn.initializers.ones))
+    fields, offset = layer.row.needed | layer.row.beside, {"scale_offset": 1.0}
+    for own, value in (({}, 1), (offset, 0), (offset | {"scale_init": jax.nn.initializers.ones}, 1)):
+        _, parameters = layer.api.build(layer.cls, inputs, fields | own)
+        assert all((p == value).all() for name, p in parameters.items() if "scale" in name)
     if layer in GROUPS.values():
-        apply, parameters = layer.api.build(layer.cls, inputs, fields | {"scale_offset": 1.0})
+        apply, parameters = layer.api.build(layer.cls, inputs, fields | offset)
         plain, ones = layer.api.build(layer.flaxs_cls, inputs, fields)
         assert_close(apply(parameters, *inputs), plain(ones, *inputs))
 
@@ -433,13 +385,21 @@ def test_groups_by_position():
     assert jaxnorm.linen.GroupNorm(4).init_with_output(jax.random.key(0), x)[0].shape == x.shape
 
 
-# Flax's own code has no offset: the formula serves what it expresses.
-@cover(layer=PLAIN, fields=[case[0] for case in AXES if case[0]["reduction_axes"] == case[0]["feature_axes"]])
-def test_other_axes_with_an_offset(layer, fields):
+# Flax's own code has no offset, and quantises nothing: the formula serves what it expresses.
+FORMULAS = [
+    (SUMS, [{"reduction_axes": 1, "feature_axes": 1}, {"reduction_axes": (2, 0), "feature_axes": (0, -1)}]),
+    (PLAIN, [{"reduction_axes": 1, "feature_axes": 1, "scale_offset": 1.0}]),
+]
+
+
+@each(FORMULAS)
+def test_other_axes_by_the_formula(layer, case):
     inputs = layer.draw()
-    apply, parameters = layer.build(inputs, **fields, scale_offset=1.0)
-    y = jax.jit(apply)(parameters, *inputs)
-    assert_same(y, layer.expected(inputs, parameters, scale_offset=1.0, axis=fields["reduction_axes"]))
+    apply, parameters = layer.build(inputs, **case)
+    axis = tuple(sorted(np.atleast_1d(case["reduction_axes"]).tolist()))
+    options = {name: option for name, option in case.items() if name == "scale_offset"}
+    assert_same(jax.jit(apply)(parameters, *inputs), layer.expected(inputs, parameters, axis=axis, **options))
+    assert_calls(apply, (parameters, *inputs), {})
 
 
 @cover(layer=PLAIN)

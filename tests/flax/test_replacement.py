@@ -10,31 +10,15 @@ import flax.nnx
 import jax
 import jax.numpy as jnp
 import keras
+import norm_models
 import optax
 import pytest
 from cases import bits, draw, draw_x
-from flax_apis import assert_calls, assert_close, assert_gradients_close, scan_of_remat, scanned
+from flax_apis import assert_calls, assert_close, assert_gradients_close, scan_of_remat, scanned, stacked
 from hlo import compiled_text, count_native_calls
 from library_models import CHANGES, EquinoxMixed, EquinoxModel, NamedLinear, NnxModel, linen_model
 from native import native_calls
-from norm_models import (
-    CUSTOM,
-    DIMS,
-    FEATURES,
-    LIBRARIES,
-    LINEN_CUSTOM,
-    LINEN_REPLACED,
-    REPLACED,
-    GemmaNorm,
-    LinenGemmaNorm,
-    LinenMixed,
-    NamedNorm,
-    gemma_formula,
-    gemma_norm,
-    loss,
-    mixed,
-    why_own,
-)
+from norm_models import CUSTOM, DIMS, FEATURES, LIBRARIES, GemmaNorm, LinenMixed, NamedNorm, gemma_norm, mixed, why_own
 
 import jaxnorm
 import jaxnorm.equinox
@@ -44,10 +28,9 @@ import jaxnorm.nnx
 pytestmark = [pytest.mark.jax_version, pytest.mark.usefixtures("exact_products")]
 
 
-def native_calls_of(model, x=None):
-    definition, state = flax.nnx.split(model)
-    run = compiled_text(lambda state, x: flax.nnx.merge(definition, state)(x), state, draw_x(DIMS) if x is None else x)
-    return count_native_calls(run)
+def native_calls_of(model):
+    model = NnxModel(model)
+    return count_native_calls(compiled_text(model.apply, model.parameters, draw_x(DIMS)))
 
 
 each_library = pytest.mark.parametrize("library", LIBRARIES)
@@ -129,67 +112,48 @@ class Around(flax.nnx.Module):
 def test_nnx_says_which_block_is_next_around():
     report = jaxnorm.replace_norms(Around(flax.nnx.Rngs(0)), dict.fromkeys((Around, Block, GemmaNorm), gemma_norm))
     assert report.replaced == [((), Around)]
-    assert {path: block for path, _, block, _ in report.within} == {
-        ("block",): (),
-        ("block", "norm"): ("block",),
-        ("block", "own"): ("block",),
-        ("last",): (),
-    }
+    around = {("block",): (), ("block", "norm"): ("block",), ("block", "own"): ("block",), ("last",): ()}
+    assert {path: block for path, _, block, _ in report.within} == around
     assert "within    last: GemmaNorm: replaced, where the function of (the model itself) calls it" in str(report)
 
 
-def test_nnx_keeps_modules_and_state():
-    model = mixed()
+def test_nnx_keeps_modules_and_state_and_shares_what_is_compiled():
+    model, other = mixed(), mixed()
     modules, state = dict(flax.nnx.iter_modules(model)), flax.nnx.state(model)
     values, structure = bits(state), jax.tree.structure(state)
-    jaxnorm.replace_norms(model, CUSTOM)
+    for of in (model, other):
+        jaxnorm.replace_norms(of, CUSTOM)
+    assert flax.nnx.graphdef(model) == flax.nnx.graphdef(other)
     assert all(module is modules[path] for path, module in flax.nnx.iter_modules(model))
     assert model.shared is model.listed[0]
     assert jax.tree.structure(flax.nnx.state(model)) == structure
     assert bits(flax.nnx.state(model)) == values
-    assert isinstance(model.listed[0], jaxnorm.nnx.RMSNorm)
-    assert isinstance(model.listed[1], NamedNorm)
-    assert isinstance(model.listed[1], jaxnorm.nnx.RMSNorm)
+    for norm, cls in ((model.listed[0], flax.nnx.RMSNorm), (model.listed[1], NamedNorm)):
+        assert isinstance(norm, cls)
+        assert isinstance(norm, jaxnorm.nnx.RMSNorm)
     assert isinstance(model.by_name.own, GemmaNorm)
     assert type(model.by_name.own).__qualname__ == GemmaNorm.__qualname__
 
 
-def test_nnx_two_models_share_what_is_compiled():
-    definitions = []
-    for model in (mixed(), mixed()):
-        jaxnorm.replace_norms(model, CUSTOM)
-        definitions.append(flax.nnx.graphdef(model))
-    assert definitions[0] == definitions[1]
-
-
 # Of a class that is one of the model's own and one of ours, which has no name.
-@pytest.mark.parametrize("name", ["norm of Flax", "own norm", "linear"])
+@pytest.mark.parametrize("name", ["norm of Flax", "own norm"])
 def test_nnx_what_was_changed_is_pickled(name):
-    if name == "linear":
-        layer = NamedLinear(flax.nnx.Rngs(0))
-        jaxnorm.float8_linears([layer])
-    else:
-        model = mixed()
-        jaxnorm.replace_norms(model, CUSTOM)
-        layer = model.listed[1] if name == "norm of Flax" else model.by_name.own
+    model = mixed()
+    jaxnorm.replace_norms(model, CUSTOM)
+    layer = model.listed[1] if name == "norm of Flax" else model.by_name.own
     other = pickle.loads(pickle.dumps(layer))
     assert type(other) is type(layer)
-    x = draw("x", (2, layer.in_features if name == "linear" else FEATURES))
-    assert bits(other(x)) == bits(layer(x))
+    assert bits(other(draw_x(DIMS))) == bits(layer(draw_x(DIMS)))
 
 
 def test_nnx_stacked_layers():
-    def layers():
-        create = flax.nnx.split_rngs(splits=3)(flax.nnx.vmap(lambda rngs: flax.nnx.RMSNorm(FEATURES, rngs=rngs)))
-        return create(flax.nnx.Rngs(0))
-
-    plain, replaced = layers(), layers()
+    plain, replaced = (stacked(lambda rngs: flax.nnx.RMSNorm(FEATURES, rngs=rngs)) for _ in range(2))
     report = jaxnorm.replace_norms(replaced)
     assert report.replaced == [((), flax.nnx.RMSNorm)]
     assert_close(scanned(draw_x(DIMS), replaced), scanned(draw_x(DIMS), plain))
     definition, state = flax.nnx.split(replaced)
-    text = compiled_text(lambda state, x: scanned(x, flax.nnx.merge(definition, state)), state, draw_x(DIMS))
-    assert count_native_calls(text) == native_calls("rms", fwd=1)
+    calls = native_calls("rms", fwd=1)
+    assert_calls(lambda state, x: scanned(x, flax.nnx.merge(definition, state)), (state, draw_x(DIMS)), calls)
 
 
 class Mixin:
@@ -215,14 +179,7 @@ def test_nnx_a_class_with_a_mixin(make):
 
 def test_nnx_a_model_without_values():
     model = flax.nnx.eval_shape(mixed)
-    assert dict(jaxnorm.replace_norms(model, CUSTOM).replaced) == REPLACED
-
-
-def test_nnx_a_mask_is_still_flaxs():
-    norm, mask = flax.nnx.RMSNorm(FEATURES, rngs=flax.nnx.Rngs(0)), draw("mask", DIMS) > 0
-    expected = norm(draw_x(DIMS), mask=mask)
-    jaxnorm.replace_norms(norm)
-    assert bits(norm(draw_x(DIMS), mask=mask)) == bits(expected)
+    assert dict(jaxnorm.replace_norms(model, CUSTOM).replaced) == norm_models.REPLACED
 
 
 # Options of a norm that no kernel serves, and how the report says so.
@@ -273,7 +230,7 @@ WRONG = {
     "Keras": (keras.layers.LayerNormalization(), None, "got LayerNormalization.*of Keras is in docs/porting.md"),
     "others": ([OwnModel()], None, "a flax.nnx module, or a list, .*, got list.*docs/porting.md"),
     "variables": ({"params": {"scale": 1.0}}, None, "a flax.nnx module, .*, got dict"),
-    "a function of arrays": (gemma_formula, None, "a flax.nnx module, .*, got function.*docs/porting.md"),
+    "a function of arrays": (norm_models.gemma_formula, None, "a flax.nnx module, .*, got function.*docs/porting.md"),
     "a class": (GemmaNorm, None, "a flax.nnx module, .*, got the class GemmaNorm.*make one"),
     "a state": (flax.nnx.State({}), None, r"a flax.nnx module, .*, got State.*nnx\.merge"),
     "a graph definition": (flax.nnx.graphdef(flax.nnx.Dict()), None, r"a flax.nnx module, .*, got .*nnx\.merge"),
@@ -318,7 +275,7 @@ IN_PLACE = {
 def test_nnx_an_argument_of_a_transformation_keeps_its_classes(name, transform):
     def run(model):
         IN_PLACE[name](model.inner)
-        return loss(model.inner, draw_x(DIMS))
+        return norm_models.loss(model.inner, draw_x(DIMS))
 
     with pytest.raises(ValueError, match=f"^{name}: the model is an argument of .*, as nnx.jit.*Call {name} before"):
         transform(run)(flax.nnx.Dict(inner=mixed()))
@@ -340,20 +297,6 @@ def test_nnx_a_model_that_a_transformation_makes_is_replaced():
     assert type(flax.nnx.jit(merge)(state)) is jaxnorm.nnx.LayerNorm
 
 
-@pytest.fixture
-def variables():
-    return LinenMixed().init(jax.random.key(0), draw_x(DIMS))
-
-
-def apply(variables, x):
-    return LinenMixed().apply(variables, x)
-
-
-def apply_replaced(variables, x):
-    with jaxnorm.linen.replace_norms(LINEN_CUSTOM):
-        return apply(variables, x)
-
-
 # How the function of a mapping may come by a parameter; all but the first way only read.
 READS = {
     "param": lambda norm: norm.param("scale", flax.linen.initializers.normal(), (FEATURES,)),
@@ -363,13 +306,15 @@ READS = {
 
 
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
-def test_linen_a_function_may_only_read(read, variables):
-    custom = {LinenGemmaNorm: lambda norm, x: jaxnorm.rms_norm(x, read(norm), scale_offset=1.0)}
+def test_linen_a_function_may_only_read(read):
+    custom = {norm_models.LinenGemmaNorm: lambda norm, x: jaxnorm.rms_norm(x, read(norm), scale_offset=1.0)}
+    variables = LinenMixed().init(jax.random.key(0), draw_x(DIMS))
     with jaxnorm.linen.replace_norms(custom) as report:
         within = LinenMixed().init(jax.random.key(0), draw_x(DIMS))
-        y = apply(within, draw_x(DIMS))
-    assert_close(y, apply_replaced(variables, draw_x(DIMS)))
-    assert dict(report.replaced) == LINEN_REPLACED
+        y = LinenMixed().apply(within, draw_x(DIMS))
+    with jaxnorm.linen.replace_norms(norm_models.LINEN_CUSTOM):
+        assert_close(y, LinenMixed().apply(variables, draw_x(DIMS)))
+    assert dict(report.replaced) == norm_models.LINEN_REPLACED
     assert bits(within) == bits(variables)
 
 
@@ -384,7 +329,7 @@ def test_linen_scan_of_remat():
         return y
 
     assert_close(run(variables, draw_x(DIMS)), layer.apply(variables, draw_x(DIMS), None)[0])
-    assert count_native_calls(compiled_text(run, variables, draw_x(DIMS))) == native_calls("layer", fwd=1)
+    assert_calls(run, (variables, draw_x(DIMS)), native_calls("layer", fwd=1))
 
 
 @pytest.mark.parametrize("cls", [jaxnorm.linen.RMSNorm, jaxnorm.linen.LayerNorm])
@@ -394,22 +339,24 @@ def test_linen_norms_of_ours_are_left(cls):
     assert report.left == [((), cls, "it is jaxnorm's already")]
 
 
+def layer_formula(x, gamma, beta):
+    mean = x.mean(-1, keepdims=True)
+    return (x - mean) * jax.lax.rsqrt(jnp.square(x - mean).mean(-1, keepdims=True) + 1e-6) * gamma + beta
+
+
 class LinenLayerNormOfOnes(flax.linen.Module):
     @flax.linen.compact
     def __call__(self, x):
-        gamma, beta = (self.param(name, flax.linen.initializers.ones, x.shape[-1:]) for name in ("gamma", "beta"))
-        mean = x.mean(-1, keepdims=True)
-        return (x - mean) * jax.lax.rsqrt(jnp.square(x - mean).mean(-1, keepdims=True) + 1e-6) * gamma + beta
+        ones = flax.linen.initializers.ones
+        return layer_formula(x, *(self.param(name, ones, x.shape[-1:]) for name in ("gamma", "beta")))
 
 
 class LayerNormOfOnes(flax.nnx.Module):
     def __init__(self):
-        self.gamma, self.beta = flax.nnx.Param(jnp.ones(DIMS[-1])), flax.nnx.Param(jnp.ones(DIMS[-1]))
+        self.gamma, self.beta = (flax.nnx.Param(jnp.ones(DIMS[-1])) for _ in range(2))
 
     def __call__(self, x):
-        mean = x.mean(-1, keepdims=True)
-        x_hat = (x - mean) * jax.lax.rsqrt(jnp.square(x - mean).mean(-1, keepdims=True) + 1e-6)
-        return x_hat * self.gamma[...] + self.beta[...]
+        return layer_formula(x, self.gamma[...], self.beta[...])
 
 
 def mapping_of(report):
@@ -440,24 +387,24 @@ def test_a_class_of_the_mapping_that_the_model_does_not_have_is_named():
     assert report.unused == [LayerNormOfOnes]
     assert str(report).endswith("\nunused    custom: LayerNormOfOnes: there is no module of this class")
     assert not jaxnorm.replace_norms(LayerNormOfOnes(), {flax.nnx.Module: gemma_norm}).unused
-    with jaxnorm.linen.replace_norms(LINEN_CUSTOM | {LinenLayerNormOfOnes: gemma_norm}) as report:
+    with jaxnorm.linen.replace_norms(norm_models.LINEN_CUSTOM | {LinenLayerNormOfOnes: gemma_norm}) as report:
         LinenMixed().init(jax.random.key(0), draw_x(DIMS))
     assert report.unused == [LinenLayerNormOfOnes]
 
 
-def test_linen_errors():
-    with pytest.raises(TypeError, match=r"not guessed.*norm.get_variable.*jaxnorm.linen.compare"):
-        jaxnorm.linen.replace_norms("match")
-    message = "^replace_norms: custom must map subclasses of flax.linen.module.Module"
-    with pytest.raises(TypeError, match=message):
-        jaxnorm.linen.replace_norms({GemmaNorm: len})
+MODELS = (LinenMixed(), LinenMixed, mixed)
+WRONG_OF_LINEN = {
+    "match": ("match", "not guessed.*norm.get_variable.*jaxnorm.linen.compare"),
+    "another class": ({GemmaNorm: len}, "must map subclasses of flax.linen.module.Module"),
+    **{f"model {i}": (m, r"must be a mapping .*with jaxnorm.linen.replace_norms\(\):") for i, m in enumerate(MODELS)},
+}
 
 
-@pytest.mark.parametrize("model", [LinenMixed(), LinenMixed, mixed])
-def test_linen_a_model_is_no_argument(model):
-    message = r"^replace_norms: custom must be a mapping .*with jaxnorm.linen.replace_norms\(\):"
-    with pytest.raises(TypeError, match=message):
-        jaxnorm.linen.replace_norms(model)
+@pytest.mark.parametrize("name", WRONG_OF_LINEN)
+def test_linen_errors(name):
+    custom, message = WRONG_OF_LINEN[name]
+    with pytest.raises(TypeError, match=f"^replace_norms: .*{message}"):
+        jaxnorm.linen.replace_norms(custom)
 
 
 # A norm and a linear layer.

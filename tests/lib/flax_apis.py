@@ -53,17 +53,14 @@ def _heads(name, count, axis):
     return drawn
 
 
-def _rotary(axis):
+def _rotary(**needed):
+    axis = needed.get("axis_of_heads", -2)
     draws = (_heads("q", 4, axis), _heads("k", 2, axis), lambda dims, dtype=None: jnp.arange(dims[1]))
-    needed = {} if axis == -2 else {"axis_of_heads": axis}
-    # By keyword, as positions come after the scales.
-    return Row(
-        "QKNormRotary",
-        lambda q, k, positions, **options: jaxnorm.qk_norm_rotary(q, k, positions=positions, **options),
-        draws,
-        (3, 6, 16),
-        needed=needed,
-    )
+
+    def function(q, k, positions, **options):
+        return jaxnorm.qk_norm_rotary(q, k, positions=positions, **options)
+
+    return Row("QKNormRotary", function, draws, (3, 6, 16), needed=needed)
 
 
 def _quantized(kind, draws):
@@ -73,46 +70,34 @@ def _quantized(kind, draws):
     return Row(f"Quantized{NAMES[kind]}", function, draws, WIDE, kind, NAMES[kind], {"quantization": INT8})
 
 
+def _activation(of=draw_x, dims=(4, 6, 60), **needed):
+    return Row("GatedActivation", jaxnorm.gated_activation, (of,), dims, needed=needed)
+
+
+def _pair(dims, dtype="float32"):
+    return draw_gate(dims, dtype), draw_up(dims, dtype)
+
+
+INSTANCE = functools.partial(jaxnorm.group_norm, group_size=1)
+GATE, SUM, OF_GROUPS = (draw_x, draw_gate), (draw_x, draw_residual), (3, 4, 5, 12)
 ROWS = {
     **{kind: Row(NAMES[kind], NORMS[kind], (draw_x,), DIMS, kind, NAMES[kind]) for kind in KINDS},
-    **{
-        f"add {kind}": Row(f"Add{NAMES[kind]}", ADDS[kind], (draw_x, draw_residual), DIMS, kind, NAMES[kind])
-        for kind in KINDS
-    },
+    **{f"add {kind}": Row(f"Add{NAMES[kind]}", ADDS[kind], SUM, DIMS, kind, NAMES[kind]) for kind in KINDS},
     **{f"quantized {kind}": _quantized(kind, (draw_x,)) for kind in KINDS},
-    **{f"quantized sum {kind}": _quantized(kind, (draw_x, draw_residual)) for kind in KINDS},
+    **{f"quantized sum {kind}": _quantized(kind, SUM) for kind in KINDS},
     "gated": Row(
-        "GatedRMSNorm",
-        jaxnorm.gated_rms_norm,
-        (draw_x, draw_gate),
-        (4, 6, 60),
-        "gated_rms",
-        "RMSNorm",
-        {"gate_first": True},
+        "GatedRMSNorm", jaxnorm.gated_rms_norm, GATE, (4, 6, 60), "gated_rms", "RMSNorm", {"gate_first": True}
     ),
-    "group": Row("GroupNorm", jaxnorm.group_norm, (draw_x,), (3, 4, 5, 12), "group", "GroupNorm", {"num_groups": 4}),
+    "group": Row("GroupNorm", jaxnorm.group_norm, (draw_x,), OF_GROUPS, "group", "GroupNorm", {"num_groups": 4}),
     # Of so few elements as an instance has here, a fast variance has lost digits that these tests look at.
     "instance": Row(
-        "InstanceNorm",
-        functools.partial(jaxnorm.group_norm, group_size=1),
-        (draw_x,),
-        (3, 4, 5, 12),
-        "group",
-        "InstanceNorm",
-        beside={"use_fast_variance": False},
+        "InstanceNorm", INSTANCE, (draw_x,), OF_GROUPS, "group", "InstanceNorm", beside={"use_fast_variance": False}
     ),
-    "rotary": _rotary(-2),
-    "rotary of heads first": _rotary(-3),
-    "activation": Row("GatedActivation", jaxnorm.gated_activation, (draw_x,), (4, 6, 60)),
-    "activation of a stack": Row(
-        "GatedActivation", jaxnorm.gated_activation, (draw_x,), (4, 2, 60), needed={"axis": -2}
-    ),
-    "activation of a pair": Row(
-        "GatedActivation",
-        jaxnorm.gated_activation,
-        (lambda dims, dtype="float32": (draw_gate(dims, dtype), draw_up(dims, dtype)),),
-        (4, 6, 60),
-    ),
+    "rotary": _rotary(),
+    "rotary of heads first": _rotary(axis_of_heads=-3),
+    "activation": _activation(),
+    "activation of a stack": _activation(dims=(4, 2, 60), axis=-2),
+    "activation of a pair": _activation(_pair),
 }
 
 
@@ -162,11 +147,8 @@ class Layer(NamedTuple):
         return tuple(of(dims or self.row.dims, dtype) for of, dtype in zip(self.row.draws, dtypes, strict=False))
 
     def _init(self):
-        has_bias = self.row.flaxs not in (None, "RMSNorm")
-        has_scale = self.row.name != "GatedActivation"
-        return ({"scale_init": _random(1, 0.3)} if has_scale else {}) | (
-            {"bias_init": _random(0, 0.5)} if has_bias else {}
-        )
+        scale = {"scale_init": _random(1, 0.3)} if self.row.name != "GatedActivation" else {}
+        return scale | ({"bias_init": _random(0, 0.5)} if self.row.flaxs not in (None, "RMSNorm") else {})
 
     def build(self, inputs, call=None, **fields):
         """Ours as `apply(parameters, *inputs, **call)`, and its parameters."""
@@ -221,16 +203,14 @@ class Layer(NamedTuple):
 
     def assert_kernels_serve(self, apply, parameters, inputs):
         """One each way."""
-        assert_calls(
-            apply,
-            (parameters, *inputs),
-            native_calls(self.row.kind, **({"quantized": 1} if self.is_quantized else {"fwd": 1})),
-        )
+        name = "quantized" if self.is_quantized else "fwd"
+        assert_calls(apply, (parameters, *inputs), native_calls(self.row.kind, **{name: 1}))
         if not self.is_quantized:
-            gradient = jax.grad(
-                lambda *args: sum(jnp.sin(jnp.float32(y)).sum() for y in as_tuple(apply(*args))),
-                argnums=tuple(range(1 + len(inputs))),
-            )
+
+            def loss(*args):
+                return sum(jnp.sin(jnp.float32(y)).sum() for y in as_tuple(apply(*args)))
+
+            gradient = jax.grad(loss, argnums=tuple(range(1 + len(inputs))))
             assert_calls(gradient, (parameters, *inputs), native_calls(self.row.kind, fwd=1, bwd=1))
 
 
@@ -290,6 +270,11 @@ APIS = {
     "nnx": Api(flax.nnx, jaxnorm.nnx, _build_nnx),
     "linen": Api(flax.linen, jaxnorm.linen, _build_linen),
 }
+
+
+def stacked(make):
+    """Three layers of nnx that `make` makes of random numbers."""
+    return flax.nnx.split_rngs(splits=3)(flax.nnx.vmap(make))(flax.nnx.Rngs(0))
 
 
 def scanned(x, layers, call=lambda x, layer: layer(x) + x):

@@ -164,43 +164,39 @@ class EquinoxMixed(eqx.Module):
     """The like of `Mixed`."""
 
     norm: eqx.nn.RMSNorm
-    group: eqx.nn.GroupNorm
     listed: list
     named: dict
     block: NormedBlock
-    own: OwnNorm
-    sub: SubNorm
     batch: eqx.nn.BatchNorm
-    integers: eqx.nn.RMSNorm
     mlp: eqx.nn.MLP
 
     def __init__(self, key):
-        self.norm, self.group = eqx.nn.RMSNorm(FEATURES), eqx.nn.GroupNorm(4, FEATURES)
-        self.listed, self.named = [eqx.nn.LayerNorm(FEATURES), jnp.tanh], {"a": eqx.nn.RMSNorm(FEATURES)}
-        self.block, self.own, self.sub = NormedBlock(eqx.nn.LayerNorm(FEATURES)), OwnNorm(), SubNorm(FEATURES)
+        self.norm, self.block = eqx.nn.RMSNorm(FEATURES), NormedBlock(eqx.nn.LayerNorm(FEATURES))
+        self.listed = [eqx.nn.LayerNorm(FEATURES), jnp.tanh, eqx.nn.GroupNorm(4, FEATURES)]
+        integers = eqx.nn.RMSNorm(FEATURES, dtype=jnp.int32)
+        self.named = {"a": eqx.nn.RMSNorm(FEATURES), "own": OwnNorm(), "sub": SubNorm(FEATURES), "integers": integers}
         self.batch = eqx.nn.BatchNorm(FEATURES, "batch", mode="batch")
-        self.integers = eqx.nn.RMSNorm(FEATURES, dtype=jnp.int32)
         self.mlp = eqx.nn.MLP(FEATURES, FEATURES, 2 * FEATURES, 1, key=key)
 
     def __call__(self, x):
-        x = x + self.mlp(self.group(self.listed[0](self.norm(x))))
+        x = x + self.mlp(self.listed[2](self.listed[0](self.norm(x))))
         return self.block.inner(self.named["a"](x))
 
 
 EQUINOX_REPLACED = {
     ("norm",): eqx.nn.RMSNorm,
-    ("group",): eqx.nn.GroupNorm,
     ("listed", 0): eqx.nn.LayerNorm,
+    ("listed", 2): eqx.nn.GroupNorm,
     ("named", "a"): eqx.nn.RMSNorm,
     ("block", "inner"): eqx.nn.LayerNorm,
 }
 _OWN = "it is a class of the model's own"
 EQUINOX_LEFT = {
     ("block",): (NormedBlock, _OWN),
-    ("own",): (OwnNorm, _OWN),
-    ("sub",): (SubNorm, f"{_OWN}: derive SubNorm from jaxnorm.equinox.RMSNorm"),
+    ("named", "own"): (OwnNorm, _OWN),
+    ("named", "sub"): (SubNorm, f"{_OWN}: derive SubNorm from jaxnorm.equinox.RMSNorm"),
     ("batch",): (eqx.nn.BatchNorm, "jaxnorm has no such norm"),
-    ("integers",): (eqx.nn.RMSNorm, "no kernel serves int32"),
+    ("named", "integers"): (eqx.nn.RMSNorm, "no kernel serves int32"),
 }
 
 
@@ -208,22 +204,18 @@ def _calls(**counts):
     return {name: count for kind, fwd in counts.items() for name, count in native_calls(kind, fwd=fwd).items()}
 
 
+def linen_mixed():
+    return linen_model(LinenMixed())
+
+
+def equinox_mixed():
+    return EquinoxModel(EquinoxMixed(jax.random.key(0)))
+
+
 # How a library's model is made, its mapping, what is replaced, what is left, and the native calls then.
 LIBRARIES = {
     # The shared norm runs twice.
     "nnx": (lambda: NnxModel(mixed()), CUSTOM, REPLACED, LEFT, _calls(rms=4, layer=4, group=1)),
-    "linen": (
-        lambda: linen_model(LinenMixed()),
-        LINEN_CUSTOM,
-        LINEN_REPLACED,
-        LINEN_LEFT,
-        _calls(rms=2, layer=3, group=1),
-    ),
-    "equinox": (
-        lambda: EquinoxModel(EquinoxMixed(jax.random.key(0))),
-        None,
-        EQUINOX_REPLACED,
-        EQUINOX_LEFT,
-        _calls(rms=2, layer=2, group=1),
-    ),
+    "linen": (linen_mixed, LINEN_CUSTOM, LINEN_REPLACED, LINEN_LEFT, _calls(rms=2, layer=3, group=1)),
+    "equinox": (equinox_mixed, None, EQUINOX_REPLACED, EQUINOX_LEFT, _calls(rms=2, layer=2, group=1)),
 }
