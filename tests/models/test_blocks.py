@@ -77,9 +77,8 @@ def siglip(of):
 def vit(of):
     sizes = {"image_size": (32, 32), "hidden_dim": 32, "num_heads": 2, "mlp_dim": 48, "num_labels": 8}
     config = replace(of.ModelConfig.vit_p16_224(), num_layers=2, **sizes)
-    return of.ViTClassificationModel(config, rngs=flax.nnx.Rngs(0)), lambda module: module(
-        draw(2, 32, 32, 3), rngs=flax.nnx.Rngs(1)
-    )
+    module = of.ViTClassificationModel(config, rngs=flax.nnx.Rngs(0))
+    return module, lambda module: module(draw(2, 32, 32, 3), rngs=flax.nnx.Rngs(1))
 
 
 def dinov3(of):

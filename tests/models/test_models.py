@@ -147,13 +147,16 @@ HUB = ("float32", "bfloat16")
 
 def hub_norms(dtype):
     """Norms of transformers that compute in a dtype."""
-    import transformers
+    from transformers import GemmaConfig, LlamaConfig, MistralConfig
+    from transformers.models.gemma.modeling_flax_gemma import FlaxGemmaRMSNorm
+    from transformers.models.llama.modeling_flax_llama import FlaxLlamaRMSNorm
+    from transformers.models.longt5.modeling_flax_longt5 import FlaxLongT5LayerNorm
+    from transformers.models.mistral.modeling_flax_mistral import FlaxMistralRMSNorm
+    from transformers.models.t5.modeling_flax_t5 import FlaxT5LayerNorm
 
-    for name in ("Gemma", "Llama", "Mistral", "T5", "LongT5"):
-        module = importlib.import_module(f"transformers.models.{name.lower()}.modeling_flax_{name.lower()}")
-        is_t5 = name.endswith("T5")
-        size = 32 if is_t5 else getattr(transformers, f"{name}Config")(hidden_size=32)
-        yield getattr(module, f"Flax{name}{'LayerNorm' if is_t5 else 'RMSNorm'}")(size, dtype)
+    classes = {FlaxGemmaRMSNorm: GemmaConfig, FlaxLlamaRMSNorm: LlamaConfig, FlaxMistralRMSNorm: MistralConfig}
+    norms = [cls(config(hidden_size=32), dtype) for cls, config in classes.items()]
+    return [*norms, FlaxT5LayerNorm(32, dtype), FlaxLongT5LayerNorm(32, dtype)]
 
 
 @pytest.mark.needs("transformers")
