@@ -1,4 +1,7 @@
-"""Faults that are seeded in the CUDA kernels, one at a time: the laws find each of them, in the emulator."""
+"""Faults that are seeded in the package and in its CUDA kernels, one at a time: a test finds each of them.
+
+The package had each of its own once; the kernels run in the emulator.
+"""
 
 import functools
 import os
@@ -6,115 +9,290 @@ import shlex
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import emulated
 import pytest
 
+import jaxnorm
+
+PACKAGE, SOURCES = Path(jaxnorm.__file__).parent, emulated.ROOT / "src"
+
 
 class Fault(NamedTuple):
-    op: str
-    file: str  # of src
+    file: str  # of the package, or of src
+    found_by: str  # pytest's arguments
     right: str
     wrong: str
-    laws: str  # pytest's arguments
+    op: str | None = None  # the module's, in which a kernel has the fault
 
 
-ACCURACY, MASKS = (f"tests/laws/test_{name}.py" for name in ("accuracy", "masks"))
-FLOAT8 = "tests/ops/float8_linear_native.py"
-FAULTS = {
-    "an index by columns for rows": Fault(
-        "float8_linear",
-        "ops/float8_linear/cuda/transpose.cu",
-        "tile[(at + 4 * k + i) * kPitch + word] = columns[i]",
-        "tile[word * kPitch + at + 4 * k + i] = columns[i]",
-        f"{FLOAT8} -k test_bytes",
+# By names, of which each ends in the commit that mended the fault.
+IN_PYTHON = {
+    "scales of examples, not of their rows, 8978cde": Fault(
+        "ops/float8_linear/op.py",
+        "tests/ops/float8_linear.py -k examples_of_quantized",
+        "jnp.broadcast_to(array, (*rows, array.shape[-1]))",
+        "jnp.broadcast_to(array, (rows[0], *array.shape[1:]))",
     ),
-    "no wait for a tile": Fault(
-        "float8_linear",
-        "ops/float8_linear/cuda/round_tiles.cuh",
-        "  __syncthreads();\n\n  // Sixteen rows",
-        "  // Sixteen rows",
-        f"{FLOAT8} -k test_columns",
+    "a product that XLA for CPUs has not for examples, 4fffaeb": Fault(
+        "ops/products.py",
+        "tests/ops/linear_cross_entropy.py -k mapped_operands_of_16",
+        "dot(a.astype(np.float32), b.astype(np.float32))",
+        "dot(a, b)",
     ),
-    "a merge of moments in another order": Fault(
-        "group_norm",
-        "ops/group_norm/cuda/group_merge.cu",
-        "JoinMoments(a.count, b.count)(a.moments, b.moments)",
-        "JoinMoments(a.count, b.count)(b.moments, a.moments)",
-        "tests/ops/group_norm.py -k test_accuracy",
+    "weights written out as a factor is, e964c43": Fault(
+        "primitive/rules.py",
+        "tests/ops/branch_scale.py -k kept_as_it_came",
+        "if (name == self.op.factor) is of_factor]",
+        "if not of_factor]",
     ),
-    "no wait for the threads of the other rows": Fault(
-        "group_norm",
-        "ops/group_norm/cuda/group_tile.cuh",
-        "    __syncthreads();\n    if (thread < half) {",
-        "    if (thread < half) {",
-        "tests/ops/group_norm.py -k test_accuracy",
+    "a mask of one column for all shards, 6913620": Fault(
+        "ops/cross_entropy/api.py",
+        "tests/laws/test_masks.py -k mask_of_one_column",
+        "if shards is None:  # of rows",
+        "if True:  # of rows",
     ),
-    "no wait for the largest of the other warps": Fault(
-        "gated_activation",
-        "ops/shared/cuda/quantize_row.cuh",
-        "  __syncthreads();\n  for (int warp = 0;",
-        "  for (int warp = 0;",
-        "tests/laws/test_bits.py -k 'fused_sizes and packed'",
+    "gradients of half types summed over devices, fc7aa47": Fault(
+        "native/compat.py",
+        "tests/laws/test_meshes.py -k test_gradients_of_a_product",
+        "return [aval.mat.varying != all_axes and aval.dtype in (jnp.bfloat16, jnp.float16) for aval in types]",
+        "return [False for aval in types if all_axes is not None]",
     ),
-    "the first row's statistics for all": Fault(
-        "sandwich_norm",
-        "ops/sandwich_norm/cuda/sandwich_norm.cuh",
-        "MeanSquare::warp_part<Tile>(x[r], group, cols)",
-        "MeanSquare::warp_part<Tile>(x[0], group, cols)",
-        "tests/laws/test_bits.py -k 'fused_rows and sandwich'",
+    "a variance that means do not move, a23a5a0": Fault(
+        "ops/norm/merge.py",
+        "tests/laws/test_axis_name.py -k 'test_second_derivative and layer'",
+        "variance_dot + 2 * (of_shard[0] - mean) * mean_dot",
+        "variance_dot",
     ),
-    "a value that is stale": Fault(
-        "qk_norm_rotary",
-        "ops/qk_norm_rotary/cuda/rotary.cuh",
-        "  b = fmaf(b, cos, a * sin);\n  a = turned;",
-        "  a = turned;\n  b = fmaf(b, cos, a * sin);",
-        f"{ACCURACY} -k 'results_of_every_size and rotary'",
+    "a forgotten sum over devices, 3fd80ce": Fault(
+        "ops/cross_entropy/api.py",
+        "tests/ops/cross_entropy.py -k classes_over_devices",
+        "counts if shards is None else shards.sum(counts)",
+        "counts",
     ),
-    "the label at a vector's first column": Fault(
-        "cross_entropy",
-        "ops/cross_entropy/cuda/cross_entropy_grad.cu",
-        "own >= 0 && own < N",
-        "own > 0 && own < N",
-        "tests/ops/cross_entropy.py -k wherever_the_label",
+    "numbers of columns that are not split, 809cff9": Fault(
+        "ops/mask.py",
+        "tests/laws/test_mesh_programs.py -k numbers_of_columns",
+        "out_sharding = sharding if any(sharding.spec) else None",
+        "out_sharding = None",
     ),
-    "hidden columns in the sum": Fault(
-        "softmax",
-        "ops/softmax/cuda/softmax_grad.cuh",
-        "if (!counted[i]) dy[i] = second[i] = 0;",
-        ";",
-        f"{MASKS} -k 'hidden and softmax'",
+    "a result split twice by one axis, 809cff9": Fault(
+        "ops/float8_linear/call.py",
+        "tests/ops/products_meshes.py -k one_axis_for_rows_and_outputs",
+        "(of_x is None and of_kernel is None) or len(set(names)) < len(names)",
+        "of_x is None and of_kernel is None",
     ),
-    "what is outside a window is not written": Fault(
-        "softmax",
-        "ops/softmax/cuda/softmax_grad.cuh",
-        "if constexpr (Mask::kHasWindow) p.fill_outside<T>(columns, row);",
-        "",
-        f"{MASKS} -k 'hidden and softmax'",
+    "scales in their order, 48b8775": Fault(
+        "ops/products.py",
+        "tests/ops/quantized_dot.py -k float32_does_not_hold",
+        "y * jnp.minimum(rows, columns) * jnp.maximum(rows, columns)",
+        "y * rows * columns",
     ),
-    "a rest that is left out": Fault(
-        "norm",
-        "ops/norm/cuda/shard_statistics.cu",
-        "remaining > 0; remaining -= step",
-        "remaining >= step; remaining -= step",
-        "tests/laws/test_meshes.py -k 'sharded_feature_axis and layer-'",
+    "the slope that JAX makes of an activation, 5255872": Fault(
+        "ops/activation.py",
+        "tests/ops/gated_activation.py -k one_rule",
+        "_primitive.bind(v, formula=self)",
+        "self.plain(v)",
     ),
-    "a partial sum less": Fault(
-        "norm",
-        "cuda/engine/partials.cu",
-        "row + i * height < rows ?",
-        "row + i * height < rows - 1 ?",
-        f"{ACCURACY} -k 'gradients_of_every_size and rms and not rotary'",
+    "an offset of 64 bits that wraps, ac80d16": Fault(
+        "ops/softmax/checks.py",
+        "tests/ops/softmax.py -k an_offset_of_numpy",
+        "np.clip(value, least, min(_MOST_OFFSET, int(np.iinfo(value.dtype).max)))",
+        "value",
     ),
-    "scales of a head by columns": Fault(
-        "norm",
-        "ops/norm/cuda/add.cu",
-        "rows.of_row(row) * cols.value",
-        "rows.of_row(column) * cols.value",
-        "tests/laws/test_bits.py -k 'fused and scaled'",
+    "NaN as a constant, a8d2f6a": Fault(
+        "ops/mask.py",
+        "tests/laws/test_extremes.py -k test_no_alarm_elsewhere",
+        "jnp.sqrt(jnp.where(is_nan, -1.0, other))",
+        "jnp.where(is_nan, jnp.full(is_nan.shape, jnp.nan), other)",
+    ),
+    "a NaN that a maximum loses, bc4c0fb": Fault(
+        "ops/quantize/rounding.py",
+        "tests/ops/quantize.py -k nan_where_a_value_is",
+        "lax.platform_dependent(v, cpu=with_nan, default=of_numbers)",
+        "of_numbers(v)",
+    ),
+    "an infinity that a closed gate lets through, 89d102a": Fault(
+        "ops/activation.py",
+        "tests/ops/gated_activation.py -k closed_gate",
+        "_where_positive(d * _where_positive(2 * v, v), v)",
+        "d * (2 * jnp.maximum(v, 0))",
+    ),
+    "a normalised x that is not rounded, 9f1618d": Fault(
+        "ops/norm/formula.py",
+        "tests/ops/norm.py -k wide_result",
+        "rounded(x_hat.astype(norm.x_hat_dtype or norm.out_dtype))",
+        "rounded(x_hat.astype(norm.out_dtype))",
+    ),
+    "a slope of 0 times infinity, e1fd350": Fault(
+        "ops/activation.py",
+        "tests/ops/gated_activation.py -k slopes_at_huge_gates",
+        "near = jnp.where(v > 64, 64, jnp.where(v < -64, -64, v))",
+        "near = v",
+    ),
+    "sums of integers that int32 does not hold, a41ddac": Fault(
+        "ops/quantized_dot/formula.py",
+        "tests/ops/quantized_dot.py -k int32_does_not_hold",
+        "if not isinstance(depth, int) or depth <= columns:",
+        "if columns:",
+    ),
+    "an exact gelu that loses digits, e55c214": Fault(
+        "ops/activation.py",
+        "tests/ops/gated_activation.py -k exact_gelu_keeps_its_digits",
+        "jnp.where(is_near, series, share)",
+        "share",
+    ),
+    "contexts that are not in the key of jit, b7f3e3c": Fault(
+        "flax/linen_layers.py",
+        "tests/flax/test_contexts.py -k traced_in_each_context",
+        "_changes((*_changes.value, key))",
+        "_changes(_changes.value)",
     ),
 }
+IN_KERNELS = {
+    "an index by columns for rows": Fault(
+        "ops/float8_linear/cuda/transpose.cu",
+        "tests/ops/float8_linear_native.py -k test_bytes",
+        "tile[(at + 4 * k + i) * kPitch + word] = columns[i]",
+        "tile[word * kPitch + at + 4 * k + i] = columns[i]",
+        op="float8_linear",
+    ),
+    "no wait for a tile": Fault(
+        "ops/float8_linear/cuda/round_tiles.cuh",
+        "tests/ops/float8_linear_native.py -k test_columns",
+        "  __syncthreads();\n\n  // Sixteen rows",
+        "  // Sixteen rows",
+        op="float8_linear",
+    ),
+    "a merge of moments in another order": Fault(
+        "ops/group_norm/cuda/group_merge.cu",
+        "tests/ops/group_norm.py -k test_accuracy",
+        "JoinMoments(a.count, b.count)(a.moments, b.moments)",
+        "JoinMoments(a.count, b.count)(b.moments, a.moments)",
+        op="group_norm",
+    ),
+    "no wait for the threads of the other rows": Fault(
+        "ops/group_norm/cuda/group_tile.cuh",
+        "tests/ops/group_norm.py -k test_accuracy",
+        "    __syncthreads();\n    if (thread < half) {",
+        "    if (thread < half) {",
+        op="group_norm",
+    ),
+    "no wait for the largest of the other warps": Fault(
+        "ops/shared/cuda/quantize_row.cuh",
+        "tests/laws/test_bits.py -k 'fused_sizes and packed'",
+        "  __syncthreads();\n  for (int warp = 0;",
+        "  for (int warp = 0;",
+        op="gated_activation",
+    ),
+    "the first row's statistics for all": Fault(
+        "ops/sandwich_norm/cuda/sandwich_norm.cuh",
+        "tests/laws/test_bits.py -k 'fused_rows and sandwich'",
+        "MeanSquare::warp_part<Tile>(x[r], group, cols)",
+        "MeanSquare::warp_part<Tile>(x[0], group, cols)",
+        op="sandwich_norm",
+    ),
+    "a value that is stale": Fault(
+        "ops/qk_norm_rotary/cuda/rotary.cuh",
+        "tests/laws/test_accuracy.py -k 'results_of_every_size and rotary'",
+        "  b = fmaf(b, cos, a * sin);\n  a = turned;",
+        "  a = turned;\n  b = fmaf(b, cos, a * sin);",
+        op="qk_norm_rotary",
+    ),
+    "the label at a vector's first column": Fault(
+        "ops/cross_entropy/cuda/cross_entropy_grad.cu",
+        "tests/ops/cross_entropy.py -k wherever_the_label",
+        "own >= 0 && own < N",
+        "own > 0 && own < N",
+        op="cross_entropy",
+    ),
+    "hidden columns in the sum": Fault(
+        "ops/softmax/cuda/softmax_grad.cuh",
+        "tests/laws/test_masks.py -k 'hidden and softmax'",
+        "if (!counted[i]) dy[i] = second[i] = 0;",
+        ";",
+        op="softmax",
+    ),
+    "what is outside a window is not written": Fault(
+        "ops/softmax/cuda/softmax_grad.cuh",
+        "tests/laws/test_masks.py -k 'hidden and softmax'",
+        "if constexpr (Mask::kHasWindow) p.fill_outside<T>(columns, row);",
+        "",
+        op="softmax",
+    ),
+    "a rest that is left out": Fault(
+        "ops/norm/cuda/shard_statistics.cu",
+        "tests/laws/test_meshes.py -k 'sharded_feature_axis and layer-'",
+        "remaining > 0; remaining -= step",
+        "remaining >= step; remaining -= step",
+        op="norm",
+    ),
+    "a partial sum less": Fault(
+        "cuda/engine/partials.cu",
+        "tests/laws/test_accuracy.py -k 'gradients_of_every_size and rms and not rotary'",
+        "row + i * height < rows ?",
+        "row + i * height < rows - 1 ?",
+        op="norm",
+    ),
+    "scales of a head by columns": Fault(
+        "ops/norm/cuda/add.cu",
+        "tests/laws/test_bits.py -k 'fused and scaled'",
+        "rows.of_row(row) * cols.value",
+        "rows.of_row(column) * cols.value",
+        op="norm",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("root", "fault"),
+    [
+        pytest.param(root, fault, id=name)
+        for root, faults in ((PACKAGE, IN_PYTHON), (SOURCES, IN_KERNELS))
+        for name, fault in faults.items()
+    ],
+)
+def test_what_is_changed_stands_there_once(root, fault):
+    assert (root / fault.file).read_text().count(fault.right) == 1
+
+
+def run(fault, *options, **environment):
+    """The exit code of the tests in a process of their own, and what they print."""
+    command = (sys.executable, *options, "-m", "pytest", "--full", "-q", "-p", "no:cacheprovider", "-p", "no:xdist")
+    done = subprocess.run(
+        (*command, *shlex.split(fault.found_by)),
+        cwd=emulated.ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def seed(fault, root):
+    file = root / fault.file
+    file.write_text(file.read_text().replace(fault.right, fault.wrong))
+
+
+@pytest.mark.needs("request")
+@pytest.mark.parametrize("fault", IN_PYTHON.values(), ids=IN_PYTHON)
+def test_a_test_finds(fault, tmp_path):
+    copy = tmp_path / "jaxnorm"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for library in PACKAGE.glob("*.so"):
+        (copy / library.name).symlink_to(library.resolve())
+    # The key of a compiled program does not say how a mesh splits its calls.
+    given = {"PYTHONPATH": str(tmp_path), "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    # -P: neither the current folder nor what is installed comes before the copy.
+    code, printed = run(fault, "-P", **given)
+    assert code == pytest.ExitCode.OK, printed
+    seed(fault, copy)
+    code, printed = run(fault, "-P", **given)
+    assert code == pytest.ExitCode.TESTS_FAILED, printed
 
 
 @pytest.fixture(scope="module")
@@ -137,37 +315,24 @@ def healthy(tree):
     return build
 
 
-def run_laws(module, laws):
-    command = (sys.executable, "-m", "pytest", "--full", "-q", "-p", "no:cacheprovider", "-p", "no:xdist")
+def run_emulated(fault, module):
     # What glibc hands out is full of huge numbers, so that a result that is not written shows.
-    given = {"JAXNORM_EMULATE": str(module), "JAX_PLATFORMS": "cpu", "MALLOC_PERTURB_": "128"}
-    command, environment = (*command, *shlex.split(laws)), os.environ | given
-    done = subprocess.run(
-        command, cwd=emulated.ROOT, env=environment, capture_output=True, text=True, errors="replace", check=False
-    )
-    return done.returncode, done.stdout + done.stderr
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_what_is_changed_stands_there_once(name):
-    fault = FAULTS[name]
-    assert (emulated.ROOT / "src" / fault.file).read_text().count(fault.right) == 1
+    return run(fault, JAXNORM_EMULATE=str(module), JAX_PLATFORMS="cpu", MALLOC_PERTURB_="128")
 
 
 @pytest.mark.needs("request")
 @pytest.mark.needs("emulated")
 @pytest.mark.xdist_group("emulated")
-@pytest.mark.parametrize("name", FAULTS)
-def test_laws_find(name, tree, healthy):
-    fault = FAULTS[name]
-    code, printed = run_laws(healthy(fault.op), fault.laws)
+@pytest.mark.parametrize("fault", IN_KERNELS.values(), ids=IN_KERNELS)
+def test_laws_find(fault, tree, healthy):
+    code, printed = run_emulated(fault, healthy(fault.op))
     assert code == pytest.ExitCode.OK, printed
     file = tree / "src" / fault.file
     text = file.read_text()
-    file.write_text(text.replace(fault.right, fault.wrong))
+    seed(fault, tree / "src")
     try:
         (module,) = emulated.build(tree, tree / "build" / fault.op, fault.op)
     finally:
         file.write_text(text)
-    code, printed = run_laws(module, fault.laws)
+    code, printed = run_emulated(fault, module)
     assert code == pytest.ExitCode.TESTS_FAILED, printed

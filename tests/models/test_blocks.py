@@ -5,8 +5,8 @@
 with a clone of https://github.com/jax-ml/bonsai, and pip's transformers<5 and diffusers==0.31.0.
 """
 
-import dataclasses
 import importlib
+from dataclasses import replace
 
 import flax.nnx
 import jax
@@ -23,107 +23,87 @@ from jaxnorm.inspect import turns
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.long, pytest.mark.usefixtures("exact_products")]
 
 
-def small(config, **sizes):
-    return dataclasses.replace(config, **sizes)
+def draw(*shape, seed=1):
+    return jax.random.normal(jax.random.key(seed), shape)
 
 
-def away_from_init(model):
-    """The model with parameters of which none is 0 or 1 throughout, so that none can be left out unseen."""
-
-    def moved(path, variable):
-        key = jax.random.key(sum(map(ord, "".join(map(str, path)))))
-        return variable.replace(variable[...] + 0.1 * jax.random.normal(key, variable.shape, variable.dtype))
-
-    params = flax.nnx.state(model, flax.nnx.Param)
-    flax.nnx.update(model, flax.nnx.map_state(moved, params))
-    return model
+def away_from_init(tree):
+    """The arrays, of which none is 0 or 1 throughout, so that none can be left out unseen."""
+    leaves, structure = jax.tree.flatten(tree)
+    keys = jax.random.split(jax.random.key(2), len(leaves))
+    moved = [
+        leaf + 0.1 * jax.random.normal(key, leaf.shape, leaf.dtype) for leaf, key in zip(leaves, keys, strict=True)
+    ]
+    return jax.tree.unflatten(structure, moved)
 
 
-def qwen3():
-    model = importlib.import_module("bonsai.models.qwen3.modeling")
+# Of bonsai's models, given the module that has one: the model, and what runs it.
+
+TOKENS = jnp.array([[0, 0, 5, 9, 3, 4], [7, 8, 1, 2, 3, 4]])
+HIDDEN = {"hidden_size": 32, "intermediate_size": 48}
+
+
+def qwen3(of):
     sizes = {"vocab_size": 64, "emb_dim": 32, "mlp_dim": 48, "num_heads": 4, "head_dim": 16, "num_kv_heads": 2}
-    config = small(model.ModelConfig.qwen3_0_6b(), num_layers=2, **sizes)
-    tokens = jnp.array([[0, 0, 5, 9, 3, 4], [7, 8, 1, 2, 3, 4]])
+    config = replace(of.ModelConfig.qwen3_0_6b(), num_layers=2, **sizes)
 
     def run(module):
-        cache = model.init_cache(config, 2, 6, 2, jnp.float32)
-        first = module(tokens, cache=cache, segment_ids=1 * (tokens != 0))
-        second = module(tokens[:, -1:], cache=cache, segment_ids=jnp.ones((2, 1), int))
-        return jnp.where((tokens != 0)[..., None], first, 0), second
+        cache, is_there = of.init_cache(config, 2, 6, 2, jnp.float32), TOKENS != 0
+        first = module(TOKENS, cache=cache, segment_ids=1 * is_there)
+        second = module(TOKENS[:, -1:], cache=cache, segment_ids=jnp.ones((2, 1), int))
+        return jnp.where(is_there[..., None], first, 0), second
 
-    return model.Qwen3(config, rngs=flax.nnx.Rngs(0)), run
+    return of.Qwen3(config, rngs=flax.nnx.Rngs(0)), run
 
 
-def gemma3():
-    model = importlib.import_module("bonsai.models.gemma3.modeling")
-    config = small(
-        model.ModelConfig.gemma3_4b_it(norm_dtype=jnp.float32).text_config,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        head_dim=16,
-        layer_types=model._set_attention_modes(2, 2),
-        num_key_value_heads=2,
-    )
-    x = jax.random.normal(jax.random.key(1), (2, 6, 32))
+def gemma3(of):
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16, "num_key_value_heads": 2, **HIDDEN}
+    config = of.ModelConfig.gemma3_4b_it(norm_dtype=jnp.float32).text_config
+    config = replace(config, layer_types=of._set_attention_modes(2, 2), **sizes)
 
     def run(module):
-        caches = [model.LayerCache(config, i, 2, 8, jnp.float32) for i in range(2)]
+        caches = [of.LayerCache(config, i, 2, 8, jnp.float32) for i in range(2)]
         mask = jnp.tril(jnp.ones((1, 1, 6, 8), bool))
-        return module(x, caches, jnp.ones((2, 6), int), mask, mask)
+        return module(draw(2, 6, 32), caches, jnp.ones((2, 6), int), mask, mask)
 
-    return model.Gemma3TextModel(config, rngs=flax.nnx.Rngs(0)), run
-
-
-def siglip():
-    model = importlib.import_module("bonsai.models.gemma3.modeling")
-    config = small(model.VisionConfig.gemma3_4b_it(), hidden_size=32, intermediate_size=48, num_attention_heads=2)
-    x = jax.random.normal(jax.random.key(1), (2, 6, 32))
-    module = model.SiglipEncoder(small(config, num_hidden_layers=2), rngs=flax.nnx.Rngs(0))
-    return module, lambda module: module(x, None)
+    return of.Gemma3TextModel(config, rngs=flax.nnx.Rngs(0)), run
 
 
-def vit():
-    model = importlib.import_module("bonsai.models.vit.modeling")
+def siglip(of):
+    config = replace(of.VisionConfig.gemma3_4b_it(), num_attention_heads=2, num_hidden_layers=2, **HIDDEN)
+    return of.SiglipEncoder(config, rngs=flax.nnx.Rngs(0)), lambda module: module(draw(2, 6, 32), None)
+
+
+def vit(of):
     sizes = {"image_size": (32, 32), "hidden_dim": 32, "num_heads": 2, "mlp_dim": 48, "num_labels": 8}
-    config = small(model.ModelConfig.vit_p16_224(), num_layers=2, **sizes)
-    images = jax.random.normal(jax.random.key(1), (2, 32, 32, 3))
-    module = model.ViTClassificationModel(config, rngs=flax.nnx.Rngs(0))
-    return module, lambda module: module(images, rngs=flax.nnx.Rngs(1))
+    config = replace(of.ModelConfig.vit_p16_224(), num_layers=2, **sizes)
+    module = of.ViTClassificationModel(config, rngs=flax.nnx.Rngs(0))
+    return module, lambda module: module(draw(2, 32, 32, 3), rngs=flax.nnx.Rngs(1))
 
 
-def dinov3(**options):
-    model = importlib.import_module("bonsai.models.dinov3.modeling")
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_hidden_layers": 2}
-    config = small(model.ModelConfig.dinov3_vith16plus(), image_size=32, **sizes, **options)
-    images = jax.random.normal(jax.random.key(1), (2, 3, 32, 32))
-    return model.Dinov3ViTModel(config, rngs=flax.nnx.Rngs(0)), lambda module: module(images)
+def dinov3(of):
+    sizes = {"image_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2, **HIDDEN}
+    config = replace(of.ModelConfig.dinov3_vith16plus(), **sizes)
+    return of.Dinov3ViTModel(config, rngs=flax.nnx.Rngs(0)), lambda module: module(draw(2, 3, 32, 32))
 
 
-def vae():
-    model = importlib.import_module("bonsai.models.vae.modeling")
-    config = model.ModelConfig(block_out_channels=(8, 16), latent_channels=2, norm_num_groups=4)
-    images = jax.random.normal(jax.random.key(1), (1, 8, 8, 3))
-    return model.VAE(config, flax.nnx.Rngs(0)), lambda module: module(images)
+def vae(of):
+    config = of.ModelConfig(block_out_channels=(8, 16), latent_channels=2, norm_num_groups=4)
+    return of.VAE(config, flax.nnx.Rngs(0)), lambda module: module(draw(1, 8, 8, 3))
 
 
-def qwen3_vl():
-    model = importlib.import_module("bonsai.models.qwen3_vl.modeling")
-    config = model.ModelConfig.qwen3vl_2b().text_config
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "head_dim": 16}
-    config = small(config, num_key_value_heads=2, num_hidden_layers=1, **sizes)
-    x = jax.random.normal(jax.random.key(1), (2, 6, 32))
-    angles = jax.random.normal(jax.random.key(2), (2, 2, 6, 8))
+def qwen3_vl(of):
+    sizes = {"num_attention_heads": 4, "head_dim": 16, "num_key_value_heads": 2, "num_hidden_layers": 1, **HIDDEN}
+    config = replace(of.ModelConfig.qwen3vl_2b().text_config, **sizes)
 
     def run(module):
-        cache = model.LayerCache(config, 2, 8, jnp.float32)
-        return module(x, cache, *angles, jnp.tril(jnp.ones((1, 1, 6, 8), bool)))
+        cache = of.LayerCache(config, 2, 8, jnp.float32)
+        return module(draw(2, 6, 32), cache, *draw(2, 2, 6, 8, seed=2), jnp.tril(jnp.ones((1, 1, 6, 8), bool)))
 
-    return model.Qwen3VLDecoderLayer(config, 0, rngs=flax.nnx.Rngs(0)), run
+    return of.Qwen3VLDecoderLayer(config, 0, rngs=flax.nnx.Rngs(0)), run
 
 
-# The native calls of a forward pass, with norms alone replaced, and with blocks; of results, the tolerance.
+# The native calls of a forward pass, with norms alone replaced, and with blocks.
 BONSAI = {
     qwen3: ({"rms_norm": 18}, {"rms_norm": 10, "qk_norm_rotary": 4, "gated_activation": 4}),
     qwen3_vl: ({"rms_norm": 4}, {"rms_norm": 4}),
@@ -133,7 +113,8 @@ BONSAI = {
     dinov3: ({"layer_norm": 5}, {"layer_norm": 5, "gated_activation": 2}),
     vae: ({"group_norm": 32}, {"group_norm": 32}),
 }
-ROUNDED = {dinov3: 1e-3}  # bfloat16 where it rotates
+MODULES = {siglip: "gemma3"}  # where a name is not the function's
+ROUNDED = {dinov3: 1e-3}  # of its gradients the tolerance: its rotation is of bfloat16
 
 
 def functions_of(model, run):
@@ -160,8 +141,8 @@ def assert_close(arrays, expected, tolerance):
 @pytest.mark.needs("bonsai")
 @pytest.mark.parametrize("make", BONSAI, ids=lambda make: make.__name__)
 def test_bonsai(make):
-    model, run = make()
-    away_from_init(model)
+    model, run = make(importlib.import_module(f"bonsai.models.{MODULES.get(make, make.__name__)}.modeling"))
+    flax.nnx.update(model, away_from_init(flax.nnx.state(model, flax.nnx.Param)))
     forward, gradient, params = functions_of(model, run)
     expected = jax.jit(forward)(params), jax.jit(gradient)(params)
     for calls, blocks in zip(BONSAI[make], ({}, jaxnorm.blocks.of(model)), strict=True):
@@ -179,52 +160,45 @@ def test_bonsai(make):
 
 def hub_llama():
     of = importlib.import_module("transformers.models.llama.modeling_flax_llama")
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "vocab_size": 64}
-    config = of.LlamaConfig(num_hidden_layers=2, max_position_embeddings=64, **sizes)
-    tokens = jax.random.randint(jax.random.key(1), (2, 8), 0, 64)
-    places = jnp.broadcast_to(jnp.arange(8), (2, 8))
-    return of.FlaxLlamaForCausalLMModule(config), (tokens, jnp.ones_like(tokens), places), {"return_dict": False}
+    config = of.LlamaConfig(num_hidden_layers=2, num_attention_heads=2, vocab_size=64, **HIDDEN)
+    return of.FlaxLlamaForCausalLMModule(config), (TOKENS, jnp.ones_like(TOKENS), jnp.indices(TOKENS.shape)[1])
 
 
 def diffusers_vae():
     of = importlib.import_module("diffusers.models.vae_flax")
-    return of.FlaxUpDecoderBlock2D(32, 64, num_layers=2), (jax.random.normal(jax.random.key(1), (1, 4, 4, 32)),), {}
+    return of.FlaxUpDecoderBlock2D(32, 64, num_layers=2), (draw(1, 4, 4, 32),)
 
 
 def diffusers_unet():
     of = importlib.import_module("diffusers.models.resnet_flax")
-    images, time = (jax.random.normal(jax.random.key(1), shape) for shape in ((2, 4, 4, 32), (2, 16)))
-    return of.FlaxResnetBlock2D(32, 64), (images, time), {}
+    return of.FlaxResnetBlock2D(32, 64), (draw(2, 4, 4, 32), draw(2, 16))
 
 
+# What each needs, and its native calls.
 LINEN = {
-    hub_llama: {"rms_norm": 5, "qk_norm_rotary": 2, "gated_activation": 2},
-    diffusers_vae: {"group_norm": 4},
-    diffusers_unet: {"group_norm": 2},
+    hub_llama: ("transformers", {"rms_norm": 5, "qk_norm_rotary": 2, "gated_activation": 2}),
+    diffusers_vae: ("diffusers", {"group_norm": 4}),
+    diffusers_unet: ("diffusers", {"group_norm": 2}),
 }
 
 
 @pytest.mark.parametrize(
-    "make",
+    ("make", "calls"),
     [
-        pytest.param(make, marks=pytest.mark.needs("transformers" if make is hub_llama else "diffusers"))
-        for make in LINEN
+        pytest.param(make, calls, marks=pytest.mark.needs(package), id=make.__name__)
+        for make, (package, calls) in LINEN.items()
     ],
-    ids=lambda make: make.__name__,
 )
-def test_linen(make, monkeypatch):
+def test_linen(make, calls, monkeypatch):
     monkeypatch.setattr(turns, "TURNS", 2)
     monkeypatch.setattr(turns, "SECONDS", 1e-4)
-    module, args, kwargs = make()
-    variables = module.init(jax.random.key(0), *args, **kwargs)
-    leaves, tree = jax.tree.flatten(variables)
-    keys = jax.random.split(jax.random.key(2), len(leaves))
-    moved = [leaf + 0.1 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
-    variables, custom = jax.tree.unflatten(tree, moved), jaxnorm.blocks.of(module)
+    module, args = make()
+    given = {"return_dict": False} if make is hub_llama else {}
+    variables, custom = away_from_init(module.init(jax.random.key(0), *args, **given)), jaxnorm.blocks.of(module)
     with jaxnorm.implementation("native"):
-        comparison = jaxnorm.linen.compare(module, variables, *args, **kwargs, custom=custom)
+        comparison = jaxnorm.linen.compare(module, variables, *args, **given, custom=custom)
         with jaxnorm.linen.replace_norms(custom):
-            text = compiled_text(lambda variables: module.apply(variables, *args, **kwargs), variables)
-    assert count_native_calls(text) == {f"jaxnorm_{name}_fwd": count for name, count in LINEN[make].items()}
+            text = compiled_text(lambda variables: module.apply(variables, *args, **given), variables)
+    assert count_native_calls(text) == {f"jaxnorm_{name}_fwd": count for name, count in calls.items()}
     assert comparison.outputs < 1e-5
     assert comparison.gradients < 1e-5
