@@ -165,10 +165,10 @@ def test_tokens_that_are_decoded(function, shapes, tokens, platform, calls):
 def test_info_says_so(capsys):
     info.main(["--platform", "cuda", "--dtype", "bfloat16", "--shape", "8x1153"])
     forward, backward, alone, _ = capsys.readouterr().out.splitlines()[-4:]
-    assert forward.startswith("forward           jnp, because XLA's code is faster for half types")
+    assert forward.startswith("forward           xla, because XLA's code is faster for half types")
     assert "threads" in backward
     assert (
-        "where no gradient is taken jnp, because XLA's code is faster for RMSNorm of at most 262144 elements" in alone
+        "where no gradient is taken xla, because XLA's code is faster for RMSNorm of at most 262144 elements" in alone
     )
 
 

@@ -12,6 +12,8 @@ import numpy as np
 F = TypeVar("F", bound=Callable[..., Any])
 Parameters = Mapping[str, inspect.Parameter]
 
+# The names of before the first release, which goes without them.
+FORMER = {"jnp": "xla"}
 # The names that other libraries have -> ours, perhaps with its value.
 SYNONYMS = {
     **dict.fromkeys(("eps", "variance_epsilon", "norm_eps", "layer_norm_eps", "rms_norm_eps"), "epsilon"),
@@ -154,6 +156,11 @@ def _meant(name: str, parameters: Parameters, keyword: str) -> str:
     if others:
         return f"{argument} is an argument of {', '.join(others)}."
     return did_you_mean(keyword, parameters, "some")
+
+
+def renamed(name: object) -> str:
+    """The remedy where something has its name of before the first release."""
+    return f" {name!r} is {FORMER[name]!r} now." if isinstance(name, str) and name in FORMER else ""
 
 
 def having(argument: str) -> list[str]:

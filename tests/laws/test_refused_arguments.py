@@ -125,8 +125,8 @@ REFUSED = {
         *((short, TypeError, (f"did you mean {name}",)) for short, name in SHORT_DTYPES.items()),
     ),
     "implementation": (
-        ("cuda", ValueError, ("cuda", "native", "jnp")),
-        (["jnp"], ValueError, ("native",)),
+        ("cuda", ValueError, ("cuda", "native", "xla")),
+        (["xla"], ValueError, ("native",)),
     ),
     "axis_name": (
         ([["a"]], TypeError, ("name of an axis",)),

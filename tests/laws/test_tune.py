@@ -82,7 +82,7 @@ def rounded(x):
 
 
 def of_each_way(name):
-    return [(name, way, "jnp") for way in WAYS]
+    return [(name, way, "xla") for way in WAYS]
 
 
 # A function of x, what is tried, what is faster by how much, what is chosen, and the time of that.
@@ -91,7 +91,7 @@ GAINS = {(RMS, BACKWARD): 1e-4, (LAYER, FORWARD): 3e-4, (RMS, FORWARD): -2e-4}
 TUNINGS = {
     "each direction of each function": (jax.grad(loss), NORMS, {}, {}, 1e-3),
     "under jit": (jax.jit(jax.grad(loss)), NORMS, {}, {}, 1e-3),
-    "faster": (jax.grad(loss), NORMS, GAINS, {LAYER: {FORWARD: "jnp"}, RMS: {BACKWARD: "jnp"}}, 6e-4),
+    "faster": (jax.grad(loss), NORMS, GAINS, {LAYER: {FORWARD: "xla"}, RMS: {BACKWARD: "xla"}}, 6e-4),
     # Of 1 %, where a quarter of the turns take 1 % longer or less.
     "within the scatter": (norms, [NORMS[0], NORMS[2]], {(RMS, FORWARD): 1e-5}, {}, 1e-3),
     "left to XLA": (
@@ -117,7 +117,7 @@ TUNINGS = {
 }
 # Programs that are compiled, and how many at most.
 PROGRAMS = {"each direction of each function": (5, 6), "under jit": (5, 6), "a mixed default": (4, 6)}
-AROUND = {"what a context leaves": {RMS: "jnp", LAYER: {BACKWARD: "native"}}}
+AROUND = {"what a context leaves": {RMS: "xla", LAYER: {BACKWARD: "native"}}}
 
 
 @pytest.mark.needs("kernels")
@@ -169,8 +169,8 @@ def test_it_is_a_choice_that_implementation_takes(times):
         runs = {(norm.name, norm.direction): norm.on("cpu") for norm in jaxnorm.explain(step, X, SCALE)}
         compiled.clear()
         step(X, SCALE)
-    assert [one for one, run in runs.items() if run.implementation == "formula"] == [(RMS, BACKWARD)]
-    assert runs[RMS, BACKWARD].why.endswith("jaxnorm.implementation({'rms_norm': {'backward': 'jnp'}})")
+    assert [one for one, run in runs.items() if run.implementation == "xla"] == [(RMS, BACKWARD)]
+    assert runs[RMS, BACKWARD].why.endswith("jaxnorm.implementation({'rms_norm': {'backward': 'xla'}})")
     assert compiled == []  # but by tune
 
 
@@ -225,7 +225,7 @@ def test_a_result_is_kept(times):
         jaxnorm.tune(jax.jit(norms), X.astype("bfloat16"), SCALE),
         jaxnorm.tune(jax.jit(lambda x, scale: norms(x, scale) + 1), X, SCALE),
     ]
-    with jaxnorm.implementation({LAYER: "jnp"}):
+    with jaxnorm.implementation({LAYER: "xla"}):
         others.append(jaxnorm.tune(jax.jit(norms), X, SCALE))
     assert all(other is not first for other in others)
 
@@ -255,7 +255,7 @@ NATIVE = functools.partial(jaxnorm.rms_norm, implementation="native")
 NOTHING = {
     "no call": (jnp.sin, "no function of jaxnorm is in this program"),
     "an argument": (lambda x: NATIVE(x), "every call has its implementation already: by its argument"),
-    "a context": (jaxnorm.implementation("jnp")(lambda x: jaxnorm.rms_norm(x)), "every call has its implementation"),
+    "a context": (jaxnorm.implementation("xla")(lambda x: jaxnorm.rms_norm(x)), "every call has its implementation"),
     "a pullback": (jax.vjp(jaxnorm.rms_norm, X)[1], "as the call that it is a derivative of was traced before"),
     "no kernel": (lambda x: jaxnorm.rms_norm(x, axis=0), "not the trailing axes"),
 }
@@ -278,7 +278,7 @@ def test_a_platform_without_kernels_needs_no_compilation(monkeypatch):
     compiled.clear()
     tuned = jaxnorm.tune(norms, X, SCALE)
     assert (compiled, dict(tuned)) == ([], {})
-    assert f"the formula runs whatever is chosen: there are none for {jax.default_backend()}"[:40] in str(tuned)
+    assert f"XLA's code runs whatever is chosen: there are none for {jax.default_backend()}"[:40] in str(tuned)
 
 
 @pytest.mark.needs("kernels")
@@ -294,8 +294,8 @@ def test_a_choice_that_fails_is_left_out(times, when, monkeypatch):
         return norms(x, scale)
 
     tuned = jaxnorm.tune(fails, X, SCALE)
-    assert dict(tuned) == {LAYER: {FORWARD: "jnp"}}
-    assert tried(tuned)[RMS, FORWARD, "jnp"].startswith("left out: ")
+    assert dict(tuned) == {LAYER: {FORWARD: "xla"}}
+    assert tried(tuned)[RMS, FORWARD, "xla"].startswith("left out: ")
 
 
 # Neither those that are donated nor others; and what is static stays what it is.
@@ -335,7 +335,7 @@ def test_what_is_not_donated_is_not_copied():
 @pytest.mark.needs("kernels")
 def test_arguments_that_are_no_arrays(times):
     tuned = jaxnorm.tune(jaxnorm.rms_norm, X, out_dtype="bfloat16", epsilon=1e-5)
-    assert list(tried(tuned)) == [(RMS, FORWARD, "jnp")]
+    assert list(tried(tuned)) == [(RMS, FORWARD, "xla")]
     assert (tuned.program, tuned.arguments) == (RMS, ("float32[4, 8]",))
 
 
@@ -394,11 +394,11 @@ def tuned(times):
 
 TABLE = """\
 function    direction  tried  before  after   outcome
-rms_norm    forward    jnp    1 ms    1 ms    not faster
-rms_norm    backward   jnp    1 ms    0.9 ms  chosen
-layer_norm  forward    jnp    0.9 ms  0.9 ms  not faster
-layer_norm  backward   jnp    0.9 ms  0.9 ms  not faster
-chosen: rms_norm backward jnp; 5 programs compiled, of 6 at most
+rms_norm    forward    xla    1 ms    1 ms    not faster
+rms_norm    backward   xla    1 ms    0.9 ms  chosen
+layer_norm  forward    xla    0.9 ms  0.9 ms  not faster
+layer_norm  backward   xla    0.9 ms  0.9 ms  not faster
+chosen: rms_norm backward xla; 5 programs compiled, of 6 at most
 a call takes 0.9 ms, by default 1 ms"""
 
 
@@ -434,7 +434,7 @@ def chosen():
     return tuning.options.context()
 
 
-FIRST = (RMS, FORWARD, "jnp"), ("softmax", BACKWARD, "native")
+FIRST = (RMS, FORWARD, "xla"), ("softmax", BACKWARD, "native")
 SECOND = ((RMS, FORWARD, "native"),)
 
 
@@ -457,7 +457,7 @@ def test_it_is_a_context_as_implementation_makes_one():
     assert states(lambda tuned: tuned) == states(jaxnorm.implementation)
     with (tuned := tuned_to(*FIRST)) as entered:
         assert entered is tuned
-    with pytest.raises(ValueError, match="no function 'norm'"), tuned_to(("norm", FORWARD, "jnp")):
+    with pytest.raises(ValueError, match="no function 'norm'"), tuned_to(("norm", FORWARD, "xla")):
         pass
     assert chosen() == tuning.options.Context()
 
@@ -507,7 +507,7 @@ def test_a_file(tuned, path):
     for args in ((X, SCALE), TYPES):
         assert jaxnorm.Tuned.load(str(path), jax.grad(loss), *args) == tuned
     with jaxnorm.implementation(loaded):
-        assert dict(loaded) == {RMS: {BACKWARD: "jnp"}}
+        assert dict(loaded) == {RMS: {BACKWARD: "xla"}}
 
 
 def is_short(error, path=""):
@@ -522,15 +522,15 @@ CHANGES = {
         lambda file: file["where"]["versions"][0].__setitem__(1, "0.1"),
         r"is for .*jax 0\.1, .*here is .*jax 0\.1\d",
     ),
-    "function": (lambda file: file["choices"].append(["norm", FORWARD, "jnp"]), "no function 'norm'"),
+    "function": (lambda file: file["choices"].append(["norm", FORWARD, "xla"]), "no function 'norm'"),
     "call": (lambda file: file["calls"].append("layer_gnorm forward (x: float32[8])"), "no function 'layer_gnorm'"),
     "trial": (lambda file: file["trials"][0].update(function="layer_gnorm"), "no function 'layer_gnorm'"),
-    "direction": (lambda file: file["choices"].append([RMS, "sideways", "jnp"]), "no direction 'sideways'"),
+    "direction": (lambda file: file["choices"].append([RMS, "sideways", "xla"]), "no direction 'sideways'"),
     "implementation": (lambda file: file["choices"].append([RMS, FORWARD, "xla"]), "unknown implementation 'xla'"),
     "calls": (lambda file: file.pop("calls"), f"{NO_FILE}.it has no calls"),
     "format": (lambda file: file.update({"jaxnorm.tune": 2}), f"{NO_FILE}.another format"),
     "field": (lambda file: file.update(surplus=1), f"{NO_FILE}.it has 'surplus'"),
-    "four": (lambda file: file["choices"][0].append("jnp"), f"{NO_FILE}.choices.0. is .*, expected a list of 3"),
+    "four": (lambda file: file["choices"][0].append("xla"), f"{NO_FILE}.choices.0. is .*, expected a list of 3"),
 }
 
 
@@ -651,12 +651,12 @@ def test_threads(times):
         with jaxnorm.implementation({RMS: name}):
             found[name] = dict(jaxnorm.tune(jax.jit(norms), X, SCALE))
 
-    threads = [threading.Thread(target=tune, args=(name,)) for name in (None, "jnp", "native")]
+    threads = [threading.Thread(target=tune, args=(name,)) for name in (None, "xla", "native")]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == {None: {RMS: {FORWARD: "jnp"}}, "jnp": {}, "native": {}}
+    assert found == {None: {RMS: {FORWARD: "xla"}}, "xla": {}, "native": {}}
 
 
 # By a clock: every program the same number of turns, and none always after the same one.

@@ -73,7 +73,7 @@ def exact(x, dy, scale, **given):
 @cover(
     options=OPTIONS,
     where=["all", "classes", "rows"],
-    dtype=[("float32", None), ("float32", "native"), ("float32", "jnp"), ("float64", None)],
+    dtype=[("float32", None), ("float32", "native"), ("float32", "xla"), ("float64", None)],
     axis=[-1, 0, 1],
     scale=SCALES,
 )
@@ -129,7 +129,7 @@ def test_transformed(name, options, scale, has_mask):
 
 # In float32: the product of a half type would be rounded to it, and the gradient once more.
 @cover(
-    dtype=["bfloat16", "float16", "float32"], scale=[(1.5, "float32"), (1.5, "bfloat16")], implementation=[None, "jnp"]
+    dtype=["bfloat16", "float16", "float32"], scale=[(1.5, "float32"), (1.5, "bfloat16")], implementation=[None, "xla"]
 )
 def test_dtypes_of_a_traced_scale(dtype, scale, implementation):
     dims, scale = (64, 100), jnp.asarray(*scale)
@@ -170,7 +170,7 @@ def test_what_is_not_finite_at_a_label_that_does_not_count_has_one_rule(value, d
         step(of_scale(None, labels=labels, where=where, implementation=implementation, **options))(
             x, jnp.float32(SCALE), jnp.ones(4)
         )
-        for implementation in (None, "jnp")
+        for implementation in (None, "xla")
     )
     for a, e in zip(native, formula, strict=True):
         assert_near(a, e)

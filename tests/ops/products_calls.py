@@ -232,7 +232,7 @@ def test_an_explanation_names_a_bias_that_cublaslt_does_not_add(bias, result):
 
     x, kernel = jnp.ones((32, 64), "bfloat16"), jnp.ones((64, 48))
     forward, backward = jaxnorm.explain(jax.grad(loss, (0, 1)), x, kernel, jnp.ones(48, bias))
-    assert forward.on("cuda").implementation == "formula"
+    assert forward.on("cuda").implementation == "xla"
     why = f"bias is {bias} and the result {result}, and cuBLASLt wants both of the same 16 bits"
     assert why in forward.on("cuda").why
     assert "bias" not in (backward.on("cuda").why or "")

@@ -76,7 +76,7 @@ def assert_one_device_gives(actual, expected, bound=BOUND):
     split=SPLIT,
     axis_type={"auto": AxisType.Auto, "explicit": AxisType.Explicit},
     form=FORMS,
-    implementation=[None, "jnp"],
+    implementation=[None, "xla"],
 )
 def test_over_devices(split, axis_type, form, implementation):
     if form.recipe is None and any(split[1][:1]):

@@ -268,7 +268,7 @@ def test_it_is_the_norm_quantised(variant, to, granularity, group_size, implemen
     quantization = Quantization(to, **GRANULARITIES[granularity])
     x, gate, scale, smooth = draw_operands()
     q = quantize_gated(variant, quantization, implementation, group_size=group_size)(x, gate, scale, smooth)
-    same = "jnp" if formula_only(quantization, group_size) else implementation
+    same = "xla" if formula_only(quantization, group_size) else implementation
     y = plain_gated(variant, same, group_size=group_size)(x, gate, scale)
     values, scales = by_numpy(y, quantization, smooth, static_scale_of(quantization))
     assert_same([q.values, q.scales], [values, scales])
@@ -287,7 +287,7 @@ def test_the_gradient_is_that_of_the_norm_times_smooth_factors(variant, dtype, g
 
     def norm(*args):
         wide = (None if a is None else a.astype("float32") for a in args)
-        return gated(variant, implementation="jnp", **options)(*wide) * smooth
+        return gated(variant, implementation="xla", **options)(*wide) * smooth
 
     def pull_back(function):
         return lambda args: jax.vjp(function, *args)[1](dy)
@@ -312,7 +312,7 @@ def test_the_gradient_over_groups(variant):
     found = jax.grad(
         loss(lambda *args: call_gated(variant, to, *args, group_size=64, straight_through=True).dequantize()), (0, 1, 2)
     )
-    expected = jax.grad(loss(gated(variant, group_size=64, implementation="jnp")), (0, 1, 2))
+    expected = jax.grad(loss(gated(variant, group_size=64, implementation="xla")), (0, 1, 2))
     assert_close(jax.jit(found)(*args), jax.jit(expected)(*args))
 
 
