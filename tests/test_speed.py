@@ -151,7 +151,7 @@ def test_by_shape(function, dtype, platform, shapes, ways):
     ("function", "shapes"),
     [
         (partial(jaxnorm.qk_norm_rotary, positions=3), lambda n: [(n, 8, 64), (n, 2, 64)]),
-        (partial(jaxnorm.qk_norm_rotary, positions=3, axis_of_heads=-3), lambda n: [(8, n, 64), (2, n, 64)]),
+        (partial(jaxnorm.qk_norm_rotary, positions=3, heads_axis=-3), lambda n: [(8, n, 64), (2, n, 64)]),
         (partial(jaxnorm.qkv_norm_rotary, positions=3, heads=8, kv_heads=2), lambda n: [(n, 12, 64)]),
     ],
 )

@@ -98,7 +98,10 @@ def test_mappings_nest():
 UNKNOWN = {
     "misspelt": ({"layernorm": "xla"}, "no function 'layernorm'; did you mean layer_norm?"),
     "without the argument": ({"dequantize": "xla"}, "no function 'dequantize'"),
-    "unknown": ({"layer_norm": "jnp"}, "unknown implementation 'jnp'; expected None, 'native' or 'xla'. 'jnp' is 'xla' now."),
+    "unknown": (
+        {"layer_norm": "jnp"},
+        "unknown implementation 'jnp'; expected None, 'native' or 'xla'. 'jnp' is 'xla' now.",
+    ),
     "direction": (
         {"layer_norm": {"backwards": "xla"}},
         "layer_norm has no direction 'backwards'; expected 'forward' or 'backward'",

@@ -11,20 +11,18 @@ COS = jnp.ones((3, 4))
 LONG = jnp.ones((2, 1, 520))
 
 BAD = {
-    "no axis of heads": call(jnp.ones(8), jnp.ones(8)).raises(ValueError, "axis_of_heads=-2", r"\(8,\)", "head size"),
-    "heads on the first axis": call(Q, K, axis_of_heads=0).raises(ValueError, "axis_of_heads=0", "expected -2", "-3"),
-    "heads on the last axis": call(Q, K, axis_of_heads=-1).raises(ValueError, "axis_of_heads=-1", "expected -2", "-3"),
-    "heads on no axis": call(Q, K, axis_of_heads=None).raises(TypeError, "axis_of_heads", "int", "None"),
-    "heads on an axis of a bool": call(Q, K, axis_of_heads=True).raises(TypeError, "axis_of_heads", "int", "True"),
-    "heads behind no axis": call(Q[0, 0], K[0, 0], axis_of_heads=-3).raises(
-        ValueError, "axis_of_heads=-3", r"\(4, 8\)"
-    ),
+    "no axis of heads": call(jnp.ones(8), jnp.ones(8)).raises(ValueError, "heads_axis=-2", r"\(8,\)", "head size"),
+    "heads on the first axis": call(Q, K, heads_axis=0).raises(ValueError, "heads_axis=0", "expected -2", "-3"),
+    "heads on the last axis": call(Q, K, heads_axis=-1).raises(ValueError, "heads_axis=-1", "expected -2", "-3"),
+    "heads on no axis": call(Q, K, heads_axis=None).raises(TypeError, "heads_axis", "int", "None"),
+    "heads on an axis of a bool": call(Q, K, heads_axis=True).raises(TypeError, "heads_axis", "int", "True"),
+    "heads behind no axis": call(Q[0, 0], K[0, 0], heads_axis=-3).raises(ValueError, "heads_axis=-3", r"\(4, 8\)"),
     "heads of another size": call(Q, K[..., :6]).raises(
         ValueError, "k has shape", r"\(2, 3, 2, 6\)", r"\(2, 3, any, 8\)", r"\(2, 3, 4, 8\)"
     ),
     "other tokens": call(Q, K[:, :2]).raises(ValueError, "k has shape", r"\(2, 2, 2, 8\)", r"\(2, 3, any, 8\)"),
     "k of another rank": call(Q, K[0]).raises(ValueError, "k has shape", r"\(3, 2, 8\)", r"\(2, 3, any, 8\)"),
-    "heads before tokens": call(Q.swapaxes(1, 2), K.swapaxes(1, 2)).raises(ValueError, "k has shape", "axis_of_heads"),
+    "heads before tokens": call(Q.swapaxes(1, 2), K.swapaxes(1, 2)).raises(ValueError, "k has shape", "heads_axis"),
     "short scale": call(Q, K, SCALE[:7]).raises(ValueError, "q_scale", r"\(7,\)", r"\(8,\)", r"\(4, 8\)", "Reshape"),
     "scale of q's heads for k": call(Q, K, SCALE, jnp.ones((4, 8))).raises(
         ValueError, "k_scale", r"\(4, 8\)", r"\(8,\)", r"\(2, 8\)"
@@ -141,7 +139,7 @@ OF_PRODUCT = {
     "no number of heads": call(QKV, kv_heads=2).raises(TypeError, "missing a required argument: 'heads'", "heads="),
     "no product": call(heads=4, kv_heads=2).raises(TypeError, "missing a required argument: 'qkv'", "one product"),
     "q, k and v": of_heads(Q, K, K, None, SCALE).raises(TypeError, "takes 4 positional arguments", "5 were given"),
-    "heads on another axis": of_heads(QKV, axis_of_heads=-3).raises(TypeError, "axis_of_heads", "qk_norm_rotary"),
+    "heads on another axis": of_heads(QKV, heads_axis=-3).raises(TypeError, "heads_axis", "qk_norm_rotary"),
 }
 PRODUCT_WITHOUT_KERNEL = {
     "long heads": call(jnp.ones((2, 1, 3, 520)), heads=1, kv_heads=1).has_no_kernel("heads of 520 elements"),

@@ -55,7 +55,7 @@ def _heads(name, count, axis):
 
 def _rotary(axis):
     draws = (_heads("q", 4, axis), _heads("k", 2, axis), lambda dims, dtype=None: jnp.arange(dims[1]))
-    needed = {} if axis == -2 else {"axis_of_heads": axis}
+    needed = {} if axis == -2 else {"heads_axis": axis}
     # By keyword, as positions come after the scales.
     return Row(
         "QKNormRotary",
@@ -270,7 +270,7 @@ def _build_nnx(cls, inputs, fields, call=None):
         return apart(cls(**fields))
     fields = dict(fields)
     if fields.pop("per_head", False):
-        fields["heads"] = tuple(x.shape[fields.get("axis_of_heads", -2)] for x in inputs[:2])
+        fields["heads"] = tuple(x.shape[fields.get("heads_axis", -2)] for x in inputs[:2])
     features = [inputs[0].shape[axis] for axis in np.atleast_1d(fields.get("feature_axes", -1))]
     return apart(cls(int(np.prod(features)), rngs=flax.nnx.Rngs(0), **fields))
 
