@@ -1,4 +1,4 @@
-"""Wall time of the ops on the CPU beside XLA's own code for the jnp formula and a copy, in one run.
+"""Wall time of the ops on the CPU beside XLA's own code for the formula and a copy, in one run.
 
     python -m bench cpu --out bench/results/cpu/norms
     python -m bench cpu --ops add_rms add_layer gated heads --out bench/results/cpu/neighbours
@@ -140,9 +140,9 @@ def measure_cell(kind, dtype, shape, turns, implementation):
 
 def alone(op, implementation, operands):
     """The `Program` of each direction, jaxnorm's and XLA's; what is donated to jaxnorm is donated to XLA."""
-    native, xla = (programs(op, how, *operands) for how in (implementation, "jnp"))
+    native, xla = (programs(op, how, *operands) for how in (implementation, "xla"))
     if native["forward"].carries:
-        xla["forward"] = native["forward"]._replace(function=functions(op, "jnp")["carry"])
+        xla["forward"] = native["forward"]._replace(function=functions(op, "xla")["carry"])
     return native, xla
 
 
@@ -172,7 +172,7 @@ def chain(op, implementation, operands):
 
         return each_direction(jitted(forward, lambda dx: jax.tree.leaves(dx)[0]), False, x, layers, dy)
 
-    return chained(implementation), chained("jnp")
+    return chained(implementation), chained("xla")
 
 
 def copy_once(x):

@@ -138,7 +138,7 @@ def measure_cell(cell, args, failed):
     error = programs.check(cell.op, cell.shape, cell.dtype, implementation)
     sets = [cell.op.operands(cell.shape, cell.dtype, seed) for seed in range(cell.sets)]
     tasks = {}  # a program by (package, direction), once for each set of operands
-    for how, name in ((implementation, "jaxnorm"), ("jnp", "XLA")):
+    for how, name in ((implementation, "jaxnorm"), ("xla", "XLA")):
         by_set = [programs.programs(cell.op, how, *arrays) for arrays in sets]
         for direction in cell.moved:
             tasks[name, direction] = [by_direction[direction] for by_direction in by_set]

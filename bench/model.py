@@ -2,16 +2,16 @@
 
     python -m bench model --out bench/results/h200/model
 
-Each program is compiled with XLA's fusion of the jnp formula ("jnp"), with jaxnorm's kernels, and with no norm at all
+Each program is compiled with XLA's fusion of the formula ("xla"), with jaxnorm's kernels, and with no norm at all
 ("none"). In "jaxnorm-default" the kernels take in what stands beside the norms, the residual additions, rotation and
 gates, as jaxnorm chooses by default; in a U-Net that is the activation. "jaxnorm-default-norm" has the norms alone,
 "jaxnorm" and "jaxnorm-joint" are both with kernels wherever there are some. "jaxnorm-default-loss" has the kernel's
 loss beside the default, "jaxnorm-default-linear-loss" `linear_cross_entropy`. "flax" is XLA's code for LayerNorm and
-GroupNorm as Flax computes them. jaxnorm rotates and gates in float32 and rounds once, "jnp" rounds before and within.
+GroupNorm as Flax computes them. jaxnorm rotates and gates in float32 and rounds once, "xla" rounds before and within.
 
 Times are wall times of calls in a queue that is waited for once, taken in turns: "ms" is the median over the turns,
 "± us" half the range of its middle half. "norms us" is the median of what a turn took longer than the turn without
-norms beside it, so that a drifting clock cancels. "won back %" is (jnp - jaxnorm) / (jnp - none), by that column.
+norms beside it, so that a drifting clock cancels. "won back %" is (xla - jaxnorm) / (xla - none), by that column.
 """
 
 import functools
@@ -46,8 +46,8 @@ def add_arguments(parser):
     report.add_arguments(parser)
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--programs", nargs="+", default=PROGRAMS, choices=PROGRAMS, help="of what is not decoded")
-    extra = [variant for variant in model_norms.VARIANTS if variant not in ("jnp", "none")]
-    parser.add_argument("--variants", nargs="+", default=["jaxnorm"], choices=extra, help="beside jnp and none")
+    extra = [variant for variant in model_norms.VARIANTS if variant not in ("xla", "none")]
+    parser.add_argument("--variants", nargs="+", default=["jaxnorm"], choices=extra, help="beside xla and none")
     parser.add_argument("--classes", type=int, help="the vocabulary of the language model")
     parser.add_argument("--layers", type=int, help="of each transformer")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32], help="sequences of a decoding step")
@@ -73,9 +73,9 @@ def rows_of(model, times, executables):
     for (program, norms), taken in times.items():
         costs = {
             of: statistics.median(a - b for a, b in zip(times[program, of], times[program, "none"], strict=True))
-            for of in ("jnp", norms)
+            for of in ("xla", norms)
         }
-        has_gain = norms.startswith("jaxnorm") and costs["jnp"] > 0
+        has_gain = norms.startswith("jaxnorm") and costs["xla"] > 0
         yield {
             "model": model,
             "program": program,
@@ -83,7 +83,7 @@ def rows_of(model, times, executables):
             **timing.columns(taken),
             "norms us": 1e6 * costs[norms],
             "temp MiB": executables[program, norms].memory_analysis().temp_size_in_bytes / 2**20,
-            "won back %": 100 * (costs["jnp"] - costs[norms]) / costs["jnp"] if has_gain else None,
+            "won back %": 100 * (costs["xla"] - costs[norms]) / costs["xla"] if has_gain else None,
         }
 
 
@@ -91,8 +91,8 @@ def check_losses(executables, params, inputs):
     """All norms but none must give the same loss, up to what bfloat16 rounds."""
     losses = {norms: float(run(params, *inputs)[1]) for (_, norms), run in executables.items()}
     for norms, value in losses.items():
-        if norms.startswith("jaxnorm") and not abs(value - losses["jnp"]) < LOSS_TOLERANCE:
-            raise SystemExit(f"loss {value} with {norms} norms, {losses['jnp']} with jnp's")
+        if norms.startswith("jaxnorm") and not abs(value - losses["xla"]) < LOSS_TOLERANCE:
+            raise SystemExit(f"loss {value} with {norms} norms, {losses['xla']} with XLA's")
 
 
 def measure_training(spec, variants, args):
@@ -156,5 +156,5 @@ def main(args):
     header |= {"classes": next((spec.classes for spec in specs.values() if spec.language), None)}
     for part, spec in specs.items():
         run = measure_decoding if part.startswith("decode") else measure_training
-        rows += run(spec, ["jnp", *args.variants, "none"], args)
+        rows += run(spec, ["xla", *args.variants, "none"], args)
         report.write(header, rows, args.out)  # after each part: a run that is cut off keeps the others

@@ -22,12 +22,12 @@ class Variant(NamedTuple):
     # Norms of the stream add to it first, as `add_rms_norm` and `rms_norm_add_rms_norm` do; those of queries and keys
     # rotate too, as `qk_norm_rotary` does; those of a U-Net have its activation. Gates are `gated_activation`'s.
     joins: bool = False
-    loss: str = "jnp"
+    loss: str = "xla"
     rounds: bool = False  # RMSNorms of the stream, and the gates of an MLP, give values of float8 and their scales
 
 
 VARIANTS = {
-    "jnp": Variant("jnp"),
+    "xla": Variant("xla"),
     "flax": Variant("flax"),
     "jaxnorm": Variant("native"),
     "jaxnorm-joint": Variant("native", joins=True),
@@ -140,7 +140,7 @@ def norm_of(spec, name):
         return lambda x, weights: x
     if name == "flax" and spec.norm == "layer":
         return flax_norm
-    name = "jnp" if name == "flax" else name
+    name = "xla" if name == "flax" else name
     function = {"rms": jaxnorm.rms_norm, "layer": jaxnorm.layer_norm}[spec.norm]
     return lambda x, weights: function(x, *weights, **options_of(spec, name))
 

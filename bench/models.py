@@ -233,7 +233,7 @@ def loss(spec, variant, params, inputs, targets):
     how = model_norms.VARIANTS[variant].loss
     if how == "linear":
         return jaxnorm.linear_cross_entropy(x, head, targets)
-    of_logits = {"jnp": losses, "native": jaxnorm.softmax_cross_entropy_with_integer_labels}[how]
+    of_logits = {"xla": losses, "native": jaxnorm.softmax_cross_entropy_with_integer_labels}[how]
     return of_logits(x @ head, targets).mean()
 
 

@@ -32,7 +32,7 @@ def logits(shape, dtype, seed):
 
 def softmax(log=False):
     def function(how):
-        module, options = (jax.nn, {}) if how == "jnp" else (jaxnorm, {"implementation": how})
+        module, options = (jax.nn, {}) if how == "xla" else (jaxnorm, {"implementation": how})
         return partial(module.log_softmax if log else module.softmax, **options)
 
     return Op(function, logits, partial(nbytes, forward=2, backward=3), is_kept=True, **NOT_PURE)
@@ -51,7 +51,7 @@ def causal(cached=False, window=None):
         def ours(x):
             return jaxnorm.softmax(x, causal=True, offset=offset_of(x.shape), window=window, implementation=how)
 
-        return of_jax if how == "jnp" else ours
+        return of_jax if how == "xla" else ours
 
     def moved(shape, itemsize):
         read = float(seen(shape.dims, offset_of(shape.dims), window).mean()) if cached else 0.5
@@ -76,7 +76,7 @@ def cross_entropy():
 
     def function(how):
         ours = partial(jaxnorm.softmax_cross_entropy_with_integer_labels, implementation=how)
-        return losses if how == "jnp" else ours
+        return losses if how == "xla" else ours
 
     moved = partial(nbytes, forward=1, backward=2)
     return Op(function, operands, moved, is_kept=True, is_last=True, **NOT_PURE)
@@ -187,7 +187,7 @@ def rounding(way):
         return x, (jnp.exp(columns), jnp.exp(rows)) if way == "gradient" else (), None
 
     def function(how):
-        by, transpose = (BY_XLA, jnp.transpose) if how == "jnp" else (BY_KERNELS, transposed)
+        by, transpose = (BY_XLA, jnp.transpose) if how == "xla" else (BY_KERNELS, transposed)
 
         def kernel(x):
             values, scales, columns = by.rounded(spec, x, (0,))

@@ -1,4 +1,4 @@
-"""What the benchmarks time of an op, for jaxnorm and for XLA's fusion of the jnp formula, and the check before it."""
+"""What the benchmarks time of an op, for jaxnorm and for XLA's fusion of the formula, and the check before it."""
 
 import functools
 import math
@@ -109,8 +109,8 @@ def programs(op, implementation, x, weights, dy):
     program for both.
     """
     f = functions(op, implementation)
-    by_direction = each_direction(f, implementation == "jnp" and not op.is_kept, x, weights, dy)
-    if implementation != "jnp" and op.carries:
+    by_direction = each_direction(f, implementation == "xla" and not op.is_kept, x, weights, dy)
+    if implementation != "xla" and op.carries:
         by_direction["forward"] = Program(f["carry"], (jnp.copy(x[1]), x[0], weights), carries=True)
     return by_direction
 
@@ -139,7 +139,7 @@ def check(op, shape, dtype, implementation="native", spoil=lambda results: resul
         x = (x[0] + x[1], jnp.zeros_like(x[1]))
     with jax.enable_x64(True):
         operands = jax.tree.map(lambda array: array if op.is_rounded else _wide(array), (x, weights, dy))
-        exact = jax.device_get(_results(op, "jnp", *operands))
+        exact = jax.device_get(_results(op, "xla", *operands))
     sums = len(jax.tree.leaves(exact)) - (0 if dy is None else len(jax.tree.leaves(exact[1][1])))
     errors = []
     for i, (result, expected) in enumerate(zip(*map(jax.tree.leaves, (actual, exact)), strict=True)):

@@ -186,14 +186,14 @@ def steps(*runs, decoding=False):
 
 def step(names, variants):
     """(the best change in percent, the cells of the line) of one program of a model."""
-    xla = variants["jnp"]
+    xla = variants["xla"]
     changes = {norms: change(variants, norms) for norms in DEFAULTS if norms in variants}
     cells = [f"{xla['ms']:.2f}", f"{xla['norms us'] / xla['ms'] / 10:.1f}"]
     cells += [faster(changes.get(norms)) for norms in DEFAULTS]
     return max(changes.values()), [", ".join(names), *cells, against_flax(variants), scatter(variants)]
 
 
-def change(variants, norms, of="jnp"):
+def change(variants, norms, of="xla"):
     """In percent of a program, of paired runs: by what it takes longer than the one without norms beside it."""
     xla = variants[of]
     return (xla["norms us"] - variants[norms]["norms us"]) / xla["ms"] / 10
@@ -205,7 +205,7 @@ def against_flax(*programs):
 
 def scatter(*programs):
     """Half the interquartile range of XLA's program in percent of it, the largest of several programs."""
-    return share(max((variants["jnp"] for variants in programs), key=lambda row: row["± us"] / row["ms"]), "ms")
+    return share(max((variants["xla"] for variants in programs), key=lambda row: row["± us"] / row["ms"]), "ms")
 
 
 def share(row, time):
@@ -239,7 +239,7 @@ def linked(results, page, *names):
 
 def with_loss(results):
     (variants,) = programs_of(results, "Qwen-like", "train step").values()
-    before, after = (variants[norms]["temp MiB"] / 1024 for norms in ("jnp", "jaxnorm-default-loss"))
+    before, after = (variants[norms]["temp MiB"] / 1024 for norms in ("xla", "jaxnorm-default-loss"))
     gain = faster(change(variants, "jaxnorm-default-loss"))
     names = "Qwen-like, joint", "train step", f"{results['header']['classes']} classes, the loss too"
     memory = f"{after:.1f} GiB of temporaries in place of {before:.1f}"

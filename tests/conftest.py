@@ -100,7 +100,7 @@ def pytest_report_header():
         f"jaxnorm: {Path(jaxnorm.__file__).parent}",
         f"platform: {jax.default_backend()}, {jax.device_count()} x {device.device_kind}, jax {jax.__version__}",
         f"pages: {'opened in Chromium' if shutil.which('chromium') else 'not opened, there is no Chromium'}",
-        f"implementation: {f'jnp only, native is missing: {missing}' if missing else description()}",
+        f"implementation: {f'xla only, native is missing: {missing}' if missing else description()}",
     ]
 
 

@@ -265,7 +265,7 @@ def draw(seed: int) -> Example:
     for array in others:
         other = P() if mode == "explicit" else _spec(rng, array.shape, left)
         specs.append(other if rng.random() < share else _aligned(x.shape, of_x, array.shape))
-    results = jax.eval_shape(partial(call.function, implementation="jnp"), *call.operands.values())
+    results = jax.eval_shape(partial(call.function, implementation="xla"), *call.operands.values())
     result_specs = [_spec(rng, r.shape, left) if mode == "auto" and rng.random() < 0.3 else None for r in results]
     if mode != "auto":
         specs = [_that_divides(a.shape, spec, length) for a, spec in zip((x, *others), specs, strict=True)]
@@ -376,7 +376,7 @@ def _reference(example: Example) -> Callable:
         # Weights with a batch have no kernel.
         if any("quantized" in name for name in count_native_calls(text)):
             return example.program(call.meant)
-    return example.program(partial(call.function, implementation="jnp"))
+    return example.program(partial(call.function, implementation="xla"))
 
 
 def _law(example: Example, result: np.ndarray) -> float:
@@ -425,7 +425,7 @@ def _is_refused(example: Example, raised: Exception) -> bool:
         of_types = "an Explicit mesh", "dot_general requires contracting dimensions"
         return any(said in str(raised) for said in of_types)
     try:
-        example.on_mesh("jnp")
+        example.on_mesh("xla")
     except jax.errors.JaxRuntimeError as of_formula:
         return str(of_formula).splitlines()[0] == str(raised).splitlines()[0]
     return False

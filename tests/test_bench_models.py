@@ -26,13 +26,13 @@ PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/benchmarks/*.md"))]
 LANGUAGE, IMAGES = models.small(models.LLAMA), replace(models.small(models.VIT), layers=1)
 SANDWICH, CONDITIONED, JOINT = (models.small(spec) for spec in (models.GEMMA, models.DIT, models.QWEN))
 AFTER_SUM, UNET = models.small(models.BERT), unet.small(unet.WIDE)
-# Models, and the norms with which they train as with jnp norms.
+# Models, and the norms with which they train as with XLA's.
 TRAINED = [
     *((spec, norms) for spec in (LANGUAGE, IMAGES, AFTER_SUM, UNET) for norms in ("jaxnorm", "jaxnorm-joint")),
     *((spec, "flax") for spec in (IMAGES, UNET)),
     *((spec, norms) for spec in (JOINT, SANDWICH, CONDITIONED) for norms in ("jaxnorm-joint", "jaxnorm-default-loss")),
 ]
-# What bfloat16 activations leave: jnp norms, scanned and unrolled, gave losses that were up to 6e-4 apart, and
+# What bfloat16 activations leave: XLA's norms, scanned and unrolled, gave losses that were up to 6e-4 apart, and
 # gradients up to 1.4e-2. Without norms, losses are more than 0.05 from those with them.
 LOSS_TOLERANCE = 2e-3
 GRADIENT_TOLERANCE = 3e-2  # relative L2
@@ -55,7 +55,7 @@ def loss_and_gradients(spec, norms):
 @pytest.mark.needs("kernels")
 @pytest.mark.parametrize(("spec", "norms"), TRAINED, ids=lambda value: getattr(value, "name", value))
 def test_a_model_with_native_norms_trains_as_with_jnp_norms(spec, norms):
-    (native, ours), (by_jnp, expected) = loss_and_gradients(spec, norms), loss_and_gradients(spec, "jnp")
+    (native, ours), (by_jnp, expected) = loss_and_gradients(spec, norms), loss_and_gradients(spec, "xla")
     assert native == pytest.approx(by_jnp, abs=LOSS_TOLERANCE)
     for actual, wanted in zip(ours, expected, strict=True):
         assert np.linalg.norm(actual - wanted) < GRADIENT_TOLERANCE * np.linalg.norm(wanted)
@@ -63,7 +63,7 @@ def test_a_model_with_native_norms_trains_as_with_jnp_norms(spec, norms):
 
 @of_models
 def test_a_model_without_norms_is_another_model():
-    assert abs(loss_and_gradients(LANGUAGE, "none")[0] - loss_and_gradients(LANGUAGE, "jnp")[0]) > 0.05
+    assert abs(loss_and_gradients(LANGUAGE, "none")[0] - loss_and_gradients(LANGUAGE, "xla")[0]) > 0.05
 
 
 # A line of a call's text, and how often it is there with norms that join: every norm of the stream but the first adds.
@@ -90,7 +90,7 @@ def test_norms_take_neighbours_in(spec, sign, count):
 
 @of_models
 @pytest.mark.parametrize("spec", [LANGUAGE, JOINT], ids=lambda spec: spec.name)
-@pytest.mark.parametrize("norms", ["jnp", "jaxnorm-default"])
+@pytest.mark.parametrize("norms", ["xla", "jaxnorm-default"])
 def test_decoding_gives_the_logits_of_the_training_model(spec, norms):
     """Tokens are fed one by one to a cache that is as long: the last step sees all of them, as the last token does.
 
@@ -103,7 +103,7 @@ def test_decoding_gives_the_logits_of_the_training_model(spec, norms):
     for position in range(spec.tokens):
         state = (tokens[:, position], jnp.array(position), cache)
         (chosen, _, cache), logits = step(state, models.serving(params))
-    expected = models.hidden(spec, model_norms.norms_of(spec, "jnp"), params, tokens)[:, -1]
+    expected = models.hidden(spec, model_norms.norms_of(spec, "xla"), params, tokens)[:, -1]
     expected = models.wide_product(expected, params["head"])
     assert np.linalg.norm(np.float64(logits - expected)) < 2e-2 * np.linalg.norm(np.float64(expected))
     assert (chosen == logits.argmax(-1)).all()
@@ -120,13 +120,13 @@ def test_every_program_has_a_row_for_each_kind_of_norm(tmp_path, monkeypatch):
     decode = "Llama-like, decode 1"
     programs = [("ViT-like", "forward"), ("ViT-like", "train step"), (decode, "token"), (decode, "loop")]
     rows = report.load(out)["rows"]
-    expected = [(*program, norms) for program in programs for norms in ("jnp", "jaxnorm", "none")]
+    expected = [(*program, norms) for program in programs for norms in ("xla", "jaxnorm", "none")]
     assert [(row["model"], row["program"], row["norms"]) for row in rows] == expected
 
 
 def test_what_is_won_back_is_a_share_of_what_jnp_norms_cost():
     executable = SimpleNamespace(memory_analysis=lambda: SimpleNamespace(temp_size_in_bytes=2**20))
-    times = {"jnp": [5.0, 6.0, 7.0], "jaxnorm": [4.5, 5.5, 6.5], "none": [3.0, 4.0, 5.0]}
+    times = {"xla": [5.0, 6.0, 7.0], "jaxnorm": [4.5, 5.5, 6.5], "none": [3.0, 4.0, 5.0]}
     keyed = {("forward", norms): seconds for norms, seconds in times.items()}
     _, ours, none = model.rows_of("a model", keyed, dict.fromkeys(keyed, executable))
     expected = {"ms": 5500.0, "norms us": 1.5e6, "temp MiB": 1.0, "won back %": 25.0}
@@ -217,7 +217,7 @@ def test_tables_are_written_drawn_and_checked(results, capsys, monkeypatch):
 
 
 def test_a_step_is_compared_as_a_whole():
-    times = {"jnp": (10.0, 1000.0), "jaxnorm-default-norm": (9.5, 500.0), "jaxnorm-default": (10.3, 1200.0)}
+    times = {"xla": (10.0, 1000.0), "jaxnorm-default-norm": (9.5, 500.0), "jaxnorm-default": (10.3, 1200.0)}
     rows = [
         {"model": "Toy", "program": "train step", "norms": norms, "ms": ms, "± us": 100.0, "norms us": us}
         for norms, (ms, us) in times.items()

@@ -151,7 +151,7 @@ def test_by_shape(function, dtype, platform, shapes, ways):
     ("function", "shapes"),
     [
         (partial(jaxnorm.qk_norm_rotary, positions=3), lambda n: [(n, 8, 64), (n, 2, 64)]),
-        (partial(jaxnorm.qk_norm_rotary, positions=3, axis_of_heads=-3), lambda n: [(8, n, 64), (2, n, 64)]),
+        (partial(jaxnorm.qk_norm_rotary, positions=3, heads_axis=-3), lambda n: [(8, n, 64), (2, n, 64)]),
         (partial(jaxnorm.qkv_norm_rotary, positions=3, heads=8, kv_heads=2), lambda n: [(n, 12, 64)]),
     ],
 )
@@ -165,10 +165,10 @@ def test_tokens_that_are_decoded(function, shapes, tokens, platform, calls):
 def test_info_says_so(capsys):
     info.main(["--platform", "cuda", "--dtype", "bfloat16", "--shape", "8x1153"])
     forward, backward, alone, _ = capsys.readouterr().out.splitlines()[-4:]
-    assert forward.startswith("forward           jnp, because XLA's code is faster for half types")
+    assert forward.startswith("forward           xla, because XLA's code is faster for half types")
     assert "threads" in backward
     assert (
-        "where no gradient is taken jnp, because XLA's code is faster for RMSNorm of at most 262144 elements" in alone
+        "where no gradient is taken xla, because XLA's code is faster for RMSNorm of at most 262144 elements" in alone
     )
 
 
@@ -178,6 +178,6 @@ def test_info_says_so(capsys):
 def test_explain_says_so(wrap, backward):
     norms = jaxnorm.explain(wrap(lambda x: rms(x).astype("float32").sum()), jax.ShapeDtypeStruct((8, 1153), "bfloat16"))
     by_way = {norm.direction: norm.on("cuda") for norm in norms}
-    assert {way: runs.implementation for way, runs in by_way.items()} == {"forward": "formula"} | backward
+    assert {way: runs.implementation for way, runs in by_way.items()} == {"forward": "xla"} | backward
     assert by_way["forward"].why.startswith("XLA's code is faster")
     assert {norm.on("cpu").implementation for norm in norms} == {"native"}

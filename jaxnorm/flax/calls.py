@@ -272,7 +272,7 @@ def rotated(module: Any, arrays: tuple[Any, ...], **tables: Any) -> tuple[jax.Ar
     """
     q, k, q_scale, k_scale, positions = arrays
     q, k = (jnp.asarray(x) if module.dtype is None else jnp.asarray(x, module.dtype) for x in (q, k))
-    names = ("theta", "rotary_dim", "interleaved", "normalize", "epsilon", "axis_of_heads")
+    names = ("theta", "rotary_dim", "interleaved", "normalize", "epsilon", "heads_axis")
     options = {name: getattr(module, name) for name in names} | rounded_once(module, "a rotary embedding")
     return qk_norm_rotary(q, k, q_scale, k_scale, positions, **options, **tables)
 

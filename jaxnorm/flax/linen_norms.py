@@ -149,7 +149,7 @@ class QKNormRotary(_Options, kw_only=True):
     interleaved: bool = False
     normalize: Normalize = True
     epsilon: float = 1e-6
-    axis_of_heads: int = -2
+    heads_axis: int = -2
     use_scale: bool = True
     per_head: bool = False
     dtype: Any = None
@@ -159,7 +159,7 @@ class QKNormRotary(_Options, kw_only=True):
     def __call__(
         self, q: jax.Array, k: jax.Array, positions: jax.Array | None = None, **tables: Unpack[calls.Tables]
     ) -> tuple[jax.Array, jax.Array]:
-        axes = (self.axis_of_heads, -1) if self.per_head else (-1,)
+        axes = (self.heads_axis, -1) if self.per_head else (-1,)
         pairs = (("q_scale", q), ("k_scale", k))
         scales = [linen_calls.scale(self, jnp.asarray(x), axes, name) if self.normalize else None for name, x in pairs]
         return calls.rotated(self, (q, k, *scales, positions), **tables)

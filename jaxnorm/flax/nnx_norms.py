@@ -192,12 +192,12 @@ class QKNormRotary(_Options, nnx_calls.HeadScales):
         normalize: Normalize = True,
         use_scale: bool = True,
         epsilon: float = 1e-6,
-        axis_of_heads: int = -2,
+        heads_axis: int = -2,
         **options: Any,
     ) -> None:
         super().__init__(head_dim, use_scale=use_scale and normalize is not False, **options)
         self.theta, self.rotary_dim, self.interleaved = theta, rotary_dim, interleaved
-        self.normalize, self.epsilon, self.axis_of_heads = normalize, epsilon, axis_of_heads
+        self.normalize, self.epsilon, self.heads_axis = normalize, epsilon, heads_axis
 
     def __call__(
         self, q: jax.Array, k: jax.Array, positions: jax.Array | None = None, **tables: Unpack[calls.Tables]

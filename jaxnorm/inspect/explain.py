@@ -24,7 +24,7 @@ _run = jax.make_user_context(None)
 
 @dataclasses.dataclass(frozen=True)
 class Runs:
-    """What runs for a call on a platform: "native" or "formula", and why."""
+    """What runs for a call on a platform: "native" or "xla", and why."""
 
     platform: str
     implementation: str
@@ -81,16 +81,16 @@ def _is_of_all(runs: Runs) -> bool:
 
 
 def _whys(all_runs: Iterable[Runs]) -> list[str]:
-    """Why the formula runs, each reason once, with its platforms."""
+    """Why XLA's code runs, each reason once, with its platforms."""
     by_reason: dict[str, list[str]] = {}
     for runs in all_runs:
         if runs.implementation != "native":
             by_reason.setdefault(runs.why, []).append(runs.platform)
-    return [f"formula on {', '.join(platforms)}: {why}" for why, platforms in by_reason.items()]
+    return [f"xla on {', '.join(platforms)}: {why}" for why, platforms in by_reason.items()]
 
 
 def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """Traces function(*args, **kwargs) and says of every call of jaxnorm in it whether a kernel or the formula runs.
+    """Traces function(*args, **kwargs) and says of every call of jaxnorm in it whether a kernel or XLA's code runs.
 
         print(jaxnorm.explain(jax.grad(loss), params, batch))
 
@@ -195,12 +195,12 @@ def _type(array: Any) -> str:
 def _context(formula: fallback.Formula) -> str:
     """Which context or variable asks for the formula, if one does."""
     asked = around(formula.name).of(formula.direction)
-    return asked.how if asked.implementation == "jnp" else ""
+    return asked.how if asked.implementation == "xla" else ""
 
 
 def _runs(platform: str, why: str | None, native_for: str | None) -> Runs:
     if why:
-        return Runs(platform, "formula", why)
+        return Runs(platform, "xla", why)
     asked = f" and is asked for by {native_for}" if native_for else ""
     return Runs(platform, "native", f"jaxnorm._{platform} has a kernel{asked}")
 

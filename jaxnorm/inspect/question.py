@@ -107,7 +107,7 @@ def _check_call(parser: argparse.ArgumentParser, function: Function, request: Re
     arrays, traceable = of_arrays(getattr(jaxnorm, function.name), (), _arguments(function, request))
     try:
         # By the formula, as what serves the call is the report's. Without x64 a float64 would be taken for a float32.
-        with jax.enable_x64(True), jaxnorm.implementation("jnp"):
+        with jax.enable_x64(True), jaxnorm.implementation("xla"):
             jax.eval_shape(traceable, arrays)
     except (TypeError, ValueError) as error:
         parser.error(str(error))

@@ -58,17 +58,17 @@ def call(function: str, request: Request, platform: str) -> Report:
         reason = reasons.why_not(call=asked, place=reasons.Place(platform, asked.op.has_kernels))
     implementation, why = "native", f"jaxnorm._{platform} is loaded and has kernels for these dtypes"
     chosen = around(function) if "implementation" in question.parameters(function) else Choice()
-    if chosen.implementation == "jnp":
-        implementation, why = "jnp", f"{fallback.ASKED_FOR}{chosen.forward.how}"
+    if chosen.implementation == "xla":
+        implementation, why = "xla", f"{fallback.ASKED_FOR}{chosen.forward.how}"
     elif reason is not None:
-        implementation, why = "jnp" if chosen.implementation is None else "an error", reason
+        implementation, why = "xla" if chosen.implementation is None else "an error", reason
     report = question.described(function, request)
     report |= {"platform": platform, "implementation": implementation, "why": why}
     if implementation == "native" and asked is not None and asked.op.native is not None:
         if chosen.implementation is None:
             report["slower"] = slower = _slower(asked, platform, chosen.asks(function))
             if not asked.op.native.plan and len(slower) == len(WAYS) + 1:
-                report |= {"implementation": "jnp", "why": slower["forward"]}
+                report |= {"implementation": "xla", "why": slower["forward"]}
         if platform == "cuda" and asked.op.native.plan:
             report |= _plans(request, asked.op.native.plan(asked.spec, asked.operands))
     return report
@@ -142,12 +142,12 @@ def _ways_in_words(norm: Report) -> Iterator[str]:
     for way in WAYS if norm["implementation"] == "native" and (slower or plans) else ():
         asked = " (with straight_through=True)" if by_convention and way == "backward" else ""
         if why := slower.get(way):
-            yield f"{way:18}jnp, because {why}{asked}"
+            yield f"{way:18}xla, because {why}{asked}"
         else:
             plan = f"{plans[way]['regime']}: {plan_in_words(plans[way])}" if way in plans else "native"
             yield f"{way:18}{plan}{asked}"
     if slower.get(ALONE) != slower.get("forward"):
-        yield f"{'':18}where no gradient is taken jnp, because {slower[ALONE]}"
+        yield f"{'':18}where no gradient is taken xla, because {slower[ALONE]}"
     if plans:
         yield f"{'':18}(on a GPU whose largest cluster has {norm['largest_cluster']} blocks)"
 

@@ -47,7 +47,7 @@ def tune(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tuned:
         with tuned:
             params = step(params, batch)
 
-    A choice is "native" or "jnp" for one direction of one function, as `jaxnorm.implementation` takes it, and changes
+    A choice is "native" or "xla" for one direction of one function, as `jaxnorm.implementation` takes it, and changes
     results no more than that does. The search is greedy. It starts from the default rules, tries for each function
     and direction in the program what these do not choose, and keeps it where it is faster beyond the scatter: three
     quarters of its turns are faster than three quarters of those without it. In the end all that is kept together is
@@ -139,7 +139,7 @@ def _why_nothing(calls: Explanation, free: Free, platform: str) -> str:
     if not calls:
         return NO_CALL
     if reason := ffi.why_nowhere(platform):
-        return f"the formula runs whatever is chosen: {reason}"
+        return f"XLA's code runs whatever is chosen: {reason}"
     if not free:
         return ALL_CHOSEN
     return ""
@@ -155,7 +155,7 @@ def _others(calls: Sequence[Norm], one: tuple[str, str], free: Free, platform: s
     if not rows:  # those of another name that this one makes
         rows = [call for call in calls if call.direction == direction and (call.name, direction) not in free]
     run = {runs.implementation for call in rows for runs in call.runs if runs.platform == platform}
-    names: tuple[tuple[str, options.Implementation], ...] = (("native", "jnp"), ("formula", "native"))
+    names: tuple[tuple[str, options.Implementation], ...] = (("native", "xla"), ("xla", "native"))
     return [other for runs, other in names if runs in run]
 
 

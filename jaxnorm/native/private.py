@@ -80,5 +80,5 @@ def why_unknown() -> str | None:
         f"this JAX, {jax.__version__}, is not known to this jaxnorm ({why}); install a newer jaxnorm, or the JAX that "
         "this one asks for"
     )
-    warnings.warn(f"jaxnorm has no kernels, and every call runs the formula: {reason}.", stacklevel=2)
+    warnings.warn(f"jaxnorm has no kernels, and every call runs XLA's code: {reason}.", stacklevel=2)
     return reason

@@ -281,6 +281,6 @@ def check_implementation(function: str, implementation: Any) -> Choice:
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"{function}: unknown implementation {implementation!r}; expected None (native where it exists), "
-            f"'native' (an error where it does not) or 'jnp'."
+            f"'native' (an error where it does not) or 'xla'.{misuse.renamed(implementation)}"
         )
     return choice(function, implementation)

@@ -12,6 +12,8 @@ import numpy as np
 F = TypeVar("F", bound=Callable[..., Any])
 Parameters = Mapping[str, inspect.Parameter]
 
+# The names of before the first release, which goes without them.
+FORMER = {"jnp": "xla", "axis_of_heads": "heads_axis"}
 # The names that other libraries have -> ours, perhaps with its value.
 SYNONYMS = {
     **dict.fromkeys(("eps", "variance_epsilon", "norm_eps", "layer_norm_eps", "rms_norm_eps"), "epsilon"),
@@ -39,7 +41,7 @@ SYNONYMS = {
     **dict.fromkeys(("rotary_ndims", "rot_dim", "n_rot"), "rotary_dim"),
     **dict.fromkeys(("q_norm", "q_weight", "q_gamma", "query_scale"), "q_scale"),
     **dict.fromkeys(("k_norm", "k_weight", "k_gamma", "key_scale"), "k_scale"),
-    **dict.fromkeys(("heads_axis", "head_axis"), "axis_of_heads"),
+    "head_axis": "heads_axis",
     **dict.fromkeys(("num_heads", "n_heads", "num_attention_heads", "q_heads"), "heads"),
     **dict.fromkeys(("num_kv_heads", "n_kv_heads", "num_key_value_heads"), "kv_heads"),
     **dict.fromkeys(("groups", "num_group", "n_groups", "ngroups", "nb_groups"), "num_groups"),
@@ -133,7 +135,7 @@ def unbound(name: str, parameters: Parameters, args: tuple[Any, ...], keywords: 
 
 
 def _meant(name: str, parameters: Parameters, keyword: str) -> str:
-    ours = SYNONYMS.get(keyword, keyword)
+    ours = (SYNONYMS | FORMER).get(keyword, keyword)
     if ours == "axis" and "channel_axis" in parameters:
         ours = "channel_axis"
     argument = ours.partition("=")[0]
@@ -154,6 +156,11 @@ def _meant(name: str, parameters: Parameters, keyword: str) -> str:
     if others:
         return f"{argument} is an argument of {', '.join(others)}."
     return did_you_mean(keyword, parameters, "some")
+
+
+def renamed(name: object) -> str:
+    """The remedy where something has its name of before the first release."""
+    return f" {name!r} is {FORMER[name]!r} now." if isinstance(name, str) and name in FORMER else ""
 
 
 def having(argument: str) -> list[str]:

@@ -11,8 +11,8 @@ import jax
 
 from jaxnorm.ops import misuse
 
-Implementation = Literal["native", "jnp"]
-IMPLEMENTATIONS: tuple[Any, ...] = (None, "native", "jnp")
+Implementation = Literal["native", "xla"]
+IMPLEMENTATIONS: tuple[Any, ...] = (None, "native", "xla")
 Direction = Literal["forward", "backward"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 # What `implementation` takes: of a function, or of one of its directions.
@@ -65,7 +65,7 @@ class Choice(NamedTuple):
         """The fields of the call's `Spec` that say what it is asked for."""
         asked = self._asdict()
         native = {direction: who for direction in asked if (who := asked[direction].native_for(function))}
-        formula = tuple((direction, of.how) for direction, of in asked.items() if of.implementation == "jnp")
+        formula = tuple((direction, of.how) for direction, of in asked.items() if of.implementation == "xla")
         ways = {"native_for": next(iter(native.values())), "native_ways": tuple(native)} if native else {}
         return {**ways, "formula_for": formula}
 
@@ -73,7 +73,10 @@ class Choice(NamedTuple):
 def _default() -> Implementation | None:
     value: Any = os.environ.get(VARIABLE) or None
     if value not in IMPLEMENTATIONS:
-        raise ValueError(f"{VARIABLE}={value}, expected native or jnp; leave it unset for native where it exists.")
+        raise ValueError(
+            f"{VARIABLE}={value}, expected native or xla; leave it unset for native where it exists."
+            f"{misuse.renamed(value)}"
+        )
     chosen: Implementation | None = value
     return chosen
 
@@ -149,10 +152,10 @@ def context() -> Context:
 def implementation(name: Implementation | Choices | None) -> contextlib.AbstractContextManager[None]:
     """A context, or a decorator, in which functions of jaxnorm that are traced have this implementation.
 
-        with jaxnorm.implementation("jnp"):
+        with jaxnorm.implementation("xla"):
             y = model(x)
 
-        with jaxnorm.implementation({"layer_norm": "jnp", "rms_norm": {"backward": "native"}}):
+        with jaxnorm.implementation({"layer_norm": "xla", "rms_norm": {"backward": "native"}}):
             y = model(x)
 
     With a name it is that of every function, with a mapping that of the functions whose names are its keys: a mapping
@@ -167,7 +170,7 @@ def implementation(name: Implementation | Choices | None) -> contextlib.Abstract
     jaxnorm is imported, has the same effect.
 
     Args:
-      name: "native" or "jnp", as for `rms_norm`; None undoes surrounding contexts. Or a mapping from names of public
+      name: "native" or "xla", as for `rms_norm`; None undoes surrounding contexts. Or a mapping from names of public
         functions that have the argument `implementation` to these, or to mappings from directions to these.
 
     Raises:
@@ -195,7 +198,9 @@ def checked(choices: Choices) -> dict[tuple[str, str], Implementation | None]:
 def _known(name: Any) -> Implementation | None:
     if isinstance(name, (str, type(None))) and name in IMPLEMENTATIONS:
         return cast(Implementation | None, name)
-    raise ValueError(f"implementation: unknown implementation {name!r}; expected None, 'native' or 'jnp'.")
+    raise ValueError(
+        f"implementation: unknown implementation {name!r}; expected None, 'native' or 'xla'.{misuse.renamed(name)}"
+    )
 
 
 @contextlib.contextmanager

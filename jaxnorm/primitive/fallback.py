@@ -1,4 +1,4 @@
-"""Where the formula runs instead of a kernel: who is told of it, `jaxnorm.explain` and the user who wants to know.
+"""Where XLA's code runs instead of a kernel: who is told of it, `jaxnorm.explain` and the user who wants to know.
 
 With the environment variable `JAXNORM_WARN_FALLBACK=1` there is a warning, once for each line of the user's code where
 a kernel was to be expected. Where kernels that were built do not load or cannot run there is one always.
@@ -16,7 +16,7 @@ from jaxnorm.native.source import Line, line_of_user
 from jaxnorm.primitive.op import public_name
 
 VARIABLE = "JAXNORM_WARN_FALLBACK"
-ASKED_FOR = "the formula is asked for"
+ASKED_FOR = "XLA's code is asked for"
 
 
 class Formula(NamedTuple):
@@ -73,7 +73,7 @@ def lowered(primitive: str, platform: str, reason: str, traceback: Any) -> None:
     if reason == ffi.why_unfit(platform):
         if reason not in _told:
             _told.add(reason)
-            warnings.warn(f"jaxnorm runs the formula on {platform}: {reason}.", stacklevel=2)
+            warnings.warn(f"jaxnorm runs XLA's code on {platform}: {reason}.", stacklevel=2)
     elif platform in ffi.PLATFORMS:
         _warn(primitive.removeprefix("jaxnorm_"), f"on {platform}", reason, line_of_user(traceback))
 
@@ -82,7 +82,7 @@ def _warn(op: str, which: str, reason: str, line: Line | None) -> None:
     if not _warns or (line or reason) in _told:
         return
     _told.add(line or reason)
-    message = f"{op}, {which}: jaxnorm runs jax.numpy and no kernel, because {reason}."
+    message = f"{op}, {which}: jaxnorm runs XLA's code and no kernel, because {reason}."
     if line is None:
         warnings.warn(message, stacklevel=3)
     else:

@@ -61,7 +61,7 @@ class Family(Generic[S, O, R]):
 
     def wants_primitive(self, spec: S, operands: O, implementation: str | None) -> bool:
         """Whether `implementation` asks for the primitive, or allows it where some platform has a kernel."""
-        is_asked_for = implementation == "jnp"
+        is_asked_for = implementation == "xla"
         wants = not is_asked_for and reasons.wants_primitive(self.op, spec, operands)
         if not wants:
             why = functools.partial(self._why_formula, spec, operands, is_asked_for)

@@ -39,7 +39,7 @@ def register(
 
     None is for a primitive without kernels. Where rows have sharded axes, of_shard computes a device's shard; None is
     the formula. In a program for several devices the call is one that XLA partitions, if
-    `jaxnorm.sharding.partition.register` was told how, and else the formula. slower says why the formula runs all the
+    `jaxnorm.sharding.partition.register` was told how, and else the formula. slower says why XLA's code runs all the
     same, by the lengths of the operands or as it is asked for; of a call that must be native in this direction it says
     why it cannot be. in_place, the abstract evaluation, is for a native rule that asks where an operand comes from.
     splits: the native rule is for a program for several devices, too.

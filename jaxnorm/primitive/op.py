@@ -32,7 +32,7 @@ class Role:
     """How an array goes with x: its dim map, by x's rank and its own shape, and what vmap does with a batch of it.
 
     "fold": the batch becomes the first of its axes, as of x's. "weight": it becomes a batch dim of the weight, where a
-    kernel takes that. "formula": the formula runs.
+    kernel takes that. "formula": XLA's code runs.
 
     `shape`, from the spec, x's shape and the batch dims of weights, is needed of a variable that is not saved. An array
     that `broadcasts` may be 1 long along axes of x, and so it is along that of a batch that it does not have; it is

@@ -245,7 +245,7 @@ def wants_primitive(op: AnyOp, spec: RowSpec, operands: Record) -> bool:
         if reason := why_not(call=call, place=Place(compat.default_platform(), op.has_kernels)):
             raise RuntimeError(
                 f"{spec.native_for}: implementation='native' cannot serve this call: {reason}. "
-                "With implementation=None the formula runs."
+                "With implementation=None XLA's code runs."
             )
         return True
     if spec.shards is None or compat.UNKNOWN:
@@ -258,5 +258,5 @@ def wants_primitive(op: AnyOp, spec: RowSpec, operands: Record) -> bool:
 def cannot_compile(function: str, platform: str, reason: str) -> RuntimeError:
     return RuntimeError(
         f"{function}: implementation='native' cannot be compiled for {platform}: {reason}. "
-        "With implementation=None the formula runs."
+        "With implementation=None XLA's code runs."
     )

@@ -153,7 +153,7 @@ class Rules:
     def transpose(self, *cotangents_and_leaves: Any, **params: Any) -> Any: ...
 
     def slower(self, platform: str, *types: Any, **params: Any) -> str | None:
-        """Why the formula runs and not the native call, by the lengths of the operands."""
+        """Why XLA's code runs and not the native call, by the lengths of the operands."""
         return None
 
     def described(self, *types: Any, **params: Any) -> Described:

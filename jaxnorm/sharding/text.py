@@ -51,6 +51,8 @@ def _encode(value: object) -> dict[str, Any] | None:
 def _decode(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(map(_decode, value))
+    if value == "jnp":  # what the implementation "xla" was called
+        return "xla"
     if not isinstance(value, dict):
         return value
     decoded = {key: _decode(item) for key, item in value.items()}

@@ -94,9 +94,9 @@ ROTARY = of("rotary", "rotary of heads first")
 ACTIVATION = of("activation", "activation of a pair", "activation of a stack")
 # Options of the functions that Flax has not. In bfloat16 each changes bits where the two halves of a result's dtype
 # meet.
-OPTIONS = [{"scale_offset": 1.0}, {"multiply_before_cast": False}, {"scale_offset": -0.5, "implementation": "jnp"}]
-OFFSETS = [{"scale_offset": 1.0}, {"scale_offset": 1.0, "implementation": "jnp"}]
-SIGMOID = {"activation": jax.nn.sigmoid, "implementation": "jnp"}
+OPTIONS = [{"scale_offset": 1.0}, {"multiply_before_cast": False}, {"scale_offset": -0.5, "implementation": "xla"}]
+OFFSETS = [{"scale_offset": 1.0}, {"scale_offset": 1.0, "implementation": "xla"}]
+SIGMOID = {"activation": jax.nn.sigmoid, "implementation": "xla"}
 OPTIONS_OF = [
     (PLAIN | ADD, OPTIONS),
     (QUANTIZED, OFFSETS),
@@ -147,7 +147,7 @@ def test_dtypes_of_rotated_heads(layer, dtype, given):
 
 
 # As in the model hubs, with activations of bfloat16 and parameters of float32.
-@cover(layer=PLAIN | ADD, implementation=[None, "jnp"])
+@cover(layer=PLAIN | ADD, implementation=[None, "xla"])
 def test_a_narrow_x_hat_is_rounded_before_wide_parameters_multiply_it(layer, implementation):
     inputs = layer.draw("bfloat16", "bfloat16")
     apply, parameters = layer.build(inputs, multiply_before_cast=False, implementation=implementation)
@@ -158,11 +158,11 @@ def test_a_narrow_x_hat_is_rounded_before_wide_parameters_multiply_it(layer, imp
 
 
 @pytest.mark.needs("kernels")
-@cover(layer=PLAIN, implementation=[None, "native", "jnp"])
+@cover(layer=PLAIN, implementation=[None, "native", "xla"])
 def test_the_implementation_is_what_runs(layer, implementation):
     inputs = layer.draw()
     apply, parameters = layer.build(inputs, implementation=implementation)
-    calls = {} if implementation == "jnp" else native_calls(layer.row.kind, fwd=1)
+    calls = {} if implementation == "xla" else native_calls(layer.row.kind, fwd=1)
     assert_calls(apply, (parameters, *inputs), calls)
 
 

@@ -131,13 +131,13 @@ def test_gradients_with_options(op, dtypes, options, size):
 @over(EXACT, dtypes=lambda op: [d for d in op.dtypes if op not in (*ADDED, *SANDWICH) or d[1] == "float32"])
 def test_the_formula(op, dtypes):
     size = lengths(op)[0]
-    assert errors(op, op.draw(size, dtypes), implementation="jnp", **size.options) == []
+    assert errors(op, op.draw(size, dtypes), implementation="xla", **size.options) == []
 
 
 @pytest.mark.parametrize("op", DIFFERENTIABLE, ids=str)
 def test_gradients_of_the_formula(op):
     size = lengths(op)[-1]
-    assert errors_of_gradients(op, op.draw(size), implementation="jnp", **size.options) == {}
+    assert errors_of_gradients(op, op.draw(size), implementation="xla", **size.options) == {}
 
 
 @pytest.mark.parametrize("op", OPS, ids=str)
@@ -146,7 +146,7 @@ def test_gradients_have_the_dtypes_of_their_primals(op):
     assert [gradient.dtype for gradient in op.gradient()(*args)] == [args[i].dtype for i in op.all]
 
 
-# Axes that have no kernel take the jnp path and keep the same promise.
+# Axes that have no kernel take XLA's code and keep the same promise.
 @cover(kind=KINDS, axis=[0, 1, (0, 1), (0, 2)])
 def test_results_over_leading_axes(kind, axis):
     axes = axis if isinstance(axis, tuple) else (axis,)

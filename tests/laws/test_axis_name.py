@@ -141,7 +141,7 @@ def test_features_in_a_partly_manual_shard_map(devices, kind):
 
 # The like where types say how rows are split.
 @pytest.mark.needs("several")
-@pytest.mark.parametrize("implementation", [None, "jnp"])
+@pytest.mark.parametrize("implementation", [None, "xla"])
 @vma
 def test_features_beside_an_explicit_axis_of_rows(devices, op, check_vma, implementation):
     mesh = mesh_of(devices, AxisType.Explicit)
@@ -165,7 +165,7 @@ def test_features_beside_an_explicit_axis_of_rows(devices, op, check_vma, implem
 
 # Where JAX 0.10 linearises the body of a loop, it keeps the rules of primitives alone.
 @pytest.mark.needs("several")
-@pytest.mark.parametrize("implementation", [None, "jnp"])
+@pytest.mark.parametrize("implementation", [None, "xla"])
 @pytest.mark.parametrize("kind", NORMS)
 def test_second_derivatives_of_a_loop_beside_an_explicit_axis_of_rows(devices, kind, implementation):
     mesh, spec = mesh_of(devices, AxisType.Explicit), P(None, None, "b")

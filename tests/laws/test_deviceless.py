@@ -189,7 +189,7 @@ def test_a_training_step_over_devices_exchanges_what_xla_has_it_exchange(name, a
     devices = np.reshape(topology(4).devices, (2, 2))
     mesh, spec = Mesh(devices, ("data", "tensor"), axis_types=(axis_type,) * 2), trainer.MODELS[name]
     ours, of_xla = (
-        collectives(optimised(trainer.lowered(spec, mesh, way)).as_text()) for way in ("jaxnorm-default-loss", "jnp")
+        collectives(optimised(trainer.lowered(spec, mesh, way)).as_text()) for way in ("jaxnorm-default-loss", "xla")
     )
     assert ours["all-gather"] == of_xla["all-gather"]
     assert ours["reduce-scatter"] == of_xla["reduce-scatter"]

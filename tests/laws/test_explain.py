@@ -1,4 +1,4 @@
-"""`jaxnorm.explain`, and the warnings where the formula runs though a kernel was to be expected."""
+"""`jaxnorm.explain`, and the warnings where XLA's code runs though a kernel was to be expected."""
 
 import inspect
 import json
@@ -94,7 +94,7 @@ def summary(explained, platform="cpu"):
     ("function", "expected", "why"),
     [
         pytest.param(norm, ("rms_norm", "forward", "native"), "", marks=pytest.mark.needs("kernels"), id="kernel"),
-        pytest.param(mixed, ("layer_norm", "forward", "formula"), MIXED, id="formula"),
+        pytest.param(mixed, ("layer_norm", "forward", "xla"), MIXED, id="formula"),
     ],
 )
 def test_at_any_depth(wrap, function, expected, why):
@@ -118,9 +118,9 @@ def loss(x):
 @pytest.mark.needs("kernels")
 def test_directions():
     explained = jaxnorm.explain(jax.grad(loss), X)
-    ways = [("rms_norm", "forward", "native"), ("rms_norm", "backward", "native"), ("layer_norm", "forward", "formula")]
+    ways = [("rms_norm", "forward", "native"), ("rms_norm", "backward", "native"), ("layer_norm", "forward", "xla")]
     assert summary(explained) == ways
-    assert ("rms_norm", "tangent", "formula") in summary(jaxnorm.explain(lambda x: jax.jvp(norm, (x,), (x,)), X))
+    assert ("rms_norm", "tangent", "xla") in summary(jaxnorm.explain(lambda x: jax.jvp(norm, (x,), (x,)), X))
 
 
 WEIGHTS = jaxnorm.quantize(X, INT8)
@@ -130,7 +130,7 @@ CALLS = {
     "quantize": (of_x("quantize"), "on every platform"),
     "quantized_dot": (lambda x: jaxnorm.quantized_dot(x, WEIGHTS), "none for cpu"),
     "float8_linear": (of_x("float8_linear"), "none for cpu"),
-    "rms_norm": (partial(jaxnorm.rms_norm, implementation="jnp"), "is asked for"),
+    "rms_norm": (partial(jaxnorm.rms_norm, implementation="xla"), "is asked for"),
     "layer_norm": (lambda x: jaxnorm.layer_norm(x, axis=0), "not the trailing axes"),
 }
 
@@ -141,7 +141,7 @@ def test_every_function(name):
     function, why = CALLS[name]
     first, *_ = jaxnorm.explain(function, X)
     runs = first.on("cpu")
-    assert (first.name, runs.implementation) == (name, "formula" if why else "native")
+    assert (first.name, runs.implementation) == (name, "xla" if why else "native")
     assert (why or "has a kernel") in runs.why
 
 
@@ -152,7 +152,7 @@ CHOSEN = [name for name in CALLS if name not in NOT_CHOSEN]
 
 
 @pytest.mark.needs("kernels")
-@pytest.mark.parametrize("chosen", ["jnp", "native"])
+@pytest.mark.parametrize("chosen", ["xla", "native"])
 @pytest.mark.parametrize("name", CHOSEN)
 def test_where_a_choice_comes_from(name, chosen):
     with jaxnorm.implementation({name: chosen}):
@@ -164,13 +164,13 @@ def test_where_a_choice_comes_from(name, chosen):
 
 @pytest.mark.needs("kernels")
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-@pytest.mark.parametrize("chosen", ["jnp", "native"])
+@pytest.mark.parametrize("chosen", ["xla", "native"])
 def test_where_the_choice_of_a_direction_comes_from(direction, chosen):
     with jaxnorm.implementation({"rms_norm": {direction: chosen}}):
         explained = jaxnorm.explain(jax.grad(lambda x: norm(x).sum()), X)
     whys = {norm.direction: norm.on("cpu") for norm in explained}
     asked = whys.pop(direction)
-    assert asked.implementation == ("formula" if chosen == "jnp" else "native")
+    assert asked.implementation == chosen
     assert "is asked for" in asked.why
     assert asked.why.endswith(f" under jaxnorm.implementation({{'rms_norm': {{{direction!r}: {chosen!r}}}}})")
     (other,) = whys.values()
@@ -233,7 +233,7 @@ def test_what_is_no_function(name):
 @pytest.mark.needs("kernels")
 def test_an_ensemble_of_weights():
     (row, *_) = jaxnorm.explain(jax.vmap(lambda scale: jaxnorm.rms_norm(X, scale)), jnp.ones((3, 8)))
-    assert row.on("cpu").implementation == "formula"
+    assert row.on("cpu").implementation == "xla"
     assert "jax.vmap" in row.on("cpu").why
 
 
@@ -271,7 +271,7 @@ def test_the_command(tmp_path):
     assert "program.py:5" in printed
     assert "not the trailing axes" in printed
     row, *_ = json.loads(run(tmp_path, "-m", "jaxnorm.info", "--json", "--explain", "program:step").stdout)
-    assert (row["name"], row["runs"][0]["implementation"]) == ("rms_norm", "formula")
+    assert (row["name"], row["runs"][0]["implementation"]) == ("rms_norm", "xla")
 
 
 # What stands behind --explain and names no function, and the remedy; in no case a traceback.
@@ -309,7 +309,7 @@ def test_a_warning_where_it_is_asked_for(tmp_path):
     assert run(tmp_path, "-c", program).stderr == ""
     told = run(tmp_path, "-c", program, JAXNORM_WARN_FALLBACK="1").stderr
     assert told.count("UserWarning") == 1
-    assert "program.py:5: UserWarning: rms_norm, forward: jaxnorm runs jax.numpy and no kernel, because the nor" in told
+    assert "program.py:5: UserWarning: rms_norm, forward: jaxnorm runs XLA's code and no kernel, because the no" in told
 
 
 @pytest.fixture
@@ -321,7 +321,7 @@ def warns(monkeypatch):
 @pytest.mark.needs("kernels")
 @pytest.mark.parametrize("function", [mixed, CALLS["layer_norm"][0]], ids=["dtypes", "axes"])
 def test_a_warning_for_each_line(warns, function):
-    with pytest.warns(UserWarning, match="jaxnorm runs jax.numpy and no kernel") as told:
+    with pytest.warns(UserWarning, match="jaxnorm runs XLA's code and no kernel") as told:
         function(X)
     function(X)
     assert [Path(warning.filename).name for warning in told] == [HERE]
@@ -359,7 +359,7 @@ def test_more_rows_than_a_grid(name, way):
     explanation = jaxnorm.explain(called, jax.ShapeDtypeStruct(MANY[name], "bfloat16"))
     on_cuda = [run for norm in explanation for run in norm.runs if run.platform == "cuda"]
     assert on_cuda
-    assert all(run.implementation == "formula" and "2147483648 rows" in run.why for run in on_cuda)
+    assert all(run.implementation == "xla" and "2147483648 rows" in run.why for run in on_cuda)
 
 
 def test_a_function_of_jaxnorm_has_the_line_of_explain():

@@ -130,7 +130,7 @@ def test_a_program_for_heads_before_an_axis_of_unknown_size(op):
         *({"window": 3}, {"offset": -2}, {"offset": 2, "window": 3}, {"offset": -2, "window": 2**40}),
         *({"offset": np.array([-2, 1]), "window": 3}, {"offset": np.array([-2, 1])}),
     ],
-    implementation=[None, "jnp"],
+    implementation=[None, "xla"],
 )
 def test_a_mask_of_an_unknown_number_of_queries(name, mask, implementation):
     of = jax.jit(partial(getattr(jaxnorm, name), causal=True, implementation=implementation, **mask))
@@ -198,6 +198,10 @@ FORMER = {
     "GatedNormQuantized": (
         ROW | GATE | OF_QUANTIZED | {"grouped": False},
         lambda x: jaxnorm.gated_rms_norm_quantized(x, x, gate_first=True, quantization=jaxnorm.Quantization("int8")),
+    ),
+    "QuantizedDot": (
+        {"out_dtype": {"dtype": "float32"}, "implementation": "jnp"},
+        lambda x: jaxnorm.quantized_dot(x, jaxnorm.quantize(x, jaxnorm.Quantization("int8")), implementation="xla"),
     ),
 }
 

@@ -216,7 +216,7 @@ def test_no_examples(op, moving):
 
 
 # For those who let JAX tell them where it happens.
-@over(EACH, implementation=lambda op: ["native", "jnp"] if is_platform_with_kernels() else ["jnp"])
+@over(EACH, implementation=lambda op: ["native", "xla"] if is_platform_with_kernels() else ["xla"])
 def test_ranks_are_not_promoted(op, implementation):
     def both(*args):
         return both_ways(op.run())(*args), jax.vmap(op.run())(*(jnp.stack([a, a]) for a in args))
@@ -288,7 +288,7 @@ def test_a_row_longer_than_an_int32_counts():
 
 
 # `jax.debug_nans` raises at no finite operands: no NaN is made on the way, nor as a constant.
-IMPLEMENTATIONS = [None, "jnp"]
+IMPLEMENTATIONS = [None, "xla"]
 HOW = {"eager": lambda f: f, "jit": jax.jit}
 
 

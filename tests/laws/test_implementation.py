@@ -33,41 +33,41 @@ def chosen(function=norm, *args, **options):
     text = str(jax.make_jaxpr(lambda *args: function(*args, **options))(*(args or (X,))))
     # Formulas of activations and of what is quantised have a primitive too, for its derivative.
     if not re.search("jaxnorm_(?!straight_through|activation)", text):
-        return "jnp"
+        return "xla"
     return None if "native_for=None" in text else "native"
 
 
 @over((*NORMS, *ADDED, GATED[0], GROUP_NORMS[1], ROTARY[0], *QUANTIZED, *GATED_QUANTIZED))
 def test_a_context_is_for_every_op(op):
     function, types = op.run(op.function), op.types(op.small)
-    with implementation("jnp"):
-        assert chosen(function, *types) == "jnp"
+    with implementation("xla"):
+        assert chosen(function, *types) == "xla"
     assert chosen(function, *types) is None
 
 
 @pytest.mark.needs("kernels")
 def test_the_argument_wins_over_the_context():
-    with implementation("jnp"):
+    with implementation("xla"):
         assert chosen(implementation="native") == "native"
     with implementation("native"):
-        assert chosen(implementation="jnp") == "jnp"
+        assert chosen(implementation="xla") == "xla"
 
 
 def both():
     return chosen(jaxnorm.layer_norm, X), chosen()
 
 
-OF_LAYER, OF_RMS, LEFT = {"layer_norm": "jnp"}, {"rms_norm": "jnp"}, {"layer_norm": None}
+OF_LAYER, OF_RMS, LEFT = {"layer_norm": "xla"}, {"rms_norm": "xla"}, {"layer_norm": None}
 # Contexts, from the outermost, and what layer_norm and rms_norm are under the innermost. A mapping stands on top of the
 # contexts around it; a name takes their place.
 NESTED = (
-    (("jnp",), ("jnp", "jnp")),
-    ((OF_LAYER,), ("jnp", None)),
+    (("xla",), ("xla", "xla")),
+    ((OF_LAYER,), ("xla", None)),
     (("native",), ("native", "native")),
-    (("native", "jnp"), ("jnp", "jnp")),
-    (("native", "jnp", None), (None, None)),
-    (("native", OF_LAYER), ("jnp", "native")),
-    (("native", OF_LAYER, OF_RMS), ("jnp", "jnp")),
+    (("native", "xla"), ("xla", "xla")),
+    (("native", "xla", None), (None, None)),
+    (("native", OF_LAYER), ("xla", "native")),
+    (("native", OF_LAYER, OF_RMS), ("xla", "xla")),
     (("native", OF_LAYER, LEFT), (None, "native")),
     (("native", OF_LAYER, "native"), ("native", "native")),
 )
@@ -90,15 +90,18 @@ def test_contexts_nest(contexts, found):
 
 
 UNKNOWN = {
-    "misspelt": ({"layernorm": "jnp"}, "no function 'layernorm'; did you mean layer_norm?"),
-    "without the argument": ({"dequantize": "jnp"}, "no function 'dequantize'"),
-    "unknown": ({"layer_norm": "xla"}, "unknown implementation 'xla'"),
+    "misspelt": ({"layernorm": "xla"}, "no function 'layernorm'; did you mean layer_norm?"),
+    "without the argument": ({"dequantize": "xla"}, "no function 'dequantize'"),
+    "former": (
+        {"layer_norm": "jnp"},
+        "unknown implementation 'jnp'; expected None, 'native' or 'xla'. 'jnp' is 'xla' now.",
+    ),
     "way": (
-        {"softmax": {"backwards": "jnp"}},
+        {"softmax": {"backwards": "xla"}},
         "softmax has no direction 'backwards'; expected 'forward' or 'backward'",
     ),
-    "of a direction": ({"layer_norm": {"backward": "xla"}}, "unknown implementation 'xla'"),
-    "nested": ({"layer_norm": {"backward": {"forward": "jnp"}}}, "unknown implementation {'forward': 'jnp'}"),
+    "of a direction": ({"layer_norm": {"backward": "XLA"}}, "unknown implementation 'XLA'"),
+    "nested": ({"layer_norm": {"backward": {"forward": "xla"}}}, "unknown implementation {'forward': 'xla'}"),
     "no mapping": ("cuda", "implementation: unknown implementation 'cuda'; expected None, 'native' or"),
 }
 
@@ -118,11 +121,11 @@ def kernels_of_gradient(function=norm, *args):
 
 KEPT = (
     ({}, {"fwd", "bwd"}),
-    ({"forward": "jnp"}, {"bwd"}),
-    ({"backward": "jnp"}, {"fwd"}),
-    ({"forward": "native", "backward": "jnp"}, {"fwd"}),
-    ({"forward": "jnp", "backward": "native"}, {"bwd"}),
-    ({"forward": "jnp", "backward": "jnp"}, set()),
+    ({"forward": "xla"}, {"bwd"}),
+    ({"backward": "xla"}, {"fwd"}),
+    ({"forward": "native", "backward": "xla"}, {"fwd"}),
+    ({"forward": "xla", "backward": "native"}, {"bwd"}),
+    ({"forward": "xla", "backward": "xla"}, set()),
 )
 
 
@@ -142,7 +145,7 @@ def test_a_gradient_of_which_one_direction_is_the_formula(op, direction):
     args, gradient = op.draw(op.small), op.gradient()
     with implementation({op.public: "native"}):
         native = jax.jit(gradient)(*args)
-        with implementation({op.public: {direction: "jnp"}}):
+        with implementation({op.public: {direction: "xla"}}):
             program = jax.jit(gradient).lower(*args)
     kept = op.backward if direction == "forward" else op.forward
     assert count_native_calls(program.as_text()) == {kept: 1}
@@ -153,10 +156,10 @@ def test_a_gradient_of_which_one_direction_is_the_formula(op, direction):
 # On top of the contexts around it, each direction by itself.
 @pytest.mark.needs("kernels")
 def test_directions_nest():
-    with implementation("jnp"):
+    with implementation("xla"):
         with implementation({"rms_norm": {"backward": "native"}}):
             assert kernels_of_gradient() == {"bwd"}
-            with implementation({"rms_norm": {"forward": None, "backward": "jnp"}}):
+            with implementation({"rms_norm": {"forward": None, "backward": "xla"}}):
                 assert kernels_of_gradient() == {"fwd"}
         assert kernels_of_gradient() == set()
 
@@ -171,7 +174,7 @@ ways = pytest.mark.parametrize(("direction", "kept"), [("forward", "bwd"), ("bac
 def test_directions_over_a_mesh(devices, direction, kept):
     mesh = jax.make_mesh((len(devices),), ("i",), (AxisType.Auto,), devices=devices)
     x = jax.device_put(jnp.ones((len(devices), 4, 8)), NamedSharding(mesh, P("i")))
-    with implementation({"rms_norm": {direction: "jnp"}}):
+    with implementation({"rms_norm": {direction: "xla"}}):
         text = compiled_text(jax.grad(lambda x: norm(x).sum()), x)
     assert count_native_calls(text) == {f"jaxnorm_rms_norm_{kept}": 1}
 
@@ -181,7 +184,7 @@ def test_directions_over_a_mesh(devices, direction, kept):
 @ways
 def test_directions_of_what_calls_others(direction, kept):
     args = X[0], X[0].T, jnp.zeros(X[0].shape[0], "int32")
-    with implementation({"linear_cross_entropy": {direction: "jnp"}}):
+    with implementation({"linear_cross_entropy": {direction: "xla"}}):
         assert kernels_of_gradient(jaxnorm.linear_cross_entropy, *args) == {kept}
 
 
@@ -198,28 +201,28 @@ def test_an_error_names_the_context_that_chose(choice):
 
 
 def test_a_context_ends_with_an_error():
-    with pytest.raises(ZeroDivisionError), implementation("jnp"):
+    with pytest.raises(ZeroDivisionError), implementation("xla"):
         raise ZeroDivisionError
     assert chosen() is None
 
 
 def test_a_decorator():
-    @implementation("jnp")
+    @implementation("xla")
     def function(x, depth=2):
         return norm(x) if depth == 0 else function(x, depth - 1)
 
     assert function.__name__ == "function"
-    assert [chosen(function) for _ in range(2)] == ["jnp", "jnp"]
+    assert [chosen(function) for _ in range(2)] == ["xla", "xla"]
     assert chosen() is None
 
 
 def test_a_context_within_a_jitted_function():
     @jax.jit
     def function(x):
-        with implementation("jnp"):
+        with implementation("xla"):
             return norm(x)
 
-    assert chosen(function) == "jnp"
+    assert chosen(function) == "xla"
 
 
 @pytest.mark.needs("kernels")
@@ -233,10 +236,10 @@ def test_jit_keeps_what_was_traced_in_each_context_apart():
 
     for _ in range(2):
         function(X)
-        for name in ("jnp", "native", "jnp"):
+        for name in ("xla", "native", "xla"):
             with implementation(name):
                 function(X)
-    assert traced == [None, "jnp", "native"]
+    assert traced == [None, "xla", "native"]
 
 
 # JAX keeps what it has traced of inner functions too.
@@ -251,23 +254,23 @@ OUTER = {
 @pytest.mark.parametrize("name", OUTER)
 def test_inner_functions_are_traced_in_each_context(name):
     assert chosen(OUTER[name]) is None
-    with implementation("jnp"):
-        assert chosen(OUTER[name]) == "jnp"
+    with implementation("xla"):
+        assert chosen(OUTER[name]) == "xla"
     assert chosen(OUTER[name]) is None
 
 
 def test_a_context_is_of_its_thread():
     with ThreadPoolExecutor(1) as thread:
-        with implementation("jnp"):
-            assert (chosen(), thread.submit(chosen).result()) == ("jnp", None)
-        other = implementation("jnp")
+        with implementation("xla"):
+            assert (chosen(), thread.submit(chosen).result()) == ("xla", None)
+        other = implementation("xla")
         thread.submit(other.__enter__).result()
-        assert (chosen(), thread.submit(chosen).result()) == (None, "jnp")
+        assert (chosen(), thread.submit(chosen).result()) == (None, "xla")
         thread.submit(other.__exit__, None, None, None).result()
 
 
 def test_an_exported_program_stays_what_it_was():
-    with implementation("jnp"):
+    with implementation("xla"):
         formula = export.export(jax.jit(norm), platforms=PLATFORMS)(X)
     kernels = export.export(jax.jit(norm), platforms=PLATFORMS)(X)
     calls = [bool(count_native_calls(program.mlir_module())) for program in (formula, kernels)]
@@ -278,7 +281,7 @@ def test_an_exported_program_stays_what_it_was():
 @pytest.mark.parametrize("op", EACH, ids=str)
 def test_a_derivative_in_the_context_of_the_formula(op):
     types = op.types(op.small)
-    with implementation("jnp"):
+    with implementation("xla"):
         assert not count_native_calls(jax.jit(op.gradient()).lower(*types).as_text())
 
 
@@ -286,9 +289,9 @@ PROGRAM = """
 import jax, jax.numpy as jnp, jaxnorm
 def chosen():
     text = str(jax.make_jaxpr(lambda x: jaxnorm.rms_norm(x))(jnp.ones((2, 8))))
-    return "jnp" if "jaxnorm_" not in text else "default" if "native_for=None" in text else "native"
+    return "xla" if "jaxnorm_" not in text else "default" if "native_for=None" in text else "native"
 print(chosen())
-for name in ("jnp", "native", None):
+for name in ("xla", "native", None):
     with jaxnorm.implementation(name):
         print(chosen())
 try:
@@ -303,10 +306,10 @@ def run(value, directory, program):
 
 
 @pytest.mark.needs("kernels")
-@pytest.mark.parametrize("value", ["", "jnp", "native"])
+@pytest.mark.parametrize("value", ["", "xla", "native"])
 def test_the_environment_is_the_default(value, tmp_path):
     lines = run(value, tmp_path, PROGRAM).stdout.splitlines()
-    assert lines[:4] == [value or "default", "jnp", "native", value or "default"]
+    assert lines[:4] == [value or "default", "xla", "native", value or "default"]
     assert [line.partition(":")[0] for line in lines[4:]] == ["rms_norm with JAXNORM_IMPLEMENTATION=native"] * (
         value == "native"
     )
@@ -315,4 +318,4 @@ def test_the_environment_is_the_default(value, tmp_path):
 def test_an_unknown_name_in_the_environment(tmp_path):
     printed = run("cuda", tmp_path, "import jaxnorm")
     assert printed.returncode == 1
-    assert "ValueError: JAXNORM_IMPLEMENTATION=cuda, expected native or jnp" in printed.stderr
+    assert "ValueError: JAXNORM_IMPLEMENTATION=cuda, expected native or xla" in printed.stderr

@@ -72,7 +72,7 @@ ROUNDINGS = {
 }
 
 
-@pytest.mark.parametrize("implementation", [None, "jnp"])
+@pytest.mark.parametrize("implementation", [None, "xla"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_quantised_norm_without_straight_through(kind, implementation):
     norm = partial(QUANTIZED[kind], quantization=Quantization("int8"), implementation=implementation)
@@ -80,7 +80,7 @@ def test_a_quantised_norm_without_straight_through(kind, implementation):
         terms_of(lambda x: norm(x).dequantize(), [draw_x((4, 16))])
 
 
-@pytest.mark.parametrize("implementation", [None, "jnp"])
+@pytest.mark.parametrize("implementation", [None, "xla"])
 @pytest.mark.parametrize("name", ROUNDINGS)
 def test_terms_of_what_a_formula_rounds(name, implementation):
     function, x = partial(ROUNDINGS[name], implementation=implementation), draw_x((4, 16))
@@ -90,7 +90,7 @@ def test_terms_of_what_a_formula_rounds(name, implementation):
     assert jnp.abs(dot.astype(jnp.float32) - expected_dot.astype(jnp.float32)).max() <= 2**-6
 
 
-@pytest.mark.parametrize("implementation", [None, "jnp"])
+@pytest.mark.parametrize("implementation", [None, "xla"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_devices_exchange(devices, kind, implementation):
     norm = partial(NORMS[kind], axis_name="b", implementation=implementation)

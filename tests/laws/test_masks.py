@@ -48,7 +48,7 @@ CASES = {
     **{f"log_softmax, {name}": normalised(LOG_SOFTMAX, counts, **given) for name, (counts, given) in MASKS.items()},
     **{
         f"{function.__name__} over the first axis": normalised(
-            function, WHERE.T, dims=(COLS, ROWS), implementations=("jnp",), where=WHERE.T, axis=0
+            function, WHERE.T, dims=(COLS, ROWS), implementations=("xla",), where=WHERE.T, axis=0
         )
         for function in (SOFTMAX, LOG_SOFTMAX)
     },
@@ -187,7 +187,7 @@ NOTHING = {
 
 @cover(case=NOTHING, transform={"jit": jax.jit, "eager": lambda f: f}, what=["value", "gradient"])
 def test_no_false_alarm(case, transform, what):
-    function, expected = partial(case[0], implementation="jnp"), case[1]
+    function, expected = partial(case[0], implementation="xla"), case[1]
     x = jnp.full((2, 4), -jnp.inf)
     with jax.debug_nans(True):
         if what == "value":
@@ -234,13 +234,13 @@ def test_a_mask_is_not_written_out(name, shape, way):
     x, where = draw("x", (4, 16, 24)), (draw("where", shape) > -0.5).at[:, :1, :1].set(True)
     native = called("native").lower(x, where).compile()
     assert "pred[4,16,24]" not in native.as_text()
-    np.testing.assert_allclose(native(x, where), called("jnp")(x, where), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(native(x, where), called("xla")(x, where), rtol=1e-5, atol=1e-6)
     whole = jnp.broadcast_to(where, x.shape)
     np.testing.assert_array_equal(native(x, where), called("native")(x, whole))
 
 
 # Of a shard one column may hide all: of other shards' classes it says nothing.
-@cover(name=[name for name in OF_MASKS if name != "causal"], implementation=[None, "jnp"])
+@cover(name=[name for name in OF_MASKS if name != "causal"], implementation=[None, "xla"])
 def test_a_mask_of_one_column_is_of_its_shard_alone(name, implementation):
     x, where = draw("x", (2, 4, 24)), jnp.asarray([True, True, False])[:, None, None, None]
     parts, wheres = jnp.moveaxis(x.reshape(2, 4, 3, 8), 2, 0), jnp.broadcast_to(where, (3, 2, 4, 1))

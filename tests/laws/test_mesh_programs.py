@@ -198,7 +198,7 @@ def test_stages_of_a_pipeline(devices):
 
     args = draw_x((2, *DIMS)), draw_scale((2, 64))
     (actual, calls, ours), (expected, _, formula) = (
-        run(mesh, step_by(how), args, P("c", "a"), P("c")) for how in (None, "jnp")
+        run(mesh, step_by(how), args, P("c", "a"), P("c")) for how in (None, "xla")
     )
     assert_near(actual, expected)
     assert (calls, ours) == (native_calls("rms", fwd=2, bwd=1), formula)

@@ -130,7 +130,7 @@ def test_gradients_of_the_formula(devices, op):
     """On an Explicit mesh, where the types of what it computes have shardings."""
     mesh = mesh_for("explicit", devices)
     args = place(op, mesh, P("a") if op.has_positions else P("a", "b"))
-    with jaxnorm.implementation("jnp"):
+    with jaxnorm.implementation("xla"):
         actual, expected, _ = run(gradients(op), gradients(op), args, mesh)
     assert_parts_close(actual, expected)
 
@@ -191,7 +191,7 @@ SUMMED = re.compile(r"stablehlo\.all_reduce.*?\^bb0\(%\w+: tensor<(\w+)>", re.DO
     dtypes=[*itertools.product(HALF, HALF), (HALF[0], "float32")],
     rows_per_chunk=[None, 8],
     same_everywhere=["kernel", "x", "x and kernel"],
-    implementation=[None, "jnp"],
+    implementation=[None, "xla"],
     where={"all": None, "some": np.arange(24) < 20},
 )
 def test_gradients_of_a_product(

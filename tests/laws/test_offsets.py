@@ -18,7 +18,7 @@ from jaxnorm.ops.cross_entropy import formula
 pytestmark = pytest.mark.usefixtures("exact_products")
 
 cross_entropy = jaxnorm.softmax_cross_entropy_with_integer_labels
-IMPLEMENTATIONS = ("native", "jnp")
+IMPLEMENTATIONS = ("native", "xla")
 implementations = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
 
@@ -37,7 +37,7 @@ SHARES = {
 }
 LOSS = 1e-6  # relative to the terms of a loss, or to 1
 # In plain jnp p - 1 is rounded as p is, next to 1.
-OF_ONE = {"native": 0.0, "jnp": 2.0**-23}
+OF_ONE = {"native": 0.0, "xla": 2.0**-23}
 # What is added to a row, and the unit of its logits, so that the sums are exact.
 OFFSETS = {
     f"{dtype} {offset:+.0f}": (dtype, offset, unit)
@@ -270,7 +270,7 @@ def test_the_slope_of_a_soft_cap(how, largest):
     _, _, dz, slack = exact_losses(z - z.max(-1, keepdims=True), np.asarray(labels))
     # A rounding of tanh is one of z.
     slack += np.exp(z - z.max(-1, keepdims=True)) * ROUNDING * 8 * cap
-    slack[range(4), labels] += OF_ONE["jnp"]
+    slack[range(4), labels] += OF_ONE["xla"]
     limit = np.abs(slope * dz) * (1e-6 + ROUNDING * ROUNDINGS * 2 * np.abs(f64(x)) / cap) + slope * slack
     normal = np.abs(slope * dz) >= np.finfo(np.float32).tiny
     assert (np.abs(dx - slope * dz) <= limit)[normal].all()

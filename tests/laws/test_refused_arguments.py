@@ -116,8 +116,8 @@ REFUSED = {
         *((short, TypeError, (f"did you mean {name}",)) for short, name in SHORT_DTYPES.items()),
     ),
     "implementation": (
-        ("cuda", ValueError, ("cuda", "native", "jnp")),
-        (["jnp"], ValueError, ("native",)),
+        ("cuda", ValueError, ("cuda", "native", "xla")),
+        (["xla"], ValueError, ("native",)),
     ),
     "axis_name": (
         ([["a"]], TypeError, ("name of an axis",)),
@@ -159,7 +159,7 @@ REFUSED = {
     ),
     "theta": ((-1.0, ValueError, ("positive", "-1.0")), ("1e4", TypeError, ("number", "'1e4'"))),
     "normalize": (("l2", ValueError, ("'rms'", "'layer'", "'l2'")), (None, TypeError, ("False", "None"))),
-    "axis_of_heads": (
+    "heads_axis": (
         *((axis, ValueError, (str(axis), "expected -2", "-3")) for axis in (0, -1)),
         *((axis, TypeError, ("int", str(axis))) for axis in (None, True)),
     ),

@@ -109,7 +109,7 @@ def result_and_gradient(function):
     return jax.jit(both)
 
 
-@cover(case=CASES, mode=[AUTO, EXPLICIT, SHARD_MAP, VMAP], has_mask=[True, False], implementation=[None, "jnp"])
+@cover(case=CASES, mode=[AUTO, EXPLICIT, SHARD_MAP, VMAP], has_mask=[True, False], implementation=[None, "xla"])
 def test_shards_of_any_content(devices, case, mode, has_mask, implementation):
     function, options = case[0], {**case[1], "implementation": implementation}
     mesh = mesh_over_classes(devices, AxisType.Explicit if mode == EXPLICIT else AxisType.Auto)
@@ -128,7 +128,7 @@ def test_shards_of_any_content(devices, case, mode, has_mask, implementation):
 
 
 # What the rows above have to be on one device, in float64.
-@pytest.mark.parametrize("implementation", ["native", "jnp"])
+@pytest.mark.parametrize("implementation", ["native", "xla"])
 def test_what_rows_are(implementation):
     x, where = inputs(True)
     losses = run(LOSSES, {"ignore_index": -1, "implementation": implementation}, x, where)
@@ -141,7 +141,7 @@ def test_what_rows_are(implementation):
     np.testing.assert_allclose(losses, list(of.values()), rtol=1e-5)
 
 
-@pytest.mark.parametrize("implementation", [None, "jnp"])
+@pytest.mark.parametrize("implementation", [None, "xla"])
 def test_a_last_shard_of_padding(devices, implementation):
     mesh = mesh_over_classes(devices)
     x = jnp.asarray([[1.0, 2, 0, 1, 3, 1, -jnp.inf, -jnp.inf]])
@@ -155,7 +155,7 @@ def test_a_last_shard_of_padding(devices, implementation):
 
 
 # As exported programs of before call it: without a top, so that all is relative to 0.
-@pytest.mark.parametrize("implementation", [None, "jnp"])
+@pytest.mark.parametrize("implementation", [None, "xla"])
 @pytest.mark.parametrize("soft_cap", [0.0, 3.0])
 def test_what_is_relative_to_no_top(devices, implementation, soft_cap):
     f32 = np.dtype(np.float32)

@@ -1,4 +1,4 @@
-"""Law 7: everything that works on the jnp formula works on the ops and gives the same."""
+"""Law 7: everything that works on the formula works on the ops and gives the same."""
 
 import threading
 from functools import cache, partial

@@ -82,7 +82,7 @@ def rounded(x):
 
 
 def of_each_way(name):
-    return [(name, way, "jnp") for way in WAYS]
+    return [(name, way, "xla") for way in WAYS]
 
 
 NORMS = [*of_each_way(RMS), *of_each_way(LAYER)]
@@ -107,13 +107,13 @@ TUNINGS = {
 GAINS = {(RMS, BACKWARD): 1e-4, (LAYER, FORWARD): 3e-4, (RMS, FORWARD): -2e-4}
 # What is faster by how much, what is chosen then, and the time of that.
 CHOSEN = {
-    "faster": (GAINS, {LAYER: {FORWARD: "jnp"}, RMS: {BACKWARD: "jnp"}}, 6e-4),
+    "faster": (GAINS, {LAYER: {FORWARD: "xla"}, RMS: {BACKWARD: "xla"}}, 6e-4),
     "within the scatter": ({(RMS, FORWARD): 1e-5}, {}, 1e-3),
     "left to XLA": ({(RMS, BACKWARD): 1e-4}, {RMS: {BACKWARD: "native"}}, 9e-4),
 }
 # Programs that are compiled, and how many at most.
 PROGRAMS = {"each direction of each function": (5, 6), "under jit": (5, 6), "a mixed default": (4, 6)}
-AROUND = {"what a context leaves": {RMS: "jnp", LAYER: {BACKWARD: "native"}}}
+AROUND = {"what a context leaves": {RMS: "xla", LAYER: {BACKWARD: "native"}}}
 
 
 @pytest.mark.needs("kernels")
@@ -166,8 +166,8 @@ def test_it_is_a_choice_that_implementation_takes(times):
         runs = {(norm.name, norm.direction): norm.on("cpu") for norm in jaxnorm.explain(step, X, SCALE)}
         compiled.clear()
         step(X, SCALE)
-    assert [one for one, run in runs.items() if run.implementation == "formula"] == [(RMS, BACKWARD)]
-    assert runs[RMS, BACKWARD].why.endswith("jaxnorm.implementation({'rms_norm': {'backward': 'jnp'}})")
+    assert [one for one, run in runs.items() if run.implementation == "xla"] == [(RMS, BACKWARD)]
+    assert runs[RMS, BACKWARD].why.endswith("jaxnorm.implementation({'rms_norm': {'backward': 'xla'}})")
     assert compiled == []  # but by tune
 
 
@@ -222,7 +222,7 @@ def test_a_result_is_kept(times):
         jaxnorm.tune(jax.jit(norms), X.astype("bfloat16"), SCALE),
         jaxnorm.tune(jax.jit(lambda x, scale: norms(x, scale) + 1), X, SCALE),
     ]
-    with jaxnorm.implementation({LAYER: "jnp"}):
+    with jaxnorm.implementation({LAYER: "xla"}):
         others.append(jaxnorm.tune(jax.jit(norms), X, SCALE))
     assert all(other is not first for other in others)
 
@@ -252,7 +252,7 @@ NATIVE = functools.partial(jaxnorm.rms_norm, implementation="native")
 NOTHING = {
     "no call": (jnp.sin, "no function of jaxnorm is in this program"),
     "an argument": (lambda x: NATIVE(x), "every call has its implementation already: by its argument"),
-    "a context": (jaxnorm.implementation("jnp")(lambda x: jaxnorm.rms_norm(x)), "every call has its implementation"),
+    "a context": (jaxnorm.implementation("xla")(lambda x: jaxnorm.rms_norm(x)), "every call has its implementation"),
     "a pullback": (jax.vjp(jaxnorm.rms_norm, X)[1], "as the call that it is a derivative of was traced before"),
     "no kernel": (lambda x: jaxnorm.rms_norm(x, axis=0), "not the trailing axes"),
 }
@@ -275,7 +275,7 @@ def test_a_platform_without_kernels_needs_no_compilation(monkeypatch):
     compiled.clear()
     tuned = jaxnorm.tune(norms, X, SCALE)
     assert (compiled, dict(tuned)) == ([], {})
-    assert f"the formula runs whatever is chosen: there are none for {jax.default_backend()}"[:40] in str(tuned)
+    assert f"XLA's code runs whatever is chosen: there are none for {jax.default_backend()}"[:40] in str(tuned)
 
 
 @pytest.mark.needs("kernels")
@@ -291,8 +291,8 @@ def test_a_choice_that_fails_is_left_out(times, when, monkeypatch):
         return norms(x, scale)
 
     tuned = jaxnorm.tune(fails, X, SCALE)
-    assert dict(tuned) == {LAYER: {FORWARD: "jnp"}}
-    assert tried(tuned)[RMS, FORWARD, "jnp"].startswith("left out: ")
+    assert dict(tuned) == {LAYER: {FORWARD: "xla"}}
+    assert tried(tuned)[RMS, FORWARD, "xla"].startswith("left out: ")
 
 
 # Neither those that are donated nor others; and what is static stays what it is.
@@ -332,7 +332,7 @@ def test_what_is_not_donated_is_not_copied():
 @pytest.mark.needs("kernels")
 def test_arguments_that_are_no_arrays(times):
     tuned = jaxnorm.tune(jaxnorm.rms_norm, X, out_dtype="bfloat16", epsilon=1e-5)
-    assert list(tried(tuned)) == [(RMS, FORWARD, "jnp")]
+    assert list(tried(tuned)) == [(RMS, FORWARD, "xla")]
     assert (tuned.program, tuned.arguments) == (RMS, ("float32[4, 8]",))
 
 
@@ -388,11 +388,11 @@ def tuned(times):
 
 TABLE = """\
 function    direction  tried  before  after   outcome
-rms_norm    forward    jnp    1 ms    1 ms    not faster
-rms_norm    backward   jnp    1 ms    0.9 ms  chosen
-layer_norm  forward    jnp    0.9 ms  0.9 ms  not faster
-layer_norm  backward   jnp    0.9 ms  0.9 ms  not faster
-chosen: rms_norm backward jnp; 5 programs compiled, of 6 at most
+rms_norm    forward    xla    1 ms    1 ms    not faster
+rms_norm    backward   xla    1 ms    0.9 ms  chosen
+layer_norm  forward    xla    0.9 ms  0.9 ms  not faster
+layer_norm  backward   xla    0.9 ms  0.9 ms  not faster
+chosen: rms_norm backward xla; 5 programs compiled, of 6 at most
 a call takes 0.9 ms, by default 1 ms"""
 
 
@@ -428,7 +428,7 @@ def chosen():
     return tuning.options.context()
 
 
-FIRST = (RMS, FORWARD, "jnp"), ("softmax", BACKWARD, "native")
+FIRST = (RMS, FORWARD, "xla"), ("softmax", BACKWARD, "native")
 SECOND = ((RMS, FORWARD, "native"),)
 
 
@@ -451,7 +451,7 @@ def test_it_is_a_context_as_implementation_makes_one():
     assert states(lambda tuned: tuned) == states(jaxnorm.implementation)
     with (tuned := tuned_to(*FIRST)) as entered:
         assert entered is tuned
-    with pytest.raises(ValueError, match="no function 'norm'"), tuned_to(("norm", FORWARD, "jnp")):
+    with pytest.raises(ValueError, match="no function 'norm'"), tuned_to(("norm", FORWARD, "xla")):
         pass
     assert chosen() == tuning.options.Context()
 
@@ -492,7 +492,7 @@ def test_a_file(tuned, path):
     for args in ((X, SCALE), TYPES):
         assert jaxnorm.Tuned.load(str(path), jax.grad(loss), *args) == tuned
     with jaxnorm.implementation(loaded):
-        assert dict(loaded) == {RMS: {BACKWARD: "jnp"}}
+        assert dict(loaded) == {RMS: {BACKWARD: "xla"}}
 
 
 def is_short(error, path=""):
@@ -507,15 +507,15 @@ CHANGES = {
         lambda file: file["where"]["versions"][0].__setitem__(1, "0.1"),
         r"is for .*jax 0\.1, .*here is .*jax 0\.1\d",
     ),
-    "function": (lambda file: file["choices"].append(["norm", FORWARD, "jnp"]), "no function 'norm'"),
+    "function": (lambda file: file["choices"].append(["norm", FORWARD, "xla"]), "no function 'norm'"),
     "call": (lambda file: file["calls"].append("layer_gnorm forward (x: float32[8])"), "no function 'layer_gnorm'"),
     "trial": (lambda file: file["trials"][0].update(function="layer_gnorm"), "no function 'layer_gnorm'"),
-    "direction": (lambda file: file["choices"].append([RMS, "sideways", "jnp"]), "no direction 'sideways'"),
-    "implementation": (lambda file: file["choices"].append([RMS, FORWARD, "xla"]), "unknown implementation 'xla'"),
+    "direction": (lambda file: file["choices"].append([RMS, "sideways", "xla"]), "no direction 'sideways'"),
+    "implementation": (lambda file: file["choices"].append([RMS, FORWARD, "jnp"]), "unknown implementation 'jnp'"),
     "calls": (lambda file: file.pop("calls"), f"{NO_FILE}.it has no calls"),
     "format": (lambda file: file.update({"jaxnorm.tune": 2}), f"{NO_FILE}.another format"),
     "field": (lambda file: file.update(surplus=1), f"{NO_FILE}.it has 'surplus'"),
-    "four": (lambda file: file["choices"][0].append("jnp"), f"{NO_FILE}.choices.0. is .*, expected a list of 3"),
+    "four": (lambda file: file["choices"][0].append("xla"), f"{NO_FILE}.choices.0. is .*, expected a list of 3"),
 }
 
 
@@ -636,7 +636,7 @@ def test_threads(times):
             return dict(jaxnorm.tune(jax.jit(norms), X, SCALE))
 
     with ThreadPoolExecutor(3) as threads:
-        assert list(threads.map(tune, (None, "jnp", "native"))) == [{RMS: {FORWARD: "jnp"}}, {}, {}]
+        assert list(threads.map(tune, (None, "xla", "native"))) == [{RMS: {FORWARD: "xla"}}, {}, {}]
 
 
 # By a clock: every program the same number of turns, and none always after the same one.

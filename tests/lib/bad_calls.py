@@ -273,12 +273,12 @@ Q, K, COS = jnp.ones((2, 3, 4, 8)), jnp.ones((2, 3, 2, 8)), jnp.ones((3, 4))
 LONG_HEAD = jnp.ones((2, 1, 520))
 
 ROTARY = named(
-    call(jnp.ones(8), jnp.ones(8)).raises(ValueError, "axis_of_heads=-2", (8,), "head size"),
-    call(Q[0, 0], K[0, 0], axis_of_heads=-3).raises(ValueError, "axis_of_heads=-3", (4, 8)),
+    call(jnp.ones(8), jnp.ones(8)).raises(ValueError, "heads_axis=-2", (8,), "head size"),
+    call(Q[0, 0], K[0, 0], heads_axis=-3).raises(ValueError, "heads_axis=-3", (4, 8)),
     call(Q, K[..., :6]).raises(ValueError, "k has shape", (2, 3, 2, 6), r"\(2, 3, any, 8\)", (2, 3, 4, 8)),
     call(Q, K[:, :2]).raises(ValueError, "k has shape", (2, 2, 2, 8), r"\(2, 3, any, 8\)"),
     call(Q, K[0]).raises(ValueError, "k has shape", (3, 2, 8), r"\(2, 3, any, 8\)"),
-    call(Q.swapaxes(1, 2), K.swapaxes(1, 2)).raises(ValueError, "k has shape", "axis_of_heads"),
+    call(Q.swapaxes(1, 2), K.swapaxes(1, 2)).raises(ValueError, "k has shape", "heads_axis"),
     call(Q, K, SCALE, jnp.ones((4, 8))).raises(ValueError, "k_scale", (4, 8), (8,), (2, 8)),
     call(Q, K, SCALE, normalize=False).raises(ValueError, "q_scale", "normalize=False", "None"),
     call(Q, K, rotary_dim=3).raises(ValueError, "rotary_dim=3", "even", "2 to 8", (2, 3, 4, 8)),
@@ -351,7 +351,7 @@ OF_PRODUCT = named(
         ValueError, "qkv has shape", "without an axis of tokens", "pass positions"
     ),
     of_heads(Q, K, K, None, SCALE).raises(TypeError, "takes 4 positional arguments", "5 were given"),
-    of_heads(QKV, axis_of_heads=-3).raises(TypeError, "axis_of_heads", "qk_norm_rotary"),
+    of_heads(QKV, heads_axis=-3).raises(TypeError, "heads_axis", "qk_norm_rotary"),
 )
 PRODUCT_WITHOUT_KERNEL = named(
     call(jnp.ones((2, 1, 3, 520)), heads=1, kv_heads=1).has_no_kernel("heads of 520 elements"),

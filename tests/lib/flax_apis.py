@@ -54,7 +54,7 @@ def _heads(name, count, axis):
 
 
 def _rotary(**needed):
-    axis = needed.get("axis_of_heads", -2)
+    axis = needed.get("heads_axis", -2)
     draws = (_heads("q", 4, axis), _heads("k", 2, axis), lambda dims, dtype=None: jnp.arange(dims[1]))
 
     def function(q, k, positions, **options):
@@ -94,7 +94,7 @@ ROWS = {
         "InstanceNorm", INSTANCE, (draw_x,), OF_GROUPS, "group", "InstanceNorm", beside={"use_fast_variance": False}
     ),
     "rotary": _rotary(),
-    "rotary of heads first": _rotary(axis_of_heads=-3),
+    "rotary of heads first": _rotary(heads_axis=-3),
     "activation": _activation(),
     "activation of a stack": _activation(dims=(4, 2, 60), axis=-2),
     "activation of a pair": _activation(_pair),
@@ -250,7 +250,7 @@ def _build_nnx(cls, inputs, fields, call=None):
         return apart(cls(**fields))
     fields = dict(fields)
     if fields.pop("per_head", False):
-        fields["heads"] = tuple(x.shape[fields.get("axis_of_heads", -2)] for x in inputs[:2])
+        fields["heads"] = tuple(x.shape[fields.get("heads_axis", -2)] for x in inputs[:2])
     features = [inputs[0].shape[axis] for axis in np.atleast_1d(fields.get("feature_axes", -1))]
     return apart(cls(int(np.prod(features)), rngs=flax.nnx.Rngs(0), **fields))
 

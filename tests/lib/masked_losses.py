@@ -11,7 +11,7 @@ import numpy as np
 
 import jaxnorm
 
-IMPLEMENTATIONS = ("native", "jnp")
+IMPLEMENTATIONS = ("native", "xla")
 IGNORED = -100
 
 
@@ -44,7 +44,7 @@ def cross_entropy(where=None, labels=LABELS, *, has_scale=False, **options):
 
     hidden, results = hidden | ignored[:, None], ignored | (hidden | ignored[:, None]).all(-1)
     if has_scale:
-        return Case(function, ((ROWS, COLS), ()), (hidden, False), results, (None, "jnp"))
+        return Case(function, ((ROWS, COLS), ()), (hidden, False), results, (None, "xla"))
     return Case(function, ((ROWS, COLS),), (hidden,), results)
 
 

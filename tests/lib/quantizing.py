@@ -26,7 +26,7 @@ GRANULARITIES = {
 TO = tuple(LARGEST)
 E4M3, E5M2, INT8 = ({"dtype": to} for to in TO)
 # None is the kernel, where there is one. Of the formula XLA's compiler for GPUs decides how exactly it divides.
-IMPLEMENTATIONS = (None,) if are_cuda_kernels() else ("jnp", None)
+IMPLEMENTATIONS = (None,) if are_cuda_kernels() else ("xla", None)
 
 
 def flushed(v):
@@ -132,7 +132,7 @@ def assert_exact(kind, to, x, scale=None, bias=None, smooth=None, residual=None,
     result = quantize(kind, quantization, implementation, **options)(x, scale, bias, smooth, residual)
     if residual is None:
         y = plain(kind, implementation, **options)(x, scale, bias)
-    elif implementation == "jnp":
+    elif implementation == "xla":
         # XLA may not round the sum of half types before it is normalised: its excess precision.
         y, total = plain(kind, implementation, **options)(x, residual, scale, bias)
     else:

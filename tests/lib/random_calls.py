@@ -288,7 +288,7 @@ def rotary(draw: Draw) -> Call:
         {"q": q, "k": k, "q_scale": q_scale, "k_scale": k_scale, **tables},
         ("q", "k", "q_scale", "k_scale"),
         ("q", "k", *tables) if examples else (),
-        axis_of_heads=axis,
+        heads_axis=axis,
         normalize=normalize,
         interleaved=draw.chance(0.3),
     )

@@ -13,7 +13,7 @@ class Raises(NamedTuple):
 class NoKernel(NamedTuple):
     args: tuple[Any, ...]
     keywords: dict[str, Any]
-    reason: str  # in the error where native is asked for by name; by default the formula runs
+    reason: str  # in the error where native is asked for by name; by default XLA's code runs
 
 
 class Call(NamedTuple):

@@ -79,7 +79,7 @@ def lowered(model, mesh, variant):
         )
         x = models.hidden(model, model_norms.norms_of(model, variant), params, inputs)
         losses = jaxnorm.softmax_cross_entropy_with_integer_labels
-        if model_norms.VARIANTS[variant].loss == "jnp":
+        if model_norms.VARIANTS[variant].loss == "xla":
             losses = models.losses
             if is_explicit():  # what reads the label's logit has no sharding of its own
                 losses = jax.sharding.auto_axes(losses, out_sharding=P("data"))

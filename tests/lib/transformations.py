@@ -13,7 +13,7 @@ ALL = (0, 1, 2)
 
 class Case(NamedTuple):
     transform: Callable  # takes the norm, gives another function of (x, scale, bias)
-    # Native calls in the compiled program; None: any number, since the jnp formula has a part in it.
+    # Native calls in the compiled program; None: any number, since the formula has a part in it.
     fwd: int | None
     bwd: int | None
 

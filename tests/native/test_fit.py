@@ -1,4 +1,4 @@
-"""Kernels that do not run on the GPU that is there: the formula runs, and a warning names the remedy."""
+"""Kernels that do not run on the GPU that is there: XLA's code runs, and a warning names the remedy."""
 
 from types import SimpleNamespace
 
@@ -122,7 +122,7 @@ def test_info_says_it(machine, capsys):
     machine("8.0")
     info.main(["--json", "--platform", "cuda"])
     report = capsys.readouterr().out
-    assert '"implementation": "jnp"' in report
+    assert '"implementation": "xla"' in report
     assert report.count("compute capability 8.0") == 2
 
 

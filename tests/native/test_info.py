@@ -105,7 +105,7 @@ def test_in_words(info, arguments):
 )
 def test_where_the_formula_runs(info, arguments, why):
     report = call(info, *arguments)
-    assert report["implementation"] == "jnp"
+    assert report["implementation"] == "xla"
     assert why in report["why"]
 
 
@@ -165,7 +165,7 @@ def test_a_residual_of_another_dtype(info, op):
     assert (report["residual_dtype"], report["implementation"]) == ("float32", "native")
     assert "bfloat16[8x64] and a residual of float32 to" in info(*arguments, "float32")
     report = call(info, *arguments, "float16")
-    assert report["implementation"] == "jnp"
+    assert report["implementation"] == "xla"
     assert "x is bfloat16 and residual float16" in report["why"]
 
 
@@ -180,10 +180,10 @@ def test_launch_plans_with_a_residual_of_another_dtype(info):
 
 @pytest.mark.needs("kernels")
 def test_the_implementation_of_the_context(info):
-    with jaxnorm.implementation("jnp"):
+    with jaxnorm.implementation("xla"):
         report = call(info)
-    assert report["implementation"] == "jnp"
-    assert report["why"] == "the formula is asked for under jaxnorm.implementation('jnp')"
+    assert report["implementation"] == "xla"
+    assert report["why"] == "XLA's code is asked for under jaxnorm.implementation('xla')"
     with jaxnorm.implementation("native"):
         assert call(info)["implementation"] == "native"
         report = call(info, "--dtype", "float64")
@@ -192,11 +192,11 @@ def test_the_implementation_of_the_context(info):
 
 @pytest.mark.needs("kernels")
 def test_a_direction_that_is_the_formula_is_said_by_itself(info):
-    with jaxnorm.implementation({"rms_norm": {"backward": "jnp"}}):
+    with jaxnorm.implementation({"rms_norm": {"backward": "xla"}}):
         report = call(info, "--platform", "cpu")
     assert report["implementation"] == "native"
     assert report["slower"] == {
-        "backward": "the formula is asked for under jaxnorm.implementation({'rms_norm': {'backward': 'jnp'}})"
+        "backward": "XLA's code is asked for under jaxnorm.implementation({'rms_norm': {'backward': 'xla'}})"
     }
 
 
@@ -292,10 +292,10 @@ def test_a_page_of_a_build_without_cuda_promises_no_plan(info, monkeypatch, tmp_
 def test_each_way_that_is_not_native_is_said(info, monkeypatch):
     choose_fastest(monkeypatch)
     few = ("--op", "group_norm", "--platform", "cpu", "--shape", "512x640")
-    assert call(info, *few)["implementation"] == "jnp"
-    assert "cpu: jnp, because XLA's code is faster for groups of at most 64" in info(*few)
+    assert call(info, *few)["implementation"] == "xla"
+    assert "cpu: xla, because XLA's code is faster for groups of at most 64" in info(*few)
     monkeypatch.setattr(reasons, "slower", lambda op, spec, rows: "of a reason" if rows.way == "backward" else None)
     words = info("--op", "softmax", "--platform", "cpu")
     assert "cpu: native, because" in words
     assert "forward           native" in words
-    assert "backward          jnp, because of a reason" in words
+    assert "backward          xla, because of a reason" in words

@@ -22,7 +22,7 @@ def test_the_native_kernels_are_under_test():
     assert why_not_native() is None
 
 
-@pytest.mark.parametrize("name", ["jnp", pytest.param("native", marks=pytest.mark.needs("kernels"))])
+@pytest.mark.parametrize("name", ["xla", pytest.param("native", marks=pytest.mark.needs("kernels"))])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_implementation_by_name(kind, name):
     y = jax.jit(lambda *args: NORMS[kind](*args, implementation=name))(*operands((5, 64)))
@@ -135,7 +135,7 @@ def told_by(directory, program):
 def test_one_warning_where_a_library_is_truncated(tmp_path):
     copy_of_the_package(tmp_path, share=0.9)
     (warning,) = told_by(tmp_path, USE)
-    assert "the formula on cpu: jaxnorm._cpu does not load" in warning
+    assert "XLA's code on cpu: jaxnorm._cpu does not load" in warning
     assert "too short" in warning
     assert "install jaxnorm again" in warning
 

@@ -78,7 +78,7 @@ SHAPES = {
 }
 
 
-@cover(implementation=("native", "jnp"), dtype=DTYPES, scale_dtype=DTYPES, shape=SHAPES)
+@cover(implementation=("native", "xla"), dtype=DTYPES, scale_dtype=DTYPES, shape=SHAPES)
 @pytest.mark.needs("kernels")
 def test_the_product_is_rounded_before_it_is_added(implementation, dtype, scale_dtype, shape):
     x, residual = draw_x(DIMS, dtype), draw_residual(DIMS, dtype)

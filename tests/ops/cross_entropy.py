@@ -75,7 +75,7 @@ def exact(x, dy, scale, **given):
 @cover(
     options=OPTIONS,
     where=["all", "classes", "rows"],
-    dtype=[("float32", None), ("float32", "native"), ("float32", "jnp"), ("float64", None)],
+    dtype=[("float32", None), ("float32", "native"), ("float32", "xla"), ("float64", None)],
     axis=[-1, 0, 1],
     scale=SCALES,
 )
@@ -116,7 +116,7 @@ def test_transformed(name, options, scale, has_mask):
 
 # In float32: the product of a half type would be rounded to it, and the gradient once more.
 @cover(
-    dtype=["bfloat16", "float16", "float32"], scale=[(1.5, "float32"), (1.5, "bfloat16")], implementation=[None, "jnp"]
+    dtype=["bfloat16", "float16", "float32"], scale=[(1.5, "float32"), (1.5, "bfloat16")], implementation=[None, "xla"]
 )
 def test_dtypes_of_a_traced_scale(dtype, scale, implementation):
     dims, scale = (64, 100), jnp.asarray(*scale)
@@ -143,7 +143,7 @@ def test_what_is_not_finite_at_a_label_that_does_not_count_has_one_rule(value, d
     x, where = jnp.where(is_label, value, draw_x((4, 10), dtype)), mask_of((4, 10)) & ~is_label
     given = {"labels": labels, "where": where, **options}
     native, formula = (
-        step(of_moving(None, implementation=how, **given), x, jnp.float32(SCALE), jnp.ones(4)) for how in (None, "jnp")
+        step(of_moving(None, implementation=how, **given), x, jnp.float32(SCALE), jnp.ones(4)) for how in (None, "xla")
     )
     assert_near(native, formula)
 

@@ -188,7 +188,7 @@ def test_float64_is_not_rounded():
 
 # Of relu's slope nothing is left where a gate is closed.
 @pytest.mark.on_emulator
-@cover(value=[np.inf, -np.inf, np.nan], implementation=["native", "jnp"])
+@cover(value=[np.inf, -np.inf, np.nan], implementation=["native", "xla"])
 def test_no_infinity_passes_a_closed_gate(value, implementation):
     function = partial(jaxnorm.gated_activation, activation="relu2", implementation=implementation)
     gate, up = -jnp.ones((3, 40)), draw_up((3, 40))
@@ -197,7 +197,7 @@ def test_no_infinity_passes_a_closed_gate(value, implementation):
     np.testing.assert_array_equal(dgate, jnp.zeros_like(gate))
 
 
-@pytest.mark.parametrize("implementation", ["native", "jnp"])
+@pytest.mark.parametrize("implementation", ["native", "xla"])
 def test_it_is_linear_in_what_the_gate_lets_through(implementation):
     gate, up = pair()
     function = jax.jit(lambda up: jaxnorm.gated_activation((gate, up), implementation=implementation))
@@ -292,7 +292,7 @@ def test_one_array_is_read_and_written_once_each_way():
 
 # Where the error function is near 1, and what is left of 1 has few digits.
 @pytest.mark.needs("kernels")
-@pytest.mark.parametrize("implementation", ["jnp", "native"])
+@pytest.mark.parametrize("implementation", ["xla", "native"])
 def test_the_exact_gelu_keeps_its_digits(implementation):
     gate = jnp.linspace(-1.5, 6.0, 100_001)
     function = partial(jaxnorm.gated_activation, activation="gelu_exact", implementation=implementation)
@@ -307,7 +307,7 @@ def test_the_exact_gelu_keeps_its_digits(implementation):
     activation=["silu", "gelu", "gelu_exact", "sigmoid"],
     dtype=["float32", "bfloat16", "float16"],
     mode=["forward", "reverse"],
-    implementation=["native", "jnp"],
+    implementation=["native", "xla"],
 )
 def test_slopes_at_huge_gates(activation, dtype, mode, implementation):
     of = jax.jit(lambda x: jaxnorm.gated_activation(x, activation=activation, axis=-2, implementation=implementation))
@@ -329,7 +329,7 @@ def test_gradients_at_what_is_not_finite_have_one_rule(activation, value, which)
     x = draw("x", (2, 64), std=4.0).at[int(which == "up"), ::3].set(value)
     gradients = [
         jax.grad(lambda x, i=i: jaxnorm.gated_activation(x, activation=activation, axis=-2, implementation=i).sum())(x)
-        for i in ("native", "jnp")
+        for i in ("native", "xla")
     ]
     native, formula = (np.where(np.isfinite(g), 0, g) for g in map(np.asarray, gradients))
     np.testing.assert_array_equal(native, formula)

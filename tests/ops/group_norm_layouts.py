@@ -229,12 +229,12 @@ def test_devices_exchange_no_more_for_channels_first(devices, spec, axis_type, w
         return value_and_gradients(function) if with_gradients else jax.jit(function)
 
     with jax.set_mesh(mesh):
-        compiled = {how: of(how).lower(*placed(mesh, args, specs)).compile() for how in ("native", "jnp")}
+        compiled = {how: of(how).lower(*placed(mesh, args, specs)).compile() for how in ("native", "xla")}
         actual = compiled["native"](*placed(mesh, args, specs))
     exchanged = {how: sum(collectives(program.as_text()).values()) for how, program in compiled.items()}
     gathered = 8 * args[0].shape[0] * 8 * len(devices) if len(spec) == 3 else 0
-    assert exchanged["native"] <= exchanged["jnp"] + gathered
-    assert_near(jax.device_get(actual), jax.device_get(of("jnp")(*args)), atol=1e-4)
+    assert exchanged["native"] <= exchanged["xla"] + gathered
+    assert_near(jax.device_get(actual), jax.device_get(of("xla")(*args)), atol=1e-4)
 
 
 @pytest.mark.needs("kernels")

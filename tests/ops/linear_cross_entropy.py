@@ -116,7 +116,7 @@ def value_and_gradients(function):
     where=["all", "classes", "rows"],
     rows_per_chunk=[None, 6, 5],
     options=[{}, OPTIONS],
-    dtype=[("float32", None), ("float32", "native"), ("float32", "jnp"), ("float64", None)],
+    dtype=[("float32", None), ("float32", "native"), ("float32", "xla"), ("float64", None)],
     return_logsumexp=[False, True],
 )
 def test_values_and_gradients(given, reduction, where, rows_per_chunk, options, dtype, return_logsumexp):
@@ -310,7 +310,7 @@ def test_gradients_of_mapped_operands_of_16_bits_are_those_of_a_loop(dtype, mapp
 
 
 # A class that does not count and is the label's: its own logit is in the loss, as without a product.
-@cover(implementation=[None, "jnp"], reduction=REDUCTIONS)
+@cover(implementation=[None, "xla"], reduction=REDUCTIONS)
 def test_a_label_that_does_not_count(implementation, reduction):
     moving, labels = split()
     labels = labels.at[1, 2].set(CLASSES - 1)

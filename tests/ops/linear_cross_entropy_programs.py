@@ -95,7 +95,7 @@ SPECS = {
     specs=SPECS,
     reduction=REDUCTIONS,
     where=["all", "classes", "rows"],
-    implementation=[None, "jnp"],
+    implementation=[None, "xla"],
     given=ALL_OR_NONE,
     return_logsumexp=[False, True],
 )

@@ -265,7 +265,7 @@ def test_an_ensemble_is_one_call_each_way(op, ensemble):
     assert_near(actual(*args), jax.jit(transform(mean_loss(op.formula)))(*args), atol=1e-6)
 
 
-# Where no kernel has the heads of a batch, the formula runs for what is of each example.
+# Where no kernel has the heads of a batch, XLA's code runs for what is of each example.
 NO_SUCH_HEADS = {
     "heads inside an ensemble": (Size((3, 5, 4, 40), (4, 40)), (0, None, None)),
     "heads inside an ensemble of weights": (Size((3, 5, 4, 40), (3, 4, 40)), (0, 0, 0)),
@@ -302,7 +302,7 @@ def test_a_quantised_norm(kind):
     to = jaxnorm.Quantization(jnp.int8)
     q = norm(x, scale, bias=bias, quantization=to)
     for head in range(4):
-        of_head = norm(x[:, head], scale[head], bias=bias[head], quantization=to, implementation="jnp")
+        of_head = norm(x[:, head], scale[head], bias=bias[head], quantization=to, implementation="xla")
         np.testing.assert_allclose(q.scales[:, head], of_head.scales, rtol=1e-5)
         np.testing.assert_allclose(q.values[:, head].astype("int32"), of_head.values.astype("int32"), atol=1)
     assert bits(norm(x, scale[:1], quantization=to)) == bits(norm(x, scale[0], quantization=to))
@@ -328,7 +328,7 @@ def test_heads_of_a_shape(shape, axes, lead, expected):
 
 DIMS = (6, 5, 160)
 HALF = ("bfloat16", "float16")
-IMPLEMENTATIONS = ("native", "jnp", None)
+IMPLEMENTATIONS = ("native", "xla", None)
 hub = partial(NORMS["rms"], multiply_before_cast=False, out_dtype="float32")
 
 

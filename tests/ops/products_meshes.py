@@ -67,7 +67,7 @@ assert_one_device_gives = partial(assert_near, of_float32=BOUND, of_half=2.0**-8
     split=SPLIT,
     axis_type={"auto": AxisType.Auto, "explicit": AxisType.Explicit},
     form=FORMS,
-    implementation=[None, "jnp"],
+    implementation=[None, "xla"],
 )
 def test_over_devices(split, axis_type, form, implementation):
     if form.recipe is None and any(split[1][:1]):

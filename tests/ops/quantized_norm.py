@@ -257,7 +257,7 @@ def test_it_is_the_norm_quantised(variant, to, granularity, group_size, implemen
     quantization = Quantization(to, **GRANULARITIES[granularity])
     x, gate, scale, smooth = draw_operands()
     q = quantize_gated(variant, quantization, implementation, group_size=group_size)(x, gate, scale, smooth)
-    same = "jnp" if formula_only(quantization, group_size) else implementation
+    same = "xla" if formula_only(quantization, group_size) else implementation
     y = plain_gated(variant, same, group_size=group_size)(x, gate, scale)
     values, scales = by_numpy(y, quantization, smooth, static_scale_of(quantization))
     assert_same([q.values, q.scales], [values, scales])
@@ -276,7 +276,7 @@ def test_the_gradient_is_that_of_the_norm_times_smooth_factors(variant, dtype, g
         return call_gated(variant, to, x, gate, scale, smooth, straight_through=True, **options).dequantize()
 
     def norm(*args):
-        return gated(variant, implementation="jnp", **options)(*(a.astype("float32") for a in args)) * smooth
+        return gated(variant, implementation="xla", **options)(*(a.astype("float32") for a in args)) * smooth
 
     def pull_back(function):
         return lambda args: jax.vjp(function, *args)[1](dy)

@@ -158,7 +158,7 @@ def test_a_static_scale_is_returned_as_float32(number):
     kind=KINDS,
     to=TO,
     granularity=["token", "groups of 64", "groups of 128"],
-    implementation=[None, "jnp"],
+    implementation=[None, "xla"],
     dtype=["float32", "bfloat16"],
 )
 def test_dequantised(kind, to, granularity, implementation, dtype):
@@ -215,7 +215,7 @@ def test_the_unquantised_result(kind, dtype, cols, given):
 
 
 @pytest.mark.on_emulator
-@cover(kind=KINDS, with_residual=[False, True], implementation=[None, "jnp"])
+@cover(kind=KINDS, with_residual=[False, True], implementation=[None, "xla"])
 def test_statistics(kind, with_residual, implementation):
     x = draw_x((3, 4, 64))
     residual = draw_residual(x.shape) if with_residual else None
@@ -244,7 +244,7 @@ DIMS = (12, 128)
 WEIGHTS = DIMS[-1:]
 
 
-@cover(kind=KINDS, with_residual=[False, True], smooth=[False, True], implementation=[None, "jnp"])
+@cover(kind=KINDS, with_residual=[False, True], smooth=[False, True], implementation=[None, "xla"])
 def test_gradients_of_all_results(kind, with_residual, smooth, implementation):
     operands = draw_operands(DIMS)[:3] + ((draw_residual(DIMS),) if with_residual else ())
     factor = draw_smooth(WEIGHTS) if smooth else None
@@ -259,7 +259,7 @@ def test_gradients_of_all_results(kind, with_residual, smooth, implementation):
 
     def theirs(x, scale, bias, residual=None):
         total = x if residual is None else x + residual
-        y = NORMS[kind](total, scale, bias, implementation="jnp")
+        y = NORMS[kind](total, scale, bias, implementation="xla")
         factors = 1 if factor is None else factor
         return (y * factors * w + y * v).sum() + (0 if residual is None else (total * u).sum())
 

@@ -294,7 +294,7 @@ def step(function, *args):
 CALLS = ("jaxnorm_qkv_norm_rotary_fwd", "jaxnorm_qkv_norm_rotary_bwd")
 
 
-def apart(qkv, *args, implementation="jnp", **options):
+def apart(qkv, *args, implementation="xla", **options):
     """The same by slices, in plain jax.numpy."""
     q, k, v = jnp.split(qkv, [H, H + K], -2)
     return *jaxnorm.qk_norm_rotary(q, k, *args, implementation=implementation, **options), v
@@ -415,6 +415,6 @@ def test_transformed(name):
 
 def test_a_function_and_a_direction_are_chosen_by_name():
     gradient = jax.grad(loss_of(of_heads))
-    with jaxnorm.implementation({"qkv_norm_rotary": {"backward": "jnp"}}):
+    with jaxnorm.implementation({"qkv_norm_rotary": {"backward": "xla"}}):
         text = jax.jit(gradient).lower(draw_qkv()).as_text()
     assert count_native_calls(text) == {CALLS[0]: 1} if is_platform_with_kernels() else {}

@@ -126,7 +126,7 @@ def test_heads_before_tokens(name, per_head):
     options = MODELS[name]
 
     def swapped(q, k, *scales):
-        results = jaxnorm.qk_norm_rotary(q.swapaxes(1, 2), k.swapaxes(1, 2), *scales, axis_of_heads=-3, **options)
+        results = jaxnorm.qk_norm_rotary(q.swapaxes(1, 2), k.swapaxes(1, 2), *scales, heads_axis=-3, **options)
         return tuple(y.swapaxes(1, 2) for y in results)
 
     args = *draw_qk(), *draw_scales(per_head)
@@ -217,11 +217,11 @@ def test_a_row_of_a_long_sequence_has_the_bits_of_the_row_alone(rotary):
     assert bits(alone) == bits([y[321:322] for y in whole])
 
 
-@cover(heads=[(0, K), (H, 0), (0, 0)], axis_of_heads=[-2, -3])
-def test_no_heads(heads, axis_of_heads):
-    q, k = (jnp.ones((B, T, n, D) if axis_of_heads == -2 else (B, n, T, D)) for n in heads)
+@cover(heads=[(0, K), (H, 0), (0, 0)], heads_axis=[-2, -3])
+def test_no_heads(heads, heads_axis):
+    q, k = (jnp.ones((B, T, n, D) if heads_axis == -2 else (B, n, T, D)) for n in heads)
     args = q, k, *(jnp.ones((n, D)) for n in heads)
-    rotated = partial(jaxnorm.qk_norm_rotary, axis_of_heads=axis_of_heads)
+    rotated = partial(jaxnorm.qk_norm_rotary, heads_axis=heads_axis)
     results, gradients = jax.jit(lambda *args: (lambda y, pullback: (y, pullback(y)))(*jax.vjp(rotated, *args)))(*args)
     assert [a.shape for a in (*results, *gradients)] == [q.shape, k.shape, *(a.shape for a in args)]
 

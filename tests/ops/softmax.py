@@ -286,7 +286,7 @@ WIDE = {
 }
 
 
-@cover(name=list(OURS), case=WIDE, window=[None, 2**40, np.int64(2**62)], implementation=["native", "jnp"])
+@cover(name=list(OURS), case=WIDE, window=[None, 2**40, np.int64(2**62)], implementation=["native", "xla"])
 def test_an_offset_of_numpy(name, case, window, implementation):
     offset, seen = case
     x = draw_x((2, 4, 8))
@@ -462,7 +462,7 @@ def test_a_causal_mask_on_a_mesh(devices, name, axis_type, spec, options):
 
 @pytest.mark.needs("several")
 @names
-@pytest.mark.parametrize(("implementation", "window"), [(None, None), (None, 5), ("jnp", None)])
+@pytest.mark.parametrize(("implementation", "window"), [(None, None), (None, 5), ("xla", None)])
 def test_masks_in_a_shard_map_over_columns(devices, name, implementation, window):
     mesh = mesh_of(devices, AxisType.Auto)
     x, where = draw_x((8, 6, 16)), mask_of((8, 1, 16)).at[0].set(False)

@@ -32,7 +32,7 @@ def pull_back(function, args, cotangents):
     how=[
         *(((dtype, None), None) for dtype in DTYPES),
         *((pair, None) for pair in PAIRS),
-        *((("float32", None), "jnp"), (("float32", "float32"), "jnp")),
+        *((("float32", None), "xla"), (("float32", "float32"), "xla")),
     ],
     to=TO,
     granularity=GRANULARITIES.keys(),
@@ -119,7 +119,7 @@ def layer_of(kind, quantization, *, smooth=None, implementation=None, reference=
         result = run(*lax.stop_gradient(args))
         exact = (result[0] if residual else result).dequantize()
         total = x + residual[0] if residual else x
-        y = NORMS[kind](total, *weights, implementation="jnp")
+        y = NORMS[kind](total, *weights, implementation="xla")
         y = y if smooth is None else y * smooth
         y = lax.stop_gradient(exact) + (y - lax.stop_gradient(y))
         return state_of((y, total) if residual else y, state)
@@ -150,7 +150,7 @@ def in_a_while_loop(product):
 
 @cover(
     kind=KINDS,
-    implementation=[None, "jnp"],
+    implementation=[None, "xla"],
     structure=STRUCTURES.keys(),
     product=PRODUCTS.keys(),
     granularity=GRANULARITIES.keys(),
@@ -181,7 +181,7 @@ def gated(x, **options):
     return gated_rms_norm_quantized(x, jnp.cos(x), gate_first=True, **options)
 
 
-@cover(norm=QUANTIZED | {"gated": gated}, implementation=[None, "jnp"])
+@cover(norm=QUANTIZED | {"gated": gated}, implementation=[None, "xla"])
 def test_factors_have_the_gradient_zero(norm, implementation):
     norm = partial(norm, quantization=to("int8", "tensor"), implementation=implementation, straight_through=True)
 
@@ -194,7 +194,7 @@ def test_factors_have_the_gradient_zero(norm, implementation):
 
 
 # Law 8: rows that a norm makes NaN of have a carrier of zeros, too.
-@cover(kind=KINDS, implementation=[None, "jnp"])
+@cover(kind=KINDS, implementation=[None, "xla"])
 def test_a_carrier_is_zero_beside_nan(kind, implementation):
     x = draw_x(DIMS).at[1, 3].set(jnp.nan).at[2, 4].set(jnp.inf)
     carrier = quantize(kind, TO_INT8, implementation, straight_through=True)(x).carrier
@@ -232,7 +232,7 @@ DERIVATIVES = {
 }
 
 
-@cover(kind=KINDS, dtype=TO, name=DERIVATIVES.keys(), implementation=[None, "jnp"])
+@cover(kind=KINDS, dtype=TO, name=DERIVATIVES.keys(), implementation=[None, "xla"])
 def test_a_derivative_without_straight_through(kind, dtype, name, implementation):
     quantization = to(dtype, "tensor" if "static" in name else "token")
 

@@ -85,14 +85,14 @@ def softmax_cross_entropy_with_integer_labels(
       label_smoothing: share from 0 to 1 of the label's probability that all classes divide among them.
       z_loss: non-negative factor of the square of lse, which keeps it near 0 (PaLM has 1e-4).
       logit_scale: finite Python number that multiplies logits first, as 1 / temperature. Or a scalar array, with a
-        gradient: the product is made before the kernel, in float32; of logits of half types the formula runs.
+        gradient: the product is made before the kernel, in float32; of logits of half types XLA's code runs.
       soft_cap: None, or a positive number that no |z| exceeds, as Gemma 2's 30.
       ignore_index: None, or a label whose rows have the loss 0 and no gradient, whatever their logits are, as -100 of
         the model hubs.
       axis_name: None, or the axes of a surrounding `jax.shard_map` or `jax.vmap` over which the classes are split
         evenly, a name or a tuple; labels are numbers of the whole. Of several axes of classes the first is split. Each
         device reads its part of the logits by the kernel, and 16 or 20 bytes a row are exchanged.
-      implementation: "native" is the CPU or CUDA kernel, "jnp" the formula in jax.numpy, None what
+      implementation: "native" is the CPU or CUDA kernel, "xla" XLA's code for the formula, None what
         `jaxnorm.implementation` says, or else the kernel where it exists.
 
     Returns:

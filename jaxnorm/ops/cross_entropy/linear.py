@@ -46,7 +46,7 @@ class LinearCrossEntropy(RowSpec):
     label_smoothing: float
     z_loss: float
     rows_per_chunk: int
-    implementation: Literal["native", "jnp"] | None
+    implementation: Literal["native", "xla"] | None
     wanted: tuple[str, ...] = ()  # of GRADIENTS
 
 

@@ -48,7 +48,7 @@ def float8_linear(
       bias: None, or an array (N,).
       out_dtype: dtype of the result. None is x's of an array, and bfloat16 of a `Quantized`.
       recipe: a `Float8Recipe`: what shares a scale, which products are float8, what is kept for the derivative.
-      implementation: "jnp" leaves rounding and products to XLA, "native" is an error where cuBLASLt cannot make one, as
+      implementation: "xla" leaves rounding and products to XLA, "native" is an error where cuBLASLt cannot make one, as
         of `quantized_dot`; None chooses for each product.
 
     Returns:

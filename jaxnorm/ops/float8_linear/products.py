@@ -40,7 +40,7 @@ class Float8Linear(Spec):
         how = self.formula_in(direction)
         return QuantizedDot(
             out_dtype=np.dtype(out_dtype),
-            implementation=None if how is None else "jnp",
+            implementation=None if how is None else "xla",
             how=how or "",
             wants_all_digits=self.wants_all_digits,
             native_for=self.native_in(direction),

@@ -42,7 +42,7 @@ def gated_activation(
       activation: "silu", "gelu", "gelu_exact", "relu2" or "sigmoid"; or one of these functions of jax.nn, the exact
         gelu as functools.partial(jax.nn.gelu, approximate=False).
       axis: -1, or -2 of an x that has gate and up along its last axis but one. Of a tuple leave it out.
-      implementation: "native" is the CPU or CUDA kernel, "jnp" the formula in jax.numpy, None what
+      implementation: "native" is the CPU or CUDA kernel, "xla" XLA's code for the formula, None what
         `jaxnorm.implementation` says, or else the kernel where it exists and is not slower.
 
     Returns:

@@ -55,8 +55,8 @@ def group_norm(
         these give in float32; by default so on CPUs. One between positions is left to the formula.
       out_dtype: dtype of the result; None is x's.
       axis_name: None, or the axes of a surrounding `jax.shard_map` or `jax.vmap` over which positions are split evenly,
-        a name or a tuple. The statistics are of whole groups, by one exchange each way. The formula runs.
-      implementation: "native" is the CPU or CUDA kernel, "jnp" the formula in jax.numpy, None what
+        a name or a tuple. The statistics are of whole groups, by one exchange each way. XLA's code runs.
+      implementation: "native" is the CPU or CUDA kernel, "xla" XLA's code for the formula, None what
         `jaxnorm.implementation` says, or else the kernel where it exists.
 
     Returns:

@@ -48,8 +48,8 @@ def rms_norm(
         do: to the result's dtype, or to x's if that is narrower. Then XLA multiplies what the kernel gives.
       out_dtype: dtype of the result; None is x's.
       axis_name: None, or the axes of a surrounding `jax.shard_map` or `jax.vmap` over which rows are split evenly, a
-        name or a tuple. The statistics are of whole rows, by one exchange each way. The formula runs.
-      implementation: "native" is the CPU or CUDA kernel, "jnp" the formula in jax.numpy, None what
+        name or a tuple. The statistics are of whole rows, by one exchange each way. XLA's code runs.
+      implementation: "native" is the CPU or CUDA kernel, "xla" XLA's code for the formula, None what
         `jaxnorm.implementation` says, or else the kernel where it exists. Under vmap over weights alone: the formula.
 
     Returns:

@@ -53,7 +53,7 @@ def gated_rms_norm(
       scale_offset: as for `rms_norm`.
       out_dtype: as for `rms_norm`.
       axis_name: None, or the axes of a mesh over which rows are split, as for `rms_norm`; not with group_size.
-      implementation: None, "native" or "jnp", as for `rms_norm`. Under vmap over scale the formula runs, and for rows
+      implementation: None, "native" or "xla", as for `rms_norm`. Under vmap over scale XLA's code runs, and for rows
         or groups of more than 16384 columns.
 
     Returns:

@@ -173,7 +173,7 @@ def gated_rms_norm_quantized(
 
     group_size says which columns are normalised together, and `quantization` which share a scale: with granularity
     "token" all of x's last axis, with "group" `quantization.group_size` neighbouring columns of it. A kernel works on
-    one group that is normalised, so the formula runs where several share a scale that is computed: with group_size and
+    one group that is normalised, so XLA's code runs where several share a scale that is computed: with group_size and
     "token", unless group_size is the whole axis, and with "group" where quantization.group_size does not divide it.
 
     Args:
@@ -190,7 +190,7 @@ def gated_rms_norm_quantized(
       epsilon: as for `rms_norm`.
       scale_offset: as for `rms_norm`.
       implementation: as for `rms_norm`.
-      axis_name: None, or the axes of a mesh over which rows are split, where the formula runs; not with group_size.
+      axis_name: None, or the axes of a mesh over which rows are split, where XLA's code runs; not with group_size.
 
     Returns:
       A `Quantized`: values of x's shape, scales, a carrier.

@@ -2,7 +2,7 @@
 
 `moments` are the statistics of a device's shard of each row, `apply` is the norm by statistics that are given. Both are
 kernels on CUDA, where XLA reads x twice for LayerNorm's moments, and never from its end, so that the result would find
-its beginning in the cache; they are the jnp formula elsewhere. They have no rules but their lowering, as they are bound
+its beginning in the cache; they are the formula elsewhere. They have no rules but their lowering, as they are bound
 while the norm's own primitives are lowered.
 """
 

@@ -43,7 +43,7 @@ def qk_norm_rotary(
     normalize: Normalize = True,
     epsilon: float = 1e-6,
     scale_offset: float = 0.0,
-    axis_of_heads: int = -2,
+    heads_axis: int = -2,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Normalises queries and keys over each head, and rotates pairs of their elements by the position of the token.
@@ -57,7 +57,7 @@ def qk_norm_rotary(
     head of a token are kept, two of LayerNorm; with normalize=False positions or tables alone.
 
     Args:
-      q: floating-point array (..., tokens, heads, head size), or (..., heads, tokens, head size) with axis_of_heads=-3.
+      q: floating-point array (..., tokens, heads, head size), or (..., heads, tokens, head size) with heads_axis=-3.
         One token may come without its axis, with positions.
       k: array like q, with any number of heads.
       q_scale: factor of q's norm, of the head size, or (heads, head size); None is 1.
@@ -73,7 +73,7 @@ def qk_norm_rotary(
       rotary_dim: how many elements of each head are rotated, an even number; None is all.
       interleaved: whether the i-th pair is (2 i, 2 i + 1), as in RoFormer, not (i, i + rotary_dim / 2), as in Llama.
       normalize: True or "rms" is RMSNorm, "layer" LayerNorm, False neither.
-      axis_of_heads: -2 or -3.
+      heads_axis: -2 or -3.
       epsilon: as for `rms_norm`.
       scale_offset: as for `rms_norm`.
       implementation: as for `rms_norm`. Kernels want q and k of one dtype.
@@ -90,7 +90,7 @@ def qk_norm_rotary(
     """
     options = Options(epsilon, scale_offset, normalize, implementation)
     rotation = Rotation(positions, cos, sin, theta, frequencies, rotary_dim, interleaved)
-    return _rotated(options, rotation, Operands(q, k, q_scale, k_scale), axis_of_heads)
+    return _rotated(options, rotation, Operands(q, k, q_scale, k_scale), heads_axis)
 
 
 class Options(NamedTuple):
@@ -114,9 +114,9 @@ class Options(NamedTuple):
         }
 
 
-def _rotated(options: Options, rotation: Rotation, arrays: Operands, axis_of_heads: Any) -> tuple[jax.Array, jax.Array]:
+def _rotated(options: Options, rotation: Rotation, arrays: Operands, heads_axis: Any) -> tuple[jax.Array, jax.Array]:
     choice = checks.check_implementation(NAME, options.implementation)
-    tokens = check_tokens(NAME, arrays.q, axis_of_heads)
+    tokens = check_tokens(NAME, arrays.q, heads_axis)
     q, k = tokens.x, check_k(NAME, arrays.k, tokens)
     norm = check_normalize(NAME, options.normalize)
     of_k = tokens._replace(x=k, name="k")

@@ -55,14 +55,14 @@ class Rotation(NamedTuple):
         return self.frequencies, self.cos, self.sin
 
 
-def check_tokens(function: str, q: Any, axis_of_heads: Any) -> Tokens:
+def check_tokens(function: str, q: Any, heads_axis: Any) -> Tokens:
     """q as an array of heads, of which the last axis has the elements."""
     q = checks.check_array(function, "q", q)
-    axis = checks.check_int(function, "axis_of_heads", axis_of_heads, "pass -2 or -3")
+    axis = checks.check_int(function, "heads_axis", heads_axis, "pass -2 or -3")
     heads_axis = axis - q.ndim if axis >= 0 else axis
     if heads_axis not in (-2, -3) or q.ndim < -heads_axis:
         raise ValueError(
-            f"{function}: axis_of_heads={axis} of q, which has shape {q.shape}, expected -2, of (..., tokens, heads, "
+            f"{function}: heads_axis={axis} of q, which has shape {q.shape}, expected -2, of (..., tokens, heads, "
             f"head size), or -3, of (..., heads, tokens, head size). Transpose or reshape q."
         )
     return check_whole_heads(function, check_head_size(function, Tokens(q, heads_axis)))
@@ -93,7 +93,7 @@ def check_k(function: str, value: Any, tokens: Tokens) -> jax.Array:
         raise ValueError(
             f"{function}: k has shape {k.shape}, expected ({', '.join(map(str, expected))}): the tokens and the head "
             f"size of q, which has shape {q.shape}, and any number of heads on axis {tokens.heads_axis}. Are the heads "
-            f"on another axis? Then pass axis_of_heads."
+            f"on another axis? Then pass heads_axis."
         )
     spec, q_spec = jax.typeof(k).sharding.spec, jax.typeof(q).sharding.spec
     if any(spec[axis] != q_spec[axis] for axis in (*tokens.axes, -1)):

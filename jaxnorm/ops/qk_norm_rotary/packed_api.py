@@ -51,7 +51,7 @@ def qkv_norm_rotary(
       qkv: floating-point array (..., tokens, heads + 2 * kv_heads, head size); or of at most three axes with all heads
         along the last, (batch, tokens, (heads + 2 * kv_heads) * head size). One token may come without its axis, with
         positions. A device is to have all heads of its tokens: over a mesh, Auto axes that split them are gathered, and
-        with Explicit ones the formula runs.
+        with Explicit ones XLA's code runs.
       q_scale: factor of q's norm, of the head size, or (heads, head size).
       k_scale: factor of k's norm, of the head size, or (kv_heads, head size).
       heads: how many heads q has.

@@ -49,7 +49,7 @@ def quantized_dot(
         as 8-bit products want it.
       out_dtype: dtype of the result. None is x's of an array, and bfloat16 of a `Quantized`.
       bias: None, or an array (N,).
-      implementation: "jnp" leaves the product to XLA, "native" is an error where cuBLASLt cannot make it; None chooses.
+      implementation: "xla" leaves the product to XLA, "native" is an error where cuBLASLt cannot make it; None chooses.
 
     Returns:
       An array (..., N).

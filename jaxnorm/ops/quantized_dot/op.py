@@ -89,7 +89,7 @@ def _why_not_here(platform: str, spec: QuantizedDot, operands: Operands, *, is_e
 
 
 def _slower(spec: QuantizedDot, operands: Operands) -> str | None:
-    if spec.implementation == "jnp":
+    if spec.implementation == "xla":
         return f"{fallback.ASKED_FOR}{spec.how}"
     lengths = [*operands.x.shape[:-1], operands.weights.shape[0]]
     rows, columns = (math.prod(n for n in part if isinstance(n, int)) for part in (lengths[:-1], lengths[-1:]))

@@ -53,7 +53,7 @@ def rms_norm_add_rms_norm(
       out_dtype: dtype of y; None is x's, the one that kernels give.
       branch_scale: None, or a factor of the first norm's result, as in `add_rms_norm`; then each norm is a native call.
       axis_name: None, or the axes of a mesh over which rows are split, as for `rms_norm`.
-      implementation: as for `rms_norm`. Under vmap over a scale the formula runs, and for scales with leading axes.
+      implementation: as for `rms_norm`. Under vmap over a scale XLA's code runs, and for scales with leading axes.
 
     Returns:
       (y, new_residual): arrays of x's shape, new_residual of residual's dtype.

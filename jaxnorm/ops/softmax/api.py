@@ -54,8 +54,8 @@ def softmax(
         no others.
       out_dtype: dtype of the result; None is x's.
       axis_name: None, or the axes of a surrounding `jax.shard_map` or `jax.vmap` over which rows are split evenly, a
-        name or a tuple: maximum and sum are of whole rows, 8 bytes a row are exchanged. The formula runs.
-      implementation: "native" is the CPU or CUDA kernel, "jnp" the formula in jax.numpy, None what
+        name or a tuple: maximum and sum are of whole rows, 8 bytes a row are exchanged. XLA's code runs.
+      implementation: "native" is the CPU or CUDA kernel, "xla" XLA's code for the formula, None what
         `jaxnorm.implementation` says, or else the kernel where it exists.
 
     Returns:
