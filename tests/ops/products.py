@@ -81,7 +81,7 @@ def loss(form, x, kernel, bias):
     return (form(x, kernel, bias) * dy).sum()
 
 
-def with_zeros(dims, dtype="float32", *, kernel_dtype=None, std=1.0):
+def with_zeros(dims, dtype="float32", kernel_dtype=None, *, std=1.0):
     """x, kernel, bias and dy of these rows, depth and columns; x's first row and kernel's first column are zeros."""
     *rows, depth, columns = dims
     x, dy = (draw(name, (*rows, length), dtype, std=std) for name, length in (("x", depth), ("dy", columns)))
