@@ -187,22 +187,10 @@ TRANSFORMATIONS = {
 
 # What treats weights or leading axes in a way of its own.
 OF_WEIGHTS = (
-    "grad of the weights",
-    "vjp",
-    "linearize",
-    "linear_transpose in the weights",
-    "linear_transpose of vjp",
-    "hessian",
-    "vmap over scale",
-    "vmap over x and scale",
-    "vmap over everything",
-    "vmap of grad",
-    "vmap of every grad",
-    "vmap of every grad of everything",
-    "grad of vmap over scale",
-    "grad of scan",
-    "grad of scan of checkpoint",
-    "map over rows",
+    *("grad of the weights", "vjp", "linearize", "linear_transpose in the weights", "linear_transpose of vjp"),
+    *("hessian", "vmap over scale", "vmap over x and scale", "vmap over everything", "vmap of grad"),
+    *("vmap of every grad", "vmap of every grad of everything", "grad of vmap over scale"),
+    *("grad of scan", "grad of scan of checkpoint", "map over rows"),
 )
 
 
@@ -256,6 +244,7 @@ def operand_by_operand(op) -> dict[str, Callable]:
 
 _P = jax.checkpoint_policies
 _OFFLOAD = {"offload_src": "device", "offload_dst": "pinned_host"}
+_NAMES = {"names_which_can_be_saved": ["other"], "names_which_can_be_offloaded": []}
 # Every one that jax.checkpoint_policies has.
 POLICIES = {
     "everything_saveable": Policy(_P.everything_saveable, 1),
@@ -269,10 +258,5 @@ POLICIES = {
     "save_any_names_but_these": Policy(_P.save_any_names_but_these("other"), 1),
     "save_only_these_names": Policy(_P.save_only_these_names("other"), 2),
     "save_from_both_policies": Policy(_P.save_from_both_policies(_P.dots_saveable, _P.everything_saveable), 1),
-    "save_and_offload_only_these_names": Policy(
-        _P.save_and_offload_only_these_names(
-            names_which_can_be_saved=["other"], names_which_can_be_offloaded=[], **_OFFLOAD
-        ),
-        2,
-    ),
+    "save_and_offload_only_these_names": Policy(_P.save_and_offload_only_these_names(**_NAMES, **_OFFLOAD), 2),
 }
