@@ -17,8 +17,18 @@ from native import are_cuda_kernels
 F32, F16, BF16 = jnp.float32, jnp.float16, jnp.bfloat16
 _SOURCES = Path(__file__).parents[2] / "src"
 # What MLIR calls dtypes where NumPy does not.
-_DTYPES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64", "i1": "bool"}
-_DTYPES |= {"i8": "int8", "i32": "int32", "i64": "int64", "f8E4M3FN": "float8_e4m3fn", "f8E5M2": "float8_e5m2"}
+_DTYPES = {
+    "f16": "float16",
+    "bf16": "bfloat16",
+    "f32": "float32",
+    "f64": "float64",
+    "i1": "bool",
+    "i8": "int8",
+    "i32": "int32",
+    "i64": "int64",
+    "f8E4M3FN": "float8_e4m3fn",
+    "f8E5M2": "float8_e5m2",
+}
 # Dtypes that no operand or result has: of those with elements of one byte, and of others.
 _OF_BYTES, _OF_OTHERS = (BF16, jnp.uint8, jnp.float8_e4m3b11fnuz), (jnp.int8,)
 # Of an axis that none has.

@@ -69,8 +69,13 @@ DIMS = (3, 8, 64)
 
 
 # As LayerScale has it, adaLN-Zero, and a weight for each row.
-SHAPES = {"(D,)": (64,), "(B, 1, D)": (3, 1, 64), "(1, 1, D)": (1, 1, 64)}
-SHAPES |= {"(B, T, D)": (3, 8, 64), "(1, T, D)": (1, 8, 64)}
+SHAPES = {
+    "(D,)": (64,),
+    "(B, 1, D)": (3, 1, 64),
+    "(1, 1, D)": (1, 1, 64),
+    "(B, T, D)": (3, 8, 64),
+    "(1, T, D)": (1, 8, 64),
+}
 
 
 @cover(implementation=("native", "jnp"), dtype=DTYPES, scale_dtype=DTYPES, shape=SHAPES)
@@ -144,8 +149,11 @@ BAD = {
     "a number": (2.0, r"branch_scale must be an array.*it is an array of x's features or of x's shape"),
     "a scalar": (jnp.float32(2), r"branch_scale has shape \(\).*it is an array of x's features or of x's shape"),
 }
-FUNCTIONS = {f.__name__: f for f in (jaxnorm.add_rms_norm, jaxnorm.add_layer_norm, jaxnorm.rms_norm_add_rms_norm)} | {
-    "rms_norm_quantized": lambda x, r, **o: jaxnorm.rms_norm_quantized(x, residual=r, quantization=to("int8"), **o)
+FUNCTIONS = {
+    "add_rms_norm": jaxnorm.add_rms_norm,
+    "add_layer_norm": jaxnorm.add_layer_norm,
+    "rms_norm_add_rms_norm": jaxnorm.rms_norm_add_rms_norm,
+    "rms_norm_quantized": lambda x, r, **o: jaxnorm.rms_norm_quantized(x, residual=r, quantization=to("int8"), **o),
 }
 
 
@@ -164,9 +172,10 @@ def test_without_a_residual():
 
 @pytest.mark.needs("kernels")
 def test_rows_of_weights_that_are_not_neighbours_have_no_kernel():
-    x, branch_scale = jnp.ones((2, 3, 4, 8)), jnp.ones((2, 1, 4, 8))
     with pytest.raises(RuntimeError, match="not neighbours"):
-        jaxnorm.add_rms_norm(x, x, branch_scale=branch_scale, implementation="native")
+        jaxnorm.add_rms_norm(
+            jnp.ones((2, 3, 4, 8)), jnp.ones((2, 3, 4, 8)), branch_scale=jnp.ones((2, 1, 4, 8)), implementation="native"
+        )
 
 
 OF_SCALE = {"(D,)": (64,), "(T, D)": (8, 64)}

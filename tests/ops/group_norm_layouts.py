@@ -59,6 +59,12 @@ def test_weights_of_examples_are_calls_one_by_one(of_examples):
     assert_near(value_and_gradients(norm)(x, scale, bias), value_and_gradients(one_by_one)(x, scale, bias))
 
 
+@pytest.mark.parametrize("of_examples", [False, True])
+def test_a_gradient_is_one_call_each_way(of_examples):
+    calls = count_native_calls(compiled_text(value_and_gradients(norm), *operands(of_examples)))
+    assert calls == GROUP_NORMS[1].calls(fwd=1, bwd=1)
+
+
 @pytest.mark.parametrize("groups", [{"num_groups": 4}, {"group_size": 3}])
 def test_number_and_size_of_groups(groups):
     x = draw_x(DIMS)
@@ -166,11 +172,9 @@ def operands_first(of_examples=False, dims=DIMS):
 
 @pytest.mark.needs("kernels")
 @pytest.mark.parametrize("of_examples", [False, True])
-def test_a_gradient_is_one_call_each_way_of_layer_norm_for_channels_first(of_examples):
+def test_channels_first_are_a_call_of_layer_norm_each_way(of_examples):
     calls = count_native_calls(compiled_text(value_and_gradients(first), *operands_first(of_examples)))
     assert calls == {"jaxnorm_layer_norm_fwd": 1, "jaxnorm_layer_norm_bwd": 1}
-    calls = count_native_calls(compiled_text(value_and_gradients(norm), *operands(of_examples)))
-    assert calls == GROUP_NORMS[1].calls(fwd=1, bwd=1)
 
 
 OPTIONS = [

@@ -228,6 +228,13 @@ def test_weights_for_each_of_several_examples(kind, dtype, adds, dims):
     assert gradient_error(dbias, exact.dbias, DSCALE) <= 1
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_several_normalised_axes(kind):
+    x, scale = draw_x((3, 4, 5, 8)), draw_scale((4, 5, 8))
+    y = jax.jit(lambda x, scale: NORMS[kind](x, scale, axis=(-2, -1)))(x, scale)
+    assert forward_errors(y, oracle.forward(kind, x, scale, axes=2, out_dtype=x.dtype)) == []
+
+
 def mean_loss(function):
     return lambda *args: jnp.sin(function(*args)[0]).mean()
 
