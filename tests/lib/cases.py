@@ -33,12 +33,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 ALONE = tuple((dtype,) for dtype in DTYPES)
 ALIKE = tuple((dtype, dtype) for dtype in DTYPES)
 # The dtypes of x and of the residual: the same, a wide stream that takes narrow parts, and the reverse.
-PAIRS = (
-    *ALIKE,
-    ("bfloat16", "float32"),
-    ("float16", "float32"),
-    ("float32", "bfloat16"),
-)
+PAIRS = (*ALIKE, ("bfloat16", "float32"), ("float16", "float32"), ("float32", "bfloat16"))
 
 
 def draw(name: str, dims, dtype="float32", mean=0.0, std=1.0):

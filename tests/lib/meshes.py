@@ -38,6 +38,14 @@ def placed(mesh, args, specs):
     return [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(args, specs, strict=True)]
 
 
+def on_mesh(mesh, function, args, specs, **options):
+    """What a function gives on a mesh of operands that are split so, and the text of its program; options of jit."""
+    with jax.set_mesh(mesh):
+        spread = placed(mesh, args, specs)
+        compiled = jax.jit(function, **options).lower(*spread).compile()
+        return compiled(*spread), compiled.as_text()
+
+
 # Of three axes, batch, sequence and features, are the arrays that devices exchange statistics of.
 DIMS = (8, 4, 256)
 

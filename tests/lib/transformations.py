@@ -256,6 +256,7 @@ def operand_by_operand(op) -> dict[str, Callable]:
 
 _P = jax.checkpoint_policies
 _OFFLOAD = {"offload_src": "device", "offload_dst": "pinned_host"}
+_NAMES = {"names_which_can_be_saved": ["other"], "names_which_can_be_offloaded": []}
 # Every one that jax.checkpoint_policies has.
 POLICIES = {
     "everything_saveable": Policy(_P.everything_saveable, 1),
@@ -269,10 +270,5 @@ POLICIES = {
     "save_any_names_but_these": Policy(_P.save_any_names_but_these("other"), 1),
     "save_only_these_names": Policy(_P.save_only_these_names("other"), 2),
     "save_from_both_policies": Policy(_P.save_from_both_policies(_P.dots_saveable, _P.everything_saveable), 1),
-    "save_and_offload_only_these_names": Policy(
-        _P.save_and_offload_only_these_names(
-            names_which_can_be_saved=["other"], names_which_can_be_offloaded=[], **_OFFLOAD
-        ),
-        2,
-    ),
+    "save_and_offload_only_these_names": Policy(_P.save_and_offload_only_these_names(**_NAMES, **_OFFLOAD), 2),
 }

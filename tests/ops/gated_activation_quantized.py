@@ -14,7 +14,7 @@ from coverage import cover
 from hlo import collectives
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from meshes import assert_parts_close, mesh_of, placed
+from meshes import assert_parts_close, mesh_of, on_mesh
 from op import rows
 from quantizing import (
     GRANULARITIES,
@@ -172,10 +172,7 @@ def test_split_columns(devices, axis_type, granularity, exchanged):
     x, mesh = stacked(), mesh_of(devices, axis_type)
     quantization = Quantization("float8_e4m3fn", **GRANULARITIES[granularity])
     function = jax.jit(partial(jaxnorm.gated_activation_quantized, quantization=quantization, axis=-2))
-    with jax.set_mesh(mesh):
-        (x_there,) = placed(mesh, [x], [P("a", None, None, "b")])
-        compiled = function.lower(x_there).compile()
-        actual = compiled(x_there)
+    actual, text = on_mesh(mesh, function, [x], [P("a", None, None, "b")])
     assert_parts_close(*((q.values, q.scales) for q in (actual, function(x))))
     count = DIMS[0] * DIMS[1] // mesh.shape["a"]
-    assert collectives(compiled.as_text()) == {kind: size * count for kind, size in exchanged.items()}
+    assert collectives(text) == {kind: size * count for kind, size in exchanged.items()}

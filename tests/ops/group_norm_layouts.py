@@ -15,7 +15,7 @@ from hlo import collectives, compiled_text, count_native_calls
 from jax import export
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from meshes import mesh_of, placed
+from meshes import mesh_of, on_mesh, placed
 from tolerances import gradient_errors, result_errors
 
 import jaxnorm
@@ -102,10 +102,8 @@ def test_weights_of_examples_stay_where_examples_are(devices, axis_type):
         y, pullback = jax.vjp(norm, *args)
         return pullback(jnp.cos(args[0]).astype(y.dtype))
 
-    with jax.set_mesh(mesh):
-        compiled = jax.jit(gradients).lower(*placed(mesh, args, specs)).compile()
-        actual = compiled(*placed(mesh, args, specs))
-    assert collectives(compiled.as_text()) == {}
+    actual, text = on_mesh(mesh, gradients, args, specs)
+    assert collectives(text) == {}
     assert_near(jax.device_get(actual), jax.device_get(jax.jit(gradients)(*args)))
 
 
@@ -116,12 +114,10 @@ def test_one_group_that_is_split_is_not_gathered(devices, spec):
     dims = (8, 8, 5, 16)
     mesh, (x, *weights) = mesh_of(devices, AxisType.Auto), operands(dims=dims)
     function = partial(jaxnorm.group_norm, num_groups=1, activation="silu")
-    with jax.set_mesh(mesh):
-        args = placed(mesh, (x, *weights), (spec, P(*spec[3:]), P(*spec[3:])))
-        compiled = jax.jit(function).lower(*args).compile()
-    assert_near(jax.device_get(compiled(*args)), jax.device_get(function(x, *weights)))
+    actual, text = on_mesh(mesh, function, (x, *weights), (spec, P(*spec[3:]), P(*spec[3:])))
+    assert_near(jax.device_get(actual), jax.device_get(function(x, *weights)))
     # Statistics of groups, which are fewer than elements.
-    assert sum(collectives(compiled.as_text()).values()) <= 8 * dims[0] * len(devices)
+    assert sum(collectives(text).values()) <= 8 * dims[0] * len(devices)
 
 
 @pytest.mark.needs("several")
@@ -228,13 +224,10 @@ def test_devices_exchange_no_more_for_channels_first(devices, spec, axis_type, w
         function = partial(first, num_groups=8, implementation=implementation)
         return value_and_gradients(function) if with_gradients else jax.jit(function)
 
-    with jax.set_mesh(mesh):
-        compiled = {how: of(how).lower(*placed(mesh, args, specs)).compile() for how in ("native", "xla")}
-        actual = compiled["native"](*placed(mesh, args, specs))
-    exchanged = {how: sum(collectives(program.as_text()).values()) for how, program in compiled.items()}
+    (actual, text), (_, of_formula) = (on_mesh(mesh, of(how), args, specs) for how in ("native", "jnp"))
     gathered = 8 * args[0].shape[0] * 8 * len(devices) if len(spec) == 3 else 0
-    assert exchanged["native"] <= exchanged["xla"] + gathered
-    assert_near(jax.device_get(actual), jax.device_get(of("xla")(*args)), atol=1e-4)
+    assert sum(collectives(text).values()) <= sum(collectives(of_formula).values()) + gathered
+    assert_near(jax.device_get(actual), jax.device_get(of("jnp")(*args)), atol=1e-4)
 
 
 @pytest.mark.needs("kernels")

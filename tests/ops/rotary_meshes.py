@@ -10,23 +10,25 @@ from coverage import cover
 from hlo import collectives, count_native_calls
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import assert_one_device_gives, mesh_of, placed
+from meshes import assert_one_device_gives, mesh_of, on_mesh, placed
 from native import is_platform_with_kernels
 
 import jaxnorm
 from ops.rotary import NORMALIZE, PACKED, D, H, K, draw_qk, draw_qkv, draw_scales, of_heads, step
 
-pytestmark = pytest.mark.jax_version
+pytestmark = [pytest.mark.jax_version, pytest.mark.needs("several")]
 
 
-def program_over(mesh, function, args, specs):
-    """The text of a program for a mesh, whose results are those of one device."""
-    expected = jax.jit(function)(*args)
-    with jax.set_mesh(mesh):
-        on_mesh = placed(mesh, args, specs)
-        compiled = jax.jit(function).lower(*on_mesh).compile()
-        assert_one_device_gives(compiled(*on_mesh), expected)
-    return compiled.as_text()
+def program_over(mesh, function, args, specs, calls=2):
+    """The text of a program for a mesh, whose results are those of one device, with so many native calls."""
+    actual, text = on_mesh(mesh, function, args, specs)
+    assert_one_device_gives(actual, jax.jit(function)(*args))
+    assert list(count_native_calls(text).values()) == [1] * calls * is_platform_with_kernels()
+    return text
+
+
+def product(flat):
+    return draw_qkv((8, 4)).reshape(8, 4, *([-1] if flat else [PACKED, D]))
 
 
 # Heads over a mesh axis and sequences over another. A single head of keys is everywhere; three do not divide.
@@ -35,7 +37,6 @@ HEADS = {"grouped": (8, 4), "one for all": (8, 1), "as many": (4, 4)}
 PER_HEAD = {"shared": (False, False), "per head": (True, True), "q's": (True, False), "k's": (False, True)}
 
 
-@pytest.mark.needs("several")
 @cover(
     heads=HEADS,
     axis_type=[AxisType.Auto, AxisType.Explicit],
@@ -65,11 +66,9 @@ def test_heads_over_a_mesh(devices, heads, axis_type, per_head, batch, normalize
         if normalize and ((batch and mesh.shape["a"] > 1) or (b and not each))
     ]
     assert collectives(text) == ({"all-reduce": 4 * sum(sums)} if sums and mesh.size > 1 else {})
-    assert list(count_native_calls(text).values()) == [1, 1] * is_platform_with_kernels()
 
 
 # Keys of fewer heads than devices: their gradients are right, wherever they are computed.
-@pytest.mark.needs("several")
 def test_heads_that_do_not_divide(devices):
     mesh = mesh_of(devices, AxisType.Auto)
     args = *draw_qk((8, 4), heads=(6, 3)), *draw_scales()
@@ -77,7 +76,6 @@ def test_heads_that_do_not_divide(devices):
 
 
 # What is asked of the many heads of the one splits no single head of the other, nor its statistics.
-@pytest.mark.needs("several")
 @cover(heads=[(1, 8), (8, 1)], normalize=["rms", "layer"], with_scales=[False, True])
 def test_a_single_head_beside_split_ones(devices, heads, normalize, with_scales):
     mesh = mesh_of(devices, AxisType.Auto)
@@ -98,7 +96,6 @@ def test_a_single_head_beside_split_ones(devices, heads, normalize, with_scales)
 TOKENS_OVER = {"batch": P("a"), "tokens": P(None, "b"), "both": P("a", "b"), "nothing": P()}
 
 
-@pytest.mark.needs("several")
 @cover(
     spec=TOKENS_OVER,
     axis_type=[AxisType.Auto, AxisType.Explicit],
@@ -109,21 +106,18 @@ TOKENS_OVER = {"batch": P("a"), "tokens": P(None, "b"), "both": P("a", "b"), "no
 )
 def test_tokens_over_a_mesh(devices, spec, axis_type, normalize, per_head, flat, angles):
     mesh = mesh_of(devices, axis_type)
-    qkv = draw_qkv((8, 4)).reshape(8, 4, -1) if flat else draw_qkv((8, 4))
     scales = draw_scales(per_head) if normalize else ()
     tables = {"counted": {}, "positions": {"positions": jnp.arange(32).reshape(8, 4)}}.get(angles) or dict(
         zip(("cos", "sin"), draw("tables", (2, 4, D // 2)), strict=True) if angles == "tables" else ()
     )
     function = partial(step, lambda *args: of_heads(*args, normalize=normalize, **tables))
-    text = program_over(mesh, function, (qkv, *scales), [spec, *(P() for _ in scales)])
+    text = program_over(mesh, function, (product(flat), *scales), [spec, *(P() for _ in scales)])
     is_split = any(mesh.shape[axis] > 1 for axis in spec if axis)
     sums = 4 * sum(scale.size for scale in scales)
     assert collectives(text) == ({"all-reduce": sums} if sums and is_split else {})
-    assert list(count_native_calls(text).values()) == [1, 1] * is_platform_with_kernels()
 
 
 # Positions, tables and scales that are split: as tokens are, or as nothing is.
-@pytest.mark.needs("several")
 @pytest.mark.parametrize("operand", ["positions", "cos and sin", "q_scale", "k_scale"])
 def test_what_is_beside_a_product_over_a_mesh(devices, operand):
     mesh = mesh_of(devices, AxisType.Auto)
@@ -141,57 +135,42 @@ def test_what_is_beside_a_product_over_a_mesh(devices, operand):
 
 
 # Heads over a mesh that XLA splits: gathered, as a device that has some of q's has none of v's.
-@pytest.mark.needs("several")
 @cover(spec=[P(None, None, "b"), P("a", None, "b"), P(None, None, None, "a")], normalize=NORMALIZE)
 def test_heads_over_automatic_axes_are_gathered(devices, spec, normalize):
     function = partial(step, partial(of_heads, normalize=normalize))
     text = program_over(mesh_of(devices, AxisType.Auto), function, (draw_qkv((8, 4)),), [spec])
-    assert list(count_native_calls(text).values()) == [1, 1] * is_platform_with_kernels()
     assert set(collectives(text)) <= {"all-gather"}
 
 
-@pytest.mark.needs("several")
 @cover(flat=[False, True], normalize=NORMALIZE)
 def test_heads_over_explicit_axes_are_the_formulas(devices, flat, normalize):
     mesh = mesh_of(devices, AxisType.Explicit)
     scales = draw_scales(per_head=True) if normalize else ()
-    function = partial(step, partial(of_heads, normalize=normalize))
-    qkv = draw_qkv((8, 4)).reshape(8, 4, -1) if flat else draw_qkv((8, 4))
-    expected = jax.jit(function)(qkv, *scales)
+    function, specs = partial(of_heads, normalize=normalize), [P("a", None, "b"), *(P() for _ in scales)]
+    args, is_split = (product(flat), *scales), mesh.shape["b"] > 1
+    program_over(mesh, partial(step, function), args, specs, calls=0 if is_split else 2)
+    if not is_split:
+        return
     with jax.set_mesh(mesh):
-        on_mesh = placed(mesh, (qkv, *scales), [P("a", None, "b"), *(P() for _ in scales)])
-        assert_one_device_gives(jax.jit(function)(*on_mesh), expected)
-        if mesh.shape["b"] == 1:
-            return
-        (call, *_) = jaxnorm.explain(partial(of_heads, normalize=normalize), *on_mesh)
+        spread = placed(mesh, args, specs)
+        (call, *_) = jaxnorm.explain(function, *spread)
         assert "an Explicit mesh splits the heads of qkv" in call.on("cpu").why
         with pytest.raises(RuntimeError, match=r"^qkv_norm_rotary: .* an Explicit mesh splits the heads of qkv"):
-            jax.eval_shape(partial(of_heads, implementation="native", normalize=normalize), *on_mesh)
+            jax.eval_shape(partial(function, implementation="native"), *spread)
 
 
-of_seven = partial(jaxnorm.qkv_norm_rotary, heads=6, kv_heads=1)
+of_two, of_seven = jaxnorm.qk_norm_rotary, partial(jaxnorm.qkv_norm_rotary, heads=6, kv_heads=1)
 OF_QK, HEAD, ELEMENTS = [(8, 4, H, D), (8, 4, K, D)], P(None, None, "b"), P(None, None, None, "b")
 # Functions, the shapes of what they are given, how these are split, and what is said of it.
 NOT_SPLIT = {
-    "tokens of k": (
-        jaxnorm.qk_norm_rotary,
-        [(8, 4, H, D), (8, 4, K, D)],
-        [P("a"), P("b")],
-        "k is sharded as .*expected the tokens .* Reshard k",
-    ),
-    "elements of q": (
-        jaxnorm.qk_norm_rotary,
-        [(8, 4, H, D), (8, 4, K, D)],
-        [ELEMENTS] * 2,
-        "the last axis of q, .* is split over .* devices",
-    ),
+    "tokens of k": (of_two, OF_QK, [P("a"), P("b")], "k is sharded as .*expected the tokens .* Reshard k"),
+    "elements of q": (of_two, OF_QK, [ELEMENTS] * 2, "the last axis of q, .* is split over .* devices"),
     "heads": (of_seven, [(8, 4, 8, D)], [HEAD], ".*heads=6 and kv_heads=1"),
     "flat heads": (of_seven, [(8, 4, 8 * D)], [HEAD], ".*heads=6 and kv_heads=1"),
     "elements": (of_seven, [(8, 4, 8, D)], [ELEMENTS], ".*last axis of qkv, .* rotated together"),
 }
 
 
-@pytest.mark.needs("several")
 @pytest.mark.parametrize("name", NOT_SPLIT)
 def test_what_an_explicit_mesh_may_not_split(devices, name):
     mesh = mesh_of(devices, AxisType.Explicit)
@@ -205,18 +184,14 @@ def test_what_an_explicit_mesh_may_not_split(devices, name):
 
 
 # Such an axis splits nothing, and its kernel runs.
-@pytest.mark.needs("several")
 @cover(flat=[False, True], normalize=NORMALIZE)
 def test_heads_over_an_explicit_axis_of_one_device(devices, flat, normalize):
     mesh = jax.make_mesh((len(devices), 1), ("a", "b"), (AxisType.Explicit,) * 2, devices=devices)
     function = partial(step, partial(of_heads, normalize=normalize))
-    qkv = draw_qkv((8, 4)).reshape(8, 4, -1) if flat else draw_qkv((8, 4))
-    text = program_over(mesh, function, (qkv,), [P("a", None, "b")])
-    assert list(count_native_calls(text).values()) == [1, 1] * is_platform_with_kernels()
+    program_over(mesh, function, (product(flat),), [P("a", None, "b")])
 
 
 # As tensor parallelism has it: a device's columns of the kernel are the q, k and v of its own heads.
-@pytest.mark.needs("several")
 def test_each_device_has_a_product_of_its_own_heads(devices):
     mesh = mesh_of(devices, AxisType.Auto)
     shards = mesh.shape["b"]

@@ -150,22 +150,18 @@ def test_decoding(rotary):
 
 # The tokens' axes, and positions of which not all neighbours differ.
 @both
-@cover(shape=[(), (5,), (3, 1), (2, 1, 5), (1, 3, 1)], examples={"whole": None, "by vmap": 0, "with positions": 1})
-def test_positions_that_broadcast(shape, examples, rotary):
+@cover(shape=[(), (5,), (3, 1), (2, 1, 5), (1, 3, 1)], axes=[None, (0, 0, None), (0, 0, 0)])
+def test_positions_that_broadcast(shape, axes, rotary):
     q, k = draw_qk(dims=(2, 3, 5))
     positions = jnp.floor(50 * jnp.abs(draw("positions", shape)))
     whole = jnp.broadcast_to(positions, (2, 3, 5))
     expected = jax.jit(rotary)(q, k, positions=whole)
-    function = lambda q, k, positions: rotary(q, k, positions=positions)  # noqa: E731
-    if examples is None:
-        actual = jax.jit(function)(q, k, positions)
-    else:
-        given = jnp.stack([positions] * 3) if examples else positions
-        many = jax.jit(jax.vmap(function, (0, 0, 0 if examples else None)))(
-            jnp.stack([q] * 3), jnp.stack([k] * 3), given
-        )
-        actual = tuple(y[2] for y in many)
-    assert_close(actual, expected)
+    function, args = lambda q, k, positions: rotary(q, k, positions=positions), (q, k, positions)
+    if axes:
+        function = jax.vmap(function, axes)
+        args = [a if axis is None else jnp.stack([a] * 3) for a, axis in zip(args, axes, strict=True)]
+    actual = jax.jit(function)(*args)
+    assert_close(tuple(y[2] if axes else y for y in actual), expected)
 
 
 # With scales of an ensemble: the formula's sums, and the rows' kernel.
@@ -189,15 +185,9 @@ def test_vmap(axes, what, rotary):
 @both
 def test_angles_have_no_gradient(rotary):
     q, k = draw_qk()
-    by_positions = lambda positions, frequencies: loss_of(  # noqa: E731
-        lambda q, k: rotary(q, k, positions=positions, frequencies=frequencies)
-    )(q, k)
-    by_tables = lambda cos, sin: loss_of(lambda q, k: rotary(q, k, cos=cos, sin=sin))(q, k)  # noqa: E731
-    gradients = [
-        *jax.grad(by_positions, (0, 1))(ARANGE.astype("float32"), jnp.asarray(frequencies_of(D))),
-        *jax.grad(by_tables, (0, 1))(*LLAMA.values()),
-    ]
-    assert [float(jnp.abs(gradient).max()) for gradient in gradients] == [0.0] * 4
+    for angles in ({"positions": ARANGE.astype("float32"), "frequencies": jnp.asarray(frequencies_of(D))}, LLAMA):
+        gradients = jax.grad(lambda angles: loss_of(partial(rotary, **angles))(q, k))(angles)
+        assert [float(jnp.abs(gradient).max()) for gradient in gradients.values()] == [0.0] * 2
 
 
 @both
