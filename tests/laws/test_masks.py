@@ -37,7 +37,7 @@ def entropy(x, implementation):
 
 SOFTMAX, LOG_SOFTMAX = jaxnorm.softmax, jaxnorm.log_softmax
 LOSS = jaxnorm.softmax_cross_entropy_with_integer_labels
-FIRST = {"dims": (COLS, ROWS), "implementations": ("jnp",), "where": WHERE.T, "axis": 0}
+FIRST = {"dims": (COLS, ROWS), "implementations": ("xla",), "where": WHERE.T, "axis": 0}
 MASKS = {
     "where": (WHERE, {"where": WHERE}),
     "causal": (CAUSAL, {"causal": True}),

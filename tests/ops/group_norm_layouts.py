@@ -224,10 +224,10 @@ def test_devices_exchange_no_more_for_channels_first(devices, spec, axis_type, w
         function = partial(first, num_groups=8, implementation=implementation)
         return value_and_gradients(function) if with_gradients else jax.jit(function)
 
-    (actual, text), (_, of_formula) = (on_mesh(mesh, of(how), args, specs) for how in ("native", "jnp"))
+    (actual, text), (_, of_formula) = (on_mesh(mesh, of(how), args, specs) for how in ("native", "xla"))
     gathered = 8 * args[0].shape[0] * 8 * len(devices) if len(spec) == 3 else 0
     assert sum(collectives(text).values()) <= sum(collectives(of_formula).values()) + gathered
-    assert_near(jax.device_get(actual), jax.device_get(of("jnp")(*args)), atol=1e-4)
+    assert_near(jax.device_get(actual), jax.device_get(of("xla")(*args)), atol=1e-4)
 
 
 @pytest.mark.needs("kernels")
