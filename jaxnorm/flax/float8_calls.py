@@ -39,4 +39,4 @@ def linear(
 
 def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
     """x as Flax's promotion to `dtype` rounds it. Mere widening changes no value, and takes bytes."""
-    return x if dtype == jnp.float32 and x.dtype in ffi.DTYPES else x.astype(dtype)
+    return x if jnp.dtype(dtype) == jnp.float32 and x.dtype in ffi.DTYPES else x.astype(dtype)

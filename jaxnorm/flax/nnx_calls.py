@@ -104,4 +104,4 @@ def operands(
 
 def promote(array: jax.Array, dtype: Any) -> jax.Array:
     """`array` as Flax's promotion to `dtype` rounds it. Mere widening is left to the kernel: fewer bytes to read."""
-    return array if dtype in (array.dtype, jnp.float32) else array.astype(dtype)
+    return array if jnp.dtype(dtype) in (array.dtype, jnp.float32) else array.astype(dtype)

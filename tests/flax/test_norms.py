@@ -41,6 +41,17 @@ def test_results_of_every_dtype(layer, dtypes, dtype, param_dtype):
         assert_is_flaxs(y, layer.flaxs_result(inputs, **fields))
 
 
+# A dtype has several spellings.
+@cover(layer=OF_FLAX | QUANTIZED | SUMS | of("gated"), dtype=DTYPES)
+def test_a_dtype_by_its_name(layer, dtype):
+    inputs = layer.draw("bfloat16", "bfloat16")
+    programs = []
+    for spelt in (dtype, getattr(jnp, dtype), jnp.dtype(dtype)):
+        apply, parameters = layer.build(inputs, dtype=spelt)
+        programs.append(str(jax.make_jaxpr(apply)(parameters, *inputs)))
+    assert len(set(programs)) == 1
+
+
 def assert_is_flaxs(y, flaxs):
     if type(y) is tuple:
         assert_same(y[1], flaxs[1])
