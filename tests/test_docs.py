@@ -20,6 +20,7 @@ from bench.__main__ import COMMANDS, parse
 from jaxnorm import checkpoint_policies as policies
 from jaxnorm import equinox as jaxnorm_equinox
 from jaxnorm import keras, linen, nnx
+from jaxnorm.ops.misuse import FORMER
 from jaxnorm.primitive.op import Op
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -213,6 +214,15 @@ def test_the_reference_has_every_public_name():
     names = {(module, name) for module in MODULES for name in module.__all__ if callable(getattr(module, name))}
     public = {f"{module.__name__}.{name}" for module, name in names}
     assert set(re.findall(r"^::: (\S+)$", reference, re.MULTILINE)) == public
+
+
+def test_nothing_has_its_name_of_before():
+    former = re.compile("|".join(rf"""["'`]{name}["'`]|\b{name}=""" for name in FORMER))
+    paths = [
+        *PRESENT,
+        *(path for path in (ROOT / "jaxnorm").rglob("*.py") if path.name not in ("misuse.py", "text.py")),
+    ]
+    assert [page_id(path) for path in paths if former.search(path.read_text())] == []
 
 
 def test_readme_is_short():
