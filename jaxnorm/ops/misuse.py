@@ -12,8 +12,9 @@ import numpy as np
 F = TypeVar("F", bound=Callable[..., Any])
 Parameters = Mapping[str, inspect.Parameter]
 
-# The names of before the first release, which goes without them.
+# The names of before the first release, which goes without them; some only in one function.
 FORMER = {"jnp": "xla", "axis_of_heads": "heads_axis"}
+FORMER |= dict.fromkeys(("softmax.scale", "log_softmax.scale"), "logit_scale")
 # The names that other libraries have -> ours, perhaps with its value.
 SYNONYMS = {
     **dict.fromkeys(("eps", "variance_epsilon", "norm_eps", "layer_norm_eps", "rms_norm_eps"), "epsilon"),
@@ -135,7 +136,7 @@ def unbound(name: str, parameters: Parameters, args: tuple[Any, ...], keywords: 
 
 
 def _meant(name: str, parameters: Parameters, keyword: str) -> str:
-    ours = (SYNONYMS | FORMER).get(keyword, keyword)
+    ours = FORMER.get(f"{name}.{keyword}", (SYNONYMS | FORMER).get(keyword, keyword))
     if ours == "axis" and "channel_axis" in parameters:
         ours = "channel_axis"
     argument = ours.partition("=")[0]

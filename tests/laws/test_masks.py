@@ -43,7 +43,7 @@ MASKS = {
     "causal": (CAUSAL, {"causal": True}),
     "offset": (np.tri(ROWS, COLS, 2, bool), {"causal": True, "offset": 2}),
     "window": (CAUSAL & ~np.tri(ROWS, COLS, -2, bool), {"causal": True, "window": 2}),
-    "where and causal": (WHERE & CAUSAL, {"where": WHERE, "causal": True, "scale": -0.5}),
+    "where and causal": (WHERE & CAUSAL, {"where": WHERE, "causal": True, "logit_scale": -0.5}),
 }
 CASES = {
     **{f"softmax, {name}": normalised(SOFTMAX, counts, **given) for name, (counts, given) in MASKS.items()},

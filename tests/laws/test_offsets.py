@@ -106,7 +106,7 @@ def test_shares(name, offset, scale, implementation):
     dtype, offset, unit = offset
     x, moved = logits(unit, offset)
     z, dy = centred(x, scale), draw("dy", x.shape, dtype)
-    run = partial(function, scale=scale, implementation=implementation)
+    run = partial(function, logit_scale=scale, implementation=implementation)
     y, dx = jax.jit(lambda x: (run(x), jax.vjp(run, x)[1](dy)[0]))(jnp.asarray(moved, dtype))
     forward = exact(z, out_dtype=dtype)
     assert forward_errors(y, forward) == []
@@ -191,7 +191,7 @@ def test_large_logits(scale, implementation, exponent, sign):
     def all_of(x):
         given = {"implementation": implementation}
         run = partial(cross_entropy, labels=labels, logit_scale=scale, **given)
-        shares = [SHARES[name][0](x, scale=scale, **given) for name in SHARES]
+        shares = [SHARES[name][0](x, logit_scale=scale, **given) for name in SHARES]
         return shares, run(x), jax.grad(lambda x: run(x).sum())(x)
 
     (share, log), losses, dx = jax.jit(all_of)(x)
@@ -233,7 +233,7 @@ def test_a_single_class(implementation, dtype, options, masked):
     given = {"implementation": implementation}
     if masked:
         x, given["where"] = jnp.concatenate([x, 0 * x + 7], -1), np.asarray([True, False])
-    logs = jax.jit(partial(jaxnorm.log_softmax, scale=options.get("logit_scale", 1.0), **given))
+    logs = jax.jit(partial(jaxnorm.log_softmax, logit_scale=options.get("logit_scale", 1.0), **given))
     np.testing.assert_array_equal(logs(x)[:, 0], 0)
     np.testing.assert_array_equal(jax.vjp(logs, x)[1](draw("dy", x.shape, dtype))[0], 0)
     losses = jax.jit(partial(cross_entropy, labels=jnp.zeros(4, int), **options, **given))

@@ -13,6 +13,7 @@ from flax import linen
 from table import OPS
 
 import jaxnorm
+from jaxnorm.ops.misuse import FORMER
 
 POSITIONAL = {
     "rms_norm": ["x", "scale"],
@@ -188,7 +189,7 @@ PRODUCTS = ("quantized_dot", "float8_linear")
 # Whose axis, or other argument, is one that they check themselves.
 OWN = {
     *((name, "axis") for name in ("gated_activation", "gated_activation_quantized")),
-    *((name, "scale") for name in ("softmax", "log_softmax")),
+    *((name, "logit_scale") for name in ("softmax", "log_softmax")),
 }
 
 
@@ -290,6 +291,7 @@ SYNONYMS = {
     "group_size": ["channels_per_group", "groupsize"],
     "z_loss": ["z_loss_weight", "lse_square_scale"],
     "theta": ["rope_theta", "base"],
+    "heads_axis": ["axis_of_heads", "head_axis"],
     "heads": ["num_heads", "num_attention_heads"],
     "kv_heads": ["num_kv_heads", "num_key_value_heads"],
     "out_dtype": ["dtype"],
@@ -332,7 +334,8 @@ def test_an_argument_of_other_functions(function):
     for ours in sorted(set().union(*of_each.values()) - of_each[function] - {"weights"}):
         related = [other for other in POSITIONAL if function in other and ours in of_each[other]]
         said = "did you mean .*, which takes? " if related else INSTEAD.get(ours, "is an argument of")
-        for name in {ours, *SYNONYMS.get(ours, ())} - {"weight"}:  # which may be one of weights
+        said = FORMER.get(f"{function}.{ours}", said)
+        for name in {ours, *SYNONYMS.get(ours, ())} - {"weight", "gamma"}:  # which may be one of weights
             with pytest.raises(TypeError, match=in_order(function, (f"keyword argument '{name}'", said))) as raised:
                 getattr(jaxnorm, function)(*map(VALID.get, required_by(function)), **{name: 1})
             assert all(other in str(raised.value) for other in related)

@@ -51,7 +51,7 @@ CASES = {
     "loss with all": (LOSSES, {"ignore_index": -1, "label_smoothing": 0.2, "z_loss": 0.1, "soft_cap": 3.0}),
     "loss of what is negative": (LOSSES, {"ignore_index": -1, "logit_scale": -0.5}),
     "softmax": (SOFTMAX, {}),
-    "log_softmax": (LOG_SOFTMAX, {"scale": 0.5}),
+    "log_softmax": (LOG_SOFTMAX, {"logit_scale": 0.5}),
 }
 
 

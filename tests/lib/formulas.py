@@ -127,8 +127,8 @@ def rounded(y, quantization, static_scale=None):
     return y + (exact - fixed)
 
 
-def softmax(x, *, log=False, scale=1.0):
-    z = x.astype(jnp.float32) * scale
+def softmax(x, *, log=False, logit_scale=1.0):
+    z = x.astype(jnp.float32) * logit_scale
     z = z - jax.lax.stop_gradient(z.max(-1, keepdims=True, initial=-jnp.inf))
     total = jnp.exp(z).sum(-1, keepdims=True)
     return (z - jnp.log(total) if log else jnp.exp(z) / total).astype(x.dtype)

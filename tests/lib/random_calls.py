@@ -205,7 +205,7 @@ def softmax(draw: Draw) -> Call:
     where = draw.mask(x.shape) if draw.chance(0.6) else None
     causal = public is jaxnorm.softmax and x.ndim > 2 and draw.chance(0.3)
     by_example = _examples_of(x, {"x": x, "where": where})
-    options = {"scale": draw.pick((1.0, 0.3)), "causal": causal}
+    options = {"logit_scale": draw.pick((1.0, 0.3)), "causal": causal}
     if causal:
         options |= {"offset": draw.pick((0, 3)), "window": draw.pick((None, 2))}
     return _call(public, {"x": x, "where": where}, ("x",), by_example, **options)

@@ -50,42 +50,42 @@ def counted(dims, causal=False, offset=0, window=None, where=True):
     return counts & (keys <= last) & (True if window is None else keys > last - window)
 
 
-def logits(x, scale=1.0, **mask):
+def logits(x, logit_scale=1.0, **mask):
     """z, its largest of each row, exp(z - largest), the sum of that, and what counts."""
-    z, counts = f64(x) * float(np.float32(scale)), counted(x.shape, **mask)
+    z, counts = f64(x) * float(np.float32(logit_scale)), counted(x.shape, **mask)
     top = z.max(-1, keepdims=True, where=counts, initial=-np.inf)
     z = np.where(counts, z, top)
     each = np.where(counts, np.exp(z - top), 0)
     return z, top, each, each.sum(-1, keepdims=True), counts
 
 
-def exact_softmax(x, *, scale=1.0, out_dtype=None, **mask):
-    z, top, each, total, _ = logits(x, scale, **mask)
+def exact_softmax(x, *, logit_scale=1.0, out_dtype=None, **mask):
+    z, top, each, total, _ = logits(x, logit_scale, **mask)
     y = each / total
     return Forward(
-        y, round_to(y, out_dtype or x.dtype), y, y * ROUNDING * (ROUNDINGS * (top - z) + np.abs(z) * (scale != 1))
+        y, round_to(y, out_dtype or x.dtype), y, y * ROUNDING * (ROUNDINGS * (top - z) + np.abs(z) * (logit_scale != 1))
     )
 
 
-def exact_log_softmax(x, *, scale=1.0, out_dtype=None, **mask):
-    z, top, _, total, counts = logits(x, scale, **mask)
+def exact_log_softmax(x, *, logit_scale=1.0, out_dtype=None, **mask):
+    z, top, _, total, counts = logits(x, logit_scale, **mask)
     y = np.where(counts, z - top - np.log(total), 0)
     # The logarithm of the sum is as exact as the sum is to 1.
     terms = top - z + np.log(total) + 1
-    return Forward(y, round_to(y, out_dtype or x.dtype), terms, ROUNDING * np.abs(z) * (scale != 1))
+    return Forward(y, round_to(y, out_dtype or x.dtype), terms, ROUNDING * np.abs(z) * (logit_scale != 1))
 
 
 def gradients_of_softmax(cotangents, x, **options):
     # The derivative reads y as it was rounded.
     y, dy = f64(exact_softmax(x, **options).rounded), f64(cotangents[0])
-    scale = float(np.float32(options.get("scale", 1)))
+    scale = float(np.float32(options.get("logit_scale", 1)))
     return {"x": (scale * y * (dy - (dy * y).sum(-1, keepdims=True)), None)}
 
 
-def gradients_of_log_softmax(cotangents, x, *, scale=1.0, out_dtype=None, **mask):
-    _, _, each, total, counts = logits(x, scale, **mask)
+def gradients_of_log_softmax(cotangents, x, *, logit_scale=1.0, out_dtype=None, **mask):
+    _, _, each, total, counts = logits(x, logit_scale, **mask)
     dy = f64(cotangents[0]) * counts
-    return {"x": (float(np.float32(scale)) * (dy - each / total * dy.sum(-1, keepdims=True)), None)}
+    return {"x": (float(np.float32(logit_scale)) * (dy - each / total * dy.sum(-1, keepdims=True)), None)}
 
 
 CAUSAL = {"causal": True}, {"causal": True, "window": 3}
@@ -124,8 +124,8 @@ def softmax(log=False):
         exact_gradients=gradients_of_log_softmax if log else gradients_of_softmax,
         # The logarithm of one column's share is 0, of which no digit is right if it is not.
         sizes=SIZES[log:],
-        options=({"scale": 0.125}, {"scale": -3.0}, *CAUSAL),
-        numbers=("scale",),
+        options=({"logit_scale": 0.125}, {"logit_scale": -3.0}, *CAUSAL),
+        numbers=("logit_scale",),
         statistics=2 * log,  # of softmax y is kept, which is like x
         # The maximum and the sum, of which how many are the maximum's is apart for a logarithm; the sum of products, or
         # of the cotangents.

@@ -21,7 +21,7 @@ def softmax(
     *,
     axis: int | Sequence[int] = -1,
     where: Any = None,
-    scale: float = 1.0,
+    logit_scale: float = 1.0,
     causal: bool = False,
     offset: Any = 0,
     window: int | None = None,
@@ -31,7 +31,7 @@ def softmax(
 ) -> jax.Array:
     """Exponentials of x, divided by their sum over `axis`, as `jax.nn.softmax`.
 
-        y = exp(x * scale) / sum(exp(x * scale), axis)
+        y = exp(x * logit_scale) / sum(exp(x * logit_scale), axis)
 
     All of it is computed in float32 (in float64 where x or the result is float64), from differences to the row's
     largest number, and rounded once, at the end. It may be transformed and differentiated as the formula may be; for a
@@ -42,7 +42,7 @@ def softmax(
       axis: the axis, or the set of axes, that is summed over. Kernels serve the last one, the formula any.
       where: None, or an array of booleans that broadcasts to x's shape: y is 0 where it is false, and what x is there
         does not matter. A row in which nothing is true is 0 everywhere, where `jax.nn.softmax` gives NaN.
-      scale: finite Python number that multiplies x first, as 1 / sqrt(head_dim) in attention.
+      logit_scale: finite Python number that multiplies x first, as 1 / sqrt(head_dim) in attention.
       causal: for x of shape (..., queries, keys): query t has the keys 0 to t, as `jax.nn.dot_product_attention` with
         is_causal=True. As where=jnp.tril(jnp.ones((queries, keys), bool)), but no such array is made, and kernels read
         no key beyond. It goes with `where` and with axis=-1 only.
@@ -64,14 +64,14 @@ def softmax(
     Raises:
       ValueError: an axis is out of range or repeated, where does not broadcast to x's shape, offset has other axes than
         x's leading ones, window is not positive, causal goes with another axis, offset or window goes without causal, a
-        name in axis_name is unbound or repeated, scale is not finite, or implementation is unknown.
+        name in axis_name is unbound or repeated, logit_scale is not finite, or implementation is unknown.
       TypeError: x or out_dtype is not floating-point of 16, 32 or 64 bits, where not boolean, offset not of integers,
         or another option traced.
       RuntimeError: implementation="native" and there is no kernel for this call; the message says why.
 
     Source: Milakov and Gimelshein, Online normalizer calculation for softmax, 2018, https://arxiv.org/abs/1805.02867.
     """
-    given = _Given(axis, where, scale, Causal(causal, offset, window), out_dtype, axis_name, implementation)
+    given = _Given(axis, where, logit_scale, Causal(causal, offset, window), out_dtype, axis_name, implementation)
     return _normalised("softmax", SOFTMAX, x, given)
 
 
@@ -81,7 +81,7 @@ def log_softmax(
     *,
     axis: int | Sequence[int] = -1,
     where: Any = None,
-    scale: float = 1.0,
+    logit_scale: float = 1.0,
     causal: bool = False,
     offset: Any = 0,
     window: int | None = None,
@@ -91,7 +91,7 @@ def log_softmax(
 ) -> jax.Array:
     """The logarithm of `softmax`, as `jax.nn.log_softmax`.
 
-        y = x * scale - log(sum(exp(x * scale), axis))
+        y = x * logit_scale - log(sum(exp(x * logit_scale), axis))
 
     It is computed, rounded and transformed as `softmax` says. For a gradient x and two float32 a row are kept.
 
@@ -100,7 +100,7 @@ def log_softmax(
       where: None, or an array of booleans that broadcasts to x's shape: y is -inf where it is false, everywhere in a
         row in which nothing is true. No gradient comes from there.
       axis: as for `softmax`.
-      scale: as for `softmax`.
+      logit_scale: as for `softmax`.
       causal: as for `softmax`.
       offset: as for `softmax`.
       window: as for `softmax`.
@@ -116,7 +116,7 @@ def log_softmax(
 
     Source: as of `softmax`.
     """
-    given = _Given(axis, where, scale, Causal(causal, offset, window), out_dtype, axis_name, implementation)
+    given = _Given(axis, where, logit_scale, Causal(causal, offset, window), out_dtype, axis_name, implementation)
     return _normalised("log_softmax", LOG_SOFTMAX, x, given)
 
 
@@ -125,7 +125,7 @@ class _Given(NamedTuple):
 
     axis: int | Sequence[int]
     where: Any
-    scale: Any
+    logit_scale: Any
     causal: Causal
     out_dtype: Any
     axis_name: Any
@@ -139,7 +139,7 @@ def _normalised(name: str, family: Family[Softmax, Operands, Results], x: Any, g
     out_dtype = checks.check_out_dtype(name, given.out_dtype, x)
     spec = Softmax(
         axes=axes,
-        scale=checks.check_number(name, "scale", given.scale),
+        scale=checks.check_number(name, "logit_scale", given.logit_scale),
         with_top=family is LOG_SOFTMAX,
         compute_dtype=dims.wide_dtype([x.dtype, out_dtype]),
         out_dtype=out_dtype,
