@@ -149,7 +149,7 @@ def _meant(name: str, parameters: Parameters, keyword: str) -> str:
     if argument == "out_dtype" and "quantization" in parameters:
         return f"{name} has no {keyword}: {INSTEAD[argument]}."
     others = having(argument)
-    if related := sorted((other for other in others if name in other), key=len):  # the simplest first
+    if related := sorted((other for other in others if are_related(name, other)), key=len):  # the simplest first
         return f"did you mean {' or '.join(related)}, which {'takes' if len(related) == 1 else 'take'} {argument}?"
     remedies = INSTEAD | (INSTEAD_OF_QUANTIZED if "quantization" in parameters else {})
     if argument in remedies:
@@ -162,6 +162,11 @@ def _meant(name: str, parameters: Parameters, keyword: str) -> str:
 def renamed(name: object) -> str:
     """The remedy where something has its name of before the first release."""
     return f" {name!r} is {FORMER[name]!r} now." if isinstance(name, str) and name in FORMER else ""
+
+
+def are_related(name: str, other: str) -> bool:
+    """Whether a function's name has the words of another's, as add_rms_norm has rms_norm's."""
+    return f"_{name}_" in f"_{other}_"
 
 
 def having(argument: str) -> list[str]:
@@ -197,7 +202,7 @@ def _surplus(name: str, parameters: Parameters, place: int, value: object) -> st
         if argument in by_name:
             hints.append(f"{meant} pass {argument}=...")
         elif argument not in parameters:
-            positional = {other: _positional(of) for other, of in _functions.items() if name in other}
+            positional = {other: _positional(of) for other, of in _functions.items() if are_related(name, other)}
             calls = (f"{other}({', '.join(of)})" for other, of in positional.items() if argument in of)
             hints += [f"{meant} use {call}." for call in calls]
     return " ".join(hints or [pass_others])

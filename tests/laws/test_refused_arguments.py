@@ -13,7 +13,7 @@ from flax import linen
 from table import OPS
 
 import jaxnorm
-from jaxnorm.ops.misuse import FORMER
+from jaxnorm.ops.misuse import FORMER, are_related
 
 POSITIONAL = {
     "rms_norm": ["x", "scale"],
@@ -231,8 +231,6 @@ def test_every_function_is_in_the_table():
 
 
 each_function = pytest.mark.parametrize("function", POSITIONAL)
-# quantize stands within other functions' names, which its errors then give.
-each_but_quantize = pytest.mark.parametrize("function", [name for name in POSITIONAL if name != "quantize"])
 
 
 @each_function
@@ -244,7 +242,7 @@ def test_a_missing_argument(function):
             getattr(jaxnorm, function)(**others)
 
 
-@each_but_quantize
+@each_function
 def test_an_argument_too_many(function):
     positional = POSITIONAL[function]
     args, names = [VALID.get(name, SCALE) for name in positional], [p.name for p in parameters(function)]
@@ -328,11 +326,11 @@ INSTEAD = {
 }
 
 
-@each_but_quantize
+@each_function
 def test_an_argument_of_other_functions(function):
     of_each = {other: {p.name for p in parameters(other)} for other in POSITIONAL}
     for ours in sorted(set().union(*of_each.values()) - of_each[function] - {"weights"}):
-        related = [other for other in POSITIONAL if function in other and ours in of_each[other]]
+        related = [other for other in POSITIONAL if are_related(function, other) and ours in of_each[other]]
         said = "did you mean .*, which takes? " if related else INSTEAD.get(ours, "is an argument of")
         said = FORMER.get(f"{function}.{ours}", said)
         for name in {ours, *SYNONYMS.get(ours, ())} - {"weight", "gamma"}:  # which may be one of weights
