@@ -373,7 +373,7 @@ def of_nnx():
 
 LAYERS = {
     "nnx": of_nnx,
-    "equinox": lambda: eqx.filter_jit(jax.vmap(eqx.nn.Sequential([jaxnorm.equinox.RMSNorm(8)]))),
+    "equinox": lambda: eqx.filter_jit(eqx.filter_vmap(eqx.nn.Sequential([jaxnorm.equinox.RMSNorm(8)]))),
     "keras": lambda: keras.Sequential([keras.Input((8,)), jaxnorm.keras.RMSNormalization()]),
 }
 
