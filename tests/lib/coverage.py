@@ -1,6 +1,7 @@
 """Combinations of factors: each value once, or with `--full` each pair of values; and one case of each test."""
 
 import itertools
+import re
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -81,7 +82,8 @@ def over(ops: Iterable[Any], *, pairs: bool = True, **factors: Callable[[Any], I
 def _named(values: Iterable[Any]) -> Named:
     if isinstance(values, dict):
         return list(values.items())
-    return [(" ".join(map(str, value)) if type(value) is tuple else str(value), value) for value in values]
+    names = ((" ".join(map(str, value)) if type(value) is tuple else str(value), value) for value in values)
+    return [(re.sub(r" at 0x\w+", "", name), value) for name, value in names]  # addresses differ between workers
 
 
 def _params(named: list[Named], *, pairs: bool = True) -> list[Any]:
