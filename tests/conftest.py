@@ -140,6 +140,7 @@ def pytest_collection_modifyitems(config, items):
 
     def runs(item):
         needs = [mark.args[0] for mark in item.iter_markers("needs")]
+        needs += ["several"] * ("devices" in item.fixturenames)
         if "cuda" in needs:
             item.add_marker("on_emulator")
         if item.get_closest_marker("deviceless"):
@@ -155,9 +156,15 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.fixture
-def devices():
+def any_devices():
     """The devices of a mesh: a power of two of them, and one only where there is one only."""
     return jax.devices()[: 1 << (min(8, jax.device_count()).bit_length() - 1)]
+
+
+@pytest.fixture
+def devices(any_devices):
+    """The like for a test that needs several."""
+    return any_devices
 
 
 @pytest.fixture

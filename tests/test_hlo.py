@@ -49,7 +49,6 @@ def test_groups_of_one_device_exchange_nothing(groups, counts):
     assert collectives(text).get("all-reduce", 0) == counts * 4 * (16 + 2)
 
 
-@pytest.mark.needs("several")
 def test_a_loop_counts_as_often_as_it_runs(devices):
     mesh = mesh_of(devices, jax.sharding.AxisType.Auto)
 

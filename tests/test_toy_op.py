@@ -64,7 +64,6 @@ def assert_gradients_are_close(actual, expected):
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.needs("several")
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("spec", [P("i"), P(None, None, "i")], ids=str)
 def test_sharded(devices, spec, axis_type):

@@ -100,7 +100,6 @@ def test_training_in_mixed_precision(policy):
     assert {variable.dtype for variable in ours.trainable_variables} == {"float32"}
 
 
-@pytest.mark.needs("several")
 def test_data_parallel(devices):
     expected = trained(functional(keras.layers))
     names = keras.distribution.list_devices()[: len(devices)]

@@ -295,7 +295,6 @@ def test_axis_name_is_flaxs_result(layer):
     np.testing.assert_allclose(ours, flaxs, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.needs("several")
 @cover(layer=PLAIN)
 def test_axis_index_groups_are_flaxs_result(layer, devices):
     half = len(devices) // 2
@@ -308,7 +307,6 @@ def test_axis_index_groups_are_flaxs_result(layer, devices):
     assert_same(ours, flaxs)
 
 
-@pytest.mark.needs("several")
 @cover(layer=GROUPS)
 def test_positions_that_are_split(layer, devices):
     mesh, x, spec = mesh_of(devices, AxisType.Auto), draw_x((4, 8, 5, 12)), P("a", "b")
@@ -320,8 +318,8 @@ def test_positions_that_are_split(layer, devices):
 
 # A parameter that is split otherwise than x splits Flax's result.
 @cover(layer=PLAIN, x_spec=[P("a"), P("a", None, "b")], spec=[P(), P("b")])
-def test_shardings_of_an_explicit_mesh_are_flaxs(layer, devices, x_spec, spec):
-    mesh, x = mesh_of(devices, AxisType.Explicit), draw_x((8, 6, 32))
+def test_shardings_of_an_explicit_mesh_are_flaxs(layer, any_devices, x_spec, spec):
+    mesh, x = mesh_of(any_devices, AxisType.Explicit), draw_x((8, 6, 32))
     norms = layer.both((x,))
     with jax.set_mesh(mesh):
         x = jax.device_put(x, NamedSharding(mesh, x_spec))
@@ -335,7 +333,6 @@ def test_shardings_of_an_explicit_mesh_are_flaxs(layer, devices, x_spec, spec):
 
 
 # Flax's GroupNorm takes no x that is split along channels.
-@pytest.mark.needs("several")
 @cover(layer=of("group"), name=[None, "b"])
 def test_groups_of_an_explicit_mesh(layer, devices, name):
     mesh, x = mesh_of(devices, AxisType.Explicit), draw_x((8, 4, 5, 16))

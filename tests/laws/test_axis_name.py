@@ -53,7 +53,6 @@ def gradient_of_sines(norm):
 
 
 @pytest.mark.on_emulator
-@pytest.mark.needs("several")
 @vma
 def test_forward_in_shard_map(devices, op, check_vma):
     mesh = mesh_of(devices, AxisType.Auto)
@@ -67,7 +66,6 @@ def test_forward_in_shard_map(devices, op, check_vma):
 
 
 # check_vma or not: the weights are the same along a, so their gradients are the sums over it.
-@pytest.mark.needs("several")
 @vma
 def test_gradients_of_shard_map(devices, op, check_vma):
     mesh = mesh_of(devices, AxisType.Auto)
@@ -81,7 +79,6 @@ def test_gradients_of_shard_map(devices, op, check_vma):
 
 
 @pytest.mark.on_emulator
-@pytest.mark.needs("several")
 @ops
 def test_gradients_in_shard_map(devices, op):
     mesh = mesh_of(devices, AxisType.Auto)
@@ -92,15 +89,14 @@ def test_gradients_in_shard_map(devices, op):
 
 
 @pytest.mark.parametrize("kind", NORMS)
-def test_second_derivative(devices, kind):
-    x, split = draw_x((4, 16)), of_parts(devices, NORMS[kind], P("a", "b"))
+def test_second_derivative(any_devices, kind):
+    x, split = draw_x((4, 16)), of_parts(any_devices, NORMS[kind], P("a", "b"))
     actual, expected = (jax.jit(gradient_of_sines(gradient_of_sines(norm)))(x) for norm in (split, NORMS[kind]))
     assert_parts_close(actual, expected)
 
 
 # On a GPU the statistics and the result of a part are kernels, if these take the dtypes.
 @pytest.mark.on_emulator
-@pytest.mark.needs("several")
 @cover(kind=KINDS, dtypes=[*itertools.product(DTYPES, DTYPES), ("float64", "float32")])
 @emulated.wherever
 def test_dtypes(devices, kind, dtypes):
@@ -129,7 +125,6 @@ def beside(y, scale, bias, dtype):
 
 
 # XLA splits the rows, and the caller the features.
-@pytest.mark.needs("several")
 @pytest.mark.parametrize("kind", NORMS)
 def test_features_in_a_partly_manual_shard_map(devices, kind):
     x, split = draw_x((8, 16)), of_parts(devices, NORMS[kind], P(None, "b"), axis_names={"b"})
@@ -140,7 +135,6 @@ def test_features_in_a_partly_manual_shard_map(devices, kind):
 
 
 # The like where types say how rows are split.
-@pytest.mark.needs("several")
 @pytest.mark.parametrize("implementation", [None, "xla"])
 @vma
 def test_features_beside_an_explicit_axis_of_rows(devices, op, check_vma, implementation):
@@ -164,7 +158,6 @@ def test_features_beside_an_explicit_axis_of_rows(devices, op, check_vma, implem
 
 
 # Where JAX 0.10 linearises the body of a loop, it keeps the rules of primitives alone.
-@pytest.mark.needs("several")
 @pytest.mark.parametrize("implementation", [None, "xla"])
 @pytest.mark.parametrize("kind", NORMS)
 def test_second_derivatives_of_a_loop_beside_an_explicit_axis_of_rows(devices, kind, implementation):
@@ -194,7 +187,6 @@ WITHOUT_KERNEL = {
 }
 
 
-@pytest.mark.needs("several")
 @pytest.mark.parametrize("name", WITHOUT_KERNEL)
 @pytest.mark.parametrize("kind", NORMS)
 def test_what_has_no_kernel(devices, kind, name):
@@ -223,8 +215,8 @@ def test_what_has_no_kernel(devices, kind, name):
 
 # Two axes of a mesh, or an axis of vmap, or one of each.
 @pytest.mark.parametrize("kind", NORMS)
-def test_two_mesh_axes(devices, kind):
-    x, split = draw_x((4, 64)), of_parts(devices, NORMS[kind], P(None, ("a", "b")), axis_name=("a", "b"))
+def test_two_mesh_axes(any_devices, kind):
+    x, split = draw_x((4, 64)), of_parts(any_devices, NORMS[kind], P(None, ("a", "b")), axis_name=("a", "b"))
     assert_parts_close(jax.jit(split)(x), NORMS[kind](x))
 
 
@@ -245,7 +237,6 @@ def test_vmap(op):
         assert_parts_close(jax.tree.map(whole, actual, expected), expected)
 
 
-@pytest.mark.needs("several")
 @pytest.mark.parametrize("kind", NORMS)
 def test_pmap(devices, kind):
     x = draw_x((4, 16 * len(devices)))
@@ -256,7 +247,6 @@ def test_pmap(devices, kind):
     assert_parts_close(jnp.concatenate(list(split(parts)), -1), gradient_of_sines(NORMS[kind])(x))
 
 
-@pytest.mark.needs("several")
 def test_vmap_in_shard_map_over_what_is_not_split(devices):
     def norm(x, axis_name):
         return jax.vmap(partial(jaxnorm.layer_norm, axis_name=axis_name))(x)
@@ -266,7 +256,6 @@ def test_vmap_in_shard_map_over_what_is_not_split(devices):
 
 
 # Law 8. Of floats, not every backend's maximum over devices keeps a NaN.
-@pytest.mark.needs("several")
 def test_a_nan_on_one_device_is_in_the_scale_of_its_row(devices):
     x = draw_x((4, 256)).at[1, 3].set(jnp.nan)
     to = Quantization(jnp.float8_e4m3fn)

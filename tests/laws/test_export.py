@@ -214,7 +214,6 @@ def test_a_spec_of_an_older_build_is_read(name):
 
 
 # Names of primitives had their directions in full.
-@pytest.mark.needs("several")
 def test_a_call_of_before_that_xla_splits(devices, monkeypatch):
     encode = text.encode
 
@@ -328,7 +327,6 @@ def sharded_by(how, norm, mesh):
 
 
 # Of a shard_map over one axis, a program for several platforms has the formula.
-@pytest.mark.needs("several")
 @pytest.mark.parametrize(
     ("how", "platforms", "is_native"),
     [
@@ -348,7 +346,6 @@ def test_exported_for_several_devices(tmp_path, devices, kind, how, platforms, i
 
 
 # Of unknown shapes XLA splits the formula.
-@pytest.mark.needs("several")
 @pytest.mark.parametrize("kind", KINDS)
 def test_exported_for_several_devices_and_any_number_of_rows(tmp_path, devices, kind):
     mesh = mesh_of(devices, AxisType.Auto)

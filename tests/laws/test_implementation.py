@@ -169,7 +169,6 @@ ways = pytest.mark.parametrize(("direction", "kept"), [("forward", "bwd"), ("bac
 
 # XLA splits the formula of one direction, and calls the kernel of the other on each device.
 @pytest.mark.needs("kernels")
-@pytest.mark.needs("several")
 @ways
 def test_directions_over_a_mesh(devices, direction, kept):
     mesh = jax.make_mesh((len(devices),), ("i",), (AxisType.Auto,), devices=devices)

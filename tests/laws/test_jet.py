@@ -92,9 +92,9 @@ def test_terms_of_what_a_formula_rounds(name, implementation):
 
 @pytest.mark.parametrize("implementation", [None, "xla"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_devices_exchange(devices, kind, implementation):
+def test_what_devices_exchange(any_devices, kind, implementation):
     norm = partial(NORMS[kind], axis_name="b", implementation=implementation)
-    mesh = mesh_of(devices, AxisType.Auto)
+    mesh = mesh_of(any_devices, AxisType.Auto)
 
     def terms(x):
         return jet.jet(norm, (x,), ([x],))

@@ -57,7 +57,6 @@ def layers(norm):
     return lambda x, *weights: lax.scan(partial(layer, weights=weights), x, length=3)[0]
 
 
-@pytest.mark.needs("several")
 @axis_types
 @kinds
 def test_scan_of_checkpointed_layers(devices, kind, axis_type):
@@ -67,7 +66,6 @@ def test_scan_of_checkpointed_layers(devices, kind, axis_type):
     assert (calls, set(exchanged)) == (native_calls(kind, fwd=2, bwd=1), {"all-reduce"})
 
 
-@pytest.mark.needs("several")
 @axis_types
 @kinds
 def test_vmap(devices, kind, axis_type):
@@ -78,7 +76,6 @@ def test_vmap(devices, kind, axis_type):
 
 
 # An ensemble whose members are spread over devices: each has its own weights, and their gradients.
-@pytest.mark.needs("several")
 @axis_types
 @kinds
 def test_vmap_over_weights_that_are_spread(devices, kind, axis_type):
@@ -91,7 +88,6 @@ def test_vmap_over_weights_that_are_spread(devices, kind, axis_type):
 
 
 # Groups of devices are read off the sharding, whatever the order in which a mesh has the devices.
-@pytest.mark.needs("several")
 @kinds
 @pytest.mark.parametrize("spec", [P("a", "b"), P("b", None, "a"), P(None, "a", "b")], ids=str)
 def test_another_order_of_devices(devices, kind, spec):
@@ -101,7 +97,6 @@ def test_another_order_of_devices(devices, kind, spec):
 
 
 # Sharded parameters (FSDP): they are gathered, and nothing else is.
-@pytest.mark.needs("several")
 @kinds
 def test_weights_that_are_spread_where_rows_are(devices, kind):
     args = operands(DIMS)
@@ -110,7 +105,6 @@ def test_weights_that_are_spread_where_rows_are(devices, kind):
     assert exchanged == {"all-gather": 2 * 4 * DIMS[-1]}
 
 
-@pytest.mark.needs("several")
 @kinds
 def test_rows_that_do_not_divide(devices, kind):
     mesh, args = mesh_of(devices, AxisType.Auto), operands((2 * len(devices) + 1, 64))
@@ -123,7 +117,6 @@ def test_rows_that_do_not_divide(devices, kind):
     assert_near(run(mesh, value_and_gradients(norm), args, P(), P(), P(), is_set=False)[0], exact(*args))
 
 
-@pytest.mark.needs("several")
 @kinds
 def test_only_the_result_is_sharded(devices, kind):
     mesh, args = mesh_of(devices, AxisType.Auto), operands(DIMS)
@@ -133,7 +126,6 @@ def test_only_the_result_is_sharded(devices, kind):
     assert exchanged == {}
 
 
-@pytest.mark.needs("several")
 @pytest.mark.parametrize("spec", [P("a", "b"), P("a", None, "b")], ids=str)
 def test_padding(devices, spec):
     args = draw_x((8, 4, 48)), draw_residual((8, 4, 48)), draw_scale((48,))
@@ -147,7 +139,6 @@ def test_padding(devices, spec):
 
 
 # The stream takes the donated buffer, on each device.
-@pytest.mark.needs("several")
 @axis_types
 def test_a_donated_residual(devices, axis_type):
     mesh = mesh_of(devices, axis_type)
@@ -163,7 +154,6 @@ def test_a_donated_residual(devices, axis_type):
 
 
 # XLA numbers the devices that a shard_map leaves it in the order of x's axes, whatever order the mesh has.
-@pytest.mark.needs("several")
 @kinds
 @pytest.mark.parametrize("names", ["abc", "bca", "cba"])
 @pytest.mark.parametrize("spec", [P("a", "b"), P("b", None, "a"), P(None, None, ("b", "a"))], ids=str)
@@ -183,7 +173,6 @@ def test_shard_map_over_one_axis_of_three(devices, kind, spec, names):
 
 
 # Each stage has layers of its own and hands its rows to the next; XLA splits what is in a stage.
-@pytest.mark.needs("several")
 def test_stages_of_a_pipeline(devices):
     mesh = mesh_of_three(devices, "cab")
 
@@ -204,7 +193,6 @@ def test_stages_of_a_pipeline(devices):
     assert (calls, ours) == (native_calls("rms", fwd=2, bwd=1), formula)
 
 
-@pytest.mark.needs("several")
 def test_native_for_several_platforms_in_a_shard_map_over_one_axis(devices):
     norm = partial(jaxnorm.rms_norm, implementation="native")
     mesh = mesh_of(devices, AxisType.Auto)
@@ -215,7 +203,6 @@ def test_native_for_several_platforms_in_a_shard_map_over_one_axis(devices):
 
 
 # The outer one takes the mesh's first axis: XLA of JAX 0.12 ends the process where axes are taken in another order.
-@pytest.mark.needs("several")
 def test_shard_maps_in_each_other(devices):
     mesh, args = mesh_of_three(devices, "cab"), operands(DIMS)[:2]
 
@@ -229,7 +216,6 @@ def test_shard_maps_in_each_other(devices):
     assert exchanged.keys() <= {"all-reduce"}
 
 
-@pytest.mark.needs("several")
 @axis_types
 def test_native_over_several_devices(devices, axis_type):
     norm = partial(jaxnorm.rms_norm, implementation="native")
@@ -237,7 +223,6 @@ def test_native_over_several_devices(devices, axis_type):
     assert bits(y) == bits(norm(draw_x(DIMS)))
 
 
-@pytest.mark.needs("several")
 @pytest.mark.parametrize(
     ("x_spec", "scale_spec", "expected"), [(P("a", None, "b"), P("a"), P("b")), (P("a"), P("b"), P(None))], ids=str
 )
@@ -259,7 +244,6 @@ OF_GROUPS = {
 }
 
 
-@pytest.mark.needs("several")
 @pytest.mark.parametrize("name", OF_GROUPS)
 def test_a_group_that_is_split(devices, name):
     mesh = Mesh(devices, "b", axis_types=(AxisType.Explicit,))
@@ -273,8 +257,8 @@ X = draw_x((ROWS, HEADS, COLS))
 
 
 @pytest.fixture
-def mesh(devices):
-    mesh = mesh_of(devices, AxisType.Explicit)
+def mesh(any_devices):
+    mesh = mesh_of(any_devices, AxisType.Explicit)
     with jax.set_mesh(mesh):
         yield mesh
 
@@ -343,8 +327,8 @@ def test_the_tangent_of_a_bias_is_split_as_x_is(mesh, kind):
 
 
 @kinds
-def test_outside_of_jit_no_mesh_need_be_set(devices, kind):
-    x = jax.device_put(X, NamedSharding(mesh_of(devices, AxisType.Explicit), P("a", None, "b")))
+def test_outside_of_jit_no_mesh_need_be_set(any_devices, kind):
+    x = jax.device_put(X, NamedSharding(mesh_of(any_devices, AxisType.Explicit), P("a", None, "b")))
     y = NORMS[kind](x, draw_scale((COLS,)))
     assert jax.typeof(y).sharding.spec == P("a", None, "b")
     np.testing.assert_allclose(y, NORMS[kind](X, draw_scale((COLS,))), rtol=1e-4, atol=2e-5)

@@ -100,7 +100,6 @@ def run(function, on_one_device, args, mesh):
     return actual, jax.jit(on_one_device)(*(jnp.asarray(np.asarray(arg)) for arg in args)), compiled.as_text()
 
 
-@pytest.mark.needs("several")
 @by_row
 def test_rows_are_computed_where_they_are(devices, op, how):
     mode, spec = how
@@ -112,7 +111,6 @@ def test_rows_are_computed_where_they_are(devices, op, how):
     assert list(count_native_calls(text).values()) == [1]
 
 
-@pytest.mark.needs("several")
 @by_row
 def test_gradients_of_rows_add_up_weights(devices, op, how):
     mode, spec = how
@@ -124,7 +122,6 @@ def test_gradients_of_rows_add_up_weights(devices, op, how):
     assert list(count_native_calls(text).values()) == [1] * (2 - op.keeps_operands_alone)
 
 
-@pytest.mark.needs("several")
 @over(SPLIT)
 def test_gradients_of_the_formula(devices, op):
     """On an Explicit mesh, where the types of what it computes have shardings."""
@@ -135,7 +132,6 @@ def test_gradients_of_the_formula(devices, op):
     assert_parts_close(actual, expected)
 
 
-@pytest.mark.needs("several")
 @by_feature
 def test_parts_of_rows_exchange_their_statistics(devices, op, mode, spec):
     mesh = mesh_for(mode, devices)
@@ -145,7 +141,6 @@ def test_parts_of_rows_exchange_their_statistics(devices, op, mode, spec):
     assert collectives(text) == exchanged(op, mesh, spec, with_gradients=False)
 
 
-@pytest.mark.needs("several")
 @by_feature
 def test_gradients_of_parts_of_rows(devices, op, mode, spec):
     mesh = mesh_for(mode, devices)
@@ -164,7 +159,6 @@ def dtypes(op):
     return [*itertools.product(kinds, HALF), (kinds[0], "float32"), (op.dtypes[0], HALF[0])]
 
 
-@pytest.mark.needs("several")
 @over(
     [op for op in SPLIT if op in EACH],
     mode=lambda op: ["auto", "explicit", MANUAL, PARTLY_MANUAL],
@@ -184,7 +178,6 @@ SUMMED = re.compile(r"stablehlo\.all_reduce.*?\^bb0\(%\w+: tensor<(\w+)>", re.DO
 
 
 # XLA for CPUs ends the process at a sum of a half type in a shard_map over some axes of a mesh.
-@pytest.mark.needs("several")
 @cover(
     mode=[MANUAL, PARTLY_MANUAL],
     reduction=["mean", "sum", "none"],
@@ -300,14 +293,14 @@ def assert_mesh_gives(mesh, op, specs):
         *([(P(None, None, "b"), P()), PART_OF_HEADS] if op in PER_HEAD else []),
     ],
 )
-def test_rows_on_a_mesh(devices, axis_type, op, specs):
-    assert_mesh_gives(mesh_of(devices, axis_type), op, each(op, *specs))
+def test_rows_on_a_mesh(any_devices, axis_type, op, specs):
+    assert_mesh_gives(mesh_of(any_devices, axis_type), op, each(op, *specs))
 
 
 # An op of two arrays, of which one is the same everywhere.
 @over([op for op in EACH if op.arrays == 2], axis_type=lambda op: [AxisType.Auto, AxisType.Explicit])
-def test_one_array_is_everywhere(devices, op, axis_type):
-    assert_mesh_gives(mesh_of(devices, axis_type), op, (P("a"), P(), *[P()] * len(op.weights)))
+def test_one_array_is_everywhere(any_devices, op, axis_type):
+    assert_mesh_gives(mesh_of(any_devices, axis_type), op, (P("a"), P(), *[P()] * len(op.weights)))
 
 
 # Groups have to stay whole, and a padded result is in ops/added_norm.py.
@@ -317,8 +310,8 @@ WITH_FEATURES = [op for op in EACH if not {"group_size", "pad_to"} & {*op.small.
 # Weights are whole on each device and x is not: they are split by themselves, and their gradients are whole again.
 @axis_types
 @over([*WITH_FEATURES, GROUPED[0], GROUP_NORMS[1]])
-def test_a_sharded_feature_axis(devices, axis_type, op):
-    mesh, specs = mesh_of(devices, axis_type), each(op, P("a", None, "b"), P())
+def test_a_sharded_feature_axis(any_devices, axis_type, op):
+    mesh, specs = mesh_of(any_devices, axis_type), each(op, P("a", None, "b"), P())
     if not op.derived:
         return assert_mesh_gives(mesh, op, specs)
     # Not dequantised: of parts of rows some values are neighbours of those of whole ones, and are to be seen as such.
@@ -329,8 +322,8 @@ def test_a_sharded_feature_axis(devices, axis_type, op):
 
 
 @pytest.mark.parametrize("op", [NORMS[1], GATED[0], GROUPED[0], GROUP_NORMS[1]], ids=str)
-def test_the_type_of_a_result_of_parts_of_rows(devices, op):
-    mesh, spec = mesh_of(devices, AxisType.Explicit), P("a", None, "b")
+def test_the_type_of_a_result_of_parts_of_rows(any_devices, op):
+    mesh, spec = mesh_of(any_devices, AxisType.Explicit), P("a", None, "b")
     with jax.set_mesh(mesh):
         y, *_ = jax.jit(op.run())(*placed(mesh, sequences_of(op), each(op, spec, P())))
     assert jax.typeof(y).sharding.spec == spec
@@ -341,29 +334,29 @@ def shard(devices, function, in_specs, out_specs):
 
 
 @over(EACH, specs=whole_row_specs)
-def test_grad_of_shard_map(devices, op, specs):
-    function = shard(devices, op.run(), each(op, *specs), specs[0])
+def test_grad_of_shard_map(any_devices, op, specs):
+    function = shard(any_devices, op.run(), each(op, *specs), specs[0])
     assert_same(op, jax.jit(loss_and_gradients(op, function))(*sequences_of(op)), expected(op))
 
 
 # A replicated weight meets rows that differ over the mesh: its gradient is the sum over the mesh.
 @over(WITH_HEADS, specs=lambda op: [*whole_row_specs(op), *([PART_OF_HEADS] if op in PER_HEAD else [])])
-def test_shard_map_of_grad(devices, op, specs):
+def test_shard_map_of_grad(any_devices, op, specs):
     specs = each(op, *specs)
-    gradients = shard(devices, op.gradient(), specs, of_gradients(op, specs))
+    gradients = shard(any_devices, op.gradient(), specs, of_gradients(op, specs))
     assert_same(op, jax.jit(gradients)(*sequences_of(op)), expected(op)[1])
 
 
 # Of two arrays the first or the second varies over the mesh: the other's gradient is summed, too.
 @over([op for op in EACH if op.arrays == 2], varying=lambda op: [0, 1], outside=lambda op: [True, False])
-def test_shard_map_where_one_array_varies(devices, op, varying, outside):
-    args, parts = list(sequences_of(op)), mesh_of(devices, AxisType.Auto).shape["a"]
+def test_shard_map_where_one_array_varies(any_devices, op, varying, outside):
+    args, parts = list(sequences_of(op)), mesh_of(any_devices, AxisType.Auto).shape["a"]
     args[1 - varying] = args[1 - varying][: 8 // parts]
     specs = tuple(P("a") if i == varying else P() for i in range(len(args)))
     if outside:
-        gradients = op.gradient(shard(devices, op.run(), specs, P("a")))
+        gradients = op.gradient(shard(any_devices, op.run(), specs, P("a")))
     else:
-        gradients = shard(devices, op.gradient(), specs, of_gradients(op, specs))
+        gradients = shard(any_devices, op.gradient(), specs, of_gradients(op, specs))
 
     def repeated(*args):
         tiled = [jnp.tile(a, (parts, *[1] * (a.ndim - 1))) if i == 1 - varying else a for i, a in enumerate(args)]
@@ -373,39 +366,39 @@ def test_shard_map_where_one_array_varies(devices, op, varying, outside):
 
 
 @pytest.mark.parametrize("op", [*NORMS, GATED[0]], ids=str)
-def test_shard_map_without_a_weight(devices, op):
+def test_shard_map_without_a_weight(any_devices, op):
     args, specs = sequences_of(op)[:-1], each(op, P("a"), P())[:-1]
     gradient = op.gradient(argnums=tuple(range(len(args))))
-    assert_same(op, jax.jit(shard(devices, gradient, specs, specs))(*args), gradient(*args))
+    assert_same(op, jax.jit(shard(any_devices, gradient, specs, specs))(*args), gradient(*args))
 
 
 @pytest.mark.parametrize("op", [op for op in EACH if not op.derived], ids=str)
-def test_second_derivative_in_shard_map(devices, op):
+def test_second_derivative_in_shard_map(any_devices, op):
     second, specs = jax.grad(lambda *args: jnp.sin(op.gradient(argnums=0)(*args)).sum(), op.all), each(op, P("a"), P())
-    assert_alike(op, shard(devices, second, specs, of_gradients(op, specs)), second)
+    assert_alike(op, shard(any_devices, second, specs, of_gradients(op, specs)), second)
 
 
 @pytest.mark.parametrize("op", EACH, ids=str)
-def test_vmap_in_shard_map(devices, op):
+def test_vmap_in_shard_map(any_devices, op):
     whole = jax.vmap(op.run(), each(op, 1, None), 1)
-    function = shard(devices, whole, each(op, P("a"), P()), P("a"))
+    function = shard(any_devices, whole, each(op, P("a"), P()), P("a"))
     assert_alike(op, loss_and_gradients(op, function), loss_and_gradients(op, whole))
 
 
 # vmap makes x vary over one mesh axis more after the op was traced: the weights have to follow.
 @pytest.mark.parametrize("op", EACH, ids=str)
-def test_vmap_of_shard_map_over_a_mesh_axis(devices, op):
-    axes, sharded = each(op, 0, None), shard(devices, op.run(), each(op, P("b"), P()), P("b"))
+def test_vmap_of_shard_map_over_a_mesh_axis(any_devices, op):
+    axes, sharded = each(op, 0, None), shard(any_devices, op.run(), each(op, P("b"), P()), P("b"))
     function, whole = jax.vmap(sharded, axes, spmd_axis_name="a"), jax.vmap(op.run(), axes)
     assert_alike(op, loss_and_gradients(op, function), loss_and_gradients(op, whole))
 
 
 @pytest.mark.parametrize("op", NORMS, ids=str)
-def test_scan_in_shard_map(devices, op):
+def test_scan_in_shard_map(any_devices, op):
     def layers(*args):
         return jax.lax.scan(lambda y, _: (y + op.norm()(y, *args[1:]), None), args[0], length=3)[0]
 
     def results(function):
         return jax.value_and_grad(lambda *args: jnp.sin(function(*args)).sum(), (0, 1, 2))
 
-    assert_alike(op, results(shard(devices, layers, each(op, P("a"), P()), P("a"))), results(layers))
+    assert_alike(op, results(shard(any_devices, layers, each(op, P("a"), P()), P("a"))), results(layers))

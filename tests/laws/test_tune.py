@@ -235,7 +235,6 @@ def of_rows(devices):
 
 # Those of the devices that they are on, in the same program.
 @pytest.mark.needs("kernels")
-@pytest.mark.needs("several")
 def test_a_result_is_kept_by_device_and_sharding(times, devices):
     rows, split = of_rows(devices)
     whole = NamedSharding(split.mesh, P())
@@ -602,7 +601,6 @@ def test_calls_are_counted_in_a_message(tuned, path, count):
 
 
 @pytest.mark.needs("kernels")
-@pytest.mark.needs("several")
 def test_a_file_for_several_devices(times, path, devices):
     rows, split = of_rows(devices)
     placed = jax.device_put(rows, split)

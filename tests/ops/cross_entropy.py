@@ -319,7 +319,6 @@ def test_the_gradient_takes_the_place_of_computed_logits(name):
     assert compiled.memory_analysis().temp_size_in_bytes < logits * 4 * 256 * 8192
 
 
-@pytest.mark.needs("several")
 @pytest.mark.needs("kernels")
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("kernel_spec", [P(), P(None, "b")], ids=str)
@@ -360,7 +359,6 @@ def wide(tree):
 
 
 # A partition by XLA, with masks; labels are whole on each device.
-@pytest.mark.needs("several")
 @cover(
     axis_type=[AxisType.Auto, AxisType.Explicit],
     spec=[P("a"), P("a", None, "b"), P(None, None, ("a", "b"))],
@@ -380,7 +378,6 @@ def test_on_a_mesh(devices, axis_type, spec, dtype, scale):
 
 
 # Classes that a shard_map splits: each device has a part of the labels' numbers.
-@pytest.mark.needs("several")
 @cover(options=OPTIONS, has_mask=[False, True], dtype=["float32", "bfloat16"], scale=SCALES)
 def test_classes_over_devices(devices, options, has_mask, dtype, scale):
     mesh, dims = mesh_of(devices, AxisType.Auto), (8, 4, 16)
@@ -405,7 +402,6 @@ def test_classes_over_devices(devices, options, has_mask, dtype, scale):
         assert collectives(text) == {"all-reduce": 4 * (4 + smoothing) * rows + 4 * (mesh.shape["a"] > 1)}
 
 
-@pytest.mark.needs("several")
 def test_classes_of_several_axes_on_an_explicit_mesh(devices):
     mesh = mesh_of(devices, AxisType.Explicit)
     with jax.set_mesh(mesh):
@@ -417,7 +413,6 @@ def test_classes_of_several_axes_on_an_explicit_mesh(devices):
             cross_entropy(jax.device_put(x, P("a", None, "b")), labels, axis=(1, 2))
 
 
-@pytest.mark.needs("several")
 def test_labels_that_are_sharded_unlike_logits(devices):
     mesh = mesh_of(devices, AxisType.Explicit)
     with jax.set_mesh(mesh):

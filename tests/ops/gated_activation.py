@@ -218,7 +218,6 @@ axis_types = pytest.mark.parametrize("axis_type", AXIS_TYPES)
 
 
 # Each device has columns of both.
-@pytest.mark.needs("several")
 @axis_types
 @pytest.mark.parametrize("form", ["two arrays", "stacked"])
 def test_split_columns_stay_where_they_are(devices, axis_type, form):
@@ -244,7 +243,6 @@ OTHERWISE = [
 
 
 # Of halves that lie side by side, or of an axis of two that is split, something has to move.
-@pytest.mark.needs("several")
 @pytest.mark.parametrize(("form", "axis_type", "spec", "dims"), OTHERWISE)
 def test_what_is_split_otherwise_is_right(devices, form, axis_type, spec, dims):
     pack, axis, _ = FORMS[form]
@@ -258,7 +256,6 @@ def test_what_is_split_otherwise_is_right(devices, form, axis_type, spec, dims):
     assert bits(jax.device_get(actual)) == bits(jax.jit(partial(gradients, axis))(x, dy))
 
 
-@pytest.mark.needs("several")
 def test_halves_that_an_explicit_mesh_does_not_divide(devices):
     mesh = mesh_of(devices, AxisType.Explicit)
     with jax.set_mesh(mesh):

@@ -165,7 +165,6 @@ def test_float64(name):
 
 
 # A device has columns of both halves. Of a row that shares a scale 4 bytes are exchanged; groups stay whole.
-@pytest.mark.needs("several")
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize(("granularity", "exchanged"), [("token", {"all-reduce": 4}), ("groups of 64", {})])
 def test_split_columns(devices, axis_type, granularity, exchanged):

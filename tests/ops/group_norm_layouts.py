@@ -92,7 +92,6 @@ def test_positions_of_a_vmap(of_examples):
 
 
 # The gradient of weights of an example is a sum over its positions, which are on one device.
-@pytest.mark.needs("several")
 @cover(axis_type=AXIS_TYPES)
 def test_weights_of_examples_stay_where_examples_are(devices, axis_type):
     mesh, args = mesh_of(devices, axis_type), operands(True, (8, 6, 5, CHANNELS))
@@ -108,7 +107,6 @@ def test_weights_of_examples_stay_where_examples_are(devices, axis_type):
 
 
 # On an Auto mesh XLA may split the one group that there is.
-@pytest.mark.needs("several")
 @pytest.mark.parametrize("spec", [P("a", None, None, "b"), P("a", "b"), P(None, "a", None, "b")], ids=str)
 def test_one_group_that_is_split_is_not_gathered(devices, spec):
     dims = (8, 8, 5, 16)
@@ -120,7 +118,6 @@ def test_one_group_that_is_split_is_not_gathered(devices, spec):
     assert sum(collectives(text).values()) <= 8 * dims[0] * len(devices)
 
 
-@pytest.mark.needs("several")
 def test_a_group_that_an_explicit_mesh_splits(devices):
     mesh = mesh_of(devices, AxisType.Explicit)
     with jax.set_mesh(mesh):
@@ -209,7 +206,6 @@ def test_a_vmap_of_channels_first(of_examples, axes):
 
 # What devices exchange is no more than XLA makes them with the formula, but for the statistics of parts of a group,
 # which are gathered in one exchange in place of two sums.
-@pytest.mark.needs("several")
 @pytest.mark.needs("kernels")
 @cover(
     spec=[P("a"), P(None, "a"), P("a", "b"), P(None, None, "a"), P("b", None, "a")],

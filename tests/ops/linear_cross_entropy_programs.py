@@ -89,7 +89,6 @@ SPECS = {
 }
 
 
-@pytest.mark.needs("several")
 @cover(
     axis_type=[AxisType.Auto, AxisType.Explicit],
     specs=SPECS,
@@ -124,7 +123,6 @@ def test_over_devices(devices, axis_type, specs, reduction, where, implementatio
 
 
 # Of sums over rows there is one exchange: of the loss, the number of rows that count, and the gradient of the kernel.
-@pytest.mark.needs("several")
 @cover(
     axis_type=[AxisType.Auto, AxisType.Explicit],
     spec=[P("a"), P("a", "b"), P(("a", "b")), P(None, "b")],
@@ -150,7 +148,6 @@ def test_rows_over_devices(devices, axis_type, spec, kernel_spec):
 
 
 # The kernel has more axes than x.
-@pytest.mark.needs("several")
 @cover(
     axis_type=[AxisType.Auto, AxisType.Explicit], reduction=REDUCTIONS, spec=[P(), P("b")], kernel_spec=[P(), P("b")]
 )
@@ -162,7 +159,6 @@ def test_one_row_over_devices(devices, axis_type, reduction, spec, kernel_spec):
 
 
 # The mean of means is that of all where each device has as many rows that count, and no weights.
-@pytest.mark.needs("several")
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize(("given", "reduction"), [("none", "mean"), ("all", "sum"), ("all", "none")])
 def test_in_a_shard_map(devices, check_vma, given, reduction):

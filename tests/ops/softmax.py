@@ -423,7 +423,6 @@ def test_an_exported_window(name):
 
 
 # Queries, keys and masks that are split over devices: each has the lengths of its own queries.
-@pytest.mark.needs("several")
 @cover(
     name=list(OURS),
     axis_type=[AxisType.Auto, AxisType.Explicit],
@@ -440,7 +439,6 @@ def test_a_causal_mask_on_a_mesh(devices, name, axis_type, spec, options):
     assert "all-gather" not in collectives(text)
 
 
-@pytest.mark.needs("several")
 @names
 @pytest.mark.parametrize(("implementation", "window"), [(None, None), (None, 5), ("xla", None)])
 def test_masks_in_a_shard_map_over_columns(devices, name, implementation, window):
