@@ -229,13 +229,6 @@ def test_no_program_of_jaxnorm_copies_an_array(kind, dtype):
         assert gpu.copies(undonated.compile().as_text(), shape) != []
 
 
-def test_copies_in_a_programs_text():
-    copies = "  %copy.1 = bf16[9,300]{1,0} copy(%p.1), metadata={}\n"
-    copies += "  ROOT %c = (f32[9,300]{1,0}, f32[9,300]{1,0}, u32[]) copy-start(f32[9,300]{1,0} %p)\n"
-    others = "  %copy.2 = f32[300]{0} copy(%p.2)\n  %add.1 = f32[9,300]{1,0} add(%copy.2, %p.3)\n"
-    assert len(gpu.copies(f"HloModule m\n{copies}{others}", any_shape(9, 300))) == 2
-
-
 def result_of(program):
     """What a program gives; the arguments live on."""
     return program.function(*jax.tree.map(jnp.copy, program.arguments))

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -14,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import bench
 from bench import float8, model, model_norms, models, report, tables, unet
 from bench.__main__ import COMMANDS, parse
 from tools import doc_results
@@ -244,13 +241,3 @@ def test_every_command_explains_itself(command, capsys):
         parse([command, "--help"])
     assert exit_.value.code == 0
     assert f"python -m bench {command}" in capsys.readouterr().out
-
-
-def test_help_imports_no_command():
-    places = [Path(entry).resolve() == bench.ROOT for entry in sys.path]
-    assert places == sorted(places)  # the clone lies behind what is installed
-    code = "import sys, bench.__main__ as main; sys.argv[1:] = ['--help']; main.main()"
-    run = subprocess.run([sys.executable, "-X", "importtime", "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 0
-    assert " jax\n" not in run.stderr
-    assert all(command in run.stdout for command in COMMANDS)

@@ -124,36 +124,18 @@ def beside(y, scale, bias, dtype):
     return [y, *(other.astype(y.dtype) * scale + bias for other in neighbours)]
 
 
-# XLA splits the rows, and the caller the features.
-@pytest.mark.parametrize("kind", NORMS)
-def test_features_in_a_partly_manual_shard_map(devices, kind):
-    x, split = draw_x((8, 16)), of_parts(devices, NORMS[kind], P(None, "b"), axis_names={"b"})
-    actual, expected = (
-        jax.jit(jax.value_and_grad(lambda x, norm=norm: jnp.sin(norm(x)).sum()))(x) for norm in (split, NORMS[kind])
-    )
-    assert_parts_close(actual, expected)
-
-
-# The like where types say how rows are split.
+# XLA splits the rows, or types say how they are split; and the caller the features.
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("implementation", [None, "xla"])
 @vma
-def test_features_beside_an_explicit_axis_of_rows(devices, op, check_vma, implementation):
-    mesh = mesh_of(devices, AxisType.Explicit)
+def test_features_beside_an_axis_of_rows(devices, op, check_vma, implementation, axis_type):
+    mesh = mesh_of(devices, axis_type)
     specs = specs_of(op, P(None, *part_spec(op)[1:]))
-
-    def transform(function):
-        return jax.shard_map(
-            function,
-            mesh=mesh,
-            in_specs=specs,
-            out_specs=result_spec(op, specs[0]),
-            axis_names={"b"},
-            check_vma=check_vma,
-        )
-
+    split = {"in_specs": specs, "out_specs": result_spec(op, specs[0]), "axis_names": {"b"}, "check_vma": check_vma}
     args = op.draw(size_of(op))
     with jax.set_mesh(mesh), jaxnorm.implementation(implementation):
-        actual = jax.jit(gradients(op, transform, axis_name="b"))(*place(op, mesh, part_spec(op)))
+        of_parts = gradients(op, partial(jax.shard_map, mesh=mesh, **split), axis_name="b")
+        actual = jax.jit(of_parts)(*place(op, mesh, part_spec(op)))
     assert_parts_close(jax.device_get(actual), jax.device_get(jax.jit(gradients(op))(*args)))
 
 
