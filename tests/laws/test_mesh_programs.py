@@ -20,7 +20,7 @@ from internals import columns
 from jax import export, lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import mesh_of, mesh_of_three, placed
+from meshes import mesh_of, mesh_of_three, on_mesh, placed
 from native import native_calls
 from table import GATED
 from table import NORMS as PLAIN
@@ -69,7 +69,8 @@ def test_scan_of_checkpointed_layers(devices, kind, axis_type):
 @axis_types
 @kinds
 def test_vmap(devices, kind, axis_type):
-    norm, args = jax.jit(jax.vmap(NORMS[kind], (0, None, None))), operands((3, *DIMS))
+    native = partial(NORMS[kind], implementation="native")
+    norm, args = jax.jit(jax.vmap(native, (0, None, None))), operands((3, *DIMS))
     y, calls, exchanged = run(mesh_of(devices, axis_type), norm, args, P(None, "a", "b"), P(), P())
     assert bits(y) == bits(norm(*args))
     assert (calls, exchanged) == (native_calls(kind, fwd=1), {})
@@ -96,13 +97,19 @@ def test_another_order_of_devices(devices, kind, spec):
     assert_near(run(mesh, step, args, spec, P(), P(), is_set=False)[0], step(*args))
 
 
-# Sharded parameters (FSDP): they are gathered, and nothing else is.
+# Sharded parameters (FSDP), which are gathered, and nothing else is; and a result that alone is sharded.
 @kinds
-def test_weights_that_are_spread_where_rows_are(devices, kind):
-    args = operands(DIMS)
-    y, _, exchanged = run(mesh_of(devices, AxisType.Auto), NORMS[kind], args, *[P(("a", "b"))] * 3, is_set=False)
+@pytest.mark.parametrize(
+    ("spec", "of_result", "expected"),
+    [(P(("a", "b")), None, {"all-gather": 2 * 4 * DIMS[-1]}), (P(), P("a", "b"), {})],
+    ids=["weights", "result"],
+)
+def test_what_is_sharded_unlike_rows(devices, kind, spec, of_result, expected):
+    mesh, args = mesh_of(devices, AxisType.Auto), operands(DIMS)
+    norm = jax.jit(NORMS[kind], out_shardings=of_result and NamedSharding(mesh, of_result))
+    y, _, exchanged = run(mesh, norm, args, *[spec] * 3, is_set=False)
     assert bits(y) == bits(jax.jit(NORMS[kind])(*args))
-    assert exchanged == {"all-gather": 2 * 4 * DIMS[-1]}
+    assert exchanged == expected
 
 
 @kinds
@@ -115,15 +122,6 @@ def test_rows_that_do_not_divide(devices, kind):
 
     exact = value_and_gradients(lambda x, *weights: NORMS[kind](jnp.sin(x), *weights))
     assert_near(run(mesh, value_and_gradients(norm), args, P(), P(), P(), is_set=False)[0], exact(*args))
-
-
-@kinds
-def test_only_the_result_is_sharded(devices, kind):
-    mesh, args = mesh_of(devices, AxisType.Auto), operands(DIMS)
-    norm = jax.jit(NORMS[kind], out_shardings=NamedSharding(mesh, P("a", "b")))
-    y, _, exchanged = run(mesh, norm, args, P(), P(), P(), is_set=False)
-    assert bits(y) == bits(jax.jit(NORMS[kind])(*args))
-    assert exchanged == {}
 
 
 @pytest.mark.parametrize("spec", [P("a", "b"), P("a", None, "b")], ids=str)
@@ -143,11 +141,8 @@ def test_padding(devices, spec):
 def test_a_donated_residual(devices, axis_type):
     mesh = mesh_of(devices, axis_type)
     args = draw_x(DIMS), draw_residual(DIMS), draw_scale(DIMS[-1:])
-    function = jax.jit(lambda x, r, s: jaxnorm.add_rms_norm(x, r, s)[::-1], donate_argnums=1)
-    with jax.set_mesh(mesh):
-        spread = placed(mesh, args, (P("a", "b"), P("a", "b"), P()))
-        text = function.lower(*spread).compile().as_text()
-        actual = function(*spread)
+    function, specs = lambda *args: jaxnorm.add_rms_norm(*args)[::-1], (P("a", "b"), P("a", "b"), P())
+    actual, text = on_mesh(mesh, function, args, specs, donate_argnums=1)
     assert bits(actual) == bits(jaxnorm.add_rms_norm(*args)[::-1])
     assert "output_to_operand_aliasing" in text
     assert " copy(" not in text
@@ -214,13 +209,6 @@ def test_shard_maps_in_each_other(devices):
     actual, _, exchanged = run(mesh, outer, args, P("c", "a", "b"), P("b"))
     assert_near(actual, jaxnorm.rms_norm(*args))
     assert exchanged.keys() <= {"all-reduce"}
-
-
-@axis_types
-def test_native_over_several_devices(devices, axis_type):
-    norm = partial(jaxnorm.rms_norm, implementation="native")
-    y, *_ = run(mesh_of(devices, axis_type), norm, [draw_x(DIMS)], P("a", "b"))
-    assert bits(y) == bits(norm(draw_x(DIMS)))
 
 
 @pytest.mark.parametrize(
