@@ -5,7 +5,6 @@ The tree has a budget. Who adds takes away; a change that has to raise a figure 
 
 import ast
 import graphlib
-import re
 import subprocess
 from pathlib import Path
 
@@ -81,15 +80,6 @@ def lines_of_code(function):
     first = function.body[0]
     described = ast.get_docstring(function) is not None
     return function.end_lineno - function.lineno + 1 - described * (first.end_lineno - first.lineno + 1)
-
-
-def test_an_op_of_parts_of_others_is_in_few_files():
-    word = re.compile("gated_(rms_)?norm_quantized|GatedNormQuantized")
-    found = {name(path) for path in SOURCES if word.search(path.name + path.read_text())}
-    own = {"norm/gated_quantized.h", "norm/cpu/gated_quantized.cc", "norm/cuda/gated_norm_quantized.cu", "norm/read.h"}
-    python = {"jaxnorm/ops/norm/gated_quantized.py", "jaxnorm/__init__.py"}
-    assert found == python | {f"src/ops/{path}" for path in own}
-    assert not any(word.search(path.read_text()) for path in ROOT.glob("[cs]*/**/*.cmake"))
 
 
 def imported(node, modules):

@@ -116,10 +116,7 @@ REFUSED = {
         (TorchDtype(), TypeError, ("torch.bfloat16", "did you mean bfloat16")),
         *((short, TypeError, (f"did you mean {name}",)) for short, name in SHORT_DTYPES.items()),
     ),
-    "implementation": (
-        ("cuda", ValueError, ("cuda", "native", "xla")),
-        (["xla"], ValueError, ("native",)),
-    ),
+    "implementation": (("cuda", ValueError, ("cuda", "native", "xla")), (["xla"], ValueError, ("native",))),
     "axis_name": (
         ([["a"]], TypeError, ("name of an axis",)),
         ((), ValueError, ("at least one axis",)),

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import jaxnorm
 from jaxnorm import nnx as jaxnorm_nnx
 
-pytestmark = pytest.mark.jax_version
+pytestmark = [pytest.mark.jax_version, pytest.mark.needs("kernels")]
 
 X, SCALE, LABELS = jnp.ones((4, 8)), jnp.ones(8), jnp.zeros(4, "int32")
 TYPES = jax.ShapeDtypeStruct((4, 8), "float32"), jax.ShapeDtypeStruct((8,), "float32")
@@ -116,7 +116,6 @@ PROGRAMS = {"each direction of each function": (5, 6), "under jit": (5, 6), "a m
 AROUND = {"what a context leaves": {RMS: "xla", LAYER: {BACKWARD: "native"}}}
 
 
-@pytest.mark.needs("kernels")
 @pytest.mark.parametrize("name", TUNINGS)
 def test_what_it_tries_and_keeps(times, monkeypatch, name):
     def slower(_, spec, rows):
@@ -142,7 +141,6 @@ def test_what_it_tries_and_keeps(times, monkeypatch, name):
 
 
 # Each is faster than what was there before it, and together they are not.
-@pytest.mark.needs("kernels")
 def test_what_is_not_faster_once_more_is_dropped(times, monkeypatch):
     measured, calls = turns.in_turns, []
 
@@ -157,7 +155,6 @@ def test_what_is_not_faster_once_more_is_dropped(times, monkeypatch):
     assert "beside the default, and is dropped" in str(tuned)
 
 
-@pytest.mark.needs("kernels")
 def test_it_is_a_choice_that_implementation_takes(times):
     times[RMS, BACKWARD] = 1e-4
     step = jax.jit(jax.grad(loss))
@@ -172,7 +169,6 @@ def test_it_is_a_choice_that_implementation_takes(times):
 
 
 # On a terminal one line, elsewhere lines that are 10 s apart, of what takes so long.
-@pytest.mark.needs("kernels")
 @pytest.mark.parametrize(
     ("is_terminal", "seconds", "lines"),
     [
@@ -211,7 +207,6 @@ def test_a_line_ends_where_an_error_ends_what_it_tells_of(monkeypatch, capsys):
     assert capsys.readouterr().err == "\rtune: 0 of 2 done\n"
 
 
-@pytest.mark.needs("kernels")
 def test_a_result_is_kept(times):
     first = jaxnorm.tune(jax.jit(norms), X, SCALE)
     compiled.clear()
@@ -234,7 +229,6 @@ def of_rows(devices):
 
 
 # Those of the devices that they are on, in the same program.
-@pytest.mark.needs("kernels")
 def test_a_result_is_kept_by_device_and_sharding(times, devices):
     rows, split = of_rows(devices)
     whole = NamedSharding(split.mesh, P())
@@ -257,7 +251,6 @@ NOTHING = {
 }
 
 
-@pytest.mark.needs("kernels")
 @pytest.mark.parametrize("name", NOTHING)
 def test_where_there_is_nothing_to_choose(name):
     function, note = NOTHING[name]
@@ -277,7 +270,6 @@ def test_a_platform_without_kernels_needs_no_compilation(monkeypatch):
     assert f"XLA's code runs whatever is chosen: there are none for {jax.default_backend()}"[:40] in str(tuned)
 
 
-@pytest.mark.needs("kernels")
 @pytest.mark.parametrize("when", ["traced", "run"])
 def test_a_choice_that_fails_is_left_out(times, when, monkeypatch):
     times[LAYER, FORWARD] = 1e-4
@@ -295,7 +287,6 @@ def test_a_choice_that_fails_is_left_out(times, when, monkeypatch):
 
 
 # Neither those that are donated nor others; and what is static stays what it is.
-@pytest.mark.needs("kernels")
 @pytest.mark.parametrize("donated", ["x", ("x", "scale")])
 def test_arguments_are_not_consumed(donated):
     @functools.partial(jax.jit, static_argnums=1, static_argnames="power", donate_argnames=donated)
@@ -328,7 +319,6 @@ def test_what_is_not_donated_is_not_copied():
 
 
 # Of a function that is not under jit what is no array is not traced.
-@pytest.mark.needs("kernels")
 def test_arguments_that_are_no_arrays(times):
     tuned = jaxnorm.tune(jaxnorm.rms_norm, X, out_dtype="bfloat16", epsilon=1e-5)
     assert list(tried(tuned)) == [(RMS, FORWARD, "xla")]
@@ -336,7 +326,6 @@ def test_arguments_that_are_no_arrays(times):
 
 
 # A step of NNX gives its results by changing modules.
-@pytest.mark.needs("kernels")
 def test_a_step_that_changes_its_arguments(times):
     model = jaxnorm_nnx.RMSNorm(8, rngs=nnx.Rngs(0))
 
@@ -368,12 +357,9 @@ def test_errors(name):
         call()
 
 
-def test_the_functions_own_error_is_raised():
+def test_errors_beside_those_of_arguments(monkeypatch):
     with pytest.raises(ZeroDivisionError):
         jaxnorm.tune(lambda x: jaxnorm.rms_norm(x) / (1 // 0), X)
-
-
-def test_several_processes(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 4)
     with pytest.raises(RuntimeError, match=r"^tune: there are 4 processes, .* load that file in all"):
         jaxnorm.tune(norms, X, SCALE)
@@ -395,7 +381,6 @@ chosen: rms_norm backward xla; 5 programs compiled, of 6 at most
 a call takes 0.9 ms, by default 1 ms"""
 
 
-@pytest.mark.needs("kernels")
 def test_it_is_a_table(tuned):
     first, _, table = str(tuned).partition("\n")
     assert first.startswith("loss on ")
@@ -403,7 +388,6 @@ def test_it_is_a_table(tuned):
     assert (table, repr(tuned)) == (TABLE, str(tuned))
 
 
-@pytest.mark.needs("kernels")
 def test_it_is_a_value(tuned, times, monkeypatch):
     def anew(gain):
         times[RMS, BACKWARD] = gain
@@ -483,7 +467,6 @@ def path(tmp_path):
     return tmp_path / "step.json"
 
 
-@pytest.mark.needs("kernels")
 def test_a_file(tuned, path):
     tuned.save(path)
     loaded = jaxnorm.Tuned.load(path)
@@ -518,7 +501,6 @@ CHANGES = {
 }
 
 
-@pytest.mark.needs("kernels")
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_file_of_another_installation(tuned, path, name):
     change, message = CHANGES[name]
@@ -562,7 +544,6 @@ def fits(path, value, new):
     return isinstance(new, str if isinstance(value, str) else list if is_of_any_length else ())
 
 
-@pytest.mark.needs("kernels")
 @pytest.mark.parametrize("new", [[], ["a", "b", "c", "d"], {}, {"rms_norm": 1}, 1.5, True, None, "text"], ids=repr)
 def test_a_malformed_file_is_named(tuned, path, new):
     tuned.save(path)
@@ -587,7 +568,6 @@ def test_a_malformed_file_is_named(tuned, path, new):
     assert failed == {}
 
 
-@pytest.mark.needs("kernels")
 @pytest.mark.parametrize("count", [2, 30])
 def test_calls_are_counted_in_a_message(tuned, path, count):
     tuned.save(path)
@@ -600,7 +580,6 @@ def test_calls_are_counted_in_a_message(tuned, path, count):
     assert is_short(raised.value, path)
 
 
-@pytest.mark.needs("kernels")
 def test_a_file_for_several_devices(times, path, devices):
     rows, split = of_rows(devices)
     placed = jax.device_put(rows, split)
@@ -613,19 +592,7 @@ def test_a_file_for_several_devices(times, path, devices):
         jaxnorm.Tuned.load(path, norms, rows, SCALE)
 
 
-@pytest.mark.needs("kernels")
-def test_a_file_of_another_program(tuned, path):
-    tuned.save(path)
-    message = (
-        r"is for other calls: only the file has layer_norm backward \(x: float32\[4,8\], scale: float32\[8\]\), .*; "
-        r"only the program has rms_norm forward \(x: float32\[2,8\]\)\. Call jaxnorm.tune with this program"
-    )
-    with pytest.raises(ValueError, match=message):
-        jaxnorm.Tuned.load(path, jaxnorm.rms_norm, X[:2])
-
-
 # Each thread has its contexts; programs are timed one after the other.
-@pytest.mark.needs("kernels")
 def test_threads(times):
     times[RMS, FORWARD] = 1e-4
 

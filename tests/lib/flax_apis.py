@@ -266,10 +266,7 @@ def _build_linen(cls, inputs, fields, call=None):
     return apply, dict(variables.get("params", {}))
 
 
-APIS = {
-    "nnx": Api(flax.nnx, jaxnorm.nnx, _build_nnx),
-    "linen": Api(flax.linen, jaxnorm.linen, _build_linen),
-}
+APIS = {"nnx": Api(flax.nnx, jaxnorm.nnx, _build_nnx), "linen": Api(flax.linen, jaxnorm.linen, _build_linen)}
 
 
 def stacked(make):

@@ -16,15 +16,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from meshes import assert_parts_close, mesh_of, on_mesh
 from op import rows
-from quantizing import (
-    GRANULARITIES,
-    STATIC_SCALE,
-    TO,
-    assert_same,
-    by_numpy,
-    functions_of,
-    static_scale_of,
-)
+from quantizing import GRANULARITIES, STATIC_SCALE, TO, assert_same, by_numpy, functions_of, static_scale_of
 from statements import call, named
 
 import jaxnorm
