@@ -49,8 +49,7 @@ from common import (
     with_sizes,
 )
 from flax import nnx
-from jax.sharding import AxisType, Mesh
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
 import jaxnorm
 

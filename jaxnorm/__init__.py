@@ -91,12 +91,7 @@ __all__ = [
 # here, is optional and takes long.
 _LAZY = {"blocks": "flax", "info": "jax", "linen": "flax", "nnx": "flax", "equinox": "equinox", "keras": "keras"}
 if TYPE_CHECKING:
-    from jaxnorm import blocks as blocks
-    from jaxnorm import equinox as equinox
-    from jaxnorm import info as info
-    from jaxnorm import keras as keras
-    from jaxnorm import linen as linen
-    from jaxnorm import nnx as nnx
+    from jaxnorm import blocks as blocks, equinox as equinox, info as info, keras as keras, linen as linen, nnx as nnx
 else:
 
     def __getattr__(name: str) -> ModuleType:

@@ -34,8 +34,7 @@ import numpy as np
 from hlo import count_native_calls
 from internals import run_every_kernel
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from random_calls import Call, Draw, draw_call
 from tolerances import DSCALE, DX
 

@@ -9,11 +9,9 @@ from ops.gated_activation import GATED_ACTIVATIONS
 from ops.gated_activation_quantized import QUANTIZED_ACTIVATIONS
 from ops.gated_norm import GATED, GROUPED
 from ops.group_norm import GROUP_NORMS
-from ops.norm import ALL as NORMS
-from ops.norm import PER_HEAD
+from ops.norm import ALL as NORMS, PER_HEAD
 from ops.quantized_norm import GATED_QUANTIZED, QUANTIZED, QUANTIZED_SUMS
-from ops.rotary import QKV_ROTARY as QKV_ROTARY
-from ops.rotary import ROTARY
+from ops.rotary import QKV_ROTARY as QKV_ROTARY, ROTARY
 from ops.sandwich_norm import SANDWICH
 from ops.softmax import CROSS_ENTROPY, SOFTMAX
 

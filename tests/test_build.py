@@ -115,24 +115,21 @@ def test_compilers(tmp_path, compiler, text, why):
 def test_an_object_is_kept_by_what_it_is_of(tmp_path):
     """Another folder of headers changes nothing; a header, an option or the source does."""
 
-    def kept_after(folder, returned="1", option="-O1", source='#include "value.h"\nint f() { return VALUE; }\n'):
+    def kept_after(folder, value=1, option="-O1", name="f"):
         place = tmp_path / folder
         place.mkdir(exist_ok=True)
-        (place / "value.h").write_text(f"#define VALUE {returned}\n")
-        (place / "f.cc").write_text(source)
-        asked = [ROOT / "tools" / "compile_once", "c++", option, "-isystem", place, "-MD", "-MT", "f.o", "-MF", "f.d"]
+        (place / "value.h").write_text(f"#define VALUE {value}\n")
+        (place / "f.cc").write_text(f'#include "value.h"\nint {name}() {{ return VALUE; }}\n')
+        command = f"{ROOT}/tools/compile_once c++ {option} -isystem {place} -MD -MT f.o -MF f.d -o f.o -c {place}/f.cc"
         environment = {**os.environ, "JAXNORM_OBJECTS": str(tmp_path / "objects")}
-        subprocess.run([*asked, "-o", "f.o", "-c", place / "f.cc"], cwd=place, env=environment, check=True)
-        assert str(place / "value.h") in (place / "f.d").read_text()
+        subprocess.run(command.split(), cwd=place, env=environment, check=True)
+        assert f"{place}/value.h" in (place / "f.d").read_text()
         objects = [path.read_bytes() for path in (tmp_path / "objects").iterdir()]
         assert (place / "f.o").read_bytes() in objects
         return len(objects)
 
-    assert [kept_after("here"), kept_after("there"), kept_after("here")] == [1, 1, 1]
-    assert kept_after("here", returned="2") == 2
-    assert kept_after("here", option="-O2") == 3
-    assert kept_after("here", source='#include "value.h"\nint g() { return VALUE; }\n') == 4
-    assert kept_after("there") == 4
+    assert [kept_after("here"), kept_after("there"), kept_after("here", value=2)] == [1, 1, 2]
+    assert [kept_after("here", option="-O2"), kept_after("here", name="g"), kept_after("there")] == [3, 4, 4]
 
 
 def configured(tmp_path, driver, **environment):

@@ -17,9 +17,7 @@ from processes import STRICT
 import jaxnorm
 from bench import tables
 from bench.__main__ import COMMANDS, parse
-from jaxnorm import checkpoint_policies as policies
-from jaxnorm import equinox as jaxnorm_equinox
-from jaxnorm import keras, linen, nnx
+from jaxnorm import checkpoint_policies as policies, equinox as jaxnorm_equinox, keras, linen, nnx
 from jaxnorm.ops.misuse import FORMER
 from jaxnorm.primitive.op import Op
 

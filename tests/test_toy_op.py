@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from cases import assert_close, bits, draw, draw_x, operands
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from toy.l2_norm import NATIVE, l2_norm
 from transformations import TRANSFORMATIONS, loss_of
 

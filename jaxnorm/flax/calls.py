@@ -24,8 +24,7 @@ from jaxnorm.primitive.addend import add
 from jaxnorm.primitive.weights import of_rank
 
 try:
-    from flax import linen as linen
-    from flax import nnx as nnx
+    from flax import linen as linen, nnx as nnx
 except ModuleNotFoundError as error:
     if error.name != "flax":
         raise

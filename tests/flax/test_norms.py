@@ -12,8 +12,7 @@ import pytest
 from cases import DTYPES, KINDS, PAIRS, bits, draw, draw_smooth, draw_x
 from coverage import cover
 from flax_apis import ROWS, as_tuple, assert_calls, assert_close, assert_gradients_close, assert_same, each, of
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from meshes import mesh_of
 from native import native_calls
 from quantizing import GRANULARITIES, TO, static_scale_of

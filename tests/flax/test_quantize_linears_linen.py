@@ -12,8 +12,7 @@ import pytest
 from cases import bits, draw_x
 from flax_apis import assert_close
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from library_models import COLUMNS, DIMS, E4M3, FEATURES, INT4, INT8, expected_report, linen_linear
-from library_models import LinenMixed as Mixed
+from library_models import COLUMNS, DIMS, E4M3, FEATURES, INT4, INT8, LinenMixed as Mixed, expected_report, linen_linear
 
 import jaxnorm
 import jaxnorm.linen

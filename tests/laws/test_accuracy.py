@@ -11,11 +11,9 @@ import oracle
 import pytest
 from cases import DTYPES, KINDS, NORMS, bits, draw, draw_bias, draw_scale, draw_x
 from coverage import cover, over
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from oracle import f64
-from table import ADDED, OPS, PER_HEAD, SANDWICH
-from table import NORMS as PLAIN
+from table import ADDED, NORMS as PLAIN, OPS, PER_HEAD, SANDWICH
 from tolerances import forward_errors, gradient_errors, result_errors
 
 EXACT = [op for op in OPS if op.exact]

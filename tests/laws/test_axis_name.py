@@ -12,8 +12,7 @@ import pytest
 from cases import DTYPES, KINDS, NORMS, bits, draw_bias, draw_scale, draw_x
 from coverage import cover, over
 from hlo import collectives
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from meshes import assert_parts_close, exchanged, gradients, mesh_of, part_spec, place, result_spec, size_of, specs_of
 from table import EACH, GATED_ACTIVATIONS, PADDED, QUANTIZED, QUANTIZED_ACTIVATIONS, QUANTIZED_SUMS, ROTARY
 

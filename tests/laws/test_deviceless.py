@@ -9,8 +9,7 @@ import pytest
 import trainer
 from deviceless import compiled, kernels, mesh, optimised, topology, types
 from hlo import collectives, count_native_calls, results_of
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from op import Size
 from quantizing import to
 from table import ADDED, NORMS, OPS

@@ -18,17 +18,14 @@ from calls import INT8, of_x
 from flax import linen, nnx
 from internals import fallback, functions
 from jax import lax
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, PartitionSpec as P
 from native import without_cuda
 from processes import python
 
 import jaxnorm
 import jaxnorm.equinox
 import jaxnorm.keras
-from jaxnorm import info
-from jaxnorm import linen as jaxnorm_linen
-from jaxnorm import nnx as jaxnorm_nnx
+from jaxnorm import info, linen as jaxnorm_linen, nnx as jaxnorm_nnx
 
 pytestmark = pytest.mark.jax_version
 

@@ -15,15 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import KINDS, assert_close, assert_near, bits, draw_x, operands
-from cases import NORMS as FUNCTIONS
+from cases import KINDS, NORMS as FUNCTIONS, assert_close, assert_near, bits, draw_x, operands
 from coverage import cover, over
 from exporting import PLATFORMS, WAYS, artefacts, exported, function_of
 from hlo import count_native_calls
 from internals import text
 from jax import export
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from meshes import mesh_of, placed
 from native import is_built, native_calls
 from op import rows

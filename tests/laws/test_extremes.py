@@ -14,8 +14,7 @@ from cases import DTYPES, KINDS, NORMS, bits, draw, draw_scale, draw_x
 from coverage import cover, over
 from native import is_platform_with_kernels
 from op import COTANGENTS, rows
-from table import CROSS_ENTROPY, EACH, GROUPED, OPS, PER_HEAD
-from table import NORMS as PLAIN
+from table import CROSS_ENTROPY, EACH, GROUPED, NORMS as PLAIN, OPS, PER_HEAD
 
 import jaxnorm
 from jaxnorm.ops.norm import formula

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import pytest
 from cases import ADDS, KINDS, NORMS, assert_close, draw_x
 from coverage import over
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, PartitionSpec as P
 from meshes import mesh_of
 from quantizing import QUANTIZED
 from table import EACH

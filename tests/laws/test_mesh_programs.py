@@ -18,12 +18,10 @@ from coverage import cover
 from hlo import collectives, compiled_text, count_native_calls
 from internals import columns
 from jax import export, lax
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from meshes import mesh_of, mesh_of_three, on_mesh, placed
 from native import native_calls
-from table import GATED
-from table import NORMS as PLAIN
+from table import GATED, NORMS as PLAIN
 from transformations import loss_of
 
 import jaxnorm

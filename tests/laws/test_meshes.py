@@ -16,8 +16,7 @@ import pytest
 from cases import DTYPES, assert_close, assert_near, bits, draw
 from coverage import cover, over
 from hlo import collectives, count_native_calls
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, PartitionSpec as P
 from meshes import (
     MANUAL,
     PARTLY_MANUAL,

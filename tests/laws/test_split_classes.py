@@ -9,8 +9,7 @@ import pytest
 from cases import draw
 from coverage import cover
 from internals import CROSS_ENTROPY, CrossEntropy, CrossEntropyOperands
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from meshes import placed
 
 import jaxnorm

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 from internals import ffi, progress, reasons, tuning, turns
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxnorm
 from jaxnorm import nnx as jaxnorm_nnx

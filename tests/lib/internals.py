@@ -2,11 +2,9 @@
 
 # ruff: noqa: F401 (others import what is imported here)
 
-from jaxnorm.inspect import plan_page, progress, turns
-from jaxnorm.inspect import tune as tuning
+from jaxnorm.inspect import plan_page, progress, tune as tuning, turns
 from jaxnorm.native import compat, cublaslt, ffi, fit, private
-from jaxnorm.ops.cross_entropy.formula import CrossEntropy
-from jaxnorm.ops.cross_entropy.formula import Operands as CrossEntropyOperands
+from jaxnorm.ops.cross_entropy.formula import CrossEntropy, Operands as CrossEntropyOperands
 from jaxnorm.ops.cross_entropy.op import CROSS_ENTROPY
 from jaxnorm.ops.float8_linear import op as float8_op
 from jaxnorm.ops.float8_linear.formula import BY_XLA, Float8Linear, rounded_kernel, rounded_x

@@ -7,8 +7,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from op import Size
 
 # Without check_vma, JAX takes gradients for different along axes that a shard_map does not name, and adds them up.

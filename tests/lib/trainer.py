@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxnorm
 from bench import float8, model_norms, models

@@ -9,15 +9,13 @@ import pytest
 from cases import DTYPES, assert_near, bits, draw, draw_x
 from coverage import cover
 from hlo import collectives, compiled_text, count_native_calls, lowered_calls
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, PartitionSpec as P
 from meshes import mesh_of, placed
 from native import is_platform_with_kernels
 from tolerances import DX, gradient_error
 
 import jaxnorm
-from ops.linear_cross_entropy import TRANSFORMS as TRANSFORMS_OF_ALL
-from ops.linear_cross_entropy import plain, value_and_gradients
+from ops.linear_cross_entropy import TRANSFORMS as TRANSFORMS_OF_ALL, plain, value_and_gradients
 
 pytestmark = pytest.mark.any_code
 

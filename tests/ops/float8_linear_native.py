@@ -14,8 +14,7 @@ from deviceless import compiled, mesh, topology, types
 from hlo import collectives, count_native_calls
 from internals import BY_KERNELS, Float8Linear, compat, cublaslt, ffi, transposed
 from jax.experimental import topologies
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 from quantizing import assert_same, by_numpy
 
 from jaxnorm import Float8Recipe, Quantization, float8_linear

@@ -13,12 +13,10 @@ from cases import ALIKE, ALONE, DTYPES, assert_close, bits, draw, draw_gate, dra
 from coverage import cover
 from hlo import collectives, compiled_text, count_native_calls
 from jax import export
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from meshes import mesh_of, on_mesh, placed
 from op import Op, rows, weighted
-from oracle import ACTIVATIONS as FORMULAS
-from oracle import Forward, f64, round_to
+from oracle import ACTIVATIONS as FORMULAS, Forward, f64, round_to
 from tolerances import FLOAT32
 
 import jaxnorm

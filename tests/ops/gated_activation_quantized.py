@@ -12,8 +12,7 @@ import pytest
 from cases import DTYPES, bits, draw, draw_gate, draw_up
 from coverage import cover
 from hlo import collectives
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, PartitionSpec as P
 from meshes import assert_parts_close, mesh_of, on_mesh
 from op import rows
 from quantizing import GRANULARITIES, STATIC_SCALE, TO, assert_same, by_numpy, functions_of, static_scale_of

@@ -12,8 +12,7 @@ import pytest
 from cases import ALONE
 from native import are_cuda_kernels
 from op import Op, rows
-from oracle import ACTIVATIONS as FORMULAS
-from oracle import EPSILON, Forward, f64, round_to
+from oracle import ACTIVATIONS as FORMULAS, EPSILON, Forward, f64, round_to
 
 import jaxnorm
 

@@ -13,8 +13,7 @@ from cases import DTYPES, assert_near, bits, draw, draw_bias, draw_scale, draw_x
 from coverage import cover
 from hlo import collectives, compiled_text, count_native_calls
 from jax import export
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, PartitionSpec as P
 from meshes import mesh_of, on_mesh, placed
 from tolerances import gradient_errors, result_errors
 

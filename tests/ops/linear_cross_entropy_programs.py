@@ -9,8 +9,7 @@ from cases import assert_near
 from coverage import cover
 from hlo import collectives, count_native_calls
 from jax import export
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from meshes import mesh_of
 from native import is_platform_with_kernels
 

@@ -16,8 +16,7 @@ from hlo import collectives, compiled_text
 from internals import PRODUCTS_BY_KERNELS, Float8Linear, ffi, float8_op, quantized_dot, rounded_kernel, rounded_x
 from jax.experimental.compilation_cache import compilation_cache
 from jax.interpreters import mlir
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from meshes import mesh_of, mesh_of_three, placed
 from quantizing import assert_same
 

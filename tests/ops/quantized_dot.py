@@ -8,8 +8,7 @@ from cases import draw
 from coverage import cover
 from hlo import count_native_calls
 from internals import choose_fastest, cublaslt, ffi
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, PartitionSpec as P
 from meshes import mesh_of, placed
 from quantizing import to
 

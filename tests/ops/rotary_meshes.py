@@ -8,8 +8,7 @@ import pytest
 from cases import DTYPES, assert_close, draw, draw_k_scale, draw_q_scale
 from coverage import cover
 from hlo import collectives, count_native_calls
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from meshes import assert_one_device_gives, mesh_of, on_mesh, placed
 from native import is_platform_with_kernels
 

@@ -13,8 +13,7 @@ from cases import ALONE, DTYPES, assert_near, bits, draw, draw_x
 from coverage import cover
 from hlo import collectives, compiled_text, count_native_calls, lowered_calls
 from jax import export
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, PartitionSpec as P
 from meshes import mesh_of, on_mesh
 from native import is_platform_with_kernels
 from op import Op, rows, weighted

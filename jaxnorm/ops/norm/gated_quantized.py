@@ -16,9 +16,7 @@ from jax import lax
 from jaxnorm.ops import speed
 from jaxnorm.ops.activation import Synonym
 from jaxnorm.ops.misuse import explained
-from jaxnorm.ops.norm import gated_formula, quantized_formula
-from jaxnorm.ops.norm import op as norms
-from jaxnorm.ops.norm import quantized_op as quantized_norms
+from jaxnorm.ops.norm import gated_formula, op as norms, quantized_formula, quantized_op as quantized_norms
 from jaxnorm.ops.norm.checks import Gating, Quantizing, check_gated, check_quantized
 from jaxnorm.ops.norm.formula import Norm
 from jaxnorm.ops.norm.gated_api import in_groups

@@ -8,8 +8,7 @@ import jax
 import numpy as np
 
 from jaxnorm.ops import speed
-from jaxnorm.ops.norm import formula, shard
-from jaxnorm.ops.norm import gated_formula as gated
+from jaxnorm.ops.norm import formula, gated_formula as gated, shard
 from jaxnorm.ops.norm.formula import KINDS, STATISTICS, Dtype, Kind, Norm, Operands, Results, Saved, Variables
 from jaxnorm.primitive import weights
 from jaxnorm.primitive.described import Function, Request

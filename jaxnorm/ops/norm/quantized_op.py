@@ -10,8 +10,7 @@ from jax.interpreters import ad
 
 from jaxnorm.native import compat
 from jaxnorm.ops import speed
-from jaxnorm.ops.norm import formula
-from jaxnorm.ops.norm import op as norms
+from jaxnorm.ops.norm import formula, op as norms
 from jaxnorm.ops.norm.formula import KINDS, Kind, Norm, broadcastable
 from jaxnorm.ops.norm.op import ADDEND, NORM
 from jaxnorm.ops.norm.quantized_formula import Operands, Results, derivative, forward, plain

@@ -9,8 +9,15 @@ import numpy as np
 from jaxnorm.native import compat
 from jaxnorm.ops import speed
 from jaxnorm.ops.qk_norm_rotary.formula import STATISTICS
-from jaxnorm.ops.qk_norm_rotary.op import ROLES as OF_PARTS
-from jaxnorm.ops.qk_norm_rotary.op import attributes, head_too_long, other_dtypes, requested, weights_of, workspace
+from jaxnorm.ops.qk_norm_rotary.op import (
+    ROLES as OF_PARTS,
+    attributes,
+    head_too_long,
+    other_dtypes,
+    requested,
+    weights_of,
+    workspace,
+)
 from jaxnorm.ops.qk_norm_rotary.packed import (
     Operands,
     QKVNormRotary,
