@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import bits, draw, draw_x
-from flax_apis import assert_close, assert_gradients_close, scan_of_remat, scanned, stacked
+from flax_apis import assert_close, assert_gradients_close
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from library_models import APIS, COLUMNS, DIMS, E4M3, FEATURES, NnxModel, linen_linear, nnx_linear
+from library_models import APIS, COLUMNS, DIMS, E4M3, FEATURES, NnxModel, nnx_linear
 
 import jaxnorm
 import jaxnorm.linen
@@ -75,25 +75,6 @@ def test_a_precision_of_all_digits_is_the_products():
     assert "wants_all_digits=True" in program
 
 
-def one_by_one(kernels, biases, x):
-    for kernel, bias in zip(kernels, biases, strict=True):
-        x = jnp.sin(float8_linear(x, kernel, bias=bias)) + x
-    return x
-
-
-@pytest.mark.parametrize("remat", [lambda function: function, flax.nnx.remat], ids=["kept", "remat"])
-def test_stacked_layers_and_remat(remat):
-    layers, x = stacked(lambda rngs: flax.nnx.Linear(FEATURES, FEATURES, rngs=rngs)), draw_x(DIMS)
-    jaxnorm.float8_linears(layers)
-    parameters = layers.kernel[...], layers.bias[...]
-    assert isinstance(layers, Float8Linear)
-    run = partial(scanned, call=remat(lambda x, layer: jnp.sin(layer(x)) + x))
-    assert_close(flax.nnx.jit(run)(x, layers), one_by_one(*parameters, x))
-    gradient = flax.nnx.jit(flax.nnx.grad(lambda layers, x: run(x, layers).sum()))(layers, x)
-    expected = jax.jit(jax.grad(lambda parameters: one_by_one(*parameters, x).sum()))(parameters)
-    assert_gradients_close((gradient["kernel"][...], gradient["bias"][...]), expected)
-
-
 @pytest.mark.needs("several")
 def test_layers_over_devices():
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(-1, 2), ("a", "b"))
@@ -122,15 +103,6 @@ def test_a_call_takes_a_sharding():
     assert bits(y) == bits(layer(draw_x(DIMS)))
 
 
-def test_a_dot_general_of_attention():
-    attention = flax.nnx.LinearGeneral(
-        (4, 8), FEATURES, axis=(-2, -1), dot_general=jaxnorm.float8_dot_general, rngs=flax.nnx.Rngs(0)
-    )
-    x = draw_x((2, 3, 4, 8))
-    kernel = attention.kernel[...].reshape(32, FEATURES)
-    assert_close(attention(x), float8_linear(x.reshape(2, 3, 32), kernel))
-
-
 def test_boxed_parameters_stay_boxed():
     init = flax.linen.with_partitioning(flax.linen.initializers.lecun_normal(), ("a", None))
     layer = flax.linen.Dense(COLUMNS, kernel_init=init)
@@ -141,15 +113,6 @@ def test_boxed_parameters_stay_boxed():
     assert jax.tree.structure(within) == jax.tree.structure(expected)
     kernel, bias = expected["params"]["kernel"].unbox(), expected["params"]["bias"]
     assert bits(y) == bits(float8_linear(draw_x(DIMS), kernel, bias=bias))
-
-
-def test_dtypes_of_flax_alone_are_left():
-    model = linen_linear(param_dtype=jnp.complex64)
-    layer, variables = model.module, {"params": model.parameters}
-    with float8_linears() as report:
-        y = layer.apply(variables, draw_x(DIMS))
-    assert report.left == [((), flax.linen.Dense, "it is of complex64")]
-    assert bits(y) == bits(layer.apply(variables, draw_x(DIMS)))
 
 
 def test_it_holds_within_only():
@@ -163,61 +126,16 @@ def test_it_holds_within_only():
     assert [calls(of) for of in (model, within, model)] == [0, len(report.replaced), 0]
 
 
-def test_scan_of_remat():
-    layer = scan_of_remat(lambda x: jnp.sin(flax.linen.Dense(FEATURES)(x)))
-    x = draw_x(DIMS)
-    variables = layer.init(jax.random.key(0), x, None)
-
-    def run(variables):
-        with float8_linears() as report:
-            y = layer.apply(variables, x, None)[0]
-        assert report.replaced == [(("Dense_0",), flax.linen.Dense)]
-        return y.sum()
-
-    def by_function(variables):
-        parameters = variables["params"]["Dense_0"]
-        return one_by_one(parameters["kernel"], parameters["bias"], x).sum()
-
-    ours, theirs = (jax.jit(jax.value_and_grad(function))(variables) for function in (run, by_function))
-    assert_gradients_close(ours, theirs)
-
-
 def test_a_quantised_norm_in_front():
-    class Block(flax.linen.Module):
-        @flax.linen.compact
-        def __call__(self, x):
-            norm = jaxnorm.linen.QuantizedRMSNorm(quantization=E4M3, straight_through=True)
-            return flax.linen.Dense(COLUMNS)(norm(x))
-
-    x = draw_x(DIMS)
+    norm = jaxnorm.linen.QuantizedRMSNorm(quantization=E4M3, straight_through=True)
+    block, x = flax.linen.Sequential([norm, flax.linen.Dense(COLUMNS)]), draw_x(DIMS)
     with float8_linears():
-        variables = Block().init(jax.random.key(0), x)
-        y = Block().apply(variables, x)
-    kernel, bias = (variables["params"]["Dense_0"][name] for name in ("kernel", "bias"))
+        variables = block.init(jax.random.key(0), x)
+        y = block.apply(variables, x)
+    kernel, bias = (variables["params"]["layers_1"][name] for name in ("kernel", "bias"))
     quantized = jaxnorm.rms_norm_quantized(x, jnp.ones(FEATURES), quantization=E4M3)
     assert (kernel.shape, y.dtype) == ((FEATURES, COLUMNS), jnp.bfloat16)
     assert bits(y) == bits(float8_linear(quantized, kernel, bias=bias))
-
-
-GENERAL = {
-    "heads": ({"features": (4, 8)}, (3, 5, 16), 1),
-    "from heads": ({"features": 16, "axis": (-2, -1)}, (3, 5, 4, 8), 2),
-    "axes in front": ({"features": 16, "axis": (0, 1)}, (3, 5, 8), 2),
-}
-
-
-@pytest.mark.parametrize("name", GENERAL)
-def test_a_dot_general_of_several_axes(name):
-    fields, dims, summed = GENERAL[name]
-    layer, x = flax.linen.DenseGeneral(**fields, dot_general=float8_dot_general), draw_x(dims)
-    variables = layer.init(jax.random.key(0), x)
-    kernel = variables["params"]["kernel"]
-    axes = fields.get("axis", (-1,))
-    rows = jnp.moveaxis(x, axes, range(-summed, 0))
-    rows = rows.reshape(*rows.shape[:-summed], -1)
-    assert layer == layer.clone(dot_general=Float8Recipe().dot_general)
-    y = float8_linear(rows, kernel.reshape(rows.shape[-1], -1))
-    assert_close(layer.apply(variables, x), y.reshape(*y.shape[:-1], *kernel.shape[summed:]))
 
 
 def test_a_dot_general_of_attention_trains():
@@ -233,6 +151,7 @@ def test_a_dot_general_of_attention_trains():
 
 
 def test_a_dot_general_of_einsum():
+    assert float8_dot_general == Float8Recipe().dot_general
     x, kernel = draw_x(DIMS), draw("kernel", (FEATURES, 2, 8))
     y = jnp.einsum("btd,dcf->btcf", x, kernel, _dot_general=float8_dot_general)
     assert_close(y, float8_linear(x, kernel.reshape(FEATURES, 16)).reshape(3, 4, 2, 8))

@@ -1,7 +1,6 @@
 """`quantize_linears` and `float8_linears`: what models of Flax and Equinox with linear layers become."""
 
-import copy
-import pickle
+from functools import partial
 
 import equinox as eqx
 import flax.linen
@@ -14,13 +13,13 @@ import pytest
 from cases import bits, draw, draw_x
 from checkpoints import through_checkpoint
 from coverage import cover
-from flax_apis import assert_close, assert_same, scanned, stacked
+from flax_apis import assert_close, assert_same
 from jax.sharding import Mesh, PartitionSpec
 from library_models import APIS, CHANGED_BY, CHANGES, COLUMNS, DIMS, E4M3, E5M2, FEATURES, INT4, INT8, OTHER, NnxModel
 
 import jaxnorm
 from jaxnorm import Float8Recipe, Quantization, Quantized, float8_linear, quantize, quantized_dot
-from jaxnorm.nnx import Float8Linear, QuantizedLinear, QuantizedParam
+from jaxnorm.nnx import Float8Linear, QuantizedLinear
 
 pytestmark = pytest.mark.jax_version
 
@@ -123,15 +122,13 @@ RECIPES = {
 def test_a_layer_in_float8_is_the_function_of_its_parameters(api, recipe, dtype):
     layer, x, dy = APIS[api].linear(dtype=dtype), draw_x(DIMS, dtype), draw("dy", (*DIMS[:-1], COLUMNS))
 
-    @jax.jit
-    def function(kernel, bias, x, dy):
-        y, pull_back = jax.vjp(lambda k, b, x: float8_linear(x, k, bias=b, recipe=recipe), kernel, bias, x)
-        return y, *pull_back(dy.astype(y.dtype))
+    def function(kernel, bias, x):
+        return float8_linear(x, kernel, bias=bias, recipe=recipe)
 
     y, gradients, dx = layer.in_float8(recipe)[0].value_and_gradients(x, dy)
     dkernel, dbias = (jnp.asarray(gradients[name]) for name in ("kernel", "bias"))
     assert [a.dtype for a in (y, dkernel, dbias, dx)] == [dtype, jnp.float32, jnp.float32, dtype]
-    assert_same((y, dkernel, dbias, dx), function(*weights_of(layer), x, dy))
+    assert_same((y, dkernel, dbias, dx), models.value_and_gradients(function, dy, *weights_of(layer), x))
 
 
 @pytest.mark.parametrize("options", [{}, {"dtype": jnp.float16}, {"param_dtype": jnp.bfloat16}, {"use_bias": False}])
@@ -278,52 +275,21 @@ IN_PLACE = {
 
 
 @of_nnx
-def test_modules_of_nnx_and_other_variables_stay_the_same(done):
-    model = models.Mixed(flax.nnx.Rngs(0))
-    modules = dict(flax.nnx.iter_modules(model))
-    changed = models.expected_report("nnx", "quantised")[0]
-    kernels = {(*path, "kernel") for path in changed if done == "quantised"}
-    before = dict(flax.nnx.iter_graph(model))
-    expected = {p: id(v) for p, v in before.items() if isinstance(v, flax.nnx.Param) and p not in kernels}
-    IN_PLACE[done](model)
-    assert all(module is modules[path] for path, module in flax.nnx.iter_modules(model))
-    after = {p: id(v) for p, v in flax.nnx.iter_graph(model) if isinstance(v, flax.nnx.Param)}
-    assert after == expected
-    assert len(jax.tree.leaves(flax.nnx.state(model, QuantizedParam))) == 2 * len(kernels)
-    assert model.shared is model.listed[0]
-    assert isinstance(model.listed[1], models.NamedLinear)
-    assert all(isinstance(of, QuantizedLinear if kernels else Float8Linear) for of in model.listed)
-
-
-@of_nnx
-def test_copies_and_pickles_of_a_model_of_nnx(done):
-    narrow = models.nnx_linear(FEATURES, dtype=jnp.bfloat16).module
-    layers = flax.nnx.List([narrow, models.NamedLinear(flax.nnx.Rngs(0))])
-    IN_PLACE[done](layers)
-    expected, definition = [layer(draw_x(DIMS)) for layer in layers], flax.nnx.graphdef(layers)
-    for other in (copy.deepcopy(layers), pickle.loads(pickle.dumps(layers)), flax.nnx.merge(*flax.nnx.split(layers))):
-        assert flax.nnx.graphdef(other) == definition
-        assert type(other[1]) is type(layers[1])
-        assert bits([layer(draw_x(DIMS)) for layer in other]) == bits(expected)
-
-
-@of_nnx
 def test_two_models_of_nnx_share_what_is_compiled(done):
     first, second, other = (CHANGES[done](APIS["nnx"].mixed(), *to)[0] for to in ((), (), (OTHER[done],)))
     assert first.definition == second.definition != other.definition
 
 
-CONSTRUCTED = {
-    "quantised": lambda: QuantizedLinear(FEATURES, 32, weights=INT8, activations=INT8, rngs=flax.nnx.Rngs(0)),
-    "computed in float8": lambda: Float8Linear(FEATURES, 32, recipe=RECIPES["other"], rngs=flax.nnx.Rngs(0)),
-}
-
-
-@of_nnx
-def test_a_layer_made_by_its_constructor(done):
-    layer, of_a_model = CONSTRUCTED[done](), flax.nnx.Linear(FEATURES, 32, rngs=flax.nnx.Rngs(0))
-    to = (INT8, INT8) if done == "quantised" else (RECIPES["other"],)
-    model, _ = CHANGES[done](NnxModel(of_a_model), *to)
+@pytest.mark.parametrize(
+    ("done", "cls", "options"),
+    [
+        ("quantised", QuantizedLinear, {"weights": INT8, "activations": INT8}),
+        ("computed in float8", Float8Linear, {"recipe": RECIPES["other"]}),
+    ],
+)
+def test_a_layer_made_by_its_constructor(done, cls, options):
+    layer, flaxs = (of(FEATURES, 32, rngs=flax.nnx.Rngs(0)) for of in (partial(cls, **options), flax.nnx.Linear))
+    model, _ = CHANGES[done](NnxModel(flaxs), *options.values())
     assert flax.nnx.graphdef(layer) == model.definition
     assert_same(flax.nnx.state(layer), model.parameters)
 
@@ -364,18 +330,6 @@ def test_layers_that_share_a_kernel_share_what_comes_of_it(done):
     names = ("values", "scales") if done == "quantised" else ("kernel",)
     assert all(getattr(layers[1], name) is getattr(layers[0], name) for name in names)
     assert done == "quantised" or layers[0].kernel is kernel
-
-
-def test_stacked_layers_of_nnx():
-    layers = stacked(lambda rngs: flax.nnx.Linear(FEATURES, FEATURES, rngs=rngs))
-    kernels, biases = layers.kernel[...], layers.bias[...]
-    jaxnorm.quantize_linears(layers, INT8, INT8)
-    assert (layers.values.shape, layers.scales.shape) == ((3, FEATURES, FEATURES), (3, FEATURES, 1))
-    expected = draw_x(DIMS)
-    for kernel, bias in zip(kernels, biases, strict=True):
-        x = quantize(expected, INT8)
-        expected = expected + quantized_dot(x, quantize(kernel.T, INT8), bias=bias, out_dtype=jnp.float32)
-    assert_close(flax.nnx.jit(scanned)(draw_x(DIMS), layers), expected)
 
 
 def test_stacked_layers_of_equinox():

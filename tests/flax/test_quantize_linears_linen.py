@@ -1,4 +1,7 @@
-"""What quantised layers of `flax.linen` have besides: variables, axes, stacked layers, and kernels that are left."""
+"""What quantised layers of `flax.linen` have besides: variables, axes, stacked layers, and kernels that are left.
+
+Layers of several axes are in float8, too, by `dot_general`.
+"""
 
 from functools import partial
 
@@ -10,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import bits, draw_x
-from flax_apis import assert_close
+from flax_apis import assert_close, scan_of_remat
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from library_models import COLUMNS, DIMS, E4M3, FEATURES, INT4, INT8, LinenMixed as Mixed, expected_report, linen_linear
 
@@ -48,7 +51,7 @@ def test_a_call_says_what_it_computes_so(variables):
         Mixed().apply(new, draw_x(DIMS))
     assert dict(report.replaced) == {path: cls for path, cls in QUANTISED.items() if path != ("last",)}
     left = {path: why for path, _, why in report.left}
-    not_quantised = dict.fromkeys((("last",), ("own_dot",), ("own_class",)), "its kernel is not quantised")
+    not_quantised = {(name,): "its kernel is not quantised" for name in ("last", "own_dot", "own_class", "complex")}
     assert left == {path: why for path, (_, why) in LEFT.items()} | not_quantised
 
 
@@ -86,9 +89,9 @@ GENERAL = {
 }
 
 
-@pytest.mark.parametrize("activations", [None, INT8], ids=["plain", "int8"])
+@pytest.mark.parametrize("done", ["quantised", "quantised with its inputs", "in float8"])
 @pytest.mark.parametrize("name", GENERAL)
-def test_a_layer_of_several_axes_is_a_product_of_matrices(name, activations):
+def test_a_layer_of_several_axes_is_a_product_of_matrices(name, done):
     fields, dims = GENERAL[name]
     x = draw_x(dims)
     layer, variables = dense(flax.linen.DenseGeneral, x=x, **fields)
@@ -96,14 +99,20 @@ def test_a_layer_of_several_axes_is_a_product_of_matrices(name, activations):
     axes = sorted(fields.get("axis", (-1,)))  # as Flax takes them
     rows = jnp.moveaxis(x, axes, range(-len(axes), 0))
     rows = rows.reshape(*rows.shape[: -len(axes)], -1)
-    new = quantised(layer, variables, args=[x])
-    summed = kernel.shape[: len(axes)]
-    shapes = ((*bias.shape, *summed), (*bias.shape, *[1] * len(axes)))
-    assert (new["params"]["values"].shape, new["params"]["scales"].shape) == shapes
-    weights = jaxnorm.quantize(kernel.reshape(rows.shape[-1], -1).T, INT8)
-    rows = jaxnorm.quantize(rows, INT8) if activations else rows
-    expected = jaxnorm.quantized_dot(rows, weights, out_dtype=jnp.float32, bias=bias.ravel())
-    assert_close(called(layer, new, x, activations=activations), expected.reshape(*expected.shape[:-1], *bias.shape))
+    matrix = kernel.reshape(rows.shape[-1], -1)
+    if done == "in float8":
+        expected = jaxnorm.float8_linear(rows, matrix) + bias.ravel()
+        y = layer.clone(dot_general=jaxnorm.float8_dot_general).apply(variables, x)
+    else:
+        activations = INT8 if done == "quantised with its inputs" else None
+        rows = jaxnorm.quantize(rows, INT8) if activations else rows
+        weights = jaxnorm.quantize(matrix.T, INT8)
+        expected = jaxnorm.quantized_dot(rows, weights, out_dtype=jnp.float32, bias=bias.ravel())
+        new = quantised(layer, variables, args=[x])
+        shapes = ((*bias.shape, *kernel.shape[: len(axes)]), (*bias.shape, *[1] * len(axes)))
+        assert (new["params"]["values"].shape, new["params"]["scales"].shape) == shapes
+        y = called(layer, new, x, activations=activations)
+    assert_close(y, expected.reshape(*expected.shape[:-1], *bias.shape))
 
 
 class Layer(flax.linen.Module):
@@ -152,29 +161,17 @@ def test_examples_of_models_that_jax_maps():
         assert_close(y, called(layer, quantised(layer, one), x))
 
 
-class Mapped(flax.linen.Module):
-    @flax.linen.compact
-    def __call__(self, x):
-        layer = flax.linen.Dense(FEATURES, use_bias=False, parent=None)
-        kernel = self.param("kernel", flax.linen.initializers.ones, (2, FEATURES, FEATURES))
-        return jax.vmap(lambda kernel: layer.apply({"params": {"kernel": kernel}}, x))(kernel)
+@pytest.mark.parametrize(
+    ("normalise", "call"), [(flax.linen.WeightNorm, {}), (flax.linen.SpectralNorm, {"update_stats": False})]
+)
+def test_a_kernel_that_is_made_at_each_call_is_left(normalise, call):
+    class Model(flax.linen.Module):
+        @flax.linen.compact
+        def __call__(self, x):
+            normalised = normalise(flax.linen.Dense(FEATURES))
+            return normalised(flax.linen.Dense(FEATURES)(x), **call)
 
-
-class Normalised(flax.linen.Module):
-    normalise: type
-
-    @flax.linen.compact
-    def __call__(self, x):
-        normalised = self.normalise(flax.linen.Dense(FEATURES))
-        return normalised(flax.linen.Dense(FEATURES)(x), **CALLS[self.normalise])
-
-
-CALLS = {flax.linen.WeightNorm: {}, flax.linen.SpectralNorm: {"update_stats": False}}
-
-
-@pytest.mark.parametrize("normalise", CALLS)
-def test_a_kernel_that_is_made_at_each_call_is_left(normalise):
-    x, model = draw_x(DIMS), Normalised(normalise)
+    x, model = draw_x(DIMS), Model()
     variables = model.init(jax.random.key(0), x)
     new, report = quantize_linears(model, variables, x, weights=INT8)
     assert report.replaced == [(("Dense_1",), flax.linen.Dense)]
@@ -184,6 +181,13 @@ def test_a_kernel_that_is_made_at_each_call_is_left(normalise):
 
 
 def test_kernels_that_jax_maps_are_left():
+    class Mapped(flax.linen.Module):
+        @flax.linen.compact
+        def __call__(self, x):
+            layer = flax.linen.Dense(FEATURES, use_bias=False, parent=None)
+            kernel = self.param("kernel", flax.linen.initializers.ones, (2, FEATURES, FEATURES))
+            return jax.vmap(lambda kernel: layer.apply({"params": {"kernel": kernel}}, x))(kernel)
+
     variables = Mapped().init(jax.random.key(0), draw_x(DIMS))
     with pytest.raises(ValueError, match=r"its kernel is made of parameters by the model$"):
         quantised(Mapped(), variables)
@@ -249,14 +253,7 @@ def test_names_of_mesh_axes_go_with_their_axes(partitioned, names):
 
 def test_names_of_stacked_layers():
     init = flax.linen.with_partitioning(flax.linen.initializers.lecun_normal(), (None, "b"))
-
-    class Sharded(flax.linen.Module):
-        @flax.linen.compact
-        def __call__(self, x, _):
-            return flax.linen.Dense(FEATURES, kernel_init=init)(x), None
-
-    options = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "length": 3}
-    model = flax.linen.scan(Sharded, **options, metadata_params={flax.linen.PARTITION_NAME: "layers"})()
+    model = scan_of_remat(lambda x: flax.linen.Dense(FEATURES, kernel_init=init)(x), name_of_axis="layers")
     variables = model.init(jax.random.key(0), draw_x(DIMS), None)
     new = quantised(model, variables, args=(draw_x(DIMS), None))
     layer = new["params"]["Dense_0"]
@@ -282,7 +279,6 @@ def test_what_is_left_for_a_reason():
     given = {
         "it has batch_dims=(0,)": dense(flax.linen.DenseGeneral, batch_dims=(0,)),
         "it has batch_dims=0": dense(flax.linen.DenseGeneral, batch_dims=0),
-        "it is of complex64": dense(param_dtype=jnp.complex64),
         "its kernel is bfloat16, its param_dtype float32: give it a dtype": (dense()[0], cast),
     }
     for why, (layer, variables) in given.items():

@@ -280,7 +280,7 @@ def scanned(x, layers, call=lambda x, layer: layer(x) + x):
     return flax.nnx.scan(call, in_axes=(carry, 0), out_axes=carry)(x, layers)
 
 
-def scan_of_remat(branch):
+def scan_of_remat(branch, name_of_axis=None):
     """Three stacked layers of linen, each of x and what `branch` makes of it."""
 
     class Stacked(flax.linen.Module):
@@ -289,6 +289,7 @@ def scan_of_remat(branch):
             return x + branch(x), None
 
     options = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "length": 3}
+    options["metadata_params"] = {flax.linen.PARTITION_NAME: name_of_axis}
     return flax.linen.scan(flax.linen.remat(Stacked), **options)()
 
 

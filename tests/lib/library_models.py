@@ -1,7 +1,7 @@
 """Models of Flax's two APIs and of Equinox behind one interface, and such with linear layers, for what changes them."""
 
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import partial, partialmethod
 from types import SimpleNamespace
 
 import equinox as eqx
@@ -94,6 +94,7 @@ class LinenMixed(flax.linen.Module):
         x = ScaledDense(FEATURES, name="scaled")(dense(name="own_class", dot_general_cls=lambda: own_dot)(x))
         x = x + flax.linen.DenseGeneral(FEATURES, name="general")(inputs=x) + dense(name="last")(inputs=x)
         y = flax.linen.Einsum((FEATURES, FEATURES), "...d,df->...f", name="einsum")(x)
+        y = y + dense(name="complex", param_dtype=jnp.complex64)(x).real
         return y + flax.linen.Embed(4, FEATURES, name="embed")(jnp.arange(4))
 
 
@@ -121,6 +122,13 @@ class EquinoxMixed(eqx.Module):
         return self.linear(x + self.mlp(x))
 
 
+@partial(jax.jit, static_argnums=0)
+def value_and_gradients(function, dy, *operands):
+    """The function's value and the gradients of its operands, of one program."""
+    y, pull_back = jax.vjp(function, *operands)
+    return y, *pull_back(dy.astype(y.dtype))
+
+
 class Model:
     """`apply` is a function of `parameters` and x.
 
@@ -131,14 +139,8 @@ class Model:
         return jax.jit(self.apply)(self.parameters, x)
 
     def value_and_gradients(self, x, dy):
-        """y, the gradients of the parameters, and that of x, of one program."""
-
-        @jax.jit
-        def both(parameters, x, dy):
-            y, pull_back = jax.vjp(self.apply, parameters, x)
-            return y, *pull_back(dy.astype(y.dtype))
-
-        return both(self.parameters, x, dy)
+        """y, the gradients of the parameters, and that of x."""
+        return value_and_gradients(self.apply, dy, self.parameters, x)
 
 
 class NnxModel(Model):
@@ -157,11 +159,8 @@ class NnxModel(Model):
     def quantised(self, weights=INT8, activations=None, **options):
         return self._changed(jaxnorm.quantize_linears, weights, activations, **options)
 
-    def in_float8(self, *recipe, **options):
-        return self._changed(jaxnorm.float8_linears, *recipe, **options)
-
-    def replaced(self, custom=None):
-        return self._changed(jaxnorm.replace_norms, custom)
+    in_float8 = partialmethod(_changed, jaxnorm.float8_linears)
+    replaced = partialmethod(_changed, jaxnorm.replace_norms)
 
 
 class LinenModel(Model):
@@ -197,11 +196,8 @@ class LinenModel(Model):
                 self.module.apply(self.variables(self.parameters), draw_x(DIMS))
         return model, report
 
-    def in_float8(self, *recipe, **options):
-        return self._within(jaxnorm.linen.float8_linears, *recipe, **options)
-
-    def replaced(self, custom=None):
-        return self._within(jaxnorm.linen.replace_norms, custom)
+    in_float8 = partialmethod(_within, jaxnorm.linen.float8_linears)
+    replaced = partialmethod(_within, jaxnorm.linen.replace_norms)
 
 
 class EquinoxModel(Model):
@@ -215,13 +211,14 @@ class EquinoxModel(Model):
             function = jax.vmap(function)
         return function(x)
 
-    def quantised(self, weights=INT8, activations=None, **options):
-        module, report = jaxnorm.equinox.quantize_linears(self.module, weights, activations, **options)
+    def _changed(self, change, *args, **options):
+        module, report = change(self.module, *args, **options)
         return EquinoxModel(module), report
 
-    def replaced(self, custom=None):
-        module, report = jaxnorm.equinox.replace_norms(self.module)
-        return EquinoxModel(module), report
+    def quantised(self, weights=INT8, activations=None, **options):
+        return self._changed(jaxnorm.equinox.quantize_linears, weights, activations, **options)
+
+    replaced = partialmethod(_changed, jaxnorm.equinox.replace_norms)
 
 
 def draw_bias(key, shape, dtype):
@@ -233,8 +230,7 @@ def nnx_linear(features=COLUMNS, cls=flax.nnx.Linear, **fields):
 
 
 def linen_linear(features=COLUMNS, cls=flax.linen.Dense, x=None, **fields):
-    layer = cls(features, bias_init=draw_bias, **fields)
-    return LinenModel(layer, layer.init(jax.random.key(0), draw_x(DIMS) if x is None else x))
+    return linen_model(cls(features, bias_init=draw_bias, **fields), x)
 
 
 def equinox_linear(features=COLUMNS, **fields):
@@ -284,20 +280,21 @@ def expected_report(api, done):
             ("complex",): (flax.nnx.Linear, "it is of complex64"),
         }
     if api == "linen":
-        dense, general = flax.linen.Dense, {("general",): flax.linen.DenseGeneral}
+        dense, general = flax.linen.Dense, flax.linen.DenseGeneral
+        why = "Dense and DenseGeneral are quantised" if done == "quantised" else f"Dense is {done}"
+        why = f"only flax.linen.{why}"
         changed = {("listed_0",): dense, ("listed_1",): NamedDense, ("scaled", "inner"): dense, ("last",): dense}
         left = {
             ("own_dot",): (dense, own("dot_general")),
             ("own_class",): (dense, own("dot_general_cls")),
             ("scaled",): (ScaledDense, _OWN_CALL),
+            ("complex",): (dense, "it is of complex64"),
+            ("einsum",): (flax.linen.Einsum, why),
+            ("embed",): (flax.linen.Embed, why),
         }
-        others = {("einsum",): flax.linen.Einsum, ("embed",): flax.linen.Embed}
         if done == "quantised":
-            why = "only flax.linen.Dense and DenseGeneral are quantised"
-            return changed | general, left | {path: (cls, why) for path, cls in others.items()}
-        why = f"only flax.linen.Dense is {done}"
-        left |= {path: (cls, why) for path, cls in others.items()}
-        return changed, left | {("general",): (flax.linen.DenseGeneral, f"{why}{_BY_PRODUCT}")}
+            return changed | {("general",): general}, left
+        return changed, left | {("general",): (general, f"{why}{_BY_PRODUCT}")}
     only = "only equinox.nn.Linear"
     return dict.fromkeys([("mlp", "layers", 0), ("mlp", "layers", 1), ("linear",)], eqx.nn.Linear), {
         ("scalar",): (eqx.nn.Linear, "it has scalar features"),

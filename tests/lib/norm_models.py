@@ -204,18 +204,15 @@ def _calls(**counts):
     return {name: count for kind, fwd in counts.items() for name, count in native_calls(kind, fwd=fwd).items()}
 
 
-def linen_mixed():
-    return linen_model(LinenMixed())
-
-
-def equinox_mixed():
-    return EquinoxModel(EquinoxMixed(jax.random.key(0)))
-
-
-# How a library's model is made, its mapping, what is replaced, what is left, and the native calls then.
+MIXED = {
+    "nnx": lambda: NnxModel(mixed()),
+    "linen": lambda: linen_model(LinenMixed()),
+    "equinox": lambda: EquinoxModel(EquinoxMixed(jax.random.key(0))),
+}
+# What `replaced` is given beside a library's model, what is replaced, what is left, and the native calls then.
 LIBRARIES = {
     # The shared norm runs twice.
-    "nnx": (lambda: NnxModel(mixed()), CUSTOM, REPLACED, LEFT, _calls(rms=4, layer=4, group=1)),
-    "linen": (linen_mixed, LINEN_CUSTOM, LINEN_REPLACED, LINEN_LEFT, _calls(rms=2, layer=3, group=1)),
-    "equinox": (equinox_mixed, None, EQUINOX_REPLACED, EQUINOX_LEFT, _calls(rms=2, layer=2, group=1)),
+    "nnx": ([CUSTOM], REPLACED, LEFT, _calls(rms=4, layer=4, group=1)),
+    "linen": ([LINEN_CUSTOM], LINEN_REPLACED, LINEN_LEFT, _calls(rms=2, layer=3, group=1)),
+    "equinox": ([], EQUINOX_REPLACED, EQUINOX_LEFT, _calls(rms=2, layer=2, group=1)),
 }
