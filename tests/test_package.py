@@ -30,7 +30,7 @@ def test_the_sources_are_found():
     assert {path.suffix for path in SOURCES} == {".py", ".h", ".cc", ".cu", ".cuh", ".html"}
 
 
-LINES, FILES, TESTS_TO_PRODUCT, LONGEST = 81_600, 585, 0.68, 450
+LINES, FILES, TESTS_TO_PRODUCT, LONGEST = 81_600, 600, 0.68, 450
 
 
 @pytest.fixture(scope="module")

@@ -286,7 +286,7 @@ SYNONYMS = {
     "group_size": ["channels_per_group", "groupsize"],
     "z_loss": ["z_loss_weight", "lse_square_scale"],
     "theta": ["rope_theta", "base"],
-    "heads_axis": ["heads_axis", "head_axis"],
+    "heads_axis": ["axis_of_heads", "head_axis"],
     "heads": ["num_heads", "num_attention_heads"],
     "kv_heads": ["num_kv_heads", "num_key_value_heads"],
     "out_dtype": ["dtype"],
