@@ -360,8 +360,8 @@ PRODUCT_WITHOUT_KERNEL = named(
 KERNEL, BIAS = jnp.ones((8, 20)), jnp.ones(20)
 
 SOFTMAX = named(
-    call(X, scale=float("nan")).raises(ValueError, "scale", "finite", "nan"),
-    call(X, scale=jnp.ones(8)).raises(TypeError, "scale", "number"),
+    call(X, logit_scale=float("nan")).raises(ValueError, "logit_scale", "finite", "nan"),
+    call(X, logit_scale=jnp.ones(8)).raises(TypeError, "logit_scale", "number"),
     call(X, causal=True, axis=0).raises(ValueError, "causal", "axis=-1", r"\(-3,\)"),
     call(X, causal=True, axis=(-2, -1)).raises(ValueError, "causal", (-2, -1), "where"),
     call(jnp.ones(8), causal=True).raises(ValueError, "causal", (8,)),
