@@ -140,6 +140,13 @@ def test_the_results_dtype_is_flaxs(api, done, options, x_dtype):
     assert (y.dtype, y.shape) == (expected.dtype, expected.shape)
 
 
+@of_flax
+def test_a_dtype_by_its_name(api, done):
+    x, spelt = draw_x(DIMS, "bfloat16"), ("float32", jnp.float32, jnp.dtype("float32"))
+    layers = [CHANGES[done](APIS[api].linear(dtype=dtype))[0] for dtype in spelt]
+    assert len({str(jax.make_jaxpr(layer)(x)) for layer in layers}) == 1
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("weight", ["float32", "bfloat16"])
 def test_the_results_dtype_is_equinoxs(dtype, weight):
