@@ -12,7 +12,7 @@ from coverage import cover
 from internals import BY_KERNELS, BY_XLA, PRODUCTS_BY_KERNELS, Float8Linear, float8_op, rounded_kernel, rounded_x
 from quantizing import array_by_numpy, assert_same, to
 
-from jaxnorm import Float8Recipe, Quantized, float8_linear, quantize
+from jaxnorm import Float8Recipe, Quantized, float8_linear, quantize, quantized_dot
 from ops.products import E4M3, RECIPES, assert_norms_close, of_each, value_and_gradients, with_zeros
 
 ROWS, DEPTH, COLUMNS = (4, 6), 96, 48
@@ -130,27 +130,27 @@ def test_the_product_of_the_rounded_operands(recipe, dtype, has_all_digits):
     assert_within(db, wide(dy).sum((0, 1)), np.abs(wide(dy)).sum((0, 1)), 2.0**-22)
 
 
-@pytest.fixture
-def all_digits():
-    with digits(all_of_them=True):
-        yield
+def test_it_is_quantized_dot_of_what_is_quantised():
+    x, kernel, bias, _ = operands("bfloat16")
+    x_8, kernel_8 = (Quantized(*map(jnp.asarray, array_by_numpy(a, E4M3))) for a in (x, kernel.T))
+    np.testing.assert_array_equal(float8_linear(x, kernel, bias=bias), quantized_dot(x_8, kernel_8, bias=bias))
 
 
-@pytest.mark.usefixtures("all_digits")
 @pytest.mark.parametrize("recipe", [Float8Recipe(power_of_two=True), Float8Recipe("tensor", power_of_two=True)])
 def test_a_dy_of_few_bits_is_not_rounded(recipe):
     x, kernel, bias, dy = operands()
     dy = jnp.round(dy)
-    _, dx, dw, _ = step(recipe, x, kernel, bias, dy)
+    with digits(all_of_them=True):
+        _, dx, dw, _ = step(recipe, x, kernel, bias, dy)
     for actual, expected in zip((dx, dw), expected_gradients(recipe, x, kernel, dy, rounds=False), strict=True):
         assert_within(actual, *expected, 2.0**-18)
 
 
-@pytest.mark.usefixtures("all_digits")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_powers_of_two_are_exact(dtype):
     x, kernel, bias, dy = (jnp.sign(a) * 2.0 ** jnp.clip(jnp.round(a), -2, 2).astype(dtype) for a in operands(dtype))
-    actual = step(Float8Recipe(power_of_two=True), x, kernel, bias, dy)
+    with digits(all_of_them=True):
+        actual = step(Float8Recipe(power_of_two=True), x, kernel, bias, dy)
     plain = partial(jnp.matmul, preferred_element_type=np.float32, precision="highest")
     y = (plain(x, kernel) + bias.astype(np.float32)).astype(dtype)
     dx = plain(dy, kernel.T).astype(dtype)
