@@ -31,7 +31,7 @@ from jaxnorm.ops.norm.added_api import add_layer_norm, add_rms_norm
 from jaxnorm.ops.norm.api import layer_norm, rms_norm
 from jaxnorm.ops.norm.gated_api import gated_rms_norm
 from jaxnorm.ops.norm.gated_quantized import gated_rms_norm_quantized
-from jaxnorm.ops.norm.quantized_api import RowStatistics, layer_norm_quantized, rms_norm_quantized
+from jaxnorm.ops.norm.quantized_api import layer_norm_quantized, rms_norm_quantized
 from jaxnorm.ops.options import implementation
 from jaxnorm.ops.qk_norm_rotary.api import qk_norm_rotary
 from jaxnorm.ops.qk_norm_rotary.packed_api import qkv_norm_rotary
@@ -41,6 +41,7 @@ from jaxnorm.ops.sandwich_norm.api import rms_norm_add_rms_norm
 from jaxnorm.ops.softmax.api import log_softmax, softmax
 from jaxnorm.quantization import Quantization, Quantized
 from jaxnorm.replacement import compare, float8_linears, quantize_linears, replace_norms, restore_norms
+from jaxnorm.results import QK, QKV, AddedNorm, QuantizedNorm, RowStatistics
 
 try:
     __version__ = importlib.metadata.version(__name__)
@@ -48,9 +49,13 @@ except importlib.metadata.PackageNotFoundError:  # a source tree that was never 
     __version__ = "unknown"
 
 __all__ = [
+    "QK",
+    "QKV",
+    "AddedNorm",
     "Float8Recipe",
     "Quantization",
     "Quantized",
+    "QuantizedNorm",
     "RowStatistics",
     "Tuned",
     "__version__",

@@ -22,6 +22,8 @@ from jaxnorm.ops.norm.quantized_api import layer_norm_quantized, rms_norm_quanti
 from jaxnorm.ops.qk_norm_rotary.api import qk_norm_rotary
 from jaxnorm.primitive.addend import add
 from jaxnorm.primitive.weights import of_rank
+from jaxnorm.quantization import Quantized
+from jaxnorm.results import QK, AddedNorm, QuantizedNorm
 
 try:
     from flax import linen as linen, nnx as nnx
@@ -246,7 +248,6 @@ class OfSum(TypedDict, total=False):
     """What a call of a norm of a sum may be told besides, as `jaxnorm.add_rms_norm` may."""
 
     branch_scale: jax.Array | None
-    return_sum: bool
 
 
 def add_first(
@@ -254,17 +255,20 @@ def add_first(
     rows: tuple[jax.Array, jax.Array],
     mask: Any,
     branch_scale: jax.Array | None = None,
-    return_sum: bool = True,
-) -> Any:
+) -> AddedNorm:
     """The norm of the sum, and the sum, where no kernel computes both."""
     x, addend = rows
     factor = check_branch_scale("a norm of a sum", branch_scale, x, (-1,))
     total = add(x, addend, None if factor is None else of_rank(x.ndim, (-1,), factor))
-    y = norm(total, mask=mask)
-    return (y, total) if return_sum else y
+    return AddedNorm(norm(total, mask=mask), total)
 
 
-def rotated(module: Any, arrays: tuple[Any, ...], **tables: Any) -> tuple[jax.Array, jax.Array]:
+def quantized_and_sum(result: QuantizedNorm) -> Quantized | tuple[Quantized, jax.Array]:
+    """What a layer gives of it: the result alone, and of a sum both."""
+    return result.quantized if result.residual is None else (result.quantized, result.residual)
+
+
+def rotated(module: Any, arrays: tuple[Any, ...], **tables: Any) -> QK:
     """q and k, normalised and rotated as a `QKNormRotary` says; of its `dtype`, or else of their own.
 
     `arrays` are q, k, their scales and the positions.

@@ -55,7 +55,7 @@ def quantized(
     """The quantised norm of x, or of x and an addend, see `calls.with_addend`, called as `module` says."""
     axis = calls.function_axes(module, x, mask, "a quantised norm")
     scale, bias = parameters(module, x, axis)
-    result: Quantized | tuple[Quantized, jax.Array] = module._functions.quantized(
+    result = module._functions.quantized(
         x,
         scale,
         bias=bias,
@@ -68,7 +68,7 @@ def quantized(
         **scales,
         **calls.rounded_once(module, "a quantised norm"),
     )
-    return result
+    return calls.quantized_and_sum(result)
 
 
 def given(module: Any) -> list[jax.Array]:

@@ -18,6 +18,7 @@ from jaxnorm.ops.norm.gated_formula import Activation
 from jaxnorm.ops.options import Implementation
 from jaxnorm.ops.qk_norm_rotary.api import Normalize
 from jaxnorm.quantization import Quantization, Quantized
+from jaxnorm.results import QK
 
 # Flax's functions without the wrapper that makes them calls of the module: through it, a call would be captured,
 # intercepted and tabulated twice.
@@ -158,7 +159,7 @@ class QKNormRotary(_Options, kw_only=True):
     @linen.compact
     def __call__(
         self, q: jax.Array, k: jax.Array, positions: jax.Array | None = None, **tables: Unpack[calls.Tables]
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> QK:
         axes = (self.heads_axis, -1) if self.per_head else (-1,)
         pairs = (("q_scale", q), ("k_scale", k))
         scales = [linen_calls.scale(self, jnp.asarray(x), axes, name) if self.normalize else None for name, x in pairs]

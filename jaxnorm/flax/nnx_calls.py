@@ -68,7 +68,7 @@ def quantized(
     parameters = parameters_of(module)
     dtype = nnx.nn.dtypes.canonicalize_dtype(rows[-1], *parameters, dtype=module.dtype)
     (x, *_), (scale, bias) = operands(rows, parameters, dtype, axis)
-    result: Quantized | tuple[Quantized, jax.Array] = module._functions.quantized(
+    result = module._functions.quantized(
         x,
         scale,
         bias=bias,
@@ -81,7 +81,7 @@ def quantized(
         **scales,
         **calls.rounded_once(module, "a quantised norm"),
     )
-    return result
+    return calls.quantized_and_sum(result)
 
 
 def operands(

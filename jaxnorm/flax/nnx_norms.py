@@ -16,6 +16,7 @@ from jaxnorm.ops.norm.gated_formula import Activation
 from jaxnorm.ops.options import Implementation
 from jaxnorm.ops.qk_norm_rotary.api import Normalize
 from jaxnorm.quantization import Quantization, Quantized
+from jaxnorm.results import QK
 
 
 class _Options(nnx.Module):
@@ -106,7 +107,6 @@ class AddRMSNorm(_Add, RMSNorm):  # type: ignore[misc]
 
         y, new_residual = norm(x, residual)  # new_residual = x + residual, y = RMSNorm(...)(new_residual)
         y, new_residual = norm(x, residual, branch_scale=gate)  # new_residual = gate * x + residual
-        y = norm(x, residual, return_sum=False)
 
     Constructor, parameters and the dtype of y are those of `RMSNorm`, whose input is the sum. That has residual's
     dtype, and is not rounded to another `dtype` before it is normalised, as flax.nnx rounds its input: only y is. What
@@ -201,7 +201,7 @@ class QKNormRotary(_Options, nnx_calls.HeadScales):
 
     def __call__(
         self, q: jax.Array, k: jax.Array, positions: jax.Array | None = None, **tables: Unpack[calls.Tables]
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> QK:
         scales = nnx_calls.value(self.q_scale), nnx_calls.value(self.k_scale)
         return calls.rotated(self, (q, k, *scales, positions), **tables)
 

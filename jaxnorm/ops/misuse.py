@@ -63,6 +63,7 @@ INSTEAD = {
     "residual": "add it to x first",
     "axis": "the last axis is normalised, so transpose x or leave it out",
     "out_dtype": f"the dtype of the result is that of quantization, {QUANTIZATION}",
+    **dict.fromkeys(("return_sum", "return_v", "return_statistics"), "take what you want of the results by its name"),
     "multiply_before_cast": "all is rounded once, at the end, so leave it out",
 }
 # The same of one whose result is quantised, and so not to be added to.

@@ -144,15 +144,18 @@ class Forward(Rules):
         pairs = self.op.in_place.items()
         return {given.index(a): results.index(b) for a, b in pairs if a in given and b in results}
 
-    def _without_unread(self, is_read: Sequence[bool], types: Any, *, spec: RowSpec, **params: Any) -> Any:
+    def _without_unread(
+        self, is_read: Sequence[bool], types: Any, *, spec: RowSpec, with_stats: bool, **params: Any
+    ) -> Any:
         """The parameters of a call that gives no result which nobody reads, and which results it gives."""
         operands = self._operands(params["tree"], types)
         names = [name for name, _ in leaves_of(self._types(spec, operands))]
         may_omit = self.op.may_omit(spec, operands)
         dropped = [name for name, read in zip(names, is_read, strict=False) if not read and name in may_omit]
-        kept = [place >= len(names) or names[place] not in dropped for place in range(len(is_read))]
+        of_stats = is_read[len(names) :]
+        kept = [name not in dropped for name in names] + [any(of_stats)] * len(of_stats)
         spec = dataclasses.replace(spec, omitted=(*spec.omitted, *dropped))
-        return {"spec": spec, **params}, kept
+        return {"spec": spec, "with_stats": with_stats and any(of_stats), **params}, kept
 
     def dim_maps(self, places: Any, *, spec: RowSpec, with_stats: bool) -> CallMaps:
         """Those of the operands, whose types these are, and of the results."""

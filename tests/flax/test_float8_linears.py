@@ -133,7 +133,7 @@ def test_a_quantised_norm_in_front():
         variables = block.init(jax.random.key(0), x)
         y = block.apply(variables, x)
     kernel, bias = (variables["params"]["layers_1"][name] for name in ("kernel", "bias"))
-    quantized = jaxnorm.rms_norm_quantized(x, jnp.ones(FEATURES), quantization=E4M3)
+    quantized = jaxnorm.rms_norm_quantized(x, jnp.ones(FEATURES), quantization=E4M3).quantized
     assert (kernel.shape, y.dtype) == ((FEATURES, COLUMNS), jnp.bfloat16)
     assert bits(y) == bits(float8_linear(quantized, kernel, bias=bias))
 

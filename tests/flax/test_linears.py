@@ -202,7 +202,7 @@ def test_a_layer_in_float8_stays_close_to_flaxs(api):
 @pytest.mark.parametrize("dtype", [None, jnp.float32, jnp.bfloat16])
 def test_a_quantised_input_is_taken_as_it_is(api, done, dtype):
     layer, to = APIS[api].linear(dtype=dtype), INT8 if done == "quantised" else E4M3
-    x = jaxnorm.rms_norm_quantized(draw_x(DIMS), jnp.ones(FEATURES), quantization=to)
+    x = jaxnorm.rms_norm_quantized(draw_x(DIMS), jnp.ones(FEATURES), quantization=to).quantized
     kernel, bias = weights_of(layer)
     if done == "quantised":
         new, _ = layer.quantised(INT8, INT8)

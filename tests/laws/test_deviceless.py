@@ -127,7 +127,7 @@ def operands():
 
 
 def of_norm(x, weights):
-    return jaxnorm.quantized_dot(jaxnorm.rms_norm_quantized(x, quantization=FLOAT8), weights)
+    return jaxnorm.quantized_dot(jaxnorm.rms_norm_quantized(x, quantization=FLOAT8).quantized, weights)
 
 
 def test_one_product_of_float8_and_one_kernel_more():

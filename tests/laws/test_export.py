@@ -10,11 +10,11 @@ import subprocess
 import sys
 from functools import partial
 
-import exporting
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from calls import of_x
 from cases import KINDS, NORMS as FUNCTIONS, assert_close, assert_near, bits, draw_x, operands
 from coverage import cover, over
 from exporting import PLATFORMS, WAYS, artefacts, exported, function_of
@@ -25,11 +25,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from meshes import mesh_of, placed
 from native import is_built, native_calls
 from op import rows
-from table import ADDED, EACH, GATED, NORMS, OPS, PER_HEAD, QUANTIZED
+from table import ADDED, EACH, GATED, NORMS, OPS, PER_HEAD
 from transformations import loss_of
 
 import jaxnorm
-from jaxnorm import Quantized
 
 pytestmark = pytest.mark.jax_version
 
@@ -71,11 +70,11 @@ def test_an_exported_result(op):
     assert bits(program.call(*args)) == bits(jax.jit(op.run(op.function))(*args))
 
 
-def test_an_exported_result_that_is_quantised_has_its_type():
-    to = QUANTIZED[0]
-    function = jax.jit(partial(exporting.quantized_rms_norm))
-    program = export.deserialize(export.export(function, platforms=PLATFORMS)(*to.types(to.small)[:1]).serialize())
-    assert isinstance(program.call(to.draw(to.small)[0]), Quantized)
+@pytest.mark.parametrize("name", ["add_rms_norm", "qk_norm_rotary", "qkv_norm_rotary", "rms_norm_quantized"])
+def test_results_of_an_exported_program_have_their_types(name):
+    x, function = draw_x((2, 3, 4, 32)), jax.jit(partial(of_x(name)))
+    program = export.deserialize(export.export(function, platforms=PLATFORMS)(x).serialize())
+    assert jax.tree.structure(program.call(x)) == jax.tree.structure(function(x))
 
 
 # On CUDA, rows so long have a workspace whose shape holds the unknown number of rows.

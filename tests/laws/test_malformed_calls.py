@@ -117,11 +117,15 @@ OF_OPTIONS = {
     ),
     "a norm of two axes": (partial(jaxnorm.layer_norm, **TWO_AXES), X, X[0], X[0]),
     "a quantised norm of two axes": (
-        lambda *args: jaxnorm.rms_norm_quantized(*args, quantization=INT8, **TWO_AXES).values,
+        lambda *args: jaxnorm.rms_norm_quantized(*args, quantization=INT8, **TWO_AXES).quantized.values,
         *(X, X[0]),
     ),
-    "a given scale": (lambda *args: jaxnorm.rms_norm_quantized(*args, **GIVEN).values, X, SCALE),
-    "a given scale of a LayerNorm": (lambda *args: jaxnorm.layer_norm_quantized(*args, **GIVEN).values, X, SCALE),
+    "a given scale": (lambda *args: jaxnorm.rms_norm_quantized(*args, **GIVEN).quantized.values, X, SCALE),
+    "a given scale of a LayerNorm": (
+        lambda *args: jaxnorm.layer_norm_quantized(*args, **GIVEN).quantized.values,
+        X,
+        SCALE,
+    ),
     "a given scale of a gate": (lambda x: jaxnorm.gated_activation_quantized((x, x), **GIVEN).values, X),
     "a given scale of a gated norm": (
         lambda *args: jaxnorm.gated_rms_norm_quantized(*args, gate_first=True, **GIVEN).values,

@@ -161,8 +161,8 @@ REFUSED = {
         *((axis, ValueError, (str(axis), "expected -2", "-3")) for axis in (0, -1)),
         *((axis, TypeError, ("int", str(axis))) for axis in (None, True)),
     ),
-    **dict.fromkeys(("multiply_before_cast", "gate_first", "interleaved", "return_v", "causal"), FLAG),
-    **dict.fromkeys(("straight_through", "with_unquantized", "return_statistics", "return_logsumexp"), FLAG),
+    **dict.fromkeys(("multiply_before_cast", "gate_first", "interleaved", "causal"), FLAG),
+    **dict.fromkeys(("straight_through", "with_unquantized", "return_logsumexp"), FLAG),
     **dict.fromkeys(
         ("pad_to", "num_groups", "group_size", "heads", "kv_heads", "rotary_dim"),
         tuple((value, TypeError, ("int", repr(value))) for value in (2.0, True, "8")),
@@ -320,13 +320,14 @@ INSTEAD = {
     "axis": "last axis|did you mean channel_axis",
     "multiply_before_cast": "rounded once, at the end, so leave it out",
     "out_dtype": "that of quantization",
+    **dict.fromkeys(("return_sum", "return_v", "return_statistics"), "of the results by its name"),
 }
 
 
 @each_function
 def test_an_argument_of_other_functions(function):
     of_each = {other: {p.name for p in parameters(other)} for other in POSITIONAL}
-    for ours in sorted(set().union(*of_each.values()) - of_each[function] - {"weights"}):
+    for ours in sorted((INSTEAD.keys() | set().union(*of_each.values())) - {"weights"} - of_each[function]):
         related = [other for other in POSITIONAL if are_related(function, other) and ours in of_each[other]]
         said = "did you mean .*, which takes? " if related else INSTEAD.get(ours, "is an argument of")
         said = FORMER.get(f"{function}.{ours}", said)

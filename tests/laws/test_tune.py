@@ -77,7 +77,9 @@ def unread(x):
 
 def rounded(x):
     quantization = jaxnorm.Quantization("int8")
-    return jnp.sin(jaxnorm.rms_norm_quantized(x, quantization=quantization, straight_through=True).dequantize()).sum()
+    return jnp.sin(
+        jaxnorm.rms_norm_quantized(x, quantization=quantization, straight_through=True).quantized.dequantize()
+    ).sum()
 
 
 def of_each_way(name):

@@ -19,8 +19,6 @@ if __name__ == "__main__":
 import jax
 from jax import export
 
-import jaxnorm
-
 PLATFORMS = ("cpu", "cuda", "tpu")
 ARTEFACTS = Path(__file__).resolve().parents[1] / "artefacts"
 WAYS = ("forward", "gradient")
@@ -31,10 +29,6 @@ def exported(op, function, size=None, symbols="rows", platforms=PLATFORMS):
     size = size or op.small
     dims = (*export.symbolic_shape(symbols), *size.dims[1:])
     return export.export(jax.jit(function), platforms=platforms)(*op.types(size._replace(dims=dims)))
-
-
-def quantized_rms_norm(x):
-    return jaxnorm.rms_norm_quantized(x, quantization=jaxnorm.Quantization("int8"))
 
 
 def archive(op) -> Path:

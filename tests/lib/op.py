@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import cases
@@ -35,6 +35,11 @@ def weighted(y, scale=None, bias=None):
     """For an op that has no weights, as a norm."""
     y = y if scale is None else y * scale
     return y if bias is None else y + bias
+
+
+def without_names(function):
+    """The function, whose results are a plain tuple, as its formula's are."""
+    return wraps(function)(lambda *args, **options: tuple(function(*args, **options)))
 
 
 COTANGENTS = ("dy", "dsum", "dv")  # of the results
@@ -108,6 +113,7 @@ class Op:
         }
         for name, value in derived.items():
             object.__setattr__(self, name, getattr(self, name) or value)
+        object.__setattr__(self, "function", without_names(self.function))
 
     def __str__(self):
         return self.name

@@ -314,7 +314,6 @@ def rotary_of_product(draw: Draw) -> Call:
         ("qkv", "positions"),
         heads=heads,
         kv_heads=kv_heads,
-        return_v=draw.chance(0.7),
         normalize=normalize,
         interleaved=draw.chance(0.3),
     )

@@ -55,7 +55,7 @@ def use():
         jaxnorm.rms_norm(x, implementation="native")
     except RuntimeError as error:
         native = str(error)
-    quantized = jaxnorm.rms_norm_quantized(x, quantization=jaxnorm.Quantization("int8"))
+    quantized = jaxnorm.rms_norm_quantized(x, quantization=jaxnorm.Quantization("int8")).quantized
     return {
         "y": np.asarray(jax.jit(jaxnorm.rms_norm)(x)).tolist(),
         "gradient": np.asarray(jax.grad(lambda x: (jaxnorm.layer_norm(x) ** 3).sum())(x)).tolist(),

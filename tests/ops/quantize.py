@@ -143,7 +143,11 @@ def gated(x, to):
 
 
 # `quantize`, and norms that quantise, of an array.
-FUNCTIONS = {"quantize": quantize, "norm": lambda x, to: jaxnorm.rms_norm_quantized(x, quantization=to), "gated": gated}
+FUNCTIONS = {
+    "quantize": quantize,
+    "norm": lambda x, to: jaxnorm.rms_norm_quantized(x, quantization=to).quantized,
+    "gated": gated,
+}
 each_function = pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 
 
@@ -189,7 +193,7 @@ def test_scales_as_exponents(kind, to, group, dtype):
 def mx_operands(rows, outputs):
     """x and weights, what they are quantised to, and the operands of `jax.nn.scaled_matmul`."""
     x, w = draw("x", (rows, 256)), draw("w", (outputs, 256), std=0.1)
-    a, b = jaxnorm.rms_norm_quantized(x, quantization=MX), quantize(w, MX)
+    a, b = jaxnorm.rms_norm_quantized(x, quantization=MX).quantized, quantize(w, MX)
     return (x, w), (a, b), [array[None] for array in (a.values, b.values, a.scales, b.scales)]
 
 

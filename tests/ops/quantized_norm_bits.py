@@ -13,12 +13,14 @@ from cases import ADDS, DTYPES, KINDS, NORMS, PAIRS, assert_close, bits, draw, d
 from coverage import cover
 from hlo import count_native_calls
 from native import is_platform_with_kernels, native_calls
-from quantizing import GRANULARITIES, IMPLEMENTATIONS, QUANTIZED, TO, assert_exact, assert_same, call, quantize, to
+from quantizing import GRANULARITIES, IMPLEMENTATIONS, QUANTIZED, TO, assert_exact, assert_same, quantize, to
 
+import jaxnorm
 from jaxnorm import Quantization
 
 kinds = pytest.mark.parametrize("kind", KINDS)
 TO_INT8 = Quantization("int8")
+NAMED = {"rms": jaxnorm.rms_norm_quantized, "layer": jaxnorm.layer_norm_quantized}
 
 
 def draw_operands(dims, dtype="float32", weight_dtype="float32", axes=1):
@@ -219,25 +221,25 @@ def test_the_unquantised_result(kind, dtype, cols, given):
 def test_statistics(kind, with_residual, implementation):
     x = draw_x((3, 4, 64))
     residual = draw_residual(x.shape) if with_residual else None
-    options = {"return_statistics": True, "implementation": implementation, "epsilon": 0.5}
-    result = call(kind, TO_INT8, x, residual=residual, **options)
-    assert len(result) == 2 + with_residual
+    options = {"quantization": TO_INT8, "implementation": implementation, "epsilon": 0.5}
+    result = NAMED[kind](x, residual=residual, **options)
+    assert (result.y, result.residual is None) == (None, not with_residual)
     rows = np.asarray(x if residual is None else x + residual, np.float64)
     mean = rows.mean(-1, keepdims=True) if kind == "layer" else None
     variance = ((rows - (0 if mean is None else mean)) ** 2).mean(-1, keepdims=True)
-    assert result[-1].rstd.shape == (3, 4, 1)
-    np.testing.assert_allclose(result[-1].rstd, 1 / np.sqrt(variance + 0.5), rtol=1e-6)
-    assert (result[-1].mean is None) == (mean is None)
+    assert result.statistics.rstd.shape == (3, 4, 1)
+    np.testing.assert_allclose(result.statistics.rstd, 1 / np.sqrt(variance + 0.5), rtol=1e-6)
+    assert (result.statistics.mean is None) == (mean is None)
     if mean is not None:
-        np.testing.assert_allclose(result[-1].mean, mean, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(result.statistics.mean, mean, rtol=1e-5, atol=1e-6)
 
 
 def test_examples_of_all_results():
-    function = partial(call, "layer", TO_INT8, with_unquantized=True, return_statistics=True)
+    function = partial(jaxnorm.layer_norm_quantized, quantization=TO_INT8, with_unquantized=True)
     found = jax.vmap(lambda x: function(x, residual=x))(jnp.stack([X, 2 * X]))
     assert [type(result).__name__ for result in found] == ["Quantized", "ArrayImpl", "ArrayImpl", "RowStatistics"]
     assert bits(jax.tree.map(lambda a: a[0], found)) == bits(function(X, residual=X))
-    np.testing.assert_array_equal(found[1][0], X + X)
+    np.testing.assert_array_equal(found.residual[0], X + X)
 
 
 DIMS = (12, 128)
@@ -249,13 +251,13 @@ def test_gradients_of_all_results(kind, with_residual, smooth, implementation):
     operands = draw_operands(DIMS)[:3] + ((draw_residual(DIMS),) if with_residual else ())
     factor = draw_smooth(WEIGHTS) if smooth else None
     w, v, u = (draw(name, DIMS) for name in "wvu")
-    options = {"straight_through": True, "with_unquantized": True, "return_statistics": True}
+    options = {"straight_through": True, "with_unquantized": True, "implementation": implementation}
 
     def ours(x, scale, bias, residual=None):
-        first, *total, y, stats = call(
-            kind, TO_INT8, x, scale, bias, factor, residual, implementation=implementation, **options
-        )
-        return (first.dequantize() * w + y * v).sum() + sum((t * u).sum() for t in total) + stats.rstd.sum()
+        given = {"quantization": TO_INT8, "smooth_scale": factor, "residual": residual}
+        first, total, y, stats = NAMED[kind](x, scale, bias=bias, **given, **options)
+        of_sum = 0 if total is None else (total * u).sum()
+        return (first.dequantize() * w + y * v).sum() + of_sum + stats.rstd.sum()
 
     def theirs(x, scale, bias, residual=None):
         total = x if residual is None else x + residual

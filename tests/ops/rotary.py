@@ -288,7 +288,7 @@ def loss_of(function):
 
 def step(function, *args):
     results, pullback = jax.vjp(function, *args)
-    return results, pullback(tuple(map(jnp.cos, results)))
+    return results, pullback(jax.tree.map(jnp.cos, results))
 
 
 CALLS = ("jaxnorm_qkv_norm_rotary_fwd", "jaxnorm_qkv_norm_rotary_bwd")
@@ -297,7 +297,7 @@ CALLS = ("jaxnorm_qkv_norm_rotary_fwd", "jaxnorm_qkv_norm_rotary_bwd")
 def apart(qkv, *args, implementation="xla", **options):
     """The same by slices, in plain jax.numpy."""
     q, k, v = jnp.split(qkv, [H, H + K], -2)
-    return *jaxnorm.qk_norm_rotary(q, k, *args, implementation=implementation, **options), v
+    return jaxnorm.QKV(*jaxnorm.qk_norm_rotary(q, k, *args, implementation=implementation, **options), v)
 
 
 # A product as it comes out of a layer, with all of its axes or some, and what says where its tokens are.
@@ -361,23 +361,16 @@ def test_bits_are_those_of_the_parts(normalize, per_head, interleaved, dtype):
 @pytest.mark.parametrize("normalize", NORMALIZE)
 def test_a_step_is_two_calls_and_moves_nothing_beside(normalize):
     qkv = draw_qkv()
-    cotangents = tuple(jnp.split(qkv, [H, H + K], -2))
+    cotangents = jaxnorm.QKV(*jnp.split(qkv, [H, H + K], -2))
     text = compiled_text(lambda x, dy: jax.vjp(partial(of_heads, normalize=normalize), x)[1](dy), qkv, cotangents)
     assert count_native_calls(text) == dict.fromkeys(CALLS[normalize is False :], 1)
     assert not any(f" {op}(" in text for op in ("slice", "concatenate", "pad", "copy", "transpose"))
 
 
-# Values that nobody wants, or reads, are not copied, and what was theirs has no gradient, even of what is no number.
-UNREAD = {
-    "not returned": lambda qkv, **options: of_heads(qkv, return_v=False, **options),
-    "not read": lambda qkv, **options: of_heads(qkv, **options)[:2],
-}
-
-
-@cover(name=UNREAD, normalize=NORMALIZE)
-def test_values_that_are_not_read(name, normalize):
-    qkv = draw_qkv().at[..., H + K :, :].set(jnp.nan)
-    function = partial(name, normalize=normalize)
+# Values that nobody reads are not copied, and what was theirs has no gradient, even of what is no number.
+@cover(normalize=NORMALIZE)
+def test_values_that_are_not_read(normalize):
+    qkv, function = draw_qkv().at[..., H + K :, :].set(jnp.nan), lambda qkv: of_heads(qkv, normalize=normalize)[:2]
     results, (gradient,) = jax.jit(partial(step, function))(qkv)
     expected, (of_parts,) = step(lambda x: apart(x, normalize=normalize)[:2], qkv.at[..., H + K :, :].set(0))
     assert_close(results, expected)

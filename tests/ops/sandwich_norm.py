@@ -55,7 +55,7 @@ def exact_gradients(cotangents, x, residual, post_scale=None, scale=None, **opti
     total = sum_of(normed, residual)
     # Of the first norm exact for the cotangent that it gets, which is a result and so has been rounded.
     _, pullback = jax.vjp(lambda residual: jaxnorm.add_rms_norm(normed, residual, scale, **options), residual)
-    (received,) = jax.jit(pullback)((dy, dsum))
+    (received,) = jax.jit(pullback)(jaxnorm.AddedNorm(dy, dsum))
     options = {name: value for name, value in options.items() if name in ("epsilon", "scale_offset")}
     second = oracle.gradients("rms", total, dy, scale, **options)
     first = oracle.gradients("rms", x, received, post_scale, **options)

@@ -1,49 +1,14 @@
 """The public functions of the sum of x and a residual."""
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any
 
-import jax
-
-from jaxnorm.ops.checks import check_flag
 from jaxnorm.ops.misuse import explained
 from jaxnorm.ops.norm.checks import check_norm
 from jaxnorm.ops.norm.formula import Kind, Operands
-from jaxnorm.ops.norm.op import NORM, may_omit
+from jaxnorm.ops.norm.op import NORM
 from jaxnorm.ops.options import Implementation, NormOptions
-
-
-class _AddOptions(TypedDict, total=False):
-    """For type checkers: the keywords that do not decide what is returned."""
-
-    epsilon: float
-    scale_offset: float
-    axis: int | Sequence[int]
-    multiply_before_cast: bool
-    out_dtype: Any
-    pad_to: int | None
-    branch_scale: Any
-    axis_name: Any
-    implementation: Implementation | None
-
-
-@overload
-def add_rms_norm(
-    x: Any,
-    residual: Any,
-    scale: Any = None,
-    *,
-    bias: Any = None,
-    return_sum: Literal[True] = True,
-    **_: Unpack[_AddOptions],
-) -> tuple[jax.Array, jax.Array]: ...
-
-
-@overload
-def add_rms_norm(
-    x: Any, residual: Any, scale: Any = None, *, bias: Any = None, return_sum: Literal[False], **_: Unpack[_AddOptions]
-) -> jax.Array: ...
+from jaxnorm.results import AddedNorm
 
 
 @explained
@@ -60,10 +25,9 @@ def add_rms_norm(
     out_dtype: Any = None,
     pad_to: int | None = None,
     branch_scale: Any = None,
-    return_sum: bool = True,
     axis_name: Any = None,
     implementation: Implementation | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> AddedNorm:
     """Adds x to a residual stream and divides the sum by its root mean square over `axis`.
 
         new_residual = x + residual        (branch_scale * x + residual)
@@ -91,11 +55,9 @@ def add_rms_norm(
         multiple of it, as matrix products in blocks want it. The backward does not read what is padded.
       branch_scale: None, or a factor of x, as of LayerScale or adaLN-Zero: of the shape of the normalised axes, or of
         x's rank with axes of length 1 or x's before these, as (batch, 1, D).
-      return_sum: False gives y alone. Then new_residual is not written, as under `jax.jit` where nothing reads it,
-        unless a derivative does or y is padded or has another dtype.
 
     Returns:
-      (y, new_residual): arrays of x's shape, y's last axis padded, new_residual of residual's dtype; or y.
+      `AddedNorm`, (y, new_residual): arrays of x's shape, y's last axis padded, new_residual of residual's dtype.
 
     Raises:
       ValueError, TypeError, RuntimeError: residual, branch_scale or pad_to does not fit; otherwise as `rms_norm` does.
@@ -113,25 +75,7 @@ def add_rms_norm(
         axis_name=axis_name,
         implementation=implementation,
     )
-    return _added("add_rms_norm", "rms", options, Operands(x, residual, scale, bias, branch_scale), return_sum)
-
-
-@overload
-def add_layer_norm(
-    x: Any,
-    residual: Any,
-    scale: Any = None,
-    bias: Any = None,
-    *,
-    return_sum: Literal[True] = True,
-    **_: Unpack[_AddOptions],
-) -> tuple[jax.Array, jax.Array]: ...
-
-
-@overload
-def add_layer_norm(
-    x: Any, residual: Any, scale: Any = None, bias: Any = None, *, return_sum: Literal[False], **_: Unpack[_AddOptions]
-) -> jax.Array: ...
+    return _added("add_rms_norm", "rms", options, Operands(x, residual, scale, bias, branch_scale))
 
 
 @explained
@@ -148,10 +92,9 @@ def add_layer_norm(
     out_dtype: Any = None,
     pad_to: int | None = None,
     branch_scale: Any = None,
-    return_sum: bool = True,
     axis_name: Any = None,
     implementation: Implementation | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> AddedNorm:
     """Adds x to a residual stream and shifts and scales the sum to mean 0 and variance 1 over `axis`.
 
         new_residual = x + residual        (branch_scale * x + residual)
@@ -171,12 +114,11 @@ def add_layer_norm(
       out_dtype: as for `add_rms_norm`.
       pad_to: as for `add_rms_norm`.
       branch_scale: as for `add_rms_norm`.
-      return_sum: as for `add_rms_norm`.
       axis_name: as for `add_rms_norm`.
       implementation: as for `add_rms_norm`.
 
     Returns:
-      (y, new_residual): arrays of x's shape, y's last axis padded, new_residual of residual's dtype; or y.
+      As `add_rms_norm`.
 
     Raises:
       ValueError, TypeError, RuntimeError: as `add_rms_norm` does.
@@ -195,15 +137,10 @@ def add_layer_norm(
         axis_name=axis_name,
         implementation=implementation,
     )
-    return _added("add_layer_norm", "layer", options, Operands(x, residual, scale, bias, branch_scale), return_sum)
+    return _added("add_layer_norm", "layer", options, Operands(x, residual, scale, bias, branch_scale))
 
 
-def _added(
-    function: str, kind: Kind, options: NormOptions, arrays: Operands, return_sum: object
-) -> jax.Array | tuple[jax.Array, jax.Array]:
-    norm, operands, chosen = check_norm(function, kind, options, arrays, needs_addend=True)
-    if check_flag(function, "return_sum", return_sum):
-        results = NORM(norm, operands, chosen)
-        assert results.sum is not None
-        return results.y, results.sum
-    return NORM(dataclasses.replace(norm, omitted=may_omit(norm, operands)), operands, chosen).y
+def _added(function: str, kind: Kind, options: NormOptions, arrays: Operands) -> AddedNorm:
+    results = NORM(*check_norm(function, kind, options, arrays, needs_addend=True))
+    assert results.sum is not None
+    return AddedNorm(results.y, results.sum)

@@ -2,75 +2,18 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
+from typing import Any
 
-import jax
 import numpy as np
 
-from jaxnorm.ops.checks import check_flag
 from jaxnorm.ops.misuse import explained
 from jaxnorm.ops.norm.checks import Quantizing, check_norm, check_quantized
 from jaxnorm.ops.norm.formula import Kind, Operands
 from jaxnorm.ops.norm.quantized_formula import Operands as QuantizedOperands
 from jaxnorm.ops.norm.quantized_op import QUANTIZED_NORM
 from jaxnorm.ops.options import Implementation, NormOptions
-from jaxnorm.quantization import Quantization, Quantized, quantized
-
-
-class _Options(TypedDict, total=False):
-    """For type checkers: the keywords that do not decide what is returned."""
-
-    branch_scale: Any
-    static_scale: Any
-    smooth_scale: Any
-    epsilon: float
-    scale_offset: float
-    axis: int | Sequence[int]
-    straight_through: bool
-    axis_name: Any
-    implementation: Implementation | None
-
-
-class _Few(_Options, total=False):
-    """Nothing is returned but the result, and with a residual the sum."""
-
-    with_unquantized: Literal[False]
-    return_statistics: Literal[False]
-
-
-class _All(_Options, total=False):
-    with_unquantized: bool
-    return_statistics: bool
-
-
-class RowStatistics(NamedTuple):
-    """What a norm computed of each row, in float32, with normalised axes of length 1.
-
-    Attributes:
-      rstd: the reciprocal of the root mean square, or of LayerNorm the standard deviation, with epsilon in it.
-      mean: LayerNorm's, else None.
-    """
-
-    rstd: jax.Array
-    mean: jax.Array | None = None
-
-
-@overload
-def rms_norm_quantized(
-    x: Any, scale: Any = None, *, bias: Any = None, quantization: Quantization, residual: None = None, **_: Unpack[_Few]
-) -> Quantized: ...
-
-
-@overload
-def rms_norm_quantized(
-    x: Any, scale: Any = None, *, bias: Any = None, quantization: Quantization, residual: Any, **_: Unpack[_Few]
-) -> tuple[Quantized, jax.Array]: ...
-
-
-@overload
-def rms_norm_quantized(
-    x: Any, scale: Any = None, *, bias: Any = None, quantization: Quantization, residual: Any = None, **_: Unpack[_All]
-) -> tuple[Any, ...]: ...
+from jaxnorm.quantization import Quantization, quantized
+from jaxnorm.results import QuantizedNorm, RowStatistics
 
 
 @explained
@@ -89,10 +32,9 @@ def rms_norm_quantized(
     axis: int | Sequence[int] = -1,
     straight_through: bool = False,
     with_unquantized: bool = False,
-    return_statistics: bool = False,
     axis_name: Any = None,
     implementation: Implementation | None = None,
-) -> Quantized | tuple[Any, ...]:
+) -> QuantizedNorm:
     """Divides x by its root mean square over `axis` and quantises the result to 8 bits.
 
         v = rms_norm(x, scale, bias=bias, out_dtype=float32, ...) * smooth_scale
@@ -120,12 +62,11 @@ def rms_norm_quantized(
       axis_name: as for `rms_norm`.
       implementation: as for `rms_norm`.
       straight_through: whether the result has a derivative, and with it a carrier of x's shape and dtype.
-      with_unquantized: whether y is returned, too, bit for bit `rms_norm`'s; straight_through allows its derivative.
-      return_statistics: whether a `RowStatistics` is returned, too, without a gradient.
+      with_unquantized: whether y is computed, too, bit for bit `rms_norm`'s; straight_through allows its derivative.
 
     Returns:
-      A `Quantized`: values of x's shape, scales, a carrier. Where more is asked for a tuple, in this order: it,
-      new_residual, y, the statistics.
+      `QuantizedNorm`, (quantized, residual, y, statistics): a `Quantized` of x's shape, the sum and y or None, and the
+      statistics of the rows.
 
     Raises:
       ValueError, TypeError, RuntimeError: groups do not divide the one normalised axis, static_scale does not go with
@@ -139,25 +80,7 @@ def rms_norm_quantized(
     )
     own = Quantizing(quantization, static_scale, smooth_scale, straight_through, with_unquantized)
     operands = Operands(x, residual, scale, bias, branch_scale)
-    return _quantized("rms_norm_quantized", "rms", options, operands, own, return_statistics)
-
-
-@overload
-def layer_norm_quantized(
-    x: Any, scale: Any = None, bias: Any = None, *, quantization: Quantization, residual: None = None, **_: Unpack[_Few]
-) -> Quantized: ...
-
-
-@overload
-def layer_norm_quantized(
-    x: Any, scale: Any = None, bias: Any = None, *, quantization: Quantization, residual: Any, **_: Unpack[_Few]
-) -> tuple[Quantized, jax.Array]: ...
-
-
-@overload
-def layer_norm_quantized(
-    x: Any, scale: Any = None, bias: Any = None, *, quantization: Quantization, residual: Any = None, **_: Unpack[_All]
-) -> tuple[Any, ...]: ...
+    return _quantized("rms_norm_quantized", "rms", options, operands, own)
 
 
 @explained
@@ -176,10 +99,9 @@ def layer_norm_quantized(
     axis: int | Sequence[int] = -1,
     straight_through: bool = False,
     with_unquantized: bool = False,
-    return_statistics: bool = False,
     axis_name: Any = None,
     implementation: Implementation | None = None,
-) -> Quantized | tuple[Any, ...]:
+) -> QuantizedNorm:
     """Shifts and scales x to mean 0 and variance 1 over `axis` and quantises the result to 8 bits.
 
         v = layer_norm(x, scale, bias, out_dtype=float32, ...) * smooth_scale
@@ -200,7 +122,6 @@ def layer_norm_quantized(
       axis: as for `rms_norm_quantized`.
       straight_through: as for `rms_norm_quantized`.
       with_unquantized: as for `rms_norm_quantized`.
-      return_statistics: as for `rms_norm_quantized`.
       axis_name: as for `rms_norm_quantized`.
       implementation: as for `rms_norm_quantized`.
 
@@ -219,22 +140,13 @@ def layer_norm_quantized(
     )
     own = Quantizing(quantization, static_scale, smooth_scale, straight_through, with_unquantized)
     arrays = Operands(x, residual, scale, bias, branch_scale)
-    return _quantized("layer_norm_quantized", "layer", options, arrays, own, return_statistics)
+    return _quantized("layer_norm_quantized", "layer", options, arrays, own)
 
 
-def _quantized(
-    function: str, kind: Kind, options: NormOptions, arrays: Operands, own: Quantizing, return_statistics: object
-) -> Quantized | tuple[Any, ...]:
+def _quantized(function: str, kind: Kind, options: NormOptions, arrays: Operands, own: Quantizing) -> QuantizedNorm:
     norm, of_norm, chosen = check_norm(function, kind, dataclasses.replace(options, out_dtype=np.float32), arrays)
     norm, (smooth, given) = check_quantized(function, norm, of_norm, own)
-    operands = QuantizedOperands(*of_norm, smooth, given)
-    statistics = None
-    if check_flag(function, "return_statistics", return_statistics):
-        results, stats = QUANTIZED_NORM.with_statistics(norm, operands, chosen)
-        statistics = RowStatistics(*reversed(stats))
-    else:
-        results = QUANTIZED_NORM(norm, operands, chosen)
+    results, stats = QUANTIZED_NORM.with_statistics(norm, QuantizedOperands(*of_norm, smooth, given), chosen)
     scales: Any = results.scales if given is None else given
     result = quantized(own.quantization, results.values, scales, results.carrier)
-    others = [other for other in (results.sum, results.y, statistics) if other is not None]
-    return (result, *others) if others else result
+    return QuantizedNorm(result, results.sum, results.y, RowStatistics(*reversed(stats)))

@@ -20,6 +20,7 @@ from jaxnorm.ops.qk_norm_rotary.checks import (
 )
 from jaxnorm.ops.qk_norm_rotary.formula import Operands, QKNormRotary
 from jaxnorm.ops.qk_norm_rotary.op import QK_NORM_ROTARY
+from jaxnorm.results import QK
 from jaxnorm.sharding import dims
 
 NAME = "qk_norm_rotary"
@@ -45,7 +46,7 @@ def qk_norm_rotary(
     scale_offset: float = 0.0,
     heads_axis: int = -2,
     implementation: Implementation | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> QK:
     """Normalises queries and keys over each head, and rotates pairs of their elements by the position of the token.
 
         h = rms_norm(q, q_scale, ...)                            q itself with normalize=False
@@ -79,7 +80,7 @@ def qk_norm_rotary(
       implementation: as for `rms_norm`. Kernels want q and k of one dtype.
 
     Returns:
-      (q, k): arrays of the shapes and dtypes of q and k.
+      `QK`, (q, k): arrays of the shapes and dtypes of q and k.
 
     Raises:
       ValueError: k, a scale, positions or a table has a shape that does not go with q's; cos or sin is missing, or they
@@ -114,7 +115,7 @@ class Options(NamedTuple):
         }
 
 
-def _rotated(options: Options, rotation: Rotation, arrays: Operands, heads_axis: Any) -> tuple[jax.Array, jax.Array]:
+def _rotated(options: Options, rotation: Rotation, arrays: Operands, heads_axis: Any) -> QK:
     choice = checks.check_implementation(NAME, options.implementation)
     tokens = check_tokens(NAME, arrays.q, heads_axis)
     q, k = tokens.x, check_k(NAME, arrays.k, tokens)
@@ -127,5 +128,4 @@ def _rotated(options: Options, rotation: Rotation, arrays: Operands, heads_axis:
     spec = QKNormRotary(heads_axis=tokens.heads_axis, **fields, **choice.asks(NAME))
     angles = angles_of(NAME, rotation, tokens, spec.compute_dtype)
     operands = Operands(q, k, q_scale, k_scale, **angles)
-    q_out, k_out = QK_NORM_ROTARY(spec, operands, choice.implementation)
-    return q_out, k_out
+    return QK(*QK_NORM_ROTARY(spec, operands, choice.implementation))

@@ -2,8 +2,6 @@
 
 from typing import Any, NamedTuple
 
-import jax
-
 from jaxnorm.ops import checks
 from jaxnorm.ops.misuse import explained
 from jaxnorm.ops.options import Implementation
@@ -12,6 +10,7 @@ from jaxnorm.ops.qk_norm_rotary.checks import Rotation, angles_of, check_normali
 from jaxnorm.ops.qk_norm_rotary.packed import Operands, QKVNormRotary
 from jaxnorm.ops.qk_norm_rotary.packed_checks import Beside, check_counts, check_packed
 from jaxnorm.ops.qk_norm_rotary.packed_op import QKV_NORM_ROTARY
+from jaxnorm.results import QKV
 
 NAME = "qkv_norm_rotary"
 
@@ -25,7 +24,6 @@ def qkv_norm_rotary(
     *,
     heads: int,
     kv_heads: int,
-    return_v: bool = True,
     cos: Any = None,
     sin: Any = None,
     theta: float = 10000.0,
@@ -36,7 +34,7 @@ def qkv_norm_rotary(
     epsilon: float = 1e-6,
     scale_offset: float = 0.0,
     implementation: Implementation | None = None,
-) -> tuple[jax.Array, ...]:
+) -> QKV:
     """Takes queries, keys and values out of their one product, and normalises and rotates the queries and keys.
 
         q, k, v = split(qkv, [heads, heads + kv_heads], axis=-2)      by heads: those of q, then of k, then of v
@@ -56,7 +54,6 @@ def qkv_norm_rotary(
       k_scale: factor of k's norm, of the head size, or (kv_heads, head size).
       heads: how many heads q has.
       kv_heads: how many heads each of k and v has.
-      return_v: whether v is wanted.
       positions: as for `qk_norm_rotary`.
       cos: as for `qk_norm_rotary`.
       sin: as for `qk_norm_rotary`.
@@ -70,7 +67,7 @@ def qkv_norm_rotary(
       implementation: as for `qk_norm_rotary`.
 
     Returns:
-      (q, k, v): arrays (..., tokens, heads, head size), and kv_heads, of qkv's dtype; (q, k) with return_v=False.
+      `QKV`, (q, k, v): arrays (..., tokens, heads, head size), and kv_heads, of qkv's dtype.
 
     Raises:
       ValueError: qkv has another shape, or one of at most three axes that can be read in both ways, of which no scale,
@@ -82,7 +79,7 @@ def qkv_norm_rotary(
     """
     options = Options(epsilon, scale_offset, normalize, implementation)
     rotation = Rotation(positions, cos, sin, theta, frequencies, rotary_dim, interleaved)
-    return _unpacked(options, rotation, Product(qkv, q_scale, k_scale, heads, kv_heads, return_v))
+    return _unpacked(options, rotation, Product(qkv, q_scale, k_scale, heads, kv_heads))
 
 
 class Product(NamedTuple):
@@ -93,20 +90,19 @@ class Product(NamedTuple):
     k_scale: Any
     heads: Any
     kv_heads: Any
-    return_v: Any
 
 
-def _unpacked(options: Options, rotation: Rotation, product: Product) -> tuple[jax.Array, ...]:
+def _unpacked(options: Options, rotation: Rotation, product: Product) -> QKV:
     choice = checks.check_implementation(NAME, options.implementation)
     counts = check_counts(NAME, product.heads, product.kv_heads)
-    with_v = checks.check_flag(NAME, "return_v", product.return_v)
     tokens = check_packed(NAME, product.qkv, counts, Beside(product.q_scale, product.k_scale, rotation))
     norm = check_normalize(NAME, options.normalize)
     q_scale = check_scale(NAME, "q_scale", product.q_scale, counts.q, tokens, norm)
     k_scale = check_scale(NAME, "k_scale", product.k_scale, counts.kv, tokens, norm)
     rotation = check_rotation(NAME, rotation, tokens)
     fields = options.checked(NAME, tokens.x, rotation, (tokens.x, q_scale, k_scale))
-    spec = QKVNormRotary(heads=counts.q, kv_heads=counts.kv, with_v=with_v, **fields, **choice.asks(NAME))
+    spec = QKVNormRotary(heads=counts.q, kv_heads=counts.kv, **fields, **choice.asks(NAME))
     angles = angles_of(NAME, rotation, tokens, spec.compute_dtype)
     results = QKV_NORM_ROTARY(spec, Operands(tokens.x, q_scale, k_scale, **angles), choice.implementation)
-    return tuple(part for part in results if part is not None)
+    assert results.v_out is not None
+    return QKV(results.q_out, results.k_out, results.v_out)

@@ -3,8 +3,6 @@
 import dataclasses
 from typing import Any
 
-import jax
-
 from jaxnorm.ops import checks
 from jaxnorm.ops.misuse import explained
 from jaxnorm.ops.norm import formula as one
@@ -13,6 +11,7 @@ from jaxnorm.ops.norm.op import NORM
 from jaxnorm.ops.options import Implementation, NormOptions
 from jaxnorm.ops.sandwich_norm.formula import Operands, SandwichNorm
 from jaxnorm.ops.sandwich_norm.op import SANDWICH_NORM
+from jaxnorm.results import AddedNorm
 from jaxnorm.sharding import dims
 
 
@@ -30,7 +29,7 @@ def rms_norm_add_rms_norm(
     branch_scale: Any = None,
     axis_name: Any = None,
     implementation: Implementation | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> AddedNorm:
     """Normalises what a block gives, adds it to a residual stream, and normalises the sum for the next block.
 
         new_residual = residual + rms_norm(x, post_scale, ...)        (branch_scale * rms_norm(...))
@@ -56,7 +55,7 @@ def rms_norm_add_rms_norm(
       implementation: as for `rms_norm`. Under vmap over a scale XLA's code runs, and for scales with leading axes.
 
     Returns:
-      (y, new_residual): arrays of x's shape, new_residual of residual's dtype.
+      `AddedNorm`, (y, new_residual): arrays of x's shape, new_residual of residual's dtype.
 
     Raises:
       ValueError: residual has another shape than x; otherwise as `rms_norm` does.
@@ -79,7 +78,7 @@ def rms_norm_add_rms_norm(
         return _two_norms(norm, operands, checked, chosen)
     y, new_residual = SANDWICH_NORM(norm, operands, chosen)
     assert new_residual is not None
-    return y, new_residual
+    return AddedNorm(y, new_residual)
 
 
 def _prepare(name: str, options: NormOptions, arrays: Operands) -> tuple[SandwichNorm, Operands, Implementation | None]:
@@ -104,13 +103,11 @@ def _prepare(name: str, options: NormOptions, arrays: Operands) -> tuple[Sandwic
     return norm, operands, choice.implementation
 
 
-def _two_norms(
-    norm: SandwichNorm, operands: Operands, branch_scale: Any, chosen: Implementation | None
-) -> tuple[jax.Array, jax.Array]:
+def _two_norms(norm: SandwichNorm, operands: Operands, branch_scale: Any, chosen: Implementation | None) -> AddedNorm:
     """One norm after the other, with a product between them."""
     x, residual, post_scale, scale = operands
     norm = dataclasses.replace(norm, compute_dtype=dims.wide_dtype((norm.compute_dtype, branch_scale.dtype)))
     normed = NORM(norm.norm(x.dtype), one.Operands(x, None, post_scale), chosen).y
     y, total = NORM(norm.second, one.Operands(normed, residual, scale, None, branch_scale), chosen)
     assert total is not None
-    return y, total
+    return AddedNorm(y, total)
