@@ -119,7 +119,9 @@ def rounding(spec):
     norm = partial(jaxnorm.rms_norm_quantized, scale_offset=spec.scale_offset, **TO_FLOAT8)
 
     def stream(x, weights):
-        return norm(x.part, *weights, residual=x.residual) if isinstance(x, Pending) else (norm(x, *weights), x)
+        if not isinstance(x, Pending):
+            return norm(x, *weights).quantized, x
+        return norm(x.part, *weights, residual=x.residual)[:2]
 
     gated = partial(jaxnorm.gated_activation_quantized, activation=spec.activation, **TO_FLOAT8)
     return {"stream": stream, "gated": gated}

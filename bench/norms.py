@@ -63,7 +63,7 @@ def added(kind, pad_to=1):
     options = {} if pad_to == 1 else {"pad_to": pad_to}
 
     def function(how):
-        return lambda pair, *weights: ADDED[kind](*pair, *weights, **options, implementation=how)
+        return lambda pair, *weights: tuple(ADDED[kind](*pair, *weights, **options, implementation=how))
 
     return Op(function, operands, moved, carries=True)
 
@@ -112,10 +112,11 @@ def quantized(kind, quantization=TO_FLOAT8, has_residual=False):
 
         def of_arrays(x, *weights):
             if is_static:  # whose scale is no result here: XLA would copy it
-                return norm(x, *weights[:-1], static_scale=weights[-1]).values
-            result, *total = norm(x[0], *weights, residual=x[1]) if has_residual else (norm(x, *weights),)
+                return norm(x, *weights[:-1], static_scale=weights[-1]).quantized.values
+            x, residual = x if has_residual else (x, None)
+            result, total, *_ = norm(x, *weights, residual=residual)
             arrays = result.values, result.scales
-            return (arrays, *total) if has_residual else arrays
+            return (arrays, total) if has_residual else arrays
 
         return of_arrays
 

@@ -10,11 +10,22 @@ import jax.numpy as jnp
 from jax.interpreters import ad, mlir
 
 from jaxnorm.native import ffi
-from jaxnorm.primitive import lowering, reasons, unread, weights
+from jaxnorm.primitive import lowering, reasons, weights
 from jaxnorm.primitive.addend import add
 from jaxnorm.primitive.linear import Linear
 from jaxnorm.primitive.op import AnyOp, Record, Statistics, rows_and_cols
-from jaxnorm.primitive.rules import Rules, all_none, at_front, bind, has, leaves_of, named, present, tangents_jnp
+from jaxnorm.primitive.rules import (
+    Rules,
+    all_none,
+    at_front,
+    bind,
+    drop_unread,
+    has,
+    leaves_of,
+    named,
+    present,
+    tangents_jnp,
+)
 from jaxnorm.primitive.spec import RowSpec
 from jaxnorm.sharding import dims
 from jaxnorm.sharding.dims import CallMaps
@@ -28,7 +39,7 @@ def _without(spec: RowSpec, results: Record) -> Any:
 class Forward(Rules):
     def __init__(self, op: AnyOp, linear: Linear | None) -> None:
         super().__init__(op, "forward")
-        unread.drop(self.primitive, self._without_unread)
+        drop_unread(self.primitive, self._without_unread)
         self._results_tree = functools.lru_cache(maxsize=4096)(self._tree_of_results)
         self._maybe_linear = linear
 

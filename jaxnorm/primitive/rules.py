@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching, mlir, partial_eval
 
 from jaxnorm.native import compat, jet
 from jaxnorm.primitive import broadcast, fallback, reasons, weights
@@ -287,3 +287,24 @@ class Rules:
     def weights_of(self, arrays: Record) -> list[Any]:
         """The weights among the arrays of a NamedTuple."""
         return [array for name, array in leaves_of(arrays) if self.is_weight(name)]
+
+
+def drop_unread(primitive: Primitive, without_unread: Callable[..., Any]) -> None:
+    """Let calls of primitive leave out results: jit asks before it lowers a program.
+
+    Of which results are read, the types of the operands and the parameters, without_unread gives the parameters of the
+    call that takes its place, and which of the results that gives. The rule has one argument more since JAX 0.12.
+    """
+
+    def rule(is_read: list[bool], *more: Any) -> tuple[list[bool], Any]:
+        *_, equation = more
+        if not any(is_read):
+            return [False] * len(equation.invars), None
+        if not all(is_read):
+            types = [operand.aval for operand in equation.invars]
+            params, is_given = without_unread(is_read, types, **equation.params)
+            results = [result for result, given in zip(equation.outvars, is_given, strict=True) if given]
+            equation = equation.replace(params=params, outvars=results)
+        return [True] * len(equation.invars), equation
+
+    partial_eval.dce_rules[primitive] = rule
