@@ -214,6 +214,19 @@ def test_the_reference_has_every_public_name():
     assert set(re.findall(r"^::: (\S+)$", reference, re.MULTILINE)) == public
 
 
+def test_the_table_of_what_changes_a_model_has_what_there_is():
+    section = (ROOT / "docs/flax.md").read_text().partition("## What changes a model")[2]
+    rows = re.findall(r"^\| (\w+): \S+ \| (.*) \|$", section, re.MULTILINE)
+    modules = {"NNX": (jaxnorm, jaxnorm.blocks), "Linen": (linen, jaxnorm.blocks)}
+    modules |= {"Equinox": (jaxnorm_equinox,), "Keras": (keras,), "Haiku": ()}
+    assert [front for front, _ in rows] == list(modules)
+    for column in zip(*(row.split(" | ") for _, row in rows), strict=True):
+        said = [set(re.findall(r"(\w+)`", cell)) for cell in column]
+        there = [{name for module in of for name in module.__all__} & set().union(*said) for of in modules.values()]
+        assert said == there
+        assert [cell == "no" for cell in column] == [not names for names in there]
+
+
 def test_nothing_has_its_name_of_before():
     def used(name):
         owner, _, last = name.rpartition(".")
