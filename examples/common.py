@@ -155,9 +155,9 @@ class Run:
 class Trainer:
     """A compiled step of training, over a mesh with the axis "data", among which the batch is split.
 
-    `create(seed)` makes a model, `change` changes it in place, and `loss(model, *batch)` is minimised, of the arrays
-    that `draw(random)` gives. `split(path, array)` says how a step has a parameter, and `keep(spec, array)` how
-    parameters and the optimiser's state lie between steps.
+    `create(seed)` makes a model, `change(model)` gives it and a report of what it changed, and `loss(model, *batch)` is
+    minimised, of the arrays that `draw(random)` gives. `split(path, array)` says how a step has a parameter, and
+    `keep(spec, array)` how parameters and the optimiser's state lie between steps.
     """
 
     def __init__(self, name, create, draw, loss, steps, rate, *, change=None, mesh=None, split=None, keep=None):
@@ -165,7 +165,7 @@ class Trainer:
         self.optimizer = adamw(rate, steps)
         self.mesh = mesh or Mesh(jax.devices()[:1], ("data",), (AxisType.Auto,))
         model = nnx.eval_shape(partial(create, 0))
-        self.changed = change(model) if change else None
+        model, self.changed = change(model) if change else (model, None)
         self.definition, params = nnx.split(model)
         self.parameters = sum(array.size for array in jax.tree.leaves(params))
         split, keep = split or (lambda path, array: P()), keep or (lambda spec, array: spec)

@@ -151,12 +151,12 @@ def decoder(model, tokens):
 
 def port_norms(model):
     """The norms alone."""
-    return jaxnorm.replace_norms(model, {RMSNorm: norm})
+    return jaxnorm.replace_layers(model, {RMSNorm: norm})
 
 
 def port(model):
     """The norms with their neighbours."""
-    return jaxnorm.replace_norms(model, {RMSNorm: norm, Attention: attention, Gemma: decoder})
+    return jaxnorm.replace_layers(model, {RMSNorm: norm, Attention: attention, Gemma: decoder})
 
 
 def linear_loss_of(model, tokens):

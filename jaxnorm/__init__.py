@@ -8,7 +8,6 @@ and cross-entropy, also of a linear layer; `quantize` and products of 8-bit valu
 import importlib.metadata
 import importlib.util
 import pkgutil
-import sys
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -16,10 +15,11 @@ from typing import TYPE_CHECKING
 # in the installed one, so its directory is searched too.
 __path__ = pkgutil.extend_path(__path__, __name__)
 
-from jaxnorm import checkpoint_policies
+from jaxnorm import checkpoint_policies, reports
 from jaxnorm.inspect.explain import explain
 from jaxnorm.inspect.tune import tune
 from jaxnorm.inspect.tuned import Tuned
+from jaxnorm.ops import misuse
 from jaxnorm.ops.cross_entropy.api import softmax_cross_entropy_with_integer_labels
 from jaxnorm.ops.cross_entropy.linear_api import linear_cross_entropy
 from jaxnorm.ops.float8_linear.api import float8_linear
@@ -40,7 +40,7 @@ from jaxnorm.ops.quantized_dot.api import quantized_dot
 from jaxnorm.ops.sandwich_norm.api import rms_norm_add_rms_norm
 from jaxnorm.ops.softmax.api import log_softmax, softmax
 from jaxnorm.quantization import Quantization, Quantized
-from jaxnorm.replacement import compare, float8_linears, quantize_linears, replace_norms, restore_norms
+from jaxnorm.replacement import compare_layers, float8_linears, quantize_linears, replace_layers, restore_layers
 from jaxnorm.results import QK, QKV, AddedNorm, QuantizedNorm, RowStatistics
 
 try:
@@ -62,7 +62,7 @@ __all__ = [
     "add_layer_norm",
     "add_rms_norm",
     "checkpoint_policies",
-    "compare",
+    "compare_layers",
     "explain",
     "float8_dot_general",
     "float8_linear",
@@ -82,8 +82,9 @@ __all__ = [
     "quantize",
     "quantize_linears",
     "quantized_dot",
-    "replace_norms",
-    "restore_norms",
+    "replace_layers",
+    "reports",
+    "restore_layers",
     "rms_norm",
     "rms_norm_add_rms_norm",
     "rms_norm_quantized",
@@ -101,7 +102,7 @@ else:
 
     def __getattr__(name: str) -> ModuleType:
         if name not in _LAZY:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+            misuse.no_attribute(__name__)(name)
         return importlib.import_module(f"{__name__}.{name}")
 
 

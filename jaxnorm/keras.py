@@ -1,13 +1,14 @@
 """Keras 3's norms on jaxnorm's kernels, by its JAX backend: change the import line, keep the model and its files."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from jaxnorm.flax import replacement
-from jaxnorm.flax.replacement import Report
+from jaxnorm.ops import misuse
 from jaxnorm.ops.group_norm.api import group_norm
 from jaxnorm.ops.norm.api import layer_norm, rms_norm
+from jaxnorm.reports import Report
 
 try:
     import keras
@@ -27,7 +28,10 @@ if keras.config.backend() != "jax":
         f"variable KERAS_BACKEND=jax before Keras is imported."
     )
 
-__all__ = ["GroupNormalization", "LayerNormalization", "RMSNormalization", "replace_norms"]
+__all__ = ["GroupNormalization", "LayerNormalization", "RMSNormalization", "replace_layers"]
+
+if not TYPE_CHECKING:
+    __getattr__ = misuse.no_attribute(__name__)
 
 
 @keras.saving.register_keras_serializable(package="jaxnorm")
@@ -43,7 +47,7 @@ class LayerNormalization(keras.layers.LayerNormalization):
     dtypes, and `rms_scaling`, are computed by Keras' own code.
 
     Weights load either way. A file of a whole model names its classes. Of one that was saved with Keras' layers
-    `replace_norms(keras.models.load_model(path))` makes these. One with these loads in a program that imports
+    `replace_layers(keras.models.load_model(path))` makes these. One with these loads in a program that imports
     jaxnorm.keras, and in another with Keras' layers in their place:
 
         theirs = {"jaxnorm>LayerNormalization": keras.layers.LayerNormalization}
@@ -110,19 +114,16 @@ OURS[keras.layers.GroupNormalization] = GroupNormalization
 OTHERS = tuple(getattr(keras.layers, f"{name}Normalization") for name in ("Batch", "Unit", "Spectral", ""))
 
 
-def replace_norms(model: Any) -> Report:
+def replace_layers(model: Any) -> tuple[Any, Report]:
     """Puts jaxnorm's norms into a model of Keras, in place and at any depth.
 
-        report = jaxnorm.keras.replace_norms(model)
-        print(report)
+        model, report = jaxnorm.keras.replace_layers(model)
 
     Each `keras.layers.LayerNormalization`, `RMSNormalization` and `GroupNormalization` becomes one of `jaxnorm.keras`,
     in functional, sequential and subclassed models, built or not. The layers stay the same objects with the same
-    variables, so that weights, the optimiser's state and whoever shares a layer see no change; results agree within
-    rounding. A compiled model stays compiled: its functions for fit, evaluate and predict are made again. Call it on
-    the outermost model, which has these; a `jax.jit` of one's own that has run already keeps its program.
-
-    A file that is saved afterwards names jaxnorm's classes; `jaxnorm.keras.LayerNormalization` says how it is loaded.
+    variables; results agree within rounding. A compiled model stays compiled: its functions for fit, evaluate and
+    predict are made again. Call it on the outermost model, which has these; a `jax.jit` of one's own that has run
+    already keeps its program. A file that is saved afterwards names jaxnorm's classes.
 
     Left are norms of other kinds, subclasses, and norms whose options or dtypes no kernel serves.
 
@@ -130,15 +131,15 @@ def replace_norms(model: Any) -> Report:
       model: a `keras.Model` or another layer.
 
     Returns:
-      A `jaxnorm.replacement.Report`: `replaced` has (path, class) of each norm that was replaced, `left` has
-      (path, class, why) of each that was not.
+      The same model and a `jaxnorm.reports.Report`: `replaced` has (path, class) of each norm that was replaced, `left`
+      has (path, class, why) of each that was not.
 
     Raises:
       TypeError: model is no layer of Keras.
     """
     if not isinstance(model, keras.Layer):
         got, remedy = replacement.no_model(model, ())
-        raise TypeError(f"replace_norms: model must be a keras.Model or another layer, got {got}: {remedy}.")
+        raise TypeError(f"replace_layers: model must be a keras.Model or another layer, got {got}: {remedy}.")
     report, layers = Report(), model._flatten_layers()
     for layer in layers:
         cls = type(layer)
@@ -151,7 +152,7 @@ def replace_norms(model: Any) -> Report:
         report.add(tuple((layer.path or layer.name).split("/")), cls, why)
     for layer in layers:
         _make_functions_again(layer)
-    return report
+    return model, report
 
 
 def _why_never(layer: Any) -> str | None:

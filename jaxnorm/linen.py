@@ -1,10 +1,12 @@
 """`flax.linen`'s norms on jaxnorm's kernels: change the import line, keep the model and its checkpoints."""
 
-from jaxnorm.flax.compare import linen_compare as compare
+from typing import TYPE_CHECKING
+
+from jaxnorm.flax.compare import linen_compare_layers as compare_layers
 from jaxnorm.flax.linen_activations import GatedActivation
-from jaxnorm.flax.linen_float8 import float8_linears
+from jaxnorm.flax.linen_float8 import using_float8
 from jaxnorm.flax.linen_groups import GroupNorm, InstanceNorm
-from jaxnorm.flax.linen_linear import quantized_linears
+from jaxnorm.flax.linen_linear import using_quantized
 from jaxnorm.flax.linen_norms import (
     AddLayerNorm,
     AddRMSNorm,
@@ -16,7 +18,8 @@ from jaxnorm.flax.linen_norms import (
     RMSNorm,
 )
 from jaxnorm.flax.linen_quantize import quantize_linears
-from jaxnorm.flax.linen_replace import replace_norms
+from jaxnorm.flax.linen_replace import using_layers
+from jaxnorm.ops import misuse
 
 __all__ = [
     "AddLayerNorm",
@@ -30,9 +33,12 @@ __all__ = [
     "QuantizedLayerNorm",
     "QuantizedRMSNorm",
     "RMSNorm",
-    "compare",
-    "float8_linears",
+    "compare_layers",
     "quantize_linears",
-    "quantized_linears",
-    "replace_norms",
+    "using_float8",
+    "using_layers",
+    "using_quantized",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = misuse.no_attribute(__name__)

@@ -1,5 +1,7 @@
 """`flax.nnx`'s norms on jaxnorm's kernels: change the import line, keep the model and its checkpoints."""
 
+from typing import TYPE_CHECKING
+
 from jaxnorm.flax.nnx_activations import GatedActivation
 from jaxnorm.flax.nnx_float8 import Float8Linear
 from jaxnorm.flax.nnx_groups import GroupNorm, InstanceNorm
@@ -14,8 +16,8 @@ from jaxnorm.flax.nnx_norms import (
     QuantizedRMSNorm,
     RMSNorm,
 )
-from jaxnorm.flax.nnx_replace import replace_norms
-from jaxnorm.flax.nnx_restore import restore_norms
+from jaxnorm.flax.nnx_replace import replace_layers, restore_layers
+from jaxnorm.ops import misuse
 
 __all__ = [
     "AddLayerNorm",
@@ -32,6 +34,9 @@ __all__ = [
     "QuantizedParam",
     "QuantizedRMSNorm",
     "RMSNorm",
-    "replace_norms",
-    "restore_norms",
+    "replace_layers",
+    "restore_layers",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = misuse.no_attribute(__name__)

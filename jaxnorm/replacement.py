@@ -1,69 +1,53 @@
-"""Changing a model that is there already: its norms, its linear layers, and the report of what was changed."""
+"""The functions that change the layers of a model of `flax.nnx` that is there already."""
 
 from typing import Any
 
 from jax.typing import DTypeLike
 
-from jaxnorm.flax.replacement import Custom, Left, Only, Path, Replaced, Report, Within
-from jaxnorm.inspect.compare import Comparison, Loss
+from jaxnorm.flax.replacement import Custom, Only
+from jaxnorm.inspect.compare import Loss
 from jaxnorm.ops.float8_linear.api import DEFAULT
 from jaxnorm.ops.float8_linear.recipe import Float8Recipe
 from jaxnorm.quantization import Quantization
-
-__all__ = [
-    "Comparison",
-    "Custom",
-    "Left",
-    "Path",
-    "Replaced",
-    "Report",
-    "Within",
-    "compare",
-    "float8_linears",
-    "quantize_linears",
-    "replace_norms",
-    "restore_norms",
-]
+from jaxnorm.reports import Comparison, Report
 
 
-def replace_norms(model: Any, custom: Custom | None = None) -> Report:
-    """Puts jaxnorm's norms into a model of `flax.nnx`, in place: `jaxnorm.nnx.replace_norms`, which see.
+def replace_layers(model: Any, custom: Custom | None = None) -> tuple[Any, Report]:
+    """Puts jaxnorm's norms into a model of `flax.nnx`, in place: `jaxnorm.nnx.replace_layers`, which see.
 
-    For models of `flax.linen` there is `jaxnorm.linen.replace_norms`.
+    For models of `flax.linen` there is `jaxnorm.linen.using_layers`.
     """
     from jaxnorm import nnx  # Flax is optional
 
-    return nnx.replace_norms(model, custom)
+    return nnx.replace_layers(model, custom)
 
 
-def restore_norms(model: Any) -> Report:
-    """Takes the norms of `replace_norms` out of a model of `flax.nnx` again: `jaxnorm.nnx.restore_norms`, which see."""
+def restore_layers(model: Any) -> tuple[Any, Report]:
+    """Takes what `replace_layers` put into a model of `flax.nnx` out again: `jaxnorm.nnx.restore_layers`, which see."""
     from jaxnorm import nnx  # Flax is optional
 
-    return nnx.restore_norms(model)
+    return nnx.restore_layers(model)
 
 
-def compare(model: Any, *args: Any, loss: Loss | None = None, **kwargs: Any) -> Comparison:
-    """Runs a `flax.nnx` model whose norms were replaced beside a copy with its own norms, and compares the two.
+def compare_layers(model: Any, *args: Any, loss: Loss | None = None, **kwargs: Any) -> Comparison:
+    """Runs a `flax.nnx` model that `replace_layers` changed beside a copy with its own norms, and compares the two.
 
-        jaxnorm.replace_norms(model)
-        print(jaxnorm.compare(model, x))
-        print(jaxnorm.compare(model, x, loss=lambda model, x: cross_entropy(model(x), labels)))
+        print(jaxnorm.compare_layers(model, x, loss=lambda model, x: cross_entropy(model(x), labels)))
 
     Both run with the same parameters and the same other variables, as counts of random generators, forward and as the
-    gradient of `loss` by the parameters, under `jax.jit`. Each is timed in turns with the other, by the median. The
-    model and its arguments are not changed. For a model of `flax.linen` there is `jaxnorm.linen.compare`.
+    gradient of `loss` by the parameters, under `jax.jit`, each timed in turns with the other. The model and its
+    arguments are not changed. For a model of `flax.linen` there is `jaxnorm.linen.compare_layers`.
 
     Args:
-      model: a module that `replace_norms` changed.
+      model: a module that `replace_layers` changed.
       *args: those of its call. Arrays are traced, modules, as a cache, too, and all else stays what it is.
       **kwargs: likewise, by name.
       loss: a function of the model, args and kwargs that gives a scalar. None is the mean of squares of each floating
         array that the model gives, and the sum of these.
 
     Returns:
-      A `jaxnorm.replacement.Comparison`: the largest differences, relative to the largest magnitude with the model's
-      own norms, and the times. Printed, it is a small table.
+      A `jaxnorm.reports.Comparison`: the largest differences, relative to the largest magnitude with the model's own
+      norms, and the median times. Printed, it is a small table.
 
     Raises:
       TypeError: model is no module of flax.nnx that can be called, an array has no values, or loss is no function.
@@ -71,7 +55,7 @@ def compare(model: Any, *args: Any, loss: Loss | None = None, **kwargs: Any) -> 
     """
     from jaxnorm.flax import compare as of_flax  # Flax is optional
 
-    return of_flax.compare(model, args, loss, kwargs)
+    return of_flax.compare_layers(model, args, loss, kwargs)
 
 
 def quantize_linears(
@@ -80,10 +64,10 @@ def quantize_linears(
     activations: Quantization | DTypeLike | None = None,
     *,
     only: Only | None = None,
-) -> Report:
+) -> tuple[Any, Report]:
     """Quantises the linear layers of a trained `flax.nnx` model, in place and at any depth.
 
-        report = jaxnorm.quantize_linears(model, Quantization(jnp.int8), Quantization(jnp.int8))
+        model, report = jaxnorm.quantize_linears(model, Quantization(jnp.int8), Quantization(jnp.int8))
         print(report)
 
     Each `flax.nnx.Linear` becomes a `jaxnorm.nnx.QuantizedLinear`, in stacked layers too: in place of its kernel of
@@ -105,8 +89,8 @@ def quantize_linears(
         a call for each: what is quantised already is left.
 
     Returns:
-      A `jaxnorm.replacement.Report`: `replaced` has (path, class) of each layer that was quantised, `left` has
-      (path, class, why) of each that was not.
+      The same model and a `jaxnorm.reports.Report`: `replaced` has (path, class) of each layer that was quantised,
+      `left` has (path, class, why) of each that was not.
 
     Raises:
       TypeError: model is of `flax.linen` or no model, weights or activations is no `Quantization`, or their dtypes do
@@ -119,38 +103,30 @@ def quantize_linears(
     return nnx_linear.quantize_linears(model, weights, activations, only)
 
 
-def float8_linears(model: Any, recipe: Float8Recipe = DEFAULT, *, only: Only | None = None) -> Report:
+def float8_linears(model: Any, recipe: Float8Recipe = DEFAULT, *, only: Only | None = None) -> tuple[Any, Report]:
     """Computes the linear layers of a `flax.nnx` model in float8, forward and backward, in place and at any depth.
 
-        report = jaxnorm.float8_linears(model)
-        print(report)
+        model, report = jaxnorm.float8_linears(model)
 
     Each `flax.nnx.Linear` becomes a `jaxnorm.nnx.Float8Linear`, in stacked layers too, which calls `float8_linear`.
-    Modules stay the same objects with the same parameters and nothing besides, so that the state, its paths,
-    checkpoints, the optimiser's state and whoever shares a layer see no change.
-
-    A kernel is rounded once, from its own dtype, and its gradient has that dtype; with
-    `nnx.Linear(dot_general=recipe.dot_general)` Flax rounds it to the layer's `dtype` before.
-
-    Left are `LinearGeneral`, `Einsum`, convolutions and embeddings, subclasses with a `__call__` of their own, layers
-    with a `dot_general` or `promote_dtype` of their own, and those of other dtypes than float32, bfloat16 and float16.
-    What is not part of the model's graph, as a module in a closure, is not found. Modules of `flax.linen` within are
-    computed in float8 where they are called within `jaxnorm.linen.float8_linears`.
+    Modules stay the same objects with the same parameters. Left are `LinearGeneral`, `Einsum`, convolutions, `Embed`,
+    subclasses with a `__call__` of their own, layers with a `dot_general` or `promote_dtype` of their own, other dtypes
+    than float32, bfloat16 and float16, and modules of `flax.linen`, for which there is `jaxnorm.linen.using_float8`.
 
     Args:
       model: a module, or a list, dict or other pytree of modules.
       recipe: how layers are rounded, and what is kept for the derivative.
-      only: a function of the path and the layer, true of those to compute in float8. None is all. A model of mixed
-        recipes takes a call for each: what is in float8 already is left.
+      only: a function of the path and the layer, true of those to compute in float8; None is all. What is in float8
+        already is left, so a model of mixed recipes takes a call for each.
 
     Returns:
-      A `jaxnorm.replacement.Report`: `replaced` has (path, class) of each layer that is computed in float8, `left` has
-      (path, class, why) of each that is not.
+      The same model and a `jaxnorm.reports.Report`: `replaced` has (path, class) of each layer that is computed in
+      float8, `left` has (path, class, why) of each that is not.
 
     Raises:
       TypeError: model is of `flax.linen` or no model, recipe is no `Float8Recipe`, or only no function.
-      ValueError: the model has no `flax.nnx.Linear` to compute in float8, and none that was changed before,
-        or is an argument of a transformation of flax.nnx, as `nnx.jit`, which is running.
+      ValueError: there is no `flax.nnx.Linear` to compute in float8, and none that was changed before, or the model is
+        an argument of a transformation of flax.nnx, as `nnx.jit`, which is running.
     """
     from jaxnorm.flax import nnx_float8  # Flax is optional
 

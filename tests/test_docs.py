@@ -204,7 +204,7 @@ def check_bench(args):
         parse(args)  # an unknown option ends this
 
 
-MODULES = (jaxnorm, nnx, linen, jaxnorm.blocks, keras, jaxnorm_equinox, policies)
+MODULES = (jaxnorm, nnx, linen, jaxnorm.blocks, keras, jaxnorm_equinox, policies, jaxnorm.reports)
 
 
 def test_the_reference_has_every_public_name():
@@ -214,10 +214,27 @@ def test_the_reference_has_every_public_name():
     assert set(re.findall(r"^::: (\S+)$", reference, re.MULTILINE)) == public
 
 
+def test_the_table_of_what_changes_a_model_has_what_there_is():
+    section = (ROOT / "docs/flax.md").read_text().partition("## What changes a model")[2]
+    rows = re.findall(r"^\| (\w+): \S+ \| (.*) \|$", section, re.MULTILINE)
+    modules = {"NNX": (jaxnorm, jaxnorm.blocks), "Linen": (linen, jaxnorm.blocks)}
+    modules |= {"Equinox": (jaxnorm_equinox,), "Keras": (keras,), "Haiku": ()}
+    assert [front for front, _ in rows] == list(modules)
+    for column in zip(*(row.split(" | ") for _, row in rows), strict=True):
+        said = [set(re.findall(r"(\w+)`", cell)) for cell in column]
+        there = [{name for module in of for name in module.__all__} & set().union(*said) for of in modules.values()]
+        assert said == there
+        assert [cell == "no" for cell in column] == [not names for names in there]
+
+
 def test_nothing_has_its_name_of_before():
     def used(name):
-        function, _, argument = name.rpartition(".")
-        return rf"\b{function}\([^)]*\b{argument}=" if function else rf"""["'`]{name}["'`]|\b{name}="""
+        owner, _, last = name.rpartition(".")
+        if owner.startswith("jaxnorm"):
+            return rf"\b{last}\b" if "_" in last and last not in still else rf"\b{name}\b"
+        return rf"\b{owner}\([^)]*\b{last}=" if owner else rf"""["'`]{name}["'`]|\b{name}="""
+
+    still = {"resnet_block", "timed_resnet_block"}.union(*(module.__all__ for module in MODULES))
 
     former = re.compile("|".join(map(used, FORMER)))
     modules = [path for path in (ROOT / "jaxnorm").rglob("*.py") if path.name not in ("misuse.py", "text.py")]

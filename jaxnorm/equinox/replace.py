@@ -11,8 +11,9 @@ from jaxnorm.equinox.linear import QuantizedLinear, why_left
 from jaxnorm.equinox.norms import GroupNorm, LayerNorm, RMSNorm, why_never
 from jaxnorm.flax import replacement
 from jaxnorm.flax.quantizations import pair
-from jaxnorm.flax.replacement import Only, Path, Report
+from jaxnorm.flax.replacement import Only
 from jaxnorm.quantization import Quantization
+from jaxnorm.reports import Path, Report
 
 # Equinox' norms, and what each of them becomes.
 OURS: dict[type, type] = {eqx.nn.RMSNorm: RMSNorm, eqx.nn.LayerNorm: LayerNorm, eqx.nn.GroupNorm: GroupNorm}
@@ -22,11 +23,10 @@ OTHERS = (eqx.nn.BatchNorm, eqx.nn.SpectralNorm, eqx.nn.WeightNorm)
 OTHER_LAYERS = (eqx.nn.Conv, eqx.nn.ConvTranspose, eqx.nn.Embedding)
 
 
-def replace_norms(model: Any) -> tuple[Any, Report]:
+def replace_layers(model: Any) -> tuple[Any, Report]:
     """A model with jaxnorm's norms in place of Equinox', at any depth.
 
-        model, report = jaxnorm.equinox.replace_norms(model)
-        print(report)
+        model, report = jaxnorm.equinox.replace_layers(model)
 
     Each `equinox.nn.RMSNorm`, `LayerNorm` and `GroupNorm` becomes one of `jaxnorm.equinox` with the same fields, in
     stacked layers too, so that paths of `equinox.tree_at` and saved leaves stay; results agree within rounding. Modules
@@ -39,7 +39,7 @@ def replace_norms(model: Any) -> tuple[Any, Report]:
       model: a module, or a list, dict or other pytree of modules.
 
     Returns:
-      The new model and a `jaxnorm.replacement.Report`: `replaced` has (path, class) of each norm that was replaced,
+      The new model and a `jaxnorm.reports.Report`: `replaced` has (path, class) of each norm that was replaced,
       `left` has (path, class, why) of each that was not.
 
     Raises:
@@ -52,7 +52,7 @@ def replace_norms(model: Any) -> tuple[Any, Report]:
     def is_norm(module: Any) -> bool:
         return type(module) in OURS or _why_class(module) is not None
 
-    return _replaced("replace_norms", model, is_norm, why, _become)
+    return _replaced("replace_layers", model, is_norm, why, _become)
 
 
 def quantize_linears(
@@ -80,7 +80,7 @@ def quantize_linears(
         a call for each: what is quantised already is left.
 
     Returns:
-      The new model and a `jaxnorm.replacement.Report`: `replaced` has (path, class) of each layer that was quantised,
+      The new model and a `jaxnorm.reports.Report`: `replaced` has (path, class) of each layer that was quantised,
       `left` has (path, class, why) of each that was not.
 
     Raises:

@@ -1,1 +1,1 @@
-"""The norms of both APIs of Flax; `jaxnorm.nnx`, `jaxnorm.linen` and `jaxnorm.replacement` show them."""
+"""The norms of both APIs of Flax; `jaxnorm.nnx`, `jaxnorm.linen` and `jaxnorm.blocks` show them."""

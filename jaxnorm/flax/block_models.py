@@ -11,34 +11,29 @@ import jax
 import jax.numpy as jnp
 
 from jaxnorm.flax import blocks
-from jaxnorm.flax.block_parts import added, own_call
+from jaxnorm.flax.block_parts import added, gated, own_call
 from jaxnorm.flax.calls import linen, nnx
-from jaxnorm.ops.gated_activation.api import gated_activation
 from jaxnorm.ops.qk_norm_rotary.api import qk_norm_rotary
 
 
-def bonsai_vit_layer(block: Any, x: jax.Array, head_mask: Any = None, *, rngs: Any) -> Any:
+def bonsai_vit_block(block: Any, x: jax.Array, head_mask: Any = None, *, rngs: Any) -> Any:
     """bonsai's `TransformerEncoder` of a ViT."""
     y, h = added(block.layernorm_after, block.attention(block.layernorm_before(x), head_mask, rngs=rngs), x)
     y = block.linear2(jax.nn.gelu(block.linear1(y)))
     return block.dropout(y, rngs=rngs) + h
 
 
-def bonsai_qwen3_mlp(block: Any, x: jax.Array) -> Any:
+def bonsai_qwen3_mlp_block(block: Any, x: jax.Array) -> Any:
     """bonsai's `MLP` of Qwen3, whose products say how they are split over a mesh."""
-    split = {"out_sharding": block.shd_cfg.act_btf}
-    y = gated_activation((block.gate_proj(x, **split), block.up_proj(x, **split)), activation="silu")
-    return block.down_proj(y, **split)
+    return gated(block, x, "silu", out_sharding=block.shd_cfg.act_btf)
 
 
-def bonsai_gemma3_mlp(block: Any, x: jax.Array) -> Any:
+def bonsai_gemma3_mlp_block(block: Any, x: jax.Array) -> Any:
     """bonsai's `Gemma3MLP`, whose products say how they are split over a mesh."""
-    split = {"out_sharding": block.config.shd_cfg.activation}
-    y = gated_activation((block.gate_proj(x, **split), block.up_proj(x, **split)), activation="gelu")
-    return block.down_proj(y, **split)
+    return gated(block, x, "gelu", out_sharding=block.config.shd_cfg.activation)
 
 
-def bonsai_qwen3_attention(block: Any, x: jax.Array, cache: Any, segment_ids: jax.Array) -> Any:
+def bonsai_qwen3_attention_block(block: Any, x: jax.Array, cache: Any, segment_ids: jax.Array) -> Any:
     """bonsai's `Attention` of Qwen3: the norms of queries and keys and their rotation are one call.
 
     Over a mesh its own code computes it.
@@ -63,7 +58,7 @@ def bonsai_qwen3_attention(block: Any, x: jax.Array, cache: Any, segment_ids: ja
     return block.o_proj(y)
 
 
-def bonsai_gemma3_attention(
+def bonsai_gemma3_attention_block(
     block: Any, x: jax.Array, cache: Any, segment_ids: jax.Array, mask: jax.Array | None
 ) -> Any:
     """bonsai's `Gemma3Attention`: the norms of queries and keys and their rotation are one call.
@@ -84,7 +79,7 @@ def bonsai_gemma3_attention(
     return block.o_proj(y.reshape(*x.shape[:2], -1))
 
 
-def hub_rotary(block: Any, key: jax.Array, query: jax.Array, position_ids: jax.Array) -> Any:
+def hub_rotary_block(block: Any, key: jax.Array, query: jax.Array, position_ids: jax.Array) -> Any:
     """`FlaxLlamaRotaryEmbedding` of the model hubs: keys and queries are rotated by one call."""
     sin, cos = jnp.split(block.sincos[position_ids], 2, axis=-1)
     query, key = qk_norm_rotary(query, key, cos=cos[..., 0, :], sin=sin[..., 0, :], normalize=False)
@@ -111,36 +106,36 @@ def _cached(cache: Any, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Arra
 Block = Callable[..., Any]
 _BONSAI, _HUB, _DIFFUSERS = "bonsai.models", "transformers.models.llama.modeling_flax_llama", "diffusers.models"
 KNOWN: dict[str, Any] = {
-    f"{_BONSAI}.qwen3.modeling.DecoderLayer": blocks.decoder_layer,
-    f"{_BONSAI}.qwen3.modeling.Attention": bonsai_qwen3_attention,
-    f"{_BONSAI}.qwen3.modeling.MLP": bonsai_qwen3_mlp,
-    f"{_BONSAI}.qwen3_vl.modeling.Qwen3VLDecoderLayer": blocks.decoder_layer,
-    f"{_BONSAI}.qwen3_vl.modeling.Qwen3VLVisionBlock": blocks.vit_layer,
-    f"{_BONSAI}.gemma3.modeling.Gemma3DecoderLayer": blocks.sandwich_layer,
-    f"{_BONSAI}.gemma3.modeling.Gemma3Attention": bonsai_gemma3_attention,
-    f"{_BONSAI}.gemma3.modeling.Gemma3MLP": bonsai_gemma3_mlp,
-    f"{_BONSAI}.gemma3.modeling.SiglipEncoderLayer": blocks.vit_layer,
-    f"{_BONSAI}.vit.modeling.TransformerEncoder": bonsai_vit_layer,
-    f"{_BONSAI}.dinov3.modeling.Dinov3ViTLayer": blocks.vit_layer,
-    f"{_BONSAI}.dinov3.modeling.Dinov3GatedMLP": blocks.gated_mlp,
+    f"{_BONSAI}.qwen3.modeling.DecoderLayer": blocks.decoder_block,
+    f"{_BONSAI}.qwen3.modeling.Attention": bonsai_qwen3_attention_block,
+    f"{_BONSAI}.qwen3.modeling.MLP": bonsai_qwen3_mlp_block,
+    f"{_BONSAI}.qwen3_vl.modeling.Qwen3VLDecoderLayer": blocks.decoder_block,
+    f"{_BONSAI}.qwen3_vl.modeling.Qwen3VLVisionBlock": blocks.vit_block,
+    f"{_BONSAI}.gemma3.modeling.Gemma3DecoderLayer": blocks.sandwich_block,
+    f"{_BONSAI}.gemma3.modeling.Gemma3Attention": bonsai_gemma3_attention_block,
+    f"{_BONSAI}.gemma3.modeling.Gemma3MLP": bonsai_gemma3_mlp_block,
+    f"{_BONSAI}.gemma3.modeling.SiglipEncoderLayer": blocks.vit_block,
+    f"{_BONSAI}.vit.modeling.TransformerEncoder": bonsai_vit_block,
+    f"{_BONSAI}.dinov3.modeling.Dinov3ViTLayer": blocks.vit_block,
+    f"{_BONSAI}.dinov3.modeling.Dinov3GatedMLP": blocks.gated_mlp_block,
     f"{_BONSAI}.vae.modeling.ResnetBlock": blocks.resnet_block,
-    f"{_HUB}.FlaxLlamaDecoderLayer": blocks.decoder_layer,
-    f"{_HUB}.FlaxLlamaMLP": blocks.gated_mlp,
-    f"{_HUB}.FlaxLlamaRotaryEmbedding": hub_rotary,
+    f"{_HUB}.FlaxLlamaDecoderLayer": blocks.decoder_block,
+    f"{_HUB}.FlaxLlamaMLP": blocks.gated_mlp_block,
+    f"{_HUB}.FlaxLlamaRotaryEmbedding": hub_rotary_block,
     f"{_DIFFUSERS}.vae_flax.FlaxResnetBlock2D": blocks.resnet_block,
     f"{_DIFFUSERS}.resnet_flax.FlaxResnetBlock2D": blocks.timed_resnet_block,
 }
 
 
-def of(model: Any) -> dict[type, Block]:
-    """The mapping of known blocks, for `replace_norms`: {class: function}, {} where none is known.
+def find(model: Any) -> dict[type, Block]:
+    """The mapping of known blocks, for `replace_layers`: {class: function}, {} where none is known.
 
-        jaxnorm.replace_norms(model, jaxnorm.blocks.of(model))  # a model of flax.nnx
-        with jaxnorm.linen.replace_norms(jaxnorm.blocks.of(module)):  # of flax.linen
+        jaxnorm.replace_layers(model, jaxnorm.blocks.find(model))  # a model of flax.nnx
+        with jaxnorm.linen.using_layers(jaxnorm.blocks.find(module)):  # of flax.linen
             y = module.apply(variables, x)
 
     It has all classes of the model's API that are known and imported. Join it with one of your own,
-    `jaxnorm.blocks.of(model) | {Block: function}`. Which classes are known, `KNOWN` says by their full names.
+    `jaxnorm.blocks.find(model) | {Block: function}`. Which classes are known, `KNOWN` says by their full names.
     """
     api = linen.Module if isinstance(model, linen.Module) else nnx.Module
     found = {}

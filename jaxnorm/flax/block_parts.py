@@ -20,6 +20,7 @@ from jaxnorm.flax import (
 from jaxnorm.flax.calls import linen, nnx
 from jaxnorm.flax.formula import Own, parameters_of
 from jaxnorm.flax.nnx_replace import class_before
+from jaxnorm.ops.gated_activation.api import gated_activation
 from jaxnorm.ops.norm.added_api import add_rms_norm
 
 # Norms of rows, and the functions that compute them.
@@ -72,6 +73,12 @@ def silu_of_norm(norm: Any, x: jax.Array) -> jax.Array:
         else:
             y = linen_groups.grouped(norm, x, None, linen_calls.there, activation="silu")
     return jax.nn.silu(norm(x)) if y is None else y
+
+
+def gated(block: Any, x: jax.Array, activation: Any, **split: Any) -> Any:
+    """`down_proj(activation(gate_proj(x)) * up_proj(x))`, whose products say how they are `split` over a mesh."""
+    y = gated_activation((block.gate_proj(x, **split), block.up_proj(x, **split)), activation=activation)
+    return block.down_proj(y, **split)
 
 
 def own_call(block: Any, *args: Any, **kwargs: Any) -> Any:

@@ -8,38 +8,35 @@ from typing import Any
 
 import jax
 
-from jaxnorm.flax.block_parts import added, silu_of_norm
-from jaxnorm.ops.gated_activation.api import gated_activation
+from jaxnorm.flax.block_parts import added, gated, silu_of_norm
 
 # What the hubs' `hidden_act` names, by this package's names. Theirs of gelu is exact.
 OF_HUBS = {"silu": "silu", "swish": "silu", "gelu": "gelu_exact", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu"}
 
 
-def decoder_layer(block: Any, x: jax.Array, *args: Any, **kwargs: Any) -> Any:
+def decoder_block(block: Any, x: jax.Array, *args: Any, **kwargs: Any) -> Any:
     """`h = x + attention(input_layernorm(x)); h + mlp(post_attention_layernorm(h))`, the first sum with its norm.
 
     Attention is `self_attn` or `attn` and gets the other arguments; what it gives besides, the block gives too. The
     children of Llama, Mistral and Qwen in the model hubs have these names.
     """
-    attention = _child(block, "self_attn", "attn")
-    y, rest = _first(attention(block.input_layernorm(x), *args, **kwargs))
+    y, rest = _attended(block, x, *args, **kwargs)
     y, h = added(block.post_attention_layernorm, y, x)
     return _with(h + block.mlp(y), rest)
 
 
-def sandwich_layer(block: Any, x: jax.Array, *args: Any, **kwargs: Any) -> Any:
+def sandwich_block(block: Any, x: jax.Array, *args: Any, **kwargs: Any) -> Any:
     """`h = x + post_attention_layernorm(attention(input_layernorm(x)))`, then so of the MLP: Gemma 2 and 3.
 
     The MLP stands between `pre_feedforward_layernorm` and `post_feedforward_layernorm`. The first sum goes with the
     norm after it.
     """
-    attention = _child(block, "self_attn", "attn")
-    y, rest = _first(attention(block.input_layernorm(x), *args, **kwargs))
+    y, rest = _attended(block, x, *args, **kwargs)
     y, h = added(block.pre_feedforward_layernorm, block.post_attention_layernorm(y), x)
     return _with(block.post_feedforward_layernorm(block.mlp(y)) + h, rest)
 
 
-def vit_layer(block: Any, x: jax.Array, *args: Any, **kwargs: Any) -> Any:
+def vit_block(block: Any, x: jax.Array, *args: Any, **kwargs: Any) -> Any:
     """`h = x + attention(norm1(x)); h + mlp(norm2(h))`, the first sum with its norm.
 
     Norms may be called `layer_norm1` and `layer_norm2`. Attention is `attention`, `attn` or `self_attn`, and gets the
@@ -69,7 +66,7 @@ def timed_resnet_block(block: Any, x: jax.Array, temb: jax.Array, deterministic:
     return _resnet(block, x, temb, "dropout", deterministic)
 
 
-def gated_mlp(block: Any, x: jax.Array) -> Any:
+def gated_mlp_block(block: Any, x: jax.Array) -> Any:
     """`down_proj(activation(gate_proj(x)) * up_proj(x))`, activation and product in one call.
 
     The activation is `act_fn`, a function of `jax.nn`, or else what `config.hidden_act` names in the model hubs.
@@ -77,7 +74,7 @@ def gated_mlp(block: Any, x: jax.Array) -> Any:
     activation = getattr(block, "act_fn", None)
     if activation is None:
         activation = OF_HUBS.get(block.config.hidden_act, block.config.hidden_act)
-    return block.down_proj(gated_activation((block.gate_proj(x), block.up_proj(x)), activation=activation))
+    return gated(block, x, activation)
 
 
 def _resnet(block: Any, x: jax.Array, temb: jax.Array | None, dropout: str, deterministic: bool) -> Any:
@@ -101,8 +98,9 @@ def _child(block: Any, *names: str) -> Any:
     return next(getattr(block, name) for name in names if hasattr(block, name))
 
 
-def _first(results: Any) -> tuple[Any, Any]:
-    """What is added to the stream, and what a block gives besides, if it gives a tuple."""
+def _attended(block: Any, x: jax.Array, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """What attention adds to the stream, and what a block gives besides, if it gives a tuple."""
+    results = _child(block, "self_attn", "attn")(block.input_layernorm(x), *args, **kwargs)
     return (results[0], results[1:]) if isinstance(results, tuple) else (results, None)
 
 

@@ -11,43 +11,38 @@ from jaxnorm.flax.calls import linen
 from jaxnorm.ops.float8_linear.api import DEFAULT
 from jaxnorm.ops.float8_linear.recipe import Float8Recipe, check_recipe
 from jaxnorm.quantization import Quantized
+from jaxnorm.reports import Report
 
 
-def float8_linears(
+def using_float8(
     recipe: Float8Recipe = DEFAULT, *, only: replacement.Only | None = None
-) -> contextlib._GeneratorContextManager[replacement.Report]:
+) -> contextlib._GeneratorContextManager[Report]:
     """Computes the linear layers of all models that are called, or traced, within by `jaxnorm.float8_linear`.
 
-        with jaxnorm.linen.float8_linears() as report:
+        with jaxnorm.linen.using_float8() as report:
             logits = model.apply(variables, tokens)
-        print(report)
 
-    Each `flax.linen.Dense` is computed as a `jaxnorm.nnx.Float8Linear` is: its kernel is rounded once, from its own
-    dtype, the kernel's gradient has that dtype, and the bias's gradient is a sum in float32. It takes a `Quantized` as
-    well. Modules, parameters, their names and checkpoints stay the same, and `init` within makes the same parameters.
-
-    Left to their own code are `DenseGeneral`, `Einsum`, convolutions and embeddings, subclasses with a `__call__` of
-    their own, layers with a `dot_general`, `dot_general_cls` or `promote_dtype` of their own, and dtypes other than
-    float32, bfloat16 and float16. Of calls that are alike, the report has one.
-
-    What counts is where a program is traced, as for `replace_norms`, and both contexts go together. Gradients are taken
-    of what was traced, so `jax.grad` may be outside.
+    Each `flax.linen.Dense` is computed as a `jaxnorm.nnx.Float8Linear` is, of a `Quantized` too. Modules, parameters,
+    their names and checkpoints stay the same, and `init` within makes the same parameters. Left to their own code are
+    `DenseGeneral`, `Einsum`, convolutions and embeddings, subclasses with a `__call__` of their own, layers with a
+    `dot_general`, `dot_general_cls` or `promote_dtype` of their own, and dtypes other than float32, bfloat16 and
+    float16. What counts is where a program is traced, so `jax.grad` may be outside; it goes with `using_layers`.
 
     Args:
       recipe: how layers are rounded, and what is kept for the derivative.
       only: a function of the path and the layer, true of those to compute in float8. None is all.
 
     Yields:
-      A `jaxnorm.replacement.Report` that fills while calls are traced: `replaced` has (path, class) of each layer that
-      is computed in float8, `left` has (path, class, why) of each that is not.
+      A `jaxnorm.reports.Report` that fills while calls are traced: `replaced` has (path, class) of each layer that is
+      computed in float8, `left` has (path, class, why) of each that is not.
 
     Raises:
       TypeError: recipe is no `Float8Recipe`, or only no function.
 
     Source: `flax.linen.intercept_methods`.
     """
-    replacement.check_only("float8_linears", only)
-    compute = partial(_dense, check_recipe("float8_linears", recipe))
+    replacement.check_only("using_float8", only)
+    compute = partial(_dense, check_recipe("using_float8", recipe))
     remedy = ": give this one dot_general=recipe.dot_general"
     change = linen_layers.Change("computed in float8", (linen.Dense,), compute, linen_layers.why_left, remedy)
     return linen_layers.changed(change, only, recipe)

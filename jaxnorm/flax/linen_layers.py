@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxnorm.flax import calls, replacement
 from jaxnorm.flax.calls import linen
 from jaxnorm.quantization import Quantized
+from jaxnorm.reports import ALREADY, Path, Report
 
 # Layers of Flax with weights.
 ALL = (linen.Dense, linen.DenseGeneral, linen.Einsum, linen.Conv, linen.ConvLocal, linen.ConvTranspose, linen.Embed)
@@ -31,17 +32,17 @@ class Nested(threading.local):
     """The reports of the contexts of one kind that are around here, from the outermost."""
 
     def __init__(self) -> None:
-        self.reports: list[replacement.Report] = []
+        self.reports: list[Report] = []
 
     @contextlib.contextmanager
-    def __call__(self, report: replacement.Report) -> Iterator[None]:
+    def __call__(self, report: Report) -> Iterator[None]:
         self.reports.append(report)
         try:
             yield
         finally:
             self.reports.pop()
 
-    def tell(self, report: replacement.Report, path: replacement.Path, cls: type, why: str) -> None:
+    def tell(self, report: Report, path: Path, cls: type, why: str) -> None:
         """Says why a module is left to the contexts within that of `report`, which are not asked about it."""
         place = next(place for place, around in enumerate(self.reports) if around is report)
         for within in self.reports[place + 1 :]:
@@ -61,17 +62,17 @@ def intercepted(interceptor: Callable[..., Any], key: Hashable) -> Iterator[None
 
 
 @contextlib.contextmanager
-def changed(change: Change, only: replacement.Only | None, key: Hashable) -> Iterator[replacement.Report]:
+def changed(change: Change, only: replacement.Only | None, key: Hashable) -> Iterator[Report]:
     """Computes the layers of all models that are called within so, and has them in a report.
 
     What is traced may serve where `done`, `only` and the key are the same.
     """
-    report = replacement.Report(where=replacement.TRACED)
+    report = Report(where=replacement.TRACED)
     with intercepted(_interceptor(report, change, only), (change.done, only, key)), _nested(report):
         yield report
 
 
-def _interceptor(report: replacement.Report, change: Change, only: replacement.Only | None) -> Callable[..., Any]:
+def _interceptor(report: Report, change: Change, only: replacement.Only | None) -> Callable[..., Any]:
     """What `linen.intercept_methods` calls for each method of a module."""
 
     def intercept(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
@@ -84,7 +85,7 @@ def _interceptor(report: replacement.Report, change: Change, only: replacement.O
             why = change.why_left(module, x) or ("only is false of it" if only and not only(path, module) else None)
             if why is None:
                 call, args, kwargs = change.compute, (module, x), {}
-                _nested.tell(report, path, cls, f"it is {change.done}{replacement.ALREADY}")
+                _nested.tell(report, path, cls, f"it is {change.done}{ALREADY}")
         elif (why := _why_class(cls, change)) is None:
             return call(*args, **kwargs)
         report.add(path, cls, why)

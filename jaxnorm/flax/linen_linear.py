@@ -15,16 +15,17 @@ from jaxnorm.flax.quantizations import of_rows, pair
 from jaxnorm.ops.quantize.api import quantize
 from jaxnorm.ops.quantized_dot.api import quantized_dot
 from jaxnorm.quantization import Quantization, Quantized
+from jaxnorm.reports import Report
 
 LAYERS = (linen.Dense, linen.DenseGeneral)
 
 
-def quantized_linears(
+def using_quantized(
     activations: Quantization | DTypeLike | None = None, *, only: replacement.Only | None = None
-) -> contextlib._GeneratorContextManager[replacement.Report]:
+) -> contextlib._GeneratorContextManager[Report]:
     """Computes the linear layers whose weights `jaxnorm.linen.quantize_linears` has quantised, within.
 
-        with jaxnorm.linen.quantized_linears(jnp.int8) as report:
+        with jaxnorm.linen.using_quantized(jnp.int8) as report:
             logits = model.apply(variables, tokens)
 
     Each is computed by `jaxnorm.quantized_dot`, as a `jaxnorm.nnx.QuantizedLinear` is, and the result has Flax's dtype.
@@ -33,7 +34,7 @@ def quantized_linears(
     same parameters.
 
     Flax's code for a layer that is quantised does not find its kernel, which is an error outside. What counts is where
-    a program is traced, as for `replace_norms`, and all these contexts go together. An outer one is asked first, so one
+    a program is traced, as for `using_layers`, and all these contexts go together. An outer one is asked first, so one
     with `only` may have another within that computes the rest.
 
     No gradient goes to values and scales: leave them out of what is differentiated, and of what an optimiser gets.
@@ -44,7 +45,7 @@ def quantized_linears(
       only: a function of the path and the layer, true of those that this context computes. None is all.
 
     Yields:
-      A `jaxnorm.replacement.Report` that fills while calls are traced: `replaced` has (path, class) of each layer that
+      A `jaxnorm.reports.Report` that fills while calls are traced: `replaced` has (path, class) of each layer that
       is computed so, `left` has (path, class, why) of each that is not.
 
     Raises:
@@ -55,8 +56,8 @@ def quantized_linears(
     Source: `flax.linen.intercept_methods`.
     """
     if activations is not None:
-        activations = of_rows("quantized_linears", "activations", activations)
-    replacement.check_only("quantized_linears", only)
+        activations = of_rows("using_quantized", "activations", activations)
+    replacement.check_only("using_quantized", only)
 
     def compute(layer: Any, x: Any) -> jax.Array:
         return product(layer, x, None, activations)
@@ -86,7 +87,7 @@ def product(layer: Any, x: Any, quantized: Quantized | None, activations: Quanti
         zeros = linen.initializers.zeros
         quantized = Quantized(*(layer.param(name, zeros, shape, jnp.float32) for name, shape in shapes.items()))
         if activations is not None:
-            pair("quantized_linears", quantized.values.dtype, activations)
+            pair("using_quantized", quantized.values.dtype, activations)
     bias = layer.param("bias", layer.bias_init, features, layer.param_dtype) if layer.use_bias else None
     dtype = linen_layers.dtype_of(layer, x, bias)
     if not isinstance(x, Quantized):

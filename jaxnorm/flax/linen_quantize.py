@@ -13,11 +13,12 @@ from jax.typing import DTypeLike
 from jaxnorm.flax import linen_layers, replacement
 from jaxnorm.flax.calls import linen
 from jaxnorm.flax.linen_layers import Change
-from jaxnorm.flax.linen_linear import LAYERS, product, quantized_linears, summed_axes
+from jaxnorm.flax.linen_linear import LAYERS, product, summed_axes, using_quantized
 from jaxnorm.flax.quantizations import of_rows
 from jaxnorm.inspect.explain import of_arrays
 from jaxnorm.ops.quantize.api import quantize
 from jaxnorm.quantization import Quantization, Quantized
+from jaxnorm.reports import Path, Report
 
 # Their layers have kernels that are made of the parameters at each call.
 NORMALISING = (linen.WeightNorm, linen.SpectralNorm)
@@ -30,12 +31,12 @@ def quantize_linears(
     weights: Quantization | DTypeLike,
     only: replacement.Only | None = None,
     **kwargs: Any,
-) -> tuple[Any, replacement.Report]:
+) -> tuple[Any, Report]:
     """The variables of a trained model of `flax.linen` with the weights of its linear layers quantised.
 
         variables, report = jaxnorm.linen.quantize_linears(model, variables, tokens, weights=jnp.int8)
         print(report)
-        with jaxnorm.linen.quantized_linears():
+        with jaxnorm.linen.using_quantized():
             logits = model.apply(variables, tokens)
 
     In place of each "kernel" (in, out) that a `flax.linen.Dense` has in the collection "params" there are "values" of
@@ -64,7 +65,7 @@ def quantize_linears(
         a call for each: what is quantised already is left.
 
     Returns:
-      The new variables and a `jaxnorm.replacement.Report`: `replaced` has (path, class) of each layer that was
+      The new variables and a `jaxnorm.reports.Report`: `replaced` has (path, class) of each layer that was
       quantised, `left` has (path, class, why) of each that was not.
 
     Raises:
@@ -113,7 +114,7 @@ class _Kernel(linen.meta.AxisMetadata[Any]):
     """A kernel that knows where it is in the parameters, and which of its axes there it has within `nn.scan`."""
 
     value: Any
-    path: replacement.Path = dataclasses.field(metadata={"static": True})
+    path: Path = dataclasses.field(metadata={"static": True})
     axes: tuple[int | None, ...] = dataclasses.field(metadata={"static": True})
 
     def unbox(self) -> Any:
@@ -133,10 +134,10 @@ class _Kernel(linen.meta.AxisMetadata[Any]):
 
 def _chosen(
     module: Any, variables: Any, params: Any, weights: Quantization, only: Any, args: Any, kwargs: Any
-) -> tuple[replacement.Report, dict[replacement.Path, _Axes]]:
+) -> tuple[Report, dict[Path, _Axes]]:
     """The report, and where the kernels are that it says are quantised."""
-    reached: set[replacement.Path] = set()
-    chosen: dict[replacement.Path, _Axes] = {}
+    reached: set[Path] = set()
+    chosen: dict[Path, _Axes] = {}
 
     def reach(layer: Any, x: Any) -> jax.Array:
         reached.add(layer.path)
@@ -158,14 +159,14 @@ def _chosen(
         reached.intersection_update(before)
         return y
 
-    def trace(change: Change, only: Any, params: Any) -> replacement.Report:
+    def trace(change: Change, only: Any, params: Any) -> Report:
         def run(params: Any, *args: Any, **kwargs: Any) -> None:
             # Within, those that are quantised already.
-            with linen_layers.changed(change, only, object()) as report, quantized_linears():
+            with linen_layers.changed(change, only, object()) as report, using_quantized():
                 module.apply(_with_params(variables, params), *args, **kwargs)
             reports.append(report)
 
-        reports: list[replacement.Report] = []
+        reports: list[Report] = []
         arrays, traceable = of_arrays(run, (params, *args), kwargs)
         jax.eval_shape(traceable, arrays)
         return reports[0]
@@ -183,7 +184,7 @@ def _with_params(variables: Any, params: Any) -> Any:
     return type(variables)({**variables, "params": type(variables["params"])(nested)})
 
 
-def _marked(path: replacement.Path, leaf: Any) -> Any:
+def _marked(path: Path, leaf: Any) -> Any:
     """The leaf, in a box where it is a kernel."""
     if path[-1] != "kernel":
         return leaf

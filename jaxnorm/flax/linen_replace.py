@@ -14,6 +14,7 @@ from jaxnorm.flax.formula import Own
 from jaxnorm.flax.linen_groups import GroupNorm, InstanceNorm
 from jaxnorm.flax.linen_layers import Nested, intercepted
 from jaxnorm.flax.linen_norms import LayerNorm, RMSNorm
+from jaxnorm.reports import Report
 
 # Flax's norms, and what computes a call of each.
 OURS: dict[type, type] = {
@@ -27,23 +28,16 @@ OTHERS = (linen.BatchNorm, linen.SpectralNorm, linen.WeightNorm)
 _nested = Nested()
 
 
-def replace_norms(custom: replacement.Custom | None = None) -> contextlib._GeneratorContextManager[replacement.Report]:
+def using_layers(custom: replacement.Custom | None = None) -> contextlib._GeneratorContextManager[Report]:
     """Computes the norms of all models that are called, or traced, within.
 
-        with jaxnorm.linen.replace_norms({GemmaNorm: lambda norm, x: rms_norm(x, norm.scale)}) as report:
+        with jaxnorm.linen.using_layers({GemmaNorm: lambda norm, x: rms_norm(x, norm.scale)}) as report:
             logits = model.apply(variables, tokens)
-        print(report)
 
     Each `flax.linen.RMSNorm`, `LayerNorm`, `GroupNorm` and `InstanceNorm` is computed as one of `jaxnorm.linen` is.
     Modules, parameters, their names and checkpoints stay the same, `init` within makes the same parameters, and results
-    agree within rounding.
-
-    Left to their own code are norms of other kinds, classes with a `__call__` of their own, and calls that no kernel
-    serves, as with a mask. Of calls that are alike, the report has one.
-
-    What counts is where a program is traced. `jax.jit` keeps programs of different contexts apart: what it traced
-    outside it traces again within. What it traced in another context with the same arguments serves here too, so that
-    this report does not have it.
+    agree within rounding. Left to their own code are norms of other kinds, classes with a `__call__` of their own, and
+    calls that no kernel serves, as with a mask. What counts is where a program is traced.
 
     Args:
       custom: classes of the model's own, and for each the function of a module and its arguments that computes it. It
@@ -52,27 +46,27 @@ def replace_norms(custom: replacement.Custom | None = None) -> contextlib._Gener
         subclass goes with its base unless it has a `__call__` of its own.
 
     Yields:
-      A `jaxnorm.replacement.Report` that fills while calls are traced: `replaced` has (path, class) of each norm that
-      was replaced, `left` has (path, class, why) of each that was not.
+      A `jaxnorm.reports.Report` that fills while calls are traced: `replaced` has (path, class) of each norm that was
+      replaced, `left` (path, class, why) of each that was not; of alike calls one, and none that was traced before.
 
     Raises:
       TypeError: custom maps something else than classes to functions.
 
     Source: `flax.linen.intercept_methods`.
     """
-    return _replacing(replacement.check_custom(custom, linen.Module))
+    return _replacing(replacement.check_custom("using_layers", custom, linen.Module))
 
 
 @contextlib.contextmanager
-def _replacing(custom: Any) -> Iterator[replacement.Report]:
-    report, classes = replacement.Report(where=replacement.TRACED), set[type]()
+def _replacing(custom: Any) -> Iterator[Report]:
+    report, classes = Report(where=replacement.TRACED), set[type]()
     with intercepted(_interceptor(report, custom, classes), ("replaced", frozenset(custom.items()))), _nested(report):
         yield report
     if classes:
         report.name_unused(custom, classes | {cls for _, cls, _ in report.left})  # one around computes these
 
 
-def _interceptor(report: replacement.Report, custom: Any, classes: set[type]) -> Callable[..., Any]:
+def _interceptor(report: Report, custom: Any, classes: set[type]) -> Callable[..., Any]:
     """What `linen.intercept_methods` calls for each method of a module; `classes` gets those that are called."""
 
     def intercept(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:

@@ -7,10 +7,11 @@ import jax
 from jaxnorm.flax import float8_calls, nnx_calls, nnx_layers
 from jaxnorm.flax.calls import nnx
 from jaxnorm.flax.explained import explained
-from jaxnorm.flax.replacement import Only, Report
+from jaxnorm.flax.replacement import Only
 from jaxnorm.ops.float8_linear.api import DEFAULT
 from jaxnorm.ops.float8_linear.recipe import Float8Recipe, check_recipe
 from jaxnorm.quantization import Quantized
+from jaxnorm.reports import Report
 
 
 @explained
@@ -57,17 +58,17 @@ COMPUTE_IN_FLOAT8 = nnx_layers.Change(
     "float8_linears",
     "compute in float8",
     "computed in float8",
-    of_linen="its modules are of flax.linen: call it within jaxnorm.linen.float8_linears()",
-    linen_remedy="a linen module has no layers until it is called. Call it within jaxnorm.linen.float8_linears()",
+    of_linen="its modules are of flax.linen: call it within jaxnorm.linen.using_float8()",
+    linen_remedy="a linen module has no layers until it is called. Call it within jaxnorm.linen.using_float8()",
     remedy=": give this one dot_general=recipe.dot_general",
 )
 
 
-def float8_linears(model: Any, recipe: Float8Recipe, only: Only | None) -> Report:
+def float8_linears(model: Any, recipe: Float8Recipe, only: Only | None) -> tuple[Any, Report]:
     """`jaxnorm.float8_linears`."""
     recipe = check_recipe("float8_linears", recipe)
     report, layers = nnx_layers.chosen(COMPUTE_IN_FLOAT8, model, only)
     for layer in layers:
         nnx_layers.become(layer, Float8Linear)
         layer.recipe = recipe
-    return report
+    return model, report

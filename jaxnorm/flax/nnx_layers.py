@@ -6,6 +6,7 @@ import jax
 
 from jaxnorm.flax import calls, nnx_replace, replacement
 from jaxnorm.flax.calls import nnx
+from jaxnorm.reports import Report
 
 # What such layers become, and why each is left where it is met.
 OURS: dict[type, str] = {}
@@ -25,11 +26,11 @@ class Change(NamedTuple):
     remedy: str = ""  # for a LinearGeneral
 
 
-def chosen(change: Change, model: Any, only: replacement.Only | None) -> tuple[replacement.Report, list[Any]]:
+def chosen(change: Change, model: Any, only: replacement.Only | None) -> tuple[Report, list[Any]]:
     """The linear layers of a model that are changed, and the report of them and of those that are left."""
     function = change.function
     replacement.check_only(function, only)
-    report, layers = replacement.Report(), []
+    report, layers = Report(), []
     for path, module in nnx_replace.modules_of(function, model, change.linen_remedy):
         cls = type(module)
         if replacement.find(cls, {nnx.Linear: True}):

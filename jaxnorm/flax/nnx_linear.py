@@ -11,10 +11,11 @@ from jaxnorm.flax import calls, nnx_calls, nnx_layers
 from jaxnorm.flax.calls import nnx
 from jaxnorm.flax.explained import explained
 from jaxnorm.flax.quantizations import pair
-from jaxnorm.flax.replacement import Only, Report
+from jaxnorm.flax.replacement import Only
 from jaxnorm.ops.quantize.api import quantize
 from jaxnorm.ops.quantized_dot.api import quantized_dot
 from jaxnorm.quantization import Quantization, Quantized
+from jaxnorm.reports import Report
 
 
 class QuantizedParam(nnx.Variable[Any]):
@@ -93,7 +94,7 @@ QUANTISE = nnx_layers.Change(
 
 def quantize_linears(
     model: Any, weights: Quantization | DTypeLike, activations: Quantization | DTypeLike | None, only: Only | None
-) -> Report:
+) -> tuple[Any, Report]:
     """`jaxnorm.quantize_linears`."""
     weights, activations = pair("quantize_linears", weights, activations)
     report, layers = nnx_layers.chosen(QUANTISE, model, only)
@@ -107,7 +108,7 @@ def quantize_linears(
             made[shared] = _variables(layer.kernel, weights)
         nnx_layers.become(layer, QuantizedLinear)
         _set(layer, weights, activations, made[shared])
-    return report
+    return model, report
 
 
 def _variables(kernel: Any, weights: Quantization) -> dict[str, QuantizedParam]:

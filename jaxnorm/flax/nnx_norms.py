@@ -22,7 +22,7 @@ from jaxnorm.results import QK
 class _Options(nnx.Module):
     """What all norms have beside Flax's options.
 
-    A module, so that instances lie in memory as those of Flax's norms: `replace_norms` makes these norms of ours.
+    A module, so that instances lie in memory as those of Flax's norms: `replace_layers` makes these norms of ours.
     """
 
     # A norm of Flax that became one of these has no attributes for them.

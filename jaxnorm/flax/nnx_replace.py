@@ -1,4 +1,4 @@
-"""How a model of `flax.nnx` gets the norms of `jaxnorm.nnx`."""
+"""How a model of `flax.nnx` gets the norms of `jaxnorm.nnx`, and its own norms back."""
 
 import functools
 from collections.abc import Callable
@@ -11,6 +11,7 @@ from jaxnorm.flax.calls import linen, nnx
 from jaxnorm.flax.formula import Own
 from jaxnorm.flax.nnx_groups import GroupNorm, InstanceNorm
 from jaxnorm.flax.nnx_norms import LayerNorm, RMSNorm
+from jaxnorm.reports import Path, Report
 
 # Flax's norms, and what each of them becomes.
 OURS: dict[type, type] = {
@@ -19,25 +20,24 @@ OURS: dict[type, type] = {
     nnx.GroupNorm: GroupNorm,
     nnx.InstanceNorm: InstanceNorm,
 }
+FLAXS = {ours: flaxs for flaxs, ours in OURS.items()}
+# Which options the constructors of ours set, and Flax's do not.
+OF_CONSTRUCTOR = "scale_offset"
 # Norms of Flax that this package has no kernels for.
 OTHERS = (nnx.BatchNorm, nnx.SpectralNorm, nnx.WeightNorm)
 
 
 class _Custom:
-    """Marks what `replace_norms` made of a class of a model's own."""
+    """Marks what `replace_layers` made of a class of a model's own."""
 
 
-def replace_norms(model: Any, custom: replacement.Custom | None = None) -> replacement.Report:
+def replace_layers(model: Any, custom: replacement.Custom | None = None) -> tuple[Any, Report]:
     """Puts jaxnorm's norms into a model, in place and at any depth.
 
-        model = Gemma(...)
-        report = jaxnorm.nnx.replace_norms(model, {GemmaNorm: lambda norm, x: rms_norm(x, norm.scale[...])})
-        print(report)
+        model, report = replace_layers(model, {GemmaNorm: lambda norm, x: rms_norm(x, norm.scale[...])})
 
-    Each `flax.nnx.RMSNorm`, `LayerNorm`, `GroupNorm` and `InstanceNorm` becomes one of `jaxnorm.nnx`, those in an
-    `nnx.MultiHeadAttention` and in stacked layers too. The modules stay the same objects with the same parameters, so
-    that the state, its paths, checkpoints and whoever shares a norm see no change; results agree within rounding. A
-    mask in a call, and what else Flax's own code computes for `jaxnorm.nnx.RMSNorm`, stays so.
+    Each `flax.nnx.RMSNorm`, `LayerNorm`, `GroupNorm` and `InstanceNorm` becomes one of `jaxnorm.nnx`, in stacked layers
+    too. The modules stay the same objects with the same parameters; results agree within rounding.
 
     Left are norms of other kinds, classes with a `__call__` of their own, and norms whose options or dtypes no kernel
     serves. What is not part of the model's graph, as a module in a closure, is not found.
@@ -48,19 +48,18 @@ def replace_norms(model: Any, custom: replacement.Custom | None = None) -> repla
         subclass goes with its base unless it has a `__call__` of its own.
 
     Returns:
-      A `jaxnorm.replacement.Report`: `replaced` has (path, class) of each norm that was replaced, `left` has
-      (path, class, why) of each that was not, `within` has those within a module that a function of custom computes,
-      which were replaced or left too, and are computed so where that function calls them.
+      The same model and a `jaxnorm.reports.Report`: `replaced` has (path, class) of each norm that was replaced, `left`
+      (path, class, why) of each that was not, `within` both, within a module that a function of custom computes.
 
     Raises:
       TypeError: model is of `flax.linen`, or has no module of flax.nnx, or custom maps something else than classes to
         functions.
       ValueError: model is an argument of a transformation of flax.nnx, as `nnx.jit`, which is running.
     """
-    functions = replacement.check_custom(custom, nnx.Module)
-    linen_remedy = "a linen module has no norms until it is called. Call it within jaxnorm.linen.replace_norms()"
-    report, computed = replacement.Report(), []
-    modules = modules_of("replace_norms", model, linen_remedy)
+    functions = replacement.check_custom("replace_layers", custom, nnx.Module)
+    linen_remedy = "a linen module has no norms until it is called. Call it within jaxnorm.linen.using_layers()"
+    report, computed = Report(), []
+    modules = modules_of("replace_layers", model, linen_remedy)
     report.name_unused(functions, {type(module) for _, module in modules})
     for path, module in modules:
         cls: type = type(module)
@@ -79,10 +78,52 @@ def replace_norms(model: Any, custom: replacement.Custom | None = None) -> repla
             object.__setattr__(module, "__class__", new)
         report.add(path, cls, why)
     report.put_within(computed)
-    return report
+    return model, report
 
 
-def modules_of(function: str, model: Any, linen_remedy: str) -> list[tuple[replacement.Path, Any]]:
+def restore_layers(model: Any) -> tuple[Any, Report]:
+    """Takes what `replace_layers` put into a model out again, in place and at any depth.
+
+        model, report = restore_layers(model)
+
+    Each module, a norm or a class of a mapping, gets the class back that it had, and with it results bit for bit, its
+    graph definition, and what was compiled for it. Modules and parameters stay the same objects. Copies, and what
+    pickle or `nnx.merge` made of a model that was changed, are restored alike.
+
+    Norms that the model's author made from `jaxnorm.nnx` stay, as does one of Flax that has a `scale_offset` since.
+
+    Args:
+      model: a module, or a list, dict or other pytree of modules.
+
+    Returns:
+      The same model and a `jaxnorm.reports.Report`: `replaced` has (path, class) of each module that has its own class
+      again, `left` has (path, class, why) of each that is jaxnorm's still.
+
+    Raises:
+      TypeError: model is of `flax.linen`, whose norms are replaced only within a context, or has no module of flax.nnx.
+      ValueError: model is an argument of a transformation of flax.nnx, as `nnx.jit`, which is running.
+    """
+    remedy = "its norms are replaced within jaxnorm.linen.using_layers() alone. Call it outside"
+    report = Report(done="restored")
+    for path, module in modules_of("restore_layers", model, remedy):
+        own = _own_class(module)
+        if own is not type(module):
+            object.__setattr__(module, "__class__", own)
+            report.add(path, own, None)
+        elif issubclass(own, tuple(FLAXS)):
+            report.add(path, own, "the model's author made it from jaxnorm.nnx")
+    return model, report
+
+
+def _own_class(module: Any) -> type:
+    """The class of a module before any call of `replace_layers`."""
+    cls: type = type(module)
+    while (before := class_before(cls)) is not None:
+        cls = before
+    return cls if OF_CONSTRUCTOR in vars(module) else FLAXS.get(cls, cls)
+
+
+def modules_of(function: str, model: Any, linen_remedy: str) -> list[tuple[Path, Any]]:
     """The modules of a model whose classes `function` changes, with their paths, or an error where it cannot."""
     if isinstance(model, linen.Module):
         raise TypeError(f"{function}: got a module of flax.linen, {type(model).__name__}: {linen_remedy}.")
@@ -113,7 +154,7 @@ def _own(module: Any) -> Own | str | None:
 def _why_class(module: Any) -> str | None:
     cls = type(module)
     if issubclass(cls, nnx.bridge.ToNNX):
-        return "its modules are of flax.linen: call it within jaxnorm.linen.replace_norms()"
+        return "its modules are of flax.linen: call it within jaxnorm.linen.using_layers()"
 
     def line() -> str:
         names = [name for name, value in vars(module).items() if isinstance(value, nnx.Param)]
@@ -160,7 +201,7 @@ def _subclass(
 
 
 def class_before(cls: type) -> type | None:
-    """The class for which `replace_norms` made this one; None if it made no such."""
+    """The class for which `replace_layers` made this one; None if it made no such."""
     made_of: type | None = vars(cls).get("_made_of")
     return made_of if issubclass(cls, (_Custom, *OURS.values())) else None
 

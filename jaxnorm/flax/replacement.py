@@ -1,113 +1,22 @@
-"""Which modules of a model become jaxnorm's, what is said of those, and of what is no model."""
+"""Which modules of a model become jaxnorm's, why others do not, and what is said of what is no model."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 
 from jaxnorm.native import ffi
+from jaxnorm.reports import ALREADY, Path
 
-Path = tuple[Any, ...]  # of attributes and indices
-ALREADY = " already"  # so ends why a module is left that was changed before
 OURS_ALREADY = f"it is jaxnorm's{ALREADY}"
 TRACED = " in what was traced within"  # of contexts: what was compiled in one like it is not
 # From classes of norms to the functions of a module and its arguments that compute them.
 Custom = Mapping[type, Callable[..., Any]]
 Only = Callable[[Path, Any], bool]  # of the path of a module and the module
-
-
-class Replaced(NamedTuple):
-    path: Path
-    cls: type
-
-
-class Left(NamedTuple):
-    path: Path
-    cls: type
-    why: str
-
-
-class Within(NamedTuple):
-    path: Path
-    cls: type
-    block: Path  # of the module around it that a function of a mapping computes
-    why: str | None  # it was left; None if it was replaced
-
-
-@dataclasses.dataclass
-class Report:
-    """Which norms, or linear layers, of a model were replaced, and which were left, and why.
-
-    `within` are those within a module that a mapping names. Its function may compute them itself or call them, and then
-    they run as replaced or, with a reason in `why`, as their own code. The paths are those of the parameters, the
-    classes those of the model. `unused` are classes of the mapping of which the model has no module. Printed, it is a
-    line for each.
-    """
-
-    replaced: list[Replaced] = dataclasses.field(default_factory=list)
-    left: list[Left] = dataclasses.field(default_factory=list)
-    within: list[Within] = dataclasses.field(default_factory=list)
-    done: str = "replaced"  # what was done to them, in eight letters
-    where: str = ""  # what an empty report is about
-    unused: list[type] = dataclasses.field(default_factory=list)
-
-    def add(self, path: Path, cls: type, why: str | None) -> None:
-        """A norm that is replaced, or left if there is a reason. Of calls that are alike the first one counts."""
-        if why is None and Replaced(path, cls) not in self.replaced:
-            self.replaced.append(Replaced(path, cls))
-        if why is not None and Left(path, cls, why) not in self.left:
-            self.left.append(Left(path, cls, why))
-
-    def name_unused(self, custom: Custom, classes: Iterable[type]) -> None:
-        """Has the classes of a mapping in `unused` that are none of a model's, but for those of `jaxnorm.blocks.of`."""
-        unused = (cls for cls in custom if not any(issubclass(of_model, cls) for of_model in classes))
-        self.unused = [cls for cls in unused if not _is_of_blocks(custom[cls])]
-
-    def put_within(self, blocks: Sequence[Path]) -> None:
-        """Has what lies within modules at these paths in `within`, each by the module that is next around it."""
-
-        def around(path: Path) -> Path | None:
-            return max((block for block in blocks if block == path[: len(block)] != path), key=len, default=None)
-
-        for path, cls, why in (*((*norm, None) for norm in self.replaced), *self.left):
-            if (block := around(path)) is not None:
-                self.within.append(Within(path, cls, block, why))
-        self.replaced = [norm for norm in self.replaced if around(norm.path) is None]
-        self.left = [norm for norm in self.left if around(norm.path) is None]
-
-    def check_found(self, function: str, what: str, model: object, remedy: str = ".") -> None:
-        """An error where no module of the model was replaced, by this call or by one before."""
-        if not self.replaced and not any(why.endswith(ALREADY) for *_, why in self.left):
-            left = f":\n{self}" if self.left else remedy
-            raise ValueError(f"{function}: there is no {what} in {type(model).__name__}{left}")
-
-    def __str__(self) -> str:
-        replaced = [f"{self.done}  {_named(path)}: {cls.__name__}" for path, cls in self.replaced]
-        within = [
-            f"within    {_named(path)}: {cls.__name__}: {'left' if why else self.done}, where the function of "
-            f"{_named(block)} calls it{(why and f': {why}') or ''}"
-            for path, cls, block, why in self.within
-        ]
-        left = [f"left      {_named(path)}: {cls.__name__}: {why}" for path, cls, why in self.left]
-        unused = [
-            f"unused    custom: {cls.__name__}: there is no module of this class{self.where}" for cls in self.unused
-        ]
-        return (
-            "\n".join([*replaced, *within, *left, *unused]) or f"nothing to {self.done.removesuffix('d')}{self.where}"
-        )
-
-
-def _is_of_blocks(function: Any) -> bool:
-    return str(getattr(function, "__module__", "")).startswith("jaxnorm.flax.block")
-
-
-def _named(path: Path) -> str:
-    return ".".join(map(str, path)) or "(the model itself)"
 
 
 def no_model(model: object, states: tuple[type, ...] = (), optimizer: type | tuple[()] = ()) -> tuple[str, str]:
@@ -134,34 +43,34 @@ def library_of(model: object) -> str | None:
     return next((library for library in ("equinox", "keras", "haiku") if library in libraries), None)
 
 
-def check_custom(custom: object, module: type) -> Custom:
+def check_custom(function: str, custom: object, module: type) -> Custom:
     """custom as a mapping from subclasses of `module` to functions."""
     if custom is None:
         return {}
     if isinstance(custom, str):
         raise TypeError(
-            f"replace_norms: custom must be a mapping, got {custom!r}: what a class computes is not guessed. Give the "
+            f"{function}: custom must be a mapping, got {custom!r}: what a class computes is not guessed. Give the "
             f"line of each, custom={{Norm: lambda norm, x: jaxnorm.rms_norm(x, norm.scale[...])}} in flax.nnx, "
-            f"norm.get_variable('params', 'scale') in flax.linen, and check it by jaxnorm.compare or "
-            f"jaxnorm.linen.compare. replace_norms without custom reports the line for each class that it leaves."
+            f"norm.get_variable('params', 'scale') in flax.linen, and check it by jaxnorm.compare_layers or "
+            f"jaxnorm.linen.compare_layers. {function} without custom reports the line for each class that it leaves."
         )
     if not isinstance(custom, Mapping):
-        remedy = "A model of flax.linen is called within it, as with jaxnorm.linen.replace_norms(): model.apply(...)"
+        remedy = "A model of flax.linen is called within it, as with jaxnorm.linen.using_layers(): model.apply(...)"
         if isinstance(custom, (list, tuple, set, frozenset)):
             is_pairs = all(isinstance(pair, tuple) and len(pair) == 2 for pair in custom)
             remedy = "Give dict(custom)" if is_pairs else "Give each class its function"
         raise TypeError(
-            f"replace_norms: custom must be a mapping {{Class: function(module, x)}}, got {custom!r}. {remedy}."
+            f"{function}: custom must be a mapping {{Class: function(module, x)}}, got {custom!r}. {remedy}."
         )
-    for cls, function in custom.items():
+    for cls, computed in custom.items():
         if not (isinstance(cls, type) and issubclass(cls, module)):
             raise TypeError(
-                f"replace_norms: custom must map subclasses of {module.__module__}.{module.__name__}, got {cls!r}."
+                f"{function}: custom must map subclasses of {module.__module__}.{module.__name__}, got {cls!r}."
             )
-        if isinstance(function, type) or not callable(function):
+        if isinstance(computed, type) or not callable(computed):
             raise TypeError(
-                f"replace_norms: custom must map {cls.__name__} to a function of a module and its arguments, as "
-                f"lambda norm, x: jaxnorm.rms_norm(x, norm.scale), got {function!r}."
+                f"{function}: custom must map {cls.__name__} to a function of a module and its arguments, as "
+                f"lambda norm, x: jaxnorm.rms_norm(x, norm.scale), got {computed!r}."
             )
     return custom
 
@@ -202,7 +111,7 @@ def why_class(
     if issubclass(cls, tuple(norms)) or "norm" in cls.__name__.lower():
         return (
             f"its __call__ is not Flax's: if it is a norm, say what it computes, as by custom={{{line()}}}, and check "
-            f"that by compare"
+            f"that by compare_layers"
         )
     return None
 

@@ -1,8 +1,7 @@
-"""A model beside the same model with other norms: results, gradients and times. `jaxnorm.compare` says of what."""
+"""A model beside the same model with other norms: results, gradients and times, for `jaxnorm.compare_layers`."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,42 +9,10 @@ import numpy as np
 
 from jaxnorm.inspect import turns
 from jaxnorm.inspect.explain import of_arrays
+from jaxnorm.reports import Comparison, Pair
 
 Loss = Callable[..., jax.Array]  # of a model and its arguments
 Bind = Callable[[Any, Any], Callable[..., Any]]  # of the parameters and what else a model reads: the model
-
-
-class Pair(NamedTuple):
-    """What a call takes with the model's own norms and as it is."""
-
-    own: turns.Times
-    replaced: turns.Times
-
-
-@dataclasses.dataclass(frozen=True)
-class Comparison:
-    """A model beside a copy with its own norms. Printed, it is a small table.
-
-    `outputs` is the largest difference of the two models' outputs, relative to the largest magnitude of an output with
-    the model's own norms, and `gradients` that of the gradients by the parameters, likewise; `parameter` is where it
-    is, None for a model without parameters. `forward` and `backward` have the seconds of a call, `own` and `replaced`,
-    each with its `median` and quartiles, `low` and `high`; backward is all that gradients take, the forward pass too.
-    """
-
-    outputs: float
-    gradients: float
-    parameter: str | None
-    forward: Pair
-    backward: Pair
-
-    def __str__(self) -> str:
-        lines = [f"{'':9}{'own norms':>12}{'replaced':>12}{'change':>9}{'largest difference':>20}"]
-        rows = (("forward", self.forward, self.outputs), ("gradient", self.backward, self.gradients))
-        for name, (own, replaced), difference in rows:
-            times = "".join(f"{1e3 * of.median:9.4g} ms" for of in (own, replaced))
-            change = f"{100 * (replaced.median / own.median - 1):+.0f} %"
-            lines.append(f"{name:9}{times}{change:>9}{difference:20.2g}")
-        return "\n".join(lines) + (f", of {self.parameter}" if self.parameter else "")
 
 
 def compared(own: Bind, replaced: Bind, given: tuple[Any, Any, Any, Any], loss: Loss | None) -> Comparison:
@@ -89,7 +56,7 @@ def _mean_of_squares(model: Callable[..., Any], *args: Any, **kwargs: Any) -> ja
     """Of each array that a model gives, and their sum."""
     arrays = [array for array in _numbers(model(*args, **kwargs)) if jnp.issubdtype(array.dtype, jnp.inexact)]
     if not arrays:
-        raise ValueError("compare: the model gives no floating array: pass loss, a function of it and its arguments.")
+        raise ValueError("compare_layers: the model gives no floating array: pass loss, a function of the model.")
     return sum((jnp.square(jnp.abs(_wide(array))).mean() for array in arrays), jnp.zeros(()))
 
 
@@ -108,8 +75,8 @@ def _difference(own: Sequence[jax.Array], replaced: Sequence[jax.Array]) -> tupl
     shapes = [[array.shape for array in arrays] for arrays in (own, replaced)]
     if shapes[0] != shapes[1]:
         raise ValueError(
-            f"compare: the model gives arrays of shapes {shapes[1]}, and with its own norms {shapes[0]}: a function "
-            f"that replaces one of its classes must give what the class gives."
+            f"compare_layers: the model gives arrays of shapes {shapes[1]}, and with its own norms {shapes[0]}: a "
+            f"function that replaces one of its classes must give what the class gives."
         )
     largest = max((float(_most(array)) for array in own), default=0.0)
     differences = [float(_most(_wide(b) - _wide(a))) for a, b in zip(own, replaced, strict=True)] or [0.0]

@@ -3,8 +3,9 @@
 import difflib
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import jax
 import numpy as np
@@ -15,6 +16,28 @@ Parameters = Mapping[str, inspect.Parameter]
 # The names of before the first release, which goes without them; some only in one function.
 FORMER = {"jnp": "xla", "axis_of_heads": "heads_axis"}
 FORMER |= dict.fromkeys(("softmax.scale", "log_softmax.scale"), "logit_scale")
+# Those of public modules. The next release does without them.
+FORMER |= {
+    "jaxnorm.compare": "compare_layers",
+    "jaxnorm.replace_norms": "replace_layers",
+    "jaxnorm.restore_norms": "restore_layers",
+    "jaxnorm.nnx.replace_norms": "replace_layers",
+    "jaxnorm.nnx.restore_norms": "restore_layers",
+    "jaxnorm.linen.compare": "compare_layers",
+    "jaxnorm.linen.replace_norms": "using_layers",
+    "jaxnorm.linen.float8_linears": "using_float8",
+    "jaxnorm.linen.quantized_linears": "using_quantized",
+    "jaxnorm.equinox.replace_norms": "replace_layers",
+    "jaxnorm.keras.replace_norms": "replace_layers",
+    "jaxnorm.blocks.of": "find",
+}
+BLOCKS = (
+    "find(model) for the classes of jaxnorm.blocks.KNOWN. For others write a function, as docs/porting.md shows under "
+    "Whole blocks, and check it by jaxnorm.compare_layers"
+)
+for block in ("decoder_layer", "sandwich_layer", "vit_layer", "dit_layer", "resnet_block", "timed_resnet_block"):
+    FORMER[f"jaxnorm.blocks.{block}"] = BLOCKS
+FORMER |= {f"jaxnorm.blocks.{activation}_mlp": BLOCKS for activation in ("gated", "silu", "gelu")}
 # The names that other libraries have -> ours, perhaps with its value.
 SYNONYMS = {
     **dict.fromkeys(("eps", "variance_epsilon", "norm_eps", "layer_norm_eps", "rms_norm_eps"), "epsilon"),
@@ -163,6 +186,17 @@ def _meant(name: str, parameters: Parameters, keyword: str) -> str:
 def renamed(name: object) -> str:
     """The remedy where something has its name of before the first release."""
     return f" {name!r} is {FORMER[name]!r} now." if isinstance(name, str) and name in FORMER else ""
+
+
+def no_attribute(module: str) -> Callable[[str], NoReturn]:
+    """`__getattr__` of a public module, whose error says what goes by another name now."""
+
+    def __getattr__(name: str) -> NoReturn:
+        now = FORMER.get(f"{module}.{name}")
+        remedy = f": use {module}.{now}" if now else ""
+        raise AttributeError(f"module {module!r} has no attribute {name!r}{remedy}", name=name, obj=sys.modules[module])
+
+    return __getattr__
 
 
 def are_related(name: str, other: str) -> bool:

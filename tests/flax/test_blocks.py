@@ -1,4 +1,4 @@
-"""What computes the blocks of `jaxnorm.blocks.of`, for stand-ins; see tests/models for the published classes."""
+"""What computes the blocks of `jaxnorm.blocks.find`, for stand-ins; see tests/models for the published classes."""
 
 import inspect
 import sys
@@ -16,8 +16,6 @@ from library_models import NnxModel, own_promotion
 from norm_models import CentredNorm, GemmaNorm
 
 import jaxnorm
-import jaxnorm.blocks
-import jaxnorm.linen
 from jaxnorm.flax import block_models, blocks
 
 pytestmark = [pytest.mark.jax_version, pytest.mark.usefixtures("exact_products")]
@@ -123,17 +121,17 @@ def rngs():
 
 # The block, the function, and the native calls of its forward pass.
 BLOCKS = {
-    "decoder": (lambda: Decoder(rngs()), "decoder_layer", {"rms_norm": 2}),
-    "of LayerNorms": (lambda: Decoder(rngs(), flax.nnx.LayerNorm, pair=False), "decoder_layer", {"layer_norm": 2}),
-    "no cache": (lambda: Decoder(rngs(), pair=False), "decoder_layer", {"rms_norm": 2}),
-    "decoder of others": (lambda: Decoder(rngs(), CentredNorm), "decoder_layer", {}),
-    "decoder of Flax's": (lambda: Decoder(rngs(), Promoting), "decoder_layer", {}),
-    "sandwich": (lambda: Sandwich(rngs(), partial(normal_norm, flax.nnx.RMSNorm)), "sandwich_layer", {"rms_norm": 4}),
-    "known sandwich": (lambda: Sandwich(rngs(), KnownNorm), "sandwich_layer", {"rms_norm": 4}),
-    "ViT": (lambda: Vit(rngs(), scaled=False), "vit_layer", {"layer_norm": 2}),
-    "LayerScale": (lambda: Vit(rngs(), scaled=True), "vit_layer", {"layer_norm": 2}),
-    "of act_fn": (lambda: GatedMlp(rngs(), jax.nn.gelu), "gated_mlp", {"gated_activation": 1}),
-    "of hidden_act": (lambda: GatedMlp(rngs(), None), "gated_mlp", {"gated_activation": 1}),
+    "decoder": (lambda: Decoder(rngs()), "decoder_block", {"rms_norm": 2}),
+    "of LayerNorms": (lambda: Decoder(rngs(), flax.nnx.LayerNorm, pair=False), "decoder_block", {"layer_norm": 2}),
+    "no cache": (lambda: Decoder(rngs(), pair=False), "decoder_block", {"rms_norm": 2}),
+    "decoder of others": (lambda: Decoder(rngs(), CentredNorm), "decoder_block", {}),
+    "decoder of Flax's": (lambda: Decoder(rngs(), Promoting), "decoder_block", {}),
+    "sandwich": (lambda: Sandwich(rngs(), partial(normal_norm, flax.nnx.RMSNorm)), "sandwich_block", {"rms_norm": 4}),
+    "known sandwich": (lambda: Sandwich(rngs(), KnownNorm), "sandwich_block", {"rms_norm": 4}),
+    "ViT": (lambda: Vit(rngs(), scaled=False), "vit_block", {"layer_norm": 2}),
+    "LayerScale": (lambda: Vit(rngs(), scaled=True), "vit_block", {"layer_norm": 2}),
+    "of act_fn": (lambda: GatedMlp(rngs(), jax.nn.gelu), "gated_mlp_block", {"gated_activation": 1}),
+    "of hidden_act": (lambda: GatedMlp(rngs(), None), "gated_mlp_block", {"gated_activation": 1}),
 }
 
 
@@ -182,7 +180,7 @@ def test_linen(function, features):
         return block.apply(variables, x, *time, **random)
 
     def replaced(variables, deterministic):
-        with jaxnorm.linen.replace_norms({LinenResnet: getattr(blocks, function)}) as report:
+        with jaxnorm.linen.using_layers({LinenResnet: getattr(blocks, function)}) as report:
             y = apply(variables, deterministic)
         assert report.replaced == [((), LinenResnet)]
         return y
@@ -201,30 +199,16 @@ def test_a_stream_of_bfloat16_and_parameters_of_float32_give_the_models_dtype(na
     assert jnp.abs(replaced(x) - own(x)).max() < 0.03 * jnp.abs(own(x)).max()
 
 
-def test_of_has_the_known_classes_that_are_imported(monkeypatch):
+def test_find_has_the_known_classes_that_are_imported(monkeypatch):
     name = "bonsai.models.vae.modeling"
     assert f"{name}.ResnetBlock" in jaxnorm.blocks.KNOWN
-    assert Decoder not in jaxnorm.blocks.of(Decoder(rngs()))
+    assert Decoder not in jaxnorm.blocks.find(Decoder(rngs()))
     for base, model in ((flax.nnx.Module, Decoder(rngs())), (flax.linen.Module, LinenResnet(DIM))):
         known = type("ResnetBlock", (base,), {"__module__": name})
         monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(ResnetBlock=known))
-        assert jaxnorm.blocks.of(model)[known] is blocks.resnet_block
+        assert jaxnorm.blocks.find(model)[known] is blocks.resnet_block
         other = LinenResnet(DIM) if base is flax.nnx.Module else Decoder(rngs())
-        assert known not in jaxnorm.blocks.of(other)
-
-
-GONE = (
-    *("decoder_layer", "sandwich_layer", "vit_layer", "dit_layer", "resnet_block", "timed_resnet_block"),
-    *("gated_mlp", "silu_mlp", "gelu_mlp"),
-)
-
-
-@pytest.mark.parametrize("name", GONE)
-def test_a_function_for_any_block_is_gone(name):
-    with pytest.raises(AttributeError, match=f"'{name}'.*jaxnorm.blocks.of.*docs/porting.md.*check it by"):
-        getattr(jaxnorm.blocks, name)
-    with pytest.raises(AttributeError, match=r"^module 'jaxnorm.blocks' has no attribute 'off'$"):
-        getattr(jaxnorm.blocks, "off")  # noqa: B009
+        assert known not in jaxnorm.blocks.find(other)
 
 
 def test_each_function_is_of_a_published_class():
@@ -234,12 +218,13 @@ def test_each_function_is_of_a_published_class():
         for name, function in vars(module).items()
         if inspect.isfunction(function) and function.__module__ == module.__name__ and not name.startswith("_")
     }
-    assert functions - {jaxnorm.blocks.of} == set(jaxnorm.blocks.KNOWN.values())
+    assert functions - {jaxnorm.blocks.find} == set(jaxnorm.blocks.KNOWN.values())
+    assert all(function.__name__.endswith("_block") for function in jaxnorm.blocks.KNOWN.values())
 
 
 @pytest.mark.parametrize("make", [lambda: Decoder(rngs()), lambda: Vit(rngs(), scaled=True), lambda: GatedMlp(rngs())])
 def test_a_class_of_ones_own_is_no_known_block_by_its_childrens_names(make):
     model = make()
-    report = jaxnorm.replace_norms(model, jaxnorm.blocks.of(model))
+    _, report = jaxnorm.replace_layers(model, jaxnorm.blocks.find(model))
     assert type(model) not in [cls for _, cls in report.replaced]
     assert not report.unused

@@ -1,4 +1,4 @@
-"""`compare`: a model with its own norms beside the same model with those that replaced them."""
+"""`compare_layers`: a model with its own norms beside the same model with those that replaced them."""
 
 from functools import partial
 
@@ -15,9 +15,6 @@ from library_models import ignore_keras_own
 from norm_models import CUSTOM, DIMS, FEATURES, GemmaNorm, LinenGemmaNorm, gemma_norm, linen_function, loss, mixed
 
 import jaxnorm
-import jaxnorm.equinox
-import jaxnorm.keras
-import jaxnorm.linen
 from jaxnorm.inspect import turns
 
 pytestmark = pytest.mark.jax_version
@@ -41,14 +38,14 @@ class Doubled(flax.nnx.Module):
 
 def doubled(custom=CUSTOM):
     model = Doubled(flax.nnx.Rngs(0))
-    jaxnorm.replace_norms(model, custom)
+    jaxnorm.replace_layers(model, custom)
     return model
 
 
 def test_a_model_whose_norms_are_right():
     model = mixed()
-    jaxnorm.replace_norms(model, CUSTOM)
-    comparison = jaxnorm.compare(model, draw_x(DIMS))
+    jaxnorm.replace_layers(model, CUSTOM)
+    comparison = jaxnorm.compare_layers(model, draw_x(DIMS))
     assert 0 < comparison.outputs < 1e-4
     assert 0 < comparison.gradients < 1e-4
     for own, replaced in (comparison.forward, comparison.backward):
@@ -59,7 +56,7 @@ def test_a_model_whose_norms_are_right():
 def test_a_model_whose_norm_is_wrong():
     x, own = draw_x(DIMS), Doubled(flax.nnx.Rngs(0))
     model = doubled({GemmaNorm: lambda norm, x: 1.5 * gemma_norm(norm, x)})
-    comparison, by_loss = jaxnorm.compare(model, x), jaxnorm.compare(model, x, loss=loss)
+    comparison, by_loss = jaxnorm.compare_layers(model, x), jaxnorm.compare_layers(model, x, loss=loss)
     assert comparison.outputs == pytest.approx(0.5, rel=1e-5)
     assert comparison.gradients == pytest.approx(1.25, rel=1e-3)  # of squares
     assert comparison.parameter in ("first.kernel", "first.bias", "norm.scale")
@@ -75,8 +72,8 @@ def test_a_model_whose_norm_is_wrong():
 @pytest.mark.parametrize("given", [1.0, np.nan])
 def test_a_model_that_gives_zeros(given):
     model = flax.nnx.RMSNorm(FEATURES, scale_init=flax.nnx.initializers.zeros, rngs=flax.nnx.Rngs(0))
-    jaxnorm.replace_norms(model, {flax.nnx.RMSNorm: lambda norm, x: given + 0 * x * norm.scale[...]})
-    comparison = jaxnorm.compare(model, draw_x(DIMS))
+    jaxnorm.replace_layers(model, {flax.nnx.RMSNorm: lambda norm, x: given + 0 * x * norm.scale[...]})
+    comparison = jaxnorm.compare_layers(model, draw_x(DIMS))
     assert comparison.outputs == pytest.approx(np.inf if given == 1 else np.nan, nan_ok=True)
 
 
@@ -96,10 +93,10 @@ class Stateful(flax.nnx.Module):
 
 def test_neither_model_nor_arguments_are_changed_and_random_numbers_are_the_same():
     model, cache = Stateful(flax.nnx.Rngs(0)), flax.nnx.Dict(last=flax.nnx.Cache(jnp.zeros(DIMS)))
-    jaxnorm.replace_norms(model)
+    jaxnorm.replace_layers(model)
     modules = [(path, type(module)) for path, module in flax.nnx.iter_modules(model)]
     before = bits(flax.nnx.state((model, cache), flax.nnx.Not(flax.nnx.RngKey)))
-    comparison = jaxnorm.compare(model, draw_x(DIMS), cache, scaled=True)
+    comparison = jaxnorm.compare_layers(model, draw_x(DIMS), cache, scaled=True)
     assert comparison.outputs < 1e-5
     assert comparison.gradients < 1e-5
     assert bits(flax.nnx.state((model, cache), flax.nnx.Not(flax.nnx.RngKey))) == before
@@ -108,19 +105,19 @@ def test_neither_model_nor_arguments_are_changed_and_random_numbers_are_the_same
 
 def test_a_model_without_parameters():
     model = flax.nnx.RMSNorm(FEATURES, use_scale=False, rngs=flax.nnx.Rngs(0))
-    jaxnorm.replace_norms(model)
-    comparison = jaxnorm.compare(model, draw_x(DIMS))
+    jaxnorm.replace_layers(model)
+    comparison = jaxnorm.compare_layers(model, draw_x(DIMS))
     assert (comparison.gradients, comparison.parameter) == (0, None)
 
 
 def test_nan_is_a_difference():
     model = doubled({GemmaNorm: lambda norm, x: gemma_norm(norm, x) + jnp.nan})
-    assert np.isnan(jaxnorm.compare(model, draw_x(DIMS)).outputs)
+    assert np.isnan(jaxnorm.compare_layers(model, draw_x(DIMS)).outputs)
 
 
 def test_it_prints_a_table():
     times = turns.Times(0.001, 0.002, 0.003), turns.Times(0.0005, 0.001, 0.002)
-    comparison = jaxnorm.replacement.Comparison(1.234e-7, 0.5, "first.kernel", times, times)
+    comparison = jaxnorm.reports.Comparison(1.234e-7, 0.5, "first.kernel", times, times)
     assert (
         str(comparison)
         == """\
@@ -132,10 +129,10 @@ gradient         2 ms        1 ms    -50 %                 0.5, of first.kernel"
 
 RESHAPED, INTEGERS = {GemmaNorm: lambda norm, x: x[0]}, {Doubled: lambda model, x: jnp.zeros(DIMS, int)}
 SHAPES = r".*arrays of shapes \[\(4, 16\)\], and with its own norms \[\(3, 4, 16\)\]"
-UNCHANGED = r".*no norm of Doubled was replaced: call jaxnorm\.replace_norms\(model\) first"
+UNCHANGED = r".*no norm of Doubled was replaced: call jaxnorm\.replace_layers\(model\) first"
 NO_FLOATS = ".*the model gives no floating array: pass loss"
 LAYER, DENSE = flax.linen.LayerNorm(), flax.linen.Dense(2)
-compare, linen_compare = jaxnorm.compare, jaxnorm.linen.compare
+compare, linen_compare = jaxnorm.compare_layers, jaxnorm.linen.compare_layers
 # What raises which error, of an x.
 ERRORS = {
     "nothing replaced": (lambda x: compare(Doubled(flax.nnx.Rngs(0)), x), ValueError(UNCHANGED)),
@@ -150,11 +147,11 @@ ERRORS = {
     ),
     "traced": (
         lambda x: jax.jit(partial(compare, doubled()))(x),
-        TypeError(r"args\[1\] is traced, .*call compare outside of jax.jit"),
+        TypeError(r"args\[1\] is traced, .*call compare_layers outside of jax.jit"),
     ),
     "linen of nnx": (
         lambda x: linen_compare(flax.nnx.Dict(), {}, x),
-        TypeError("expected a module of flax.linen, got Dict; see jaxnorm.compare"),
+        TypeError("expected a module of flax.linen, got Dict; see jaxnorm.compare_layers"),
     ),
     "no variables": (
         lambda x: linen_compare(LAYER, {"scale": x}, x),
@@ -170,7 +167,7 @@ ERRORS = {
 @pytest.mark.parametrize("name", ERRORS)
 def test_errors(name):
     call, error = ERRORS[name]
-    with pytest.raises(type(error), match=f"^compare: {error}"):
+    with pytest.raises(type(error), match=f"^compare_layers: {error}"):
         call(draw_x(DIMS))
 
 
@@ -181,12 +178,12 @@ OTHERS = {
 
 
 @ignore_keras_own
-@pytest.mark.parametrize("compare", [jaxnorm.compare, lambda model, x: jaxnorm.linen.compare(model, {}, x)])
+@pytest.mark.parametrize("compare", [compare, lambda model, x: linen_compare(model, {}, x)])
 @pytest.mark.parametrize("library", OTHERS)
 def test_models_of_other_libraries_are_compared_by_the_lines_of_the_error(library, compare, capsys):
     model, x = OTHERS[library](), draw_x(DIMS)
     with pytest.raises(
-        TypeError, match=f"^compare: got Sequential, a model of {library.lower()}, .* by hand:"
+        TypeError, match=f"^compare_layers: got Sequential, a model of {library.lower()}, .* by hand:"
     ) as error:
         compare(model, x)
     lines = str(error.value).partition(":\n")[2]
@@ -207,12 +204,12 @@ def test_linen():
     module, x = LinenModel(), draw_x(DIMS)
     variables = module.init(jax.random.key(0), x)
     keywords = {"deterministic": False, "rngs": {"dropout": jax.random.key(1)}}
-    comparison = jaxnorm.linen.compare(module, variables, x, **keywords)
+    comparison = jaxnorm.linen.compare_layers(module, variables, x, **keywords)
     assert comparison.outputs < 1e-5
     assert comparison.gradients < 1e-5
     wrong = {LinenGemmaNorm: lambda norm, x: 1.5 * linen_function(norm, x)}
-    comparison = jaxnorm.linen.compare(module, variables, x, custom=wrong)
+    comparison = jaxnorm.linen.compare_layers(module, variables, x, custom=wrong)
     assert comparison.outputs == pytest.approx(0.5, rel=1e-5)
     assert comparison.parameter.split(".")[0] in ("Dense_0", "LinenGemmaNorm_0", "RMSNorm_0")
-    comparison = jaxnorm.linen.compare(module, variables, x, custom=wrong, loss=lambda model, x: model(x).sum())
+    comparison = jaxnorm.linen.compare_layers(module, variables, x, custom=wrong, loss=lambda model, x: model(x).sum())
     assert comparison.gradients == pytest.approx(0.5, rel=1e-3)

@@ -43,13 +43,13 @@ def is_first(path, module):
 
 
 CONTEXTS = {
-    "replace_norms": linen.replace_norms,
-    "a mapping": lambda: linen.replace_norms({flax.linen.RMSNorm: nothing}),
-    "float8_linears": linen.float8_linears,
-    "another recipe": lambda: linen.float8_linears(Float8Recipe(save="inputs")),
-    "only": lambda: linen.float8_linears(only=is_first),
-    "quantized_linears": linen.quantized_linears,
-    "quantized inputs": lambda: linen.quantized_linears(jnp.int8),
+    "using_layers": linen.using_layers,
+    "a mapping": lambda: linen.using_layers({flax.linen.RMSNorm: nothing}),
+    "using_float8": linen.using_float8,
+    "another recipe": lambda: linen.using_float8(Float8Recipe(save="inputs")),
+    "only": lambda: linen.using_float8(only=is_first),
+    "using_quantized": linen.using_quantized,
+    "quantized inputs": lambda: linen.using_quantized(jnp.int8),
 }
 
 
@@ -61,13 +61,13 @@ def within(step, variables, *names):
     """What the contexts' reports have, and the program."""
     with ExitStack() as stack:
         reports = [stack.enter_context(CONTEXTS[name]()) for name in names]
-        if any(name.startswith("quantized") for name in names):
+        if any("quantized" in name for name in names):
             variables = quantized(variables)
         program = str(step.trace(variables).jaxpr)
     return [report.replaced for report in reports], program
 
 
-@pytest.mark.parametrize("first", [None, "replace_norms", "float8_linears"])
+@pytest.mark.parametrize("first", [None, "using_layers", "using_float8"])
 @pytest.mark.parametrize("name", CONTEXTS)
 def test_a_program_is_traced_in_each_context(name, first):
     step, variables = start()
@@ -93,7 +93,7 @@ def test_equal_contexts_share_a_program(name):
 
 def variables_of(name):
     variables = Model().init(jax.random.key(0), X)
-    return quantized(variables) if name.startswith("quantized") else variables
+    return quantized(variables) if "quantized" in name else variables
 
 
 @pytest.mark.parametrize("name", CONTEXTS)
@@ -120,10 +120,10 @@ def test_a_context_decorates_a_function(name):
     assert_same(decorated(variables), expected)
 
 
-LINEARS = ("float8_linears", "quantized_linears")
+LINEARS = ("using_float8", "using_quantized")
 
 
-@pytest.mark.parametrize("names", [pair for of in LINEARS for pair in (("replace_norms", of), (of, "replace_norms"))])
+@pytest.mark.parametrize("names", [pair for of in LINEARS for pair in (("using_layers", of), (of, "using_layers"))])
 def test_contexts_nest(names):
     step, variables = start()
     for inner in names:
@@ -136,7 +136,7 @@ def test_contexts_nest(names):
 def test_a_context_is_of_its_thread():
     step, variables = start()
     found = {}
-    with linen.replace_norms():
+    with linen.using_layers():
         thread = threading.Thread(target=lambda: found.update(other=within(step, variables)[1]))
         thread.start()
         thread.join()

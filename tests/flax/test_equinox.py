@@ -12,7 +12,7 @@ from library_models import FEATURES
 from native import native_calls
 from norm_models import EquinoxMixed
 
-from jaxnorm.equinox import QuantizedLinear, RMSNorm, quantize_linears, replace_norms
+from jaxnorm.equinox import QuantizedLinear, RMSNorm, quantize_linears, replace_layers
 
 pytestmark = pytest.mark.jax_version
 
@@ -23,7 +23,7 @@ def mapped(model, x):
 
 def test_parameters_and_paths_stay():
     model = EquinoxMixed(jax.random.key(0))
-    new, _ = replace_norms(model)
+    new, _ = replace_layers(model)
     assert (type(model.norm), type(new.norm)) == (eqx.nn.RMSNorm, RMSNorm)
     old, changed = (jax.tree.leaves_with_path(eqx.filter(m, eqx.is_array)) for m in (model, new))
     assert [path for path, _ in changed] == [path for path, _ in old]
@@ -32,7 +32,7 @@ def test_parameters_and_paths_stay():
 
 def test_stacked_norms_are_one_native_call():
     norms = eqx.filter_vmap(lambda _: eqx.nn.RMSNorm(FEATURES))(jnp.arange(3))
-    norms, report = replace_norms(norms)
+    norms, report = replace_layers(norms)
     assert report.replaced == [((), eqx.nn.RMSNorm)]
     arrays, static = eqx.partition(norms, eqx.is_array)
 
@@ -48,19 +48,19 @@ def test_stacked_norms_are_one_native_call():
 
 
 def test_a_pytree_of_models():
-    new, report = replace_norms({"models": (eqx.nn.RMSNorm(FEATURES), 3, None)})
+    new, report = replace_layers({"models": (eqx.nn.RMSNorm(FEATURES), 3, None)})
     assert report.replaced == [(("models", 0), eqx.nn.RMSNorm)]
     assert new["models"][1:] == (3, None)
 
 
 def test_pickle():
     norm, x = eqx.nn.RMSNorm(FEATURES), draw_x((FEATURES,))
-    new = pickle.loads(pickle.dumps(replace_norms(norm)[0]))
+    new = pickle.loads(pickle.dumps(replace_layers(norm)[0]))
     assert type(new) is RMSNorm
     assert_close(new(x), norm(x))
 
 
-@pytest.mark.parametrize("change", [replace_norms, lambda model: quantize_linears(model, jnp.int8)])
+@pytest.mark.parametrize("change", [replace_layers, lambda model: quantize_linears(model, jnp.int8)])
 @pytest.mark.parametrize("other", [3, None, jnp.ones(3), eqx.nn.Linear], ids=["int", "None", "array", "class"])
 def test_what_is_no_model(change, other):
     with pytest.raises(TypeError, match="model must be a module of equinox, or a list, dict or other pytree of"):
@@ -93,7 +93,7 @@ def test_what_shares_a_weight_is_left(only):
     assert reasons[0] == ("its weight is that of other layers too" if only is None else "only is false of it")
     x = draw_x((FEATURES,))
     assert_close(new()[2](x), QuantizedLinear(tied_layers()[2], jnp.int8)(x))
-    new, report = replace_norms(model)
+    new, report = replace_layers(model)
     assert [path[-1] for path, _ in report.replaced] == [3, 4, 5]
     assert {path[-1]: why for path, _, why in report.left} == dict.fromkeys(
         (6, 7, 8), "its weight is no array but a SharedNode"
@@ -107,7 +107,7 @@ def test_what_has_no_arrays_is_left(leaf, name):
     spec = jax.tree.map(lambda _: leaf, layers)
     with pytest.raises(ValueError, match=f"its weight is no array but a {name}"):
         quantize_linears(spec, jnp.int8)
-    _, report = replace_norms(spec)
+    _, report = replace_layers(spec)
     # Norms may be without weights.
     assert len(report.replaced) == (0 if leaf is not None else 6)
     expected = {f"its weight is no array but a {name}"} if leaf is not None else set()

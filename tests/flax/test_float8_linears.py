@@ -14,9 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from library_models import APIS, COLUMNS, DIMS, E4M3, FEATURES, NnxModel, nnx_linear
 
 import jaxnorm
-import jaxnorm.linen
 from jaxnorm import Float8Recipe, float8_dot_general, float8_linear, quantize
-from jaxnorm.linen import float8_linears
+from jaxnorm.linen import using_float8
 from jaxnorm.nnx import Float8Linear
 
 pytestmark = pytest.mark.jax_version
@@ -107,7 +106,7 @@ def test_boxed_parameters_stay_boxed():
     init = flax.linen.with_partitioning(flax.linen.initializers.lecun_normal(), ("a", None))
     layer = flax.linen.Dense(COLUMNS, kernel_init=init)
     expected = layer.init(jax.random.key(0), draw_x(DIMS))
-    with float8_linears():
+    with using_float8():
         within = layer.init(jax.random.key(0), draw_x(DIMS))
         y = layer.apply(within, draw_x(DIMS))
     assert jax.tree.structure(within) == jax.tree.structure(expected)
@@ -129,7 +128,7 @@ def test_it_holds_within_only():
 def test_a_quantised_norm_in_front():
     norm = jaxnorm.linen.QuantizedRMSNorm(quantization=E4M3, straight_through=True)
     block, x = flax.linen.Sequential([norm, flax.linen.Dense(COLUMNS)]), draw_x(DIMS)
-    with float8_linears():
+    with using_float8():
         variables = block.init(jax.random.key(0), x)
         y = block.apply(variables, x)
     kernel, bias = (variables["params"]["layers_1"][name] for name in ("kernel", "bias"))

@@ -1,12 +1,14 @@
 """Libraries of models are optional: jaxnorm does not import them, and its modules say what is missing."""
 
+import importlib
 import importlib.metadata
+import re
 import subprocess
 import sys
 
 import pytest
 
-import jaxnorm
+from jaxnorm.ops.misuse import FORMER
 
 pytestmark = pytest.mark.jax_version
 
@@ -36,9 +38,15 @@ def test_what_is_imported(code, tmp_path):
     assert run_python(code, tmp_path)[0] == PRINTED[code]
 
 
-def test_a_name_that_jaxnorm_has_not():
-    with pytest.raises(AttributeError, match=r"^module 'jaxnorm' has no attribute 'lniens'$"):
-        _ = jaxnorm.lniens
+@pytest.mark.parametrize("name", [name for name in FORMER if name.startswith("jaxnorm.")])
+def test_a_former_name_of_a_module(name):
+    module, _, former = name.rpartition(".")
+    public, missing = importlib.import_module(module), f"module '{module}' has no attribute "
+    with pytest.raises(AttributeError, match=re.escape(f"{missing}'{former}': use {module}.{FORMER[name]}")):
+        getattr(public, former)
+    assert re.match(r"\w+", FORMER[name])[0] in public.__all__
+    with pytest.raises(AttributeError, match=f"^{missing}'lniens'$"):
+        _ = public.lniens
 
 
 def requirement(library):

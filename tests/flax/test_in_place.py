@@ -22,16 +22,16 @@ from jaxnorm.nnx import Float8Linear, QuantizedLinear, QuantizedParam, RMSNorm
 pytestmark = pytest.mark.jax_version
 
 IN_PLACE = {
-    "replace_norms": lambda model: jaxnorm.replace_norms(model, CUSTOM),
+    "replace_layers": lambda model: jaxnorm.replace_layers(model, CUSTOM),
     "quantize_linears": lambda model: jaxnorm.quantize_linears(model, INT8, INT8),
     "float8_linears": jaxnorm.float8_linears,
 }
-OURS = {"replace_norms": RMSNorm, "quantize_linears": QuantizedLinear, "float8_linears": Float8Linear}
+OURS = {"replace_layers": RMSNorm, "quantize_linears": QuantizedLinear, "float8_linears": Float8Linear}
 each_change = pytest.mark.parametrize("name", IN_PLACE)
 
 
 def mixed(name):
-    return norm_models.mixed() if name == "replace_norms" else library_models.Mixed(flax.nnx.Rngs(0))
+    return norm_models.mixed() if name == "replace_layers" else library_models.Mixed(flax.nnx.Rngs(0))
 
 
 def variables_of(model):
@@ -44,9 +44,10 @@ def variables_of(model):
 def test_modules_and_other_variables_stay_the_same(name):
     model, alike = mixed(name), mixed(name)
     modules, variables = dict(flax.nnx.iter_modules(model)), variables_of(model)
-    classes, replaced = [type(layer) for layer in model.listed], IN_PLACE[name](model).replaced
+    classes = [type(layer) for layer in model.listed]
+    model, report = IN_PLACE[name](model)
     assert all(module is modules[path] for path, module in flax.nnx.iter_modules(model))
-    kernels = {(*path, "kernel") for path, _ in replaced if name == "quantize_linears"}
+    kernels = {(*path, "kernel") for path, _ in report.replaced if name == "quantize_linears"}
     assert variables_of(model) == {path: of for path, of in variables.items() if path not in kernels}
     assert len(jax.tree.leaves(flax.nnx.state(model, QuantizedParam))) == 2 * len(kernels)
     assert model.shared is model.listed[0]
@@ -61,7 +62,7 @@ def test_modules_and_other_variables_stay_the_same(name):
 def test_copies_and_pickles(name):
     rngs = flax.nnx.Rngs(0)
     norms, linears = [NamedNorm(rngs), GemmaNorm(rngs)], [nnx_linear(dtype=jnp.bfloat16).module, NamedLinear(rngs)]
-    layers = flax.nnx.List(norms if name == "replace_norms" else linears)
+    layers = flax.nnx.List(norms if name == "replace_layers" else linears)
     IN_PLACE[name](layers)
     expected, definition = [layer(draw_x(DIMS)) for layer in layers], flax.nnx.graphdef(layers)
     for other in (copy.deepcopy(layers), pickle.loads(pickle.dumps(layers)), flax.nnx.merge(*flax.nnx.split(layers))):
@@ -73,7 +74,7 @@ def test_copies_and_pickles(name):
 @pytest.mark.parametrize("remat", [lambda function: function, flax.nnx.remat], ids=["kept", "remat"])
 @each_change
 def test_stacked_layers_are_what_each_becomes(name, remat):
-    cls = flax.nnx.RMSNorm if name == "replace_norms" else partial(flax.nnx.Linear, FEATURES)
+    cls = flax.nnx.RMSNorm if name == "replace_layers" else partial(flax.nnx.Linear, FEATURES)
     layers, x = stacked(lambda rngs: cls(FEATURES, rngs=rngs)), draw_x(DIMS)
     definition, state = flax.nnx.split(layers)
     states = [jax.tree.map(lambda leaf, i=i: leaf[i], state) for i in range(3)]
@@ -104,7 +105,7 @@ def test_stacked_layers_are_what_each_becomes(name, remat):
             for run, model in ((by_scan, layers), (one_by_one, singles))
         )
         assert_gradients_close(jax.tree.leaves(of_layers), stack([of_singles[i] for i in range(3)]))
-    if name == "replace_norms":
+    if name == "replace_layers":
         definition, state = flax.nnx.split(layers)
         assert_calls(lambda state: by_scan(flax.nnx.merge(definition, state)), (state,), native_calls("rms", fwd=1))
 

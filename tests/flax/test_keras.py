@@ -1,4 +1,4 @@
-"""Models of Keras with the norms of `jaxnorm.keras`: trained, saved, spread over devices, and `replace_norms`."""
+"""Models of Keras with the norms of `jaxnorm.keras`: trained, saved, spread over devices, and `replace_layers`."""
 
 import subprocess
 
@@ -11,8 +11,7 @@ from library_models import ignore_keras_own
 from processes import STRICT
 
 import jaxnorm
-import jaxnorm.keras
-from jaxnorm.keras import replace_norms
+from jaxnorm.keras import replace_layers
 
 pytestmark = [pytest.mark.jax_version, ignore_keras_own]
 
@@ -119,7 +118,7 @@ def test_a_saved_model_loads_as_one_of_ours(layers, tmp_path):
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
     assert norms(loaded) == norms(model)
-    replace_norms(loaded)
+    replace_layers(loaded)
     assert norms(loaded) == norms(functional(jaxnorm.keras))
     assert_alike(loaded.predict(data()[0], verbose=0), model.predict(data()[0], verbose=0))
     assert_alike(history(loaded), history(model))  # the optimiser's state too
@@ -158,7 +157,8 @@ def test_weights_load_either_way(model, tmp_path):
 def test_replacement_and_training_are_kerass(model):
     changed, kerass = model(keras.layers), model(keras.layers)
     variables = changed.variables
-    report = replace_norms(changed)
+    same, report = replace_layers(changed)
+    assert same is changed
     assert norms(changed) == norms(model(jaxnorm.keras))
     assert sorted(cls.__name__ for _, cls in report.replaced) == sorted(cls.__name__ for cls in norms(kerass))
     assert report.left == []
@@ -171,7 +171,7 @@ def test_replacement_and_training_are_kerass(model):
 
 def test_paths_are_those_of_the_parameters():
     model = MODELS["subclassed"](keras.layers)
-    report = replace_norms(model)
+    _, report = replace_layers(model)
     paths = {"/".join(path) for path, _ in report.replaced}
     assert paths == {variable.path.rpartition("/")[0] for variable in model.variables}
 
@@ -197,7 +197,7 @@ def test_a_step_that_was_compiled_before_is_traced_again(step, calls_of_ours):
     run["evaluate"] = lambda: model.evaluate(*data(), verbose=0)
     run[step]()
     assert not calls_of_ours
-    replace_norms(model)
+    replace_layers(model)
     run[step]()
     assert sorted(calls_of_ours) == ["group_norm", "layer_norm", "rms_norm"]
 
@@ -206,14 +206,14 @@ def test_the_optimisers_state_stays():
     model, kerass = functional(keras.layers), functional(keras.layers)
     trained(model), trained(kerass)
     optimizer = model.optimizer
-    replace_norms(model)
+    replace_layers(model)
     assert model.optimizer is optimizer
     assert_alike(history(model), history(kerass))
 
 
 def test_a_model_that_is_not_built():
     model = keras.Sequential([keras.layers.LayerNormalization(), keras.layers.RMSNormalization(axis=1)])
-    report = replace_norms(model)
+    _, report = replace_layers(model)
     assert len(report.replaced) == 2
     assert norms(model) == [jaxnorm.keras.LayerNormalization, jaxnorm.keras.RMSNormalization]
     assert model(draw("x", (3, 4))).shape == (3, 4)
@@ -242,18 +242,18 @@ def test_what_is_left():
         SubNormalization(name="g"): f"{own}: derive SubNormalization from jaxnorm.keras.LayerNormalization",
         jaxnorm.keras.LayerNormalization(name="h"): "it is jaxnorm's already",
     }
-    report = replace_norms(keras.Sequential(list(left)))
+    _, report = replace_layers(keras.Sequential(list(left)))
     assert report.replaced == []
     assert {path[-1]: why for path, _, why in report.left} == {layer.name: why for layer, why in left.items()}
 
 
 def test_a_layer_alone():
     layer = keras.layers.LayerNormalization()
-    assert [cls for _, cls in replace_norms(layer).replaced] == [keras.layers.LayerNormalization]
+    assert [cls for _, cls in replace_layers(layer)[1].replaced] == [keras.layers.LayerNormalization]
     assert type(layer) is jaxnorm.keras.LayerNormalization
 
 
 @pytest.mark.parametrize("other", [3, None, keras.Model, [keras.layers.LayerNormalization()]])
 def test_what_is_no_model(other):
     with pytest.raises(TypeError, match=r"model must be a keras\.Model or another layer, got"):
-        replace_norms(other)
+        replace_layers(other)

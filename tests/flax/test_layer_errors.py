@@ -11,10 +11,7 @@ from cases import draw_x
 from coverage import cover
 from flax_apis import INT8, each, of
 
-import jaxnorm.equinox
-import jaxnorm.keras
-import jaxnorm.linen
-import jaxnorm.nnx
+import jaxnorm
 
 pytestmark = pytest.mark.jax_version
 

@@ -319,11 +319,11 @@ def test_names_of_mesh_axes_go_with_their_axes(done, as_spec):
 @of_nnx
 def test_modules_of_linen_in_a_model_of_nnx(done):
     dense = flax.nnx.bridge.ToNNX(flax.linen.Dense(4), rngs=flax.nnx.Rngs(0)).lazy_init(draw_x(DIMS))
-    report = IN_PLACE[done](flax.nnx.List([models.nnx_linear().module, dense]))
-    remedy = ": call it within jaxnorm.linen.float8_linears()" if done != "quantised" else ""
+    _, report = IN_PLACE[done](flax.nnx.List([models.nnx_linear().module, dense]))
+    remedy = ": call it within jaxnorm.linen.using_float8()" if done != "quantised" else ""
     assert report.left == [((1,), flax.nnx.bridge.ToNNX, f"its modules are of flax.linen{remedy}")]
     if remedy:
-        with jaxnorm.linen.float8_linears() as report:
+        with jaxnorm.linen.using_float8() as report:
             y = dense(draw_x(DIMS))
         assert [cls for _, cls in report.replaced] == [flax.linen.Dense]
         assert_close(y, float8_linear(draw_x(DIMS), dense.kernel[...], bias=dense.bias[...]))
@@ -372,7 +372,7 @@ WRONG = {
     },
     jaxnorm.float8_linears: OF_BOTH
     | {
-        "a linen model": ((DENSE,), TypeError(r"Dense: .* Call it within jaxnorm.linen.float8_linears\(\)")),
+        "a linen model": ((DENSE,), TypeError(r"Dense: .* Call it within jaxnorm.linen.using_float8\(\)")),
         "a dtype": ((EMPTY, E4M3), TypeError(r"recipe must be a jaxnorm.Float8Recipe, got Quantization")),
         "a class": ((EMPTY, Float8Recipe), TypeError(r"pass jaxnorm.Float8Recipe\(\), or leave it out")),
     },
@@ -386,8 +386,8 @@ WRONG = {
         "none": ((NORM, NOTHING, jnp.ones(4)), ValueError("there is no linear layer .* in LayerNorm; pass what it")),
         "no variables": ((DENSE, {"w": 1}), TypeError(r"a mapping with 'params', as .*, got \['w'\]")),
     },
-    jaxnorm.linen.float8_linears: {"dense": ((DENSE,), TypeError("recipe must be a jaxnorm.Float8Recipe, got Dense"))},
-    jaxnorm.linen.quantized_linears: {"one": ((TENSOR,), ValueError("activations .*='tensor', expected 'token'"))},
+    jaxnorm.linen.using_float8: {"dense": ((DENSE,), TypeError("recipe must be a jaxnorm.Float8Recipe, got Dense"))},
+    jaxnorm.linen.using_quantized: {"one": ((TENSOR,), ValueError("activations .*='tensor', expected 'token'"))},
 }
 
 
@@ -403,7 +403,8 @@ def test_errors(function, name):
 
 @each_change
 def test_only_must_be_a_function(api, done):
-    name = "float8_linears" if done != "quantised" else "quantize_linears"
+    names = {"quantised": "quantize_linears", "computed in float8": "float8_linears"}
+    name = "using_float8" if (api, done) == ("linen", "computed in float8") else names[done]
     with pytest.raises(TypeError, match=rf"^{name}: only must be a function of .*, got 'head'\.$"):
         CHANGES[done](APIS[api].mixed(), only="head")
 

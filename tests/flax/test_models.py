@@ -9,8 +9,7 @@ from cases import bits, draw, draw_x
 from checkpoints import through_checkpoint
 from flax_apis import assert_gradients_close, scan_of_remat, scanned, stacked
 
-import jaxnorm.linen
-import jaxnorm.nnx
+import jaxnorm
 
 pytestmark = [pytest.mark.jax_version, pytest.mark.usefixtures("exact_products")]
 

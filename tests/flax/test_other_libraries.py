@@ -14,8 +14,7 @@ from flax_apis import assert_calls, assert_close, assert_gradients_close, assert
 from library_models import ignore_keras_own
 from native import native_calls
 
-import jaxnorm.equinox
-import jaxnorm.keras
+import jaxnorm
 
 ignore_rms_scaling = pytest.mark.filterwarnings("ignore:You passed `rms_scaling=True`")
 pytestmark = [pytest.mark.jax_version, ignore_keras_own, ignore_rms_scaling]

@@ -18,8 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from library_models import COLUMNS, DIMS, E4M3, FEATURES, INT4, INT8, LinenMixed as Mixed, expected_report, linen_linear
 
 import jaxnorm
-import jaxnorm.linen
-from jaxnorm.linen import quantize_linears, quantized_linears
+from jaxnorm.linen import quantize_linears, using_quantized
 
 pytestmark = pytest.mark.jax_version
 
@@ -37,7 +36,7 @@ def dense(cls=flax.linen.Dense, features=COLUMNS, x=None, **fields):
 
 
 def called(module, variables, *args, activations=None, **kwargs):
-    with quantized_linears(activations):
+    with using_quantized(activations):
         return module.apply(variables, *args, **kwargs)
 
 
@@ -47,7 +46,7 @@ def quantised(module, variables, weights=INT8, args=None, **options):
 
 def test_a_call_says_what_it_computes_so(variables):
     new = quantised(Mixed(), variables, only=lambda path, _: path != ("last",))
-    with quantized_linears() as report:
+    with using_quantized() as report:
         Mixed().apply(new, draw_x(DIMS))
     assert dict(report.replaced) == {path: cls for path, cls in QUANTISED.items() if path != ("last",)}
     left = {path: why for path, _, why in report.left}
@@ -294,8 +293,8 @@ def test_only_chooses_layers_of_a_context(variables):
     new = quantised(Mixed(), variables, E4M3, only=lambda path, layer: not path[0].startswith("listed"))
     new = quantised(Mixed(), new, INT4)
     with (
-        quantized_linears(INT8, only=lambda path, layer: path[0].startswith("listed")) as of_int8,
-        quantized_linears(E4M3) as of_float8,
+        using_quantized(INT8, only=lambda path, layer: path[0].startswith("listed")) as of_int8,
+        using_quantized(E4M3) as of_float8,
     ):
         Mixed().apply(new, draw_x(DIMS))
     assert dict(of_int8.replaced).keys() == {("listed_0",), ("listed_1",)}
@@ -305,7 +304,7 @@ def test_only_chooses_layers_of_a_context(variables):
 def test_errors():
     layer, variables = dense()
     new = quantised(layer, variables)
-    with pytest.raises(TypeError, match=r"^quantized_linears: activations .* to float8_e4m3fn, expected int8 for weig"):
+    with pytest.raises(TypeError, match=r"^using_quantized: activations .* to float8_e4m3fn, expected int8 for weig"):
         called(layer, new, draw_x(DIMS), activations=E4M3)
     with pytest.raises(flax.errors.ScopeParamNotFoundError):
         layer.apply(new, draw_x(DIMS))

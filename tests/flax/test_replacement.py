@@ -1,7 +1,7 @@
-"""`replace_norms`: of `flax.nnx` in place, of `flax.linen` for calls within."""
+"""`replace_layers`: of `flax.nnx` in place, of `flax.linen` for calls within."""
 
 import re
-from functools import partial
+from functools import partial, partialmethod
 
 import equinox
 import flax.linen
@@ -19,9 +19,6 @@ from native import native_calls
 from norm_models import CUSTOM, DIMS, FEATURES, LIBRARIES, MIXED, GemmaNorm, LinenMixed, gemma_norm, mixed, why_own
 
 import jaxnorm
-import jaxnorm.equinox
-import jaxnorm.linen
-import jaxnorm.nnx
 
 pytestmark = [pytest.mark.jax_version, pytest.mark.usefixtures("exact_products")]
 
@@ -76,7 +73,7 @@ class Block(flax.nnx.Module):
 
 def test_nnx_says_what_lies_within_a_block_that_a_function_computes():
     model = flax.nnx.Dict(blocks=flax.nnx.List([Block(flax.nnx.Rngs(0))]), norm=GemmaNorm(flax.nnx.Rngs(0)))
-    report = jaxnorm.replace_norms(model, {Block: lambda block, x: jaxnorm.rms_norm(x, block.norm.scale[...])})
+    _, report = jaxnorm.replace_layers(model, {Block: lambda block, x: jaxnorm.rms_norm(x, block.norm.scale[...])})
     block = ("blocks", 0)
     why = why_own("GemmaNorm: lambda norm, x: jaxnorm.rms_norm(x, norm.scale[...])")
     assert report.replaced == [(block, Block)]
@@ -90,7 +87,7 @@ def test_nnx_says_what_lies_within_a_block_that_a_function_computes():
         f"within    blocks.0.own: GemmaNorm: left, where the function of blocks.0 calls it: {why}",
     ]
     assert type(model.blocks[0].norm) is jaxnorm.nnx.RMSNorm
-    assert len(jaxnorm.restore_norms(model).replaced) == 2
+    assert len(jaxnorm.restore_layers(model)[1].replaced) == 2
 
 
 class Around(flax.nnx.Module):
@@ -102,7 +99,7 @@ class Around(flax.nnx.Module):
 
 
 def test_nnx_says_which_block_is_next_around():
-    report = jaxnorm.replace_norms(Around(flax.nnx.Rngs(0)), dict.fromkeys((Around, Block, GemmaNorm), gemma_norm))
+    _, report = jaxnorm.replace_layers(Around(flax.nnx.Rngs(0)), dict.fromkeys((Around, Block, GemmaNorm), gemma_norm))
     assert report.replaced == [((), Around)]
     around = {("block",): (), ("block", "norm"): ("block",), ("block", "own"): ("block",), ("last",): ()}
     assert {path: block for path, _, block, _ in report.within} == around
@@ -125,7 +122,7 @@ class MixedInGemmaNorm(Mixin, GemmaNorm):
 def test_nnx_a_class_with_a_mixin(make):
     norm = make(flax.nnx.Rngs(0))
     expected, cls = norm(draw_x(DIMS)), type(norm)
-    assert jaxnorm.replace_norms(norm, CUSTOM).replaced == [((), cls)]
+    assert jaxnorm.replace_layers(norm, CUSTOM)[1].replaced == [((), cls)]
     assert isinstance(norm, cls)
     assert type(norm).__qualname__ == cls.__qualname__
     assert_close(norm(draw_x(DIMS)), expected)
@@ -133,7 +130,7 @@ def test_nnx_a_class_with_a_mixin(make):
 
 def test_nnx_a_model_without_values():
     model = flax.nnx.eval_shape(mixed)
-    assert dict(jaxnorm.replace_norms(model, CUSTOM).replaced) == norm_models.REPLACED
+    assert dict(jaxnorm.replace_layers(model, CUSTOM)[1].replaced) == norm_models.REPLACED
 
 
 # Options of a norm that no kernel serves, and how the report says so.
@@ -151,7 +148,7 @@ OPTIONS = {
 def test_nnx_options_that_no_kernel_serves(name):
     options, why = OPTIONS[name]
     norm = flax.nnx.RMSNorm(FEATURES, **options, rngs=flax.nnx.Rngs(0))
-    report = jaxnorm.replace_norms(norm)
+    _, report = jaxnorm.replace_layers(norm)
     assert report.left == [((), flax.nnx.RMSNorm, f"no kernel serves {why}")]
     assert type(norm) is flax.nnx.RMSNorm
 
@@ -166,9 +163,9 @@ def test_nnx_axes_from_the_front_are_known_with_x():
 
 def test_nnx_modules_of_linen_in_a_model():
     model = flax.nnx.bridge.ToNNX(flax.linen.LayerNorm(), rngs=flax.nnx.Rngs(0)).lazy_init(draw_x(DIMS))
-    (left,) = jaxnorm.replace_norms(model).left
-    assert left.why.endswith("call it within jaxnorm.linen.replace_norms()")
-    with jaxnorm.linen.replace_norms() as report:
+    (left,) = jaxnorm.replace_layers(model)[1].left
+    assert left.why.endswith("call it within jaxnorm.linen.using_layers()")
+    with jaxnorm.linen.using_layers() as report:
         model = NnxModel(model)
         assert_calls(model.apply, (model.parameters, draw_x(DIMS)), native_calls("layer", fwd=1))
     assert report.replaced
@@ -180,7 +177,7 @@ class OwnModel:
 
 OPTIMIZER = flax.nnx.Optimizer(flax.nnx.RMSNorm(4, rngs=flax.nnx.Rngs(0)), optax.sgd(0.1), wrt=flax.nnx.Param)
 WRONG = {
-    "a linen model": (flax.linen.LayerNorm(), None, "a module of flax.linen, LayerNorm: .*jaxnorm.linen.replace_norms"),
+    "a linen model": (flax.linen.LayerNorm(), None, "a module of flax.linen, LayerNorm: .*jaxnorm.linen.using_layers"),
     "Equinox": (equinox.nn.LayerNorm(4), None, "a flax.nnx module, .*, got LayerNorm.*Equinox is in docs/porting.md"),
     "Keras": (keras.layers.LayerNormalization(), None, "got LayerNormalization.*of Keras is in docs/porting.md"),
     "others": ([OwnModel()], None, "a flax.nnx module, or a list, .*, got list.*docs/porting.md"),
@@ -192,7 +189,7 @@ WRONG = {
     "split": (flax.nnx.split(flax.nnx.Dict()), None, r"got what nnx.split gives, a tuple: .*model = nnx\.merge\("),
     "an optimizer": (OPTIMIZER, None, "a flax.nnx module, .*, got an Optimizer: pass the model that it trains"),
     "None": (None, None, "a flax.nnx module, .*, got None"),
-    "match": (flax.nnx.Dict(), "match", r"not guessed.*custom=\{Norm: lambda .* and check it by jaxnorm.compare"),
+    "match": (flax.nnx.Dict(), "match", r"not guessed.*custom=\{Norm: lambda .* check it by jaxnorm.compare_layers"),
     "pairs": (flax.nnx.Dict(), [(GemmaNorm, gemma_norm)], r"must be a mapping .* Give dict\(custom\)"),
     "a list": (flax.nnx.Dict(), [GemmaNorm], "must be a mapping .* Give each class its function"),
     "a function": (flax.nnx.Dict(), lambda norm, x: x, "custom must be a mapping"),
@@ -205,19 +202,19 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_nnx_errors(name):
     model, custom, message = WRONG[name]
-    with pytest.raises(TypeError, match=f"^replace_norms: .*{message}"):
-        jaxnorm.replace_norms(model, custom)
+    with pytest.raises(TypeError, match=f"^replace_layers: .*{message}"):
+        jaxnorm.replace_layers(model, custom)
 
 
 def test_nnx_a_model_that_a_transformation_makes_is_replaced():
     def create():
         model = flax.nnx.RMSNorm(FEATURES, rngs=flax.nnx.Rngs(0))
-        jaxnorm.replace_norms(model)
+        jaxnorm.replace_layers(model)
         return model
 
     def merge(state):
         model = flax.nnx.merge(definition, state)
-        assert jaxnorm.replace_norms(model).replaced
+        assert jaxnorm.replace_layers(model)[1].replaced
         return model
 
     definition, state = flax.nnx.split(flax.nnx.LayerNorm(FEATURES, rngs=flax.nnx.Rngs(0)))
@@ -237,10 +234,10 @@ READS = {
 def test_linen_a_function_may_only_read(read):
     custom = {norm_models.LinenGemmaNorm: lambda norm, x: jaxnorm.rms_norm(x, read(norm), scale_offset=1.0)}
     variables = LinenMixed().init(jax.random.key(0), draw_x(DIMS))
-    with jaxnorm.linen.replace_norms(custom) as report:
+    with jaxnorm.linen.using_layers(custom) as report:
         within = LinenMixed().init(jax.random.key(0), draw_x(DIMS))
         y = LinenMixed().apply(within, draw_x(DIMS))
-    with jaxnorm.linen.replace_norms(norm_models.LINEN_CUSTOM):
+    with jaxnorm.linen.using_layers(norm_models.LINEN_CUSTOM):
         assert_close(y, LinenMixed().apply(variables, draw_x(DIMS)))
     assert dict(report.replaced) == norm_models.LINEN_REPLACED
     assert bits(within) == bits(variables)
@@ -248,7 +245,7 @@ def test_linen_a_function_may_only_read(read):
 
 @pytest.mark.parametrize("cls", [jaxnorm.linen.RMSNorm, jaxnorm.linen.LayerNorm])
 def test_linen_norms_of_ours_are_left(cls):
-    with jaxnorm.linen.replace_norms() as report:
+    with jaxnorm.linen.using_layers() as report:
         cls().init(jax.random.key(0), draw_x(DIMS))
     assert report.left == [((), cls, "it is jaxnorm's already")]
 
@@ -289,28 +286,32 @@ def test_the_reports_line_computes_their_class(library):
 
 def test_a_class_of_the_mapping_that_the_model_does_not_have_is_named():
     custom = {LayerNormOfOnes: gemma_norm, GemmaNorm: gemma_norm}
-    report = jaxnorm.replace_norms(GemmaNorm(flax.nnx.Rngs(0)), custom)
+    _, report = jaxnorm.replace_layers(GemmaNorm(flax.nnx.Rngs(0)), custom)
     assert report.unused == [LayerNormOfOnes]
     assert str(report).endswith("\nunused    custom: LayerNormOfOnes: there is no module of this class")
-    assert not jaxnorm.replace_norms(LayerNormOfOnes(), {flax.nnx.Module: gemma_norm}).unused
-    with jaxnorm.linen.replace_norms(norm_models.LINEN_CUSTOM | {LinenLayerNormOfOnes: gemma_norm}) as report:
+    assert not jaxnorm.replace_layers(LayerNormOfOnes(), {flax.nnx.Module: gemma_norm})[1].unused
+    with jaxnorm.linen.using_layers(norm_models.LINEN_CUSTOM | {LinenLayerNormOfOnes: gemma_norm}) as report:
         LinenMixed().init(jax.random.key(0), draw_x(DIMS))
     assert report.unused == [LinenLayerNormOfOnes]
 
 
 MODELS = (LinenMixed(), LinenMixed, mixed)
 WRONG_OF_LINEN = {
-    "match": ("match", "not guessed.*norm.get_variable.*jaxnorm.linen.compare"),
+    "match": ("match", "not guessed.*norm.get_variable.*jaxnorm.linen.compare_layers"),
     "another class": ({GemmaNorm: len}, "must map subclasses of flax.linen.module.Module"),
-    **{f"model {i}": (m, r"must be a mapping .*with jaxnorm.linen.replace_norms\(\):") for i, m in enumerate(MODELS)},
+    **{f"model {i}": (m, r"must be a mapping .*with jaxnorm.linen.using_layers\(\):") for i, m in enumerate(MODELS)},
 }
 
 
 @pytest.mark.parametrize("name", WRONG_OF_LINEN)
 def test_linen_errors(name):
     custom, message = WRONG_OF_LINEN[name]
-    with pytest.raises(TypeError, match=f"^replace_norms: .*{message}"):
-        jaxnorm.linen.replace_norms(custom)
+    with pytest.raises(TypeError, match=f"^using_layers: .*{message}"):
+        jaxnorm.linen.using_layers(custom)
+
+
+class KerasModel(EquinoxModel):
+    replaced = partialmethod(EquinoxModel._changed, jaxnorm.keras.replace_layers)
 
 
 # A norm and a linear layer.
@@ -319,12 +320,13 @@ LAYERS = {
     "linen": lambda: linen_model(flax.linen.Sequential([flax.linen.RMSNorm(), flax.linen.Dense(FEATURES)])),
     "equinox": lambda: EquinoxModel([equinox.nn.RMSNorm(FEATURES), *EquinoxMixed(jax.random.key(0)).mlp.layers[:1]]),
 }
+LAYERS["keras"] = lambda: KerasModel(keras.Sequential([keras.layers.RMSNormalization(), keras.layers.Dense(FEATURES)]))
 RNGS = flax.nnx.Rngs(0)
 CHANGES_OF = CHANGES | {"jaxnorm's": lambda model: model.replaced()}
 ALIKE = [(name, name) for name in CHANGES_OF]
 OTHERS = [("quantised", "computed in float8"), ("computed in float8", "quantised")]
 SECOND = [("nnx", pair) for pair in ALIKE + OTHERS] + [("linen", pair) for pair in ALIKE + OTHERS[:1]]
-SECOND += [("equinox", pair) for pair in ALIKE if "float8" not in pair[0]]
+SECOND += [("equinox", pair) for pair in ALIKE if "float8" not in pair[0]] + [("keras", ALIKE[-1])]
 
 
 @pytest.mark.parametrize(("library", "pair"), SECOND)
@@ -337,9 +339,9 @@ def test_a_second_time_each_says_what_was_done_before(library, pair):
 
 
 OF_LINEN = {
-    "jaxnorm's": partial(jaxnorm.linen.replace_norms, {flax.linen.RMSNorm: lambda norm, x: x}),
-    "quantised": jaxnorm.linen.quantized_linears,
-    "computed in float8": jaxnorm.linen.float8_linears,
+    "jaxnorm's": partial(jaxnorm.linen.using_layers, {flax.linen.RMSNorm: lambda norm, x: x}),
+    "quantised": jaxnorm.linen.using_quantized,
+    "computed in float8": jaxnorm.linen.using_float8,
 }
 
 
@@ -360,8 +362,8 @@ def test_contexts_of_linen_say_what_another_has_done(first, second):
 @pytest.mark.parametrize(
     ("context", "make"),
     [
-        (jaxnorm.linen.replace_norms, flax.linen.LayerNorm),
-        (jaxnorm.linen.float8_linears, partial(flax.linen.Dense, FEATURES)),
+        (jaxnorm.linen.using_layers, flax.linen.LayerNorm),
+        (jaxnorm.linen.using_float8, partial(flax.linen.Dense, FEATURES)),
     ],
 )
 def test_linen_scan_of_remat(context, make):
@@ -384,5 +386,5 @@ def test_linen_scan_of_remat(context, make):
     assert_close(run(variables), one_by_one(variables))
     of_run, of_layers = (jax.jit(jax.grad(lambda v, of=of: of(v).sum()))(variables) for of in (run, one_by_one))
     assert_gradients_close(of_run, of_layers)
-    if context is jaxnorm.linen.replace_norms:
+    if context is jaxnorm.linen.using_layers:
         assert_calls(run, (variables,), native_calls("layer", fwd=1))

@@ -1,4 +1,4 @@
-"""`restore_norms`: a model of `flax.nnx` has its own classes again."""
+"""`restore_layers`: a model of `flax.nnx` has its own classes again."""
 
 import copy
 import pickle
@@ -10,7 +10,6 @@ from cases import bits, draw_x
 from norm_models import CUSTOM, DIMS, FEATURES, REPLACED, GemmaNorm, mixed
 
 import jaxnorm
-import jaxnorm.nnx
 
 pytestmark = pytest.mark.jax_version
 
@@ -19,9 +18,9 @@ def test_all_is_as_before():
     model = mixed()
     modules, definition, y = dict(flax.nnx.iter_modules(model)), flax.nnx.graphdef(model), bits(model(draw_x(DIMS)))
     state = bits(flax.nnx.state(model))
-    jaxnorm.replace_norms(model, CUSTOM)
+    jaxnorm.replace_layers(model, CUSTOM)
     assert flax.nnx.graphdef(model) != definition
-    report = jaxnorm.restore_norms(model)
+    model, report = jaxnorm.restore_layers(model)
     assert dict(report.replaced) == REPLACED
     assert not report.left
     assert flax.nnx.graphdef(model) == definition
@@ -29,7 +28,7 @@ def test_all_is_as_before():
     assert all(module is modules[path] for path, module in flax.nnx.iter_modules(model))
     assert bits(flax.nnx.state(model)) == state
     assert bits(model(draw_x(DIMS))) == y
-    assert str(jaxnorm.restore_norms(model)) == "nothing to restore"
+    assert str(jaxnorm.restore_layers(model)[1]) == "nothing to restore"
 
 
 # What is made of a model whose norms were replaced.
@@ -51,9 +50,9 @@ def test_a_copy(name):
     model = mixed()
     model = flax.nnx.List([model.listed, model.by_name, model.groups])  # what pickle takes
     classes = classes_of(model)
-    jaxnorm.replace_norms(model, CUSTOM)
+    jaxnorm.replace_layers(model, CUSTOM)
     other = COPIES[name](model)
-    jaxnorm.restore_norms(other)
+    jaxnorm.restore_layers(other)
     assert classes_of(other) == classes
     assert classes_of(model) != classes
 
@@ -68,8 +67,8 @@ def test_norms_of_the_authors_own_stay():
         "own": GemmaNorm(rngs),
     }
     classes = {name: type(norm) for name, norm in norms.items()}
-    jaxnorm.replace_norms(norms, CUSTOM)
-    report = jaxnorm.restore_norms(norms)
+    jaxnorm.replace_layers(norms, CUSTOM)
+    _, report = jaxnorm.restore_layers(norms)
     assert {name: type(norm) for name, norm in norms.items()} == classes
     assert dict(report.replaced) == {("flax",): flax.nnx.LayerNorm, ("own",): GemmaNorm}
     own = {path for path, _, why in report.left if why == "the model's author made it from jaxnorm.nnx"}
@@ -79,17 +78,17 @@ def test_norms_of_the_authors_own_stay():
 
 def test_a_norm_with_an_option_that_flax_has_not_stays():
     norm = flax.nnx.RMSNorm(FEATURES, rngs=flax.nnx.Rngs(0))
-    jaxnorm.replace_norms(norm)
+    jaxnorm.replace_layers(norm)
     norm.scale_offset = 1.0
-    assert jaxnorm.restore_norms(norm).left
+    assert jaxnorm.restore_layers(norm)[1].left
     assert type(norm) is jaxnorm.nnx.RMSNorm
 
 
 def test_a_norm_that_was_replaced_twice():
     norm = flax.nnx.RMSNorm(FEATURES, rngs=flax.nnx.Rngs(0))
-    jaxnorm.replace_norms(norm)
-    jaxnorm.replace_norms(norm, {jaxnorm.nnx.RMSNorm: lambda norm, x: x})
-    jaxnorm.restore_norms(norm)
+    jaxnorm.replace_layers(norm)
+    jaxnorm.replace_layers(norm, {jaxnorm.nnx.RMSNorm: lambda norm, x: x})
+    jaxnorm.restore_layers(norm)
     assert type(norm) is flax.nnx.RMSNorm
 
 
@@ -98,12 +97,12 @@ def test_linear_layers_stay_what_they_became():
     linear, norm = flax.nnx.Linear(FEATURES, 2, rngs=rngs), flax.nnx.RMSNorm(FEATURES, rngs=rngs)
     model = flax.nnx.Dict(linear=linear, norm=norm)
     jaxnorm.float8_linears(model)
-    jaxnorm.replace_norms(model)
-    assert [path for path, _ in jaxnorm.restore_norms(model).replaced] == [("norm",)]
+    jaxnorm.replace_layers(model)
+    assert [path for path, _ in jaxnorm.restore_layers(model)[1].replaced] == [("norm",)]
     assert type(model.linear) is jaxnorm.nnx.Float8Linear
 
 
 def test_errors():
-    message = r"^restore_norms: got a module of flax.linen, LayerNorm: .* Call it outside\.$"
+    message = r"^restore_layers: got a module of flax.linen, LayerNorm: .* Call it outside\.$"
     with pytest.raises(TypeError, match=message):
-        jaxnorm.restore_norms(flax.linen.LayerNorm())
+        jaxnorm.restore_layers(flax.linen.LayerNorm())

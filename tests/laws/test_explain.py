@@ -23,8 +23,6 @@ from native import without_cuda
 from processes import python
 
 import jaxnorm
-import jaxnorm.equinox
-import jaxnorm.keras
 from jaxnorm import info, linen as jaxnorm_linen, nnx as jaxnorm_nnx
 
 pytestmark = pytest.mark.jax_version
@@ -175,7 +173,7 @@ def test_where_the_choice_of_a_direction_comes_from(direction, chosen):
 
 
 def test_every_public_function_is_known():
-    of_models = {"compare", "float8_linears", "quantize_linears", "replace_norms", "restore_norms"}
+    of_models = {"compare_layers", "float8_linears", "quantize_linears", "replace_layers", "restore_layers"}
     others = {"explain", "implementation", "tune"} | of_models
     named = {name for name in jaxnorm.__all__ if inspect.isfunction(getattr(jaxnorm, name))} - others
     assert set(functions()) == named

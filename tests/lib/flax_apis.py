@@ -17,8 +17,7 @@ from hlo import compiled_text, count_native_calls
 from native import native_calls
 from quantizing import QUANTIZED
 
-import jaxnorm.linen
-import jaxnorm.nnx
+import jaxnorm
 from jaxnorm import Quantization
 
 # Rows with a vectorised part and a rest; three axes, as norms of several axes and of axes in the middle need.

@@ -12,9 +12,7 @@ import jax.numpy as jnp
 import pytest
 from cases import draw, draw_x
 
-import jaxnorm.equinox
-import jaxnorm.linen
-import jaxnorm.nnx
+import jaxnorm
 from jaxnorm import Float8Recipe, Quantization
 
 DIMS = (3, 4, 16)
@@ -152,15 +150,14 @@ class NnxModel(Model):
         return flax.nnx.merge(self.definition, parameters)(x)
 
     def _changed(self, change, *args, **options):
-        module = flax.nnx.clone(self.module)
-        report = change(module, *args, **options)
+        module, report = change(flax.nnx.clone(self.module), *args, **options)
         return NnxModel(module), report
 
     def quantised(self, weights=INT8, activations=None, **options):
         return self._changed(jaxnorm.quantize_linears, weights, activations, **options)
 
     in_float8 = partialmethod(_changed, jaxnorm.float8_linears)
-    replaced = partialmethod(_changed, jaxnorm.replace_norms)
+    replaced = partialmethod(_changed, jaxnorm.replace_layers)
 
 
 class LinenModel(Model):
@@ -185,7 +182,7 @@ class LinenModel(Model):
     def quantised(self, weights=INT8, activations=None, **options):
         variables = self.variables(self.parameters)
         new, report = jaxnorm.linen.quantize_linears(self.module, variables, draw_x(DIMS), weights=weights, **options)
-        context = partial(jaxnorm.linen.quantized_linears, activations)
+        context = partial(jaxnorm.linen.using_quantized, activations)
         return LinenModel(self.module, new, (*self.contexts, context)), report
 
     def _within(self, context, *args, **options):
@@ -196,8 +193,8 @@ class LinenModel(Model):
                 self.module.apply(self.variables(self.parameters), draw_x(DIMS))
         return model, report
 
-    in_float8 = partialmethod(_within, jaxnorm.linen.float8_linears)
-    replaced = partialmethod(_within, jaxnorm.linen.replace_norms)
+    in_float8 = partialmethod(_within, jaxnorm.linen.using_float8)
+    replaced = partialmethod(_within, jaxnorm.linen.using_layers)
 
 
 class EquinoxModel(Model):
@@ -213,12 +210,12 @@ class EquinoxModel(Model):
 
     def _changed(self, change, *args, **options):
         module, report = change(self.module, *args, **options)
-        return EquinoxModel(module), report
+        return type(self)(module), report
 
     def quantised(self, weights=INT8, activations=None, **options):
         return self._changed(jaxnorm.equinox.quantize_linears, weights, activations, **options)
 
-    replaced = partialmethod(_changed, jaxnorm.equinox.replace_norms)
+    replaced = partialmethod(_changed, jaxnorm.equinox.replace_layers)
 
 
 def draw_bias(key, shape, dtype):

@@ -81,7 +81,7 @@ def why_own(line):
     """Why a class of a model's own is left, with the line of a mapping."""
     return (
         f"its __call__ is not Flax's: if it is a norm, say what it computes, as by custom={{{line}}}, and check that "
-        f"by compare"
+        f"by compare_layers"
     )
 
 

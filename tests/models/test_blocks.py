@@ -1,4 +1,4 @@
-"""`jaxnorm.blocks.of` for models of other packages: those that are installed, or whose repository is on PYTHONPATH.
+"""`jaxnorm.blocks.find` for models of other packages: those that are installed, or whose repository is on PYTHONPATH.
 
     PYTHONPATH=bonsai python -m pytest tests/models/test_blocks.py
 
@@ -15,8 +15,6 @@ import pytest
 from hlo import compiled_text, count_native_calls
 
 import jaxnorm
-import jaxnorm.blocks
-import jaxnorm.linen
 from jaxnorm.inspect import turns
 
 # The packages warn of what they import.
@@ -145,16 +143,16 @@ def test_bonsai(make):
     flax.nnx.update(model, away_from_init(flax.nnx.state(model, flax.nnx.Param)))
     forward, gradient, params = functions_of(model, run)
     expected = jax.jit(forward)(params), jax.jit(gradient)(params)
-    for calls, blocks in zip(BONSAI[make], ({}, jaxnorm.blocks.of(model)), strict=True):
+    for calls, blocks in zip(BONSAI[make], ({}, jaxnorm.blocks.find(model)), strict=True):
         replaced = flax.nnx.clone(model)
-        jaxnorm.replace_norms(replaced, blocks)
+        jaxnorm.replace_layers(replaced, blocks)
         forward, gradient, _ = functions_of(replaced, run)
         with jaxnorm.implementation("native"):
             found = count_native_calls(compiled_text(forward, params))
             assert found == {f"jaxnorm_{name}_fwd": count for name, count in calls.items()}
             assert_close(jax.jit(forward)(params), expected[0], 1e-5)
             assert_close(jax.jit(gradient)(params), expected[1], ROUNDED.get(make, 1e-5))
-        jaxnorm.restore_norms(replaced)
+        jaxnorm.restore_layers(replaced)
         assert flax.nnx.graphdef(replaced) == flax.nnx.graphdef(model)
 
 
@@ -194,10 +192,10 @@ def test_linen(make, calls, monkeypatch):
     monkeypatch.setattr(turns, "SECONDS", 1e-4)
     module, args = make()
     given = {"return_dict": False} if make is hub_llama else {}
-    variables, custom = away_from_init(module.init(jax.random.key(0), *args, **given)), jaxnorm.blocks.of(module)
+    variables, custom = away_from_init(module.init(jax.random.key(0), *args, **given)), jaxnorm.blocks.find(module)
     with jaxnorm.implementation("native"):
-        comparison = jaxnorm.linen.compare(module, variables, *args, **given, custom=custom)
-        with jaxnorm.linen.replace_norms(custom):
+        comparison = jaxnorm.linen.compare_layers(module, variables, *args, **given, custom=custom)
+        with jaxnorm.linen.using_layers(custom):
             text = compiled_text(lambda variables: module.apply(variables, *args, **given), variables)
     assert count_native_calls(text) == {f"jaxnorm_{name}_fwd": count for name, count in calls.items()}
     assert comparison.outputs < 1e-5

@@ -115,7 +115,7 @@ def with_ours(model, reports):
     """The model within a context, whose report is then the last of the reports."""
 
     def after(parameters, inputs):
-        with jaxnorm.linen.replace_norms() as report:
+        with jaxnorm.linen.using_layers() as report:
             y = model(parameters, inputs)
         reports.append(report)
         return y
