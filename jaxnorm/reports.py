@@ -1,12 +1,14 @@
-"""What became of a model: the results of the functions that change its layers, and of those that compare them."""
+"""What is told of a program or a model: what `explain` says of calls, what became of layers, how two models compare."""
 
 import dataclasses
+import statistics
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxnorm.inspect.turns import Times
+from jaxnorm.native import ffi
 
-__all__ = ["Comparison", "Left", "Replaced", "Report", "Within"]
+__all__ = ["Call", "Comparison", "Explanation", "Left", "Replaced", "Report", "Runs", "Within"]
 
 Path = tuple[Any, ...]  # of attributes and indices
 ALREADY = " already"  # so ends why a module is left that was changed before
@@ -99,6 +101,89 @@ def _is_of_blocks(function: Any) -> bool:
 
 def _named(path: Path) -> str:
     return ".".join(map(str, path)) or "(the model itself)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Runs:
+    """What runs for a call on a platform: "native" or "xla", and why."""
+
+    platform: str
+    implementation: str
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call of a function of jaxnorm in a program, in one direction.
+
+    `line` is that of the caller, as "file:line (function)". `operands` are what is read, as "x: bfloat16[8,128]".
+    `direction` is "forward", "backward", or "tangent" for what forward mode adds.
+    """
+
+    line: str
+    name: str
+    direction: str
+    operands: tuple[str, ...]
+    runs: tuple[Runs, ...]
+
+    def on(self, platform: str) -> Runs:
+        """What runs on one of the platforms."""
+        return {runs.platform: runs for runs in self.runs}[platform]
+
+
+class Explanation(tuple[Call, ...]):
+    """The calls of a program; printed, a table."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        if not self:
+            return "no function of jaxnorm is in this program"
+        platforms = [runs.platform for runs in self[0].runs]
+        rows = [["line", "function", "direction", *platforms]]
+        notes: list[Sequence[str]] = [()]
+        for call in self:
+            rows.append([call.line, call.name, call.direction, *(runs.implementation for runs in call.runs)])
+            notes.append([", ".join(call.operands), *_whys(runs for runs in call.runs if not _is_of_all(runs))])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines: list[str] = []
+        for row, note in zip(rows, notes, strict=True):
+            lines.append("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+            lines += [textwrap.indent(line, "    ") for text in note for line in textwrap.wrap(text, 110)]
+        of_all = _whys(dict.fromkeys(runs for call in self for runs in call.runs if _is_of_all(runs)))
+        return "\n".join([*lines, *(line for text in of_all for line in textwrap.wrap(text, 114))])
+
+    __str__ = __repr__
+
+
+def _is_of_all(runs: Runs) -> bool:
+    """Whether the reason is that of all calls on the platform, and so is told once."""
+    return runs.why == ffi.why_nowhere(runs.platform)
+
+
+def _whys(all_runs: Iterable[Runs]) -> list[str]:
+    """Why XLA's code runs, each reason once, with its platforms."""
+    by_reason: dict[str, list[str]] = {}
+    for runs in all_runs:
+        if runs.implementation != "native":
+            by_reason.setdefault(runs.why, []).append(runs.platform)
+    return [f"xla on {', '.join(platforms)}: {why}" for why, platforms in by_reason.items()]
+
+
+class Times(NamedTuple):
+    """Seconds of a call: the median over the turns, and the quartiles."""
+
+    low: float
+    median: float
+    high: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> "Times":
+        return cls(*statistics.quantiles(seconds, n=4, method="inclusive"))
+
+    def beats(self, other: "Times") -> bool:
+        """Whether three quarters of its turns are faster than three quarters of the other's."""
+        return self.high < other.low
 
 
 class Pair(NamedTuple):

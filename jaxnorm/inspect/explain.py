@@ -1,10 +1,8 @@
 """Every call of a program, and what runs for it: `jaxnorm.explain`, and `--explain` of `python -m jaxnorm.info`."""
 
-import dataclasses
 import importlib
 import inspect
 import os
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -17,76 +15,10 @@ from jaxnorm.ops.options import around
 from jaxnorm.primitive import fallback
 from jaxnorm.primitive.described import DESCRIBERS, DIRECTIONS, Described
 from jaxnorm.primitive.rules import leaves_of
+from jaxnorm.reports import Call, Explanation, Runs
 
 # A part of the key by which JAX caches what it has traced: a new value has all of a program traced anew.
 _run = jax.make_user_context(None)
-
-
-@dataclasses.dataclass(frozen=True)
-class Runs:
-    """What runs for a call on a platform: "native" or "xla", and why."""
-
-    platform: str
-    implementation: str
-    why: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Norm:
-    """A call of a function of jaxnorm in a program, in one direction.
-
-    `line` is that of the caller, as "file:line (function)". `operands` are what is read, as "x: bfloat16[8,128]".
-    `direction` is "forward", "backward", or "tangent" for what forward mode adds.
-    """
-
-    line: str
-    name: str
-    direction: str
-    operands: tuple[str, ...]
-    runs: tuple[Runs, ...]
-
-    def on(self, platform: str) -> Runs:
-        """What runs on one of the platforms."""
-        return {runs.platform: runs for runs in self.runs}[platform]
-
-
-class Explanation(tuple[Norm, ...]):
-    """The calls of a program; printed, a table."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        if not self:
-            return "no function of jaxnorm is in this program"
-        platforms = [runs.platform for runs in self[0].runs]
-        rows = [["line", "function", "direction", *platforms]]
-        notes: list[Sequence[str]] = [()]
-        for norm in self:
-            rows.append([norm.line, norm.name, norm.direction, *(runs.implementation for runs in norm.runs)])
-            notes.append([", ".join(norm.operands), *_whys(runs for runs in norm.runs if not _is_of_all(runs))])
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines: list[str] = []
-        for row, note in zip(rows, notes, strict=True):
-            lines.append("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-            lines += [textwrap.indent(line, "    ") for text in note for line in textwrap.wrap(text, 110)]
-        of_all = _whys(dict.fromkeys(runs for norm in self for runs in norm.runs if _is_of_all(runs)))
-        return "\n".join([*lines, *(line for text in of_all for line in textwrap.wrap(text, 114))])
-
-    __str__ = __repr__
-
-
-def _is_of_all(runs: Runs) -> bool:
-    """Whether the reason is that of all calls on the platform, and so is told once."""
-    return runs.why == ffi.why_nowhere(runs.platform)
-
-
-def _whys(all_runs: Iterable[Runs]) -> list[str]:
-    """Why XLA's code runs, each reason once, with its platforms."""
-    by_reason: dict[str, list[str]] = {}
-    for runs in all_runs:
-        if runs.implementation != "native":
-            by_reason.setdefault(runs.why, []).append(runs.platform)
-    return [f"xla on {', '.join(platforms)}: {why}" for why, platforms in by_reason.items()]
 
 
 def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
@@ -109,21 +41,21 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
       **kwargs: likewise, by name.
 
     Returns:
-      A tuple of frozen dataclasses with `line`, `name`, `direction`, `operands` and `runs`, which prints as a table.
+      A tuple of `jaxnorm.reports.Call`s, which prints as a table.
 
     Raises:
       TypeError: function cannot be called.
     """
     if not callable(function):
         raise TypeError(f"explain: the first argument must be a function, got {_in_words(function)}")
-    found: list[tuple[source.Line | None, Norm]] = []
+    found: list[tuple[source.Line | None, Call]] = []
     caller = source.line_of_user()
 
     def hear(formula: fallback.Formula) -> None:
         reason = f"{formula.reason}{_context(formula)}" if formula.reason == fallback.ASKED_FOR else formula.reason
         call = Described(formula.name, formula.operands, formula.direction, lambda _: reason)
         line = formula.line or caller
-        found.append((line, _norm(line, call)))
+        found.append((line, _call(line, call)))
 
     with _run(object()), fallback.listening(hear):
         if isinstance(function, type(jax.jit(function))):
@@ -133,7 +65,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
             traced = jax.jit(traceable).trace(arrays)
     found += _bound(traced.jaxpr, caller)
     found.sort(key=lambda both: both[0] or ("",))
-    return Explanation(dict.fromkeys(norm for _, norm in found))
+    return Explanation(dict.fromkeys(call for _, call in found))
 
 
 def of_arrays(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[list[Any], Callable[..., Any]]:
@@ -159,13 +91,13 @@ def _in_words(value: Any) -> str:
     return f"{type(value).__name__}; {remedy}."
 
 
-def _bound(jaxpr: Any, outer: source.Line | None) -> Iterator[tuple[source.Line | None, Norm]]:
+def _bound(jaxpr: Any, outer: source.Line | None) -> Iterator[tuple[source.Line | None, Call]]:
     """The calls that are primitives, at any depth. Those in which there is no line of the user have the outer one."""
     for equation in jaxpr.eqns:
         line = source.line_of_user(equation.source_info.traceback) or outer
         if equation.primitive in DESCRIBERS:
             call = DESCRIBERS[equation.primitive](*(var.aval for var in equation.invars), **equation.params)
-            yield line, _norm(line, call)
+            yield line, _call(line, call)
         for inner in _jaxprs(equation.params.values()):
             yield from _bound(inner, line)
 
@@ -178,13 +110,13 @@ def _jaxprs(values: Iterable[Any]) -> Iterator[Any]:
             yield from _jaxprs(value)
 
 
-def _norm(line: source.Line | None, call: Described) -> Norm:
+def _call(line: source.Line | None, call: Described) -> Call:
     """The row of a call."""
     where = "unknown" if line is None else f"{os.path.relpath(line.file)}:{line.number} ({line.function})"
     platforms = dict.fromkeys((*ffi.PLATFORMS, compat.default_platform()))
     given = tuple(f"{name}: {_type(array)}" for name, array in leaves_of(call.operands) if name != "stats")
     runs = tuple(_runs(platform, call.why_formula(platform), call.native_for) for platform in platforms)
-    return Norm(where, call.name, DIRECTIONS[call.direction], given, runs)
+    return Call(where, call.name, DIRECTIONS[call.direction], given, runs)
 
 
 def _type(array: Any) -> str:

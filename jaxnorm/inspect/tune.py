@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxnorm.inspect import progress, turns
-from jaxnorm.inspect.explain import Explanation, Norm, explain
+from jaxnorm.inspect.explain import explain
 from jaxnorm.inspect.tuned import Trial, Tuned, Where, as_mapping, calls_of, devices_of
 from jaxnorm.native import compat, ffi
 from jaxnorm.ops import options
 from jaxnorm.primitive import op
+from jaxnorm.reports import Call, Explanation
 
 NO_CALL = "no function of jaxnorm is in this program"
 ALL_CHOSEN = (
@@ -145,7 +146,7 @@ def _why_nothing(calls: Explanation, free: Free, platform: str) -> str:
     return ""
 
 
-def _others(calls: Sequence[Norm], one: tuple[str, str], free: Free, platform: str) -> list[options.Implementation]:
+def _others(calls: Sequence[Call], one: tuple[str, str], free: Free, platform: str) -> list[options.Implementation]:
     """What the default rules do not choose for all of the calls that a function makes in a direction."""
     function, direction = one
     of_function = op.REGISTRY.get(function)

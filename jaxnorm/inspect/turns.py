@@ -1,15 +1,15 @@
 """A program with several choices of `jaxnorm.implementation`, timed in turns."""
 
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from jaxnorm.inspect.explain import of_arrays
 from jaxnorm.ops.options import Choices, implementation
+from jaxnorm.reports import Times
 
 # A turn is a queue of calls, as many as take so long, and one at least. The first turn of several warms up.
 TURNS, SECONDS, MOST_CALLS = 9, 0.02, 100
@@ -103,22 +103,6 @@ class Run:
                 result = self.program.function(*args, **kwargs)
             jax.block_until_ready(result)
             return (time.perf_counter() - start) / calls
-
-
-class Times(NamedTuple):
-    """Seconds of a call: the median over the turns, and the quartiles."""
-
-    low: float
-    median: float
-    high: float
-
-    @classmethod
-    def of(cls, seconds: Sequence[float]) -> "Times":
-        return cls(*statistics.quantiles(seconds, n=4, method="inclusive"))
-
-    def beats(self, other: "Times") -> bool:
-        """Whether three quarters of its turns are faster than three quarters of the other's."""
-        return self.high < other.low
 
 
 def in_turns(runs: Sequence[Run]) -> list[Times]:
