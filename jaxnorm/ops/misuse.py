@@ -240,9 +240,7 @@ def no_array(name: str, value: object) -> str:
     if isinstance(value, jax.ShapeDtypeStruct):
         return "it has a shape and no values; let jax.eval_shape call the function with it."
     if callable(getattr(value, "unbox", None)):
-        return (
-            f"it is a box of Flax's metadata; pass {name}.unbox(), or unbox all parameters with flax.core.meta.unbox."
-        )
+        return f"it is a box of Flax's metadata; pass {name}.unbox(), or all parameters with flax.core.meta.unbox."
     if hasattr(value, "__dlpack__"):
         return f"pass jax.numpy.from_dlpack({name}), of a tensor of torch that requires a gradient {name}.detach()."
     if (isinstance(value, Sequence) and not isinstance(value, (str, bytes))) or is_number(value):

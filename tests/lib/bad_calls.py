@@ -113,9 +113,7 @@ NORM_WITHOUT_KERNEL = named(
 HALF, BRAIN = X.astype("float16"), X.astype("bfloat16")
 RESIDUAL_WITHOUT_KERNEL = named(
     call(HALF, BRAIN, out_dtype="float16").has_no_kernel("x is float16 and residual bfloat16.*one of them float32"),
-    call(X, BRAIN, out_dtype="float16").has_no_kernel(
-        "residual is bfloat16 and the result float16.*one of them float32"
-    ),
+    call(X, BRAIN, out_dtype="float16").has_no_kernel("residual is bfloat16 and the result float16.*of them float32"),
 )
 LONG = jnp.ones((2, 16_385))
 GATED_WITHOUT_KERNEL = named(
@@ -242,9 +240,7 @@ ROWS = jnp.ones((3, 4, 192))
 TENSOR, GROUPS = Quantization("int8", "tensor"), Quantization("int8", "group")
 QUANTIZED = named(
     call(ROWS, quantization=GROUPS).raises(ValueError, "group_size 128", "divide", (3, 4, 192)),
-    call(ROWS, quantization=GROUPS, axis=(-2, -1)).raises(
-        ValueError, "granularity='group'", "axis=-1", (-2, -1), "reshape"
-    ),
+    call(ROWS, quantization=GROUPS, axis=(-2, -1)).raises(ValueError, "'group'", "axis=-1", (-2, -1), "reshape"),
     call(ROWS, quantization=GROUPS, axis=0).raises(ValueError, "granularity='group'", r"\(-3,\)"),
     call(ROWS, quantization=TENSOR).raises(ValueError, "'tensor'", "static_scale", "None"),
     call(ROWS, static_scale=1.0).raises(ValueError, "static_scale", "'token'", "leave"),
@@ -297,15 +293,11 @@ ROTARY = named(
         ValueError, "cos has shape", (3, 3), "rotary_dim / 2 = 4", (2, 3), (2, 3, 4, 8)
     ),
     call(Q, K, cos=COS, sin=COS[:2]).raises(ValueError, "sin has shape", (2, 4), (2, 3)),
-    call(Q, K, cos=COS[:, None], sin=COS[:, None]).raises(
-        ValueError, "cos has shape", (3, 1, 4), (2, 3), "no axis for heads"
-    ),
+    call(Q, K, cos=COS[:, None], sin=COS[:, None]).raises(ValueError, "cos has", (3, 1, 4), (2, 3), "axis for heads"),
     call(Q, K, cos=COS[:, :2], sin=COS[:, :2]).raises(ValueError, "cos", "pass rotary_dim"),
     call(Q, K, cos=jnp.ones(()), sin=COS).raises(ValueError, "cos has shape", ()),
     call(Q, K, cos=COS.astype("int32"), sin=COS).raises(TypeError, "cos", "floating", "int32"),
-    call(Q, K, positions=jnp.arange(2)).raises(
-        ValueError, "positions has shape", (2,), (2, 3), r"positions\[:, None\]"
-    ),
+    call(Q, K, positions=jnp.arange(2)).raises(ValueError, "positions has", (2,), (2, 3), r"positions\[:, None\]"),
     call(Q[0, 0], K[0, 0]).raises(ValueError, "without an axis of tokens", "pass positions"),
     call(Q, K, frequencies=jnp.ones(8)).raises(ValueError, "frequencies has shape", (8,), (4,), "rotary_dim"),
 )
@@ -329,9 +321,7 @@ OF_PRODUCT = named(
         ValueError, (2, 2, 3, 128), r"\(\.\.\., tokens, 8, head size\)", "at most three axes", "Reshape qkv"
     ),
     of_heads(QKV[0]).raises(ValueError, (3, 8, 16), "may be the last axis but one", (1, 3, 8, 16), (3, 8, 8, 2)),
-    of_heads(QKV[0, 0], positions=0).raises(
-        ValueError, (8, 16), "may be the last axis but one", (1, 1, 8, 16), (1, 8, 8, 2)
-    ),
+    of_heads(QKV[0, 0], positions=0).raises(ValueError, (8, 16), "the last axis but one", (1, 1, 8, 16), (1, 8, 8, 2)),
     call(QKV, heads=0, kv_heads=4).raises(ValueError, "heads must be positive", "0"),
     call(QKV, heads=10, kv_heads=-1).raises(ValueError, "kv_heads must be positive", "-1"),
     of_heads(QKV, jnp.ones((8, 16))).raises(ValueError, "q_scale", (8, 16), (16,), "head size of qkv", (4, 16)),
@@ -340,22 +330,16 @@ OF_PRODUCT = named(
     of_heads(QKV, jnp.ones(16), normalize=False).raises(ValueError, "q_scale", "normalize=False", "None"),
     of_heads(QKV[..., :7]).raises(ValueError, "last axis of qkv", (2, 3, 8, 7), "odd", "rotary_dim"),
     of_heads(QKV, rotary_dim=18).raises(ValueError, "rotary_dim=18", "2 to 16", "qkv"),
-    of_heads(QKV, cos=jnp.ones((2, 8)), sin=jnp.ones((2, 8))).raises(
-        ValueError, "cos has shape", (2, 8), r"\(2, 3\) of qkv"
-    ),
+    of_heads(QKV, cos=jnp.ones((2, 8)), sin=jnp.ones((2, 8))).raises(ValueError, "cos has", (2, 8), r"\(2, 3\) of qkv"),
     of_heads(QKV, positions=jnp.arange(3), cos=jnp.ones((3, 8)), sin=jnp.ones((3, 8))).raises(
         ValueError, "positions and the tables cos and sin", "Leave positions out"
     ),
     of_heads(QKV, positions=jnp.arange(2)).raises(ValueError, "positions has shape", (2,), r"\(2, 3\) of qkv"),
-    of_heads(QKV[0, 0], jnp.ones(16)).raises(
-        ValueError, "qkv has shape", "without an axis of tokens", "pass positions"
-    ),
+    of_heads(QKV[0, 0], jnp.ones(16)).raises(ValueError, "qkv has shape", "an axis of tokens", "pass positions"),
     of_heads(Q, K, K, None, SCALE).raises(TypeError, "takes 4 positional arguments", "5 were given"),
     of_heads(QKV, heads_axis=-3).raises(TypeError, "heads_axis", "qk_norm_rotary"),
 )
-PRODUCT_WITHOUT_KERNEL = named(
-    call(jnp.ones((2, 1, 3, 520)), heads=1, kv_heads=1).has_no_kernel("heads of 520 elements"),
-)
+PRODUCT_WITHOUT_KERNEL = named(call(jnp.ones((2, 1, 3, 520)), heads=1, kv_heads=1).has_no_kernel("heads of 520"))
 
 KERNEL, BIAS = jnp.ones((8, 20)), jnp.ones(20)
 

@@ -89,7 +89,5 @@ def check_out_dtype(function: str, out_dtype: Any, x: Any) -> np.dtype[Any]:
         return half
     dtype = checks.check_out_dtype(function, out_dtype, x.values if isinstance(x, Quantized) else x)
     if dtype == np.float64:
-        raise TypeError(
-            f"{function}: out_dtype is float64, expected 16 or 32 bits: sums are float32. Convert the result."
-        )
+        raise TypeError(f"{function}: out_dtype is float64, expected 16 or 32 bits: sums are float32; convert it.")
     return dtype
