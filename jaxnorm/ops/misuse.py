@@ -15,6 +15,9 @@ Parameters = Mapping[str, inspect.Parameter]
 # The names of before the first release, which goes without them; some only in one function.
 FORMER = {"jnp": "xla", "axis_of_heads": "heads_axis"}
 FORMER |= dict.fromkeys(("softmax.scale", "log_softmax.scale"), "logit_scale")
+FORMER |= {"linear_cross_entropy.weights": "row_weights", "quantized_dot.weights": "kernel"}
+FORMER |= dict.fromkeys(("quantize_linears.weights", "QuantizedLinear.weights"), "kernels")
+FORMER |= {f"{of}.activations": "inputs" for of in ("quantize_linears", "quantized_linears", "QuantizedLinear")}
 # The names that other libraries have -> ours, perhaps with its value.
 SYNONYMS = {
     **dict.fromkeys(("eps", "variance_epsilon", "norm_eps", "layer_norm_eps", "rms_norm_eps"), "epsilon"),
@@ -34,7 +37,7 @@ SYNONYMS = {
     "return_lse": "return_logsumexp",
     "smoothing": "label_smoothing",
     "temperature": "logit_scale=1 / temperature",
-    **dict.fromkeys(("loss_mask", "loss_weights", "sample_weight"), "weights"),
+    **dict.fromkeys(("loss_mask", "loss_weights", "sample_weight"), "row_weights"),
     "is_causal": "causal",
     **dict.fromkeys(("rope_theta", "base", "rotary_base", "max_wavelength"), "theta"),
     **dict.fromkeys(("inv_freq", "freqs", "freq"), "frequencies"),
@@ -115,21 +118,22 @@ def unbound(name: str, parameters: Parameters, args: tuple[Any, ...], keywords: 
     """Why the arguments do not fit the parameters, and what may have been meant."""
     positional = _positional(parameters)
     given = positional[: len(args)]
+    others = {p.kind: p.name for p in parameters.values() if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     for keyword in keywords:
-        if keyword not in parameters:
+        if keyword not in parameters and (f"{name}.{keyword}" in FORMER or inspect.Parameter.VAR_KEYWORD not in others):
             return f"got an unexpected keyword argument {keyword!r}; {_meant(name, parameters, keyword)}"
         if keyword in given:
             at = given.index(keyword)
             remedy = _surplus(name, parameters, at + 1, args[at]) if keyword == "scale" else "Pass it once."
             return f"got multiple values for argument {keyword!r}. {remedy}"
-    if surplus := args[len(positional) :]:
+    if (surplus := args[len(positional) :]) and inspect.Parameter.VAR_POSITIONAL not in others:
         is_torchs = positional[:2] == ["x", "scale"] and (is_shape(args[1]) or is_number(args[1]))
         return (
             f"takes {len(positional)} positional arguments ({', '.join(positional)}) but {len(args)} were given. "
             f"{SHAPE if is_torchs else _surplus(name, parameters, len(positional) + 1, surplus[0])}"
         )
     for p in parameters.values():
-        if p.default is p.empty and p.name not in (*given, *keywords):
+        if p.default is p.empty and p.name not in (*given, *keywords, *others.values()):
             remedy = REQUIRED.get(p.name, f"pass {p.name}=...")
             return f"missing a required argument: {p.name!r}; {remedy}."
     return None

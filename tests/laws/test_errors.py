@@ -186,7 +186,7 @@ OF_VARIABLES = {
     "quantize": (partial(jaxnorm.quantize, quantization=TOKEN), call(X)),
     "float8_linear": (jaxnorm.float8_linear, call(X, jnp.ones((8, 8)), bias=SCALE)),
     "quantized_dot": (
-        lambda x, bias: jaxnorm.quantized_dot(x, jaxnorm.quantize(X[0], TOKEN), bias=bias),
+        lambda x, bias: jaxnorm.quantized_dot(x, jaxnorm.quantize_kernel(X[0].T, TOKEN), bias=bias),
         call(X, SCALE[:4]),
     ),
 }

@@ -28,7 +28,10 @@ VALID = {
     "kernel": jnp.ones((8, 5)),
     "gate_first": True,
     "quantization": Quantization("int8"),
-    "weights": jaxnorm.quantize(jnp.ones((5, 8)), Quantization("int8")),
+}
+OWN = {
+    "group_norm": {"num_groups": 2},
+    "quantized_dot": {"kernel": jaxnorm.quantize_kernel(jnp.ones((8, 5)), Quantization("int8"))},
 }
 
 
@@ -41,9 +44,7 @@ def required_by(function):
 
 
 def valid(function):
-    return {name: VALID[name] for name in required_by(function)} | (
-        {"num_groups": 2} if function == "group_norm" else {}
-    )
+    return {name: VALID[name] for name in required_by(function)} | OWN.get(function, {})
 
 
 def in_order(function, parts) -> str:
@@ -399,17 +400,17 @@ LINEAR = named(
     call(KERNEL.T[:6].T, jnp.ones((5, 8)), LABELS[0]).raises(ValueError, "x and kernel in each other's place"),
     call(X, KERNEL, LABELS, bias=BIAS[1:]).raises(ValueError, "bias", (19,), r"expected \(20,\)", (8, 20), "Reshape"),
     call(X, KERNEL, LABELS, where=LABELS == 0).raises(
-        ValueError, "where", (3, 4), r"expected \(20,\)", (3, 4, 20), r"weights=where\.astype"
+        ValueError, "where", (3, 4), r"expected \(20,\)", (3, 4, 20), r"row_weights=where\.astype"
     ),
     call(X, KERNEL, LABELS, where=jnp.ones((4, 20), bool)).raises(
         ValueError, "where", (4, 20), r"broadcast_to\(where, \(3, 4, 20\)\)"
     ),
-    call(X, KERNEL, LABELS, weights=jnp.ones(3)).raises(
-        ValueError, "weights", (3,), r"expected \(3, 4\)", (3, 4, 8), r"broadcast_to\(weights\[:, None\], lab"
+    call(X, KERNEL, LABELS, row_weights=jnp.ones(3)).raises(
+        ValueError, "row_weights", (3,), r"expected \(3, 4\)", (3, 4, 8), r"broadcast_to\(row_weights\[:, None\], lab"
     ),
-    call(X, KERNEL, LABELS, weights=BIAS).raises(ValueError, (20,), r"weights\[labels\]"),
-    call(X, KERNEL, LABELS, weights=jnp.ones(5)).raises(ValueError, (5,), "broadcast"),
-    call(X, KERNEL, LABELS, weights=LABELS == 0).raises(TypeError, "weights", "bool", "astype"),
+    call(X, KERNEL, LABELS, row_weights=BIAS).raises(ValueError, (20,), r"w\[labels\]"),
+    call(X, KERNEL, LABELS, row_weights=jnp.ones(5)).raises(ValueError, (5,), "broadcast"),
+    call(X, KERNEL, LABELS, row_weights=LABELS == 0).raises(TypeError, "row_weights", "bool", "astype"),
     call(X, KERNEL, LABELS, reduction="max").raises(ValueError, "reduction", "max", "'mean'"),
     call(X, KERNEL, LABELS, rows_per_chunk=0).raises(ValueError, "rows_per_chunk", "positive"),
     call(X, KERNEL, LABELS, rows_per_chunk=2.0).raises(TypeError, "rows_per_chunk", "int", "2.0"),

@@ -49,8 +49,8 @@ def check_kernel(function: str, kernel: Any, shape: Sequence[Any]) -> jax.Array:
     """The kernel as a matrix that goes with an x of this shape."""
     if isinstance(kernel, Quantized):
         raise TypeError(
-            f"{function}: kernel is a jaxnorm.Quantized, expected an array (K, N), which is rounded here; with "
-            f"quantised weights use jaxnorm.quantized_dot."
+            f"{function}: kernel is a jaxnorm.Quantized, expected an array (K, N), which is rounded here; of one "
+            f"that is quantised use jaxnorm.quantized_dot."
         )
     array = checks.check_array(function, "kernel", kernel)
     check_float32(function, {"kernel": array})
