@@ -188,7 +188,6 @@ PRODUCTS = ("quantized_dot", "float8_linear")
 # Whose axis, or other argument, is one that they check themselves.
 OWN = {
     *((name, "axis") for name in ("gated_activation", "gated_activation_quantized")),
-    *((name, "logit_scale") for name in ("softmax", "log_softmax")),
     ("quantized_dot", "kernel"),
 }
 

@@ -208,7 +208,8 @@ def softmax(draw: Draw) -> Call:
     options = {"logit_scale": draw.pick((1.0, 0.3)), "causal": causal}
     if causal:
         options |= {"offset": draw.pick((0, 3)), "window": draw.pick((None, 2))}
-    return _call(public, {"x": x, "where": where}, ("x",), by_example, **options)
+    scale = {"logit_scale": jnp.float32(options.pop("logit_scale"))} if draw.chance(0.3) else {}
+    return _call(public, {"x": x, "where": where, **scale}, ("x", "logit_scale"), by_example, **options)
 
 
 def cross_entropy(draw: Draw) -> Call:
