@@ -106,6 +106,14 @@ def test_a_recipe_is_its_values():
     assert hash(Float8Recipe().dot_general) == hash(float8_dot_general)
 
 
+def test_a_recipe_by_torchaos_name():
+    assert Float8Recipe.named("tensorwise") == TENSOR
+    assert Float8Recipe.named("rowwise") == Float8Recipe(power_of_two=True)
+    assert Float8Recipe.named("rowwise_with_gw_hp") == Float8Recipe(weight_gradient="compute")
+    with pytest.raises(ValueError, match=r"^Float8Recipe.named: unknown recipe 'mx'; expected 'tensorwise', 'rowwise'"):
+        Float8Recipe.named("mx")
+
+
 def test_the_dtype_of_the_result():
     assert float8_linear(X.astype("bfloat16"), KERNEL).dtype == jnp.bfloat16
     assert float8_linear(X, KERNEL.astype("bfloat16")).dtype == jnp.float32
