@@ -35,7 +35,7 @@ from jaxnorm.ops.norm.quantized_api import layer_norm_quantized, rms_norm_quanti
 from jaxnorm.ops.options import implementation
 from jaxnorm.ops.qk_norm_rotary.api import qk_norm_rotary
 from jaxnorm.ops.qk_norm_rotary.packed_api import qkv_norm_rotary
-from jaxnorm.ops.quantize.api import quantize
+from jaxnorm.ops.quantize.api import quantize, quantize_kernel
 from jaxnorm.ops.quantized_dot.api import quantized_dot
 from jaxnorm.ops.sandwich_norm.api import rms_norm_add_rms_norm
 from jaxnorm.ops.softmax.api import log_softmax, softmax
@@ -80,6 +80,7 @@ __all__ = [
     "qk_norm_rotary",
     "qkv_norm_rotary",
     "quantize",
+    "quantize_kernel",
     "quantize_linears",
     "quantized_dot",
     "replace_layers",

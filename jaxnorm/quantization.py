@@ -35,10 +35,9 @@ class Quantization:
       power_of_two: rounds a scale up to a power of two, of floats only; with another scale than the caller's.
       max_scale: upper bound of a computed scale, at least 2**-126; what is larger then is clipped. None: no bound.
       scales_dtype: `float32`, or of groups of floats `float8_e8m0fnu`, an exponent in 8 bits: the scales are powers of
-        two then, as with power_of_two, and so is max_scale. With a group_size of 32 that is an MX format, but for the
-        rounding: up, so that no value is clipped, where the OCP specification rounds down.
-      scales_layout: "row", or of groups "column": the axis of groups is the first of scales, so that those of all rows
-        for one group of columns lie together, as products that scale by blocks read them.
+        two then, as with power_of_two, and so is max_scale. With a group_size of 32 that is an MX format, rounded up.
+      scales_layout: "row", or of groups "column": the axis of groups is the first of scales, as products that scale by
+        blocks read them.
 
     Raises:
       ValueError, TypeError: the options are not those above, or do not go together.
@@ -80,24 +79,26 @@ class Quantized:
     """A quantised array, a pytree: `values * scales` approximates what was quantised.
 
     Attributes:
-      values: of the array's shape and the dtype quantised to.
+      values: of the array's shape and the dtype quantised to; as they lie in memory, see `transposed`.
       scales: float32, or float8_e8m0fnu. One a row: of values' shape with normalised axes of length 1. One a group: of
         values' shape with a last axis as long as a row has groups, or with that axis in front. One for everything: a
         scalar.
-      carrier: zeros through which a straight-through gradient flows, of the shape and dtype of what was quantised;
-        None where none was asked for. It does so by `dequantize` and `quantized_dot` alone: the gradient of what is
-        computed from values and scales is zero.
-      groups_axis: the axis of scales along which groups stand, counted from the end, so that axes that vmap puts in
-        front change nothing: -1 by row, and by column as many axes from the end as what was quantised has.
+      carrier: zeros through which a straight-through gradient flows, by `dequantize` and `quantized_dot` alone, of
+        values' shape and the dtype of what was quantised; None where none was asked for.
+      groups_axis: the axis of scales along which groups stand, counted from the end: -1 by row, and by column as many
+        axes from the end as what was quantised has.
+      transposed: whether the last two axes of the array stand in each other's place in values, scales and carrier, as
+        those of a kernel of `quantize_kernel` do.
     """
 
     values: jax.Array
     scales: jax.Array
     carrier: jax.Array | None = None
     groups_axis: int = field(default=-1, metadata={"static": True})
+    transposed: bool = field(default=False, metadata={"static": True})
 
     def dequantize(self, dtype: Any = jnp.float32) -> jax.Array:
-        """`values * scales`, computed in float32 and rounded to dtype, plus the carrier.
+        """`values * scales`, computed in float32 and rounded to dtype, plus the carrier; of the array's shape.
 
         Its derivative is the carrier's: the cotangent of this result is that of what was quantised.
         """
@@ -111,7 +112,7 @@ class Quantized:
         array = lax.stop_gradient((values * scales).reshape(shape))
         if self.carrier is not None:
             array = array + self.carrier.astype(jnp.float32)
-        return array.astype(np.dtype(dtype))
+        return (jnp.swapaxes(array, -1, -2) if self.transposed else array).astype(np.dtype(dtype))
 
 
 def quantized(quantization: Quantization, values: jax.Array, scales: jax.Array, carrier: jax.Array | None) -> Quantized:
@@ -125,10 +126,20 @@ def quantized(quantization: Quantization, values: jax.Array, scales: jax.Array, 
     return Quantized(values, jnp.moveaxis(scales, -1, 0), carrier, -values.ndim)
 
 
+def _written(static: tuple[int, bool]) -> bytes:
+    groups_axis, transposed = static
+    return b"" if static == (-1, False) else f"{groups_axis}{' transposed' * transposed}".encode()
+
+
+def _read(text: bytes) -> tuple[int, bool]:
+    groups_axis, _, transposed = (bytes(text) or b"-1").partition(b" ")
+    return int(groups_axis), bool(transposed)
+
+
 # So that a program whose result is one can be serialised. Those of before there were scales by column say nothing.
 export.register_pytree_node_serialization(
     Quantized,
     serialized_name="jaxnorm.Quantized",
-    serialize_auxdata=lambda axes: b"" if axes == (-1,) else str(axes[0]).encode(),
-    deserialize_auxdata=lambda data: (int(bytes(data) or b"-1"),),
+    serialize_auxdata=_written,
+    deserialize_auxdata=_read,
 )

@@ -8,6 +8,7 @@ from jaxnorm.flax.replacement import Custom, Only
 from jaxnorm.inspect.compare import Loss
 from jaxnorm.ops.float8_linear.api import DEFAULT
 from jaxnorm.ops.float8_linear.recipe import Float8Recipe
+from jaxnorm.ops.misuse import explained
 from jaxnorm.quantization import Quantization
 from jaxnorm.reports import Comparison, Report
 
@@ -58,10 +59,11 @@ def compare_layers(model: Any, *args: Any, loss: Loss | None = None, **kwargs: A
     return of_flax.compare_layers(model, args, loss, kwargs)
 
 
+@explained
 def quantize_linears(
     model: Any,
-    weights: Quantization | DTypeLike,
-    activations: Quantization | DTypeLike | None = None,
+    kernels: Quantization | DTypeLike,
+    inputs: Quantization | DTypeLike | None = None,
     *,
     only: Only | None = None,
 ) -> tuple[Any, Report]:
@@ -82,8 +84,8 @@ def quantize_linears(
     Args:
       model: a module, or a list, dict or other pytree of modules. To load a quantised checkpoint, call this on what
         `nnx.eval_shape` makes of the model, and `nnx.update` the result.
-      weights: to float8_e4m3fn, float8_e5m2, int8 or int4, with granularity "token"; a dtype alone stands for that.
-      activations: how the input of a layer is quantised on the way, likewise: to float8 for weights of float8, to int8
+      kernels: to float8_e4m3fn, float8_e5m2, int8 or int4, with granularity "token"; a dtype alone stands for that.
+      inputs: how the input of a layer is quantised on the way, likewise: to float8 for kernels of float8, to int8
         for those of int8 and int4. None is weight-only: the input stays as it is.
       only: a function of the path and the layer, true of those to quantise. None is all. A model of mixed types takes
         a call for each: what is quantised already is left.
@@ -93,14 +95,14 @@ def quantize_linears(
       `left` has (path, class, why) of each that was not.
 
     Raises:
-      TypeError: model is of `flax.linen` or no model, weights or activations is no `Quantization`, or their dtypes do
+      TypeError: model is of `flax.linen` or no model, kernels or inputs is no `Quantization`, or their dtypes do
         not go together.
       ValueError: the model has no `flax.nnx.Linear` to quantise, and none that was changed before, or is
         an argument of a transformation of flax.nnx, as `nnx.jit`, which is running; or a granularity is not "token".
     """
     from jaxnorm.flax import nnx_linear  # Flax is optional
 
-    return nnx_linear.quantize_linears(model, weights, activations, only)
+    return nnx_linear.quantize_linears(model, kernels, inputs, only)
 
 
 def float8_linears(model: Any, recipe: Float8Recipe = DEFAULT, *, only: Only | None = None) -> tuple[Any, Report]:

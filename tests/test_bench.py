@@ -51,9 +51,7 @@ def test_the_check_sees_what_is_wrong(kind):
     seen = []
     assert check(kind, "float32", lambda i, leaf: seen.append(i) or leaf) < 1
     for wrong in seen:
-        assert (
-            not check(kind, "float32", lambda i, leaf, wrong=wrong: slightly_wrong(leaf) if i == wrong else leaf) <= 1
-        )
+        assert not check(kind, "float32", lambda i, a, wrong=wrong: slightly_wrong(a) if i == wrong else a) <= 1
 
 
 def two_away(i, leaf):

@@ -32,9 +32,7 @@ def cuda():
 def plans(op, kind, dtype, max_cluster, *gate):
     """By row length."""
     cuda = importlib.import_module("jaxnorm._cuda")
-    return {
-        cols: cuda.plan(op, kind, dtype, cols, max_cluster, *gate) for cols in LENGTHS if not gate or cols <= 16_384
-    }
+    return {cols: cuda.plan(op, kind, dtype, cols, max_cluster, *gate) for cols in LENGTHS if not gate or cols <= 16384}
 
 
 def is_covered(cols, plan):
@@ -125,9 +123,7 @@ def test_there_is_room_to_count_tickets(cuda, kind, dtype, max_cluster):
 
 
 # Kernels with gates have no other way.
-@pytest.mark.parametrize(
-    ("dtype", "max_cluster", "op", "gate"), list(product(DTYPES, CLUSTERS, OPS, ("first", "last")))
-)
+@pytest.mark.parametrize(("dtype", "max_cluster", "op", "gate"), [*product(DTYPES, CLUSTERS, OPS, ("first", "last"))])
 def test_rows_with_gates_have_a_block_or_a_cluster(dtype, max_cluster, op, gate):
     by_length = plans(op, "rms", dtype, max_cluster, gate)
     assert [cols for cols, plan in by_length.items() if not is_covered(cols, plan)] == []

@@ -1,4 +1,4 @@
-"""Linear layers of Equinox with quantised weights."""
+"""Linear layers of Equinox with quantised kernels."""
 
 from functools import partial
 from typing import Any
@@ -10,12 +10,14 @@ from jax.typing import DTypeLike
 
 from jaxnorm.equinox.norms import why_no_arrays
 from jaxnorm.flax import replacement
+from jaxnorm.flax.explained import explained
 from jaxnorm.flax.quantizations import pair
 from jaxnorm.ops.quantize.api import quantize
 from jaxnorm.ops.quantized_dot.api import quantized_dot
 from jaxnorm.quantization import Quantization, Quantized
 
 
+@explained
 class QuantizedLinear(eqx.Module):
     """An `equinox.nn.Linear` whose weight is quantised, computed by `jaxnorm.quantized_dot`.
 
@@ -23,20 +25,18 @@ class QuantizedLinear(eqx.Module):
         y = jax.vmap(layer)(x)
 
     In place of the weight there are `values`, of its shape (out_features, in_features), and `scales` of shape
-    (out_features, 1), one for each output; `quantized` has both. The bias is the layer's. With `activations` x is
-    quantised too, with one scale, on the way; then it has no derivative. The result has the dtype that Equinox' has.
-
-    No gradient goes to `values` and `scales`: `equinox.filter_grad` gives zeros for those that are floating-point. An
-    optimiser that decays what it is given must not be given these.
+    (out_features, 1); `quantized` has both, as a kernel. With `inputs` x is quantised too, on the way; then it has no
+    derivative. The result has the dtype that Equinox' has. No gradient goes to `values` and `scales`, but
+    `equinox.filter_grad` gives zeros: an optimiser that decays what it is given must not be given these.
 
     Args:
       linear: the layer that is quantised, or a stack of such that `equinox.filter_vmap` made.
-      weights: to float8_e4m3fn, float8_e5m2, int8 or int4, with granularity "token"; a dtype alone stands for that.
-      activations: how x is quantised, likewise: to float8 for weights of float8, to int8 for those of int8 and int4.
+      kernels: to float8_e4m3fn, float8_e5m2, int8 or int4, with granularity "token"; a dtype alone stands for that.
+      inputs: how x is quantised, likewise: to float8 for kernels of float8, to int8 for those of int8 and int4.
         None leaves x as it is.
 
     Raises:
-      TypeError: linear is no `equinox.nn.Linear` that can be quantised, weights or activations is no `Quantization`, or
+      TypeError: linear is no `equinox.nn.Linear` that can be quantised, kernels or inputs is no `Quantization`, or
         their dtypes do not go together.
       ValueError: a granularity is not "token".
     """
@@ -47,17 +47,17 @@ class QuantizedLinear(eqx.Module):
     in_features: int = eqx.field(static=True)
     out_features: int = eqx.field(static=True)
     use_bias: bool = eqx.field(static=True)
-    weights: Quantization = eqx.field(static=True)
-    activations: Quantization | None = eqx.field(static=True)
+    kernels: Quantization = eqx.field(static=True)
+    inputs: Quantization | None = eqx.field(static=True)
     weight_dtype: Any = eqx.field(static=True)
 
     def __init__(
         self,
         linear: eqx.nn.Linear,
-        weights: Quantization | DTypeLike,
-        activations: Quantization | DTypeLike | None = None,
+        kernels: Quantization | DTypeLike,
+        inputs: Quantization | DTypeLike | None = None,
     ) -> None:
-        self.weights, self.activations = pair("QuantizedLinear", weights, activations)
+        self.kernels, self.inputs = pair("QuantizedLinear", kernels, inputs)
         if (why := why_left(linear)) is not None:
             raise TypeError(
                 f"QuantizedLinear: linear must be an equinox.nn.Linear, got a {type(linear).__name__} that cannot be "
@@ -65,7 +65,7 @@ class QuantizedLinear(eqx.Module):
             )
         # Of a model without values there is only what shapes and dtypes come of it.
         is_abstract = isinstance(linear.weight, jax.ShapeDtypeStruct)
-        quantise = partial(quantize, quantization=self.weights)
+        quantise = partial(quantize, quantization=self.kernels)
         quantized = jax.eval_shape(quantise, linear.weight) if is_abstract else quantise(linear.weight)
         self.values, self.scales, self.bias = quantized.values, quantized.scales, linear.bias
         self.in_features, self.out_features = int(linear.in_features), int(linear.out_features)
@@ -73,8 +73,8 @@ class QuantizedLinear(eqx.Module):
 
     @property
     def quantized(self) -> Quantized:
-        """The weights: their `dequantize()` is the layer's, rounded."""
-        return Quantized(self.values, self.scales)
+        """The kernel: its `dequantize()` is the layer's weight transposed, rounded."""
+        return Quantized(self.values, self.scales, transposed=True)
 
     def __call__(self, x: Any, *, key: Any = None) -> jax.Array:
         if jnp.shape(x) != (self.in_features,):
@@ -84,9 +84,9 @@ class QuantizedLinear(eqx.Module):
             )
         dtype = jnp.result_type(x, self.weight_dtype, *([] if self.bias is None else [self.bias.dtype]))
         x = jnp.asarray(x, dtype)
-        quantized = x if self.activations is None else quantize(x, self.activations)
-        weights = jax.lax.stop_gradient(self.quantized)
-        y: jax.Array = quantized_dot(quantized, weights, out_dtype=dtype, bias=self.bias)
+        quantized = x if self.inputs is None else quantize(x, self.inputs)
+        kernel = jax.lax.stop_gradient(self.quantized)
+        y: jax.Array = quantized_dot(quantized, kernel, out_dtype=dtype, bias=self.bias)
         return y
 
 
@@ -98,8 +98,8 @@ def why_left(module: Any) -> str | None:
         return f"only equinox.nn.Linear{' itself' if isinstance(module, eqx.nn.Linear) else ''} is quantised"
     if "scalar" in (module.in_features, module.out_features):
         return "it has scalar features"
-    weights = {"weight": module.weight} | ({} if module.bias is None else {"bias": module.bias})
-    if why := why_no_arrays(weights):
+    arrays = {"weight": module.weight} | ({} if module.bias is None else {"bias": module.bias})
+    if why := why_no_arrays(arrays):
         return why
-    why = replacement.why_dtypes(*(weight.dtype for weight in weights.values()))
+    why = replacement.why_dtypes(*(array.dtype for array in arrays.values()))
     return why and f"it is of {why}"

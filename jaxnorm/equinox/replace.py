@@ -12,6 +12,7 @@ from jaxnorm.equinox.norms import GroupNorm, LayerNorm, RMSNorm, why_never
 from jaxnorm.flax import replacement
 from jaxnorm.flax.quantizations import pair
 from jaxnorm.flax.replacement import Only
+from jaxnorm.ops.misuse import explained
 from jaxnorm.quantization import Quantization
 from jaxnorm.reports import Path, Report
 
@@ -55,10 +56,11 @@ def replace_layers(model: Any) -> tuple[Any, Report]:
     return _replaced("replace_layers", model, is_norm, why, _become)
 
 
+@explained
 def quantize_linears(
     model: Any,
-    weights: Quantization | DTypeLike,
-    activations: Quantization | DTypeLike | None = None,
+    kernels: Quantization | DTypeLike,
+    inputs: Quantization | DTypeLike | None = None,
     *,
     only: Only | None = None,
 ) -> tuple[Any, Report]:
@@ -67,29 +69,25 @@ def quantize_linears(
         model, report = jaxnorm.equinox.quantize_linears(model, Quantization(jnp.int8), Quantization(jnp.int8))
         print(report)
 
-    Each `equinox.nn.Linear` becomes a `QuantizedLinear`, in stacked layers too. Modules are frozen: the model that was
-    given stays as it is. Left are convolutions and embeddings, subclasses, layers of "scalar" features, and those whose
-    weight is no array or is tied to others' by `equinox.nn.Shared`.
+    Each `equinox.nn.Linear` becomes a `QuantizedLinear`, in stacked layers too; the model that was given stays as it
+    is. Left are other layers, subclasses, layers of "scalar" features, and those whose weight is no array or is tied.
 
     Args:
-      model: a module, or a list, dict or other pytree of modules. To load a quantised checkpoint, call this on what
-        `equinox.filter_eval_shape` makes of the model, and load into the result.
-      weights: as for `QuantizedLinear`.
-      activations: as for `QuantizedLinear`.
-      only: a function of the path and the layer, true of those to quantise. None is all. A model of mixed types takes
-        a call for each: what is quantised already is left.
+      model: a module, or a list, dict or other pytree of modules; to load a quantised checkpoint, what
+        `equinox.filter_eval_shape` makes of it.
+      kernels: as for `QuantizedLinear`.
+      inputs: as for `QuantizedLinear`.
+      only: a function of the path and the layer, true of those to quantise. None is all.
 
     Returns:
-      The new model and a `jaxnorm.reports.Report`: `replaced` has (path, class) of each layer that was quantised,
-      `left` has (path, class, why) of each that was not.
+      The new model and a `jaxnorm.reports.Report`.
 
     Raises:
-      TypeError: there is no module of Equinox in model, weights or activations is no `Quantization`, their dtypes do
+      TypeError: there is no module of Equinox in model, kernels or inputs is no `Quantization`, their dtypes do
         not go together, or only is no function.
-      ValueError: there is no `equinox.nn.Linear` to quantise, and none that is quantised already, or a granularity is
-        not "token".
+      ValueError: there is no layer that is quantised, or a granularity is not "token".
     """
-    weights, activations = pair("quantize_linears", weights, activations)
+    kernels, inputs = pair("quantize_linears", kernels, inputs)
     replacement.check_only("quantize_linears", only)
 
     def is_tie(node: Any) -> bool:
@@ -106,9 +104,7 @@ def quantize_linears(
     def is_layer(module: Any) -> bool:
         return isinstance(module, (eqx.nn.Linear, QuantizedLinear, *OTHER_LAYERS))
 
-    new, report = _replaced(
-        "quantize_linears", model, is_layer, why, lambda linear: QuantizedLinear(linear, weights, activations)
-    )
+    new, report = _replaced("quantize_linears", model, is_layer, why, lambda of: QuantizedLinear(of, kernels, inputs))
     report.check_found("quantize_linears", "equinox.nn.Linear to quantise", model)
     return new, report
 

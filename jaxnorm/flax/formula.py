@@ -15,9 +15,7 @@ from jaxnorm.ops.norm.api import rms_norm
 from jaxnorm.ops.norm.gated_api import gated_rms_norm
 
 Function = Literal["rms_norm", "gated_rms_norm"]
-FUNCTIONS: dict[str, Callable[..., jax.Array]] = {
-    function.__name__: function for function in (rms_norm, gated_rms_norm)
-}
+FUNCTIONS: dict[str, Callable[..., jax.Array]] = {f.__name__: f for f in (rms_norm, gated_rms_norm)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

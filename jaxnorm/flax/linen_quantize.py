@@ -1,4 +1,4 @@
-"""How the variables of a model of `flax.linen` get quantised weights of its linear layers."""
+"""How the variables of a model of `flax.linen` get quantised kernels of its linear layers."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -16,6 +16,7 @@ from jaxnorm.flax.linen_layers import Change
 from jaxnorm.flax.linen_linear import LAYERS, product, summed_axes, using_quantized
 from jaxnorm.flax.quantizations import of_rows
 from jaxnorm.inspect.explain import of_arrays
+from jaxnorm.ops.misuse import explained
 from jaxnorm.ops.quantize.api import quantize
 from jaxnorm.quantization import Quantization, Quantized
 from jaxnorm.reports import Path, Report
@@ -24,64 +25,49 @@ from jaxnorm.reports import Path, Report
 NORMALISING = (linen.WeightNorm, linen.SpectralNorm)
 
 
+@explained
 def quantize_linears(
     module: Any,
     variables: Any,
     *args: Any,
-    weights: Quantization | DTypeLike,
+    kernels: Quantization | DTypeLike,
     only: replacement.Only | None = None,
     **kwargs: Any,
 ) -> tuple[Any, Report]:
-    """The variables of a trained model of `flax.linen` with the weights of its linear layers quantised.
+    """The variables of a trained model of `flax.linen` with the kernels of its linear layers quantised.
 
-        variables, report = jaxnorm.linen.quantize_linears(model, variables, tokens, weights=jnp.int8)
-        print(report)
+        variables, report = jaxnorm.linen.quantize_linears(model, variables, tokens, kernels=jnp.int8)
         with jaxnorm.linen.using_quantized():
             logits = model.apply(variables, tokens)
 
-    In place of each "kernel" (in, out) that a `flax.linen.Dense` has in the collection "params" there are "values" of
-    shape (out, in) and "scales" of shape (out, 1), one for each output, in a box with the kernel's names of mesh axes
-    if it is in an `nn.Partitioned`. That of a `DenseGeneral` (*in, *out) gives values (*out, *in) and scales with a 1
-    for each axis of in. Axes of layers that `nn.scan` or `nn.vmap` stacks stay where they are, and so does all else.
-    What was given is not changed.
-
-    A linen module has no layers until it is called, so it is traced with args, as by `jax.eval_shape`: nothing runs.
-    What this call does not reach is not quantised, nor is it in the report; call this again for it, as for another
-    `method`.
-
-    Left are `Einsum`, convolutions and embeddings, a `DenseGeneral` with `batch_dims`, subclasses with a `__call__` of
-    their own, layers with a `dot_general`, `dot_general_cls` or `promote_dtype` of their own, and kernels of which the
-    variables do not say all: whose dtype is not the `param_dtype` on which that of the result depends, or which
-    `jax.vmap` maps.
+    In place of each "kernel" (*in, *out) of a `flax.linen.Dense` or `DenseGeneral` there are "values" (*out, *in) and
+    "scales" with a 1 for each axis of in, in an `nn.Partitioned` if it was. Axes of stacked layers stay where they are.
+    The model is traced with args, nothing runs; what this call does not reach is not quantised. Left are other layers,
+    subclasses and layers with a product of their own, and kernels of which the variables do not say all.
 
     Args:
       module: the model.
-      variables: what its `apply` takes. To load a quantised checkpoint, give what `jax.eval_shape` makes of `init`, and
-        load into the result.
+      variables: what its `apply` takes; to load a quantised checkpoint, what `jax.eval_shape` makes of `init`.
       *args: of `module.apply(variables, *args, **kwargs)`. Arrays may be `jax.ShapeDtypeStruct`s.
       **kwargs: likewise.
-      weights: to float8_e4m3fn, float8_e5m2, int8 or int4, with granularity "token"; a dtype alone stands for that.
-      only: a function of the path and the layer, true of those to quantise. None is all. A model of mixed types takes
-        a call for each: what is quantised already is left.
+      kernels: to float8_e4m3fn, float8_e5m2, int8 or int4, with granularity "token"; a dtype alone stands for that.
+      only: a function of the path and the layer, true of those to quantise. None is all.
 
     Returns:
-      The new variables and a `jaxnorm.reports.Report`: `replaced` has (path, class) of each layer that was
-      quantised, `left` has (path, class, why) of each that was not.
+      The new variables and a `jaxnorm.reports.Report`.
 
     Raises:
-      TypeError: module is no module of flax.linen, variables have no "params", weights is no `Quantization`, or only no
-        function.
-      ValueError: the call has no layer to quantise, and none that is quantised already, or a granularity is not
-        "token".
+      TypeError: module is not of flax.linen, variables lack "params", kernels is no `Quantization`, only no function.
+      ValueError: the call has no layer that is quantised, or a granularity is not "token".
     """
     _check(module, variables)
-    weights = of_rows("quantize_linears", "weights", weights)
+    kernels = of_rows("quantize_linears", "kernels", kernels)
     replacement.check_only("quantize_linears", only)
     params = flax.traverse_util.flatten_dict(variables["params"], keep_empty_nodes=True)  # type: ignore[no-untyped-call]
-    report, chosen = _chosen(module, variables, params, weights, only, args, kwargs)
+    report, chosen = _chosen(module, variables, params, kernels, only, args, kwargs)
     report.check_found("quantize_linears", "linear layer to quantise", module, "; pass what it is called with.")
     for path, axes in chosen.items():
-        params |= {(*path, name): array for name, array in _variables(params.pop((*path, "kernel")), axes, weights)}
+        params |= {(*path, name): array for name, array in _variables(params.pop((*path, "kernel")), axes, kernels)}
     return _with_params(variables, params), report
 
 
@@ -133,7 +119,7 @@ class _Kernel(linen.meta.AxisMetadata[Any]):
 
 
 def _chosen(
-    module: Any, variables: Any, params: Any, weights: Quantization, only: Any, args: Any, kwargs: Any
+    module: Any, variables: Any, params: Any, kernels: Quantization, only: Any, args: Any, kwargs: Any
 ) -> tuple[Report, dict[Path, _Axes]]:
     """The report, and where the kernels are that it says are quantised."""
     reached: set[Path] = set()
@@ -149,7 +135,7 @@ def _chosen(
         return compute(layer, x, kernel.value)
 
     def compute(layer: Any, x: Any, kernel: jax.Array) -> jax.Array:
-        return product(layer, x, _quantised(kernel, _Axes.of(tuple(range(kernel.ndim)), layer, x), weights), None)
+        return product(layer, x, _quantised(kernel, _Axes.of(tuple(range(kernel.ndim)), layer, x), kernels), None)
 
     def leave_normalised(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
         if not isinstance(context.module, NORMALISING):
@@ -222,11 +208,11 @@ def _why_left(layer: Any, x: Any) -> str | None:
     return None
 
 
-def _variables(leaf: Any, axes: _Axes, weights: Quantization) -> list[tuple[str, Any]]:
+def _variables(leaf: Any, axes: _Axes, kernels: Quantization) -> list[tuple[str, Any]]:
     """What is in place of a kernel, by name, in boxes with its names of mesh axes where it has such."""
     array = _unboxed(leaf)
     # Of a model without values there is only what shapes and dtypes come of it.
-    quantised = partial(_quantised, axes=axes, weights=weights)
+    quantised = partial(_quantised, axes=axes, kernels=kernels)
     quantized = jax.eval_shape(quantised, array) if isinstance(array, jax.ShapeDtypeStruct) else quantised(array)
     arrays = {"values": quantized.values, "scales": quantized.scales}
     if not isinstance(leaf, linen.Partitioned):
@@ -240,11 +226,11 @@ def _variables(leaf: Any, axes: _Axes, weights: Quantization) -> list[tuple[str,
     ]
 
 
-@partial(jax.jit, static_argnames=("axes", "weights"))
-def _quantised(kernel: jax.Array, axes: _Axes, weights: Quantization) -> Quantized:
+@partial(jax.jit, static_argnames=("axes", "kernels"))
+def _quantised(kernel: jax.Array, axes: _Axes, kernels: Quantization) -> Quantized:
     """Outputs come before what is summed; axes of stacked layers stay."""
     transposed = kernel.transpose(_order(kernel.ndim, axes))
-    result: Quantized = quantize(transposed, weights, axis=_summed_places(axes))
+    result: Quantized = quantize(transposed, kernels, axis=_summed_places(axes))
     return result
 
 

@@ -1,4 +1,4 @@
-"""Linear layers of `flax.nnx` with quantised weights, and how a model gets them."""
+"""Linear layers of `flax.nnx` with quantised kernels, and how a model gets them."""
 
 import functools
 from typing import Any
@@ -12,57 +12,56 @@ from jaxnorm.flax.calls import nnx
 from jaxnorm.flax.explained import explained
 from jaxnorm.flax.quantizations import pair
 from jaxnorm.flax.replacement import Only
-from jaxnorm.ops.quantize.api import quantize
+from jaxnorm.ops.quantize.api import quantize, quantize_kernel
 from jaxnorm.ops.quantized_dot.api import quantized_dot
 from jaxnorm.quantization import Quantization, Quantized
 from jaxnorm.reports import Report
 
+_quantised = jax.jit(quantize_kernel, static_argnames="quantization")
+
 
 class QuantizedParam(nnx.Variable[Any]):
-    """Quantised weights, or their scales: variables that are not trained, as `nnx.Param` are."""
+    """A quantised kernel, or its scales: variables that are not trained, as `nnx.Param` are."""
 
 
 @explained
 class QuantizedLinear(nnx.Linear):
     """A `flax.nnx.Linear` whose kernel is quantised, computed by `jaxnorm.quantized_dot`.
 
-        layer = QuantizedLinear(256, 512, weights=Quantization(jnp.int8), rngs=rngs)
+        layer = QuantizedLinear(256, 512, kernels=Quantization(jnp.int8), rngs=rngs)
         y = layer(x)
 
-    `jaxnorm.quantize_linears` makes them of the layers of a trained model. In place of the kernel there are
-    `QuantizedParam`s: `values` of shape (out_features, in_features) and `scales` of shape (out_features, 1); `weights`
-    is how they came about, and `quantized` has both. The bias is Flax's.
-
-    With `activations` x is quantised too, with a scale for each row, after it is rounded to the dtype of the
-    computation. An x that is a `Quantized` already, as a `QuantizedRMSNorm` gives it, is taken as it is. The result has
-    Flax's dtype; that of a `Quantized` is `dtype`, or bfloat16 where that is None.
-
-    The constructor's other arguments are Flax's; `precision` changes nothing. There is no `out_sharding` of a call.
+    In place of the kernel there are `QuantizedParam`s: `values` of shape (out_features, in_features) and `scales` of
+    shape (out_features, 1); `kernels` is how they came about, and `quantized` has both. With `inputs` x is quantised
+    too, after it is rounded to the dtype of the computation. An x that is a `Quantized` already, as a
+    `QuantizedRMSNorm` gives it, is taken as it is. The result has Flax's dtype; that of a `Quantized` is `dtype`, or
+    bfloat16 where that is None. The constructor's other arguments are Flax's; `precision` changes nothing. There is no
+    `out_sharding` of a call.
     """
 
     values: QuantizedParam
     scales: QuantizedParam
-    weights: Quantization
-    activations: Quantization | None
+    kernels: Quantization
+    inputs: Quantization | None
 
     def __init__(
         self,
         in_features: int,
         out_features: int,
         *,
-        weights: Quantization | DTypeLike,
-        activations: Quantization | DTypeLike | None = None,
+        kernels: Quantization | DTypeLike,
+        inputs: Quantization | DTypeLike | None = None,
         **flax: Any,
     ) -> None:
-        weights, activations = pair("QuantizedLinear", weights, activations)
+        kernels, inputs = pair("QuantizedLinear", kernels, inputs)
         super().__init__(in_features, out_features, **flax)
         nnx_layers.check_own(self, "quantised")
-        _set(self, weights, activations, _variables(self.kernel, weights))
+        _set(self, kernels, inputs, _variables(self.kernel, kernels))
 
     @property
     def quantized(self) -> Quantized:
-        """The weights: their `dequantize()` is the kernel, transposed."""
-        return Quantized(self.values[...], self.scales[...])
+        """The kernel: its `dequantize()` is the layer's, rounded."""
+        return Quantized(self.values[...], self.scales[...], transposed=True)
 
     def __call__(self, inputs: jax.Array | Quantized, out_sharding: None = None) -> jax.Array:
         if out_sharding is not None:
@@ -75,8 +74,8 @@ class QuantizedLinear(nnx.Linear):
             x = jnp.asarray(x)
             dtype = dtype or jnp.result_type(x.dtype, self.param_dtype, *([] if bias is None else [bias.dtype]))
             x = x.astype(dtype)
-            if self.activations is not None:
-                x = quantize(x, self.activations)
+            if self.inputs is not None:
+                x = quantize(x, self.inputs)
         out_dtype = calls.linear_dtype(self.preferred_element_type, dtype, bias)
         y: jax.Array = quantized_dot(x, self.quantized, out_dtype=out_dtype, bias=bias)
         return y
@@ -93,10 +92,10 @@ QUANTISE = nnx_layers.Change(
 
 
 def quantize_linears(
-    model: Any, weights: Quantization | DTypeLike, activations: Quantization | DTypeLike | None, only: Only | None
+    model: Any, kernels: Quantization | DTypeLike, inputs: Quantization | DTypeLike | None, only: Only | None
 ) -> tuple[Any, Report]:
     """`jaxnorm.quantize_linears`."""
-    weights, activations = pair("quantize_linears", weights, activations)
+    kernels, inputs = pair("quantize_linears", kernels, inputs)
     report, layers = nnx_layers.chosen(QUANTISE, model, only)
 
     # Of each kernel once, so that layers which share one share what comes of it. A kernel that no other layer has is
@@ -105,18 +104,18 @@ def quantize_linears(
     for layer in layers:
         shared = id(layer.kernel)
         if shared not in made:
-            made[shared] = _variables(layer.kernel, weights)
+            made[shared] = _variables(layer.kernel, kernels)
         nnx_layers.become(layer, QuantizedLinear)
-        _set(layer, weights, activations, made[shared])
+        _set(layer, kernels, inputs, made[shared])
     return model, report
 
 
-def _variables(kernel: Any, weights: Quantization) -> dict[str, QuantizedParam]:
+def _variables(kernel: Any, kernels: Quantization) -> dict[str, QuantizedParam]:
     array = kernel.get_value()
-    transposed = functools.partial(_transposed, weights=weights)
+    quantised = functools.partial(_quantised, quantization=kernels)
     # Of a model without values there is only what shapes and dtypes come of it.
     is_abstract = isinstance(array, jax.ShapeDtypeStruct)
-    quantized = jax.eval_shape(transposed, array) if is_abstract else transposed(array)
+    quantized = jax.eval_shape(quantised, array) if is_abstract else quantised(array)
     return {
         "values": _variable(quantized.values, kernel, named=True),
         "scales": _variable(quantized.scales, kernel, named=False),
@@ -137,18 +136,9 @@ def _variable(array: Any, kernel: Any, *, named: bool) -> QuantizedParam:
     return QuantizedParam(array, eager_sharding=False, **metadata)
 
 
-@functools.partial(jax.jit, static_argnames="weights")
-def _transposed(kernel: jax.Array, weights: Quantization) -> Quantized:
-    """Stacked layers have axes before those of inputs and outputs."""
-    result: Quantized = quantize(jnp.swapaxes(kernel, -1, -2), weights)
-    return result
-
-
-def _set(
-    module: Any, weights: Quantization, activations: Quantization | None, variables: dict[str, QuantizedParam]
-) -> None:
+def _set(module: Any, kernels: Quantization, inputs: Quantization | None, variables: dict[str, QuantizedParam]) -> None:
     """Makes a linear layer that has a kernel one that has `variables` in its place."""
     module.param_dtype = module.kernel.dtype  # on which the dtype of the result depends
     del module.kernel
     module.values, module.scales = variables["values"], variables["scales"]
-    module.weights, module.activations = weights, activations
+    module.kernels, module.inputs = kernels, inputs

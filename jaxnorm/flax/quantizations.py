@@ -9,26 +9,26 @@ from jaxnorm.ops.quantized_dot.checks import dtypes_beside
 from jaxnorm.quantization import Quantization
 
 
-def pair(function: str, weights: Any, activations: Any) -> tuple[Quantization, Quantization | None]:
+def pair(function: str, kernels: Any, inputs: Any) -> tuple[Quantization, Quantization | None]:
     """Both, quantised with a scale for each row, to dtypes of which there is a product."""
-    weights = of_rows(function, "weights", weights)
-    if activations is None:
-        return weights, None
-    activations = of_rows(function, "activations", activations)
-    theirs, ours = (jnp.dtype(quantization.dtype) for quantization in (weights, activations))
+    kernels = of_rows(function, "kernels", kernels)
+    if inputs is None:
+        return kernels, None
+    inputs = of_rows(function, "inputs", inputs)
+    theirs, ours = (jnp.dtype(quantization.dtype) for quantization in (kernels, inputs))
     if ours.name not in (expected := dtypes_beside(theirs)):
         raise TypeError(
-            f"{function}: activations are quantised to {ours}, expected {' or '.join(expected)} for weights of "
-            f"{theirs}; leave activations out to quantise the weights only."
+            f"{function}: inputs are quantised to {ours}, expected {' or '.join(expected)} for kernels of "
+            f"{theirs}; leave inputs out to quantise the kernels only."
         )
-    return weights, activations
+    return kernels, inputs
 
 
 def of_rows(function: str, name: str, given: Any) -> Quantization:
-    """What is given for "weights" or "activations", or what a dtype stands for, with a scale for each row."""
+    """What is given for "kernels" or "inputs", or what a dtype stands for, with a scale for each row."""
     quantization = _quantization(function, name, given)
     if quantization.granularity != "token":
-        why = "an output" if name == "weights" else "a row of the input"
+        why = "an output" if name == "kernels" else "a row of the input"
         raise ValueError(
             f"{function}: {name} has granularity={quantization.granularity!r}, expected 'token', a scale for {why}."
         )

@@ -48,25 +48,15 @@ def tune(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tuned:
         with tuned:
             params = step(params, batch)
 
-    A choice is "native" or "xla" for one direction of one function, as `jaxnorm.implementation` takes it, and changes
-    results no more than that does. The search is greedy. It starts from the default rules, tries for each function
-    and direction in the program what these do not choose, and keeps it where it is faster beyond the scatter: three
-    quarters of its turns are faster than three quarters of those without it. In the end all that is kept together is
-    timed beside the default once more, and dropped where it is not faster so. What an argument, a context around or the
-    environment chooses stays.
-
-    At most 2 + 2 * (calls of jaxnorm in the program) programs are compiled, and the result says how many. A choice that
-    changes nothing in the program is not compiled, nor one that cannot be traced; one that cannot be compiled or run is
-    left out, and the result says why. The function is called many times, with the same arguments. They are never
-    consumed: donated ones are copied. In this process a result is kept, by the program's text, the shapes, dtypes and
-    shardings of the arguments, the devices, the versions of JAX, jaxlib and jaxnorm, and the contexts around. One call
-    of tune at a time runs in a process. A function that is under `jax.jit`, if its result is a new one, is compiled
-    already with what was chosen. A line on stderr says how long it will still take, if that is more than seconds.
+    A choice is "native" or "xla" for one direction of one function, as `jaxnorm.implementation` takes it. The search
+    starts from the default rules, tries for each function and direction what these do not choose, and keeps what is
+    faster beyond the scatter; what an argument, a context around or the environment chooses stays. At most
+    2 + 2 * (calls of jaxnorm in the program) programs are compiled, and run many times with the same arguments, donated
+    ones copied. In this process a result is kept, and one call of tune at a time runs.
 
     Args:
       function: what is to be fast, under `jax.jit` or not: a whole training step, or a forward pass.
-      *args: its arguments, with arrays of the shapes and on the devices that it will have. Of a function that is
-        not under `jax.jit` arrays are traced, and all else stays what it is.
+      *args: its arguments, with arrays of the shapes and on the devices that it will have.
       **kwargs: likewise, by name.
 
     Returns:
@@ -75,7 +65,6 @@ def tune(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tuned:
     Raises:
       TypeError: function cannot be called, or an argument has no values: it is a `jax.ShapeDtypeStruct`, or traced.
       RuntimeError: there are several processes, each of which would choose by its own clock.
-      Exception: whatever the function itself raises with the default choice.
 
     Source: the idea is that of tokamax.autotune, https://github.com/openxla/tokamax.
     """

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxnorm.ops import checks
 from jaxnorm.ops.mask import nan_where, only
 from jaxnorm.primitive.spec import RowSpec
 
@@ -168,6 +169,25 @@ def sums_over_row(spec: RowSpec, *values: jax.Array) -> list[jax.Array]:
     return of_shard if spec.shards is None else list(spec.shards.add(jnp.stack(of_shard)))
 
 
+def check_logit_scale(function: str, value: object) -> float | jax.Array:
+    """value as a finite Python float, or if it is an array of JAX as a scalar one."""
+    if isinstance(value, (np.ndarray, np.generic)) or not checks.is_array(value):
+        return checks.check_number(function, "logit_scale", value)
+    scale = checks.check_array(function, "logit_scale", value)
+    if scale.ndim:
+        raise ValueError(
+            f"{function}: logit_scale has shape {scale.shape}, expected (): one number for all logits, as "
+            f"logit_scale.reshape(()) is if it has one element. Others multiply x or logits first."
+        )
+    return scale
+
+
 def several_axes(spec: Any, _: Any) -> str | None:
     axes = spec.axes
     return None if len(axes) == 1 else f"the result is of the axes {axes} together, kernels take one"
+
+
+def widened(spec: Any, _: Any) -> str | None:
+    if not spec.is_widened:
+        return None
+    return "logits of a half type times a traced logit_scale are float32, and a kernel would want a copy of them"

@@ -38,6 +38,9 @@ BLOCKS = (
 for block in ("decoder_layer", "sandwich_layer", "vit_layer", "dit_layer", "resnet_block", "timed_resnet_block"):
     FORMER[f"jaxnorm.blocks.{block}"] = BLOCKS
 FORMER |= {f"jaxnorm.blocks.{activation}_mlp": BLOCKS for activation in ("gated", "silu", "gelu")}
+FORMER |= {"linear_cross_entropy.weights": "row_weights", "quantized_dot.weights": "kernel"}
+FORMER |= dict.fromkeys(("quantize_linears.weights", "QuantizedLinear.weights"), "kernels")
+FORMER |= {f"{of}.activations": "inputs" for of in ("quantize_linears", "using_quantized", "QuantizedLinear")}
 # The names that other libraries have -> ours, perhaps with its value.
 SYNONYMS = {
     **dict.fromkeys(("eps", "variance_epsilon", "norm_eps", "layer_norm_eps", "rms_norm_eps"), "epsilon"),
@@ -57,7 +60,7 @@ SYNONYMS = {
     "return_lse": "return_logsumexp",
     "smoothing": "label_smoothing",
     "temperature": "logit_scale=1 / temperature",
-    **dict.fromkeys(("loss_mask", "loss_weights", "sample_weight"), "weights"),
+    **dict.fromkeys(("loss_mask", "loss_weights", "sample_weight"), "row_weights"),
     "is_causal": "causal",
     **dict.fromkeys(("rope_theta", "base", "rotary_base", "max_wavelength"), "theta"),
     **dict.fromkeys(("inv_freq", "freqs", "freq"), "frequencies"),
@@ -139,21 +142,22 @@ def unbound(name: str, parameters: Parameters, args: tuple[Any, ...], keywords: 
     """Why the arguments do not fit the parameters, and what may have been meant."""
     positional = _positional(parameters)
     given = positional[: len(args)]
+    others = {p.kind: p.name for p in parameters.values() if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     for keyword in keywords:
-        if keyword not in parameters:
+        if keyword not in parameters and (f"{name}.{keyword}" in FORMER or inspect.Parameter.VAR_KEYWORD not in others):
             return f"got an unexpected keyword argument {keyword!r}; {_meant(name, parameters, keyword)}"
         if keyword in given:
             at = given.index(keyword)
             remedy = _surplus(name, parameters, at + 1, args[at]) if keyword == "scale" else "Pass it once."
             return f"got multiple values for argument {keyword!r}. {remedy}"
-    if surplus := args[len(positional) :]:
+    if (surplus := args[len(positional) :]) and inspect.Parameter.VAR_POSITIONAL not in others:
         is_torchs = positional[:2] == ["x", "scale"] and (is_shape(args[1]) or is_number(args[1]))
         return (
             f"takes {len(positional)} positional arguments ({', '.join(positional)}) but {len(args)} were given. "
             f"{SHAPE if is_torchs else _surplus(name, parameters, len(positional) + 1, surplus[0])}"
         )
     for p in parameters.values():
-        if p.default is p.empty and p.name not in (*given, *keywords):
+        if p.default is p.empty and p.name not in (*given, *keywords, *others.values()):
             remedy = REQUIRED.get(p.name, f"pass {p.name}=...")
             return f"missing a required argument: {p.name!r}; {remedy}."
     return None
@@ -275,9 +279,7 @@ def no_array(name: str, value: object) -> str:
     if isinstance(value, jax.ShapeDtypeStruct):
         return "it has a shape and no values; let jax.eval_shape call the function with it."
     if callable(getattr(value, "unbox", None)):
-        return (
-            f"it is a box of Flax's metadata; pass {name}.unbox(), or unbox all parameters with flax.core.meta.unbox."
-        )
+        return f"it is a box of Flax's metadata; pass {name}.unbox(), or all parameters with flax.core.meta.unbox."
     if hasattr(value, "__dlpack__"):
         return f"pass jax.numpy.from_dlpack({name}), of a tensor of torch that requires a gradient {name}.detach()."
     if (isinstance(value, Sequence) and not isinstance(value, (str, bytes))) or is_number(value):

@@ -191,9 +191,7 @@ def _partition(
     call = PartitionedCall.read(call_text, operands, results)
     placement = call.placement()
     pairs = zip(call.operands, call.maps.operands, strict=True)
-    shards = [
-        jax.ShapeDtypeStruct(placement.shard_shape(dim_map, array.shape), array.dtype) for array, dim_map in pairs
-    ]
+    shards = [jax.ShapeDtypeStruct(placement.shard_shape(dim_map, a.shape), a.dtype) for a, dim_map in pairs]
     taken, given = (list(map(placement.sharding, of)) for of in (call.maps.operands, call.maps.results))
     for devices in operands[len(shards) :]:  # there to be read above, not to be computed with
         shards.append(jax.ShapeDtypeStruct((1,) * devices.ndim, devices.dtype))

@@ -18,16 +18,16 @@ from jax.sharding import Mesh, PartitionSpec
 from library_models import APIS, CHANGED_BY, CHANGES, COLUMNS, DIMS, E4M3, E5M2, FEATURES, INT4, INT8, OTHER, NnxModel
 
 import jaxnorm
-from jaxnorm import Float8Recipe, Quantization, Quantized, float8_linear, quantize, quantized_dot
+from jaxnorm import Float8Recipe, Quantization, Quantized, float8_linear, quantize, quantize_kernel, quantized_dot
 from jaxnorm.nnx import Float8Linear, QuantizedLinear
 
 pytestmark = pytest.mark.jax_version
 
-# Each dtype of weights with inputs as they are, and with those of the kind that its product takes.
+# Each dtype of kernels with inputs as they are, and with those of the kind that its product takes.
 PAIRS = {
-    f"{weights.dtype}-{activations.dtype if activations else 'plain'}": (weights, activations)
-    for weights, kind in ((INT8, INT8), (INT4, INT8), (E4M3, E4M3), (E5M2, E4M3))
-    for activations in (None, kind)
+    f"{kernels.dtype}-{inputs.dtype if inputs else 'plain'}": (kernels, inputs)
+    for kernels, kind in ((INT8, INT8), (INT4, INT8), (E4M3, E4M3), (E5M2, E4M3))
+    for inputs in (None, kind)
 }
 each_pair = pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
 each_api = pytest.mark.parametrize("api", APIS)
@@ -49,7 +49,7 @@ def weights_of(model):
 def quantized_of(model):
     if isinstance(model, models.EquinoxModel):
         return model.module.quantized
-    return Quantized(*(jnp.asarray(model.parameters[name]) for name in ("values", "scales")))
+    return Quantized(*(jnp.asarray(model.parameters[name]) for name in ("values", "scales")), transposed=True)
 
 
 @each_change
@@ -93,17 +93,17 @@ def test_only_chooses_layers_and_what_they_become(api, done):
 @each_api
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_layer_is_the_product_of_the_same_arrays(api, pair, dtype):
-    weights, activations = pair
+    kernels, inputs = pair
     layer, x = APIS[api].linear(dtype=dtype), draw_x(DIMS)
     x = x.astype(dtype) if api == "equinox" else x
     kernel, bias = weights_of(layer)
     new, _ = layer.quantised(*pair)
-    expected = jax.jit(lambda kernel: quantize(kernel.T, weights))(kernel)
+    expected = jax.jit(lambda kernel: quantize_kernel(kernel, kernels))(kernel)
     assert_same(quantized_of(new), expected)
 
     def product(x, quantized, bias):
         x = x.astype(dtype)
-        x = quantize(x, activations) if activations else x
+        x = quantize(x, inputs) if inputs else x
         return quantized_dot(x, quantized, out_dtype=dtype, bias=bias)
 
     assert_same(new(x), jax.jit(product)(x, expected, bias))
@@ -228,11 +228,11 @@ def test_no_gradient_goes_to_what_is_quantised(api):
     of_bias, *of_scales = sorted(jax.tree.leaves(of_trained), key=lambda leaf: leaf.ndim)
     assert_close(of_bias, jnp.full(COLUMNS, 12.0))
     assert all(not leaf.any() for leaf in of_scales)
-    assert_close(of_x, jnp.broadcast_to(quantized.dequantize().sum(0), DIMS))
+    assert_close(of_x, jnp.broadcast_to(quantized.dequantize().sum(1), DIMS))
 
 
 def test_what_is_quantised_on_the_way_has_no_derivative():
-    plain, both = (APIS["equinox"].linear().quantised(INT8, activations)[0] for activations in (None, INT8))
+    plain, both = (APIS["equinox"].linear().quantised(INT8, inputs)[0] for inputs in (None, INT8))
     x = draw_x(DIMS)
     assert jax.grad(lambda x: jnp.sin(plain(x)).sum())(x).any()
     with pytest.raises(ValueError, match="rounded values have no derivative"):
@@ -271,8 +271,8 @@ def test_a_dtype_stands_for_its_quantisation(pair, form):
     named = [of and form(of.dtype) for of in pair]
     first, second = (models.nnx_linear().quantised(*of)[0].definition for of in (pair, named))
     assert first == second
-    layer = QuantizedLinear(4, 4, weights=form(pair[0].dtype), rngs=flax.nnx.Rngs(0))
-    assert layer.weights == pair[0]
+    layer = QuantizedLinear(4, 4, kernels=form(pair[0].dtype), rngs=flax.nnx.Rngs(0))
+    assert layer.kernels == pair[0]
 
 
 IN_PLACE = {
@@ -290,7 +290,7 @@ def test_two_models_of_nnx_share_what_is_compiled(done):
 @pytest.mark.parametrize(
     ("done", "cls", "options"),
     [
-        ("quantised", QuantizedLinear, {"weights": INT8, "activations": INT8}),
+        ("quantised", QuantizedLinear, {"kernels": INT8, "inputs": INT8}),
         ("computed in float8", Float8Linear, {"recipe": RECIPES["other"]}),
     ],
 )
@@ -360,15 +360,15 @@ WRONG = {
     jaxnorm.quantize_linears: {name: ((*args, INT8), error) for name, (args, error) in OF_BOTH.items()}
     | {
         "a linen model": ((DENSE, INT8), TypeError("a module of flax.linen, Dense: .*jaxnorm.linen.quan")),
-        "another dtype": ((EMPTY, jnp.int16), TypeError("weights must be a jaxnorm.Quantization, as .*int16")),
-        "no dtype": ((EMPTY, INT8, 8), TypeError("activations must be a jaxnorm.Quantization, as .*, got 8")),
-        "an array": ((EMPTY, np.zeros(3, np.int8)), TypeError("weights must be .* or a dtype that it takes")),
-        "no weights": ((EMPTY, None, INT8), TypeError("weights must be a jaxnorm.Quantization, as .* got None")),
-        "groups": ((EMPTY, GROUPS), ValueError("weights has granularity='group', expected 'token', a scale for an")),
-        "one": ((EMPTY, INT8, TENSOR), ValueError("activations .*='tensor', expected 'token', a scale for a row")),
-        "float8 of int8": ((EMPTY, INT8, E4M3), TypeError("to float8_e4m3fn, expected int8 for weights")),
+        "another dtype": ((EMPTY, jnp.int16), TypeError("kernels must be a jaxnorm.Quantization, as .*int16")),
+        "no dtype": ((EMPTY, INT8, 8), TypeError("inputs must be a jaxnorm.Quantization, as .*, got 8")),
+        "an array": ((EMPTY, np.zeros(3, np.int8)), TypeError("kernels must be .* or a dtype that it takes")),
+        "no kernels": ((EMPTY, None, INT8), TypeError("kernels must be a jaxnorm.Quantization, as .* got None")),
+        "groups": ((EMPTY, GROUPS), ValueError("kernels has granularity='group', expected 'token', a scale for an")),
+        "one": ((EMPTY, INT8, TENSOR), ValueError("inputs .*='tensor', expected 'token', a scale for a row")),
+        "float8 of int8": ((EMPTY, INT8, E4M3), TypeError("to float8_e4m3fn, expected int8 for kernels")),
         "int8 of float8": ((EMPTY, E4M3, INT8), TypeError("to int8, expected float8_e4m3fn or float8_e5m2")),
-        "int4 of int4": ((EMPTY, INT4, INT4), TypeError("to int4, expected int8 for weights of int4")),
+        "int4 of int4": ((EMPTY, INT4, INT4), TypeError("to int4, expected int8 for kernels of int4")),
     },
     jaxnorm.float8_linears: OF_BOTH
     | {
@@ -387,7 +387,7 @@ WRONG = {
         "no variables": ((DENSE, {"w": 1}), TypeError(r"a mapping with 'params', as .*, got \['w'\]")),
     },
     jaxnorm.linen.using_float8: {"dense": ((DENSE,), TypeError("recipe must be a jaxnorm.Float8Recipe, got Dense"))},
-    jaxnorm.linen.using_quantized: {"one": ((TENSOR,), ValueError("activations .*='tensor', expected 'token'"))},
+    jaxnorm.linen.using_quantized: {"one": ((TENSOR,), ValueError("inputs .*='tensor', expected 'token'"))},
 }
 
 
@@ -396,9 +396,9 @@ WRONG = {
 )
 def test_errors(function, name):
     args, error = WRONG[function][name]
-    weights = {"weights": INT8} if function is jaxnorm.linen.quantize_linears else {}
+    kernels = {"kernels": INT8} if function is jaxnorm.linen.quantize_linears else {}
     with pytest.raises(type(error), match=f"^{function.__name__}: .*{error}"):
-        function(*args, **weights)
+        function(*args, **kernels)
 
 
 @each_change
@@ -421,7 +421,7 @@ def test_an_error_leaves_the_model_of_nnx_as_it_was(done):
 def test_errors_of_a_layer():
     rngs = flax.nnx.Rngs(0)
     with pytest.raises(TypeError, match=f"^QuantizedLinear: cannot be quantised: {models.own('dot_general')}"):
-        QuantizedLinear(4, 4, weights=INT8, dot_general=len, rngs=rngs)
+        QuantizedLinear(4, 4, kernels=INT8, dot_general=len, rngs=rngs)
     with pytest.raises(ValueError, match=r"^QuantizedLinear: got out_sharding=.* reshard the result instead"):
         models.nnx_linear().quantised()[0].module(draw_x(DIMS), out_sharding=PartitionSpec())
     with pytest.raises(TypeError, match=f"^Float8Linear: cannot be computed in float8: {models.own('dot_general')}"):

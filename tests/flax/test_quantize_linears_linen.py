@@ -35,13 +35,13 @@ def dense(cls=flax.linen.Dense, features=COLUMNS, x=None, **fields):
     return model.module, {"params": model.parameters}
 
 
-def called(module, variables, *args, activations=None, **kwargs):
-    with using_quantized(activations):
+def called(module, variables, *args, inputs=None, **kwargs):
+    with using_quantized(inputs):
         return module.apply(variables, *args, **kwargs)
 
 
-def quantised(module, variables, weights=INT8, args=None, **options):
-    return quantize_linears(module, variables, *(args or [draw_x(DIMS)]), weights=weights, **options)[0]
+def quantised(module, variables, kernels=INT8, args=None, **options):
+    return quantize_linears(module, variables, *(args or [draw_x(DIMS)]), kernels=kernels, **options)[0]
 
 
 def test_a_call_says_what_it_computes_so(variables):
@@ -76,7 +76,7 @@ def test_the_types_of_variables_stay(variables):
 def test_the_results_dtype_of_a_dense_general_is_flaxs(options, x_dtype):
     layer, variables = dense(flax.linen.DenseGeneral, **options)
     x = draw_x(DIMS).astype(x_dtype)
-    expected, y = layer.apply(variables, x), called(layer, quantised(layer, variables), x, activations=INT8)
+    expected, y = layer.apply(variables, x), called(layer, quantised(layer, variables), x, inputs=INT8)
     assert (y.dtype, y.shape) == (expected.dtype, expected.shape)
 
 
@@ -103,14 +103,14 @@ def test_a_layer_of_several_axes_is_a_product_of_matrices(name, done):
         expected = jaxnorm.float8_linear(rows, matrix) + bias.ravel()
         y = layer.clone(dot_general=jaxnorm.float8_dot_general).apply(variables, x)
     else:
-        activations = INT8 if done == "quantised with its inputs" else None
-        rows = jaxnorm.quantize(rows, INT8) if activations else rows
-        weights = jaxnorm.quantize(matrix.T, INT8)
-        expected = jaxnorm.quantized_dot(rows, weights, out_dtype=jnp.float32, bias=bias.ravel())
+        inputs = INT8 if done == "quantised with its inputs" else None
+        rows = jaxnorm.quantize(rows, INT8) if inputs else rows
+        kernel_8 = jaxnorm.quantize_kernel(matrix, INT8)
+        expected = jaxnorm.quantized_dot(rows, kernel_8, out_dtype=jnp.float32, bias=bias.ravel())
         new = quantised(layer, variables, args=[x])
         shapes = ((*bias.shape, *kernel.shape[: len(axes)]), (*bias.shape, *[1] * len(axes)))
         assert (new["params"]["values"].shape, new["params"]["scales"].shape) == shapes
-        y = called(layer, new, x, activations=activations)
+        y = called(layer, new, x, inputs=inputs)
     assert_close(y, expected.reshape(*expected.shape[:-1], *bias.shape))
 
 
@@ -172,7 +172,7 @@ def test_a_kernel_that_is_made_at_each_call_is_left(normalise, call):
 
     x, model = draw_x(DIMS), Model()
     variables = model.init(jax.random.key(0), x)
-    new, report = quantize_linears(model, variables, x, weights=INT8)
+    new, report = quantize_linears(model, variables, x, kernels=INT8)
     assert report.replaced == [(("Dense_1",), flax.linen.Dense)]
     assert report.left == [(("Dense_0",), flax.linen.Dense, "its kernel is made of parameters by the model")]
     expected = model.apply(variables, x)
@@ -201,7 +201,7 @@ def test_two_layers_with_the_kernel_of_one():
 
     x = draw_x(DIMS)
     variables = Twice().init(jax.random.key(0), x)
-    new, report = quantize_linears(Twice(), variables, x, weights=INT8)
+    new, report = quantize_linears(Twice(), variables, x, kernels=INT8)
     assert report.replaced == [(("Dense_0",), flax.linen.Dense)]
     layer, parameters = flax.linen.Dense(FEATURES), {"params": new["params"]["Dense_0"]}
     assert_close(called(Twice(), new, x), called(layer, parameters, jnp.sin(called(layer, parameters, x))))
@@ -218,14 +218,14 @@ def test_a_call_that_needs_more_than_an_x():
     keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
     variables = Model().init(keys, draw_x(DIMS), train=True, method="encode")
     options = {"train": True, "mutable": ["batch_stats"], "rngs": keys, "method": "encode"}
-    new, report = quantize_linears(Model(), variables, x, weights=INT8, **options)
+    new, report = quantize_linears(Model(), variables, x, kernels=INT8, **options)
     assert report.replaced == [(("Dense_0",), flax.linen.Dense)]
     assert new["batch_stats"] is variables["batch_stats"]
 
 
-@pytest.mark.parametrize("weights", [INT8, E4M3], ids=["int8", "float8"])
-def test_bytes_of_flax_serialization(weights, variables):
-    new = quantised(Mixed(), variables, weights)
+@pytest.mark.parametrize("kernels", [INT8, E4M3], ids=["int8", "float8"])
+def test_bytes_of_flax_serialization(kernels, variables):
+    new = quantised(Mixed(), variables, kernels)
     data = flax.serialization.to_bytes(new)
     assert bits(flax.serialization.from_bytes(jax.tree.map(jnp.zeros_like, new), data)) == bits(new)
 
@@ -288,7 +288,7 @@ def test_what_is_left_for_a_reason():
     assert called(layer, quantised(layer, cast), draw_x(DIMS)).dtype == jnp.bfloat16
 
 
-# A context for each type of activations, the outer one first.
+# A context for each type of inputs, the outer one first.
 def test_only_chooses_layers_of_a_context(variables):
     new = quantised(Mixed(), variables, E4M3, only=lambda path, layer: not path[0].startswith("listed"))
     new = quantised(Mixed(), new, INT4)
@@ -304,7 +304,7 @@ def test_only_chooses_layers_of_a_context(variables):
 def test_errors():
     layer, variables = dense()
     new = quantised(layer, variables)
-    with pytest.raises(TypeError, match=r"^using_quantized: activations .* to float8_e4m3fn, expected int8 for weig"):
-        called(layer, new, draw_x(DIMS), activations=E4M3)
+    with pytest.raises(TypeError, match=r"^using_quantized: inputs .* to float8_e4m3fn, expected int8 for kern"):
+        called(layer, new, draw_x(DIMS), inputs=E4M3)
     with pytest.raises(flax.errors.ScopeParamNotFoundError):
         layer.apply(new, draw_x(DIMS))

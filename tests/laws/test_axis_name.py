@@ -174,9 +174,7 @@ def test_what_has_no_kernel(devices, kind, name):
     dims, *weights, options, dtype = WITHOUT_KERNEL[name]
     specs = tuple(P(*(None for _ in shape[1:]), "b") for shape in (dims, *weights))
     with jax.enable_x64(dtype == "float64"):
-        x, *others = (
-            draw(shape) for draw, shape in zip((draw_x, draw_scale, draw_bias), (dims, *weights), strict=True)
-        )
+        x, *others = (of(shape) for of, shape in zip((draw_x, draw_scale, draw_bias), (dims, *weights), strict=True))
         args = [x.astype(dtype), *(w.astype("float64" if dtype == "float64" else "float32") for w in others)]
 
         def results(norm):

@@ -121,23 +121,23 @@ FLOAT8 = to("float8_e4m3fn")
 
 
 def operands():
-    """x, and weights that are quantised."""
-    x, weights = (jax.ShapeDtypeStruct((n, DEPTH), jnp.bfloat16) for n in (TOKENS, OUTPUTS))
-    return types(x), types(jax.eval_shape(lambda w: jaxnorm.quantize(w, FLOAT8), weights))
+    """x, and a kernel that is quantised."""
+    x, kernel = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((TOKENS, DEPTH), (DEPTH, OUTPUTS)))
+    return types(x), types(jax.eval_shape(lambda w: jaxnorm.quantize_kernel(w, FLOAT8), kernel))
 
 
-def of_norm(x, weights):
-    return jaxnorm.quantized_dot(jaxnorm.rms_norm_quantized(x, quantization=FLOAT8).quantized, weights)
+def of_norm(x, kernel):
+    return jaxnorm.quantized_dot(jaxnorm.rms_norm_quantized(x, quantization=FLOAT8).quantized, kernel)
 
 
 def test_one_product_of_float8_and_one_kernel_more():
-    x, weights = operands()
+    x, kernel = operands()
     x = types(jax.eval_shape(lambda x: jaxnorm.quantize(x, FLOAT8), x))
-    program = compiled(jaxnorm.quantized_dot, x, weights)
+    program = compiled(jaxnorm.quantized_dot, x, kernel)
     product, *others = kernels(program)
     # Its operands are those of the program, whose own types have not been widened.
     assert "%x_values" in product
-    assert "%w" in product
+    assert "%kernel_values" in product
     assert len(others) <= 1
     # No more than the sums in float32.
     assert program.memory_analysis().temp_size_in_bytes <= 4 * TOKENS * OUTPUTS + 2**26
@@ -174,7 +174,8 @@ def test_no_gather_over_devices(op, spec):
 @pytest.mark.parametrize("dtype", ["int8", "int4", "float8_e4m3fn"])
 def test_a_loop_keeps_no_widened_weights(rows, dtype):
     x = jax.ShapeDtypeStruct((rows, 4096), "bfloat16")
-    weights = jax.eval_shape(lambda w: jaxnorm.quantize(w, to(dtype)), jax.ShapeDtypeStruct((4096, 4096), "bfloat16"))
+    kernel = jax.ShapeDtypeStruct((4096, 4096), "bfloat16")
+    weights = jax.eval_shape(lambda kernel: jaxnorm.quantize_kernel(kernel, to(dtype)), kernel)
 
     def loop(x, weights):
         return jax.lax.fori_loop(0, 8, lambda _, x: jaxnorm.quantized_dot(x, weights), x)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bad_calls import LABELS, QUANTIZATION, SCALE, TOKENS, X, in_order, valid
+from bad_calls import LABELS, LINEAR, QUANTIZATION, SCALE, TOKENS, X, in_order, valid
 from coverage import cover, over
 from flax import nnx
 from statements import call
@@ -16,6 +16,7 @@ import jaxnorm
 from jaxnorm import Quantization
 
 TOKEN = Quantization("int8")
+OF_NO_ROW = {"Quantization": QUANTIZATION, "linear_cross_entropy": LINEAR}
 OF_EACH_FUNCTION = list({op.public: op for op in reversed(OPS)}.values())  # the first of each
 WITH_QUANTIZATION = (*QUANTIZED, *GATED_QUANTIZED, *QUANTIZED_ACTIVATIONS)
 
@@ -91,11 +92,11 @@ def test_errors_from_within_stay_what_they_are():
         jaxnorm.rms_norm(X, Broken())
 
 
-@pytest.mark.parametrize("name", QUANTIZATION)
-def test_a_bad_quantization(name):
-    args, keywords, error, parts = QUANTIZATION[name]
-    with pytest.raises(error, match=in_order("Quantization", parts)):
-        Quantization(*args, **keywords)
+@pytest.mark.parametrize(("of", "name"), [(of, name) for of, calls in OF_NO_ROW.items() for name in calls])
+def test_a_bad_call_of_no_row(of, name):
+    args, keywords, error, parts = OF_NO_ROW[of][name]
+    with pytest.raises(error, match=in_order(of, parts)):
+        getattr(jaxnorm, of)(*args, **keywords)
 
 
 @over(QUANTIZED[:2], name=lambda op: ["x", "scale", "bias", "residual", "smooth_scale"])
@@ -185,7 +186,7 @@ OF_VARIABLES = {
     "quantize": (partial(jaxnorm.quantize, quantization=TOKEN), call(X)),
     "float8_linear": (jaxnorm.float8_linear, call(X, jnp.ones((8, 8)), bias=SCALE)),
     "quantized_dot": (
-        lambda x, bias: jaxnorm.quantized_dot(x, jaxnorm.quantize(X[0], TOKEN), bias=bias),
+        lambda x, bias: jaxnorm.quantized_dot(x, jaxnorm.quantize_kernel(X[0].T, TOKEN), bias=bias),
         call(X, SCALE[:4]),
     ),
 }

@@ -118,12 +118,12 @@ def test_directions():
     assert ("rms_norm", "tangent", "xla") in summary(jaxnorm.explain(lambda x: jax.jvp(norm, (x,), (x,)), X))
 
 
-WEIGHTS = jaxnorm.quantize(X, INT8)
+KERNEL_8 = jaxnorm.quantize_kernel(X.T, INT8)
 # By what the public functions call themselves, and why no kernel serves them.
 CALLS = {
     **{name: (of_x(name), None) for name in functions()},
-    "quantize": (of_x("quantize"), "on every platform"),
-    "quantized_dot": (lambda x: jaxnorm.quantized_dot(x, WEIGHTS), "none for cpu"),
+    **{name: (of_x(name), "on every platform") for name in ("quantize", "quantize_kernel")},
+    "quantized_dot": (lambda x: jaxnorm.quantized_dot(x, KERNEL_8), "none for cpu"),
     "float8_linear": (of_x("float8_linear"), "none for cpu"),
     "rms_norm": (partial(jaxnorm.rms_norm, implementation="xla"), "is asked for"),
     "layer_norm": (lambda x: jaxnorm.layer_norm(x, axis=0), "not the trailing axes"),
@@ -140,9 +140,9 @@ def test_every_function(name):
     assert (why or "has a kernel") in runs.why
 
 
-# `quantize` has no argument `implementation`, products have no kernel on CPUs, and the two last calls have none
-# whatever is chosen.
-NOT_CHOSEN = ("quantize", "quantized_dot", "float8_linear", "rms_norm", "layer_norm")
+# `quantize` and `quantize_kernel` have no argument `implementation`, products have no kernel on CPUs, and the two last
+# calls have none whatever is chosen.
+NOT_CHOSEN = ("quantize", "quantize_kernel", "quantized_dot", "float8_linear", "rms_norm", "layer_norm")
 CHOSEN = [name for name in CALLS if name not in NOT_CHOSEN]
 
 

@@ -68,9 +68,7 @@ def classes(array) -> np.ndarray:
 def assert_spreads_alike(op, cotangents, args):
     """The results alike in every number; in the gradients, where it is not finite: what the difference of two infinite
     sums becomes depends on which of them is subtracted first."""
-    actual, expected = (
-        results_and_gradients(op, function)(cotangents, *args) for function in (op.function, op.formula)
-    )
+    actual, expected = (results_and_gradients(op, f)(cotangents, *args) for f in (op.function, op.formula))
     for a, e in zip(actual[0], expected[0], strict=True):
         np.testing.assert_array_equal(classes(a), classes(e))
     for a, e in zip(actual[1], expected[1], strict=True):

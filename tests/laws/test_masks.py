@@ -24,8 +24,11 @@ SPOILERS = (np.nan, np.inf, -np.inf, "largest")
 CAUSAL = np.tri(ROWS, COLS, dtype=bool)
 
 
-def normalised(function, counts, *, dims=(ROWS, COLS), implementations=IMPLEMENTATIONS, **options):
+def normalised(function, counts, *, dims=(ROWS, COLS), implementations=IMPLEMENTATIONS, has_scale=False, **options):
     hidden = np.broadcast_to(~counts, dims)
+    if has_scale:  # an array, for half types without a kernel
+        of = partial(function, **options)
+        return Case(lambda x, s, **how: of(x, logit_scale=s, **how), (dims, ()), (hidden, False), hidden, (None, "xla"))
     return Case(partial(function, **options), (dims,), (hidden,), hidden, implementations)
 
 
@@ -43,6 +46,8 @@ MASKS = {
     "causal": (CAUSAL, {"causal": True}),
     "offset": (np.tri(ROWS, COLS, 2, bool), {"causal": True, "offset": 2}),
     "window": (CAUSAL & ~np.tri(ROWS, COLS, -2, bool), {"causal": True, "window": 2}),
+    "where and a traced scale": (WHERE, {"where": WHERE, "has_scale": True}),
+    "causal and a traced scale": (CAUSAL, {"causal": True, "has_scale": True}),
     "where and causal": (WHERE & CAUSAL, {"where": WHERE, "causal": True, "logit_scale": -0.5}),
 }
 CASES = {

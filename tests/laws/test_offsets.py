@@ -35,6 +35,7 @@ SHARES = {
         lambda dy, _, z: gradients_of_log_softmax((dy,), z)["x"][0],
     ),
 }
+SCALES = [1.0, 0.5, -2.0]
 LOSS = 1e-6  # relative to the terms of a loss, or to 1
 # In plain jnp p - 1 is rounded as p is, next to 1.
 OF_ONE = {"native": 0.0, "xla": 2.0**-23}
@@ -100,7 +101,7 @@ def assert_losses(actual, exact, terms):
 
 
 @pytest.mark.on_emulator
-@cover(name=list(SHARES), offset=OFFSETS, scale=[1.0, 0.5, -2.0], implementation=IMPLEMENTATIONS)
+@cover(name=list(SHARES), offset=OFFSETS, scale=SCALES, implementation=IMPLEMENTATIONS)
 def test_shares(name, offset, scale, implementation):
     function, exact, gradient = SHARES[name]
     dtype, offset, unit = offset
@@ -116,13 +117,7 @@ def test_shares(name, offset, scale, implementation):
 
 
 @pytest.mark.on_emulator
-@cover(
-    through=["losses", "linear"],
-    options=OPTIONS,
-    offset=OFFSETS,
-    scale=[1.0, 0.5, -2.0],
-    implementation=IMPLEMENTATIONS,
-)
+@cover(through=["losses", "linear"], options=OPTIONS, offset=OFFSETS, scale=SCALES, implementation=IMPLEMENTATIONS)
 def test_losses(through, options, offset, scale, implementation):
     dtype, offset, unit = offset
     x, moved = logits(unit, offset)

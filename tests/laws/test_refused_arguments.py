@@ -13,6 +13,7 @@ from flax import linen
 from table import OPS
 
 import jaxnorm
+from jaxnorm import linen as jaxnorm_linen, nnx
 from jaxnorm.ops.misuse import FORMER, are_related
 
 POSITIONAL = {
@@ -35,10 +36,11 @@ POSITIONAL = {
     "rms_norm_quantized": ["x", "scale"],
     "layer_norm_quantized": ["x", "scale", "bias"],
     "quantize": ["x", "quantization"],
-    "quantized_dot": ["x", "weights"],
+    "quantize_kernel": ["kernel", "quantization"],
+    "quantized_dot": ["x", "kernel"],
     "float8_linear": ["x", "kernel"],
 }
-OF_NO_ROW = {"linear_cross_entropy", "quantize", "quantized_dot", "float8_linear"}  # of the table
+OF_NO_ROW = {"linear_cross_entropy", "quantize", "quantize_kernel", "quantized_dot", "float8_linear"}  # of the table
 
 
 class Integers:
@@ -186,7 +188,7 @@ PRODUCTS = ("quantized_dot", "float8_linear")
 # Whose axis, or other argument, is one that they check themselves.
 OWN = {
     *((name, "axis") for name in ("gated_activation", "gated_activation_quantized")),
-    *((name, "logit_scale") for name in ("softmax", "log_softmax")),
+    ("quantized_dot", "kernel"),
 }
 
 
@@ -249,7 +251,7 @@ def test_an_argument_too_many(function):
     arrays = [f"{it} the {name}\\? Then pass {name}=" for name in ("residual", "bias") if name in by_name]
     added = rf"{it} the residual\? Then use add_{function}\(x, residual, "
     arrays = [added, *arrays] if f"add_{function}" in POSITIONAL else arrays
-    others = f"Pass the others by name: {by_name[0]}, {by_name[1]}"
+    others = f"Pass the others by name: {', '.join(by_name[:2])}"
     is_pair = function.startswith("gated_activation")
     for value, said in (
         (1e-5, [rf"{it} {number}\? Then pass {number}=1e-05"]),
@@ -298,7 +300,7 @@ SYNONYMS = {
     "where": ["mask"],
     "causal": ["is_causal"],
     "labels": ["targets"],
-    "weights": ["loss_mask"],
+    "row_weights": ["loss_mask"],
     "residual": ["skip"],
     "label_smoothing": ["smoothing"],
     "ignore_index": ["ignore_label"],
@@ -327,14 +329,24 @@ INSTEAD = {
 @each_function
 def test_an_argument_of_other_functions(function):
     of_each = {other: {p.name for p in parameters(other)} for other in POSITIONAL}
-    for ours in sorted((INSTEAD.keys() | set().union(*of_each.values())) - {"weights"} - of_each[function]):
+    for ours in sorted((INSTEAD.keys() | set().union(*of_each.values())) - of_each[function]):
         related = [other for other in POSITIONAL if are_related(function, other) and ours in of_each[other]]
         said = "did you mean .*, which takes? " if related else INSTEAD.get(ours, "is an argument of")
-        said = FORMER.get(f"{function}.{ours}", said)
-        for name in {ours, *SYNONYMS.get(ours, ())} - {"weight", "gamma"}:  # which may be one of weights
-            with pytest.raises(TypeError, match=in_order(function, (f"keyword argument '{name}'", said))) as raised:
+        for name in {ours, *SYNONYMS.get(ours, ())}:
+            parts = f"keyword argument '{name}'", FORMER.get(f"{function}.{name}", said)
+            with pytest.raises(TypeError, match=in_order(function, parts)) as raised:
                 getattr(jaxnorm, function)(*map(VALID.get, required_by(function)), **{name: 1})
             assert all(other in str(raised.value) for other in related)
+
+
+# Of functions and layers that name what was renamed: the libraries have them by the same names.
+@pytest.mark.parametrize("former", [name for name in FORMER if "." in name])
+def test_a_former_name_of_one_function(former):
+    function, name = former.split(".")
+    owner = next(of for of in (jaxnorm, nnx, jaxnorm_linen) if function in of.__all__)
+    said = in_order(function, (f"keyword argument '{name}'", f"did you mean {FORMER[former]}"))
+    with pytest.raises(TypeError, match=said):
+        getattr(owner, function)(**{name: 1})
 
 
 def each_of(names):
@@ -364,7 +376,6 @@ def test_a_misspelt_keyword(function):
     meant = {theirs: ours for theirs, ours in MEANT.items() if ours.partition("=")[0] in names}
     assert meant
     for theirs, ours in meant.items():
-        ours = "weights" if (theirs, "weights" in names) == ("weight", True) else ours
         said = (f"unexpected keyword argument '{theirs}'", re.escape(f"did you mean {ours}?"))
         with pytest.raises(TypeError, match=in_order(function, said)):
             getattr(jaxnorm, function)(*map(VALID.get, required_by(function)), **{theirs: 1})

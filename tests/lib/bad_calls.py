@@ -28,7 +28,10 @@ VALID = {
     "kernel": jnp.ones((8, 5)),
     "gate_first": True,
     "quantization": Quantization("int8"),
-    "weights": jaxnorm.quantize(jnp.ones((5, 8)), Quantization("int8")),
+}
+OWN = {
+    "group_norm": {"num_groups": 2},
+    "quantized_dot": {"kernel": jaxnorm.quantize_kernel(jnp.ones((8, 5)), Quantization("int8"))},
 }
 
 
@@ -41,9 +44,7 @@ def required_by(function):
 
 
 def valid(function):
-    return {name: VALID[name] for name in required_by(function)} | (
-        {"num_groups": 2} if function == "group_norm" else {}
-    )
+    return {name: VALID[name] for name in required_by(function)} | OWN.get(function, {})
 
 
 def in_order(function, parts) -> str:
@@ -113,9 +114,7 @@ NORM_WITHOUT_KERNEL = named(
 HALF, BRAIN = X.astype("float16"), X.astype("bfloat16")
 RESIDUAL_WITHOUT_KERNEL = named(
     call(HALF, BRAIN, out_dtype="float16").has_no_kernel("x is float16 and residual bfloat16.*one of them float32"),
-    call(X, BRAIN, out_dtype="float16").has_no_kernel(
-        "residual is bfloat16 and the result float16.*one of them float32"
-    ),
+    call(X, BRAIN, out_dtype="float16").has_no_kernel("residual is bfloat16 and the result float16.*of them float32"),
 )
 LONG = jnp.ones((2, 16_385))
 GATED_WITHOUT_KERNEL = named(
@@ -242,9 +241,7 @@ ROWS = jnp.ones((3, 4, 192))
 TENSOR, GROUPS = Quantization("int8", "tensor"), Quantization("int8", "group")
 QUANTIZED = named(
     call(ROWS, quantization=GROUPS).raises(ValueError, "group_size 128", "divide", (3, 4, 192)),
-    call(ROWS, quantization=GROUPS, axis=(-2, -1)).raises(
-        ValueError, "granularity='group'", "axis=-1", (-2, -1), "reshape"
-    ),
+    call(ROWS, quantization=GROUPS, axis=(-2, -1)).raises(ValueError, "'group'", "axis=-1", (-2, -1), "reshape"),
     call(ROWS, quantization=GROUPS, axis=0).raises(ValueError, "granularity='group'", r"\(-3,\)"),
     call(ROWS, quantization=TENSOR).raises(ValueError, "'tensor'", "static_scale", "None"),
     call(ROWS, static_scale=1.0).raises(ValueError, "static_scale", "'token'", "leave"),
@@ -297,15 +294,11 @@ ROTARY = named(
         ValueError, "cos has shape", (3, 3), "rotary_dim / 2 = 4", (2, 3), (2, 3, 4, 8)
     ),
     call(Q, K, cos=COS, sin=COS[:2]).raises(ValueError, "sin has shape", (2, 4), (2, 3)),
-    call(Q, K, cos=COS[:, None], sin=COS[:, None]).raises(
-        ValueError, "cos has shape", (3, 1, 4), (2, 3), "no axis for heads"
-    ),
+    call(Q, K, cos=COS[:, None], sin=COS[:, None]).raises(ValueError, "cos has", (3, 1, 4), (2, 3), "axis for heads"),
     call(Q, K, cos=COS[:, :2], sin=COS[:, :2]).raises(ValueError, "cos", "pass rotary_dim"),
     call(Q, K, cos=jnp.ones(()), sin=COS).raises(ValueError, "cos has shape", ()),
     call(Q, K, cos=COS.astype("int32"), sin=COS).raises(TypeError, "cos", "floating", "int32"),
-    call(Q, K, positions=jnp.arange(2)).raises(
-        ValueError, "positions has shape", (2,), (2, 3), r"positions\[:, None\]"
-    ),
+    call(Q, K, positions=jnp.arange(2)).raises(ValueError, "positions has", (2,), (2, 3), r"positions\[:, None\]"),
     call(Q[0, 0], K[0, 0]).raises(ValueError, "without an axis of tokens", "pass positions"),
     call(Q, K, frequencies=jnp.ones(8)).raises(ValueError, "frequencies has shape", (8,), (4,), "rotary_dim"),
 )
@@ -329,9 +322,7 @@ OF_PRODUCT = named(
         ValueError, (2, 2, 3, 128), r"\(\.\.\., tokens, 8, head size\)", "at most three axes", "Reshape qkv"
     ),
     of_heads(QKV[0]).raises(ValueError, (3, 8, 16), "may be the last axis but one", (1, 3, 8, 16), (3, 8, 8, 2)),
-    of_heads(QKV[0, 0], positions=0).raises(
-        ValueError, (8, 16), "may be the last axis but one", (1, 1, 8, 16), (1, 8, 8, 2)
-    ),
+    of_heads(QKV[0, 0], positions=0).raises(ValueError, (8, 16), "the last axis but one", (1, 1, 8, 16), (1, 8, 8, 2)),
     call(QKV, heads=0, kv_heads=4).raises(ValueError, "heads must be positive", "0"),
     call(QKV, heads=10, kv_heads=-1).raises(ValueError, "kv_heads must be positive", "-1"),
     of_heads(QKV, jnp.ones((8, 16))).raises(ValueError, "q_scale", (8, 16), (16,), "head size of qkv", (4, 16)),
@@ -340,28 +331,20 @@ OF_PRODUCT = named(
     of_heads(QKV, jnp.ones(16), normalize=False).raises(ValueError, "q_scale", "normalize=False", "None"),
     of_heads(QKV[..., :7]).raises(ValueError, "last axis of qkv", (2, 3, 8, 7), "odd", "rotary_dim"),
     of_heads(QKV, rotary_dim=18).raises(ValueError, "rotary_dim=18", "2 to 16", "qkv"),
-    of_heads(QKV, cos=jnp.ones((2, 8)), sin=jnp.ones((2, 8))).raises(
-        ValueError, "cos has shape", (2, 8), r"\(2, 3\) of qkv"
-    ),
+    of_heads(QKV, cos=jnp.ones((2, 8)), sin=jnp.ones((2, 8))).raises(ValueError, "cos has", (2, 8), r"\(2, 3\) of qkv"),
     of_heads(QKV, positions=jnp.arange(3), cos=jnp.ones((3, 8)), sin=jnp.ones((3, 8))).raises(
         ValueError, "positions and the tables cos and sin", "Leave positions out"
     ),
     of_heads(QKV, positions=jnp.arange(2)).raises(ValueError, "positions has shape", (2,), r"\(2, 3\) of qkv"),
-    of_heads(QKV[0, 0], jnp.ones(16)).raises(
-        ValueError, "qkv has shape", "without an axis of tokens", "pass positions"
-    ),
+    of_heads(QKV[0, 0], jnp.ones(16)).raises(ValueError, "qkv has shape", "an axis of tokens", "pass positions"),
     of_heads(Q, K, K, None, SCALE).raises(TypeError, "takes 4 positional arguments", "5 were given"),
     of_heads(QKV, heads_axis=-3).raises(TypeError, "heads_axis", "qk_norm_rotary"),
 )
-PRODUCT_WITHOUT_KERNEL = named(
-    call(jnp.ones((2, 1, 3, 520)), heads=1, kv_heads=1).has_no_kernel("heads of 520 elements"),
-)
+PRODUCT_WITHOUT_KERNEL = named(call(jnp.ones((2, 1, 3, 520)), heads=1, kv_heads=1).has_no_kernel("heads of 520"))
 
 KERNEL, BIAS = jnp.ones((8, 20)), jnp.ones(20)
 
 SOFTMAX = named(
-    call(X, logit_scale=float("nan")).raises(ValueError, "logit_scale", "finite", "nan"),
-    call(X, logit_scale=jnp.ones(8)).raises(TypeError, "logit_scale", "number"),
     call(X, causal=True, axis=0).raises(ValueError, "causal", "axis=-1", r"\(-3,\)"),
     call(X, causal=True, axis=(-2, -1)).raises(ValueError, "causal", (-2, -1), "where"),
     call(jnp.ones(8), causal=True).raises(ValueError, "causal", (8,)),
@@ -400,6 +383,7 @@ SOFTMAX_WITHOUT_KERNEL = named(
     call(X, axis=(-2, -1)).has_no_kernel(r"\(-2, -1\) together, kernels take one"),
     call(X.astype("float16"), out_dtype="bfloat16").has_no_kernel("float16.*bfloat16"),
     call(jnp.ones((3, 0))).has_no_kernel("length 0"),
+    call(BRAIN, logit_scale=jnp.float32(2)).has_no_kernel("half type times a traced logit_scale are float32"),
 )
 CROSS_ENTROPY_WITHOUT_KERNEL = named(
     call(X, jnp.zeros((4, 8), "int32"), axis=0).has_no_kernel("trailing"),
@@ -415,17 +399,17 @@ LINEAR = named(
     call(KERNEL.T[:6].T, jnp.ones((5, 8)), LABELS[0]).raises(ValueError, "x and kernel in each other's place"),
     call(X, KERNEL, LABELS, bias=BIAS[1:]).raises(ValueError, "bias", (19,), r"expected \(20,\)", (8, 20), "Reshape"),
     call(X, KERNEL, LABELS, where=LABELS == 0).raises(
-        ValueError, "where", (3, 4), r"expected \(20,\)", (3, 4, 20), r"weights=where\.astype"
+        ValueError, "where", (3, 4), r"expected \(20,\)", (3, 4, 20), r"row_weights=where\.astype"
     ),
     call(X, KERNEL, LABELS, where=jnp.ones((4, 20), bool)).raises(
         ValueError, "where", (4, 20), r"broadcast_to\(where, \(3, 4, 20\)\)"
     ),
-    call(X, KERNEL, LABELS, weights=jnp.ones(3)).raises(
-        ValueError, "weights", (3,), r"expected \(3, 4\)", (3, 4, 8), r"broadcast_to\(weights\[:, None\], lab"
+    call(X, KERNEL, LABELS, row_weights=jnp.ones(3)).raises(
+        ValueError, "row_weights", (3,), r"expected \(3, 4\)", (3, 4, 8), r"broadcast_to\(row_weights\[:, None\], lab"
     ),
-    call(X, KERNEL, LABELS, weights=BIAS).raises(ValueError, (20,), r"weights\[labels\]"),
-    call(X, KERNEL, LABELS, weights=jnp.ones(5)).raises(ValueError, (5,), "broadcast"),
-    call(X, KERNEL, LABELS, weights=LABELS == 0).raises(TypeError, "weights", "bool", "astype"),
+    call(X, KERNEL, LABELS, row_weights=BIAS).raises(ValueError, (20,), r"w\[labels\]"),
+    call(X, KERNEL, LABELS, row_weights=jnp.ones(5)).raises(ValueError, (5,), "broadcast"),
+    call(X, KERNEL, LABELS, row_weights=LABELS == 0).raises(TypeError, "row_weights", "bool", "astype"),
     call(X, KERNEL, LABELS, reduction="max").raises(ValueError, "reduction", "max", "'mean'"),
     call(X, KERNEL, LABELS, rows_per_chunk=0).raises(ValueError, "rows_per_chunk", "positive"),
     call(X, KERNEL, LABELS, rows_per_chunk=2.0).raises(TypeError, "rows_per_chunk", "int", "2.0"),

@@ -153,8 +153,8 @@ class NnxModel(Model):
         module, report = change(flax.nnx.clone(self.module), *args, **options)
         return NnxModel(module), report
 
-    def quantised(self, weights=INT8, activations=None, **options):
-        return self._changed(jaxnorm.quantize_linears, weights, activations, **options)
+    def quantised(self, kernels=INT8, inputs=None, **options):
+        return self._changed(jaxnorm.quantize_linears, kernels, inputs, **options)
 
     in_float8 = partialmethod(_changed, jaxnorm.float8_linears)
     replaced = partialmethod(_changed, jaxnorm.replace_layers)
@@ -179,10 +179,10 @@ class LinenModel(Model):
         with self.within():
             return self.module.apply(self.variables(parameters), x)
 
-    def quantised(self, weights=INT8, activations=None, **options):
+    def quantised(self, kernels=INT8, inputs=None, **options):
         variables = self.variables(self.parameters)
-        new, report = jaxnorm.linen.quantize_linears(self.module, variables, draw_x(DIMS), weights=weights, **options)
-        context = partial(jaxnorm.linen.using_quantized, activations)
+        new, report = jaxnorm.linen.quantize_linears(self.module, variables, draw_x(DIMS), kernels=kernels, **options)
+        context = partial(jaxnorm.linen.using_quantized, inputs)
         return LinenModel(self.module, new, (*self.contexts, context)), report
 
     def _within(self, context, *args, **options):
@@ -212,8 +212,8 @@ class EquinoxModel(Model):
         module, report = change(self.module, *args, **options)
         return type(self)(module), report
 
-    def quantised(self, weights=INT8, activations=None, **options):
-        return self._changed(jaxnorm.equinox.quantize_linears, weights, activations, **options)
+    def quantised(self, kernels=INT8, inputs=None, **options):
+        return self._changed(jaxnorm.equinox.quantize_linears, kernels, inputs, **options)
 
     replaced = partialmethod(_changed, jaxnorm.equinox.replace_layers)
 

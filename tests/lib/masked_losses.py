@@ -66,7 +66,7 @@ def linear(reduction, where=None, *, vmapped=False, depth=6, **options):
         given = {"ignore_index": IGNORED, "reduction": reduction, "implementation": implementation, **options}
         if others:
             bias, weights, scale = others
-            given |= {"bias": bias, "where": where, "weights": jnp.where(ZERO, 0, weights), "logit_scale": scale}
+            given |= {"bias": bias, "where": where, "row_weights": jnp.where(ZERO, 0, weights), "logit_scale": scale}
 
         def of_rows(x):
             found = jaxnorm.linear_cross_entropy(x, kernel, HALF_IGNORED, **given)

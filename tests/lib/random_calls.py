@@ -208,7 +208,8 @@ def softmax(draw: Draw) -> Call:
     options = {"logit_scale": draw.pick((1.0, 0.3)), "causal": causal}
     if causal:
         options |= {"offset": draw.pick((0, 3)), "window": draw.pick((None, 2))}
-    return _call(public, {"x": x, "where": where}, ("x",), by_example, **options)
+    scale = {"logit_scale": jnp.float32(options.pop("logit_scale"))} if draw.chance(0.3) else {}
+    return _call(public, {"x": x, "where": where, **scale}, ("x", "logit_scale"), by_example, **options)
 
 
 def cross_entropy(draw: Draw) -> Call:
@@ -249,18 +250,18 @@ def linear_cross_entropy(draw: Draw) -> Call:
         operands |= {
             "bias": draw.pick((None, draw.floats((classes,), draw.pick((dtype, *DTYPES))))),
             "where": draw.pick((None, mask)),
-            "weights": draw.pick((None, jnp.abs(draw.floats(lead, "float32")) + 0.1)),
+            "row_weights": draw.pick((None, jnp.abs(draw.floats(lead, "float32")) + 0.1)),
         }
     options = _loss_options(draw)
     if draw.chance(0.3):
         operands["logit_scale"] = jnp.float32(options.pop("logit_scale"))
     reduction = draw.pick(("mean", "sum", "none"))
     mask = operands.get("where")
-    of_rows = ("x", "labels", "weights", *["where"] * (mask is not None and mask.ndim == len(lead) + 1))
+    of_rows = ("x", "labels", "row_weights", *["where"] * (mask is not None and mask.ndim == len(lead) + 1))
     return _call(
         jaxnorm.linear_cross_entropy,
         operands,
-        ("x", "kernel", "bias", "weights", "logit_scale"),
+        ("x", "kernel", "bias", "row_weights", "logit_scale"),
         of_rows if lead and reduction == "none" else (),
         reduction=reduction,
         rows_per_chunk=draw.pick((None, 2, 3)),

@@ -29,9 +29,7 @@ def away_from_init(tree):
     """The arrays, of which none is 0 or 1 throughout, so that none can be left out unseen."""
     leaves, structure = jax.tree.flatten(tree)
     keys = jax.random.split(jax.random.key(2), len(leaves))
-    moved = [
-        leaf + 0.1 * jax.random.normal(key, leaf.shape, leaf.dtype) for leaf, key in zip(leaves, keys, strict=True)
-    ]
+    moved = [leaf + 0.1 * jax.random.normal(k, leaf.shape, leaf.dtype) for leaf, k in zip(leaves, keys, strict=True)]
     return jax.tree.unflatten(structure, moved)
 
 

@@ -123,9 +123,7 @@ def with_ours(model, reports):
     return after
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.needs(name.partition(":")[0])) for name in PUBLISHED]
-)
+@pytest.mark.parametrize("name", [pytest.param(of, marks=pytest.mark.needs(of.partition(":")[0])) for of in PUBLISHED])
 def test_the_norms_of_a_model_are_found(name):
     make, norms = PUBLISHED[name]
     model, parameters, inputs = make()

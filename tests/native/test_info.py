@@ -95,7 +95,7 @@ def test_in_words(info, arguments):
         (("--op", "qkv_norm_rotary", "--shape", "8x6x64", "--dtype", "float64"), "qkv is float64"),
         (("--op", "quantize"), "in jax.numpy on every platform"),
         (("--op", "quantized_dot", "--platform", "cpu"), "a kernel for cuda, none for cpu"),
-        (("--op", "quantized_dot", "--platform", "cuda", "--dtype", "int8"), "the kernel multiplies float8"),
+        (("--op", "quantized_dot", "--platform", "cuda", "--dtype", "int8"), "cuBLASLt is taken for float8"),
         (("--op", "quantized_dot", "--platform", "cuda", "--columns", "8"), "(8, 4096), and cuBLASLt wants multiples"),
         (("--op", "float8_linear", "--platform", "cpu"), "a kernel for cuda, none for cpu"),
         (("--op", "float8_linear", "--platform", "cuda", "--columns", "8"), "(8, 4096), and cuBLASLt wants multiples"),

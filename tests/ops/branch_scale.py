@@ -69,13 +69,7 @@ DIMS = (3, 8, 64)
 
 
 # As LayerScale has it, adaLN-Zero, and a weight for each row.
-SHAPES = {
-    "(D,)": (64,),
-    "(B, 1, D)": (3, 1, 64),
-    "(1, 1, D)": (1, 1, 64),
-    "(B, T, D)": (3, 8, 64),
-    "(1, T, D)": (1, 8, 64),
-}
+SHAPES = {str(shape): shape for shape in ((64,), (3, 1, 64), (1, 1, 64), (3, 8, 64), (1, 8, 64))}
 
 
 @cover(implementation=("native", "xla"), dtype=DTYPES, scale_dtype=DTYPES, shape=SHAPES)

@@ -23,7 +23,7 @@ CALLS = {"jaxnorm_cross_entropy_fwd": 1, "jaxnorm_cross_entropy_bwd": 1} if is_p
 
 def compiled(function, given, rows=4096, dtype="bfloat16", **options):
     """A program of the operands with a mask of classes, if they are all there."""
-    shapes = {"x": (rows, 32), "kernel": (32, 4096), "bias": (4096,), "weights": (rows,), "logit_scale": ()}
+    shapes = {"x": (rows, 32), "kernel": (32, 4096), "bias": (4096,), "row_weights": (rows,), "logit_scale": ()}
     moving = {name: jax.ShapeDtypeStruct(shapes[name], dtype) for name in ("x", "kernel", *given)}
 
     def of(moving, labels):
@@ -110,7 +110,7 @@ def test_over_devices(devices, axis_type, specs, reduction, where, implementatio
         return value, pullback(jax.tree.map(lambda v: 2 + jnp.cos(v), value))
 
     rows = P(*x_spec[:1])
-    of = {"x": x_spec, "kernel": kernel_spec, "bias": class_spec, "weights": rows, "logit_scale": P()}
+    of = {"x": x_spec, "kernel": kernel_spec, "bias": class_spec, "row_weights": rows, "logit_scale": P()}
     of = {name: of[name] for name in moving}
     args, of_args = (moving, labels), (of, rows)
     if mask is not None:
@@ -165,7 +165,7 @@ def test_in_a_shard_map(devices, check_vma, given, reduction):
     moving, labels = split(given=GIVEN[given], dims=dims)
     labels = jnp.maximum(labels, 0) if reduction == "mean" else labels
     mask, rows = masks(dims, linear.CLASSES)["classes"], P(("a", "b"))
-    of = {"x": rows, "kernel": P(), "bias": P(), "weights": rows, "logit_scale": P()}
+    of = {"x": rows, "kernel": P(), "bias": P(), "row_weights": rows, "logit_scale": P()}
     over_devices = jax.lax.pmean if reduction == "mean" else jax.lax.psum
 
     def shard(moving, labels, mask):
@@ -185,7 +185,7 @@ def test_exported_for_any_number_of_rows(given):
     mask = masks((24, 16), linear.CLASSES)["classes"] if given == "all" else None
     (rows,) = export.symbolic_shape("rows")
     types = {
-        k: jax.ShapeDtypeStruct((rows, *a.shape[1:]) if k in ("x", "weights") else a.shape, a.dtype)
+        k: jax.ShapeDtypeStruct((rows, *a.shape[1:]) if k in ("x", "row_weights") else a.shape, a.dtype)
         for k, a in moving.items()
     }
 

@@ -16,7 +16,7 @@ from jax import export
 from quantizing import to
 
 import jaxnorm
-from jaxnorm import Float8Recipe, Quantized, checkpoint_policies, float8_linear, quantize, quantized_dot
+from jaxnorm import Float8Recipe, Quantized, float8_linear, quantize, quantize_kernel, quantized_dot
 
 pytestmark = [pytest.mark.jax_version, pytest.mark.usefixtures("exact_products")]
 
@@ -38,11 +38,11 @@ class Form:
     recipe: Float8Recipe | None
     x: Any
     kernel: Any
+    quantise: Any = quantize_kernel
 
     def rounded(self, x, kernel, **options):
-        """x and weights (N, K); what moves passes through their rounding."""
-        weights = quantize(kernel.T, self.kernel, **options)
-        return x if self.x is None else quantize(x, self.x, **options), weights
+        """x and the kernel; what moves passes through their rounding."""
+        return x if self.x is None else quantize(x, self.x, **options), self.quantise(kernel, self.kernel, **options)
 
     def __call__(self, x, kernel, bias=None):
         if self.recipe is not None:
@@ -51,17 +51,16 @@ class Form:
 
     def plain(self, x, kernel, bias=0):
         """What forward mode and higher derivatives are those of."""
-        x, weights = self.rounded(x, kernel, straight_through=True)
-        return (x if self.x is None else x.dequantize()) @ weights.dequantize().T + bias
+        x, kernel = self.rounded(x, kernel, straight_through=True)
+        return (x if self.x is None else x.dequantize()) @ kernel.dequantize() + bias
 
 
-LINEAR = {
-    name: Form(of, *[to("float8_e4m3fn", of.scaling.replace("row", "token"))] * 2) for name, of in RECIPES.items()
-}
+LINEAR = {key: Form(of, *[to("float8_e4m3fn", of.scaling.replace("row", "token"))] * 2) for key, of in RECIPES.items()}
 DOT = {
     "int8": Form(None, to("int8"), to("int8")),
+    "int8, not transposed": Form(None, to("int8"), to("int8"), partial(quantize, axis=0)),
     "float8": Form(None, E4M3, E4M3),
-    "weights of int4": Form(None, None, to("int4")),
+    "a kernel of int4": Form(None, None, to("int4")),
 }
 FORMS = DOT | LINEAR
 each_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
@@ -126,7 +125,7 @@ PROGRAMS = {
     "a loop": lambda form: in_a_loop(gradient(form)),
     "checkpoint": lambda form: jax.grad(jax.checkpoint(partial(loss, form)), (0, 1, 2)),
     "save norms": lambda form: jax.jit(
-        jax.grad(jax.checkpoint(partial(loss, form), policy=checkpoint_policies.save_norms), (0, 1, 2))
+        jax.grad(jax.checkpoint(partial(loss, form), policy=jaxnorm.checkpoint_policies.save_norms), (0, 1, 2))
     ),
     "linearize": lambda form: (
         lambda *args: jax.linear_transpose(jax.linearize(partial(loss, form), *args)[1], *args)(jnp.float32(1))
@@ -295,7 +294,7 @@ def test_a_quantised_x(form):
     def of(x, kernel):
         if form.recipe is not None:
             return float8_linear(x, kernel, recipe=form.recipe, out_dtype="float32").sum()
-        return quantized_dot(x, quantize(kernel.T, form.kernel, straight_through=True), out_dtype="float32").sum()
+        return quantized_dot(x, quantize_kernel(kernel, form.kernel, straight_through=True), out_dtype="float32").sum()
 
     y = quantize(x, form.x)
     np.testing.assert_array_equal(jax.grad(lambda scales: of(Quantized(y.values, scales), kernel))(y.scales), 0)
@@ -336,10 +335,10 @@ def test_what_is_rounded_is_kept_in_place_of_the_inputs():
 @pytest.mark.parametrize("policy", ["save_norms", "recompute_norms"])
 def test_named_values_are_kept(policy):
     def model(x, kernel):
-        layer = jax.checkpoint(float8_linear, policy=getattr(checkpoint_policies, policy))
+        layer = jax.checkpoint(float8_linear, policy=getattr(jaxnorm.checkpoint_policies, policy))
         return jnp.sin(layer(jnp.sin(x), kernel)).sum()
 
     program = str(jax.make_jaxpr(jax.grad(model, (0, 1)))(*operands()[:2]))
-    names = [name for name in checkpoint_policies.NAMES if f"name={name}" in program]
+    names = [name for name in jaxnorm.checkpoint_policies.NAMES if f"name={name}" in program]
     assert names == ["jaxnorm_result", "jaxnorm_statistics"]
     assert program.count("jaxnorm_float8_linear_fwd[") == 1

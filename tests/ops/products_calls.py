@@ -12,13 +12,13 @@ from flax import linen, nnx
 from quantizing import to
 
 import jaxnorm
-from jaxnorm import Float8Recipe, float8_dot_general, float8_linear, quantize, quantized_dot
+from jaxnorm import Float8Recipe, float8_dot_general, float8_linear, quantize, quantize_kernel, quantized_dot
 from ops.products import E4M3
 
 X, KERNEL, BIAS = draw("x", (2, 3, 64)), draw("kernel", (64, 48)), draw("bias", (48,))
-Q8, Q8_OF_GROUPS = quantize(X, E4M3), quantize(draw("x", (5, 128)), to("float8_e4m3fn", "groups of 64"))
+Q8, TO_INT8 = quantize(X, E4M3), to("int8")
 W = KERNEL.T
-WEIGHTS = quantize(W, to("int8"))
+KERNEL_8 = quantize_kernel(KERNEL, TO_INT8)
 AXES_OF_DOT = (((2,), (0,)), ((), ()))
 TENSOR, ONE_SCALE = Float8Recipe("tensor"), "the recipe has one scale for each tensor"
 NATIVE = {"implementation": "native"}
@@ -36,17 +36,19 @@ BAD_LINEAR = {
     "no kernel": ((X, KERNEL), NATIVE | {"recipe": TENSOR}, RuntimeError, f"cannot serve this call: {ONE_SCALE}"),
 }
 BAD_DOTS = {
-    "weights of no scales": ((X, W), {}, TypeError, "weights must be a jaxnorm.Quantized"),
-    "weights first": ((WEIGHTS, X), {}, TypeError, "x and weights in each other's place"),
-    "K first": ((X, quantize(KERNEL, to("int8"))), {}, ValueError, r"3, 64\) and weights \(64, 48\).*transpose"),
-    "another K": ((X[..., :32], WEIGHTS), {}, ValueError, r"\(2, 3, 32\) and weights \(48, 64\).*the same"),
-    "no axis": ((jnp.float32(1), WEIGHTS), {}, ValueError, r"x has shape \(\)"),
-    "several matrices": ((X, quantize(jnp.stack([W, W]), to("int8"))), {}, ValueError, r"\(2, 48, 64\).*vmap"),
-    "groups": ((draw("x", (5, 128)), Q8_OF_GROUPS), {}, ValueError, "groups"),
-    "scales along outputs": ((X, quantize(W, to("int8"), axis=0)), {}, ValueError, r"scales of shape \(1, 64\).*last"),
-    "float8 and int8": ((Q8, WEIGHTS), {}, TypeError, "float8_e4m3fn and weights of int8"),
-    "x of 4 bits": ((quantize(X, to("int4")), WEIGHTS), {}, TypeError, "expected int8 for x.*Only weights have 4"),
-    "no kernel": ((X, WEIGHTS), NATIVE, RuntimeError, "the kernel multiplies float8"),
+    "a kernel of no scales": ((X, KERNEL), {}, TypeError, "must be a jaxnorm.Quantized, as of .*quantize_kernel"),
+    "kernel first": ((KERNEL_8, X), {}, TypeError, "x and kernel in each other's place"),
+    "two kernels": ((KERNEL_8, KERNEL_8), {}, ValueError, r"x lies transposed, as a kernel of shape \(64, 48\)"),
+    "outputs first": ((X, quantize_kernel(W, TO_INT8)), {}, ValueError, r"3, 64\) and kernel \(48, 64\).*transpose"),
+    "not a kernel": ((X, quantize(W, TO_INT8)), {}, ValueError, r"3, 64\) and kernel \(48, 64\).*transpose"),
+    "another K": ((X[..., :32], KERNEL_8), {}, ValueError, r"\(2, 3, 32\) and kernel \(64, 48\).*the same"),
+    "no axis": ((jnp.float32(1), KERNEL_8), {}, ValueError, r"x has shape \(\)"),
+    "several matrices": ((X, quantize_kernel(jnp.stack([W.T] * 2), TO_INT8)), {}, ValueError, r"\(2, 48, 64\).*vmap"),
+    "groups": ((X, quantize_kernel(KERNEL, to("int8", "groups of 32"))), {}, ValueError, "no scales of groups"),
+    "scales along outputs": ((X, quantize(KERNEL, TO_INT8)), {}, ValueError, r"64, 1\), expected \(1, 48\).*_kernel"),
+    "float8 and int8": ((Q8, KERNEL_8), {}, TypeError, "float8_e4m3fn and the kernel of int8"),
+    "x of 4 bits": ((quantize(X, to("int4")), KERNEL_8), {}, TypeError, "expected int8 for x.*Only kernels have 4"),
+    "no kernel": ((X, KERNEL_8), NATIVE, RuntimeError, "cuBLASLt is taken for float8"),
 }
 BAD_OF_DOT_GENERAL = {
     "batch axes": ((X, draw("k", (2, 64, 48)), (((2,), (1,)), ((0,), (0,)))), {}, ValueError, "batch axes .*jax.vmap"),
@@ -81,7 +83,7 @@ def test_errors(function, name):
 
 # One group is a row.
 def test_a_group_of_a_whole_row():
-    assert quantized_dot(X, quantize(W, to("int8", "groups of 64"))).shape == (2, 3, 48)
+    assert quantized_dot(X, quantize_kernel(KERNEL, to("int8", "groups of 64"))).shape == (2, 3, 48)
 
 
 @pytest.mark.parametrize("argument", ["x", "kernel", "bias", "out_dtype"])
@@ -102,6 +104,14 @@ def test_a_recipe_is_its_values():
     assert recipe.dot_general == dataclasses.replace(recipe).dot_general
     assert Float8Recipe().dot_general == float8_dot_general
     assert hash(Float8Recipe().dot_general) == hash(float8_dot_general)
+
+
+def test_a_recipe_by_torchaos_name():
+    assert Float8Recipe.named("tensorwise") == TENSOR
+    assert Float8Recipe.named("rowwise") == Float8Recipe(power_of_two=True)
+    assert Float8Recipe.named("rowwise_with_gw_hp") == Float8Recipe(weight_gradient="compute")
+    with pytest.raises(ValueError, match=r"^Float8Recipe.named: unknown recipe 'mx'; expected 'tensorwise', 'rowwise'"):
+        Float8Recipe.named("mx")
 
 
 def test_the_dtype_of_the_result():

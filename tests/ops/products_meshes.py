@@ -62,12 +62,7 @@ assert_one_device_gives = partial(assert_near, of_float32=BOUND, of_half=2.0**-8
 
 # On an Explicit mesh JAX asks for the sharding of a sum that is split, as of every product, but float8_linear has one.
 @exact_products
-@cover(
-    split=SPLIT,
-    axis_type={"auto": AxisType.Auto, "explicit": AxisType.Explicit},
-    form=FORMS,
-    implementation=[None, "xla"],
-)
+@cover(split=SPLIT, axis_type=[AxisType.Auto, AxisType.Explicit], form=FORMS, implementation=[None, "xla"])
 def test_over_devices(split, axis_type, form, implementation):
     if form.recipe is None and any(split[1][:1]):
         axis_type = AxisType.Auto
@@ -279,7 +274,8 @@ def product(x, weights, bias):
 
 def split_operands(mesh, of_x, of_weights, args):
     columns = P(*[*of_weights][:1])
-    of_x, of_weights = (jaxnorm.Quantized(*specs) for specs in ((of_x, P(*[*of_x][:2])), (of_weights, columns)))
+    of_x = jaxnorm.Quantized(of_x, P(*[*of_x][:2]))
+    of_weights = jaxnorm.Quantized(of_weights, columns, transposed=True)
     return jax.device_put(args, jax.tree.map(partial(NamedSharding, mesh), (of_x, of_weights, columns)))
 
 
@@ -323,7 +319,8 @@ def test_a_part_that_no_kernel_takes(parts, monkeypatch):
 def test_uneven_parts(parts):
     mesh = mesh_of(jax.devices(), AxisType.Auto)
     shapes = (3 * mesh.shape["a"] - 1, 2 * 33), (65, 2 * 33)
-    x, weights = (jaxnorm.quantize(draw("x", shape), jaxnorm.Quantization(jnp.float8_e4m3fn)) for shape in shapes)
+    of_x, of_weights = (draw("x", shape) for shape in shapes)
+    x, weights = DOT["float8"].rounded(of_x, of_weights.T)
 
     def split(*both):
         put = [

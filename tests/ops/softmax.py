@@ -20,6 +20,7 @@ from op import Op, rows, weighted
 from oracle import Forward, f64, round_to
 
 import jaxnorm
+from ops.linear_cross_entropy import TRANSFORMS
 
 pytestmark = pytest.mark.any_code
 
@@ -124,7 +125,7 @@ def softmax(log=False):
         # The logarithm of one column's share is 0, of which no digit is right if it is not.
         sizes=SIZES[log:],
         options=({"logit_scale": 0.125}, {"logit_scale": -3.0}, *CAUSAL),
-        numbers=("logit_scale",),
+        numbers=(),
         statistics=2 * log,  # of softmax y is kept, which is like x
         # The maximum and the sum, of which how many are the maximum's is apart for a logarithm; the sum of products, or
         # of the cotangents.
@@ -256,6 +257,32 @@ def test_masks_of_every_form(name):
         return results(x), jax.grad(lambda x: sum(jnp.sin(y).sum() for y in results(x)))(x)
 
     assert_near(*(jax.jit(partial(of_all, functions[name]))(x) for functions in (OURS, THEIRS)))
+
+
+SHOWN = {"all": {}, "where": {"where": mask_of((2, 4, 5))}, "window": {"causal": True, "offset": 1, "window": 3}}
+OF_SCALE = ("second derivatives", "jvp", "tangents", *(f"{of} logit_scale" for of in ("grad of", "vmap over")), "scan")
+SCALE = {"logit_scale": jnp.float32(1.5)}
+
+
+# By x and by the scale, as of a learned temperature.
+@cover(name=list(OURS), of=OF_SCALE, shown=SHOWN, how=[(-1, None), (-1, "xla"), (1, None)])
+def test_a_traced_scale(name, of, shown, how):
+    (axis, implementation), moving = how, {"x": draw_x((2, 4, 5)), **SCALE}
+    mask = shown if axis == -1 else {}
+    ours = partial(OURS[name], axis=axis, implementation=implementation, **mask)
+    theirs = partial(THEIRS[name], axis=axis, where=counted((2, 4, 5), **mask))
+    both = lambda moving: finite(ours)(**moving), lambda moving: finite(theirs)(moving["x"] * moving["logit_scale"])
+    assert_near(*(jax.jit(TRANSFORMS[of](f))(moving) for f in both))
+
+
+# A power of two rounds nothing: the product of a half type is float32, and what is rounded at the end is the same.
+@cover(name=list(OURS), dtype=DTYPES, scale_dtype=["float32", "bfloat16"])
+def test_a_traced_scale_rounds_once(name, dtype, scale_dtype):
+    x, dy, of = draw_x((8, 100), dtype), draw("dy", (8, 100), dtype), partial(OURS[name], implementation="xla")
+    y, pull_back = jax.vjp(lambda x, s: of(x, logit_scale=s), x, jnp.asarray(0.25, scale_dtype))
+    expected, of_number = jax.vjp(partial(of, logit_scale=0.25), x)
+    assert [a.dtype for a in (y, *pull_back(dy))] == [dtype, dtype, scale_dtype]
+    assert bits((y, pull_back(dy)[0])) == bits((expected, *of_number(dy)))
 
 
 # In front of the first query, behind the last, and where sums of int32 would wrap.
@@ -400,7 +427,7 @@ def test_vmap_repeats_no_mask(name):
 @names
 @pytest.mark.parametrize(
     "options",
-    [{"causal": True}, {"causal": True, "offset": 5}, {"causal": True, "offset": 5, "window": 4}, {"where": True}],
+    [*CAUSAL, {"causal": True, "offset": 5}, {"causal": True, "offset": 5, "window": 4}, {"where": True}, SCALE],
     ids=str,
 )
 def test_a_masked_gradient_is_one_call_each_way(name, options):

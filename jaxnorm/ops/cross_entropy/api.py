@@ -13,7 +13,6 @@ from jaxnorm.ops.cross_entropy.checks import (
     check_axes,
     check_ignore_index,
     check_labels,
-    check_logit_scale,
     check_order,
     check_share,
     check_soft_cap,
@@ -22,6 +21,7 @@ from jaxnorm.ops.cross_entropy.checks import (
 )
 from jaxnorm.ops.cross_entropy.formula import IGNORED, CrossEntropy, Operands, loss, without
 from jaxnorm.ops.cross_entropy.op import CROSS_ENTROPY, count_of, exchanged, labels_of_shard, times
+from jaxnorm.ops.logits import check_logit_scale
 from jaxnorm.ops.mask import fitted, nan_where
 from jaxnorm.ops.misuse import explained
 from jaxnorm.ops.options import Choice, Implementation

@@ -157,19 +157,6 @@ def in_one_axis(array: jax.Array, axes: tuple[int, ...], logits_shape: tuple[Any
     return moved.reshape(*moved.shape[: len(others)], math.prod(moved.shape[len(others) :]))
 
 
-def check_logit_scale(function: str, value: object) -> float | jax.Array:
-    """value as a finite Python float, or if it is an array of JAX as a scalar one."""
-    if isinstance(value, (np.ndarray, np.generic)) or not checks.is_array(value):
-        return checks.check_number(function, "logit_scale", value)
-    scale = checks.check_array(function, "logit_scale", value)
-    if scale.ndim:
-        raise ValueError(
-            f"{function}: logit_scale has shape {scale.shape}, expected (): one number for all logits, as "
-            f"logit_scale.reshape(()) is if it has one element. Others multiply x or logits first."
-        )
-    return scale
-
-
 def check_share(function: str, name: str, value: object) -> float:
     number = checks.check_number(function, name, value)
     if not 0 <= number <= 1:

@@ -29,7 +29,7 @@ class _Options(TypedDict, total=False):
 
     bias: Any
     where: Any
-    weights: Any
+    row_weights: Any
     reduction: Reduction
     rows_per_chunk: int | None
     label_smoothing: float
@@ -60,7 +60,7 @@ def linear_cross_entropy(
     *,
     bias: Any = None,
     where: Any = None,
-    weights: Any = None,
+    row_weights: Any = None,
     reduction: Reduction = "mean",
     rows_per_chunk: int | None = None,
     label_smoothing: float = 0.0,
@@ -89,10 +89,10 @@ def linear_cross_entropy(
       bias: None, or a floating-point array (classes,).
       where: None, or an array of booleans (classes,) or of the logits' shape, which classes there are; a label may be
         another. What kernel and bias hold for classes of which no row reads anything reaches no result or gradient.
-      weights: None, or a floating-point array of labels' shape. A row of weight 0 is as an ignored one: what it holds
-        reaches nothing, and the gradient of its weight is 0. That of other weights is of the divisor of a mean too.
-      reduction: "mean", sum(weights * losses) / sum(weights) over the rows that are not ignored, 0 where the divisor
-        is; "sum", without the divisor; or "none", an array of weights * losses, of labels' shape.
+      row_weights: None, or a floating-point array of labels' shape. A row of weight 0 is as an ignored one: what it
+        holds reaches nothing, and the gradient of its weight is 0. That of others is of the divisor of a mean too.
+      reduction: "mean", sum(row_weights * losses) / sum(row_weights) over the rows that are not ignored, 0 where the
+        divisor is; "sum", without the divisor; or "none", an array of row_weights * losses, of labels' shape.
       rows_per_chunk: about how many rows a chunk has, on each device. None: 256 at least, and as many as have 512 MiB
         of logits or, of half of the rows, as many bytes of logits as the kernel's gradient has in float32.
       label_smoothing: as for the losses above.
@@ -116,7 +116,7 @@ def linear_cross_entropy(
     """
     options = LossOptions(label_smoothing, z_loss, logit_scale, soft_cap, ignore_index)
     chosen = _Chosen(reduction, rows_per_chunk, return_logsumexp, implementation)
-    return _linear_cross_entropy(x, kernel, labels, bias, where, weights, options, chosen)
+    return _linear_cross_entropy(x, kernel, labels, bias, where, row_weights, options, chosen)
 
 
 class _Chosen(NamedTuple):

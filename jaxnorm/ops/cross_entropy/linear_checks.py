@@ -38,17 +38,17 @@ def check_row_weights(function: str, value: object, x: jax.Array, kernel: jax.Ar
     """value as an array of labels' shape."""
     if value is None:
         return None
-    weights, rows = checks.check_array(function, "weights", value), x.shape[:-1]
+    weights, rows = checks.check_array(function, "row_weights", value), x.shape[:-1]
     if weights.shape != rows:
-        remedy = "Reshape or broadcast weights, as with jax.numpy.broadcast_to."
+        remedy = "Reshape or broadcast row_weights, as with jax.numpy.broadcast_to."
         if weights.shape == kernel.shape[1:]:
-            remedy = "Of weights of classes pass weights[labels]."
+            remedy = "Of weights of classes, w, pass w[labels]."
         elif weights.shape == rows[: weights.ndim]:
             index = ", ".join([":"] * weights.ndim + ["None"] * (len(rows) - weights.ndim))
-            remedy = f"Pass jax.numpy.broadcast_to(weights[{index}], labels.shape)."
+            remedy = f"Pass jax.numpy.broadcast_to(row_weights[{index}], labels.shape)."
         raise ValueError(
-            f"{function}: weights have shape {weights.shape}, expected {rows}: one for each row of x, which has shape "
-            f"{x.shape}. {remedy}"
+            f"{function}: row_weights have shape {weights.shape}, expected {rows}: one for each row of x, which has "
+            f"shape {x.shape}. {remedy}"
         )
     return weights
 
@@ -61,7 +61,7 @@ def check_classes(function: str, value: object, x: jax.Array, kernel: jax.Array)
     if where.shape not in (classes, (*rows, *classes)):
         remedy = f"Broadcast it, as with jax.numpy.broadcast_to(where, {(*rows, *classes)})."
         if where.shape == rows:
-            remedy = "Of a mask of rows pass weights=where.astype(jax.numpy.float32)."
+            remedy = "Of a mask of rows pass row_weights=where.astype(jax.numpy.float32)."
         raise ValueError(
             f"{function}: where has shape {where.shape}, expected {classes}, which classes there are, or the logits' "
             f"shape {(*rows, *classes)}, which there are for each row. {remedy}"

@@ -20,7 +20,7 @@ from jaxnorm.ops.cross_entropy.formula import (
     forward,
     linear,
 )
-from jaxnorm.ops.logits import log_of_1_and, origin_of, several_axes
+from jaxnorm.ops.logits import log_of_1_and, origin_of, several_axes, widened
 from jaxnorm.ops.mask import columns, only
 from jaxnorm.primitive.described import Function, Request
 from jaxnorm.primitive.family import Family
@@ -147,12 +147,6 @@ def times(spec: CrossEntropy, operands: Operands, scale: jax.Array, shards: Shar
     return operands._replace(x=x)
 
 
-def _widened(spec: CrossEntropy, _: Any) -> str | None:
-    if not spec.is_widened:
-        return None
-    return "logits of a half type times a traced logit_scale are float32, and a kernel would want a copy of them"
-
-
 def _attributes(spec: CrossEntropy, _: Any) -> dict[str, Any]:
     return {"scale": np.float32(spec.scale), "soft_cap": np.float32(spec.soft_cap)}
 
@@ -213,7 +207,7 @@ CROSS_ENTROPY = Family(
             in_place={"x": "x"},
         ),
         native=NATIVE,
-        reasons=(several_axes, _widened),
+        reasons=(several_axes, widened),
         can_shard=lambda *_: True,
         forward_of_shard=_forward_of_shard,
         functions=(

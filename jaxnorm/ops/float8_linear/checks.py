@@ -49,8 +49,8 @@ def check_kernel(function: str, kernel: Any, shape: Sequence[Any]) -> jax.Array:
     """The kernel as a matrix that goes with an x of this shape."""
     if isinstance(kernel, Quantized):
         raise TypeError(
-            f"{function}: kernel is a jaxnorm.Quantized, expected an array (K, N), which is rounded here; with "
-            f"quantised weights use jaxnorm.quantized_dot."
+            f"{function}: kernel is a jaxnorm.Quantized, expected an array (K, N), which is rounded here; of one "
+            f"that is quantised use jaxnorm.quantized_dot."
         )
     array = checks.check_array(function, "kernel", kernel)
     check_float32(function, {"kernel": array})
@@ -89,7 +89,5 @@ def check_out_dtype(function: str, out_dtype: Any, x: Any) -> np.dtype[Any]:
         return half
     dtype = checks.check_out_dtype(function, out_dtype, x.values if isinstance(x, Quantized) else x)
     if dtype == np.float64:
-        raise TypeError(
-            f"{function}: out_dtype is float64, expected 16 or 32 bits: sums are float32. Convert the result."
-        )
+        raise TypeError(f"{function}: out_dtype is float64, expected 16 or 32 bits: sums are float32; convert it.")
     return dtype

@@ -11,6 +11,12 @@ from jaxnorm.ops.float8_linear import call, checks
 Scaling = Literal["row", "tensor"]
 WeightGradient = Literal["float8", "compute"]
 Save = Literal["quantized", "inputs"]
+# https://docs.pytorch.org/ao/main/api_reference/generated/torchao.float8.Float8LinearRecipeName.html
+NAMED: dict[str, dict[str, Any]] = {
+    "tensorwise": {"scaling": "tensor"},
+    "rowwise": {"power_of_two": True},
+    "rowwise_with_gw_hp": {"weight_gradient": "compute"},
+}
 
 
 @jax.tree_util.register_static
@@ -48,6 +54,14 @@ class Float8Recipe:
         object.__setattr__(self, "fast_accumulation", checks.check_fast_accumulation(self.fast_accumulation))
         object.__setattr__(self, "power_of_two", check_flag("Float8Recipe", "power_of_two", self.power_of_two))
 
+    @classmethod
+    def named(cls, name: str) -> "Float8Recipe":
+        """The recipe that is nearest to torchao's of `Float8LinearConfig.from_recipe_name(name)`.
+
+        "tensorwise", "rowwise", whose scales are powers of two, or "rowwise_with_gw_hp"; another is a ValueError.
+        """
+        return cls(**NAMED[check_one_of("Float8Recipe.named", "recipe", name, tuple(NAMED))])
+
     @property
     def dot_general(self) -> "Float8DotGeneral":
         """`float8_linear` by this recipe in place of `jax.lax.dot_general`."""
@@ -82,28 +96,11 @@ class Float8DotGeneral:
     ) -> jax.Array:
         """x times the kernel, summed over axes of both; the others of x and then those of the kernel stay.
 
-        Args:
-          x: floating-point array.
-          kernel: floating-point array.
-          dimension_numbers: as of `jax.lax.dot_general`, without batch axes.
-          precision: "highest" sums up in float32 throughout; others change nothing.
-          preferred_element_type: the dtype of the result; by default that of x and the kernel together.
-          out_sharding: the sharding of the result over an Explicit mesh.
-
-        Raises:
-          ValueError: dimension_numbers have batch axes, or the lengths of what is summed differ.
-          TypeError: as of `float8_linear`.
+        dimension_numbers have no batch axes, which is a ValueError. precision "highest" sums up in float32 throughout;
+        others change nothing. out_sharding is that over an Explicit mesh.
         """
-        return call.dot_general(
-            "float8_dot_general",
-            x,
-            kernel,
-            dimension_numbers,
-            precision,
-            preferred_element_type,
-            self.recipe,
-            out_sharding,
-        )
+        given = dimension_numbers, precision, preferred_element_type
+        return call.dot_general("float8_dot_general", x, kernel, *given, self.recipe, out_sharding)
 
 
 float8_dot_general = Float8Recipe().dot_general

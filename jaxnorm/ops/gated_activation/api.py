@@ -31,31 +31,22 @@ def gated_activation(
         sigmoid(v) = 1 / (1 + exp(-v))                                  GLU
 
     All of it is computed in float32 (in float64 where x is float64) and rounded once, at the end; kernels take a
-    sigmoid below 2**-126 for 0. It may be transformed and differentiated as the formula may be. In a gradient x alone
-    is kept, and one native call writes the gradients of gate and up into one array like x, or into two.
+    sigmoid below 2**-126 for 0. In a gradient x alone is kept.
 
     Args:
       x: floating-point array with both, the gate first: (..., 2 * columns), or (..., 2, columns) with axis=-2. Or a
-        tuple (gate, up) of two arrays of one shape; kernels want one dtype, the formula takes any. Over a mesh that
-        splits the columns, (..., 2, columns) and a tuple stay where they are; of (..., 2 * columns) a device has
-        columns of one, and those of the other have to come from elsewhere. In a `jax.shard_map` use one of the former.
+        tuple (gate, up) of two arrays of one shape; kernels want one dtype, the formula takes any.
       activation: "silu", "gelu", "gelu_exact", "relu2" or "sigmoid"; or one of these functions of jax.nn, the exact
         gelu as functools.partial(jax.nn.gelu, approximate=False).
       axis: -1, or -2 of an x that has gate and up along its last axis but one. Of a tuple leave it out.
-      implementation: "native" is the CPU or CUDA kernel, "xla" XLA's code for the formula, None what
-        `jaxnorm.implementation` says, or else the kernel where it exists and is not slower.
-
-    Returns:
-      An array (..., columns) of x's dtype, of two dtypes of that to which jax.numpy promotes them.
+      implementation: as for `rms_norm`.
 
     Raises:
-      ValueError: the last axis is odd, or the last but one not 2 long with axis=-2; gate and up have other shapes; axis
-        or activation is another; an Explicit mesh splits the last axis into parts that do not divide its halves.
+      ValueError: the halves differ, axis or activation is another, or an Explicit mesh splits x between its halves.
       TypeError: x is neither an array nor a tuple, or not floating-point of 16, 32 or 64 bits.
       RuntimeError: implementation="native" and there is no kernel for this call; the message says why.
 
-    Source: Shazeer, GLU Variants Improve Transformer, 2020, https://arxiv.org/abs/2002.05202; relu2 is of So et al.,
-    Primer, 2021, https://arxiv.org/abs/2109.08668.
+    Source: Shazeer, GLU Variants Improve Transformer, 2020, https://arxiv.org/abs/2002.05202.
     """
     spec, operands, chosen = check_call("gated_activation", x, axis, activation, implementation)
     return GATED_ACTIVATION(spec, operands, chosen).y

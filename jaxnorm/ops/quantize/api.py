@@ -1,8 +1,10 @@
 """The public function that quantises an array."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -16,8 +18,8 @@ from jaxnorm.quantization import LARGEST, LARGEST_OF_WEIGHTS, Quantization, Quan
 
 _EVERYWHERE = "it is a formula in jax.numpy on every platform, which XLA fuses"
 _NO_DERIVATIVE = (
-    "quantize: rounded values have no derivative, and one is taken; pass straight_through=True for that of x itself, "
-    "or apply jax.lax.stop_gradient to x, not to the result."
+    "{function}: rounded values have no derivative, and one is taken; pass straight_through=True for that of {name} "
+    "itself, or apply jax.lax.stop_gradient to {name}, not to the result."
 )
 
 
@@ -29,60 +31,98 @@ class Operands(NamedTuple):
 def quantize(
     x: Any, quantization: Quantization, *, axis: int | Sequence[int] = -1, straight_through: bool = False
 ) -> Quantized:
-    """Quantises weights, or any array, to 8 or 4 bits.
+    """Quantises any array to 8 or 4 bits; a kernel for `quantized_dot` by `quantize_kernel`.
 
         scales = max|x| / largest       over `axis`, a group or everything, 1 where that is 0; at least 2**-126
         values = x * (1 / scales)       clipped to ±largest, rounded to nearest, ties to even
 
-    with the `largest` of quantization's dtype, in float32 throughout, as `rms_norm_quantized` does with the result of a
-    norm. A NaN makes the scale of its row or group NaN, and an infinity makes it infinite, if there is no max_scale:
-    what is dequantised is NaN in both cases. It is a formula in jax.numpy on every platform. Weights (outputs, inputs)
-    of `quantized_dot` have the summed axis last, so a scale for each output channel is the default.
-
-    By default to take a derivative is an error. With straight_through=True it is that of x, by convention: `dequantize`
-    and `quantized_dot` pass the cotangent of what they take for x on to it.
+    with the `largest` of quantization's dtype, in float32 throughout. A NaN makes the scale of its row or group NaN, an
+    infinity makes it infinite, if there is no max_scale: what is dequantised is NaN in both cases.
 
     Args:
       x: floating-point array of at most 32 bits, of rank 1 or more.
-      quantization: dtype, what shares a scale, and how a scale is made. With granularity "tensor" the scale is that of
-        all of x.
+      quantization: dtype, what shares a scale, and how it is made. With granularity "tensor" it is that of all of x.
       axis: the axes that share a scale with granularity "token"; "group" groups the last.
-      straight_through: whether the result has a derivative, and with it a carrier of x's shape and dtype.
+      straight_through: whether the result has a derivative, that of x by convention, and a carrier of x's shape for it.
 
     Returns:
-      A `Quantized`: values of x's shape; scales of x's shape with `axis` of length 1, or its last axis as long as there
-      are groups, or a scalar; a carrier.
+      A `Quantized`: values of x's shape; scales with `axis` of length 1, or a last axis of groups, or a scalar.
 
     Raises:
-      ValueError: axis is out of range, groups do not divide the last axis, or a derivative is taken without
-        straight_through.
+      ValueError: axis is out of range, groups do not divide the last axis, or a derivative without straight_through.
       TypeError: x is no floating-point array or of float64, or quantization is no `Quantization`.
 
-    Source: Micikevicius et al., FP8 Formats for Deep Learning, 2022, https://arxiv.org/abs/2209.05433; Jacob et al.,
-    Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only Inference, 2017,
-    https://arxiv.org/abs/1712.05877.
+    Source: Micikevicius et al., FP8 Formats for Deep Learning, 2022, https://arxiv.org/abs/2209.05433.
     """
-    if isinstance(x, Quantization):
-        raise TypeError(
-            "quantize: x is a jaxnorm.Quantization; are x and quantization in each other's place? Pass the array first."
-        )
+    _check_order("quantize", x, "x")
     x = shared_checks.check_x("quantize", x)
     axes = shared_checks.check_axes("quantize", axis, x.ndim)
-    checks.check_quantization("quantize", quantization, Quantization, x, axes)
-    checks.check_float32("quantize", {"x": x})
-    fallback.tell("quantize", Operands(x), "forward", _EVERYWHERE)
-    derivative = Derivative(shared_checks.check_flag("quantize", "straight_through", straight_through), _NO_DERIVATIVE)
+    return _quantized("quantize", "x", x, quantization, axes, straight_through)
+
+
+@explained
+def quantize_kernel(kernel: Any, quantization: Quantization, *, straight_through: bool = False) -> Quantized:
+    """Quantises the kernel of a linear layer for `quantized_dot`, with a scale for each output.
+
+        scales = max|kernel| / largest      over the inputs, otherwise as of `quantize`
+        values = kernel * (1 / scales)      clipped and rounded as those
+
+    They lie in memory as 8-bit products read them, outputs first, and say so themselves (`transposed`):
+
+        kernel = quantize_kernel(layer.kernel, Quantization(jnp.int8))  # its dequantize() has layer.kernel's shape
+
+    Args:
+      kernel: floating-point array (..., inputs, outputs) of at most 32 bits; stacked layers have axes in front.
+      quantization: as for `quantize`; "group" groups the inputs.
+      straight_through: as for `quantize`.
+
+    Returns:
+      A transposed `Quantized`: values (..., outputs, inputs), scales (..., outputs, 1), (..., outputs, groups) or ().
+
+    Raises:
+      ValueError, TypeError: as `quantize` does, and where kernel has less than two axes.
+    """
+    name = "quantize_kernel"
+    _check_order(name, kernel, "kernel")
+    kernel = shared_checks.check_x(name, kernel, "kernel")
+    if kernel.ndim < 2:
+        raise ValueError(f"{name}: kernel has shape {kernel.shape}, expected two axes or more: (..., inputs, outputs).")
+    result = _quantized(name, "kernel", jnp.swapaxes(kernel, -1, -2), quantization, (-1,), straight_through)
+    return dataclasses.replace(result, transposed=True)
+
+
+def _check_order(function: str, array: Any, name: str) -> None:
+    if isinstance(array, Quantization):
+        raise TypeError(
+            f"{function}: {name} is a jaxnorm.Quantization; are {name} and quantization in each other's place? Pass "
+            f"the array first."
+        )
+
+
+def _quantized(
+    function: str, name: str, x: jax.Array, quantization: Quantization, axes: tuple[int, ...], straight_through: Any
+) -> Quantized:
+    checks.check_quantization(function, quantization, Quantization, x, axes)
+    checks.check_float32(function, {name: x})
+    fallback.tell(function, Operands(x), "forward", _EVERYWHERE)
+    derivative = Derivative(
+        shared_checks.check_flag(function, "straight_through", straight_through),
+        _NO_DERIVATIVE.format(function=function, name=name),
+    )
     over_all = quantization.granularity == "tensor"
     v, _, carrier = rounding.straight_through(derivative, x.astype(jnp.float32), None, x.dtype)
     values, scales = rounding.rounded(quantization, v, tuple(range(-x.ndim, 0)) if over_all else axes)
     return quantized(quantization, values, scales.reshape(()) if over_all else scales, carrier)
 
 
-WITHOUT_OP.append(
-    Function(
-        "quantize",
+def _function(name: str, argument: str) -> Function:
+    return Function(
+        name,
         why_formula=lambda *_: _EVERYWHERE,
+        arguments=lambda request: {argument: request.array(request.shape)},
         dtypes=tuple(map(np.dtype, (np.float32, jnp.bfloat16, np.float16))),
         out_dtypes=(*LARGEST, *LARGEST_OF_WEIGHTS),
     )
-)
+
+
+WITHOUT_OP += [_function("quantize", "x"), _function("quantize_kernel", "kernel")]

@@ -20,55 +20,41 @@ NAME = "quantized_dot"
 
 @explained
 def quantized_dot(
-    x: Any, weights: Quantized, *, out_dtype: Any = None, bias: Any = None, implementation: Implementation | None = None
+    x: Any, kernel: Quantized, *, out_dtype: Any = None, bias: Any = None, implementation: Implementation | None = None
 ) -> jax.Array:
-    """Multiplies x by quantised weights, without rounding anything before the end.
+    """Multiplies x by a quantised kernel, without rounding anything before the end.
 
-        y = x @ weights.T               summed up in float32, products of integers exactly, see below
-        y = y * x.scales * weights.scales + bias        in float32, the lesser scale first, then rounded to out_dtype
+        y = x @ kernel                                summed up in float32, products of integers exactly
+        y = y * x.scales * kernel.scales + bias       in float32, the lesser scale first, then rounded to out_dtype
 
-    With x quantised, as `rms_norm_quantized` gives it, both operands of the product have 8 bits: float8 by float8, or
-    int8 by int8. Weights of 4 bits are widened to x's values: int4 to int8, float4 to float8. With x an array the
-    weights alone are quantised, and are widened to x's dtype, which has each of their values. XLA makes the product; a
-    large one of float8 cuBLASLt makes on a GPU of compute capability 9.0, and scales its rows and columns, as long as
-    XLA does not split the program over devices. Its sum has the digits that XLA's has by default; under
-    `jax.default_matmul_precision("highest")` XLA makes all.
+        y = quantized_dot(x, quantize_kernel(layer.kernel, Quantization(jnp.int8)))
 
-    An array x is summed before the scale of the weights: beyond 1e34 the sum may be infinite where y is not.
-
-    Sums of integers are exact, and are rounded once to float32. An int32 holds those of 131,071 products of int8, or of
-    2,097,151 of int8 and int4, whatever the values; longer ones are made of parts that it holds.
-
-    The derivative is a convention: each quantised operand stands for what it was made of. The gradient of an array x is
-    `dy @ weights.dequantize()`; a quantised x or weights have theirs through their carriers, if they were asked for one
-    (straight_through=True); that of bias is the true one. Those of values and scales are zero.
+    An array x is summed before the scale of the kernel: beyond 1e34 the sum may be infinite where y is not. The
+    derivative is a convention: each quantised operand stands for what it was made of, and has it by its carrier.
 
     Args:
       x: floating-point array (..., K), or a `Quantized` of this shape with a scale for each row or one for all.
-      weights: `Quantized` (N, K) with a scale for each row, or one for all: outputs first, so that K is last in both,
-        as 8-bit products want it.
+      kernel: `Quantized` (K, N), as of `quantize_kernel`, with a scale for each output or one for all; one that is not
+        transposed, as of `quantize(kernel, ..., axis=0)`, is on the way.
       out_dtype: dtype of the result. None is x's of an array, and bfloat16 of a `Quantized`.
       bias: None, or an array (N,).
       implementation: "xla" leaves the product to XLA, "native" is an error where cuBLASLt cannot make it; None chooses.
 
-    Returns:
-      An array (..., N).
-
     Raises:
-      ValueError: K differs, weights are no matrix, an operand has a scale for each group, or bias has another shape.
-      TypeError: weights are not quantised, or no product takes values of both dtypes.
+      ValueError: K differs, kernel is no matrix, an operand has scales of groups, or bias has another shape.
+      TypeError: kernel is not quantised, or no product takes values of both dtypes.
       RuntimeError: implementation="native", and no kernel serves the call.
 
-    Source: Dettmers et al., LLM.int8(), 2022, https://arxiv.org/abs/2208.07339; Micikevicius et al., FP8 Formats for
-    Deep Learning, 2022, https://arxiv.org/abs/2209.05433.
+    Source: Dettmers et al., LLM.int8(), 2022, https://arxiv.org/abs/2208.07339.
     """
-    return _quantized_dot(x, weights, out_dtype, bias, implementation)
+    return _quantized_dot(x, kernel, out_dtype, bias, implementation)
 
 
-def _quantized_dot(x: Any, weights: Any, out_dtype: Any, bias: Any, implementation: Any) -> jax.Array:
+def _quantized_dot(x: Any, kernel: Any, out_dtype: Any, bias: Any, implementation: Any) -> jax.Array:
     choice = shared_checks.check_implementation(NAME, implementation).forward  # there is no other kernel
-    weights = checks.check_weights(NAME, weights, x)
-    x = checks.check_x(NAME, x, weights)
+    kernel = checks.check_kernel(NAME, kernel, x)
+    x = checks.check_x(NAME, x, kernel)
+    checks.check_scales(NAME, "kernel", kernel)
     is_quantized = isinstance(x, Quantized)
     values = x.values if is_quantized else x
     spec = QuantizedDot(
@@ -80,12 +66,12 @@ def _quantized_dot(x: Any, weights: Any, out_dtype: Any, bias: Any, implementati
     )
     operands = Operands(
         values,
-        weights.values,
-        _of_rows(weights.scales, weights.values),
+        kernel.values,
+        _of_rows(kernel.scales, kernel.values),
         _of_rows(x.scales, values) if is_quantized else None,
-        checks.check_bias(NAME, bias, weights.values),
+        checks.check_bias(NAME, bias, kernel.values.shape[0]),
         x.carrier if is_quantized else None,
-        weights.carrier,
+        kernel.carrier,
     )
     if spec.native_for:
         _check_native(spec, operands)

@@ -164,13 +164,10 @@ def _sum_of_parts(x: jax.Array, weights: jax.Array, columns: int) -> jax.Array:
         return _dot(x, weights, np.int32)
     size = columns // ALIGNMENT * ALIGNMENT
     cuts = [(start, min(start + size, depth)) for start in range(0, depth, size)]
-    parts = [
-        _dot(lax.slice_in_dim(x, *cut, axis=-1), lax.slice_in_dim(weights, *cut, axis=-1), np.int32) for cut in cuts
-    ]
+    slices = functools.partial(lax.slice_in_dim, axis=-1)
+    parts = [_dot(slices(x, *cut), slices(weights, *cut), np.int32) for cut in cuts]
     # Either half of all parts together is a whole number that float32 holds.
-    high, low = (
-        functools.reduce(jnp.add, halves) for halves in ([p >> 16 for p in parts], [p & 0xFFFF for p in parts])
-    )
+    high, low = (functools.reduce(jnp.add, half) for half in ([p >> 16 for p in parts], [p & 0xFFFF for p in parts]))
     return high.astype(np.float32) * 2**16 + low.astype(np.float32)
 
 

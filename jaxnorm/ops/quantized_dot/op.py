@@ -52,18 +52,18 @@ def why_not(spec: QuantizedDot, operands: Operands) -> str | None:
     x, weights, bias = operands.x, operands.weights, operands.bias
     lengths = weights.shape[-2:]
     if not {x.dtype, weights.dtype} <= FLOAT8:
-        return f"x is {x.dtype} and weights are {weights.dtype}, and the kernel multiplies float8"
+        return f"x is {x.dtype} and the kernel {weights.dtype}, and cuBLASLt is taken for float8"
     if spec.wants_all_digits:
         return "jax.default_matmul_precision asks for all digits of float32, and cuBLASLt keeps fewer"
     if x.dtype == weights.dtype == jnp.float8_e5m2:
-        return "x and weights are float8_e5m2, and cuBLASLt wants one of them to be float8_e4m3fn"
+        return "x and the kernel are float8_e5m2, and cuBLASLt wants one of them to be float8_e4m3fn"
     if not all(isinstance(length, int) and length and length % MULTIPLE == 0 for length in lengths):
-        return f"weights have shape {weights.shape[-2:]}, and cuBLASLt wants multiples of {MULTIPLE}"
+        return f"outputs and inputs of the kernel are {weights.shape[-2:]}, and cuBLASLt wants multiples of {MULTIPLE}"
     if spec.out_dtype not in ffi.DTYPES:
         return f"the result is {spec.out_dtype}, kernels give {', '.join(sorted(d.name for d in ffi.DTYPES))}"
     if bias is not None and (bias.dtype != spec.out_dtype or spec.out_dtype == np.float32):
         return f"bias is {bias.dtype} and the result {spec.out_dtype}, and cuBLASLt wants both of the same 16 bits"
-    return "no kernel takes examples of weights, as jax.vmap makes them" if spec.batch else None
+    return "cuBLASLt takes no examples of kernels, as jax.vmap makes them" if spec.batch else None
 
 
 def why_formula(platform: str, spec: QuantizedDot, operands: Operands, *, is_exported: bool = False) -> str | None:
@@ -119,7 +119,10 @@ def _requested(request: Request) -> Operands:
 
 def _arguments(request: Request) -> dict[str, Any]:
     x, weights, scales, x_scales, *_ = _requested(request)
-    return {"x": x if x_scales is None else Quantized(x, x_scales), "weights": Quantized(weights, scales)}
+    return {
+        "x": x if x_scales is None else Quantized(x, x_scales),
+        "kernel": Quantized(weights, scales, transposed=True),
+    }
 
 
 def _abstract(*leaves: Any, tree: Any, spec: QuantizedDot) -> list[Any]:
@@ -253,7 +256,7 @@ WITHOUT_OP.append(
         dtypes=tuple(map(jnp.dtype, ("float8_e4m3fn", "float8_e5m2", "int8", "bfloat16", "float16", "float32"))),
         out_dtypes=tuple(map(jnp.dtype, ("bfloat16", "float16", "float32"))),
         last_axis_only=True,
-        matrix="weights",
+        matrix="kernel",
         columns="outputs",
         over=lambda _: "",
     )

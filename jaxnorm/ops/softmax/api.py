@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxnorm.ops import checks
+from jaxnorm.ops.logits import check_logit_scale
 from jaxnorm.ops.misuse import explained
 from jaxnorm.ops.options import Implementation
 from jaxnorm.ops.softmax.checks import Causal, check_mask
-from jaxnorm.ops.softmax.formula import Operands, Results, Softmax
+from jaxnorm.ops.softmax.formula import Operands, Results, Softmax, times
 from jaxnorm.ops.softmax.op import LOG_SOFTMAX, SOFTMAX
 from jaxnorm.primitive.family import Family
 from jaxnorm.sharding import dims
@@ -21,7 +22,7 @@ def softmax(
     *,
     axis: int | Sequence[int] = -1,
     where: Any = None,
-    logit_scale: float = 1.0,
+    logit_scale: Any = 1.0,
     causal: bool = False,
     offset: Any = 0,
     window: int | None = None,
@@ -42,7 +43,8 @@ def softmax(
       axis: the axis, or the set of axes, that is summed over. Kernels serve the last one, the formula any.
       where: None, or an array of booleans that broadcasts to x's shape: y is 0 where it is false, and what x is there
         does not matter. A row in which nothing is true is 0 everywhere, where `jax.nn.softmax` gives NaN.
-      logit_scale: finite Python number that multiplies x first, as 1 / sqrt(head_dim) in attention.
+      logit_scale: finite Python number that multiplies x first, as 1 / sqrt(head_dim) in attention. Or a scalar array,
+        with a gradient: the product is made before the kernel, in float32; of an x of half types XLA's code runs.
       causal: for x of shape (..., queries, keys): query t has the keys 0 to t, as `jax.nn.dot_product_attention` with
         is_causal=True. As where=jnp.tril(jnp.ones((queries, keys), bool)), but no such array is made, and kernels read
         no key beyond. It goes with `where` and with axis=-1 only.
@@ -81,7 +83,7 @@ def log_softmax(
     *,
     axis: int | Sequence[int] = -1,
     where: Any = None,
-    logit_scale: float = 1.0,
+    logit_scale: Any = 1.0,
     causal: bool = False,
     offset: Any = 0,
     window: int | None = None,
@@ -137,14 +139,19 @@ def _normalised(name: str, family: Family[Softmax, Operands, Results], x: Any, g
     x = checks.check_x(name, x)
     axes = checks.check_axes(name, given.axis, x.ndim)
     out_dtype = checks.check_out_dtype(name, given.out_dtype, x)
+    scale: Any = check_logit_scale(name, given.logit_scale)
+    wide = dims.wide_dtype([x.dtype, out_dtype])
+    is_traced = isinstance(scale, jax.Array)
     spec = Softmax(
         axes=axes,
-        scale=checks.check_number(name, "logit_scale", given.logit_scale),
+        scale=1.0 if is_traced else scale,
+        is_widened=is_traced and x.dtype != wide,
         with_top=family is LOG_SOFTMAX,
-        compute_dtype=dims.wide_dtype([x.dtype, out_dtype]),
+        compute_dtype=wide,
         out_dtype=out_dtype,
         **choice.asks(name),
         shards=checks.check_axis_name(name, given.axis_name),
     )
     operands = Operands(x, *check_mask(name, given.where, given.causal, x, axes))
+    operands = times(spec, operands, scale) if is_traced else operands
     return family(spec, operands, choice.implementation).y

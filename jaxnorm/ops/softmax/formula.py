@@ -32,6 +32,7 @@ class Softmax(RowSpec):
     """What is static about one softmax or log-softmax."""
 
     scale: float
+    is_widened: bool = False  # whether x is of a half type, times a traced scale in the compute dtype
     with_top: bool = False  # of log-softmax: whether a statistic is the largest w, and the other relative to that
 
     @property
@@ -82,6 +83,12 @@ def softmax(spec: Softmax, operands: Operands) -> tuple[Results, Statistics]:
 
 def _wide(spec: Softmax, v: jax.Array, counts: jax.Array | None) -> jax.Array:
     return only(counts, v.astype(spec.compute_dtype))
+
+
+def times(spec: Softmax, operands: Operands, scale: jax.Array) -> Operands:
+    """With x times a traced scale, in the compute dtype, whose gradient sees no column that does not count."""
+    x, *mask = operands
+    return operands._replace(x=_wide(spec, x, counted(spec, x, Mask(*mask))) * scale.astype(spec.compute_dtype))
 
 
 def log_softmax(spec: Softmax, operands: Operands) -> tuple[Results, Statistics]:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxnorm.ops import speed
-from jaxnorm.ops.logits import several_axes
+from jaxnorm.ops.logits import several_axes, widened
 from jaxnorm.ops.softmax import formula
 from jaxnorm.ops.softmax.formula import Operands, Results, SavedOfLog, SavedOfSoftmax, Softmax, Variables
 from jaxnorm.primitive.described import Function, Request
@@ -58,7 +58,7 @@ def _family(
         roles=ROLES,
         types=_types,
         native=Native((target,), lambda _: target, forward=attributes, backward=attributes, slower=_slower),
-        reasons=(several_axes,),
+        reasons=(several_axes, widened),
         later=("starts",),
         can_shard=lambda *_: True,
         functions=(Function(name, _requested),),
