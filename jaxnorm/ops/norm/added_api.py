@@ -17,13 +17,13 @@ from jaxnorm.ops.options import Implementation, NormOptions
 class _AddOptions(TypedDict, total=False):
     """For type checkers: the keywords that do not decide what is returned."""
 
+    branch_scale: Any
     epsilon: float
     scale_offset: float
     axis: int | Sequence[int]
     multiply_before_cast: bool
     out_dtype: Any
     pad_to: int | None
-    branch_scale: Any
     axis_name: Any
     implementation: Implementation | None
 
@@ -53,13 +53,13 @@ def add_rms_norm(
     scale: Any = None,
     *,
     bias: Any = None,
+    branch_scale: Any = None,
     epsilon: float = 1e-6,
     scale_offset: float = 0.0,
     axis: int | Sequence[int] = -1,
     multiply_before_cast: bool = True,
     out_dtype: Any = None,
     pad_to: int | None = None,
-    branch_scale: Any = None,
     return_sum: bool = True,
     axis_name: Any = None,
     implementation: Implementation | None = None,
@@ -141,13 +141,13 @@ def add_layer_norm(
     scale: Any = None,
     bias: Any = None,
     *,
+    branch_scale: Any = None,
     epsilon: float = 1e-6,
     scale_offset: float = 0.0,
     axis: int | Sequence[int] = -1,
     multiply_before_cast: bool = True,
     out_dtype: Any = None,
     pad_to: int | None = None,
-    branch_scale: Any = None,
     return_sum: bool = True,
     axis_name: Any = None,
     implementation: Implementation | None = None,

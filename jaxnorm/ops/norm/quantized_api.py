@@ -57,19 +57,19 @@ class RowStatistics(NamedTuple):
 
 @overload
 def rms_norm_quantized(
-    x: Any, scale: Any = None, *, bias: Any = None, quantization: Quantization, residual: None = None, **_: Unpack[_Few]
+    x: Any, scale: Any = None, *, quantization: Quantization, residual: None = None, bias: Any = None, **_: Unpack[_Few]
 ) -> Quantized: ...
 
 
 @overload
 def rms_norm_quantized(
-    x: Any, scale: Any = None, *, bias: Any = None, quantization: Quantization, residual: Any, **_: Unpack[_Few]
+    x: Any, scale: Any = None, *, quantization: Quantization, residual: Any, bias: Any = None, **_: Unpack[_Few]
 ) -> tuple[Quantized, jax.Array]: ...
 
 
 @overload
 def rms_norm_quantized(
-    x: Any, scale: Any = None, *, bias: Any = None, quantization: Quantization, residual: Any = None, **_: Unpack[_All]
+    x: Any, scale: Any = None, *, quantization: Quantization, residual: Any = None, bias: Any = None, **_: Unpack[_All]
 ) -> tuple[Any, ...]: ...
 
 
@@ -78,9 +78,9 @@ def rms_norm_quantized(
     x: Any,
     scale: Any = None,
     *,
-    bias: Any = None,
     quantization: Quantization,
     residual: Any = None,
+    bias: Any = None,
     branch_scale: Any = None,
     static_scale: Any = None,
     smooth_scale: Any = None,

@@ -25,7 +25,6 @@ def qkv_norm_rotary(
     *,
     heads: int,
     kv_heads: int,
-    return_v: bool = True,
     cos: Any = None,
     sin: Any = None,
     theta: float = 10000.0,
@@ -35,6 +34,7 @@ def qkv_norm_rotary(
     normalize: Normalize = True,
     epsilon: float = 1e-6,
     scale_offset: float = 0.0,
+    return_v: bool = True,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, ...]:
     """Takes queries, keys and values out of their one product, and normalises and rotates the queries and keys.
