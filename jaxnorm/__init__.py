@@ -3,6 +3,85 @@
 RMSNorm and LayerNorm, alone, with a residual add, between two blocks, with a gate or with an 8-bit result; GroupNorm;
 gated activations, also with an 8-bit result; rotary embedding with the norms of queries and keys; softmax, log-softmax
 and cross-entropy, also of a linear layer; `quantize` and products of 8-bit values, `quantized_dot` and `float8_linear`.
+
+An argument has one meaning, one default and one place in all functions, and arrays come first. These are the arguments
+of arrays' functions in order; a function's own docstring says what is its own.
+
+- `x`: floating-point array of rank 1 or more, of which the last axis or `axis` is a row.
+- `logits`: floating-point array of rank 1 or more, with the classes along `axis`.
+- `q`: queries, floating-point array (..., tokens, heads, head size).
+- `k`: keys, as q with any number of heads.
+- `qkv`: the one product of queries, keys and values.
+- `gate_first`: whether the gate multiplies x before it is normalised. Models differ, and no default would suit both.
+- `quantization`: a `Quantization`: dtype, what shares a scale, and how a scale is made.
+- `heads`: how many heads the queries have.
+- `kv_heads`: how many heads each of keys and values has.
+- `residual=None`: the array to which x is added, of x's shape, of any floating-point dtype.
+- `gate`: floating-point array of x's shape, an activation of which multiplies x.
+- `kernel`: floating-point array (inputs, outputs), or a `Quantized` of one, by which x is multiplied.
+- `labels`: integers, the numbers of classes, of the shape of the losses.
+- `post_scale=None`: factor of the first of two norms, as scale.
+- `scale=None`: factor with the shape of the normalised axes, or with axes before them that broadcast against x's.
+- `bias=None`: summand, as scale, or of products with an element for each output.
+- `q_scale=None`: factor of the norm of queries, of the head size, or (heads, head size).
+- `k_scale=None`: factor of the norm of keys, likewise.
+- `positions=None`: integers or floats that broadcast against the axes of tokens; None counts 0, 1, ... along the last
+  of these. In a `jax.shard_map` that splits the tokens, and where tokens are decoded, pass them.
+- `branch_scale=None`: factor of what is added to residual, as of LayerScale or adaLN-Zero: of the shape of the
+  normalised axes, or of x's rank with axes of length 1 or x's before these, as (batch, 1, D).
+- `cos=None`: in place of positions, a table with an element for each pair on the last axis, and before it what
+  broadcasts against the tokens. Of a table of rotary_dim elements, as models of the hubs pass it, the first half is
+  taken, with `interleaved` every second element: the others are to be the same again.
+- `sin=None`: the table beside cos.
+- `theta=10000.0`: base of the frequencies, theta ** (-2 i / rotary_dim) of the i-th pair.
+- `frequencies=None`: array (rotary_dim / 2,) in place of theta's, as for Llama 3's scaling.
+- `rotary_dim=None`: how many elements of each head are rotated, an even number; None is all.
+- `interleaved=False`: whether the i-th pair is (2 i, 2 i + 1), as in RoFormer, not (i, i + rotary_dim / 2), as in
+  Llama.
+- `normalize=True`: True or "rms" is RMSNorm, "layer" LayerNorm, False neither.
+- `activation="silu"`: what multiplies or follows, by its name or as a function of jax.nn.
+- `num_groups=None`: how many groups the channels make.
+- `group_size=None`: how many neighbouring channels are normalised together, a divisor of their number.
+- `static_scale=None`: the scale with granularity "tensor", a scalar; None with others, which compute it.
+- `smooth_scale=None`: factor with the shape of the normalised axes that makes a result easier to quantise.
+- `epsilon=1e-06`: non-negative Python number added to the mean square, or to the variance.
+- `scale_offset=0.0`: Python number added to scale; 1.0 is Gemma's convention. Ignored without scale.
+- `axis=-1`: the axis, or the set of axes, that is one row. Kernels serve trailing axes, the formula any.
+- `channel_axis=-1`: the axis of channels.
+- `heads_axis=-2`: the axis of heads, -2 or -3.
+- `where=None`: array of booleans that broadcasts to x's or logits' shape: what counts. Of losses one that broadcasts to
+  labels' shape says which rows do, and one that fits both is an error.
+- `row_weights=None`: floating-point array of labels' shape, factors of losses.
+- `reduction="mean"`: "mean", "sum" or "none".
+- `rows_per_chunk=None`: about how many rows a chunk has, on each device. None: 256 at least, and as many as have 512
+  MiB of logits or, of half of the rows, as many bytes of logits as the kernel's gradient has in float32.
+- `label_smoothing=0.0`: share from 0 to 1 of the label's probability that all classes divide among them.
+- `z_loss=0.0`: non-negative factor of the square of logsumexp, which keeps it near 0 (PaLM has 1e-4).
+- `logit_scale=1.0`: finite number that multiplies logits first, as 1 / temperature or 1 / sqrt(head size).
+- `soft_cap=None`: positive number that no |logit| exceeds, as Gemma 2's 30.
+- `ignore_index=None`: a label whose rows have the loss 0 and no gradient, whatever is there, as -100 of the model hubs.
+- `causal=False`: for x (..., queries, keys): query t has the keys 0 to t. No mask is made, and no key beyond is read.
+  It goes with `where`, and with axis=-1 only.
+- `offset=0`: how many keys there were before the first query, as in a cache, of each example or of all; at most 2³⁰.
+- `window=None`: how many keys a query has at most, the last ones. Kernels read no others.
+- `multiply_before_cast=True`: False rounds the normalised row before scale multiplies it, as Llama and T5 in the model
+  hubs do: to the result's dtype, or to x's if that is narrower. Then XLA multiplies what the kernel gives.
+- `out_dtype=None`: dtype of the result, of 16, 32 or 64 bits; None is x's, and bfloat16 of a `Quantized`.
+- `recipe=Float8Recipe()`: what the operands of a product and its gradients are rounded to.
+- `pad_to=None`: positive int, with axis=-1: y's last axis is padded with zeros to a multiple of it, as matrix products
+  in blocks want it. The backward does not read what is padded.
+- `straight_through=False`: whether a quantised result has a derivative, by convention that of what is quantised, and
+  with it a carrier of x's shape and dtype. That of smooth_scale and static_scale is zero.
+- `with_unquantized=False`: whether y, what is quantised, is computed, too.
+- `return_logsumexp=False`: whether log(sum(exp(logits))) is returned, too, 0 for a row that does not count. If losses
+  are reduced, it takes one product more.
+- `axis_name=None`: the axes of a surrounding `jax.shard_map` or `jax.vmap` over which rows are split evenly, a name or
+  a tuple. Results are those of whole rows, by one exchange each way. But for the loss of logits XLA's code runs.
+- `implementation=None`: "native" is the CPU or CUDA kernel, "xla" XLA's code for the formula, None what
+  `jaxnorm.implementation` says, or else the kernel where it exists and is not slower.
+
+Errors are raised while tracing: ValueError for shapes, axes, shardings, names and numbers that do not fit, TypeError
+for dtypes, what is no array, and options that are traced, RuntimeError for "native" without a kernel for the call.
 """
 
 import importlib.metadata

@@ -1,5 +1,7 @@
 """One suite for every platform: what it tests is the installed package on JAX's default backend."""
 
+import functools
+import itertools
 import os
 import shutil
 from importlib.util import find_spec
@@ -31,7 +33,7 @@ import pytest
 from coverage import one_of_each, set_pairs
 from hypothesis import settings
 from internals import run_every_kernel
-from lowering import share_contexts
+from jax._src.interpreters import mlir
 from native import are_cuda_kernels, description, is_built, is_platform_with_kernels, why_not_native
 
 import jaxnorm
@@ -66,6 +68,16 @@ def pytest_cmdline_main(config):
     elif getattr(option, "numprocesses", 0) is None:
         option.numprocesses, option.dist = min(8, len(os.sched_getaffinity(0))), "loadgroup"
         option.maxworkerrestart = "0"  # in place of a worker that crashed another may wait for ever
+
+
+def share_contexts():
+    """Many programs in one MLIR context, of which JAX makes one for each: that takes 4 ms and a megabyte.
+
+    It makes no difference to a program, and is a quarter of the time of tests whose programs are in the cache.
+    """
+    number, make = itertools.count(), mlir.make_ir_context
+    latest = functools.lru_cache(maxsize=1)(lambda _: make())
+    mlir.make_ir_context = lambda: latest(next(number) // 64)  # a context keeps the constants of its programs
 
 
 def pytest_configure(config):

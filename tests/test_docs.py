@@ -1,7 +1,6 @@
 """README, HACKING and docs: examples run; commands, files and names exist; links lead somewhere."""
 
 import dataclasses
-import inspect
 import json
 import os
 import re
@@ -246,20 +245,6 @@ def test_readme_is_short():
     assert len(lines) <= 180
     assert lines.index("```python") < 25
     assert lines.index("## Install") <= 40
-
-
-@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
-def test_each_argument_has_an_entry_of_its_own(module):
-    wrong = []
-    for name in module.__all__:
-        function = getattr(module, name)
-        _, found, rest = (inspect.getdoc(function) or "").partition("\nArgs:\n")
-        if found and callable(function):
-            entries = re.findall(r"^  (\S[^:]*): ", rest.partition("\n\n")[0], re.MULTILINE)
-            kinds = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
-            known = {kinds.get(p.kind, "") + p.name for p in inspect.signature(function).parameters.values()}
-            wrong += [f"{name}: {entry}" for entry in entries if entry not in known]
-    assert wrong == []
 
 
 @pytest.mark.parametrize("hook", re.findall(r"tools/\w+\.py", (ROOT / "mkdocs.yml").read_text()))

@@ -418,7 +418,6 @@ def test_float64_with_an_offset_is_the_formulas_result(layer):
 
 
 # The constructor's arguments.
-OWN = {"scale_offset": 0.0, "multiply_before_cast": True, "implementation": None}
 POSITIONAL, KEYWORD = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 
 
@@ -426,20 +425,15 @@ def signature(function):
     return inspect.signature(function).parameters.values()
 
 
-def keywords(cls):
-    """What the constructor says by keyword alone, or passes on to that of a base, and the defaults."""
-    constructors = [vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base)]
-    parameters = [p for init in constructors if inspect.isfunction(init) for p in signature(init)]
-    return {p.name: p.default for p in parameters if p.kind == KEYWORD}
-
-
 @cover(layer=PLAIN | ADD | QUANTIZED)
 def test_flaxs_arguments_come_first_and_ours_by_keyword(layer):
     flaxs, ours = ([(p.name, p.kind) for p in signature(cls.__init__)] for cls in (layer.flaxs_cls, layer.cls))
     first = 2 if layer.is_nnx else flaxs.index(("parent", POSITIONAL))  # nnx: all but self, num_features by name
     assert ours[:first] == flaxs[:first]
-    own = OWN | ({"quantization": inspect.Parameter.empty, "straight_through": False} if layer.is_quantized else {})
-    assert keywords(layer.cls).items() >= own.items()
+    inits = [base.__init__ for base in layer.cls.__mro__ if inspect.isfunction(base.__init__)]
+    own = {"quantization", "straight_through"} if layer.is_quantized else set()
+    own |= {"scale_offset", "multiply_before_cast", "implementation"}
+    assert own <= {p.name for init in inits for p in signature(init) if p.kind == KEYWORD}
     assert issubclass(layer.cls, layer.flaxs_cls)
 
 

@@ -57,6 +57,7 @@ SMOOTH = {"label_smoothing": 0.2, "z_loss": 0.1}
 ZERO = np.arange(ROWS) == 2
 OF_CLASSES = (np.arange(COLS) != 1) & (np.arange(COLS) != 5)
 OF_ROWS = np.roll(WHERE, -1, 0)  # the first row has no class
+WHICH_ROWS = np.arange(ROWS) > 0
 
 
 def linear(reduction, where=None, *, vmapped=False, depth=6, **options):
@@ -74,7 +75,8 @@ def linear(reduction, where=None, *, vmapped=False, depth=6, **options):
 
         return jax.vmap(of_rows)(x) if vmapped else of_rows(x)
 
-    labels, counts = np.asarray(HALF_IGNORED), np.broadcast_to(True if where is None else where, (ROWS, COLS))
+    labels, counts = np.asarray(HALF_IGNORED), np.ones((ROWS, COLS), bool)
+    counts &= True if where is None else where[:, None] if where.shape == (ROWS,) else where
     has_no_weight = (labels == IGNORED) if where is None else ZERO | (labels == IGNORED)
     is_out = has_no_weight | ~counts.any(-1)
     is_unread = (is_out[:, None] | ~(counts | (np.arange(COLS) == labels[:, None]))).all(0)
@@ -99,7 +101,7 @@ LOSSES = {
     "linear, mean of examples' chunks": linear("mean", vmapped=True, rows_per_chunk=2),
     **{
         f"linear, {of} of all, where of {name}": linear(of.replace("logsumexp", "none"), where, **given)
-        for name, where in {"classes": OF_CLASSES, "rows": OF_ROWS}.items()
+        for name, where in {"classes": OF_CLASSES, "rows": OF_ROWS, "labels": WHICH_ROWS}.items()
         for of, given in {
             "mean": {"rows_per_chunk": 2},
             "sum": {"soft_cap": 3.0, **SMOOTH},

@@ -16,6 +16,7 @@ from ops.products import of_each
 pytestmark = [pytest.mark.any_code, pytest.mark.usefixtures("exact_products")]
 
 linear_cross_entropy = jaxnorm.linear_cross_entropy
+cross_entropy = jaxnorm.softmax_cross_entropy_with_integer_labels
 DIMS, CLASSES, IGNORED = (4, 6, 16), 40, -100
 REDUCTIONS = ("mean", "sum", "none")
 OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-2, "soft_cap": 3.0}
@@ -44,10 +45,11 @@ def split(dtype="float32", given=NAMES[2:], dims=DIMS, classes=CLASSES):
 
 
 def masks(dims, classes):
-    """Of classes, of which the last are padding; of each row's, and of one row none at all."""
+    """Of classes, of which the last are padding; of each row's, and of one row none at all; of rows."""
     of_classes = jnp.arange(classes) < classes - 5
     of_rows = of_classes & ((draw("where", (*dims[:-1], classes)) > -0.5) | (jnp.arange(classes) == 3))
-    return {"all": None, "classes": of_classes, "rows": of_rows.at[(0,) * (len(dims) - 2) + (1,)].set(False)}
+    of_rows = of_rows.at[(0,) * (len(dims) - 2) + (1,)].set(False)
+    return {"all": None, "classes": of_classes, "rows": of_rows, "labels": draw("rows", dims[:-1]) > -0.5}
 
 
 def loss(labels, **options):
@@ -72,8 +74,9 @@ def plain(
     return jnp.where(is_out, 0, losses), log_total
 
 
-def whole(labels, *, reduction="mean", rows_per_chunk=None, return_logsumexp=False, **options):
+def whole(labels, *, where=None, reduction="mean", rows_per_chunk=None, return_logsumexp=False, **options):
     """The same in jax.numpy, without chunks."""
+    where = where[..., None] if where is not None and where.shape == labels.shape else where
 
     def of(moving):
         x, kernel, bias, weights, scale = (moving.get(name) for name in NAMES)
@@ -81,9 +84,10 @@ def whole(labels, *, reduction="mean", rows_per_chunk=None, return_logsumexp=Fal
         z = jnp.einsum("...d,dv->...v", x, kernel.astype(x.dtype), preferred_element_type=wide)
         z = z if bias is None else z + bias
         z = (z if scale is None else z * scale).astype(x.dtype)
-        each, sums = plain(z, labels, ignore_index=IGNORED, **options)
+        each, sums = plain(z, labels, where=where, ignore_index=IGNORED, **options)
+        counts = labels != IGNORED if where is None else (labels != IGNORED) & where.any(-1)
         weights = jnp.ones(labels.shape) if weights is None else weights
-        weights = jnp.where((labels == IGNORED) | (weights == 0), 0, weights)
+        weights = jnp.where(counts & (weights != 0), weights, 0)
         weighted, total = jnp.where(weights == 0, 0, each * weights), weights.sum()
         of_mean = weighted.sum() / jnp.where(total == 0, 1, total)
         value = {"mean": of_mean, "sum": weighted.sum(), "none": weighted}[reduction]
@@ -112,7 +116,7 @@ def value_and_gradients(function):
 @cover(
     given=GIVEN,
     reduction=REDUCTIONS,
-    where=["all", "classes", "rows"],
+    where=["all", "classes", "rows", "labels"],
     rows_per_chunk=[None, 6, 5],
     options=[{}, OPTIONS],
     dtype=[("float32", None), ("float32", "native"), ("float32", "xla"), ("float64", None)],
@@ -279,11 +283,11 @@ def test_any_number_of_rows(lead):
     assert_near((value, gradients), (jnp.float32(expected), {name: jnp.float32(of[name]) for name in moving}))
 
 
-@cover(where=["classes", "rows"], reduction=["mean", "none"], rows_per_chunk=[None, 5])
+@cover(where=["classes", "rows", "labels"], reduction=["mean", "none"], rows_per_chunk=[None, 5])
 def test_vmap_over_masks(where, reduction, rows_per_chunk):
     moving, labels = split()
     mask = masks(DIMS, CLASSES)[where]
-    both = jnp.stack([mask, mask | (jnp.arange(CLASSES) == CLASSES - 2)])
+    both = jnp.stack([mask, mask ^ (jnp.arange(mask.shape[-1]) == mask.shape[-1] - 2)])
 
     def of(function, **options):
         of_mask = partial(function, labels, reduction=reduction, **options)
@@ -327,19 +331,26 @@ def test_wrong_labels_and_ignored_ones():
     assert np.argwhere(np.isnan(losses)).tolist() == [[1, 2]]
 
 
+# As an ignored one it is out of the mean, whatever it has and its label is, however it is said that it does not count.
+@cover(reduction=REDUCTIONS, rows_per_chunk=[None, 5], form=["rows", "a column", "all", "row_weights"])
+def test_rows_that_do_not_count(reduction, rows_per_chunk, form):
+    moving, labels = split()
+    counts = masks(DIMS, CLASSES)["labels"].at[2].set(False)
+    wrong, column = labels.at[2, 1].set(CLASSES), counts[..., None]
+    mask = {"rows": counts, "a column": column, "all": jnp.broadcast_to(column, (*DIMS[:2], CLASSES))}.get(form)
+    options = {"reduction": reduction, "rows_per_chunk": rows_per_chunk}
+    dy = jnp.ones(labels.shape if reduction == "none" else ())
+    spoilt = {**moving, "x": jnp.where(column, moving["x"], jnp.nan)}
+    spoilt |= {"row_weights": jnp.where(counts, moving["row_weights"], 0)} if mask is None else {}
+    masked = value_and_gradients(loss(wrong, where=mask, **options))(spoilt, dy)
+    assert_near(masked, value_and_gradients(loss(jnp.where(counts, labels, IGNORED), **options))(moving, dy))
+    losses = cross_entropy(draw("logits", (*DIMS[:2], CLASSES)), wrong, where=mask, ignore_index=IGNORED)
+    np.testing.assert_array_equal(losses == 0, (labels == IGNORED) | (False if mask is None else ~counts))
+
+
 def test_weights_that_add_up_to_nothing():
     moving, labels = split()
     for weights in (jnp.zeros(labels.shape), jnp.zeros(labels.shape).at[1, :2].set(jnp.asarray([1.0, -1.0]))):
         value, gradients = jax.value_and_grad(loss(labels))({**moving, "row_weights": weights})
         assert value == 0
         assert not any(np.asarray(g).any() for g in jax.tree.leaves(gradients))
-
-
-# A row of weight 0 is as an ignored one, a wrong label there too.
-def test_a_row_of_weight_0():
-    moving, labels = split()
-    at = (2, 3)
-    weights = moving["row_weights"].at[at].set(0)
-    ignored = jax.value_and_grad(loss(labels.at[at].set(IGNORED)))(moving)
-    spoilt = {**moving, "row_weights": weights, "x": moving["x"].at[at].set(jnp.nan)}
-    assert_near(jax.value_and_grad(loss(labels.at[at].set(CLASSES)))(spoilt), ignored)

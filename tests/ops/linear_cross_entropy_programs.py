@@ -27,7 +27,7 @@ def compiled(function, given, rows=4096, dtype="bfloat16", **options):
     moving = {name: jax.ShapeDtypeStruct(shapes[name], dtype) for name in ("x", "kernel", *given)}
 
     def of(moving, labels):
-        where = jnp.arange(4096) < 4000 if given else None
+        where = (jnp.arange(4096) < 4000)[None] if given else None  # of 4096 rows
         return function(lambda moving: loss(labels, where=where, rows_per_chunk=256, **options)(moving).sum())(moving)
 
     return jax.jit(of).lower(moving, jax.ShapeDtypeStruct((rows,), "int32")).compile()
@@ -92,7 +92,7 @@ SPECS = {
     axis_type=[AxisType.Auto, AxisType.Explicit],
     specs=SPECS,
     reduction=REDUCTIONS,
-    where=["all", "classes", "rows"],
+    where=["all", "classes", "rows", "labels"],
     implementation=[None, "xla"],
     given=ALL_OR_NONE,
     return_logsumexp=[False, True],

@@ -185,7 +185,7 @@ def losses_of(
     top: Any = results.top
     left_out = _either(ignored, None if where is None else top == -jnp.inf)
     losses = loss(spec, without(left_out, results), counts, options.label_smoothing, options.z_loss)
-    return losses + nan_where(wrong, 0).astype(losses.dtype)
+    return losses + nan_where(wrong if left_out is None else wrong & ~left_out, 0).astype(losses.dtype)
 
 
 def _either(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:

@@ -116,8 +116,8 @@ def check_axes(function: str, axis: Any, logits: jax.Array) -> tuple[int, ...]:
     return axes
 
 
-def check_where(function: str, value: object, logits: jax.Array, axes: tuple[int, ...]) -> jax.Array | None:
-    """value as a mask of logits' rank, by the classes that it has or by the rows; None for None."""
+def check_where(function: str, value: object, logits: Any, axes: tuple[int, ...]) -> jax.Array | None:
+    """value as a mask of the rank of logits, or of their type, by the classes it has or by the rows; None for None."""
     if value is None:
         return None
     where, rows = check_booleans(function, value), _without(logits, axes)

@@ -10,10 +10,10 @@ from jaxnorm.native import compat
 from jaxnorm.ops import checks
 from jaxnorm.ops.cross_entropy import chunks, linear
 from jaxnorm.ops.cross_entropy.api import LossOptions
-from jaxnorm.ops.cross_entropy.checks import Labels, check_labels, check_order
+from jaxnorm.ops.cross_entropy.checks import Labels, check_labels, check_order, check_where
 from jaxnorm.ops.cross_entropy.formula import IGNORED
 from jaxnorm.ops.cross_entropy.linear import LinearCrossEntropy, Operands
-from jaxnorm.ops.cross_entropy.linear_checks import check_bias, check_classes, check_kernel, check_row_weights
+from jaxnorm.ops.cross_entropy.linear_checks import check_bias, check_kernel, check_row_weights
 from jaxnorm.ops.cross_entropy.product import only_what_is_read
 from jaxnorm.ops.mask import nan_where
 from jaxnorm.ops.misuse import explained
@@ -87,12 +87,12 @@ def linear_cross_entropy(
       kernel: floating-point array (D, classes); an embedding table is its transpose.
       labels: array of integers of x's shape without the last axis, as for `softmax_cross_entropy_with_integer_labels`.
       bias: None, or a floating-point array (classes,).
-      where: None, or an array of booleans (classes,) or of the logits' shape, which classes there are; a label may be
-        another. What kernel and bias hold for classes of which no row reads anything reaches no result or gradient.
+      where: as for the losses above: which classes there are, or of labels' shape which rows count. What
+        kernel and bias hold for classes of which no row reads anything reaches no result or gradient.
       row_weights: None, or a floating-point array of labels' shape. A row of weight 0 is as an ignored one: what it
         holds reaches nothing, and the gradient of its weight is 0. That of others is of the divisor of a mean too.
-      reduction: "mean", sum(row_weights * losses) / sum(row_weights) over the rows that are not ignored, 0 where the
-        divisor is; "sum", without the divisor; or "none", an array of row_weights * losses, of labels' shape.
+      reduction: "mean", sum(row_weights * losses) / sum(row_weights) over the rows that count, 0 where the divisor is;
+        "sum", without the divisor; or "none", an array of row_weights * losses, of labels' shape.
       rows_per_chunk: about how many rows a chunk has, on each device. None: 256 at least, and as many as have 512 MiB
         of logits or, of half of the rows, as many bytes of logits as the kernel's gradient has in float32.
       label_smoothing: as for the losses above.
@@ -140,7 +140,7 @@ def _linear_cross_entropy(
     options = options.checked(name)
     labels = check_labels(name, labels, x, (-1,), options.ignore_index, "x")
     bias = check_bias(name, bias, kernel)
-    where = check_classes(name, where, x, kernel)
+    where = check_where(name, where, jax.ShapeDtypeStruct((*x.shape[:-1], kernel.shape[1]), x.dtype), (-1,))
     weights = check_row_weights(name, weights, x, kernel)
     if reduction not in get_args(Reduction):
         raise ValueError(f"{name}: unknown reduction {reduction!r}; expected 'mean', 'sum' or 'none'.")
@@ -175,13 +175,13 @@ def _linear_cross_entropy(
 class _Rows(NamedTuple):
     """The rows of a call, over an Explicit mesh all split as x's are; labels and weights have x's rank.
 
-    Rows that are ignored, have weight 0 or no class are zeros with weight 0 and the label IGNORED.
+    Rows that do not count, which are ignored, have weight 0 or no class, are zeros of weight 0 and the label IGNORED.
     """
 
     x: jax.Array
     labels: jax.Array  # as kernels take them
     weights: jax.Array
-    where: jax.Array | None
+    where: jax.Array | None  # of classes
     is_wrong: jax.Array
     total: jax.Array  # of the weights
 
@@ -207,15 +207,25 @@ class _Rows(NamedTuple):
         is_out = weights == 0
         if labels.ignored is not None:
             is_out |= alike("labels", labels.ignored[..., None])
+        if where is not None:
+            where = alike("where", where if any(n != 1 for n in where.shape[:-1]) else dims.unsharded(where, -1))
+            is_out, has_none = broadcast.alike(x, is_out, ~jnp.any(where, axis=-1, keepdims=True))
+            is_out, where = is_out | has_none, _of_classes(x, where, classes)
         weights, is_wrong = jnp.where(is_out, 0, weights), is_wrong & ~is_out
         total = jnp.sum(weights)
-        if where is not None:
-            where = dims.unsharded(where, -1) if where.ndim == 1 else alike("where", where)
-            is_out |= broadcast.with_rank_of(is_out, ~jnp.any(where, axis=-1, keepdims=True))
         # Or the sums for the gradient of kernel would have 0 times what is there, which may be no number.
         x, is_out = compat.match_varying_axes(x, is_out)
         x, weights = (jnp.where(is_out, 0, array) for array in (x, weights))
         return cls(x, jnp.where(is_out, IGNORED, here), weights, where, is_wrong, total)
+
+
+def _of_classes(x: jax.Array, where: jax.Array, classes: Any) -> jax.Array | None:
+    """A mask of x's rank as `Operands` have it; None of one that says which rows count."""
+    if where.shape[-1] != classes:
+        return None
+    if all(n == 1 for n in where.shape[:-1]):
+        return jnp.squeeze(where, tuple(range(where.ndim - 1)))
+    return dims.broadcast(where, (*x.shape[:-1], classes), jax.typeof(x), dims.per_row(x.ndim, (-1,)))
 
 
 def _wrong(spec: LinearCrossEntropy, rows: _Rows) -> jax.Array:

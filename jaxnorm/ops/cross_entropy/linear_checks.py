@@ -3,7 +3,6 @@
 import jax
 
 from jaxnorm.ops import checks
-from jaxnorm.ops.mask import check_booleans
 
 
 def check_kernel(function: str, value: object, x: jax.Array) -> jax.Array:
@@ -51,19 +50,3 @@ def check_row_weights(function: str, value: object, x: jax.Array, kernel: jax.Ar
             f"shape {x.shape}. {remedy}"
         )
     return weights
-
-
-def check_classes(function: str, value: object, x: jax.Array, kernel: jax.Array) -> jax.Array | None:
-    """value as a mask of classes, the same for all rows or of the logits' shape."""
-    if value is None:
-        return None
-    where, rows, classes = check_booleans(function, value), x.shape[:-1], kernel.shape[1:]
-    if where.shape not in (classes, (*rows, *classes)):
-        remedy = f"Broadcast it, as with jax.numpy.broadcast_to(where, {(*rows, *classes)})."
-        if where.shape == rows:
-            remedy = "Of a mask of rows pass row_weights=where.astype(jax.numpy.float32)."
-        raise ValueError(
-            f"{function}: where has shape {where.shape}, expected {classes}, which classes there are, or the logits' "
-            f"shape {(*rows, *classes)}, which there are for each row. {remedy}"
-        )
-    return where

@@ -22,8 +22,8 @@ def gated_activation_quantized(
     *,
     quantization: Quantization,
     activation: Activation | Synonym = "silu",
-    axis: int = -1,
     static_scale: Any = None,
+    axis: int = -1,
     straight_through: bool = False,
     implementation: Implementation | None = None,
 ) -> Quantized:

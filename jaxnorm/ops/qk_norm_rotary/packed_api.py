@@ -33,6 +33,7 @@ def qkv_norm_rotary(
     normalize: Normalize = True,
     epsilon: float = 1e-6,
     scale_offset: float = 0.0,
+    return_v: bool = True,
     implementation: Implementation | None = None,
 ) -> QKV:
     """Takes queries, keys and values out of their one product, and normalises and rotates the queries and keys.

@@ -20,7 +20,7 @@ NAME = "quantized_dot"
 
 @explained
 def quantized_dot(
-    x: Any, kernel: Quantized, *, out_dtype: Any = None, bias: Any = None, implementation: Implementation | None = None
+    x: Any, kernel: Quantized, *, bias: Any = None, out_dtype: Any = None, implementation: Implementation | None = None
 ) -> jax.Array:
     """Multiplies x by a quantised kernel, without rounding anything before the end.
 

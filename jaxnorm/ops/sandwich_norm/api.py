@@ -22,11 +22,11 @@ def rms_norm_add_rms_norm(
     post_scale: Any = None,
     scale: Any = None,
     *,
+    branch_scale: Any = None,
     epsilon: float = 1e-6,
     scale_offset: float = 0.0,
     multiply_before_cast: bool = True,
     out_dtype: Any = None,
-    branch_scale: Any = None,
     axis_name: Any = None,
     implementation: Implementation | None = None,
 ) -> AddedNorm:
