@@ -34,33 +34,24 @@ def quantize(
         scales = max|x| / largest       over `axis`, a group or everything, 1 where that is 0; at least 2**-126
         values = x * (1 / scales)       clipped to ±largest, rounded to nearest, ties to even
 
-    with the `largest` of quantization's dtype, in float32 throughout, as `rms_norm_quantized` does with the result of a
-    norm. A NaN makes the scale of its row or group NaN, and an infinity makes it infinite, if there is no max_scale:
-    what is dequantised is NaN in both cases. It is a formula in jax.numpy on every platform. Weights (outputs, inputs)
-    of `quantized_dot` have the summed axis last, so a scale for each output channel is the default.
+        >>> w = quantize(jnp.ones((16, 8)), Quantization("int4"))
 
-    By default to take a derivative is an error. With straight_through=True it is that of x, by convention: `dequantize`
-    and `quantized_dot` pass the cotangent of what they take for x on to it.
+    with the `largest` of quantization's dtype, in float32 throughout, as `rms_norm_quantized` does; it is a formula in
+    jax.numpy on every platform. A derivative is an error; with straight_through=True it is that of x, by convention.
 
     Args:
       x: floating-point array of at most 32 bits, of rank 1 or more.
-      quantization: dtype, what shares a scale, and how a scale is made. With granularity "tensor" the scale is that of
-        all of x.
+      quantization: dtype, what shares a scale, and how a scale is made; with granularity "tensor" all of x shares one.
       axis: the axes that share a scale with granularity "token"; "group" groups the last.
-      straight_through: whether the result has a derivative, and with it a carrier of x's shape and dtype.
 
     Returns:
       A `Quantized`: values of x's shape; scales of x's shape with `axis` of length 1, or its last axis as long as there
       are groups, or a scalar; a carrier.
 
     Raises:
-      ValueError: axis is out of range, groups do not divide the last axis, or a derivative is taken without
-        straight_through.
-      TypeError: x is no floating-point array or of float64, or quantization is no `Quantization`.
+      ValueError, TypeError: axis or groups do not fit, a derivative is taken, x is float64; or as `rms_norm`.
 
-    Source: Micikevicius et al., FP8 Formats for Deep Learning, 2022, https://arxiv.org/abs/2209.05433; Jacob et al.,
-    Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only Inference, 2017,
-    https://arxiv.org/abs/1712.05877.
+    Source: FP8 formats, https://arxiv.org/abs/2209.05433; integers, https://arxiv.org/abs/1712.05877.
     """
     if isinstance(x, Quantization):
         raise TypeError(
