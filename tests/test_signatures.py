@@ -1,10 +1,13 @@
 """All signatures beside one table, the docstring of `jaxnorm`: an argument has one place, one default, one meaning."""
 
+import doctest
 import inspect
 import re
 
 import equinox
 import flax
+import jax
+import jax.numpy as jnp
 import keras
 import pytest
 
@@ -24,6 +27,11 @@ PUBLIC = {key: value for key, value in PUBLIC.items() if inspect.isfunction(valu
 OTHERS = {
     *((name, "activation") for name in ("group_norm", "GroupNorm", "InstanceNorm")),
     ("QKNormRotary", "heads"),
+}
+# Docstrings that are longer, or have no example.
+LONG = {
+    *("Tuned", "compare", "float8_linear", "float8_linears", "quantize_linears", "quantized_dot", "quantized_linears"),
+    *("replace_norms", "restore_norms"),
 }
 
 
@@ -66,3 +74,13 @@ def test_each_argument_has_an_entry_of_its_own(module, name):
     text, known = PUBLIC[module, name].__doc__ or "", str(inspect.signature(PUBLIC[module, name]))
     entries = re.findall(r"^  (\S[^:]*): ", inspect.cleandoc(text).partition("\nArgs:\n")[2].partition("\n\n")[0], re.M)
     assert [entry for entry in entries if not re.search(rf"[(\s]{re.escape(entry)}\b", known)] == []
+
+
+@each_public
+def test_docstrings_are_short_and_their_examples_run(module, name):
+    value = PUBLIC[module, name]
+    text = value.__doc__ or ""
+    test = doctest.DocTestParser().get_doctest(text, vars(jaxnorm) | {"jax": jax, "jnp": jnp}, name, None, None)
+    assert doctest.DocTestRunner(verbose=False).run(test).failed == 0
+    assert 0 < len(text.splitlines()) <= 25 or name in LONG
+    assert test.examples or name in LONG or module != "jaxnorm" or isinstance(value, type)

@@ -24,20 +24,20 @@ _run = jax.make_user_context(None)
 def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Traces function(*args, **kwargs) and says of every call of jaxnorm in it whether a kernel or XLA's code runs.
 
-        print(jaxnorm.explain(jax.grad(loss), params, batch))
+        >>> print(explain(jax.grad(lambda x: rms_norm(x).sum()), jnp.ones((2, 8))))  # doctest: +ELLIPSIS
+        line...
 
     Nothing is computed: arguments may be `jax.ShapeDtypeStruct`s. A function that takes a gradient has calls in both
     directions, and only such a one has a backward. The same call of the same line stands there once, however often it
     is made.
 
     The platforms are those that jaxnorm has kernels for and JAX's default one. For a program that XLA splits over
-    devices there are further reasons, of its compilation, which are not among these: `JAXNORM_WARN_FALLBACK=1` tells of
-    them.
+    devices there are further reasons, of its compilation: `JAXNORM_WARN_FALLBACK=1` tells of them.
 
     Args:
       function: any function that JAX can trace, under `jax.jit` or not.
-      *args: its arguments. Arrays among them are traced; of a function that is not under `jax.jit` all else
-        stays what it is, as num_groups=32.
+      *args: its arguments. Arrays among them are traced; of a function that is not under `jax.jit` all else stays what
+        it is, as num_groups=32.
       **kwargs: likewise, by name.
 
     Returns:

@@ -43,28 +43,26 @@ _lock = threading.RLock()
 def tune(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tuned:
     """Compiles a program with one choice after the other, times them in turns, and gives the fastest.
 
-        tuned = jaxnorm.tune(step, params, batch)
-        print(tuned)
-        with tuned:
-            params = step(params, batch)
+        >>> tuned = tune(jax.jit(lambda x: rms_norm(x)), jnp.ones((2, 8)))
+        >>> with tuned:
+        ...     y = rms_norm(jnp.ones((2, 8)))
 
-    A choice is "native" or "xla" for one direction of one function, as `jaxnorm.implementation` takes it. The search
-    starts from the default rules, tries for each function and direction what these do not choose, and keeps what is
-    faster beyond the scatter; what an argument, a context around or the environment chooses stays. At most
-    2 + 2 * (calls of jaxnorm in the program) programs are compiled, and run many times with the same arguments, donated
-    ones copied. In this process a result is kept, and one call of tune at a time runs.
+    A choice is "native" or "xla" for one direction of one function, as `jaxnorm.implementation` takes it, and changes
+    results no more than that does. The search is greedy, from the default rules; at most 2 + 2 * (calls of jaxnorm in
+    the program) programs are compiled, one call of tune at a time in a process, and the result is kept there.
 
     Args:
-      function: what is to be fast, under `jax.jit` or not: a whole training step, or a forward pass.
-      *args: its arguments, with arrays of the shapes and on the devices that it will have.
+      function: what is to be fast, under `jax.jit` or not: a whole training step, or a forward pass. It is called many
+        times.
+      *args: its arguments, with arrays of the shapes and on the devices that it will have; donated ones are copied. Of
+        a function that is not under `jax.jit` arrays are traced, and all else stays what it is.
       **kwargs: likewise, by name.
 
     Returns:
       A `jaxnorm.Tuned`, empty where the default is fastest.
 
     Raises:
-      TypeError: function cannot be called, or an argument has no values: it is a `jax.ShapeDtypeStruct`, or traced.
-      RuntimeError: there are several processes, each of which would choose by its own clock.
+      TypeError, RuntimeError: function cannot be called, an argument has no values; or there are several processes.
 
     Source: the idea is that of tokamax.autotune, https://github.com/openxla/tokamax.
     """

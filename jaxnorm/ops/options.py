@@ -152,22 +152,18 @@ def context() -> Context:
 def implementation(name: Implementation | Choices | None) -> contextlib.AbstractContextManager[None]:
     """A context, or a decorator, in which functions of jaxnorm that are traced have this implementation.
 
-        with jaxnorm.implementation("xla"):
-            y = model(x)
-
-        with jaxnorm.implementation({"layer_norm": "xla", "rms_norm": {"backward": "native"}}):
-            y = model(x)
+        >>> with implementation({"layer_norm": "xla", "rms_norm": {"backward": "native"}}):
+        ...     y = layer_norm(jnp.ones((2, 8)))
 
     With a name it is that of every function, with a mapping that of the functions whose names are its keys: a mapping
     goes on top of the contexts around it, a name takes their place. A function's value is the implementation of both
     directions, or a mapping of the directions "forward" and "backward", in which one that is left out stays as it is
-    around. What `jaxnorm.tune` gives is such a mapping. A direction without a kernel of its own is XLA's whatever is
-    chosen.
+    around. A direction without a kernel of its own is XLA's whatever is chosen.
 
     It holds for calls without the argument `implementation`, in the thread that enters it. It is about tracing: a
     function under `jax.jit` is traced again under another context, and what was compiled, exported or linearised before
-    stays as it is. Outside of every context the environment variable `JAXNORM_IMPLEMENTATION`, which is read once, when
-    jaxnorm is imported, has the same effect.
+    stays as it is. Outside of every context the environment variable `JAXNORM_IMPLEMENTATION`, read once, has the same
+    effect.
 
     Args:
       name: "native" or "xla", as for `rms_norm`; None undoes surrounding contexts. Or a mapping from names of public

@@ -70,43 +70,24 @@ def softmax_cross_entropy_with_integer_labels(
         lse = log(sum(exp(z), axis))
         loss = lse - (1 - label_smoothing) * z[label] - label_smoothing * mean(z, axis) + z_loss * lse²
 
-    All of it is computed in float32 (in float64 of logits of float64), of differences to the largest z, with no float32
-    copy of the logits. A gradient reads them once more and writes theirs, in the logits' own buffer where the program
-    computed these and they are dead; between the two ways 12 bytes a row are kept, beside logits and labels.
+        >>> losses = softmax_cross_entropy_with_integer_labels(jnp.ones((4, 8)), jnp.arange(4), where=jnp.arange(8) < 6)
+
+    All of it is computed in float32 (in float64 of logits of float64), with no float32 copy of the logits. A gradient
+    overwrites logits that the program computed, where they are dead; 12 bytes a row are kept for it.
 
     Args:
-      logits: floating-point array of rank 1 or more.
-      labels: array of integers of logits' shape without `axis`: the numbers of columns. A label that names none, as a
-        negative one, has the loss NaN. (Optax counts a negative label from the end.)
-      axis: the axis of the classes, or several, in whose order labels are flat indices. Kernels serve all but a single
-        one that is not the last.
-      where: None, or an array of booleans that broadcasts to logits' shape: which classes there are for each row. Sum
-        and mean are over these, and a label may be another. A row without any has loss 0. Or to labels': which rows.
-      label_smoothing: share from 0 to 1 of the label's probability that all classes divide among them.
-      z_loss: non-negative factor of the square of lse, which keeps it near 0 (PaLM has 1e-4).
-      logit_scale: finite Python number that multiplies logits first, as 1 / temperature. Or a scalar array, with a
-        gradient: the product is made before the kernel, in float32; of logits of half types XLA's code runs.
-      soft_cap: None, or a positive number that no |z| exceeds, as Gemma 2's 30.
-      ignore_index: None, or a label whose rows have the loss 0 and no gradient, whatever their logits are, as -100 of
-        the model hubs.
-      axis_name: None, or the axes of a surrounding `jax.shard_map` or `jax.vmap` over which the classes are split
-        evenly, a name or a tuple; labels are numbers of the whole. Of several axes of classes the first is split. Each
-        device reads its part of the logits by the kernel, and 16 or 20 bytes a row are exchanged.
-      implementation: "native" is the CPU or CUDA kernel, "xla" XLA's code for the formula, None what
-        `jaxnorm.implementation` says, or else the kernel where it exists.
+      logits: floating-point array of rank 1 or more. What is not named here is said for all functions in `jaxnorm`.
+      labels: integers of logits' shape without `axis`: numbers of columns. One that names none has the loss NaN.
+      axis: the axis of the classes, or several, in whose order labels are flat indices; the last one, for kernels.
+      logit_scale: multiplies logits first. Or a scalar array, with a gradient: for half types by XLA's code.
 
     Returns:
-      The losses, an array of labels' shape of float32, or float64 of logits of float64. Their mean or sum is the
-      caller's. A row with NaN or +inf, or whose classes all have -inf, has the loss NaN.
+      An array of labels' shape of float32, or float64 of logits of float64; 0 for a row that does not count.
 
     Raises:
-      ValueError: labels or where have the wrong shape, or where fits both readings; an axis, a number or a name in
-        axis_name is out of range, not finite, unbound or repeated, or implementation is unknown.
-      TypeError: logits are no floats of 16, 32 or 64 bits, labels no integers, where not boolean, or an option traced.
-      RuntimeError: implementation="native" and there is no kernel for this call; the message says why.
+      ValueError, TypeError, RuntimeError: labels or where does not fit, or where fits both readings; or as `rms_norm`.
 
-    Source: https://optax.readthedocs.io/en/latest/api/losses.html; smoothing: Szegedy et al., 2015,
-    https://arxiv.org/abs/1512.00567; z_loss: Chowdhery et al., PaLM, 2022, https://arxiv.org/abs/2204.02311.
+    Source: https://optax.readthedocs.io/en/latest/api/losses.html; z_loss: PaLM, https://arxiv.org/abs/2204.02311.
     """
     options = LossOptions(label_smoothing, z_loss, logit_scale, soft_cap, ignore_index)
     return _cross_entropy(logits, labels, axis, where, options, axis_name, implementation)

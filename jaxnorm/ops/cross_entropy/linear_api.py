@@ -75,44 +75,26 @@ def linear_cross_entropy(
 
         losses = softmax_cross_entropy_with_integer_labels(x @ kernel + bias, labels, ...)
 
-    The logits have x's dtype, in which kernel is read. They are added up in float32, and rounded once, with the bias.
-    With a gradient, one pass over the chunks makes three products of each: its logits, and of their gradients, which
-    take the logits' buffer, those of x and, in float32, of kernel. Only the gradients are kept. Of single losses
-    (reduction="none") the gradient computes the logits again; higher derivatives keep them all. A bias, or an array as
-    logit_scale, costs a chunk two or three float32 arrays of logits. Over a mesh each device takes chunks of its rows,
-    with all of kernel, whose gradient is summed over devices once. With where labels may be gathered.
+        >>> loss = linear_cross_entropy(jnp.ones((4, 16), "bfloat16"), jnp.ones((16, 100)), jnp.arange(4))
+
+    The logits have x's dtype, are added up in float32, and rounded once, with the bias. With a gradient, one pass over
+    the chunks makes three products of each, which XLA makes, and keeps the gradients alone.
 
     Args:
       x: floating-point array (..., D), the last hidden states.
       kernel: floating-point array (D, classes); an embedding table is its transpose.
-      labels: array of integers of x's shape without the last axis, as for `softmax_cross_entropy_with_integer_labels`.
+      labels: integers of x's shape without the last axis. What is not named here is as for the losses above.
       bias: None, or a floating-point array (classes,).
-      where: as for the losses above: which classes there are, or of labels' shape which rows count. What
-        kernel and bias hold for classes of which no row reads anything reaches no result or gradient.
-      row_weights: None, or a floating-point array of labels' shape. A row of weight 0 is as an ignored one: what it
-        holds reaches nothing, and the gradient of its weight is 0. That of others is of the divisor of a mean too.
-      reduction: "mean", sum(row_weights * losses) / sum(row_weights) over the rows that count, 0 where the divisor is;
-        "sum", without the divisor; or "none", an array of row_weights * losses, of labels' shape.
-      rows_per_chunk: about how many rows a chunk has, on each device. None: 256 at least, and as many as have 512 MiB
-        of logits or, of half of the rows, as many bytes of logits as the kernel's gradient has in float32.
-      label_smoothing: as for the losses above.
-      z_loss: as for the losses above.
-      logit_scale: as for the losses above; an array multiplies the float32 sum of product and bias.
-      soft_cap: as for the losses above.
-      ignore_index: as for the losses above.
-      implementation: as for the losses above. The matrix products are XLA's.
-      return_logsumexp: whether to give log(sum(exp(logits))) too. If losses are reduced, it takes one product more.
+      row_weights: None, or a floating-point array of labels' shape. A row of weight 0 is as an ignored one.
+      reduction: "mean", sum(row_weights * losses) / sum(row_weights) over rows that count; "sum"; or "none", no sum.
 
     Returns:
-      A number of float32, or float64 of x of float64; with reduction="none" an array. With return_logsumexp a pair of
-      it and an array of labels' shape, 0 for a row that does not count.
+      Losses of float32, or float64 of x of float64. With return_logsumexp a pair of it and an array of labels' shape.
 
     Raises:
-      ValueError: an array has the wrong shape, rows_per_chunk is not positive, or reduction is unknown.
-      ValueError, TypeError, RuntimeError: as `softmax_cross_entropy_with_integer_labels` does.
+      ValueError, TypeError, RuntimeError: arrays do not fit, or reduction is unknown; or as the losses above.
 
-    Source: Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, 2024, https://arxiv.org/abs/2411.09009;
-    by chunks of rows: Liger Kernel, 2024, https://arxiv.org/abs/2410.10989.
+    Source: Cut Cross-Entropy, https://arxiv.org/abs/2411.09009; Liger Kernel, https://arxiv.org/abs/2410.10989.
     """
     options = LossOptions(label_smoothing, z_loss, logit_scale, soft_cap, ignore_index)
     chosen = _Chosen(reduction, rows_per_chunk, return_logsumexp, implementation)

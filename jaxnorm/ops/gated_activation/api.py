@@ -27,26 +27,23 @@ def gated_activation(
         silu(v) = v * sigmoid(v)                                        SwiGLU
         gelu(v) = v * sigmoid(sqrt(8 / pi) * (v + 0.044715 * v³))       GeGLU, its approximation by tanh
         gelu_exact(v) = v * (1 + erf(v / sqrt(2))) / 2                  GeGLU
-        relu2(v) = max(v, 0)²
-        sigmoid(v) = 1 / (1 + exp(-v))                                  GLU
+        relu2(v) = max(v, 0)²,  sigmoid(v) = 1 / (1 + exp(-v))          Primer, GLU
+        >>> y = gated_activation((jnp.ones((2, 8)), jnp.ones((2, 8))), activation="gelu")
 
-    All of it is computed in float32 (in float64 where x is float64) and rounded once, at the end; kernels take a
-    sigmoid below 2**-126 for 0. In a gradient x alone is kept.
+    It is computed, rounded and transformed as `rms_norm` says. A gradient keeps x alone, and one native call writes it.
 
     Args:
       x: floating-point array with both, the gate first: (..., 2 * columns), or (..., 2, columns) with axis=-2. Or a
         tuple (gate, up) of two arrays of one shape; kernels want one dtype, the formula takes any.
-      activation: "silu", "gelu", "gelu_exact", "relu2" or "sigmoid"; or one of these functions of jax.nn, the exact
-        gelu as functools.partial(jax.nn.gelu, approximate=False).
       axis: -1, or -2 of an x that has gate and up along its last axis but one. Of a tuple leave it out.
-      implementation: as for `rms_norm`.
+
+    Returns:
+      An array (..., columns) of x's dtype, of two dtypes of that to which jax.numpy promotes them.
 
     Raises:
-      ValueError: the halves differ, axis or activation is another, or an Explicit mesh splits x between its halves.
-      TypeError: x is neither an array nor a tuple, or not floating-point of 16, 32 or 64 bits.
-      RuntimeError: implementation="native" and there is no kernel for this call; the message says why.
+      ValueError, TypeError, RuntimeError: x is no such array or tuple, activation is unknown; or as `rms_norm`.
 
-    Source: Shazeer, GLU Variants Improve Transformer, 2020, https://arxiv.org/abs/2002.05202.
+    Source: Shazeer, 2020, https://arxiv.org/abs/2002.05202; relu2: So et al., 2021, https://arxiv.org/abs/2109.08668.
     """
     spec, operands, chosen = check_call("gated_activation", x, axis, activation, implementation)
     return GATED_ACTIVATION(spec, operands, chosen).y

@@ -31,18 +31,15 @@ def gated_activation_quantized(
 
         v = gated_activation(x.astype(float32), ...)
 
+        >>> q = gated_activation_quantized(jnp.ones((2, 16)), quantization=Quantization("int8"))
+
     and from there as `rms_norm_quantized`, whose dtypes, bits, derivative and errors these are: scales are of each row
     of the result, or of groups of its columns. With straight_through=True the gradient of x is that of
     `gated_activation`, in one native call.
 
     Args:
-      x: array of float32, bfloat16 or float16, or a tuple of two, as for `gated_activation`.
-      quantization: as for `rms_norm_quantized`.
-      static_scale: as for `rms_norm_quantized`.
-      straight_through: as for `rms_norm_quantized`.
-      activation: as for `gated_activation`.
-      axis: as for `gated_activation`.
-      implementation: as for `gated_activation`.
+      x: array of float32, bfloat16 or float16, or a tuple of two, as for `gated_activation`, as are all options but
+        those of `rms_norm_quantized`: quantization, static_scale and straight_through.
 
     Returns:
       A `Quantized`: values (..., columns), scales, a carrier.

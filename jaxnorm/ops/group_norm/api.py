@@ -35,40 +35,26 @@ def group_norm(
 
         y = activation((x - mean) * rsqrt(mean((x - mean)²) + epsilon) * (scale + scale_offset) + bias)
 
-    The means are over the positions and the channels of a group, of each example by itself. The variance is the mean of
-    squared deviations as written, never E[x²] - mean². All of it, the activation included, is computed in float32 (in
-    float64 where x, a weight or the result is float64) and rounded once, at the end. It may be transformed and
-    differentiated as the formula may be; for a gradient x and 8 bytes a group are kept. One group is a LayerNorm over
-    each example, a group for each channel (group_size=1) is instance normalisation.
+        >>> y = group_norm(jnp.ones((2, 4, 4, 64)), jnp.ones(64), jnp.zeros(64), num_groups=32, activation="silu")
+
+    The means are over the positions and the channels of a group, of each example by itself, the variance as in
+    `layer_norm`. It is computed, rounded, after the activation, and transformed as `rms_norm` says. One group is a
+    LayerNorm over each example, a group for each channel (group_size=1) is instance normalisation.
 
     Args:
-      x: floating-point array of shape (examples, ..., channels), with any number of axes of positions between.
-      scale: factors of shape (channels,), or (examples, channels) as in adaptive GroupNorm and FiLM; None is 1.
+      x: floating-point array (examples, ..., channels), with any number of axes of positions between.
+      scale: factors (channels,), or (examples, channels) as in adaptive GroupNorm and FiLM; None is 1.
       bias: summands, as scale; None is 0.
-      num_groups: how many groups the channels make. Give this or group_size.
-      group_size: how many channels a group has.
-      epsilon: non-negative Python number added to the variance.
       activation: None, "silu", "relu", or "gelu", the approximation by tanh; or one of these functions of jax.nn.
-      scale_offset: Python number added to scale; 1.0 suits FiLM's. Ignored without scale.
-      channel_axis: the axis of channels; not the first, which is that of examples. Kernels serve the last one. Of one
-        before all positions, as 1, a group is a row of `layer_norm`'s kernels, and XLA multiplies and activates what
-        these give in float32; by default so on CPUs. One between positions is left to the formula.
-      out_dtype: dtype of the result; None is x's.
-      axis_name: None, or the axes of a surrounding `jax.shard_map` or `jax.vmap` over which positions are split evenly,
-        a name or a tuple. The statistics are of whole groups, by one exchange each way. XLA's code runs.
-      implementation: "native" is the CPU or CUDA kernel, "xla" XLA's code for the formula, None what
-        `jaxnorm.implementation` says, or else the kernel where it exists.
-
-    Returns:
-      An array of x's shape.
+      num_groups: how many groups the channels make. Give this or group_size.
+      channel_axis: the axis of channels; not the first, which is that of examples. Kernels serve the last one.
+      axis_name: as for `rms_norm`, of positions that are split.
 
     Raises:
-      ValueError: x has less than two axes, both or neither of num_groups and group_size are given, one does not divide
-        the channels, a weight has another shape, activation is unknown; otherwise as `rms_norm` does.
-      TypeError, RuntimeError: as `rms_norm` does.
+      ValueError, TypeError, RuntimeError: none or both of num_groups and group_size, or no divisor; or as `rms_norm`.
 
-    Source: https://arxiv.org/abs/1803.08494 (GroupNorm), https://arxiv.org/abs/1607.08022 (instance normalisation),
-    https://arxiv.org/abs/1709.07871 (FiLM).
+    Source: https://arxiv.org/abs/1803.08494, https://arxiv.org/abs/1607.08022 (instances),
+    https://arxiv.org/abs/1709.07871.
     """
     grouping = Grouping(num_groups, group_size, channel_axis)
     keywords: Any = {"epsilon": epsilon, "scale_offset": scale_offset, "out_dtype": out_dtype}

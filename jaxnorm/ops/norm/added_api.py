@@ -33,28 +33,15 @@ def add_rms_norm(
         new_residual = x + residual        (branch_scale * x + residual)
         y = rms_norm(new_residual, scale, bias=bias, out_dtype=x.dtype, ...)
 
-    as a pre-norm transformer does between its blocks, bit for bit, the product rounded to float32 and the sum to
-    residual's dtype. In a gradient one native call serves the cotangents of both results; those of x and branch_scale
-    are XLA's, by that of new_residual.
+        >>> y, stream = add_rms_norm(jnp.ones((2, 8), "bfloat16"), jnp.zeros((2, 8)), jnp.ones(8))
 
-    Outside of differentiation new_residual takes residual's buffer: to donate that, return new_residual before y.
+    as a pre-norm transformer does between its blocks, bit for bit, the product rounded to float32 and the sum to
+    residual's dtype. In a gradient one native call serves the cotangents of both results. Outside of one new_residual
+    takes residual's buffer: to donate that, return new_residual before y.
 
     Args:
-      x: floating-point array of rank 1 or more, which is added.
+      x: floating-point array of rank 1 or more, which is added. What is not named here is as for `rms_norm`.
       residual: the residual stream, of x's shape; its dtype may be another, as float32 with an x of bfloat16.
-      scale: as for `rms_norm`.
-      bias: as for `rms_norm`.
-      epsilon: as for `rms_norm`.
-      scale_offset: as for `rms_norm`.
-      axis: as for `rms_norm`.
-      multiply_before_cast: as for `rms_norm`.
-      axis_name: as for `rms_norm`.
-      implementation: as for `rms_norm`.
-      out_dtype: dtype of y; None is x's.
-      pad_to: None, or a positive int, with axis=-1: y's last axis, and not new_residual's, is padded with zeros to a
-        multiple of it, as matrix products in blocks want it. The backward does not read what is padded.
-      branch_scale: None, or a factor of x, as of LayerScale or adaLN-Zero: of the shape of the normalised axes, or of
-        x's rank with axes of length 1 or x's before these, as (batch, 1, D).
 
     Returns:
       `AddedNorm`, (y, new_residual): arrays of x's shape, y's last axis padded, new_residual of residual's dtype.
@@ -62,8 +49,7 @@ def add_rms_norm(
     Raises:
       ValueError, TypeError, RuntimeError: residual, branch_scale or pad_to does not fit; otherwise as `rms_norm` does.
 
-    Source: that of `rms_norm`; before each block, on the residual stream: Xiong et al., On Layer Normalization in the
-    Transformer Architecture, 2020, https://arxiv.org/abs/2002.04745.
+    Source: that of `rms_norm`; before each block: Xiong et al., 2020, https://arxiv.org/abs/2002.04745.
     """
     options = NormOptions(
         epsilon=epsilon,
@@ -100,22 +86,14 @@ def add_layer_norm(
         new_residual = x + residual        (branch_scale * x + residual)
         y = layer_norm(new_residual, scale, bias, out_dtype=x.dtype, ...)
 
+        >>> y, stream = add_layer_norm(jnp.ones((2, 8), "bfloat16"), jnp.zeros((2, 8)), jnp.ones(8), jnp.zeros(8))
+
     The kernel gives bit for bit what these two lines give and saves a pass over memory, as for `add_rms_norm`.
 
     Args:
-      x: floating-point array of rank 1 or more, as for `add_rms_norm`.
+      x: floating-point array of rank 1 or more. What is not named here is as for `add_rms_norm`.
       residual: array of x's shape, as for `add_rms_norm`.
       epsilon: non-negative Python number added to the variance.
-      scale: as for `add_rms_norm`.
-      bias: as for `add_rms_norm`.
-      scale_offset: as for `add_rms_norm`.
-      axis: as for `add_rms_norm`.
-      multiply_before_cast: as for `add_rms_norm`.
-      out_dtype: as for `add_rms_norm`.
-      pad_to: as for `add_rms_norm`.
-      branch_scale: as for `add_rms_norm`.
-      axis_name: as for `add_rms_norm`.
-      implementation: as for `add_rms_norm`.
 
     Returns:
       As `add_rms_norm`.
@@ -123,9 +101,7 @@ def add_layer_norm(
     Raises:
       ValueError, TypeError, RuntimeError: as `add_rms_norm` does.
 
-    Source: Ba, Kiros and Hinton, Layer Normalization, 2016, https://arxiv.org/abs/1607.06450; before each block, on the
-    residual stream: Xiong et al., On Layer Normalization in the Transformer Architecture, 2020,
-    https://arxiv.org/abs/2002.04745.
+    Source: that of `layer_norm`; before each block: Xiong et al., 2020, https://arxiv.org/abs/2002.04745.
     """
     options = NormOptions(
         epsilon=epsilon,

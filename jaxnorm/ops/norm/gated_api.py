@@ -31,41 +31,27 @@ def gated_rms_norm(
 ) -> jax.Array:
     """Divides x by its root mean square over the last axis and multiplies it by an activation of a gate.
 
-        a = gate * sigmoid(gate)                            with activation="silu"
-        a = sigmoid(gate)                                   with activation="sigmoid"
+        a = gate * sigmoid(gate), or sigmoid(gate) with activation="sigmoid"
         y = rms_norm(x * a) * (scale + scale_offset)        gate_first=True: Mamba2
         y = rms_norm(x) * (scale + scale_offset) * a        gate_first=False: Qwen3-Next, gated linear attention
 
-    with `rms_norm(h) = h * rsqrt(mean(h², -1) + epsilon)`. All of it is computed in float32 (in float64 where an
-    operand or the result is float64) and rounded once, at the end; kernels take a sigmoid below 2**-126 for 0. It may
-    be transformed and differentiated as `rms_norm`. In a gradient one native call each way serves x, gate and scale,
-    and x, gate and a float32 a row are kept for it.
+        >>> y = gated_rms_norm(jnp.ones((2, 8)), jnp.ones((2, 8)), jnp.ones(8), gate_first=True, group_size=4)
+
+    All of it is computed, rounded and transformed as `rms_norm` says, by one native call each way for x, gate and
+    scale.
 
     Args:
-      x: floating-point array of rank 1 or more.
+      x: floating-point array of rank 1 or more. What is not named here is as for `rms_norm`.
       gate: array of x's shape. The kernels want x, gate and the result of one dtype; the formula takes any.
-      scale: factor with the shape of x's last axis; None is a factor of 1.
-      gate_first: whether a multiplies x before it is normalised. Models differ, and no default would suit both.
-      activation: "silu" or "sigmoid", or one of these functions of jax.nn.
-      group_size: None, or a divisor of the last axis' length: each `group_size` neighbouring columns are normalised by
-        their own root mean square, as in Mamba2 with n_groups > 1 and Nemotron-H. scale is of the whole axis.
-      epsilon: as for `rms_norm`.
-      scale_offset: as for `rms_norm`.
-      out_dtype: as for `rms_norm`.
-      axis_name: None, or the axes of a mesh over which rows are split, as for `rms_norm`; not with group_size.
-      implementation: None, "native" or "xla", as for `rms_norm`. Under vmap over scale XLA's code runs, and for rows
-        or groups of more than 16384 columns.
-
-    Returns:
-      An array of x's shape.
+      scale: factor with the shape of x's last axis, not of a group; None is a factor of 1.
+      group_size: None, or a divisor of the last axis' length; not with axis_name.
 
     Raises:
-      ValueError, TypeError, RuntimeError: gate has another shape than x, or scale than x's last axis; group_size does
-        not divide the last axis; activation is unknown; gate_first is no bool; otherwise as `rms_norm` does.
+      ValueError, TypeError, RuntimeError: an array, group_size, activation or gate_first does not fit; or as
+        `rms_norm`.
 
-    Source: the gated norm of Dao and Gu, Transformers are SSMs, 2024, https://arxiv.org/abs/2405.21060 (RMSNormGated in
-    https://github.com/state-spaces/mamba, norm_before_gate=not gate_first); after the norm: Yang et al., Gated Linear
-    Attention Transformers, 2023, https://arxiv.org/abs/2312.06635.
+    Source: RMSNormGated in https://github.com/state-spaces/mamba (norm_before_gate=not gate_first), of Dao and Gu,
+    2024, https://arxiv.org/abs/2405.21060; after the norm: Yang et al., 2023, https://arxiv.org/abs/2312.06635.
     """
     options = NormOptions(
         epsilon=epsilon,

@@ -167,28 +167,17 @@ def gated_rms_norm_quantized(
 
         v = gated_rms_norm(x, gate, scale, gate_first=gate_first, ...) * smooth_scale           in float32
 
-    and from there as `rms_norm_quantized`, whose dtypes, bits, derivative and errors these are.
+        >>> x, int8 = jnp.ones((2, 8)), Quantization("int8")
+        >>> q = gated_rms_norm_quantized(x, x, jnp.ones(8), gate_first=True, quantization=int8)
 
-    group_size says which columns are normalised together, and `quantization` which share a scale: with granularity
-    "token" all of x's last axis, with "group" `quantization.group_size` neighbouring columns of it. A kernel works on
-    one group that is normalised, so XLA's code runs where several share a scale that is computed: with group_size and
-    "token", unless group_size is the whole axis, and with "group" where quantization.group_size does not divide it.
+    and from there as `rms_norm_quantized`, whose dtypes, bits, derivative and errors these are. group_size says which
+    columns are normalised together, and `quantization` which share a scale: with granularity "token" all of x's last
+    axis, with "group" `quantization.group_size` columns of it. A kernel works on one group that is normalised, so XLA's
+    code runs where several share a scale that is computed.
 
     Args:
-      x: array of float32, bfloat16 or float16 of rank 1 or more.
+      x: array of float32, bfloat16 or float16 of rank 1 or more. What is not named here is as for the two functions.
       gate: array of x's shape. The kernels want x and gate of one dtype; the formula takes any.
-      scale: as for `gated_rms_norm`.
-      gate_first: as for `gated_rms_norm`.
-      activation: as for `gated_rms_norm`.
-      group_size: as for `gated_rms_norm`.
-      quantization: as for `rms_norm_quantized`.
-      static_scale: as for `rms_norm_quantized`.
-      smooth_scale: as for `rms_norm_quantized`.
-      straight_through: as for `rms_norm_quantized`.
-      epsilon: as for `rms_norm`.
-      scale_offset: as for `rms_norm`.
-      implementation: as for `rms_norm`.
-      axis_name: None, or the axes of a mesh over which rows are split, where XLA's code runs; not with group_size.
 
     Returns:
       A `Quantized`: values of x's shape, scales, a carrier.

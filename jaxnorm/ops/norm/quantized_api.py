@@ -41,39 +41,23 @@ def rms_norm_quantized(
         scales = max|v| / largest       over each row or group, 1 where that is 0; at least 2**-126, at most max_scale
         values = v * (1 / scales)       clipped to ±largest, rounded to nearest, ties to even
 
-    with the `largest` of quantization's dtype, in float32, bit for bit as NumPy does it from the same implementation's
-    norm. A NaN or infinity makes its row's scale NaN, float8 values NaN, int8 values 0; numbers beyond 1e19 all are 0.
+        >>> q = rms_norm_quantized(jnp.ones((2, 8)), jnp.ones(8), quantization=Quantization("float8_e4m3fn"))
 
-    By default a derivative is an error. With straight_through=True it is by convention that of `rms_norm` or
-    `add_rms_norm`, of whose y `dequantize` passes on the cotangent; by smooth_scale and static_scale it is zero.
+    with the `largest` of quantization's dtype, in float32, bit for bit as NumPy does it from the same implementation's
+    norm. A derivative is an error, but with straight_through=True.
 
     Args:
-      x: array of float32, bfloat16 or float16 of rank 1 or more.
-      scale: as for `rms_norm`; no kernel serves one with axes before the normalised ones.
-      bias: as scale.
-      quantization: dtype, what shares a scale, and how a scale is made.
-      residual: None, or x's addend, as in `add_rms_norm`.
-      branch_scale: None, or a factor of x beside it, as in `add_rms_norm`.
-      static_scale: the scale with granularity "tensor", a scalar; None with others, which compute it.
-      smooth_scale: factor with the shape of the normalised axes that makes v easier to quantise; None is 1.
-      epsilon: as for `rms_norm`.
-      scale_offset: as for `rms_norm`.
-      axis: as for `rms_norm`.
-      axis_name: as for `rms_norm`.
-      implementation: as for `rms_norm`.
-      straight_through: whether the result has a derivative, and with it a carrier of x's shape and dtype.
-      with_unquantized: whether y is computed, too, bit for bit `rms_norm`'s; straight_through allows its derivative.
+      x: array of float32, bfloat16 or float16 of rank 1 or more. What is not named here is as for `add_rms_norm`.
+      residual: None, or x's addend; then the sum is returned, too.
 
     Returns:
       `QuantizedNorm`, (quantized, residual, y, statistics): a `Quantized` of x's shape, the sum and y or None, and the
       statistics of the rows.
 
     Raises:
-      ValueError, TypeError, RuntimeError: groups do not divide the one normalised axis, static_scale does not go with
-        quantization, an array is float64, a derivative is taken without straight_through; otherwise as `rms_norm`.
+      ValueError, TypeError, RuntimeError: an array is float64, or quantization does not fit; or as `rms_norm`.
 
-    Source: that of `rms_norm`; Micikevicius et al., FP8 Formats for Deep Learning, 2022,
-    https://arxiv.org/abs/2209.05433; Xiao et al., SmoothQuant, 2022, https://arxiv.org/abs/2211.10438.
+    Source: https://arxiv.org/abs/2209.05433 (FP8 formats), https://arxiv.org/abs/2211.10438 (SmoothQuant).
     """
     options = NormOptions(
         epsilon=epsilon, scale_offset=scale_offset, axis=axis, axis_name=axis_name, implementation=implementation
@@ -106,24 +90,13 @@ def layer_norm_quantized(
 
         v = layer_norm(x, scale, bias, out_dtype=float32, ...) * smooth_scale
 
+        >>> q = layer_norm_quantized(jnp.ones((2, 8)), jnp.ones(8), jnp.zeros(8), quantization=Quantization("int8"))
+
     and from there as `rms_norm_quantized`, whose dtypes, result, derivative and errors these are.
 
     Args:
-      x: array of float32, bfloat16 or float16 of rank 1 or more.
+      x: array of float32, bfloat16 or float16 of rank 1 or more. What is not named here is as for `rms_norm_quantized`.
       epsilon: non-negative Python number added to the variance.
-      residual: None, or x's addend, as in `add_layer_norm`.
-      branch_scale: None, or a factor of x beside it, as in `add_layer_norm`.
-      scale: as for `rms_norm_quantized`.
-      bias: as for `rms_norm_quantized`.
-      quantization: as for `rms_norm_quantized`.
-      static_scale: as for `rms_norm_quantized`.
-      smooth_scale: as for `rms_norm_quantized`.
-      scale_offset: as for `rms_norm_quantized`.
-      axis: as for `rms_norm_quantized`.
-      straight_through: as for `rms_norm_quantized`.
-      with_unquantized: as for `rms_norm_quantized`.
-      axis_name: as for `rms_norm_quantized`.
-      implementation: as for `rms_norm_quantized`.
 
     Returns:
       As `rms_norm_quantized` does.
@@ -131,9 +104,7 @@ def layer_norm_quantized(
     Raises:
       ValueError, TypeError, RuntimeError: as `rms_norm_quantized` does.
 
-    Source: Ba, Kiros and Hinton, Layer Normalization, 2016, https://arxiv.org/abs/1607.06450; Micikevicius et al., FP8
-    Formats for Deep Learning, 2022, https://arxiv.org/abs/2209.05433; Xiao et al., SmoothQuant, 2022,
-    https://arxiv.org/abs/2211.10438.
+    Source: those of `layer_norm` and `rms_norm_quantized`.
     """
     options = NormOptions(
         epsilon=epsilon, scale_offset=scale_offset, axis=axis, axis_name=axis_name, implementation=implementation

@@ -52,40 +52,23 @@ def qk_norm_rotary(
         h = rms_norm(q, q_scale, ...)                            q itself with normalize=False
         q = (h_a * cos - h_b * sin, h_b * cos + h_a * sin)       for each pair (a, b) of the first rotary_dim elements
 
-    and k likewise, by the angle position * frequency. All is computed in float32 (in float64 where an operand is
-    float64) and rounded once, at the end. It may be transformed as `rms_norm`. Gradients are those of q, k and the
-    scales: positions, frequencies and tables have none, which is zero. For a gradient q, k and one float32 for each
-    head of a token are kept, two of LayerNorm; with normalize=False positions or tables alone.
+        >>> q, k = qk_norm_rotary(jnp.ones((2, 6, 4, 8)), jnp.ones((2, 6, 1, 8)), jnp.ones(8), jnp.ones(8), theta=1e6)
+
+    and k likewise, by the angle position * frequency. It is computed, rounded and transformed as `rms_norm` says.
+    Gradients are those of q, k and the scales: positions, frequencies and tables have none, which is zero.
 
     Args:
       q: floating-point array (..., tokens, heads, head size), or (..., heads, tokens, head size) with heads_axis=-3.
-        One token may come without its axis, with positions.
-      k: array like q, with any number of heads.
-      q_scale: factor of q's norm, of the head size, or (heads, head size); None is 1.
-      k_scale: factor of k's norm, likewise.
-      positions: integers or floats that broadcast against q's axes of tokens; None counts 0, 1, ... along the last of
-        these. In a `jax.shard_map` that splits the tokens, and where tokens are decoded, pass them.
-      cos: in place of positions, tables with an element for each pair on the last axis, and before it what
-        broadcasts against the tokens. Of tables of rotary_dim elements, as models of the hubs pass them, the first half
-        is taken, with `interleaved` every second element: the others are to be the same again.
-      sin: the table beside cos.
-      theta: base of the frequencies, theta ** (-2 i / rotary_dim) of the i-th pair.
-      frequencies: array (rotary_dim / 2,) in place of theta's, as for Llama 3's scaling.
-      rotary_dim: how many elements of each head are rotated, an even number; None is all.
-      interleaved: whether the i-th pair is (2 i, 2 i + 1), as in RoFormer, not (i, i + rotary_dim / 2), as in Llama.
-      normalize: True or "rms" is RMSNorm, "layer" LayerNorm, False neither.
-      heads_axis: -2 or -3.
-      epsilon: as for `rms_norm`.
-      scale_offset: as for `rms_norm`.
-      implementation: as for `rms_norm`. Kernels want q and k of one dtype.
+      k: array like q, with any number of heads. Kernels want q and k of one dtype.
+      q_scale: factor of q's norm, of the head size, or (heads, head size); None is 1. k_scale is that of k's.
+      cos: in place of positions, a table with an element for each pair on the last axis, or for each element, as models
+        of the hubs have it, beside sin.
 
     Returns:
       `QK`, (q, k): arrays of the shapes and dtypes of q and k.
 
     Raises:
-      ValueError: k, a scale, positions or a table has a shape that does not go with q's; cos or sin is missing, or they
-        come with positions; a scale with normalize=False; rotary_dim is odd or too long; otherwise as `rms_norm` does.
-      TypeError, RuntimeError: as `rms_norm` does.
+      ValueError, TypeError, RuntimeError: arrays or options do not go with each other; otherwise as `rms_norm` does.
 
     Source: RoFormer, https://arxiv.org/abs/2104.09864; Query-Key Normalization, https://arxiv.org/abs/2010.04245.
     """

@@ -33,7 +33,6 @@ def qkv_norm_rotary(
     normalize: Normalize = True,
     epsilon: float = 1e-6,
     scale_offset: float = 0.0,
-    return_v: bool = True,
     implementation: Implementation | None = None,
 ) -> QKV:
     """Takes queries, keys and values out of their one product, and normalises and rotates the queries and keys.
@@ -41,40 +40,23 @@ def qkv_norm_rotary(
         q, k, v = split(qkv, [heads, heads + kv_heads], axis=-2)      by heads: those of q, then of k, then of v
         q, k = qk_norm_rotary(q, k, q_scale, k_scale, positions, ...)
 
+        >>> q, k, v = qkv_norm_rotary(jnp.ones((2, 6, 8, 16)), jnp.ones(16), jnp.ones(16), heads=4, kv_heads=2)
+
     One call reads each where it lies, and another writes the gradient, one array like qkv: nothing is sliced or
-    concatenated. v is copied as it is. For a gradient qkv is kept, and what `qk_norm_rotary` keeps beside q and k; with
-    normalize=False positions or tables alone. A v that a program does not read is not copied, and its part of the
-    gradient is 0.
+    concatenated. v is copied as it is, unless a program does not read it.
 
     Args:
       qkv: floating-point array (..., tokens, heads + 2 * kv_heads, head size); or of at most three axes with all heads
-        along the last, (batch, tokens, (heads + 2 * kv_heads) * head size). One token may come without its axis, with
-        positions. A device is to have all heads of its tokens: over a mesh, Auto axes that split them are gathered, and
-        with Explicit ones XLA's code runs.
+        along the last, (batch, tokens, (heads + 2 * kv_heads) * head size).
       q_scale: factor of q's norm, of the head size, or (heads, head size).
-      k_scale: factor of k's norm, of the head size, or (kv_heads, head size).
-      heads: how many heads q has.
-      kv_heads: how many heads each of k and v has.
-      positions: as for `qk_norm_rotary`.
-      cos: as for `qk_norm_rotary`.
-      sin: as for `qk_norm_rotary`.
-      theta: as for `qk_norm_rotary`.
-      frequencies: as for `qk_norm_rotary`.
-      rotary_dim: as for `qk_norm_rotary`.
-      interleaved: as for `qk_norm_rotary`.
-      normalize: as for `qk_norm_rotary`.
-      epsilon: as for `qk_norm_rotary`.
-      scale_offset: as for `qk_norm_rotary`.
-      implementation: as for `qk_norm_rotary`.
+      k_scale: factor of k's norm, of the head size, or (kv_heads, head size). The others are as for `qk_norm_rotary`.
 
     Returns:
       `QKV`, (q, k, v): arrays (..., tokens, heads, head size), and kv_heads, of qkv's dtype.
 
     Raises:
-      ValueError: qkv has another shape, or one of at most three axes that can be read in both ways, of which no scale,
-        positions or table tells one: reshape it to four; heads or kv_heads is not positive; an Explicit mesh splits the
-        heads into parts that do not divide both numbers; otherwise as `qk_norm_rotary` does.
-      TypeError, RuntimeError: as `rms_norm` does.
+      ValueError, TypeError, RuntimeError: qkv has another shape, or one that can be read in both ways: reshape it to
+        four axes; or as `qk_norm_rotary`.
 
     Source: as for `qk_norm_rotary`.
     """

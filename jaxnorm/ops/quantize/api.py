@@ -36,23 +36,23 @@ def quantize(
         scales = max|x| / largest       over `axis`, a group or everything, 1 where that is 0; at least 2**-126
         values = x * (1 / scales)       clipped to ±largest, rounded to nearest, ties to even
 
-    with the `largest` of quantization's dtype, in float32 throughout. A NaN makes the scale of its row or group NaN, an
-    infinity makes it infinite, if there is no max_scale: what is dequantised is NaN in both cases.
+        >>> w = quantize(jnp.ones((16, 8)), Quantization("int4"))
+
+    with the `largest` of quantization's dtype, in float32 throughout, as `rms_norm_quantized` does; it is a formula in
+    jax.numpy on every platform. A derivative is an error; with straight_through=True it is that of x, by convention.
 
     Args:
       x: floating-point array of at most 32 bits, of rank 1 or more.
-      quantization: dtype, what shares a scale, and how it is made. With granularity "tensor" it is that of all of x.
+      quantization: dtype, what shares a scale, and how a scale is made; with granularity "tensor" all of x shares one.
       axis: the axes that share a scale with granularity "token"; "group" groups the last.
-      straight_through: whether the result has a derivative, that of x by convention, and a carrier of x's shape for it.
 
     Returns:
       A `Quantized`: values of x's shape; scales with `axis` of length 1, or a last axis of groups, or a scalar.
 
     Raises:
-      ValueError: axis is out of range, groups do not divide the last axis, or a derivative without straight_through.
-      TypeError: x is no floating-point array or of float64, or quantization is no `Quantization`.
+      ValueError, TypeError: axis or groups do not fit, a derivative is taken, x is float64; or as `rms_norm`.
 
-    Source: Micikevicius et al., FP8 Formats for Deep Learning, 2022, https://arxiv.org/abs/2209.05433.
+    Source: FP8 formats, https://arxiv.org/abs/2209.05433; integers, https://arxiv.org/abs/1712.05877.
     """
     _check_order("quantize", x, "x")
     x = shared_checks.check_x("quantize", x)

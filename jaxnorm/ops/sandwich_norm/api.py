@@ -35,34 +35,25 @@ def rms_norm_add_rms_norm(
         new_residual = residual + rms_norm(x, post_scale, ...)        (branch_scale * rms_norm(...))
         y = rms_norm(new_residual, scale, out_dtype=x.dtype, ...)
 
-    as Gemma 2 and later do between their blocks. One native call each way gives bit for bit what these two lines give,
-    the first norm rounded to x's dtype and the sum to residual's before each is used. In a gradient it serves the
-    cotangents of both results. x, new_residual and two float32 a row are kept for it.
+        >>> y, stream = rms_norm_add_rms_norm(jnp.ones((2, 8)), jnp.zeros((2, 8)), jnp.ones(8), jnp.ones(8))
 
-    Outside of differentiation new_residual takes residual's buffer, as for `add_rms_norm`.
+    as Gemma 2 and later do between their blocks. One native call each way gives bit for bit what these two lines give,
+    the first norm rounded to x's dtype and the sum to residual's. Outside of a gradient new_residual takes residual's
+    buffer.
 
     Args:
       x: floating-point array of rank 1 or more, the last axis of which is normalised.
       residual: the residual stream, of x's shape. Where its dtype is another, kernels want one of the two in float32.
       post_scale: factor of the first norm, as scale of `rms_norm`.
-      scale: factor of the second norm, likewise.
-      epsilon: of both norms, as for `rms_norm`.
-      scale_offset: of both norms, as for `rms_norm`.
-      multiply_before_cast: of both norms, as for `rms_norm`; the first gives x's dtype.
-      out_dtype: dtype of y; None is x's, the one that kernels give.
-      branch_scale: None, or a factor of the first norm's result, as in `add_rms_norm`; then each norm is a native call.
-      axis_name: None, or the axes of a mesh over which rows are split, as for `rms_norm`.
-      implementation: as for `rms_norm`. Under vmap over a scale XLA's code runs, and for scales with leading axes.
+      scale: factor of the second norm, likewise. All other arguments are as for `add_rms_norm`, of both norms.
 
     Returns:
       `AddedNorm`, (y, new_residual): arrays of x's shape, new_residual of residual's dtype.
 
     Raises:
-      ValueError: residual has another shape than x; otherwise as `rms_norm` does.
-      TypeError, RuntimeError: as `rms_norm` does.
+      ValueError, TypeError, RuntimeError: residual has another shape than x; otherwise as `rms_norm` does.
 
-    Source: Ding et al., CogView, 2021, https://arxiv.org/abs/2105.13290, with RMSNorm: Gemma Team, Gemma 2, 2024,
-    https://arxiv.org/abs/2408.00118.
+    Source: CogView, https://arxiv.org/abs/2105.13290; with RMSNorm: Gemma 2, https://arxiv.org/abs/2408.00118.
     """
     options = NormOptions(
         epsilon=epsilon,

@@ -34,42 +34,24 @@ def softmax(
 
         y = exp(x * logit_scale) / sum(exp(x * logit_scale), axis)
 
+        >>> y = softmax(jnp.ones((2, 4, 16, 24)), logit_scale=64**-0.5, causal=True, offset=jnp.array([3, 8]))
+
     All of it is computed in float32 (in float64 where x or the result is float64), from differences to the row's
-    largest number, and rounded once, at the end. It may be transformed and differentiated as the formula may be; for a
-    gradient y is kept and nothing else, and one native call reads it: so it is the gradient of y as it was rounded.
+    largest number, and rounded once. It may be transformed as the formula may be; a gradient keeps y, as it was
+    rounded, alone.
 
     Args:
-      x: floating-point array of rank 1 or more.
-      axis: the axis, or the set of axes, that is summed over. Kernels serve the last one, the formula any.
+      x: floating-point array of rank 1 or more. What is not named here is said for all functions in `jaxnorm`.
       where: None, or an array of booleans that broadcasts to x's shape: y is 0 where it is false, and what x is there
         does not matter. A row in which nothing is true is 0 everywhere, where `jax.nn.softmax` gives NaN.
-      logit_scale: finite Python number that multiplies x first, as 1 / sqrt(head_dim) in attention. Or a scalar array,
-        with a gradient: the product is made before the kernel, in float32; of an x of half types XLA's code runs.
-      causal: for x of shape (..., queries, keys): query t has the keys 0 to t, as `jax.nn.dot_product_attention` with
-        is_causal=True. As where=jnp.tril(jnp.ones((queries, keys), bool)), but no such array is made, and kernels read
-        no key beyond. It goes with `where` and with axis=-1 only.
       offset: of causal rows: query t has the keys 0 to t + offset. An int, or an array of integers, traced or not, by
-        x's leading axes, as (batch,) for x of shape (batch, heads, queries, keys): how many keys there were before the
-        first query, as in a cache; at most 2³⁰, as which larger ones count. A query without any key is a row in which
-        nothing is true.
-      window: of causal rows: None, or how many keys a query has at most, those after t + offset - window. Kernels read
-        no others.
-      out_dtype: dtype of the result; None is x's.
-      axis_name: None, or the axes of a surrounding `jax.shard_map` or `jax.vmap` over which rows are split evenly, a
-        name or a tuple: maximum and sum are of whole rows, 8 bytes a row are exchanged. XLA's code runs.
-      implementation: "native" is the CPU or CUDA kernel, "xla" XLA's code for the formula, None what
-        `jaxnorm.implementation` says, or else the kernel where it exists.
+        x's leading axes, as (batch,) for x (batch, heads, queries, keys). A query without any key is a row of zeros.
 
     Returns:
       An array of x's shape. Rows with NaN or +inf, and those whose counted elements are all -inf, are NaN.
 
     Raises:
-      ValueError: an axis is out of range or repeated, where does not broadcast to x's shape, offset has other axes than
-        x's leading ones, window is not positive, causal goes with another axis, offset or window goes without causal, a
-        name in axis_name is unbound or repeated, logit_scale is not finite, or implementation is unknown.
-      TypeError: x or out_dtype is not floating-point of 16, 32 or 64 bits, where not boolean, offset not of integers,
-        or another option traced.
-      RuntimeError: implementation="native" and there is no kernel for this call; the message says why.
+      ValueError, TypeError, RuntimeError: where or offset does not fit x, or goes without causal; or as `rms_norm`.
 
     Source: Milakov and Gimelshein, Online normalizer calculation for softmax, 2018, https://arxiv.org/abs/1805.02867.
     """
@@ -95,20 +77,14 @@ def log_softmax(
 
         y = x * logit_scale - log(sum(exp(x * logit_scale), axis))
 
+        >>> y = log_softmax(jnp.ones((2, 8)), where=jnp.arange(8) < 5)
+
     It is computed, rounded and transformed as `softmax` says. For a gradient x and two float32 a row are kept.
 
     Args:
-      x: floating-point array of rank 1 or more.
+      x: floating-point array of rank 1 or more. What is not named here is as for `softmax`.
       where: None, or an array of booleans that broadcasts to x's shape: y is -inf where it is false, everywhere in a
         row in which nothing is true. No gradient comes from there.
-      axis: as for `softmax`.
-      logit_scale: as for `softmax`.
-      causal: as for `softmax`.
-      offset: as for `softmax`.
-      window: as for `softmax`.
-      out_dtype: as for `softmax`.
-      axis_name: as for `softmax`.
-      implementation: as for `softmax`.
 
     Returns:
       An array of x's shape.
