@@ -31,7 +31,7 @@ class Part(flax.linen.Module):
 
 
 def quantized(variables):
-    return linen.quantize_linears(Model(), variables, X, weights=jnp.int8)[0]
+    return linen.quantize_linears(Model(), variables, X, kernels=jnp.int8)[0]
 
 
 def nothing(norm, x):
