@@ -12,13 +12,13 @@ of arrays' functions in order; a function's own docstring says what is its own.
 - `q`: queries, floating-point array (..., tokens, heads, head size).
 - `k`: keys, as q with any number of heads.
 - `qkv`: the one product of queries, keys and values.
+- `kernel`: floating-point array (inputs, outputs), or a `Quantized` of one, by which x is multiplied.
 - `gate_first`: whether the gate multiplies x before it is normalised. Models differ, and no default would suit both.
 - `quantization`: a `Quantization`: dtype, what shares a scale, and how a scale is made.
 - `heads`: how many heads the queries have.
 - `kv_heads`: how many heads each of keys and values has.
 - `residual=None`: the array to which x is added, of x's shape, of any floating-point dtype.
 - `gate`: floating-point array of x's shape, an activation of which multiplies x.
-- `kernel`: floating-point array (inputs, outputs), or a `Quantized` of one, by which x is multiplied.
 - `labels`: integers, the numbers of classes, of the shape of the losses.
 - `post_scale=None`: factor of the first of two norms, as scale.
 - `scale=None`: factor with the shape of the normalised axes, or with axes before them that broadcast against x's.

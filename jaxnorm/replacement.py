@@ -16,6 +16,9 @@ from jaxnorm.reports import Comparison, Report
 def replace_layers(model: Any, custom: Custom | None = None) -> tuple[Any, Report]:
     """Puts jaxnorm's norms into a model of `flax.nnx`, in place: `jaxnorm.nnx.replace_layers`, which see.
 
+        >>> from flax import nnx
+        >>> model, report = replace_layers(nnx.LayerNorm(8, rngs=nnx.Rngs(0)))
+
     For models of `flax.linen` there is `jaxnorm.linen.using_layers`.
     """
     from jaxnorm import nnx  # Flax is optional
@@ -24,7 +27,11 @@ def replace_layers(model: Any, custom: Custom | None = None) -> tuple[Any, Repor
 
 
 def restore_layers(model: Any) -> tuple[Any, Report]:
-    """Takes what `replace_layers` put into a model of `flax.nnx` out again: `jaxnorm.nnx.restore_layers`, which see."""
+    """Takes what `replace_layers` put into a model of `flax.nnx` out again: `jaxnorm.nnx.restore_layers`, which see.
+
+    >>> from flax import nnx
+    >>> model, report = restore_layers(replace_layers(nnx.LayerNorm(8, rngs=nnx.Rngs(0)))[0])
+    """
     from jaxnorm import nnx  # Flax is optional
 
     return nnx.restore_layers(model)
@@ -33,11 +40,12 @@ def restore_layers(model: Any) -> tuple[Any, Report]:
 def compare_layers(model: Any, *args: Any, loss: Loss | None = None, **kwargs: Any) -> Comparison:
     """Runs a `flax.nnx` model that `replace_layers` changed beside a copy with its own norms, and compares the two.
 
-        print(jaxnorm.compare_layers(model, x, loss=lambda model, x: cross_entropy(model(x), labels)))
+        >>> from flax import nnx
+        >>> model, _ = replace_layers(nnx.LayerNorm(8, rngs=nnx.Rngs(0)))
+        >>> comparison = compare_layers(model, jnp.ones((2, 8)), loss=lambda model, x: model(x).var())
 
-    Both run with the same parameters and the same other variables, as counts of random generators, forward and as the
-    gradient of `loss` by the parameters, under `jax.jit`, each timed in turns with the other. The model and its
-    arguments are not changed. For a model of `flax.linen` there is `jaxnorm.linen.compare_layers`.
+    Both run with the same parameters and other variables, forward and as the gradient of `loss` by the parameters,
+    under `jax.jit`, in turns. For a model of `flax.linen` there is `jaxnorm.linen.compare_layers`.
 
     Args:
       model: a module that `replace_layers` changed.
@@ -69,17 +77,12 @@ def quantize_linears(
 ) -> tuple[Any, Report]:
     """Quantises the linear layers of a trained `flax.nnx` model, in place and at any depth.
 
-        model, report = jaxnorm.quantize_linears(model, Quantization(jnp.int8), Quantization(jnp.int8))
-        print(report)
+        >>> from flax import nnx
+        >>> model, report = quantize_linears(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), kernels=jnp.int8)
 
-    Each `flax.nnx.Linear` becomes a `jaxnorm.nnx.QuantizedLinear`, in stacked layers too: in place of its kernel of
-    shape (in, out) it has `values` of shape (out, in) and `scales` of shape (out, 1), one for each output. The bias
-    stays. Modules stay the same objects, and those that share a kernel share its values. `values` and `scales` are no
-    `nnx.Param`, so that neither an optimiser nor `nnx.grad` sees them by default.
-
-    Left are `LinearGeneral`, `Einsum`, convolutions and embeddings, subclasses with a `__call__` of their own, and
-    layers with a `dot_general` or `promote_dtype` of their own. What is not part of the model's graph, as a module in a
-    closure, is not found.
+    Each `flax.nnx.Linear` becomes a `jaxnorm.nnx.QuantizedLinear`, in stacked layers too, and stays the same object: in
+    place of its kernel (in, out) it has `values` (out, in) and `scales` (out, 1), which are no `nnx.Param`. Left are
+    other layers, subclasses with a `__call__`, layers with a `dot_general` or `promote_dtype` of their own.
 
     Args:
       model: a module, or a list, dict or other pytree of modules. To load a quantised checkpoint, call this on what
@@ -87,18 +90,15 @@ def quantize_linears(
       kernels: to float8_e4m3fn, float8_e5m2, int8 or int4, with granularity "token"; a dtype alone stands for that.
       inputs: how the input of a layer is quantised on the way, likewise: to float8 for kernels of float8, to int8
         for those of int8 and int4. None is weight-only: the input stays as it is.
-      only: a function of the path and the layer, true of those to quantise. None is all. A model of mixed types takes
-        a call for each: what is quantised already is left.
+      only: a function of the path and the layer, true of those to quantise; None is all. The others are left.
 
     Returns:
       The same model and a `jaxnorm.reports.Report`: `replaced` has (path, class) of each layer that was quantised,
       `left` has (path, class, why) of each that was not.
 
     Raises:
-      TypeError: model is of `flax.linen` or no model, kernels or inputs is no `Quantization`, or their dtypes do
-        not go together.
-      ValueError: the model has no `flax.nnx.Linear` to quantise, and none that was changed before, or is
-        an argument of a transformation of flax.nnx, as `nnx.jit`, which is running; or a granularity is not "token".
+      TypeError: model is of `flax.linen` or no model, or kernels and inputs are no such dtypes.
+      ValueError: no layer is quantised, the model is an argument of a running `nnx.jit`, or one is not of "token".
     """
     from jaxnorm.flax import nnx_linear  # Flax is optional
 
@@ -108,7 +108,8 @@ def quantize_linears(
 def float8_linears(model: Any, recipe: Float8Recipe = DEFAULT, *, only: Only | None = None) -> tuple[Any, Report]:
     """Computes the linear layers of a `flax.nnx` model in float8, forward and backward, in place and at any depth.
 
-        model, report = jaxnorm.float8_linears(model)
+        >>> from flax import nnx
+        >>> model, report = float8_linears(nnx.Linear(8, 4, rngs=nnx.Rngs(0)))
 
     Each `flax.nnx.Linear` becomes a `jaxnorm.nnx.Float8Linear`, in stacked layers too, which calls `float8_linear`.
     Modules stay the same objects with the same parameters. Left are `LinearGeneral`, `Einsum`, convolutions, `Embed`,

@@ -41,9 +41,8 @@ def quantize_linears(
             logits = model.apply(variables, tokens)
 
     In place of each "kernel" (*in, *out) of a `flax.linen.Dense` or `DenseGeneral` there are "values" (*out, *in) and
-    "scales" with a 1 for each axis of in, in an `nn.Partitioned` if it was. Axes of stacked layers stay where they are.
-    The model is traced with args, nothing runs; what this call does not reach is not quantised. Left are other layers,
-    subclasses and layers with a product of their own, and kernels of which the variables do not say all.
+    "scales" with a 1 for each axis of in, in an `nn.Partitioned` if it was. The model is traced with args, nothing
+    runs; what this call does not reach is not quantised. Left are other layers and those with a product of their own.
 
     Args:
       module: the model.

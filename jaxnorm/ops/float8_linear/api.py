@@ -28,9 +28,10 @@ def float8_linear(
         dx[m,k] = s_u[m] Σ_n q_u[m,n] q_w[k,n]              u[m,n] = dy[m,n] s_w[n], rounded by rows
         dw[k,n] = s_v[n] Σ_m q_x[m,k] q_v[m,n]              v[m,n] = dy[m,n] s_x[m], rounded by columns
 
+        >>> y = float8_linear(jnp.ones((2, 8)), jnp.ones((8, 4)))
+
     q are float8_e4m3fn and s float32, as `quantize` makes them. Sums are float32, and a result is rounded once. The
-    gradient is exactly that of the product of the rounded operands, with dy rounded to 8 bits once for each product.
-    Forward mode rounds no tangent, so that jvp and vjp are not each other's transposes.
+    gradient is that of the product of the rounded operands, with dy rounded once for each; jvp rounds no tangent.
 
     Args:
       x: floating-point array (..., K) of at most 32 bits; or a `Quantized` of float8_e4m3fn with a scale for each row

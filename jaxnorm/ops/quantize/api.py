@@ -67,9 +67,9 @@ def quantize_kernel(kernel: Any, quantization: Quantization, *, straight_through
         scales = max|kernel| / largest      over the inputs, otherwise as of `quantize`
         values = kernel * (1 / scales)      clipped and rounded as those
 
-    They lie in memory as 8-bit products read them, outputs first, and say so themselves (`transposed`):
+        >>> kernel = quantize_kernel(jnp.ones((8, 4)), Quantization("int8"))  # its dequantize() has this shape
 
-        kernel = quantize_kernel(layer.kernel, Quantization(jnp.int8))  # its dequantize() has layer.kernel's shape
+    They lie in memory as 8-bit products read them, outputs first, and say so themselves (`transposed`).
 
     Args:
       kernel: floating-point array (..., inputs, outputs) of at most 32 bits; stacked layers have axes in front.

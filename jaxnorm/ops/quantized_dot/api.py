@@ -27,15 +27,14 @@ def quantized_dot(
         y = x @ kernel                                summed up in float32, products of integers exactly
         y = y * x.scales * kernel.scales + bias       in float32, the lesser scale first, then rounded to out_dtype
 
-        y = quantized_dot(x, quantize_kernel(layer.kernel, Quantization(jnp.int8)))
+        >>> y = quantized_dot(jnp.ones((2, 8)), quantize_kernel(jnp.ones((8, 4)), Quantization("int8")))
 
     An array x is summed before the scale of the kernel: beyond 1e34 the sum may be infinite where y is not. The
     derivative is a convention: each quantised operand stands for what it was made of, and has it by its carrier.
 
     Args:
       x: floating-point array (..., K), or a `Quantized` of this shape with a scale for each row or one for all.
-      kernel: `Quantized` (K, N), as of `quantize_kernel`, with a scale for each output or one for all; one that is not
-        transposed, as of `quantize(kernel, ..., axis=0)`, is on the way.
+      kernel: `Quantized` (K, N), as of `quantize_kernel`, with a scale for each output or one for all.
       out_dtype: dtype of the result. None is x's of an array, and bfloat16 of a `Quantized`.
       bias: None, or an array (N,).
       implementation: "xla" leaves the product to XLA, "native" is an error where cuBLASLt cannot make it; None chooses.
