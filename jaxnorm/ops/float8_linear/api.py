@@ -38,7 +38,6 @@ def float8_linear(
         or one for all, whose gradient is its carrier's.
       kernel: floating-point array (K, N) of at most 32 bits, as Flax has it.
       bias: None, or an array (N,).
-      out_dtype: dtype of the result. None is x's of an array, and bfloat16 of a `Quantized`.
       recipe: a `Float8Recipe`: what shares a scale, which products are float8, what is kept for the derivative.
       implementation: as of `quantized_dot`, for rounding and products; None chooses for each product.
 
