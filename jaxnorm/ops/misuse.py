@@ -278,6 +278,8 @@ def no_array(name: str, value: object) -> str:
         return f"pass one of the arrays in it, as {name}['scale']."
     if isinstance(value, jax.ShapeDtypeStruct):
         return "it has a shape and no values; let jax.eval_shape call the function with it."
+    if isinstance(value, tuple) and (names := getattr(value, "_fields", ())):
+        return f"it is several results; pass one of them, {' or '.join(f'{name}.{field}' for field in names)}."
     if callable(getattr(value, "unbox", None)):
         return f"it is a box of Flax's metadata; pass {name}.unbox(), or all parameters with flax.core.meta.unbox."
     if hasattr(value, "__dlpack__"):

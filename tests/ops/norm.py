@@ -31,6 +31,7 @@ from coverage import cover, over
 from hlo import compiled_text, count_native_calls
 from internals import weights
 from op import Op, Size, rows
+from quantizing import QUANTIZED
 from tolerances import DSCALE, DX, forward_errors, gradient_error, gradient_errors
 
 import jaxnorm
@@ -296,7 +297,7 @@ def test_the_formula_where_there_is_no_kernel(op, size):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_quantised_norm(kind):
-    norm = {"rms": jaxnorm.rms_norm_quantized, "layer": jaxnorm.layer_norm_quantized}[kind]
+    norm = QUANTIZED[kind]
     x, scale, bias = draw_x((3, 4, 64)), draw_scale((4, 64)), draw_bias((4, 64))
     to = jaxnorm.Quantization(jnp.int8)
     q = norm(x, scale, bias=bias, quantization=to)

@@ -13,7 +13,7 @@ from cases import draw
 from coverage import cover
 from hlo import count_native_calls
 from jax import export
-from quantizing import to
+from quantizing import QUANTIZED, to
 
 import jaxnorm
 from jaxnorm import Float8Recipe, Quantized, float8_linear, quantize, quantize_kernel, quantized_dot
@@ -289,7 +289,7 @@ def test_the_gradient_of_a_gradient():
 @cover(form={name: FORMS[name] for name in ("int8", "float8", "default", "inputs")})
 def test_a_quantised_x(form):
     x, kernel, _ = operands()
-    norm = partial(jaxnorm.rms_norm_quantized, quantization=form.x, straight_through=True)
+    norm = partial(QUANTIZED["rms"], quantization=form.x, straight_through=True)
 
     def of(x, kernel):
         if form.recipe is not None:

@@ -85,7 +85,7 @@ def test_a_single_head_beside_split_ones(devices, heads, normalize, with_scales)
         function = partial(jaxnorm.qk_norm_rotary, normalize=normalize)
         results, pullback = jax.vjp(function, q, k, *scales)
         results = [jax.lax.with_sharding_constraint(y, split) if y.shape[2] > 1 else y for y in results]
-        return results, pullback((jnp.cos(q), jnp.sin(k)))
+        return results, pullback(jaxnorm.QK(jnp.cos(q), jnp.sin(k)))
 
     specs = [*(P("a") if count > 1 else P() for count in heads), *[P()] * (len(args) - 2)]
     assert_close(jax.device_get(jax.jit(of_split)(*placed(mesh, args, specs))), jax.jit(of_split)(*args))
@@ -198,7 +198,7 @@ def test_each_device_has_a_product_of_its_own_heads(devices):
     scales = draw_scales()
 
     def split(x, *scales):
-        return tuple(y[:, :, None] for y in of_heads(x[:, :, 0], *scales))
+        return jax.tree.map(lambda y: y[:, :, None], of_heads(x[:, :, 0], *scales))
 
     specs = P("a", None, "b"), P(), P()
     on_mesh = jax.shard_map(split, mesh=mesh, in_specs=specs, out_specs=P("a", None, "b"))
