@@ -63,7 +63,7 @@ def added(kind, pad_to=1):
     options = {} if pad_to == 1 else {"pad_to": pad_to}
 
     def function(how):
-        return lambda pair, *weights: tuple(ADDED[kind](*pair, *weights, **options, implementation=how))
+        return lambda pair, *weights: ADDED[kind](*pair, *weights, **options, implementation=how)
 
     return Op(function, operands, moved, carries=True)
 

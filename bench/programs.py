@@ -78,7 +78,8 @@ def jitted(norm, wanted_of):
     """The functions of x and weights that make up the programs; wanted_of(dx) is what the backward gives of dx."""
 
     def forward(x, weights):
-        return norm(x, *weights)
+        results = norm(x, *weights)
+        return tuple(results) if isinstance(results, tuple) else results  # as cotangents are
 
     def residuals(x, weights):
         return jax.vjp(forward, x, weights)[1]

@@ -83,7 +83,8 @@ def whole(labels, *, where=None, reduction="mean", rows_per_chunk=None, return_l
         wide = "float64" if x.dtype == "float64" else "float32"
         z = jnp.einsum("...d,dv->...v", x, kernel.astype(x.dtype), preferred_element_type=wide)
         z = z if bias is None else z + bias
-        z = (z if scale is None else z * scale).astype(x.dtype)
+        # A barrier, as XLA leaves out a rounding between float32 numbers where it may.
+        z = jax.lax.optimization_barrier((z if scale is None else z * scale).astype(x.dtype))
         each, sums = plain(z, labels, where=where, ignore_index=IGNORED, **options)
         counts = labels != IGNORED if where is None else (labels != IGNORED) & where.any(-1)
         weights = jnp.ones(labels.shape) if weights is None else weights

@@ -217,7 +217,9 @@ def test_weights_for_each_of_several_examples(kind, dtype, adds, dims):
     def gradients(x, dy, dsum, scale, bias):
         add, alone = (partial(norms[kind], implementation="native") for norms in (ADDS, NORMS))
         if adds:
-            return jax.vjp(lambda x, *args: add(jnp.zeros_like(x), x, *args), x, scale, bias)[1]((dy, dsum))
+            return jax.vjp(lambda x, *args: add(jnp.zeros_like(x), x, *args), x, scale, bias)[1](
+                jaxnorm.AddedNorm(dy, dsum)
+            )
         return jax.vjp(alone, x, scale, bias)[1](dy)
 
     dx, dscale, dbias = gradients(x, dy, dsum, scale, bias)
