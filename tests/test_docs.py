@@ -210,7 +210,7 @@ def test_the_reference_has_every_public_name():
     reference = (ROOT / "docs/api.md").read_text()
     names = {(module, name) for module in MODULES for name in module.__all__ if callable(getattr(module, name))}
     public = {f"{module.__name__}.{name}" for module, name in names}
-    assert set(re.findall(r"^::: (\S+)$", reference, re.MULTILINE)) == public
+    assert set(re.findall(r"^::: (\S+)$", reference, re.MULTILINE)) == public | {"jaxnorm"}
 
 
 def test_the_table_of_what_changes_a_model_has_what_there_is():
