@@ -418,10 +418,12 @@ def _steps(ours: np.ndarray, theirs: np.ndarray) -> list[str]:
 
 
 def _is_refused(example: Example, raised: Exception) -> bool:
-    """Whether a call, or a product in it, wants other splits, which an Explicit mesh has in its types; or whether XLA
-    fails with the formula as it did with the kernels: it has limits of its own in a `shard_map`."""
+    """Whether a call, or a product in it, wants other splits, which an Explicit mesh has in its types; whether there is
+    an operand around a `custom_vjp` under jit, of jax.numpy alone too; or whether XLA fails with the formula as it did
+    with the kernels: it has limits of its own in a `shard_map`."""
     if not isinstance(raised, jax.errors.JaxRuntimeError):
-        of_types = "an Explicit mesh", "dot_general requires contracting dimensions"
+        around = ["No constant handler for type"] * (_custom_vjp in example.transformations)
+        of_types = "an Explicit mesh", "dot_general requires contracting dimensions", *around
         return any(said in str(raised) for said in of_types)
     try:
         example.on_mesh("xla")
