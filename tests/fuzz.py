@@ -422,7 +422,7 @@ def _is_refused(example: Example, raised: Exception) -> bool:
     an operand around a `custom_vjp` under jit, of jax.numpy alone too; or whether XLA fails with the formula as it did
     with the kernels: it has limits of its own in a `shard_map`."""
     if not isinstance(raised, jax.errors.JaxRuntimeError):
-        around = ["No constant handler for type"] * (_custom_vjp in example.transformations)
+        around = ["No constant handler for type"] * (_custom_vjp in (*example.transformations, *example.within))
         of_types = "an Explicit mesh", "dot_general requires contracting dimensions", *around
         return any(said in str(raised) for said in of_types)
     try:

@@ -35,8 +35,8 @@ BLOCKS = (
     "find(model) for the classes of jaxnorm.blocks.KNOWN. For others write a function, as docs/porting.md shows under "
     "Whole blocks, and check it by jaxnorm.compare_layers"
 )
-for block in ("decoder_layer", "sandwich_layer", "vit_layer", "dit_layer", "resnet_block", "timed_resnet_block"):
-    FORMER[f"jaxnorm.blocks.{block}"] = BLOCKS
+FORMER |= {f"jaxnorm.blocks.{block}_layer": BLOCKS for block in ("decoder", "sandwich", "vit", "dit")}
+FORMER |= {f"jaxnorm.blocks.{block}_block": BLOCKS for block in ("resnet", "timed_resnet")}
 FORMER |= {f"jaxnorm.blocks.{activation}_mlp": BLOCKS for activation in ("gated", "silu", "gelu")}
 FORMER |= {"linear_cross_entropy.weights": "row_weights", "quantized_dot.weights": "kernel"}
 FORMER |= dict.fromkeys(("quantize_linears.weights", "QuantizedLinear.weights"), "kernels")
