@@ -179,7 +179,7 @@ def _from_the_end(numbers: Any, length: Any) -> jax.Array:
 
 
 def _in_order(numbers: Any, segments: Any) -> jax.Array:
-    """The numbers of segments as int32, in the order that they have: of those that are none -1, or how many there are."""
+    """The numbers of segments as int32, in the order that they have: of those that are none -1, or `segments`."""
     if numbers.dtype.itemsize < 4:
         numbers = numbers.astype(np.int32)
     of = np if isinstance(numbers, np.ndarray) else jnp
