@@ -14,10 +14,10 @@ Times are wall times of calls in a queue that is waited for once, taken in turns
 "± us" half the range of its middle half. "norms us" is the median of what a turn took longer than the turn without
 norms beside it, so that a drifting clock cancels. "won back %" is (xla - jaxnorm) / (xla - none), by that column.
 
-With --lookups the programs are those of two pairs, and "faster %" is the median of old / new - 1 over the turns. In the
-first pair the lookup of tokens differs, Flax's or `jaxnorm.embedding`, beside jaxnorm's norms and loss ("jaxnorm-lookup"
-against "jaxnorm-flax-lookup"); in the second what `replace_layers` puts in, lookup and norms ("jaxnorm-layers" against
-"flax"), with XLA's loss. Tokens are log-uniform in the vocabulary.
+With --lookups the programs are those of two pairs, and "faster %" is the median of old / new - 1 over the turns. The
+first pair has jaxnorm's norms and loss, and Flax's lookup of tokens ("jaxnorm-flax-lookup") or `jaxnorm.embedding`
+("jaxnorm-lookup"). The second has XLA's loss, and lookup and norms are Flax's ("flax") or what `replace_layers` puts in
+their place ("jaxnorm-layers"). Tokens are log-uniform in the vocabulary.
 """
 
 import functools

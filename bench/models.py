@@ -69,10 +69,12 @@ LLAMA = Spec("Llama-like", "rms", True, 8, 2048, 16, 8192, batch=4, tokens=2048,
 LLAMA_PACKED = replace(LLAMA, name="Llama-like, packed", packed=True)
 LLAMA_JOINT = replace(LLAMA_PACKED, name="Llama-like, joint", joint=True, classes=32000)
 QWEN = replace(LLAMA_JOINT, name="Qwen-like", dim=2560, heads=20, kv_heads=4, hidden=9728, classes=151936)
-GPT2 = Spec("GPT-2-like", "layer", True, 12, 768, 12, 3072, 64, 1024, 50257, activation="gelu", learned=True)
 GEMMA = replace(LLAMA, name="Gemma-like", heads=8, kv_heads=4, activation="gelu", scale_offset=1.0, sandwich=True)
 # Half the layers of ViT-L/16.
 VIT = Spec("ViT-like", "layer", False, 12, 1024, 16, 4096, batch=64, tokens=197, classes=1000, activation="gelu")
+GPT2 = replace(
+    VIT, name="GPT-2-like", language=True, dim=768, heads=12, hidden=3072, tokens=1024, classes=50257, learned=True
+)
 # Half the layers of BERT large, whose input is the patches of an image here.
 BERT = replace(VIT, name="BERT-like", batch=32, tokens=512, after_sum=True)
 # Less than half the layers of DiT-XL/2, at 256 x 256 pixels.

@@ -28,6 +28,8 @@ class Op(NamedTuple):
     is_last: bool = False  # the result is no input of the same op
     is_rounded: bool = False  # to 8 bits, of what is computed in float32 whatever x is
     fixed: int = 1  # trailing axes that are the same where few rows are checked
+    few: int = FEW
+    orders: bool = False  # a kernel reads rows in an order that XLA's code finds
 
 
 class Program(NamedTuple):
@@ -133,7 +135,7 @@ def check(op, shape, dtype, implementation="native", spoil=lambda results: resul
     rows. `spoil` changes the results.
     """
     dims = shape.dims
-    few = shape._replace(dims=(*(min(n, FEW) for n in dims[: -op.fixed]), *dims[-op.fixed :]))
+    few = shape._replace(dims=(*(min(n, op.few) for n in dims[: -op.fixed]), *dims[-op.fixed :]))
     x, weights, dy = op.operands(few, dtype, 0)
     actual = spoil(_results(op, implementation, x, weights, dy))
     if op.carries:  # what is normalised is the sum as it is rounded
