@@ -295,6 +295,7 @@ def faster(percent):
 
 
 SUMMED = ("op", "shape", "M", "N")
+ON_GPU = (*SUMMED, "us", "order us", "fill us", "% of copy", "XLA us", "x XLA", "temp MiB", "XLA temp MiB")
 ON_CPU = (*SUMMED, "ms", "copy ms", "XLA ms", "x XLA")
 NEW_MODELS = ("h100/models", "h100/joint", "h100/qwen")
 TABLES = {
@@ -308,6 +309,8 @@ TABLES = {
     "models": (wholes, *NEW_MODELS),
     "decoding": (functools.partial(steps, decoding=True), "h100/decoding", "h100/decoding-joint"),
     "blocks": (blocks, "h100/blocks"),
+    "lookups": (wholes, "h200/lookups"),
+    "h200-embedding": (functools.partial(chosen, columns=ON_GPU), "h200/embedding"),
     "cpu-embedding": (functools.partial(chosen, columns=ON_CPU), "cpu/embedding"),
     "float8-steps": (wholes, "h100/float8", "h200/float8", "h200/float8-flax", "h200/float8-narrow"),
     "float8-forward": (wholes, "h200/float8-forward"),
