@@ -47,12 +47,12 @@ SHAPES = {
 GRID = shapes.grid(1, 2**24)
 CHAINED = "grid 4096"
 # What is between the products of an MLP: of a llama3 8B, of an expert, and of tokens that are decoded.
-# Of an embedding with 8192 tokens, and of segments.
-SUMMED = {"embedding": shapes.Shape("GPT-2", (50_257, 768)), "segment_sum": shapes.Shape("131072 rows", (2**17, 128))}
 MLPS = tuple(
     shapes.Shape(name, dims)
     for name, dims in {"llama3 8B": (1024, 14336), "an expert": (8192, 768), "decode 32": (32, 14336)}.items()
 )
+# A table of which 8192 rows are looked up, and what is summed by segments.
+SUMMED = {"embedding": shapes.Shape("GPT-2", (50_257, 768)), "segment_sum": shapes.Shape("131072 rows", (2**17, 128))}
 
 
 def add_arguments(parser):
