@@ -32,6 +32,7 @@ GATHERS = "XLA gathers rows at the rate of memory"
 # docs/findings.md): in elements of float32 sums, of which an element of the data, added by an atomic operation, is as
 # many, and one of sums in a half type, which XLA has in float32 first.
 FEW, OF_DATA, OF_HALF = 3 * 10**8, 13, 11
+SHORT = 512  # columns; of fewer XLA's code for CPUs adds up in the cache what a kernel reads in the order of segments
 
 
 def bind_lookup(spec: Lookup, table: Any, ids: Any) -> jax.Array:
@@ -76,7 +77,11 @@ def _slower(platform: str, *types: Any, spec: SegmentSum, tree: Any = None) -> s
     how = spec.formula_in("forward")
     if how is not None:
         return f"{fallback.ASKED_FOR}{how}"
-    if platform != "cuda" or spec.native_for:
+    if spec.native_for:
+        return None
+    if platform == "cpu" and spec.out_dtype == np.float32 and operands.data.shape[-1] < SHORT:
+        return f"XLA's code is faster for float32 sums of fewer than {SHORT} columns"
+    if platform != "cuda":
         return None
     of_sums = 1 if spec.out_dtype == np.float32 else OF_HALF
     work = OF_DATA * _known(operands.data.shape) + of_sums * spec.segments * operands.data.shape[-1]
