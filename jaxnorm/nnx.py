@@ -1,8 +1,9 @@
-"""`flax.nnx`'s norms on jaxnorm's kernels: change the import line, keep the model and its checkpoints."""
+"""`flax.nnx`'s norms and Embed on jaxnorm's kernels: change the import line, keep the model and its checkpoints."""
 
 from typing import TYPE_CHECKING
 
 from jaxnorm.flax.nnx_activations import GatedActivation
+from jaxnorm.flax.nnx_embed import Embed
 from jaxnorm.flax.nnx_float8 import Float8Linear
 from jaxnorm.flax.nnx_groups import GroupNorm, InstanceNorm
 from jaxnorm.flax.nnx_linear import QuantizedLinear, QuantizedParam
@@ -22,6 +23,7 @@ from jaxnorm.ops import misuse
 __all__ = [
     "AddLayerNorm",
     "AddRMSNorm",
+    "Embed",
     "Float8Linear",
     "GatedActivation",
     "GatedRMSNorm",

@@ -14,7 +14,7 @@ from jaxnorm.reports import Comparison, Report
 
 
 def replace_layers(model: Any, custom: Custom | None = None) -> tuple[Any, Report]:
-    """Puts jaxnorm's norms into a model of `flax.nnx`, in place: `jaxnorm.nnx.replace_layers`, which see.
+    """Puts jaxnorm's norms and Embed into a model of `flax.nnx`, in place: `jaxnorm.nnx.replace_layers`, which see.
 
         >>> from flax import nnx
         >>> model, report = replace_layers(nnx.LayerNorm(8, rngs=nnx.Rngs(0)))
