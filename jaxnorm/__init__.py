@@ -101,6 +101,7 @@ from jaxnorm.inspect.tuned import Tuned
 from jaxnorm.ops import misuse
 from jaxnorm.ops.cross_entropy.api import softmax_cross_entropy_with_integer_labels
 from jaxnorm.ops.cross_entropy.linear_api import linear_cross_entropy
+from jaxnorm.ops.embedding.api import embedding, segment_sum
 from jaxnorm.ops.float8_linear.api import float8_linear
 from jaxnorm.ops.float8_linear.recipe import Float8Recipe, float8_dot_general
 from jaxnorm.ops.gated_activation.api import gated_activation
@@ -142,6 +143,7 @@ __all__ = [
     "add_rms_norm",
     "checkpoint_policies",
     "compare_layers",
+    "embedding",
     "explain",
     "float8_dot_general",
     "float8_linear",
@@ -168,6 +170,7 @@ __all__ = [
     "rms_norm",
     "rms_norm_add_rms_norm",
     "rms_norm_quantized",
+    "segment_sum",
     "softmax",
     "softmax_cross_entropy_with_integer_labels",
     "tune",

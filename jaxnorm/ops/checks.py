@@ -250,7 +250,7 @@ def check_scale_offset(function: str, scale_offset: object) -> float:
     return check_number(function, "scale_offset", scale_offset) or -0.0
 
 
-def check_out_dtype(function: str, out_dtype: Any, x: jax.Array) -> np.dtype[Any]:
+def check_out_dtype(function: str, out_dtype: Any, x: jax.Array, name: str = "out_dtype") -> np.dtype[Any]:
     if out_dtype is None:
         return np.dtype(x.dtype)
     try:
@@ -260,10 +260,10 @@ def check_out_dtype(function: str, out_dtype: Any, x: jax.Array) -> np.dtype[Any
     if dtype not in DTYPES:
         what = "a dtype" if dtype is None else "a floating-point dtype of 16, 32 or 64 bits"
         remedy = misuse.no_dtype(out_dtype, {known.name for known in DTYPES})
-        raise TypeError(f"{function}: out_dtype must be {what}, got {dtype or repr(out_dtype)}; {remedy}")
+        raise TypeError(f"{function}: {name} must be {what}, got {dtype or repr(out_dtype)}; {remedy}")
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise TypeError(
-            f"{function}: out_dtype={dtype} needs 64-bit types; enable them with jax_enable_x64, or pass float32."
+            f"{function}: {name}={dtype} needs 64-bit types; enable them with jax_enable_x64, or pass float32."
         )
     return dtype
 

@@ -38,6 +38,7 @@ class Partitionable(NamedTuple):
     dim_maps: DimMaps
     can_shard: Callable[[Any, int], bool]  # whether shards of a row, of so many columns, can be computed
     is_product: bool  # none of its arrays has all axes
+    on_device: Callable[[Any, Placement], Any]  # the spec of what a device computes, by how the arrays lie
 
 
 _partitionable: dict[str, Partitionable] = {}
@@ -49,8 +50,9 @@ def register(
     can_shard: Callable[[Any, int], bool] = lambda *_: True,
     *,
     is_product: bool = False,
+    on_device: Callable[[Any, Placement], Any] = lambda spec, _: spec,
 ) -> None:
-    partitionable = Partitionable(primitive, dim_maps, can_shard, is_product)
+    partitionable = Partitionable(primitive, dim_maps, can_shard, is_product, on_device)
     _partitionable[primitive.name] = _partitionable[_former_name(primitive)] = partitionable
 
 
@@ -168,7 +170,8 @@ class PartitionedCall(NamedTuple):
             )
             params["wanted"] = tuple(None if dtype is None else next(dtypes) for dtype in params["wanted"])
         # Where rows are whole on a device, this is the native call there.
-        params["spec"] = dataclasses.replace(params["spec"], shards=placement.shards(self.features))
+        spec = dataclasses.replace(params["spec"], shards=placement.shards(self.features))
+        params["spec"] = self.partitionable.on_device(spec, placement)
 
         def compute(*operands: jax.Array) -> list[jax.Array]:
             own = enumerate(operands[: len(self.operands)])

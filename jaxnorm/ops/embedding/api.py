@@ -1,0 +1,202 @@
+"""The public functions of rows with an index."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxnorm.native import compat
+from jaxnorm.ops import checks
+from jaxnorm.ops.embedding import op
+from jaxnorm.ops.embedding.formula import Lookup, Positions, SegmentSum
+from jaxnorm.ops.misuse import explained
+from jaxnorm.ops.options import Choice, Implementation
+from jaxnorm.primitive import reasons, rules
+
+
+@explained
+def embedding(
+    table: Any, ids: Any, *, dtype: Any = None, out_sharding: Any = None, implementation: Implementation | None = None
+) -> jax.Array:
+    """Looks up rows of a table, whose gradient is summed in float32, in a fixed order, and rounded once.
+
+        rows[i] = table[ids[i]]                         rounded to dtype; NaN where the table has no such row
+        dtable[v] = sum of drows[i] over ids[i] = v     a row that nobody reads has the gradient 0
+
+        >>> rows = embedding(jnp.ones((8, 4)), jnp.array([0, 3, 3]), dtype=jnp.bfloat16)
+
+    XLA gathers the rows everywhere. The kernel is the gradient's: its bits are the same in each run. XLA adds rows by
+    atomic operations on GPUs, in any order and, of `table.astype(dtype)[ids]`, in dtype.
+
+    Args:
+      table: floating-point array (rows, columns).
+      ids: integers of any shape, the numbers of rows; negative ones count from the end.
+      dtype: that of the result, before which nothing is rounded. None is table's.
+      out_sharding: the result's over an Explicit mesh, as for `jax.numpy.take`.
+
+    Raises:
+      ValueError: table is no matrix.
+      TypeError: table is not floating-point, or ids are no integers.
+      RuntimeError: implementation="native", and no kernel serves the gradient.
+    """
+    name = "embedding"
+    weights, numbers = checks.check_array(name, "table", table), _check_ids(name, "ids", ids)
+    if weights.ndim != 2:
+        raise ValueError(f"{name}: table has shape {weights.shape}, expected (rows, columns).")
+    out_dtype = checks.check_out_dtype(name, dtype, weights, "dtype")
+    choice = checks.check_implementation(name, implementation)
+    if compat.are_summed(weights, numbers)[0]:
+        weights = weights.astype(np.float32)  # in which the gradient is summed over devices, too
+    length = weights.shape[0]
+    spec = Lookup(
+        function=name,
+        out_dtype=out_dtype,
+        fill=np.nan,
+        out_spec=getattr(out_sharding, "spec", out_sharding),
+        **choice.asks(name),
+    )
+    if choice.backward.implementation == "native":
+        sums = SegmentSum(function=name, out_dtype=np.dtype(weights.dtype), segments=length, positions=numbers.ndim)
+        rows = jax.ShapeDtypeStruct((*numbers.shape, weights.shape[1]), out_dtype)
+        _check_native(spec.native_in("backward"), sums, Positions(rows, numbers))
+    (named,) = rules.named("result", [op.bind_lookup(spec, weights, _from_the_end(numbers, length))])
+    return named
+
+
+@explained
+def segment_sum(
+    data: Any,
+    segment_ids: Any,
+    num_segments: Any = None,
+    *,
+    indices_are_sorted: bool = False,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Sums up rows by the numbers of their segments, in float32, in a fixed order, and rounds once.
+
+        sums[v] = sum of data[i] over segment_ids[i] = v     numbers that are negative or too large are in no sum
+
+        >>> sums = segment_sum(jnp.ones((3, 4)), jnp.array([0, 3, 3]), 8)
+
+    As `jax.ops.segment_sum`, of which bits differ from run to run on GPUs. Integers and complex numbers are left to it.
+    The gradient is a gather, by XLA.
+
+    Args:
+      data: array of rank 1 or more, with the rows along its first axis.
+      segment_ids: integers of the length of that axis.
+      num_segments: how many sums there are. None is one more than the largest number, which is to be known.
+      indices_are_sorted: promises that the numbers ascend, which saves the sort. If they do not sums are wrong.
+
+    Raises:
+      ValueError: shapes do not fit, or num_segments is negative.
+      TypeError: segment_ids are no integers, or num_segments is to be known and traced.
+      RuntimeError: implementation="native", and no kernel serves the call.
+    """
+    name = "segment_sum"
+    numbers = _check_ids(name, "segment_ids", segment_ids)
+    is_sorted = checks.check_flag(name, "indices_are_sorted", indices_are_sorted)
+    choice = checks.check_implementation(name, implementation)
+    array = jnp.asarray(data) if checks.is_array(data) else None
+    segments = _check_segments(name, num_segments, numbers)
+    if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
+        _check_rows(name, array, numbers)
+        if choice.forward.implementation == "native":
+            raise _no_kernel(choice.forward.native_for(name), f"data is {array.dtype}")
+        return jax.ops.segment_sum(array, numbers, segments, indices_are_sorted=is_sorted)
+    array = checks.check_array(name, "data", data)
+    _check_rows(name, array, numbers)
+    rest = array.shape[1:]
+    rows = array.reshape(array.shape[0], math.prod(rest))
+    spec = SegmentSum(
+        function=name,
+        out_dtype=np.dtype(array.dtype),
+        segments=segments,
+        is_sorted=is_sorted,
+        **_forward(choice, name),
+    )
+    _check_native(spec.native_for, spec, Positions(jax.typeof(rows), numbers))
+    sums = op.bind_sum(spec, rows, _in_order(numbers, segments))
+    (named,) = rules.named("result", [sums.reshape(segments, *rest)])
+    return named
+
+
+def _forward(choice: Choice, name: str) -> dict[str, Any]:
+    asked = choice.asks(name)
+    is_native = "forward" in asked.get("native_ways", ())
+    return {**asked, "native_for": asked["native_for"] if is_native else None}
+
+
+def _check_ids(function: str, name: str, value: Any) -> Any:
+    """value as an array of integers, of the dtype that it has."""
+    if not checks.is_array(value) and not isinstance(value, (int, list, tuple)):
+        raise TypeError(
+            f"{function}: {name} must be an array of integers, got {type(value).__name__}; pass "
+            f"jax.numpy.asarray({name})."
+        )
+    # Of integers of 64 bits jax.numpy makes others of 32, which may be those of rows.
+    numbers: Any = value if isinstance(value, (np.ndarray, np.generic)) else jnp.asarray(value)
+    if not jnp.issubdtype(numbers.dtype, jnp.integer):
+        raise TypeError(f"{function}: {name} must be an array of integers, got {numbers.dtype}; they number rows.")
+    return numbers
+
+
+def _check_rows(function: str, data: Any, numbers: Any) -> None:
+    if numbers.shape != data.shape[:1]:
+        raise ValueError(
+            f"{function}: segment_ids have shape {numbers.shape}, expected {data.shape[:1]}: a number for each row of "
+            f"data, which has shape {data.shape}."
+        )
+
+
+def _check_segments(function: str, value: Any, numbers: Any) -> Any:
+    if value is None:
+        if isinstance(numbers, jax.core.Tracer):
+            raise TypeError(
+                f"{function}: segment_ids are traced, and num_segments must be known while tracing; pass an int."
+            )
+        return int(np.max(numbers)) + 1
+    if jax.export.is_symbolic_dim(value):
+        return value
+    if (segments := checks.check_int(function, "num_segments", value, "it is how many sums there are")) < 0:
+        raise ValueError(f"{function}: num_segments must not be negative, got {segments}.")
+    return segments
+
+
+def _from_the_end(numbers: Any, length: Any) -> jax.Array:
+    """The numbers of rows as int32: those from the end are counted from the front, others that no row has are length.
+
+    Nothing is cast before: 2³² of 64 bits is no row, and the greatest of uint32 not the last one.
+    """
+    if numbers.dtype.itemsize < 4:
+        numbers = numbers.astype(np.int32)
+    of = np if isinstance(numbers, np.ndarray) else jnp
+    is_signed = jnp.issubdtype(numbers.dtype, jnp.signedinteger)
+    wrapped = of.where(numbers < 0, numbers + length, numbers) if is_signed else numbers
+    is_there = (wrapped >= 0) & (wrapped < length) if is_signed else wrapped < length
+    return jnp.asarray(of.where(is_there, wrapped, length).astype(np.int32))
+
+
+def _in_order(numbers: Any, segments: Any) -> jax.Array:
+    """The numbers of segments as int32, in the order that they have: of those that are none -1, or `segments`."""
+    if numbers.dtype.itemsize < 4:
+        numbers = numbers.astype(np.int32)
+    of = np if isinstance(numbers, np.ndarray) else jnp
+    at_least = of.maximum(numbers, -1) if jnp.issubdtype(numbers.dtype, jnp.signedinteger) else numbers
+    return jnp.asarray(of.where(at_least < segments, at_least, segments).astype(np.int32))
+
+
+def _check_native(native_for: str | None, spec: SegmentSum, operands: Positions) -> None:
+    if not native_for:
+        return
+    place = reasons.Place(compat.default_platform(), has_native=True)
+    if reason := op.why_not(spec, operands) or reasons.why_not(place=place) or compat.UNKNOWN:
+        raise _no_kernel(native_for, reason)
+
+
+def _no_kernel(native_for: str | None, reason: str) -> RuntimeError:
+    return RuntimeError(
+        f"{native_for}: implementation='native' cannot serve this call: {reason}. "
+        "With implementation=None XLA's code runs."
+    )

@@ -1,0 +1,120 @@
+// Sums of segments, by segments and columns, and their launch.
+#include "cpu/engine/columns.h"
+#include "cpu/engine/isa.h"
+#include "cpu/engine/memory.h"
+#include "cpu/engine/parallel.h"
+#include "cpu/engine/types.h"
+#include "ops/segment_sum/call.h"
+
+namespace jaxnorm::cpu {
+
+// Positions in the order of segments: those of segment v are positions[starts[v]] to before positions[starts[v + 1]].
+struct Segments {
+  const int32_t* starts;
+  const int32_t* positions;
+};
+
+// What one task has at most of a row; so many additions have a sum of their own.
+constexpr int64_t kSumColumns = 1 << 10, kSumRows = 64;
+
+struct SegmentSumKernels {
+  static const SegmentSumKernels baseline, avx2, avx512;
+
+  // Of these columns of segments [begin, end).
+  void (*sum)(const SegmentSum& p, Segments segments, int64_t begin, int64_t end, int64_t first_col, int64_t cols);
+};
+
+namespace {
+
+// Adds rows[0], rows[1], ... in this order.
+template <int R, class X>
+void add_rows(const X* const* rows, int64_t cols, float* sum) {
+  const X* of[R];
+  for (int r = 0; r < R; ++r) of[r] = rows[r];
+  for_each_vector(cols, [=](int64_t i, auto extent) {
+    Vec v = load(sum + i, extent);
+    for (int r = 0; r < R; ++r) v += load(of[r] + i, extent);
+    store(sum + i, v, extent);
+  });
+}
+
+void sum(const SegmentSum& p, Segments segments, int64_t begin, int64_t end, int64_t first_col, int64_t cols) {
+  constexpr int R = 4;
+  with_type(p.data.dtype, [&](auto x_type) {
+    using X = decltype(x_type);
+    const X* const data = static_cast<const X*>(p.data.data) + first_col;
+    float total[kSumColumns], part[kSumColumns];
+    for (int64_t segment = begin; segment < end; ++segment) {
+      int64_t at = segments.starts[segment];
+      const int64_t last = segments.starts[segment + 1];
+      for (bool is_first = true; is_first || at < last; is_first = false) {
+        float* const to = is_first ? total : part;
+        const int64_t stop = last - at < kSumRows ? last : at + kSumRows;
+        fill(to, 0, cols);
+        const X* rows[R];
+        for (; at < stop; at += R) {
+          const int count = stop - at < R ? stop - at : R;
+          for (int r = 0; r < count; ++r) rows[r] = data + segments.positions[at + r] * p.cols;
+          if (count == R) {
+            add_rows<R>(rows, cols, to);
+          } else {
+            for (int r = 0; r < count; ++r) add_rows<1>(rows + r, cols, to);
+          }
+        }
+        at = stop;
+        const float* const parts[] = {part};
+        if (!is_first) add_rows<1>(parts, cols, total);
+      }
+      with_type(p.sums.dtype, [&](auto y_type) {
+        using Y = decltype(y_type);
+        const float* const from = total;
+        Y* const y = static_cast<Y*>(p.sums.data) + segment * p.cols + first_col;
+        for_each_vector(cols, [=](int64_t i, auto extent) { store(y + i, load(from + i, extent), extent); });
+      });
+    }
+  });
+}
+
+}  // namespace
+
+const SegmentSumKernels SegmentSumKernels::JAXNORM_ISA = {cpu::sum};
+
+#ifdef JAXNORM_ONCE
+void run(const SegmentSum& p, const ParallelFor& parallel_for) {
+  const int64_t segments = p.segments;
+  if (segments * p.cols == 0) return;
+  expect_writes(p.sums, segments * p.cols);
+  // A counting sort: first how many positions each segment has, then where its own begin.
+  const std::unique_ptr<int32_t[]> starts(new int32_t[segments + 2]()), positions(new int32_t[p.positions + 1]);
+  const auto counts = [&](int64_t i) { return p.ids[i] >= 0 && p.ids[i] < segments; };
+  for (int64_t i = 0; i < p.positions; ++i)
+    if (counts(i)) ++starts[p.ids[i] + 2];
+  for (int64_t v = 0; v < segments; ++v) starts[v + 2] += starts[v + 1];
+  for (int64_t i = 0; i < p.positions; ++i)
+    if (counts(i)) positions[starts[p.ids[i] + 1]++] = p.order ? p.order[i] : static_cast<int32_t>(i);
+
+  // Tasks of as many positions and segments together, so far as no segment is divided but by columns.
+  const int64_t items = segments + starts[segments], step = ceil_div(kTaskElements, std::min(p.cols, kSumColumns));
+  const auto segment_at = [&](int64_t item) {
+    int64_t low = 0, high = segments;
+    while (low < high) {
+      const int64_t middle = (low + high) / 2;
+      if (starts[middle] + middle < item) {
+        low = middle + 1;
+      } else {
+        high = middle;
+      }
+    }
+    return low;
+  };
+  const int64_t parts = ceil_div(p.cols, kSumColumns);
+  parallel_for(ceil_div(items, step) * parts, [&](int64_t task) {
+    const int64_t first = task / parts * step, col = task % parts * kSumColumns;
+    kernels<SegmentSumKernels>().sum(p, {starts.get(), positions.get()}, segment_at(first),
+                                     first + step >= items ? segments : segment_at(first + step), col,
+                                     std::min(kSumColumns, p.cols - col));
+  });
+}
+#endif
+
+}  // namespace jaxnorm::cpu
