@@ -1,4 +1,4 @@
-"""Keras 3's norms on jaxnorm's kernels, by its JAX backend: change the import line, keep the model and its files."""
+"""Keras 3's norms and Embedding on jaxnorm's kernels, by its JAX backend: change the import line, keep the model."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -6,6 +6,7 @@ import jax
 
 from jaxnorm.flax import replacement
 from jaxnorm.ops import misuse
+from jaxnorm.ops.embedding.api import embedding
 from jaxnorm.ops.group_norm.api import group_norm
 from jaxnorm.ops.norm.api import layer_norm, rms_norm
 from jaxnorm.reports import Report
@@ -28,7 +29,7 @@ if keras.config.backend() != "jax":
         f"variable KERAS_BACKEND=jax before Keras is imported."
     )
 
-__all__ = ["GroupNormalization", "LayerNormalization", "RMSNormalization", "replace_layers"]
+__all__ = ["Embedding", "GroupNormalization", "LayerNormalization", "RMSNormalization", "replace_layers"]
 
 if not TYPE_CHECKING:
     __getattr__ = misuse.no_attribute(__name__)
@@ -107,32 +108,57 @@ class GroupNormalization(keras.layers.GroupNormalization):
         return group_norm(inputs, gamma, beta, channel_axis=axis, **keywords)
 
 
-# Keras' norms, and what each of them becomes.
-OURS: dict[type, type] = {getattr(keras.layers, cls.__name__): cls for cls in (LayerNormalization, RMSNormalization)}
-OURS[keras.layers.GroupNormalization] = GroupNormalization
-# Norms of Keras that this package has no kernels for, and the preprocessing that goes by that name.
+@keras.saving.register_keras_serializable(package="jaxnorm")
+class Embedding(keras.layers.Embedding):
+    """`keras.layers.Embedding` with the same config, weights, mask and result, by `jaxnorm.embedding`.
+
+    The rows have Keras' bits, with NaN where an index is out of range; negative ones count from the end, and those that
+    are no integers are truncated. The gradient of the table is summed in float32, in the same order in each run, and
+    rounded once. LoRA, quantised tables, and dtypes other than float32, bfloat16 and float16 are computed by Keras' own
+    code. Files are loaded as `LayerNormalization` says.
+    """
+
+    def call(self, inputs: Any) -> Any:
+        if not isinstance(inputs, jax.Array) or _why_no_lookup(self) is not None:
+            return super().call(inputs)
+        ids = inputs if inputs.dtype in ("int32", "int64") else keras.ops.cast(inputs, "int32")
+        return embedding(_tensor(self.embeddings), ids, dtype=self.compute_dtype)
+
+    def quantize(self, mode: Any = None, type_check: bool = True, config: Any = None) -> None:
+        # Keras leaves subclasses of its layer as they are, as they might compute something else.
+        super().quantize(mode, type_check=type_check and type(self) is not Embedding, config=config)
+
+
+# Keras' layers, and what each of them becomes.
+OURS: dict[type, type] = {
+    getattr(keras.layers, cls.__name__): cls
+    for cls in (Embedding, GroupNormalization, LayerNormalization, RMSNormalization)
+}
+# Norms of Keras that this package has no kernels for, the preprocessing that goes by that name, and an Embedding that
+# multiplies by its table, too.
 OTHERS = tuple(getattr(keras.layers, f"{name}Normalization") for name in ("Batch", "Unit", "Spectral", ""))
+OTHERS += (keras.layers.ReversibleEmbedding,)
 
 
 def replace_layers(model: Any) -> tuple[Any, Report]:
-    """Puts jaxnorm's norms into a model of Keras, in place and at any depth.
+    """Puts jaxnorm's norms and Embedding into a model of Keras, in place and at any depth.
 
         model, report = jaxnorm.keras.replace_layers(model)
 
-    Each `keras.layers.LayerNormalization`, `RMSNormalization` and `GroupNormalization` becomes one of `jaxnorm.keras`,
-    in functional, sequential and subclassed models, built or not. The layers stay the same objects with the same
-    variables; results agree within rounding. A compiled model stays compiled: its functions for fit, evaluate and
-    predict are made again. Call it on the outermost model, which has these; a `jax.jit` of one's own that has run
-    already keeps its program. A file that is saved afterwards names jaxnorm's classes.
+    Each `keras.layers.LayerNormalization`, `RMSNormalization`, `GroupNormalization` and `Embedding` becomes one of
+    `jaxnorm.keras`, in functional, sequential and subclassed models, built or not. The layers stay the same objects
+    with the same variables; results agree within rounding. A compiled model stays compiled: its functions for fit,
+    evaluate and predict are made again. Call it on the outermost model, which has these; a `jax.jit` of one's own that
+    has run already keeps its program. A file that is saved afterwards names jaxnorm's classes.
 
-    Left are norms of other kinds, subclasses, and norms whose options or dtypes no kernel serves.
+    Left are norms of other kinds, subclasses, and layers whose options or dtypes no kernel serves.
 
     Args:
       model: a `keras.Model` or another layer.
 
     Returns:
-      The same model and a `jaxnorm.reports.Report`: `replaced` has (path, class) of each norm that was replaced, `left`
-      has (path, class, why) of each that was not.
+      The same model and a `jaxnorm.reports.Report`: `replaced` has (path, class) of each layer that was replaced,
+      `left` has (path, class, why) of each that was not.
 
     Raises:
       TypeError: model is no layer of Keras.
@@ -144,7 +170,7 @@ def replace_layers(model: Any) -> tuple[Any, Report]:
     for layer in layers:
         cls = type(layer)
         if cls in OURS:
-            why = _why_never(layer)
+            why = (_why_no_lookup if cls is keras.layers.Embedding else _why_never)(layer)
         elif (why := replacement.why_subclass(cls, OURS, OTHERS)) is None:
             continue
         if why is None:
@@ -161,6 +187,16 @@ def _why_never(layer: Any) -> str | None:
     if getattr(layer, "rms_scaling", False):
         return "no kernel serves rms_scaling"
     why = replacement.why_epsilon(layer.epsilon) or replacement.why_dtypes(*dtypes)
+    return why and f"no kernel serves {why}"
+
+
+def _why_no_lookup(layer: Any) -> str | None:
+    """Why Keras' own code computes the calls of an Embedding; None if ours does."""
+    if layer.quantization_mode is not None:
+        return f"its table is quantised to {layer.quantization_mode}"
+    if layer.lora_rank:
+        return "it has LoRA"
+    why = replacement.why_dtypes(layer.compute_dtype, layer.variable_dtype)
     return why and f"no kernel serves {why}"
 
 

@@ -136,12 +136,12 @@ def line_of(cls: type, parameters: Sequence[str], read: str) -> str:
 def why_subclass(cls: type, ours: Mapping[type, type], others: tuple[type, ...]) -> str | None:
     """Why a layer stays of its class, where only the classes that `ours` maps are replaced. None if it is none.
 
-    `others` are the library's norms of which there is no kernel.
+    `others` are the library's layers that have no like in this package.
     """
     if issubclass(cls, tuple(ours.values())):
         return OURS_ALREADY
-    if issubclass(cls, others):
-        return "jaxnorm has no such norm"
+    if other := next((other for other in others if issubclass(cls, other)), None):
+        return f"jaxnorm has no such {'norm' if 'norm' in other.__name__.lower() else 'layer'}"
     if norm := next((norm for base, norm in ours.items() if issubclass(cls, base)), None):
         library = ".".join(norm.__module__.split(".")[:2])
         return f"it is a class of the model's own: derive {cls.__name__} from {library}.{norm.__name__}"
