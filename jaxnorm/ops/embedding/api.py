@@ -13,7 +13,7 @@ from jaxnorm.ops.embedding import op
 from jaxnorm.ops.embedding.formula import Lookup, Positions, SegmentSum
 from jaxnorm.ops.misuse import explained
 from jaxnorm.ops.options import Choice, Implementation
-from jaxnorm.primitive import reasons, rules
+from jaxnorm.primitive import reasons
 
 
 @explained
@@ -61,8 +61,7 @@ def embedding(
         sums = SegmentSum(function=name, out_dtype=np.dtype(weights.dtype), segments=length, positions=numbers.ndim)
         rows = jax.ShapeDtypeStruct((*numbers.shape, weights.shape[1]), out_dtype)
         _check_native(spec.native_in("backward"), sums, Positions(rows, numbers))
-    (named,) = rules.named("result", [op.bind_lookup(spec, weights, _from_the_end(numbers, length))])
-    return named
+    return op.bind_lookup(spec, weights, _from_the_end(numbers, length))
 
 
 @explained
@@ -117,9 +116,7 @@ def segment_sum(
         **_forward(choice, name),
     )
     _check_native(spec.native_for, spec, Positions(jax.typeof(rows), numbers))
-    sums = op.bind_sum(spec, rows, _in_order(numbers, segments))
-    (named,) = rules.named("result", [sums.reshape(segments, *rest)])
-    return named
+    return op.bind_sum(spec, rows, _in_order(numbers, segments)).reshape(segments, *rest)
 
 
 def _forward(choice: Choice, name: str) -> dict[str, Any]:

@@ -59,6 +59,8 @@ class Positions(NamedTuple):
 def lookup(spec: Lookup, operands: Rows) -> jax.Array:
     """table[ids], rounded once."""
     table, ids = operands
+    if table.shape[0] == 0:  # of which JAX gathers nothing
+        return jnp.full((*ids.shape, table.shape[1]), spec.fill, spec.out_dtype)
     sharding: Any = jax.typeof(table).sharding
     out_sharding = None if spec.out_spec is None else sharding.update(spec=spec.out_spec)
     rows: jax.Array = table.at[ids].get(

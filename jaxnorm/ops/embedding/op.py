@@ -189,8 +189,7 @@ def _sum_of_shard(*leaves: Any, tree: Any, spec: SegmentSum) -> list[jax.Array]:
 def _sum_maps(types: Any, *, spec: SegmentSum) -> CallMaps:
     """The axes are those of positions, that of segments and that of columns."""
     *positions, segments, columns = range(spec.positions + 2)
-    maps = [(*positions, columns), tuple(positions)]
-    return CallMaps(columns + 1, maps, [(segments, columns)], [()], [None])
+    return CallMaps(columns + 1, [(*positions, columns), tuple(positions)], [(segments, columns)], [()], [None])
 
 
 def _sum_on_device(spec: SegmentSum, placement: Placement) -> SegmentSum:
