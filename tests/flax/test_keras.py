@@ -1,4 +1,4 @@
-"""Models of Keras with the norms of `jaxnorm.keras`: trained, saved, spread over devices, and `replace_layers`."""
+"""Models of Keras with the layers of `jaxnorm.keras`: trained, saved, spread over devices, and `replace_layers`."""
 
 import subprocess
 
@@ -15,14 +15,15 @@ from jaxnorm.keras import replace_layers
 
 pytestmark = [pytest.mark.jax_version, ignore_keras_own]
 
-NAMES = ("LayerNormalization", "RMSNormalization", "GroupNormalization")
+NAMES = ("LayerNormalization", "RMSNormalization", "GroupNormalization", "Embedding")
 
 
 def functional(layers, **options):
-    """A model with all three norms of `layers`, with an axis that kernels serve and one that they do not."""
+    """A model with all layers of `layers`, with an axis that kernels serve and one that they do not."""
     keras.utils.set_random_seed(0)
     inputs = keras.Input((8, 16))
-    x = layers.LayerNormalization(**options)(inputs)
+    ids = keras.ops.clip(keras.ops.abs(keras.ops.sum(inputs, -1)), 0, 9)  # which the layer truncates
+    x = layers.LayerNormalization(**options)(inputs + layers.Embedding(10, 16)(ids))
     x = keras.layers.Dense(16, activation="gelu", **options)(x)
     x = layers.GroupNormalization(groups=4, **options)(x)
     x = layers.LayerNormalization(axis=1, **options)(x)
@@ -33,8 +34,10 @@ class Block(keras.layers.Layer):
     def __init__(self, layers, **options):
         super().__init__(**options)
         self.norms = [layers.LayerNormalization(), layers.RMSNormalization()]
+        self.positions = layers.Embedding(8, 16)
 
     def call(self, x):
+        x = x + self.positions(keras.ops.arange(8))
         for norm in self.norms:
             x = x + norm(x)
         return x
@@ -83,7 +86,7 @@ def trained(model):
 
 
 def norms(model):
-    """The classes of a model's norms, in the order of its layers."""
+    """The classes of a model's norms and of its Embedding, in the order of its layers."""
     return [type(layer) for layer in model._flatten_layers() if type(layer).__name__ in NAMES]
 
 
@@ -106,7 +109,7 @@ def test_data_parallel(devices):
     try:
         model = functional(jaxnorm.keras)
         assert_alike(trained(model), expected)
-        assert len(model.layers[1].gamma.value.sharding.device_set) == len(devices)
+        assert len(model.layers[-1].scale.value.sharding.device_set) == len(devices)
     finally:
         keras.distribution.set_distribution(None)
 
@@ -184,7 +187,7 @@ def calls_of_ours(monkeypatch):
     def counted(function):
         return lambda *args, **options: (called.append(function.__name__), function(*args, **options))[1]
 
-    for function in (jaxnorm.layer_norm, jaxnorm.rms_norm, jaxnorm.group_norm):
+    for function in (jaxnorm.embedding, jaxnorm.layer_norm, jaxnorm.rms_norm, jaxnorm.group_norm):
         monkeypatch.setattr(jaxnorm.keras, function.__name__, counted(function))
     return called
 
@@ -199,7 +202,7 @@ def test_a_step_that_was_compiled_before_is_traced_again(step, calls_of_ours):
     assert not calls_of_ours
     replace_layers(model)
     run[step]()
-    assert sorted(calls_of_ours) == ["group_norm", "layer_norm", "rms_norm"]
+    assert sorted(calls_of_ours) == ["embedding", "group_norm", "layer_norm", "rms_norm"]
 
 
 def test_the_optimisers_state_stays():
