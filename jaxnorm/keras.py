@@ -1,8 +1,10 @@
 """Keras 3's norms and Embedding on jaxnorm's kernels, by its JAX backend: change the import line, keep the model."""
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 
 from jaxnorm.flax import replacement
 from jaxnorm.ops import misuse
@@ -119,13 +121,13 @@ class Embedding(keras.layers.Embedding):
     """
 
     def call(self, inputs: Any) -> Any:
-        if not isinstance(inputs, jax.Array) or _why_no_lookup(self) is not None:
+        if not isinstance(inputs, jax.Array | np.ndarray) or _why_no_lookup(self) is not None:
             return super().call(inputs)
-        ids = inputs if inputs.dtype in ("int32", "int64") else keras.ops.cast(inputs, "int32")
+        ids = _tensor(inputs) if inputs.dtype in ("int32", "int64") else keras.ops.cast(inputs, "int32")
         return embedding(_tensor(self.embeddings), ids, dtype=self.compute_dtype)
 
     def quantize(self, mode: Any = None, type_check: bool = True, config: Any = None) -> None:
-        # Keras leaves subclasses of its layer as they are, as they might compute something else.
+        # Keras quantises no subclasses, as they might compute something else.
         super().quantize(mode, type_check=type_check and type(self) is not Embedding, config=config)
 
 
@@ -175,6 +177,8 @@ def replace_layers(model: Any) -> tuple[Any, Report]:
             continue
         if why is None:
             object.__setattr__(layer, "__class__", OURS[cls])
+            if cls is keras.layers.Embedding:  # to which its method was bound when it was made
+                layer.quantize = partial(_quantize, layer.quantize)
         report.add(tuple((layer.path or layer.name).split("/")), cls, why)
     for layer in layers:
         _make_functions_again(layer)
@@ -198,6 +202,11 @@ def _why_no_lookup(layer: Any) -> str | None:
         return "it has LoRA"
     why = replacement.why_dtypes(layer.compute_dtype, layer.variable_dtype)
     return why and f"no kernel serves {why}"
+
+
+def _quantize(of_keras: Any, mode: Any = None, type_check: bool = True, **options: Any) -> None:
+    """The `quantize` of an Embedding that has become one of ours."""
+    of_keras(mode, type_check=False, **options)
 
 
 def _is_served(layer: Any, x: Any, parameters: tuple[Any, ...]) -> bool:

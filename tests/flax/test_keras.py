@@ -2,12 +2,16 @@
 
 import subprocess
 
+import jax
+import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
 from cases import draw
 from coverage import cover
+from flax_apis import assert_calls, assert_same
 from library_models import ignore_keras_own
+from native import is_platform_with_kernels
 from processes import STRICT
 
 import jaxnorm
@@ -231,6 +235,14 @@ class SubNormalization(keras.layers.LayerNormalization):
     pass
 
 
+class SubEmbedding(keras.layers.Embedding):
+    pass
+
+
+class OwnEmbedding(jaxnorm.keras.Embedding):
+    pass
+
+
 @pytest.mark.filterwarnings("ignore:You passed `rms_scaling=True`")
 def test_what_is_left():
     own = "it is a class of the model's own"
@@ -244,6 +256,12 @@ def test_what_is_left():
         OwnNormalization(name="f"): own,
         SubNormalization(name="g"): f"{own}: derive SubNormalization from jaxnorm.keras.LayerNormalization",
         jaxnorm.keras.LayerNormalization(name="h"): "it is jaxnorm's already",
+        keras.layers.Embedding(4, 3, lora_rank=2, name="j"): "it has LoRA",
+        keras.layers.Embedding(4, 3, dtype="int8_from_float32", name="k"): "its table is quantised to int8",
+        keras.layers.Embedding(4, 3, dtype="float64", name="l"): "no kernel serves float64",
+        keras.layers.ReversibleEmbedding(4, 3, name="m"): "jaxnorm has no such layer",
+        SubEmbedding(4, 3, name="n"): f"{own}: derive SubEmbedding from jaxnorm.keras.Embedding",
+        jaxnorm.keras.Embedding(4, 3, name="o"): "it is jaxnorm's already",
     }
     _, report = replace_layers(keras.Sequential(list(left)))
     assert report.replaced == []
@@ -260,3 +278,101 @@ def test_a_layer_alone():
 def test_what_is_no_model(other):
     with pytest.raises(TypeError, match=r"model must be a keras\.Model or another layer, got"):
         replace_layers(other)
+
+
+# Of seven rows, with some from the end and some out of range.
+ROWS = 7
+INDICES = np.array([[0, 3, 3, 6, -1], [-7, 7, 100, -8, -100]])
+
+
+def embeddings(**options):
+    """Keras' and ours, with the same table."""
+    layers = [of.Embedding(ROWS, 4, **options) for of in (keras.layers, jaxnorm.keras)]
+    for layer in layers:
+        layer.build()
+        layer.embeddings.assign(draw("table", (ROWS, 4)))
+    return layers
+
+
+@cover(
+    policy=[None, "bfloat16", "float16", "mixed_bfloat16", "mixed_float16", "float64"],
+    of_x=["int32", "int64", "int8", "uint8", "uint32", "float32"],
+)
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype")
+def test_rows_of_an_embedding_have_kerass_bits(policy, of_x):
+    theirs, ours = embeddings(dtype=policy)
+    x = (INDICES + 0.9 if of_x == "float32" else INDICES).astype(of_x)
+    assert_same(ours(x), theirs(x))
+
+
+@cover(policy=["float32", "bfloat16", "mixed_bfloat16"])
+def test_the_gradient_of_an_embedding_is_summed_in_float32(policy):
+    layer = embeddings(dtype=policy)[1]
+    x = np.tile(INDICES[:, :3], (64, 1))[::2]
+    dy = 5 + 2.0 * np.arange(x.size * 4).reshape(*x.shape, 4) % 8
+    values = [layer.embeddings.value]
+
+    def rows(values):
+        return layer.stateless_call(values, [], x)[0]
+
+    ((gradient,),) = jax.vjp(rows, values)[1](jnp.asarray(dy, layer.compute_dtype))
+    sums = np.zeros((ROWS, 4))
+    np.add.at(sums, x, dy)
+    assert_same(gradient, jnp.asarray(sums, "float32").astype(layer.variable_dtype))
+    kernel = {"jaxnorm_segment_sum": 1} if is_platform_with_kernels() else {}
+    assert_calls(jax.grad(lambda values: jnp.sin(rows(values)).sum().astype("float32")), (values,), kernel)
+
+
+@cover(mask_zero=[True, False])
+def test_config_weights_and_mask_of_an_embedding_are_kerass(mask_zero):
+    theirs, ours = embeddings(mask_zero=mask_zero, embeddings_constraint="non_neg", name="tokens")
+    assert ours.get_config() == theirs.get_config()
+    assert ours.supports_masking is theirs.supports_masking
+    masks = [layer.compute_mask(INDICES) for layer in (theirs, ours)]
+    assert np.array_equal(*masks) if mask_zero else masks == [None, None]
+    weights = [[(w.name, w.shape, w.dtype, w.trainable) for w in layer.weights] for layer in (theirs, ours)]
+    assert weights[0] == weights[1]
+    again = jaxnorm.keras.Embedding.from_config(ours.get_config())
+    again.build()
+    again.set_weights(ours.get_weights())
+    assert_same(again(INDICES), ours(INDICES))
+
+
+# What an Embedding may become after it was replaced.
+AFTER = {
+    "LoRA": lambda layer: layer.enable_lora(2),
+    "int8": lambda layer: layer.quantize("int8"),
+    "int4": lambda layer: layer.quantize("int4"),
+    "a policy": lambda layer: setattr(layer, "dtype_policy", "int8_from_float32"),
+}
+
+
+@cover(after=AFTER)
+def test_an_embedding_that_is_changed_afterwards_is_kerass(after):
+    theirs, ours = embeddings()
+    for layer in (theirs, ours):
+        after(layer)
+    if ours.lora_enabled:
+        for name in ("lora_embeddings_a", "lora_embeddings_b"):
+            for layer in (theirs, ours):
+                getattr(layer, name).assign(draw(name, tuple(getattr(layer, name).shape)))
+    within = np.clip(INDICES, 0, ROWS - 1)
+    assert_same(ours(within), theirs(within))
+    assert ours.quantization_mode == theirs.quantization_mode
+    assert [w.dtype for w in ours.weights] == [w.dtype for w in theirs.weights]
+
+
+@pytest.mark.filterwarnings("ignore:Layer InputLayer does not have a `quantize` method")
+def test_a_quantised_model_has_its_embedding_quantised():
+    model = keras.Sequential([keras.layers.Embedding(ROWS, 4)])
+    model(INDICES)
+    assert replace_layers(model)[1].replaced
+    model.quantize("int8")
+    assert model.layers[0].quantization_mode == "int8"
+
+
+def test_a_subclass_of_ours_is_not_quantised():
+    layer = OwnEmbedding(ROWS, 4)
+    layer.build()
+    with pytest.raises(NotImplementedError, match="quantize"):
+        layer.quantize("int8")
