@@ -2,8 +2,8 @@
 //
 // Positions and segments are merged to one list, in which a segment stands behind its positions: a position is read and
 // added, a segment is written. Chunks of this list are equally long whatever the ids are, so that a segment without
-// positions and one with most of them cost what they read and write. A segment that chunks share is added up by a
-// second kernel, in the order of chunks.
+// positions and one with most of them cost what they read and write. A chunk goes on to the end of its last segment
+// where that is near; a longer one is shared by chunks, and added up by a second kernel, in their order.
 #include <climits>
 
 #include "cuda/engine/launch.cuh"
@@ -12,49 +12,46 @@
 namespace jaxnorm::cuda {
 namespace {
 
-constexpr int kChunk = 64, kThreads = 256;  // items of the list; threads of a block
+constexpr int kChunk = 64, kThreads = 128;  // items of the list; threads of a block
+constexpr int kNear = kChunk / 2;           // how many positions beyond its items a chunk takes at most
 constexpr int kAhead = 4;                   // how many rows a thread has asked for at once
 // Of the second kernel: the warps of a block, and how many chunks it looks at; how many of a segment one warp adds up,
 // and how many it has asked for at once.
-constexpr int kMergeWarps = 16, kFewChunks = 16, kTailsAhead = 8;
+constexpr int kMergeWarps = 16, kLooks = 64, kFewChunks = 16, kTailsAhead = 8;
 
-// A chunk's part of the list: positions [first, last), and segments from `segment` to before `end`.
-struct Chunk {
-  int first, last, segment, end;
+// A place in the list: so many positions and segments stand before it.
+struct Place {
+  int position, segment;
 
-  // Whether its first segment has positions in chunks before. It is one that it ends, or has all of it.
-  __device__ bool continues(const SegmentSum& p) const {
-    return segment < p.segments && first > 0 && __ldg(p.ids + first - 1) == segment;
+  // Whether positions of its segment stand before it.
+  __device__ bool divides(const SegmentSum& p) const {
+    return segment < p.segments && position > 0 && __ldg(p.ids + position - 1) == segment;
   }
 };
 
 // The chunks of a call, each with room for two rows: what it has of the segment that it begins with and does not begin,
-// and of the one that it does not end.
+// and of the one that it does not end. `places` is where they begin.
 struct Chunks {
   int64_t items;
   int count;
   float* rows;
-  int32_t* firsts;
+  Place* places;
 
   Chunks(const SegmentSum& p)
       : items(int64_t{p.positions} + p.segments),
         count(static_cast<int>((items + kChunk - 1) / kChunk)),
         rows(p.workspace.data),
-        firsts(reinterpret_cast<int32_t*>(rows + 2 * count * p.cols)) {}
+        places(reinterpret_cast<Place*>(rows + 2 * count * p.cols)) {}
 
   __device__ float* head(const SegmentSum& p, int chunk) const { return rows + 2 * chunk * p.cols; }
   __device__ float* tail(const SegmentSum& p, int chunk) const { return rows + (2 * chunk + 1) * p.cols; }
 
-  __device__ int64_t begin(int chunk) const { return min(int64_t{chunk} * kChunk, items); }
-
-  // How many positions are among the first so many items.
-  __device__ static int positions_before(const SegmentSum& p, int64_t item) {
-    int low = static_cast<int>(max(int64_t{0}, item - p.segments));
-    int high = static_cast<int>(min(item, int64_t{p.positions}));
+  // The first of [low, high) that is not before, or high.
+  template <typename IsBefore>
+  __device__ static int search(int low, int high, IsBefore is_before) {
     while (low < high) {
       const int middle = low + (high - low) / 2;
-      const int id = min(max(__ldg(p.ids + middle), 0), p.segments);
-      if (int64_t{middle} + id < item) {
+      if (is_before(middle)) {
         low = middle + 1;
       } else {
         high = middle;
@@ -63,53 +60,50 @@ struct Chunks {
     return low;
   }
 
-  // Of ids that are not sorted it is something between these positions, and nothing beyond an array.
-  __device__ Chunk between(int chunk, int first, int last) const {
-    return {first, max(first, last), static_cast<int>(begin(chunk) - first),
-            static_cast<int>(max(begin(chunk) - first, begin(chunk + 1) - last))};
+  // Where a chunk begins. Of ids that are not sorted it is some place in the list.
+  __device__ Place place(const SegmentSum& p, int chunk) const {
+    const int64_t item = min(int64_t{chunk} * kChunk, items);
+    const int position =
+        search(static_cast<int>(max(int64_t{0}, item - p.segments)), static_cast<int>(min(item, int64_t{p.positions})),
+               [&](int at) { return int64_t{at} + min(max(__ldg(p.ids + at), 0), p.segments) < item; });
+    const int segment = static_cast<int>(item - position), near = min(position + kNear, p.positions);
+    const Place exact{position, segment};
+    if (!exact.divides(p) || (near < p.positions && __ldg(p.ids + near) == segment)) return exact;
+    return {search(position, near, [&](int at) { return __ldg(p.ids + at) == segment; }), segment + 1};
   }
 
-  __device__ int segment(int chunk) const { return static_cast<int>(begin(chunk) - firsts[chunk]); }
-
-  // The chunk in which the segment began that ends in this one, after it continued: this one itself if there is none.
-  __device__ int begin_of_last(const SegmentSum& p, int at) const {
-    if (at == 0 || at >= count) return at;
-    const int before = firsts[at - 1], first = firsts[at], own = segment(at);
-    const int last = at + 1 < count ? firsts[at + 1] : p.positions;
-    const Chunk chunk = between(at, first, last);
-    if (chunk.end == own || !chunk.continues(p)) return at;
-    if (static_cast<int>(begin(at - 1) - before) < own) return at - 1;
-    int low = 0, high = at - 1;
-    while (low < high) {
-      const int middle = (low + high) / 2 + 1;
-      if (segment(middle) < own || (segment(middle) == own && !between(middle, firsts[middle], at).continues(p))) {
-        low = middle;
-      } else {
-        high = middle - 1;
-      }
-    }
-    return low;
+  // The chunk in which the segment began that ends in this one, which does not begin it: this one where there is none.
+  __device__ int begin_of(const SegmentSum& p, int chunk) const {
+    if (chunk == 0 || chunk >= count) return chunk;
+    const Place own = places[chunk];
+    const int end = chunk + 1 < count ? places[chunk + 1].segment : p.segments;
+    if (end <= own.segment || !own.divides(p)) return chunk;
+    return search(0, chunk - 1, [&](int at) {
+      const Place next = places[at + 1];
+      return next.segment < own.segment || (next.segment == own.segment && !next.divides(p));
+    });
   }
 };
 
 // A thread has N neighbouring columns of a chunk.
 template <typename T, int N>
 __global__ void __launch_bounds__(kThreads) segment_sum_kernel(SegmentSum p, Chunks chunks) {
-  __shared__ int firsts[kThreads + 1];
-  const int64_t vectors = p.cols / N, thread = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  const int block = static_cast<int>(int64_t{blockIdx.x} * kThreads / vectors);  // the first chunk of this block
-  const int at = static_cast<int>(thread / vectors), own = at - block;
-  const int64_t col = thread % vectors * N;
+  __shared__ Place places[kThreads + 1];
+  const int64_t vectors = p.cols / N, first_thread = int64_t{blockIdx.x} * kThreads;
+  const int block = static_cast<int>(first_thread / vectors);  // the first chunk of this block
+  const int at = static_cast<int>((first_thread + threadIdx.x) / vectors);
+  const int64_t col = (first_thread + threadIdx.x) % vectors * N;
   // Where the chunks of the block begin, and the last one ends.
-  const int count = static_cast<int>((int64_t{blockIdx.x} * kThreads + kThreads - 1) / vectors) - block + 2;
-  for (int i = threadIdx.x; i < count; i += kThreads) firsts[i] = Chunks::positions_before(p, chunks.begin(block + i));
+  const int last = static_cast<int>((first_thread + kThreads - 1) / vectors) + 1;
+  for (int i = threadIdx.x; i <= last - block; i += kThreads) places[i] = chunks.place(p, block + i);
   __syncthreads();
   if (at >= chunks.count) return;
-  const Chunk chunk = chunks.between(at, firsts[own], firsts[own + 1]);
-  if (col == 0) chunks.firsts[at] = chunk.first;
+  const Place begin = places[at - block], end{max(begin.position, places[at - block + 1].position),
+                                              max(begin.segment, places[at - block + 1].segment)};
+  if (col == 0) chunks.places[at] = begin;
 
-  bool continues = chunk.continues(p);
-  int segment = chunk.segment;
+  bool continues = begin.divides(p);
+  int segment = begin.segment;
   float sum[N] = {};
   const auto end_segment = [&] {
     if (continues) {
@@ -122,29 +116,28 @@ __global__ void __launch_bounds__(kThreads) segment_sum_kernel(SegmentSum p, Chu
 #pragma unroll
     for (float& value : sum) value = 0;
   };
-  for (int begin = chunk.first; begin < chunk.last; begin += kAhead) {
+  for (int first = begin.position; first < end.position; first += kAhead) {
     Packed<T, N> rows[kAhead];
     int ids[kAhead];
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      const int position = begin + i;
-      ids[i] = position < chunk.last ? __ldg(p.ids + position) : -1;
+      const int position = first + i;
+      ids[i] = position < end.position ? __ldg(p.ids + position) : -1;
       const bool counts = ids[i] >= 0 && ids[i] < p.segments;
       const int64_t row = counts && p.order ? __ldg(p.order + position) : position;
       rows[i] = load<true, N>(static_cast<const T*>(p.data.data) + row * p.cols + col, counts ? N : 0);
     }
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      for (const int id = min(ids[i], chunk.end); segment < id;) end_segment();
+      for (const int id = min(ids[i], end.segment); segment < id;) end_segment();
       float row[N];
       unpack(rows[i], row);
 #pragma unroll
       for (int k = 0; k < N; ++k) sum[k] += row[k];
     }
   }
-  while (segment < chunk.end) end_segment();
-  if (chunk.last > chunk.first && segment < p.segments && __ldg(p.ids + chunk.last - 1) == segment)
-    store<true>(chunks.tail(p, at) + col, pack<float>(sum), N);
+  while (segment < end.segment) end_segment();
+  if (end.position > begin.position && end.divides(p)) store<true>(chunks.tail(p, at) + col, pack<float>(sum), N);
 }
 
 // What chunks [begin, end) have of a segment, every `step`-th of them.
@@ -171,30 +164,31 @@ __device__ void add_tails(const SegmentSum& p, const Chunks& chunks, int begin, 
 // Adds up the segments that end in a chunk and began in one before: each a warp's, or all of a block's if it is long.
 template <int N>
 __global__ void __launch_bounds__(kMergeWarps* kWarp) segment_merge_kernel(SegmentSum p, Chunks chunks) {
-  __shared__ int begins[kMergeWarps];
+  __shared__ int begins[kLooks];
   __shared__ float parts[kMergeWarps][kWarp * N];
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, block = blockIdx.x * kMergeWarps;
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, block = blockIdx.x * kLooks;
   const int64_t col = (int64_t{blockIdx.y} * kWarp + lane) * N;
   const int there = col < p.cols ? N : 0;
-  if (threadIdx.x < kMergeWarps) begins[threadIdx.x] = chunks.begin_of_last(p, block + threadIdx.x);
+  for (int i = threadIdx.x; i < kLooks; i += kMergeWarps * kWarp) begins[i] = chunks.begin_of(p, block + i);
   __syncthreads();
 
-  // Those of some warps' chunks, and then what the last chunk has.
+  // What some chunks have together, and the last one.
   const auto write = [&](int at, Packed<float, N> packed, const float (&sum)[N]) {
     float last[N];
     unpack(packed, last);
 #pragma unroll
     for (int k = 0; k < N; ++k) last[k] = sum[k] + last[k];
-    if (there) store_floats(p.sums, chunks.segment(at) * p.cols + col, last);
+    if (there) store_floats(p.sums, chunks.places[at].segment * p.cols + col, last);
   };
-  const int own = block + warp, begin = begins[warp];
-  if (begin < own && own - begin <= kFewChunks) {
-    const auto last = load<true, N>(chunks.head(p, own) + col, there);
+  for (int i = warp; i < kLooks; i += kMergeWarps) {
+    const int at = block + i;
+    if (begins[i] == at || at - begins[i] > kFewChunks) continue;
+    const auto last = load<true, N>(chunks.head(p, at) + col, there);
     float sum[N] = {};
-    if (there) add_tails(p, chunks, begin, own, 1, col, sum);
-    write(own, last, sum);
+    if (there) add_tails(p, chunks, begins[i], at, 1, col, sum);
+    write(at, last, sum);
   }
-  for (int i = 0; i < kMergeWarps; ++i) {
+  for (int i = 0; i < kLooks; ++i) {
     const int at = block + i;
     if (at - begins[i] <= kFewChunks) continue;
     const auto last = load<true, N>(chunks.head(p, at) + col, there);
@@ -219,7 +213,7 @@ cudaError_t launch(const SegmentSum& p, const Chunks& chunks, cudaStream_t strea
   if (blocks > INT_MAX || tiles > USHRT_MAX) return cudaErrorInvalidConfiguration;
   const dim3 grid(static_cast<unsigned>(blocks));
   if (const cudaError_t error = launch_grid(segment_sum_kernel<T, N>, grid, kThreads, stream, p, chunks)) return error;
-  const dim3 merge((chunks.count + kMergeWarps - 1) / kMergeWarps, static_cast<unsigned>(tiles));
+  const dim3 merge((chunks.count + kLooks - 1) / kLooks, static_cast<unsigned>(tiles));
   return launch_grid(segment_merge_kernel<N>, merge, kMergeWarps * kWarp, stream, p, chunks);
 }
 
@@ -233,14 +227,14 @@ cudaError_t launch(const SegmentSum& p, const Chunks& chunks, cudaStream_t strea
 }  // namespace
 
 WorkspaceSize segment_sum_workspace(const WorkspaceQuery& query) {
-  const int64_t floats = 2 * query.cols + 1;  // of a chunk
+  const int64_t floats = 2 * query.cols + 2;  // of a chunk
   return {(floats + kChunk - 1) / kChunk, floats};
 }
 
 Outcome run(const SegmentSum& p, Stream stream) {
   const Chunks chunks(p);
   if (p.segments == 0 || p.cols == 0) return {cudaSuccess};
-  if (p.workspace.floats < chunks.count * (2 * p.cols + 1)) return {cudaErrorMemoryAllocation};
+  if (p.workspace.floats < chunks.count * (2 * p.cols + 2)) return {cudaErrorMemoryAllocation};
   if (p.data.dtype == Dtype::f32) return {launch<float>(p, chunks, stream)};
   return {p.data.dtype == Dtype::f16 ? launch<__half>(p, chunks, stream) : launch<__nv_bfloat16>(p, chunks, stream)};
 }
