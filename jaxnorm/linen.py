@@ -3,8 +3,6 @@
 from typing import TYPE_CHECKING
 
 from jaxnorm.flax.compare import linen_compare_layers as compare_layers
-from jaxnorm.flax.linen_activations import GatedActivation
-from jaxnorm.flax.linen_embed import Embed
 from jaxnorm.flax.linen_float8 import using_float8
 from jaxnorm.flax.linen_groups import GroupNorm, InstanceNorm
 from jaxnorm.flax.linen_linear import using_quantized
@@ -18,6 +16,7 @@ from jaxnorm.flax.linen_norms import (
     QuantizedRMSNorm,
     RMSNorm,
 )
+from jaxnorm.flax.linen_others import Embed, GatedActivation
 from jaxnorm.flax.linen_quantize import quantize_linears
 from jaxnorm.flax.linen_replace import using_layers
 from jaxnorm.ops import misuse

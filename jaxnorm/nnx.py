@@ -2,8 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-from jaxnorm.flax.nnx_activations import GatedActivation
-from jaxnorm.flax.nnx_embed import Embed
 from jaxnorm.flax.nnx_float8 import Float8Linear
 from jaxnorm.flax.nnx_groups import GroupNorm, InstanceNorm
 from jaxnorm.flax.nnx_linear import QuantizedLinear, QuantizedParam
@@ -17,6 +15,7 @@ from jaxnorm.flax.nnx_norms import (
     QuantizedRMSNorm,
     RMSNorm,
 )
+from jaxnorm.flax.nnx_others import Embed, GatedActivation
 from jaxnorm.flax.nnx_replace import replace_layers, restore_layers
 from jaxnorm.ops import misuse
 

@@ -60,7 +60,7 @@ def compare_layers(model: Any, *args: Any, loss: Loss | None = None, **kwargs: A
 
     Raises:
       TypeError: model is no module of flax.nnx that can be called, an array has no values, or loss is no function.
-      ValueError: no norm of the model was replaced, or results have other shapes than with its own norms.
+      ValueError: no layer of the model was replaced, or results have other shapes than with its own norms.
     """
     from jaxnorm.flax import compare as of_flax  # Flax is optional
 

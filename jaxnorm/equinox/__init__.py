@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 if importlib.util.find_spec("equinox") is None:
     raise ImportError("jaxnorm.equinox needs Equinox: pip install 'equinox>=0.13'")
 
-from jaxnorm.equinox.embedding import Embedding
 from jaxnorm.equinox.linear import QuantizedLinear
-from jaxnorm.equinox.norms import GroupNorm, LayerNorm, RMSNorm
+from jaxnorm.equinox.norms import Embedding, GroupNorm, LayerNorm, RMSNorm
 from jaxnorm.equinox.replace import quantize_linears, replace_layers
 from jaxnorm.ops import misuse
 

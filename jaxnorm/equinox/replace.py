@@ -7,9 +7,8 @@ import equinox as eqx
 import jax
 from jax.typing import DTypeLike
 
-from jaxnorm.equinox.embedding import Embedding, why_no_lookup
 from jaxnorm.equinox.linear import QuantizedLinear, why_left
-from jaxnorm.equinox.norms import GroupNorm, LayerNorm, RMSNorm, why_never
+from jaxnorm.equinox.norms import Embedding, GroupNorm, LayerNorm, RMSNorm, why_never
 from jaxnorm.flax import replacement
 from jaxnorm.flax.quantizations import pair
 from jaxnorm.flax.replacement import Only
@@ -54,8 +53,6 @@ def replace_layers(model: Any) -> tuple[Any, Report]:
     """
 
     def why(_: Path, module: Any) -> str | None:
-        if type(module) is eqx.nn.Embedding:
-            return why_no_lookup(module)
         return why_never(module) if type(module) in OURS else _why_class(module)
 
     def is_meant(module: Any) -> bool:

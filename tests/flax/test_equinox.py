@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cases import DTYPES, bits, draw, draw_x
 from coverage import cover
-from flax_apis import assert_calls, assert_close, assert_gradients_close, assert_same
+from flax_apis import assert_calls, assert_close, assert_gradients_close, assert_same, integers, sums
 from library_models import FEATURES
 from native import is_platform_with_kernels, native_calls
 from norm_models import EquinoxMixed
@@ -139,12 +139,10 @@ def test_rows_of_an_embedding_have_equinoxs_bits(dtype, of_x):
 def test_the_gradient_of_an_embedding_is_summed_in_float32(dtype, of_x):
     _, ours = embeddings(dtype)
     x = jnp.tile(INDICES, 64).astype(of_x).reshape(4, -1)
-    dy = 5 + 2.0 * np.arange(x.size * FEATURES).reshape(*x.shape, FEATURES) % 8
-    (gradient,) = jax.vjp(lambda of: mapped(of, x), ours)[1](jnp.asarray(dy, dtype))
-    rows = np.asarray(x, int)
-    sums = np.zeros((ROWS, FEATURES))
-    np.add.at(sums, np.clip(np.where(rows < 0, rows + ROWS, rows), 0, ROWS - 1), dy)
-    assert_same(gradient.weight, jnp.asarray(sums, "float32").astype(dtype))
+    dy = integers((*x.shape, FEATURES))
+    (gradient,) = jax.vjp(lambda of: mapped(of, x), ours)[1](dy.astype(dtype))
+    rows = np.where(x < 0, np.int32(x) + ROWS, x)
+    assert_same(gradient.weight, sums(np.clip(rows, 0, ROWS - 1), dy, ROWS, dtype))
     kernel = {"jaxnorm_segment_sum": 1} if is_platform_with_kernels() else {}
     assert_calls(jax.grad(lambda of: jnp.sin(mapped(of, x)).sum().astype("float32")), (ours,), kernel)
 

@@ -1,4 +1,4 @@
-"""Embed of `jaxnorm.linen`."""
+"""Embed and GatedActivation of `jaxnorm.linen`."""
 
 import inspect
 from dataclasses import field
@@ -9,6 +9,9 @@ import jax
 from jaxnorm.flax import calls
 from jaxnorm.flax.calls import linen
 from jaxnorm.flax.explained import explained
+from jaxnorm.ops.activation import Synonym
+from jaxnorm.ops.gated_activation.api import gated_activation
+from jaxnorm.ops.gated_activation.formula import Activation
 from jaxnorm.ops.options import Implementation
 
 # Flax's function, as in `jaxnorm.linen`.
@@ -40,3 +43,20 @@ class Embed(linen.Embed):
     def __call__(self, inputs: jax.Array) -> jax.Array:
         rows = calls.looked_up(self, self.embedding, inputs)
         return _EMBED(self, inputs) if rows is None else rows
+
+
+@explained
+class GatedActivation(linen.Module, kw_only=True):
+    """An activation of a gate, times what it gates: `jaxnorm.gated_activation`, without parameters.
+
+        h = GatedActivation(activation="silu")(linen.Dense(2 * features)(x))
+
+    The fields are the function's options.
+    """
+
+    activation: Activation | Synonym = "silu"
+    axis: int = -1
+    implementation: Implementation | None = None
+
+    def __call__(self, x: jax.Array | tuple[jax.Array, jax.Array]) -> jax.Array:
+        return gated_activation(x, activation=self.activation, axis=self.axis, implementation=self.implementation)

@@ -1,4 +1,4 @@
-"""Embed of `jaxnorm.nnx`."""
+"""Embed and GatedActivation of `jaxnorm.nnx`."""
 
 from typing import Any
 
@@ -7,6 +7,9 @@ import jax
 from jaxnorm.flax import calls
 from jaxnorm.flax.calls import nnx
 from jaxnorm.flax.explained import explained
+from jaxnorm.ops.activation import Synonym
+from jaxnorm.ops.gated_activation.api import gated_activation
+from jaxnorm.ops.gated_activation.formula import Activation
 from jaxnorm.ops.options import Implementation
 
 
@@ -41,3 +44,22 @@ class Embed(nnx.Embed):
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         rows = calls.looked_up(self, self.embedding[...], inputs, out_sharding)
         return super().__call__(inputs, out_sharding) if rows is None else rows
+
+
+@explained
+class GatedActivation(nnx.Module):
+    """An activation of a gate, times what it gates: `jaxnorm.gated_activation`, without parameters.
+
+        gate = GatedActivation(activation="silu")
+        h = gate(linear(x))
+
+    The options are the function's.
+    """
+
+    def __init__(
+        self, *, activation: Activation | Synonym = "silu", axis: int = -1, implementation: Implementation | None = None
+    ) -> None:
+        self.activation, self.axis, self.implementation = activation, axis, implementation
+
+    def __call__(self, x: jax.Array | tuple[jax.Array, jax.Array]) -> jax.Array:
+        return gated_activation(x, activation=self.activation, axis=self.axis, implementation=self.implementation)
