@@ -39,7 +39,8 @@ def compare_layers(model: Any, args: Any, loss: Loss | None, kwargs: Any) -> Com
     _, restored = nnx_replace.restore_layers(own)
     if not restored.replaced:
         raise ValueError(
-            f"compare_layers: no layer of {type(model).__name__} was replaced: call jaxnorm.replace_layers(model) first."
+            f"compare_layers: no layer of {type(model).__name__} was replaced: call jaxnorm.replace_layers(model) "
+            f"first."
         )
     definition, *variables = nnx.split(model, _is_trained, ...)
     of_own, of_model = (partial(nnx.merge, graph) for graph in (nnx.graphdef(own), definition))

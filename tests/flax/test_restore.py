@@ -63,6 +63,7 @@ def test_norms_of_the_authors_own_stay():
         "rms": jaxnorm.nnx.RMSNorm(FEATURES, rngs=rngs),
         "groups": jaxnorm.nnx.GroupNorm(FEATURES, num_groups=2, rngs=rngs),
         "added": jaxnorm.nnx.AddRMSNorm(FEATURES, rngs=rngs),
+        "embed": jaxnorm.nnx.Embed(FEATURES, FEATURES, rngs=rngs),
         "flax": flax.nnx.LayerNorm(FEATURES, rngs=rngs),
         "own": GemmaNorm(rngs),
     }
@@ -72,7 +73,7 @@ def test_norms_of_the_authors_own_stay():
     assert {name: type(norm) for name, norm in norms.items()} == classes
     assert dict(report.replaced) == {("flax",): flax.nnx.LayerNorm, ("own",): GemmaNorm}
     own = {path for path, _, why in report.left if why == "the model's author made it from jaxnorm.nnx"}
-    assert own == {("rms",), ("groups",), ("added",)}
+    assert own == {("rms",), ("groups",), ("added",), ("embed",)}
     assert "restored  flax: LayerNorm\n" in str(report)
 
 
