@@ -160,7 +160,7 @@ class Layer(NamedTuple):
 
         def add_first(parameters, x, residual, **call):
             total = (jnp.float32(x) + jnp.float32(residual)).astype(residual.dtype)
-            return flaxs(parameters, total, **call), total
+            return jaxnorm.AddedNorm(flaxs(parameters, total, **call), total)
 
         return (add_first if len(inputs) == 2 else flaxs), parameters
 
@@ -230,7 +230,7 @@ def sums(ids, rows, length, dtype="float32"):
 
 
 def as_tuple(results):
-    return results if type(results) is tuple else (results,)
+    return results if isinstance(results, tuple) else (results,)
 
 
 def of(*names):
