@@ -106,7 +106,8 @@ def _lookup_transpose(cotangents: Any, table: Any, ids: Any, *, tree: Any, spec:
         out_dtype=np.dtype(table.aval.dtype),
         segments=table.aval.shape[0],
         positions=ids.ndim,
-        out_spec=_split(table.aval),
+        # By themselves sums have columns as rows have them, which may be split where the table's are not.
+        out_spec=table.aval.sharding.spec if jax.typeof(rows).sharding.spec[-1:] != (None,) else _split(table.aval),
         native_for=spec.native_in(backward),
         formula_for=tuple(("forward", how) for way, how in spec.formula_for if way == backward),
     )
