@@ -159,7 +159,7 @@ def _sum_native(platform: str, ctx: Any, *leaves: Any, tree: Any, spec: SegmentS
 
     def taken(data: jax.Array, ids: jax.Array) -> list[jax.Array]:
         """What a kernel takes: a matrix, whose rows are in order on a GPU."""
-        rows, ids = data.reshape(-1, data.shape[-1]), ids.ravel()
+        rows, ids = data.reshape(ids.size, data.shape[-1]), ids.ravel()
         if not sorts:
             return [rows, ids]
         return [rows, *lax.sort((ids, lax.iota(jnp.int32, ids.size)), num_keys=1, is_stable=True)]
