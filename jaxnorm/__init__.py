@@ -73,8 +73,8 @@ of arrays' functions in order; a function's own docstring says what is its own.
 - `multiply_before_cast=True`: False rounds the normalised row before scale multiplies it, as Llama and T5 in the model
   hubs do: to the result's dtype, or to x's if that is narrower. Then XLA multiplies what the kernel gives.
 - `out_dtype=None`: dtype of the result, of 16, 32 or 64 bits; None is x's, and bfloat16 of a `Quantized`.
-- `dtype=None`: of a lookup that of the result, before which nothing is rounded; None is table's. Of a layer that in which
-  it is computed.
+- `dtype=None`: of a lookup that of the result, before which nothing is rounded; None is table's. Of a layer that in
+  which it is computed.
 - `recipe=Float8Recipe()`: what the operands of a product and its gradients are rounded to.
 - `pad_to=None`: positive int, with axis=-1: y's last axis is padded with zeros to a multiple of it, as matrix products
   in blocks want it. The backward does not read what is padded.

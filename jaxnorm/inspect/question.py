@@ -59,7 +59,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--shape", type=_shape, help="x's shape, or that of the rows, as 4096x4096")
     parser.add_argument("--axes", type=int, default=1, help="how many trailing axes are normalised")
     parser.add_argument("--scale-shape", type=_shape, help="scale's, as 32x128 for 32 heads; x's last axes if none")
-    parser.add_argument("--columns", type=int, help="classes, outputs, rows of a table or segments; as many as x has if not given")
+    parser.add_argument(
+        "--columns", type=int, help="classes, outputs, rows of a table or segments; as many as x has if not given"
+    )
     parser.add_argument("--dtype", type=_dtype, help="the dtype of x, and of other operands; float32 if not given")
     parser.add_argument("--residual-dtype", type=_dtype, help="the residual's; x's, or no residual, if not given")
     parser.add_argument("--out-dtype", type=_dtype, help="the result's dtype; x's, or float8_e4m3fn, if not given")

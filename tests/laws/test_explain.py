@@ -141,8 +141,8 @@ def test_every_function(name):
     assert (why or "has a kernel") in runs.why
 
 
-# `quantize` and `quantize_kernel` have no argument `implementation`, products have no kernel on CPUs, a lookup has one of
-# its gradient alone, and the two last calls have none whatever is chosen.
+# `quantize` and `quantize_kernel` have no argument `implementation`, products have no kernel on CPUs, a lookup has one
+# for its gradient, and the two last calls have none whatever is chosen.
 NOT_CHOSEN = ("quantize", "quantize_kernel", "quantized_dot", "float8_linear", "embedding", "rms_norm", "layer_norm")
 CHOSEN = [name for name in CALLS if name not in NOT_CHOSEN]
 

@@ -500,7 +500,7 @@ CHANGES = {
     "call": (lambda file: file["calls"].append("layer_gnorm forward (x: float32[8])"), "no function 'layer_gnorm'"),
     "trial": (lambda file: file["trials"][0].update(function="layer_gnorm"), "no function 'layer_gnorm'"),
     "direction": (lambda file: file["choices"].append([RMS, "sideways", "xla"]), "no direction 'sideways'"),
-    "implementation": (lambda file: file["choices"].append([RMS, FORWARD, "xla"]), "unknown implementation 'xla'"),
+    "implementation": (lambda file: file["choices"].append([RMS, FORWARD, "cuda"]), "unknown implementation 'cuda'"),
     "calls": (lambda file: file.pop("calls"), f"{NO_FILE}.it has no calls"),
     "format": (lambda file: file.update({"jaxnorm.tune": 2}), f"{NO_FILE}.another format"),
     "field": (lambda file: file.update(surplus=1), f"{NO_FILE}.it has 'surplus'"),

@@ -67,7 +67,7 @@ IN_WORDS = {
     **{f"{QUANTIZED} {to}": ["rms_norm_quantized of float32[8x64] to " + to] for to in TO},
     "--shape 8x4096 --dtype bfloat16": [jax.__version__, "bfloat16[8x4096]", "because"],
     "--op group_norm --shape 8x4x4x96": ["group_norm of float32[8x4x4x96] to float32 in 32 groups of channels on"],
-    OF_LOOKUP: ["embedding of float32[2x8x16] and table of 100 rows to bfloat16, of which the gradient is sums of rows"],
+    OF_LOOKUP: ["embedding of float32[2x8x16] and table of 100 rows to bfloat16, of which the gradient is sums"],
     OF_SUMS: ["segment_sum of float32[8x2x16] and segment_ids of 5 segments to float32"],
     OF_LOSS: ["linear_cross_entropy of float32[8x16] and kernel of 100 classes to float32"],
 }

@@ -272,7 +272,10 @@ def _of_sum(request: Request) -> tuple[SegmentSum, Positions]:
 
 def _function(name: str, of: Callable[[Request], tuple[SegmentSum, Positions]], **described: Any) -> Function:
     return Function(
-        name, why_formula=lambda platform, request: why_formula(platform, *of(request)), last_axis_only=True, **described
+        name,
+        why_formula=lambda platform, request: why_formula(platform, *of(request)),
+        last_axis_only=True,
+        **described,
     )
 
 
