@@ -29,9 +29,10 @@ from jaxnorm.sharding.placement import Placement
 TARGET = "jaxnorm_segment_sum"
 MOST = 2**31 - 2  # positions and segments, which int32 counts
 GATHERS = "XLA gathers rows at the rate of memory"
-# XLA's code is faster for sums of few elements: on an H200 it takes less time for what data and sums have there than
-# its sort takes (docs/benchmarks/embedding.md). An element of data, which it adds by an atomic operation, is as many.
-FEW, OF_DATA = 3 * 10**8, 13
+# XLA's code is faster where it takes less time than a kernel saves beside the sort, as measured on an H200 (see
+# docs/findings.md): in elements of float32 sums, of which an element of the data, added by an atomic operation, is as many, and one
+# of sums in a half type, which XLA has in float32 first.
+FEW, OF_DATA, OF_HALF = 3 * 10**8, 13, 11
 
 
 def bind_lookup(spec: Lookup, table: Any, ids: Any) -> jax.Array:
@@ -76,11 +77,11 @@ def _slower(platform: str, *types: Any, spec: SegmentSum, tree: Any = None) -> s
     how = spec.formula_in("forward")
     if how is not None:
         return f"{fallback.ASKED_FOR}{how}"
-    columns = operands.data.shape[-1]
-    elements = OF_DATA * _known(operands.data.shape) + spec.segments * columns
-    if platform != "cuda" or spec.native_for or elements >= FEW:
+    if platform != "cuda" or spec.native_for:
         return None
-    return f"XLA's code is faster for fewer than {FEW} elements of the sums, {OF_DATA} for each of the rows"
+    of_sums = 1 if spec.out_dtype == np.float32 else OF_HALF
+    work = OF_DATA * _known(operands.data.shape) + of_sums * spec.segments * operands.data.shape[-1]
+    return None if work >= FEW else "XLA's code is faster for so few rows and sums"
 
 
 def _lookup_abstract(*leaves: Any, tree: Any, spec: Lookup) -> list[Any]:
