@@ -110,7 +110,7 @@ def segment_sum(
     array = checks.check_array(name, "data", data)
     _check_rows(name, array, numbers)
     rest = array.shape[1:]
-    rows = array.reshape(array.shape[0], math.prod(rest))
+    rows = _as_matrix(array)
     spec = SegmentSum(
         function=name,
         out_dtype=np.dtype(array.dtype),
@@ -159,6 +159,14 @@ def _check_rows(function: str, data: Any, numbers: Any) -> None:
             f"{function}: segment_ids have shape {numbers.shape}, expected {data.shape[:1]}: a number for each row of "
             f"data, which has shape {data.shape}."
         )
+
+
+def _as_matrix(data: jax.Array) -> jax.Array:
+    """With one axis of columns; several are gathered where an Explicit mesh splits one of them."""
+    sharding: Any = jax.typeof(data).sharding
+    if data.ndim > 2 and any(sharding.spec[1:]):
+        data = jax.sharding.reshard(data, sharding.update(spec=PartitionSpec(sharding.spec[0])))
+    return data.reshape(data.shape[0], math.prod(data.shape[1:]))
 
 
 def _check_segments(function: str, value: Any, numbers: Any) -> Any:
