@@ -30,8 +30,8 @@ TARGET = "jaxnorm_segment_sum"
 MOST = 2**31 - 2  # positions and segments, which int32 counts
 GATHERS = "XLA gathers rows at the rate of memory"
 # XLA's code is faster where it takes less time than a kernel saves beside the sort, as measured on an H200 (see
-# docs/findings.md): in elements of float32 sums, of which an element of the data, added by an atomic operation, is as many, and one
-# of sums in a half type, which XLA has in float32 first.
+# docs/findings.md): in elements of float32 sums, of which an element of the data, added by an atomic operation, is as
+# many, and one of sums in a half type, which XLA has in float32 first.
 FEW, OF_DATA, OF_HALF = 3 * 10**8, 13, 11
 
 
@@ -172,7 +172,7 @@ def _sum_native(platform: str, ctx: Any, *leaves: Any, tree: Any, spec: SegmentS
         TARGET,
         ctx,
         values,
-        workspace=ffi.workspace(platform, TARGET, spec.out_dtype, rows + spec.segments, columns),
+        workspace=ffi.workspace(platform, TARGET, spec.out_dtype, rows + spec.segments, max(1, columns)),
         attributes={"has_order": sorts, "segments": np.int64(spec.segments)},
     )
 

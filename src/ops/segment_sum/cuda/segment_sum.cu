@@ -17,7 +17,7 @@ constexpr int kNear = kChunk / 2;           // how many positions beyond its ite
 constexpr int kAhead = 4;                   // how many rows a thread has asked for at once
 // Of the second kernel: the warps of a block, and how many chunks it looks at; how many of a segment one warp adds up,
 // and how many it has asked for at once.
-constexpr int kMergeWarps = 16, kLooks = 64, kFewChunks = 16, kTailsAhead = 8;
+constexpr int kMergeWarps = 16, kLooks = 32, kFewChunks = 16, kTailsAhead = 8;
 
 // A place in the list: so many positions and segments stand before it.
 struct Place {
@@ -46,30 +46,39 @@ struct Chunks {
   __device__ float* head(const SegmentSum& p, int chunk) const { return rows + 2 * chunk * p.cols; }
   __device__ float* tail(const SegmentSum& p, int chunk) const { return rows + (2 * chunk + 1) * p.cols; }
 
-  // The first of [low, high) that is not before, or high.
-  template <typename IsBefore>
+  // The first of [low, high) that is not before, or high. A warp asks for as many places at once.
+  template <int LANES, typename IsBefore>
   __device__ static int search(int low, int high, IsBefore is_before) {
     while (low < high) {
-      const int middle = low + (high - low) / 2;
-      if (is_before(middle)) {
-        low = middle + 1;
+      const int64_t step = (high - low) / (LANES == 1 ? 2 : LANES) + 1;
+      if constexpr (LANES == 1) {
+        const int at = static_cast<int>(low + step - 1);
+        if (is_before(at)) {
+          low = at + 1;
+        } else {
+          high = at;
+        }
       } else {
-        high = middle;
+        const int64_t at = low + (threadIdx.x % kWarp + 1) * step - 1;
+        const int before = __popc(__ballot_sync(0xffffffffu, at < high && is_before(static_cast<int>(at))));
+        high = static_cast<int>(min(int64_t{high}, low + (before + 1) * step - 1));
+        low = static_cast<int>(low + before * step);
       }
     }
     return low;
   }
 
-  // Where a chunk begins. Of ids that are not sorted it is some place in the list.
+  // Where a chunk begins: asked by one thread, or by a warp. Of ids that are not sorted it is some place in the list.
+  template <int LANES>
   __device__ Place place(const SegmentSum& p, int chunk) const {
     const int64_t item = min(int64_t{chunk} * kChunk, items);
-    const int position =
-        search(static_cast<int>(max(int64_t{0}, item - p.segments)), static_cast<int>(min(item, int64_t{p.positions})),
-               [&](int at) { return int64_t{at} + min(max(__ldg(p.ids + at), 0), p.segments) < item; });
+    const int position = search<LANES>(
+        static_cast<int>(max(int64_t{0}, item - p.segments)), static_cast<int>(min(item, int64_t{p.positions})),
+        [&](int at) { return int64_t{at} + min(max(__ldg(p.ids + at), 0), p.segments) < item; });
     const int segment = static_cast<int>(item - position), near = min(position + kNear, p.positions);
     const Place exact{position, segment};
     if (!exact.divides(p) || (near < p.positions && __ldg(p.ids + near) == segment)) return exact;
-    return {search(position, near, [&](int at) { return __ldg(p.ids + at) == segment; }), segment + 1};
+    return {search<LANES>(position, near, [&](int at) { return __ldg(p.ids + at) == segment; }), segment + 1};
   }
 
   // The chunk in which the segment began that ends in this one, which does not begin it: this one where there is none.
@@ -78,10 +87,12 @@ struct Chunks {
     const Place own = places[chunk];
     const int end = chunk + 1 < count ? places[chunk + 1].segment : p.segments;
     if (end <= own.segment || !own.divides(p)) return chunk;
-    return search(0, chunk - 1, [&](int at) {
+    const auto is_before = [&](int at) {
       const Place next = places[at + 1];
       return next.segment < own.segment || (next.segment == own.segment && !next.divides(p));
-    });
+    };
+    // Most are one chunk long.
+    return chunk == 1 || is_before(chunk - 2) ? chunk - 1 : search<1>(0, chunk - 2, is_before);
   }
 };
 
@@ -95,7 +106,15 @@ __global__ void __launch_bounds__(kThreads) segment_sum_kernel(SegmentSum p, Chu
   const int64_t col = (first_thread + threadIdx.x) % vectors * N;
   // Where the chunks of the block begin, and the last one ends.
   const int last = static_cast<int>((first_thread + kThreads - 1) / vectors) + 1;
-  for (int i = threadIdx.x; i <= last - block; i += kThreads) places[i] = chunks.place(p, block + i);
+  const int count = last - block + 1, warp = threadIdx.x / kWarp;
+  if (count <= kThreads / kWarp) {
+    if (warp < count) {
+      const Place place = chunks.place<kWarp>(p, block + warp);
+      if (threadIdx.x % kWarp == 0) places[warp] = place;
+    }
+  } else {
+    for (int i = threadIdx.x; i < count; i += kThreads) places[i] = chunks.place<1>(p, block + i);
+  }
   __syncthreads();
   if (at >= chunks.count) return;
   const Place begin = places[at - block], end{max(begin.position, places[at - block + 1].position),
