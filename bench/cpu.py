@@ -3,12 +3,13 @@
     python -m bench cpu --out bench/results/cpu/norms
     python -m bench cpu --ops add_rms add_layer gated heads --out bench/results/cpu/neighbours
     python -m bench cpu --ops softmax log_softmax cross_entropy --default --turns 3 --out bench/results/cpu/rows
+    python -m bench cpu --ops embedding segment_sum --dtypes float32 --out bench/results/cpu/embedding
 
 Each cell is measured alone, one op a program, and in a chain of several in one program. Alone, results are new arrays
 in every call, and mapping their memory is in all numbers; in a chain that memory is used again, as in a model. A
 residual is dead in a model that runs forward only, so alone it is donated, to jaxnorm and to XLA. A quantised result is
-no norm's input, a loss no logits and a gated activation half as long, so there is no chain of those. With --default the
-programs of jaxnorm are those of `implementation=None`, else of "native".
+no norm's input, a loss no logits, a gated activation half as long and a sum of rows shorter, so there is no chain of
+those. With --default the programs of jaxnorm are those of `implementation=None`, else of "native".
 
 Times are medians over the calls of several turns, in a chain divided by its length; the programs take turns, so that a
 busy moment of the machine meets all. A turn's first call is left out: XLA frees a program's temporary memory after its
@@ -50,6 +51,8 @@ MLPS = tuple(
     shapes.Shape(name, dims)
     for name, dims in {"llama3 8B": (1024, 14336), "an expert": (8192, 768), "decode 32": (32, 14336)}.items()
 )
+# A table of which 8192 rows are looked up, and what is summed by segments.
+SUMMED = {"embedding": shapes.Shape("GPT-2", (50_257, 768)), "segment_sum": shapes.Shape("131072 rows", (2**17, 128))}
 
 
 def add_arguments(parser):
@@ -91,6 +94,8 @@ def shapes_of(op):
         return [*((op, shape) for shape in GRID), *causal]
     if op == "gated_activation":
         return [(op, shape) for shape in MLPS]
+    if op in SUMMED:
+        return [(kind, SUMMED[op]) for kind in ops.kinds_of(op)]
     if op == "heads":
         return [(norms.HEADS, SHAPES[HEADS])]
     if op == "gated":

@@ -2,6 +2,7 @@
 
     python -m bench gpu --ops rms layer --out bench/results/h200/norms
     python -m bench gpu --ops softmax log_softmax cross_entropy --out bench/results/h200/rows
+    python -m bench gpu --ops embedding segment_sum --dtypes float32 --out bench/results/h200/embedding
     python -m bench gpu --suites grid --dtypes bfloat16 --cols 4096 8192
 
 Kernel time comes from CUPTI and is the median of many calls. Arrays beyond the caches are used again and again; smaller
@@ -14,6 +15,9 @@ takes beside its operands and results.
 A residual is donated to jaxnorm's forward, which writes the sum over it, and the sum is the next call's residual. In no
 program of jaxnorm's norms XLA may run a kernel of its own, or copy an array of x's size: that is an error. With
 --default the programs are those of `implementation=None`, in which it may.
+
+Of an embedding there is the gradient only, of bfloat16 rows for a float32 table. "order us" is what kernels take in
+jaxnorm's program that are not its own: those that sort ids. "fill us" is what a gradient takes that is filled alone.
 
 Of a quantised result a byte an element is counted, and no scales. There is a forward only. The suite "variants" of
 quantised norms has other dtypes than float8_e4m3fn, other scales than one a token, and a residual.
@@ -62,7 +66,8 @@ class Cell(NamedTuple):
     @property
     def sets(self):
         """How many sets of operands take turns: the forward reads x and writes as much, or less if it is quantised."""
-        return 1 if self.suite == "small" else sets_needed(self.nbytes, min(2 * self.nbytes, self.moved["forward"]))
+        first = next(iter(self.moved.values()))
+        return 1 if self.suite == "small" else sets_needed(self.nbytes, min(2 * self.nbytes, first))
 
 
 def add_arguments(parser):
@@ -102,6 +107,17 @@ def copy_rate(cell, iterations):
     """Bytes per second, read and written; from arrays of x's size that take turns as x does."""
     words = [(_words(seed, -(-cell.nbytes // 4)),) for seed in range(cell.sets)]
     return 2 * cell.nbytes / device_time(_copy, words, iterations).seconds
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _fill(value, dims):
+    return jnp.full(dims, value)
+
+
+def fill_time(cell, iterations):
+    """Seconds for an array that is like x. Of a constant XLA makes no kernel."""
+    value = jnp.zeros((), cell.dtype)
+    return device_time(_fill, [(value, cell.shape.dims)] * cell.sets, iterations).seconds
 
 
 def compiled(tasks, failed):
@@ -152,7 +168,17 @@ def measure_cell(cell, args, failed):
     times = attempts(timings.items(), failed)
     temporary = {name: of.memory_analysis().temp_size_in_bytes for name, of in executables.items()}
     measured = [direction for direction in cell.moved if ("jaxnorm", direction) in times]
-    return [row(cell, direction, times, temporary, copy, error) for direction in measured]
+    rows = [row(cell, direction, times, temporary, copy, error) for direction in measured]
+    if cell.op.orders:
+        fill = fill_time(cell, iterations) if "backward" in cell.moved else None
+        rows = [row | aside(times["jaxnorm", way], fill) for row, way in zip(rows, measured, strict=True)]
+    return rows
+
+
+def aside(time, fill):
+    """Columns of what orders rows."""
+    others = (seconds for name, seconds in zip(time.kernels, time.each, strict=True) if "jaxnorm" not in name)
+    return {"order us": 1e6 * sum(others), "fill us": fill and 1e6 * fill}
 
 
 def package_time(package, cell, executable, by_set, iterations, *, is_pure=True):

@@ -6,12 +6,18 @@ Each program is compiled with XLA's fusion of the formula ("xla"), with jaxnorm'
 ("none"). In "jaxnorm-default" the kernels take in what stands beside the norms, the residual additions, rotation and
 gates, as jaxnorm chooses by default; in a U-Net that is the activation. "jaxnorm-default-norm" has the norms alone,
 "jaxnorm" and "jaxnorm-joint" are both with kernels wherever there are some. "jaxnorm-default-loss" has the kernel's
-loss beside the default, "jaxnorm-default-linear-loss" `linear_cross_entropy`. "flax" is XLA's code for LayerNorm and
-GroupNorm as Flax computes them. jaxnorm rotates and gates in float32 and rounds once, "xla" rounds before and within.
+loss beside the default, "jaxnorm-default-linear-loss" `linear_cross_entropy`. "flax" is XLA's code for LayerNorm,
+GroupNorm and the lookup of tokens as Flax computes them. jaxnorm rotates and gates in float32 and rounds once, "xla"
+rounds before and within.
 
 Times are wall times of calls in a queue that is waited for once, taken in turns: "ms" is the median over the turns,
 "± us" half the range of its middle half. "norms us" is the median of what a turn took longer than the turn without
 norms beside it, so that a drifting clock cancels. "won back %" is (xla - jaxnorm) / (xla - none), by that column.
+
+With --lookups the programs are those of two pairs, and "faster %" is the median of old / new - 1 over the turns. The
+first pair has jaxnorm's norms and loss, and Flax's lookup of tokens ("jaxnorm-flax-lookup") or `jaxnorm.embedding`
+("jaxnorm-lookup"). The second has XLA's loss, and lookup and norms are Flax's ("flax") or what `replace_layers` puts in
+their place ("jaxnorm-layers"). Tokens are log-uniform in the vocabulary.
 """
 
 import functools
@@ -20,6 +26,7 @@ import time
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 
 from bench import model_norms, models, report, timing, unet
 
@@ -28,6 +35,7 @@ PARTS = {
     "llama-packed": models.LLAMA_PACKED,
     "llama-joint": models.LLAMA_JOINT,
     "qwen": models.QWEN,
+    "gpt2": models.GPT2,
     "gemma": models.GEMMA,
     "vit": models.VIT,
     "bert": models.BERT,
@@ -37,6 +45,7 @@ PARTS = {
     "decode": models.LLAMA,
     "decode-joint": models.LLAMA_JOINT,
 }
+LOOKED_UP = ("gpt2", "qwen")  # of which --lookups are
 MODULES = {models.Spec: models, unet.Spec: unet}
 PROGRAMS = ("forward", "train step")
 LOSS_TOLERANCE = 1e-2  # an average over thousands of tokens or tens of images, of 7 or so
@@ -48,6 +57,7 @@ def add_arguments(parser):
     parser.add_argument("--programs", nargs="+", default=PROGRAMS, choices=PROGRAMS, help="of what is not decoded")
     extra = [variant for variant in model_norms.VARIANTS if variant not in ("xla", "none")]
     parser.add_argument("--variants", nargs="+", default=["jaxnorm"], choices=extra, help="beside xla and none")
+    parser.add_argument("--lookups", action="store_true", help="pairs that differ in the lookup, in place of variants")
     parser.add_argument("--classes", type=int, help="the vocabulary of the language model")
     parser.add_argument("--layers", type=int, help="of each transformer")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32], help="sequences of a decoding step")
@@ -87,12 +97,33 @@ def rows_of(model, times, executables):
         }
 
 
+def rows_of_twins(spec, times, executables):
+    """The table with --lookups."""
+    for (program, variant), taken in times.items():
+        twin = model_norms.TWINS.get(variant)
+        gains = [old / new - 1 for old, new in zip(times[program, twin], taken, strict=True)] if twin else None
+        yield {
+            "model": spec.name,
+            "program": program,
+            "classes": spec.classes,
+            "tokens": spec.batch * spec.tokens,
+            "variant": variant,
+            **timing.columns(taken),
+            "temp MiB": executables[program, variant].memory_analysis().temp_size_in_bytes / 2**20,
+            "against": twin,
+            "faster %": gains and 100 * statistics.median(gains),
+        }
+
+
 def check_losses(executables, params, inputs):
-    """All norms but none must give the same loss, up to what bfloat16 rounds."""
-    losses = {norms: float(run(params, *inputs)[1]) for (_, norms), run in executables.items()}
-    for norms, value in losses.items():
-        if norms.startswith("jaxnorm") and not abs(value - losses["xla"]) < LOSS_TOLERANCE:
-            raise SystemExit(f"loss {value} with {norms} norms, {losses['xla']} with XLA's")
+    """All variants with norms must give the first one's loss, up to what bfloat16 rounds. A step consumes its state."""
+    losses = {
+        variant: float(run(jax.tree.map(jnp.copy, params), *inputs)[1]) for (_, variant), run in executables.items()
+    }
+    first = next(iter(losses))
+    for variant, value in losses.items():
+        if variant != "none" and not abs(value - losses[first]) < LOSS_TOLERANCE:
+            raise SystemExit(f"loss {value} of {variant}, {losses[first]} of {first}")
 
 
 def measure_training(spec, variants, args):
@@ -106,10 +137,9 @@ def measure_training(spec, variants, args):
             (program, norms): compiled(f"{spec.name} {program}, {norms}", make(loss), (params, *inputs), donate)
             for norms, loss in losses.items()
         }
-        if program == "forward":
-            check_losses(executables, params, inputs)
+        check_losses(executables, params, inputs)
         times, params = timing.in_turns(executables, params, inputs, args.turns, 1 if args.small else 4)
-        yield from rows_of(spec.name, times, executables)
+        yield from rows_of_twins(spec, times, executables) if args.lookups else rows_of(spec.name, times, executables)
 
 
 def measure_decoding(spec, variants, args):
@@ -151,10 +181,15 @@ def attention_of(spec):
 
 
 def main(args):
-    rows, specs = [], {part: spec_of(PARTS[part], args) for part in args.parts}
+    parts = [part for part in args.parts if part in LOOKED_UP] if args.lookups else args.parts
+    rows, specs = [], {part: spec_of(PARTS[part], args) for part in parts}
     header = report.device(args.commit)
-    header |= {"classes": next((spec.classes for spec in specs.values() if spec.language), None)}
+    variants = ["xla", *args.variants, "none"]
+    if args.lookups:
+        variants = [*model_norms.TWINS.values(), *model_norms.TWINS]
+    else:
+        header |= {"classes": next((spec.classes for spec in specs.values() if spec.language), None)}
     for part, spec in specs.items():
         run = measure_decoding if part.startswith("decode") else measure_training
-        rows += run(spec, ["xla", *args.variants, "none"], args)
+        rows += run(spec, variants, args)
         report.write(header, rows, args.out)  # after each part: a run that is cut off keeps the others

@@ -1,4 +1,4 @@
-"""What computes the norms of the models that `bench model` times."""
+"""What computes the norms of the models that `bench model` times, the lookup and the loss."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +11,7 @@ import jaxnorm
 
 
 class Variant(NamedTuple):
-    """What computes the norms and the loss.
+    """What computes the norms, the lookup and the loss.
 
     None leaves norms out, their weights too; "default" is what a user gets who asks for nothing; "flax" is XLA's code
     for what Flax's modules compute. A loss is XLA's, or the kernel's of the logits, or "linear", which never has all
@@ -24,11 +24,12 @@ class Variant(NamedTuple):
     joins: bool = False
     loss: str = "xla"
     rounds: bool = False  # RMSNorms of the stream, and the gates of an MLP, give values of float8 and their scales
+    lookup: str = "xla"
 
 
 VARIANTS = {
     "xla": Variant("xla"),
-    "flax": Variant("flax"),
+    "flax": Variant("flax", lookup="flax"),
     "jaxnorm": Variant("native"),
     "jaxnorm-joint": Variant("native", joins=True),
     "jaxnorm-default-norm": Variant("default"),
@@ -36,7 +37,18 @@ VARIANTS = {
     "jaxnorm-default-loss": Variant("default", joins=True, loss="native"),
     "jaxnorm-default-linear-loss": Variant("default", joins=True, loss="linear"),
     "jaxnorm-float8": Variant("default", joins=True, rounds=True),
+    "jaxnorm-flax-lookup": Variant("default", joins=True, loss="native", lookup="flax"),
+    "jaxnorm-lookup": Variant("default", joins=True, loss="native", lookup="default"),
+    "jaxnorm-layers": Variant("default", lookup="default"),  # what `replace_layers` puts in
     "none": Variant(None),
+}
+# What has another lookup, and what it is compared with: by the lookup alone, and by all that `replace_layers` does.
+TWINS = {"jaxnorm-lookup": "jaxnorm-flax-lookup", "jaxnorm-layers": "flax"}
+# Rows of a table in bfloat16. The gradient of XLA's is a sum in float32, that of Flax's in bfloat16.
+LOOKUPS = {
+    "xla": lambda table, ids: table[ids].astype(jnp.bfloat16),
+    "flax": lambda table, ids: jnp.take(table.astype(jnp.bfloat16), ids, axis=0),
+    "default": lambda table, ids: jaxnorm.embedding(table, ids, dtype=jnp.bfloat16),
 }
 TO_FLOAT8 = {"quantization": jaxnorm.Quantization(jnp.float8_e4m3fn), "straight_through": True}
 
@@ -59,11 +71,12 @@ class Norms(NamedTuple):
     heads: Callable  # queries, keys, values, the weights of the first two, positions -> all three
     joint_heads: Callable  # the same of all three in one array
     gated: Callable  # gate and up of an MLP side by side, in one array -> activation(gate) * up
+    lookup: Callable = LOOKUPS["xla"]  # a table, ids -> rows
 
 
 def norms_of(spec, variant):
-    name, joins, _, rounds = VARIANTS[variant]
-    norms = joined(spec, name) if joins else separate(spec, name)
+    name, joins, _, rounds, lookup = VARIANTS[variant]
+    norms = (joined if joins else separate)(spec, name)._replace(lookup=LOOKUPS[lookup])
     return norms._replace(**rounding(spec)) if rounds else norms
 
 

@@ -31,7 +31,7 @@ class Spec:
 
     name: str
     norm: str  # "rms" or "layer", the latter with a bias
-    language: bool  # reads tokens: causal, gated MLP, queries and keys normalised per head and rotated
+    language: bool  # reads tokens, and is causal
     layers: int
     dim: int
     heads: int
@@ -49,6 +49,7 @@ class Spec:
     sandwich: bool = False  # a norm of what attention and MLP give as well, before it is added to the stream
     after_sum: bool = False  # each norm comes after an addition and is the next stream, as in BERT: post-norm
     conditioned: bool = False  # scales and shifts of the norms, and gates, from a vector for each example: adaLN-Zero
+    learned: bool = False  # the positions of a language model are learned and added, as in GPT-2
 
     @property
     def head_size(self):
@@ -58,6 +59,11 @@ class Spec:
     def groups(self):
         return self.kv_heads or self.heads
 
+    @property
+    def rotates(self):
+        """Queries and keys are normalised per head and rotated, and the MLP is gated."""
+        return self.language and not self.learned
+
 
 LLAMA = Spec("Llama-like", "rms", True, 8, 2048, 16, 8192, batch=4, tokens=2048, classes=1024)
 LLAMA_PACKED = replace(LLAMA, name="Llama-like, packed", packed=True)
@@ -66,6 +72,9 @@ QWEN = replace(LLAMA_JOINT, name="Qwen-like", dim=2560, heads=20, kv_heads=4, hi
 GEMMA = replace(LLAMA, name="Gemma-like", heads=8, kv_heads=4, activation="gelu", scale_offset=1.0, sandwich=True)
 # Half the layers of ViT-L/16.
 VIT = Spec("ViT-like", "layer", False, 12, 1024, 16, 4096, batch=64, tokens=197, classes=1000, activation="gelu")
+GPT2 = replace(
+    VIT, name="GPT-2-like", language=True, dim=768, heads=12, hidden=3072, tokens=1024, classes=50257, learned=True
+)
 # Half the layers of BERT large, whose input is the patches of an image here.
 BERT = replace(VIT, name="BERT-like", batch=32, tokens=512, after_sum=True)
 # Less than half the layers of DiT-XL/2, at 256 x 256 pixels.
@@ -88,7 +97,7 @@ def init(spec, seed=0):
 
     Gates are random for the same reason, though adaLN-Zero starts them at zero.
     """
-    keys = iter(jax.random.split(random_key(seed), 3 + 8 * spec.layers))
+    keys = iter(jax.random.split(random_key(seed), 4 + 8 * spec.layers))
 
     def matrix(rows, cols, gain=1.0):
         return gain / math.sqrt(rows) * jax.random.normal(next(keys), (rows, cols))
@@ -104,17 +113,21 @@ def init(spec, seed=0):
         else:
             post = ["attention_post_norm", "mlp_post_norm"] if spec.sandwich else []
             stream = {name: weights(dim) for name in ("attention_norm", "mlp_norm", *post)}
-        head = {name: weights(spec.head_size) for name in ("query_norm", "key_norm")} if spec.language else {}
+        head = {name: weights(spec.head_size) for name in ("query_norm", "key_norm")} if spec.rotates else {}
         ups = {"gate_up": 2 * hidden} if spec.packed else {"gate": hidden, "up": hidden}
-        ups = {name: matrix(dim, cols) for name, cols in ups.items() if spec.language or name == "up"}
+        ups = {name: matrix(dim, cols) for name, cols in ups.items() if spec.rotates or name == "up"}
         heads = {"query": spec.heads, "key": spec.groups, "value": spec.groups}
         heads = {"qkv": sum(heads.values())} if spec.joint else heads
         products = {name: matrix(dim, count * spec.head_size) for name, count in heads.items()}
         joins = {"out": matrix(dim, dim, gain), "down": matrix(hidden, dim, gain)}
         return {**stream, **head, **ups, **products, **joins}
 
+    def table(rows):
+        return matrix(rows, spec.dim, math.sqrt(rows))
+
     return {
-        "embed": matrix(spec.classes, spec.dim, math.sqrt(spec.classes)) if spec.language else matrix(PATCH, spec.dim),
+        "embed": table(spec.classes) if spec.language else matrix(PATCH, spec.dim),
+        **({"positions": table(spec.tokens)} if spec.learned else {}),
         "layers": [layer() for _ in range(spec.layers)],
         "norm": matrix(spec.dim, 2 * spec.dim) if spec.conditioned else weights(spec.dim),
         "head": matrix(spec.dim, spec.classes),
@@ -124,16 +137,21 @@ def init(spec, seed=0):
 def batch(spec, seed=1):
     """Random inputs and targets: a class for each token of a language model, one for each image.
 
-    The inputs of a conditioned model are patches and a vector for each image.
+    Tokens are log-uniform, targets uniform. The inputs of a conditioned model are patches and a vector for each image.
     """
     keys = jax.random.split(random_key(seed), 3)
     dims = (spec.batch, spec.tokens)
     if spec.language:
-        return tuple(jax.random.randint(key, dims, 0, spec.classes) for key in keys[:2])
+        return log_uniform(keys[0], dims, spec.classes), jax.random.randint(keys[1], dims, 0, spec.classes)
     patches = jax.random.normal(keys[0], (*dims, PATCH), jnp.bfloat16)
     condition = jax.random.normal(keys[2], (spec.batch, spec.dim), jnp.bfloat16)
     inputs = (patches, condition) if spec.conditioned else patches
     return inputs, jax.random.randint(keys[1], dims[:1], 0, spec.classes)
+
+
+def log_uniform(key, dims, classes):
+    """Ids whose frequencies fall about as those of words do: exp(u) - 1, for u uniform in [0, log(classes))."""
+    return jnp.exp(jax.random.uniform(key, dims, maxval=math.log(classes))).astype(jnp.int32) - 1
 
 
 class Around(NamedTuple):
@@ -173,7 +191,7 @@ def block(spec, norms, layer, stream, attend, positions=None, condition=None):
         names = ("qkv",) if spec.joint else ("query", "key", "value")
         products = [spec.product(y, layer[name]) for name in names]
         heads = [product.reshape(*product.shape[:-1], -1, spec.head_size) for product in products]
-        if spec.language:
+        if spec.rotates:
             rotate = norms.joint_heads if spec.joint else norms.heads
             heads = [*rotate(*heads, layer["query_norm"], layer["key_norm"], positions)]
         result, kept = attend(*heads)
@@ -184,7 +202,7 @@ def block(spec, norms, layer, stream, attend, positions=None, condition=None):
             y = norms.gated(spec.product(y, layer["gate_up"]))
         else:
             activation, up = getattr(jax.nn, spec.activation), spec.product(y, layer["up"])
-            y = activation(spec.product(y, layer["gate"])) * up if spec.language else activation(up)
+            y = activation(spec.product(y, layer["gate"])) * up if spec.rotates else activation(up)
         return spec.product(y, layer["down"]), None
 
     around_attention, around_mlp = arounds(spec, layer, condition)
@@ -213,7 +231,9 @@ def hidden(spec, norms, params, inputs):
         return attention(q, k, v), None
 
     embed = params["embed"]
-    stream = embed[inputs].astype(jnp.bfloat16) if spec.language else spec.product(inputs, embed)
+    stream = norms.lookup(embed, inputs) if spec.language else spec.product(inputs, embed)
+    if spec.learned:
+        stream = stream + params["positions"].astype(stream.dtype)
     if spec.after_sum:
         stream = norms.closing(stream, params["norm"])
     for layer in params["layers"]:

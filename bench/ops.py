@@ -16,10 +16,12 @@ OF_MODELS = {
     "gated_activation": shapes.GATES,
     "gated_activation_quantized": shapes.GATES,
     "float8_linear": shapes.ROUNDED,
+    "embedding": shapes.TABLES,
+    "segment_sum": (shapes.SEGMENTED,),
 }
 LOGITS = ("softmax", "log_softmax")
 OPS = (*NORMS, *LOGITS, *OF_MODELS)
-CPU_OPS = (*NORMS, *LOGITS, "cross_entropy", "gated_activation")
+CPU_OPS = (*NORMS, *LOGITS, "cross_entropy", "gated_activation", "embedding", "segment_sum")
 SUITES = ("grid", "models", "small", "odd", "variants")
 GATED_COLS = 16_384  # the longest row of a gated norm that a kernel holds
 
@@ -58,10 +60,15 @@ def suites_of(op, dtype):
     return suites
 
 
+def kinds_of(op):
+    """An op, or those of an op that has several."""
+    return [kind for kind in KINDS if op in (kind, kind.partition(", ")[0])]
+
+
 def _of_models(op):
     """Decoded tokens are in the cache in earnest, too."""
     suites = {"models": [], "small": []}
-    for kind in [op] if op in KINDS else [f"{op}, {way}" for way in others.ROUNDINGS]:
+    for kind in kinds_of(op):
         for shape in OF_MODELS[op]:
             is_small = shape.name.startswith("a token") and op.endswith("rotary")
             suites["small" if is_small else "models"].append((kind, shape))

@@ -1,7 +1,8 @@
-"""What `bench gpu` measures beside norms: softmax and cross-entropy, rotary embedding, GroupNorm, gates, rounding.
+"""What `bench gpu` measures beside norms: logits, rotary embedding, GroupNorm, gates, rounding, and sums of rows.
 
 XLA's softmax is `jax.nn.softmax`, its cross-entropy Optax's formula, which XLA compiles better than one that reads
-`log_softmax`; of the others it is the formula. What a mask hides is not read, and labels and positions are not counted.
+`log_softmax`, its lookup Flax's, and its sum by segments `jax.ops.segment_sum`; of the others it is the formula. What a
+mask hides is not read, and labels, positions and ids are not counted.
 """
 
 import math
@@ -13,7 +14,7 @@ import numpy as np
 
 import jaxnorm
 from bench import shapes
-from bench.models import losses
+from bench.models import log_uniform, losses
 from bench.programs import Op, draw, nbytes
 from jaxnorm.ops.float8_linear.formula import BY_XLA, Float8Linear
 from jaxnorm.ops.float8_linear.kernels import BY_KERNELS, transposed
@@ -22,6 +23,12 @@ CAUSAL, CACHED = "softmax, causal", "softmax, causal, cache"
 # Of scores behind a cache: how many keys a query has at most.
 WINDOWS = {CACHED: None, "softmax, window 1024": 1024, "softmax, window 4096": 4096}
 ROUNDINGS = ("rows", "kernel", "gradient", "bytes")
+IDS = {
+    "log-uniform ids": log_uniform,
+    "uniform ids": lambda key, dims, classes: jax.random.randint(key, dims, 0, classes),
+    "one id": lambda key, dims, classes: jnp.full(dims, classes // 2),
+}
+EACH = 16  # rows of a segment, on average
 NOT_PURE = {"is_pure": False}  # XLA converts positions, adds up the gradients of scales, or has a direction
 
 
@@ -207,6 +214,55 @@ def rounding(way):
     return Op(function, operands, moved, is_last=True, is_rounded=True, **NOT_PURE)
 
 
+def narrow(dtype):
+    """Of the rows of a table."""
+    return jnp.bfloat16 if dtype == jnp.float32 else dtype
+
+
+def embedding(ids_of):
+    """The gradient of a lookup, of bfloat16 if the table is float32: the rows' is read, and the table's written."""
+
+    def count(shape):
+        return shapes.LOOKED_UP.get(shape.name, 8192)
+
+    def operands(shape, dtype, seed):
+        (table,) = draw(seed, dtype, shape.dims)
+        (dy,) = draw(seed, narrow(jnp.dtype(dtype)), (count(shape), shape.cols))
+        return table, (ids_of(jax.random.key(seed), dy.shape[:1], shape.rows),), dy
+
+    def function(how):
+        def of_flax(table, ids):
+            return jnp.take(table.astype(narrow(table.dtype)), ids, axis=0)
+
+        def ours(table, ids):
+            return jaxnorm.embedding(table, ids, dtype=narrow(table.dtype), implementation=how)
+
+        return of_flax if how == "xla" else ours
+
+    def moved(shape, itemsize):
+        return {"backward": shape.cols * (shape.rows * itemsize + count(shape) * min(itemsize, 2))}
+
+    return Op(function, operands, moved, is_last=True, few=4096, orders=True, **NOT_PURE)
+
+
+def segment_sum(is_sorted):
+    def segments(rows):
+        return -(-rows // EACH)
+
+    def operands(shape, dtype, seed):
+        (x,) = draw(seed, dtype, shape.dims)
+        ids = jax.random.randint(jax.random.key(seed), shape.dims[:1], 0, segments(shape.rows))
+        return x, (jnp.sort(ids) if is_sorted else ids,), None
+
+    def function(how):
+        of_jax = how == "xla"
+        sums = jax.ops.segment_sum if of_jax else partial(jaxnorm.segment_sum, implementation=how)
+        return lambda x, ids: sums(x, ids, segments(len(x)), indices_are_sorted=is_sorted)
+
+    moved = partial(nbytes, forward=1 + 1 / EACH)
+    return Op(function, operands, moved, is_last=True, few=4096, orders=True, **NOT_PURE)
+
+
 OPS = {
     "softmax": softmax(),
     "log_softmax": softmax(log=True),
@@ -219,4 +275,7 @@ OPS = {
     "gated_activation": gated_activation(),
     "gated_activation_quantized": quantized_activation(),
     **{f"float8_linear, {way}": rounding(way) for way in ROUNDINGS},
+    **{f"embedding, {way}": embedding(ids_of) for way, ids_of in IDS.items()},
+    "segment_sum, sorted": segment_sum(is_sorted=True),
+    "segment_sum, unsorted": segment_sum(is_sorted=False),
 }

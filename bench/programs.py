@@ -13,7 +13,7 @@ import numpy as np
 TOLERANCE = {"float32": 2e-6, "bfloat16": 4e-3, "float16": 5e-4}
 TOLERANCE |= dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "int8"), 5e-3)
 SUMS = 5e-6  # of sums over rows, at least
-FEW = 33  # rows that are checked, along each axis
+FEW = 33
 
 
 class Op(NamedTuple):
@@ -28,6 +28,8 @@ class Op(NamedTuple):
     is_last: bool = False  # the result is no input of the same op
     is_rounded: bool = False  # to 8 bits, of what is computed in float32 whatever x is
     fixed: int = 1  # trailing axes that are the same where few rows are checked
+    few: int = FEW  # rows that are checked, along each other axis
+    orders: bool = False  # a kernel reads rows in an order that XLA's code finds
 
 
 class Program(NamedTuple):
@@ -133,7 +135,7 @@ def check(op, shape, dtype, implementation="native", spoil=lambda results: resul
     rows. `spoil` changes the results.
     """
     dims = shape.dims
-    few = shape._replace(dims=(*(min(n, FEW) for n in dims[: -op.fixed]), *dims[-op.fixed :]))
+    few = shape._replace(dims=(*(min(n, op.few) for n in dims[: -op.fixed]), *dims[-op.fixed :]))
     x, weights, dy = op.operands(few, dtype, 0)
     actual = spoil(_results(op, implementation, x, weights, dy))
     if op.carries:  # what is normalised is the sum as it is rounded

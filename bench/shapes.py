@@ -113,6 +113,17 @@ ROUNDED = (
     Shape("a width of 2048", (8192, 2048)),
 )
 
+# Tables of embeddings, of which so many rows are looked up; of the others 8192.
+TABLES = (
+    Shape("Qwen3 4B", (151_936, 2560)),
+    Shape("Gemma 3 1B", (262_144, 1152)),
+    Shape("GPT-2, 65536 tokens", (50_257, 768)),
+)
+LOOKED_UP = {"GPT-2, 65536 tokens": 65_536}
+
+# What is summed by segments.
+SEGMENTED = Shape("1 M rows", (2**20, 128))
+
 # One token for each of a few sequences: launch overhead and latency, not bandwidth.
 DECODE = (Shape("decode 1", (1, 4096)), Shape("decode 32", (32, 4096)), Shape("decode 256", (256, 8192)))
 

@@ -98,6 +98,11 @@ def wholes(*runs):
     return [line for run in runs for line in [*about(run["header"]), *report.table_of(run["columns"], run["rows"]), ""]]
 
 
+def chosen(results, columns):
+    """These columns of every row."""
+    return [*about(results["header"]), *report.table_of(columns, results["rows"])]
+
+
 def headline(results):
     """One line about all shapes."""
     header, rows = results["header"], results["rows"]
@@ -289,6 +294,9 @@ def faster(percent):
     return f"{percent:.1f} % faster" if percent >= 0 else f"**{-percent:.1f} % slower**"
 
 
+SUMMED = ("op", "shape", "M", "N")
+ON_GPU = (*SUMMED, "us", "order us", "fill us", "% of copy", "XLA us", "x XLA", "temp MiB", "XLA temp MiB")
+ON_CPU = (*SUMMED, "ms", "copy ms", "XLA ms", "x XLA")
 NEW_MODELS = ("h100/models", "h100/joint", "h100/qwen")
 TABLES = {
     "h200-headline": (headline, "h200/norms"),
@@ -301,6 +309,9 @@ TABLES = {
     "models": (wholes, *NEW_MODELS),
     "decoding": (functools.partial(steps, decoding=True), "h100/decoding", "h100/decoding-joint"),
     "blocks": (blocks, "h100/blocks"),
+    "lookups": (wholes, "h200/lookups"),
+    "h200-embedding": (functools.partial(chosen, columns=ON_GPU), "h200/embedding"),
+    "cpu-embedding": (functools.partial(chosen, columns=ON_CPU), "cpu/embedding"),
     "float8-steps": (wholes, "h100/float8", "h200/float8", "h200/float8-flax", "h200/float8-narrow"),
     "float8-forward": (wholes, "h200/float8-forward"),
 }

@@ -16,6 +16,7 @@ COLD_BYTES = 128_000_000
 class Time(NamedTuple):
     seconds: float  # of all kernels of one call, the median over the calls
     kernels: list[str]  # of one call
+    each: tuple[float, ...] = ()  # the seconds of each of them, the median over the calls
 
 
 class InTurn:
@@ -71,7 +72,8 @@ def device_time(program, sets, iterations, carries=False):
 def median_call(records):
     """From the (name, milliseconds) of each kernel of each call: the median of the calls' sums."""
     milliseconds = statistics.median(sum(time for _, time in call) for call in records)
-    return Time(milliseconds / 1e3, [name for name, _ in records[0]])
+    each = tuple(statistics.median(time for _, time in kernel) / 1e3 for kernel in zip(*records, strict=True))
+    return Time(milliseconds / 1e3, [name for name, _ in records[0]], each)
 
 
 def in_turns(programs, state, inputs, turns, calls):

@@ -42,7 +42,7 @@ def test_the_check_passes_what_is_right(kind):
 def slightly_wrong(leaf):
     """Eight bits: the value before each, in magnitude if it is a float8."""
     if leaf.dtype.itemsize > 1:
-        return leaf * 1.00001
+        return leaf * (1.01 if leaf.dtype == jnp.bfloat16 else 1.00001)
     return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(leaf, jnp.int8) - 1, leaf.dtype)
 
 
@@ -93,6 +93,8 @@ def test_the_commands_select_cells():
     assert [(kind, shape.cols) for kind, _, shape in found] == [*softmax, (others.CAUSAL, 4096), *log_softmax]
     # Of a grid one length runs in a chain.
     assert [len(cpu.manners(ops.KINDS[kind], shape)) for kind, _, shape in found] == [1, 2, 2, 1, 2]
+    found = cells("cpu", "--dtypes=float32", "--ops", "segment_sum")
+    assert [kind for kind, *_ in found] == ["segment_sum, sorted", "segment_sum, unsorted"]
 
 
 @pytest.mark.parametrize("op", ops.OPS)
@@ -132,12 +134,13 @@ def test_jax_times_the_calls_in_turn(monkeypatch):
     monkeypatch.setattr(timing.profiler, "mosaic_gpu_lib", SimpleNamespace(_mosaic_gpu_ext=record))
     time = timing.device_time(calls.append, [(1,), (2,), (3,)], iterations=5)
     assert calls == [2, 3, 1, 2, 3]
-    assert time == (21e-3, ["a", "b"])  # the median of sums of kernels
+    assert time == (21e-3, ["a", "b"], (20e-3, 1e-3))  # the median of sums of kernels
 
 
 # One of each kind of operands and directions; the checks of all kinds have tests of their own.
 EACH = ("layer", "add_rms", norms.PADDED, norms.GROUPED, norms.HEADS, "rms_quantized", "rms_quantized, with a residual")
 EACH += ("rms_quantized, static scale", others.CACHED, "cross_entropy", "qkv_norm_rotary", "float8_linear, kernel")
+EACH += ("embedding, one id", "segment_sum, unsorted")
 
 
 def measure_cell(kind, monkeypatch, kernels=("jaxnorm",), default=False):
@@ -148,7 +151,7 @@ def measure_cell(kind, monkeypatch, kernels=("jaxnorm",), default=False):
         used.append(len(sets))
         calls = timing.InTurn(program, sets, carries)
         jax.block_until_ready([calls() for _ in range(2 * len(sets))])
-        return timing.Time(1e-3 * len(used), list(kernels))
+        return timing.Time(1e-3 * len(used), list(kernels), tuple(1e-6 * (1 + i) for i in range(len(kernels))))
 
     monkeypatch.setattr(gpu, "device_time", run)
     monkeypatch.setattr(timing, "COLD_BYTES", 20_000)
@@ -160,9 +163,9 @@ def measure_cell(kind, monkeypatch, kernels=("jaxnorm",), default=False):
 @pytest.mark.parametrize("kind", EACH)
 def test_a_cell_is_measured_with_every_set(kind, monkeypatch):
     rows, failed, used = measure_cell(kind, monkeypatch)
-    ways = ["forward"] if ops.KINDS[kind].is_rounded else ["forward", "backward", "step"]
+    ways, is_filled = list(ops.KINDS[kind].moved(any_shape(8, 8, 8), 2)), kind.startswith("embedding")
     assert [row["op"] for row in rows] == [report.op_name(kind, way) for way in ways]
-    assert len(used) == 1 + 2 * len(ways)  # the copy, and each package's directions
+    assert len(used) == 1 + 2 * len(ways) + is_filled  # the copy, each package's directions, and a fill
     assert len(set(used)) == 1
     assert all(row["error / tolerance"] < 1 and row["x XLA"] > 1 for row in rows)
     assert failed == []
@@ -176,6 +179,14 @@ def test_no_kernel_of_xlas_is_counted_as_jaxnorms_but_by_default(monkeypatch):
     assert "jaxnorm forward: RuntimeError: XLA runs kernels of its own: wrapped_copy" in failed
     rows, failed, _ = measure_cell("rms", monkeypatch, kernels, default=True)
     assert (len(rows), failed) == (3, [])
+
+
+@pytest.mark.needs("kernels")
+def test_what_orders_rows_is_told_apart(monkeypatch):
+    ((row,), _, _) = measure_cell("embedding, uniform ids", monkeypatch, ("sort", "jaxnorm", "input_scatter"))
+    assert (row["order us"], row["fill us"]) == pytest.approx((1 + 3, 4e3))
+    ((row,), _, _) = measure_cell("segment_sum, sorted", monkeypatch)
+    assert (row["order us"], row["fill us"]) == (0, None)
 
 
 @pytest.mark.parametrize(
@@ -196,6 +207,8 @@ def test_no_kernel_of_xlas_is_counted_as_jaxnorms_but_by_default(monkeypatch):
         ("float8_linear, kernel", (9, 300), {"forward": 4}),
         ("float8_linear, gradient", (9, 300), {"forward": 6}),
         ("float8_linear, bytes", (9, 300), {"forward": 4}),
+        ("embedding, one id", (4096, 300), {"backward": 2 + 2 * 2}),  # two rows for each of the table's
+        ("segment_sum, sorted", (64, 300), {"forward": 2 + 2 / 16}),
     ],
 )
 def test_the_bytes_of_an_element(kind, dims, moved):
@@ -235,6 +248,7 @@ def result_of(program):
 # Of each kind: the directions alone, and in a chain.
 KINDS = {"layer": (3, 3), "add_rms": (3, 3), norms.GATE_LAST: (3, 3), norms.HEADS: (3, 3), "rms_quantized": (1, 0)}
 KINDS |= {"layer_quantized, with a residual": (1, 0), others.CAUSAL: (3, 3), "cross_entropy": (3, 0)}
+KINDS |= {"segment_sum, unsorted": (1, 0)}
 
 
 @pytest.mark.parametrize("kind", KINDS)

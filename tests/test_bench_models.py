@@ -22,11 +22,13 @@ PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/benchmarks/*.md"))]
 
 LANGUAGE, IMAGES = models.small(models.LLAMA), replace(models.small(models.VIT), layers=1)
 SANDWICH, CONDITIONED, JOINT = (models.small(spec) for spec in (models.GEMMA, models.DIT, models.QWEN))
-AFTER_SUM, UNET = models.small(models.BERT), unet.small(unet.WIDE)
+AFTER_SUM, LEARNED, UNET = models.small(models.BERT), models.small(models.GPT2), unet.small(unet.WIDE)
 # Models, and the norms with which they train as with XLA's.
 TRAINED = [
     *((spec, norms) for spec in (LANGUAGE, IMAGES, AFTER_SUM, UNET) for norms in ("jaxnorm", "jaxnorm-joint")),
-    *((spec, "flax") for spec in (IMAGES, UNET)),
+    *((spec, "flax") for spec in (IMAGES, UNET, LEARNED)),
+    (JOINT, "jaxnorm-lookup"),
+    (LEARNED, "jaxnorm-layers"),
     *((spec, norms) for spec in (JOINT, SANDWICH, CONDITIONED) for norms in ("jaxnorm-joint", "jaxnorm-default-loss")),
 ]
 # What bfloat16 activations leave: XLA's norms, scanned and unrolled, gave losses that were up to 6e-4 apart, and
@@ -121,14 +123,42 @@ def test_every_program_has_a_row_for_each_kind_of_norm(tmp_path, monkeypatch):
     assert [(row["model"], row["program"], row["norms"]) for row in rows] == expected
 
 
+EXECUTABLE = SimpleNamespace(memory_analysis=lambda: SimpleNamespace(temp_size_in_bytes=2**20))
+
+
 def test_what_is_won_back_is_a_share_of_what_jnp_norms_cost():
-    executable = SimpleNamespace(memory_analysis=lambda: SimpleNamespace(temp_size_in_bytes=2**20))
     times = {"xla": [5.0, 6.0, 7.0], "jaxnorm": [4.5, 5.5, 6.5], "none": [3.0, 4.0, 5.0]}
     keyed = {("forward", norms): seconds for norms, seconds in times.items()}
-    _, ours, none = model.rows_of("a model", keyed, dict.fromkeys(keyed, executable))
+    _, ours, none = model.rows_of("a model", keyed, dict.fromkeys(keyed, EXECUTABLE))
     expected = {"ms": 5500.0, "norms us": 1.5e6, "temp MiB": 1.0, "won back %": 25.0}
     assert {name: ours[name] for name in expected} == expected
     assert (none["norms us"], none["won back %"]) == (0, None)
+
+
+@of_models
+def test_lookups_are_measured_in_pairs(tmp_path):
+    out = tmp_path / "card/run"
+    options = ["--small", "--lookups", "--turns=2", "--layers=1", "--programs=train step"]
+    args = parse(["model", *options, "--out", str(out)])
+    args.main(args)
+    pairs = [("jaxnorm-flax-lookup", None), ("flax", None)]
+    pairs += [("jaxnorm-lookup", "jaxnorm-flax-lookup"), ("jaxnorm-layers", "flax")]
+    rows = report.load(out)["rows"]
+    expected = [(name, *pair) for name in ("Qwen-like", "GPT-2-like") for pair in pairs]
+    assert [(row["model"], row["variant"], row["against"]) for row in rows] == expected
+
+
+def test_a_lookup_is_faster_by_the_median_of_its_turns():
+    times = {"jaxnorm-flax-lookup": [3.0, 4.0, 6.0], "jaxnorm-lookup": [2.0, 3.2, 4.0], "flax": [5.0] * 3}
+    keyed = {("train step", variant): seconds for variant, seconds in times.items()}
+    rows = list(model.rows_of_twins(LEARNED, keyed, dict.fromkeys(keyed, EXECUTABLE)))
+    assert [row["faster %"] for row in rows] == [None, pytest.approx(50), None]
+
+
+def test_tokens_are_log_uniform():
+    ids = models.log_uniform(models.random_key(0), (20_000,), 10**4)
+    shares = [(ids < bound).mean() for bound in (0, 9, 99, 999, 10**4)]  # of exp(u) < 1, 10, 100, ...
+    np.testing.assert_allclose(shares, [0, 0.25, 0.5, 0.75, 1], atol=0.02)
 
 
 @of_models

@@ -15,9 +15,9 @@ namespace {
 constexpr int kChunk = 64, kThreads = 128;  // items of the list; threads of a block
 constexpr int kNear = kChunk / 2;           // how many positions beyond its items a chunk takes at most
 constexpr int kAhead = 4;                   // how many rows a thread has asked for at once
-// Of the second kernel: the warps of a block, and how many chunks it looks at; how many of a segment one warp adds up,
-// and how many it has asked for at once.
-constexpr int kMergeWarps = 16, kLooks = 32, kFewChunks = 16, kTailsAhead = 8;
+// Of the second kernel: the warps of a block; how many chunks it looks at, and at most; how many of a segment one warp
+// adds up, and how many it has asked for at once; and how many blocks run at once, since most find nothing to do.
+constexpr int kMergeWarps = 16, kLooks = 32, kMostLooks = 128, kFewChunks = 16, kTailsAhead = 8, kMergeBlocks = 384;
 
 // A place in the list: so many positions and segments stand before it.
 struct Place {
@@ -180,60 +180,68 @@ __device__ void add_tails(const SegmentSum& p, const Chunks& chunks, int begin, 
   }
 }
 
-// Adds up the segments that end in a chunk and began in one before: each a warp's, or all of a block's if it is long.
+// Adds up the segments that end in a chunk and began in one before: each a warp's, or all of a block's if it is long. A
+// block has so many chunks, and every gridDim.y-th tile of columns.
 template <int N>
-__global__ void __launch_bounds__(kMergeWarps* kWarp) segment_merge_kernel(SegmentSum p, Chunks chunks) {
-  __shared__ int begins[kLooks];
+__global__ void __launch_bounds__(kMergeWarps* kWarp) segment_merge_kernel(SegmentSum p, Chunks chunks, int looks) {
+  __shared__ int begins[kMostLooks];
   __shared__ float parts[kMergeWarps][kWarp * N];
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, block = blockIdx.x * kLooks;
-  const int64_t col = (int64_t{blockIdx.y} * kWarp + lane) * N;
-  const int there = col < p.cols ? N : 0;
-  for (int i = threadIdx.x; i < kLooks; i += kMergeWarps * kWarp) begins[i] = chunks.begin_of(p, block + i);
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, block = blockIdx.x * looks;
+  for (int i = threadIdx.x; i < looks; i += kMergeWarps * kWarp) begins[i] = chunks.begin_of(p, block + i);
   __syncthreads();
+  bool has_any = false;
+  for (int i = lane; i < looks; i += kWarp) has_any |= begins[i] < block + i;
+  if (!__ballot_sync(0xffffffffu, has_any)) return;
 
-  // What some chunks have together, and the last one.
-  const auto write = [&](int at, Packed<float, N> packed, const float (&sum)[N]) {
-    float last[N];
-    unpack(packed, last);
+  for (int64_t first = int64_t{blockIdx.y} * kWarp * N; first < p.cols; first += int64_t{gridDim.y} * kWarp * N) {
+    const int64_t col = first + lane * N;
+    const int there = col < p.cols ? N : 0;
+    // What some chunks have together, and the last one.
+    const auto write = [&](int at, Packed<float, N> packed, const float (&sum)[N]) {
+      float last[N];
+      unpack(packed, last);
 #pragma unroll
-    for (int k = 0; k < N; ++k) last[k] = sum[k] + last[k];
-    if (there) store_floats(p.sums, chunks.places[at].segment * p.cols + col, last);
-  };
-  for (int i = warp; i < kLooks; i += kMergeWarps) {
-    const int at = block + i;
-    if (begins[i] == at || at - begins[i] > kFewChunks) continue;
-    const auto last = load<true, N>(chunks.head(p, at) + col, there);
-    float sum[N] = {};
-    if (there) add_tails(p, chunks, begins[i], at, 1, col, sum);
-    write(at, last, sum);
-  }
-  for (int i = 0; i < kLooks; ++i) {
-    const int at = block + i;
-    if (at - begins[i] <= kFewChunks) continue;
-    const auto last = load<true, N>(chunks.head(p, at) + col, there);
-    float sum[N] = {};
-    if (there) add_tails(p, chunks, begins[i] + warp, at, kMergeWarps, col, sum);
-    store_shared(parts[warp] + lane * N, sum);
-    __syncthreads();
-    if (warp == 0) {
-      for (int other = 1; other < kMergeWarps; ++other)
-#pragma unroll
-        for (int k = 0; k < N; ++k) sum[k] += parts[other][lane * N + k];
+      for (int k = 0; k < N; ++k) last[k] = sum[k] + last[k];
+      if (there) store_floats(p.sums, chunks.places[at].segment * p.cols + col, last);
+    };
+    for (int i = warp; i < looks; i += kMergeWarps) {
+      const int at = block + i;
+      if (begins[i] == at || at - begins[i] > kFewChunks) continue;
+      const auto last = load<true, N>(chunks.head(p, at) + col, there);
+      float sum[N] = {};
+      if (there) add_tails(p, chunks, begins[i], at, 1, col, sum);
       write(at, last, sum);
     }
-    __syncthreads();
+    for (int i = 0; i < looks; ++i) {
+      const int at = block + i;
+      if (at - begins[i] <= kFewChunks) continue;
+      const auto last = load<true, N>(chunks.head(p, at) + col, there);
+      float sum[N] = {};
+      if (there) add_tails(p, chunks, begins[i] + warp, at, kMergeWarps, col, sum);
+      store_shared(parts[warp] + lane * N, sum);
+      __syncthreads();
+      if (warp == 0) {
+        for (int other = 1; other < kMergeWarps; ++other)
+#pragma unroll
+          for (int k = 0; k < N; ++k) sum[k] += parts[other][lane * N + k];
+        write(at, last, sum);
+      }
+      __syncthreads();
+    }
   }
 }
 
 template <typename T, int N>
 cudaError_t launch(const SegmentSum& p, const Chunks& chunks, cudaStream_t stream) {
   const int64_t blocks = (chunks.count * (p.cols / N) + kThreads - 1) / kThreads;
-  const int64_t tiles = (p.cols / N + kWarp - 1) / kWarp;
-  if (blocks > INT_MAX || tiles > USHRT_MAX) return cudaErrorInvalidConfiguration;
+  if (blocks > INT_MAX) return cudaErrorInvalidConfiguration;
   const dim3 grid(static_cast<unsigned>(blocks));
   if (const cudaError_t error = launch_grid(segment_sum_kernel<T, N>, grid, kThreads, stream, p, chunks)) return error;
-  const dim3 merge((chunks.count + kLooks - 1) / kLooks, static_cast<unsigned>(tiles));
-  return launch_grid(segment_merge_kernel<N>, merge, kMergeWarps * kWarp, stream, p, chunks);
+  const int looks = kLooks * std::clamp(chunks.count / (kLooks * kMergeBlocks) + 1, 1, kMostLooks / kLooks);
+  const int groups = (chunks.count + looks - 1) / looks;
+  const int64_t tiles = (p.cols / N + kWarp - 1) / kWarp;
+  const dim3 merge(groups, static_cast<unsigned>(std::min<int64_t>(tiles, std::max(1, kMergeBlocks / groups))));
+  return launch_grid(segment_merge_kernel<N>, merge, kMergeWarps * kWarp, stream, p, chunks, looks);
 }
 
 template <typename T>
