@@ -9,6 +9,7 @@ COMMANDS = {
     "cpu": "wall time of the ops on the CPU, beside XLA's code and a copy",
     "float8": "a training step with products of float8, beside bfloat16",
     "model": "the norms within a model's training step",
+    "reproducible": "whether two processes train a language model to the same bits",
     "resources": "registers and spills of the CUDA kernels in two builds, without a GPU",
     "tables": "write the results into README.md and docs/",
 }

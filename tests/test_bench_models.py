@@ -265,6 +265,17 @@ def test_pages_show_every_table_and_all_were_measured():
     assert [name for name in tables.TABLES if "Not measured yet" in tables.table(name, RESULTS)] == []
 
 
+# On a CPU XLA adds in order: both lookups train to the same bits in two processes.
+@pytest.mark.long
+def test_processes_that_train_are_compared(results):
+    out = results / "cpu" / "reproducible"
+    args = parse(["reproducible", "--small", "--rows", "0", "--out", str(out)])
+    args.main(args)
+    (row,) = json.loads((results / "cpu.json").read_text())["reproducible"]["rows"]
+    assert (row["differ"], row["first gradients that differ"]) == (0, [])
+    assert row["arrays"] > 40
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_explains_itself(command, capsys):
     with pytest.raises(SystemExit) as exit_:

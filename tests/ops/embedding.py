@@ -11,6 +11,7 @@ from cases import DTYPES, assert_near, bits, draw
 from coverage import cover
 from hlo import collectives, compiled_text, count_native_calls
 from jax import export
+from jax.experimental import jet
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from meshes import MANUAL, PARTLY_MANUAL, mesh_for, mesh_of, on_mesh
 from native import is_platform_with_kernels
@@ -284,6 +285,23 @@ def test_both_are_linear():
     assert_near(transposed, jaxnorm.segment_sum(rows, ids, LENGTH))
     (transposed,) = jax.linear_transpose(lambda rows: jaxnorm.segment_sum(rows, ids, LENGTH), rows)(table)
     np.testing.assert_array_equal(transposed, jaxnorm.embedding(table, ids))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_higher_derivatives_along_a_curve(implementation):
+    table, ids = draw("table", (LENGTH, COLUMNS)), numbers("others", 21, LENGTH)
+    series = [jnp.cos(table), jnp.sin(table)]
+
+    def value(lookup):
+        return jet.jet(lambda table: loss(lookup)(table, ids), (table,), (series,))
+
+    actual, expected = map(
+        value, (partial(jaxnorm.embedding, implementation=implementation), partial(jnp.take, axis=0))
+    )
+    assert_near(actual, expected, 1e-4)
+    rows = draw("rows", (21, COLUMNS))
+    (sums, terms) = jet.jet(partial(jaxnorm.segment_sum, segment_ids=ids, num_segments=9), (rows,), ([rows, 2 * rows],))
+    assert_near([sums, 2 * sums], list(terms))
 
 
 @pytest.mark.needs("kernels")

@@ -17,7 +17,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 from jax.sharding import PartitionSpec
 
-from jaxnorm.native import compat, ffi
+from jaxnorm.native import compat, ffi, jet
 from jaxnorm.ops.embedding import formula
 from jaxnorm.ops.embedding.formula import Lookup, Positions, Rows, SegmentSum
 from jaxnorm.primitive import fallback, lowering, reasons, rules
@@ -90,13 +90,6 @@ def _lookup_abstract(*leaves: Any, tree: Any, spec: Lookup) -> list[Any]:
 
 def _lookup_formula(*leaves: Any, tree: Any, spec: Lookup) -> list[jax.Array]:
     return [formula.lookup(spec, Rows(*leaves))]
-
-
-def _lookup_jvp(primals: Any, dots: Any, *, tree: Any, spec: Lookup) -> tuple[Any, Any]:
-    rows = bind_lookup(spec, *primals)
-    if type(dots[0]) is ad.Zero:
-        return [rows], [ad.Zero(jax.typeof(rows).to_tangent_aval())]
-    return [rows], [bind_lookup(dataclasses.replace(spec, fill=0.0), dots[0], primals[1])]
 
 
 def _lookup_transpose(cotangents: Any, table: Any, ids: Any, *, tree: Any, spec: Lookup) -> list[Any]:
@@ -201,13 +194,6 @@ def _sum_on_device(spec: SegmentSum, placement: Placement) -> SegmentSum:
     )
 
 
-def _sum_jvp(primals: Any, dots: Any, *, tree: Any, spec: SegmentSum) -> tuple[Any, Any]:
-    sums = bind_sum(spec, *primals)
-    if type(dots[0]) is ad.Zero:
-        return [sums], [ad.Zero(jax.typeof(sums).to_tangent_aval())]
-    return [sums], [bind_sum(spec, dots[0], primals[1])]
-
-
 def _sum_transpose(cotangents: Any, data: Any, ids: Any, *, tree: Any, spec: SegmentSum) -> list[Any]:
     (sums,) = cotangents
     if type(sums) is ad.Zero or not ad.is_undefined_primal(data):
@@ -233,12 +219,33 @@ def _sum_described(data: Any, ids: Any, *, tree: Any, spec: SegmentSum) -> Descr
     return Described(spec.function, operands, direction, lambda on: why_formula(on, spec, operands), spec.native_for)
 
 
-def _primitive(name: str, abstract: Any, jvp: Any, transpose: Any, batch: Any, describe: Any) -> Primitive:
+def _of_tangent(spec: Any) -> Any:
+    """The spec of the same call of a tangent: both are linear, but for what fills the rows that no table has."""
+    return dataclasses.replace(spec, fill=0.0) if isinstance(spec, Lookup) else spec
+
+
+def _primitive(name: str, abstract: Any, transpose: Any, batch: Any, describe: Any) -> Primitive:
     primitive = Primitive(name)
+
+    def along(tangent: Any, ids: Any, tree: Any, spec: Any) -> Any:
+        (result,) = rules.bind(primitive, jax.tree.unflatten(tree, (tangent, ids)), spec=_of_tangent(spec))
+        return result
+
+    def jvp(primals: Any, dots: Any, *, tree: Any, spec: Any) -> tuple[Any, Any]:
+        (value,) = primitive.bind(*primals, tree=tree, spec=spec)
+        if type(dots[0]) is ad.Zero:
+            return [value], [ad.Zero(jax.typeof(value).to_tangent_aval())]
+        return [value], [along(dots[0], primals[1], tree, spec)]
+
+    def of_terms(primals: Any, series: Any, *, tree: Any, spec: Any) -> tuple[Any, Any]:
+        terms = [along(term, primals[1], tree, spec) for term in series[0]]
+        return primitive.bind(*primals, tree=tree, spec=spec), [terms]
+
     primitive.multiple_results = True
     primitive.def_abstract_eval(abstract)
     compat.run_eagerly(primitive)
     compat.check_nans(primitive)
+    jet.register(primitive, of_terms)
     batching.primitive_batchers[primitive] = batch
     ad.primitive_jvps[primitive] = jvp
     ad.primitive_transposes[primitive] = transpose
@@ -246,10 +253,8 @@ def _primitive(name: str, abstract: Any, jvp: Any, transpose: Any, batch: Any, d
     return primitive
 
 
-LOOKUP = _primitive(
-    "jaxnorm_lookup", _lookup_abstract, _lookup_jvp, _lookup_transpose, _lookup_batch, _lookup_described
-)
-SUM = _primitive(TARGET, _sum_abstract, _sum_jvp, _sum_transpose, _sum_batch, _sum_described)
+LOOKUP = _primitive("jaxnorm_lookup", _lookup_abstract, _lookup_transpose, _lookup_batch, _lookup_described)
+SUM = _primitive(TARGET, _sum_abstract, _sum_transpose, _sum_batch, _sum_described)
 lowering.register_formula(LOOKUP, _lookup_formula)
 partition.register(SUM, _sum_maps, is_product=True, on_device=_sum_on_device)
 lowering.register(SUM, _sum_formula, _sum_native, _sum_of_shard, _slower)
