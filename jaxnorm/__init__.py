@@ -2,7 +2,8 @@
 
 RMSNorm and LayerNorm, alone, with a residual add, between two blocks, with a gate or with an 8-bit result; GroupNorm;
 gated activations, also with an 8-bit result; rotary embedding with the norms of queries and keys; softmax, log-softmax
-and cross-entropy, also of a linear layer; `quantize` and products of 8-bit values, `quantized_dot` and `float8_linear`.
+and cross-entropy, also of a linear layer; `embedding`, the lookup of rows in a table, and `segment_sum`; `quantize` and
+products of 8-bit values, `quantized_dot` and `float8_linear`.
 
 An argument has one meaning, one default and one place in all functions, and arrays come first. These are the arguments
 of arrays' functions in order; a function's own docstring says what is its own.
@@ -12,6 +13,11 @@ of arrays' functions in order; a function's own docstring says what is its own.
 - `q`: queries, floating-point array (..., tokens, heads, head size).
 - `k`: keys, as q with any number of heads.
 - `qkv`: the one product of queries, keys and values.
+- `table`: floating-point array (rows, columns), in which rows are looked up.
+- `ids`: integers of any shape, the numbers of rows; a negative one counts from the end.
+- `data`: array of rank 1 or more, with the rows that are summed along its first axis.
+- `segment_ids`: integers, for each row of data the number of the segment that it belongs to.
+- `num_segments=None`: how many segments there are; None is one more than the largest number, which is to be known.
 - `kernel`: floating-point array (inputs, outputs), or a `Quantized` of one, by which x is multiplied.
 - `gate_first`: whether the gate multiplies x before it is normalised. Models differ, and no default would suit both.
 - `quantization`: a `Quantization`: dtype, what shares a scale, and how a scale is made.
@@ -67,6 +73,8 @@ of arrays' functions in order; a function's own docstring says what is its own.
 - `multiply_before_cast=True`: False rounds the normalised row before scale multiplies it, as Llama and T5 in the model
   hubs do: to the result's dtype, or to x's if that is narrower. Then XLA multiplies what the kernel gives.
 - `out_dtype=None`: dtype of the result, of 16, 32 or 64 bits; None is x's, and bfloat16 of a `Quantized`.
+- `dtype=None`: of a lookup that of the result, before which nothing is rounded; None is table's. Of a layer that in
+  which it is computed.
 - `recipe=Float8Recipe()`: what the operands of a product and its gradients are rounded to.
 - `pad_to=None`: positive int, with axis=-1: y's last axis is padded with zeros to a multiple of it, as matrix products
   in blocks want it. The backward does not read what is padded.
@@ -75,6 +83,9 @@ of arrays' functions in order; a function's own docstring says what is its own.
 - `with_unquantized=False`: whether y, what is quantised, is computed, too.
 - `return_logsumexp=False`: whether log(sum(exp(logits))) is returned, too, 0 for a row that does not count. If losses
   are reduced, it takes one product more.
+- `out_sharding=None`: of a lookup over a mesh with Explicit axes the sharding of the result, as `jax.numpy.take` takes
+  it: needed where those of table and ids leave it open.
+- `indices_are_sorted=False`: promises that segment_ids ascend, which saves a sort on GPUs.
 - `axis_name=None`: the axes of a surrounding `jax.shard_map` or `jax.vmap` over which rows are split evenly, a name or
   a tuple. Results are those of whole rows, by one exchange each way. But for the loss of logits XLA's code runs.
 - `implementation=None`: "native" is the CPU or CUDA kernel, "xla" XLA's code for the formula, None what

@@ -423,7 +423,12 @@ def _is_refused(example: Example, raised: Exception) -> bool:
     with the kernels: it has limits of its own in a `shard_map`."""
     if not isinstance(raised, jax.errors.JaxRuntimeError):
         around = ["No constant handler for type"] * (_custom_vjp in (*example.transformations, *example.within))
-        of_types = "an Explicit mesh", "dot_general requires contracting dimensions", *around
+        of_types = (
+            "an Explicit mesh",
+            "to provide output PartitionSpec for the gather",
+            "dot_general requires contracting dimensions",
+            *around,
+        )
         return any(said in str(raised) for said in of_types)
     try:
         example.on_mesh("xla")

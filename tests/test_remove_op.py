@@ -13,6 +13,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # All but those on which others build, norm and quantized_dot.
 OPS = ("sandwich_norm", "group_norm", "gated_activation", "softmax", "cross_entropy", "qk_norm_rotary", "float8_linear")
+OPS += ("embedding",)
+IN_SOURCES = {"embedding": "segment_sum"}  # of which name its folder of src is, where it has another
 NAMED_IN = {"jaxnorm/__init__.py", "cmake/ops.cmake"}
 LAYERS = re.compile("jaxnorm/(flax/|equinox/|keras|replacement)")  # a layer is of its op, and goes with it
 
@@ -37,14 +39,16 @@ def test_the_product_names_an_op_in_few_places(op):
     assert {path for path in found if not LAYERS.match(path)} <= NAMED_IN
 
 
-@pytest.mark.parametrize("op", ["sandwich_norm", "softmax", "cross_entropy"])  # those without layers
+@pytest.mark.parametrize("op", ["sandwich_norm", "softmax", "cross_entropy", "embedding"])  # those without layers
 def test_what_is_left_is_whole(op, tmp_path):
+    of_sources = IN_SOURCES.get(op, op)
+    ignored = shutil.ignore_patterns("__pycache__", "*.so", op, of_sources)
     for folder in ("jaxnorm", "cmake", "src"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "*.so", op))
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
     for module in filter(None, map(importlib.util.find_spec, ("jaxnorm._cpu", "jaxnorm._cuda"))):
         (tmp_path / "jaxnorm" / Path(module.origin).name).symlink_to(module.origin)
     init, lines = (tmp_path / name for name in sorted(NAMED_IN, reverse=True))
-    lines.write_text(re.sub(rf"(?m)^jaxnorm_op\({op}\b.*\n", "", lines.read_text()))
+    lines.write_text(re.sub(rf"(?m)^jaxnorm_op\({of_sources}\b.*\n", "", lines.read_text()))
     imports = re.findall(rf"(?m)^from jaxnorm\.ops\.{op}\..* import (.*)\n", init.read_text())
     names = "|".join(", ".join(imports).split(", "))
     init.write_text(re.sub(rf'(?m)^from jaxnorm\.ops\.{op}\..*\n|^ *"({names})",\n', "", init.read_text()))

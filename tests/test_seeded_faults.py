@@ -150,6 +150,25 @@ IN_PYTHON = {
         "_changes((*_changes.value, key))",
         "_changes(_changes.value)",
     ),
+    # The package never had these.
+    "ids that are cast before they are compared": Fault(
+        "ops/embedding/api.py",
+        "tests/ops/embedding.py -k ids_of_every_dtype",
+        "is_signed = jnp.issubdtype(numbers.dtype, jnp.signedinteger)",
+        "numbers, is_signed = numbers.astype(np.int32), True",
+    ),
+    "the numbers of all devices' segments on each": Fault(
+        "ops/embedding/op.py",
+        "tests/ops/embedding.py -k 'devices_add and both'",
+        "ids - spec.owned.index() * spec.segments",
+        "ids",
+    ),
+    "parts of sums in a half type": Fault(
+        "ops/embedding/op.py",
+        "tests/ops/embedding.py -k parts_of_devices",
+        "dtype = spec.out_dtype if spec.summed is None else np.dtype(np.float32)",
+        "dtype = spec.out_dtype",
+    ),
 }
 IN_KERNELS = {
     "an index by columns for rows": Fault(
@@ -235,6 +254,20 @@ IN_KERNELS = {
         "row + i * height < rows ?",
         "row + i * height < rows - 1 ?",
         op="norm",
+    ),
+    "what a chunk has of the next segment is left out": Fault(
+        "ops/segment_sum/cuda/segment_sum.cu",
+        "tests/ops/embedding.py -k 'sum_rounded_once or ten_thousand'",
+        "add_tails(p, chunks, begins[i], at, 1, col, sum)",
+        "add_tails(p, chunks, begins[i] + 1, at, 1, col, sum)",
+        op="segment_sum",
+    ),
+    "parts of a long segment before they are there": Fault(
+        "ops/segment_sum/cuda/segment_sum.cu",
+        "tests/ops/embedding.py -k ten_thousand",
+        "    store_shared(parts[warp] + lane * N, sum);\n    __syncthreads();",
+        "    store_shared(parts[warp] + lane * N, sum);",
+        op="segment_sum",
     ),
     "scales of a head by columns": Fault(
         "ops/norm/cuda/add.cu",

@@ -31,7 +31,7 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Request]:
     if options.axes > 1 and function.last_axis_only:
         parser.error(f"--axes is {options.axes}, expected 1: {options.op} is over the last axis")
     if options.columns is not None and not function.matrix:
-        parser.error(f"--columns is given, and {options.op} multiplies by no matrix")
+        parser.error(f"--columns is given, and {options.op} has no matrix beside x")
     options.columns = options.shape[-1] if options.columns is None else options.columns
     options.scale_shape = options.scale_shape or options.shape[-options.axes :]
     _check_scale_shape(parser, options, function)
@@ -56,10 +56,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--op", type=_op, default="rms_norm", metavar="FUNCTION", help=f"one of {', '.join(op.functions())}"
     )
-    parser.add_argument("--shape", type=_shape, help="x's shape, as 4096x4096")
+    parser.add_argument("--shape", type=_shape, help="x's shape, or that of the rows, as 4096x4096")
     parser.add_argument("--axes", type=int, default=1, help="how many trailing axes are normalised")
     parser.add_argument("--scale-shape", type=_shape, help="scale's, as 32x128 for 32 heads; x's last axes if none")
-    parser.add_argument("--columns", type=int, help="classes or outputs of a kernel; as many as x has if not given")
+    parser.add_argument(
+        "--columns", type=int, help="classes, outputs, rows of a table or segments; as many as x has if not given"
+    )
     parser.add_argument("--dtype", type=_dtype, help="the dtype of x, and of other operands; float32 if not given")
     parser.add_argument("--residual-dtype", type=_dtype, help="the residual's; x's, or no residual, if not given")
     parser.add_argument("--out-dtype", type=_dtype, help="the result's dtype; x's, or float8_e4m3fn, if not given")
@@ -80,7 +82,8 @@ def _check_dtypes(parser: argparse.ArgumentParser, options: argparse.Namespace, 
             parser.error(f"--{argument.replace('_', '-')} is {dtype}, {misuse.no_dtype(dtype, _names(expected))}")
     if options.residual_dtype and "residual" not in parameters(function.name):
         parser.error(f"--residual-dtype is given, and {function.name} adds no residual")
-    results = function.out_dtypes or (options.dtype, *checks.DTYPES)
+    of_any = (options.dtype, *checks.DTYPES)
+    results = of_any if function.out_dtypes is None else function.out_dtypes or (options.dtype,)
     options.out_dtype = options.out_dtype or (options.dtype if options.dtype in results else results[0])
     if options.out_dtype not in results:
         parser.error(f"{function.name} has no results of {options.out_dtype}, but of {', '.join(_names(results))}")

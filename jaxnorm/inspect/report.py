@@ -58,12 +58,17 @@ def call(function: str, request: Request, platform: str) -> Report:
         reason = reasons.why_not(call=asked, place=reasons.Place(platform, asked.op.has_kernels))
     implementation, why = "native", f"jaxnorm._{platform} is loaded and has kernels for these dtypes"
     chosen = around(function) if "implementation" in question.parameters(function) else Choice()
+    if how.by_xla:
+        chosen = Choice(*[chosen.backward if how.by_xla[0] == "forward" else chosen.forward] * 2)
     if chosen.implementation == "xla":
         implementation, why = "xla", f"{fallback.ASKED_FOR}{chosen.forward.how}"
     elif reason is not None:
         implementation, why = "xla" if chosen.implementation is None else "an error", reason
     report = question.described(function, request)
     report |= {"platform": platform, "implementation": implementation, "why": why}
+    if implementation == "native" and how.by_xla:
+        way, why = how.by_xla
+        report["slower"] = {way: why} | ({ALONE: why} if way == "forward" else {})
     if implementation == "native" and asked is not None and asked.op.native is not None:
         if chosen.implementation is None:
             report["slower"] = slower = _slower(asked, platform, chosen.asks(function))

@@ -45,6 +45,20 @@ def check_array(function: str, name: str, value: object) -> jax.Array:
     return given if isinstance(given, jax.Array) else jnp.asarray(given)
 
 
+def check_order(function: str, name: str, numbers: Any, **others: Any) -> None:
+    """That numbers are not in the place of one of the others, which are floating-point."""
+    for of, other in others.items():
+        if _is(other, jnp.integer) and _is(numbers, jnp.floating):
+            raise TypeError(
+                f"{function}: {of} {'are' if of.endswith('s') else 'is'} {other.dtype} and {name} {numbers.dtype}; are "
+                f"they in each other's place?"
+            )
+
+
+def _is(value: Any, kind: Any) -> bool:
+    return hasattr(value, "dtype") and jnp.issubdtype(value.dtype, kind)
+
+
 def check_x(function: str, x: object, name: str = "x") -> jax.Array:
     array = check_array(function, name, x)
     if array.ndim == 0:

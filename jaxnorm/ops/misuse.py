@@ -81,6 +81,13 @@ SYNONYMS = {
     "skip": "residual",
     "z": "gate",
     "norm_before_gate": "gate_first=not norm_before_gate",
+    # What has another meaning in one function.
+    **dict.fromkeys(("embedding.x", "embedding.weight", "embedding.weights", "embedding.embeddings"), "table"),
+    **{f"embedding.{name}": "ids" for name in ("input", "inputs", "indices", "input_ids", "token_ids", "labels")},
+    "embedding.out_dtype": "dtype",
+    **dict.fromkeys(("segment_sum.x", "segment_sum.values", "segment_sum.operand", "segment_sum.src"), "data"),
+    **{f"segment_sum.{name}": "segment_ids" for name in ("ids", "index", "indices", "labels")},
+    **{f"segment_sum.{name}": "num_segments" for name in ("dim_size", "segments", "length")},
 }
 QUANTIZATION = "as in quantization=jaxnorm.Quantization(jax.numpy.float8_e4m3fn)"
 # Of an argument that a function has not, where no function of its name has it either.
@@ -91,6 +98,15 @@ INSTEAD = {
     "out_dtype": f"the dtype of the result is that of quantization, {QUANTIZATION}",
     **dict.fromkeys(("return_sum", "return_v", "return_statistics"), "take what you want of the results by its name"),
     "multiply_before_cast": "all is rounded once, at the end, so leave it out",
+    # Of one function.
+    "embedding.axis": "rows are along the first axis of table, so transpose it",
+    "embedding.mode": "a row that the table has not is NaN; for another rule change ids first, as by jax.numpy.clip",
+    "embedding.residual": "add it to the result",
+    "segment_sum.axis": "rows are along the first axis of data, so move it there, as by jax.numpy.moveaxis",
+    "segment_sum.mode": "numbers that no segment has are in no sum, so leave it out",
+    "segment_sum.residual": "add it to the result",
+    "segment_sum.out_dtype": "the sums have data's dtype, so convert data first",
+    **{f"segment_sum.{name}": "leave it out" for name in ("unique_indices", "bucket_size")},
 }
 # The same of one whose result is quantised, and so not to be added to.
 INSTEAD_OF_QUANTIZED = {"bias": "add it to an unquantised norm, and quantise the sum with jaxnorm.quantize"}
@@ -103,6 +119,10 @@ REQUIRED = {
     "q": "pass the queries",
     "k": "pass the keys, for queries alone an array like q with no heads",
     "qkv": "pass the one product of queries, keys and values",
+    "table": "pass the table, an array (rows, columns)",
+    "ids": "pass the numbers of the rows to look up",
+    "data": "pass the array of rows to sum up",
+    "segment_ids": "pass the number of the segment of each row",
     "residual": "without a residual use jaxnorm.rms_norm or jaxnorm.layer_norm",
     "gate": "without a gate use jaxnorm.rms_norm",
     "gate_first": GATE_FIRST,
@@ -164,7 +184,12 @@ def unbound(name: str, parameters: Parameters, args: tuple[Any, ...], keywords: 
 
 
 def _meant(name: str, parameters: Parameters, keyword: str) -> str:
-    ours = FORMER.get(f"{name}.{keyword}", (SYNONYMS | FORMER).get(keyword, keyword))
+    ours = FORMER.get(f"{name}.{keyword}") or SYNONYMS.get(f"{name}.{keyword}")
+    ours = ours or (SYNONYMS | FORMER).get(keyword, keyword)
+    ours = SYNONYMS.get(f"{name}.{ours}", ours)
+    for missing in (keyword, ours):
+        if f"{name}.{missing}" in INSTEAD:
+            return f"{name} has no {missing}: {INSTEAD[f'{name}.{missing}']}."
     if ours == "axis" and "channel_axis" in parameters:
         ours = "channel_axis"
     argument = ours.partition("=")[0]
@@ -231,10 +256,10 @@ def _surplus(name: str, parameters: Parameters, place: int, value: object) -> st
         return pair(name)
     it = f"the {ORDINALS[place - 1]}"
     if is_number(value):
-        names = [*["num_groups"] * isinstance(value, int), "theta", "epsilon", "axis"]
-        known = (argument for argument in names if argument in by_name)
-        number = next(known, "label_smoothing")
-        return f"Is {it} {number}? Then pass {number}={value}."
+        names = [*["num_groups"] * isinstance(value, int), "theta", "epsilon", "axis", "label_smoothing"]
+        if number := next((argument for argument in names if argument in by_name), None):
+            return f"Is {it} {number}? Then pass {number}={value}."
+        return pass_others
     hints = []
     for argument in () if isinstance(value, str) else ("residual", "bias"):
         meant = f"Is {it} the {argument}? Then"

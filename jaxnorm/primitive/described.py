@@ -56,12 +56,14 @@ class Function:
     # By name what the function takes beside or in place of x, scale, residual, axis, out_dtype and quantization.
     arguments: Callable[[Request], dict[str, Any]] = lambda _: {}
     dtypes: tuple[np.dtype[Any], ...] | None = None  # those of x, the usual one first; None: what norms take
-    out_dtypes: tuple[np.dtype[Any], ...] | None = None  # those of the result, the usual one first; None: x's
+    # Those of the result, the usual one first; None: x's or any other, (): x's.
+    out_dtypes: tuple[np.dtype[Any], ...] | None = None
     last_axis_only: bool = False
     shape: tuple[int, ...] = (4096, 4096)  # x's, where none is given
-    matrix: str | None = None  # the argument that x is multiplied by
+    matrix: str | None = None  # the argument that x is multiplied by, or that says which rows there are
     columns: str = "columns"  # what the matrix has so many of
     over: Callable[[tuple[int, ...]], str] | None = None  # what is computed of an x of this shape, if not over axes
+    by_xla: tuple[str, str] | None = None  # the direction that has no kernel anywhere, and why
 
 
 WITHOUT_OP: list[Function] = []

@@ -6,7 +6,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bad_calls import LABELS, LINEAR, QUANTIZATION, SCALE, TOKENS, X, in_order, valid
+from bad_calls import (
+    EMBEDDING,
+    IDS,
+    LABELS,
+    LINEAR,
+    QUANTIZATION,
+    SCALE,
+    SEGMENT_SUM,
+    TABLE,
+    TOKENS,
+    X,
+    in_order,
+    valid,
+)
 from coverage import cover, over
 from flax import nnx
 from statements import call
@@ -17,6 +30,7 @@ from jaxnorm import Quantization
 
 TOKEN = Quantization("int8")
 OF_NO_ROW = {"Quantization": QUANTIZATION, "linear_cross_entropy": LINEAR}
+OF_NO_ROW |= {"embedding": EMBEDDING, "segment_sum": SEGMENT_SUM}
 OF_EACH_FUNCTION = list({op.public: op for op in reversed(OPS)}.values())  # the first of each
 WITH_QUANTIZATION = (*QUANTIZED, *GATED_QUANTIZED, *QUANTIZED_ACTIVATIONS)
 
@@ -99,6 +113,37 @@ def test_a_bad_call_of_no_row(of, name):
         getattr(jaxnorm, of)(*args, **keywords)
 
 
+def test_how_many_segments_there_are_is_known_while_tracing():
+    with pytest.raises(TypeError, match=r"^segment_sum: num_segments must be known while tracing.*Python int"):
+        jax.jit(jaxnorm.segment_sum)(X, IDS, 5)
+    with pytest.raises(TypeError, match=r"^segment_sum: segment_ids are traced, and num_segments .* pass an int"):
+        jax.jit(jaxnorm.segment_sum)(X, IDS)
+    nowhere = IDS - 1
+    assert jax.jit(lambda x: jaxnorm.segment_sum(x, nowhere))(X).shape == (0, 4, 8)
+
+
+# Of rows with an index: the function, its first argument, and why no kernel serves it.
+SYMBOLIC = jax.export.symbolic_shape("rows, cols")
+WITHOUT_KERNEL = [
+    ("embedding", jax.ShapeDtypeStruct((5, 8), "float64"), "the rows are float64, kernels take bfloat16, float16, f"),
+    ("embedding", jax.ShapeDtypeStruct(SYMBOLIC, "float32"), r"the sums have a symbolic shape \(rows, cols\)"),
+    ("segment_sum", jax.ShapeDtypeStruct((3, 8), "float64"), "the rows are float64"),
+    ("segment_sum", jax.ShapeDtypeStruct((3, 8), "int32"), "data is int32"),
+    ("segment_sum", jax.ShapeDtypeStruct((3, 8), "complex64"), "data is complex64"),
+    ("segment_sum", jax.ShapeDtypeStruct((3, SYMBOLIC[1]), "float32"), r"the sums have a symbolic shape \(5, cols\)"),
+]
+
+
+@pytest.mark.parametrize(("name", "array", "reason"), WITHOUT_KERNEL)
+def test_native_by_name_of_rows_with_an_index(name, array, reason):
+    others = {"ids": IDS} if name == "embedding" else {"segment_ids": IDS, "num_segments": 5}
+    function = partial(getattr(jaxnorm, name), **others)
+    with jax.enable_x64(True):
+        with pytest.raises(RuntimeError, match=rf"^{name}: .*native.*: {reason}.*implementation=None"):
+            jax.eval_shape(partial(function, implementation="native"), array)
+        assert jax.eval_shape(function, array).dtype == array.dtype
+
+
 @over(QUANTIZED[:2], name=lambda op: ["x", "scale", "bias", "residual", "smooth_scale"])
 def test_quantised_float64(op, name):
     with jax.enable_x64(True):
@@ -176,6 +221,8 @@ OF_VARIABLES = {
     "rms_norm_add_rms_norm": (jaxnorm.rms_norm_add_rms_norm, call(X, X, SCALE, SCALE)),
     "softmax": (jaxnorm.softmax, call(X, where=X > 0)),
     "loss": (jaxnorm.softmax_cross_entropy_with_integer_labels, call(X, LABELS, where=X > 0)),
+    "lookup": (jaxnorm.embedding, call(TABLE, IDS)),
+    "segments": (lambda data, ids: jaxnorm.segment_sum(data, ids, 5), call(X, IDS)),
     "linear loss": (jaxnorm.linear_cross_entropy, call(X, jnp.ones((8, 5)), LABELS)),
     "positions": (jaxnorm.qk_norm_rotary, call(TOKENS, TOKENS, SCALE, SCALE, jnp.arange(3))),
     "frequencies": (jaxnorm.qk_norm_rotary, call(TOKENS, TOKENS, frequencies=jnp.ones(4))),

@@ -125,6 +125,7 @@ CALLS = {
     **{name: (of_x(name), "on every platform") for name in ("quantize", "quantize_kernel")},
     "quantized_dot": (lambda x: jaxnorm.quantized_dot(x, KERNEL_8), "none for cpu"),
     "float8_linear": (of_x("float8_linear"), "none for cpu"),
+    "embedding": (of_x("embedding"), "XLA gathers rows"),
     "rms_norm": (partial(jaxnorm.rms_norm, implementation="xla"), "is asked for"),
     "layer_norm": (lambda x: jaxnorm.layer_norm(x, axis=0), "not the trailing axes"),
 }
@@ -140,9 +141,9 @@ def test_every_function(name):
     assert (why or "has a kernel") in runs.why
 
 
-# `quantize` and `quantize_kernel` have no argument `implementation`, products have no kernel on CPUs, and the two last
-# calls have none whatever is chosen.
-NOT_CHOSEN = ("quantize", "quantize_kernel", "quantized_dot", "float8_linear", "rms_norm", "layer_norm")
+# `quantize` and `quantize_kernel` have no argument `implementation`, products have no kernel on CPUs, a lookup has one
+# for its gradient, and the two last calls have none whatever is chosen.
+NOT_CHOSEN = ("quantize", "quantize_kernel", "quantized_dot", "float8_linear", "embedding", "rms_norm", "layer_norm")
 CHOSEN = [name for name in CALLS if name not in NOT_CHOSEN]
 
 
@@ -170,6 +171,19 @@ def test_where_the_choice_of_a_direction_comes_from(direction, chosen):
     assert asked.why.endswith(f" under jaxnorm.implementation({{'rms_norm': {{{direction!r}: {chosen!r}}}}})")
     (other,) = whys.values()
     assert (other.implementation, other.why) == ("native", "jaxnorm._cpu has a kernel")
+
+
+@pytest.mark.needs("kernels")
+@pytest.mark.parametrize("chosen", [None, "xla", "native"])
+@pytest.mark.parametrize(("name", "way"), [("embedding", "backward"), ("segment_sum", "forward")])
+def test_the_direction_that_is_sums_of_rows_has_the_kernel(name, way, chosen):
+    with jaxnorm.implementation({name: chosen}):
+        explained = jaxnorm.explain(jax.grad(lambda x: jnp.sin(of_x(name)(x)).sum()), X)
+    assert [call.direction for call in explained] == ["forward", "backward"]
+    for call in explained:
+        runs = call.on("cpu")
+        assert runs.implementation == ((chosen or "native") if call.direction == way else "xla")
+        assert ("is asked for" in runs.why) == (call.direction == way and chosen is not None)
 
 
 def test_every_public_function_is_known():

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from calls import of_x
-from cases import KINDS, NORMS as FUNCTIONS, assert_close, assert_near, bits, draw_x, operands
+from cases import KINDS, NORMS as FUNCTIONS, assert_close, assert_near, bits, draw, draw_x, operands
 from coverage import cover, over
-from exporting import PLATFORMS, WAYS, artefacts, exported, function_of
+from exporting import OF_NO_ROW, PLATFORMS, WAYS, artefacts, exported, exported_of_no_row, function_of, programs_of
 from hlo import count_native_calls
 from internals import text
 from jax import export
@@ -164,6 +164,30 @@ def test_a_program_of_an_older_build_gives_what_this_build_computes(op, way, cou
         assert len(count_native_calls(program.mlir_module())) == 1 + (way == "gradient")
         actual = jax.jit(program.call)(*args)
         assert_close(*(jax.tree.map(lambda a: a.astype("float32"), tuple(results)) for results in (actual, expected)))
+
+
+def drawn_of_no_row(function, count):
+    """Rows with an index, some of which are from the end, and some nowhere."""
+    ids = np.random.default_rng(count).integers(-20, 60, count).astype("int32")
+    rows = draw("rows", (count, 24), "bfloat16")
+    return (draw("table", (50, 24)), ids, rows) if function == "embedding" else (rows, ids)
+
+
+@pytest.mark.parametrize("count", [1, 37])
+@pytest.mark.parametrize(("function", "way"), OF_NO_ROW)
+def test_a_program_of_no_row_of_an_older_build(function, way, count):
+    args = drawn_of_no_row(function, count)
+    expected = jax.jit(OF_NO_ROW[function, way][0])(*args)
+    assert expected[0].dtype == ("float32" if function == "embedding" else "bfloat16")
+    for program in map(export.deserialize, programs_of(function, f"{function}-{way}")):
+        assert count_native_calls(program.mlir_module()) == {"jaxnorm_segment_sum": 2}
+        assert_close(*(jax.tree.map(jnp.float32, results) for results in (jax.jit(program.call)(*args), expected)))
+
+
+@pytest.mark.parametrize(("function", "way"), OF_NO_ROW)
+def test_a_program_of_no_row_holds_the_calls_of_each_platform(function, way):
+    text = exported_of_no_row(function, way).mlir_module()
+    assert count_native_calls(text) == {"jaxnorm_segment_sum": is_built("cpu") + is_built("gpu")}
 
 
 # What a call over a mesh is of, as texts of older builds have it: the names and the fields that specs had then.

@@ -311,6 +311,8 @@ OTHERS = {
     "linear loss": LINEAR_LOSS,
     "linear loss, none": partial(LINEAR_LOSS, reduction="none", ignore_index=0),
     "float8_linear": partial(jaxnorm.float8_linear, kernel=KERNEL),
+    "embedding": lambda x, **how: jaxnorm.embedding(x[0], LABELS, dtype="bfloat16", **how),
+    "segment_sum": partial(jaxnorm.segment_sum, segment_ids=jnp.array([2, 0, 7, -1]), num_segments=3),
 }
 
 

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.any_code
 
 SAID = (
     "is missing|too few|expected|different dtypes|rows are of|no row|there (are|is)|not there|is not|wanted|is none of"
-    "|is empty|is no matrix|different shapes|is below|no group can|are not of|is 0"
+    "|is empty|is no (matrix|length)|different shapes|is below|no group can|are not of|is 0"
 )
 
 
@@ -134,6 +134,12 @@ OF_OPTIONS = {
     "channels of positions": (partial(jaxnorm.group_norm, num_groups=4), X, SCALE, jnp.ones((3, 64))),
     "tables": (partial(rotary, **BY_TABLES), HEADS, HEADS[:, :, :3], SCALE[:16]),
     "no norm": (partial(rotary, normalize=False), HEADS, HEADS[:, :, :3]),
+    "sums of segments": (partial(jaxnorm.segment_sum, segment_ids=jnp.zeros(3, int), num_segments=5), X),
+    "sorted segments": (
+        lambda x: jaxnorm.segment_sum(x[0], jnp.zeros(4, int), 5, indices_are_sorted=True, implementation="native"),
+        X,
+    ),
+    "a lookup's gradient": (partial(jaxnorm.embedding, ids=jnp.zeros((2, 3), int), implementation="native"), X[0]),
     "a product and no norm": (partial(packed, normalize=False), HEADS[:, :, :5]),
 }
 

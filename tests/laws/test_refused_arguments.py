@@ -39,8 +39,12 @@ POSITIONAL = {
     "quantize_kernel": ["kernel", "quantization"],
     "quantized_dot": ["x", "kernel"],
     "float8_linear": ["x", "kernel"],
+    "embedding": ["table", "ids"],
+    "segment_sum": ["data", "segment_ids", "num_segments"],
 }
-OF_NO_ROW = {"linear_cross_entropy", "quantize", "quantize_kernel", "quantized_dot", "float8_linear"}  # of the table
+# Of the table.
+OF_NO_ROW = {"linear_cross_entropy", "quantize", "quantize_kernel", "quantized_dot", "float8_linear"}
+OF_NO_ROW |= {"embedding", "segment_sum"}
 
 
 class Integers:
@@ -64,7 +68,7 @@ class TorchDtype:
 
 SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "float32", "f32": "float32"}
 WEIGHTS = ("scale", "bias", "post_scale", "smooth_scale", "q_scale", "k_scale")
-ARRAYS = ("x", "logits", "residual", "gate", "q", "k", "qkv", "kernel", *WEIGHTS)
+ARRAYS = ("x", "logits", "residual", "gate", "q", "k", "qkv", "kernel", "table", *WEIGHTS)
 NAN = float("nan")
 
 
@@ -96,6 +100,14 @@ NO_WEIGHTS = tuple(
     )
 )
 SCALAR = (jnp.ones(()), ValueError, ("at least one axis",))
+# What no number of a row is.
+NO_NUMBERS = (
+    (LABELS * 1.0, TypeError, ("integers", "float32", "number rows")),
+    (LABELS == 0, TypeError, ("integers", "bool")),
+    ([0.0], TypeError, ("integers", "float32")),
+    ("rows", TypeError, ("integers", "str; pass an array of jax.numpy")),
+    (None, TypeError, ("integers", "NoneType; pass the number")),
+)
 FLAG = tuple((value, TypeError, ("bool", repr(value))) for value in (1, None, "no"))
 REFUSED = {
     "axis": (
@@ -164,7 +176,16 @@ REFUSED = {
         *((axis, ValueError, (str(axis), "expected -2", "-3")) for axis in (0, -1)),
         *((axis, TypeError, ("int", str(axis))) for axis in (None, True)),
     ),
-    **dict.fromkeys(("multiply_before_cast", "gate_first", "interleaved", "causal"), FLAG),
+    "data": (
+        NO_ARRAY[3],
+        *NO_ARRAY[5:],
+        (None, TypeError, ("must be an array", "pass the array of rows")),
+    ),  # integers have sums, too
+    "dtype": (("int8", TypeError, ("floating", "int8")), (TorchDtype(), TypeError, ("did you mean bfloat16",))),
+    "out_sharding": ((("a",), TypeError, ("PartitionSpec", "got tuple")),),
+    **dict.fromkeys(("ids", "segment_ids"), NO_NUMBERS),
+    "num_segments": (*((n, TypeError, ("int", repr(n))) for n in (2.0, True)), (-1, ValueError, ("negative", "-1"))),
+    **dict.fromkeys(("multiply_before_cast", "gate_first", "interleaved", "causal", "indices_are_sorted"), FLAG),
     **dict.fromkeys(("straight_through", "with_unquantized", "return_logsumexp"), FLAG),
     **dict.fromkeys(
         ("pad_to", "num_groups", "group_size", "heads", "kv_heads", "rotary_dim"),
@@ -247,7 +268,7 @@ def test_an_argument_too_many(function):
     positional = POSITIONAL[function]
     args, names = [VALID.get(name, SCALE) for name in positional], [p.name for p in parameters(function)]
     by_name, count, called = names[len(args) :], len(args), getattr(jaxnorm, function)
-    number = next((name for name in ("theta", "epsilon", "axis") if name in by_name), "label_smoothing")
+    number = next((name for name in ("theta", "epsilon", "axis", "label_smoothing") if name in by_name), None)
     it = f"Is the {('second', 'third', 'fourth', 'fifth', 'sixth')[count - 1]}"
     arrays = [f"{it} the {name}\\? Then pass {name}=" for name in ("residual", "bias") if name in by_name]
     added = rf"{it} the residual\? Then use add_{function}\(x, residual, "
@@ -255,8 +276,8 @@ def test_an_argument_too_many(function):
     others = f"Pass the others by name: {', '.join(by_name[:2])}"
     is_pair = function.startswith("gated_activation")
     for value, said in (
-        (1e-5, [rf"{it} {number}\? Then pass {number}=1e-05"]),
-        (2, [rf"{it} {'num_groups' if function == 'group_norm' else number}\? Then pass .*=2"]),
+        (1e-5, [rf"{it} {number}\? Then pass {number}=1e-05" if number else others]),
+        (2, [rf"{it} {'num_groups' if function == 'group_norm' else number}\? Then pass .*=2" if number else others]),
         ("rows", [others]),
         (X, [rf"pass a tuple: {function}\(\(gate, up\)\)"] if is_pair else arrays or [others]),
     ):
@@ -325,15 +346,29 @@ INSTEAD = {
     "out_dtype": "that of quantization",
     **dict.fromkeys(("return_sum", "return_v", "return_statistics"), "of the results by its name"),
 }
+# Of functions of rows with an index, where what is said is their own.
+OF_ROWS = {
+    **{(function, "axis"): "along the first axis" for function in ("embedding", "segment_sum")},
+    **{(function, "residual"): "add it to the result" for function in ("embedding", "segment_sum")},
+    ("embedding", "x"): "did you mean (table|ids)",
+    ("embedding", "labels"): "did you mean ids|is an argument of",
+    ("embedding", "scale"): "did you mean table|is an argument of",
+    ("embedding", "out_dtype"): "did you mean dtype",
+    ("segment_sum", "x"): "did you mean data",
+    ("segment_sum", "ids"): "did you mean segment_ids",
+    ("segment_sum", "labels"): "did you mean segment_ids|is an argument of",
+    ("segment_sum", "out_dtype"): "data's dtype",
+}
 
 
 @each_function
 def test_an_argument_of_other_functions(function):
     of_each = {other: {p.name for p in parameters(other)} for other in POSITIONAL}
-    for ours in sorted((INSTEAD.keys() | set().union(*of_each.values())) - of_each[function]):
+    for ours in sorted((INSTEAD.keys() | set().union(*of_each.values())) - of_each[function] - {"dtype"}):
         related = [other for other in POSITIONAL if are_related(function, other) and ours in of_each[other]]
         said = "did you mean .*, which takes? " if related else INSTEAD.get(ours, "is an argument of")
-        for name in {ours, *SYNONYMS.get(ours, ())}:
+        said = OF_ROWS.get((function, ours), said)
+        for name in {ours, *SYNONYMS.get(ours, ())} - of_each[function]:
             parts = f"keyword argument '{name}'", FORMER.get(f"{function}.{name}", said)
             with pytest.raises(TypeError, match=in_order(function, parts)) as raised:
                 getattr(jaxnorm, function)(*map(VALID.get, required_by(function)), **{name: 1})

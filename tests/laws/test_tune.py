@@ -70,6 +70,10 @@ def linear_loss(x):
     return jaxnorm.linear_cross_entropy(x, SCALE[:, None] * SCALE, LABELS)
 
 
+def lookup(x):
+    return jnp.sin(jaxnorm.embedding(x, LABELS)).sum()
+
+
 def unread(x):
     jax.grad(lambda x: jaxnorm.rms_norm(x).sum())(x)
     return jaxnorm.layer_norm(x)
@@ -103,8 +107,11 @@ TUNINGS = {
     # What asks for a result that nobody uses changes nothing.
     "the same program": (unread, [*of_each_way(RMS), NORMS[2]]),
     "what calls others": (jax.grad(linear_loss), of_each_way("linear_cross_entropy")),
+    "a lookup": (jax.grad(lookup), [("embedding", FORWARD, "native"), ("embedding", BACKWARD, "xla")]),
     "rounding": (jax.grad(rounded), of_each_way("rms_norm_quantized")),
 }
+# A lookup is XLA's gather whatever is chosen.
+SAME = {"the same program": of_each_way(RMS), "a lookup": [("embedding", FORWARD, "native")]}
 GAINS = {(RMS, BACKWARD): 1e-4, (LAYER, FORWARD): 3e-4, (RMS, FORWARD): -2e-4}
 # What is faster by how much, what is chosen then, and the time of that.
 CHOSEN = {
@@ -131,8 +138,7 @@ def test_what_it_tries_and_keeps(times, monkeypatch, name):
     with jaxnorm.implementation(AROUND.get(name)):
         tuned = jaxnorm.tune(function, X)
     outcomes = dict.fromkeys(trials, "not faster")
-    if name == "the same program":
-        outcomes |= dict.fromkeys(of_each_way(RMS), name)
+    outcomes |= dict.fromkeys(SAME.get(name, ()), "the same program")
     outcomes |= {(function, way, how): "chosen" for function, ways in kept.items() for way, how in ways.items()}
     assert (list(tried(tuned).items()), dict(tuned)) == (list(outcomes.items()), kept)
     assert len(compiled) == tuned.compilations <= tuned.at_most
@@ -494,7 +500,7 @@ CHANGES = {
     "call": (lambda file: file["calls"].append("layer_gnorm forward (x: float32[8])"), "no function 'layer_gnorm'"),
     "trial": (lambda file: file["trials"][0].update(function="layer_gnorm"), "no function 'layer_gnorm'"),
     "direction": (lambda file: file["choices"].append([RMS, "sideways", "xla"]), "no direction 'sideways'"),
-    "implementation": (lambda file: file["choices"].append([RMS, FORWARD, "xla"]), "unknown implementation 'xla'"),
+    "implementation": (lambda file: file["choices"].append([RMS, FORWARD, "cuda"]), "unknown implementation 'cuda'"),
     "calls": (lambda file: file.pop("calls"), f"{NO_FILE}.it has no calls"),
     "format": (lambda file: file.update({"jaxnorm.tune": 2}), f"{NO_FILE}.another format"),
     "field": (lambda file: file.update(surplus=1), f"{NO_FILE}.it has 'surplus'"),

@@ -26,6 +26,10 @@ VALID = {
     "kv_heads": 1,
     "labels": LABELS,
     "kernel": jnp.ones((8, 5)),
+    "table": jnp.ones((5, 8)),
+    "ids": LABELS,
+    "data": X,
+    "segment_ids": LABELS[:, 0],
     "gate_first": True,
     "quantization": Quantization("int8"),
 }
@@ -410,4 +414,39 @@ LINEAR = named(
     call(X, KERNEL, LABELS, reduction="max").raises(ValueError, "reduction", "max", "'mean'"),
     call(X, KERNEL, LABELS, rows_per_chunk=0).raises(ValueError, "rows_per_chunk", "positive"),
     call(X, KERNEL, LABELS, rows_per_chunk=2.0).raises(TypeError, "rows_per_chunk", "int", "2.0"),
+)
+
+TABLE, IDS = jnp.ones((5, 8)), jnp.zeros(3, "int32")
+EMBEDDING = named(
+    call(X, LABELS).raises(ValueError, "table has shape", (3, 4, 8), r"expected \(rows, columns\)", "Reshape table"),
+    call(SCALE, LABELS).raises(ValueError, "table has shape", (8,), r"expected \(rows, columns\)"),
+    call(LABELS, TABLE).raises(TypeError, "table is int32 and ids float32", "each other's place"),
+    call(TABLE, TABLE).raises(TypeError, "ids", "integers", "float32", "number rows"),
+    call(TABLE, [0.5]).raises(TypeError, "ids", "integers", "float32"),
+    call(TABLE, True).raises(TypeError, "ids", "integers", "bool"),
+    call(TABLE.astype("int8"), LABELS).raises(TypeError, "table", "floating-point dtype", "int8", "table.astype"),
+    call(TABLE, LABELS, dtype="int8").raises(TypeError, "dtype", "floating", "int8"),
+    call(TABLE, LABELS, dtype="float64").raises(TypeError, "dtype=float64", "x64"),
+    call(TABLE, LABELS, jnp.bfloat16).raises(TypeError, "takes 2 positional", "by name: dtype, out_sharding"),
+    call(TABLE, LABELS, out_sharding="a").raises(TypeError, "out_sharding", "PartitionSpec", "str"),
+    call(inputs=LABELS).raises(TypeError, "'inputs'", r"did you mean ids\?"),
+    call(weight=TABLE).raises(TypeError, "'weight'", r"did you mean table\?"),
+    call(TABLE, LABELS, mode="clip").raises(TypeError, "'mode'", "embedding has no mode: .* NaN", "jax.numpy.clip"),
+    call(TABLE, LABELS, axis=1).raises(TypeError, "'axis'", "along the first axis of table, so transpose it"),
+)
+SEGMENT_SUM = named(
+    call(X, LABELS, 5).raises(ValueError, "segment_ids have shape", (3, 4), r"expected \(3,\)", (3, 4, 8)),
+    call(X, IDS[:2], 5).raises(ValueError, "segment_ids have shape", (2,), r"expected \(3,\)"),
+    call(X[0, 0, 0], IDS, 5).raises(ValueError, "data", "at least one axis"),
+    call(IDS, X, 5).raises(TypeError, "data is int32 and segment_ids float32", "each other's place"),
+    call(X, X[:, 0, 0], 5).raises(TypeError, "segment_ids", "integers", "float32"),
+    call(X, IDS, -1).raises(ValueError, "num_segments", "negative", "-1"),
+    call(X, IDS, 2.0).raises(TypeError, "num_segments", "int", "2.0", "how many sums"),
+    call(X, IDS, True).raises(TypeError, "num_segments", "int", "True"),
+    call(X, IDS, 5, True).raises(TypeError, "takes 3 positional", "by name: indices_are_sorted, implementation"),
+    call(X, IDS, 5, indices_are_sorted=1).raises(TypeError, "indices_are_sorted", "bool", "1"),
+    call(X, IDS, 5, unique_indices=True).raises(TypeError, "'unique_indices'", "has no unique_indices: leave it out"),
+    call(X, IDS, 5, mode="drop").raises(TypeError, "'mode'", "numbers that no segment has are in no sum"),
+    call(X, IDS, 5, dtype="float32").raises(TypeError, "'dtype'", "the sums have data's dtype"),
+    call(X, IDS, dim_size=5).raises(TypeError, "'dim_size'", r"did you mean num_segments\?"),
 )

@@ -30,6 +30,7 @@ def _square(x):
 _OF_X = {
     "add_layer_norm": lambda x: jaxnorm.add_layer_norm(x, x),
     "add_rms_norm": lambda x: jaxnorm.add_rms_norm(x, x),
+    "embedding": lambda x: jaxnorm.embedding(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), _labels(x)),
     "float8_linear": lambda x: jaxnorm.float8_linear(x, _square(x)),
     "gated_activation_quantized": lambda x: jaxnorm.gated_activation_quantized(x, quantization=INT8),
     "gated_rms_norm": lambda x: jaxnorm.gated_rms_norm(x, x, gate_first=True),
@@ -44,6 +45,7 @@ _OF_X = {
     "quantized_dot": lambda x: jaxnorm.quantized_dot(x, jaxnorm.quantize_kernel(_square(x), INT8)),
     "rms_norm_add_rms_norm": lambda x: jaxnorm.rms_norm_add_rms_norm(x, x),
     "rms_norm_quantized": lambda x: jaxnorm.rms_norm_quantized(x, quantization=INT8),
+    "segment_sum": lambda x: jaxnorm.segment_sum(x, jnp.zeros(x.shape[:1], int), 8),
     _LOSS.__name__: lambda x: _LOSS(x, _labels(x)),
 }
 

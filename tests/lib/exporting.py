@@ -19,6 +19,8 @@ if __name__ == "__main__":
 import jax
 from jax import export
 
+import jaxnorm
+
 PLATFORMS = ("cpu", "cuda", "tpu")
 ARTEFACTS = Path(__file__).resolve().parents[1] / "artefacts"
 WAYS = ("forward", "gradient")
@@ -31,9 +33,35 @@ def exported(op, function, size=None, symbols="rows", platforms=PLATFORMS):
     return export.export(jax.jit(function), platforms=platforms)(*op.types(size._replace(dims=dims)))
 
 
-def archive(op) -> Path:
-    """That of a public function's programs, each under the name of a row of the table of ops."""
-    return ARTEFACTS / f"{op.public}.zip"
+def _lookup_gradient(table, ids, rows):
+    return jax.vjp(lambda table: jaxnorm.embedding(table, ids, dtype=rows.dtype), table)[1](rows)
+
+
+def _segment_sum(data, ids):
+    return jaxnorm.segment_sum(data, ids, 9)
+
+
+# What has no row in the table, by its function and way: the program's function, and its arguments' shapes and dtypes.
+OF_NO_ROW = {
+    ("embedding", "gradient"): (
+        _lookup_gradient,
+        {"50, 24": "float32", "rows": "int32", "rows, 24": "bfloat16"},
+    ),
+    ("segment_sum", "forward"): (_segment_sum, {"rows, 24": "bfloat16", "rows": "int32"}),
+}
+
+
+def exported_of_no_row(function, way):
+    """Its program for any number of rows."""
+    program, of_args = OF_NO_ROW[function, way]
+    scope = export.SymbolicScope()
+    args = [jax.ShapeDtypeStruct(export.symbolic_shape(shape, scope=scope), dtype) for shape, dtype in of_args.items()]
+    return export.export(jax.jit(program), platforms=PLATFORMS)(*args)
+
+
+def archive(function) -> Path:
+    """That of a public function's programs, each under the name of a row of the table of ops, if it has one."""
+    return ARTEFACTS / f"{function}.zip"
 
 
 def stem(op, way) -> str:
@@ -42,8 +70,11 @@ def stem(op, way) -> str:
 
 def artefacts(op, way) -> list[bytes]:
     """The row's program, and those since its calls have other operands or results."""
-    first = stem(op, way)
-    with zipfile.ZipFile(archive(op)) as programs:
+    return programs_of(op.public, stem(op, way))
+
+
+def programs_of(function, first) -> list[bytes]:
+    with zipfile.ZipFile(archive(function)) as programs:
         later = sorted(name for name in programs.namelist() if name.startswith(f"{first}-"))
         return [programs.read(name) for name in (f"{first}.bin", *later)]
 
@@ -64,11 +95,17 @@ def main() -> None:
     shutil.rmtree(ARTEFACTS, ignore_errors=True)
     ARTEFACTS.mkdir()
     run_every_kernel()
+    jax.config.update("jax_traceback_in_locations_limit", 0)  # programs name no files
     for op in OPS:
         for way in WAYS:
-            program = exported(op, function_of(op, way)).serialize()
-            with zipfile.ZipFile(archive(op), "a", zipfile.ZIP_DEFLATED) as programs:
-                programs.writestr(f"{stem(op, way)}.bin", bytes(program))
+            write(op.public, stem(op, way), exported(op, function_of(op, way)))
+    for function, way in OF_NO_ROW:
+        write(function, f"{function}-{way}", exported_of_no_row(function, way))
+
+
+def write(function, name, program) -> None:
+    with zipfile.ZipFile(archive(function), "a", zipfile.ZIP_DEFLATED) as programs:
+        programs.writestr(f"{name}.bin", bytes(program.serialize()))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from jaxnorm.inspect import plan_page, progress, tune as tuning, turns
 from jaxnorm.native import compat, cublaslt, ffi, fit, private
 from jaxnorm.ops.cross_entropy.formula import CrossEntropy, Operands as CrossEntropyOperands
 from jaxnorm.ops.cross_entropy.op import CROSS_ENTROPY
+from jaxnorm.ops.embedding import op as embedding_op
 from jaxnorm.ops.float8_linear import op as float8_op
 from jaxnorm.ops.float8_linear.formula import BY_XLA, Float8Linear, rounded_kernel, rounded_x
 from jaxnorm.ops.float8_linear.kernels import BY_KERNELS, PRODUCTS_BY_KERNELS, transposed
@@ -20,12 +21,13 @@ from jaxnorm.quantization import GROUP_SIZES
 from jaxnorm.sharding import text
 
 _slower, _few, _least = reasons.slower, quantized_dot.FEW, quantized_dot.LEAST
+_few_sums = embedding_op.FEW
 
 
 def run_every_kernel():
     """Runs kernels also where XLA's code is faster: the laws are theirs."""
     reasons.slower = lambda op, spec, rows: None
-    quantized_dot.FEW = quantized_dot.LEAST = 0
+    quantized_dot.FEW = quantized_dot.LEAST = embedding_op.FEW = 0
 
 
 def choose_fastest(monkeypatch):
@@ -33,3 +35,4 @@ def choose_fastest(monkeypatch):
     monkeypatch.setattr(reasons, "slower", _slower)
     monkeypatch.setattr(quantized_dot, "FEW", _few)
     monkeypatch.setattr(quantized_dot, "LEAST", _least)
+    monkeypatch.setattr(embedding_op, "FEW", _few_sums)

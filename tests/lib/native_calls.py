@@ -46,6 +46,7 @@ WRONG_VALUES: Mapping[str, tuple[Any, ...]] = {
     "max_scale": (np.float32(0), np.float32(np.nan)),
     "norm": ("batch", "none"),  # with scales
     "rotary_dim": (*map(np.int64, (-2, 0, 7)), _BEYOND),
+    "segments": (*map(np.int64, (-1, 7, 1 << 31)), _BEYOND),
 }
 ANY_VALUE = ("epsilon", "scale", "scale_offset", "soft_cap")
 
@@ -202,7 +203,7 @@ def malformed_operands(call: Call) -> Changes:
         for wrong in _wrong_values(name, value):
             yield f"{name} of {wrong!r}", call.but(**{name: wrong})
     yield "an attribute more", call.but(more=True)
-    if call.target != "jaxnorm_transpose_bytes":  # whose matrix may be empty
+    if call.target not in ("jaxnorm_transpose_bytes", "jaxnorm_segment_sum"):  # whose matrix may be empty
         shapes = (buffer.shape for buffer in call.operands)
         yield "rows of nothing", call.but(extents={max(shapes, key=lambda shape: (len(shape), shape[-1:]))[-1]: 0})
     scalars = (tuple(Buffer((), buffer.dtype) for buffer in side) for side in (call.operands, call.results))

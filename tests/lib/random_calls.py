@@ -353,7 +353,31 @@ def per_head(draw: Draw) -> Call:
     )
 
 
+def lookup(draw: Draw) -> Call:
+    """Of rows that are there, some counted from the end."""
+    lead, dtype = draw.rows(), draw.pick(DTYPES)
+    table = draw.floats((draw.pick((1, *GROUPS, 40, 300)), draw.pick(COLS)), dtype)
+    ids = jnp.asarray(draw.rng.integers(-len(table), len(table), lead), "int32")
+    operands = {"table": table, "ids": ids}
+    return _call(
+        jaxnorm.embedding, operands, ("table",), ("ids",) if lead else (), dtype=draw.pick((None, dtype, *DTYPES))
+    )
+
+
+def segment_sum(draw: Draw) -> Call:
+    """Some of the rows are in no segment."""
+    shape, segments = (draw.pick((*LENGTHS, 100)), *draw.rows(), draw.pick(COLS)), draw.pick((1, *GROUPS, 40))
+    is_sorted = draw.chance(0.3)
+    ids = draw.rng.integers(-1, segments + 2, shape[0])
+    operands = {
+        "data": draw.floats(shape, draw.pick(DTYPES)),
+        "segment_ids": jnp.asarray(np.sort(ids) if is_sorted else ids, "int32"),
+    }
+    return _call(jaxnorm.segment_sum, operands, ("data",), (), num_segments=segments, indices_are_sorted=is_sorted)
+
+
 OTHERS = (softmax, cross_entropy, linear_cross_entropy, rotary, rotary, rotary_of_product, group_norm, per_head)
+OTHERS += (lookup, segment_sum)
 
 
 def draw_call(draw: Draw) -> Call:

@@ -15,6 +15,7 @@ from table import OPS
 import jaxnorm
 
 # Queries or keys, with a scale for each of 32 heads.
+WAYS = ("forward", "backward")
 HEADS = ("--shape", "8x2048x32x128", "--scale-shape", "32x128")
 
 
@@ -51,7 +52,7 @@ def test_the_default_call_is_native(info):
 
 
 @pytest.mark.needs("kernels")
-@pytest.mark.parametrize("op", sorted({*(op.public for op in OPS), "linear_cross_entropy"}))
+@pytest.mark.parametrize("op", sorted({*(op.public for op in OPS), "linear_cross_entropy", "embedding", "segment_sum"}))
 def test_every_op_is_native(info, op):
     report = call(info, "--op", op, "--dtype", "bfloat16")
     assert (report["op"], report["implementation"]) == (op, "native")
@@ -60,10 +61,14 @@ def test_every_op_is_native(info, op):
 TO = ("float8_e4m3fn", "float8_e5m2", "int8")
 QUANTIZED = "--op rms_norm_quantized --shape 8x64 --out-dtype"
 OF_LOSS = "--op linear_cross_entropy --shape 8x16 --columns 100"
+OF_LOOKUP = "--op embedding --shape 2x8x16 --columns 100 --out-dtype bfloat16"
+OF_SUMS = "--op segment_sum --shape 8x2x16 --columns 5"
 IN_WORDS = {
     **{f"{QUANTIZED} {to}": ["rms_norm_quantized of float32[8x64] to " + to] for to in TO},
     "--shape 8x4096 --dtype bfloat16": [jax.__version__, "bfloat16[8x4096]", "because"],
     "--op group_norm --shape 8x4x4x96": ["group_norm of float32[8x4x4x96] to float32 in 32 groups of channels on"],
+    OF_LOOKUP: ["embedding of float32[2x8x16] and table of 100 rows to bfloat16, of which the gradient is sums"],
+    OF_SUMS: ["segment_sum of float32[8x2x16] and segment_ids of 5 segments to float32"],
     OF_LOSS: ["linear_cross_entropy of float32[8x16] and kernel of 100 classes to float32"],
 }
 
@@ -99,6 +104,8 @@ def test_in_words(info, arguments):
         (("--op", "quantized_dot", "--platform", "cuda", "--columns", "8"), "(8, 4096), and cuBLASLt wants multiples"),
         (("--op", "float8_linear", "--platform", "cpu"), "a kernel for cuda, none for cpu"),
         (("--op", "float8_linear", "--platform", "cuda", "--columns", "8"), "(8, 4096), and cuBLASLt wants multiples"),
+        (("--op", "embedding", "--dtype", "float64"), "the rows are float64, kernels take bfloat16, float16, float32"),
+        (("--op", "segment_sum", "--shape", "8x0", "--dtype", "float64"), "the rows are float64"),
         (("--op", "qk_norm_rotary", "--shape", "8x64", "--out-dtype", "bfloat16"), "want them equal"),
         (("--op", "qk_norm_rotary", "--shape", "8x64", "--dtype", "float64"), "q is float64"),
     ],
@@ -200,6 +207,21 @@ def test_a_direction_that_is_the_formula_is_said_by_itself(info):
     }
 
 
+# The kernel is that of sums: what is chosen for the other direction changes nothing.
+@pytest.mark.needs("kernels")
+@pytest.mark.parametrize(("op", "way", "other"), [("embedding", *WAYS[::-1]), ("segment_sum", *WAYS)])
+def test_of_two_directions_one_has_a_kernel(info, op, way, other):
+    asked = ("--op", op, "--shape", "8x64", "--platform", "cpu")
+    with jaxnorm.implementation({op: {other: "xla"}}):
+        report, words = call(info, *asked), info(*asked)
+    assert (report["implementation"], report["slower"][other]) == ("native", "XLA gathers rows at the rate of memory")
+    assert f"{way:18}native" in words
+    with jaxnorm.implementation({op: {way: "xla"}}):
+        report = call(info, *asked)
+    assert (report["implementation"], "slower" in report) == ("xla", False)
+    assert report["why"].startswith("XLA's code is asked for under")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -213,8 +235,9 @@ def test_a_direction_that_is_the_formula_is_said_by_itself(info):
         (("--op", "RMSNorm"), "'RMSNorm' is no function; did you mean rms_norm?"),
         (("--op", "linear_cross_entropie"), "did you mean linear_cross_entropy?"),
         (("--op", "attention"), "expected one of add_layer_norm, "),
-        (("--columns", "8"), "rms_norm multiplies by no matrix"),
+        (("--columns", "8"), "rms_norm has no matrix beside x"),
         (("--op", "quantize", "--dtype", "int8"), "--dtype is int8, expected one of bfloat16"),
+        (("--op", "segment_sum", "--out-dtype", "bfloat16"), "segment_sum has no results of bfloat16, but of float32"),
         (("--html", "/nowhere/plan.html"), "--html: [Errno 2] No such file or directory: '/nowhere/plan.html'"),
     ],
 )

@@ -360,6 +360,21 @@ def test_devices_add_what_they_have(devices, split, mode, dtype, implementation)
         assert TARGET in count_native_calls(text)
 
 
+# However many devices there are, a part of 257 ones for each row of ids would lose one of them in bfloat16.
+@pytest.mark.needs("kernels")
+@cover(mode=["auto", "explicit", MANUAL], implementation=IMPLEMENTATIONS)
+def test_parts_of_devices_are_not_rounded(devices, mode, implementation):
+    mesh = mesh_for(mode, devices)
+    rows = jnp.ones((8, 257, 4), "bfloat16").at[4:].set(-1).at[4:, 0].set(0)
+    args = jnp.zeros((3, 4), "bfloat16"), jnp.ones((8, 257), "int32"), rows
+    options = {"out_sharding": P("a")} if mode == "explicit" else {}
+    function = partial(gradient, implementation=implementation, **options)
+    if mode == MANUAL:
+        function = jax.shard_map(function, mesh=mesh, in_specs=(P(), P("a"), P("a")), out_specs=P())
+    actual, _ = on_mesh(mesh, function, args, (P(), P("a"), P("a")))
+    np.testing.assert_array_equal(f64(jax.device_get(actual)), np.outer([0, 4, 0], np.ones(4)))
+
+
 @pytest.mark.needs("kernels")
 @cover(mode=[MANUAL, PARTLY_MANUAL], dtype=["float32", "bfloat16"], implementation=IMPLEMENTATIONS)
 def test_a_table_that_all_devices_of_a_shard_map_have(devices, mode, dtype, implementation):

@@ -13,7 +13,6 @@ from jaxnorm.ops.cross_entropy.checks import (
     check_axes,
     check_ignore_index,
     check_labels,
-    check_order,
     check_share,
     check_soft_cap,
     check_where,
@@ -98,7 +97,7 @@ def _cross_entropy(
 ) -> jax.Array:
     name = "softmax_cross_entropy_with_integer_labels"
     choice = checks.check_implementation(name, implementation)
-    check_order(name, labels, logits=logits)
+    checks.check_order(name, "labels", labels, logits=logits)
     logits = checks.check_x(name, logits, "logits")
     options = options.checked(name)
     axes = check_axes(name, axis, logits)

@@ -16,20 +16,6 @@ from jaxnorm.ops.mask import check_booleans, does_not_broadcast
 from jaxnorm.primitive import broadcast, weights
 
 
-def check_order(function: str, labels: Any, **others: Any) -> None:
-    """That labels are not in the place of one of the others, which are floating-point."""
-    for name, other in others.items():
-        if _is(other, jnp.integer) and _is(labels, jnp.floating):
-            raise TypeError(
-                f"{function}: {name} {'are' if name.endswith('s') else 'is'} {other.dtype} and labels {labels.dtype}; "
-                f"are they in each other's place?"
-            )
-
-
-def _is(value: Any, kind: Any) -> bool:
-    return hasattr(value, "dtype") and jnp.issubdtype(value.dtype, kind)
-
-
 class Labels(NamedTuple):
     """Numbers of classes, and which of them are ignored; None: none."""
 

@@ -10,7 +10,7 @@ from jaxnorm.native import compat
 from jaxnorm.ops import checks
 from jaxnorm.ops.cross_entropy import chunks, linear
 from jaxnorm.ops.cross_entropy.api import LossOptions
-from jaxnorm.ops.cross_entropy.checks import Labels, check_labels, check_order, check_where
+from jaxnorm.ops.cross_entropy.checks import Labels, check_labels, check_where
 from jaxnorm.ops.cross_entropy.formula import IGNORED
 from jaxnorm.ops.cross_entropy.linear import LinearCrossEntropy, Operands
 from jaxnorm.ops.cross_entropy.linear_checks import check_bias, check_kernel, check_row_weights
@@ -116,7 +116,7 @@ def _linear_cross_entropy(
     name, reduction = "linear_cross_entropy", chosen.reduction
     with_log = checks.check_flag(name, "return_logsumexp", chosen.return_logsumexp)
     choice = checks.check_implementation(name, chosen.implementation)
-    check_order(name, labels, x=x, kernel=kernel)
+    checks.check_order(name, "labels", labels, x=x, kernel=kernel)
     x = checks.check_x(name, x)
     kernel = check_kernel(name, kernel, x)
     options = options.checked(name)

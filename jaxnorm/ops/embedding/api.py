@@ -6,9 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from jaxnorm.native import compat
-from jaxnorm.ops import checks
+from jaxnorm.ops import checks, misuse
 from jaxnorm.ops.embedding import op
 from jaxnorm.ops.embedding.formula import Lookup, Positions, SegmentSum
 from jaxnorm.ops.misuse import explained
@@ -42,9 +43,10 @@ def embedding(
       RuntimeError: implementation="native", and no kernel serves the gradient.
     """
     name = "embedding"
+    checks.check_order(name, "ids", ids, table=table)
     weights, numbers = checks.check_array(name, "table", table), _check_ids(name, "ids", ids)
     if weights.ndim != 2:
-        raise ValueError(f"{name}: table has shape {weights.shape}, expected (rows, columns).")
+        raise ValueError(f"{name}: table has shape {weights.shape}, expected (rows, columns). Reshape table.")
     out_dtype = checks.check_out_dtype(name, dtype, weights, "dtype")
     choice = checks.check_implementation(name, implementation)
     if compat.are_summed(weights, numbers)[0]:
@@ -54,7 +56,7 @@ def embedding(
         function=name,
         out_dtype=out_dtype,
         fill=np.nan,
-        out_spec=getattr(out_sharding, "spec", out_sharding),
+        out_spec=_check_sharding(name, out_sharding),
         **choice.asks(name),
     )
     if choice.backward.implementation == "native":
@@ -94,6 +96,7 @@ def segment_sum(
       RuntimeError: implementation="native", and no kernel serves the call.
     """
     name = "segment_sum"
+    checks.check_order(name, "segment_ids", segment_ids, data=data)
     numbers = _check_ids(name, "segment_ids", segment_ids)
     is_sorted = checks.check_flag(name, "indices_are_sorted", indices_are_sorted)
     choice = checks.check_implementation(name, implementation)
@@ -107,7 +110,7 @@ def segment_sum(
     array = checks.check_array(name, "data", data)
     _check_rows(name, array, numbers)
     rest = array.shape[1:]
-    rows = array.reshape(array.shape[0], math.prod(rest))
+    rows = _as_matrix(array)
     spec = SegmentSum(
         function=name,
         out_dtype=np.dtype(array.dtype),
@@ -129,8 +132,8 @@ def _check_ids(function: str, name: str, value: Any) -> Any:
     """value as an array of integers, of the dtype that it has."""
     if not checks.is_array(value) and not isinstance(value, (int, list, tuple)):
         raise TypeError(
-            f"{function}: {name} must be an array of integers, got {type(value).__name__}; pass "
-            f"jax.numpy.asarray({name})."
+            f"{function}: {name} must be an array of integers, got {type(value).__name__}; "
+            f"{misuse.no_array(name, value)}"
         )
     # Of integers of 64 bits jax.numpy makes others of 32, which may be those of rows.
     numbers: Any = value if isinstance(value, (np.ndarray, np.generic)) else jnp.asarray(value)
@@ -139,12 +142,31 @@ def _check_ids(function: str, name: str, value: Any) -> Any:
     return numbers
 
 
+def _check_sharding(function: str, value: Any) -> PartitionSpec | None:
+    spec = getattr(value, "spec", value)
+    if spec is None or isinstance(spec, PartitionSpec):
+        return spec
+    raise TypeError(
+        f"{function}: out_sharding must be a jax.sharding.NamedSharding or PartitionSpec, got {type(value).__name__}."
+    )
+
+
 def _check_rows(function: str, data: Any, numbers: Any) -> None:
+    if data.ndim == 0:
+        raise ValueError(f"{function}: data must have at least one axis, got a scalar: the first one has the rows.")
     if numbers.shape != data.shape[:1]:
         raise ValueError(
             f"{function}: segment_ids have shape {numbers.shape}, expected {data.shape[:1]}: a number for each row of "
             f"data, which has shape {data.shape}."
         )
+
+
+def _as_matrix(data: jax.Array) -> jax.Array:
+    """With one axis of columns; several are gathered where an Explicit mesh splits one of them."""
+    sharding: Any = jax.typeof(data).sharding
+    if data.ndim > 2 and any(sharding.spec[1:]):
+        data = jax.sharding.reshard(data, sharding.update(spec=PartitionSpec(sharding.spec[0])))
+    return data.reshape(data.shape[0], math.prod(data.shape[1:]))
 
 
 def _check_segments(function: str, value: Any, numbers: Any) -> Any:
@@ -153,7 +175,7 @@ def _check_segments(function: str, value: Any, numbers: Any) -> Any:
             raise TypeError(
                 f"{function}: segment_ids are traced, and num_segments must be known while tracing; pass an int."
             )
-        return int(np.max(numbers)) + 1
+        return max(0, int(np.max(np.asarray(numbers))) + 1) if numbers.size else 0
     if jax.export.is_symbolic_dim(value):
         return value
     if (segments := checks.check_int(function, "num_segments", value, "it is how many sums there are")) < 0:

@@ -5,7 +5,8 @@ transpose, so that derivatives of any order are these two.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -266,47 +267,58 @@ lowering.register(SUM, _sum_formula, _sum_native, _sum_of_shard, _slower)
 text.register_types(SegmentSum)
 
 
-def _requested(function: str, request: Request) -> tuple[SegmentSum, Positions]:
+def _of_lookup(request: Request) -> tuple[SegmentSum, Positions]:
+    """The sums of its gradient."""
     ids = request.array(request.shape[:-1], np.int32)
-    out_dtype = request.dtype if function == "embedding" else request.out_dtype
-    spec = SegmentSum(function=function, out_dtype=out_dtype, segments=request.columns, positions=len(ids.shape))
+    spec = SegmentSum(
+        function="embedding", out_dtype=request.dtype, segments=request.columns, positions=len(request.shape) - 1
+    )
     return spec, Positions(request.array(request.shape, request.out_dtype), ids)
 
 
-def _function(name: str, arguments: Any, shape: tuple[int, ...], matrix: str, columns: str) -> Function:
+def _of_sum(request: Request) -> tuple[SegmentSum, Positions]:
+    rows, *rest = request.shape
+    spec = SegmentSum(function="segment_sum", out_dtype=request.dtype, segments=request.columns)
+    return spec, Positions(request.array((rows, math.prod(rest))), request.array((rows,), np.int32))
+
+
+def _function(name: str, of: Callable[[Request], tuple[SegmentSum, Positions]], **described: Any) -> Function:
     return Function(
         name,
-        why_formula=lambda platform, request: why_formula(platform, *_requested(name, request)),
-        arguments=arguments,
+        why_formula=lambda platform, request: why_formula(platform, *of(request)),
         last_axis_only=True,
-        shape=shape,
-        matrix=matrix,
-        columns=columns,
-        over=lambda _: "",
+        **described,
     )
 
 
 WITHOUT_OP += [
     _function(
         "embedding",
-        lambda request: {
+        _of_lookup,
+        arguments=lambda request: {
             "table": request.array((request.columns, request.shape[-1])),
             "ids": request.array(request.shape[:-1], np.int32),
             "dtype": request.out_dtype,
         },
-        (8192, 2560),
-        "a table",
-        "rows",
+        shape=(8192, 2560),
+        matrix="table",
+        columns="rows",
+        over=lambda _: ", of which the gradient is sums of rows,",
+        by_xla=("forward", GATHERS),
     ),
     _function(
         "segment_sum",
-        lambda request: {
+        _of_sum,
+        arguments=lambda request: {
             "data": request.array(request.shape),
             "segment_ids": request.array(request.shape[:1], np.int32),
             "num_segments": request.columns,
         },
-        (1048576, 128),
-        "sums",
-        "segments",
+        out_dtypes=(),
+        shape=(1048576, 128),
+        matrix="segment_ids",
+        columns="segments",
+        over=lambda _: "",
+        by_xla=("backward", GATHERS),
     ),
 ]
