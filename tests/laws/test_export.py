@@ -201,10 +201,7 @@ OF_QUANTIZED = {"quantization": {"Quantization": TO_INT8}, "straight_through": F
 PLAIN = {"kind": "rms", "multiply_before_cast": True, "pad_to": 1, "with_unquantized": False, "x_hat_dtype": None}
 FORMER = {
     "GatedNorm": (ROW | GATE, lambda x: jaxnorm.gated_rms_norm(x, x, gate_first=True)),
-    "QuantizedNorm": (
-        ROW | PLAIN | OF_QUANTIZED,
-        partial(jaxnorm.rms_norm_quantized, quantization=INT8),
-    ),
+    "QuantizedNorm": (ROW | PLAIN | OF_QUANTIZED, partial(jaxnorm.rms_norm_quantized, quantization=INT8)),
     "GatedNormQuantized": (
         ROW | GATE | OF_QUANTIZED | {"grouped": False},
         lambda x: jaxnorm.gated_rms_norm_quantized(x, x, gate_first=True, quantization=INT8),

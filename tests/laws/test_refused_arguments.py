@@ -208,10 +208,7 @@ REMEDIES = {
 # Which say of a scalar that K is missing.
 PRODUCTS = ("quantized_dot", "float8_linear")
 # Whose axis, or other argument, is one that they check themselves.
-OWN = {
-    *((name, "axis") for name in ("gated_activation", "gated_activation_quantized")),
-    ("quantized_dot", "kernel"),
-}
+OWN = {*((name, "axis") for name in ("gated_activation", "gated_activation_quantized")), ("quantized_dot", "kernel")}
 
 
 def refused(function, argument):

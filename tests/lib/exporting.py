@@ -43,10 +43,7 @@ def _segment_sum(data, ids):
 
 # What has no row in the table, by its function and way: the program's function, and its arguments' shapes and dtypes.
 OF_NO_ROW = {
-    ("embedding", "gradient"): (
-        _lookup_gradient,
-        {"50, 24": "float32", "rows": "int32", "rows, 24": "bfloat16"},
-    ),
+    ("embedding", "gradient"): (_lookup_gradient, {"50, 24": "float32", "rows": "int32", "rows, 24": "bfloat16"}),
     ("segment_sum", "forward"): (_segment_sum, {"rows, 24": "bfloat16", "rows": "int32"}),
 }
 
