@@ -5,6 +5,7 @@ The package had each of its own once; the kernels run in the emulator.
 
 import functools
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -25,258 +26,157 @@ class Fault(NamedTuple):
     found_by: str  # pytest's arguments
     right: str
     wrong: str
-    op: str | None = None  # the module's, in which a kernel has the fault
+    op: str  # the module's, in which a kernel has the fault
 
 
-# By names, of which each ends in the commit that mended the fault.
-IN_PYTHON = {
-    "scales of examples, not of their rows, 8978cde": Fault(
-        "ops/float8_linear/op.py",
-        "tests/ops/float8_linear.py -k examples_of_quantized",
-        "jnp.broadcast_to(array, (*rows, array.shape[-1]))",
-        "jnp.broadcast_to(array, (rows[0], *array.shape[1:]))",
-    ),
-    "a product that XLA for CPUs has not for examples, 4fffaeb": Fault(
-        "ops/products.py",
-        "tests/ops/linear_cross_entropy.py -k mapped_operands_of_16",
-        "dot(a.astype(np.float32), b.astype(np.float32))",
-        "dot(a, b)",
-    ),
-    "weights written out as a factor is, e964c43": Fault(
-        "primitive/rules.py",
-        "tests/ops/branch_scale.py -k kept_as_it_came",
-        "if (name == self.op.factor) is of_factor]",
-        "if not of_factor]",
-    ),
-    "a mask of one column for all shards, 6913620": Fault(
-        "ops/cross_entropy/api.py",
-        "tests/laws/test_masks.py -k mask_of_one_column",
-        "if shards is None:  # of rows",
-        "if True:  # of rows",
-    ),
-    "gradients of half types summed over devices, fc7aa47": Fault(
-        "native/compat.py",
-        "tests/laws/test_meshes.py -k test_gradients_of_a_product",
-        "return [aval.mat.varying != all_axes and aval.dtype in (jnp.bfloat16, jnp.float16) for aval in types]",
-        "return [False for aval in types if all_axes is not None]",
-    ),
-    "a variance that means do not move, a23a5a0": Fault(
-        "ops/norm/merge.py",
-        "tests/laws/test_axis_name.py -k 'test_second_derivative and layer'",
-        "variance_dot + 2 * (of_shard[0] - mean) * mean_dot",
-        "variance_dot",
-    ),
-    "a forgotten sum over devices, 3fd80ce": Fault(
-        "ops/cross_entropy/api.py",
-        "tests/ops/cross_entropy.py -k classes_over_devices",
-        "counts if shards is None else shards.sum(counts)",
-        "counts",
-    ),
-    "numbers of columns that are not split, 809cff9": Fault(
-        "ops/mask.py",
-        "tests/laws/test_mesh_programs.py -k numbers_of_columns",
-        "out_sharding = sharding if any(sharding.spec) else None",
-        "out_sharding = None",
-    ),
-    "a result split twice by one axis, 809cff9": Fault(
-        "ops/float8_linear/call.py",
-        "tests/ops/products_meshes.py -k one_axis_for_rows_and_outputs",
-        "(of_x is None and of_kernel is None) or len(set(names)) < len(names)",
-        "of_x is None and of_kernel is None",
-    ),
-    "scales in their order, 48b8775": Fault(
-        "ops/products.py",
-        "tests/ops/quantized_dot.py -k float32_does_not_hold",
-        "y * jnp.minimum(rows, columns) * jnp.maximum(rows, columns)",
-        "y * rows * columns",
-    ),
-    "the slope that JAX makes of an activation, 5255872": Fault(
-        "ops/activation.py",
-        "tests/ops/gated_activation.py -k one_rule",
-        "_primitive.bind(v, formula=self)",
-        "self.plain(v)",
-    ),
-    "an offset of 64 bits that wraps, ac80d16": Fault(
-        "ops/softmax/checks.py",
-        "tests/ops/softmax.py -k an_offset_of_numpy",
-        "np.clip(value, least, min(_MOST_OFFSET, int(np.iinfo(value.dtype).max)))",
-        "value",
-    ),
-    "NaN as a constant, a8d2f6a": Fault(
-        "ops/mask.py",
-        "tests/laws/test_extremes.py -k test_no_alarm_elsewhere",
-        "jnp.sqrt(jnp.where(is_nan, -1.0, other))",
-        "jnp.where(is_nan, jnp.full(is_nan.shape, jnp.nan), other)",
-    ),
-    "a NaN that a maximum loses, bc4c0fb": Fault(
-        "ops/quantize/rounding.py",
-        "tests/ops/quantize.py -k nan_where_a_value_is",
-        "lax.platform_dependent(v, cpu=with_nan, default=of_numbers)",
-        "of_numbers(v)",
-    ),
-    "an infinity that a closed gate lets through, 89d102a": Fault(
-        "ops/activation.py",
-        "tests/ops/gated_activation.py -k closed_gate",
-        "_where_positive(d * _where_positive(2 * v, v), v)",
-        "d * (2 * jnp.maximum(v, 0))",
-    ),
-    "a normalised x that is not rounded, 9f1618d": Fault(
-        "ops/norm/formula.py",
-        "tests/ops/norm.py -k wide_result",
-        "rounded(x_hat.astype(norm.x_hat_dtype or norm.out_dtype))",
-        "rounded(x_hat.astype(norm.out_dtype))",
-    ),
-    "a slope of 0 times infinity, e1fd350": Fault(
-        "ops/activation.py",
-        "tests/ops/gated_activation.py -k slopes_at_huge_gates",
-        "near = jnp.where(v > 64, 64, jnp.where(v < -64, -64, v))",
-        "near = v",
-    ),
-    "sums of integers that int32 does not hold, a41ddac": Fault(
-        "ops/quantized_dot/formula.py",
-        "tests/ops/quantized_dot.py -k int32_does_not_hold",
-        "if not isinstance(depth, int) or depth <= columns:",
-        "if columns:",
-    ),
-    "an exact gelu that loses digits, e55c214": Fault(
-        "ops/activation.py",
-        "tests/ops/gated_activation.py -k exact_gelu_keeps_its_digits",
-        "jnp.where(is_near, series, share)",
-        "share",
-    ),
-    "contexts that are not in the key of jit, b7f3e3c": Fault(
-        "flax/linen_layers.py",
-        "tests/flax/test_contexts.py -k traced_in_each_context",
-        "_changes((*_changes.value, key))",
-        "_changes(_changes.value)",
-    ),
-    # The package never had these.
-    "ids that are cast before they are compared": Fault(
-        "ops/embedding/api.py",
-        "tests/ops/embedding.py -k ids_of_every_dtype",
-        "is_signed = jnp.issubdtype(numbers.dtype, jnp.signedinteger)",
-        "numbers, is_signed = numbers.astype(np.int32), True",
-    ),
-    "the numbers of all devices' segments on each": Fault(
-        "ops/embedding/op.py",
-        "tests/ops/embedding.py -k 'devices_add and both'",
-        "ids - spec.owned.index() * spec.segments",
-        "ids",
-    ),
-    "parts of sums in a half type": Fault(
-        "ops/embedding/op.py",
-        "tests/ops/embedding.py -k parts_of_devices",
-        "dtype = spec.out_dtype if spec.summed is None else np.dtype(np.float32)",
-        "dtype = spec.out_dtype",
-    ),
-}
-IN_KERNELS = {
-    "an index by columns for rows": Fault(
-        "ops/float8_linear/cuda/transpose.cu",
-        "tests/ops/float8_linear_native.py -k test_bytes",
-        "tile[(at + 4 * k + i) * kPitch + word] = columns[i]",
-        "tile[word * kPitch + at + 4 * k + i] = columns[i]",
-        op="float8_linear",
-    ),
-    "no wait for a tile": Fault(
-        "ops/float8_linear/cuda/round_tiles.cuh",
-        "tests/ops/float8_linear_native.py -k test_columns",
-        "  __syncthreads();\n\n  // Sixteen rows",
-        "  // Sixteen rows",
-        op="float8_linear",
-    ),
-    "a merge of moments in another order": Fault(
-        "ops/group_norm/cuda/group_merge.cu",
-        "tests/ops/group_norm.py -k test_accuracy",
-        "JoinMoments(a.count, b.count)(a.moments, b.moments)",
-        "JoinMoments(a.count, b.count)(b.moments, a.moments)",
-        op="group_norm",
-    ),
-    "no wait for the threads of the other rows": Fault(
-        "ops/group_norm/cuda/group_tile.cuh",
-        "tests/ops/group_norm.py -k test_accuracy",
-        "    __syncthreads();\n    if (thread < half) {",
-        "    if (thread < half) {",
-        op="group_norm",
-    ),
-    "no wait for the largest of the other warps": Fault(
-        "ops/shared/cuda/quantize_row.cuh",
-        "tests/laws/test_bits.py -k 'fused_sizes and packed'",
-        "  __syncthreads();\n  for (int warp = 0;",
-        "  for (int warp = 0;",
-        op="gated_activation",
-    ),
-    "the first row's statistics for all": Fault(
-        "ops/sandwich_norm/cuda/sandwich_norm.cuh",
-        "tests/laws/test_bits.py -k 'fused_rows and sandwich'",
-        "MeanSquare::warp_part<Tile>(x[r], group, cols)",
-        "MeanSquare::warp_part<Tile>(x[0], group, cols)",
-        op="sandwich_norm",
-    ),
-    "a value that is stale": Fault(
-        "ops/qk_norm_rotary/cuda/rotary.cuh",
-        "tests/laws/test_accuracy.py -k 'results_of_every_size and rotary'",
-        "  b = fmaf(b, cos, a * sin);\n  a = turned;",
-        "  a = turned;\n  b = fmaf(b, cos, a * sin);",
-        op="qk_norm_rotary",
-    ),
-    "the label at a vector's first column": Fault(
-        "ops/cross_entropy/cuda/cross_entropy_grad.cu",
-        "tests/ops/cross_entropy.py -k wherever_the_label",
-        "own >= 0 && own < N",
-        "own > 0 && own < N",
-        op="cross_entropy",
-    ),
-    "hidden columns in the sum": Fault(
-        "ops/softmax/cuda/softmax_grad.cuh",
-        "tests/laws/test_masks.py -k 'hidden and softmax'",
-        "if (!counted[i]) dy[i] = second[i] = 0;",
-        ";",
-        op="softmax",
-    ),
-    "what is outside a window is not written": Fault(
-        "ops/softmax/cuda/softmax_grad.cuh",
-        "tests/laws/test_masks.py -k 'hidden and softmax'",
-        "if constexpr (Mask::kHasWindow) p.fill_outside<T>(columns, row);",
-        "",
-        op="softmax",
-    ),
-    "a rest that is left out": Fault(
-        "ops/norm/cuda/shard_statistics.cu",
-        "tests/laws/test_meshes.py -k 'sharded_feature_axis and layer-'",
-        "remaining > 0; remaining -= step",
-        "remaining >= step; remaining -= step",
-        op="norm",
-    ),
-    "a partial sum less": Fault(
-        "cuda/engine/partials.cu",
-        "tests/laws/test_accuracy.py -k 'gradients_of_every_size and rms and not rotary'",
-        "row + i * height < rows ?",
-        "row + i * height < rows - 1 ?",
-        op="norm",
-    ),
-    "what a chunk has of the next segment is left out": Fault(
-        "ops/segment_sum/cuda/segment_sum.cu",
-        "tests/ops/embedding.py -k 'sum_rounded_once or ten_thousand'",
-        "add_tails(p, chunks, begins[i], at, 1, col, sum)",
-        "add_tails(p, chunks, begins[i] + 1, at, 1, col, sum)",
-        op="segment_sum",
-    ),
-    "parts of a long segment before they are there": Fault(
-        "ops/segment_sum/cuda/segment_sum.cu",
-        "tests/ops/embedding.py -k ten_thousand",
-        "    store_shared(parts[warp] + lane * N, sum);\n    __syncthreads();",
-        "    store_shared(parts[warp] + lane * N, sum);",
-        op="segment_sum",
-    ),
-    "scales of a head by columns": Fault(
-        "ops/norm/cuda/add.cu",
-        "tests/laws/test_bits.py -k 'fused and scaled'",
-        "rows.of_row(row) * cols.value",
-        "rows.of_row(column) * cols.value",
-        op="norm",
-    ),
-}
+# The module in which a kernel of several ops has the fault; else that of its own.
+OPS = {"shared": "gated_activation", "engine": "norm"}
+
+
+def faults(text):
+    """By name; each says where it is, which of the tests finds it, and what stands there in the place of what."""
+    found = {}
+    for name, file, found_by, *sides in re.findall(r"(?m)^(\w.*?):\s(\S+): (.*)\n((?:-.*\n)+)((?:\+.*\n)*)", text):
+        right, wrong = ("\n".join(line[1:] for line in side.splitlines()) for side in sides)
+        folder = file.split("/")[1]
+        found[name] = Fault(file, f"tests/{found_by}", right, wrong, OPS.get(folder, folder))
+    return found
+
+
+# By names, of which each ends in the commit that mended the fault; the package never had the last three.
+IN_PYTHON = faults("""\
+scales of examples, not of their rows, 8978cde: ops/float8_linear/op.py: ops/float8_linear.py -k examples_of_quantized
+-jnp.broadcast_to(array, (*rows, array.shape[-1]))
++jnp.broadcast_to(array, (rows[0], *array.shape[1:]))
+a product that XLA for CPUs has not for examples, 4fffaeb:
+ops/products.py: ops/linear_cross_entropy.py -k mapped_operands_of_16
+-dot(a.astype(np.float32), b.astype(np.float32))
++dot(a, b)
+weights written out as a factor is, e964c43: primitive/rules.py: ops/branch_scale.py -k kept_as_it_came
+-if (name == self.op.factor) is of_factor]
++if not of_factor]
+a mask of one column for all shards, 6913620: ops/cross_entropy/api.py: laws/test_masks.py -k mask_of_one_column
+-if shards is None:  # of rows
++if True:  # of rows
+gradients of half types summed over devices, fc7aa47:
+native/compat.py: laws/test_meshes.py -k test_gradients_of_a_product
+-return [aval.mat.varying != all_axes and aval.dtype in (jnp.bfloat16, jnp.float16) for aval in types]
++return [False for aval in types if all_axes is not None]
+a variance that means do not move, a23a5a0:
+ops/norm/merge.py: laws/test_axis_name.py -k 'test_second_derivative and layer'
+-variance_dot + 2 * (of_shard[0] - mean) * mean_dot
++variance_dot
+a forgotten sum over devices, 3fd80ce: ops/cross_entropy/api.py: ops/cross_entropy.py -k classes_over_devices
+-counts if shards is None else shards.sum(counts)
++counts
+numbers of columns that are not split, 809cff9: ops/mask.py: laws/test_mesh_programs.py -k numbers_of_columns
+-out_sharding = sharding if any(sharding.spec) else None
++out_sharding = None
+a result split twice by one axis, 809cff9:
+ops/float8_linear/call.py: ops/products_meshes.py -k one_axis_for_rows_and_outputs
+-(of_x is None and of_kernel is None) or len(set(names)) < len(names)
++of_x is None and of_kernel is None
+scales in their order, 48b8775: ops/products.py: ops/quantized_dot.py -k float32_does_not_hold
+-y * jnp.minimum(rows, columns) * jnp.maximum(rows, columns)
++y * rows * columns
+the slope that JAX makes of an activation, 5255872: ops/activation.py: ops/gated_activation.py -k one_rule
+-_primitive.bind(v, formula=self)
++self.plain(v)
+an offset of 64 bits that wraps, ac80d16: ops/softmax/checks.py: ops/softmax.py -k an_offset_of_numpy
+-np.clip(value, least, min(_MOST_OFFSET, int(np.iinfo(value.dtype).max)))
++value
+NaN as a constant, a8d2f6a: ops/mask.py: laws/test_extremes.py -k test_no_alarm_elsewhere
+-jnp.sqrt(jnp.where(is_nan, -1.0, other))
++jnp.where(is_nan, jnp.full(is_nan.shape, jnp.nan), other)
+a NaN that a maximum loses, bc4c0fb: ops/quantize/rounding.py: ops/quantize.py -k nan_where_a_value_is
+-lax.platform_dependent(v, cpu=with_nan, default=of_numbers)
++of_numbers(v)
+an infinity that a closed gate lets through, 89d102a: ops/activation.py: ops/gated_activation.py -k closed_gate
+-_where_positive(d * _where_positive(2 * v, v), v)
++d * (2 * jnp.maximum(v, 0))
+a normalised x that is not rounded, 9f1618d: ops/norm/formula.py: ops/norm.py -k wide_result
+-rounded(x_hat.astype(norm.x_hat_dtype or norm.out_dtype))
++rounded(x_hat.astype(norm.out_dtype))
+a slope of 0 times infinity, e1fd350: ops/activation.py: ops/gated_activation.py -k slopes_at_huge_gates
+-near = jnp.where(v > 64, 64, jnp.where(v < -64, -64, v))
++near = v
+sums of integers that int32 does not hold, a41ddac:
+ops/quantized_dot/formula.py: ops/quantized_dot.py -k int32_does_not_hold
+-if not isinstance(depth, int) or depth <= columns:
++if columns:
+an exact gelu that loses digits, e55c214: ops/activation.py: ops/gated_activation.py -k exact_gelu_keeps_its_digits
+-jnp.where(is_near, series, share)
++share
+contexts that are not in the key of jit, b7f3e3c: flax/linen_layers.py: flax/test_contexts.py -k traced_in_each_context
+-_changes((*_changes.value, key))
++_changes(_changes.value)
+ids that are cast before they are compared: ops/embedding/api.py: ops/embedding.py -k ids_of_every_dtype
+-is_signed = jnp.issubdtype(numbers.dtype, jnp.signedinteger)
++numbers, is_signed = numbers.astype(np.int32), True
+the numbers of all devices' segments on each: ops/embedding/op.py: ops/embedding.py -k 'devices_add and both'
+-ids - spec.owned.index() * spec.segments
++ids
+parts of sums in a half type: ops/embedding/op.py: ops/embedding.py -k parts_of_devices
+-dtype = spec.out_dtype if spec.summed is None else np.dtype(np.float32)
++dtype = spec.out_dtype
+""")
+IN_KERNELS = faults("""\
+an index by columns for rows: ops/float8_linear/cuda/transpose.cu: ops/float8_linear_native.py -k test_bytes
+-tile[(at + 4 * k + i) * kPitch + word] = columns[i]
++tile[word * kPitch + at + 4 * k + i] = columns[i]
+no wait for a tile: ops/float8_linear/cuda/round_tiles.cuh: ops/float8_linear_native.py -k test_columns
+-  __syncthreads();
+-
+-  // Sixteen rows
++  // Sixteen rows
+a merge of moments in another order: ops/group_norm/cuda/group_merge.cu: ops/group_norm.py -k test_accuracy
+-JoinMoments(a.count, b.count)(a.moments, b.moments)
++JoinMoments(a.count, b.count)(b.moments, a.moments)
+no wait for the threads of the other rows: ops/group_norm/cuda/group_tile.cuh: ops/group_norm.py -k test_accuracy
+-    __syncthreads();
+-    if (thread < half) {
++    if (thread < half) {
+no wait for the largest of the other warps:
+ops/shared/cuda/quantize_row.cuh: laws/test_bits.py -k 'fused_sizes and packed'
+-  __syncthreads();
+-  for (int warp = 0;
++  for (int warp = 0;
+the first row's statistics for all:
+ops/sandwich_norm/cuda/sandwich_norm.cuh: laws/test_bits.py -k 'fused_rows and sandwich'
+-MeanSquare::warp_part<Tile>(x[r], group, cols)
++MeanSquare::warp_part<Tile>(x[0], group, cols)
+a value that is stale: ops/qk_norm_rotary/cuda/rotary.cuh: laws/test_accuracy.py -k 'results_of_every_size and rotary'
+-  b = fmaf(b, cos, a * sin);
+-  a = turned;
++  a = turned;
++  b = fmaf(b, cos, a * sin);
+the label at a vector's first column:
+ops/cross_entropy/cuda/cross_entropy_grad.cu: ops/cross_entropy.py -k wherever_the_label
+-own >= 0 && own < N
++own > 0 && own < N
+hidden columns in the sum: ops/softmax/cuda/softmax_grad.cuh: laws/test_masks.py -k 'hidden and softmax'
+-if (!counted[i]) dy[i] = second[i] = 0;
++;
+what is outside a window is not written: ops/softmax/cuda/softmax_grad.cuh: laws/test_masks.py -k 'hidden and softmax'
+-if constexpr (Mask::kHasWindow) p.fill_outside<T>(columns, row);
+a rest that is left out: ops/norm/cuda/shard_statistics.cu: laws/test_meshes.py -k 'sharded_feature_axis and layer-'
+-remaining > 0; remaining -= step
++remaining >= step; remaining -= step
+a partial sum less: cuda/engine/partials.cu: laws/test_accuracy.py -k 'gradients_of_every_size and rms and not rotary'
+-row + i * height < rows ?
++row + i * height < rows - 1 ?
+what a chunk has of the next segment is left out:
+ops/segment_sum/cuda/segment_sum.cu: ops/embedding.py -k 'sum_rounded_once or ten_thousand'
+-add_tails(p, chunks, begins[i], at, 1, col, sum)
++add_tails(p, chunks, begins[i] + 1, at, 1, col, sum)
+parts of a long segment before they are there: ops/segment_sum/cuda/segment_sum.cu: ops/embedding.py -k ten_thousand
+-    store_shared(parts[warp] + lane * N, sum);
+-    __syncthreads();
++    store_shared(parts[warp] + lane * N, sum);
+scales of a head by columns: ops/norm/cuda/add.cu: laws/test_bits.py -k 'fused and scaled'
+-rows.of_row(row) * cols.value
++rows.of_row(column) * cols.value
+""")
 
 
 @pytest.mark.parametrize(

@@ -11,54 +11,27 @@ from functools import cache, partial
 import fuzz
 import jax
 import jax.numpy as jnp
+import meshes
 import numpy as np
 import pytest
+import table
 from cases import DTYPES, assert_close, assert_near, bits, draw
 from coverage import cover, over
 from hlo import collectives, count_native_calls
 from jax.sharding import AxisType, PartitionSpec as P
-from meshes import (
-    MANUAL,
-    PARTLY_MANUAL,
-    UNCHECKED,
-    assert_one_device_gives,
-    assert_parts_close,
-    exchanged,
-    gradients,
-    mesh_for,
-    mesh_of,
-    place,
-    placed,
-    size_of,
-    specs_of,
-    split_by,
-)
-from table import (
-    EACH,
-    GATED,
-    GATED_ACTIVATIONS,
-    GROUP_NORMS,
-    GROUPED,
-    NORMS,
-    PADDED,
-    PER_HEAD,
-    QUANTIZED,
-    QUANTIZED_ACTIVATIONS,
-    QUANTIZED_SUMS,
-    ROTARY,
-)
+from meshes import gradients
 
 import jaxnorm
 
 pytestmark = pytest.mark.jax_version
 
 # A padded result has other features.
-SPLIT = [op for op in (*EACH, QUANTIZED[2], QUANTIZED_SUMS[2]) if op not in PADDED]
+SPLIT = [op for op in (*table.EACH, table.QUANTIZED[2], table.QUANTIZED_SUMS[2]) if op not in table.PADDED]
 # Of batch, sequence and features, or where there are some heads in the sequence's place.
 ROWS_OVER = [P("a"), P(("b", "a")), P("a", "b"), P(None, "b")]
 ROW_MODES = [
-    *itertools.product(["auto", "explicit", MANUAL, PARTLY_MANUAL], ROWS_OVER),
-    *((UNCHECKED, spec) for spec in ROWS_OVER[1:3]),
+    *itertools.product(["auto", "explicit", meshes.MANUAL, meshes.PARTLY_MANUAL], ROWS_OVER),
+    *((meshes.UNCHECKED, spec) for spec in ROWS_OVER[1:3]),
 ]
 
 
@@ -79,16 +52,17 @@ by_feature = over(
     [
         op
         for op in SPLIT
-        if op not in ROTARY and not (op in (*GATED_ACTIVATIONS, *QUANTIZED_ACTIVATIONS) and op.arrays == 1)
+        if op not in table.ROTARY
+        and not (op in (*table.GATED_ACTIVATIONS, *table.QUANTIZED_ACTIVATIONS) and op.arrays == 1)
     ],
-    mode=lambda op: ["auto", "explicit", PARTLY_MANUAL],
+    mode=lambda op: ["auto", "explicit", meshes.PARTLY_MANUAL],
     spec=part_specs,
 )
 
 
 def results(op):
     # Not dequantised in the same program: XLA on a GPU may leave the rounding out then.
-    return lambda *args: [r for r in op.function(*args, **size_of(op).options) if r.ndim][:2]
+    return lambda *args: [r for r in op.function(*args, **meshes.size_of(op).options) if r.ndim][:2]
 
 
 def run(function, on_one_device, args, mesh):
@@ -102,9 +76,9 @@ def run(function, on_one_device, args, mesh):
 @by_row
 def test_rows_are_computed_where_they_are(devices, op, how):
     mode, spec = how
-    mesh = mesh_for(mode, devices)
-    function = split_by(mode, op, mesh, spec)(results(op))
-    actual, expected, text = run(function, results(op), place(op, mesh, spec), mesh)
+    mesh = meshes.mesh_for(mode, devices)
+    function = meshes.split_by(mode, op, mesh, spec)(results(op))
+    actual, expected, text = run(function, results(op), meshes.place(op, mesh, spec), mesh)
     assert bits(actual) == bits(expected)
     assert collectives(text) == {}
     assert list(count_native_calls(text).values()) == [1]
@@ -113,40 +87,40 @@ def test_rows_are_computed_where_they_are(devices, op, how):
 @by_row
 def test_gradients_of_rows_add_up_weights(devices, op, how):
     mode, spec = how
-    mesh = mesh_for(mode, devices)
-    function = gradients(op, split_by(mode, op, mesh, spec))
-    actual, expected, text = run(function, gradients(op), place(op, mesh, spec), mesh)
-    assert_parts_close(actual, expected)
-    assert collectives(text) == exchanged(op, mesh, spec, with_gradients=True, mode=mode)
+    mesh = meshes.mesh_for(mode, devices)
+    function = gradients(op, meshes.split_by(mode, op, mesh, spec))
+    actual, expected, text = run(function, gradients(op), meshes.place(op, mesh, spec), mesh)
+    meshes.assert_parts_close(actual, expected)
+    assert collectives(text) == meshes.exchanged(op, mesh, spec, with_gradients=True, mode=mode)
     assert list(count_native_calls(text).values()) == [1] * (2 - op.keeps_operands_alone)
 
 
 @over(SPLIT)
 def test_gradients_of_the_formula(devices, op):
     """On an Explicit mesh, where the types of what it computes have shardings."""
-    mesh = mesh_for("explicit", devices)
-    args = place(op, mesh, P("a") if op.has_positions else P("a", "b"))
+    mesh = meshes.mesh_for("explicit", devices)
+    args = meshes.place(op, mesh, P("a") if op.has_positions else P("a", "b"))
     with jaxnorm.implementation("xla"):
         actual, expected, _ = run(gradients(op), gradients(op), args, mesh)
-    assert_parts_close(actual, expected)
+    meshes.assert_parts_close(actual, expected)
 
 
 @by_feature
 def test_parts_of_rows_exchange_their_statistics(devices, op, mode, spec):
-    mesh = mesh_for(mode, devices)
-    function = split_by(mode, op, mesh, spec)(results(op))
-    actual, expected, text = run(function, results(op), place(op, mesh, spec), mesh)
-    assert_parts_close(actual, expected)
-    assert collectives(text) == exchanged(op, mesh, spec, with_gradients=False)
+    mesh = meshes.mesh_for(mode, devices)
+    function = meshes.split_by(mode, op, mesh, spec)(results(op))
+    actual, expected, text = run(function, results(op), meshes.place(op, mesh, spec), mesh)
+    meshes.assert_parts_close(actual, expected)
+    assert collectives(text) == meshes.exchanged(op, mesh, spec, with_gradients=False)
 
 
 @by_feature
 def test_gradients_of_parts_of_rows(devices, op, mode, spec):
-    mesh = mesh_for(mode, devices)
-    function = gradients(op, split_by(mode, op, mesh, spec))
-    actual, expected, text = run(function, gradients(op), place(op, mesh, spec), mesh)
-    assert_parts_close(actual, expected)
-    assert collectives(text) == exchanged(op, mesh, spec, with_gradients=True, mode=mode)
+    mesh = meshes.mesh_for(mode, devices)
+    function = gradients(op, meshes.split_by(mode, op, mesh, spec))
+    actual, expected, text = run(function, gradients(op), meshes.place(op, mesh, spec), mesh)
+    meshes.assert_parts_close(actual, expected)
+    assert collectives(text) == meshes.exchanged(op, mesh, spec, with_gradients=True, mode=mode)
 
 
 HALF = DTYPES[1:]
@@ -159,18 +133,18 @@ def dtypes(op):
 
 
 @over(
-    [op for op in SPLIT if op in EACH],
-    mode=lambda op: ["auto", "explicit", MANUAL, PARTLY_MANUAL],
+    [op for op in SPLIT if op in table.EACH],
+    mode=lambda op: ["auto", "explicit", meshes.MANUAL, meshes.PARTLY_MANUAL],
     spec=lambda op: [spec for spec in ROWS_OVER if not (op.has_positions and spec[1:])],
     dtypes=dtypes,
 )
 def test_gradients_of_half_types(devices, op, mode, spec, dtypes):
-    mesh = mesh_for(mode, devices)
-    args = op.draw(size_of(op), *dtypes)
-    step = jax.jit(gradients(op, split_by(mode, op, mesh, spec)))
+    mesh = meshes.mesh_for(mode, devices)
+    args = op.draw(meshes.size_of(op), *dtypes)
+    step = jax.jit(gradients(op, meshes.split_by(mode, op, mesh, spec)))
     expected = jax.jit(gradients(op))(*args)
     with jax.set_mesh(mesh):
-        assert_one_device_gives(step(*placed(mesh, args, specs_of(op, spec))), expected)
+        meshes.assert_one_device_gives(step(*meshes.placed(mesh, args, meshes.specs_of(op, spec))), expected)
 
 
 SUMMED = re.compile(r"stablehlo\.all_reduce.*?\^bb0\(%\w+: tensor<(\w+)>", re.DOTALL)
@@ -178,7 +152,7 @@ SUMMED = re.compile(r"stablehlo\.all_reduce.*?\^bb0\(%\w+: tensor<(\w+)>", re.DO
 
 # XLA for CPUs ends the process at a sum of a half type in a shard_map over some axes of a mesh.
 @cover(
-    mode=[MANUAL, PARTLY_MANUAL],
+    mode=[meshes.MANUAL, meshes.PARTLY_MANUAL],
     reduction=["mean", "sum", "none"],
     dtypes=[*itertools.product(HALF, HALF), (HALF[0], "float32")],
     rows_per_chunk=[None, 8],
@@ -189,7 +163,7 @@ SUMMED = re.compile(r"stablehlo\.all_reduce.*?\^bb0\(%\w+: tensor<(\w+)>", re.DO
 def test_gradients_of_a_product(
     devices, mode, reduction, dtypes, rows_per_chunk, same_everywhere, implementation, where
 ):
-    mesh, axis = mesh_for(mode, devices), "c" if mode == PARTLY_MANUAL else "a"
+    mesh, axis = meshes.mesh_for(mode, devices), "c" if mode == meshes.PARTLY_MANUAL else "a"
     count = mesh.shape[axis]
     labels = jnp.asarray(np.random.default_rng(7).integers(-1, 24, (count, 16)), "int32")
     split = [*(None if name in same_everywhere.split() else 0 for name in ("x", "kernel")), 0]
@@ -207,7 +181,7 @@ def test_gradients_of_a_product(
         mesh=mesh,
         in_specs=tuple(P() if along is None else P(axis) for along in split),
         out_specs=P(axis),
-        axis_names={axis} if mode == PARTLY_MANUAL else {*mesh.axis_names},
+        axis_names={axis} if mode == meshes.PARTLY_MANUAL else {*mesh.axis_names},
     )
     def sharded(*parts):
         return of_part(*(part if along is None else part[0] for part, along in zip(parts, split, strict=True)))[None]
@@ -231,7 +205,7 @@ def test_gradients_of_a_product(
 # Of a batch of sequences of the rows of an op's small size, over one mesh axis, over two, on the batch or the sequence
 # axis; all rows everywhere. Weights are whole, or go with their heads.
 ROW_SPECS = [P("a"), P(("a", "b")), P("a", "b"), P(None, "b"), P()]
-WITH_HEADS = (*EACH, PER_HEAD[0])
+WITH_HEADS = (*table.EACH, table.PER_HEAD[0])
 PART_OF_HEADS = P("a", None, "b"), P("b")
 axis_types = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 
@@ -255,7 +229,7 @@ def of_gradients(op, specs):
 
 def assert_same(op, actual, expected):
     """With a gate or a factor that depends on the sum, large numbers cancel to small ones."""
-    close = assert_near if op in (*NORMS, *PER_HEAD) else assert_close
+    close = assert_near if op in (*table.NORMS, *table.PER_HEAD) else assert_close
     close(jax.device_get(actual), jax.device_get(expected))
 
 
@@ -277,7 +251,7 @@ def expected(op):
 def assert_mesh_gives(mesh, op, specs):
     """What one device gives, of operands that are split so; split in types as they are."""
     with jax.set_mesh(mesh):
-        args = placed(mesh, sequences_of(op), specs)
+        args = meshes.placed(mesh, sequences_of(op), specs)
         actual = jax.jit(loss_and_gradients(op))(*args)
         assert_same(op, actual, expected(op))
         if AxisType.Explicit in mesh.axis_types:
@@ -289,57 +263,59 @@ def assert_mesh_gives(mesh, op, specs):
     WITH_HEADS,
     specs=lambda op: [
         *((spec, P()) for spec in ROW_SPECS),
-        *([(P(None, None, "b"), P()), PART_OF_HEADS] if op in PER_HEAD else []),
+        *([(P(None, None, "b"), P()), PART_OF_HEADS] if op in table.PER_HEAD else []),
     ],
 )
 def test_rows_on_a_mesh(any_devices, axis_type, op, specs):
-    assert_mesh_gives(mesh_of(any_devices, axis_type), op, each(op, *specs))
+    assert_mesh_gives(meshes.mesh_of(any_devices, axis_type), op, each(op, *specs))
 
 
 # An op of two arrays, of which one is the same everywhere.
-@over([op for op in EACH if op.arrays == 2], axis_type=lambda op: [AxisType.Auto, AxisType.Explicit])
+@over([op for op in table.EACH if op.arrays == 2], axis_type=lambda op: [AxisType.Auto, AxisType.Explicit])
 def test_one_array_is_everywhere(any_devices, op, axis_type):
-    assert_mesh_gives(mesh_of(any_devices, axis_type), op, (P("a"), P(), *[P()] * len(op.weights)))
+    assert_mesh_gives(meshes.mesh_of(any_devices, axis_type), op, (P("a"), P(), *[P()] * len(op.weights)))
 
 
 # Groups have to stay whole, and a padded result is in ops/added_norm.py.
-WITH_FEATURES = [op for op in EACH if not {"group_size", "pad_to"} & {*op.small.options} and len(op.small.dims) == 2]
+WITH_FEATURES = [
+    op for op in table.EACH if not {"group_size", "pad_to"} & {*op.small.options} and len(op.small.dims) == 2
+]
 
 
 # Weights are whole on each device and x is not: they are split by themselves, and their gradients are whole again.
 @axis_types
-@over([*WITH_FEATURES, GROUPED[0], GROUP_NORMS[1]])
+@over([*WITH_FEATURES, table.GROUPED[0], table.GROUP_NORMS[1]])
 def test_a_sharded_feature_axis(any_devices, axis_type, op):
-    mesh, specs = mesh_of(any_devices, axis_type), each(op, P("a", None, "b"), P())
+    mesh, specs = meshes.mesh_of(any_devices, axis_type), each(op, P("a", None, "b"), P())
     if not op.derived:
         return assert_mesh_gives(mesh, op, specs)
     # Not dequantised: of parts of rows some values are neighbours of those of whole ones, and are to be seen as such.
     results = jax.jit(op.function)
     with jax.set_mesh(mesh):
-        actual = jax.device_get(results(*placed(mesh, sequences_of(op), specs)))
-    assert_parts_close(actual, jax.device_get(results(*sequences_of(op))))
+        actual = jax.device_get(results(*meshes.placed(mesh, sequences_of(op), specs)))
+    meshes.assert_parts_close(actual, jax.device_get(results(*sequences_of(op))))
 
 
-@pytest.mark.parametrize("op", [NORMS[1], GATED[0], GROUPED[0], GROUP_NORMS[1]], ids=str)
+@pytest.mark.parametrize("op", [table.NORMS[1], table.GATED[0], table.GROUPED[0], table.GROUP_NORMS[1]], ids=str)
 def test_the_type_of_a_result_of_parts_of_rows(any_devices, op):
-    mesh, spec = mesh_of(any_devices, AxisType.Explicit), P("a", None, "b")
+    mesh, spec = meshes.mesh_of(any_devices, AxisType.Explicit), P("a", None, "b")
     with jax.set_mesh(mesh):
-        y, *_ = jax.jit(op.run())(*placed(mesh, sequences_of(op), each(op, spec, P())))
+        y, *_ = jax.jit(op.run())(*meshes.placed(mesh, sequences_of(op), each(op, spec, P())))
     assert jax.typeof(y).sharding.spec == spec
 
 
 def shard(devices, function, in_specs, out_specs):
-    return jax.shard_map(function, mesh=mesh_of(devices, AxisType.Auto), in_specs=in_specs, out_specs=out_specs)
+    return jax.shard_map(function, mesh=meshes.mesh_of(devices, AxisType.Auto), in_specs=in_specs, out_specs=out_specs)
 
 
-@over(EACH, specs=whole_row_specs)
+@over(table.EACH, specs=whole_row_specs)
 def test_grad_of_shard_map(any_devices, op, specs):
     function = shard(any_devices, op.run(), each(op, *specs), specs[0])
     assert_same(op, jax.jit(loss_and_gradients(op, function))(*sequences_of(op)), expected(op))
 
 
 # A replicated weight meets rows that differ over the mesh: its gradient is the sum over the mesh.
-@over(WITH_HEADS, specs=lambda op: [*whole_row_specs(op), *([PART_OF_HEADS] if op in PER_HEAD else [])])
+@over(WITH_HEADS, specs=lambda op: [*whole_row_specs(op), *([PART_OF_HEADS] if op in table.PER_HEAD else [])])
 def test_shard_map_of_grad(any_devices, op, specs):
     specs = each(op, *specs)
     gradients = shard(any_devices, op.gradient(), specs, of_gradients(op, specs))
@@ -347,9 +323,9 @@ def test_shard_map_of_grad(any_devices, op, specs):
 
 
 # Of two arrays the first or the second varies over the mesh: the other's gradient is summed, too.
-@over([op for op in EACH if op.arrays == 2], varying=lambda op: [0, 1], outside=lambda op: [True, False])
+@over([op for op in table.EACH if op.arrays == 2], varying=lambda op: [0, 1], outside=lambda op: [True, False])
 def test_shard_map_where_one_array_varies(any_devices, op, varying, outside):
-    args, parts = list(sequences_of(op)), mesh_of(any_devices, AxisType.Auto).shape["a"]
+    args, parts = list(sequences_of(op)), meshes.mesh_of(any_devices, AxisType.Auto).shape["a"]
     args[1 - varying] = args[1 - varying][: 8 // parts]
     specs = tuple(P("a") if i == varying else P() for i in range(len(args)))
     if outside:
@@ -364,20 +340,20 @@ def test_shard_map_where_one_array_varies(any_devices, op, varying, outside):
     assert_same(op, jax.jit(gradients)(*args), jax.jit(op.gradient(repeated))(*args))
 
 
-@pytest.mark.parametrize("op", [*NORMS, GATED[0]], ids=str)
+@pytest.mark.parametrize("op", [*table.NORMS, table.GATED[0]], ids=str)
 def test_shard_map_without_a_weight(any_devices, op):
     args, specs = sequences_of(op)[:-1], each(op, P("a"), P())[:-1]
     gradient = op.gradient(argnums=tuple(range(len(args))))
     assert_same(op, jax.jit(shard(any_devices, gradient, specs, specs))(*args), gradient(*args))
 
 
-@pytest.mark.parametrize("op", [op for op in EACH if not op.derived], ids=str)
+@pytest.mark.parametrize("op", [op for op in table.EACH if not op.derived], ids=str)
 def test_second_derivative_in_shard_map(any_devices, op):
     second, specs = jax.grad(lambda *args: jnp.sin(op.gradient(argnums=0)(*args)).sum(), op.all), each(op, P("a"), P())
     assert_alike(op, shard(any_devices, second, specs, of_gradients(op, specs)), second)
 
 
-@pytest.mark.parametrize("op", EACH, ids=str)
+@pytest.mark.parametrize("op", table.EACH, ids=str)
 def test_vmap_in_shard_map(any_devices, op):
     whole = jax.vmap(op.run(), each(op, 1, None), 1)
     function = shard(any_devices, whole, each(op, P("a"), P()), P("a"))
@@ -385,14 +361,14 @@ def test_vmap_in_shard_map(any_devices, op):
 
 
 # vmap makes x vary over one mesh axis more after the op was traced: the weights have to follow.
-@pytest.mark.parametrize("op", EACH, ids=str)
+@pytest.mark.parametrize("op", table.EACH, ids=str)
 def test_vmap_of_shard_map_over_a_mesh_axis(any_devices, op):
     axes, sharded = each(op, 0, None), shard(any_devices, op.run(), each(op, P("b"), P()), P("b"))
     function, whole = jax.vmap(sharded, axes, spmd_axis_name="a"), jax.vmap(op.run(), axes)
     assert_alike(op, loss_and_gradients(op, function), loss_and_gradients(op, whole))
 
 
-@pytest.mark.parametrize("op", NORMS, ids=str)
+@pytest.mark.parametrize("op", table.NORMS, ids=str)
 def test_scan_in_shard_map(any_devices, op):
     def layers(*args):
         return jax.lax.scan(lambda y, _: (y + op.norm()(y, *args[1:]), None), args[0], length=3)[0]

@@ -7,26 +7,13 @@ from dataclasses import replace
 from functools import partial
 
 import bad_calls
+import cases
 import formulas
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from cases import (
-    ADDS,
-    ALONE,
-    KINDS,
-    NORMS,
-    assert_near,
-    axis_of,
-    bits,
-    draw,
-    draw_bias,
-    draw_residual,
-    draw_scale,
-    draw_x,
-)
 from coverage import cover, over
 from hlo import compiled_text, count_native_calls
 from internals import weights
@@ -44,13 +31,13 @@ STATISTICS = {"rms": 1, "layer": 2}
 
 def size_of(shape):
     dims = shapes.few_rows(shape).dims
-    options = {} if shape.axes == 1 else {"axis": axis_of(shape.axes)}
+    options = {} if shape.axes == 1 else {"axis": cases.axis_of(shape.axes)}
     return Size(dims, dims[len(dims) - shape.axes :], options)
 
 
 def norm(kind):
     def function(*args, **options):
-        return (NORMS[kind](*args, **options),)
+        return (cases.NORMS[kind](*args, **options),)
 
     def exact(x, scale=None, bias=None, *, axis=-1, out_dtype=None, **options):
         return oracle.forward(
@@ -71,7 +58,7 @@ def norm(kind):
         kind=kind,
         operands=("x", "scale", "bias"),
         arrays=1,
-        dtypes=ALONE,
+        dtypes=cases.ALONE,
         function=function,
         formula=lambda *args, **options: (formulas.norm(kind)(*args, **options),),
         exact=exact,
@@ -172,23 +159,24 @@ def norm_of_sum(f):
     return function
 
 
-ALL = tuple(norm(kind) for kind in KINDS)
-PER_HEAD = tuple(per_head(kind) for kind in KINDS)
+ALL = tuple(norm(kind) for kind in cases.KINDS)
+PER_HEAD = tuple(per_head(kind) for kind in cases.KINDS)
 
 
 # Each operand alone, of a dtype of its own; and the two with other leads, which are broadcast to the same.
 @cover(
-    kind=KINDS, dims=[((4, 64), None), (None, (4, 64)), ((4, 64), (64,)), ((1, 64), (3, 4, 64)), ((3, 1, 64), (4, 64))]
+    kind=cases.KINDS,
+    dims=[((4, 64), None), (None, (4, 64)), ((4, 64), (64,)), ((1, 64), (3, 4, 64)), ((3, 1, 64), (4, 64))],
 )
 def test_scale_and_bias_of_different_shapes(kind, dims):
     scale_dims, bias_dims = dims
-    x, dy = draw_x((2, 3, 4, 64), "bfloat16"), draw("dy", (2, 3, 4, 64), "bfloat16")
-    scale = None if scale_dims is None else draw_scale(scale_dims, "bfloat16")
-    bias = None if bias_dims is None else draw_bias(bias_dims, "float16")
+    x, dy = cases.draw_x((2, 3, 4, 64), "bfloat16"), cases.draw("dy", (2, 3, 4, 64), "bfloat16")
+    scale = None if scale_dims is None else cases.draw_scale(scale_dims, "bfloat16")
+    bias = None if bias_dims is None else cases.draw_bias(bias_dims, "float16")
 
     @jax.jit
     def y_and_gradients(dy, *args):
-        y, pullback = jax.vjp(NORMS[kind], *args)
+        y, pullback = jax.vjp(cases.NORMS[kind], *args)
         return y, *pullback(dy)
 
     y, dx, *of_weights = y_and_gradients(dy, x, scale, bias)
@@ -204,18 +192,21 @@ def test_scale_and_bias_of_different_shapes(kind, dims):
 # So many rows that blocks of a GPU take several turns: by vectors, by elements, with rows left over.
 @pytest.mark.on_emulator
 @cover(
-    kind=KINDS, dtype=["bfloat16", "float32"], adds=[False, True], dims=[(9, 250, 1152), (4, 300, 64), (3, 200, 521)]
+    kind=cases.KINDS,
+    dtype=["bfloat16", "float32"],
+    adds=[False, True],
+    dims=[(9, 250, 1152), (4, 300, 64), (3, 200, 521)],
 )
 @pytest.mark.needs("kernels")
 def test_weights_for_each_of_several_examples(kind, dtype, adds, dims):
     examples, _, cols = dims
-    x, dy = draw_x(dims, dtype), draw("dy", dims, dtype)
-    dsum = draw_residual(dims, dtype)
-    scale, bias = draw_scale((examples, 1, cols), dtype), draw_bias((examples, 1, cols), dtype)
+    x, dy = cases.draw_x(dims, dtype), cases.draw("dy", dims, dtype)
+    dsum = cases.draw_residual(dims, dtype)
+    scale, bias = cases.draw_scale((examples, 1, cols), dtype), cases.draw_bias((examples, 1, cols), dtype)
 
     @jax.jit
     def gradients(x, dy, dsum, scale, bias):
-        add, alone = (partial(norms[kind], implementation="native") for norms in (ADDS, NORMS))
+        add, alone = (partial(norms[kind], implementation="native") for norms in (cases.ADDS, cases.NORMS))
         if adds:
             return jax.vjp(lambda x, *args: add(jnp.zeros_like(x), x, *args), x, scale, bias)[1](
                 jaxnorm.AddedNorm(dy, dsum)
@@ -225,16 +216,16 @@ def test_weights_for_each_of_several_examples(kind, dtype, adds, dims):
     dx, dscale, dbias = gradients(x, dy, dsum, scale, bias)
     for i in range(examples):
         alone = gradients(x[i], dy[i], dsum[i], scale[i, 0], bias[i, 0])
-        assert bits(dx[i]) == bits(alone[0])
+        assert cases.bits(dx[i]) == cases.bits(alone[0])
     exact = oracle.gradients(kind, x, dy, scale, lead=scale.shape[:-1])
     assert gradient_error(dscale, exact.dscale, DSCALE) <= 1
     assert gradient_error(dbias, exact.dbias, DSCALE) <= 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", cases.KINDS)
 def test_several_normalised_axes(kind):
-    x, scale = draw_x((3, 4, 5, 8)), draw_scale((4, 5, 8))
-    y = jax.jit(lambda x, scale: NORMS[kind](x, scale, axis=(-2, -1)))(x, scale)
+    x, scale = cases.draw_x((3, 4, 5, 8)), cases.draw_scale((4, 5, 8))
+    y = jax.jit(lambda x, scale: cases.NORMS[kind](x, scale, axis=(-2, -1)))(x, scale)
     assert forward_errors(y, oracle.forward(kind, x, scale, axes=2, out_dtype=x.dtype)) == []
 
 
@@ -261,10 +252,10 @@ ENSEMBLES = {
 def test_an_ensemble_is_one_call_each_way(op, ensemble):
     has_own, transform = ensemble
     dims = [(3, 40) if own else (40,) for own in has_own]
-    args = draw_x((3, 8, 40)), draw_scale(dims[0]), draw_bias(dims[1])
+    args = cases.draw_x((3, 8, 40)), cases.draw_scale(dims[0]), cases.draw_bias(dims[1])
     actual = jax.jit(transform(mean_loss(op.function)))
     assert count_native_calls(compiled_text(actual, *args)) == op.calls(fwd=1, bwd=1)
-    assert_near(actual(*args), jax.jit(transform(mean_loss(op.formula)))(*args), atol=1e-6)
+    cases.assert_near(actual(*args), jax.jit(transform(mean_loss(op.formula)))(*args), atol=1e-6)
 
 
 # Where no kernel has the heads of a batch, XLA's code runs for what is of each example.
@@ -284,7 +275,7 @@ def test_a_batch_of_heads_without_a_kernel(op, batch):
         jax.jit(jax.vmap(jax.grad(mean_loss(function), (0, 1, 2)), in_axes))(*args)
         for function in (op.function, op.formula)
     )
-    assert_near(actual, expected, atol=1e-6)
+    cases.assert_near(actual, expected, atol=1e-6)
 
 
 @over(ALL, size=lambda op: [Size((3, 4, 5, 8), (3, 1, 5, 8)), Size((2, 8200), (2, 8200))])
@@ -297,17 +288,17 @@ def test_the_formula_where_there_is_no_kernel(op, size):
     assert gradient_error(dscale, exact.dscale, DSCALE) <= 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", cases.KINDS)
 def test_a_quantised_norm(kind):
     norm = QUANTIZED[kind]
-    x, scale, bias = draw_x((3, 4, 64)), draw_scale((4, 64)), draw_bias((4, 64))
+    x, scale, bias = cases.draw_x((3, 4, 64)), cases.draw_scale((4, 64)), cases.draw_bias((4, 64))
     to = jaxnorm.Quantization(jnp.int8)
     q = norm(x, scale, bias=bias, quantization=to)
     for head in range(4):
         of_head = norm(x[:, head], scale[head], bias=bias[head], quantization=to, implementation="xla")
         np.testing.assert_allclose(q.scales[:, head], of_head.scales, rtol=1e-5)
         np.testing.assert_allclose(q.values[:, head].astype("int32"), of_head.values.astype("int32"), atol=1)
-    assert bits(norm(x, scale[:1], quantization=to)) == bits(norm(x, scale[0], quantization=to))
+    assert cases.bits(norm(x, scale[:1], quantization=to)) == cases.bits(norm(x, scale[0], quantization=to))
 
 
 # (count, inner): rows r of x with the weights r // inner % count.
@@ -351,17 +342,17 @@ def assert_rounded_alike(y, expected):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("weights", ["float32", "same", "for each head"])
 @pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", cases.KINDS)
 def test_a_wide_result_is_of_a_rounded_x_hat(kind, dtype, weights, implementation):
     shape, weight = DIMS[1 if weights == "for each head" else 2 :], dtype if weights == "same" else "float32"
-    x, scale, bias = draw_x(DIMS, dtype), draw_scale(shape, weight), draw_bias(shape, weight)
+    x, scale, bias = cases.draw_x(DIMS, dtype), cases.draw_scale(shape, weight), cases.draw_bias(shape, weight)
     options = {"multiply_before_cast": False, "out_dtype": "float32", "implementation": implementation}
-    y = jax.jit(partial(NORMS[kind], scale_offset=0.5, **options))(x, scale, bias)
+    y = jax.jit(partial(cases.NORMS[kind], scale_offset=0.5, **options))(x, scale, bias)
     assert_rounded_alike(y, of_hub(kind, x, scale, bias, scale_offset=0.5))
 
 
 SUMS = {
-    **{f"{kind}, to {to}": (kind, partial(ADDS[kind], pad_to=to)) for kind in KINDS for to in (None, 64)},
+    **{f"{kind}, to {to}": (kind, partial(cases.ADDS[kind], pad_to=to)) for kind in cases.KINDS for to in (None, 64)},
     "two norms": ("rms", lambda x, r, scale, **o: jaxnorm.rms_norm_add_rms_norm(x, r, scale, scale, **o)),
 }
 
@@ -369,16 +360,16 @@ SUMS = {
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", SUMS)
 def test_so_it_is_of_a_sum(name, implementation):
-    (kind, function), scale = SUMS[name], draw_scale(DIMS[-1:])
+    (kind, function), scale = SUMS[name], cases.draw_scale(DIMS[-1:])
     norm = jax.jit(partial(function, multiply_before_cast=False, implementation=implementation))
-    y, total = norm(draw_x(DIMS), draw_residual(DIMS, "bfloat16"), scale)
+    y, total = norm(cases.draw_x(DIMS), cases.draw_residual(DIMS, "bfloat16"), scale)
     assert_rounded_alike(y[..., : DIMS[-1]], of_hub(kind, total, scale))
     assert not y[..., DIMS[-1] :].any()
 
 
 def test_a_wide_x_is_rounded_to_a_narrow_result():
-    x, scale = draw_x(DIMS), draw_scale(DIMS[-1:])
-    y = NORMS["rms"](x, scale, multiply_before_cast=False, out_dtype="bfloat16")
+    x, scale = cases.draw_x(DIMS), cases.draw_scale(DIMS[-1:])
+    y = cases.NORMS["rms"](x, scale, multiply_before_cast=False, out_dtype="bfloat16")
     x_hat = oracle.round_to(oracle.forward("rms", x, out_dtype=np.dtype("float64")).exact, jnp.bfloat16)
     expected = jnp.asarray(np.asarray(x_hat, np.float32) * np.asarray(scale)).astype(jnp.bfloat16)
     assert np.mean(np.asarray(y != expected)) < 1e-3
