@@ -11,9 +11,8 @@ import library_models as models
 import numpy as np
 import pytest
 from cases import bits, draw, draw_x
-from checkpoints import through_checkpoint
 from coverage import cover
-from flax_apis import assert_close, assert_same
+from flax_apis import assert_close, assert_same, through_checkpoint
 from jax.sharding import Mesh, PartitionSpec
 from library_models import APIS, CHANGED_BY, CHANGES, COLUMNS, DIMS, E4M3, E5M2, FEATURES, INT4, INT8, OTHER, NnxModel
 

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from cases import bits, draw, draw_x
-from checkpoints import through_checkpoint
-from flax_apis import assert_gradients_close, scan_of_remat, scanned, stacked
+from flax_apis import assert_gradients_close, scan_of_remat, scanned, stacked, through_checkpoint
 
 import jaxnorm
 

@@ -22,7 +22,7 @@ from bad_calls import (
 )
 from coverage import cover, over
 from flax import nnx
-from statements import call
+from op import call
 from table import ADDED, GATED_QUANTIZED, NORMS, OPS, QUANTIZED, QUANTIZED_ACTIVATIONS
 
 import jaxnorm

@@ -7,7 +7,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from statements import call, named
+from op import call, named
 
 import jaxnorm
 from jaxnorm import Quantization

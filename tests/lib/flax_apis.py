@@ -333,3 +333,13 @@ def assert_gradients_close(actual, flaxs, through=None):
         limit = max(1e-5, *(float(jnp.finfo(dtype).eps) for dtype in (ours.dtype, through or ours.dtype)))
         ours, theirs = np.float64(ours), np.float64(theirs)
         assert np.linalg.norm(ours - theirs) <= limit * np.linalg.norm(theirs)
+
+
+def through_checkpoint(directory, saved, target):
+    """What Orbax restores, of the shapes of `target`."""
+    import orbax.checkpoint
+
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(directory / "checkpoint", saved)
+        checkpointer.wait_until_finished()
+        return checkpointer.restore(directory / "checkpoint", target)

@@ -14,9 +14,8 @@ from coverage import cover
 from hlo import collectives
 from jax.sharding import AxisType, PartitionSpec as P
 from meshes import assert_parts_close, mesh_of, on_mesh
-from op import rows
+from op import call, named, rows
 from quantizing import GRANULARITIES, STATIC_SCALE, TO, assert_same, by_numpy, functions_of, static_scale_of
-from statements import call, named
 
 import jaxnorm
 from jaxnorm import Quantization

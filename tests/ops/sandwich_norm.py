@@ -11,10 +11,9 @@ import pytest
 from bad_calls import BRAIN, HALF, SCALE, X
 from cases import PAIRS, bits
 from coverage import cover
-from op import Op, rows
+from op import Op, call, rows
 from oracle import f64, round_to, spacing
 from quantizing import sum_of
-from statements import call
 from tolerances import FLOAT32, forward_errors
 
 import jaxnorm
